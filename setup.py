@@ -1,0 +1,72 @@
+"""setuptools' side of the build: the extension `sparse_mla._C`, stable ABI, CPython 3.11 and later.
+
+    python setup.py build_ext --inplace       what `pip install .` does, into the source tree
+    python setup.py ninja --targets=lib       other targets of the graph: lib, tests, fuzz
+
+Metadata and requirements are in pyproject.toml; sources, flags and variants in buildtools/graph.py.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+from setuptools import Command, Extension, setup
+from setuptools.command.build_ext import build_ext
+
+sys.path.insert(0, str(Path(__file__).parent / "buildtools"))
+import graph
+
+
+def run_ninja(distribution, *targets):
+    """Builds targets; compile_commands.json, for clang-tidy and editors, follows the sources."""
+    path = graph.write_graph(distribution.get_version())
+    ninja = [sys.executable, "-m", "ninja", "-f", path]
+    database = subprocess.run([*ninja, "-t", "compdb", "cc"], stdout=subprocess.PIPE, check=True)
+    Path("compile_commands.json").write_bytes(database.stdout)
+    if status := subprocess.run([*ninja, *targets]).returncode:
+        sys.exit(status)
+
+
+class BuildExtension(build_ext):
+    def finalize_options(self):
+        super().finalize_options()
+        self.force = True  # copy always: another variant's file may be older than the one there
+
+    def run(self):
+        super().run()
+        package = Path("sparse_mla") if self.inplace else Path(self.build_lib, "sparse_mla")
+        for name, source in graph.public_headers().items():
+            target = package / "include" / name
+            self.mkpath(str(target.parent))
+            self.copy_file(str(source), str(target))
+
+    def build_extension(self, ext):
+        run_ninja(self.distribution, "extension")
+        target = self.get_ext_fullpath(ext.name)
+        self.mkpath(str(Path(target).parent))
+        self.copy_file(str(graph.EXTENSION), target)
+
+
+class Ninja(Command):
+    description = "build other targets of the ninja graph"
+    user_options: ClassVar = [("targets=", None, "lib, tests or fuzz, separated by commas")]
+
+    def initialize_options(self):
+        self.targets = None
+
+    def finalize_options(self):
+        self.ensure_string_list("targets")
+
+    def run(self):
+        run_ninja(self.distribution, *self.targets)
+
+
+setup(
+    cmdclass={"build_ext": BuildExtension, "ninja": Ninja},
+    ext_modules=[Extension("sparse_mla._C", sources=[], py_limited_api=True)],
+    options={
+        "build": {"build_lib": str(graph.BUILD / "python")},
+        "bdist_wheel": {"py_limited_api": "cp311"},
+    },
+)
