@@ -1,0 +1,292 @@
+/* backend.h: what kernels read. Params of every operator, and the table a backend fills.
+ *
+ * check.c turns the caller's args into these structs; below this line nothing is validated again.
+ * Sizes are counts, strides are in elements of the pointed-to type unless the name ends in _bytes, and
+ * every one of them is int64. Shapes use the letters of sparse_mla.h.
+ */
+#ifndef SMLA_BACKEND_H
+#define SMLA_BACKEND_H
+
+#include <stdbool.h>
+
+#include "kv_format.h"
+#include "sparse_mla.h"
+
+/* ---- Errors ---------------------------------------------------------------------------------- */
+
+/* Fills `error` (when there is one) and returns `status`. */
+__attribute__((format(printf, 3, 4))) smla_status smla_fail(smla_error *error, smla_status status,
+                                                            const char *format, ...);
+
+/* The one control-flow macro: forward an error. */
+#define SMLA_TRY(call)                   \
+    do {                                 \
+        const smla_status try_ = (call); \
+        if (try_ != SMLA_OK) {           \
+            return try_;                 \
+        }                                \
+    } while (0)
+
+/* ---- Params ---------------------------------------------------------------------------------- */
+
+/* A paged cache. Slot s lives at base + s / block_size * page_stride_bytes + s % block_size *
+ * token_stride_bytes; a flat array is one page. */
+typedef struct smla_kv_view {
+    uint8_t *base;
+    int64_t num_pages;
+    int64_t block_size;
+    int64_t page_stride_bytes;
+    int64_t token_stride_bytes;
+    const smla_kv_format_info *format;
+} smla_kv_view;
+
+static inline uint8_t *
+smla_kv_row(const smla_kv_view *kv, int64_t slot)
+{
+    return kv->base + slot / kv->block_size * kv->page_stride_bytes +
+           slot % kv->block_size * kv->token_stride_bytes;
+}
+
+static inline int64_t
+smla_kv_num_slots(const smla_kv_view *kv)
+{
+    return kv->num_pages * kv->block_size;
+}
+
+typedef enum smla_float_type {
+    SMLA_FLOAT_BF16 = 1,
+    SMLA_FLOAT_FP16 = 2,
+    SMLA_FLOAT_FP32 = 3,
+    SMLA_FLOAT_E4M3 = 4,
+} smla_float_type;
+
+typedef struct smla_cache_write_params {
+    int64_t num_tokens;
+    const void *kv_c; /* [T, 512] */
+    const void *k_pe; /* [T, 64] */
+    int64_t kv_c_stride_token;
+    int64_t k_pe_stride_token;
+    smla_float_type input_type;
+    const void *slot_mapping; /* [T] */
+    int64_t slot_stride;
+    bool slots_are_int64;
+    smla_kv_view kv;
+    void *stream;
+} smla_cache_write_params;
+
+typedef struct smla_gather_params {
+    int64_t num_reqs;
+    int64_t num_blocks;         /* W: columns of block_table */
+    const int32_t *block_table; /* [R, W] */
+    int64_t block_table_stride_req;
+    int64_t block_table_stride_block;
+    const int32_t *seq_lens; /* [R] */
+    int64_t seq_lens_stride;
+    const int32_t *workspace_starts; /* [R] */
+    int64_t workspace_starts_stride;
+    const int32_t *seq_starts; /* [R] or NULL */
+    int64_t seq_starts_stride;
+    smla_kv_view kv;
+    uint16_t *out; /* [out_tokens, 576] bf16 */
+    int64_t out_tokens;
+    int64_t out_stride_token;
+    void *stream;
+} smla_gather_params;
+
+typedef struct smla_dequantize_params {
+    smla_kv_view kv;
+    void *out; /* [pages, block_size, 576] */
+    smla_float_type out_type;
+    int64_t out_stride_page;
+    int64_t out_stride_token;
+    void *stream;
+} smla_dequantize_params;
+
+typedef struct smla_convert_params {
+    int64_t num_tokens;
+    int64_t topk;
+    int64_t num_reqs;     /* rows of block_table */
+    int64_t num_blocks;   /* W */
+    int64_t num_prefills; /* entries of prefill_workspace_starts */
+    int64_t block_size;
+    const int32_t *req_id_per_token; /* [T] */
+    int64_t req_id_stride;
+    const int32_t *block_table; /* [R, W] */
+    int64_t block_table_stride_req;
+    int64_t block_table_stride_block;
+    const int32_t *topk_indices; /* [T, K] */
+    int64_t topk_indices_stride_token;
+    const int32_t *prefill_request_ids; /* [T] or NULL */
+    int64_t prefill_request_ids_stride;
+    const int32_t *prefill_workspace_starts; /* [prefills] */
+    int64_t prefill_workspace_starts_stride;
+    int32_t *out; /* [T, K] */
+    int64_t out_stride_token;
+    int32_t *counts; /* [T] or NULL */
+    int64_t counts_stride;
+    void *stream;
+} smla_convert_params;
+
+/* One list of keys: attention takes a main one and an optional extra one. */
+typedef struct smla_key_list {
+    smla_kv_view kv;
+    const int32_t *indices; /* [T, K] */
+    int64_t indices_stride_token;
+    int64_t topk;               /* K */
+    const int32_t *topk_length; /* [T] or NULL */
+    int64_t topk_length_stride;
+} smla_key_list;
+
+typedef struct smla_attention_params {
+    int64_t num_tokens;
+    int64_t num_heads;
+    const uint16_t *q_nope; /* [T, H, 512] bf16 */
+    int64_t q_nope_stride_token;
+    int64_t q_nope_stride_head;
+    const uint16_t *q_pe; /* [T, H, 64] bf16 */
+    int64_t q_pe_stride_token;
+    int64_t q_pe_stride_head;
+    smla_key_list lists[2]; /* main, extra */
+    int num_lists;          /* 1 or 2 */
+    const float *attn_sink; /* [H] or NULL */
+    int64_t attn_sink_stride;
+    float softmax_scale;
+    uint16_t *out; /* [T, H, 512] bf16 */
+    int64_t out_stride_token;
+    int64_t out_stride_head;
+    float *lse; /* [T, H] */
+    int64_t lse_stride_token;
+    int64_t lse_stride_head;
+    float *max_logits; /* [T, H] or NULL */
+    int64_t max_logits_stride_token;
+    int64_t max_logits_stride_head;
+    int num_splits; /* 1...64: the plan has chosen */
+    void *workspace;
+    int64_t workspace_bytes;
+    void *stream;
+} smla_attention_params;
+
+/* Attention's shape, all that a workspace and a split-KV schedule depend on. */
+typedef struct smla_attention_shape {
+    int64_t num_tokens;
+    int64_t num_heads;
+    int64_t topk;
+    int64_t extra_topk;
+    int num_splits; /* 0 = the plan chooses */
+} smla_attention_shape;
+
+/* Columns per split range: ceil(ceil(K / n) / 64) * 64, as the batch-invariance contract says. */
+static inline int64_t
+smla_split_columns(int64_t topk, int num_splits)
+{
+    const int64_t columns = (topk + num_splits - 1) / num_splits;
+    return (columns + SMLA_SPLIT_ALIGN - 1) / SMLA_SPLIT_ALIGN * SMLA_SPLIT_ALIGN;
+}
+
+typedef struct smla_merge_params {
+    int64_t num_tokens;
+    int64_t num_heads;
+    int64_t value_dim;
+    smla_float_type type;  /* of out_a, out_b and out: bf16 or fp32 */
+    const void *out_in[2]; /* [T, H, V] */
+    int64_t out_in_stride_token[2];
+    int64_t out_in_stride_head[2];
+    const float *lse_in[2]; /* [T, H] */
+    int64_t lse_in_stride_token[2];
+    int64_t lse_in_stride_head[2];
+    void *out; /* [T, H, V] */
+    int64_t out_stride_token;
+    int64_t out_stride_head;
+    float *lse; /* [T, H] */
+    int64_t lse_stride_token;
+    int64_t lse_stride_head;
+    void *stream;
+} smla_merge_params;
+
+typedef struct smla_split_weight_params {
+    int64_t num_heads;
+    int64_t nope_dim;   /* Pn */
+    int64_t value_dim;  /* Pv */
+    const void *weight; /* element (l, o) of [512, H * (Pn + Pv)] */
+    smla_float_type type;
+    int64_t stride_in;  /* along l */
+    int64_t stride_out; /* along o */
+    const float *scale; /* one per 128 x 128 block, or NULL */
+    int64_t scale_stride_in;
+    int64_t scale_stride_out;
+    uint16_t *w_uk; /* [512, H, Pn] bf16 */
+    int64_t w_uk_stride_in;
+    int64_t w_uk_stride_head;
+    uint16_t *w_uv; /* [512, H, Pv] bf16 */
+    int64_t w_uv_stride_in;
+    int64_t w_uv_stride_head;
+    void *stream;
+} smla_split_weight_params;
+
+/* out[t,h,n] = sum_k x[t,h,k] * w(k,h,n): both up projections, told apart by the strides of w. */
+typedef struct smla_projection_params {
+    int64_t num_tokens;
+    int64_t num_heads;
+    int64_t inner_dim; /* k */
+    int64_t outer_dim; /* n */
+    const uint16_t *x; /* [T, H, k] bf16 */
+    int64_t x_stride_token;
+    int64_t x_stride_head;
+    const uint16_t *w; /* bf16 */
+    int64_t w_stride_inner;
+    int64_t w_stride_head;
+    int64_t w_stride_outer;
+    uint16_t *out; /* [T, H, n] bf16 */
+    int64_t out_stride_token;
+    int64_t out_stride_head;
+    void *stream;
+} smla_projection_params;
+
+enum { SMLA_MAX_RANK = 8 };
+
+typedef struct smla_quant_params {
+    int ndim;
+    int64_t shape[SMLA_MAX_RANK];
+    int64_t x_strides[SMLA_MAX_RANK];
+    int64_t out_strides[SMLA_MAX_RANK];
+    const void *x;
+    smla_float_type type;
+    uint8_t *out;
+    float *scale;
+    void *stream;
+} smla_quant_params;
+
+/* ---- The backend table ------------------------------------------------------------------------ */
+
+typedef struct smla_backend {
+    const char *name;
+    DLDeviceType device_type;
+    smla_status (*concat_and_cache_mla)(const smla_cache_write_params *, smla_error *);
+    /* The errors that gather_kv_cache would find in the arrays' values, and no work: for callers that
+     * must not start before all of it can be finished. Finds nothing where values are on a device. */
+    smla_status (*check_gather)(const smla_gather_params *, smla_error *);
+    smla_status (*gather_kv_cache)(const smla_gather_params *, smla_error *);
+    smla_status (*dequantize_kv_cache)(const smla_dequantize_params *, smla_error *);
+    smla_status (*convert_req_index)(const smla_convert_params *, smla_error *);
+    /* The split count that the backend takes when the caller leaves it open. */
+    int (*choose_num_splits)(const smla_attention_shape *);
+    /* Never falls when num_tokens grows: the size for the largest batch serves all of them. */
+    int64_t (*attention_workspace_size)(const smla_attention_shape *);
+    smla_status (*sparse_attention)(const smla_attention_params *, smla_error *);
+    smla_status (*merge_attn_states)(const smla_merge_params *, smla_error *);
+    smla_status (*split_kv_b_proj)(const smla_split_weight_params *, smla_error *);
+    smla_status (*up_proj)(const smla_projection_params *, smla_error *);
+    smla_status (*dynamic_per_tensor_quant)(const smla_quant_params *, smla_error *);
+    int64_t (*kernels)(smla_kernel_info *rows, int64_t capacity);
+    /* Persistent buffers of the metadata builder, and its one copy per build. */
+    void *(*allocate)(int64_t bytes);
+    void (*release)(void *memory);
+} smla_backend;
+
+extern const smla_backend smla_cpu_backend;
+
+/* The backend of a device, or an error that says what this build has. */
+smla_status smla_find_backend(const char *op, DLDevice device, const smla_backend **backend,
+                              smla_error *error);
+
+#endif /* SMLA_BACKEND_H */

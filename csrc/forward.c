@@ -1,0 +1,266 @@
+/* forward.c: one layer of the step that the builder planned, composed of the public operators.
+ *
+ *   mixed, bf16   indices -> one attention call over all tokens
+ *   direct        indices -> attention over decodes, attention over prefills, both on the cache
+ *   separate      indices -> attention over decodes; per chunk: gather to the workspace -> attention
+ *
+ * Everything is checked before the first byte is written. Padding tokens behind the last query are
+ * attended on the cache, like decodes, wherever they stand.
+ */
+#include <math.h>
+
+#include "args.h"
+#include "builder.h"
+#include "rule.h"
+
+static const char op[] = "forward";
+
+static const DLDataType int32_type = {.code = kDLInt, .bits = 32, .lanes = 1};
+
+typedef struct forward_call {
+    const smla_forward_args *args;
+    const smla_builder *builder;
+    const smla_metadata *metadata;
+    smla_view indices;   /* [T, K] converted */
+    smla_view workspace; /* attention scratch */
+    smla_error *error;
+} forward_call;
+
+/* ---- Checks ------------------------------------------------------------------------------------ */
+
+static smla_status
+check_query(smla_checker *c, const smla_forward_args *args, const smla_builder *b)
+{
+    const bool is_pair = args->q_pe != NULL;
+    smla_rule q = {.name = is_pair ? "q[0]" : "q",
+                   .tensor = args->q,
+                   .dtypes = SMLA_DTYPE_BF16,
+                   .flags = SMLA_RULE_MORE_ROWS,
+                   .ndim = 3,
+                   .shape = {b->metadata.num_actual_tokens, b->config.num_heads,
+                             is_pair ? SMLA_KV_LORA_RANK : SMLA_HEAD_DIM}};
+    SMLA_TRY(smla_require(c, &q));
+    q.name = "q[1]";
+    q.tensor = args->q_pe;
+    q.flags |= SMLA_RULE_OPTIONAL;
+    q.shape[2] = SMLA_QK_ROPE_HEAD_DIM;
+    return smla_require(c, &q);
+}
+
+static smla_status
+check_cache(smla_checker *c, const smla_forward_args *args, const smla_builder *b)
+{
+    smla_kv_view kv;
+    SMLA_TRY(smla_require_kv(c, "kv_cache", args->kv_cache, b->config.kv_format, 0, &kv));
+    if (kv.block_size != b->config.block_size) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `kv_cache` must have pages of block_size = %lld tokens, got %lld", op,
+                         (long long)b->config.block_size, (long long)kv.block_size);
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+check_forward(const smla_forward_args *args, smla_error *error)
+{
+    smla_checker c = {.op = op, .error = error};
+    const smla_builder *b = args->builder;
+    if (b == NULL || !b->is_built) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `builder` must have built a step, got none",
+                         op);
+    }
+    const int64_t num_tokens = b->metadata.num_actual_tokens;
+    const int64_t num_heads = b->config.num_heads;
+    SMLA_TRY(check_query(&c, args, b));
+    SMLA_TRY(check_cache(&c, args, b));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "topk_indices",
+                                           .tensor = args->topk_indices,
+                                           .dtypes = SMLA_DTYPE_INT32,
+                                           .flags = SMLA_RULE_MORE_ROWS,
+                                           .ndim = 2,
+                                           .shape = {num_tokens, SMLA_ANY}}));
+    if (smla_size(args->topk_indices, 1) > b->config.topk_tokens) {
+        return smla_fail(
+            error, SMLA_ERROR_VALUE,
+            "%s: `topk_indices` must have at most topk_tokens = %lld columns, got %lld", op,
+            (long long)b->config.topk_tokens, (long long)smla_size(args->topk_indices, 1));
+    }
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "attn_sink",
+                                           .tensor = args->attn_sink,
+                                           .dtypes = SMLA_DTYPE_FP32,
+                                           .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = 1,
+                                           .shape = {num_heads}}));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
+                                           .tensor = args->out,
+                                           .dtypes = SMLA_DTYPE_BF16,
+                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS,
+                                           .ndim = 3,
+                                           .shape = {num_tokens, num_heads, SMLA_KV_LORA_RANK}}));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "lse",
+                                           .tensor = args->lse,
+                                           .dtypes = SMLA_DTYPE_FP32,
+                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS |
+                                                    SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = 2,
+                                           .shape = {num_tokens, num_heads}}));
+    if (!isfinite(args->softmax_scale)) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `softmax_scale` must be finite, got %g", op,
+                         args->softmax_scale);
+    }
+    const smla_backend *backend;
+    SMLA_TRY(smla_find_backend(op, c.device, &backend, error));
+    if (backend != b->backend || c.device.device_id != b->config.device.device_id) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `q` must be on the device of the config, got another one", op);
+    }
+    return smla_require_disjoint(&c);
+}
+
+/* ---- Steps ------------------------------------------------------------------------------------- */
+
+/* A [count] int32 vector of the builder's memory. */
+static const DLTensor *
+view_int32(const forward_call *f, smla_view *view, const int32_t *data, int64_t count)
+{
+    smla_make_view(view, (void *)(uintptr_t)data, int32_type, f->builder->config.device, 1, &count);
+    return &view->tensor;
+}
+
+static smla_status
+convert_indices(forward_call *f)
+{
+    const smla_metadata *m = f->metadata;
+    const bool has_workspace = m->num_chunks > 0;
+    const int64_t num_tokens = m->num_actual_tokens;
+    const int64_t shape[2] = {num_tokens, smla_size(f->args->topk_indices, 1)};
+    smla_view req_ids, topk_indices, prefill_ids, starts;
+    smla_make_view(&f->indices, f->builder->indices, int32_type, f->builder->config.device, 2,
+                   shape);
+    const smla_convert_req_index_args args = {
+        .struct_size = sizeof args,
+        .req_id_per_token = view_int32(f, &req_ids, m->req_id_per_token, num_tokens),
+        .block_table = &f->builder->block_table.tensor,
+        .topk_indices = smla_slice_rows(&topk_indices, f->args->topk_indices, 0, num_tokens),
+        .prefill_request_ids =
+            has_workspace ? view_int32(f, &prefill_ids, m->prefill_request_ids, num_tokens) : NULL,
+        .prefill_workspace_starts =
+            has_workspace
+                ? view_int32(f, &starts, m->prefill_workspace_starts, m->split.num_prefills)
+                : NULL,
+        .out = &f->indices.tensor,
+        .block_size = f->builder->config.block_size,
+        .stream = f->args->stream,
+    };
+    return smla_convert_req_index_to_global_index(&args, f->error);
+}
+
+/* Attention of tokens [start, end) over `kv`: the cache, or the rows of the workspace in use. */
+static smla_status
+attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end, int num_splits)
+{
+    smla_view q, q_pe, indices, out, lse;
+    if (start == end) {
+        return SMLA_OK;
+    }
+    const smla_forward_args *a = f->args;
+    const smla_sparse_attention_args args = {
+        .struct_size = sizeof args,
+        .q = smla_slice_rows(&q, a->q, start, end),
+        .q_pe = a->q_pe == NULL ? NULL : smla_slice_rows(&q_pe, a->q_pe, start, end),
+        .kv = kv,
+        .indices = smla_slice_rows(&indices, &f->indices.tensor, start, end),
+        .attn_sink = a->attn_sink,
+        .out = smla_slice_rows(&out, a->out, start, end),
+        .lse = smla_slice_rows(&lse, a->lse, start, end),
+        .workspace = &f->workspace.tensor,
+        .softmax_scale = a->softmax_scale,
+        .num_splits = num_splits,
+        .stream = a->stream,
+    };
+    return smla_sparse_attention(&args, f->error);
+}
+
+/* The arguments of one chunk's gather; `views` holds what they point to. */
+static smla_gather_kv_cache_args
+chunk_gather(const forward_call *f, const smla_prefill_chunk *chunk, smla_view views[4])
+{
+    const smla_builder *b = f->builder;
+    const int64_t first_req = f->metadata->split.num_decodes + chunk->req_start;
+    const int64_t num_reqs = chunk->req_end - chunk->req_start;
+    return (smla_gather_kv_cache_args){
+        .struct_size = sizeof(smla_gather_kv_cache_args),
+        .kv_cache = f->args->kv_cache,
+        .block_table =
+            smla_slice_rows(&views[0], &b->block_table.tensor, first_req, first_req + num_reqs),
+        .seq_lens = view_int32(f, &views[1], b->prefill_seq_lens + chunk->req_start, num_reqs),
+        .workspace_starts =
+            view_int32(f, &views[2], b->prefill_workspace_starts + chunk->req_start, num_reqs),
+        .out = smla_slice_rows(&views[3], &b->prefill_workspace.tensor, 0, chunk->tot_seqlen),
+        .kv_format = b->config.kv_format,
+        .stream = f->args->stream,
+    };
+}
+
+static smla_status
+check_chunks(const forward_call *f)
+{
+    for (int64_t i = 0; i < f->metadata->num_chunks; i++) {
+        smla_view views[4];
+        const smla_gather_kv_cache_args args = chunk_gather(f, &f->metadata->chunks[i], views);
+        SMLA_TRY(smla_check_gather_values(&args, f->error));
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+attend_chunks(const forward_call *f)
+{
+    for (int64_t i = 0; i < f->metadata->num_chunks; i++) {
+        const smla_prefill_chunk *chunk = &f->metadata->chunks[i];
+        smla_view views[4];
+        const smla_gather_kv_cache_args gather = chunk_gather(f, chunk, views);
+        SMLA_TRY(smla_gather_kv_cache(&gather, f->error));
+        SMLA_TRY(attend(f, gather.out, chunk->token_start, chunk->token_end, 0));
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+run(forward_call *f)
+{
+    const smla_metadata *m = f->metadata;
+    const DLTensor *cache = f->args->kv_cache;
+    const int num_splits = (int)m->decode_num_splits;
+    SMLA_TRY(check_chunks(f));
+    SMLA_TRY(convert_indices(f));
+    if (m->path == SMLA_PATH_MIXED || m->path == SMLA_PATH_BF16) {
+        return attend(f, cache, 0, m->num_actual_tokens, num_splits);
+    }
+    const int64_t num_decode_tokens = m->split.num_decode_tokens;
+    const int64_t end_of_chunks =
+        m->num_chunks > 0 ? m->chunks[m->num_chunks - 1].token_end : num_decode_tokens;
+    SMLA_TRY(attend(f, cache, 0, num_decode_tokens, num_splits));
+    SMLA_TRY(attend_chunks(f));
+    /* Path "direct" has no chunks: these are its prefills. Otherwise they are padding tokens. */
+    return attend(f, cache, end_of_chunks, m->num_actual_tokens, 0);
+}
+
+smla_status
+smla_forward(const smla_forward_args *args, smla_error *error)
+{
+    smla_forward_args known;
+    SMLA_TRY(smla_read_args(op, &known, sizeof known, args, error));
+    SMLA_TRY(check_forward(&known, error));
+    forward_call f = {.args = &known,
+                      .builder = known.builder,
+                      .metadata = &known.builder->metadata,
+                      .error = error};
+    const DLDataType bytes = {.code = kDLUInt, .bits = 8, .lanes = 1};
+    smla_make_view(&f.workspace, f.builder->scratch, bytes, f.builder->config.device, 1,
+                   &f.builder->scratch_bytes);
+    if (f.metadata->num_actual_tokens == 0) {
+        return SMLA_OK;
+    }
+    return run(&f);
+}

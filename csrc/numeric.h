@@ -1,0 +1,112 @@
+/* numeric.h: bf16, fp16 and e4m3 <-> float, bit-exact and portable.
+ *
+ * Every conversion that rounds, rounds to nearest even, once. The scalar functions here are the truth
+ * for the whole library; vector code elsewhere must agree with them bit for bit.
+ */
+#ifndef SMLA_NUMERIC_H
+#define SMLA_NUMERIC_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define SMLA_E4M3_MAX 448.0f
+
+static inline uint32_t
+smla_float_bits(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static inline float
+smla_bits_float(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static inline float
+smla_bf16_to_float(uint16_t x)
+{
+    return smla_bits_float((uint32_t)x << 16);
+}
+
+/* NaN becomes the quiet NaN of its sign. */
+static inline uint16_t
+smla_float_to_bf16(float x)
+{
+    const uint32_t bits = smla_float_bits(x);
+    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) {
+        return (uint16_t)((bits >> 16 & 0x8000u) | 0x7FC0u);
+    }
+    return (uint16_t)((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+}
+
+static inline float
+smla_half_to_float(uint16_t x)
+{
+    const uint32_t sign = (uint32_t)(x & 0x8000u) << 16;
+    const uint32_t magnitude = x & 0x7FFFu;
+    if (magnitude >= 0x7C00u) { /* inf, NaN */
+        return smla_bits_float(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);
+    }
+    if (magnitude >= 0x0400u) {
+        return smla_bits_float(sign | ((magnitude << 13) + ((127u - 15u) << 23)));
+    }
+    const float subnormal = (float)magnitude * 0x1p-24f;
+    return smla_bits_float(sign | smla_float_bits(subnormal));
+}
+
+/* e4m3 (the "fn" variant): 1 sign, 4 exponent bits of bias 7, 3 mantissa bits; no infinity, one NaN
+ * per sign (0x7F, 0xFF), largest value 448, smallest 2^-9. */
+static inline float
+smla_e4m3_to_float(uint8_t x)
+{
+    const uint32_t sign = (uint32_t)(x & 0x80u) << 24;
+    const uint32_t magnitude = x & 0x7Fu;
+    if (magnitude == 0x7Fu) {
+        return smla_bits_float(sign | 0x7FC00000u);
+    }
+    if (magnitude >= 8u) {
+        return smla_bits_float(sign | ((magnitude << 20) + ((127u - 7u) << 23)));
+    }
+    return smla_bits_float(sign | smla_float_bits((float)magnitude * 0x1p-9f));
+}
+
+/* Rounds to nearest even and saturates at +-448, infinities included; NaN keeps its sign. */
+static inline uint8_t
+smla_float_to_e4m3(float x)
+{
+    const uint32_t bits = smla_float_bits(x);
+    const uint8_t sign = (uint8_t)(bits >> 24 & 0x80u);
+    const uint32_t magnitude = bits & 0x7FFFFFFFu;
+    if (magnitude > 0x7F800000u) {
+        return (uint8_t)(sign | 0x7Fu);
+    }
+    if (magnitude >= 0x43E00000u) { /* 448 */
+        return (uint8_t)(sign | 0x7Eu);
+    }
+    if (magnitude < 0x3C800000u) { /* 2^-6: subnormal, a multiple of 2^-9 */
+        /* 2^14 has an ulp of 2^-9: the addition rounds to nearest even and leaves the multiple. */
+        const uint32_t sum = smla_float_bits(smla_bits_float(magnitude) + 0x1p14f);
+        return (uint8_t)(sign | (sum & 0xFFu));
+    }
+    const uint32_t rounded = magnitude + 0x7FFFFu + (magnitude >> 20 & 1u);
+    return (uint8_t)(sign | ((rounded >> 20) - ((127u - 7u) << 3)));
+}
+
+/* |x| as the quantisers see it: NaN is 0, an infinity is FLT_MAX. */
+static inline float
+smla_finite_abs(float x)
+{
+    const uint32_t magnitude = smla_float_bits(x) & 0x7FFFFFFFu;
+    if (magnitude > 0x7F800000u) {
+        return 0.0f;
+    }
+    return smla_bits_float(magnitude == 0x7F800000u ? 0x7F7FFFFFu : magnitude);
+}
+
+#endif /* SMLA_NUMERIC_H */

@@ -1,0 +1,599 @@
+/* rule.c: enforces what rule.h states, and words the errors.
+ *
+ * Texts read "op: `argument` must RULE, got ACTUAL". Nothing here depends on Python or on a device.
+ */
+#include "rule.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { TEXT_BYTES = 160 };
+
+/* Appends to `text`, a buffer of TEXT_BYTES; what does not fit is cut. */
+__attribute__((format(printf, 2, 3))) static void
+append(char *text, const char *format, ...)
+{
+    const size_t used = strlen(text);
+    va_list values;
+    va_start(values, format);
+    vsnprintf(text + used, TEXT_BYTES - used, format, values);
+    va_end(values);
+}
+
+/* ---- Reading a DLTensor ------------------------------------------------------------------------ */
+
+static const struct {
+    unsigned dtype;
+    uint8_t code;
+    uint8_t bits;
+    const char *name;
+} dtypes[] = {
+    {SMLA_DTYPE_BF16, kDLBfloat, 16, "bfloat16"},
+    {SMLA_DTYPE_FP16, kDLFloat, 16, "float16"},
+    {SMLA_DTYPE_FP32, kDLFloat, 32, "float32"},
+    {SMLA_DTYPE_INT32, kDLInt, 32, "int32"},
+    {SMLA_DTYPE_INT64, kDLInt, 64, "int64"},
+    {SMLA_DTYPE_UINT8, kDLUInt, 8, "uint8"},
+    {SMLA_DTYPE_INT8, kDLInt, 8, "int8"},
+    {SMLA_DTYPE_E4M3, kDLFloat8_e4m3fn, 8, "float8_e4m3fn"},
+};
+
+enum { NUM_DTYPES = sizeof dtypes / sizeof dtypes[0] };
+
+unsigned
+smla_dtype(const DLTensor *tensor)
+{
+    for (int i = 0; i < NUM_DTYPES; i++) {
+        if (tensor->dtype.code == dtypes[i].code && tensor->dtype.bits == dtypes[i].bits &&
+            tensor->dtype.lanes == 1) {
+            return dtypes[i].dtype;
+        }
+    }
+    return 0;
+}
+
+void *
+smla_data(const DLTensor *tensor)
+{
+    /* A zero-size array may come with no pointer at all: no arithmetic on NULL. */
+    if (tensor == NULL || tensor->data == NULL) {
+        return NULL;
+    }
+    return (uint8_t *)tensor->data + tensor->byte_offset;
+}
+
+int64_t
+smla_size(const DLTensor *tensor, int dim)
+{
+    return tensor != NULL && dim < tensor->ndim ? tensor->shape[dim] : SMLA_ANY;
+}
+
+int64_t
+smla_stride(const DLTensor *tensor, int dim)
+{
+    if (tensor == NULL || tensor->shape[dim] <= 1) {
+        return 0;
+    }
+    if (tensor->strides != NULL) {
+        return tensor->strides[dim];
+    }
+    int64_t stride = 1;
+    for (int i = dim + 1; i < tensor->ndim; i++) {
+        stride *= tensor->shape[i];
+    }
+    return stride;
+}
+
+int64_t
+smla_element_bytes(const DLTensor *tensor)
+{
+    return ((int64_t)tensor->dtype.bits * tensor->dtype.lanes + 7) / 8;
+}
+
+static bool
+is_empty(const DLTensor *tensor)
+{
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* ---- Wording ----------------------------------------------------------------------------------- */
+
+static void
+describe_dtype(const DLTensor *tensor, char *text)
+{
+    static const char *const kinds[] = {"int",    "uint",    "float", "opaque",
+                                        "bfloat", "complex", "bool"};
+    const unsigned dtype = smla_dtype(tensor);
+    for (int i = 0; i < NUM_DTYPES; i++) {
+        if (dtypes[i].dtype == dtype) {
+            append(text, "%s", dtypes[i].name);
+            return;
+        }
+    }
+    if (tensor->dtype.code == kDLBool) {
+        append(text, "bool");
+    } else if (tensor->dtype.code < sizeof kinds / sizeof kinds[0]) {
+        append(text, "%s%d", kinds[tensor->dtype.code], tensor->dtype.bits);
+    } else {
+        append(text, "DLPack type code %d of %d bits", tensor->dtype.code, tensor->dtype.bits);
+    }
+    if (tensor->dtype.lanes != 1) {
+        append(text, "x%d", tensor->dtype.lanes);
+    }
+}
+
+static void
+describe_dtypes(unsigned wanted, char *text)
+{
+    for (int i = 0; i < NUM_DTYPES; i++) {
+        if (wanted & dtypes[i].dtype) {
+            wanted &= ~dtypes[i].dtype;
+            append(text, "%s%s", text[0] == '\0' ? "" : (wanted == 0 ? " or " : ", "),
+                   dtypes[i].name);
+        }
+        if (wanted == 0) {
+            return;
+        }
+    }
+}
+
+static void
+describe_shape(const DLTensor *tensor, char *text)
+{
+    append(text, "[");
+    for (int i = 0; i < tensor->ndim; i++) {
+        append(text, "%s%lld", i == 0 ? "" : ", ", (long long)tensor->shape[i]);
+    }
+    append(text, "]");
+}
+
+static void
+describe_rule_shape(const smla_rule *rule, char *text)
+{
+    append(text, "[");
+    for (int i = 0; i < rule->ndim; i++) {
+        append(text, "%s", i == 0 ? "" : ", ");
+        if (rule->shape[i] == SMLA_ANY) {
+            append(text, "any");
+        } else {
+            const bool minimum = i == 0 && (rule->flags & SMLA_RULE_MORE_ROWS);
+            append(text, "%s%lld", minimum ? ">= " : "", (long long)rule->shape[i]);
+        }
+    }
+    append(text, "]");
+}
+
+static void
+describe_device(DLDevice device, char *text)
+{
+    switch (device.device_type) {
+    case kDLCPU: append(text, "cpu"); break;
+    case kDLCUDA: append(text, "cuda:%d", device.device_id); break;
+    default: append(text, "DLPack device type %d:%d", (int)device.device_type, device.device_id);
+    }
+}
+
+/* Pinned and managed memory are read by the CPU like any other. */
+static DLDevice
+normal_device(DLDevice device)
+{
+    if (device.device_type == kDLCUDAHost || device.device_type == kDLCUDAManaged ||
+        device.device_type == kDLCPU) {
+        return (DLDevice){.device_type = kDLCPU, .device_id = 0};
+    }
+    return device;
+}
+
+/* ---- Rules ------------------------------------------------------------------------------------- */
+
+static smla_status
+report_missing(const smla_checker *c, const char *name)
+{
+    return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must be given, got none", c->op, name);
+}
+
+static smla_status
+check_dtype(const smla_checker *c, const smla_rule *rule)
+{
+    if (smla_dtype(rule->tensor) & rule->dtypes) {
+        return SMLA_OK;
+    }
+    char wanted[TEXT_BYTES] = "";
+    char got[TEXT_BYTES] = "";
+    describe_dtypes(rule->dtypes, wanted);
+    describe_dtype(rule->tensor, got);
+    return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s, got %s", c->op, rule->name,
+                     wanted, got);
+}
+
+/* Rank within what fixed arrays hold, no negative sizes: what every later step relies on. */
+static smla_status
+check_sane(const smla_checker *c, const char *name, const DLTensor *tensor)
+{
+    if (tensor->ndim < 0 || tensor->ndim > SMLA_MAX_RANK ||
+        (tensor->ndim > 0 && tensor->shape == NULL)) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have at most %d dimensions, got %d", c->op, name,
+                         SMLA_MAX_RANK, (int)tensor->ndim);
+    }
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] < 0) {
+            char got[TEXT_BYTES] = "";
+            describe_shape(tensor, got);
+            return smla_fail(c->error, SMLA_ERROR_VALUE,
+                             "%s: `%s` must have sizes >= 0, got shape %s", c->op, name, got);
+        }
+    }
+    if (!is_empty(tensor) && tensor->data == NULL) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have memory, got a null pointer", c->op, name);
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+check_shape(const smla_checker *c, const smla_rule *rule)
+{
+    const DLTensor *tensor = rule->tensor;
+    if (rule->ndim == SMLA_ANY) {
+        return SMLA_OK;
+    }
+    bool good = tensor->ndim == rule->ndim;
+    for (int i = 0; good && i < rule->ndim; i++) {
+        if (rule->shape[i] == SMLA_ANY) {
+            continue;
+        }
+        const bool minimum = i == 0 && (rule->flags & SMLA_RULE_MORE_ROWS);
+        good = minimum ? tensor->shape[i] >= rule->shape[i] : tensor->shape[i] == rule->shape[i];
+    }
+    if (good) {
+        return SMLA_OK;
+    }
+    char wanted[TEXT_BYTES] = "";
+    char got[TEXT_BYTES] = "";
+    describe_rule_shape(rule, wanted);
+    describe_shape(tensor, got);
+    return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must have shape %s, got %s", c->op,
+                     rule->name, wanted, got);
+}
+
+static smla_status
+check_last_stride(const smla_checker *c, const char *name, const DLTensor *tensor)
+{
+    const int last = tensor->ndim - 1;
+    const int64_t stride = last >= 0 ? smla_stride(tensor, last) : 0;
+    if (stride == 0 && (last < 0 || tensor->shape[last] <= 1)) {
+        return SMLA_OK;
+    }
+    if (stride != 1 && !is_empty(tensor)) {
+        return smla_fail(
+            c->error, SMLA_ERROR_VALUE,
+            "%s: `%s` must have a contiguous last dimension (stride 1), got stride %lld", c->op,
+            name, (long long)stride);
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+check_alignment(const smla_checker *c, const char *name, const DLTensor *tensor, int64_t alignment)
+{
+    if (is_empty(tensor)) {
+        return SMLA_OK;
+    }
+    const uintptr_t address = (uintptr_t)smla_data(tensor);
+    if (address % (uintptr_t)alignment != 0) {
+        return smla_fail(
+            c->error, SMLA_ERROR_VALUE,
+            "%s: `%s` must be aligned to %lld bytes, got an address that is %lld bytes off", c->op,
+            name, (long long)alignment, (long long)(address % (uintptr_t)alignment));
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+check_device(smla_checker *c, const char *name, const DLTensor *tensor)
+{
+    const DLDevice device = normal_device(tensor->device);
+    if (c->num_arrays == 0) {
+        c->device = device;
+        return SMLA_OK;
+    }
+    if (device.device_type == c->device.device_type && device.device_id == c->device.device_id) {
+        return SMLA_OK;
+    }
+    char wanted[TEXT_BYTES] = "";
+    char got[TEXT_BYTES] = "";
+    describe_device(c->device, wanted);
+    describe_device(device, got);
+    return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must be on %s like `%s`, got %s", c->op,
+                     name, wanted, c->arrays[0].name, got);
+}
+
+/* Dimensions of more than one element, smallest stride first. */
+typedef struct layout {
+    const uint8_t *low;  /* first byte of any element */
+    const uint8_t *high; /* one past the last */
+    int ndim;
+    int64_t counts[SMLA_MAX_RANK];
+    int64_t strides[SMLA_MAX_RANK]; /* bytes, >= 0 */
+    int64_t element_bytes;
+} layout;
+
+static layout
+layout_of(const DLTensor *tensor)
+{
+    layout m = {.low = smla_data(tensor), .element_bytes = smla_element_bytes(tensor)};
+    int64_t span = m.element_bytes;
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] <= 1) {
+            continue;
+        }
+        int64_t stride = smla_stride(tensor, i) * m.element_bytes;
+        const int64_t reach = (tensor->shape[i] - 1) * stride;
+        if (stride < 0) {
+            m.low += reach;
+            stride = -stride;
+        }
+        span += (tensor->shape[i] - 1) * stride;
+        int at = m.ndim++;
+        for (; at > 0 && m.strides[at - 1] > stride; at--) {
+            m.strides[at] = m.strides[at - 1];
+            m.counts[at] = m.counts[at - 1];
+        }
+        m.strides[at] = stride;
+        m.counts[at] = tensor->shape[i];
+    }
+    m.high = m.low == NULL ? NULL : m.low + span;
+    return m;
+}
+
+static smla_status
+check_output(const smla_checker *c, const char *name, const DLTensor *tensor)
+{
+    if (is_empty(tensor)) {
+        return SMLA_OK;
+    }
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] > 1 && smla_stride(tensor, i) <= 0) {
+            return smla_fail(c->error, SMLA_ERROR_VALUE,
+                             "%s: `%s` must have positive strides (it is written), got %lld in "
+                             "dimension %d",
+                             c->op, name, (long long)smla_stride(tensor, i), i);
+        }
+    }
+    const layout m = layout_of(tensor);
+    int64_t span = m.element_bytes;
+    for (int i = 0; i < m.ndim; i++) {
+        if (m.strides[i] < span) {
+            return smla_fail(
+                c->error, SMLA_ERROR_VALUE,
+                "%s: `%s` must have elements that do not overlap (it is written), got a "
+                "stride of %lld bytes over %lld",
+                c->op, name, (long long)m.strides[i], (long long)span);
+        }
+        span += (m.counts[i] - 1) * m.strides[i];
+    }
+    return SMLA_OK;
+}
+
+static void
+remember(smla_checker *c, const char *name, const DLTensor *tensor, unsigned flags)
+{
+    c->arrays[c->num_arrays].name = name;
+    c->arrays[c->num_arrays].tensor = tensor;
+    c->arrays[c->num_arrays].is_output = (flags & SMLA_RULE_OUTPUT) != 0;
+    c->num_arrays++;
+}
+
+smla_status
+smla_require(smla_checker *c, const smla_rule *rule)
+{
+    if (rule->tensor == NULL) {
+        return rule->flags & SMLA_RULE_OPTIONAL ? SMLA_OK : report_missing(c, rule->name);
+    }
+    SMLA_TRY(check_sane(c, rule->name, rule->tensor));
+    SMLA_TRY(check_dtype(c, rule));
+    SMLA_TRY(check_shape(c, rule));
+    if (!(rule->flags & SMLA_RULE_ANY_LAST_STRIDE)) {
+        SMLA_TRY(check_last_stride(c, rule->name, rule->tensor));
+    }
+    SMLA_TRY(check_alignment(c, rule->name, rule->tensor, smla_element_bytes(rule->tensor)));
+    SMLA_TRY(check_device(c, rule->name, rule->tensor));
+    if (rule->flags & SMLA_RULE_OUTPUT) {
+        SMLA_TRY(check_output(c, rule->name, rule->tensor));
+    }
+    remember(c, rule->name, rule->tensor, rule->flags);
+    return SMLA_OK;
+}
+
+/* ---- Caches ------------------------------------------------------------------------------------ */
+
+static smla_status
+find_kv_format(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format,
+               const smla_kv_format_info **format)
+{
+    const unsigned dtype = smla_dtype(tensor);
+    char got[TEXT_BYTES] = "";
+    if (kv_format == SMLA_KV_INFER) {
+        if (dtype == SMLA_DTYPE_BF16) {
+            kv_format = SMLA_KV_BFLOAT16;
+        } else if (dtype & SMLA_DTYPE_BYTES) {
+            kv_format = SMLA_KV_FP8_DS_MLA;
+        } else {
+            describe_dtype(tensor, got);
+            return smla_fail(c->error, SMLA_ERROR_TYPE,
+                             "%s: `%s` must be bfloat16 (576 values a token), or uint8, int8 or "
+                             "float8_e4m3fn (fp8_ds_mla, 656 bytes a token), got %s",
+                             c->op, name, got);
+        }
+    }
+    *format = smla_find_kv_format(kv_format);
+    if (*format == NULL) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `kv_format` must be a known cache format, got number %d", c->op,
+                         (int)kv_format);
+    }
+    const bool is_bytes = (*format)->nope_type == SMLA_NOPE_E4M3;
+    if (!(dtype & (is_bytes ? SMLA_DTYPE_BYTES : SMLA_DTYPE_BF16))) {
+        char wanted[TEXT_BYTES] = "";
+        describe_dtypes(is_bytes ? SMLA_DTYPE_BYTES : SMLA_DTYPE_BF16, wanted);
+        describe_dtype(tensor, got);
+        return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s for format %s, got %s",
+                         c->op, name, wanted, (*format)->name, got);
+    }
+    if (smla_size(tensor, tensor->ndim - 1) != (*format)->row_elements) {
+        describe_shape(tensor, got);
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have a last dimension of %d for format %s, got shape %s",
+                         c->op, name, (*format)->row_elements, (*format)->name, got);
+    }
+    return SMLA_OK;
+}
+
+/* [pages, block_size, row], [pages, block_size, 1, row] or flat [S, row] -> sizes and strides. */
+static smla_status
+read_pages(const smla_checker *c, const char *name, const DLTensor *tensor, smla_kv_view *view)
+{
+    const int64_t element_bytes = smla_element_bytes(tensor);
+    const bool has_head_axis = tensor->ndim == 4 && tensor->shape[2] == 1;
+    char got[TEXT_BYTES] = "";
+    if (tensor->ndim == 2) {
+        const bool empty = tensor->shape[0] == 0;
+        view->num_pages = empty ? 0 : 1;
+        view->block_size = empty ? 1 : tensor->shape[0];
+        view->page_stride_bytes = 0;
+        view->token_stride_bytes = smla_stride(tensor, 0) * element_bytes;
+    } else if (tensor->ndim == 3 || has_head_axis) {
+        view->num_pages = tensor->shape[0];
+        view->block_size = tensor->shape[1];
+        view->page_stride_bytes = smla_stride(tensor, 0) * element_bytes;
+        view->token_stride_bytes = smla_stride(tensor, 1) * element_bytes;
+    } else {
+        describe_shape(tensor, got);
+        return smla_fail(
+            c->error, SMLA_ERROR_VALUE,
+            "%s: `%s` must have shape [pages, block_size, %d], [pages, block_size, 1, %d] "
+            "or [tokens, %d], got %s",
+            c->op, name, view->format->row_elements, view->format->row_elements,
+            view->format->row_elements, got);
+    }
+    if (view->block_size < 1) {
+        describe_shape(tensor, got);
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have at least one token per page, got shape %s", c->op,
+                         name, got);
+    }
+    return SMLA_OK;
+}
+
+smla_status
+smla_require_kv(smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format,
+                unsigned flags, smla_kv_view *view)
+{
+    if (tensor == NULL) {
+        return report_missing(c, name);
+    }
+    SMLA_TRY(check_sane(c, name, tensor));
+    SMLA_TRY(find_kv_format(c, name, tensor, kv_format, &view->format));
+    SMLA_TRY(read_pages(c, name, tensor, view));
+    SMLA_TRY(check_last_stride(c, name, tensor));
+    const int64_t alignment = view->format->alignment;
+    SMLA_TRY(check_alignment(c, name, tensor, alignment));
+    if (view->page_stride_bytes % alignment != 0 || view->token_stride_bytes % alignment != 0) {
+        return smla_fail(
+            c->error, SMLA_ERROR_VALUE,
+            "%s: `%s` must have page and token strides in multiples of %lld bytes, got "
+            "%lld and %lld",
+            c->op, name, (long long)alignment, (long long)view->page_stride_bytes,
+            (long long)view->token_stride_bytes);
+    }
+    SMLA_TRY(check_device(c, name, tensor));
+    if (flags & SMLA_RULE_OUTPUT) {
+        SMLA_TRY(check_output(c, name, tensor));
+    }
+    view->base = smla_data(tensor);
+    remember(c, name, tensor, flags);
+    return SMLA_OK;
+}
+
+/* ---- Overlap ----------------------------------------------------------------------------------- */
+
+static int64_t
+gcd(int64_t a, int64_t b)
+{
+    while (b != 0) {
+        const int64_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+/* Bytes of the innermost block: the dimensions whose stride does not leave a gap. What is left of
+ * the dimensions adds its strides to `period`, a common divisor of all steps between blocks. */
+static int64_t
+inner_block(const layout *m, int64_t *period)
+{
+    int64_t block = m->element_bytes;
+    for (int i = 0; i < m->ndim; i++) {
+        if (m->strides[i] <= block) {
+            block += (m->counts[i] - 1) * m->strides[i];
+        } else {
+            *period = gcd(*period, m->strides[i]);
+        }
+    }
+    return block;
+}
+
+/* Whether two arrays share no byte. Exact for whole arrays and for columns of one buffer: blocks that
+ * repeat with a common period are disjoint when they are disjoint inside one period. Anything more
+ * tangled counts as shared. */
+static bool
+is_disjoint(const DLTensor *a, const DLTensor *b)
+{
+    if (is_empty(a) || is_empty(b)) {
+        return true;
+    }
+    const layout ma = layout_of(a);
+    const layout mb = layout_of(b);
+    if (ma.high <= mb.low || mb.high <= ma.low) {
+        return true;
+    }
+    int64_t period = 0;
+    const int64_t block_a = inner_block(&ma, &period);
+    const int64_t block_b = inner_block(&mb, &period);
+    if (period == 0) {
+        return false;
+    }
+    int64_t start_b = (int64_t)((intptr_t)mb.low - (intptr_t)ma.low) % period;
+    if (start_b < 0) {
+        start_b += period;
+    }
+    return start_b >= block_a && start_b + block_b <= period;
+}
+
+smla_status
+smla_require_disjoint(const smla_checker *c)
+{
+    for (int i = 0; i < c->num_arrays; i++) {
+        if (!c->arrays[i].is_output) {
+            continue;
+        }
+        for (int j = 0; j < c->num_arrays; j++) {
+            const bool checked_before = c->arrays[j].is_output && j <= i;
+            if (checked_before || is_disjoint(c->arrays[i].tensor, c->arrays[j].tensor)) {
+                continue;
+            }
+            return smla_fail(c->error, SMLA_ERROR_VALUE,
+                             "%s: `%s` must not overlap `%s`, got arrays that share memory", c->op,
+                             c->arrays[i].name, c->arrays[j].name);
+        }
+    }
+    return SMLA_OK;
+}
