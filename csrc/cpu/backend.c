@@ -1,0 +1,36 @@
+/* backend.c: the CPU backend as a table. */
+#include <stdlib.h>
+
+#include "attention.h"
+#include "cpu.h"
+
+enum { CACHE_LINE_BYTES = 64 };
+
+static void *
+allocate(int64_t bytes)
+{
+    /* aligned_alloc wants a multiple of the alignment; large blocks are committed page by page as they
+     * are first touched, so an unused workspace costs address space alone. */
+    const size_t lines = ((size_t)bytes + CACHE_LINE_BYTES - 1) / CACHE_LINE_BYTES;
+    return aligned_alloc(CACHE_LINE_BYTES, (lines > 0 ? lines : 1) * CACHE_LINE_BYTES);
+}
+
+const smla_backend smla_cpu_backend = {
+    .name = "cpu",
+    .device_type = kDLCPU,
+    .concat_and_cache_mla = smla_cpu_concat_and_cache_mla,
+    .check_gather = smla_cpu_check_gather,
+    .gather_kv_cache = smla_cpu_gather_kv_cache,
+    .dequantize_kv_cache = smla_cpu_dequantize_kv_cache,
+    .convert_req_index = smla_cpu_convert_req_index,
+    .choose_num_splits = smla_cpu_choose_num_splits,
+    .attention_workspace_size = smla_cpu_attention_workspace_size,
+    .sparse_attention = smla_cpu_sparse_attention,
+    .merge_attn_states = smla_cpu_merge_attn_states,
+    .split_kv_b_proj = smla_cpu_split_kv_b_proj,
+    .up_proj = smla_cpu_up_proj,
+    .dynamic_per_tensor_quant = smla_cpu_dynamic_per_tensor_quant,
+    .kernels = smla_cpu_kernels,
+    .allocate = allocate,
+    .release = free,
+};

@@ -1,0 +1,113 @@
+/* unit_fp32.h: the multiply unit of instruction sets without a bf16 product: fp32 FMA, one value of
+ * the dot product per step.
+ *
+ * A unit fixes how queries, keys, values and probabilities lie in scratch, and how keys get there.
+ * Here a key row is 576 floats and serves as the value row as well.
+ */
+#ifndef SMLA_CPU_UNIT_FP32_H
+#define SMLA_CPU_UNIT_FP32_H
+
+#include <stdbool.h>
+
+#include "../numeric.h"
+#include "attention_block.h"
+#include "simd.h"
+
+typedef float unit_scalar;
+typedef vfloat unit_vector;
+
+enum {
+    UNIT_STEP = 1,   /* values of a dot product per multiply-add */
+    BLOCK_KEYS = 64, /* 64 * 2368 B of keys leave room for q and out in 1 MiB of L2 */
+    KEY_STRIDE = SMLA_HEAD_DIM + 16, /* 37 cache lines: an odd number visits every set */
+    /* Element d of value row j is values[d / 16 * VALUE_CHUNK + d % 16 + j * VALUE_STEP]. */
+    VALUE_CHUNK = 16,
+    VALUE_STEP = KEY_STRIDE,
+    VALUE_ELEMENTS = 0, /* values are the keys */
+};
+
+SMLA_INLINE vfloat
+multiply_add(vfloat sum, unit_scalar a, unit_vector b)
+{
+    return b * a + sum;
+}
+
+/* Query values (k, k + UNIT_STEP - 1) of one head. */
+SMLA_INLINE unit_scalar
+load_query(const uint16_t *q)
+{
+    return smla_bf16_to_float(*q);
+}
+
+/* Every query suits this unit. */
+SMLA_INLINE bool
+query_is_exact(const uint16_t *q, int count)
+{
+    (void)q;
+    (void)count;
+    return true;
+}
+
+typedef uint16_t vhalf __attribute__((vector_size(2 * SMLA_SIMD_WIDTH), may_alias, aligned(2)));
+typedef uint8_t vbyte __attribute__((vector_size(SMLA_SIMD_WIDTH), may_alias, aligned(1)));
+
+SMLA_INLINE void
+widen_bf16(const uint8_t *bytes, int count, float *out)
+{
+    for (int i = 0; i < count; i += WIDTH) {
+        const vhalf half = *(const vhalf *)(bytes + 2 * i);
+        *(vuint *)(out + i) = __builtin_convertvector(half, vuint) << 16;
+    }
+}
+
+/* e4m3 -> float, exactly. A subnormal, read as if it had an implicit one, is 2^-7 (1 + m / 8) and
+ * should be 2^-6 m / 8: no subnormal float is touched, which costs an assist on many cores. */
+SMLA_INLINE void
+widen_e4m3(const uint8_t *bytes, int count, float *out)
+{
+    for (int i = 0; i < count; i += WIDTH) {
+        const vuint x = __builtin_convertvector(*(const vbyte *)(bytes + i), vuint);
+        const vuint magnitude = x & 0x7Fu;
+        const vint is_nan = magnitude == 0x7Fu;
+        const vint is_subnormal = magnitude < 8u;
+        const vfloat normal = (vfloat)((magnitude << 20) + ((127u - 7u) << 23));
+        const vfloat subnormal = normal * 2.0f - 0x1p-6f;
+        const vint value = (vint)select_lanes(is_subnormal, subnormal, normal);
+        *(vint *)(out + i) = value | (is_nan & 0x7FC00000) | (vint)((x & 0x80u) << 24);
+    }
+}
+
+/* Dequantises the block's rows, all but the scales, which go to scales[tile][key]. False when the
+ * unit cannot do these rows exactly. */
+static bool
+load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float *scales)
+{
+    (void)values;
+    for (int i = 0; i < block->count; i++) {
+        const uint8_t *const row = block->rows[i];
+        float *const key = keys + i * KEY_STRIDE;
+        store_scales(load_scales(block->format, row), i, BLOCK_KEYS, scales);
+        if (block->format->nope_type == SMLA_NOPE_E4M3) {
+            widen_e4m3(row, SMLA_KV_LORA_RANK, key);
+        } else {
+            widen_bf16(row, SMLA_KV_LORA_RANK, key);
+        }
+        widen_bf16(row + block->format->rope_offset, SMLA_QK_ROPE_HEAD_DIM,
+                   key + SMLA_KV_LORA_RANK);
+    }
+    return true;
+}
+
+/* probs[j][z] = weights[j][z] * scale[j], for the value tile that `scale` belongs to. */
+SMLA_INLINE void
+pack_probs(const float *weights, const float *scale, int count, int vectors, unit_scalar *probs)
+{
+    for (int j = 0; j < count; j++) {
+        for (int v = 0; v < vectors; v++) {
+            const int at = (j * vectors + v) * WIDTH;
+            *(vfloat *)(probs + at) = *as_vectors(weights + at) * scale[j];
+        }
+    }
+}
+
+#endif /* SMLA_CPU_UNIT_FP32_H */
