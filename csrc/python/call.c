@@ -1,0 +1,104 @@
+/* call.c: opens, fills and finishes operator calls; see call.h. */
+#include "call.h"
+
+void
+smla_py_open(smla_py_call *call, PyObject *module, const char *op)
+{
+    call->state = smla_py_state_of(module);
+    call->op = op;
+    call->num_arrays = 0;
+}
+
+int
+smla_py_add(smla_py_call *call, const smla_py_param *params, int num_params, PyObject *const *args)
+{
+    for (int i = 0; i < num_params; i++) {
+        if (smla_py_acquire(call->state, call->op, params[i].name, params[i].role, args[i],
+                            &call->arrays[call->num_arrays]) < 0) {
+            smla_py_close(call);
+            return -1;
+        }
+        call->num_arrays++;
+    }
+    return 0;
+}
+
+int
+smla_py_add_query(smla_py_call *call, PyObject *query)
+{
+    static const smla_py_param whole[] = {{"q", SMLA_PY_INPUT}, {"q_pe", SMLA_PY_OPTIONAL}};
+    static const smla_py_param pair[] = {{"q[0]", SMLA_PY_INPUT}, {"q[1]", SMLA_PY_INPUT}};
+    if (!PyTuple_Check(query) && !PyList_Check(query)) {
+        return smla_py_add(call, whole, 2, (PyObject *[]){query, Py_None});
+    }
+    PyObject *items = PySequence_Tuple(query); /* another thread may change a list */
+    if (items == NULL) {
+        smla_py_close(call);
+        return -1;
+    }
+    int status = -1;
+    if (PyTuple_Size(items) == 2) {
+        PyObject *const arrays[] = {PyTuple_GetItem(items, 0), PyTuple_GetItem(items, 1)};
+        status = smla_py_add(call, pair, 2, arrays);
+    } else {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: `q` must be an array or the pair (ql_nope, q_pe), got %zd items",
+                     call->op, PyTuple_Size(items));
+        smla_py_close(call);
+    }
+    Py_DECREF(items);
+    return status;
+}
+
+void
+smla_py_close(smla_py_call *call)
+{
+    while (call->num_arrays > 0) {
+        smla_py_release_array(&call->arrays[--call->num_arrays]);
+    }
+}
+
+void
+smla_py_add_absent(smla_py_call *call)
+{
+    call->arrays[call->num_arrays++].object = NULL;
+}
+
+int
+smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim, const int64_t *shape)
+{
+    if (call->arrays[i].object != NULL) {
+        return 0;
+    }
+    return smla_py_allocate(call->state, call->op, &call->arrays[0], dtype, ndim, shape,
+                            &call->arrays[i]);
+}
+
+PyObject *
+smla_py_fail(smla_py_call *call)
+{
+    smla_py_close(call);
+    return NULL;
+}
+
+PyObject *
+smla_py_finish(smla_py_call *call, smla_status status, const smla_error *error, const int *results,
+               int num_results)
+{
+    PyObject *answer = NULL;
+    if (status != SMLA_OK) {
+        smla_py_raise(error);
+    } else if (num_results == 1) {
+        answer = smla_py_result(&call->arrays[results[0]]);
+    } else {
+        answer = PyTuple_New(num_results);
+        for (int i = 0; answer != NULL && i < num_results; i++) {
+            PyObject *item = smla_py_result(&call->arrays[results[i]]);
+            if (item == NULL || PyTuple_SetItem(answer, i, item) < 0) { /* steals */
+                Py_CLEAR(answer);
+            }
+        }
+    }
+    smla_py_close(call);
+    return answer;
+}

@@ -1,0 +1,87 @@
+/* call.h: one operator call: its arrays, its results, its answer.
+ *
+ * The call lives on the operator's stack: open it, add its arrays as a table says, allocate the results
+ * that the caller left out, run the core without the GIL, finish. Closing releases whatever was
+ * borrowed, exactly once, on success and on failure alike.
+ */
+#ifndef SMLA_PYTHON_CALL_H
+#define SMLA_PYTHON_CALL_H
+
+#include "array.h"
+#include "kv_format.h"
+
+/* A row of a method table. Signatures with defaults, and the documentation, are in ops.py. */
+#define SMLA_PY_OPERATOR(name, signature)                     \
+    {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, \
+     #name "($module, " signature ", /)\n--\n\nSee sparse_mla." #name "."}
+
+#define SMLA_PY_COUNT(table) ((int)(sizeof(table) / sizeof(table)[0]))
+
+static const DLDataType smla_py_bf16 = {kDLBfloat, 16, 1};
+static const DLDataType smla_py_fp32 = {kDLFloat, 32, 1};
+
+enum { SMLA_PY_MAX_ARRAYS = 14 };
+
+typedef struct smla_py_param {
+    const char *name;
+    smla_py_role role;
+} smla_py_param;
+
+typedef struct smla_py_call {
+    const smla_py_state *state;
+    const char *op;
+    int num_arrays;
+    smla_py_array arrays[SMLA_PY_MAX_ARRAYS];
+} smla_py_call;
+
+/* Starts a call without arrays. */
+void smla_py_open(smla_py_call *call, PyObject *module, const char *op);
+
+/* Appends args[0], args[1], ... as the rows of `params` say. On failure the call is closed. */
+int smla_py_add(smla_py_call *call, const smla_py_param *params, int num_params,
+                PyObject *const *args);
+
+/* Appends two arrays: q and nothing, or the two of a tuple or list. On failure the call is closed. */
+int smla_py_add_query(smla_py_call *call, PyObject *query);
+
+void smla_py_close(smla_py_call *call);
+
+/* Adds a result that the caller cannot give. */
+void smla_py_add_absent(smla_py_call *call);
+
+/* Allocates array `i` like array 0, unless the caller gave it. */
+int smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim,
+                            const int64_t *shape);
+
+/* Closes the call after a failure; NULL. */
+PyObject *smla_py_fail(smla_py_call *call);
+
+/* Closes the call and gives its answer: an exception, the one result, or a tuple of results. */
+PyObject *smla_py_finish(smla_py_call *call, smla_status status, const smla_error *error,
+                         const int *results, int num_results);
+
+static inline const DLTensor *
+smla_py_call_view(const smla_py_call *call, int i)
+{
+    return smla_py_view(&call->arrays[i]);
+}
+
+static inline int64_t
+smla_py_call_dim(const smla_py_call *call, int i, int dim)
+{
+    return smla_py_dim(&call->arrays[i], dim);
+}
+
+static inline bool
+smla_py_has_rank(const smla_py_call *call, int i, int ndim)
+{
+    return call->arrays[i].object != NULL && call->arrays[i].view.ndim == ndim;
+}
+
+static inline bool
+smla_py_is_head_count(int64_t num_heads)
+{
+    return num_heads >= 1 && num_heads <= SMLA_MAX_HEADS;
+}
+
+#endif /* SMLA_PYTHON_CALL_H */

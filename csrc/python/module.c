@@ -1,0 +1,280 @@
+/* module.c: the module sparse_mla._C: its state, planning on host integers, and introspection. */
+#include <numpy/numpyconfig.h>
+#include <stdlib.h>
+
+#include "array.h"
+
+/* ---- Planning -------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(split_decodes_and_prefills_doc,
+             "split_decodes_and_prefills($module, query_start_loc, num_actual_tokens, "
+             "decode_threshold, require_uniform, /)\n--\n\n"
+             "See sparse_mla.split_decodes_and_prefills.");
+
+static PyObject *
+split_decodes_and_prefills(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    static const char op[] = "split_decodes_and_prefills";
+    int64_t num_tokens = 0;
+    int64_t decode_threshold = 0;
+    bool require_uniform = false;
+    int32_t *query_start_loc = NULL;
+    int64_t count = 0;
+    if (smla_py_check_count(op, num_args, 4) < 0 ||
+        smla_py_parse_int(op, "num_actual_tokens", args[1], &num_tokens) < 0 ||
+        smla_py_parse_int(op, "decode_threshold", args[2], &decode_threshold) < 0 ||
+        smla_py_parse_flag(args[3], &require_uniform) < 0 ||
+        smla_py_host_ints(smla_py_state_of(module), op, "query_start_loc", args[0],
+                          &query_start_loc, &count) < 0) {
+        return NULL;
+    }
+    if (count == 0) {
+        free(query_start_loc);
+        PyErr_Format(PyExc_ValueError,
+                     "%s: `query_start_loc` must have one entry more than requests, got 0", op);
+        return NULL;
+    }
+    smla_error error;
+    smla_batch_split split;
+    const smla_status status =
+        smla_split_decodes_and_prefills(query_start_loc, count - 1, num_tokens, decode_threshold,
+                                        require_uniform, &split, &error);
+    free(query_start_loc);
+    if (status != SMLA_OK) {
+        return smla_py_raise(&error);
+    }
+    return Py_BuildValue("(LLLL)", (long long)split.num_decodes, (long long)split.num_prefills,
+                         (long long)split.num_decode_tokens, (long long)split.num_prefill_tokens);
+}
+
+PyDoc_STRVAR(split_prefill_chunks_doc,
+             "split_prefill_chunks($module, seq_lens, workspace_tokens, /)\n--\n\n"
+             "See sparse_mla.split_prefill_chunks.");
+
+static PyObject *
+split_prefill_chunks(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    static const char op[] = "split_prefill_chunks";
+    int64_t workspace_tokens = 0;
+    int32_t *seq_lens = NULL;
+    int64_t count = 0;
+    if (smla_py_check_count(op, num_args, 2) < 0 ||
+        smla_py_parse_int(op, "workspace_tokens", args[1], &workspace_tokens) < 0 ||
+        smla_py_host_ints(smla_py_state_of(module), op, "seq_lens", args[0], &seq_lens, &count) <
+            0) {
+        return NULL;
+    }
+    PyObject *chunks = NULL;
+    int64_t num_chunks = 0;
+    smla_error error;
+    int64_t *ends = malloc((size_t)(count + 1) * sizeof *ends);
+    if (ends == NULL) {
+        PyErr_NoMemory();
+    } else if (smla_split_prefill_chunks(seq_lens, count, workspace_tokens, ends, &num_chunks,
+                                         &error) != SMLA_OK) {
+        smla_py_raise(&error);
+    } else {
+        chunks = PyList_New((Py_ssize_t)num_chunks);
+    }
+    for (int64_t i = 0; chunks != NULL && i < num_chunks; i++) {
+        PyObject *pair =
+            Py_BuildValue("(LL)", i == 0 ? 0LL : (long long)ends[i - 1], (long long)ends[i]);
+        if (pair == NULL || PyList_SetItem(chunks, (Py_ssize_t)i, pair) < 0) { /* steals */
+            Py_CLEAR(chunks);
+        }
+    }
+    free(ends);
+    free(seq_lens);
+    return chunks;
+}
+
+PyDoc_STRVAR(get_prefill_workspace_size_doc,
+             "get_prefill_workspace_size($module, max_model_len, /)\n--\n\n"
+             "See sparse_mla.get_prefill_workspace_size.");
+
+static PyObject *
+get_prefill_workspace_size(PyObject *Py_UNUSED(module), PyObject *max_model_len)
+{
+    static const char op[] = "get_prefill_workspace_size";
+    int64_t value = 0;
+    if (smla_py_parse_int(op, "max_model_len", max_model_len, &value) < 0) {
+        return NULL;
+    }
+    if (value < 0 || value > INT32_MAX) {
+        PyErr_Format(PyExc_ValueError, "%s: `max_model_len` must be 0 to %d, got %lld", op,
+                     INT32_MAX, (long long)value);
+        return NULL;
+    }
+    return PyLong_FromLongLong(smla_prefill_workspace_size(value));
+}
+
+/* ---- Introspection --------------------------------------------------------------------------- */
+
+enum { MAX_KERNELS = 64 };
+
+PyDoc_STRVAR(kernels_doc, "kernels($module, /)\n--\n\nSee sparse_mla.kernels.");
+
+static PyObject *
+kernels(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    smla_kernel_info rows[MAX_KERNELS];
+    int64_t num_rows = smla_kernels(rows, MAX_KERNELS);
+    num_rows = num_rows < MAX_KERNELS ? num_rows : MAX_KERNELS;
+    PyObject *list = PyList_New((Py_ssize_t)num_rows);
+    for (int64_t i = 0; list != NULL && i < num_rows; i++) {
+        const smla_kernel_info *row = &rows[i];
+        PyObject *item =
+            Py_BuildValue("{s:s,s:s,s:s,s:s,s:s,s:N,s:N}", "device", row->device, "arch", row->arch,
+                          "kv_format", row->kv_format, "heads", row->heads, "name", row->name,
+                          "available", PyBool_FromLong(row->available), "selected",
+                          PyBool_FromLong(row->selected));
+        if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0) { /* steals */
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+/* Instruction sets for which this machine has a kernel: what the dispatch table found out. */
+static PyObject *
+list_cpu_features(void)
+{
+    smla_kernel_info rows[MAX_KERNELS];
+    int64_t num_rows = smla_kernels(rows, MAX_KERNELS);
+    num_rows = num_rows < MAX_KERNELS ? num_rows : MAX_KERNELS;
+    PyObject *features = PyList_New(0);
+    for (int64_t i = 0; features != NULL && i < num_rows; i++) {
+        if (!rows[i].available) {
+            continue;
+        }
+        PyObject *name = PyUnicode_FromString(rows[i].arch);
+        const int is_there = name == NULL ? -1 : PySequence_Contains(features, name);
+        if (is_there < 0 || (is_there == 0 && PyList_Append(features, name) < 0)) {
+            Py_CLEAR(features);
+        }
+        Py_XDECREF(name);
+    }
+    return features;
+}
+
+PyDoc_STRVAR(build_info_doc, "build_info($module, /)\n--\n\nSee sparse_mla.build_info.");
+
+static PyObject *
+build_info(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+#ifdef _OPENMP
+    const long openmp = _OPENMP;
+#else
+    const long openmp = 0;
+#endif
+    const int version = smla_version();
+    return Py_BuildValue(
+        "{s:s,s:N,s:s,s:s,s:s,s:N,s:s,s:l,s:N}", "version", SMLA_VERSION_STRING, "core_version",
+        PyUnicode_FromFormat("%d.%d.%d", version / 10000, version / 100 % 100, version % 100),
+        "compiler", SMLA_BUILD_COMPILER, "flags", SMLA_BUILD_FLAGS, "cuda", SMLA_BUILD_CUDA,
+        "dlpack", PyUnicode_FromFormat("%d.%d", DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION),
+        "numpy_api", NPY_FEATURE_VERSION_STRING, "openmp", openmp, "cpu_features",
+        list_cpu_features());
+}
+
+/* ---- Module ---------------------------------------------------------------------------------- */
+
+static PyMethodDef functions[] = {
+    {"split_decodes_and_prefills", (PyCFunction)(void (*)(void))split_decodes_and_prefills,
+     METH_FASTCALL, split_decodes_and_prefills_doc},
+    {"split_prefill_chunks", (PyCFunction)(void (*)(void))split_prefill_chunks, METH_FASTCALL,
+     split_prefill_chunks_doc},
+    {"get_prefill_workspace_size", get_prefill_workspace_size, METH_O,
+     get_prefill_workspace_size_doc},
+    {"kernels", kernels, METH_NOARGS, kernels_doc},
+    {"build_info", build_info, METH_NOARGS, build_info_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+smla_py_state *
+smla_py_state_of(PyObject *module)
+{
+    return PyModule_GetState(module);
+}
+
+static int
+module_exec(PyObject *module)
+{
+    smla_py_state *state = smla_py_state_of(module);
+    if (smla_py_init_arrays(state) < 0 || smla_py_init_tensor(module, state) < 0 ||
+        smla_py_init_builder(module, state) < 0) {
+        return -1;
+    }
+    if (PyModule_AddFunctions(module, smla_py_cache_operators) < 0 ||
+        PyModule_AddFunctions(module, smla_py_attention_operators) < 0 ||
+        PyModule_AddFunctions(module, smla_py_projection_operators) < 0 ||
+        PyModule_AddFunctions(module, functions) < 0) {
+        return -1;
+    }
+    return PyModule_AddStringConstant(module, "__version__", SMLA_VERSION_STRING);
+}
+
+static int
+module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    smla_py_state *state = smla_py_state_of(module);
+    Py_VISIT((PyObject *)state->tensor_type);
+    Py_VISIT((PyObject *)state->builder_type);
+    Py_VISIT(state->dlpack_kwargs);
+    return 0;
+}
+
+static int
+module_clear(PyObject *module)
+{
+    smla_py_state *state = smla_py_state_of(module);
+    PyObject **const owned[] = {
+        (PyObject **)&state->tensor_type,
+        (PyObject **)&state->builder_type,
+        &state->dlpack_kwargs,
+        &state->empty_tuple,
+        &state->str_dlpack,
+        &state->str_exchange_api,
+        &state->str_requires_grad,
+        &state->str_is_neg,
+        &state->str_module,
+        &state->str_block_until_ready,
+    };
+    for (size_t i = 0; i < sizeof owned / sizeof owned[0]; i++) {
+        Py_CLEAR(*owned[i]);
+    }
+    return 0;
+}
+
+static void
+module_free(void *module)
+{
+    module_clear(module);
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+#ifdef Py_GIL_DISABLED
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
+static PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "sparse_mla._C",
+    .m_doc = "The compiled part of sparse_mla. Use the functions of the package sparse_mla.",
+    .m_size = sizeof(smla_py_state),
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC PyInit__C(void);
+
+PyMODINIT_FUNC
+PyInit__C(void)
+{
+    return PyModuleDef_Init(&module_definition);
+}

@@ -1,0 +1,295 @@
+/* tensor.c: sparse_mla.Tensor: owns or views memory, and speaks DLPack and the buffer protocol.
+ *
+ * It is what callers get where their framework cannot take a result over. It computes nothing.
+ */
+#include "tensor.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "array.h"
+
+enum { ALIGNMENT = 64 }; /* what XLA wants of memory that it takes over without a copy */
+
+static smla_py_tensor *
+new_tensor(const smla_py_state *state, const DLTensor *view)
+{
+    allocfunc allocate = (allocfunc)PyType_GetSlot(state->tensor_type, Py_tp_alloc);
+    smla_py_tensor *tensor = (smla_py_tensor *)allocate(state->tensor_type, 0);
+    if (tensor == NULL) {
+        return NULL;
+    }
+    tensor->view = (DLTensor){.data = view->data,
+                              .device = view->device,
+                              .ndim = view->ndim,
+                              .dtype = view->dtype,
+                              .shape = tensor->shape,
+                              .strides = tensor->strides,
+                              .byte_offset = view->byte_offset};
+    int64_t compact = 1;
+    for (int i = view->ndim - 1; i >= 0; i--) {
+        tensor->shape[i] = view->shape[i];
+        tensor->strides[i] = view->strides == NULL ? compact : view->strides[i];
+        compact *= view->shape[i];
+    }
+    return tensor;
+}
+
+PyObject *
+smla_py_tensor_new(const smla_py_state *state, DLDataType dtype, int ndim, const int64_t *shape)
+{
+    int64_t bytes = smla_py_element_bytes(dtype);
+    bool is_empty = false;
+    for (int i = 0; i < ndim; i++) {
+        is_empty |= shape[i] == 0;
+    }
+    for (int i = 0; !is_empty && i < ndim; i++) {
+        if (__builtin_mul_overflow(bytes, shape[i], &bytes) || bytes > INT64_MAX - ALIGNMENT) {
+            return PyErr_NoMemory();
+        }
+    }
+    bytes = is_empty ? 0 : bytes;
+    const DLTensor view = {.device = {.device_type = kDLCPU, .device_id = 0},
+                           .ndim = ndim,
+                           .dtype = dtype,
+                           .shape = (int64_t *)shape};
+    smla_py_tensor *tensor = new_tensor(state, &view);
+    if (tensor == NULL) {
+        return NULL;
+    }
+    tensor->memory = aligned_alloc(ALIGNMENT, ((size_t)bytes / ALIGNMENT + 1) * ALIGNMENT);
+    if (tensor->memory == NULL) {
+        Py_DECREF((PyObject *)tensor);
+        return PyErr_NoMemory();
+    }
+    tensor->view.data = tensor->memory;
+    return (PyObject *)tensor;
+}
+
+PyObject *
+smla_py_tensor_view(const smla_py_state *state, PyObject *base, const DLTensor *view,
+                    bool is_read_only)
+{
+    smla_py_tensor *tensor = new_tensor(state, view);
+    if (tensor != NULL) {
+        tensor->base = Py_NewRef(base);
+        tensor->is_read_only = is_read_only;
+    }
+    return (PyObject *)tensor;
+}
+
+static void
+tensor_dealloc(PyObject *self)
+{
+    smla_py_tensor *tensor = (smla_py_tensor *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    free(tensor->memory);
+    Py_XDECREF(tensor->base);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF((PyObject *)type);
+}
+
+/* ---- Attributes and slices ------------------------------------------------------------------- */
+
+static PyObject *
+int_tuple(const int64_t *values, int count)
+{
+    PyObject *tuple = PyTuple_New(count);
+    for (int i = 0; tuple != NULL && i < count; i++) {
+        PyObject *value = PyLong_FromLongLong(values[i]);
+        if (value == NULL || PyTuple_SetItem(tuple, i, value) < 0) { /* steals */
+            Py_CLEAR(tuple);
+        }
+    }
+    return tuple;
+}
+
+static PyObject *
+get_shape(PyObject *self, void *Py_UNUSED(closure))
+{
+    const smla_py_tensor *tensor = (smla_py_tensor *)self;
+    return int_tuple(tensor->shape, tensor->view.ndim);
+}
+
+static PyObject *
+get_strides(PyObject *self, void *Py_UNUSED(closure))
+{
+    const smla_py_tensor *tensor = (smla_py_tensor *)self;
+    return int_tuple(tensor->strides, tensor->view.ndim);
+}
+
+static PyObject *
+get_dtype(PyObject *self, void *Py_UNUSED(closure))
+{
+    const DLDataType dtype = ((smla_py_tensor *)self)->view.dtype;
+    const smla_py_dtype *known = smla_py_find_dtype(dtype);
+    return known != NULL ? PyUnicode_FromString(known->name)
+                         : PyUnicode_FromFormat("dlpack:%d:%d", dtype.code, dtype.bits);
+}
+
+static PyObject *
+get_device(PyObject *self, void *Py_UNUSED(closure))
+{
+    return smla_py_device_name(((smla_py_tensor *)self)->view.device);
+}
+
+static PyObject *
+get_ndim(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromLong(((smla_py_tensor *)self)->view.ndim);
+}
+
+static PyObject *
+get_nbytes(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromLongLong(smla_py_tensor_bytes((smla_py_tensor *)self));
+}
+
+static Py_ssize_t
+tensor_length(PyObject *self)
+{
+    const smla_py_tensor *tensor = (smla_py_tensor *)self;
+    if (tensor->view.ndim == 0) {
+        PyErr_SetString(PyExc_TypeError, "a Tensor of no dimensions has no length");
+        return -1;
+    }
+    return (Py_ssize_t)tensor->shape[0];
+}
+
+/* tensor[a:b:c]: where it starts, how long it is, and its step. */
+static int
+read_slice(PyObject *key, Py_ssize_t length, Py_ssize_t *start, Py_ssize_t *count, Py_ssize_t *step)
+{
+    Py_ssize_t stop = 0;
+    if (PySlice_Unpack(key, start, &stop, step) < 0) {
+        return -1;
+    }
+    *count = PySlice_AdjustIndices(length, start, &stop, *step);
+    return 0;
+}
+
+static int
+read_index(PyObject *key, Py_ssize_t length, Py_ssize_t *start)
+{
+    *start = PyNumber_AsSsize_t(key, PyExc_IndexError);
+    if (*start == -1 && PyErr_Occurred() != NULL) {
+        return -1;
+    }
+    *start += *start < 0 ? length : 0;
+    if (*start < 0 || *start >= length) {
+        PyErr_Format(PyExc_IndexError, "Tensor index must be below %zd, got %R", length, key);
+        return -1;
+    }
+    return 0;
+}
+
+/* tensor[i] and tensor[a:b:c]: views along the first dimension. */
+static PyObject *
+tensor_subscript(PyObject *self, PyObject *key)
+{
+    const smla_py_tensor *tensor = (smla_py_tensor *)self;
+    const Py_ssize_t length = tensor_length(self);
+    const bool is_slice = PySlice_Check(key);
+    Py_ssize_t start = 0;
+    Py_ssize_t count = 0;
+    Py_ssize_t step = 1;
+    if (length < 0 || (is_slice ? read_slice(key, length, &start, &count, &step)
+                                : read_index(key, length, &start)) < 0) {
+        return NULL;
+    }
+    PyObject *result =
+        smla_py_tensor_view(smla_py_tensor_state(self), self, &tensor->view, tensor->is_read_only);
+    if (result == NULL) {
+        return NULL;
+    }
+    smla_py_tensor *part = (smla_py_tensor *)result;
+    if (count > 0 || !is_slice) {
+        const int64_t element_bytes = smla_py_element_bytes(tensor->view.dtype);
+        part->view.data = (char *)part->view.data + start * tensor->strides[0] * element_bytes;
+    }
+    if (is_slice) {
+        part->shape[0] = count;
+        part->strides[0] *= step;
+    } else {
+        part->view.ndim--;
+        memmove(part->shape, part->shape + 1, sizeof part->shape - sizeof part->shape[0]);
+        memmove(part->strides, part->strides + 1, sizeof part->strides - sizeof part->strides[0]);
+    }
+    return result;
+}
+
+static PyObject *
+tensor_repr(PyObject *self)
+{
+    const smla_py_tensor *tensor = (smla_py_tensor *)self;
+    PyObject *shape = get_shape(self, NULL);
+    PyObject *dtype = get_dtype(self, NULL);
+    PyObject *device = get_device(self, NULL);
+    PyObject *values = NULL;
+    if (tensor->view.device.device_type == kDLCPU) {
+        values = smla_py_numpy_view(smla_py_tensor_state(self), self, &tensor->view, false);
+        if (values == NULL) {
+            PyErr_Clear(); /* no NumPy dtype: the values are left out */
+        }
+    }
+    PyObject *text = NULL;
+    if (shape != NULL && dtype != NULL && device != NULL) {
+        text = values == NULL ? PyUnicode_FromFormat("Tensor(shape=%S, dtype=%U, device=%U)", shape,
+                                                     dtype, device)
+                              : PyUnicode_FromFormat("Tensor(%S, shape=%S, dtype=%U, device=%U)",
+                                                     values, shape, dtype, device);
+    }
+    Py_XDECREF(shape);
+    Py_XDECREF(dtype);
+    Py_XDECREF(device);
+    Py_XDECREF(values);
+    return text;
+}
+
+/* ---- Type ------------------------------------------------------------------------------------ */
+
+static PyGetSetDef tensor_getset[] = {
+    {"shape", get_shape, NULL, "Sizes, a tuple of ints.", NULL},
+    {"strides", get_strides, NULL, "Steps between neighbours, in elements, a tuple of ints.", NULL},
+    {"dtype", get_dtype, NULL, "Name of the element type: \"bfloat16\", \"int32\", …", NULL},
+    {"device", get_device, NULL, "\"cpu\" or \"cuda:0\".", NULL},
+    {"ndim", get_ndim, NULL, "Number of dimensions.", NULL},
+    {"nbytes", get_nbytes, NULL, "Bytes of all elements.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+PyDoc_STRVAR(tensor_doc,
+             "An array that an operator returns where the caller's framework cannot take one.\n\n"
+             "Any consumer of DLPack reads it without a copy, numpy.asarray(tensor) too. Indexing\n"
+             "and slicing the first dimension gives views. Tensors are not made by hand.");
+
+static PyType_Slot tensor_slots[] = {
+    {Py_tp_doc, (void *)tensor_doc},
+    {Py_tp_dealloc, tensor_dealloc},
+    {Py_tp_repr, tensor_repr},
+    {Py_tp_methods, smla_py_tensor_methods},
+    {Py_tp_getset, tensor_getset},
+    {Py_mp_length, tensor_length},
+    {Py_mp_subscript, tensor_subscript},
+    {Py_bf_getbuffer, smla_py_tensor_getbuffer},
+    {Py_bf_releasebuffer, smla_py_tensor_releasebuffer},
+    {0, NULL},
+};
+
+static PyType_Spec tensor_spec = {
+    .name = "sparse_mla.Tensor",
+    .basicsize = sizeof(smla_py_tensor),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = tensor_slots,
+};
+
+int
+smla_py_init_tensor(PyObject *module, smla_py_state *state)
+{
+    state->tensor_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &tensor_spec, NULL);
+    if (state->tensor_type == NULL) {
+        return -1;
+    }
+    return PyModule_AddObjectRef(module, "Tensor", (PyObject *)state->tensor_type);
+}

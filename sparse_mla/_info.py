@@ -1,0 +1,70 @@
+"""`python -m sparse_mla info`: what this build is and what it found on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from importlib import metadata
+
+import sparse_mla
+
+FRAMEWORKS = ("numpy", "ml_dtypes", "torch", "jax", "cupy")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None yet."""
+
+
+def run(options: argparse.Namespace) -> int:
+    build = sparse_mla.build_info()
+    kernels = sparse_mla.kernels()
+    devices = sorted({row["device"] for row in kernels})
+    print(f"sparse_mla {sparse_mla.__version__}")
+    print(f"  python      {platform.python_version()}, {platform.system()} {platform.machine()}")
+    print(f"  backends    {', '.join(devices)}")
+    for key, value in build.items():
+        if key not in ("version", "cpu_features", "openmp"):
+            print(f"  {key:11} {value}")
+    print(f"  cpu         {cpu_name()}: {', '.join(build['cpu_features'])}")
+    print(f"  openmp      {openmp_text(build['openmp'])}")
+    print(f"  frameworks  {', '.join(f'{name} {find(name)}' for name in FRAMEWORKS)}")
+    print("\nkernels of sparse_attention, first match first (* = taken on this machine)")
+    columns = ("device", "arch", "kv_format", "heads", "name")
+    rows = [columns, *(tuple(str(row[column]) for column in columns) for row in kernels)]
+    marks = [" ", *("*" if r["selected"] else " " if r["available"] else "-" for r in kernels)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    for mark, row in zip(marks, rows, strict=True):
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(f"{mark} {'  '.join(cells)}".rstrip())
+    if "-" in marks:
+        print("- = this machine cannot run it")
+    return 0
+
+
+def find(name: str) -> str:
+    """A framework's version without importing it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "–"
+
+
+def cpu_name() -> str:
+    """What the kernel calls the processor; the architecture where it does not say."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = (line.split(":", 1)[1] for line in lines if line.startswith("model name"))
+            return next(names, platform.machine()).strip()
+    except OSError:
+        return platform.machine()
+
+
+def num_threads() -> int:
+    """Threads that OpenMP starts: OMP_NUM_THREADS, else the processors this process may use."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0))
+
+
+def openmp_text(version: int) -> str:
+    return f"{version}, {num_threads()} threads" if version else "not in this build: one thread"

@@ -1,0 +1,110 @@
+"""The fp64 reference that the demo and the benchmarks judge results by, and its error bounds.
+
+NumPy only, straight from the formulas: out = softmax(softmax_scale q kᵀ) v over the selected rows
+of a cache, read from the cache's own bytes. The bounds are the accuracy promise of the library; an
+error is reported as a fraction of its bound, so that 1.0 is the limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+KV_LORA_RANK = 512
+FP8_ROW_BYTES = 656
+SCALE_TILE = 128
+
+# Every e4m3 byte as fp32, by its definition: sign, 4 exponent bits (bias 7), 3 mantissa bits.
+E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+def split_fp8_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[n, 656] bytes -> e4m3 values [n, 4, 128] fp32, scales [n, 4, 1] fp32, RoPE [n, 64] bf16."""
+    rows = np.ascontiguousarray(rows.view(np.uint8))
+    values = E4M3_VALUES[rows[:, :KV_LORA_RANK]].reshape(len(rows), -1, SCALE_TILE)
+    scales = rows[:, KV_LORA_RANK:528].copy().view(np.float32)[..., None]
+    return values, scales, rows[:, 528:].copy().view(BF16)
+
+
+def exact_rows(rows: np.ndarray) -> np.ndarray:
+    """Cache rows of either format -> the keys they stand for [n, 576] fp64, no rounding."""
+    if rows.shape[1] != FP8_ROW_BYTES:
+        return rows.astype(np.float64)
+    values, scales, rope = split_fp8_rows(rows)
+    nope = values.astype(np.float64) * scales
+    return np.concatenate([nope.reshape(len(rows), -1), rope.astype(np.float64)], axis=1)
+
+
+def upconvert_rows(rows: np.ndarray) -> np.ndarray:
+    """FP8 cache rows -> bf16 rows [n, 576], what gather_kv_cache must write, bit for bit."""
+    values, scales, rope = split_fp8_rows(rows)
+    nope = (values * scales).astype(BF16)
+    return np.concatenate([nope.reshape(len(rows), -1), rope], axis=1)
+
+
+@dataclass
+class Fractions:
+    """The worst errors seen, as fractions of their bounds."""
+
+    out: float = 0.0
+    lse: float = 0.0
+    rows: int = 0
+
+    def add(self, other: Fractions) -> None:
+        self.out = worse(self.out, other.out)
+        self.lse = worse(self.lse, other.lse)
+        self.rows += other.rows
+
+    @property
+    def within(self) -> bool:
+        return self.out <= 1 and self.lse <= 1
+
+
+def worse(a: float, b: float) -> float:
+    """The larger one; NaN, which no bound admits, counts as infinite."""
+    return max(np.inf if np.isnan(a) else a, np.inf if np.isnan(b) else b)
+
+
+def judge_row(
+    q: np.ndarray,
+    keys: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    *,
+    softmax_scale: float,
+    gathered: bool = False,
+) -> Fractions:
+    """Judges one query token.
+
+    q [H, 576] bf16, keys [n, 576] fp64 (the selected rows), out [H, 512] bf16, lse [H] fp32.
+    `gathered`: the kernel saw these keys rounded to bf16, and may add what that costs.
+    """
+    if len(keys) == 0:
+        empty = not out.astype(np.float64).any() and bool(np.isneginf(lse).all())
+        return Fractions(out=0.0 if empty else np.inf, lse=0.0 if empty else np.inf, rows=1)
+    q = q.astype(np.float64)
+    values = keys[:, :KV_LORA_RANK]
+    logits = softmax_scale * q @ keys.T
+    peak = logits.max(axis=1)
+    exact_lse = peak + np.log(np.exp(logits - peak[:, None]).sum(axis=1))
+    p = np.exp(logits - exact_lse[:, None])
+    exact_out = p @ values
+
+    magnitude = p @ np.abs(values)
+    a = (softmax_scale * np.abs(q) @ np.abs(keys).T).max(axis=1)
+    e = 16 * 2.0**-24 * a
+    out_bound = 2 * 2.0**-9 * (magnitude + np.abs(exact_out)) + 2 * e[:, None] * magnitude + 1e-6
+    lse_bound = e + 1e-6
+    if gathered:
+        nope = softmax_scale * np.abs(q[:, :KV_LORA_RANK]) @ np.abs(values).T
+        e_gather = 2.0**-9 * nope.max(axis=1)
+        lse_bound += e_gather
+        out_bound += (2 * e_gather + 2.0**-9)[:, None] * magnitude
+    return Fractions(
+        out=float((np.abs(out.astype(np.float64) - exact_out) / out_bound).max()),
+        lse=float((np.abs(lse.astype(np.float64) - exact_lse) / lse_bound).max()),
+        rows=1,
+    )

@@ -1,0 +1,708 @@
+"""The backend layer: a step is planned once and run by every layer, in the vocabulary of vLLM.
+
+    config = Config(num_heads, ...)                   what never changes
+    metadata = MetadataBuilder(config).build(common)  once per step: path, chunks, request ids
+    out, lse = SparseMLA(config).forward(...)         once per layer: indices, gather, attention
+
+Paths, visible as `metadata.path` and forced by `Config(path=...)`:
+
+    mixed      FP8 cache, all tokens in one attention call; few heads (below 32)
+    separate   FP8 cache; decodes on the cache, prefills chunk by chunk on a gathered bf16 workspace
+    direct     FP8 cache; prefills on the cache too, without a workspace
+    bf16       bf16 cache, all tokens in one attention call
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sparse_mla import _C, ops
+
+Array = Any
+
+KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla")
+PATHS = ("mixed", "separate", "bf16", "direct")
+FP8_ROW_BYTES = 656
+HEAD_SIZE = 576
+HOST_DEVICES = (1, 3, 13)  # DLPack's CPU, pinned and managed memory
+
+
+def _show(value: Any) -> str:
+    """Arrays by dtype and shape, everything else by its repr."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
+    return repr(value)
+
+
+class _ShortRepr:
+    """A dataclass repr that shows arrays by dtype and shape."""
+
+    def __repr__(self) -> str:
+        shown = (f for f in fields(self) if f.repr)  # type: ignore[arg-type]
+        text = ", ".join(f"{f.name}={_show(getattr(self, f.name))}" for f in shown)
+        return f"{type(self).__name__}({text})"
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+def _check_int(name: str, value: Any, least: int, most: int | None = None) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        got = type(value).__name__
+        raise TypeError(f"Config: `{name}` must be an int, got {got}") from None
+    if number < least or (most is not None and number > most):
+        rule = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"Config: `{name}` must be {rule}, got {number}")
+    return number
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a model and an engine fix once.
+
+    Parameters
+    ----------
+    num_heads : int
+        Query heads on this device, 1 to 128.
+    softmax_scale : float
+        Multiplies q . k.
+    kv_lora_rank, qk_rope_head_dim : int
+        512 and 64, the only sizes that there are kernels for.
+    qk_nope_head_dim, v_head_dim : int
+        Pn and Pv of the absorbed projections.
+    kv_cache_dtype : "auto" or "bfloat16" (576 bf16 a token), or "fp8_ds_mla" (656 bytes)
+    block_size : int
+        Tokens per page.
+    topk_tokens : int
+        K: columns of topk_indices at most.
+    max_num_seqs, max_num_batched_tokens, max_model_len : int
+        The largest batch; every persistent buffer is sized by them.
+    decode_threshold : int
+        Query tokens of a decode at most: 1 + the number of speculative tokens.
+    min_heads_for_bf16_prefill : int
+        With an FP8 cache and fewer heads the path is "mixed", else "separate".
+    prefill_workspace_tokens : int, optional
+        Rows of the bf16 workspace of path "separate"; None = 5 * max_model_len.
+    path : "mixed", "separate", "bf16" or "direct", optional
+        Forces a path; one that cannot serve the cache is a ValueError.
+    device : str
+        "cpu", "cuda" or "cuda:1".
+
+    Raises
+    ------
+    TypeError, ValueError
+        A value of the wrong type, or out of range; the text names it.
+
+    Source: vLLM's VllmConfig and AttentionSpec, what the sparse MLA backend reads of them.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=1024)
+    >>> sparse_mla.Config(16, softmax_scale=192**-0.5, **limits).topk_tokens
+    2048
+    """
+
+    num_heads: int
+    _: KW_ONLY
+    softmax_scale: float
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    kv_cache_dtype: str = "auto"
+    block_size: int = 64
+    topk_tokens: int = 2048
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    decode_threshold: int = 1
+    min_heads_for_bf16_prefill: int = 32
+    prefill_workspace_tokens: int | None = None
+    path: str | None = None
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        bounds: dict[str, tuple[int, int | None]] = {
+            "num_heads": (1, 128),
+            "kv_lora_rank": (512, 512),
+            "qk_nope_head_dim": (1, None),
+            "qk_rope_head_dim": (64, 64),
+            "v_head_dim": (1, None),
+            "block_size": (1, None),
+            "topk_tokens": (1, None),
+            "max_num_seqs": (1, None),
+            "max_num_batched_tokens": (1, None),
+            "max_model_len": (1, None),
+            "decode_threshold": (1, None),
+            "min_heads_for_bf16_prefill": (1, None),
+        }
+        if self.prefill_workspace_tokens is not None:
+            bounds["prefill_workspace_tokens"] = (1, None)
+        for name, (least, most) in bounds.items():
+            object.__setattr__(self, name, _check_int(name, getattr(self, name), least, most))
+        self._check_scale()
+        self._check_names()
+
+    def _check_scale(self) -> None:
+        scale = self.softmax_scale
+        if isinstance(scale, str) or not hasattr(scale, "__float__"):
+            got = type(scale).__name__
+            raise TypeError(f"Config: `softmax_scale` must be a float, got {got}")
+        object.__setattr__(self, "softmax_scale", float(scale))
+        if not math.isfinite(self.softmax_scale):
+            raise ValueError(f"Config: `softmax_scale` must be finite, got {self.softmax_scale}")
+
+    def _check_names(self) -> None:
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            rule = " or ".join(map(repr, KV_CACHE_DTYPES))
+            raise ValueError(
+                f"Config: `kv_cache_dtype` must be {rule}, got {self.kv_cache_dtype!r}"
+            )
+        served = ("bf16",) if self.kv_cache_dtype != "fp8_ds_mla" else tuple(set(PATHS) - {"bf16"})
+        if self.path is not None and self.path not in PATHS:
+            rule = ", ".join(map(repr, PATHS))
+            raise ValueError(f"Config: `path` must be None or one of {rule}, got {self.path!r}")
+        if self.path is not None and self.path not in served:
+            rule = " or ".join(repr(path) for path in PATHS if path in served)
+            raise ValueError(
+                f"Config: `path` must be {rule} for a {self.kv_cache_dtype} cache, "
+                f"got {self.path!r}"
+            )
+        if not isinstance(self.device, str):
+            object.__setattr__(self, "device", str(self.device))  # torch.device prints itself so
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ValueError(
+                f"Config: `device` must be 'cpu', 'cuda' or 'cuda:N', got {self.device!r}"
+            )
+
+
+class Backend:
+    """What an engine asks a backend about itself before it makes one.
+
+    Source: vLLM's AttentionBackend and its FlashMLASparseBackend.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.Backend.get_kv_cache_shape(100, 64, cache_dtype_str="fp8_ds_mla")
+    (100, 64, 656)
+    """
+
+    name: ClassVar[str] = "SPARSE_MLA"
+    supported_dtypes: ClassVar[list[str]] = ["bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
+    supported_kernel_block_sizes: ClassVar[str] = "any"
+    supported_head_sizes: ClassVar[list[int]] = [HEAD_SIZE]
+    is_mla: ClassVar[bool] = True
+    is_sparse: ClassVar[bool] = True
+    accept_output_buffer: ClassVar[bool] = True
+    cudagraph_support: ClassVar[str] = "UNIFORM_BATCH"
+
+    @staticmethod
+    def supports_compute_capability(major: int, minor: int) -> bool:
+        """Whether GPUs of this compute capability are served: a CPU-only build serves none."""
+        return False
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int = 1,
+        head_size: int = HEAD_SIZE,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, int, int]:
+        """Shape of a cache: (num_blocks, block_size, 576 of bf16, or 656 bytes for fp8_ds_mla)."""
+        rules = {
+            "num_kv_heads": (num_kv_heads, (1,)),
+            "head_size": (head_size, (HEAD_SIZE,)),
+            "cache_dtype_str": (cache_dtype_str, KV_CACHE_DTYPES),
+        }
+        for name, (value, allowed) in rules.items():
+            if value not in allowed:
+                rule = " or ".join(map(repr, allowed))
+                raise ValueError(
+                    f"Backend.get_kv_cache_shape: `{name}` must be {rule}, got {value!r}"
+                )
+        row = FP8_ROW_BYTES if cache_dtype_str == "fp8_ds_mla" else head_size
+        return (num_blocks, block_size, row)
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        """MetadataBuilder."""
+        return MetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseMLA]:
+        """SparseMLA."""
+        return SparseMLA
+
+
+# --- one step's batch ----------------------------------------------------------------------------
+
+
+def _host_array(name: str, value: Any, default: Any) -> np.ndarray[Any, Any]:
+    """The host array, or the device array in its place where the host can read it."""
+    if value is None:
+        value = default
+        device = getattr(default, "__dlpack_device__", None)
+        if device is not None and device()[0] not in HOST_DEVICES:
+            raise ValueError(
+                f"CommonAttentionMetadata: `{name}` must be given for device arrays, got None"
+            )
+    return np.asarray(value)
+
+
+@dataclass(eq=False, repr=False)
+class CommonAttentionMetadata(_ShortRepr):
+    """One step's batch, as the engine knows it. Decodes come first.
+
+    Parameters
+    ----------
+    query_start_loc : [R + 1] int32
+        Where each request's query tokens start.
+    seq_lens : [R] int32
+        Context and query of each request.
+    slot_mapping : [>= T] int64 or int32
+        Where each token's key is cached; -1 for padding tokens.
+    block_table : [>= R, W] int32
+        Pages of each request.
+    query_start_loc_cpu, seq_lens_cpu : host integers, arrays or lists
+        The first two again, in host memory. Left out, the first two themselves, if they are there.
+    num_reqs, num_actual_tokens : int
+        R, and T, padding tokens included. Left out: as query_start_loc says.
+    max_query_len, max_seq_len : int
+        Upper bounds. Left out: the largest of the batch.
+
+    Raises
+    ------
+    ValueError
+        Numbers that the arrays contradict. The rest is checked by `MetadataBuilder.build`.
+
+    Source: vLLM's class of this name.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> starts, lens = np.array([0, 1, 5], np.int32), np.array([7, 4], np.int32)
+    >>> slots = np.array([6, 64, 65, 66, 67])
+    >>> table = np.array([[0], [1]], np.int32)
+    >>> sparse_mla.CommonAttentionMetadata(starts, lens, slots, table).max_query_len
+    4
+    """
+
+    query_start_loc: Array
+    seq_lens: Array
+    slot_mapping: Array
+    block_table: Array
+    _: KW_ONLY
+    query_start_loc_cpu: Array = None
+    seq_lens_cpu: Array = None
+    num_reqs: int = None  # type: ignore[assignment]
+    num_actual_tokens: int = None  # type: ignore[assignment]
+    max_query_len: int = None  # type: ignore[assignment]
+    max_seq_len: int = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        starts = _host_array("query_start_loc_cpu", self.query_start_loc_cpu, self.query_start_loc)
+        lens = _host_array("seq_lens_cpu", self.seq_lens_cpu, self.seq_lens)
+        if starts.ndim != 1 or starts.size == 0:
+            got = f"shape {list(starts.shape)}"
+            raise ValueError(
+                f"CommonAttentionMetadata: `query_start_loc` must have shape [R + 1], got {got}"
+            )
+        self.query_start_loc_cpu = starts
+        self.seq_lens_cpu = lens
+        if self.num_reqs is None:
+            self.num_reqs = len(starts) - 1
+        elif self.num_reqs != len(starts) - 1:
+            raise ValueError(
+                f"CommonAttentionMetadata: `num_reqs` must be {len(starts) - 1}, the entries of "
+                f"query_start_loc less one, got {self.num_reqs}"
+            )
+        if self.num_actual_tokens is None:
+            self.num_actual_tokens = int(starts[-1])
+        for name, values in (("max_query_len", np.diff(starts)), ("max_seq_len", lens)):
+            largest = int(values.max(initial=0))
+            if getattr(self, name) is None:
+                setattr(self, name, largest)
+            elif getattr(self, name) < largest:
+                raise ValueError(
+                    f"CommonAttentionMetadata: `{name}` must be at least the batch's largest, "
+                    f"{largest}, got {getattr(self, name)}"
+                )
+
+
+# --- what a step's plan is -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Chunk(_ShortRepr):
+    """Prefill requests whose rows fit the workspace together; numbers count prefills from 0.
+
+    `seq_lens` and `workspace_starts` are [n] int32, `block_table` the caller's [n, W],
+    `tokens_slice` the chunk's query tokens, `req_start_idx` its first prefill, `chunk_tot_seqlen`
+    the workspace rows in use.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.Chunk([4], slice(1, 5), [[1]], 0, [0], 4).chunk_tot_seqlen
+    4
+    """
+
+    seq_lens: Array
+    tokens_slice: slice
+    block_table: Array
+    req_start_idx: int
+    workspace_starts: Array
+    chunk_tot_seqlen: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Decode(_ShortRepr):
+    """The decode part: query tokens per request, and ranges that each row's columns are cut into.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.Decode(decode_query_len=1, num_splits=1)
+    Decode(decode_query_len=1, num_splits=1)
+    """
+
+    decode_query_len: int
+    num_splits: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prefill(_ShortRepr):
+    """The prefill part of path "separate".
+
+    `seq_lens` [prefills] int32; `request_ids` [T] int32, -1 for decode tokens; `workspace_starts`
+    [prefills] int32, counted from 0 in each chunk; `chunks` a list.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> len(sparse_mla.Prefill([4], [-1, 0, 0, 0, 0], [0], []).chunks)
+    0
+    """
+
+    seq_lens: Array
+    request_ids: Array
+    workspace_starts: Array
+    chunks: list[Chunk]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Metadata(_ShortRepr):
+    """One step's plan, read by every layer: made by `MetadataBuilder.build`, valid until the next.
+
+    Arrays that the engine gave are the engine's own objects. The others view the builder's
+    persistent buffers, read-only, at the same addresses in every step. `decode` is there on the
+    paths "separate" and "direct" with decodes, `prefill` on "separate" with prefills.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
+    >>> config = sparse_mla.Config(16, softmax_scale=0.1, kv_cache_dtype="fp8_ds_mla", **limits)
+    >>> starts, lens = np.array([0, 1, 5], np.int32), np.array([7, 4], np.int32)
+    >>> slots = np.array([6, 64, 65, 66, 67])
+    >>> table = np.array([[0], [1]], np.int32)
+    >>> common = sparse_mla.CommonAttentionMetadata(starts, lens, slots, table)
+    >>> metadata = sparse_mla.MetadataBuilder(config).build(common)
+    >>> metadata.path, metadata.num_decodes, metadata.req_id_per_token.tolist()
+    ('mixed', 1, [0, 1, 1, 1, 1])
+    """
+
+    path: str
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    block_size: int
+    topk_tokens: int
+    query_start_loc: Array
+    slot_mapping: Array
+    block_table: Array
+    req_id_per_token: Array
+    decode: Decode | None
+    prefill: Prefill | None
+    _builder: _C.Builder = field(repr=False)
+    _generation: int = field(repr=False)
+
+
+def _make_prefill(step: dict[str, Any], block_table: Array) -> Prefill:
+    lens, starts = step["prefill_seq_lens"], step["prefill_workspace_starts"]
+    first = step["num_decodes"]
+    chunks = [
+        Chunk(
+            seq_lens=lens[req_start:req_end],
+            tokens_slice=slice(token_start, token_end),
+            block_table=block_table[first + req_start : first + req_end],
+            req_start_idx=req_start,
+            workspace_starts=starts[req_start:req_end],
+            chunk_tot_seqlen=tot_seqlen,
+        )
+        for req_start, req_end, token_start, token_end, tot_seqlen in step["chunks"]
+    ]
+    return Prefill(lens, step["prefill_request_ids"], starts, chunks)
+
+
+class MetadataBuilder:
+    """Plans steps. Holds every buffer that a plan needs, sized once for the largest batch.
+
+    One thread at a time; a second one gets a RuntimeError.
+
+    Parameters
+    ----------
+    config : Config
+    workspace : [tokens, 576] bf16, optional
+        The prefill workspace of path "separate", shared by all layers; left out, the builder's own.
+        It is kept until the builder goes.
+
+    Attributes
+    ----------
+    config : Config
+    workspace_bytes : int
+        Bytes of the prefill workspace, 0 where the path needs none.
+
+    Raises
+    ------
+    ValueError, RuntimeError, MemoryError
+        A workspace that does not fit the config, a device that this build lacks, no memory.
+
+    Source: vLLM's FlashMLASparseMetadataBuilder.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
+    >>> config = sparse_mla.Config(64, softmax_scale=0.1, kv_cache_dtype="fp8_ds_mla", **limits)
+    >>> sparse_mla.MetadataBuilder(config).workspace_bytes == 5 * 128 * 576 * 2
+    True
+    """
+
+    def __init__(self, config: Config, *, workspace: Array | None = None) -> None:
+        self.config = config
+        self._builder = _C.Builder(
+            config.num_heads,
+            config.block_size,
+            config.topk_tokens,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.max_model_len,
+            config.decode_threshold,
+            config.min_heads_for_bf16_prefill,
+            config.prefill_workspace_tokens or 0,
+            config.kv_cache_dtype,
+            config.path,
+            config.device,
+            workspace,
+        )
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self._builder.workspace_bytes
+
+    def __repr__(self) -> str:
+        return f"MetadataBuilder({self.config!r}, workspace_bytes={self.workspace_bytes})"
+
+    def build(
+        self,
+        common: CommonAttentionMetadata,
+        *,
+        common_prefix_len: int = 0,
+        fast_build: bool = False,
+    ) -> Metadata:
+        """Plan one step.
+
+        The block table is referenced until the next build; host arrays are read now.
+
+        Parameters
+        ----------
+        common : CommonAttentionMetadata
+        common_prefix_len, fast_build
+            Accepted as engines pass them. A plan is the same whatever they are.
+
+        Returns
+        -------
+        Metadata, valid until the next build of this builder. After an error the former is.
+
+        Raises
+        ------
+        ValueError
+            Lengths that are negative, decrease or contradict each other, a batch beyond the config,
+            a block table too narrow, prefills before decodes (where the path has both parts), a
+            request longer than the workspace.
+        """
+        shape = getattr(common.slot_mapping, "shape", None)
+        if shape is None:
+            got = type(common.slot_mapping).__name__
+            raise TypeError(f"MetadataBuilder.build: `slot_mapping` must be an array, got {got}")
+        if len(shape) != 1 or shape[0] < common.num_actual_tokens:
+            raise ValueError(
+                f"MetadataBuilder.build: `slot_mapping` must have at least num_actual_tokens = "
+                f"{common.num_actual_tokens} entries, got shape {list(shape)}"
+            )
+        step = self._builder.build(
+            common.query_start_loc_cpu,
+            common.seq_lens_cpu,
+            common.block_table,
+            common.num_reqs,
+            common.num_actual_tokens,
+            None,
+        )
+        decode = prefill = None
+        if step["decode_query_len"]:
+            decode = Decode(step["decode_query_len"], step["decode_num_splits"])
+        if step["chunks"]:
+            prefill = _make_prefill(step, common.block_table)
+        return Metadata(
+            path=step["path"],
+            num_reqs=common.num_reqs,
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            num_decodes=step["num_decodes"],
+            num_prefills=step["num_prefills"],
+            num_decode_tokens=step["num_decode_tokens"],
+            num_prefill_tokens=step["num_prefill_tokens"],
+            block_size=self.config.block_size,
+            topk_tokens=self.config.topk_tokens,
+            query_start_loc=common.query_start_loc,
+            slot_mapping=common.slot_mapping,
+            block_table=common.block_table,
+            req_id_per_token=step["req_id_per_token"],
+            decode=decode,
+            prefill=prefill,
+            _builder=self._builder,
+            _generation=step["generation"],
+        )
+
+
+# --- one layer -----------------------------------------------------------------------------------
+
+
+class SparseMLA:
+    """One layer's attention, and its absorbed projections.
+
+    Parameters
+    ----------
+    config : Config
+    kv_b_proj : array or layer, optional
+        What `split_kv_b_proj` takes; makes `W_UK` and `W_UV`, which are None without it.
+    weight_scale_inv : array, optional
+        Block scales of an e4m3 weight.
+
+    Source: vLLM's FlashMLASparseImpl.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
+    >>> config = sparse_mla.Config(2, softmax_scale=0.1, **limits)
+    >>> sparse_mla.SparseMLA(config, kv_b_proj=np.ones((512, 512), np.float32)).W_UK.shape
+    (512, 2, 128)
+    """
+
+    W_UK: Array
+    W_UV: Array
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        kv_b_proj: Array | None = None,
+        weight_scale_inv: Array | None = None,
+    ) -> None:
+        self.config = config
+        self.W_UK = self.W_UV = None
+        if kv_b_proj is not None:
+            self.W_UK, self.W_UV = ops.split_kv_b_proj(
+                kv_b_proj,
+                num_heads=config.num_heads,
+                qk_nope_head_dim=config.qk_nope_head_dim,
+                v_head_dim=config.v_head_dim,
+                weight_scale_inv=weight_scale_inv,
+            )
+
+    def __repr__(self) -> str:
+        return f"SparseMLA({self.config!r}, W_UK={_show(self.W_UK)}, W_UV={_show(self.W_UV)})"
+
+    def forward(
+        self,
+        q: Array | tuple[Array, Array],
+        kv_cache: Array,
+        topk_indices: Array,
+        metadata: Metadata,
+        *,
+        attn_sink: Array | None = None,
+        out: Array | None = None,
+        lse: Array | None = None,
+        stream: Any = None,
+    ) -> tuple[Array, Array]:
+        """Attend, by the metadata's path, for all tokens of the step.
+
+        Parameters
+        ----------
+        q : [>= T, H, 576] bf16, or a pair ([>= T, H, 512], [>= T, H, 64])
+        kv_cache : [pages, block_size, row], the config's format
+        topk_indices : [>= T, K] int32
+            Positions inside each request, -1 = none, as the indexer gives them.
+        metadata : Metadata
+            Of its builder's latest build.
+        attn_sink : [H] fp32, optional
+        out : [>= T, H, 512] bf16, optional
+        lse : [>= T, H] fp32, optional
+        stream : optional
+
+        Returns
+        -------
+        (out, lse) with q's number of rows when they were left out. Only the first
+        num_actual_tokens are written; of arrays that this call made the others are zero.
+
+        Raises
+        ------
+        ValueError
+            Metadata that a later build replaced; what `sparse_attention` and `gather_kv_cache`
+            raise, before anything is written.
+        """
+        return metadata._builder.forward(
+            q,
+            kv_cache,
+            topk_indices,
+            attn_sink,
+            out,
+            lse,
+            self.config.softmax_scale,
+            metadata._generation,
+            stream,
+        )
+
+    def k_up_proj(self, q_nope: Array, *, out: Array | None = None, stream: Any = None) -> Array:
+        """`sparse_mla.k_up_proj` with this layer's W_UK; a ValueError without kv_b_proj."""
+        return ops.k_up_proj(q_nope, self._weight(self.W_UK, "k_up_proj"), out=out, stream=stream)
+
+    def v_up_proj(self, x: Array, *, out: Array | None = None, stream: Any = None) -> Array:
+        """`sparse_mla.v_up_proj` with this layer's W_UV; a ValueError without kv_b_proj."""
+        return ops.v_up_proj(x, self._weight(self.W_UV, "v_up_proj"), out=out, stream=stream)
+
+    @staticmethod
+    def _weight(weight: Array, op: str) -> Array:
+        if weight is None:
+            raise ValueError(f"{op}: `kv_b_proj` must be given to SparseMLA, got None")
+        return weight
