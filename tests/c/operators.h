@@ -1,0 +1,301 @@
+/* operators.h: every operator with a good call and what is known of its arrays, so that tests can break
+ * one thing at a time in all of them.
+ */
+#ifndef SMLA_OPERATORS_H
+#define SMLA_OPERATORS_H
+
+#include <stddef.h>
+
+#include "testing.h"
+
+enum {
+    OPTIONAL = 1 << 0,
+    OUTPUT = 1 << 1,
+    ANY_STRIDE = 1 << 2, /* the last dimension need not be contiguous */
+    ANY_RANK = 1 << 3,
+    CACHE = 1 << 4, /* an fp8_ds_mla cache: 16-byte alignment */
+};
+
+/* One array of an args struct. `fixed` has bit i where dimension i may not be larger by one. */
+typedef struct slot {
+    const char *name;
+    size_t offset;
+    unsigned flags;
+    unsigned fixed;
+} slot;
+
+typedef union any_args {
+    size_t struct_size;
+    smla_concat_and_cache_mla_args write;
+    smla_gather_kv_cache_args gather;
+    smla_dequantize_kv_cache_args dequantize;
+    smla_convert_req_index_args convert;
+    smla_sparse_attention_args attention;
+    smla_merge_attn_states_args merge;
+    smla_split_kv_b_proj_args split;
+    smla_k_up_proj_args k_up;
+    smla_v_up_proj_args v_up;
+    smla_dynamic_per_tensor_quant_args quant;
+} any_args;
+
+enum { MAX_SLOTS = 14 };
+
+typedef struct operator_case {
+    const char *name;
+    size_t args_bytes;
+    smla_status (*call)(const any_args *, smla_error *);
+    any_args (*make)(void);
+    slot slots[MAX_SLOTS]; /* in the order of the checks */
+} operator_case;
+
+static inline const DLTensor **
+array_of(any_args *args, const slot *s)
+{
+    return (const DLTensor **)(void *)((uint8_t *)args + s->offset);
+}
+
+/* Zeros, which are good values of any index array, and good numbers. */
+static inline const DLTensor *
+zeros(array *a)
+{
+    memset(a->memory + RED_ZONE, 0, a->bytes);
+    return &a->tensor;
+}
+
+#define ZEROS(dtype, ...) zeros(ARRAY(dtype, __VA_ARGS__))
+
+static inline any_args
+make_write(void)
+{
+    return (any_args){.write = {.struct_size = sizeof(smla_concat_and_cache_mla_args),
+                                .kv_c = ZEROS(bf16, 3, 512),
+                                .k_pe = ZEROS(bf16, 3, 64),
+                                .kv_cache = ZEROS(uint8, 2, 4, 656),
+                                .slot_mapping = ZEROS(int64, 3)}};
+}
+
+static inline any_args
+make_gather(void)
+{
+    return (any_args){.gather = {.struct_size = sizeof(smla_gather_kv_cache_args),
+                                 .kv_cache = ZEROS(uint8, 2, 4, 656),
+                                 .block_table = ZEROS(int32, 2, 3),
+                                 .seq_lens = ZEROS(int32, 2),
+                                 .workspace_starts = ZEROS(int32, 2),
+                                 .seq_starts = ZEROS(int32, 2),
+                                 .out = ZEROS(bf16, 5, 576)}};
+}
+
+static inline any_args
+make_dequantize(void)
+{
+    return (any_args){.dequantize = {.struct_size = sizeof(smla_dequantize_kv_cache_args),
+                                     .kv_cache = ZEROS(uint8, 2, 4, 656),
+                                     .out = ZEROS(fp32, 2, 4, 576)}};
+}
+
+static inline any_args
+make_convert(void)
+{
+    return (any_args){.convert = {.struct_size = sizeof(smla_convert_req_index_args),
+                                  .req_id_per_token = ZEROS(int32, 3),
+                                  .block_table = ZEROS(int32, 2, 3),
+                                  .topk_indices = ZEROS(int32, 3, 4),
+                                  .prefill_request_ids = ZEROS(int32, 3),
+                                  .prefill_workspace_starts = ZEROS(int32, 2),
+                                  .out = ZEROS(int32, 3, 4),
+                                  .counts = ZEROS(int32, 3),
+                                  .block_size = 16}};
+}
+
+static inline any_args
+make_attention(void)
+{
+    const smla_attention_workspace_args shape = {
+        .struct_size = sizeof shape, .num_tokens = 3, .num_heads = 2, .topk = 5, .extra_topk = 4,
+        .device = cpu};
+    int64_t bytes = 0;
+    EXPECT_OK(smla_attention_workspace_size(&shape, &bytes, &error));
+    return (any_args){.attention = {.struct_size = sizeof(smla_sparse_attention_args),
+                                    .q = ZEROS(bf16, 3, 2, 512),
+                                    .q_pe = ZEROS(bf16, 3, 2, 64),
+                                    .kv = ZEROS(uint8, 2, 4, 656),
+                                    .indices = ZEROS(int32, 3, 5),
+                                    .topk_length = ZEROS(int32, 3),
+                                    .attn_sink = ZEROS(fp32, 2),
+                                    .extra_kv = ZEROS(uint8, 3, 4, 656),
+                                    .extra_indices = ZEROS(int32, 3, 4),
+                                    .extra_topk_length = ZEROS(int32, 3),
+                                    .out = ZEROS(bf16, 3, 2, 512),
+                                    .lse = ZEROS(fp32, 3, 2),
+                                    .max_logits = ZEROS(fp32, 3, 2),
+                                    .workspace = ZEROS(uint8, bytes),
+                                    .softmax_scale = 1.0}};
+}
+
+static inline any_args
+make_merge(void)
+{
+    return (any_args){.merge = {.struct_size = sizeof(smla_merge_attn_states_args),
+                                .out_a = ZEROS(bf16, 3, 2, 4),
+                                .lse_a = ZEROS(fp32, 3, 2),
+                                .out_b = ZEROS(bf16, 3, 2, 4),
+                                .lse_b = ZEROS(fp32, 3, 2),
+                                .out = ZEROS(bf16, 3, 2, 4),
+                                .lse = ZEROS(fp32, 3, 2)}};
+}
+
+static inline any_args
+make_split(void)
+{
+    return (any_args){.split = {.struct_size = sizeof(smla_split_kv_b_proj_args),
+                                .weight = ZEROS(bf16, 512, 10),
+                                .weight_scale_inv = ZEROS(fp32, 4, 1),
+                                .w_uk = ZEROS(bf16, 512, 2, 3),
+                                .w_uv = ZEROS(bf16, 512, 2, 2)}};
+}
+
+static inline any_args
+make_k_up(void)
+{
+    return (any_args){.k_up = {.struct_size = sizeof(smla_k_up_proj_args),
+                               .q_nope = ZEROS(bf16, 3, 2, 4),
+                               .w_uk = ZEROS(bf16, 512, 2, 4),
+                               .out = ZEROS(bf16, 3, 2, 512)}};
+}
+
+static inline any_args
+make_v_up(void)
+{
+    return (any_args){.v_up = {.struct_size = sizeof(smla_v_up_proj_args),
+                               .x = ZEROS(bf16, 3, 2, 512),
+                               .w_uv = ZEROS(bf16, 512, 2, 4),
+                               .out = ZEROS(bf16, 3, 2, 4)}};
+}
+
+static inline any_args
+make_quant(void)
+{
+    return (any_args){.quant = {.struct_size = sizeof(smla_dynamic_per_tensor_quant_args),
+                                .x = ZEROS(fp32, 3, 5),
+                                .out = ZEROS(uint8, 3, 5),
+                                .scale = ZEROS(fp32, 1)}};
+}
+
+#define CALL(member, function)                                             \
+    static inline smla_status call_##member(const any_args *a, smla_error *e) \
+    {                                                                      \
+        return function(a == NULL ? NULL : &a->member, e);                 \
+    }
+
+CALL(write, smla_concat_and_cache_mla)
+CALL(gather, smla_gather_kv_cache)
+CALL(dequantize, smla_dequantize_kv_cache)
+CALL(convert, smla_convert_req_index_to_global_index)
+CALL(attention, smla_sparse_attention)
+CALL(merge, smla_merge_attn_states)
+CALL(split, smla_split_kv_b_proj)
+CALL(k_up, smla_k_up_proj)
+CALL(v_up, smla_v_up_proj)
+CALL(quant, smla_dynamic_per_tensor_quant)
+
+#undef CALL
+#define AT_FIELD(member, field) offsetof(any_args, member.field)
+
+static const operator_case operators[] = {
+    {"concat_and_cache_mla",
+     sizeof(smla_concat_and_cache_mla_args),
+     call_write,
+     make_write,
+     {{"kv_c", AT_FIELD(write, kv_c), 0, 2},
+      {"k_pe", AT_FIELD(write, k_pe), 0, 2},
+      {"kv_cache", AT_FIELD(write, kv_cache), OUTPUT | CACHE, 4},
+      {"slot_mapping", AT_FIELD(write, slot_mapping), ANY_STRIDE, 0}}},
+    {"gather_kv_cache",
+     sizeof(smla_gather_kv_cache_args),
+     call_gather,
+     make_gather,
+     {{"kv_cache", AT_FIELD(gather, kv_cache), CACHE, 4},
+      {"block_table", AT_FIELD(gather, block_table), ANY_STRIDE, 0},
+      {"seq_lens", AT_FIELD(gather, seq_lens), ANY_STRIDE, 1},
+      {"workspace_starts", AT_FIELD(gather, workspace_starts), ANY_STRIDE, 1},
+      {"seq_starts", AT_FIELD(gather, seq_starts), ANY_STRIDE | OPTIONAL, 1},
+      {"out", AT_FIELD(gather, out), OUTPUT, 2}}},
+    {"dequantize_kv_cache",
+     sizeof(smla_dequantize_kv_cache_args),
+     call_dequantize,
+     make_dequantize,
+     {{"kv_cache", AT_FIELD(dequantize, kv_cache), CACHE, 4},
+      {"out", AT_FIELD(dequantize, out), OUTPUT, 7}}},
+    {"convert_req_index_to_global_index",
+     sizeof(smla_convert_req_index_args),
+     call_convert,
+     make_convert,
+     {{"req_id_per_token", AT_FIELD(convert, req_id_per_token), ANY_STRIDE, 0},
+      {"block_table", AT_FIELD(convert, block_table), ANY_STRIDE, 0},
+      {"topk_indices", AT_FIELD(convert, topk_indices), 0, 1},
+      {"prefill_request_ids", AT_FIELD(convert, prefill_request_ids), ANY_STRIDE | OPTIONAL, 1},
+      {"prefill_workspace_starts", AT_FIELD(convert, prefill_workspace_starts), ANY_STRIDE, 0},
+      {"out", AT_FIELD(convert, out), OUTPUT, 3},
+      {"counts", AT_FIELD(convert, counts), OUTPUT | ANY_STRIDE | OPTIONAL, 1}}},
+    {"sparse_attention",
+     sizeof(smla_sparse_attention_args),
+     call_attention,
+     make_attention,
+     {{"q[0]", AT_FIELD(attention, q), 0, 4},
+      {"q[1]", AT_FIELD(attention, q_pe), OPTIONAL, 7},
+      {"kv", AT_FIELD(attention, kv), CACHE, 4},
+      {"indices", AT_FIELD(attention, indices), 0, 1},
+      {"topk_length", AT_FIELD(attention, topk_length), ANY_STRIDE | OPTIONAL, 1},
+      {"attn_sink", AT_FIELD(attention, attn_sink), ANY_STRIDE | OPTIONAL, 1},
+      {"extra_kv", AT_FIELD(attention, extra_kv), CACHE, 4},
+      {"extra_indices", AT_FIELD(attention, extra_indices), 0, 1},
+      {"extra_topk_length", AT_FIELD(attention, extra_topk_length), ANY_STRIDE | OPTIONAL, 1},
+      {"out", AT_FIELD(attention, out), OUTPUT, 7},
+      {"lse", AT_FIELD(attention, lse), OUTPUT | ANY_STRIDE, 3},
+      {"max_logits", AT_FIELD(attention, max_logits), OUTPUT | ANY_STRIDE | OPTIONAL, 3},
+      {"workspace", AT_FIELD(attention, workspace), OUTPUT, 0}}},
+    {"merge_attn_states",
+     sizeof(smla_merge_attn_states_args),
+     call_merge,
+     make_merge,
+     {{"out_a", AT_FIELD(merge, out_a), 0, 0},
+      {"lse_a", AT_FIELD(merge, lse_a), ANY_STRIDE, 3},
+      {"out_b", AT_FIELD(merge, out_b), 0, 7},
+      {"lse_b", AT_FIELD(merge, lse_b), ANY_STRIDE, 3},
+      {"out", AT_FIELD(merge, out), OUTPUT, 7},
+      {"lse", AT_FIELD(merge, lse), OUTPUT | ANY_STRIDE, 3}}},
+    {"split_kv_b_proj",
+     sizeof(smla_split_kv_b_proj_args),
+     call_split,
+     make_split,
+     {{"weight", AT_FIELD(split, weight), ANY_STRIDE, 0},
+      {"weight_scale_inv", AT_FIELD(split, weight_scale_inv), ANY_STRIDE | OPTIONAL, 3},
+      {"w_uk", AT_FIELD(split, w_uk), OUTPUT, 1},
+      {"w_uv", AT_FIELD(split, w_uv), OUTPUT, 3}}},
+    {"k_up_proj",
+     sizeof(smla_k_up_proj_args),
+     call_k_up,
+     make_k_up,
+     {{"q_nope", AT_FIELD(k_up, q_nope), 0, 0},
+      {"W_UK", AT_FIELD(k_up, w_uk), 0, 7},
+      {"out", AT_FIELD(k_up, out), OUTPUT, 7}}},
+    {"v_up_proj",
+     sizeof(smla_v_up_proj_args),
+     call_v_up,
+     make_v_up,
+     {{"x", AT_FIELD(v_up, x), 0, 4},
+      {"W_UV", AT_FIELD(v_up, w_uv), 0, 3},
+      {"out", AT_FIELD(v_up, out), OUTPUT, 7}}},
+    {"dynamic_per_tensor_quant",
+     sizeof(smla_dynamic_per_tensor_quant_args),
+     call_quant,
+     make_quant,
+     {{"x", AT_FIELD(quant, x), ANY_STRIDE | ANY_RANK, 0},
+      {"out", AT_FIELD(quant, out), OUTPUT | ANY_STRIDE | ANY_RANK, 3},
+      {"scale", AT_FIELD(quant, scale), OUTPUT | ANY_STRIDE | ANY_RANK, 1}}},
+};
+
+enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };
+
+#endif /* SMLA_OPERATORS_H */

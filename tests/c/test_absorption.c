@@ -1,0 +1,287 @@
+/* test_absorption.c: split_kv_b_proj, the two up projections, dynamic_per_tensor_quant. */
+#include <float.h>
+
+#include "reference.h"
+
+/* ---- kv_b_proj -> W_UK, W_UV ------------------------------------------------------------------- */
+
+typedef struct weights {
+    array *weight, *scale, *w_uk, *w_uv;
+} weights;
+
+static smla_status
+run_split(const weights *w)
+{
+    const smla_split_kv_b_proj_args args = {
+        .struct_size = sizeof args,
+        .weight = &w->weight->tensor,
+        .weight_scale_inv = w->scale == NULL ? NULL : &w->scale->tensor,
+        .w_uk = &w->w_uk->tensor,
+        .w_uv = &w->w_uv->tensor};
+    return smla_split_kv_b_proj(&args, &error);
+}
+
+/* Element (latent, column) of a weight of either storage, dequantised in fp32. */
+static float
+weight_at(const weights *w, bool is_transposed, int64_t latent, int64_t column)
+{
+    const int64_t row = is_transposed ? column : latent;
+    const int64_t col = is_transposed ? latent : column;
+    const double value = GET(w->weight, row, col);
+    return (float)(w->scale == NULL ? value : value * GET(w->scale, row / TILE, col / TILE));
+}
+
+static void
+expect_split(const weights *w, bool is_transposed)
+{
+    const int64_t heads = w->w_uk->shape[1];
+    const int64_t nope = w->w_uk->shape[2];
+    const int64_t value = w->w_uv->shape[2];
+    for (int64_t latent = 0; latent < NOPE; latent++) {
+        for (int64_t column = 0; column < heads * (nope + value); column++) {
+            const int64_t head = column / (nope + value);
+            const int64_t at = column % (nope + value);
+            const uint16_t wanted =
+                smla_float_to_bf16(weight_at(w, is_transposed, latent, column));
+            uint16_t got;
+            memcpy(&got, at < nope ? AT(w->w_uk, latent, head, at) : AT(w->w_uv, latent, head, at - nope),
+                   sizeof got);
+            EXPECT_EQ(got, wanted);
+        }
+    }
+}
+
+static void
+test_split(void)
+{
+    const DLDataType dtypes[] = {bf16, fp32, e4m3};
+    for (int i = 0; i < 6; i++) {
+        const DLDataType dtype = dtypes[i % 3];
+        const bool is_transposed = i >= 3;
+        weights w = {.weight = ARRAY(dtype, is_transposed ? 60 : NOPE, is_transposed ? NOPE : 60),
+                     .w_uk = ARRAY(bf16, NOPE, 3, 12),
+                     .w_uv = slice(ARRAY(bf16, NOPE, 3, 10), 2, 1, 9, 1)};
+        fill_normal(w.weight, 3.0);
+        if (dtype.code == e4m3.code) {
+            w.scale = fill_normal(ARRAY(fp32, is_transposed ? 1 : 4, is_transposed ? 4 : 1), 0.01);
+        }
+        EXPECT_OK(run_split(&w));
+        expect_split(&w, is_transposed);
+    }
+}
+
+/* Scales of a weight whose blocks end inside a head, and the view [in, out] of [out, in] storage. */
+static void
+test_split_blocks(void)
+{
+    weights w = {.weight = fill_normal(ARRAY(e4m3, 400, NOPE), 40.0),
+                 .scale = fill_normal(ARRAY(fp32, 4, 4), 0.02),
+                 .w_uk = ARRAY(bf16, NOPE, 2, 128),
+                 .w_uv = ARRAY(bf16, NOPE, 2, 72)};
+    EXPECT_OK(run_split(&w));
+    expect_split(&w, true);
+    w.weight = transpose(w.weight, 0, 1);
+    w.scale = transpose(w.scale, 0, 1);
+    EXPECT_OK(run_split(&w));
+    expect_split(&w, false);
+    w.weight->tensor.dtype = uint8; /* the same bytes by another name */
+    EXPECT_OK(run_split(&w));
+    w.weight->tensor.dtype = e4m3;
+    expect_split(&w, false);
+}
+
+static void
+test_split_errors(void)
+{
+    weights w = {.weight = fill_normal(ARRAY(e4m3, 512, 60), 1.0),
+                 .w_uk = ARRAY(bf16, NOPE, 3, 12),
+                 .w_uv = ARRAY(bf16, NOPE, 3, 8)};
+    EXPECT_FAIL(run_split(&w), SMLA_ERROR_VALUE,
+                "split_kv_b_proj: `weight_scale_inv` must be given for an e4m3 weight, got none");
+    w.scale = ARRAY(fp32, 4, 2);
+    EXPECT_FAIL(run_split(&w), SMLA_ERROR_VALUE,
+                "`weight_scale_inv` must have shape [4, 1], got [4, 2]");
+    w.scale = ARRAY(fp32, 4, 1);
+    w.w_uv = ARRAY(bf16, NOPE, 3, 9);
+    EXPECT_FAIL(run_split(&w), SMLA_ERROR_VALUE,
+                "`weight` must have shape [512, 63] or [63, 512] (3 heads x (12 + 9)), got [512, 60]");
+    w.w_uv = ARRAY(bf16, NOPE, 2, 18);
+    EXPECT_FAIL(run_split(&w), SMLA_ERROR_VALUE, "`w_uv` must have shape [512, 3, any], got");
+}
+
+/* ---- Up projections ---------------------------------------------------------------------------- */
+
+/* fp32 sums of `inner` products, then one rounding to bf16. */
+static void
+expect_projected(const array *x, const array *w, const array *out, bool latent_is_inner)
+{
+    const int64_t inner = x->shape[2];
+    for (int64_t t = 0; t < out->shape[0]; t++) {
+        for (int64_t h = 0; h < out->shape[1]; h++) {
+            for (int64_t n = 0; n < out->shape[2]; n++) {
+                double sum = 0.0;
+                double magnitude = 0.0;
+                for (int64_t k = 0; k < inner; k++) {
+                    const double product =
+                        GET(x, t, h, k) * (latent_is_inner ? GET(w, k, h, n) : GET(w, n, h, k));
+                    sum += product;
+                    magnitude += fabs(product);
+                }
+                EXPECT_NEAR(GET(out, t, h, n), sum,
+                            0x1p-8 * fabs(sum) + (double)inner * 0x1p-24 * magnitude);
+            }
+        }
+    }
+}
+
+static smla_status
+run_k_up(const array *q_nope, const array *w_uk, const array *out)
+{
+    const smla_k_up_proj_args args = {.struct_size = sizeof args,
+                                      .q_nope = &q_nope->tensor,
+                                      .w_uk = &w_uk->tensor,
+                                      .out = &out->tensor};
+    return smla_k_up_proj(&args, &error);
+}
+
+static smla_status
+run_v_up(const array *x, const array *w_uv, const array *out)
+{
+    const smla_v_up_proj_args args = {
+        .struct_size = sizeof args, .x = &x->tensor, .w_uv = &w_uv->tensor, .out = &out->tensor};
+    return smla_v_up_proj(&args, &error);
+}
+
+static void
+test_k_up_proj(void)
+{
+    const int64_t nope_dims[] = {128, 1, 70};
+    for (int i = 0; i < 3; i++) {
+        const array *q = slice(fill_normal(ARRAY(bf16, 4, 2, nope_dims[i] + 3), 1.0), 2, 3,
+                               nope_dims[i] + 3, 1);
+        const array *w = transpose(fill_normal(ARRAY(bf16, 2, NOPE, nope_dims[i]), 1.0), 0, 1);
+        array *buffer = ARRAY(bf16, 4, 2, NOPE + 1);
+        const array *out = slice(buffer, 2, 0, NOPE, 1);
+        EXPECT_OK(run_k_up(q, w, out));
+        expect_projected(q, w, out, false);
+        EXPECT(is_poison(slice(buffer, 2, NOPE, NOPE + 1, 1)));
+    }
+}
+
+static void
+test_v_up_proj(void)
+{
+    const int64_t value_dims[] = {128, 1, 67};
+    for (int i = 0; i < 3; i++) {
+        const array *x = fill_normal(ARRAY(bf16, 18, 2, NOPE), 1.0);
+        const array *w = fill_normal(ARRAY(bf16, NOPE, 2, value_dims[i]), 1.0);
+        const array *out = ARRAY(bf16, 18, 2, value_dims[i]);
+        EXPECT_OK(run_v_up(x, w, out));
+        expect_projected(x, w, out, true);
+    }
+    /* No tokens, and no values: nothing to write. */
+    EXPECT_OK(run_v_up(ARRAY(bf16, 0, 2, NOPE), ARRAY(bf16, NOPE, 2, 4), ARRAY(bf16, 0, 2, 4)));
+    EXPECT_OK(run_v_up(ARRAY(bf16, 3, 2, NOPE), ARRAY(bf16, NOPE, 2, 0), ARRAY(bf16, 3, 2, 0)));
+    EXPECT_OK(run_k_up(ARRAY(bf16, 3, 2, 0), ARRAY(bf16, NOPE, 2, 0), ARRAY(bf16, 3, 2, NOPE)));
+}
+
+/* ---- Quantisation ------------------------------------------------------------------------------ */
+
+static smla_status
+run_quant(const array *x, const array *out, const array *scale)
+{
+    const smla_dynamic_per_tensor_quant_args args = {.struct_size = sizeof args,
+                                                     .x = &x->tensor,
+                                                     .out = &out->tensor,
+                                                     .scale = &scale->tensor};
+    return smla_dynamic_per_tensor_quant(&args, &error);
+}
+
+/* [n] and [n] */
+static void
+expect_quantised(const array *x, const array *out, const array *scale)
+{
+    double amax = 1e-10;
+    for (int64_t i = 0; i < x->shape[0]; i++) {
+        const double value = fabs(GET(x, i));
+        amax = isnan(value) ? amax : fmax(amax, fmin(value, FLT_MAX));
+    }
+    const float wanted = (float)((double)(float)amax / 448.0);
+    EXPECT_NEAR(read_value(fp32, scale->tensor.data), wanted, 0.0);
+    for (int64_t i = 0; i < x->shape[0]; i++) {
+        uint8_t code;
+        memcpy(&code, AT(out, i), sizeof code);
+        EXPECT_EQ(code, nearest_e4m3((float)(GET(x, i) / (double)wanted)));
+    }
+}
+
+static void
+test_quant(void)
+{
+    const DLDataType dtypes[] = {bf16, fp32};
+    for (int i = 0; i < 2; i++) {
+        array *x = fill_normal(ARRAY(dtypes[i], 20000), 7.0);
+        const array *out = slice(ARRAY(uint8, 40000), 0, 1, 40000, 2);
+        const array *scale = ARRAY(fp32, 1);
+        EXPECT_OK(run_quant(x, out, scale));
+        expect_quantised(x, out, scale);
+        x = slice(x, 0, 0, 20000, -3); /* backwards */
+        out = ARRAY(e4m3, x->shape[0]);
+        EXPECT_OK(run_quant(x, out, scale));
+        expect_quantised(x, out, scale);
+    }
+}
+
+static void
+test_quant_special_values(void)
+{
+    array *x = fill(ARRAY(fp32, 5), 0.0);
+    const array *out = ARRAY(uint8, 5);
+    const array *scale = ARRAY(fp32, 1);
+    SET(x, -0.0, 1);
+    EXPECT_OK(run_quant(x, out, scale));
+    expect_quantised(x, out, scale);
+    SET(x, NAN, 0);
+    SET(x, 1e-12, 2);
+    EXPECT_OK(run_quant(x, out, scale));
+    expect_quantised(x, out, scale);
+    SET(x, -INFINITY, 3);
+    EXPECT_OK(run_quant(x, out, scale));
+    expect_quantised(x, out, scale);
+}
+
+/* Any rank up to 8, a scalar and nothing at all among them. */
+static void
+test_quant_ranks(void)
+{
+    const array *scale = ARRAY(fp32, 1, 1, 1);
+    array *x = fill_normal(ARRAY(bf16, 2, 1, 3, 1, 2, 1, 1, 2), 1.0);
+    array *out = ARRAY(uint8, 2, 1, 3, 1, 2, 1, 1, 2);
+    EXPECT_OK(run_quant(x, out, scale));
+    x->tensor.ndim = out->tensor.ndim = 1; /* the same elements in one row */
+    x->shape[0] = out->shape[0] = 24;
+    x->strides[0] = out->strides[0] = 1;
+    expect_quantised(x, out, scale);
+    EXPECT_OK(run_quant(fill(new_array(fp32, 0, NULL), 3.0), new_array(e4m3, 0, NULL),
+                        new_array(fp32, 0, NULL)));
+    const array *none = ARRAY(fp32, 1);
+    EXPECT_OK(run_quant(ARRAY(bf16, 4, 0, 2), ARRAY(uint8, 4, 0, 2), none));
+    EXPECT_NEAR(GET(none, 0), (float)((double)1e-10f / 448.0), 0.0);
+    EXPECT_FAIL(run_quant(x, ARRAY(uint8, 23), scale), SMLA_ERROR_VALUE,
+                "dynamic_per_tensor_quant: `out` must have the shape of `x`");
+    EXPECT_FAIL(run_quant(x, out, ARRAY(fp32, 2)), SMLA_ERROR_VALUE, "`scale` must hold one value");
+}
+
+int
+main(void)
+{
+    RUN(test_split);
+    RUN(test_split_blocks);
+    RUN(test_split_errors);
+    RUN(test_k_up_proj);
+    RUN(test_v_up_proj);
+    RUN(test_quant);
+    RUN(test_quant_special_values);
+    RUN(test_quant_ranks);
+    return report("test_absorption");
+}

@@ -1,0 +1,159 @@
+/* test_args.c: args structs of another age, and calls without anything.
+ *
+ * Structs are put into memory of exactly their size, so that AddressSanitizer sees a read past them.
+ */
+#include "operators.h"
+
+/* A copy of `size` bytes of the args, the rest of them zero or `tail`. */
+static any_args *
+resize(const any_args *args, size_t known, size_t size, int tail)
+{
+    uint8_t *bytes = malloc(size);
+    if (bytes == NULL) {
+        exit(2);
+    }
+    memset(bytes, tail, size);
+    memcpy(bytes, args, size < known ? size : known);
+    memcpy(bytes, &size, sizeof size < size ? sizeof size : size);
+    return (any_args *)(void *)bytes;
+}
+
+static void
+test_struct_size(void)
+{
+    for (int i = 0; i < NUM_OPERATORS; i++) {
+        const operator_case *op = &operators[i];
+        const any_args good = op->make();
+        const size_t known = op->args_bytes;
+        /* A newer caller, who uses nothing that is new to us. */
+        any_args *args = resize(&good, known, known + 24, 0);
+        EXPECT_OK(op->call(args, &error));
+        free(args);
+        args = resize(&good, known, known + 24, 0);
+        ((uint8_t *)args)[known + 23] = 1;
+        EXPECT_FAIL(op->call(args, &error), SMLA_ERROR_VALUE,
+                    "args must use fields that this version (0.1.0) knows");
+        EXPECT(strncmp(error.text, op->name, strlen(op->name)) == 0);
+        free(args);
+        /* An older caller, who has no stream. */
+        args = resize(&good, known, known - sizeof(void *), 0);
+        EXPECT_OK(op->call(args, &error));
+        free(args);
+        /* Nothing but a size: the first array is missing. */
+        args = resize(&good, known, sizeof(size_t), 0);
+        EXPECT_FAIL(op->call(args, &error), SMLA_ERROR_VALUE, "` must be given, got none");
+        free(args);
+        free_arrays(op->name);
+    }
+}
+
+static void
+test_bad_struct_size(void)
+{
+    const size_t sizes[] = {0, 1, sizeof(size_t) - 1, SIZE_MAX, 1u << 20};
+    for (int i = 0; i < NUM_OPERATORS; i++) {
+        const operator_case *op = &operators[i];
+        any_args args = op->make();
+        for (size_t k = 0; k < sizeof sizes / sizeof sizes[0]; k++) {
+            args.struct_size = sizes[k]; /* nobody set it */
+            EXPECT_FAIL(op->call(&args, &error), SMLA_ERROR_VALUE,
+                        "`struct_size` must be set to sizeof args");
+            EXPECT(strncmp(error.text, op->name, strlen(op->name)) == 0);
+        }
+        EXPECT_FAIL(op->call(NULL, &error), SMLA_ERROR_VALUE, "`struct_size` must be set");
+        EXPECT_EQ(op->call(NULL, NULL), SMLA_ERROR_VALUE);
+        free_arrays(op->name);
+    }
+}
+
+/* The calls that are no operators: every pointer that they need, left out. */
+static void
+test_null(void)
+{
+    int64_t bytes = 0;
+    smla_builder *builder = NULL;
+    const smla_metadata *metadata = NULL;
+    smla_batch_split split;
+    int64_t ends[1];
+    int64_t count;
+    const int32_t starts[] = {0, 1};
+    EXPECT_FAIL(smla_attention_workspace_size(NULL, &bytes, &error), SMLA_ERROR_VALUE,
+                "attention_workspace_size: `struct_size` must");
+    EXPECT_FAIL(smla_builder_create(NULL, &builder, &error), SMLA_ERROR_VALUE,
+                "MetadataBuilder: `struct_size` must");
+    const smla_builder_config config = {.struct_size = sizeof config};
+    EXPECT_FAIL(smla_builder_create(&config, NULL, &error), SMLA_ERROR_VALUE, "`builder` must");
+    EXPECT_FAIL(smla_builder_build(NULL, NULL, &metadata, &error), SMLA_ERROR_VALUE,
+                "MetadataBuilder.build: `");
+    EXPECT_FAIL(smla_forward(NULL, &error), SMLA_ERROR_VALUE, "forward: `struct_size` must");
+    EXPECT_FAIL(smla_split_decodes_and_prefills(starts, 1, 1, 1, 1, NULL, &error), SMLA_ERROR_VALUE,
+                "`split` must be given");
+    EXPECT_FAIL(smla_split_prefill_chunks(NULL, 1, 9, ends, &count, &error), SMLA_ERROR_VALUE,
+                "`seq_lens` must be given");
+    EXPECT_FAIL(smla_split_prefill_chunks(starts, 1, 9, NULL, &count, &error), SMLA_ERROR_VALUE,
+                "`ends` must be given");
+    EXPECT_FAIL(smla_split_prefill_chunks(starts, 1, 9, ends, NULL, &error), SMLA_ERROR_VALUE,
+                "`num_chunks` must be given");
+    EXPECT_EQ(smla_builder_create(NULL, &builder, NULL), SMLA_ERROR_VALUE);
+    EXPECT_EQ(smla_builder_build(NULL, NULL, NULL, NULL), SMLA_ERROR_VALUE);
+    EXPECT_EQ(smla_forward(NULL, NULL), SMLA_ERROR_VALUE);
+    EXPECT_EQ(smla_split_prefill_chunks(NULL, 1, 9, NULL, NULL, NULL), SMLA_ERROR_VALUE);
+    EXPECT_EQ(smla_split_decodes_and_prefills(NULL, 1, 1, 1, 1, NULL, NULL), SMLA_ERROR_VALUE);
+    EXPECT_EQ(smla_builder_workspace_bytes(NULL), 0);
+    EXPECT(builder == NULL);
+    EXPECT_EQ(smla_kernels(NULL, 0), smla_kernels(NULL, -5));
+    EXPECT(smla_kernels(NULL, 0) >= 1);
+    (void)split;
+}
+
+/* An error is filled on failure and left alone otherwise. */
+static void
+test_error(void)
+{
+    smla_error kept = {.status = SMLA_ERROR_BUFFER, .text = "as it was"};
+    const any_args good = make_merge();
+    EXPECT_EQ(smla_merge_attn_states(&good.merge, &kept), SMLA_OK);
+    EXPECT_EQ((int)kept.status, SMLA_ERROR_BUFFER);
+    EXPECT(strcmp(kept.text, "as it was") == 0);
+    static const char *const names[] = {"SMLA_OK",           "SMLA_ERROR_TYPE",
+                                        "SMLA_ERROR_VALUE",  "SMLA_ERROR_BUFFER",
+                                        "SMLA_ERROR_RUNTIME", "SMLA_ERROR_MEMORY"};
+    for (int i = 0; i < 6; i++) {
+        EXPECT(strcmp(smla_status_name((smla_status)i), names[i]) == 0);
+    }
+    EXPECT(smla_status_name((smla_status)77) != NULL);
+    EXPECT_EQ(smla_version(),
+              SMLA_VERSION_MAJOR * 10000 + SMLA_VERSION_MINOR * 100 + SMLA_VERSION_PATCH);
+}
+
+static void
+test_kernels(void)
+{
+    smla_kernel_info rows[16];
+    memset(rows, 0xFF, sizeof rows);
+    const int64_t count = smla_kernels(rows, 16);
+    EXPECT(count >= 1 && count <= 16);
+    int num_selected = 0;
+    for (int64_t i = 0; i < count; i++) {
+        EXPECT(strlen(rows[i].device) > 0 && strlen(rows[i].arch) > 0 && strlen(rows[i].name) > 0);
+        EXPECT(!rows[i].selected || rows[i].available);
+        num_selected += rows[i].selected;
+    }
+    EXPECT_EQ(num_selected, 1);
+    smla_kernel_info one_row[2];
+    memset(one_row, 0xFF, sizeof one_row);
+    const smla_kernel_info before = one_row[1];
+    EXPECT_EQ(smla_kernels(one_row, 1), count); /* no more rows than there is room for */
+    EXPECT(memcmp(&one_row[1], &before, sizeof before) == 0);
+}
+
+int
+main(void)
+{
+    RUN(test_struct_size);
+    RUN(test_bad_struct_size);
+    RUN(test_null);
+    RUN(test_error);
+    RUN(test_kernels);
+    return report("test_args");
+}

@@ -1,0 +1,413 @@
+/* test_attention.c: sparse_attention against the double-precision reference, and its promises about
+ * bits: the same for any number of threads, for any batch around a row, and on every run.
+ *
+ * All tests run once per instruction set of the machine.
+ */
+#define _POSIX_C_SOURCE 200809L /* setenv */
+
+#include "reference.h"
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+typedef struct outputs {
+    array *out, *lse, *max_logits;
+} outputs;
+
+static outputs
+make_outputs(int64_t tokens, int64_t heads)
+{
+    return (outputs){.out = ARRAY(bf16, tokens, heads, NOPE),
+                     .lse = ARRAY(fp32, tokens, heads),
+                     .max_logits = ARRAY(fp32, tokens, heads)};
+}
+
+static const DLTensor *
+optional(const array *a)
+{
+    return a == NULL ? NULL : &a->tensor;
+}
+
+static int64_t
+workspace_bytes(const attention_inputs *in, int num_splits)
+{
+    const bool has_extra = in->lists[1].kv != NULL;
+    const smla_attention_workspace_args args = {
+        .struct_size = sizeof args,
+        .num_tokens = in->q->shape[0],
+        .num_heads = in->q->shape[1],
+        .topk = in->lists[0].indices->shape[1],
+        .extra_topk = has_extra ? in->lists[1].indices->shape[1] : 0,
+        .num_splits = num_splits,
+        .device = cpu};
+    int64_t bytes = -1;
+    EXPECT_OK(smla_attention_workspace_size(&args, &bytes, &error));
+    return bytes;
+}
+
+static smla_sparse_attention_args
+make_args(const attention_inputs *in, int num_splits, const outputs *o, const array *workspace)
+{
+    return (smla_sparse_attention_args){.struct_size = sizeof(smla_sparse_attention_args),
+                                        .q = &in->q->tensor,
+                                        .q_pe = optional(in->q_pe),
+                                        .kv = &in->lists[0].kv->tensor,
+                                        .indices = &in->lists[0].indices->tensor,
+                                        .topk_length = optional(in->lists[0].topk_length),
+                                        .attn_sink = optional(in->attn_sink),
+                                        .extra_kv = optional(in->lists[1].kv),
+                                        .extra_indices = optional(in->lists[1].indices),
+                                        .extra_topk_length = optional(in->lists[1].topk_length),
+                                        .out = &o->out->tensor,
+                                        .lse = &o->lse->tensor,
+                                        .max_logits = optional(o->max_logits),
+                                        .workspace = optional(workspace),
+                                        .softmax_scale = in->softmax_scale,
+                                        .num_splits = num_splits};
+}
+
+/* A workspace of exactly the size asked for, so that a byte too many meets a red zone. */
+static void
+attend(const attention_inputs *in, int num_splits, const outputs *o)
+{
+    const array *workspace = ARRAY(uint8, workspace_bytes(in, num_splits));
+    const smla_sparse_attention_args args = make_args(in, num_splits, o, workspace);
+    EXPECT_OK(smla_sparse_attention(&args, &error));
+}
+
+static void
+attend_and_compare(const attention_inputs *in, int num_splits)
+{
+    const outputs o = make_outputs(in->q->shape[0], in->q->shape[1]);
+    attend(in, num_splits, &o);
+    expect_attention(in, o.out, o.lse, o.max_logits);
+}
+
+/* Slots with duplicates, and now and then -1 or a slot past the end. */
+static array *
+random_slots(int64_t tokens, int64_t topk, int64_t slots)
+{
+    array *a = ARRAY(int32, tokens, topk);
+    for (int64_t i = 0; i < tokens * topk; i++) {
+        const int64_t kind = random_int(12);
+        const int64_t slot = kind == 0 ? -1 - random_int(5) : (kind == 1 ? slots : random_int(slots));
+        SET(a, (double)slot, i / topk, i % topk);
+    }
+    return a;
+}
+
+/* [pages, block, row] with room behind every page; flat when `pages` is 0. */
+static array *
+make_cache(DLDataType dtype, int64_t pages, int64_t block)
+{
+    const int64_t row = dtype.bits == 8 ? FP8_ROW : ROW;
+    if (pages == 0) {
+        return fill_cache(ARRAY(dtype, block, row));
+    }
+    return fill_cache(slice(ARRAY(dtype, pages, block + 1, row), 1, 0, block, 1));
+}
+
+static attention_inputs
+make_inputs(DLDataType dtype, int64_t tokens, int64_t heads, int64_t topk)
+{
+    const array *kv = make_cache(dtype, 4, 11);
+    return (attention_inputs){.q = fill_normal(ARRAY(bf16, tokens, heads, ROW), 1.0),
+                              .lists = {{.kv = kv, .indices = random_slots(tokens, topk, 44)}},
+                              .softmax_scale = 0.1};
+}
+
+/* ---- Values ------------------------------------------------------------------------------------ */
+
+static void
+test_formats(void)
+{
+    const DLDataType dtypes[] = {bf16, uint8, e4m3};
+    for (int i = 0; i < 3; i++) {
+        attention_inputs in = make_inputs(dtypes[i], 3, 5, 23);
+        attend_and_compare(&in, 0);
+        in.lists[0].kv = make_cache(dtypes[i], 0, 44);
+        attend_and_compare(&in, 0);
+    }
+}
+
+static void
+test_shapes(void)
+{
+    const int64_t heads[] = {1, 2, 17, 33, 128};
+    const int64_t topk[] = {130, 64, 65, 1, 3};
+    for (int i = 0; i < 5; i++) {
+        const attention_inputs fp8 = make_inputs(uint8, 1, heads[i], topk[i]);
+        attend_and_compare(&fp8, 0);
+        const attention_inputs wide = make_inputs(bf16, 1, heads[i], topk[4 - i]);
+        attend_and_compare(&wide, 0);
+    }
+}
+
+/* Queries with strides of their own, also backwards, or as a pair; padded and interleaved outputs. */
+static void
+test_strides(void)
+{
+    attention_inputs in = make_inputs(uint8, 3, 4, 12);
+    array *wide = fill_normal(ARRAY(bf16, 5, 6, ROW + 8), 1.0);
+    in.q = slice(slice(slice(wide, 2, 8, ROW + 8, 1), 0, 0, 3, -1), 1, 0, 4, 1);
+    array *buffer = ARRAY(bf16, 6, 4, NOPE + 2);
+    array *states = ARRAY(fp32, 4, 3, 2);
+    outputs o = {.out = slice(slice(buffer, 2, 2, NOPE + 2, 1), 0, 0, 6, 2),
+                 .lse = transpose(slice(states, 2, 0, 1, 1), 0, 1),
+                 .max_logits = transpose(slice(states, 2, 1, 2, 1), 0, 1)};
+    o.lse->tensor.ndim = 2;
+    o.max_logits->tensor.ndim = 2;
+    attend(&in, 2, &o);
+    expect_attention(&in, o.out, o.lse, o.max_logits);
+    EXPECT(is_poison(slice(buffer, 2, 0, 2, 1)));
+    EXPECT(is_poison(slice(buffer, 0, 1, 6, 2)));
+    in.q_pe = slice(in.q, 2, NOPE, ROW, 1); /* the same numbers, as a pair */
+    in.q = slice(in.q, 2, 0, NOPE, 1);
+    attend_and_compare(&in, 0);
+}
+
+static void
+test_topk_length(void)
+{
+    attention_inputs in = make_inputs(uint8, 6, 3, 20);
+    in.lists[0].topk_length = VECTOR(int32, 0, 1, 20, 21, -3, 13);
+    attend_and_compare(&in, 0);
+    attend_and_compare(&in, 3);
+}
+
+static void
+test_sinks(void)
+{
+    for (int i = 0; i < 2; i++) {
+        attention_inputs in = make_inputs(i == 0 ? uint8 : bf16, 3, 6, 10);
+        array *sink = ARRAY(fp32, 6);
+        const double values[] = {-INFINITY, INFINITY, 0.0, -4.0, 80.0, 1e30};
+        for (int64_t h = 0; h < 6; h++) {
+            SET(sink, values[h], h);
+        }
+        in.attn_sink = sink;
+        in.lists[0].topk_length = VECTOR(int32, 10, 0, 4); /* token 1 is empty: zero, whatever sink is */
+        attend_and_compare(&in, 0);
+        attend_and_compare(&in, 2);
+    }
+}
+
+/* Rows that nobody selects hold NaN in values and scales; so does the room behind the pages. */
+static void
+test_unselected_nan(void)
+{
+    const DLDataType dtypes[] = {bf16, uint8};
+    for (int i = 0; i < 2; i++) {
+        attention_inputs in = make_inputs(dtypes[i], 2, 3, 16);
+        array *indices = ARRAY(int32, 2, 16);
+        for (int64_t k = 0; k < 32; k++) {
+            SET(indices, (double)(random_int(22) * 2), k / 16, k % 16);
+        }
+        for (int64_t slot = 1; slot < 44; slot += 2) {
+            memset(row_of(in.lists[0].kv, slot), 0xFF, i == 0 ? ROW * 2 : FP8_ROW);
+        }
+        SET(indices, 1.0, 0, 15); /* past topk_length */
+        in.lists[0].indices = indices;
+        in.lists[0].topk_length = VECTOR(int32, 15, 16);
+        attend_and_compare(&in, 0);
+    }
+}
+
+/* Logits of many hundreds, where exp overflows without its reference. */
+static void
+test_large_logits(void)
+{
+    attention_inputs in = make_inputs(uint8, 2, 3, 40);
+    in.softmax_scale = 5.0;
+    attend_and_compare(&in, 0);
+    in.softmax_scale = -5.0;
+    attend_and_compare(&in, 4);
+    in.softmax_scale = 0.0; /* the mean of the values */
+    attend_and_compare(&in, 0);
+}
+
+static void
+test_extra_list(void)
+{
+    attention_inputs in = make_inputs(uint8, 3, 4, 9);
+    in.lists[1] = (key_list){.kv = make_cache(bf16, 3, 7), .indices = random_slots(3, 30, 21)};
+    attend_and_compare(&in, 0);
+    in.lists[1].topk_length = VECTOR(int32, 0, 30, 5);
+    attend_and_compare(&in, 0);
+    attend_and_compare(&in, 3);
+    in.lists[0].topk_length = VECTOR(int32, 0, 0, 0); /* keys in the second list alone */
+    attend_and_compare(&in, 0);
+    in.lists[1].indices = ARRAY(int32, 3, 0);
+    in.lists[1].topk_length = NULL;
+    attend_and_compare(&in, 0);
+}
+
+/* Every column a duplicate of one slot; nothing but masked columns. */
+static void
+test_duplicates_and_empty_rows(void)
+{
+    attention_inputs in = make_inputs(uint8, 2, 2, 150);
+    array *indices = ARRAY(int32, 2, 150);
+    for (int64_t k = 0; k < 150; k++) {
+        SET(indices, 43, 0, k);
+        SET(indices, k % 2 == 0 ? -1 : INT32_MAX, 1, k);
+    }
+    in.lists[0].indices = indices;
+    attend_and_compare(&in, 0);
+    attend_and_compare(&in, 2);
+}
+
+/* ---- Bits -------------------------------------------------------------------------------------- */
+
+static void
+set_threads(int count)
+{
+#if defined(_OPENMP)
+    omp_set_num_threads(count);
+#else
+    (void)count;
+#endif
+}
+
+static bool
+is_same(const array *a, const array *b)
+{
+    return a->bytes == b->bytes && memcmp(a->tensor.data, b->tensor.data, a->bytes) == 0;
+}
+
+static void
+test_same_bits_on_any_threads(void)
+{
+    static const int splits[] = {0, 1, 2, 3, 7, 64};
+    for (int i = 0; i < 6; i++) {
+        const attention_inputs in = make_inputs(uint8, 3, 4, 700);
+        outputs first = make_outputs(3, 4);
+        for (int threads = 1; threads <= 4; threads++) {
+            set_threads(threads);
+            const outputs o = make_outputs(3, 4);
+            attend(&in, splits[i], &o);
+            first = threads == 1 ? o : first;
+            if (threads == 1 && splits[i] % 3 == 0) { /* the reference takes its time */
+                expect_attention(&in, o.out, o.lse, o.max_logits);
+            }
+            EXPECT(is_same(o.out, first.out));
+            EXPECT(is_same(o.lse, first.lse));
+            EXPECT(is_same(o.max_logits, first.max_logits));
+        }
+        set_threads(2);
+        free_arrays("test_same_bits_on_any_threads");
+    }
+}
+
+/* With num_splits fixed, a row's bits do not depend on the rows around it. */
+static void
+test_batch_invariance(void)
+{
+    for (int num_splits = 1; num_splits <= 5; num_splits += 2) {
+        const attention_inputs in = make_inputs(uint8, 70, 2, 300);
+        const outputs all = make_outputs(70, 2);
+        attend(&in, num_splits, &all);
+        for (int64_t token = 0; token < 70; token += 23) {
+            attention_inputs alone = in;
+            alone.q = slice(in.q, 0, token, token + 1, 1);
+            alone.lists[0].indices = slice(in.lists[0].indices, 0, token, token + 1, 1);
+            const outputs o = make_outputs(1, 2);
+            attend(&alone, num_splits, &o);
+            EXPECT(memcmp(AT(all.out, token, 0, 0), o.out->tensor.data, o.out->bytes) == 0);
+            EXPECT(memcmp(AT(all.lse, token, 0), o.lse->tensor.data, o.lse->bytes) == 0);
+        }
+        free_arrays("test_batch_invariance");
+    }
+}
+
+/* ---- Edges ------------------------------------------------------------------------------------- */
+
+static void
+test_nothing_to_do(void)
+{
+    attention_inputs in = make_inputs(uint8, 2, 3, 4);
+    in.lists[0].indices = ARRAY(int32, 2, 0); /* K = 0: every row is empty */
+    attend_and_compare(&in, 0);
+    in.q = ARRAY(bf16, 0, 3, ROW);
+    in.lists[0].indices = ARRAY(int32, 0, 4);
+    attend_and_compare(&in, 0);
+    in = make_inputs(uint8, 2, 3, 4);
+    in.lists[0].kv = ARRAY(uint8, 0, 64, FP8_ROW); /* a cache without pages */
+    attend_and_compare(&in, 0);
+}
+
+static void
+test_workspace(void)
+{
+    const attention_inputs in = make_inputs(uint8, 2, 3, 600);
+    const outputs o = make_outputs(2, 3);
+    const array *small = ARRAY(uint8, 1000);
+    smla_sparse_attention_args args = make_args(&in, 0, &o, small);
+    EXPECT_FAIL(smla_sparse_attention(&args, &error), SMLA_ERROR_VALUE,
+                "sparse_attention: `workspace` must have at least");
+    args.workspace = NULL;
+    EXPECT_FAIL(smla_sparse_attention(&args, &error), SMLA_ERROR_VALUE,
+                "sparse_attention: `workspace` must have at least");
+    args.workspace = &o.out->tensor;
+    EXPECT_FAIL(smla_sparse_attention(&args, &error), SMLA_ERROR_TYPE,
+                "`workspace` must be uint8 or int8, got bfloat16");
+    /* An odd address, of exactly the size asked for. */
+    const int64_t bytes = workspace_bytes(&in, 0);
+    const array *odd = slice(ARRAY(uint8, bytes + 1), 0, 1, bytes + 1, 1);
+    args.workspace = &odd->tensor;
+    EXPECT_OK(smla_sparse_attention(&args, &error));
+    expect_attention(&in, o.out, o.lse, o.max_logits);
+    /* The size never falls when the batch grows, so that a builder's serves every step. */
+    attention_inputs grown = in;
+    int64_t before = 0;
+    for (int64_t tokens = 1; tokens < 200; tokens++) {
+        array q = *in.q;
+        q.shape[0] = tokens;
+        grown.q = &q;
+        EXPECT(workspace_bytes(&grown, 0) >= before);
+        before = workspace_bytes(&grown, 0);
+    }
+}
+
+static void
+test_unknown_instruction_set(void)
+{
+    const attention_inputs in = make_inputs(uint8, 1, 1, 1);
+    const outputs o = make_outputs(1, 1);
+    const smla_sparse_attention_args args =
+        make_args(&in, 0, &o, ARRAY(uint8, workspace_bytes(&in, 0)));
+    setenv("SPARSE_MLA_CPU_ISA", "mmx", 1);
+    EXPECT_FAIL(smla_sparse_attention(&args, &error), SMLA_ERROR_VALUE, "got mmx");
+    unsetenv("SPARSE_MLA_CPU_ISA");
+    EXPECT_OK(smla_sparse_attention(&args, &error));
+}
+
+int
+main(void)
+{
+    smla_kernel_info rows[16];
+    const int64_t count = smla_kernels(rows, 16);
+    for (int64_t i = 0; i < count; i++) {
+        if (!rows[i].available || strcmp(rows[i].device, "cpu") != 0) {
+            continue;
+        }
+        printf("  instruction set %s\n", rows[i].arch);
+        setenv("SPARSE_MLA_CPU_ISA", rows[i].arch, 1);
+        RUN(test_formats);
+        RUN(test_shapes);
+        RUN(test_strides);
+        RUN(test_topk_length);
+        RUN(test_sinks);
+        RUN(test_unselected_nan);
+        RUN(test_large_logits);
+        RUN(test_extra_list);
+        RUN(test_duplicates_and_empty_rows);
+        RUN(test_same_bits_on_any_threads);
+        RUN(test_batch_invariance);
+        RUN(test_nothing_to_do);
+        RUN(test_workspace);
+    }
+    RUN(test_unknown_instruction_set);
+    return report("test_attention");
+}

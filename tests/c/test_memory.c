@@ -1,0 +1,168 @@
+/* test_memory.c: the n-th allocation fails, for n = 1, 2, 3, ... until creating a builder succeeds. Each
+ * time the error is SMLA_ERROR_MEMORY, the caller's pointer is left alone, and nothing is leaked.
+ *
+ * The files that allocate are compiled into this program with an allocator of its own; the linker then
+ * takes nothing of theirs from the library.
+ */
+#include "testing.h"
+
+static int num_left = -1; /* allocations until one fails; negative: none does */
+static int num_live;
+
+static bool
+fails_now(void)
+{
+    return num_left >= 0 && num_left-- == 0;
+}
+
+static void *
+count_live(void *memory)
+{
+    num_live += memory != NULL;
+    return memory;
+}
+
+static void *
+test_malloc(size_t size)
+{
+    return fails_now() ? NULL : count_live(malloc(size));
+}
+
+static void *
+test_calloc(size_t count, size_t size)
+{
+    return fails_now() ? NULL : count_live(calloc(count, size));
+}
+
+static void *
+test_aligned_alloc(size_t alignment, size_t size)
+{
+    return fails_now() ? NULL : count_live(aligned_alloc(alignment, size));
+}
+
+static void
+test_free(void *memory)
+{
+    num_live -= memory != NULL;
+    free(memory);
+}
+
+#define malloc test_malloc
+#define calloc test_calloc
+#define aligned_alloc test_aligned_alloc
+#define free test_free
+#include "cpu/backend.c"
+#include "plan.c"
+#undef malloc
+#undef calloc
+#undef aligned_alloc
+#undef free
+
+/* How many allocations a creation makes; each of them has failed once. */
+static int
+fail_each(const smla_builder_config *config)
+{
+    for (int n = 0;; n++) {
+        smla_builder *builder = NULL;
+        num_left = n;
+        const smla_status status = smla_builder_create(config, &builder, &error);
+        const bool has_failed = num_left < 0;
+        num_left = -1;
+        if (!has_failed) {
+            EXPECT_EQ(status, SMLA_OK);
+            EXPECT(num_live > 0);
+            smla_builder_destroy(builder);
+            EXPECT_EQ(num_live, 0);
+            return n;
+        }
+        EXPECT_EQ(status, SMLA_ERROR_MEMORY);
+        EXPECT_EQ((int)error.status, SMLA_ERROR_MEMORY);
+        EXPECT(strncmp(error.text, "MetadataBuilder: ", 17) == 0);
+        EXPECT(builder == NULL);
+        EXPECT_EQ(num_live, 0);
+        num_left = n;
+        EXPECT_EQ(smla_builder_create(config, &builder, NULL), SMLA_ERROR_MEMORY);
+        num_left = -1;
+        EXPECT_EQ(num_live, 0);
+    }
+}
+
+static smla_builder_config
+make_config(int64_t num_heads)
+{
+    return (smla_builder_config){.struct_size = sizeof(smla_builder_config),
+                                 .num_heads = num_heads,
+                                 .block_size = 64,
+                                 .topk_tokens = 32,
+                                 .max_num_seqs = 4,
+                                 .max_num_batched_tokens = 16,
+                                 .max_model_len = 128,
+                                 .kv_format = SMLA_KV_FP8_DS_MLA,
+                                 .device = cpu};
+}
+
+static void
+test_create(void)
+{
+    const smla_builder_config mixed = make_config(16);
+    const smla_builder_config separate = make_config(64);
+    const int least = fail_each(&mixed);
+    EXPECT(least >= 9);
+    EXPECT_EQ(fail_each(&separate), least + 1); /* the prefill workspace */
+}
+
+static void
+test_own_workspace(void)
+{
+    smla_builder_config config = make_config(64);
+    const array *workspace = ARRAY(bf16, 200, 576);
+    config.workspace = &workspace->tensor;
+    const smla_builder_config mixed = make_config(16);
+    EXPECT_EQ(fail_each(&config), fail_each(&mixed));
+    EXPECT(is_poison(workspace));
+}
+
+/* A config that is refused after the builder itself was allocated. */
+static void
+test_refused(void)
+{
+    smla_builder *builder = NULL;
+    smla_builder_config config = make_config(16);
+    config.device.device_type = kDLCUDA;
+    EXPECT_FAIL(smla_builder_create(&config, &builder, &error), SMLA_ERROR_RUNTIME, "CUDA");
+    EXPECT_EQ(num_live, 0);
+}
+
+/* Building and running a step allocates nothing. */
+static void
+test_build_allocates_nothing(void)
+{
+    smla_builder *builder = NULL;
+    const smla_builder_config config = make_config(64);
+    EXPECT_OK(smla_builder_create(&config, &builder, &error));
+    const int32_t starts[] = {0, 1, 9};
+    const int32_t seq_lens[] = {100, 9};
+    const array *table = ARRAY(int32, 2, 2);
+    const smla_build_args args = {.struct_size = sizeof args,
+                                  .query_start_loc_cpu = starts,
+                                  .seq_lens_cpu = seq_lens,
+                                  .block_table = &table->tensor,
+                                  .num_reqs = 2,
+                                  .num_actual_tokens = 9};
+    num_left = 0;
+    EXPECT_OK(smla_builder_build(builder, &args, NULL, &error));
+    EXPECT_EQ(num_left, 0);
+    num_left = -1;
+    smla_builder_destroy(builder);
+    EXPECT_EQ(num_live, 0);
+}
+
+int
+main(void)
+{
+    RUN(test_create);
+    RUN(test_own_workspace);
+    RUN(test_refused);
+    RUN(test_build_allocates_nothing);
+    return report("test_memory");
+}

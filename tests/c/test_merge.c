@@ -1,0 +1,140 @@
+/* test_merge.c: merge_attn_states against doubles, and where one side or both are empty. */
+#include "testing.h"
+
+typedef struct merge {
+    array *out_a, *lse_a, *out_b, *lse_b, *out, *lse;
+} merge;
+
+static smla_status
+run_merge(const merge *m)
+{
+    const smla_merge_attn_states_args args = {.struct_size = sizeof args,
+                                              .out_a = &m->out_a->tensor,
+                                              .lse_a = &m->lse_a->tensor,
+                                              .out_b = &m->out_b->tensor,
+                                              .lse_b = &m->lse_b->tensor,
+                                              .out = &m->out->tensor,
+                                              .lse = &m->lse->tensor};
+    return smla_merge_attn_states(&args, &error);
+}
+
+static merge
+make_merge(DLDataType dtype, int64_t tokens, int64_t heads, int64_t value_dim)
+{
+    return (merge){.out_a = fill_normal(ARRAY(dtype, tokens, heads, value_dim), 1.0),
+                   .lse_a = fill_normal(ARRAY(fp32, tokens, heads), 5.0),
+                   .out_b = fill_normal(ARRAY(dtype, tokens, heads, value_dim), 1.0),
+                   .lse_b = fill_normal(ARRAY(fp32, tokens, heads), 5.0),
+                   .out = ARRAY(dtype, tokens, heads, value_dim),
+                   .lse = ARRAY(fp32, tokens, heads)};
+}
+
+/* Weights rounded once each, two products and a sum in fp32, then the rounding of the output. */
+static void
+expect_merged(const merge *m)
+{
+    const bool is_bf16 = m->out->tensor.dtype.code == kDLBfloat;
+    for (int64_t t = 0; t < m->out->shape[0]; t++) {
+        for (int64_t h = 0; h < m->out->shape[1]; h++) {
+            const double lse_a = GET(m->lse_a, t, h);
+            const double lse_b = GET(m->lse_b, t, h);
+            const double top = fmax(lse_a, lse_b);
+            const double lse = top + log(exp(lse_a - top) + exp(lse_b - top));
+            EXPECT_NEAR(GET(m->lse, t, h), lse, 0x1p-23 * fabs(lse) + 1e-12);
+            for (int64_t i = 0; i < m->out->shape[2]; i++) {
+                const double a = exp(lse_a - lse) * GET(m->out_a, t, h, i);
+                const double b = exp(lse_b - lse) * GET(m->out_b, t, h, i);
+                const double rounding = is_bf16 ? 0x1p-8 * fabs(a + b) : 0.0;
+                EXPECT_NEAR(GET(m->out, t, h, i), a + b,
+                            3.0 * 0x1p-23 * (fabs(a) + fabs(b)) + rounding);
+            }
+        }
+    }
+}
+
+static void
+test_values(void)
+{
+    const DLDataType dtypes[] = {bf16, fp32};
+    for (int i = 0; i < 2; i++) {
+        const merge small = make_merge(dtypes[i], 3, 2, 5);
+        EXPECT_OK(run_merge(&small));
+        expect_merged(&small);
+        const merge large = make_merge(dtypes[i], 40, 8, 512);
+        EXPECT_OK(run_merge(&large));
+        expect_merged(&large);
+    }
+}
+
+static void
+test_strides(void)
+{
+    merge m = make_merge(bf16, 3, 4, 6);
+    m.out_a = transpose(fill_normal(ARRAY(bf16, 4, 3, 6), 1.0), 0, 1);
+    m.lse_b = transpose(fill_normal(ARRAY(fp32, 4, 3), 1.0), 0, 1);
+    array *buffer = ARRAY(bf16, 3, 4, 9);
+    m.out = slice(buffer, 2, 3, 9, 1);
+    m.lse = transpose(ARRAY(fp32, 4, 3), 0, 1);
+    EXPECT_OK(run_merge(&m));
+    expect_merged(&m);
+    EXPECT(is_poison(slice(buffer, 2, 0, 3, 1)));
+}
+
+/* An empty side has no say, whatever its rows hold; +inf is how some kernels write empty. */
+static void
+test_empty_sides(void)
+{
+    const double empty[] = {-INFINITY, INFINITY};
+    for (int i = 0; i < 2; i++) {
+        merge m = make_merge(fp32, 3, 1, 4);
+        SET(m.lse_a, empty[i], 0, 0);
+        SET(m.lse_b, empty[i], 1, 0);
+        SET(m.lse_a, empty[1 - i], 2, 0);
+        SET(m.lse_b, empty[i], 2, 0);
+        SET(m.out_a, NAN, 0, 0, 2);
+        SET(m.out_b, NAN, 1, 0, 3);
+        EXPECT_OK(run_merge(&m));
+        for (int64_t k = 0; k < 4; k++) {
+            EXPECT_NEAR(GET(m.out, 0, 0, k), GET(m.out_b, 0, 0, k), 0.0);
+            EXPECT_NEAR(GET(m.out, 1, 0, k), GET(m.out_a, 1, 0, k), 0.0);
+            EXPECT_NEAR(GET(m.out, 2, 0, k), GET(m.out_a, 2, 0, k), 0.0);
+        }
+        EXPECT_NEAR(GET(m.lse, 0, 0), GET(m.lse_b, 0, 0), 0.0);
+        EXPECT_NEAR(GET(m.lse, 1, 0), GET(m.lse_a, 1, 0), 0.0);
+        EXPECT_NEAR(GET(m.lse, 2, 0), -INFINITY, 0.0);
+    }
+}
+
+/* Far apart: the lesser side vanishes without overflow. */
+static void
+test_extreme_lse(void)
+{
+    merge m = make_merge(fp32, 2, 1, 4);
+    SET(m.lse_a, 3e38, 0, 0);
+    SET(m.lse_b, -3e38, 0, 0);
+    SET(m.lse_a, -1e4, 1, 0);
+    SET(m.lse_b, -1e4, 1, 0);
+    EXPECT_OK(run_merge(&m));
+    expect_merged(&m);
+}
+
+static void
+test_nothing_to_do(void)
+{
+    const merge none = make_merge(bf16, 0, 4, 512);
+    EXPECT_OK(run_merge(&none));
+    const merge no_values = make_merge(bf16, 2, 2, 0);
+    EXPECT_OK(run_merge(&no_values));
+    EXPECT(!is_poison(no_values.lse));
+}
+
+int
+main(void)
+{
+    RUN(test_values);
+    RUN(test_strides);
+    RUN(test_empty_sides);
+    RUN(test_extreme_lse);
+    RUN(test_nothing_to_do);
+    return report("test_merge");
+}

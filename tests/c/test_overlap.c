@@ -1,0 +1,198 @@
+/* test_overlap.c: which arrays may lie in one buffer. Columns, rows and pages of one buffer are
+ * disjoint; whatever shares a byte with an output is refused.
+ */
+#include "operators.h"
+
+static smla_status
+merge(const array *out_a, const array *lse_a, const array *out_b, const array *lse_b, const array *out,
+      const array *lse)
+{
+    const smla_merge_attn_states_args args = {.struct_size = sizeof args,
+                                              .out_a = &out_a->tensor,
+                                              .lse_a = &lse_a->tensor,
+                                              .out_b = &out_b->tensor,
+                                              .lse_b = &lse_b->tensor,
+                                              .out = &out->tensor,
+                                              .lse = &lse->tensor};
+    return smla_merge_attn_states(&args, &error);
+}
+
+static array *
+buffer_of(int64_t tokens, int64_t heads, int64_t columns)
+{
+    return fill_normal(ARRAY(fp32, tokens, heads, columns), 1.0);
+}
+
+/* One column of [T, H, n] as [T, H]. */
+static array *
+column(const array *buffer, int64_t at)
+{
+    array *view = slice(buffer, 2, at, at + 1, 1);
+    view->tensor.ndim = 2;
+    return view;
+}
+
+static void
+test_columns(void)
+{
+    const array *b = buffer_of(3, 2, 16);
+    const array *a = slice(b, 2, 0, 4, 1);
+    const array *lse = column(buffer_of(3, 2, 1), 0);
+    /* Everything in one buffer: three blocks of values and three columns of states. */
+    EXPECT_OK(merge(a, column(b, 12), slice(b, 2, 4, 8, 1), column(b, 13), slice(b, 2, 8, 12, 1),
+                    column(b, 14)));
+    /* One column too far to the left, and to the right. */
+    EXPECT_FAIL(merge(a, lse, a, lse, slice(b, 2, 3, 7, 1), column(b, 14)), SMLA_ERROR_VALUE,
+                "merge_attn_states: `out` must not overlap `out_a`, got arrays that share memory");
+    EXPECT_FAIL(merge(a, column(b, 12), a, lse, slice(b, 2, 9, 13, 1), column(b, 15)),
+                SMLA_ERROR_VALUE, "`out` must not overlap `lse_a`");
+    EXPECT_FAIL(merge(a, lse, a, lse, a, column(b, 14)), SMLA_ERROR_VALUE,
+                "`out` must not overlap `out_a`");
+    EXPECT_FAIL(merge(a, column(b, 12), a, column(b, 13), slice(b, 2, 8, 12, 1), column(b, 13)),
+                SMLA_ERROR_VALUE, "`lse` must not overlap `lse_b`");
+    EXPECT_FAIL(merge(a, lse, a, lse, slice(b, 2, 8, 12, 1), column(b, 11)), SMLA_ERROR_VALUE,
+                "`out` must not overlap `lse`"); /* two outputs */
+}
+
+static void
+test_rows_and_heads(void)
+{
+    const array *b = buffer_of(6, 4, 5);
+    const array *lse_a = column(buffer_of(3, 2, 1), 0);
+    const array *lse = column(buffer_of(3, 2, 1), 0);
+    const array *even = slice(slice(b, 0, 0, 6, 2), 1, 0, 2, 1);
+    const array *odd = slice(slice(b, 0, 1, 6, 2), 1, 0, 2, 1);
+    const array *right = slice(slice(b, 0, 0, 6, 2), 1, 2, 4, 1);
+    EXPECT_OK(merge(even, lse_a, right, lse_a, odd, lse));
+    EXPECT_OK(merge(odd, lse_a, right, lse_a, even, lse));
+    EXPECT_OK(merge(slice(even, 0, 0, 3, -1), lse_a, odd, lse_a, right, lse)); /* backwards */
+    EXPECT_FAIL(merge(odd, lse_a, even, lse_a, slice(slice(b, 0, 0, 6, 2), 1, 1, 3, 1), lse),
+                SMLA_ERROR_VALUE, "`out` must not overlap `out_b`");
+    EXPECT_OK(merge(even, lse_a, even, lse_a, odd, lse)); /* inputs may be one array */
+}
+
+/* Two arrays end to end, then one element closer. */
+static void
+test_neighbours(void)
+{
+    const array *line = fill(ARRAY(fp32, 1, 1, 40), 1.0);
+    const array *lse = column(buffer_of(1, 1, 1), 0);
+    const array *lse_a = fill(ARRAY(fp32, 1, 1), 0.0);
+    const array *a = slice(line, 2, 10, 20, 1);
+    EXPECT_OK(merge(a, lse_a, a, lse_a, slice(line, 2, 20, 30, 1), lse));
+    EXPECT_OK(merge(a, lse_a, a, lse_a, slice(line, 2, 0, 10, 1), lse));
+    EXPECT_FAIL(merge(a, lse_a, a, lse_a, slice(line, 2, 19, 29, 1), lse), SMLA_ERROR_VALUE,
+                "must not overlap");
+    EXPECT_FAIL(merge(a, lse_a, a, lse_a, slice(line, 2, 1, 11, 1), lse), SMLA_ERROR_VALUE,
+                "must not overlap");
+    /* Arrays without elements share nothing, wherever they are. */
+    const array *none = slice(line, 2, 10, 10, 1);
+    EXPECT_OK(merge(none, lse_a, none, lse_a, none, lse));
+}
+
+/* Two layers that share every page: one is read while the other is written. */
+static void
+test_interleaved_pages(void)
+{
+    const array *both = fill_normal(ARRAY(bf16, 3, 8, 576), 1.0);
+    const array *first = slice(both, 1, 0, 4, 1);
+    smla_dequantize_kv_cache_args args = {
+        .struct_size = sizeof args, .kv_cache = &first->tensor, .out = &slice(both, 1, 4, 8, 1)->tensor};
+    EXPECT_OK(smla_dequantize_kv_cache(&args, &error));
+    args.out = &slice(both, 1, 3, 7, 1)->tensor;
+    EXPECT_FAIL(smla_dequantize_kv_cache(&args, &error), SMLA_ERROR_VALUE,
+                "dequantize_kv_cache: `out` must not overlap `kv_cache`");
+}
+
+/* Every output of every operator put onto every other array. */
+static void
+test_every_output(void)
+{
+    for (int i = 0; i < NUM_OPERATORS; i++) {
+        const operator_case *op = &operators[i];
+        any_args good = op->make();
+        for (int j = 0; j < MAX_SLOTS && op->slots[j].name != NULL; j++) {
+            for (int k = 0; k < MAX_SLOTS && op->slots[k].name != NULL; k++) {
+                if (j == k || !(op->slots[j].flags & OUTPUT)) {
+                    continue;
+                }
+                any_args bad = good;
+                DLTensor moved = **array_of(&good, &op->slots[j]);
+                moved.data = (*array_of(&good, &op->slots[k]))->data;
+                *array_of(&bad, &op->slots[j]) = &moved;
+                EXPECT_FAIL(op->call(&bad, &error), SMLA_ERROR_VALUE, "` must not overlap `");
+                EXPECT(strstr(error.text, op->slots[j].name) != NULL);
+                EXPECT(strstr(error.text, op->slots[k].name) != NULL);
+            }
+        }
+        free_arrays(op->name);
+    }
+}
+
+/* ---- At random --------------------------------------------------------------------------------- */
+
+enum { LINE = 256 };
+
+/* Marks the elements of a [2, 3, 2] view of a line; false when one of them was marked by `others`. */
+static bool
+mark(const array *view, const array *line, uint8_t *marks, uint8_t self, uint8_t others)
+{
+    bool good = true;
+    for (int64_t i = 0; i < 12; i++) {
+        const float *at = AT(view, i / 6, i / 2 % 3, i % 2);
+        uint8_t *here = &marks[at - (const float *)line->tensor.data];
+        good = good && (*here & others) == 0;
+        *here |= self;
+    }
+    return good;
+}
+
+/* What the call accepts shares no byte, for sure: found out element by element. */
+static void
+test_random_views(void)
+{
+    const array *line = fill(ARRAY(fp32, LINE), 1.0);
+    const array *lse = ARRAY(fp32, 2, 3);
+    const array *lse_a = fill(ARRAY(fp32, 2, 3), 0.0);
+    int num_accepted = 0;
+    int num_disjoint = 0;
+    for (int i = 0; i < 20000; i++) {
+        array *views[2];
+        for (int v = 0; v < 2; v++) {
+            views[v] = view_of(line);
+            views[v]->tensor.ndim = 3;
+            memcpy(views[v]->shape, (int64_t[]){2, 3, 2}, 3 * sizeof(int64_t));
+            memcpy(views[v]->strides, (int64_t[]){random_int(24), random_int(24), 1},
+                   3 * sizeof(int64_t));
+            views[v]->tensor.data = (float *)line->tensor.data + random_int(LINE - 24 * 4);
+        }
+        uint8_t marks[LINE] = {0};
+        bool good = mark(views[0], line, marks, 1, 0);
+        good = mark(views[1], line, marks, 2, 1) && good;
+        uint8_t own[LINE] = {0};
+        for (int64_t at = 0; at < 12; at++) { /* the output alone: no element twice */
+            const float *element = AT(views[1], at / 6, at / 2 % 3, at % 2);
+            good = good && own[element - (const float *)line->tensor.data]++ == 0;
+        }
+        const smla_status status = merge(views[0], lse_a, views[0], lse_a, views[1], lse);
+        EXPECT(status != SMLA_OK || good);
+        num_accepted += status == SMLA_OK;
+        num_disjoint += good;
+        free(arrays[--num_arrays]);
+        free(arrays[--num_arrays]);
+    }
+    printf("  random views: %d of %d disjoint pairs accepted\n", num_accepted, num_disjoint);
+    EXPECT(num_accepted > num_disjoint / 2);
+}
+
+int
+main(void)
+{
+    RUN(test_columns);
+    RUN(test_rows_and_heads);
+    RUN(test_neighbours);
+    RUN(test_interleaved_pages);
+    RUN(test_every_output);
+    RUN(test_random_views);
+    return report("test_overlap");
+}

@@ -1,0 +1,424 @@
+/* testing.h: what the C tests share. Expectations, and arrays inside red zones.
+ *
+ * A program lists its tests in main:  RUN(test_a);  RUN(test_b);  return report("test_x");
+ * Arrays live until the test that made them ends, when their red zones are checked. New arrays hold
+ * POISON, so that an element nobody wrote is seen. A call that EXPECT_FAIL expects to fail must leave
+ * the bytes of every array alone.
+ */
+#ifndef SMLA_TESTING_H
+#define SMLA_TESTING_H
+
+#include <inttypes.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "numeric.h"
+#include "sparse_mla.h"
+
+/* ---- Expectations ------------------------------------------------------------------------------ */
+
+enum { MAX_PRINTED = 10 }; /* failures of one test that are worth reading */
+
+static int failures; /* of the running test */
+static int num_passed;
+static int num_failed;
+static smla_error error; /* of the last call */
+
+static inline void
+fail_at(const char *file, int line, const char *what, double actual, double expected)
+{
+    if (failures++ < MAX_PRINTED) {
+        printf("%s:%d: %s: got %.10g, expected %.10g\n", file, line, what, actual, expected);
+        fflush(stdout); /* a sanitizer may end the program */
+    }
+}
+
+static inline void
+expect_near(const char *file, int line, const char *what, double actual, double expected,
+            double bound)
+{
+    const bool is_same = actual == expected || (isnan(actual) && isnan(expected));
+    if (!is_same && !(fabs(actual - expected) <= bound)) {
+        fail_at(file, line, what, actual, expected);
+    }
+}
+
+#define EXPECT(condition)                                       \
+    do {                                                        \
+        if (!(condition)) {                                     \
+            fail_at(__FILE__, __LINE__, #condition, 0.0, 1.0);  \
+        }                                                       \
+    } while (0)
+
+/* For integers: both sides are exact as doubles up to 2^53, and compared as they are. */
+#define EXPECT_EQ(actual, expected)                                                     \
+    do {                                                                                \
+        if ((actual) != (expected)) {                                                   \
+            fail_at(__FILE__, __LINE__, #actual, (double)(actual), (double)(expected)); \
+        }                                                                               \
+    } while (0)
+
+/* Equal, both NaN, or at most `bound` apart. */
+#define EXPECT_NEAR(actual, expected, bound) \
+    expect_near(__FILE__, __LINE__, #actual, actual, expected, bound)
+
+#define EXPECT_OK(call)                                                       \
+    do {                                                                      \
+        const smla_status status_ = (call);                                   \
+        if (status_ != SMLA_OK) {                                             \
+            fail_at(__FILE__, __LINE__, #call, (double)status_, 0.0);         \
+            printf("    %s: %s\n", smla_status_name(status_), error.text);    \
+        }                                                                     \
+    } while (0)
+
+/* The call fails with this status and a text that holds `part`, and writes nothing. */
+#define EXPECT_FAIL(call, status, part)                                              \
+    do {                                                                             \
+        memset(&error, 0, sizeof error);                                             \
+        const int arrays_ = num_arrays;                                              \
+        const uint64_t before_ = hash_arrays(arrays_);                               \
+        const smla_status status_ = (call);                                          \
+        expect_failure(__FILE__, __LINE__, #call, status_, status, part);            \
+        if (hash_arrays(arrays_) != before_) {                                       \
+            fail_at(__FILE__, __LINE__, "bytes written by a failed call", 1.0, 0.0); \
+        }                                                                            \
+    } while (0)
+
+static inline void
+expect_failure(const char *file, int line, const char *call, smla_status actual,
+               smla_status expected, const char *part)
+{
+    const bool is_terminated = memchr(error.text, '\0', sizeof error.text) != NULL;
+    const bool good = actual == expected && error.status == expected && is_terminated &&
+                      strstr(error.text, part) != NULL;
+    if (!good) {
+        fail_at(file, line, call, (double)actual, (double)expected);
+        printf("    got \"%.*s\", expected \"%s\" in it\n", (int)sizeof error.text, error.text,
+               part);
+    }
+}
+
+/* ---- Arrays ------------------------------------------------------------------------------------ */
+
+enum { RED_ZONE = 256, MAX_ARRAYS = 256, MAX_NDIM = 8, RED = 0xA5, POISON = 0xF7 };
+
+/* A DLTensor with its own shape and strides; slices share the memory of what they were cut from. */
+typedef struct array {
+    DLTensor tensor;
+    int64_t shape[MAX_NDIM];
+    int64_t strides[MAX_NDIM]; /* elements */
+    uint8_t *memory;           /* red zone, bytes, red zone; NULL for slices */
+    size_t bytes;
+} array;
+
+static array *arrays[MAX_ARRAYS];
+static int num_arrays;
+
+static const DLDataType bf16 = {.code = kDLBfloat, .bits = 16, .lanes = 1};
+static const DLDataType fp16 = {.code = kDLFloat, .bits = 16, .lanes = 1};
+static const DLDataType fp32 = {.code = kDLFloat, .bits = 32, .lanes = 1};
+static const DLDataType int32 = {.code = kDLInt, .bits = 32, .lanes = 1};
+static const DLDataType int64 = {.code = kDLInt, .bits = 64, .lanes = 1};
+static const DLDataType uint8 = {.code = kDLUInt, .bits = 8, .lanes = 1};
+static const DLDataType e4m3 = {.code = kDLFloat8_e4m3fn, .bits = 8, .lanes = 1};
+static const DLDevice cpu = {.device_type = kDLCPU, .device_id = 0};
+
+static inline array *
+remember_array(void)
+{
+    array *a = calloc(1, sizeof *a);
+    if (a == NULL || num_arrays == MAX_ARRAYS) {
+        printf("out of test arrays\n");
+        exit(2);
+    }
+    arrays[num_arrays++] = a;
+    return a;
+}
+
+static inline array *
+new_array(DLDataType dtype, int ndim, const int64_t *shape)
+{
+    array *a = remember_array();
+    int64_t count = 1;
+    for (int i = ndim - 1; i >= 0; i--) {
+        a->shape[i] = shape[i];
+        a->strides[i] = count;
+        count *= shape[i];
+    }
+    a->bytes = (size_t)(count * dtype.bits / 8);
+    a->memory = aligned_alloc(64, (2 * RED_ZONE + a->bytes + 63) / 64 * 64);
+    if (a->memory == NULL) {
+        printf("out of memory\n");
+        exit(2);
+    }
+    memset(a->memory, RED, 2 * RED_ZONE + a->bytes);
+    memset(a->memory + RED_ZONE, POISON, a->bytes);
+    a->tensor = (DLTensor){.data = a->memory + RED_ZONE,
+                           .device = cpu,
+                           .ndim = ndim,
+                           .dtype = dtype,
+                           .shape = a->shape,
+                           .strides = a->strides};
+    return a;
+}
+
+#define COUNT(...) ((int)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)))
+
+/* ARRAY(bf16, 4, 8, 576): a contiguous array. */
+#define ARRAY(dtype, ...) new_array(dtype, COUNT(__VA_ARGS__), (int64_t[]){__VA_ARGS__})
+
+static inline array *
+view_of(const array *a)
+{
+    array *view = remember_array();
+    *view = *a;
+    view->memory = NULL;
+    view->tensor.shape = view->shape;
+    view->tensor.strides = view->strides;
+    return view;
+}
+
+/* a[..., start:stop:step, ...] along `dim`; a negative step starts at the last one and goes down. */
+static inline array *
+slice(const array *a, int dim, int64_t start, int64_t stop, int64_t step)
+{
+    array *view = view_of(a);
+    const int64_t first = step > 0 ? start : stop - 1;
+    const int64_t distance = step > 0 ? step : -step;
+    view->shape[dim] = (stop - start + distance - 1) / distance;
+    view->strides[dim] *= step;
+    view->tensor.data =
+        (uint8_t *)a->tensor.data + first * a->strides[dim] * (a->tensor.dtype.bits / 8);
+    return view;
+}
+
+static inline array *
+transpose(const array *a, int dim_0, int dim_1)
+{
+    array *view = view_of(a);
+    view->shape[dim_0] = a->shape[dim_1];
+    view->shape[dim_1] = a->shape[dim_0];
+    view->strides[dim_0] = a->strides[dim_1];
+    view->strides[dim_1] = a->strides[dim_0];
+    return view;
+}
+
+/* Of the bytes of the first `count` arrays. */
+static inline uint64_t
+hash_arrays(int count)
+{
+    uint64_t hash = 0xCBF29CE484222325u; /* FNV-1a */
+    for (int i = 0; i < count; i++) {
+        for (size_t at = 0; arrays[i]->memory != NULL && at < arrays[i]->bytes; at++) {
+            hash = (hash ^ arrays[i]->memory[RED_ZONE + at]) * 0x100000001B3u;
+        }
+    }
+    return hash;
+}
+
+static inline void
+free_arrays(const char *test)
+{
+    for (int i = 0; i < num_arrays; i++) {
+        array *a = arrays[i];
+        for (size_t at = 0; a->memory != NULL && at < RED_ZONE; at++) {
+            if (a->memory[at] != RED || a->memory[RED_ZONE + a->bytes + at] != RED) {
+                fail_at(test, i, "red zone of array", (double)at, 0.0);
+                break;
+            }
+        }
+        free(a->memory);
+        free(a);
+    }
+    num_arrays = 0;
+}
+
+/* ---- Elements ---------------------------------------------------------------------------------- */
+
+static inline void *
+element_at(const array *a, int ndim, const int64_t *index)
+{
+    int64_t offset = 0;
+    for (int i = 0; i < ndim; i++) {
+        if (ndim != a->tensor.ndim || index[i] < 0 || index[i] >= a->shape[i]) {
+            printf("a test reads element %" PRId64 " of dimension %d\n", index[i], i);
+            exit(2);
+        }
+        offset += index[i] * a->strides[i];
+    }
+    return (uint8_t *)a->tensor.data + offset * (a->tensor.dtype.bits / 8);
+}
+
+/* AT(a, i, j): address of an element; GET(a, i, j): its value. */
+#define AT(a, ...) element_at(a, COUNT(__VA_ARGS__), (int64_t[]){__VA_ARGS__})
+#define GET(a, ...) read_value((a)->tensor.dtype, AT(a, __VA_ARGS__))
+#define SET(a, value, ...) write_value((a)->tensor.dtype, AT(a, __VA_ARGS__), value)
+
+static inline double
+read_value(DLDataType dtype, const void *element)
+{
+    uint64_t bits = 0;
+    memcpy(&bits, element, dtype.bits / 8u); /* little-endian, as the whole library */
+    if (dtype.code == kDLBfloat) {
+        return smla_bf16_to_float((uint16_t)bits);
+    }
+    if (dtype.code == kDLFloat8_e4m3fn) {
+        return smla_e4m3_to_float((uint8_t)bits);
+    }
+    if (dtype.code == kDLFloat) {
+        return dtype.bits == 16 ? smla_half_to_float((uint16_t)bits) : smla_bits_float((uint32_t)bits);
+    }
+    if (dtype.code == kDLInt) {
+        return dtype.bits == 64 ? (double)(int64_t)bits : (double)(int32_t)bits;
+    }
+    return (double)bits;
+}
+
+/* fp16 is written through its bits by the tests that need it. */
+static inline void
+write_value(DLDataType dtype, void *element, double value)
+{
+    uint64_t bits;
+    if (dtype.code == kDLBfloat) {
+        bits = smla_float_to_bf16((float)value);
+    } else if (dtype.code == kDLFloat8_e4m3fn) {
+        bits = smla_float_to_e4m3((float)value);
+    } else if (dtype.code == kDLFloat) {
+        bits = smla_float_bits((float)value);
+    } else {
+        bits = (uint64_t)(int64_t)value;
+    }
+    memcpy(element, &bits, dtype.bits / 8u);
+}
+
+static uint64_t random_state = 1;
+
+static inline uint64_t
+random_bits(void)
+{
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state;
+}
+
+/* 0 to n - 1. */
+static inline int64_t
+random_int(int64_t n)
+{
+    return (int64_t)(random_bits() >> 16) % n;
+}
+
+/* Normal enough: the sum of twelve uniforms. Now and then ten times as large, as activations are. */
+static inline double
+random_normal(void)
+{
+    double sum = -6.0;
+    for (int i = 0; i < 12; i++) {
+        sum += (double)(random_bits() >> 11) * 0x1p-53;
+    }
+    return random_int(50) == 0 ? 10.0 * sum : sum;
+}
+
+/* Calls `visit` for every element of an array of any rank. */
+static inline void
+fill_values(array *a, double (*value)(void), double factor)
+{
+    int64_t index[MAX_NDIM] = {0};
+    int64_t count = 1;
+    for (int i = 0; i < a->tensor.ndim; i++) {
+        count *= a->shape[i];
+    }
+    for (int64_t at = 0; at < count; at++) {
+        write_value(a->tensor.dtype, element_at(a, a->tensor.ndim, index), factor * value());
+        for (int i = a->tensor.ndim - 1; i >= 0 && ++index[i] == a->shape[i]; i--) {
+            index[i] = 0;
+        }
+    }
+}
+
+static inline double
+one(void)
+{
+    return 1.0;
+}
+
+static inline array *
+fill_normal(array *a, double factor)
+{
+    fill_values(a, random_normal, factor);
+    return a;
+}
+
+static inline array *
+fill(array *a, double value)
+{
+    fill_values(a, one, value);
+    return a;
+}
+
+/* A vector of integers. */
+static inline array *
+vector(DLDataType dtype, int64_t count, const int64_t *values)
+{
+    array *a = ARRAY(dtype, count);
+    for (int64_t i = 0; i < count; i++) {
+        memcpy(AT(a, i), &values[i], dtype.bits / 8u); /* little-endian */
+    }
+    return a;
+}
+
+#define VECTOR(dtype, ...) vector(dtype, COUNT(__VA_ARGS__), (int64_t[]){__VA_ARGS__})
+
+/* Whether nobody wrote to any element. */
+static inline bool
+is_poison(const array *a)
+{
+    int64_t index[MAX_NDIM] = {0};
+    int64_t count = 1;
+    for (int i = 0; i < a->tensor.ndim; i++) {
+        count *= a->shape[i];
+    }
+    for (int64_t at = 0; at < count; at++) {
+        const uint8_t *bytes = element_at(a, a->tensor.ndim, index);
+        for (int i = 0; i < a->tensor.dtype.bits / 8; i++) {
+            if (bytes[i] != POISON) {
+                return false;
+            }
+        }
+        for (int i = a->tensor.ndim - 1; i >= 0 && ++index[i] == a->shape[i]; i--) {
+            index[i] = 0;
+        }
+    }
+    return true;
+}
+
+/* ---- Running ----------------------------------------------------------------------------------- */
+
+static inline void
+run_test(const char *name, void (*test)(void))
+{
+    failures = 0;
+    random_state = 0x9E3779B97F4A7C15u;
+    test();
+    free_arrays(name);
+    num_passed += failures == 0;
+    num_failed += failures != 0;
+    if (failures != 0) {
+        printf("%s: %d failures\n", name, failures);
+    }
+}
+
+#define RUN(test) run_test(#test, test)
+
+static inline int
+report(const char *program)
+{
+    printf("%s: %d passed, %d failed\n", program, num_passed, num_failed);
+    return num_failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}
+
+#endif /* SMLA_TESTING_H */

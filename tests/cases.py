@@ -1,0 +1,568 @@
+"""Inputs: the case tables that tests and benchmarks share.
+
+Everything is made in NumPy from a seed; `helpers.FRAMEWORKS` moves arrays elsewhere. Inputs are
+adversarial by default: cache bytes that no index selects are NaN, indices hold -1, duplicates and
+values past both ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import reference as ref
+
+INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
+
+
+def random_bf16(rng, *shape, std=1.0) -> np.ndarray:
+    return ref.bf16_encode(rng.normal(0, std, shape).astype(np.float32)).view(ref.BF16)
+
+
+# --- cached tokens -------------------------------------------------------------------------------
+
+
+def _latent_values(rng, n: int, data: str) -> np.ndarray:
+    """float32 [n, 576] of the wanted character."""
+    value = rng.normal(0, 1, (n, ref.HEAD_DIM))
+    if data == "outlier":  # a few channels and tokens two to three orders above the rest
+        value[:, rng.integers(0, ref.HEAD_DIM, 4)] *= 300
+        value[rng.integers(0, max(n, 1), max(n // 16, 1))] *= 20
+    elif data == "heavy":
+        value = np.clip(rng.standard_t(1.2, value.shape), -1e4, 1e4)
+    elif data == "monotone":  # logits rise with the slot: every tile moves the running maximum
+        value *= 0.05
+        value[:, : ref.V_DIM] += np.linspace(-1, 1, max(n, 1))[:n, None]
+    elif data == "huge":
+        value *= 100
+    return value.astype(np.float32)
+
+
+def make_rows(rng, n: int, fmt: str, data: str = "normal") -> np.ndarray:
+    """n cached tokens: [n, 656] uint8 for "fp8", [n, 576] bf16 for "bf16"."""
+    bits = ref.bf16_encode(_latent_values(rng, n, data))
+    if fmt == "bf16":
+        return bits.view(ref.BF16)
+    rows = ref.quantize_rows(bits[:, : ref.V_DIM], bits[:, ref.V_DIM :])
+    scales = rows[:, 512:528].view(np.float32)
+    if data == "pow2":
+        scales[:] = np.exp2(np.floor(np.log2(scales)))
+    elif data == "wide":  # 1e-30 ... 1e4 mixed inside one row
+        scales[:] = 10.0 ** rng.uniform(-30, 4, scales.shape)
+        scales[np.arange(n), rng.integers(0, 4, n)] = 1e4
+    elif data == "subnormal":  # every e4m3 subnormal and both zeros
+        rows[:, :512] = rng.integers(0, 8, (n, 512)) | (rng.integers(0, 2, (n, 512)) << 7)
+        scales[:] = rng.uniform(50, 150, scales.shape)
+    return rows
+
+
+def poisoned_storage(shape, dtype) -> np.ndarray:
+    """An array whose bytes are all 0xFF: NaN as e4m3, fp32 and bf16."""
+    array = np.empty(shape, dtype)
+    array.view(np.uint8).fill(0xFF)
+    return array
+
+
+def lay_out(rows: np.ndarray, block_size: int, layout: str) -> np.ndarray:
+    """Tokens [pages * block_size, row] as a cache of the wanted layout, gaps filled with NaN."""
+    num_slots, width = rows.shape
+    pages = num_slots // block_size
+    paged = rows.reshape(pages, block_size, width)
+    gap = 16 // rows.itemsize
+    if layout == "flat":
+        return rows
+    if layout == "mqa":
+        return rows.reshape(pages, block_size, 1, width)
+    if layout == "negative":
+        return np.ascontiguousarray(paged[::-1])[::-1]
+    if layout == "zero":  # every page is the same memory
+        strides = (0, *paged.strides[1:])
+        return np.lib.stride_tricks.as_strided(paged[0], paged.shape, strides)
+    if layout == "padded":
+        view = poisoned_storage((pages, block_size + 1, width), rows.dtype)[:, :block_size]
+    elif layout == "interleaved":
+        view = poisoned_storage((pages, 3, block_size, width), rows.dtype)[:, 1]
+    elif layout == "token_stride":
+        view = poisoned_storage((pages, block_size, width + gap), rows.dtype)[..., :width]
+    elif layout == "odd_stride":  # bf16 only: rows start at odd multiples of 2 bytes
+        view = poisoned_storage((pages, block_size, width + 1), rows.dtype)[..., 1:]
+    else:
+        assert layout == "paged", layout
+        return paged
+    view[...] = paged
+    return view
+
+
+def lay_out_q(q: np.ndarray, layout: str):
+    num_tokens, num_heads, dim = q.shape
+    if layout == "compact":
+        return q
+    if layout == "pair":
+        return np.ascontiguousarray(q[..., :512]), np.ascontiguousarray(q[..., 512:])
+    if layout == "pair_views":  # both halves point into one buffer
+        return q[..., :512], q[..., 512:]
+    if layout == "head_major":
+        return np.ascontiguousarray(q.swapaxes(0, 1)).swapaxes(0, 1)
+    if layout == "negative":
+        return np.ascontiguousarray(q[::-1, ::-1])[::-1, ::-1]
+    if layout == "zero":  # every token and head reads the same 576 values
+        return np.broadcast_to(q[:1, :1], q.shape)
+    assert layout == "odd_stride", layout
+    view = poisoned_storage((num_tokens, num_heads + 2, dim + 3), q.dtype)[:, 1:-1, 3:]
+    view[...] = q
+    return view
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+@dataclass
+class AttentionInputs:
+    q: object
+    kv: np.ndarray
+    indices: np.ndarray
+    options: dict
+    num_splits: int = 0
+
+    def reference(self) -> ref.Attention:
+        return ref.attention(self.q, self.kv, self.indices, **self.options)
+
+    def run(self, op, put=lambda x: x, **more):
+        """op(q, kv, indices, ...) with every array moved by `put`."""
+        move = lambda x: put(x) if isinstance(x, np.ndarray) else x  # noqa: E731
+        q = tuple(move(x) for x in self.q) if isinstance(self.q, tuple) else move(self.q)
+        options = {name: move(value) for name, value in self.options.items()}
+        options.setdefault("num_splits", self.num_splits)
+        return op(q, move(self.kv), move(self.indices), **(options | more))
+
+    def rows(self, part) -> AttentionInputs:
+        per_token = ("topk_length", "extra_indices", "extra_topk_length")
+        options = {n: v[part] if n in per_token else v for n, v in self.options.items()}
+        q = tuple(x[part] for x in self.q) if isinstance(self.q, tuple) else self.q[part]
+        return replace(self, q=q, indices=self.indices[part], options=options)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        q = self.q[0] if isinstance(self.q, tuple) else self.q
+        return q.shape[:2]
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One row of the table; `make` gives the arrays."""
+
+    T: int
+    H: int
+    K: int
+    fmt: str = "fp8"
+    data: str = "normal"
+    pages: int = 5
+    block_size: int = 64
+    layout: str = "paged"
+    q_layout: str = "compact"
+    indices: str = "random"
+    topk_length: bool = False
+    sink: bool = False
+    extra: str | None = None
+    num_splits: int = 0
+    softmax_scale: float | None = None
+    seed: int = 0
+
+    def make(self) -> AttentionInputs:
+        rng = np.random.default_rng([self.seed, self.T, self.H, self.K])
+        rows = make_rows(rng, self.pages * self.block_size, self.fmt, self.data)
+        num_slots = len(rows)
+        indices = make_indices(rng, self.T, self.K, num_slots, self.indices)
+        options = {"softmax_scale": self.softmax_scale or ref.HEAD_DIM**-0.5}
+        topk_length = make_topk_length(rng, self.T, self.K) if self.topk_length else None
+        if self.layout == "zero":
+            rows = np.tile(rows[: self.block_size], (self.pages, 1))
+        else:
+            hide_unselected(rows, indices, topk_length)
+        if topk_length is not None:
+            options["topk_length"] = topk_length
+        if self.sink:
+            options["attn_sink"] = make_sink(rng, self.H)
+        if self.extra:
+            options |= self._extra_cache(rng)
+        q = random_bf16(rng, self.T, self.H, ref.HEAD_DIM, std=3 if self.data == "huge" else 1)
+        if self.data == "monotone":
+            q = ref.bf16_encode(np.abs(ref.to_f32(q))).view(ref.BF16)
+        return AttentionInputs(
+            q=lay_out_q(q, self.q_layout),
+            kv=lay_out(rows, self.block_size, self.layout),
+            indices=indices,
+            options=options,
+            num_splits=self.num_splits,
+        )
+
+    def _extra_cache(self, rng) -> dict:
+        width, pages, block_size = 37, 3, 7
+        rows = make_rows(rng, pages * block_size, self.extra)
+        indices = make_indices(rng, self.T, width, len(rows), "random")
+        length = make_topk_length(rng, self.T, width)
+        hide_unselected(rows, indices, length)
+        kv = lay_out(rows, block_size, "padded")
+        return {"extra_kv": kv, "extra_indices": indices, "extra_topk_length": length}
+
+
+def make_indices(rng, num_tokens, width, num_slots, kind) -> np.ndarray:
+    """[T, K] int32, the rows a slice of a wider array."""
+    storage = np.full((num_tokens, width + 3), 0, np.int32)
+    view = storage[:, :width]
+    if kind == "all_masked":
+        view[...] = rng.choice([-1, INT32_MIN, num_slots, INT32_MAX], view.shape)
+        return view
+    if kind == "ordered":
+        view[...] = np.linspace(0, max(num_slots - 1, 0), width).astype(np.int32)
+        return view
+    view[...] = rng.integers(0, max(num_slots, 1), view.shape)
+    odd = rng.random(view.shape)
+    view[odd < 0.10] = -1
+    view[(odd > 0.10) & (odd < 0.12)] = num_slots
+    view[(odd > 0.12) & (odd < 0.14)] = INT32_MAX
+    view[(odd > 0.14) & (odd < 0.16)] = INT32_MIN
+    if width > 4:
+        view[:, width // 2 : width // 2 + 3] = view[:, :1]  # one token four times
+    if num_tokens > 2:
+        view[1] = -1
+    return view
+
+
+def make_topk_length(rng, num_tokens, width) -> np.ndarray:
+    choices = [0, width, width + 7, -5, 1, width // 2, INT32_MAX, INT32_MIN]
+    length = rng.integers(0, width + 1, num_tokens)
+    length[: len(choices)] = choices[:num_tokens]
+    return length.astype(np.int32)[rng.permutation(num_tokens)]
+
+
+def make_sink(rng, num_heads) -> np.ndarray:
+    sink = rng.normal(0, 3, num_heads).astype(np.float32)
+    sink[1:4] = [np.inf, -np.inf, 80.0][: max(num_heads - 1, 0)]
+    return sink
+
+
+def hide_unselected(rows, indices, topk_length) -> None:
+    """NaN bytes into every token that no row may read."""
+    flat = rows.reshape(len(rows), 1, -1)
+    used = np.zeros(len(rows), bool)
+    for t in range(len(indices)):
+        used[ref.chosen_slots(indices, topk_length, flat, t)] = True
+    rows.view(np.uint8)[~used] = 0xFF
+
+
+ATTENTION: dict[str, AttentionCase] = {
+    # shapes
+    "one": AttentionCase(1, 1, 1),
+    "no_tokens": AttentionCase(0, 16, 32),
+    "no_indices": AttentionCase(3, 16, 0),
+    "no_indices_sink_bf16": AttentionCase(3, 5, 0, fmt="bf16", sink=True),
+    "h2": AttentionCase(3, 2, 33),
+    "h3_k7": AttentionCase(4, 3, 7, pages=2),
+    "h5_bf16": AttentionCase(4, 5, 65, fmt="bf16"),
+    "h16_k64": AttentionCase(5, 16, 64),
+    "h17_k63": AttentionCase(3, 17, 63),
+    "h31_k129": AttentionCase(2, 31, 129, fmt="bf16"),
+    "h32_k257": AttentionCase(3, 32, 257),
+    "h64_k300": AttentionCase(2, 64, 300, sink=True),
+    "h100_k128": AttentionCase(2, 100, 128),
+    "h127_k191": AttentionCase(2, 127, 191, fmt="bf16", sink=True),
+    "h128_k1": AttentionCase(3, 128, 1),
+    "h128_k2048": AttentionCase(2, 128, 2048, pages=40),
+    "h128_k2048_bf16": AttentionCase(1, 128, 2048, fmt="bf16", pages=40),
+    "t33_h8": AttentionCase(33, 8, 40, topk_length=True, sink=True),
+    # pages and layouts
+    "page1": AttentionCase(3, 8, 70, pages=90, block_size=1),
+    "page3": AttentionCase(3, 8, 70, pages=31, block_size=3, layout="padded"),
+    "page100": AttentionCase(3, 8, 70, pages=2, block_size=100, layout="interleaved"),
+    "page3_bf16": AttentionCase(3, 8, 70, fmt="bf16", pages=31, block_size=3, layout="interleaved"),
+    "mqa": AttentionCase(3, 8, 70, layout="mqa"),
+    "mqa_bf16": AttentionCase(3, 8, 70, fmt="bf16", layout="mqa"),
+    "flat": AttentionCase(3, 8, 70, layout="flat"),
+    "flat_bf16": AttentionCase(3, 8, 70, fmt="bf16", layout="flat"),
+    "padded_bf16": AttentionCase(3, 8, 70, fmt="bf16", layout="padded"),
+    "token_stride": AttentionCase(3, 8, 70, layout="token_stride"),
+    "odd_stride_bf16": AttentionCase(3, 8, 70, fmt="bf16", layout="odd_stride"),
+    "negative_pages": AttentionCase(3, 8, 70, layout="negative"),
+    "zero_pages": AttentionCase(3, 8, 70, layout="zero"),
+    "q_head_major": AttentionCase(3, 9, 70, q_layout="head_major"),
+    "q_negative": AttentionCase(3, 9, 70, q_layout="negative"),
+    "q_zero": AttentionCase(3, 9, 70, q_layout="zero"),
+    "q_odd": AttentionCase(3, 9, 70, q_layout="odd_stride"),
+    "q_pair": AttentionCase(3, 9, 70, q_layout="pair", sink=True),
+    "q_pair_views_bf16": AttentionCase(3, 9, 70, fmt="bf16", q_layout="pair_views"),
+    # masks
+    "all_masked": AttentionCase(3, 8, 70, indices="all_masked", sink=True),
+    "topk_length": AttentionCase(9, 8, 70, topk_length=True),
+    "topk_length_bf16": AttentionCase(9, 8, 70, fmt="bf16", topk_length=True, sink=True),
+    "extra_same": AttentionCase(9, 8, 70, extra="fp8", topk_length=True, sink=True),
+    "extra_bf16": AttentionCase(9, 8, 70, extra="bf16", sink=True),
+    "extra_fp8_on_bf16": AttentionCase(9, 33, 70, fmt="bf16", extra="fp8"),
+    "extra_only": AttentionCase(4, 8, 20, extra="fp8", indices="all_masked"),
+    "extra_k0": AttentionCase(4, 8, 0, extra="bf16", sink=True),
+    # values
+    "outlier": AttentionCase(3, 16, 200, data="outlier", sink=True),
+    "outlier_bf16": AttentionCase(3, 16, 200, fmt="bf16", data="outlier"),
+    "heavy": AttentionCase(3, 16, 200, data="heavy"),
+    "heavy_bf16": AttentionCase(3, 64, 200, fmt="bf16", data="heavy"),
+    "monotone": AttentionCase(2, 16, 320, data="monotone", indices="ordered"),
+    "monotone_bf16": AttentionCase(2, 16, 320, fmt="bf16", data="monotone", indices="ordered"),
+    "logits_1e4": AttentionCase(3, 16, 200, data="huge", softmax_scale=1.5),
+    "logits_1e4_bf16": AttentionCase(3, 16, 200, fmt="bf16", data="huge", softmax_scale=1.5),
+    "scale_negative": AttentionCase(3, 16, 100, softmax_scale=-0.05),
+    "scale_tiny": AttentionCase(3, 16, 100, softmax_scale=1e-30),
+    "equal_logits": AttentionCase(3, 16, 200, softmax_scale=1e-8),  # lse = ln n, nothing else
+    "equal_logits_k2048": AttentionCase(2, 16, 2048, pages=40, softmax_scale=1e-8),
+    "equal_logits_bf16": AttentionCase(3, 16, 777, fmt="bf16", softmax_scale=1e-8),
+    "one_token": AttentionCase(4, 16, 101, pages=1, block_size=1, softmax_scale=1e-8),
+    "scales_wide": AttentionCase(3, 16, 200, data="wide", softmax_scale=1e-7),
+    "scales_wide_steep": AttentionCase(3, 16, 200, data="wide"),
+    "scales_pow2": AttentionCase(3, 16, 200, data="pow2"),
+    "subnormal_bytes": AttentionCase(3, 16, 200, data="subnormal"),
+    # splits
+    "splits_1": AttentionCase(3, 16, 300, num_splits=1, sink=True),
+    "splits_3": AttentionCase(3, 16, 300, num_splits=3, topk_length=True),
+    "splits_7_bf16": AttentionCase(3, 16, 1000, fmt="bf16", num_splits=7, pages=20),
+    "splits_64": AttentionCase(3, 16, 300, num_splits=64, sink=True, extra="fp8"),
+    "splits_64_masked": AttentionCase(3, 16, 300, num_splits=64, indices="all_masked"),
+}
+
+
+def huge_cases() -> dict[str, AttentionInputs]:
+    """Offsets and slot numbers past 32 bits, on a few kilobytes of memory (zero strides)."""
+    rng = np.random.default_rng(7)
+    strided = np.lib.stride_tricks.as_strided
+    row = make_rows(rng, 64, "bf16")
+    flat = strided(row, (INT32_MAX, ref.HEAD_DIM), (0, 2))
+    page = make_rows(rng, 64, "fp8")
+    paged = strided(page, (2**27, 64, ref.FP8_ROW_BYTES), (0, ref.FP8_ROW_BYTES, 1))
+    indices = np.array([[INT32_MAX - 1, 5, INT32_MAX, -1, 2**30 + 17, 2**31 - 100]], np.int32)
+    options = {"softmax_scale": ref.HEAD_DIM**-0.5}
+    q = random_bf16(rng, 1, 4, ref.HEAD_DIM)
+    return {
+        "flat": AttentionInputs(q, flat, indices, options),
+        "paged": AttentionInputs(q, paged, indices, options),
+    }
+
+
+# --- batches of the backend layer ----------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """A step as the engine describes it; host and device arrays are the same on the CPU."""
+
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    slot_mapping: np.ndarray
+    block_table: np.ndarray
+    num_actual_tokens: int
+    block_size: int
+    num_pages: int
+    fields: dict = field(default_factory=dict)
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.seq_lens)
+
+    def common(self, sparse_mla, **changes):
+        lens = np.diff(self.query_start_loc)
+        arguments = {
+            "query_start_loc": self.query_start_loc,
+            "seq_lens": self.seq_lens,
+            "slot_mapping": self.slot_mapping,
+            "block_table": self.block_table,
+            "query_start_loc_cpu": self.query_start_loc,
+            "seq_lens_cpu": self.seq_lens,
+            "num_reqs": self.num_reqs,
+            "num_actual_tokens": self.num_actual_tokens,
+            "max_query_len": int(lens.max(initial=0)),
+            "max_seq_len": int(self.seq_lens.max(initial=0)),
+        } | changes
+        names = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
+        arrays = [arguments.pop(name) for name in names]
+        return sparse_mla.CommonAttentionMetadata(*arrays, **arguments)
+
+
+def make_batch(query_lens, seq_lens, *, block_size=64, pad_tokens=0, seed=0) -> Batch:
+    """Pages are drawn at random; spare pages and spare table columns are left over."""
+    rng = np.random.default_rng(seed)
+    need = [-(-int(n) // block_size) for n in seq_lens]
+    num_pages = sum(need) + 3
+    free = rng.permutation(num_pages)
+    width = max([*need, 1]) + 1
+    table = np.full((len(need), width), -1, np.int32)
+    used = 0
+    for r, count in enumerate(need):
+        table[r, :count] = free[used : used + count]
+        used += count
+    start = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    num_tokens = int(start[-1]) + pad_tokens
+    slots = np.full(num_tokens, -1, np.int64)
+    for r, length in enumerate(query_lens):
+        position = np.arange(seq_lens[r] - length, seq_lens[r])
+        page = table[r, position // block_size].astype(np.int64)
+        slots[start[r] : start[r + 1]] = page * block_size + position % block_size
+    return Batch(
+        query_start_loc=start,
+        seq_lens=np.asarray(seq_lens, np.int32),
+        slot_mapping=slots,
+        block_table=table,
+        num_actual_tokens=num_tokens,
+        block_size=block_size,
+        num_pages=num_pages,
+    )
+
+
+def causal_topk(rng, batch: Batch, width: int) -> np.ndarray:
+    """[T, K] positions inside each token's request, at most its own; unused columns are -1."""
+    indices = np.full((batch.num_actual_tokens, width), -1, np.int32)
+    for r in range(batch.num_reqs):
+        start, end = batch.query_start_loc[r : r + 2]
+        for t in range(start, end):
+            visible = int(batch.seq_lens[r]) - int(end - t) + 1
+            chosen = rng.permutation(visible)[:width]
+            indices[t, : len(chosen)] = chosen
+    return indices
+
+
+# the issue's batch: 5 decodes and 7 prefills that need 3 chunks of a 400-token workspace
+ENGINE_QUERY_LENS = [1, 1, 1, 1, 1, 5, 17, 2, 40, 9, 3, 30]
+ENGINE_SEQ_LENS = [70, 1, 130, 64, 65, 150, 17, 200, 390, 100, 3, 200]
+ENGINE_WORKSPACE = 400
+
+
+# --- one good call per operator ------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """A legal call; tests bend one argument of a copy."""
+
+    op: str
+    args: dict
+    kwargs: dict
+
+    def run(self, sparse_mla):
+        return getattr(sparse_mla, self.op)(*self.args.values(), **self.kwargs)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        found = {}
+        for name, value in (self.args | self.kwargs).items():
+            parts = value if isinstance(value, tuple) else (value,)
+            for i, part in enumerate(parts):
+                if isinstance(part, np.ndarray):
+                    found[f"{name}[{i}]" if len(parts) > 1 else name] = part
+        return found
+
+    def set(self, name: str, value) -> None:
+        (self.args if name in self.args else self.kwargs)[name] = value
+
+    def get(self, name: str):
+        return self.args[name] if name in self.args else self.kwargs[name]
+
+
+def _write_call() -> Call:
+    rng = np.random.default_rng(1)
+    args = {
+        "kv_c": random_bf16(rng, 6, 512),
+        "k_pe": random_bf16(rng, 6, 64),
+        "kv_cache": np.zeros((3, 4, 656), np.uint8),
+        "slot_mapping": np.array([0, 11, -1, 5, 7], np.int64),
+    }
+    return Call("concat_and_cache_mla", args, {})
+
+
+def _gather_call() -> Call:
+    rng = np.random.default_rng(2)
+    args = {
+        "kv_cache": make_rows(rng, 20, "fp8").reshape(5, 4, 656),
+        "block_table": np.array([[4, 0, 2], [1, 3, 0]], np.int32),
+        "seq_lens": np.array([9, 5], np.int32),
+        "workspace_starts": np.array([0, 9], np.int32),
+    }
+    out = np.zeros((16, 576), ref.BF16)
+    return Call("gather_kv_cache", args, {"out": out})
+
+
+def _index_call() -> Call:
+    args = {
+        "req_id_per_token": np.array([0, 0, 1], np.int32),
+        "block_table": np.array([[4, 0, 2], [1, 3, 0]], np.int32),
+        "topk_indices": np.array([[0, 5, -1], [11, 99, 2], [7, 1, 3]], np.int32),
+    }
+    kwargs = {
+        "block_size": 4,
+        "prefill_request_ids": np.array([-1, -1, 0], np.int32),
+        "prefill_workspace_starts": np.array([2], np.int32),
+        "out": np.zeros((3, 3), np.int32),
+    }
+    return Call("convert_req_index_to_global_index", args, kwargs)
+
+
+def _attention_call() -> Call:
+    rng = np.random.default_rng(3)
+    args = {
+        "q": random_bf16(rng, 3, 4, 576),
+        "kv": make_rows(rng, 20, "fp8").reshape(5, 4, 656),
+        "indices": rng.integers(-1, 20, (3, 9)).astype(np.int32),
+    }
+    kwargs = {
+        "softmax_scale": 0.04,
+        "topk_length": np.array([9, 4, 0], np.int32),
+        "attn_sink": rng.normal(0, 1, 4).astype(np.float32),
+        "extra_kv": make_rows(rng, 8, "bf16").reshape(2, 4, 576),
+        "extra_indices": rng.integers(-1, 8, (3, 5)).astype(np.int32),
+        "extra_topk_length": np.array([5, 1, 0], np.int32),
+        "num_splits": 0,
+        "return_max_logits": True,
+        "out": np.zeros((3, 4, 512), ref.BF16),
+        "lse": np.zeros((3, 4), np.float32),
+        "max_logits": np.zeros((3, 4), np.float32),
+    }
+    return Call("sparse_attention", args, kwargs)
+
+
+def _merge_call() -> Call:
+    rng = np.random.default_rng(4)
+    args = {
+        "out_a": random_bf16(rng, 3, 4, 512),
+        "lse_a": rng.normal(0, 1, (3, 4)).astype(np.float32),
+        "out_b": random_bf16(rng, 3, 4, 512),
+        "lse_b": rng.normal(0, 1, (3, 4)).astype(np.float32),
+    }
+    kwargs = {"out": np.zeros((3, 4, 512), ref.BF16), "lse": np.zeros((3, 4), np.float32)}
+    return Call("merge_attn_states", args, kwargs)
+
+
+def _k_up_call() -> Call:
+    rng = np.random.default_rng(5)
+    args = {
+        "q_nope": random_bf16(rng, 3, 4, 128),
+        "W_UK": random_bf16(rng, 512, 4, 128, std=0.1),
+    }
+    return Call("k_up_proj", args, {"out": np.zeros((3, 4, 512), ref.BF16)})
+
+
+def _v_up_call() -> Call:
+    rng = np.random.default_rng(6)
+    args = {"x": random_bf16(rng, 3, 4, 512), "W_UV": random_bf16(rng, 512, 4, 128, std=0.1)}
+    return Call("v_up_proj", args, {"out": np.zeros((3, 4, 128), ref.BF16)})
+
+
+def _quant_call() -> Call:
+    rng = np.random.default_rng(8)
+    return Call("dynamic_per_tensor_quant", {"x": random_bf16(rng, 3, 40)}, {})
+
+
+GOOD_CALLS: dict[str, Callable[[], Call]] = {
+    "concat_and_cache_mla": _write_call,
+    "gather_kv_cache": _gather_call,
+    "convert_req_index_to_global_index": _index_call,
+    "sparse_attention": _attention_call,
+    "merge_attn_states": _merge_call,
+    "k_up_proj": _k_up_call,
+    "v_up_proj": _v_up_call,
+    "dynamic_per_tensor_quant": _quant_call,
+}

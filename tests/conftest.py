@@ -1,0 +1,110 @@
+"""Session rules: what is tested is what was meant, and a demanded framework is never skipped.
+
+SMLA_EXPECT_ROOT=dir      sparse_mla (and its C module) must be imported from below `dir`
+SMLA_REQUIRE=torch,jax    the run fails if a test of these frameworks was skipped, or none ran
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from pathlib import Path
+
+# The reference multiplies many small matrices: NumPy's BLAS threads only get in each other's way,
+# and in the library's, whose threads this does not touch. Read when NumPy is first imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import helpers
+import pytest
+
+REQUIRED = [name for name in os.environ.get("SMLA_REQUIRE", "").split(",") if name]
+OPTIONAL = [name for name in helpers.FRAMEWORKS if name != "numpy"]
+skipped: dict[str, list[str]] = {name: [] for name in REQUIRED}
+passed: dict[str, int] = dict.fromkeys(REQUIRED, 0)
+
+
+def package_line() -> str:
+    """Where sparse_mla comes from; raises pytest.UsageError when that is not what was asked."""
+    root = os.environ.get("SMLA_EXPECT_ROOT")
+    try:
+        package = importlib.import_module("sparse_mla")
+        core = importlib.import_module("sparse_mla._C")
+    except ImportError as error:
+        if root:
+            raise pytest.UsageError(f"SMLA_EXPECT_ROOT={root}, but: {error}") from error
+        return f"sparse_mla: cannot be imported ({error})"
+    for module in (package, core):
+        path = Path(module.__file__).resolve()
+        if root and not path.is_relative_to(Path(root).resolve()):
+            raise pytest.UsageError(
+                f"{module.__name__} is {path}, not below SMLA_EXPECT_ROOT={root}"
+            )
+    if Path(core.__file__).resolve().parent != Path(package.__file__).resolve().parent:
+        raise pytest.UsageError(f"{core.__file__} does not belong to {package.__file__}")
+    return f"sparse_mla: {package.__version__} from {Path(package.__file__).parent}"
+
+
+def pytest_configure(config) -> None:
+    for name in OPTIONAL:
+        config.addinivalue_line("markers", f"{name}: needs the {name} package")
+    unknown = set(REQUIRED) - set(OPTIONAL)
+    if unknown:
+        raise pytest.UsageError(f"SMLA_REQUIRE names unknown frameworks: {sorted(unknown)}")
+    config.stash[PACKAGE_LINE] = package_line()
+
+
+PACKAGE_LINE = pytest.StashKey[str]()
+
+
+def pytest_report_header(config) -> list[str]:
+    found = []
+    for name in ("numpy", "ml_dtypes", *OPTIONAL):
+        if importlib.util.find_spec(name) is None:
+            found.append(f"{name}: not installed, its tests are skipped")
+        else:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    demand = f"; required: {', '.join(REQUIRED)}" if REQUIRED else ""
+    return [config.stash[PACKAGE_LINE], f"frameworks: {'; '.join(found)}{demand}"]
+
+
+def pytest_runtest_logreport(report) -> None:
+    for name in REQUIRED:
+        if name in report.keywords:
+            if report.skipped:
+                skipped[name].append(report.nodeid)
+            elif report.when == "call" and report.passed:
+                passed[name] += 1
+
+
+def pytest_sessionfinish(session, exitstatus) -> None:
+    if session.config.option.collectonly or hasattr(session.config, "workerinput"):
+        return
+    if exitstatus == 0 and any(skipped[n] or not passed[n] for n in REQUIRED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    for name in REQUIRED:
+        if skipped[name]:
+            line = f"FAILED: SMLA_REQUIRE={name}, but skipped: {', '.join(skipped[name])}"
+            terminalreporter.write_line(line, red=True)
+        elif not passed[name]:
+            terminalreporter.write_line(f"FAILED: SMLA_REQUIRE={name}, but none ran", red=True)
+
+
+@pytest.fixture
+def framework(request) -> helpers.Framework:
+    """Use with parametrize("framework", helpers.ALL_FRAMEWORKS, indirect=True)."""
+    return helpers.find_framework(request.param)
+
+
+@pytest.fixture
+def torch():
+    return helpers.find_framework("torch").module
+
+
+@pytest.fixture
+def jax():
+    return helpers.find_framework("jax").module

@@ -1,0 +1,209 @@
+"""Frameworks, guarded buffers and the checks that several test files share."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import numpy as np
+import pytest
+import reference as ref
+
+RED_ZONE_BYTES = 256
+RED = 0x5C
+
+
+# --- frameworks ----------------------------------------------------------------------------------
+
+
+class Framework:
+    """How NumPy arrays become this framework's arrays and back. The base class is NumPy."""
+
+    name = "numpy"
+    writable = True
+    shares_memory = True
+
+    def put(self, x: np.ndarray):
+        return x
+
+    def get(self, x) -> np.ndarray:
+        return np.asarray(x)
+
+    def owns(self, x) -> bool:
+        return type(x) is np.ndarray
+
+    def address(self, x) -> int:
+        return x.__array_interface__["data"][0]
+
+
+class Torch(Framework):
+    name = "torch"
+    carriers = (("bfloat16", ref.BF16, np.int16), ("float8_e4m3fn", ref.E4M3, np.uint8))
+
+    def __init__(self) -> None:
+        self.module = importlib.import_module("torch")
+
+    def put(self, x: np.ndarray):
+        if any(s < 0 for s in x.strides):
+            x = x.copy()
+        for name, dtype, carrier in self.carriers:
+            if x.dtype == dtype:
+                return self.module.from_numpy(x.view(carrier)).view(getattr(self.module, name))
+        return self.module.from_numpy(x)
+
+    def get(self, x) -> np.ndarray:
+        for name, dtype, carrier in self.carriers:
+            if x.dtype is getattr(self.module, name):
+                return x.view(getattr(self.module, np.dtype(carrier).name)).numpy().view(dtype)
+        return x.numpy()
+
+    def owns(self, x) -> bool:
+        return type(x) is self.module.Tensor
+
+    def address(self, x) -> int:
+        return x.data_ptr()
+
+
+class Jax(Framework):
+    name = "jax"
+    writable = False
+    shares_memory = False  # put copies; int64 becomes int32
+
+    def __init__(self) -> None:
+        self.module = importlib.import_module("jax")
+
+    def put(self, x: np.ndarray):
+        x = x.astype(np.int32) if x.dtype == np.int64 else x
+        return self.module.numpy.array(x)
+
+    def owns(self, x) -> bool:
+        return isinstance(x, self.module.Array)
+
+    def address(self, x) -> int:
+        return x.unsafe_buffer_pointer()
+
+
+FRAMEWORKS: dict[str, type[Framework]] = {"numpy": Framework, "torch": Torch, "jax": Jax}
+ALL_FRAMEWORKS = [
+    pytest.param(name, marks=() if name == "numpy" else getattr(pytest.mark, name))
+    for name in FRAMEWORKS
+]
+IMPORT_ERRORS: dict[str, str] = {}
+
+
+def find_framework(name: str) -> Framework:
+    """The framework, or a skip with the reason; conftest turns it into a failure on request."""
+    if name not in IMPORT_ERRORS:
+        try:
+            return FRAMEWORKS[name]()
+        except ImportError as error:
+            IMPORT_ERRORS[name] = str(error)
+    pytest.skip(f"{name} is not installed: {IMPORT_ERRORS[name]}")
+
+
+# --- buffers -------------------------------------------------------------------------------------
+
+
+class Guarded:
+    """An output buffer between two red zones, poisoned: NaN for floats, 0xA5 bytes for integers.
+
+    With `row_gap` the rows of the first dimension are that many elements apart from each other;
+    the gaps are red too.
+    """
+
+    def __init__(self, shape, dtype, *, row_gap: int = 0, align: int = 64) -> None:
+        dtype = np.dtype(dtype)
+        row = int(np.prod(shape[1:], dtype=np.int64)) + row_gap
+        size = shape[0] * row * dtype.itemsize
+        self.storage = np.full(size + 2 * RED_ZONE_BYTES + align, RED, np.uint8)
+        start = RED_ZONE_BYTES + -(self.storage.ctypes.data + RED_ZONE_BYTES) % align
+        body = self.storage[start : start + size].view(dtype)
+        strides = [row * dtype.itemsize]
+        inner = np.empty(shape[1:], dtype).strides
+        self.array = np.lib.stride_tricks.as_strided(body, shape, [*strides, *inner])
+        self.poison = 0xFF if dtype.kind not in "iu" else 0xA5
+        self._fill(self.poison)
+        mask = self.storage.copy()
+        self._fill(RED ^ 0xFF)
+        self.outside = self.storage == RED
+        self.storage[:] = mask
+
+    def _fill(self, byte: int) -> None:
+        if self.array.size:
+            flat = np.frombuffer(bytes([byte]) * self.array.itemsize, self.array.dtype)
+            self.array[...] = flat[0]
+
+    def check(self, *, written: bool = True) -> np.ndarray:
+        """Red zones intact; with `written`, no element is still poison."""
+        assert (self.storage[self.outside] == RED).all(), "a write outside the output"
+        if written and self.array.size:
+            data = np.ascontiguousarray(self.array)
+            left = (data.view(np.uint8).reshape(-1, data.itemsize) == self.poison).all(1)
+            assert not left.any(), f"{left.sum()} of {left.size} elements were not written"
+        return self.array
+
+
+def same_bits(a, b) -> bool:
+    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    same_kind = a.shape == b.shape and a.dtype == b.dtype
+    return same_kind and a.tobytes() == b.tobytes()
+
+
+def assert_same_bits(got, want, what: str = "") -> None:
+    got, want = np.ascontiguousarray(got), np.ascontiguousarray(want)
+    assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
+    assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
+    if got.tobytes() != want.tobytes():
+        width = got.itemsize
+        differs = (
+            got.reshape(-1).view(np.uint8).reshape(-1, width)
+            != want.reshape(-1).view(np.uint8).reshape(-1, width)
+        ).any(1)
+        first = np.unravel_index(int(differs.argmax()), got.shape)
+        raise AssertionError(
+            f"{what}: {differs.sum()} of {differs.size} elements differ, first at {first}: "
+            f"{got[first]!r}, expected {want[first]!r}"
+        )
+
+
+def assert_same_bf16(got, want_bits, what: str = "") -> None:
+    """Bit equality of bf16 values, except that any NaN equals any NaN."""
+    got_bits, want_bits = ref.bits16(np.asarray(got)), np.asarray(want_bits)
+    nan = np.isnan(ref.bf16_decode(want_bits))
+    assert np.array_equal(np.isnan(ref.bf16_decode(got_bits)), nan), f"{what}: NaN elsewhere"
+    assert_same_bits(np.where(nan, 0, got_bits), np.where(nan, 0, want_bits), what)
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+def guarded_attention(op, case, put=lambda x: x, *, row_gap: int = 0, **more):
+    """Runs a case with guarded outputs; -> {"out", "lse", "max_logits"} as NumPy arrays."""
+    num_tokens, num_heads = case.shape
+    buffers = {
+        "out": Guarded((num_tokens, num_heads, 512), ref.BF16, row_gap=row_gap),
+        "lse": Guarded((num_tokens, num_heads), np.float32, row_gap=row_gap),
+        "max_logits": Guarded((num_tokens, num_heads), np.float32, row_gap=row_gap),
+    }
+    outputs = {name: put(buffer.array) for name, buffer in buffers.items()}
+    results = case.run(op, put, return_max_logits=True, **outputs, **more)
+    for result, name in zip(results, outputs, strict=True):
+        assert result is outputs[name], f"{name} must be returned as the same object"
+    return {name: buffer.check() for name, buffer in buffers.items()}
+
+
+def assert_within_bounds(want: ref.Attention, got: dict, **tolerance) -> dict[str, float]:
+    ratios = ref.attention_ratios(want, **got, **tolerance)
+    assert max(ratios.values()) <= 1, f"|err| / bound: {ratios}"
+    return ratios
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+def assert_error_text(error: BaseException, op: str, arguments) -> None:
+    """``op: `argument` must RULE, got ACTUAL`` with one of the argument names."""
+    names = "|".join(re.escape(n) for n in arguments)
+    pattern = rf"^{re.escape(op)}: `({names})` must .+, got .+"
+    text = str(error)
+    assert re.search(pattern, text, re.DOTALL), f"{text!r} does not match {pattern!r}"

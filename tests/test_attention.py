@@ -1,0 +1,301 @@
+"""sparse_attention against fp64, within the bounds of the contract (csrc/cpu/attention.c)."""
+
+import re
+
+import cases
+import numpy as np
+import pytest
+import reference as ref
+from cases import ATTENTION, AttentionCase
+from helpers import Guarded, assert_same_bits, assert_within_bounds, guarded_attention
+
+import sparse_mla
+
+attend = sparse_mla.sparse_attention
+
+
+def assert_same_results(a: dict, b: dict, what="") -> None:
+    for name in a:
+        assert_same_bits(a[name], b[name], f"{what} {name}")
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_case(name):
+    """Within the bounds, every element written, nothing outside, twice the same bits."""
+    case = ATTENTION[name].make()
+    got = guarded_attention(attend, case)
+    assert_within_bounds(case.reference(), got)
+    assert_same_results(got, guarded_attention(attend, case, row_gap=24), "strided outputs")
+
+
+@pytest.mark.parametrize("num_heads", range(1, 129))
+def test_every_head_count(num_heads):
+    fmt = "bf16" if num_heads % 2 else "fp8"
+    case = AttentionCase(2, num_heads, 33, fmt=fmt, pages=1, sink=num_heads % 3 == 0).make()
+    assert_within_bounds(case.reference(), guarded_attention(attend, case))
+
+
+@pytest.mark.parametrize("num_splits", range(65))
+def test_every_split_count(num_splits):
+    case = AttentionCase(
+        2, 3, 200, num_splits=num_splits, pages=2, topk_length=True, sink=True, extra="bf16"
+    ).make()
+    assert_within_bounds(case.reference(), guarded_attention(attend, case))
+
+
+@pytest.mark.parametrize("name", ["flat", "paged"])
+def test_offsets_past_32_bits(name):
+    case = cases.huge_cases()[name]
+    assert_within_bounds(case.reference(), guarded_attention(attend, case))
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+def test_a_cache_past_2_gib_is_read_in_place(fmt):
+    """Rows beyond byte 2^31 (and row numbers whose int32 product would wrap) of a real buffer.
+
+    The pages are zero pages of the kernel until written: little memory is used.
+    """
+    rows = cases.make_rows(np.random.default_rng(1), 2, fmt)
+    count = 2**31 // rows[0].nbytes + 3
+    kv = np.zeros((count, rows.shape[1]), rows.dtype)
+    kv[-1], kv[1] = rows
+    case = AttentionCase(1, 4, 4, fmt=fmt).make()
+    case.kv, case.indices = kv, np.array([[count - 1, count, 1, -1]], np.int32)
+    assert_within_bounds(case.reference(), guarded_attention(attend, case))
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+@pytest.mark.parametrize("K", [128, 2048])
+def test_the_peer_s_tolerance_on_the_peer_s_data(fmt, K):
+    """q, k ~ N(0,1)/10, power-of-two scales: the tighter statement of the contract."""
+    rng = np.random.default_rng(2)
+    case = AttentionCase(2, 64, K, fmt=fmt, pages=40, data="pow2", indices="ordered").make()
+    bits = ref.bf16_encode((rng.normal(0, 1, (40 * 64, 576)) / 10).astype(np.float32))
+    rows = bits.view(ref.BF16)
+    if fmt == "fp8":
+        rows = ref.quantize_rows(bits[:, :512], bits[:, 512:])
+        scales = rows[:, 512:528].view(np.float32)
+        scales[:] = np.exp2(np.ceil(np.log2(scales)))
+    case.kv = rows.reshape(40, 64, -1)
+    case.q = cases.random_bf16(rng, 2, 64, 576, std=0.1)
+    want, got = case.reference(), guarded_attention(attend, case)
+    assert_within_bounds(want, got)
+    out = got["out"].astype(np.float64)
+    assert (np.abs(out - want.out) <= 1e-3 + 2.01 / 128 * np.abs(want.out)).all()
+    norm = (out**2).sum() + (want.out**2).sum()
+    assert 1 - 2 * (out * want.out).sum() / norm <= 5e-6
+    assert (np.abs(got["lse"] - want.lse) <= 1e-6 + 8.01 / 65536 * np.abs(want.lse)).all()
+
+
+# --- what excluded tokens, sinks and empty rows do ----------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+@pytest.mark.parametrize("sink", [None, -np.inf, np.inf, 0.0])
+def test_empty_rows(fmt, sink):
+    case = AttentionCase(3, 7, 70, fmt=fmt, indices="all_masked").make()
+    case.kv.view(np.uint8)[...] = 0xFF
+    if sink is not None:
+        case.options["attn_sink"] = np.full(7, sink, np.float32)
+    got = guarded_attention(attend, case)
+    assert_same_bits(got["out"].view(np.uint16), np.zeros((3, 7, 512), np.uint16), "out is +0")
+    assert (got["lse"] == -np.inf).all()
+    assert (got["max_logits"] == -np.inf).all()
+
+
+def test_empty_cache():
+    for kv in (np.zeros((0, 64, 656), np.uint8), np.zeros((0, 576), ref.BF16)):
+        case = AttentionCase(2, 4, 8).make()
+        case.kv = kv
+        case.indices[...] = 0
+        assert_within_bounds(case.reference(), guarded_attention(attend, case))
+
+
+def test_sink_extremes():
+    """-inf has no effect at all, +inf gives zero, lse never moves."""
+    case = AttentionCase(2, 6, 70).make()
+    plain = guarded_attention(attend, case)
+    case.options["attn_sink"] = np.full(6, -np.inf, np.float32)
+    assert_same_results(guarded_attention(attend, case), plain, "sink -inf")
+    for sink in (np.inf, 3e38):
+        case.options["attn_sink"] = np.full(6, sink, np.float32)
+        got = guarded_attention(attend, case)
+        assert (got["out"].astype(np.float32) == 0).all()
+        assert_same_bits(got["lse"], plain["lse"])
+        assert_same_bits(got["max_logits"], plain["max_logits"])
+
+
+def test_duplicates_count():
+    """The same token n times: lse rises by ln n, out stays the token's value."""
+    case = AttentionCase(1, 4, 8).make()
+    case.indices[...] = ref.chosen_slots(case.indices, None, case.kv, 0)[0]
+    assert_within_bounds(case.reference(), got := guarded_attention(attend, case))
+    case.indices[0, 1:] = -1
+    single = guarded_attention(attend, case)
+    assert np.allclose(got["lse"] - single["lse"], np.log(8), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+def test_a_nan_row_of_q_stays_alone(fmt):
+    case = AttentionCase(4, 5, 90, fmt=fmt).make()
+    clean = guarded_attention(attend, case)
+    case.q[2, 3, 100] = np.nan
+    outputs = [np.zeros((4, 5, 512), ref.BF16), np.zeros((4, 5), np.float32)]
+    case.run(attend, out=outputs[0], lse=outputs[1])
+    others = np.ones((4, 5), bool)
+    others[2, 3] = False
+    assert_same_bits(outputs[0][others], clean["out"][others])
+    assert_same_bits(outputs[1][others], clean["lse"][others])
+    assert np.isnan(outputs[1][2, 3])
+
+
+def test_masked_indices_equal_their_absence():
+    """Dropping the -1s moves other keys, so the bits may change, the result may not."""
+    case = AttentionCase(1, 9, 150).make()
+    keep = (case.indices[0] >= 0) & (case.indices[0] < ref.num_slots(case.kv))
+    want = case.reference()
+    case.indices = np.ascontiguousarray(case.indices[:, keep])
+    assert_within_bounds(want, guarded_attention(attend, case))
+
+
+def test_topk_length_is_a_cut_of_the_columns():
+    case = AttentionCase(4, 5, 130).make()
+    length = np.array([0, 1, 64, 129], np.int32)
+    masked = case.indices.copy()
+    masked[np.arange(130) >= length[:, None]] = -1
+    case.options["topk_length"] = length
+    with_length = guarded_attention(attend, case)
+    del case.options["topk_length"]
+    case.indices = masked
+    assert_within_bounds(case.reference(), with_length)
+    assert_within_bounds(case.reference(), guarded_attention(attend, case))
+
+
+def test_extra_cache_is_one_softmax_over_both():
+    """Splitting one cache's indices over kv and extra_kv changes nothing but rounding."""
+    whole = AttentionCase(3, 6, 120, indices="ordered").make()
+    want = whole.reference()
+    split = AttentionCase(3, 6, 120, indices="ordered").make()
+    split.options["extra_kv"] = split.kv
+    split.options["extra_indices"] = split.indices[:, 50:]
+    split.indices = split.indices[:, :50]
+    assert_within_bounds(want, guarded_attention(attend, split))
+
+
+# --- bits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 5, 64])
+@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+def test_batch_invariance(num_splits, fmt):
+    """With num_splits fixed a row's bits do not depend on which other rows are there."""
+    case = AttentionCase(
+        9, 20, 300, fmt=fmt, num_splits=num_splits, topk_length=True, sink=True
+    ).make()
+    whole = guarded_attention(attend, case)
+    for rows in ([4], [8, 0], [1, 2, 3], list(range(8, -1, -1))):
+        part = guarded_attention(attend, case.rows(rows))
+        assert_same_results(part, {n: x[rows] for n, x in whole.items()}, f"rows {rows}")
+
+
+@pytest.mark.parametrize("name", ["h17_k63", "h128_k2048", "extra_same", "heavy", "splits_3"])
+def test_same_bits_on_every_run(name):
+    case = ATTENTION[name].make()
+    first = guarded_attention(attend, case)
+    for _ in range(5):
+        assert_same_results(guarded_attention(attend, case), first)
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+def test_bits_do_not_depend_on_the_layout(fmt):
+    """The same tokens through every layout of cache and q: one result."""
+    fp8_only, bf16_only = (["token_stride"], ["odd_stride"])
+    layouts = ["paged", "mqa", "flat", "padded", "interleaved", "negative"]
+    layouts += fp8_only if fmt == "fp8" else bf16_only
+    first = None
+    for layout in layouts:
+        for q_layout in ("compact", "pair", "head_major", "negative", "odd_stride"):
+            case = AttentionCase(3, 9, 100, fmt=fmt, layout=layout, q_layout=q_layout).make()
+            got = guarded_attention(attend, case)
+            first = first or got
+            assert_same_results(got, first, f"{layout} {q_layout}")
+
+
+@pytest.mark.parametrize("dtype", [np.int8, ref.E4M3])
+def test_byte_dtypes_of_the_cache(dtype):
+    case = AttentionCase(3, 9, 100).make()
+    want = guarded_attention(attend, case)
+    case.kv = case.kv.view(dtype)
+    assert_same_results(guarded_attention(attend, case), want)
+
+
+@pytest.mark.parametrize(("fmt", "name"), [("fp8", "fp8_ds_mla"), ("bf16", "bfloat16")])
+def test_named_format(fmt, name):
+    case = AttentionCase(3, 9, 100, fmt=fmt).make()
+    want = guarded_attention(attend, case)
+    assert_same_results(guarded_attention(attend, case, kv_format=name), want)
+
+
+def test_inputs_are_left_alone():
+    case = ATTENTION["extra_same"].make()
+    arrays = [case.q, case.kv, case.indices, *case.options.values()]
+    arrays = [x for x in arrays if isinstance(x, np.ndarray)]
+    before = [np.ascontiguousarray(x).tobytes() for x in arrays]
+    guarded_attention(attend, case)
+    for x, want in zip(arrays, before, strict=True):
+        assert np.ascontiguousarray(x).tobytes() == want
+
+
+# --- results and workspace ----------------------------------------------------------------------
+
+
+def test_new_outputs():
+    case = AttentionCase(3, 9, 100).make()
+    want = guarded_attention(attend, case)
+    out, lse = case.run(attend)
+    assert (type(out), out.dtype, out.shape) == (np.ndarray, ref.BF16, (3, 9, 512))
+    assert (type(lse), lse.dtype, lse.shape) == (np.ndarray, np.float32, (3, 9))
+    assert_same_bits(out, want["out"])
+    assert_same_bits(lse, want["lse"])
+    out, lse, max_logits = case.run(attend, return_max_logits=True)
+    assert_same_bits(max_logits, want["max_logits"])
+    mine = np.zeros((3, 9), np.float32)
+    assert case.run(attend, lse=mine)[1] is mine
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 7])
+def test_workspace(num_splits):
+    """A workspace of the promised size and any content serves; less than needed is refused."""
+    case = AttentionCase(3, 9, 300, num_splits=num_splits, extra="fp8").make()
+    want = guarded_attention(attend, case)
+    size = sparse_mla.attention_workspace_size(
+        3, 9, 300, extra_topk=37, num_splits=num_splits, device="cpu"
+    )
+    assert isinstance(size, int)
+    assert size >= 0
+
+    def serve(count, offset=0):
+        buffer = Guarded((count + offset,), np.uint8)
+        workspace = buffer.array[offset:]
+        assert_same_results(guarded_attention(attend, case, workspace=workspace), want)
+        buffer.check(written=False)
+
+    serve(size)
+    serve(size, offset=1)
+    if size:
+        rule = r"sparse_attention: `workspace` must have at least (\d+) bytes, got 0"
+        with pytest.raises(ValueError, match=rule) as info:
+            case.run(attend, workspace=np.zeros(0, np.uint8))
+        least = int(re.search(rule, str(info.value))[1])
+        assert least <= size, "the promise covers the need"
+        serve(least)
+        with pytest.raises(ValueError, match=rule[:-2]):
+            case.run(attend, workspace=np.zeros(least // 2, np.uint8))
+
+
+def test_workspace_size_covers_smaller_batches():
+    sizes = [
+        sparse_mla.attention_workspace_size(t, 128, 2048, num_splits=4, device="cpu")
+        for t in (0, 1, 7, 64, 512)
+    ]
+    assert sizes == sorted(sizes)

@@ -1,0 +1,462 @@
+"""Config, Backend, MetadataBuilder and the contents of Metadata (csrc/plan.c, builder.c)."""
+
+import cases
+import engine
+import numpy as np
+import pytest
+import reference as ref
+import reference_plan
+from helpers import assert_same_bits
+
+import sparse_mla
+
+UNIFORM_PATHS = ["mixed", "separate", "direct"]
+
+
+def build(batch, **config):
+    builder = sparse_mla.MetadataBuilder(engine.config(sparse_mla, **config))
+    return builder.build(batch.common(sparse_mla))
+
+
+def plan_of(batch, path="separate", decode_threshold=1) -> reference_plan.Plan:
+    return reference_plan.build(
+        batch,
+        path=path,
+        decode_threshold=decode_threshold,
+        workspace_tokens=cases.ENGINE_WORKSPACE,
+    )
+
+
+def assert_int32(got, want, what) -> None:
+    got = np.asarray(got)
+    assert got.dtype == np.int32, what
+    assert got.tolist() == np.asarray(want).tolist(), what
+
+
+def assert_metadata(got, batch, plan) -> None:
+    """Everything that the contract fixes, value by value."""
+    tokens = batch.num_actual_tokens
+    assert got.path == plan.path
+    assert got.num_reqs == batch.num_reqs
+    assert got.num_actual_tokens == tokens
+    assert got.max_query_len == int(np.diff(batch.query_start_loc).max(initial=0))
+    assert got.max_seq_len == int(batch.seq_lens.max(initial=0))
+    assert got.block_size == batch.block_size
+    assert got.topk_tokens == 48
+    assert_int32(got.query_start_loc, batch.query_start_loc, "query_start_loc")
+    assert_int32(np.asarray(got.req_id_per_token)[:tokens], plan.req_id_per_token, "req ids")
+    assert not np.asarray(got.req_id_per_token)[tokens:].any(), "zero-filled past T"
+    assert np.shares_memory(got.slot_mapping, batch.slot_mapping) or not tokens
+    assert np.shares_memory(got.block_table, batch.block_table) or not batch.num_reqs
+    if plan.path in ("separate", "direct"):
+        for name in ("num_decodes", "num_prefills", "num_decode_tokens", "num_prefill_tokens"):
+            assert getattr(got, name) == getattr(plan, name), name
+    if plan.path == "separate":
+        assert_separate(got, plan)
+
+
+def assert_separate(got, plan) -> None:
+    assert (got.decode is None) == (plan.num_decodes == 0)
+    if got.decode is not None:
+        assert got.decode.decode_query_len == plan.decode_query_len
+    assert (got.prefill is None) == (plan.num_prefills == 0)
+    if got.prefill is None:
+        return
+    assert_int32(got.prefill.seq_lens, plan.prefill_seq_lens, "prefill.seq_lens")
+    assert_int32(got.prefill.request_ids, plan.prefill_request_ids, "prefill.request_ids")
+    assert_int32(got.prefill.workspace_starts, plan.workspace_starts, "workspace_starts")
+    assert len(got.prefill.chunks) == len(plan.chunks)
+    for chunk, want in zip(got.prefill.chunks, plan.chunks, strict=True):
+        assert_int32(chunk.seq_lens, want.seq_lens, "chunk.seq_lens")
+        assert_int32(chunk.block_table, want.block_table, "chunk.block_table")
+        assert_int32(chunk.workspace_starts, want.workspace_starts, "chunk.workspace_starts")
+        assert chunk.tokens_slice == want.tokens_slice
+        assert chunk.req_start_idx == want.req_start_idx
+        assert chunk.chunk_tot_seqlen == want.chunk_tot_seqlen
+
+
+# --- contents ------------------------------------------------------------------------------------
+
+
+def test_engine_batch_has_three_chunks():
+    batch = engine.engine_batch()
+    plan = plan_of(batch)
+    assert (plan.num_decodes, plan.num_prefills, len(plan.chunks)) == (5, 7, 3)
+    assert_metadata(build(batch), batch, plan)
+
+
+def test_workspace_starts_are_rebased_per_chunk():
+    """The contract's vector: seq_lens [10, 15, 20, 5] in chunks [0, 2), [2, 4)."""
+    batch = cases.make_batch([4, 5, 6, 5], [10, 15, 20, 5])
+    got = build(batch, prefill_workspace_tokens=25, max_model_len=25)
+    assert np.asarray(got.prefill.workspace_starts).tolist() == [0, 10, 0, 20]
+    assert [c.tokens_slice for c in got.prefill.chunks] == [slice(0, 9), slice(9, 20)]
+    assert [c.chunk_tot_seqlen for c in got.prefill.chunks] == [25, 25]
+    assert [c.req_start_idx for c in got.prefill.chunks] == [0, 2]
+
+
+BATCHES = {
+    # query lengths, sequence lengths, padding tokens, decode threshold
+    "no requests": ([], [], 0, 1),
+    "one decode": ([1], [9], 0, 1),
+    "decodes": ([1] * 7, [3, 64, 65, 1, 128, 200, 77], 0, 1),
+    "one prefill": ([30], [30], 0, 1),
+    "prefills": ([30, 2, 64], [30, 400, 64], 0, 1),
+    "mixed": ([1, 1, 30, 2], [5, 70, 30, 64], 0, 1),
+    "padding tokens": ([1, 1, 30, 2], [5, 70, 30, 64], 6, 1),
+    "spec decode": ([3, 3, 3], [70, 3, 128], 0, 3),
+    "spec decode and prefills": ([3, 3, 40], [70, 3, 128], 0, 3),
+    "spec decode, a shorter one": ([3, 3, 2, 40], [70, 3, 50, 128], 0, 3),
+    "padded uniform": ([1, 1, 1, 0, 0], [9, 70, 3, 0, 0], 2, 1),
+    "padded spec decode": ([2, 2, 0], [9, 70, 0], 2, 2),
+}
+
+
+@pytest.mark.parametrize("path", UNIFORM_PATHS)
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches(name, path):
+    query_lens, seq_lens, pad, threshold = BATCHES[name]
+    batch = cases.make_batch(query_lens, seq_lens, pad_tokens=pad)
+    got = build(batch, path=path, decode_threshold=threshold)
+    assert_metadata(got, batch, plan_of(batch, path, threshold))
+
+
+def test_bf16_path():
+    batch = engine.engine_batch()
+    assert_metadata(build(batch, fp8=False), batch, plan_of(batch, "bf16"))
+    assert_metadata(build(batch, kv_cache_dtype="auto"), batch, plan_of(batch, "bf16"))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "options", "want"),
+    [
+        (16, {}, "mixed"),
+        (31, {}, "mixed"),
+        (32, {}, "separate"),
+        (128, {}, "separate"),
+        (16, {"min_heads_for_bf16_prefill": 16}, "separate"),
+        (128, {"min_heads_for_bf16_prefill": 129}, "mixed"),
+        (128, {"fp8": False}, "bf16"),
+        (16, {"path": "separate"}, "separate"),
+        (128, {"path": "mixed"}, "mixed"),
+        (128, {"path": "direct"}, "direct"),
+        (16, {"path": "bf16", "fp8": False}, "bf16"),
+    ],
+)
+def test_path_choice(num_heads, options, want):
+    assert build(engine.engine_batch(), num_heads=num_heads, **options).path == want
+
+
+# --- persistence ---------------------------------------------------------------------------------
+
+
+def address(x) -> int:
+    return np.asarray(x).__array_interface__["data"][0]
+
+
+def test_buffers_keep_their_addresses():
+    """What a captured graph would read stays where it was, refreshed."""
+    builder = sparse_mla.MetadataBuilder(engine.config(sparse_mla))
+    seen = set()
+    for round_number in range(5):
+        batch = engine.engine_batch(seed=round_number)
+        got = builder.build(batch.common(sparse_mla))
+        assert_metadata(got, batch, plan_of(batch))
+        seen.add(
+            tuple(
+                address(x)
+                for x in (
+                    got.req_id_per_token,
+                    got.prefill.seq_lens,
+                    got.prefill.request_ids,
+                    got.prefill.workspace_starts,
+                )
+            )
+        )
+        assert address(got.slot_mapping) == address(batch.slot_mapping), "referenced, not copied"
+        assert address(got.block_table) == address(batch.block_table)
+    assert len(seen) == 1
+
+
+def test_a_shorter_batch_leaves_nothing_of_the_longer_one():
+    builder = sparse_mla.MetadataBuilder(engine.config(sparse_mla))
+    first = builder.build(engine.engine_batch().common(sparse_mla))
+    base = address(first.req_id_per_token)
+    batch = cases.make_batch([1, 1], [9, 8])
+    got = builder.build(batch.common(sparse_mla))
+    assert_metadata(got, batch, plan_of(batch))
+    assert address(got.req_id_per_token) == base
+    whole = np.lib.stride_tricks.as_strided(np.asarray(got.req_id_per_token), (256,), (4,))
+    assert whole.tolist() == [0, 1] + [0] * 254, "max_num_batched_tokens entries, zero past T"
+
+
+def test_largest_batch_fits():
+    """max_num_seqs requests, max_num_batched_tokens tokens, max_model_len context."""
+    lens = [1] * 8 + [31] * 8
+    batch = cases.make_batch(lens, [512] * 8 + [400] * 8)
+    assert batch.num_actual_tokens == 256
+    assert_metadata(build(batch), batch, plan_of(batch))
+
+
+def test_two_builders_do_not_share():
+    config = engine.config(sparse_mla)
+    a, b = sparse_mla.MetadataBuilder(config), sparse_mla.MetadataBuilder(config)
+    batch = engine.engine_batch()
+    got = a.build(batch.common(sparse_mla))
+    b.build(cases.make_batch([1], [1]).common(sparse_mla))
+    assert_metadata(got, batch, plan_of(batch))
+
+
+def test_metadata_outlives_its_builder():
+    batch = engine.engine_batch()
+    got = build(batch)
+    for _ in range(20):
+        build(cases.make_batch([1] * 9, [5] * 9))
+    assert_metadata(got, batch, plan_of(batch))
+
+
+def test_build_options_of_the_engine():
+    batch = engine.engine_batch()
+    builder = sparse_mla.MetadataBuilder(engine.config(sparse_mla))
+    got = builder.build(batch.common(sparse_mla), common_prefix_len=0, fast_build=True)
+    assert_metadata(got, batch, plan_of(batch))
+
+
+@pytest.mark.parametrize("kind", [list, np.int64])
+def test_host_arrays_may_be_any_integers(kind):
+    batch = engine.engine_batch()
+    loc, lens = batch.query_start_loc, batch.seq_lens
+    if kind is list:
+        host = {"query_start_loc_cpu": loc.tolist(), "seq_lens_cpu": lens.tolist()}
+    else:
+        host = {"query_start_loc_cpu": loc.astype(kind), "seq_lens_cpu": lens.astype(kind)}
+    builder = sparse_mla.MetadataBuilder(engine.config(sparse_mla))
+    assert_metadata(builder.build(batch.common(sparse_mla, **host)), batch, plan_of(batch))
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+def bent(name):
+    """CommonAttentionMetadata fields of a good batch, one of them wrong."""
+    batch = engine.engine_batch()
+    loc, lens, slots = (
+        x.copy() for x in (batch.query_start_loc, batch.seq_lens, batch.slot_mapping)
+    )
+    if name == "decreasing query_start_loc":
+        loc[3] = 9
+    elif name == "query_start_loc does not start at 0":
+        loc[0] = 1
+    elif name == "negative seq_len":
+        lens[2] = -1
+    elif name == "seq_len below query_len":
+        lens[6] = 16
+    elif name == "seq_len above max_model_len":
+        lens[2] = 513
+    elif name == "block_table too narrow":
+        return batch, {"block_table": batch.block_table[:, :2]}
+    elif name == "too few tokens":
+        return batch, {"num_actual_tokens": batch.num_actual_tokens - 1}
+    elif name == "num_reqs":
+        return batch, {"num_reqs": 11}
+    elif name == "slot_mapping too short":
+        return batch, {"slot_mapping": slots[:-1]}
+    elif name == "block_table rank":
+        return batch, {"block_table": batch.block_table[0]}
+    fields = {"query_start_loc_cpu": loc, "seq_lens_cpu": lens}
+    return batch, fields | {"query_start_loc": loc, "seq_lens": lens}
+
+
+VALUE_ERRORS = [
+    "decreasing query_start_loc",
+    "query_start_loc does not start at 0",
+    "negative seq_len",
+    "seq_len below query_len",
+    "seq_len above max_model_len",
+    "block_table too narrow",
+    "too few tokens",
+    "num_reqs",
+    "slot_mapping too short",
+    "block_table rank",
+]
+
+
+@pytest.mark.parametrize("name", VALUE_ERRORS)
+def test_bad_batches(name):
+    """The error comes at the latest from build, and the builder works afterwards."""
+    builder = sparse_mla.MetadataBuilder(engine.config(sparse_mla))
+    batch, fields = bent(name)
+    with pytest.raises(ValueError, match=r"`[a-z_]+` must .*, got"):
+        builder.build(batch.common(sparse_mla, **fields))
+    assert_metadata(builder.build(batch.common(sparse_mla)), batch, plan_of(batch))
+
+
+@pytest.mark.parametrize("path", ["separate", "direct"])
+@pytest.mark.parametrize("lens", [[9, 1], [1, 9, 1], [1, 9, 9, 1, 9]])
+def test_prefills_before_decodes_are_refused(path, lens):
+    batch = cases.make_batch(lens, [20] * len(lens))
+    with pytest.raises(ValueError, match=r"query_start_loc"):
+        build(batch, path=path)
+
+
+@pytest.mark.parametrize("path", ["mixed", "bf16"])
+def test_paths_without_order_take_any(path):
+    batch = cases.make_batch([9, 1, 4], [20] * 3)
+    got = build(batch, path=path, fp8=path == "mixed")
+    assert_metadata(got, batch, plan_of(batch, path))
+
+
+def test_zero_length_inside_the_batch_is_refused():
+    with pytest.raises(ValueError, match=r"query_start_loc"):
+        build(cases.make_batch([1, 0, 1], [9, 9, 9]))
+
+
+def test_a_sequence_longer_than_the_workspace_names_both_numbers():
+    batch = cases.make_batch([20], [333])
+    with pytest.raises(ValueError, match=r"333") as info:
+        build(batch, prefill_workspace_tokens=332)
+    assert "332" in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("lens", "limit"), [([1] * 17, "max_num_seqs"), ([200, 57], "max_num_batched_tokens")]
+)
+def test_batches_beyond_the_buffers(lens, limit):
+    with pytest.raises(ValueError, match=limit):
+        build(cases.make_batch(lens, [256] * len(lens)))
+
+
+BAD_CONFIGS = [
+    (ValueError, {"num_heads": 0}),
+    (ValueError, {"num_heads": 129}),
+    (ValueError, {"kv_cache_dtype": "fp7"}),
+    (ValueError, {"block_size": 0}),
+    (ValueError, {"topk_tokens": 0}),
+    (ValueError, {"max_num_seqs": 0}),
+    (ValueError, {"max_num_batched_tokens": -1}),
+    (ValueError, {"max_model_len": 0}),
+    (ValueError, {"decode_threshold": 0}),
+    (ValueError, {"path": "fastest"}),
+    (ValueError, {"path": "bf16"}),
+    (ValueError, {"path": "mixed", "kv_cache_dtype": "bfloat16"}),
+    (ValueError, {"path": "separate", "kv_cache_dtype": "bfloat16"}),
+    (ValueError, {"path": "direct", "kv_cache_dtype": "bfloat16"}),
+    (ValueError, {"kv_lora_rank": 256}),
+    (ValueError, {"device": "tpu"}),
+    (TypeError, {"max_num_seqs": "many"}),
+    (TypeError, {"softmax_scale": "0.1"}),
+    (TypeError, {"no_such_option": 1}),
+]
+
+
+@pytest.mark.parametrize(("error", "options"), BAD_CONFIGS, ids=lambda x: str(x))
+def test_bad_configs(error, options):
+    with pytest.raises(error) as info:
+        sparse_mla.MetadataBuilder(engine.config(sparse_mla, **options))
+    name = next(iter(options))
+    assert name in str(info.value)
+
+
+def test_required_config_arguments():
+    with pytest.raises(TypeError):
+        sparse_mla.Config(16)
+    with pytest.raises(TypeError):
+        sparse_mla.Config(16, softmax_scale=1.0)
+
+
+def test_config_defaults():
+    config = sparse_mla.Config(
+        128, softmax_scale=0.1, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=1000
+    )
+    want = {
+        "num_heads": 128,
+        "softmax_scale": 0.1,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "kv_cache_dtype": "auto",
+        "block_size": 64,
+        "topk_tokens": 2048,
+        "decode_threshold": 1,
+        "min_heads_for_bf16_prefill": 32,
+        "path": None,
+        "device": "cpu",
+    }
+    assert {name: getattr(config, name) for name in want} == want
+    assert config.prefill_workspace_tokens in (None, 5000)
+    text = repr(config)
+    assert text.startswith("Config(")
+    assert "128" in text
+
+
+def test_repr_of_metadata_shows_the_path():
+    text = repr(build(engine.engine_batch()))
+    assert text.startswith("Metadata(")
+    assert "separate" in text
+    assert "\n" not in text or len(text.splitlines()) < 30
+
+
+def test_caller_workspace_is_used():
+    """The separate path gathers into the workspace it was given."""
+    workspace = np.zeros((cases.ENGINE_WORKSPACE, 576), ref.BF16)
+    builder = sparse_mla.MetadataBuilder(engine.config(sparse_mla), workspace=workspace)
+    step = engine.make_step(engine.engine_batch(), 32)
+    metadata = builder.build(step.batch.common(sparse_mla))
+    layer = sparse_mla.SparseMLA(engine.config(sparse_mla))
+    layer.forward(step.q, step.fp8_cache, step.topk_indices, metadata)
+    plan = plan_of(step.batch)
+    chunk = plan.chunks[-1]
+    want = np.zeros((chunk.chunk_tot_seqlen, 576), np.uint16)
+    ref.gather_kv_cache(
+        step.fp8_cache, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, want
+    )
+    assert_same_bits(workspace[: len(want)].view(np.uint16), want, "the last chunk's rows")
+
+
+def test_a_workspace_too_small_is_refused():
+    small = np.zeros((cases.ENGINE_WORKSPACE - 1, 576), ref.BF16)
+    with pytest.raises(ValueError, match=r"workspace"):
+        sparse_mla.MetadataBuilder(engine.config(sparse_mla), workspace=small)
+
+
+# --- Backend -------------------------------------------------------------------------------------
+
+
+def value_of(x):
+    """Facts may be attributes or, as the seed has them, static methods."""
+    return x() if callable(x) else x
+
+
+def test_backend_describes_itself():
+    backend = sparse_mla.Backend
+    assert value_of(getattr(backend, "name", None) or backend.get_name) == "SPARSE_MLA"
+    assert [str(x).split(".")[-1] for x in value_of(backend.supported_dtypes)] == ["bfloat16"]
+    formats = list(value_of(backend.supported_kv_cache_dtypes))
+    assert {"auto", "bfloat16", "fp8_ds_mla"} <= set(formats)
+    assert list(value_of(backend.supported_head_sizes)) == [576]
+    assert value_of(backend.is_mla) is True
+    assert value_of(backend.is_sparse) is True
+    assert value_of(backend.accept_output_buffer) is True
+    assert value_of(backend.cudagraph_support) == "UNIFORM_BATCH"
+    assert backend.get_builder_cls() is sparse_mla.MetadataBuilder
+    assert backend.get_impl_cls() is sparse_mla.SparseMLA
+    assert isinstance(backend.supports_compute_capability(9, 0), bool)
+
+
+@pytest.mark.parametrize(("name", "width"), [("auto", 576), ("bfloat16", 576), ("fp8_ds_mla", 656)])
+def test_kv_cache_shape(name, width):
+    shape = sparse_mla.Backend.get_kv_cache_shape
+    assert tuple(shape(7, 64, cache_dtype_str=name)) == (7, 64, width)
+    assert tuple(shape(7, 1, 1, 576, name)) == (7, 1, width)
+
+
+def test_kv_cache_shape_defaults_and_errors():
+    shape = sparse_mla.Backend.get_kv_cache_shape
+    assert tuple(shape(7, 64)) == (7, 64, 576)
+    with pytest.raises(ValueError, match=r"cache_dtype_str"):
+        shape(7, 64, cache_dtype_str="int4")
+    with pytest.raises(ValueError, match=r"num_kv_heads"):
+        shape(7, 64, num_kv_heads=2)
+    with pytest.raises(ValueError, match=r"head_size"):
+        shape(7, 64, head_size=512)

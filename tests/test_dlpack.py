@@ -1,0 +1,404 @@
+"""The DLPack protocol, corner by corner, with a hand-made producer (csrc/python/tensor.c)."""
+
+import ctypes
+import gc
+
+import cases
+import numpy as np
+import pytest
+import reference as ref
+from dlpack_producer import CUDA, READ_ONLY, Consumed, Producer, assert_returned
+from helpers import ALL_FRAMEWORKS, assert_same_bits
+
+import sparse_mla
+
+
+def expected() -> list[np.ndarray]:
+    return [np.array(x) for x in cases.GOOD_CALLS["sparse_attention"]().run(sparse_mla)]
+
+
+def with_producer(name, op="sparse_attention", **options):
+    """A good call whose argument `name` comes from a hand-made producer."""
+    call = cases.GOOD_CALLS[op]()
+    producer = Producer(call.get(name), **options)
+    call.set(name, producer)
+    return call, producer
+
+
+def as_numpy(x) -> np.ndarray:
+    """A result of any kind; our Tensor becomes an array of its dtype, ml_dtypes included."""
+    return np.asarray(x)
+
+
+def assert_same_bytes(got, want) -> None:
+    for x, y in zip(got, want, strict=True):
+        x = x.array if isinstance(x, Producer) else x
+        assert as_numpy(x).tobytes() == y.tobytes()
+
+
+# --- capsules in ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["q", "kv", "indices", "attn_sink", "extra_kv", "topk_length"])
+@pytest.mark.parametrize("versioned", [True, False])
+def test_both_kinds_of_capsule(name, versioned):
+    want = expected()
+    call, producer = with_producer(name, versioned=versioned)
+    assert_same_bytes(call.run(sparse_mla), want)
+    assert_returned(producer)
+
+
+def test_a_producer_that_does_not_know_max_version():
+    want = expected()
+    call, producer = with_producer("indices", old_signature=True)
+    assert_same_bytes(call.run(sparse_mla), want)
+    assert_returned(producer)
+    assert "max_version" in producer.requests[0], "the new protocol is tried first"
+    assert "max_version" not in producer.requests[-1]
+
+
+def test_max_version_is_dlpack_1():
+    call, producer = with_producer("indices")
+    call.run(sparse_mla)
+    assert producer.requests[0]["max_version"][0] == 1
+    assert producer.requests[0].get("stream") is None, "the CPU has no streams"
+
+
+@pytest.mark.parametrize("offset", [4, 64, 4096])
+@pytest.mark.parametrize("name", ["q", "indices", "lse"])
+def test_byte_offset(name, offset):
+    want = expected()
+    call, producer = with_producer(name, byte_offset=offset)
+    assert_same_bytes(call.run(sparse_mla), want)
+    assert_returned(producer)
+
+
+@pytest.mark.parametrize("name", ["q", "kv", "indices", "attn_sink", "out"])
+@pytest.mark.parametrize("versioned", [True, False])
+def test_null_strides_mean_compact(name, versioned):
+    want = expected()
+    call, producer = with_producer(name, null_strides=True, versioned=versioned)
+    assert_same_bytes(call.run(sparse_mla), want)
+    assert_returned(producer)
+
+
+def test_strides_are_honoured():
+    want = expected()
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    wide = np.zeros((3, 8, 600), ref.BF16)
+    wide[:, ::2, 10:586] = call.args["q"]
+    producer = call.args["q"] = Producer(wide[:, ::2, 10:586])
+    assert_same_bytes(call.run(sparse_mla), want)
+    assert_returned(producer)
+
+
+@pytest.mark.parametrize("odd", [0, -7, 3, 2**40])
+def test_strides_of_size_1_dimensions_are_ignored(odd):
+    """One token, one head, one index: their strides may hold anything."""
+    rng = np.random.default_rng(0)
+    q, kv = cases.random_bf16(rng, 1, 1, 576), cases.make_rows(rng, 4, "fp8")[None]
+    indices = np.array([[2]], np.int32)
+    want = sparse_mla.sparse_attention(q, kv, indices, softmax_scale=0.1)
+    producers = [
+        Producer(q, strides=[odd, odd, 1]),
+        Producer(kv, strides=[odd, 656, 1]),
+        Producer(indices, strides=[odd, odd]),
+    ]
+    out = Producer(np.zeros((1, 1, 512), ref.BF16), strides=[odd, odd, 1])
+    got = sparse_mla.sparse_attention(*producers, softmax_scale=0.1, out=out)
+    assert got[0] is out
+    assert_same_bits(out.array, want[0])
+    assert_returned(*producers, out)
+
+
+@pytest.mark.parametrize("pointer", [None, 1, 2**47 + 3])
+@pytest.mark.parametrize("versioned", [True, False])
+def test_zero_size_arrays_may_have_any_pointer(pointer, versioned):
+    empty = {
+        "q": np.zeros((0, 4, 576), ref.BF16),
+        "indices": np.zeros((0, 9), np.int32),
+        "out": np.zeros((0, 4, 512), ref.BF16),
+    }
+    kv = cases.make_rows(np.random.default_rng(0), 4, "fp8")[None]
+    made = {
+        name: Producer(x, versioned=versioned, fields={"data": pointer})
+        for name, x in empty.items()
+    }
+    out, lse = sparse_mla.sparse_attention(
+        made["q"], kv, made["indices"], softmax_scale=1.0, out=made["out"]
+    )
+    assert out is made["out"]
+    assert tuple(lse.shape) == (0, 4)
+    assert_returned(*made.values())
+
+
+# --- refusals: the deleter still runs exactly once -----------------------------------------------
+
+REFUSED = {
+    # name: (argument, producer options, exception)
+    "two lanes": ("indices", {"fields": {"lanes": 2}}, TypeError),
+    "unknown type code": ("indices", {"fields": {"code": 99}}, TypeError),
+    "4-bit elements": ("indices", {"fields": {"bits": 4}}, TypeError),
+    "bool for int32": ("indices", {"fields": {"code": 6, "bits": 8}}, TypeError),
+    "float for int32": ("indices", {"fields": {"code": 2}}, TypeError),
+    "cuda memory": ("indices", {"device": (CUDA, 0)}, ValueError),
+    "an unknown device": ("indices", {"device": (77, 0)}, (ValueError, RuntimeError)),
+    "negative rank": ("q", {"fields": {"ndim": -1}}, (ValueError, BufferError)),
+    "rank 40": ("attn_sink", {"fields": {"ndim": 40}}, (ValueError, BufferError)),
+    "rank 0": ("attn_sink", {"fields": {"ndim": 0}}, ValueError),
+    "rank 1 for 2": ("indices", {"fields": {"ndim": 1}}, ValueError),
+    "read-only output": ("out", {"flags": READ_ONLY}, BufferError),
+    "read-only lse": ("lse", {"flags": READ_ONLY}, BufferError),
+    "a future major version": ("q", {"version": (2, 0)}, BufferError),
+    "null data": ("q", {"fields": {"data": None}}, (ValueError, BufferError)),
+    "unaligned int32": ("indices", {"fields": {"byte_offset": 1}}, ValueError),
+    "unaligned cache": ("kv", {"fields": {"byte_offset": 8}}, ValueError),
+    "odd bf16 address": ("q", {"fields": {"byte_offset": 1}}, ValueError),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_tensors_are_given_back(name):
+    argument, options, error = REFUSED[name]
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    before = {n: x.copy() for n, x in call.arrays().items()}
+    producer = Producer(call.get(argument), **options)
+    call.set(argument, producer)
+    with pytest.raises(error, match=f"sparse_attention: `{argument}` "):
+        call.run(sparse_mla)
+    producer.assert_balanced()
+    call.set(argument, producer.array)
+    for n, x in call.arrays().items():
+        assert_same_bits(x, before[n], f"{n} was written")
+    call.run(sparse_mla)
+
+
+@pytest.mark.skipif(
+    not str(sparse_mla.build_info()["cuda"]).startswith("none"),
+    reason="a CUDA build would launch on this pointer",
+)
+def test_a_device_that_this_build_lacks():
+    """Everything on cuda:0, and no CUDA backend: RuntimeError, all tensors given back."""
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    producers = [Producer(x, device=(CUDA, 0)) for x in call.arrays().values()]
+    for name, producer in zip(call.arrays(), producers, strict=True):
+        call.set(name, producer)
+    with pytest.raises(RuntimeError, match=r"sparse_attention: .*cuda"):
+        call.run(sparse_mla)
+    for producer in producers:
+        producer.assert_balanced()
+
+
+def test_read_only_inputs_are_fine():
+    want = expected()
+    call, producer = with_producer("q", flags=READ_ONLY)
+    assert_same_bytes(call.run(sparse_mla), want)
+    assert_returned(producer)
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+def test_a_consumed_capsule_is_refused(versioned):
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    producer = call.args["q"] = Consumed(call.args["q"], versioned=versioned)
+    with pytest.raises(BufferError, match=r"sparse_attention: `q` "):
+        call.run(sparse_mla)
+    assert_returned(producer)
+
+
+class Strange:
+    """A `__dlpack__` that gives something else."""
+
+    def __init__(self, result) -> None:
+        self.result = result
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+    def __dlpack__(self, **_):
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+@pytest.mark.parametrize("result", [None, 3, b"dltensor", np.zeros(3)], ids=lambda x: str(type(x)))
+def test_dlpack_that_gives_no_capsule(result):
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    call.args["q"] = Strange(result)
+    with pytest.raises((TypeError, BufferError), match=r"sparse_attention: `q` "):
+        call.run(sparse_mla)
+
+
+@pytest.mark.parametrize("error", [BufferError, RuntimeError, ValueError, MemoryError])
+def test_dlpack_that_raises(error):
+    """The producer's own error is a BufferError about the argument, or passes with its text."""
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    call.args["q"] = Strange(error("the moon is full"))
+    with pytest.raises((BufferError, error), match=r"the moon is full"):
+        call.run(sparse_mla)
+
+
+def test_interrupts_pass_through():
+    call = cases.GOOD_CALLS["sparse_attention"]()
+
+    class Interrupted(Strange):
+        def __dlpack__(self, **_):
+            raise KeyboardInterrupt
+
+    call.args["q"] = Interrupted(None)
+    with pytest.raises(KeyboardInterrupt):
+        call.run(sparse_mla)
+
+
+@pytest.mark.parametrize("bad", ["kv", "indices", "attn_sink", "max_logits"])
+def test_every_argument_is_given_back_when_one_is_bad(bad):
+    """All arguments from producers, one of a wrong rank: each deleter runs exactly once."""
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    producers = {}
+    for name, x in call.arrays().items():
+        producers[name] = Producer(x[..., None] if name == bad else x)
+        call.set(name, producers[name])
+    with pytest.raises(ValueError, match=f"sparse_attention: `{bad}` must .*, got"):
+        call.run(sparse_mla)
+    for producer in producers.values():
+        producer.assert_balanced()
+    assert producers[bad].consumed >= 1
+
+
+@pytest.mark.parametrize("op", list(cases.GOOD_CALLS))
+def test_every_operator_gives_everything_back(op):
+    want = cases.GOOD_CALLS[op]()
+    result = want.run(sparse_mla)
+    result = result if isinstance(result, tuple) else (result,)
+    call = cases.GOOD_CALLS[op]()
+    producers = {name: Producer(x) for name, x in call.arrays().items()}
+    for name, producer in producers.items():
+        call.set(name, producer)
+    got = call.run(sparse_mla)
+    got = got if isinstance(got, tuple) else (got,)
+    assert_same_bytes(got, [np.asarray(x) for x in result])
+    del got
+    assert_returned(*producers.values())
+
+
+# --- our Tensor ----------------------------------------------------------------------------------
+
+
+def our_tensors(T=3, H=4):
+    """out (bf16), lse (fp32) as sparse_mla.Tensor, because q's producer has no allocator."""
+    call = cases.AttentionCase(T, H, 20, pages=2).make()
+    want = call.run(sparse_mla.sparse_attention)
+    q = Producer(call.q)
+    got = sparse_mla.sparse_attention(q, call.kv, call.indices, **call.options)
+    assert_returned(q)
+    return got, want
+
+
+def test_results_for_an_unknown_producer_are_tensors():
+    (out, lse), _ = our_tensors()
+    assert isinstance(out, sparse_mla.Tensor)
+    assert isinstance(lse, sparse_mla.Tensor)
+    assert tuple(out.shape) == (3, 4, 512)
+    assert tuple(lse.shape) == (3, 4)
+    text = repr(out)
+    assert "Tensor" in text
+    assert "bfloat16" in text
+    assert "3, 4, 512" in text
+    assert "cpu" in text.lower()
+
+
+def test_tensor_buffer_protocol():
+    (_, lse), want = our_tensors()
+    view = memoryview(lse)
+    assert (view.format, view.shape, view.itemsize, view.c_contiguous) == ("f", (3, 4), 4, True)
+    assert_same_bits(np.asarray(lse), want[1])
+    view[0, 0] = 5.0
+    assert np.asarray(lse)[0, 0] == 5.0, "one memory"
+
+
+def test_tensor_of_bf16_in_numpy():
+    """Buffers have no bf16: as an array it is one of ml_dtypes, on the same memory."""
+    (out, _), want = our_tensors()
+    first, second = np.asarray(out), np.asarray(out)
+    assert_same_bits(first, want[0])
+    assert np.shares_memory(first, second)
+    with pytest.raises(BufferError, match="bfloat16"):
+        memoryview(out)
+
+
+def test_tensor_dlpack_by_numpy():
+    (_, lse), want = our_tensors()
+    assert tuple(lse.__dlpack_device__()) == (1, 0)
+    got = np.from_dlpack(lse)
+    assert_same_bits(got, want[1])
+    address = np.asarray(lse).__array_interface__["data"][0]
+    assert got.__array_interface__["data"][0] == address, "zero copy"
+
+
+def capsule_name(capsule) -> bytes:
+    get = ctypes.pythonapi.PyCapsule_GetName
+    get.restype, get.argtypes = ctypes.c_char_p, (ctypes.py_object,)
+    return get(capsule)
+
+
+def test_tensor_capsules():
+    (_, lse), _ = our_tensors()
+    assert capsule_name(lse.__dlpack__()) == b"dltensor"
+    assert capsule_name(lse.__dlpack__(max_version=(0, 8))) == b"dltensor"
+    assert capsule_name(lse.__dlpack__(max_version=(1, 0))) == b"dltensor_versioned"
+    assert capsule_name(lse.__dlpack__(stream=None, max_version=(1, 3))) == b"dltensor_versioned"
+
+
+def test_an_unused_capsule_keeps_and_frees_its_tensor():
+    (_, lse), want = our_tensors()
+    capsule = lse.__dlpack__(max_version=(1, 0))
+    view = np.asarray(lse)
+    del lse, capsule
+    gc.collect()
+    assert_same_bits(view, want[1])
+
+
+def test_views_outlive_the_tensor():
+    (out, lse), want = our_tensors()
+    by_dlpack, by_buffer, bf16 = np.from_dlpack(lse), np.asarray(lse), np.asarray(out)
+    del out, lse
+    gc.collect()
+    churn = [np.full(2048, 255, np.uint8) for _ in range(500)]
+    assert_same_bits(by_dlpack, want[1])
+    assert_same_bits(by_buffer, want[1])
+    assert_same_bits(bf16, want[0])
+    del churn
+
+
+def test_a_tensor_is_an_argument_again():
+    """Its own results go back in: merge of our Tensors gives Tensors."""
+    (out, lse), want = our_tensors()
+    merged = sparse_mla.merge_attn_states(out, lse, out, lse)
+    plain = sparse_mla.merge_attn_states(*want, *want)
+    assert all(isinstance(x, sparse_mla.Tensor) for x in merged)
+    assert_same_bytes(merged, plain)
+    assert sparse_mla.merge_attn_states(*want, *want, out=out, lse=lse)[0] is out
+    assert_same_bytes((out, lse), plain)
+
+
+@pytest.mark.parametrize("framework", ALL_FRAMEWORKS[1:], indirect=True)
+def test_tensor_in_frameworks(framework):
+    name = framework.name
+    (out, lse), want = our_tensors()
+    importer = (
+        framework.module.from_dlpack if name == "torch" else framework.module.dlpack.from_dlpack
+    )
+    got = [importer(x) for x in (out, lse)]
+    if name == "torch":
+        address = np.asarray(lse).__array_interface__["data"][0]
+        assert framework.address(got[1]) == address, "zero copy"
+    del out, lse
+    gc.collect()
+    for x, y in zip(got, want, strict=True):
+        assert framework.owns(x)
+        assert_same_bits(framework.get(x), y)
+
+
+def test_tensor_of_no_elements():
+    (out, lse), _ = our_tensors(T=0)
+    assert tuple(out.shape) == (0, 4, 512)
+    assert np.from_dlpack(lse).shape == (0, 4)

@@ -1,0 +1,448 @@
+"""Bad calls: one clear exception, nothing written, the next call works (csrc/check.c).
+
+The table bends one argument of a good call. Arguments named in a row are those that the text may
+blame: where two shapes disagree, either is right.
+"""
+
+import sys
+
+import cases
+import numpy as np
+import pytest
+import reference as ref
+from helpers import assert_error_text
+
+import sparse_mla
+
+BF16 = ref.BF16
+
+
+def zeros(*shape, dtype=BF16) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+def apart(x: np.ndarray) -> np.ndarray:
+    """The same array with a last dimension that is not contiguous."""
+    wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+def shifted(x: np.ndarray, num_bytes: int) -> np.ndarray:
+    """The same array at an address `num_bytes` past a multiple of 64."""
+    raw = np.zeros(x.nbytes + 128, np.uint8)
+    start = -raw.__array_interface__["data"][0] % 64 + num_bytes
+    view = np.frombuffer(raw.data, x.dtype, x.size, start).reshape(x.shape)
+    view[...] = x
+    return view
+
+
+def reversed_rows(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x[::-1])[::-1]
+
+
+def broadcast(x: np.ndarray) -> np.ndarray:
+    view = np.broadcast_to(x[:1], x.shape)
+    view.flags.writeable = True
+    return view
+
+
+def replaced(x, i, value):
+    x = x.copy()
+    x.reshape(-1)[i] = value
+    return x
+
+
+# op -> rows of (case, argument to bend, how, exception, other names that may be blamed)
+WRITE = [
+    ("not an array", "kv_c", lambda x: "kv", TypeError, ()),
+    ("None", "kv_cache", lambda x: None, TypeError, ()),
+    ("list", "slot_mapping", lambda x: x.tolist(), TypeError, ()),
+    ("float64", "kv_c", lambda x: x.astype(np.float64), TypeError, ()),
+    ("int32 values", "k_pe", lambda x: x.astype(np.int32), TypeError, ()),
+    ("other dtype", "k_pe", lambda x: x.astype(np.float32), TypeError, ("kv_c",)),
+    ("float cache", "kv_cache", lambda x: zeros(3, 4, 656, dtype=np.float32), TypeError, ()),
+    ("bf16 cache of 656", "kv_cache", lambda x: zeros(3, 4, 656), (TypeError, ValueError), ()),
+    ("byte cache of 576", "kv_cache", lambda x: x[..., :576], (TypeError, ValueError), ()),
+    ("width 655", "kv_cache", lambda x: x[..., :655], ValueError, ()),
+    ("int16 slots", "slot_mapping", lambda x: x.astype(np.int16), TypeError, ()),
+    ("uint64 slots", "slot_mapping", lambda x: x.astype(np.uint64), TypeError, ()),
+    ("kv_c of 511", "kv_c", lambda x: x[:, :511], ValueError, ()),
+    ("kv_c of rank 3", "kv_c", lambda x: x[None], ValueError, ()),
+    ("k_pe of 63", "k_pe", lambda x: x[:, :63], ValueError, ()),
+    ("few kv_c rows", "kv_c", lambda x: x[:4], ValueError, ("slot_mapping",)),
+    ("few k_pe rows", "k_pe", lambda x: x[:4], ValueError, ("slot_mapping",)),
+    ("cache of rank 1", "kv_cache", lambda x: x[0, 0], ValueError, ()),
+    ("cache of rank 5", "kv_cache", lambda x: x[None, None], ValueError, ()),
+    ("two KV heads", "kv_cache", lambda x: zeros(3, 4, 2, 656, dtype=np.uint8), ValueError, ()),
+    ("block_size 0", "kv_cache", lambda x: x[:, :0], ValueError, ()),
+    ("slots of rank 2", "slot_mapping", lambda x: x[None], ValueError, ()),
+    ("slot past the end", "slot_mapping", lambda x: replaced(x, 3, 12), ValueError, ()),
+    ("apart", "kv_c", apart, ValueError, ()),
+    ("apart cache", "kv_cache", apart, ValueError, ()),
+    ("cache address", "kv_cache", lambda x: shifted(x, 8), ValueError, ()),
+    ("token stride", "kv_cache", lambda x: np.zeros((3, 4, 664), "u1")[..., :656], ValueError, ()),
+    (
+        "page stride",
+        "kv_cache",
+        lambda x: np.zeros((3, 2632), "u1")[:, :2624].reshape(3, 4, 656, copy=False),
+        ValueError,
+        (),
+    ),
+    ("negative pages", "kv_cache", reversed_rows, ValueError, ()),
+    ("zero stride pages", "kv_cache", broadcast, ValueError, ()),
+    ("unknown format", "kv_cache_dtype", lambda _: "fp7", ValueError, ()),
+    (
+        "another format",
+        "kv_cache_dtype",
+        lambda _: "bfloat16",
+        (ValueError, TypeError),
+        ("kv_cache",),
+    ),
+    ("format type", "kv_cache_dtype", lambda _: 8, TypeError, ()),
+]
+
+GATHER = [
+    ("not an array", "kv_cache", lambda x: object(), TypeError, ()),
+    ("flat cache", "kv_cache", lambda x: x.reshape(-1, 656), ValueError, ("block_table",)),
+    ("int64 table", "block_table", lambda x: x.astype(np.int64), TypeError, ()),
+    ("table of rank 1", "block_table", lambda x: x[0], ValueError, ()),
+    ("few tables", "block_table", lambda x: x[:1], ValueError, ("seq_lens",)),
+    ("float lengths", "seq_lens", lambda x: x.astype(np.float32), TypeError, ()),
+    ("lengths of rank 2", "seq_lens", lambda x: x[None], ValueError, ()),
+    ("few starts", "workspace_starts", lambda x: x[:1], ValueError, ("seq_lens",)),
+    ("few seq_starts", "seq_starts", lambda _: np.zeros(1, np.int32), ValueError, ("seq_lens",)),
+    ("seq_starts dtype", "seq_starts", lambda _: np.zeros(2, np.int64), TypeError, ()),
+    ("fp32 out", "out", lambda x: zeros(16, 576, dtype=np.float32), TypeError, ()),
+    ("out of 575", "out", lambda x: x[:, :575], ValueError, ()),
+    ("out of rank 3", "out", lambda x: x[None], ValueError, ()),
+    ("out too short", "out", lambda x: x[:13], ValueError, ("workspace_starts", "seq_lens")),
+    ("out backwards", "out", lambda x: x[::-1], ValueError, ()),
+    ("out zero stride", "out", broadcast, ValueError, ()),
+    ("out apart", "out", apart, ValueError, ()),
+    ("out missing", "out", lambda x: None, TypeError, ()),
+]
+
+INDEX = [
+    ("int64 indices", "topk_indices", lambda x: x.astype(np.int64), TypeError, ()),
+    ("indices of rank 1", "topk_indices", lambda x: x[0], ValueError, ()),
+    ("int64 requests", "req_id_per_token", lambda x: x.astype(np.int64), TypeError, ()),
+    ("few requests", "req_id_per_token", lambda x: x[:2], ValueError, ("topk_indices",)),
+    ("bad request", "req_id_per_token", lambda x: replaced(x, 0, 2), ValueError, ()),
+    ("table dtype", "block_table", lambda x: x.astype(np.uint32), TypeError, ()),
+    ("table of rank 3", "block_table", lambda x: x[None], ValueError, ()),
+    ("block_size 0", "block_size", lambda _: 0, ValueError, ()),
+    ("block_size -4", "block_size", lambda _: -4, ValueError, ()),
+    ("block_size text", "block_size", lambda _: "4", TypeError, ()),
+    ("block_size 4.5", "block_size", lambda _: 4.5, TypeError, ()),
+    (
+        "ids alone",
+        "prefill_workspace_starts",
+        lambda _: None,
+        (ValueError, TypeError),
+        ("prefill_request_ids",),
+    ),
+    ("few ids", "prefill_request_ids", lambda x: x[:2], ValueError, ("topk_indices",)),
+    ("bad id", "prefill_request_ids", lambda x: replaced(x, 2, 1), ValueError, ()),
+    ("out shape", "out", lambda x: zeros(3, 4, dtype=np.int32), ValueError, ()),
+    ("out dtype", "out", lambda x: zeros(3, 3, dtype=np.int64), TypeError, ()),
+]
+
+ATTENTION = [
+    ("not an array", "q", lambda x: 3.0, TypeError, ()),
+    ("fp16 q", "q", lambda x: x.astype(np.float16), TypeError, ()),
+    ("q of 575", "q", lambda x: x[..., :575], ValueError, ()),
+    ("q of rank 2", "q", lambda x: x[0], ValueError, ()),
+    ("129 heads", "q", lambda x: zeros(3, 129, 576), ValueError, ()),
+    ("no heads", "q", lambda x: x[:, :0], ValueError, ()),
+    ("q apart", "q", apart, ValueError, ()),
+    ("q of three", "q", lambda x: (x[..., :512], x[..., 512:], x), (TypeError, ValueError), ()),
+    ("pair tokens", "q", lambda x: (x[..., :512], x[1:, :, 512:]), ValueError, ("q[1]", "q_pe")),
+    (
+        "pair widths",
+        "q",
+        lambda x: (x[..., :500], x[..., 500:]),
+        ValueError,
+        ("q[0]", "q[1]", "ql_nope", "q_pe"),
+    ),
+    (
+        "pair dtypes",
+        "q",
+        lambda x: (x[..., :512], x[..., 512:].astype(np.float32)),
+        TypeError,
+        ("q[1]", "q_pe"),
+    ),
+    ("fp16 cache", "kv", lambda x: zeros(5, 4, 576, dtype=np.float16), TypeError, ()),
+    ("cache of 640", "kv", lambda x: x[..., :640], ValueError, ()),
+    ("cache address", "kv", lambda x: shifted(x, 4), ValueError, ()),
+    ("token stride", "kv", lambda x: np.zeros((5, 4, 660), "u1")[..., :656], ValueError, ()),
+    ("cache apart", "kv", apart, ValueError, ()),
+    ("block_size 0", "kv", lambda x: x[:, :0], ValueError, ()),
+    ("int64 indices", "indices", lambda x: x.astype(np.int64), TypeError, ()),
+    ("index rows", "indices", lambda x: x[:2], ValueError, ("q",)),
+    ("indices of rank 3", "indices", lambda x: x[:, None], ValueError, ()),
+    ("indices apart", "indices", apart, ValueError, ()),
+    ("topk_length dtype", "topk_length", lambda x: x.astype(np.int64), TypeError, ()),
+    ("topk_length rows", "topk_length", lambda x: x[:2], ValueError, ()),
+    ("topk_length of rank 2", "topk_length", lambda x: x[:, None], ValueError, ()),
+    ("sink dtype", "attn_sink", lambda x: x.astype(np.float64), TypeError, ()),
+    ("sink heads", "attn_sink", lambda x: x[:3], ValueError, ()),
+    (
+        "extra without indices",
+        "extra_indices",
+        lambda x: None,
+        (ValueError, TypeError),
+        ("extra_kv",),
+    ),
+    (
+        "extra without cache",
+        "extra_kv",
+        lambda x: None,
+        (ValueError, TypeError),
+        ("extra_indices", "extra_topk_length"),
+    ),
+    ("extra rows", "extra_indices", lambda x: x[:2], ValueError, ()),
+    ("extra dtype", "extra_indices", lambda x: x.astype(np.int16), TypeError, ()),
+    ("extra length rows", "extra_topk_length", lambda x: x[:1], ValueError, ()),
+    ("scale text", "softmax_scale", lambda _: "big", TypeError, ()),
+    ("scale None", "softmax_scale", lambda _: None, TypeError, ()),
+    ("splits 65", "num_splits", lambda _: 65, ValueError, ()),
+    ("splits -1", "num_splits", lambda _: -1, ValueError, ()),
+    ("splits 2^33", "num_splits", lambda _: 2**33, ValueError, ()),
+    ("splits 1.5", "num_splits", lambda _: 1.5, TypeError, ()),
+    ("format", "kv_format", lambda _: "int4", ValueError, ()),
+    ("format that is not", "kv_format", lambda _: "bfloat16", (ValueError, TypeError), ("kv",)),
+    ("out shape", "out", lambda x: zeros(3, 5, 512), ValueError, ()),
+    ("out of 511", "out", lambda x: x[..., :511], ValueError, ()),
+    ("out dtype", "out", lambda x: zeros(3, 4, 512, dtype=np.float32), TypeError, ()),
+    ("out zero stride", "out", broadcast, ValueError, ()),
+    ("out backwards", "out", lambda x: x[::-1], ValueError, ()),
+    ("lse shape", "lse", lambda x: x.T, ValueError, ()),
+    ("lse dtype", "lse", lambda x: zeros(3, 4), TypeError, ()),
+    ("max_logits shape", "max_logits", lambda x: x[:2], ValueError, ()),
+    ("workspace dtype", "workspace", lambda _: object(), TypeError, ()),
+]
+
+MERGE = [
+    ("fp16", "out_a", lambda x: x.astype(np.float16), TypeError, ()),
+    ("two dtypes", "out_b", lambda x: x.astype(np.float32), TypeError, ("out_a",)),
+    ("rank", "out_a", lambda x: x[0], ValueError, ()),
+    ("heads", "out_b", lambda x: x[:, :3], ValueError, ("out_a",)),
+    ("lse dtype", "lse_a", lambda x: x.astype(np.float64), TypeError, ()),
+    ("lse shape", "lse_b", lambda x: x[:, :3], ValueError, ()),
+    ("lse of rank 3", "lse_a", lambda x: x[..., None], ValueError, ()),
+    ("out dtype", "out", lambda x: x.astype(np.float32), TypeError, ()),
+    ("out shape", "out", lambda x: x[:2], ValueError, ()),
+    ("new lse shape", "lse", lambda x: x[:2], ValueError, ()),
+    ("out zero stride", "out", broadcast, ValueError, ()),
+]
+
+K_UP = [
+    ("fp32", "q_nope", lambda x: x.astype(np.float32), TypeError, ()),
+    ("width", "q_nope", lambda x: x[..., :100], ValueError, ("W_UK",)),
+    ("heads", "W_UK", lambda x: x[:, :3], ValueError, ("q_nope",)),
+    ("latent", "W_UK", lambda x: x[:500], ValueError, ()),
+    ("weight rank", "W_UK", lambda x: x[:, 0], ValueError, ()),
+    ("weight dtype", "W_UK", lambda x: x.astype(np.float32), TypeError, ()),
+    ("out shape", "out", lambda x: x[..., :100], ValueError, ()),
+    ("out dtype", "out", lambda x: x.astype(np.float32), TypeError, ()),
+]
+
+V_UP = [
+    ("width", "x", lambda x: x[..., :500], ValueError, ("W_UV",)),
+    ("rank", "x", lambda x: x[0], ValueError, ()),
+    ("heads", "W_UV", lambda x: x[:, :3], ValueError, ("x",)),
+    ("out shape", "out", lambda x: x[..., :100], ValueError, ()),
+]
+
+QUANT = [
+    ("int32", "x", lambda x: x.astype(np.int32), TypeError, ()),
+    ("text", "x", lambda x: "x", TypeError, ()),
+    ("out shape", "out", lambda _: zeros(3, 41, dtype=np.uint8), ValueError, ()),
+    ("out dtype", "out", lambda _: zeros(3, 40, dtype=np.float32), TypeError, ()),
+]
+
+TABLE = {
+    "concat_and_cache_mla": WRITE,
+    "gather_kv_cache": GATHER,
+    "convert_req_index_to_global_index": INDEX,
+    "sparse_attention": ATTENTION,
+    "merge_attn_states": MERGE,
+    "k_up_proj": K_UP,
+    "v_up_proj": V_UP,
+    "dynamic_per_tensor_quant": QUANT,
+}
+ROWS = [
+    pytest.param(op, *row[1:], id=f"{op}: {row[0]}") for op, rows in TABLE.items() for row in rows
+]
+
+
+@pytest.mark.parametrize(("op", "argument", "bend", "error", "others"), ROWS)
+def test_bad_call(op, argument, bend, error, others):
+    call = cases.GOOD_CALLS[op]()
+    good = call.args.get(argument, call.kwargs.get(argument))
+    bad = bend(good)
+    call.set(argument, bad)
+    arrays = call.arrays()
+    before = {name: np.ascontiguousarray(x).tobytes() for name, x in arrays.items()}
+    references = {name: sys.getrefcount(x) for name, x in arrays.items()}
+    with pytest.raises(error) as info:
+        call.run(sparse_mla)
+    assert_error_text(info.value, op, (argument, *others))
+    info = None
+    for name, x in arrays.items():
+        assert np.ascontiguousarray(x).tobytes() == before[name], f"{name} was written"
+        assert sys.getrefcount(x) == references[name], f"{name} was leaked"
+    if good is None and argument not in call.args:
+        del call.kwargs[argument]
+    else:
+        call.set(argument, good)
+    call.run(sparse_mla)
+
+
+# --- the call itself -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+def test_too_few_too_many_and_unknown_arguments(op):
+    call = cases.GOOD_CALLS[op]()
+    run = getattr(sparse_mla, op)
+    with pytest.raises(TypeError):
+        run(*list(call.args.values())[:-1], **call.kwargs)
+    with pytest.raises(TypeError):
+        run(*call.args.values(), None, **call.kwargs)
+    with pytest.raises(TypeError, match=r"no_such_option"):
+        run(*call.args.values(), **call.kwargs, no_such_option=1)
+    with pytest.raises(TypeError):
+        run()
+
+
+@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+@pytest.mark.parametrize("stream", ["main", 1.5, object()])
+def test_bad_streams(op, stream):
+    call = cases.GOOD_CALLS[op]()
+    call.kwargs["stream"] = stream
+    with pytest.raises(TypeError, match=r"`stream` must .*, got"):
+        call.run(sparse_mla)
+
+
+@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+def test_stream_none_is_the_default(op):
+    call = cases.GOOD_CALLS[op]()
+    call.kwargs["stream"] = None
+    call.run(sparse_mla)
+
+
+# --- overlap -------------------------------------------------------------------------------------
+
+
+def test_gather_into_its_own_cache():
+    storage = zeros(40, 576)
+    cache = storage[:20].reshape(5, 4, 576)
+    table = np.array([[4, 0, 2]], np.int32)
+    one = np.array([9], np.int32)
+    with pytest.raises(ValueError, match=r"gather_kv_cache: `out` must .*, got"):
+        sparse_mla.gather_kv_cache(cache, table, one, one * 0, out=storage[10:30])
+    sparse_mla.gather_kv_cache(cache, table, one, one * 0, out=storage[20:30])
+
+
+def test_write_over_its_own_input():
+    cache = zeros(3, 4, 576)
+    with pytest.raises(ValueError, match=r"concat_and_cache_mla: `(kv_cache|kv_c|k_pe)` must"):
+        sparse_mla.concat_and_cache_mla(
+            cache[0, :, :512], zeros(4, 64), cache, np.arange(4, dtype=np.int64)
+        )
+    assert not cache.astype(np.float32).any()
+
+
+def test_pages_that_overlap_cannot_be_written():
+    """A page stride below the page's size: two slots would share bytes."""
+    raw = np.zeros(3 * 2624, np.uint8)
+    cache = np.lib.stride_tricks.as_strided(raw, (3, 4, 656), (1312, 656, 1))
+    call = cases.GOOD_CALLS["concat_and_cache_mla"]()
+    call.args["kv_cache"] = cache
+    with pytest.raises(ValueError, match=r"concat_and_cache_mla: `kv_cache` must .*, got"):
+        call.run(sparse_mla)
+    assert not raw.any()
+
+
+def test_texts_are_for_people():
+    """The examples of the contract, whole."""
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    call.args["indices"] = call.args["indices"].astype(np.int64)
+    with pytest.raises(TypeError) as info:
+        call.run(sparse_mla)
+    assert str(info.value).startswith("sparse_attention: `indices` must be int32, got int64")
+
+
+def test_a_missing_page_size_or_head_count_is_named():
+    with pytest.raises(ValueError, match=r"sparse_attention: `q` must .*128.*, got .*129"):
+        sparse_mla.sparse_attention(
+            zeros(1, 129, 576), zeros(1, 1, 576), np.zeros((1, 1), np.int32), softmax_scale=1.0
+        )
+
+
+# --- host-only operators -------------------------------------------------------------------------
+
+SIZE = {"num_tokens": 4, "num_heads": 8, "topk": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "name"),
+    [
+        ({"num_tokens": -1}, ValueError, "num_tokens"),
+        ({"num_heads": 0}, ValueError, "num_heads"),
+        ({"num_heads": 129}, ValueError, "num_heads"),
+        ({"topk": -1}, ValueError, "topk"),
+        ({"extra_topk": -1}, ValueError, "extra_topk"),
+        ({"num_splits": 65}, ValueError, "num_splits"),
+        ({"device": "tpu"}, ValueError, "device"),
+        ({"device": 3}, TypeError, "device"),
+        ({"num_tokens": "4"}, TypeError, "num_tokens"),
+        ({"num_tokens": 2**70}, (ValueError, OverflowError), "num_tokens"),
+    ],
+)
+def test_bad_workspace_sizes(changes, error, name):
+    arguments = {**SIZE, "device": "cpu", **changes}
+    positional = [arguments.pop(key) for key in SIZE]
+    with pytest.raises(error) as info:
+        sparse_mla.attention_workspace_size(*positional, **arguments)
+    assert_error_text(info.value, "attention_workspace_size", (name,))
+
+
+WEIGHT = {"num_heads": 3, "qk_nope_head_dim": 128, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("weight", "changes", "error", "name"),
+    [
+        (zeros(512, 767), {}, ValueError, "weight"),
+        (zeros(512), {}, ValueError, "weight"),
+        (zeros(500, 768), {}, ValueError, "weight"),
+        (zeros(512, 768, dtype=np.int32), {}, TypeError, "weight"),
+        ("weight", {}, TypeError, "weight"),
+        (zeros(512, 768), {"num_heads": 0}, ValueError, "num_heads"),
+        (zeros(512, 768), {"num_heads": 4}, ValueError, "weight"),
+        (zeros(512, 768, dtype=np.uint8), {}, (TypeError, ValueError), "weight_scale_inv"),
+        (
+            zeros(512, 768, dtype=np.uint8),
+            {"weight_scale_inv": zeros(4, 5, dtype=np.float32)},
+            ValueError,
+            "weight_scale_inv",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_weights(weight, changes, error, name):
+    with pytest.raises(error) as info:
+        sparse_mla.split_kv_b_proj(weight, **(WEIGHT | changes))
+    assert_error_text(info.value, "split_kv_b_proj", (name, "weight"))
+
+
+def test_bad_dequantize():
+    with pytest.raises(ValueError, match=r"dequantize_kv_cache: `kv_cache` must .*, got"):
+        sparse_mla.dequantize_kv_cache(np.zeros((2, 4, 655), np.uint8))
+    with pytest.raises(ValueError, match=r"dequantize_kv_cache: `kv_format` must .*, got"):
+        sparse_mla.dequantize_kv_cache(np.zeros((2, 4, 656), np.uint8), kv_format="int4")
+    with pytest.raises((TypeError, ValueError), match=r"dequantize_kv_cache: `dtype` must .*, got"):
+        sparse_mla.dequantize_kv_cache(np.zeros((2, 4, 656), np.uint8), dtype="int8")

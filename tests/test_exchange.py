@@ -1,0 +1,340 @@
+"""Arrays of every framework in and out, without a copy (csrc/python/tensor.c)."""
+
+import gc
+
+import cases
+import numpy as np
+import pytest
+import reference as ref
+from helpers import (
+    ALL_FRAMEWORKS,
+    Guarded,
+    assert_same_bits,
+    assert_within_bounds,
+    find_framework,
+    guarded_attention,
+)
+
+import sparse_mla
+
+CASES = ["h17_k63", "page3_bf16", "extra_same", "q_pair", "no_indices", "topk_length_bf16"]
+each_framework = pytest.mark.parametrize("framework", ALL_FRAMEWORKS, indirect=True)
+
+
+# --- one result for all --------------------------------------------------------------------------
+
+
+@each_framework
+@pytest.mark.parametrize("name", CASES)
+def test_attention_gives_the_same_bits(framework, name):
+    """Results in the framework of q, on its memory, bit for bit what NumPy arrays give."""
+    case = cases.ATTENTION[name].make()
+    want = guarded_attention(sparse_mla.sparse_attention, case)
+    results = case.run(sparse_mla.sparse_attention, framework.put, return_max_logits=True)
+    for result, (what, array) in zip(results, want.items(), strict=True):
+        assert framework.owns(result), f"{what} is a {type(result)}"
+        assert_same_bits(framework.get(result), array, what)
+    assert_within_bounds(case.reference(), want)
+
+
+def moved(call, framework):
+    """The call with every input array moved; outputs dropped."""
+    for name in ("out", "lse", "max_logits"):
+        if call.op != "gather_kv_cache":
+            call.kwargs.pop(name, None)
+    for name in call.arrays():
+        call.set(name, framework.put(call.get(name)))
+    return call
+
+
+RETURNING = [op for op in cases.GOOD_CALLS if op not in ("concat_and_cache_mla", "gather_kv_cache")]
+
+
+@each_framework
+@pytest.mark.parametrize("op", RETURNING)
+def test_operators_give_the_same_bits(framework, op):
+    want = moved(cases.GOOD_CALLS[op](), find_framework("numpy")).run(sparse_mla)
+    got = moved(cases.GOOD_CALLS[op](), framework).run(sparse_mla)
+    single = not isinstance(want, tuple)
+    for result, array in zip(*(((x,) if single else x) for x in (got, want)), strict=True):
+        if np.ndim(array):
+            assert framework.owns(result), type(result)
+        assert_same_bits(framework.get(result), np.asarray(array), op)
+
+
+WRITABLE = [name for name in ALL_FRAMEWORKS if name.values[0] != "jax"]
+
+
+@pytest.mark.parametrize("framework", WRITABLE, indirect=True)
+@pytest.mark.parametrize("op", ["concat_and_cache_mla", "gather_kv_cache", "sparse_attention"])
+def test_outputs_are_written_in_place(framework, op):
+    """The same object comes back, its address unchanged, its memory holds the result."""
+    call, plain = cases.GOOD_CALLS[op](), cases.GOOD_CALLS[op]()
+    plain.run(sparse_mla)
+    names = {"concat_and_cache_mla": ["kv_cache"], "gather_kv_cache": ["out"]}.get(
+        op, ["out", "lse", "max_logits"]
+    )
+    for name in call.arrays():
+        call.set(name, framework.put(call.get(name)))
+    outputs = [call.get(name) for name in names]
+    before = [framework.address(x) for x in outputs]
+    result = call.run(sparse_mla)
+    for returned, x in zip(
+        result if isinstance(result, tuple) else (result,), outputs, strict=True
+    ):
+        assert returned is x
+    assert [framework.address(x) for x in outputs] == before
+    for name, x in zip(names, outputs, strict=True):
+        assert_same_bits(framework.get(x), plain.get(name), name)
+
+
+@pytest.mark.torch
+def test_torch_outputs_share_numpy_memory(torch):
+    """A torch view of NumPy memory as output: the NumPy array sees the result."""
+    case = cases.ATTENTION["h17_k63"].make()
+    framework = find_framework("torch")
+    got = guarded_attention(sparse_mla.sparse_attention, case, framework.put)
+    assert_within_bounds(case.reference(), got)
+
+
+@pytest.mark.torch
+def test_torch_strides_and_devices(torch):
+    """Sliced, expanded and transposed tensors, offsets inside a storage."""
+    case = cases.AttentionCase(4, 9, 60).make()
+    want = guarded_attention(sparse_mla.sparse_attention, case)
+    put = find_framework("torch").put
+    q = put(case.q)
+    storage = torch.zeros((6, 20, 600), dtype=torch.bfloat16)
+    storage[1:5, 3:12, 7:583] = q
+    head_major = q.transpose(0, 1).contiguous().transpose(0, 1)
+    for variant in (storage[1:5, 3:12, 7:583], head_major, (q[..., :512], q[..., 512:])):
+        options = {
+            name: put(x) if isinstance(x, np.ndarray) else x for name, x in case.options.items()
+        }
+        out, _ = sparse_mla.sparse_attention(variant, put(case.kv), put(case.indices), **options)
+        assert_same_bits(find_framework("torch").get(out), want["out"])
+    one = q[:1].expand(4, -1, -1)
+    out, _ = sparse_mla.sparse_attention(one, put(case.kv), put(case.indices), **case.options)
+    case.q = np.broadcast_to(case.q[:1], case.q.shape)
+    assert_same_bits(
+        find_framework("torch").get(out),
+        guarded_attention(sparse_mla.sparse_attention, case)["out"],
+    )
+    with pytest.raises((ValueError, BufferError), match=r"sparse_attention: `q` "):
+        sparse_mla.sparse_attention(q.to("meta"), put(case.kv), put(case.indices), **options)
+
+
+@pytest.mark.torch
+def test_torch_fp8_dtype_is_bytes(torch):
+    case = cases.ATTENTION["h17_k63"].make()
+    want = guarded_attention(sparse_mla.sparse_attention, case)
+    put = find_framework("torch").put
+    for dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn):
+        kv = put(case.kv).view(dtype)
+        out, _ = sparse_mla.sparse_attention(put(case.q), kv, put(case.indices), **case.options)
+        assert_same_bits(find_framework("torch").get(out), want["out"])
+
+
+@pytest.mark.torch
+def test_mixed_frameworks_on_the_cpu(torch):
+    """NumPy indices and options with a torch q: the result is q's."""
+    case = cases.ATTENTION["topk_length"].make()
+    want = guarded_attention(sparse_mla.sparse_attention, case)
+    put = find_framework("torch").put
+    out, lse = sparse_mla.sparse_attention(put(case.q), case.kv, case.indices, **case.options)
+    assert isinstance(out, torch.Tensor)
+    assert_same_bits(find_framework("torch").get(out), want["out"])
+    out, lse = sparse_mla.sparse_attention(case.q, put(case.kv), put(case.indices), **case.options)
+    assert type(out) is np.ndarray
+    assert type(lse) is np.ndarray
+
+
+@pytest.mark.jax
+def test_jax_fp8_cache_and_results_usable_in_jit(jax):
+    case = cases.ATTENTION["h17_k63"].make()
+    want = guarded_attention(sparse_mla.sparse_attention, case)
+    put = find_framework("jax").put
+    kv = put(case.kv.view(ref.E4M3))
+    out, lse = sparse_mla.sparse_attention(put(case.q), kv, put(case.indices), **case.options)
+    doubled = jax.jit(lambda x: x * 2)(lse)
+    del lse
+    gc.collect()
+    assert np.array_equal(np.asarray(doubled), want["lse"] * 2)
+    assert_same_bits(np.asarray(out), want["out"])
+
+
+@pytest.mark.jax
+def test_a_jax_write_is_refused_and_leaves_the_array(jax):
+    """The cache operator's target is an output: immutable arrays cannot be it."""
+    call = cases.GOOD_CALLS["concat_and_cache_mla"]()
+    cache = jax.numpy.zeros((3, 4, 656), jax.numpy.uint8)
+    call.args["kv_cache"] = cache
+    with pytest.raises(BufferError, match=r"concat_and_cache_mla: `kv_cache` .*jax"):
+        call.run(sparse_mla)
+    assert not np.asarray(cache).any()
+
+
+# --- what cannot be exported or written ----------------------------------------------------------
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("name", ["out", "lse", "max_logits"])
+def test_jax_output(jax, name):
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    call.kwargs[name] = jax.numpy.array(call.kwargs[name])
+    with pytest.raises(BufferError, match=f"sparse_attention: `{name}` .*jax"):
+        call.run(sparse_mla)
+
+
+@pytest.mark.jax
+def test_jax_tracer_gets_a_helping_text(jax):
+    case = cases.ATTENTION["h17_k63"].make()
+    put = find_framework("jax").put
+    kv, indices = put(case.kv), put(case.indices)
+    seen = []
+
+    def step(q):
+        with pytest.raises(BufferError, match=r"sparse_attention: `q` ") as info:
+            sparse_mla.sparse_attention(q, kv, indices, **case.options)
+        seen.append(str(info.value))
+        return q
+
+    jax.jit(step)(put(case.q))
+    (text,) = seen
+    assert "jit" in text, "the text says how"
+    assert "trac" in text.lower()
+    out, _ = sparse_mla.sparse_attention(put(case.q), kv, indices, **case.options)
+    assert isinstance(out, jax.Array), "the next call works"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["q", "out", "lse"])
+def test_requires_grad(torch, name):
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    put = find_framework("torch").put
+    for each in call.arrays():
+        call.set(each, put(call.get(each)))
+    call.get(name).requires_grad_(True)
+    with pytest.raises(BufferError, match=rf"sparse_attention: `{name}` .*grad"):
+        call.run(sparse_mla)
+    call.set(name, call.get(name).detach())
+    call.run(sparse_mla)
+
+
+@pytest.mark.torch
+def test_torch_sparse_and_conj_are_refused(torch):
+    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call.args["lse_a"] = torch.zeros(3, 4).to_sparse()
+    with pytest.raises((BufferError, TypeError), match=r"merge_attn_states: `lse_a`"):
+        call.run(sparse_mla)
+
+
+@pytest.mark.parametrize("name", ["out", "lse", "max_logits"])
+def test_read_only_numpy_output(name):
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    call.kwargs[name].flags.writeable = False
+    with pytest.raises(BufferError, match=f"sparse_attention: `{name}` .*(read-only|writ)"):
+        call.run(sparse_mla)
+
+
+def test_read_only_numpy_cache():
+    call = cases.GOOD_CALLS["concat_and_cache_mla"]()
+    call.args["kv_cache"].flags.writeable = False
+    with pytest.raises(BufferError, match=r"concat_and_cache_mla: `kv_cache`"):
+        call.run(sparse_mla)
+    assert not call.args["kv_cache"].any()
+
+
+def test_read_only_numpy_inputs_are_fine():
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    want = [np.array(x) for x in call.run(sparse_mla)]
+    for name, x in call.arrays().items():
+        if name not in ("out", "lse", "max_logits"):
+            x.flags.writeable = False
+    for got, before in zip(call.run(sparse_mla), want, strict=True):
+        assert_same_bits(got, before)
+
+
+@pytest.mark.parametrize("name", ["indices", "topk_length", "attn_sink", "lse"])
+def test_foreign_byte_order(name):
+    """A big-endian array has the wrong dtype; its bytes are not read as if they were native."""
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    call.set(name, call.get(name).astype(call.get(name).dtype.newbyteorder(">")))
+    with pytest.raises((TypeError, BufferError), match=f"sparse_attention: `{name}` "):
+        call.run(sparse_mla)
+
+
+def test_numpy_subclasses_and_masked_memory():
+    """np.matrix-like views and memmaps are arrays; object arrays are not."""
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    want = [np.array(x) for x in call.run(sparse_mla)]
+
+    class Mine(np.ndarray):
+        pass
+
+    call.args["q"] = call.args["q"].view(Mine)
+    for got, before in zip(call.run(sparse_mla), want, strict=True):
+        assert_same_bits(got, before)
+    call.args["indices"] = call.args["indices"].astype(object)
+    with pytest.raises(TypeError, match=r"sparse_attention: `indices` must .*, got"):
+        call.run(sparse_mla)
+
+
+def test_uint16_is_never_silently_bf16():
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    call.args["q"] = call.args["q"].view(np.uint16)
+    with pytest.raises(TypeError, match=r"sparse_attention: `q` must .*, got .*uint16"):
+        call.run(sparse_mla)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@each_framework
+def test_a_large_cache_is_not_copied(framework):
+    """Two selected tokens of a 256 MiB cache: the call's own memory stays far below it."""
+    kv = framework.put(np.zeros((6400, 64, 656), np.uint8))
+    call = cases.AttentionCase(1, 4, 2).make()
+    q, indices = framework.put(call.q), framework.put(np.array([[5, 400_000]], np.int32))
+    sparse_mla.sparse_attention(q, kv[:1], indices, softmax_scale=0.1)
+    with open("/proc/self/clear_refs", "w") as peak:
+        peak.write("5")  # VmHWM starts again from the present size
+    before = resident_peak()
+    sparse_mla.sparse_attention(q, kv, indices, softmax_scale=0.1)
+    assert resident_peak() - before < 32 << 20
+
+
+def resident_peak() -> int:
+    with open("/proc/self/status") as status:
+        line = next(x for x in status if x.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
+def test_inputs_are_not_kept():
+    """After the call nothing refers to the arguments; results live on their own."""
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    for name in ("out", "lse", "max_logits"):
+        del call.kwargs[name]
+    out, _, _ = call.run(sparse_mla)
+    want = out.copy()
+    assert out.base is None or out.base is not call.args["q"]
+    call.args["q"][...] = 0
+    del call
+    gc.collect()
+    assert_same_bits(out, want)
+
+
+def test_outputs_that_overlap_are_refused():
+    """out over q, lse over max_logits: one clear error, nothing written."""
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    buffer = Guarded((3, 4, 576), ref.BF16)
+    buffer.array[...] = call.args["q"]
+    call.args["q"], call.kwargs["out"] = buffer.array, buffer.array[..., :512]
+    before = buffer.storage.copy()
+    with pytest.raises(ValueError, match=r"sparse_attention: `out` must .*, got"):
+        call.run(sparse_mla)
+    assert_same_bits(buffer.storage, before)
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    call.kwargs["max_logits"] = call.kwargs["lse"]
+    with pytest.raises(ValueError, match=r"sparse_attention: `(lse|max_logits)` must .*, got"):
+        call.run(sparse_mla)

@@ -1,0 +1,79 @@
+"""Recorded outputs of an independent implementation; see fixtures/README.md.
+
+Our result against fp64 comes first. The peer then agrees within its own bound plus ours: with the
+GPU's 32 units, and, where it rounds scaled keys to bf16, with the allowance of a gathered row.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference as ref
+from cases import AttentionInputs
+from helpers import assert_within_bounds, guarded_attention
+
+import sparse_mla
+
+DATA = np.load(Path(__file__).parent / "fixtures" / "flash_mla_v32_small.npz")
+CASES = sorted({key.split("/")[0] for key in DATA.files})
+ROUNDS_SCALED_KEYS = {"decode_h64_f32scale"}
+
+
+def load(name) -> tuple[AttentionInputs, dict[str, np.ndarray]]:
+    data = {key.split("/")[1]: DATA[key] for key in DATA.files if key.startswith(name + "/")}
+    kv = data["kv"] if data["kv"].dtype == np.uint8 else data["kv"].view(ref.BF16)
+    kv = np.frombuffer(aligned(kv), kv.dtype).reshape(kv.shape)
+    options = {"softmax_scale": float(data["scale"])}
+    options |= {key: data[key] for key in ("attn_sink", "topk_length") if key in data}
+    case = AttentionInputs(data["q"].view(ref.BF16), kv, data["indices"], options)
+    peer = {key: data[key] for key in ("out", "lse", "max_logits") if key in data}
+    peer["lse"] = np.where(np.isposinf(peer["lse"]), -np.inf, peer["lse"])
+    return case, peer
+
+
+def aligned(x: np.ndarray) -> np.ndarray:
+    raw = np.zeros(x.nbytes + 64, np.uint8)
+    start = -raw.__array_interface__["data"][0] % 64
+    raw[start : start + x.nbytes] = x.view(np.uint8).reshape(-1)
+    return raw[start : start + x.nbytes]
+
+
+@pytest.fixture(params=CASES)
+def recorded(request):
+    return request.param, *load(request.param)
+
+
+def peer_tolerance(name) -> dict:
+    return {"units": 32, "gathered": name in ROUNDS_SCALED_KEYS}
+
+
+def test_the_recording_is_what_the_readme_says(recorded):
+    name, case, peer = recorded
+    want = case.reference()
+    sinks = case.options.get("attn_sink")
+    if sinks is not None:
+        assert np.isposinf(sinks).any()
+        assert np.isneginf(sinks).any()
+    assert_within_bounds(want, peer, **peer_tolerance(name))
+    if name in ROUNDS_SCALED_KEYS:
+        ratios = ref.attention_ratios(want, peer["out"], peer["lse"], units=32)
+        assert min(ratios.values()) > 1, "the peer needs the allowance"
+
+
+def test_ours_is_within_the_bounds(recorded):
+    _, case, _ = recorded
+    assert_within_bounds(case.reference(), guarded_attention(sparse_mla.sparse_attention, case))
+
+
+def test_ours_agrees_with_the_peer(recorded):
+    name, case, peer = recorded
+    want = case.reference()
+    got = guarded_attention(sparse_mla.sparse_attention, case)
+    slack = peer_tolerance(name)
+    bounds = {
+        "out": want.out_tolerance() + want.out_tolerance(**slack),
+        "lse": want.lse_tolerance() + want.lse_tolerance(**slack),
+    }
+    for key, bound in bounds.items():
+        theirs = ref.to_f32(peer[key]).astype(np.float64)
+        assert ref.worst_ratio(got[key], theirs, bound) <= 1, key

@@ -1,0 +1,276 @@
+"""SparseMLA.forward: every path of one step, each within its bound, pairs within the sum."""
+
+import cases
+import engine
+import numpy as np
+import pytest
+import reference as ref
+from helpers import Guarded, assert_same_bits, assert_within_bounds
+
+import sparse_mla
+
+NUM_HEADS = 33
+
+
+def run(step, kv, *, path=None, num_heads=NUM_HEADS, q=None, sink=True, **config):
+    """-> path taken, out and lse with guarded outputs."""
+    options = engine.config(
+        sparse_mla, num_heads=num_heads, fp8=ref.is_fp8(kv), path=path, **config
+    )
+    metadata = sparse_mla.MetadataBuilder(options).build(step.batch.common(sparse_mla))
+    rows = len(step.q)
+    out = Guarded((rows, num_heads, 512), ref.BF16)
+    lse = Guarded((rows, num_heads), np.float32)
+    result = sparse_mla.SparseMLA(options).forward(
+        step.q if q is None else q,
+        kv,
+        step.topk_indices,
+        metadata,
+        attn_sink=step.attn_sink if sink else None,
+        out=out.array,
+        lse=lse.array,
+    )
+    assert result[0] is out.array
+    assert result[1] is lse.array
+    tokens = step.batch.num_actual_tokens
+    complete = rows == tokens
+    got = {"out": out.check(written=complete), "lse": lse.check(written=complete)}
+    return metadata.path, {name: x[:tokens] for name, x in got.items()}
+
+
+@pytest.fixture(scope="module")
+def step():
+    return engine.make_step(engine.engine_batch(), NUM_HEADS)
+
+
+@pytest.fixture(scope="module")
+def results(step):
+    """Each path's result and fp64 reference; `separate` is judged on its gathered rows."""
+    bf16 = step.bf16_cache(sparse_mla)
+    found = {}
+    for path in ("mixed", "separate", "direct", "bf16"):
+        kv = bf16 if path == "bf16" else step.fp8_cache
+        taken, got = run(step, kv, path=path)
+        assert taken == path
+        found[path] = (got, step.reference(path, kv))
+    return found
+
+
+def test_the_batch_is_the_issue_s(step):
+    options = engine.config(sparse_mla, num_heads=NUM_HEADS)
+    metadata = sparse_mla.MetadataBuilder(options).build(step.batch.common(sparse_mla))
+    assert metadata.path == "separate"
+    assert (metadata.num_decodes, metadata.num_prefills) == (5, 7)
+    assert len(metadata.prefill.chunks) == 3
+
+
+@pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
+def test_within_its_bound(results, path):
+    got, want = results[path]
+    assert_within_bounds(want, got)
+
+
+def test_separate_against_the_fp8_bytes(results, step):
+    got, _ = results["separate"]
+    assert_within_bounds(step.reference("mixed", step.fp8_cache), got, gathered=True)
+
+
+def test_the_bf16_cache_is_the_gathered_one(results, step):
+    """Its prefill rows see the very bytes that the separate path gathers."""
+    prefills = slice(5, None)
+    want = results["separate"][1].rows(prefills)
+    got = {name: x[prefills] for name, x in results["bf16"][0].items()}
+    assert_within_bounds(want, got)
+
+
+GATHERED = {"mixed": False, "separate": True, "direct": False, "bf16": True}
+PAIRS = [(a, b) for i, a in enumerate(GATHERED) for b in list(GATHERED)[i + 1 :]]
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS)
+def test_pairs_within_the_sum_of_their_bounds(results, step, a, b):
+    """Against one reference, fp64 on the FP8 bytes; gathered paths with their allowance."""
+    common = step.reference("mixed", step.fp8_cache)
+    empty = np.isneginf(common.lse)
+    for name, bound in (("out", common.out_tolerance), ("lse", common.lse_tolerance)):
+        x, y = (results[path][0][name].astype(np.float64) for path in (a, b))
+        tolerance = bound(gathered=GATHERED[a]) + bound(gathered=GATHERED[b])
+        differs = (x != y) & ~(empty[..., None] if name == "out" else empty)
+        with np.errstate(invalid="ignore"):
+            ratio = np.where(differs, np.abs(x - y) / tolerance, 0)
+        assert ratio.max() <= 1, name
+
+
+@pytest.mark.parametrize("path", ["mixed", "separate", "direct"])
+@pytest.mark.parametrize("views", [False, True])
+def test_q_as_a_pair(results, step, path, views):
+    nope, rope = step.q[..., :512], step.q[..., 512:]
+    pair = (nope, rope) if views else tuple(np.ascontiguousarray(x) for x in (nope, rope))
+    _, got = run(step, step.fp8_cache, path=path, q=pair)
+    for name, x in got.items():
+        assert_same_bits(x, results[path][0][name], name)
+
+
+@pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
+def test_rows_past_t_are_left_alone(step, path):
+    """A step's buffers are longer than the step: graph padding."""
+    kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
+    tokens = step.batch.num_actual_tokens
+    options = engine.config(sparse_mla, num_heads=NUM_HEADS, fp8=path != "bf16", path=path)
+    metadata = sparse_mla.MetadataBuilder(options).build(step.batch.common(sparse_mla))
+    layer = sparse_mla.SparseMLA(options)
+    q = np.concatenate([step.q, np.full((9, NUM_HEADS, 576), np.nan, ref.BF16)])
+    topk = np.concatenate([step.topk_indices, np.full((9, 48), 2**31 - 1, np.int32)])
+    out = Guarded((tokens + 9, NUM_HEADS, 512), ref.BF16)
+    lse = Guarded((tokens + 9, NUM_HEADS), np.float32)
+    layer.forward(q, kv, topk, metadata, out=out.array, lse=lse.array)
+    assert (out.check(written=False)[tokens:].view(np.uint16) == 0xFFFF).all()
+    assert (lse.check(written=False)[tokens:].view(np.uint32) == 0xFFFFFFFF).all()
+    plain = layer.forward(step.q, kv, step.topk_indices, metadata)
+    assert_same_bits(out.array[:tokens], plain[0])
+    assert_same_bits(lse.array[:tokens], plain[1])
+    assert len(layer.forward(q, kv, topk, metadata)[0]) == tokens + 9, "q's number of rows"
+
+
+# --- other batches -------------------------------------------------------------------------------
+
+STEPS = {
+    # query lengths, sequence lengths, padding tokens, threshold, block size
+    "decodes": ([1] * 6, [3, 64, 65, 1, 128, 200], 0, 1, 64),
+    "prefills": ([30, 2, 64], [30, 100, 64], 0, 1, 64),
+    "spec decode": ([3, 3, 3], [70, 3, 128], 0, 3, 64),
+    "spec decode and prefills": ([3, 3, 2, 40], [70, 3, 9, 128], 0, 3, 64),
+    "padded decodes": ([1, 1, 0, 0], [9, 70, 0, 0], 2, 1, 64),
+    "padding tokens": ([1, 12], [9, 70], 5, 1, 64),
+    "page 1": ([1, 12], [9, 70], 0, 1, 1),
+    "page 100": ([1, 12], [9, 270], 0, 1, 100),
+    "no tokens": ([], [], 0, 1, 64),
+}
+
+
+@pytest.mark.parametrize("path", ["mixed", "separate", "direct"])
+@pytest.mark.parametrize("name", STEPS)
+def test_steps(name, path):
+    query_lens, seq_lens, pad, threshold, block_size = STEPS[name]
+    batch = cases.make_batch(query_lens, seq_lens, block_size=block_size, pad_tokens=pad)
+    step = engine.make_step(batch, 17)
+    options = {"num_heads": 17, "decode_threshold": threshold, "block_size": block_size}
+    taken, got = run(step, step.fp8_cache, path=path, **options)
+    assert taken == path
+    want = step.reference(path, step.fp8_cache, decode_threshold=threshold)
+    assert_within_bounds(want, got)
+
+
+@pytest.mark.parametrize("num_heads", [1, 16, 128])
+def test_default_paths(num_heads):
+    step = engine.make_step(cases.make_batch([1, 1, 20], [50, 9, 70]), num_heads)
+    path, got = run(step, step.fp8_cache, num_heads=num_heads, sink=False)
+    assert path == ("mixed" if num_heads < 32 else "separate")
+    assert_within_bounds(step.reference(path, step.fp8_cache, sink=False), got)
+
+
+def test_one_metadata_serves_every_layer(step):
+    """Two layers with caches of their own share metadata and workspace."""
+    options = engine.config(sparse_mla, num_heads=NUM_HEADS)
+    metadata = sparse_mla.MetadataBuilder(options).build(step.batch.common(sparse_mla))
+    layers = [engine.make_step(step.batch, NUM_HEADS, seed=seed) for seed in (1, 2)]
+    impl = sparse_mla.SparseMLA(options)
+    got = [impl.forward(x.q, x.fp8_cache, x.topk_indices, metadata) for x in layers]
+    for x, (out, lse) in zip(layers, got, strict=True):
+        want = x.reference("separate", x.fp8_cache, sink=False)
+        assert_within_bounds(want, {"out": out, "lse": lse})
+
+
+def test_steps_of_one_builder_do_not_disturb_each_other():
+    options = engine.config(sparse_mla, num_heads=NUM_HEADS)
+    builder, layer = sparse_mla.MetadataBuilder(options), sparse_mla.SparseMLA(options)
+    for seed, lens in enumerate(([1, 1, 30], [5, 40], [1] * 9, [1, 100])):
+        batch = cases.make_batch(lens, [n + 30 for n in lens], seed=seed)
+        step = engine.make_step(batch, NUM_HEADS, seed=seed)
+        metadata = builder.build(batch.common(sparse_mla))
+        out, lse = layer.forward(step.q, step.fp8_cache, step.topk_indices, metadata)
+        want = step.reference("separate", step.fp8_cache, sink=False)
+        assert_within_bounds(want, {"out": out, "lse": lse})
+
+
+def test_write_build_forward_from_the_raw_tokens():
+    """The whole step: cache write by slot_mapping, then attention over what was written."""
+    batch = cases.make_batch([40, 25], [40, 25])
+    rng = np.random.default_rng(5)
+    tokens = cases.make_rows(rng, batch.num_actual_tokens, "bf16")
+    step = engine.make_step(batch, 8)
+    step.fp8_cache = np.zeros((batch.num_pages, 64, 656), np.uint8)
+    sparse_mla.concat_and_cache_mla(
+        tokens[:, :512], tokens[:, 512:], step.fp8_cache, batch.slot_mapping
+    )
+    _, got = run(step, step.fp8_cache, num_heads=8, sink=False)
+    expected = np.zeros_like(step.fp8_cache)
+    ref.concat_and_cache_mla(tokens[:, :512], tokens[:, 512:], expected, batch.slot_mapping)
+    assert_within_bounds(step.reference("mixed", expected, sink=False), got)
+
+
+# --- layer weights and errors --------------------------------------------------------------------
+
+
+def test_layer_projections():
+    rng = np.random.default_rng(6)
+    weight = cases.random_bf16(rng, 512, 8 * 256, std=0.05)
+    options = engine.config(sparse_mla, num_heads=8)
+    layer = sparse_mla.SparseMLA(options, kv_b_proj=weight)
+    w_uk, w_uv = ref.split_kv_b_proj(weight, num_heads=8, qk_nope_head_dim=128, v_head_dim=128)
+    assert_same_bits(np.asarray(layer.W_UK), np.ascontiguousarray(w_uk))
+    assert_same_bits(np.asarray(layer.W_UV), np.ascontiguousarray(w_uv))
+    q_nope, x = cases.random_bf16(rng, 3, 8, 128), cases.random_bf16(rng, 3, 8, 512)
+    want, tolerance = ref.k_up_proj(q_nope, w_uk)
+    assert ref.worst_ratio(layer.k_up_proj(q_nope), want, tolerance) <= 1
+    want, tolerance = ref.v_up_proj(x, w_uv)
+    assert ref.worst_ratio(layer.v_up_proj(x), want, tolerance) <= 1
+
+
+def test_layer_without_weights_has_no_projections():
+    layer = sparse_mla.SparseMLA(engine.config(sparse_mla, num_heads=8))
+    with pytest.raises((ValueError, RuntimeError), match=r"kv_b_proj"):
+        layer.k_up_proj(np.zeros((1, 8, 128), ref.BF16))
+
+
+def bad_forward(name, step):
+    """Arguments of forward with one of them wrong -> (error, name in the text, arguments)."""
+    q, kv, topk = step.q, step.fp8_cache, step.topk_indices
+    other, format_error = step.bf16_cache(sparse_mla), (TypeError, ValueError)
+    table = {
+        "cache of another format": (format_error, "kv_cache", (q, other, topk)),
+        "another page size": (ValueError, "kv_cache", (q, kv[:, :32], topk)),
+        "heads": (ValueError, "q", (q[:, :5], kv, topk)),
+        "too few q rows": (ValueError, "q", (q[:-1], kv, topk)),
+        "too few topk rows": (ValueError, "topk_indices", (q, kv, topk[:-1])),
+        "topk dtype": (TypeError, "topk_indices", (q, kv, topk.astype(np.int64))),
+        "q dtype": (TypeError, "q", (q.astype(np.float32), kv, topk)),
+    }
+    return table[name]
+
+
+BAD_FORWARDS = [
+    "cache of another format",
+    "another page size",
+    "heads",
+    "too few q rows",
+    "too few topk rows",
+    "topk dtype",
+    "q dtype",
+]
+
+
+@pytest.mark.parametrize("path", ["mixed", "separate", "direct"])
+@pytest.mark.parametrize("name", BAD_FORWARDS)
+def test_bad_arguments_write_nothing(step, name, path):
+    error, argument, arguments = bad_forward(name, step)
+    options = engine.config(sparse_mla, num_heads=NUM_HEADS, path=path)
+    metadata = sparse_mla.MetadataBuilder(options).build(step.batch.common(sparse_mla))
+    layer = sparse_mla.SparseMLA(options)
+    out = Guarded((len(step.q), NUM_HEADS, 512), ref.BF16)
+    before = out.storage.copy()
+    with pytest.raises(error, match=f"`({argument}|kv)` must .*, got"):
+        layer.forward(*arguments, metadata, out=out.array)
+    assert_same_bits(out.storage, before, "nothing may be written")
+    layer.forward(step.q, step.fp8_cache, step.topk_indices, metadata, out=out.array)
+    out.check()

@@ -1,0 +1,105 @@
+"""merge_attn_states (csrc/cpu/merge.c)."""
+
+import cases
+import numpy as np
+import pytest
+import reference as ref
+from helpers import Guarded, assert_same_bits
+
+import sparse_mla
+
+DTYPES = {"bf16": ref.BF16, "fp32": np.dtype(np.float32)}
+
+
+def states(dtype, shape=(5, 7), spread=3.0, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def state():
+        value = rng.standard_t(2, (*shape, 512)).astype(np.float32)
+        out = value if dtype == np.float32 else ref.bf16_encode(value).view(ref.BF16)
+        return out, rng.normal(0, spread, shape).astype(np.float32)
+
+    return *state(), *state()
+
+
+def merge(out_a, lse_a, out_b, lse_b, row_gap=0):
+    out = Guarded(out_a.shape, out_a.dtype, row_gap=row_gap)
+    lse = Guarded(lse_a.shape, np.float32, row_gap=row_gap)
+    result = sparse_mla.merge_attn_states(out_a, lse_a, out_b, lse_b, out=out.array, lse=lse.array)
+    assert result[0] is out.array
+    assert result[1] is lse.array
+    return out.check(), lse.check()
+
+
+def check(*state, row_gap=0):
+    out, lse = merge(*state, row_gap=row_gap)
+    want, want_lse, magnitude = ref.merge_attn_states(*state)
+    tolerance = ref.merge_tolerance(want, magnitude, bf16=out.dtype == ref.BF16)
+    assert ref.worst_ratio(out, want, tolerance) <= 1
+    assert ref.worst_ratio(lse, want_lse, ref.merge_lse_tolerance(want_lse)) <= 1
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (5, 7), (3, 128)])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 200.0, 1e4])
+def test_states(dtype, shape, spread):
+    check(*states(DTYPES[dtype], shape, spread), row_gap=8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("empty", [-np.inf, np.inf])
+def test_empty_states(dtype, empty):
+    """+inf counts as -inf; an empty side adds nothing; two empty sides keep out_a's rows."""
+    out_a, lse_a, out_b, lse_b = states(DTYPES[dtype], (4, 3))
+    lse_a[0], lse_b[1], lse_a[2], lse_b[2] = (empty,) * 4
+    out, lse = check(out_a, lse_a, out_b, lse_b)
+    assert_same_bits(out[0], out_b[0], "only b")
+    assert_same_bits(out[1], out_a[1], "only a")
+    assert_same_bits(out[2], out_a[2], "neither")
+    assert_same_bits(lse[0], lse_b[0])
+    assert_same_bits(lse[1], lse_a[1])
+    assert (lse[2] == -np.inf).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_inputs(dtype):
+    out_a, lse_a, out_b, lse_b = states(DTYPES[dtype], (6, 5))
+    check(out_a[::-1], lse_a[::-1], out_b[:, ::-1], lse_b[:, ::-1])
+    check(out_a[::2, 1:], lse_a[::2, 1:], out_b[1::2, :4], lse_b[1::2, :4])
+    one = np.broadcast_to(out_b[:1], out_b.shape)
+    check(out_a, lse_a, one, np.broadcast_to(lse_b[:1], lse_b.shape))
+
+
+def test_lse_of_one_dtype_of_state_only():
+    out_a, lse_a, out_b, lse_b = states(ref.BF16)
+    out, lse = sparse_mla.merge_attn_states(out_a, lse_a, out_b, lse_b)
+    assert (type(out), out.dtype, type(lse), lse.dtype) == (
+        np.ndarray,
+        ref.BF16,
+        np.ndarray,
+        np.float32,
+    )
+    assert_same_bits(out, merge(out_a, lse_a, out_b, lse_b)[0])
+
+
+def test_merge_of_two_halves_is_the_whole():
+    """Attention over a partition of the keys, merged, against fp64 over all of them."""
+    case = cases.AttentionCase(4, 9, 200, pages=4).make()
+    want = case.reference()
+    halves = []
+    for columns in (slice(0, 77), slice(77, None)):
+        out, lse = sparse_mla.sparse_attention(
+            case.q, case.kv, case.indices[:, columns], **case.options
+        )
+        halves += [out, lse]
+    out, lse = sparse_mla.merge_attn_states(*halves)
+    # each half within its bound (their sums of p|v| add up to the whole's), then the merge's own
+    # rounding
+    merged, merged_lse, magnitude = ref.merge_attn_states(*halves)
+    merge_error = ref.merge_tolerance(merged, magnitude, bf16=True)
+    tolerance = 2 * want.out_tolerance() + merge_error
+    empty = np.isneginf(want.lse)[..., None]
+    assert ref.worst_ratio(out, want.out, np.where(empty, 1e-300, tolerance)) <= 1
+    lse_tolerance = want.lse_tolerance() + ref.merge_lse_tolerance(merged_lse)
+    assert ref.worst_ratio(lse, want.lse, lse_tolerance) <= 1

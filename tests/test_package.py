@@ -1,0 +1,248 @@
+"""What an installed sparse_mla consists of: names, signatures, docstrings, stubs, headers."""
+
+import doctest
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import sparse_mla
+
+# name -> (positional, keyword-only) parameters; a trailing "=" marks one that has a default
+OPERATORS = {
+    "concat_and_cache_mla": ("kv_c k_pe kv_cache slot_mapping", "kv_cache_dtype= stream="),
+    "gather_kv_cache": (
+        "kv_cache block_table seq_lens workspace_starts",
+        "out seq_starts= stream=",
+    ),
+    "convert_req_index_to_global_index": (
+        "req_id_per_token block_table topk_indices",
+        "block_size prefill_request_ids= prefill_workspace_starts= valid_counts= out= stream=",
+    ),
+    "sparse_attention": (
+        "q kv indices",
+        "softmax_scale topk_length= attn_sink= extra_kv= extra_indices= extra_topk_length= "
+        "num_splits= kv_format= return_max_logits= out= lse= max_logits= workspace= stream=",
+    ),
+    "attention_workspace_size": (
+        "num_tokens num_heads topk",
+        "extra_topk= num_splits= device",
+    ),
+    "merge_attn_states": ("out_a lse_a out_b lse_b", "out= lse= stream="),
+    "split_kv_b_proj": (
+        "weight",
+        "num_heads qk_nope_head_dim v_head_dim weight_scale_inv=",
+    ),
+    "k_up_proj": ("q_nope W_UK", "out= stream="),
+    "v_up_proj": ("x W_UV", "out= stream="),
+    "dynamic_per_tensor_quant": ("x", "out= stream="),
+    "dequantize_kv_cache": ("kv_cache", "kv_format= dtype="),
+    "split_decodes_and_prefills": (
+        "query_start_loc num_actual_tokens",
+        "decode_threshold= require_uniform=",
+    ),
+    "split_prefill_chunks": ("seq_lens workspace_tokens", ""),
+    "get_prefill_workspace_size": ("max_model_len", ""),
+    "kernels": ("", ""),
+    "build_info": ("", ""),
+    "get_include": ("", ""),
+}
+DEFAULTS = {
+    ("sparse_attention", "num_splits"): 0,
+    ("sparse_attention", "return_max_logits"): False,
+    ("attention_workspace_size", "extra_topk"): 0,
+    ("attention_workspace_size", "num_splits"): 0,
+    ("convert_req_index_to_global_index", "valid_counts"): False,
+    ("split_decodes_and_prefills", "decode_threshold"): 1,
+    ("split_decodes_and_prefills", "require_uniform"): False,
+    ("dequantize_kv_cache", "dtype"): "float32",
+}
+CLASSES = [
+    "Backend",
+    "CommonAttentionMetadata",
+    "Config",
+    "Metadata",
+    "MetadataBuilder",
+    "SparseMLA",
+    "Tensor",
+]
+ARRAY_OPERATORS = [name for name, (_, keywords) in OPERATORS.items() if "stream=" in keywords]
+ROOT = Path(sparse_mla.__file__).parent
+
+
+def parameter_text(parameter: inspect.Parameter) -> str:
+    return parameter.name + ("" if parameter.default is inspect.Parameter.empty else "=")
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_signature(name):
+    parameters = inspect.signature(getattr(sparse_mla, name)).parameters.values()
+    keyword_only = [parameter_text(p) for p in parameters if p.kind is p.KEYWORD_ONLY]
+    positional = [parameter_text(p) for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    want_positional, want_keywords = (text.split() for text in OPERATORS[name])
+    assert positional == want_positional
+    assert keyword_only == want_keywords
+    for parameter in parameters:
+        if parameter.default is not inspect.Parameter.empty:
+            assert parameter.default == DEFAULTS.get((name, parameter.name)), parameter
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "want"),
+    [
+        ("MetadataBuilder", "__init__", "self config workspace="),
+        ("MetadataBuilder", "build", "self common common_prefix_len= fast_build="),
+        ("SparseMLA", "__init__", "self config kv_b_proj= weight_scale_inv="),
+        (
+            "SparseMLA",
+            "forward",
+            "self q kv_cache topk_indices metadata attn_sink= out= lse= stream=",
+        ),
+    ],
+)
+def test_method_signature(owner, name, want):
+    method = getattr(getattr(sparse_mla, owner), name)
+    assert [
+        parameter_text(p) for p in inspect.signature(method).parameters.values()
+    ] == want.split()
+
+
+@pytest.mark.parametrize("name", [*OPERATORS, *CLASSES])
+def test_public_name(name):
+    assert name in sparse_mla.__all__
+    assert getattr(sparse_mla, name).__doc__, "a docstring"
+
+
+def test_all_is_exact_and_sorted_names_exist():
+    assert len(set(sparse_mla.__all__)) == len(sparse_mla.__all__)
+    for name in sparse_mla.__all__:
+        assert hasattr(sparse_mla, name), name
+    public = {name for name in vars(sparse_mla) if not name.startswith("_")}
+    modules = {name for name in public if inspect.ismodule(getattr(sparse_mla, name))}
+    assert public - modules <= set(sparse_mla.__all__), "public names outside __all__"
+
+
+@pytest.mark.parametrize("name", ARRAY_OPERATORS)
+def test_docstring_tells_shapes_dtypes_errors_and_an_example(name):
+    text = inspect.getdoc(getattr(sparse_mla, name))
+    positional, _ = OPERATORS[name]
+    for argument in positional.split():
+        shape = r"(\[|cache\b|any shape)"  # "cache": one of the shapes of the module's docstring
+        assert re.search(rf"^[^:\n]*\b{argument}\b[^:\n]* : .*{shape}", text, re.MULTILINE), (
+            argument
+        )
+    assert re.search(r"bf16|bfloat16|fp32|float32|int32", text), "dtypes"
+    assert re.search(r"Raises|Error", text), "errors"
+    assert ">>>" in text, "an example"
+
+
+def documented():
+    """Every module of the package that holds examples."""
+    names = ["sparse_mla", *(f"sparse_mla.{p.stem}" for p in sorted(ROOT.glob("[!_]*.py")))]
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    for name in names:
+        for test in finder.find(importlib.import_module(name), name):
+            if test.examples:
+                yield test
+
+
+EXAMPLES = list(documented())
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda test: test.name)
+def test_docstring_examples_run(example):
+    example.globs.update(np=np, sparse_mla=sparse_mla)
+    report = []
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    runner = doctest.DocTestRunner(optionflags=flags, verbose=False)
+    runner.run(example, out=report.append)
+    assert runner.failures == 0, "".join(report)
+
+
+def test_every_array_operator_has_a_running_example():
+    names = {test.name.split(".")[-1] for test in EXAMPLES}
+    assert set(ARRAY_OPERATORS) <= names
+
+
+def test_stub_and_marker_are_installed():
+    assert (ROOT / "py.typed").exists()
+    assert (ROOT / "_C.pyi").read_text().strip()
+
+
+def test_version_is_the_distribution_s():
+    assert re.fullmatch(r"\d+\.\d+\.\d+([.+a-z0-9]*)", sparse_mla.__version__)
+
+
+def test_build_info():
+    info = sparse_mla.build_info()
+    assert isinstance(info, dict)
+    assert info
+    info.clear()
+    assert sparse_mla.build_info(), "every call gives a dict of its own"
+
+
+def test_kernels_are_the_dispatch_rows():
+    rows = sparse_mla.kernels()
+    assert len(rows) >= 2
+    text = str(rows)
+    assert "cpu" in text
+    assert "fp8_ds_mla" in text
+    assert "bfloat16" in text
+
+
+def test_get_include_holds_both_headers():
+    include = Path(sparse_mla.get_include())
+    assert "smla_version" in (include / "sparse_mla.h").read_text()
+    assert "DLManagedTensorVersioned" in (include / "dlpack" / "dlpack.h").read_text()
+
+
+def test_the_headers_compile_alone(tmp_path):
+    """A C user includes the one header; it is C11 and needs only the C library and DLPack."""
+    source = tmp_path / "user.c"
+    source.write_text("#include <sparse_mla.h>\nint main(void) { return smla_version() == 0; }\n")
+    flags = ["-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only"]
+    command = ["cc", *flags, f"-I{sparse_mla.get_include()}", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_loads_no_framework():
+    """Only numpy and ml_dtypes come with it, whatever else is installed."""
+    code = (
+        "import sys; import sparse_mla; "
+        "print(*sorted({m.split('.')[0] for m in sys.modules} "
+        "& {'torch', 'jax', 'jaxlib', 'cupy', 'tensorflow', 'scipy', 'tvm_ffi'}))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_a_call_with_numpy_arrays_loads_no_framework():
+    code = (
+        "import sys, numpy as np, ml_dtypes, sparse_mla; b = ml_dtypes.bfloat16; "
+        "sparse_mla.sparse_attention(np.ones((1, 2, 576), b), np.ones((4, 576), b), "
+        "np.zeros((1, 3), np.int32), softmax_scale=1.0); "
+        "print(*sorted({'torch', 'jax', 'cupy'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_info_command():
+    command = [sys.executable, "-m", "sparse_mla", "info"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for word in (sparse_mla.__version__, "cpu", "numpy", "fp8_ds_mla"):
+        assert word in done.stdout, word
+
+
+@pytest.mark.parametrize("cls", ["Tensor", "Metadata"])
+def test_types_are_final_or_plain(cls):
+    """isinstance works, and the type knows its module."""
+    assert getattr(sparse_mla, cls).__module__.startswith("sparse_mla")

@@ -1,0 +1,149 @@
+"""Splits and chunks: host integers in, host integers out (csrc/plan.c)."""
+
+import numpy as np
+import pytest
+import reference_plan as plan
+from test_reference import SPLITS
+
+import sparse_mla
+
+
+def starts(lens) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+
+
+def split(lens, tokens=None, **options):
+    query_start_loc = starts(lens)
+    tokens = int(query_start_loc[-1]) if tokens is None else tokens
+    return tuple(sparse_mla.split_decodes_and_prefills(query_start_loc, tokens, **options))
+
+
+@pytest.mark.parametrize(("lens", "threshold", "uniform", "tokens", "want"), SPLITS)
+def test_split_vectors_of_the_contract(lens, threshold, uniform, tokens, want):
+    assert split(lens, tokens, decode_threshold=threshold, require_uniform=uniform) == want
+
+
+VECTORS = [
+    # query lengths, threshold, uniform, tokens or None -> result
+    ([], 1, False, None, (0, 0, 0, 0)),
+    ([1], 1, False, None, (1, 0, 1, 0)),
+    ([1, 1, 1], 1, True, None, (3, 0, 3, 0)),
+    ([1, 1, 1], 1, True, 8, (3, 0, 8, 0)),  # padding tokens without requests
+    ([2], 1, False, None, (0, 1, 0, 2)),
+    ([5, 1, 1], 1, False, None, (0, 3, 0, 7)),  # only leading requests are decodes
+    ([1, 1, 7], 1, True, None, (2, 1, 2, 7)),
+    ([1, 1, 7], 1, True, 12, (2, 1, 2, 10)),
+    ([2, 2, 2], 3, True, None, (3, 0, 6, 0)),
+    ([3, 2, 2], 3, False, None, (3, 0, 7, 0)),
+    ([3, 2, 2], 3, True, None, (1, 2, 3, 4)),
+    ([4, 3], 3, True, None, (0, 2, 0, 7)),
+    ([1, 1, 0, 0], 1, False, 2, (4, 0, 2, 0)),
+    ([1, 1, 0, 0], 1, True, 4, (4, 0, 4, 0)),
+]
+
+
+@pytest.mark.parametrize(("lens", "threshold", "uniform", "tokens", "want"), VECTORS)
+def test_split_more_vectors(lens, threshold, uniform, tokens, want):
+    assert split(lens, tokens, decode_threshold=threshold, require_uniform=uniform) == want
+
+
+def test_split_defaults_are_threshold_1_and_not_uniform():
+    assert split([1, 1, 2, 1]) == (2, 2, 2, 3)
+    assert split([2, 1], decode_threshold=2) == (2, 0, 3, 0)
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_split_random_batches(uniform):
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        lens = np.sort(rng.integers(1, 8, rng.integers(0, 12)))
+        if rng.random() < 0.5:
+            rng.shuffle(lens)
+        threshold, extra = int(rng.integers(1, 6)), int(rng.integers(0, 3))
+        tokens = int(lens.sum()) + extra
+        options = {"decode_threshold": threshold, "require_uniform": uniform}
+        want = plan.split_decodes_and_prefills(starts(lens), tokens, **options)
+        assert split(lens, tokens, **options) == want, (lens, options)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.int64, np.int32, np.uint16, "strided"])
+def test_split_takes_any_host_integers(kind):
+    loc = starts([1, 1, 5])
+    if kind in (list, tuple):
+        loc = kind(loc.tolist())
+    elif kind == "strided":
+        loc = np.repeat(loc, 2)[::2]
+    else:
+        loc = loc.astype(kind)
+    assert tuple(sparse_mla.split_decodes_and_prefills(loc, 7)) == (2, 1, 2, 5)
+
+
+BAD_SPLITS = {
+    # name: (query_start_loc, tokens, options, argument)
+    "decreasing": ([0, 3, 2], 3, {}, "query_start_loc"),
+    "negative": ([0, -1, 2], 2, {}, "query_start_loc"),
+    "does not start at 0": ([1, 2, 3], 3, {}, "query_start_loc"),
+    "empty": ([], 0, {}, "query_start_loc"),
+    "tokens too few": ([0, 1, 5], 4, {}, "num_actual_tokens"),
+    "negative tokens": ([0], -1, {}, "num_actual_tokens"),
+    "zero inside decodes": ([0, 1, 1, 2], 2, {}, "query_start_loc"),
+    "zero first": ([0, 0, 1], 1, {}, "query_start_loc"),
+    "zero after prefills": ([0, 1, 6, 6], 6, {}, "query_start_loc"),
+    "zero closes a mixed batch": ([0, 2, 3, 3], 3, {"decode_threshold": 3}, "query_start_loc"),
+    "threshold 0": ([0, 1], 1, {"decode_threshold": 0}, "decode_threshold"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SPLITS)
+def test_bad_splits(name):
+    loc, tokens, options, argument = BAD_SPLITS[name]
+    with pytest.raises(ValueError, match=f"split_decodes_and_prefills: `{argument}` must .* got"):
+        sparse_mla.split_decodes_and_prefills(np.array(loc, np.int32), tokens, **options)
+
+
+CHUNKS = [
+    # seq_lens, workspace -> chunks
+    ([10, 15, 20, 5], 25, [(0, 2), (2, 4)]),
+    ([], 10, []),
+    ([10], 10, [(0, 1)]),
+    ([10, 1], 10, [(0, 1), (1, 2)]),
+    ([5, 5, 5, 5], 10, [(0, 2), (2, 4)]),
+    ([1, 9, 1, 9, 10], 10, [(0, 2), (2, 4), (4, 5)]),
+    ([1] * 7, 3, [(0, 3), (3, 6), (6, 7)]),
+    ([2**31 - 1] * 3, 2**32, [(0, 2), (2, 3)]),  # sums beyond 32 bits
+]
+
+
+@pytest.mark.parametrize(("seq_lens", "workspace", "want"), CHUNKS)
+def test_chunks(seq_lens, workspace, want):
+    got = sparse_mla.split_prefill_chunks(np.array(seq_lens, np.int32), workspace)
+    assert isinstance(got, list)
+    assert [tuple(pair) for pair in got] == want
+    assert [tuple(p) for p in sparse_mla.split_prefill_chunks(seq_lens, workspace)] == want
+
+
+def test_chunks_random():
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        seq_lens = rng.integers(1, 50, rng.integers(0, 20))
+        workspace = int(rng.integers(50, 120))
+        got = [tuple(pair) for pair in sparse_mla.split_prefill_chunks(seq_lens, workspace)]
+        assert got == plan.split_prefill_chunks(seq_lens, workspace)
+
+
+def test_a_request_longer_than_the_workspace_names_both_numbers():
+    with pytest.raises(ValueError, match=r"split_prefill_chunks") as info:
+        sparse_mla.split_prefill_chunks([10, 4321, 5], 1234)
+    assert "4321" in str(info.value)
+    assert "1234" in str(info.value)
+
+
+@pytest.mark.parametrize(("seq_lens", "workspace"), [([3, -1], 10), ([3], -1)])
+def test_bad_chunks(seq_lens, workspace):
+    with pytest.raises(ValueError, match=r"split_prefill_chunks: `(seq_lens|workspace_tokens)`"):
+        sparse_mla.split_prefill_chunks(seq_lens, workspace)
+
+
+def test_workspace_size():
+    assert sparse_mla.get_prefill_workspace_size(163840) == 5 * 163840
+    assert sparse_mla.get_prefill_workspace_size(1) == 5

@@ -1,0 +1,147 @@
+"""Absorption: split_kv_b_proj, k_up_proj, v_up_proj (csrc/cpu/projection.c)."""
+
+import cases
+import numpy as np
+import pytest
+import reference as ref
+from helpers import Guarded, assert_same_bf16, assert_same_bits
+
+import sparse_mla
+
+SIZES = [(1, 128, 128), (3, 128, 128), (5, 64, 96), (4, 192, 128), (128, 128, 128)]
+
+
+def make_weight(num_heads, nope, value, seed=0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return cases.random_bf16(rng, 512, num_heads * (nope + value), std=0.05)
+
+
+def dims(num_heads, nope, value) -> dict:
+    return {"num_heads": num_heads, "qk_nope_head_dim": nope, "v_head_dim": value}
+
+
+def check_split(got, weight_bits, size) -> None:
+    names = ("W_UK", "W_UV")
+    want = ref.split_kv_b_proj(weight_bits, **dims(*size))
+    for name, array, bits in zip(names, got, want, strict=True):
+        assert np.asarray(array).dtype == ref.BF16
+        assert_same_bf16(array, bits, name)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_split_both_storages(size):
+    weight = make_weight(*size)
+    check_split(sparse_mla.split_kv_b_proj(weight, **dims(*size)), ref.bits16(weight), size)
+    transposed = np.ascontiguousarray(weight.T)
+    check_split(sparse_mla.split_kv_b_proj(transposed, **dims(*size)), ref.bits16(weight), size)
+
+
+@pytest.mark.parametrize("stored", ["in_out", "out_in"])
+@pytest.mark.parametrize("as_bytes", [True, False])
+@pytest.mark.parametrize("size", [(3, 128, 128), (5, 64, 96)])
+def test_split_block_scaled_fp8(stored, as_bytes, size):
+    """128 x 128 blocks; 5 * 160 outputs leave a partial block at the edge."""
+    rng = np.random.default_rng(1)
+    columns = size[0] * (size[1] + size[2])
+    shape = (512, columns) if stored == "in_out" else (columns, 512)
+    codes = rng.integers(0, 256, shape).astype(np.uint8)
+    codes[(codes & 127) == 127] = 0
+    blocks = tuple(-(-n // 128) for n in shape)
+    scale = rng.uniform(1e-4, 1e-2, blocks).astype(np.float32)
+    bits = ref.dequantize_blocks(codes, scale)
+    got = sparse_mla.split_kv_b_proj(
+        codes if as_bytes else codes.view(ref.E4M3), **dims(*size), weight_scale_inv=scale
+    )
+    check_split(got, bits if stored == "in_out" else bits.T, size)
+
+
+def test_split_of_a_quantised_layer_given_as_a_callable():
+    """The layer is applied once, to the identity matrix."""
+    size = (3, 128, 128)
+    weight = make_weight(*size)
+    seen = []
+
+    def layer(x):
+        x = np.asarray(x)
+        seen.append(x.shape)
+        product = x.astype(np.float32) @ weight.astype(np.float32)
+        return ref.bf16_encode(product).view(ref.BF16)
+
+    got = sparse_mla.split_kv_b_proj(layer, **dims(*size))
+    assert seen == [(512, 512)]
+    check_split(got, ref.bits16(weight), size)
+
+
+@pytest.mark.parametrize("T", [0, 1, 3, 65])
+@pytest.mark.parametrize("size", SIZES[:4])
+def test_projections(T, size):
+    rng = np.random.default_rng(2)
+    num_heads, nope, _ = size
+    w_uk, w_uv = sparse_mla.split_kv_b_proj(make_weight(*size), **dims(*size))
+    for op, x, weight, formula in (
+        ("k_up_proj", cases.random_bf16(rng, T, num_heads, nope), w_uk, ref.k_up_proj),
+        ("v_up_proj", cases.random_bf16(rng, T, num_heads, 512), w_uv, ref.v_up_proj),
+    ):
+        want, tolerance = formula(x, np.asarray(weight))
+        buffer = Guarded(want.shape, ref.BF16, row_gap=8)
+        run = getattr(sparse_mla, op)
+        assert run(x, weight, out=buffer.array) is buffer.array
+        assert ref.worst_ratio(buffer.check(), want, tolerance) <= 1, op
+        fresh = run(x, weight)
+        assert (type(fresh), fresh.dtype) == (np.ndarray, ref.BF16)
+        assert_same_bits(fresh, buffer.array, op)
+
+
+def test_projections_at_128_heads():
+    rng = np.random.default_rng(3)
+    size = SIZES[-1]
+    w_uk, w_uv = sparse_mla.split_kv_b_proj(make_weight(*size), **dims(*size))
+    x = cases.random_bf16(rng, 2, 128, 128)
+    want, tolerance = ref.k_up_proj(x, np.asarray(w_uk))
+    assert ref.worst_ratio(sparse_mla.k_up_proj(x, w_uk), want, tolerance) <= 1
+    x = cases.random_bf16(rng, 2, 128, 512)
+    want, tolerance = ref.v_up_proj(x, np.asarray(w_uv))
+    assert ref.worst_ratio(sparse_mla.v_up_proj(x, w_uv), want, tolerance) <= 1
+
+
+def test_strided_inputs_give_the_same_bits():
+    """q_nope is usually a slice of [T, H, 192]; weights come as views of the layer's weight."""
+    rng = np.random.default_rng(4)
+    whole = cases.random_bf16(rng, 5, 4, 192)
+    weight = make_weight(4, 128, 128)
+    w_uk, w_uv = ref.split_kv_b_proj(weight, **dims(4, 128, 128))
+    compact = sparse_mla.k_up_proj(
+        np.ascontiguousarray(whole[..., :128]), np.ascontiguousarray(w_uk)
+    )
+    assert_same_bits(sparse_mla.k_up_proj(whole[..., :128], w_uk), compact)
+    backwards = np.ascontiguousarray(whole[::-1])[::-1]
+    assert_same_bits(sparse_mla.k_up_proj(backwards[..., :128], w_uk), compact)
+    x = cases.random_bf16(rng, 5, 4, 512)
+    assert_same_bits(
+        sparse_mla.v_up_proj(np.broadcast_to(x[:1], x.shape), w_uv)[3],
+        sparse_mla.v_up_proj(x, np.ascontiguousarray(w_uv))[0],
+    )
+
+
+def test_heavy_tailed_inputs():
+    rng = np.random.default_rng(5)
+    x = ref.bf16_encode(rng.standard_t(1.2, (3, 4, 512)).astype(np.float32)).view(ref.BF16)
+    weight = rng.standard_t(1.2, (512, 4, 128)).astype(np.float32)
+    weight = ref.bf16_encode(weight).view(ref.BF16)
+    want, tolerance = ref.v_up_proj(x, weight)
+    assert ref.worst_ratio(sparse_mla.v_up_proj(x, weight), want, tolerance) <= 1
+
+
+def test_absorbed_scores_are_the_uncompressed_ones():
+    """q_nope . (W_UK^T c) = (W_UK q_nope) . c: the identity that absorption rests on."""
+    rng = np.random.default_rng(6)
+    weight = make_weight(2, 128, 128)
+    w_uk, _ = sparse_mla.split_kv_b_proj(weight, **dims(2, 128, 128))
+    q_nope, latent = cases.random_bf16(rng, 3, 2, 128), cases.random_bf16(rng, 40, 512)
+    absorbed = np.asarray(sparse_mla.k_up_proj(q_nope, w_uk)).astype(np.float64)
+    key = np.einsum("cl,lhp->chp", latent.astype(np.float64), np.asarray(w_uk, np.float64))
+    want = np.einsum("thp,chp->thc", q_nope.astype(np.float64), key)
+    got = np.einsum("thl,cl->thc", absorbed, latent.astype(np.float64))
+    _, tolerance = ref.k_up_proj(q_nope, np.asarray(w_uk))
+    allowed = np.einsum("thl,cl->thc", tolerance, np.abs(latent.astype(np.float64)))
+    assert (np.abs(got - want) <= allowed).all()

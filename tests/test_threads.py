@@ -1,0 +1,144 @@
+"""Many threads, one result; the GIL is released while the core works."""
+
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import cases
+import engine
+import numpy as np
+import pytest
+from helpers import assert_same_bits
+
+import sparse_mla
+
+NUM_THREADS = 16
+
+
+@pytest.fixture(autouse=True)
+def _switch_often():
+    """Threads change places between almost any two bytecodes."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def in_threads(work, count=NUM_THREADS) -> list:
+    """work(i) in `count` threads that start together; exceptions come out here."""
+    barrier = threading.Barrier(count)
+
+    def run(i):
+        barrier.wait()
+        return work(i)
+
+    with ThreadPoolExecutor(count) as pool:
+        return [future.result() for future in [pool.submit(run, i) for i in range(count)]]
+
+
+def as_tuple(x) -> tuple:
+    return x if isinstance(x, tuple) else (x,)
+
+
+@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+def test_every_operator_from_many_threads(op):
+    want = [np.array(x) for x in as_tuple(cases.GOOD_CALLS[op]().run(sparse_mla))]
+
+    def work(_):
+        for _ in range(20):
+            got = as_tuple(cases.GOOD_CALLS[op]().run(sparse_mla))
+            for x, y in zip(got, want, strict=True):
+                assert_same_bits(np.asarray(x), y, op)
+
+    in_threads(work)
+
+
+def test_shared_inputs_from_many_threads():
+    case = cases.ATTENTION["h64_k300"].make()
+    want = case.run(sparse_mla.sparse_attention)
+
+    def work(_):
+        return [case.run(sparse_mla.sparse_attention) for _ in range(5)]
+
+    for results in in_threads(work):
+        for got in results:
+            for x, y in zip(got, want, strict=True):
+                assert_same_bits(x, y)
+
+
+def test_errors_in_some_threads_do_not_reach_others():
+    want = [np.array(x) for x in cases.GOOD_CALLS["sparse_attention"]().run(sparse_mla)]
+
+    def work(i):
+        for _ in range(30):
+            call = cases.GOOD_CALLS["sparse_attention"]()
+            if i % 2:
+                call.args["indices"] = call.args["indices"].astype(np.int64)
+                with pytest.raises(TypeError, match=r"`indices` must be int32, got int64"):
+                    call.run(sparse_mla)
+            else:
+                for x, y in zip(call.run(sparse_mla), want, strict=True):
+                    assert_same_bits(x, y)
+
+    in_threads(work)
+
+
+def test_one_builder_per_thread():
+    config = engine.config(sparse_mla)
+    layer = sparse_mla.SparseMLA(config)
+    batch = engine.engine_batch()
+    step = engine.make_step(batch, 32)
+
+    def work(_):
+        builder = sparse_mla.MetadataBuilder(config)
+        results = []
+        for _ in range(3):
+            metadata = builder.build(batch.common(sparse_mla))
+            results.append(layer.forward(step.q, step.fp8_cache, step.topk_indices, metadata))
+        return results
+
+    first = None
+    for results in in_threads(work, 6):
+        for got in results:
+            first = first or got
+            for x, y in zip(got, first, strict=True):
+                assert_same_bits(x, y)
+
+
+def long_call(seconds: float):
+    """A prepared attention call that takes at least `seconds` here."""
+    tokens = 2
+    while tokens < 10_000:
+        case = cases.AttentionCase(2, 128, 1024, pages=20).make()
+        rows = np.arange(tokens) % 2
+        case = case.rows(rows)
+        start = time.perf_counter()
+        case.run(sparse_mla.sparse_attention)
+        if time.perf_counter() - start >= seconds:
+            return case
+        tokens *= 2
+    raise AssertionError("no call takes long enough to measure")
+
+
+def test_the_gil_is_released():
+    """Another thread keeps working during one long call."""
+    case = long_call(0.2)
+    span = {}
+
+    def call():
+        span["start"] = time.perf_counter()
+        case.run(sparse_mla.sparse_attention)
+        span["end"] = time.perf_counter()
+
+    thread = threading.Thread(target=call)
+    ticks = []
+    thread.start()
+    while thread.is_alive():
+        ticks.append(time.perf_counter())
+        time.sleep(0.002)
+    thread.join()
+    length = span["end"] - span["start"]
+    margin = 0.1 * length  # holding the GIL, only the very ends of the call could see a tick
+    inside = [t for t in ticks if span["start"] + margin < t < span["end"] - margin]
+    assert len(inside) >= 5, f"{len(inside)} ticks during a call of {length:.2f} s"
