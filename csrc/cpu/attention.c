@@ -1,4 +1,4 @@
-/* attention.c: which instruction set runs, how work is cut among threads, and where scratch lies.
+/* attention.c: how work is cut among threads, and where scratch lies.
  *
  * A token with n splits is n parts (attention.h). Parts are folded in the order 0, 1, ..., n - 1 in
  * either schedule, so both give the same bits on any number of threads:
@@ -10,9 +10,7 @@
  * Scratch of a thread: [total state] [part state] [the kernel's own].
  */
 #include "attention.h"
-
-#include <stdlib.h>
-#include <string.h>
+#include "isa.h"
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -23,100 +21,24 @@ enum {
     MIN_COLUMNS_PER_SPLIT = 256, /* a part packs the whole query: less does not pay for that */
 };
 
-/* ---- Instruction sets ------------------------------------------------------------------------ */
-
-typedef struct isa_row {
-    const char *name;
-    const char *source;
-    const smla_attention_isa *isa;
-    bool (*is_supported)(void);
-} isa_row;
-
-static bool
-support_base(void)
-{
-    return true;
-}
-
-#if defined(SMLA_HAVE_X86_ISA)
-static bool
-support_avx2(void)
-{
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
-
-static bool
-support_avx512(void)
-{
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("fma");
-}
-
-static bool
-support_avx512bf16(void)
-{
-    return support_avx512() && __builtin_cpu_supports("avx512vbmi") &&
-           __builtin_cpu_supports("avx512bf16");
-}
-#endif
-
-/* The fastest first. */
-static const isa_row isa_rows[] = {
-#if defined(SMLA_HAVE_X86_ISA)
-    {"avx512bf16", "cpu/attention_avx512bf16.c", &smla_attention_avx512bf16, support_avx512bf16},
-    {"avx512", "cpu/attention_avx512.c", &smla_attention_avx512, support_avx512},
-    {"avx2", "cpu/attention_avx2.c", &smla_attention_avx2, support_avx2},
-#endif
-    {"base", "cpu/attention_base.c", &smla_attention_base, support_base},
-};
-
-enum { NUM_ISA_ROWS = sizeof isa_rows / sizeof isa_rows[0] };
-
-/* The first supported row, or the one that SPARSE_MLA_CPU_ISA names (for tests). */
-static smla_status
-choose_isa(const isa_row **chosen, smla_error *error)
-{
-    const char *const forced = getenv("SPARSE_MLA_CPU_ISA");
-    const bool is_forced = forced != NULL && forced[0] != '\0';
-    char choices[128] = "";
-    for (int i = 0; i < NUM_ISA_ROWS; i++) {
-        if (!isa_rows[i].is_supported()) {
-            continue;
-        }
-        if (!is_forced || strcmp(forced, isa_rows[i].name) == 0) {
-            *chosen = &isa_rows[i];
-            return SMLA_OK;
-        }
-        if (choices[0] != '\0') {
-            strcat(choices, ", ");
-        }
-        strcat(choices, isa_rows[i].name); /* 26 characters at most in all */
-    }
-    return smla_fail(
-        error, SMLA_ERROR_VALUE,
-        "sparse_attention: environment variable `SPARSE_MLA_CPU_ISA` must be one of %s "
-        "on this machine, got %.32s",
-        choices, forced);
-}
-
 int64_t
 smla_cpu_kernels(smla_kernel_info *rows, int64_t capacity)
 {
-    const isa_row *chosen = NULL;
-    (void)choose_isa(&chosen, NULL);
-    for (int i = 0; i < NUM_ISA_ROWS && i < capacity; i++) {
+    const smla_cpu_isa *chosen = NULL;
+    (void)smla_cpu_choose_isa("kernels", &chosen, NULL);
+    for (int i = 0; i < smla_cpu_num_isas && i < capacity; i++) {
+        const smla_cpu_isa *const isa = &smla_cpu_isas[i];
         rows[i] = (smla_kernel_info){
             .device = "cpu",
-            .arch = isa_rows[i].name,
+            .arch = isa->name,
             .kv_format = "fp8_ds_mla, bfloat16",
             .heads = "1...128",
-            .name = isa_rows[i].source,
-            .available = isa_rows[i].is_supported(),
-            .selected = &isa_rows[i] == chosen,
+            .name = isa->attention_source,
+            .available = isa->is_supported(),
+            .selected = isa == chosen,
         };
     }
-    return NUM_ISA_ROWS;
+    return smla_cpu_num_isas;
 }
 
 /* ---- Plan ------------------------------------------------------------------------------------ */
@@ -164,8 +86,8 @@ static int64_t
 thread_bytes(int64_t num_heads)
 {
     int64_t most = 0;
-    for (int i = 0; i < NUM_ISA_ROWS; i++) {
-        const int64_t bytes = isa_rows[i].isa->scratch_bytes(num_heads);
+    for (int i = 0; i < smla_cpu_num_isas; i++) {
+        const int64_t bytes = smla_cpu_isas[i].attention->scratch_bytes(num_heads);
         most = bytes > most ? bytes : most;
     }
     const int64_t bytes = most + 2 * smla_attention_state_bytes(num_heads);
@@ -269,14 +191,14 @@ run_all(const attention_run *run, int64_t count, void (*task)(const attention_ru
 smla_status
 smla_cpu_sparse_attention(const smla_attention_params *params, smla_error *error)
 {
-    const isa_row *row = NULL;
-    SMLA_TRY(choose_isa(&row, error));
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa("sparse_attention", &isa, error));
     if (params->num_tokens == 0) {
         return SMLA_OK;
     }
     attention_run run = {
         .params = params,
-        .isa = row->isa,
+        .isa = isa->attention,
         .state_bytes = smla_attention_state_bytes(params->num_heads),
         .thread_bytes = thread_bytes(params->num_heads),
         .fold_tasks_per_token = (params->num_heads + SMLA_FOLD_HEADS - 1) / SMLA_FOLD_HEADS,

@@ -250,16 +250,22 @@ weigh_scores(float *scores, int count, float scale_log2, smla_attention_state st
             new_max = max_lanes(new_max, *s);
         }
         const vfloat reference = finite_reference_of(new_max);
+        /* Compensated: equal terms all round the same way, and lse has no room for that. */
         vfloat block_sum = {0};
+        vfloat excess = {0}; /* how much too large block_sum is */
         for (int j = 0; j < count; j++) {
             vfloat *const s = (vfloat *)(column + j * stride);
             *s = exp2_lanes(*s - reference);
-            block_sum += *s;
+            const vfloat term = *s - excess;
+            const vfloat next_sum = block_sum + term;
+            excess = (next_sum - block_sum) - term;
+            block_sum = next_sum;
         }
         *max_log2 = new_max;
         alpha[v] = exp2_lanes(reference_of(old_max) - reference);
         for (int lane = 0; lane < WIDTH; lane++) {
-            sum[lane] = sum[lane] * (double)alpha[v][lane] + (double)block_sum[lane];
+            const double exact_sum = (double)block_sum[lane] - (double)excess[lane];
+            sum[lane] = sum[lane] * (double)alpha[v][lane] + exact_sum;
         }
     }
 }

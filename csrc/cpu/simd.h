@@ -1,4 +1,4 @@
-/* simd.h: vectors of SMLA_SIMD_WIDTH floats, and 2^x on them.
+/* simd.h: vectors of SMLA_SIMD_WIDTH floats: 2^x, rounding to bf16, transposition.
  *
  * GCC's vector extension, so one text serves SSE2, AVX2, AVX-512 and NEON: `a * b + c` becomes one
  * FMA where there is one (-ffp-contract=fast), and a scalar operand is broadcast. The file that
@@ -80,6 +80,74 @@ ceil_lanes(vfloat x)
     const vfloat up = nearest - (vfloat)((nearest < x) & (vint)splat(-1.0f));
     const vfloat magnitude = (vfloat)((vuint)x & 0x7FFFFFFFu);
     return select_lanes(magnitude < 0x1p22f, up, x);
+}
+
+/* ---- bf16 ------------------------------------------------------------------------------------ */
+
+typedef uint16_t vhalf __attribute__((vector_size(2 * SMLA_SIMD_WIDTH), may_alias, aligned(2)));
+
+/* smla_float_to_bf16 of every lane. */
+SMLA_INLINE vhalf
+round_to_bf16(vfloat x)
+{
+    const vuint bits = (vuint)x;
+    const vint is_nan = x != x;
+    const vuint rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+    const vuint quiet_nan = (bits >> 16 & 0x8000u) | 0x7FC0u;
+    return __builtin_convertvector((rounded & (vuint)~is_nan) | (quiet_nan & (vuint)is_nan), vhalf);
+}
+
+/* ---- Transposition --------------------------------------------------------------------------- */
+
+#if defined(__clang__)
+#define SMLA_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SMLA_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vuint){__VA_ARGS__})
+#endif
+
+/* The first halves of two vectors, lane by lane: a0 b0 a1 b1 ... */
+SMLA_INLINE vuint
+interleave_first(vuint a, vuint b)
+{
+#if SMLA_SIMD_WIDTH == 16
+    return SMLA_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#elif SMLA_SIMD_WIDTH == 8
+    return SMLA_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+#else
+    return SMLA_SHUFFLE(a, b, 0, 4, 1, 5);
+#endif
+}
+
+SMLA_INLINE vuint
+interleave_second(vuint a, vuint b)
+{
+#if SMLA_SIMD_WIDTH == 16
+    return SMLA_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif SMLA_SIMD_WIDTH == 8
+    return SMLA_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+    return SMLA_SHUFFLE(a, b, 2, 6, 3, 7);
+#endif
+}
+
+/* Transposes a WIDTH x WIDTH square. Interleaving rows i and i + WIDTH / 2 into rows 2i and 2i + 1
+ * rotates the bits of an element's index (row, column) left by one; log2(WIDTH) times swaps them. */
+SMLA_INLINE void
+transpose(vuint *square)
+{
+#pragma GCC unroll 4
+    for (int step = 1; step < WIDTH; step *= 2) {
+        vuint next[WIDTH];
+#pragma GCC unroll 8
+        for (int i = 0; i < WIDTH / 2; i++) {
+            next[2 * i] = interleave_first(square[i], square[i + WIDTH / 2]);
+            next[2 * i + 1] = interleave_second(square[i], square[i + WIDTH / 2]);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++) {
+            square[i] = next[i];
+        }
+    }
 }
 
 #endif /* SMLA_CPU_SIMD_H */

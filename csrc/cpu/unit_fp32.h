@@ -48,7 +48,6 @@ query_is_exact(const uint16_t *q, int count)
     return true;
 }
 
-typedef uint16_t vhalf __attribute__((vector_size(2 * SMLA_SIMD_WIDTH), may_alias, aligned(2)));
 typedef uint8_t vbyte __attribute__((vector_size(SMLA_SIMD_WIDTH), may_alias, aligned(1)));
 
 SMLA_INLINE void

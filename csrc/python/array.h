@@ -1,4 +1,7 @@
 /* array.h: arrays of any framework as DLTensors, and results in the caller's framework.
+ *
+ * What acquire or allocate took is given back by smla_py_release_array, exactly once. call.h holds the
+ * arrays of one operator call together.
  */
 #ifndef SMLA_PYTHON_ARRAY_H
 #define SMLA_PYTHON_ARRAY_H

@@ -3,7 +3,7 @@
 
 enum { NOT_THERE = 1 }; /* beside 0 = found and -1 = an exception is set */
 
-/* An int, but no bool. */
+/* An int, but no bool; OverflowError for one that no pointer holds. */
 static int
 read_handle(PyObject *object, void **stream)
 {
@@ -68,6 +68,11 @@ smla_py_parse_stream(const char *op, PyObject *object, void **stream)
                          op, got);
             Py_DECREF(got);
         }
+    }
+    if (result == -1 && PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError, "%s: `stream` must be a handle of at most 64 bits, got %R",
+                     op, object);
     }
     return result == 0 ? 0 : -1;
 }

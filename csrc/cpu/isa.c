@@ -1,0 +1,76 @@
+/* isa.c: the table of instruction sets, and the choice among them. */
+#include "isa.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "attention.h"
+#include "projection.h"
+
+static bool
+support_base(void)
+{
+    return true;
+}
+
+#if defined(SMLA_HAVE_X86_ISA)
+static bool
+support_avx2(void)
+{
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+static bool
+support_avx512(void)
+{
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("fma");
+}
+
+static bool
+support_avx512bf16(void)
+{
+    return support_avx512() && __builtin_cpu_supports("avx512vbmi") &&
+           __builtin_cpu_supports("avx512bf16");
+}
+#endif
+
+const smla_cpu_isa smla_cpu_isas[] = {
+#if defined(SMLA_HAVE_X86_ISA)
+    {"avx512bf16", support_avx512bf16, &smla_attention_avx512bf16, "cpu/attention_avx512bf16.c",
+     &smla_projection_avx512bf16},
+    {"avx512", support_avx512, &smla_attention_avx512, "cpu/attention_avx512.c",
+     &smla_projection_avx512},
+    {"avx2", support_avx2, &smla_attention_avx2, "cpu/attention_avx2.c", &smla_projection_avx2},
+#endif
+    {"base", support_base, &smla_attention_base, "cpu/attention_base.c", &smla_projection_base},
+};
+
+const int smla_cpu_num_isas = sizeof smla_cpu_isas / sizeof smla_cpu_isas[0];
+
+smla_status
+smla_cpu_choose_isa(const char *op, const smla_cpu_isa **chosen, smla_error *error)
+{
+    const char *const forced = getenv("SPARSE_MLA_CPU_ISA");
+    const bool is_forced = forced != NULL && forced[0] != '\0';
+    char choices[128] = "";
+    size_t length = 0;
+    for (int i = 0; i < smla_cpu_num_isas; i++) {
+        const smla_cpu_isa *const isa = &smla_cpu_isas[i];
+        if (!isa->is_supported()) {
+            continue;
+        }
+        if (!is_forced || strcmp(forced, isa->name) == 0) {
+            *chosen = isa;
+            return SMLA_OK;
+        }
+        length += (size_t)snprintf(choices + length, sizeof choices - length, "%s%s",
+                                   length > 0 ? ", " : "", isa->name);
+    }
+    return smla_fail(error, SMLA_ERROR_VALUE,
+                     "%s: environment variable `SPARSE_MLA_CPU_ISA` must be one of %s on this "
+                     "machine, got %.32s",
+                     op, choices, forced);
+}

@@ -1,0 +1,30 @@
+/* isa.h: the instruction sets that kernels are compiled for, and which one a call runs on.
+ *
+ * A kernel text is compiled once per instruction set (attention_avx2.c, projection_avx2.c, ...). One
+ * table holds them all, so attention and projections are always on the same row of it.
+ */
+#ifndef SMLA_CPU_ISA_H
+#define SMLA_CPU_ISA_H
+
+#include "../backend.h"
+
+struct smla_attention_isa;
+struct smla_projection_isa;
+
+typedef struct smla_cpu_isa {
+    const char *name;
+    bool (*is_supported)(void);
+    const struct smla_attention_isa *attention;
+    const char *attention_source;
+    const struct smla_projection_isa *projection;
+} smla_cpu_isa;
+
+/* The fastest first. */
+extern const smla_cpu_isa smla_cpu_isas[];
+extern const int smla_cpu_num_isas;
+
+/* The first supported row, or the one that the environment variable SPARSE_MLA_CPU_ISA names (for
+ * tests). `op` is who asks. */
+smla_status smla_cpu_choose_isa(const char *op, const smla_cpu_isa **chosen, smla_error *error);
+
+#endif /* SMLA_CPU_ISA_H */
