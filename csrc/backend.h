@@ -225,6 +225,7 @@ typedef struct smla_split_weight_params {
 
 /* out[t,h,n] = sum_k x[t,h,k] * w(k,h,n): both up projections, told apart by the strides of w. */
 typedef struct smla_projection_params {
+    const char *op; /* "k_up_proj" or "v_up_proj", for errors */
     int64_t num_tokens;
     int64_t num_heads;
     int64_t inner_dim; /* k */

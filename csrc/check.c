@@ -217,9 +217,9 @@ smla_check_convert(const smla_convert_req_index_args *args, smla_convert_params 
     const smla_rule counts =
         int32_vector("counts", args->counts, num_tokens, SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL);
     SMLA_TRY(smla_require(&c, &counts));
-    if (args->block_size < 1) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `block_size` must be at least 1, got %lld",
-                         c.op, (long long)args->block_size);
+    if (args->block_size < 1 || args->block_size > INT32_MAX) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `block_size` must be 1 to %d, got %lld",
+                         c.op, INT32_MAX, (long long)args->block_size);
     }
     SMLA_TRY(finish(&c, backend));
     *params = (smla_convert_params){
@@ -372,7 +372,7 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
                                   &p.lists[1]));
         p.num_lists = 2;
     }
-    if (!isfinite(args->softmax_scale)) {
+    if (!isfinite((float)args->softmax_scale)) {
         return smla_fail(error, SMLA_ERROR_VALUE, "%s: `softmax_scale` must be finite, got %g",
                          c.op, args->softmax_scale);
     }
@@ -441,9 +441,9 @@ smla_check_attention_workspace(const smla_attention_workspace_args *args,
                   {"topk", args->topk},
                   {"extra_topk", args->extra_topk}};
     for (int i = 0; i < 3; i++) {
-        if (counts[i].value < 0) {
-            return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be at least 0, got %lld", c.op,
-                             counts[i].name, (long long)counts[i].value);
+        if (counts[i].value < 0 || counts[i].value > INT32_MAX) {
+            return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be 0 to %d, got %lld", c.op,
+                             counts[i].name, INT32_MAX, (long long)counts[i].value);
         }
     }
     if (args->num_heads < 1 || args->num_heads > SMLA_MAX_HEADS) {
@@ -626,6 +626,7 @@ check_up_proj(smla_checker *c, const char *x_name, const DLTensor *x, const char
                                           .shape = {num_tokens, num_heads, outer_dim}}));
     SMLA_TRY(finish(c, backend));
     *params = (smla_projection_params){
+        .op = c->op,
         .num_tokens = num_tokens,
         .num_heads = num_heads,
         .inner_dim = smla_size(x, 2),

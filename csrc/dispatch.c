@@ -85,6 +85,8 @@ smla_kernels(smla_kernel_info *rows, int64_t capacity)
 
 /* ---- Args -------------------------------------------------------------------------------------- */
 
+enum { MAX_ARGS_BYTES = 4096 }; /* of any version to come; a size nobody set is seldom less */
+
 smla_status
 smla_read_args(const char *op, void *known, size_t known_size, const void *args, smla_error *error)
 {
@@ -92,7 +94,7 @@ smla_read_args(const char *op, void *known, size_t known_size, const void *args,
     if (args != NULL) {
         memcpy(&size, args, sizeof size);
     }
-    if (size < sizeof size) {
+    if (size < sizeof size || size > MAX_ARGS_BYTES) {
         return smla_fail(error, SMLA_ERROR_VALUE,
                          "%s: `struct_size` must be set to sizeof args, got %zu", op, size);
     }
@@ -187,6 +189,10 @@ smla_attention_workspace_size(const smla_attention_workspace_args *args, int64_t
     const smla_backend *backend;
     SMLA_TRY(smla_read_args("attention_workspace_size", &known, sizeof known, args, error));
     SMLA_TRY(smla_check_attention_workspace(&known, &shape, &backend, error));
+    if (bytes == NULL) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "attention_workspace_size: `bytes` must be given, got none");
+    }
     *bytes = backend->attention_workspace_size(&shape);
     return SMLA_OK;
 }

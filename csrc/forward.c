@@ -104,7 +104,7 @@ check_forward(const smla_forward_args *args, smla_error *error)
                                                     SMLA_RULE_ANY_LAST_STRIDE,
                                            .ndim = 2,
                                            .shape = {num_tokens, num_heads}}));
-    if (!isfinite(args->softmax_scale)) {
+    if (!isfinite((float)args->softmax_scale)) {
         return smla_fail(error, SMLA_ERROR_VALUE, "%s: `softmax_scale` must be finite, got %g", op,
                          args->softmax_scale);
     }

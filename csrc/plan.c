@@ -17,10 +17,24 @@ enum {
 
 /* ---- Splitting a batch ------------------------------------------------------------------------- */
 
+/* What is no array has no rule of its own: it must be there. */
+static smla_status
+require_pointer(const char *op, const char *name, const void *pointer, smla_error *error)
+{
+    if (pointer == NULL) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be given, got none", op, name);
+    }
+    return SMLA_OK;
+}
+
 static smla_status
 check_query_start_loc(const char *op, const int32_t *query_start_loc, int64_t num_reqs,
                       int64_t num_actual_tokens, smla_error *error)
 {
+    if (num_reqs < 0) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `num_reqs` must be at least 0, got %lld", op,
+                         (long long)num_reqs);
+    }
     if (query_start_loc == NULL || query_start_loc[0] != 0) {
         return smla_fail(error, SMLA_ERROR_VALUE, "%s: `query_start_loc` must start with 0, got %d",
                          op, query_start_loc == NULL ? -1 : query_start_loc[0]);
@@ -84,6 +98,7 @@ smla_split_decodes_and_prefills(const int32_t *query_start_loc, int64_t num_reqs
                          (long long)decode_threshold);
     }
     SMLA_TRY(check_query_start_loc(op, query_start_loc, num_reqs, num_actual_tokens, error));
+    SMLA_TRY(require_pointer(op, "split", split, error));
     SMLA_TRY(check_empty_queries(op, query_start_loc, num_reqs, decode_threshold, error));
     int64_t num_decodes = 0;
     while (num_decodes < num_reqs) {
@@ -113,6 +128,11 @@ smla_split_prefill_chunks(const int32_t *seq_lens, int64_t num_reqs, int64_t wor
     static const char op[] = "split_prefill_chunks";
     int64_t count = 0;
     int64_t used = 0;
+    if (num_reqs > 0) {
+        SMLA_TRY(require_pointer(op, "seq_lens", seq_lens, error));
+        SMLA_TRY(require_pointer(op, "ends", ends, error));
+    }
+    SMLA_TRY(require_pointer(op, "num_chunks", num_chunks, error));
     for (int64_t req = 0; req < num_reqs; req++) {
         const int64_t len = seq_lens[req];
         if (len < 0) {
@@ -144,7 +164,9 @@ smla_split_prefill_chunks(const int32_t *seq_lens, int64_t num_reqs, int64_t wor
 int64_t
 smla_prefill_workspace_size(int64_t max_model_len)
 {
-    return PREFILL_WORKSPACE_FACTOR * max_model_len;
+    int64_t tokens;
+    return __builtin_mul_overflow(PREFILL_WORKSPACE_FACTOR, max_model_len, &tokens) ? INT64_MAX
+                                                                                    : tokens;
 }
 
 const char *
@@ -191,7 +213,12 @@ smla_slice_rows(smla_view *view, const DLTensor *tensor, int64_t start, int64_t 
         view->strides[i] = smla_stride(tensor, i);
     }
     view->shape[0] = end - start;
-    view->tensor.byte_offset += (uint64_t)(start * view->strides[0] * smla_element_bytes(tensor));
+    /* Not through byte_offset, which cannot go back: strides of inputs may be negative. */
+    if (start != 0 && tensor->data != NULL) {
+        view->tensor.data =
+            (uint8_t *)smla_data(tensor) + start * view->strides[0] * smla_element_bytes(tensor);
+        view->tensor.byte_offset = 0;
+    }
     return &view->tensor;
 }
 
@@ -216,7 +243,8 @@ check_config_counts(const smla_builder_config *config, smla_error *error)
         {"max_model_len", config->max_model_len, INT32_MAX},
         {"decode_threshold", config->decode_threshold, INT32_MAX},
         {"min_heads_for_bf16_prefill", config->min_heads_for_bf16_prefill, INT32_MAX},
-        {"prefill_workspace_tokens", config->prefill_workspace_tokens, INT64_MAX},
+        /* Row numbers of the workspace are int32. */
+        {"prefill_workspace_tokens", config->prefill_workspace_tokens, INT32_MAX},
     };
     for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
         if (counts[i].value < 1 || counts[i].value > counts[i].most) {
@@ -284,6 +312,17 @@ adopt_workspace(smla_builder *b, int64_t tokens_asked, smla_error *error)
 }
 
 static smla_status
+report_no_memory(const smla_builder_config *config, smla_error *error)
+{
+    return smla_fail(
+        error, SMLA_ERROR_MEMORY,
+        "%s: buffers for %lld tokens x %lld topk and a workspace of %lld tokens must fit "
+        "in memory, got none",
+        create_op, (long long)config->max_num_batched_tokens, (long long)config->topk_tokens,
+        (long long)config->prefill_workspace_tokens);
+}
+
+static smla_status
 allocate_buffers(smla_builder *b, smla_error *error)
 {
     const smla_builder_config *config = &b->config;
@@ -292,12 +331,16 @@ allocate_buffers(smla_builder *b, smla_error *error)
     const smla_attention_shape largest = {.num_tokens = tokens,
                                           .num_heads = config->num_heads,
                                           .topk = config->topk_tokens};
+    int64_t index_bytes;
+    if (__builtin_mul_overflow(tokens * id_bytes, config->topk_tokens, &index_bytes)) {
+        return report_no_memory(config, error);
+    }
     b->scratch_bytes = b->backend->attention_workspace_size(&largest);
     b->req_id_per_token = b->backend->allocate(tokens * id_bytes);
     b->prefill_seq_lens = b->backend->allocate(config->max_num_seqs * id_bytes);
     b->prefill_request_ids = b->backend->allocate(tokens * id_bytes);
     b->prefill_workspace_starts = b->backend->allocate(config->max_num_seqs * id_bytes);
-    b->indices = b->backend->allocate(tokens * config->topk_tokens * id_bytes);
+    b->indices = b->backend->allocate(index_bytes);
     b->scratch = b->backend->allocate(b->scratch_bytes);
     b->chunks = malloc((size_t)config->max_num_seqs * sizeof *b->chunks);
     b->chunk_ends = malloc((size_t)config->max_num_seqs * sizeof *b->chunk_ends);
@@ -314,12 +357,7 @@ allocate_buffers(smla_builder *b, smla_error *error)
         smla_make_view(&b->prefill_workspace, b->own_workspace, bf16, config->device, 2, shape);
     }
     if (!good) {
-        return smla_fail(
-            error, SMLA_ERROR_MEMORY,
-            "%s: buffers for %lld tokens x %lld topk and a workspace of %lld tokens must "
-            "fit in memory, got none",
-            create_op, (long long)tokens, (long long)config->topk_tokens,
-            (long long)config->prefill_workspace_tokens);
+        return report_no_memory(config, error);
     }
     memset(b->req_id_per_token, 0, (size_t)(tokens * id_bytes));
     return SMLA_OK;
@@ -338,7 +376,8 @@ initialize(smla_builder *b, const smla_builder_config *config, smla_error *error
         known->min_heads_for_bf16_prefill = DEFAULT_MIN_HEADS_FOR_BF16_PREFILL;
     }
     if (tokens_asked == 0) {
-        known->prefill_workspace_tokens = smla_prefill_workspace_size(known->max_model_len);
+        const int64_t tokens = smla_prefill_workspace_size(known->max_model_len);
+        known->prefill_workspace_tokens = tokens > INT32_MAX ? INT32_MAX : tokens;
     }
     SMLA_TRY(check_config_counts(known, error));
     if (smla_find_kv_format(known->kv_format) == NULL) {
@@ -357,6 +396,7 @@ initialize(smla_builder *b, const smla_builder_config *config, smla_error *error
 smla_status
 smla_builder_create(const smla_builder_config *config, smla_builder **builder, smla_error *error)
 {
+    SMLA_TRY(require_pointer(create_op, "builder", builder, error));
     smla_builder *b = calloc(1, sizeof *b);
     if (b == NULL) {
         return smla_fail(error, SMLA_ERROR_MEMORY, "%s: a builder must fit in memory, got none",
@@ -397,7 +437,7 @@ smla_builder_destroy(smla_builder *b)
 int64_t
 smla_builder_workspace_bytes(const smla_builder *b)
 {
-    return b->prefill_workspace.tensor.data == NULL
+    return b == NULL || b->config.path != SMLA_PATH_SEPARATE
                ? 0
                : b->config.prefill_workspace_tokens * SMLA_HEAD_DIM * (int64_t)sizeof(uint16_t);
 }
@@ -441,6 +481,9 @@ static smla_status
 check_seq_lens(const smla_builder *b, const smla_build_args *args, smla_error *error)
 {
     const int64_t num_blocks = smla_size(args->block_table, 1);
+    if (args->num_reqs > 0) {
+        SMLA_TRY(require_pointer(build_op, "seq_lens", args->seq_lens_cpu, error));
+    }
     for (int64_t req = 0; req < args->num_reqs; req++) {
         const int64_t seq_len = args->seq_lens_cpu[req];
         const int64_t len = query_len(args->query_start_loc_cpu, req);
@@ -581,6 +624,7 @@ smla_builder_build(smla_builder *b, const smla_build_args *args, const smla_meta
                    smla_error *error)
 {
     smla_build_args known;
+    SMLA_TRY(require_pointer(build_op, "builder", b, error));
     SMLA_TRY(smla_read_args(build_op, &known, sizeof known, args, error));
     SMLA_TRY(plan_step(b, &known, error));
     if (metadata != NULL) {

@@ -66,13 +66,24 @@ smla_data(const DLTensor *tensor)
 int64_t
 smla_size(const DLTensor *tensor, int dim)
 {
-    return tensor != NULL && dim < tensor->ndim ? tensor->shape[dim] : SMLA_ANY;
+    return tensor != NULL && dim >= 0 && dim < tensor->ndim ? tensor->shape[dim] : SMLA_ANY;
+}
+
+static bool
+is_empty(const DLTensor *tensor)
+{
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] == 0) {
+            return true;
+        }
+    }
+    return false;
 }
 
 int64_t
 smla_stride(const DLTensor *tensor, int dim)
 {
-    if (tensor == NULL || tensor->shape[dim] <= 1) {
+    if (tensor == NULL || tensor->shape[dim] <= 1 || is_empty(tensor)) {
         return 0;
     }
     if (tensor->strides != NULL) {
@@ -89,17 +100,6 @@ int64_t
 smla_element_bytes(const DLTensor *tensor)
 {
     return ((int64_t)tensor->dtype.bits * tensor->dtype.lanes + 7) / 8;
-}
-
-static bool
-is_empty(const DLTensor *tensor)
-{
-    for (int i = 0; i < tensor->ndim; i++) {
-        if (tensor->shape[i] == 0) {
-            return true;
-        }
-    }
-    return false;
 }
 
 /* ---- Wording ----------------------------------------------------------------------------------- */
@@ -212,15 +212,55 @@ check_dtype(const smla_checker *c, const smla_rule *rule)
                      wanted, got);
 }
 
-/* Rank within what fixed arrays hold, no negative sizes: what every later step relies on. */
+/* Whether sizes, strides and addresses stay far inside int64, so that nobody need check sums and products
+ * of them again. Sizes of 0 count as 1: an empty array may not be absurd in another dimension. */
+static bool
+is_addressable(const DLTensor *tensor)
+{
+    const int64_t most = INT64_MAX / 64; /* 2^57: no machine has as many bytes */
+    const int64_t element_bytes = smla_element_bytes(tensor);
+    const bool empty = is_empty(tensor);
+    int64_t total = element_bytes;
+    int64_t below = 0; /* bytes in front of the first element, and from it on */
+    int64_t above = element_bytes;
+    for (int i = tensor->ndim - 1; i >= 0; i--) {
+        const int64_t size = tensor->shape[i] > 0 ? tensor->shape[i] : 1;
+        int64_t reach = total; /* a contiguous array's stride */
+        if (__builtin_mul_overflow(total, size, &total) || total > most) {
+            return false;
+        }
+        if (size == 1 || empty) {
+            continue;
+        }
+        if (tensor->strides != NULL &&
+            __builtin_mul_overflow(tensor->strides[i], element_bytes, &reach)) {
+            return false;
+        }
+        if (__builtin_mul_overflow(reach, size - 1, &reach) || reach < -most || reach > most) {
+            return false;
+        }
+        below += reach < 0 ? -reach : 0;
+        above += reach > 0 ? reach : 0;
+    }
+    const uint64_t data = (uint64_t)(uintptr_t)tensor->data;
+    const uint64_t first = data + tensor->byte_offset;
+    return data == 0 || (tensor->byte_offset <= (uint64_t)most && first >= data &&
+                         first >= (uint64_t)below && UINTPTR_MAX - first >= (uint64_t)above);
+}
+
+/* Rank within what fixed arrays hold, no negative sizes, addresses that exist: what every later step
+ * relies on. */
 static smla_status
 check_sane(const smla_checker *c, const char *name, const DLTensor *tensor)
 {
-    if (tensor->ndim < 0 || tensor->ndim > SMLA_MAX_RANK ||
-        (tensor->ndim > 0 && tensor->shape == NULL)) {
+    if (tensor->ndim < 0 || tensor->ndim > SMLA_MAX_RANK) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `%s` must have at most %d dimensions, got %d", c->op, name,
                          SMLA_MAX_RANK, (int)tensor->ndim);
+    }
+    if (tensor->ndim > 0 && tensor->shape == NULL) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have a shape, got a null pointer", c->op, name);
     }
     for (int i = 0; i < tensor->ndim; i++) {
         if (tensor->shape[i] < 0) {
@@ -233,6 +273,13 @@ check_sane(const smla_checker *c, const char *name, const DLTensor *tensor)
     if (!is_empty(tensor) && tensor->data == NULL) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `%s` must have memory, got a null pointer", c->op, name);
+    }
+    if (!is_addressable(tensor)) {
+        char got[TEXT_BYTES] = "";
+        describe_shape(tensor, got);
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must fit in the address space with its strides, got shape %s",
+                         c->op, name, got);
     }
     return SMLA_OK;
 }

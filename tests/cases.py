@@ -316,6 +316,13 @@ ATTENTION: dict[str, AttentionCase] = {
     "equal_logits_k2048": AttentionCase(2, 16, 2048, pages=40, softmax_scale=1e-8),
     "equal_logits_bf16": AttentionCase(3, 16, 777, fmt="bf16", softmax_scale=1e-8),
     "one_token": AttentionCase(4, 16, 101, pages=1, block_size=1, softmax_scale=1e-8),
+    # one token K times: equal terms, so every rounding of the running sum goes the same way
+    "one_token_k1530": AttentionCase(
+        2, 16, 1530, pages=1, block_size=1, indices="ordered", softmax_scale=1e-3
+    ),
+    "one_token_k1530_bf16": AttentionCase(
+        2, 16, 1530, fmt="bf16", pages=1, block_size=1, indices="ordered", softmax_scale=1e-3
+    ),
     "scales_wide": AttentionCase(3, 16, 200, data="wide", softmax_scale=1e-7),
     "scales_wide_steep": AttentionCase(3, 16, 200, data="wide"),
     "scales_pow2": AttentionCase(3, 16, 200, data="pow2"),

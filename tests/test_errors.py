@@ -326,6 +326,14 @@ def test_bad_streams(op, stream):
         call.run(sparse_mla)
 
 
+@pytest.mark.parametrize("stream", [2**64, 2**70, -(2**63) - 1])
+def test_streams_beyond_a_handle(stream):
+    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call.kwargs["stream"] = stream
+    with pytest.raises((ValueError, TypeError), match=r"`stream` must .*, got"):
+        call.run(sparse_mla)
+
+
 @pytest.mark.parametrize("op", cases.GOOD_CALLS)
 def test_stream_none_is_the_default(op):
     call = cases.GOOD_CALLS[op]()

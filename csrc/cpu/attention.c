@@ -97,6 +97,9 @@ thread_bytes(int64_t num_heads)
 int64_t
 smla_cpu_attention_workspace_size(const smla_attention_shape *shape)
 {
+    if (shape->num_tokens == 0) {
+        return 0;
+    }
     const int64_t splits = max_splits(shape);
     const int64_t parts = splits == 1
                               ? 0

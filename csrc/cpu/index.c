@@ -28,6 +28,14 @@ check_ids(const smla_convert_params *p, smla_error *error)
                 "(0 to %lld) or be -1, got %d at token %lld",
                 op, (long long)p->num_prefills - 1, prefill, (long long)token);
         }
+        const int32_t start =
+            prefill < 0 ? 0
+                        : p->prefill_workspace_starts[prefill * p->prefill_workspace_starts_stride];
+        if (start < 0) {
+            return smla_fail(error, SMLA_ERROR_VALUE,
+                             "%s: `prefill_workspace_starts` must be >= 0, got %d at entry %d", op,
+                             start, prefill);
+        }
     }
     return SMLA_OK;
 }

@@ -63,9 +63,8 @@ block_size(int64_t size, int64_t start, int64_t block)
 smla_status
 smla_cpu_up_proj(const smla_projection_params *p, smla_error *error)
 {
-    const char *const op = smla_outer_is_contiguous(p) ? "v_up_proj" : "k_up_proj";
     const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa(op, &isa, error));
+    SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
     const int64_t token_blocks = count_blocks(p->num_tokens, SMLA_PROJECTION_TOKENS);
     const int64_t outer_blocks = count_blocks(p->outer_dim, SMLA_PROJECTION_OUTER);
     const int64_t num_tasks = p->num_heads * outer_blocks * token_blocks;

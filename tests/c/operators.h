@@ -111,9 +111,12 @@ make_convert(void)
 static inline any_args
 make_attention(void)
 {
-    const smla_attention_workspace_args shape = {
-        .struct_size = sizeof shape, .num_tokens = 3, .num_heads = 2, .topk = 5, .extra_topk = 4,
-        .device = cpu};
+    const smla_attention_workspace_args shape = {.struct_size = sizeof shape,
+                                                 .num_tokens = 3,
+                                                 .num_heads = 2,
+                                                 .topk = 5,
+                                                 .extra_topk = 4,
+                                                 .device = cpu};
     int64_t bytes = 0;
     EXPECT_OK(smla_attention_workspace_size(&shape, &bytes, &error));
     return (any_args){.attention = {.struct_size = sizeof(smla_sparse_attention_args),
@@ -182,10 +185,10 @@ make_quant(void)
                                 .scale = ZEROS(fp32, 1)}};
 }
 
-#define CALL(member, function)                                             \
+#define CALL(member, function)                                                \
     static inline smla_status call_##member(const any_args *a, smla_error *e) \
-    {                                                                      \
-        return function(a == NULL ? NULL : &a->member, e);                 \
+    {                                                                         \
+        return function(a == NULL ? NULL : &a->member, e);                    \
     }
 
 CALL(write, smla_concat_and_cache_mla)

@@ -8,7 +8,15 @@
 
 #include "testing.h"
 
-enum { NOPE = 512, ROPE = 64, ROW = 576, FP8_ROW = 656, TILE = 128, SCALES_AT = 512, ROPE_AT = 528 };
+enum {
+    NOPE = 512,
+    ROPE = 64,
+    ROW = 576,
+    FP8_ROW = 656,
+    TILE = 128,
+    SCALES_AT = 512,
+    ROPE_AT = 528
+};
 
 /* The value of a small float: what its standard says. */
 static inline double
@@ -62,8 +70,8 @@ row_of(const array *kv, int64_t slot)
 {
     const int64_t page = kv->tensor.ndim == 2 ? 0 : slot / kv->shape[1];
     const int64_t token = kv->tensor.ndim == 2 ? slot : slot % kv->shape[1];
-    const int64_t offset =
-        kv->tensor.ndim == 2 ? token * kv->strides[0] : page * kv->strides[0] + token * kv->strides[1];
+    const int64_t offset = kv->tensor.ndim == 2 ? token * kv->strides[0]
+                                                : page * kv->strides[0] + token * kv->strides[1];
     return (uint8_t *)kv->tensor.data + offset * (kv->tensor.dtype.bits / 8);
 }
 

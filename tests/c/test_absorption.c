@@ -12,12 +12,12 @@ typedef struct weights {
 static smla_status
 run_split(const weights *w)
 {
-    const smla_split_kv_b_proj_args args = {
-        .struct_size = sizeof args,
-        .weight = &w->weight->tensor,
-        .weight_scale_inv = w->scale == NULL ? NULL : &w->scale->tensor,
-        .w_uk = &w->w_uk->tensor,
-        .w_uv = &w->w_uv->tensor};
+    const smla_split_kv_b_proj_args args = {.struct_size = sizeof args,
+                                            .weight = &w->weight->tensor,
+                                            .weight_scale_inv =
+                                                w->scale == NULL ? NULL : &w->scale->tensor,
+                                            .w_uk = &w->w_uk->tensor,
+                                            .w_uv = &w->w_uv->tensor};
     return smla_split_kv_b_proj(&args, &error);
 }
 
@@ -41,10 +41,10 @@ expect_split(const weights *w, bool is_transposed)
         for (int64_t column = 0; column < heads * (nope + value); column++) {
             const int64_t head = column / (nope + value);
             const int64_t at = column % (nope + value);
-            const uint16_t wanted =
-                smla_float_to_bf16(weight_at(w, is_transposed, latent, column));
+            const uint16_t wanted = smla_float_to_bf16(weight_at(w, is_transposed, latent, column));
             uint16_t got;
-            memcpy(&got, at < nope ? AT(w->w_uk, latent, head, at) : AT(w->w_uv, latent, head, at - nope),
+            memcpy(&got,
+                   at < nope ? AT(w->w_uk, latent, head, at) : AT(w->w_uv, latent, head, at - nope),
                    sizeof got);
             EXPECT_EQ(got, wanted);
         }
@@ -103,8 +103,9 @@ test_split_errors(void)
                 "`weight_scale_inv` must have shape [4, 1], got [4, 2]");
     w.scale = ARRAY(fp32, 4, 1);
     w.w_uv = ARRAY(bf16, NOPE, 3, 9);
-    EXPECT_FAIL(run_split(&w), SMLA_ERROR_VALUE,
-                "`weight` must have shape [512, 63] or [63, 512] (3 heads x (12 + 9)), got [512, 60]");
+    EXPECT_FAIL(
+        run_split(&w), SMLA_ERROR_VALUE,
+        "`weight` must have shape [512, 63] or [63, 512] (3 heads x (12 + 9)), got [512, 60]");
     w.w_uv = ARRAY(bf16, NOPE, 2, 18);
     EXPECT_FAIL(run_split(&w), SMLA_ERROR_VALUE, "`w_uv` must have shape [512, 3, any], got");
 }
@@ -147,8 +148,10 @@ run_k_up(const array *q_nope, const array *w_uk, const array *out)
 static smla_status
 run_v_up(const array *x, const array *w_uv, const array *out)
 {
-    const smla_v_up_proj_args args = {
-        .struct_size = sizeof args, .x = &x->tensor, .w_uv = &w_uv->tensor, .out = &out->tensor};
+    const smla_v_up_proj_args args = {.struct_size = sizeof args,
+                                      .x = &x->tensor,
+                                      .w_uv = &w_uv->tensor,
+                                      .out = &out->tensor};
     return smla_v_up_proj(&args, &error);
 }
 
@@ -157,8 +160,8 @@ test_k_up_proj(void)
 {
     const int64_t nope_dims[] = {128, 1, 70};
     for (int i = 0; i < 3; i++) {
-        const array *q = slice(fill_normal(ARRAY(bf16, 4, 2, nope_dims[i] + 3), 1.0), 2, 3,
-                               nope_dims[i] + 3, 1);
+        const array *q =
+            slice(fill_normal(ARRAY(bf16, 4, 2, nope_dims[i] + 3), 1.0), 2, 3, nope_dims[i] + 3, 1);
         const array *w = transpose(fill_normal(ARRAY(bf16, 2, NOPE, nope_dims[i]), 1.0), 0, 1);
         array *buffer = ARRAY(bf16, 4, 2, NOPE + 1);
         const array *out = slice(buffer, 2, 0, NOPE, 1);

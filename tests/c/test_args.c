@@ -115,9 +115,9 @@ test_error(void)
     EXPECT_EQ(smla_merge_attn_states(&good.merge, &kept), SMLA_OK);
     EXPECT_EQ((int)kept.status, SMLA_ERROR_BUFFER);
     EXPECT(strcmp(kept.text, "as it was") == 0);
-    static const char *const names[] = {"SMLA_OK",           "SMLA_ERROR_TYPE",
-                                        "SMLA_ERROR_VALUE",  "SMLA_ERROR_BUFFER",
-                                        "SMLA_ERROR_RUNTIME", "SMLA_ERROR_MEMORY"};
+    static const char *const names[] = {
+        "SMLA_OK",           "SMLA_ERROR_TYPE",    "SMLA_ERROR_VALUE",
+        "SMLA_ERROR_BUFFER", "SMLA_ERROR_RUNTIME", "SMLA_ERROR_MEMORY"};
     for (int i = 0; i < 6; i++) {
         EXPECT(strcmp(smla_status_name((smla_status)i), names[i]) == 0);
     }

@@ -33,14 +33,14 @@ static int64_t
 workspace_bytes(const attention_inputs *in, int num_splits)
 {
     const bool has_extra = in->lists[1].kv != NULL;
-    const smla_attention_workspace_args args = {
-        .struct_size = sizeof args,
-        .num_tokens = in->q->shape[0],
-        .num_heads = in->q->shape[1],
-        .topk = in->lists[0].indices->shape[1],
-        .extra_topk = has_extra ? in->lists[1].indices->shape[1] : 0,
-        .num_splits = num_splits,
-        .device = cpu};
+    const smla_attention_workspace_args args = {.struct_size = sizeof args,
+                                                .num_tokens = in->q->shape[0],
+                                                .num_heads = in->q->shape[1],
+                                                .topk = in->lists[0].indices->shape[1],
+                                                .extra_topk =
+                                                    has_extra ? in->lists[1].indices->shape[1] : 0,
+                                                .num_splits = num_splits,
+                                                .device = cpu};
     int64_t bytes = -1;
     EXPECT_OK(smla_attention_workspace_size(&args, &bytes, &error));
     return bytes;
@@ -91,7 +91,8 @@ random_slots(int64_t tokens, int64_t topk, int64_t slots)
     array *a = ARRAY(int32, tokens, topk);
     for (int64_t i = 0; i < tokens * topk; i++) {
         const int64_t kind = random_int(12);
-        const int64_t slot = kind == 0 ? -1 - random_int(5) : (kind == 1 ? slots : random_int(slots));
+        const int64_t slot =
+            kind == 0 ? -1 - random_int(5) : (kind == 1 ? slots : random_int(slots));
         SET(a, (double)slot, i / topk, i % topk);
     }
     return a;
@@ -187,7 +188,8 @@ test_sinks(void)
             SET(sink, values[h], h);
         }
         in.attn_sink = sink;
-        in.lists[0].topk_length = VECTOR(int32, 10, 0, 4); /* token 1 is empty: zero, whatever sink is */
+        in.lists[0].topk_length =
+            VECTOR(int32, 10, 0, 4); /* token 1 is empty: zero, whatever sink is */
         attend_and_compare(&in, 0);
         attend_and_compare(&in, 2);
     }

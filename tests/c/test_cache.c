@@ -171,10 +171,10 @@ test_write_special_values(void)
     array *kv_c = fill(ARRAY(fp32, 5, NOPE), 0.0);
     const array *k_pe = fill(ARRAY(fp32, 5, ROPE), -0.0);
     const array *cache = ARRAY(uint8, 1, 5, FP8_ROW);
-    SET(kv_c, -0.0, 0, 3);      /* a zero tile: the smallest scale, sign bits kept */
-    SET(kv_c, INFINITY, 1, 0);  /* counts as FLT_MAX */
+    SET(kv_c, -0.0, 0, 3);     /* a zero tile: the smallest scale, sign bits kept */
+    SET(kv_c, INFINITY, 1, 0); /* counts as FLT_MAX */
     SET(kv_c, -INFINITY, 1, 1);
-    SET(kv_c, NAN, 2, 0);       /* no part in amax */
+    SET(kv_c, NAN, 2, 0); /* no part in amax */
     SET(kv_c, -NAN, 2, 1);
     SET(kv_c, 3.0, 2, 2);
     SET(kv_c, 1e-38, 3, 0);     /* amax / 448 below FLT_MIN */
@@ -196,9 +196,10 @@ test_write_bad_slot(void)
     const array *cache = ARRAY(uint8, 2, 4, FP8_ROW);
     const array *kv_c = make_input(0, 4, NOPE);
     const array *k_pe = make_input(0, 4, ROPE);
-    EXPECT_FAIL(write_cache(kv_c, k_pe, cache, VECTOR(int32, 0, 1, 8, 2)), SMLA_ERROR_VALUE,
-                "concat_and_cache_mla: `slot_mapping` must be below the 8 slots of `kv_cache`, got 8 "
-                "at token 2");
+    EXPECT_FAIL(
+        write_cache(kv_c, k_pe, cache, VECTOR(int32, 0, 1, 8, 2)), SMLA_ERROR_VALUE,
+        "concat_and_cache_mla: `slot_mapping` must be below the 8 slots of `kv_cache`, got 8 "
+        "at token 2");
     EXPECT_FAIL(write_cache(kv_c, k_pe, cache, VECTOR(int64, INT64_MAX)), SMLA_ERROR_VALUE,
                 "got 9223372036854775807 at token 0");
     EXPECT_FAIL(write_cache(kv_c, k_pe, cache, VECTOR(int32, 0, 1, 2, 3, 4)), SMLA_ERROR_VALUE,
@@ -218,14 +219,15 @@ typedef struct gather {
 static smla_status
 run_gather(const gather *g)
 {
-    const smla_gather_kv_cache_args args = {
-        .struct_size = sizeof args,
-        .kv_cache = &g->cache->tensor,
-        .block_table = &g->block_table->tensor,
-        .seq_lens = &g->seq_lens->tensor,
-        .workspace_starts = &g->starts->tensor,
-        .seq_starts = g->seq_starts == NULL ? NULL : &g->seq_starts->tensor,
-        .out = &g->out->tensor};
+    const smla_gather_kv_cache_args args = {.struct_size = sizeof args,
+                                            .kv_cache = &g->cache->tensor,
+                                            .block_table = &g->block_table->tensor,
+                                            .seq_lens = &g->seq_lens->tensor,
+                                            .workspace_starts = &g->starts->tensor,
+                                            .seq_starts = g->seq_starts == NULL
+                                                              ? NULL
+                                                              : &g->seq_starts->tensor,
+                                            .out = &g->out->tensor};
     return smla_gather_kv_cache(&args, &error);
 }
 
@@ -295,9 +297,10 @@ test_gather_bad_values(void)
     g.block_table = &table;
     EXPECT_OK(run_gather(&g));
     g.out = ARRAY(bf16, 10, ROW);
-    EXPECT_FAIL(run_gather(&g), SMLA_ERROR_VALUE,
-                "gather_kv_cache: `workspace_starts` must keep every row inside the 10 rows of `out`, "
-                "got rows 3 to 11 for request 1");
+    EXPECT_FAIL(
+        run_gather(&g), SMLA_ERROR_VALUE,
+        "gather_kv_cache: `workspace_starts` must keep every row inside the 10 rows of `out`, "
+        "got rows 3 to 11 for request 1");
     g.out = ARRAY(bf16, 20, ROW);
     g.starts = VECTOR(int32, -1, 3);
     EXPECT_FAIL(run_gather(&g), SMLA_ERROR_VALUE, "got rows -1 to 2 for request 0");
@@ -316,8 +319,9 @@ test_gather_bad_values(void)
     EXPECT_FAIL(run_gather(&g), SMLA_ERROR_VALUE, "`block_table` must have at least");
     g.seq_starts = NULL;
     table.tensor.data = VECTOR(int32, 0, 1, 2, 4)->tensor.data;
-    EXPECT_FAIL(run_gather(&g), SMLA_ERROR_VALUE,
-                "`block_table` must name pages of the cache (0 to 3), got 4 for request 1, block 1");
+    EXPECT_FAIL(
+        run_gather(&g), SMLA_ERROR_VALUE,
+        "`block_table` must name pages of the cache (0 to 3), got 4 for request 1, block 1");
     table.tensor.data = VECTOR(int32, -1, 1, 2, 3)->tensor.data;
     EXPECT_FAIL(run_gather(&g), SMLA_ERROR_VALUE, "got -1 for request 0, block 0");
 }
@@ -332,8 +336,9 @@ test_dequantize(void)
             const array *cache = fill_cache(make_cache(format, shape, 5, 15));
             const array *exact = shape == 2 ? ARRAY(fp32, 75, ROW) : ARRAY(fp32, 5, 15, ROW);
             const array *rounded = shape == 2 ? ARRAY(bf16, 75, ROW) : ARRAY(bf16, 5, 15, ROW);
-            smla_dequantize_kv_cache_args args = {
-                .struct_size = sizeof args, .kv_cache = &cache->tensor, .out = &exact->tensor};
+            smla_dequantize_kv_cache_args args = {.struct_size = sizeof args,
+                                                  .kv_cache = &cache->tensor,
+                                                  .out = &exact->tensor};
             EXPECT_OK(smla_dequantize_kv_cache(&args, &error));
             args.out = &rounded->tensor;
             EXPECT_OK(smla_dequantize_kv_cache(&args, &error));

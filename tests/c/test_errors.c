@@ -208,9 +208,11 @@ wrong_output(const operator_case *op, const any_args *good, const slot *s)
     for (int dim = 0; dim < b.tensor.ndim - 1; dim++) {
         break_slot(&b, op, good, s);
         b.strides[dim] = 0;
-        expect_text(op, &b, s->name, SMLA_ERROR_VALUE, "have positive strides (it is written), got 0");
+        expect_text(op, &b, s->name, SMLA_ERROR_VALUE,
+                    "have positive strides (it is written), got 0");
         b.strides[dim] = s->flags & CACHE ? -656 : -2;
-        expect_text(op, &b, s->name, SMLA_ERROR_VALUE, "have positive strides (it is written), got -");
+        expect_text(op, &b, s->name, SMLA_ERROR_VALUE,
+                    "have positive strides (it is written), got -");
         b.strides[dim] = s->flags & CACHE ? 16 : 1;
         expect_text(op, &b, s->name, SMLA_ERROR_VALUE, "have elements that do not overlap");
     }
@@ -319,8 +321,8 @@ test_attention_values(void)
 {
     const any_args good = make_attention();
     any_args bad = good;
-#define EXPECT_REFUSED(part)                                                                  \
-    EXPECT_FAIL(smla_sparse_attention(&bad.attention, &error), SMLA_ERROR_VALUE, part);       \
+#define EXPECT_REFUSED(part)                                                            \
+    EXPECT_FAIL(smla_sparse_attention(&bad.attention, &error), SMLA_ERROR_VALUE, part); \
     bad = good
     bad.attention.softmax_scale = INFINITY;
     EXPECT_REFUSED("`softmax_scale` must be finite, got inf");
@@ -353,9 +355,9 @@ test_workspace_size_values(void)
         .struct_size = sizeof good, .num_tokens = 3, .num_heads = 2, .topk = 5, .device = cpu};
     smla_attention_workspace_args bad = good;
     int64_t bytes = -7;
-#define EXPECT_REFUSED(status, part)                                                      \
-    EXPECT_FAIL(smla_attention_workspace_size(&bad, &bytes, &error), status, part);       \
-    EXPECT_EQ(bytes, -7);                                                                 \
+#define EXPECT_REFUSED(status, part)                                                \
+    EXPECT_FAIL(smla_attention_workspace_size(&bad, &bytes, &error), status, part); \
+    EXPECT_EQ(bytes, -7);                                                           \
     bad = good
     bad.num_tokens = -1;
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "attention_workspace_size: `num_tokens` must be ");

@@ -91,8 +91,7 @@ build(const batch *b, int32_t kv_format, int32_t path, const array *workspace,
                                         .kv_format = kv_format,
                                         .path = path,
                                         .device = cpu,
-                                        .workspace =
-                                            workspace == NULL ? NULL : &workspace->tensor};
+                                        .workspace = workspace == NULL ? NULL : &workspace->tensor};
     smla_builder *builder = NULL;
     EXPECT_OK(smla_builder_create(&config, &builder, &error));
     const smla_build_args args = {.struct_size = sizeof args,
@@ -141,10 +140,10 @@ expected_rows(const array *cache)
 static void
 expect_tokens(const batch *b, const array *cache, int64_t start, int64_t end)
 {
-    const attention_inputs in = {
-        .q = slice(b->q, 0, start, end, 1),
-        .lists = {{.kv = cache, .indices = slice(global_indices(b), 0, start, end, 1)}},
-        .softmax_scale = 0.2};
+    const attention_inputs in = {.q = slice(b->q, 0, start, end, 1),
+                                 .lists = {{.kv = cache,
+                                            .indices = slice(global_indices(b), 0, start, end, 1)}},
+                                 .softmax_scale = 0.2};
     expect_attention(&in, slice(b->out, 0, start, end, 1), slice(b->lse, 0, start, end, 1), NULL);
 }
 
@@ -267,8 +266,8 @@ test_errors(void)
     smla_builder *builder = build(&b, SMLA_KV_FP8_DS_MLA, SMLA_PATH_SEPARATE, NULL, &m);
     const smla_forward_args good = forward_args(&b, builder, cache);
     smla_forward_args bad = good;
-#define EXPECT_REFUSED(status, part)                                \
-    EXPECT_FAIL(smla_forward(&bad, &error), status, part);          \
+#define EXPECT_REFUSED(status, part)                       \
+    EXPECT_FAIL(smla_forward(&bad, &error), status, part); \
     bad = good
     bad.builder = NULL;
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "forward: `builder` must have built a step, got none");
@@ -283,7 +282,8 @@ test_errors(void)
     bad.kv_cache = &ARRAY(bf16, PAGES, BLOCK, ROW)->tensor;
     EXPECT_REFUSED(SMLA_ERROR_TYPE, "for format fp8_ds_mla, got bfloat16");
     bad.topk_indices = &ARRAY(int32, 57, TOPK + 1)->tensor;
-    EXPECT_REFUSED(SMLA_ERROR_VALUE, "`topk_indices` must have at most topk_tokens = 24 columns, got 25");
+    EXPECT_REFUSED(SMLA_ERROR_VALUE,
+                   "`topk_indices` must have at most topk_tokens = 24 columns, got 25");
     bad.lse = bad.out;
     EXPECT_REFUSED(SMLA_ERROR_TYPE, "`lse` must be float32, got bfloat16");
     bad.out = &slice(b.q, 2, 0, NOPE, 1)->tensor;
@@ -291,7 +291,8 @@ test_errors(void)
     bad.softmax_scale = NAN;
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "`softmax_scale` must be finite, got");
     SET(b.block_table, PAGES, DECODES, 0); /* found before the decodes are attended */
-    EXPECT_REFUSED(SMLA_ERROR_VALUE, "`block_table` must name pages of the cache (0 to 119), got 120");
+    EXPECT_REFUSED(SMLA_ERROR_VALUE,
+                   "`block_table` must name pages of the cache (0 to 119), got 120");
 #undef EXPECT_REFUSED
     smla_builder_destroy(builder);
 }

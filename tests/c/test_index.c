@@ -76,7 +76,8 @@ make_case(int64_t tokens, int64_t topk, int64_t block_size)
 {
     convert c = {.req_ids = ARRAY(int32, tokens),
                  .block_table = transpose(random_indices(6, 4, -2, 900), 0, 1),
-                 .topk = slice(random_indices(2 * tokens, topk, -3, 7 * block_size), 0, 0, 2 * tokens, 2),
+                 .topk = slice(random_indices(2 * tokens, topk, -3, 7 * block_size), 0, 0,
+                               2 * tokens, 2),
                  .out = slice(ARRAY(int32, tokens, topk + 5), 1, 0, topk, 1),
                  .counts = slice(ARRAY(int32, tokens, 3), 1, 1, 2, 1),
                  .block_size = block_size};
@@ -169,9 +170,10 @@ test_bad_values(void)
     EXPECT_FAIL(run_convert(&c), SMLA_ERROR_VALUE,
                 "`prefill_workspace_starts` must be given, got none");
     c.starts = VECTOR(int32, 0, 5);
-    EXPECT_FAIL(run_convert(&c), SMLA_ERROR_VALUE,
-                "`prefill_request_ids` must name an entry of `prefill_workspace_starts` (0 to 1) or "
-                "be -1, got 2 at token 2");
+    EXPECT_FAIL(
+        run_convert(&c), SMLA_ERROR_VALUE,
+        "`prefill_request_ids` must name an entry of `prefill_workspace_starts` (0 to 1) or "
+        "be -1, got 2 at token 2");
     c.prefill_ids = NULL;
     c.block_size = 0;
     EXPECT_FAIL(run_convert(&c), SMLA_ERROR_VALUE, "`block_size` must be");

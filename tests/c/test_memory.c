@@ -4,6 +4,24 @@
  * The files that allocate are compiled into this program with an allocator of its own; the linker then
  * takes nothing of theirs from the library.
  */
+#include <stdlib.h>
+
+static void *test_malloc(size_t size);
+static void *test_calloc(size_t count, size_t size);
+static void *test_aligned_alloc(size_t alignment, size_t size);
+static void test_free(void *memory);
+
+#define malloc        test_malloc
+#define calloc        test_calloc
+#define aligned_alloc test_aligned_alloc
+#define free          test_free
+#include "cpu/backend.c"
+#include "plan.c"
+#undef malloc
+#undef calloc
+#undef aligned_alloc
+#undef free
+
 #include "testing.h"
 
 static int num_left = -1; /* allocations until one fails; negative: none does */
@@ -46,17 +64,6 @@ test_free(void *memory)
     num_live -= memory != NULL;
     free(memory);
 }
-
-#define malloc test_malloc
-#define calloc test_calloc
-#define aligned_alloc test_aligned_alloc
-#define free test_free
-#include "cpu/backend.c"
-#include "plan.c"
-#undef malloc
-#undef calloc
-#undef aligned_alloc
-#undef free
 
 /* How many allocations a creation makes; each of them has failed once. */
 static int

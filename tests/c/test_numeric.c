@@ -30,7 +30,8 @@ test_bf16_ties(void)
             const uint32_t top = sign << 31;
             EXPECT_EQ(smla_float_to_bf16(smla_bits_float(top | tie)), sign << 15 | even);
             EXPECT_EQ(smla_float_to_bf16(smla_bits_float(top | (tie - 1))), sign << 15 | code);
-            EXPECT_EQ(smla_float_to_bf16(smla_bits_float(top | (tie + 1))), sign << 15 | (code + 1));
+            EXPECT_EQ(smla_float_to_bf16(smla_bits_float(top | (tie + 1))),
+                      sign << 15 | (code + 1));
         }
     }
     EXPECT_EQ(smla_float_to_bf16(smla_bits_float(0x7F7FFFFFu)), 0x7F80u); /* FLT_MAX -> inf */
@@ -48,7 +49,8 @@ test_half_values(void)
         if (magnitude > 0x7C00u) {
             EXPECT(isnan(x));
         } else {
-            const double value = magnitude == 0x7C00u ? (double)INFINITY : decode(magnitude, 10, 15);
+            const double value =
+                magnitude == 0x7C00u ? (double)INFINITY : decode(magnitude, 10, 15);
             EXPECT_NEAR(fabs((double)x), value, 0.0);
         }
     }

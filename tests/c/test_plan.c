@@ -21,8 +21,8 @@ starts_of(int count, const int64_t *lens)
 #define STARTS(...) starts_of(COUNT(__VA_ARGS__), (int64_t[]){__VA_ARGS__})
 
 static void
-expect_split(const int32_t *starts, int64_t num_reqs, int64_t tokens, int64_t threshold, int uniform,
-             smla_batch_split wanted)
+expect_split(const int32_t *starts, int64_t num_reqs, int64_t tokens, int64_t threshold,
+             int uniform, smla_batch_split wanted)
 {
     smla_batch_split split = {-1, -1, -1, -1};
     EXPECT_OK(smla_split_decodes_and_prefills(starts, num_reqs, tokens, threshold, uniform, &split,
@@ -52,28 +52,29 @@ test_split_errors(void)
 {
     static const char op[] = "split_decodes_and_prefills: ";
     smla_batch_split s;
-    EXPECT_FAIL(smla_split_decodes_and_prefills(STARTS(1), 1, 1, 0, 1, &s, &error), SMLA_ERROR_VALUE,
-                "`decode_threshold` must be at least 1, got 0");
+    EXPECT_FAIL(smla_split_decodes_and_prefills(STARTS(1), 1, 1, 0, 1, &s, &error),
+                SMLA_ERROR_VALUE, "`decode_threshold` must be at least 1, got 0");
     EXPECT(strncmp(error.text, op, sizeof op - 1) == 0);
     EXPECT_FAIL(smla_split_decodes_and_prefills(NULL, 1, 1, 1, 1, &s, &error), SMLA_ERROR_VALUE,
                 "`query_start_loc` must");
-    EXPECT_FAIL(
-        smla_split_decodes_and_prefills((int32_t[]){1, 2}, 1, 2, 1, 1, &s, &error),
-        SMLA_ERROR_VALUE, "`query_start_loc` must start with 0, got 1");
+    EXPECT_FAIL(smla_split_decodes_and_prefills((int32_t[]){1, 2}, 1, 2, 1, 1, &s, &error),
+                SMLA_ERROR_VALUE, "`query_start_loc` must start with 0, got 1");
     EXPECT_FAIL(smla_split_decodes_and_prefills(STARTS(3, -1), 2, 3, 1, 1, &s, &error),
                 SMLA_ERROR_VALUE, "must not decrease, got 2 after 3 at request 1");
     EXPECT_FAIL(smla_split_decodes_and_prefills(STARTS(2, 2), 2, 3, 2, 1, &s, &error),
-                SMLA_ERROR_VALUE, "`num_actual_tokens` must be at least query_start_loc[-1] = 4, got 3");
+                SMLA_ERROR_VALUE,
+                "`num_actual_tokens` must be at least query_start_loc[-1] = 4, got 3");
     EXPECT_FAIL(smla_split_decodes_and_prefills(STARTS(2, 0, 2), 3, 4, 3, 1, &s, &error),
                 SMLA_ERROR_VALUE, "got an empty query at request 1 and 2 tokens at request 2");
     EXPECT_FAIL(smla_split_decodes_and_prefills(STARTS(9, 0), 2, 9, 3, 1, &s, &error),
                 SMLA_ERROR_VALUE, "got an empty query at request 1 and 9 tokens at request 0");
-    EXPECT_FAIL(smla_split_decodes_and_prefills(STARTS(1), -1, 1, 1, 1, &s, &error), SMLA_ERROR_VALUE,
-                "`num_reqs` must be");
+    EXPECT_FAIL(smla_split_decodes_and_prefills(STARTS(1), -1, 1, 1, 1, &s, &error),
+                SMLA_ERROR_VALUE, "`num_reqs` must be");
 }
 
 static void
-expect_chunks(int64_t num_reqs, const int32_t *lens, int64_t room, int64_t count, const int64_t *wanted)
+expect_chunks(int64_t num_reqs, const int32_t *lens, int64_t room, int64_t count,
+              const int64_t *wanted)
 {
     int64_t ends[8] = {0};
     int64_t num_chunks = -1;
@@ -96,9 +97,10 @@ test_chunks(void)
     expect_chunks(3, (int32_t[]){0, 0, 7}, 7, 1, (int64_t[]){3});
     int64_t ends[4];
     int64_t count;
-    EXPECT_FAIL(smla_split_prefill_chunks(lens, 4, 19, ends, &count, &error), SMLA_ERROR_VALUE,
-                "split_prefill_chunks: `seq_lens` must fit the workspace of 19 tokens one by one, got 20 "
-                "at request 2");
+    EXPECT_FAIL(
+        smla_split_prefill_chunks(lens, 4, 19, ends, &count, &error), SMLA_ERROR_VALUE,
+        "split_prefill_chunks: `seq_lens` must fit the workspace of 19 tokens one by one, got 20 "
+        "at request 2");
     EXPECT_FAIL(smla_split_prefill_chunks((int32_t[]){-1}, 1, 19, ends, &count, &error),
                 SMLA_ERROR_VALUE, "`seq_lens` must be >= 0, got -1 at request 0");
     EXPECT_EQ(smla_prefill_workspace_size(4096), 5 * 4096);
@@ -224,8 +226,7 @@ test_padded_decodes(void)
     smla_builder_config config = make_config(128, SMLA_KV_FP8_DS_MLA, SMLA_PATH_AUTO);
     config.decode_threshold = 3;
     smla_builder *builder = create(&config);
-    const smla_build_args args =
-        make_build(4, STARTS(2, 2, 2, 0), (int32_t[]){9, 2, 40, 0}, 8);
+    const smla_build_args args = make_build(4, STARTS(2, 2, 2, 0), (int32_t[]){9, 2, 40, 0}, 8);
     const smla_metadata *m = NULL;
     EXPECT_OK(smla_builder_build(builder, &args, &m, &error));
     EXPECT_EQ(m->split.num_decodes, 4);
@@ -250,8 +251,8 @@ test_build_errors(void)
     const smla_metadata *m = NULL;
     EXPECT_OK(smla_builder_build(builder, &good, &m, &error));
     const smla_metadata before = *m;
-#define EXPECT_REFUSED(part)                                                               \
-    EXPECT_FAIL(smla_builder_build(builder, &bad, &m, &error), SMLA_ERROR_VALUE, part);    \
+#define EXPECT_REFUSED(part)                                                            \
+    EXPECT_FAIL(smla_builder_build(builder, &bad, &m, &error), SMLA_ERROR_VALUE, part); \
     bad = good
     smla_build_args bad = good;
     bad.num_reqs = 9;
@@ -271,15 +272,18 @@ test_build_errors(void)
     bad.block_table = &ARRAY(int32, 1, 5)->tensor;
     EXPECT_REFUSED("`block_table` must have shape [>= 2, any], got [1, 5]");
     bad.block_table = &ARRAY(int32, 2, 2)->tensor;
-    EXPECT_REFUSED("`block_table` must have at least 3 columns for the 20 tokens of request 1, got 2");
+    EXPECT_REFUSED(
+        "`block_table` must have at least 3 columns for the 20 tokens of request 1, got 2");
     bad.seq_lens_cpu = (int32_t[]){9, 2};
-    EXPECT_REFUSED("`seq_lens` must be query length to max_model_len (3 to 40) at request 1, got 2");
+    EXPECT_REFUSED(
+        "`seq_lens` must be query length to max_model_len (3 to 40) at request 1, got 2");
     bad.seq_lens_cpu = (int32_t[]){9, 41};
     EXPECT_REFUSED("(3 to 40) at request 1, got 41");
     bad.seq_lens_cpu = (int32_t[]){9, 31};
     EXPECT_REFUSED("must fit the workspace of 30 tokens one by one, got 31");
     bad.query_start_loc_cpu = STARTS(3, 1);
-    EXPECT_REFUSED("must have decodes (at most 1 tokens) before prefills, got 1 tokens at request 1");
+    EXPECT_REFUSED(
+        "must have decodes (at most 1 tokens) before prefills, got 1 tokens at request 1");
     bad.num_reqs = 0;
     bad.query_start_loc_cpu = (int32_t[]){0};
     EXPECT_REFUSED("`num_actual_tokens` must be 0 without requests, got 4");
@@ -294,9 +298,9 @@ test_config_errors(void)
     smla_builder *builder = NULL;
     const smla_builder_config good = make_config(32, SMLA_KV_FP8_DS_MLA, SMLA_PATH_AUTO);
     smla_builder_config bad = good;
-#define EXPECT_REFUSED(status, part)                                              \
-    EXPECT_FAIL(smla_builder_create(&bad, &builder, &error), status, part);       \
-    EXPECT(builder == NULL);                                                      \
+#define EXPECT_REFUSED(status, part)                                        \
+    EXPECT_FAIL(smla_builder_create(&bad, &builder, &error), status, part); \
+    EXPECT(builder == NULL);                                                \
     bad = good
     bad.num_heads = 129;
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "MetadataBuilder: `num_heads` must be 1 to 128, got 129");

@@ -46,11 +46,11 @@ expect_near(const char *file, int line, const char *what, double actual, double 
     }
 }
 
-#define EXPECT(condition)                                       \
-    do {                                                        \
-        if (!(condition)) {                                     \
-            fail_at(__FILE__, __LINE__, #condition, 0.0, 1.0);  \
-        }                                                       \
+#define EXPECT(condition)                                      \
+    do {                                                       \
+        if (!(condition)) {                                    \
+            fail_at(__FILE__, __LINE__, #condition, 0.0, 1.0); \
+        }                                                      \
     } while (0)
 
 /* For integers: both sides are exact as doubles up to 2^53, and compared as they are. */
@@ -65,13 +65,13 @@ expect_near(const char *file, int line, const char *what, double actual, double 
 #define EXPECT_NEAR(actual, expected, bound) \
     expect_near(__FILE__, __LINE__, #actual, actual, expected, bound)
 
-#define EXPECT_OK(call)                                                       \
-    do {                                                                      \
-        const smla_status status_ = (call);                                   \
-        if (status_ != SMLA_OK) {                                             \
-            fail_at(__FILE__, __LINE__, #call, (double)status_, 0.0);         \
-            printf("    %s: %s\n", smla_status_name(status_), error.text);    \
-        }                                                                     \
+#define EXPECT_OK(call)                                                    \
+    do {                                                                   \
+        const smla_status status_ = (call);                                \
+        if (status_ != SMLA_OK) {                                          \
+            fail_at(__FILE__, __LINE__, #call, (double)status_, 0.0);      \
+            printf("    %s: %s\n", smla_status_name(status_), error.text); \
+        }                                                                  \
     } while (0)
 
 /* The call fails with this status and a text that holds `part`, and writes nothing. */
@@ -253,8 +253,8 @@ element_at(const array *a, int ndim, const int64_t *index)
 }
 
 /* AT(a, i, j): address of an element; GET(a, i, j): its value. */
-#define AT(a, ...) element_at(a, COUNT(__VA_ARGS__), (int64_t[]){__VA_ARGS__})
-#define GET(a, ...) read_value((a)->tensor.dtype, AT(a, __VA_ARGS__))
+#define AT(a, ...)         element_at(a, COUNT(__VA_ARGS__), (int64_t[]){__VA_ARGS__})
+#define GET(a, ...)        read_value((a)->tensor.dtype, AT(a, __VA_ARGS__))
 #define SET(a, value, ...) write_value((a)->tensor.dtype, AT(a, __VA_ARGS__), value)
 
 static inline double
@@ -269,7 +269,8 @@ read_value(DLDataType dtype, const void *element)
         return smla_e4m3_to_float((uint8_t)bits);
     }
     if (dtype.code == kDLFloat) {
-        return dtype.bits == 16 ? smla_half_to_float((uint16_t)bits) : smla_bits_float((uint32_t)bits);
+        return dtype.bits == 16 ? smla_half_to_float((uint16_t)bits)
+                                : smla_bits_float((uint32_t)bits);
     }
     if (dtype.code == kDLInt) {
         return dtype.bits == 64 ? (double)(int64_t)bits : (double)(int32_t)bits;

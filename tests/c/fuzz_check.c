@@ -1,0 +1,467 @@
+/* fuzz_check.c: libFuzzer on everything that judges arguments: the checker of every operator, args
+ * structs of any size, the splitters, the metadata builder.
+ *
+ * Bytes become calls: a good call, then any number of faults. Data pointers are numbers here; the
+ * checkers must not follow them. Whatever they are given, they return a status of the enum, and with an
+ * error a text that begins with the operator's name. `make fuzz` runs it; test_fuzz_check.c replays it.
+ */
+#include "args.h"
+#include "check.h"
+#include "operators.h"
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+/* ---- Bytes ------------------------------------------------------------------------------------- */
+
+typedef struct reader {
+    const uint8_t *data;
+    size_t size;
+} reader;
+
+static uint8_t
+read_byte(reader *r)
+{
+    if (r->size == 0) {
+        return 0;
+    }
+    r->size--;
+    return *r->data++;
+}
+
+static uint64_t
+read_bits(reader *r)
+{
+    uint64_t bits = 0;
+    for (int i = 0; i < 8; i++) {
+        bits = bits << 8 | read_byte(r);
+    }
+    return bits;
+}
+
+/* Numbers at the edges of what sizes, strides and counts can be; or any number at all. */
+static int64_t
+read_number(reader *r)
+{
+    static const int64_t edges[] = {
+        -1,
+        0,
+        1,
+        2,
+        3,
+        5,
+        64,
+        127,
+        128,
+        129,
+        512,
+        575,
+        576,
+        577,
+        656,
+        672,
+        -576,
+        -656,
+        INT32_MAX,
+        INT32_MIN,
+        INT64_MAX,
+        INT64_MIN,
+        1LL << 31,
+        1LL << 32,
+        1LL << 52,
+        1LL << 61,
+        1LL << 62,
+        -(1LL << 62),
+        -2,
+        INT64_MAX - 1,
+        16,
+        INT64_MAX / 2,
+        INT64_MAX / 656,
+        INT64_MAX / 1152,
+        8,
+    };
+    const uint8_t kind = read_byte(r);
+    if (kind < sizeof edges / sizeof edges[0]) {
+        return edges[kind];
+    }
+    return kind < 200 ? (int64_t)(int8_t)read_byte(r) : (int64_t)read_bits(r);
+}
+
+/* A small number most of the time: sizes that a checker lets through. */
+static int64_t
+read_count(reader *r, int64_t most)
+{
+    const uint8_t kind = read_byte(r);
+    return kind < 240 ? kind % most : read_number(r);
+}
+
+static void
+require(bool good, const char *what, const char *text)
+{
+    if (!good) {
+        fprintf(stderr, "fuzz_check: %s: \"%.*s\"\n", what, (int)sizeof error.text, text);
+        abort();
+    }
+}
+
+static void
+require_sound(const char *op, smla_status status, const smla_error *e)
+{
+    require(status >= SMLA_OK && status <= SMLA_ERROR_MEMORY, "status outside the enum", op);
+    if (status == SMLA_OK) {
+        return;
+    }
+    require(e->status == status, "another status in the error", op);
+    require(memchr(e->text, '\0', sizeof e->text) != NULL, "text without an end", op);
+    require(strncmp(e->text, op, strlen(op)) == 0, "text of another operator", e->text);
+    require(strstr(e->text, " must ") != NULL, "text without a rule", e->text);
+    require(strstr(e->text, "got ") != NULL, "text without what it got", e->text);
+}
+
+/* ---- Operators --------------------------------------------------------------------------------- */
+
+static smla_status
+check_operator(int number, const any_args *a, const smla_backend **backend, smla_error *e)
+{
+    union {
+        smla_cache_write_params write;
+        smla_gather_params gather;
+        smla_dequantize_params dequantize;
+        smla_convert_params convert;
+        smla_attention_params attention;
+        smla_merge_params merge;
+        smla_split_weight_params split;
+        smla_projection_params projection;
+        smla_quant_params quant;
+    } p;
+    switch (number) {
+    case 0: return smla_check_cache_write(&a->write, &p.write, backend, e);
+    case 1: return smla_check_gather(&a->gather, &p.gather, backend, e);
+    case 2: return smla_check_dequantize(&a->dequantize, &p.dequantize, backend, e);
+    case 3: return smla_check_convert(&a->convert, &p.convert, backend, e);
+    case 4: return smla_check_attention(&a->attention, &p.attention, backend, e);
+    case 5: return smla_check_merge(&a->merge, &p.merge, backend, e);
+    case 6: return smla_check_split_weight(&a->split, &p.split, backend, e);
+    case 7: return smla_check_k_up_proj(&a->k_up, &p.projection, backend, e);
+    case 8: return smla_check_v_up_proj(&a->v_up, &p.projection, backend, e);
+    default: return smla_check_quant(&a->quant, &p.quant, backend, e);
+    }
+}
+
+typedef struct fuzzed {
+    DLTensor tensor;
+    int64_t shape[MAX_NDIM];
+    int64_t strides[MAX_NDIM];
+} fuzzed;
+
+static void
+copy_tensor(fuzzed *f, const DLTensor *good)
+{
+    f->tensor = *good;
+    for (int i = 0; i < MAX_NDIM; i++) {
+        f->shape[i] = i < good->ndim ? good->shape[i] : 1;
+        f->strides[i] = i < good->ndim ? good->strides[i] : 1;
+    }
+    f->tensor.shape = f->shape;
+    f->tensor.strides = f->strides;
+}
+
+static void
+add_fault(reader *r, fuzzed *f, const fuzzed *other)
+{
+    const uint8_t kind = read_byte(r);
+    const int dim = kind / 16 % MAX_NDIM;
+    DLTensor *const t = &f->tensor;
+    switch (kind % 16) {
+    case 0:
+    case 1: f->shape[dim] = read_number(r); break;
+    case 2:
+    case 3: f->strides[dim] = read_number(r); break;
+    case 4: t->ndim = (int32_t)read_number(r); break;
+    case 5: t->strides = NULL; break;
+    case 6: t->data = dim % 2 == 0 ? NULL : (void *)(uintptr_t)read_bits(r); break;
+    case 7: t->byte_offset = (uint64_t)read_number(r); break;
+    case 8: /* near another array, or on it */
+        t->data = (void *)((uintptr_t)other->tensor.data + (uintptr_t)read_number(r));
+        break;
+    case 9:
+        t->dtype = (DLDataType){.code = read_byte(r), .bits = read_byte(r), .lanes = read_byte(r)};
+        break;
+    case 10: { /* a type that some argument takes */
+        static const DLDataType types[] = {{kDLBfloat, 16, 1}, {kDLFloat, 16, 1},
+                                           {kDLFloat, 32, 1},  {kDLInt, 32, 1},
+                                           {kDLInt, 64, 1},    {kDLUInt, 8, 1},
+                                           {kDLInt, 8, 1},     {kDLFloat8_e4m3fn, 8, 1}};
+        t->dtype = types[dim];
+        break;
+    }
+    case 11:
+        t->device = (DLDevice){.device_type = (DLDeviceType)(read_byte(r) % 18),
+                               .device_id = (int32_t)read_number(r)};
+        break;
+    case 12: t->shape = dim == 0 ? NULL : t->shape; break;
+    case 13: /* the other array's layout */
+        memcpy(f->shape, other->shape, sizeof f->shape);
+        memcpy(f->strides, other->strides, sizeof f->strides);
+        t->ndim = other->tensor.ndim;
+        break;
+    case 14: /* one more dimension of one, as the head axis of a cache */
+        t->ndim += t->ndim < MAX_NDIM ? 1 : 0;
+        break;
+    default: /* swap two dimensions */
+        t->ndim = t->ndim < 2 ? 2 : t->ndim;
+        const int64_t size = f->shape[0];
+        const int64_t stride = f->strides[0];
+        f->shape[0] = f->shape[1];
+        f->strides[0] = f->strides[1];
+        f->shape[1] = size;
+        f->strides[1] = stride;
+    }
+}
+
+/* Scalars of the args, which no array holds. */
+static void
+set_scalars(reader *r, int number, any_args *a)
+{
+    if (number == 3) {
+        a->convert.block_size = read_number(r);
+    } else if (number == 4) {
+        const uint64_t bits = read_bits(r);
+        memcpy(&a->attention.softmax_scale, &bits, sizeof bits);
+        a->attention.num_splits = (int32_t)read_number(r);
+        a->attention.kv_format = (int32_t)read_count(r, 4);
+        a->attention.extra_kv_format = (int32_t)read_count(r, 4);
+    } else if (number <= 2) {
+        const int32_t format = (int32_t)read_count(r, 4);
+        a->write.kv_format = number == 0 ? format : a->write.kv_format;
+        a->gather.kv_format = number == 1 ? format : a->gather.kv_format;
+        a->dequantize.kv_format = number == 2 ? format : a->dequantize.kv_format;
+    }
+}
+
+static void
+fuzz_operator(reader *r)
+{
+    static any_args goods[NUM_OPERATORS]; /* made once, alive to the end */
+    const int number = read_byte(r) % NUM_OPERATORS;
+    const operator_case *const op = &operators[number];
+    if (goods[number].struct_size == 0) {
+        goods[number] = op->make();
+    }
+    any_args args = goods[number];
+    fuzzed tensors[MAX_SLOTS];
+    int count = 0;
+    for (; count < MAX_SLOTS && op->slots[count].name != NULL; count++) {
+        const DLTensor **at = array_of(&args, &op->slots[count]);
+        copy_tensor(&tensors[count], *at);
+        *at = &tensors[count].tensor;
+    }
+    const uint8_t flags = read_byte(r);
+    for (int i = flags % 8; i > 0; i--) {
+        const int which = read_byte(r) % count;
+        add_fault(r, &tensors[which], &tensors[read_byte(r) % count]);
+        if (read_byte(r) % 32 == 0) {
+            *array_of(&args, &op->slots[which]) = NULL;
+        }
+    }
+    if (flags & 64) {
+        set_scalars(r, number, &args);
+    }
+    const smla_backend *backend = NULL;
+    smla_error e = {.status = SMLA_OK};
+    memset(e.text, 0x55, sizeof e.text);
+    const smla_status status = check_operator(number, &args, &backend, flags & 128 ? NULL : &e);
+    if (!(flags & 128)) {
+        require_sound(op->name, status, &e);
+    }
+    require(status != SMLA_OK || backend != NULL, "no backend", op->name);
+}
+
+/* ---- The rest ---------------------------------------------------------------------------------- */
+
+/* A struct of any size in memory of that size; what is read of it is zero or as given. */
+static void
+fuzz_struct_size(reader *r)
+{
+    any_args known;
+    const size_t size = (size_t)read_byte(r) * 2;
+    const size_t claimed = read_byte(r) < 250 ? size : (size_t)read_number(r);
+    if (claimed > size && claimed <= 4096) {
+        return; /* a lie that nothing could find out */
+    }
+    uint8_t *bytes = calloc(1, size + sizeof claimed);
+    if (bytes == NULL) {
+        return;
+    }
+    for (size_t i = sizeof claimed; i < size && r->size > 0; i++) {
+        bytes[i] = read_byte(r);
+    }
+    memcpy(bytes, &claimed, sizeof claimed);
+    smla_error e = {.status = SMLA_OK};
+    require_sound("an_op",
+                  smla_read_args("an_op", &known, sizeof known, bytes, &e) == SMLA_OK ? SMLA_OK
+                                                                                      : e.status,
+                  &e);
+    free(bytes);
+}
+
+static void
+fuzz_workspace_size(reader *r)
+{
+    const smla_attention_workspace_args args = {
+        .struct_size = sizeof args,
+        .num_tokens = read_number(r),
+        .num_heads = read_count(r, 130),
+        .topk = read_number(r),
+        .extra_topk = read_number(r),
+        .num_splits = (int32_t)read_count(r, 66),
+        .device = {.device_type = (DLDeviceType)(1 + read_byte(r) / 250)}};
+    int64_t bytes = 0;
+    smla_error e;
+    const smla_status status = smla_attention_workspace_size(&args, &bytes, &e);
+    require_sound("attention_workspace_size", status, &e);
+    require(status != SMLA_OK || bytes >= 0, "a negative workspace", "");
+}
+
+enum { MAX_REQS = 12 };
+
+/* Sequences that mostly grow, or lengths. */
+static void
+read_starts(reader *r, int32_t *starts, int64_t count)
+{
+    starts[0] = read_byte(r) > 250 ? (int32_t)read_number(r) : 0;
+    for (int64_t i = 1; i <= count; i++) {
+        const uint8_t step = read_byte(r);
+        starts[i] =
+            step < 250 ? (int32_t)((uint32_t)starts[i - 1] + step % 6u) : (int32_t)read_number(r);
+    }
+}
+
+static void
+fuzz_splits(reader *r)
+{
+    int32_t starts[MAX_REQS + 1];
+    int32_t lens[MAX_REQS];
+    int64_t ends[MAX_REQS];
+    const int64_t num_reqs = read_byte(r) % (MAX_REQS + 1);
+    read_starts(r, starts, num_reqs);
+    const int64_t tokens = read_count(r, 60);
+    smla_batch_split s;
+    smla_error e;
+    smla_status status = smla_split_decodes_and_prefills(starts, num_reqs, tokens, read_count(r, 5),
+                                                         read_byte(r) & 1, &s, &e);
+    require_sound("split_decodes_and_prefills", status, &e);
+    if (status == SMLA_OK) {
+        require(s.num_decodes + s.num_prefills == num_reqs, "requests lost", "");
+        require(s.num_decode_tokens + s.num_prefill_tokens == tokens, "tokens lost", "");
+        require(s.num_decode_tokens >= 0 && s.num_prefill_tokens >= 0, "negative tokens", "");
+    }
+    for (int64_t i = 0; i < num_reqs; i++) {
+        lens[i] = (int32_t)read_count(r, 50);
+    }
+    int64_t count = 0;
+    const int64_t room = read_count(r, 200);
+    status = smla_split_prefill_chunks(lens, num_reqs, room, ends, &count, &e);
+    require_sound("split_prefill_chunks", status, &e);
+    for (int64_t chunk = 0, req = 0; status == SMLA_OK && chunk < count; chunk++) {
+        require(ends[chunk] > req && ends[chunk] <= num_reqs, "an empty chunk", "");
+        int64_t used = 0;
+        for (; req < ends[chunk]; req++) {
+            used += lens[req];
+        }
+        require(used <= room, "a chunk that does not fit", "");
+    }
+}
+
+/* Buffers of the builder are real: its counts are small, or refused. */
+static int64_t
+read_config_count(reader *r, int64_t most)
+{
+    const uint8_t kind = read_byte(r);
+    const int64_t count = kind < 240 ? kind % most + 1 : read_number(r);
+    return count > most && count <= INT32_MAX ? most : count;
+}
+
+static void
+fuzz_builder(reader *r)
+{
+    fuzzed table;
+    int64_t table_shape[] = {MAX_REQS, 9};
+    int64_t table_strides[] = {9, 1};
+    static int32_t table_data[MAX_REQS * 9];
+    const DLTensor good = {.data = table_data,
+                           .device = cpu,
+                           .ndim = 2,
+                           .dtype = int32,
+                           .shape = table_shape,
+                           .strides = table_strides};
+    copy_tensor(&table, &good);
+    const smla_builder_config config = {.struct_size = sizeof config,
+                                        .num_heads = read_config_count(r, 128),
+                                        .block_size = read_config_count(r, 32),
+                                        .topk_tokens = read_config_count(r, 64),
+                                        .max_num_seqs = read_config_count(r, MAX_REQS),
+                                        .max_num_batched_tokens = read_config_count(r, 64),
+                                        .max_model_len = read_config_count(r, 256),
+                                        .decode_threshold = read_count(r, 6),
+                                        .min_heads_for_bf16_prefill = read_count(r, 64),
+                                        .prefill_workspace_tokens = read_config_count(r, 600),
+                                        .kv_format = (int32_t)read_count(r, 3),
+                                        .path = (int32_t)read_count(r, 5),
+                                        .device = {.device_type =
+                                                       (DLDeviceType)(1 + read_byte(r) / 250)}};
+    smla_builder *builder = NULL;
+    smla_error e;
+    smla_status status = smla_builder_create(&config, &builder, &e);
+    require_sound("MetadataBuilder", status, &e);
+    if (status != SMLA_OK) {
+        return;
+    }
+    for (int step = read_byte(r) % 3; step >= 0; step--) {
+        int32_t starts[MAX_REQS + 1];
+        int32_t lens[MAX_REQS];
+        const int64_t num_reqs = read_byte(r) % (MAX_REQS + 1);
+        read_starts(r, starts, num_reqs);
+        for (int64_t i = 0; i < num_reqs; i++) {
+            lens[i] = (int32_t)read_count(r, 250);
+        }
+        if (read_byte(r) % 4 == 0) {
+            add_fault(r, &table, &table);
+        }
+        const smla_build_args args = {.struct_size = sizeof args,
+                                      .query_start_loc_cpu = starts,
+                                      .seq_lens_cpu = lens,
+                                      .block_table = &table.tensor,
+                                      .num_reqs = num_reqs,
+                                      .num_actual_tokens = read_byte(r) < 200 ? starts[num_reqs]
+                                                                              : read_count(r, 70)};
+        const smla_metadata *m = NULL;
+        status = smla_builder_build(builder, &args, &m, &e);
+        /* The splitters word their own errors. */
+        require_sound(status == SMLA_OK || strncmp(e.text, "split_", 6) != 0
+                          ? "MetadataBuilder.build"
+                          : "split_",
+                      status, &e);
+        for (int64_t i = 0; status == SMLA_OK && i < m->num_chunks; i++) {
+            require(m->chunks[i].tot_seqlen <= config.prefill_workspace_tokens ||
+                        config.prefill_workspace_tokens == 0,
+                    "a chunk that does not fit", "");
+        }
+    }
+    smla_builder_destroy(builder);
+}
+
+int
+LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    reader r = {.data = data, .size = size};
+    switch (read_byte(&r) % 16) {
+    case 0: fuzz_struct_size(&r); break;
+    case 1: fuzz_workspace_size(&r); break;
+    case 2:
+    case 3: fuzz_splits(&r); break;
+    case 4:
+    case 5: fuzz_builder(&r); break;
+    default: fuzz_operator(&r);
+    }
+    return 0;
+}
