@@ -9,6 +9,7 @@
 
 #include <stdbool.h>
 
+#include "dltensor.h"
 #include "kv_format.h"
 #include "sparse_mla.h"
 
@@ -242,8 +243,6 @@ typedef struct smla_projection_params {
     int64_t out_stride_head;
     void *stream;
 } smla_projection_params;
-
-enum { SMLA_MAX_RANK = 8 };
 
 typedef struct smla_quant_params {
     int ndim;

@@ -1,15 +1,9 @@
-/* builder.h: inside the metadata builder, for plan.c (which fills it) and forward.c (which reads it). */
+/* builder.h: inside the metadata builder, for builder.c, which fills it, and forward.c, which reads it. */
 #ifndef SMLA_BUILDER_H
 #define SMLA_BUILDER_H
 
 #include "backend.h"
-
-/* A DLTensor with the storage of its own shape and strides. */
-typedef struct smla_view {
-    DLTensor tensor;
-    int64_t shape[3];
-    int64_t strides[3];
-} smla_view;
+#include "dltensor.h"
 
 struct smla_builder {
     smla_builder_config config; /* defaults filled in; `workspace` is not used after create */
@@ -26,22 +20,13 @@ struct smla_builder {
     int32_t *indices;                  /* [max_num_batched_tokens, topk_tokens], converted */
     uint8_t *scratch;                  /* attention workspace */
     int64_t scratch_bytes;
-    uint16_t *own_workspace; /* [prefill_workspace_tokens, 576] bf16, or NULL */
-    smla_view
-        prefill_workspace; /* own_workspace or the caller's; data NULL when no path needs it */
+    uint16_t *own_workspace;     /* [prefill_workspace_tokens, 576] bf16, or NULL */
+    smla_view prefill_workspace; /* own_workspace or the caller's; data NULL on paths without */
 
     /* Host. */
     smla_prefill_chunk *chunks; /* [max_num_seqs] */
     int64_t *chunk_ends;        /* [max_num_seqs] */
 };
-
-/* Fills `view` with a contiguous array of up to three dimensions. */
-void smla_make_view(smla_view *view, void *data, DLDataType dtype, DLDevice device, int ndim,
-                    const int64_t *shape);
-
-/* Fills `view` with rows [start, end) of a tensor of up to three dimensions. */
-const DLTensor *smla_slice_rows(smla_view *view, const DLTensor *tensor, int64_t start,
-                                int64_t end);
 
 /* The errors that a gather would find, array values included, and no work. Defined in dispatch.c. */
 smla_status smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *error);

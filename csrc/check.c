@@ -294,25 +294,27 @@ require_key_list(smla_checker *c, const char *const names[3], const DLTensor *kv
     return SMLA_OK;
 }
 
-/* [T, H, 576], or the pair [T, H, 512] and [T, H, 64]. */
-static smla_status
-require_query(smla_checker *c, const DLTensor *q, const DLTensor *q_pe)
+smla_status
+smla_require_query(smla_checker *c, const DLTensor *q, const DLTensor *q_pe, int64_t num_tokens,
+                   int64_t num_heads, unsigned flags)
 {
     const bool is_pair = q_pe != NULL;
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = is_pair ? "q[0]" : "q",
-                                          .tensor = q,
-                                          .dtypes = SMLA_DTYPE_BF16,
-                                          .ndim = 3,
-                                          .shape = {SMLA_ANY, SMLA_ANY,
-                                                    is_pair ? SMLA_KV_LORA_RANK : SMLA_HEAD_DIM}}));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "q[1]",
-                                          .tensor = q_pe,
-                                          .dtypes = SMLA_DTYPE_BF16,
-                                          .flags = SMLA_RULE_OPTIONAL,
-                                          .ndim = 3,
-                                          .shape = {smla_size(q, 0), smla_size(q, 1),
-                                                    SMLA_QK_ROPE_HEAD_DIM}}));
-    return check_num_heads(c, is_pair ? "q[0]" : "q", smla_size(q, 1));
+    smla_rule rule = {.name = is_pair ? "q[0]" : "q",
+                      .tensor = q,
+                      .dtypes = SMLA_DTYPE_BF16,
+                      .flags = flags,
+                      .ndim = 3,
+                      .shape = {num_tokens, num_heads,
+                                is_pair ? SMLA_KV_LORA_RANK : SMLA_HEAD_DIM}};
+    SMLA_TRY(smla_require(c, &rule));
+    SMLA_TRY(check_num_heads(c, rule.name, smla_size(q, 1)));
+    rule.name = "q[1]";
+    rule.tensor = q_pe;
+    rule.flags |= SMLA_RULE_OPTIONAL;
+    rule.shape[0] = num_tokens != SMLA_ANY ? num_tokens : smla_size(q, 0);
+    rule.shape[1] = smla_size(q, 1);
+    rule.shape[2] = SMLA_QK_ROPE_HEAD_DIM;
+    return smla_require(c, &rule);
 }
 
 static smla_status
@@ -355,7 +357,7 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
     static const char *const extra_names[] = {"extra_kv", "extra_indices", "extra_topk_length"};
     smla_checker c = {.op = "sparse_attention", .error = error};
     smla_attention_params p = {.num_lists = 1};
-    SMLA_TRY(require_query(&c, args->q, args->q_pe));
+    SMLA_TRY(smla_require_query(&c, args->q, args->q_pe, SMLA_ANY, SMLA_ANY, 0));
     const int64_t num_tokens = smla_size(args->q, 0);
     const int64_t num_heads = smla_size(args->q, 1);
     SMLA_TRY(require_key_list(&c, main_names, args->kv, args->kv_format, args->indices,

@@ -3,6 +3,7 @@
 #define SMLA_CHECK_H
 
 #include "backend.h"
+#include "rule.h"
 
 /* Each checks every rule of its operator and fills `params` and the backend that will run it. */
 smla_status smla_check_cache_write(const smla_concat_and_cache_mla_args *args,
@@ -33,5 +34,9 @@ smla_status smla_check_v_up_proj(const smla_v_up_proj_args *args, smla_projectio
 smla_status smla_check_quant(const smla_dynamic_per_tensor_quant_args *args,
                              smla_quant_params *params, const smla_backend **backend,
                              smla_error *error);
+
+/* q [T, H, 576], or the pair [T, H, 512] and [T, H, 64]: one rule for attention and forward. */
+smla_status smla_require_query(smla_checker *checker, const DLTensor *q, const DLTensor *q_pe,
+                               int64_t num_tokens, int64_t num_heads, unsigned flags);
 
 #endif /* SMLA_CHECK_H */

@@ -11,7 +11,7 @@
 
 #include "args.h"
 #include "builder.h"
-#include "rule.h"
+#include "check.h"
 
 static const char op[] = "forward";
 
@@ -27,25 +27,6 @@ typedef struct forward_call {
 } forward_call;
 
 /* ---- Checks ------------------------------------------------------------------------------------ */
-
-static smla_status
-check_query(smla_checker *c, const smla_forward_args *args, const smla_builder *b)
-{
-    const bool is_pair = args->q_pe != NULL;
-    smla_rule q = {.name = is_pair ? "q[0]" : "q",
-                   .tensor = args->q,
-                   .dtypes = SMLA_DTYPE_BF16,
-                   .flags = SMLA_RULE_MORE_ROWS,
-                   .ndim = 3,
-                   .shape = {b->metadata.num_actual_tokens, b->config.num_heads,
-                             is_pair ? SMLA_KV_LORA_RANK : SMLA_HEAD_DIM}};
-    SMLA_TRY(smla_require(c, &q));
-    q.name = "q[1]";
-    q.tensor = args->q_pe;
-    q.flags |= SMLA_RULE_OPTIONAL;
-    q.shape[2] = SMLA_QK_ROPE_HEAD_DIM;
-    return smla_require(c, &q);
-}
 
 static smla_status
 check_cache(smla_checker *c, const smla_forward_args *args, const smla_builder *b)
@@ -71,7 +52,8 @@ check_forward(const smla_forward_args *args, smla_error *error)
     }
     const int64_t num_tokens = b->metadata.num_actual_tokens;
     const int64_t num_heads = b->config.num_heads;
-    SMLA_TRY(check_query(&c, args, b));
+    SMLA_TRY(
+        smla_require_query(&c, args->q, args->q_pe, num_tokens, num_heads, SMLA_RULE_MORE_ROWS));
     SMLA_TRY(check_cache(&c, args, b));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "topk_indices",
                                            .tensor = args->topk_indices,

@@ -21,87 +21,6 @@ append(char *text, const char *format, ...)
     va_end(values);
 }
 
-/* ---- Reading a DLTensor ------------------------------------------------------------------------ */
-
-static const struct {
-    unsigned dtype;
-    uint8_t code;
-    uint8_t bits;
-    const char *name;
-} dtypes[] = {
-    {SMLA_DTYPE_BF16, kDLBfloat, 16, "bfloat16"},
-    {SMLA_DTYPE_FP16, kDLFloat, 16, "float16"},
-    {SMLA_DTYPE_FP32, kDLFloat, 32, "float32"},
-    {SMLA_DTYPE_INT32, kDLInt, 32, "int32"},
-    {SMLA_DTYPE_INT64, kDLInt, 64, "int64"},
-    {SMLA_DTYPE_UINT8, kDLUInt, 8, "uint8"},
-    {SMLA_DTYPE_INT8, kDLInt, 8, "int8"},
-    {SMLA_DTYPE_E4M3, kDLFloat8_e4m3fn, 8, "float8_e4m3fn"},
-};
-
-enum { NUM_DTYPES = sizeof dtypes / sizeof dtypes[0] };
-
-unsigned
-smla_dtype(const DLTensor *tensor)
-{
-    for (int i = 0; i < NUM_DTYPES; i++) {
-        if (tensor->dtype.code == dtypes[i].code && tensor->dtype.bits == dtypes[i].bits &&
-            tensor->dtype.lanes == 1) {
-            return dtypes[i].dtype;
-        }
-    }
-    return 0;
-}
-
-void *
-smla_data(const DLTensor *tensor)
-{
-    /* A zero-size array may come with no pointer at all: no arithmetic on NULL. */
-    if (tensor == NULL || tensor->data == NULL) {
-        return NULL;
-    }
-    return (uint8_t *)tensor->data + tensor->byte_offset;
-}
-
-int64_t
-smla_size(const DLTensor *tensor, int dim)
-{
-    return tensor != NULL && dim >= 0 && dim < tensor->ndim ? tensor->shape[dim] : SMLA_ANY;
-}
-
-static bool
-is_empty(const DLTensor *tensor)
-{
-    for (int i = 0; i < tensor->ndim; i++) {
-        if (tensor->shape[i] == 0) {
-            return true;
-        }
-    }
-    return false;
-}
-
-int64_t
-smla_stride(const DLTensor *tensor, int dim)
-{
-    if (tensor == NULL || tensor->shape[dim] <= 1 || is_empty(tensor)) {
-        return 0;
-    }
-    if (tensor->strides != NULL) {
-        return tensor->strides[dim];
-    }
-    int64_t stride = 1;
-    for (int i = dim + 1; i < tensor->ndim; i++) {
-        stride *= tensor->shape[i];
-    }
-    return stride;
-}
-
-int64_t
-smla_element_bytes(const DLTensor *tensor)
-{
-    return ((int64_t)tensor->dtype.bits * tensor->dtype.lanes + 7) / 8;
-}
-
 /* ---- Wording ----------------------------------------------------------------------------------- */
 
 static void
@@ -110,9 +29,9 @@ describe_dtype(const DLTensor *tensor, char *text)
     static const char *const kinds[] = {"int",    "uint",    "float", "opaque",
                                         "bfloat", "complex", "bool"};
     const unsigned dtype = smla_dtype(tensor);
-    for (int i = 0; i < NUM_DTYPES; i++) {
-        if (dtypes[i].dtype == dtype) {
-            append(text, "%s", dtypes[i].name);
+    for (int i = 0; i < SMLA_NUM_DTYPES; i++) {
+        if (smla_dtypes[i].dtype == dtype) {
+            append(text, "%s", smla_dtypes[i].name);
             return;
         }
     }
@@ -131,11 +50,11 @@ describe_dtype(const DLTensor *tensor, char *text)
 static void
 describe_dtypes(unsigned wanted, char *text)
 {
-    for (int i = 0; i < NUM_DTYPES; i++) {
-        if (wanted & dtypes[i].dtype) {
-            wanted &= ~dtypes[i].dtype;
+    for (int i = 0; i < SMLA_NUM_DTYPES; i++) {
+        if (wanted & smla_dtypes[i].dtype) {
+            wanted &= ~smla_dtypes[i].dtype;
             append(text, "%s%s", text[0] == '\0' ? "" : (wanted == 0 ? " or " : ", "),
-                   dtypes[i].name);
+                   smla_dtypes[i].name);
         }
         if (wanted == 0) {
             return;
@@ -212,42 +131,6 @@ check_dtype(const smla_checker *c, const smla_rule *rule)
                      wanted, got);
 }
 
-/* Whether sizes, strides and addresses stay far inside int64, so that nobody need check sums and products
- * of them again. Sizes of 0 count as 1: an empty array may not be absurd in another dimension. */
-static bool
-is_addressable(const DLTensor *tensor)
-{
-    const int64_t most = INT64_MAX / 64; /* 2^57: no machine has as many bytes */
-    const int64_t element_bytes = smla_element_bytes(tensor);
-    const bool empty = is_empty(tensor);
-    int64_t total = element_bytes;
-    int64_t below = 0; /* bytes in front of the first element, and from it on */
-    int64_t above = element_bytes;
-    for (int i = tensor->ndim - 1; i >= 0; i--) {
-        const int64_t size = tensor->shape[i] > 0 ? tensor->shape[i] : 1;
-        int64_t reach = total; /* a contiguous array's stride */
-        if (__builtin_mul_overflow(total, size, &total) || total > most) {
-            return false;
-        }
-        if (size == 1 || empty) {
-            continue;
-        }
-        if (tensor->strides != NULL &&
-            __builtin_mul_overflow(tensor->strides[i], element_bytes, &reach)) {
-            return false;
-        }
-        if (__builtin_mul_overflow(reach, size - 1, &reach) || reach < -most || reach > most) {
-            return false;
-        }
-        below += reach < 0 ? -reach : 0;
-        above += reach > 0 ? reach : 0;
-    }
-    const uint64_t data = (uint64_t)(uintptr_t)tensor->data;
-    const uint64_t first = data + tensor->byte_offset;
-    return data == 0 || (tensor->byte_offset <= (uint64_t)most && first >= data &&
-                         first >= (uint64_t)below && UINTPTR_MAX - first >= (uint64_t)above);
-}
-
 /* Rank within what fixed arrays hold, no negative sizes, addresses that exist: what every later step
  * relies on. */
 static smla_status
@@ -270,11 +153,11 @@ check_sane(const smla_checker *c, const char *name, const DLTensor *tensor)
                              "%s: `%s` must have sizes >= 0, got shape %s", c->op, name, got);
         }
     }
-    if (!is_empty(tensor) && tensor->data == NULL) {
+    if (!smla_is_empty(tensor) && tensor->data == NULL) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `%s` must have memory, got a null pointer", c->op, name);
     }
-    if (!is_addressable(tensor)) {
+    if (!smla_is_addressable(tensor)) {
         char got[TEXT_BYTES] = "";
         describe_shape(tensor, got);
         return smla_fail(c->error, SMLA_ERROR_VALUE,
@@ -318,7 +201,7 @@ check_last_stride(const smla_checker *c, const char *name, const DLTensor *tenso
     if (stride == 0 && (last < 0 || tensor->shape[last] <= 1)) {
         return SMLA_OK;
     }
-    if (stride != 1 && !is_empty(tensor)) {
+    if (stride != 1 && !smla_is_empty(tensor)) {
         return smla_fail(
             c->error, SMLA_ERROR_VALUE,
             "%s: `%s` must have a contiguous last dimension (stride 1), got stride %lld", c->op,
@@ -330,7 +213,7 @@ check_last_stride(const smla_checker *c, const char *name, const DLTensor *tenso
 static smla_status
 check_alignment(const smla_checker *c, const char *name, const DLTensor *tensor, int64_t alignment)
 {
-    if (is_empty(tensor)) {
+    if (smla_is_empty(tensor)) {
         return SMLA_OK;
     }
     const uintptr_t address = (uintptr_t)smla_data(tensor);
@@ -362,48 +245,10 @@ check_device(smla_checker *c, const char *name, const DLTensor *tensor)
                      name, wanted, c->arrays[0].name, got);
 }
 
-/* Dimensions of more than one element, smallest stride first. */
-typedef struct layout {
-    const uint8_t *low;  /* first byte of any element */
-    const uint8_t *high; /* one past the last */
-    int ndim;
-    int64_t counts[SMLA_MAX_RANK];
-    int64_t strides[SMLA_MAX_RANK]; /* bytes, >= 0 */
-    int64_t element_bytes;
-} layout;
-
-static layout
-layout_of(const DLTensor *tensor)
-{
-    layout m = {.low = smla_data(tensor), .element_bytes = smla_element_bytes(tensor)};
-    int64_t span = m.element_bytes;
-    for (int i = 0; i < tensor->ndim; i++) {
-        if (tensor->shape[i] <= 1) {
-            continue;
-        }
-        int64_t stride = smla_stride(tensor, i) * m.element_bytes;
-        const int64_t reach = (tensor->shape[i] - 1) * stride;
-        if (stride < 0) {
-            m.low += reach;
-            stride = -stride;
-        }
-        span += (tensor->shape[i] - 1) * stride;
-        int at = m.ndim++;
-        for (; at > 0 && m.strides[at - 1] > stride; at--) {
-            m.strides[at] = m.strides[at - 1];
-            m.counts[at] = m.counts[at - 1];
-        }
-        m.strides[at] = stride;
-        m.counts[at] = tensor->shape[i];
-    }
-    m.high = m.low == NULL ? NULL : m.low + span;
-    return m;
-}
-
 static smla_status
 check_output(const smla_checker *c, const char *name, const DLTensor *tensor)
 {
-    if (is_empty(tensor)) {
+    if (smla_is_empty(tensor)) {
         return SMLA_OK;
     }
     for (int i = 0; i < tensor->ndim; i++) {
@@ -414,17 +259,11 @@ check_output(const smla_checker *c, const char *name, const DLTensor *tensor)
                              c->op, name, (long long)smla_stride(tensor, i), i);
         }
     }
-    const layout m = layout_of(tensor);
-    int64_t span = m.element_bytes;
-    for (int i = 0; i < m.ndim; i++) {
-        if (m.strides[i] < span) {
-            return smla_fail(
-                c->error, SMLA_ERROR_VALUE,
-                "%s: `%s` must have elements that do not overlap (it is written), got a "
-                "stride of %lld bytes over %lld",
-                c->op, name, (long long)m.strides[i], (long long)span);
-        }
-        span += (m.counts[i] - 1) * m.strides[i];
+    if (smla_overlaps_itself(tensor)) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have elements that do not overlap (it is written), got "
+                         "strides that reach back",
+                         c->op, name);
     }
     return SMLA_OK;
 }
@@ -569,61 +408,7 @@ smla_require_kv(smla_checker *c, const char *name, const DLTensor *tensor, int32
     return SMLA_OK;
 }
 
-/* ---- Overlap ----------------------------------------------------------------------------------- */
-
-static int64_t
-gcd(int64_t a, int64_t b)
-{
-    while (b != 0) {
-        const int64_t rest = a % b;
-        a = b;
-        b = rest;
-    }
-    return a;
-}
-
-/* Bytes of the innermost block: the dimensions whose stride does not leave a gap. What is left of
- * the dimensions adds its strides to `period`, a common divisor of all steps between blocks. */
-static int64_t
-inner_block(const layout *m, int64_t *period)
-{
-    int64_t block = m->element_bytes;
-    for (int i = 0; i < m->ndim; i++) {
-        if (m->strides[i] <= block) {
-            block += (m->counts[i] - 1) * m->strides[i];
-        } else {
-            *period = gcd(*period, m->strides[i]);
-        }
-    }
-    return block;
-}
-
-/* Whether two arrays share no byte. Exact for whole arrays and for columns of one buffer: blocks that
- * repeat with a common period are disjoint when they are disjoint inside one period. Anything more
- * tangled counts as shared. */
-static bool
-is_disjoint(const DLTensor *a, const DLTensor *b)
-{
-    if (is_empty(a) || is_empty(b)) {
-        return true;
-    }
-    const layout ma = layout_of(a);
-    const layout mb = layout_of(b);
-    if (ma.high <= mb.low || mb.high <= ma.low) {
-        return true;
-    }
-    int64_t period = 0;
-    const int64_t block_a = inner_block(&ma, &period);
-    const int64_t block_b = inner_block(&mb, &period);
-    if (period == 0) {
-        return false;
-    }
-    int64_t start_b = (int64_t)((intptr_t)mb.low - (intptr_t)ma.low) % period;
-    if (start_b < 0) {
-        start_b += period;
-    }
-    return start_b >= block_a && start_b + block_b <= period;
-}
+/* ---- Disjoint ------------------------------------------------------------------------------- */
 
 smla_status
 smla_require_disjoint(const smla_checker *c)
@@ -634,7 +419,7 @@ smla_require_disjoint(const smla_checker *c)
         }
         for (int j = 0; j < c->num_arrays; j++) {
             const bool checked_before = c->arrays[j].is_output && j <= i;
-            if (checked_before || is_disjoint(c->arrays[i].tensor, c->arrays[j].tensor)) {
+            if (checked_before || smla_is_disjoint(c->arrays[i].tensor, c->arrays[j].tensor)) {
                 continue;
             }
             return smla_fail(c->error, SMLA_ERROR_VALUE,

@@ -7,6 +7,7 @@
 #ifndef SMLA_CPU_ATTENTION_BLOCK_H
 #define SMLA_CPU_ATTENTION_BLOCK_H
 
+#include <assert.h>
 #include <string.h>
 
 #include "../backend.h"
@@ -31,6 +32,7 @@ typedef struct key_cursor {
 static inline void
 enter_list(key_cursor *cursor, int list)
 {
+    assert(list >= 0 && cursor->params->num_lists <= 2);
     cursor->list = list;
     if (list >= cursor->params->num_lists) {
         return;

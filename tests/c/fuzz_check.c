@@ -195,8 +195,8 @@ add_fault(reader *r, fuzzed *f, const fuzzed *other)
         break;
     }
     case 11:
-        t->device = (DLDevice){.device_type = (DLDeviceType)(read_byte(r) % 18),
-                               .device_id = (int32_t)read_number(r)};
+        t->device.device_id = (int32_t)read_number(r);
+        memcpy(&t->device.device_type, &(int32_t){read_byte(r) % 18}, sizeof(int32_t));
         break;
     case 12: t->shape = dim == 0 ? NULL : t->shape; break;
     case 13: /* the other array's layout */
@@ -256,7 +256,7 @@ fuzz_operator(reader *r)
         *at = &tensors[count].tensor;
     }
     const uint8_t flags = read_byte(r);
-    for (int i = flags % 8; i > 0; i--) {
+    for (int i = flags % 8; i > 0 && count > 0; i--) {
         const int which = read_byte(r) % count;
         add_fault(r, &tensors[which], &tensors[read_byte(r) % count]);
         if (read_byte(r) % 32 == 0) {

@@ -3,7 +3,7 @@
  *
  * All tests run once per instruction set of the machine.
  */
-#define _POSIX_C_SOURCE 200809L /* setenv */
+#define _POSIX_C_SOURCE 200809L /* setenv */ // NOLINT(cert-dcl51-cpp)
 
 #include "reference.h"
 

@@ -75,7 +75,8 @@ static convert
 make_case(int64_t tokens, int64_t topk, int64_t block_size)
 {
     convert c = {.req_ids = ARRAY(int32, tokens),
-                 .block_table = transpose(random_indices(6, 4, -2, 900), 0, 1),
+                 .block_table = /* more pages behind the last column */
+                 slice(transpose(random_indices(8, 4, -2, 900), 0, 1), 1, 0, 6, 1),
                  .topk = slice(random_indices(2 * tokens, topk, -3, 7 * block_size), 0, 0,
                                2 * tokens, 2),
                  .out = slice(ARRAY(int32, tokens, topk + 5), 1, 0, topk, 1),

@@ -324,7 +324,23 @@ random_normal(void)
     return random_int(50) == 0 ? 10.0 * sum : sum;
 }
 
-/* Calls `visit` for every element of an array of any rank. */
+/* Moves on to the next element in row-major order, from the last one to the first. */
+static inline void
+next_index(const array *a, int64_t index[MAX_NDIM])
+{
+    for (int i = MAX_NDIM - 1; i >= 0; i--) {
+        if (i >= a->tensor.ndim) {
+            continue;
+        }
+        index[i]++;
+        if (index[i] < a->shape[i]) {
+            return;
+        }
+        index[i] = 0;
+    }
+}
+
+/* Fills an array of any rank. */
 static inline void
 fill_values(array *a, double (*value)(void), double factor)
 {
@@ -335,9 +351,7 @@ fill_values(array *a, double (*value)(void), double factor)
     }
     for (int64_t at = 0; at < count; at++) {
         write_value(a->tensor.dtype, element_at(a, a->tensor.ndim, index), factor * value());
-        for (int i = a->tensor.ndim - 1; i >= 0 && ++index[i] == a->shape[i]; i--) {
-            index[i] = 0;
-        }
+        next_index(a, index);
     }
 }
 
@@ -361,13 +375,17 @@ fill(array *a, double value)
     return a;
 }
 
-/* A vector of integers. */
+/* A vector of int32 or int64. */
 static inline array *
 vector(DLDataType dtype, int64_t count, const int64_t *values)
 {
     array *a = ARRAY(dtype, count);
     for (int64_t i = 0; i < count; i++) {
-        memcpy(AT(a, i), &values[i], dtype.bits / 8u); /* little-endian */
+        if (dtype.bits == 64) {
+            ((int64_t *)a->tensor.data)[i] = values[i];
+        } else {
+            ((int32_t *)a->tensor.data)[i] = (int32_t)values[i];
+        }
     }
     return a;
 }
@@ -390,9 +408,7 @@ is_poison(const array *a)
                 return false;
             }
         }
-        for (int i = a->tensor.ndim - 1; i >= 0 && ++index[i] == a->shape[i]; i--) {
-            index[i] = 0;
-        }
+        next_index(a, index);
     }
     return true;
 }

@@ -1,0 +1,258 @@
+/* dltensor.c: what dltensor.h declares. Integer arithmetic on shapes and strides, nothing else. */
+#include "dltensor.h"
+
+const smla_dtype_info smla_dtypes[] = {
+    {SMLA_DTYPE_BF16, kDLBfloat, 16, "bfloat16"},
+    {SMLA_DTYPE_FP16, kDLFloat, 16, "float16"},
+    {SMLA_DTYPE_FP32, kDLFloat, 32, "float32"},
+    {SMLA_DTYPE_INT32, kDLInt, 32, "int32"},
+    {SMLA_DTYPE_INT64, kDLInt, 64, "int64"},
+    {SMLA_DTYPE_UINT8, kDLUInt, 8, "uint8"},
+    {SMLA_DTYPE_INT8, kDLInt, 8, "int8"},
+    {SMLA_DTYPE_E4M3, kDLFloat8_e4m3fn, 8, "float8_e4m3fn"},
+};
+
+_Static_assert(sizeof smla_dtypes / sizeof smla_dtypes[0] == SMLA_NUM_DTYPES, "the table is whole");
+
+unsigned
+smla_dtype(const DLTensor *tensor)
+{
+    for (int i = 0; i < SMLA_NUM_DTYPES; i++) {
+        if (tensor->dtype.code == smla_dtypes[i].code &&
+            tensor->dtype.bits == smla_dtypes[i].bits && tensor->dtype.lanes == 1) {
+            return smla_dtypes[i].dtype;
+        }
+    }
+    return 0;
+}
+
+void *
+smla_data(const DLTensor *tensor)
+{
+    /* A zero-size array may come with no pointer at all: no arithmetic on NULL. */
+    if (tensor == NULL || tensor->data == NULL) {
+        return NULL;
+    }
+    return (uint8_t *)tensor->data + tensor->byte_offset;
+}
+
+int64_t
+smla_size(const DLTensor *tensor, int dim)
+{
+    return tensor != NULL && dim >= 0 && dim < tensor->ndim ? tensor->shape[dim] : SMLA_ANY;
+}
+
+bool
+smla_is_empty(const DLTensor *tensor)
+{
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int64_t
+smla_stride(const DLTensor *tensor, int dim)
+{
+    if (tensor == NULL || tensor->shape[dim] <= 1 || smla_is_empty(tensor)) {
+        return 0;
+    }
+    if (tensor->strides != NULL) {
+        return tensor->strides[dim];
+    }
+    int64_t stride = 1;
+    for (int i = dim + 1; i < tensor->ndim; i++) {
+        stride *= tensor->shape[i];
+    }
+    return stride;
+}
+
+int64_t
+smla_element_bytes(const DLTensor *tensor)
+{
+    return ((int64_t)tensor->dtype.bits * tensor->dtype.lanes + 7) / 8;
+}
+
+/* ---- Memory ------------------------------------------------------------------------------------ */
+
+bool
+smla_is_addressable(const DLTensor *tensor)
+{
+    const int64_t most = INT64_MAX / 64; /* 2^57: no machine has as many bytes */
+    const int64_t element_bytes = smla_element_bytes(tensor);
+    const bool empty = smla_is_empty(tensor);
+    int64_t total = element_bytes;
+    int64_t below = 0; /* bytes in front of the first element, and from it on */
+    int64_t above = element_bytes;
+    for (int i = tensor->ndim - 1; i >= 0; i--) {
+        const int64_t size = tensor->shape[i] > 0 ? tensor->shape[i] : 1;
+        int64_t reach = total; /* a contiguous array's stride */
+        if (__builtin_mul_overflow(total, size, &total) || total > most) {
+            return false;
+        }
+        if (size == 1 || empty) {
+            continue;
+        }
+        if (tensor->strides != NULL &&
+            __builtin_mul_overflow(tensor->strides[i], element_bytes, &reach)) {
+            return false;
+        }
+        if (__builtin_mul_overflow(reach, size - 1, &reach) || reach < -most || reach > most) {
+            return false;
+        }
+        below += reach < 0 ? -reach : 0;
+        above += reach > 0 ? reach : 0;
+    }
+    const uint64_t data = (uint64_t)(uintptr_t)tensor->data;
+    const uint64_t first = data + tensor->byte_offset;
+    return data == 0 || (tensor->byte_offset <= (uint64_t)most && first >= data &&
+                         first >= (uint64_t)below && UINTPTR_MAX - first >= (uint64_t)above);
+}
+
+/* Dimensions of more than one element, smallest stride first. */
+typedef struct layout {
+    const uint8_t *low;  /* first byte of any element */
+    const uint8_t *high; /* one past the last */
+    int ndim;
+    int64_t counts[SMLA_MAX_RANK];
+    int64_t strides[SMLA_MAX_RANK]; /* bytes, >= 0 */
+    int64_t element_bytes;
+} layout;
+
+static layout
+layout_of(const DLTensor *tensor)
+{
+    layout m = {.low = smla_data(tensor), .element_bytes = smla_element_bytes(tensor)};
+    int64_t span = m.element_bytes;
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] <= 1) {
+            continue;
+        }
+        int64_t stride = smla_stride(tensor, i) * m.element_bytes;
+        const int64_t reach = (tensor->shape[i] - 1) * stride;
+        if (stride < 0) {
+            m.low += reach;
+            stride = -stride;
+        }
+        span += (tensor->shape[i] - 1) * stride;
+        int at = m.ndim++;
+        for (; at > 0 && m.strides[at - 1] > stride; at--) {
+            m.strides[at] = m.strides[at - 1];
+            m.counts[at] = m.counts[at - 1];
+        }
+        m.strides[at] = stride;
+        m.counts[at] = tensor->shape[i];
+    }
+    m.high = m.low == NULL ? NULL : m.low + span;
+    return m;
+}
+
+bool
+smla_overlaps_itself(const DLTensor *tensor)
+{
+    if (smla_is_empty(tensor)) {
+        return false;
+    }
+    const layout m = layout_of(tensor);
+    int64_t span = m.element_bytes;
+    for (int i = 0; i < m.ndim; i++) {
+        if (m.strides[i] < span) {
+            return true;
+        }
+        span += (m.counts[i] - 1) * m.strides[i];
+    }
+    return false;
+}
+
+static int64_t
+gcd(int64_t a, int64_t b)
+{
+    while (b != 0) {
+        const int64_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+/* Bytes of the innermost block: the dimensions whose stride does not leave a gap. What is left of
+ * the dimensions adds its strides to `period`, a common divisor of all steps between blocks. */
+static int64_t
+inner_block(const layout *m, int64_t *period)
+{
+    int64_t block = m->element_bytes;
+    for (int i = 0; i < m->ndim; i++) {
+        if (m->strides[i] <= block) {
+            block += (m->counts[i] - 1) * m->strides[i];
+        } else {
+            *period = gcd(*period, m->strides[i]);
+        }
+    }
+    return block;
+}
+
+bool
+smla_is_disjoint(const DLTensor *a, const DLTensor *b)
+{
+    if (smla_is_empty(a) || smla_is_empty(b)) {
+        return true;
+    }
+    const layout ma = layout_of(a);
+    const layout mb = layout_of(b);
+    if (ma.high <= mb.low || mb.high <= ma.low) {
+        return true;
+    }
+    int64_t period = 0;
+    const int64_t block_a = inner_block(&ma, &period);
+    const int64_t block_b = inner_block(&mb, &period);
+    if (period == 0) {
+        return false;
+    }
+    int64_t start_b = (int64_t)((intptr_t)mb.low - (intptr_t)ma.low) % period;
+    if (start_b < 0) {
+        start_b += period;
+    }
+    return start_b >= block_a && start_b + block_b <= period;
+}
+
+/* ---- Views ------------------------------------------------------------------------------------- */
+
+void
+smla_make_view(smla_view *view, void *data, DLDataType dtype, DLDevice device, int ndim,
+               const int64_t *shape)
+{
+    view->tensor = (DLTensor){.data = data,
+                              .device = device,
+                              .ndim = ndim,
+                              .dtype = dtype,
+                              .shape = view->shape,
+                              .strides = view->strides};
+    int64_t stride = 1;
+    for (int i = ndim - 1; i >= 0; i--) {
+        view->shape[i] = shape[i];
+        view->strides[i] = stride;
+        stride *= shape[i];
+    }
+}
+
+const DLTensor *
+smla_slice_rows(smla_view *view, const DLTensor *tensor, int64_t start, int64_t end)
+{
+    view->tensor = *tensor;
+    view->tensor.shape = view->shape;
+    view->tensor.strides = view->strides;
+    for (int i = 0; i < tensor->ndim; i++) {
+        view->shape[i] = tensor->shape[i];
+        view->strides[i] = smla_stride(tensor, i);
+    }
+    view->shape[0] = end - start;
+    /* Not through byte_offset, which cannot go back: strides of inputs may be negative. */
+    if (start != 0 && tensor->data != NULL) {
+        view->tensor.data =
+            (uint8_t *)smla_data(tensor) + start * view->strides[0] * smla_element_bytes(tensor);
+        view->tensor.byte_offset = 0;
+    }
+    return &view->tensor;
+}

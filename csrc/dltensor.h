@@ -1,0 +1,92 @@
+/* dltensor.h: reading DLTensors: dtypes, sizes, strides, memory; and making views of them.
+ *
+ * Arrays are read as DLPack says, leniently: strides may be NULL (compact), mean nothing for dimensions
+ * of one element, and an empty array may have any pointer.
+ */
+#ifndef SMLA_DLTENSOR_H
+#define SMLA_DLTENSOR_H
+
+#include <dlpack/dlpack.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { SMLA_MAX_RANK = 8 };
+
+enum {
+    SMLA_DTYPE_BF16 = 1 << 0,
+    SMLA_DTYPE_FP16 = 1 << 1,
+    SMLA_DTYPE_FP32 = 1 << 2,
+    SMLA_DTYPE_INT32 = 1 << 3,
+    SMLA_DTYPE_INT64 = 1 << 4,
+    SMLA_DTYPE_UINT8 = 1 << 5,
+    SMLA_DTYPE_INT8 = 1 << 6,
+    SMLA_DTYPE_E4M3 = 1 << 7,
+
+    SMLA_DTYPE_FLOATS = SMLA_DTYPE_BF16 | SMLA_DTYPE_FP16 | SMLA_DTYPE_FP32,
+    SMLA_DTYPE_BYTES = SMLA_DTYPE_UINT8 | SMLA_DTYPE_INT8 | SMLA_DTYPE_E4M3,
+};
+
+typedef struct smla_dtype_info {
+    unsigned dtype; /* SMLA_DTYPE_... */
+    uint8_t code;   /* DLPack's */
+    uint8_t bits;
+    const char *name;
+} smla_dtype_info;
+
+enum { SMLA_NUM_DTYPES = 8 };
+
+extern const smla_dtype_info smla_dtypes[];
+
+enum { SMLA_ANY = -1 }; /* a dimension of any size */
+
+/* The data pointer with byte_offset applied; NULL for an absent array. */
+void *smla_data(const DLTensor *tensor);
+
+/* Size of dimension `dim`, or SMLA_ANY where the array is absent or has no such dimension. */
+int64_t smla_size(const DLTensor *tensor, int dim);
+
+/* Stride in elements: computed where strides are NULL, 0 for a dimension of size 1 and absent arrays
+ * (their stride is never used, and producers leave nonsense there). */
+int64_t smla_stride(const DLTensor *tensor, int dim);
+
+int64_t smla_element_bytes(const DLTensor *tensor);
+
+/* The SMLA_DTYPE_ bit of an array, 0 for any other type. */
+unsigned smla_dtype(const DLTensor *tensor);
+
+/* Whether a dimension has size 0. */
+bool smla_is_empty(const DLTensor *tensor);
+
+/* ---- Memory ------------------------------------------------------------------------------------ */
+
+/* Whether sizes, strides and addresses stay far inside int64, so that nobody need check sums and
+ * products of them again. Sizes of 0 count as 1: an empty array may not be absurd in another one. */
+bool smla_is_addressable(const DLTensor *tensor);
+
+/* Whether two index tuples may name the same byte. */
+bool smla_overlaps_itself(const DLTensor *tensor);
+
+/* Whether two arrays share no byte. Exact for whole arrays and for columns of one buffer: blocks that
+ * repeat with a common period are disjoint when they are disjoint inside one period. Anything more
+ * tangled counts as shared. */
+bool smla_is_disjoint(const DLTensor *a, const DLTensor *b);
+
+/* ---- Views ------------------------------------------------------------------------------------- */
+
+/* A DLTensor with the storage of its own shape and strides. */
+typedef struct smla_view {
+    DLTensor tensor;
+    int64_t shape[3];
+    int64_t strides[3];
+} smla_view;
+
+/* Fills `view` with a contiguous array of up to three dimensions. */
+void smla_make_view(smla_view *view, void *data, DLDataType dtype, DLDevice device, int ndim,
+                    const int64_t *shape);
+
+/* Fills `view` with rows [start, end) of a tensor of up to three dimensions. */
+const DLTensor *smla_slice_rows(smla_view *view, const DLTensor *tensor, int64_t start,
+                                int64_t end);
+
+#endif /* SMLA_DLTENSOR_H */
