@@ -1,0 +1,105 @@
+"""sparse_attention beside the PyTorch composition: errors first, then rates and their ratio.
+
+PyTorch's rate is the better one of all tokens at once and token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import numpy as np
+
+import sparse_mla
+from sparse_mla._bench.timing import Effort, Table, interleave
+from sparse_mla._judge import BF16, KV_LORA_RANK, Fractions, exact_rows, judge_row
+
+TOPK = 2048
+NUM_SLOTS = 16384
+SOFTMAX_SCALE = (128 + 64) ** -0.5
+NUM_JUDGED_TOKENS = 2
+
+
+def make_cache(rng: np.random.Generator, kv_format: str) -> np.ndarray:
+    """[S, row], filled through the library's own cache write."""
+    kv_c = rng.standard_normal((NUM_SLOTS, KV_LORA_RANK), np.float32)
+    k_pe = rng.standard_normal((NUM_SLOTS, 64), np.float32)
+    is_fp8 = kv_format == "fp8_ds_mla"
+    kv_cache = np.zeros((NUM_SLOTS, 656 if is_fp8 else 576), np.uint8 if is_fp8 else BF16)
+    return sparse_mla.concat_and_cache_mla(kv_c, k_pe, kv_cache, np.arange(NUM_SLOTS))
+
+
+def make_attention(q: np.ndarray, kv: np.ndarray, indices: np.ndarray) -> Callable[[], tuple]:
+    """A call with all of its memory given, as an engine makes it."""
+    num_tokens, num_heads, _ = q.shape
+    size = sparse_mla.attention_workspace_size(num_tokens, num_heads, TOPK, device="cpu")
+    out = np.empty((num_tokens, num_heads, KV_LORA_RANK), BF16)
+    lse = np.empty((num_tokens, num_heads), np.float32)
+    workspace = np.empty(size, np.uint8)
+    return lambda: sparse_mla.sparse_attention(
+        q, kv, indices, softmax_scale=SOFTMAX_SCALE, out=out, lse=lse, workspace=workspace
+    )
+
+
+def judge(results: tuple, q: np.ndarray, kv: np.ndarray, indices: np.ndarray) -> Fractions:
+    worst = Fractions()
+    for token in range(min(NUM_JUDGED_TOKENS, len(q))):
+        keys = exact_rows(kv[indices[token]])
+        out, lse = results[0][token], results[1][token]
+        worst.add(judge_row(q[token], keys, out, lse, softmax_scale=SOFTMAX_SCALE))
+    return worst
+
+
+def measure(effort: Effort, num_threads: int) -> Table:
+    has_torch = find_spec("torch") is not None
+    if has_torch:
+        from sparse_mla._bench.composition import Composition
+    title = f"Sparse attention, K = {TOPK}, {NUM_SLOTS} cached tokens, {num_threads} threads"
+    columns = ["cache", "H", "T", "error/bound", "GFLOP/s"]
+    columns += ["PyTorch: error/bound", "GFLOP/s", "ratio"] if has_torch else []
+    table = Table(title, columns, [], [])
+    rng = np.random.default_rng(0)
+    for kv_format in ("fp8_ds_mla", "bfloat16"):
+        kv = make_cache(rng, kv_format)
+        for num_heads in (16, 64, 128):
+            for num_tokens in (1, 32):
+                q = rng.standard_normal((num_tokens, num_heads, 576), np.float32).astype(BF16)
+                indices = rng.integers(NUM_SLOTS, size=(num_tokens, TOPK), dtype=np.int32)
+                ours = make_attention(q, kv, indices)
+                sides: dict[str, Callable[[], object]] = {"ours": ours}
+                errors = {"ours": judge(ours(), q, kv, indices)}
+                if has_torch:
+                    peer = Composition(q, kv, indices, SOFTMAX_SCALE, num_threads)
+                    sides["torch"] = peer.batched
+                    if num_tokens > 1:
+                        sides["torch by token"] = peer.by_token
+                    errors["torch"] = judge(peer.numpy(), q, kv, indices)
+                seconds = interleave(sides, effort)
+                if "torch by token" in seconds:
+                    seconds["torch"] = min(seconds["torch"], seconds.pop("torch by token"))
+                add_row(table, kv_format, num_heads, num_tokens, errors, seconds)
+    return table
+
+
+def add_row(
+    table: Table,
+    kv_format: str,
+    num_heads: int,
+    num_tokens: int,
+    errors: dict[str, Fractions],
+    seconds: dict[str, float],
+) -> None:
+    flop = 2 * num_tokens * num_heads * TOPK * (576 + KV_LORA_RANK)
+    row = [kv_format, str(num_heads), str(num_tokens)]
+    record: dict[str, object] = {"kv_format": kv_format, "H": num_heads, "T": num_tokens}
+    for side, error in errors.items():
+        worst = max(error.out, error.lse)
+        rate = flop / seconds[side] / 1e9
+        row += [f"{worst:.3g}", f"{rate:.0f}"]
+        record[side] = {"error_over_bound": worst, "gflops": rate}
+    if "torch" in seconds:
+        ratio = seconds["torch"] / seconds["ours"]
+        row.append(f"{ratio:.2f}×")
+        record["ratio"] = ratio
+    table.rows.append(row)
+    table.records.append(record)

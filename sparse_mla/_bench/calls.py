@@ -1,0 +1,70 @@
+"""Host time of a call: tiny work, so that what is measured is the way into the library and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+import sparse_mla
+from sparse_mla._bench.timing import Effort, Table, interleave
+from sparse_mla._judge import BF16
+
+# Converts a NumPy array, an input or an output, into a framework's own.
+Convert = Callable[[np.ndarray], object]
+
+
+def measure(effort: Effort) -> Table:
+    frameworks = find_frameworks()
+    table = Table("Host time per call with out=", ["operator", *frameworks], [], [])
+    for name, make in (("concat_and_cache_mla", make_write), ("sparse_attention", make_attention)):
+        sides = {key: make(*converters) for key, converters in frameworks.items()}
+        seconds = interleave(sides, effort)
+        table.rows.append([name, *(f"{1e6 * seconds[key]:.2f} µs" for key in frameworks)])
+        table.records.append({"operator": name, "seconds": seconds})
+    return table
+
+
+def find_frameworks() -> dict[str, tuple[Convert, Convert]]:
+    """Input and output converters by framework; JAX arrays cannot be written, NumPy's stand in."""
+    frameworks: dict[str, tuple[Convert, Convert]] = {"NumPy": (np.asarray, np.asarray)}
+    if find_spec("torch") is not None:
+        from sparse_mla._bench.composition import from_numpy
+
+        frameworks["PyTorch"] = (from_numpy, from_numpy)
+    if find_spec("jax") is not None:
+        jax: Any = import_module("jax")
+
+        cpu = jax.devices("cpu")[0]
+        frameworks["JAX, out NumPy"] = (lambda array: jax.device_put(array, cpu), np.asarray)
+    return frameworks
+
+
+def make_write(given: Convert, written: Convert) -> Callable[[], object]:
+    """Four arrays; the only slot is -1, so nothing is written."""
+    kv_c = given(np.zeros((1, 512), BF16))
+    k_pe = given(np.zeros((1, 64), BF16))
+    kv_cache = written(np.zeros((1, 64, 656), np.uint8))
+    slot_mapping = given(np.full(1, -1, np.int32))
+    return lambda: sparse_mla.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping)
+
+
+def make_attention(given: Convert, written: Convert) -> Callable[[], object]:
+    """Six arrays; one token, one head, one key."""
+    q = given(np.zeros((1, 1, 576), BF16))
+    kv = given(np.zeros((1, 64, 656), np.uint8))
+    indices = given(np.zeros((1, 1), np.int32))
+    size = sparse_mla.attention_workspace_size(1, 1, 1, device="cpu")
+    out = written(np.zeros((1, 1, 512), BF16))
+    lse = written(np.zeros((1, 1), np.float32))
+    workspace = written(np.zeros(size, np.uint8))
+
+    def attend() -> object:
+        return sparse_mla.sparse_attention(
+            q, kv, indices, softmax_scale=1.0, out=out, lse=lse, workspace=workspace
+        )
+
+    return attend

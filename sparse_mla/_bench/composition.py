@@ -1,0 +1,85 @@
+"""Sparse MLA attention composed of PyTorch operators: what a user writes without this library.
+
+Gather the selected rows, dequantise them to bf16, and attend: matmul, softmax, matmul, with bf16
+inputs so that PyTorch takes its fastest matrix product.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+torch: Any = import_module("torch") if find_spec("torch") is not None else None
+TorchTensor = Any
+
+
+class Composition:
+    """Of NumPy arrays: q [T, H, 576] bf16, kv [S, 656] uint8 or [S, 576] bf16, indices [T, K]."""
+
+    def __init__(
+        self,
+        q: np.ndarray,
+        kv: np.ndarray,
+        indices: np.ndarray,
+        softmax_scale: float,
+        num_threads: int,
+    ) -> None:
+        torch.set_num_threads(num_threads)
+        self.q = from_numpy(q)
+        self.kv = from_numpy(kv)
+        self.indices = from_numpy(indices)
+        self.softmax_scale = softmax_scale
+
+    def batched(self) -> tuple[TorchTensor, TorchTensor]:
+        """All tokens at once: out [T, H, 512] bf16, lse [T, H]."""
+        with torch.inference_mode():
+            return self._attend(self.q, self.indices)
+
+    def by_token(self) -> tuple[TorchTensor, TorchTensor]:
+        """The same token by token: what is gathered stays in the processor's cache."""
+        with torch.inference_mode():
+            parts = [
+                self._attend(self.q[t : t + 1], self.indices[t : t + 1]) for t in range(len(self.q))
+            ]
+            out, lse = zip(*parts, strict=True)
+            return torch.cat(out), torch.cat(lse)
+
+    def _attend(self, q: TorchTensor, indices: TorchTensor) -> tuple[TorchTensor, TorchTensor]:
+        keys = self._gather(indices)
+        logits = torch.matmul(q, keys.transpose(1, 2)).float().mul_(self.softmax_scale)
+        logits.masked_fill_((indices < 0)[:, None], -torch.inf)
+        lse = torch.logsumexp(logits, dim=-1)
+        p = logits.sub_(lse[..., None]).exp_().to(torch.bfloat16)
+        return torch.matmul(p, keys[..., :512]), lse
+
+    def _gather(self, indices: TorchTensor) -> TorchTensor:
+        """The selected rows [T, K, 576] bf16."""
+        rows = self.kv.index_select(0, indices.clamp(min=0).reshape(-1))
+        if rows.dtype != torch.bfloat16:
+            rows = dequantise(rows)
+        return rows.view(*indices.shape, 576)
+
+    def numpy(self) -> tuple[np.ndarray, np.ndarray]:
+        """out and lse as fp64 arrays."""
+        out, lse = self.batched()
+        return out.double().numpy(), lse.double().numpy()
+
+
+def dequantise(rows: TorchTensor) -> TorchTensor:
+    """[n, 656] bytes of fp8_ds_mla -> [n, 576] bf16, the product in fp32."""
+    keys = torch.empty(len(rows), 576, dtype=torch.bfloat16)
+    values = rows[:, :512].view(torch.float8_e4m3fn).float().view(-1, 4, 128)
+    values *= rows[:, 512:528].view(torch.float32)[..., None]
+    keys[:, :512] = values.view(-1, 512)
+    keys[:, 512:] = rows[:, 528:].view(torch.bfloat16)
+    return keys
+
+
+def from_numpy(array: np.ndarray) -> TorchTensor:
+    """torch.from_numpy, for ml_dtypes' bfloat16 too."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

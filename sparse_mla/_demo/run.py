@@ -1,0 +1,226 @@
+"""The demo's command line: options, one table row per step, totals and the verdict."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+
+import sparse_mla
+from sparse_mla._demo.check import Checker
+from sparse_mla._demo.engine import Engine, StepResult
+from sparse_mla._demo.model import SOFTMAX_SCALE, ToyModel
+from sparse_mla._demo.scheduler import Batch, Request, Scheduler
+
+BF16_ROW_BYTES = 1152
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--text", type=Path, help="file to read (default: an essay that comes with the package)")
+    add("--requests", type=int, default=6, help="number of requests (%(default)s)")
+    add("--context", type=int, default=3072, help="bytes of the longest request (%(default)s)")
+    add("--decode", type=int, default=16, help="tokens that each request decodes (%(default)s)")
+    add("--heads", type=int, default=32, help="query heads, 1 to 128 (%(default)s)")
+    add("--topk", type=int, default=2048, help="keys that a query attends to (%(default)s)")
+    add("--kv-cache-dtype", choices=["fp8_ds_mla", "bfloat16"], default="fp8_ds_mla")
+    add("--block-size", type=int, default=64, help="tokens per cache page (%(default)s)")
+    add("--path", choices=["mixed", "separate", "bf16", "direct"], help="force a path")
+    add("--tokens-per-step", type=int, default=512, help="the scheduler's budget (%(default)s)")
+    add("--pages", type=int, help="pages of the cache (default: for two thirds of all tokens)")
+    add("--steps", type=int, help="stop after so many steps")
+    add("--seed", type=int, default=0)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the demo; the exit status is 0 when every checked error is within its bound."""
+    try:
+        requests = make_requests(options)
+        engine, scheduler = make_engine(options, requests)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"demo: {error}") from None
+    checker = Checker(engine, seed=options.seed)
+    table = Table(engine, scheduler, requests)
+    for step in range(options.steps or sys.maxsize):
+        if not (scheduler.waiting or scheduler.running):
+            break
+        batch = scheduler.next_batch(step)
+        if batch is None:
+            continue
+        result = engine.run_step(batch)
+        checker.check_step(batch, result)
+        table.add(step, batch, result)
+        scheduler.finish(batch)
+    table.finish()
+    print_verdict(checker)
+    return 0 if checker.within else 1
+
+
+def make_requests(options: argparse.Namespace) -> list[Request]:
+    """Requests of one half to all of --context bytes, cut from the text, one every other step."""
+    for option in ("requests", "context", "decode", "topk", "block_size", "tokens_per_step"):
+        if getattr(options, option) < 1:
+            raise ValueError(f"--{option.replace('_', '-')} must be at least 1")
+    text = read_text(options.text)
+    rng = np.random.default_rng(options.seed)
+    requests = []
+    for name in range(options.requests):
+        length = int(rng.integers(-(-options.context // 2), options.context + 1))
+        length = max(length, 2)
+        start = int(rng.integers(len(text)))
+        cut = np.take(text, np.arange(start, start + length), mode="wrap")
+        prompt_len = max(1, length - options.decode)
+        requests.append(Request(name, arrival_step=2 * name, text=cut, prompt_len=prompt_len))
+    return requests
+
+
+def read_text(path: Path | None) -> np.ndarray:
+    """The bytes of a text: the tokens."""
+    if path is None:
+        content = resources.files("sparse_mla").joinpath("data", "attention.txt").read_bytes()
+    else:
+        content = path.read_bytes()
+    if not content:
+        raise ValueError(f"{path} is empty")
+    return np.frombuffer(content, np.uint8)
+
+
+def make_engine(options: argparse.Namespace, requests: list[Request]) -> tuple[Engine, Scheduler]:
+    longest = max(len(request.text) for request in requests)
+    all_pages = sum(-(-len(request.text) // options.block_size) for request in requests)
+    config = sparse_mla.Config(
+        options.heads,
+        softmax_scale=SOFTMAX_SCALE,
+        kv_cache_dtype=options.kv_cache_dtype,
+        block_size=options.block_size,
+        topk_tokens=options.topk,
+        max_num_seqs=len(requests),
+        max_num_batched_tokens=options.tokens_per_step,
+        max_model_len=longest,
+        prefill_workspace_tokens=longest,  # small on purpose: a busy step needs several chunks
+        path=options.path,
+    )
+    scheduler = Scheduler(
+        requests,
+        num_pages=max(options.pages or -(-2 * all_pages // 3), -(-longest // options.block_size)),
+        block_size=options.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    model = ToyModel(options.heads, options.seed)
+    print(
+        f"sparse_mla {sparse_mla.__version__} · {len(requests)} requests of up to {longest} bytes"
+        f" · {options.heads} heads · top-{options.topk} · {options.kv_cache_dtype} cache of "
+        f"{scheduler.pool.num_pages} pages × {options.block_size} tokens\n"
+    )
+    return Engine(model, config, scheduler.pool.num_pages), scheduler
+
+
+class Table:
+    """Prints a row per step and, at the end, the totals; a progress bar runs on stderr."""
+
+    def __init__(self, engine: Engine, scheduler: Scheduler, requests: list[Request]) -> None:
+        self.engine = engine
+        self.scheduler = scheduler
+        self.progress = Progress(sum(len(request.text) for request in requests))
+        counts = np.bincount(np.concatenate([request.text for request in requests]))
+        self.commonest = counts.max() / counts.sum()
+        self.num_tokens = self.num_decode_tokens = self.num_steps = self.hits = 0
+        self.library_seconds = self.total_seconds = 0.0
+        print("step   requests        tokens     path      chunks   pages   library   whole step")
+        print("      run  wait  decode  prefill                     in use        ms     tokens/s")
+
+    def add(self, step: int, batch: Batch, result: StepResult) -> None:
+        metadata = result.metadata
+        chunks = len(metadata.prefill.chunks) if metadata.prefill is not None else 0
+        self.num_steps += 1
+        self.num_tokens += batch.num_tokens
+        self.num_decode_tokens += metadata.num_decode_tokens
+        self.library_seconds += result.library_seconds
+        self.total_seconds += result.total_seconds
+        self.hits += count_hits(batch, result.predicted)
+        self.progress.clear()
+        print(
+            f"{step:4} {len(self.scheduler.running):4} {len(self.scheduler.waiting):5} "
+            f"{metadata.num_decode_tokens:7} {metadata.num_prefill_tokens:8}  "
+            f"{metadata.path:9} {chunks:6} {self.scheduler.pool.in_use:7} "
+            f"{1e3 * result.library_seconds:9.1f} {batch.num_tokens / result.total_seconds:12.0f}",
+            flush=True,
+        )
+        self.progress.advance(batch.num_tokens)
+
+    def finish(self) -> None:
+        self.progress.finish()
+        pool = self.scheduler.pool
+        tokens = pool.peak * self.scheduler.block_size
+        row_bytes = self.engine.kv_cache.shape[-1] * self.engine.kv_cache.itemsize
+        print(
+            f"\n{self.num_tokens} tokens ({self.num_decode_tokens} decoded) in {self.num_steps} "
+            f"steps: {self.num_tokens / self.total_seconds:.0f} tokens/s, "
+            f"{self.num_tokens / self.library_seconds:.0f} tokens/s in the library alone "
+            f"({self.library_seconds:.1f} of {self.total_seconds:.1f} s)"
+        )
+        print(
+            f"cache at its peak: {pool.peak} of {pool.num_pages} pages, "
+            f"{tokens * row_bytes / 1e6:.1f} MB; {tokens * BF16_ROW_BYTES / 1e6:.1f} MB in bf16, "
+            f"{row_bytes / BF16_ROW_BYTES:.0%}; {pool.in_use} pages in use at the end"
+        )
+        print(
+            f"next byte predicted: {self.hits / self.num_tokens:.0%} of {self.num_tokens}; "
+            f"always naming the most common one: {self.commonest:.0%}"
+        )
+
+
+def count_hits(batch: Batch, predicted: np.ndarray) -> int:
+    hits = 0
+    for request, rows, positions in batch.parts():
+        known = positions + 1 < len(request.text)
+        hits += int((predicted[rows][known] == request.text[positions[known] + 1]).sum())
+    return hits
+
+
+def print_verdict(checker: Checker) -> None:
+    print("\nworst error against fp64, as a fraction of its bound")
+    print(f"  {'':36} rows     out     lse")
+    for what, fractions in sorted(checker.fractions.items()):
+        print(f"  {what:36} {fractions.rows:4} {fractions.out:7.3f} {fractions.lse:7.3f}")
+    if checker.gathered_rows:
+        print(
+            f"  gather to the bf16 workspace: {checker.gathered_rows} rows compared, "
+            f"{checker.wrong_gathered_rows} differ"
+        )
+    print("within the bounds" if checker.within else "OUTSIDE THE BOUNDS")
+
+
+class Progress:
+    """A bar on a terminal; a line per quarter elsewhere."""
+
+    WIDTH = 40
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.done = 0
+        self.is_terminal = sys.stderr.isatty()
+        self.start = time.perf_counter()
+
+    def clear(self) -> None:
+        if self.is_terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def advance(self, count: int) -> None:
+        before, self.done = self.done, self.done + count
+        share = self.done / self.total
+        elapsed = time.perf_counter() - self.start
+        if self.is_terminal:
+            bar = "#" * int(self.WIDTH * share)
+            text = f"[{bar:<{self.WIDTH}}] {share:4.0%} {elapsed:4.0f} s"
+            print(text, end="", file=sys.stderr, flush=True)
+        elif 4 * self.done // self.total > 4 * before // self.total:
+            print(f"demo: {share:.0%} after {elapsed:.0f} s", file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        self.clear()
