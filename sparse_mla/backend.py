@@ -18,7 +18,7 @@ import math
 import operator
 import re
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -306,10 +306,10 @@ class CommonAttentionMetadata(_ShortRepr):
     _: KW_ONLY
     query_start_loc_cpu: Array = None
     seq_lens_cpu: Array = None
-    num_reqs: int = None  # type: ignore[assignment]
-    num_actual_tokens: int = None  # type: ignore[assignment]
-    max_query_len: int = None  # type: ignore[assignment]
-    max_seq_len: int = None  # type: ignore[assignment]
+    num_reqs: int | None = None
+    num_actual_tokens: int | None = None
+    max_query_len: int | None = None
+    max_seq_len: int | None = None
 
     def __post_init__(self) -> None:
         starts = _host_array("query_start_loc_cpu", self.query_start_loc_cpu, self.query_start_loc)
@@ -549,21 +549,24 @@ class MetadataBuilder:
             a block table too narrow, prefills before decodes (where the path has both parts), a
             request longer than the workspace.
         """
+        # None only says "left out" in the signature: making `common` has filled these in.
+        num_reqs = cast(int, common.num_reqs)
+        num_actual_tokens = cast(int, common.num_actual_tokens)
         shape = getattr(common.slot_mapping, "shape", None)
         if shape is None:
             got = type(common.slot_mapping).__name__
             raise TypeError(f"MetadataBuilder.build: `slot_mapping` must be an array, got {got}")
-        if len(shape) != 1 or shape[0] < common.num_actual_tokens:
+        if len(shape) != 1 or shape[0] < num_actual_tokens:
             raise ValueError(
                 f"MetadataBuilder.build: `slot_mapping` must have at least num_actual_tokens = "
-                f"{common.num_actual_tokens} entries, got shape {list(shape)}"
+                f"{num_actual_tokens} entries, got shape {list(shape)}"
             )
         step = self._builder.build(
             common.query_start_loc_cpu,
             common.seq_lens_cpu,
             common.block_table,
-            common.num_reqs,
-            common.num_actual_tokens,
+            num_reqs,
+            num_actual_tokens,
             None,
         )
         decode = prefill = None
@@ -573,10 +576,10 @@ class MetadataBuilder:
             prefill = _make_prefill(step, common.block_table)
         return Metadata(
             path=step["path"],
-            num_reqs=common.num_reqs,
-            num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
+            num_reqs=num_reqs,
+            num_actual_tokens=num_actual_tokens,
+            max_query_len=cast(int, common.max_query_len),
+            max_seq_len=cast(int, common.max_seq_len),
             num_decodes=step["num_decodes"],
             num_prefills=step["num_prefills"],
             num_decode_tokens=step["num_decode_tokens"],
