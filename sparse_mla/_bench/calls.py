@@ -17,7 +17,8 @@ from sparse_mla._judge import BF16
 Convert = Callable[[np.ndarray], object]
 
 
-def measure(effort: Effort) -> Table:
+def measure(effort: Effort, threads: int) -> Table:
+    del threads  # one call at a time
     frameworks = find_frameworks()
     table = Table("Host time per call with out=", ["operator", *frameworks], [], [])
     for name, make in (("concat_and_cache_mla", make_write), ("sparse_attention", make_attention)):

@@ -8,18 +8,26 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import sparse_mla
 from sparse_mla import _info
 from sparse_mla._bench import attention, calls, memory
-from sparse_mla._bench.timing import Effort
+from sparse_mla._bench.timing import Effort, Table
+
+TABLES: dict[str, Callable[[Effort, int], Table]] = {
+    "attention": attention.measure,
+    "bytes": memory.measure,
+    "calls": calls.measure,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter repeats")
     parser.add_argument("--best", action="store_true", help="the fastest repeat, not the median")
     parser.add_argument("--json", action="store_true", help="print numbers for programs to read")
+    parser.add_argument("--only", choices=sorted(TABLES), help="one of the tables")
     parser.add_argument("--threads", type=int, default=2, help="of both sides (%(default)s)")
 
 
@@ -31,12 +39,8 @@ def run(options: argparse.Namespace) -> int:
     if not options.json:
         print("\n".join(f"- {key}: {value}" for key, value in where.items()))
     tables = []
-    for measure in (
-        lambda: attention.measure(effort, options.threads),
-        lambda: memory.measure(effort, options.threads),
-        lambda: calls.measure(effort),
-    ):
-        tables.append(measure())
+    for name in [options.only] if options.only else TABLES:
+        tables.append(TABLES[name](effort, options.threads))
         if not options.json:
             tables[-1].print()
     if options.json:
@@ -55,6 +59,7 @@ def describe(options: argparse.Namespace) -> dict[str, str]:
     selected = [row["arch"] for row in sparse_mla.kernels() if row["selected"]]
     num_cores = len(os.sched_getaffinity(0))
     switches = [name for name in ("quick", "best", "json") if getattr(options, name)]
+    switches += [f"only {options.only}"] if options.only else []
     command = ["python -m sparse_mla bench", *(f"--{name}" for name in switches)]
     return {
         "device": f"{_info.cpu_name()}, {num_cores} cores, {', '.join(selected)}",
