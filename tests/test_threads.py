@@ -1,9 +1,11 @@
 """Many threads, one result; the GIL is released while the core works."""
 
+import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import cases
 import engine
@@ -142,3 +144,25 @@ def test_the_gil_is_released():
     margin = 0.1 * length  # holding the GIL, only the very ends of the call could see a tick
     inside = [t for t in ticks if span["start"] + margin < t < span["end"] - margin]
     assert len(inside) >= 5, f"{len(inside)} ticks during a call of {length:.2f} s"
+
+
+FORK = """
+import os, signal
+import cases, sparse_mla
+call = cases.GOOD_CALLS["sparse_attention"]().run
+call(sparse_mla)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # a hang ends as a signal, and as a failure
+    call(sparse_mla)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+call(sparse_mla)
+"""
+
+
+def test_a_child_works_after_its_parent_has():
+    """A child has none of the threads that its parent's calls have made."""
+    script = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})" + FORK
+    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr

@@ -1,8 +1,31 @@
-/* backend.c: the CPU backend as a table. */
+/* backend.c: the CPU backend as a table, and its manners at a fork. */
 #include <stdlib.h>
+
+#if defined(_OPENMP) && defined(__GNUC__) && !defined(__clang__)
+#include <omp.h>
+#include <pthread.h>
+#endif
 
 #include "attention.h"
 #include "cpu.h"
+
+/* GCC's OpenMP keeps its threads between parallel regions. A child process inherits the memory of that
+ * pool but none of its threads, and would wait for them for ever in its first region. So the pool is
+ * given back before every fork; the next region, on either side, makes it again. (LLVM's OpenMP looks
+ * after itself.) */
+#if defined(_OPENMP) && defined(__GNUC__) && !defined(__clang__)
+static void
+give_back_threads(void)
+{
+    (void)omp_pause_resource_all(omp_pause_soft);
+}
+
+__attribute__((constructor)) static void
+watch_forks(void)
+{
+    (void)pthread_atfork(give_back_threads, NULL, NULL);
+}
+#endif
 
 enum { CACHE_LINE_BYTES = 64 };
 
