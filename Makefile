@@ -77,8 +77,10 @@ test-c: $(VENV)/test.txt ## the C tests alone
 	    echo "tests/c/$$test"; build/$(VARIANT)/tests/$$test || exit 1; done
 
 examples-c: lib ## compile and run the C examples against build/lib, as a user would
+	@if command -v $(CXX) > /dev/null; then $(CXX) -std=c++17 -Wall -Wextra -Wpedantic -Werror \
+	    -fsyntax-only -Ibuild/lib/include tests/c/header.cpp; fi
 	@for example in $(C_EXAMPLES); do echo "examples/c/$$example"; \
-	    $(CC) -std=c11 -Wall -Wextra -Ibuild/lib/include examples/c/$$example.c \
+	    $(CC) -std=c11 -Wall -Wextra -Werror -Ibuild/lib/include examples/c/$$example.c \
 	        -o build/$$example -Lbuild/lib -Wl,-rpath,$(CURDIR)/build/lib -lsparse_mla -lm && \
 	    build/$$example || exit 1; done
 

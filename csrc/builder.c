@@ -161,6 +161,7 @@ initialize(smla_builder *b, const smla_builder_config *config, smla_error *error
     SMLA_TRY(smla_read_args(create_op, &b->config, sizeof b->config, config, error));
     smla_builder_config *known = &b->config;
     const int64_t tokens_asked = known->prefill_workspace_tokens;
+    known->device = smla_normal_device(known->device);
     if (known->decode_threshold == 0) {
         known->decode_threshold = 1;
     }

@@ -453,7 +453,7 @@ smla_check_attention_workspace(const smla_attention_workspace_args *args,
                          SMLA_MAX_HEADS, (long long)args->num_heads);
     }
     SMLA_TRY(check_num_splits(&c, args->num_splits));
-    SMLA_TRY(smla_find_backend(c.op, args->device, backend, error));
+    SMLA_TRY(smla_find_backend(c.op, smla_normal_device(args->device), backend, error));
     *shape = (smla_attention_shape){.num_tokens = args->num_tokens,
                                     .num_heads = args->num_heads,
                                     .topk = args->topk,

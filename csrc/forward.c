@@ -90,6 +90,19 @@ check_forward(const smla_forward_args *args, smla_error *error)
         return smla_fail(error, SMLA_ERROR_VALUE, "%s: `softmax_scale` must be finite, got %g", op,
                          args->softmax_scale);
     }
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "block_table",
+                                           .tensor = &b->block_table.tensor,
+                                           .dtypes = SMLA_DTYPE_INT32,
+                                           .flags = SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = 2,
+                                           .shape = {SMLA_ANY, SMLA_ANY}}));
+    SMLA_TRY(smla_require(
+        &c, &(smla_rule){.name = "workspace",
+                         .tensor = b->metadata.num_chunks > 0 ? &b->prefill_workspace.tensor : NULL,
+                         .dtypes = SMLA_DTYPE_BF16,
+                         .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
+                         .ndim = 2,
+                         .shape = {SMLA_ANY, SMLA_HEAD_DIM}}));
     const smla_backend *backend;
     SMLA_TRY(smla_find_backend(op, c.device, &backend, error));
     if (backend != b->backend || c.device.device_id != b->config.device.device_id) {

@@ -98,9 +98,8 @@ describe_device(DLDevice device, char *text)
     }
 }
 
-/* Pinned and managed memory are read by the CPU like any other. */
-static DLDevice
-normal_device(DLDevice device)
+DLDevice
+smla_normal_device(DLDevice device)
 {
     if (device.device_type == kDLCUDAHost || device.device_type == kDLCUDAManaged ||
         device.device_type == kDLCPU) {
@@ -229,7 +228,7 @@ check_alignment(const smla_checker *c, const char *name, const DLTensor *tensor,
 static smla_status
 check_device(smla_checker *c, const char *name, const DLTensor *tensor)
 {
-    const DLDevice device = normal_device(tensor->device);
+    const DLDevice device = smla_normal_device(tensor->device);
     if (c->num_arrays == 0) {
         c->device = device;
         return SMLA_OK;

@@ -47,6 +47,9 @@ smla_status smla_require(smla_checker *checker, const smla_rule *rule);
 smla_status smla_require_kv(smla_checker *checker, const char *name, const DLTensor *tensor,
                             int32_t kv_format, unsigned flags, smla_kv_view *view);
 
+/* The device that works on memory of this kind: the CPU, number 0, for pinned and managed memory too. */
+DLDevice smla_normal_device(DLDevice device);
+
 /* No output may share memory with any other array. */
 smla_status smla_require_disjoint(const smla_checker *checker);
 

@@ -274,3 +274,31 @@ def test_bad_arguments_write_nothing(step, name, path):
     assert_same_bits(out.storage, before, "nothing may be written")
     layer.forward(step.q, step.fp8_cache, step.topk_indices, metadata, out=out.array)
     out.check()
+
+
+@pytest.mark.parametrize("where", ["workspace", "block_table"])
+def test_arrays_that_the_builder_keeps_are_not_the_caller_s_to_reuse(step, where):
+    """q where prefills are gathered to, or out over the pages' numbers."""
+    tokens, table = step.batch.num_actual_tokens, step.batch.common(sparse_mla).block_table
+    workspace = np.zeros((cases.ENGINE_WORKSPACE, 576), ref.BF16)
+    space = np.zeros(max(tokens * NUM_HEADS * 512 * 2, table.nbytes), np.uint8)
+    out = space[: tokens * NUM_HEADS * 512 * 2].view(ref.BF16).reshape(tokens, NUM_HEADS, 512)
+    q = step.q
+    common = step.batch.common(sparse_mla)
+    if where == "workspace":
+        heads = NUM_HEADS * tokens
+        big = np.zeros((cases.ENGINE_WORKSPACE + heads, 576), ref.BF16)
+        workspace = big[: cases.ENGINE_WORKSPACE]
+        q = big[cases.ENGINE_WORKSPACE - 1 :][:heads].reshape(tokens, NUM_HEADS, 576)
+        q[:] = step.q
+    else:
+        common.block_table = space[: table.nbytes].view(np.int32).reshape(table.shape)
+        common.block_table[:] = table
+    options = engine.config(sparse_mla, num_heads=NUM_HEADS, path="separate")
+    metadata = sparse_mla.MetadataBuilder(options, workspace=workspace).build(common)
+    before = space.copy()
+    with pytest.raises(ValueError, match=rf"`{where}`.*overlap|overlap `{where}`"):
+        sparse_mla.SparseMLA(options).forward(
+            q, step.fp8_cache, step.topk_indices, metadata, out=out
+        )
+    assert (space == before).all()
