@@ -1,6 +1,7 @@
 """What a newcomer runs: the README's example, and `python -m sparse_mla`."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,11 +9,17 @@ from pathlib import Path
 
 import pytest
 
+import sparse_mla
+
 ROOT = Path(__file__).parent.parent
 
 
 def run(*arguments):
-    return subprocess.run([sys.executable, *arguments], text=True, capture_output=True, timeout=300)
+    """Python with the package that these tests import."""
+    environment = os.environ | {"PYTHONPATH": str(Path(sparse_mla.__file__).parents[1])}
+    return subprocess.run(
+        [sys.executable, *arguments], text=True, capture_output=True, timeout=300, env=environment
+    )
 
 
 def run_command(*arguments):

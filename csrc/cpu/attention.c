@@ -11,10 +11,7 @@
  */
 #include "attention.h"
 #include "isa.h"
-
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#include "threads.h"
 
 enum {
     MAX_PARALLEL_PARTS = 64,     /* the first schedule: enough for 64 cores, 17 MB of states */
@@ -71,16 +68,6 @@ smla_cpu_choose_num_splits(const smla_attention_shape *shape)
     return (int)min_int64(fair < 1 ? 1 : fair, max_splits(shape));
 }
 
-static int
-count_threads(void)
-{
-#if defined(_OPENMP)
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
-
 /* Of any instruction set: forcing another one needs no other workspace. */
 static int64_t
 thread_bytes(int64_t num_heads)
@@ -106,7 +93,7 @@ smla_cpu_attention_workspace_size(const smla_attention_shape *shape)
                               : min_int64(min_int64(shape->num_tokens, MAX_PARALLEL_PARTS) * splits,
                                           MAX_PARALLEL_PARTS);
     return SMLA_WORKSPACE_ALIGN + parts * smla_attention_state_bytes(shape->num_heads) +
-           count_threads() * thread_bytes(shape->num_heads);
+           smla_max_threads() * thread_bytes(shape->num_heads);
 }
 
 /* ---- Running --------------------------------------------------------------------------------- */
@@ -125,11 +112,7 @@ typedef struct attention_run {
 static uint8_t *
 thread_scratch_of(const attention_run *run)
 {
-#if defined(_OPENMP)
-    return run->threads + omp_get_thread_num() * run->thread_bytes;
-#else
-    return run->threads;
-#endif
+    return run->threads + smla_thread_idx() * run->thread_bytes;
 }
 
 static smla_attention_state
@@ -221,7 +204,7 @@ smla_cpu_sparse_attention(const smla_attention_params *params, smla_error *error
     run.threads = run.parts + part_bytes;
     const int64_t room = (params->workspace_bytes - misalignment - part_bytes) / run.thread_bytes;
     const int64_t tasks = parts_run_in_parallel ? num_parts : params->num_tokens;
-    run.num_threads = (int)min_int64(min_int64(room, tasks), count_threads());
+    run.num_threads = (int)min_int64(min_int64(room, tasks), smla_max_threads());
     if (parts_run_in_parallel) {
         run_all(&run, num_parts, run_part);
         run_all(&run, params->num_tokens * run.fold_tasks_per_token, fold_heads);

@@ -1,102 +1,14 @@
 /* cache.c: writes tokens into the cache, gathers them back, and dequantises whole caches.
  *
- * Readable and exact: these bytes are the truth that every other backend must reproduce.
+ * Here slots and pages are checked and rows are shared out; what becomes of one row is in
+ * cache_kernel.h.
  */
-#include <float.h>
-
+#include "cache.h"
 #include "cpu.h"
-#include "numeric.h"
-
-/* ---- One row ----------------------------------------------------------------------------------- */
-
-/* NoPE part of a row [512], values already rounded to bf16 -> cache bytes. */
-static void
-encode_nope(const smla_kv_format_info *format, const uint16_t *nope, uint8_t *row)
-{
-    if (format->nope_type == SMLA_NOPE_BF16) {
-        memcpy(row, nope, SMLA_KV_LORA_RANK * sizeof *nope);
-        return;
-    }
-    for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
-        const uint16_t *values = nope + tile * SMLA_SCALE_TILE;
-        uint8_t *bytes = row + tile * SMLA_SCALE_TILE;
-        float amax = 0.0f;
-        for (int i = 0; i < SMLA_SCALE_TILE; i++) {
-            const float magnitude = smla_finite_abs(smla_bf16_to_float(values[i]));
-            amax = magnitude > amax ? magnitude : amax;
-        }
-        float scale = amax / SMLA_E4M3_MAX;
-        scale = scale < FLT_MIN ? FLT_MIN : scale;
-        memcpy(row + format->scale_offset + tile * (int)sizeof scale, &scale, sizeof scale);
-        for (int i = 0; i < SMLA_SCALE_TILE; i++) {
-            bytes[i] = smla_float_to_e4m3(smla_bf16_to_float(values[i]) / scale);
-        }
-    }
-}
-
-/* NoPE part of a cache row -> fp32 [512], exactly the product of byte and scale in fp32. */
-static void
-decode_nope(const smla_kv_format_info *format, const uint8_t *row, float *nope)
-{
-    if (format->nope_type == SMLA_NOPE_BF16) {
-        for (int i = 0; i < SMLA_KV_LORA_RANK; i++) {
-            uint16_t value;
-            memcpy(&value, row + i * (int)sizeof value, sizeof value);
-            nope[i] = smla_bf16_to_float(value);
-        }
-        return;
-    }
-    for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
-        float scale;
-        memcpy(&scale, row + format->scale_offset + tile * (int)sizeof scale, sizeof scale);
-        for (int i = tile * SMLA_SCALE_TILE; i < (tile + 1) * SMLA_SCALE_TILE; i++) {
-            nope[i] = smla_e4m3_to_float(row[i]) * scale;
-        }
-    }
-}
-
-/* A cache row -> bf16 [576], one rounding; the bytes of bf16 parts are copied. */
-static void
-upconvert_row(const smla_kv_format_info *format, const uint8_t *row, uint16_t *out)
-{
-    if (format->nope_type == SMLA_NOPE_BF16) {
-        memcpy(out, row, SMLA_HEAD_DIM * sizeof *out);
-        return;
-    }
-    float nope[SMLA_KV_LORA_RANK];
-    decode_nope(format, row, nope);
-    for (int i = 0; i < SMLA_KV_LORA_RANK; i++) {
-        out[i] = smla_float_to_bf16(nope[i]);
-    }
-    memcpy(out + SMLA_KV_LORA_RANK, row + format->rope_offset, SMLA_QK_ROPE_HEAD_DIM * sizeof *out);
-}
+#include "isa.h"
+#include "threads.h"
 
 /* ---- Write ------------------------------------------------------------------------------------- */
-
-float
-smla_cpu_load_float(const void *array, smla_float_type type, int64_t index)
-{
-    switch (type) {
-    case SMLA_FLOAT_BF16: return smla_bf16_to_float(((const uint16_t *)array)[index]);
-    case SMLA_FLOAT_FP16: return smla_half_to_float(((const uint16_t *)array)[index]);
-    case SMLA_FLOAT_FP32: return ((const float *)array)[index];
-    case SMLA_FLOAT_E4M3: return smla_e4m3_to_float(((const uint8_t *)array)[index]);
-    }
-    return 0.0f;
-}
-
-/* `count` values from element `start` on, rounded to bf16; bf16 input keeps its bits, NaN included. */
-static void
-load_bf16(const void *array, smla_float_type type, int64_t start, int count, uint16_t *out)
-{
-    if (type == SMLA_FLOAT_BF16) {
-        memcpy(out, (const uint16_t *)array + start, (size_t)count * sizeof *out);
-        return;
-    }
-    for (int i = 0; i < count; i++) {
-        out[i] = smla_float_to_bf16(smla_cpu_load_float(array, type, start + i));
-    }
-}
 
 static int64_t
 read_slot(const smla_cache_write_params *p, int64_t token)
@@ -107,20 +19,18 @@ read_slot(const smla_cache_write_params *p, int64_t token)
 }
 
 static void
-write_token(const smla_cache_write_params *p, int64_t token, int64_t slot)
+write_token(const smla_cache_isa *cache, const smla_cache_write_params *p, int64_t token,
+            int64_t slot)
 {
-    uint16_t nope[SMLA_KV_LORA_RANK];
-    uint16_t rope[SMLA_QK_ROPE_HEAD_DIM];
-    uint8_t *row = smla_kv_row(&p->kv, slot);
-    load_bf16(p->kv_c, p->input_type, token * p->kv_c_stride_token, SMLA_KV_LORA_RANK, nope);
-    load_bf16(p->k_pe, p->input_type, token * p->k_pe_stride_token, SMLA_QK_ROPE_HEAD_DIM, rope);
-    encode_nope(p->kv.format, nope, row);
-    memcpy(row + p->kv.format->rope_offset, rope, sizeof rope);
+    cache->write_row(p->kv.format, p->input_type, p->kv_c, token * p->kv_c_stride_token, p->k_pe,
+                     token * p->k_pe_stride_token, smla_kv_row(&p->kv, slot));
 }
 
 smla_status
 smla_cpu_concat_and_cache_mla(const smla_cache_write_params *p, smla_error *error)
 {
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa("concat_and_cache_mla", &isa, error));
     const int64_t num_slots = smla_kv_num_slots(&p->kv);
     for (int64_t token = 0; token < p->num_tokens; token++) {
         const int64_t slot = read_slot(p, token);
@@ -131,15 +41,17 @@ smla_cpu_concat_and_cache_mla(const smla_cache_write_params *p, smla_error *erro
                              (long long)num_slots, (long long)slot, (long long)token);
         }
     }
-    /* A slot belongs to one worker, which takes its tokens in order: where a slot is named twice the
-     * last token wins, for any number of threads. */
-    enum { NUM_SHARES = 64 };
-#pragma omp parallel for schedule(static) if (p->num_tokens >= NUM_SHARES)
-    for (int share = 0; share < NUM_SHARES; share++) {
+    /* A slot belongs to one share, which takes its tokens in order: where a slot is named twice the
+     * last token wins, for any number of shares. Neighbours stay together, they have cache lines in
+     * common. */
+    enum { NEIGHBOURS = 8 };
+    const int num_shares = p->num_tokens < 64 ? 1 : smla_max_threads();
+#pragma omp parallel for schedule(static) if (num_shares > 1)
+    for (int share = 0; share < num_shares; share++) {
         for (int64_t token = 0; token < p->num_tokens; token++) {
             const int64_t slot = read_slot(p, token);
-            if (slot >= 0 && slot % NUM_SHARES == share) {
-                write_token(p, token, slot);
+            if (slot >= 0 && slot / NEIGHBOURS % num_shares == share) {
+                write_token(isa->cache, p, token, slot);
             }
         }
     }
@@ -229,6 +141,8 @@ smla_cpu_check_gather(const smla_gather_params *p, smla_error *error)
 smla_status
 smla_cpu_gather_kv_cache(const smla_gather_params *p, smla_error *error)
 {
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa("gather_kv_cache", &isa, error));
     SMLA_TRY(smla_cpu_check_gather(p, error));
     /* Requests in order, rows of one request shared out: where two requests are given the same rows of
      * the workspace, the later request wins. */
@@ -240,8 +154,8 @@ smla_cpu_gather_kv_cache(const smla_gather_params *p, smla_error *error)
             const int64_t page = read_page(p, req, position / p->kv.block_size);
             const uint8_t *row =
                 smla_kv_row(&p->kv, page * p->kv.block_size + position % p->kv.block_size);
-            upconvert_row(p->kv.format, row,
-                          p->out + (r.workspace_start + i) * p->out_stride_token);
+            isa->cache->read_row(p->kv.format, row, SMLA_FLOAT_BF16, p->out,
+                                 (r.workspace_start + i) * p->out_stride_token);
         }
     }
     return SMLA_OK;
@@ -249,33 +163,18 @@ smla_cpu_gather_kv_cache(const smla_gather_params *p, smla_error *error)
 
 /* ---- Dequantise -------------------------------------------------------------------------------- */
 
-static void
-dequantize_row(const smla_dequantize_params *p, int64_t slot)
-{
-    const uint8_t *row = smla_kv_row(&p->kv, slot);
-    const int64_t at = slot / p->kv.block_size * p->out_stride_page +
-                       slot % p->kv.block_size * p->out_stride_token;
-    if (p->out_type == SMLA_FLOAT_BF16) {
-        upconvert_row(p->kv.format, row, (uint16_t *)p->out + at);
-        return;
-    }
-    float *out = (float *)p->out + at;
-    uint16_t rope[SMLA_QK_ROPE_HEAD_DIM];
-    decode_nope(p->kv.format, row, out);
-    memcpy(rope, row + p->kv.format->rope_offset, sizeof rope);
-    for (int i = 0; i < SMLA_QK_ROPE_HEAD_DIM; i++) {
-        out[SMLA_KV_LORA_RANK + i] = smla_bf16_to_float(rope[i]);
-    }
-}
-
 smla_status
 smla_cpu_dequantize_kv_cache(const smla_dequantize_params *p, smla_error *error)
 {
-    (void)error;
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa("dequantize_kv_cache", &isa, error));
     const int64_t num_slots = smla_kv_num_slots(&p->kv);
 #pragma omp parallel for schedule(static) if (num_slots >= 64)
     for (int64_t slot = 0; slot < num_slots; slot++) {
-        dequantize_row(p, slot);
+        const int64_t page = slot / p->kv.block_size;
+        const int64_t offset = slot % p->kv.block_size;
+        isa->cache->read_row(p->kv.format, smla_kv_row(&p->kv, slot), p->out_type, p->out,
+                             page * p->out_stride_page + offset * p->out_stride_token);
     }
     return SMLA_OK;
 }

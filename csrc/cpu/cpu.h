@@ -8,6 +8,7 @@
 #define SMLA_CPU_H
 
 #include "backend.h"
+#include "numeric.h"
 
 /* cache.c */
 smla_status smla_cpu_concat_and_cache_mla(const smla_cache_write_params *params, smla_error *error);
@@ -29,6 +30,16 @@ smla_status smla_cpu_up_proj(const smla_projection_params *params, smla_error *e
 smla_status smla_cpu_dynamic_per_tensor_quant(const smla_quant_params *params, smla_error *error);
 
 /* One element of an array of any float type, as fp32, exactly. */
-float smla_cpu_load_float(const void *array, smla_float_type type, int64_t index);
+static inline float
+smla_cpu_load_float(const void *array, smla_float_type type, int64_t index)
+{
+    switch (type) {
+    case SMLA_FLOAT_BF16: return smla_bf16_to_float(((const uint16_t *)array)[index]);
+    case SMLA_FLOAT_FP16: return smla_half_to_float(((const uint16_t *)array)[index]);
+    case SMLA_FLOAT_FP32: return ((const float *)array)[index];
+    case SMLA_FLOAT_E4M3: return smla_e4m3_to_float(((const uint8_t *)array)[index]);
+    }
+    return 0.0f;
+}
 
 #endif /* SMLA_CPU_H */

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "attention.h"
+#include "cache.h"
 #include "projection.h"
 
 static bool
@@ -39,13 +40,31 @@ support_avx512bf16(void)
 
 const smla_cpu_isa smla_cpu_isas[] = {
 #if defined(SMLA_HAVE_X86_ISA)
-    {"avx512bf16", support_avx512bf16, &smla_attention_avx512bf16, "cpu/attention_avx512bf16.c",
-     &smla_projection_avx512bf16},
-    {"avx512", support_avx512, &smla_attention_avx512, "cpu/attention_avx512.c",
-     &smla_projection_avx512},
-    {"avx2", support_avx2, &smla_attention_avx2, "cpu/attention_avx2.c", &smla_projection_avx2},
+    {.name = "avx512bf16",
+     .is_supported = support_avx512bf16,
+     .attention = &smla_attention_avx512bf16,
+     .attention_source = "cpu/attention_avx512bf16.c",
+     .projection = &smla_projection_avx512bf16,
+     .cache = &smla_cache_avx512},
+    {.name = "avx512",
+     .is_supported = support_avx512,
+     .attention = &smla_attention_avx512,
+     .attention_source = "cpu/attention_avx512.c",
+     .projection = &smla_projection_avx512,
+     .cache = &smla_cache_avx512},
+    {.name = "avx2",
+     .is_supported = support_avx2,
+     .attention = &smla_attention_avx2,
+     .attention_source = "cpu/attention_avx2.c",
+     .projection = &smla_projection_avx2,
+     .cache = &smla_cache_avx2},
 #endif
-    {"base", support_base, &smla_attention_base, "cpu/attention_base.c", &smla_projection_base},
+    {.name = "base",
+     .is_supported = support_base,
+     .attention = &smla_attention_base,
+     .attention_source = "cpu/attention_base.c",
+     .projection = &smla_projection_base,
+     .cache = &smla_cache_base},
 };
 
 const int smla_cpu_num_isas = sizeof smla_cpu_isas / sizeof smla_cpu_isas[0];

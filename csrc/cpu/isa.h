@@ -1,7 +1,7 @@
 /* isa.h: the instruction sets that kernels are compiled for, and which one a call runs on.
  *
  * A kernel text is compiled once per instruction set (attention_avx2.c, projection_avx2.c, ...). One
- * table holds them all, so attention and projections are always on the same row of it.
+ * table holds them all, so attention, projections and cache are always on the same row of it.
  */
 #ifndef SMLA_CPU_ISA_H
 #define SMLA_CPU_ISA_H
@@ -9,6 +9,7 @@
 #include "../backend.h"
 
 struct smla_attention_isa;
+struct smla_cache_isa;
 struct smla_projection_isa;
 
 typedef struct smla_cpu_isa {
@@ -17,6 +18,7 @@ typedef struct smla_cpu_isa {
     const struct smla_attention_isa *attention;
     const char *attention_source;
     const struct smla_projection_isa *projection;
+    const struct smla_cache_isa *cache;
 } smla_cpu_isa;
 
 /* The fastest first. */

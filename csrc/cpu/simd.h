@@ -1,4 +1,4 @@
-/* simd.h: vectors of SMLA_SIMD_WIDTH floats: 2^x, rounding to bf16, transposition.
+/* simd.h: vectors of SMLA_SIMD_WIDTH floats: 2^x, rounding to bf16, interleaving, transposition.
  *
  * GCC's vector extension, so one text serves SSE2, AVX2, AVX-512 and NEON: `a * b + c` becomes one
  * FMA where there is one (-ffp-contract=fast), and a scalar operand is broadcast. The file that
@@ -86,18 +86,24 @@ ceil_lanes(vfloat x)
 
 typedef uint16_t vhalf __attribute__((vector_size(2 * SMLA_SIMD_WIDTH), may_alias, aligned(2)));
 
-/* smla_float_to_bf16 of every lane. */
+/* smla_float_to_bf16 of every lane, in its upper half; the lower half is 0. */
+SMLA_INLINE vuint
+round_upper_half(vfloat x)
+{
+    const vuint bits = (vuint)x;
+    const vuint is_nan = (vuint)(x != x);
+    const vuint rounded = bits + 0x7FFFu + (bits >> 16 & 1u);
+    const vuint quiet_nan = (bits & 0x80000000u) | 0x7FC00000u;
+    return ((rounded & ~is_nan) | (quiet_nan & is_nan)) & 0xFFFF0000u;
+}
+
 SMLA_INLINE vhalf
 round_to_bf16(vfloat x)
 {
-    const vuint bits = (vuint)x;
-    const vint is_nan = x != x;
-    const vuint rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
-    const vuint quiet_nan = (bits >> 16 & 0x8000u) | 0x7FC0u;
-    return __builtin_convertvector((rounded & (vuint)~is_nan) | (quiet_nan & (vuint)is_nan), vhalf);
+    return __builtin_convertvector(round_upper_half(x) >> 16, vhalf);
 }
 
-/* ---- Transposition --------------------------------------------------------------------------- */
+/* ---- Interleaving and transposition ----------------------------------------------------------- */
 
 #if defined(__clang__)
 #define SMLA_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -127,6 +133,31 @@ interleave_second(vuint a, vuint b)
     return SMLA_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 #else
     return SMLA_SHUFFLE(a, b, 2, 6, 3, 7);
+#endif
+}
+
+/* Of two vectors in a row, every second lane from the first on: what interleaving undoes. */
+SMLA_INLINE vuint
+even_lanes(vuint a, vuint b)
+{
+#if SMLA_SIMD_WIDTH == 16
+    return SMLA_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+#elif SMLA_SIMD_WIDTH == 8
+    return SMLA_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+#else
+    return SMLA_SHUFFLE(a, b, 0, 2, 4, 6);
+#endif
+}
+
+SMLA_INLINE vuint
+odd_lanes(vuint a, vuint b)
+{
+#if SMLA_SIMD_WIDTH == 16
+    return SMLA_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif SMLA_SIMD_WIDTH == 8
+    return SMLA_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+    return SMLA_SHUFFLE(a, b, 1, 3, 5, 7);
 #endif
 }
 

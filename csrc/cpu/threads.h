@@ -1,0 +1,31 @@
+/* threads.h: OpenMP's run-time library, or the one thread of a build without it. */
+#ifndef SMLA_CPU_THREADS_H
+#define SMLA_CPU_THREADS_H
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+/* Threads that the next parallel region may have. */
+static inline int
+smla_max_threads(void)
+{
+#if defined(_OPENMP)
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+/* Number of the calling thread inside a parallel region. */
+static inline int
+smla_thread_idx(void)
+{
+#if defined(_OPENMP)
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+#endif /* SMLA_CPU_THREADS_H */
