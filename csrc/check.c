@@ -1,6 +1,8 @@
 /* check.c: every argument rule of every operator, once. Args (arrays as the caller gave them) become
  * Params (flat sizes, strides, typed pointers); below this file nothing is validated again.
  *
+ * Those of absorption are in check_absorption.c.
+ *
  * Values inside arrays (slots, page numbers, request ids) are left to the backends: the CPU reads and
  * reports them, a GPU kernel masks them.
  */
@@ -10,8 +12,8 @@
 
 #include "rule.h"
 
-static smla_float_type
-float_type(const DLTensor *tensor)
+smla_float_type
+smla_float_type_of(const DLTensor *tensor)
 {
     switch (smla_dtype(tensor)) {
     case SMLA_DTYPE_BF16: return SMLA_FLOAT_BF16;
@@ -21,8 +23,8 @@ float_type(const DLTensor *tensor)
     }
 }
 
-static smla_status
-finish(const smla_checker *c, const smla_backend **backend)
+smla_status
+smla_finish_check(const smla_checker *c, const smla_backend **backend)
 {
     SMLA_TRY(smla_find_backend(c->op, c->device, backend, c->error));
     return smla_require_disjoint(c);
@@ -65,14 +67,14 @@ smla_check_cache_write(const smla_concat_and_cache_mla_args *args, smla_cache_wr
             c.op, num_tokens > rows_kv_c ? "kv_c" : "k_pe", (long long)num_tokens,
             (long long)(num_tokens > rows_kv_c ? rows_kv_c : rows_k_pe));
     }
-    SMLA_TRY(finish(&c, backend));
+    SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_cache_write_params){
         .num_tokens = num_tokens,
         .kv_c = smla_data(args->kv_c),
         .k_pe = smla_data(args->k_pe),
         .kv_c_stride_token = smla_stride(args->kv_c, 0),
         .k_pe_stride_token = smla_stride(args->k_pe, 0),
-        .input_type = float_type(args->kv_c),
+        .input_type = smla_float_type_of(args->kv_c),
         .slot_mapping = smla_data(args->slot_mapping),
         .slot_stride = smla_stride(args->slot_mapping, 0),
         .slots_are_int64 = smla_dtype(args->slot_mapping) == SMLA_DTYPE_INT64,
@@ -129,7 +131,7 @@ smla_check_gather(const smla_gather_kv_cache_args *args, smla_gather_params *par
                                            .flags = SMLA_RULE_OUTPUT,
                                            .ndim = 2,
                                            .shape = {SMLA_ANY, SMLA_HEAD_DIM}}));
-    SMLA_TRY(finish(&c, backend));
+    SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_gather_params){
         .num_reqs = num_reqs,
         .num_blocks = smla_size(args->block_table, 1),
@@ -170,11 +172,11 @@ smla_check_dequantize(const smla_dequantize_kv_cache_args *args, smla_dequantize
         out.shape[1] = SMLA_HEAD_DIM;
     }
     SMLA_TRY(smla_require(&c, &out));
-    SMLA_TRY(finish(&c, backend));
+    SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_dequantize_params){
         .kv = kv,
         .out = smla_data(args->out),
-        .out_type = float_type(args->out),
+        .out_type = smla_float_type_of(args->out),
         .out_stride_page = is_flat ? 0 : smla_stride(args->out, 0),
         .out_stride_token = smla_stride(args->out, is_flat ? 0 : 1),
         .stream = args->stream,
@@ -221,7 +223,7 @@ smla_check_convert(const smla_convert_req_index_args *args, smla_convert_params 
         return smla_fail(error, SMLA_ERROR_VALUE, "%s: `block_size` must be 1 to %d, got %lld",
                          c.op, INT32_MAX, (long long)args->block_size);
     }
-    SMLA_TRY(finish(&c, backend));
+    SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_convert_params){
         .num_tokens = num_tokens,
         .topk = topk,
@@ -251,8 +253,8 @@ smla_check_convert(const smla_convert_req_index_args *args, smla_convert_params 
     return SMLA_OK;
 }
 
-static smla_status
-check_num_heads(const smla_checker *c, const char *name, int64_t num_heads)
+smla_status
+smla_require_num_heads(const smla_checker *c, const char *name, int64_t num_heads)
 {
     if (num_heads < 1 || num_heads > SMLA_MAX_HEADS) {
         return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must have 1 to %d heads, got %lld",
@@ -307,7 +309,7 @@ smla_require_query(smla_checker *c, const DLTensor *q, const DLTensor *q_pe, int
                       .shape = {num_tokens, num_heads,
                                 is_pair ? SMLA_KV_LORA_RANK : SMLA_HEAD_DIM}};
     SMLA_TRY(smla_require(c, &rule));
-    SMLA_TRY(check_num_heads(c, rule.name, smla_size(q, 1)));
+    SMLA_TRY(smla_require_num_heads(c, rule.name, smla_size(q, 1)));
     rule.name = "q[1]";
     rule.tensor = q_pe;
     rule.flags |= SMLA_RULE_OPTIONAL;
@@ -487,12 +489,12 @@ smla_check_merge(const smla_merge_attn_states_args *args, smla_merge_params *par
     out.flags = SMLA_RULE_OUTPUT;
     SMLA_TRY(smla_require(&c, &out));
     SMLA_TRY(require_state(&c, "lse", args->lse, out.shape[0], out.shape[1], SMLA_RULE_OUTPUT));
-    SMLA_TRY(finish(&c, backend));
+    SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_merge_params){
         .num_tokens = out.shape[0],
         .num_heads = out.shape[1],
         .value_dim = out.shape[2],
-        .type = float_type(args->out_a),
+        .type = smla_float_type_of(args->out_a),
         .out_in = {smla_data(args->out_a), smla_data(args->out_b)},
         .out_in_stride_token = {smla_stride(args->out_a, 0), smla_stride(args->out_b, 0)},
         .out_in_stride_head = {smla_stride(args->out_a, 1), smla_stride(args->out_b, 1)},
@@ -507,213 +509,5 @@ smla_check_merge(const smla_merge_attn_states_args *args, smla_merge_params *par
         .lse_stride_head = smla_stride(args->lse, 1),
         .stream = args->stream,
     };
-    return SMLA_OK;
-}
-
-/* ---- Absorption -------------------------------------------------------------------------------- */
-
-static smla_status
-check_weight_scale(smla_checker *c, const smla_split_kv_b_proj_args *args)
-{
-    const bool is_e4m3 = (smla_dtype(args->weight) & SMLA_DTYPE_FLOATS) == 0;
-    if (is_e4m3 && args->weight_scale_inv == NULL) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `weight_scale_inv` must be given for an e4m3 weight, got none",
-                         c->op);
-    }
-    const int64_t blocks_0 = (smla_size(args->weight, 0) + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE;
-    const int64_t blocks_1 = (smla_size(args->weight, 1) + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE;
-    return smla_require(c, &(smla_rule){.name = "weight_scale_inv",
-                                        .tensor = args->weight_scale_inv,
-                                        .dtypes = SMLA_DTYPE_FP32,
-                                        .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE,
-                                        .ndim = 2,
-                                        .shape = {blocks_0, blocks_1}});
-}
-
-smla_status
-smla_check_split_weight(const smla_split_kv_b_proj_args *args, smla_split_weight_params *params,
-                        const smla_backend **backend, smla_error *error)
-{
-    smla_checker c = {.op = "split_kv_b_proj", .error = error};
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "weight",
-                                           .tensor = args->weight,
-                                           .dtypes = SMLA_DTYPE_FLOATS | SMLA_DTYPE_E4M3 |
-                                                     SMLA_DTYPE_UINT8,
-                                           .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, SMLA_ANY}}));
-    SMLA_TRY(check_weight_scale(&c, args));
-    smla_rule w = {.name = "w_uk",
-                   .tensor = args->w_uk,
-                   .dtypes = SMLA_DTYPE_BF16,
-                   .flags = SMLA_RULE_OUTPUT,
-                   .ndim = 3,
-                   .shape = {SMLA_KV_LORA_RANK, SMLA_ANY, SMLA_ANY}};
-    SMLA_TRY(smla_require(&c, &w));
-    const int64_t num_heads = smla_size(args->w_uk, 1);
-    SMLA_TRY(check_num_heads(&c, "w_uk", num_heads));
-    w.name = "w_uv";
-    w.tensor = args->w_uv;
-    w.shape[1] = num_heads;
-    SMLA_TRY(smla_require(&c, &w));
-    const int64_t nope_dim = smla_size(args->w_uk, 2);
-    const int64_t value_dim = smla_size(args->w_uv, 2);
-    const int64_t rows = smla_size(args->weight, 0);
-    const int64_t columns = smla_size(args->weight, 1);
-    const int64_t wanted = num_heads * (nope_dim + value_dim);
-    /* [512, H * (Pn + Pv)] comes first where both readings fit. */
-    const bool is_in_out = rows == SMLA_KV_LORA_RANK && columns == wanted;
-    if (!is_in_out && !(rows == wanted && columns == SMLA_KV_LORA_RANK)) {
-        return smla_fail(
-            error, SMLA_ERROR_VALUE,
-            "%s: `weight` must have shape [512, %lld] or [%lld, 512] (%lld heads x (%lld + "
-            "%lld)), got [%lld, %lld]",
-            c.op, (long long)wanted, (long long)wanted, (long long)num_heads, (long long)nope_dim,
-            (long long)value_dim, (long long)rows, (long long)columns);
-    }
-    SMLA_TRY(finish(&c, backend));
-    const int in_dim = is_in_out ? 0 : 1;
-    *params = (smla_split_weight_params){
-        .num_heads = num_heads,
-        .nope_dim = nope_dim,
-        .value_dim = value_dim,
-        .weight = smla_data(args->weight),
-        .type = float_type(args->weight),
-        .stride_in = smla_stride(args->weight, in_dim),
-        .stride_out = smla_stride(args->weight, 1 - in_dim),
-        .scale = smla_data(args->weight_scale_inv),
-        .scale_stride_in = smla_stride(args->weight_scale_inv, in_dim),
-        .scale_stride_out = smla_stride(args->weight_scale_inv, 1 - in_dim),
-        .w_uk = smla_data(args->w_uk),
-        .w_uk_stride_in = smla_stride(args->w_uk, 0),
-        .w_uk_stride_head = smla_stride(args->w_uk, 1),
-        .w_uv = smla_data(args->w_uv),
-        .w_uv_stride_in = smla_stride(args->w_uv, 0),
-        .w_uv_stride_head = smla_stride(args->w_uv, 1),
-        .stream = args->stream,
-    };
-    return SMLA_OK;
-}
-
-/* What the two up projections share: x [T, H, k], w [512, H, .] and out [T, H, n]. */
-static smla_status
-check_up_proj(smla_checker *c, const char *x_name, const DLTensor *x, const char *w_name,
-              const DLTensor *w, const DLTensor *out, bool latent_is_inner,
-              smla_projection_params *params, const smla_backend **backend)
-{
-    smla_rule rule = {.name = x_name,
-                      .tensor = x,
-                      .dtypes = SMLA_DTYPE_BF16,
-                      .ndim = 3,
-                      .shape = {SMLA_ANY, SMLA_ANY,
-                                latent_is_inner ? SMLA_KV_LORA_RANK : SMLA_ANY}};
-    SMLA_TRY(smla_require(c, &rule));
-    const int64_t num_tokens = smla_size(x, 0);
-    const int64_t num_heads = smla_size(x, 1);
-    SMLA_TRY(check_num_heads(c, x_name, num_heads));
-    rule = (smla_rule){.name = w_name,
-                       .tensor = w,
-                       .dtypes = SMLA_DTYPE_BF16,
-                       .ndim = 3,
-                       .shape = {SMLA_KV_LORA_RANK, num_heads,
-                                 latent_is_inner ? SMLA_ANY : smla_size(x, 2)}};
-    SMLA_TRY(smla_require(c, &rule));
-    const int64_t outer_dim = latent_is_inner ? smla_size(w, 2) : SMLA_KV_LORA_RANK;
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "out",
-                                          .tensor = out,
-                                          .dtypes = SMLA_DTYPE_BF16,
-                                          .flags = SMLA_RULE_OUTPUT,
-                                          .ndim = 3,
-                                          .shape = {num_tokens, num_heads, outer_dim}}));
-    SMLA_TRY(finish(c, backend));
-    *params = (smla_projection_params){
-        .op = c->op,
-        .num_tokens = num_tokens,
-        .num_heads = num_heads,
-        .inner_dim = smla_size(x, 2),
-        .outer_dim = outer_dim,
-        .x = smla_data(x),
-        .x_stride_token = smla_stride(x, 0),
-        .x_stride_head = smla_stride(x, 1),
-        .w = smla_data(w),
-        .w_stride_inner = smla_stride(w, latent_is_inner ? 0 : 2),
-        .w_stride_head = smla_stride(w, 1),
-        .w_stride_outer = smla_stride(w, latent_is_inner ? 2 : 0),
-        .out = smla_data(out),
-        .out_stride_token = smla_stride(out, 0),
-        .out_stride_head = smla_stride(out, 1),
-    };
-    return SMLA_OK;
-}
-
-smla_status
-smla_check_k_up_proj(const smla_k_up_proj_args *args, smla_projection_params *params,
-                     const smla_backend **backend, smla_error *error)
-{
-    smla_checker c = {.op = "k_up_proj", .error = error};
-    SMLA_TRY(check_up_proj(&c, "q_nope", args->q_nope, "W_UK", args->w_uk, args->out, false, params,
-                           backend));
-    params->stream = args->stream;
-    return SMLA_OK;
-}
-
-smla_status
-smla_check_v_up_proj(const smla_v_up_proj_args *args, smla_projection_params *params,
-                     const smla_backend **backend, smla_error *error)
-{
-    smla_checker c = {.op = "v_up_proj", .error = error};
-    SMLA_TRY(check_up_proj(&c, "x", args->x, "W_UV", args->w_uv, args->out, true, params, backend));
-    params->stream = args->stream;
-    return SMLA_OK;
-}
-
-smla_status
-smla_check_quant(const smla_dynamic_per_tensor_quant_args *args, smla_quant_params *params,
-                 const smla_backend **backend, smla_error *error)
-{
-    smla_checker c = {.op = "dynamic_per_tensor_quant", .error = error};
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "x",
-                                           .tensor = args->x,
-                                           .dtypes = SMLA_DTYPE_FLOATS,
-                                           .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = SMLA_ANY}));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
-                                           .tensor = args->out,
-                                           .dtypes = SMLA_DTYPE_E4M3 | SMLA_DTYPE_UINT8,
-                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = SMLA_ANY}));
-    smla_quant_params p = {.ndim = args->x->ndim};
-    bool same_shape = args->x->ndim == args->out->ndim;
-    for (int i = 0; same_shape && i < p.ndim; i++) {
-        p.shape[i] = args->x->shape[i];
-        p.x_strides[i] = smla_stride(args->x, i);
-        p.out_strides[i] = smla_stride(args->out, i);
-        same_shape = args->out->shape[i] == p.shape[i];
-    }
-    if (!same_shape) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `out` must have the shape of `x`, got another one", c.op);
-    }
-    /* One value, in whatever rank the caller's framework gives a scalar. */
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "scale",
-                                           .tensor = args->scale,
-                                           .dtypes = SMLA_DTYPE_FP32,
-                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = SMLA_ANY}));
-    for (int i = 0; i < args->scale->ndim; i++) {
-        if (args->scale->shape[i] != 1) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `scale` must hold one value, got a dimension of %lld", c.op,
-                             (long long)args->scale->shape[i]);
-        }
-    }
-    SMLA_TRY(finish(&c, backend));
-    p.x = smla_data(args->x);
-    p.type = float_type(args->x);
-    p.out = smla_data(args->out);
-    p.scale = smla_data(args->scale);
-    p.stream = args->stream;
-    *params = p;
     return SMLA_OK;
 }

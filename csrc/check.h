@@ -1,4 +1,4 @@
-/* check.h: Args -> Params, one function per operator. Defined in check.c. */
+/* check.h: Args -> Params, one function per operator. Defined in check.c and check_absorption.c. */
 #ifndef SMLA_CHECK_H
 #define SMLA_CHECK_H
 
@@ -34,6 +34,17 @@ smla_status smla_check_v_up_proj(const smla_v_up_proj_args *args, smla_projectio
 smla_status smla_check_quant(const smla_dynamic_per_tensor_quant_args *args,
                              smla_quant_params *params, const smla_backend **backend,
                              smla_error *error);
+
+/* ---- Parts that several operators share --------------------------------------------------------- */
+
+/* Of an array whose dtype has been checked. */
+smla_float_type smla_float_type_of(const DLTensor *tensor);
+
+smla_status smla_require_num_heads(const smla_checker *checker, const char *name,
+                                   int64_t num_heads);
+
+/* The last step: the backend of the arrays' device, and no output over another array. */
+smla_status smla_finish_check(const smla_checker *checker, const smla_backend **backend);
 
 /* q [T, H, 576], or the pair [T, H, 512] and [T, H, 64]: one rule for attention and forward. */
 smla_status smla_require_query(smla_checker *checker, const DLTensor *q, const DLTensor *q_pe,
