@@ -4,8 +4,8 @@
 
 #include "sparse_mla.h"
 
-/* Copies the caller's struct, which begins with its own size, into one of ours: fields that an older
- * caller does not have are zero; a newer caller's extra fields must be. */
+/* Copies the caller's struct, which begins with its own size, into one of ours: fields that an
+ * older caller does not have are zero; a newer caller's extra fields must be. */
 smla_status smla_read_args(const char *op, void *known, size_t known_size, const void *args,
                            smla_error *error);
 

@@ -1,8 +1,8 @@
 /* backend.h: what kernels read. Params of every operator, and the table a backend fills.
  *
  * check.c turns the caller's args into these structs; below this line nothing is validated again.
- * Sizes are counts, strides are in elements of the pointed-to type unless the name ends in _bytes, and
- * every one of them is int64. Shapes use the letters of sparse_mla.h.
+ * Sizes are counts, strides are in elements of the pointed-to type unless the name ends in _bytes,
+ * and every one of them is int64. Shapes use the letters of sparse_mla.h.
  */
 #ifndef SMLA_BACKEND_H
 #define SMLA_BACKEND_H
@@ -13,7 +13,7 @@
 #include "kv_format.h"
 #include "sparse_mla.h"
 
-/* ---- Errors ---------------------------------------------------------------------------------- */
+/* ---- Errors -------------------------------------------------------------------------------- */
 
 /* Fills `error` (when there is one) and returns `status`. */
 __attribute__((format(printf, 3, 4))) smla_status smla_fail(smla_error *error, smla_status status,
@@ -28,7 +28,7 @@ __attribute__((format(printf, 3, 4))) smla_status smla_fail(smla_error *error, s
         }                                \
     } while (0)
 
-/* ---- Params ---------------------------------------------------------------------------------- */
+/* ---- Params -------------------------------------------------------------------------------- */
 
 /* A paged cache. Slot s lives at base + s / block_size * page_stride_bytes + s % block_size *
  * token_stride_bytes; a flat array is one page. */
@@ -256,14 +256,15 @@ typedef struct smla_quant_params {
     void *stream;
 } smla_quant_params;
 
-/* ---- The backend table ------------------------------------------------------------------------ */
+/* ---- The backend table --------------------------------------------------------------------- */
 
 typedef struct smla_backend {
     const char *name;
     DLDeviceType device_type;
     smla_status (*concat_and_cache_mla)(const smla_cache_write_params *, smla_error *);
-    /* The errors that gather_kv_cache would find in the arrays' values, and no work: for callers that
-     * must not start before all of it can be finished. Finds nothing where values are on a device. */
+    /* The errors that gather_kv_cache would find in the arrays' values, and no work: for callers
+     * that must not start before all of it can be finished. Finds nothing where values are on a
+     * device. */
     smla_status (*check_gather)(const smla_gather_params *, smla_error *);
     smla_status (*gather_kv_cache)(const smla_gather_params *, smla_error *);
     smla_status (*dequantize_kv_cache)(const smla_dequantize_params *, smla_error *);

@@ -1,5 +1,5 @@
-/* builder.c: the metadata builder. Chooses the path once, plans every step with plan.c, and keeps the
- * result in buffers that are made once, for the largest batch.
+/* builder.c: the metadata builder. Chooses the path once, plans every step with plan.c, and keeps
+ * the result in buffers that are made once, for the largest batch.
  *
  * Which kernels run is forward.c's and the backend's business.
  */
@@ -14,7 +14,7 @@
 
 enum { DEFAULT_MIN_HEADS_FOR_BF16_PREFILL = 32 };
 
-/* ---- Creating a builder ------------------------------------------------------------------------ */
+/* ---- Creating a builder -------------------------------------------------------------------- */
 
 static const char create_op[] = "MetadataBuilder";
 static const char build_op[] = "MetadataBuilder.build";
@@ -77,7 +77,8 @@ choose_path(smla_builder_config *config, smla_error *error)
     return SMLA_OK;
 }
 
-/* The caller's workspace says how many tokens it holds; a number given beside it may ask for less. */
+/* The caller's workspace says how many tokens it holds; a number given beside it may ask for
+ * less. */
 static smla_status
 adopt_workspace(smla_builder *b, int64_t tokens_asked, smla_error *error)
 {
@@ -235,7 +236,7 @@ smla_builder_workspace_bytes(const smla_builder *b)
                : b->config.prefill_workspace_tokens * SMLA_HEAD_DIM * (int64_t)sizeof(uint16_t);
 }
 
-/* ---- Building a step --------------------------------------------------------------------------- */
+/* ---- Building a step ----------------------------------------------------------------------- */
 
 static smla_status
 check_batch(const smla_builder *b, const smla_build_args *args, smla_error *error)

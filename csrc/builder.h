@@ -1,4 +1,5 @@
-/* builder.h: inside the metadata builder, for builder.c, which fills it, and forward.c, which reads it. */
+/* builder.h: inside the metadata builder, for builder.c, which fills it, and forward.c, which reads
+ * it. */
 #ifndef SMLA_BUILDER_H
 #define SMLA_BUILDER_H
 
@@ -28,7 +29,8 @@ struct smla_builder {
     int64_t *chunk_ends;        /* [max_num_seqs] */
 };
 
-/* The errors that a gather would find, array values included, and no work. Defined in dispatch.c. */
+/* The errors that a gather would find, array values included, and no work. Defined in
+ * dispatch.c. */
 smla_status smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *error);
 
 #endif /* SMLA_BUILDER_H */

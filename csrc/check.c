@@ -1,10 +1,10 @@
-/* check.c: every argument rule of every operator, once. Args (arrays as the caller gave them) become
- * Params (flat sizes, strides, typed pointers); below this file nothing is validated again.
+/* check.c: every argument rule of every operator, once. Args (arrays as the caller gave them)
+ * become Params (flat sizes, strides, typed pointers); below this file nothing is validated again.
  *
  * Those of absorption are in check_absorption.c.
  *
- * Values inside arrays (slots, page numbers, request ids) are left to the backends: the CPU reads and
- * reports them, a GPU kernel masks them.
+ * Values inside arrays (slots, page numbers, request ids) are left to the backends: the CPU reads
+ * and reports them, a GPU kernel masks them.
  */
 #include "check.h"
 
@@ -30,7 +30,7 @@ smla_finish_check(const smla_checker *c, const smla_backend **backend)
     return smla_require_disjoint(c);
 }
 
-/* ---- Cache ------------------------------------------------------------------------------------- */
+/* ---- Cache --------------------------------------------------------------------------------- */
 
 smla_status
 smla_check_cache_write(const smla_concat_and_cache_mla_args *args, smla_cache_write_params *params,
@@ -184,7 +184,7 @@ smla_check_dequantize(const smla_dequantize_kv_cache_args *args, smla_dequantize
     return SMLA_OK;
 }
 
-/* ---- Indices and attention --------------------------------------------------------------------- */
+/* ---- Indices and attention ----------------------------------------------------------------- */
 
 smla_status
 smla_check_convert(const smla_convert_req_index_args *args, smla_convert_params *params,

@@ -35,7 +35,7 @@ smla_status smla_check_quant(const smla_dynamic_per_tensor_quant_args *args,
                              smla_quant_params *params, const smla_backend **backend,
                              smla_error *error);
 
-/* ---- Parts that several operators share --------------------------------------------------------- */
+/* ---- Parts that several operators share ---------------------------------------------------- */
 
 /* Of an array whose dtype has been checked. */
 smla_float_type smla_float_type_of(const DLTensor *tensor);

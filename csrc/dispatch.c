@@ -9,7 +9,7 @@
 #include "builder.h"
 #include "check.h"
 
-/* ---- Errors and names -------------------------------------------------------------------------- */
+/* ---- Errors and names ---------------------------------------------------------------------- */
 
 smla_status
 smla_fail(smla_error *error, smla_status status, const char *format, ...)
@@ -44,7 +44,7 @@ smla_status_name(smla_status status)
     return "unknown smla_status";
 }
 
-/* ---- Backends ---------------------------------------------------------------------------------- */
+/* ---- Backends ------------------------------------------------------------------------------ */
 
 static const smla_backend *const backends[] = {&smla_cpu_backend};
 
@@ -83,7 +83,7 @@ smla_kernels(smla_kernel_info *rows, int64_t capacity)
     return count;
 }
 
-/* ---- Args -------------------------------------------------------------------------------------- */
+/* ---- Args ---------------------------------------------------------------------------------- */
 
 enum { MAX_ARGS_BYTES = 4096 }; /* of any version to come; a size nobody set is seldom less */
 
@@ -113,7 +113,7 @@ smla_read_args(const char *op, void *known, size_t known_size, const void *args,
     return SMLA_OK;
 }
 
-/* ---- Operators --------------------------------------------------------------------------------- */
+/* ---- Operators ----------------------------------------------------------------------------- */
 
 smla_status
 smla_concat_and_cache_mla(const smla_concat_and_cache_mla_args *args, smla_error *error)

@@ -75,7 +75,7 @@ smla_element_bytes(const DLTensor *tensor)
     return ((int64_t)tensor->dtype.bits * tensor->dtype.lanes + 7) / 8;
 }
 
-/* ---- Memory ------------------------------------------------------------------------------------ */
+/* ---- Memory -------------------------------------------------------------------------------- */
 
 bool
 smla_is_addressable(const DLTensor *tensor)
@@ -217,7 +217,7 @@ smla_is_disjoint(const DLTensor *a, const DLTensor *b)
     return start_b >= block_a && start_b + block_b <= period;
 }
 
-/* ---- Views ------------------------------------------------------------------------------------- */
+/* ---- Views --------------------------------------------------------------------------------- */
 
 void
 smla_make_view(smla_view *view, void *data, DLDataType dtype, DLDevice device, int ndim,

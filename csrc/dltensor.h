@@ -1,7 +1,7 @@
 /* dltensor.h: reading DLTensors: dtypes, sizes, strides, memory; and making views of them.
  *
- * Arrays are read as DLPack says, leniently: strides may be NULL (compact), mean nothing for dimensions
- * of one element, and an empty array may have any pointer.
+ * Arrays are read as DLPack says, leniently: strides may be NULL (compact), mean nothing for
+ * dimensions of one element, and an empty array may have any pointer.
  */
 #ifndef SMLA_DLTENSOR_H
 #define SMLA_DLTENSOR_H
@@ -46,8 +46,8 @@ void *smla_data(const DLTensor *tensor);
 /* Size of dimension `dim`, or SMLA_ANY where the array is absent or has no such dimension. */
 int64_t smla_size(const DLTensor *tensor, int dim);
 
-/* Stride in elements: computed where strides are NULL, 0 for a dimension of size 1 and absent arrays
- * (their stride is never used, and producers leave nonsense there). */
+/* Stride in elements: computed where strides are NULL, 0 for a dimension of size 1 and absent
+ * arrays (their stride is never used, and producers leave nonsense there). */
 int64_t smla_stride(const DLTensor *tensor, int dim);
 
 int64_t smla_element_bytes(const DLTensor *tensor);
@@ -58,21 +58,22 @@ unsigned smla_dtype(const DLTensor *tensor);
 /* Whether a dimension has size 0. */
 bool smla_is_empty(const DLTensor *tensor);
 
-/* ---- Memory ------------------------------------------------------------------------------------ */
+/* ---- Memory -------------------------------------------------------------------------------- */
 
 /* Whether sizes, strides and addresses stay far inside int64, so that nobody need check sums and
- * products of them again. Sizes of 0 count as 1: an empty array may not be absurd in another one. */
+ * products of them again. Sizes of 0 count as 1: an empty array may not be absurd in another
+ * one. */
 bool smla_is_addressable(const DLTensor *tensor);
 
 /* Whether two index tuples may name the same byte. */
 bool smla_overlaps_itself(const DLTensor *tensor);
 
-/* Whether two arrays share no byte. Exact for whole arrays and for columns of one buffer: blocks that
- * repeat with a common period are disjoint when they are disjoint inside one period. Anything more
- * tangled counts as shared. */
+/* Whether two arrays share no byte. Exact for whole arrays and for columns of one buffer: blocks
+ * that repeat with a common period are disjoint when they are disjoint inside one period. Anything
+ * more tangled counts as shared. */
 bool smla_is_disjoint(const DLTensor *a, const DLTensor *b);
 
-/* ---- Views ------------------------------------------------------------------------------------- */
+/* ---- Views --------------------------------------------------------------------------------- */
 
 /* A DLTensor with the storage of its own shape and strides. */
 typedef struct smla_view {

@@ -2,7 +2,8 @@
  *
  *   mixed, bf16   indices -> one attention call over all tokens
  *   direct        indices -> attention over decodes, attention over prefills, both on the cache
- *   separate      indices -> attention over decodes; per chunk: gather to the workspace -> attention
+ *   separate      indices -> attention over decodes; per chunk: gather to the workspace ->
+ *                 attention
  *
  * Everything is checked before the first byte is written. Padding tokens behind the last query are
  * attended on the cache, like decodes, wherever they stand.
@@ -26,7 +27,7 @@ typedef struct forward_call {
     smla_error *error;
 } forward_call;
 
-/* ---- Checks ------------------------------------------------------------------------------------ */
+/* ---- Checks -------------------------------------------------------------------------------- */
 
 static smla_status
 check_cache(smla_checker *c, const smla_forward_args *args, const smla_builder *b)
@@ -112,7 +113,7 @@ check_forward(const smla_forward_args *args, smla_error *error)
     return smla_require_disjoint(&c);
 }
 
-/* ---- Steps ------------------------------------------------------------------------------------- */
+/* ---- Steps --------------------------------------------------------------------------------- */
 
 /* A [count] int32 vector of the builder's memory. */
 static const DLTensor *

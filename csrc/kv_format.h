@@ -16,9 +16,9 @@
  *        +------------------------------------+-----------------+-----------------+
  *        value i of the NoPE part = e4m3[i] * scale[i / 128]; the RoPE part is stored as it is
  *
- * A format is one row of smla_kv_formats and one loader per backend. Formats to come (V4: a scale per
- * 64 values, one exponent byte each, kept behind the rows of a page) change the table, not its users:
- * they read sizes and offsets from here. This header compiles as C and as CUDA.
+ * A format is one row of smla_kv_formats and one loader per backend. Formats to come (V4: a scale
+ * per 64 values, one exponent byte each, kept behind the rows of a page) change the table, not its
+ * users: they read sizes and offsets from here. This header compiles as C and as CUDA.
  */
 #ifndef SMLA_KV_FORMAT_H
 #define SMLA_KV_FORMAT_H

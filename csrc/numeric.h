@@ -1,7 +1,7 @@
 /* numeric.h: bf16, fp16 and e4m3 <-> float, bit-exact and portable.
  *
- * Every conversion that rounds, rounds to nearest even, once. The scalar functions here are the truth
- * for the whole library; vector code elsewhere must agree with them bit for bit.
+ * Every conversion that rounds, rounds to nearest even, once. The scalar functions here are the
+ * truth for the whole library; vector code elsewhere must agree with them bit for bit.
  */
 #ifndef SMLA_NUMERIC_H
 #define SMLA_NUMERIC_H

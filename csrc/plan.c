@@ -1,11 +1,11 @@
-/* plan.c: the arithmetic of a step: splits decodes from prefills and packs prefills into chunks that
- * fit the workspace. Host integers only, no memory; builder.c keeps what comes of it.
+/* plan.c: the arithmetic of a step: splits decodes from prefills and packs prefills into chunks
+ * that fit the workspace. Host integers only, no memory; builder.c keeps what comes of it.
  */
 #include "plan.h"
 
 enum { PREFILL_WORKSPACE_FACTOR = 5 };
 
-/* ---- Splitting a batch ------------------------------------------------------------------------- */
+/* ---- Splitting a batch --------------------------------------------------------------------- */
 
 smla_status
 smla_require_pointer(const char *op, const char *name, const void *pointer, smla_error *error)

@@ -21,7 +21,7 @@ append(char *text, const char *format, ...)
     va_end(values);
 }
 
-/* ---- Wording ----------------------------------------------------------------------------------- */
+/* ---- Wording ------------------------------------------------------------------------------- */
 
 static void
 describe_dtype(const DLTensor *tensor, char *text)
@@ -108,7 +108,7 @@ smla_normal_device(DLDevice device)
     return device;
 }
 
-/* ---- Rules ------------------------------------------------------------------------------------- */
+/* ---- Rules --------------------------------------------------------------------------------- */
 
 static smla_status
 report_missing(const smla_checker *c, const char *name)
@@ -130,8 +130,8 @@ check_dtype(const smla_checker *c, const smla_rule *rule)
                      wanted, got);
 }
 
-/* Rank within what fixed arrays hold, no negative sizes, addresses that exist: what every later step
- * relies on. */
+/* Rank within what fixed arrays hold, no negative sizes, addresses that exist: what every later
+ * step relies on. */
 static smla_status
 check_sane(const smla_checker *c, const char *name, const DLTensor *tensor)
 {
@@ -297,7 +297,7 @@ smla_require(smla_checker *c, const smla_rule *rule)
     return SMLA_OK;
 }
 
-/* ---- Caches ------------------------------------------------------------------------------------ */
+/* ---- Caches -------------------------------------------------------------------------------- */
 
 static smla_status
 find_kv_format(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format,
@@ -407,7 +407,7 @@ smla_require_kv(smla_checker *c, const char *name, const DLTensor *tensor, int32
     return SMLA_OK;
 }
 
-/* ---- Disjoint ------------------------------------------------------------------------------- */
+/* ---- Disjoint ------------------------------------------------------------------------------ */
 
 smla_status
 smla_require_disjoint(const smla_checker *c)

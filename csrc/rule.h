@@ -1,8 +1,8 @@
 /* rule.h: what an array must be, said once. check.c states rules; rule.c enforces them.
  *
- * A checker lives on the stack of one call. Arrays pass through smla_require in the order of the args
- * struct, so the first wrong one is the one reported; smla_require_disjoint comes last, when all of
- * them are known. Nothing here knows what an operator computes.
+ * A checker lives on the stack of one call. Arrays pass through smla_require in the order of the
+ * args struct, so the first wrong one is the one reported; smla_require_disjoint comes last, when
+ * all of them are known. Nothing here knows what an operator computes.
  */
 #ifndef SMLA_RULE_H
 #define SMLA_RULE_H
@@ -47,7 +47,8 @@ smla_status smla_require(smla_checker *checker, const smla_rule *rule);
 smla_status smla_require_kv(smla_checker *checker, const char *name, const DLTensor *tensor,
                             int32_t kv_format, unsigned flags, smla_kv_view *view);
 
-/* The device that works on memory of this kind: the CPU, number 0, for pinned and managed memory too. */
+/* The device that works on memory of this kind: the CPU, number 0, for pinned and managed memory
+ * too. */
 DLDevice smla_normal_device(DLDevice device);
 
 /* No output may share memory with any other array. */

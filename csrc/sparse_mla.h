@@ -3,15 +3,15 @@
  * This is the one header that callers include. It needs the C standard library and DLPack, nothing
  * else. Reading order is from the simplest use to the rarest:
  *
- *   1. status and errors         every call returns a status and fills an error on the caller's stack
+ *   1. status and errors         every call returns a status and fills the caller's error
  *   2. cache                     write tokens into a paged cache, gather them back
  *   3. indices and attention     positions -> slots -> attention -> merge
  *   4. absorption                kv_b_proj split, up projections, per-tensor quantisation
  *   5. planning                  the metadata builder and the forward pass of one layer
  *
  * Conventions
- *   - Arrays are `const DLTensor *`; NULL means absent. Outputs are arrays of the caller; nothing is
- *     allocated for results. Strides are honoured; the last dimension is contiguous.
+ *   - Arrays are `const DLTensor *`; NULL means absent. Outputs are arrays of the caller; nothing
+ *     is allocated for results. Strides are honoured; the last dimension is contiguous.
  *   - Args structs begin with `struct_size`, which the caller sets to sizeof: start from
  *     `{.struct_size = sizeof args}` and every field left out is zero, its default. A library older
  *     than its caller accepts a longer struct when the fields it does not know are zero.
@@ -19,8 +19,8 @@
  *   - No call prints, exits, or keeps global state; all of them may be called from any thread.
  *
  * Shapes use T query tokens, H heads (1...128), K index columns, R requests, W block table columns,
- * D = 576 = 512 (kv_lora_rank) + 64 (qk_rope_head_dim). The contract, to the last edge case, is in
- * docs/; the cache formats are drawn in kv_format.h.
+ * D = 576 = 512 (kv_lora_rank) + 64 (qk_rope_head_dim). The cache formats are drawn in
+ * docs/formats.md; sparse_mla/ops.py tells every operator's edge cases.
  */
 #ifndef SPARSE_MLA_H
 #define SPARSE_MLA_H
@@ -43,7 +43,7 @@ extern "C" {
 #define SMLA_API
 #endif
 
-/* ---- 1. Status and errors -------------------------------------------------------------------- */
+/* ---- 1. Status and errors ------------------------------------------------------------------ */
 
 typedef enum smla_status {
     SMLA_OK = 0,
@@ -67,7 +67,7 @@ SMLA_API int smla_version(void);
 /* "SMLA_ERROR_VALUE" and so on; never NULL. */
 SMLA_API const char *smla_status_name(smla_status status);
 
-/* ---- 2. Cache -------------------------------------------------------------------------------- */
+/* ---- 2. Cache ------------------------------------------------------------------------------ */
 
 /* How one token is stored. SMLA_KV_INFER takes it from the dtype and the last dimension. */
 typedef enum smla_kv_format {
@@ -76,8 +76,8 @@ typedef enum smla_kv_format {
     SMLA_KV_FP8_DS_MLA = 2, /* 512 e4m3, 4 fp32 scales, 64 bf16, 656 bytes */
 } smla_kv_format;
 
-/* Writes one token per entry of slot_mapping. Negative slots are skipped; on the CPU a slot past the
- * end is an error before anything is written. */
+/* Writes one token per entry of slot_mapping. Negative slots are skipped; on the CPU a slot past
+ * the end is an error before anything is written. */
 typedef struct smla_concat_and_cache_mla_args {
     size_t struct_size;
     const DLTensor *kv_c;         /* [>= T, 512] bf16 | fp16 | fp32 */
@@ -119,7 +119,7 @@ typedef struct smla_dequantize_kv_cache_args {
 SMLA_API smla_status smla_dequantize_kv_cache(const smla_dequantize_kv_cache_args *args,
                                               smla_error *error);
 
-/* ---- 3. Indices and attention ---------------------------------------------------------------- */
+/* ---- 3. Indices and attention -------------------------------------------------------------- */
 
 /* Positions inside a request -> slots of the cache, or rows of the prefill workspace. */
 typedef struct smla_convert_req_index_args {
@@ -193,7 +193,7 @@ typedef struct smla_merge_attn_states_args {
 SMLA_API smla_status smla_merge_attn_states(const smla_merge_attn_states_args *args,
                                             smla_error *error);
 
-/* ---- 4. Absorption --------------------------------------------------------------------------- */
+/* ---- 4. Absorption ------------------------------------------------------------------------- */
 
 /* kv_b_proj [512, H * (Pn + Pv)] or its transpose -> W_UK [512, H, Pn], W_UV [512, H, Pv]. */
 typedef struct smla_split_kv_b_proj_args {
@@ -241,7 +241,7 @@ typedef struct smla_dynamic_per_tensor_quant_args {
 SMLA_API smla_status smla_dynamic_per_tensor_quant(const smla_dynamic_per_tensor_quant_args *args,
                                                    smla_error *error);
 
-/* ---- 5. Planning ----------------------------------------------------------------------------- */
+/* ---- 5. Planning --------------------------------------------------------------------------- */
 
 typedef struct smla_batch_split {
     int64_t num_decodes;
@@ -296,8 +296,8 @@ typedef struct smla_builder_config {
                                   outlive the builder. */
 } smla_builder_config;
 
-/* One step's batch, vLLM's CommonAttentionMetadata. Host arrays are read during the call; the device
- * arrays are referenced until the next build, and must stay alive until then. */
+/* One step's batch, vLLM's CommonAttentionMetadata. Host arrays are read during the call; the
+ * device arrays are referenced until the next build, and must stay alive until then. */
 typedef struct smla_build_args {
     size_t struct_size;
     const int32_t *query_start_loc_cpu; /* [R + 1] */
@@ -364,7 +364,7 @@ typedef struct smla_forward_args {
 
 SMLA_API smla_status smla_forward(const smla_forward_args *args, smla_error *error);
 
-/* ---- Introspection --------------------------------------------------------------------------- */
+/* ---- Introspection ------------------------------------------------------------------------- */
 
 /* One row of the dispatch table: which kernel serves which arguments. */
 typedef struct smla_kernel_info {

@@ -38,7 +38,7 @@ smla_cpu_kernels(smla_kernel_info *rows, int64_t capacity)
     return smla_cpu_num_isas;
 }
 
-/* ---- Plan ------------------------------------------------------------------------------------ */
+/* ---- Plan ---------------------------------------------------------------------------------- */
 
 static int64_t
 min_int64(int64_t a, int64_t b)
@@ -96,7 +96,7 @@ smla_cpu_attention_workspace_size(const smla_attention_shape *shape)
            smla_max_threads() * thread_bytes(shape->num_heads);
 }
 
-/* ---- Running --------------------------------------------------------------------------------- */
+/* ---- Running ------------------------------------------------------------------------------- */
 
 typedef struct attention_run {
     const smla_attention_params *params;

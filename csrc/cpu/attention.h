@@ -75,7 +75,7 @@ extern const smla_attention_isa smla_attention_avx512;
 extern const smla_attention_isa smla_attention_avx512bf16;
 #endif
 
-/* ---- What the CPU backend exports ------------------------------------------------------------ */
+/* ---- What the CPU backend exports ---------------------------------------------------------- */
 
 smla_status smla_cpu_sparse_attention(const smla_attention_params *params, smla_error *error);
 

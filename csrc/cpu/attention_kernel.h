@@ -105,7 +105,7 @@ group_at(int64_t head, int64_t num_heads)
     return (head_group){.head = head, .vectors = num_heads - head > WIDTH ? GROUP_VECTORS : 1};
 }
 
-/* ---- Query ----------------------------------------------------------------------------------- */
+/* ---- Query --------------------------------------------------------------------------------- */
 
 /* Transposes a token's query into [group][k][group heads]; lanes past the last head are 0. False
  * when the unit cannot do it exactly. */
@@ -141,7 +141,7 @@ pack_query(const smla_attention_params *params, int64_t token, unit_scalar *pack
     return exact;
 }
 
-/* ---- Scores ---------------------------------------------------------------------------------- */
+/* ---- Scores -------------------------------------------------------------------------------- */
 
 /* scores[r][z] (+)= scale[r] * sum_k keys[r][k] * q[k][z] over one tile of `chunks` chunks, for
  * `rows` keys. A chunk starts from zero: that bounds the depth of the sum, and takes the latency of
@@ -215,7 +215,7 @@ score_block(const thread_scratch *scratch, const unit_scalar *q, int count, cons
     }
 }
 
-/* ---- Softmax --------------------------------------------------------------------------------- */
+/* ---- Softmax ------------------------------------------------------------------------------- */
 
 /* The power-of-two reference of a maximum: an integer at least as large, -inf for -inf. */
 SMLA_INLINE vfloat
@@ -270,7 +270,7 @@ weigh_scores(float *scores, int count, float scale_log2, smla_attention_state st
     }
 }
 
-/* ---- Values ---------------------------------------------------------------------------------- */
+/* ---- Values -------------------------------------------------------------------------------- */
 
 /* out[r][z] = out[r][z] * alpha[z] + sum_j values[j][r] * probs[j][z], for `rows` dimensions. */
 SMLA_INLINE void
@@ -327,7 +327,7 @@ add_values(const thread_scratch *scratch, int count, bool has_scales, const vflo
     }
 }
 
-/* ---- A part ---------------------------------------------------------------------------------- */
+/* ---- A part -------------------------------------------------------------------------------- */
 
 SMLA_INLINE void
 attend_group(const thread_scratch *scratch, const key_block *block, const key_block *next,

@@ -9,10 +9,10 @@
 #include "attention.h"
 #include "cpu.h"
 
-/* GCC's OpenMP keeps its threads between parallel regions. A child process inherits the memory of that
- * pool but none of its threads, and would wait for them for ever in its first region. So the pool is
- * given back before every fork; the next region, on either side, makes it again. (LLVM's OpenMP looks
- * after itself.) */
+/* GCC's OpenMP keeps its threads between parallel regions. A child process inherits the memory of
+ * that pool but none of its threads, and would wait for them for ever in its first region. So the
+ * pool is given back before every fork; the next region, on either side, makes it again. (LLVM's
+ * OpenMP looks after itself.) */
 #if defined(_OPENMP) && defined(__GNUC__) && !defined(__clang__)
 static void
 give_back_threads(void)
@@ -32,8 +32,8 @@ enum { CACHE_LINE_BYTES = 64 };
 static void *
 allocate(int64_t bytes)
 {
-    /* aligned_alloc wants a multiple of the alignment; large blocks are committed page by page as they
-     * are first touched, so an unused workspace costs address space alone. */
+    /* aligned_alloc wants a multiple of the alignment; large blocks are committed page by page as
+     * they are first touched, so an unused workspace costs address space alone. */
     const size_t lines = ((size_t)bytes + CACHE_LINE_BYTES - 1) / CACHE_LINE_BYTES;
     return aligned_alloc(CACHE_LINE_BYTES, (lines > 0 ? lines : 1) * CACHE_LINE_BYTES);
 }

@@ -8,7 +8,7 @@
 #include "isa.h"
 #include "threads.h"
 
-/* ---- Write ------------------------------------------------------------------------------------- */
+/* ---- Write --------------------------------------------------------------------------------- */
 
 static int64_t
 read_slot(const smla_cache_write_params *p, int64_t token)
@@ -58,7 +58,7 @@ smla_cpu_concat_and_cache_mla(const smla_cache_write_params *p, smla_error *erro
     return SMLA_OK;
 }
 
-/* ---- Gather ------------------------------------------------------------------------------------ */
+/* ---- Gather -------------------------------------------------------------------------------- */
 
 typedef struct gather_request {
     int64_t seq_len;
@@ -144,8 +144,8 @@ smla_cpu_gather_kv_cache(const smla_gather_params *p, smla_error *error)
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa("gather_kv_cache", &isa, error));
     SMLA_TRY(smla_cpu_check_gather(p, error));
-    /* Requests in order, rows of one request shared out: where two requests are given the same rows of
-     * the workspace, the later request wins. */
+    /* Requests in order, rows of one request shared out: where two requests are given the same rows
+     * of the workspace, the later request wins. */
     for (int64_t req = 0; req < p->num_reqs; req++) {
         const gather_request r = read_request(p, req);
 #pragma omp parallel for schedule(static) if (r.seq_len >= 64)
@@ -161,7 +161,7 @@ smla_cpu_gather_kv_cache(const smla_gather_params *p, smla_error *error)
     return SMLA_OK;
 }
 
-/* ---- Dequantise -------------------------------------------------------------------------------- */
+/* ---- Dequantise ---------------------------------------------------------------------------- */
 
 smla_status
 smla_cpu_dequantize_kv_cache(const smla_dequantize_params *p, smla_error *error)

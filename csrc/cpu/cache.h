@@ -1,5 +1,5 @@
-/* cache.h: the conversions behind cache.c and quant.c. One kernel (cache_kernel.h), compiled once per
- * instruction set into a smla_cache_isa.
+/* cache.h: the conversions behind cache.c and quant.c. One kernel (cache_kernel.h), compiled once
+ * per instruction set into a smla_cache_isa.
  */
 #ifndef SMLA_CPU_CACHE_H
 #define SMLA_CPU_CACHE_H

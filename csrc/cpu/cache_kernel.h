@@ -4,20 +4,21 @@
  *                        scale = max(amax / 448, FLT_MIN), byte = e4m3(x / scale)
  *              read      e4m3 * scale, as fp32 or rounded once more to bf16; bf16 parts unchanged
  *              find_amax, quantize: both halves of `write` for an array and a scale of any kind
- * Shapes       nope [512], rope [64], x [count] of bf16, fp16 or fp32, contiguous; a row as kv_format.h
- *              draws it; out [576] bf16 or fp32, or [count] bytes
- * Roofline     Memory, or where values are divided, the divider: 32 zmm divisions of a row take 57 ns.
- *              GB/s read and written by one Zen 5 core (CPU time, one thread, 256 rows in L2,
+ * Shapes       nope [512], rope [64], x [count] of bf16, fp16 or fp32, contiguous; a row as
+ *              kv_format.h draws it; out [576] bf16 or fp32, or [count] bytes
+ * Roofline     Memory, or where values are divided, the divider: 32 zmm divisions of a row take 57
+ *              ns. GB/s read and written by one Zen 5 core (CPU time, one thread, 256 rows in L2,
  *              2026-11-20), AVX-512, AVX2, SSE2; a copy moves 220, and 50 of 32768 rows:
  *                write  bf16 -> fp8_ds_mla  13, 8.4, 4.3      fp32 -> fp8_ds_mla  17, 10, 6.0
  *                read   fp8_ds_mla -> bf16  25, 12, 5.7       fp8_ds_mla -> fp32  62, 32, 15
  *                quant  bf16                25, 12, 6.5       fp32                42, 19, 11
  *              Tried: GCC 12 widens and narrows vectors of bytes one by one, which halves reads and
  *              AVX2; tile after tile, a write waits for the chain maximum, scale, broadcast: -30 %.
- * Numerics     Every byte is what the functions of numeric.h give, for every input: true divisions, NaN
- *              with its sign, infinities as FLT_MAX in amax. No sum is taken, so no order matters.
- *              A NaN byte under a NaN scale is the byte's NaN.
- * Source       concat_and_cache_mla and cp_gather_and_upconvert_fp8_kv_cache of vLLM, for the formats.
+ * Numerics     Every byte is what the functions of numeric.h give, for every input: true divisions,
+ *              NaN with its sign, infinities as FLT_MAX in amax. No sum is taken, so no order
+ *              matters. A NaN byte under a NaN scale is the byte's NaN.
+ * Source       concat_and_cache_mla and cp_gather_and_upconvert_fp8_kv_cache of vLLM, for the
+ *              formats.
  *
  * The including file defines SMLA_SIMD_WIDTH.
  */
@@ -38,7 +39,7 @@ enum {
 
 _Static_assert(SMLA_QK_ROPE_HEAD_DIM % QUAD == 0, "a row must hold whole quads");
 
-/* ---- Quads of any type ----------------------------------------------------------------------- */
+/* ---- Quads of any type --------------------------------------------------------------------- */
 
 static int64_t
 element_bytes(smla_float_type type)
@@ -119,7 +120,7 @@ divide_quad(quad x, float scale)
     return (quad){{x.v[0] / scale, x.v[1] / scale, x.v[2] / scale, x.v[3] / scale}};
 }
 
-/* ---- Arrays ---------------------------------------------------------------------------------- */
+/* ---- Arrays -------------------------------------------------------------------------------- */
 
 static float
 find_amax(const void *x, smla_float_type type, int64_t start, int64_t count)
@@ -160,7 +161,7 @@ quantize(const void *x, smla_float_type type, int64_t start, int64_t count, floa
     }
 }
 
-/* ---- Write ----------------------------------------------------------------------------------- */
+/* ---- Write --------------------------------------------------------------------------------- */
 
 /* Rounded to bf16; bf16 keeps its bits, NaN included. */
 static void
@@ -227,7 +228,7 @@ write_row(const smla_kv_format_info *format, smla_float_type type, const void *n
                row + format->rope_offset);
 }
 
-/* ---- Read ------------------------------------------------------------------------------------ */
+/* ---- Read ---------------------------------------------------------------------------------- */
 
 /* bf16 values, whose bits stay. */
 static void

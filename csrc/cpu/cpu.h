@@ -1,8 +1,8 @@
 /* cpu.h: the operators of the CPU backend, one file each; backend.c puts them into the table.
  *
- * Every function takes params that check.c has made and looks at values only: slots, pages and request
- * ids are checked here, before anything is written. Work is shared out by OpenMP where it is large;
- * no result depends on the number of threads.
+ * Every function takes params that check.c has made and looks at values only: slots, pages and
+ * request ids are checked here, before anything is written. Work is shared out by OpenMP where it
+ * is large; no result depends on the number of threads.
  */
 #ifndef SMLA_CPU_H
 #define SMLA_CPU_H

@@ -1,7 +1,7 @@
 /* isa.h: the instruction sets that kernels are compiled for, and which one a call runs on.
  *
- * A kernel text is compiled once per instruction set (attention_avx2.c, projection_avx2.c, ...). One
- * table holds them all, so attention, projections and cache are always on the same row of it.
+ * A kernel text is compiled once per instruction set (attention_avx2.c, projection_avx2.c, ...).
+ * One table holds them all, so attention, projections and cache are always on the same row of it.
  */
 #ifndef SMLA_CPU_ISA_H
 #define SMLA_CPU_ISA_H

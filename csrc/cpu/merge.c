@@ -36,7 +36,8 @@ merge_row(const smla_merge_params *p, int64_t token, int64_t head)
         token * p->out_in_stride_token[1] + head * p->out_in_stride_head[1],
     };
     float *merged = p->lse + token * p->lse_stride_token + head * p->lse_stride_head;
-    /* An empty side has no say at all, whatever its rows hold; with two of them, side 0 is copied. */
+    /* An empty side has no say at all, whatever its rows hold; with two of them, side 0 is
+     * copied. */
     if (isinf(lse[0]) || isinf(lse[1])) {
         const int side = isinf(lse[1]) ? 0 : 1;
         *merged = (float)lse[side];

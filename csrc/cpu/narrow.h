@@ -1,5 +1,5 @@
-/* narrow.h: bf16, fp16 and e4m3 <-> fp32, a quad of vectors at a time; every value is what numeric.h
- * makes of it, bit for bit.
+/* narrow.h: bf16, fp16 and e4m3 <-> fp32, a quad of vectors at a time; every value is what
+ * numeric.h makes of it, bit for bit.
  *
  * 4 WIDTH values in a row are dealt out like cards, value 4 j + k to lane j of vector k. Then four
  * e4m3 are the bytes of one 32-bit lane, two bf16 its halves, and shifts take the place of widening
@@ -30,7 +30,7 @@ store_words(vuint words, void *memory, int index)
     ((vuint_unaligned *)memory)[index] = words;
 }
 
-/* ---- Lanes ----------------------------------------------------------------------------------- */
+/* ---- Lanes --------------------------------------------------------------------------------- */
 
 /* A finite float with `exponent_bits` below its sign, here 0, at the top of the lane -> fp32. A
  * subnormal, read as if it had an implicit one, is 2^-bias (1 + m) and should be 2^(1 - bias) m: no
@@ -89,7 +89,7 @@ round_to_e4m3(vfloat x)
     return (vuint)code | ((vuint)x >> 24 & 0x80u);
 }
 
-/* ---- Quads ----------------------------------------------------------------------------------- */
+/* ---- Quads --------------------------------------------------------------------------------- */
 
 SMLA_INLINE quad
 load_e4m3(const void *bytes, float scale)

@@ -1,14 +1,16 @@
-/* projection.c: absorption. Splits kv_b_proj into W_UK and W_UV, and cuts the up projections into tasks.
+/* projection.c: absorption. Splits kv_b_proj into W_UK and W_UV, and cuts the up projections into
+ * tasks.
  *
  * Both up projections are out[t,h,n] = sum_k x[t,h,k] w(k,h,n), bf16 in and out, fp32 in between;
- * they differ in which dimension of the weight is summed. The work itself is in projection_kernel.h.
+ * they differ in which dimension of the weight is summed. The work itself is in
+ * projection_kernel.h.
  */
 #include "projection.h"
 #include "cpu.h"
 #include "isa.h"
 #include "numeric.h"
 
-/* ---- kv_b_proj -> W_UK, W_UV ------------------------------------------------------------------- */
+/* ---- kv_b_proj -> W_UK, W_UV --------------------------------------------------------------- */
 
 static uint16_t
 read_weight(const smla_split_weight_params *p, int64_t latent, int64_t column)
@@ -46,7 +48,7 @@ smla_cpu_split_kv_b_proj(const smla_split_weight_params *p, smla_error *error)
     return SMLA_OK;
 }
 
-/* ---- Up projections ---------------------------------------------------------------------------- */
+/* ---- Up projections ------------------------------------------------------------------------ */
 
 static int64_t
 count_blocks(int64_t size, int64_t block)

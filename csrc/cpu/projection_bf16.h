@@ -1,10 +1,11 @@
 /* projection_bf16.h: the multiply unit of AVX-512 BF16: vdpbf16ps, two values of the sum per step.
  *
- * vdpbf16ps takes subnormal inputs as zero and flushes subnormal results. Neither can happen to what
- * this unit accepts: a bf16 of at least 2^-56 is a multiple of 2^-63 (8 significant bits), so every
- * product is a multiple of 2^-126, and so is every sum of them, rounded or not. Nothing between 0
- * and 2^-126, the least normal number, can arise. Zeros are fine; a token's row or a block of the
- * weight that holds anything else below 2^-56 is refused, and is computed on the fp32 unit.
+ * vdpbf16ps takes subnormal inputs as zero and flushes subnormal results. Neither can happen to
+ * what this unit accepts: a bf16 of at least 2^-56 is a multiple of 2^-63 (8 significant bits), so
+ * every product is a multiple of 2^-126, and so is every sum of them, rounded or not. Nothing
+ * between 0 and 2^-126, the least normal number, can arise. Zeros are fine; a token's row or a
+ * block of the weight that holds anything else below 2^-56 is refused, and is computed on the fp32
+ * unit.
  */
 #ifndef SMLA_CPU_PROJECTION_BF16_H
 #define SMLA_CPU_PROJECTION_BF16_H

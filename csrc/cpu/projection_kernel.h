@@ -1,6 +1,7 @@
 /* projection_kernel.h: one block of an up projection, for one instruction set.
  *
- * Computes     out[t,h,n] = bf16(sum_k x[t,h,k] w(k,h,n)) for a block of tokens and outputs of a head
+ * Computes     out[t,h,n] = bf16(sum_k x[t,h,k] w(k,h,n)) for a block of tokens and outputs of a
+ *              head
  * Shapes       x [T][H][k], w(k, h, n) with k or n contiguous, out [T][H][n], all bf16
  * Scratch      panel [INNER_BLOCK / step][128 outputs] 32 KiB: a piece of the weight, unpacked once
  *                                                     for all tokens of the block
@@ -8,17 +9,17 @@
  *              sums  [64 tokens][128 outputs] fp32    32 KiB
  *              On the stack. Lanes are outputs; a step of 4 tokens and VECTORS vectors of outputs
  *              is 4 VECTORS accumulators.
- * Roofline     2 * T * H * 512 * 128 FLOP. A decode reads a byte of weight for T of them: memory binds
- *              at first, the multiply unit from T = 32 or so. GFLOP/s of one Zen 5 core (CPU time,
- *              one thread, H 128 for T 1 and 32, 16 for T 512, 2026-11-20), k_up and v_up: T 1 33,
- *              32 (33 GB/s); T 32 277, 260; T 512 376, 408 of 521 (peak). fp32 at T 512: AVX-512
- *              209, 228 of 270, AVX2 103, 109 of 135, SSE2 41, 43. Tried: steps of 6 x 4 lose 2 to
- *              20 %, of 8 x 2 up to 20 % at T <= 3; prefetching the weight loses 5 to 15 %; 128
- *              tokens per unpacking would win 5 % at T 512, for twice the sums on the stack.
- * Numerics     Products are exact (above 2^-126). They are summed in fp32 in chains of INNER_BLOCK values, the chains
- *              one after another: at most 128 + k / 64 roundings deep, where one chain would be 512.
- *              One rounding to bf16. The order depends on k alone: a row of the result does not
- *              depend on the other rows, nor on the number of threads.
+ * Roofline     2 * T * H * 512 * 128 FLOP. A decode reads a byte of weight for T of them: memory
+ *              binds at first, the multiply unit from T = 32 or so. GFLOP/s of one Zen 5 core (CPU
+ *              time, one thread, H 128 for T 1 and 32, 16 for T 512, 2026-11-20), k_up and v_up: T
+ *              1 33, 32 (33 GB/s); T 32 277, 260; T 512 376, 408 of 521 (peak). fp32 at T 512:
+ *              AVX-512 209, 228 of 270, AVX2 103, 109 of 135, SSE2 41, 43. Tried: steps of 6 x 4
+ *              lose 2 to 20 %, of 8 x 2 up to 20 % at T <= 3; prefetching the weight loses 5 to 15
+ *              %; 128 tokens per unpacking would win 5 % at T 512, for twice the sums on the stack.
+ * Numerics     Products are exact (above 2^-126). They are summed in fp32 in chains of INNER_BLOCK
+ *              values, the chains one after another: at most 128 + k / 64 roundings deep, where one
+ *              chain would be 512. One rounding to bf16. The order depends on k alone: a row of the
+ *              result does not depend on the other rows, nor on the number of threads.
  * Source       register blocking (GotoBLAS).
  *
  * The including file defines SMLA_SIMD_WIDTH and VECTORS, and includes a multiply unit.
@@ -62,7 +63,7 @@ pad_row(const uint16_t *row, int count, int capacity, uint16_t *copy)
     return copy;
 }
 
-/* ---- Unpacking ------------------------------------------------------------------------------- */
+/* ---- Unpacking ----------------------------------------------------------------------------- */
 
 /* Rows of the weight are outputs, k runs inside a row. */
 static vuint
@@ -151,7 +152,7 @@ load_token(const uint16_t *row, int num_inner, vuint smallest, unit_scalar *x)
     return smallest;
 }
 
-/* ---- Sums ------------------------------------------------------------------------------------ */
+/* ---- Sums ---------------------------------------------------------------------------------- */
 
 /* sums[r][n] (+)= sum_k x[r][k] * panel[k][n], for `rows` tokens. */
 SMLA_INLINE void
@@ -205,7 +206,7 @@ store_row(const float *sums, int num_outer, uint16_t *out)
     }
 }
 
-/* ---- A block --------------------------------------------------------------------------------- */
+/* ---- A block ------------------------------------------------------------------------------- */
 
 /* Bit t of the result: the unit cannot do token t of the block exactly, its outputs are garbage. */
 static uint64_t

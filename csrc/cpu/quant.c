@@ -2,14 +2,14 @@
  *
  *   scale = max(amax, 1e-10) / 448,  out = satE4M3(x / scale)
  *
- * NaN has no part in amax and an infinity counts as FLT_MAX, as in the cache write. The arrays are cut
- * into pieces of rows; pieces that are contiguous in x and in out go to cache_kernel.h.
+ * NaN has no part in amax and an infinity counts as FLT_MAX, as in the cache write. The arrays are
+ * cut into pieces of rows; pieces that are contiguous in x and in out go to cache_kernel.h.
  */
 #include "cache.h"
 #include "cpu.h"
 #include "isa.h"
 
-/* ---- Pieces ------------------------------------------------------------------------------------ */
+/* ---- Pieces -------------------------------------------------------------------------------- */
 
 enum { PIECE = 4096 }; /* elements */
 
@@ -90,7 +90,7 @@ find_piece(const smla_quant_params *p, int64_t index)
     return piece;
 }
 
-/* ---- One piece --------------------------------------------------------------------------------- */
+/* ---- One piece ----------------------------------------------------------------------------- */
 
 static float
 find_amax(const smla_cache_isa *cache, const smla_quant_params *p, quant_piece piece)
@@ -123,7 +123,7 @@ quantize(const smla_cache_isa *cache, const smla_quant_params *p, quant_piece pi
     }
 }
 
-/* ---- All of them ------------------------------------------------------------------------------- */
+/* ---- All of them --------------------------------------------------------------------------- */
 
 smla_status
 smla_cpu_dynamic_per_tensor_quant(const smla_quant_params *params, smla_error *error)

@@ -82,7 +82,7 @@ ceil_lanes(vfloat x)
     return select_lanes(magnitude < 0x1p22f, up, x);
 }
 
-/* ---- bf16 ------------------------------------------------------------------------------------ */
+/* ---- bf16 ---------------------------------------------------------------------------------- */
 
 typedef uint16_t vhalf __attribute__((vector_size(2 * SMLA_SIMD_WIDTH), may_alias, aligned(2)));
 
@@ -103,7 +103,7 @@ round_to_bf16(vfloat x)
     return __builtin_convertvector(round_upper_half(x) >> 16, vhalf);
 }
 
-/* ---- Interleaving and transposition ----------------------------------------------------------- */
+/* ---- Interleaving and transposition -------------------------------------------------------- */
 
 #if defined(__clang__)
 #define SMLA_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -162,7 +162,8 @@ odd_lanes(vuint a, vuint b)
 }
 
 /* Transposes a WIDTH x WIDTH square. Interleaving rows i and i + WIDTH / 2 into rows 2i and 2i + 1
- * rotates the bits of an element's index (row, column) left by one; log2(WIDTH) times swaps them. */
+ * rotates the bits of an element's index (row, column) left by one; log2(WIDTH) times swaps
+ * them. */
 SMLA_INLINE void
 transpose(vuint *square)
 {

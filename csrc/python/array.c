@@ -73,7 +73,7 @@ smla_py_set_view(const char *op, const char *name, void *data, DLDataType dtype,
     return 0;
 }
 
-/* ---- Our Tensor and the buffer protocol ------------------------------------------------------ */
+/* ---- Our Tensor and the buffer protocol ---------------------------------------------------- */
 
 static int
 read_tensor(const char *op, const char *name, PyObject *object, smla_py_array *array)
@@ -134,7 +134,7 @@ read_buffer(const char *op, const char *name, PyObject *object, smla_py_array *a
                             array);
 }
 
-/* ---- Acquire and release --------------------------------------------------------------------- */
+/* ---- Acquire and release ------------------------------------------------------------------- */
 
 static int
 read_any(const smla_py_state *state, const char *op, const char *name, smla_py_role role,

@@ -1,7 +1,7 @@
 /* array.h: arrays of any framework as DLTensors, and results in the caller's framework.
  *
- * What acquire or allocate took is given back by smla_py_release_array, exactly once. call.h holds the
- * arrays of one operator call together.
+ * What acquire or allocate took is given back by smla_py_release_array, exactly once. call.h holds
+ * the arrays of one operator call together.
  */
 #ifndef SMLA_PYTHON_ARRAY_H
 #define SMLA_PYTHON_ARRAY_H
@@ -42,7 +42,8 @@ typedef enum smla_py_release {
     SMLA_PY_RELEASE_BUFFER = 3,    /* Py_buffer */
 } smla_py_release;
 
-/* One array of a call. `view` points into this struct and into the owner's memory: do not copy it. */
+/* One array of a call. `view` points into this struct and into the owner's memory: do not copy
+ * it. */
 typedef struct smla_py_array {
     PyObject *object; /* strong; NULL = absent */
     DLTensor view;
@@ -61,7 +62,7 @@ typedef struct smla_py_array {
     } owner;
 } smla_py_array;
 
-/* ---- One array ------------------------------------------------------------------------------- */
+/* ---- One array ----------------------------------------------------------------------------- */
 
 /* Reads any object that holds an array. 0, or -1 with an exception and nothing held. */
 int smla_py_acquire(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
@@ -89,8 +90,8 @@ smla_py_dim(const smla_py_array *array, int dim)
     return array->object != NULL && dim < array->view.ndim ? array->shape[dim] : 0;
 }
 
-/* A list, tuple or array of integers as int32 values in host memory (malloc); values that do not fit
- * are ValueErrors. */
+/* A list, tuple or array of integers as int32 values in host memory (malloc); values that do not
+ * fit are ValueErrors. */
 int smla_py_host_ints(const smla_py_state *state, const char *op, const char *name,
                       PyObject *object, int32_t **values, int64_t *count);
 

@@ -1,8 +1,8 @@
 /* builder.c: the metadata builder as a Python object, and the forward pass of the step it built.
  *
- * The object keeps alive what the core refers to: the workspace as long as itself, the block table of a
- * step until the next build. Arrays that it hands out view the persistent buffers and keep the object
- * alive in turn. sparse_mla/backend.py puts names on all of it.
+ * The object keeps alive what the core refers to: the workspace as long as itself, the block table
+ * of a step until the next build. Arrays that it hands out view the persistent buffers and keep the
+ * object alive in turn. sparse_mla/backend.py puts names on all of it.
  */
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -46,7 +46,7 @@ leave(smla_py_builder *builder)
     atomic_flag_clear(&builder->is_busy);
 }
 
-/* ---- Create ---------------------------------------------------------------------------------- */
+/* ---- Create -------------------------------------------------------------------------------- */
 
 static int
 parse_path(const char *op, PyObject *object, int32_t *path)
@@ -159,10 +159,10 @@ builder_dealloc(PyObject *self)
     Py_DECREF((PyObject *)type);
 }
 
-/* ---- Build ----------------------------------------------------------------------------------- */
+/* ---- Build --------------------------------------------------------------------------------- */
 
-/* A persistent int32 buffer cut to `count`: an ndarray on the CPU, else a Tensor. Read-only: what the
- * kernels read is the builder's to write. */
+/* A persistent int32 buffer cut to `count`: an ndarray on the CPU, else a Tensor. Read-only: what
+ * the kernels read is the builder's to write. */
 static PyObject *
 view_buffer(smla_py_builder *builder, const int32_t *data, int64_t count)
 {
@@ -291,12 +291,12 @@ builder_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
     return step;
 }
 
-/* ---- Forward --------------------------------------------------------------------------------- */
+/* ---- Forward ------------------------------------------------------------------------------- */
 
 enum { FWD_Q, FWD_Q_PE, FWD_KV_CACHE, FWD_TOPK, FWD_SINK, FWD_OUT, FWD_LSE };
 
-/* Allocates a result of q's number of rows; those behind the step's tokens, which nobody writes, are
- * zero. */
+/* Allocates a result of q's number of rows; those behind the step's tokens, which nobody writes,
+ * are zero. */
 static int
 allocate_rows(smla_py_call *call, int i, DLDataType dtype, int ndim, const int64_t *shape,
               int64_t num_written)
@@ -400,7 +400,7 @@ builder_forward(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
     return results;
 }
 
-/* ---- Type ------------------------------------------------------------------------------------ */
+/* ---- Type ---------------------------------------------------------------------------------- */
 
 static PyObject *
 get_workspace_bytes(PyObject *self, void *Py_UNUSED(closure))

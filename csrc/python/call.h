@@ -1,8 +1,8 @@
 /* call.h: one operator call: its arrays, its results, its answer.
  *
- * The call lives on the operator's stack: open it, add its arrays as a table says, allocate the results
- * that the caller left out, run the core without the GIL, finish. Closing releases whatever was
- * borrowed, exactly once, on success and on failure alike.
+ * The call lives on the operator's stack: open it, add its arrays as a table says, allocate the
+ * results that the caller left out, run the core without the GIL, finish. Closing releases whatever
+ * was borrowed, exactly once, on success and on failure alike.
  */
 #ifndef SMLA_PYTHON_CALL_H
 #define SMLA_PYTHON_CALL_H
@@ -41,7 +41,8 @@ void smla_py_open(smla_py_call *call, PyObject *module, const char *op);
 int smla_py_add(smla_py_call *call, const smla_py_param *params, int num_params,
                 PyObject *const *args);
 
-/* Appends two arrays: q and nothing, or the two of a tuple or list. On failure the call is closed. */
+/* Appends two arrays: q and nothing, or the two of a tuple or list. On failure the call is
+ * closed. */
 int smla_py_add_query(smla_py_call *call, PyObject *query);
 
 void smla_py_close(smla_py_call *call);

@@ -28,7 +28,7 @@ smla_py_copy_view(const char *op, const char *name, const DLTensor *source, smla
     return 0;
 }
 
-/* ---- The exchange API ------------------------------------------------------------------------ */
+/* ---- The exchange API ---------------------------------------------------------------------- */
 
 /* The table of the object's type, of a major version that we know; NULL without an exception where
  * there is none, NULL with one when the look-up failed. */
@@ -131,7 +131,7 @@ smla_py_read_exchange_api(const smla_py_state *state, const char *op, const char
     return smla_py_copy_view(op, name, &view, array);
 }
 
-/* ---- Frameworks known by name ---------------------------------------------------------------- */
+/* ---- Frameworks known by name -------------------------------------------------------------- */
 
 static const smla_py_importer importers[] = {
     {"jax", "jaxlib", "jax.dlpack", "from_dlpack", true},
@@ -222,7 +222,7 @@ prepare_immutable(const smla_py_state *state, const char *op, const char *name, 
     return ready == NULL ? -1 : 0;
 }
 
-/* ---- Capsules -------------------------------------------------------------------------------- */
+/* ---- Capsules ------------------------------------------------------------------------------ */
 
 /* From here on the deleter is ours. */
 static int

@@ -5,7 +5,7 @@
 
 #include "kv_format.h"
 
-/* ---- Dtypes ---------------------------------------------------------------------------------- */
+/* ---- Dtypes -------------------------------------------------------------------------------- */
 
 static const smla_py_dtype dtypes[] = {
     {{kDLBfloat, 16, 1}, "bfloat16", NULL}, {{kDLFloat, 32, 1}, "float32", "f"},
@@ -42,7 +42,7 @@ smla_py_find_dtype_by_name(const char *name)
     return NULL;
 }
 
-/* ---- Errors ---------------------------------------------------------------------------------- */
+/* ---- Errors -------------------------------------------------------------------------------- */
 
 PyObject *
 smla_py_raise(const smla_error *error)
@@ -125,7 +125,7 @@ fail_type(const char *op, const char *name, const char *wanted, PyObject *object
     return -1;
 }
 
-/* ---- Options --------------------------------------------------------------------------------- */
+/* ---- Options ------------------------------------------------------------------------------- */
 
 int
 smla_py_parse_int(const char *op, const char *name, PyObject *object, int64_t *value)

@@ -1,7 +1,9 @@
-/* glue.h: what the files of the extension module share: module state, dtypes, errors, plain options.
+/* glue.h: what the files of the extension module share: module state, dtypes, errors, plain
+ * options.
  *
- * Python.h is included here and in no other folder. The source compiles with the limited API of 3.11
- * and with the full one. Arrays in and results out are in array.h, our own Tensor type in tensor.h.
+ * Python.h is included here and in no other folder. The source compiles with the limited API of
+ * 3.11 and with the full one. Arrays in and results out are in array.h, our own Tensor type in
+ * tensor.h.
  */
 #ifndef SMLA_PYTHON_GLUE_H
 #define SMLA_PYTHON_GLUE_H
@@ -14,7 +16,7 @@
 
 enum { SMLA_PY_MAX_RANK = 8 };
 
-/* ---- Module state ---------------------------------------------------------------------------- */
+/* ---- Module state -------------------------------------------------------------------------- */
 
 typedef struct smla_py_state {
     PyTypeObject *tensor_type;
@@ -43,7 +45,7 @@ extern PyMethodDef smla_py_cache_operators[];
 extern PyMethodDef smla_py_attention_operators[];
 extern PyMethodDef smla_py_projection_operators[];
 
-/* ---- Dtypes ---------------------------------------------------------------------------------- */
+/* ---- Dtypes -------------------------------------------------------------------------------- */
 
 /* One element type, as each of the four worlds calls it. */
 typedef struct smla_py_dtype {
@@ -62,7 +64,7 @@ smla_py_element_bytes(DLDataType dtype)
     return ((int64_t)dtype.bits * dtype.lanes + 7) / 8;
 }
 
-/* ---- Errors ---------------------------------------------------------------------------------- */
+/* ---- Errors -------------------------------------------------------------------------------- */
 
 /* Sets the exception that a status stands for, with the error's text. Always returns NULL. */
 PyObject *smla_py_raise(const smla_error *error);
@@ -79,7 +81,7 @@ PyObject *smla_py_type_name(PyObject *object);
 /* TypeError unless a METH_FASTCALL function got exactly `wanted` arguments. */
 int smla_py_check_count(const char *op, Py_ssize_t num_args, Py_ssize_t wanted);
 
-/* ---- Options --------------------------------------------------------------------------------- */
+/* ---- Options ------------------------------------------------------------------------------- */
 
 /* Every parser: 0, or -1 with "op: `name` must be ..., got ..." set. */
 int smla_py_parse_int(const char *op, const char *name, PyObject *object, int64_t *value);

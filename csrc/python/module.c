@@ -4,7 +4,7 @@
 
 #include "array.h"
 
-/* ---- Planning -------------------------------------------------------------------------------- */
+/* ---- Planning ------------------------------------------------------------------------------ */
 
 PyDoc_STRVAR(split_decodes_and_prefills_doc,
              "split_decodes_and_prefills($module, query_start_loc, num_actual_tokens, "
@@ -108,7 +108,7 @@ get_prefill_workspace_size(PyObject *Py_UNUSED(module), PyObject *max_model_len)
     return PyLong_FromLongLong(smla_prefill_workspace_size(value));
 }
 
-/* ---- Introspection --------------------------------------------------------------------------- */
+/* ---- Introspection ------------------------------------------------------------------------- */
 
 enum { MAX_KERNELS = 64 };
 
@@ -177,7 +177,7 @@ build_info(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
         list_cpu_features());
 }
 
-/* ---- Module ---------------------------------------------------------------------------------- */
+/* ---- Module -------------------------------------------------------------------------------- */
 
 static PyMethodDef functions[] = {
     {"split_decodes_and_prefills", (PyCFunction)(void (*)(void))split_decodes_and_prefills,

@@ -1,13 +1,13 @@
 /* numpy.c: every use of NumPy's C-API: ndarrays in, new ndarrays, and views of our memory.
  *
- * NumPy arrays are read here rather than through DLPack because DLPack has no way to carry ml_dtypes'
- * bfloat16 and float8_e4m3fn out of NumPy, and because it is twenty times as fast.
+ * NumPy arrays are read here rather than through DLPack because DLPack has no way to carry
+ * ml_dtypes' bfloat16 and float8_e4m3fn out of NumPy, and because it is twenty times as fast.
  */
 #include "exchange.h"
 
 #include <numpy/arrayobject.h>
 
-/* ---- Types ----------------------------------------------------------------------------------- */
+/* ---- Types --------------------------------------------------------------------------------- */
 
 /* The number that NumPy gave one of ml_dtypes' types when it was registered. */
 static int
@@ -103,7 +103,7 @@ find_numpy_type(const smla_py_state *state, DLDataType dtype)
     return -1;
 }
 
-/* ---- In -------------------------------------------------------------------------------------- */
+/* ---- In ------------------------------------------------------------------------------------ */
 
 bool
 smla_py_is_ndarray(PyObject *object)
@@ -140,7 +140,7 @@ smla_py_read_ndarray(const smla_py_state *state, const char *op, const char *nam
                             (const int64_t *)PyArray_STRIDES(ndarray), array);
 }
 
-/* ---- Out ------------------------------------------------------------------------------------- */
+/* ---- Out ----------------------------------------------------------------------------------- */
 
 _Static_assert(sizeof(npy_intp) == sizeof(int64_t), "sizes and strides are passed as they are");
 

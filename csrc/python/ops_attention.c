@@ -1,7 +1,7 @@
 /* ops_attention.c: positions to slots, attention over slots, merge of partial results.
  *
- * Rules are the core's: a result whose shape cannot be known, because an input is malformed, is left
- * absent, and the core reports that input first.
+ * Rules are the core's: a result whose shape cannot be known, because an input is malformed, is
+ * left absent, and the core reports that input first.
  */
 #include <stdlib.h>
 
@@ -256,7 +256,7 @@ merge_attn_states(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     Py_END_ALLOW_THREADS return smla_py_finish(&call, status, &error, (int[]){OUT, LSE}, 2);
 }
 
-/* ---- Table ----------------------------------------------------------------------------------- */
+/* ---- Table --------------------------------------------------------------------------------- */
 
 PyMethodDef smla_py_attention_operators[] = {
     SMLA_PY_OPERATOR(convert_req_index_to_global_index,

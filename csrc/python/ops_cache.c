@@ -107,7 +107,7 @@ dequantize_kv_cache(PyObject *module, PyObject *const *args, Py_ssize_t num_args
     Py_END_ALLOW_THREADS return smla_py_finish(&call, status, &error, (int[]){OUT}, 1);
 }
 
-/* ---- Table ----------------------------------------------------------------------------------- */
+/* ---- Table --------------------------------------------------------------------------------- */
 
 PyMethodDef smla_py_cache_operators[] = {
     SMLA_PY_OPERATOR(concat_and_cache_mla,

@@ -3,8 +3,8 @@
 
 static const DLDataType e4m3 = {kDLFloat8_e4m3fn, 8, 1};
 
-/* The results' shapes come from numbers of the caller: they must fit the weight before memory is taken
- * for them. */
+/* The results' shapes come from numbers of the caller: they must fit the weight before memory is
+ * taken for them. */
 static int
 check_weight_shape(const smla_py_call *call, int64_t num_heads, int64_t nope_dim, int64_t value_dim)
 {
@@ -81,8 +81,8 @@ split_kv_b_proj(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     Py_END_ALLOW_THREADS return smla_py_finish(&call, status, &error, (int[]){W_UK, W_UV}, 2);
 }
 
-/* What k_up_proj and v_up_proj share: their arrays and the result [T, H, n]; `outer_dim` < 0 takes n
- * from the weight. */
+/* What k_up_proj and v_up_proj share: their arrays and the result [T, H, n]; `outer_dim` < 0 takes
+ * n from the weight. */
 static int
 open_up_proj(smla_py_call *call, PyObject *module, const char *op, const smla_py_param *params,
              PyObject *const *args, Py_ssize_t num_args, int64_t outer_dim, void **stream)
@@ -175,7 +175,7 @@ dynamic_per_tensor_quant(PyObject *module, PyObject *const *args, Py_ssize_t num
     Py_END_ALLOW_THREADS return smla_py_finish(&call, status, &error, (int[]){OUT, SCALE}, 2);
 }
 
-/* ---- Table ----------------------------------------------------------------------------------- */
+/* ---- Table --------------------------------------------------------------------------------- */
 
 PyMethodDef smla_py_projection_operators[] = {
     SMLA_PY_OPERATOR(split_kv_b_proj,

@@ -1,8 +1,8 @@
 /* result.c: results in the caller's framework, and host integers.
  *
- * NumPy and exchange API frameworks allocate for themselves. For the others the result is written into
- * a Tensor of ours, which their from_dlpack takes over when the call is done; where nobody takes it,
- * the Tensor is the result.
+ * NumPy and exchange API frameworks allocate for themselves. For the others the result is written
+ * into a Tensor of ours, which their from_dlpack takes over when the call is done; where nobody
+ * takes it, the Tensor is the result.
  */
 #include <stdlib.h>
 
@@ -17,7 +17,7 @@ is_host(DLDevice device)
            device.device_type == kDLCUDAManaged;
 }
 
-/* ---- Allocate -------------------------------------------------------------------------------- */
+/* ---- Allocate ------------------------------------------------------------------------------ */
 
 /* Called by the exchange API's allocator, where there may be no GIL. */
 static void
@@ -106,7 +106,7 @@ smla_py_allocate(const smla_py_state *state, const char *op, const smla_py_array
     }
 }
 
-/* ---- Hand out -------------------------------------------------------------------------------- */
+/* ---- Hand out ------------------------------------------------------------------------------ */
 
 /* Gives our Tensor to a framework that is imported already. */
 static PyObject *
@@ -135,7 +135,7 @@ smla_py_result(smla_py_array *array)
     return Py_NewRef(array->object);
 }
 
-/* ---- Host integers --------------------------------------------------------------------------- */
+/* ---- Host integers ------------------------------------------------------------------------- */
 
 /* Element `i` of a 1-D integer array; false when it does not fit int64. */
 static bool

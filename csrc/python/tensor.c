@@ -90,7 +90,7 @@ tensor_dealloc(PyObject *self)
     Py_DECREF((PyObject *)type);
 }
 
-/* ---- Attributes and slices ------------------------------------------------------------------- */
+/* ---- Attributes and slices ----------------------------------------------------------------- */
 
 static PyObject *
 int_tuple(const int64_t *values, int count)
@@ -247,7 +247,7 @@ tensor_repr(PyObject *self)
     return text;
 }
 
-/* ---- Type ------------------------------------------------------------------------------------ */
+/* ---- Type ---------------------------------------------------------------------------------- */
 
 static PyGetSetDef tensor_getset[] = {
     {"shape", get_shape, NULL, "Sizes, a tuple of ints.", NULL},

@@ -5,7 +5,7 @@
 #include "array.h"
 #include "tensor.h"
 
-/* ---- DLPack out ------------------------------------------------------------------------------ */
+/* ---- DLPack out ---------------------------------------------------------------------------- */
 
 /* Any thread may call these, with or without the GIL. */
 static void
@@ -180,7 +180,7 @@ tensor_dlpack_device(PyObject *self, PyObject *Py_UNUSED(ignored))
     return Py_BuildValue("(ii)", (int)device.device_type, (int)device.device_id);
 }
 
-/* ---- NumPy and buffers ----------------------------------------------------------------------- */
+/* ---- NumPy and buffers --------------------------------------------------------------------- */
 
 PyDoc_STRVAR(tensor_array_doc,
              "__array__($self, dtype=None, copy=None)\n--\n\n"

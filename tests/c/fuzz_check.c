@@ -2,8 +2,9 @@
  * structs of any size, the splitters, the metadata builder.
  *
  * Bytes become calls: a good call, then any number of faults. Data pointers are numbers here; the
- * checkers must not follow them. Whatever they are given, they return a status of the enum, and with an
- * error a text that begins with the operator's name. `make fuzz` runs it; test_fuzz_check.c replays it.
+ * checkers must not follow them. Whatever they are given, they return a status of the enum, and
+ * with an error a text that begins with the operator's name. `make fuzz` runs it; test_fuzz_check.c
+ * replays it.
  */
 #include "args.h"
 #include "check.h"
@@ -11,7 +12,7 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
-/* ---- Bytes ------------------------------------------------------------------------------------- */
+/* ---- Bytes --------------------------------------------------------------------------------- */
 
 typedef struct reader {
     const uint8_t *data;
@@ -117,7 +118,7 @@ require_sound(const char *op, smla_status status, const smla_error *e)
     require(strstr(e->text, "got ") != NULL, "text without what it got", e->text);
 }
 
-/* ---- Operators --------------------------------------------------------------------------------- */
+/* ---- Operators ----------------------------------------------------------------------------- */
 
 static smla_status
 check_operator(int number, const any_args *a, const smla_backend **backend, smla_error *e)
@@ -276,7 +277,7 @@ fuzz_operator(reader *r)
     require(status != SMLA_OK || backend != NULL, "no backend", op->name);
 }
 
-/* ---- The rest ---------------------------------------------------------------------------------- */
+/* ---- The rest ------------------------------------------------------------------------------ */
 
 /* A struct of any size in memory of that size; what is read of it is zero or as given. */
 static void

@@ -1,5 +1,5 @@
-/* operators.h: every operator with a good call and what is known of its arrays, so that tests can break
- * one thing at a time in all of them.
+/* operators.h: every operator with a good call and what is known of its arrays, so that tests can
+ * break one thing at a time in all of them.
  */
 #ifndef SMLA_OPERATORS_H
 #define SMLA_OPERATORS_H

@@ -1,7 +1,7 @@
 /* reference.h: the contract in double precision, as plainly as it can be written.
  *
- * Rows are read from the same bytes as the library reads, scales and e4m3 values multiplied exactly.
- * Bounds come from the rounding model of the contract; no tolerance is chosen here.
+ * Rows are read from the same bytes as the library reads, scales and e4m3 values multiplied
+ * exactly. Bounds come from the rounding model of the contract; no tolerance is chosen here.
  */
 #ifndef SMLA_REFERENCE_H
 #define SMLA_REFERENCE_H
@@ -30,8 +30,8 @@ decode(unsigned magnitude, int mantissa_bits, int bias)
     return ldexp(mantissa + (double)(1u << mantissa_bits), exponent - bias - mantissa_bits);
 }
 
-/* The nearest e4m3 code, ties to even, found by looking at all of them: the definition itself. What is
- * too large goes to the largest. */
+/* The nearest e4m3 code, ties to even, found by looking at all of them: the definition itself. What
+ * is too large goes to the largest. */
 static inline uint8_t
 nearest_e4m3(double x)
 {
@@ -50,7 +50,7 @@ nearest_e4m3(double x)
     return (uint8_t)(signbit(x) ? best | 0x80u : best);
 }
 
-/* ---- Cached rows ------------------------------------------------------------------------------- */
+/* ---- Cached rows --------------------------------------------------------------------------- */
 
 static inline bool
 is_fp8(const array *kv)
@@ -58,7 +58,8 @@ is_fp8(const array *kv)
     return kv->tensor.dtype.bits == 8;
 }
 
-/* Slots of a cache of any of the shapes: [pages, block, row], [pages, block, 1, row], [slots, row]. */
+/* Slots of a cache of any of the shapes: [pages, block, row], [pages, block, 1, row], [slots,
+ * row]. */
 static inline int64_t
 num_slots(const array *kv)
 {
@@ -112,7 +113,7 @@ fill_cache(array *kv)
     return kv;
 }
 
-/* ---- Attention --------------------------------------------------------------------------------- */
+/* ---- Attention ----------------------------------------------------------------------------- */
 
 /* Optional arrays are NULL. A second list is given by its own kv. */
 typedef struct key_list {
@@ -174,8 +175,8 @@ key_slot(const key_list *list, int64_t token, int64_t k)
     return slot < 0 || slot >= num_slots(list->kv) || (double)k >= length ? -1 : slot;
 }
 
-/* One token and head: three passes over the keys (largest logit, sum, values). `magnitude` is A, the
- * largest sum of |softmax_scale q k|. */
+/* One token and head: three passes over the keys (largest logit, sum, values). `magnitude` is A,
+ * the largest sum of |softmax_scale q k|. */
 static inline attention_row
 reference_attention(const attention_inputs *in, reference_key *const keys[2], int64_t token,
                     int64_t head)

@@ -3,7 +3,7 @@
 
 #include "reference.h"
 
-/* ---- kv_b_proj -> W_UK, W_UV ------------------------------------------------------------------- */
+/* ---- kv_b_proj -> W_UK, W_UV --------------------------------------------------------------- */
 
 typedef struct weights {
     array *weight, *scale, *w_uk, *w_uv;
@@ -70,7 +70,8 @@ test_split(void)
     }
 }
 
-/* Scales of a weight whose blocks end inside a head, and the view [in, out] of [out, in] storage. */
+/* Scales of a weight whose blocks end inside a head, and the view [in, out] of [out, in]
+ * storage. */
 static void
 test_split_blocks(void)
 {
@@ -110,7 +111,7 @@ test_split_errors(void)
     EXPECT_FAIL(run_split(&w), SMLA_ERROR_VALUE, "`w_uv` must have shape [512, 3, any], got");
 }
 
-/* ---- Up projections ---------------------------------------------------------------------------- */
+/* ---- Up projections ------------------------------------------------------------------------ */
 
 /* fp32 sums of `inner` products, then one rounding to bf16. */
 static void
@@ -188,7 +189,7 @@ test_v_up_proj(void)
     EXPECT_OK(run_k_up(ARRAY(bf16, 3, 2, 0), ARRAY(bf16, NOPE, 2, 0), ARRAY(bf16, 3, 2, NOPE)));
 }
 
-/* ---- Quantisation ------------------------------------------------------------------------------ */
+/* ---- Quantisation -------------------------------------------------------------------------- */
 
 static smla_status
 run_quant(const array *x, const array *out, const array *scale)

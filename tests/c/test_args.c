@@ -1,6 +1,7 @@
 /* test_args.c: args structs of another age, and calls without anything.
  *
- * Structs are put into memory of exactly their size, so that AddressSanitizer sees a read past them.
+ * Structs are put into memory of exactly their size, so that AddressSanitizer sees a read past
+ * them.
  */
 #include "operators.h"
 

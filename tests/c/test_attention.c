@@ -118,7 +118,7 @@ make_inputs(DLDataType dtype, int64_t tokens, int64_t heads, int64_t topk)
                               .softmax_scale = 0.1};
 }
 
-/* ---- Values ------------------------------------------------------------------------------------ */
+/* ---- Values -------------------------------------------------------------------------------- */
 
 static void
 test_formats(void)
@@ -145,7 +145,8 @@ test_shapes(void)
     }
 }
 
-/* Queries with strides of their own, also backwards, or as a pair; padded and interleaved outputs. */
+/* Queries with strides of their own, also backwards, or as a pair; padded and interleaved
+ * outputs. */
 static void
 test_strides(void)
 {
@@ -260,7 +261,7 @@ test_duplicates_and_empty_rows(void)
     attend_and_compare(&in, 2);
 }
 
-/* ---- Bits -------------------------------------------------------------------------------------- */
+/* ---- Bits ---------------------------------------------------------------------------------- */
 
 static void
 set_threads(int count)
@@ -323,7 +324,7 @@ test_batch_invariance(void)
     }
 }
 
-/* ---- Edges ------------------------------------------------------------------------------------- */
+/* ---- Edges --------------------------------------------------------------------------------- */
 
 static void
 test_nothing_to_do(void)

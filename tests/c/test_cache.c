@@ -3,7 +3,7 @@
 
 #include "reference.h"
 
-/* ---- Write ------------------------------------------------------------------------------------- */
+/* ---- Write --------------------------------------------------------------------------------- */
 
 static smla_status
 write_cache(const array *kv_c, const array *k_pe, const array *kv_cache, const array *slot_mapping)
@@ -210,7 +210,7 @@ test_write_bad_slot(void)
     EXPECT(is_poison(cache));
 }
 
-/* ---- Gather ------------------------------------------------------------------------------------ */
+/* ---- Gather -------------------------------------------------------------------------------- */
 
 typedef struct gather {
     const array *cache, *block_table, *seq_lens, *starts, *seq_starts, *out;
@@ -326,7 +326,7 @@ test_gather_bad_values(void)
     EXPECT_FAIL(run_gather(&g), SMLA_ERROR_VALUE, "got -1 for request 0, block 0");
 }
 
-/* ---- Dequantize -------------------------------------------------------------------------------- */
+/* ---- Dequantize ---------------------------------------------------------------------------- */
 
 static void
 test_dequantize(void)

@@ -1,5 +1,5 @@
-/* test_errors.c: one thing wrong at a time, for every array of every operator. The status, the name of
- * the argument in the text, and nothing written; and the same call without the fault works.
+/* test_errors.c: one thing wrong at a time, for every array of every operator. The status, the name
+ * of the argument in the text, and nothing written; and the same call without the fault works.
  */
 #include "operators.h"
 

@@ -1,8 +1,8 @@
 /* test_forward.c: one layer of a batch of 5 decodes and 7 prefills over 3 chunks, on every path.
  *
- * mixed and direct are judged by the bounds of attention itself. On path separate the gather is byte
- * exact (test_cache.c), so the bound is that of attention over the gathered rows, which `expected_rows`
- * makes: a cache of the FP8 one's values rounded to bf16.
+ * mixed and direct are judged by the bounds of attention itself. On path separate the gather is
+ * byte exact (test_cache.c), so the bound is that of attention over the gathered rows, which
+ * `expected_rows` makes: a cache of the FP8 one's values rounded to bf16.
  */
 #include "reference.h"
 

@@ -1,5 +1,5 @@
-/* test_fuzz_check.c: replays fuzz_check.c without libFuzzer: the files that are named on the command
- * line (inputs that once failed), or a corpus made of a random generator.
+/* test_fuzz_check.c: replays fuzz_check.c without libFuzzer: the files that are named on the
+ * command line (inputs that once failed), or a corpus made of a random generator.
  */
 #include "fuzz_check.c" // NOLINT(bugprone-suspicious-include): one program, with its own main
 

@@ -1,8 +1,9 @@
-/* test_memory.c: the n-th allocation fails, for n = 1, 2, 3, ... until creating a builder succeeds. Each
- * time the error is SMLA_ERROR_MEMORY, the caller's pointer is left alone, and nothing is leaked.
+/* test_memory.c: the n-th allocation fails, for n = 1, 2, 3, ... until creating a builder succeeds.
+ * Each time the error is SMLA_ERROR_MEMORY, the caller's pointer is left alone, and nothing is
+ * leaked.
  *
- * The files that allocate are compiled into this program with an allocator of its own; the linker then
- * takes nothing of theirs from the library.
+ * The files that allocate are compiled into this program with an allocator of its own; the linker
+ * then takes nothing of theirs from the library.
  */
 #include <stdlib.h>
 

@@ -1,4 +1,5 @@
-/* test_numeric.c: conversions against plain double arithmetic, every code and the ties between them. */
+/* test_numeric.c: conversions against plain double arithmetic, every code and the ties between
+ * them. */
 #include "reference.h"
 
 static void

@@ -129,11 +129,12 @@ test_every_output(void)
     }
 }
 
-/* ---- At random --------------------------------------------------------------------------------- */
+/* ---- At random ----------------------------------------------------------------------------- */
 
 enum { LINE = 256 };
 
-/* Marks the elements of a [2, 3, 2] view of a line; false when one of them was marked by `others`. */
+/* Marks the elements of a [2, 3, 2] view of a line; false when one of them was marked by
+ * `others`. */
 static bool
 mark(const array *view, const array *line, uint8_t *marks, uint8_t self, uint8_t others)
 {

@@ -3,7 +3,7 @@
  */
 #include "testing.h"
 
-/* ---- Splitting --------------------------------------------------------------------------------- */
+/* ---- Splitting ----------------------------------------------------------------------------- */
 
 /* Query lengths -> query_start_loc. */
 static const int32_t *
@@ -106,7 +106,7 @@ test_chunks(void)
     EXPECT_EQ(smla_prefill_workspace_size(4096), 5 * 4096);
 }
 
-/* ---- Building ---------------------------------------------------------------------------------- */
+/* ---- Building ------------------------------------------------------------------------------ */
 
 static smla_builder_config
 make_config(int64_t num_heads, int32_t kv_format, int32_t path)

@@ -2,8 +2,8 @@
  *
  * A program lists its tests in main:  RUN(test_a);  RUN(test_b);  return report("test_x");
  * Arrays live until the test that made them ends, when their red zones are checked. New arrays hold
- * POISON, so that an element nobody wrote is seen. A call that EXPECT_FAIL expects to fail must leave
- * the bytes of every array alone.
+ * POISON, so that an element nobody wrote is seen. A call that EXPECT_FAIL expects to fail must
+ * leave the bytes of every array alone.
  */
 #ifndef SMLA_TESTING_H
 #define SMLA_TESTING_H
@@ -18,7 +18,7 @@
 #include "numeric.h"
 #include "sparse_mla.h"
 
-/* ---- Expectations ------------------------------------------------------------------------------ */
+/* ---- Expectations -------------------------------------------------------------------------- */
 
 enum { MAX_PRINTED = 10 }; /* failures of one test that are worth reading */
 
@@ -101,7 +101,7 @@ expect_failure(const char *file, int line, const char *call, smla_status actual,
     }
 }
 
-/* ---- Arrays ------------------------------------------------------------------------------------ */
+/* ---- Arrays -------------------------------------------------------------------------------- */
 
 enum { RED_ZONE = 256, MAX_ARRAYS = 256, MAX_NDIM = 8, RED = 0xA5, POISON = 0xF7 };
 
@@ -181,7 +181,8 @@ view_of(const array *a)
     return view;
 }
 
-/* a[..., start:stop:step, ...] along `dim`; a negative step starts at the last one and goes down. */
+/* a[..., start:stop:step, ...] along `dim`; a negative step starts at the last one and goes
+ * down. */
 static inline array *
 slice(const array *a, int dim, int64_t start, int64_t stop, int64_t step)
 {
@@ -236,7 +237,7 @@ free_arrays(const char *test)
     num_arrays = 0;
 }
 
-/* ---- Elements ---------------------------------------------------------------------------------- */
+/* ---- Elements ------------------------------------------------------------------------------ */
 
 static inline void *
 element_at(const array *a, int ndim, const int64_t *index)
@@ -313,7 +314,8 @@ random_int(int64_t n)
     return (int64_t)(random_bits() >> 16) % n;
 }
 
-/* Normal enough: the sum of twelve uniforms. Now and then ten times as large, as activations are. */
+/* Normal enough: the sum of twelve uniforms. Now and then ten times as large, as activations
+ * are. */
 static inline double
 random_normal(void)
 {
@@ -413,7 +415,7 @@ is_poison(const array *a)
     return true;
 }
 
-/* ---- Running ----------------------------------------------------------------------------------- */
+/* ---- Running ------------------------------------------------------------------------------- */
 
 static inline void
 run_test(const char *name, void (*test)(void))
