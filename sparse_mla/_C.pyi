@@ -6,6 +6,7 @@ from typing import Any, final
 from numpy import ndarray
 
 __version__: str
+KV_FORMATS: dict[str, int]
 
 @final
 class Tensor:

@@ -26,10 +26,9 @@ from sparse_mla import _C, ops
 
 Array = Any
 
-KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla")
+KV_CACHE_DTYPES = ("auto", *_C.KV_FORMATS)  # "auto" is bfloat16
 PATHS = ("mixed", "separate", "bf16", "direct")
-FP8_ROW_BYTES = 656
-HEAD_SIZE = 576
+HEAD_SIZE = _C.KV_FORMATS["bfloat16"]
 HOST_DEVICES = (1, 3, 13)  # DLPack's CPU, pinned and managed memory
 
 
@@ -232,8 +231,7 @@ class Backend:
                 raise ValueError(
                     f"Backend.get_kv_cache_shape: `{name}` must be {rule}, got {value!r}"
                 )
-        row = FP8_ROW_BYTES if cache_dtype_str == "fp8_ds_mla" else head_size
-        return (num_blocks, block_size, row)
+        return (num_blocks, block_size, _C.KV_FORMATS.get(cache_dtype_str, head_size))
 
     @staticmethod
     def get_builder_cls() -> type[MetadataBuilder]:

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "array.h"
+#include "kv_format.h"
 
 /* ---- Planning ------------------------------------------------------------------------------ */
 
@@ -197,6 +198,23 @@ smla_py_state_of(PyObject *module)
     return PyModule_GetState(module);
 }
 
+/* KV_FORMATS: name of a cache format -> last dimension of its array, from the core's table. */
+static int
+add_kv_formats(PyObject *module)
+{
+    PyObject *formats = PyDict_New();
+    for (int i = 0; formats != NULL && i < SMLA_NUM_KV_FORMATS; i++) {
+        PyObject *size = PyLong_FromLong(smla_kv_formats[i].row_elements);
+        if (size == NULL || PyDict_SetItemString(formats, smla_kv_formats[i].name, size) < 0) {
+            Py_CLEAR(formats);
+        }
+        Py_XDECREF(size);
+    }
+    const int status = formats == NULL ? -1 : PyModule_AddObjectRef(module, "KV_FORMATS", formats);
+    Py_XDECREF(formats);
+    return status;
+}
+
 static int
 module_exec(PyObject *module)
 {
@@ -205,7 +223,7 @@ module_exec(PyObject *module)
         smla_py_init_builder(module, state) < 0) {
         return -1;
     }
-    if (PyModule_AddFunctions(module, smla_py_cache_operators) < 0 ||
+    if (add_kv_formats(module) < 0 || PyModule_AddFunctions(module, smla_py_cache_operators) < 0 ||
         PyModule_AddFunctions(module, smla_py_attention_operators) < 0 ||
         PyModule_AddFunctions(module, smla_py_projection_operators) < 0 ||
         PyModule_AddFunctions(module, functions) < 0) {
