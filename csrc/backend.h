@@ -42,10 +42,15 @@ typedef struct smla_kv_view {
 } smla_kv_view;
 
 static inline uint8_t *
+smla_kv_row_at(const smla_kv_view *kv, int64_t page, int64_t offset)
+{
+    return kv->base + page * kv->page_stride_bytes + offset * kv->token_stride_bytes;
+}
+
+static inline uint8_t *
 smla_kv_row(const smla_kv_view *kv, int64_t slot)
 {
-    return kv->base + slot / kv->block_size * kv->page_stride_bytes +
-           slot % kv->block_size * kv->token_stride_bytes;
+    return smla_kv_row_at(kv, slot / kv->block_size, slot % kv->block_size);
 }
 
 static inline int64_t

@@ -152,8 +152,7 @@ smla_cpu_gather_kv_cache(const smla_gather_params *p, smla_error *error)
         for (int64_t i = 0; i < r.seq_len; i++) {
             const int64_t position = r.seq_start + i;
             const int64_t page = read_page(p, req, position / p->kv.block_size);
-            const uint8_t *row =
-                smla_kv_row(&p->kv, page * p->kv.block_size + position % p->kv.block_size);
+            const uint8_t *row = smla_kv_row_at(&p->kv, page, position % p->kv.block_size);
             isa->cache->read_row(p->kv.format, row, SMLA_FLOAT_BF16, p->out,
                                  (r.workspace_start + i) * p->out_stride_token);
         }
@@ -173,7 +172,8 @@ smla_cpu_dequantize_kv_cache(const smla_dequantize_params *p, smla_error *error)
     for (int64_t slot = 0; slot < num_slots; slot++) {
         const int64_t page = slot / p->kv.block_size;
         const int64_t offset = slot % p->kv.block_size;
-        isa->cache->read_row(p->kv.format, smla_kv_row(&p->kv, slot), p->out_type, p->out,
+        const uint8_t *row = smla_kv_row_at(&p->kv, page, offset);
+        isa->cache->read_row(p->kv.format, row, p->out_type, p->out,
                              page * p->out_stride_page + offset * p->out_stride_token);
     }
     return SMLA_OK;
