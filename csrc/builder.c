@@ -244,9 +244,8 @@ check_batch(const smla_builder *b, const smla_build_args *args, smla_error *erro
     const smla_builder_config *config = &b->config;
     if (args->num_reqs < 0 || args->num_reqs > config->max_num_seqs) {
         return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `num_reqs` must be 0 to max_num_seqs = %lld, got "
-                         "%lld",
-                         build_op, (long long)config->max_num_seqs, (long long)args->num_reqs);
+                         "%s: `num_reqs` must be 0 to max_num_seqs = %lld, got %lld", build_op,
+                         (long long)config->max_num_seqs, (long long)args->num_reqs);
     }
     if (args->num_actual_tokens < 0 || args->num_actual_tokens > config->max_num_batched_tokens) {
         return smla_fail(

@@ -62,8 +62,7 @@ smla_check_cache_write(const smla_concat_and_cache_mla_args *args, smla_cache_wr
     if (num_tokens > rows_kv_c || num_tokens > rows_k_pe) {
         return smla_fail(
             error, SMLA_ERROR_VALUE,
-            "%s: `%s` must have at least one row per entry of `slot_mapping` (%lld), got "
-            "%lld",
+            "%s: `%s` must have at least one row per entry of `slot_mapping` (%lld), got %lld",
             c.op, num_tokens > rows_kv_c ? "kv_c" : "k_pe", (long long)num_tokens,
             (long long)(num_tokens > rows_kv_c ? rows_kv_c : rows_k_pe));
     }

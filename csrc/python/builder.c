@@ -132,9 +132,10 @@ builder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                  SMLA_PY_RETAINED_OUTPUT, workspace, &builder->workspace);
     if (result == 0) {
         config.workspace = smla_py_view(&builder->workspace);
-        Py_BEGIN_ALLOW_THREADS status = smla_builder_create(&config, &builder->core, &error);
-        Py_END_ALLOW_THREADS if (status != SMLA_OK)
-        {
+        Py_BEGIN_ALLOW_THREADS
+        status = smla_builder_create(&config, &builder->core, &error);
+        Py_END_ALLOW_THREADS
+        if (status != SMLA_OK) {
             smla_py_raise(&error);
             result = -1;
         }
@@ -240,9 +241,10 @@ build_step(smla_py_builder *builder, const char *op, smla_build_args *a, PyObjec
     smla_error error;
     smla_status status;
     a->block_table = smla_py_view(next);
-    Py_BEGIN_ALLOW_THREADS status = smla_builder_build(builder->core, a, &metadata, &error);
-    Py_END_ALLOW_THREADS if (status != SMLA_OK)
-    { /* the core still has the former step */
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_builder_build(builder->core, a, &metadata, &error);
+    Py_END_ALLOW_THREADS
+    if (status != SMLA_OK) { /* the core still has the former step */
         smla_py_release_array(next);
         return smla_py_raise(&error);
     }
@@ -346,9 +348,10 @@ run_forward(smla_py_call *call, smla_forward_args *a)
     a->attn_sink = smla_py_view(&call->arrays[FWD_SINK]);
     a->out = smla_py_view(&call->arrays[FWD_OUT]);
     a->lse = smla_py_view(&call->arrays[FWD_LSE]);
-    Py_BEGIN_ALLOW_THREADS status = smla_forward(a, &error);
-    Py_END_ALLOW_THREADS if (status != SMLA_OK)
-    {
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_forward(a, &error);
+    Py_END_ALLOW_THREADS
+    if (status != SMLA_OK) {
         return smla_py_raise(&error);
     }
     PyObject *out = smla_py_result(&call->arrays[FWD_OUT]);

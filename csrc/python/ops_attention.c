@@ -59,9 +59,10 @@ convert_req_index_to_global_index(PyObject *module, PyObject *const *args, Py_ss
     a.prefill_workspace_starts = smla_py_call_view(&call, PREFILL_STARTS);
     a.out = smla_py_call_view(&call, OUT);
     a.counts = smla_py_call_view(&call, COUNTS);
-    Py_BEGIN_ALLOW_THREADS status = smla_convert_req_index_to_global_index(&a, &error);
-    Py_END_ALLOW_THREADS return smla_py_finish(&call, status, &error, (int[]){OUT, COUNTS},
-                                               wants_counts ? 2 : 1);
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_convert_req_index_to_global_index(&a, &error);
+    Py_END_ALLOW_THREADS
+    return smla_py_finish(&call, status, &error, (int[]){OUT, COUNTS}, wants_counts ? 2 : 1);
 }
 
 enum {
@@ -189,11 +190,12 @@ sparse_attention(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     a.lse = smla_py_call_view(&call, ATT_LSE);
     a.max_logits = smla_py_call_view(&call, ATT_MAX_LOGITS);
     a.workspace = memory != NULL ? &scratch : smla_py_call_view(&call, ATT_WORKSPACE);
-    Py_BEGIN_ALLOW_THREADS status = smla_sparse_attention(&a, &error);
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_sparse_attention(&a, &error);
     free(memory);
-    Py_END_ALLOW_THREADS return smla_py_finish(&call, status, &error,
-                                               (int[]){ATT_OUT, ATT_LSE, ATT_MAX_LOGITS},
-                                               wants_max_logits ? 3 : 2);
+    Py_END_ALLOW_THREADS
+    return smla_py_finish(&call, status, &error, (int[]){ATT_OUT, ATT_LSE, ATT_MAX_LOGITS},
+                          wants_max_logits ? 3 : 2);
 }
 
 static PyObject *
@@ -252,8 +254,10 @@ merge_attn_states(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     a.lse_b = smla_py_call_view(&call, LSE_B);
     a.out = smla_py_call_view(&call, OUT);
     a.lse = smla_py_call_view(&call, LSE);
-    Py_BEGIN_ALLOW_THREADS status = smla_merge_attn_states(&a, &error);
-    Py_END_ALLOW_THREADS return smla_py_finish(&call, status, &error, (int[]){OUT, LSE}, 2);
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_merge_attn_states(&a, &error);
+    Py_END_ALLOW_THREADS
+    return smla_py_finish(&call, status, &error, (int[]){OUT, LSE}, 2);
 }
 
 /* ---- Table --------------------------------------------------------------------------------- */

@@ -27,8 +27,10 @@ concat_and_cache_mla(PyObject *module, PyObject *const *args, Py_ssize_t num_arg
     a.k_pe = smla_py_call_view(&call, K_PE);
     a.kv_cache = smla_py_call_view(&call, KV_CACHE);
     a.slot_mapping = smla_py_call_view(&call, SLOT_MAPPING);
-    Py_BEGIN_ALLOW_THREADS status = smla_concat_and_cache_mla(&a, &error);
-    Py_END_ALLOW_THREADS return smla_py_finish(&call, status, &error, (int[]){KV_CACHE}, 1);
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_concat_and_cache_mla(&a, &error);
+    Py_END_ALLOW_THREADS
+    return smla_py_finish(&call, status, &error, (int[]){KV_CACHE}, 1);
 }
 
 static PyObject *
@@ -58,8 +60,10 @@ gather_kv_cache(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     a.workspace_starts = smla_py_call_view(&call, WORKSPACE_STARTS);
     a.seq_starts = smla_py_call_view(&call, SEQ_STARTS);
     a.out = smla_py_call_view(&call, OUT);
-    Py_BEGIN_ALLOW_THREADS status = smla_gather_kv_cache(&a, &error);
-    Py_END_ALLOW_THREADS return smla_py_finish(&call, status, &error, (int[]){OUT}, 1);
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_gather_kv_cache(&a, &error);
+    Py_END_ALLOW_THREADS
+    return smla_py_finish(&call, status, &error, (int[]){OUT}, 1);
 }
 
 static PyObject *
@@ -103,8 +107,10 @@ dequantize_kv_cache(PyObject *module, PyObject *const *args, Py_ssize_t num_args
     }
     a.kv_cache = smla_py_call_view(&call, KV_CACHE);
     a.out = smla_py_call_view(&call, OUT);
-    Py_BEGIN_ALLOW_THREADS status = smla_dequantize_kv_cache(&a, &error);
-    Py_END_ALLOW_THREADS return smla_py_finish(&call, status, &error, (int[]){OUT}, 1);
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_dequantize_kv_cache(&a, &error);
+    Py_END_ALLOW_THREADS
+    return smla_py_finish(&call, status, &error, (int[]){OUT}, 1);
 }
 
 /* ---- Table --------------------------------------------------------------------------------- */

@@ -77,8 +77,10 @@ split_kv_b_proj(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     a.weight_scale_inv = smla_py_call_view(&call, SCALE);
     a.w_uk = smla_py_call_view(&call, W_UK);
     a.w_uv = smla_py_call_view(&call, W_UV);
-    Py_BEGIN_ALLOW_THREADS status = smla_split_kv_b_proj(&a, &error);
-    Py_END_ALLOW_THREADS return smla_py_finish(&call, status, &error, (int[]){W_UK, W_UV}, 2);
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_split_kv_b_proj(&a, &error);
+    Py_END_ALLOW_THREADS
+    return smla_py_finish(&call, status, &error, (int[]){W_UK, W_UV}, 2);
 }
 
 /* What k_up_proj and v_up_proj share: their arrays and the result [T, H, n]; `outer_dim` < 0 takes
@@ -122,8 +124,10 @@ k_up_proj(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     a.q_nope = smla_py_call_view(&call, 0);
     a.w_uk = smla_py_call_view(&call, 1);
     a.out = smla_py_call_view(&call, 2);
-    Py_BEGIN_ALLOW_THREADS status = smla_k_up_proj(&a, &error);
-    Py_END_ALLOW_THREADS return smla_py_finish(&call, status, &error, (int[]){2}, 1);
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_k_up_proj(&a, &error);
+    Py_END_ALLOW_THREADS
+    return smla_py_finish(&call, status, &error, (int[]){2}, 1);
 }
 
 static PyObject *
@@ -142,8 +146,10 @@ v_up_proj(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     a.x = smla_py_call_view(&call, 0);
     a.w_uv = smla_py_call_view(&call, 1);
     a.out = smla_py_call_view(&call, 2);
-    Py_BEGIN_ALLOW_THREADS status = smla_v_up_proj(&a, &error);
-    Py_END_ALLOW_THREADS return smla_py_finish(&call, status, &error, (int[]){2}, 1);
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_v_up_proj(&a, &error);
+    Py_END_ALLOW_THREADS
+    return smla_py_finish(&call, status, &error, (int[]){2}, 1);
 }
 
 static PyObject *
@@ -171,8 +177,10 @@ dynamic_per_tensor_quant(PyObject *module, PyObject *const *args, Py_ssize_t num
     a.x = smla_py_call_view(&call, X);
     a.out = smla_py_call_view(&call, OUT);
     a.scale = smla_py_call_view(&call, SCALE);
-    Py_BEGIN_ALLOW_THREADS status = smla_dynamic_per_tensor_quant(&a, &error);
-    Py_END_ALLOW_THREADS return smla_py_finish(&call, status, &error, (int[]){OUT, SCALE}, 2);
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_dynamic_per_tensor_quant(&a, &error);
+    Py_END_ALLOW_THREADS
+    return smla_py_finish(&call, status, &error, (int[]){OUT, SCALE}, 2);
 }
 
 /* ---- Table --------------------------------------------------------------------------------- */
