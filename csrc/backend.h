@@ -1,4 +1,5 @@
-/* backend.h: what kernels read. Params of every operator, and the table a backend fills.
+/* backend.h: what kernels read. Params of every operator, and the table a backend fills. Compiles as
+ * C and as CUDA.
  *
  * check.c turns the caller's args into these structs; below this line nothing is validated again.
  * Sizes are counts, strides are in elements of the pointed-to type unless the name ends in _bytes,
@@ -12,6 +13,10 @@
 #include "dltensor.h"
 #include "kv_format.h"
 #include "sparse_mla.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 /* ---- Errors -------------------------------------------------------------------------------- */
 
@@ -29,6 +34,12 @@ __attribute__((format(printf, 3, 4))) smla_status smla_fail(smla_error *error, s
     } while (0)
 
 /* ---- Params -------------------------------------------------------------------------------- */
+
+/* Where an operator runs: the device of its arrays, and the caller's stream on it. */
+typedef struct smla_stream {
+    int32_t device_id;
+    void *handle; /* cudaStream_t; unused on the CPU */
+} smla_stream;
 
 /* A paged cache. Slot s lives at base + s / block_size * page_stride_bytes + s % block_size *
  * token_stride_bytes; a flat array is one page. */
@@ -77,7 +88,7 @@ typedef struct smla_cache_write_params {
     int64_t slot_stride;
     bool slots_are_int64;
     smla_kv_view kv;
-    void *stream;
+    smla_stream stream;
 } smla_cache_write_params;
 
 typedef struct smla_gather_params {
@@ -96,7 +107,7 @@ typedef struct smla_gather_params {
     uint16_t *out; /* [out_tokens, 576] bf16 */
     int64_t out_tokens;
     int64_t out_stride_token;
-    void *stream;
+    smla_stream stream;
 } smla_gather_params;
 
 typedef struct smla_dequantize_params {
@@ -105,7 +116,7 @@ typedef struct smla_dequantize_params {
     smla_float_type out_type;
     int64_t out_stride_page;
     int64_t out_stride_token;
-    void *stream;
+    smla_stream stream;
 } smla_dequantize_params;
 
 typedef struct smla_convert_params {
@@ -130,8 +141,20 @@ typedef struct smla_convert_params {
     int64_t out_stride_token;
     int32_t *counts; /* [T] or NULL */
     int64_t counts_stride;
-    void *stream;
+    smla_stream stream;
 } smla_convert_params;
+
+/* Positions inside a request -> slots, as convert_req_index does it, but where the indices are
+ * read: saves its launch on backends whose attention can. Rows and columns as in
+ * smla_convert_params. */
+typedef struct smla_index_map {
+    const int32_t *block_table; /* [R, W]; NULL = indices are slots already */
+    int64_t block_table_stride_req;
+    int64_t block_table_stride_block;
+    int64_t num_reqs;                /* R */
+    int64_t num_blocks;              /* W */
+    const int32_t *req_id_per_token; /* [T], contiguous */
+} smla_index_map;
 
 /* One list of keys: attention takes a main one and an optional extra one. */
 typedef struct smla_key_list {
@@ -141,6 +164,7 @@ typedef struct smla_key_list {
     int64_t topk;               /* K */
     const int32_t *topk_length; /* [T] or NULL */
     int64_t topk_length_stride;
+    smla_index_map map; /* of positions; kv.block_size is the page size */
 } smla_key_list;
 
 typedef struct smla_attention_params {
@@ -166,10 +190,11 @@ typedef struct smla_attention_params {
     float *max_logits; /* [T, H] or NULL */
     int64_t max_logits_stride_token;
     int64_t max_logits_stride_head;
-    int num_splits; /* 1...64: the plan has chosen */
+    bool empty_lse_is_plus_inf; /* a row without keys gets +inf, not -inf */
+    int num_splits;             /* 1...64: the plan has chosen */
     void *workspace;
     int64_t workspace_bytes;
-    void *stream;
+    smla_stream stream;
 } smla_attention_params;
 
 /* Attention's shape, all that a workspace and a split-KV schedule depend on. */
@@ -179,6 +204,7 @@ typedef struct smla_attention_shape {
     int64_t topk;
     int64_t extra_topk;
     int num_splits; /* 0 = the plan chooses */
+    int32_t device_id;
 } smla_attention_shape;
 
 /* Columns per split range: ceil(ceil(K / n) / 64) * 64, as the batch-invariance contract says. */
@@ -206,7 +232,7 @@ typedef struct smla_merge_params {
     float *lse; /* [T, H] */
     int64_t lse_stride_token;
     int64_t lse_stride_head;
-    void *stream;
+    smla_stream stream;
 } smla_merge_params;
 
 typedef struct smla_split_weight_params {
@@ -226,7 +252,7 @@ typedef struct smla_split_weight_params {
     uint16_t *w_uv; /* [512, H, Pv] bf16 */
     int64_t w_uv_stride_in;
     int64_t w_uv_stride_head;
-    void *stream;
+    smla_stream stream;
 } smla_split_weight_params;
 
 /* out[t,h,n] = sum_k x[t,h,k] * w(k,h,n): both up projections, told apart by the strides of w. */
@@ -246,7 +272,7 @@ typedef struct smla_projection_params {
     uint16_t *out; /* [T, H, n] bf16 */
     int64_t out_stride_token;
     int64_t out_stride_head;
-    void *stream;
+    smla_stream stream;
 } smla_projection_params;
 
 typedef struct smla_quant_params {
@@ -258,14 +284,26 @@ typedef struct smla_quant_params {
     smla_float_type type;
     uint8_t *out;
     float *scale;
-    void *stream;
+    smla_stream stream;
 } smla_quant_params;
 
 /* ---- The backend table --------------------------------------------------------------------- */
 
+/* Memory on the device whose contents the host writes anew for every step: the builder's metadata.
+ * The host fills what `begin_write` lends, then `end_write` sends all of it, in order on a stream.
+ * Work that reads the device's side stands between `begin_use` and `end_use`, so that steps on
+ * different streams cannot overtake each other. Backends embed this struct in one of their own. */
+typedef struct smla_mirror {
+    void *device; /* fixed for the mirror's life */
+    int64_t bytes;
+} smla_mirror;
+
 typedef struct smla_backend {
     const char *name;
     DLDeviceType device_type;
+    bool maps_indices; /* sparse_attention honours smla_index_map */
+    /* SMLA_OK, or why this device cannot be used: number out of range, too old, no driver. */
+    smla_status (*check_device)(const char *op, int32_t device_id, smla_error *);
     smla_status (*concat_and_cache_mla)(const smla_cache_write_params *, smla_error *);
     /* The errors that gather_kv_cache would find in the arrays' values, and no work: for callers
      * that must not start before all of it can be finished. Finds nothing where values are on a
@@ -284,15 +322,32 @@ typedef struct smla_backend {
     smla_status (*up_proj)(const smla_projection_params *, smla_error *);
     smla_status (*dynamic_per_tensor_quant)(const smla_quant_params *, smla_error *);
     int64_t (*kernels)(smla_kernel_info *rows, int64_t capacity);
-    /* Persistent buffers of the metadata builder, and its one copy per build. */
-    void *(*allocate)(int64_t bytes);
-    void (*release)(void *memory);
+    /* Memory of this device, aligned to 64 bytes at least, contents undefined; NULL without it. */
+    void *(*allocate)(int32_t device_id, int64_t bytes);
+    void (*release)(int32_t device_id, void *memory);
+    /* A mirror, zeros on both sides; NULL without memory. */
+    smla_mirror *(*create_mirror)(int32_t device_id, int64_t bytes);
+    void (*destroy_mirror)(smla_mirror *);
+    /* `bytes` of host memory with undefined contents; nothing is written if end_write never
+     * comes. */
+    smla_status (*begin_write)(const char *op, smla_mirror *, smla_stream, void **host,
+                               smla_error *);
+    smla_status (*end_write)(const char *op, smla_mirror *, smla_stream, smla_error *);
+    smla_status (*begin_use)(const char *op, smla_mirror *, smla_stream, smla_error *);
+    smla_status (*end_use)(const char *op, smla_mirror *, smla_stream, smla_error *);
 } smla_backend;
 
 extern const smla_backend smla_cpu_backend;
+#ifdef SMLA_HAVE_CUDA
+extern const smla_backend smla_cuda_backend;
+#endif
 
 /* The backend of a device, or an error that says what this build has. */
 smla_status smla_find_backend(const char *op, DLDevice device, const smla_backend **backend,
                               smla_error *error);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif /* SMLA_BACKEND_H */

@@ -115,44 +115,62 @@ report_no_memory(const smla_builder_config *config, smla_error *error)
         (long long)config->prefill_workspace_tokens);
 }
 
+/* Cuts the mirror's memory, of either side, into its arrays; NULL cuts nothing and counts. -> bytes
+ * of them all. */
+static int64_t
+lay_out_step(const smla_builder_config *config, void *memory, smla_step_arrays *arrays)
+{
+    const int64_t tokens = config->max_num_batched_tokens;
+    const int64_t prefills = config->path == SMLA_PATH_SEPARATE ? config->max_num_seqs : 0;
+    int32_t *const start = memory;
+    if (start != NULL) {
+        *arrays = (smla_step_arrays){.req_id_per_token = start};
+    }
+    if (start != NULL && prefills > 0) {
+        arrays->prefill_request_ids = start + tokens;
+        arrays->prefill_seq_lens = start + 2 * tokens;
+        arrays->prefill_workspace_starts = start + 2 * tokens + prefills;
+    }
+    return (prefills > 0 ? 2 * tokens + 2 * prefills : tokens) * (int64_t)sizeof *start;
+}
+
 static smla_status
 allocate_buffers(smla_builder *b, smla_error *error)
 {
     const smla_builder_config *config = &b->config;
-    const int64_t tokens = config->max_num_batched_tokens;
-    const int64_t id_bytes = (int64_t)sizeof(int32_t);
-    const smla_attention_shape largest = {.num_tokens = tokens,
+    const smla_backend *backend = b->backend;
+    const int32_t device_id = config->device.device_id;
+    const smla_attention_shape largest = {.num_tokens = config->max_num_batched_tokens,
                                           .num_heads = config->num_heads,
-                                          .topk = config->topk_tokens};
+                                          .topk = config->topk_tokens,
+                                          .device_id = device_id};
+    const bool has_workspace = config->path == SMLA_PATH_SEPARATE;
+    const bool converts = has_workspace || !backend->maps_indices;
     int64_t index_bytes;
-    if (__builtin_mul_overflow(tokens * id_bytes, config->topk_tokens, &index_bytes)) {
+    if (__builtin_mul_overflow(config->max_num_batched_tokens * (int64_t)sizeof *b->indices,
+                               config->topk_tokens, &index_bytes)) {
         return report_no_memory(config, error);
     }
-    b->scratch_bytes = b->backend->attention_workspace_size(&largest);
-    b->req_id_per_token = b->backend->allocate(tokens * id_bytes);
-    b->prefill_seq_lens = b->backend->allocate(config->max_num_seqs * id_bytes);
-    b->prefill_request_ids = b->backend->allocate(tokens * id_bytes);
-    b->prefill_workspace_starts = b->backend->allocate(config->max_num_seqs * id_bytes);
-    b->indices = b->backend->allocate(index_bytes);
-    b->scratch = b->backend->allocate(b->scratch_bytes);
+    b->scratch_bytes = backend->attention_workspace_size(&largest);
+    b->mirror = backend->create_mirror(device_id, lay_out_step(config, NULL, NULL));
+    b->indices = converts ? backend->allocate(device_id, index_bytes) : NULL;
+    b->scratch = backend->allocate(device_id, b->scratch_bytes);
     b->chunks = malloc((size_t)config->max_num_seqs * sizeof *b->chunks);
     b->chunk_ends = malloc((size_t)config->max_num_seqs * sizeof *b->chunk_ends);
-    bool good = b->req_id_per_token != NULL && b->prefill_seq_lens != NULL &&
-                b->prefill_request_ids != NULL && b->prefill_workspace_starts != NULL &&
-                b->indices != NULL && b->scratch != NULL && b->chunks != NULL &&
-                b->chunk_ends != NULL;
-    if (good && config->path == SMLA_PATH_SEPARATE && config->workspace == NULL) {
+    bool good = b->mirror != NULL && (b->indices != NULL || !converts) && b->scratch != NULL &&
+                b->chunks != NULL && b->chunk_ends != NULL;
+    if (good && has_workspace && config->workspace == NULL) {
         const int64_t shape[2] = {config->prefill_workspace_tokens, SMLA_HEAD_DIM};
         const DLDataType bf16 = {.code = kDLBfloat, .bits = 16, .lanes = 1};
         b->own_workspace =
-            b->backend->allocate(shape[0] * shape[1] * (int64_t)sizeof *b->own_workspace);
+            backend->allocate(device_id, shape[0] * shape[1] * (int64_t)sizeof *b->own_workspace);
         good = b->own_workspace != NULL;
         smla_make_view(&b->prefill_workspace, b->own_workspace, bf16, config->device, 2, shape);
     }
     if (!good) {
         return report_no_memory(config, error);
     }
-    memset(b->req_id_per_token, 0, (size_t)(tokens * id_bytes));
+    (void)lay_out_step(config, b->mirror->device, &b->arrays);
     return SMLA_OK;
 }
 
@@ -212,16 +230,11 @@ smla_builder_destroy(smla_builder *b)
         return;
     }
     if (b->backend != NULL) {
-        void *const buffers[] = {b->req_id_per_token,
-                                 b->prefill_seq_lens,
-                                 b->prefill_request_ids,
-                                 b->prefill_workspace_starts,
-                                 b->indices,
-                                 b->scratch,
-                                 b->own_workspace};
+        void *const buffers[] = {b->indices, b->scratch, b->own_workspace};
         for (size_t i = 0; i < sizeof buffers / sizeof buffers[0]; i++) {
-            b->backend->release(buffers[i]);
+            b->backend->release(b->config.device.device_id, buffers[i]);
         }
+        b->backend->destroy_mirror(b->mirror);
     }
     free(b->chunks);
     free(b->chunk_ends);
@@ -321,27 +334,27 @@ check_order(const smla_builder *b, const smla_build_args *args, smla_error *erro
 }
 
 static void
-fill_req_ids(smla_builder *b, const smla_build_args *args)
+fill_req_ids(const smla_builder *b, const smla_build_args *args, int32_t *req_id_per_token)
 {
     for (int64_t req = 0; req < args->num_reqs; req++) {
         for (int32_t t = args->query_start_loc_cpu[req]; t < args->query_start_loc_cpu[req + 1];
              t++) {
-            b->req_id_per_token[t] = (int32_t)req;
+            req_id_per_token[t] = (int32_t)req;
         }
     }
     const int64_t used = args->query_start_loc_cpu[args->num_reqs];
-    memset(b->req_id_per_token + used, 0,
-           (size_t)(b->config.max_num_batched_tokens - used) * sizeof *b->req_id_per_token);
+    memset(req_id_per_token + used, 0,
+           (size_t)(b->config.max_num_batched_tokens - used) * sizeof *req_id_per_token);
 }
 
 /* Request ids, lengths and chunks of the prefills. Workspace starts count from 0 in every chunk. */
 static void
-fill_prefill(smla_builder *b, const smla_build_args *args, int64_t num_chunks)
+fill_prefill(smla_builder *b, const smla_build_args *args, int64_t num_decodes, int64_t num_chunks,
+             const smla_step_arrays *arrays)
 {
-    const int64_t num_decodes = b->metadata.split.num_decodes;
     const int32_t *starts = args->query_start_loc_cpu;
     for (int64_t t = 0; t < args->num_actual_tokens; t++) {
-        b->prefill_request_ids[t] = -1;
+        arrays->prefill_request_ids[t] = -1;
     }
     int64_t req = 0;
     for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
@@ -352,11 +365,11 @@ fill_prefill(smla_builder *b, const smla_build_args *args, int64_t num_chunks)
                                   .token_end = starts[num_decodes + b->chunk_ends[chunk]]};
         for (; req < c->req_end; req++) {
             const int32_t seq_len = args->seq_lens_cpu[num_decodes + req];
-            b->prefill_seq_lens[req] = seq_len;
-            b->prefill_workspace_starts[req] = (int32_t)c->tot_seqlen;
+            arrays->prefill_seq_lens[req] = seq_len;
+            arrays->prefill_workspace_starts[req] = (int32_t)c->tot_seqlen;
             c->tot_seqlen += seq_len;
             for (int32_t t = starts[num_decodes + req]; t < starts[num_decodes + req + 1]; t++) {
-                b->prefill_request_ids[t] = (int32_t)req;
+                arrays->prefill_request_ids[t] = (int32_t)req;
             }
         }
     }
@@ -383,11 +396,23 @@ plan_step(smla_builder *b, const smla_build_args *args, smla_error *error)
                                            split.num_prefills, b->config.prefill_workspace_tokens,
                                            b->chunk_ends, &num_chunks, error));
     }
-    /* Nothing fails from here on: what the last build left is replaced. */
+    const smla_stream stream = {.device_id = b->config.device.device_id, .handle = args->stream};
+    smla_step_arrays host;
+    void *memory = NULL;
+    SMLA_TRY(b->backend->begin_write(build_op, b->mirror, stream, &memory, error));
+    /* From here on what the last build left is replaced. */
+    b->is_built = false;
+    (void)lay_out_step(&b->config, memory, &host);
+    fill_req_ids(b, args, host.req_id_per_token);
+    if (has_workspace) {
+        fill_prefill(b, args, split.num_decodes, num_chunks, &host);
+    }
+    SMLA_TRY(b->backend->end_write(build_op, b->mirror, stream, error));
     const int64_t decode_tokens = has_parts ? split.num_decode_tokens : args->num_actual_tokens;
     const smla_attention_shape decode = {.num_tokens = decode_tokens,
                                          .num_heads = b->config.num_heads,
-                                         .topk = b->config.topk_tokens};
+                                         .topk = b->config.topk_tokens,
+                                         .device_id = stream.device_id};
     b->metadata = (smla_metadata){
         .path = path,
         .num_reqs = args->num_reqs,
@@ -396,16 +421,14 @@ plan_step(smla_builder *b, const smla_build_args *args, smla_error *error)
         .decode_query_len =
             has_parts && split.num_decodes > 0 ? smla_query_len(args->query_start_loc_cpu, 0) : 0,
         .decode_num_splits = b->backend->choose_num_splits(&decode),
-        .req_id_per_token = b->req_id_per_token,
+        .req_id_per_token = b->arrays.req_id_per_token,
     };
-    fill_req_ids(b, args);
     if (has_workspace) {
-        b->metadata.prefill_seq_lens = b->prefill_seq_lens;
-        b->metadata.prefill_request_ids = b->prefill_request_ids;
-        b->metadata.prefill_workspace_starts = b->prefill_workspace_starts;
+        b->metadata.prefill_seq_lens = b->arrays.prefill_seq_lens;
+        b->metadata.prefill_request_ids = b->arrays.prefill_request_ids;
+        b->metadata.prefill_workspace_starts = b->arrays.prefill_workspace_starts;
         b->metadata.chunks = b->chunks;
         b->metadata.num_chunks = num_chunks;
-        fill_prefill(b, args, num_chunks);
     }
     smla_slice_rows(&b->block_table, args->block_table, 0, args->num_reqs);
     b->is_built = true;

@@ -23,6 +23,12 @@ smla_float_type_of(const DLTensor *tensor)
     }
 }
 
+smla_stream
+smla_stream_of(const smla_checker *c, void *handle)
+{
+    return (smla_stream){.device_id = c->device.device_id, .handle = handle};
+}
+
 smla_status
 smla_finish_check(const smla_checker *c, const smla_backend **backend)
 {
@@ -78,7 +84,7 @@ smla_check_cache_write(const smla_concat_and_cache_mla_args *args, smla_cache_wr
         .slot_stride = smla_stride(args->slot_mapping, 0),
         .slots_are_int64 = smla_dtype(args->slot_mapping) == SMLA_DTYPE_INT64,
         .kv = kv,
-        .stream = args->stream,
+        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -147,7 +153,7 @@ smla_check_gather(const smla_gather_kv_cache_args *args, smla_gather_params *par
         .out = smla_data(args->out),
         .out_tokens = smla_size(args->out, 0),
         .out_stride_token = smla_stride(args->out, 0),
-        .stream = args->stream,
+        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -178,7 +184,7 @@ smla_check_dequantize(const smla_dequantize_kv_cache_args *args, smla_dequantize
         .out_type = smla_float_type_of(args->out),
         .out_stride_page = is_flat ? 0 : smla_stride(args->out, 0),
         .out_stride_token = smla_stride(args->out, is_flat ? 0 : 1),
-        .stream = args->stream,
+        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -247,7 +253,7 @@ smla_check_convert(const smla_convert_req_index_args *args, smla_convert_params 
         .out_stride_token = smla_stride(args->out, 0),
         .counts = smla_data(args->counts),
         .counts_stride = smla_stride(args->counts, 0),
-        .stream = args->stream,
+        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -394,7 +400,8 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
                                         .num_heads = num_heads,
                                         .topk = p.lists[0].topk,
                                         .extra_topk = p.num_lists == 2 ? p.lists[1].topk : 0,
-                                        .num_splits = args->num_splits};
+                                        .num_splits = args->num_splits,
+                                        .device_id = c.device.device_id};
     SMLA_TRY(require_workspace(&c, args->workspace, (*backend)->attention_workspace_size(&shape)));
     SMLA_TRY(smla_require_disjoint(&c));
 
@@ -423,10 +430,11 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
     p.max_logits = smla_data(args->max_logits);
     p.max_logits_stride_token = smla_stride(args->max_logits, 0);
     p.max_logits_stride_head = smla_stride(args->max_logits, 1);
+    p.empty_lse_is_plus_inf = args->lse_empty_is_plus_inf != 0;
     p.num_splits = args->num_splits != 0 ? args->num_splits : (*backend)->choose_num_splits(&shape);
     p.workspace = smla_data(args->workspace);
     p.workspace_bytes = args->workspace == NULL ? 0 : smla_size(args->workspace, 0);
-    p.stream = args->stream;
+    p.stream = smla_stream_of(&c, args->stream);
     *params = p;
     return SMLA_OK;
 }
@@ -454,12 +462,14 @@ smla_check_attention_workspace(const smla_attention_workspace_args *args,
                          SMLA_MAX_HEADS, (long long)args->num_heads);
     }
     SMLA_TRY(check_num_splits(&c, args->num_splits));
-    SMLA_TRY(smla_find_backend(c.op, smla_normal_device(args->device), backend, error));
+    const DLDevice device = smla_normal_device(args->device);
+    SMLA_TRY(smla_find_backend(c.op, device, backend, error));
     *shape = (smla_attention_shape){.num_tokens = args->num_tokens,
                                     .num_heads = args->num_heads,
                                     .topk = args->topk,
                                     .extra_topk = args->extra_topk,
-                                    .num_splits = args->num_splits};
+                                    .num_splits = args->num_splits,
+                                    .device_id = device.device_id};
     return SMLA_OK;
 }
 
@@ -506,7 +516,7 @@ smla_check_merge(const smla_merge_attn_states_args *args, smla_merge_params *par
         .lse = smla_data(args->lse),
         .lse_stride_token = smla_stride(args->lse, 0),
         .lse_stride_head = smla_stride(args->lse, 1),
-        .stream = args->stream,
+        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }

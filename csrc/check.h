@@ -40,6 +40,9 @@ smla_status smla_check_quant(const smla_dynamic_per_tensor_quant_args *args,
 /* Of an array whose dtype has been checked. */
 smla_float_type smla_float_type_of(const DLTensor *tensor);
 
+/* The caller's stream on the device of the arrays. */
+smla_stream smla_stream_of(const smla_checker *checker, void *handle);
+
 smla_status smla_require_num_heads(const smla_checker *checker, const char *name,
                                    int64_t num_heads);
 

@@ -82,7 +82,7 @@ smla_check_split_weight(const smla_split_kv_b_proj_args *args, smla_split_weight
         .w_uv = smla_data(args->w_uv),
         .w_uv_stride_in = smla_stride(args->w_uv, 0),
         .w_uv_stride_head = smla_stride(args->w_uv, 1),
-        .stream = args->stream,
+        .stream = smla_stream_of(&c, args->stream),
     };
     return SMLA_OK;
 }
@@ -145,7 +145,7 @@ smla_check_k_up_proj(const smla_k_up_proj_args *args, smla_projection_params *pa
     smla_checker c = {.op = "k_up_proj", .error = error};
     SMLA_TRY(check_up_proj(&c, "q_nope", args->q_nope, "W_UK", args->w_uk, args->out, false, params,
                            backend));
-    params->stream = args->stream;
+    params->stream = smla_stream_of(&c, args->stream);
     return SMLA_OK;
 }
 
@@ -155,7 +155,7 @@ smla_check_v_up_proj(const smla_v_up_proj_args *args, smla_projection_params *pa
 {
     smla_checker c = {.op = "v_up_proj", .error = error};
     SMLA_TRY(check_up_proj(&c, "x", args->x, "W_UV", args->w_uv, args->out, true, params, backend));
-    params->stream = args->stream;
+    params->stream = smla_stream_of(&c, args->stream);
     return SMLA_OK;
 }
 
@@ -204,7 +204,7 @@ smla_check_quant(const smla_dynamic_per_tensor_quant_args *args, smla_quant_para
     p.type = smla_float_type_of(args->x);
     p.out = smla_data(args->out);
     p.scale = smla_data(args->scale);
-    p.stream = args->stream;
+    p.stream = smla_stream_of(&c, args->stream);
     *params = p;
     return SMLA_OK;
 }

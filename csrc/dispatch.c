@@ -46,7 +46,12 @@ smla_status_name(smla_status status)
 
 /* ---- Backends ------------------------------------------------------------------------------ */
 
-static const smla_backend *const backends[] = {&smla_cpu_backend};
+static const smla_backend *const backends[] = {
+    &smla_cpu_backend,
+#ifdef SMLA_HAVE_CUDA
+    &smla_cuda_backend,
+#endif
+};
 
 enum { NUM_BACKENDS = sizeof backends / sizeof backends[0] };
 
@@ -56,20 +61,19 @@ smla_find_backend(const char *op, DLDevice device, const smla_backend **backend,
     for (int i = 0; i < NUM_BACKENDS; i++) {
         if (backends[i]->device_type == device.device_type) {
             *backend = backends[i];
-            return SMLA_OK;
+            return backends[i]->check_device(op, device.device_id, error);
         }
     }
     if (device.device_type == kDLCUDA) {
         return smla_fail(
             error, SMLA_ERROR_RUNTIME,
-            "%s: arrays must be on a device of this build (cpu), got cuda:%d: this build "
-            "has no CUDA backend",
+            "%s: arrays must be on a device of this build (cpu), got cuda:%d: this is a CPU-only "
+            "build; sparse_mla.build_info() says how to get CUDA",
             op, device.device_id);
     }
-    return smla_fail(
-        error, SMLA_ERROR_RUNTIME,
-        "%s: arrays must be on a device of this build (cpu), got DLPack device type %d", op,
-        (int)device.device_type);
+    return smla_fail(error, SMLA_ERROR_RUNTIME,
+                     "%s: arrays must be on a device of this build (%s), got DLPack device type %d",
+                     op, NUM_BACKENDS > 1 ? "cpu or cuda" : "cpu", (int)device.device_type);
 }
 
 int64_t
@@ -177,6 +181,17 @@ smla_sparse_attention(const smla_sparse_attention_args *args, smla_error *error)
     const smla_backend *backend;
     SMLA_TRY(smla_read_args("sparse_attention", &known, sizeof known, args, error));
     SMLA_TRY(smla_check_attention(&known, &params, &backend, error));
+    return backend->sparse_attention(&params, error);
+}
+
+smla_status
+smla_attend_positions(const smla_sparse_attention_args *args, const smla_index_map *map,
+                      smla_error *error)
+{
+    smla_attention_params params;
+    const smla_backend *backend;
+    SMLA_TRY(smla_check_attention(args, &params, &backend, error));
+    params.lists[0].map = *map;
     return backend->sparse_attention(&params, error);
 }
 

@@ -22,7 +22,9 @@ typedef struct forward_call {
     const smla_forward_args *args;
     const smla_builder *builder;
     const smla_metadata *metadata;
-    smla_view indices;   /* [T, K] converted */
+    smla_index_map
+        map;           /* for attention that reads positions; without a block table on the others */
+    smla_view indices; /* [T, K]: slots, or positions when there is a map */
     smla_view workspace; /* attention scratch */
     smla_error *error;
 } forward_call;
@@ -151,6 +153,30 @@ convert_indices(forward_call *f)
     return smla_convert_req_index_to_global_index(&args, f->error);
 }
 
+/* Attention that maps positions itself saves the conversion's launch, where all tokens read the
+ * cache. */
+static smla_status
+prepare_indices(forward_call *f)
+{
+    const smla_builder *b = f->builder;
+    if (!b->backend->maps_indices || f->metadata->num_chunks > 0) {
+        return convert_indices(f);
+    }
+    const DLTensor *block_table = &b->block_table.tensor;
+    const int32_t *table = smla_data(block_table);
+    f->map = (smla_index_map){
+        /* A table without columns may have no memory; a map has, and does not read it then. */
+        .block_table = table != NULL ? table : f->metadata->req_id_per_token,
+        .block_table_stride_req = smla_stride(block_table, 0),
+        .block_table_stride_block = smla_stride(block_table, 1),
+        .num_reqs = smla_size(block_table, 0),
+        .num_blocks = smla_size(block_table, 1),
+        .req_id_per_token = f->metadata->req_id_per_token,
+    };
+    smla_slice_rows(&f->indices, f->args->topk_indices, 0, f->metadata->num_actual_tokens);
+    return SMLA_OK;
+}
+
 /* Attention of tokens [start, end) over `kv`: the cache, or the rows of the workspace in use. */
 static smla_status
 attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end, int num_splits)
@@ -174,7 +200,12 @@ attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end, in
         .num_splits = num_splits,
         .stream = a->stream,
     };
-    return smla_sparse_attention(&args, f->error);
+    if (f->map.block_table == NULL) {
+        return smla_sparse_attention(&args, f->error);
+    }
+    smla_index_map map = f->map;
+    map.req_id_per_token += start;
+    return smla_attend_positions(&args, &map, f->error);
 }
 
 /* The arguments of one chunk's gather; `views` holds what they point to. */
@@ -189,9 +220,11 @@ chunk_gather(const forward_call *f, const smla_prefill_chunk *chunk, smla_view v
         .kv_cache = f->args->kv_cache,
         .block_table =
             smla_slice_rows(&views[0], &b->block_table.tensor, first_req, first_req + num_reqs),
-        .seq_lens = view_int32(f, &views[1], b->prefill_seq_lens + chunk->req_start, num_reqs),
+        .seq_lens =
+            view_int32(f, &views[1], b->arrays.prefill_seq_lens + chunk->req_start, num_reqs),
         .workspace_starts =
-            view_int32(f, &views[2], b->prefill_workspace_starts + chunk->req_start, num_reqs),
+            view_int32(f, &views[2], b->arrays.prefill_workspace_starts + chunk->req_start,
+                       num_reqs),
         .out = smla_slice_rows(&views[3], &b->prefill_workspace.tensor, 0, chunk->tot_seqlen),
         .kv_format = b->config.kv_format,
         .stream = f->args->stream,
@@ -229,7 +262,7 @@ run(forward_call *f)
     const DLTensor *cache = f->args->kv_cache;
     const int num_splits = (int)m->decode_num_splits;
     SMLA_TRY(check_chunks(f));
-    SMLA_TRY(convert_indices(f));
+    SMLA_TRY(prepare_indices(f));
     if (m->path == SMLA_PATH_MIXED || m->path == SMLA_PATH_BF16) {
         return attend(f, cache, 0, m->num_actual_tokens, num_splits);
     }
@@ -258,5 +291,13 @@ smla_forward(const smla_forward_args *args, smla_error *error)
     if (f.metadata->num_actual_tokens == 0) {
         return SMLA_OK;
     }
-    return run(&f);
+    const smla_backend *backend = f.builder->backend;
+    const smla_stream stream = {.device_id = f.builder->config.device.device_id,
+                                .handle = known.stream};
+    SMLA_TRY(backend->begin_use(op, f.builder->mirror, stream, error));
+    const smla_status status = run(&f);
+    /* What was started reads the metadata, also when a later part could not be. */
+    const smla_status ended =
+        backend->end_use(op, f.builder->mirror, stream, status == SMLA_OK ? error : NULL);
+    return status == SMLA_OK ? ended : status;
 }

@@ -158,6 +158,7 @@ typedef struct smla_sparse_attention_args {
     int32_t num_splits; /* 0 = the plan chooses; 1...64 fix the reduction tree */
     int32_t kv_format;
     int32_t extra_kv_format;
+    int32_t lse_empty_is_plus_inf; /* 1: lse of a row without keys is +inf, as FlashMLA has it */
     void *stream;
 } smla_sparse_attention_args;
 

@@ -60,7 +60,8 @@ finish_head(const smla_attention_params *params, int64_t token, int64_t head, do
     const double ln_2 = 0.69314718055994530942;
     const float max_lane = (float)max_log2;
     const double reference = (double)finite_reference_of(splat(max_lane))[0];
-    const double lse = sum == 0.0 ? -INFINITY : reference * ln_2 + log(sum);
+    const double lse_empty = params->empty_lse_is_plus_inf ? INFINITY : -INFINITY;
+    const double lse = sum == 0.0 ? lse_empty : reference * ln_2 + log(sum);
     params->lse[token * params->lse_stride_token + head * params->lse_stride_head] = (float)lse;
     if (params->max_logits != NULL) {
         params->max_logits[token * params->max_logits_stride_token +

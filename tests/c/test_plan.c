@@ -329,7 +329,7 @@ test_config_errors(void)
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "`path` must serve a fp8_ds_mla cache");
     bad.path = 17;
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "`path` must be a smla_path, got 17");
-    bad.device = (DLDevice){.device_type = kDLCUDA, .device_id = 3};
+    bad.device = (DLDevice){.device_type = kDLMetal, .device_id = 3};
     EXPECT_REFUSED(SMLA_ERROR_RUNTIME, "MetadataBuilder: arrays must be on a device of this build");
     bad.workspace = &ARRAY(bf16, 10, 575)->tensor;
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "`workspace` must have shape [>= 1, 576], got [10, 575]");
