@@ -3,17 +3,20 @@
 #   make demo ARGS='--heads 16'      arguments of a command
 #   make test SANITIZE=1             the same under ASan and UBSan; DEBUG=1 likewise
 #   make test PYTHON=python3.13      another interpreter, for a .venv that is not there yet
+#   make test SPARSE_MLA_CUDA=off    without CUDA; see buildtools/toolkit.py
+#   make test-gpu PREBUILT=1         with PYTHON's own packages and the extension as it is
 
 PYTHON ?= python3
 PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 60
 VENV := .venv
-PY := $(VENV)/bin/python
 ARGS ?=
+on = $(filter-out 0,$($(1)))
+PY := $(if $(call on,PREBUILT),$(PYTHON),$(VENV)/bin/python)
+PREPARED := $(if $(call on,PREBUILT),,environment)
 
 # A variant is tested from its own build folder, everything else from the source tree. Safe path
 # keeps `python -m` from preferring the source tree then.
-on = $(filter-out 0,$($(1)))
 VARIANT := $(if $(call on,DEBUG),debug,$(if $(call on,SANITIZE),sanitize,release))
 PACKAGE := $(CURDIR)$(if $(filter-out release,$(VARIANT)),/build/$(VARIANT)/python)
 ENVIRONMENT := PYTHONSAFEPATH=1 PYTHONPATH=$(PACKAGE)
@@ -23,17 +26,20 @@ ENVIRONMENT += PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
     LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)"
 endif
 
-C_FOLDERS := csrc csrc/cpu csrc/python tests/c examples/c
+C_FOLDERS := csrc csrc/cpu csrc/cuda csrc/python tests/c examples/c
+C_FILES := $(wildcard $(foreach suffix,c h cu cuh,$(addsuffix /*.$(suffix),$(C_FOLDERS))))
+COMPUTE_SANITIZER ?= compute-sanitizer
+
 C_TESTS := $(filter-out fuzz_%,$(notdir $(basename $(wildcard tests/c/*.c))))
 C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja is parallel, and two of them would write one folder
-.PHONY: help build demo test test-c examples-c sanitize fuzz bench lint format frameworks \
-    lib install-lib wheel clean
+.PHONY: help environment build demo bench test test-c examples-c test-gpu memcheck racecheck \
+    sanitize fuzz lint format frameworks lib install-lib wheel clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /  \1 — /p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z -]*\):.*## /  \1 — /p' $(MAKEFILE_LIST)
 
 # ---- Environment and build ---------------------------------------------------------------------
 
@@ -51,8 +57,15 @@ $(VENV)/%.txt: pyproject.toml buildtools/requirements.py | $(VENV)/bin/python
 
 frameworks: $(VENV)/frameworks.txt ## install PyTorch and JAX, for the tests and benchmarks to use
 
-build: $(VENV)/test.txt ## compile the extension into the source tree, only what changed
-ifeq ($(VARIANT),release)
+# NVIDIA's compiler too, where this build takes it from PyPI.
+environment: $(VENV)/test.txt
+	@wheels=$$($(PY) buildtools/toolkit.py) && { test -z "$$wheels" || \
+	    $(PY) -m pip install --quiet --disable-pip-version-check $$wheels; }
+
+build: $(PREPARED) ## compile the extension into the source tree, only what changed
+ifneq ($(call on,PREBUILT),)
+	@echo "PREBUILT=1: sparse_mla as it is"
+else ifeq ($(VARIANT),release)
 	@$(PY) setup.py -q build_ext --inplace
 else
 	@$(PY) setup.py -q build
@@ -71,7 +84,7 @@ bench: build ## the benchmark tables, beside PyTorch after `make frameworks`
 test: test-c examples-c build ## C tests, C examples, then the Python tests
 	@$(ENVIRONMENT) SMLA_EXPECT_ROOT=$(PACKAGE) $(PY) -m pytest $(ARGS)
 
-test-c: $(VENV)/test.txt ## the C tests alone
+test-c: environment ## the C tests alone
 	@$(PY) setup.py -q ninja --targets=tests
 	@for test in $(C_TESTS); do \
 	    echo "tests/c/$$test"; build/$(VARIANT)/tests/$$test || exit 1; done
@@ -84,7 +97,18 @@ examples-c: lib ## compile and run the C examples against build/lib, as a user w
 	        -o build/$$example -Lbuild/lib -Wl,-rpath,$(CURDIR)/build/lib -lsparse_mla -lm && \
 	    build/$$example || exit 1; done
 
-sanitize: ## all tests under ASan and UBSan
+test-gpu: build ## the Python tests on the GPU
+	@$(ENVIRONMENT) SMLA_DEVICE=cuda SMLA_EXPECT_ROOT=$(PACKAGE) $(PY) -m pytest $(ARGS)
+
+# Without PyTorch's memory pool, which would hide accesses beyond an array.
+memcheck racecheck: build ## short GPU tests under compute-sanitizer: bad accesses, races
+	@$(ENVIRONMENT) SMLA_DEVICE=cuda SMLA_EXPECT_ROOT=$(PACKAGE) PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+	    $(COMPUTE_SANITIZER) --tool $@ --error-exitcode 1 $(PY) -m pytest -m sanitizer $(ARGS)
+
+# What a call of CUDA returns is tested by the tests; some return errors on purpose.
+memcheck: COMPUTE_SANITIZER += --report-api-errors no
+
+sanitize: ## all tests under ASan and UBSan, which leave CUDA out
 	@$(MAKE) test SANITIZE=1
 
 fuzz: $(VENV)/test.txt ## libFuzzer on the argument checks, for FUZZ_SECONDS=60
@@ -97,26 +121,27 @@ fuzz: $(VENV)/test.txt ## libFuzzer on the argument checks, for FUZZ_SECONDS=60
 
 # ---- Quality -----------------------------------------------------------------------------------
 
-# clang-tidy learns from assertions; it comes without an omp.h.
+# clang-tidy learns from assertions; it comes without an omp.h. It reads what the build compiles as
+# C; nvcc's own warnings are errors with WERROR=1.
 TIDY_FLAGS := --extra-arg=-UNDEBUG --extra-arg=-fno-openmp
 
 lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, and the stubs against the extension
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard $(addsuffix /*.[ch],$(C_FOLDERS)))
+	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
 	@echo clang-tidy
-	@printf '%s\n' $(wildcard $(addsuffix /*.c,$(filter-out examples/c,$(C_FOLDERS)))) | \
+	@sed -n 's/.*"file": "\(.*\)".*/\1/p' compile_commands.json | sort | \
 	    xargs -n 1 -P "$$(nproc)" $(VENV)/bin/clang-tidy --quiet -p . $(TIDY_FLAGS)
 	$(ENVIRONMENT) $(PY) -m mypy.stubtest sparse_mla
 
 format: $(VENV)/lint.txt ## rewrite Python and C in the project's format
 	$(VENV)/bin/ruff check --fix-only .
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i $(wildcard $(addsuffix /*.[ch],$(C_FOLDERS)))
+	$(VENV)/bin/clang-format -i $(C_FILES)
 
 # ---- Products ----------------------------------------------------------------------------------
 
-lib: $(VENV)/test.txt ## build/lib: libsparse_mla.a and .so, headers, pkg-config file
+lib: environment ## build/lib: libsparse_mla.a and .so, headers, pkg-config file
 	@env -u DEBUG -u SANITIZE $(PY) setup.py -q ninja --targets=lib
 
 install-lib: lib ## copy them to PREFIX=/usr/local

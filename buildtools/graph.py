@@ -1,10 +1,12 @@
-"""The ninja graph: every C file, its flags, and what is linked from the objects.
+"""The ninja graph: every C and CUDA file, its flags, and what is linked from the objects.
 
 One table of flags per concern; folders are globbed, so a new file needs no edit here. setup.py and
 the Makefile ask for targets by name: extension, lib, tests, fuzz.
 
 Environment: CC, AR, CFLAGS, LDFLAGS as everywhere. DEBUG=1, SANITIZE=1 or FUZZ=1 (clang) choose a
 variant, which has its own folder under build/. WERROR=1 turns warnings into errors.
+SPARSE_MLA_CUDA chooses the CUDA toolkit, see toolkit.py, and SPARSE_MLA_CUDA_ARCHS="80 90a" what it
+compiles for. ALLOW_SPILLS=1 lets kernels use local memory.
 """
 
 import importlib.util
@@ -17,6 +19,8 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+
+import toolkit
 
 # Without contraction to FMA the plain C files round alike on every machine; kernel files opt in.
 COMMON_FLAGS = """
@@ -31,6 +35,18 @@ VARIANTS = {  # flags to compile and to link with
     "sanitize": SANITIZER + "address,undefined",
     "fuzz": SANITIZER + "address,undefined,fuzzer-no-link",
 }
+# Without exceptions, run-time types and guarded statics these objects need no C++ library, so that
+# any C program can link them. One ptxas at a time (no --threads), or their reports would mix.
+CUDA_FLAGS = """
+    -std=c++17 -lineinfo -compress-mode=size -Icsrc -Xptxas=-v
+    -Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics
+    -Xcompiler=-Wall,-Wextra
+"""
+CUDA_VARIANTS = {  # the other variants are CPU-only; kernels are optimised in both
+    "release": "-O3 -DNDEBUG",
+    "debug": "-O0 -g",
+}
+SHARED = ["-shared", "-Wl,--exclude-libs,ALL"]  # what comes from archives stays inside
 GLUE_FLAGS = """
     -DPy_LIMITED_API=0x030B0000
     -DNPY_TARGET_VERSION=NPY_2_0_API_VERSION -DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION
@@ -60,14 +76,20 @@ X86_FLAGS = {
 ISA_FLAGS = {"base": KERNEL, **X86_FLAGS}
 
 
-def instruction_set(source):
+def suffix(source):
     return source.stem.rpartition("_")[2]
+
+
+# Code for sm_80 runs on every 8.x, its PTX on all that is newer. Code for sm_90a runs on Hopper and
+# nowhere else; files that end in _sm90 hold nothing for others.
+CUDA_ARCHS = os.environ.get("SPARSE_MLA_CUDA_ARCHS", "").split() or ["80", "90a"]
+ARCHS_BY_SUFFIX = {"sm90": ["90a"]}
 
 
 def c_files(folder):
     """The C files of a folder that this machine compiles."""
     files = sorted(Path(folder).glob("*.c"))
-    return [f for f in files if X86 or instruction_set(f) not in X86_FLAGS]
+    return [f for f in files if X86 or suffix(f) not in X86_FLAGS]
 
 
 def package_include(package, folder):
@@ -111,6 +133,38 @@ def openmp_flags(cc):
     return []
 
 
+def portable_arch():
+    """The newest architecture whose PTX later ones accept, or None."""
+    return max((arch for arch in CUDA_ARCHS if arch.isdecimal()), key=int, default=None)
+
+
+def code_flags(archs):
+    for arch in archs:
+        if not re.fullmatch(r"([89]|1\d)\d[af]?", arch):
+            sys.exit(f"error: SPARSE_MLA_CUDA_ARCHS: {arch} is no architecture: 80, 90a, 120, …")
+        code = f"[sm_{arch},compute_{arch}]" if arch == portable_arch() else f"sm_{arch}"
+        yield f"-gencode=arch=compute_{arch},code={code}"
+
+
+def find_cuda():
+    """The toolkit, or None; and what build_info() says of it."""
+    mode = toolkit.selected_mode()
+    found = toolkit.find_toolkit(mode) if VARIANT in CUDA_VARIANTS else None
+    if found:
+        fact = f"{found.version} from {found.origin}"
+        ptx = f", compute_{portable_arch()} (PTX)" if portable_arch() else ""
+        archs = f"sm_{', sm_'.join(CUDA_ARCHS)}{ptx}"
+    else:
+        if VARIANT not in CUDA_VARIANTS:
+            fact = f"CPU-only build, as always with {VARIANT.upper()}=1"
+        else:
+            reason = "SPARSE_MLA_CUDA=off" if mode == "off" else "no CUDA toolkit found"
+            fact = f"CPU-only build ({reason}); {toolkit.HOW_TO_GET_CUDA}"
+        toolkit.note(fact)
+        fact, archs = f"none: {fact}", "none"
+    return found, {"SMLA_BUILD_CUDA": fact, "SMLA_BUILD_CUDA_ARCHS": archs}
+
+
 def check_header_version(version):
     header = Path("csrc/sparse_mla.h").read_text()
     parts = dict(re.findall(r"^#define SMLA_VERSION_(\w+) (\d+)$", header, re.MULTILINE))
@@ -118,16 +172,27 @@ def check_header_version(version):
         sys.exit(f"error: version {found} in csrc/sparse_mla.h, {version} in pyproject.toml")
 
 
-def module_flags(cc, version):
+def module_flags(cc, version, cuda_facts):
     """Flags of module.c alone: the facts of build_info(), and PyInit__C has no prototype."""
     banner = subprocess.run([*shlex.split(cc), "--version"], text=True, capture_output=True).stdout
     facts = {
         "SMLA_VERSION_STRING": version,
         "SMLA_BUILD_COMPILER": banner.partition("\n")[0],
         "SMLA_BUILD_FLAGS": VARIANT,
-        "SMLA_BUILD_CUDA": "none: CPU-only build, this version has no CUDA backend",
+        **cuda_facts,
     }
     return ["-Wno-missing-prototypes", *(f'-D{name}="{fact}"' for name, fact in facts.items())]
+
+
+def nvcc_command(cuda, include):
+    """nvcc as buildtools/ptxas.py runs it; `$report` is a variable of the edge."""
+    # The version is printed in the report, and it makes a toolkit's update compile anew.
+    command = [sys.executable, "buildtools/ptxas.py", f"--title=nvcc {cuda.version}"]
+    command += ["--strict"] if is_on("WERROR") else []
+    command += ["--allow-spills"] if is_on("ALLOW_SPILLS") or VARIANT != "release" else []
+    command += ["$report", cuda.nvcc, *CUDA_FLAGS.split(), *CUDA_VARIANTS[VARIANT].split()]
+    command += ["-Werror=all-warnings"] if is_on("WERROR") else []
+    return shlex.join(map(str, [*command, *include]))
 
 
 class Graph:
@@ -137,37 +202,58 @@ class Graph:
         from ninja.ninja_syntax import Writer
 
         self.cc = c_compiler()
+        self.cuda, self.cuda_facts = find_cuda()
         openmp = openmp_flags(self.cc)
         flags = [*COMMON_FLAGS.split(), *VARIANTS[VARIANT].split()]
         flags += openmp or ["-Wno-unknown-pragmas"]
-        flags += ["-isystem", str(package_include("tvm_ffi", "include"))]
+        dlpack = ["-isystem", str(package_include("tvm_ffi", "include"))]
+        flags += dlpack
         flags += ["-DSMLA_HAVE_X86_ISA=1"] if X86 else []
+        flags += ["-DSMLA_HAVE_CUDA=1"] if self.cuda else []
         flags += ["-Werror"] if is_on("WERROR") else []
         cflags, ldflags = (os.environ.get(name, "") for name in ("CFLAGS", "LDFLAGS"))
         ar = os.environ.get("AR", "ar")
-        libs = shlex.join([*openmp, "-lm"])
+        libs = ["-lm"]
+        if self.cuda:
+            libs += [f"-L{self.cuda.lib}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
 
         self.writer = Writer(file, width=1000)
         self.writer.variable("builddir", str(BUILD))
         self.writer.variable("cc", f"{self.cc} {shlex.join(flags)} {cflags}")
-        self.rule("cc", "$cc $extra -MMD -MF $out.d -c $in -o $out", depfile="$out.d", deps="gcc")
-        self.rule("link", f"$cc -o $out $in $extra {ldflags} -lm")
+        self.compile_rule("cc", "$cc")
+        self.rule("link", f"$cc -o $out $in $extra {ldflags} {shlex.join(libs)}")
         self.rule("ar", f"rm -f $out && {ar} rcs $out $in")
         self.rule("copy", "cp $in $out")
         self.rule("symlink", "ln -sf $$(basename $in) $out")
-        self.rule("pkgconfig", f"sed 's|@VERSION@|{version}|; s|@LIBS@|{libs}|' $in > $out")
+        private = shlex.join([*openmp, *libs])
+        self.rule("pkgconfig", f"sed 's|@VERSION@|{version}|; s|@LIBS@|{private}|' $in > $out")
+        if self.cuda:
+            self.compile_rule("nvcc", nvcc_command(self.cuda, dlpack))
 
     def rule(self, name, command, **options):
         self.writer.rule(name, command, description=f"{name} $out", **options)
 
-    def add(self, rule, output, inputs, extra=()):
-        extra = shlex.join(map(str, extra))
-        inputs = [str(path) for path in inputs]
-        return self.writer.build(str(output), rule, inputs, variables={"extra": extra})[0]
+    def compile_rule(self, name, compiler):
+        command = f"{compiler} $extra -MMD -MF $out.d -c $in -o $out"
+        self.rule(name, command, depfile="$out.d", deps="gcc")
+
+    def add(self, rule, output, inputs, extra=(), **options):
+        options.setdefault("variables", {})["extra"] = shlex.join(map(str, extra))
+        return self.writer.build(str(output), rule, [str(path) for path in inputs], **options)[0]
 
     def compile(self, source, *extra):
-        isa = ISA_FLAGS.get(instruction_set(source), "").split()
+        isa = ISA_FLAGS.get(suffix(source), "").split()
         return self.add("cc", BUILD / "obj" / source.with_suffix(".o"), [source], [*extra, *isa])
+
+    def compile_cuda(self, source):
+        return self.add(
+            "nvcc",
+            BUILD / "obj" / f"{source}.o",
+            [source],
+            code_flags(ARCHS_BY_SUFFIX.get(suffix(source), CUDA_ARCHS)),
+            implicit="buildtools/ptxas.py",
+            variables={"report": BUILD / "ptxas" / f"{source.stem}.txt"},
+        )
 
     def name(self, target, outputs):
         self.writer.build(target, "phony", [str(path) for path in outputs])
@@ -184,6 +270,14 @@ def write_graph(version):
             graph.compile(source, "-DSMLA_BUILD_SHARED")
             for source in c_files("csrc") + c_files("csrc/cpu")
         ]
+        if graph.cuda:
+            core += [
+                graph.compile(source, "-DSMLA_BUILD_SHARED", "-isystem", graph.cuda.include)
+                for source in c_files("csrc/cuda")
+            ]
+            core += [
+                graph.compile_cuda(source) for source in sorted(Path("csrc/cuda").glob("*.cu"))
+            ]
         archive = graph.add("ar", LIB / "libsparse_mla.a", core)
         add_extension(graph, archive, version)
         add_library(graph, core, archive, version)
@@ -193,19 +287,18 @@ def write_graph(version):
 
 def add_extension(graph, archive, version):
     include = ["-isystem", python_include(), "-isystem", package_include("numpy", "_core/include")]
-    own_flags = {"module": module_flags(graph.cc, version)}
+    own_flags = {"module": module_flags(graph.cc, version, graph.cuda_facts)}
     glue = [
         graph.compile(source, *GLUE_FLAGS.split(), *include, *own_flags.get(source.stem, ()))
         for source in c_files("csrc/python")
     ]
     # The core's symbols stay inside: a libsparse_mla in the same process must not replace them.
-    options = ["-shared", "-Wl,--exclude-libs,ALL"]
-    graph.name("extension", [graph.add("link", EXTENSION, [*glue, archive], options)])
+    graph.name("extension", [graph.add("link", EXTENSION, [*glue, archive], SHARED)])
 
 
 def add_library(graph, core, archive, version):
     soname = f"libsparse_mla.so.{version.partition('.')[0]}"
-    shared = graph.add("link", LIB / soname, core, ["-shared", f"-Wl,-soname,{soname}"])
+    shared = graph.add("link", LIB / soname, core, [*SHARED, f"-Wl,-soname,{soname}"])
     outputs = [archive, shared, graph.add("symlink", LIB / "libsparse_mla.so", [shared])]
     for name, source in public_headers().items():
         outputs.append(graph.add("copy", LIB / "include" / name, [source]))

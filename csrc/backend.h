@@ -298,6 +298,27 @@ typedef struct smla_mirror {
     int64_t bytes;
 } smla_mirror;
 
+/* A place in the work of a stream. */
+typedef struct smla_event smla_event;
+
+/* Order between streams: for callers that bring arrays together whose producers work on streams of
+ * their own, and that must know when memory is no longer in use. */
+typedef struct smla_stream_ops {
+    /* Whether the stream records a graph, which is run later, instead of working now. */
+    smla_status (*is_capturing)(const char *op, smla_stream, bool *answer, smla_error *);
+    /* Makes an event behind all work that the stream has been given. */
+    smla_status (*record)(const char *op, smla_stream, smla_event **, smla_error *);
+    /* Work given to the stream from now on starts behind the event. */
+    smla_status (*wait)(const char *op, smla_stream, const smla_event *, smla_error *);
+    /* Whether the work before the event is over; true as well where the device has failed. */
+    bool (*is_done)(const smla_event *);
+    /* Waits for the event on the host. */
+    void (*finish)(const smla_event *);
+    void (*destroy)(smla_event *);
+    smla_status (*fill_zero)(const char *op, smla_stream, void *memory, int64_t bytes,
+                             smla_error *);
+} smla_stream_ops;
+
 typedef struct smla_backend {
     const char *name;
     DLDeviceType device_type;
@@ -335,6 +356,7 @@ typedef struct smla_backend {
     smla_status (*end_write)(const char *op, smla_mirror *, smla_stream, smla_error *);
     smla_status (*begin_use)(const char *op, smla_mirror *, smla_stream, smla_error *);
     smla_status (*end_use)(const char *op, smla_mirror *, smla_stream, smla_error *);
+    const smla_stream_ops *streams; /* NULL: every call is over when it returns */
 } smla_backend;
 
 extern const smla_backend smla_cpu_backend;

@@ -115,23 +115,42 @@ report_no_memory(const smla_builder_config *config, smla_error *error)
         (long long)config->prefill_workspace_tokens);
 }
 
-/* Cuts the mirror's memory, of either side, into its arrays; NULL cuts nothing and counts. -> bytes
- * of them all. */
-static int64_t
-lay_out_step(const smla_builder_config *config, void *memory, smla_step_arrays *arrays)
+/* Entries of the mirror's arrays: those of prefills have none on paths that do not read them. */
+typedef struct step_sizes {
+    int64_t tokens;
+    int64_t prefill_tokens;
+    int64_t prefills;
+} step_sizes;
+
+static step_sizes
+find_step_sizes(const smla_builder_config *config)
 {
-    const int64_t tokens = config->max_num_batched_tokens;
-    const int64_t prefills = config->path == SMLA_PATH_SEPARATE ? config->max_num_seqs : 0;
-    int32_t *const start = memory;
-    if (start != NULL) {
-        *arrays = (smla_step_arrays){.req_id_per_token = start};
-    }
-    if (start != NULL && prefills > 0) {
-        arrays->prefill_request_ids = start + tokens;
-        arrays->prefill_seq_lens = start + 2 * tokens;
-        arrays->prefill_workspace_starts = start + 2 * tokens + prefills;
-    }
-    return (prefills > 0 ? 2 * tokens + 2 * prefills : tokens) * (int64_t)sizeof *start;
+    const bool has_workspace = config->path == SMLA_PATH_SEPARATE;
+    return (step_sizes){
+        .tokens = config->max_num_batched_tokens,
+        .prefill_tokens = has_workspace ? config->max_num_batched_tokens : 0,
+        .prefills = has_workspace ? config->max_num_seqs : 0,
+    };
+}
+
+static int64_t
+step_bytes(const smla_builder_config *config)
+{
+    const step_sizes sizes = find_step_sizes(config);
+    return (sizes.tokens + sizes.prefill_tokens + 2 * sizes.prefills) * (int64_t)sizeof(int32_t);
+}
+
+/* The mirror's memory, of either side, cut into its arrays. */
+static smla_step_arrays
+cut_step(const smla_builder_config *config, int32_t *memory)
+{
+    const step_sizes sizes = find_step_sizes(config);
+    smla_step_arrays arrays;
+    arrays.req_id_per_token = memory;
+    arrays.prefill_request_ids = arrays.req_id_per_token + sizes.tokens;
+    arrays.prefill_seq_lens = arrays.prefill_request_ids + sizes.prefill_tokens;
+    arrays.prefill_workspace_starts = arrays.prefill_seq_lens + sizes.prefills;
+    return arrays;
 }
 
 static smla_status
@@ -152,7 +171,7 @@ allocate_buffers(smla_builder *b, smla_error *error)
         return report_no_memory(config, error);
     }
     b->scratch_bytes = backend->attention_workspace_size(&largest);
-    b->mirror = backend->create_mirror(device_id, lay_out_step(config, NULL, NULL));
+    b->mirror = backend->create_mirror(device_id, step_bytes(config));
     b->indices = converts ? backend->allocate(device_id, index_bytes) : NULL;
     b->scratch = backend->allocate(device_id, b->scratch_bytes);
     b->chunks = malloc((size_t)config->max_num_seqs * sizeof *b->chunks);
@@ -170,7 +189,7 @@ allocate_buffers(smla_builder *b, smla_error *error)
     if (!good) {
         return report_no_memory(config, error);
     }
-    (void)lay_out_step(config, b->mirror->device, &b->arrays);
+    b->arrays = cut_step(config, b->mirror->device);
     return SMLA_OK;
 }
 
@@ -397,12 +416,11 @@ plan_step(smla_builder *b, const smla_build_args *args, smla_error *error)
                                            b->chunk_ends, &num_chunks, error));
     }
     const smla_stream stream = {.device_id = b->config.device.device_id, .handle = args->stream};
-    smla_step_arrays host;
     void *memory = NULL;
     SMLA_TRY(b->backend->begin_write(build_op, b->mirror, stream, &memory, error));
     /* From here on what the last build left is replaced. */
     b->is_built = false;
-    (void)lay_out_step(&b->config, memory, &host);
+    const smla_step_arrays host = cut_step(&b->config, memory);
     fill_req_ids(b, args, host.req_id_per_token);
     if (has_workspace) {
         fill_prefill(b, args, split.num_decodes, num_chunks, &host);

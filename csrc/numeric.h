@@ -1,4 +1,5 @@
-/* numeric.h: bf16, fp16 and e4m3 <-> float, bit-exact and portable.
+/* numeric.h: bf16, fp16 and e4m3 <-> float, bit-exact and portable. Compiles as C and as CUDA, for
+ * both sides.
  *
  * Every conversion that rounds, rounds to nearest even, once. The scalar functions here are the
  * truth for the whole library; vector code elsewhere must agree with them bit for bit.
@@ -12,7 +13,13 @@
 
 #define SMLA_E4M3_MAX 448.0f
 
-static inline uint32_t
+#ifdef __CUDACC__
+#define SMLA_HOST_DEVICE __host__ __device__
+#else
+#define SMLA_HOST_DEVICE
+#endif
+
+SMLA_HOST_DEVICE static inline uint32_t
 smla_float_bits(float x)
 {
     uint32_t bits;
@@ -20,7 +27,7 @@ smla_float_bits(float x)
     return bits;
 }
 
-static inline float
+SMLA_HOST_DEVICE static inline float
 smla_bits_float(uint32_t bits)
 {
     float x;
@@ -28,14 +35,14 @@ smla_bits_float(uint32_t bits)
     return x;
 }
 
-static inline float
+SMLA_HOST_DEVICE static inline float
 smla_bf16_to_float(uint16_t x)
 {
     return smla_bits_float((uint32_t)x << 16);
 }
 
 /* NaN becomes the quiet NaN of its sign. */
-static inline uint16_t
+SMLA_HOST_DEVICE static inline uint16_t
 smla_float_to_bf16(float x)
 {
     const uint32_t bits = smla_float_bits(x);
@@ -45,7 +52,7 @@ smla_float_to_bf16(float x)
     return (uint16_t)((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
 
-static inline float
+SMLA_HOST_DEVICE static inline float
 smla_half_to_float(uint16_t x)
 {
     const uint32_t sign = (uint32_t)(x & 0x8000u) << 16;
@@ -62,7 +69,7 @@ smla_half_to_float(uint16_t x)
 
 /* e4m3 (the "fn" variant): 1 sign, 4 exponent bits of bias 7, 3 mantissa bits; no infinity, one NaN
  * per sign (0x7F, 0xFF), largest value 448, smallest 2^-9. */
-static inline float
+SMLA_HOST_DEVICE static inline float
 smla_e4m3_to_float(uint8_t x)
 {
     const uint32_t sign = (uint32_t)(x & 0x80u) << 24;
@@ -77,7 +84,7 @@ smla_e4m3_to_float(uint8_t x)
 }
 
 /* Rounds to nearest even and saturates at +-448, infinities included; NaN keeps its sign. */
-static inline uint8_t
+SMLA_HOST_DEVICE static inline uint8_t
 smla_float_to_e4m3(float x)
 {
     const uint32_t bits = smla_float_bits(x);
@@ -99,7 +106,7 @@ smla_float_to_e4m3(float x)
 }
 
 /* |x| as the quantisers see it: NaN is 0, an infinity is FLT_MAX. */
-static inline float
+SMLA_HOST_DEVICE static inline float
 smla_finite_abs(float x)
 {
     const uint32_t magnitude = smla_float_bits(x) & 0x7FFFFFFFu;

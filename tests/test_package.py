@@ -181,9 +181,21 @@ def test_version_is_the_distribution_s():
 def test_build_info():
     info = sparse_mla.build_info()
     assert isinstance(info, dict)
-    assert info
+    assert {"version", "compiler", "flags", "cuda", "cuda_archs", "dlpack"} <= set(info)
     info.clear()
     assert sparse_mla.build_info(), "every call gives a dict of its own"
+
+
+def test_build_info_names_the_cuda_toolkit_or_says_how_to_get_one():
+    info = sparse_mla.build_info()
+    has_cuda = "cuda" in {row["device"] for row in sparse_mla.kernels()}
+    if has_cuda:
+        assert re.fullmatch(r"1\d\.\d+\.\d+ from \S+", info["cuda"])
+        assert re.match(r"sm_\d", info["cuda_archs"])
+    else:
+        assert info["cuda"].startswith("none: CPU-only build")
+        assert re.search(r"SPARSE_MLA_CUDA=wheel|SANITIZE=1", info["cuda"])
+        assert info["cuda_archs"] == "none"
 
 
 def test_kernels_are_the_dispatch_rows():
@@ -209,6 +221,18 @@ def test_the_headers_compile_alone(tmp_path):
     command = ["cc", *flags, f"-I{sparse_mla.get_include()}", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_import_loads_no_library_of_cuda():
+    """It works on machines without a driver, and leaves one alone until a device is asked for."""
+    code = (
+        "import sparse_mla; "
+        "print(*[x for x in open('/proc/self/maps') if any(lib in x for lib in "
+        "('libcuda', 'libcublas', 'libnv'))])"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
 
 
 def test_import_loads_no_framework():

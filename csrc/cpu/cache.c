@@ -27,10 +27,8 @@ write_token(const smla_cache_isa *cache, const smla_cache_write_params *p, int64
 }
 
 smla_status
-smla_cpu_concat_and_cache_mla(const smla_cache_write_params *p, smla_error *error)
+smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
 {
-    const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa("concat_and_cache_mla", &isa, error));
     const int64_t num_slots = smla_kv_num_slots(&p->kv);
     for (int64_t token = 0; token < p->num_tokens; token++) {
         const int64_t slot = read_slot(p, token);
@@ -41,6 +39,15 @@ smla_cpu_concat_and_cache_mla(const smla_cache_write_params *p, smla_error *erro
                              (long long)num_slots, (long long)slot, (long long)token);
         }
     }
+    return SMLA_OK;
+}
+
+smla_status
+smla_cpu_concat_and_cache_mla(const smla_cache_write_params *p, smla_error *error)
+{
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa("concat_and_cache_mla", &isa, error));
+    SMLA_TRY(smla_cpu_check_cache_write(p, error));
     /* A slot belongs to one share, which takes its tokens in order: where a slot is named twice the
      * last token wins, for any number of shares. Neighbours stay together, they have cache lines in
      * common. */

@@ -2,7 +2,8 @@
  *
  * Every function takes params that check.c has made and looks at values only: slots, pages and
  * request ids are checked here, before anything is written. Work is shared out by OpenMP where it
- * is large; no result depends on the number of threads.
+ * is large; no result depends on the number of threads. The CUDA backend's checked mode borrows the
+ * check functions, with copies of its arrays.
  */
 #ifndef SMLA_CPU_H
 #define SMLA_CPU_H
@@ -11,12 +12,14 @@
 #include "numeric.h"
 
 /* cache.c */
+smla_status smla_cpu_check_cache_write(const smla_cache_write_params *params, smla_error *error);
 smla_status smla_cpu_concat_and_cache_mla(const smla_cache_write_params *params, smla_error *error);
 smla_status smla_cpu_check_gather(const smla_gather_params *params, smla_error *error);
 smla_status smla_cpu_gather_kv_cache(const smla_gather_params *params, smla_error *error);
 smla_status smla_cpu_dequantize_kv_cache(const smla_dequantize_params *params, smla_error *error);
 
 /* index.c */
+smla_status smla_cpu_check_convert(const smla_convert_params *params, smla_error *error);
 smla_status smla_cpu_convert_req_index(const smla_convert_params *params, smla_error *error);
 
 /* merge.c */

@@ -4,8 +4,8 @@
  */
 #include "cpu.h"
 
-static smla_status
-check_ids(const smla_convert_params *p, smla_error *error)
+smla_status
+smla_cpu_check_convert(const smla_convert_params *p, smla_error *error)
 {
     static const char op[] = "convert_req_index_to_global_index";
     for (int64_t token = 0; token < p->num_tokens; token++) {
@@ -86,7 +86,7 @@ convert_token(const smla_convert_params *p, int64_t token)
 smla_status
 smla_cpu_convert_req_index(const smla_convert_params *p, smla_error *error)
 {
-    SMLA_TRY(check_ids(p, error));
+    SMLA_TRY(smla_cpu_check_convert(p, error));
 #pragma omp parallel for schedule(static) if (p->num_tokens * p->topk >= 1 << 16)
     for (int64_t token = 0; token < p->num_tokens; token++) {
         convert_token(p, token);

@@ -8,6 +8,7 @@
 #include "cache.h"
 #include "cpu.h"
 #include "isa.h"
+#include "quant_dims.h"
 
 /* ---- Pieces -------------------------------------------------------------------------------- */
 
@@ -18,51 +19,6 @@ typedef struct quant_piece {
     int64_t out;
     int64_t count;
 } quant_piece;
-
-static int64_t
-count_elements(const smla_quant_params *p)
-{
-    int64_t count = 1;
-    for (int i = 0; i < p->ndim; i++) {
-        count *= p->shape[i];
-    }
-    return count;
-}
-
-/* Whether stepping `outer` is `size` steps of `inner`; a product could overflow. */
-static bool
-continues(int64_t outer, int64_t inner, int64_t size)
-{
-    return outer % size == 0 && outer / size == inner;
-}
-
-/* The same elements in the same order with the fewest dimensions, one at least: contiguous arrays
- * become a single row. No size may be 0. */
-static smla_quant_params
-merge_dims(const smla_quant_params *p)
-{
-    smla_quant_params merged = *p;
-    int last = -1;
-    for (int i = 0; i < p->ndim; i++) {
-        const int64_t size = p->shape[i];
-        if (size == 1) {
-            continue;
-        }
-        const bool is_same_row = last >= 0 &&
-                                 continues(merged.x_strides[last], p->x_strides[i], size) &&
-                                 continues(merged.out_strides[last], p->out_strides[i], size);
-        last += is_same_row ? 0 : 1;
-        merged.shape[last] = is_same_row ? merged.shape[last] * size : size;
-        merged.x_strides[last] = p->x_strides[i];
-        merged.out_strides[last] = p->out_strides[i];
-    }
-    if (last < 0) {
-        last = 0;
-        merged.shape[0] = merged.x_strides[0] = merged.out_strides[0] = 1;
-    }
-    merged.ndim = last + 1;
-    return merged;
-}
 
 static int64_t
 pieces_per_row(const smla_quant_params *p)
@@ -130,13 +86,13 @@ smla_cpu_dynamic_per_tensor_quant(const smla_quant_params *params, smla_error *e
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa("dynamic_per_tensor_quant", &isa, error));
-    const int64_t count = count_elements(params);
+    const int64_t count = smla_count_elements(params);
     float amax = 1e-10f;
     if (count == 0) {
         *params->scale = amax / SMLA_E4M3_MAX;
         return SMLA_OK;
     }
-    const smla_quant_params p = merge_dims(params);
+    const smla_quant_params p = smla_merge_dims(params);
     const int64_t num_pieces = count / p.shape[p.ndim - 1] * pieces_per_row(&p);
     /* A maximum does not depend on the order it is taken in. */
 #pragma omp parallel for schedule(static) reduction(max : amax) if (count >= 1 << 14)

@@ -170,12 +170,12 @@ build_info(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 #endif
     const int version = smla_version();
     return Py_BuildValue(
-        "{s:s,s:N,s:s,s:s,s:s,s:N,s:s,s:l,s:N}", "version", SMLA_VERSION_STRING, "core_version",
+        "{s:s,s:N,s:s,s:s,s:s,s:s,s:N,s:s,s:l,s:N}", "version", SMLA_VERSION_STRING, "core_version",
         PyUnicode_FromFormat("%d.%d.%d", version / 10000, version / 100 % 100, version % 100),
         "compiler", SMLA_BUILD_COMPILER, "flags", SMLA_BUILD_FLAGS, "cuda", SMLA_BUILD_CUDA,
-        "dlpack", PyUnicode_FromFormat("%d.%d", DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION),
-        "numpy_api", NPY_FEATURE_VERSION_STRING, "openmp", openmp, "cpu_features",
-        list_cpu_features());
+        "cuda_archs", SMLA_BUILD_CUDA_ARCHS, "dlpack",
+        PyUnicode_FromFormat("%d.%d", DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION), "numpy_api",
+        NPY_FEATURE_VERSION_STRING, "openmp", openmp, "cpu_features", list_cpu_features());
 }
 
 /* ---- Module -------------------------------------------------------------------------------- */
@@ -219,8 +219,8 @@ static int
 module_exec(PyObject *module)
 {
     smla_py_state *state = smla_py_state_of(module);
-    if (smla_py_init_arrays(state) < 0 || smla_py_init_tensor(module, state) < 0 ||
-        smla_py_init_builder(module, state) < 0) {
+    if (smla_py_init_shared(state) < 0 || smla_py_init_arrays(state) < 0 ||
+        smla_py_init_tensor(module, state) < 0 || smla_py_init_builder(module, state) < 0) {
         return -1;
     }
     if (add_kv_formats(module) < 0 || PyModule_AddFunctions(module, smla_py_cache_operators) < 0 ||
@@ -246,17 +246,26 @@ static int
 module_clear(PyObject *module)
 {
     smla_py_state *state = smla_py_state_of(module);
+    smla_py_clear_shared(state);
     PyObject **const owned[] = {
         (PyObject **)&state->tensor_type,
         (PyObject **)&state->builder_type,
+        &state->max_version,
         &state->dlpack_kwargs,
         &state->empty_tuple,
         &state->str_dlpack,
+        &state->str_dlpack_device,
         &state->str_exchange_api,
         &state->str_requires_grad,
         &state->str_is_neg,
         &state->str_module,
         &state->str_block_until_ready,
+        &state->str_data,
+        &state->str_ptr,
+        &state->str_device_id,
+        &state->str_shape,
+        &state->str_strides,
+        &state->str_dtype,
     };
     for (size_t i = 0; i < sizeof owned / sizeof owned[0]; i++) {
         Py_CLEAR(*owned[i]);
@@ -268,6 +277,7 @@ static void
 module_free(void *module)
 {
     module_clear(module);
+    smla_py_free_shared(smla_py_state_of(module));
 }
 
 static PyModuleDef_Slot module_slots[] = {

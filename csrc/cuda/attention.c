@@ -1,0 +1,363 @@
+/* attention.c: which attention kernel runs, into how many splits the keys are cut, and where splits
+ * leave their partial rows.
+ *
+ * The table below is the whole choice: the first row that fits the device, the formats of the
+ * caches and the number of heads. Kernels of one architecture stand above the portable ones.
+ */
+#include <stdio.h>
+
+#include "kernels.h"
+
+/* ---- Table --------------------------------------------------------------------------------- */
+
+enum { ANY_ARCH = 999 };
+
+static const smla_attention_kernel kernels[] = {
+    {.min_arch = 80,
+     .max_arch = ANY_ARCH,
+     .formats = SMLA_ROWS_FP8,
+     .min_heads = 33,
+     .max_heads = 128,
+     .heads_per_cta = 64,
+     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(64),
+     .shared_bytes = SMLA_SM80_SHARED_BYTES(64, SMLA_ROWS_FP8),
+     .name = "attention_sm80.cu, 64 heads per CTA",
+     .launch = smla_attend_sm80_fp8_64},
+    {.min_arch = 80,
+     .max_arch = ANY_ARCH,
+     .formats = SMLA_ROWS_FP8,
+     .min_heads = 17,
+     .max_heads = 128,
+     .heads_per_cta = 32,
+     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(32),
+     .shared_bytes = SMLA_SM80_SHARED_BYTES(32, SMLA_ROWS_FP8),
+     .name = "attention_sm80.cu, 32 heads per CTA",
+     .launch = smla_attend_sm80_fp8_32},
+    {.min_arch = 80,
+     .max_arch = ANY_ARCH,
+     .formats = SMLA_ROWS_FP8,
+     .min_heads = 1,
+     .max_heads = 128,
+     .heads_per_cta = 16,
+     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(16),
+     .shared_bytes = SMLA_SM80_SHARED_BYTES(16, SMLA_ROWS_FP8),
+     .name = "attention_sm80.cu, 16 heads per CTA",
+     .launch = smla_attend_sm80_fp8_16},
+    {.min_arch = 80,
+     .max_arch = ANY_ARCH,
+     .formats = SMLA_ROWS_BF16,
+     .min_heads = 33,
+     .max_heads = 128,
+     .heads_per_cta = 64,
+     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(64),
+     .shared_bytes = SMLA_SM80_SHARED_BYTES(64, SMLA_ROWS_BF16),
+     .name = "attention_sm80.cu, 64 heads per CTA",
+     .launch = smla_attend_sm80_bf16_64},
+    {.min_arch = 80,
+     .max_arch = ANY_ARCH,
+     .formats = SMLA_ROWS_BF16,
+     .min_heads = 17,
+     .max_heads = 128,
+     .heads_per_cta = 32,
+     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(32),
+     .shared_bytes = SMLA_SM80_SHARED_BYTES(32, SMLA_ROWS_BF16),
+     .name = "attention_sm80.cu, 32 heads per CTA",
+     .launch = smla_attend_sm80_bf16_32},
+    {.min_arch = 80,
+     .max_arch = ANY_ARCH,
+     .formats = SMLA_ROWS_BF16,
+     .min_heads = 1,
+     .max_heads = 128,
+     .heads_per_cta = 16,
+     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(16),
+     .shared_bytes = SMLA_SM80_SHARED_BYTES(16, SMLA_ROWS_BF16),
+     .name = "attention_sm80.cu, 16 heads per CTA",
+     .launch = smla_attend_sm80_bf16_16},
+    {.min_arch = 80,
+     .max_arch = ANY_ARCH,
+     .formats = SMLA_ROWS_MIXED,
+     .min_heads = 1,
+     .max_heads = 128,
+     .heads_per_cta = 16,
+     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(16),
+     .shared_bytes = SMLA_SM80_SHARED_BYTES(16, SMLA_ROWS_MIXED),
+     .name = "attention_sm80.cu, 16 heads per CTA",
+     .launch = smla_attend_sm80_mixed_16},
+};
+
+enum { NUM_KERNELS = sizeof kernels / sizeof kernels[0] };
+
+/* What kernels() prints of a row; the texts live as long as the library. */
+typedef struct row_text {
+    const char *arch;
+    const char *heads;
+} row_text;
+
+static row_text
+text_of(const smla_attention_kernel *kernel)
+{
+    return (row_text){
+        .arch = "sm_80+",
+        .heads = kernel->min_heads == 33   ? "33...128"
+                 : kernel->min_heads == 17 ? "17...128"
+                                           : "1...128",
+    };
+}
+
+static const char *
+formats_name(smla_row_formats formats)
+{
+    switch (formats) {
+    case SMLA_ROWS_FP8: return "fp8_ds_mla";
+    case SMLA_ROWS_BF16: return "bfloat16";
+    default: return "fp8_ds_mla with bfloat16";
+    }
+}
+
+static smla_row_formats
+formats_of(const smla_attention_params *params)
+{
+    bool has_fp8 = false;
+    bool has_bf16 = false;
+    for (int i = 0; i < params->num_lists; i++) {
+        const bool is_fp8 = params->lists[i].kv.format->nope_type == SMLA_NOPE_E4M3;
+        has_fp8 = has_fp8 || is_fp8;
+        has_bf16 = has_bf16 || !is_fp8;
+    }
+    return has_fp8 && has_bf16 ? SMLA_ROWS_MIXED : has_fp8 ? SMLA_ROWS_FP8 : SMLA_ROWS_BF16;
+}
+
+static bool
+runs_on(const smla_attention_kernel *kernel, const smla_cuda_device *device)
+{
+    return device->compute_capability >= kernel->min_arch &&
+           device->compute_capability <= kernel->max_arch &&
+           device->max_shared_bytes >= kernel->shared_bytes;
+}
+
+/* NULL when no row fits. */
+static const smla_attention_kernel *
+find_kernel(const smla_cuda_device *device, smla_row_formats formats, int64_t num_heads)
+{
+    for (int i = 0; i < NUM_KERNELS; i++) {
+        const smla_attention_kernel *const kernel = &kernels[i];
+        if (kernel->formats == formats && num_heads >= kernel->min_heads &&
+            num_heads <= kernel->max_heads && runs_on(kernel, device)) {
+            return kernel;
+        }
+    }
+    return NULL;
+}
+
+/* Whether any number of heads takes this row. */
+static bool
+is_chosen(const smla_attention_kernel *kernel, const smla_cuda_device *device)
+{
+    for (int32_t heads = kernel->min_heads; heads <= kernel->max_heads; heads++) {
+        if (find_kernel(device, kernel->formats, heads) == kernel) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int64_t
+smla_cuda_kernels(smla_kernel_info *rows, int64_t capacity)
+{
+    const smla_cuda_device *const device = smla_cuda_find_device(0);
+    for (int i = 0; i < NUM_KERNELS && i < capacity; i++) {
+        const smla_attention_kernel *const kernel = &kernels[i];
+        const row_text text = text_of(kernel);
+        rows[i] = (smla_kernel_info){
+            .device = "cuda",
+            .arch = text.arch,
+            .kv_format = formats_name(kernel->formats),
+            .heads = text.heads,
+            .name = kernel->name,
+            .available = device != NULL && runs_on(kernel, device),
+            .selected = device != NULL && is_chosen(kernel, device),
+        };
+    }
+    return NUM_KERNELS;
+}
+
+/* A miss says what there is. */
+static smla_status
+fail_without_kernel(const smla_attention_params *params, const smla_cuda_device *device,
+                    smla_error *error)
+{
+    char rows[512] = "";
+    size_t length = 0;
+    for (int i = 0; i < NUM_KERNELS && length < sizeof rows; i++) {
+        const smla_attention_kernel *const kernel = &kernels[i];
+        const int written =
+            snprintf(rows + length, sizeof rows - length, "%s%s %s, heads %s", i == 0 ? "" : "; ",
+                     text_of(kernel).arch, formats_name(kernel->formats), text_of(kernel).heads);
+        length += written < 0 ? 0 : (size_t)written;
+    }
+    return smla_fail(error, SMLA_ERROR_RUNTIME,
+                     "sparse_attention: no kernel for sm_%d, %d bytes of shared memory, %s and "
+                     "%lld heads; there are: %s",
+                     device->compute_capability, device->max_shared_bytes,
+                     formats_name(formats_of(params)), (long long)params->num_heads, rows);
+}
+
+/* ---- Splits -------------------------------------------------------------------------------- */
+
+enum {
+    BLOCK_COLUMNS = SMLA_SM80_KEYS,
+    CTA_COST = 2, /* of starting and ending a CTA, in blocks of keys: query, first rows, results */
+    MAX_WAVES =
+        3, /* more CTAs than this many per place on the device gain nothing and cost memory */
+    RESERVED_SHARED_BYTES = 1024, /* of every CTA, by the driver */
+};
+
+/* What the schedule looks at. */
+typedef struct split_problem {
+    int64_t places; /* CTAs that the device runs at once */
+    int64_t tiles;  /* CTAs of a token and split */
+    int64_t topk;
+    int64_t extra_topk;
+} split_problem;
+
+static int64_t
+min_int64(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static split_problem
+problem_of(const smla_cuda_device *device, const smla_attention_kernel *kernel,
+           const smla_attention_shape *shape)
+{
+    const int64_t fit = (device->max_shared_bytes + RESERVED_SHARED_BYTES) /
+                        (kernel->shared_bytes + RESERVED_SHARED_BYTES);
+    return (split_problem){
+        .places = device->num_sms * min_int64(kernel->ctas_per_sm, fit < 1 ? 1 : fit),
+        .tiles = (shape->num_heads + kernel->heads_per_cta - 1) / kernel->heads_per_cta,
+        .topk = shape->topk,
+        .extra_topk = shape->extra_topk,
+    };
+}
+
+/* Splits beyond this have no columns of their own. */
+static int64_t
+max_useful_splits(const split_problem *problem)
+{
+    const int64_t columns =
+        problem->topk > problem->extra_topk ? problem->topk : problem->extra_topk;
+    const int64_t useful = (columns + SMLA_SPLIT_ALIGN - 1) / SMLA_SPLIT_ALIGN;
+    return useful < 1 ? 1 : min_int64(useful, SMLA_MAX_SPLITS);
+}
+
+/* Pairs of token and split that a chosen split count above 1 may lead to, for any batch. */
+static int64_t
+max_parts(const split_problem *problem)
+{
+    return MAX_WAVES * problem->places / problem->tiles;
+}
+
+/* The split count with the shortest estimated time, the smaller one when equal. CTAs run in waves
+ * of `places`; one takes its blocks of keys and a fixed start and end; splits also need the combine
+ * kernel, which reads all of them. The unit is a sixteenth of a block. */
+static int
+choose_splits(const split_problem *problem, int64_t num_tokens)
+{
+    const int64_t useful = max_useful_splits(problem);
+    int64_t best = 1;
+    int64_t best_cost = INT64_MAX;
+    for (int64_t splits = 1; splits <= useful; splits++) {
+        if (splits > 1 && num_tokens * splits > max_parts(problem)) {
+            break;
+        }
+        const int64_t ctas = num_tokens * problem->tiles * splits;
+        const int64_t waves = (ctas + problem->places - 1) / problem->places;
+        const int64_t columns = smla_split_columns(problem->topk, (int)splits) +
+                                smla_split_columns(problem->extra_topk, (int)splits);
+        const int64_t combine_cost = splits == 1 ? 0 : 16 + splits;
+        const int64_t cost = 16 * waves * (columns / BLOCK_COLUMNS + CTA_COST) + combine_cost;
+        if (cost < best_cost) {
+            best = splits;
+            best_cost = cost;
+        }
+    }
+    return (int)best;
+}
+
+/* The kernel that a schedule is made for: the shape has no formats, so the one of FP8 rows. */
+static bool
+find_problem(const smla_attention_shape *shape, split_problem *problem)
+{
+    const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
+    const smla_attention_kernel *const kernel =
+        device == NULL ? NULL : find_kernel(device, SMLA_ROWS_FP8, shape->num_heads);
+    if (kernel != NULL) {
+        *problem = problem_of(device, kernel, shape);
+    }
+    return kernel != NULL;
+}
+
+int
+smla_cuda_choose_num_splits(const smla_attention_shape *shape)
+{
+    split_problem problem;
+    if (shape->num_splits != 0) {
+        return shape->num_splits;
+    }
+    return find_problem(shape, &problem) ? choose_splits(&problem, shape->num_tokens) : 1;
+}
+
+int64_t
+smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
+{
+    split_problem problem;
+    int64_t parts = 0;
+    if (shape->num_splits > 1) {
+        parts = shape->num_tokens * shape->num_splits;
+    } else if (shape->num_splits == 0 && find_problem(shape, &problem)) {
+        const int64_t useful = max_useful_splits(&problem);
+        parts = useful == 1 ? 0 : min_int64(shape->num_tokens * useful, max_parts(&problem));
+    }
+    return parts == 0 ? 0 : SMLA_PARTIAL_ALIGN + smla_partial_bytes(parts * shape->num_heads);
+}
+
+/* ---- Running ------------------------------------------------------------------------------- */
+
+static smla_status
+require_workspace(const smla_attention_params *params, smla_error *error)
+{
+    if (params->num_splits == 1) {
+        return SMLA_OK;
+    }
+    const int64_t least =
+        smla_partial_padding(params->workspace) + smla_partial_bytes(smla_partial_num_rows(params));
+    const int64_t given = params->workspace == NULL ? 0 : params->workspace_bytes;
+    if (given < least) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "sparse_attention: `workspace` must have at least %lld bytes, got %lld",
+                         (long long)least, (long long)given);
+    }
+    return SMLA_OK;
+}
+
+smla_status
+smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *error)
+{
+    static const char op[] = "sparse_attention";
+    static const char call[] = "cudaLaunchKernelExC";
+    if (params->num_tokens == 0) {
+        return SMLA_OK;
+    }
+    const smla_cuda_device *const device = smla_cuda_find_device(params->stream.device_id);
+    const smla_attention_kernel *const kernel =
+        find_kernel(device, formats_of(params), params->num_heads);
+    if (kernel == NULL) {
+        return fail_without_kernel(params, device, error);
+    }
+    SMLA_TRY(require_workspace(params, error));
+    SMLA_TRY(smla_cuda_status(op, call, kernel->launch(params), error));
+    if (params->num_splits == 1) {
+        return SMLA_OK;
+    }
+    return smla_cuda_status(op, call, smla_cuda_launch_combine(params), error);
+}

@@ -1,0 +1,140 @@
+/* combine.cu: the partial rows of attention's splits -> out, lse and max_logits.
+ *
+ * Computes     out = sum_s f_s out_s / sum_s f_s sum_s * sink factor, f_s = 2^(ref_s - ref)
+ * Shapes       partial rows (kernels.h); out [T][H][512] bf16, lse and max_logits [T][H] fp32, any
+ *              strides
+ * Shared mem   none
+ * Roles        One CTA per token and head: a thread owns 4 of the 512 values, every warp finds the
+ *              factors of the splits by itself, one lane per split. Nothing is waited for.
+ * Roofline     2056 bytes in per split that has keys, 1024 out: bound by the latency of two
+ *              dependent reads, states then rows; eight splits are in flight at once.
+ * Numerics     f_s is a power of two, so rescaling loses nothing. Values are summed in the order of
+ *              the splits, sums along a fixed tree: the same bits on every run. Splits without keys
+ *              have f_s = 0; their out was never written and is not read.
+ * Source       split-KV decoding (Flash-Decoding); the exact factors are ours.
+ */
+#include "kernels.h"
+#include "launch.cuh"
+#include "numeric.cuh"
+#include "softmax.cuh"
+
+enum {
+    THREAD_VALUES = 4,
+    CTA_THREADS = SMLA_KV_LORA_RANK / THREAD_VALUES,
+    LANE_SPLITS = SMLA_MAX_SPLITS / SMLA_WARP_LANES,
+    FLIGHT = 8, /* splits whose values are read at once */
+};
+
+static_assert(LANE_SPLITS == 2, "split s is lane s % 32's number s / 32");
+static_assert(SMLA_WARP_LANES % FLIGHT == 0, "those of a flight are of one number");
+
+typedef struct combine_launch {
+    smla_attention_params params;
+    smla_partial_rows partials;
+    int64_t num_rows;
+    bool out_is_aligned; /* every row to 8 bytes */
+} combine_launch;
+
+/* What the lanes of a warp know of a row: the factors of splits lane and lane + 32, and in all of
+ * them the maximum and the sum of the whole. */
+typedef struct whole_row {
+    float factor[LANE_SPLITS];
+    float max_log2;
+    float sum;
+} whole_row;
+
+static __device__ __forceinline__ whole_row
+fold_states(const float *states, int64_t stride, int num_splits, int lane)
+{
+    whole_row row;
+    float2 state[LANE_SPLITS];
+#pragma unroll
+    for (int i = 0; i < LANE_SPLITS; i++) {
+        const int split = SMLA_WARP_LANES * i + lane;
+        state[i] = split < num_splits ? *(const float2 *)(states + split * stride)
+                                      : make_float2(-INFINITY, 0.0f);
+    }
+    row.max_log2 = fmaxf(state[0].x, state[1].x);
+#pragma unroll
+    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
+        row.max_log2 = fmaxf(row.max_log2, __shfl_xor_sync(0xFFFFFFFFu, row.max_log2, step));
+    }
+    const float reference = softmax_reference(row.max_log2);
+    row.factor[0] = softmax_rescale(state[0].x, reference);
+    row.factor[1] = softmax_rescale(state[1].x, reference);
+    row.sum = state[0].y * row.factor[0] + state[1].y * row.factor[1];
+#pragma unroll
+    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
+        row.sum += __shfl_xor_sync(0xFFFFFFFFu, row.sum, step);
+    }
+    return row;
+}
+
+/* sum_s f_s out_s of a thread's values. Splits past the last one have factor 0, too. */
+static __device__ __forceinline__ float4
+fold_values(const float *values, int64_t stride, int num_splits, const whole_row &row)
+{
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int first = 0; first < num_splits; first += FLIGHT) {
+        const float mine = first < SMLA_WARP_LANES ? row.factor[0] : row.factor[1];
+        float factor[FLIGHT];
+        float4 part[FLIGHT];
+#pragma unroll
+        for (int i = 0; i < FLIGHT; i++) {
+            factor[i] = __shfl_sync(0xFFFFFFFFu, mine, (first + i) % SMLA_WARP_LANES);
+            part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (factor[i] != 0.0f) {
+                part[i] = *(const float4 *)(values + (first + i) * stride);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < FLIGHT; i++) {
+            total.x += part[i].x * factor[i];
+            total.y += part[i].y * factor[i];
+            total.z += part[i].z * factor[i];
+            total.w += part[i].w * factor[i];
+        }
+    }
+    return total;
+}
+
+static __global__ void
+__launch_bounds__(CTA_THREADS) combine(const __grid_constant__ combine_launch launch)
+{
+    const smla_attention_params &params = launch.params;
+    const int first_value = (int)threadIdx.x * THREAD_VALUES;
+    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+    for (int64_t row_idx = blockIdx.x; row_idx < launch.num_rows; row_idx += gridDim.x) {
+        const int64_t token = row_idx / params.num_heads;
+        const int64_t head = row_idx % params.num_heads;
+        const int64_t first = token * params.num_splits * params.num_heads + head;
+        const whole_row row = fold_states(launch.partials.state + 2 * first, 2 * params.num_heads,
+                                          params.num_splits, lane);
+        const float factor =
+            softmax_finish(params, token, head, row.max_log2, row.sum, threadIdx.x == 0);
+        const float4 total =
+            fold_values(launch.partials.out + first * SMLA_KV_LORA_RANK + first_value,
+                        params.num_heads * SMLA_KV_LORA_RANK, params.num_splits, row);
+        const uint32_t words[2] = {smla_cvt_bf16x2(total.x * factor, total.y * factor),
+                                   smla_cvt_bf16x2(total.z * factor, total.w * factor)};
+        uint16_t *const to = params.out + token * params.out_stride_token +
+                             head * params.out_stride_head + first_value;
+        if (launch.out_is_aligned) {
+            smla_store_words<8, true>(to, words);
+        } else {
+            smla_store_words<8, false>(to, words);
+        }
+    }
+}
+
+cudaError_t
+smla_cuda_launch_combine(const smla_attention_params *params)
+{
+    combine_launch launch = {};
+    launch.params = *params;
+    launch.partials = smla_partials_of(params);
+    launch.num_rows = params->num_tokens * params->num_heads;
+    launch.out_is_aligned = smla_is_multiple(params->out, params->out_stride_token * 2, 8) &&
+                            params->out_stride_head % 4 == 0;
+    return smla_launch(combine, launch, launch.num_rows, CTA_THREADS, 0, params->stream.handle);
+}

@@ -1,0 +1,116 @@
+/* kernels.h: what attention.c knows about the attention kernels, and what they leave to the combine
+ * kernel. A kernel is one row of the table in attention.c; its launcher stands at the foot of its
+ * .cu file. Compiles as C and as CUDA.
+ */
+#ifndef SMLA_CUDA_KERNELS_H
+#define SMLA_CUDA_KERNELS_H
+
+#include "cuda.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- Rows ---------------------------------------------------------------------------------- */
+
+/* Which row formats the key lists of a call have. */
+typedef enum smla_row_formats {
+    SMLA_ROWS_FP8 = 1,   /* fp8_ds_mla alone */
+    SMLA_ROWS_BF16 = 2,  /* bfloat16 alone */
+    SMLA_ROWS_MIXED = 3, /* one list of each */
+} smla_row_formats;
+
+typedef struct smla_attention_kernel {
+    int32_t min_arch; /* compute capability, major * 10 + minor */
+    int32_t max_arch;
+    smla_row_formats formats;
+    int32_t min_heads; /* of the call */
+    int32_t max_heads;
+    int32_t heads_per_cta; /* more heads are more CTAs, which gather the same rows */
+    int32_t ctas_per_sm;   /* at most; for the split schedule */
+    int32_t shared_bytes;  /* of one CTA */
+    const char *name;      /* source file and variant */
+    cudaError_t (*launch)(const smla_attention_params *params);
+} smla_attention_kernel;
+
+enum {
+    SMLA_SM80_KEYS = 32,  /* keys of a block */
+    SMLA_SM80_GROUPS = 4, /* of warps, that cut the 576 dimensions of a score among them */
+};
+
+/* Versions of the weights in shared memory: one per scale tile, or one. */
+#define SMLA_SM80_VERSIONS(formats) ((formats) == SMLA_ROWS_BF16 ? 1 : SMLA_NUM_SCALE_TILES)
+
+/* CTAs that an SM has registers for: the more heads, the more sums each thread holds. */
+#define SMLA_SM80_CTAS_PER_SM(heads) ((heads) == 16 ? 2 : 1)
+
+/* Shared memory of attention_sm80.cu: query and keys, weights, scores, scales, masks, factors and
+ * rows. */
+#define SMLA_SM80_SHARED_BYTES(heads, formats)                                                     \
+    (((heads) + SMLA_SM80_KEYS) * SMLA_HEAD_DIM * 2 +                                              \
+     SMLA_SM80_VERSIONS(formats) * (heads) * SMLA_SM80_KEYS * 2 +                                  \
+     SMLA_SM80_GROUPS * (heads) * SMLA_SM80_KEYS * 4 + SMLA_NUM_SCALE_TILES * SMLA_SM80_KEYS * 4 + \
+     SMLA_SM80_KEYS * 4 + ((heads) < 32 ? 32 : (heads)) * 4 + (heads) * 16)
+
+/* attention_sm80.cu */
+cudaError_t smla_attend_sm80_fp8_64(const smla_attention_params *params);
+cudaError_t smla_attend_sm80_fp8_32(const smla_attention_params *params);
+cudaError_t smla_attend_sm80_fp8_16(const smla_attention_params *params);
+cudaError_t smla_attend_sm80_bf16_64(const smla_attention_params *params);
+cudaError_t smla_attend_sm80_bf16_32(const smla_attention_params *params);
+cudaError_t smla_attend_sm80_bf16_16(const smla_attention_params *params);
+cudaError_t smla_attend_sm80_mixed_16(const smla_attention_params *params);
+
+/* ---- Partial rows -------------------------------------------------------------------------- */
+
+/* What the splits leave in the workspace, element (token * num_splits + split) * num_heads + head
+ * of each array. The out of a row with sum 0 is not written. */
+typedef struct smla_partial_rows {
+    float *state; /* [T * splits * H][2]: max_log2, sum (softmax.cuh) */
+    float *out;   /* [T * splits * H][512] */
+} smla_partial_rows;
+
+enum { SMLA_PARTIAL_ALIGN = 16 }; /* what vector accesses need */
+
+static inline int64_t
+smla_partial_state_bytes(int64_t num_rows)
+{
+    const int64_t bytes = num_rows * 2 * (int64_t)sizeof(float);
+    return (bytes + SMLA_PARTIAL_ALIGN - 1) / SMLA_PARTIAL_ALIGN * SMLA_PARTIAL_ALIGN;
+}
+
+static inline int64_t
+smla_partial_bytes(int64_t num_rows)
+{
+    return smla_partial_state_bytes(num_rows) +
+           num_rows * SMLA_KV_LORA_RANK * (int64_t)sizeof(float);
+}
+
+/* Bytes at the head of the workspace that its alignment wastes. */
+static inline int64_t
+smla_partial_padding(const void *workspace)
+{
+    return (int64_t)(-(uintptr_t)workspace % SMLA_PARTIAL_ALIGN);
+}
+
+static inline int64_t
+smla_partial_num_rows(const smla_attention_params *params)
+{
+    return params->num_tokens * params->num_splits * params->num_heads;
+}
+
+static inline smla_partial_rows
+smla_partials_of(const smla_attention_params *params)
+{
+    uint8_t *const memory = (uint8_t *)params->workspace + smla_partial_padding(params->workspace);
+    smla_partial_rows partials;
+    partials.state = (float *)memory;
+    partials.out = (float *)(memory + smla_partial_state_bytes(smla_partial_num_rows(params)));
+    return partials;
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* SMLA_CUDA_KERNELS_H */

@@ -1,0 +1,142 @@
+/* ptx.cuh: one PTX instruction per function, for what C++ has no words for. All of it is sm_80.
+ *
+ * Fragments, with g = lane / 4 and c = lane % 4:
+ *   A of m16n8k16  a[0] row g,     columns 2c, 2c+1    a[1] row g + 8, the same columns
+ *                  a[2] row g, columns 2c+8, 2c+9      a[3] row g + 8, the same columns
+ *   B              b[0] rows 2c, 2c+1 of column g      b[1] rows 2c+8, 2c+9 of column g
+ *   C, D           d[0], d[1] row g, columns 2c, 2c+1  d[2], d[3] row g + 8, the same columns
+ * ldmatrix reads four 8 x 8 matrices of bf16: lane l gives the address of row l % 8 of matrix
+ * l / 8, 16 bytes, and receives elements 2c, 2c+1 of row g of each; with .trans, elements g of rows
+ * 2c, 2c+1.
+ */
+#ifndef SMLA_CUDA_PTX_CUH
+#define SMLA_CUDA_PTX_CUH
+
+#include <stdint.h>
+
+/* Where shared memory lies in its own window: the address that the instructions below take. */
+static __device__ __forceinline__ uint32_t
+ptx_shared_address(const void *pointer)
+{
+    return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+/* No instruction: the same value, but the compiler does not know it. What is computed from it in a
+ * loop is computed there again, instead of being kept in registers that the loop needs. */
+static __device__ __forceinline__ int
+ptx_forget(int x)
+{
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+static __device__ __forceinline__ void
+ptx_ldmatrix_x4(uint32_t address, uint32_t r[4])
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void
+ptx_ldmatrix_x4_trans(uint32_t address, uint32_t r[4])
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+/* d += a * b: bf16 products, subnormals kept, fp32 sums. */
+static __device__ __forceinline__ void
+ptx_mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2])
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* a * b + c of two bf16, one rounding, subnormals kept. */
+static __device__ __forceinline__ uint32_t
+ptx_fma_bf16x2(uint32_t a, uint32_t b, uint32_t c)
+{
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
+/* 2^x to two units in the last place; results below 2^-126 are 0; 2^-inf = 0. */
+static __device__ __forceinline__ float
+ptx_exp2(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* Global memory that no one writes meanwhile, read once: kept out of L1. Zeros unless `is_on`, and
+ * then the address is not looked at. */
+static __device__ __forceinline__ void
+ptx_load_16(const void *from, bool is_on, uint32_t words[4])
+{
+    asm volatile("{\n\t"
+                 ".reg .pred on;\n\t"
+                 "setp.ne.b32 on, %5, 0;\n\t"
+                 "mov.b32 %0, 0;\n\t"
+                 "mov.b32 %1, 0;\n\t"
+                 "mov.b32 %2, 0;\n\t"
+                 "mov.b32 %3, 0;\n\t"
+                 "@on ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n\t"
+                 "}"
+                 : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
+                 : "l"(from), "r"((int)is_on));
+}
+
+static __device__ __forceinline__ void
+ptx_load_8(const void *from, bool is_on, uint32_t words[2])
+{
+    asm volatile("{\n\t"
+                 ".reg .pred on;\n\t"
+                 "setp.ne.b32 on, %3, 0;\n\t"
+                 "mov.b32 %0, 0;\n\t"
+                 "mov.b32 %1, 0;\n\t"
+                 "@on ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];\n\t"
+                 "}"
+                 : "=&r"(words[0]), "=&r"(words[1])
+                 : "l"(from), "r"((int)is_on));
+}
+
+/* `otherwise` in place of zero. */
+static __device__ __forceinline__ void
+ptx_load_4(const void *from, bool is_on, uint32_t otherwise, uint32_t *word)
+{
+    asm volatile("{\n\t"
+                 ".reg .pred on;\n\t"
+                 "setp.ne.b32 on, %2, 0;\n\t"
+                 "@on ld.global.nc.L1::no_allocate.b32 %0, [%1];\n\t"
+                 "}"
+                 : "+r"(otherwise)
+                 : "l"(from), "r"((int)is_on));
+    *word = otherwise;
+}
+
+/* 16 bytes from global to shared memory, past the registers. They are there for this thread after
+ * its ptx_cp_async_wait_all, for others after a barrier that follows. */
+static __device__ __forceinline__ void
+ptx_cp_async_16(uint32_t to_shared, const void *from)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :
+                 : "r"(to_shared), "l"(from)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void
+ptx_cp_async_wait_all(void)
+{
+    asm volatile("cp.async.wait_all;" : : : "memory");
+}
+
+#endif /* SMLA_CUDA_PTX_CUH */

@@ -1,0 +1,222 @@
+"""Which CUDA toolkit a build takes, and what becomes of ptxas' report; nvcc is a script here."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BUILDTOOLS = Path(__file__).parents[1] / "buildtools"
+
+
+def load(name: str):
+    """By its path: `toolkit` and the like are nobody's names in sys.path."""
+    spec = importlib.util.spec_from_file_location(f"buildtools_{name}", BUILDTOOLS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+toolkit = load("toolkit")
+
+
+def install(root: Path, version: str = "13.0", lib: str = "lib64") -> Path:
+    """A toolkit whose nvcc answers what the build asks."""
+    for folder, file in (("include", "cuda_runtime_api.h"), (lib, "libcudart_static.a")):
+        (root / folder).mkdir(parents=True)
+        (root / folder / file).touch()
+    (root / "bin").mkdir()
+    nvcc = root / "bin/nvcc"
+    answer = f"Cuda compilation tools, release {version}, V{version}.88"
+    nvcc.write_text(
+        f'#!/bin/sh\nif [ "$1" = --version ]; then echo "{answer}"; '
+        f'else echo "#\\$ TOP={root}/bin/.." >&2; fi\n'
+    )
+    nvcc.chmod(0o755)
+    return root
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """No toolkit, no driver, Linux on x86-64, and the paths of this test."""
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("SPARSE_MLA_CUDA", raising=False)
+    monkeypatch.setenv("NVCC_CCBIN", "/bin/sh")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(toolkit, "STANDARD_PLACE", tmp_path / "usr/local/cuda")
+    monkeypatch.setattr(toolkit, "DRIVER_FILES", (str(tmp_path / "driver"),))
+    monkeypatch.setattr(toolkit, "has_wheels", lambda: True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site-packages")])
+    return tmp_path
+
+
+def test_none_is_a_cpu_only_build(machine):
+    assert toolkit.find_toolkit("auto") is None
+    assert toolkit.find_toolkit("off") is None
+
+
+@pytest.mark.parametrize(("mode", "hint"), [("system", "toolkit installed"), ("wheel", "nvvm")])
+def test_none_is_an_error_where_one_was_asked_for(machine, mode, hint):
+    with pytest.raises(SystemExit, match=hint):
+        toolkit.find_toolkit(mode)
+
+
+def test_the_order_of_the_search(machine, monkeypatch):
+    install(machine / "site-packages/nvidia/cu13", lib="lib")
+    assert toolkit.find_toolkit("auto").origin == "PyPI"
+    install(toolkit.STANDARD_PLACE)
+    assert toolkit.find_toolkit("auto").origin == str(toolkit.STANDARD_PLACE)
+    monkeypatch.setenv("PATH", f"/nowhere:{install(machine / 'path')}/bin")
+    assert toolkit.find_toolkit("auto").origin == "PATH"
+    monkeypatch.setenv("CUDA_HOME", str(install(machine / "home")))
+    found = toolkit.find_toolkit("auto")
+    assert found.origin == "CUDA_HOME"
+    assert found.nvcc == machine / "home/bin/nvcc"
+    assert found.include == machine / "home/include"
+    assert found.lib == machine / "home/lib64"
+    assert toolkit.find_toolkit("system") == found
+    wheel = toolkit.find_toolkit("wheel")
+    assert wheel.lib == machine / "site-packages/nvidia/cu13/lib"
+    assert wheel.version == "13.0.88"
+
+
+def test_a_script_on_the_path_leads_to_the_toolkit(machine, monkeypatch):
+    root = install(machine / "elsewhere")
+    (machine / "bin").mkdir()
+    script = machine / "bin/nvcc"
+    script.write_text(f'#!/bin/sh\nexec {root}/bin/nvcc "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(machine / "bin"))
+    assert toolkit.find_toolkit("auto").lib == root / "lib64"
+
+
+def test_an_old_nvcc_is_passed_over_with_a_note(machine, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", f"{install(machine / 'old', '11.8')}/bin")
+    install(toolkit.STANDARD_PLACE, "12.8")
+    assert toolkit.find_toolkit("auto").version == "12.8.88"
+    assert "CUDA 11.8.88 is older than 12.8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["bin/nvcc", "include/cuda_runtime_api.h"])
+def test_a_named_toolkit_that_is_unusable_is_an_error(machine, monkeypatch, damage):
+    root = install(machine / "home")
+    (root / damage).unlink()
+    install(toolkit.STANDARD_PLACE)
+    monkeypatch.setenv("CUDA_HOME", str(root))
+    with pytest.raises(SystemExit, match=f"CUDA_HOME={root}.*{Path(damage).name}"):
+        toolkit.find_toolkit("auto")
+
+
+def test_a_missing_host_compiler_is_named(machine, monkeypatch):
+    install(toolkit.STANDARD_PLACE)
+    monkeypatch.delenv("NVCC_CCBIN")
+    with pytest.raises(SystemExit, match=r"nvcc needs g\+\+.*install g\+\+"):
+        toolkit.find_toolkit("auto")
+
+
+def test_an_unknown_mode_is_an_error(machine, monkeypatch):
+    monkeypatch.setenv("SPARSE_MLA_CUDA", "yes")
+    with pytest.raises(SystemExit, match="SPARSE_MLA_CUDA=yes: must be one of auto, system"):
+        toolkit.selected_mode()
+
+
+@pytest.mark.parametrize(
+    ("mode", "driver", "toolkit_there", "count"),
+    [
+        ("auto", False, False, 0),
+        ("auto", True, False, 5),
+        ("auto", True, True, 0),
+        ("wheel", False, True, 5),
+        ("system", True, False, 0),
+        ("off", True, False, 0),
+    ],
+)
+def test_wheels_that_pip_is_asked_for(machine, monkeypatch, mode, driver, toolkit_there, count):
+    if driver:
+        (machine / "driver").touch()
+    if toolkit_there:
+        install(toolkit.STANDARD_PLACE)
+    monkeypatch.setenv("SPARSE_MLA_CUDA", mode)
+    wheels = toolkit.wanted_wheels()
+    assert len(wheels) == count
+    assert all(wheel.startswith("nvidia-") and "==" in wheel for wheel in wheels)
+
+
+# What nvcc 13.0 prints for one kernel and two architectures, and of the function that it calls.
+CLEAN = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z3addILi2EEvPfi' for 'sm_80'
+ptxas info    : Function properties for _Z3addILi2EEvPfi
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 256 bytes smem, 364 bytes cmem[0]
+ptxas info    : Compile time = 14.180 ms
+ptxas info    : Function properties for _Z4helpPf
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z3addILi2EEvPfi' for 'sm_90a'
+ptxas info    : Function properties for _Z3addILi2EEvPfi
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 10 registers, used 1 barriers
+ptxas info    : Compile time = 3.171 ms
+"""
+STACK = CLEAN.replace("0 bytes stack frame, 0 bytes", "32 bytes stack frame, 0 bytes", 1)
+SPILL = "4 bytes spill loads".join(CLEAN.rsplit("0 bytes spill loads", 1))
+ADVICE = CLEAN + "ptxas info    : (C7510) Potential Performance Loss: wgmma is serialized\n"
+WARNING = CLEAN + "ptxas warning : Value of threads per SM is out of range\n"
+
+
+def report(tmp_path: Path, output: str, *options: str, status: int = 0):
+    """Runs ptxas.py on a compiler that prints `output`."""
+    file = tmp_path / "output"
+    file.write_text(output)
+    compiler = ["sh", "-c", f"cat {file} >&2; exit {status}"]
+    command = [BUILDTOOLS / "ptxas.py", "--title=nvcc", *options, tmp_path / "report", *compiler]
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+
+
+def test_a_report_is_one_line_per_kernel_and_architecture(tmp_path):
+    done = report(tmp_path, CLEAN, "--strict")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    title, header, *lines = (tmp_path / "report").read_text().splitlines()
+    assert title == "nvcc"
+    assert re.split("  +", header) == [
+        *("arch", "registers", "stack", "spill stores", "spill loads", "shared", "kernel")
+    ]
+    numbers = [line.split()[:6] for line in lines]
+    assert ["sm_80", "40", "0", "0", "0", "256"] in numbers
+    assert ["sm_90a", "10", "0", "0", "0", "0"] in numbers
+    assert ["sm_80", "-", "0", "0", "0", "0"] in numbers
+    assert len(numbers) == 3
+
+
+@pytest.mark.parametrize(
+    ("output", "arch", "bytes_used"),
+    [(STACK, "sm_80", "32 bytes of stack"), (SPILL, "sm_90a", "4 of loads")],
+)
+def test_local_memory_fails_the_build(tmp_path, output, arch, bytes_used):
+    done = report(tmp_path, output)
+    assert done.returncode == 1
+    assert f" for {arch} uses local memory" in done.stderr
+    assert bytes_used in done.stderr
+    assert "add" in done.stderr
+    assert (tmp_path / "report").exists()
+    assert report(tmp_path, output, "--allow-spills").returncode == 0
+
+
+@pytest.mark.parametrize("output", [ADVICE, WARNING])
+def test_advice_is_shown_and_is_an_error_when_strict(tmp_path, output):
+    lenient = report(tmp_path, output)
+    assert lenient.returncode == 0
+    assert lenient.stderr.strip() == output.splitlines()[-1]
+    assert report(tmp_path, output, "--strict").returncode == 1
+
+
+def test_the_compiler_s_failure_is_the_build_s(tmp_path):
+    done = report(tmp_path, "file.cu(3): error: no such thing", status=2)
+    assert done.returncode == 2
+    assert "no such thing" in done.stderr
