@@ -1,7 +1,8 @@
 /* array.c: one array of a call, whoever made it: acquire, check, release.
  *
- * The order is from the cheapest to the most general: our Tensor, NumPy, DLPack's exchange API,
- * __dlpack__, the buffer protocol. numpy.c and dlpack.c read their own; result.c makes new arrays.
+ * The order is from the cheapest to the most general: NumPy, our Tensor, CuPy, DLPack's exchange
+ * API, __dlpack__, the buffer protocol. numpy.c, cupy.c and dlpack.c read their own; stream.c puts
+ * the arrays of a call in order; result.c makes new ones.
  */
 #include "exchange.h"
 
@@ -18,11 +19,18 @@ smla_py_init_arrays(smla_py_state *state)
         const char *text;
     } names[] = {
         {&state->str_dlpack, "__dlpack__"},
+        {&state->str_dlpack_device, "__dlpack_device__"},
         {&state->str_exchange_api, "__dlpack_c_exchange_api__"},
         {&state->str_requires_grad, "requires_grad"},
         {&state->str_is_neg, "is_neg"},
         {&state->str_module, "__module__"},
         {&state->str_block_until_ready, "block_until_ready"},
+        {&state->str_data, "data"},
+        {&state->str_ptr, "ptr"},
+        {&state->str_device_id, "device_id"},
+        {&state->str_shape, "shape"},
+        {&state->str_strides, "strides"},
+        {&state->str_dtype, "dtype"},
     };
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         *names[i].slot = PyUnicode_InternFromString(names[i].text);
@@ -31,9 +39,12 @@ smla_py_init_arrays(smla_py_state *state)
         }
     }
     state->empty_tuple = PyTuple_New(0);
-    state->dlpack_kwargs =
-        Py_BuildValue("{s(ii)}", "max_version", DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION);
-    if (state->empty_tuple == NULL || state->dlpack_kwargs == NULL) {
+    state->max_version = Py_BuildValue("(ii)", DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION);
+    if (state->empty_tuple == NULL || state->max_version == NULL) {
+        return -1;
+    }
+    state->dlpack_kwargs = Py_BuildValue("{s:O}", "max_version", state->max_version);
+    if (state->dlpack_kwargs == NULL) {
         return -1;
     }
     return smla_py_init_numpy(state);
@@ -146,7 +157,16 @@ read_any(const smla_py_state *state, const char *op, const char *name, smla_py_r
     if (Py_TYPE(object) == state->tensor_type) {
         return read_tensor(op, name, object, array);
     }
+    if (smla_py_is_cupy(state, object)) {
+        return smla_py_read_cupy(state, op, name, object, array);
+    }
     int status = smla_py_read_exchange_api(state, op, name, role, object, array);
+    if (status == SMLA_PY_NOT_THIS) {
+        status = smla_py_meet_cupy(state, object);
+        if (status == 0) {
+            return smla_py_read_cupy(state, op, name, object, array);
+        }
+    }
     if (status == SMLA_PY_NOT_THIS) {
         status = smla_py_read_dlpack(state, op, name, role, object, array);
     }
@@ -173,15 +193,32 @@ is_written(smla_py_role role)
 }
 
 int
+smla_py_check_writable(const char *op, const smla_py_array *array)
+{
+    if (!array->is_read_only || !array->is_written) {
+        return 0;
+    }
+    PyObject *got = smla_py_type_name(array->object);
+    PyErr_Format(PyExc_BufferError, "%s: `%s` must be writable, got a read-only %V", op,
+                 array->name, got, "array");
+    Py_XDECREF(got);
+    return -1;
+}
+
+int
 smla_py_acquire(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
                 PyObject *object, smla_py_array *array)
 {
+    array->name = name;
     array->object = NULL;
     array->framework = SMLA_PY_UNKNOWN;
     array->importer = NULL;
     array->exchange_api = NULL;
     array->is_read_only = false;
     array->is_new = false;
+    array->is_written = is_written(role);
+    array->is_deferred = false;
+    array->is_foreign = false;
     array->release = SMLA_PY_RELEASE_NOTHING;
     const bool may_be_absent =
         role == SMLA_PY_OPTIONAL || role == SMLA_PY_OUTPUT || role == SMLA_PY_RETAINED_OUTPUT;
@@ -190,12 +227,8 @@ smla_py_acquire(const smla_py_state *state, const char *op, const char *name, sm
     }
     array->object = Py_NewRef(object);
     int status = read_any(state, op, name, role, object, array);
-    if (status == 0 && array->is_read_only && is_written(role)) {
-        PyObject *got = smla_py_type_name(object);
-        PyErr_Format(PyExc_BufferError, "%s: `%s` must be writable, got a read-only %V", op, name,
-                     got, "array");
-        Py_XDECREF(got);
-        status = -1;
+    if (status == 0) {
+        status = smla_py_check_writable(op, array);
     }
     if (status < 0) {
         smla_py_release_array(array);

@@ -1,8 +1,9 @@
 /* builder.c: the metadata builder as a Python object, and the forward pass of the step it built.
  *
  * The object keeps alive what the core refers to: the workspace as long as itself, the block table
- * of a step until the next build. Arrays that it hands out view the persistent buffers and keep the
- * object alive in turn. sparse_mla/backend.py puts names on all of it.
+ * of a step until the next build, whose copy to the device stands behind all forwards of the step.
+ * Arrays that it hands out view the persistent buffers and keep the object alive in turn; on a
+ * device they carry the event of the build. sparse_mla/backend.py puts names on all of it.
  */
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -131,6 +132,11 @@ builder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     int result = smla_py_acquire(PyType_GetModuleState(type), op, "workspace",
                                  SMLA_PY_RETAINED_OUTPUT, workspace, &builder->workspace);
     if (result == 0) {
+        smla_py_stream stream = {.backend = NULL};
+        result =
+            smla_py_settle_arrays(PyType_GetModuleState(type), op, &builder->workspace, 1, &stream);
+    }
+    if (result == 0) {
         config.workspace = smla_py_view(&builder->workspace);
         Py_BEGIN_ALLOW_THREADS
         status = smla_builder_create(&config, &builder->core, &error);
@@ -151,7 +157,9 @@ builder_dealloc(PyObject *self)
 {
     smla_py_builder *builder = (smla_py_builder *)self;
     PyTypeObject *type = Py_TYPE(self);
+    Py_BEGIN_ALLOW_THREADS /* a device may be waited for, and its callbacks for us */
     smla_builder_destroy(builder->core);
+    Py_END_ALLOW_THREADS
     smla_py_release_array(&builder->workspace);
     smla_py_release_array(&builder->block_table[0]);
     smla_py_release_array(&builder->block_table[1]);
@@ -165,7 +173,7 @@ builder_dealloc(PyObject *self)
 /* A persistent int32 buffer cut to `count`: an ndarray on the CPU, else a Tensor. Read-only: what
  * the kernels read is the builder's to write. */
 static PyObject *
-view_buffer(smla_py_builder *builder, const int32_t *data, int64_t count)
+view_buffer(smla_py_builder *builder, PyObject *event, const int32_t *data, int64_t count)
 {
     if (data == NULL) {
         return Py_NewRef(Py_None);
@@ -180,7 +188,7 @@ view_buffer(smla_py_builder *builder, const int32_t *data, int64_t count)
     PyObject *self = (PyObject *)builder;
     return builder->device.device_type == kDLCPU
                ? smla_py_numpy_view(state_of(self), self, &view, false)
-               : smla_py_tensor_view(state_of(self), self, &view, true);
+               : smla_py_tensor_view(state_of(self), self, &view, event, true);
 }
 
 static PyObject *
@@ -200,7 +208,7 @@ list_chunks(const smla_metadata *m)
 }
 
 static PyObject *
-describe_step(smla_py_builder *builder, const smla_metadata *m)
+describe_step(smla_py_builder *builder, PyObject *event, const smla_metadata *m)
 {
     return Py_BuildValue(
         "{s:L,s:s,s:L,s:L,s:L,s:L,s:L,s:L,s:N,s:N,s:N,s:N,s:N}", "generation",
@@ -209,11 +217,12 @@ describe_step(smla_py_builder *builder, const smla_metadata *m)
         "num_decode_tokens", (long long)m->split.num_decode_tokens, "num_prefill_tokens",
         (long long)m->split.num_prefill_tokens, "decode_query_len", (long long)m->decode_query_len,
         "decode_num_splits", (long long)m->decode_num_splits, "req_id_per_token",
-        view_buffer(builder, m->req_id_per_token, m->num_actual_tokens), "prefill_seq_lens",
-        view_buffer(builder, m->prefill_seq_lens, m->split.num_prefills), "prefill_request_ids",
-        view_buffer(builder, m->prefill_request_ids, m->num_actual_tokens),
+        view_buffer(builder, event, m->req_id_per_token, m->num_actual_tokens), "prefill_seq_lens",
+        view_buffer(builder, event, m->prefill_seq_lens, m->split.num_prefills),
+        "prefill_request_ids",
+        view_buffer(builder, event, m->prefill_request_ids, m->num_actual_tokens),
         "prefill_workspace_starts",
-        view_buffer(builder, m->prefill_workspace_starts, m->split.num_prefills), "chunks",
+        view_buffer(builder, event, m->prefill_workspace_starts, m->split.num_prefills), "chunks",
         list_chunks(m));
 }
 
@@ -228,15 +237,47 @@ check_length(const char *op, const char *name, int64_t wanted, int64_t got)
     return -1;
 }
 
+/* Lets go of the former step's block table, once the work that is there is over. `event` gets a new
+ * reference to that of the build, or NULL where views need none. */
+static int
+replace_block_table(smla_py_builder *builder, const char *op, smla_py_stream *stream,
+                    PyObject **event)
+{
+    const smla_py_state *state = state_of((PyObject *)builder);
+    smla_py_array *former = &builder->block_table[builder->current];
+    const smla_py_array *next = &builder->block_table[1 - builder->current];
+    int status = 0;
+    if (stream->is_cuda) {
+        status = smla_py_find_backend(op, stream);
+        if (status == 0 && !stream->is_capturing) {
+            *event = smla_py_record(op, stream);
+            status = *event == NULL ? -1 : 0;
+        }
+        former->is_foreign |= next->is_foreign;
+        if (status == 0) {
+            status = smla_py_keep(state, op, former, 1, stream);
+        }
+    }
+    smla_py_release_array(former);
+    builder->current = 1 - builder->current;
+    return status;
+}
+
 /* With the host arrays read: block table in, core, block table of the former step out. */
 static PyObject *
-build_step(smla_py_builder *builder, const char *op, smla_build_args *a, PyObject *block_table)
+build_step(smla_py_builder *builder, const char *op, smla_build_args *a, smla_py_stream *stream,
+           PyObject *block_table)
 {
+    const smla_py_state *state = state_of((PyObject *)builder);
     smla_py_array *next = &builder->block_table[1 - builder->current];
-    if (smla_py_acquire(state_of((PyObject *)builder), op, "block_table", SMLA_PY_RETAINED,
-                        block_table, next) < 0) {
+    if (smla_py_acquire(state, op, "block_table", SMLA_PY_RETAINED, block_table, next) < 0) {
         return NULL;
     }
+    if (smla_py_settle_arrays(state, op, next, 1, stream) < 0) {
+        smla_py_release_array(next);
+        return NULL;
+    }
+    a->stream = stream->at.handle;
     const smla_metadata *metadata = NULL;
     smla_error error;
     smla_status status;
@@ -248,11 +289,13 @@ build_step(smla_py_builder *builder, const char *op, smla_build_args *a, PyObjec
         smla_py_release_array(next);
         return smla_py_raise(&error);
     }
-    smla_py_release_array(&builder->block_table[builder->current]);
-    builder->current = 1 - builder->current;
+    PyObject *event = NULL;
+    const int replaced = replace_block_table(builder, op, stream, &event);
     builder->generation++;
     builder->num_actual_tokens = metadata->num_actual_tokens;
-    return describe_step(builder, metadata);
+    PyObject *step = replaced < 0 ? NULL : describe_step(builder, event, metadata);
+    Py_XDECREF(event);
+    return step;
 }
 
 PyDoc_STRVAR(builder_build_doc,
@@ -267,6 +310,7 @@ builder_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
     smla_py_builder *builder = (smla_py_builder *)self;
     const smla_py_state *state = state_of(self);
     smla_build_args a = {.struct_size = sizeof a};
+    smla_py_stream stream = {.is_given = num_args == 6 && args[5] != Py_None};
     int32_t *query_start_loc = NULL;
     int32_t *seq_lens = NULL;
     int64_t num_starts = 0;
@@ -277,7 +321,7 @@ builder_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
     PyObject *step = NULL;
     if (smla_py_parse_int(op, "num_reqs", args[3], &a.num_reqs) == 0 &&
         smla_py_parse_int(op, "num_actual_tokens", args[4], &a.num_actual_tokens) == 0 &&
-        smla_py_parse_stream(op, args[5], &a.stream) == 0 &&
+        smla_py_parse_stream(op, args[5], &stream.at.handle) == 0 &&
         smla_py_host_ints(state, op, "query_start_loc_cpu", args[0], &query_start_loc,
                           &num_starts) == 0 &&
         smla_py_host_ints(state, op, "seq_lens_cpu", args[1], &seq_lens, &num_lens) == 0 &&
@@ -285,7 +329,7 @@ builder_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
         check_length(op, "seq_lens_cpu", num_lens, a.num_reqs) == 0) {
         a.query_start_loc_cpu = query_start_loc;
         a.seq_lens_cpu = seq_lens;
-        step = build_step(builder, op, &a, args[2]);
+        step = build_step(builder, op, &a, &stream, args[2]);
     }
     free(query_start_loc);
     free(seq_lens);
@@ -297,29 +341,45 @@ builder_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 
 enum { FWD_Q, FWD_Q_PE, FWD_KV_CACHE, FWD_TOPK, FWD_SINK, FWD_OUT, FWD_LSE };
 
+/* Makes the rows of a new result zero that stand behind the step's tokens. */
+static int
+fill_rest(smla_py_call *call, const smla_py_array *array, int64_t num_written)
+{
+    int64_t row_bytes = smla_py_element_bytes(array->view.dtype);
+    for (int d = 1; d < array->view.ndim; d++) {
+        row_bytes *= array->shape[d];
+    }
+    char *rest = (char *)array->view.data + array->view.byte_offset + num_written * row_bytes;
+    const int64_t bytes = (array->shape[0] - num_written) * row_bytes;
+    if (array->view.device.device_type == kDLCPU) {
+        memset(rest, 0, (size_t)bytes);
+        return 0;
+    }
+    smla_error error;
+    if (smla_py_find_backend(call->op, &call->stream) < 0) {
+        return -1;
+    }
+    if (call->stream.backend->streams->fill_zero(call->op, call->stream.at, rest, bytes, &error) !=
+        SMLA_OK) {
+        smla_py_raise(&error);
+        return -1;
+    }
+    return 0;
+}
+
 /* Allocates a result of q's number of rows; those behind the step's tokens, which nobody writes,
  * are zero. */
 static int
 allocate_rows(smla_py_call *call, int i, DLDataType dtype, int ndim, const int64_t *shape,
               int64_t num_written)
 {
-    smla_py_array *array = &call->arrays[i];
-    if (array->object != NULL) {
+    if (call->arrays[i].object != NULL) {
         return 0;
     }
-    if (smla_py_allocate(call->state, call->op, &call->arrays[FWD_Q], dtype, ndim, shape, array) <
-        0) {
+    if (smla_py_allocate_result(call, i, dtype, ndim, shape) < 0) {
         return -1;
     }
-    if (array->view.device.device_type == kDLCPU && num_written < shape[0]) {
-        int64_t row_bytes = smla_py_element_bytes(dtype);
-        for (int d = 1; d < ndim; d++) {
-            row_bytes *= shape[d];
-        }
-        memset((char *)array->view.data + array->view.byte_offset + num_written * row_bytes, 0,
-               (size_t)((shape[0] - num_written) * row_bytes));
-    }
-    return 0;
+    return num_written < shape[0] ? fill_rest(call, &call->arrays[i], num_written) : 0;
 }
 
 static int
@@ -351,8 +411,12 @@ run_forward(smla_py_call *call, smla_forward_args *a)
     Py_BEGIN_ALLOW_THREADS
     status = smla_forward(a, &error);
     Py_END_ALLOW_THREADS
+    const int kept = smla_py_keep_call(call, status);
     if (status != SMLA_OK) {
         return smla_py_raise(&error);
+    }
+    if (kept < 0) {
+        return NULL;
     }
     PyObject *out = smla_py_result(&call->arrays[FWD_OUT]);
     PyObject *lse = out == NULL ? NULL : smla_py_result(&call->arrays[FWD_LSE]);
@@ -379,21 +443,23 @@ builder_forward(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
     smla_py_builder *builder = (smla_py_builder *)self;
     smla_forward_args a = {.struct_size = sizeof a, .builder = builder->core};
     int64_t generation = 0;
+    smla_py_call call;
+    smla_py_open(&call, state_of(self), op);
     if (smla_py_check_count(op, num_args, 9) < 0 ||
         smla_py_parse_float(op, "softmax_scale", args[6], &a.softmax_scale) < 0 ||
         smla_py_parse_int(op, "generation", args[7], &generation) < 0 ||
-        smla_py_parse_stream(op, args[8], &a.stream) < 0 || enter(builder, op) < 0) {
+        smla_py_take_stream(&call, args[8]) < 0 || enter(builder, op) < 0) {
         return NULL;
     }
     PyObject *results = NULL;
-    smla_py_call call = {.state = state_of(self), .op = op};
     if (generation != builder->generation) {
         PyErr_Format(PyExc_ValueError,
                      "%s: `metadata` must come from its builder's latest build (number %lld), got "
                      "that of build %lld",
                      op, (long long)builder->generation, (long long)generation);
     } else if (smla_py_add_query(&call, args[0]) == 0 &&
-               smla_py_add(&call, params, 5, args + 1) == 0) {
+               smla_py_add(&call, params, 5, args + 1) == 0 &&
+               smla_py_settle(&call, &a.stream) == 0) {
         if (allocate_results(&call, builder->num_actual_tokens) == 0) {
             results = run_forward(&call, &a);
         }

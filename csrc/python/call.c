@@ -2,11 +2,19 @@
 #include "call.h"
 
 void
-smla_py_open(smla_py_call *call, PyObject *module, const char *op)
+smla_py_open(smla_py_call *call, const smla_py_state *state, const char *op)
 {
-    call->state = smla_py_state_of(module);
+    call->state = state;
     call->op = op;
+    call->stream = (smla_py_stream){.backend = NULL};
     call->num_arrays = 0;
+}
+
+int
+smla_py_take_stream(smla_py_call *call, PyObject *object)
+{
+    call->stream.is_given = object != Py_None;
+    return smla_py_parse_stream(call->op, object, &call->stream.at.handle);
 }
 
 int
@@ -58,10 +66,24 @@ smla_py_close(smla_py_call *call)
     }
 }
 
-void
-smla_py_add_absent(smla_py_call *call)
+int
+smla_py_settle(smla_py_call *call, void **stream)
 {
-    call->arrays[call->num_arrays++].object = NULL;
+    if (smla_py_settle_arrays(call->state, call->op, call->arrays, call->num_arrays,
+                              &call->stream) < 0) {
+        smla_py_close(call);
+        return -1;
+    }
+    *stream = call->stream.at.handle;
+    return 0;
+}
+
+void
+smla_py_add_absent(smla_py_call *call, const char *name)
+{
+    smla_py_array *array = &call->arrays[call->num_arrays++];
+    array->name = name;
+    array->object = NULL;
 }
 
 int
@@ -70,8 +92,22 @@ smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim, c
     if (call->arrays[i].object != NULL) {
         return 0;
     }
-    return smla_py_allocate(call->state, call->op, &call->arrays[0], dtype, ndim, shape,
-                            &call->arrays[i]);
+    return smla_py_allocate(call->state, call->op, call->arrays[i].name, &call->arrays[0],
+                            &call->stream, dtype, ndim, shape, &call->arrays[i]);
+}
+
+int
+smla_py_keep_call(smla_py_call *call, smla_status status)
+{
+    if (status != SMLA_OK && status != SMLA_ERROR_RUNTIME) { /* found before anything started */
+        return 0;
+    }
+    const int kept =
+        smla_py_keep(call->state, call->op, call->arrays, call->num_arrays, &call->stream);
+    if (kept < 0 && status != SMLA_OK) {
+        PyErr_Clear(); /* the core's own words come first */
+    }
+    return kept;
 }
 
 PyObject *
@@ -86,8 +122,11 @@ smla_py_finish(smla_py_call *call, smla_status status, const smla_error *error, 
                int num_results)
 {
     PyObject *answer = NULL;
+    const int kept = smla_py_keep_call(call, status);
     if (status != SMLA_OK) {
         smla_py_raise(error);
+    } else if (kept < 0) {
+        /* an exception is set */
     } else if (num_results == 1) {
         answer = smla_py_result(&call->arrays[results[0]]);
     } else {

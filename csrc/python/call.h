@@ -1,8 +1,9 @@
 /* call.h: one operator call: its arrays, its results, its answer.
  *
- * The call lives on the operator's stack: open it, add its arrays as a table says, allocate the
- * results that the caller left out, run the core without the GIL, finish. Closing releases whatever
- * was borrowed, exactly once, on success and on failure alike.
+ * The call lives on the operator's stack: open it, take its stream, add its arrays as a table says,
+ * settle their order, allocate the results that the caller left out, run the core without the GIL,
+ * finish. Closing releases whatever was borrowed, exactly once, on success and on failure alike; on
+ * a device, not before the work is over.
  */
 #ifndef SMLA_PYTHON_CALL_H
 #define SMLA_PYTHON_CALL_H
@@ -30,12 +31,16 @@ typedef struct smla_py_param {
 typedef struct smla_py_call {
     const smla_py_state *state;
     const char *op;
+    smla_py_stream stream;
     int num_arrays;
     smla_py_array arrays[SMLA_PY_MAX_ARRAYS];
 } smla_py_call;
 
 /* Starts a call without arrays. */
-void smla_py_open(smla_py_call *call, PyObject *module, const char *op);
+void smla_py_open(smla_py_call *call, const smla_py_state *state, const char *op);
+
+/* Reads stream= of the caller. */
+int smla_py_take_stream(smla_py_call *call, PyObject *object);
 
 /* Appends args[0], args[1], ... as the rows of `params` say. On failure the call is closed. */
 int smla_py_add(smla_py_call *call, const smla_py_param *params, int num_params,
@@ -47,12 +52,19 @@ int smla_py_add_query(smla_py_call *call, PyObject *query);
 
 void smla_py_close(smla_py_call *call);
 
+/* With all arrays of the caller added: decides the stream, and puts the call in order on it. Until
+ * then only the framework and the device of an array are known. On failure the call is closed. */
+int smla_py_settle(smla_py_call *call, void **stream);
+
 /* Adds a result that the caller cannot give. */
-void smla_py_add_absent(smla_py_call *call);
+void smla_py_add_absent(smla_py_call *call, const char *name);
 
 /* Allocates array `i` like array 0, unless the caller gave it. */
 int smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim,
                             const int64_t *shape);
+
+/* Sees to it that the arrays outlive the work, once the core has returned `status`. */
+int smla_py_keep_call(smla_py_call *call, smla_status status);
 
 /* Closes the call after a failure; NULL. */
 PyObject *smla_py_fail(smla_py_call *call);

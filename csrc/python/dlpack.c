@@ -1,5 +1,9 @@
 /* dlpack.c: arrays in through DLPack: the C exchange API, then __dlpack__ with either capsule.
  *
+ * A producer that tells its current stream is asked for memory without any order, which stream.c
+ * makes. One that does not gets the stream of the call as an explicit integer (None means the
+ * legacy stream to some and no order to others), so its export waits until that stream is known.
+ *
  * A capsule is renamed as soon as its name is known, so from there on its deleter is ours to call,
  * once, whatever happens next: smla_py_release_array does it.
  */
@@ -134,8 +138,18 @@ smla_py_read_exchange_api(const smla_py_state *state, const char *op, const char
 /* ---- Frameworks known by name -------------------------------------------------------------- */
 
 static const smla_py_importer importers[] = {
-    {"jax", "jaxlib", "jax.dlpack", "from_dlpack", true},
-    {"torch", "torch", "torch.utils.dlpack", "from_dlpack", false},
+    {.package = "jax",
+     .package_alt = "jaxlib",
+     .module = "jax.dlpack",
+     .function = "from_dlpack",
+     .is_immutable = true},
+    {.package = "torch", /* from before the exchange API */
+     .package_alt = "torch",
+     .module = "torch.utils.dlpack",
+     .function = "from_dlpack",
+     .stream_module = "torch.cuda",
+     .stream_function = "current_stream",
+     .stream_attribute = "cuda_stream"},
 };
 
 static bool
@@ -146,32 +160,40 @@ is_in_package(const char *module, const char *package)
            (module[length] == '\0' || module[length] == '.');
 }
 
-/* By the module of the object's type. */
-static const smla_py_importer *
-find_importer(const smla_py_state *state, PyObject *object)
+static bool
+is_type_in_package(const smla_py_state *state, PyObject *object, const char *package)
 {
-    const smla_py_importer *found = NULL;
     PyObject *module = PyObject_GetAttr((PyObject *)Py_TYPE(object), state->str_module);
     const char *text = NULL;
     if (module != NULL && PyUnicode_Check(module)) {
         text = PyUnicode_AsUTF8AndSize(module, NULL);
     }
-    for (size_t i = 0; text != NULL && i < sizeof importers / sizeof importers[0]; i++) {
-        if (is_in_package(text, importers[i].package) ||
-            is_in_package(text, importers[i].package_alt)) {
-            found = &importers[i];
-            break;
-        }
-    }
+    const bool result = text != NULL && is_in_package(text, package);
     Py_XDECREF(module);
     PyErr_Clear();
-    return found;
+    return result;
 }
 
-/* 1 for a tracer: it stands for an array that does not exist yet. */
-static int
-is_tracer(PyObject *object)
+static const smla_py_importer *
+find_importer(const smla_py_state *state, PyObject *object)
 {
+    for (size_t i = 0; i < sizeof importers / sizeof importers[0]; i++) {
+        if (is_type_in_package(state, object, importers[i].package_alt) ||
+            is_type_in_package(state, object, importers[i].package)) {
+            return &importers[i];
+        }
+    }
+    return NULL;
+}
+
+/* 1 for a tracer: it stands for an array that does not exist yet. Concrete arrays are of a compiled
+ * type, which its module tells faster than Tracer, an abstract base class, would. */
+static int
+is_tracer(const smla_py_state *state, PyObject *object)
+{
+    if (is_type_in_package(state, object, "jaxlib")) {
+        return 0;
+    }
     PyObject *name = PyUnicode_FromString("jax.core");
     PyObject *module = name == NULL ? NULL : PyImport_GetModule(name);
     PyObject *tracer = module == NULL ? NULL : PyObject_GetAttrString(module, "Tracer");
@@ -192,7 +214,7 @@ static int
 prepare_immutable(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
                   PyObject *object)
 {
-    const int traced = is_tracer(object);
+    const int traced = is_tracer(state, object);
     if (traced < 0) {
         return -1;
     }
@@ -280,6 +302,115 @@ export_capsule(const smla_py_state *state, PyObject *method)
     return capsule;
 }
 
+/* In DLPack's numbers: -1 = no order, 1 = the legacy default stream, 2 = the thread's, else a
+ * handle. */
+static PyObject *
+export_for_stream(const smla_py_state *state, PyObject *method, PyObject *number)
+{
+    PyObject *kwargs =
+        Py_BuildValue("{s:O,s:O}", "stream", number, "max_version", state->max_version);
+    PyObject *capsule = kwargs == NULL ? NULL : PyObject_Call(method, state->empty_tuple, kwargs);
+    if (capsule == NULL && kwargs != NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear(); /* a producer from before max_version, but never one without order */
+        if (PyDict_DelItemString(kwargs, "max_version") == 0) {
+            capsule = PyObject_Call(method, state->empty_tuple, kwargs);
+        }
+    }
+    Py_XDECREF(kwargs);
+    return capsule;
+}
+
+/* The producer's words, as a BufferError about the argument. */
+static void
+raise_export_error(const char *op, const char *name)
+{
+    PyObject *type = NULL;
+    PyObject *value = NULL;
+    PyObject *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *text = value == NULL ? NULL : PyObject_Str(value);
+    PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+    smla_py_raise_from(PyExc_BufferError,
+                       "%s: `%s` must be exportable by DLPack, got from its __dlpack__: %V", op,
+                       name, text, "an error");
+    Py_XDECREF(text);
+}
+
+/* Takes over what a __dlpack__ gave: NULL with its exception, or something. */
+static int
+finish_export(const char *op, const char *name, PyObject *capsule, smla_py_array *array)
+{
+    if (capsule == NULL) {
+        if (!is_fatal()) {
+            raise_export_error(op, name);
+        }
+        return -1;
+    }
+    const int status = consume(op, name, capsule, array);
+    smla_py_drop(capsule);
+    return status;
+}
+
+int
+smla_py_export_deferred(const smla_py_state *state, const char *op, smla_stream stream,
+                        smla_py_array *array)
+{
+    PyObject *method = PyObject_GetAttr(array->object, state->str_dlpack);
+    PyObject *number = PyLong_FromVoidPtr(stream.handle == NULL ? (void *)1 : stream.handle);
+    PyObject *capsule =
+        method == NULL || number == NULL ? NULL : export_for_stream(state, method, number);
+    Py_XDECREF(method);
+    Py_XDECREF(number);
+    array->is_deferred = false;
+    return finish_export(op, array->name, capsule, array);
+}
+
+/* 1 and the device for an array in CUDA memory, 0 for all others, -1 with an exception. What the
+ * answer lacks, __dlpack__ will say better. */
+static int
+is_on_cuda(const smla_py_state *state, PyObject *object, DLDevice *device)
+{
+    PyObject *pair = PyObject_CallMethodObjArgs(object, state->str_dlpack_device, NULL);
+    int type = 0;
+    int id = 0;
+    const bool is_read =
+        pair != NULL && PyTuple_Check(pair) && PyArg_ParseTuple(pair, "ii", &type, &id);
+    Py_XDECREF(pair);
+    if (!is_read && PyErr_Occurred() != NULL) {
+        if (is_fatal()) {
+            return -1;
+        }
+        PyErr_Clear();
+    }
+    *device = (DLDevice){.device_type = (DLDeviceType)type, .device_id = id};
+    return is_read && type == kDLCUDA;
+}
+
+/* Exports an array of a framework whose memory may change under us, at once or later. */
+static int
+export_mutable(const smla_py_state *state, const char *op, const char *name, PyObject *object,
+               PyObject *method, smla_py_array *array)
+{
+    DLDevice device;
+    const int on_cuda = is_on_cuda(state, object, &device);
+    if (on_cuda < 0) {
+        return -1;
+    }
+    if (!on_cuda) {
+        return finish_export(op, name, export_capsule(state, method), array);
+    }
+    if (array->importer == NULL || array->importer->stream_module == NULL) {
+        array->is_deferred = true;
+        array->view = (DLTensor){.device = device, .shape = array->shape};
+        return 0;
+    }
+    PyObject *no_order = PyLong_FromLong(-1);
+    PyObject *capsule = no_order == NULL ? NULL : export_for_stream(state, method, no_order);
+    Py_XDECREF(no_order);
+    return finish_export(op, name, capsule, array);
+}
+
 int
 smla_py_read_dlpack(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
                     PyObject *object, smla_py_array *array)
@@ -294,32 +425,14 @@ smla_py_read_dlpack(const smla_py_state *state, const char *op, const char *name
     }
     array->importer = find_importer(state, object);
     array->framework = array->importer == NULL ? SMLA_PY_UNKNOWN : SMLA_PY_IMPORTER;
-    PyObject *capsule = NULL;
-    bool is_ours = false; /* whose exception it is */
-    if (array->importer != NULL && array->importer->is_immutable &&
-        prepare_immutable(state, op, name, role, object) < 0) {
-        is_ours = PyErr_ExceptionMatches(PyExc_BufferError);
-    } else {
-        capsule = export_capsule(state, method);
+    int status = -1;
+    if (array->importer == NULL || !array->importer->is_immutable) {
+        status = export_mutable(state, op, name, object, method, array);
+    } else if (prepare_immutable(state, op, name, role, object) == 0) {
+        status = finish_export(op, name, export_capsule(state, method), array);
+    } else if (!PyErr_ExceptionMatches(PyExc_BufferError) && !is_fatal()) {
+        raise_export_error(op, name);
     }
     Py_DECREF(method);
-    if (capsule == NULL) {
-        if (!is_ours && !is_fatal()) {
-            PyObject *type = NULL;
-            PyObject *value = NULL;
-            PyObject *traceback = NULL;
-            PyErr_Fetch(&type, &value, &traceback);
-            PyObject *text = value == NULL ? NULL : PyObject_Str(value);
-            PyErr_Clear();
-            PyErr_Restore(type, value, traceback);
-            smla_py_raise_from(PyExc_BufferError,
-                               "%s: `%s` must be exportable by DLPack, got from its __dlpack__: %V",
-                               op, name, text, "an error");
-            Py_XDECREF(text);
-        }
-        return -1;
-    }
-    const int status = consume(op, name, capsule, array);
-    smla_py_drop(capsule);
     return status;
 }

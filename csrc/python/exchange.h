@@ -4,6 +4,18 @@
 
 #include "array.h"
 
+#include <pthread.h>
+#include <stdatomic.h>
+
+/* What changes after the import, one for each module. */
+struct smla_py_shared {
+    pthread_mutex_t lock; /* nobody runs Python code, or waits for anything, while holding it */
+    struct smla_py_batch *first;         /* pending.c */
+    struct smla_py_batch **end;          /* where the next one goes */
+    atomic_int num_batches;              /* read without the lock */
+    _Atomic(struct smla_py_cupy *) cupy; /* NULL until the first array of cupy comes */
+};
+
 enum { SMLA_PY_NOT_THIS = 1 }; /* a reader's third answer: the object does not speak its protocol */
 
 /* Fills view, shape and strides; strides come in bytes, NULL = compact. -1 with an exception for a
@@ -24,10 +36,39 @@ int smla_py_read_ndarray(const smla_py_state *state, const char *op, const char 
 int smla_py_new_ndarray(const smla_py_state *state, DLDataType dtype, int ndim,
                         const int64_t *shape, smla_py_array *array);
 
+/* What a dtype object of NumPy's stands for; 0, or -1 with an exception. */
+int smla_py_read_descr(const smla_py_state *state, const char *op, const char *name,
+                       PyObject *descr, DLDataType *dtype);
+
+/* New dtype object. */
+PyObject *smla_py_new_descr(const smla_py_state *state, DLDataType dtype);
+
+/* cupy.c */
+bool smla_py_is_cupy(const smla_py_state *state, PyObject *object);
+
+/* The same question where the answer may have to be found out first: 0 = a cupy array. */
+int smla_py_meet_cupy(const smla_py_state *state, PyObject *object);
+int smla_py_read_cupy(const smla_py_state *state, const char *op, const char *name,
+                      PyObject *object, smla_py_array *array);
+int smla_py_new_cupy(const smla_py_state *state, const char *op, smla_py_array *array);
+int smla_py_cupy_stream(const smla_py_state *state, int32_t device_id, void **handle);
+void smla_py_forget_cupy(smla_py_shared *shared);
+
 /* dlpack.c */
 int smla_py_read_exchange_api(const smla_py_state *state, const char *op, const char *name,
                               smla_py_role role, PyObject *object, smla_py_array *array);
 int smla_py_read_dlpack(const smla_py_state *state, const char *op, const char *name,
                         smla_py_role role, PyObject *object, smla_py_array *array);
+
+/* Finishes a deferred array: its producer makes `stream` wait for what it has still to do. */
+int smla_py_export_deferred(const smla_py_state *state, const char *op, smla_stream stream,
+                            smla_py_array *array);
+
+/* array.c: BufferError for an output that must not be written. */
+int smla_py_check_writable(const char *op, const smla_py_array *array);
+
+/* stream.c: the integer that a stream's owner gives out: 0, -1 with an exception, or
+ * SMLA_PY_NOT_THIS for something else. */
+int smla_py_read_handle(PyObject *object, void **handle);
 
 #endif /* SMLA_PYTHON_EXCHANGE_H */

@@ -12,33 +12,49 @@
 #include <Python.h>
 #include <stdbool.h>
 
-#include "sparse_mla.h"
+#include "backend.h"
 
 enum { SMLA_PY_MAX_RANK = 8 };
 
 /* ---- Module state -------------------------------------------------------------------------- */
+
+typedef struct smla_py_shared smla_py_shared; /* what changes after the import: pending.c */
 
 typedef struct smla_py_state {
     PyTypeObject *tensor_type;
     PyTypeObject *builder_type;
     int bfloat16_type_num; /* NumPy's numbers of the two ml_dtypes types */
     int float8_type_num;
-    PyObject *dlpack_kwargs; /* {"max_version": (1, minor)} */
+    smla_py_shared *shared;
+    PyObject *max_version;   /* (1, minor) */
+    PyObject *dlpack_kwargs; /* {"max_version": max_version} */
     PyObject *empty_tuple;
     PyObject *str_dlpack; /* interned attribute names */
+    PyObject *str_dlpack_device;
     PyObject *str_exchange_api;
     PyObject *str_requires_grad;
     PyObject *str_is_neg;
     PyObject *str_module;
     PyObject *str_block_until_ready;
+    PyObject *str_data;
+    PyObject *str_ptr;
+    PyObject *str_device_id;
+    PyObject *str_shape;
+    PyObject *str_strides;
+    PyObject *str_dtype;
 } smla_py_state;
 
 smla_py_state *smla_py_state_of(PyObject *module);
 
 /* Each adds its part to a new module; -1 with an exception set on failure. */
+int smla_py_init_shared(smla_py_state *state);
 int smla_py_init_arrays(smla_py_state *state);
 int smla_py_init_tensor(PyObject *module, smla_py_state *state);
 int smla_py_init_builder(PyObject *module, smla_py_state *state);
+
+/* Clear waits for what is pending and gives it back; free comes last. */
+void smla_py_clear_shared(smla_py_state *state);
+void smla_py_free_shared(smla_py_state *state);
 
 /* The operators, by file; each table ends with a null row. */
 extern PyMethodDef smla_py_cache_operators[];

@@ -46,15 +46,15 @@ smla_py_init_numpy(smla_py_state *state)
     return status;
 }
 
-/* What an ndarray holds, in DLPack's words; false for types that DLPack has no words for. */
+/* What a NumPy dtype is in DLPack's words; false for types that DLPack has no words for. */
 static bool
-read_dtype(const smla_py_state *state, PyArrayObject *ndarray, DLDataType *dtype)
+read_dtype(const smla_py_state *state, const PyArray_Descr *descr, DLDataType *dtype)
 {
     static const struct {
         char kind;
         uint8_t code;
     } kinds[] = {{'b', kDLBool}, {'i', kDLInt}, {'u', kDLUInt}, {'f', kDLFloat}, {'c', kDLComplex}};
-    const int type_num = PyArray_TYPE(ndarray);
+    const int type_num = descr->type_num;
     if (type_num == state->bfloat16_type_num) {
         *dtype = (DLDataType){kDLBfloat, 16, 1};
         return true;
@@ -67,8 +67,8 @@ read_dtype(const smla_py_state *state, PyArrayObject *ndarray, DLDataType *dtype
         return false;
     }
     for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
-        if (PyArray_DESCR(ndarray)->kind == kinds[i].kind) {
-            *dtype = (DLDataType){kinds[i].code, (uint8_t)(8 * PyArray_ITEMSIZE(ndarray)), 1};
+        if (descr->kind == kinds[i].kind) {
+            *dtype = (DLDataType){kinds[i].code, (uint8_t)(8 * PyDataType_ELSIZE(descr)), 1};
             return true;
         }
     }
@@ -117,20 +117,42 @@ smla_py_is_numpy_scalar(PyObject *object)
     return PyArray_IsScalar(object, Generic);
 }
 
+static int
+read_native_dtype(const smla_py_state *state, const char *op, const char *name,
+                  PyArray_Descr *descr, DLDataType *dtype)
+{
+    if (!read_dtype(state, descr, dtype)) {
+        PyErr_Format(PyExc_TypeError, "%s: `%s` must have a plain numeric dtype, got %R", op, name,
+                     (PyObject *)descr);
+        return -1;
+    }
+    if (!PyArray_ISNBO(descr->byteorder)) {
+        PyErr_Format(PyExc_TypeError, "%s: `%s` must be in native byte order, got %R", op, name,
+                     (PyObject *)descr);
+        return -1;
+    }
+    return 0;
+}
+
+int
+smla_py_read_descr(const smla_py_state *state, const char *op, const char *name, PyObject *descr,
+                   DLDataType *dtype)
+{
+    if (!PyArray_DescrCheck(descr)) {
+        PyErr_Format(PyExc_TypeError, "%s: `%s` must have a dtype of NumPy, got %R", op, name,
+                     descr);
+        return -1;
+    }
+    return read_native_dtype(state, op, name, (PyArray_Descr *)descr, dtype);
+}
+
 int
 smla_py_read_ndarray(const smla_py_state *state, const char *op, const char *name, PyObject *object,
                      smla_py_array *array)
 {
     PyArrayObject *ndarray = (PyArrayObject *)object;
     DLDataType dtype;
-    if (!read_dtype(state, ndarray, &dtype)) {
-        PyErr_Format(PyExc_TypeError, "%s: `%s` must have a plain numeric dtype, got %R", op, name,
-                     (PyObject *)PyArray_DESCR(ndarray));
-        return -1;
-    }
-    if (!PyArray_ISNBO(PyArray_DESCR(ndarray)->byteorder)) {
-        PyErr_Format(PyExc_TypeError, "%s: `%s` must be in native byte order, got %R", op, name,
-                     (PyObject *)PyArray_DESCR(ndarray));
+    if (read_native_dtype(state, op, name, PyArray_DESCR(ndarray), &dtype) < 0) {
         return -1;
     }
     array->framework = SMLA_PY_NUMPY;
@@ -158,6 +180,12 @@ smla_py_new_ndarray(const smla_py_state *state, DLDataType dtype, int ndim, cons
     }
     array->view.data = PyArray_DATA((PyArrayObject *)array->object);
     return 0;
+}
+
+PyObject *
+smla_py_new_descr(const smla_py_state *state, DLDataType dtype)
+{
+    return (PyObject *)PyArray_DescrFromType(find_numpy_type(state, dtype));
 }
 
 PyObject *

@@ -35,15 +35,16 @@ convert_req_index_to_global_index(PyObject *module, PyObject *const *args, Py_ss
     smla_error error;
     smla_status status;
     bool wants_counts = false;
-    smla_py_open(&call, module, op);
+    smla_py_open(&call, smla_py_state_of(module), op);
     if (smla_py_check_count(op, num_args, NUM_PARAMS + 3) < 0 ||
         smla_py_parse_int(op, "block_size", args[NUM_PARAMS], &a.block_size) < 0 ||
         smla_py_parse_flag(args[NUM_PARAMS + 1], &wants_counts) < 0 ||
-        smla_py_parse_stream(op, args[NUM_PARAMS + 2], &a.stream) < 0 ||
-        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0) {
+        smla_py_take_stream(&call, args[NUM_PARAMS + 2]) < 0 ||
+        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0 ||
+        smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
-    smla_py_add_absent(&call);
+    smla_py_add_absent(&call, "counts");
     if (smla_py_has_rank(&call, TOPK, 2)) {
         const int64_t shape[2] = {smla_py_call_dim(&call, TOPK, 0),
                                   smla_py_call_dim(&call, TOPK, 1)};
@@ -98,7 +99,8 @@ allocate_attention(smla_py_call *call, bool wants_max_logits)
 }
 
 /* Scratch memory that the caller did not give: plain memory on the CPU, where taking it costs
- * nothing; like the results elsewhere. The caller frees *memory. */
+ * nothing; like the results elsewhere, and a Tensor, which nobody else holds, until the work is
+ * over. The caller frees *memory. */
 static int
 allocate_workspace(smla_py_call *call, const smla_sparse_attention_args *a, DLTensor *scratch,
                    int64_t *bytes, void **memory)
@@ -121,7 +123,12 @@ allocate_workspace(smla_py_call *call, const smla_sparse_attention_args *a, DLTe
         return 0; /* the attention call finds the same fault, with better words */
     }
     if (needs.device.device_type != kDLCPU) {
-        return smla_py_allocate_result(call, ATT_WORKSPACE, uint8, 1, bytes);
+        smla_py_array *workspace = &call->arrays[ATT_WORKSPACE];
+        if (smla_py_allocate_result(call, ATT_WORKSPACE, uint8, 1, bytes) < 0) {
+            return -1;
+        }
+        workspace->is_foreign |= Py_TYPE(workspace->object) == call->state->tensor_type;
+        return 0;
     }
     *memory = aligned_alloc(64, ((size_t)*bytes + 63) / 64 * 64);
     if (*memory == NULL) {
@@ -155,8 +162,9 @@ sparse_attention(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     smla_error error;
     smla_status status;
     bool wants_max_logits = false;
-    smla_py_open(&call, module, op);
-    if (smla_py_check_count(op, num_args, 1 + SMLA_PY_COUNT(params) + 5) < 0) {
+    bool empty_lse_is_plus_inf = false;
+    smla_py_open(&call, smla_py_state_of(module), op);
+    if (smla_py_check_count(op, num_args, 1 + SMLA_PY_COUNT(params) + 6) < 0) {
         return NULL;
     }
     PyObject *const *options = args + 1 + SMLA_PY_COUNT(params);
@@ -164,11 +172,13 @@ sparse_attention(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
         smla_py_parse_int32(op, "num_splits", options[1], &a.num_splits) < 0 ||
         smla_py_parse_kv_format(op, "kv_format", options[2], &a.kv_format) < 0 ||
         smla_py_parse_flag(options[3], &wants_max_logits) < 0 ||
-        smla_py_parse_stream(op, options[4], &a.stream) < 0 ||
-        smla_py_add_query(&call, args[0]) < 0 ||
-        smla_py_add(&call, params, SMLA_PY_COUNT(params), args + 1) < 0) {
+        smla_py_parse_flag(options[4], &empty_lse_is_plus_inf) < 0 ||
+        smla_py_take_stream(&call, options[5]) < 0 || smla_py_add_query(&call, args[0]) < 0 ||
+        smla_py_add(&call, params, SMLA_PY_COUNT(params), args + 1) < 0 ||
+        smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
+    a.lse_empty_is_plus_inf = empty_lse_is_plus_inf;
     wants_max_logits |= call.arrays[ATT_MAX_LOGITS].object != NULL;
     DLTensor scratch = {.data = NULL};
     int64_t scratch_bytes = 0;
@@ -232,10 +242,11 @@ merge_attn_states(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     smla_py_call call;
     smla_error error;
     smla_status status;
-    smla_py_open(&call, module, op);
+    smla_py_open(&call, smla_py_state_of(module), op);
     if (smla_py_check_count(op, num_args, NUM_ARRAYS + 1) < 0 ||
-        smla_py_parse_stream(op, args[NUM_ARRAYS], &a.stream) < 0 ||
-        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0) {
+        smla_py_take_stream(&call, args[NUM_ARRAYS]) < 0 ||
+        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0 ||
+        smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
     const DLDataType dtype = call.arrays[OUT_A].view.dtype;
@@ -270,7 +281,7 @@ PyMethodDef smla_py_attention_operators[] = {
         sparse_attention,
         "q, kv, indices, topk_length, attn_sink, extra_kv, extra_indices, extra_topk_length, "
         "out, lse, max_logits, workspace, softmax_scale, num_splits, kv_format, "
-        "return_max_logits, stream"),
+        "return_max_logits, empty_lse_is_plus_inf, stream"),
     SMLA_PY_OPERATOR(attention_workspace_size,
                      "num_tokens, num_heads, topk, extra_topk, num_splits, device"),
     SMLA_PY_OPERATOR(merge_attn_states, "out_a, lse_a, out_b, lse_b, out, lse, stream"),

@@ -16,11 +16,12 @@ concat_and_cache_mla(PyObject *module, PyObject *const *args, Py_ssize_t num_arg
     smla_py_call call;
     smla_error error;
     smla_status status;
-    smla_py_open(&call, module, op);
+    smla_py_open(&call, smla_py_state_of(module), op);
     if (smla_py_check_count(op, num_args, NUM_ARRAYS + 2) < 0 ||
         smla_py_parse_kv_format(op, "kv_cache_dtype", args[NUM_ARRAYS], &a.kv_format) < 0 ||
-        smla_py_parse_stream(op, args[NUM_ARRAYS + 1], &a.stream) < 0 ||
-        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0) {
+        smla_py_take_stream(&call, args[NUM_ARRAYS + 1]) < 0 ||
+        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0 ||
+        smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
     a.kv_c = smla_py_call_view(&call, KV_C);
@@ -48,10 +49,11 @@ gather_kv_cache(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     smla_py_call call;
     smla_error error;
     smla_status status;
-    smla_py_open(&call, module, op);
+    smla_py_open(&call, smla_py_state_of(module), op);
     if (smla_py_check_count(op, num_args, NUM_ARRAYS + 1) < 0 ||
-        smla_py_parse_stream(op, args[NUM_ARRAYS], &a.stream) < 0 ||
-        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0) {
+        smla_py_take_stream(&call, args[NUM_ARRAYS]) < 0 ||
+        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0 ||
+        smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
     a.kv_cache = smla_py_call_view(&call, KV_CACHE);
@@ -76,7 +78,7 @@ dequantize_kv_cache(PyObject *module, PyObject *const *args, Py_ssize_t num_args
     smla_py_call call;
     smla_error error;
     smla_status status;
-    smla_py_open(&call, module, op);
+    smla_py_open(&call, smla_py_state_of(module), op);
     if (smla_py_check_count(op, num_args, NUM_INPUTS + 2) < 0 ||
         smla_py_parse_kv_format(op, "kv_format", args[NUM_INPUTS], &a.kv_format) < 0) {
         return NULL;
@@ -90,10 +92,11 @@ dequantize_kv_cache(PyObject *module, PyObject *const *args, Py_ssize_t num_args
         }
         return NULL;
     }
-    if (smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0) {
+    if (smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0 ||
+        smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
-    smla_py_add_absent(&call);
+    smla_py_add_absent(&call, "out");
     const int ndim = call.arrays[KV_CACHE].view.ndim;
     const bool is_flat = ndim == 2;
     if (is_flat || ndim == 3 || ndim == 4) {

@@ -52,16 +52,17 @@ split_kv_b_proj(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     int64_t num_heads = 0;
     int64_t nope_dim = 0;
     int64_t value_dim = 0;
-    smla_py_open(&call, module, op);
+    smla_py_open(&call, smla_py_state_of(module), op);
     if (smla_py_check_count(op, num_args, NUM_INPUTS + 3) < 0 ||
         smla_py_parse_int(op, "num_heads", args[NUM_INPUTS], &num_heads) < 0 ||
         smla_py_parse_int(op, "qk_nope_head_dim", args[NUM_INPUTS + 1], &nope_dim) < 0 ||
         smla_py_parse_int(op, "v_head_dim", args[NUM_INPUTS + 2], &value_dim) < 0 ||
-        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0) {
+        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0 ||
+        smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
-    smla_py_add_absent(&call);
-    smla_py_add_absent(&call);
+    smla_py_add_absent(&call, "W_UK");
+    smla_py_add_absent(&call, "W_UV");
     if (check_weight_shape(&call, num_heads, nope_dim, value_dim) < 0) {
         return smla_py_fail(&call);
     }
@@ -90,10 +91,10 @@ open_up_proj(smla_py_call *call, PyObject *module, const char *op, const smla_py
              PyObject *const *args, Py_ssize_t num_args, int64_t outer_dim, void **stream)
 {
     enum { X, W, OUT, NUM_ARRAYS };
-    smla_py_open(call, module, op);
+    smla_py_open(call, smla_py_state_of(module), op);
     if (smla_py_check_count(op, num_args, NUM_ARRAYS + 1) < 0 ||
-        smla_py_parse_stream(op, args[NUM_ARRAYS], stream) < 0 ||
-        smla_py_add(call, params, NUM_ARRAYS, args) < 0) {
+        smla_py_take_stream(call, args[NUM_ARRAYS]) < 0 ||
+        smla_py_add(call, params, NUM_ARRAYS, args) < 0 || smla_py_settle(call, stream) < 0) {
         return -1;
     }
     const int64_t n = outer_dim >= 0 ? outer_dim : smla_py_call_dim(call, W, 2);
@@ -162,13 +163,14 @@ dynamic_per_tensor_quant(PyObject *module, PyObject *const *args, Py_ssize_t num
     smla_py_call call;
     smla_error error;
     smla_status status;
-    smla_py_open(&call, module, op);
+    smla_py_open(&call, smla_py_state_of(module), op);
     if (smla_py_check_count(op, num_args, NUM_PARAMS + 1) < 0 ||
-        smla_py_parse_stream(op, args[NUM_PARAMS], &a.stream) < 0 ||
-        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0) {
+        smla_py_take_stream(&call, args[NUM_PARAMS]) < 0 ||
+        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0 ||
+        smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
-    smla_py_add_absent(&call);
+    smla_py_add_absent(&call, "scale");
     if (smla_py_allocate_result(&call, OUT, e4m3, call.arrays[X].view.ndim, call.arrays[X].shape) <
             0 ||
         smla_py_allocate_result(&call, SCALE, smla_py_fp32, 0, NULL) < 0) {

@@ -1,12 +1,12 @@
 /* result.c: results in the caller's framework, and host integers.
  *
- * NumPy and exchange API frameworks allocate for themselves. For the others the result is written
- * into a Tensor of ours, which their from_dlpack takes over when the call is done; where nobody
- * takes it, the Tensor is the result.
+ * NumPy, CuPy and exchange API frameworks allocate for themselves. For the others the result is
+ * written into a Tensor of ours, which their from_dlpack takes over when the call is done; where
+ * nobody takes it, the Tensor is the result. On a device jax is among the latter: taking over would
+ * cost more than the call.
  */
 #include <stdlib.h>
 
-#include "backend.h"
 #include "exchange.h"
 #include "tensor.h"
 
@@ -51,24 +51,38 @@ allocate_by_exchange_api(const char *op, const DLPackExchangeAPI *api, smla_py_a
     return 0;
 }
 
+/* Memory of a device is not taken while a graph is captured: its address would go into the graph,
+ * and nobody would keep it. */
 static int
-allocate_tensor(const smla_py_state *state, const char *op, smla_py_array *array)
+allocate_tensor(const smla_py_state *state, const char *op, smla_py_stream *stream,
+                smla_py_array *array)
 {
-    if (array->view.device.device_type != kDLCPU) {
-        const smla_backend *backend = NULL;
-        smla_error error;
-        if (smla_find_backend(op, array->view.device, &backend, &error) != SMLA_OK) {
-            smla_py_raise(&error);
-        } else {
-            PyErr_Format(PyExc_ValueError,
-                         "%s: `out` must be given on this device (and every other result), got "
-                         "None: the framework of its arrays has no allocator",
-                         op);
+    const DLDevice device = array->view.device;
+    const smla_backend *backend = NULL;
+    smla_error error;
+    if (device.device_type == kDLCUDA) {
+        if (smla_py_find_backend(op, stream) < 0) {
+            return -1;
         }
+        backend = stream->backend;
+    } else if (smla_find_backend(op, device, &backend, &error) != SMLA_OK) {
+        smla_py_raise(&error);
         return -1;
     }
-    array->object =
-        smla_py_tensor_new(state, array->view.dtype, array->view.ndim, array->view.shape);
+    if (stream->is_capturing) {
+        int64_t bytes = smla_py_element_bytes(array->view.dtype);
+        for (int i = 0; i < array->view.ndim; i++) {
+            bytes *= array->shape[i];
+        }
+        PyErr_Format(
+            PyExc_ValueError,
+            "%s: `%s` must be given inside a capture (%lld bytes), got None: the framework "
+            "of its arrays has no allocator",
+            op, array->name, (long long)bytes);
+        return -1;
+    }
+    array->object = smla_py_tensor_new(state, backend, device, array->view.dtype, array->view.ndim,
+                                       array->view.shape);
     if (array->object == NULL) {
         return -1;
     }
@@ -77,14 +91,17 @@ allocate_tensor(const smla_py_state *state, const char *op, smla_py_array *array
 }
 
 int
-smla_py_allocate(const smla_py_state *state, const char *op, const smla_py_array *like,
-                 DLDataType dtype, int ndim, const int64_t *shape, smla_py_array *array)
+smla_py_allocate(const smla_py_state *state, const char *op, const char *name,
+                 const smla_py_array *like, smla_py_stream *stream, DLDataType dtype, int ndim,
+                 const int64_t *shape, smla_py_array *array)
 {
     const DLDevice cpu = {.device_type = kDLCPU, .device_id = 0};
-    *array = (smla_py_array){.framework = like->framework,
+    *array = (smla_py_array){.name = name,
+                             .framework = like->framework,
                              .importer = like->importer,
                              .exchange_api = like->exchange_api,
-                             .is_new = true};
+                             .is_new = true,
+                             .is_written = true};
     array->view = (DLTensor){.device = is_host(like->view.device) ? cpu : like->view.device,
                              .ndim = ndim,
                              .dtype = dtype,
@@ -101,8 +118,13 @@ smla_py_allocate(const smla_py_state *state, const char *op, const smla_py_array
     }
     switch (like->framework) {
     case SMLA_PY_NUMPY: return smla_py_new_ndarray(state, dtype, ndim, shape, array);
-    case SMLA_PY_EXCHANGE: return allocate_by_exchange_api(op, like->exchange_api, array);
-    default: return allocate_tensor(state, op, array);
+    case SMLA_PY_EXCHANGE:
+        array->is_foreign = like->is_foreign;
+        return allocate_by_exchange_api(op, like->exchange_api, array);
+    case SMLA_PY_CUPY:
+        array->is_foreign = like->is_foreign;
+        return smla_py_new_cupy(state, op, array);
+    default: return allocate_tensor(state, op, stream, array);
     }
 }
 
@@ -129,7 +151,9 @@ import_tensor(const smla_py_importer *importer, PyObject *tensor)
 PyObject *
 smla_py_result(smla_py_array *array)
 {
-    if (array->is_new && array->framework == SMLA_PY_IMPORTER) {
+    const bool is_on_host = array->view.device.device_type == kDLCPU;
+    if (array->is_new && array->framework == SMLA_PY_IMPORTER &&
+        (is_on_host || !array->importer->is_immutable)) {
         return import_tensor(array->importer, array->object);
     }
     return Py_NewRef(array->object);
@@ -163,6 +187,11 @@ static int
 check_host_vector(const char *op, const char *name, const smla_py_array *array)
 {
     const DLDataType dtype = array->view.dtype;
+    if (!is_host(array->view.device)) {
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must be in host memory, got a device array", op,
+                     name);
+        return -1;
+    }
     const bool is_integer =
         (dtype.code == kDLInt || dtype.code == kDLUInt) && dtype.lanes == 1 &&
         (dtype.bits == 8 || dtype.bits == 16 || dtype.bits == 32 || dtype.bits == 64);
@@ -175,11 +204,6 @@ check_host_vector(const char *op, const char *name, const smla_py_array *array)
     if (array->view.ndim != 1) {
         PyErr_Format(PyExc_ValueError, "%s: `%s` must have 1 dimension, got %d", op, name,
                      (int)array->view.ndim);
-        return -1;
-    }
-    if (!is_host(array->view.device)) {
-        PyErr_Format(PyExc_ValueError, "%s: `%s` must be in host memory, got a device array", op,
-                     name);
         return -1;
     }
     const uintptr_t address = (uintptr_t)array->view.data + array->view.byte_offset;

@@ -1,15 +1,12 @@
-/* tensor.c: sparse_mla.Tensor: owns or views memory, and speaks DLPack and the buffer protocol.
+/* tensor.c: sparse_mla.Tensor: owns or views memory of any device, and hands it out.
  *
  * It is what callers get where their framework cannot take a result over. It computes nothing.
  */
 #include "tensor.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "array.h"
-
-enum { ALIGNMENT = 64 }; /* what XLA wants of memory that it takes over without a copy */
 
 static smla_py_tensor *
 new_tensor(const smla_py_state *state, const DLTensor *view)
@@ -36,7 +33,8 @@ new_tensor(const smla_py_state *state, const DLTensor *view)
 }
 
 PyObject *
-smla_py_tensor_new(const smla_py_state *state, DLDataType dtype, int ndim, const int64_t *shape)
+smla_py_tensor_new(const smla_py_state *state, const smla_backend *backend, DLDevice device,
+                   DLDataType dtype, int ndim, const int64_t *shape)
 {
     int64_t bytes = smla_py_element_bytes(dtype);
     bool is_empty = false;
@@ -44,12 +42,11 @@ smla_py_tensor_new(const smla_py_state *state, DLDataType dtype, int ndim, const
         is_empty |= shape[i] == 0;
     }
     for (int i = 0; !is_empty && i < ndim; i++) {
-        if (__builtin_mul_overflow(bytes, shape[i], &bytes) || bytes > INT64_MAX - ALIGNMENT) {
+        if (__builtin_mul_overflow(bytes, shape[i], &bytes) || bytes > INT64_MAX / 2) {
             return PyErr_NoMemory();
         }
     }
-    bytes = is_empty ? 0 : bytes;
-    const DLTensor view = {.device = {.device_type = kDLCPU, .device_id = 0},
+    const DLTensor view = {.device = device,
                            .ndim = ndim,
                            .dtype = dtype,
                            .shape = (int64_t *)shape};
@@ -57,7 +54,14 @@ smla_py_tensor_new(const smla_py_state *state, DLDataType dtype, int ndim, const
     if (tensor == NULL) {
         return NULL;
     }
-    tensor->memory = aligned_alloc(ALIGNMENT, ((size_t)bytes / ALIGNMENT + 1) * ALIGNMENT);
+    tensor->backend = backend;
+    if (smla_py_is_on_host(tensor)) {
+        tensor->memory = backend->allocate(device.device_id, is_empty ? 1 : bytes);
+    } else { /* a device may be waited for, and its callbacks for us */
+        Py_BEGIN_ALLOW_THREADS
+        tensor->memory = backend->allocate(device.device_id, is_empty ? 1 : bytes);
+        Py_END_ALLOW_THREADS
+    }
     if (tensor->memory == NULL) {
         Py_DECREF((PyObject *)tensor);
         return PyErr_NoMemory();
@@ -68,14 +72,25 @@ smla_py_tensor_new(const smla_py_state *state, DLDataType dtype, int ndim, const
 
 PyObject *
 smla_py_tensor_view(const smla_py_state *state, PyObject *base, const DLTensor *view,
-                    bool is_read_only)
+                    PyObject *event, bool is_read_only)
 {
     smla_py_tensor *tensor = new_tensor(state, view);
     if (tensor != NULL) {
         tensor->base = Py_NewRef(base);
+        tensor->event = Py_XNewRef(event);
         tensor->is_read_only = is_read_only;
     }
     return (PyObject *)tensor;
+}
+
+PyObject **
+smla_py_tensor_event(PyObject *self)
+{
+    smla_py_tensor *tensor = (smla_py_tensor *)self;
+    while (tensor->base != NULL && Py_TYPE(tensor->base) == Py_TYPE(self)) {
+        tensor = (smla_py_tensor *)tensor->base;
+    }
+    return &tensor->event;
 }
 
 static void
@@ -83,7 +98,14 @@ tensor_dealloc(PyObject *self)
 {
     smla_py_tensor *tensor = (smla_py_tensor *)self;
     PyTypeObject *type = Py_TYPE(self);
-    free(tensor->memory);
+    if (tensor->memory != NULL && smla_py_is_on_host(tensor)) {
+        tensor->backend->release(tensor->view.device.device_id, tensor->memory);
+    } else if (tensor->memory != NULL) { /* as in smla_py_tensor_new */
+        Py_BEGIN_ALLOW_THREADS
+        tensor->backend->release(tensor->view.device.device_id, tensor->memory);
+        Py_END_ALLOW_THREADS
+    }
+    Py_XDECREF(tensor->event);
     Py_XDECREF(tensor->base);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
@@ -198,8 +220,8 @@ tensor_subscript(PyObject *self, PyObject *key)
                                 : read_index(key, length, &start)) < 0) {
         return NULL;
     }
-    PyObject *result =
-        smla_py_tensor_view(smla_py_tensor_state(self), self, &tensor->view, tensor->is_read_only);
+    PyObject *result = smla_py_tensor_view(smla_py_tensor_state(self), self, &tensor->view, NULL,
+                                           tensor->is_read_only);
     if (result == NULL) {
         return NULL;
     }
@@ -227,7 +249,7 @@ tensor_repr(PyObject *self)
     PyObject *dtype = get_dtype(self, NULL);
     PyObject *device = get_device(self, NULL);
     PyObject *values = NULL;
-    if (tensor->view.device.device_type == kDLCPU) {
+    if (smla_py_is_on_host(tensor)) {
         values = smla_py_numpy_view(smla_py_tensor_state(self), self, &tensor->view, false);
         if (values == NULL) {
             PyErr_Clear(); /* no NumPy dtype: the values are left out */
@@ -256,13 +278,18 @@ static PyGetSetDef tensor_getset[] = {
     {"device", get_device, NULL, "\"cpu\" or \"cuda:0\".", NULL},
     {"ndim", get_ndim, NULL, "Number of dimensions.", NULL},
     {"nbytes", get_nbytes, NULL, "Bytes of all elements.", NULL},
+    {"__cuda_array_interface__", smla_py_tensor_cuda_interface, NULL,
+     "The CUDA array interface, version 3; for CUDA memory and NumPy's own dtypes only.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-PyDoc_STRVAR(tensor_doc,
-             "An array that an operator returns where the caller's framework cannot take one.\n\n"
-             "Any consumer of DLPack reads it without a copy, numpy.asarray(tensor) too. Indexing\n"
-             "and slicing the first dimension gives views. Tensors are not made by hand.");
+PyDoc_STRVAR(
+    tensor_doc,
+    "An array that an operator returns where the caller's framework cannot take one.\n\n"
+    "Any consumer of DLPack reads it without a copy; numpy.asarray(tensor) does on the\n"
+    "CPU. Indexing and slicing the first dimension gives views. On a CUDA device, whoever\n"
+    "takes the memory over is made to wait, on the device, for the call that writes it;\n"
+    "giving the memory back waits for the device. Tensors are not made by hand.");
 
 static PyType_Slot tensor_slots[] = {
     {Py_tp_doc, (void *)tensor_doc},

@@ -10,17 +10,24 @@ typedef struct smla_py_tensor {
     int64_t shape[SMLA_PY_MAX_RANK];
     int64_t strides[SMLA_PY_MAX_RANK];
     bool is_read_only;
-    void *memory;   /* owned, or NULL */
-    PyObject *base; /* owner of the memory, or NULL */
+    void *memory;                /* owned, or NULL */
+    const smla_backend *backend; /* of owned memory */
+    PyObject *base;              /* owner of the memory, or NULL */
+    PyObject *event;             /* of the work that writes the contents; NULL = they are there */
 } smla_py_tensor;
 
-/* New tensor in host memory of its own, aligned to 64 bytes, contents undefined. */
-PyObject *smla_py_tensor_new(const smla_py_state *state, DLDataType dtype, int ndim,
-                             const int64_t *shape);
+/* New tensor in memory of its own on the backend's device, aligned to 64 bytes, contents
+ * undefined. */
+PyObject *smla_py_tensor_new(const smla_py_state *state, const smla_backend *backend,
+                             DLDevice device, DLDataType dtype, int ndim, const int64_t *shape);
 
-/* New tensor over memory that lives as long as `base`. NULL strides = compact. */
+/* New tensor over memory that lives as long as `base`. NULL strides = compact; NULL event = the
+ * contents are there. */
 PyObject *smla_py_tensor_view(const smla_py_state *state, PyObject *base, const DLTensor *view,
-                              bool is_read_only);
+                              PyObject *event, bool is_read_only);
+
+/* Where the event of a tensor is kept: views share that of their tensor. */
+PyObject **smla_py_tensor_event(PyObject *self);
 
 static inline const smla_py_state *
 smla_py_tensor_state(PyObject *tensor)
@@ -38,8 +45,15 @@ smla_py_tensor_bytes(const smla_py_tensor *tensor)
     return bytes;
 }
 
+static inline bool
+smla_py_is_on_host(const smla_py_tensor *tensor)
+{
+    return tensor->view.device.device_type == kDLCPU;
+}
+
 /* The type's slots that hand its memory out. Defined in tensor_export.c. */
 extern PyMethodDef smla_py_tensor_methods[];
+PyObject *smla_py_tensor_cuda_interface(PyObject *self, void *closure);
 int smla_py_tensor_getbuffer(PyObject *self, Py_buffer *buffer, int flags);
 void smla_py_tensor_releasebuffer(PyObject *self, Py_buffer *buffer);
 

@@ -1,4 +1,4 @@
-/* tensor_export.c: how a Tensor leaves: DLPack capsules, ndarrays, buffers. */
+/* tensor_export.c: how a Tensor leaves: DLPack capsules, ndarrays, buffers, the CUDA interface. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -108,8 +108,14 @@ copy_elements(const smla_py_tensor *tensor, int dim, const char *from, char *to)
 static PyObject *
 copy_tensor(const smla_py_tensor *tensor)
 {
-    PyObject *copy = smla_py_tensor_new(smla_py_tensor_state((PyObject *)tensor),
-                                        tensor->view.dtype, tensor->view.ndim, tensor->shape);
+    if (!smla_py_is_on_host(tensor)) {
+        PyErr_SetString(PyExc_BufferError, "a Tensor in device memory is exported without a copy "
+                                           "only: let the consumer make one");
+        return NULL;
+    }
+    PyObject *copy = smla_py_tensor_new(smla_py_tensor_state((PyObject *)tensor), &smla_cpu_backend,
+                                        tensor->view.device, tensor->view.dtype, tensor->view.ndim,
+                                        tensor->shape);
     if (copy != NULL) {
         copy_elements(tensor, 0, (const char *)tensor->view.data + tensor->view.byte_offset,
                       ((smla_py_tensor *)copy)->view.data);
@@ -117,12 +123,42 @@ copy_tensor(const smla_py_tensor *tensor)
     return copy;
 }
 
+/* ---- Order --------------------------------------------------------------------------------- */
+
+/* Makes a consumer's stream wait for the work that writes the tensor. */
+static int
+order_consumer(PyObject *self, const char *op, void *handle)
+{
+    const smla_py_state *state = smla_py_tensor_state(self);
+    PyObject *event = smla_py_take_event(state, smla_py_tensor_event(self));
+    if (event == NULL) {
+        return 0;
+    }
+    smla_py_stream stream = {
+        .at = {.device_id = ((smla_py_tensor *)self)->view.device.device_id, .handle = handle}};
+    int status = smla_py_find_backend(op, &stream);
+    if (status == 0 && !stream.is_capturing) {
+        status = smla_py_wait(op, stream.backend, stream.at, event);
+    } else if (status == 0 && !smla_py_is_done(event)) {
+        PyErr_Format(
+            PyExc_BufferError,
+            "%s: `stream` must not be captured while the work that writes the Tensor still "
+            "runs, got one that is: synchronize before the capture begins",
+            op);
+        status = -1;
+    }
+    Py_DECREF(event);
+    return status;
+}
+
 PyDoc_STRVAR(tensor_dlpack_doc,
              "__dlpack__($self, *, stream=None, max_version=None, dl_device=None, copy=None)\n"
              "--\n\n"
              "Export by DLPack: a capsule that shares this tensor's memory.\n\n"
-             "Consumers call it: `torch.from_dlpack(tensor)`. BufferError where the tensor cannot\n"
-             "be had as asked for: on another device, or read-only without a version.");
+             "Consumers call it: `torch.from_dlpack(tensor)`. On a CUDA device `stream` waits for\n"
+             "the call that writes the tensor: None or 1 is the legacy default stream, -1 none.\n"
+             "BufferError where the tensor cannot be had as asked for: on another device, or\n"
+             "read-only without a version.");
 
 static PyObject *
 tensor_dlpack(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -159,6 +195,10 @@ tensor_dlpack(PyObject *self, PyObject *args, PyObject *kwargs)
     if (is_copy < 0) {
         return NULL;
     }
+    if (!smla_py_is_on_host(tensor) && handle != (void *)-1 &&
+        order_consumer(self, "__dlpack__", handle) < 0) {
+        return NULL;
+    }
     PyObject *exported = is_copy ? copy_tensor(tensor) : Py_NewRef(self);
     if (exported == NULL) {
         return NULL;
@@ -180,12 +220,87 @@ tensor_dlpack_device(PyObject *self, PyObject *Py_UNUSED(ignored))
     return Py_BuildValue("(ii)", (int)device.device_type, (int)device.device_id);
 }
 
+/* The keys of the CUDA array interface, version 3. */
+static PyObject *
+describe_memory(const smla_py_tensor *tensor, const char *typestr)
+{
+    const Py_ssize_t ndim = tensor->view.ndim;
+    const int64_t element_bytes = smla_py_element_bytes(tensor->view.dtype);
+    PyObject *shape = PyTuple_New(ndim);
+    PyObject *strides = shape == NULL ? NULL : PyTuple_New(ndim);
+    for (Py_ssize_t i = 0; strides != NULL && i < ndim; i++) {
+        PyObject *size = PyLong_FromLongLong(tensor->shape[i]);
+        PyObject *stride = PyLong_FromLongLong(tensor->strides[i] * element_bytes);
+        if (size == NULL || stride == NULL || PyTuple_SetItem(shape, i, size) < 0 ||
+            PyTuple_SetItem(strides, i, stride) < 0) { /* both steal */
+            Py_CLEAR(strides);
+        }
+    }
+    if (strides == NULL) {
+        Py_XDECREF(shape);
+        return NULL;
+    }
+    void *data = (char *)tensor->view.data + tensor->view.byte_offset;
+    return Py_BuildValue("{s:i,s:N,s:N,s:s,s:(NN),s:i}", "version", 3, "shape", shape, "strides",
+                         strides, "typestr", typestr, "data", PyLong_FromVoidPtr(data),
+                         PyBool_FromLong(tensor->is_read_only), "stream", 1);
+}
+
+/* Its stream is the legacy default one, which is made to wait: no handle is kept. */
+PyObject *
+smla_py_tensor_cuda_interface(PyObject *self, void *Py_UNUSED(closure))
+{
+    static const char letters[] = {[kDLInt] = 'i',
+                                   [kDLUInt] = 'u',
+                                   [kDLFloat] = 'f',
+                                   [kDLBool] = 'b'};
+    const smla_py_tensor *tensor = (smla_py_tensor *)self;
+    const DLDataType dtype = tensor->view.dtype;
+    const char letter = dtype.code < sizeof letters ? letters[dtype.code] : '\0';
+    if (tensor->view.device.device_type != kDLCUDA) {
+        PyErr_SetString(PyExc_AttributeError,
+                        "a Tensor in host memory has no "
+                        "__cuda_array_interface__: use numpy.asarray(tensor)");
+        return NULL;
+    }
+    if (letter == '\0') {
+        PyErr_SetString(PyExc_AttributeError,
+                        "__cuda_array_interface__ has no name for this Tensor's dtype: use DLPack, "
+                        "as in cupy.from_dlpack(tensor)");
+        return NULL;
+    }
+    if (order_consumer(self, "__cuda_array_interface__", NULL) < 0) {
+        return NULL;
+    }
+    const int bytes = dtype.bits / 8;
+    const char typestr[] = {bytes == 1 ? '|' : '<', letter, (char)('0' + bytes), '\0'};
+    return describe_memory(tensor, typestr);
+}
+
 /* ---- NumPy and buffers --------------------------------------------------------------------- */
+
+/* Host code cannot read device memory. */
+static int
+require_host(const smla_py_tensor *tensor, PyObject *exception)
+{
+    if (smla_py_is_on_host(tensor)) {
+        return 0;
+    }
+    PyObject *device = smla_py_device_name(tensor->view.device);
+    if (device != NULL) {
+        PyErr_Format(exception,
+                     "the Tensor is on %U, where the host cannot read it: take it over by DLPack "
+                     "and copy it there, as in torch.from_dlpack(tensor).cpu()",
+                     device);
+        Py_DECREF(device);
+    }
+    return -1;
+}
 
 PyDoc_STRVAR(tensor_array_doc,
              "__array__($self, dtype=None, copy=None)\n--\n\n"
              "The tensor as an ndarray without a copy; bfloat16 and float8_e4m3fn as ml_dtypes.\n\n"
-             "`numpy.asarray(tensor)` calls it.");
+             "`numpy.asarray(tensor)` calls it. TypeError in device memory.");
 
 static PyObject *
 tensor_array(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -194,7 +309,8 @@ tensor_array(PyObject *self, PyObject *args, PyObject *kwargs)
     const smla_py_tensor *tensor = (smla_py_tensor *)self;
     PyObject *dtype = Py_None;
     PyObject *copy = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OO:__array__", names, &dtype, &copy)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OO:__array__", names, &dtype, &copy) ||
+        require_host(tensor, PyExc_TypeError) < 0) {
         return NULL;
     }
     PyObject *ndarray =
@@ -227,6 +343,9 @@ smla_py_tensor_getbuffer(PyObject *self, Py_buffer *buffer, int flags)
     smla_py_tensor *tensor = (smla_py_tensor *)self;
     const smla_py_dtype *dtype = smla_py_find_dtype(tensor->view.dtype);
     buffer->obj = NULL;
+    if (require_host(tensor, PyExc_BufferError) < 0) {
+        return -1;
+    }
     if (dtype == NULL || dtype->format == NULL) {
         PyErr_Format(PyExc_BufferError,
                      "the buffer protocol has no format for %s: use numpy.asarray(tensor)",
