@@ -12,6 +12,7 @@ first array. Nothing is copied, and no framework is imported.
 5120
 """
 
+from sparse_mla import flash_mla
 from sparse_mla._C import Tensor, __version__
 from sparse_mla.backend import (
     Backend,
@@ -62,6 +63,7 @@ __all__ = [
     "convert_req_index_to_global_index",
     "dequantize_kv_cache",
     "dynamic_per_tensor_quant",
+    "flash_mla",
     "gather_kv_cache",
     "get_include",
     "get_prefill_workspace_size",

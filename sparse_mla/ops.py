@@ -3,8 +3,10 @@
 What holds for every operator. Arrays are anything that speaks DLPack, or NumPy arrays (ml_dtypes
 included); the last dimension is contiguous unless a docstring says otherwise, all other strides are
 honoured. Outputs are optional keywords; an array given as output is returned as the same object,
-and one that is not given comes in the framework of the first array. `stream` is an int handle or an
-object with `__cuda_stream__`, `.cuda_stream` or `.ptr`; the CPU ignores it.
+and one that is not given comes in the framework of the first array. All arrays of a call are on one
+device. `stream` is an int handle or an object with `__cuda_stream__`, `.cuda_stream` or `.ptr`;
+None is the first array's current stream where its framework tells (torch, cupy), else the legacy
+default stream. The CPU ignores it.
 
 Every operator raises TypeError (not an array, or the wrong dtype), ValueError (rank, shape, stride,
 alignment, device, overlap, a bad value), BufferError (an array that cannot be exported, or cannot
@@ -15,6 +17,14 @@ Shapes use T query tokens, H heads (1 to 128), K index columns, R requests, W bl
 A slot is `page * block_size + offset`. A cache is [pages, block_size, row], or with an MQA head
 axis [pages, block_size, 1, row], or flat [tokens, row]; row is 576 bf16 ("bfloat16") or 656 bytes
 of uint8, int8 or float8_e4m3fn ("fp8_ds_mla").
+
+CUDA. A call enqueues its work on `stream` and returns: it never synchronises, and takes memory for
+nothing but results and workspace that were left out, from the framework's allocator, so that it can
+be captured in a graph (where there is no such allocator, give both). Shapes, dtypes, strides and
+addresses are checked as on the CPU. Values in device memory are not read back: where the CPU raises
+a ValueError for a bad slot, page, request id or length, the kernels stay inside the buffers, and do
+what the operator's docstring says. SPARSE_MLA_CHECK=1 in the environment, a debugging aid, makes
+calls synchronise and raise these ValueErrors too; it cannot be used during capture.
 """
 
 from __future__ import annotations
@@ -55,8 +65,8 @@ def concat_and_cache_mla(
     kv_cache : [pages, block_size, row], row = 576 bf16 or 656 bytes, written
         Or with a head axis, or flat.
     slot_mapping : [T] int64 or int32
-        Where each token goes. Negative slots are skipped; on the CPU a slot past the end is a
-        ValueError, found before anything is written.
+        Where each token goes. Negative slots are skipped. A slot past the end is a ValueError on
+        the CPU, found before anything is written, and skipped on CUDA.
     kv_cache_dtype : "bfloat16" (or "auto"), "fp8_ds_mla" or None
         None takes it from the cache's dtype and last dimension.
     stream : optional
@@ -105,9 +115,11 @@ def gather_kv_cache(
     kv_cache : [pages, block_size, row], row = 576 bf16 or 656 bytes
         Or with a head axis, or flat.
     block_table : [R, W] int32
-        Page numbers of each request. A bad page is a ValueError on the CPU.
+        Page numbers of each request. A bad page is a ValueError on the CPU; on CUDA its rows are
+        written as zeros.
     seq_lens, workspace_starts : [R] int32
-        Tokens to gather, and the first row of `out`, per request. Length 0 writes nothing.
+        Tokens to gather, and the first row of `out`, per request. Length 0 writes nothing. Rows
+        beyond `out` are a ValueError on the CPU, and left out on CUDA.
     out : [>= sum of seq_lens, 576] bf16, written
     seq_starts : [R] int32, optional
         First position to gather, per request; 0 when left out.
@@ -197,6 +209,7 @@ def convert_req_index_to_global_index(
     Parameters
     ----------
     req_id_per_token : [T] int32
+        An id outside 0 to R - 1 is a ValueError on the CPU, and gives a row of -1 on CUDA.
     block_table : [R, W] int32
     topk_indices : [T, K] int32
         Positions as an indexer gives them, -1 = none.
@@ -298,7 +311,8 @@ def sparse_attention(
     out : [T, H, 512] bf16, optional
     lse, max_logits : [T, H] fp32, optional
     workspace : [bytes] uint8, optional
-        Scratch memory of at least `attention_workspace_size` bytes.
+        Scratch memory of at least `attention_workspace_size` bytes, with any contents. Calls on one
+        stream may share it. Left out, it is taken like `out`.
     stream : optional
 
     Returns
@@ -339,7 +353,45 @@ def sparse_attention(
         num_splits,
         kv_format,
         return_max_logits,
+        False,
         stream,
+    )
+
+
+def _attention_plus_inf(
+    q: Array,
+    kv: Array,
+    indices: Array,
+    topk_length: Array | None,
+    attn_sink: Array | None,
+    extra_kv: Array | None,
+    extra_indices: Array | None,
+    extra_topk_length: Array | None,
+    softmax_scale: float,
+    num_splits: int,
+    kv_format: str | None,
+    return_max_logits: bool,
+) -> tuple[Array, ...]:
+    """`sparse_attention` for flash_mla.py: the lse of a row without keys is +inf."""
+    return _C.sparse_attention(
+        q,
+        kv,
+        indices,
+        topk_length,
+        attn_sink,
+        extra_kv,
+        extra_indices,
+        extra_topk_length,
+        None,
+        None,
+        None,
+        None,
+        softmax_scale,
+        num_splits,
+        kv_format,
+        return_max_logits,
+        True,
+        None,
     )
 
 
@@ -359,7 +411,7 @@ def attention_workspace_size(
     num_tokens, num_heads, topk, extra_topk, num_splits : int
         T, H, K, K' and the argument of the same name. The size grows with each of T, H and K, so
         one workspace serves every smaller batch.
-    device : "cpu", "cuda", "cuda:1", or what prints itself so
+    device : "cpu", "cuda" (the first GPU), "cuda:1", or what prints itself so
 
     Returns
     -------
@@ -519,7 +571,8 @@ def k_up_proj(
     Raises
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
-        H outside 1 to 128, shapes that do not match.
+        H outside 1 to 128, shapes that do not match; on CUDA no cuBLAS, which is loaded when first
+        needed.
         Else as the module says, for every operator.
 
     Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2: W_UK absorbed into W_Q.
@@ -551,7 +604,8 @@ def v_up_proj(x: Array, W_UV: Array, *, out: Array | None = None, stream: Stream
     Raises
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
-        H outside 1 to 128, shapes that do not match.
+        H outside 1 to 128, shapes that do not match; on CUDA no cuBLAS, which is loaded when first
+        needed.
         Else as the module says, for every operator.
 
     Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2: W_UV absorbed into W_O.
@@ -701,8 +755,10 @@ def kernels() -> list[dict[str, Any]]:
 
     Returns
     -------
-    A list of dicts: device, arch (instruction set), kv_format, heads, name (the source file), and
-    whether this machine has it available and attention calls have it selected.
+    A list of dicts: device ("cpu", "cuda"), arch (instruction set, or the oldest architecture of
+    GPUs), kv_format, heads, name (the source file), and whether this machine has it available and
+    attention calls have it selected. The first row that fits a call serves it. A build without CUDA
+    has no rows of it.
 
     Examples
     --------
@@ -718,9 +774,10 @@ def build_info() -> dict[str, Any]:
 
     Returns
     -------
-    A dict: version, core_version, compiler, flags (the build variant), cuda, dlpack and numpy_api
-    (versions), openmp (its date as an int, 0 = none), cpu_features (instruction sets that there is
-    a kernel for).
+    A dict: version, core_version, compiler, flags (the build variant), cuda (the toolkit's version
+    and origin; "none: ..." and how to get it in a CPU-only build), cuda_archs (what the kernels
+    were compiled for), dlpack and numpy_api (versions), openmp (its date as an int, 0 = none),
+    cpu_features (instruction sets that there is a kernel for).
 
     Examples
     --------

@@ -1,0 +1,429 @@
+"""Drop-in for the `flash_mla` package, as far as it serves sparse MLA of DeepSeek-V3.2.
+
+    from sparse_mla import flash_mla                           was: import flash_mla
+    from sparse_mla.flash_mla import flash_mla_with_kvcache    was: from flash_mla import ...
+
+Signatures, shapes and results are that package's: natural logarithms, lse +inf and max_logits -inf
+for a query without keys. What it demands and this library does not is gone: any number of heads
+from 1 to 128, any number of indices, any page size, and indices outside the cache count as -1. Its
+other kernels (dense attention, the caches of DeepSeek-V4) are refused by an exception that says so.
+docs/flash_mla.md goes through the names.
+
+Arrays are torch tensors, or of any framework whose arrays have `shape`, `reshape` and `swapaxes`:
+NumPy, cupy, jax. Everything runs on the caller's current stream and can be captured in a graph.
+Leading dimensions are joined as views. Copied, by that framework, are q and indices whose batch and
+sequence strides do not join, and the lengths of a decode with more than one query per request.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from sparse_mla import _C, ops
+
+__all__ = [
+    "FlashMLASchedMeta",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_decoding_metadata",
+    "get_mla_metadata",
+    "has_legacy",
+]
+
+Array = Any
+
+HEAD_DIM = _C.KV_FORMATS["bfloat16"]
+HEAD_DIM_V = 512
+# That package's name of a cache format, or ours -> ours. None: by dtype and last dimension.
+KV_FORMATS: dict[str | None, str | None] = {
+    None: None,
+    "V32": "fp8_ds_mla",
+    **{name: name for name in _C.KV_FORMATS},
+}
+LOG2_E = math.log2(math.e)
+
+# Operators in error texts.
+DECODE = "flash_mla_with_kvcache"
+PREFILL = "flash_mla_sparse_fwd"
+
+_SERVED = (
+    "this library serves sparse MLA of DeepSeek-V3.2: queries and keys of 576 values (512 + 64), "
+    "caches of 656 FP8 bytes or 576 bf16 a token"
+)
+_DENSE = "dense decoding is not served"
+
+
+# --- metadata ------------------------------------------------------------------------------------
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """What `get_mla_metadata` returns, and every decode call takes.
+
+    It plans nothing: attention's schedule comes from shapes alone, at no cost, so one object serves
+    any calls, shapes and lengths, also between graph replays. The fields are there for code that
+    reads, resets or assigns them; nobody looks at what they hold.
+
+    Examples
+    --------
+    >>> from sparse_mla import flash_mla
+    >>> flash_mla.FlashMLASchedMeta().have_initialized
+    False
+    """
+
+    have_initialized: bool = False
+    config: Any = None
+    tile_scheduler_metadata: Any = None
+    num_splits: Any = None
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """A new FlashMLASchedMeta, and None. Arguments of older versions are taken and not read.
+
+    Examples
+    --------
+    >>> from sparse_mla import flash_mla
+    >>> flash_mla.get_mla_metadata()[1] is None
+    True
+    """
+    return FlashMLASchedMeta(), None
+
+
+def get_mla_decoding_metadata(
+    seqlens_k: Array,
+    num_q_tokens_per_head_k: int,
+    h_k: int,
+    h_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    use_legacy: bool = False,
+) -> tuple[None, None]:
+    """(None, None), to be assigned to a FlashMLASchedMeta: there is no schedule to plan ahead.
+
+    Raises
+    ------
+    ValueError
+        Without `topk`: dense decoding.
+
+    Examples
+    --------
+    >>> from sparse_mla import flash_mla
+    >>> flash_mla.get_mla_decoding_metadata(None, 128, 1, topk=2048)
+    (None, None)
+    """
+    if topk is None:
+        raise ValueError(
+            f"get_mla_decoding_metadata: `topk` must be given, {_SERVED}; {_DENSE}, got None"
+        )
+    return None, None
+
+
+def has_legacy() -> bool:
+    """True: the 656-byte cache of DeepSeek-V3.2, which that package calls legacy, is served.
+
+    Examples
+    --------
+    >>> from sparse_mla import flash_mla
+    >>> flash_mla.has_legacy()
+    True
+    """
+    return True
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+def flash_mla_with_kvcache(
+    q: Array,
+    k_cache: Array,
+    block_table: Array | None,
+    cache_seqlens: Array | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool | None = None,
+    indices: Array | None = None,
+    attn_sink: Array | None = None,
+    extra_k_cache: Array | None = None,
+    extra_indices_in_kvcache: Array | None = None,
+    topk_length: Array | None = None,
+    extra_topk_length: Array | None = None,
+    enable_batch_invariant: bool = False,
+    use_legacy: bool = False,
+    kv_format: str | None = None,
+    descale_q: None = None,
+    descale_k: None = None,
+) -> tuple[Array, Array]:
+    """Sparse decoding: each query attends to the cached tokens that `indices` names.
+
+    Parameters
+    ----------
+    q : [b, s_q, H, 576] bf16
+    k_cache : [pages, block_size, 1, 656] float8_e4m3fn, uint8 or int8
+        Pages may be any multiple of 16 bytes apart. Also [pages, block_size, 1, 576] bf16.
+    block_table, cache_seqlens
+        Not read: `indices` are slots already.
+    head_dim_v : int
+        512.
+    tile_scheduler_metadata : FlashMLASchedMeta
+        From `get_mla_metadata`.
+    num_splits : None
+    softmax_scale : float, optional
+        576 ** -0.5 when left out.
+    causal : bool
+        False.
+    is_fp8_kvcache : bool, optional
+        Must agree with k_cache; left out, k_cache tells.
+    indices : [b, s_q, K] int32
+        page * block_size + offset; -1 = none, as is everything outside the cache.
+    attn_sink : [H] fp32, optional
+        Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
+    extra_k_cache, extra_indices_in_kvcache : optional
+        A second cache and [b, s_q, K'] indices: one softmax over both.
+    topk_length, extra_topk_length : [b] int32, optional
+        Columns in use, per request.
+    enable_batch_invariant : bool
+        Whether a query's bits must not depend on the rest of the batch: K is not split then.
+    use_legacy : bool
+        Not read: there is one set of kernels.
+    kv_format : "V32", "fp8_ds_mla" or "bfloat16", optional
+    descale_q, descale_k : None
+        Scales of dense FP8 decoding.
+
+    Returns
+    -------
+    out : [b, s_q, H, 512] bf16
+    lse : [b, H, s_q] fp32
+        Natural logarithm; +inf where a query has no keys, and out is 0 there.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Dense decoding (`indices` left out, `causal`), other head sizes and cache formats; else what
+        `sparse_mla.sparse_attention` raises.
+
+    Source: the signature is that of FlashMLA and of the wheel sgl-flash-mla 1.0.0.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes
+    >>> from sparse_mla import flash_mla
+    >>> q, cache = np.ones((2, 1, 16, 576), ml_dtypes.bfloat16), np.zeros((4, 64, 1, 656), np.uint8)
+    >>> slots = np.array([[[0, 65, -1]], [[-1, -1, -1]]], np.int32)
+    >>> meta, _ = flash_mla.get_mla_metadata()
+    >>> out, lse = flash_mla.flash_mla_with_kvcache(
+    ...     q, cache, None, None, 512, meta, is_fp8_kvcache=True, indices=slots)
+    >>> out.shape, lse.shape, np.exp(lse[:, 0, 0]).round(3).tolist()
+    ((2, 1, 16, 512), (2, 16, 1), [2.0, inf])
+    """
+    op = DECODE
+    if indices is None:
+        raise ValueError(f"{op}: `indices` must be given, {_SERVED}; {_DENSE}, got None")
+    batch, s_q, num_heads, head_dim = _shape(op, "q", q, "[b, s_q, H, 576]")
+    _check_head_dims(op, "head_dim_v", head_dim, head_dim_v)
+    if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        got = type(tile_scheduler_metadata).__name__
+        raise TypeError(
+            f"{op}: `tile_scheduler_metadata` must be what get_mla_metadata() of this module "
+            f"returns first, got {got}"
+        )
+    if num_splits is not None:
+        raise ValueError(f"{op}: `num_splits` must be None, got {type(num_splits).__name__}")
+    if descale_q is not None or descale_k is not None:
+        name = "descale_k" if descale_q is None else "descale_q"
+        raise ValueError(f"{op}: `{name}` must be None, {_SERVED}; {_DENSE}, got an array")
+    if causal:
+        raise ValueError(f"{op}: `causal` must be False with `indices`, got {causal!r}")
+    _check_cache(op, "k_cache", k_cache, is_fp8_kvcache)
+    if kv_format not in KV_FORMATS:
+        rule = ", ".join(repr(name) for name in KV_FORMATS)
+        raise ValueError(f"{op}: `kv_format` must be one of {rule} ({_SERVED}), got {kv_format!r}")
+    extra_indices = extra_topk = None
+    if extra_k_cache is not None:
+        _check_cache(op, "extra_k_cache", extra_k_cache, None)
+    if extra_indices_in_kvcache is not None:
+        name = "extra_indices_in_kvcache"
+        extra_indices = _join_rows(op, name, extra_indices_in_kvcache, batch, s_q)
+    if extra_topk_length is not None:
+        extra_topk = _per_query(op, "extra_topk_length", extra_topk_length, batch, s_q)
+    if topk_length is not None:
+        topk_length = _per_query(op, "topk_length", topk_length, batch, s_q)
+    tile_scheduler_metadata.have_initialized = True
+    out, lse = ops._attention_plus_inf(
+        _without_grad(q).reshape(batch * s_q, num_heads, HEAD_DIM),
+        k_cache,
+        _join_rows(op, "indices", indices, batch, s_q),
+        topk_length,
+        _without_grad(attn_sink),
+        extra_k_cache,
+        extra_indices,
+        extra_topk,
+        HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale,
+        1 if enable_batch_invariant else 0,
+        KV_FORMATS[kv_format],
+        False,
+    )
+    out = out.reshape(batch, s_q, num_heads, HEAD_DIM_V)
+    if s_q == 1:
+        return out, lse.reshape(batch, num_heads, 1)
+    return out, lse.reshape(batch, s_q, num_heads).swapaxes(1, 2)
+
+
+def flash_mla_sparse_fwd(
+    q: Array,
+    kv: Array,
+    indices: Array,
+    sm_scale: float,
+    d_v: int = HEAD_DIM_V,
+    attn_sink: Array | None = None,
+    topk_length: Array | None = None,
+    use_legacy: bool = False,
+    return_log2_lse: bool | None = None,
+) -> tuple[Array, Array | None, Array | None]:
+    """Sparse prefill: each query attends to the rows of `kv` that `indices` names.
+
+    Parameters
+    ----------
+    q : [T, H, 576] bf16
+    kv : [S, 1, 576] bf16
+        Rows may be any distance apart. Also [S, 1, 656] bytes of an FP8 cache.
+    indices : [T, 1, K] int32
+        Rows of kv; negative or at least S = none.
+    sm_scale : float
+    d_v : int
+        512.
+    attn_sink : [H] fp32, optional
+        Multiplies out by 1 / (1 + exp(sink - lse)); lse and max_logits are unchanged.
+    topk_length : [T] int32, optional
+        Columns in use, per query.
+    use_legacy : bool
+        Not read: there is one set of kernels.
+    return_log2_lse : bool, optional
+        None: natural logarithms. False: None in place of both statistics. True: both in base 2, at
+        the price of a multiplication of each.
+
+    Returns
+    -------
+    out : [T, H, 512] bf16
+    max_logits : [T, H] fp32, or None
+        The largest sm_scale * q . k; -inf where a query has no keys.
+    lse : [T, H] fp32, or None
+        +inf where a query has no keys, and out is 0 there.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Other head sizes, more than one key head; else what `sparse_mla.sparse_attention` raises.
+
+    Source: the signature is that of FlashMLA and of the wheel sgl-flash-mla 1.0.0.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes
+    >>> from sparse_mla import flash_mla
+    >>> q, kv = (np.ones(shape, ml_dtypes.bfloat16) for shape in ((1, 16, 576), (9, 1, 576)))
+    >>> rows = np.array([[[0, 3, -1]]], np.int32)
+    >>> out, max_logits, lse = flash_mla.flash_mla_sparse_fwd(q, kv, rows, 1 / 576)
+    >>> out.shape, max_logits[0, 0].item(), round(lse[0, 0].item(), 4)
+    ((1, 16, 512), 1.0, 1.6931)
+    """
+    op = PREFILL
+    num_tokens, _, head_dim = _shape(op, "q", q, "[T, H, 576]")
+    _check_head_dims(op, "d_v", head_dim, d_v)
+    num_rows, num_kv_heads, row = _shape(op, "kv", kv, "[S, 1, 576]")
+    if num_kv_heads != 1:
+        raise ValueError(f"{op}: `kv` must have one head, got {num_kv_heads}")
+    _check_cache(op, "kv", kv, None)
+    wants_statistics = return_log2_lse is not False
+    out, lse, *max_logits = ops._attention_plus_inf(
+        _without_grad(q),
+        _without_grad(kv).reshape(num_rows, row),
+        _join_rows(op, "indices", indices, num_tokens, 1),
+        topk_length,
+        _without_grad(attn_sink),
+        None,
+        None,
+        None,
+        sm_scale,
+        0,
+        None,
+        wants_statistics,
+    )
+    if not wants_statistics:
+        return out, None, None
+    if return_log2_lse:
+        return out, max_logits[0] * LOG2_E, lse * LOG2_E
+    return out, max_logits[0], lse
+
+
+def _without_grad(array: Array) -> Array:
+    """A torch parameter as its values where gradients are off; else the core refuses it."""
+    if getattr(array, "requires_grad", False):
+        torch = sys.modules.get("torch")
+        if torch is not None and not torch.is_grad_enabled():
+            return array.detach()
+    return array
+
+
+# --- rules that the core cannot see, in this package's names -------------------------------------
+
+
+def _shape(op: str, name: str, array: Array, rule: str) -> tuple[int, ...]:
+    """The shape of an array of the rank that `rule` has."""
+    shape = getattr(array, "shape", None)
+    if shape is None or not hasattr(array, "reshape"):
+        got = type(array).__name__
+        raise TypeError(
+            f"{op}: `{name}` must be an array {rule} with `reshape` (torch, NumPy, cupy, jax), "
+            f"got {got}"
+        )
+    if len(shape) != rule.count(",") + 1:
+        raise ValueError(f"{op}: `{name}` must have shape {rule}, got {list(shape)}")
+    return shape
+
+
+def _check_head_dims(op: str, v_name: str, head_dim: int, head_dim_v: int) -> None:
+    if head_dim != HEAD_DIM:
+        raise ValueError(f"{op}: `q` must have 576 values a head, {_SERVED}, got {head_dim}")
+    if head_dim_v != HEAD_DIM_V:
+        raise ValueError(f"{op}: `{v_name}` must be 512, {_SERVED}, got {head_dim_v!r}")
+
+
+def _check_cache(op: str, name: str, cache: Array, is_fp8: bool | None) -> None:
+    """A row that is served, and that is what the caller says."""
+    row = (getattr(cache, "shape", None) or (None,))[-1]
+    if row == HEAD_DIM or row == _C.KV_FORMATS["fp8_ds_mla"]:
+        if is_fp8 is not None and bool(is_fp8) != (row != HEAD_DIM):
+            raise ValueError(
+                f"{op}: `is_fp8_kvcache` must agree with a cache of {row} elements a token, "
+                f"got {is_fp8!r}"
+            )
+    elif row is not None:  # what is no array at all is left to the core
+        raise ValueError(
+            f"{op}: `{name}` must have a last dimension of 656 or 576, {_SERVED}, got {row}"
+        )
+
+
+def _join_rows(op: str, name: str, indices: Array, batch: int, s_q: int) -> Array:
+    """[b, s_q, K] -> [b * s_q, K]. In prefill b is the number of tokens, and s_q the one head."""
+    shape = _shape(op, name, indices, "[b, s_q, K]" if op == DECODE else "[T, 1, K]")
+    if shape[0] != batch or shape[1] != s_q:
+        raise ValueError(f"{op}: `{name}` must have shape [{batch}, {s_q}, K], got {list(shape)}")
+    return indices.reshape(batch * s_q, shape[2])
+
+
+def _per_query(op: str, name: str, lengths: Array, batch: int, s_q: int) -> Array:
+    """[b] -> [b * s_q]: attention takes lengths per query token, this package's are per request."""
+    shape = _shape(op, name, lengths, "[b]")
+    if shape[0] != batch:
+        raise ValueError(f"{op}: `{name}` must have shape [{batch}], got {list(shape)}")
+    if s_q == 1:
+        return lengths
+    if hasattr(lengths, "expand"):  # torch, whose `repeat` means something else
+        return lengths.reshape(batch, 1).expand(batch, s_q).reshape(batch * s_q)
+    return lengths.repeat(s_q)
