@@ -6,9 +6,13 @@ import argparse
 import os
 import platform
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import sparse_mla
 
+# Wheels of CuPy are named by the CUDA version that they are for.
+WHEELS = {"cupy": ("cupy", "cupy-cuda13x", "cupy-cuda12x")}
 FRAMEWORKS = ("numpy", "ml_dtypes", "torch", "jax", "cupy")
 
 
@@ -27,6 +31,8 @@ def run(options: argparse.Namespace) -> int:
         if key not in ("version", "cpu_features", "openmp"):
             print(f"  {key:11} {value}")
     print(f"  cpu         {cpu_name()}: {', '.join(build['cpu_features'])}")
+    if "cuda" in devices:
+        print(f"  gpu         {gpu_text(kernels)}")
     print(f"  openmp      {openmp_text(build['openmp'])}")
     print(f"  frameworks  {', '.join(f'{name} {find(name)}' for name in FRAMEWORKS)}")
     print("\nkernels of sparse_attention, first match first (* = taken on this machine)")
@@ -44,10 +50,12 @@ def run(options: argparse.Namespace) -> int:
 
 def find(name: str) -> str:
     """A framework's version without importing it."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "–"
+    for wheel in WHEELS.get(name, (name,)):
+        try:
+            return metadata.version(wheel)
+        except metadata.PackageNotFoundError:
+            pass
+    return "–"
 
 
 def cpu_name() -> str:
@@ -58,6 +66,27 @@ def cpu_name() -> str:
             return next(names, platform.machine()).strip()
     except OSError:
         return platform.machine()
+
+
+def gpu_text(kernels: list[dict[str, Any]]) -> str:
+    """What the driver calls the GPUs, and the architectures of the kernels that they can run."""
+    runnable = [row["arch"] for row in kernels if row["device"] == "cuda" and row["available"]]
+    names = ", ".join(gpu_names())
+    if not runnable:
+        return f"none that this build can use{f': {names}' if names else ''}"
+    return f"{names or 'unnamed'}: {', '.join(dict.fromkeys(runnable))}"
+
+
+def gpu_names() -> list[str]:
+    """Of every GPU that NVIDIA's driver has; none where it does not say."""
+    names = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except OSError:
+            continue
+        names += [line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:")]
+    return names
 
 
 def num_threads() -> int:

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import reference
+from helpers import find_framework
 
 import sparse_mla
 
@@ -16,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 
 def run(*arguments):
     """Python with the package that these tests import."""
-    environment = os.environ | {"PYTHONPATH": str(Path(sparse_mla.__file__).parents[1])}
+    folders = [str(Path(sparse_mla.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     return subprocess.run(
         [sys.executable, *arguments], text=True, capture_output=True, timeout=300, env=environment
     )
@@ -74,12 +78,95 @@ def test_info_names_what_there_is():
     assert done.returncode == 0, done.stderr
     for word in ("sparse_mla", "compiler", "openmp", "numpy", "attention_base.c", "fp8_ds_mla"):
         assert word in done.stdout, word
-    assert sum(line.startswith("*") for line in done.stdout.splitlines()) == 1
+    assert sum(line.startswith("* cpu ") for line in done.stdout.splitlines()) == 1
 
 
 def test_bench_prints_numbers_for_programs():
-    done = run_command("bench", "--quick", "--json", "--only", "calls")
+    done = run_command("bench", "--device", "cpu", "--quick", "--json", "--only", "calls")
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     (rows,) = [value for value in results.values() if isinstance(value, list)]
     assert all(row["seconds"]["NumPy"] > 0 for row in rows)
+
+
+def test_bench_writes_numbers_beside_the_tables(tmp_path):
+    path = tmp_path / "results.json"
+    options = ["--device", "cpu", "--quick", "--only", "calls", "--json", str(path)]
+    done = run_command("bench", *options)
+    assert done.returncode == 0, done.stderr
+    assert "### Host time per call" in done.stdout
+    assert json.loads(path.read_text())["failures"] == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--device", "cpu", "--only", "decode"],
+        ["--device", "cpu", "--plot", "plot.svg"],
+        ["--plot", "plot.png"],
+        ["--from", "results.json"],
+        ["--from", "/none", "--plot", "plot.svg"],
+    ],
+)
+def test_bench_refuses_in_one_line(options):
+    done = run_command("bench", *options)
+    assert done.returncode != 0
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.skipif(
+    any(row["device"] == "cuda" and row["available"] for row in sparse_mla.kernels()),
+    reason="there is a GPU to measure",
+)
+def test_bench_says_why_there_is_no_gpu_to_measure():
+    done = run_command("bench", "--device", "cuda")
+    assert done.returncode != 0
+    build = sparse_mla.build_info()["cuda"]
+    assert (build if build.startswith("none") else "GPU") in done.stderr
+
+
+def test_bench_plots_an_earlier_run(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [{"us": 20.0, "floor_us": 10.0, "peer_us": 30.0}, {"us": 5.0, "floor_us": 2.0}]
+    results = {"device": "a GPU, 132 SMs", "failures": {}, "Decode, K": rows, "Calls": [{"x": 1}]}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    plots = [tmp_path / "first.svg", tmp_path / "second.svg"]
+    for plot in plots:
+        done = run_command("bench", "--from", str(tmp_path / "results.json"), "--plot", str(plot))
+        assert done.returncode == 0, done.stderr
+    text = plots[0].read_text()
+    assert "Decode: FlashMLA" in text
+    assert text == plots[1].read_text()
+    assert len(text) < 100_000
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kv_format", ["fp8_ds_mla", "bfloat16"])
+def test_the_device_s_judge_agrees_with_the_reference(kv_format, monkeypatch):
+    framework = find_framework("torch")
+    torch = framework.module
+    from sparse_mla._bench import cuda_inputs, cuda_judge
+
+    monkeypatch.setattr(cuda_inputs, "DEVICE", "cpu")
+    torch.manual_seed(0)
+    kv = cuda_inputs.make_cache(256, kv_format)
+    q, sink = torch.randn(2, 3, 576).bfloat16(), torch.randn(3)
+    lengths = torch.full((2,), 250)
+    indices = cuda_inputs.draw_slots(torch.zeros_like(lengths), lengths, 40)
+    assert 0 <= int(indices.min()) <= int(indices.max()) < 250
+    out, lse = sparse_mla.sparse_attention(q, kv, indices, softmax_scale=0.1, attn_sink=sink)
+    is_fp8 = kv_format == "fp8_ds_mla"
+    want = reference.attention(
+        *map(framework.get, (q, kv, indices)),
+        softmax_scale=0.1,
+        attn_sink=sink.numpy(),
+    )
+    allowed = {"units": 32, "f16_scales": is_fp8}
+    fractions = (
+        np.abs(out.double().numpy() - want.out) / want.out_tolerance(**allowed),
+        np.abs(lse.double().numpy() - want.lse) / want.lse_tolerance(**allowed),
+    )
+    judged = cuda_judge.judge(q, kv, indices, (out, lse), 0.1, sink)
+    assert judged == pytest.approx(max(fraction.max() for fraction in fractions))
+    out[1, 2, 511] = float("nan")
+    assert cuda_judge.judge(q, kv, indices, (out, lse), 0.1, sink) == float("inf")

@@ -8,44 +8,116 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import sparse_mla
 from sparse_mla import _info
-from sparse_mla._bench import attention, calls, memory
+from sparse_mla._bench import attention, calls, memory, plot
 from sparse_mla._bench.timing import Effort, Table
 
-TABLES: dict[str, Callable[[Effort, int], Table]] = {
+CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "attention": attention.measure,
     "bytes": memory.measure,
     "calls": calls.measure,
 }
+CUDA_TABLES = ("decode", "prefill", "bytes", "calls")
+CUDA_GROUPS = {"attention": ("decode", "prefill")}
+STDOUT = "-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], help="cuda, where this build and PyTorch have it"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter repeats")
     parser.add_argument("--best", action="store_true", help="the fastest repeat, not the median")
-    parser.add_argument("--json", action="store_true", help="print numbers for programs to read")
-    parser.add_argument("--only", choices=sorted(TABLES), help="one of the tables")
-    parser.add_argument("--threads", type=int, default=2, help="of both sides (%(default)s)")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help="numbers for programs to read, into FILE beside the tables or printed instead of them",
+    )
+    parser.add_argument(
+        "--only",
+        choices=sorted({*CPU_TABLES, *CUDA_TABLES}),
+        help="one of the tables (attention is both of decode and prefill on cuda)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="of both sides, on the CPU (%(default)s)"
+    )
+    parser.add_argument("--plot", metavar="FILE.svg", help="time against floor (cuda)")
+    parser.add_argument(
+        "--from", dest="source", metavar="FILE", help="plot this run's --json, measure nothing"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    if os.environ.get("OMP_NUM_THREADS") != str(options.threads):
-        restart(options.threads)
-    effort = Effort.of(options.quick, options.best)
-    where = describe(options)
-    if not options.json:
-        print("\n".join(f"- {key}: {value}" for key, value in where.items()))
-    tables = []
-    for name in [options.only] if options.only else TABLES:
-        tables.append(TABLES[name](effort, options.threads))
-        if not options.json:
-            tables[-1].print()
-    if options.json:
-        print(json.dumps(where | {table.title: table.records for table in tables}, indent=1))
+    if options.plot:
+        plot.check(options.plot)
+    if options.source:
+        return plot_earlier(options)
+    device = options.device or find_device()
+    if device == "cpu":
+        check_cpu(options)
+        if os.environ.get("OMP_NUM_THREADS") != str(options.threads):
+            restart(options.threads)
+        where, tables = describe_cpu(options), measure_cpu(options)
+    else:
+        check_cuda()
+        where, tables = describe_cuda(options), measure_cuda(options)
+
+    prints_tables = options.json != STDOUT
+    if prints_tables:
+        print("\n".join(f"- {key}: {value}" for key, value in where.items()), flush=True)
+    results: dict[str, Any] = dict(where)
+    failures: dict[str, list[str]] = {}
+    results["failures"] = failures
+    for table in tables:
+        results[table.title] = table.records
+        if table.failures:
+            failures[table.title] = table.failures
+        if prints_tables:
+            table.print()
+        if options.json and prints_tables:  # after every table: a run cut short leaves those
+            write_json(options.json, results)
+    if options.json == STDOUT:
+        print(json.dumps(results, indent=1))
+    if options.plot:
+        plot.write(options.plot, results)
+    if failures:
+        print(f"\n{sum(map(len, failures.values()))} FAILED", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def plot_earlier(options: argparse.Namespace) -> int:
+    if not options.plot:
+        raise SystemExit("bench: --from needs --plot FILE.svg")
+    try:
+        results = json.loads(Path(options.source).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"bench: --from {options.source}: {error}") from None
+    plot.write(options.plot, results)
     return 0
+
+
+def write_json(path: str, results: dict[str, Any]) -> None:
+    text = json.dumps(results, indent=1, ensure_ascii=False)
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+# --- CPU -----------------------------------------------------------------------------------------
+
+
+def check_cpu(options: argparse.Namespace) -> None:
+    if options.only and options.only not in CPU_TABLES:
+        raise SystemExit(f"bench: --only {options.only} is a table of --device cuda")
+    if options.plot:
+        raise SystemExit("bench: --plot shows time against floor: --device cuda")
 
 
 def restart(num_threads: int) -> None:
@@ -55,18 +127,110 @@ def restart(num_threads: int) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "sparse_mla", *sys.argv[1:]])
 
 
-def describe(options: argparse.Namespace) -> dict[str, str]:
-    selected = [row["arch"] for row in sparse_mla.kernels() if row["selected"]]
+def measure_cpu(options: argparse.Namespace) -> Iterator[Table]:
+    effort = Effort.of(options.quick, options.best)
+    for name in [options.only] if options.only else CPU_TABLES:
+        yield CPU_TABLES[name](effort, options.threads)
+
+
+def describe_cpu(options: argparse.Namespace) -> dict[str, str]:
+    selected = [row["arch"] for row in kernels("cpu") if row["selected"]]
     num_cores = len(os.sched_getaffinity(0))
-    switches = [name for name in ("quick", "best", "json") if getattr(options, name)]
-    switches += [f"only {options.only}"] if options.only else []
-    command = ["python -m sparse_mla bench", *(f"--{name}" for name in switches)]
     return {
         "device": f"{_info.cpu_name()}, {num_cores} cores, {', '.join(selected)}",
+        **describe_run(options, f"--threads {options.threads}"),
+        "with": ", ".join(f"{name} {_info.find(name)}" for name in ("numpy", "torch", "jax")),
+    }
+
+
+# --- CUDA ----------------------------------------------------------------------------------------
+
+
+def find_device() -> str:
+    """cuda where this build has it and PyTorch sees a GPU, else cpu."""
+    if kernels("cuda") and find_spec("torch") is not None:
+        torch: Any = import_module("torch")
+        if torch.cuda.is_available():
+            return "cuda"
+    return "cpu"
+
+
+def check_cuda() -> None:
+    if not kernels("cuda"):
+        raise SystemExit(f"bench: no CUDA in this build: {sparse_mla.build_info()['cuda']}")
+    if find_spec("torch") is None:
+        raise SystemExit(
+            "bench: --device cuda needs PyTorch, for memory, events and graphs: pip install torch"
+        )
+    torch: Any = import_module("torch")
+    if not torch.cuda.is_available():
+        raise SystemExit("bench: PyTorch sees no GPU: --device cpu, or a PyTorch built for CUDA")
+
+
+def measure_cuda(options: argparse.Namespace) -> Iterator[Table]:
+    from sparse_mla._bench import cuda_attention, cuda_calls, cuda_memory
+    from sparse_mla._bench.cuda_timing import CudaEffort, describe_error, torch
+    from sparse_mla._bench.peer import find_peer
+
+    torch.manual_seed(0)
+    effort = CudaEffort.of(options.quick, options.best)
+    peer, _ = find_peer()
+    measure: dict[str, Callable[[], Table]] = {
+        "decode": lambda: cuda_attention.measure_decode(effort, peer),
+        "prefill": lambda: cuda_attention.measure_prefill(effort, peer),
+        "bytes": lambda: cuda_memory.measure_bytes(effort),
+        "calls": lambda: cuda_calls.measure_calls(effort),
+    }
+    only = CUDA_GROUPS.get(options.only, (options.only,))
+    for name in only if options.only else CUDA_TABLES:
+        try:
+            table = measure[name]()
+        except (
+            Exception
+        ) as error:  # a device that is lost: what was measured is printed all the same
+            table = Table(name, ["-"], [], [], failures=[describe_error(error)])
+        yield table
+
+
+def describe_cuda(options: argparse.Namespace) -> dict[str, str]:
+    from sparse_mla._bench.cuda_timing import CudaEffort, torch
+    from sparse_mla._bench.peer import find_peer
+
+    peer, version = find_peer()
+    facts = torch.cuda.get_device_properties(0)
+    names = [row["arch"] for row in kernels("cuda") if row["selected"]]
+    l2_cache = facts.L2_cache_size >> 20
+    others = ", ".join(f"{name} {_info.find(name)}" for name in ("numpy", "cupy", "jax"))
+    return {
+        "device": f"{facts.name}, {facts.multi_processor_count} SMs, {l2_cache} MiB L2 cache, "
+        f"kernels {', '.join(names)}",
+        **describe_run(options, "--device cuda"),
+        "with": f"torch {torch.__version__}, {others}",
+        "build": f"CUDA {sparse_mla.build_info()['cuda']}",
+        "beside": f"FlashMLA: {version}" + (", heads padded to 64 or 128" if peer else ""),
+        "measured": "CUDA graphs of calls over rotating inputs (cache rows cold, code warm), the "
+        f"sides in turn; {CudaEffort.of(options.quick, options.best).describe()}",
+        "floor": "FLOP / 795 TFLOP/s or bytes / 4.3 TB/s, the larger: an H200's best rates",
+        "error/bound": "against fp64 on the bytes that each side was given, sampled tokens; the "
+        "bound is the promise for GPUs, with its allowance for fp16 scales where rows are FP8",
+    }
+
+
+# --- both ----------------------------------------------------------------------------------------
+
+
+def kernels(device: str) -> list[dict[str, Any]]:
+    return [row for row in sparse_mla.kernels() if row["device"] == device]
+
+
+def describe_run(options: argparse.Namespace, last: str) -> dict[str, str]:
+    switches = [name for name in ("quick", "best", "json") if getattr(options, name)]
+    switches += [f"only {options.only}"] if options.only else []
+    command = ["python -m sparse_mla bench", *(f"--{name}" for name in switches), last]
+    return {
         "date": datetime.date.today().isoformat(),
         "commit": find_commit(),
-        "command": " ".join([*command, f"--threads {options.threads}"]),
-        "with": ", ".join(f"{name} {_info.find(name)}" for name in ("numpy", "torch", "jax")),
+        "command": " ".join(command),
     }
 
 

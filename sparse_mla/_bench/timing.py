@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 MIN_REPEATS = 5
@@ -36,6 +37,8 @@ class Table:
     columns: list[str]
     rows: list[list[str]]
     records: list[dict[str, object]]  # the numbers, for --json
+    failures: list[str] = field(default_factory=list)  # errors beyond their bounds, exceptions
+    notes: list[str] = field(default_factory=list)
 
     def print(self) -> None:
         widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
@@ -44,6 +47,11 @@ class Table:
         for row in (self.columns, rule, *self.rows):
             cells = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
             print(f"| {' | '.join(cells)} |")
+        if self.failures or self.notes:
+            print()
+        for line in (*(f"FAIL {failure}" for failure in self.failures), *self.notes):
+            print(f"- {line}")
+        sys.stdout.flush()
 
 
 def interleave(sides: Mapping[str, Callable[[], object]], effort: Effort) -> dict[str, float]:

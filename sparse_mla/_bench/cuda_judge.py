@@ -1,0 +1,73 @@
+"""The fp64 reference and the error bounds for results in device memory, computed there.
+
+The formulas of `_judge.py`, with what the promise allows a GPU: 32 units of 2^-24 in the logits,
+and for FP8 rows the rounding of e4m3 * scale in fp16.
+"""
+
+from __future__ import annotations
+
+from sparse_mla._bench.cuda_inputs import FP8_ROW_BYTES, split_rows
+from sparse_mla._bench.cuda_timing import Array, torch
+from sparse_mla._judge import Fractions
+
+NUM_JUDGED_TOKENS = 4
+
+
+def judge(
+    q: Array, kv: Array, indices: Array, results: tuple[Array, Array], scale: float, sink: Array
+) -> float:
+    """The worst error of some of the tokens, as a fraction of its bound; infinite where any value
+    of any token is not finite. `sink` may be None."""
+    out, lse = results
+    if not bool(out.isfinite().all()) or not bool(lse.isfinite().all()):
+        return float("inf")
+    worst = Fractions()
+    for token in pick_tokens(len(q)):
+        keys = exact_keys(kv.view(-1, kv.shape[-1])[indices[token].long()])
+        is_fp8 = kv.shape[-1] == FP8_ROW_BYTES
+        worst.add(judge_token(q[token], keys, out[token], lse[token], scale, sink, is_fp8))
+    return max(worst.out, worst.lse)
+
+
+def pick_tokens(num_tokens: int) -> list[int]:
+    """The first, the last and some between them."""
+    last = num_tokens - 1
+    return sorted({last * i // (NUM_JUDGED_TOKENS - 1) for i in range(NUM_JUDGED_TOKENS)})
+
+
+def exact_keys(rows: Array) -> Array:
+    """Cache rows -> the keys [n, 576] that they stand for, in fp64, no rounding."""
+    if rows.shape[1] != FP8_ROW_BYTES:
+        return rows.double()
+    values, scales, rope = split_rows(rows)
+    return torch.cat(
+        [(values.float().double() * scales.double()).view(-1, 512), rope.double()], dim=1
+    )
+
+
+def judge_token(
+    q: Array, keys: Array, out: Array, lse: Array, scale: float, sink: Array, is_fp8: bool
+) -> Fractions:
+    """q [H, 576] bf16, keys [n, 576] fp64, out [H, 512] bf16, lse [H] fp32, sink [H] or None."""
+    q = q.double() * scale
+    values = keys[:, :512]
+    logits = q @ keys.T
+    exact_lse = logits.logsumexp(dim=1)
+    p = (logits - exact_lse[:, None]).exp()
+    if sink is not None:
+        p = p * torch.sigmoid(exact_lse - sink.double())[:, None]
+    exact_out = p @ values
+
+    magnitude = p @ values.abs()
+    e = 32 * 2.0**-24 * (q.abs() @ keys.abs().T).amax(dim=1)
+    if is_fp8:
+        tiles = zip(q[:, :512].split(128, dim=1), values.split(128, dim=1), strict=True)
+        by_tile = sum((a @ b.T).abs() for a, b in tiles)
+        squares = (q[:, :512] ** 2 @ (values**2).T).sqrt()
+        e = e + 2.0**-11 * (by_tile + 2 * squares).amax(dim=1)
+    out_bound = 2 * 2.0**-9 * (magnitude + exact_out.abs()) + 2 * e[:, None] * magnitude + 1e-6
+    return Fractions(
+        out=float(((out.double() - exact_out).abs() / out_bound).max()),
+        lse=float(((lse.double() - exact_lse).abs() / (e + 1e-6)).max()),
+        rows=1,
+    )

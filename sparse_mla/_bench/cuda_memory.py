@@ -1,0 +1,265 @@
+"""The operators that only move bytes, on a CUDA device beside PyTorch's copy; bytes are judged
+first, on samples, against the CPU backend. Every one moves far more than the L2 cache holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import sparse_mla
+from sparse_mla._bench.cuda_inputs import BLOCK_SIZE, make_cache
+from sparse_mla._bench.cuda_timing import (
+    DEVICE,
+    PEAK_BYTES,
+    Array,
+    CudaEffort,
+    describe_error,
+    interleave,
+    synchronize,
+    torch,
+)
+from sparse_mla._bench.timing import Table
+
+NUM_TOKENS = 1 << 20
+NUM_REQUESTS = 32
+TOPK = 2048
+NUM_QUERIES = 32768
+MERGE_SHAPE = (2048, 128, 512)
+QUANT_ELEMENTS = 1 << 28
+NUM_SAMPLES = 512
+CALLS_PER_REPLAY = 3
+
+
+@dataclass
+class Move:
+    """An operator over large arrays: its fewest bytes, and whether samples of them are right."""
+
+    name: str
+    call: Callable[[], object]
+    num_bytes: int
+    is_right: Callable[[], bool]
+
+
+def measure_bytes(effort: CudaEffort) -> Table:
+    columns = ["operator", "sampled bytes", "GB", "µs", "TB/s", "copy TB/s", "of the copy"]
+    columns += [f"of {PEAK_BYTES / 1e12:g} TB/s"]
+    table = Table("Bytes moved (read + written), beside PyTorch's copy", columns, [], [])
+    copy, copy_bytes = make_copy()
+    for make in MOVES:
+        try:
+            for move in make():
+                add_row(table, move, copy, copy_bytes, effort)
+                del move  # its memory, before the next one's
+        except Exception as error:  # the other operators go on
+            table.failures.append(f"{make.__name__}: {describe_error(error)}")
+    return table
+
+
+def add_row(
+    table: Table, move: Move, copy: Callable[[], object], copy_bytes: int, effort: CudaEffort
+) -> None:
+    move.call()
+    synchronize()
+    is_right = move.is_right()
+    if not is_right:
+        table.failures.append(f"{move.name}: wrong values")
+    sides = {"ours": [move.call] * CALLS_PER_REPLAY, "copy": [copy] * CALLS_PER_REPLAY}
+    seconds = interleave(sides, effort)
+    rate = move.num_bytes / seconds["ours"]
+    copy_rate = copy_bytes / seconds["copy"]
+    row = [
+        move.name,
+        "right" if is_right else "FAIL",
+        f"{move.num_bytes / 1e9:.2f}",
+        f"{1e6 * seconds['ours']:.1f}",
+        f"{rate / 1e12:.2f}",
+        f"{copy_rate / 1e12:.2f}",
+        f"{100 * rate / copy_rate:.0f} %",
+        f"{100 * rate / PEAK_BYTES:.0f} %",
+    ]
+    record = {
+        "operator": move.name,
+        "right": is_right,
+        "us": 1e6 * seconds["ours"],
+        "floor_us": 1e6 * move.num_bytes / PEAK_BYTES,
+        "tb_s": rate / 1e12,
+        "copy_tb_s": copy_rate / 1e12,
+        "of_copy": rate / copy_rate,
+    }
+    table.rows.append(row)
+    table.records.append(record)
+
+
+def make_copy() -> tuple[Callable[[], object], int]:
+    source = torch.randint(256, (1 << 30,), dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source), 2 * source.nbytes
+
+
+def sample(size: int) -> Array:
+    """Some of 0...size - 1, on the device."""
+    return torch.randint(size, (min(size, NUM_SAMPLES),), device=DEVICE)
+
+
+# --- caches --------------------------------------------------------------------------------------
+
+
+def move_writes() -> Iterator[Move]:
+    kv_c = torch.randn(NUM_TOKENS, 512, device=DEVICE).bfloat16()
+    k_pe = torch.randn(NUM_TOKENS, 64, device=DEVICE).bfloat16()
+    slots = torch.randperm(NUM_TOKENS, device=DEVICE)
+    for name, dtype, width in (
+        ("fp8_ds_mla", torch.uint8, 656),
+        ("bfloat16", torch.bfloat16, 576),
+    ):
+        shape = (NUM_TOKENS // BLOCK_SIZE, BLOCK_SIZE, width)
+        cache = torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+        def call(cache: Array = cache) -> object:
+            return sparse_mla.concat_and_cache_mla(kv_c, k_pe, cache, slots)
+
+        def is_right(cache: Array = cache) -> bool:
+            tokens = sample(NUM_TOKENS)
+            given = (kv_c[tokens].cpu(), k_pe[tokens].cpu())
+            pages = cache.new_zeros((1, len(tokens), cache.shape[2]), device="cpu")
+            sparse_mla.concat_and_cache_mla(*given, pages, torch.arange(len(tokens)))
+            return same_bytes(cache.flatten(0, 1)[slots[tokens]], pages[0])
+
+        num_bytes = kv_c.nbytes + k_pe.nbytes + slots.nbytes + cache.nbytes
+        yield Move(f"concat_and_cache_mla, bf16 → {name}", call, num_bytes, is_right)
+
+
+def move_gathers() -> Iterator[Move]:
+    num_pages = NUM_TOKENS // BLOCK_SIZE
+    table = torch.randperm(num_pages, device=DEVICE).int().view(NUM_REQUESTS, -1)
+    lengths = torch.full((NUM_REQUESTS,), NUM_TOKENS // NUM_REQUESTS, device=DEVICE).int()
+    starts = lengths * torch.arange(NUM_REQUESTS, device=DEVICE).int()
+    out = torch.zeros(NUM_TOKENS, 576, dtype=torch.bfloat16, device=DEVICE)
+    for name in ("fp8_ds_mla", "bfloat16"):
+        cache = make_cache(NUM_TOKENS, name)
+
+        def call(cache: Array = cache) -> object:
+            return sparse_mla.gather_kv_cache(cache, table, lengths, starts, out=out)
+
+        def is_right(cache: Array = cache) -> bool:
+            rows = sample(NUM_TOKENS)
+            slots = table.flatten()[rows // BLOCK_SIZE] * BLOCK_SIZE + rows % BLOCK_SIZE
+            return same_bytes(out[rows], upconvert_on_cpu(cache.flatten(0, 1)[slots]))
+
+        yield Move(f"gather_kv_cache, {name} → bf16", call, cache.nbytes + out.nbytes, is_right)
+
+
+def move_dequantised() -> Iterator[Move]:
+    cache = make_cache(NUM_TOKENS, "fp8_ds_mla")
+
+    def call() -> Array:
+        return sparse_mla.dequantize_kv_cache(cache, dtype="bfloat16")
+
+    def is_right() -> bool:
+        rows = sample(NUM_TOKENS)
+        return same_bytes(call().flatten(0, 1)[rows], upconvert_on_cpu(cache.flatten(0, 1)[rows]))
+
+    num_bytes = cache.nbytes + NUM_TOKENS * 1152
+    yield Move("dequantize_kv_cache, fp8_ds_mla → bf16", call, num_bytes, is_right)
+
+
+def upconvert_on_cpu(rows: Array) -> Array:
+    """Cache rows [n, row] -> [n, 576] bf16, by the CPU backend."""
+    count = torch.tensor([len(rows)], dtype=torch.int32)
+    zero = torch.zeros(1, dtype=torch.int32)
+    out = torch.zeros(len(rows), 576, dtype=torch.bfloat16)
+    return sparse_mla.gather_kv_cache(rows.cpu()[None], zero[None], count, zero, out=out)
+
+
+def same_bytes(a: Array, b: Array) -> bool:
+    a, b = (array.cpu().contiguous().view(torch.uint8) for array in (a, b))
+    return torch.equal(a, b)
+
+
+# --- indices, states, quantisation ---------------------------------------------------------------
+
+
+def move_indices() -> Iterator[Move]:
+    num_pages = NUM_TOKENS // BLOCK_SIZE
+    table = torch.randperm(num_pages, device=DEVICE).int().view(NUM_REQUESTS, -1)
+    requests = torch.randint(NUM_REQUESTS, (NUM_QUERIES,), device=DEVICE).int().sort().values
+    shape = (NUM_QUERIES, TOPK)
+    topk_indices = torch.randint(-1, NUM_TOKENS // NUM_REQUESTS, shape, device=DEVICE).int()
+    out = torch.zeros_like(topk_indices)
+
+    def call() -> object:
+        return sparse_mla.convert_req_index_to_global_index(
+            requests, table, topk_indices, block_size=BLOCK_SIZE, out=out
+        )
+
+    def is_right() -> bool:
+        rows = sample(NUM_QUERIES)
+        given = (requests[rows].cpu(), table.cpu(), topk_indices[rows].cpu())
+        want = sparse_mla.convert_req_index_to_global_index(*given, block_size=BLOCK_SIZE)
+        return same_bytes(out[rows], want)
+
+    num_bytes = topk_indices.nbytes + out.nbytes
+    yield Move("convert_req_index_to_global_index", call, num_bytes, is_right)
+
+
+def move_merged() -> Iterator[Move]:
+    a, b = (torch.randn(MERGE_SHAPE, device=DEVICE).bfloat16() for _ in range(2))
+    lse_a, lse_b = (torch.randn(MERGE_SHAPE[:2], device=DEVICE) for _ in range(2))
+    out, lse = torch.zeros_like(a), torch.zeros_like(lse_a)
+
+    def call() -> object:
+        return sparse_mla.merge_attn_states(a, lse_a, b, lse_b, out=out, lse=lse)
+
+    def is_right() -> bool:
+        """Against fp64: one rounding of out to bf16, a few of lse in fp32."""
+        tokens = sample(len(a))
+        exact_lse = torch.logaddexp(lse_a[tokens].double(), lse_b[tokens].double())
+        parts = [
+            (x[tokens].double() * (part[tokens].double() - exact_lse).exp()[..., None])
+            for x, part in ((a, lse_a), (b, lse_b))
+        ]
+        exact = parts[0] + parts[1]
+        magnitude = parts[0].abs() + parts[1].abs() + exact.abs()
+        out_bound = 2 * 2.0**-9 * magnitude + 1e-6
+        lse_bound = 16 * 2.0**-24 * (1 + exact_lse.abs()) + 1e-6
+        out_error = (out[tokens].double() - exact).abs() - out_bound
+        lse_error = (lse[tokens].double() - exact_lse).abs() - lse_bound
+        return bool((out_error <= 0).all()) and bool((lse_error <= 0).all())
+
+    num_bytes = 3 * a.nbytes + 3 * lse.nbytes
+    yield Move("merge_attn_states, bf16", call, num_bytes, is_right)
+
+
+def move_quantised() -> Iterator[Move]:
+    """The scale needs every value, so the input is read twice at least."""
+    x = torch.randn(QUANT_ELEMENTS, device=DEVICE).bfloat16()
+    out = torch.zeros(QUANT_ELEMENTS, dtype=torch.float8_e4m3fn, device=DEVICE)
+    scales: list[Array] = []
+
+    def call() -> object:
+        scale = sparse_mla.dynamic_per_tensor_quant(x, out=out)[1]
+        scales[:] = [scale]
+        return scale
+
+    def is_right() -> bool:
+        amax = x.abs().amax().float().cpu()  # on CUDA a division by 448 multiplies by 1 / 448
+        scale = amax.clamp_min(1e-10) / 448
+        if not math.isclose(float(scales[0]), float(scale), rel_tol=0):
+            return False
+        some = sample(QUANT_ELEMENTS)
+        want = (x[some].float().cpu() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return same_bytes(out.view(torch.uint8)[some], want)
+
+    num_bytes = 2 * x.nbytes + out.nbytes
+    yield Move("dynamic_per_tensor_quant, bf16, read twice", call, num_bytes, is_right)
+
+
+MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
+    move_writes,
+    move_gathers,
+    move_dequantised,
+    move_indices,
+    move_merged,
+    move_quantised,
+)
