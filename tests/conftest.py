@@ -1,5 +1,6 @@
 """Session rules: what is tested is what was meant, and a demanded framework is never skipped.
 
+SMLA_DEVICE=cuda          the operators' tests run on the GPU, and test_gpu_*.py are collected
 SMLA_EXPECT_ROOT=dir      sparse_mla (and its C module) must be imported from below `dir`
 SMLA_REQUIRE=torch,jax    the run fails if a test of these frameworks was skipped, or none ran
 """
@@ -15,9 +16,16 @@ from pathlib import Path
 # The reference multiplies many small matrices: NumPy's BLAS threads only get in each other's way,
 # and in the library's, whose threads this does not touch. Read when NumPy is first imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# JAX would take most of the GPU's memory for itself. Read when its backend starts.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are parallel already
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
 
+import device
 import helpers
 import pytest
+
+collect_ignore_glob = [] if device.ON_CUDA else ["test_gpu_*.py"]
 
 REQUIRED = [name for name in os.environ.get("SMLA_REQUIRE", "").split(",") if name]
 OPTIONAL = [name for name in helpers.FRAMEWORKS if name != "numpy"]
@@ -46,27 +54,57 @@ def package_line() -> str:
     return f"sparse_mla: {package.__version__} from {Path(package.__file__).parent}"
 
 
+def device_line() -> str:
+    """What the operators' tests run on; raises pytest.UsageError when that is not there."""
+    if device.DEVICE not in device.KNOWN:
+        raise pytest.UsageError(f"SMLA_DEVICE must be cpu or cuda, got {device.DEVICE}")
+    if not device.ON_CUDA:
+        return f"device: {device.DEVICE}; test_gpu_*.py are not collected without SMLA_DEVICE=cuda"
+    try:
+        cuda = device.import_quietly("torch").cuda
+    except ImportError as error:
+        raise pytest.UsageError(f"SMLA_DEVICE=cuda needs PyTorch: {error}") from error
+    if not cuda.is_available():
+        raise pytest.UsageError("SMLA_DEVICE=cuda, but PyTorch finds no GPU")
+    facts = cuda.get_device_properties(0)
+    return (
+        f"device: {facts.name}, compute capability {facts.major}.{facts.minor}, "
+        f"{facts.total_memory >> 30} GiB, {cuda.device_count()} in all"
+    )
+
+
 def pytest_configure(config) -> None:
+    config.addinivalue_line("markers", "sanitizer: short enough for compute-sanitizer")
     for name in OPTIONAL:
         config.addinivalue_line("markers", f"{name}: needs the {name} package")
     unknown = set(REQUIRED) - set(OPTIONAL)
     if unknown:
         raise pytest.UsageError(f"SMLA_REQUIRE names unknown frameworks: {sorted(unknown)}")
-    config.stash[PACKAGE_LINE] = package_line()
+    config.stash[LINES] = [package_line(), device_line()]
 
 
-PACKAGE_LINE = pytest.StashKey[str]()
+LINES = pytest.StashKey[list[str]]()
 
 
 def pytest_report_header(config) -> list[str]:
     found = []
     for name in ("numpy", "ml_dtypes", *OPTIONAL):
+        if name == "cupy" and not device.ON_CUDA:
+            continue
         if importlib.util.find_spec(name) is None:
             found.append(f"{name}: not installed, its tests are skipped")
         else:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            found.append(f"{name} {version_of(name)}")
     demand = f"; required: {', '.join(REQUIRED)}" if REQUIRED else ""
-    return [config.stash[PACKAGE_LINE], f"frameworks: {'; '.join(found)}{demand}"]
+    return [*config.stash[LINES], f"frameworks: {'; '.join(found)}{demand}"]
+
+
+def version_of(name: str) -> str:
+    """Of the package that holds the module: CuPy's is named after its CUDA."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return importlib.metadata.version(importlib.metadata.packages_distributions()[name][0])
 
 
 def pytest_runtest_logreport(report) -> None:
@@ -101,6 +139,18 @@ def framework(request) -> helpers.Framework:
 
 
 @pytest.fixture
+def gpu_framework(request) -> helpers.Framework:
+    """Use with parametrize("gpu_framework", helpers.GPU_FRAMEWORKS, indirect=True)."""
+    return helpers.find_framework(request.param, "cuda")
+
+
+@pytest.fixture
+def checked(monkeypatch) -> None:
+    """Calls read the values of arrays on the GPU too."""
+    monkeypatch.setenv("SPARSE_MLA_CHECK", "1")
+
+
+@pytest.fixture
 def torch():
     return helpers.find_framework("torch").module
 
@@ -108,3 +158,8 @@ def torch():
 @pytest.fixture
 def jax():
     return helpers.find_framework("jax").module
+
+
+@pytest.fixture
+def cupy():
+    return helpers.find_framework("cupy").module

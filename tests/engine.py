@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cases
+import device
+import library
 import numpy as np
 import reference as ref
 import reference_plan
@@ -15,6 +17,7 @@ SCALE = (128 + 64) ** -0.5
 def config(sparse_mla, *, num_heads=32, fp8=True, **changes):
     options = {
         "softmax_scale": SCALE,
+        "device": device.NAME if sparse_mla is library.sparse_mla else "cpu",
         "kv_cache_dtype": "fp8_ds_mla" if fp8 else "bfloat16",
         "block_size": 64,
         "topk_tokens": 48,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 
+import device
 import numpy as np
 import pytest
 import reference as ref
@@ -37,25 +37,31 @@ class Framework:
 
 
 class Torch(Framework):
+    """On the CPU its tensors share NumPy's memory."""
+
     name = "torch"
     carriers = (("bfloat16", ref.BF16, np.int16), ("float8_e4m3fn", ref.E4M3, np.uint8))
 
-    def __init__(self) -> None:
-        self.module = importlib.import_module("torch")
+    def __init__(self, place: str = "cpu") -> None:
+        self.module = device.import_quietly("torch")
+        self.place = place
+        self.shares_memory = place == "cpu"
 
     def put(self, x: np.ndarray):
         if any(s < 0 for s in x.strides):
             x = x.copy()
         for name, dtype, carrier in self.carriers:
             if x.dtype == dtype:
-                return self.module.from_numpy(x.view(carrier)).view(getattr(self.module, name))
-        return self.module.from_numpy(x)
+                bits = self.module.from_numpy(x.view(carrier)).to(self.place)
+                return bits.view(getattr(self.module, name))
+        return self.module.from_numpy(x).to(self.place)
 
     def get(self, x) -> np.ndarray:
         for name, dtype, carrier in self.carriers:
             if x.dtype is getattr(self.module, name):
-                return x.view(getattr(self.module, np.dtype(carrier).name)).numpy().view(dtype)
-        return x.numpy()
+                bits = x.view(getattr(self.module, np.dtype(carrier).name))
+                return bits.cpu().numpy().view(dtype)
+        return x.cpu().numpy()
 
     def owns(self, x) -> bool:
         return type(x) is self.module.Tensor
@@ -69,12 +75,13 @@ class Jax(Framework):
     writable = False
     shares_memory = False  # put copies; int64 becomes int32
 
-    def __init__(self) -> None:
-        self.module = importlib.import_module("jax")
+    def __init__(self, place: str = "cpu") -> None:
+        self.module = device.import_quietly("jax")
+        self.place = self.module.devices(place)[0]
 
     def put(self, x: np.ndarray):
         x = x.astype(np.int32) if x.dtype == np.int64 else x
-        return self.module.numpy.array(x)
+        return self.module.numpy.array(x, device=self.place)
 
     def owns(self, x) -> bool:
         return isinstance(x, self.module.Array)
@@ -83,19 +90,57 @@ class Jax(Framework):
         return x.unsafe_buffer_pointer()
 
 
-FRAMEWORKS: dict[str, type[Framework]] = {"numpy": Framework, "torch": Torch, "jax": Jax}
-ALL_FRAMEWORKS = [
-    pytest.param(name, marks=() if name == "numpy" else getattr(pytest.mark, name))
-    for name in FRAMEWORKS
-]
+class Cupy(Framework):
+    """On GPUs alone. It knows bf16, but not e4m3: such arrays are bytes there."""
+
+    name = "cupy"
+    shares_memory = False
+
+    def __init__(self, place: str = "cuda") -> None:
+        self.module = device.import_quietly("cupy")
+
+    def put(self, x: np.ndarray):
+        if x.dtype == ref.BF16:
+            return self.module.array(x.view(np.uint16)).view(ref.BF16)
+        return self.module.array(x.view(np.uint8) if x.dtype == ref.E4M3 else x)
+
+    def get(self, x) -> np.ndarray:
+        if x.dtype == ref.BF16:
+            return self.module.asnumpy(x.view(np.uint16)).view(ref.BF16)
+        return self.module.asnumpy(x)
+
+    def owns(self, x) -> bool:
+        return type(x) is self.module.ndarray
+
+    def address(self, x) -> int:
+        return x.data.ptr
+
+
+FRAMEWORKS: dict[str, type[Framework]] = {
+    "numpy": Framework,
+    "torch": Torch,
+    "jax": Jax,
+    "cupy": Cupy,
+}
+
+
+def with_marks(*names: str) -> list:
+    return [
+        pytest.param(name, marks=() if name == "numpy" else getattr(pytest.mark, name))
+        for name in names
+    ]
+
+
+ALL_FRAMEWORKS = with_marks("numpy", "torch", "jax")  # of the CPU
+GPU_FRAMEWORKS = with_marks("torch", "cupy", "jax")
 IMPORT_ERRORS: dict[str, str] = {}
 
 
-def find_framework(name: str) -> Framework:
+def find_framework(name: str, *place: str) -> Framework:
     """The framework, or a skip with the reason; conftest turns it into a failure on request."""
     if name not in IMPORT_ERRORS:
         try:
-            return FRAMEWORKS[name]()
+            return FRAMEWORKS[name](*place)
         except ImportError as error:
             IMPORT_ERRORS[name] = str(error)
     pytest.skip(f"{name} is not installed: {IMPORT_ERRORS[name]}")
@@ -193,7 +238,8 @@ def guarded_attention(op, case, put=lambda x: x, *, row_gap: int = 0, **more):
 
 
 def assert_within_bounds(want: ref.Attention, got: dict, **tolerance) -> dict[str, float]:
-    ratios = ref.attention_ratios(want, **got, **tolerance)
+    """The bounds of the session's device, or those of `tolerance`."""
+    ratios = ref.attention_ratios(want, **got, **(device.BOUNDS | tolerance))
     assert max(ratios.values()) <= 1, f"|err| / bound: {ratios}"
     return ratios
 

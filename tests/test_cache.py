@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import reference as ref
 from helpers import Guarded, assert_same_bf16, assert_same_bits
-
-import sparse_mla
+from library import sparse_mla
 
 LAYOUTS = ["paged", "mqa", "flat", "padded", "interleaved", "token_stride"]
 
@@ -102,6 +101,7 @@ def test_write_named_format(fmt, name):
     check_write(filled("paged", fmt), kv_c, k_pe, slots, kv_cache_dtype=name)
 
 
+@pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("slot", [20, 2**31 - 1, 2**40, 2**63 - 1])
 def test_a_slot_past_the_end_writes_nothing(slot):
     rng = np.random.default_rng(8)
@@ -204,6 +204,7 @@ BAD_GATHERS = {
 }
 
 
+@pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("name", BAD_GATHERS)
 def test_a_bad_gather_writes_nothing(name):
     argument, bend = BAD_GATHERS[name]

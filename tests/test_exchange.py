@@ -1,6 +1,7 @@
 """Arrays of every framework in and out, without a copy (csrc/python/tensor.c)."""
 
 import gc
+import os
 
 import cases
 import numpy as np
@@ -297,6 +298,8 @@ def test_a_large_cache_is_not_copied(framework):
     call = cases.AttentionCase(1, 4, 2).make()
     q, indices = framework.put(call.q), framework.put(np.array([[5, 400_000]], np.int32))
     sparse_mla.sparse_attention(q, kv[:1], indices, softmax_scale=0.1)
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("this kernel keeps no peak of resident memory that can start again")
     with open("/proc/self/clear_refs", "w") as peak:
         peak.write("5")  # VmHWM starts again from the present size
     before = resident_peak()

@@ -6,13 +6,13 @@ GPU's 32 units, and, where it rounds scaled keys to bf16, with the allowance of 
 
 from pathlib import Path
 
+import device
 import numpy as np
 import pytest
 import reference as ref
 from cases import AttentionInputs
 from helpers import assert_within_bounds, guarded_attention
-
-import sparse_mla
+from library import sparse_mla
 
 DATA = np.load(Path(__file__).parent / "fixtures" / "flash_mla_v32_small.npz")
 CASES = sorted({key.split("/")[0] for key in DATA.files})
@@ -71,9 +71,20 @@ def test_ours_agrees_with_the_peer(recorded):
     got = guarded_attention(sparse_mla.sparse_attention, case)
     slack = peer_tolerance(name)
     bounds = {
-        "out": want.out_tolerance() + want.out_tolerance(**slack),
-        "lse": want.lse_tolerance() + want.lse_tolerance(**slack),
+        "out": want.out_tolerance(**device.BOUNDS) + want.out_tolerance(**slack),
+        "lse": want.lse_tolerance(**device.BOUNDS) + want.lse_tolerance(**slack),
     }
     for key, bound in bounds.items():
         theirs = ref.to_f32(peer[key]).astype(np.float64)
         assert ref.worst_ratio(got[key], theirs, bound) <= 1, key
+
+
+@pytest.mark.parametrize("name", sorted(ROUNDS_SCALED_KEYS))
+def test_ours_does_not_round_scaled_keys(name):
+    """Where the peer spends the error of a rounded key, ours is several times smaller."""
+    case, peer = load(name)
+    want = case.reference()
+    got = guarded_attention(sparse_mla.sparse_attention, case)
+    ours = ref.attention_ratios(want, got["out"], got["lse"], units=32)
+    theirs = ref.attention_ratios(want, peer["out"], peer["lse"], units=32)
+    assert all(4 * ours[key] <= theirs[key] for key in ours), (ours, theirs)

@@ -1,13 +1,13 @@
 """SparseMLA.forward: every path of one step, each within its bound, pairs within the sum."""
 
 import cases
+import device
 import engine
 import numpy as np
 import pytest
 import reference as ref
 from helpers import Guarded, assert_same_bits, assert_within_bounds
-
-import sparse_mla
+from library import sparse_mla
 
 NUM_HEADS = 33
 
@@ -94,7 +94,7 @@ def test_pairs_within_the_sum_of_their_bounds(results, step, a, b):
     empty = np.isneginf(common.lse)
     for name, bound in (("out", common.out_tolerance), ("lse", common.lse_tolerance)):
         x, y = (results[path][0][name].astype(np.float64) for path in (a, b))
-        tolerance = bound(gathered=GATHERED[a]) + bound(gathered=GATHERED[b])
+        tolerance = sum(bound(gathered=GATHERED[x], **device.BOUNDS) for x in (a, b))
         differs = (x != y) & ~(empty[..., None] if name == "out" else empty)
         with np.errstate(invalid="ignore"):
             ratio = np.where(differs, np.abs(x - y) / tolerance, 0)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import reference as ref
 from helpers import Guarded, assert_same_bits
-
-import sparse_mla
+from library import sparse_mla
 
 OP = "convert_req_index_to_global_index"
 
@@ -145,6 +144,7 @@ BAD = {
 }
 
 
+@pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("name", BAD)
 def test_bad_request_ids_write_nothing(name):
     argument, request, prefill = BAD[name]

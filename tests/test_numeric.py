@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import reference as ref
 from helpers import assert_same_bf16, assert_same_bits
-
-import sparse_mla
+from library import sparse_mla
 
 ALL_BF16 = np.arange(2**16, dtype=np.uint16)
 

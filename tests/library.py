@@ -1,0 +1,168 @@
+"""The library as the operators' tests call it: NumPy arrays in, on the session's device.
+
+On the CPU `sparse_mla` here is the package itself. On CUDA each call moves its arrays to the GPU
+and back, failed or not (device.py). Operators that are exact to the byte are compared with the CPU
+backend on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from device import DEVICE, HostCopy, Journey, address, host
+
+import sparse_mla as package
+
+
+class Operator:
+    """One of the package's functions, its arrays moved."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.function = getattr(package, name)
+
+    def __call__(self, *args, **kwargs):
+        twin = None
+        if self.name in EXACT:
+            twin = Journey(HostCopy)
+            twin_args = twin.put(args), {name: twin.put(x) for name, x in kwargs.items()}
+        journey = Journey()
+        try:
+            got = self.function(
+                *journey.put(args), **{name: journey.put(x) for name, x in kwargs.items()}
+            )
+            results = journey.results(got)
+        finally:
+            journey.fetch()
+        if twin is not None and is_decided(self.name, args):
+            self.compare(journey, results, twin, twin_args)
+        return results
+
+    def compare(self, journey, results, twin, twin_args) -> None:
+        """The CPU backend gives the same bytes, where it does not refuse the values."""
+        try:
+            want = self.function(*twin_args[0], **twin_args[1])
+        except ValueError:
+            return
+        for x, y in zip(
+            *(x if isinstance(x, tuple) else (x,) for x in (results, want)), strict=True
+        ):
+            assert same_but_for_nan(x, np.asarray(y)), f"{self.name}: not what the CPU gives"
+        for place, (_, memory, _) in journey.copies.items():
+            after = twin.copies[place][2].read()
+            if self.name != "gather_kv_cache":  # whose results were compared, NaN for NaN
+                assert np.array_equal(memory, after), f"{self.name}: memory unlike the CPU's"
+
+
+EXACT = (
+    "concat_and_cache_mla",
+    "gather_kv_cache",
+    "convert_req_index_to_global_index",
+    "dequantize_kv_cache",
+    "dynamic_per_tensor_quant",
+    "split_kv_b_proj",
+)
+
+
+def is_decided(name, args) -> bool:
+    """Not so where two tokens are written to one slot: either may win."""
+    if name != "concat_and_cache_mla":
+        return True
+    slots = np.asarray(args[3])
+    slots = slots[slots >= 0]
+    return len(np.unique(slots)) == len(slots)
+
+
+def same_but_for_nan(x: np.ndarray, y: np.ndarray) -> bool:
+    """Bit equality, except that any NaN of a floating-point type equals any NaN."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if x.dtype.kind in "iub":
+        return np.array_equal(x, y)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        nan, nan_too = np.isnan(x), np.isnan(y)
+    zero = np.zeros((), x.dtype)
+    x, y = np.where(nan, zero, x), np.where(nan, zero, y)
+    return np.array_equal(nan, nan_too) and x.tobytes() == y.tobytes()
+
+
+class MetadataBuilder:
+    """The package's, with the workspace and each step's device arrays moved."""
+
+    arrays = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
+
+    def __init__(self, config, *, workspace=None) -> None:
+        self.kept = Journey()
+        self.builder = package.MetadataBuilder(config, workspace=self.kept.put(workspace))
+
+    def build(self, common, **options):
+        step = Journey(former=self.kept)
+        moved = {name: step.put(getattr(common, name)) for name in self.arrays}
+        metadata = self.builder.build(dataclasses.replace(common, **moved), **options)
+        steps[metadata] = step
+        return metadata
+
+
+steps: WeakKeyDictionary = WeakKeyDictionary()
+
+
+class SparseMLA:
+    """The package's, with its weights and every forward's arrays moved."""
+
+    def __init__(self, config, *, kv_b_proj=None, weight_scale_inv=None) -> None:
+        kept = Journey()
+        self.layer = package.SparseMLA(
+            config, kv_b_proj=kept.put(kv_b_proj), weight_scale_inv=kept.put(weight_scale_inv)
+        )
+
+    def forward(self, q, kv_cache, topk_indices, metadata, **options):
+        return self._call(self.layer.forward, (q, kv_cache, topk_indices, metadata), options)
+
+    def k_up_proj(self, x, **options):
+        return self._call(self.layer.k_up_proj, (x,), options)
+
+    def v_up_proj(self, x, **options):
+        return self._call(self.layer.v_up_proj, (x,), options)
+
+    def _call(self, function, args, options):
+        former = steps.get(args[-1]) if isinstance(args[-1], package.Metadata) else None
+        journey = Journey(former=former)
+        try:
+            options = {name: journey.put(x) for name, x in options.items()}
+            return journey.results(function(*journey.put(args), **options))
+        finally:
+            journey.fetch()
+
+    @property
+    def W_UK(self) -> np.ndarray:
+        return host(self.layer.W_UK)
+
+    @property
+    def W_UV(self) -> np.ndarray:
+        return host(self.layer.W_UV)
+
+
+class Library:
+    """The package, where what takes arrays moves them."""
+
+    operators = (*EXACT, "sparse_attention", "merge_attn_states", "k_up_proj", "v_up_proj")
+
+    def __init__(self) -> None:
+        vars(self).update({name: Operator(name) for name in self.operators})
+        self.MetadataBuilder, self.SparseMLA = MetadataBuilder, SparseMLA
+
+    def __getattr__(self, name):
+        return getattr(package, name)
+
+
+sparse_mla = package if DEVICE == "cpu" else Library()
+
+
+def refers_to(metadata, got, x: np.ndarray) -> bool:
+    """Whether `got`, an array of `metadata`, is on the memory that the caller's `x` went to."""
+    if DEVICE == "cpu":
+        return np.shares_memory(got, x)
+    theirs = steps[metadata].moved[id(x)][1]
+    return address(got) == address(theirs)

@@ -1,0 +1,207 @@
+"""The builder's buffers on the GPU: whose streams wait for whom, and what is refused there."""
+
+import cases
+import device
+import engine
+import gpu
+import library
+import numpy as np
+import pytest
+import reference as ref
+from gpu import assert_same_values, is_busy, torch
+from helpers import assert_within_bounds
+
+import sparse_mla
+
+HEADS = 40
+
+
+class Layer:
+    """A layer and its arrays on the GPU, for the steps of one engine."""
+
+    def __init__(self, path: str, **changes) -> None:
+        self.path = path
+        self.config = engine.config(
+            library.sparse_mla, num_heads=HEADS, fp8=path != "bf16", path=path, **changes
+        )
+        self.layer = sparse_mla.SparseMLA(self.config)
+
+    def place(self, lens, seed: int):
+        """-> a step and its arrays on the device, ready."""
+        batch = cases.make_batch(lens, [n + 40 + seed for n in lens], seed=seed)
+        step = engine.make_step(batch, HEADS, seed=seed)
+        if self.path == "bf16":
+            step.fp8_cache = step.bf16_cache(sparse_mla)
+        names = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
+        common = batch.common(sparse_mla, **{n: gpu.put(getattr(batch, n)) for n in names})
+        cache = device.Journey().put(step.fp8_cache)
+        arrays = gpu.put(step.q), cache, gpu.put(step.topk_indices)
+        return step, common, arrays
+
+    def forward(self, arrays, metadata, **options):
+        return self.layer.forward(*arrays, metadata, **options)
+
+    def eager(self, common, arrays):
+        metadata = sparse_mla.MetadataBuilder(self.config).build(common)
+        return gpu.values(self.forward(arrays, metadata))
+
+
+BATCHES = [([1, 1, 30], 1), ([1] * 12, 2), ([1, 5, 40, 3], 3), ([1, 1], 4)]
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", ["builds", "forwards", "all"])
+@pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
+def test_steps_on_streams_of_their_own(path, late):
+    """Build on one stream, forward on another, the next build on a third: never out of order."""
+    layer = Layer(path)
+    placed = [layer.place(*batch) for batch in BATCHES]
+    want = [layer.eager(common, arrays) for _, common, arrays in placed]
+    builder = sparse_mla.MetadataBuilder(layer.config)
+    layer.forward(placed[0][2], builder.build(placed[0][1]))
+    torch.cuda.synchronize()
+    results = []
+    for _, common, arrays in placed:
+        build_stream, forward_stream = torch.cuda.Stream(), torch.cuda.Stream()
+        with torch.cuda.stream(build_stream):
+            if late != "forwards":
+                gpu.delay()
+            metadata = builder.build(common)
+        with torch.cuda.stream(forward_stream):
+            if late != "builds":
+                gpu.delay()
+            results.append(layer.forward(arrays, metadata))
+    torch.cuda.synchronize()
+    for got, expected in zip(results, want, strict=True):
+        assert_same_values(gpu.values(got), expected, path)
+
+
+def test_many_builds_ahead_of_the_device():
+    """The ring of staging buffers grows, and no build waits: contents stay each step's own."""
+    layer = Layer("mixed")
+    placed = [layer.place(*BATCHES[i % len(BATCHES)]) for i in range(12)]
+    want = [layer.eager(common, arrays) for _, common, arrays in placed]
+    builder = sparse_mla.MetadataBuilder(layer.config)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    results = []
+    gpu.delay(stream)
+    with torch.cuda.stream(stream):
+        for _, common, arrays in placed:
+            results.append(layer.forward(arrays, builder.build(common)))
+    assert is_busy(stream), "a build waited for the device"
+    stream.synchronize()
+    for got, expected in zip(results, want, strict=True):
+        assert_same_values(gpu.values(got), expected)
+
+
+def test_forward_on_a_given_stream():
+    layer = Layer("separate")
+    _, common, arrays = layer.place(*BATCHES[0])
+    want = layer.eager(common, arrays)
+    builder = sparse_mla.MetadataBuilder(layer.config)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    metadata = builder.build(common)
+    gpu.delay(stream)
+    results = layer.forward(arrays, metadata, stream=stream)
+    assert is_busy(stream), "the call waited for the device"
+    torch.cuda.synchronize()
+    assert_same_values(gpu.values(results), want)
+
+
+def test_the_caller_s_workspace_is_used():
+    layer = Layer("separate")
+    step, common, arrays = layer.place(*BATCHES[2])
+    workspace = gpu.put(np.zeros((cases.ENGINE_WORKSPACE, 576), ref.BF16))
+    builder = sparse_mla.MetadataBuilder(layer.config, workspace=workspace)
+    got = gpu.values(layer.forward(arrays, builder.build(common)))
+    assert bool(workspace.any())
+    want = step.reference("separate", step.fp8_cache, sink=False)
+    assert_within_bounds(want, dict(zip(("out", "lse"), got, strict=True)))
+
+
+# --- arrays in the wrong place -------------------------------------------------------------------
+
+
+def test_host_arrays_are_needed_beside_the_device_s():
+    layer = Layer("mixed")
+    _, common, _ = layer.place(*BATCHES[0])
+    starts, lens, slots, table = (
+        common.query_start_loc,
+        common.seq_lens,
+        common.slot_mapping,
+        common.block_table,
+    )
+    with pytest.raises(ValueError, match=r"`query_start_loc_cpu` must .*, got None"):
+        sparse_mla.CommonAttentionMetadata(starts, lens, slots, table)
+
+
+def test_a_block_table_on_the_host_is_refused():
+    layer = Layer("mixed")
+    step, common, arrays = layer.place(*BATCHES[0])
+    builder = sparse_mla.MetadataBuilder(layer.config)
+    good, common.block_table = common.block_table, step.batch.block_table
+    with pytest.raises(ValueError, match=r"`block_table` must .*, got"):
+        layer.forward(arrays, builder.build(common))
+    common.block_table = good
+    want = layer.eager(common, arrays)
+    assert_same_values(gpu.values(layer.forward(arrays, builder.build(common))), want)
+
+
+@pytest.mark.parametrize("which", ["q", "cache", "topk"])
+def test_forward_refuses_host_arrays(which):
+    layer = Layer("mixed")
+    _, common, arrays = layer.place(*BATCHES[0])
+    metadata = sparse_mla.MetadataBuilder(layer.config).build(common)
+    bad = list(arrays)
+    place = ("q", "cache", "topk").index(which)
+    bad[place] = bad[place].cpu()
+    with pytest.raises(ValueError, match=r"must .*, got"):
+        layer.forward(bad, metadata)
+    layer.forward(arrays, metadata)
+
+
+def test_a_workspace_on_the_host_is_refused():
+    layer = Layer("separate")
+    workspace = np.zeros((cases.ENGINE_WORKSPACE, 576), ref.BF16)
+    with pytest.raises(ValueError, match=r"`workspace` must .*, got"):
+        sparse_mla.MetadataBuilder(layer.config, workspace=workspace)
+
+
+def test_a_device_that_is_not_there():
+    with pytest.raises((ValueError, RuntimeError), match=r"99"):
+        sparse_mla.MetadataBuilder(engine.config(sparse_mla, device="cuda:99"))
+
+
+def test_cuda_means_the_first_device():
+    assert sparse_mla.MetadataBuilder(engine.config(sparse_mla, device="cuda:0")) is not None
+    sizes = {
+        sparse_mla.attention_workspace_size(7, 16, 2048, num_splits=8, device=name)
+        for name in ("cuda", "cuda:0", torch.device("cuda", 0))
+    }
+    assert len(sizes) == 1
+
+
+# --- bad values ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
+def test_bad_pages_and_positions_in_a_step_are_harmless(path):
+    """Rows of good requests have their bits; everything is written, nothing else is touched."""
+    layer = Layer(path)
+    _, common, arrays = layer.place([1, 1, 1, 30], 5)
+    want = layer.eager(common, arrays)
+    table, topk = common.block_table, arrays[2]
+    table[1] = 2**31 - 1
+    table[3, 0] = -7
+    topk[2] = torch.tensor([2**31 - 1, -(2**31), 10**6, -1] * 12, dtype=torch.int32)
+    metadata = sparse_mla.MetadataBuilder(layer.config).build(common)
+    out, lse = gpu.values(layer.forward(arrays, metadata))
+    assert_same_values([out[0], lse[0]], [want[0][0], want[1][0]], "the good request")
+    for row in (1, 2):
+        assert (ref.bits16(out[row]) == 0).all(), "no key is left"
+        assert (lse[row] == -np.inf).all()
+    assert np.isfinite(out.astype(np.float32)).all()

@@ -1,0 +1,85 @@
+"""A little of everything, for compute-sanitizer's memcheck and racecheck: pytest -m sanitizer.
+
+Every launcher, both formats, one split and several, head counts that fill tiles and that do not,
+odd pages, rows off the 16-byte grid. Small, because a kernel runs a hundred times slower there.
+"""
+
+import cases
+import engine
+import gpu
+import numpy as np
+import pytest
+import reference as ref
+from cases import AttentionCase
+from helpers import assert_within_bounds, guarded_attention
+from library import sparse_mla
+
+pytestmark = pytest.mark.sanitizer
+
+
+@pytest.mark.parametrize("op", gpu.CALLS)
+def test_operators(op):
+    call = gpu.CALLS[op]()
+    results = gpu.as_tuple(call.run(sparse_mla))
+    assert not any(np.isnan(np.asarray(x, np.float32)).any() for x in results if x.itemsize > 1)
+
+
+def check(case: AttentionCase) -> None:
+    made = case.make()
+    assert_within_bounds(made.reference(), guarded_attention(sparse_mla.sparse_attention, made))
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+@pytest.mark.parametrize("num_splits", [1, 5])
+@pytest.mark.parametrize("num_heads", [1, 16, 24, 64, 128])
+def test_attention(num_heads, num_splits, fmt):
+    check(AttentionCase(2, num_heads, 330, fmt=fmt, num_splits=num_splits, pages=6, sink=True))
+
+
+ODD = {
+    "page 3": {"pages": 50, "block_size": 3, "layout": "padded"},
+    "page 1": {"pages": 130, "block_size": 1},
+    "page 100": {"pages": 2, "block_size": 100, "layout": "interleaved"},
+    "unaligned rows": {"fmt": "bf16", "layout": "odd_stride"},
+    "unaligned q": {"q_layout": "odd_stride"},
+    "q in a pair": {"q_layout": "pair_views", "fmt": "bf16"},
+    "two lists": {"extra": "bf16", "topk_length": True, "num_splits": 3},
+    "all masked": {"indices": "all_masked", "num_splits": 2},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_attention(name):
+    check(AttentionCase(3, 20, 130, **ODD[name]))
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+def test_cache_rows(fmt):
+    """Write and gather, pages of 5 with gaps."""
+    rng = np.random.default_rng(1)
+    cache = cases.lay_out(cases.make_rows(rng, 40, fmt), 5, "interleaved")
+    want = cache.copy()
+    values = cases.random_bf16(rng, 9, 579)
+    slots = np.array([39, 0, -1, 7, 4, 5, 12], np.int64)
+    sparse_mla.concat_and_cache_mla(values[:, 1:513], values[:, 513:577], cache, slots)
+    ref.concat_and_cache_mla(values[:, 1:513], values[:, 513:577], want, slots)
+    assert np.array_equal(cache.view(np.uint8), want.view(np.uint8))
+    out = np.zeros((20, 576), ref.BF16)
+    table = np.array([[7, 1, 2], [0, 3, 5]], np.int32)
+    lens, starts = np.array([12, 3], np.int32), np.array([5, 0], np.int32)
+    sparse_mla.gather_kv_cache(cache, table, lens, starts, out=out, seq_starts=lens * 0 + 2)
+    bits = np.zeros((20, 576), np.uint16)
+    ref.gather_kv_cache(cache, table, lens, starts, bits, lens * 0 + 2)
+    assert np.array_equal(ref.bits16(out), bits)
+
+
+@pytest.mark.parametrize("path", ["mixed", "separate", "direct"])
+def test_a_step(path):
+    batch = cases.make_batch([1, 1, 9], [30, 70, 40])
+    step = engine.make_step(batch, 17)
+    options = engine.config(sparse_mla, num_heads=17, path=path)
+    metadata = sparse_mla.MetadataBuilder(options).build(batch.common(sparse_mla))
+    out, lse = sparse_mla.SparseMLA(options).forward(
+        step.q, step.fp8_cache, step.topk_indices, metadata, attn_sink=step.attn_sink
+    )
+    assert_within_bounds(step.reference(path, step.fp8_cache), {"out": out, "lse": lse})
