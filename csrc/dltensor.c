@@ -111,10 +111,26 @@ smla_is_addressable(const DLTensor *tensor)
                          first >= (uint64_t)below && UINTPTR_MAX - first >= (uint64_t)above);
 }
 
+smla_byte_range
+smla_byte_range_of(const DLTensor *tensor)
+{
+    if (smla_is_empty(tensor)) {
+        return (smla_byte_range){0};
+    }
+    const int64_t element_bytes = smla_element_bytes(tensor);
+    const uint8_t *const first = smla_data(tensor);
+    int64_t below = 0;
+    int64_t above = element_bytes;
+    for (int i = 0; i < tensor->ndim; i++) {
+        const int64_t reach = (tensor->shape[i] - 1) * smla_stride(tensor, i) * element_bytes;
+        below += reach < 0 ? reach : 0;
+        above += reach > 0 ? reach : 0;
+    }
+    return (smla_byte_range){.low = first + below, .high = first + above};
+}
+
 /* Dimensions of more than one element, smallest stride first. */
 typedef struct layout {
-    const uint8_t *low;  /* first byte of any element */
-    const uint8_t *high; /* one past the last */
     int ndim;
     int64_t counts[SMLA_MAX_RANK];
     int64_t strides[SMLA_MAX_RANK]; /* bytes, >= 0 */
@@ -124,19 +140,13 @@ typedef struct layout {
 static layout
 layout_of(const DLTensor *tensor)
 {
-    layout m = {.low = smla_data(tensor), .element_bytes = smla_element_bytes(tensor)};
-    int64_t span = m.element_bytes;
+    layout m = {.element_bytes = smla_element_bytes(tensor)};
     for (int i = 0; i < tensor->ndim; i++) {
         if (tensor->shape[i] <= 1) {
             continue;
         }
         int64_t stride = smla_stride(tensor, i) * m.element_bytes;
-        const int64_t reach = (tensor->shape[i] - 1) * stride;
-        if (stride < 0) {
-            m.low += reach;
-            stride = -stride;
-        }
-        span += (tensor->shape[i] - 1) * stride;
+        stride = stride < 0 ? -stride : stride;
         int at = m.ndim++;
         for (; at > 0 && m.strides[at - 1] > stride; at--) {
             m.strides[at] = m.strides[at - 1];
@@ -145,7 +155,6 @@ layout_of(const DLTensor *tensor)
         m.strides[at] = stride;
         m.counts[at] = tensor->shape[i];
     }
-    m.high = m.low == NULL ? NULL : m.low + span;
     return m;
 }
 
@@ -196,21 +205,20 @@ inner_block(const layout *m, int64_t *period)
 bool
 smla_is_disjoint(const DLTensor *a, const DLTensor *b)
 {
-    if (smla_is_empty(a) || smla_is_empty(b)) {
+    const smla_byte_range range_a = smla_byte_range_of(a);
+    const smla_byte_range range_b = smla_byte_range_of(b);
+    if (smla_is_apart(range_a, range_b)) {
         return true;
     }
     const layout ma = layout_of(a);
     const layout mb = layout_of(b);
-    if (ma.high <= mb.low || mb.high <= ma.low) {
-        return true;
-    }
     int64_t period = 0;
     const int64_t block_a = inner_block(&ma, &period);
     const int64_t block_b = inner_block(&mb, &period);
     if (period == 0) {
         return false;
     }
-    int64_t start_b = (int64_t)((intptr_t)mb.low - (intptr_t)ma.low) % period;
+    int64_t start_b = (int64_t)((intptr_t)range_b.low - (intptr_t)range_a.low) % period;
     if (start_b < 0) {
         start_b += period;
     }

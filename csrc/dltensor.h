@@ -68,6 +68,20 @@ bool smla_is_addressable(const DLTensor *tensor);
 /* Whether two index tuples may name the same byte. */
 bool smla_overlaps_itself(const DLTensor *tensor);
 
+/* The bytes between an array's first and last one, gaps included; NULL and NULL for an empty one. */
+typedef struct smla_byte_range {
+    const uint8_t *low;
+    const uint8_t *high; /* one past the last */
+} smla_byte_range;
+
+smla_byte_range smla_byte_range_of(const DLTensor *tensor);
+
+static inline bool
+smla_is_apart(smla_byte_range a, smla_byte_range b)
+{
+    return a.high <= b.low || b.high <= a.low;
+}
+
 /* Whether two arrays share no byte. Exact for whole arrays and for columns of one buffer: blocks
  * that repeat with a common period are disjoint when they are disjoint inside one period. Anything
  * more tangled counts as shared. */

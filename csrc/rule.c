@@ -272,6 +272,7 @@ remember(smla_checker *c, const char *name, const DLTensor *tensor, unsigned fla
 {
     c->arrays[c->num_arrays].name = name;
     c->arrays[c->num_arrays].tensor = tensor;
+    c->arrays[c->num_arrays].range = smla_byte_range_of(tensor);
     c->arrays[c->num_arrays].is_output = (flags & SMLA_RULE_OUTPUT) != 0;
     c->num_arrays++;
 }
@@ -418,7 +419,8 @@ smla_require_disjoint(const smla_checker *c)
         }
         for (int j = 0; j < c->num_arrays; j++) {
             const bool checked_before = c->arrays[j].is_output && j <= i;
-            if (checked_before || smla_is_disjoint(c->arrays[i].tensor, c->arrays[j].tensor)) {
+            if (checked_before || smla_is_apart(c->arrays[i].range, c->arrays[j].range) ||
+                smla_is_disjoint(c->arrays[i].tensor, c->arrays[j].tensor)) {
                 continue;
             }
             return smla_fail(c->error, SMLA_ERROR_VALUE,

@@ -36,6 +36,7 @@ typedef struct smla_checker {
     struct {
         const char *name;
         const DLTensor *tensor;
+        smla_byte_range range;
         bool is_output;
     } arrays[SMLA_MAX_ARRAYS];
 } smla_checker;

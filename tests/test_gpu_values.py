@@ -81,7 +81,8 @@ def test_a_bad_gather_is_harmless(name, fmt):
     )
     got = ref.bits16(np.ascontiguousarray(buffer.check(written=False)))
     for row, found in enumerate(allowed_rows(cache, arrays, 42)):
-        assert any(np.array_equal(got[row], x) for x in found), f"{name}: row {row}"
+        # a row that two requests claim may hold parts of both
+        assert (np.stack(found) == got[row]).any(axis=0).all(), f"{name}: row {row}"
 
 
 @pytest.mark.parametrize("length", [2**31 - 1, -(2**31)])

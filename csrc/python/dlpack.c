@@ -7,6 +7,7 @@
  * A capsule is renamed as soon as its name is known, so from there on its deleter is ours to call,
  * once, whatever happens next: smla_py_release_array does it.
  */
+#include <stdlib.h>
 #include <string.h>
 
 #include "exchange.h"
@@ -34,11 +35,48 @@ smla_py_copy_view(const char *op, const char *name, const DLTensor *source, smla
 
 /* ---- The exchange API ---------------------------------------------------------------------- */
 
+/* A type and its table: the first type that had one, which most arrays of a process share. */
+typedef struct smla_py_exchange {
+    PyTypeObject *type;
+    const DLPackExchangeAPI *api;
+} smla_py_exchange;
+
+void
+smla_py_forget_exchange(smla_py_shared *shared)
+{
+    smla_py_exchange *known = atomic_exchange(&shared->exchange, NULL);
+    if (known != NULL) {
+        Py_DECREF((PyObject *)known->type);
+        free(known);
+    }
+}
+
+static void
+remember_exchange(smla_py_shared *shared, PyTypeObject *type, const DLPackExchangeAPI *api)
+{
+    smla_py_exchange *none = NULL;
+    smla_py_exchange *met = malloc(sizeof *met);
+    if (met == NULL) {
+        return; /* it will be looked up again */
+    }
+    *met = (smla_py_exchange){.type = type, .api = api};
+    if (atomic_compare_exchange_strong(&shared->exchange, &none, met)) {
+        Py_INCREF((PyObject *)type);
+    } else {
+        free(met);
+    }
+}
+
 /* The table of the object's type, of a major version that we know; NULL without an exception where
  * there is none, NULL with one when the look-up failed. */
 static const DLPackExchangeAPI *
 find_exchange_api(const smla_py_state *state, PyObject *object)
 {
+    const smla_py_exchange *known =
+        atomic_load_explicit(&state->shared->exchange, memory_order_acquire);
+    if (known != NULL && known->type == Py_TYPE(object)) {
+        return known->api;
+    }
     PyObject *capsule = PyObject_GetAttr((PyObject *)Py_TYPE(object), state->str_exchange_api);
     if (capsule == NULL) {
         if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
@@ -54,14 +92,21 @@ find_exchange_api(const smla_py_state *state, PyObject *object)
     while (header != NULL && header->version.major != DLPACK_MAJOR_VERSION) {
         header = header->prev_api;
     }
+    if (header != NULL && known == NULL) {
+        remember_exchange(state->shared, Py_TYPE(object), (const DLPackExchangeAPI *)header);
+    }
     return (const DLPackExchangeAPI *)header;
 }
 
-/* The exchange API passes tensors that __dlpack__ refuses; refuse them in the same way. */
+/* The exchange API passes tensors that __dlpack__ refuses; refuse them in the same way. Integers have
+ * neither gradients nor a sign to be kept elsewhere. */
 static int
 check_plain(const smla_py_state *state, const char *op, const char *name, PyObject *object,
             const DLTensor *view)
 {
+    if (view->dtype.code == kDLInt || view->dtype.code == kDLUInt) {
+        return 0;
+    }
     PyObject *flag = PyObject_GetAttr(object, state->str_requires_grad);
     if (flag == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
