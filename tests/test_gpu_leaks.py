@@ -93,6 +93,9 @@ def test_calls_on_many_streams():
         for stream in streams:
             call.kwargs["stream"] = stream
             call.run(sparse_mla)
+        torch.cuda.synchronize()
+        call.kwargs["stream"] = None
+        call.run(sparse_mla)  # gives back what the others kept until their work was over
 
     run_many(run, 20)
 
