@@ -26,55 +26,6 @@ smla_dtype(const DLTensor *tensor)
     return 0;
 }
 
-void *
-smla_data(const DLTensor *tensor)
-{
-    /* A zero-size array may come with no pointer at all: no arithmetic on NULL. */
-    if (tensor == NULL || tensor->data == NULL) {
-        return NULL;
-    }
-    return (uint8_t *)tensor->data + tensor->byte_offset;
-}
-
-int64_t
-smla_size(const DLTensor *tensor, int dim)
-{
-    return tensor != NULL && dim >= 0 && dim < tensor->ndim ? tensor->shape[dim] : SMLA_ANY;
-}
-
-bool
-smla_is_empty(const DLTensor *tensor)
-{
-    for (int i = 0; i < tensor->ndim; i++) {
-        if (tensor->shape[i] == 0) {
-            return true;
-        }
-    }
-    return false;
-}
-
-int64_t
-smla_stride(const DLTensor *tensor, int dim)
-{
-    if (tensor == NULL || tensor->shape[dim] <= 1 || smla_is_empty(tensor)) {
-        return 0;
-    }
-    if (tensor->strides != NULL) {
-        return tensor->strides[dim];
-    }
-    int64_t stride = 1;
-    for (int i = dim + 1; i < tensor->ndim; i++) {
-        stride *= tensor->shape[i];
-    }
-    return stride;
-}
-
-int64_t
-smla_element_bytes(const DLTensor *tensor)
-{
-    return ((int64_t)tensor->dtype.bits * tensor->dtype.lanes + 7) / 8;
-}
-
 /* ---- Memory -------------------------------------------------------------------------------- */
 
 bool

@@ -1,4 +1,5 @@
-/* dltensor.h: reading DLTensors: dtypes, sizes, strides, memory; and making views of them.
+/* dltensor.h: reading DLTensors: dtypes, sizes, strides, memory; and making views of them. Every call
+ * of every operator reads a dozen of them, several times: what is small is inline.
  *
  * Arrays are read as DLPack says, leniently: strides may be NULL (compact), mean nothing for
  * dimensions of one element, and an empty array may have any pointer.
@@ -41,22 +42,62 @@ extern const smla_dtype_info smla_dtypes[];
 enum { SMLA_ANY = -1 }; /* a dimension of any size */
 
 /* The data pointer with byte_offset applied; NULL for an absent array. */
-void *smla_data(const DLTensor *tensor);
+static inline void *
+smla_data(const DLTensor *tensor)
+{
+    /* A zero-size array may come with no pointer at all: no arithmetic on NULL. */
+    if (tensor == NULL || tensor->data == NULL) {
+        return NULL;
+    }
+    return (uint8_t *)tensor->data + tensor->byte_offset;
+}
 
 /* Size of dimension `dim`, or SMLA_ANY where the array is absent or has no such dimension. */
-int64_t smla_size(const DLTensor *tensor, int dim);
+static inline int64_t
+smla_size(const DLTensor *tensor, int dim)
+{
+    const int64_t any = SMLA_ANY;
+    return tensor != NULL && dim >= 0 && dim < tensor->ndim ? tensor->shape[dim] : any;
+}
+
+/* Whether a dimension has size 0. */
+static inline bool
+smla_is_empty(const DLTensor *tensor)
+{
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] == 0) {
+            return true;
+        }
+    }
+    return false;
+}
 
 /* Stride in elements: computed where strides are NULL, 0 for a dimension of size 1 and absent
  * arrays (their stride is never used, and producers leave nonsense there). */
-int64_t smla_stride(const DLTensor *tensor, int dim);
+static inline int64_t
+smla_stride(const DLTensor *tensor, int dim)
+{
+    if (tensor == NULL || tensor->shape[dim] <= 1 || smla_is_empty(tensor)) {
+        return 0;
+    }
+    if (tensor->strides != NULL) {
+        return tensor->strides[dim];
+    }
+    int64_t stride = 1;
+    for (int i = dim + 1; i < tensor->ndim; i++) {
+        stride *= tensor->shape[i];
+    }
+    return stride;
+}
 
-int64_t smla_element_bytes(const DLTensor *tensor);
+static inline int64_t
+smla_element_bytes(const DLTensor *tensor)
+{
+    return ((int64_t)tensor->dtype.bits * tensor->dtype.lanes + 7) / 8;
+}
 
 /* The SMLA_DTYPE_ bit of an array, 0 for any other type. */
 unsigned smla_dtype(const DLTensor *tensor);
-
-/* Whether a dimension has size 0. */
-bool smla_is_empty(const DLTensor *tensor);
 
 /* ---- Memory -------------------------------------------------------------------------------- */
 

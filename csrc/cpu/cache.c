@@ -42,25 +42,35 @@ smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
     return SMLA_OK;
 }
 
+/* A slot belongs to one share, which takes its tokens in order: where a slot is named twice the last
+ * token wins, for any number of shares. Neighbours stay together, they have cache lines in common. */
+static void
+write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int share,
+            int num_shares)
+{
+    enum { NEIGHBOURS = 8 };
+    for (int64_t token = 0; token < p->num_tokens; token++) {
+        const int64_t slot = read_slot(p, token);
+        if (slot >= 0 && slot / NEIGHBOURS % num_shares == share) {
+            write_token(cache, p, token, slot);
+        }
+    }
+}
+
 smla_status
 smla_cpu_concat_and_cache_mla(const smla_cache_write_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa("concat_and_cache_mla", &isa, error));
     SMLA_TRY(smla_cpu_check_cache_write(p, error));
-    /* A slot belongs to one share, which takes its tokens in order: where a slot is named twice the
-     * last token wins, for any number of shares. Neighbours stay together, they have cache lines in
-     * common. */
-    enum { NEIGHBOURS = 8 };
     const int num_shares = p->num_tokens < 64 ? 1 : smla_max_threads();
-#pragma omp parallel for schedule(static) if (num_shares > 1)
+    if (num_shares == 1) { /* a parallel region of one thread costs as much as a token */
+        write_share(isa->cache, p, 0, 1);
+        return SMLA_OK;
+    }
+#pragma omp parallel for schedule(static)
     for (int share = 0; share < num_shares; share++) {
-        for (int64_t token = 0; token < p->num_tokens; token++) {
-            const int64_t slot = read_slot(p, token);
-            if (slot >= 0 && slot / NEIGHBOURS % num_shares == share) {
-                write_token(isa->cache, p, token, slot);
-            }
-        }
+        write_share(isa->cache, p, share, num_shares);
     }
     return SMLA_OK;
 }
