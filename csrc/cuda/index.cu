@@ -7,14 +7,17 @@
  *              prefill_request_ids, counts [T], prefill_workspace_starts, block_table [R, W] int32,
  *              any strides
  * Shared mem   where W is at most 8192: what find_block_start says of the row of block_table in
- *              use, W + 1 words; 32 bytes of counts
- * Roles        A block takes 1 to 8 tokens in turn, its threads 4 columns at a time. A new request
- *              has its row of block_table staged; barriers (__syncthreads): former row used | row
- *              staged | counts cleared | counts complete |
- *              counts read.
+ *              use, W + 1 words; 64 bytes of maps and 16 of counts
+ * Roles        A block takes 1 to 4 tokens in turn, its threads 4 columns at a time, 2 such vectors
+ *              a tile; the next tile's loads are in flight while one is converted. A new request
+ *              has its row of block_table staged; barriers (__syncthreads): maps written, counts
+ *              cleared | former row used | row staged | maps used, counts complete.
  * Roofline     Memory: 8 bytes an element, 1.9 ps at 4.3 TB/s, in which 132 SMs of 128 lanes at
- *              1.75 GHz run 55 instructions; the loop has about 25. Staging is for the look-ups: 32
- *              lanes at random take 32 tag look-ups of L1, but 3 to 4 passes of shared memory.
+ *              1.75 GHz run 55 instructions; the loop has about 25. Reached on an H200: 83 % of
+ *              that rate, 32768 tokens of 2048 columns (2026-11-20, this operator of `python -m
+ *              sparse_mla bench --device cuda --only bytes`, replayed without the copy). Staging
+ *              is for the look-ups: 32 lanes at random take 32 tag look-ups of L1, but 3 to 4
+ *              passes of shared memory.
  * Numerics     Integers, exact. -1 where tok is negative or beyond the table, its page negative,
  *              its request or prefill id out of range, its workspace start negative, or the result
  *              above int32. Order is kept. A count is a sum of integers, the same in any order.
@@ -28,7 +31,7 @@ namespace {
 enum {
     BLOCK_THREADS = 256,
     BLOCKS_PER_SM = 4,          /* at least: 64 registers */
-    MAX_TOKENS = 8,             /* of a block */
+    MAX_TOKENS = 4,             /* of a block */
     MIN_BLOCKS = 1024,          /* before a block takes a second token */
     MAX_STAGED_PAGES = 1 << 13, /* 32 KiB */
 };
@@ -111,43 +114,59 @@ convert_one(const convert_args &args, const token_map &map, const uint32_t *stag
     return max((int32_t)(start + offset), -1) | tok >> 31;
 }
 
+/* What a thread has of a tile: UNROLL vectors of a token, BLOCK_THREADS vectors apart. */
+template <int WIDTH> struct tile_part {
+    enum { UNROLL = WIDTH == 4 ? 2 : 4, STEP = BLOCK_THREADS * WIDTH };
+    uint32_t words[UNROLL][WIDTH];
+};
+
+/* A token of the block, and the first column that a thread has of a tile. */
+struct tile_place {
+    int token;
+    int64_t column;
+};
+
+template <int WIDTH>
+__device__ __forceinline__ void
+load_tile(const smla_convert_params &p, int64_t first, const tile_place &place,
+          tile_part<WIDTH> *part)
+{
+    using layout = tile_part<WIDTH>;
+    const int32_t *const in =
+        p.topk_indices + (first + place.token) * p.topk_indices_stride_token + place.column;
+#pragma unroll
+    for (int i = 0; i < layout::UNROLL; i++) {
+        if (place.column + i * layout::STEP < p.topk) {
+            smla_load_words<WIDTH * 4, true>(in + i * layout::STEP, part->words[i]);
+        }
+    }
+}
+
 /* -> the entries >= 0 that this thread wrote. */
 template <int WIDTH, bool STAGED>
 __device__ __forceinline__ int32_t
-convert_token(const convert_args &args, int64_t token, const token_map &map, const uint32_t *staged)
+convert_tile(const convert_args &args, int64_t first, const tile_place &place, const token_map &map,
+             const uint32_t *staged, const tile_part<WIDTH> &part)
 {
-    constexpr int UNROLL = WIDTH == 4 ? 2 : 4;
-    constexpr int STEP = BLOCK_THREADS * WIDTH;
+    using layout = tile_part<WIDTH>;
     const smla_convert_params &p = args.p;
-    const int32_t *const in = p.topk_indices + token * p.topk_indices_stride_token;
-    int32_t *const out = p.out + token * p.out_stride_token;
-    int32_t num_none = 0;
-    int32_t num_all = 0;
-    for (int64_t k = (int64_t)threadIdx.x * WIDTH; k < p.topk; k += STEP * UNROLL) {
-        uint32_t toks[UNROLL][WIDTH];
+    int32_t *const out = p.out + (first + place.token) * p.out_stride_token + place.column;
+    int32_t count = 0;
 #pragma unroll
-        for (int i = 0; i < UNROLL; i++) {
-            if (k + i * STEP < p.topk) {
-                smla_load_words<WIDTH * 4, true>(in + k + i * STEP, toks[i]);
+    for (int i = 0; i < layout::UNROLL; i++) {
+        if (place.column + i * layout::STEP < p.topk) {
+            uint32_t indices[WIDTH];
+#pragma unroll
+            for (int j = 0; j < WIDTH; j++) {
+                const int32_t index =
+                    convert_one<STAGED>(args, map, staged, (int32_t)part.words[i][j]);
+                indices[j] = (uint32_t)index;
+                count += 1 + (index >> 31);
             }
-        }
-#pragma unroll
-        for (int i = 0; i < UNROLL; i++) {
-            if (k + i * STEP < p.topk) {
-                uint32_t indices[WIDTH];
-#pragma unroll
-                for (int j = 0; j < WIDTH; j++) {
-                    const int32_t index =
-                        convert_one<STAGED>(args, map, staged, (int32_t)toks[i][j]);
-                    indices[j] = (uint32_t)index;
-                    num_none -= index >> 31;
-                }
-                num_all += WIDTH;
-                smla_store_words<WIDTH * 4, true>(out + k + i * STEP, indices);
-            }
+            smla_store_words<WIDTH * 4, true>(out + i * layout::STEP, indices);
         }
     }
-    return num_all - num_none;
+    return count;
 }
 
 template <int WIDTH, bool STAGED>
@@ -157,6 +176,8 @@ __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
 {
     extern __shared__ uint32_t staged[];
     __shared__ int32_t counts[MAX_TOKENS];
+    __shared__ token_map maps[MAX_TOKENS];
+    constexpr int64_t TILE = tile_part<WIDTH>::STEP * tile_part<WIDTH>::UNROLL;
     const smla_convert_params &p = args.p;
     const bool has_counts = p.counts != nullptr;
     const int64_t step = (int64_t)gridDim.x * args.tokens_per_block;
@@ -165,33 +186,45 @@ __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
          first += step) {
         const int64_t left = p.num_tokens - first;
         const int num_tokens = left < args.tokens_per_block ? (int)left : args.tokens_per_block;
-        if (has_counts) {
-            if (threadIdx.x < MAX_TOKENS) {
-                counts[threadIdx.x] = 0;
-            }
-            __syncthreads(); /* counts cleared */
+        tile_place place = {0, (int64_t)threadIdx.x * WIDTH};
+        tile_part<WIDTH> next = {};
+        load_tile<WIDTH>(p, first, place, &next);
+        if ((int)threadIdx.x < num_tokens) {
+            maps[threadIdx.x] = find_map(p, first + threadIdx.x);
+            counts[threadIdx.x] = 0;
         }
-        for (int i = 0; i < num_tokens; i++) {
-            const token_map map = find_map(p, first + i);
+        __syncthreads(); /* maps written, counts cleared */
+        int32_t count = 0;
+        while (place.token < num_tokens) {
+            /* The next tile is on its way while this one is converted. */
+            const tile_part<WIDTH> part = next;
+            const tile_place here = place;
+            place.column += TILE;
+            const bool is_last = place.column - (int64_t)threadIdx.x * WIDTH >= p.topk;
+            if (is_last) {
+                place = {here.token + 1, (int64_t)threadIdx.x * WIDTH};
+            }
+            if (place.token < num_tokens) {
+                load_tile<WIDTH>(p, first, place, &next);
+            }
+            const token_map map = maps[here.token];
             if (STAGED &&
                 (map.req != staged_map.req || map.workspace_start != staged_map.workspace_start)) {
                 stage_row(p, map, staged);
                 staged_map = map;
             }
-            const int32_t count = convert_token<WIDTH, STAGED>(args, first + i, map, staged);
-            if (has_counts) {
+            count += convert_tile<WIDTH, STAGED>(args, first, here, map, staged, part);
+            if (has_counts && is_last) {
                 const int32_t sum = __reduce_add_sync(ALL_LANES, count);
                 if (threadIdx.x % SMLA_WARP_LANES == 0) {
-                    atomicAdd(&counts[i], sum);
+                    atomicAdd(&counts[here.token], sum);
                 }
+                count = 0;
             }
         }
-        if (has_counts) {
-            __syncthreads(); /* counts complete */
-            if ((int)threadIdx.x < num_tokens) {
-                p.counts[(first + threadIdx.x) * p.counts_stride] = counts[threadIdx.x];
-            }
-            __syncthreads(); /* counts read */
+        __syncthreads(); /* maps used, counts complete */
+        if (has_counts && (int)threadIdx.x < num_tokens) {
+            p.counts[(first + threadIdx.x) * p.counts_stride] = counts[threadIdx.x];
         }
     }
 }

@@ -125,6 +125,12 @@ smla_store_vector_2(void *to, const uint32_t *words)
                  : "memory");
 }
 
+static __device__ __forceinline__ void
+smla_store_vector_1(void *to, const uint32_t *words)
+{
+    asm volatile("st.global.u32 [%0], %1;" : : "l"(to), "r"(words[0]) : "memory");
+}
+
 /* BYTES bytes of an input <-> 32-bit words. Aligned: one instruction of 4, 8 or 16 bytes. Else in
  * units of `UNIT` bytes, 2 or 4, which the address must be a multiple of. */
 template <int BYTES, bool ALIGNED, int UNIT = 2>
@@ -165,7 +171,7 @@ smla_store_words(void *to, const uint32_t *words)
     } else if constexpr (ALIGNED || UNIT == 4) {
 #pragma unroll
         for (int i = 0; i < BYTES / 4; i++) {
-            ((uint32_t *)to)[i] = words[i];
+            smla_store_vector_1((uint32_t *)to + i, words + i);
         }
     } else {
 #pragma unroll

@@ -31,6 +31,23 @@ smla_cvt_float(uint16_t half)
     return x;
 }
 
+static __device__ __forceinline__ uint32_t
+smla_abs_bf16x2(uint32_t x)
+{
+    uint32_t pair;
+    asm("abs.bf16x2 %0, %1;" : "=r"(pair) : "r"(x));
+    return pair;
+}
+
+/* The larger of each half; a number passes over NaN, of two NaN one is left. */
+static __device__ __forceinline__ uint32_t
+smla_max_bf16x2(uint32_t a, uint32_t b)
+{
+    uint32_t pair;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+}
+
 /* Within a unit in the last place. */
 static __device__ __forceinline__ float
 smla_rcp(float x)
@@ -47,6 +64,15 @@ smla_cvt_e4m3x2(float low, float high)
 {
     uint16_t pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+/* Exact; the sign of a NaN is lost. */
+static __device__ __forceinline__ uint32_t
+smla_cvt_halves(uint16_t e4m3x2)
+{
+    uint32_t pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(e4m3x2));
     return pair;
 }
 #endif
@@ -110,37 +136,59 @@ smla_scale_value(float value, float scale)
     return isnan(scale) ? smla_bits_float(smla_float_bits(scale) | 0x00400000u) : value * scale;
 }
 
-/* Four e4m3, no NaN, as fp16 / 256: exponent and mantissa keep their bits, and fp16 reads the
- * exponent with a bias of 15 instead of 7, subnormal or not. */
+/* Four e4m3, no NaN, as fp16, times SMLA_E4M3_UNIT = 1 where an instruction does it. Elsewhere
+ * exponent and mantissa keep their bits, and fp16 reads the exponent with a bias of 15 instead of
+ * 7, subnormal or not: / 256. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define SMLA_E4M3_UNIT 1.0f
+#else
+#define SMLA_E4M3_UNIT 256.0f
+#endif
+
 static __device__ __forceinline__ void
 smla_e4m3x4_to_halves(uint32_t bytes, uint32_t halves[2])
 {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    halves[0] = smla_cvt_halves((uint16_t)bytes);
+    halves[1] = smla_cvt_halves((uint16_t)(bytes >> 16));
+#else
     const uint32_t low = __byte_perm(bytes, 0, 0x1404); /* bytes 0, 1 on top of their halves */
     const uint32_t high = __byte_perm(bytes, 0, 0x3424);
     halves[0] = (low & 0x80008000u) | (low >> 1 & 0x3F803F80u);
     halves[1] = (high & 0x80008000u) | (high >> 1 & 0x3F803F80u);
+#endif
 }
 
-/* Four e4m3 times their scale where no product can be NaN and 256 scale is finite, else false. One
- * rounding: 256 scale and fp16 -> fp32 are exact. */
+/* The top bit of a byte is set where it is NaN; the other bits are any. */
+static __device__ __forceinline__ uint32_t
+smla_mark_nan_e4m3x4(uint32_t bytes)
+{
+    return (bytes & 0x7F7F7F7Fu) + 0x01010101u;
+}
+
+/* Whether no product with it can be NaN. */
 static __device__ __forceinline__ bool
+smla_is_plain_scale(float scale)
+{
+    return fabsf(scale * SMLA_E4M3_UNIT) <= FLT_MAX;
+}
+
+/* Four e4m3, no NaN, times a plain scale. One rounding: scale times its unit and fp16 -> fp32 are
+ * exact. */
+static __device__ __forceinline__ void
 smla_scale_plain_e4m3x4(uint32_t bytes, float scale, float products[4])
 {
-    const uint32_t is_nan = ((bytes & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u;
-    const float scale_256 = scale * 256.0f;
-    if (is_nan != 0 || !(fabsf(scale_256) <= FLT_MAX)) {
-        return false;
-    }
+    const float by = scale * SMLA_E4M3_UNIT;
     uint32_t halves[2];
     smla_e4m3x4_to_halves(bytes, halves);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        products[2 * i] = smla_cvt_float((uint16_t)halves[i]) * scale_256;
-        products[2 * i + 1] = smla_cvt_float((uint16_t)(halves[i] >> 16)) * scale_256;
+        products[2 * i] = smla_cvt_float((uint16_t)halves[i]) * by;
+        products[2 * i + 1] = smla_cvt_float((uint16_t)(halves[i] >> 16)) * by;
     }
-    return true;
 }
 
+/* Any four e4m3 times any scale. */
 static __device__ __noinline__ float4
 smla_scale_rare_e4m3x4(uint32_t bytes, float scale)
 {
@@ -148,24 +196,6 @@ smla_scale_rare_e4m3x4(uint32_t bytes, float scale)
                        smla_scale_value(smla_e4m3_to_float((uint8_t)(bytes >> 8)), scale),
                        smla_scale_value(smla_e4m3_to_float((uint8_t)(bytes >> 16)), scale),
                        smla_scale_value(smla_e4m3_to_float((uint8_t)(bytes >> 24)), scale));
-}
-
-/* Four e4m3 times their scale, in fp32. */
-static __device__ __forceinline__ void
-smla_scale_e4m3x4(uint32_t bytes, float scale, uint32_t floats[4])
-{
-    float products[4];
-    if (!smla_scale_plain_e4m3x4(bytes, scale, products)) {
-        const float4 values = smla_scale_rare_e4m3x4(bytes, scale);
-        products[0] = values.x;
-        products[1] = values.y;
-        products[2] = values.z;
-        products[3] = values.w;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        floats[i] = smla_float_bits(products[i]);
-    }
 }
 
 static __device__ __noinline__ uint2
@@ -176,27 +206,13 @@ smla_scale_rare_e4m3x4_to_bf16(uint32_t bytes, float scale)
                       smla_round_rare_floats(values.z, values.w));
 }
 
-/* Four e4m3 times their scale, rounded to bf16. */
-static __device__ __forceinline__ void
-smla_scale_e4m3x4_to_bf16(uint32_t bytes, float scale, uint32_t pairs[2])
-{
-    float products[4];
-    if (smla_scale_plain_e4m3x4(bytes, scale, products)) {
-        pairs[0] = smla_cvt_bf16x2(products[0], products[1]);
-        pairs[1] = smla_cvt_bf16x2(products[2], products[3]);
-        return;
-    }
-    const uint2 rounded = smla_scale_rare_e4m3x4_to_bf16(bytes, scale);
-    pairs[0] = rounded.x;
-    pairs[1] = rounded.y;
-}
-
 /* ---- To e4m3 ------------------------------------------------------------------------------- */
 
 /* A scale that many values are divided by. */
 typedef struct smla_scale {
     float scale;
     float reciprocal; /* correctly rounded, of a moderate scale */
+    float rest;       /* what the true reciprocal has beyond that */
     bool is_moderate;
 } smla_scale;
 
@@ -204,8 +220,9 @@ static __device__ __forceinline__ smla_scale
 smla_make_scale(float scale)
 {
     /* One step of Newton's, what nvcc makes of 1 / x without the ends of the range. */
-    const float reciprocal = smla_rcp(scale);
-    return smla_scale{scale, fmaf(reciprocal, fmaf(-scale, reciprocal, 1.0f), reciprocal),
+    const float first = smla_rcp(scale);
+    const float reciprocal = fmaf(first, fmaf(-scale, first, 1.0f), first);
+    return smla_scale{scale, reciprocal, fmaf(-scale, reciprocal, 1.0f) * reciprocal,
                       scale >= 0x1p-60f && scale <= 0x1p60f};
 }
 
@@ -231,15 +248,13 @@ smla_scale_of_tile(float amax)
  * scale and |x| <= 448 scale. The first quotient is off by less than two units, the second is one
  * of the two neighbours of the true one; from there a correctly rounded reciprocal and an exact
  * remainder give the rounded quotient (Markstein, 1990). The remainder is exact because nothing
- * underflows: it is a multiple of 2^-23 scale times 2^-33. With x of bf16 and a scale of
- * smla_scale_of_tile the second is close enough: as e4m3 it is the same for all of them. */
-template <bool IN_TILE>
+ * underflows: it is a multiple of 2^-23 scale times 2^-33. */
 static __device__ __forceinline__ float
 smla_divide_moderate(float x, const smla_scale &by)
 {
     const float first = x * by.reciprocal;
     const float second = smla_correct_quotient(first, x, by.scale, by.reciprocal);
-    return IN_TILE ? second : smla_correct_quotient(second, x, by.scale, by.reciprocal);
+    return smla_correct_quotient(second, x, by.scale, by.reciprocal);
 }
 
 static __device__ __noinline__ float4
@@ -278,7 +293,6 @@ smla_signs_of_bf16(const uint32_t pairs[2])
 }
 
 /* smla_float_to_e4m3(x / scale) of four values with |x| <= 448 scale, NaN or infinite. */
-template <bool IN_TILE>
 static __device__ __forceinline__ uint32_t
 smla_quantize_x4(const float x[4], uint32_t signs, const smla_scale &by)
 {
@@ -286,7 +300,7 @@ smla_quantize_x4(const float x[4], uint32_t signs, const smla_scale &by)
     if (by.is_moderate) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            quotients[i] = smla_divide_moderate<IN_TILE>(x[i], by);
+            quotients[i] = smla_divide_moderate(x[i], by);
         }
     } else {
         const float4 rare = smla_divide_rare_x4(make_float4(x[0], x[1], x[2], x[3]), by.scale);
@@ -296,6 +310,31 @@ smla_quantize_x4(const float x[4], uint32_t signs, const smla_scale &by)
         quotients[3] = rare.w;
     }
     return smla_floats_to_e4m3x4(quotients) | (signs & 0x80808080u);
+}
+
+/* The same of bf16 and a moderate scale of smla_scale_of_tile. Of 8 bits over 8 bits no quotient
+ * but a tie is near a tie, and a product with 48 bits of the reciprocal falls on the same side of
+ * one as the division: tried for every pair of mantissas. */
+static __device__ __forceinline__ uint32_t
+smla_quantize_moderate_bf16x4(const uint32_t pairs[2], const smla_scale &by)
+{
+    float quotients[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float x = i % 2 == 0 ? smla_low_bf16(pairs[i / 2]) : smla_high_bf16(pairs[i / 2]);
+        quotients[i] = fmaf(x, by.reciprocal, x * by.rest);
+    }
+    return smla_floats_to_e4m3x4(quotients) | (smla_signs_of_bf16(pairs) & 0x80808080u);
+}
+
+/* The same of any scale. */
+static __device__ __noinline__ uint32_t
+smla_quantize_rare_bf16x4(uint32_t low, uint32_t high, float scale)
+{
+    const float quotients[4] = {smla_low_bf16(low) / scale, smla_high_bf16(low) / scale,
+                                smla_low_bf16(high) / scale, smla_high_bf16(high) / scale};
+    const uint32_t pairs[2] = {low, high};
+    return smla_floats_to_e4m3x4(quotients) | (smla_signs_of_bf16(pairs) & 0x80808080u);
 }
 
 #endif /* SMLA_CUDA_NUMERIC_CUH */
