@@ -174,6 +174,11 @@ def make_yardstick() -> Call:
     return lambda: torch.add(a, a, out=out)
 
 
+def make_launch() -> Call:
+    """A kernel that ends at once, and hardly anything around its launch."""
+    return lambda: torch.cuda._sleep(0)
+
+
 def make_config(num_heads: int, topk: int) -> sparse_mla.Config:
     return sparse_mla.Config(
         num_heads,
@@ -234,7 +239,8 @@ def make_forward(num_heads: int) -> Call:
 
 
 ENGINE_CALLS: tuple[tuple[str, Callable[[], Call], int], ...] = (
-    ("torch.add, for comparison", make_yardstick, BATCH_CALLS),
+    ("torch.cuda._sleep(0), the launch alone", make_launch, BATCH_CALLS),
+    ("torch.add(out=), for comparison", make_yardstick, BATCH_CALLS),
     (f"build, {NUM_REQUESTS} decodes", lambda: make_build(NUM_REQUESTS, 0), BUILDS),
     (
         f"build, {NUM_REQUESTS - 16} decodes and 16 prefills",
