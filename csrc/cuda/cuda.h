@@ -45,6 +45,10 @@ smla_status smla_cuda_enter(const char *op, int32_t device_id, smla_cuda_guard *
                             smla_error *error);
 void smla_cuda_leave(const smla_cuda_guard *guard);
 
+/* SMLA_OK, or a ValueError for a stream of another device: some drivers would launch there, on
+ * memory that it cannot reach. */
+smla_status smla_cuda_check_stream(const char *op, smla_stream stream, smla_error *error);
+
 /* Whether work given to the stream is being captured into a graph. */
 smla_status smla_cuda_is_capturing(const char *op, smla_stream stream, bool *is_capturing,
                                    smla_error *error);

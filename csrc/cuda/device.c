@@ -329,6 +329,27 @@ smla_cuda_leave(const smla_cuda_guard *guard)
     }
 }
 
+/* ---- Streams ------------------------------------------------------------------------------- */
+
+smla_status
+smla_cuda_check_stream(const char *op, smla_stream stream, smla_error *error)
+{
+    int device_id = stream.device_id;
+    const cudaStream_t handle = (cudaStream_t)stream.handle;
+    if (handle == NULL || handle == cudaStreamLegacy || handle == cudaStreamPerThread) {
+        return SMLA_OK; /* every device has its own */
+    }
+    SMLA_TRY(smla_cuda_status(op, "cudaStreamGetDevice", cudaStreamGetDevice(handle, &device_id),
+                              error));
+    if (device_id != stream.device_id) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `stream` must be a stream of the arrays' device, cuda:%d, got one of "
+                         "cuda:%d",
+                         op, stream.device_id, device_id);
+    }
+    return SMLA_OK;
+}
+
 /* ---- Captures ------------------------------------------------------------------------------ */
 
 smla_status

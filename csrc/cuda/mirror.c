@@ -284,7 +284,10 @@ smla_cuda_begin_write(const char *op, smla_mirror *mirror, smla_stream stream, v
     cuda_mirror *m = (cuda_mirror *)mirror;
     smla_cuda_guard guard;
     SMLA_TRY(smla_cuda_enter(op, m->device_id, &guard, error));
-    smla_status status = refuse_capture(op, stream, error);
+    smla_status status = smla_cuda_check_stream(op, stream, error);
+    if (status == SMLA_OK) {
+        status = refuse_capture(op, stream, error);
+    }
     if (status == SMLA_OK) {
         const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
         status = find_free_buffer(op, m, error);
