@@ -329,27 +329,6 @@ smla_cuda_leave(const smla_cuda_guard *guard)
     }
 }
 
-/* ---- Streams ------------------------------------------------------------------------------- */
-
-smla_status
-smla_cuda_check_stream(const char *op, smla_stream stream, smla_error *error)
-{
-    int device_id = stream.device_id;
-    const cudaStream_t handle = (cudaStream_t)stream.handle;
-    if (handle == NULL || handle == cudaStreamLegacy || handle == cudaStreamPerThread) {
-        return SMLA_OK; /* every device has its own */
-    }
-    SMLA_TRY(smla_cuda_status(op, "cudaStreamGetDevice", cudaStreamGetDevice(handle, &device_id),
-                              error));
-    if (device_id != stream.device_id) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `stream` must be a stream of the arrays' device, cuda:%d, got one of "
-                         "cuda:%d",
-                         op, stream.device_id, device_id);
-    }
-    return SMLA_OK;
-}
-
 /* ---- Captures ------------------------------------------------------------------------------ */
 
 smla_status
@@ -373,4 +352,47 @@ void
 smla_cuda_restore_captures(enum cudaStreamCaptureMode former)
 {
     (void)cudaThreadExchangeStreamCaptureMode(&former);
+}
+
+/* ---- Streams ------------------------------------------------------------------------------- */
+
+/* Whether there is a stream of another device to be had. */
+static bool
+has_several_devices(void)
+{
+    static atomic_int num_devices; /* 0 before it is known */
+    int count = atomic_load_explicit(&num_devices, memory_order_relaxed);
+    if (count == 0 && cudaGetDeviceCount(&count) == cudaSuccess) {
+        atomic_store_explicit(&num_devices, count, memory_order_relaxed);
+    }
+    return count > 1;
+}
+
+/* The default streams are every device's own. Of a stream that captures the question would end the
+ * capture. */
+smla_status
+smla_cuda_check_stream(const char *op, smla_stream stream, smla_error *error)
+{
+    const cudaStream_t handle = (cudaStream_t)stream.handle;
+    int device_id = stream.device_id;
+    bool is_capturing = false;
+    if (handle == NULL || handle == cudaStreamLegacy || handle == cudaStreamPerThread ||
+        !has_several_devices()) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(smla_cuda_is_capturing(op, stream, &is_capturing, error));
+    if (is_capturing) {
+        return SMLA_OK;
+    }
+    const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
+    const cudaError_t code = cudaStreamGetDevice(handle, &device_id);
+    smla_cuda_restore_captures(former);
+    SMLA_TRY(smla_cuda_status(op, "cudaStreamGetDevice", code, error));
+    if (device_id != stream.device_id) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `stream` must be a stream of the arrays' device, cuda:%d, got one of "
+                         "cuda:%d",
+                         op, stream.device_id, device_id);
+    }
+    return SMLA_OK;
 }
