@@ -109,10 +109,26 @@ layout_of(const DLTensor *tensor)
     return m;
 }
 
+/* Whether every dimension steps over all that the later ones span: the usual order. */
+static bool
+is_nested(const DLTensor *tensor)
+{
+    const int64_t element_bytes = smla_element_bytes(tensor);
+    int64_t span = element_bytes;
+    for (int i = tensor->ndim - 1; i >= 0; i--) {
+        const int64_t stride = smla_stride(tensor, i) * element_bytes;
+        if (tensor->shape[i] > 1 && stride < span) {
+            return false;
+        }
+        span += (tensor->shape[i] - 1) * stride;
+    }
+    return true;
+}
+
 bool
 smla_overlaps_itself(const DLTensor *tensor)
 {
-    if (smla_is_empty(tensor)) {
+    if (smla_is_empty(tensor) || is_nested(tensor)) {
         return false;
     }
     const layout m = layout_of(tensor);
