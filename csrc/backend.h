@@ -205,6 +205,9 @@ typedef struct smla_attention_shape {
     int64_t extra_topk;
     int num_splits; /* 0 = the plan chooses */
     int32_t device_id;
+    /* Of the main and the extra list; NULL main = not known yet, which a split count is chosen
+     * without, and a workspace size covers. */
+    const smla_kv_format_info *formats[2];
 } smla_attention_shape;
 
 /* Columns per split range: ceil(ceil(K / n) / 64) * 64, as the batch-invariance contract says. */

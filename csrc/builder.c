@@ -430,7 +430,8 @@ plan_step(smla_builder *b, const smla_build_args *args, smla_error *error)
     const smla_attention_shape decode = {.num_tokens = decode_tokens,
                                          .num_heads = b->config.num_heads,
                                          .topk = b->config.topk_tokens,
-                                         .device_id = stream.device_id};
+                                         .device_id = stream.device_id,
+                                         .formats = {smla_find_kv_format(b->config.kv_format)}};
     b->metadata = (smla_metadata){
         .path = path,
         .num_reqs = args->num_reqs,

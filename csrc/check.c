@@ -401,7 +401,8 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
                                         .topk = p.lists[0].topk,
                                         .extra_topk = p.num_lists == 2 ? p.lists[1].topk : 0,
                                         .num_splits = args->num_splits,
-                                        .device_id = c.device.device_id};
+                                        .device_id = c.device.device_id,
+                                        .formats = {p.lists[0].kv.format, p.lists[1].kv.format}};
     SMLA_TRY(require_workspace(&c, args->workspace, (*backend)->attention_workspace_size(&shape)));
     SMLA_TRY(smla_require_disjoint(&c));
 

@@ -24,8 +24,9 @@ DEVICE = os.environ.get("SMLA_DEVICE", "cpu")
 KNOWN = ("cpu", "cuda", "torch-cpu")
 ON_CUDA = DEVICE == "cuda"
 NAME = "cuda" if ON_CUDA else "cpu"  # as Config and attention_workspace_size take it
-# Bounds of the accuracy contract: tensor cores add in another order. No allowance for f16 scales.
-BOUNDS = {"units": 32} if ON_CUDA else {}
+# Bounds of the accuracy contract: tensor cores add in another order, and the kernel of Hopper
+# multiplies e4m3 by its scale in f16 (rows of bf16 have no such allowance: reference.py).
+BOUNDS = {"units": 32, "f16_scales": True} if ON_CUDA else {}
 RESIDUE = 256  # addresses on both sides agree modulo this, so alignment travels too
 
 

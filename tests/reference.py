@@ -297,19 +297,20 @@ def attention(
         nope_abs=np.zeros(shape),
         f16_scale=np.zeros(shape),
     )
+    has_scales = is_fp8(kv) or (extra_kv is not None and is_fp8(extra_kv))
     for t in range(num_tokens):
         key = decode_rows(kv, chosen_slots(indices, topk_length, kv, t))
         if extra_kv is not None:
             slots = chosen_slots(extra_indices, extra_topk_length, extra_kv, t)
             key = np.concatenate([key, decode_rows(extra_kv, slots)])
         if len(key):
-            _attend(ref, t, query[t] * float(softmax_scale), key)
+            _attend(ref, t, query[t] * float(softmax_scale), key, has_scales)
             if attn_sink is not None:
                 _apply_sink(ref, t, np.asarray(attn_sink, np.float64))
     return ref
 
 
-def _attend(ref: Attention, t: int, query: np.ndarray, key: np.ndarray) -> None:
+def _attend(ref: Attention, t: int, query: np.ndarray, key: np.ndarray, has_scales: bool) -> None:
     value = key[:, :V_DIM]
     logit = query @ key.T
     top = logit.max(1)
@@ -327,7 +328,7 @@ def _attend(ref: Attention, t: int, query: np.ndarray, key: np.ndarray) -> None:
     tiles = [slice(d, d + TILE) for d in range(0, V_DIM, TILE)]
     tile_abs = sum(np.abs(query[:, d] @ value[:, d].T) for d in tiles)
     square = np.sqrt((query[:, :V_DIM] ** 2) @ (value**2).T)
-    ref.f16_scale[t] = (tile_abs + 2 * square).max(1)
+    ref.f16_scale[t] = (tile_abs + 2 * square).max(1) if has_scales else 0
 
 
 def _apply_sink(ref: Attention, t: int, sink: np.ndarray) -> None:

@@ -13,12 +13,50 @@
 enum { ANY_ARCH = 999 };
 
 static const smla_attention_kernel kernels[] = {
+    {.min_arch = 90,
+     .max_arch = 90,
+     .formats = SMLA_ROWS_FP8,
+     .min_heads = 33,
+     .max_heads = 128,
+     .heads_per_cta = 64,
+     .block_columns = SMLA_SM90_KEYS,
+     .cta_cost = 3,
+     .ctas_per_sm = 1,
+     .shared_bytes = SMLA_SM90_SHARED_BYTES,
+     .name = "attention_sm90.cu, 64 heads per CTA",
+     .launch = smla_attend_sm90_fp8_64},
+    {.min_arch = 90,
+     .max_arch = 90,
+     .formats = SMLA_ROWS_FP8,
+     .min_heads = 17,
+     .max_heads = 128,
+     .heads_per_cta = 32,
+     .block_columns = SMLA_SM90_KEYS,
+     .cta_cost = 3,
+     .ctas_per_sm = 1,
+     .shared_bytes = SMLA_SM90_SHARED_BYTES,
+     .name = "attention_sm90.cu, 32 heads per CTA",
+     .launch = smla_attend_sm90_fp8_32},
+    {.min_arch = 90,
+     .max_arch = 90,
+     .formats = SMLA_ROWS_FP8,
+     .min_heads = 1,
+     .max_heads = 128,
+     .heads_per_cta = 16,
+     .block_columns = SMLA_SM90_KEYS,
+     .cta_cost = 3,
+     .ctas_per_sm = 1,
+     .shared_bytes = SMLA_SM90_SHARED_BYTES,
+     .name = "attention_sm90.cu, 16 heads per CTA",
+     .launch = smla_attend_sm90_fp8_16},
     {.min_arch = 80,
      .max_arch = ANY_ARCH,
      .formats = SMLA_ROWS_FP8,
      .min_heads = 33,
      .max_heads = 128,
      .heads_per_cta = 64,
+     .block_columns = SMLA_SM80_KEYS,
+     .cta_cost = 2,
      .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(64),
      .shared_bytes = SMLA_SM80_SHARED_BYTES(64, SMLA_ROWS_FP8),
      .name = "attention_sm80.cu, 64 heads per CTA",
@@ -29,6 +67,8 @@ static const smla_attention_kernel kernels[] = {
      .min_heads = 17,
      .max_heads = 128,
      .heads_per_cta = 32,
+     .block_columns = SMLA_SM80_KEYS,
+     .cta_cost = 2,
      .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(32),
      .shared_bytes = SMLA_SM80_SHARED_BYTES(32, SMLA_ROWS_FP8),
      .name = "attention_sm80.cu, 32 heads per CTA",
@@ -39,6 +79,8 @@ static const smla_attention_kernel kernels[] = {
      .min_heads = 1,
      .max_heads = 128,
      .heads_per_cta = 16,
+     .block_columns = SMLA_SM80_KEYS,
+     .cta_cost = 2,
      .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(16),
      .shared_bytes = SMLA_SM80_SHARED_BYTES(16, SMLA_ROWS_FP8),
      .name = "attention_sm80.cu, 16 heads per CTA",
@@ -49,6 +91,8 @@ static const smla_attention_kernel kernels[] = {
      .min_heads = 33,
      .max_heads = 128,
      .heads_per_cta = 64,
+     .block_columns = SMLA_SM80_KEYS,
+     .cta_cost = 2,
      .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(64),
      .shared_bytes = SMLA_SM80_SHARED_BYTES(64, SMLA_ROWS_BF16),
      .name = "attention_sm80.cu, 64 heads per CTA",
@@ -59,6 +103,8 @@ static const smla_attention_kernel kernels[] = {
      .min_heads = 17,
      .max_heads = 128,
      .heads_per_cta = 32,
+     .block_columns = SMLA_SM80_KEYS,
+     .cta_cost = 2,
      .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(32),
      .shared_bytes = SMLA_SM80_SHARED_BYTES(32, SMLA_ROWS_BF16),
      .name = "attention_sm80.cu, 32 heads per CTA",
@@ -69,6 +115,8 @@ static const smla_attention_kernel kernels[] = {
      .min_heads = 1,
      .max_heads = 128,
      .heads_per_cta = 16,
+     .block_columns = SMLA_SM80_KEYS,
+     .cta_cost = 2,
      .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(16),
      .shared_bytes = SMLA_SM80_SHARED_BYTES(16, SMLA_ROWS_BF16),
      .name = "attention_sm80.cu, 16 heads per CTA",
@@ -79,6 +127,8 @@ static const smla_attention_kernel kernels[] = {
      .min_heads = 1,
      .max_heads = 128,
      .heads_per_cta = 16,
+     .block_columns = SMLA_SM80_KEYS,
+     .cta_cost = 2,
      .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(16),
      .shared_bytes = SMLA_SM80_SHARED_BYTES(16, SMLA_ROWS_MIXED),
      .name = "attention_sm80.cu, 16 heads per CTA",
@@ -97,7 +147,7 @@ static row_text
 text_of(const smla_attention_kernel *kernel)
 {
     return (row_text){
-        .arch = "sm_80+",
+        .arch = kernel->min_arch == 90 ? "sm_90" : "sm_80+",
         .heads = kernel->min_heads == 33   ? "33...128"
                  : kernel->min_heads == 17 ? "17...128"
                                            : "1...128",
@@ -114,17 +164,22 @@ formats_name(smla_row_formats formats)
     }
 }
 
+/* Of a main list and an extra one, which may be absent (NULL). */
+static smla_row_formats
+join_formats(const smla_kv_format_info *main, const smla_kv_format_info *extra)
+{
+    const bool is_fp8 = main->nope_type == SMLA_NOPE_E4M3;
+    if (extra != NULL && is_fp8 != (extra->nope_type == SMLA_NOPE_E4M3)) {
+        return SMLA_ROWS_MIXED;
+    }
+    return is_fp8 ? SMLA_ROWS_FP8 : SMLA_ROWS_BF16;
+}
+
 static smla_row_formats
 formats_of(const smla_attention_params *params)
 {
-    bool has_fp8 = false;
-    bool has_bf16 = false;
-    for (int i = 0; i < params->num_lists; i++) {
-        const bool is_fp8 = params->lists[i].kv.format->nope_type == SMLA_NOPE_E4M3;
-        has_fp8 = has_fp8 || is_fp8;
-        has_bf16 = has_bf16 || !is_fp8;
-    }
-    return has_fp8 && has_bf16 ? SMLA_ROWS_MIXED : has_fp8 ? SMLA_ROWS_FP8 : SMLA_ROWS_BF16;
+    return join_formats(params->lists[0].kv.format,
+                        params->num_lists == 2 ? params->lists[1].kv.format : NULL);
 }
 
 static bool
@@ -205,8 +260,6 @@ fail_without_kernel(const smla_attention_params *params, const smla_cuda_device 
 /* ---- Splits -------------------------------------------------------------------------------- */
 
 enum {
-    BLOCK_COLUMNS = SMLA_SM80_KEYS,
-    CTA_COST = 2, /* of starting and ending a CTA, in blocks of keys: query, first rows, results */
     MAX_WAVES =
         3, /* more CTAs than this many per place on the device gain nothing and cost memory */
     RESERVED_SHARED_BYTES = 1024, /* of every CTA, by the driver */
@@ -214,8 +267,9 @@ enum {
 
 /* What the schedule looks at. */
 typedef struct split_problem {
+    const smla_attention_kernel *kernel;
     int64_t places; /* CTAs that the device runs at once */
-    int64_t tiles;  /* CTAs of a token and split */
+    int64_t num_heads;
     int64_t topk;
     int64_t extra_topk;
 } split_problem;
@@ -233,11 +287,23 @@ problem_of(const smla_cuda_device *device, const smla_attention_kernel *kernel,
     const int64_t fit = (device->max_shared_bytes + RESERVED_SHARED_BYTES) /
                         (kernel->shared_bytes + RESERVED_SHARED_BYTES);
     return (split_problem){
+        .kernel = kernel,
         .places = device->num_sms * min_int64(kernel->ctas_per_sm, fit < 1 ? 1 : fit),
-        .tiles = (shape->num_heads + kernel->heads_per_cta - 1) / kernel->heads_per_cta,
+        .num_heads = shape->num_heads,
         .topk = shape->topk,
         .extra_topk = shape->extra_topk,
     };
+}
+
+/* CTAs of a token and split. */
+static int64_t
+count_tiles(const split_problem *problem, int num_splits)
+{
+    const smla_attention_kernel *const kernel = problem->kernel;
+    const int64_t heads = kernel->min_arch < 90
+                              ? kernel->heads_per_cta
+                              : smla_sm90_heads_per_cta(kernel->heads_per_cta, num_splits);
+    return (problem->num_heads + heads - 1) / heads;
 }
 
 /* Splits beyond this have no columns of their own. */
@@ -254,7 +320,7 @@ max_useful_splits(const split_problem *problem)
 static int64_t
 max_parts(const split_problem *problem)
 {
-    return MAX_WAVES * problem->places / problem->tiles;
+    return MAX_WAVES * problem->places / count_tiles(problem, 1);
 }
 
 /* The split count with the shortest estimated time, the smaller one when equal. CTAs run in waves
@@ -270,12 +336,15 @@ choose_splits(const split_problem *problem, int64_t num_tokens)
         if (splits > 1 && num_tokens * splits > max_parts(problem)) {
             break;
         }
-        const int64_t ctas = num_tokens * problem->tiles * splits;
+        const int64_t tiles = count_tiles(problem, (int)splits);
+        const int64_t ctas = num_tokens * tiles * splits;
         const int64_t waves = (ctas + problem->places - 1) / problem->places;
         const int64_t columns = smla_split_columns(problem->topk, (int)splits) +
                                 smla_split_columns(problem->extra_topk, (int)splits);
         const int64_t combine_cost = splits == 1 ? 0 : 16 + splits;
-        const int64_t cost = 16 * waves * (columns / BLOCK_COLUMNS + CTA_COST) + combine_cost;
+        const int64_t block = problem->kernel->block_columns;
+        const int64_t blocks = (columns + block - 1) / block;
+        const int64_t cost = 16 * waves * (blocks + problem->kernel->cta_cost) + combine_cost;
         if (cost < best_cost) {
             best = splits;
             best_cost = cost;
@@ -284,13 +353,12 @@ choose_splits(const split_problem *problem, int64_t num_tokens)
     return (int)best;
 }
 
-/* The kernel that a schedule is made for: the shape has no formats, so the one of FP8 rows. */
 static bool
-find_problem(const smla_attention_shape *shape, split_problem *problem)
+find_problem(const smla_attention_shape *shape, smla_row_formats formats, split_problem *problem)
 {
     const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
     const smla_attention_kernel *const kernel =
-        device == NULL ? NULL : find_kernel(device, SMLA_ROWS_FP8, shape->num_heads);
+        device == NULL ? NULL : find_kernel(device, formats, shape->num_heads);
     if (kernel != NULL) {
         *problem = problem_of(device, kernel, shape);
     }
@@ -304,19 +372,38 @@ smla_cuda_choose_num_splits(const smla_attention_shape *shape)
     if (shape->num_splits != 0) {
         return shape->num_splits;
     }
-    return find_problem(shape, &problem) ? choose_splits(&problem, shape->num_tokens) : 1;
+    const smla_row_formats formats = shape->formats[0] == NULL
+                                         ? SMLA_ROWS_FP8
+                                         : join_formats(shape->formats[0], shape->formats[1]);
+    return find_problem(shape, formats, &problem) ? choose_splits(&problem, shape->num_tokens) : 1;
+}
+
+/* The most pairs of token and split that choose_splits can lead to, for any smaller batch too. */
+static int64_t
+most_parts(const smla_attention_shape *shape, smla_row_formats formats)
+{
+    split_problem problem;
+    if (!find_problem(shape, formats, &problem)) {
+        return 0;
+    }
+    const int64_t useful = max_useful_splits(&problem);
+    return useful == 1 ? 0 : min_int64(shape->num_tokens * useful, max_parts(&problem));
 }
 
 int64_t
 smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
 {
-    split_problem problem;
+    static const smla_row_formats all[] = {SMLA_ROWS_FP8, SMLA_ROWS_BF16, SMLA_ROWS_MIXED};
     int64_t parts = 0;
     if (shape->num_splits > 1) {
         parts = shape->num_tokens * shape->num_splits;
-    } else if (shape->num_splits == 0 && find_problem(shape, &problem)) {
-        const int64_t useful = max_useful_splits(&problem);
-        parts = useful == 1 ? 0 : min_int64(shape->num_tokens * useful, max_parts(&problem));
+    } else if (shape->num_splits == 0 && shape->formats[0] != NULL) {
+        parts = most_parts(shape, join_formats(shape->formats[0], shape->formats[1]));
+    } else if (shape->num_splits == 0) {
+        for (int i = 0; i < 3; i++) {
+            const int64_t more = most_parts(shape, all[i]);
+            parts = more > parts ? more : parts;
+        }
     }
     return parts == 0 ? 0 : SMLA_PARTIAL_ALIGN + smla_partial_bytes(parts * shape->num_heads);
 }

@@ -7,6 +7,7 @@
 #include <cudaTypedefs.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "cuda.h"
@@ -24,6 +25,16 @@ typedef struct device_slot {
 
 static device_slot slots[SMLA_CUDA_MAX_DEVICES];
 static pthread_mutex_t slots_lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* SPARSE_MLA_CUDA_ARCH=80 in the environment leaves the kernels of newer architectures out: to test
+ * the portable ones where others would be taken, and to compare. */
+static int32_t
+cap_capability(int32_t capability)
+{
+    const char *const text = getenv("SPARSE_MLA_CUDA_ARCH");
+    const long cap = text == NULL ? 0 : strtol(text, NULL, 10);
+    return cap >= MIN_COMPUTE_CAPABILITY && cap < capability ? (int32_t)cap : capability;
+}
 
 static cudaError_t
 read_facts(int32_t device_id, smla_cuda_device *facts)
@@ -48,7 +59,7 @@ read_facts(int32_t device_id, smla_cuda_device *facts)
             return code;
         }
     }
-    *facts = (smla_cuda_device){.compute_capability = major * 10 + minor,
+    *facts = (smla_cuda_device){.compute_capability = cap_capability(major * 10 + minor),
                                 .num_sms = num_sms,
                                 .max_shared_bytes = shared_bytes};
     return cudaSuccess;

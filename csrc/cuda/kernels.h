@@ -27,6 +27,8 @@ typedef struct smla_attention_kernel {
     int32_t min_heads; /* of the call */
     int32_t max_heads;
     int32_t heads_per_cta; /* more heads are more CTAs, which gather the same rows */
+    int32_t block_columns; /* keys that a CTA takes at once */
+    int32_t cta_cost;      /* of starting and ending a CTA, in such blocks */
     int32_t ctas_per_sm;   /* at most; for the split schedule */
     int32_t shared_bytes;  /* of one CTA */
     const char *name;      /* source file and variant */
@@ -51,6 +53,26 @@ enum {
      SMLA_SM80_VERSIONS(formats) * (heads) * SMLA_SM80_KEYS * 2 +                                  \
      SMLA_SM80_GROUPS * (heads) * SMLA_SM80_KEYS * 4 + SMLA_NUM_SCALE_TILES * SMLA_SM80_KEYS * 4 + \
      SMLA_SM80_KEYS * 4 + ((heads) < 32 ? 32 : (heads)) * 4 + (heads) * 16)
+
+/* attention_sm90.cu: all that an SM has. */
+enum {
+    SMLA_SM90_SHARED_BYTES = 232448,
+    SMLA_SM90_KEYS = 128, /* keys of a step */
+};
+
+/* Heads of a CTA: many splits mean a small batch, where smaller tiles give more SMs work. The split
+ * count alone tells, so that a token's bits do not depend on the batch. */
+static inline int32_t
+smla_sm90_heads_per_cta(int32_t heads_per_cta, int num_splits)
+{
+    const int32_t most = num_splits >= 16 ? 16 : num_splits >= 8 ? 32 : 64;
+    return heads_per_cta < most ? heads_per_cta : most;
+}
+
+/* attention_sm90.cu */
+cudaError_t smla_attend_sm90_fp8_64(const smla_attention_params *params);
+cudaError_t smla_attend_sm90_fp8_32(const smla_attention_params *params);
+cudaError_t smla_attend_sm90_fp8_16(const smla_attention_params *params);
 
 /* attention_sm80.cu */
 cudaError_t smla_attend_sm80_fp8_64(const smla_attention_params *params);
