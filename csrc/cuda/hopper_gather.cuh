@@ -1,0 +1,165 @@
+/* hopper_gather.cuh: the gather warps of attention_sm90.cu: indices -> rows of the cache -> granules of
+ * the ring, ahead of the consumers.
+ */
+#ifndef SMLA_CUDA_HOPPER_GATHER_CUH
+#define SMLA_CUDA_HOPPER_GATHER_CUH
+
+#include "hopper.cuh"
+
+/* ---- Gather -------------------------------------------------------------------------------- */
+
+/* Where the row that an index names begins, in 16 bytes from the lowest row of its cache; the first
+ * one is `bias` above that. Arithmetic modulo 2^32: strides may be negative. */
+static __device__ __forceinline__ uint32_t
+find_row_offset(const attention_launch &launch, uint32_t bias, int list, int32_t token,
+                int32_t index)
+{
+    const smla_key_list &keys = launch.params.lists[list];
+    const list_facts &facts = launch.lists[list];
+    if (index < 0) {
+        return NO_ROW;
+    }
+    const int64_t slot =
+        keys.map.block_table == NULL ? index : map_index(keys.map, facts.block_size, token, index);
+    if (slot < 0 || slot >= facts.num_slots) {
+        return NO_ROW;
+    }
+    const uint32_t page = smla_divide_uint32((uint32_t)slot, facts.block_size);
+    const uint32_t offset = (uint32_t)slot - page * (uint32_t)facts.block_size.divisor;
+    return page * (uint32_t)(keys.kv.page_stride_bytes >> 4) +
+           offset * (uint32_t)(keys.kv.token_stride_bytes >> 4) + bias;
+}
+
+/* What a gather warp keeps: little, for it has 24 registers. */
+typedef struct gather_state {
+    uint32_t base;   /* of shared memory */
+    uint32_t slot;   /* of the ring */
+    uint32_t parity; /* of its empty barrier */
+} gather_state;
+
+static __device__ __forceinline__ int
+find_gather_warp(void)
+{
+    return (int)((uint32_t)ptx_forget((int)threadIdx.x) / SMLA_WARP_LANES) - CONSUMER_WARPS;
+}
+
+/* Zeros in place of rows that are not there. `to` has the warp's four. */
+static __device__ __forceinline__ void
+clear_rows(uint32_t to, uint32_t is_key)
+{
+#pragma unroll 1
+    for (int i = 0; i < GATHER_KEYS; i++) {
+#pragma unroll 1
+        for (uint32_t at = (ptx_forget((int)threadIdx.x) % SMLA_WARP_LANES) * 16;
+             at < FP8_ROW_BYTES && !(is_key >> i & 1); at += SMLA_WARP_LANES * 16) {
+            ptx_clear_shared_16(to + i * FP8_ROW_BYTES + at);
+        }
+    }
+    ptx_fence_async_shared(); /* before a later bulk copy to the same place */
+    __syncwarp();
+}
+
+/* The warp's four rows of a granule, from `from`; lanes first_lane to first_lane + 3 know where.
+ * The addresses are the warp's, not a lane's: straight code for one thread, four copies. */
+template <typename Shape>
+static __device__ __forceinline__ void
+copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int first_lane,
+          uint32_t is_key)
+{
+    typedef hopper_memory<Shape> memory;
+    const uint32_t slot = __shfl_sync(0xFFFFFFFFu, state.slot, 0); /* known to be the warp's */
+    const uint32_t warp = (uint32_t)find_gather_warp();
+    const uint32_t full = state.base + (uint32_t)offsetof(memory, full) + 8 * slot;
+    const uint32_t to = state.base + (uint32_t)offsetof(memory, ring) + slot * GRANULE_BYTES +
+                        warp * (GATHER_KEYS * FP8_ROW_BYTES);
+    uint32_t offsets[GATHER_KEYS];
+#pragma unroll
+    for (int i = 0; i < GATHER_KEYS; i++) {
+        offsets[i] = __shfl_sync(0xFFFFFFFFu, offset, first_lane + i);
+    }
+    if (is_key != 15) {
+        clear_rows(to, is_key);
+    }
+    const bool is_elected = ptx_elect();
+    ptx_mbarrier_arrive(full, !is_elected);
+    if (is_elected) {
+        ptx_store_shared_1(state.base + (uint32_t)offsetof(memory, is_key) + 4 * slot + warp,
+                           is_key);
+        ptx_mbarrier_arrive_expect(full, FP8_ROW_BYTES * __popc(is_key));
+        if (is_key == 15) {
+#pragma unroll
+            for (int i = 0; i < GATHER_KEYS; i++) {
+                ptx_bulk_copy(to + i * FP8_ROW_BYTES, from + (uint64_t)offsets[i] * 16,
+                              FP8_ROW_BYTES, full);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < GATHER_KEYS; i++) {
+                if (is_key >> i & 1) {
+                    ptx_bulk_copy(to + i * FP8_ROW_BYTES, from + (uint64_t)offsets[i] * 16,
+                                  FP8_ROW_BYTES, full);
+                }
+            }
+        }
+    }
+    __syncwarp();
+}
+
+/* A list of a work. Lane l has key l % 4 of the warp's four in granule l / 4 of a step. */
+template <typename Shape>
+static __device__ __forceinline__ void
+gather_list(const hopper_launch &launch, const cta_work &work, int list, gather_state *state)
+{
+    typedef hopper_memory<Shape> memory;
+    const smla_key_list &keys = launch.base.params.lists[list];
+    const column_range columns = find_columns(launch.base, work, list);
+    const int lane = (int)(threadIdx.x % SMLA_WARP_LANES);
+    /* columns of the lane to go, after this step's */
+    int32_t left = columns.end - columns.begin - lane / GATHER_KEYS * GRANULE_KEYS -
+                   find_gather_warp() * GATHER_KEYS - lane % GATHER_KEYS;
+    const int32_t *at = keys.indices + work.token * keys.indices_stride_token + columns.end - left;
+    uint32_t index;
+    ptx_load_4(at, left > 0, NO_ROW, &index);
+#pragma unroll 1
+    for (int32_t steps = count_steps(columns); steps > 0; steps--) {
+        const uint32_t offset =
+            find_row_offset(launch.base, launch.lists[list].bias, list, work.token, (int32_t)index);
+        const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, offset != NO_ROW);
+        left -= STEP_KEYS;
+        at += STEP_KEYS;
+        ptx_load_4(at, left > 0, NO_ROW, &index); /* of the next step */
+#pragma unroll 1
+        for (int i = 0; i < STEP_GRANULES; i++) {
+            ptx_mbarrier_wait(state->base + (uint32_t)offsetof(memory, empty) + 8 * state->slot,
+                              state->parity);
+            copy_rows<Shape>(*state, launch.lists[list].lowest, offset, i * GATHER_KEYS,
+                             is_key >> i * GATHER_KEYS & 15);
+            state->slot++;
+            if (state->slot == Shape::GRANULES) {
+                state->slot = 0;
+                state->parity ^= 1;
+            }
+        }
+    }
+}
+
+template <typename Shape>
+static __device__ __forceinline__ void
+gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
+{
+    gather_state state;
+    /* through a shuffle: else the address is computed again and again */
+    state.base = __shfl_sync(0xFFFFFFFFu, ptx_shared_address(shared), 0);
+    state.slot = 0;
+    state.parity = 1;
+#pragma unroll 1
+    for (int idx = (int)blockIdx.x; idx < launch.num_works; idx += (int)gridDim.x) {
+        const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
+#pragma unroll 1
+        for (int list = 0; list < launch.base.params.num_lists; list++) {
+            gather_list<Shape>(launch, work, list, &state);
+        }
+    }
+}
+
+#endif /* SMLA_CUDA_HOPPER_GATHER_CUH */

@@ -1,0 +1,293 @@
+/* hopper_scores.cuh: the first product of attention_sm90.cu, and what becomes of it: scores of a
+ * block of keys, then weights in shared memory and their sums.
+ */
+#ifndef SMLA_CUDA_HOPPER_SCORES_CUH
+#define SMLA_CUDA_HOPPER_SCORES_CUH
+
+#include "hopper.cuh"
+
+/* ---- Consumers: scores --------------------------------------------------------------------- */
+
+/* The scales of the warp's keys: f16 of scale / E, to the table that values are multiplied from,
+ * and here (low half row, high half row + 8) of scale tile `column`. */
+template <typename Shape>
+static __device__ __forceinline__ uint32_t
+take_scales(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
+            int slot, uint32_t row, consumer<Shape> *state)
+{
+    const uint32_t window = *(const volatile uint32_t *)&shared->window;
+    const float a = smla_bits_float(ptx_load_shared_4(row + SCALE_OFFSET + 4 * me.column));
+    const float b =
+        smla_bits_float(ptx_load_shared_4(row + SCALE_OFFSET + 4 * me.column + 8 * FP8_ROW_BYTES));
+    const key_masks is_key = load_key_masks(at, me, slot);
+    const bool a_fits = (smla_float_bits(a) >> 23) - window < WINDOW_SIZE;
+    const bool b_fits = (smla_float_bits(b) >> 23) - window < WINDOW_SIZE;
+    lose_row(shared, (!a_fits & (is_key.first != 0)) | (!b_fits & (is_key.second != 0)));
+    const float unit = smla_bits_float((254 - WINDOW_LOW - window) << 23); /* 1 / E */
+    const uint32_t pair = ptx_cvt_f16x2(a * unit, b * unit);
+    const uint32_t to = at.scales + slot * (SMLA_NUM_SCALE_TILES * GRANULE_KEYS * 2) +
+                        me.column * (GRANULE_KEYS * 2) + (4 * (me.row >> 1) + (me.row & 1)) * 2;
+    asm volatile("{\n\t"
+                 ".reg .b16 low, high;\n\t"
+                 "mov.b32 {low, high}, %1;\n\t"
+                 "st.shared.b16 [%0], low;\n\t"
+                 "st.shared.b16 [%0 + 4], high;\n\t"
+                 "}"
+                 :
+                 : "r"(to), "r"(pair)
+                 : "memory");
+    return pair;
+}
+
+/* Multiplies two steps of 16 dimensions: A in a, B from `tile` of the query at `step`. */
+template <typename Shape, bool IS_ROPE>
+static __device__ __forceinline__ void
+multiply_scores(const hopper_addresses &at, int tile, int step, uint32_t a[16],
+                float (&scores)[Shape::HEADS / 2])
+{
+    wgmma_fence();
+#pragma unroll
+    for (int j = step; j < step + 2; j++) {
+        const uint64_t b =
+            wgmma_advance(at.query_descriptor, ((tile * Shape::HEADS * 128 + j * 32) >> 4));
+        if constexpr (IS_ROPE) {
+            wgmma_bf16(scores, a + 4 * j, b, true);
+        } else {
+            wgmma_f16<false>(scores, a + 4 * j, b, (tile | j) != 0);
+        }
+    }
+    wgmma_commit();
+}
+
+/* Bytes of rows row and row + 8 for a 64-dimension tile. */
+static __device__ __forceinline__ void
+load_nope_words(uint32_t nope, int tile, uint32_t words[8])
+{
+    const uint32_t from = nope + 128 * (tile / 2) + 16 * (tile % 2);
+    ptx_load_shared_16(from, words);
+    ptx_load_shared_16(from + 8 * FP8_ROW_BYTES, words + 4);
+}
+
+/* Starts scores = q . k / units for the group's block: 64 keys, a granule per warp. The last groups
+ * of products are under way afterwards. */
+template <typename Shape>
+static __device__ __forceinline__ void
+score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
+            consumer<Shape> *state)
+{
+    int slot = state->own + me.warp;
+    const uint32_t parity = (state->phase & RING_PARITY) ^ (slot >= Shape::GRANULES);
+    slot = wrap_slot<Shape>(slot);
+    const uint32_t row = at.ring + slot * GRANULE_BYTES + me.row * FP8_ROW_BYTES;
+    const uint32_t nope = row + 32 * me.column;
+    const uint32_t rope = nope + ROPE_OFFSET;
+    uint32_t words[3][8];
+    ptx_mbarrier_wait(at.full + 8 * slot, parity);
+    const uint32_t scales = take_scales(shared, at, me, slot, row, state);
+    load_nope_words(nope, 0, words[0]);
+    load_nope_words(nope, 1, words[1]);
+    uint32_t scale[2];
+#pragma unroll
+    for (int tile = 0; tile < QUERY_TILES - 1; tile++) {
+        uint32_t a[16];
+        uint32_t *const now = words[tile % 3];
+        if (tile < QUERY_TILES - 3) {
+            load_nope_words(nope, tile + 2, words[(tile + 2) % 3]);
+        } else { /* RoPE of rows row and row + 8 */
+            const uint32_t from = rope + (tile - (QUERY_TILES - 3)) * 8 * FP8_ROW_BYTES;
+            ptx_load_shared_16(from, words[(tile + 2) % 3]);
+            ptx_load_shared_16(from + 16, words[(tile + 2) % 3] + 4);
+        }
+        if (tile % 2 == 0) {
+            const uint32_t pair = __shfl_sync(0xFFFFFFFFu, scales, (me.lane & 28) | tile / 2);
+            scale[0] = __byte_perm(pair, pair, 0x1010);
+            scale[1] = __byte_perm(pair, pair, 0x3232);
+        }
+#pragma unroll
+        for (int step = 0; step < 4; step += 2) {
+            wgmma_wait<1>();
+#pragma unroll
+            for (int j = step; j < step + 2; j++) {
+                ptx_pin(&now[j]);
+                ptx_pin(&now[4 + j]);
+            }
+#pragma unroll
+            for (int j = step; j < step + 2; j++) {
+                ptx_cvt_f16x4_e4m3x4(now[j], &a[4 * j], &a[4 * j + 2]);
+                ptx_cvt_f16x4_e4m3x4(now[4 + j], &a[4 * j + 1], &a[4 * j + 3]);
+                a[4 * j] = ptx_mul_f16x2(a[4 * j], scale[0]);
+                a[4 * j + 1] = ptx_mul_f16x2(a[4 * j + 1], scale[1]);
+                a[4 * j + 2] = ptx_mul_f16x2(a[4 * j + 2], scale[0]);
+                a[4 * j + 3] = ptx_mul_f16x2(a[4 * j + 3], scale[1]);
+            }
+            multiply_scores<Shape, false>(at, tile, step, a, state->scores);
+        }
+    }
+    wgmma_wait<1>();
+    const uint32_t *const low = words[(QUERY_TILES - 1) % 3];
+    const uint32_t *const high = words[QUERY_TILES % 3];
+    uint32_t a[16];
+#pragma unroll
+    for (int step = 0; step < 4; step += 2) {
+        wgmma_wait<1>();
+#pragma unroll
+        for (int j = step; j < step + 2; j++) {
+            a[4 * j] = low[2 * j];
+            a[4 * j + 1] = high[2 * j];
+            a[4 * j + 2] = low[2 * j + 1];
+            a[4 * j + 3] = high[2 * j + 1];
+        }
+        multiply_scores<Shape, true>(at, QUERY_TILES - 1, step, a, state->scores);
+    }
+}
+
+/* ---- Consumers: weights -------------------------------------------------------------------- */
+
+/* Heads of a thread's sums after reduce_rows: of chunk 0. */
+static __device__ __forceinline__ int
+head_of_sum(const lane_place &me)
+{
+    const int pick = (me.lane & 16 ? 2 : 0) + (me.lane & 8 ? 1 : 0);
+    return 8 * (pick >> 1) + 2 * me.column + (pick & 1);
+}
+
+template <bool IS_MAX>
+static __device__ __forceinline__ float
+merge_pair(float a, float b)
+{
+    return IS_MAX ? fmaxf(a, b) : a + b;
+}
+
+/* Four heads' values over the eight rows of a warp: one head's whole (head_of_sum) per lane. */
+template <bool IS_MAX>
+static __device__ __forceinline__ float
+reduce_rows(const float values[4], int lane)
+{
+    const bool upper = lane & 16;
+    const float give_0 = upper ? values[0] : values[2];
+    const float give_1 = upper ? values[1] : values[3];
+    const float keep_0 = upper ? values[2] : values[0];
+    const float keep_1 = upper ? values[3] : values[1];
+    const float half_0 = merge_pair<IS_MAX>(keep_0, __shfl_xor_sync(0xFFFFFFFFu, give_0, 16));
+    const float half_1 = merge_pair<IS_MAX>(keep_1, __shfl_xor_sync(0xFFFFFFFFu, give_1, 16));
+    const bool odd = lane & 8;
+    const float give = odd ? half_0 : half_1;
+    const float quarter =
+        merge_pair<IS_MAX>(odd ? half_1 : half_0, __shfl_xor_sync(0xFFFFFFFFu, give, 8));
+    return merge_pair<IS_MAX>(quarter, __shfl_xor_sync(0xFFFFFFFFu, quarter, 4));
+}
+
+/* The larger of a score of rows row and row + 8, those without a key left out. */
+static __device__ __forceinline__ float
+max_of_keys(key_masks is_key, float a, float b)
+{
+    return fmaxf(is_key.first ? a : -INFINITY, is_key.second ? b : -INFINITY);
+}
+
+/* reference[head] from the scores of the first 128 keys. */
+template <typename Shape>
+static __device__ __forceinline__ void
+find_references(const hopper_launch &launch, const hopper_addresses &at, const lane_place &me,
+                hopper_memory<Shape> *shared, consumer<Shape> *state)
+{
+    const key_masks is_key = load_key_masks(at, me, wrap_slot<Shape>(state->own + me.warp));
+    const int thread = GROUP_THREADS * me.group + SMLA_WARP_LANES * me.warp + me.lane;
+#pragma unroll
+    for (int chunk = 0; chunk < Shape::CHUNKS; chunk++) {
+        float values[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int from = 8 * chunk + 4 * (i / 2) + i % 2;
+            values[i] = max_of_keys(is_key, state->scores[from] * shared->score_scale,
+                                    state->scores[from + 2] * shared->score_scale);
+        }
+        const float top = reduce_rows<true>(values, me.lane);
+        if (!(me.lane & 4)) {
+            shared->sums[4 * me.group + me.warp][16 * chunk + head_of_sum(me)] = top;
+        }
+    }
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+    if (thread < Shape::HEADS) {
+        float top = shared->sums[0][thread];
+#pragma unroll
+        for (int warp = 1; warp < CONSUMER_WARPS; warp++) {
+            top = fmaxf(top, shared->sums[warp][thread]);
+        }
+        const bool fits = fabsf(top) < 0x1p22f;            /* -INFINITY: no key */
+        const float otherwise = shared->reference[thread]; /* NaN: of store_query */
+        lose_row(shared, !fits && !isnan(otherwise));
+        shared->reference[thread] = fits ? ceilf(top) + launch.headroom : otherwise;
+    }
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+}
+
+/* scores -> exponents of weights; a score far above the reference marks the row. */
+template <typename Shape>
+static __device__ __forceinline__ void
+find_exponents(hopper_memory<Shape> *shared, const lane_place &me, key_masks is_key,
+               consumer<Shape> *state)
+{
+    float top[2] = {-INFINITY, -INFINITY};
+    const float scale = *(const volatile float *)&shared->score_scale;
+#pragma unroll
+    for (int j = 0; j < Shape::HEADS / 8; j++) {
+        const float2 reference = *(const float2 *)&shared->reference[8 * j + 2 * me.column];
+        float *const x = &state->scores[4 * j];
+        x[0] = fmaf(x[0], scale, -reference.x);
+        x[1] = fmaf(x[1], scale, -reference.y);
+        x[2] = fmaf(x[2], scale, -reference.x);
+        x[3] = fmaf(x[3], scale, -reference.y);
+        top[0] = fmaxf(top[0], fmaxf(x[0], x[1]));
+        top[1] = fmaxf(top[1], fmaxf(x[2], x[3]));
+    }
+    /* f16 ends below 2^16; without a key the weight is masked, but must be finite */
+    lose_row(shared, !(top[0] < (is_key.first ? 15.0f : 126.0f)) |
+                         !(top[1] < (is_key.second ? 15.0f : 126.0f)));
+}
+
+/* Weights of 16 heads: to the group's slot of probs, and into the sums. */
+template <typename Shape>
+static __device__ __forceinline__ void
+weigh_chunk(const hopper_addresses &at, const lane_place &me, key_masks is_key, int chunk,
+            hopper_memory<Shape> *shared, consumer<Shape> *state)
+{
+    const float weight[2] = {smla_bits_float(is_key.first & 0x3F800000u),
+                             smla_bits_float(is_key.second & 0x3F800000u)};
+    float e[8], values[4];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        e[i] = ptx_exp2(state->scores[8 * chunk + i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int from = 4 * (i / 2) + i % 2;
+        values[i] = fmaf(e[from + 2], weight[1], e[from] * weight[0]);
+    }
+    const int key = 16 * me.warp + (me.lane & 15);
+    const int piece = 2 * chunk + (me.lane >> 4);
+    const int flip = Shape::HEADS == 64   ? key & 7
+                     : Shape::HEADS == 32 ? key >> 1 & 3
+                                          : key >> 2 & 1;
+    ptx_stmatrix_x4(at.probs + key * Shape::PROB_BYTES + (piece ^ flip) * 16,
+                    ptx_cvt_f16x2(e[0], e[1]) & is_key.first,
+                    ptx_cvt_f16x2(e[2], e[3]) & is_key.second,
+                    ptx_cvt_f16x2(e[4], e[5]) & is_key.first,
+                    ptx_cvt_f16x2(e[6], e[7]) & is_key.second);
+    const float sum = reduce_rows<false>(values, me.lane);
+    const int warp = 4 * me.group + me.warp;
+    const int head = 16 * chunk + head_of_sum(me);
+    if (!(me.lane & 4)) {
+        shared->sums[warp][head] += sum;
+    }
+    if constexpr (Shape::MAXIMA) {
+        const float *const x = &state->scores[8 * chunk];
+        const float tops[4] = {max_of_keys(is_key, x[0], x[2]), max_of_keys(is_key, x[1], x[3]),
+                               max_of_keys(is_key, x[4], x[6]), max_of_keys(is_key, x[5], x[7])};
+        const float top = reduce_rows<true>(tops, me.lane);
+        if (!(me.lane & 4)) {
+            shared->tops[warp][head] = fmaxf(shared->tops[warp][head], top);
+        }
+    }
+}
+
+#endif /* SMLA_CUDA_HOPPER_SCORES_CUH */

@@ -1,0 +1,313 @@
+/* hopper_values.cuh: the second product of attention_sm90.cu, values times weights, and what a work
+ * leaves behind: results, partial rows, or a mark that it has to be done again.
+ */
+#ifndef SMLA_CUDA_HOPPER_VALUES_CUH
+#define SMLA_CUDA_HOPPER_VALUES_CUH
+
+#include "hopper.cuh"
+
+/* ---- Consumers: values --------------------------------------------------------------------- */
+
+/* The lane's values of a granule: 8 dimensions of keys 2 column, 2 column + 1 and 8 further. */
+template <typename Shape>
+static __device__ __forceinline__ void
+load_values(const hopper_addresses &at, const lane_place &me, int slot, int buffer,
+            consumer<Shape> *state)
+{
+    const uint32_t from = at.ring + slot * GRANULE_BYTES + 2 * me.column * FP8_ROW_BYTES +
+                          256 * me.group + 64 * me.warp + 8 * me.row;
+    const int tile = 2 * me.group + (me.warp >> 1);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        ptx_load_shared_8(from + (i % 2 + 8 * (i / 2)) * FP8_ROW_BYTES, &state->raw[buffer][2 * i]);
+    }
+    ptx_load_shared_8(at.scales + slot * (SMLA_NUM_SCALE_TILES * GRANULE_KEYS * 2) +
+                          tile * (GRANULE_KEYS * 2) + me.column * 8,
+                      state->scale[buffer]);
+}
+
+/* raw -> A of the four products of a granule: rows of product b are dimensions 2b and 2b + 1 of
+ * every eight. */
+template <typename Shape>
+static __device__ __forceinline__ void
+convert_values(int buffer, consumer<Shape> *state)
+{
+    const uint32_t *const raw = state->raw[buffer];
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+        uint32_t *const a = &state->a[buffer][4 * b];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t bytes =
+                __byte_perm(raw[4 * i + b / 2], raw[4 * i + 2 + b / 2], b % 2 ? 0x7362 : 0x5140);
+            ptx_cvt_f16x4_e4m3x4(bytes, &a[2 * i], &a[2 * i + 1]);
+            a[2 * i] = ptx_mul_f16x2(a[2 * i], state->scale[buffer][i]);
+            a[2 * i + 1] = ptx_mul_f16x2(a[2 * i + 1], state->scale[buffer][i]);
+        }
+    }
+}
+
+/* out += values of a granule * the weights of `keys`: 64 times the slot plus the first key. */
+template <typename Shape>
+static __device__ __forceinline__ void
+add_values(const hopper_addresses &at, int keys, int buffer, consumer<Shape> *state)
+{
+    const uint64_t b = wgmma_advance(at.probs_descriptor, (keys * Shape::PROB_BYTES) >> 4);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        wgmma_f16<true>(state->out[i], &state->a[buffer][4 * i], b, true);
+    }
+    wgmma_commit();
+}
+
+/* Waits for the weights of the other group's older block, and has its first values ready. */
+template <typename Shape>
+static __device__ __forceinline__ void
+meet_other_block(const hopper_addresses &at, const lane_place &me, bool has_other,
+                 consumer<Shape> *state)
+{
+    const int other = find_other<Shape>(*state, has_other);
+    ptx_mbarrier_wait(at.weighed + 8 * (me.group ^ 1), (state->phase >> 1 ^ me.group ^ 1) & 1);
+    load_values(at, me, other, 0, state);
+    load_values(at, me, wrap_slot<Shape>(other + 1), 1, state);
+    convert_values(0, state);
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        ptx_pin(&state->a[0][i]);
+    }
+    wgmma_wait<0>(); /* the scores */
+}
+
+/* Makes the group's weights visible to wgmma of both. */
+template <typename Shape>
+static __device__ __forceinline__ void
+publish_weights(const hopper_addresses &at, const lane_place &me)
+{
+    ptx_fence_async_shared();
+    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
+    ptx_mbarrier_arrive(at.weighed + 8 * me.group, true);
+}
+
+/* The other group's older block and the own one, eight granules; meanwhile own scores become
+ * weights. `has_other` is false in group 0's first block, where probs[1] is zero. */
+template <typename Shape>
+static __device__ __forceinline__ void
+add_blocks(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
+           bool has_other, consumer<Shape> *state)
+{
+    const int other = find_other<Shape>(*state, has_other);
+    const key_masks is_key = load_key_masks(at, me, wrap_slot<Shape>(state->own + me.warp));
+#pragma unroll
+    for (int batch = 0; batch < STEP_GRANULES; batch++) {
+        const int slot =
+            wrap_slot<Shape>((batch < BLOCK_GRANULES ? other : state->own) + batch % 4);
+        if (batch > 0 && batch < STEP_GRANULES - 1 && batch != BLOCK_GRANULES - 1) {
+            const int next =
+                (batch + 1 < BLOCK_GRANULES ? other : state->own) + (batch + 1) % BLOCK_GRANULES;
+            load_values(at, me, wrap_slot<Shape>(next), (batch + 1) & 1, state);
+        }
+        if (batch > 0) {
+            wgmma_wait<0>();
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                ptx_pin(&state->raw[batch & 1][i]);
+            }
+            convert_values(batch & 1, state);
+        }
+        if (batch == BLOCK_GRANULES) {
+            ptx_mbarrier_arrive(at.added + 8 * (me.group ^ 1), has_other);
+        }
+        const int group = batch < BLOCK_GRANULES ? me.group ^ 1 : me.group;
+        add_values(at, 64 * group + 16 * (batch % BLOCK_GRANULES), batch & 1, state);
+        ptx_mbarrier_arrive(at.empty + 8 * slot, batch >= BLOCK_GRANULES || has_other);
+        if (batch == 0) {
+            ptx_mbarrier_wait(at.added + 8 * me.group, (state->phase >> 1 ^ 1) & 1);
+            find_exponents(shared, me, is_key, state);
+        }
+        if (batch == 1) {
+            weigh_chunk(at, me, is_key, 0, shared, state);
+        }
+        if (batch == 2 && Shape::CHUNKS > 1) {
+            weigh_chunk(at, me, is_key, 1, shared, state);
+        }
+        if (batch == 2 && Shape::CHUNKS > 2) {
+            weigh_chunk(at, me, is_key, 2, shared, state);
+        }
+        if (batch == 3 && Shape::CHUNKS > 3) {
+            weigh_chunk(at, me, is_key, 3, shared, state);
+        }
+        if (batch == 3) {
+            publish_weights<Shape>(at, me);
+            /* the first of the own granules: from here on all of them are known to have come */
+            load_values(at, me, state->own, 0, state);
+        }
+    }
+    state->own += STEP_GRANULES;
+    state->phase ^= state->own >= Shape::GRANULES ? RING_PARITY : 0;
+    state->own = wrap_slot<Shape>(state->own);
+    wgmma_wait<0>();
+}
+
+/* Group 0 has still to add the values of group 1's last block. */
+template <typename Shape>
+static __device__ __forceinline__ void
+add_last_block(const hopper_addresses &at, const lane_place &me, consumer<Shape> *state)
+{
+    ptx_mbarrier_wait(at.weighed + 8, state->phase >> 1 & 1);
+#pragma unroll 1
+    for (int batch = 0; batch < BLOCK_GRANULES; batch++) {
+        const int slot = wrap_slot<Shape>(find_other<Shape>(*state, true) + batch);
+        load_values(at, me, slot, 0, state);
+        convert_values(0, state);
+        ptx_mbarrier_arrive(at.empty + 8 * slot, true);
+        add_values(at, 64 + 16 * batch, 0, state);
+        wgmma_wait<0>();
+    }
+    ptx_mbarrier_arrive(at.added + 8, true);
+}
+
+/* ---- Consumers: results -------------------------------------------------------------------- */
+
+/* Of a head: lse and max_logits, or the state of the partial row; leaves in factor what out is
+ * multiplied with. */
+template <typename Shape>
+static __device__ __forceinline__ void
+finish_head(const hopper_launch &launch, const cta_work &work, int head,
+            hopper_memory<Shape> *shared)
+{
+    const float reference = shared->reference[head];
+    float sum = 0.0f;
+    float top = reference;
+#pragma unroll
+    for (int warp = 0; warp < CONSUMER_WARPS; warp++) {
+        sum += shared->sums[warp][head];
+    }
+    if constexpr (Shape::MAXIMA) {
+        top = shared->tops[0][head];
+#pragma unroll
+        for (int warp = 1; warp < CONSUMER_WARPS; warp++) {
+            top = fmaxf(top, shared->tops[warp][head]);
+        }
+        top += reference;
+    }
+    top = sum == 0.0f ? -INFINITY : top;
+    /* sums and out are multiples of 2^reference, and shall be of 2^(reference of the maximum) */
+    const float shift = sum == 0.0f ? 1.0f : power_of_two((int)(reference - ceilf(top)));
+    sum *= shift;
+    float factor = shared->key_unit * shift;
+    if (launch.base.params.num_splits == 1) {
+        factor *=
+            softmax_finish(launch.base.params, work.token, work.first_head + head, top, sum, true);
+    } else {
+        *(float2 *)(launch.base.partials.state + 2 * partial_row(launch.base, work, head)) =
+            make_float2(top, sum);
+    }
+    shared->factor[head] = sum == 0.0f ? 0.0f : factor;
+}
+
+/* Where a row of `out`, or the partial row of it, begins. */
+static __device__ __forceinline__ uint16_t *
+find_out(const smla_attention_params &params, const cta_work &work, int head)
+{
+    return params.out + work.token * params.out_stride_token +
+           (work.first_head + head) * params.out_stride_head;
+}
+
+template <typename Shape>
+static __device__ __forceinline__ void
+write_out_row(const hopper_launch &launch, const cta_work &work, const lane_place &me,
+              hopper_memory<Shape> *shared, const consumer<Shape> &state)
+{
+    const smla_attention_params &params = launch.base.params;
+    const int first_value = 256 * me.group + 64 * me.warp + 8 * me.row;
+#pragma unroll
+    for (int j = 0; j < Shape::HEADS / 8; j++) {
+        const float2 factors = *(const float2 *)&shared->factor[8 * j + 2 * me.column];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int head = 8 * j + 2 * me.column + i;
+            const float factor = i ? factors.y : factors.x;
+            uint32_t words[4];
+#pragma unroll
+            for (int b = 0; b < 4; b++) {
+                words[b] = smla_cvt_bf16x2(state.out[b][4 * j + i] * factor,
+                                           state.out[b][4 * j + 2 + i] * factor);
+            }
+            if (!launch.out_is_aligned) {
+                uint4 *const stage =
+                    (uint4 *)((uint16_t *)shared->query + head * SMLA_KV_LORA_RANK);
+                stage[first_value / 8] = make_uint4(words[0], words[1], words[2], words[3]);
+            } else if (head < work.num_heads) {
+                smla_store_vector_4(find_out(params, work, head) + first_value, words);
+            }
+        }
+    }
+    if (!launch.out_is_aligned) {
+        ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+#pragma unroll 1
+        for (int i = ptx_forget((int)threadIdx.x); i < work.num_heads * SMLA_KV_LORA_RANK;
+             i += CONSUMER_THREADS) {
+            find_out(params, work, i / SMLA_KV_LORA_RANK)[i % SMLA_KV_LORA_RANK] =
+                ((const uint16_t *)shared->query)[i];
+        }
+    }
+}
+
+template <typename Shape>
+static __device__ __forceinline__ void
+write_partial_row(const hopper_launch &launch, const cta_work &work, const lane_place &me,
+                  const hopper_memory<Shape> *shared, const consumer<Shape> &state)
+{
+    float *const to = launch.base.partials.out +
+                      partial_row(launch.base, work, 2 * me.column) * SMLA_KV_LORA_RANK +
+                      256 * me.group + 64 * me.warp + 8 * me.row;
+#pragma unroll
+    for (int j = 0; j < Shape::HEADS / 8; j++) {
+        const float2 factors = *(const float2 *)&shared->factor[8 * j + 2 * me.column];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float factor = i ? factors.y : factors.x;
+            uint32_t words[8];
+#pragma unroll
+            for (int b = 0; b < 4; b++) {
+                words[2 * b] = smla_float_bits(state.out[b][4 * j + i] * factor);
+                words[2 * b + 1] = smla_float_bits(state.out[b][4 * j + 2 + i] * factor);
+            }
+            if (8 * j + 2 * me.column + i < work.num_heads && factor != 0.0f) {
+                smla_store_vector_4(to + (8 * j + i) * SMLA_KV_LORA_RANK, words);
+                smla_store_vector_4(to + (8 * j + i) * SMLA_KV_LORA_RANK + 4, words + 4);
+            }
+        }
+    }
+}
+
+/* The row's results; or its mark, if a thread lost it. */
+template <typename Shape>
+static __device__ __forceinline__ void
+finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
+{
+    const int idx = shared->work;
+    const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
+    const lane_place me = find_place();
+    const int warp = 4 * me.group + me.warp;
+    const int thread = SMLA_WARP_LANES * warp + me.lane;
+    if (ptx_barrier_or(BARRIER_CONSUMERS, CONSUMER_THREADS, shared->is_lost[thread])) {
+        if (thread == 0) {
+            const int number = idx / (int)gridDim.x;
+            shared->redo[number / 32] |= 1u << number % 32;
+        }
+        return;
+    }
+    if (thread < work.num_heads) {
+        finish_head(launch, work, thread, shared);
+    }
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+    if (launch.base.params.num_splits > 1) {
+        write_partial_row(launch, work, me, shared, state);
+    } else {
+        write_out_row(launch, work, me, shared, state);
+    }
+}
+
+#endif /* SMLA_CUDA_HOPPER_VALUES_CUH */
