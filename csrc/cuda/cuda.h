@@ -60,7 +60,7 @@ void smla_cuda_restore_captures(enum cudaStreamCaptureMode former);
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* cache.cu */
+/* cache_write.cu and cache_read.cu */
 cudaError_t smla_cuda_launch_cache_write(const smla_cache_write_params *params);
 cudaError_t smla_cuda_launch_gather(const smla_gather_params *params,
                                     const smla_cuda_device *device);
