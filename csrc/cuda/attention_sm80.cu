@@ -31,7 +31,8 @@
  *              of the scores, 16 for their partial sums, 16 for operands of the values, 13 for
  *              stores, beside 54 of mma and 60 of issue slots, in phases that one CTA cannot
  *              overlap: 110 to 125, 275 us. H 16: 42 cycles of shared memory per key, 40 of HBM,
- *              two CTAs an SM: 120 to 130 us. Measured: benchmarks/RESULTS.md.
+ *              two CTAs an SM: 120 to 130 us. Measured: 475 and 213 us (benchmarks/RESULTS.md): no
+ *              unit is busier than 66 % (ncu), the phases wait for each other.
  * Numerics     e4m3 is exact in bf16, so no rounded key exists: the row's fp32 scale meets the fp32
  *              sum of its 128 products, and the weight on its way to bf16, once per scale tile
  *              (VERSIONS). Sums of scores are 8 + 1 mma deep, then 4 partial sums in fp32. The
@@ -51,9 +52,21 @@
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
+/* CTAs that registers must leave room for. On sm_100 a second one of mixed rows would spill. */
+template <typename Tile>
+static constexpr int
+min_ctas_per_sm()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+    return Tile::FORMATS == SMLA_ROWS_MIXED ? 1 : SMLA_SM80_CTAS_PER_SM(Tile::HEADS);
+#else
+    return SMLA_SM80_CTAS_PER_SM(Tile::HEADS);
+#endif
+}
+
 template <typename Tile>
 __global__ void
-__launch_bounds__(CTA_THREADS, SMLA_SM80_CTAS_PER_SM(Tile::HEADS))
+__launch_bounds__(CTA_THREADS, min_ctas_per_sm<Tile>())
     attend(const __grid_constant__ attention_launch launch)
 {
     extern __shared__ __align__(128) uint8_t memory[];

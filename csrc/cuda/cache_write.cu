@@ -259,10 +259,22 @@ write_token(const given_part<TYPE> &part, const row_offsets &offsets, uint8_t *r
     smla_store_words<4, OUT_ALIGNED>(row + offsets.rope + lane * 4, &rope);
 }
 
+/* Blocks that registers must leave room for: sm_120 would spill for one more. */
+template <int TYPE, bool ALIGNED>
+constexpr int
+min_write_blocks()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+    constexpr int most = WRITE_BLOCKS_PER_SM - 1;
+#else
+    constexpr int most = WRITE_BLOCKS_PER_SM;
+#endif
+    return ALIGNED && TYPE != SMLA_FLOAT_FP32 ? most : FEW_BLOCKS_PER_SM;
+}
+
 template <int TYPE, int NOPE, bool ALIGNED>
 __global__ void
-__launch_bounds__(BLOCK_THREADS,
-                  ALIGNED &&TYPE != SMLA_FLOAT_FP32 ? WRITE_BLOCKS_PER_SM : FEW_BLOCKS_PER_SM)
+__launch_bounds__(BLOCK_THREADS, min_write_blocks<TYPE, ALIGNED>())
     write_kernel(const __grid_constant__ write_args args)
 {
     const smla_cache_write_params &p = args.p;
