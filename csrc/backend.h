@@ -205,8 +205,8 @@ typedef struct smla_attention_shape {
     int64_t extra_topk;
     int num_splits; /* 0 = the plan chooses */
     int32_t device_id;
-    /* Of the main and the extra list; NULL main = not known yet, which a split count is chosen
-     * without, and a workspace size covers. */
+    /* Of the main and the extra list. While the main one is not known yet, NULL: the choice of a
+     * split count does not need it, and a workspace size then covers every format. */
     const smla_kv_format_info *formats[2];
 } smla_attention_shape;
 
