@@ -4,11 +4,12 @@
  *              O^T = V^T P^T, with keys as A in registers and heads as N
  * Shapes       as attention_sm80.cu, caches of fp8_ds_mla alone
  * Shared mem   query   [9][HEADS][128 B]     f16 (RoPE: bf16) times powers of two; 64 dimensions a
- *                      tile, permuted (store_query), 128-byte swizzle
+ *                      tile, permuted (store_query_words), 128-byte swizzle
  *              probs   [2][64][HEADS] f16    a block of keys per warpgroup, swizzled (wgmma.cuh)
- *              ring    [GRANULES][16][656 B] rows as they are in the cache
- *              scales  [GRANULES][4][16] f16, is_key, mbarriers, sums, references, factors
- *              64 heads: 13 granules, 231,520 bytes of the 232,448 that an SM has
+ *              ring    [GRANULES]            16 rows of 656 bytes as they are in the cache, their
+ *                      scales as f16, is_key and mbarriers: 10,656 bytes
+ *              sums, references, factors
+ *              64 heads: 13 granules, all of the 232,448 bytes that an SM has
  * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile).
  *              4 gather warps   24 registers. Indices -> rows: each has 4 rows of every granule,
  *                               one bulk copy per row. Runs ahead, into the next work too.
@@ -54,7 +55,7 @@
 
 template <typename Shape>
 static __device__ __forceinline__ void
-clear_sums(const lane_place &me, hopper_memory<Shape> *shared, consumer<Shape> *state)
+clear_row(const lane_place &me, hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -63,16 +64,7 @@ clear_sums(const lane_place &me, hopper_memory<Shape> *shared, consumer<Shape> *
             state->out[i][j] = 0.0f;
         }
     }
-#pragma unroll
-    for (int chunk = 0; chunk < Shape::CHUNKS; chunk++) {
-        const int head = 16 * chunk + head_of_sum(me);
-        if (!(me.lane & 4)) {
-            shared->sums[4 * me.group + me.warp][head] = 0.0f;
-            if constexpr (Shape::MAXIMA) {
-                shared->tops[4 * me.group + me.warp][head] = -INFINITY;
-            }
-        }
-    }
+    clear_sums(me, shared);
 }
 
 /* All steps of a row whose query is there. */
@@ -83,10 +75,14 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     const lane_place me = find_place();
     const hopper_addresses at = find_addresses(shared, me.group);
     bool has_other = me.group == 1;
+#pragma unroll
+    for (int i = 0; i < Shape::HEADS / 2; i++) {
+        state->scores[i] = 0.0f; /* else the last row's keep their registers until here */
+    }
     score_block(shared, at, me, state);
     wgmma_wait<0>();
     find_references(launch, at, me, shared, state);
-    clear_sums(me, shared, state);
+    clear_row(me, shared, state);
     meet_other_block(at, me, has_other, state);
 #pragma unroll 1
     for (;;) {
@@ -100,35 +96,49 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
         score_block(shared, at, find_place(), state);
         meet_other_block(at, find_place(), true, state);
     }
-    if (me.group == 0) {
-        add_last_block(at, me, state);
+    wgmma_wait<0>();
+    if (find_place_again().group == 0) {
+        add_last_block(shared, find_addresses(shared, 0), find_place_again(), state);
     }
     state->phase ^= BLOCK_PARITY;
 }
 
+/* Rows in turn. finish_row brings the next query along where it is aligned. */
 template <typename Shape>
 static __device__ __forceinline__ void
 consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
     consumer<Shape> state = {};
-    state.own = BLOCK_GRANULES * find_place().group;
+    state.own = BLOCK_GRANULES * GRANULE_BYTES * find_place().group;
+    query_part part;
 #pragma unroll 1
-    for (int idx = (int)blockIdx.x; idx < launch.num_works; idx = shared->work + (int)gridDim.x) {
-        const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
+    for (;;) {
+        const int idx = shared->work + (int)gridDim.x;
+        cta_work work = {};
+        if (idx < launch.num_works) {
+            work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
+        }
+        finish_row(launch, work, shared, state, &part);
+        if (work.num_heads == 0) {
+            break;
+        }
+        if (!launch.base.q_is_aligned) {
+            load_query_half<false>(launch.base, work, find_place_again(), 0, &part);
+            load_query_half<false>(launch.base, work, find_place_again(), 1, &part);
+        }
         state.phase += ONE_STEP * count_all_steps(launch.base, work);
-        ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody reads the last work's marks */
+        ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody reads the last work's number */
         if (threadIdx.x == 0) {
             shared->work = idx;
         }
         shared->is_lost[threadIdx.x] = 0;
         ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
         if (state.phase >= ONE_STEP) {
-            store_query(launch, work, find_place(), shared, &state);
+            store_query(launch, find_place_again(), part, shared, &state);
             consume_steps(launch, shared, &state);
         } else {
-            clear_sums(find_place(), shared, &state);
+            clear_row(find_place_again(), shared, &state);
         }
-        finish_row(launch, shared, state);
     }
 }
 
@@ -171,14 +181,18 @@ start(hopper_memory<Shape> *shared)
     const int thread = (int)threadIdx.x;
     if (thread == CONSUMER_THREADS) {
         for (int i = 0; i < Shape::GRANULES; i++) {
-            ptx_mbarrier_init(ptx_shared_address(&shared->full[i]), GATHER_WARPS * SMLA_WARP_LANES);
-            ptx_mbarrier_init(ptx_shared_address(&shared->empty[i]), CONSUMER_THREADS);
+            ring_granule *const granule = &shared->ring[i];
+            ptx_mbarrier_init(ptx_shared_address(&granule->full), GATHER_WARPS * SMLA_WARP_LANES);
+            ptx_mbarrier_init(ptx_shared_address(&granule->empty), CONSUMER_THREADS);
         }
         for (int i = 0; i < 2; i++) {
             ptx_mbarrier_init(ptx_shared_address(&shared->weighed[i]), GROUP_THREADS);
             ptx_mbarrier_init(ptx_shared_address(&shared->added[i]), GROUP_THREADS);
         }
         ptx_fence_mbarrier_init();
+    }
+    if (thread == 0) {
+        shared->work = (int)blockIdx.x - (int)gridDim.x; /* the one before the first */
     }
     if (thread < MAX_WORKS / 32) {
         shared->redo[thread] = 0;

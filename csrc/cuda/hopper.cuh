@@ -21,7 +21,6 @@ enum {
     FP8_ROW_BYTES = 656,
     SCALE_OFFSET = 512,
     ROPE_OFFSET = 528,
-    GRANULE_BYTES = GRANULE_KEYS * FP8_ROW_BYTES,
     CONSUMER_WARPS = CTA_WARPS,
     CONSUMER_THREADS = CTA_THREADS,
     GROUP_THREADS = 128,
@@ -50,9 +49,10 @@ static_assert(HOPPER_THREADS == 384 && 2 * CONSUMER_REGISTERS + GATHER_REGISTERS
 template <int HEADS_, bool MAXIMA_> struct hopper {
     static constexpr int HEADS = HEADS_;
     static constexpr bool MAXIMA = MAXIMA_; /* max_logits are wanted */
-    static constexpr int GRANULES = HEADS == 64 ? (MAXIMA ? 12 : 13) : HEADS == 32 ? 16 : 18;
+    static constexpr int GRANULES = HEADS == 64 ? (MAXIMA ? 12 : 13) : 16;
     static constexpr int CHUNKS = HEADS / 16;
-    static constexpr int PROB_BYTES = HEADS * 2; /* of a key */
+    static constexpr int SLOTS = HEADS < 32 ? 32 : HEADS; /* one or more for each lane */
+    static constexpr int PROB_BYTES = HEADS * 2;          /* of a key */
     static constexpr int PROBS_SWIZZLE = HEADS == 64   ? WGMMA_SWIZZLE_128
                                          : HEADS == 32 ? WGMMA_SWIZZLE_64
                                                        : WGMMA_SWIZZLE_32;
@@ -61,13 +61,23 @@ template <int HEADS_, bool MAXIMA_> struct hopper {
     typedef tile<HEADS_ / REDO_TILES, SMLA_ROWS_FP8> Portable;
 };
 
+/* 16 rows as they are in the cache, and what is known of them: one address for all. */
+typedef struct ring_granule {
+    alignas(16) uint8_t rows[GRANULE_KEYS][FP8_ROW_BYTES];
+    alignas(16) uint16_t scales[SMLA_NUM_SCALE_TILES][GRANULE_KEYS]; /* relative to E */
+    uint64_t full;
+    uint64_t empty;
+    uint32_t is_key; /* four bits in the byte of each gather warp */
+} ring_granule;
+
+enum { GRANULE_BYTES = sizeof(ring_granule) };
+
 template <typename Shape> struct hopper_memory {
     alignas(1024) uint8_t query[QUERY_TILES][Shape::HEADS][128];
     alignas(1024) uint8_t probs[2][64][Shape::PROB_BYTES];
-    alignas(1024) uint8_t ring[Shape::GRANULES][GRANULE_BYTES];
-    alignas(128) uint16_t scales[Shape::GRANULES][SMLA_NUM_SCALE_TILES][GRANULE_KEYS];
-    alignas(16) float sums[CONSUMER_WARPS][Shape::HEADS]; /* first of maxima */
-    alignas(16) float tops[Shape::MAXIMA ? CONSUMER_WARPS : 1][Shape::HEADS];
+    alignas(1024) ring_granule ring[Shape::GRANULES];
+    alignas(16) float sums[CONSUMER_WARPS][Shape::SLOTS]; /* slot_of_sum; first maxima */
+    alignas(16) float tops[Shape::MAXIMA ? CONSUMER_WARPS : 1][Shape::SLOTS];
     alignas(16) float reference[Shape::HEADS];
     alignas(16) float factor[Shape::HEADS];
     int32_t work;      /* its number in the grid */
@@ -76,11 +86,8 @@ template <typename Shape> struct hopper_memory {
     uint32_t window;   /* exponent of the smallest scale that fits */
     uint32_t query_max[CONSUMER_WARPS];
     uint32_t scale_max[CONSUMER_WARPS];
-    alignas(8) uint64_t full[Shape::GRANULES];
-    uint64_t empty[Shape::GRANULES];
-    uint64_t weighed[2];
+    alignas(8) uint64_t weighed[2];
     uint64_t added[2];
-    uint32_t is_key[Shape::GRANULES];  /* four bits in the byte of each gather warp */
     uint8_t is_lost[CONSUMER_THREADS]; /* some number of the row did not fit, by thread */
     uint32_t redo[MAX_WORKS / 32];
 };
@@ -131,28 +138,33 @@ typedef struct lane_place {
     int column; /* lane % 4 */
 } lane_place;
 
-/* Computed anew where it is called: kept over everything it would cost the loop its registers. */
 static __device__ __forceinline__ lane_place
-find_place(void)
+place_of_thread(uint32_t thread)
 {
-    const uint32_t thread = (uint32_t)ptx_forget((int)threadIdx.x); /* unsigned: shifts and masks */
     const uint32_t lane = thread % SMLA_WARP_LANES;
     return lane_place{(int)(thread / GROUP_THREADS), (int)(thread / SMLA_WARP_LANES % 4), (int)lane,
                       (int)(lane / 4), (int)(lane % 4)};
 }
 
+static __device__ __forceinline__ lane_place
+find_place(void)
+{
+    return place_of_thread(threadIdx.x);
+}
+
+/* Computed anew where it is called: kept over the loop it would cost the loop registers. */
+static __device__ __forceinline__ lane_place
+find_place_again(void)
+{
+    return place_of_thread((uint32_t)ptx_forget((int)threadIdx.x));
+}
+
 /* Where things are in shared memory. */
 typedef struct hopper_addresses {
     uint32_t ring;
-    uint32_t scales;
-    uint32_t full;
-    uint32_t empty;
-    uint32_t is_key;
     uint32_t weighed;
     uint32_t added;
-    uint32_t probs;            /* of the own group */
-    uint64_t query_descriptor; /* of descriptors, wgmma.cuh */
-    uint64_t probs_descriptor; /* of both groups */
+    uint32_t probs; /* of the own group */
 } hopper_addresses;
 
 template <typename Shape>
@@ -161,17 +173,9 @@ find_addresses(hopper_memory<Shape> *shared, int group)
 {
     hopper_addresses at;
     at.ring = ptx_shared_address(shared->ring);
-    at.scales = ptx_shared_address(shared->scales);
-    at.full = ptx_shared_address(shared->full);
-    at.empty = ptx_shared_address(shared->empty);
-    at.is_key = ptx_shared_address(shared->is_key);
     at.weighed = ptx_shared_address(shared->weighed);
     at.added = ptx_shared_address(shared->added);
     at.probs = ptx_shared_address(shared->probs[group]);
-    at.query_descriptor =
-        wgmma_descriptor(ptx_shared_address(shared->query), 1024, WGMMA_SWIZZLE_128);
-    at.probs_descriptor = wgmma_descriptor(ptx_shared_address(shared->probs), 8 * Shape::PROB_BYTES,
-                                           Shape::PROBS_SWIZZLE);
     return at;
 }
 
@@ -185,30 +189,35 @@ typedef struct key_masks {
 template <typename Shape> struct consumer {
     float out[4][Shape::HEADS / 2];
     float scores[Shape::HEADS / 2];
+    float even_sum; /* of an even chunk, until the next one's is there */
+    float even_top;
     uint32_t raw[2][8]; /* values of a granule */
     uint32_t scale[2][2];
     uint32_t a[2][16]; /* the same as A */
-    int own;           /* ring slot of the group's block */
-    uint32_t phase;    /* bit 0: parity of its full barriers, bit 1: of its number; steps to go */
+    int own;           /* where in the ring the group's block begins, in bytes */
+    uint32_t phase;    /* bit 0: parity of its full barrier, bit 1: of its number; steps to go */
 };
 
 enum { RING_PARITY = 1, BLOCK_PARITY = 2, ONE_STEP = 4 };
 
-template <typename Shape>
-static __device__ __forceinline__ int
-wrap_slot(int slot)
-{
-    return slot >= Shape::GRANULES ? slot - Shape::GRANULES : slot;
-}
-
-/* Ring slot of the other group's older block. In group 0's first step there is none: any rows that
+/* Where the other group's older block begins. In group 0's first step there is none: any rows that
  * are there, for their weights are 0. */
 template <typename Shape>
 static __device__ __forceinline__ int
 find_other(const consumer<Shape> &state, bool has_other)
 {
-    const int slot = state.own - (has_other ? (int)BLOCK_GRANULES : 0);
-    return slot < 0 ? slot + Shape::GRANULES : slot;
+    const int other = state.own - (has_other ? BLOCK_GRANULES * GRANULE_BYTES : 0);
+    return other < 0 ? other + Shape::GRANULES * GRANULE_BYTES : other;
+}
+
+/* Where granule i of the block that begins at `first` is. */
+template <typename Shape>
+static __device__ __forceinline__ int
+find_granule(int first, int i)
+{
+    const bool wraps =
+        Shape::GRANULES % BLOCK_GRANULES != 0 && first >= (Shape::GRANULES - i) * GRANULE_BYTES;
+    return first + i * GRANULE_BYTES - (wraps ? Shape::GRANULES * GRANULE_BYTES : 0);
 }
 
 /* Marks the row. */
@@ -221,12 +230,23 @@ lose_row(hopper_memory<Shape> *shared, bool is_lost)
 }
 
 static __device__ __forceinline__ key_masks
-load_key_masks(const hopper_addresses &at, const lane_place &me, int slot)
+load_key_masks(const lane_place &me, uint32_t granule)
 {
-    const uint32_t bits = ptx_load_shared_4(at.is_key + 4 * slot);
+    const uint32_t bits = ptx_load_shared_4(granule + (uint32_t)offsetof(ring_granule, is_key));
     const int bit = 8 * (me.row >> 2) + (me.row & 3);
     return key_masks{(uint32_t)((int32_t)(bits << (31 - bit)) >> 31),
                      (uint32_t)((int32_t)(bits << (15 - bit)) >> 31)};
+}
+
+/* The warp's granule of the own block, once its rows are there. */
+template <typename Shape>
+static __device__ __forceinline__ uint32_t
+wait_for_rows(const hopper_addresses &at, const lane_place &me, const consumer<Shape> &state)
+{
+    const int granule = find_granule<Shape>(state.own, me.warp);
+    ptx_mbarrier_wait(at.ring + granule + (uint32_t)offsetof(ring_granule, full),
+                      (state.phase & RING_PARITY) ^ (granule < state.own));
+    return at.ring + granule;
 }
 
 static __device__ __forceinline__ float

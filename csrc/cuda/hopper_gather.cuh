@@ -69,9 +69,9 @@ copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int f
     typedef hopper_memory<Shape> memory;
     const uint32_t slot = __shfl_sync(0xFFFFFFFFu, state.slot, 0); /* known to be the warp's */
     const uint32_t warp = (uint32_t)find_gather_warp();
-    const uint32_t full = state.base + (uint32_t)offsetof(memory, full) + 8 * slot;
-    const uint32_t to = state.base + (uint32_t)offsetof(memory, ring) + slot * GRANULE_BYTES +
-                        warp * (GATHER_KEYS * FP8_ROW_BYTES);
+    const uint32_t granule = state.base + (uint32_t)offsetof(memory, ring) + slot * GRANULE_BYTES;
+    const uint32_t full = granule + (uint32_t)offsetof(ring_granule, full);
+    const uint32_t to = granule + warp * (GATHER_KEYS * FP8_ROW_BYTES);
     uint32_t offsets[GATHER_KEYS];
 #pragma unroll
     for (int i = 0; i < GATHER_KEYS; i++) {
@@ -83,8 +83,7 @@ copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int f
     const bool is_elected = ptx_elect();
     ptx_mbarrier_arrive(full, !is_elected);
     if (is_elected) {
-        ptx_store_shared_1(state.base + (uint32_t)offsetof(memory, is_key) + 4 * slot + warp,
-                           is_key);
+        ptx_store_shared_1(granule + (uint32_t)offsetof(ring_granule, is_key) + warp, is_key);
         ptx_mbarrier_arrive_expect(full, FP8_ROW_BYTES * __popc(is_key));
         if (is_key == 15) {
 #pragma unroll
@@ -130,7 +129,9 @@ gather_list(const hopper_launch &launch, const cta_work &work, int list, gather_
         ptx_load_4(at, left > 0, NO_ROW, &index); /* of the next step */
 #pragma unroll 1
         for (int i = 0; i < STEP_GRANULES; i++) {
-            ptx_mbarrier_wait(state->base + (uint32_t)offsetof(memory, empty) + 8 * state->slot,
+            ptx_mbarrier_wait(state->base + (uint32_t)offsetof(memory, ring) +
+                                  state->slot * GRANULE_BYTES +
+                                  (uint32_t)offsetof(ring_granule, empty),
                               state->parity);
             copy_rows<Shape>(*state, launch.lists[list].lowest, offset, i * GATHER_KEYS,
                              is_key >> i * GATHER_KEYS & 15);

@@ -8,159 +8,207 @@
 
 /* ---- Consumers: query ---------------------------------------------------------------------- */
 
-/* A lane's part of the query of head 8 warp + row: of each scale tile the dimensions 32 column to
- * 32 column + 31, and 16 of the RoPE part. */
+/* A lane's part of the query: 16 bytes of two heads in every 64-dimension tile, so that eight lanes
+ * read the 128 bytes of a head there. Row j is head query_head(me, j). */
 typedef struct query_part {
-    uint32_t nope[SMLA_NUM_SCALE_TILES][16];
-    uint32_t rope[8];
+    uint32_t words[2][QUERY_TILES][4];
 } query_part;
+
+enum { PIECES = 8 }; /* of 16 bytes, in a tile's row */
+
+static __device__ __forceinline__ int
+query_head(const lane_place &me, int j)
+{
+    return 8 * (4 * me.group + me.warp) + 4 * j + me.lane / PIECES;
+}
 
 template <bool ALIGNED>
 static __device__ __forceinline__ void
-load_query_part(const smla_attention_params &params, const cta_work &work, int head, int column,
-                query_part *part)
+load_head(const smla_attention_params &params, const cta_work &work, int head, int piece,
+          uint32_t words[QUERY_TILES][4])
 {
     const uint16_t *const nope = params.q_nope + work.token * params.q_nope_stride_token +
-                                 (work.first_head + head) * params.q_nope_stride_head + 32 * column;
+                                 (work.first_head + head) * params.q_nope_stride_head + 8 * piece;
     const uint16_t *const rope = params.q_pe + work.token * params.q_pe_stride_token +
-                                 (work.first_head + head) * params.q_pe_stride_head + 16 * column;
+                                 (work.first_head + head) * params.q_pe_stride_head + 8 * piece;
 #pragma unroll
-    for (int t = 0; t < SMLA_NUM_SCALE_TILES; t++) {
+    for (int tile = 0; tile < QUERY_TILES - 1; tile++) {
+        smla_load_words<16, ALIGNED>(nope + 64 * tile, words[tile]);
+    }
+    smla_load_words<16, ALIGNED>(rope, words[QUERY_TILES - 1]);
+}
+
+/* Starts to load half of the lane's part of a work's query. Heads that are not there are zeros; so
+ * are all of them where the query's alignment is the other one. */
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+load_query_half(const attention_launch &launch, const cta_work &work, const lane_place &me,
+                int half, query_part *part)
+{
+    const int head = query_head(me, half);
+    uint32_t (&words)[QUERY_TILES][4] = part->words[half];
+    if (head < work.num_heads && launch.q_is_aligned == ALIGNED) {
+        load_head<ALIGNED>(launch.params, work, head, me.lane % PIECES, words);
+    } else {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            smla_load_words<16, ALIGNED>(nope + t * SMLA_SCALE_TILE + 8 * i, &part->nope[t][4 * i]);
+        for (int i = 0; i < QUERY_TILES * 4; i++) {
+            words[i / 4][i % 4] = 0;
         }
     }
-    smla_load_words<16, ALIGNED>(rope, &part->rope[0]);
-    smla_load_words<16, ALIGNED>(rope + 8, &part->rope[4]);
 }
 
+/* The largest absolute value, as the bits of a bf16, of a head: in all of its lanes. */
 static __device__ __forceinline__ uint32_t
-max_of_pairs(uint32_t pair_max, uint32_t pair)
-{
-    return __vmaxu2(pair_max, pair & 0x7FFF7FFFu);
-}
-
-/* The largest absolute value, as the bits of a bf16, of the lane's head. */
-static __device__ __forceinline__ uint32_t
-find_query_max(const query_part &part)
+find_head_max(const uint32_t words[QUERY_TILES][4])
 {
     uint32_t pair = 0;
 #pragma unroll
-    for (int t = 0; t < SMLA_NUM_SCALE_TILES; t++) {
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            pair = max_of_pairs(pair, part.nope[t][i]);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        pair = max_of_pairs(pair, part.rope[i]);
+    for (int i = 0; i < QUERY_TILES * 4; i++) {
+        pair = __vmaxu2(pair, words[i / 4][i % 4] & 0x7FFF7FFFu);
     }
     uint32_t value = max(pair & 0xFFFFu, pair >> 16);
-    value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, 1));
-    return max(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
+#pragma unroll
+    for (int step = 1; step < PIECES; step *= 2) {
+        value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, step));
+    }
+    return value;
 }
 
-/* One 64-dimension tile of the lane's head: word i of 16 dimensions goes to chunk i, of 8, and
- * there to word `column`: the order in which score_block has bytes of rows. */
+/* Four of the eight words, two dimensions each, of 16 neighbouring dimensions. Word i of the eight
+ * goes to chunk i of a tile's row, and there to word `column`: the order in which score_block has
+ * bytes of rows. Tile 2t + h has dimensions 128t + 32c + 16h + 0...15 in columns c, RoPE's 16c. */
 template <typename Shape>
 static __device__ __forceinline__ void
-store_query_words(hopper_memory<Shape> *shared, int tile, int head, int column,
-                  const uint32_t words[8])
+store_query_words(hopper_memory<Shape> *shared, int tile, int head, int first, int column,
+                  const uint32_t words[4])
 {
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        *(uint32_t *)&shared->query[tile][head][(i ^ (head & 7)) * 16 + 4 * column] = words[i];
+    for (int i = 0; i < 4; i++) {
+        *(uint32_t *)&shared->query[tile][head][((first + i) ^ (head & 7)) * 16 + 4 * column] =
+            words[i];
     }
 }
 
 template <typename Shape>
 static __device__ __forceinline__ void
-store_query_nope(hopper_memory<Shape> *shared, int head, int column, const query_part &part,
-                 float factor)
+store_nope(hopper_memory<Shape> *shared, int head, int piece, const uint32_t part[QUERY_TILES][4],
+           float factor)
 {
 #pragma unroll
-    for (int tile = 0; tile < 2 * SMLA_NUM_SCALE_TILES; tile++) {
-        uint32_t words[8];
+    for (int tile = 0; tile < QUERY_TILES - 1; tile++) {
+        uint32_t words[4];
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const uint32_t pair = part.nope[tile / 2][tile % 2 * 8 + i];
+        for (int i = 0; i < 4; i++) {
+            const uint32_t pair = part[tile][i];
             words[i] = ptx_cvt_f16x2(smla_low_bf16(pair) * factor, smla_high_bf16(pair) * factor);
         }
-        store_query_words(shared, tile, head, column, words);
+        store_query_words(shared, tile / 2 * 2 + piece / 2 % 2, head, piece % 2 * 4,
+                          tile % 2 * 2 + piece / 4, words);
     }
+}
+
+template <typename Shape>
+static __device__ __forceinline__ void
+store_rope(hopper_memory<Shape> *shared, int head, int piece, const uint32_t part[4],
+           uint32_t factors)
+{
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        words[i] = ptx_mul_bf16x2(part[i], factors);
+    }
+    store_query_words(shared, QUERY_TILES - 1, head, piece % 2 * 4, piece / 2, words);
 }
 
 /* The largest exponent of a scale among the warp's keys of the work's first 128, 0 for none. */
-template <typename Shape>
 static __device__ __forceinline__ uint32_t
-find_scale_max(const hopper_addresses &at, const lane_place &me, int slot, uint32_t parity)
+find_scale_max(const lane_place &me, uint32_t granule)
 {
-    ptx_mbarrier_wait(at.full + 8 * slot, parity);
-    const key_masks is_key = load_key_masks(at, me, slot);
-    const uint32_t from =
-        at.ring + slot * GRANULE_BYTES + me.row * FP8_ROW_BYTES + SCALE_OFFSET + 4 * me.column;
+    const key_masks is_key = load_key_masks(me, granule);
+    const uint32_t from = granule + me.row * FP8_ROW_BYTES + SCALE_OFFSET + 4 * me.column;
     const uint32_t a = ptx_load_shared_4(from) & is_key.first;
     const uint32_t b = ptx_load_shared_4(from + 8 * FP8_ROW_BYTES) & is_key.second;
     return __reduce_max_sync(0xFFFFFFFFu, max(a & 0x7F800000u, b & 0x7F800000u)) >> 23;
+}
+
+/* Zeros in place of the weights of the block before group 1's first. */
+template <typename Shape>
+static __device__ __forceinline__ void
+clear_weights(const lane_place &me, hopper_memory<Shape> *shared)
+{
+#pragma unroll
+    for (int i = 0; i < 64 * Shape::PROB_BYTES / 16 / GROUP_THREADS; i++) {
+        ((uint4 *)shared->probs[1])[i * GROUP_THREADS + 32 * me.warp + me.lane] =
+            make_uint4(0, 0, 0, 0);
+    }
+}
+
+/* Leaves the largest value of the warp's heads for the others, and NaN as the reference of heads
+ * that are not finite: whatever happens, their results are NaN. Gives both heads' maxima. */
+template <typename Shape>
+static __device__ __forceinline__ void
+publish_query_max(const lane_place &me, const query_part &part, hopper_memory<Shape> *shared,
+                  uint32_t head_max[2])
+{
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const int head = query_head(me, j);
+        head_max[j] = find_head_max(part.words[j]);
+        const bool is_finite = head_max[j] < 0x7F80;
+        head_max[j] = is_finite ? head_max[j] : 0;
+        if (head < Shape::HEADS && me.lane % PIECES == 0) {
+            shared->reference[head] = is_finite ? 0.0f : NAN;
+        }
+    }
+    const uint32_t warp_max = __reduce_max_sync(0xFFFFFFFFu, max(head_max[0], head_max[1]));
+    if (me.lane == 0) {
+        shared->query_max[4 * me.group + me.warp] = warp_max;
+    }
+}
+
+/* The NoPE part to shared memory, relative to a power of two, whose exponent it gives. */
+template <typename Shape>
+static __device__ __forceinline__ int
+store_all_nope(const lane_place &me, const query_part &part, const uint32_t head_max[2],
+               hopper_memory<Shape> *shared)
+{
+    uint32_t query_max = 0;
+#pragma unroll
+    for (int i = 0; i < (Shape::HEADS + 7) / 8; i++) {
+        query_max = max(query_max, shared->query_max[i]);
+    }
+    const int exponent = query_max == 0 ? 0 : (int)(query_max >> 7) - 127 - QUERY_EXPONENT;
+    bool is_lost = exponent > MAX_QUERY_EXPONENT || exponent < -MAX_QUERY_EXPONENT;
+    const int clamped = min(max(exponent, -(int)MAX_QUERY_EXPONENT), (int)MAX_QUERY_EXPONENT);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const int head = query_head(me, j);
+        is_lost |= head_max[j] != 0 && (head_max[j] >> 7) + MAX_HEAD_RATIO < query_max >> 7;
+        if (head < Shape::HEADS) {
+            store_nope(shared, head, me.lane % PIECES, part.words[j], power_of_two(-clamped));
+        }
+    }
+    lose_row(shared, is_lost);
+    return clamped;
 }
 
 /* The query to shared memory, and from it and the scales of the first 128 keys the powers of two
  * of the work. After it everyone may multiply. */
 template <typename Shape>
 static __device__ __forceinline__ void
-store_query(const hopper_launch &launch, const cta_work &work, const lane_place &me,
+store_query(const hopper_launch &launch, const lane_place &me, const query_part &part,
             hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
     const hopper_addresses at = find_addresses(shared, me.group);
-    const smla_attention_params &params = launch.base.params;
     const int warp = 4 * me.group + me.warp;
-    const int head = 8 * warp + me.row;
-    query_part part = {};
-    if (head < work.num_heads) {
-        if (launch.base.q_is_aligned) {
-            load_query_part<true>(params, work, head, me.column, &part);
-        } else {
-            load_query_part<false>(params, work, head, me.column, &part);
-        }
-    }
-    uint32_t head_max = find_query_max(part);
-    const bool is_finite =
-        head_max < 0x7F80; /* else the head's results are NaN, whatever happens */
-    head_max = is_finite ? head_max : 0;
-    if (head < Shape::HEADS && me.column == 0) {
-        shared->reference[head] = is_finite ? 0.0f : NAN;
-    }
-    const uint32_t warp_max = __reduce_max_sync(0xFFFFFFFFu, head_max);
-    if (me.lane == 0) {
-        shared->query_max[warp] = warp_max;
-    }
-    /* zeros in place of the block before group 1's first */
+    uint32_t head_max[2];
+    publish_query_max(me, part, shared, head_max);
     if (me.group == 1) {
-#pragma unroll
-        for (int i = 0; i < 64 * Shape::PROB_BYTES / 16 / GROUP_THREADS; i++) {
-            ((uint4 *)shared->probs[1])[i * GROUP_THREADS + 32 * me.warp + me.lane] =
-                make_uint4(0, 0, 0, 0);
-        }
+        clear_weights(me, shared);
     }
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
-    uint32_t query_max = 0;
-#pragma unroll
-    for (int i = 0; i < (Shape::HEADS + 7) / 8; i++) {
-        query_max = max(query_max, shared->query_max[i]);
-    }
-    int exponent = query_max == 0 ? 0 : (int)(query_max >> 7) - 127 - QUERY_EXPONENT;
-    lose_row(shared, exponent > MAX_QUERY_EXPONENT || exponent < -MAX_QUERY_EXPONENT ||
-                         (head_max != 0 && (head_max >> 7) + MAX_HEAD_RATIO < query_max >> 7));
-    exponent = min(max(exponent, -(int)MAX_QUERY_EXPONENT), (int)MAX_QUERY_EXPONENT);
-    if (head < Shape::HEADS) {
-        store_query_nope(shared, head, me.column, part, power_of_two(-exponent));
-    }
-    int slot = state->own + me.warp;
-    const uint32_t parity = (state->phase & RING_PARITY) ^ (slot >= Shape::GRANULES);
-    slot = wrap_slot<Shape>(slot);
-    const uint32_t warp_scale = find_scale_max<Shape>(at, me, slot, parity);
+    const int exponent = store_all_nope(me, part, head_max, shared);
+    const uint32_t warp_scale = find_scale_max(me, wait_for_rows(at, me, *state));
     if (me.lane == 0) {
         shared->scale_max[warp] = warp_scale;
     }
@@ -172,14 +220,12 @@ store_query(const hopper_launch &launch, const cta_work &work, const lane_place 
     }
     int key_exponent = scale_max == 0 ? 0 : (int)scale_max - 127 - SCALE_EXPONENT;
     key_exponent = min(max(key_exponent, -(int)MAX_KEY_EXPONENT), (int)MAX_KEY_EXPONENT);
-    if (head < Shape::HEADS) {
-        const uint32_t factor = (uint32_t)(127 - exponent - key_exponent) * 0x00800080u;
-        uint32_t words[8];
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            words[i] = ptx_mul_bf16x2(part.rope[i], factor);
+    for (int j = 0; j < 2; j++) {
+        if (query_head(me, j) < Shape::HEADS) {
+            store_rope(shared, query_head(me, j), me.lane % PIECES, part.words[j][QUERY_TILES - 1],
+                       (uint32_t)(127 - exponent - key_exponent) * 0x00800080u);
         }
-        store_query_words(shared, QUERY_TILES - 1, head, me.column, words);
     }
     const float score_scale =
         launch.base.scale_log2 * power_of_two(exponent) * power_of_two(key_exponent);

@@ -12,20 +12,19 @@
  * and here (low half row, high half row + 8) of scale tile `column`. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
-take_scales(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
-            int slot, uint32_t row, consumer<Shape> *state)
+take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule)
 {
+    const uint32_t from = granule + me.row * FP8_ROW_BYTES + SCALE_OFFSET + 4 * me.column;
     const uint32_t window = *(const volatile uint32_t *)&shared->window;
-    const float a = smla_bits_float(ptx_load_shared_4(row + SCALE_OFFSET + 4 * me.column));
-    const float b =
-        smla_bits_float(ptx_load_shared_4(row + SCALE_OFFSET + 4 * me.column + 8 * FP8_ROW_BYTES));
-    const key_masks is_key = load_key_masks(at, me, slot);
+    const float a = smla_bits_float(ptx_load_shared_4(from));
+    const float b = smla_bits_float(ptx_load_shared_4(from + 8 * FP8_ROW_BYTES));
+    const key_masks is_key = load_key_masks(me, granule);
     const bool a_fits = (smla_float_bits(a) >> 23) - window < WINDOW_SIZE;
     const bool b_fits = (smla_float_bits(b) >> 23) - window < WINDOW_SIZE;
     lose_row(shared, (!a_fits & (is_key.first != 0)) | (!b_fits & (is_key.second != 0)));
     const float unit = smla_bits_float((254 - WINDOW_LOW - window) << 23); /* 1 / E */
     const uint32_t pair = ptx_cvt_f16x2(a * unit, b * unit);
-    const uint32_t to = at.scales + slot * (SMLA_NUM_SCALE_TILES * GRANULE_KEYS * 2) +
+    const uint32_t to = granule + (uint32_t)offsetof(ring_granule, scales) +
                         me.column * (GRANULE_KEYS * 2) + (4 * (me.row >> 1) + (me.row & 1)) * 2;
     asm volatile("{\n\t"
                  ".reg .b16 low, high;\n\t"
@@ -42,14 +41,13 @@ take_scales(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
 /* Multiplies two steps of 16 dimensions: A in a, B from `tile` of the query at `step`. */
 template <typename Shape, bool IS_ROPE>
 static __device__ __forceinline__ void
-multiply_scores(const hopper_addresses &at, int tile, int step, uint32_t a[16],
+multiply_scores(uint64_t query, int tile, int step, uint32_t a[16],
                 float (&scores)[Shape::HEADS / 2])
 {
     wgmma_fence();
 #pragma unroll
     for (int j = step; j < step + 2; j++) {
-        const uint64_t b =
-            wgmma_advance(at.query_descriptor, ((tile * Shape::HEADS * 128 + j * 32) >> 4));
+        const uint64_t b = query + ((tile * Shape::HEADS * 128 + j * 32) >> 4);
         if constexpr (IS_ROPE) {
             wgmma_bf16(scores, a + 4 * j, b, true);
         } else {
@@ -75,15 +73,13 @@ static __device__ __forceinline__ void
 score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
             consumer<Shape> *state)
 {
-    int slot = state->own + me.warp;
-    const uint32_t parity = (state->phase & RING_PARITY) ^ (slot >= Shape::GRANULES);
-    slot = wrap_slot<Shape>(slot);
-    const uint32_t row = at.ring + slot * GRANULE_BYTES + me.row * FP8_ROW_BYTES;
-    const uint32_t nope = row + 32 * me.column;
+    const uint32_t granule = wait_for_rows(at, me, *state);
+    const uint32_t nope = granule + me.row * FP8_ROW_BYTES + 32 * me.column;
     const uint32_t rope = nope + ROPE_OFFSET;
     uint32_t words[3][8];
-    ptx_mbarrier_wait(at.full + 8 * slot, parity);
-    const uint32_t scales = take_scales(shared, at, me, slot, row, state);
+    const uint64_t query =
+        wgmma_descriptor(ptx_shared_address(shared->query), 1024, WGMMA_SWIZZLE_128);
+    const uint32_t scales = take_scales(shared, me, granule);
     load_nope_words(nope, 0, words[0]);
     load_nope_words(nope, 1, words[1]);
     uint32_t scale[2];
@@ -120,7 +116,7 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
                 a[4 * j + 2] = ptx_mul_f16x2(a[4 * j + 2], scale[0]);
                 a[4 * j + 3] = ptx_mul_f16x2(a[4 * j + 3], scale[1]);
             }
-            multiply_scores<Shape, false>(at, tile, step, a, state->scores);
+            multiply_scores<Shape, false>(query, tile, step, a, state->scores);
         }
     }
     wgmma_wait<1>();
@@ -137,13 +133,13 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
             a[4 * j + 2] = low[2 * j + 1];
             a[4 * j + 3] = high[2 * j + 1];
         }
-        multiply_scores<Shape, true>(at, QUERY_TILES - 1, step, a, state->scores);
+        multiply_scores<Shape, true>(query, QUERY_TILES - 1, step, a, state->scores);
     }
 }
 
 /* ---- Consumers: weights -------------------------------------------------------------------- */
 
-/* Heads of a thread's sums after reduce_rows: of chunk 0. */
+/* The head of a chunk that reduce_half leaves a thread with: lanes l and l ^ 4 have the same. */
 static __device__ __forceinline__ int
 head_of_sum(const lane_place &me)
 {
@@ -158,10 +154,11 @@ merge_pair(float a, float b)
     return IS_MAX ? fmaxf(a, b) : a + b;
 }
 
-/* Four heads' values over the eight rows of a warp: one head's whole (head_of_sum) per lane. */
+/* Four heads' values over four of the eight rows of a warp: one head's (head_of_sum) per lane. Lane
+ * ^ 4 has the other four rows. */
 template <bool IS_MAX>
 static __device__ __forceinline__ float
-reduce_rows(const float values[4], int lane)
+reduce_half(const float values[4], int lane)
 {
     const bool upper = lane & 16;
     const float give_0 = upper ? values[0] : values[2];
@@ -172,9 +169,34 @@ reduce_rows(const float values[4], int lane)
     const float half_1 = merge_pair<IS_MAX>(keep_1, __shfl_xor_sync(0xFFFFFFFFu, give_1, 16));
     const bool odd = lane & 8;
     const float give = odd ? half_0 : half_1;
-    const float quarter =
-        merge_pair<IS_MAX>(odd ? half_1 : half_0, __shfl_xor_sync(0xFFFFFFFFu, give, 8));
-    return merge_pair<IS_MAX>(quarter, __shfl_xor_sync(0xFFFFFFFFu, quarter, 4));
+    return merge_pair<IS_MAX>(odd ? half_1 : half_0, __shfl_xor_sync(0xFFFFFFFFu, give, 8));
+}
+
+/* Where a lane keeps what it knows of a head of a pair of chunks. Of 16 heads, lanes l and l ^ 4 keep
+ * half each (finish_head). */
+static __device__ __forceinline__ int
+slot_of_sum(const lane_place &me, int pair)
+{
+    return 32 * pair + (me.lane & 4 ? 16 : 0) + head_of_sum(me);
+}
+
+/* Takes reduce_half's result of a chunk into the lane's slots. Two chunks share a slot: half of the
+ * lanes have a head of one, half of the other. */
+template <bool IS_MAX, typename Shape>
+static __device__ __forceinline__ void
+fold_heads(float half, const lane_place &me, int chunk, float *even, float *slots)
+{
+    float *const slot = slots + slot_of_sum(me, chunk / 2);
+    if constexpr (Shape::CHUNKS == 1) {
+        *slot = merge_pair<IS_MAX>(*slot, half);
+    } else if (chunk % 2 == 0) {
+        *even = half;
+    } else {
+        const bool is_odd = me.lane & 4;
+        const float older = *slot;
+        const float give = __shfl_xor_sync(0xFFFFFFFFu, is_odd ? *even : half, 4);
+        *slot = merge_pair<IS_MAX>(older, merge_pair<IS_MAX>(is_odd ? half : *even, give));
+    }
 }
 
 /* The larger of a score of rows row and row + 8, those without a key left out. */
@@ -190,7 +212,7 @@ static __device__ __forceinline__ void
 find_references(const hopper_launch &launch, const hopper_addresses &at, const lane_place &me,
                 hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
-    const key_masks is_key = load_key_masks(at, me, wrap_slot<Shape>(state->own + me.warp));
+    const key_masks is_key = load_key_masks(me, at.ring + find_granule<Shape>(state->own, me.warp));
     const int thread = GROUP_THREADS * me.group + SMLA_WARP_LANES * me.warp + me.lane;
 #pragma unroll
     for (int chunk = 0; chunk < Shape::CHUNKS; chunk++) {
@@ -201,7 +223,8 @@ find_references(const hopper_launch &launch, const hopper_addresses &at, const l
             values[i] = max_of_keys(is_key, state->scores[from] * shared->score_scale,
                                     state->scores[from + 2] * shared->score_scale);
         }
-        const float top = reduce_rows<true>(values, me.lane);
+        const float half = reduce_half<true>(values, me.lane);
+        const float top = fmaxf(half, __shfl_xor_sync(0xFFFFFFFFu, half, 4));
         if (!(me.lane & 4)) {
             shared->sums[4 * me.group + me.warp][16 * chunk + head_of_sum(me)] = top;
         }
@@ -273,19 +296,28 @@ weigh_chunk(const hopper_addresses &at, const lane_place &me, key_masks is_key, 
                     ptx_cvt_f16x2(e[2], e[3]) & is_key.second,
                     ptx_cvt_f16x2(e[4], e[5]) & is_key.first,
                     ptx_cvt_f16x2(e[6], e[7]) & is_key.second);
-    const float sum = reduce_rows<false>(values, me.lane);
     const int warp = 4 * me.group + me.warp;
-    const int head = 16 * chunk + head_of_sum(me);
-    if (!(me.lane & 4)) {
-        shared->sums[warp][head] += sum;
-    }
+    fold_heads<false, Shape>(reduce_half<false>(values, me.lane), me, chunk, &state->even_sum,
+                             shared->sums[warp]);
     if constexpr (Shape::MAXIMA) {
         const float *const x = &state->scores[8 * chunk];
         const float tops[4] = {max_of_keys(is_key, x[0], x[2]), max_of_keys(is_key, x[1], x[3]),
                                max_of_keys(is_key, x[4], x[6]), max_of_keys(is_key, x[5], x[7])};
-        const float top = reduce_rows<true>(tops, me.lane);
-        if (!(me.lane & 4)) {
-            shared->tops[warp][head] = fmaxf(shared->tops[warp][head], top);
+        fold_heads<true, Shape>(reduce_half<true>(tops, me.lane), me, chunk, &state->even_top,
+                                shared->tops[warp]);
+    }
+}
+
+template <typename Shape>
+static __device__ __forceinline__ void
+clear_sums(const lane_place &me, hopper_memory<Shape> *shared)
+{
+    const int warp = 4 * me.group + me.warp;
+#pragma unroll
+    for (int pair = 0; pair < (Shape::CHUNKS + 1) / 2; pair++) {
+        shared->sums[warp][slot_of_sum(me, pair)] = 0.0f;
+        if constexpr (Shape::MAXIMA) {
+            shared->tops[warp][slot_of_sum(me, pair)] = -INFINITY;
         }
     }
 }

@@ -4,26 +4,53 @@
 #ifndef SMLA_CUDA_HOPPER_VALUES_CUH
 #define SMLA_CUDA_HOPPER_VALUES_CUH
 
-#include "hopper.cuh"
+#include "hopper_query.cuh"
 
 /* ---- Consumers: values --------------------------------------------------------------------- */
+
+/* Where a lane finds its part of a granule at the head of the ring. */
+typedef struct value_place {
+    uint32_t values;
+    uint32_t scales;
+} value_place;
+
+static __device__ __forceinline__ value_place
+find_values(const hopper_addresses &at, const lane_place &me)
+{
+    const int tile = 2 * me.group + (me.warp >> 1);
+    value_place place;
+    place.values =
+        at.ring + 2 * me.column * FP8_ROW_BYTES + 256 * me.group + 64 * me.warp + 8 * me.row;
+    place.scales = at.ring + (uint32_t)offsetof(ring_granule, scales) + tile * (GRANULE_KEYS * 2) +
+                   me.column * 8;
+    return place;
+}
+
+/* The same number, known to be the warp's and not a lane's: what follows from it stays in uniform
+ * registers. */
+static __device__ __forceinline__ int
+make_uniform(int place)
+{
+    return (int)__reduce_max_sync(0xFFFFFFFFu, (uint32_t)place);
+}
 
 /* The lane's values of a granule: 8 dimensions of keys 2 column, 2 column + 1 and 8 further. */
 template <typename Shape>
 static __device__ __forceinline__ void
-load_values(const hopper_addresses &at, const lane_place &me, int slot, int buffer,
-            consumer<Shape> *state)
+load_values(const value_place &place, int granule, int buffer, consumer<Shape> *state)
 {
-    const uint32_t from = at.ring + slot * GRANULE_BYTES + 2 * me.column * FP8_ROW_BYTES +
-                          256 * me.group + 64 * me.warp + 8 * me.row;
-    const int tile = 2 * me.group + (me.warp >> 1);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        ptx_load_shared_8(from + (i % 2 + 8 * (i / 2)) * FP8_ROW_BYTES, &state->raw[buffer][2 * i]);
+        ptx_load_shared_8(place.values + granule + (i % 2 + 8 * (i / 2)) * FP8_ROW_BYTES,
+                          &state->raw[buffer][2 * i]);
     }
-    ptx_load_shared_8(at.scales + slot * (SMLA_NUM_SCALE_TILES * GRANULE_KEYS * 2) +
-                          tile * (GRANULE_KEYS * 2) + me.column * 8,
-                      state->scale[buffer]);
+    ptx_load_shared_8(place.scales + granule, state->scale[buffer]);
+}
+
+static __device__ __forceinline__ void
+release_granule(const hopper_addresses &at, int granule, bool is_on)
+{
+    ptx_mbarrier_arrive(at.ring + granule + (uint32_t)offsetof(ring_granule, empty), is_on);
 }
 
 /* raw -> A of the four products of a granule: rows of product b are dimensions 2b and 2b + 1 of
@@ -47,12 +74,21 @@ convert_values(int buffer, consumer<Shape> *state)
     }
 }
 
-/* out += values of a granule * the weights of `keys`: 64 times the slot plus the first key. */
+/* The weights that a group left. */
+template <typename Shape>
+static __device__ __forceinline__ uint64_t
+find_weights(hopper_memory<Shape> *shared, int group)
+{
+    return wgmma_descriptor(ptx_shared_address(shared->probs[group]), 8 * Shape::PROB_BYTES,
+                            Shape::PROBS_SWIZZLE);
+}
+
+/* out += values of a granule * its weights. */
 template <typename Shape>
 static __device__ __forceinline__ void
-add_values(const hopper_addresses &at, int keys, int buffer, consumer<Shape> *state)
+add_values(uint64_t weights, int granule, int buffer, consumer<Shape> *state)
 {
-    const uint64_t b = wgmma_advance(at.probs_descriptor, (keys * Shape::PROB_BYTES) >> 4);
+    const uint64_t b = weights + granule * (GRANULE_KEYS * Shape::PROB_BYTES >> 4);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -67,10 +103,11 @@ static __device__ __forceinline__ void
 meet_other_block(const hopper_addresses &at, const lane_place &me, bool has_other,
                  consumer<Shape> *state)
 {
-    const int other = find_other<Shape>(*state, has_other);
+    const value_place place = find_values(at, me);
+    const int other = make_uniform(find_other<Shape>(*state, has_other));
     ptx_mbarrier_wait(at.weighed + 8 * (me.group ^ 1), (state->phase >> 1 ^ me.group ^ 1) & 1);
-    load_values(at, me, other, 0, state);
-    load_values(at, me, wrap_slot<Shape>(other + 1), 1, state);
+    load_values(place, find_granule<Shape>(other, 0), 0, state);
+    load_values(place, find_granule<Shape>(other, 1), 1, state);
     convert_values(0, state);
 #pragma unroll
     for (int i = 0; i < 16; i++) {
@@ -96,16 +133,18 @@ static __device__ __forceinline__ void
 add_blocks(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
            bool has_other, consumer<Shape> *state)
 {
-    const int other = find_other<Shape>(*state, has_other);
-    const key_masks is_key = load_key_masks(at, me, wrap_slot<Shape>(state->own + me.warp));
+    const value_place place = find_values(at, me);
+    const int other = make_uniform(find_other<Shape>(*state, has_other));
+    const int own = make_uniform(state->own);
+    const key_masks is_key = load_key_masks(me, at.ring + find_granule<Shape>(state->own, me.warp));
+    const uint64_t other_weights = find_weights(shared, me.group ^ 1);
+    const uint64_t own_weights = find_weights(shared, me.group);
 #pragma unroll
     for (int batch = 0; batch < STEP_GRANULES; batch++) {
-        const int slot =
-            wrap_slot<Shape>((batch < BLOCK_GRANULES ? other : state->own) + batch % 4);
+        const int first = batch < BLOCK_GRANULES ? other : own;
         if (batch > 0 && batch < STEP_GRANULES - 1 && batch != BLOCK_GRANULES - 1) {
-            const int next =
-                (batch + 1 < BLOCK_GRANULES ? other : state->own) + (batch + 1) % BLOCK_GRANULES;
-            load_values(at, me, wrap_slot<Shape>(next), (batch + 1) & 1, state);
+            load_values(place, find_granule<Shape>(first, (batch + 1) % BLOCK_GRANULES),
+                        (batch + 1) & 1, state);
         }
         if (batch > 0) {
             wgmma_wait<0>();
@@ -118,9 +157,10 @@ add_blocks(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_
         if (batch == BLOCK_GRANULES) {
             ptx_mbarrier_arrive(at.added + 8 * (me.group ^ 1), has_other);
         }
-        const int group = batch < BLOCK_GRANULES ? me.group ^ 1 : me.group;
-        add_values(at, 64 * group + 16 * (batch % BLOCK_GRANULES), batch & 1, state);
-        ptx_mbarrier_arrive(at.empty + 8 * slot, batch >= BLOCK_GRANULES || has_other);
+        add_values(batch < BLOCK_GRANULES ? other_weights : own_weights, batch % BLOCK_GRANULES,
+                   batch & 1, state);
+        release_granule(at, find_granule<Shape>(first, batch % BLOCK_GRANULES),
+                        batch >= BLOCK_GRANULES || has_other);
         if (batch == 0) {
             ptx_mbarrier_wait(at.added + 8 * me.group, (state->phase >> 1 ^ 1) & 1);
             find_exponents(shared, me, is_key, state);
@@ -140,30 +180,36 @@ add_blocks(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_
         if (batch == 3) {
             publish_weights<Shape>(at, me);
             /* the first of the own granules: from here on all of them are known to have come */
-            load_values(at, me, state->own, 0, state);
+            load_values(place, find_granule<Shape>(own, 0), 0, state);
         }
     }
-    state->own += STEP_GRANULES;
-    state->phase ^= state->own >= Shape::GRANULES ? RING_PARITY : 0;
-    state->own = wrap_slot<Shape>(state->own);
-    wgmma_wait<0>();
+    const bool wraps = state->own >= (Shape::GRANULES - STEP_GRANULES) * GRANULE_BYTES;
+    state->phase ^= wraps ? RING_PARITY : 0;
+    state->own += (STEP_GRANULES - (wraps ? Shape::GRANULES : 0)) * GRANULE_BYTES;
 }
 
 /* Group 0 has still to add the values of group 1's last block. */
 template <typename Shape>
 static __device__ __forceinline__ void
-add_last_block(const hopper_addresses &at, const lane_place &me, consumer<Shape> *state)
+add_last_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
+               consumer<Shape> *state)
 {
+    const uint64_t weights = find_weights(shared, 1);
+    const value_place place = find_values(at, me);
+    const int other = make_uniform(find_other<Shape>(*state, true));
     ptx_mbarrier_wait(at.weighed + 8, state->phase >> 1 & 1);
-#pragma unroll 1
+    load_values(place, find_granule<Shape>(other, 0), 0, state);
+#pragma unroll
     for (int batch = 0; batch < BLOCK_GRANULES; batch++) {
-        const int slot = wrap_slot<Shape>(find_other<Shape>(*state, true) + batch);
-        load_values(at, me, slot, 0, state);
-        convert_values(0, state);
-        ptx_mbarrier_arrive(at.empty + 8 * slot, true);
-        add_values(at, 64 + 16 * batch, 0, state);
+        if (batch + 1 < BLOCK_GRANULES) {
+            load_values(place, find_granule<Shape>(other, batch + 1), (batch + 1) & 1, state);
+        }
         wgmma_wait<0>();
+        convert_values(batch & 1, state);
+        release_granule(at, find_granule<Shape>(other, batch), true);
+        add_values(weights, batch, batch & 1, state);
     }
+    wgmma_wait<0>();
     ptx_mbarrier_arrive(at.added + 8, true);
 }
 
@@ -178,19 +224,18 @@ finish_head(const hopper_launch &launch, const cta_work &work, int head,
 {
     const float reference = shared->reference[head];
     float sum = 0.0f;
-    float top = reference;
+    float top = -INFINITY;
 #pragma unroll
     for (int warp = 0; warp < CONSUMER_WARPS; warp++) {
-        sum += shared->sums[warp][head];
-    }
-    if constexpr (Shape::MAXIMA) {
-        top = shared->tops[0][head];
 #pragma unroll
-        for (int warp = 1; warp < CONSUMER_WARPS; warp++) {
-            top = fmaxf(top, shared->tops[warp][head]);
+        for (int slot = 0; slot < Shape::SLOTS; slot += Shape::HEADS) {
+            sum += shared->sums[warp][head + slot];
+            if constexpr (Shape::MAXIMA) {
+                top = fmaxf(top, shared->tops[warp][head + slot]);
+            }
         }
-        top += reference;
     }
+    top = Shape::MAXIMA ? top + reference : reference;
     top = sum == 0.0f ? -INFINITY : top;
     /* sums and out are multiples of 2^reference, and shall be of 2^(reference of the maximum) */
     const float shift = sum == 0.0f ? 1.0f : power_of_two((int)(reference - ceilf(top)));
@@ -214,56 +259,77 @@ find_out(const smla_attention_params &params, const cta_work &work, int head)
            (work.first_head + head) * params.out_stride_head;
 }
 
+/* A thread's eight values of a head, as bf16. */
 template <typename Shape>
 static __device__ __forceinline__ void
-write_out_row(const hopper_launch &launch, const cta_work &work, const lane_place &me,
-              hopper_memory<Shape> *shared, const consumer<Shape> &state)
+round_values(const consumer<Shape> &state, int j, int i, float factor, uint32_t words[4])
 {
-    const smla_attention_params &params = launch.base.params;
-    const int first_value = 256 * me.group + 64 * me.warp + 8 * me.row;
 #pragma unroll
-    for (int j = 0; j < Shape::HEADS / 8; j++) {
-        const float2 factors = *(const float2 *)&shared->factor[8 * j + 2 * me.column];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int head = 8 * j + 2 * me.column + i;
-            const float factor = i ? factors.y : factors.x;
-            uint32_t words[4];
-#pragma unroll
-            for (int b = 0; b < 4; b++) {
-                words[b] = smla_cvt_bf16x2(state.out[b][4 * j + i] * factor,
-                                           state.out[b][4 * j + 2 + i] * factor);
-            }
-            if (!launch.out_is_aligned) {
-                uint4 *const stage =
-                    (uint4 *)((uint16_t *)shared->query + head * SMLA_KV_LORA_RANK);
-                stage[first_value / 8] = make_uint4(words[0], words[1], words[2], words[3]);
-            } else if (head < work.num_heads) {
-                smla_store_vector_4(find_out(params, work, head) + first_value, words);
-            }
-        }
-    }
-    if (!launch.out_is_aligned) {
-        ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
-#pragma unroll 1
-        for (int i = ptx_forget((int)threadIdx.x); i < work.num_heads * SMLA_KV_LORA_RANK;
-             i += CONSUMER_THREADS) {
-            find_out(params, work, i / SMLA_KV_LORA_RANK)[i % SMLA_KV_LORA_RANK] =
-                ((const uint16_t *)shared->query)[i];
-        }
+    for (int b = 0; b < 4; b++) {
+        words[b] =
+            smla_cvt_bf16x2(state.out[b][4 * j + i] * factor, state.out[b][4 * j + 2 + i] * factor);
     }
 }
 
+/* Half of the heads: out, or where it is not aligned to shared memory. A thread has heads 2 column
+ * and 2 column + 1 of every eight. */
 template <typename Shape>
 static __device__ __forceinline__ void
-write_partial_row(const hopper_launch &launch, const cta_work &work, const lane_place &me,
-                  const hopper_memory<Shape> *shared, const consumer<Shape> &state)
+write_out_half(const hopper_launch &launch, const cta_work &work, const lane_place &me, int half,
+               hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
+    constexpr int EIGHTS = Shape::HEADS / 16;
+    const smla_attention_params &params = launch.base.params;
+    const int first_value = 256 * me.group + 64 * me.warp + 8 * me.row;
+    const int first_head = 8 * EIGHTS * half + 2 * me.column;
+    const int64_t stride = params.out_stride_head;
+    uint16_t *to = find_out(params, work, first_head) + first_value;
+    uint4 *stage =
+        (uint4 *)((uint16_t *)shared->query + first_head * SMLA_KV_LORA_RANK) + first_value / 8;
+#pragma unroll
+    for (int j = 0; j < EIGHTS; j++) {
+        const float2 factors = *(const float2 *)&shared->factor[first_head + 8 * j];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            uint32_t words[4];
+            round_values(state, half * EIGHTS + j, i, i ? factors.y : factors.x, words);
+            if (!launch.out_is_aligned) {
+                stage[(8 * j + i) * (SMLA_KV_LORA_RANK / 8)] =
+                    make_uint4(words[0], words[1], words[2], words[3]);
+            } else if (first_head + 8 * j + i < work.num_heads) {
+                smla_store_vector_4(to + i * stride, words);
+            }
+        }
+        to += 8 * stride;
+    }
+}
+
+/* What write_out_half left in shared memory. */
+template <typename Shape>
+static __device__ __forceinline__ void
+copy_out(const hopper_launch &launch, const cta_work &work, const hopper_memory<Shape> *shared)
+{
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+#pragma unroll 1
+    for (int i = ptx_forget((int)threadIdx.x); i < work.num_heads * SMLA_KV_LORA_RANK;
+         i += CONSUMER_THREADS) {
+        find_out(launch.base.params, work, i / SMLA_KV_LORA_RANK)[i % SMLA_KV_LORA_RANK] =
+            ((const uint16_t *)shared->query)[i];
+    }
+}
+
+/* The same half of a partial row. */
+template <typename Shape>
+static __device__ __forceinline__ void
+write_partial_half(const hopper_launch &launch, const cta_work &work, const lane_place &me,
+                   int half, const hopper_memory<Shape> *shared, const consumer<Shape> &state)
+{
+    constexpr int PIECES_OF_HALF = Shape::HEADS / 16;
     float *const to = launch.base.partials.out +
                       partial_row(launch.base, work, 2 * me.column) * SMLA_KV_LORA_RANK +
                       256 * me.group + 64 * me.warp + 8 * me.row;
 #pragma unroll
-    for (int j = 0; j < Shape::HEADS / 8; j++) {
+    for (int j = half * PIECES_OF_HALF; j < (half + 1) * PIECES_OF_HALF; j++) {
         const float2 factors = *(const float2 *)&shared->factor[8 * j + 2 * me.column];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -282,31 +348,48 @@ write_partial_row(const hopper_launch &launch, const cta_work &work, const lane_
     }
 }
 
-/* The row's results; or its mark, if a thread lost it. */
+/* The row's lse and factors, or its mark if a thread lost it: then it has no results here. */
 template <typename Shape>
-static __device__ __forceinline__ void
-finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
+static __device__ __forceinline__ bool
+settle_row(const hopper_launch &launch, const cta_work &work, hopper_memory<Shape> *shared)
 {
-    const int idx = shared->work;
-    const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
-    const lane_place me = find_place();
-    const int warp = 4 * me.group + me.warp;
-    const int thread = SMLA_WARP_LANES * warp + me.lane;
+    const int thread = ptx_forget((int)threadIdx.x);
     if (ptx_barrier_or(BARRIER_CONSUMERS, CONSUMER_THREADS, shared->is_lost[thread])) {
         if (thread == 0) {
-            const int number = idx / (int)gridDim.x;
+            const int number = shared->work / (int)gridDim.x;
             shared->redo[number / 32] |= 1u << number % 32;
         }
-        return;
+        return false;
     }
     if (thread < work.num_heads) {
         finish_head(launch, work, thread, shared);
     }
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
-    if (launch.base.params.num_splits > 1) {
-        write_partial_row(launch, work, me, shared, state);
-    } else {
-        write_out_row(launch, work, me, shared, state);
+    return true;
+}
+
+/* The results of the last row, and on its way meanwhile, half by half in the registers that become
+ * free, the query of the next one. */
+template <typename Shape>
+static __device__ __forceinline__ void
+finish_row(const hopper_launch &launch, const cta_work &next, hopper_memory<Shape> *shared,
+           const consumer<Shape> &state, query_part *part)
+{
+    const bool is_row = shared->work >= 0;
+    const cta_work work =
+        find_work(launch.base, launch.base.num_head_tiles, is_row ? shared->work : 0, Shape::HEADS);
+    const bool writes = is_row && settle_row(launch, work, shared);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        load_query_half<true>(launch.base, next, find_place_again(), half, part);
+        if (writes && launch.base.params.num_splits > 1) {
+            write_partial_half(launch, work, find_place_again(), half, shared, state);
+        } else if (writes) {
+            write_out_half(launch, work, find_place_again(), half, shared, state);
+        }
+    }
+    if (writes && launch.base.params.num_splits == 1 && !launch.out_is_aligned) {
+        copy_out(launch, work, shared);
     }
 }
 

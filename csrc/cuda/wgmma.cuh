@@ -19,19 +19,15 @@ enum { /* swizzle of B in shared memory: the span in which 16-byte chunks are pe
 };
 
 /* stride_bytes: between groups of eight rows. The address is a multiple of 16; adding n to a
- * descriptor moves it by 16 n bytes. */
+ * descriptor moves it by 16 n bytes. Every lane must ask for the same: the lower half comes from a
+ * reduction, so that it is known to be the warp's and stays in uniform registers, where products
+ * want it. */
 static __device__ __forceinline__ uint64_t
 wgmma_descriptor(uint32_t address, int stride_bytes, int swizzle)
 {
-    return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)(stride_bytes >> 4) << 16 |
-           (uint64_t)(stride_bytes >> 4) << 32 | (uint64_t)swizzle << 62;
-}
-
-/* A descriptor, 16 n bytes further: the sum stays in its lower half. */
-static __device__ __forceinline__ uint64_t
-wgmma_advance(uint64_t descriptor, int n)
-{
-    return (descriptor & 0xFFFFFFFF00000000u) | (uint32_t)((uint32_t)descriptor + n);
+    const uint32_t low = (address & 0x3FFFF) >> 4 | (uint32_t)(stride_bytes >> 4) << 16;
+    const uint32_t high = (uint32_t)(stride_bytes >> 4) | (uint32_t)swizzle << 30;
+    return (uint64_t)high << 32 | __reduce_max_sync(0xFFFFFFFFu, low);
 }
 
 /* Registers written before are seen by products after. */
