@@ -78,6 +78,27 @@ def test_query_layouts(q_layout, fmt, num_heads):
     check(AttentionCase(3, num_heads, 150, fmt=fmt, q_layout=q_layout, sink=True).make())
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("q_layout", ["compact", "odd_stride"])
+@pytest.mark.parametrize("num_heads", [12, 64])
+def test_rows_in_turn(num_heads, q_layout, fmt):
+    """More tokens than the device has places for CTAs, so that each takes several; some have no
+    keys, and those in front of them must not be felt."""
+    case = AttentionCase(
+        450,
+        num_heads,
+        150,
+        fmt=fmt,
+        pages=20,
+        q_layout=q_layout,
+        topk_length=True,
+        sink=True,
+        num_splits=1,
+    ).make()
+    assert not case.options["topk_length"].all()
+    check(case)
+
+
 @pytest.mark.parametrize("offset", range(8))
 def test_bf16_rows_at_every_alignment(offset):
     """Rows that begin 2 to 14 bytes past a multiple of 16."""
