@@ -191,7 +191,8 @@ typedef struct smla_attention_params {
     int64_t max_logits_stride_token;
     int64_t max_logits_stride_head;
     bool empty_lse_is_plus_inf; /* a row without keys gets +inf, not -inf */
-    int num_splits;             /* 1...64: the plan has chosen */
+    int num_splits;             /* 1...64 */
+    bool is_planned;            /* num_splits is the backend's own choice for this batch */
     void *workspace;
     int64_t workspace_bytes;
     smla_stream stream;

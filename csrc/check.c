@@ -432,7 +432,8 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
     p.max_logits_stride_token = smla_stride(args->max_logits, 0);
     p.max_logits_stride_head = smla_stride(args->max_logits, 1);
     p.empty_lse_is_plus_inf = args->lse_empty_is_plus_inf != 0;
-    p.num_splits = args->num_splits != 0 ? args->num_splits : (*backend)->choose_num_splits(&shape);
+    p.is_planned = args->num_splits == 0;
+    p.num_splits = p.is_planned ? (*backend)->choose_num_splits(&shape) : args->num_splits;
     p.workspace = smla_data(args->workspace);
     p.workspace_bytes = args->workspace == NULL ? 0 : smla_size(args->workspace, 0);
     p.stream = smla_stream_of(&c, args->stream);

@@ -177,9 +177,10 @@ prepare_indices(forward_call *f)
     return SMLA_OK;
 }
 
-/* Attention of tokens [start, end) over `kv`: the cache, or the rows of the workspace in use. */
+/* Attention of tokens [start, end) over `kv`: the cache, or the rows of the workspace in use. The
+ * backend plans it; for the decodes that gives the metadata's decode_num_splits again. */
 static smla_status
-attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end, int num_splits)
+attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end)
 {
     smla_view q, q_pe, indices, out, lse;
     if (start == end) {
@@ -197,7 +198,6 @@ attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end, in
         .lse = smla_slice_rows(&lse, a->lse, start, end),
         .workspace = &f->workspace.tensor,
         .softmax_scale = a->softmax_scale,
-        .num_splits = num_splits,
         .stream = a->stream,
     };
     if (f->map.block_table == NULL) {
@@ -250,7 +250,7 @@ attend_chunks(const forward_call *f)
         smla_view views[4];
         const smla_gather_kv_cache_args gather = chunk_gather(f, chunk, views);
         SMLA_TRY(smla_gather_kv_cache(&gather, f->error));
-        SMLA_TRY(attend(f, gather.out, chunk->token_start, chunk->token_end, 0));
+        SMLA_TRY(attend(f, gather.out, chunk->token_start, chunk->token_end));
     }
     return SMLA_OK;
 }
@@ -260,19 +260,18 @@ run(forward_call *f)
 {
     const smla_metadata *m = f->metadata;
     const DLTensor *cache = f->args->kv_cache;
-    const int num_splits = (int)m->decode_num_splits;
     SMLA_TRY(check_chunks(f));
     SMLA_TRY(prepare_indices(f));
     if (m->path == SMLA_PATH_MIXED || m->path == SMLA_PATH_BF16) {
-        return attend(f, cache, 0, m->num_actual_tokens, num_splits);
+        return attend(f, cache, 0, m->num_actual_tokens);
     }
     const int64_t num_decode_tokens = m->split.num_decode_tokens;
     const int64_t end_of_chunks =
         m->num_chunks > 0 ? m->chunks[m->num_chunks - 1].token_end : num_decode_tokens;
-    SMLA_TRY(attend(f, cache, 0, num_decode_tokens, num_splits));
+    SMLA_TRY(attend(f, cache, 0, num_decode_tokens));
     SMLA_TRY(attend_chunks(f));
     /* Path "direct" has no chunks: these are its prefills. Otherwise they are padding tokens. */
-    return attend(f, cache, end_of_chunks, m->num_actual_tokens, 0);
+    return attend(f, cache, end_of_chunks, m->num_actual_tokens);
 }
 
 smla_status

@@ -2,7 +2,8 @@
  * leave their partial rows.
  *
  * The table below is the whole choice: the first row that fits the device, the formats of the
- * caches and the number of heads. Kernels of one architecture stand above the portable ones.
+ * caches and the number of heads. Kernels of one architecture stand above the portable ones, and of
+ * one file those with the most heads per CTA, which may hand a batch that leaves SMs idle down.
  */
 #include <stdio.h>
 
@@ -20,6 +21,7 @@ static const smla_attention_kernel kernels[] = {
      .max_heads = 128,
      .heads_per_cta = 64,
      .block_columns = SMLA_SM90_KEYS,
+     .block_cost = 16,
      .cta_cost = 3,
      .ctas_per_sm = 1,
      .shared_bytes = SMLA_SM90_SHARED_BYTES,
@@ -32,6 +34,7 @@ static const smla_attention_kernel kernels[] = {
      .max_heads = 128,
      .heads_per_cta = 32,
      .block_columns = SMLA_SM90_KEYS,
+     .block_cost = 13,
      .cta_cost = 3,
      .ctas_per_sm = 1,
      .shared_bytes = SMLA_SM90_SHARED_BYTES,
@@ -44,6 +47,7 @@ static const smla_attention_kernel kernels[] = {
      .max_heads = 128,
      .heads_per_cta = 16,
      .block_columns = SMLA_SM90_KEYS,
+     .block_cost = 12,
      .cta_cost = 3,
      .ctas_per_sm = 1,
      .shared_bytes = SMLA_SM90_SHARED_BYTES,
@@ -56,6 +60,7 @@ static const smla_attention_kernel kernels[] = {
      .max_heads = 128,
      .heads_per_cta = 64,
      .block_columns = SMLA_SM80_KEYS,
+     .block_cost = 16,
      .cta_cost = 2,
      .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(64),
      .shared_bytes = SMLA_SM80_SHARED_BYTES(64, SMLA_ROWS_FP8),
@@ -68,6 +73,7 @@ static const smla_attention_kernel kernels[] = {
      .max_heads = 128,
      .heads_per_cta = 32,
      .block_columns = SMLA_SM80_KEYS,
+     .block_cost = 16,
      .cta_cost = 2,
      .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(32),
      .shared_bytes = SMLA_SM80_SHARED_BYTES(32, SMLA_ROWS_FP8),
@@ -80,6 +86,7 @@ static const smla_attention_kernel kernels[] = {
      .max_heads = 128,
      .heads_per_cta = 16,
      .block_columns = SMLA_SM80_KEYS,
+     .block_cost = 16,
      .cta_cost = 2,
      .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(16),
      .shared_bytes = SMLA_SM80_SHARED_BYTES(16, SMLA_ROWS_FP8),
@@ -92,6 +99,7 @@ static const smla_attention_kernel kernels[] = {
      .max_heads = 128,
      .heads_per_cta = 64,
      .block_columns = SMLA_SM80_KEYS,
+     .block_cost = 16,
      .cta_cost = 2,
      .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(64),
      .shared_bytes = SMLA_SM80_SHARED_BYTES(64, SMLA_ROWS_BF16),
@@ -104,6 +112,7 @@ static const smla_attention_kernel kernels[] = {
      .max_heads = 128,
      .heads_per_cta = 32,
      .block_columns = SMLA_SM80_KEYS,
+     .block_cost = 16,
      .cta_cost = 2,
      .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(32),
      .shared_bytes = SMLA_SM80_SHARED_BYTES(32, SMLA_ROWS_BF16),
@@ -116,6 +125,7 @@ static const smla_attention_kernel kernels[] = {
      .max_heads = 128,
      .heads_per_cta = 16,
      .block_columns = SMLA_SM80_KEYS,
+     .block_cost = 16,
      .cta_cost = 2,
      .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(16),
      .shared_bytes = SMLA_SM80_SHARED_BYTES(16, SMLA_ROWS_BF16),
@@ -128,6 +138,7 @@ static const smla_attention_kernel kernels[] = {
      .max_heads = 128,
      .heads_per_cta = 16,
      .block_columns = SMLA_SM80_KEYS,
+     .block_cost = 16,
      .cta_cost = 2,
      .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(16),
      .shared_bytes = SMLA_SM80_SHARED_BYTES(16, SMLA_ROWS_MIXED),
@@ -267,6 +278,7 @@ enum {
 
 /* What the schedule looks at. */
 typedef struct split_problem {
+    const smla_cuda_device *device;
     const smla_attention_kernel *kernel;
     int64_t places; /* CTAs that the device runs at once */
     int64_t num_heads;
@@ -280,19 +292,43 @@ min_int64(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
+static int64_t
+count_places(const smla_cuda_device *device, const smla_attention_kernel *kernel)
+{
+    const int64_t fit = (device->max_shared_bytes + RESERVED_SHARED_BYTES) /
+                        (kernel->shared_bytes + RESERVED_SHARED_BYTES);
+    return device->num_sms * min_int64(kernel->ctas_per_sm, fit < 1 ? 1 : fit);
+}
+
 static split_problem
 problem_of(const smla_cuda_device *device, const smla_attention_kernel *kernel,
            const smla_attention_shape *shape)
 {
-    const int64_t fit = (device->max_shared_bytes + RESERVED_SHARED_BYTES) /
-                        (kernel->shared_bytes + RESERVED_SHARED_BYTES);
     return (split_problem){
+        .device = device,
         .kernel = kernel,
-        .places = device->num_sms * min_int64(kernel->ctas_per_sm, fit < 1 ? 1 : fit),
+        .places = count_places(device, kernel),
         .num_heads = shape->num_heads,
         .topk = shape->topk,
         .extra_topk = shape->extra_topk,
     };
+}
+
+/* n / by, rounded up. The schedule divides a hundred times in a call, and 32 bits take a third of the
+ * time. */
+static int64_t
+divide_up(int64_t n, int64_t by)
+{
+    if ((n | by) >> 31 == 0) {
+        return (int64_t)(((uint32_t)n + (uint32_t)by - 1) / (uint32_t)by);
+    }
+    return n / by + (n % by != 0);
+}
+
+static int64_t
+count_columns(int64_t topk, int num_splits)
+{
+    return divide_up(divide_up(topk, num_splits), SMLA_SPLIT_ALIGN) * SMLA_SPLIT_ALIGN;
 }
 
 /* CTAs of a token and split. */
@@ -303,7 +339,7 @@ count_tiles(const split_problem *problem, int num_splits)
     const int64_t heads = kernel->min_arch < 90
                               ? kernel->heads_per_cta
                               : smla_sm90_heads_per_cta(kernel->heads_per_cta, num_splits);
-    return (problem->num_heads + heads - 1) / heads;
+    return divide_up(problem->num_heads, heads);
 }
 
 /* Splits beyond this have no columns of their own. */
@@ -323,34 +359,85 @@ max_parts(const split_problem *problem)
     return MAX_WAVES * problem->places / count_tiles(problem, 1);
 }
 
-/* The split count with the shortest estimated time, the smaller one when equal. CTAs run in waves
- * of `places`; one takes its blocks of keys and a fixed start and end; splits also need the combine
- * kernel, which reads all of them. The unit is a sixteenth of a block. */
+/* Estimated time of a batch. CTAs run in waves of `places`; one takes its blocks of keys and a fixed
+ * start and end; splits also need the combine kernel, which reads all of them. The unit is a
+ * sixteenth of a block of the largest tile. */
+static int64_t
+estimate_cost(const split_problem *problem, int64_t num_tokens, int num_splits)
+{
+    const smla_attention_kernel *const kernel = problem->kernel;
+    const int64_t ctas = num_tokens * count_tiles(problem, num_splits) * num_splits;
+    const int64_t waves = divide_up(ctas, problem->places);
+    const int64_t columns =
+        count_columns(problem->topk, num_splits) + count_columns(problem->extra_topk, num_splits);
+    const int64_t blocks = divide_up(columns, kernel->block_columns);
+    const int64_t combine_cost = num_splits == 1 ? 0 : 16 + num_splits;
+    return waves * (blocks * kernel->block_cost + 16 * (int64_t)kernel->cta_cost) + combine_cost;
+}
+
+/* For a batch in one split: the problem with the row of the same file that is estimated to take the
+ * shortest time, the one with more heads per CTA when equal. */
+static split_problem
+choose_tile(const split_problem *problem, int64_t num_tokens)
+{
+    const smla_attention_kernel *const end = kernels + NUM_KERNELS;
+    split_problem best = *problem;
+    split_problem other = *problem;
+    for (other.kernel++; other.kernel < end && other.kernel->formats == problem->kernel->formats &&
+                         other.kernel->min_arch == problem->kernel->min_arch;
+         other.kernel++) {
+        other.places = count_places(problem->device, other.kernel);
+        if (estimate_cost(&other, num_tokens, 1) < estimate_cost(&best, num_tokens, 1)) {
+            best = other;
+        }
+    }
+    return best;
+}
+
+/* A batch in one split, and how many tokens at its end are left to a call of their own, which splits
+ * them, because that is estimated to take less time than one more wave: all of them where they are
+ * the only wave, or where nothing is left. */
+typedef struct whole_plan {
+    int64_t rest;
+    int64_t cost;
+} whole_plan;
+
+static int choose_splits(const split_problem *problem, int64_t num_tokens);
+
+static whole_plan
+plan_whole(const split_problem *problem, int64_t num_tokens)
+{
+    const split_problem whole = choose_tile(problem, num_tokens);
+    whole_plan plan = {.rest = num_tokens, .cost = estimate_cost(&whole, num_tokens, 1)};
+    const int64_t tiles = count_tiles(problem, 1);
+    const int64_t full = num_tokens * tiles / problem->places * problem->places / tiles;
+    const int64_t rest = num_tokens - full;
+    if (full > 0 && rest > 0) {
+        const int64_t apart = estimate_cost(problem, full, 1) +
+                              estimate_cost(problem, rest, choose_splits(problem, rest));
+        if (apart < plan.cost) {
+            plan = (whole_plan){.rest = rest, .cost = apart};
+        }
+    }
+    return plan;
+}
+
+/* The split count with the shortest estimated time, the smaller one when equal. */
 static int
 choose_splits(const split_problem *problem, int64_t num_tokens)
 {
     const int64_t useful = max_useful_splits(problem);
-    int64_t best = 1;
-    int64_t best_cost = INT64_MAX;
-    for (int64_t splits = 1; splits <= useful; splits++) {
-        if (splits > 1 && num_tokens * splits > max_parts(problem)) {
-            break;
-        }
-        const int64_t tiles = count_tiles(problem, (int)splits);
-        const int64_t ctas = num_tokens * tiles * splits;
-        const int64_t waves = (ctas + problem->places - 1) / problem->places;
-        const int64_t columns = smla_split_columns(problem->topk, (int)splits) +
-                                smla_split_columns(problem->extra_topk, (int)splits);
-        const int64_t combine_cost = splits == 1 ? 0 : 16 + splits;
-        const int64_t block = problem->kernel->block_columns;
-        const int64_t blocks = (columns + block - 1) / block;
-        const int64_t cost = 16 * waves * (blocks + problem->kernel->cta_cost) + combine_cost;
+    int best = 1;
+    int64_t best_cost = plan_whole(problem, num_tokens).cost;
+    const int64_t most = num_tokens == 0 ? 1 : min_int64(useful, max_parts(problem) / num_tokens);
+    for (int splits = 2; splits <= most; splits++) {
+        const int64_t cost = estimate_cost(problem, num_tokens, splits);
         if (cost < best_cost) {
             best = splits;
             best_cost = cost;
         }
     }
-    return (int)best;
+    return best;
 }
 
 static bool
@@ -427,11 +514,76 @@ require_workspace(const smla_attention_params *params, smla_error *error)
     return SMLA_OK;
 }
 
-smla_status
-smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *error)
+static split_problem
+problem_of_call(const smla_cuda_device *device, const smla_attention_kernel *kernel,
+                const smla_attention_params *params)
+{
+    const smla_attention_shape shape = {
+        .num_heads = params->num_heads,
+        .topk = params->lists[0].topk,
+        .extra_topk = params->num_lists == 2 ? params->lists[1].topk : 0,
+    };
+    return problem_of(device, kernel, &shape);
+}
+
+/* Tokens [start, start + count) of a call. */
+static smla_attention_params
+slice_tokens(const smla_attention_params *params, int64_t start, int64_t count)
+{
+    smla_attention_params part = *params;
+    part.num_tokens = count;
+    part.q_nope += start * part.q_nope_stride_token;
+    part.q_pe += start * part.q_pe_stride_token;
+    for (int i = 0; i < part.num_lists; i++) {
+        smla_key_list *const keys = &part.lists[i];
+        keys->indices += start * keys->indices_stride_token;
+        keys->topk_length += keys->topk_length == NULL ? 0 : start * keys->topk_length_stride;
+        keys->map.req_id_per_token += keys->map.block_table == NULL ? 0 : start;
+    }
+    part.out += start * part.out_stride_token;
+    part.lse += start * part.lse_stride_token;
+    part.max_logits += part.max_logits == NULL ? 0 : start * part.max_logits_stride_token;
+    return part;
+}
+
+static smla_status
+run_kernel(const smla_attention_kernel *kernel, const smla_attention_params *params,
+           smla_error *error)
 {
     static const char op[] = "sparse_attention";
     static const char call[] = "cudaLaunchKernelExC";
+    SMLA_TRY(require_workspace(params, error));
+    SMLA_TRY(smla_cuda_status(op, call, kernel->launch(params), error));
+    if (params->num_splits == 1) {
+        return SMLA_OK;
+    }
+    return smla_cuda_status(op, call, smla_cuda_launch_combine(params), error);
+}
+
+/* A call whose split count is the backend's own. What does not fill a wave of CTAs any more may be
+ * split, after the rest. */
+static smla_status
+run_planned(const split_problem *problem, const smla_attention_params *params, smla_error *error)
+{
+    if (params->num_splits > 1) {
+        return run_kernel(problem->kernel, params, error);
+    }
+    const int64_t rest = plan_whole(problem, params->num_tokens).rest;
+    const int64_t start = params->num_tokens - rest;
+    if (start > 0) {
+        const smla_attention_params full = slice_tokens(params, 0, start);
+        SMLA_TRY(run_kernel(choose_tile(problem, start).kernel, &full, error));
+    }
+    smla_attention_params part = slice_tokens(params, start, rest);
+    part.num_splits = start == 0 ? 1 : choose_splits(problem, rest);
+    const smla_attention_kernel *const kernel =
+        part.num_splits == 1 ? choose_tile(problem, rest).kernel : problem->kernel;
+    return run_kernel(kernel, &part, error);
+}
+
+smla_status
+smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *error)
+{
     if (params->num_tokens == 0) {
         return SMLA_OK;
     }
@@ -441,10 +593,9 @@ smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *erro
     if (kernel == NULL) {
         return fail_without_kernel(params, device, error);
     }
-    SMLA_TRY(require_workspace(params, error));
-    SMLA_TRY(smla_cuda_status(op, call, kernel->launch(params), error));
-    if (params->num_splits == 1) {
-        return SMLA_OK;
+    if (!params->is_planned) { /* a token's bits must not depend on the batch */
+        return run_kernel(kernel, params, error);
     }
-    return smla_cuda_status(op, call, smla_cuda_launch_combine(params), error);
+    const split_problem problem = problem_of_call(device, kernel, params);
+    return run_planned(&problem, params, error);
 }

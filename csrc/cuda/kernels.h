@@ -28,7 +28,8 @@ typedef struct smla_attention_kernel {
     int32_t max_heads;
     int32_t heads_per_cta; /* more heads are more CTAs, which gather the same rows */
     int32_t block_columns; /* keys that a CTA takes at once */
-    int32_t cta_cost;      /* of starting and ending a CTA, in such blocks */
+    int32_t block_cost;    /* time of such a block, 16 with the most heads */
+    int32_t cta_cost;      /* of starting and ending a CTA, in blocks of 16 */
     int32_t ctas_per_sm;   /* at most; for the split schedule */
     int32_t shared_bytes;  /* of one CTA */
     const char *name;      /* source file and variant */
