@@ -193,6 +193,8 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
     extern __shared__ __align__(1024) uint8_t memory[];
     hopper_memory<Shape> *const shared = (hopper_memory<Shape> *)memory;
     start(shared);
+    ptx_wait_for_grids();
+    ptx_let_next_grid_start();
     if (threadIdx.x >= CONSUMER_THREADS) {
         ptx_release_registers<GATHER_REGISTERS>();
         gather(launch, shared);
@@ -271,7 +273,7 @@ launch_hopper(const smla_attention_params *params)
         num_ctas = smla_count_parts(launch.num_works, MAX_WORKS);
     }
     return smla_launch(attend_hopper<Shape>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
-                       params->stream.handle);
+                       params->stream.handle, true);
 }
 
 template <int HEADS>

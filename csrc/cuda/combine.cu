@@ -16,6 +16,7 @@
 #include "kernels.h"
 #include "launch.cuh"
 #include "numeric.cuh"
+#include "ptx.cuh"
 #include "softmax.cuh"
 
 enum {
@@ -104,6 +105,8 @@ __launch_bounds__(CTA_THREADS) combine(const __grid_constant__ combine_launch la
     const smla_attention_params &params = launch.params;
     const int first_value = (int)threadIdx.x * THREAD_VALUES;
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+    ptx_let_next_grid_start();
+    ptx_wait_for_grids();
     for (int64_t row_idx = blockIdx.x; row_idx < launch.num_rows; row_idx += gridDim.x) {
         const int64_t token = row_idx / params.num_heads;
         const int64_t head = row_idx % params.num_heads;
@@ -136,5 +139,8 @@ smla_cuda_launch_combine(const smla_attention_params *params)
     launch.num_rows = params->num_tokens * params->num_heads;
     launch.out_is_aligned = smla_is_multiple(params->out, params->out_stride_token * 2, 8) &&
                             params->out_stride_head % 4 == 0;
-    return smla_launch(combine, launch, launch.num_rows, CTA_THREADS, 0, params->stream.handle);
+    const bool is_early =
+        smla_cuda_find_device(params->stream.device_id)->compute_capability >= 90;
+    return smla_launch(combine, launch, launch.num_rows, CTA_THREADS, 0, params->stream.handle,
+                       is_early);
 }

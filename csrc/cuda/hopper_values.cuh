@@ -254,6 +254,22 @@ write_out_row(const hopper_launch &launch, const cta_work &work, const lane_plac
     }
 }
 
+/* Lanes of neighbouring rows have 32 bytes each. Afterwards the first four words of both are those
+ * of the even row, the others those of the odd row: a store fills whole sectors of 32 bytes, of
+ * which L2 takes twice as many in a time as of halves. */
+static __device__ __forceinline__ void
+swap_halves(const lane_place &me, uint32_t words[8])
+{
+    const bool is_odd = me.row & 1;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint32_t give = is_odd ? words[i] : words[4 + i];
+        const uint32_t take = __shfl_xor_sync(0xFFFFFFFFu, give, 4);
+        words[i] = is_odd ? take : words[i];
+        words[4 + i] = is_odd ? words[4 + i] : take;
+    }
+}
+
 template <typename Shape>
 static __device__ __forceinline__ void
 write_partial_row(const hopper_launch &launch, const cta_work &work, const lane_place &me,
@@ -261,7 +277,7 @@ write_partial_row(const hopper_launch &launch, const cta_work &work, const lane_
 {
     float *const to = launch.base.partials.out +
                       partial_row(launch.base, work, 2 * me.column) * SMLA_KV_LORA_RANK +
-                      256 * me.group + 64 * me.warp + 8 * me.row;
+                      256 * me.group + 64 * me.warp + 16 * (me.row >> 1) + 4 * (me.row & 1);
 #pragma unroll
     for (int j = 0; j < Shape::HEADS / 8; j++) {
         const float2 factors = *(const float2 *)&shared->factor[8 * j + 2 * me.column];
@@ -274,9 +290,10 @@ write_partial_row(const hopper_launch &launch, const cta_work &work, const lane_
                 words[2 * b] = smla_float_bits(state.out[b][4 * j + i] * factor);
                 words[2 * b + 1] = smla_float_bits(state.out[b][4 * j + 2 + i] * factor);
             }
+            swap_halves(me, words);
             if (8 * j + 2 * me.column + i < work.num_heads && factor != 0.0f) {
                 smla_store_vector_4(to + (8 * j + i) * SMLA_KV_LORA_RANK, words);
-                smla_store_vector_4(to + (8 * j + i) * SMLA_KV_LORA_RANK + 4, words + 4);
+                smla_store_vector_4(to + (8 * j + i) * SMLA_KV_LORA_RANK + 8, words + 4);
             }
         }
     }

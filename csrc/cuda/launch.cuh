@@ -10,11 +10,15 @@ enum { SMLA_WARP_LANES = 32 };
 /* ---- Launch -------------------------------------------------------------------------------- */
 
 /* Starts a kernel that takes one struct by value. The grid is cut to what the hardware numbers:
- * kernels loop over the blocks that are missing. No blocks, no launch. */
+ * kernels loop over the blocks that are missing. No blocks, no launch.
+ *
+ * `is_early` (sm_90 and later): the grid may start before the grid in front of it in the stream is
+ * done. Every thread of it must pass ptx_wait_for_grids before it reads what others wrote, writes
+ * what others read, or ends: who does not wait is no order for those behind it. */
 template <typename Args>
 static cudaError_t
 smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int block_threads,
-            int shared_bytes, void *stream)
+            int shared_bytes, void *stream, bool is_early = false)
 {
     if (num_blocks <= 0) {
         return cudaSuccess;
@@ -24,6 +28,11 @@ smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int bloc
     config.blockDim = dim3((unsigned)block_threads);
     config.dynamicSmemBytes = (size_t)shared_bytes;
     config.stream = (cudaStream_t)stream;
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &early;
+    config.numAttrs = is_early ? 1 : 0;
     void *list[] = {const_cast<Args *>(&args)};
     return cudaLaunchKernelExC(&config, (const void *)kernel, list);
 }

@@ -168,6 +168,26 @@ ptx_barrier_or(int id, int num_threads, bool is_set)
 
 /* ---- sm_90 --------------------------------------------------------------------------------- */
 
+/* Of a grid that started early (smla_launch): the grids in front of it in the stream are done, and
+ * what they wrote is visible. No instruction where no grid starts early. */
+static __device__ __forceinline__ void
+ptx_wait_for_grids(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+
+/* Once every CTA has said so, or is done, the next grid of the stream may start early. It says
+ * nothing about memory: the next grid waits for the end of this one. */
+static __device__ __forceinline__ void
+ptx_let_next_grid_start(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+#endif
+}
+
 /* Registers of a thread, for all warps of a warpgroup; the CTA's sum stays what it began with. */
 template <int COUNT>
 static __device__ __forceinline__ void
