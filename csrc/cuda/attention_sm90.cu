@@ -115,13 +115,16 @@ consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
 #pragma unroll 1
     for (int idx = (int)blockIdx.x; idx < launch.num_works; idx = shared->work + (int)gridDim.x) {
         const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
-        state.phase += ONE_STEP * count_all_steps(launch.base, work);
         ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody reads the last work's marks */
         if (threadIdx.x == 0) {
             shared->work = idx;
+            shared->place = work;
         }
         shared->is_lost[threadIdx.x] = 0;
         ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+        ptx_wait_for_grids(); /* from here on memory of others is read and written */
+        ptx_let_next_grid_start();
+        state.phase += ONE_STEP * count_all_steps(launch.base, work);
         if (state.phase >= ONE_STEP) {
             store_query(launch, work, find_place(), shared, &state);
             consume_steps(launch, shared, &state);
@@ -193,8 +196,6 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
     extern __shared__ __align__(1024) uint8_t memory[];
     hopper_memory<Shape> *const shared = (hopper_memory<Shape> *)memory;
     start(shared);
-    ptx_wait_for_grids();
-    ptx_let_next_grid_start();
     if (threadIdx.x >= CONSUMER_THREADS) {
         ptx_release_registers<GATHER_REGISTERS>();
         gather(launch, shared);
@@ -299,20 +300,34 @@ launch_tile(const smla_attention_params *params)
                                       : launch_hopper<HEADS, true>(params);
 }
 
+/* The kernel of small batches, where a split is small enough. */
+template <int HEADS>
+static cudaError_t
+launch_any(const smla_attention_params *params)
+{
+    const int64_t extra_topk = params->num_lists == 2 ? params->lists[1].topk : 0;
+    if (smla_sm90_is_small(params->lists[0].topk, extra_topk, params->num_splits)) {
+        return smla_sm90_heads_per_cta(HEADS, params->num_splits) >= 32
+                   ? smla_attend_sm90_small_32(params)
+                   : smla_attend_sm90_small_16(params);
+    }
+    return launch_tile<HEADS>(params);
+}
+
 cudaError_t
 smla_attend_sm90_fp8_64(const smla_attention_params *params)
 {
-    return launch_tile<64>(params);
+    return launch_any<64>(params);
 }
 
 cudaError_t
 smla_attend_sm90_fp8_32(const smla_attention_params *params)
 {
-    return launch_tile<32>(params);
+    return launch_any<32>(params);
 }
 
 cudaError_t
 smla_attend_sm90_fp8_16(const smla_attention_params *params)
 {
-    return launch_tile<16>(params);
+    return launch_any<16>(params);
 }

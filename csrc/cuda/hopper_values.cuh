@@ -304,14 +304,13 @@ template <typename Shape>
 static __device__ __forceinline__ void
 finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
-    const int idx = shared->work;
-    const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
+    const cta_work work = shared->place;
     const lane_place me = find_place();
     const int warp = 4 * me.group + me.warp;
     const int thread = SMLA_WARP_LANES * warp + me.lane;
     if (ptx_barrier_or(BARRIER_CONSUMERS, CONSUMER_THREADS, shared->is_lost[thread])) {
         if (thread == 0) {
-            const int number = idx / (int)gridDim.x;
+            const int number = shared->work / (int)gridDim.x;
             shared->redo[number / 32] |= 1u << number % 32;
         }
         return;

@@ -60,6 +60,18 @@ enum {
     SMLA_SM90_KEYS = 128, /* keys of a step */
 };
 
+/* attention_sm90_small.cu: columns of a split, all of which a CTA holds at once. */
+enum { SMLA_SM90_SMALL_KEYS = 256 };
+
+/* Whether attention_sm90_small.cu runs: not for the batch to say, for a token's bits depend on it. */
+static inline bool
+smla_sm90_is_small(int64_t topk, int64_t extra_topk, int num_splits)
+{
+    return num_splits > 1 &&
+           smla_split_columns(topk, num_splits) + smla_split_columns(extra_topk, num_splits) <=
+               SMLA_SM90_SMALL_KEYS;
+}
+
 /* Heads of a CTA: many splits mean a small batch, where smaller tiles give more SMs work. The split
  * count alone tells, so that a token's bits do not depend on the batch. */
 static inline int32_t
@@ -68,6 +80,10 @@ smla_sm90_heads_per_cta(int32_t heads_per_cta, int num_splits)
     const int32_t most = num_splits >= 16 ? 16 : num_splits >= 8 ? 32 : 64;
     return heads_per_cta < most ? heads_per_cta : most;
 }
+
+/* attention_sm90_small.cu, for attention_sm90.cu */
+cudaError_t smla_attend_sm90_small_32(const smla_attention_params *params);
+cudaError_t smla_attend_sm90_small_16(const smla_attention_params *params);
 
 /* attention_sm90.cu */
 cudaError_t smla_attend_sm90_fp8_64(const smla_attention_params *params);
