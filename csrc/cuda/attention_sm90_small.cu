@@ -41,8 +41,8 @@ enum {
     SCALE_BYTES = SMLA_NUM_SCALE_TILES * GRANULE_KEYS * 2, /* of a granule, in f16 */
     TOP_SCALE_EXPONENT = 6, /* of the largest scale / E: 448 times it is below 2^16 */
     WEIGHT_EXPONENT = 8,    /* of the largest weight */
-    GRANULES_AT_ONCE = 4,   /* of values */
-    NO_EXPONENT = -1000,    /* of a granule without keys */
+    GROUP_GRANULES = SMALL_GRANULES / SMALL_GROUPS, /* that a warpgroup scores */
+    NO_EXPONENT = -1000,                            /* of a granule without keys */
 };
 
 static_assert((int)SMALL_GROUPS == (int)SMLA_NUM_SCALE_TILES,
@@ -82,45 +82,49 @@ typedef struct small_state {
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* The granules of a split: those of the main list, then those of the extra one. */
-typedef struct granule_plan {
-    column_range columns[2];
-    int num_main;
-    int num_granules;
-} granule_plan;
+/* What a warp fetches: a granule of the columns that a split may have, of the main list, then of the
+ * extra one. Nothing of it needs memory, so it is known before the grids in front are done. */
+typedef struct granule_place {
+    int list;
+    int32_t column;       /* of the lane's key */
+    const int32_t *index; /* of it */
+    bool is_on;           /* the lane has a key */
+} granule_place;
 
 static __device__ __forceinline__ int
-count_granules(column_range columns)
+count_granules(const attention_launch &launch)
 {
-    return (columns.end - columns.begin + GRANULE_KEYS - 1) / GRANULE_KEYS;
+    const int columns = launch.lists[0].split_columns +
+                        (launch.params.num_lists == 2 ? launch.lists[1].split_columns : 0);
+    return columns / GRANULE_KEYS;
 }
 
-static __device__ __forceinline__ granule_plan
-plan_granules(const attention_launch &launch, const cta_work &work)
+static __device__ __forceinline__ granule_place
+find_granule(const attention_launch &launch, const cta_work &work, int warp, int lane)
 {
-    granule_plan plan = {};
-    plan.columns[0] = find_columns(launch, work, 0);
-    plan.num_main = count_granules(plan.columns[0]);
-    plan.num_granules = plan.num_main;
-    if (launch.params.num_lists == 2) {
-        plan.columns[1] = find_columns(launch, work, 1);
-        plan.num_granules += count_granules(plan.columns[1]);
-    }
-    return plan;
+    const int num_main = launch.lists[0].split_columns / GRANULE_KEYS;
+    granule_place place;
+    place.list = warp < num_main ? 0 : 1;
+    const smla_key_list &keys = launch.params.lists[place.list];
+    place.column = work.split * launch.lists[place.list].split_columns +
+                   (warp - place.list * num_main) * GRANULE_KEYS + lane;
+    place.index = keys.indices + work.token * keys.indices_stride_token + place.column;
+    place.is_on = warp < count_granules(launch) && lane < GRANULE_KEYS && place.column < keys.topk;
+    return place;
 }
 
-/* The index of key `lane` of the warp's granule, negative for none. */
+/* The index of the lane's key, negative for none. */
 static __device__ __forceinline__ int32_t
-read_granule_index(const attention_launch &launch, const cta_work &work, const granule_plan &plan,
-                   int list, int warp, int lane)
+read_granule_index(const attention_launch &launch, const cta_work &work, const granule_place &place)
 {
-    const smla_key_list &keys = launch.params.lists[list];
-    const column_range columns = list == 0 ? plan.columns[0] : plan.columns[1];
-    const int32_t column = columns.begin + (warp - list * plan.num_main) * GRANULE_KEYS + lane;
+    const smla_key_list &keys = launch.params.lists[place.list];
+    int32_t length = INT32_MAX;
     uint32_t index;
-    ptx_load_4(keys.indices + work.token * keys.indices_stride_token + column,
-               lane < GRANULE_KEYS && column < columns.end, NO_ROW, &index);
-    return (int32_t)index;
+    if (keys.topk_length != NULL) {
+        length = keys.topk_length[work.token * keys.topk_length_stride];
+    }
+    ptx_load_4(place.index, place.is_on, NO_ROW, &index);
+    return place.column < length ? (int32_t)index : -1;
 }
 
 /* The row that an index names, NULL for none. */
@@ -171,24 +175,43 @@ typedef struct small_query {
     uint32_t rope[8];
 } small_query;
 
+/* Where it is in memory. */
+typedef struct query_place {
+    const uint16_t *nope;
+    const uint16_t *rope;
+    bool is_on; /* there is such a head */
+} query_place;
+
+static __device__ __forceinline__ query_place
+find_query(const smla_attention_params &params, const cta_work &work, int warp,
+           const lane_place &me)
+{
+    const int head = 8 * (warp / SMLA_NUM_SCALE_TILES) + me.row;
+    const int64_t row = work.first_head + head;
+    query_place place;
+    place.nope = params.q_nope + work.token * params.q_nope_stride_token +
+                 row * params.q_nope_stride_head + warp % SMLA_NUM_SCALE_TILES * SMLA_SCALE_TILE +
+                 32 * me.column;
+    place.rope = params.q_pe + work.token * params.q_pe_stride_token +
+                 row * params.q_pe_stride_head + 16 * me.column;
+    place.is_on = head < work.num_heads;
+    return place;
+}
+
 template <bool ALIGNED>
 static __device__ __forceinline__ void
-load_query(const smla_attention_params &params, const cta_work &work, int head, int tile,
-           int column, small_query *part)
+load_query(const query_place &place, int warp, small_query *part)
 {
-    const int64_t row = work.first_head + head;
-    const uint16_t *const nope = params.q_nope + work.token * params.q_nope_stride_token +
-                                 row * params.q_nope_stride_head + tile * SMLA_SCALE_TILE +
-                                 32 * column;
+    if (!place.is_on) {
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        smla_load_words<16, ALIGNED>(nope + 8 * i, &part->nope[4 * i]);
+        smla_load_words<16, ALIGNED>(place.nope + 8 * i, &part->nope[4 * i]);
     }
-    if (tile == 0) {
-        const uint16_t *const rope = params.q_pe + work.token * params.q_pe_stride_token +
-                                     row * params.q_pe_stride_head + 16 * column;
-        smla_load_words<16, ALIGNED>(rope, &part->rope[0]);
-        smla_load_words<16, ALIGNED>(rope + 8, &part->rope[4]);
+    if (warp % SMLA_NUM_SCALE_TILES == 0) {
+        smla_load_words<16, ALIGNED>(place.rope, &part->rope[0]);
+        smla_load_words<16, ALIGNED>(place.rope + 8, &part->rope[4]);
     }
 }
 
@@ -246,9 +269,11 @@ find_query_exponent(const small_memory<Shape> *shared, int lane, small_state *st
 /* Barriers 1 and 2: the query is in shared memory. */
 template <typename Shape>
 static __device__ __forceinline__ void
-store_small_query(small_memory<Shape> *shared, const small_query &part, int head, int tile,
+store_small_query(small_memory<Shape> *shared, const small_query &part, int warp,
                   const lane_place &me, small_state *state)
 {
+    const int head = 8 * (warp / SMLA_NUM_SCALE_TILES) + me.row;
+    const int tile = warp % SMLA_NUM_SCALE_TILES;
     const uint32_t part_max = find_part_max(part);
     if (head < Shape::HEADS && me.column == 0) {
         shared->query_max[tile][head] = part_max;
@@ -410,17 +435,39 @@ score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me, sma
 
 /* ---- Weights ------------------------------------------------------------------------------- */
 
-/* Over the warp's eight lanes of a column: rows of fragments. */
 template <bool IS_MAX>
 static __device__ __forceinline__ float
-fold_rows(float value)
+fold_pair(float a, float b)
 {
+    return IS_MAX ? fmaxf(a, b) : a + b;
+}
+
+/* Four heads' values over the eight lanes of a column, the rows of fragments: a lane gets that of
+ * head number `lane / 8`. */
+template <bool IS_MAX>
+static __device__ __forceinline__ float
+fold_rows(const float values[4], int lane)
+{
+    const bool upper = lane & 16;
+    const bool odd = lane & 8;
+    float half[2];
 #pragma unroll
-    for (int step = 4; step < SMLA_WARP_LANES; step *= 2) {
-        const float other = __shfl_xor_sync(0xFFFFFFFFu, value, step);
-        value = IS_MAX ? fmaxf(value, other) : value + other;
+    for (int i = 0; i < 2; i++) {
+        const float give = upper ? values[i] : values[2 + i];
+        const float keep = upper ? values[2 + i] : values[i];
+        half[i] = fold_pair<IS_MAX>(keep, __shfl_xor_sync(0xFFFFFFFFu, give, 16));
     }
-    return value;
+    const float other = __shfl_xor_sync(0xFFFFFFFFu, odd ? half[0] : half[1], 8);
+    const float quarter = fold_pair<IS_MAX>(odd ? half[1] : half[0], other);
+    return fold_pair<IS_MAX>(quarter, __shfl_xor_sync(0xFFFFFFFFu, quarter, 4));
+}
+
+/* The head of the lane's value, of heads first to first + 15, after fold_rows of those that the
+ * lane's column has: 8 (number / 2) + 2 column + number % 2. */
+static __device__ __forceinline__ int
+head_of_fold(const lane_place &me)
+{
+    return 8 * (me.lane >> 4) + 2 * me.column + (me.lane >> 3 & 1);
 }
 
 /* Barrier 3: from the maxima of all warps the reference of head `lane`, and the power of two of all
@@ -431,14 +478,19 @@ find_reference(small_memory<Shape> *shared, int warp, const lane_place &me, bool
                small_state *state, const float (&scores)[Shape::HEADS / 2])
 {
 #pragma unroll
-    for (int i = 0; i < Shape::HEADS / 4; i++) {
-        const int from = 4 * (i / 2) + i % 2;
-        const float first = scores[from] * state->score_factor;
-        const float second = scores[from + 2] * state->score_factor;
-        const float top = fold_rows<true>(fmaxf(state->is_key.first ? first : -INFINITY,
-                                                state->is_key.second ? second : -INFINITY));
-        if (me.row == 0) {
-            shared->tops[warp][8 * (i / 2) + 2 * me.column + i % 2] = top;
+    for (int chunk = 0; chunk < Shape::HEADS / 16; chunk++) {
+        float values[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int from = 8 * chunk + 4 * (i / 2) + i % 2;
+            const float first = scores[from] * state->score_factor;
+            const float second = scores[from + 2] * state->score_factor;
+            values[i] = fmaxf(state->is_key.first ? first : -INFINITY,
+                              state->is_key.second ? second : -INFINITY);
+        }
+        const float top = fold_rows<true>(values, me.lane);
+        if (!(me.lane & 4)) {
+            shared->tops[warp][16 * chunk + head_of_fold(me)] = top;
         }
     }
     if (me.lane == 0) {
@@ -454,7 +506,7 @@ find_reference(small_memory<Shape> *shared, int warp, const lane_place &me, bool
     }
     const int exponent =
         __reduce_max_sync(0xFFFFFFFFu, shared->key_exponent[me.lane % SMALL_WARPS]);
-    state->key_exponent = exponent == NO_EXPONENT ? 0 : exponent;
+    state->key_exponent = exponent;
     state->is_lost |= !state->is_bad && top != -INFINITY && !(fabsf(top) < 0x1p22f);
     state->reference = state->is_bad ? NAN : softmax_reference(top) - (float)WEIGHT_EXPONENT;
     return top;
@@ -470,6 +522,7 @@ weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_st
 #pragma unroll
     for (int chunk = 0; chunk < Shape::HEADS / 16; chunk++) {
         uint32_t pairs[4];
+        float sums[4];
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             const int head = 16 * chunk + 8 * j + 2 * me.column;
@@ -484,13 +537,12 @@ weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_st
             }
             pairs[2 * j] = ptx_cvt_f16x2(e[0], e[1]);
             pairs[2 * j + 1] = ptx_cvt_f16x2(e[2], e[3]);
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float sum = fold_rows<false>(e[i] + e[2 + i]);
-                if (me.row == 0) {
-                    shared->sums[warp][head + i] = sum;
-                }
-            }
+            sums[2 * j] = e[0] + e[2];
+            sums[2 * j + 1] = e[1] + e[3];
+        }
+        const float sum = fold_rows<false>(sums, me.lane);
+        if (!(me.lane & 4)) {
+            shared->sums[warp][16 * chunk + head_of_fold(me)] = sum;
         }
         const int key = GRANULE_KEYS * warp + (me.lane & 15);
         const int piece = 2 * chunk + (me.lane >> 4);
@@ -498,7 +550,7 @@ weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_st
         ptx_stmatrix_x4(ptx_shared_address(&shared->probs[key][(piece ^ flip) * 16]), pairs[0],
                         pairs[1], pairs[2], pairs[3]);
     }
-    const uint32_t scales = round_scales(state->key_exponent, state);
+    const uint32_t scales = round_scales(max(state->key_exponent, -(int)MAX_KEY_EXPONENT), state);
     uint16_t *const to = (uint16_t *)&shared->scales[warp][me.column * GRANULE_KEYS * 2] +
                          4 * (me.row >> 1) + (me.row & 1);
     to[0] = (uint16_t)scales;
@@ -532,26 +584,35 @@ load_small_values(const small_memory<Shape> *shared, int granule, const lane_pla
                       values->scale);
 }
 
-/* -> A of two products: rows of product b are dimensions 2b and 2b + 1 of every four. */
+/* Two e4m3, in bytes 1 and 3, to f16 / 2^8, exactly, but for NaN, which would be 480: its score is
+ * NaN already. cvt has a quarter of the rate of what this takes. */
+static __device__ __forceinline__ uint32_t
+shift_e4m3x2(uint32_t bytes)
+{
+    return (bytes >> 1 & 0x3F803F80u) | (bytes & 0x80008000u);
+}
+
+/* -> A of two products: rows of product b are dimensions 2b and 2b + 1 of every four. One goes
+ * through cvt, the other through the ALU, which work side by side. */
 static __device__ __forceinline__ void
 convert_small_values(const small_values &values, uint32_t a[8])
 {
 #pragma unroll
-    for (int b = 0; b < 2; b++) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint32_t bytes =
-                __byte_perm(values.raw[2 * i], values.raw[2 * i + 1], b ? 0x7362 : 0x5140);
-            uint32_t *const to = a + 4 * b + 2 * i;
-            ptx_cvt_f16x4_e4m3x4(bytes, &to[0], &to[1]);
-            to[0] = ptx_mul_f16x2(to[0], values.scale[i]);
-            to[1] = ptx_mul_f16x2(to[1], values.scale[i]);
-        }
+    for (int i = 0; i < 2; i++) {
+        const uint32_t first = values.raw[2 * i];
+        const uint32_t second = values.raw[2 * i + 1];
+        const uint32_t scale = values.scale[i];
+        const uint32_t large_scale = ptx_mul_f16x2(scale, 0x5C005C00u); /* 2^8 */
+        ptx_cvt_f16x4_e4m3x4(__byte_perm(first, second, 0x5140), &a[2 * i], &a[2 * i + 1]);
+        a[2 * i] = ptx_mul_f16x2(a[2 * i], scale);
+        a[2 * i + 1] = ptx_mul_f16x2(a[2 * i + 1], scale);
+        a[4 + 2 * i] = ptx_mul_f16x2(shift_e4m3x2(__byte_perm(first, second, 0x6020)), large_scale);
+        a[5 + 2 * i] = ptx_mul_f16x2(shift_e4m3x2(__byte_perm(first, second, 0x7030)), large_scale);
     }
 }
 
-/* out = values * weights, of 128 values per warpgroup. Granules come in fours; the last ones are
- * perhaps of zeros. */
+/* out = values * weights, of 128 values per warpgroup. Granules come in fours, as a split's
+ * columns do in 64. */
 template <typename Shape>
 static __device__ __forceinline__ void
 add_small_values(small_memory<Shape> *shared, int num_granules, const lane_place &me,
@@ -569,9 +630,9 @@ add_small_values(small_memory<Shape> *shared, int num_granules, const lane_place
     load_small_values(shared, 0, me, &values[0]);
     load_small_values(shared, 1, me, &values[1]);
 #pragma unroll 1
-    for (int first = 0; first < num_granules; first += GRANULES_AT_ONCE) {
+    for (int first = 0; first < num_granules; first += GROUP_GRANULES) {
 #pragma unroll
-        for (int i = 0; i < GRANULES_AT_ONCE; i++) {
+        for (int i = 0; i < GROUP_GRANULES; i++) {
             wgmma_wait<1>(); /* the products of this A */
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -656,34 +717,48 @@ redo_small_row(const attention_launch &launch, const cta_work &work, void *memor
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
-/* Everything up to the weights, which it gives to shared memory; false when the row is lost. */
-template <typename Shape>
-static __device__ __forceinline__ bool
-score_row(const attention_launch &launch, const cta_work &work, const granule_plan &plan,
-          small_memory<Shape> *shared, float *top, int *key_exponent)
+/* All that can be known before the grids in front are done, and is: the compiler may not move it. */
+typedef struct small_places {
+    granule_place granule;
+    query_place query;
+} small_places;
+
+static __device__ __forceinline__ small_places
+find_places(const attention_launch &launch, const cta_work &work)
 {
     const lane_place me = find_place();
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
-    const int list = warp < plan.num_main ? 0 : launch.params.num_lists - 1;
-    const int32_t index = read_granule_index(launch, work, plan, list, warp, me.lane);
-    const int tile = warp % SMLA_NUM_SCALE_TILES;
-    const int head = 8 * (warp / SMLA_NUM_SCALE_TILES) + me.row;
+    small_places at = {find_granule(launch, work, warp, me.lane),
+                       find_query(launch.params, work, warp, me)};
+    at.granule.index = ptx_forget_pointer(at.granule.index);
+    at.query.nope = ptx_forget_pointer(at.query.nope);
+    at.query.rope = ptx_forget_pointer(at.query.rope);
+    return at;
+}
+
+/* Everything up to the weights, which it gives to shared memory; whether the row is lost. */
+template <typename Shape>
+static __device__ __forceinline__ bool
+score_row(const attention_launch &launch, const cta_work &work, const small_places &at,
+          int num_granules, small_memory<Shape> *shared, float *top, int *key_exponent)
+{
+    const lane_place me = find_place();
+    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    const int32_t index = read_granule_index(launch, work, at.granule);
     small_query part = {};
-    if (head < min(work.num_heads, (int)Shape::HEADS)) {
-        if (launch.q_is_aligned) {
-            load_query<true>(launch.params, work, head, tile, me.column, &part);
-        } else {
-            load_query<false>(launch.params, work, head, tile, me.column, &part);
-        }
+    if (launch.q_is_aligned) {
+        load_query<true>(at.query, warp, &part);
+    } else {
+        load_query<false>(at.query, warp, &part);
     }
-    const uint8_t *const row = find_granule_row(launch, list, work.token, index);
+    const uint8_t *const row = find_granule_row(launch, at.granule.list, work.token, index);
     const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, row != NULL);
     const uint32_t rows = ptx_shared_address(shared->rows[warp]);
-    if (warp < (plan.num_granules + GRANULES_AT_ONCE - 1) / GRANULES_AT_ONCE * GRANULES_AT_ONCE) {
+    if (warp < num_granules) {
         copy_granule(row, rows, me.lane);
     }
     small_state state = {};
-    store_small_query(shared, part, head, tile, me, &state);
+    store_small_query(shared, part, warp, me, &state);
     ptx_cp_async_wait_all();
     __syncwarp(); /* the warp's rows are there */
     find_key_exponent(rows, me, is_key, &state);
@@ -691,12 +766,14 @@ score_row(const attention_launch &launch, const cta_work &work, const granule_pl
         launch.scale_log2 * power_of_two(state.query_exponent) * power_of_two(state.key_exponent);
     state.is_lost |= !(fabsf(state.score_factor) <= 0x1p100f) ||
                      (fabsf(state.score_factor) < 0x1p-100f && launch.scale_log2 != 0.0f);
-    float scores[Shape::HEADS / 2];
-    score_keys(shared, rows, me, &state, scores);
+    float scores[Shape::HEADS / 2] = {};
+    if (me.group * GROUP_GRANULES < num_granules) {
+        score_keys(shared, rows, me, &state, scores);
+    }
     *top = find_reference(shared, warp, me, is_key != 0, &state, scores);
     const bool is_lost = weigh_keys(shared, warp, me, &state, scores);
     *key_exponent = state.key_exponent;
-    return !is_lost;
+    return is_lost;
 }
 
 template <typename Shape>
@@ -705,30 +782,27 @@ __launch_bounds__(SMALL_THREADS, 1) attend_small(const __grid_constant__ attenti
 {
     extern __shared__ __align__(1024) uint8_t memory[];
     small_memory<Shape> *const shared = (small_memory<Shape> *)memory;
+    const int thread = (int)threadIdx.x;
     const cta_work work = find_work(launch, launch.num_head_tiles, (int)blockIdx.x, Shape::HEADS);
+    const small_places at = find_places(launch, work);
+    const int num_granules = count_granules(launch);
     ptx_wait_for_grids(); /* from here on memory of others is read and written */
     ptx_let_next_grid_start();
-    const granule_plan plan = plan_granules(launch, work);
-    const int thread = (int)threadIdx.x;
-    if (plan.num_granules == 0) {
-        if (thread < work.num_heads) {
-            *(float2 *)(launch.partials.state + 2 * partial_row(launch, work, thread)) =
-                make_float2(-INFINITY, 0.0f);
-        }
-        return;
-    }
     float top;
     int key_exponent;
-    if (!score_row(launch, work, plan, shared, &top, &key_exponent)) {
+    if (score_row(launch, work, at, num_granules, shared, &top, &key_exponent)) {
         redo_small_row<Shape>(launch, work, memory);
         return;
     }
     if (thread < SMLA_WARP_LANES) {
         write_states(launch, work, thread, top, shared);
     }
+    if (key_exponent == NO_EXPONENT) {
+        return; /* no key, no partial row */
+    }
     const lane_place me = find_place();
     float out[2][Shape::HEADS / 2];
-    add_small_values(shared, plan.num_granules, me, out);
+    add_small_values(shared, num_granules, me, out);
     write_small_row<Shape>(launch, work, me, power_of_two(key_exponent - WEIGHT_EXPONENT), out);
 }
 
