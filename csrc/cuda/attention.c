@@ -21,6 +21,7 @@ static const smla_attention_kernel kernels[] = {
      .heads_per_cta = 64,
      .block_columns = SMLA_SM90_KEYS,
      .cta_cost = 3,
+     .small_columns = SMLA_SM90_SMALL_KEYS,
      .ctas_per_sm = 1,
      .shared_bytes = SMLA_SM90_SHARED_BYTES,
      .name = "attention_sm90.cu, 64 heads per CTA",
@@ -33,6 +34,7 @@ static const smla_attention_kernel kernels[] = {
      .heads_per_cta = 32,
      .block_columns = SMLA_SM90_KEYS,
      .cta_cost = 3,
+     .small_columns = SMLA_SM90_SMALL_KEYS,
      .ctas_per_sm = 1,
      .shared_bytes = SMLA_SM90_SHARED_BYTES,
      .name = "attention_sm90.cu, 32 heads per CTA",
@@ -45,6 +47,7 @@ static const smla_attention_kernel kernels[] = {
      .heads_per_cta = 16,
      .block_columns = SMLA_SM90_KEYS,
      .cta_cost = 3,
+     .small_columns = SMLA_SM90_SMALL_KEYS,
      .ctas_per_sm = 1,
      .shared_bytes = SMLA_SM90_SHARED_BYTES,
      .name = "attention_sm90.cu, 16 heads per CTA",
@@ -323,28 +326,65 @@ max_parts(const split_problem *problem)
     return MAX_WAVES * problem->places / count_tiles(problem, 1);
 }
 
+static bool
+is_small(const split_problem *problem, int num_splits, int64_t columns)
+{
+    return problem->kernel->small_columns != 0 &&
+           smla_sm90_is_small(problem->kernel->heads_per_cta, num_splits, columns);
+}
+
+/* The costs below are in sixteenths of a block. */
+
+/* Of a CTA: its blocks of keys, a fixed start and end. The kernel for small batches is a shade slower
+ * with a key and has much less of a start; its columns need not fill blocks. */
+static int64_t
+find_cta_cost(const split_problem *problem, int num_splits)
+{
+    const int64_t block = problem->kernel->block_columns;
+    const int64_t columns = smla_split_columns(problem->topk, num_splits) +
+                            smla_split_columns(problem->extra_topk, num_splits);
+    return is_small(problem, num_splits, columns)
+               ? 32 + 18 * columns / block
+               : 16 * ((columns + block - 1) / block + problem->kernel->cta_cost);
+}
+
+/* Of the combine kernel, and of the partial rows that it reads. */
+static int64_t
+find_combine_cost(const split_problem *problem, int64_t num_tokens, int num_splits)
+{
+    if (num_splits == 1) {
+        return 0;
+    }
+    if (problem->kernel->small_columns == 0) {
+        return 16 + num_splits;
+    }
+    return 12 + num_splits / 4 + num_tokens * num_splits * problem->num_heads / 256;
+}
+
+/* Kernels for small batches start before the grid in front of them is done, if there is room. */
+static int64_t
+find_late_cost(const split_problem *problem, int64_t num_ctas)
+{
+    return problem->kernel->small_columns != 0 && 2 * num_ctas > problem->places ? 6 : 0;
+}
+
 /* The split count with the shortest estimated time, the smaller one when equal. CTAs run in waves
- * of `places`; one takes its blocks of keys and a fixed start and end; splits also need the combine
- * kernel, which reads all of them. The unit is a sixteenth of a block. */
+ * of `places`. */
 static int
 choose_splits(const split_problem *problem, int64_t num_tokens)
 {
     const int64_t useful = max_useful_splits(problem);
     int64_t best = 1;
     int64_t best_cost = INT64_MAX;
-    for (int64_t splits = 1; splits <= useful; splits++) {
+    for (int splits = 1; splits <= useful; splits++) {
         if (splits > 1 && num_tokens * splits > max_parts(problem)) {
             break;
         }
-        const int64_t tiles = count_tiles(problem, (int)splits);
-        const int64_t ctas = num_tokens * tiles * splits;
+        const int64_t ctas = num_tokens * count_tiles(problem, splits) * splits;
         const int64_t waves = (ctas + problem->places - 1) / problem->places;
-        const int64_t columns = smla_split_columns(problem->topk, (int)splits) +
-                                smla_split_columns(problem->extra_topk, (int)splits);
-        const int64_t combine_cost = splits == 1 ? 0 : 16 + splits;
-        const int64_t block = problem->kernel->block_columns;
-        const int64_t blocks = (columns + block - 1) / block;
-        const int64_t cost = 16 * waves * (blocks + problem->kernel->cta_cost) + combine_cost;
+        const int64_t cost = waves * find_cta_cost(problem, splits) +
+                             find_combine_cost(problem, num_tokens, splits) +
+                             find_late_cost(problem, ctas);
         if (cost < best_cost) {
             best = splits;
             best_cost = cost;

@@ -300,18 +300,18 @@ launch_tile(const smla_attention_params *params)
                                       : launch_hopper<HEADS, true>(params);
 }
 
-/* The kernel of small batches, where a split is small enough. */
 template <int HEADS>
 static cudaError_t
 launch_any(const smla_attention_params *params)
 {
-    const int64_t extra_topk = params->num_lists == 2 ? params->lists[1].topk : 0;
-    if (smla_sm90_is_small(params->lists[0].topk, extra_topk, params->num_splits)) {
-        return smla_sm90_heads_per_cta(HEADS, params->num_splits) >= 32
-                   ? smla_attend_sm90_small_32(params)
-                   : smla_attend_sm90_small_16(params);
+    int64_t columns = 0;
+    for (int i = 0; i < params->num_lists; i++) {
+        columns += smla_split_columns(params->lists[i].topk, params->num_splits);
     }
-    return launch_tile<HEADS>(params);
+    if (!smla_sm90_is_small(HEADS, params->num_splits, columns)) {
+        return launch_tile<HEADS>(params);
+    }
+    return HEADS == 16 ? smla_attend_sm90_small_16(params) : smla_attend_sm90_small_32(params);
 }
 
 cudaError_t

@@ -3,7 +3,8 @@
  * Computes     out = sum_s f_s out_s / sum_s f_s sum_s * sink factor, f_s = 2^(ref_s - ref)
  * Shapes       partial rows (kernels.h); out [T][H][512] bf16, lse and max_logits [T][H] fp32, any
  *              strides
- * Shared mem   none
+ * Shared mem   none is used. What is asked for keeps CTAs from being stacked on the few SMs that the
+ *              grid in front leaves first, or has left free, while others are idle.
  * Roles        One CTA per token and head: a thread owns 4 of the 512 values, every warp finds the
  *              factors of the splits by itself, one lane per split. Nothing is waited for.
  * Roofline     2056 bytes in per split, 1024 out: bound by the latency of one read, for sixteen
@@ -23,7 +24,9 @@ enum {
     THREAD_VALUES = 4,
     CTA_THREADS = SMLA_KV_LORA_RANK / THREAD_VALUES,
     LANE_SPLITS = SMLA_MAX_SPLITS / SMLA_WARP_LANES,
-    FLIGHT = 16, /* splits whose values are read at once */
+    FLIGHT = 16,                  /* splits whose values are read at once */
+    MAX_SHARE = 8,                /* CTAs of an SM: more need not be spread */
+    RESERVED_SHARED_BYTES = 1024, /* of every CTA, by the driver */
 };
 
 static_assert(LANE_SPLITS == 2, "split s is lane s % 32's number s / 32");
@@ -165,6 +168,16 @@ __launch_bounds__(CTA_THREADS) combine(const __grid_constant__ combine_launch la
     }
 }
 
+/* Shared memory that lets an SM have its share of the CTAs, and two in any case. */
+static int
+find_shared_bytes(const smla_cuda_device *device, int64_t num_rows)
+{
+    const int64_t share = smla_count_parts(num_rows, device->num_sms);
+    const int64_t num_ctas = share < 2 ? 2 : share;
+    const int64_t bytes = device->max_shared_bytes / num_ctas - RESERVED_SHARED_BYTES;
+    return num_ctas > MAX_SHARE ? 0 : (int)(bytes / 1024 * 1024);
+}
+
 cudaError_t
 smla_cuda_launch_combine(const smla_attention_params *params)
 {
@@ -175,7 +188,18 @@ smla_cuda_launch_combine(const smla_attention_params *params)
     launch.num_heads = smla_make_divisor(params->num_heads);
     launch.out_is_aligned = smla_is_multiple(params->out, params->out_stride_token * 2, 8) &&
                             params->out_stride_head % 4 == 0;
-    const bool is_early = smla_cuda_find_device(params->stream.device_id)->compute_capability >= 90;
-    return smla_launch(combine, launch, launch.num_rows, CTA_THREADS, 0, params->stream.handle,
-                       is_early);
+    const smla_cuda_device *const device = smla_cuda_find_device(params->stream.device_id);
+    const bool is_early = device->compute_capability >= 90;
+    const int shared_bytes = is_early ? find_shared_bytes(device, launch.num_rows) : 0;
+    if (shared_bytes > 0) {
+        static uint64_t allowed;
+        const cudaError_t code =
+            allow_shared_bytes((const void *)combine, device->max_shared_bytes / 2,
+                               params->stream.device_id, &allowed);
+        if (code != cudaSuccess) {
+            return code;
+        }
+    }
+    return smla_launch(combine, launch, launch.num_rows, CTA_THREADS, shared_bytes,
+                       params->stream.handle, is_early);
 }

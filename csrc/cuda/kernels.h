@@ -29,6 +29,7 @@ typedef struct smla_attention_kernel {
     int32_t heads_per_cta; /* more heads are more CTAs, which gather the same rows */
     int32_t block_columns; /* keys that a CTA takes at once */
     int32_t cta_cost;      /* of starting and ending a CTA, in such blocks */
+    int32_t small_columns; /* a split of so many at most runs in a kernel for small batches; or 0 */
     int32_t ctas_per_sm;   /* at most; for the split schedule */
     int32_t shared_bytes;  /* of one CTA */
     const char *name;      /* source file and variant */
@@ -60,25 +61,24 @@ enum {
     SMLA_SM90_KEYS = 128, /* keys of a step */
 };
 
-/* attention_sm90_small.cu: columns of a split, all of which a CTA holds at once. */
-enum { SMLA_SM90_SMALL_KEYS = 256 };
-
-/* Whether attention_sm90_small.cu runs: not for the batch to say, for a token's bits depend on it. */
-static inline bool
-smla_sm90_is_small(int64_t topk, int64_t extra_topk, int num_splits)
-{
-    return num_splits > 1 &&
-           smla_split_columns(topk, num_splits) + smla_split_columns(extra_topk, num_splits) <=
-               SMLA_SM90_SMALL_KEYS;
-}
-
 /* Heads of a CTA: many splits mean a small batch, where smaller tiles give more SMs work. The split
  * count alone tells, so that a token's bits do not depend on the batch. */
 static inline int32_t
 smla_sm90_heads_per_cta(int32_t heads_per_cta, int num_splits)
 {
-    const int32_t most = num_splits >= 16 ? 16 : num_splits >= 8 ? 32 : 64;
+    const int32_t most = num_splits >= 8 ? 32 : 64;
     return heads_per_cta < most ? heads_per_cta : most;
+}
+
+/* attention_sm90_small.cu: all keys of a split at once, of 32 heads at most. Again the batch has no
+ * say. `columns` of a split, of both lists. */
+enum { SMLA_SM90_SMALL_KEYS = 256 };
+
+static inline bool
+smla_sm90_is_small(int32_t heads_per_cta, int num_splits, int64_t columns)
+{
+    return num_splits > 1 && columns <= SMLA_SM90_SMALL_KEYS &&
+           smla_sm90_heads_per_cta(heads_per_cta, num_splits) <= 32;
 }
 
 /* attention_sm90_small.cu, for attention_sm90.cu */

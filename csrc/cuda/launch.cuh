@@ -5,6 +5,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "cuda.h"
+
 enum { SMLA_WARP_LANES = 32 };
 
 /* ---- Launch -------------------------------------------------------------------------------- */
@@ -35,6 +37,26 @@ smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int bloc
     config.numAttrs = is_early ? 1 : 0;
     void *list[] = {const_cast<Args *>(&args)};
     return cudaLaunchKernelExC(&config, (const void *)kernel, list);
+}
+
+/* More than 48 KiB of shared memory has to be asked for, once per kernel and device: a fact that
+ * does not change, so it is remembered. Two threads may both ask; that does no harm. */
+static inline cudaError_t
+allow_shared_bytes(const void *kernel, int shared_bytes, int32_t device_id, uint64_t *allowed)
+{
+    const uint64_t bit = device_id < 64 ? (uint64_t)1 << device_id : 0;
+    if (__atomic_load_n(allowed, __ATOMIC_ACQUIRE) & bit) {
+        return cudaSuccess;
+    }
+    /* The kernel may be loaded here, which a capture in the default mode forbids. */
+    const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
+    const cudaError_t code =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    smla_cuda_restore_captures(former);
+    if (code == cudaSuccess) {
+        __atomic_fetch_or(allowed, bit, __ATOMIC_RELEASE);
+    }
+    return code;
 }
 
 /* ---- Counts -------------------------------------------------------------------------------- */
