@@ -30,7 +30,7 @@ def check(case: AttentionCase) -> None:
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
-@pytest.mark.parametrize("num_splits", [1, 5])
+@pytest.mark.parametrize("num_splits", [1, 5, 8])
 @pytest.mark.parametrize("num_heads", [1, 16, 24, 64, 128])
 def test_attention(num_heads, num_splits, fmt):
     check(AttentionCase(2, num_heads, 330, fmt=fmt, num_splits=num_splits, pages=6, sink=True))

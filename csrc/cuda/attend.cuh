@@ -566,26 +566,6 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, shared_m
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* More than 48 KiB of shared memory has to be asked for, once per kernel and device: a fact that
- * does not change, so it is remembered. Two threads may both ask; that does no harm. */
-static cudaError_t
-allow_shared_bytes(const void *kernel, int shared_bytes, int32_t device_id, uint64_t *allowed)
-{
-    const uint64_t bit = device_id < 64 ? (uint64_t)1 << device_id : 0;
-    if (__atomic_load_n(allowed, __ATOMIC_ACQUIRE) & bit) {
-        return cudaSuccess;
-    }
-    /* The kernel may be loaded here, which a capture in the default mode forbids. */
-    const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
-    const cudaError_t code =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    smla_cuda_restore_captures(former);
-    if (code == cudaSuccess) {
-        __atomic_fetch_or(allowed, bit, __ATOMIC_RELEASE);
-    }
-    return code;
-}
-
 /* CTAs and columns are counted in 32 bits; no memory holds the arrays of a call that has more. */
 static bool
 is_countable(const smla_attention_params *params, int heads_per_cta)

@@ -23,6 +23,7 @@ static const smla_attention_kernel kernels[] = {
      .block_columns = SMLA_SM90_KEYS,
      .block_cost = 16,
      .cta_cost = 3,
+     .small_columns = SMLA_SM90_SMALL_KEYS,
      .ctas_per_sm = 1,
      .shared_bytes = SMLA_SM90_SHARED_BYTES,
      .name = "attention_sm90.cu, 64 heads per CTA",
@@ -36,6 +37,7 @@ static const smla_attention_kernel kernels[] = {
      .block_columns = SMLA_SM90_KEYS,
      .block_cost = 13,
      .cta_cost = 3,
+     .small_columns = SMLA_SM90_SMALL_KEYS,
      .ctas_per_sm = 1,
      .shared_bytes = SMLA_SM90_SHARED_BYTES,
      .name = "attention_sm90.cu, 32 heads per CTA",
@@ -49,6 +51,7 @@ static const smla_attention_kernel kernels[] = {
      .block_columns = SMLA_SM90_KEYS,
      .block_cost = 12,
      .cta_cost = 3,
+     .small_columns = SMLA_SM90_SMALL_KEYS,
      .ctas_per_sm = 1,
      .shared_bytes = SMLA_SM90_SHARED_BYTES,
      .name = "attention_sm90.cu, 16 heads per CTA",
@@ -359,20 +362,56 @@ max_parts(const split_problem *problem)
     return MAX_WAVES * problem->places / count_tiles(problem, 1);
 }
 
-/* Estimated time of a batch. CTAs run in waves of `places`; one takes its blocks of keys and a fixed
- * start and end; splits also need the combine kernel, which reads all of them. The unit is a
- * sixteenth of a block of the largest tile. */
+static bool
+is_small(const split_problem *problem, int num_splits, int64_t columns)
+{
+    return problem->kernel->small_columns != 0 &&
+           smla_sm90_is_small(problem->kernel->heads_per_cta, num_splits, columns);
+}
+
+/* The costs below are in sixteenths of a block of the largest tile. */
+
+/* Of a CTA: its blocks of keys, a fixed start and end. The kernel for small batches is a shade slower
+ * with a key and has much less of a start; its columns need not fill blocks. */
+static int64_t
+find_cta_cost(const split_problem *problem, int num_splits)
+{
+    const int64_t block = problem->kernel->block_columns;
+    const int64_t columns =
+        count_columns(problem->topk, num_splits) + count_columns(problem->extra_topk, num_splits);
+    return is_small(problem, num_splits, columns)
+               ? 32 + 18 * columns / block
+               : divide_up(columns, block) * problem->kernel->block_cost +
+                     16 * (int64_t)problem->kernel->cta_cost;
+}
+
+/* Of the combine kernel, and of the partial rows that it reads. */
+static int64_t
+find_combine_cost(const split_problem *problem, int64_t num_tokens, int num_splits)
+{
+    if (num_splits == 1) {
+        return 0;
+    }
+    if (problem->kernel->small_columns == 0) {
+        return 16 + num_splits;
+    }
+    return 12 + num_splits / 4 + num_tokens * num_splits * problem->num_heads / 256;
+}
+
+/* Kernels for small batches start before the grid in front of them is done, if there is room. */
+static int64_t
+find_late_cost(const split_problem *problem, int64_t num_ctas)
+{
+    return problem->kernel->small_columns != 0 && 2 * num_ctas > problem->places ? 6 : 0;
+}
+
+/* Estimated time of a batch: CTAs run in waves of `places`. */
 static int64_t
 estimate_cost(const split_problem *problem, int64_t num_tokens, int num_splits)
 {
-    const smla_attention_kernel *const kernel = problem->kernel;
     const int64_t ctas = num_tokens * count_tiles(problem, num_splits) * num_splits;
-    const int64_t waves = divide_up(ctas, problem->places);
-    const int64_t columns =
-        count_columns(problem->topk, num_splits) + count_columns(problem->extra_topk, num_splits);
-    const int64_t blocks = divide_up(columns, kernel->block_columns);
-    const int64_t combine_cost = num_splits == 1 ? 0 : 16 + num_splits;
-    return waves * (blocks * kernel->block_cost + 16 * (int64_t)kernel->cta_cost) + combine_cost;
+    return divide_up(ctas, problem->places) * find_cta_cost(problem, num_splits) +
+           find_combine_cost(problem, num_tokens, num_splits) + find_late_cost(problem, ctas);
 }
 
 /* For a batch in one split: the problem with the row of the same file that is estimated to take the

@@ -111,6 +111,8 @@ consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
     consumer<Shape> state = {};
     state.own = BLOCK_GRANULES * GRANULE_BYTES * find_place().group;
     query_part part;
+    ptx_wait_for_grids(); /* from here on memory of others is read and written */
+    ptx_let_next_grid_start();
 #pragma unroll 1
     for (;;) {
         const int idx = shared->work + (int)gridDim.x;
@@ -128,8 +130,9 @@ consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
         }
         state.phase += ONE_STEP * count_all_steps(launch.base, work);
         ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody reads the last work's number */
-        if (threadIdx.x == 0) {
+        if (ptx_forget((int)threadIdx.x) == 0) {          /* not a comparison kept over the loop */
             shared->work = idx;
+            shared->place = work;
         }
         shared->is_lost[threadIdx.x] = 0;
         ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
@@ -192,7 +195,8 @@ start(hopper_memory<Shape> *shared)
         ptx_fence_mbarrier_init();
     }
     if (thread == 0) {
-        shared->work = (int)blockIdx.x - (int)gridDim.x; /* the one before the first */
+        shared->work = (int)blockIdx.x - (int)gridDim.x; /* in front of the first: of no heads */
+        shared->place = cta_work{};
     }
     if (thread < MAX_WORKS / 32) {
         shared->redo[thread] = 0;
@@ -285,7 +289,7 @@ launch_hopper(const smla_attention_params *params)
         num_ctas = smla_count_parts(launch.num_works, MAX_WORKS);
     }
     return smla_launch(attend_hopper<Shape>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
-                       params->stream.handle);
+                       params->stream.handle, true);
 }
 
 template <int HEADS>
@@ -311,20 +315,34 @@ launch_tile(const smla_attention_params *params)
                                       : launch_hopper<HEADS, true>(params);
 }
 
+template <int HEADS>
+static cudaError_t
+launch_any(const smla_attention_params *params)
+{
+    int64_t columns = 0;
+    for (int i = 0; i < params->num_lists; i++) {
+        columns += smla_split_columns(params->lists[i].topk, params->num_splits);
+    }
+    if (!smla_sm90_is_small(HEADS, params->num_splits, columns)) {
+        return launch_tile<HEADS>(params);
+    }
+    return HEADS == 16 ? smla_attend_sm90_small_16(params) : smla_attend_sm90_small_32(params);
+}
+
 cudaError_t
 smla_attend_sm90_fp8_64(const smla_attention_params *params)
 {
-    return launch_tile<64>(params);
+    return launch_any<64>(params);
 }
 
 cudaError_t
 smla_attend_sm90_fp8_32(const smla_attention_params *params)
 {
-    return launch_tile<32>(params);
+    return launch_any<32>(params);
 }
 
 cudaError_t
 smla_attend_sm90_fp8_16(const smla_attention_params *params)
 {
-    return launch_tile<16>(params);
+    return launch_any<16>(params);
 }

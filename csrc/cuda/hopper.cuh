@@ -21,6 +21,7 @@ enum {
     FP8_ROW_BYTES = 656,
     SCALE_OFFSET = 512,
     ROPE_OFFSET = 528,
+    GRANULE_ROW_BYTES = GRANULE_KEYS * FP8_ROW_BYTES,
     CONSUMER_WARPS = CTA_WARPS,
     CONSUMER_THREADS = CTA_THREADS,
     GROUP_THREADS = 128,
@@ -81,6 +82,7 @@ template <typename Shape> struct hopper_memory {
     alignas(16) float reference[Shape::HEADS];
     alignas(16) float factor[Shape::HEADS];
     int32_t work;      /* its number in the grid */
+    cta_work place;    /* what it is: kept here, for divisions are slow */
     float score_scale; /* of scores, in the log2 domain */
     float key_unit;    /* E */
     uint32_t window;   /* exponent of the smallest scale that fits */

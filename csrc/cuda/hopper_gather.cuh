@@ -156,6 +156,7 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
 #pragma unroll 1
     for (int idx = (int)blockIdx.x; idx < launch.num_works; idx += (int)gridDim.x) {
         const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
+        ptx_wait_for_grids();
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.num_lists; list++) {
             gather_list<Shape>(launch, work, list, &state);

@@ -271,6 +271,22 @@ round_values(const consumer<Shape> &state, int j, int i, float factor, uint32_t 
     }
 }
 
+/* Lanes of neighbouring rows have 32 bytes each. Afterwards the first four words of both are those
+ * of the even row, the others those of the odd row: a store fills whole sectors of 32 bytes, of
+ * which L2 takes twice as many in a time as of halves. */
+static __device__ __forceinline__ void
+swap_halves(const lane_place &me, uint32_t words[8])
+{
+    const bool is_odd = me.row & 1;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint32_t give = is_odd ? words[i] : words[4 + i];
+        const uint32_t take = __shfl_xor_sync(0xFFFFFFFFu, give, 4);
+        words[i] = is_odd ? take : words[i];
+        words[4 + i] = is_odd ? words[4 + i] : take;
+    }
+}
+
 /* Half of the heads: out, or where it is not aligned to shared memory. A thread has heads 2 column
  * and 2 column + 1 of every eight. */
 template <typename Shape>
@@ -327,7 +343,7 @@ write_partial_half(const hopper_launch &launch, const cta_work &work, const lane
     constexpr int PIECES_OF_HALF = Shape::HEADS / 16;
     float *const to = launch.base.partials.out +
                       partial_row(launch.base, work, 2 * me.column) * SMLA_KV_LORA_RANK +
-                      256 * me.group + 64 * me.warp + 8 * me.row;
+                      256 * me.group + 64 * me.warp + 16 * (me.row >> 1) + 4 * (me.row & 1);
 #pragma unroll
     for (int j = half * PIECES_OF_HALF; j < (half + 1) * PIECES_OF_HALF; j++) {
         const float2 factors = *(const float2 *)&shared->factor[8 * j + 2 * me.column];
@@ -340,9 +356,10 @@ write_partial_half(const hopper_launch &launch, const cta_work &work, const lane
                 words[2 * b] = smla_float_bits(state.out[b][4 * j + i] * factor);
                 words[2 * b + 1] = smla_float_bits(state.out[b][4 * j + 2 + i] * factor);
             }
+            swap_halves(me, words);
             if (8 * j + 2 * me.column + i < work.num_heads && factor != 0.0f) {
                 smla_store_vector_4(to + (8 * j + i) * SMLA_KV_LORA_RANK, words);
-                smla_store_vector_4(to + (8 * j + i) * SMLA_KV_LORA_RANK + 4, words + 4);
+                smla_store_vector_4(to + (8 * j + i) * SMLA_KV_LORA_RANK + 8, words + 4);
             }
         }
     }
@@ -375,10 +392,8 @@ static __device__ __forceinline__ void
 finish_row(const hopper_launch &launch, const cta_work &next, hopper_memory<Shape> *shared,
            const consumer<Shape> &state, query_part *part)
 {
-    const bool is_row = shared->work >= 0;
-    const cta_work work =
-        find_work(launch.base, launch.base.num_head_tiles, is_row ? shared->work : 0, Shape::HEADS);
-    const bool writes = is_row && settle_row(launch, work, shared);
+    const cta_work work = shared->place;
+    const bool writes = work.num_heads > 0 && settle_row(launch, work, shared);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         load_query_half<true>(launch.base, next, find_place_again(), half, part);

@@ -30,6 +30,7 @@ typedef struct smla_attention_kernel {
     int32_t block_columns; /* keys that a CTA takes at once */
     int32_t block_cost;    /* time of such a block, 16 with the most heads */
     int32_t cta_cost;      /* of starting and ending a CTA, in blocks of 16 */
+    int32_t small_columns; /* a split of so many at most runs in a kernel for small batches; or 0 */
     int32_t ctas_per_sm;   /* at most; for the split schedule */
     int32_t shared_bytes;  /* of one CTA */
     const char *name;      /* source file and variant */
@@ -66,9 +67,24 @@ enum {
 static inline int32_t
 smla_sm90_heads_per_cta(int32_t heads_per_cta, int num_splits)
 {
-    const int32_t most = num_splits >= 16 ? 16 : num_splits >= 8 ? 32 : 64;
+    const int32_t most = num_splits >= 8 ? 32 : 64;
     return heads_per_cta < most ? heads_per_cta : most;
 }
+
+/* attention_sm90_small.cu: all keys of a split at once, of 32 heads at most. Again the batch has no
+ * say. `columns` of a split, of both lists. */
+enum { SMLA_SM90_SMALL_KEYS = 256 };
+
+static inline bool
+smla_sm90_is_small(int32_t heads_per_cta, int num_splits, int64_t columns)
+{
+    return num_splits > 1 && columns <= SMLA_SM90_SMALL_KEYS &&
+           smla_sm90_heads_per_cta(heads_per_cta, num_splits) <= 32;
+}
+
+/* attention_sm90_small.cu, for attention_sm90.cu */
+cudaError_t smla_attend_sm90_small_32(const smla_attention_params *params);
+cudaError_t smla_attend_sm90_small_16(const smla_attention_params *params);
 
 /* attention_sm90.cu */
 cudaError_t smla_attend_sm90_fp8_64(const smla_attention_params *params);

@@ -5,16 +5,22 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "cuda.h"
+
 enum { SMLA_WARP_LANES = 32 };
 
 /* ---- Launch -------------------------------------------------------------------------------- */
 
 /* Starts a kernel that takes one struct by value. The grid is cut to what the hardware numbers:
- * kernels loop over the blocks that are missing. No blocks, no launch. */
+ * kernels loop over the blocks that are missing. No blocks, no launch.
+ *
+ * `is_early` (sm_90 and later): the grid may start before the grid in front of it in the stream is
+ * done. Every thread of it must pass ptx_wait_for_grids before it reads what others wrote, writes
+ * what others read, or ends: who does not wait is no order for those behind it. */
 template <typename Args>
 static cudaError_t
 smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int block_threads,
-            int shared_bytes, void *stream)
+            int shared_bytes, void *stream, bool is_early = false)
 {
     if (num_blocks <= 0) {
         return cudaSuccess;
@@ -24,8 +30,39 @@ smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int bloc
     config.blockDim = dim3((unsigned)block_threads);
     config.dynamicSmemBytes = (size_t)shared_bytes;
     config.stream = (cudaStream_t)stream;
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &early;
+    config.numAttrs = is_early ? 1 : 0;
     void *list[] = {const_cast<Args *>(&args)};
     return cudaLaunchKernelExC(&config, (const void *)kernel, list);
+}
+
+/* More than 48 KiB of shared memory has to be asked for, once per kernel and device: a fact that
+ * does not change, so it is remembered. Two threads may both ask; that does no harm. SMs are asked to
+ * have all of it: else they may have too little for several CTAs, and are shared out anew between
+ * kernels that follow each other. */
+static inline cudaError_t
+allow_shared_bytes(const void *kernel, int shared_bytes, int32_t device_id, uint64_t *allowed)
+{
+    const uint64_t bit = device_id < 64 ? (uint64_t)1 << device_id : 0;
+    if (__atomic_load_n(allowed, __ATOMIC_ACQUIRE) & bit) {
+        return cudaSuccess;
+    }
+    /* The kernel may be loaded here, which a capture in the default mode forbids. */
+    const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
+    cudaError_t code =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (code == cudaSuccess) {
+        code = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    cudaSharedmemCarveoutMaxShared);
+    }
+    smla_cuda_restore_captures(former);
+    if (code == cudaSuccess) {
+        __atomic_fetch_or(allowed, bit, __ATOMIC_RELEASE);
+    }
+    return code;
 }
 
 /* ---- Counts -------------------------------------------------------------------------------- */

@@ -31,6 +31,14 @@ ptx_forget(int x)
     return x;
 }
 
+template <typename Value>
+static __device__ __forceinline__ const Value *
+ptx_forget_pointer(const Value *pointer)
+{
+    asm volatile("" : "+l"(pointer));
+    return pointer;
+}
+
 static __device__ __forceinline__ void
 ptx_ldmatrix_x4(uint32_t address, uint32_t r[4])
 {
@@ -134,6 +142,16 @@ ptx_cp_async_16(uint32_t to_shared, const void *from)
                  : "memory");
 }
 
+/* Zeros unless `is_on`, and then the address is not looked at. */
+static __device__ __forceinline__ void
+ptx_cp_async_16_or_zero(uint32_t to_shared, const void *from, bool is_on)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :
+                 : "r"(to_shared), "l"(from), "r"(is_on ? 16 : 0)
+                 : "memory");
+}
+
 static __device__ __forceinline__ void
 ptx_cp_async_wait_all(void)
 {
@@ -167,6 +185,26 @@ ptx_barrier_or(int id, int num_threads, bool is_set)
 }
 
 /* ---- sm_90 --------------------------------------------------------------------------------- */
+
+/* Of a grid that started early (smla_launch): the grids in front of it in the stream are done, and
+ * what they wrote is visible. No instruction where no grid starts early. */
+static __device__ __forceinline__ void
+ptx_wait_for_grids(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+
+/* Once every CTA has said so, or is done, the next grid of the stream may start early. It says
+ * nothing about memory: the next grid waits for the end of this one. */
+static __device__ __forceinline__ void
+ptx_let_next_grid_start(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+#endif
+}
 
 /* Registers of a thread, for all warps of a warpgroup; the CTA's sum stays what it began with. */
 template <int COUNT>

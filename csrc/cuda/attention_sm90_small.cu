@@ -1,0 +1,195 @@
+/* attention_sm90_small.cu: sparse MLA attention over FP8 rows for Hopper, for small batches: all keys
+ * of a split are in shared memory at once.
+ *
+ * Computes     as attention_sm90.cu, transposed: S^T = K Q^T, P = 2^(scale S - ref),
+ *              O^T = V^T P^T, with keys as A in registers and heads as N
+ * Shapes       as attention_sm90.cu; a split has SMLA_SM90_SMALL_KEYS columns of both lists at most
+ * Shared mem   query   [9][HEADS][128 B]   f16 (RoPE: bf16) times a power of two; 64 dimensions a
+ *                      tile, permuted (store_words), 128-byte swizzle
+ *              probs   [256][HEADS] f16    swizzled (wgmma.cuh)
+ *              rows    [16][16][656 B]     granules of rows as they are in the cache
+ *              scales  [16][4][16] f16, maxima, sums, maxima of the query
+ *              32 heads: 227,904 bytes of the 232,448 that an SM has
+ * Roles        One CTA for a token, split and head tile; 16 warps, four warpgroups. A warp fetches
+ *              the 16 rows of its granule and scores them, a warpgroup adds 128 of the 512 values.
+ *              barriers         what is visible after it, to all 512 threads
+ *              1 (__syncthreads) maxima of the query's heads
+ *              2                 query
+ *              3                 rows, maxima of the scores, exponents of the scales
+ *              4 (and vote)      weights, their sums, scales; whether any thread lost the row
+ *              Rows are waited for by the warp that fetched them, so scoring starts as they come.
+ *              A lost row is done again by the code of attention_sm80.cu.
+ * Roofline     One pass of latencies: index, row, scores, values. 32 heads, 256 keys: 2300 cycles of
+ *              wgmma each for scores and values.
+ * Numerics     as attention_sm90.cu, but the reference is that of all keys: weights are f16 up to
+ *              2^WEIGHT_EXPONENT and no score is too large. Scores are relative to the largest scale
+ *              of the warp's keys, values to that of all keys; scales that are smaller by more than
+ *              2^WINDOW_SIZE mark the row, as do NaN, negative and zero scales.
+ *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
+ * Source       as attention_sm90.cu; split-KV decoding (Flash-Decoding)
+ */
+#include "small_products.cuh"
+
+/* ---- Results ------------------------------------------------------------------------------- */
+
+/* The states of the partial row, by the first warp: head `lane`. */
+template <typename Shape>
+static __device__ __forceinline__ void
+write_states(const attention_launch &launch, const cta_work &work, int lane,
+             const small_memory<Shape> *shared, const small_state &state)
+{
+    if (lane < work.num_heads) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < SMALL_GRANULES; i++) {
+            sum += shared->sums[i][lane];
+        }
+        sum *= 1.0f / (1 << WEIGHT_EXPONENT);
+        *(float2 *)(launch.partials.state + 2 * partial_row(launch, work, lane)) =
+            make_float2(sum == 0.0f ? -INFINITY : state.top, sum);
+    }
+}
+
+template <typename Shape>
+static __device__ __forceinline__ void
+write_small_row(const attention_launch &launch, const cta_work &work, const lane_place &me,
+                float unit, const float (&out)[2][Shape::HEADS / 2])
+{
+    float *const to = launch.partials.out +
+                      partial_row(launch, work, 2 * me.column) * SMLA_KV_LORA_RANK +
+                      128 * me.group + 32 * me.warp + 4 * me.row;
+#pragma unroll
+    for (int j = 0; j < Shape::HEADS / 8; j++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int at = 4 * j + i;
+            const uint32_t words[4] = {smla_float_bits(out[0][at] * unit),
+                                       smla_float_bits(out[0][at + 2] * unit),
+                                       smla_float_bits(out[1][at] * unit),
+                                       smla_float_bits(out[1][at + 2] * unit)};
+            if (8 * j + 2 * me.column + i < work.num_heads) {
+                smla_store_vector_4(to + (8 * j + i) * SMLA_KV_LORA_RANK, words);
+            }
+        }
+    }
+}
+
+/* A lost row, by the portable code and half of the threads. */
+template <typename Shape>
+static __device__ __forceinline__ void
+redo_small_row(const attention_launch &launch, const cta_work &work, void *memory)
+{
+    if (threadIdx.x >= CTA_THREADS) {
+        return;
+    }
+    typedef typename Shape::Portable Portable;
+    const int num_tiles = ((int)launch.params.num_heads + Portable::HEADS - 1) / Portable::HEADS;
+    const int part = work.token * launch.params.num_splits + work.split;
+    const int first = work.first_head / Portable::HEADS;
+#pragma unroll 1
+    for (int i = first; i < min(first + Shape::REDO_TILES, num_tiles); i++) {
+        attend_cta<Portable>(launch, (uint32_t)num_tiles, part * num_tiles + i,
+                             (shared_memory<Portable> *)memory);
+        ptx_barrier(0, CTA_THREADS);
+    }
+}
+
+/* ---- Kernel -------------------------------------------------------------------------------- */
+
+/* The maxima of the scores of a warp that has keys, or of one that has none. */
+template <typename Shape>
+static __device__ __forceinline__ void
+score_row(const attention_launch &launch, int num_granules, small_memory<Shape> *shared,
+          small_state *state, float (&scores)[Shape::HEADS / 2])
+{
+    const lane_place me = find_place();
+    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    const uint32_t rows = ptx_shared_address(shared->rows[warp]);
+    if (me.group * GROUP_GRANULES < num_granules) {
+        find_key_exponent(rows, me, state);
+        state->score_factor = launch.scale_log2 * power_of_two(state->query_exponent) *
+                              power_of_two(state->key_exponent);
+        state->is_lost |= !(fabsf(state->score_factor) <= 0x1p100f) ||
+                          (fabsf(state->score_factor) < 0x1p-100f && launch.scale_log2 != 0.0f);
+        score_keys(shared, rows, me, state, scores);
+    }
+    store_tops(shared, warp, me, *state, scores);
+    const bool has_keys =
+        __any_sync(0xFFFFFFFFu, (state->is_key.first | state->is_key.second) != 0);
+    shared->key_exponent[warp] = has_keys ? state->key_exponent : (int)NO_EXPONENT;
+}
+
+template <typename Shape>
+__global__ void
+__launch_bounds__(SMALL_THREADS, 1) attend_small(const __grid_constant__ attention_launch launch)
+{
+    extern __shared__ __align__(1024) uint8_t memory[];
+    small_memory<Shape> *const shared = (small_memory<Shape> *)memory;
+    const cta_work work = find_work(launch, launch.num_head_tiles, (int)blockIdx.x, Shape::HEADS);
+    const small_places at = find_places(launch, work);
+    const int num_granules = count_granules(launch);
+    ptx_wait_for_grids(); /* from here on memory of others is read and written */
+    ptx_let_next_grid_start();
+    const lane_place me = find_place();
+    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    small_state state = {};
+    float scores[Shape::HEADS / 2] = {};
+    fetch_row(launch, work, at, num_granules, shared, &state);
+    score_row(launch, num_granules, shared, &state, scores);
+    __syncthreads(); /* barrier 3 */
+    find_small_reference(shared, me.lane, &state);
+    weigh_keys(shared, warp, me, &state, scores);
+    ptx_fence_async_shared();
+    if (__syncthreads_or(state.is_lost)) { /* barrier 4 */
+        redo_small_row<Shape>(launch, work, memory);
+        return;
+    }
+    if (warp == 0) {
+        write_states(launch, work, me.lane, shared, state);
+    }
+    if (state.key_exponent == NO_EXPONENT) {
+        return; /* no key, no partial row */
+    }
+    float out[2][Shape::HEADS / 2];
+    add_small_values(shared, num_granules, me, out);
+    write_small_row<Shape>(launch, work, me, power_of_two(state.key_exponent - WEIGHT_EXPONENT),
+                           out);
+}
+
+/* ---- Launchers ----------------------------------------------------------------------------- */
+
+template <int HEADS>
+static cudaError_t
+launch_small(const smla_attention_params *params)
+{
+    typedef small<HEADS> Shape;
+    constexpr int SHARED_BYTES = (int)sizeof(small_memory<Shape>);
+    static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
+    static_assert(sizeof(shared_memory<typename Shape::Portable>) <= SHARED_BYTES,
+                  "rows are done again in it");
+    static uint64_t allowed;
+    const cudaError_t code = allow_shared_bytes((const void *)attend_small<Shape>, SHARED_BYTES,
+                                                params->stream.device_id, &allowed);
+    if (code != cudaSuccess) {
+        return code;
+    }
+    if (!is_countable(params, HEADS)) {
+        return cudaErrorInvalidValue;
+    }
+    const attention_launch launch = make_launch<HEADS>(params);
+    const int64_t num_ctas = params->num_tokens * params->num_splits * launch.num_head_tiles;
+    return smla_launch(attend_small<Shape>, launch, num_ctas, SMALL_THREADS, SHARED_BYTES,
+                       params->stream.handle, true);
+}
+
+cudaError_t
+smla_attend_sm90_small_32(const smla_attention_params *params)
+{
+    return launch_small<32>(params);
+}
+
+cudaError_t
+smla_attend_sm90_small_16(const smla_attention_params *params)
+{
+    return launch_small<16>(params);
+}

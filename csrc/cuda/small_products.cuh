@@ -1,0 +1,336 @@
+/* small_products.cuh: the products of attention_sm90_small.cu: scores, the weights that they become,
+ * and values.
+ */
+#ifndef SMLA_CUDA_SMALL_PRODUCTS_CUH
+#define SMLA_CUDA_SMALL_PRODUCTS_CUH
+
+#include "small_fetch.cuh"
+
+/* ---- Scores -------------------------------------------------------------------------------- */
+
+/* The scales of the warp's keys, and their power of two. */
+static __device__ __forceinline__ void
+find_key_exponent(uint32_t rows, const lane_place &me, small_state *state)
+{
+    const uint32_t from = rows + me.row * FP8_ROW_BYTES + SCALE_OFFSET + 4 * me.column;
+    const uint32_t a = ptx_load_shared_4(from) & state->is_key.first;
+    const uint32_t b = ptx_load_shared_4(from + 8 * FP8_ROW_BYTES) & state->is_key.second;
+    state->scale[0] = smla_bits_float(a);
+    state->scale[1] = smla_bits_float(b);
+    const int largest =
+        (int)(__reduce_max_sync(0xFFFFFFFFu, max(a & 0x7F800000u, b & 0x7F800000u)) >> 23);
+    const int exponent = largest - 127 - TOP_SCALE_EXPONENT;
+    state->key_exponent = min(max(exponent, -(int)MAX_KEY_EXPONENT), (int)MAX_KEY_EXPONENT);
+}
+
+/* f16 of the lane's two scales / 2^exponent; one that leaves f16's normal range marks the row. */
+static __device__ __forceinline__ uint32_t
+round_scales(int exponent, small_state *state)
+{
+    const uint32_t lowest = (uint32_t)(exponent + 127 - WINDOW_LOW);
+    const bool a_fits = (smla_float_bits(state->scale[0]) >> 23) - lowest < WINDOW_SIZE;
+    const bool b_fits = (smla_float_bits(state->scale[1]) >> 23) - lowest < WINDOW_SIZE;
+    state->is_lost |=
+        (!a_fits & (state->is_key.first != 0)) | (!b_fits & (state->is_key.second != 0));
+    const float unit = power_of_two(-exponent);
+    return ptx_cvt_f16x2(state->scale[0] * unit, state->scale[1] * unit);
+}
+
+/* Four steps of 16 dimensions: bytes of rows row and row + 8 to A. */
+static __device__ __forceinline__ void
+convert_keys(const uint32_t words[8], const uint32_t scale[2], uint32_t a[16])
+{
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        ptx_cvt_f16x4_e4m3x4(words[j], &a[4 * j], &a[4 * j + 2]);
+        ptx_cvt_f16x4_e4m3x4(words[4 + j], &a[4 * j + 1], &a[4 * j + 3]);
+        a[4 * j] = ptx_mul_f16x2(a[4 * j], scale[0]);
+        a[4 * j + 1] = ptx_mul_f16x2(a[4 * j + 1], scale[1]);
+        a[4 * j + 2] = ptx_mul_f16x2(a[4 * j + 2], scale[0]);
+        a[4 * j + 3] = ptx_mul_f16x2(a[4 * j + 3], scale[1]);
+    }
+}
+
+/* The RoPE part: bf16 as it is, times `factor`, a power of two. */
+static __device__ __forceinline__ void
+scale_rope(uint32_t from, uint32_t factor, uint32_t a[16])
+{
+    uint32_t words[2][8];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        ptx_load_shared_16(from + 8 * i * FP8_ROW_BYTES, &words[i][0]);
+        ptx_load_shared_16(from + 8 * i * FP8_ROW_BYTES + 16, &words[i][4]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        a[4 * j] = ptx_mul_bf16x2(words[0][2 * j], factor);
+        a[4 * j + 1] = ptx_mul_bf16x2(words[1][2 * j], factor);
+        a[4 * j + 2] = ptx_mul_bf16x2(words[0][2 * j + 1], factor);
+        a[4 * j + 3] = ptx_mul_bf16x2(words[1][2 * j + 1], factor);
+    }
+}
+
+/* scores += A * the query's `tile`. */
+template <typename Shape, bool IS_ROPE>
+static __device__ __forceinline__ void
+multiply_keys(uint64_t query, int tile, const uint32_t a[16], float (&scores)[Shape::HEADS / 2])
+{
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const uint64_t b = query + ((tile * Shape::HEADS * 128 + j * 32) >> 4);
+        if constexpr (IS_ROPE) {
+            wgmma_bf16(scores, a + 4 * j, b, true);
+        } else {
+            wgmma_f16<false>(scores, a + 4 * j, b, true);
+        }
+    }
+    wgmma_commit();
+}
+
+/* scores = q . k / (the query's power of two * that of the warp's keys). */
+template <typename Shape>
+static __device__ __forceinline__ void
+score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me, small_state *state,
+           float (&scores)[Shape::HEADS / 2])
+{
+    const uint64_t query =
+        wgmma_descriptor(ptx_shared_address(shared->query), 1024, WGMMA_SWIZZLE_128);
+    const uint32_t row = rows + me.row * FP8_ROW_BYTES + 32 * me.column;
+    const uint32_t pairs = round_scales(state->key_exponent, state);
+    uint32_t a[2][16], words[8], scale[2];
+    ptx_load_shared_16(row, words);
+    ptx_load_shared_16(row + 8 * FP8_ROW_BYTES, words + 4);
+#pragma unroll
+    for (int tile = 0; tile < QUERY_TILES - 1; tile++) {
+        if (tile % 2 == 0) {
+            const uint32_t pair = __shfl_sync(0xFFFFFFFFu, pairs, (me.lane & 28) | tile / 2);
+            scale[0] = __byte_perm(pair, pair, 0x1010);
+            scale[1] = __byte_perm(pair, pair, 0x3232);
+        }
+        wgmma_wait<1>(); /* the products of this A */
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            ptx_pin(&words[i]);
+        }
+        convert_keys(words, scale, a[tile % 2]);
+        if (tile + 1 < QUERY_TILES - 1) {
+            const uint32_t next = row + 128 * ((tile + 1) / 2) + 16 * ((tile + 1) % 2);
+            ptx_load_shared_16(next, words);
+            ptx_load_shared_16(next + 8 * FP8_ROW_BYTES, words + 4);
+        }
+        multiply_keys<Shape, false>(query, tile, a[tile % 2], scores);
+    }
+    wgmma_wait<1>();
+    scale_rope(row + ROPE_OFFSET, (uint32_t)(127 - state->key_exponent) * 0x00800080u, a[0]);
+    multiply_keys<Shape, true>(query, QUERY_TILES - 1, a[0], scores);
+    wgmma_wait<0>();
+}
+
+/* ---- Weights ------------------------------------------------------------------------------- */
+
+template <bool IS_MAX>
+static __device__ __forceinline__ float
+fold_pair(float a, float b)
+{
+    return IS_MAX ? fmaxf(a, b) : a + b;
+}
+
+/* Four heads' values over the eight lanes of a column, the rows of fragments: a lane gets that of
+ * head number `lane / 8`. */
+template <bool IS_MAX>
+static __device__ __forceinline__ float
+fold_rows(const float values[4], int lane)
+{
+    const bool upper = lane & 16;
+    const bool odd = lane & 8;
+    float half[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float give = upper ? values[i] : values[2 + i];
+        const float keep = upper ? values[2 + i] : values[i];
+        half[i] = fold_pair<IS_MAX>(keep, __shfl_xor_sync(0xFFFFFFFFu, give, 16));
+    }
+    const float other = __shfl_xor_sync(0xFFFFFFFFu, odd ? half[0] : half[1], 8);
+    const float quarter = fold_pair<IS_MAX>(odd ? half[1] : half[0], other);
+    return fold_pair<IS_MAX>(quarter, __shfl_xor_sync(0xFFFFFFFFu, quarter, 4));
+}
+
+/* The head of the lane's value, of heads first to first + 15, after fold_rows of those that the
+ * lane's column has: 8 (number / 2) + 2 column + number % 2. */
+static __device__ __forceinline__ int
+head_of_fold(const lane_place &me)
+{
+    return 8 * (me.lane >> 4) + 2 * me.column + (me.lane >> 3 & 1);
+}
+
+/* The maxima of the warp's scores. */
+template <typename Shape>
+static __device__ __forceinline__ void
+store_tops(small_memory<Shape> *shared, int warp, const lane_place &me, const small_state &state,
+           const float (&scores)[Shape::HEADS / 2])
+{
+#pragma unroll
+    for (int chunk = 0; chunk < Shape::HEADS / 16; chunk++) {
+        float values[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int from = 8 * chunk + 4 * (i / 2) + i % 2;
+            const float first = scores[from] * state.score_factor;
+            const float second = scores[from + 2] * state.score_factor;
+            values[i] = fmaxf(state.is_key.first ? first : -INFINITY,
+                              state.is_key.second ? second : -INFINITY);
+        }
+        const float top = fold_rows<true>(values, me.lane);
+        if (!(me.lane & 4)) {
+            shared->tops[warp][16 * chunk + head_of_fold(me)] = top;
+        }
+    }
+}
+
+/* From the maxima of all warps the reference of head `lane`, and the power of two of all keys. */
+template <typename Shape>
+static __device__ __forceinline__ void
+find_small_reference(const small_memory<Shape> *shared, int lane, small_state *state)
+{
+    state->top = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < SMALL_GRANULES && lane < Shape::HEADS; i++) {
+        state->top = fmaxf(state->top, shared->tops[i][lane]);
+    }
+    const bool fits = fabsf(state->top) < 0x1p22f || state->top == -INFINITY;
+    state->is_lost |= !state->is_bad && !fits;
+    state->reference = state->is_bad ? NAN : softmax_reference(state->top) - (float)WEIGHT_EXPONENT;
+    state->key_exponent =
+        __reduce_max_sync(0xFFFFFFFFu, shared->key_exponent[lane % SMALL_GRANULES]);
+}
+
+/* Weights of the warp's keys and their sums, and the scales that their values are multiplied
+ * with. */
+template <typename Shape>
+static __device__ __forceinline__ void
+weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_state *state,
+           const float (&scores)[Shape::HEADS / 2])
+{
+#pragma unroll
+    for (int chunk = 0; chunk < Shape::HEADS / 16; chunk++) {
+        uint32_t pairs[4];
+        float sums[4];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const int head = 16 * chunk + 8 * j + 2 * me.column;
+            const float reference[2] = {__shfl_sync(0xFFFFFFFFu, state->reference, head),
+                                        __shfl_sync(0xFFFFFFFFu, state->reference, head + 1)};
+            float e[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float x =
+                    fmaf(scores[8 * chunk + 4 * j + i], state->score_factor, -reference[i % 2]);
+                const uint32_t mask = i < 2 ? state->is_key.first : state->is_key.second;
+                e[i] = smla_bits_float(smla_float_bits(ptx_exp2(x)) & mask);
+            }
+            pairs[2 * j] = ptx_cvt_f16x2(e[0], e[1]);
+            pairs[2 * j + 1] = ptx_cvt_f16x2(e[2], e[3]);
+            sums[2 * j] = e[0] + e[2];
+            sums[2 * j + 1] = e[1] + e[3];
+        }
+        const float sum = fold_rows<false>(sums, me.lane);
+        if (!(me.lane & 4)) {
+            shared->sums[warp][16 * chunk + head_of_fold(me)] = sum;
+        }
+        const int key = GRANULE_KEYS * warp + (me.lane & 15);
+        const int piece = 2 * chunk + (me.lane >> 4);
+        const int flip = Shape::HEADS == 32 ? key >> 1 & 3 : key >> 2 & 1;
+        ptx_stmatrix_x4(ptx_shared_address(&shared->probs[key][(piece ^ flip) * 16]), pairs[0],
+                        pairs[1], pairs[2], pairs[3]);
+    }
+    const uint32_t scales = round_scales(max(state->key_exponent, -(int)MAX_KEY_EXPONENT), state);
+    uint16_t *const to = (uint16_t *)&shared->scales[warp][me.column * GRANULE_KEYS * 2] +
+                         4 * (me.row >> 1) + (me.row & 1);
+    to[0] = (uint16_t)scales;
+    to[2] = (uint16_t)(scales >> 16);
+}
+
+/* ---- Values -------------------------------------------------------------------------------- */
+
+/* A thread's values of a granule: 4 dimensions of keys 2 column, 2 column + 1 and 8 further. */
+typedef struct small_values {
+    uint32_t raw[4];
+    uint32_t scale[2];
+} small_values;
+
+template <typename Shape>
+static __device__ __forceinline__ void
+load_small_values(const small_memory<Shape> *shared, int granule, const lane_place &me,
+                  small_values *values)
+{
+    const uint32_t from = ptx_shared_address(shared->rows[granule]) +
+                          2 * me.column * FP8_ROW_BYTES + 128 * me.group + 32 * me.warp +
+                          4 * me.row;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        values->raw[i] = ptx_load_shared_4(from + (i % 2 + 8 * (i / 2)) * FP8_ROW_BYTES);
+    }
+    ptx_load_shared_8(ptx_shared_address(shared->scales[granule]) + me.group * (GRANULE_KEYS * 2) +
+                          8 * me.column,
+                      values->scale);
+}
+
+/* -> A of two products: rows of product b are dimensions 2b and 2b + 1 of every four. */
+static __device__ __forceinline__ void
+convert_small_values(const small_values &values, uint32_t a[8])
+{
+#pragma unroll
+    for (int b = 0; b < 2; b++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t bytes =
+                __byte_perm(values.raw[2 * i], values.raw[2 * i + 1], b ? 0x7362 : 0x5140);
+            uint32_t *const to = a + 4 * b + 2 * i;
+            ptx_cvt_f16x4_e4m3x4(bytes, &to[0], &to[1]);
+            to[0] = ptx_mul_f16x2(to[0], values.scale[i]);
+            to[1] = ptx_mul_f16x2(to[1], values.scale[i]);
+        }
+    }
+}
+
+/* out = values * weights, of 128 values per warpgroup. Granules come in fours, as a split's
+ * columns do in 64. */
+template <typename Shape>
+static __device__ __forceinline__ void
+add_small_values(small_memory<Shape> *shared, int num_granules, const lane_place &me,
+                 float (&out)[2][Shape::HEADS / 2])
+{
+    const uint64_t probs = wgmma_descriptor(ptx_shared_address(shared->probs),
+                                            8 * Shape::PROB_BYTES, Shape::PROBS_SWIZZLE);
+    small_values values[2];
+    uint32_t a[2][8];
+#pragma unroll
+    for (int i = 0; i < Shape::HEADS / 2; i++) {
+        out[0][i] = 0.0f;
+        out[1][i] = 0.0f;
+    }
+    load_small_values(shared, 0, me, &values[0]);
+    load_small_values(shared, 1, me, &values[1]);
+#pragma unroll 1
+    for (int first = 0; first < num_granules; first += GROUP_GRANULES) {
+#pragma unroll
+        for (int i = 0; i < GROUP_GRANULES; i++) {
+            wgmma_wait<1>(); /* the products of this A */
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                ptx_pin(&values[i % 2].raw[j]);
+            }
+            convert_small_values(values[i % 2], a[i % 2]);
+            load_small_values(shared, min(first + i + 2, SMALL_GRANULES - 1), me, &values[i % 2]);
+            const uint64_t b = probs + (first + i) * (GRANULE_KEYS * Shape::PROB_BYTES >> 4);
+            wgmma_fence();
+            wgmma_f16<true>(out[0], &a[i % 2][0], b, true);
+            wgmma_f16<true>(out[1], &a[i % 2][4], b, true);
+            wgmma_commit();
+        }
+        wgmma_wait<0>(); /* ptxas keeps none under way around a loop */
+    }
+}
+
+#endif /* SMLA_CUDA_SMALL_PRODUCTS_CUH */

@@ -1,0 +1,102 @@
+"""Calls in a row on one stream. On Hopper a grid starts before the one in front of it is done and
+waits for it on the device: whatever a call reads or writes must be as if it had not."""
+
+import gpu
+import numpy as np
+import pytest
+from cases import AttentionCase, random_bf16
+from gpu import assert_same_values, capture, torch
+
+import sparse_mla
+
+CALLS = 12
+TOPK = 512
+SPLITS = [0, 1, 2, 4, 8]  # chosen; written at once; large and small splits, each with a combine
+
+
+class Chain:
+    """Calls that share one workspace, each with the out of the one before as its query."""
+
+    def __init__(self, num_tokens: int, num_heads: int, num_splits: int) -> None:
+        case = AttentionCase(num_tokens, num_heads, TOPK, pages=20, num_splits=num_splits).make()
+        rng = np.random.default_rng(num_heads)
+        self.num_splits = num_splits
+        self.options = case.options | {"softmax_scale": 0.3}
+        self.kv = gpu.put(case.kv)
+        self.indices = [gpu.put(np.roll(case.indices, i, 1)) for i in range(CALLS)]
+        self.first = gpu.put(random_bf16(rng, num_tokens, num_heads, 512))
+        self.rope = gpu.put(random_bf16(rng, num_tokens, num_heads, 64))
+        shape = (num_tokens, num_heads)
+        self.out = [torch.empty((*shape, 512), dtype=torch.bfloat16, device="cuda") for _ in "ab"]
+        self.lse = [torch.empty(shape, device="cuda") for _ in range(CALLS)]
+        size = sparse_mla.attention_workspace_size(
+            num_tokens, num_heads, TOPK, num_splits=num_splits, device="cuda"
+        )
+        self.workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
+
+    def run(self, after=lambda query: None) -> tuple:
+        """The two outs take turns: a call writes what the call before it reads."""
+        query = self.first.clone()
+        for i in range(CALLS):
+            out = self.out[i % 2]
+            sparse_mla.sparse_attention(
+                (query, self.rope),
+                self.kv,
+                self.indices[i],
+                **self.options,
+                num_splits=self.num_splits,
+                workspace=self.workspace,
+                out=out,
+                lse=self.lse[i],
+            )
+            after(query)
+            query = out
+        return (*self.out, *self.lse)
+
+    def values(self) -> list[np.ndarray]:
+        """Of calls of which none starts before the last one is done."""
+        return gpu.values(self.run(after=lambda query: torch.cuda.synchronize()))
+
+
+@pytest.mark.parametrize("num_splits", SPLITS)
+@pytest.mark.parametrize(("num_tokens", "num_heads"), [(1, 16), (2, 128), (40, 64)])
+def test_calls_that_feed_each_other(num_tokens, num_heads, num_splits):
+    chain = Chain(num_tokens, num_heads, num_splits)
+    want = chain.values()
+    for _ in range(3):
+        assert_same_values(gpu.values(chain.run()), want)
+    graph, results = capture(chain.run)
+    for _ in range(100):
+        graph.replay()
+    assert_same_values(gpu.values(results), want)
+
+
+@pytest.mark.parametrize("num_splits", SPLITS)
+def test_kernels_of_others_in_between(num_splits):
+    """They overwrite the query that a call has just been given; its reader must be done."""
+    chain = Chain(1, 64, num_splits)
+    want = chain.values()
+
+    def overwrite(query):
+        query.fill_(float("nan"))
+
+    assert_same_values(gpu.values(chain.run(overwrite))[2:], want[2:])
+    graph, results = capture(lambda: chain.run(overwrite))
+    for _ in range(20):
+        graph.replay()
+    assert_same_values(gpu.values(results)[2:], want[2:])
+
+
+@pytest.mark.parametrize("num_splits", SPLITS)
+def test_a_workspace_of_two_streams_in_turn(num_splits):
+    """An event is the only order between them."""
+    chain = Chain(2, 32, num_splits)
+    want = chain.values()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(10):
+        for stream, other in (streams, streams[::-1]):
+            stream.wait_stream(other)
+            with torch.cuda.stream(stream):
+                results = chain.run()
+    torch.cuda.synchronize()
+    assert_same_values(gpu.values(results), want)
