@@ -395,7 +395,7 @@ find_combine_cost(const split_problem *problem, int64_t num_tokens, int num_spli
     if (problem->kernel->small_columns == 0) {
         return 16 + num_splits;
     }
-    return 12 + num_splits / 4 + num_tokens * num_splits * problem->num_heads / 256;
+    return 12 + num_splits / 4 + num_tokens * num_splits * problem->num_heads / 200;
 }
 
 /* Kernels for small batches start before the grid in front of them is done, if there is room. */
