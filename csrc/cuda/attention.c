@@ -35,7 +35,7 @@ static const smla_attention_kernel kernels[] = {
      .max_heads = 128,
      .heads_per_cta = 32,
      .block_columns = SMLA_SM90_KEYS,
-     .block_cost = 11,
+     .block_cost = 10,
      .cta_cost = 3,
      .small_columns = SMLA_SM90_SMALL_KEYS,
      .ctas_per_sm = 1,
@@ -49,7 +49,7 @@ static const smla_attention_kernel kernels[] = {
      .max_heads = 128,
      .heads_per_cta = 16,
      .block_columns = SMLA_SM90_KEYS,
-     .block_cost = 10,
+     .block_cost = 9,
      .cta_cost = 3,
      .small_columns = SMLA_SM90_SMALL_KEYS,
      .ctas_per_sm = 1,
@@ -395,7 +395,7 @@ find_combine_cost(const split_problem *problem, int64_t num_tokens, int num_spli
     if (problem->kernel->small_columns == 0) {
         return 16 + num_splits;
     }
-    return 12 + num_splits / 4 + num_tokens * num_splits * problem->num_heads / 200;
+    return 12 + num_splits / 4 + num_tokens * num_splits * problem->num_heads / 256;
 }
 
 /* Kernels for small batches start before the grid in front of them is done, if there is room. */
@@ -433,47 +433,45 @@ choose_tile(const split_problem *problem, int64_t num_tokens)
     return best;
 }
 
-/* A batch in one split, and how many tokens at its end are left to a call of their own, which splits
- * them, because that is estimated to take less time than one more wave: all of them where they are
- * the only wave, or where nothing is left. */
-typedef struct whole_plan {
+/* A plan for a batch. Of one split, `rest` tokens at the end may be left to a plan of their own, because
+ * that is estimated to take less time than one more wave: all of them where they are the only wave,
+ * or where nothing is left. */
+typedef struct batch_plan {
+    int num_splits;
     int64_t rest;
     int64_t cost;
-} whole_plan;
+} batch_plan;
 
-static int choose_splits(const split_problem *problem, int64_t num_tokens);
+static batch_plan plan_batch(const split_problem *problem, int64_t num_tokens);
 
-static whole_plan
+static batch_plan
 plan_whole(const split_problem *problem, int64_t num_tokens)
 {
-    const split_problem whole = choose_tile(problem, num_tokens);
-    whole_plan plan = {.rest = num_tokens, .cost = estimate_cost(&whole, num_tokens, 1)};
+    const split_problem tile = choose_tile(problem, num_tokens);
+    const batch_plan whole = {.num_splits = 1,
+                              .rest = num_tokens,
+                              .cost = estimate_cost(&tile, num_tokens, 1)};
     const int64_t tiles = count_tiles(problem, 1);
     const int64_t full = num_tokens * tiles / problem->places * problem->places / tiles;
     const int64_t rest = num_tokens - full;
-    if (full > 0 && rest > 0) {
-        const int64_t apart = estimate_cost(problem, full, 1) +
-                              estimate_cost(problem, rest, choose_splits(problem, rest));
-        if (apart < plan.cost) {
-            plan = (whole_plan){.rest = rest, .cost = apart};
-        }
+    if (full == 0 || rest == 0) {
+        return whole;
     }
-    return plan;
+    const int64_t cost = estimate_cost(problem, full, 1) + plan_batch(problem, rest).cost;
+    return cost < whole.cost ? (batch_plan){.num_splits = 1, .rest = rest, .cost = cost} : whole;
 }
 
-/* The split count with the shortest estimated time, the smaller one when equal. */
-static int
-choose_splits(const split_problem *problem, int64_t num_tokens)
+/* The plan with the shortest estimated time, the one with fewer splits when equal. */
+static batch_plan
+plan_batch(const split_problem *problem, int64_t num_tokens)
 {
     const int64_t useful = max_useful_splits(problem);
-    int best = 1;
-    int64_t best_cost = plan_whole(problem, num_tokens).cost;
     const int64_t most = num_tokens == 0 ? 1 : min_int64(useful, max_parts(problem) / num_tokens);
+    batch_plan best = plan_whole(problem, num_tokens);
     for (int splits = 2; splits <= most; splits++) {
         const int64_t cost = estimate_cost(problem, num_tokens, splits);
-        if (cost < best_cost) {
-            best = splits;
-            best_cost = cost;
+        if (cost < best.cost) {
+            best = (batch_plan){.num_splits = splits, .rest = num_tokens, .cost = cost};
         }
     }
     return best;
@@ -501,10 +499,12 @@ smla_cuda_choose_num_splits(const smla_attention_shape *shape)
     const smla_row_formats formats = shape->formats[0] == NULL
                                          ? SMLA_ROWS_FP8
                                          : join_formats(shape->formats[0], shape->formats[1]);
-    return find_problem(shape, formats, &problem) ? choose_splits(&problem, shape->num_tokens) : 1;
+    return find_problem(shape, formats, &problem)
+               ? plan_batch(&problem, shape->num_tokens).num_splits
+               : 1;
 }
 
-/* The most pairs of token and split that choose_splits can lead to, for any smaller batch too. */
+/* The most pairs of token and split that plan_batch can lead to, for any smaller batch too. */
 static int64_t
 most_parts(const smla_attention_shape *shape, smla_row_formats formats)
 {
@@ -614,7 +614,7 @@ run_planned(const split_problem *problem, const smla_attention_params *params, s
         SMLA_TRY(run_kernel(choose_tile(problem, start).kernel, &full, error));
     }
     smla_attention_params part = slice_tokens(params, start, rest);
-    part.num_splits = start == 0 ? 1 : choose_splits(problem, rest);
+    part.num_splits = start == 0 ? 1 : plan_batch(problem, rest).num_splits;
     const smla_attention_kernel *const kernel =
         part.num_splits == 1 ? choose_tile(problem, rest).kernel : problem->kernel;
     return run_kernel(kernel, &part, error);
