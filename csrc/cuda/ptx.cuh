@@ -134,6 +134,17 @@ ptx_cp_async_16(uint32_t to_shared, const void *from)
                  : "memory");
 }
 
+/* The same unless `is_on` is false: then 16 bytes of zero, and nothing is read. The L2 fetches the
+ * 128 bytes around. */
+static __device__ __forceinline__ void
+ptx_cp_async_16_or_zero(uint32_t to_shared, const void *from, bool is_on)
+{
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :
+                 : "r"(to_shared), "l"(from), "r"(is_on ? 16 : 0)
+                 : "memory");
+}
+
 static __device__ __forceinline__ void
 ptx_cp_async_wait_all(void)
 {
@@ -220,6 +231,13 @@ ptx_mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes)
                  :
                  : "r"(barrier), "r"(bytes)
                  : "memory");
+}
+
+/* Arrives when all cp.async of this thread so far have written: one of the barrier's arrivals. */
+static __device__ __forceinline__ void
+ptx_mbarrier_arrive_after_copies(uint32_t barrier)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" : : "r"(barrier) : "memory");
 }
 
 /* Waits until the phase of this parity is over; a fresh barrier counts as past phase 1. */
@@ -368,6 +386,21 @@ static __device__ __forceinline__ void
 ptx_clear_shared_16(uint32_t address)
 {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" : : "r"(address), "r"(0) : "memory");
+}
+
+static __device__ __forceinline__ void
+ptx_store_shared_16(uint32_t address, const uint32_t words[4])
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+}
+
+static __device__ __forceinline__ void
+ptx_store_shared_2(uint32_t address, uint32_t half)
+{
+    asm volatile("st.shared.b16 [%0], %1;" : : "r"(address), "h"((uint16_t)half) : "memory");
 }
 
 static __device__ __forceinline__ void
