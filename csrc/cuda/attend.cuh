@@ -578,6 +578,15 @@ is_countable(const smla_attention_params *params, int heads_per_cta)
     return fits;
 }
 
+/* Whether every row of both parts of the query begins on 16 bytes. */
+static bool
+is_query_aligned(const smla_attention_params *params)
+{
+    return smla_is_multiple(params->q_nope, params->q_nope_stride_token * 2, 16) &&
+           smla_is_multiple(params->q_pe, params->q_pe_stride_token * 2, 16) &&
+           params->q_nope_stride_head % 8 == 0 && params->q_pe_stride_head % 8 == 0;
+}
+
 template <int HEADS>
 static attention_launch
 make_launch(const smla_attention_params *params)
@@ -592,9 +601,7 @@ make_launch(const smla_attention_params *params)
     }
     launch.num_head_tiles = (uint32_t)smla_count_parts(params->num_heads, HEADS);
     launch.scale_log2 = (float)(params->softmax_scale * 1.4426950408889634074);
-    launch.q_is_aligned = smla_is_multiple(params->q_nope, params->q_nope_stride_token * 2, 16) &&
-                          smla_is_multiple(params->q_pe, params->q_pe_stride_token * 2, 16) &&
-                          params->q_nope_stride_head % 8 == 0 && params->q_pe_stride_head % 8 == 0;
+    launch.q_is_aligned = is_query_aligned(params);
     launch.out_is_paired = smla_is_multiple(params->out, params->out_stride_token * 2, 4) &&
                            params->out_stride_head % 2 == 0;
     return launch;

@@ -56,6 +56,19 @@ static const smla_attention_kernel kernels[] = {
      .shared_bytes = SMLA_SM90_SHARED_BYTES,
      .name = "attention_sm90.cu, 16 heads per CTA",
      .launch = smla_attend_sm90_fp8_16},
+    {.min_arch = 90,
+     .max_arch = 90,
+     .formats = SMLA_ROWS_BF16,
+     .min_heads = 1,
+     .max_heads = 128,
+     .heads_per_cta = 64,
+     .block_columns = SMLA_SM90_KEYS,
+     .block_cost = 16,
+     .cta_cost = 3,
+     .ctas_per_sm = 1,
+     .shared_bytes = SMLA_SM90_SHARED_BYTES,
+     .name = "attention_bf16_sm90.cu, 64 heads per CTA",
+     .launch = smla_attend_sm90_bf16_64},
     {.min_arch = 80,
      .max_arch = ANY_ARCH,
      .formats = SMLA_ROWS_FP8,
@@ -339,7 +352,7 @@ static int64_t
 count_tiles(const split_problem *problem, int num_splits)
 {
     const smla_attention_kernel *const kernel = problem->kernel;
-    const int64_t heads = kernel->min_arch < 90
+    const int64_t heads = kernel->min_arch < 90 || kernel->formats != SMLA_ROWS_FP8
                               ? kernel->heads_per_cta
                               : smla_sm90_heads_per_cta(kernel->heads_per_cta, num_splits);
     return divide_up(problem->num_heads, heads);

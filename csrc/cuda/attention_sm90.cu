@@ -145,36 +145,6 @@ consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
     }
 }
 
-/* The marked rows, by the portable code, in the shared memory that nobody uses any more. */
-template <typename Shape>
-static __device__ __forceinline__ void
-redo_rows(const hopper_launch &launch, hopper_memory<Shape> *shared)
-{
-    typedef shared_memory<typename Shape::Portable> portable_memory;
-    static_assert(sizeof(portable_memory) <= offsetof(hopper_memory<Shape>, redo),
-                  "marks outlive the rest");
-    const uint32_t num_tiles =
-        ((uint32_t)launch.base.params.num_heads + Shape::Portable::HEADS - 1) /
-        Shape::Portable::HEADS;
-    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
-#pragma unroll 1
-    for (int number = 0; number * (int)gridDim.x + (int)blockIdx.x < launch.num_works; number++) {
-        if (!(shared->redo[number / 32] >> number % 32 & 1)) {
-            continue;
-        }
-        const uint32_t idx = (uint32_t)number * gridDim.x + blockIdx.x;
-        const uint32_t part = idx / launch.base.num_head_tiles;
-        const uint32_t first = idx % launch.base.num_head_tiles * Shape::REDO_TILES;
-#pragma unroll 1
-        for (uint32_t i = first; i < first + Shape::REDO_TILES && i < num_tiles; i++) {
-            attend_cta<typename Shape::Portable>(launch.base, num_tiles,
-                                                 (int)(part * num_tiles + i),
-                                                 (portable_memory *)shared);
-            ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
-        }
-    }
-}
-
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
 template <typename Shape>
@@ -217,7 +187,11 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
     } else {
         ptx_claim_registers<CONSUMER_REGISTERS>();
         consume(launch, shared);
-        redo_rows(launch, shared);
+        typedef shared_memory<typename Shape::Portable> portable_memory;
+        static_assert(sizeof(portable_memory) <= offsetof(hopper_memory<Shape>, redo),
+                      "marks outlive the rest");
+        redo_works(launch.base, launch.num_works, Shape::REDO_TILES, shared->redo,
+                   (portable_memory *)shared);
     }
 }
 
@@ -283,13 +257,8 @@ launch_hopper(const smla_attention_params *params)
     launch.headroom = find_headroom(params);
     launch.out_is_aligned = smla_is_multiple(params->out, params->out_stride_token * 2, 16) &&
                             params->out_stride_head % 8 == 0;
-    const int64_t sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
-    int64_t num_ctas = launch.num_works < sms ? launch.num_works : sms;
-    if (smla_count_parts(launch.num_works, num_ctas) > MAX_WORKS) {
-        num_ctas = smla_count_parts(launch.num_works, MAX_WORKS);
-    }
-    return smla_launch(attend_hopper<Shape>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
-                       params->stream.handle, true);
+    return smla_launch(attend_hopper<Shape>, launch, count_hopper_ctas(params, launch.num_works),
+                       HOPPER_THREADS, SHARED_BYTES, params->stream.handle, true);
 }
 
 template <int HEADS>

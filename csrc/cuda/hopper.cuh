@@ -257,4 +257,77 @@ power_of_two(int exponent)
     return smla_bits_float((uint32_t)(exponent + 127) << 23);
 }
 
+/* ---- Consumers: the end of a work ---------------------------------------------------------- */
+
+/* Ends a head: lse and max_logits, or the state of the partial row, if `writes`. sum and out are
+ * multiples of 2^reference, and `top` is a score that is not below the largest one rounded down.
+ * Returns what out is multiplied with, 0 where there are no keys. */
+static __device__ __forceinline__ float
+leave_head(const attention_launch &launch, const cta_work &work, int head, float reference,
+           float top, float sum, bool writes)
+{
+    top = sum == 0.0f ? -INFINITY : top;
+    /* they shall be multiples of 2^(reference of the maximum) */
+    const float shift = sum == 0.0f ? 1.0f : power_of_two((int)(reference - ceilf(top)));
+    float factor = shift;
+    sum *= shift;
+    if (launch.params.num_splits == 1) {
+        factor *=
+            softmax_finish(launch.params, work.token, work.first_head + head, top, sum, writes);
+    } else if (writes) {
+        *(float2 *)(launch.partials.state + 2 * partial_row(launch, work, head)) =
+            make_float2(top, sum);
+    }
+    return sum == 0.0f ? 0.0f : factor;
+}
+
+/* Marks a work of the CTA: it has to be done again. */
+static __device__ __forceinline__ void
+mark_work(int idx, int thread, uint32_t redo[MAX_WORKS / 32])
+{
+    if (thread == 0) {
+        const int number = idx / (int)gridDim.x;
+        redo[number / 32] |= 1u << number % 32;
+    }
+}
+
+/* The marked works, by the portable code, in the shared memory that nobody uses any more: all that
+ * is in front of `redo`. A work is `num_parts` of that code's tiles. */
+template <typename Portable>
+static __device__ __forceinline__ void
+redo_works(const attention_launch &launch, int num_works, int num_parts, const uint32_t *redo,
+           shared_memory<Portable> *shared)
+{
+    const uint32_t num_tiles =
+        ((uint32_t)launch.params.num_heads + Portable::HEADS - 1) / Portable::HEADS;
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+#pragma unroll 1
+    for (int number = 0; number * (int)gridDim.x + (int)blockIdx.x < num_works; number++) {
+        if (!(redo[number / 32] >> number % 32 & 1)) {
+            continue;
+        }
+        const uint32_t idx = (uint32_t)number * gridDim.x + blockIdx.x;
+        const uint32_t part = idx / launch.num_head_tiles;
+        const uint32_t first = idx % launch.num_head_tiles * num_parts;
+#pragma unroll 1
+        for (uint32_t i = first; i < first + num_parts && i < num_tiles; i++) {
+            attend_cta<Portable>(launch, num_tiles, (int)(part * num_tiles + i), shared);
+            ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+        }
+    }
+}
+
+/* ---- Launchers ----------------------------------------------------------------------------- */
+
+/* CTAs for a number of works: one per SM, or more where a CTA has not enough bits. */
+static int64_t
+count_hopper_ctas(const smla_attention_params *params, int64_t num_works)
+{
+    const int64_t num_sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
+    const int64_t num_ctas = num_works < num_sms ? num_works : num_sms;
+    return smla_count_parts(num_works, num_ctas) > MAX_WORKS
+               ? smla_count_parts(num_works, MAX_WORKS)
+               : num_ctas;
+}
+
 #endif /* SMLA_CUDA_HOPPER_CUH */

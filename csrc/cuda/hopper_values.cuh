@@ -236,19 +236,8 @@ finish_head(const hopper_launch &launch, const cta_work &work, int head,
         }
     }
     top = Shape::MAXIMA ? top + reference : reference;
-    top = sum == 0.0f ? -INFINITY : top;
-    /* sums and out are multiples of 2^reference, and shall be of 2^(reference of the maximum) */
-    const float shift = sum == 0.0f ? 1.0f : power_of_two((int)(reference - ceilf(top)));
-    sum *= shift;
-    float factor = shared->key_unit * shift;
-    if (launch.base.params.num_splits == 1) {
-        factor *=
-            softmax_finish(launch.base.params, work.token, work.first_head + head, top, sum, true);
-    } else {
-        *(float2 *)(launch.base.partials.state + 2 * partial_row(launch.base, work, head)) =
-            make_float2(top, sum);
-    }
-    shared->factor[head] = sum == 0.0f ? 0.0f : factor;
+    shared->factor[head] =
+        leave_head(launch.base, work, head, reference, top, sum, true) * shared->key_unit;
 }
 
 /* Where a row of `out`, or the partial row of it, begins. */
@@ -372,10 +361,7 @@ settle_row(const hopper_launch &launch, const cta_work &work, hopper_memory<Shap
 {
     const int thread = ptx_forget((int)threadIdx.x);
     if (ptx_barrier_or(BARRIER_CONSUMERS, CONSUMER_THREADS, shared->is_lost[thread])) {
-        if (thread == 0) {
-            const int number = shared->work / (int)gridDim.x;
-            shared->redo[number / 32] |= 1u << number % 32;
-        }
+        mark_work(shared->work, thread, shared->redo);
         return false;
     }
     if (thread < work.num_heads) {

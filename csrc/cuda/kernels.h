@@ -91,6 +91,9 @@ cudaError_t smla_attend_sm90_fp8_64(const smla_attention_params *params);
 cudaError_t smla_attend_sm90_fp8_32(const smla_attention_params *params);
 cudaError_t smla_attend_sm90_fp8_16(const smla_attention_params *params);
 
+/* attention_bf16_sm90.cu */
+cudaError_t smla_attend_sm90_bf16_64(const smla_attention_params *params);
+
 /* attention_sm80.cu */
 cudaError_t smla_attend_sm80_fp8_64(const smla_attention_params *params);
 cudaError_t smla_attend_sm80_fp8_32(const smla_attention_params *params);

@@ -187,20 +187,41 @@ map_index(const smla_index_map &map, const smla_divisor &block_size, int32_t tok
     return page < 0 || slot > INT32_MAX ? -1 : slot;
 }
 
+/* The slot that an index of a list names, negative for none. */
+static __device__ __forceinline__ int32_t
+slot_of_index(const attention_launch &launch, int list, int32_t token, int32_t index)
+{
+    const smla_index_map &map = launch.params.lists[list].map;
+    const list_facts &facts = launch.lists[list];
+    if (index < 0) {
+        return -1;
+    }
+    const int64_t slot =
+        map.block_table == NULL ? index : map_index(map, facts.block_size, token, index);
+    return slot < facts.num_slots ? (int32_t)slot : -1;
+}
+
+/* The row of a slot, NULL for none. */
+static __device__ __forceinline__ const uint8_t *
+row_of_slot(const attention_launch &launch, int list, int32_t slot)
+{
+    const smla_kv_view &kv = launch.params.lists[list].kv;
+    const smla_divisor &block_size = launch.lists[list].block_size;
+    if (slot < 0) {
+        return NULL;
+    }
+    const int64_t page = smla_divide_uint32((uint32_t)slot, block_size);
+    const int64_t offset = slot - page * block_size.divisor;
+    return kv.base + page * kv.page_stride_bytes + offset * kv.token_stride_bytes;
+}
+
 /* The slot that the lane's index in a window names, negative for none. */
 static __device__ __forceinline__ int32_t
 find_slot(const attention_launch &launch, const cta_work &work, const block_plan &plan,
           int32_t window, int thread, int32_t index)
 {
-    if (index < 0) {
-        return -1;
-    }
     const int list = list_of(plan, block_of_lane(window, thread));
-    const smla_index_map &map = launch.params.lists[list].map;
-    const list_facts &facts = launch.lists[list];
-    const int64_t slot =
-        map.block_table == NULL ? index : map_index(map, facts.block_size, work.token, index);
-    return slot < facts.num_slots ? (int32_t)slot : -1;
+    return slot_of_index(launch, list, work.token, index);
 }
 
 /* The row of the lane's slot in a window, NULL for none. */
@@ -208,15 +229,7 @@ static __device__ __forceinline__ const uint8_t *
 find_row(const attention_launch &launch, const block_plan &plan, int32_t window, int thread,
          int32_t slot)
 {
-    if (slot < 0) {
-        return NULL;
-    }
-    const int list = list_of(plan, block_of_lane(window, thread));
-    const smla_kv_view &kv = launch.params.lists[list].kv;
-    const smla_divisor &block_size = launch.lists[list].block_size;
-    const int64_t page = smla_divide_uint32((uint32_t)slot, block_size);
-    const int64_t offset = slot - page * block_size.divisor;
-    return kv.base + page * kv.page_stride_bytes + offset * kv.token_stride_bytes;
+    return row_of_slot(launch, list_of(plan, block_of_lane(window, thread)), slot);
 }
 
 /* ---- Rows ---------------------------------------------------------------------------------- */

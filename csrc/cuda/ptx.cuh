@@ -142,7 +142,7 @@ ptx_cp_async_16(uint32_t to_shared, const void *from)
                  : "memory");
 }
 
-/* Zeros unless `is_on`, and then the address is not looked at. */
+/* The same unless `is_on` is false: then 16 bytes of zero, and the address is not looked at. */
 static __device__ __forceinline__ void
 ptx_cp_async_16_or_zero(uint32_t to_shared, const void *from, bool is_on)
 {
@@ -258,6 +258,13 @@ ptx_mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes)
                  :
                  : "r"(barrier), "r"(bytes)
                  : "memory");
+}
+
+/* Arrives when all cp.async of this thread so far have written: one of the barrier's arrivals. */
+static __device__ __forceinline__ void
+ptx_mbarrier_arrive_after_copies(uint32_t barrier)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" : : "r"(barrier) : "memory");
 }
 
 /* Waits until the phase of this parity is over; a fresh barrier counts as past phase 1. */
@@ -406,6 +413,21 @@ static __device__ __forceinline__ void
 ptx_clear_shared_16(uint32_t address)
 {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" : : "r"(address), "r"(0) : "memory");
+}
+
+static __device__ __forceinline__ void
+ptx_store_shared_16(uint32_t address, const uint32_t words[4])
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+}
+
+static __device__ __forceinline__ void
+ptx_store_shared_2(uint32_t address, uint32_t half)
+{
+    asm volatile("st.shared.b16 [%0], %1;" : : "r"(address), "h"((uint16_t)half) : "memory");
 }
 
 static __device__ __forceinline__ void

@@ -1,0 +1,205 @@
+/* hopper_bf16_gather.cuh: the gather warps of attention_bf16_sm90.cu: queries, and indices -> rows
+ * of the cache -> blocks in shared memory, ahead of the consumers.
+ *
+ * A warp has 16 rows of every block. A thread copies 16 bytes of a tile's row at a time: lane l has
+ * chunk l % 8 of row l / 8 of four, so that eight lanes have a row's 128 bytes, and four such
+ * flights are the warp's rows. A row that is not there is filled with zeros, and nothing is read.
+ */
+#ifndef SMLA_CUDA_HOPPER_BF16_GATHER_CUH
+#define SMLA_CUDA_HOPPER_BF16_GATHER_CUH
+
+#include "hopper_bf16.cuh"
+
+enum {
+    WARP_ROWS = BLOCK_KEYS / GATHER_WARPS,
+    FLIGHT_ROWS = SMLA_WARP_LANES / 8, /* of one instruction */
+    ROW_FLIGHTS = WARP_ROWS / FLIGHT_ROWS,
+};
+
+static_assert(2 * WARP_ROWS == SMLA_WARP_LANES, "a lane knows one row of a step");
+static_assert((int)TILE_HEADS == (int)BLOCK_KEYS, "a warp's heads are as many as its keys");
+
+/* What a gather thread keeps. */
+typedef struct bf16_gather {
+    uint32_t base; /* of shared memory */
+    uint32_t to;   /* of the thread's chunk in a tile, for even flights; odd ones flip bit 6 */
+    bf16_phase phase;
+} bf16_gather;
+
+static __device__ __forceinline__ int
+gather_lane(void)
+{
+    return (int)(threadIdx.x % SMLA_WARP_LANES);
+}
+
+static __device__ __forceinline__ int
+gather_warp(void)
+{
+    return (int)(threadIdx.x / SMLA_WARP_LANES) - CONSUMER_WARPS;
+}
+
+/* Where the thread's chunk of its row in a flight lies in a tile. */
+static __device__ __forceinline__ uint32_t
+chunk_in_tile(const bf16_gather &state, int flight)
+{
+    return (state.to ^ (flight & 1) * 64) + flight * (FLIGHT_ROWS * 128);
+}
+
+/* ---- Copies -------------------------------------------------------------------------------- */
+
+/* 16 bytes of a row, zeros for none: past the registers, or through them where rows are not on 16
+ * bytes. */
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+copy_chunk(uint32_t to, const void *from, bool is_on)
+{
+    if constexpr (ALIGNED) {
+        ptx_cp_async_16_or_zero(to, from, is_on);
+    } else {
+        uint32_t words[4] = {};
+        if (is_on) {
+            smla_load_words<16, false>(from, words);
+        }
+        ptx_store_shared_16(to, words);
+    }
+}
+
+/* Arrives for what this thread has copied, when it has come. */
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+announce_copies(uint32_t barrier)
+{
+    if constexpr (ALIGNED) {
+        ptx_mbarrier_arrive_after_copies(barrier);
+    } else {
+        ptx_fence_async_shared();
+        ptx_mbarrier_arrive(barrier, true);
+    }
+}
+
+/* ---- Query --------------------------------------------------------------------------------- */
+
+/* The query of a work, when the one in front of it is done with. */
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+gather_query(const smla_attention_params &params, const cta_work &work, const bf16_gather &state)
+{
+    ptx_mbarrier_wait(BF16_AT(state.base, query_empty), state.phase.work ^ 1);
+#pragma unroll 1
+    for (int flight = 0; flight < ROW_FLIGHTS; flight++) {
+        const int head = gather_warp() * WARP_ROWS + flight * FLIGHT_ROWS + gather_lane() / 8;
+        const uint16_t *const nope = params.q_nope + work.token * params.q_nope_stride_token +
+                                     (work.first_head + head) * params.q_nope_stride_head;
+        const uint16_t *const rope = params.q_pe + work.token * params.q_pe_stride_token +
+                                     (work.first_head + head) * params.q_pe_stride_head;
+        const uint32_t to = BF16_AT(state.base, query) + chunk_in_tile(state, flight);
+#pragma unroll
+        for (int tile = 0; tile < QUERY_TILES; tile++) {
+            const uint16_t *const from = tile == ROPE_TILE ? rope : nope + tile * 64;
+            copy_chunk<ALIGNED>(to + tile * TILE_BYTES, from + gather_lane() % 8 * 8,
+                                head < work.num_heads);
+        }
+    }
+    announce_copies<ALIGNED>(BF16_AT(state.base, query_full));
+}
+
+/* ---- Keys ---------------------------------------------------------------------------------- */
+
+/* The warp's rows of a piece of a block; lanes first_lane to first_lane + 15 know where. */
+template <int PIECE, bool ALIGNED>
+static __device__ __forceinline__ void
+copy_piece(const bf16_gather &state, int block, const uint8_t *row, int first_lane)
+{
+#pragma unroll
+    for (int flight = 0; flight < ROW_FLIGHTS; flight++) {
+        const uint8_t *const from =
+            row_of_lane(row, first_lane + flight * FLIGHT_ROWS + gather_lane() / 8);
+        const uint32_t to =
+            BF16_AT(state.base, keys) + block * BLOCK_BYTES + chunk_in_tile(state, flight);
+#pragma unroll
+        for (int tile = first_tile(PIECE); tile < first_tile(PIECE + 1); tile++) {
+            copy_chunk<ALIGNED>(to + tile * TILE_BYTES, from + tile * 128 + gather_lane() % 8 * 16,
+                                from != NULL);
+        }
+    }
+    announce_copies<ALIGNED>(BF16_AT(state.base, full) + 8 * (block * PIECES + PIECE));
+}
+
+/* A block, its halves as they become free: the own values of its group first (score_block). is_key
+ * comes with piece KEY_PIECE, of the second half: then both are free, and nobody reads the last
+ * one. */
+template <int BLOCK, bool ALIGNED>
+static __device__ __forceinline__ void
+gather_block(const bf16_gather &state, const uint8_t *row)
+{
+    const int first_lane = BLOCK * WARP_ROWS;
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, row != NULL) >> first_lane;
+    const uint32_t empty = BF16_AT(state.base, empty) + 16 * BLOCK;
+    ptx_mbarrier_wait(empty + 8 * BLOCK, state.phase.step ^ 1);
+    copy_piece<nth_piece(BLOCK, 0), ALIGNED>(state, BLOCK, row, first_lane);
+    copy_piece<nth_piece(BLOCK, 1), ALIGNED>(state, BLOCK, row, first_lane);
+    ptx_mbarrier_wait(empty + 8 * (BLOCK ^ 1), state.phase.step ^ 1);
+    if (gather_lane() == 0) {
+        ptx_store_shared_2(BF16_AT(state.base, is_key) + 8 * BLOCK + 2 * gather_warp(), is_key);
+        ptx_mbarrier_arrive(BF16_AT(state.base, full) +
+                                8 * (BLOCK * PIECES + nth_piece(BLOCK, KEY_PIECE)),
+                            true);
+    }
+    __syncwarp();
+    copy_piece<nth_piece(BLOCK, 2), ALIGNED>(state, BLOCK, row, first_lane);
+    copy_piece<nth_piece(BLOCK, 3), ALIGNED>(state, BLOCK, row, first_lane);
+}
+
+/* A list of a work. Lane l has row l % 16 of the warp's rows of block l / 16; its index is read a
+ * step ahead. The work's query comes between its first two blocks. */
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+gather_list(const bf16_launch &launch, const cta_work &work, int list, bool *has_query,
+            bf16_gather *state)
+{
+    const smla_key_list &keys = launch.base.params.lists[list];
+    const column_range columns = find_columns(launch.base, work, list);
+    const int first = gather_lane() / WARP_ROWS * BLOCK_KEYS + gather_warp() * WARP_ROWS +
+                      gather_lane() % WARP_ROWS;
+    int32_t left = columns.end - columns.begin - first; /* columns, from the lane's on */
+    const int32_t *at = keys.indices + work.token * keys.indices_stride_token + columns.end - left;
+    uint32_t index;
+    ptx_load_4(at, left > 0, NO_ROW, &index);
+#pragma unroll 1
+    for (int32_t steps = count_steps(columns); steps > 0; steps--) {
+        const int32_t slot = slot_of_index(launch.base, list, work.token, (int32_t)index);
+        const uint8_t *const row = row_of_slot(launch.base, list, slot);
+        left -= STEP_KEYS;
+        at += STEP_KEYS;
+        ptx_load_4(at, left > 0, NO_ROW, &index); /* of the next step */
+        gather_block<0, ALIGNED>(*state, row);
+        if (!*has_query) {
+            gather_query<ALIGNED>(launch.base.params, work, *state);
+            *has_query = true;
+        }
+        gather_block<1, ALIGNED>(*state, row);
+        state->phase.step ^= 1;
+    }
+}
+
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+gather(const bf16_launch &launch, bf16_memory *shared)
+{
+    bf16_gather state = {};
+    const int row = gather_lane() / 8;
+    state.base = ptx_shared_address(shared);
+    state.to = (gather_warp() * WARP_ROWS + row) * 128 + ((gather_lane() % 8) ^ row) * 16;
+#pragma unroll 1
+    for (int idx = (int)blockIdx.x; idx < launch.num_works; idx += (int)gridDim.x) {
+        const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, TILE_HEADS);
+        bool has_query = false;
+#pragma unroll 1
+        for (int list = 0; list < launch.base.params.num_lists; list++) {
+            gather_list<ALIGNED>(launch, work, list, &has_query, &state);
+        }
+        state.phase.work ^= has_query;
+    }
+}
+
+#endif /* SMLA_CUDA_HOPPER_BF16_GATHER_CUH */
