@@ -320,7 +320,7 @@ redo_works(const attention_launch &launch, int num_works, int num_parts, const u
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
 /* CTAs for a number of works: one per SM, or more where a CTA has not enough bits. */
-static int64_t
+static inline int64_t
 count_hopper_ctas(const smla_attention_params *params, int64_t num_works)
 {
     const int64_t num_sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
