@@ -142,11 +142,11 @@ ptx_cp_async_16(uint32_t to_shared, const void *from)
                  : "memory");
 }
 
-/* Zeros unless `is_on`, and then the address is not looked at. */
+/* Zeros unless `is_on`, and then the address is not looked at. L2 gets the whole line. */
 static __device__ __forceinline__ void
 ptx_cp_async_16_or_zero(uint32_t to_shared, const void *from, bool is_on)
 {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                  :
                  : "r"(to_shared), "l"(from), "r"(is_on ? 16 : 0)
                  : "memory");
