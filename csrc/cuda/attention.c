@@ -467,6 +467,18 @@ require_workspace(const smla_attention_params *params, smla_error *error)
     return SMLA_OK;
 }
 
+/* Whether attention_sm90_small.cu ran. */
+static bool
+has_halves(const smla_attention_kernel *kernel, const smla_attention_params *params)
+{
+    int64_t columns = 0;
+    for (int i = 0; i < params->num_lists; i++) {
+        columns += smla_split_columns(params->lists[i].topk, params->num_splits);
+    }
+    return kernel->small_columns != 0 &&
+           smla_sm90_is_small(kernel->heads_per_cta, params->num_splits, columns);
+}
+
 smla_status
 smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *error)
 {
@@ -486,5 +498,6 @@ smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *erro
     if (params->num_splits == 1) {
         return SMLA_OK;
     }
-    return smla_cuda_status(op, call, smla_cuda_launch_combine(params), error);
+    return smla_cuda_status(op, call, smla_cuda_launch_combine(params, has_halves(kernel, params)),
+                            error);
 }

@@ -29,7 +29,9 @@
  *              score is too large; the largest weight is 2^WEIGHT_EXPONENT. Scores are relative to
  *              the largest scale of the warp's keys, values to that of all keys of the split. Scales
  *              smaller by more than 2^WINDOW_SIZE mark the row, as do NaN, negative and zero ones. A
- *              NaN among the bytes makes its score NaN, and so all results.
+ *              NaN among the bytes makes its score NaN, and so all results. Partial rows are rounded to
+ *              f16: means of values, relative to the largest scale, so by 2^-12, or where they are small
+ *              by 2^-25 of the unit; scales above 2^9, where that might be felt, mark the row.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       as attention_sm90.cu; split-KV decoding (Flash-Decoding)
  */
@@ -37,43 +39,58 @@
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
-/* The states of the partial row, by the first warp: head `lane`. */
+/* Of head `lane`, a multiple of 2^reference. */
 template <typename Shape>
-static __device__ __forceinline__ void
-write_states(const attention_launch &launch, const cta_work &work, int lane,
-             const small_memory<Shape> *shared, const small_state &state)
+static __device__ __forceinline__ float
+find_sum(const small_memory<Shape> *shared, int lane)
 {
-    if (lane < work.num_heads) {
-        float sum = 0.0f;
+    float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < SMALL_GRANULES; i++) {
-            sum += shared->sums[i][lane];
-        }
-        sum *= 1.0f / (1 << WEIGHT_EXPONENT);
-        *(float2 *)(launch.partials.state + 2 * partial_row(launch, work, lane)) =
-            make_float2(sum == 0.0f ? -INFINITY : state.top, sum);
+    for (int i = 0; i < SMALL_GRANULES && lane < Shape::HEADS; i++) {
+        sum += shared->sums[i][lane];
+    }
+    return sum;
+}
+
+/* The state of head `lane`'s partial row, and the unit of its values. */
+static __device__ __forceinline__ void
+write_state(const attention_launch &launch, const cta_work &work, int lane, float sum,
+            const small_state &state)
+{
+    if (lane >= work.num_heads) {
+        return;
+    }
+    const int64_t row = partial_row(launch, work, lane);
+    sum *= 1.0f / (1 << WEIGHT_EXPONENT);
+    *(float2 *)(launch.partials.state + 2 * row) =
+        make_float2(sum == 0.0f ? -INFINITY : state.top, -sum);
+    if (sum != 0.0f) {
+        launch.partials.out[row * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT] =
+            sum * power_of_two(state.key_exponent);
     }
 }
 
+/* Means of values, as f16 in units of the values' power of two: none is above the largest value.
+ * `inverse` is 1 / sum of head `lane`. */
 template <typename Shape>
 static __device__ __forceinline__ void
 write_small_row(const attention_launch &launch, const cta_work &work, const lane_place &me,
-                float unit, const float (&out)[2][Shape::HEADS / 2])
+                float inverse, const float (&out)[2][Shape::HEADS / 2])
 {
-    float *const to = launch.partials.out +
-                      partial_row(launch, work, 2 * me.column) * SMLA_KV_LORA_RANK +
-                      128 * me.group + 32 * me.warp + 4 * me.row;
+    float *const first =
+        launch.partials.out + partial_row(launch, work, 2 * me.column) * SMLA_KV_LORA_RANK;
+    uint16_t *const to = (uint16_t *)first + 128 * me.group + 32 * me.warp + 4 * me.row;
 #pragma unroll
     for (int j = 0; j < Shape::HEADS / 8; j++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int at = 4 * j + i;
-            const uint32_t words[4] = {smla_float_bits(out[0][at] * unit),
-                                       smla_float_bits(out[0][at + 2] * unit),
-                                       smla_float_bits(out[1][at] * unit),
-                                       smla_float_bits(out[1][at + 2] * unit)};
-            if (8 * j + 2 * me.column + i < work.num_heads) {
-                smla_store_vector_4(to + (8 * j + i) * SMLA_KV_LORA_RANK, words);
+            const int head = 8 * j + 2 * me.column + i;
+            const float factor = __shfl_sync(0xFFFFFFFFu, inverse, head);
+            const uint32_t words[2] = {ptx_cvt_f16x2(out[0][at] * factor, out[0][at + 2] * factor),
+                                       ptx_cvt_f16x2(out[1][at] * factor, out[1][at + 2] * factor)};
+            if (head < work.num_heads) {
+                smla_store_vector_2(to + (8 * j + i) * 2 * SMLA_KV_LORA_RANK, words);
             }
         }
     }
@@ -148,8 +165,9 @@ __launch_bounds__(SMALL_THREADS, 1) attend_small(const __grid_constant__ attenti
         redo_small_row<Shape>(launch, work, memory);
         return;
     }
+    const float sum = find_sum(shared, me.lane);
     if (warp == 0) {
-        write_states(launch, work, me.lane, shared, state);
+        write_state(launch, work, me.lane, sum, state);
     }
     if (state.key_exponent == NO_EXPONENT) {
         return; /* no key, no partial row */
@@ -157,8 +175,7 @@ __launch_bounds__(SMALL_THREADS, 1) attend_small(const __grid_constant__ attenti
     float out[2][Shape::HEADS / 2];
     add_small_values(shared, num_granules, me, out);
     ptx_let_next_grid_start(); /* its CTAs would only be in the way before */
-    write_small_row<Shape>(launch, work, me, power_of_two(state.key_exponent - WEIGHT_EXPONENT),
-                           out);
+    write_small_row<Shape>(launch, work, me, sum == 0.0f ? 0.0f : 1.0f / sum, out);
 }
 
 /* ---- Launchers ----------------------------------------------------------------------------- */

@@ -102,13 +102,20 @@ cudaError_t smla_attend_sm80_mixed_16(const smla_attention_params *params);
 /* ---- Partial rows -------------------------------------------------------------------------- */
 
 /* What the splits leave in the workspace, element (token * num_splits + split) * num_heads + head
- * of each array. The out of a row with sum 0 is not written. */
+ * of each array. The out of a row with sum 0 is not written.
+ *
+ * attention_sm90_small.cu leaves halves, for what it writes and the combine kernel reads is what binds
+ * it: the row is 512 f16, then as float number SMLA_HALF_UNIT what they are multiples of, and its sum is
+ * stored negative. Rows that it does again are of fp32, and so say their sums. */
 typedef struct smla_partial_rows {
     float *state; /* [T * splits * H][2]: max_log2, sum (softmax.cuh) */
     float *out;   /* [T * splits * H][512] */
 } smla_partial_rows;
 
-enum { SMLA_PARTIAL_ALIGN = 16 }; /* what vector accesses need */
+enum {
+    SMLA_PARTIAL_ALIGN = 16, /* what vector accesses need */
+    SMLA_HALF_UNIT = SMLA_KV_LORA_RANK / 2,
+};
 
 static inline int64_t
 smla_partial_state_bytes(int64_t num_rows)

@@ -357,6 +357,15 @@ ptx_cvt_f16x4_e4m3x4(uint32_t bytes, uint32_t *low, uint32_t *high)
         : "r"(bytes));
 }
 
+/* The lower half of a word, as f16. */
+static __device__ __forceinline__ float
+ptx_cvt_f32_f16(uint32_t half)
+{
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((uint16_t)half));
+    return value;
+}
+
 static __device__ __forceinline__ uint32_t
 ptx_cvt_f16x2(float low, float high)
 {
