@@ -358,7 +358,11 @@ find_combine_cost(const split_problem *problem, int64_t num_tokens, int num_spli
     if (problem->kernel->small_columns == 0) {
         return 16 + num_splits;
     }
-    return 12 + num_splits / 4 + num_tokens * num_splits * problem->num_heads / 256;
+    const int64_t columns = smla_split_columns(problem->topk, num_splits) +
+                            smla_split_columns(problem->extra_topk, num_splits);
+    const int flights = (num_splits + 15) / 16; /* of values that are asked for at once */
+    const int64_t rows = num_tokens * num_splits * problem->num_heads;
+    return 8 + 8 * flights + rows / (is_small(problem, num_splits, columns) ? 512 : 256);
 }
 
 /* Kernels for small batches start before the grid in front of them is done, if there is room. */

@@ -43,8 +43,8 @@ typedef struct combine_launch {
 /* What the lanes of a warp know of a row: for splits lane and lane + 32 what their values are
  * multiplied with, and in all of them the maximum and the sum of the whole. */
 typedef struct whole_row {
-    float factor[LANE_SPLITS];      /* of rows of fp32, or of f16 */
-    uint32_t is_float[LANE_SPLITS]; /* HALF: which of the splits have fp32 after all */
+    float factor[LANE_SPLITS];
+    float float_factor[LANE_SPLITS]; /* HALF: of splits that have fp32 after all, 0 for others */
     float max_log2;
     float sum;
 } whole_row;
@@ -95,8 +95,8 @@ fold_states(const partial_place &place, int lane)
     }
 #pragma unroll
     for (int i = 0; i < LANE_SPLITS && HALF; i++) {
-        row.is_float[i] = __ballot_sync(0xFFFFFFFFu, row.factor[i] != 0.0f && !is_half[i]);
-        row.factor[i] *= row.factor[i] != 0.0f && is_half[i] ? unit[i] : 1.0f;
+        row.float_factor[i] = is_half[i] ? 0.0f : row.factor[i];
+        row.factor[i] = is_half[i] && row.factor[i] != 0.0f ? row.factor[i] * unit[i] : 0.0f;
     }
     return row;
 }
@@ -133,40 +133,49 @@ load_flight(const partial_place &place, int first, flight<HALF> *values)
 
 template <bool HALF>
 static __device__ __forceinline__ float
-find_value(const flight<HALF> &values, int split, int value)
+find_value(const uint32_t words[HALF ? 2 : 4], int value)
 {
     if constexpr (HALF) {
-        const uint32_t pair = values.words[split][value / 2];
-        return ptx_cvt_f32_f16(value % 2 ? pair >> 16 : pair);
+        return ptx_cvt_f32_f16(value % 2 ? words[value / 2] >> 16 : words[value / 2]);
     } else {
-        return smla_bits_float(values.words[split][value]);
+        return smla_bits_float(words[value]);
     }
 }
 
 /* total += factor * values, of these splits. */
 template <bool HALF>
 static __device__ __forceinline__ void
-fold_flight(const partial_place &place, const whole_row &row, int first, const flight<HALF> &values,
-            float total[THREAD_VALUES])
+fold_flight(const whole_row &row, int first, flight<HALF> *values, float total[THREAD_VALUES])
 {
-    const int number = first < SMLA_WARP_LANES ? 0 : 1;
-    const float mine = number == 0 ? row.factor[0] : row.factor[1];
-    const uint32_t is_float = HALF ? (number == 0 ? row.is_float[0] : row.is_float[1]) : 0;
+    const float mine = first < SMLA_WARP_LANES ? row.factor[0] : row.factor[1];
 #pragma unroll
     for (int i = 0; i < FLIGHT; i++) {
-        const int lane = (first + i) % SMLA_WARP_LANES;
-        const float factor = __shfl_sync(0xFFFFFFFFu, mine, lane);
-        const bool is_on = factor != 0.0f && !(is_float >> lane & 1);
+        const float factor = __shfl_sync(0xFFFFFFFFu, mine, (first + i) % SMLA_WARP_LANES);
+        uint32_t *const words = values->words[i];
+#pragma unroll
+        for (int j = 0; j < (HALF ? 2 : 4); j++) {
+            words[j] = factor == 0.0f ? 0 : words[j];
+        }
 #pragma unroll
         for (int j = 0; j < THREAD_VALUES; j++) {
-            total[j] += is_on ? find_value<HALF>(values, i, j) * factor : 0.0f;
+            total[j] += find_value<HALF>(words, j) * factor;
         }
-        if (HALF && is_float >> lane & 1) { /* a row that was done again */
-            const float *const from = place.values + (first + i) * place.stride * SMLA_KV_LORA_RANK;
+    }
+}
+
+/* HALF: the same of the rows that were done again, and are of fp32. */
+static __device__ __forceinline__ void
+fold_floats(const partial_place &place, const whole_row &row, float total[THREAD_VALUES])
+{
+#pragma unroll 1
+    for (int split = 0; split < place.num_splits; split++) {
+        const float mine = split < SMLA_WARP_LANES ? row.float_factor[0] : row.float_factor[1];
+        const float factor = __shfl_sync(0xFFFFFFFFu, mine, split % SMLA_WARP_LANES);
+        const float *const from =
+            place.values + split * place.stride * SMLA_KV_LORA_RANK + THREAD_VALUES * threadIdx.x;
 #pragma unroll
-            for (int j = 0; j < THREAD_VALUES; j++) {
-                total[j] += from[THREAD_VALUES * threadIdx.x + j] * factor;
-            }
+        for (int j = 0; j < THREAD_VALUES && factor != 0.0f; j++) {
+            total[j] += from[j] * factor;
         }
     }
 }
@@ -204,11 +213,15 @@ combine_row(const combine_launch &launch, const row_place &place)
     const whole_row row = fold_states<HALF>(place.partials, (int)threadIdx.x % SMLA_WARP_LANES);
     const float factor =
         softmax_finish(params, place.token, place.head, row.max_log2, row.sum, threadIdx.x == 0);
-    fold_flight(place.partials, row, 0, values, total);
+    fold_flight(row, 0, &values, total);
 #pragma unroll 1
     for (int first = FLIGHT; first < params.num_splits; first += FLIGHT) {
         load_flight(place.partials, first, &values);
-        fold_flight(place.partials, row, first, values, total);
+        fold_flight(row, first, &values, total);
+    }
+    if (HALF &&
+        __any_sync(0xFFFFFFFFu, row.float_factor[0] != 0.0f || row.float_factor[1] != 0.0f)) {
+        fold_floats(place.partials, row, total);
     }
     const uint32_t words[2] = {smla_cvt_bf16x2(total[0] * factor, total[1] * factor),
                                smla_cvt_bf16x2(total[2] * factor, total[3] * factor)};
