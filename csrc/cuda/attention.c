@@ -471,7 +471,7 @@ require_workspace(const smla_attention_params *params, smla_error *error)
     return SMLA_OK;
 }
 
-/* Whether attention_sm90_small.cu ran. */
+/* Whether attention_small_sm90.cu ran. */
 static bool
 has_halves(const smla_attention_kernel *kernel, const smla_attention_params *params)
 {

@@ -7,8 +7,8 @@
  *              grid in front leaves first, or has left free, while others are idle.
  * Roles        One CTA per token and head: a thread owns 4 of the 512 values, every warp finds the
  *              factors of the splits by itself, one lane per split. Nothing is waited for.
- * Roofline     2056 bytes in per split, 1024 out: bound by the latency of one read, for sixteen
- *              splits are asked for at once, before their states are known.
+ * Roofline     2056 bytes in per split, or half of it (kernels.h), 1024 out: bound by the latency of
+ *              one read, for sixteen splits are asked for at once, before their states are known.
  * Numerics     f_s is a power of two, so rescaling loses nothing. Values are summed in the order of
  *              the splits, sums along a fixed tree: the same bits on every run. Splits without keys
  *              have f_s = 0; their out was never written and is not looked at.
@@ -263,7 +263,7 @@ launch_combine(const combine_launch &launch)
 {
     const smla_attention_params &params = launch.params;
     const smla_cuda_device *const device = smla_cuda_find_device(params.stream.device_id);
-    const bool is_early = device->compute_capability >= 90;
+    const bool is_early = can_start_early(device->compute_capability);
     const int shared_bytes = is_early ? find_shared_bytes(device, launch.num_rows) : 0;
     if (shared_bytes > 0) {
         static uint64_t allowed;

@@ -1,4 +1,4 @@
-/* small_fetch.cuh: how a CTA of attention_sm90_small.cu begins: its shape and shared memory, and in
+/* small_fetch.cuh: how a CTA of attention_small_sm90.cu begins: its shape and shared memory, and in
  * it the rows and the query.
  */
 #ifndef SMLA_CUDA_SMALL_FETCH_CUH

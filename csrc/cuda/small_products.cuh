@@ -1,4 +1,4 @@
-/* small_products.cuh: the products of attention_sm90_small.cu: scores, the weights that they become,
+/* small_products.cuh: the products of attention_small_sm90.cu: scores, the weights that they become,
  * and values.
  */
 #ifndef SMLA_CUDA_SMALL_PRODUCTS_CUH

@@ -1,4 +1,4 @@
-/* attention_sm90_small.cu: sparse MLA attention over FP8 rows for Hopper, for small batches: all keys
+/* attention_small_sm90.cu: sparse MLA attention over FP8 rows for Hopper, for small batches: all keys
  * of a split are in shared memory at once.
  *
  * Computes     as attention_sm90.cu, transposed: S^T = K Q^T, P = 2^(scale S - ref),
@@ -22,9 +22,9 @@
  *              A lost row is done again by half of the threads and the code of attention_sm80.cu.
  * Roofline     Latencies in a row: index, row, scores, values. wgmma with A in registers takes 32
  *              cycles for 64 x 16 of A, however few the heads, so 18 cycles per key for scores and 16
- *              for values; 10 to bring a row to an SM. Measured on an H200, 32 heads, 128 keys, 128
- *              CTAs, in cycles: index 1500, rows 5600, scores 2600, weights 1900, values 2600,
- *              partial rows 2300.
+ *              for values; 16 to bring a row to an SM, of which 10 are those of its port. Measured on
+ *              an H200, 32 heads, 128 keys, 128 CTAs, in cycles: index 1500, rows 5600, scores 2600,
+ *              weights 1900, values 2600, partial rows (of fp32) 2300.
  * Numerics     as attention_sm90.cu, but the reference is the maximum of all keys of the split, so no
  *              score is too large; the largest weight is 2^WEIGHT_EXPONENT. Scores are relative to
  *              the largest scale of the warp's keys, values to that of all keys of the split. Scales
