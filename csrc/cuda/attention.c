@@ -408,7 +408,11 @@ find_combine_cost(const split_problem *problem, int64_t num_tokens, int num_spli
     if (problem->kernel->small_columns == 0) {
         return 16 + num_splits;
     }
-    return 12 + num_splits / 4 + num_tokens * num_splits * problem->num_heads / 256;
+    const int64_t columns = smla_split_columns(problem->topk, num_splits) +
+                            smla_split_columns(problem->extra_topk, num_splits);
+    const int flights = (num_splits + 15) / 16; /* of values that are asked for at once */
+    const int64_t rows = num_tokens * num_splits * problem->num_heads;
+    return 8 + 8 * flights + rows / (is_small(problem, num_splits, columns) ? 512 : 256);
 }
 
 /* Kernels for small batches start before the grid in front of them is done, if there is room. */
@@ -598,6 +602,18 @@ slice_tokens(const smla_attention_params *params, int64_t start, int64_t count)
     return part;
 }
 
+/* Whether attention_small_sm90.cu ran. */
+static bool
+has_halves(const smla_attention_kernel *kernel, const smla_attention_params *params)
+{
+    int64_t columns = 0;
+    for (int i = 0; i < params->num_lists; i++) {
+        columns += smla_split_columns(params->lists[i].topk, params->num_splits);
+    }
+    return kernel->small_columns != 0 &&
+           smla_sm90_is_small(kernel->heads_per_cta, params->num_splits, columns);
+}
+
 static smla_status
 run_kernel(const smla_attention_kernel *kernel, const smla_attention_params *params,
            smla_error *error)
@@ -609,7 +625,8 @@ run_kernel(const smla_attention_kernel *kernel, const smla_attention_params *par
     if (params->num_splits == 1) {
         return SMLA_OK;
     }
-    return smla_cuda_status(op, call, smla_cuda_launch_combine(params), error);
+    return smla_cuda_status(op, call, smla_cuda_launch_combine(params, has_halves(kernel, params)),
+                            error);
 }
 
 /* A call whose split count is the backend's own. What does not fill a wave of CTAs any more may be

@@ -80,7 +80,7 @@ cudaError_t smla_cuda_launch_split_weight(const smla_split_weight_params *params
 cudaError_t smla_cuda_launch_up_proj(const smla_projection_params *params);
 
 /* combine.cu: folds the partial results that attention left in its workspace. */
-cudaError_t smla_cuda_launch_combine(const smla_attention_params *params);
+cudaError_t smla_cuda_launch_combine(const smla_attention_params *params, bool has_halves);
 
 /* ---- Operators that are more than one launcher --------------------------------------------- */
 

@@ -71,7 +71,7 @@ smla_sm90_heads_per_cta(int32_t heads_per_cta, int num_splits)
     return heads_per_cta < most ? heads_per_cta : most;
 }
 
-/* attention_sm90_small.cu: all keys of a split at once, of 32 heads at most. Again the batch has no
+/* attention_small_sm90.cu: all keys of a split at once, of 32 heads at most. Again the batch has no
  * say. `columns` of a split, of both lists. */
 enum { SMLA_SM90_SMALL_KEYS = 256 };
 
@@ -82,7 +82,7 @@ smla_sm90_is_small(int32_t heads_per_cta, int num_splits, int64_t columns)
            smla_sm90_heads_per_cta(heads_per_cta, num_splits) <= 32;
 }
 
-/* attention_sm90_small.cu, for attention_sm90.cu */
+/* attention_small_sm90.cu, for attention_sm90.cu */
 cudaError_t smla_attend_sm90_small_32(const smla_attention_params *params);
 cudaError_t smla_attend_sm90_small_16(const smla_attention_params *params);
 
@@ -106,13 +106,20 @@ cudaError_t smla_attend_sm80_mixed_16(const smla_attention_params *params);
 /* ---- Partial rows -------------------------------------------------------------------------- */
 
 /* What the splits leave in the workspace, element (token * num_splits + split) * num_heads + head
- * of each array. The out of a row with sum 0 is not written. */
+ * of each array. The out of a row with sum 0 is not written.
+ *
+ * attention_small_sm90.cu leaves halves, for what it writes and the combine kernel reads is what binds
+ * it: the row is 512 f16, then as float number SMLA_HALF_UNIT what they are multiples of, and its sum is
+ * stored negative. Rows that it does again are of fp32, and so say their sums. */
 typedef struct smla_partial_rows {
     float *state; /* [T * splits * H][2]: max_log2, sum (softmax.cuh) */
     float *out;   /* [T * splits * H][512] */
 } smla_partial_rows;
 
-enum { SMLA_PARTIAL_ALIGN = 16 }; /* what vector accesses need */
+enum {
+    SMLA_PARTIAL_ALIGN = 16, /* what vector accesses need */
+    SMLA_HALF_UNIT = SMLA_KV_LORA_RANK / 2,
+};
 
 static inline int64_t
 smla_partial_state_bytes(int64_t num_rows)

@@ -14,7 +14,7 @@ enum { SMLA_WARP_LANES = 32 };
 /* Starts a kernel that takes one struct by value. The grid is cut to what the hardware numbers:
  * kernels loop over the blocks that are missing. No blocks, no launch.
  *
- * `is_early` (sm_90 and later): the grid may start before the grid in front of it in the stream is
+ * `is_early` (can_start_early): the grid may start before the grid in front of it in the stream is
  * done. Every thread of it must pass ptx_wait_for_grids before it reads what others wrote, writes
  * what others read, or ends: who does not wait is no order for those behind it. */
 template <typename Args>
@@ -63,6 +63,19 @@ allow_shared_bytes(const void *kernel, int shared_bytes, int32_t device_id, uint
         __atomic_fetch_or(allowed, bit, __ATOMIC_RELEASE);
     }
     return code;
+}
+
+/* Whether kernels can wait for the grids in front of them: there is code for the very device, of
+ * sm_90 or later. PTX of sm_80 that a newer device compiles has no word for it. */
+static inline bool
+can_start_early(int32_t compute_capability)
+{
+    static const int32_t archs[] = {__CUDA_ARCH_LIST__};
+    bool can = false;
+    for (const int32_t arch : archs) {
+        can = can || (arch >= 900 && arch == 10 * compute_capability);
+    }
+    return can;
 }
 
 /* ---- Counts -------------------------------------------------------------------------------- */

@@ -142,11 +142,11 @@ ptx_cp_async_16(uint32_t to_shared, const void *from)
                  : "memory");
 }
 
-/* The same unless `is_on` is false: then 16 bytes of zero, and the address is not looked at. */
+/* Zeros unless `is_on`, and then the address is not looked at. L2 gets the whole line. */
 static __device__ __forceinline__ void
 ptx_cp_async_16_or_zero(uint32_t to_shared, const void *from, bool is_on)
 {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                  :
                  : "r"(to_shared), "l"(from), "r"(is_on ? 16 : 0)
                  : "memory");
@@ -362,6 +362,15 @@ ptx_cvt_f16x4_e4m3x4(uint32_t bytes, uint32_t *low, uint32_t *high)
         "}"
         : "=r"(*low), "=r"(*high)
         : "r"(bytes));
+}
+
+/* The lower half of a word, as f16. */
+static __device__ __forceinline__ float
+ptx_cvt_f32_f16(uint32_t half)
+{
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((uint16_t)half));
+    return value;
 }
 
 static __device__ __forceinline__ uint32_t

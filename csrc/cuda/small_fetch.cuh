@@ -1,4 +1,4 @@
-/* small_fetch.cuh: how a CTA of attention_sm90_small.cu begins: its shape and shared memory, and in
+/* small_fetch.cuh: how a CTA of attention_small_sm90.cu begins: its shape and shared memory, and in
  * it the rows and the query.
  */
 #ifndef SMLA_CUDA_SMALL_FETCH_CUH
@@ -18,6 +18,7 @@ enum {
     SCALE_BYTES = SMLA_NUM_SCALE_TILES * GRANULE_KEYS * 2, /* of a granule, in f16 */
     TOP_SCALE_EXPONENT = 6, /* of the largest scale / E: 448 times it is below 2^16 */
     WEIGHT_EXPONENT = 8,    /* of the largest weight */
+    MAX_HALF_EXPONENT = 3,  /* of all keys: half of 2^-24 of it is a quarter of 1e-6 */
     NO_EXPONENT = -1000,    /* of a granule without keys */
 };
 

@@ -1,4 +1,4 @@
-/* small_products.cuh: the products of attention_sm90_small.cu: scores, the weights that they become,
+/* small_products.cuh: the products of attention_small_sm90.cu: scores, the weights that they become,
  * and values.
  */
 #ifndef SMLA_CUDA_SMALL_PRODUCTS_CUH
@@ -203,6 +203,7 @@ find_small_reference(const small_memory<Shape> *shared, int lane, small_state *s
     state->reference = state->is_bad ? NAN : softmax_reference(state->top) - (float)WEIGHT_EXPONENT;
     state->key_exponent =
         __reduce_max_sync(0xFFFFFFFFu, shared->key_exponent[lane % SMALL_GRANULES]);
+    state->is_lost |= state->key_exponent > MAX_HALF_EXPONENT;
 }
 
 /* Weights of the warp's keys and their sums, and the scales that their values are multiplied

@@ -1,4 +1,4 @@
-/* attention_sm90_small.cu: sparse MLA attention over FP8 rows for Hopper, for small batches: all keys
+/* attention_small_sm90.cu: sparse MLA attention over FP8 rows for Hopper, for small batches: all keys
  * of a split are in shared memory at once.
  *
  * Computes     as attention_sm90.cu, transposed: S^T = K Q^T, P = 2^(scale S - ref),
@@ -8,23 +8,30 @@
  *                      tile, permuted (store_words), 128-byte swizzle
  *              probs   [256][HEADS] f16    swizzled (wgmma.cuh)
  *              rows    [16][16][656 B]     granules of rows as they are in the cache
- *              scales  [16][4][16] f16, maxima, sums, maxima of the query
- *              32 heads: 227,904 bytes of the 232,448 that an SM has
- * Roles        One CTA for a token, split and head tile; 16 warps, four warpgroups. A warp fetches
- *              the 16 rows of its granule and scores them, a warpgroup adds 128 of the 512 values.
- *              barriers         what is visible after it, to all 512 threads
- *              1 (__syncthreads) maxima of the query's heads
- *              2                 query
- *              3                 rows, maxima of the scores, exponents of the scales
- *              4 (and vote)      weights, their sums, scales; whether any thread lost the row
- *              Rows are waited for by the warp that fetched them, so scoring starts as they come.
- *              A lost row is done again by the code of attention_sm80.cu.
- * Roofline     One pass of latencies: index, row, scores, values. 32 heads, 256 keys: 2300 cycles of
- *              wgmma each for scores and values.
- * Numerics     as attention_sm90.cu, but the reference is that of all keys: weights are f16 up to
- *              2^WEIGHT_EXPONENT and no score is too large. Scores are relative to the largest scale
- *              of the warp's keys, values to that of all keys; scales that are smaller by more than
- *              2^WINDOW_SIZE mark the row, as do NaN, negative and zero scales.
+ *              scales  [16][4][16] f16, maxima and sums by granule, maxima of the query
+ *              32 heads: 228,352 bytes of the 232,448 that an SM has
+ * Roles        One CTA for a token, split and head tile; 16 warps, four warpgroups, 128 registers. A
+ *              warp fetches the 16 rows of its granule (cp.async) and scores them, a warpgroup adds
+ *              128 of the 512 values. No pipeline: other CTAs of the device are ahead or behind.
+ *              barriers          what all 512 threads see after it
+ *              1 __syncthreads    maxima of the query's heads
+ *              2 __syncthreads    the query
+ *              3 __syncthreads    all rows, maxima of the scores, exponents of the scales
+ *              4 and vote         weights, their sums, scales; whether a thread has lost the row
+ *              Rows are first waited for by the warp that fetched them: it scores them as they come.
+ *              A lost row is done again by half of the threads and the code of attention_sm80.cu.
+ * Roofline     Latencies in a row: index, row, scores, values. wgmma with A in registers takes 32
+ *              cycles for 64 x 16 of A, however few the heads, so 18 cycles per key for scores and 16
+ *              for values; 16 to bring a row to an SM, of which 10 are those of its port. Measured on
+ *              an H200, 32 heads, 128 keys, 128 CTAs, in cycles: index 1500, rows 5600, scores 2600,
+ *              weights 1900, values 2600, partial rows (of fp32) 2300.
+ * Numerics     as attention_sm90.cu, but the reference is the maximum of all keys of the split, so no
+ *              score is too large; the largest weight is 2^WEIGHT_EXPONENT. Scores are relative to
+ *              the largest scale of the warp's keys, values to that of all keys of the split. Scales
+ *              smaller by more than 2^WINDOW_SIZE mark the row, as do NaN, negative and zero ones. A
+ *              NaN among the bytes makes its score NaN, and so all results. Partial rows are rounded to
+ *              f16: means of values, relative to the largest scale, so by 2^-12, or where they are small
+ *              by 2^-25 of the unit; scales above 2^9, where that might be felt, mark the row.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       as attention_sm90.cu; split-KV decoding (Flash-Decoding)
  */
@@ -32,43 +39,58 @@
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
-/* The states of the partial row, by the first warp: head `lane`. */
+/* Of head `lane`, a multiple of 2^reference. */
 template <typename Shape>
-static __device__ __forceinline__ void
-write_states(const attention_launch &launch, const cta_work &work, int lane,
-             const small_memory<Shape> *shared, const small_state &state)
+static __device__ __forceinline__ float
+find_sum(const small_memory<Shape> *shared, int lane)
 {
-    if (lane < work.num_heads) {
-        float sum = 0.0f;
+    float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < SMALL_GRANULES; i++) {
-            sum += shared->sums[i][lane];
-        }
-        sum *= 1.0f / (1 << WEIGHT_EXPONENT);
-        *(float2 *)(launch.partials.state + 2 * partial_row(launch, work, lane)) =
-            make_float2(sum == 0.0f ? -INFINITY : state.top, sum);
+    for (int i = 0; i < SMALL_GRANULES && lane < Shape::HEADS; i++) {
+        sum += shared->sums[i][lane];
+    }
+    return sum;
+}
+
+/* The state of head `lane`'s partial row, and the unit of its values. */
+static __device__ __forceinline__ void
+write_state(const attention_launch &launch, const cta_work &work, int lane, float sum,
+            const small_state &state)
+{
+    if (lane >= work.num_heads) {
+        return;
+    }
+    const int64_t row = partial_row(launch, work, lane);
+    sum *= 1.0f / (1 << WEIGHT_EXPONENT);
+    *(float2 *)(launch.partials.state + 2 * row) =
+        make_float2(sum == 0.0f ? -INFINITY : state.top, -sum);
+    if (sum != 0.0f) {
+        launch.partials.out[row * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT] =
+            sum * power_of_two(state.key_exponent);
     }
 }
 
+/* Means of values, as f16 in units of the values' power of two: none is above the largest value.
+ * `inverse` is 1 / sum of head `lane`. */
 template <typename Shape>
 static __device__ __forceinline__ void
 write_small_row(const attention_launch &launch, const cta_work &work, const lane_place &me,
-                float unit, const float (&out)[2][Shape::HEADS / 2])
+                float inverse, const float (&out)[2][Shape::HEADS / 2])
 {
-    float *const to = launch.partials.out +
-                      partial_row(launch, work, 2 * me.column) * SMLA_KV_LORA_RANK +
-                      128 * me.group + 32 * me.warp + 4 * me.row;
+    float *const first =
+        launch.partials.out + partial_row(launch, work, 2 * me.column) * SMLA_KV_LORA_RANK;
+    uint16_t *const to = (uint16_t *)first + 128 * me.group + 32 * me.warp + 4 * me.row;
 #pragma unroll
     for (int j = 0; j < Shape::HEADS / 8; j++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int at = 4 * j + i;
-            const uint32_t words[4] = {smla_float_bits(out[0][at] * unit),
-                                       smla_float_bits(out[0][at + 2] * unit),
-                                       smla_float_bits(out[1][at] * unit),
-                                       smla_float_bits(out[1][at + 2] * unit)};
-            if (8 * j + 2 * me.column + i < work.num_heads) {
-                smla_store_vector_4(to + (8 * j + i) * SMLA_KV_LORA_RANK, words);
+            const int head = 8 * j + 2 * me.column + i;
+            const float factor = __shfl_sync(0xFFFFFFFFu, inverse, head);
+            const uint32_t words[2] = {ptx_cvt_f16x2(out[0][at] * factor, out[0][at + 2] * factor),
+                                       ptx_cvt_f16x2(out[1][at] * factor, out[1][at + 2] * factor)};
+            if (head < work.num_heads) {
+                smla_store_vector_2(to + (8 * j + i) * 2 * SMLA_KV_LORA_RANK, words);
             }
         }
     }
@@ -129,7 +151,6 @@ __launch_bounds__(SMALL_THREADS, 1) attend_small(const __grid_constant__ attenti
     const small_places at = find_places(launch, work);
     const int num_granules = count_granules(launch);
     ptx_wait_for_grids(); /* from here on memory of others is read and written */
-    ptx_let_next_grid_start();
     const lane_place me = find_place();
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
     small_state state = {};
@@ -144,16 +165,17 @@ __launch_bounds__(SMALL_THREADS, 1) attend_small(const __grid_constant__ attenti
         redo_small_row<Shape>(launch, work, memory);
         return;
     }
+    const float sum = find_sum(shared, me.lane);
     if (warp == 0) {
-        write_states(launch, work, me.lane, shared, state);
+        write_state(launch, work, me.lane, sum, state);
     }
     if (state.key_exponent == NO_EXPONENT) {
         return; /* no key, no partial row */
     }
     float out[2][Shape::HEADS / 2];
     add_small_values(shared, num_granules, me, out);
-    write_small_row<Shape>(launch, work, me, power_of_two(state.key_exponent - WEIGHT_EXPONENT),
-                           out);
+    ptx_let_next_grid_start(); /* its CTAs would only be in the way before */
+    write_small_row<Shape>(launch, work, me, sum == 0.0f ? 0.0f : 1.0f / sum, out);
 }
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
