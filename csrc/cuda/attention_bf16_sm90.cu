@@ -54,9 +54,10 @@
  *              the same way. ref is an integer, the maximum of the work's first 64 keys, rounded
  *              up: bf16 and fp32 have the exponents for keys 2^64 times as heavy, and keys lighter
  *              by 2^126 do not count. So nothing is ever rescaled. A work is lost, and done again,
- *              where a block's weights are heavier or not finite (NaN or inf in q or a selected
- *              row), or where its first 64 columns have no key and later ones have: ref is NaN
- *              then. Masked rows are zeros and have weight 0.
+ *              where a block's weights are heavier or not finite (inf in q, or NaN or inf in a
+ *              row that is not among the first), or where its first 64 columns have no key and
+ *              later ones have: ref is NaN then. A head whose first scores have a NaN has results
+ *              of NaN, and no influence on others. Masked rows are zeros and have weight 0.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       the tiles, and that two warpgroups share one block's values: FlashMLA's sparse
  *              prefill, studied, not copied; online softmax (FlashAttention), warp roles (CUTLASS).

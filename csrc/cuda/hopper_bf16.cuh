@@ -72,6 +72,7 @@ typedef struct bf16_consumer {
     float sum[2];
     float excess[2]; /* how much too large sum is */
     float top[2];    /* the largest score, over the reference */
+    bool is_nan[2];  /* the head's results are, and its numbers need not fit */
     bool is_lost;    /* some number did not fit */
 } bf16_consumer;
 

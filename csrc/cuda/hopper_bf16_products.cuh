@@ -78,8 +78,20 @@ find_top(const float (&scores)[BLOCK_KEYS / 2], int piece)
     return top;
 }
 
+static __device__ __forceinline__ bool
+has_nan(const float (&scores)[BLOCK_KEYS / 2], int piece)
+{
+    bool is_nan = false;
+#pragma unroll
+    for (int i = 0; i < BLOCK_KEYS / 2; i += 4) {
+        is_nan |= isnan(scores[i + 2 * piece]) | isnan(scores[i + 2 * piece + 1]);
+    }
+    return is_nan;
+}
+
 /* Group 0 fixes the references of the work by its first block: the maximum, rounded up. Without a
- * score there it is NaN: a key that comes later makes its weight NaN, and that loses the row. */
+ * score there it is NaN: a key that comes later makes its weight NaN, and that loses the row. -inf
+ * is the reference of a head that a NaN has met: whatever happens, its results are NaN. */
 static __device__ __forceinline__ void
 find_references(float scale_log2, const lane_place &me, const bf16_consumer &state,
                 bf16_memory *shared)
@@ -95,9 +107,11 @@ find_references(float scale_log2, const lane_place &me, const bf16_consumer &sta
         float top = find_top(logits, piece);
         top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
         top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
+        const uint32_t nans = __ballot_sync(0xFFFFFFFFu, has_nan(logits, piece));
         if (me.column == 0) {
-            shared->reference[16 * me.warp + 8 * piece + me.row] =
-                top == -INFINITY ? NAN : ceilf(top);
+            shared->reference[16 * me.warp + 8 * piece + me.row] = nans >> me.lane & 15 ? -INFINITY
+                                                                   : top == -INFINITY ? NAN
+                                                                                      : ceilf(top);
         }
     }
     __syncwarp();
@@ -130,6 +144,8 @@ find_exponents(float scale_log2, const lane_place &me, const row_shift &shift,
     if (shift.is_key != 0xFFFFFFFFu) {
         mask_scores(shared, me, state->scores);
     }
+    state->is_nan[0] = shift.minus[0] == INFINITY;
+    state->is_nan[1] = shift.minus[1] == INFINITY;
     if constexpr (MAXIMA) {
         state->top[0] = fmaxf(state->top[0], find_top(state->scores, 0));
         state->top[1] = fmaxf(state->top[1], find_top(state->scores, 1));
@@ -167,7 +183,7 @@ add_to_sums(bf16_consumer *state)
         const float term = sum - state->excess[piece];
         state->sum[piece] = older + term;
         state->excess[piece] = (state->sum[piece] - older) - term;
-        state->is_lost |= !(sum < MAX_WEIGHTS);
+        state->is_lost |= !(sum < MAX_WEIGHTS) & !state->is_nan[piece];
     }
 }
 
