@@ -582,6 +582,14 @@ problem_of_call(const smla_cuda_device *device, const smla_attention_kernel *ker
     return problem_of(device, kernel, &shape);
 }
 
+static void
+skip_tokens(smla_key_list *keys, int64_t count)
+{
+    keys->indices += count * keys->indices_stride_token;
+    keys->topk_length += keys->topk_length == NULL ? 0 : count * keys->topk_length_stride;
+    keys->map.req_id_per_token += keys->map.block_table == NULL ? 0 : count;
+}
+
 /* Tokens [start, start + count) of a call. */
 static smla_attention_params
 slice_tokens(const smla_attention_params *params, int64_t start, int64_t count)
@@ -590,11 +598,9 @@ slice_tokens(const smla_attention_params *params, int64_t start, int64_t count)
     part.num_tokens = count;
     part.q_nope += start * part.q_nope_stride_token;
     part.q_pe += start * part.q_pe_stride_token;
-    for (int i = 0; i < part.num_lists; i++) {
-        smla_key_list *const keys = &part.lists[i];
-        keys->indices += start * keys->indices_stride_token;
-        keys->topk_length += keys->topk_length == NULL ? 0 : start * keys->topk_length_stride;
-        keys->map.req_id_per_token += keys->map.block_table == NULL ? 0 : start;
+    skip_tokens(&part.lists[0], start);
+    if (part.num_lists == 2) {
+        skip_tokens(&part.lists[1], start);
     }
     part.out += start * part.out_stride_token;
     part.lse += start * part.lse_stride_token;
