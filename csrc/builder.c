@@ -48,7 +48,8 @@ check_config_counts(const smla_builder_config *config, smla_error *error)
     return SMLA_OK;
 }
 
-/* The path that serves every batch of this configuration. */
+/* The path that serves every batch of this configuration. A step's prefills may still go another way
+ * where the config leaves it open (prefers_direct). */
 static smla_status
 choose_path(smla_builder_config *config, smla_error *error)
 {
@@ -216,6 +217,7 @@ initialize(smla_builder *b, const smla_builder_config *config, smla_error *error
                          "%s: `kv_format` must be a known cache format, got %d", create_op,
                          known->kv_format);
     }
+    b->plans_path = known->path == SMLA_PATH_AUTO;
     SMLA_TRY(choose_path(known, error));
     SMLA_TRY(smla_find_backend(create_op, known->device, &b->backend, error));
     if (known->workspace != NULL) {
@@ -394,6 +396,24 @@ fill_prefill(smla_builder *b, const smla_build_args *args, int64_t num_decodes, 
     }
 }
 
+static bool
+prefers_direct(const smla_builder *b, const smla_build_args *args, const smla_batch_split *split,
+               int64_t num_chunks)
+{
+    const smla_attention_shape prefills = {
+        .num_tokens = split->num_prefill_tokens,
+        .num_heads = b->config.num_heads,
+        .topk = b->config.topk_tokens,
+        .device_id = b->config.device.device_id,
+        .formats = {smla_find_kv_format(b->config.kv_format)},
+    };
+    int64_t num_rows = 0;
+    for (int64_t req = split->num_decodes; req < args->num_reqs; req++) {
+        num_rows += args->seq_lens_cpu[req];
+    }
+    return b->backend->prefers_direct(&prefills, num_rows, num_chunks);
+}
+
 static smla_status
 plan_step(smla_builder *b, const smla_build_args *args, smla_error *error)
 {
@@ -403,9 +423,9 @@ plan_step(smla_builder *b, const smla_build_args *args, smla_error *error)
     SMLA_TRY(smla_split_decodes_and_prefills(args->query_start_loc_cpu, args->num_reqs,
                                              args->num_actual_tokens, b->config.decode_threshold,
                                              true, &split, error));
-    const smla_path path = (smla_path)b->config.path;
+    smla_path path = (smla_path)b->config.path;
     const bool has_parts = path == SMLA_PATH_SEPARATE || path == SMLA_PATH_DIRECT;
-    const bool has_workspace = path == SMLA_PATH_SEPARATE && split.num_prefills > 0;
+    bool has_workspace = path == SMLA_PATH_SEPARATE && split.num_prefills > 0;
     int64_t num_chunks = 0;
     if (has_parts) {
         SMLA_TRY(check_order(b, args, error));
@@ -414,6 +434,11 @@ plan_step(smla_builder *b, const smla_build_args *args, smla_error *error)
         SMLA_TRY(smla_split_prefill_chunks(args->seq_lens_cpu + split.num_decodes,
                                            split.num_prefills, b->config.prefill_workspace_tokens,
                                            b->chunk_ends, &num_chunks, error));
+        if (b->plans_path && prefers_direct(b, args, &split, num_chunks)) {
+            path = SMLA_PATH_DIRECT;
+            has_workspace = false;
+            num_chunks = 0;
+        }
     }
     const smla_stream stream = {.device_id = b->config.device.device_id, .handle = args->stream};
     void *memory = NULL;

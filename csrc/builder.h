@@ -19,6 +19,7 @@ struct smla_builder {
     smla_builder_config config; /* defaults filled in; `workspace` is not used after create */
     const smla_backend *backend;
     smla_metadata metadata;
+    bool plans_path; /* the config leaves it open: a step on "separate" may be "direct" */
     bool is_built;
     smla_step_arrays arrays; /* on the device */
     smla_view block_table;   /* the caller's, of the last build */

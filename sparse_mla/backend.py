@@ -8,7 +8,8 @@ Paths, visible as `metadata.path` and forced by `Config(path=...)`:
 
     mixed      FP8 cache, all tokens in one attention call; few heads (below 32)
     separate   FP8 cache; decodes on the cache, prefills chunk by chunk on a gathered bf16 workspace
-    direct     FP8 cache; prefills on the cache too, without a workspace
+    direct     FP8 cache; prefills on the cache too, without a workspace. Where the path is left
+               open, a step on "separate" takes it if its prefills do not pay for a gather (Hopper)
     bf16       bf16 cache, all tokens in one attention call
 
 On CUDA a step's derived arrays are on the device, in the builder's buffers. Planning needs lengths
@@ -95,7 +96,8 @@ class Config:
     decode_threshold : int
         Query tokens of a decode at most: 1 + the number of speculative tokens.
     min_heads_for_bf16_prefill : int
-        With an FP8 cache and fewer heads the path is "mixed", else "separate".
+        With an FP8 cache and fewer heads the path is "mixed", else "separate" (or step by step, see
+        above, "direct").
     prefill_workspace_tokens : int, optional
         Rows of the bf16 workspace of path "separate"; None = 5 * max_model_len.
     path : "mixed", "separate", "bf16" or "direct", optional

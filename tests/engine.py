@@ -15,6 +15,13 @@ SCALE = (128 + 64) ** -0.5
 
 
 def config(sparse_mla, *, num_heads=32, fp8=True, **changes):
+    """Without a path a GPU's plan would send small prefills another way than a CPU's: it is left to
+    the plan by `path=None` alone."""
+    if device.ON_CUDA and sparse_mla is library.sparse_mla and "path" not in changes:
+        least = changes.get("min_heads_for_bf16_prefill", 32)
+        is_fp8 = changes.get("kv_cache_dtype", "fp8_ds_mla" if fp8 else "auto") == "fp8_ds_mla"
+        if isinstance(least, int) and isinstance(num_heads, int):
+            changes["path"] = reference_plan.choose_path(num_heads, is_fp8, min_heads=least)
     options = {
         "softmax_scale": SCALE,
         "device": device.NAME if sparse_mla is library.sparse_mla else "cpu",

@@ -14,9 +14,9 @@ NUM_HEADS = 33
 
 def run(step, kv, *, path=None, num_heads=NUM_HEADS, q=None, sink=True, **config):
     """-> path taken, out and lse with guarded outputs."""
-    options = engine.config(
-        sparse_mla, num_heads=num_heads, fp8=ref.is_fp8(kv), path=path, **config
-    )
+    if path is not None:
+        config["path"] = path
+    options = engine.config(sparse_mla, num_heads=num_heads, fp8=ref.is_fp8(kv), **config)
     metadata = sparse_mla.MetadataBuilder(options).build(step.batch.common(sparse_mla))
     rows = len(step.q)
     out = Guarded((rows, num_heads, 512), ref.BF16)

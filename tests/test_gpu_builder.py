@@ -205,3 +205,37 @@ def test_bad_pages_and_positions_in_a_step_are_harmless(path):
         assert (ref.bits16(out[row]) == 0).all(), "no key is left"
         assert (lse[row] == -np.inf).all()
     assert np.isfinite(out.astype(np.float32)).all()
+
+
+# --- paths ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="no kernel for Hopper")
+@pytest.mark.parametrize(
+    ("num_heads", "tokens", "want"),
+    [
+        (HEADS, 40, "direct"),  # few tokens do not pay for a gather
+        (HEADS, 4000, "separate"),
+        (32, 4000, "direct"),  # rows of bf16 pay for 64 heads
+    ],
+)
+def test_the_plan_weighs_a_gather_against_slower_rows(num_heads, tokens, want):
+    config = engine.config(
+        library.sparse_mla,
+        num_heads=num_heads,
+        path=None,
+        max_num_batched_tokens=4096,
+        max_model_len=4096,
+        prefill_workspace_tokens=4096,
+    )
+    batch = cases.make_batch([1, 1, tokens], [50, 9, tokens])
+    builder = library.sparse_mla.MetadataBuilder(config)
+    metadata = builder.build(batch.common(library.sparse_mla))
+    assert metadata.path == want
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
+    if tokens < 100:
+        step = engine.make_step(batch, num_heads)
+        layer = library.sparse_mla.SparseMLA(config)
+        out, lse = layer.forward(step.q, step.fp8_cache, step.topk_indices, metadata)
+        reference = step.reference(want, step.fp8_cache, sink=False)
+        assert_within_bounds(reference, {"out": out, "lse": lse})

@@ -68,6 +68,15 @@ smla_cpu_choose_num_splits(const smla_attention_shape *shape)
     return (int)min_int64(fair < 1 ? 1 : fair, max_splits(shape));
 }
 
+bool
+smla_cpu_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows, int64_t num_chunks)
+{
+    (void)prefills;
+    (void)num_rows;
+    (void)num_chunks;
+    return false; /* a gathered row is widened once, not for every token */
+}
+
 /* Of any instruction set: forcing another one needs no other workspace. */
 static int64_t
 thread_bytes(int64_t num_heads)

@@ -81,6 +81,8 @@ smla_status smla_cpu_sparse_attention(const smla_attention_params *params, smla_
 
 /* Depends on shapes alone, never on the number of threads: results do not, either. */
 int smla_cpu_choose_num_splits(const smla_attention_shape *shape);
+bool smla_cpu_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows,
+                             int64_t num_chunks);
 
 /* Enough for every thread of this process. Grows with num_tokens and stops growing at 64: the size
  * for the largest batch serves every smaller one. */

@@ -106,6 +106,7 @@ const smla_backend smla_cpu_backend = {
     .dequantize_kv_cache = smla_cpu_dequantize_kv_cache,
     .convert_req_index = smla_cpu_convert_req_index,
     .choose_num_splits = smla_cpu_choose_num_splits,
+    .prefers_direct = smla_cpu_prefers_direct,
     .attention_workspace_size = smla_cpu_attention_workspace_size,
     .sparse_attention = smla_cpu_sparse_attention,
     .merge_attn_states = smla_cpu_merge_attn_states,

@@ -521,6 +521,28 @@ smla_cuda_choose_num_splits(const smla_attention_shape *shape)
                : 1;
 }
 
+/* Crossover of FP8 rows and gathered bf16 rows, of an H200 (benchmarks/RESULTS.md, CUDA run 3). */
+enum {
+    DIRECT_PS_PER_KEY = 62,       /* what the FP8 kernel takes longer per key of 33 to 64 heads */
+    GATHER_PS_PER_ROW = 460,      /* 656 bytes in, 1152 out */
+    GATHER_PS_PER_CALL = 4000000, /* its launch, and one more of attention */
+};
+
+/* Up to 32 heads the kernels are equal, for the one of bf16 rows pays for 64. */
+bool
+smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows, int64_t num_chunks)
+{
+    const smla_cuda_device *const device = smla_cuda_find_device(prefills->device_id);
+    const smla_attention_kernel *const kernel =
+        device == NULL ? NULL : find_kernel(device, SMLA_ROWS_FP8, prefills->num_heads);
+    if (kernel == NULL || kernel->min_arch < 90) {
+        return false;
+    }
+    const int64_t tiles = prefills->num_heads / 64 + (prefills->num_heads % 64 > 32);
+    const int64_t loss = prefills->num_tokens * prefills->topk * tiles * DIRECT_PS_PER_KEY;
+    return loss < num_rows * GATHER_PS_PER_ROW + num_chunks * GATHER_PS_PER_CALL;
+}
+
 /* The most pairs of token and split that plan_batch can lead to, for any smaller batch too. */
 static int64_t
 most_parts(const smla_attention_shape *shape, smla_row_formats formats)

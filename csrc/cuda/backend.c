@@ -181,6 +181,7 @@ const smla_backend smla_cuda_backend = {
     .dequantize_kv_cache = dequantize_kv_cache,
     .convert_req_index = convert_req_index,
     .choose_num_splits = smla_cuda_choose_num_splits,
+    .prefers_direct = smla_cuda_prefers_direct,
     .attention_workspace_size = smla_cuda_attention_workspace_size,
     .sparse_attention = sparse_attention,
     .merge_attn_states = merge_attn_states,

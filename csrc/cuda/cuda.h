@@ -86,6 +86,8 @@ cudaError_t smla_cuda_launch_combine(const smla_attention_params *params, bool h
 
 /* attention.c: the table of kernels, the split-KV schedule, the workspace. */
 int smla_cuda_choose_num_splits(const smla_attention_shape *shape);
+bool smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows,
+                              int64_t num_chunks);
 int64_t smla_cuda_attention_workspace_size(const smla_attention_shape *shape);
 smla_status smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *error);
 int64_t smla_cuda_kernels(smla_kernel_info *rows, int64_t capacity);
