@@ -198,7 +198,7 @@ def describe_cuda(options: argparse.Namespace) -> dict[str, str]:
 
     peer, version = find_peer()
     facts = torch.cuda.get_device_properties(0)
-    names = [row["arch"] for row in kernels("cuda") if row["selected"]]
+    names = dict.fromkeys(row["arch"] for row in kernels("cuda") if row["selected"])
     l2_cache = facts.L2_cache_size >> 20
     others = ", ".join(f"{name} {_info.find(name)}" for name in ("numpy", "cupy", "jax"))
     return {
