@@ -14,20 +14,16 @@ static __device__ __forceinline__ uint32_t
 find_row_offset(const attention_launch &launch, uint32_t bias, int list, int32_t token,
                 int32_t index)
 {
-    const smla_key_list &keys = launch.params.lists[list];
-    const list_facts &facts = launch.lists[list];
-    if (index < 0) {
+    const smla_kv_view &kv = launch.params.lists[list].kv;
+    const smla_divisor &block_size = launch.lists[list].block_size;
+    const int32_t slot = slot_of_index(launch, list, token, index);
+    if (slot < 0) {
         return NO_ROW;
     }
-    const int64_t slot =
-        keys.map.block_table == NULL ? index : map_index(keys.map, facts.block_size, token, index);
-    if (slot < 0 || slot >= facts.num_slots) {
-        return NO_ROW;
-    }
-    const uint32_t page = smla_divide_uint32((uint32_t)slot, facts.block_size);
-    const uint32_t offset = (uint32_t)slot - page * (uint32_t)facts.block_size.divisor;
-    return page * (uint32_t)(keys.kv.page_stride_bytes >> 4) +
-           offset * (uint32_t)(keys.kv.token_stride_bytes >> 4) + bias;
+    const uint32_t page = smla_divide_uint32((uint32_t)slot, block_size);
+    const uint32_t offset = (uint32_t)slot - page * (uint32_t)block_size.divisor;
+    return page * (uint32_t)(kv.page_stride_bytes >> 4) +
+           offset * (uint32_t)(kv.token_stride_bytes >> 4) + bias;
 }
 
 /* What a gather warp keeps: little, for it has 24 registers. */

@@ -139,39 +139,6 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
 
 /* ---- Consumers: weights -------------------------------------------------------------------- */
 
-/* The head of a chunk that reduce_half leaves a thread with: lanes l and l ^ 4 have the same. */
-static __device__ __forceinline__ int
-head_of_sum(const lane_place &me)
-{
-    const int pick = (me.lane & 16 ? 2 : 0) + (me.lane & 8 ? 1 : 0);
-    return 8 * (pick >> 1) + 2 * me.column + (pick & 1);
-}
-
-template <bool IS_MAX>
-static __device__ __forceinline__ float
-merge_pair(float a, float b)
-{
-    return IS_MAX ? fmaxf(a, b) : a + b;
-}
-
-/* Four heads' values over four of the eight rows of a warp: one head's (head_of_sum) per lane. Lane
- * ^ 4 has the other four rows. */
-template <bool IS_MAX>
-static __device__ __forceinline__ float
-reduce_half(const float values[4], int lane)
-{
-    const bool upper = lane & 16;
-    const float give_0 = upper ? values[0] : values[2];
-    const float give_1 = upper ? values[1] : values[3];
-    const float keep_0 = upper ? values[2] : values[0];
-    const float keep_1 = upper ? values[3] : values[1];
-    const float half_0 = merge_pair<IS_MAX>(keep_0, __shfl_xor_sync(0xFFFFFFFFu, give_0, 16));
-    const float half_1 = merge_pair<IS_MAX>(keep_1, __shfl_xor_sync(0xFFFFFFFFu, give_1, 16));
-    const bool odd = lane & 8;
-    const float give = odd ? half_0 : half_1;
-    return merge_pair<IS_MAX>(odd ? half_1 : half_0, __shfl_xor_sync(0xFFFFFFFFu, give, 8));
-}
-
 /* Where a lane keeps what it knows of a head of a pair of chunks. Of 16 heads, lanes l and l ^ 4 keep
  * half each (finish_head). */
 static __device__ __forceinline__ int
@@ -223,8 +190,7 @@ find_references(const hopper_launch &launch, const hopper_addresses &at, const l
             values[i] = max_of_keys(is_key, state->scores[from] * shared->score_scale,
                                     state->scores[from + 2] * shared->score_scale);
         }
-        const float half = reduce_half<true>(values, me.lane);
-        const float top = fmaxf(half, __shfl_xor_sync(0xFFFFFFFFu, half, 4));
+        const float top = reduce_rows<true>(values, me.lane);
         if (!(me.lane & 4)) {
             shared->sums[4 * me.group + me.warp][16 * chunk + head_of_sum(me)] = top;
         }

@@ -105,25 +105,6 @@ read_granule_index(const attention_launch &launch, const cta_work &work, const g
     return place.column < length ? (int32_t)index : -1;
 }
 
-/* The row that an index names, NULL for none. */
-static __device__ __forceinline__ const uint8_t *
-find_granule_row(const attention_launch &launch, int list, int32_t token, int32_t index)
-{
-    const smla_key_list &keys = launch.params.lists[list];
-    const list_facts &facts = launch.lists[list];
-    if (index < 0) {
-        return NULL;
-    }
-    const int64_t slot =
-        keys.map.block_table == NULL ? index : map_index(keys.map, facts.block_size, token, index);
-    if (slot < 0 || slot >= facts.num_slots) {
-        return NULL;
-    }
-    const int64_t page = smla_divide_uint32((uint32_t)slot, facts.block_size);
-    const int64_t offset = slot - page * facts.block_size.divisor;
-    return keys.kv.base + page * keys.kv.page_stride_bytes + offset * keys.kv.token_stride_bytes;
-}
-
 /* Starts the copy of the warp's granule: row i is with lane i. Zeros where there is none. */
 static __device__ __forceinline__ void
 copy_granule(const uint8_t *row, uint32_t to, int lane)
@@ -325,7 +306,9 @@ fetch_row(const attention_launch &launch, const cta_work &work, const small_plac
     } else {
         load_query<false>(at.query, warp, &part);
     }
-    const uint8_t *const row = find_granule_row(launch, at.granule.list, work.token, index);
+    const uint8_t *const row =
+        row_of_slot(launch, at.granule.list,
+                    slot_of_index(launch, at.granule.list, work.token, index));
     const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, row != NULL);
     if (warp < num_granules) {
         copy_granule(row, ptx_shared_address(shared->rows[warp]), me.lane);

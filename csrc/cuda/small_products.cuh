@@ -129,41 +129,6 @@ score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me, sma
 
 /* ---- Weights ------------------------------------------------------------------------------- */
 
-template <bool IS_MAX>
-static __device__ __forceinline__ float
-fold_pair(float a, float b)
-{
-    return IS_MAX ? fmaxf(a, b) : a + b;
-}
-
-/* Four heads' values over the eight lanes of a column, the rows of fragments: a lane gets that of
- * head number `lane / 8`. */
-template <bool IS_MAX>
-static __device__ __forceinline__ float
-fold_rows(const float values[4], int lane)
-{
-    const bool upper = lane & 16;
-    const bool odd = lane & 8;
-    float half[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float give = upper ? values[i] : values[2 + i];
-        const float keep = upper ? values[2 + i] : values[i];
-        half[i] = fold_pair<IS_MAX>(keep, __shfl_xor_sync(0xFFFFFFFFu, give, 16));
-    }
-    const float other = __shfl_xor_sync(0xFFFFFFFFu, odd ? half[0] : half[1], 8);
-    const float quarter = fold_pair<IS_MAX>(odd ? half[1] : half[0], other);
-    return fold_pair<IS_MAX>(quarter, __shfl_xor_sync(0xFFFFFFFFu, quarter, 4));
-}
-
-/* The head of the lane's value, of heads first to first + 15, after fold_rows of those that the
- * lane's column has: 8 (number / 2) + 2 column + number % 2. */
-static __device__ __forceinline__ int
-head_of_fold(const lane_place &me)
-{
-    return 8 * (me.lane >> 4) + 2 * me.column + (me.lane >> 3 & 1);
-}
-
 /* The maxima of the warp's scores. */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -181,9 +146,9 @@ store_tops(small_memory<Shape> *shared, int warp, const lane_place &me, const sm
             values[i] = fmaxf(state.is_key.first ? first : -INFINITY,
                               state.is_key.second ? second : -INFINITY);
         }
-        const float top = fold_rows<true>(values, me.lane);
+        const float top = reduce_rows<true>(values, me.lane);
         if (!(me.lane & 4)) {
-            shared->tops[warp][16 * chunk + head_of_fold(me)] = top;
+            shared->tops[warp][16 * chunk + head_of_sum(me)] = top;
         }
     }
 }
@@ -235,9 +200,9 @@ weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_st
             sums[2 * j] = e[0] + e[2];
             sums[2 * j + 1] = e[1] + e[3];
         }
-        const float sum = fold_rows<false>(sums, me.lane);
+        const float sum = reduce_rows<false>(sums, me.lane);
         if (!(me.lane & 4)) {
-            shared->sums[warp][16 * chunk + head_of_fold(me)] = sum;
+            shared->sums[warp][16 * chunk + head_of_sum(me)] = sum;
         }
         const int key = GRANULE_KEYS * warp + (me.lane & 15);
         const int piece = 2 * chunk + (me.lane >> 4);
