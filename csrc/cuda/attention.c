@@ -13,49 +13,42 @@
 
 enum { ANY_ARCH = 999 };
 
+/* Kernels for calls of `least` heads and more, `heads` of them per CTA. */
+#define SM90_FP8(least, heads, cost)                        \
+    {.min_arch = 90,                                        \
+     .max_arch = 90,                                        \
+     .formats = SMLA_ROWS_FP8,                              \
+     .min_heads = least,                                    \
+     .max_heads = 128,                                      \
+     .heads_per_cta = heads,                                \
+     .block_columns = SMLA_SM90_KEYS,                       \
+     .block_cost = cost,                                    \
+     .cta_cost = 3,                                         \
+     .small_columns = SMLA_SM90_SMALL_KEYS,                 \
+     .ctas_per_sm = 1,                                      \
+     .shared_bytes = SMLA_SM90_SHARED_BYTES,                \
+     .name = "attention_sm90.cu, " #heads " heads per CTA", \
+     .launch = smla_attend_sm90_fp8_##heads}
+
+#define SM80(rows, suffix, least, heads)                    \
+    {.min_arch = 80,                                        \
+     .max_arch = ANY_ARCH,                                  \
+     .formats = rows,                                       \
+     .min_heads = least,                                    \
+     .max_heads = 128,                                      \
+     .heads_per_cta = heads,                                \
+     .block_columns = SMLA_SM80_KEYS,                       \
+     .block_cost = 16,                                      \
+     .cta_cost = 2,                                         \
+     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(heads),           \
+     .shared_bytes = SMLA_SM80_SHARED_BYTES(heads, rows),   \
+     .name = "attention_sm80.cu, " #heads " heads per CTA", \
+     .launch = smla_attend_sm80_##suffix##_##heads}
+
 static const smla_attention_kernel kernels[] = {
-    {.min_arch = 90,
-     .max_arch = 90,
-     .formats = SMLA_ROWS_FP8,
-     .min_heads = 33,
-     .max_heads = 128,
-     .heads_per_cta = 64,
-     .block_columns = SMLA_SM90_KEYS,
-     .block_cost = 16,
-     .cta_cost = 3,
-     .small_columns = SMLA_SM90_SMALL_KEYS,
-     .ctas_per_sm = 1,
-     .shared_bytes = SMLA_SM90_SHARED_BYTES,
-     .name = "attention_sm90.cu, 64 heads per CTA",
-     .launch = smla_attend_sm90_fp8_64},
-    {.min_arch = 90,
-     .max_arch = 90,
-     .formats = SMLA_ROWS_FP8,
-     .min_heads = 17,
-     .max_heads = 128,
-     .heads_per_cta = 32,
-     .block_columns = SMLA_SM90_KEYS,
-     .block_cost = 10,
-     .cta_cost = 3,
-     .small_columns = SMLA_SM90_SMALL_KEYS,
-     .ctas_per_sm = 1,
-     .shared_bytes = SMLA_SM90_SHARED_BYTES,
-     .name = "attention_sm90.cu, 32 heads per CTA",
-     .launch = smla_attend_sm90_fp8_32},
-    {.min_arch = 90,
-     .max_arch = 90,
-     .formats = SMLA_ROWS_FP8,
-     .min_heads = 1,
-     .max_heads = 128,
-     .heads_per_cta = 16,
-     .block_columns = SMLA_SM90_KEYS,
-     .block_cost = 9,
-     .cta_cost = 3,
-     .small_columns = SMLA_SM90_SMALL_KEYS,
-     .ctas_per_sm = 1,
-     .shared_bytes = SMLA_SM90_SHARED_BYTES,
-     .name = "attention_sm90.cu, 16 heads per CTA",
-     .launch = smla_attend_sm90_fp8_16},
+    SM90_FP8(33, 64, 16),
+    SM90_FP8(17, 32, 10),
+    SM90_FP8(1, 16, 9),
     {.min_arch = 90,
      .max_arch = 90,
      .formats = SMLA_ROWS_BF16,
@@ -69,97 +62,13 @@ static const smla_attention_kernel kernels[] = {
      .shared_bytes = SMLA_SM90_SHARED_BYTES,
      .name = "attention_bf16_sm90.cu, 64 heads per CTA",
      .launch = smla_attend_sm90_bf16_64},
-    {.min_arch = 80,
-     .max_arch = ANY_ARCH,
-     .formats = SMLA_ROWS_FP8,
-     .min_heads = 33,
-     .max_heads = 128,
-     .heads_per_cta = 64,
-     .block_columns = SMLA_SM80_KEYS,
-     .block_cost = 16,
-     .cta_cost = 2,
-     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(64),
-     .shared_bytes = SMLA_SM80_SHARED_BYTES(64, SMLA_ROWS_FP8),
-     .name = "attention_sm80.cu, 64 heads per CTA",
-     .launch = smla_attend_sm80_fp8_64},
-    {.min_arch = 80,
-     .max_arch = ANY_ARCH,
-     .formats = SMLA_ROWS_FP8,
-     .min_heads = 17,
-     .max_heads = 128,
-     .heads_per_cta = 32,
-     .block_columns = SMLA_SM80_KEYS,
-     .block_cost = 16,
-     .cta_cost = 2,
-     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(32),
-     .shared_bytes = SMLA_SM80_SHARED_BYTES(32, SMLA_ROWS_FP8),
-     .name = "attention_sm80.cu, 32 heads per CTA",
-     .launch = smla_attend_sm80_fp8_32},
-    {.min_arch = 80,
-     .max_arch = ANY_ARCH,
-     .formats = SMLA_ROWS_FP8,
-     .min_heads = 1,
-     .max_heads = 128,
-     .heads_per_cta = 16,
-     .block_columns = SMLA_SM80_KEYS,
-     .block_cost = 16,
-     .cta_cost = 2,
-     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(16),
-     .shared_bytes = SMLA_SM80_SHARED_BYTES(16, SMLA_ROWS_FP8),
-     .name = "attention_sm80.cu, 16 heads per CTA",
-     .launch = smla_attend_sm80_fp8_16},
-    {.min_arch = 80,
-     .max_arch = ANY_ARCH,
-     .formats = SMLA_ROWS_BF16,
-     .min_heads = 33,
-     .max_heads = 128,
-     .heads_per_cta = 64,
-     .block_columns = SMLA_SM80_KEYS,
-     .block_cost = 16,
-     .cta_cost = 2,
-     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(64),
-     .shared_bytes = SMLA_SM80_SHARED_BYTES(64, SMLA_ROWS_BF16),
-     .name = "attention_sm80.cu, 64 heads per CTA",
-     .launch = smla_attend_sm80_bf16_64},
-    {.min_arch = 80,
-     .max_arch = ANY_ARCH,
-     .formats = SMLA_ROWS_BF16,
-     .min_heads = 17,
-     .max_heads = 128,
-     .heads_per_cta = 32,
-     .block_columns = SMLA_SM80_KEYS,
-     .block_cost = 16,
-     .cta_cost = 2,
-     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(32),
-     .shared_bytes = SMLA_SM80_SHARED_BYTES(32, SMLA_ROWS_BF16),
-     .name = "attention_sm80.cu, 32 heads per CTA",
-     .launch = smla_attend_sm80_bf16_32},
-    {.min_arch = 80,
-     .max_arch = ANY_ARCH,
-     .formats = SMLA_ROWS_BF16,
-     .min_heads = 1,
-     .max_heads = 128,
-     .heads_per_cta = 16,
-     .block_columns = SMLA_SM80_KEYS,
-     .block_cost = 16,
-     .cta_cost = 2,
-     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(16),
-     .shared_bytes = SMLA_SM80_SHARED_BYTES(16, SMLA_ROWS_BF16),
-     .name = "attention_sm80.cu, 16 heads per CTA",
-     .launch = smla_attend_sm80_bf16_16},
-    {.min_arch = 80,
-     .max_arch = ANY_ARCH,
-     .formats = SMLA_ROWS_MIXED,
-     .min_heads = 1,
-     .max_heads = 128,
-     .heads_per_cta = 16,
-     .block_columns = SMLA_SM80_KEYS,
-     .block_cost = 16,
-     .cta_cost = 2,
-     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(16),
-     .shared_bytes = SMLA_SM80_SHARED_BYTES(16, SMLA_ROWS_MIXED),
-     .name = "attention_sm80.cu, 16 heads per CTA",
-     .launch = smla_attend_sm80_mixed_16},
+    SM80(SMLA_ROWS_FP8, fp8, 33, 64),
+    SM80(SMLA_ROWS_FP8, fp8, 17, 32),
+    SM80(SMLA_ROWS_FP8, fp8, 1, 16),
+    SM80(SMLA_ROWS_BF16, bf16, 33, 64),
+    SM80(SMLA_ROWS_BF16, bf16, 17, 32),
+    SM80(SMLA_ROWS_BF16, bf16, 1, 16),
+    SM80(SMLA_ROWS_MIXED, mixed, 1, 16),
 };
 
 enum { NUM_KERNELS = sizeof kernels / sizeof kernels[0] };
@@ -286,11 +195,8 @@ fail_without_kernel(const smla_attention_params *params, const smla_cuda_device 
 
 /* ---- Splits -------------------------------------------------------------------------------- */
 
-enum {
-    MAX_WAVES =
-        3, /* more CTAs than this many per place on the device gain nothing and cost memory */
-    RESERVED_SHARED_BYTES = 1024, /* of every CTA, by the driver */
-};
+/* More CTAs than this many per place on the device gain nothing and cost memory. */
+enum { MAX_WAVES = 3 };
 
 /* What the schedule looks at. */
 typedef struct split_problem {
@@ -311,8 +217,8 @@ min_int64(int64_t a, int64_t b)
 static int64_t
 count_places(const smla_cuda_device *device, const smla_attention_kernel *kernel)
 {
-    const int64_t fit = (device->max_shared_bytes + RESERVED_SHARED_BYTES) /
-                        (kernel->shared_bytes + RESERVED_SHARED_BYTES);
+    const int64_t fit = (device->max_shared_bytes + SMLA_RESERVED_SHARED_BYTES) /
+                        (kernel->shared_bytes + SMLA_RESERVED_SHARED_BYTES);
     return device->num_sms * min_int64(kernel->ctas_per_sm, fit < 1 ? 1 : fit);
 }
 

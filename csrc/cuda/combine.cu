@@ -24,9 +24,8 @@ enum {
     THREAD_VALUES = 4,
     CTA_THREADS = SMLA_KV_LORA_RANK / THREAD_VALUES,
     LANE_SPLITS = SMLA_MAX_SPLITS / SMLA_WARP_LANES,
-    FLIGHT = 16,                  /* splits whose values are read at once */
-    MAX_SHARE = 8,                /* CTAs of an SM: more need not be spread */
-    RESERVED_SHARED_BYTES = 1024, /* of every CTA, by the driver */
+    FLIGHT = 16,   /* splits whose values are read at once */
+    MAX_SHARE = 8, /* CTAs of an SM: more need not be spread */
 };
 
 static_assert(LANE_SPLITS == 2, "split s is lane s % 32's number s / 32");
@@ -253,7 +252,7 @@ find_shared_bytes(const smla_cuda_device *device, int64_t num_rows)
 {
     const int64_t share = smla_count_parts(num_rows, device->num_sms);
     const int64_t num_ctas = share < 2 ? 2 : share;
-    const int64_t bytes = device->max_shared_bytes / num_ctas - RESERVED_SHARED_BYTES;
+    const int64_t bytes = device->max_shared_bytes / num_ctas - SMLA_RESERVED_SHARED_BYTES;
     return num_ctas > MAX_SHARE ? 0 : (int)(bytes / 1024 * 1024);
 }
 

@@ -37,6 +37,8 @@ typedef struct smla_attention_kernel {
     cudaError_t (*launch)(const smla_attention_params *params);
 } smla_attention_kernel;
 
+enum { SMLA_RESERVED_SHARED_BYTES = 1024 }; /* of every CTA, by the driver */
+
 enum {
     SMLA_SM80_KEYS = 32,  /* keys of a block */
     SMLA_SM80_GROUPS = 4, /* of warps, that cut the 576 dimensions of a score among them */
