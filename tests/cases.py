@@ -17,7 +17,7 @@ INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
 
 
 def random_bf16(rng, *shape, std=1.0) -> np.ndarray:
-    return ref.bf16_encode(rng.normal(0, std, shape).astype(np.float32)).view(ref.BF16)
+    return ref.to_bf16(rng.normal(0, std, shape))
 
 
 # --- cached tokens -------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class AttentionCase:
             options |= self._extra_cache(rng)
         q = random_bf16(rng, self.T, self.H, ref.HEAD_DIM, std=3 if self.data == "huge" else 1)
         if self.data == "monotone":
-            q = ref.bf16_encode(np.abs(ref.to_f32(q))).view(ref.BF16)
+            q = ref.to_bf16(np.abs(ref.to_f32(q)))
         return AttentionInputs(
             q=lay_out_q(q, self.q_layout),
             kv=lay_out(rows, self.block_size, self.layout),

@@ -92,6 +92,11 @@ def to_bf16_bits(x: np.ndarray) -> np.ndarray:
     return bits16(x).copy() if x.dtype in (np.uint16, BF16) else bf16_encode(to_f32(x))
 
 
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    """Numbers of any dtype, by way of float32, rounded to an array of bfloat16."""
+    return bf16_encode(x).view(BF16)
+
+
 # --- caches --------------------------------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ def test_write_layouts(fmt, layout, slot_dtype):
 def test_write_dtypes_and_strided_inputs(fmt, dtype):
     """kv_c and k_pe are column slices of one buffer, as the projection leaves them."""
     value = np.random.default_rng(2).standard_t(1.5, (6, 600)).astype(np.float32)
-    joint = ref.bf16_encode(value).view(ref.BF16) if dtype == "bfloat16" else value.astype(dtype)
+    joint = ref.to_bf16(value) if dtype == "bfloat16" else value.astype(dtype)
     slots = np.array([3, 1, 2, 9, 8, 0], np.int64)
     check_write(filled("padded", fmt), joint[:, 3:515], joint[:, 515:579], slots)
     check_write(filled("paged", fmt), joint[::-1, 3:515], joint[::-1, 515:579], slots)

@@ -175,7 +175,7 @@ def make(rng, kv, *, q=None, q_std=1.0, indices=None, masked=0.0, num_splits=0):
         indices = rng.integers(0, NUM_TOKENS, (T, K))
     indices = np.broadcast_to(indices, (T, indices.shape[-1])).astype(np.int32, order="C")
     indices[rng.random(indices.shape) < masked] = -1
-    q = ref.bf16_encode(q.astype(np.float32)).view(ref.BF16)
+    q = ref.to_bf16(q)
     options = {"softmax_scale": ref.HEAD_DIM**-0.5}
     return AttentionInputs(q, kv, indices, options, num_splits)
 

@@ -36,10 +36,9 @@ def make(rng, indices, *, T=2, H=64, num_slots=1024, first_rope=None, look=0.0, 
         rows[:, 512] = first_rope
         q[:, :, 512] = look
     indices = np.broadcast_to(indices, (T, np.shape(indices)[-1])).astype(np.int32, order="C")
-    encode = lambda x: ref.bf16_encode(x.astype(np.float32)).view(ref.BF16)  # noqa: E731
     options.setdefault("softmax_scale", ref.HEAD_DIM**-0.5)
-    kv = encode(rows).reshape(-1, 64, 576)
-    return AttentionInputs(encode(q), kv, indices, options)
+    kv = ref.to_bf16(rows).reshape(-1, 64, 576)
+    return AttentionInputs(ref.to_bf16(q), kv, indices, options)
 
 
 ORDER = np.arange(512)

@@ -43,7 +43,7 @@ def test_write_of_many_tokens(fmt, dtype, shift):
     rng = np.random.default_rng(2)
     tokens, pages = 3000, 60
     value = rng.standard_t(2, (tokens, 600)).astype(np.float32)
-    joint = ref.bf16_encode(value).view(ref.BF16) if dtype == "bfloat16" else value.astype(dtype)
+    joint = ref.to_bf16(value) if dtype == "bfloat16" else value.astype(dtype)
     kv_c, k_pe = joint[:, shift : shift + 512], joint[:, 520 + shift : 584 + shift]
     slots = rng.permutation(pages * 64)[:tokens].astype(np.int64)
     slots[::37] = -1
@@ -104,7 +104,7 @@ def test_quantiser(shape, dtype):
     """The largest value last, where a block's tail is."""
     value = np.random.default_rng(5).normal(0, 3, shape).astype(np.float32)
     value.reshape(-1)[-1] = -77.0
-    x = ref.bf16_encode(value).view(ref.BF16) if dtype == "bfloat16" else value.astype(dtype)
+    x = ref.to_bf16(value) if dtype == "bfloat16" else value.astype(dtype)
     codes, scale = sparse_mla.dynamic_per_tensor_quant(x)
     want_codes, want_scale = ref.dynamic_per_tensor_quant(x)
     assert scale.reshape(())[()] == want_scale

@@ -90,7 +90,7 @@ def test_cache_write(fmt, layout, block_size, pages, tokens, dtype, seed):
     rng = np.random.default_rng(seed)
     cache = cases.lay_out(cases.make_rows(rng, pages * block_size, fmt), block_size, layout).copy()
     value = (rng.standard_t(1.3, (tokens + 2, 576)) * 10.0 ** rng.integers(-3, 3)).astype("f4")
-    joint = ref.bf16_encode(value).view(ref.BF16)
+    joint = ref.to_bf16(value)
     if dtype != "bfloat16":
         joint = np.clip(value, -6e4, 6e4).astype(dtype)
     slots = rng.permutation(pages * block_size)[:tokens].astype(np.int64)
@@ -197,7 +197,7 @@ def test_merge(shape, spread, bf16, seed):
         value = rng.standard_t(2, (*shape, 512)).astype(np.float32)
         lse = rng.normal(0, spread, shape).astype(np.float32)
         lse[rng.random(shape) < 0.2] = rng.choice([np.inf, -np.inf])
-        state += [ref.bf16_encode(value).view(ref.BF16) if bf16 else value, lse]
+        state += [ref.to_bf16(value) if bf16 else value, lse]
     out, lse = sparse_mla.merge_attn_states(*state)
     want, want_lse, magnitude = ref.merge_attn_states(*state)
     assert ref.worst_ratio(out, want, ref.merge_tolerance(want, magnitude, bf16=bf16)) <= 1

@@ -16,7 +16,7 @@ def states(dtype, shape=(5, 7), spread=3.0, seed=0):
 
     def state():
         value = rng.standard_t(2, (*shape, 512)).astype(np.float32)
-        out = value if dtype == np.float32 else ref.bf16_encode(value).view(ref.BF16)
+        out = value if dtype == np.float32 else ref.to_bf16(value)
         return out, rng.normal(0, spread, shape).astype(np.float32)
 
     return *state(), *state()

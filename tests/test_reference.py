@@ -68,9 +68,8 @@ def test_attention_of_two_keys_by_hand():
     kv[1, 575] = 1
     q = np.zeros((1, 1, 576), np.float32)
     q[0, 0, 575] = 1
-    bf16 = lambda x: ref.bf16_encode(x).view(ref.BF16)  # noqa: E731
     options = {"softmax_scale": np.log(3.0), "attn_sink": np.array([np.log(4.0)], np.float32)}
-    got = ref.attention(bf16(q), bf16(kv), [[1, -1, 0, 2]], **options)
+    got = ref.attention(ref.to_bf16(q), ref.to_bf16(kv), [[1, -1, 0, 2]], **options)
     assert got.lse[0, 0] == pytest.approx(np.log(4.0), rel=1e-15)
     assert got.out[0, 0, 0] == pytest.approx(3.5, rel=1e-7)  # (4/4 + 3·8/4) / 2; sink is fp32
     assert got.max_logits[0, 0] == pytest.approx(np.log(3.0), rel=1e-15)
@@ -80,8 +79,8 @@ def test_attention_of_two_keys_by_hand():
 
 def test_merge_is_the_attention_of_the_union():
     rng = np.random.default_rng(4)
-    kv = ref.bf16_encode(rng.normal(0, 1, (40, 576)).astype(np.float32)).view(ref.BF16)
-    q = ref.bf16_encode(rng.normal(0, 1, (2, 3, 576)).astype(np.float32)).view(ref.BF16)
+    kv = ref.to_bf16(rng.normal(0, 1, (40, 576)))
+    q = ref.to_bf16(rng.normal(0, 1, (2, 3, 576)))
     indices = np.tile(np.arange(40), (2, 1))
     part = [ref.attention(q, kv, i, softmax_scale=0.05) for i in (indices[:, :13], indices[:, 13:])]
     whole = ref.attention(q, kv, indices, softmax_scale=0.05)
@@ -96,8 +95,8 @@ def test_merge_is_the_attention_of_the_union():
 def test_a_wrong_result_is_seen(bad):
     """worst_ratio is not a test that cannot fail: one perturbed element is above 1."""
     rng = np.random.default_rng(5)
-    kv = ref.bf16_encode(rng.normal(0, 1, (40, 576)).astype(np.float32)).view(ref.BF16)
-    q = ref.bf16_encode(rng.normal(0, 1, (2, 3, 576)).astype(np.float32)).view(ref.BF16)
+    kv = ref.to_bf16(rng.normal(0, 1, (40, 576)))
+    q = ref.to_bf16(rng.normal(0, 1, (2, 3, 576)))
     want = ref.attention(q, kv, np.tile(np.arange(40), (2, 1)), softmax_scale=0.05)
     result = {"out": ref.bf16_encode(want.out.astype(np.float32)), "lse": want.lse.copy()}
     assert max(ref.attention_ratios(want, **result).values()) <= 1
