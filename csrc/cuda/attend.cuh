@@ -578,13 +578,24 @@ is_countable(const smla_attention_params *params, int heads_per_cta)
     return fits;
 }
 
+/* What comes before every launch: the counts are looked at, and the kernel gets its shared memory. */
+static cudaError_t
+prepare_attention(const void *kernel, int shared_bytes, int heads_per_cta,
+                  const smla_attention_params *params, uint64_t *allowed)
+{
+    return is_countable(params, heads_per_cta)
+               ? allow_shared_bytes(kernel, shared_bytes, params->stream.device_id, allowed)
+               : cudaErrorInvalidValue;
+}
+
 /* Whether every row of both parts of the query begins on 16 bytes. */
 static bool
 is_query_aligned(const smla_attention_params *params)
 {
-    return smla_is_multiple(params->q_nope, params->q_nope_stride_token * 2, 16) &&
-           smla_is_multiple(params->q_pe, params->q_pe_stride_token * 2, 16) &&
-           params->q_nope_stride_head % 8 == 0 && params->q_pe_stride_head % 8 == 0;
+    return smla_are_rows_aligned(params->q_nope, params->q_nope_stride_token,
+                                 params->q_nope_stride_head, 16) &&
+           smla_are_rows_aligned(params->q_pe, params->q_pe_stride_token, params->q_pe_stride_head,
+                                 16);
 }
 
 template <int HEADS>
@@ -602,9 +613,16 @@ make_launch(const smla_attention_params *params)
     launch.num_head_tiles = (uint32_t)smla_count_parts(params->num_heads, HEADS);
     launch.scale_log2 = (float)(params->softmax_scale * 1.4426950408889634074);
     launch.q_is_aligned = is_query_aligned(params);
-    launch.out_is_paired = smla_is_multiple(params->out, params->out_stride_token * 2, 4) &&
-                           params->out_stride_head % 2 == 0;
+    launch.out_is_paired =
+        smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 4);
     return launch;
+}
+
+/* A work is a tile of heads of one split of one token. */
+static int64_t
+count_works(const attention_launch &launch)
+{
+    return launch.params.num_tokens * launch.params.num_splits * launch.num_head_tiles;
 }
 
 #endif /* SMLA_CUDA_ATTEND_CUH */

@@ -24,7 +24,7 @@ enum { ANY_ARCH = 999 };
      .block_columns = SMLA_SM90_KEYS,                       \
      .block_cost = cost,                                    \
      .cta_cost = 3,                                         \
-     .small_columns = SMLA_SM90_SMALL_KEYS,                 \
+     .hands_small_down = true,                              \
      .ctas_per_sm = 1,                                      \
      .shared_bytes = SMLA_SM90_SHARED_BYTES,                \
      .name = "attention_sm90.cu, " #heads " heads per CTA", \
@@ -247,10 +247,13 @@ divide_up(int64_t n, int64_t by)
     return n / by + (n % by != 0);
 }
 
+/* smla_split_columns of both lists. */
 static int64_t
-count_columns(int64_t topk, int num_splits)
+count_columns(const split_problem *problem, int num_splits)
 {
-    return divide_up(divide_up(topk, num_splits), SMLA_SPLIT_ALIGN) * SMLA_SPLIT_ALIGN;
+    const int64_t units = divide_up(divide_up(problem->topk, num_splits), SMLA_SPLIT_ALIGN) +
+                          divide_up(divide_up(problem->extra_topk, num_splits), SMLA_SPLIT_ALIGN);
+    return units * SMLA_SPLIT_ALIGN;
 }
 
 /* CTAs of a token and split. */
@@ -284,7 +287,7 @@ max_parts(const split_problem *problem)
 static bool
 is_small(const split_problem *problem, int num_splits, int64_t columns)
 {
-    return problem->kernel->small_columns != 0 &&
+    return problem->kernel->hands_small_down &&
            smla_sm90_is_small(problem->kernel->heads_per_cta, num_splits, columns);
 }
 
@@ -296,8 +299,7 @@ static int64_t
 find_cta_cost(const split_problem *problem, int num_splits)
 {
     const int64_t block = problem->kernel->block_columns;
-    const int64_t columns =
-        count_columns(problem->topk, num_splits) + count_columns(problem->extra_topk, num_splits);
+    const int64_t columns = count_columns(problem, num_splits);
     return is_small(problem, num_splits, columns)
                ? 32 + 18 * columns / block
                : divide_up(columns, block) * problem->kernel->block_cost +
@@ -311,11 +313,10 @@ find_combine_cost(const split_problem *problem, int64_t num_tokens, int num_spli
     if (num_splits == 1) {
         return 0;
     }
-    if (problem->kernel->small_columns == 0) {
+    if (!problem->kernel->hands_small_down) {
         return 16 + num_splits;
     }
-    const int64_t columns = smla_split_columns(problem->topk, num_splits) +
-                            smla_split_columns(problem->extra_topk, num_splits);
+    const int64_t columns = count_columns(problem, num_splits);
     const int flights = (num_splits + 15) / 16; /* of values that are asked for at once */
     const int64_t rows = num_tokens * num_splits * problem->num_heads;
     return 8 + 8 * flights + rows / (is_small(problem, num_splits, columns) ? 512 : 256);
@@ -325,7 +326,7 @@ find_combine_cost(const split_problem *problem, int64_t num_tokens, int num_spli
 static int64_t
 find_late_cost(const split_problem *problem, int64_t num_ctas)
 {
-    return problem->kernel->small_columns != 0 && 2 * num_ctas > problem->places ? 6 : 0;
+    return problem->kernel->hands_small_down && 2 * num_ctas > problem->places ? 6 : 0;
 }
 
 /* Estimated time of a batch: CTAs run in waves of `places`. */
@@ -540,12 +541,8 @@ slice_tokens(const smla_attention_params *params, int64_t start, int64_t count)
 static bool
 has_halves(const smla_attention_kernel *kernel, const smla_attention_params *params)
 {
-    int64_t columns = 0;
-    for (int i = 0; i < params->num_lists; i++) {
-        columns += smla_split_columns(params->lists[i].topk, params->num_splits);
-    }
-    return kernel->small_columns != 0 &&
-           smla_sm90_is_small(kernel->heads_per_cta, params->num_splits, columns);
+    return kernel->hands_small_down && smla_sm90_is_small(kernel->heads_per_cta, params->num_splits,
+                                                          smla_columns_of_split(params));
 }
 
 static smla_status

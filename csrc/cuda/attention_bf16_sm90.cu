@@ -264,20 +264,16 @@ launch_bf16(const smla_attention_params *params)
     constexpr int SHARED_BYTES = (int)sizeof(bf16_memory);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
     static uint64_t allowed;
-    const cudaError_t code = allow_shared_bytes((const void *)attend_bf16<MAXIMA, ALIGNED>,
-                                                SHARED_BYTES, params->stream.device_id, &allowed);
+    const cudaError_t code = prepare_attention((const void *)attend_bf16<MAXIMA, ALIGNED>,
+                                               SHARED_BYTES, TILE_HEADS, params, &allowed);
     if (code != cudaSuccess) {
         return code;
     }
-    if (!is_countable(params, TILE_HEADS)) {
-        return cudaErrorInvalidValue;
-    }
     bf16_launch launch = {};
     launch.base = make_launch<TILE_HEADS>(params);
-    launch.num_works =
-        (int32_t)(params->num_tokens * params->num_splits * launch.base.num_head_tiles);
-    launch.out_is_aligned = smla_is_multiple(params->out, params->out_stride_token * 2, 16) &&
-                            params->out_stride_head % 8 == 0;
+    launch.num_works = (int32_t)count_works(launch.base);
+    launch.out_is_aligned =
+        smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
     return smla_launch(attend_bf16<MAXIMA, ALIGNED>, launch,
                        count_hopper_ctas(params, launch.num_works), HOPPER_THREADS, SHARED_BYTES,
                        params->stream.handle);

@@ -83,17 +83,13 @@ launch_attend(const smla_attention_params *params)
     constexpr int SHARED_BYTES = (int)sizeof(shared_memory<Tile>);
     static_assert(SHARED_BYTES == SMLA_SM80_SHARED_BYTES(HEADS, FORMATS), "kernels.h says so");
     static uint64_t allowed;
-    const cudaError_t code = allow_shared_bytes((const void *)attend<Tile>, SHARED_BYTES,
-                                                params->stream.device_id, &allowed);
+    const cudaError_t code =
+        prepare_attention((const void *)attend<Tile>, SHARED_BYTES, HEADS, params, &allowed);
     if (code != cudaSuccess) {
         return code;
     }
-    if (!is_countable(params, HEADS)) {
-        return cudaErrorInvalidValue;
-    }
     const attention_launch launch = make_launch<HEADS>(params);
-    const int64_t num_ctas = params->num_tokens * params->num_splits * launch.num_head_tiles;
-    return smla_launch(attend<Tile>, launch, num_ctas, CTA_THREADS, SHARED_BYTES,
+    return smla_launch(attend<Tile>, launch, count_works(launch), CTA_THREADS, SHARED_BYTES,
                        params->stream.handle);
 }
 

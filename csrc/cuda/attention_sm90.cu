@@ -201,10 +201,7 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
 static float
 find_headroom(const smla_attention_params *params)
 {
-    int64_t columns = 0;
-    for (int i = 0; i < params->num_lists; i++) {
-        columns += smla_split_columns(params->lists[i].topk, params->num_splits);
-    }
+    const int64_t columns = smla_columns_of_split(params);
     float headroom = 4.0f;
     while (headroom > -8.0f && (float)columns > ldexpf(1.0f, 15 - (int)headroom)) {
         headroom -= 1.0f;
@@ -212,7 +209,7 @@ find_headroom(const smla_attention_params *params)
     return headroom;
 }
 
-/* Rows are found by 32 bits, which count 16 bytes. */
+/* False where rows are not found by 32 bits, which count 16 bytes: more than 64 GiB between them. */
 static bool
 find_span(const smla_kv_view *kv, row_span *span)
 {
@@ -232,30 +229,26 @@ find_span(const smla_kv_view *kv, row_span *span)
 
 template <int HEADS, bool MAXIMA>
 static cudaError_t
-launch_hopper(const smla_attention_params *params)
+launch_hopper(const smla_attention_params *params, const row_span spans[2])
 {
     typedef hopper<HEADS, MAXIMA> Shape;
     constexpr int SHARED_BYTES = (int)sizeof(hopper_memory<Shape>);
-    static_assert(SHARED_BYTES <= 232448, "what an SM has");
+    static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
     static uint64_t allowed;
-    const cudaError_t code = allow_shared_bytes((const void *)attend_hopper<Shape>, SHARED_BYTES,
-                                                params->stream.device_id, &allowed);
+    const cudaError_t code = prepare_attention((const void *)attend_hopper<Shape>, SHARED_BYTES,
+                                               HEADS, params, &allowed);
     if (code != cudaSuccess) {
         return code;
     }
-    if (!is_countable(params, HEADS)) {
-        return cudaErrorInvalidValue;
-    }
     hopper_launch launch = {};
     launch.base = make_launch<HEADS>(params);
-    launch.num_works =
-        (int32_t)(params->num_tokens * params->num_splits * launch.base.num_head_tiles);
+    launch.num_works = (int32_t)count_works(launch.base);
     for (int i = 0; i < params->num_lists; i++) {
-        find_span(&params->lists[i].kv, &launch.lists[i]);
+        launch.lists[i] = spans[i];
     }
     launch.headroom = find_headroom(params);
-    launch.out_is_aligned = smla_is_multiple(params->out, params->out_stride_token * 2, 16) &&
-                            params->out_stride_head % 8 == 0;
+    launch.out_is_aligned =
+        smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
     return smla_launch(attend_hopper<Shape>, launch, count_hopper_ctas(params, launch.num_works),
                        HOPPER_THREADS, SHARED_BYTES, params->stream.handle, true);
 }
@@ -269,29 +262,25 @@ launch_tile(const smla_attention_params *params)
             return launch_tile<HEADS / 2>(params);
         }
     }
-    row_span span;
+    row_span spans[2];
     bool fits = true;
     for (int i = 0; i < params->num_lists; i++) {
-        fits = fits && find_span(&params->lists[i].kv, &span);
+        fits = fits && find_span(&params->lists[i].kv, &spans[i]);
     }
-    if (!fits) { /* more than 64 GiB between rows */
+    if (!fits) {
         return HEADS == 64   ? smla_attend_sm80_fp8_64(params)
                : HEADS == 32 ? smla_attend_sm80_fp8_32(params)
                              : smla_attend_sm80_fp8_16(params);
     }
-    return params->max_logits == NULL ? launch_hopper<HEADS, false>(params)
-                                      : launch_hopper<HEADS, true>(params);
+    return params->max_logits == NULL ? launch_hopper<HEADS, false>(params, spans)
+                                      : launch_hopper<HEADS, true>(params, spans);
 }
 
 template <int HEADS>
 static cudaError_t
 launch_any(const smla_attention_params *params)
 {
-    int64_t columns = 0;
-    for (int i = 0; i < params->num_lists; i++) {
-        columns += smla_split_columns(params->lists[i].topk, params->num_splits);
-    }
-    if (!smla_sm90_is_small(HEADS, params->num_splits, columns)) {
+    if (!smla_sm90_is_small(HEADS, params->num_splits, smla_columns_of_split(params))) {
         return launch_tile<HEADS>(params);
     }
     return HEADS == 16 ? smla_attend_sm90_small_16(params) : smla_attend_sm90_small_32(params);

@@ -190,18 +190,14 @@ launch_small(const smla_attention_params *params)
     static_assert(sizeof(shared_memory<typename Shape::Portable>) <= SHARED_BYTES,
                   "rows are done again in it");
     static uint64_t allowed;
-    const cudaError_t code = allow_shared_bytes((const void *)attend_small<Shape>, SHARED_BYTES,
-                                                params->stream.device_id, &allowed);
+    const cudaError_t code =
+        prepare_attention((const void *)attend_small<Shape>, SHARED_BYTES, HEADS, params, &allowed);
     if (code != cudaSuccess) {
         return code;
     }
-    if (!is_countable(params, HEADS)) {
-        return cudaErrorInvalidValue;
-    }
     const attention_launch launch = make_launch<HEADS>(params);
-    const int64_t num_ctas = params->num_tokens * params->num_splits * launch.num_head_tiles;
-    return smla_launch(attend_small<Shape>, launch, num_ctas, SMALL_THREADS, SHARED_BYTES,
-                       params->stream.handle, true);
+    return smla_launch(attend_small<Shape>, launch, count_works(launch), SMALL_THREADS,
+                       SHARED_BYTES, params->stream.handle, true);
 }
 
 cudaError_t

@@ -135,7 +135,7 @@ static __device__ __forceinline__ float
 find_value(const uint32_t words[HALF ? 2 : 4], int value)
 {
     if constexpr (HALF) {
-        return ptx_cvt_f32_f16(value % 2 ? words[value / 2] >> 16 : words[value / 2]);
+        return smla_cvt_float((uint16_t)(words[value / 2] >> 16 * (value % 2)));
     } else {
         return smla_bits_float(words[value]);
     }
@@ -285,7 +285,7 @@ smla_cuda_launch_combine(const smla_attention_params *params, bool has_halves)
     launch.partials = smla_partials_of(params);
     launch.num_rows = params->num_tokens * params->num_heads;
     launch.num_heads = smla_make_divisor(params->num_heads);
-    launch.out_is_aligned = smla_is_multiple(params->out, params->out_stride_token * 2, 8) &&
-                            params->out_stride_head % 4 == 0;
+    launch.out_is_aligned =
+        smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 8);
     return has_halves ? launch_combine<true>(launch) : launch_combine<false>(launch);
 }

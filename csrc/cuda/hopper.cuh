@@ -257,6 +257,30 @@ power_of_two(int exponent)
     return smla_bits_float((uint32_t)(exponent + 127) << 23);
 }
 
+/* ---- e4m3 to f16 --------------------------------------------------------------------------- */
+
+/* Four values times a scale that stands twice in its word: bytes 0, 1 and bytes 2, 3. */
+static __device__ __forceinline__ void
+scale_e4m3x4(uint32_t bytes, uint32_t scale, uint32_t *low, uint32_t *high)
+{
+    ptx_cvt_f16x4_e4m3x4(bytes, low, high);
+    *low = ptx_mul_f16x2(*low, scale);
+    *high = ptx_mul_f16x2(*high, scale);
+}
+
+/* A of 16 dimensions of a score: four bytes of row `row` and four of row + 8, each times its
+ * scale. */
+static __device__ __forceinline__ void
+convert_key_step(uint32_t upper, uint32_t lower, const uint32_t scale[2], uint32_t a[4])
+{
+    ptx_cvt_f16x4_e4m3x4(upper, &a[0], &a[2]);
+    ptx_cvt_f16x4_e4m3x4(lower, &a[1], &a[3]);
+    a[0] = ptx_mul_f16x2(a[0], scale[0]);
+    a[1] = ptx_mul_f16x2(a[1], scale[1]);
+    a[2] = ptx_mul_f16x2(a[2], scale[0]);
+    a[3] = ptx_mul_f16x2(a[3], scale[1]);
+}
+
 /* ---- Over rows of fragments ---------------------------------------------------------------- */
 
 /* The head of a chunk that reduce_half leaves a thread with: lanes l and l ^ 4 have the same. */

@@ -109,12 +109,7 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
             }
 #pragma unroll
             for (int j = step; j < step + 2; j++) {
-                ptx_cvt_f16x4_e4m3x4(now[j], &a[4 * j], &a[4 * j + 2]);
-                ptx_cvt_f16x4_e4m3x4(now[4 + j], &a[4 * j + 1], &a[4 * j + 3]);
-                a[4 * j] = ptx_mul_f16x2(a[4 * j], scale[0]);
-                a[4 * j + 1] = ptx_mul_f16x2(a[4 * j + 1], scale[1]);
-                a[4 * j + 2] = ptx_mul_f16x2(a[4 * j + 2], scale[0]);
-                a[4 * j + 3] = ptx_mul_f16x2(a[4 * j + 3], scale[1]);
+                convert_key_step(now[j], now[4 + j], scale, &a[4 * j]);
             }
             multiply_scores<Shape, false>(query, tile, step, a, state->scores);
         }

@@ -67,9 +67,7 @@ convert_values(int buffer, consumer<Shape> *state)
         for (int i = 0; i < 2; i++) {
             const uint32_t bytes =
                 __byte_perm(raw[4 * i + b / 2], raw[4 * i + 2 + b / 2], b % 2 ? 0x7362 : 0x5140);
-            ptx_cvt_f16x4_e4m3x4(bytes, &a[2 * i], &a[2 * i + 1]);
-            a[2 * i] = ptx_mul_f16x2(a[2 * i], state->scale[buffer][i]);
-            a[2 * i + 1] = ptx_mul_f16x2(a[2 * i + 1], state->scale[buffer][i]);
+            scale_e4m3x4(bytes, state->scale[buffer][i], &a[2 * i], &a[2 * i + 1]);
         }
     }
 }

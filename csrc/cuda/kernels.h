@@ -30,7 +30,7 @@ typedef struct smla_attention_kernel {
     int32_t block_columns; /* keys that a CTA takes at once */
     int32_t block_cost;    /* time of such a block, 16 with the most heads */
     int32_t cta_cost;      /* of starting and ending a CTA, in blocks of 16 */
-    int32_t small_columns; /* a split of so many at most runs in a kernel for small batches; or 0 */
+    bool hands_small_down; /* splits with few columns run in attention_small_sm90.cu */
     int32_t ctas_per_sm;   /* at most; for the split schedule */
     int32_t shared_bytes;  /* of one CTA */
     const char *name;      /* source file and variant */
@@ -58,6 +58,17 @@ enum {
      SMLA_SM80_GROUPS * (heads) * SMLA_SM80_KEYS * 4 + SMLA_NUM_SCALE_TILES * SMLA_SM80_KEYS * 4 + \
      SMLA_SM80_KEYS * 4 + ((heads) < 32 ? 32 : (heads)) * 4 + (heads) * 16)
 
+/* Columns that a split has, of both lists. */
+static inline int64_t
+smla_columns_of_split(const smla_attention_params *params)
+{
+    int64_t columns = 0;
+    for (int i = 0; i < params->num_lists; i++) {
+        columns += smla_split_columns(params->lists[i].topk, params->num_splits);
+    }
+    return columns;
+}
+
 /* attention_sm90.cu: all that an SM has. */
 enum {
     SMLA_SM90_SHARED_BYTES = 232448,
@@ -74,7 +85,7 @@ smla_sm90_heads_per_cta(int32_t heads_per_cta, int num_splits)
 }
 
 /* attention_small_sm90.cu: all keys of a split at once, of 32 heads at most. Again the batch has no
- * say. `columns` of a split, of both lists. */
+ * say. `columns`: of a split, of both lists. */
 enum { SMLA_SM90_SMALL_KEYS = 256 };
 
 static inline bool

@@ -93,6 +93,13 @@ smla_is_multiple(const void *address, int64_t stride_bytes, int64_t bytes)
     return (uintptr_t)address % (uintptr_t)bytes == 0 && stride_bytes % bytes == 0;
 }
 
+/* Whether every row of [tokens][heads] of 2-byte elements begins on a vector of `bytes`. */
+static inline bool
+smla_are_rows_aligned(const void *rows, int64_t stride_token, int64_t stride_head, int64_t bytes)
+{
+    return smla_is_multiple(rows, stride_token * 2, bytes) && stride_head * 2 % bytes == 0;
+}
+
 /* ---- Division ------------------------------------------------------------------------------ */
 
 /* A divisor that is known at launch. magic = ceil(2^64 / divisor), so that the upper half of

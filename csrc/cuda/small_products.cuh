@@ -36,18 +36,13 @@ round_scales(int exponent, small_state *state)
     return ptx_cvt_f16x2(state->scale[0] * unit, state->scale[1] * unit);
 }
 
-/* Four steps of 16 dimensions: bytes of rows row and row + 8 to A. */
+/* Four steps. */
 static __device__ __forceinline__ void
 convert_keys(const uint32_t words[8], const uint32_t scale[2], uint32_t a[16])
 {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        ptx_cvt_f16x4_e4m3x4(words[j], &a[4 * j], &a[4 * j + 2]);
-        ptx_cvt_f16x4_e4m3x4(words[4 + j], &a[4 * j + 1], &a[4 * j + 3]);
-        a[4 * j] = ptx_mul_f16x2(a[4 * j], scale[0]);
-        a[4 * j + 1] = ptx_mul_f16x2(a[4 * j + 1], scale[1]);
-        a[4 * j + 2] = ptx_mul_f16x2(a[4 * j + 2], scale[0]);
-        a[4 * j + 3] = ptx_mul_f16x2(a[4 * j + 3], scale[1]);
+        convert_key_step(words[j], words[4 + j], scale, &a[4 * j]);
     }
 }
 
@@ -253,9 +248,7 @@ convert_small_values(const small_values &values, uint32_t a[8])
             const uint32_t bytes =
                 __byte_perm(values.raw[2 * i], values.raw[2 * i + 1], b ? 0x7362 : 0x5140);
             uint32_t *const to = a + 4 * b + 2 * i;
-            ptx_cvt_f16x4_e4m3x4(bytes, &to[0], &to[1]);
-            to[0] = ptx_mul_f16x2(to[0], values.scale[i]);
-            to[1] = ptx_mul_f16x2(to[1], values.scale[i]);
+            scale_e4m3x4(bytes, values.scale[i], &to[0], &to[1]);
         }
     }
 }
