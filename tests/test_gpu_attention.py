@@ -1,5 +1,7 @@
 """sparse_attention on the GPU beyond the shared cases: every tile shape, every hard value."""
 
+from dataclasses import replace
+
 import cases
 import numpy as np
 import pytest
@@ -112,6 +114,45 @@ def test_bf16_rows_at_every_alignment(offset):
         assert_same_bits(x, want[name], name)
 
 
+FILL = r"""
+extern "C" __global__ void fill(int num_words, unsigned value)
+{
+    extern __shared__ volatile unsigned memory[];
+    for (int i = threadIdx.x; i < num_words; i += blockDim.x) {
+        memory[i] = value;
+    }
+}
+"""
+
+
+@pytest.mark.cupy
+@pytest.mark.parametrize("word", [0xFFFFFFFF, 0xFF800000, 0x7F800000])  # NaN, -inf, inf
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("num_splits", [1, 2, 5])
+@pytest.mark.parametrize("num_heads", [16, 32, 64])
+def test_what_shared_memory_held_before_is_not_felt(num_heads, num_splits, fmt, word, cupy):
+    case = AttentionCase(
+        3, num_heads, 1000, fmt=fmt, pages=20, num_splits=num_splits, topk_length=True
+    ).make()
+    case.options["topk_length"][:] = [0, 700, 1]
+    device_facts = cupy.cuda.Device().attributes
+    size = device_facts["MaxSharedMemoryPerBlockOptin"]
+    fill = cupy.RawKernel(FILL, "fill")
+    fill.max_dynamic_shared_size_bytes = size
+    results = []
+    for value in (0, word):
+        fill(
+            (device_facts["MultiProcessorCount"],),
+            (1024,),
+            (np.int32(size // 4), np.uint32(value)),
+            shared_mem=size,
+        )
+        results.append(guarded_attention(attend, case))
+    assert_within_bounds(case.reference(), results[0])
+    for name, x in results[1].items():
+        assert_same_bits(x, results[0][name], name)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_hundred_runs_give_the_same_bits(fmt):
     case = AttentionCase(4, 48, 700, fmt=fmt, pages=20, num_splits=6, sink=True).make()
@@ -138,6 +179,7 @@ def test_batch_invariance(num_splits, fmt):
 # --- values --------------------------------------------------------------------------------------
 
 NUM_TOKENS = 1024
+MOST_HEADS = 128
 
 
 def keys(rng, scales, *, codes="normal", rope=1.0) -> np.ndarray:
@@ -167,8 +209,8 @@ def powers(rng, low, high, *shape) -> np.ndarray:
     return 10.0 ** rng.uniform(low, high, shape)
 
 
-def make(rng, kv, *, q=None, q_std=1.0, indices=None, masked=0.0, num_splits=0):
-    T, H, K = 2, 64, 512
+def make(rng, kv, *, q=None, q_std=1.0, indices=None, masked=0.0):
+    T, H, K = 2, MOST_HEADS, 1024
     if q is None:
         q = rng.normal(0, q_std, (T, H, 576))
     if indices is None:
@@ -177,7 +219,19 @@ def make(rng, kv, *, q=None, q_std=1.0, indices=None, masked=0.0, num_splits=0):
     indices[rng.random(indices.shape) < masked] = -1
     q = ref.to_bf16(q)
     options = {"softmax_scale": ref.HEAD_DIM**-0.5}
-    return AttentionInputs(q, kv, indices, options, num_splits)
+    return AttentionInputs(q, kv, indices, options)
+
+
+def take(case: AttentionInputs, num_heads: int, num_splits: int) -> AttentionInputs:
+    """Some of the heads, from the first to the last and with even and odd numbers among them."""
+    heads = np.linspace(0, MOST_HEADS - 1, num_heads).round().astype(int)
+    q = np.ascontiguousarray(case.q[:, heads])
+    return replace(case, q=q, num_splits=num_splits)
+
+
+every_tile = pytest.mark.parametrize("num_heads", [16, 32, 64, MOST_HEADS])
+# Of 1024 columns: whole rows, halves for the kernel of large batches, and two sizes for small ones.
+every_split = pytest.mark.parametrize("num_splits", [1, 2, 4, 8])
 
 
 UNIFORM = (1e-30, 1e-20, 1e-10, 1e-6, 1e-3, 1.0, 30.0, 1e4)
@@ -215,7 +269,7 @@ SCALES = {
     "heads of 2^-16 to 2^16": lambda rng: make(
         rng,
         keys(rng, 0.005),
-        q=rng.normal(0, 1, (2, 64, 576)) * np.exp2(np.arange(-16, 16, 0.5))[:, None],
+        q=rng.normal(0, 1, (2, MOST_HEADS, 576)) * np.exp2(np.arange(-16, 16, 0.25))[:, None],
     ),
 }
 
@@ -229,26 +283,25 @@ def zero_tiles(kv: np.ndarray, part: slice) -> np.ndarray:
     return kv
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
+@every_tile
+@every_split
 @pytest.mark.parametrize("name", SCALES)
-def test_scales(name, num_splits):
-    case = SCALES[name](np.random.default_rng(5))
-    case.num_splits = num_splits
-    check(case)
+def test_scales(name, num_splits, num_heads):
+    check(take(SCALES[name](np.random.default_rng(5)), num_heads, num_splits))
 
 
 def logits(rng, first_rope, **options) -> AttentionInputs:
     """Keys whose first RoPE value is given, and queries that look at it: logits of that course."""
     rope = np.zeros((NUM_TOKENS, 64))
     rope[:, 0] = first_rope
-    q = rng.normal(0, 0.1, (2, 64, 576))
+    q = rng.normal(0, 0.1, (2, MOST_HEADS, 576))
     q[:, :, 512] = options.pop("look", 24.0)
     return make(rng, keys(rng, 0.01, rope=rope), q=q, **options)
 
 
 ORDER = np.arange(NUM_TOKENS)
 ONE_HUGE = np.where(ORDER == NUM_TOKENS - 1, 1000.0, 0.0)
-BY_HEAD = np.where(np.arange(64) % 2, 480.0, -480.0)
+BY_HEAD = np.where(np.arange(MOST_HEADS) % 2, 480.0, -480.0)
 COURSES = {
     "rising to 1000": lambda rng: logits(rng, ORDER, indices=ORDER),
     "falling from 1000": lambda rng: logits(rng, ORDER, indices=ORDER[::-1]),
@@ -265,22 +318,20 @@ COURSES = {
     "all but the last masked, logits of -750": lambda rng: logits(
         rng, 20.0, indices=np.where(ORDER < 1000, -1, ORDER), look=-900.0
     ),
-    "all masked": lambda rng: make(rng, keys(rng, 0.01), indices=np.full(512, -1)),
-    "a single key": lambda rng: make(
-        rng, keys(rng, 0.01), indices=np.where(np.arange(512) == 477, 5, -1)
-    ),
+    "all masked": lambda rng: make(rng, keys(rng, 0.01), indices=np.full(1024, -1)),
+    "a single key": lambda rng: make(rng, keys(rng, 0.01), indices=np.where(ORDER == 877, 5, -1)),
     "one key three times": lambda rng: make(
-        rng, keys(rng, 0.01), indices=np.where(np.arange(512) < 3, 9, -1)
+        rng, keys(rng, 0.01), indices=np.where(ORDER < 3, 9, -1)
     ),
 }
 
 
-@pytest.mark.parametrize("num_splits", [1, 8])
+@every_tile
+@every_split
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("name", COURSES)
-def test_courses_of_logits(name, fmt, num_splits):
-    case = COURSES[name](np.random.default_rng(6))
-    case.num_splits = num_splits
+def test_courses_of_logits(name, fmt, num_splits, num_heads):
+    case = take(COURSES[name](np.random.default_rng(6)), num_heads, num_splits)
     if fmt == "bf16":
         bits = ref.upconvert_rows(case.kv.reshape(-1, 656))
         case.kv = bits.view(ref.BF16).reshape(16, 64, 576)

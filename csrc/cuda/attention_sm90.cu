@@ -166,6 +166,7 @@ start(hopper_memory<Shape> *shared)
     if (thread == 0) {
         shared->work = (int)blockIdx.x - (int)gridDim.x; /* in front of the first: of no heads */
         shared->place = cta_work{};
+        shared->key_unit = 1.0f; /* for works without keys, which find none */
     }
     if (thread < MAX_WORKS / 32) {
         shared->redo[thread] = 0;
