@@ -1,9 +1,10 @@
 /* attention.c: which attention kernel runs, into how many splits the keys are cut, and where splits
  * leave their partial rows.
  *
- * The table below is the whole choice: the first row that fits the device, the formats of the
- * caches and the number of heads. Kernels of one architecture stand above the portable ones, and of
- * one file those with the most heads per CTA, which may hand a batch that leaves SMs idle down.
+ * The table below is the whole choice: of the rows that fit the device, the formats of the caches, the
+ * number of heads and the columns of a split, the first where the caller gave the number of splits,
+ * else the one that is estimated to take the shortest time. Kernels of one architecture stand above the
+ * portable ones, those for few columns above those for any, and then those with the most heads per CTA.
  */
 #include <stdio.h>
 
@@ -14,7 +15,7 @@
 enum { ANY_ARCH = 999 };
 
 /* Kernels for calls of `least` heads and more, `heads` of them per CTA. */
-#define SM90_FP8(least, heads, cost)                        \
+#define SM90_FP8(least, heads, cost, start)                 \
     {.min_arch = 90,                                        \
      .max_arch = 90,                                        \
      .formats = SMLA_ROWS_FP8,                              \
@@ -23,12 +24,31 @@ enum { ANY_ARCH = 999 };
      .heads_per_cta = heads,                                \
      .block_columns = SMLA_SM90_KEYS,                       \
      .block_cost = cost,                                    \
-     .cta_cost = 3,                                         \
-     .hands_small_down = true,                              \
+     .cta_cost = start,                                     \
+     .leaves_halves = true,                                 \
      .ctas_per_sm = 1,                                      \
      .shared_bytes = SMLA_SM90_SHARED_BYTES,                \
      .name = "attention_sm90.cu, " #heads " heads per CTA", \
      .launch = smla_attend_sm90_fp8_##heads}
+
+/* For splits of few columns. A key takes a shade longer, the start much less, and columns need not
+ * fill blocks. */
+#define SM90_SMALL(least, heads)                                  \
+    {.min_arch = 90,                                              \
+     .max_arch = 90,                                              \
+     .formats = SMLA_ROWS_FP8,                                    \
+     .min_heads = least,                                          \
+     .max_heads = 128,                                            \
+     .heads_per_cta = heads,                                      \
+     .max_columns = SMLA_SM90_SMALL_KEYS,                         \
+     .block_columns = SMLA_SPLIT_ALIGN,                           \
+     .block_cost = 9,                                             \
+     .cta_cost = 32,                                              \
+     .leaves_halves = true,                                       \
+     .ctas_per_sm = 1,                                            \
+     .shared_bytes = SMLA_SM90_SHARED_BYTES,                      \
+     .name = "attention_small_sm90.cu, " #heads " heads per CTA", \
+     .launch = smla_attend_sm90_small_##heads}
 
 #define SM80(rows, suffix, least, heads)                    \
     {.min_arch = 80,                                        \
@@ -39,16 +59,18 @@ enum { ANY_ARCH = 999 };
      .heads_per_cta = heads,                                \
      .block_columns = SMLA_SM80_KEYS,                       \
      .block_cost = 16,                                      \
-     .cta_cost = 2,                                         \
+     .cta_cost = 32,                                        \
      .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(heads),           \
      .shared_bytes = SMLA_SM80_SHARED_BYTES(heads, rows),   \
      .name = "attention_sm80.cu, " #heads " heads per CTA", \
      .launch = smla_attend_sm80_##suffix##_##heads}
 
 static const smla_attention_kernel kernels[] = {
-    SM90_FP8(33, 64, 16),
-    SM90_FP8(17, 32, 10),
-    SM90_FP8(1, 16, 9),
+    SM90_SMALL(17, 32),
+    SM90_SMALL(1, 16),
+    SM90_FP8(33, 64, 16, 48),
+    SM90_FP8(17, 32, 10, 50),
+    SM90_FP8(1, 16, 9, 48),
     {.min_arch = 90,
      .max_arch = 90,
      .formats = SMLA_ROWS_BF16,
@@ -57,7 +79,7 @@ static const smla_attention_kernel kernels[] = {
      .heads_per_cta = 64,
      .block_columns = SMLA_SM90_KEYS,
      .block_cost = 16,
-     .cta_cost = 3,
+     .cta_cost = 48,
      .ctas_per_sm = 1,
      .shared_bytes = SMLA_SM90_SHARED_BYTES,
      .name = "attention_bf16_sm90.cu, 64 heads per CTA",
@@ -126,26 +148,44 @@ runs_on(const smla_attention_kernel *kernel, const smla_cuda_device *device)
            device->max_shared_bytes >= kernel->shared_bytes;
 }
 
-/* NULL when no row fits. */
+/* `columns`: of a split, of both lists. */
+static bool
+fits(const smla_attention_kernel *kernel, const smla_cuda_device *device, smla_row_formats formats,
+     int64_t num_heads, int num_splits, int64_t columns)
+{
+    return kernel->formats == formats && num_heads >= kernel->min_heads &&
+           num_heads <= kernel->max_heads && runs_on(kernel, device) &&
+           (kernel->max_columns == 0 || (num_splits > 1 && columns <= kernel->max_columns));
+}
+
+/* The first row that fits, NULL for none. */
 static const smla_attention_kernel *
-find_kernel(const smla_cuda_device *device, smla_row_formats formats, int64_t num_heads)
+find_kernel(const smla_cuda_device *device, smla_row_formats formats, int64_t num_heads,
+            int num_splits, int64_t columns)
 {
     for (int i = 0; i < NUM_KERNELS; i++) {
-        const smla_attention_kernel *const kernel = &kernels[i];
-        if (kernel->formats == formats && num_heads >= kernel->min_heads &&
-            num_heads <= kernel->max_heads && runs_on(kernel, device)) {
-            return kernel;
+        if (fits(&kernels[i], device, formats, num_heads, num_splits, columns)) {
+            return &kernels[i];
         }
     }
     return NULL;
+}
+
+/* The row of a call that is not split. */
+static const smla_attention_kernel *
+find_whole_kernel(const smla_cuda_device *device, smla_row_formats formats, int64_t num_heads)
+{
+    return find_kernel(device, formats, num_heads, 1, 0);
 }
 
 /* Whether any number of heads takes this row. */
 static bool
 is_chosen(const smla_attention_kernel *kernel, const smla_cuda_device *device)
 {
+    const int num_splits = kernel->max_columns == 0 ? 1 : 2;
     for (int32_t heads = kernel->min_heads; heads <= kernel->max_heads; heads++) {
-        if (find_kernel(device, kernel->formats, heads) == kernel) {
+        if (find_kernel(device, kernel->formats, heads, num_splits, kernel->max_columns) ==
+            kernel) {
             return true;
         }
     }
@@ -201,8 +241,7 @@ enum { MAX_WAVES = 3 };
 /* What the schedule looks at. */
 typedef struct split_problem {
     const smla_cuda_device *device;
-    const smla_attention_kernel *kernel;
-    int64_t places; /* CTAs that the device runs at once */
+    const smla_attention_kernel *whole; /* of a call that is not split */
     int64_t num_heads;
     int64_t topk;
     int64_t extra_topk;
@@ -214,26 +253,16 @@ min_int64(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
+/* CTAs that the device runs at once. */
 static int64_t
 count_places(const smla_cuda_device *device, const smla_attention_kernel *kernel)
 {
+    if (kernel->ctas_per_sm == 1) {
+        return device->num_sms;
+    }
     const int64_t fit = (device->max_shared_bytes + SMLA_RESERVED_SHARED_BYTES) /
                         (kernel->shared_bytes + SMLA_RESERVED_SHARED_BYTES);
     return device->num_sms * min_int64(kernel->ctas_per_sm, fit < 1 ? 1 : fit);
-}
-
-static split_problem
-problem_of(const smla_cuda_device *device, const smla_attention_kernel *kernel,
-           const smla_attention_shape *shape)
-{
-    return (split_problem){
-        .device = device,
-        .kernel = kernel,
-        .places = count_places(device, kernel),
-        .num_heads = shape->num_heads,
-        .topk = shape->topk,
-        .extra_topk = shape->extra_topk,
-    };
 }
 
 /* n / by, rounded up. The schedule divides a hundred times in a call, and 32 bits take a third of the
@@ -258,13 +287,9 @@ count_columns(const split_problem *problem, int num_splits)
 
 /* CTAs of a token and split. */
 static int64_t
-count_tiles(const split_problem *problem, int num_splits)
+count_tiles(const split_problem *problem, const smla_attention_kernel *kernel)
 {
-    const smla_attention_kernel *const kernel = problem->kernel;
-    const int64_t heads = kernel->min_arch < 90 || kernel->formats != SMLA_ROWS_FP8
-                              ? kernel->heads_per_cta
-                              : smla_sm90_heads_per_cta(kernel->heads_per_cta, num_splits);
-    return divide_up(problem->num_heads, heads);
+    return divide_up(problem->num_heads, kernel->heads_per_cta);
 }
 
 /* Splits beyond this have no columns of their own. */
@@ -281,77 +306,70 @@ max_useful_splits(const split_problem *problem)
 static int64_t
 max_parts(const split_problem *problem)
 {
-    return MAX_WAVES * problem->places / count_tiles(problem, 1);
+    return MAX_WAVES * count_places(problem->device, problem->whole) /
+           count_tiles(problem, problem->whole);
 }
 
-static bool
-is_small(const split_problem *problem, int num_splits, int64_t columns)
-{
-    return problem->kernel->hands_small_down &&
-           smla_sm90_is_small(problem->kernel->heads_per_cta, num_splits, columns);
-}
-
-/* The costs below are in sixteenths of a block of the largest tile. */
-
-/* Of a CTA: its blocks of keys, a fixed start and end. The kernel for small batches is a shade slower
- * with a key and has much less of a start; its columns need not fill blocks. */
-static int64_t
-find_cta_cost(const split_problem *problem, int num_splits)
-{
-    const int64_t block = problem->kernel->block_columns;
-    const int64_t columns = count_columns(problem, num_splits);
-    return is_small(problem, num_splits, columns)
-               ? 32 + 18 * columns / block
-               : divide_up(columns, block) * problem->kernel->block_cost +
-                     16 * (int64_t)problem->kernel->cta_cost;
-}
+/* The costs below are in sixteenths of 128 keys of the largest tile of attention_sm90.cu. */
 
 /* Of the combine kernel, and of the partial rows that it reads. */
 static int64_t
-find_combine_cost(const split_problem *problem, int64_t num_tokens, int num_splits)
+find_combine_cost(const split_problem *problem, const smla_attention_kernel *kernel,
+                  int64_t num_tokens, int num_splits)
 {
     if (num_splits == 1) {
         return 0;
     }
-    if (!problem->kernel->hands_small_down) {
+    if (!kernel->leaves_halves) {
         return 16 + num_splits;
     }
-    const int64_t columns = count_columns(problem, num_splits);
     const int flights = (num_splits + 15) / 16; /* of values that are asked for at once */
-    const int64_t rows = num_tokens * num_splits * problem->num_heads;
-    return 8 + 8 * flights + rows / (is_small(problem, num_splits, columns) ? 512 : 256);
+    return 12 + 7 * flights + num_tokens * num_splits * problem->num_heads / 512;
 }
 
-/* Kernels for small batches start before the grid in front of them is done, if there is room. */
+/* Kernels that start before the grid in front of them is done do so where there is room. */
 static int64_t
-find_late_cost(const split_problem *problem, int64_t num_ctas)
+find_late_cost(const smla_attention_kernel *kernel, int64_t num_ctas, int64_t places)
 {
-    return problem->kernel->hands_small_down && 2 * num_ctas > problem->places ? 6 : 0;
+    return kernel->leaves_halves && 2 * num_ctas > places ? 6 : 0;
 }
 
-/* Estimated time of a batch: CTAs run in waves of `places`. */
+/* A way to run a batch, and its estimated time: CTAs run in waves. */
+typedef struct run_plan {
+    const smla_attention_kernel *kernel;
+    int num_splits;
+    int64_t cost;
+} run_plan;
+
 static int64_t
-estimate_cost(const split_problem *problem, int64_t num_tokens, int num_splits)
+estimate_cost(const split_problem *problem, const smla_attention_kernel *kernel, int64_t num_tokens,
+              int num_splits, int64_t columns)
 {
-    const int64_t ctas = num_tokens * count_tiles(problem, num_splits) * num_splits;
-    return divide_up(ctas, problem->places) * find_cta_cost(problem, num_splits) +
-           find_combine_cost(problem, num_tokens, num_splits) + find_late_cost(problem, ctas);
+    const int64_t places = count_places(problem->device, kernel);
+    const int64_t ctas = num_tokens * count_tiles(problem, kernel) * num_splits;
+    const int64_t cta_cost =
+        divide_up(columns, kernel->block_columns) * kernel->block_cost + kernel->cta_cost;
+    return divide_up(ctas, places) * cta_cost +
+           find_combine_cost(problem, kernel, num_tokens, num_splits) +
+           find_late_cost(kernel, ctas, places);
 }
 
-/* For a batch in one split: the problem with the row of the same file that is estimated to take the
- * shortest time, the one with more heads per CTA when equal. */
-static split_problem
-choose_tile(const split_problem *problem, int64_t num_tokens)
+/* With this many splits: the row that is estimated to take the shortest time, the first when equal. */
+static run_plan
+choose_kernel(const split_problem *problem, int64_t num_tokens, int num_splits)
 {
-    const smla_attention_kernel *const end = kernels + NUM_KERNELS;
-    split_problem best = *problem;
-    split_problem other = *problem;
-    for (other.kernel++; other.kernel < end && other.kernel->formats == problem->kernel->formats &&
-                         other.kernel->min_arch == problem->kernel->min_arch;
-         other.kernel++) {
-        other.places = count_places(problem->device, other.kernel);
-        if (estimate_cost(&other, num_tokens, 1) < estimate_cost(&best, num_tokens, 1)) {
-            best = other;
+    const int64_t columns = count_columns(problem, num_splits);
+    run_plan best = {.num_splits = num_splits, .cost = INT64_MAX};
+    for (const smla_attention_kernel *kernel = kernels; kernel < kernels + NUM_KERNELS; kernel++) {
+        if (kernel->min_arch != problem->whole->min_arch ||
+            !fits(kernel, problem->device, problem->whole->formats, problem->num_heads, num_splits,
+                  columns)) {
+            continue;
+        }
+        const int64_t cost = estimate_cost(problem, kernel, num_tokens, num_splits, columns);
+        if (cost < best.cost) {
+            best.kernel = kernel;
+            best.cost = cost;
         }
     }
     return best;
@@ -361,9 +379,8 @@ choose_tile(const split_problem *problem, int64_t num_tokens)
  * that is estimated to take less time than one more wave: all of them where they are the only wave,
  * or where nothing is left. */
 typedef struct batch_plan {
-    int num_splits;
+    run_plan run;
     int64_t rest;
-    int64_t cost;
 } batch_plan;
 
 static batch_plan plan_batch(const split_problem *problem, int64_t num_tokens);
@@ -371,18 +388,22 @@ static batch_plan plan_batch(const split_problem *problem, int64_t num_tokens);
 static batch_plan
 plan_whole(const split_problem *problem, int64_t num_tokens)
 {
-    const split_problem tile = choose_tile(problem, num_tokens);
-    const batch_plan whole = {.num_splits = 1,
-                              .rest = num_tokens,
-                              .cost = estimate_cost(&tile, num_tokens, 1)};
-    const int64_t tiles = count_tiles(problem, 1);
-    const int64_t full = num_tokens * tiles / problem->places * problem->places / tiles;
+    batch_plan plan = {.run = choose_kernel(problem, num_tokens, 1), .rest = num_tokens};
+    const int64_t tiles = count_tiles(problem, problem->whole);
+    const int64_t places = count_places(problem->device, problem->whole);
+    const int64_t full = num_tokens * tiles / places * places / tiles;
     const int64_t rest = num_tokens - full;
     if (full == 0 || rest == 0) {
-        return whole;
+        return plan;
     }
-    const int64_t cost = estimate_cost(problem, full, 1) + plan_batch(problem, rest).cost;
-    return cost < whole.cost ? (batch_plan){.num_splits = 1, .rest = rest, .cost = cost} : whole;
+    const int64_t columns = count_columns(problem, 1);
+    const int64_t cost = estimate_cost(problem, problem->whole, full, 1, columns) +
+                         plan_batch(problem, rest).run.cost;
+    if (cost < plan.run.cost) {
+        plan.run.cost = cost;
+        plan.rest = rest;
+    }
+    return plan;
 }
 
 /* The plan with the shortest estimated time, the one with fewer splits when equal. */
@@ -392,10 +413,16 @@ plan_batch(const split_problem *problem, int64_t num_tokens)
     const int64_t useful = max_useful_splits(problem);
     const int64_t most = num_tokens == 0 ? 1 : min_int64(useful, max_parts(problem) / num_tokens);
     batch_plan best = plan_whole(problem, num_tokens);
+    int64_t columns = count_columns(problem, 1);
     for (int splits = 2; splits <= most; splits++) {
-        const int64_t cost = estimate_cost(problem, num_tokens, splits);
-        if (cost < best.cost) {
-            best = (batch_plan){.num_splits = splits, .rest = num_tokens, .cost = cost};
+        const int64_t fewer = count_columns(problem, splits);
+        if (fewer == columns) {
+            continue; /* more CTAs, none of them shorter */
+        }
+        columns = fewer;
+        const run_plan run = choose_kernel(problem, num_tokens, splits);
+        if (run.cost < best.run.cost) {
+            best = (batch_plan){.run = run, .rest = num_tokens};
         }
     }
     return best;
@@ -405,12 +432,16 @@ static bool
 find_problem(const smla_attention_shape *shape, smla_row_formats formats, split_problem *problem)
 {
     const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
-    const smla_attention_kernel *const kernel =
-        device == NULL ? NULL : find_kernel(device, formats, shape->num_heads);
-    if (kernel != NULL) {
-        *problem = problem_of(device, kernel, shape);
-    }
-    return kernel != NULL;
+    const smla_attention_kernel *const whole =
+        device == NULL ? NULL : find_whole_kernel(device, formats, shape->num_heads);
+    *problem = (split_problem){
+        .device = device,
+        .whole = whole,
+        .num_heads = shape->num_heads,
+        .topk = shape->topk,
+        .extra_topk = shape->extra_topk,
+    };
+    return whole != NULL;
 }
 
 int
@@ -424,7 +455,7 @@ smla_cuda_choose_num_splits(const smla_attention_shape *shape)
                                          ? SMLA_ROWS_FP8
                                          : join_formats(shape->formats[0], shape->formats[1]);
     return find_problem(shape, formats, &problem)
-               ? plan_batch(&problem, shape->num_tokens).num_splits
+               ? plan_batch(&problem, shape->num_tokens).run.num_splits
                : 1;
 }
 
@@ -441,7 +472,7 @@ smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows,
 {
     const smla_cuda_device *const device = smla_cuda_find_device(prefills->device_id);
     const smla_attention_kernel *const kernel =
-        device == NULL ? NULL : find_kernel(device, SMLA_ROWS_FP8, prefills->num_heads);
+        device == NULL ? NULL : find_whole_kernel(device, SMLA_ROWS_FP8, prefills->num_heads);
     if (kernel == NULL || kernel->min_arch < 90) {
         return false;
     }
@@ -499,18 +530,6 @@ require_workspace(const smla_attention_params *params, smla_error *error)
     return SMLA_OK;
 }
 
-static split_problem
-problem_of_call(const smla_cuda_device *device, const smla_attention_kernel *kernel,
-                const smla_attention_params *params)
-{
-    const smla_attention_shape shape = {
-        .num_heads = params->num_heads,
-        .topk = params->lists[0].topk,
-        .extra_topk = params->num_lists == 2 ? params->lists[1].topk : 0,
-    };
-    return problem_of(device, kernel, &shape);
-}
-
 static void
 skip_tokens(smla_key_list *keys, int64_t count)
 {
@@ -537,14 +556,6 @@ slice_tokens(const smla_attention_params *params, int64_t start, int64_t count)
     return part;
 }
 
-/* Whether attention_small_sm90.cu ran. */
-static bool
-has_halves(const smla_attention_kernel *kernel, const smla_attention_params *params)
-{
-    return kernel->hands_small_down && smla_sm90_is_small(kernel->heads_per_cta, params->num_splits,
-                                                          smla_columns_of_split(params));
-}
-
 static smla_status
 run_kernel(const smla_attention_kernel *kernel, const smla_attention_params *params,
            smla_error *error)
@@ -556,7 +567,7 @@ run_kernel(const smla_attention_kernel *kernel, const smla_attention_params *par
     if (params->num_splits == 1) {
         return SMLA_OK;
     }
-    return smla_cuda_status(op, call, smla_cuda_launch_combine(params, has_halves(kernel, params)),
+    return smla_cuda_status(op, call, smla_cuda_launch_combine(params, kernel->leaves_halves),
                             error);
 }
 
@@ -565,20 +576,22 @@ run_kernel(const smla_attention_kernel *kernel, const smla_attention_params *par
 static smla_status
 run_planned(const split_problem *problem, const smla_attention_params *params, smla_error *error)
 {
+    const int64_t num_tokens = params->num_tokens;
     if (params->num_splits > 1) {
-        return run_kernel(problem->kernel, params, error);
+        return run_kernel(choose_kernel(problem, num_tokens, params->num_splits).kernel, params,
+                          error);
     }
-    const int64_t rest = plan_whole(problem, params->num_tokens).rest;
-    const int64_t start = params->num_tokens - rest;
-    if (start > 0) {
-        const smla_attention_params full = slice_tokens(params, 0, start);
-        SMLA_TRY(run_kernel(choose_tile(problem, start).kernel, &full, error));
+    const batch_plan plan = plan_whole(problem, num_tokens);
+    const int64_t start = num_tokens - plan.rest;
+    if (start == 0) {
+        return run_kernel(plan.run.kernel, params, error);
     }
-    smla_attention_params part = slice_tokens(params, start, rest);
-    part.num_splits = start == 0 ? 1 : plan_batch(problem, rest).num_splits;
-    const smla_attention_kernel *const kernel =
-        part.num_splits == 1 ? choose_tile(problem, rest).kernel : problem->kernel;
-    return run_kernel(kernel, &part, error);
+    const smla_attention_params full = slice_tokens(params, 0, start);
+    SMLA_TRY(run_kernel(problem->whole, &full, error));
+    smla_attention_params part = slice_tokens(params, start, plan.rest);
+    const run_plan run = plan_batch(problem, plan.rest).run;
+    part.num_splits = run.num_splits;
+    return run_kernel(run.kernel, &part, error);
 }
 
 smla_status
@@ -587,15 +600,23 @@ smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *erro
     if (params->num_tokens == 0) {
         return SMLA_OK;
     }
-    const smla_cuda_device *const device = smla_cuda_find_device(params->stream.device_id);
+    const smla_attention_shape shape = {
+        .device_id = params->stream.device_id,
+        .num_heads = params->num_heads,
+        .topk = params->lists[0].topk,
+        .extra_topk = params->num_lists == 2 ? params->lists[1].topk : 0,
+    };
+    const smla_row_formats formats = formats_of(params);
+    split_problem problem;
+    if (!find_problem(&shape, formats, &problem)) {
+        return fail_without_kernel(params, problem.device, error);
+    }
+    if (params->is_planned) {
+        return run_planned(&problem, params, error);
+    }
+    /* a token's bits must not depend on the batch */
     const smla_attention_kernel *const kernel =
-        find_kernel(device, formats_of(params), params->num_heads);
-    if (kernel == NULL) {
-        return fail_without_kernel(params, device, error);
-    }
-    if (!params->is_planned) { /* a token's bits must not depend on the batch */
-        return run_kernel(kernel, params, error);
-    }
-    const split_problem problem = problem_of_call(device, kernel, params);
-    return run_planned(&problem, params, error);
+        find_kernel(problem.device, formats, params->num_heads, params->num_splits,
+                    smla_columns_of_split(params));
+    return run_kernel(kernel, params, error);
 }

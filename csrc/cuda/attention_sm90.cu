@@ -39,7 +39,9 @@
  *              times as heavy fit. Sums are fp32 of unrounded weights. Masked rows are zeros and
  *              have weight 0. Whatever does not fit marks the row: scales outside (NaN, negative,
  *              0), scores too large, no key among the first 128. A head whose q is not finite has
- *              results of NaN, and no influence on others.
+ *              results of NaN, and no influence on others. Partial rows are rounded to f16: means of
+ *              values, relative to E, so by 2^-11, or where they are small by 2^-25 E; an E above 2^3,
+ *              where that might be felt, marks the row.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       keys as A from registers, the granule ring, the order of the two warpgroups: our own
  *              studies; online softmax (FlashAttention), warp roles (CUTLASS). The fixed reference
@@ -258,11 +260,6 @@ template <int HEADS>
 static cudaError_t
 launch_tile(const smla_attention_params *params)
 {
-    if constexpr (HEADS > 16) {
-        if (smla_sm90_heads_per_cta(HEADS, params->num_splits) < HEADS) {
-            return launch_tile<HEADS / 2>(params);
-        }
-    }
     row_span spans[2];
     bool fits = true;
     for (int i = 0; i < params->num_lists; i++) {
@@ -277,30 +274,20 @@ launch_tile(const smla_attention_params *params)
                                       : launch_hopper<HEADS, true>(params, spans);
 }
 
-template <int HEADS>
-static cudaError_t
-launch_any(const smla_attention_params *params)
-{
-    if (!smla_sm90_is_small(HEADS, params->num_splits, smla_columns_of_split(params))) {
-        return launch_tile<HEADS>(params);
-    }
-    return HEADS == 16 ? smla_attend_sm90_small_16(params) : smla_attend_sm90_small_32(params);
-}
-
 cudaError_t
 smla_attend_sm90_fp8_64(const smla_attention_params *params)
 {
-    return launch_any<64>(params);
+    return launch_tile<64>(params);
 }
 
 cudaError_t
 smla_attend_sm90_fp8_32(const smla_attention_params *params)
 {
-    return launch_any<32>(params);
+    return launch_tile<32>(params);
 }
 
 cudaError_t
 smla_attend_sm90_fp8_16(const smla_attention_params *params)
 {
-    return launch_any<16>(params);
+    return launch_tile<16>(params);
 }

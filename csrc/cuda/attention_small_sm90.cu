@@ -8,29 +8,34 @@
  *                      tile, permuted (store_words), 128-byte swizzle
  *              probs   [256][HEADS] f16    swizzled (wgmma.cuh)
  *              rows    [16][16][656 B]     granules of rows as they are in the cache
- *              scales  [16][4][16] f16, maxima and sums by granule, maxima of the query
- *              32 heads: 228,352 bytes of the 232,448 that an SM has
- * Roles        One CTA for a token, split and head tile; 16 warps, four warpgroups, 128 registers. A
- *              warp fetches the 16 rows of its granule (cp.async) and scores them, a warpgroup adds
+ *              scales  [16][4][16] f16, maxima and sums by granule, maxima of the query, masks
+ *              32 heads: 228,544 bytes of the 232,448 that an SM has
+ * Roles        One CTA for a token, split and head tile; 16 warps, four warpgroups, 128 registers. Half
+ *              of the warps ask for rows, 32 each, half for the query, which they store meanwhile.
+ *              Then every warp scores the 16 rows of its granule as they come, and a warpgroup adds
  *              128 of the 512 values. No pipeline: other CTAs of the device are ahead or behind.
- *              barriers          what all 512 threads see after it
- *              1 __syncthreads    maxima of the query's heads
- *              2 __syncthreads    the query
- *              3 __syncthreads    all rows, maxima of the scores, exponents of the scales
- *              4 and vote         weights, their sums, scales; whether a thread has lost the row
- *              Rows are first waited for by the warp that fetched them: it scores them as they come.
+ *              CTAs of neighbouring head tiles, which need the same rows, are a cluster of two: each
+ *              asks for half of the rows, for both.
+ *              mbarriers          arrivals | waited for by
+ *              arrived[granule]   the lane that announces its bytes | the warp that scores it
+ *              barriers           threads; what they see after it
+ *              cluster            all; arrived[] of both CTAs
+ *              MAXIMA             256 of the query, twice; maxima of its heads, then the query
+ *              QUERY              512, of which those of the query only arrive; the query
+ *              3 __syncthreads    512; all rows, maxima of the scores, exponents of the scales
+ *              4 and vote         512; weights, their sums, scales; whether a thread has lost the row
  *              A lost row is done again by half of the threads and the code of attention_sm80.cu.
  * Roofline     Latencies in a row: index, row, scores, values. wgmma with A in registers takes 32
  *              cycles for 64 x 16 of A, however few the heads, so 18 cycles per key for scores and 16
- *              for values; 16 to bring a row to an SM, of which 10 are those of its port. Measured on
- *              an H200, 32 heads, 128 keys, 128 CTAs, in cycles: index 1500, rows 5600, scores 2600,
- *              weights 1900, values 2600, partial rows (of fp32) 2300.
+ *              for values; 16 to bring a row to an SM. Measured on an H200, 32 heads, 128 CTAs, by
+ *              clock64: with 128 keys index 1250, rows 3800, scores 2800, weights 1700, values 2900,
+ *              partial rows 1100; with 256 keys 1350, 5200, 4400, 1800, 5000 and 1000.
  * Numerics     as attention_sm90.cu, but the reference is the maximum of all keys of the split, so no
  *              score is too large; the largest weight is 2^WEIGHT_EXPONENT. Scores are relative to
  *              the largest scale of the warp's keys, values to that of all keys of the split. Scales
  *              smaller by more than 2^WINDOW_SIZE mark the row, as do NaN, negative and zero ones. A
  *              NaN among the bytes makes its score NaN, and so all results. Partial rows are rounded to
- *              f16: means of values, relative to the largest scale, so by 2^-12, or where they are small
+ *              f16: means of values, relative to the largest scale, so by 2^-11, or where they are small
  *              by 2^-25 of the unit; scales above 2^9, where that might be felt, mark the row.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       as attention_sm90.cu; split-KV decoding (Flash-Decoding)
@@ -52,24 +57,6 @@ find_sum(const small_memory<Shape> *shared, int lane)
     return sum;
 }
 
-/* The state of head `lane`'s partial row, and the unit of its values. */
-static __device__ __forceinline__ void
-write_state(const attention_launch &launch, const cta_work &work, int lane, float sum,
-            const small_state &state)
-{
-    if (lane >= work.num_heads) {
-        return;
-    }
-    const int64_t row = partial_row(launch, work, lane);
-    sum *= 1.0f / (1 << WEIGHT_EXPONENT);
-    *(float2 *)(launch.partials.state + 2 * row) =
-        make_float2(sum == 0.0f ? -INFINITY : state.top, -sum);
-    if (sum != 0.0f) {
-        launch.partials.out[row * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT] =
-            sum * power_of_two(state.key_exponent);
-    }
-}
-
 /* Means of values, as f16 in units of the values' power of two: none is above the largest value.
  * `inverse` is 1 / sum of head `lane`. */
 template <typename Shape>
@@ -77,9 +64,8 @@ static __device__ __forceinline__ void
 write_small_row(const attention_launch &launch, const cta_work &work, const lane_place &me,
                 float inverse, const float (&out)[2][Shape::HEADS / 2])
 {
-    float *const first =
-        launch.partials.out + partial_row(launch, work, 2 * me.column) * SMLA_KV_LORA_RANK;
-    uint16_t *const to = (uint16_t *)first + 128 * me.group + 32 * me.warp + 4 * me.row;
+    uint16_t *const to =
+        find_halves(launch, work, 2 * me.column) + 128 * me.group + 32 * me.warp + 4 * me.row;
 #pragma unroll
     for (int j = 0; j < Shape::HEADS / 8; j++) {
 #pragma unroll
@@ -128,6 +114,7 @@ score_row(const attention_launch &launch, int num_granules, small_memory<Shape> 
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
     const uint32_t rows = ptx_shared_address(shared->rows[warp]);
     if (me.group * GROUP_GRANULES < num_granules) {
+        state->is_key = wait_for_granule(shared, warp, me);
         find_key_exponent(rows, me, state);
         state->score_factor = launch.scale_log2 * power_of_two(state->query_exponent) *
                               power_of_two(state->key_exponent);
@@ -148,9 +135,14 @@ __launch_bounds__(SMALL_THREADS, 1) attend_small(const __grid_constant__ attenti
     extern __shared__ __align__(1024) uint8_t memory[];
     small_memory<Shape> *const shared = (small_memory<Shape> *)memory;
     const cta_work work = find_work(launch, launch.num_head_tiles, (int)blockIdx.x, Shape::HEADS);
-    const small_places at = find_places(launch, work);
+    const small_places<Shape> at = find_places<Shape>(launch, work);
     const int num_granules = count_granules(launch);
-    ptx_wait_for_grids(); /* from here on memory of others is read and written */
+    if (threadIdx.x < SMALL_GRANULES) {
+        ptx_mbarrier_init(ptx_shared_address(&shared->arrived[threadIdx.x]), 1);
+        ptx_fence_mbarrier_init();
+    }
+    ptx_cluster_barrier(); /* a partner's copies complete on them, too */
+    ptx_wait_for_grids();  /* from here on memory of others is read and written */
     const lane_place me = find_place();
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
     small_state state = {};
@@ -166,8 +158,9 @@ __launch_bounds__(SMALL_THREADS, 1) attend_small(const __grid_constant__ attenti
         return;
     }
     const float sum = find_sum(shared, me.lane);
-    if (warp == 0) {
-        write_state(launch, work, me.lane, sum, state);
+    if (warp == 0 && me.lane < work.num_heads) {
+        leave_halves(launch, work, me.lane, state.reference, state.top, sum,
+                     power_of_two(state.key_exponent));
     }
     if (state.key_exponent == NO_EXPONENT) {
         return; /* no key, no partial row */
@@ -197,7 +190,7 @@ launch_small(const smla_attention_params *params)
     }
     const attention_launch launch = make_launch<HEADS>(params);
     return smla_launch(attend_small<Shape>, launch, count_works(launch), SMALL_THREADS,
-                       SHARED_BYTES, params->stream.handle, true);
+                       SHARED_BYTES, params->stream.handle, true, count_partners(launch));
 }
 
 cudaError_t

@@ -38,6 +38,8 @@ enum {
     WINDOW_LOW = 5,     /* scale / E >= 2^-5 */
     WINDOW_SIZE = 12,   /* and below 2^(12 - 5) */
     MAX_KEY_EXPONENT = 40,
+    MAX_HALF_EXPONENT =
+        3, /* of E, for partial rows of f16: half of 2^-24 of it is a quarter of 1e-6 */
     MAX_QUERY_EXPONENT = 80,
     QUERY_EXPONENT = 14, /* of the largest value of the query in f16 */
     MAX_HEAD_RATIO = 13, /* of head maxima, in powers of two */
@@ -347,6 +349,30 @@ leave_head(const attention_launch &launch, const cta_work &work, int head, float
             make_float2(top, sum);
     }
     return sum == 0.0f ? 0.0f : factor;
+}
+
+/* Where a partial row of halves (kernels.h) begins. */
+static __device__ __forceinline__ uint16_t *
+find_halves(const attention_launch &launch, const cta_work &work, int head)
+{
+    return (uint16_t *)(launch.partials.out + partial_row(launch, work, head) * SMLA_KV_LORA_RANK);
+}
+
+/* As leave_head, for a partial row of halves. Returns what makes out means of values, in units of
+ * `unit`: none is above the largest value. */
+static __device__ __forceinline__ float
+leave_halves(const attention_launch &launch, const cta_work &work, int head, float reference,
+             float top, float sum, float unit)
+{
+    const int64_t row = partial_row(launch, work, head);
+    if (sum == 0.0f) {
+        *(float2 *)(launch.partials.state + 2 * row) = make_float2(-INFINITY, 0.0f);
+        return 0.0f;
+    }
+    const float whole = sum * power_of_two((int)(reference - ceilf(top)));
+    *(float2 *)(launch.partials.state + 2 * row) = make_float2(top, -whole);
+    launch.partials.out[row * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT] = whole * unit;
+    return 1.0f / sum;
 }
 
 /* Marks a work of the CTA: it has to be done again. */

@@ -230,7 +230,8 @@ store_query(const hopper_launch &launch, const lane_place &me, const query_part 
     const float score_scale =
         launch.base.scale_log2 * power_of_two(exponent) * power_of_two(key_exponent);
     lose_row(shared, !(fabsf(score_scale) <= 0x1p100f) ||
-                         (fabsf(score_scale) < 0x1p-100f && launch.base.scale_log2 != 0.0f));
+                         (fabsf(score_scale) < 0x1p-100f && launch.base.scale_log2 != 0.0f) ||
+                         (launch.base.params.num_splits > 1 && key_exponent > MAX_HALF_EXPONENT));
     if (warp == 0 && me.lane == 0) {
         shared->score_scale = score_scale;
         shared->key_unit = power_of_two(key_exponent);

@@ -235,10 +235,12 @@ finish_head(const hopper_launch &launch, const cta_work &work, int head,
     }
     top = Shape::MAXIMA ? top + reference : reference;
     shared->factor[head] =
-        leave_head(launch.base, work, head, reference, top, sum, true) * shared->key_unit;
+        launch.base.params.num_splits == 1
+            ? leave_head(launch.base, work, head, reference, top, sum, true) * shared->key_unit
+            : leave_halves(launch.base, work, head, reference, top, sum, shared->key_unit);
 }
 
-/* Where a row of `out`, or the partial row of it, begins. */
+/* Where a row of `out` begins. */
 static __device__ __forceinline__ uint16_t *
 find_out(const smla_attention_params &params, const cta_work &work, int head)
 {
@@ -246,47 +248,34 @@ find_out(const smla_attention_params &params, const cta_work &work, int head)
            (work.first_head + head) * params.out_stride_head;
 }
 
-/* A thread's eight values of a head, as bf16. */
-template <typename Shape>
+/* A thread's eight values of a head, as bf16, or for a partial row as f16. */
+template <typename Shape, bool IS_PARTIAL>
 static __device__ __forceinline__ void
 round_values(const consumer<Shape> &state, int j, int i, float factor, uint32_t words[4])
 {
 #pragma unroll
     for (int b = 0; b < 4; b++) {
-        words[b] =
-            smla_cvt_bf16x2(state.out[b][4 * j + i] * factor, state.out[b][4 * j + 2 + i] * factor);
+        const float low = state.out[b][4 * j + i] * factor;
+        const float high = state.out[b][4 * j + 2 + i] * factor;
+        words[b] = IS_PARTIAL ? ptx_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
     }
 }
 
-/* Lanes of neighbouring rows have 32 bytes each. Afterwards the first four words of both are those
- * of the even row, the others those of the odd row: a store fills whole sectors of 32 bytes, of
- * which L2 takes twice as many in a time as of halves. */
+/* Half of the heads: out, or where it is not aligned to shared memory; or their partial rows. A thread
+ * has heads 2 column and 2 column + 1 of every eight. */
+template <bool IS_PARTIAL, typename Shape>
 static __device__ __forceinline__ void
-swap_halves(const lane_place &me, uint32_t words[8])
-{
-    const bool is_odd = me.row & 1;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const uint32_t give = is_odd ? words[i] : words[4 + i];
-        const uint32_t take = __shfl_xor_sync(0xFFFFFFFFu, give, 4);
-        words[i] = is_odd ? take : words[i];
-        words[4 + i] = is_odd ? words[4 + i] : take;
-    }
-}
-
-/* Half of the heads: out, or where it is not aligned to shared memory. A thread has heads 2 column
- * and 2 column + 1 of every eight. */
-template <typename Shape>
-static __device__ __forceinline__ void
-write_out_half(const hopper_launch &launch, const cta_work &work, const lane_place &me, int half,
-               hopper_memory<Shape> *shared, const consumer<Shape> &state)
+write_half(const hopper_launch &launch, const cta_work &work, const lane_place &me, int half,
+           hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
     constexpr int EIGHTS = Shape::HEADS / 16;
     const smla_attention_params &params = launch.base.params;
     const int first_value = 256 * me.group + 64 * me.warp + 8 * me.row;
     const int first_head = 8 * EIGHTS * half + 2 * me.column;
-    const int64_t stride = params.out_stride_head;
-    uint16_t *to = find_out(params, work, first_head) + first_value;
+    const int64_t stride = IS_PARTIAL ? 2 * SMLA_KV_LORA_RANK : params.out_stride_head;
+    uint16_t *to = (IS_PARTIAL ? find_halves(launch.base, work, first_head)
+                               : find_out(params, work, first_head)) +
+                   first_value;
     uint4 *stage =
         (uint4 *)((uint16_t *)shared->query + first_head * SMLA_KV_LORA_RANK) + first_value / 8;
 #pragma unroll
@@ -294,12 +283,13 @@ write_out_half(const hopper_launch &launch, const cta_work &work, const lane_pla
         const float2 factors = *(const float2 *)&shared->factor[first_head + 8 * j];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
+            const float factor = i ? factors.y : factors.x;
             uint32_t words[4];
-            round_values(state, half * EIGHTS + j, i, i ? factors.y : factors.x, words);
-            if (!launch.out_is_aligned) {
+            round_values<Shape, IS_PARTIAL>(state, half * EIGHTS + j, i, factor, words);
+            if (!IS_PARTIAL && !launch.out_is_aligned) {
                 stage[(8 * j + i) * (SMLA_KV_LORA_RANK / 8)] =
                     make_uint4(words[0], words[1], words[2], words[3]);
-            } else if (first_head + 8 * j + i < work.num_heads) {
+            } else if (first_head + 8 * j + i < work.num_heads && (!IS_PARTIAL || factor != 0.0f)) {
                 smla_store_vector_4(to + i * stride, words);
             }
         }
@@ -307,7 +297,7 @@ write_out_half(const hopper_launch &launch, const cta_work &work, const lane_pla
     }
 }
 
-/* What write_out_half left in shared memory. */
+/* What write_half left in shared memory. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_out(const hopper_launch &launch, const cta_work &work, const hopper_memory<Shape> *shared)
@@ -318,37 +308,6 @@ copy_out(const hopper_launch &launch, const cta_work &work, const hopper_memory<
          i += CONSUMER_THREADS) {
         find_out(launch.base.params, work, i / SMLA_KV_LORA_RANK)[i % SMLA_KV_LORA_RANK] =
             ((const uint16_t *)shared->query)[i];
-    }
-}
-
-/* The same half of a partial row. */
-template <typename Shape>
-static __device__ __forceinline__ void
-write_partial_half(const hopper_launch &launch, const cta_work &work, const lane_place &me,
-                   int half, const hopper_memory<Shape> *shared, const consumer<Shape> &state)
-{
-    constexpr int PIECES_OF_HALF = Shape::HEADS / 16;
-    float *const to = launch.base.partials.out +
-                      partial_row(launch.base, work, 2 * me.column) * SMLA_KV_LORA_RANK +
-                      256 * me.group + 64 * me.warp + 16 * (me.row >> 1) + 4 * (me.row & 1);
-#pragma unroll
-    for (int j = half * PIECES_OF_HALF; j < (half + 1) * PIECES_OF_HALF; j++) {
-        const float2 factors = *(const float2 *)&shared->factor[8 * j + 2 * me.column];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float factor = i ? factors.y : factors.x;
-            uint32_t words[8];
-#pragma unroll
-            for (int b = 0; b < 4; b++) {
-                words[2 * b] = smla_float_bits(state.out[b][4 * j + i] * factor);
-                words[2 * b + 1] = smla_float_bits(state.out[b][4 * j + 2 + i] * factor);
-            }
-            swap_halves(me, words);
-            if (8 * j + 2 * me.column + i < work.num_heads && factor != 0.0f) {
-                smla_store_vector_4(to + (8 * j + i) * SMLA_KV_LORA_RANK, words);
-                smla_store_vector_4(to + (8 * j + i) * SMLA_KV_LORA_RANK + 8, words + 4);
-            }
-        }
     }
 }
 
@@ -382,9 +341,9 @@ finish_row(const hopper_launch &launch, const cta_work &next, hopper_memory<Shap
     for (int half = 0; half < 2; half++) {
         load_query_half<true>(launch.base, next, find_place_again(), half, part);
         if (writes && launch.base.params.num_splits > 1) {
-            write_partial_half(launch, work, find_place_again(), half, shared, state);
+            write_half<true>(launch, work, find_place_again(), half, shared, state);
         } else if (writes) {
-            write_out_half(launch, work, find_place_again(), half, shared, state);
+            write_half<false>(launch, work, find_place_again(), half, shared, state);
         }
     }
     if (writes && launch.base.params.num_splits == 1 && !launch.out_is_aligned) {

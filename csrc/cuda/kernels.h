@@ -27,10 +27,11 @@ typedef struct smla_attention_kernel {
     int32_t min_heads; /* of the call */
     int32_t max_heads;
     int32_t heads_per_cta; /* more heads are more CTAs, which gather the same rows */
+    int32_t max_columns;   /* of a split, of both lists; 0: any, and calls without splits */
     int32_t block_columns; /* keys that a CTA takes at once */
     int32_t block_cost;    /* time of such a block, 16 with the most heads */
-    int32_t cta_cost;      /* of starting and ending a CTA, in blocks of 16 */
-    bool hands_small_down; /* splits with few columns run in attention_small_sm90.cu */
+    int32_t cta_cost;      /* of starting and ending a CTA, likewise */
+    bool leaves_halves;    /* partial rows of f16 */
     int32_t ctas_per_sm;   /* at most; for the split schedule */
     int32_t shared_bytes;  /* of one CTA */
     const char *name;      /* source file and variant */
@@ -75,27 +76,10 @@ enum {
     SMLA_SM90_KEYS = 128, /* keys of a step */
 };
 
-/* Heads of a CTA: many splits mean a small batch, where smaller tiles give more SMs work. The split
- * count alone tells, so that a token's bits do not depend on the batch. */
-static inline int32_t
-smla_sm90_heads_per_cta(int32_t heads_per_cta, int num_splits)
-{
-    const int32_t most = num_splits >= 8 ? 32 : 64;
-    return heads_per_cta < most ? heads_per_cta : most;
-}
-
-/* attention_small_sm90.cu: all keys of a split at once, of 32 heads at most. Again the batch has no
- * say. `columns`: of a split, of both lists. */
+/* attention_small_sm90.cu: keys of a CTA, which are in shared memory all at once. */
 enum { SMLA_SM90_SMALL_KEYS = 256 };
 
-static inline bool
-smla_sm90_is_small(int32_t heads_per_cta, int num_splits, int64_t columns)
-{
-    return num_splits > 1 && columns <= SMLA_SM90_SMALL_KEYS &&
-           smla_sm90_heads_per_cta(heads_per_cta, num_splits) <= 32;
-}
-
-/* attention_small_sm90.cu, for attention_sm90.cu */
+/* attention_small_sm90.cu, calls with splits alone */
 cudaError_t smla_attend_sm90_small_32(const smla_attention_params *params);
 cudaError_t smla_attend_sm90_small_16(const smla_attention_params *params);
 
@@ -121,9 +105,9 @@ cudaError_t smla_attend_sm80_mixed_16(const smla_attention_params *params);
 /* What the splits leave in the workspace, element (token * num_splits + split) * num_heads + head
  * of each array. The out of a row with sum 0 is not written.
  *
- * attention_small_sm90.cu leaves halves, for what it writes and the combine kernel reads is what binds
- * it: the row is 512 f16, then as float number SMLA_HALF_UNIT what they are multiples of, and its sum is
- * stored negative. Rows that it does again are of fp32, and so say their sums. */
+ * Hopper's kernels for FP8 rows leave halves, for what they write and the combine kernel reads is what
+ * binds small batches: the row is 512 f16, then as float number SMLA_HALF_UNIT what they are multiples
+ * of, and its sum is stored negative. Rows that they do again are of fp32, and so say their sums. */
 typedef struct smla_partial_rows {
     float *state; /* [T * splits * H][2]: max_log2, sum (softmax.cuh) */
     float *out;   /* [T * splits * H][512] */

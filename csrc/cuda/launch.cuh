@@ -16,11 +16,13 @@ enum { SMLA_WARP_LANES = 32 };
  *
  * `is_early` (can_start_early): the grid may start before the grid in front of it in the stream is
  * done. Every thread of it must pass ptx_wait_for_grids before it reads what others wrote, writes
- * what others read, or ends: who does not wait is no order for those behind it. */
+ * what others read, or ends: who does not wait is no order for those behind it.
+ *
+ * `cluster` neighbouring blocks run at the same time and reach each other's shared memory. */
 template <typename Args>
 static cudaError_t
 smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int block_threads,
-            int shared_bytes, void *stream, bool is_early = false)
+            int shared_bytes, void *stream, bool is_early = false, int cluster = 1)
 {
     if (num_blocks <= 0) {
         return cudaSuccess;
@@ -30,11 +32,20 @@ smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int bloc
     config.blockDim = dim3((unsigned)block_threads);
     config.dynamicSmemBytes = (size_t)shared_bytes;
     config.stream = (cudaStream_t)stream;
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &early;
-    config.numAttrs = is_early ? 1 : 0;
+    cudaLaunchAttribute attributes[2] = {};
+    config.attrs = attributes;
+    if (is_early) {
+        cudaLaunchAttribute *const early = &attributes[config.numAttrs++];
+        early->id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        early->val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        cudaLaunchAttribute *const size = &attributes[config.numAttrs++];
+        size->id = cudaLaunchAttributeClusterDimension;
+        size->val.clusterDim.x = (unsigned)cluster;
+        size->val.clusterDim.y = 1;
+        size->val.clusterDim.z = 1;
+    }
     void *list[] = {const_cast<Args *>(&args)};
     return cudaLaunchKernelExC(&config, (const void *)kernel, list);
 }

@@ -167,7 +167,14 @@ ptx_barrier(int id, int num_threads)
     asm volatile("barrier.sync.aligned %0, %1;" : : "r"(id), "r"(num_threads) : "memory");
 }
 
-/* The same; whether any thread's `is_set`. */
+/* Arrives there for others to wait. */
+static __device__ __forceinline__ void
+ptx_barrier_arrive(int id, int num_threads)
+{
+    asm volatile("barrier.arrive.aligned %0, %1;" : : "r"(id), "r"(num_threads) : "memory");
+}
+
+/* As ptx_barrier; whether any thread's `is_set`. */
 static __device__ __forceinline__ bool
 ptx_barrier_or(int id, int num_threads, bool is_set)
 {
@@ -306,6 +313,39 @@ ptx_bulk_copy(uint32_t to_shared, const void *from, uint32_t bytes, uint32_t bar
                  "[%0], [%1], %2, [%3];"
                  :
                  : "r"(to_shared), "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+/* The same to the same place in every CTA of `ctas`, a bit for each of the cluster; completes on each
+ * one's barrier. */
+static __device__ __forceinline__ void
+ptx_bulk_copy_to_all(uint32_t to_shared, const void *from, uint32_t bytes, uint32_t barrier,
+                     uint16_t ctas)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1], %2, [%3], %4;"
+                 :
+                 : "r"(to_shared), "l"(from), "r"(bytes), "r"(barrier), "h"(ctas)
+                 : "memory");
+}
+
+/* The CTA's number in its cluster. */
+static __device__ __forceinline__ uint32_t
+ptx_cluster_rank(void)
+{
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+/* All threads of the cluster. */
+static __device__ __forceinline__ void
+ptx_cluster_barrier(void)
+{
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\t"
+                 "barrier.cluster.wait.acquire.aligned;"
+                 :
+                 :
                  : "memory");
 }
 

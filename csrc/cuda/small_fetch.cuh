@@ -13,20 +13,26 @@ enum {
     SMALL_THREADS = SMALL_WARPS * SMLA_WARP_LANES,
     SMALL_GROUPS = SMALL_THREADS / GROUP_THREADS,
     GROUP_GRANULES = SMALL_GRANULES / SMALL_GROUPS, /* that a warpgroup scores */
+    QUERY_WARPS = SMALL_WARPS / 2,                  /* the others fetch rows */
+    QUERY_THREADS = QUERY_WARPS * SMLA_WARP_LANES,
+    FETCH_GRANULES = SMLA_WARP_LANES / GRANULE_KEYS, /* of a warp: a row per lane */
     ROW_VECTORS = FP8_ROW_BYTES / 16,
-    TAIL_VECTORS = ROW_VECTORS - SMLA_WARP_LANES,          /* of a row: what 32 lanes leave */
     SCALE_BYTES = SMLA_NUM_SCALE_TILES * GRANULE_KEYS * 2, /* of a granule, in f16 */
     TOP_SCALE_EXPONENT = 6, /* of the largest scale / E: 448 times it is below 2^16 */
     WEIGHT_EXPONENT = 8,    /* of the largest weight */
-    MAX_HALF_EXPONENT = 3,  /* of all keys: half of 2^-24 of it is a quarter of 1e-6 */
     NO_EXPONENT = -1000,    /* of a granule without keys */
+    /* named barriers */
+    BARRIER_MAXIMA = 1,
+    BARRIER_QUERY = 2,
 };
 
+static_assert((SMALL_WARPS - QUERY_WARPS) * FETCH_GRANULES == SMALL_GRANULES, "all are fetched");
 static_assert((int)SMALL_GROUPS == (int)SMLA_NUM_SCALE_TILES,
               "the values of a warpgroup have one scale");
 
 template <int HEADS_> struct small {
     static constexpr int HEADS = HEADS_;
+    static constexpr int QUERY_PARTS = HEADS * SMLA_NUM_SCALE_TILES / (8 * QUERY_WARPS);
     static constexpr int PROB_BYTES = HEADS * 2; /* of a key */
     static constexpr int PROBS_SWIZZLE = HEADS == 32 ? WGMMA_SWIZZLE_64 : WGMMA_SWIZZLE_32;
     /* what does rows again: 16 heads, for its registers */
@@ -43,6 +49,8 @@ template <typename Shape> struct small_memory {
     float sums[SMALL_GRANULES][Shape::HEADS];
     uint32_t query_max[SMLA_NUM_SCALE_TILES][Shape::HEADS];
     int32_t key_exponent[SMALL_GRANULES];
+    uint32_t is_key[SMALL_GRANULES]; /* a bit for each row that is there */
+    uint64_t arrived[SMALL_GRANULES];
 };
 
 /* What a thread finds out about the row, step by step. */
@@ -60,14 +68,14 @@ typedef struct small_state {
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* What a warp fetches: a granule of the columns that a split may have, of the main list, then of the
- * extra one. Nothing of it needs memory, so it is known before the grids in front are done. */
-typedef struct granule_place {
+/* What a lane fetches: a row of the columns that a split may have, of the main list, then of the extra
+ * one. Nothing of it needs memory, so it is known before the grids in front are done. */
+typedef struct key_place {
     int list;
-    int32_t column;       /* of the lane's key */
-    const int32_t *index; /* of it */
-    bool is_on;           /* the lane has a key */
-} granule_place;
+    int32_t column;
+    const int32_t *index;
+    bool is_on;
+} key_place;
 
 static __device__ __forceinline__ int
 count_granules(const attention_launch &launch)
@@ -77,23 +85,25 @@ count_granules(const attention_launch &launch)
     return columns / GRANULE_KEYS;
 }
 
-static __device__ __forceinline__ granule_place
-find_granule(const attention_launch &launch, const cta_work &work, int warp, int lane)
+static __device__ __forceinline__ key_place
+find_key(const attention_launch &launch, const cta_work &work, int warp, int lane)
 {
-    const int num_main = launch.lists[0].split_columns / GRANULE_KEYS;
-    granule_place place;
-    place.list = warp < num_main ? 0 : 1;
+    const int num_main = launch.lists[0].split_columns;
+    const int key = (warp - QUERY_WARPS) * SMLA_WARP_LANES + lane;
+    key_place place;
+    place.list = key < num_main ? 0 : 1;
     const smla_key_list &keys = launch.params.lists[place.list];
-    place.column = work.split * launch.lists[place.list].split_columns +
-                   (warp - place.list * num_main) * GRANULE_KEYS + lane;
+    place.column =
+        work.split * launch.lists[place.list].split_columns + key - place.list * num_main;
     place.index = keys.indices + work.token * keys.indices_stride_token + place.column;
-    place.is_on = warp < count_granules(launch) && lane < GRANULE_KEYS && place.column < keys.topk;
+    place.is_on = warp >= QUERY_WARPS && key < count_granules(launch) * GRANULE_KEYS &&
+                  place.column < keys.topk;
     return place;
 }
 
-/* The index of the lane's key, negative for none. */
-static __device__ __forceinline__ int32_t
-read_granule_index(const attention_launch &launch, const cta_work &work, const granule_place &place)
+/* The row of the lane's key, NULL for none. */
+static __device__ __forceinline__ const uint8_t *
+find_key_row(const attention_launch &launch, const cta_work &work, const key_place &place)
 {
     const smla_key_list &keys = launch.params.lists[place.list];
     int32_t length = INT32_MAX;
@@ -102,33 +112,69 @@ read_granule_index(const attention_launch &launch, const cta_work &work, const g
         length = keys.topk_length[work.token * keys.topk_length_stride];
     }
     ptx_load_4(place.index, place.is_on, NO_ROW, &index);
-    return place.column < length ? (int32_t)index : -1;
+    return row_of_slot(launch, place.list,
+                       slot_of_index(launch, place.list, work.token,
+                                     place.column < length ? (int32_t)index : -1));
 }
 
-/* Starts the copy of the warp's granule: row i is with lane i. Zeros where there is none. */
-static __device__ __forceinline__ void
-copy_granule(const uint8_t *row, uint32_t to, int lane)
+/* CTAs of a cluster: the head tiles of a token and split, two and two, which need the same rows. */
+static __host__ __device__ __forceinline__ int
+count_partners(const attention_launch &launch)
 {
-#pragma unroll 4
-    for (int i = 0; i < GRANULE_KEYS; i++) {
-        const uint8_t *const from = row_of_lane(row, i);
-        ptx_cp_async_16_or_zero(to + i * FP8_ROW_BYTES + 16 * lane, from + 16 * lane, from != NULL);
-    }
+    return launch.num_head_tiles % 2 == 0 ? 2 : 1;
+}
+
+/* Starts the copies of a warp's two granules, a row per lane; of partners each asks for one granule, for
+ * both. Zeros where there is no row. */
+template <typename Shape>
+static __device__ __forceinline__ void
+copy_rows(const attention_launch &launch, const uint8_t *row, int warp, int lane,
+          small_memory<Shape> *shared)
+{
+    const int first = (warp - QUERY_WARPS) * FETCH_GRANULES;
+    const int granule = first + lane / GRANULE_KEYS;
+    const uint32_t to = ptx_shared_address(shared->rows[first]);
+    const uint32_t arrived = ptx_shared_address(&shared->arrived[granule]);
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, row != NULL);
 #pragma unroll 1
-    for (int i = lane; i < (GRANULE_KEYS * TAIL_VECTORS + 31) / 32 * 32; i += SMLA_WARP_LANES) {
-        const int key = min(i / TAIL_VECTORS, GRANULE_KEYS - 1);
-        const int at = 16 * (SMLA_WARP_LANES + i % TAIL_VECTORS);
-        const uint8_t *const from = row_of_lane(row, key);
-        if (i < GRANULE_KEYS * TAIL_VECTORS) {
-            ptx_cp_async_16_or_zero(to + key * FP8_ROW_BYTES + at, from + at, from != NULL);
+    for (uint32_t missing = ~is_key; missing != 0; missing &= missing - 1) {
+        const uint32_t zeros = to + (__ffs((int)missing) - 1) * FP8_ROW_BYTES;
+#pragma unroll 1
+        for (int i = lane; i < ROW_VECTORS; i += SMLA_WARP_LANES) {
+            ptx_clear_shared_16(zeros + 16 * i);
         }
     }
+    __syncwarp();
+    if (lane % GRANULE_KEYS == 0) {
+        const uint32_t of_granule = is_key >> lane & 0xFFFF;
+        shared->is_key[granule] = of_granule;
+        ptx_mbarrier_arrive_expect(arrived, FP8_ROW_BYTES * __popc(of_granule));
+    }
+    __syncwarp();
+    const uint32_t mine = to + lane * FP8_ROW_BYTES;
+    if (count_partners(launch) == 1) {
+        if (row != NULL) {
+            ptx_bulk_copy(mine, row, FP8_ROW_BYTES, arrived);
+        }
+    } else if (row != NULL && granule % 2 == (int)ptx_cluster_rank()) {
+        ptx_bulk_copy_to_all(mine, row, FP8_ROW_BYTES, arrived, 3);
+    }
+}
+
+/* Waits for the rows of the warp's granule. */
+template <typename Shape>
+static __device__ __forceinline__ key_masks
+wait_for_granule(const small_memory<Shape> *shared, int warp, const lane_place &me)
+{
+    ptx_mbarrier_wait(ptx_shared_address(&shared->arrived[warp]), 0);
+    const uint32_t is_key = *(const volatile uint32_t *)&shared->is_key[warp];
+    return key_masks{0u - (is_key >> me.row & 1), 0u - (is_key >> (me.row + 8) & 1)};
 }
 
 /* ---- Query --------------------------------------------------------------------------------- */
 
-/* A lane's part of the query of head 8 (warp / 4) + row: of scale tile warp % 4 the dimensions 32
- * column to 32 column + 31, and with tile 0 of the RoPE part 16. */
+/* A lane's part of the query of a head: of scale tile warp % 4 the dimensions 32 column to 32 column +
+ * 31, and with tile 0 of the RoPE part 16. */
 typedef struct small_query {
     uint32_t nope[16];
     uint32_t rope[8];
@@ -141,11 +187,17 @@ typedef struct query_place {
     bool is_on; /* there is such a head */
 } query_place;
 
+static __device__ __forceinline__ int
+head_of_part(int part, int warp, const lane_place &me)
+{
+    return 8 * (QUERY_WARPS / SMLA_NUM_SCALE_TILES * part + warp / SMLA_NUM_SCALE_TILES) + me.row;
+}
+
 static __device__ __forceinline__ query_place
-find_query(const smla_attention_params &params, const cta_work &work, int warp,
+find_query(const smla_attention_params &params, const cta_work &work, int part, int warp,
            const lane_place &me)
 {
-    const int head = 8 * (warp / SMLA_NUM_SCALE_TILES) + me.row;
+    const int head = head_of_part(part, warp, me);
     const int64_t row = work.first_head + head;
     query_place place;
     place.nope = params.q_nope + work.token * params.q_nope_stride_token +
@@ -249,75 +301,86 @@ store_part(small_memory<Shape> *shared, const small_query &part, int head, int t
     }
 }
 
-/* Barriers 1 and 2: the query is in shared memory. */
+/* The query to shared memory. */
 template <typename Shape>
 static __device__ __forceinline__ void
-store_small_query(small_memory<Shape> *shared, const small_query &part, int warp,
-                  const lane_place &me, small_state *state)
+store_small_query(small_memory<Shape> *shared, const small_query (&parts)[Shape::QUERY_PARTS],
+                  int warp, const lane_place &me, small_state *state)
 {
-    const int head = 8 * (warp / SMLA_NUM_SCALE_TILES) + me.row;
     const int tile = warp % SMLA_NUM_SCALE_TILES;
-    const uint32_t part_max = find_part_max(part);
-    if (head < Shape::HEADS && me.column == 0) {
-        shared->query_max[tile][head] = part_max;
+#pragma unroll
+    for (int part = 0; part < Shape::QUERY_PARTS; part++) {
+        const uint32_t part_max = find_part_max(parts[part]);
+        if (me.column == 0) {
+            shared->query_max[tile][head_of_part(part, warp, me)] = part_max;
+        }
     }
-    __syncthreads();
+    ptx_barrier(BARRIER_MAXIMA, QUERY_THREADS);
     find_query_exponent(shared, me.lane, state);
-    if (head < Shape::HEADS) {
-        store_part(shared, part, head, tile, me.column, state->query_exponent);
+#pragma unroll
+    for (int part = 0; part < Shape::QUERY_PARTS; part++) {
+        store_part(shared, parts[part], head_of_part(part, warp, me), tile, me.column,
+                   state->query_exponent);
     }
     ptx_fence_async_shared();
-    __syncthreads();
+    ptx_barrier_arrive(BARRIER_QUERY, SMALL_THREADS);
+    ptx_barrier(BARRIER_MAXIMA, QUERY_THREADS);
 }
 
 /* ---- Both ---------------------------------------------------------------------------------- */
 
 /* All that can be known before the grids in front are done, and is: the compiler may not move it. */
-typedef struct small_places {
-    granule_place granule;
-    query_place query;
-} small_places;
+template <typename Shape> struct small_places {
+    key_place key;
+    query_place query[Shape::QUERY_PARTS];
+};
 
-static __device__ __forceinline__ small_places
+template <typename Shape>
+static __device__ __forceinline__ small_places<Shape>
 find_places(const attention_launch &launch, const cta_work &work)
 {
     const lane_place me = find_place();
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
-    small_places at = {find_granule(launch, work, warp, me.lane),
-                       find_query(launch.params, work, warp, me)};
-    at.granule.index = ptx_forget_pointer(at.granule.index);
-    at.query.nope = ptx_forget_pointer(at.query.nope);
-    at.query.rope = ptx_forget_pointer(at.query.rope);
+    small_places<Shape> at;
+    at.key = find_key(launch, work, warp, me.lane);
+    at.key.index = ptx_forget_pointer(at.key.index);
+#pragma unroll
+    for (int part = 0; part < Shape::QUERY_PARTS; part++) {
+        at.query[part] = find_query(launch.params, work, part, warp, me);
+        at.query[part].nope = ptx_forget_pointer(at.query[part].nope);
+        at.query[part].rope = ptx_forget_pointer(at.query[part].rope);
+    }
     return at;
 }
 
-/* Asks for rows and query, and waits for them. */
+/* Half of the warps ask for rows, which takes as long as rows take to come; the others ask for the query
+ * and store it meanwhile. After it the query is there, rows are on their way. */
 template <typename Shape>
 static __device__ __forceinline__ void
-fetch_row(const attention_launch &launch, const cta_work &work, const small_places &at,
+fetch_row(const attention_launch &launch, const cta_work &work, const small_places<Shape> &at,
           int num_granules, small_memory<Shape> *shared, small_state *state)
 {
     const lane_place me = find_place();
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
-    const int32_t index = read_granule_index(launch, work, at.granule);
-    small_query part = {};
-    if (launch.q_is_aligned) {
-        load_query<true>(at.query, warp, &part);
-    } else {
-        load_query<false>(at.query, warp, &part);
+    if (warp >= QUERY_WARPS) {
+        const uint8_t *const row = find_key_row(launch, work, at.key);
+        if ((warp - QUERY_WARPS) * FETCH_GRANULES < num_granules) {
+            copy_rows(launch, row, warp, me.lane, shared);
+        }
+        ptx_barrier(BARRIER_QUERY, SMALL_THREADS);
+        find_query_exponent(shared, me.lane, state);
+        return;
     }
-    const uint8_t *const row =
-        row_of_slot(launch, at.granule.list,
-                    slot_of_index(launch, at.granule.list, work.token, index));
-    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, row != NULL);
-    if (warp < num_granules) {
-        copy_granule(row, ptx_shared_address(shared->rows[warp]), me.lane);
+    small_query parts[Shape::QUERY_PARTS] = {};
+#pragma unroll
+    for (int part = 0; part < Shape::QUERY_PARTS; part++) {
+        if (launch.q_is_aligned) {
+            load_query<true>(at.query[part], warp, &parts[part]);
+        } else {
+            load_query<false>(at.query[part], warp, &parts[part]);
+        }
     }
-    state->is_key.first = 0u - (is_key >> me.row & 1);
-    state->is_key.second = 0u - (is_key >> (me.row + 8) & 1);
-    store_small_query(shared, part, warp, me, state);
-    ptx_cp_async_wait_all();
-    __syncwarp(); /* the warp's rows are there */
+    store_small_query(shared, parts, warp, me, state);
 }
 
 #endif /* SMLA_CUDA_SMALL_FETCH_CUH */

@@ -389,8 +389,8 @@ test_unknown_instruction_set(void)
 int
 main(void)
 {
-    smla_kernel_info rows[16];
-    const int64_t count = smla_kernels(rows, 16);
+    smla_kernel_info rows[32];
+    const int64_t count = smla_kernels(rows, 32);
     for (int64_t i = 0; i < count; i++) {
         if (!rows[i].available || strcmp(rows[i].device, "cpu") != 0) {
             continue;
