@@ -76,3 +76,8 @@ __all__ = [
     "split_prefill_chunks",
     "v_up_proj",
 ]
+
+
+def __dir__() -> list[str]:
+    """What tab completion offers."""
+    return __all__

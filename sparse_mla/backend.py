@@ -197,15 +197,32 @@ class Config:
 
 
 class Backend:
-    """What an engine asks a backend about itself before it makes one.
+    """What an engine asks a backend about itself before it makes one: a class of facts.
+
+    Attributes
+    ----------
+    name : str
+        "SPARSE_MLA".
+    supported_dtypes, supported_kv_cache_dtypes : list of str
+        Of queries and results, and what `Config.kv_cache_dtype` may be.
+    supported_kernel_block_sizes : str
+        "any": tokens per page.
+    supported_head_sizes : list of int
+        576 values of a key, 512 without RoPE and 64 with it.
+    is_mla, is_sparse : bool
+        True.
+    accept_output_buffer : bool
+        True: `SparseMLA.forward` takes `out`.
+    cudagraph_support : str
+        "UNIFORM_BATCH": decodes of one query length can be captured.
 
     Source: vLLM's AttentionBackend and its FlashMLASparseBackend.
 
     Examples
     --------
     >>> import sparse_mla
-    >>> sparse_mla.Backend.get_kv_cache_shape(100, 64, cache_dtype_str="fp8_ds_mla")
-    (100, 64, 656)
+    >>> sparse_mla.Backend.name, sparse_mla.Backend.supported_kv_cache_dtypes
+    ('SPARSE_MLA', ['auto', 'bfloat16', 'fp8_ds_mla'])
     """
 
     name: ClassVar[str] = "SPARSE_MLA"
@@ -222,8 +239,26 @@ class Backend:
     def supports_compute_capability(major: int, minor: int) -> bool:
         """Whether GPUs of this compute capability are served.
 
-        8.0 and newer by a build with CUDA (`build_info()["cuda"]` names the toolkit), none by a
-        CPU-only one ("none: ...").
+        Parameters
+        ----------
+        major, minor : int
+            9 and 0 for Hopper.
+
+        Returns
+        -------
+        bool: 8.0 and newer by a build with CUDA (`build_info()["cuda"]` names the toolkit), none by
+        a CPU-only one ("none: ...").
+
+        Raises
+        ------
+        TypeError
+            What does not compare with a number.
+
+        Examples
+        --------
+        >>> import sparse_mla
+        >>> sparse_mla.Backend.supports_compute_capability(7, 5)
+        False
         """
         has_cuda = not _C.build_info()["cuda"].startswith("none")
         return has_cuda and (major, minor) >= (8, 0)
@@ -236,7 +271,32 @@ class Backend:
         head_size: int = HEAD_SIZE,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, int, int]:
-        """Shape of a cache: (num_blocks, block_size, 576 of bf16, or 656 bytes for fp8_ds_mla)."""
+        """Shape of the cache array for an engine to allocate.
+
+        Parameters
+        ----------
+        num_blocks, block_size : int
+            Pages, and tokens per page.
+        num_kv_heads, head_size : int
+            1 and 576: MLA has one head of keys.
+        cache_dtype_str : str
+            As `Config.kv_cache_dtype`.
+
+        Returns
+        -------
+        (num_blocks, block_size, row): a row is 576 bf16, or 656 uint8 for "fp8_ds_mla".
+
+        Raises
+        ------
+        ValueError
+            Another number of heads, head size or cache dtype.
+
+        Examples
+        --------
+        >>> import sparse_mla
+        >>> sparse_mla.Backend.get_kv_cache_shape(100, 64, cache_dtype_str="fp8_ds_mla")
+        (100, 64, 656)
+        """
         rules = {
             "num_kv_heads": (num_kv_heads, (1,)),
             "head_size": (head_size, (HEAD_SIZE,)),
@@ -252,12 +312,34 @@ class Backend:
 
     @staticmethod
     def get_builder_cls() -> type[MetadataBuilder]:
-        """MetadataBuilder."""
+        """The class that an engine makes its metadata builder of.
+
+        Returns
+        -------
+        MetadataBuilder.
+
+        Examples
+        --------
+        >>> import sparse_mla
+        >>> sparse_mla.Backend.get_builder_cls().__name__
+        'MetadataBuilder'
+        """
         return MetadataBuilder
 
     @staticmethod
     def get_impl_cls() -> type[SparseMLA]:
-        """SparseMLA."""
+        """The class that an engine makes its layers of.
+
+        Returns
+        -------
+        SparseMLA.
+
+        Examples
+        --------
+        >>> import sparse_mla
+        >>> sparse_mla.Backend.get_impl_cls().__name__
+        'SparseMLA'
+        """
         return SparseMLA
 
 
@@ -297,9 +379,9 @@ class CommonAttentionMetadata(_ShortRepr):
         Where each token's key is cached; -1 for padding tokens.
     block_table : [>= R, W] int32
         Pages of each request. This and slot_mapping are referenced, never copied.
-    query_start_loc_cpu, seq_lens_cpu : host integers, arrays or lists
-        The first two again, in host memory. Left out, the first two themselves, if they are there:
-        on CUDA they must be given. `build` reads them before it returns.
+    query_start_loc_cpu, seq_lens_cpu : [R + 1] and [R] integers in host memory
+        The first two again, as arrays or lists. Left out, the first two themselves, if they are
+        there: on CUDA they must be given. `build` reads them before it returns.
     num_reqs, num_actual_tokens : int
         R, and T, padding tokens included. Left out: as query_start_loc says.
     max_query_len, max_seq_len : int
@@ -371,11 +453,24 @@ class CommonAttentionMetadata(_ShortRepr):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Chunk(_ShortRepr):
-    """Prefill requests whose rows fit the workspace together; numbers count prefills from 0.
+    """Prefill requests whose rows fit the workspace together. `MetadataBuilder.build` makes it.
 
-    `seq_lens` and `workspace_starts` are [n] int32, `block_table` the caller's [n, W],
-    `tokens_slice` the chunk's query tokens, `req_start_idx` its first prefill, `chunk_tot_seqlen`
-    the workspace rows in use.
+    Attributes
+    ----------
+    seq_lens : [n] int32
+        Tokens of each request, context and query.
+    tokens_slice : slice
+        The chunk's query tokens, in the batch.
+    block_table : [n, W] int32
+        The chunk's rows of the caller's.
+    req_start_idx : int
+        Its first request; 0 is the batch's first prefill.
+    workspace_starts : [n] int32
+        First workspace row of each request.
+    chunk_tot_seqlen : int
+        Workspace rows in use, in tokens.
+
+    Source: vLLM's FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.ChunkMetadata.
 
     Examples
     --------
@@ -394,7 +489,16 @@ class Chunk(_ShortRepr):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Decode(_ShortRepr):
-    """The decode part: query tokens per request, and ranges that each row's columns are cut into.
+    """The decode part of paths "separate" and "direct". `MetadataBuilder.build` makes it.
+
+    Attributes
+    ----------
+    decode_query_len : int
+        Query tokens of each decode, 1 + speculative tokens.
+    num_splits : int
+        Ranges that the K columns of a row are cut into, to be attended to in parallel.
+
+    Source: vLLM's FlashMLASparseMetadata.FP8SeparatePrefillDecode.Decode.
 
     Examples
     --------
@@ -409,10 +513,20 @@ class Decode(_ShortRepr):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prefill(_ShortRepr):
-    """The prefill part of path "separate".
+    """The prefill part of path "separate". `MetadataBuilder.build` makes it.
 
-    `seq_lens` [prefills] int32; `request_ids` [T] int32, -1 for decode tokens; `workspace_starts`
-    [prefills] int32, counted from 0 in each chunk; `chunks` a list.
+    Attributes
+    ----------
+    seq_lens : [prefills] int32
+        Tokens of each request, context and query.
+    request_ids : [T] int32
+        Number of each token's prefill request; -1 for decode tokens.
+    workspace_starts : [prefills] int32
+        First workspace row of each request, counted from 0 in each chunk.
+    chunks : list of Chunk
+        One attention call each.
+
+    Source: vLLM's FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.
 
     Examples
     --------
@@ -433,8 +547,34 @@ class Metadata(_ShortRepr):
 
     Arrays that the engine gave are the engine's own objects. The others view the builder's
     persistent buffers, read-only, at the same addresses in every step (as `sparse_mla.Tensor` on
-    CUDA, where every framework's from_dlpack takes them). `decode` is there on the
-    paths "separate" and "direct" with decodes, `prefill` on "separate" with prefills.
+    CUDA, where every framework's from_dlpack takes them).
+
+    Attributes
+    ----------
+    path : "mixed", "separate", "bf16" or "direct"
+        How the step runs, see help(sparse_mla.backend).
+    num_reqs, num_actual_tokens : int
+        R, and T, padding tokens included.
+    max_query_len, max_seq_len : int
+        Upper bounds, in tokens.
+    num_decodes, num_prefills : int
+        Requests of either kind; decodes come first.
+    num_decode_tokens, num_prefill_tokens : int
+        Query tokens of either kind.
+    block_size, topk_tokens : int
+        Tokens per page, and K, of the config.
+    query_start_loc : [R + 1] int32
+        The engine's, as are the next two.
+    slot_mapping : [>= T] int64 or int32
+    block_table : [>= R, W] int32
+    req_id_per_token : [T] int32
+        The request of each token; 0 for padding tokens.
+    decode : Decode or None
+        There on "separate" and "direct" with decodes.
+    prefill : Prefill or None
+        There on "separate" with prefills.
+
+    Source: vLLM's FlashMLASparseMetadata.
 
     Examples
     --------
@@ -508,8 +648,8 @@ class MetadataBuilder:
 
     Raises
     ------
-    ValueError, RuntimeError, MemoryError
-        A workspace that does not fit the config, a device that this build lacks, no memory.
+    TypeError, ValueError, RuntimeError, MemoryError
+        No Config, a workspace that does not fit it, a device that this build lacks, no memory.
 
     Source: vLLM's FlashMLASparseMetadataBuilder.
 
@@ -542,6 +682,7 @@ class MetadataBuilder:
 
     @property
     def workspace_bytes(self) -> int:
+        """Bytes of the prefill workspace, 0 where the path needs none."""
         return self._builder.workspace_bytes
 
     def __repr__(self) -> str:
@@ -565,7 +706,7 @@ class MetadataBuilder:
         Parameters
         ----------
         common : CommonAttentionMetadata
-        common_prefix_len, fast_build
+        common_prefix_len, fast_build : int and bool
             Accepted as engines pass them. A plan is the same whatever they are.
 
         Returns
@@ -574,10 +715,27 @@ class MetadataBuilder:
 
         Raises
         ------
+        TypeError
+            What is no CommonAttentionMetadata, a slot_mapping that is no array.
         ValueError
             Lengths that are negative, decrease or contradict each other, a batch beyond the config,
             a block table too narrow, prefills before decodes (where the path has both parts), a
             request longer than the workspace.
+
+        Source: vLLM's FlashMLASparseMetadataBuilder.build.
+
+        Examples
+        --------
+        >>> import numpy as np, sparse_mla
+        >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
+        >>> config = sparse_mla.Config(64, softmax_scale=0.1, kv_cache_dtype="fp8_ds_mla", **limits)
+        >>> builder = sparse_mla.MetadataBuilder(config)
+        >>> starts, lens = np.array([0, 1, 5], np.int32), np.array([7, 4], np.int32)
+        >>> slots, table = np.array([6, 64, 65, 66, 67]), np.array([[0], [1]], np.int32)
+        >>> common = sparse_mla.CommonAttentionMetadata(starts, lens, slots, table)
+        >>> metadata = builder.build(common)
+        >>> metadata.path, metadata.num_decodes, metadata.prefill.chunks[0].tokens_slice
+        ('separate', 1, slice(1, 5, None))
         """
         # None only says "left out" in the signature: making `common` has filled these in.
         sizes = (common.num_reqs, common.num_actual_tokens)
@@ -639,10 +797,20 @@ class SparseMLA:
     Parameters
     ----------
     config : Config
-    kv_b_proj : array or layer, optional
+    kv_b_proj : [512, H * (Pn + Pv)] bf16, fp16, fp32 or e4m3, its transpose, or a layer, optional
         What `split_kv_b_proj` takes; makes `W_UK` and `W_UV`, which are None without it.
-    weight_scale_inv : array, optional
+    weight_scale_inv : [ceil(rows / 128), ceil(columns / 128)] fp32, optional
         Block scales of an e4m3 weight.
+
+    Attributes
+    ----------
+    config : Config
+    W_UK, W_UV : [512, H, Pn] and [512, H, Pv] bf16, or None
+
+    Raises
+    ------
+    TypeError, ValueError
+        No Config; else what `split_kv_b_proj` raises.
 
     Source: vLLM's FlashMLASparseImpl.
 
@@ -696,15 +864,17 @@ class SparseMLA:
         Parameters
         ----------
         q : [>= T, H, 576] bf16, or a pair ([>= T, H, 512], [>= T, H, 64])
-        kv_cache : [pages, block_size, row], the config's format
+        kv_cache : [pages, block_size, row], row = 576 bf16 or 656 bytes as the config says
         topk_indices : [>= T, K] int32
             Positions inside each request, -1 = none, as the indexer gives them.
         metadata : Metadata
             Of its builder's latest build.
         attn_sink : [H] fp32, optional
+            Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
         out : [>= T, H, 512] bf16, optional
         lse : [>= T, H] fp32, optional
-        stream : optional
+            Natural logarithms.
+        stream : int handle or stream object, optional
 
         Returns
         -------
@@ -713,9 +883,26 @@ class SparseMLA:
 
         Raises
         ------
-        ValueError
+        TypeError, ValueError, BufferError, RuntimeError, MemoryError
             Metadata that a later build replaced; what `sparse_attention` and `gather_kv_cache`
             raise, before anything is written.
+
+        Source: vLLM's FlashMLASparseImpl.forward_mqa.
+
+        Examples
+        --------
+        >>> import numpy as np, ml_dtypes, sparse_mla
+        >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
+        >>> config = sparse_mla.Config(2, softmax_scale=192**-0.5, topk_tokens=3, **limits)
+        >>> cache = np.ones((4, 64, 576), ml_dtypes.bfloat16)
+        >>> starts, lens = np.array([0, 1], np.int32), np.array([7], np.int32)
+        >>> slots, table = np.array([70]), np.array([[1]], np.int32)  # one decode, in page 1
+        >>> common = sparse_mla.CommonAttentionMetadata(starts, lens, slots, table)
+        >>> metadata = sparse_mla.MetadataBuilder(config).build(common)
+        >>> q, topk = np.zeros((1, 2, 576), ml_dtypes.bfloat16), np.array([[0, 6, -1]], np.int32)
+        >>> out, lse = sparse_mla.SparseMLA(config).forward(q, cache, topk, metadata)
+        >>> out.shape, np.exp(lse).round(3).tolist()
+        ((1, 2, 512), [[2.0, 2.0]])
         """
         return metadata._builder.forward(
             q,
@@ -730,11 +917,65 @@ class SparseMLA:
         )
 
     def k_up_proj(self, q_nope: Array, *, out: Array | None = None, stream: Any = None) -> Array:
-        """`sparse_mla.k_up_proj` with this layer's W_UK; a ValueError without kv_b_proj."""
+        """`sparse_mla.k_up_proj` with this layer's W_UK.
+
+        Parameters
+        ----------
+        q_nope : [T, H, Pn] bf16
+        out : [T, H, 512] bf16, optional
+        stream : int handle or stream object, optional
+
+        Returns
+        -------
+        out.
+
+        Raises
+        ------
+        TypeError, ValueError, BufferError, RuntimeError, MemoryError
+            A layer without kv_b_proj; else what `sparse_mla.k_up_proj` raises.
+
+        Source: see `sparse_mla.k_up_proj`.
+
+        Examples
+        --------
+        >>> import numpy as np, ml_dtypes, sparse_mla
+        >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
+        >>> config = sparse_mla.Config(2, softmax_scale=0.1, **limits)
+        >>> layer = sparse_mla.SparseMLA(config, kv_b_proj=np.ones((512, 512), np.float32))
+        >>> layer.k_up_proj(np.ones((1, 2, 128), ml_dtypes.bfloat16))[0, 0, 0].item()
+        128.0
+        """
         return ops.k_up_proj(q_nope, self._weight(self.W_UK, "k_up_proj"), out=out, stream=stream)
 
     def v_up_proj(self, x: Array, *, out: Array | None = None, stream: Any = None) -> Array:
-        """`sparse_mla.v_up_proj` with this layer's W_UV; a ValueError without kv_b_proj."""
+        """`sparse_mla.v_up_proj` with this layer's W_UV.
+
+        Parameters
+        ----------
+        x : [T, H, 512] bf16
+        out : [T, H, Pv] bf16, optional
+        stream : int handle or stream object, optional
+
+        Returns
+        -------
+        out.
+
+        Raises
+        ------
+        TypeError, ValueError, BufferError, RuntimeError, MemoryError
+            A layer without kv_b_proj; else what `sparse_mla.v_up_proj` raises.
+
+        Source: see `sparse_mla.v_up_proj`.
+
+        Examples
+        --------
+        >>> import numpy as np, ml_dtypes, sparse_mla
+        >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
+        >>> config = sparse_mla.Config(2, softmax_scale=0.1, **limits)
+        >>> layer = sparse_mla.SparseMLA(config, kv_b_proj=np.ones((512, 512), np.float32))
+        >>> layer.v_up_proj(np.ones((1, 2, 512), ml_dtypes.bfloat16))[0, 0, 0].item()
+        512.0
+        """
         return ops.v_up_proj(x, self._weight(self.W_UV, "v_up_proj"), out=out, stream=stream)
 
     @staticmethod

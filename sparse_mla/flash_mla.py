@@ -13,6 +13,10 @@ Arrays are torch tensors, or of any framework whose arrays have `shape`, `reshap
 NumPy, cupy, jax. Everything runs on the caller's current stream and can be captured in a graph.
 Leading dimensions are joined as views. Copied, by that framework, are q and indices whose batch and
 sequence strides do not join, and the lengths of a decode with more than one query per request.
+
+>>> from sparse_mla import flash_mla
+>>> flash_mla.has_legacy()
+True
 """
 
 from __future__ import annotations
@@ -34,6 +38,12 @@ __all__ = [
 ]
 
 Array = Any
+
+
+def __dir__() -> list[str]:
+    """What tab completion offers."""
+    return __all__
+
 
 HEAD_DIM = _C.KV_FORMATS["bfloat16"]
 HEAD_DIM_V = 512
@@ -67,6 +77,15 @@ class FlashMLASchedMeta:
     any calls, shapes and lengths, also between graph replays. The fields are there for code that
     reads, resets or assigns them; nobody looks at what they hold.
 
+    Attributes
+    ----------
+    have_initialized : bool
+        Whether a decode call has taken it.
+    config, tile_scheduler_metadata, num_splits : object
+        None, or what the caller assigned.
+
+    Source: the class of this name in FlashMLA.
+
     Examples
     --------
     >>> from sparse_mla import flash_mla
@@ -81,7 +100,16 @@ class FlashMLASchedMeta:
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """A new FlashMLASchedMeta, and None. Arguments of older versions are taken and not read.
+    """A new FlashMLASchedMeta, and None.
+
+    Parameters
+    ----------
+    args, kwargs : object
+        What older versions of that package take; not read.
+
+    Returns
+    -------
+    (FlashMLASchedMeta, None): the first for `flash_mla_with_kvcache`.
 
     Examples
     --------
@@ -103,10 +131,25 @@ def get_mla_decoding_metadata(
 ) -> tuple[None, None]:
     """(None, None), to be assigned to a FlashMLASchedMeta: there is no schedule to plan ahead.
 
+    Parameters
+    ----------
+    seqlens_k : [b] int32
+        This and what follows but `topk` is not read.
+    num_q_tokens_per_head_k, h_k, h_q : int
+    is_fp8_kvcache, use_legacy : bool
+    topk : int
+        K; required.
+
+    Returns
+    -------
+    (None, None).
+
     Raises
     ------
     ValueError
         Without `topk`: dense decoding.
+
+    Source: the signature is that of the wheel sgl-flash-mla 1.0.0.
 
     Examples
     --------
@@ -122,7 +165,11 @@ def get_mla_decoding_metadata(
 
 
 def has_legacy() -> bool:
-    """True: the 656-byte cache of DeepSeek-V3.2, which that package calls legacy, is served.
+    """Whether the 656-byte cache of DeepSeek-V3.2, which that package calls legacy, is served.
+
+    Returns
+    -------
+    bool: True.
 
     Examples
     --------
@@ -166,7 +213,7 @@ def flash_mla_with_kvcache(
     q : [b, s_q, H, 576] bf16
     k_cache : [pages, block_size, 1, 656] float8_e4m3fn, uint8 or int8
         Pages may be any multiple of 16 bytes apart. Also [pages, block_size, 1, 576] bf16.
-    block_table, cache_seqlens
+    block_table, cache_seqlens : [b, W] and [b] int32, or None
         Not read: `indices` are slots already.
     head_dim_v : int
         512.
@@ -183,8 +230,8 @@ def flash_mla_with_kvcache(
         page * block_size + offset; -1 = none, as is everything outside the cache.
     attn_sink : [H] fp32, optional
         Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
-    extra_k_cache, extra_indices_in_kvcache : optional
-        A second cache and [b, s_q, K'] indices: one softmax over both.
+    extra_k_cache, extra_indices_in_kvcache : a cache and [b, s_q, K'] int32, optional
+        A second cache of any format and its indices: one softmax over both.
     topk_length, extra_topk_length : [b] int32, optional
         Columns in use, per request.
     enable_batch_invariant : bool

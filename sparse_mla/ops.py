@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from os import path
 from typing import Any
 
 from sparse_mla import _C
@@ -69,7 +69,7 @@ def concat_and_cache_mla(
         the CPU, found before anything is written, and skipped on CUDA.
     kv_cache_dtype : "bfloat16" (or "auto"), "fp8_ds_mla" or None
         None takes it from the cache's dtype and last dimension.
-    stream : optional
+    stream : int handle or stream object, optional
 
     Returns
     -------
@@ -79,7 +79,7 @@ def concat_and_cache_mla(
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         A slot past the end (CPU), a cache of no known format.
-        Else as the module says, for every operator.
+        Else as `help(sparse_mla.ops)` says, for every operator.
 
     Source: vLLM's operator of this name; row formats in csrc/kv_format.h.
 
@@ -123,7 +123,7 @@ def gather_kv_cache(
     out : [>= sum of seq_lens, 576] bf16, written
     seq_starts : [R] int32, optional
         First position to gather, per request; 0 when left out.
-    stream : optional
+    stream : int handle or stream object, optional
 
     Returns
     -------
@@ -133,7 +133,7 @@ def gather_kv_cache(
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         A bad page, or rows beyond `out` (CPU): found before anything is written.
-        Else as the module says, for every operator.
+        Else as `help(sparse_mla.ops)` says, for every operator.
 
     Source: the chunked upconvert-gather of vLLM, cp_gather_and_upconvert_fp8_kv_cache.
 
@@ -173,7 +173,9 @@ def dequantize_kv_cache(
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         A cache of no known format, another `dtype`.
-        Else as the module says, for every operator.
+        Else as `help(sparse_mla.ops)` says, for every operator.
+
+    Source: the row formats of csrc/kv_format.h, drawn in docs/formats.md.
 
     Examples
     --------
@@ -218,10 +220,11 @@ def convert_req_index_to_global_index(
     prefill_request_ids : [T] int32, optional
         Number of the prefill request of each token, -1 for decode tokens.
     prefill_workspace_starts : [prefills] int32, with prefill_request_ids
+        First workspace row of each prefill request.
     valid_counts : bool
         Whether to return the number of entries >= 0 per row too.
     out : [T, K] int32, optional
-    stream : optional
+    stream : int handle or stream object, optional
 
     Returns
     -------
@@ -231,7 +234,7 @@ def convert_req_index_to_global_index(
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         A `block_size` below 1, a bad request id (CPU), `prefill_request_ids` without its starts.
-        Else as the module says, for every operator.
+        Else as `help(sparse_mla.ops)` says, for every operator.
 
     Source: vLLM's triton_convert_req_index_to_global_index.
 
@@ -295,12 +298,13 @@ def sparse_attention(
     indices : [T, K] int32
         Slots; negative or out of range = none. Any K, 0 included.
     softmax_scale : float
+        Multiplies q . k; (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 in DeepSeek's models.
     topk_length : [T] int32, optional
         Columns in use, clamped to [0, K].
     attn_sink : [H] fp32, optional
         Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
-    extra_kv, extra_indices, extra_topk_length : optional
-        A second cache [any format], index list [T, K'] and lengths [T]: one softmax over both.
+    extra_kv, extra_indices, extra_topk_length : a cache, [T, K'] and [T] int32, optional
+        A second cache of any format, its index list and lengths: one softmax over both.
     num_splits : int
         0 lets the plan choose; 1 to 64 cuts the K columns into that many ranges and so fixes the
         order of the sum: a row's bits do not depend on the rest of the batch then.
@@ -313,7 +317,7 @@ def sparse_attention(
     workspace : [bytes] uint8, optional
         Scratch memory of at least `attention_workspace_size` bytes, with any contents. Calls on one
         stream may share it. Left out, it is taken like `out`.
-    stream : optional
+    stream : int handle or stream object, optional
 
     Returns
     -------
@@ -323,7 +327,7 @@ def sparse_attention(
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         H outside 1 to 128, `num_splits` outside 0 to 64, a workspace too small.
-        Else as the module says, for every operator.
+        Else as `help(sparse_mla.ops)` says, for every operator.
 
     Source: FlashMLA's sparse decode and prefill kernels; DeepSeek-V3.2, equation of sparse MLA.
 
@@ -415,7 +419,7 @@ def attention_workspace_size(
 
     Returns
     -------
-    int, 0 where none is needed.
+    int, in bytes; 0 where none is needed.
 
     Raises
     ------
@@ -453,7 +457,7 @@ def merge_attn_states(
         Natural logarithms.
     out : [T, H, V], the dtype of out_a, optional
     lse : [T, H] fp32, optional
-    stream : optional
+    stream : int handle or stream object, optional
 
     Returns
     -------
@@ -463,7 +467,7 @@ def merge_attn_states(
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         Shapes that differ.
-        Else as the module says, for every operator.
+        Else as `help(sparse_mla.ops)` says, for every operator.
 
     Source: section 2.2 of "FlashInfer" (arXiv:2501.01005), the attention state's merge operator.
 
@@ -513,7 +517,7 @@ def split_kv_b_proj(
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         A shape that is not [512, H * (Pn + Pv)] either way, e4m3 without scales.
-        Else as the module says, for every operator.
+        Else as `help(sparse_mla.ops)` says, for every operator.
 
     Source: vLLM's process_weights_after_loading; the block scales are DeepSeek-V3's.
 
@@ -560,9 +564,10 @@ def k_up_proj(
     Parameters
     ----------
     q_nope : [T, H, Pn] bf16
+        The queries' part without RoPE.
     W_UK : [512, H, Pn] bf16
     out : [T, H, 512] bf16, optional
-    stream : optional
+    stream : int handle or stream object, optional
 
     Returns
     -------
@@ -573,7 +578,7 @@ def k_up_proj(
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         H outside 1 to 128, shapes that do not match; on CUDA no cuBLAS, which is loaded when first
         needed.
-        Else as the module says, for every operator.
+        Else as `help(sparse_mla.ops)` says, for every operator.
 
     Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2: W_UK absorbed into W_Q.
 
@@ -593,9 +598,10 @@ def v_up_proj(x: Array, W_UV: Array, *, out: Array | None = None, stream: Stream
     Parameters
     ----------
     x : [T, H, 512] bf16
+        What the attention returned.
     W_UV : [512, H, Pv] bf16
     out : [T, H, Pv] bf16, optional
-    stream : optional
+    stream : int handle or stream object, optional
 
     Returns
     -------
@@ -606,7 +612,7 @@ def v_up_proj(x: Array, W_UV: Array, *, out: Array | None = None, stream: Stream
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         H outside 1 to 128, shapes that do not match; on CUDA no cuBLAS, which is loaded when first
         needed.
-        Else as the module says, for every operator.
+        Else as `help(sparse_mla.ops)` says, for every operator.
 
     Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2: W_UV absorbed into W_O.
 
@@ -632,7 +638,7 @@ def dynamic_per_tensor_quant(
     x : [...] bf16, fp16 or fp32, any rank up to 8
         Any strides, the last dimension's included.
     out : the shape of x, float8_e4m3fn or uint8, optional
-    stream : optional
+    stream : int handle or stream object, optional
 
     Returns
     -------
@@ -642,7 +648,7 @@ def dynamic_per_tensor_quant(
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         An `out` of another shape, more than 8 dimensions.
-        Else as the module says, for every operator.
+        Else as `help(sparse_mla.ops)` says, for every operator.
 
     Source: vLLM's dynamic_per_batched_tensor_quant, with a true division.
 
@@ -736,6 +742,20 @@ def split_prefill_chunks(seq_lens: Any, workspace_tokens: int) -> list[tuple[int
 def get_prefill_workspace_size(max_model_len: int) -> int:
     """Tokens of the prefill workspace by default: 5 * max_model_len.
 
+    Parameters
+    ----------
+    max_model_len : int
+        Tokens of the longest request.
+
+    Returns
+    -------
+    int, in tokens of 1152 bytes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not an int, or one below 0 or beyond int32.
+
     Source: vLLM's get_prefill_workspace_size.
 
     Examples
@@ -791,10 +811,14 @@ def build_info() -> dict[str, Any]:
 def get_include() -> str:
     """The folder of sparse_mla.h and dlpack/dlpack.h, for C code that calls the core.
 
+    Returns
+    -------
+    str, a path for a compiler's -I.
+
     Examples
     --------
     >>> import sparse_mla
     >>> sparse_mla.get_include().endswith("include")
     True
     """
-    return str(Path(__file__).with_name("include"))
+    return path.join(path.dirname(__file__), "include")

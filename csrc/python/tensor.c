@@ -274,8 +274,8 @@ tensor_repr(PyObject *self)
 static PyGetSetDef tensor_getset[] = {
     {"shape", get_shape, NULL, "Sizes, a tuple of ints.", NULL},
     {"strides", get_strides, NULL, "Steps between neighbours, in elements, a tuple of ints.", NULL},
-    {"dtype", get_dtype, NULL, "Name of the element type: \"bfloat16\", \"int32\", …", NULL},
-    {"device", get_device, NULL, "\"cpu\" or \"cuda:0\".", NULL},
+    {"dtype", get_dtype, NULL, "Name of the element type: \"bfloat16\", \"int32\".", NULL},
+    {"device", get_device, NULL, "Where the elements are: \"cpu\" or \"cuda:0\".", NULL},
     {"ndim", get_ndim, NULL, "Number of dimensions.", NULL},
     {"nbytes", get_nbytes, NULL, "Bytes of all elements.", NULL},
     {"__cuda_array_interface__", smla_py_tensor_cuda_interface, NULL,
@@ -289,7 +289,30 @@ PyDoc_STRVAR(
     "Any consumer of DLPack reads it without a copy; numpy.asarray(tensor) does on the\n"
     "CPU. Indexing and slicing the first dimension gives views. On a CUDA device, whoever\n"
     "takes the memory over is made to wait, on the device, for the call that writes it;\n"
-    "giving the memory back waits for the device. Tensors are not made by hand.");
+    "giving the memory back waits for the device. Tensors are not made by hand.\n\n"
+    "Attributes\n"
+    "----------\n"
+    "shape, strides : tuple of int\n"
+    "    Sizes, and steps between neighbours, in elements.\n"
+    "dtype, device : str\n"
+    "    \"bfloat16\", \"int32\", ...; \"cpu\" or \"cuda:0\".\n"
+    "ndim, nbytes : int\n"
+    "    Number of dimensions, and bytes of all elements.\n\n"
+    "Raises\n"
+    "------\n"
+    "TypeError, BufferError\n"
+    "    Made by hand; NumPy asked for memory of a device; an export that cannot be had.\n\n"
+    "Examples\n"
+    "--------\n"
+    ">>> import numpy as np, sparse_mla\n"
+    ">>> from types import SimpleNamespace as Unknown  # an array of no framework known here\n"
+    ">>> x = np.ones((2, 3), np.float32)\n"
+    ">>> x = Unknown(__dlpack__=x.__dlpack__, __dlpack_device__=x.__dlpack_device__)\n"
+    ">>> tensor, scale = sparse_mla.dynamic_per_tensor_quant(x)\n"
+    ">>> tensor.shape, tensor.strides, tensor.dtype, tensor.device, tensor.ndim, tensor.nbytes\n"
+    "((2, 3), (3, 1), 'float8_e4m3fn', 'cpu', 2, 6)\n"
+    ">>> np.asarray(tensor[0]).tolist()\n"
+    "[448.0, 448.0, 448.0]\n");
 
 static PyType_Slot tensor_slots[] = {
     {Py_tp_doc, (void *)tensor_doc},

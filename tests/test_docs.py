@@ -1,0 +1,163 @@
+"""Every public name explains itself: sections, shapes, dtypes, errors, and an example that runs.
+
+A new module with public names joins MODULES; what is in its `__all__` is then held to these rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import importlib
+import inspect
+import pydoc
+import re
+import typing
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+MODULES = ["sparse_mla", "sparse_mla.flash_mla"]
+
+# In annotations, what takes a framework's arrays; the rest are ints, names, layers. "cache" stands
+# for one of the shapes of help(sparse_mla.ops).
+ARRAY = re.compile(r"\bArray\b")
+SHAPE = re.compile(r"\[[^\]]|\bcache\b|shape of")
+DTYPE = re.compile(r"bf16|fp16|fp32|e4m3|int32|int64|uint8|dtype of|integers|row = |of any format")
+
+
+class Public(typing.NamedTuple):
+    name: str
+    obj: typing.Any
+    owner: type | None = None
+
+    @property
+    def doc(self) -> str:
+        return inspect.getdoc(self.obj) or ""
+
+    def parameters(self) -> list[inspect.Parameter]:
+        if inspect.isclass(self.obj) and self.obj.__init__ is object.__init__:
+            return []
+        parameters = inspect.signature(self.obj).parameters.values()
+        return [p for p in parameters if p.name != "self" and not p.name.startswith("_")]
+
+    def section(self, title: str) -> str:
+        """The lines below a title and its rule, up to the next section."""
+        found = re.search(rf"^{title}\n-+\n(.*?)(?=^Source:|^\w+\n-+\n|\Z)", self.doc, re.M | re.S)
+        return found[1] if found else ""
+
+    def entries(self) -> dict[str, str]:
+        """Of Parameters and Attributes: name -> its line and description."""
+        text = self.section("Parameters") + self.section("Attributes")
+        entries = {}
+        for names, rest in re.findall(r"^(\w[\w, ]*) : (.*(?:\n +.*)*)", text, re.M):
+            entries |= dict.fromkeys(names.split(", "), rest)
+        return entries
+
+
+def public_members(owner: type, name: str) -> Iterator[Public]:
+    for key, value in vars(owner).items():
+        is_shown = inspect.isroutine(value) or inspect.isdatadescriptor(value)
+        if is_shown and not key.startswith("_"):
+            yield Public(f"{name}.{key}", getattr(value, "__func__", value), owner)
+
+
+def public_names() -> Iterator[Public]:
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        yield Public(module_name, module)
+        for name in module.__all__:
+            obj, full_name = getattr(module, name), f"{module_name}.{name}"
+            if inspect.isclass(obj):
+                yield Public(full_name, obj)
+                yield from public_members(obj, full_name)
+            elif callable(obj):
+                yield Public(full_name, obj)
+            else:
+                assert isinstance(obj, (str, ModuleType)), f"{full_name}: {type(obj)}"
+
+
+PUBLIC = list(public_names())
+CALLABLE = [p for p in PUBLIC if callable(p.obj)]
+PROPERTIES = [p for p in PUBLIC if p.owner and not callable(p.obj)]
+EXAMPLES = [p for p in PUBLIC if p not in PROPERTIES]
+
+
+def each(publics: list[Public]):
+    return pytest.mark.parametrize("public", publics, ids=lambda public: public.name)
+
+
+def test_public_names_are_found():
+    names = {public.name for public in PUBLIC}
+    assert {"sparse_mla", "sparse_mla.Tensor", "sparse_mla.MetadataBuilder.build"} <= names
+    assert "sparse_mla.Tensor.shape" in {public.name for public in PROPERTIES}
+    assert len(names) == len(PUBLIC)
+
+
+@each(PUBLIC)
+def test_begins_with_a_sentence_and_shows_in_help(public):
+    first = public.doc.split("\n\n")[0]
+    assert re.match(r"[\w\"`(].*[.:]$", first, re.S), first
+    assert first.splitlines()[0] in pydoc.plain(pydoc.render_doc(public.obj))
+
+
+@each(EXAMPLES)
+def test_has_an_example_and_it_runs(public):
+    """With nothing imported: as a reader would paste it."""
+    example = doctest.DocTestParser().get_doctest(public.doc, {}, public.name, None, None)
+    assert example.examples, f"{public.name} has no example"
+    report: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE, verbose=False)
+    runner.run(example, out=report.append)
+    assert runner.failures == 0, "".join(report)
+
+
+@each(PROPERTIES)
+def test_a_property_is_shown_in_its_class_s_example(public):
+    key = public.name.rsplit(".", 1)[1]
+    examples = doctest.DocTestParser().get_examples(inspect.getdoc(public.owner))
+    assert any(f".{key}" in example.source for example in examples)
+
+
+@each(CALLABLE)
+def test_parameters_are_those_of_the_signature(public):
+    """A class has those of its constructor, and attributes; what operators make has the latter."""
+    parameters = {p.name for p in public.parameters()}
+    documented = set(public.entries())
+    if inspect.isclass(public.obj):
+        assert parameters <= documented
+        assert documented - parameters <= set(attributes_of(public.obj))
+    else:
+        assert documented == parameters
+
+
+def attributes_of(cls: type) -> list[str]:
+    fields = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    return [*fields, *vars(cls), *getattr(cls, "__annotations__", ())]
+
+
+@each(CALLABLE)
+def test_arrays_have_shapes_and_dtypes_and_their_functions_a_source(public):
+    entries = public.entries()
+    arrays = [p for p in public.parameters() if ARRAY.search(str(p.annotation))]
+    for parameter in arrays:
+        text = entries[parameter.name]
+        assert SHAPE.search(text), f"{parameter.name}: no shape in {text!r}"
+        assert DTYPE.search(text), f"{parameter.name}: no dtype in {text!r}"
+    if arrays:
+        assert re.search(r"^Source: ", public.doc, re.M)
+
+
+@each(CALLABLE)
+def test_results_and_errors_are_told(public):
+    if inspect.isclass(public.obj):
+        return
+    assert public.section("Returns"), "Returns"
+    if any(p.kind < p.VAR_POSITIONAL or p.kind == p.KEYWORD_ONLY for p in public.parameters()):
+        assert re.search(r"^\w*Error", public.section("Raises")), "Raises"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_tab_completion_offers_the_public_names(name):
+    module = importlib.import_module(name)
+    assert dir(module) == sorted(module.__all__)
