@@ -48,12 +48,14 @@ smla_check_cache_write(const smla_concat_and_cache_mla_args *args, smla_cache_wr
                                            .tensor = args->kv_c,
                                            .dtypes = SMLA_DTYPE_FLOATS,
                                            .ndim = 2,
-                                           .shape = {SMLA_ANY, SMLA_KV_LORA_RANK}}));
+                                           .shape = {SMLA_ANY, SMLA_KV_LORA_RANK},
+                                           .hint = "tokens, and the values of their latents"}));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "k_pe",
                                            .tensor = args->k_pe,
                                            .dtypes = smla_dtype(args->kv_c),
                                            .ndim = 2,
-                                           .shape = {SMLA_ANY, SMLA_QK_ROPE_HEAD_DIM}}));
+                                           .shape = {SMLA_ANY, SMLA_QK_ROPE_HEAD_DIM},
+                                           .hint = "tokens, and the RoPE values of their keys"}));
     SMLA_TRY(
         smla_require_kv(&c, "kv_cache", args->kv_cache, args->kv_format, SMLA_RULE_OUTPUT, &kv));
     const int64_t rows_kv_c = smla_size(args->kv_c, 0);
@@ -109,7 +111,8 @@ block_table_rule(const DLTensor *tensor)
                        .dtypes = SMLA_DTYPE_INT32,
                        .flags = SMLA_RULE_ANY_LAST_STRIDE,
                        .ndim = 2,
-                       .shape = {SMLA_ANY, SMLA_ANY}};
+                       .shape = {SMLA_ANY, SMLA_ANY},
+                       .hint = "a row of page numbers per request"};
 }
 
 smla_status
@@ -205,7 +208,8 @@ smla_check_convert(const smla_convert_req_index_args *args, smla_convert_params 
                                            .tensor = args->topk_indices,
                                            .dtypes = SMLA_DTYPE_INT32,
                                            .ndim = 2,
-                                           .shape = {num_tokens, SMLA_ANY}}));
+                                           .shape = {num_tokens, SMLA_ANY},
+                                           .hint = "a row per entry of `req_id_per_token`"}));
     const int64_t topk = smla_size(args->topk_indices, 1);
     const smla_rule prefill[] = {
         int32_vector("prefill_request_ids", args->prefill_request_ids, num_tokens,
@@ -290,8 +294,10 @@ require_key_list(smla_checker *c, const char *const names[3], const DLTensor *kv
                                           .tensor = indices,
                                           .dtypes = SMLA_DTYPE_INT32,
                                           .ndim = 2,
-                                          .shape = {num_tokens, SMLA_ANY}}));
-    const smla_rule length = int32_vector(names[2], topk_length, num_tokens, SMLA_RULE_OPTIONAL);
+                                          .shape = {num_tokens, SMLA_ANY},
+                                          .hint = "a row per token of `q` [tokens, heads, 576]"}));
+    smla_rule length = int32_vector(names[2], topk_length, num_tokens, SMLA_RULE_OPTIONAL);
+    length.hint = "a length per token of `q`";
     SMLA_TRY(smla_require(c, &length));
     list->indices = smla_data(indices);
     list->indices_stride_token = smla_stride(indices, 0);
@@ -311,8 +317,9 @@ smla_require_query(smla_checker *c, const DLTensor *q, const DLTensor *q_pe, int
                       .dtypes = SMLA_DTYPE_BF16,
                       .flags = flags,
                       .ndim = 3,
-                      .shape = {num_tokens, num_heads,
-                                is_pair ? SMLA_KV_LORA_RANK : SMLA_HEAD_DIM}};
+                      .shape = {num_tokens, num_heads, is_pair ? SMLA_KV_LORA_RANK : SMLA_HEAD_DIM},
+                      .hint = is_pair ? "a pair has 512 latent values, then 64 of RoPE"
+                                      : "tokens, heads, 512 latent and 64 RoPE values"};
     SMLA_TRY(smla_require(c, &rule));
     SMLA_TRY(smla_require_num_heads(c, rule.name, smla_size(q, 1)));
     rule.name = "q[1]";
@@ -374,7 +381,8 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
                                            .dtypes = SMLA_DTYPE_FP32,
                                            .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE,
                                            .ndim = 1,
-                                           .shape = {num_heads}}));
+                                           .shape = {num_heads},
+                                           .hint = "a value per head of `q`"}));
     if (args->extra_kv != NULL || args->extra_indices != NULL || args->extra_topk_length != NULL) {
         SMLA_TRY(require_key_list(&c, extra_names, args->extra_kv, args->extra_kv_format,
                                   args->extra_indices, args->extra_topk_length, num_tokens,

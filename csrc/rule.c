@@ -116,6 +116,20 @@ report_missing(const smla_checker *c, const char *name)
     return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must be given, got none", c->op, name);
 }
 
+/* What most often is behind a wrong dtype. */
+static const char *
+dtype_hint(const smla_rule *rule)
+{
+    const DLDataType got = rule->tensor->dtype;
+    const bool is_integer = got.code == kDLInt || got.code == kDLUInt;
+    if (rule->dtypes == SMLA_DTYPE_BF16) {
+        return is_integer && got.bits == 16
+                   ? ": view the bits as bfloat16 (ml_dtypes.bfloat16 in NumPy)"
+                   : ": nothing is cast here (bfloat16 in NumPy is ml_dtypes.bfloat16)";
+    }
+    return rule->dtypes == SMLA_DTYPE_INT32 ? ": nothing is cast here, make it int32" : "";
+}
+
 static smla_status
 check_dtype(const smla_checker *c, const smla_rule *rule)
 {
@@ -126,8 +140,8 @@ check_dtype(const smla_checker *c, const smla_rule *rule)
     char got[TEXT_BYTES] = "";
     describe_dtypes(rule->dtypes, wanted);
     describe_dtype(rule->tensor, got);
-    return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s, got %s", c->op, rule->name,
-                     wanted, got);
+    return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s, got %s%s", c->op, rule->name,
+                     wanted, got, dtype_hint(rule));
 }
 
 /* Rank within what fixed arrays hold, no negative sizes, addresses that exist: what every later
@@ -188,8 +202,9 @@ check_shape(const smla_checker *c, const smla_rule *rule)
     char got[TEXT_BYTES] = "";
     describe_rule_shape(rule, wanted);
     describe_shape(tensor, got);
-    return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must have shape %s, got %s", c->op,
-                     rule->name, wanted, got);
+    const bool has_hint = rule->hint != NULL;
+    return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must have shape %s, got %s%s%s", c->op,
+                     rule->name, wanted, got, has_hint ? ": " : "", has_hint ? rule->hint : "");
 }
 
 static smla_status

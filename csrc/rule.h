@@ -24,6 +24,7 @@ typedef struct smla_rule {
     unsigned flags;
     int ndim; /* SMLA_ANY: any rank up to SMLA_MAX_RANK, `shape` is not looked at */
     int64_t shape[3];
+    const char *hint; /* what the shape stands for, for who got it wrong; NULL = nothing to add */
 } smla_rule;
 
 enum { SMLA_MAX_ARRAYS = 16 };

@@ -48,6 +48,10 @@ def _show(value: Any) -> str:
     return repr(value)
 
 
+def _wrong_type(op: str, name: str, wanted: str, value: Any) -> TypeError:
+    return TypeError(f"{op}: `{name}` must be {wanted}, got {type(value).__name__}")
+
+
 class _ShortRepr:
     """A dataclass repr that shows arrays by dtype and shape."""
 
@@ -67,7 +71,7 @@ def _check_int(name: str, value: Any, least: int, most: int | None = None) -> in
         got = type(value).__name__
         raise TypeError(f"Config: `{name}` must be an int, got {got}") from None
     if number < least or (most is not None and number > most):
-        rule = f"at least {least}" if most is None else f"{least} to {most}"
+        rule = {None: f"at least {least}", least: f"{least}"}.get(most, f"{least} to {most}")
         raise ValueError(f"Config: `{name}` must be {rule}, got {number}")
     return number
 
@@ -663,6 +667,8 @@ class MetadataBuilder:
     """
 
     def __init__(self, config: Config, *, workspace: Array | None = None) -> None:
+        if not isinstance(config, Config):
+            raise _wrong_type("MetadataBuilder", "config", "a Config", config)
         self.config = config
         self._builder = _C.Builder(
             config.num_heads,
@@ -737,6 +743,9 @@ class MetadataBuilder:
         >>> metadata.path, metadata.num_decodes, metadata.prefill.chunks[0].tokens_slice
         ('separate', 1, slice(1, 5, None))
         """
+        if not isinstance(common, CommonAttentionMetadata):
+            wanted = "a CommonAttentionMetadata"
+            raise _wrong_type("MetadataBuilder.build", "common", wanted, common)
         # None only says "left out" in the signature: making `common` has filled these in.
         sizes = (common.num_reqs, common.num_actual_tokens)
         num_reqs, num_actual_tokens = cast(tuple[int, int], sizes)
@@ -833,6 +842,8 @@ class SparseMLA:
         kv_b_proj: Array | None = None,
         weight_scale_inv: Array | None = None,
     ) -> None:
+        if not isinstance(config, Config):
+            raise _wrong_type("SparseMLA", "config", "a Config", config)
         self.config = config
         self.W_UK = self.W_UV = None
         if kv_b_proj is not None:
@@ -904,6 +915,9 @@ class SparseMLA:
         >>> out.shape, np.exp(lse).round(3).tolist()
         ((1, 2, 512), [[2.0, 2.0]])
         """
+        if not isinstance(metadata, Metadata):
+            wanted = "what MetadataBuilder.build returned for this step"
+            raise _wrong_type("SparseMLA.forward", "metadata", wanted, metadata)
         return metadata._builder.forward(
             q,
             kv_cache,

@@ -4,6 +4,7 @@ The table bends one argument of a good call. Arguments named in a row are those 
 blame: where two shapes disagree, either is right.
 """
 
+import re
 import sys
 
 import cases
@@ -13,6 +14,8 @@ import pytest
 import reference as ref
 from helpers import assert_error_text
 from library import sparse_mla
+
+import sparse_mla as package
 
 BF16 = ref.BF16
 
@@ -377,13 +380,46 @@ def test_pages_that_overlap_cannot_be_written():
     assert not raw.any()
 
 
-def test_texts_are_for_people():
-    """The examples of the contract, whole."""
+HINTS = [
+    ("int64 indices", "indices", lambda x: x.astype(np.int64), "make it int32"),
+    ("float32 q", "q", lambda x: x.astype(np.float32), "ml_dtypes.bfloat16"),
+    ("bits of q", "q", lambda x: x.view(np.uint16), "view the bits as bfloat16"),
+    ("heads before tokens", "q", lambda x: x.swapaxes(0, 1), "a row per token of `q`"),
+    ("q without RoPE", "q", lambda x: x[..., :512], "512 latent and 64 RoPE values"),
+    ("pair reversed", "q", lambda x: (x[..., 512:], x[..., :512]), "then 64 of RoPE"),
+    ("one length", "topk_length", lambda x: x[:1], "a length per token"),
+    ("length as an int", "topk_length", lambda x: 3, "make an array of it"),
+    ("list of lengths", "topk_length", lambda x: x.tolist(), "make an array of it"),
+    ("one sink", "attn_sink", lambda x: x[:1], "a value per head"),
+    ("values of a bf16 cache", "kv", lambda x: zeros(5, 4, 576, dtype=np.uint8), "656"),
+]
+
+
+@pytest.mark.parametrize(
+    ("argument", "bend", "hint"), [row[1:] for row in HINTS], ids=[row[0] for row in HINTS]
+)
+def test_plausible_mistakes_are_told_what_to_do(argument, bend, hint):
     call = cases.GOOD_CALLS["sparse_attention"]()
-    call.args["indices"] = call.args["indices"].astype(np.int64)
-    with pytest.raises(TypeError) as info:
+    call.set(argument, bend(call.args.get(argument, call.kwargs.get(argument))))
+    with pytest.raises((TypeError, ValueError)) as info:
         call.run(sparse_mla)
-    assert str(info.value).startswith("sparse_attention: `indices` must be int32, got int64")
+    assert hint in str(info.value).partition(" must ")[2]
+
+
+def test_objects_of_the_backend_layer_are_not_mixed_up():
+    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 1}
+    config = package.Config(1, softmax_scale=1.0, **limits)
+    builder, layer = package.MetadataBuilder(config), package.SparseMLA(config)
+    for call, text in (
+        (lambda: package.MetadataBuilder(16), "`config` must be a Config, got int"),
+        (lambda: package.SparseMLA(builder), "`config` must be a Config, got MetadataBuilder"),
+        (lambda: builder.build(config), "`common` must be a CommonAttentionMetadata, got Config"),
+        (lambda: layer.forward(None, None, None, builder), "`metadata` must be what Meta"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(text)):
+            call()
+    with pytest.raises(ValueError, match="`kv_lora_rank` must be 512, got 256"):
+        package.Config(1, softmax_scale=1.0, kv_lora_rank=256, **limits)
 
 
 def test_a_missing_page_size_or_head_count_is_named():

@@ -175,10 +175,13 @@ read_any(const smla_py_state *state, const char *op, const char *name, smla_py_r
     }
     if (status == SMLA_PY_NOT_THIS) {
         PyObject *got = smla_py_type_name(object);
+        const bool is_data =
+            PyList_Check(object) || PyTuple_Check(object) || PyNumber_Check(object);
         if (got != NULL) {
-            PyErr_Format(PyExc_TypeError,
-                         "%s: `%s` must be an array that speaks DLPack (or a NumPy array), got %U",
-                         op, name, got);
+            PyErr_Format(
+                PyExc_TypeError,
+                "%s: `%s` must be an array that speaks DLPack (or a NumPy array), got %U%s", op,
+                name, got, is_data ? ": make an array of it" : "");
             Py_DECREF(got);
         }
         return -1;
