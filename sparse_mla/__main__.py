@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
 from sparse_mla import _info
 from sparse_mla._bench import run as bench
@@ -17,7 +19,11 @@ def main() -> int:
     bench.add_arguments(commands.add_parser("bench", help="the benchmark tables"))
     options = parser.parse_args()
     run = {"info": _info.run, "demo": demo.run, "bench": bench.run}[options.command]
-    return run(options)
+    try:
+        return run(options)
+    except BrokenPipeError:  # `| head` has seen enough; the interpreter shall not write on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +15,22 @@ import reference
 from helpers import find_framework
 
 import sparse_mla
+from sparse_mla._bench import timing
 
 ROOT = Path(__file__).parent.parent
 
 
-def run(*arguments):
-    """Python with the package that these tests import."""
+def run_shell(command):
+    """With the package that these tests import."""
     folders = [str(Path(sparse_mla.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     return subprocess.run(
-        [sys.executable, *arguments], text=True, capture_output=True, timeout=300, env=environment
+        command, shell=True, text=True, capture_output=True, timeout=300, env=environment
     )
+
+
+def run(*arguments):
+    return run_shell(shlex.join([sys.executable, *arguments]))
 
 
 def run_command(*arguments):
@@ -81,12 +88,36 @@ def test_info_names_what_there_is():
     assert sum(line.startswith("* cpu ") for line in done.stdout.splitlines()) == 1
 
 
-def test_bench_prints_numbers_for_programs():
-    done = run_command("bench", "--device", "cpu", "--quick", "--json", "--only", "calls")
+def test_quick_bench_judges_every_table_and_takes_less_than_a_minute():
+    """22 s were measured on two cores, with PyTorch and JAX beside it."""
+    start = time.monotonic()
+    done = run_command("bench", "--device", "cpu", "--quick", "--json")
+    seconds = time.monotonic() - start
     assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "progress is for terminals"
     results = json.loads(done.stdout)
-    (rows,) = [value for value in results.values() if isinstance(value, list)]
-    assert all(row["seconds"]["NumPy"] > 0 for row in rows)
+    attention, moves, calls = [rows for rows in results.values() if isinstance(rows, list)]
+    assert all(0 < row["ours"]["error_over_bound"] <= 1 for row in attention)
+    assert all(row["right"] for row in moves)
+    assert all(row["seconds"]["NumPy"] > 0 for row in calls)
+    assert seconds < 60
+
+
+def test_bench_shows_its_progress_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    table = timing.Table("Calls", ["a"], [], [])
+    table.add(["1"], {})
+    table.add(["2"], {})
+    assert capsys.readouterr().err.endswith("\r\033[KCalls: 2 rows")
+    table.print()
+    assert capsys.readouterr().err == "\r\033[K"
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback():
+    command = f"{sys.executable} -m sparse_mla demo {' '.join(SHORT)} | head -n 1"
+    done = run_shell(command)
+    assert done.stdout.startswith("sparse_mla ")
+    assert "Traceback" not in done.stderr
 
 
 def test_bench_writes_numbers_beside_the_tables(tmp_path):

@@ -24,8 +24,8 @@ def measure(effort: Effort, threads: int) -> Table:
     for name, make in (("concat_and_cache_mla", make_write), ("sparse_attention", make_attention)):
         sides = {key: make(*converters) for key, converters in frameworks.items()}
         seconds = interleave(sides, effort)
-        table.rows.append([name, *(f"{1e6 * seconds[key]:.2f} µs" for key in frameworks)])
-        table.records.append({"operator": name, "seconds": seconds})
+        cells = [f"{1e6 * seconds[key]:.2f} µs" for key in frameworks]
+        table.add([name, *cells], {"operator": name, "seconds": seconds})
     return table
 
 

@@ -163,8 +163,7 @@ def add_row(table: Table, work: Work, ours: Side, peer: Side | None) -> None:
         row += peer_cells(ours, peer, record)
         if peer.failure:
             table.notes.append(f"FlashMLA, {show(work.labels)}: {peer.failure}")
-    table.rows.append(row)
-    table.records.append(record)
+    table.add(row, record)
 
 
 def peer_cells(ours: Side, peer: Side, record: dict[str, object]) -> list[str]:

@@ -63,8 +63,7 @@ def add_row(
 ) -> None:
     seconds = host_seconds(sides, batch, effort)
     cells = [f"{1e6 * seconds[key]:.2f} µs" if key in seconds else "" for key in table.columns[1:]]
-    table.rows.append([name, *cells])
-    table.records.append({"call": name, "seconds": seconds})
+    table.add([name, *cells], {"call": name, "seconds": seconds})
 
 
 def host_seconds(sides: dict[str, Call], batch: int, effort: CudaEffort) -> dict[str, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import sparse_mla
 from sparse_mla._bench.cuda_inputs import BLOCK_SIZE, make_cache
@@ -19,6 +18,7 @@ from sparse_mla._bench.cuda_timing import (
     synchronize,
     torch,
 )
+from sparse_mla._bench.memory import Move
 from sparse_mla._bench.timing import Table
 
 NUM_TOKENS = 1 << 20
@@ -29,16 +29,6 @@ MERGE_SHAPE = (2048, 128, 512)
 QUANT_ELEMENTS = 1 << 28
 NUM_SAMPLES = 512
 CALLS_PER_REPLAY = 3
-
-
-@dataclass
-class Move:
-    """An operator over large arrays: its fewest bytes, and whether samples of them are right."""
-
-    name: str
-    call: Callable[[], object]
-    num_bytes: int
-    is_right: Callable[[], bool]
 
 
 def measure_bytes(effort: CudaEffort) -> Table:
@@ -87,8 +77,7 @@ def add_row(
         "copy_tb_s": copy_rate / 1e12,
         "of_copy": rate / copy_rate,
     }
-    table.rows.append(row)
-    table.records.append(record)
+    table.add(row, record)
 
 
 def make_copy() -> tuple[Callable[[], object], int]:

@@ -1,42 +1,60 @@
-"""The operators that only move bytes: cache write, gather, index conversion, beside a copy."""
+"""The operators that only move bytes: cache write, gather, index conversion, beside a copy; samples
+are judged first, against NumPy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 import sparse_mla
 from sparse_mla._bench.attention import TOPK
 from sparse_mla._bench.timing import Effort, Table, interleave
-from sparse_mla._judge import BF16, KV_LORA_RANK
+from sparse_mla._judge import BF16, KV_LORA_RANK, SCALE_TILE, upconvert_rows
 
 BLOCK_SIZE = 64
 NUM_SLOTS = 65536  # more than processors cache
 NUM_PAGES = NUM_SLOTS // BLOCK_SIZE
 NUM_QUERIES = 4096
+SAMPLED = slice(None, None, 509)
+
+
+@dataclass
+class Move:
+    """An operator over large arrays: its fewest bytes, and whether samples of them are right."""
+
+    name: str
+    call: Callable[[], object]
+    num_bytes: int
+    is_right: Callable[[], bool]
 
 
 def measure(effort: Effort, num_threads: int) -> Table:
     rng = np.random.default_rng(0)
-    rows: list[tuple[str, Callable[[], object], int]] = []
+    moves = []
     for name, dtype, width in (("fp8_ds_mla", np.uint8, 656), ("bfloat16", BF16, 576)):
         kv_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, width), dtype)
-        rows.append((f"concat_and_cache_mla, bf16 → {name}", *make_write(rng, kv_cache)))
-        rows.append((f"gather_kv_cache, {name} → bf16", *make_gather(rng, kv_cache)))
-    rows.append(("convert_req_index_to_global_index", *make_conversion(rng)))
+        moves += [make_write(rng, kv_cache, name), make_gather(rng, kv_cache, name)]
+    moves.append(make_conversion(rng))
 
-    columns = ["operator", "GB/s", "copy GB/s", "ratio"]
+    columns = ["operator", "sampled bytes", "GB/s", "copy GB/s", "ratio"]
     title = f"Bytes moved (read + written), beside np.copyto in {num_threads} threads"
     table = Table(title, columns, [], [])
     copy, copy_bytes = make_copy(num_threads)
-    for name, function, num_bytes in rows:
-        seconds = interleave({"ours": function, "copy": copy}, effort)
-        rate = num_bytes / seconds["ours"] / 1e9
+    for move in moves:
+        move.call()
+        is_right = move.is_right()
+        if not is_right:
+            table.failures.append(f"{move.name}: wrong values")
+        seconds = interleave({"ours": move.call, "copy": copy}, effort)
+        rate = move.num_bytes / seconds["ours"] / 1e9
         copy_rate = copy_bytes / seconds["copy"] / 1e9
-        table.rows.append([name, f"{rate:.1f}", f"{copy_rate:.1f}", f"{rate / copy_rate:.2f}×"])
-        table.records.append({"operator": name, "gb_s": rate, "copy_gb_s": copy_rate})
+        cells = [f"{rate:.1f}", f"{copy_rate:.1f}", f"{rate / copy_rate:.2f}×"]
+        record = {"operator": move.name, "right": is_right, "gb_s": rate, "copy_gb_s": copy_rate}
+        table.add([move.name, "right" if is_right else "FAIL", *cells], record)
     return table
 
 
@@ -47,16 +65,35 @@ def make_copy(num_threads: int) -> tuple[Callable[[], object], int]:
     return lambda: list(pool.map(np.copyto, target, source)), 2 * source.nbytes
 
 
-def make_write(rng: np.random.Generator, kv_cache: np.ndarray) -> tuple[Callable[[], object], int]:
+def make_write(rng: np.random.Generator, kv_cache: np.ndarray, name: str) -> Move:
     kv_c = rng.standard_normal((NUM_SLOTS, KV_LORA_RANK), np.float32).astype(BF16)
     k_pe = rng.standard_normal((NUM_SLOTS, 64), np.float32).astype(BF16)
     slot_mapping = rng.permutation(NUM_SLOTS)
+    rows = kv_cache.reshape(NUM_SLOTS, -1)
+
+    def write() -> object:
+        return sparse_mla.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping)
+
+    def is_right() -> bool:
+        want = make_rows(kv_c[SAMPLED], k_pe[SAMPLED], kv_cache.dtype)
+        return np.array_equal(rows[slot_mapping[SAMPLED]].view(np.uint8), want.view(np.uint8))
+
     num_bytes = kv_c.nbytes + k_pe.nbytes + kv_cache.nbytes
-    sparse_mla.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping)
-    return lambda: sparse_mla.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping), num_bytes
+    return Move(f"concat_and_cache_mla, bf16 → {name}", write, num_bytes, is_right)
 
 
-def make_gather(rng: np.random.Generator, kv_cache: np.ndarray) -> tuple[Callable[[], object], int]:
+def make_rows(kv_c: np.ndarray, k_pe: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Cache rows as docs/formats.md has them."""
+    if dtype == BF16:
+        return np.concatenate([kv_c, k_pe], axis=1)
+    tiles = kv_c.astype(np.float32).reshape(len(kv_c), -1, SCALE_TILE)
+    scales = np.abs(tiles).max(axis=2, keepdims=True) / np.float32(448)
+    values = (tiles / scales).astype(ml_dtypes.float8_e4m3fn).reshape(kv_c.shape)
+    parts = (values, scales[..., 0], k_pe)
+    return np.concatenate([part.view(np.uint8) for part in parts], axis=1)
+
+
+def make_gather(rng: np.random.Generator, kv_cache: np.ndarray, name: str) -> Move:
     block_table = rng.permutation(NUM_PAGES).astype(np.int32).reshape(4, -1)
     seq_lens = np.full(4, NUM_SLOTS // 4, np.int32)
     starts = np.arange(4, dtype=np.int32) * seq_lens
@@ -65,10 +102,16 @@ def make_gather(rng: np.random.Generator, kv_cache: np.ndarray) -> tuple[Callabl
     def gather() -> object:
         return sparse_mla.gather_kv_cache(kv_cache, block_table, seq_lens, starts, out=out)
 
-    return gather, kv_cache.nbytes + out.nbytes
+    def is_right() -> bool:
+        rows = kv_cache[block_table.reshape(-1)].reshape(NUM_SLOTS, -1)[SAMPLED]
+        want = rows if kv_cache.dtype == BF16 else upconvert_rows(rows)
+        return np.array_equal(out[SAMPLED].view(np.uint16), want.view(np.uint16))
+
+    num_bytes = kv_cache.nbytes + out.nbytes
+    return Move(f"gather_kv_cache, {name} → bf16", gather, num_bytes, is_right)
 
 
-def make_conversion(rng: np.random.Generator) -> tuple[Callable[[], object], int]:
+def make_conversion(rng: np.random.Generator) -> Move:
     req_ids = np.sort(rng.integers(4, size=NUM_QUERIES, dtype=np.int32))
     block_table = rng.permutation(NUM_PAGES).astype(np.int32).reshape(4, -1)
     topk_indices = rng.integers(-1, NUM_SLOTS // 4, (NUM_QUERIES, TOPK), np.int32)
@@ -79,4 +122,11 @@ def make_conversion(rng: np.random.Generator) -> tuple[Callable[[], object], int
             req_ids, block_table, topk_indices, block_size=BLOCK_SIZE, out=out
         )
 
-    return convert, topk_indices.nbytes + out.nbytes
+    def is_right() -> bool:
+        positions = topk_indices[SAMPLED]
+        pages = block_table[req_ids[SAMPLED, None], positions // BLOCK_SIZE]
+        slots = pages * BLOCK_SIZE + positions % BLOCK_SIZE
+        return np.array_equal(out[SAMPLED], np.where(positions < 0, -1, slots))
+
+    num_bytes = topk_indices.nbytes + out.nbytes
+    return Move("convert_req_index_to_global_index", convert, num_bytes, is_right)

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], help="cuda, where this build and PyTorch have it"
     )
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter repeats")
+    parser.add_argument("--quick", action="store_true", help="fewer rows and repeats")
     parser.add_argument("--best", action="store_true", help="the fastest repeat, not the median")
     parser.add_argument(
         "--json",

@@ -5,28 +5,29 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
-MIN_REPEATS = 5
 SETTLE_SECONDS = 0.02  # idle OpenMP threads spin for a while: let those of the other side sleep
 
 
 @dataclass
 class Effort:
-    """How long to measure, and which of the repeats counts."""
+    """How much and how long to measure, and which of the repeats counts."""
 
-    repeats: int
-    row_seconds: float  # of all repeats together, about; there are MIN_REPEATS at least
+    quick: bool = False
+    repeats: int = 60
+    min_repeats: int = 5
+    row_seconds: float = 8.0  # of all repeats together, about, unless min_repeats take longer
     pick: Callable[[list[float]], float] = median
     call_seconds: float = 0.02  # of one repeat, at least
 
     @classmethod
     def of(cls, quick: bool, best: bool) -> Effort:
-        repeats, row_seconds = (15, 2.0) if quick else (60, 8.0)
+        effort = cls(quick=True, repeats=15, min_repeats=3, row_seconds=0.7) if quick else cls()
         if best:  # short repeats, so that some of them fall into quiet moments
-            return cls(2 * repeats, row_seconds, min, call_seconds=0.001)
-        return cls(repeats, row_seconds)
+            return replace(effort, repeats=2 * effort.repeats, pick=min, call_seconds=0.001)
+        return effort
 
 
 @dataclass
@@ -40,7 +41,14 @@ class Table:
     failures: list[str] = field(default_factory=list)  # errors beyond their bounds, exceptions
     notes: list[str] = field(default_factory=list)
 
+    def add(self, row: list[str], record: dict[str, object]) -> None:
+        """A row that has been measured; on a terminal a line on stderr counts them."""
+        self.rows.append(row)
+        self.records.append(record)
+        show_progress(f"{self.title}: {len(self.rows)} rows")
+
     def print(self) -> None:
+        show_progress("")
         widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
         print(f"\n### {self.title}\n")
         rule = ["-" * width for width in widths]
@@ -54,6 +62,12 @@ class Table:
         sys.stdout.flush()
 
 
+def show_progress(text: str) -> None:
+    """In place of the text before; nothing where stderr is a file or a pipe."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
 def interleave(sides: Mapping[str, Callable[[], object]], effort: Effort) -> dict[str, float]:
     """Seconds per call of each function, all of them measured in turn, so that a noisy moment of
     the machine meets every side."""
@@ -64,7 +78,7 @@ def interleave(sides: Mapping[str, Callable[[], object]], effort: Effort) -> dic
     samples: dict[str, list[float]] = {name: [] for name in sides}
     start = time.perf_counter()
     for repeat in range(effort.repeats):
-        if repeat >= MIN_REPEATS and time.perf_counter() - start > effort.row_seconds:
+        if repeat >= effort.min_repeats and time.perf_counter() - start > effort.row_seconds:
             break
         for name, side in sides.items():
             time.sleep(SETTLE_SECONDS)
