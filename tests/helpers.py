@@ -1,8 +1,13 @@
-"""Frameworks, guarded buffers and the checks that several test files share."""
+"""Frameworks, commands, guarded buffers and the checks that several test files share."""
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import device
 import numpy as np
@@ -144,6 +149,24 @@ def find_framework(name: str, *place: str) -> Framework:
         except ImportError as error:
             IMPORT_ERRORS[name] = str(error)
     pytest.skip(f"{name} is not installed: {IMPORT_ERRORS[name]}")
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def run_python(*arguments, stdout=subprocess.PIPE, **environment):
+    """Another Python, with the package that these tests import."""
+    root = Path(importlib.import_module("sparse_mla").__file__).parents[1]
+    folders = [str(root), os.environ.get("PYTHONPATH", "")]
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, folders)), **environment}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        text=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        timeout=600,
+        env=os.environ | environment,
+    )
 
 
 # --- buffers -------------------------------------------------------------------------------------

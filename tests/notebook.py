@@ -1,0 +1,32 @@
+"""Runs a notebook in a kernel of its own, as Jupyter would, and prints what its cells print.
+
+    python tests/notebook.py examples/quickstart.ipynb
+
+The kernel's working folder is a temporary one, with the sockets to it: no port is opened. A cell
+that raises ends the run with its traceback.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import nbclient
+import nbformat
+from jupyter_client import AsyncKernelManager
+
+CELL_SECONDS = 300
+
+
+def run(path: Path, folder: str) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
+    place = {"metadata": {"path": folder}}
+    nbclient.NotebookClient(notebook, timeout=CELL_SECONDS, km=kernel, resources=place).execute()
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            print(output.get("text", ""), end="")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        run(Path(sys.argv[1]), folder)

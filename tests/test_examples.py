@@ -1,0 +1,78 @@
+"""Every file of examples/ runs and finds its own assertions true. C examples: `make examples-c`.
+
+A new script or notebook is tested by being there. What it imports, at the left margin, is what its
+test needs: a framework that is missing is skipped, or a failure where SMLA_REQUIRE demands it.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import device
+import pytest
+from helpers import FRAMEWORKS, find_framework, run_python
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted(
+    path for suffix in ("*.py", "*.ipynb") for path in (ROOT / "examples").glob(suffix)
+)
+NEEDS_A_GPU = {"cuda_graph.py"}
+LIBRARY = ROOT / "build" / "lib"  # made by `make lib`, and by `make test` before pytest
+
+
+def source_of(path: Path) -> str:
+    if path.suffix == ".py":
+        return path.read_text()
+    cells = json.loads(path.read_text())["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+
+
+def imports_of(path: Path) -> set[str]:
+    return set(re.findall(r"^(?:import|from) (\w+)", source_of(path), re.MULTILINE))
+
+
+def each():
+    for path in EXAMPLES:
+        names = (imports_of(path) & set(FRAMEWORKS)) - {"numpy"}
+        marks = [getattr(pytest.mark, name) for name in sorted(names)]
+        yield pytest.param(path, marks=marks, id=path.name)
+
+
+@pytest.mark.parametrize("path", list(each()))
+def test_example(path):
+    needed = imports_of(path)
+    for name in sorted(needed & set(FRAMEWORKS)):
+        find_framework(name)
+    for name in sorted(needed - set(FRAMEWORKS) - set(sys.stdlib_module_names)):
+        pytest.importorskip(name)
+    if "ctypes" in needed and not LIBRARY.exists():
+        pytest.skip("the C library is not built: make lib")
+    command = [str(path)]
+    if path.suffix == ".ipynb":
+        pytest.importorskip("nbclient")
+        command.insert(0, str(ROOT / "tests" / "notebook.py"))
+    done = run_python(*command, LD_LIBRARY_PATH=str(LIBRARY))
+    if path.name in NEEDS_A_GPU and not device.ON_CUDA and done.returncode:
+        assert re.fullmatch(rf"{path.stem}: nothing to \w+: .*\n", done.stderr), done.stderr
+        return
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip(), "an example shows something"
+
+
+def test_examples_are_found():
+    assert {"quickstart.py", "quickstart.ipynb", "cuda_graph.py"} <= {p.name for p in EXAMPLES}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_readme_names_it(path):
+    assert f"examples/{path.name}" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in EXAMPLES if p.suffix == ".ipynb"], ids=lambda path: path.name
+)
+def test_notebooks_are_stored_without_outputs(path):
+    for cell in json.loads(path.read_text())["cells"]:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
