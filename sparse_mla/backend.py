@@ -474,7 +474,7 @@ class Chunk(_ShortRepr):
     chunk_tot_seqlen : int
         Workspace rows in use, in tokens.
 
-    Source: vLLM's FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.ChunkMetadata.
+    Source: vLLM's FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.Chunk.
 
     Examples
     --------

@@ -13,6 +13,7 @@ import pydoc
 import re
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -161,3 +162,19 @@ def test_results_and_errors_are_told(public):
 def test_tab_completion_offers_the_public_names(name):
     module = importlib.import_module(name)
     assert dir(module) == sorted(module.__all__)
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("csrc/**/*.md"))]
+FOLDERS = ("benchmarks", "buildtools", "csrc", "docs", "examples", "sparse_mla", "tests")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_paths_of_a_page_lead_somewhere(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / target).exists(), target
+    for path in re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./*-]*)`", text):
+        assert any(ROOT.glob(path.rstrip("/"))), path
