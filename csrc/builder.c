@@ -318,7 +318,7 @@ check_seq_lens(const smla_builder *b, const smla_build_args *args, smla_error *e
             return smla_fail(
                 error, SMLA_ERROR_VALUE,
                 "%s: `seq_lens` must be query length to max_model_len (%lld to %lld) at "
-                "request %lld, got %lld",
+                "request %lld, got %lld: context and query together",
                 build_op, (long long)len, (long long)b->config.max_model_len, (long long)req,
                 (long long)seq_len);
         }
@@ -346,7 +346,8 @@ check_order(const smla_builder *b, const smla_build_args *args, smla_error *erro
         if (seen_prefill && len <= b->config.decode_threshold) {
             return smla_fail(error, SMLA_ERROR_VALUE,
                              "%s: `query_start_loc` must have decodes (at most %lld tokens) before "
-                             "prefills, got %d tokens at request %lld behind a prefill",
+                             "prefills, got %d tokens at request %lld behind a prefill: sort the "
+                             "batch by query length",
                              build_op, (long long)b->config.decode_threshold, len, (long long)req);
         }
         seen_prefill = seen_prefill || len > b->config.decode_threshold;

@@ -20,7 +20,9 @@ def main() -> int:
     options = parser.parse_args()
     run = {"info": _info.run, "demo": demo.run, "bench": bench.run}[options.command]
     try:
-        return run(options)
+        status = run(options)
+        sys.stdout.flush()
+        return status
     except BrokenPipeError:  # `| head` has seen enough; the interpreter shall not write on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -16,7 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+
+import sparse_mla
 
 MODULES = ["sparse_mla", "sparse_mla.flash_mla"]
 
@@ -156,6 +159,27 @@ def test_results_and_errors_are_told(public):
     assert public.section("Returns"), "Returns"
     if any(p.kind < p.VAR_POSITIONAL or p.kind == p.KEYWORD_ONLY for p in public.parameters()):
         assert re.search(r"^\w*Error", public.section("Raises")), "Raises"
+
+
+def test_objects_print_what_they_are():
+    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 2, "max_model_len": 3}
+    config = sparse_mla.Config(4, softmax_scale=0.5, **limits)
+    builder = sparse_mla.MetadataBuilder(config)
+    starts, lens = np.array([0, 2], np.int32), np.array([3], np.int32)
+    slots, table = np.array([5, 6]), np.zeros((1, 1), np.int32)
+    common = sparse_mla.CommonAttentionMetadata(starts, lens, slots, table)
+    for obj, facts in (
+        (config, ["num_heads=4", "max_model_len=3"]),
+        (builder, ["Config(", "workspace_bytes=0"]),
+        (sparse_mla.SparseMLA(config), ["Config(", "W_UK=None"]),
+        (common, ["seq_lens=int32[1]", "num_actual_tokens=2"]),
+        (builder.build(common), ["path='bf16'", "block_table=int32[1, 1]"]),
+        (sparse_mla.flash_mla.FlashMLASchedMeta(), ["have_initialized=False"]),
+    ):
+        text = repr(obj)
+        assert text.startswith(f"{type(obj).__name__}(")
+        assert " object at 0x" not in text
+        assert all(fact in text for fact in facts), text
 
 
 @pytest.mark.parametrize("name", MODULES)

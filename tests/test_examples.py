@@ -5,6 +5,7 @@ test needs: a framework that is missing is skipped, or a failure where SMLA_REQU
 """
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -52,7 +53,8 @@ def test_example(path):
     if path.suffix == ".ipynb":
         pytest.importorskip("nbclient")
         command.insert(0, str(ROOT / "tests" / "notebook.py"))
-    done = run_python(*command, LD_LIBRARY_PATH=str(LIBRARY))
+    folders = [str(LIBRARY), os.environ.get("LD_LIBRARY_PATH", "")]
+    done = run_python(*command, LD_LIBRARY_PATH=os.pathsep.join(filter(None, folders)))
     if path.name in NEEDS_A_GPU and not device.ON_CUDA and done.returncode:
         assert re.fullmatch(rf"{path.stem}: nothing to \w+: .*\n", done.stderr), done.stderr
         return

@@ -175,9 +175,9 @@ read_any(const smla_py_state *state, const char *op, const char *name, smla_py_r
     }
     if (status == SMLA_PY_NOT_THIS) {
         PyObject *got = smla_py_type_name(object);
-        const bool is_data =
-            PyList_Check(object) || PyTuple_Check(object) || PyNumber_Check(object);
         if (got != NULL) {
+            const bool is_data =
+                PyList_Check(object) || PyTuple_Check(object) || PyNumber_Check(object);
             PyErr_Format(
                 PyExc_TypeError,
                 "%s: `%s` must be an array that speaks DLPack (or a NumPy array), got %U%s", op,
