@@ -241,6 +241,7 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_bf16(const __grid_constant__ bf16_la
     extern __shared__ __align__(1024) uint8_t memory[];
     bf16_memory *const shared = (bf16_memory *)memory;
     start(shared);
+    ptx_wait_for_grids();
     if (threadIdx.x >= CONSUMER_THREADS) {
         ptx_release_registers<BF16_GATHER_REGISTERS>();
         gather<ALIGNED>(launch, shared);
@@ -276,7 +277,7 @@ launch_bf16(const smla_attention_params *params)
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
     return smla_launch(attend_bf16<MAXIMA, ALIGNED>, launch,
                        count_hopper_ctas(params, launch.num_works), HOPPER_THREADS, SHARED_BYTES,
-                       params->stream.handle);
+                       params->stream);
 }
 
 cudaError_t

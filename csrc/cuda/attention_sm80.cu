@@ -70,6 +70,7 @@ __launch_bounds__(CTA_THREADS, min_ctas_per_sm<Tile>())
     attend(const __grid_constant__ attention_launch launch)
 {
     extern __shared__ __align__(128) uint8_t memory[];
+    ptx_wait_for_grids();
     attend_cta<Tile>(launch, launch.num_head_tiles, (int)blockIdx.x, (shared_memory<Tile> *)memory);
 }
 
@@ -90,7 +91,7 @@ launch_attend(const smla_attention_params *params)
     }
     const attention_launch launch = make_launch<HEADS>(params);
     return smla_launch(attend<Tile>, launch, count_works(launch), CTA_THREADS, SHARED_BYTES,
-                       params->stream.handle);
+                       params->stream);
 }
 
 cudaError_t

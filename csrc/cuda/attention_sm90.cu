@@ -253,7 +253,7 @@ launch_hopper(const smla_attention_params *params, const row_span spans[2])
     launch.out_is_aligned =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
     return smla_launch(attend_hopper<Shape>, launch, count_hopper_ctas(params, launch.num_works),
-                       HOPPER_THREADS, SHARED_BYTES, params->stream.handle, true);
+                       HOPPER_THREADS, SHARED_BYTES, params->stream);
 }
 
 template <int HEADS>

@@ -190,7 +190,7 @@ launch_small(const smla_attention_params *params)
     }
     const attention_launch launch = make_launch<HEADS>(params);
     return smla_launch(attend_small<Shape>, launch, count_works(launch), SMALL_THREADS,
-                       SHARED_BYTES, params->stream.handle, true, count_partners(launch));
+                       SHARED_BYTES, params->stream, count_partners(launch));
 }
 
 cudaError_t

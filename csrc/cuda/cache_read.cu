@@ -316,6 +316,7 @@ __global__ void
 __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_SM)
     gather_kernel(const __grid_constant__ gather_args args)
 {
+    ptx_wait_for_grids();
     __shared__ int64_t ends[SEGMENT_REQS];
     __shared__ int64_t warp_sums[BLOCK_WARPS];
     const int64_t num_warps = (int64_t)gridDim.x * BLOCK_WARPS;
@@ -361,6 +362,7 @@ __global__ void
 __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_SM)
     dequantize_kernel(const __grid_constant__ dequantize_args args)
 {
+    ptx_wait_for_grids();
     constexpr int ELEMENT_BYTES = OUT == SMLA_FLOAT_FP32 ? 4 : 2;
     const smla_dequantize_params &p = args.p;
     const int64_t num_slots = p.kv.num_pages * p.kv.block_size;
@@ -431,7 +433,7 @@ smla_cuda_launch_gather(const smla_gather_params *p, const smla_cuda_device *dev
                                                         : few_blocks;
     for (const gather_row &row : gather_rows) {
         if (row.nope == p->kv.format->nope_type && row.is_aligned == is_aligned) {
-            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream.handle);
+            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream);
         }
     }
     return cudaErrorInvalidDeviceFunction;
@@ -451,7 +453,7 @@ smla_cuda_launch_dequantize(const smla_dequantize_params *p)
             row.is_aligned == is_aligned) {
             return smla_launch(row.kernel, args,
                                smla_count_parts(num_slots, CHUNK_ROWS * BLOCK_WARPS), BLOCK_THREADS,
-                               0, p->stream.handle);
+                               0, p->stream);
         }
     }
     return cudaErrorInvalidDeviceFunction;

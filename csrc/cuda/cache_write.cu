@@ -277,6 +277,7 @@ __global__ void
 __launch_bounds__(BLOCK_THREADS, min_write_blocks<TYPE, ALIGNED>())
     write_kernel(const __grid_constant__ write_args args)
 {
+    ptx_wait_for_grids();
     const smla_cache_write_params &p = args.p;
     const int64_t num_warps = (int64_t)gridDim.x * BLOCK_WARPS;
     int64_t run = (int64_t)blockIdx.x * BLOCK_WARPS + threadIdx.x / SMLA_WARP_LANES;
@@ -346,7 +347,7 @@ smla_cuda_launch_cache_write(const smla_cache_write_params *p)
     for (const write_row &row : write_rows) {
         if (row.type == p->input_type && row.nope == p->kv.format->nope_type &&
             row.is_aligned == is_aligned) {
-            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream.handle);
+            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream);
         }
     }
     return cudaErrorInvalidDeviceFunction;

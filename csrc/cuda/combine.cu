@@ -274,7 +274,7 @@ launch_combine(const combine_launch &launch)
         }
     }
     return smla_launch(combine<HALF>, launch, launch.num_rows, CTA_THREADS, shared_bytes,
-                       params.stream.handle, is_early);
+                       params.stream);
 }
 
 cudaError_t

@@ -174,6 +174,7 @@ __global__ void
 __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
     convert_kernel(const __grid_constant__ convert_args args)
 {
+    ptx_wait_for_grids();
     extern __shared__ uint32_t staged[];
     __shared__ int32_t counts[MAX_TOKENS];
     __shared__ token_map maps[MAX_TOKENS];
@@ -262,7 +263,7 @@ smla_cuda_launch_convert(const smla_convert_params *p)
         if (row.is_aligned == is_aligned && row.is_staged == is_staged) {
             return smla_launch(row.kernel, args, smla_count_parts(p->num_tokens, tokens_per_block),
                                BLOCK_THREADS, is_staged ? (int)(p->num_blocks + 1) * 4 : 0,
-                               p->stream.handle);
+                               p->stream);
         }
     }
     return cudaErrorInvalidDeviceFunction;

@@ -6,23 +6,38 @@
 #include <stdint.h>
 
 #include "cuda.h"
+#include "ptx.cuh"
 
 enum { SMLA_WARP_LANES = 32 };
 
 /* ---- Launch -------------------------------------------------------------------------------- */
 
+/* Whether kernels can wait for the grids in front of them: there is code for the very device, of
+ * sm_90 or later. PTX of sm_80 that a newer device compiles has no word for it. */
+static inline bool
+can_start_early(int32_t compute_capability)
+{
+    static const int32_t archs[] = {__CUDA_ARCH_LIST__};
+    bool can = false;
+    for (const int32_t arch : archs) {
+        can = can || (arch >= 900 && arch == 10 * compute_capability);
+    }
+    return can;
+}
+
 /* Starts a kernel that takes one struct by value. The grid is cut to what the hardware numbers:
  * kernels loop over the blocks that are missing. No blocks, no launch.
  *
- * `is_early` (can_start_early): the grid may start before the grid in front of it in the stream is
- * done. Every thread of it must pass ptx_wait_for_grids before it reads what others wrote, writes
- * what others read, or ends: who does not wait is no order for those behind it.
+ * Where it can, the grid starts before the one in front of it in the stream is done, which makes the
+ * launch itself cheaper, too. So every thread of every kernel must pass ptx_wait_for_grids before it
+ * reads what others wrote, writes what others read, or ends: who does not wait is no order for those
+ * behind it.
  *
  * `cluster` neighbouring blocks run at the same time and reach each other's shared memory. */
 template <typename Args>
 static cudaError_t
 smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int block_threads,
-            int shared_bytes, void *stream, bool is_early = false, int cluster = 1)
+            int shared_bytes, smla_stream stream, int cluster = 1)
 {
     if (num_blocks <= 0) {
         return cudaSuccess;
@@ -31,10 +46,10 @@ smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int bloc
     config.gridDim = dim3((unsigned)(num_blocks < INT32_MAX ? num_blocks : INT32_MAX));
     config.blockDim = dim3((unsigned)block_threads);
     config.dynamicSmemBytes = (size_t)shared_bytes;
-    config.stream = (cudaStream_t)stream;
+    config.stream = (cudaStream_t)stream.handle;
     cudaLaunchAttribute attributes[2] = {};
     config.attrs = attributes;
-    if (is_early) {
+    if (can_start_early(smla_cuda_find_device(stream.device_id)->compute_capability)) {
         cudaLaunchAttribute *const early = &attributes[config.numAttrs++];
         early->id = cudaLaunchAttributeProgrammaticStreamSerialization;
         early->val.programmaticStreamSerializationAllowed = 1;
@@ -74,19 +89,6 @@ allow_shared_bytes(const void *kernel, int shared_bytes, int32_t device_id, uint
         __atomic_fetch_or(allowed, bit, __ATOMIC_RELEASE);
     }
     return code;
-}
-
-/* Whether kernels can wait for the grids in front of them: there is code for the very device, of
- * sm_90 or later. PTX of sm_80 that a newer device compiles has no word for it. */
-static inline bool
-can_start_early(int32_t compute_capability)
-{
-    static const int32_t archs[] = {__CUDA_ARCH_LIST__};
-    bool can = false;
-    for (const int32_t arch : archs) {
-        can = can || (arch >= 900 && arch == 10 * compute_capability);
-    }
-    return can;
 }
 
 /* ---- Counts -------------------------------------------------------------------------------- */

@@ -176,6 +176,7 @@ __global__ void
 __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
     merge_kernel(const __grid_constant__ merge_args args)
 {
+    ptx_wait_for_grids();
     const smla_merge_params &p = args.p;
     const int block_rows = BLOCK_THREADS / args.row_threads;
     const int64_t num_rows = p.num_tokens * p.num_heads;
@@ -240,7 +241,7 @@ smla_cuda_launch_merge(const smla_merge_params *p)
         smla_count_parts(p->num_tokens * p->num_heads, BLOCK_THREADS / args.row_threads);
     for (const merge_row &row : merge_rows) {
         if (row.type == p->type && row.count == count) {
-            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream.handle);
+            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream);
         }
     }
     return cudaErrorInvalidDeviceFunction;

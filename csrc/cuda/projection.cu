@@ -30,6 +30,7 @@ struct project_args {
 __global__ void
 __launch_bounds__(BLOCK_THREADS) project_kernel(const __grid_constant__ project_args args)
 {
+    ptx_wait_for_grids();
     const smla_projection_params &p = args.p;
     const int64_t num_blocks = p.num_tokens * p.num_heads * args.parts.divisor;
     for (int64_t block = blockIdx.x; block < num_blocks; block += gridDim.x) {
@@ -60,5 +61,5 @@ smla_cuda_launch_up_proj(const smla_projection_params *p)
     const int64_t parts = smla_count_parts(p->outer_dim, BLOCK_THREADS);
     const project_args args = {*p, smla_make_divisor(parts), smla_make_divisor(p->num_heads)};
     return smla_launch(project_kernel, args, p->num_tokens * p->num_heads * parts, BLOCK_THREADS, 0,
-                       p->stream.handle);
+                       p->stream);
 }

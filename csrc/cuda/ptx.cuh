@@ -193,8 +193,8 @@ ptx_barrier_or(int id, int num_threads, bool is_set)
 
 /* ---- sm_90 --------------------------------------------------------------------------------- */
 
-/* Of a grid that started early (smla_launch): the grids in front of it in the stream are done, and
- * what they wrote is visible. No instruction where no grid starts early. */
+/* The grids in front of this one in the stream are done, and what they wrote is visible: smla_launch
+ * may start it earlier. No instruction where no grid starts early. */
 static __device__ __forceinline__ void
 ptx_wait_for_grids(void)
 {

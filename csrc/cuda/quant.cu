@@ -161,6 +161,7 @@ __global__ void
 __launch_bounds__(BLOCK_THREADS, AMAX_BLOCKS_PER_SM)
     amax_kernel(const __grid_constant__ quant_args args)
 {
+    ptx_wait_for_grids();
     constexpr int WORDS = TYPE == SMLA_FLOAT_FP32 ? COUNT : (COUNT + 1) / 2;
     const int64_t step = (int64_t)gridDim.x * BLOCK_THREADS;
     float amax = 0.0f;
@@ -201,6 +202,7 @@ template <int TYPE, int COUNT>
 __global__ void
 __launch_bounds__(BLOCK_THREADS) quantize_kernel(const __grid_constant__ quant_args args)
 {
+    ptx_wait_for_grids();
     constexpr int WORDS = TYPE == SMLA_FLOAT_FP32 ? COUNT : (COUNT + 1) / 2;
     constexpr int BLOCK_UNITS = BLOCK_THREADS * QUANTIZE_UNROLL;
     const smla_scale by = smla_make_scale(*args.scale);
@@ -335,6 +337,7 @@ write_weight(const split_args &args, int64_t latent, int64_t column, uint16_t va
 __global__ void
 __launch_bounds__(TILE_SIDE *TILE_ROWS) split_kernel(const __grid_constant__ split_args args)
 {
+    ptx_wait_for_grids();
     __shared__ uint32_t tile[TILE_SIDE][TILE_SIDE + 1]; /* [latent][column] */
     constexpr int LATENT_TILES = SMLA_KV_LORA_RANK / TILE_SIDE;
     const int x = (int)threadIdx.x % TILE_SIDE;
@@ -394,11 +397,11 @@ smla_cuda_launch_quant(const smla_quant_params *params, const smla_cuda_device *
                                               amax_blocks < 1             ? 1
                                               : amax_blocks < most_blocks ? amax_blocks
                                                                           : most_blocks,
-                                              BLOCK_THREADS, 0, params->stream.handle);
+                                              BLOCK_THREADS, 0, params->stream);
         return found != cudaSuccess
                    ? found
                    : smla_launch(row.quantize, args, num_blocks < 1 ? 1 : num_blocks, BLOCK_THREADS,
-                                 0, params->stream.handle);
+                                 0, params->stream);
     }
     return cudaErrorInvalidDeviceFunction;
 }
@@ -413,5 +416,5 @@ smla_cuda_launch_split_weight(const smla_split_weight_params *p)
     const split_args args = {*p, p->num_heads * head_columns, smla_make_divisor(head_columns)};
     const int64_t num_tiles =
         smla_count_parts(args.num_columns, TILE_SIDE) * (SMLA_KV_LORA_RANK / TILE_SIDE);
-    return smla_launch(split_kernel, args, num_tiles, TILE_SIDE * TILE_ROWS, 0, p->stream.handle);
+    return smla_launch(split_kernel, args, num_tiles, TILE_SIDE * TILE_ROWS, 0, p->stream);
 }
