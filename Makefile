@@ -36,7 +36,7 @@ C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja is parallel, and two of them would write one folder
 .PHONY: help environment build demo bench test test-c examples-c test-gpu memcheck racecheck \
-    sanitize fuzz lint format frameworks lib install-lib wheel clean
+    synccheck sanitize fuzz lint format frameworks lib install-lib wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z -]*\):.*## /  \1 — /p' $(MAKEFILE_LIST)
@@ -101,12 +101,13 @@ test-gpu: build ## the Python tests on the GPU
 	@$(ENVIRONMENT) SMLA_DEVICE=cuda SMLA_EXPECT_ROOT=$(PACKAGE) $(PY) -m pytest $(ARGS)
 
 # Without PyTorch's memory pool, which would hide accesses beyond an array.
-memcheck racecheck: build ## short GPU tests under compute-sanitizer: bad accesses, races
+memcheck racecheck synccheck: build ## short GPU tests under compute-sanitizer: bad accesses, races, barriers
 	@$(ENVIRONMENT) SMLA_DEVICE=cuda SMLA_EXPECT_ROOT=$(PACKAGE) PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
 	    $(COMPUTE_SANITIZER) --tool $@ --error-exitcode 1 $(PY) -m pytest -m sanitizer $(ARGS)
 
 # What a call of CUDA returns is tested by the tests; some return errors on purpose.
 memcheck: COMPUTE_SANITIZER += --report-api-errors no
+synccheck: COMPUTE_SANITIZER += --num-cuda-barriers 64 # of a block; its own guess is too low
 
 sanitize: ## all tests under ASan and UBSan, which leave CUDA out
 	@$(MAKE) test SANITIZE=1

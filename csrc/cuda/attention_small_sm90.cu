@@ -17,11 +17,11 @@
  *              CTAs of neighbouring head tiles, which need the same rows, are a cluster of two: each
  *              asks for half of the rows, for both.
  *              mbarriers          arrivals | waited for by
- *              arrived[granule]   the lane that announces its bytes | the warp that scores it
+ *              arrived[granule]   16 lanes that ask for its rows | the warp that scores it
+ *              maxima             256 threads of the query | the same
+ *              stored             256 threads of the query | all
  *              barriers           threads; what they see after it
  *              cluster            all; arrived[] of both CTAs
- *              MAXIMA             256 of the query, twice; maxima of its heads, then the query
- *              QUERY              512, of which those of the query only arrive; the query
  *              3 __syncthreads    512; all rows, maxima of the scores, exponents of the scales
  *              4 and vote         512; weights, their sums, scales; whether a thread has lost the row
  *              A lost row is done again by half of the threads and the code of attention_sm80.cu.
@@ -138,8 +138,12 @@ __launch_bounds__(SMALL_THREADS, 1) attend_small(const __grid_constant__ attenti
     const small_places<Shape> at = find_places<Shape>(launch, work);
     const int num_granules = count_granules(launch);
     if (threadIdx.x < SMALL_GRANULES) {
-        ptx_mbarrier_init(ptx_shared_address(&shared->arrived[threadIdx.x]), 1);
+        ptx_mbarrier_init(ptx_shared_address(&shared->arrived[threadIdx.x]), GRANULE_KEYS);
         ptx_fence_mbarrier_init();
+    }
+    if (threadIdx.x == SMALL_GRANULES) {
+        ptx_mbarrier_init(ptx_shared_address(&shared->maxima), QUERY_THREADS);
+        ptx_mbarrier_init(ptx_shared_address(&shared->stored), QUERY_THREADS);
     }
     ptx_cluster_barrier(); /* a partner's copies complete on them, too */
     ptx_wait_for_grids();  /* from here on memory of others is read and written */

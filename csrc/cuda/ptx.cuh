@@ -167,13 +167,6 @@ ptx_barrier(int id, int num_threads)
     asm volatile("barrier.sync.aligned %0, %1;" : : "r"(id), "r"(num_threads) : "memory");
 }
 
-/* Arrives there for others to wait. */
-static __device__ __forceinline__ void
-ptx_barrier_arrive(int id, int num_threads)
-{
-    asm volatile("barrier.arrive.aligned %0, %1;" : : "r"(id), "r"(num_threads) : "memory");
-}
-
 /* As ptx_barrier; whether any thread's `is_set`. */
 static __device__ __forceinline__ bool
 ptx_barrier_or(int id, int num_threads, bool is_set)

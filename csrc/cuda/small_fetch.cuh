@@ -21,9 +21,6 @@ enum {
     TOP_SCALE_EXPONENT = 6, /* of the largest scale / E: 448 times it is below 2^16 */
     WEIGHT_EXPONENT = 8,    /* of the largest weight */
     NO_EXPONENT = -1000,    /* of a granule without keys */
-    /* named barriers */
-    BARRIER_MAXIMA = 1,
-    BARRIER_QUERY = 2,
 };
 
 static_assert((SMALL_WARPS - QUERY_WARPS) * FETCH_GRANULES == SMALL_GRANULES, "all are fetched");
@@ -51,6 +48,8 @@ template <typename Shape> struct small_memory {
     int32_t key_exponent[SMALL_GRANULES];
     uint32_t is_key[SMALL_GRANULES]; /* a bit for each row that is there */
     uint64_t arrived[SMALL_GRANULES];
+    uint64_t maxima; /* of the query's heads are there, */
+    uint64_t stored; /* the query is */
 };
 
 /* What a thread finds out about the row, step by step. */
@@ -131,33 +130,31 @@ static __device__ __forceinline__ void
 copy_rows(const attention_launch &launch, const uint8_t *row, int warp, int lane,
           small_memory<Shape> *shared)
 {
-    const int first = (warp - QUERY_WARPS) * FETCH_GRANULES;
-    const int granule = first + lane / GRANULE_KEYS;
-    const uint32_t to = ptx_shared_address(shared->rows[first]);
+    const int granule = (warp - QUERY_WARPS) * FETCH_GRANULES + lane / GRANULE_KEYS;
+    const int key = lane % GRANULE_KEYS;
+    const uint32_t rows = ptx_shared_address(shared->rows[granule]);
     const uint32_t arrived = ptx_shared_address(&shared->arrived[granule]);
-    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, row != NULL);
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, row != NULL) >> (lane - key) & 0xFFFF;
 #pragma unroll 1
-    for (uint32_t missing = ~is_key; missing != 0; missing &= missing - 1) {
-        const uint32_t zeros = to + (__ffs((int)missing) - 1) * FP8_ROW_BYTES;
+    for (uint32_t missing = ~is_key & 0xFFFF; missing != 0; missing &= missing - 1) {
+        const uint32_t zeros = rows + (__ffs((int)missing) - 1) * FP8_ROW_BYTES;
 #pragma unroll 1
-        for (int i = lane; i < ROW_VECTORS; i += SMLA_WARP_LANES) {
+        for (int i = key; i < ROW_VECTORS; i += GRANULE_KEYS) {
             ptx_clear_shared_16(zeros + 16 * i);
         }
     }
-    __syncwarp();
-    if (lane % GRANULE_KEYS == 0) {
-        const uint32_t of_granule = is_key >> lane & 0xFFFF;
-        shared->is_key[granule] = of_granule;
-        ptx_mbarrier_arrive_expect(arrived, FP8_ROW_BYTES * __popc(of_granule));
+    if (key == 0) {
+        shared->is_key[granule] = is_key;
+        ptx_mbarrier_arrive_expect(arrived, FP8_ROW_BYTES * __popc(is_key));
     }
-    __syncwarp();
-    const uint32_t mine = to + lane * FP8_ROW_BYTES;
+    ptx_mbarrier_arrive(arrived, key != 0);
+    if (row == NULL) {
+        return;
+    }
     if (count_partners(launch) == 1) {
-        if (row != NULL) {
-            ptx_bulk_copy(mine, row, FP8_ROW_BYTES, arrived);
-        }
-    } else if (row != NULL && granule % 2 == (int)ptx_cluster_rank()) {
-        ptx_bulk_copy_to_all(mine, row, FP8_ROW_BYTES, arrived, 3);
+        ptx_bulk_copy(rows + key * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived);
+    } else if (granule % 2 == (int)ptx_cluster_rank()) {
+        ptx_bulk_copy_to_all(rows + key * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived, 3);
     }
 }
 
@@ -315,7 +312,8 @@ store_small_query(small_memory<Shape> *shared, const small_query (&parts)[Shape:
             shared->query_max[tile][head_of_part(part, warp, me)] = part_max;
         }
     }
-    ptx_barrier(BARRIER_MAXIMA, QUERY_THREADS);
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->maxima), true);
+    ptx_mbarrier_wait(ptx_shared_address(&shared->maxima), 0);
     find_query_exponent(shared, me.lane, state);
 #pragma unroll
     for (int part = 0; part < Shape::QUERY_PARTS; part++) {
@@ -323,8 +321,7 @@ store_small_query(small_memory<Shape> *shared, const small_query (&parts)[Shape:
                    state->query_exponent);
     }
     ptx_fence_async_shared();
-    ptx_barrier_arrive(BARRIER_QUERY, SMALL_THREADS);
-    ptx_barrier(BARRIER_MAXIMA, QUERY_THREADS);
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->stored), true);
 }
 
 /* ---- Both ---------------------------------------------------------------------------------- */
@@ -367,7 +364,7 @@ fetch_row(const attention_launch &launch, const cta_work &work, const small_plac
         if ((warp - QUERY_WARPS) * FETCH_GRANULES < num_granules) {
             copy_rows(launch, row, warp, me.lane, shared);
         }
-        ptx_barrier(BARRIER_QUERY, SMALL_THREADS);
+        ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
         find_query_exponent(shared, me.lane, state);
         return;
     }
@@ -381,6 +378,7 @@ fetch_row(const attention_launch &launch, const cta_work &work, const small_plac
         }
     }
     store_small_query(shared, parts, warp, me, state);
+    ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
 }
 
 #endif /* SMLA_CUDA_SMALL_FETCH_CUH */
