@@ -573,3 +573,12 @@ GOOD_CALLS: dict[str, Callable[[], Call]] = {
     "v_up_proj": _v_up_call,
     "dynamic_per_tensor_quant": _quant_call,
 }
+
+
+def _dequantize_call() -> Call:
+    rows = make_rows(np.random.default_rng(9), 20, "fp8").reshape(5, 4, 656)
+    return Call("dequantize_kv_cache", {"kv_cache": rows}, {"dtype": "bfloat16"})
+
+
+# What frameworks' own operators cover: those above, and the one that takes no stream.
+FRAMEWORK_CALLS = {**GOOD_CALLS, "dequantize_kv_cache": _dequantize_call}

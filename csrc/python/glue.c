@@ -185,6 +185,21 @@ smla_py_parse_flag(PyObject *object, bool *value)
     return is_true < 0 ? -1 : 0;
 }
 
+int32_t
+smla_py_find_kv_format(const char *text, size_t length)
+{
+    if (length == strlen("auto") && memcmp(text, "auto", length) == 0) {
+        return SMLA_KV_BFLOAT16;
+    }
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        const char *name = smla_kv_formats[i].name;
+        if (length == strlen(name) && memcmp(text, name, length) == 0) {
+            return smla_kv_formats[i].format;
+        }
+    }
+    return SMLA_KV_INFER;
+}
+
 int
 smla_py_parse_kv_format(const char *op, const char *name, PyObject *object, int32_t *format)
 {
@@ -199,15 +214,9 @@ smla_py_parse_kv_format(const char *op, const char *name, PyObject *object, int3
     if (text == NULL) {
         return -1;
     }
-    if (strcmp(text, "auto") == 0) {
-        *format = SMLA_KV_BFLOAT16;
+    *format = smla_py_find_kv_format(text, strlen(text));
+    if (*format != SMLA_KV_INFER) {
         return 0;
-    }
-    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
-        if (strcmp(text, smla_kv_formats[i].name) == 0) {
-            *format = smla_kv_formats[i].format;
-            return 0;
-        }
     }
     PyErr_Format(PyExc_ValueError,
                  "%s: `%s` must be \"auto\", \"bfloat16\" or \"fp8_ds_mla\", got %R", op, name,

@@ -61,6 +61,9 @@ extern PyMethodDef smla_py_cache_operators[];
 extern PyMethodDef smla_py_attention_operators[];
 extern PyMethodDef smla_py_projection_operators[];
 
+/* xla_handler(): a capsule with the handler of XLA custom calls, for jax.ffi. */
+extern PyMethodDef smla_py_xla_functions[];
+
 /* ---- Dtypes -------------------------------------------------------------------------------- */
 
 /* One element type, as each of the four worlds calls it. */
@@ -105,7 +108,11 @@ int smla_py_parse_int32(const char *op, const char *name, PyObject *object, int3
 int smla_py_parse_float(const char *op, const char *name, PyObject *object, double *value);
 int smla_py_parse_flag(PyObject *object, bool *value);
 
-/* None, "auto" (a synonym of "bfloat16") or the name of a cache format -> smla_kv_format. */
+/* "auto" (a synonym of "bfloat16") or the name of a cache format -> smla_kv_format; SMLA_KV_INFER
+ * for any other text. */
+int32_t smla_py_find_kv_format(const char *text, size_t length);
+
+/* None, "auto" or the name of a cache format -> smla_kv_format. */
 int smla_py_parse_kv_format(const char *op, const char *name, PyObject *object, int32_t *format);
 
 /* "cpu", "cuda", "cuda:1", or a DLPack pair (type, id). */

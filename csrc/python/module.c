@@ -226,6 +226,7 @@ module_exec(PyObject *module)
     if (add_kv_formats(module) < 0 || PyModule_AddFunctions(module, smla_py_cache_operators) < 0 ||
         PyModule_AddFunctions(module, smla_py_attention_operators) < 0 ||
         PyModule_AddFunctions(module, smla_py_projection_operators) < 0 ||
+        PyModule_AddFunctions(module, smla_py_xla_functions) < 0 ||
         PyModule_AddFunctions(module, functions) < 0) {
         return -1;
     }

@@ -3,9 +3,8 @@
  * Rules are the core's: a result whose shape cannot be known, because an input is malformed, is
  * left absent, and the core reports that input first.
  */
-#include <stdlib.h>
-
 #include "call.h"
+#include "scratch.h"
 
 static const DLDataType int32 = {kDLInt, 32, 1};
 static const DLDataType uint8 = {kDLUInt, 8, 1};
@@ -98,45 +97,29 @@ allocate_attention(smla_py_call *call, bool wants_max_logits)
                             : 0;
 }
 
-/* Scratch memory that the caller did not give: plain memory on the CPU, where taking it costs
- * nothing; like the results elsewhere, and a Tensor, which nobody else holds, until the work is
- * over. The caller frees *memory. */
+/* Workspace that the caller did not give: plain memory on the CPU; like the results elsewhere, and a
+ * Tensor, which nobody else holds, until the work is over. */
 static int
-allocate_workspace(smla_py_call *call, const smla_sparse_attention_args *a, DLTensor *scratch,
-                   int64_t *bytes, void **memory)
+allocate_workspace(smla_py_call *call, smla_sparse_attention_args *a, smla_py_scratch *scratch)
 {
-    if (!smla_py_has_rank(call, ATT_Q, 3) || !smla_py_has_rank(call, ATT_INDICES, 2) ||
-        call->arrays[ATT_WORKSPACE].object != NULL) {
+    const int64_t bytes = smla_py_workspace_bytes(a);
+    if (bytes == 0) {
         return 0;
     }
-    const smla_attention_workspace_args needs = {
-        .struct_size = sizeof needs,
-        .num_tokens = smla_py_call_dim(call, ATT_Q, 0),
-        .num_heads = smla_py_call_dim(call, ATT_Q, 1),
-        .topk = smla_py_call_dim(call, ATT_INDICES, 1),
-        .extra_topk = smla_py_call_dim(call, ATT_EXTRA_INDICES, 1),
-        .num_splits = a->num_splits,
-        .device = call->arrays[ATT_OUT].view.device,
-    };
-    if (call->arrays[ATT_OUT].object == NULL ||
-        smla_attention_workspace_size(&needs, bytes, NULL) != SMLA_OK || *bytes == 0) {
-        return 0; /* the attention call finds the same fault, with better words */
-    }
-    if (needs.device.device_type != kDLCPU) {
-        smla_py_array *workspace = &call->arrays[ATT_WORKSPACE];
-        if (smla_py_allocate_result(call, ATT_WORKSPACE, uint8, 1, bytes) < 0) {
+    if (a->out->device.device_type == kDLCPU) {
+        a->workspace = smla_py_take_scratch(scratch, bytes);
+        if (a->workspace == NULL) {
+            PyErr_NoMemory();
             return -1;
         }
-        workspace->is_foreign |= Py_TYPE(workspace->object) == call->state->tensor_type;
         return 0;
     }
-    *memory = aligned_alloc(64, ((size_t)*bytes + 63) / 64 * 64);
-    if (*memory == NULL) {
-        PyErr_NoMemory();
+    smla_py_array *workspace = &call->arrays[ATT_WORKSPACE];
+    if (smla_py_allocate_result(call, ATT_WORKSPACE, uint8, 1, &bytes) < 0) {
         return -1;
     }
-    *scratch = (DLTensor){
-        .data = *memory, .device = needs.device, .ndim = 1, .dtype = uint8, .shape = bytes};
+    workspace->is_foreign |= Py_TYPE(workspace->object) == call->state->tensor_type;
+    a->workspace = smla_py_view(workspace);
     return 0;
 }
 
@@ -180,11 +163,7 @@ sparse_attention(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     }
     a.lse_empty_is_plus_inf = empty_lse_is_plus_inf;
     wants_max_logits |= call.arrays[ATT_MAX_LOGITS].object != NULL;
-    DLTensor scratch = {.data = NULL};
-    int64_t scratch_bytes = 0;
-    void *memory = NULL;
-    if (allocate_attention(&call, wants_max_logits) < 0 ||
-        allocate_workspace(&call, &a, &scratch, &scratch_bytes, &memory) < 0) {
+    if (allocate_attention(&call, wants_max_logits) < 0) {
         return smla_py_fail(&call);
     }
     a.q = smla_py_call_view(&call, ATT_Q);
@@ -199,10 +178,14 @@ sparse_attention(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     a.out = smla_py_call_view(&call, ATT_OUT);
     a.lse = smla_py_call_view(&call, ATT_LSE);
     a.max_logits = smla_py_call_view(&call, ATT_MAX_LOGITS);
-    a.workspace = memory != NULL ? &scratch : smla_py_call_view(&call, ATT_WORKSPACE);
+    a.workspace = smla_py_call_view(&call, ATT_WORKSPACE);
+    smla_py_scratch scratch = {.bytes = 0};
+    if (allocate_workspace(&call, &a, &scratch) < 0) {
+        return smla_py_fail(&call);
+    }
     Py_BEGIN_ALLOW_THREADS
     status = smla_sparse_attention(&a, &error);
-    free(memory);
+    free(scratch.tensor.data);
     Py_END_ALLOW_THREADS
     return smla_py_finish(&call, status, &error, (int[]){ATT_OUT, ATT_LSE, ATT_MAX_LOGITS},
                           wants_max_logits ? 3 : 2);

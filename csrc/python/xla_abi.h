@@ -1,0 +1,146 @@
+/* xla_abi.h: what a handler of custom calls must know of XLA: the call frame, in plain C.
+ *
+ * JAX hands a frame to a registered function: arrays, results and attributes of one call. This is
+ * the part of that ABI which handlers read, in our names, so that no header of jaxlib is needed to
+ * build and any jaxlib serves at run time. Every struct begins with its size; inside a major version
+ * XLA only appends fields, and a change that moves one raises the major version. XLA checks a
+ * handler's version when it is registered. Source of the layout: openxla/xla, xla/ffi/api/c_api.h.
+ */
+#ifndef SMLA_XLA_ABI_H
+#define SMLA_XLA_ABI_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { SMLA_XLA_MAJOR = 0, SMLA_XLA_MINOR = 1 }; /* the version described here */
+
+/* A chain of extras at the head of most structs. XLA asks a handler what it is by a frame with the
+ * metadata extension instead of a call. */
+enum { SMLA_XLA_EXTENSION_METADATA = 1 };
+
+typedef struct smla_xla_extension {
+    size_t struct_size;
+    int type;
+    struct smla_xla_extension *next;
+} smla_xla_extension;
+
+typedef struct smla_xla_version {
+    size_t struct_size;
+    smla_xla_extension *extensions;
+    int major;
+    int minor;
+} smla_xla_version;
+
+typedef struct smla_xla_metadata {
+    size_t struct_size;
+    smla_xla_version version; /* out: what the handler was written for */
+} smla_xla_metadata;
+
+typedef struct smla_xla_metadata_extension {
+    smla_xla_extension base;
+    smla_xla_metadata *metadata;
+} smla_xla_metadata_extension;
+
+/* ---- Errors: made by XLA's function, owned by XLA once returned; NULL is success ------------- */
+
+typedef struct smla_xla_error smla_xla_error;
+
+typedef enum smla_xla_code {
+    SMLA_XLA_INVALID_ARGUMENT = 3,
+    SMLA_XLA_RESOURCE_EXHAUSTED = 8,
+    SMLA_XLA_INTERNAL = 13,
+} smla_xla_code;
+
+typedef struct smla_xla_error_args {
+    size_t struct_size;
+    smla_xla_extension *extensions;
+    const char *message; /* copied */
+    smla_xla_code code;
+} smla_xla_error_args;
+
+typedef struct smla_xla_api {
+    size_t struct_size;
+    smla_xla_extension *extensions;
+    smla_xla_version version;
+    const void *internal;
+    smla_xla_error *(*create_error)(smla_xla_error_args *args);
+} smla_xla_api;
+
+/* ---- Arrays: dense, the last dimension contiguous -------------------------------------------- */
+
+/* Of an element: the types that operators take, or are often given. */
+typedef enum smla_xla_type {
+    SMLA_XLA_PRED = 1,
+    SMLA_XLA_S8 = 2,
+    SMLA_XLA_S16 = 3,
+    SMLA_XLA_S32 = 4,
+    SMLA_XLA_S64 = 5,
+    SMLA_XLA_U8 = 6,
+    SMLA_XLA_U16 = 7,
+    SMLA_XLA_U32 = 8,
+    SMLA_XLA_U64 = 9,
+    SMLA_XLA_F16 = 10,
+    SMLA_XLA_F32 = 11,
+    SMLA_XLA_F64 = 12,
+    SMLA_XLA_BF16 = 16,
+    SMLA_XLA_F8E4M3FN = 20,
+} smla_xla_type;
+
+typedef struct smla_xla_buffer {
+    size_t struct_size;
+    smla_xla_extension *extensions;
+    int type; /* smla_xla_type, or one that is not listed there */
+    void *data;
+    int64_t rank;
+    int64_t *dims;
+} smla_xla_buffer;
+
+enum { SMLA_XLA_IS_BUFFER = 1 };
+
+typedef struct smla_xla_buffers { /* arguments or results */
+    size_t struct_size;
+    smla_xla_extension *extensions;
+    int64_t size;
+    int *kinds;   /* SMLA_XLA_IS_BUFFER */
+    void **items; /* smla_xla_buffer * */
+} smla_xla_buffers;
+
+/* ---- Attributes: constants of the call site, by name ----------------------------------------- */
+
+enum { SMLA_XLA_IS_SCALAR = 3, SMLA_XLA_IS_STRING = 4 };
+
+typedef struct smla_xla_span { /* not terminated */
+    const char *text;
+    size_t length;
+} smla_xla_span;
+
+typedef struct smla_xla_scalar {
+    int type; /* smla_xla_type */
+    const void *value;
+} smla_xla_scalar;
+
+typedef struct smla_xla_attributes {
+    size_t struct_size;
+    smla_xla_extension *extensions;
+    int64_t size;
+    int *kinds;
+    smla_xla_span **names;
+    void **items; /* smla_xla_scalar * or smla_xla_span * */
+} smla_xla_attributes;
+
+/* ---- The call -------------------------------------------------------------------------------- */
+
+typedef struct smla_xla_frame {
+    size_t struct_size;
+    smla_xla_extension *extensions;
+    const smla_xla_api *api; /* may be NULL with the metadata extension */
+    void *context;
+    int stage; /* a lone handler is called in one only, the execution */
+    smla_xla_buffers arguments;
+    smla_xla_buffers results;
+    smla_xla_attributes attributes;
+} smla_xla_frame;
+
+typedef smla_xla_error *smla_xla_handler(smla_xla_frame *frame);
+
+#endif /* SMLA_XLA_ABI_H */

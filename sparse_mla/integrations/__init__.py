@@ -1,0 +1,1 @@
+"""Optional modules for frameworks; none is imported by sparse_mla itself."""

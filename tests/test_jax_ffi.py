@@ -1,0 +1,504 @@
+"""sparse_mla.integrations.jax: calls from compiled programs, with the bits of a direct call."""
+
+import ctypes
+import doctest
+import inspect
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import cases
+import device
+import numpy as np
+import pytest
+import reference as ref
+from helpers import assert_same_bits, assert_within_bounds, find_framework
+
+import sparse_mla
+
+pytestmark = pytest.mark.jax
+CALLS = cases.FRAMEWORK_CALLS
+WRITTEN = {"concat_and_cache_mla": "kv_cache", "gather_kv_cache": "out"}
+RESULTS = ("out", "lse", "max_logits")
+
+
+@pytest.fixture
+def place():
+    """JAX's arrays on the CPU, on machines with a GPU too."""
+    return find_framework("jax", "cpu")
+
+
+@pytest.fixture
+def smla(place):
+    return device.import_quietly("sparse_mla.integrations.jax")
+
+
+def plain(op: str) -> cases.Call:
+    """A good call whose results are new."""
+    call = CALLS[op]()
+    for name in RESULTS:
+        if op != "gather_kv_cache":
+            call.kwargs.pop(name, None)
+    return call
+
+
+def moved(op: str, place) -> cases.Call:
+    call = plain(op)
+    for name, x in call.arrays().items():
+        call.set(name, place.put(x))
+    return call
+
+
+def split_options(call: cases.Call) -> tuple[dict, dict]:
+    """(arrays, options): what a program gets as arguments, and what is fixed in it."""
+    given = {**call.args, **call.kwargs}
+    arrays = {name: x for name, x in given.items() if hasattr(x, "shape")}
+    return arrays, {name: x for name, x in given.items() if name not in arrays}
+
+
+def jitted(jax, function, call: cases.Call, **jit_options):
+    """The call's arrays, and a program of them."""
+    arrays, options = split_options(call)
+    run = lambda arrays: function(**arrays, **options)  # noqa: E731
+    return arrays, jax.jit(run, **jit_options)
+
+
+def assert_same(got, want, what: str = "") -> None:
+    got, want = (x if isinstance(x, (tuple, list)) else (x,) for x in (got, want))
+    for i, (x, y) in enumerate(zip(got, want, strict=True)):
+        assert_same_bits(np.asarray(x), np.asarray(y), f"{what} result {i}")
+
+
+# --- one result for all --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["eager", "jit"])
+@pytest.mark.parametrize("op", CALLS)
+def test_the_direct_call_s_bits(place, smla, op, how):
+    want = plain(op).run(sparse_mla)
+    call = moved(op, place)
+    if how == "eager":
+        got = call.run(smla)
+    else:
+        arrays, run = jitted(place.module, getattr(smla, op), call)
+        got = run(arrays)
+        assert "custom-call" in run.lower(arrays).compile().as_text()
+    assert all(place.owns(x) for x in (got if isinstance(got, tuple) else (got,)))
+    assert_same(got, want, op)
+
+
+@pytest.mark.parametrize("name", cases.ATTENTION)
+def test_attention(place, smla, name):
+    case = cases.ATTENTION[name].make()
+    want = case.run(sparse_mla.sparse_attention, return_max_logits=True)
+    got = case.run(smla.sparse_attention, place.put, return_max_logits=True)
+    assert_same(got, want, name)
+
+
+def test_attention_against_fp64(place, smla):
+    case = cases.ATTENTION["extra_same"].make()
+    run = place.module.jit(
+        smla.sparse_attention, static_argnames=("softmax_scale", "num_splits", "return_max_logits")
+    )
+    results = case.run(run, place.put, return_max_logits=True)
+    got = dict(zip(RESULTS, map(np.asarray, results), strict=True))
+    assert_within_bounds(case.reference(), got, units=16)
+
+
+def test_subnormal_numbers_survive(place, smla):
+    """XLA flushes them to zero on its threads, but not in these calls, nor after them."""
+    jax = place.module
+    tiny = np.full((64, 8, 512), 1e-40, np.float32)
+    lse = np.zeros((64, 8), np.float32)
+
+    @jax.jit
+    def run(x, lse):
+        out, _ = smla.merge_attn_states(x, lse, x, lse)
+        return x * 0.5, out, out * 0.5
+
+    flushed, out, after = map(np.asarray, run(*map(place.put, (tiny, lse))))
+    assert_same(out, sparse_mla.merge_attn_states(tiny, lse, tiny, lse)[0])
+    assert (out == tiny).all()
+    assert np.array_equal(flushed, after)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, ref.E4M3])
+def test_dtypes_of_cache_bytes(place, smla, dtype):
+    jnp = place.module.numpy
+    call = plain("concat_and_cache_mla")
+    call.args["kv_cache"] = call.args["kv_cache"].view(dtype)
+    arrays = {name: jnp.array(x, device=place.place) for name, x in call.args.items()}
+    got = smla.concat_and_cache_mla(**arrays)
+    assert_same(got, call.run(sparse_mla))
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_dtypes_of_latents(place, smla, name):
+    call = plain("concat_and_cache_mla")
+    dtype = ref.BF16 if name == "bfloat16" else np.dtype(name)
+    for part in ("kv_c", "k_pe"):
+        call.args[part] = call.args[part].astype(np.float32).astype(dtype)
+    got = smla.concat_and_cache_mla(*map(place.put, call.args.values()))
+    assert_same(got, call.run(sparse_mla))
+
+
+def test_index_counts(place, smla):
+    call = plain("convert_req_index_to_global_index")
+    call.kwargs["valid_counts"] = True
+    arrays, options = split_options(call)
+    put = {name: place.put(x) for name, x in arrays.items()}
+    got = smla.convert_req_index_to_global_index(**put, **options)
+    assert_same(got, call.run(sparse_mla))
+
+
+def test_arrays_that_the_program_lays_out_itself(place, smla):
+    """Transposed and cut inside the program: XLA hands dense rows to the call."""
+    jax = place.module
+    case = cases.ATTENTION["h17_k63"].make()
+    want = case.run(sparse_mla.sparse_attention)
+
+    @jax.jit
+    def run(q, kv, indices):
+        q = q.transpose(1, 2, 0).transpose(2, 0, 1)
+        wide = jax.numpy.concatenate([kv, kv], 2)[:, :, 656:]
+        return smla.sparse_attention(q, wide, indices.T.T, **case.options)
+
+    assert_same(run(*map(place.put, (case.q, case.kv, case.indices))), want)
+
+
+# --- what is written -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", WRITTEN)
+def test_a_written_array_is_new_unless_it_is_donated(place, smla, op):
+    jax, name = place.module, WRITTEN[op]
+    call = moved(op, place)
+    before = np.array(call.get(name))
+    want = plain(op).run(sparse_mla)
+    arrays, run = jitted(jax, getattr(smla, op), call)
+    assert_same(run(arrays), want)
+    assert_same(arrays[name], before, "an array that is not donated")
+    rest = {key: x for key, x in arrays.items() if key != name}
+    donating = jax.jit(
+        lambda written, rest: getattr(smla, op)(**rest, **{name: written}), donate_argnums=0
+    )
+    donated = arrays.pop(name)
+    address = donated.unsafe_buffer_pointer()
+    got = donating(donated, rest)
+    assert donated.is_deleted()
+    assert got.unsafe_buffer_pointer() == address
+    assert "copy" not in donating.lower(got, rest).compile().as_text()
+    assert_same(got, want)
+
+
+def decode(jax, smla, cache, inputs):
+    """Steps of a decode in one program, the cache handed from one to the next."""
+
+    def step(cache, x):
+        cache = smla.concat_and_cache_mla(x["latent"], x["rope"], cache, x["slot"])
+        out, lse = smla.sparse_attention(x["q"], cache, x["chosen"], softmax_scale=0.04)
+        return cache, (out, lse)
+
+    return jax.lax.scan(step, cache, inputs)
+
+
+def test_a_decode_loop_in_one_program(place, smla):
+    """Every step attends to what the former ones wrote."""
+    jax, rng, steps = place.module, np.random.default_rng(2), 6
+    inputs = {
+        "latent": cases.random_bf16(rng, steps, 1, 512),
+        "rope": cases.random_bf16(rng, steps, 1, 64),
+        "slot": rng.permutation(20)[:steps, None].astype(np.int32),
+        "q": cases.random_bf16(rng, steps, 1, 4, 576),
+    }
+    inputs["chosen"] = np.where(
+        np.tri(steps, dtype=bool), inputs["slot"][:, 0], np.int32(-1)
+    ).astype(np.int32)[:, None]
+    cache = np.zeros((5, 4, 656), np.uint8)
+    program = jax.jit(lambda *args: decode(jax, smla, *args), donate_argnums=0)
+    placed = {name: place.put(x) for name, x in inputs.items()}
+    last, (out, lse) = program(place.put(cache), placed)
+    for i in range(steps):
+        x = {name: value[i] for name, value in inputs.items()}
+        sparse_mla.concat_and_cache_mla(x["latent"], x["rope"], cache, x["slot"])
+        want = sparse_mla.sparse_attention(x["q"], cache, x["chosen"], softmax_scale=0.04)
+        assert_same((out[i], lse[i]), want, f"step {i}")
+        assert np.isfinite(want[1]).all()
+    assert_same(last, cache)
+
+
+# --- transformations -----------------------------------------------------------------------------
+
+
+def test_vmap_runs_one_call_after_the_other(place, smla):
+    jax, rng = place.module, np.random.default_rng(3)
+    q = cases.random_bf16(rng, 4, 2, 8, 576)
+    kv = cases.make_rows(rng, 30, "fp8")
+    indices = rng.integers(-1, 30, (4, 2, 11)).astype(np.int32)
+    run = jax.jit(
+        jax.vmap(lambda q, i, kv: smla.sparse_attention(q, kv, i, softmax_scale=0.04), (0, 0, None))
+    )
+    out, lse = run(*map(place.put, (q, indices, kv)))
+    for b in range(4):
+        want = sparse_mla.sparse_attention(q[b], kv, indices[b], softmax_scale=0.04)
+        assert_same((out[b], lse[b]), want)
+
+
+def test_vmap_over_slots_makes_a_cache_each(place, smla):
+    call = plain("concat_and_cache_mla")
+    slots = np.stack([call.args["slot_mapping"], call.args["slot_mapping"][::-1]])
+    args = [place.put(x) for x in call.args.values()]
+    caches = place.module.vmap(smla.concat_and_cache_mla, (None, None, None, 0))(
+        *args[:3], place.put(slots)
+    )
+    for cache, slot_mapping in zip(caches, slots, strict=True):
+        call.args |= {"kv_cache": np.zeros((3, 4, 656), np.uint8), "slot_mapping": slot_mapping}
+        assert_same(cache, call.run(sparse_mla))
+
+
+def test_derivatives_are_refused(place, smla):
+    call = moved("merge_attn_states", place)
+    loss = lambda out_a: smla.merge_attn_states(out_a, *list(call.args.values())[1:])[0].sum()  # noqa: E731
+    with pytest.raises(ValueError, match=r"sparse_mla.*cannot be differentiated"):
+        place.module.grad(loss)(call.args["out_a"])
+
+
+def test_an_exported_program_serves_any_number_of_tokens(place, smla):
+    jax, case = place.module, cases.ATTENTION["t33_h8"].make()
+    export = device.import_quietly("jax.export")
+    options = {name: x for name, x in case.options.items() if name == "softmax_scale"}
+    run = jax.jit(lambda *arrays: smla.sparse_attention(*arrays, **options))
+    arrays = [place.put(x) for x in (case.q, case.kv, case.indices)]
+    tokens = export.symbolic_shape("tokens")[0]
+    shapes = [
+        jax.ShapeDtypeStruct((tokens if i != 1 else x.shape[0], *x.shape[1:]), x.dtype)
+        for i, x in enumerate(arrays)
+    ]
+    checks = [export.DisabledSafetyCheck.custom_call("sparse_mla")]
+    exported = export.export(run, platforms=["cpu"], disabled_checks=checks)(*shapes)
+    for n in (33, 7, 1):
+        got = exported.call(arrays[0][:n], arrays[1], arrays[2][:n])
+        want = sparse_mla.sparse_attention(case.q[:n], case.kv, case.indices[:n], **options)
+        assert_same(got, want, f"{n} tokens")
+
+
+# --- threads -------------------------------------------------------------------------------------
+
+
+def test_programs_in_many_threads(place, smla):
+    """The handler runs on XLA's threads, each with OpenMP threads of its own."""
+    case = cases.ATTENTION["h64_k300"].make()
+    want = case.run(sparse_mla.sparse_attention)
+    arrays = [place.put(x) for x in (case.q, case.kv, case.indices)]
+    sink = place.put(case.options["attn_sink"])
+    scale = case.options["softmax_scale"]
+    run = place.module.jit(
+        lambda *arrays, sink: smla.sparse_attention(*arrays, attn_sink=sink, softmax_scale=scale)
+    )
+
+    def work(_):
+        return [run(*arrays, sink=sink) for _ in range(10)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for results in pool.map(work, range(8)):
+            for got in results:
+                assert_same(got, want)
+
+
+def test_many_calls_of_one_program(place, smla):
+    """Independent calls, which XLA may run at once."""
+    jax, case = place.module, cases.ATTENTION["h16_k64"].make()
+    scale = case.options["softmax_scale"]
+
+    @jax.jit
+    def run(q, kv, indices):
+        return [
+            smla.sparse_attention(q * 2.0**i, kv, indices, softmax_scale=scale * 2.0**-i)
+            for i in range(16)
+        ]
+
+    want = case.run(sparse_mla.sparse_attention)
+    for got in run(*map(place.put, (case.q, case.kv, case.indices))):
+        assert_same(got, want)
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_errors_have_the_direct_call_s_text(place, smla, op):
+    """The last array has a wrong dtype."""
+    call = plain(op)
+    name = list(call.arrays())[-1]
+    call.set(name, call.get(name).astype(np.int16))
+    with pytest.raises(TypeError) as caught:
+        call.run(sparse_mla)
+    for key, x in call.arrays().items():
+        call.set(key, place.put(x))
+    arrays, run = jitted(place.module, getattr(smla, op), call)
+    with pytest.raises(RuntimeError) as failed:
+        place.module.block_until_ready(run(arrays))
+    assert str(caught.value) in str(failed.value)
+    assert "INVALID_ARGUMENT" in str(failed.value)
+
+
+def test_bad_values_are_reported_and_nothing_is_written(place, smla):
+    call = moved("concat_and_cache_mla", place)
+    call.args["slot_mapping"] = call.args["slot_mapping"].at[1].set(12)
+    arrays, run = jitted(place.module, smla.concat_and_cache_mla, call)
+    with pytest.raises(RuntimeError, match=r"concat_and_cache_mla: `slot_mapping` must .*12"):
+        place.module.block_until_ready(run(arrays))
+    assert not np.asarray(arrays["kv_cache"]).any()
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "value"),
+    [
+        ("sparse_attention", "num_splits", 65),
+        ("sparse_attention", "num_splits", -1),
+        ("sparse_attention", "num_splits", 2**32 + 1),
+        ("sparse_attention", "kv_format", "bfloat16"),
+        ("sparse_attention", "kv_format", "fp8"),
+        ("concat_and_cache_mla", "kv_cache_dtype", "auto"),
+        ("convert_req_index_to_global_index", "block_size", 0),
+    ],
+)
+def test_bad_options_are_reported(place, smla, op, name, value):
+    call = plain(op)
+    call.kwargs[name] = value
+    with pytest.raises((TypeError, ValueError, OverflowError), match=f"{op}: `"):
+        call.run(sparse_mla)
+    call = moved(op, place)
+    call.kwargs[name] = value
+    with pytest.raises(RuntimeError, match=rf"INVALID_ARGUMENT.*{op}: `\w+` must .*, got"):
+        place.module.block_until_ready(call.run(smla))
+
+
+def test_a_rank_without_a_result_is_refused_while_tracing(place, smla):
+    call = moved("sparse_attention", place)
+    call.args["q"] = call.args["q"][0]
+    with pytest.raises(ValueError, match="sparse_attention: `q` must have 3 dimensions, got 2"):
+        call.run(smla)
+
+
+def test_options_are_fixed_when_tracing(place, smla):
+    jax, call = place.module, moved("sparse_attention", place)
+    run = jax.jit(lambda scale: smla.sparse_attention(*call.args.values(), softmax_scale=scale))
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        run(0.04)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "text"),
+    [
+        ({"operator": "no_such_thing", "present": 0b101}, "`operator` must name an operator"),
+        ({"present": 0b101}, "`operator` must name an operator"),
+        ({"operator": "k_up_proj"}, "`present` must be a 64-bit scalar"),
+        ({"operator": "k_up_proj", "present": 0b001}, "`present` must name the 2 arrays"),
+        ({"operator": "k_up_proj", "present": 0b111}, "`present` must name the 2 arrays"),
+        ({"operator": "k_up_proj", "present": 0b1101}, "`present` must name the 2 arrays"),
+        ({"operator": "k_up_proj", "present": -1}, "`present` must name the 2 arrays"),
+        ({"operator": "k_up_proj", "present": 0b101}, "`W_UK` must be given, got none"),
+        ({"operator": "sparse_attention", "present": 0b101}, "`softmax_scale` must be a 64-bit"),
+        ({"operator": "sparse_attention", "present": 1 << 63}, "`present` must name the 2 arrays"),
+    ],
+)
+def test_call_sites_of_another_making(place, smla, attributes, text):
+    """The handler trusts no attribute."""
+    jax = place.module
+    x = place.put(cases.random_bf16(np.random.default_rng(1), 2, 4, 16))
+    if "present" in attributes:
+        attributes = attributes | {"present": np.uint64(attributes["present"] % 2**64).view("i8")}
+    call = jax.ffi.ffi_call("sparse_mla", jax.ShapeDtypeStruct((2, 4, 512), "bfloat16"))
+    with pytest.raises(RuntimeError, match=text):
+        jax.block_until_ready(call(x, **attributes))
+
+
+class Buffers(ctypes.Structure):
+    """Arguments or results of a call frame, none of them."""
+
+    _fields_ = [("struct_size", ctypes.c_size_t), ("rest", ctypes.c_void_p * 4)]
+
+
+class Attributes(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("rest", ctypes.c_void_p * 5)]
+
+
+class ErrorArgs(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extensions", ctypes.c_void_p),
+        ("message", ctypes.c_char_p),
+        ("code", ctypes.c_int),
+    ]
+
+
+CreateError = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ErrorArgs))
+
+
+class Api(ctypes.Structure):
+    _fields_ = [("head", ctypes.c_size_t * 6), ("create_error", CreateError)]
+
+
+class Frame(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extensions", ctypes.c_void_p),
+        ("api", ctypes.POINTER(Api)),
+        ("context", ctypes.c_void_p),
+        ("stage", ctypes.c_int),
+        ("arguments", Buffers),
+        ("results", Buffers),
+        ("attributes", Attributes),
+    ]
+
+
+@pytest.mark.parametrize("grown", [None, "arguments", "results", "attributes"])
+def test_a_call_frame_of_another_layout(grown):
+    """A part that has grown moves what comes after it: nothing of the frame is read then."""
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    address = get_pointer(sparse_mla._C.xla_handler(), None)
+    handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(Frame))(address)
+    texts = []
+
+    def create_error(args):
+        assert args.contents.struct_size >= 28
+        texts.append(args.contents.message.decode())
+        return 1
+
+    api = Api(create_error=CreateError(create_error))
+    frame = Frame(struct_size=ctypes.sizeof(Frame), api=ctypes.pointer(api), stage=3)
+    for name in ("arguments", "results", "attributes"):
+        part = getattr(frame, name)
+        part.struct_size = ctypes.sizeof(part) + 8 * (name == grown)
+    assert handler(ctypes.byref(frame)) == 1
+    wanted = "`operator` must name" if grown is None else "XLA's call frame must be that of version"
+    assert wanted in texts[0]
+
+
+# --- the module ----------------------------------------------------------------------------------
+
+
+def test_signatures_are_the_operators_less_what_jax_arrays_cannot_be(smla):
+    immutable = {"stream", "workspace", *RESULTS}
+    for op in CALLS:
+        theirs = inspect.signature(getattr(sparse_mla, op)).parameters
+        want = [p for p in theirs if p not in immutable or p == WRITTEN.get(op)]
+        assert list(inspect.signature(getattr(smla, op)).parameters) == want
+
+
+def test_docstring_examples_run(smla):
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    tests = [test for test in finder.find(smla) if test.examples]
+    assert {f"{smla.__name__}.{op}" for op in CALLS} < {test.name for test in tests}
+    report = []
+    for test in tests:
+        doctest.DocTestRunner(verbose=False).run(test, out=report.append)
+    assert not report, "".join(report)
+
+
+def test_import_without_jax():
+    code = "import sys; sys.modules['jax'] = None; import sparse_mla.integrations.jax"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ImportError: sparse_mla.integrations.jax needs JAX" in done.stderr
