@@ -276,3 +276,16 @@ def assert_error_text(error: BaseException, op: str, arguments) -> None:
     pattern = rf"^{re.escape(op)}: `({names})` must .+, got .+"
     text = str(error)
     assert re.search(pattern, text, re.DOTALL), f"{text!r} does not match {pattern!r}"
+
+
+# --- documentation -------------------------------------------------------------------------------
+
+
+def run_examples(page: str, word: str) -> None:
+    """Runs the Python blocks of a page below docs/ that mention a word."""
+    text = (Path(__file__).parents[1] / "docs" / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    chosen = [block for block in blocks if word in block]
+    assert chosen, f"no example with {word} in {page}"
+    for block in chosen:
+        exec(compile(block, page, "exec"), {"__name__": page})

@@ -12,7 +12,7 @@ import device
 import numpy as np
 import pytest
 import reference as ref
-from helpers import assert_same_bits, assert_within_bounds, find_framework
+from helpers import assert_same_bits, assert_within_bounds, find_framework, run_examples
 
 import sparse_mla
 
@@ -30,7 +30,8 @@ def place():
 
 @pytest.fixture
 def smla(place):
-    return device.import_quietly("sparse_mla.integrations.jax")
+    with place.module.default_device(place.place):
+        yield device.import_quietly("sparse_mla.integrations.jax")
 
 
 def plain(op: str) -> cases.Call:
@@ -496,6 +497,10 @@ def test_docstring_examples_run(smla):
     for test in tests:
         doctest.DocTestRunner(verbose=False).run(test, out=report.append)
     assert not report, "".join(report)
+
+
+def test_the_page_s_example_runs(smla):
+    run_examples("frameworks.md", "import jax")
 
 
 def test_import_without_jax():

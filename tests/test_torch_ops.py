@@ -14,19 +14,17 @@ import device
 import numpy as np
 import pytest
 import reference as ref
-from helpers import assert_error_text, assert_same_bits, find_framework
+from helpers import assert_error_text, assert_same_bits, find_framework, run_examples
 
 import sparse_mla
 
 pytestmark = pytest.mark.torch
-INDUCTOR = pytest.param(
-    "inductor",
-    marks=[
-        pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++"),
-        pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of its own imports
-    ],
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+quiet = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",  # of what PyTorch imports late
+    "ignore:TensorFloat32",  # inductor's advice on a GPU
 )
-BACKENDS = ["aot_eager", INDUCTOR]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=[needs_compiler, quiet])]
 RESULTS = ("out", "lse", "max_logits")
 
 
@@ -130,6 +128,12 @@ def test_docstring_examples_run(smla):
     for test in tests:
         doctest.DocTestRunner(verbose=False).run(test, out=report.append, clear_globs=False)
     assert not report, "".join(report)
+
+
+@needs_compiler
+@quiet
+def test_the_page_s_example_runs(smla):
+    run_examples("frameworks.md", "import torch")
 
 
 def test_import_without_pytorch():
@@ -428,6 +432,30 @@ def test_gradients_are_refused_not_dropped(place, smla, how, name):
             out = attempt()
         assert not out.requires_grad
         assert_same(place, out, want)
+
+
+@quiet
+@pytest.mark.parametrize("op", ["k_up_proj", "merge_attn_states"])
+def test_derivatives_of_torch_func_are_refused(place, smla, op):
+    """There tensors carry their gradients in wrappers, which the kernels never see."""
+    torch, call = place.module, moved(op, place)
+    x, *rest = call.args.values()
+
+    def run(x):
+        results = getattr(smla, op)(x, *rest)
+        return results if op == "k_up_proj" else results[0]
+
+    with pytest.raises(BufferError, match=rf"{op}: `\w+` must not require gradients"):
+        torch.func.grad(lambda x: run(x).float().sum())(x)
+    with pytest.raises(BufferError, match=rf"{op}: `\w+` must not require gradients"):
+        torch.func.jvp(run, (x,), (x,))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # it runs one by one
+def test_vmap_runs_one_call_after_the_other(place, smla):
+    torch, (q, weight) = place.module, moved("k_up_proj", place).args.values()
+    got = torch.vmap(lambda x: smla.k_up_proj(x, weight))(torch.stack([q, q * 2]))
+    assert_same(place, got, torch.stack([sparse_mla.k_up_proj(x, weight) for x in (q, q * 2)]))
 
 
 @pytest.mark.parametrize("name", ["kv", "attn_sink", "out"])

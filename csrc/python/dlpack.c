@@ -265,8 +265,8 @@ prepare_immutable(const smla_py_state *state, const char *op, const char *name, 
     }
     if (traced) {
         PyErr_Format(PyExc_BufferError,
-                     "%s: `%s` must be a concrete array, got a jax tracer: the call cannot be "
-                     "traced; call it outside jax.jit, or through jax.pure_callback",
+                     "%s: `%s` must be a concrete array, got a jax tracer: inside jax.jit call "
+                     "sparse_mla.integrations.jax (on the CPU), else call it outside",
                      op, name);
         return -1;
     }
