@@ -3,6 +3,7 @@
 import ctypes
 import doctest
 import inspect
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import reference as ref
 from helpers import assert_same_bits, assert_within_bounds, find_framework, run_examples
+from test_leaks import resident
 
 import sparse_mla
 
@@ -283,6 +285,39 @@ def test_an_exported_program_serves_any_number_of_tokens(place, smla):
         assert_same(got, want, f"{n} tokens")
 
 
+SHARDED = """
+import cases, jax, numpy as np, sparse_mla
+import sparse_mla.integrations.jax as smla
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+case = cases.ATTENTION["h16_k64"].make()
+scale = case.options["softmax_scale"]
+attend = lambda q, kv, indices: smla.sparse_attention(q, kv, indices, softmax_scale=scale)
+mesh = Mesh(np.array(jax.devices()), ("heads",))
+assert mesh.size == 2
+by_heads = P(None, "heads")
+sharded = jax.shard_map(
+    attend, mesh=mesh, in_specs=(by_heads, P(), P()), out_specs=(by_heads, by_heads)
+)
+q = jax.device_put(case.q, NamedSharding(mesh, by_heads))
+want = sparse_mla.sparse_attention(case.q, case.kv, case.indices, softmax_scale=scale)
+for run, shards in ((sharded, 2), (attend, 1)):
+    for x, y in zip(jax.jit(run)(q, case.kv, case.indices), want, strict=True):
+        assert np.asarray(x).tobytes() == y.tobytes()
+        assert x.sharding.shard_shape(x.shape)[1] * shards == 16
+"""
+
+
+def test_heads_over_two_devices(place):
+    """With shard_map a call per device, on its heads; else XLA gathers what is sharded."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    folders = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, **flags, "PYTHONPATH": folders}
+    command = [sys.executable, "-c", SHARDED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 # --- threads -------------------------------------------------------------------------------------
 
 
@@ -321,6 +356,31 @@ def test_many_calls_of_one_program(place, smla):
     want = case.run(sparse_mla.sparse_attention)
     for got in run(*map(place.put, (case.q, case.kv, case.indices))):
         assert_same(got, want)
+
+
+def test_workspace_taken_inside_a_call_is_freed(place, smla):
+    """By calls that fail, too."""
+    case = cases.AttentionCase(16, 64, 300, num_splits=5).make()
+    size = sparse_mla.attention_workspace_size(16, 64, 300, num_splits=5, device="cpu")
+    assert size > 1 << 20
+    scale = case.options["softmax_scale"]
+    run = place.module.jit(
+        lambda *arrays: smla.sparse_attention(*arrays, softmax_scale=scale, num_splits=5)
+    )
+    good = [place.put(x) for x in (case.q, case.kv, case.indices)]
+    bad = [good[0], good[1].astype(np.int16), good[2]]
+
+    def both():
+        place.module.block_until_ready(run(*good))
+        with pytest.raises(RuntimeError, match="`kv` must be"):
+            place.module.block_until_ready(run(*bad))
+
+    for _ in range(3):
+        both()
+    before = resident()
+    for _ in range(60):
+        both()
+    assert resident() - before < max(16 << 20, 20 * size)
 
 
 # --- what is refused -----------------------------------------------------------------------------

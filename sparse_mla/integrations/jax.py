@@ -6,9 +6,10 @@ less `out` and the like where a result is new: JAX arrays are immutable, XLA pla
 place when the caller donates it to `jit`, and XLA copies it first otherwise. Options are Python
 values, fixed when a function is traced; results have the bits of an eager call.
 
-Faults that shapes show before tracing ends are the exceptions of `sparse_mla`; all others come when
-the program runs, as XLA's error with the same text. `vmap` runs the calls one after the other.
-There is no derivative. Arrays on a GPU are refused: eager calls of `sparse_mla` take those.
+Ranks that leave a result without a shape are a ValueError while tracing. All other errors come when
+the program runs, as `jax.errors.JaxRuntimeError` with the text of an eager call. `vmap` runs the
+calls one after the other, derivatives do not exist. Arrays on a GPU are a ValueError: eager calls
+of `sparse_mla` take those.
 
 Needs JAX 0.5 or later.
 
@@ -29,12 +30,11 @@ import numpy as np
 
 try:
     import jax
+    import jax.ffi
 except ImportError as error:
-    raise ImportError("sparse_mla.integrations.jax needs JAX: pip install jax") from error
-if not hasattr(jax, "ffi"):
     raise ImportError(
-        f"sparse_mla.integrations.jax needs JAX 0.5.1 or later, got {jax.__version__}"
-    )
+        "sparse_mla.integrations.jax needs JAX 0.5 or later: pip install jax"
+    ) from error
 
 from sparse_mla import _C
 from sparse_mla.integrations import _results
