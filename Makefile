@@ -55,7 +55,7 @@ $(VENV)/%.txt: pyproject.toml buildtools/requirements.py | $(VENV)/bin/python
 	$(PY) -m pip install --quiet --disable-pip-version-check -r $@.part
 	@mv $@.part $@
 
-frameworks: $(VENV)/frameworks.txt ## install PyTorch and JAX, for the tests and benchmarks to use
+frameworks: $(VENV)/frameworks.txt ## install PyTorch, JAX and Transformers, for tests and benchmarks
 
 # NVIDIA's compiler too, where this build takes it from PyPI.
 environment: $(VENV)/test.txt

@@ -13,7 +13,7 @@ import sparse_mla
 
 # Wheels of CuPy are named by the CUDA version that they are for.
 WHEELS = {"cupy": ("cupy", "cupy-cuda13x", "cupy-cuda12x")}
-FRAMEWORKS = ("numpy", "ml_dtypes", "torch", "jax", "cupy")
+FRAMEWORKS = ("numpy", "ml_dtypes", "torch", "jax", "cupy", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -121,11 +121,22 @@ class Cupy(Framework):
         return x.data.ptr
 
 
+class Transformers(Torch):
+    """Models on torch's tensors."""
+
+    name = "transformers"
+
+    def __init__(self, place: str = "cpu") -> None:
+        super().__init__(place)
+        self.module = device.import_quietly("transformers")
+
+
 FRAMEWORKS: dict[str, type[Framework]] = {
     "numpy": Framework,
     "torch": Torch,
     "jax": Jax,
     "cupy": Cupy,
+    "transformers": Transformers,
 }
 
 

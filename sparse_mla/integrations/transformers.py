@@ -1,0 +1,466 @@
+"""DeepSeek-V3.2 of Hugging Face Transformers, served from a paged cache, step by step.
+
+    runner = ModelRunner(model, kv_cache_dtype="fp8_ds_mla", num_pages=512, ...)
+    logits = runner.step({"a": prompt, "b": [token]})  # prefills and decodes in one batch
+    runner.free("b")
+
+The tokens of a step run through the model as one row, without padding. Embedding, norms, RoPE, MLP,
+MoE and lm_head are Transformers' own, and so are the projections of the attention and the indexer
+that chooses its keys. The rest of the attention is this library's:
+
+    q_a, q_b and kv_a projections, RoPE     the model's
+    concat_and_cache_mla                    the new latents to their pages
+    indexer                                 the model's; its keys lie in pages of the same numbers
+    k_up_proj, SparseMLA.forward, v_up_proj absorb, attend to the keys chosen, return to the heads
+    o_proj                                  the model's
+
+The attention is replaced while a step runs; between steps the model is as it was. On CUDA the work
+goes to torch's current stream, and nothing here waits for the device.
+
+Needs PyTorch, and transformers 5.17 or later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+try:
+    import torch
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
+        DeepseekV32ForCausalLM,
+        apply_rotary_pos_emb_interleave,
+    )
+except ImportError as error:
+    raise ImportError(
+        "sparse_mla.integrations.transformers needs PyTorch, and transformers 5.17 or later, the "
+        f"first with deepseek_v32: {error}"
+    ) from error
+
+import sparse_mla
+
+__all__ = ["ModelRunner"]
+
+
+@dataclass
+class _Request:
+    pages: list[int] = field(default_factory=list)
+    num_tokens: int = 0  # that are cached
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Requests next to each other with equally many new tokens: one call of the indexer."""
+
+    rows: slice  # of the step
+    block_table: torch.Tensor  # [B, W]
+    slots: torch.Tensor  # [B * S]
+    positions: torch.Tensor  # [B, S, 1]
+    is_visible: torch.Tensor  # [B, S, W * block_size] bool: up to the token itself
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """Its part [B, S, ...] of a step's [1, T, ...]."""
+        return x[0, self.rows].unflatten(0, self.positions.shape[:2])
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What all layers of a step share."""
+
+    metadata: sparse_mla.Metadata
+    groups: list[_Group]
+    topk_indices: torch.Tensor  # [T, K] int32, each layer's in turn
+
+
+@dataclass(frozen=True)
+class _IndexKeys:
+    """What the indexer takes for a cache of Transformers: one layer's keys, in pages."""
+
+    pages: torch.Tensor  # [num_pages, block_size, index_head_dim]
+    group: _Group
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Writes keys [B, S, D]; -> all of these requests, [B, W * block_size, D]."""
+        self.pages.flatten(0, 1)[self.group.slots] = keys.flatten(0, 1)
+        return self.pages[self.group.block_table].flatten(1, 2)
+
+
+class _PagedAttention(torch.nn.Module):
+    """Stands in for one layer's attention, whose weights and indexer it uses."""
+
+    def __init__(self, model: Any, config: sparse_mla.Config, num_pages: int) -> None:
+        super().__init__()
+        self.model = model
+        self.mla = sparse_mla.SparseMLA(config, kv_b_proj=model.kv_b_proj)
+        shape = sparse_mla.Backend.get_kv_cache_shape(
+            num_pages, config.block_size, cache_dtype_str=config.kv_cache_dtype
+        )
+        is_fp8 = config.kv_cache_dtype == "fp8_ds_mla"
+        weight = model.indexer.k_norm.weight
+        self.kv_cache = torch.zeros(
+            shape, dtype=torch.uint8 if is_fp8 else torch.bfloat16, device=weight.device
+        )
+        self.index_keys = weight.new_zeros((*shape[:2], model.indexer.head_dim))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, T, hidden_size]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos and sin, [1, T, 64]
+        sparse_mla_step: _Step,
+        **unused: Any,
+    ) -> tuple[torch.Tensor, None]:
+        step, model, config = sparse_mla_step, self.model, self.mla.config
+        q_resid = model.q_a_layernorm(model.q_a_proj(hidden_states))
+        q = model.q_b_proj(q_resid).unflatten(-1, (config.num_heads, -1))
+        q_nope, q_pe = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+        kv = model.kv_a_proj_with_mqa(hidden_states)
+        kv_c, k_pe = kv.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        kv_c = model.kv_a_layernorm(kv_c)
+        q_pe, k_pe = apply_rotary_pos_emb_interleave(
+            q_pe, k_pe.unsqueeze(2), *position_embeddings, unsqueeze_dim=2
+        )
+
+        sparse_mla.concat_and_cache_mla(
+            kv_c[0], k_pe[0, :, 0], self.kv_cache, step.metadata.slot_mapping
+        )
+        for group in step.groups:
+            self._choose_keys(group, hidden_states, q_resid, position_embeddings, step.topk_indices)
+        ql_nope = self.mla.k_up_proj(q_nope[0].bfloat16())
+        out, _ = self.mla.forward(
+            (ql_nope, q_pe[0].bfloat16()), self.kv_cache, step.topk_indices, step.metadata
+        )
+        values = self.mla.v_up_proj(out).flatten(1)
+        return model.o_proj(values.to(hidden_states.dtype))[None], None
+
+    def _choose_keys(
+        self,
+        group: _Group,
+        hidden_states: torch.Tensor,
+        q_resid: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        topk_indices: torch.Tensor,
+    ) -> None:
+        """The indexer's choice for the group, to its rows of topk_indices."""
+        chosen = self.model.indexer(
+            group.take(hidden_states),
+            group.take(q_resid),
+            tuple(map(group.take, position_embeddings)),
+            group.is_visible,
+            None,
+            past_key_values=_IndexKeys(self.index_keys, group),
+        )  # [B, S, <= K] positions; where fewer are visible, it fills up with others
+        chosen = chosen.masked_fill(chosen > group.positions, -1)
+        topk_indices[group.rows, : chosen.shape[2]] = chosen.flatten(0, 1)
+
+
+class ModelRunner:
+    """Runs a DeepSeek-V3.2 model over requests whose keys lie in one paged cache.
+
+    One thread at a time, and the model belongs to that thread during a step.
+
+    Parameters
+    ----------
+    model : DeepseekV32ForCausalLM
+        In eval mode, all of it on one device, in bf16 or fp32. The up projections of its attention
+        are copied (in bf16), so weights that change later do not count.
+    num_pages : int
+        Pages of the cache, shared by all requests. A page has `block_size` tokens of every layer.
+    max_num_seqs, max_num_batched_tokens : int
+        Requests and tokens of a step at most.
+    max_model_len : int
+        Tokens of a request at most; not more than the model's max_position_embeddings.
+    block_size : int
+    kv_cache_dtype : "auto" or "bfloat16", or "fp8_ds_mla"
+    path : str, optional
+        Forces a path of `sparse_mla.Config`.
+
+    Attributes
+    ----------
+    config : sparse_mla.Config
+    num_free_pages : int
+
+    Raises
+    ------
+    TypeError, ValueError
+        Another model, one in training mode or on several devices, limits that do not fit it. Sizes
+        that there are no kernels for: `kv_lora_rank` must be 512 and `qk_rope_head_dim` 64.
+
+    Source: vLLM's model runner, in small.
+
+    docs/transformers.md has an example that runs; examples/deepseek_v32.py is a whole engine.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV32ForCausalLM,
+        *,
+        num_pages: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int = 64,
+        kv_cache_dtype: str = "auto",
+        path: str | None = None,
+    ) -> None:
+        if not isinstance(model, DeepseekV32ForCausalLM):
+            raise TypeError(
+                "ModelRunner: `model` must be a DeepseekV32ForCausalLM, whose indexer chooses the "
+                f"keys, got {type(model).__name__}"
+            )
+        devices = sorted({str(weight.device) for weight in model.parameters()})
+        if len(devices) > 1:
+            raise ValueError(
+                f"ModelRunner: `model` must be on one device, got one on {', '.join(devices)}"
+            )
+        sizes = model.config
+        if num_pages < 1:
+            raise ValueError(f"ModelRunner: `num_pages` must be at least 1, got {num_pages}")
+        if max_model_len > sizes.max_position_embeddings:
+            raise ValueError(
+                "ModelRunner: `max_model_len` must be at most the model's max_position_embeddings "
+                f"= {sizes.max_position_embeddings}, got {max_model_len}"
+            )
+        self.model = model
+        self._check_eval()
+        self.config = sparse_mla.Config(
+            sizes.num_attention_heads,
+            softmax_scale=model.model.layers[0].self_attn.scaling,  # with YaRN's factor
+            kv_lora_rank=sizes.kv_lora_rank,
+            qk_nope_head_dim=sizes.qk_nope_head_dim,
+            qk_rope_head_dim=sizes.qk_rope_head_dim,
+            v_head_dim=sizes.v_head_dim,
+            topk_tokens=sizes.index_topk,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype,
+            path=path,
+            device=devices[0],
+        )
+        self._device = torch.device(devices[0])
+        self._builder = sparse_mla.MetadataBuilder(self.config)
+        self._attentions = [
+            _PagedAttention(layer.self_attn, self.config, num_pages) for layer in model.model.layers
+        ]
+        self._free_pages = list(range(num_pages))
+        self._requests: dict[Hashable, _Request] = {}
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free_pages)
+
+    def step(
+        self, tokens: Mapping[Hashable, Sequence[int] | torch.Tensor], *, all_logits: bool = False
+    ) -> torch.Tensor:
+        """Append tokens to requests, run them through the model, and give the next token's logits.
+
+        Parameters
+        ----------
+        tokens : mapping of requests to [n] token ids, n >= 1
+            A request is any hashable name; it begins with its first tokens. A prompt may come in
+            any number of chunks, in steps that decode other requests. Ids may be a list, or a
+            tensor (on the model's device it is not read by the host).
+        all_logits : bool
+            Logits of every new token, instead of each request's last one.
+
+        Returns
+        -------
+        [requests, vocab_size], or [tokens, vocab_size] with `all_logits`; in the order of `tokens`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Ids that are not one-dimensional integers, a batch or a request beyond the limits.
+        MemoryError
+            Too few free pages. As after every error, the requests have the tokens that they had.
+        """
+        self._check_eval()
+        if not isinstance(tokens, Mapping):
+            raise TypeError(
+                "ModelRunner.step: `tokens` must be a mapping of requests to their new token ids, "
+                f"got {type(tokens).__name__}"
+            )
+        ids = {request: self._check_ids(request, new) for request, new in tokens.items()}
+        self._check_limits(ids)
+        self._allocate(ids)
+        rows: dict[Hashable, range] = {}  # of the step, decodes first, as the builder wants them
+        num_tokens = 0
+        for request in sorted(ids, key=lambda request: len(ids[request]) > 1):
+            rows[request] = range(num_tokens, num_tokens + len(ids[request]))
+            num_tokens = rows[request].stop
+        wanted = [row for r in ids for row in (rows[r] if all_logits else rows[r][-1:])]
+        positions, step = self._plan(rows)
+        with torch.no_grad(), self._attention_replaced():
+            logits = self.model(
+                input_ids=torch.cat([ids[request] for request in rows])[None],
+                position_ids=positions[None],
+                # A mask of four dimensions is taken as it is; no layer reads this one.
+                attention_mask=torch.empty((1, 1, 0, 0), device=self._device),
+                use_cache=False,
+                logits_to_keep=self._put(torch.tensor(wanted)),
+                sparse_mla_step=step,
+            ).logits[0]
+        for request, its_rows in rows.items():
+            self._requests[request].num_tokens += len(its_rows)
+        return logits
+
+    def free(self, request: Hashable) -> None:
+        """Forget a request and take its pages back; a KeyError where there is none of that name."""
+        if request not in self._requests:
+            raise KeyError(f"ModelRunner.free: there is no request {request!r}")
+        self._free_pages += self._requests.pop(request).pages
+
+    # --- checks ----------------------------------------------------------------------------------
+
+    def _check_eval(self) -> None:
+        if self.model.training:
+            raise ValueError(
+                "ModelRunner: `model` must be in eval mode, got one in training mode: there are no "
+                "gradients through the cache; call model.eval()"
+            )
+
+    def _check_ids(self, request: Hashable, new: Any) -> torch.Tensor:
+        ids = torch.as_tensor(new)
+        what = f"ModelRunner.step: `tokens` of request {request!r} must"
+        if ids.ndim != 1 or len(ids) == 0:
+            raise ValueError(
+                f"{what} have shape [n], n >= 1, without padding, got {list(ids.shape)}: requests "
+                "of several lengths are several entries"
+            )
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise TypeError(f"{what} be integers, got {ids.dtype}")
+        vocab_size = self.model.config.vocab_size
+        if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            raise ValueError(
+                f"{what} be 0 to {vocab_size - 1}, got {int(ids.min())} to {int(ids.max())}"
+            )
+        num_tokens = len(ids) + self._state(request).num_tokens
+        if num_tokens > self.config.max_model_len:
+            raise ValueError(
+                f"{what} leave it within max_model_len = {self.config.max_model_len}, got "
+                f"{num_tokens} tokens in all"
+            )
+        return self._put(ids)
+
+    def _check_limits(self, ids: dict[Hashable, torch.Tensor]) -> None:
+        limits = {
+            "max_num_seqs": (len(ids), "requests"),
+            "max_num_batched_tokens": (sum(map(len, ids.values())), "tokens"),
+        }
+        for name, (number, what) in limits.items():
+            most = getattr(self.config, name)
+            if not 1 <= number <= most:
+                raise ValueError(
+                    f"ModelRunner.step: `tokens` must be 1 to {name} = {most} {what}, got {number}"
+                )
+
+    # --- pages -----------------------------------------------------------------------------------
+
+    def _state(self, request: Hashable) -> _Request:
+        return self._requests.get(request) or _Request()
+
+    def _allocate(self, ids: dict[Hashable, torch.Tensor]) -> None:
+        """Gives every request the pages for its new tokens, or raises and gives none."""
+        missing = {}
+        for request, new in ids.items():
+            state = self._state(request)
+            num_pages = -(-(state.num_tokens + len(new)) // self.config.block_size)
+            missing[request] = max(num_pages - len(state.pages), 0)  # a step may have failed
+        if sum(missing.values()) > len(self._free_pages):
+            raise MemoryError(
+                f"ModelRunner.step: {sum(missing.values())} more pages needed, "
+                f"{len(self._free_pages)} free: free() requests that are done, or make num_pages "
+                "larger"
+            )
+        for request, count in missing.items():
+            state = self._requests.setdefault(request, _Request())
+            state.pages += [self._free_pages.pop() for _ in range(count)]
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def _put(self, x: np.ndarray | torch.Tensor) -> torch.Tensor:
+        """On the device, without waiting for it: copies come from pinned memory."""
+        x = torch.as_tensor(x)
+        if x.device.type == "cpu" and self._device.type == "cuda":
+            x = x.pin_memory()
+        return x.to(self._device, non_blocking=True)
+
+    def _plan(self, rows: dict[Hashable, range]) -> tuple[torch.Tensor, _Step]:
+        """-> positions [T] of the step's tokens in their requests, and what the layers need."""
+        block_size = self.config.block_size
+        states = [self._requests[request] for request in rows]
+        contexts = [state.num_tokens for state in states]
+        query_lens = [len(its_rows) for its_rows in rows.values()]
+        seq_lens = np.add(contexts, query_lens, dtype=np.int32)
+        query_start_loc = np.cumsum([0, *query_lens], dtype=np.int32)
+        block_table = np.zeros((len(states), max(len(state.pages) for state in states)), np.int32)
+        for r, state in enumerate(states):
+            block_table[r, : len(state.pages)] = state.pages
+        positions = np.concatenate(list(map(np.arange, contexts, seq_lens)))
+        request_idx = np.repeat(np.arange(len(states)), query_lens)
+        pages = block_table[request_idx, positions // block_size].astype(np.int64)
+        slots = pages * block_size + positions % block_size
+
+        common = sparse_mla.CommonAttentionMetadata(
+            self._put(query_start_loc),
+            self._put(seq_lens),
+            self._put(slots),
+            self._put(block_table),
+            query_start_loc_cpu=query_start_loc,
+            seq_lens_cpu=seq_lens,
+        )
+        where = self._put(positions)
+        width = min(block_size * block_table.shape[1], self.config.topk_tokens)
+        step = _Step(
+            metadata=self._builder.build(common),
+            groups=self._group(query_lens, seq_lens, common, where),
+            topk_indices=torch.full(
+                (len(positions), width), -1, dtype=torch.int32, device=self._device
+            ),
+        )
+        return where, step
+
+    def _group(
+        self,
+        query_lens: list[int],
+        seq_lens: np.ndarray,
+        common: sparse_mla.CommonAttentionMetadata,
+        positions: torch.Tensor,
+    ) -> list[_Group]:
+        block_size = self.config.block_size
+        groups, request, row = [], 0, 0
+        for query_len, members in groupby(query_lens):
+            requests = slice(request, request + len(list(members)))
+            rows = slice(row, row + (requests.stop - request) * query_len)
+            num_pages = -(-int(seq_lens[requests].max()) // block_size)
+            its_positions = positions[rows].view(-1, query_len, 1)
+            columns = torch.arange(num_pages * block_size, device=self._device)
+            groups.append(
+                _Group(
+                    rows=rows,
+                    block_table=common.block_table[requests, :num_pages],
+                    slots=common.slot_mapping[rows],
+                    positions=its_positions,
+                    is_visible=columns <= its_positions,
+                )
+            )
+            request, row = requests.stop, rows.stop
+        return groups
+
+    @contextmanager
+    def _attention_replaced(self) -> Iterator[None]:
+        layers = self.model.model.layers
+        originals = [layer.self_attn for layer in layers]
+        try:
+            for layer, attention in zip(layers, self._attentions, strict=True):
+                layer.self_attn = attention
+            yield
+        finally:
+            for layer, original in zip(layers, originals, strict=True):
+                layer.self_attn = original
