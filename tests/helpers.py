@@ -299,4 +299,4 @@ def run_examples(page: str, word: str) -> None:
     chosen = [block for block in blocks if word in block]
     assert chosen, f"no example with {word} in {page}"
     for block in chosen:
-        exec(compile(block, page, "exec"), {"__name__": page})
+        exec(compile(block, page, "exec"), {"__name__": "__main__"})

@@ -8,12 +8,12 @@ import pytest
 from gpu import CALLS, as_tuple, moved, torch
 from test_gpu_graphs import check_replays
 from test_gpu_streams import check_late_call
-from test_torch_ops import assert_same, step, step_inputs
+from test_torch_ops import assert_same, step, step_inputs, torch_warns
 
 import sparse_mla
 import sparse_mla.integrations.torch as smla
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, torch_warns]
 
 
 @pytest.mark.parametrize("op", CALLS)

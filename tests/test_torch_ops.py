@@ -18,7 +18,11 @@ from helpers import assert_error_text, assert_same_bits, find_framework, run_exa
 
 import sparse_mla
 
-pytestmark = pytest.mark.torch
+# PyTorch's own, of what it imports late and of how it loads a program.
+torch_warns = pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning", "ignore:The given buffer is not writable:UserWarning"
+)
+pytestmark = [pytest.mark.torch, torch_warns]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 quiet = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",  # of what PyTorch imports late
