@@ -459,7 +459,7 @@ smla_cuda_choose_num_splits(const smla_attention_shape *shape)
                : 1;
 }
 
-/* Crossover of FP8 rows and gathered bf16 rows, of an H200 (benchmarks/RESULTS.md, CUDA run 3). */
+/* Crossover of FP8 rows and gathered bf16 rows, of an H200 (benchmarks/RESULTS.md, CUDA run 4). */
 enum {
     DIRECT_PS_PER_KEY = 62,       /* what the FP8 kernel takes longer per key of 33 to 64 heads */
     GATHER_PS_PER_ROW = 460,      /* 656 bytes in, 1152 out */
