@@ -428,20 +428,19 @@ plan_batch(const split_problem *problem, int64_t num_tokens)
     return best;
 }
 
+/* False where no row fits. */
 static bool
-find_problem(const smla_attention_shape *shape, smla_row_formats formats, split_problem *problem)
+find_problem(const smla_cuda_device *device, const smla_attention_shape *shape,
+             smla_row_formats formats, split_problem *problem)
 {
-    const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
-    const smla_attention_kernel *const whole =
-        device == NULL ? NULL : find_whole_kernel(device, formats, shape->num_heads);
     *problem = (split_problem){
         .device = device,
-        .whole = whole,
+        .whole = find_whole_kernel(device, formats, shape->num_heads),
         .num_heads = shape->num_heads,
         .topk = shape->topk,
         .extra_topk = shape->extra_topk,
     };
-    return whole != NULL;
+    return problem->whole != NULL;
 }
 
 int
@@ -454,7 +453,8 @@ smla_cuda_choose_num_splits(const smla_attention_shape *shape)
     const smla_row_formats formats = shape->formats[0] == NULL
                                          ? SMLA_ROWS_FP8
                                          : join_formats(shape->formats[0], shape->formats[1]);
-    return find_problem(shape, formats, &problem)
+    const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
+    return device != NULL && find_problem(device, shape, formats, &problem)
                ? plan_batch(&problem, shape->num_tokens).run.num_splits
                : 1;
 }
@@ -485,8 +485,9 @@ smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows,
 static int64_t
 most_parts(const smla_attention_shape *shape, smla_row_formats formats)
 {
+    const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
     split_problem problem;
-    if (!find_problem(shape, formats, &problem)) {
+    if (device == NULL || !find_problem(device, shape, formats, &problem)) {
         return 0;
     }
     const int64_t useful = max_useful_splits(&problem);
@@ -600,23 +601,23 @@ smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *erro
     if (params->num_tokens == 0) {
         return SMLA_OK;
     }
+    const smla_cuda_device *const device = smla_cuda_find_device(params->stream.device_id);
     const smla_attention_shape shape = {
-        .device_id = params->stream.device_id,
         .num_heads = params->num_heads,
         .topk = params->lists[0].topk,
         .extra_topk = params->num_lists == 2 ? params->lists[1].topk : 0,
     };
     const smla_row_formats formats = formats_of(params);
     split_problem problem;
-    if (!find_problem(&shape, formats, &problem)) {
-        return fail_without_kernel(params, problem.device, error);
+    if (!find_problem(device, &shape, formats, &problem)) {
+        return fail_without_kernel(params, device, error);
     }
     if (params->is_planned) {
         return run_planned(&problem, params, error);
     }
     /* a token's bits must not depend on the batch */
     const smla_attention_kernel *const kernel =
-        find_kernel(problem.device, formats, params->num_heads, params->num_splits,
+        find_kernel(device, formats, params->num_heads, params->num_splits,
                     smla_columns_of_split(params));
     return run_kernel(kernel, params, error);
 }

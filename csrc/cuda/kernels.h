@@ -63,11 +63,10 @@ enum {
 static inline int64_t
 smla_columns_of_split(const smla_attention_params *params)
 {
-    int64_t columns = 0;
-    for (int i = 0; i < params->num_lists; i++) {
-        columns += smla_split_columns(params->lists[i].topk, params->num_splits);
-    }
-    return columns;
+    const int64_t columns = smla_split_columns(params->lists[0].topk, params->num_splits);
+    return params->num_lists == 1
+               ? columns
+               : columns + smla_split_columns(params->lists[1].topk, params->num_splits);
 }
 
 /* attention_sm90.cu: all that an SM has. */
