@@ -230,6 +230,34 @@ test_large_logits(void)
     attend_and_compare(&in, 0);
 }
 
+/* Subnormals that matter because what they meet is huge: in the query, in a bf16 row, and as a
+ * product under a huge scale. Units that flush them must notice. */
+static void
+test_subnormals(void)
+{
+    const double query[] = {0x1p-127, 0x1p122, 0x1p-118};
+    const double key[] = {0x1p122, 0x1p-127, 0x1p-9};
+    for (int i = 0; i < 3; i++) {
+        const bool is_fp8_case = i == 2;
+        attention_inputs in = make_inputs(is_fp8_case ? uint8 : bf16, 2, 9, 50);
+        for (int64_t row = 0; row < 18; row++) {
+            SET(in.q, query[i], row / 9, row % 9, 0);
+        }
+        for (int64_t slot = 0; slot < 44; slot++) {
+            uint8_t *row = row_of(in.lists[0].kv, slot);
+            const double value = slot % 2 == 0 ? key[i] : -key[i];
+            if (is_fp8_case) {
+                memset(row, 0, TILE);
+                row[0] = nearest_e4m3(value);
+                write_value(fp32, row + SCALES_AT, 0x1p120);
+            } else {
+                write_value(bf16, row, value);
+            }
+        }
+        attend_and_compare(&in, 0);
+    }
+}
+
 static void
 test_extra_list(void)
 {
@@ -404,6 +432,7 @@ main(void)
         RUN(test_sinks);
         RUN(test_unselected_nan);
         RUN(test_large_logits);
+        RUN(test_subnormals);
         RUN(test_extra_list);
         RUN(test_duplicates_and_empty_rows);
         RUN(test_same_bits_on_any_threads);
