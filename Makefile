@@ -28,6 +28,7 @@ endif
 
 C_FOLDERS := csrc csrc/cpu csrc/cuda csrc/python tests/c examples/c
 C_FILES := $(wildcard $(foreach suffix,c h cu cuh,$(addsuffix /*.$(suffix),$(C_FOLDERS))))
+QEMU := qemu-aarch64 -L /usr/aarch64-linux-gnu
 COMPUTE_SANITIZER ?= compute-sanitizer
 
 C_TESTS := $(filter-out fuzz_%,$(notdir $(basename $(wildcard tests/c/*.c))))
@@ -35,11 +36,11 @@ C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja is parallel, and two of them would write one folder
-.PHONY: help environment build demo bench test test-c examples-c test-gpu memcheck racecheck \
-    synccheck sanitize fuzz lint format frameworks lib install-lib wheel clean
+.PHONY: help environment build demo bench test test-c test-c-aarch64 examples-c test-gpu memcheck \
+    racecheck synccheck sanitize fuzz lint format frameworks lib install-lib wheel clean
 
 help: ## this list
-	@sed -n 's/^\([a-z -]*\):.*## /  \1 — /p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z0-9 -]*\):.*## /  \1 — /p' $(MAKEFILE_LIST)
 
 # ---- Environment and build ---------------------------------------------------------------------
 
@@ -88,6 +89,17 @@ test-c: environment ## the C tests alone
 	@$(PY) setup.py -q ninja --targets=tests
 	@for test in $(C_TESTS); do \
 	    echo "tests/c/$$test"; build/$(VARIANT)/tests/$$test || exit 1; done
+
+# Once as a machine with everything that the emulator knows, once as one without BF16.
+test-c-aarch64: environment ## the C tests, cross-compiled and run under qemu
+	@for tool in aarch64-linux-gnu-gcc qemu-aarch64; do command -v $$tool > /dev/null || { echo \
+	    "no $$tool: apt install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user" >&2; \
+	    exit 1; }; done
+	@AARCH64=1 CC=aarch64-linux-gnu-gcc AR=aarch64-linux-gnu-ar \
+	    $(PY) setup.py -q ninja --targets=tests
+	@for test in $(C_TESTS); do \
+	    echo "tests/c/$$test on aarch64"; $(QEMU) -cpu max build/aarch64/tests/$$test || exit 1; done
+	@$(QEMU) -cpu cortex-a72 build/aarch64/tests/test_absorption
 
 examples-c: lib ## compile and run the C examples against build/lib, as a user would
 	@if command -v $(CXX) > /dev/null; then $(CXX) -std=c++17 -Wall -Wextra -Wpedantic -Werror \

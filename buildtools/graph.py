@@ -3,8 +3,9 @@
 One table of flags per concern; folders are globbed, so a new file needs no edit here. setup.py and
 the Makefile ask for targets by name: extension, lib, tests, fuzz.
 
-Environment: CC, AR, CFLAGS, LDFLAGS as everywhere. DEBUG=1, SANITIZE=1 or FUZZ=1 (clang) choose a
-variant, which has its own folder under build/. WERROR=1 turns warnings into errors.
+Environment: CC, AR, CFLAGS, LDFLAGS as everywhere. DEBUG=1, SANITIZE=1, FUZZ=1 (clang) or AARCH64=1
+(a cross compiler) choose a variant, which has its own folder under build/. WERROR=1 turns warnings
+into errors.
 SPARSE_MLA_CUDA chooses the CUDA toolkit, see toolkit.py, and SPARSE_MLA_CUDA_ARCHS="80 90a" what it
 compiles for. ALLOW_SPILLS=1 lets kernels use local memory.
 """
@@ -34,6 +35,7 @@ VARIANTS = {  # flags to compile and to link with
     "debug": "-O0 -g",
     "sanitize": SANITIZER + "address,undefined",
     "fuzz": SANITIZER + "address,undefined,fuzzer-no-link",
+    "aarch64": "-O2",
 }
 # Without exceptions, run-time types and guarded statics these objects need no C++ library, so that
 # any C program can link them. One ptxas at a time (no --threads), or their reports would mix.
@@ -62,18 +64,27 @@ BUILD = Path("build", VARIANT)
 LIB = Path("build/lib") if VARIANT == "release" else BUILD / "lib"
 EXTENSION = BUILD / "_C.abi3.so"
 
-# Kernel files end in their instruction set: attention_avx2.c. The x86 ones are left out on other
-# machines; the core learns from SMLA_HAVE_X86_ISA whether they are there.
-X86 = platform.machine() == "x86_64"
+# Kernel files end in their instruction set: attention_avx2.c. Those of other machines are left out;
+# the core learns from SMLA_HAVE_X86_ISA or SMLA_HAVE_ARM_ISA which are there.
+MACHINE = "aarch64" if VARIANT == "aarch64" else platform.machine()
 # Fuzzing is about what comes before them: instrumented by clang they would take minutes to compile.
-KERNEL = "-ffp-contract=fast" + {"release": " -O3", "fuzz": " -fno-sanitize=all"}.get(VARIANT, "")
+OPTIMISED = {"release": " -O3", "aarch64": " -O3", "fuzz": " -fno-sanitize=all"}
+KERNEL = "-ffp-contract=fast" + OPTIMISED.get(VARIANT, "")
 AVX512 = f"{KERNEL} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma"
-X86_FLAGS = {
-    "avx2": f"{KERNEL} -mavx2 -mfma -mf16c",
-    "avx512": AVX512,
-    "avx512bf16": f"{AVX512} -mavx512vbmi -mavx512bf16",
+FLAGS_BY_MACHINE = {
+    "x86_64": {
+        "avx2": f"{KERNEL} -mavx2 -mfma -mf16c",
+        "avx512": AVX512,
+        "avx512bf16": f"{AVX512} -mavx512vbmi -mavx512bf16",
+    },
+    "aarch64": {
+        "neon": KERNEL,
+        "neonbf16": f"{KERNEL} -march=armv8.2-a+bf16",
+    },
 }
-ISA_FLAGS = {"base": KERNEL, **X86_FLAGS}
+ISA_DEFINES = {"x86_64": ["-DSMLA_HAVE_X86_ISA=1"], "aarch64": ["-DSMLA_HAVE_ARM_ISA=1"]}
+ISA_FLAGS = {"base": KERNEL, **FLAGS_BY_MACHINE.get(MACHINE, {})}
+FOREIGN_ISAS = set().union(*FLAGS_BY_MACHINE.values()) - set(ISA_FLAGS)
 
 
 def suffix(source):
@@ -89,7 +100,7 @@ ARCHS_BY_SUFFIX = {"sm90": ["90a"]}
 def c_files(folder):
     """The C files of a folder that this machine compiles."""
     files = sorted(Path(folder).glob("*.c"))
-    return [f for f in files if X86 or suffix(f) not in X86_FLAGS]
+    return [f for f in files if suffix(f) not in FOREIGN_ISAS]
 
 
 def package_include(package, folder):
@@ -208,7 +219,7 @@ class Graph:
         flags += openmp or ["-Wno-unknown-pragmas"]
         dlpack = ["-isystem", str(package_include("tvm_ffi", "include"))]
         flags += dlpack
-        flags += ["-DSMLA_HAVE_X86_ISA=1"] if X86 else []
+        flags += ISA_DEFINES.get(MACHINE, [])
         flags += ["-DSMLA_HAVE_CUDA=1"] if self.cuda else []
         flags += ["-Werror"] if is_on("WERROR") else []
         cflags, ldflags = (os.environ.get(name, "") for name in ("CFLAGS", "LDFLAGS"))

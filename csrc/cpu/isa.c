@@ -9,6 +9,11 @@
 #include "cache.h"
 #include "projection.h"
 
+#if defined(SMLA_HAVE_ARM_ISA)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 static bool
 support_base(void)
 {
@@ -36,6 +41,18 @@ support_avx512bf16(void)
     return support_avx512() && __builtin_cpu_supports("avx512vbmi") &&
            __builtin_cpu_supports("avx512bf16");
 }
+#elif defined(SMLA_HAVE_ARM_ISA)
+static bool
+support_neon(void)
+{
+    return (getauxval(AT_HWCAP) & HWCAP_ASIMD) != 0;
+}
+
+static bool
+support_neonbf16(void)
+{
+    return support_neon() && (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
+}
 #endif
 
 const smla_cpu_isa smla_cpu_isas[] = {
@@ -58,6 +75,19 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .attention_source = "cpu/attention_avx2.c",
      .projection = &smla_projection_avx2,
      .cache = &smla_cache_avx2},
+#elif defined(SMLA_HAVE_ARM_ISA)
+    {.name = "neonbf16",
+     .is_supported = support_neonbf16,
+     .attention = &smla_attention_neonbf16,
+     .attention_source = "cpu/attention_neonbf16.c",
+     .projection = &smla_projection_neonbf16,
+     .cache = &smla_cache_base},
+    {.name = "neon",
+     .is_supported = support_neon,
+     .attention = &smla_attention_neon,
+     .attention_source = "cpu/attention_neon.c",
+     .projection = &smla_projection_neon,
+     .cache = &smla_cache_base},
 #endif
     {.name = "base",
      .is_supported = support_base,

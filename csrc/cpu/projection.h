@@ -32,6 +32,9 @@ extern const smla_projection_isa smla_projection_base;
 extern const smla_projection_isa smla_projection_avx2;
 extern const smla_projection_isa smla_projection_avx512;
 extern const smla_projection_isa smla_projection_avx512bf16;
+#elif defined(SMLA_HAVE_ARM_ISA)
+extern const smla_projection_isa smla_projection_neon;
+extern const smla_projection_isa smla_projection_neonbf16;
 #endif
 
 /* Which dimension of the weight lies in contiguous memory: n (v_up_proj), or else k (k_up_proj). */

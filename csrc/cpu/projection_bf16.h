@@ -1,18 +1,18 @@
-/* projection_bf16.h: the multiply unit of AVX-512 BF16: vdpbf16ps, two values of the sum per step.
+/* projection_bf16.h: the multiply unit of AVX-512 BF16 and of NEON with BF16: two values of the sum
+ * per step.
  *
- * vdpbf16ps takes subnormal inputs as zero and flushes subnormal results. Neither can happen to
- * what this unit accepts: a bf16 of at least 2^-56 is a multiple of 2^-63 (8 significant bits), so
- * every product is a multiple of 2^-126, and so is every sum of them, rounded or not. Nothing
- * between 0 and 2^-126, the least normal number, can arise. Zeros are fine; a token's row or a
- * block of the weight that holds anything else below 2^-56 is refused, and is computed on the fp32
- * unit.
+ * Both take subnormal inputs as zero and flush subnormal results. Neither can happen to what this
+ * unit accepts: a bf16 of at least 2^-56 is a multiple of 2^-63 (8 significant bits), so every
+ * product is a multiple of 2^-126, and so is every sum of them, rounded or not. Nothing between 0
+ * and 2^-126, the least normal number, can arise. Zeros are fine; a token's row or a block of the
+ * weight that holds anything else below 2^-56 is refused, and is computed on the fp32 unit.
  */
 #ifndef SMLA_CPU_PROJECTION_BF16_H
 #define SMLA_CPU_PROJECTION_BF16_H
 
-#include <immintrin.h>
 #include <stdbool.h>
 
+#include "bf16_pairs.h"
 #include "simd.h"
 
 typedef uint32_t unit_scalar;
@@ -26,8 +26,7 @@ enum {
 SMLA_INLINE vfloat
 multiply_add(vfloat sum, unit_scalar a, unit_vector b)
 {
-    const __m512i pair = _mm512_set1_epi32((int)a);
-    return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pair, (__m512bh)b);
+    return dot_pairs(sum, a, b);
 }
 
 /* 2 * WIDTH values of a token. */
@@ -45,20 +44,10 @@ store_weights(vuint words, unit_scalar *panel, int stride)
     *(vuint *)panel = words;
 }
 
-/* The smallest |x| - 1 of bf16 values seen so far, as integers: a zero wraps to the top. */
-SMLA_INLINE vuint
-track_smallest(vuint smallest, vuint words)
-{
-    const __m512i magnitude = (__m512i)(words & 0x7FFF7FFFu);
-    return (vuint)_mm512_min_epu16((__m512i)smallest,
-                                   _mm512_sub_epi16(magnitude, _mm512_set1_epi16(1)));
-}
-
 SMLA_INLINE bool
 is_exact(vuint smallest)
 {
-    const __m512i least = _mm512_set1_epi16(0x2380 - 1); /* 2^-56 */
-    return _mm512_cmplt_epu16_mask((__m512i)smallest, least) == 0;
+    return !any_half_below(smallest, 0x2380 - 1); /* 2^-56 */
 }
 
 #endif /* SMLA_CPU_PROJECTION_BF16_H */

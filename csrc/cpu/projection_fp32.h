@@ -21,7 +21,7 @@ enum {
 SMLA_INLINE vfloat
 multiply_add(vfloat sum, unit_scalar a, unit_vector b)
 {
-    return b * a + sum;
+    return multiply_add_float(sum, a, b);
 }
 
 /* 2 * WIDTH values of a token. */

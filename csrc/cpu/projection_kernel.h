@@ -253,4 +253,28 @@ project_block(const smla_projection_params *params, const smla_projection_block 
     return is_exact(smallest_weight) ? refused : UINT64_MAX;
 }
 
+/* Computes refused tokens again on another instruction set. Whether one is refused depends on its
+ * own row and on the weight, never on other tokens. */
+SMLA_INLINE void
+redo_refused(const smla_projection_params *params, smla_projection_block block, uint64_t refused,
+             const smla_projection_isa *isa)
+{
+    if (refused == 0) {
+        return;
+    }
+    if (refused == UINT64_MAX) {
+        isa->run_block(params, block);
+        return;
+    }
+    const int64_t first = block.token;
+    const int num_tokens = block.num_tokens;
+    block.num_tokens = 1;
+    for (int t = 0; t < num_tokens; t++) {
+        if (refused >> t & 1) {
+            block.token = first + t;
+            isa->run_block(params, block);
+        }
+    }
+}
+
 #endif /* SMLA_CPU_PROJECTION_KERNEL_H */

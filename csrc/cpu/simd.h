@@ -1,13 +1,18 @@
 /* simd.h: vectors of SMLA_SIMD_WIDTH floats: 2^x, rounding to bf16, interleaving, transposition.
  *
- * GCC's vector extension, so one text serves SSE2, AVX2, AVX-512 and NEON: `a * b + c` becomes one
- * FMA where there is one (-ffp-contract=fast), and a scalar operand is broadcast. The file that
- * includes this one defines SMLA_SIMD_WIDTH as 4, 8 or 16.
+ * GCC's vector extension, so one text serves SSE2, AVX2, AVX-512 and NEON (but for one function):
+ * `a * b + c` becomes one FMA where there is one (-ffp-contract=fast), and a scalar operand is
+ * broadcast. The file that includes this one defines SMLA_SIMD_WIDTH as 4, 8 or 16.
  */
 #ifndef SMLA_CPU_SIMD_H
 #define SMLA_CPU_SIMD_H
 
 #include <stdint.h>
+#include <string.h>
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 enum { WIDTH = SMLA_SIMD_WIDTH };
 
@@ -35,6 +40,19 @@ SMLA_INLINE vuint
 splat_bits(uint32_t x)
 {
     return x + (vuint){0};
+}
+
+/* sum + a * b. On NEON by lane: a broadcast from memory would cost a slot of the vector units. */
+SMLA_INLINE vfloat
+multiply_add_float(vfloat sum, float a, vfloat b)
+{
+#if defined(__aarch64__)
+    uint32_t bits;
+    memcpy(&bits, &a, sizeof bits);
+    return vfmaq_lane_f32(sum, b, vcreate_f32(bits), 0);
+#else
+    return b * a + sum;
+#endif
 }
 
 /* mask ? a : b, for a mask of all ones or all zeros per lane, as comparisons give. */

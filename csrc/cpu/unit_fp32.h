@@ -30,7 +30,7 @@ enum {
 SMLA_INLINE vfloat
 multiply_add(vfloat sum, unit_scalar a, unit_vector b)
 {
-    return b * a + sum;
+    return multiply_add_float(sum, a, b);
 }
 
 /* Query values (k, k + UNIT_STEP - 1) of one head. */
