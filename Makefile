@@ -90,7 +90,7 @@ test-c: environment ## the C tests alone
 	@for test in $(C_TESTS); do \
 	    echo "tests/c/$$test"; build/$(VARIANT)/tests/$$test || exit 1; done
 
-# Once as a machine with everything that the emulator knows, once as one without BF16.
+# As a machine with everything that the emulator knows; one program also as one without BF16.
 test-c-aarch64: environment ## the C tests, cross-compiled and run under qemu
 	@for tool in aarch64-linux-gnu-gcc qemu-aarch64; do command -v $$tool > /dev/null || { echo \
 	    "no $$tool: apt install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user" >&2; \

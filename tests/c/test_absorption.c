@@ -1,4 +1,6 @@
 /* test_absorption.c: split_kv_b_proj, the two up projections, dynamic_per_tensor_quant. */
+#include "instruction_sets.h"
+
 #include <float.h>
 
 #include "reference.h"
@@ -189,6 +191,22 @@ test_v_up_proj(void)
     EXPECT_OK(run_k_up(ARRAY(bf16, 3, 2, 0), ARRAY(bf16, NOPE, 2, 0), ARRAY(bf16, 3, 2, NOPE)));
 }
 
+/* Subnormals that matter because what they meet is huge, in one token and in all of the weight. */
+static void
+test_projected_subnormals(void)
+{
+    for (int i = 0; i < 2; i++) {
+        array *x = fill_normal(ARRAY(bf16, 5, 2, NOPE), i == 0 ? 1.0 : 0x1p115);
+        if (i == 0) {
+            fill_normal(slice(x, 0, 3, 4, 1), 0x1p-128);
+        }
+        const array *w = fill_normal(ARRAY(bf16, NOPE, 2, 40), i == 0 ? 0x1p115 : 0x1p-128);
+        const array *out = ARRAY(bf16, 5, 2, 40);
+        EXPECT_OK(run_v_up(x, w, out));
+        expect_projected(x, w, out, true);
+    }
+}
+
 /* ---- Quantisation -------------------------------------------------------------------------- */
 
 static smla_status
@@ -276,16 +294,23 @@ test_quant_ranks(void)
     EXPECT_FAIL(run_quant(x, out, ARRAY(fp32, 2)), SMLA_ERROR_VALUE, "`scale` must hold one value");
 }
 
+static void
+run_kernel_tests(void)
+{
+    RUN(test_k_up_proj);
+    RUN(test_v_up_proj);
+    RUN(test_projected_subnormals);
+    RUN(test_quant);
+    RUN(test_quant_special_values);
+    RUN(test_quant_ranks);
+}
+
 int
 main(void)
 {
     RUN(test_split);
     RUN(test_split_blocks);
     RUN(test_split_errors);
-    RUN(test_k_up_proj);
-    RUN(test_v_up_proj);
-    RUN(test_quant);
-    RUN(test_quant_special_values);
-    RUN(test_quant_ranks);
+    run_on_every_instruction_set(run_kernel_tests);
     return report("test_absorption");
 }

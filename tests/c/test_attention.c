@@ -3,7 +3,7 @@
  *
  * All tests run once per instruction set of the machine.
  */
-#define _POSIX_C_SOURCE 200809L /* setenv */ // NOLINT(cert-dcl51-cpp)
+#include "instruction_sets.h"
 
 #include "reference.h"
 
@@ -414,32 +414,29 @@ test_unknown_instruction_set(void)
     EXPECT_OK(smla_sparse_attention(&args, &error));
 }
 
+static void
+run_tests(void)
+{
+    RUN(test_formats);
+    RUN(test_shapes);
+    RUN(test_strides);
+    RUN(test_topk_length);
+    RUN(test_sinks);
+    RUN(test_unselected_nan);
+    RUN(test_large_logits);
+    RUN(test_subnormals);
+    RUN(test_extra_list);
+    RUN(test_duplicates_and_empty_rows);
+    RUN(test_same_bits_on_any_threads);
+    RUN(test_batch_invariance);
+    RUN(test_nothing_to_do);
+    RUN(test_workspace);
+}
+
 int
 main(void)
 {
-    smla_kernel_info rows[32];
-    const int64_t count = smla_kernels(rows, 32);
-    for (int64_t i = 0; i < count; i++) {
-        if (!rows[i].available || strcmp(rows[i].device, "cpu") != 0) {
-            continue;
-        }
-        printf("  instruction set %s\n", rows[i].arch);
-        setenv("SPARSE_MLA_CPU_ISA", rows[i].arch, 1);
-        RUN(test_formats);
-        RUN(test_shapes);
-        RUN(test_strides);
-        RUN(test_topk_length);
-        RUN(test_sinks);
-        RUN(test_unselected_nan);
-        RUN(test_large_logits);
-        RUN(test_subnormals);
-        RUN(test_extra_list);
-        RUN(test_duplicates_and_empty_rows);
-        RUN(test_same_bits_on_any_threads);
-        RUN(test_batch_invariance);
-        RUN(test_nothing_to_do);
-        RUN(test_workspace);
-    }
+    run_on_every_instruction_set(run_tests);
     RUN(test_unknown_instruction_set);
     return report("test_attention");
 }

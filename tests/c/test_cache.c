@@ -1,4 +1,6 @@
 /* test_cache.c: concat_and_cache_mla, gather_kv_cache and dequantize_kv_cache, byte for byte. */
+#include "instruction_sets.h"
+
 #include <float.h>
 
 #include "reference.h"
@@ -354,8 +356,8 @@ test_dequantize(void)
     }
 }
 
-int
-main(void)
+static void
+run_tests(void)
 {
     RUN(test_write);
     RUN(test_write_keeps_padding);
@@ -365,5 +367,11 @@ main(void)
     RUN(test_gather);
     RUN(test_gather_bad_values);
     RUN(test_dequantize);
+}
+
+int
+main(void)
+{
+    run_on_every_instruction_set(run_tests);
     return report("test_cache");
 }

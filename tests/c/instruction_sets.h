@@ -1,0 +1,26 @@
+/* instruction_sets.h: tests once per instruction set of the machine, for kernels that are compiled
+ * for each. Included first: setenv is POSIX.
+ */
+#ifndef SMLA_INSTRUCTION_SETS_H
+#define SMLA_INSTRUCTION_SETS_H
+
+#define _POSIX_C_SOURCE 200809L // NOLINT(cert-dcl51-cpp)
+
+#include "testing.h"
+
+static inline void
+run_on_every_instruction_set(void (*tests)(void))
+{
+    smla_kernel_info rows[32];
+    const int64_t count = smla_kernels(rows, 32);
+    for (int64_t i = 0; i < count; i++) {
+        if (rows[i].available && strcmp(rows[i].device, "cpu") == 0) {
+            printf("  instruction set %s\n", rows[i].arch);
+            setenv("SPARSE_MLA_CPU_ISA", rows[i].arch, 1);
+            tests();
+        }
+    }
+    unsetenv("SPARSE_MLA_CPU_ISA");
+}
+
+#endif /* SMLA_INSTRUCTION_SETS_H */
