@@ -71,11 +71,13 @@ MACHINE = "aarch64" if VARIANT == "aarch64" else platform.machine()
 OPTIMISED = {"release": " -O3", "aarch64": " -O3", "fuzz": " -fno-sanitize=all"}
 KERNEL = "-ffp-contract=fast" + OPTIMISED.get(VARIANT, "")
 AVX512 = f"{KERNEL} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma"
+AVX512BF16 = f"{AVX512} -mavx512vbmi -mavx512bf16"
 FLAGS_BY_MACHINE = {
     "x86_64": {
         "avx2": f"{KERNEL} -mavx2 -mfma -mf16c",
         "avx512": AVX512,
-        "avx512bf16": f"{AVX512} -mavx512vbmi -mavx512bf16",
+        "avx512bf16": AVX512BF16,
+        "amx": f"{AVX512BF16} -mamx-tile -mamx-bf16",
     },
     "aarch64": {
         "neon": KERNEL,

@@ -73,6 +73,7 @@ extern const smla_attention_isa smla_attention_base;
 extern const smla_attention_isa smla_attention_avx2;
 extern const smla_attention_isa smla_attention_avx512;
 extern const smla_attention_isa smla_attention_avx512bf16;
+extern const smla_attention_isa smla_attention_amx;
 #elif defined(SMLA_HAVE_ARM_ISA)
 extern const smla_attention_isa smla_attention_neon;
 extern const smla_attention_isa smla_attention_neonbf16;

@@ -11,6 +11,8 @@ enum {
 
 #include "unit_bf16.h"
 
+#include "attention_lanes.h"
+
 #include "attention_finish.h"
 #include "attention_kernel.h"
 

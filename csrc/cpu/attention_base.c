@@ -11,6 +11,8 @@ enum {
 
 #include "unit_fp32.h"
 
+#include "attention_lanes.h"
+
 #include "attention_finish.h"
 #include "attention_kernel.h"
 

@@ -31,7 +31,8 @@
  * Source       online softmax (FlashAttention), register blocking (GotoBLAS); the absorbed scales,
  *              the power-of-two reference and heads as lanes are ours.
  *
- * The including file defines SMLA_SIMD_WIDTH and the four row counts, and includes a unit_*.h.
+ * The including file defines SMLA_SIMD_WIDTH and the four row counts, and includes a unit_*.h and
+ * attention_lanes.h or attention_tiles.h, which multiply.
  */
 #ifndef SMLA_CPU_ATTENTION_KERNEL_H
 #define SMLA_CPU_ATTENTION_KERNEL_H
@@ -39,7 +40,6 @@
 #include "attention.h"
 
 enum {
-    CHUNK_DIMS = 16, /* depth of the innermost sum */
     GROUP_VECTORS = 2,
     GROUP_HEADS = GROUP_VECTORS * WIDTH,
     NUM_TILES = SMLA_NUM_SCALE_TILES + 1, /* four with a scale, and RoPE */
@@ -49,7 +49,7 @@ _Static_assert(SMLA_HEAD_ALIGN % WIDTH == 0, "a state must hold whole vectors of
 _Static_assert(SMLA_FOLD_HEADS % GROUP_HEADS == 0, "a fold task must hold whole groups");
 _Static_assert((int)BLOCK_KEYS <= (int)MAX_BLOCK_KEYS, "a block must fit its row table");
 _Static_assert(BLOCK_KEYS % KEY_ROWS_1 == 0 && BLOCK_KEYS % KEY_ROWS_2 == 0, "whole steps of keys");
-_Static_assert(16 % VALUE_ROWS_1 == 0 && 16 % VALUE_ROWS_2 == 0, "whole steps of value chunks");
+_Static_assert(BLOCK_KEYS / UNIT_STEP % VALUE_DEPTH == 0, "whole steps of value sums");
 
 typedef struct thread_scratch {
     unit_scalar *q;
@@ -143,56 +143,6 @@ pack_query(const smla_attention_params *params, int64_t token, unit_scalar *pack
 
 /* ---- Scores -------------------------------------------------------------------------------- */
 
-/* scores[r][z] (+)= scale[r] * sum_k keys[r][k] * q[k][z] over one tile of `chunks` chunks, for
- * `rows` keys. A chunk starts from zero: that bounds the depth of the sum, and takes the latency of
- * the multiply-add off the critical path. */
-SMLA_INLINE void
-score_rows(const unit_scalar *keys, const unit_scalar *q, int chunks, const float *scale,
-           bool first, float *scores, const int rows, const int vectors)
-{
-    vfloat total[16];
-    for (int i = 0; i < rows * vectors; i++) {
-        total[i] = (vfloat){0};
-    }
-    for (int chunk = 0; chunk < chunks; chunk++) {
-        vfloat sum[16];
-#pragma GCC unroll 16
-        for (int i = 0; i < rows * vectors; i++) {
-            sum[i] = (vfloat){0};
-        }
-#pragma GCC unroll 16
-        for (int k = 0; k < CHUNK_DIMS / UNIT_STEP; k++) {
-            unit_vector b[2];
-#pragma GCC unroll 2
-            for (int v = 0; v < vectors; v++) {
-                b[v] = *(const unit_vector *)(q + (k * vectors + v) * WIDTH);
-            }
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; r++) {
-#pragma GCC unroll 2
-                for (int v = 0; v < vectors; v++) {
-                    sum[r * vectors + v] =
-                        multiply_add(sum[r * vectors + v], keys[r * KEY_STRIDE + k], b[v]);
-                }
-            }
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < rows * vectors; i++) {
-            total[i] += sum[i];
-        }
-        keys += CHUNK_DIMS / UNIT_STEP;
-        q += CHUNK_DIMS / UNIT_STEP * vectors * WIDTH;
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) {
-        for (int v = 0; v < vectors; v++) {
-            vfloat *const score = (vfloat *)(scores + (r * vectors + v) * WIDTH);
-            const vfloat tile_sum = total[r * vectors + v] * scale[r];
-            *score = tile_sum + (first ? (vfloat){0} : (vfloat)*score);
-        }
-    }
-}
-
 /* scores[j][z] = q_z . k_j for the keys of the block. Rows past `count` in the last step hold stale
  * numbers; nothing reads their scores. `next` is prefetched on the way. */
 SMLA_INLINE void
@@ -208,7 +158,7 @@ score_block(const thread_scratch *scratch, const unit_scalar *q, int count, cons
                 prefetch_row(next->rows[i], tile * 256, next->format->row_bytes);
             }
             score_rows(scratch->keys + j * KEY_STRIDE + begin / UNIT_STEP,
-                       q + begin / UNIT_STEP * vectors * WIDTH, (end - begin) / CHUNK_DIMS,
+                       q + begin / UNIT_STEP * vectors * WIDTH, end - begin,
                        scratch->scales + tile * BLOCK_KEYS + j, tile == 0,
                        scratch->scores + j * vectors * WIDTH, rows, vectors);
         }
@@ -272,57 +222,22 @@ weigh_scores(float *scores, int count, float scale_log2, smla_attention_state st
 
 /* ---- Values -------------------------------------------------------------------------------- */
 
-/* out[r][z] = out[r][z] * alpha[z] + sum_j values[j][r] * probs[j][z], for `rows` dimensions. */
-SMLA_INLINE void
-add_value_rows(const unit_scalar *values, const unit_scalar *probs, int steps, const vfloat *alpha,
-               float *out, const int rows, const int vectors)
-{
-    vfloat sum[16];
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) {
-#pragma GCC unroll 2
-        for (int v = 0; v < vectors; v++) {
-            sum[r * vectors + v] = *as_vectors(out + (r * vectors + v) * WIDTH) * alpha[v];
-        }
-    }
-    for (int j = 0; j < steps; j++) {
-        unit_vector b[2];
-#pragma GCC unroll 2
-        for (int v = 0; v < vectors; v++) {
-            b[v] = *(const unit_vector *)(probs + v * WIDTH);
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) {
-#pragma GCC unroll 2
-            for (int v = 0; v < vectors; v++) {
-                sum[r * vectors + v] = multiply_add(sum[r * vectors + v], values[r], b[v]);
-            }
-        }
-        values += VALUE_STEP;
-        probs += vectors * WIDTH;
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) {
-#pragma GCC unroll 2
-        for (int v = 0; v < vectors; v++) {
-            *(vfloat *)(out + (r * vectors + v) * WIDTH) = sum[r * vectors + v];
-        }
-    }
-}
-
 SMLA_INLINE void
 add_values(const thread_scratch *scratch, int count, bool has_scales, const vfloat *alpha,
            float *out, const int rows, const int vectors)
 {
     const int steps = (count + UNIT_STEP - 1) / UNIT_STEP;
+    const int padded_steps = (steps + VALUE_DEPTH - 1) / VALUE_DEPTH * VALUE_DEPTH;
+    unit_scalar *const padding = scratch->probs + steps * vectors * WIDTH;
+    memset(padding, 0, (size_t)((padded_steps - steps) * vectors * WIDTH) * sizeof *padding);
     for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
         if (tile == 0 || has_scales) {
             pack_probs(scratch->scores, scratch->scales + tile * BLOCK_KEYS, count, vectors,
                        scratch->probs);
         }
         for (int d = tile * SMLA_SCALE_TILE; d < (tile + 1) * SMLA_SCALE_TILE; d += rows) {
-            add_value_rows(scratch->values + d / 16 * VALUE_CHUNK + d % 16, scratch->probs, steps,
-                           alpha, out + d * vectors * WIDTH, rows, vectors);
+            add_value_rows(scratch->values + d / 16 * VALUE_CHUNK + d % 16, scratch->probs,
+                           padded_steps, alpha, out + d * vectors * WIDTH, rows, vectors);
         }
     }
 }
@@ -380,6 +295,7 @@ try_part(const smla_attention_params *params, int64_t token, int split, uint8_t 
         if (!load_block(block, scratch.keys, scratch.values, scratch.scales)) {
             return false;
         }
+        arrange_values(scratch.values, block->count);
         for (int64_t head = 0; head < params->num_heads; head += GROUP_HEADS) {
             const head_group group = group_at(head, params->num_heads);
             if (group.vectors == 1) {

@@ -1,4 +1,6 @@
 /* isa.c: the table of instruction sets, and the choice among them. */
+#define _DEFAULT_SOURCE /* syscall */ // NOLINT(cert-dcl37-c,cert-dcl51-cpp)
+
 #include "isa.h"
 
 #include <stdio.h>
@@ -9,7 +11,12 @@
 #include "cache.h"
 #include "projection.h"
 
-#if defined(SMLA_HAVE_ARM_ISA)
+#if defined(SMLA_HAVE_X86_ISA)
+#include <cpuid.h>
+#include <stdatomic.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(SMLA_HAVE_ARM_ISA)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
@@ -41,6 +48,31 @@ support_avx512bf16(void)
     return support_avx512() && __builtin_cpu_supports("avx512vbmi") &&
            __builtin_cpu_supports("avx512bf16");
 }
+
+/* The kernel keeps room for a thread's tiles only in processes that asked for it. */
+static bool
+request_tiles(void)
+{
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 }; /* asm/prctl.h, since Linux 5.16 */
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
+/* Asked once per process: the answer never changes, and two threads that ask at once hear the
+ * same. */
+static bool
+support_amx(void)
+{
+    enum { UNKNOWN, YES, NO };
+    static atomic_int answer = UNKNOWN;
+    if (atomic_load(&answer) == UNKNOWN) {
+        const unsigned amx = 1u << 22 | 1u << 24; /* AMX-BF16, AMX-TILE */
+        unsigned eax, ebx, ecx, edx = 0;
+        const bool has_amx =
+            __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & amx) == amx;
+        atomic_store(&answer, support_avx512bf16() && has_amx && request_tiles() ? YES : NO);
+    }
+    return atomic_load(&answer) == YES;
+}
 #elif defined(SMLA_HAVE_ARM_ISA)
 static bool
 support_neon(void)
@@ -57,6 +89,12 @@ support_neonbf16(void)
 
 const smla_cpu_isa smla_cpu_isas[] = {
 #if defined(SMLA_HAVE_X86_ISA)
+    {.name = "amx",
+     .is_supported = support_amx,
+     .attention = &smla_attention_amx,
+     .attention_source = "cpu/attention_amx.c",
+     .projection = &smla_projection_avx512bf16,
+     .cache = &smla_cache_avx512},
     {.name = "avx512bf16",
      .is_supported = support_avx512bf16,
      .attention = &smla_attention_avx512bf16,

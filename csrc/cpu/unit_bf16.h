@@ -1,11 +1,11 @@
-/* unit_bf16.h: the multiply unit of AVX-512 BF16 and of NEON with BF16: two values of the dot
- * product per step.
+/* unit_bf16.h: the multiply unit of AVX-512 BF16, of AMX-BF16 and of NEON with BF16: two values of
+ * the dot product per step.
  *
  * Here a query, a key or a value is a row of bf16 pairs, one pair per 32-bit element. Keys pair two
  * neighbouring dimensions; values pair two neighbouring keys, so they are a second copy of the
  * block. bf16 holds every e4m3 value exactly, and scales stay out of it.
  *
- * Both machines take subnormal inputs as zero and flush subnormal results, NEON those of single
+ * All of them take subnormal inputs as zero and flush subnormal results, NEON those of single
  * products too. When that can be seen:
  *   - A subnormal bf16 (below 2^-126) in q or in a bf16 row would vanish although its partner may
  *     be 1e38. Such queries and blocks are refused, and the part is run again on the fp32 unit.
