@@ -119,7 +119,7 @@ memcheck racecheck synccheck: build ## short GPU tests under compute-sanitizer: 
 
 # What a call of CUDA returns is tested by the tests; some return errors on purpose.
 memcheck: COMPUTE_SANITIZER += --report-api-errors no
-synccheck: COMPUTE_SANITIZER += --num-cuda-barriers 64 # of a block; its own guess is too low
+synccheck: COMPUTE_SANITIZER += --num-cuda-barriers 200000 # its own guess is too low
 
 sanitize: ## all tests under ASan and UBSan, which leave CUDA out
 	@$(MAKE) test SANITIZE=1
