@@ -5,9 +5,10 @@ A new module with public names joins MODULES; what is in its `__all__` is then h
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import doctest
-import importlib
+import importlib.util
 import inspect
 import pydoc
 import re
@@ -16,16 +17,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import device
 import numpy as np
 import pytest
 
 import sparse_mla
 
-MODULES = ["sparse_mla", "sparse_mla.flash_mla"]
+# Modules that need a framework are there with it; what CI requires is in conftest.py.
+FRAMEWORKS = ("torch", "jax", "transformers")
+MODULES = ["sparse_mla", "sparse_mla.flash_mla"] + [
+    f"sparse_mla.integrations.{name}" for name in FRAMEWORKS if importlib.util.find_spec(name)
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's own
 
 # In annotations, what takes a framework's arrays; the rest are ints, names, layers. "cache" stands
 # for one of the shapes of help(sparse_mla.ops).
-ARRAY = re.compile(r"\bArray\b")
+ARRAY = re.compile(r"\b(?:Array|Tensor)\b")
 SHAPE = re.compile(r"\[[^\]]|\bcache\b|shape of")
 DTYPE = re.compile(r"bf16|fp16|fp32|e4m3|int32|int64|uint8|dtype of|integers|row = |of any format")
 
@@ -68,7 +76,7 @@ def public_members(owner: type, name: str) -> Iterator[Public]:
 
 def public_names() -> Iterator[Public]:
     for module_name in MODULES:
-        module = importlib.import_module(module_name)
+        module = device.import_quietly(module_name)
         yield Public(module_name, module)
         for name in module.__all__:
             obj, full_name = getattr(module, name), f"{module_name}.{name}"
@@ -112,8 +120,17 @@ def test_has_an_example_and_it_runs(public):
     assert example.examples, f"{public.name} has no example"
     report: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE, verbose=False)
-    runner.run(example, out=report.append)
+    with on_the_cpu(public.name):
+        runner.run(example, out=report.append, clear_globs=False)
     assert runner.failures == 0, "".join(report)
+
+
+def on_the_cpu(name: str):
+    """JAX makes arrays on a GPU where there is one; in `jit` the operators run on the CPU."""
+    if not name.startswith("sparse_mla.integrations.jax"):
+        return contextlib.nullcontext()
+    jax = device.import_quietly("jax")
+    return jax.default_device(jax.devices("cpu")[0])
 
 
 @each(PROPERTIES)

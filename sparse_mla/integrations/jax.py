@@ -38,6 +38,25 @@ except ImportError as error:
 
 from sparse_mla import _C
 from sparse_mla.integrations import _results
+from sparse_mla.integrations._docs import repeats_operator
+
+__all__ = [
+    "concat_and_cache_mla",
+    "convert_req_index_to_global_index",
+    "dequantize_kv_cache",
+    "dynamic_per_tensor_quant",
+    "gather_kv_cache",
+    "k_up_proj",
+    "merge_attn_states",
+    "sparse_attention",
+    "v_up_proj",
+]
+
+
+def __dir__() -> list[str]:
+    """What tab completion offers."""
+    return __all__
+
 
 Array = Any  # jax.Array, or what jax.numpy.asarray takes
 
@@ -84,6 +103,7 @@ def _call(
 # --- cache ---------------------------------------------------------------------------------------
 
 
+@repeats_operator
 def concat_and_cache_mla(
     kv_c: Array,
     k_pe: Array,
@@ -93,6 +113,10 @@ def concat_and_cache_mla(
     kv_cache_dtype: str | None = None,
 ) -> jax.Array:
     """The cache after `sparse_mla.concat_and_cache_mla`, in place of a donated `kv_cache`.
+
+    Returns
+    -------
+    A new array, the shape and dtype of kv_cache.
 
     >>> import jax, jax.numpy as jnp
     >>> import sparse_mla.integrations.jax as smla
@@ -109,6 +133,7 @@ def concat_and_cache_mla(
     return cache
 
 
+@repeats_operator
 def gather_kv_cache(
     kv_cache: Array,
     block_table: Array,
@@ -119,6 +144,10 @@ def gather_kv_cache(
     seq_starts: Array | None = None,
 ) -> jax.Array:
     """`out` after `sparse_mla.gather_kv_cache`, in place of a donated `out`.
+
+    Returns
+    -------
+    A new array, the shape and dtype of out.
 
     >>> import jax.numpy as jnp
     >>> import sparse_mla.integrations.jax as smla
@@ -139,6 +168,7 @@ def gather_kv_cache(
     return gathered
 
 
+@repeats_operator
 def dequantize_kv_cache(
     kv_cache: Array, *, kv_format: str | None = None, dtype: str = "float32"
 ) -> jax.Array:
@@ -157,6 +187,7 @@ def dequantize_kv_cache(
 # --- indices and attention -----------------------------------------------------------------------
 
 
+@repeats_operator
 def convert_req_index_to_global_index(
     req_id_per_token: Array,
     block_table: Array,
@@ -190,6 +221,7 @@ def convert_req_index_to_global_index(
     return tuple(results) if valid_counts else results[0]
 
 
+@repeats_operator
 def sparse_attention(
     q: Array | tuple[Array, Array],
     kv: Array,
@@ -240,6 +272,7 @@ def sparse_attention(
     return tuple(results)
 
 
+@repeats_operator
 def merge_attn_states(
     out_a: Array, lse_a: Array, out_b: Array, lse_b: Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -262,6 +295,7 @@ def merge_attn_states(
 # --- absorption ----------------------------------------------------------------------------------
 
 
+@repeats_operator
 def k_up_proj(q_nope: Array, W_UK: Array) -> jax.Array:
     """W_UK absorbed into the query: `sparse_mla.k_up_proj`.
 
@@ -276,6 +310,7 @@ def k_up_proj(q_nope: Array, W_UK: Array) -> jax.Array:
     return out
 
 
+@repeats_operator
 def v_up_proj(x: Array, W_UV: Array) -> jax.Array:
     """The latent output projected up: `sparse_mla.v_up_proj`.
 
@@ -290,6 +325,7 @@ def v_up_proj(x: Array, W_UV: Array) -> jax.Array:
     return out
 
 
+@repeats_operator
 def dynamic_per_tensor_quant(x: Array) -> tuple[jax.Array, jax.Array]:
     """An array as e4m3 and one scale: `sparse_mla.dynamic_per_tensor_quant`.
 

@@ -37,6 +37,25 @@ except ImportError as error:
 
 from sparse_mla import ops
 from sparse_mla.integrations import _results
+from sparse_mla.integrations._docs import repeats_operator
+
+__all__ = [
+    "concat_and_cache_mla",
+    "convert_req_index_to_global_index",
+    "dequantize_kv_cache",
+    "dynamic_per_tensor_quant",
+    "gather_kv_cache",
+    "k_up_proj",
+    "merge_attn_states",
+    "sparse_attention",
+    "v_up_proj",
+]
+
+
+def __dir__() -> list[str]:
+    """What tab completion offers."""
+    return __all__
+
 
 _library = torch.library.Library("sparse_mla", "DEF")
 _operators = torch.ops.sparse_mla
@@ -133,6 +152,7 @@ _define(
 )
 
 
+@repeats_operator
 def concat_and_cache_mla(
     kv_c: Tensor,
     k_pe: Tensor,
@@ -158,6 +178,7 @@ def concat_and_cache_mla(
     return kv_cache
 
 
+@repeats_operator
 def gather_kv_cache(
     kv_cache: Tensor,
     block_table: Tensor,
@@ -182,6 +203,7 @@ def gather_kv_cache(
     return out
 
 
+@repeats_operator
 def dequantize_kv_cache(
     kv_cache: Tensor, *, kv_format: str | None = None, dtype: str = "float32"
 ) -> Tensor:
@@ -283,6 +305,7 @@ def _merged(out_a: Tensor) -> tuple[_results.Result, ...]:
     return _results.merge_attn_states(out_a.shape, str(out_a.dtype).removeprefix("torch."))
 
 
+@repeats_operator
 def convert_req_index_to_global_index(
     req_id_per_token: Tensor,
     block_table: Tensor,
@@ -317,6 +340,7 @@ def convert_req_index_to_global_index(
     return out
 
 
+@repeats_operator
 def sparse_attention(
     q: Tensor | tuple[Tensor, Tensor],
     kv: Tensor,
@@ -371,6 +395,7 @@ def sparse_attention(
     return results
 
 
+@repeats_operator
 def merge_attn_states(
     out_a: Tensor,
     lse_a: Tensor,
@@ -440,6 +465,7 @@ _define(
 )
 
 
+@repeats_operator
 def k_up_proj(q_nope: Tensor, W_UK: Tensor, *, out: Tensor | None = None) -> Tensor:
     """W_UK absorbed into the query: `sparse_mla.k_up_proj`.
 
@@ -455,6 +481,7 @@ def k_up_proj(q_nope: Tensor, W_UK: Tensor, *, out: Tensor | None = None) -> Ten
     return out
 
 
+@repeats_operator
 def v_up_proj(x: Tensor, W_UV: Tensor, *, out: Tensor | None = None) -> Tensor:
     """The latent output projected up: `sparse_mla.v_up_proj`.
 
@@ -470,6 +497,7 @@ def v_up_proj(x: Tensor, W_UV: Tensor, *, out: Tensor | None = None) -> Tensor:
     return out
 
 
+@repeats_operator
 def dynamic_per_tensor_quant(x: Tensor, *, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """A tensor as e4m3 and one scale: `sparse_mla.dynamic_per_tensor_quant`.
 

@@ -1,9 +1,5 @@
 """DeepSeek-V3.2 of Hugging Face Transformers, served from a paged cache, step by step.
 
-    runner = ModelRunner(model, kv_cache_dtype="fp8_ds_mla", num_pages=512, ...)
-    logits = runner.step({"a": prompt, "b": [token]})  # prefills and decodes in one batch
-    runner.free("b")
-
 The tokens of a step run through the model as one row, without padding. Embedding, norms, RoPE, MLP,
 MoE and lm_head are Transformers' own, and so are the projections of the attention and the indexer
 that chooses its keys. The rest of the attention is this library's:
@@ -18,6 +14,18 @@ The attention is replaced while a step runs; between steps the model is as it wa
 goes to torch's current stream, and nothing here waits for the device.
 
 Needs PyTorch, and transformers 5.17 or later.
+
+>>> from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+>>> from sparse_mla.integrations.transformers import ModelRunner
+>>> sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
+>>> sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32}
+>>> model = DeepseekV32ForCausalLM(DeepseekV32Config(vocab_size=50, **sizes)).eval()
+>>> limits = {"max_num_seqs": 2, "max_num_batched_tokens": 9, "max_model_len": 99}
+>>> runner = ModelRunner(model, kv_cache_dtype="fp8_ds_mla", num_pages=4, **limits)
+>>> prompt = runner.step({"a": [3, 1, 4]})
+>>> runner.step({"a": prompt.argmax(dim=1), "b": [1, 5]}).shape  # a decode and a prefill
+torch.Size([2, 50])
+>>> runner.free("b")
 """
 
 from __future__ import annotations
@@ -45,6 +53,11 @@ except ImportError as error:
 import sparse_mla
 
 __all__ = ["ModelRunner"]
+
+
+def __dir__() -> list[str]:
+    """What tab completion offers."""
+    return __all__
 
 
 @dataclass
@@ -192,8 +205,26 @@ class ModelRunner:
 
     Source: vLLM's model runner, in small.
 
-    docs/transformers.md has an example that runs; examples/deepseek_v32.py is a whole engine.
+    Examples
+    --------
+    examples/deepseek_v32.py is a whole engine.
+
+    >>> from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+    >>> from sparse_mla.integrations.transformers import ModelRunner
+    >>> sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
+    >>> sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32}
+    >>> model = DeepseekV32ForCausalLM(DeepseekV32Config(vocab_size=50, **sizes)).eval()
+    >>> limits = {"max_num_seqs": 2, "max_num_batched_tokens": 9, "max_model_len": 99}
+    >>> runner = ModelRunner(model, num_pages=4, **limits)
+    >>> runner.step({"a": [3, 1, 4], "b": [1, 5]}).shape
+    torch.Size([2, 50])
+    >>> runner.step({"b": [9]}).shape, runner.num_free_pages
+    (torch.Size([1, 50]), 2)
+    >>> runner.free("a"), runner.num_free_pages
+    (None, 3)
     """
+
+    config: sparse_mla.Config
 
     def __init__(
         self,
@@ -253,6 +284,7 @@ class ModelRunner:
 
     @property
     def num_free_pages(self) -> int:
+        """Pages that belong to no request."""
         return len(self._free_pages)
 
     def step(
@@ -262,7 +294,7 @@ class ModelRunner:
 
         Parameters
         ----------
-        tokens : mapping of requests to [n] token ids, n >= 1
+        tokens : mapping of requests to [n] token ids, integers, n >= 1
             A request is any hashable name; it begins with its first tokens. A prompt may come in
             any number of chunks, in steps that decode other requests. Ids may be a list, or a
             tensor (on the model's device it is not read by the host).
@@ -279,6 +311,22 @@ class ModelRunner:
             Ids that are not one-dimensional integers, a batch or a request beyond the limits.
         MemoryError
             Too few free pages. As after every error, the requests have the tokens that they had.
+
+        Source: vLLM's scheduler output, in small.
+
+        Examples
+        --------
+        >>> from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+        >>> from sparse_mla.integrations.transformers import ModelRunner
+        >>> sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
+        >>> sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32}
+        >>> model = DeepseekV32ForCausalLM(DeepseekV32Config(vocab_size=50, **sizes)).eval()
+        >>> limits = {"max_num_seqs": 2, "max_num_batched_tokens": 9, "max_model_len": 99}
+        >>> runner = ModelRunner(model, num_pages=4, **limits)
+        >>> runner.step({"a": [3, 1, 4], "b": [1, 5]}).shape
+        torch.Size([2, 50])
+        >>> runner.step({"b": [9, 2]}, all_logits=True).shape
+        torch.Size([2, 50])
         """
         self._check_eval()
         if not isinstance(tokens, Mapping):
@@ -311,7 +359,35 @@ class ModelRunner:
         return logits
 
     def free(self, request: Hashable) -> None:
-        """Forget a request and take its pages back; a KeyError where there is none of that name."""
+        """Forget a request and take its pages back.
+
+        Parameters
+        ----------
+        request : hashable
+            Its name.
+
+        Returns
+        -------
+        None
+
+        Raises
+        ------
+        KeyError
+            There is no request of that name.
+
+        Examples
+        --------
+        >>> from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+        >>> from sparse_mla.integrations.transformers import ModelRunner
+        >>> sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
+        >>> sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32}
+        >>> model = DeepseekV32ForCausalLM(DeepseekV32Config(vocab_size=50, **sizes)).eval()
+        >>> limits = {"max_num_seqs": 2, "max_num_batched_tokens": 9, "max_model_len": 99}
+        >>> runner = ModelRunner(model, num_pages=4, **limits)
+        >>> _ = runner.step({"a": [3, 1, 4]})
+        >>> runner.num_free_pages, runner.free("a"), runner.num_free_pages
+        (3, None, 4)
+        """
         if request not in self._requests:
             raise KeyError(f"ModelRunner.free: there is no request {request!r}")
         self._free_pages += self._requests.pop(request).pages
