@@ -107,38 +107,53 @@ group_at(int64_t head, int64_t num_heads)
 
 /* ---- Query --------------------------------------------------------------------------------- */
 
+/* Heads [lane, lane + WIDTH) of a group: `count` values of each row, from `lanes` rows apart in
+ * `packed` on. */
+SMLA_INLINE vuint
+pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint smallest,
+           unit_scalar *packed)
+{
+    for (int k = 0; k < count; k += 2 * WIDTH) {
+        vuint square[WIDTH];
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++) {
+            square[i] = load_words(rows[i] + k, 0);
+            smallest = track_smallest(smallest, square[i]);
+        }
+        transpose(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++) {
+            store_query(square[i], packed + (k + 2 * i) / UNIT_STEP * lanes, lanes);
+        }
+    }
+    return smallest;
+}
+
 /* Transposes a token's query into [group][k][group heads]; lanes past the last head are 0. False
  * when the unit cannot do it exactly. */
 static bool
 pack_query(const smla_attention_params *params, int64_t token, unit_scalar *packed)
 {
-    bool exact = true;
-    for (int64_t head = 0; head < params->num_heads; head += GROUP_HEADS) {
-        const int lanes = group_at(head, params->num_heads).vectors * WIDTH;
-        unit_scalar *const group = packed + head * (SMLA_HEAD_DIM / UNIT_STEP);
-        for (int lane = 0; lane < lanes; lane++) {
-            unit_scalar *to = group + lane;
-            if (head + lane >= params->num_heads) {
-                for (int k = 0; k < SMLA_HEAD_DIM; k += UNIT_STEP, to += lanes) {
-                    *to = 0;
-                }
-                continue;
-            }
-            const uint16_t *const nope = params->q_nope + token * params->q_nope_stride_token +
-                                         (head + lane) * params->q_nope_stride_head;
-            const uint16_t *const rope = params->q_pe + token * params->q_pe_stride_token +
-                                         (head + lane) * params->q_pe_stride_head;
-            exact &= query_is_exact(nope, SMLA_KV_LORA_RANK);
-            exact &= query_is_exact(rope, SMLA_QK_ROPE_HEAD_DIM);
-            for (int k = 0; k < SMLA_KV_LORA_RANK; k += UNIT_STEP, to += lanes) {
-                *to = load_query(nope + k);
-            }
-            for (int k = 0; k < SMLA_QK_ROPE_HEAD_DIM; k += UNIT_STEP, to += lanes) {
-                *to = load_query(rope + k);
-            }
+    static const uint16_t zeros[SMLA_KV_LORA_RANK] = {0};
+    const uint16_t *const nope = params->q_nope + token * params->q_nope_stride_token;
+    const uint16_t *const rope = params->q_pe + token * params->q_pe_stride_token;
+    vuint smallest = splat_bits(0xFFFFFFFFu);
+    for (int64_t head = 0; head < params->num_heads; head += WIDTH) {
+        const int64_t first = head / GROUP_HEADS * GROUP_HEADS; /* of the group */
+        const int lanes = group_at(first, params->num_heads).vectors * WIDTH;
+        unit_scalar *const to = packed + first * (SMLA_HEAD_DIM / UNIT_STEP) + (head - first);
+        const uint16_t *nope_rows[WIDTH];
+        const uint16_t *rope_rows[WIDTH];
+        for (int i = 0; i < WIDTH; i++) {
+            const bool exists = head + i < params->num_heads;
+            nope_rows[i] = exists ? nope + (head + i) * params->q_nope_stride_head : zeros;
+            rope_rows[i] = exists ? rope + (head + i) * params->q_pe_stride_head : zeros;
         }
+        smallest = pack_heads(nope_rows, SMLA_KV_LORA_RANK, lanes, smallest, to);
+        smallest = pack_heads(rope_rows, SMLA_QK_ROPE_HEAD_DIM, lanes, smallest,
+                              to + SMLA_KV_LORA_RANK / UNIT_STEP * lanes);
     }
-    return exact;
+    return !has_subnormal(smallest);
 }
 
 /* ---- Scores -------------------------------------------------------------------------------- */

@@ -48,30 +48,18 @@ multiply_add(vfloat sum, unit_scalar a, unit_vector b)
     return dot_pairs(sum, a, b);
 }
 
-/* Query values (k, k + UNIT_STEP - 1) of one head. */
-SMLA_INLINE unit_scalar
-load_query(const uint16_t *q)
+/* Query values k and k + 1 of WIDTH heads. */
+SMLA_INLINE void
+store_query(vuint words, unit_scalar *q, int stride)
 {
-    unit_scalar pair;
-    memcpy(&pair, q, sizeof pair);
-    return pair;
+    (void)stride;
+    *(vuint *)q = words;
 }
 
 SMLA_INLINE bool
 has_subnormal(vuint smallest)
 {
     return any_half_below(smallest, 0x80 - 1);
-}
-
-/* `count` is a multiple of 2 * WIDTH. */
-SMLA_INLINE bool
-query_is_exact(const uint16_t *q, int count)
-{
-    vuint smallest = splat_bits(0xFFFFFFFFu);
-    for (int i = 0; i < count; i += 2 * WIDTH) {
-        smallest = track_smallest(smallest, load_words(q + i, 0));
-    }
-    return !has_subnormal(smallest);
 }
 
 SMLA_INLINE vuint

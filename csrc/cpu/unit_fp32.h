@@ -33,20 +33,27 @@ multiply_add(vfloat sum, unit_scalar a, unit_vector b)
     return multiply_add_float(sum, a, b);
 }
 
-/* Query values (k, k + UNIT_STEP - 1) of one head. */
-SMLA_INLINE unit_scalar
-load_query(const uint16_t *q)
+/* Query values k and k + 1 of WIDTH heads; those of the next value are `stride` further. */
+SMLA_INLINE void
+store_query(vuint words, unit_scalar *q, int stride)
 {
-    return smla_bf16_to_float(*q);
+    *(vuint *)q = words << 16;
+    *(vuint *)(q + stride) = words & 0xFFFF0000u;
 }
 
-/* Every query suits this unit. */
-SMLA_INLINE bool
-query_is_exact(const uint16_t *q, int count)
+/* Every value suits this unit. */
+SMLA_INLINE vuint
+track_smallest(vuint smallest, vuint words)
 {
-    (void)q;
-    (void)count;
-    return true;
+    (void)words;
+    return smallest;
+}
+
+SMLA_INLINE bool
+has_subnormal(vuint smallest)
+{
+    (void)smallest;
+    return false;
 }
 
 SMLA_INLINE void
