@@ -20,6 +20,7 @@ from types import ModuleType
 import device
 import numpy as np
 import pytest
+from helpers import find_framework, run_python, with_marks
 
 import sparse_mla
 
@@ -176,6 +177,15 @@ def test_results_and_errors_are_told(public):
     assert public.section("Returns"), "Returns"
     if any(p.kind < p.VAR_POSITIONAL or p.kind == p.KEYWORD_ONLY for p in public.parameters()):
         assert re.search(r"^\w*Error", public.section("Raises")), "Raises"
+
+
+@pytest.mark.parametrize("name", with_marks("torch", "jax"))
+def test_modules_load_where_python_drops_docstrings(name):
+    find_framework(name)
+    module = f"sparse_mla.integrations.{name}"
+    done = run_python("-OO", "-c", f"import {module} as m; print(m.merge_attn_states.__doc__)")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "None\n"
 
 
 def test_objects_print_what_they_are():

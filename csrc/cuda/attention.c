@@ -618,6 +618,6 @@ smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *erro
     /* a token's bits must not depend on the batch */
     const smla_attention_kernel *const kernel =
         find_kernel(device, formats, params->num_heads, params->num_splits,
-                    smla_columns_of_split(params));
+                    count_columns(&problem, params->num_splits));
     return run_kernel(kernel, params, error);
 }

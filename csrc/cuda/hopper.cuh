@@ -38,8 +38,7 @@ enum {
     WINDOW_LOW = 5,     /* scale / E >= 2^-5 */
     WINDOW_SIZE = 12,   /* and below 2^(12 - 5) */
     MAX_KEY_EXPONENT = 40,
-    MAX_HALF_EXPONENT =
-        3, /* of E, for partial rows of f16: half of 2^-24 of it is a quarter of 1e-6 */
+    MAX_HALF_EXPONENT = 3, /* of E, with partial rows of f16: 2^-25 of it is a quarter of 1e-6 */
     MAX_QUERY_EXPONENT = 80,
     QUERY_EXPONENT = 14, /* of the largest value of the query in f16 */
     MAX_HEAD_RATIO = 13, /* of head maxima, in powers of two */

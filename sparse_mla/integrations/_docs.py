@@ -19,8 +19,10 @@ def repeats_operator(function: Function) -> Function:
 
     The function's words come first, and its "Returns" in place of the operator's, its example last.
     """
-    operator = inspect.getdoc(getattr(ops, function.__name__)) or ""
-    own, prompt, example = (inspect.getdoc(function) or "").partition(">>> ")
+    operator, own = inspect.getdoc(getattr(ops, function.__name__)), inspect.getdoc(function)
+    if operator is None or own is None:  # python -OO
+        return function
+    own, prompt, example = own.partition(">>> ")
     words, title, results = own.partition("Returns\n-------\n")
     parameters, rest = _section(operator, "Parameters", "Returns"), _section(operator, "Returns")
     if title:
