@@ -153,14 +153,15 @@ add_blocks(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_
             convert_values(batch & 1, state);
         }
         if (batch == BLOCK_GRANULES) {
-            ptx_mbarrier_arrive(at.added + 8 * (me.group ^ 1), has_other);
+            ptx_mbarrier_arrive(at.added + 8 * (me.group ^ 1), true);
         }
         add_values(batch < BLOCK_GRANULES ? other_weights : own_weights, batch % BLOCK_GRANULES,
                    batch & 1, state);
         release_granule(at, find_granule<Shape>(first, batch % BLOCK_GRANULES),
                         batch >= BLOCK_GRANULES || has_other);
         if (batch == 0) {
-            ptx_mbarrier_wait(at.added + 8 * me.group, (state->phase >> 1 ^ 1) & 1);
+            /* the group's block before this one; before group 1's first one there are zeros */
+            ptx_mbarrier_wait(at.added + 8 * me.group, (state->phase >> 1 ^ me.group ^ 1) & 1);
             find_exponents(shared, me, is_key, state);
         }
         if (batch == 1) {
@@ -208,7 +209,6 @@ add_last_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const l
         add_values(weights, batch, batch & 1, state);
     }
     wgmma_wait<0>();
-    ptx_mbarrier_arrive(at.added + 8, true);
 }
 
 /* ---- Consumers: results -------------------------------------------------------------------- */
