@@ -165,9 +165,10 @@ def test_a_hundred_runs_give_the_same_bits(fmt):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("num_splits", [1, 2, 7, 64])
-def test_batch_invariance(num_splits, fmt):
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_batch_invariance(num_heads, num_splits, fmt):
     """With num_splits fixed a row has the bits that it has alone, in batches of 3, 64 and 300."""
-    case = AttentionCase(300, 16, 200, fmt=fmt, pages=8, num_splits=num_splits).make()
+    case = AttentionCase(300, num_heads, 200, fmt=fmt, pages=8, num_splits=num_splits).make()
     whole = guarded_attention(attend, case)
     rng = np.random.default_rng(num_splits)
     for count in (1, 3, 64, 300):
