@@ -1,6 +1,9 @@
 """Calls in a row on one stream. On Hopper a grid starts before the one in front of it is done and
 waits for it on the device: whatever a call reads or writes must be as if it had not."""
 
+import subprocess
+import sys
+
 import gpu
 import numpy as np
 import pytest
@@ -85,6 +88,38 @@ def test_kernels_of_others_in_between(num_splits):
     for _ in range(20):
         graph.replay()
     assert_same_values(gpu.values(results)[2:], want[2:])
+
+
+# Contexts come and go, each with some milliseconds of work.
+ANOTHER_PROCESS = """
+import ctypes, time
+cuda = ctypes.CDLL("libcuda.so.1")
+assert cuda.cuInit(0) == 0
+end = time.monotonic() + 6
+while time.monotonic() < end:
+    context, memory = ctypes.c_void_p(), ctypes.c_uint64()
+    assert cuda.cuCtxCreate_v2(ctypes.byref(context), 0, 0) == 0
+    assert cuda.cuMemAlloc_v2(ctypes.byref(memory), ctypes.c_size_t(1 << 28)) == 0
+    for _ in range(200):
+        cuda.cuMemsetD8_v2(memory, 0xFF, ctypes.c_size_t(1 << 28))
+    assert cuda.cuCtxDestroy_v2(context) == 0
+"""
+
+
+@pytest.mark.parametrize("num_heads", [16, 64, 128])
+def test_rows_done_again_beside_other_processes(num_heads):
+    """Kernels are stopped for other contexts at any place. Most rows of this chain do not fit
+    the protocol of Hopper's kernel and are done again, in shared memory that had barriers."""
+    chain = Chain(40, num_heads, 0)
+    want = chain.values()
+    graph, results = capture(chain.run)
+    command = [sys.executable, "-c", ANOTHER_PROCESS]
+    others = [subprocess.Popen(command) for _ in range(3)]
+    while any(other.poll() is None for other in others):
+        for _ in range(30):
+            graph.replay()
+        assert_same_values(gpu.values(results), want)
+    assert [other.returncode for other in others] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("num_splits", SPLITS)

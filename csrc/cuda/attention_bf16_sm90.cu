@@ -247,7 +247,9 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_bf16(const __grid_constant__ bf16_la
         gather<ALIGNED>(launch, shared);
     } else {
         typedef tile<TILE_HEADS / 2, SMLA_ROWS_BF16> portable;
-        static_assert(sizeof(shared_memory<portable>) <= offsetof(bf16_memory, redo),
+        static_assert(sizeof(shared_memory<portable>) <= offsetof(bf16_memory, full),
+                      "no barriers where rows are done again");
+        static_assert(offsetof(bf16_memory, full) < offsetof(bf16_memory, redo),
                       "marks outlive the rest");
         ptx_claim_registers<BF16_CONSUMER_REGISTERS>();
         consume<MAXIMA>(launch, shared);

@@ -176,6 +176,23 @@ start(hopper_memory<Shape> *shared)
     __syncthreads();
 }
 
+/* All barriers, of which many lie where rows are done again. */
+template <typename Shape>
+static __device__ __forceinline__ void
+end_barriers(hopper_memory<Shape> *shared)
+{
+    const int thread = ptx_forget((int)threadIdx.x);
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody waits any more */
+    if (thread < Shape::GRANULES) {
+        ptx_mbarrier_end(ptx_shared_address(&shared->ring[thread].full));
+        ptx_mbarrier_end(ptx_shared_address(&shared->ring[thread].empty));
+    }
+    if (thread < 2) {
+        ptx_mbarrier_end(ptx_shared_address(&shared->weighed[thread]));
+        ptx_mbarrier_end(ptx_shared_address(&shared->added[thread]));
+    }
+}
+
 template <typename Shape>
 __global__ void
 __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hopper_launch launch)
@@ -189,6 +206,7 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
     } else {
         ptx_claim_registers<CONSUMER_REGISTERS>();
         consume(launch, shared);
+        end_barriers(shared);
         typedef shared_memory<typename Shape::Portable> portable_memory;
         static_assert(sizeof(portable_memory) <= offsetof(hopper_memory<Shape>, redo),
                       "marks outlive the rest");

@@ -229,6 +229,14 @@ ptx_mbarrier_init(uint32_t barrier, int arrivals)
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" : : "r"(barrier), "r"(arrivals) : "memory");
 }
 
+/* Nobody uses the barrier any more: its place is memory like any other only after this, for an SM
+ * keeps the state of barriers elsewhere and may write it back, as it does when contexts change. */
+static __device__ __forceinline__ void
+ptx_mbarrier_end(uint32_t barrier)
+{
+    asm volatile("mbarrier.inval.shared.b64 [%0];" : : "r"(barrier) : "memory");
+}
+
 /* Makes initialised barriers known to bulk copies. */
 static __device__ __forceinline__ void
 ptx_fence_mbarrier_init(void)
