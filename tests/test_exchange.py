@@ -1,7 +1,10 @@
 """Arrays of every framework in and out, without a copy (csrc/python/tensor.c)."""
 
 import gc
+import importlib
 import os
+import subprocess
+import sys
 
 import cases
 import numpy as np
@@ -162,6 +165,58 @@ def test_jax_fp8_cache_and_results_usable_in_jit(jax):
     gc.collect()
     assert np.array_equal(np.asarray(doubled), want["lse"] * 2)
     assert_same_bits(np.asarray(out), want["out"])
+
+
+@pytest.mark.jax
+def test_jax_arrays_without_their_slow_dlpack(jax, monkeypatch):
+    """jaxlib's function is called as such, once per array; where it fails, jax's __dlpack__, which
+    calls it with a stream, is the way."""
+    jaxlib = importlib.import_module("jaxlib._jax")
+    export = jaxlib.buffer_to_dlpack_managed_tensor
+    case = cases.ATTENTION["h17_k63"].make()
+    want = guarded_attention(sparse_mla.sparse_attention, case)
+    put = find_framework("jax").put
+    arrays = [put(x) for x in (case.q, case.kv, case.indices)]
+    for is_broken in (False, True):
+        calls = []
+
+        def count(x, calls=calls, is_broken=is_broken, **options):
+            calls.append(bool(options))
+            if is_broken and not options:
+                raise TypeError("another signature")
+            return export(x, **options)
+
+        monkeypatch.setattr(jaxlib, "buffer_to_dlpack_managed_tensor", count)
+        out, lse = sparse_mla.sparse_attention(*arrays, **case.options)
+        monkeypatch.undo()
+        assert calls == ([False, True] if is_broken else [False]) * 3
+        assert_same_bits(np.asarray(out), want["out"])
+        assert_same_bits(np.asarray(lse), want["lse"])
+
+
+SHARDED = """
+import jax, numpy as np, sparse_mla
+mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")), ("x",))
+half = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+q = jax.device_put(np.zeros((2, 8, 576), jax.numpy.bfloat16), half)
+kv = np.zeros((1, 64, 656), np.uint8)
+try:
+    sparse_mla.sparse_attention(q, kv, np.zeros((2, 4), np.int32), softmax_scale=1.0)
+except BufferError as error:
+    print(error)
+"""
+
+
+@pytest.mark.jax
+def test_a_jax_array_over_two_devices_is_no_array(jax):
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    command = [sys.executable, "-c", SHARDED]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "`q` must be exportable by DLPack" in told.stdout and "2 devices" in told.stdout
 
 
 @pytest.mark.jax

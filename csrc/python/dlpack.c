@@ -347,6 +347,36 @@ export_capsule(const smla_py_state *state, PyObject *method)
     return capsule;
 }
 
+/* What jax's __dlpack__ comes to for an array on one device, after microseconds of Python. NULL where
+ * jaxlib has it no more, or where it fails: __dlpack__ has the words then. */
+static PyObject *
+export_from_jaxlib(const smla_py_state *state, PyObject *object)
+{
+    PyObject *sharding = PyObject_GetAttr(object, state->str_sharding);
+    PyObject *devices = sharding == NULL ? NULL : PyObject_GetAttr(sharding, state->str_device_set);
+    const bool is_single = devices != NULL && PyObject_Size(devices) == 1;
+    PyObject *module = is_single ? PyImport_GetModule(state->str_jaxlib) : NULL;
+    PyObject *function = module == NULL ? NULL : PyObject_GetAttr(module, state->str_jaxlib_export);
+    PyObject *capsule =
+        function == NULL ? NULL : PyObject_CallFunctionObjArgs(function, object, NULL);
+    Py_XDECREF(sharding);
+    Py_XDECREF(devices);
+    Py_XDECREF(module);
+    Py_XDECREF(function);
+    if (capsule == NULL && PyErr_Occurred() != NULL && !is_fatal()) {
+        PyErr_Clear();
+    }
+    return capsule;
+}
+
+static PyObject *
+export_immutable(const smla_py_state *state, PyObject *object, PyObject *method)
+{
+    PyObject *capsule =
+        is_type_in_package(state, object, "jaxlib") ? export_from_jaxlib(state, object) : NULL;
+    return capsule != NULL || PyErr_Occurred() != NULL ? capsule : export_capsule(state, method);
+}
+
 /* In DLPack's numbers: -1 = no order, 1 = the legacy default stream, 2 = the thread's, else a
  * handle. */
 static PyObject *
@@ -474,7 +504,7 @@ smla_py_read_dlpack(const smla_py_state *state, const char *op, const char *name
     if (array->importer == NULL || !array->importer->is_immutable) {
         status = export_mutable(state, op, name, object, method, array);
     } else if (prepare_immutable(state, op, name, role, object) == 0) {
-        status = finish_export(op, name, export_capsule(state, method), array);
+        status = finish_export(op, name, export_immutable(state, object, method), array);
     } else if (!PyErr_ExceptionMatches(PyExc_BufferError) && !is_fatal()) {
         raise_export_error(op, name);
     }

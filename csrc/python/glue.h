@@ -36,6 +36,10 @@ typedef struct smla_py_state {
     PyObject *str_is_neg;
     PyObject *str_module;
     PyObject *str_block_until_ready;
+    PyObject *str_jaxlib; /* the module that has the function named below */
+    PyObject *str_jaxlib_export;
+    PyObject *str_sharding;
+    PyObject *str_device_set;
     PyObject *str_data;
     PyObject *str_ptr;
     PyObject *str_device_id;
