@@ -62,8 +62,7 @@ def split_options(call: cases.Call) -> tuple[dict, dict]:
 def jitted(jax, function, call: cases.Call, **jit_options):
     """The call's arrays, and a program of them."""
     arrays, options = split_options(call)
-    run = lambda arrays: function(**arrays, **options)  # noqa: E731
-    return arrays, jax.jit(run, **jit_options)
+    return arrays, jax.jit(lambda arrays: function(**arrays, **options), **jit_options)
 
 
 def assert_same(got, want, what: str = "") -> None:
@@ -262,7 +261,10 @@ def test_vmap_over_slots_makes_a_cache_each(place, smla):
 
 def test_derivatives_are_refused(place, smla):
     call = moved("merge_attn_states", place)
-    loss = lambda out_a: smla.merge_attn_states(out_a, *list(call.args.values())[1:])[0].sum()  # noqa: E731
+
+    def loss(out_a):
+        return smla.merge_attn_states(out_a, *list(call.args.values())[1:])[0].sum()
+
     with pytest.raises(ValueError, match=r"sparse_mla.*cannot be differentiated"):
         place.module.grad(loss)(call.args["out_a"])
 
