@@ -372,8 +372,7 @@ export_from_jaxlib(const smla_py_state *state, PyObject *object)
 static PyObject *
 export_immutable(const smla_py_state *state, PyObject *object, PyObject *method)
 {
-    PyObject *capsule =
-        is_type_in_package(state, object, "jaxlib") ? export_from_jaxlib(state, object) : NULL;
+    PyObject *capsule = export_from_jaxlib(state, object);
     return capsule != NULL || PyErr_Occurred() != NULL ? capsule : export_capsule(state, method);
 }
 
