@@ -135,17 +135,28 @@ def test_arrays_that_wait_for_a_busy_stream_are_freed():
     case = cases.AttentionCase(64, 16, 64, num_splits=1).make()
     options = {**case.options, "num_splits": 1}
     arrays = [framework.put(x) for x in (case.q, case.kv, case.indices)]
-    counts = [sys.getrefcount(x) for x in arrays]
     stream = torch.cuda.Stream()
+    out, lse = sparse_mla.sparse_attention(*arrays, **options, stream=stream)  # to be freed they wait
+
+    def attend():
+        sparse_mla.sparse_attention(*arrays, **options, stream=stream, out=out, lse=lse)
+
+    def count_references():
+        gc.collect()
+        return [sys.getrefcount(x) for x in arrays]
+
+    attend()
+    stream.synchronize()
+    last_call_only = count_references()
     for _ in range(20):
         gpu.delay(stream)
-        sparse_mla.sparse_attention(*arrays, **options, stream=stream)
+        attend()
+    waiting = count_references()
     stream.synchronize()
-    for _ in range(3):  # what is over is noticed by later calls
-        sparse_mla.sparse_attention(*arrays, **options, stream=stream)
-        torch.cuda.synchronize()
-    gc.collect()
-    assert all(sys.getrefcount(x) <= n + 2 for x, n in zip(arrays, counts, strict=True))
+    attend()  # what is over is noticed by later calls
+    stream.synchronize()
+    assert all(now >= then + 19 for now, then in zip(waiting, last_call_only, strict=True))
+    assert count_references() == last_call_only
 
 
 def test_builders_are_freed():
