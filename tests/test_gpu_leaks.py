@@ -136,7 +136,8 @@ def test_arrays_that_wait_for_a_busy_stream_are_freed():
     options = {**case.options, "num_splits": 1}
     arrays = [framework.put(x) for x in (case.q, case.kv, case.indices)]
     stream = torch.cuda.Stream()
-    out, lse = sparse_mla.sparse_attention(*arrays, **options, stream=stream)  # to be freed they wait
+    # given, for results that are freed wait for the device
+    out, lse = sparse_mla.sparse_attention(*arrays, **options, stream=stream)
 
     def attend():
         sparse_mla.sparse_attention(*arrays, **options, stream=stream, out=out, lse=lse)

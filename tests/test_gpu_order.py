@@ -115,10 +115,15 @@ def test_rows_done_again_beside_other_processes(num_heads):
     graph, results = capture(chain.run)
     command = [sys.executable, "-c", ANOTHER_PROCESS]
     others = [subprocess.Popen(command) for _ in range(3)]
-    while any(other.poll() is None for other in others):
-        for _ in range(30):
-            graph.replay()
-        assert_same_values(gpu.values(results), want)
+    try:
+        while any(other.poll() is None for other in others):
+            for _ in range(30):
+                graph.replay()
+            assert_same_values(gpu.values(results), want)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
     assert [other.returncode for other in others] == [0, 0, 0]
 
 

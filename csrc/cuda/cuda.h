@@ -58,6 +58,26 @@ smla_status smla_cuda_is_capturing(const char *op, smla_stream stream, bool *is_
 enum cudaStreamCaptureMode smla_cuda_relax_captures(void);
 void smla_cuda_restore_captures(enum cudaStreamCaptureMode former);
 
+/* An entry point of the driver as CUDA `version` (12040 = 12.4) has it; `function` points to a
+ * pointer to the function. */
+cudaError_t smla_cuda_find_driver_call(const char *name, unsigned version, void *function);
+
+/* ---- Launches: launch.c -------------------------------------------------------------------- */
+
+/* A kernel that takes one struct by value, and its blocks, all in a row. */
+typedef struct smla_cuda_grid {
+    const void *kernel;
+    void *args;
+    unsigned num_blocks;
+    unsigned block_threads;
+    unsigned shared_bytes;
+    unsigned cluster;  /* neighbouring blocks that run at the same time and reach each other */
+    bool starts_early; /* it may be started before the grid in front of it in the stream is done */
+    smla_stream stream;
+} smla_cuda_grid;
+
+cudaError_t smla_cuda_launch(const smla_cuda_grid *grid);
+
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
 /* cache_write.cu and cache_read.cu */

@@ -241,15 +241,13 @@ typedef struct driver_calls {
 
 static driver_calls driver; /* under the lock, and constant once the first push has happened */
 
-/* `function` points to a pointer to the function. */
-static cudaError_t
-find_driver_call(const char *name, void *function)
+cudaError_t
+smla_cuda_find_driver_call(const char *name, unsigned version, void *function)
 {
-    enum { ABI_OF_CUDA = 12000 };
     void *address = NULL;
     enum cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
     const cudaError_t code =
-        cudaGetDriverEntryPointByVersion(name, &address, ABI_OF_CUDA, cudaEnableDefault, &result);
+        cudaGetDriverEntryPointByVersion(name, &address, version, cudaEnableDefault, &result);
     if (code == cudaSuccess && (result != cudaDriverEntryPointSuccess || address == NULL)) {
         return cudaErrorSymbolNotFound;
     }
@@ -260,6 +258,7 @@ find_driver_call(const char *name, void *function)
 static cudaError_t
 find_driver_calls(void)
 {
+    enum { ABI_OF_CUDA = 12000 };
     const struct {
         const char *name;
         void *function;
@@ -270,7 +269,8 @@ find_driver_calls(void)
         {"cuCtxPopCurrent", (void *)&driver.pop_context},
     };
     for (int i = 0; i < 4 && driver.pop_context == NULL; i++) {
-        const cudaError_t code = find_driver_call(calls[i].name, calls[i].function);
+        const cudaError_t code =
+            smla_cuda_find_driver_call(calls[i].name, ABI_OF_CUDA, calls[i].function);
         if (code != cudaSuccess) {
             return code;
         }

@@ -28,12 +28,9 @@ can_start_early(int32_t compute_capability)
 /* Starts a kernel that takes one struct by value. The grid is cut to what the hardware numbers:
  * kernels loop over the blocks that are missing. No blocks, no launch.
  *
- * Where it can, the grid starts before the one in front of it in the stream is done, which makes the
- * launch itself cheaper, too. So every thread of every kernel must pass ptx_wait_for_grids before it
- * reads what others wrote, writes what others read, or ends: who does not wait is no order for those
- * behind it.
- *
- * `cluster` neighbouring blocks run at the same time and reach each other's shared memory. */
+ * Where it can, the grid starts before the one in front of it in the stream is done. So every thread
+ * of every kernel must pass ptx_wait_for_grids before it reads what others wrote, writes what others
+ * read, or ends: who does not wait is no order for those behind it. */
 template <typename Args>
 static cudaError_t
 smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int block_threads,
@@ -42,27 +39,17 @@ smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int bloc
     if (num_blocks <= 0) {
         return cudaSuccess;
     }
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)(num_blocks < INT32_MAX ? num_blocks : INT32_MAX));
-    config.blockDim = dim3((unsigned)block_threads);
-    config.dynamicSmemBytes = (size_t)shared_bytes;
-    config.stream = (cudaStream_t)stream.handle;
-    cudaLaunchAttribute attributes[2] = {};
-    config.attrs = attributes;
-    if (can_start_early(smla_cuda_find_device(stream.device_id)->compute_capability)) {
-        cudaLaunchAttribute *const early = &attributes[config.numAttrs++];
-        early->id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        early->val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (cluster > 1) {
-        cudaLaunchAttribute *const size = &attributes[config.numAttrs++];
-        size->id = cudaLaunchAttributeClusterDimension;
-        size->val.clusterDim.x = (unsigned)cluster;
-        size->val.clusterDim.y = 1;
-        size->val.clusterDim.z = 1;
-    }
-    void *list[] = {const_cast<Args *>(&args)};
-    return cudaLaunchKernelExC(&config, (const void *)kernel, list);
+    smla_cuda_grid grid = {};
+    grid.kernel = (const void *)kernel;
+    grid.args = const_cast<Args *>(&args);
+    grid.num_blocks = (unsigned)(num_blocks < INT32_MAX ? num_blocks : INT32_MAX);
+    grid.block_threads = (unsigned)block_threads;
+    grid.shared_bytes = (unsigned)shared_bytes;
+    grid.cluster = (unsigned)cluster;
+    grid.starts_early =
+        can_start_early(smla_cuda_find_device(stream.device_id)->compute_capability);
+    grid.stream = stream;
+    return smla_cuda_launch(&grid);
 }
 
 /* More than 48 KiB of shared memory has to be asked for, once per kernel and device: a fact that

@@ -1,0 +1,196 @@
+"""How kernels are started (csrc/cuda/launch.c): by a graph that a stream's calls share, where
+that is the same as a launch."""
+
+import functools
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import gpu
+import pytest
+from gpu import CALLS, assert_same_values, come_late, is_busy, moved, outcome, torch, turned
+
+import sparse_mla
+
+GRAPH = "cuGraphLaunch"
+LAUNCH = "cudaLaunchKernelExC"
+OPS = ["convert_req_index_to_global_index", "merge_attn_states", "sparse_attention in 5 splits"]
+
+
+def make_calls(count: int, **kwargs) -> list:
+    """Operators in turn, each call with values of its own."""
+    calls = [moved(turned(CALLS[OPS[i % len(OPS)]](), i)) for i in range(count)]
+    for call in calls:
+        call.kwargs.update(kwargs)
+    return calls
+
+
+def run_all(calls) -> list:
+    return [gpu.as_tuple(call.run(sparse_mla)) for call in calls]
+
+
+def find_starts(run) -> set:
+    """In which ways `run` starts kernels."""
+    run()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        run()
+        torch.cuda.synchronize()
+    return {event.name for event in profile.events()} & {GRAPH, LAUNCH}
+
+
+def test_ordinary_streams_have_a_graph():
+    (call,) = make_calls(1)
+    assert find_starts(lambda: call.run(sparse_mla)) == {GRAPH}
+    call.kwargs["stream"] = torch.cuda.Stream()
+    assert find_starts(lambda: call.run(sparse_mla)) == {GRAPH}
+
+
+def test_streams_with_a_priority_have_none():
+    """Of which a graph knows nothing."""
+    want = outcome(moved(CALLS[OPS[0]]()))
+    call = moved(CALLS[OPS[0]]())
+    call.kwargs["stream"] = torch.cuda.Stream(priority=-1)
+    assert find_starts(lambda: call.run(sparse_mla)) == {LAUNCH}
+    results = call.run(sparse_mla)
+    torch.cuda.synchronize()
+    assert_same_values(gpu.values(results), want)
+
+
+def test_captures_hold_the_kernels():
+    (call,) = make_calls(1)
+    assert find_starts(lambda: gpu.capture(lambda: call.run(sparse_mla))) == {GRAPH, LAUNCH}
+
+
+def test_every_call_of_a_long_queue_has_its_own_arguments():
+    calls = make_calls(240)
+    want = [outcome(call) for call in calls]
+    for _ in range(2):
+        gpu.delay()
+        results = run_all(calls)
+        assert is_busy(torch.cuda.current_stream())
+        torch.cuda.synchronize()
+        for got, expected in zip(results, want, strict=True):
+            assert_same_values(gpu.values(got), expected)
+
+
+def test_threads_that_share_a_stream():
+    stream = torch.cuda.Stream()
+    batches = [make_calls(60, stream=stream) for _ in range(4)]
+    want = [outcome(call) for call in batches[0]]
+    with ThreadPoolExecutor(len(batches)) as pool:
+        for results in pool.map(run_all, batches):
+            torch.cuda.synchronize()
+            for got, expected in zip(results, want, strict=True):
+                assert_same_values(gpu.values(got), expected)
+
+
+def test_streams_do_not_wait_for_each_other():
+    busy, idle = torch.cuda.Stream(), torch.cuda.Stream()
+    calls = [make_calls(3, stream=stream) for stream in (busy, idle)]
+    for _ in range(2):
+        for batch in calls:
+            run_all(batch)
+        torch.cuda.synchronize()
+        gpu.delay(busy)
+        for batch in calls:
+            run_all(batch)
+        idle.synchronize()
+        assert is_busy(busy)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.cupy
+def test_the_legacy_stream_waits_for_blocking_streams(cupy):
+    """And they for it, as launches have it."""
+    mine = cupy.cuda.Stream()
+    blocking = torch.cuda.ExternalStream(mine.ptr)
+    for first, second in ((blocking, 0), (torch.cuda.default_stream(), blocking)):
+        want = outcome(moved(CALLS[OPS[0]]()))
+        call = come_late(moved(CALLS[OPS[0]]()), first)
+        call.kwargs["stream"] = second
+        results = call.run(sparse_mla)
+        assert is_busy(first)
+        torch.cuda.synchronize()
+        assert_same_values(gpu.values(results), want)
+
+
+@pytest.mark.cupy
+def test_more_streams_than_there_are_graphs(cupy):
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(100)]
+    calls = make_calls(len(streams))
+    want = [outcome(call) for call in calls]
+    for _ in range(2):
+        for call, stream in zip(calls, streams, strict=True):
+            call.kwargs["stream"] = stream
+        results = run_all(calls)
+        torch.cuda.synchronize()
+        for got, expected in zip(results, want, strict=True):
+            assert_same_values(gpu.values(got), expected)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_calls_beside_a_capture(in_thread):
+    """In the mode that forbids most: the first call on a stream, and those after it."""
+    calls = [call for call in make_calls(6) if call.op != "sparse_attention"]  # which allocates
+    want = [outcome(call) for call in calls]
+    outs = [tuple(map(torch.empty_like, results)) for results in run_all(calls)]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    for call, out in zip(calls, outs, strict=True):
+        call.kwargs.update(zip(gpu.RESULTS, out, strict=False))
+
+    def run():
+        with torch.cuda.stream(stream):
+            run_all(calls)
+
+    captured = torch.zeros(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"), ThreadPoolExecutor(1) as pool:
+        captured += 1
+        if in_thread:
+            pool.submit(run).result()
+        else:
+            run()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert captured.tolist() == [1.0] * 4
+    for got, expected in zip(outs, want, strict=True):
+        assert_same_values(gpu.values(got), expected)
+
+
+DIGEST = """
+import hashlib, sys
+sys.path.insert(0, "tests")
+import test_gpu_launch as tests
+digest = hashlib.sha256()
+for call in tests.make_calls(9):
+    for x in tests.outcome(call):
+        digest.update(x.tobytes())
+print(digest.hexdigest(), *sorted(tests.find_starts(lambda: tests.run_all(tests.make_calls(3)))))
+"""
+
+
+@functools.cache
+def find_digest(**environment) -> list[str]:
+    run = subprocess.run(
+        [sys.executable, "-c", DIGEST],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return run.stdout.split()
+
+
+@pytest.mark.parametrize(
+    "environment", [{"SPARSE_MLA_LAUNCH": "plain"}, {"CUDA_LAUNCH_BLOCKING": "1"}], ids=str
+)
+def test_launches_alone_by_environment(environment):
+    """The same bits."""
+    digest, *starts = find_digest()
+    plain_digest, *plain_starts = find_digest(**environment)
+    assert (starts, plain_starts) == ([GRAPH], [LAUNCH])
+    assert digest == plain_digest
