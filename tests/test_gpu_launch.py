@@ -13,7 +13,7 @@ from gpu import CALLS, assert_same_values, come_late, is_busy, moved, outcome, t
 
 import sparse_mla
 
-GRAPH = "cuGraphLaunch"
+GRAPH = "cudaGraphLaunch"
 LAUNCH = "cudaLaunchKernelExC"
 OPS = ["convert_req_index_to_global_index", "merge_attn_states", "sparse_attention in 5 splits"]
 

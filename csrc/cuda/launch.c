@@ -75,11 +75,8 @@ is_set(const char *name)
     return value != NULL && value[0] != '\0' && strcmp(value, "0") != 0;
 }
 
-/* The driver's own: the runtime takes 0.2 us more, to look kernels up. */
-static struct {
-    PFN_cuGraphExecKernelNodeSetParams_v12000 set_params;
-    PFN_cuGraphLaunch_v10000 launch; /* the last one found: NULL says there are to be no graphs */
-} driver;
+/* The driver's own: the runtime takes 0.2 us more, to look the kernel up. NULL: no graphs. */
+static PFN_cuGraphExecKernelNodeSetParams_v12000 set_params;
 
 /* SPARSE_MLA_LAUNCH=plain in the environment: to compare. A profiler that is injected shows a graph
  * as one thing without a name. */
@@ -89,10 +86,9 @@ prepare_graphs(void)
     const char *const wish = getenv("SPARSE_MLA_LAUNCH");
     if ((wish != NULL && strcmp(wish, "plain") == 0) || is_set("CUDA_LAUNCH_BLOCKING") ||
         is_set("CUDA_INJECTION64_PATH") ||
-        smla_cuda_find_driver_call("cuGraphExecKernelNodeSetParams", 12000,
-                                   (void *)&driver.set_params) != cudaSuccess ||
-        smla_cuda_find_driver_call("cuGraphLaunch", 10000, (void *)&driver.launch) != cudaSuccess) {
-        driver.launch = NULL;
+        smla_cuda_find_driver_call("cuGraphExecKernelNodeSetParams", 12000, (void *)&set_params) !=
+            cudaSuccess) {
+        set_params = NULL;
     }
 }
 
@@ -109,7 +105,7 @@ has_own_sms(cudaStream_t stream)
 
 /* Whether kernels in a graph do as kernels launched on this stream. */
 static bool
-is_plain(cudaStream_t stream)
+is_ordinary(cudaStream_t stream)
 {
     int priority = -1;
     cudaLaunchAttributeValue policy;
@@ -168,7 +164,7 @@ add_stream(const smla_cuda_grid *grid, unsigned long long stream_id)
         return NULL;
     }
     const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
-    if (is_plain(grid->stream.handle)) {
+    if (is_ordinary(grid->stream.handle)) {
         make_graph(grid, made);
     }
     smla_cuda_restore_captures(former);
@@ -187,7 +183,7 @@ find_graph(const smla_cuda_grid *grid)
     enum cudaStreamCaptureStatus capture;
     unsigned long long stream_id;
     (void)pthread_once(&once, prepare_graphs);
-    if (driver.launch == NULL || grid->cluster > 1 ||
+    if (set_params == NULL || grid->cluster > 1 ||
         cudaStreamIsCapturing(grid->stream.handle, &capture) != cudaSuccess ||
         capture != cudaStreamCaptureStatusNone ||
         cudaStreamGetId(grid->stream.handle, &stream_id) != cudaSuccess) {
@@ -233,21 +229,24 @@ start_graph(const smla_cuda_grid *grid, stream_graph *graph)
                                             .blockDimZ = 1,
                                             .sharedMemBytes = grid->shared_bytes,
                                             .kernelParams = (void *[]){grid->args}};
-    return params.func != NULL &&
-           driver.set_params(graph->exec, graph->node, &params) == CUDA_SUCCESS &&
-           driver.launch(graph->exec, grid->stream.handle) == CUDA_SUCCESS;
+    return params.func != NULL && set_params(graph->exec, graph->node, &params) == CUDA_SUCCESS &&
+           cudaGraphLaunch(graph->exec, grid->stream.handle) == cudaSuccess;
 }
 
-/* What the graph refuses, a launch accepts or names the error of. */
+/* What the graph refuses, a launch accepts, or it names the error. */
 cudaError_t
 smla_cuda_launch(const smla_cuda_grid *grid)
 {
     stream_graph *const graph = find_graph(grid);
-    bool is_started = false;
-    if (graph != NULL) {
-        pthread_mutex_lock(&graph->lock);
-        is_started = start_graph(grid, graph);
-        pthread_mutex_unlock(&graph->lock);
+    if (graph == NULL) {
+        return launch(grid);
     }
-    return is_started ? cudaSuccess : launch(grid);
+    pthread_mutex_lock(&graph->lock);
+    const bool is_started = start_graph(grid, graph);
+    pthread_mutex_unlock(&graph->lock);
+    if (is_started) {
+        return cudaSuccess;
+    }
+    (void)cudaGetLastError();
+    return launch(grid);
 }
