@@ -33,38 +33,81 @@ smla_py_copy_view(const char *op, const char *name, const DLTensor *source, smla
     return 0;
 }
 
+/* ---- Frameworks by the name of their package ------------------------------------------------ */
+
+static bool
+is_in_package(const char *module, const char *package)
+{
+    const size_t length = strlen(package);
+    return strncmp(module, package, length) == 0 &&
+           (module[length] == '\0' || module[length] == '.');
+}
+
+static bool
+is_type_in_package(const smla_py_state *state, PyObject *object, const char *package)
+{
+    PyObject *module = PyObject_GetAttr((PyObject *)Py_TYPE(object), state->str_module);
+    const char *text = NULL;
+    if (module != NULL && PyUnicode_Check(module)) {
+        text = PyUnicode_AsUTF8AndSize(module, NULL);
+    }
+    const bool result = text != NULL && is_in_package(text, package);
+    Py_XDECREF(module);
+    PyErr_Clear();
+    return result;
+}
+
 /* ---- The exchange API ---------------------------------------------------------------------- */
 
-/* A type and its table: the first type that had one, which most arrays of a process share. */
+/* A type and its table, NULL for JAX's arrays, whose type will have none: the first ones that come are
+ * remembered, from the front. */
 typedef struct smla_py_exchange {
     PyTypeObject *type;
     const DLPackExchangeAPI *api;
 } smla_py_exchange;
 
 void
-smla_py_forget_exchange(smla_py_shared *shared)
+smla_py_forget_exchanges(smla_py_shared *shared)
 {
-    smla_py_exchange *known = atomic_exchange(&shared->exchange, NULL);
-    if (known != NULL) {
-        Py_DECREF((PyObject *)known->type);
-        free(known);
+    for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
+        smla_py_exchange *known = atomic_exchange(&shared->exchanges[i], NULL);
+        if (known != NULL) {
+            Py_DECREF((PyObject *)known->type);
+            free(known);
+        }
     }
 }
 
+static const smla_py_exchange *
+recall_exchange(smla_py_shared *shared, PyTypeObject *type)
+{
+    for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
+        const smla_py_exchange *known =
+            atomic_load_explicit(&shared->exchanges[i], memory_order_acquire);
+        if (known == NULL || known->type == type) {
+            return known;
+        }
+    }
+    return NULL;
+}
+
+/* Without memory or room it will be looked up again. */
 static void
 remember_exchange(smla_py_shared *shared, PyTypeObject *type, const DLPackExchangeAPI *api)
 {
-    smla_py_exchange *none = NULL;
     smla_py_exchange *met = malloc(sizeof *met);
     if (met == NULL) {
-        return; /* it will be looked up again */
+        return;
     }
     *met = (smla_py_exchange){.type = type, .api = api};
-    if (atomic_compare_exchange_strong(&shared->exchange, &none, met)) {
-        Py_INCREF((PyObject *)type);
-    } else {
-        free(met);
+    for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
+        smla_py_exchange *none = NULL;
+        if (atomic_compare_exchange_strong(&shared->exchanges[i], &none, met)) {
+            Py_INCREF((PyObject *)type);
+            return;
+        }
     }
+    free(met);
 }
 
 /* The table of the object's type, of a major version that we know; NULL without an exception where
@@ -72,15 +115,17 @@ remember_exchange(smla_py_shared *shared, PyTypeObject *type, const DLPackExchan
 static const DLPackExchangeAPI *
 find_exchange_api(const smla_py_state *state, PyObject *object)
 {
-    const smla_py_exchange *known =
-        atomic_load_explicit(&state->shared->exchange, memory_order_acquire);
-    if (known != NULL && known->type == Py_TYPE(object)) {
+    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
+    if (known != NULL) {
         return known->api;
     }
     PyObject *capsule = PyObject_GetAttr((PyObject *)Py_TYPE(object), state->str_exchange_api);
     if (capsule == NULL) {
         if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
             PyErr_Clear();
+            if (is_type_in_package(state, object, "jaxlib")) {
+                remember_exchange(state->shared, Py_TYPE(object), NULL);
+            }
         }
         return NULL;
     }
@@ -92,7 +137,7 @@ find_exchange_api(const smla_py_state *state, PyObject *object)
     while (header != NULL && header->version.major != DLPACK_MAJOR_VERSION) {
         header = header->prev_api;
     }
-    if (header != NULL && known == NULL) {
+    if (header != NULL) {
         remember_exchange(state->shared, Py_TYPE(object), (const DLPackExchangeAPI *)header);
     }
     return (const DLPackExchangeAPI *)header;
@@ -196,28 +241,6 @@ static const smla_py_importer importers[] = {
      .stream_function = "current_stream",
      .stream_attribute = "cuda_stream"},
 };
-
-static bool
-is_in_package(const char *module, const char *package)
-{
-    const size_t length = strlen(package);
-    return strncmp(module, package, length) == 0 &&
-           (module[length] == '\0' || module[length] == '.');
-}
-
-static bool
-is_type_in_package(const smla_py_state *state, PyObject *object, const char *package)
-{
-    PyObject *module = PyObject_GetAttr((PyObject *)Py_TYPE(object), state->str_module);
-    const char *text = NULL;
-    if (module != NULL && PyUnicode_Check(module)) {
-        text = PyUnicode_AsUTF8AndSize(module, NULL);
-    }
-    const bool result = text != NULL && is_in_package(text, package);
-    Py_XDECREF(module);
-    PyErr_Clear();
-    return result;
-}
 
 static const smla_py_importer *
 find_importer(const smla_py_state *state, PyObject *object)

@@ -7,14 +7,16 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+enum { SMLA_PY_EXCHANGES = 4 };
+
 /* What changes after the import, one for each module. */
 struct smla_py_shared {
     pthread_mutex_t lock; /* nobody runs Python code, or waits for anything, while holding it */
-    struct smla_py_batch *first;                 /* pending.c */
-    struct smla_py_batch **end;                  /* where the next one goes */
-    atomic_int num_batches;                      /* read without the lock */
-    _Atomic(struct smla_py_cupy *) cupy;         /* NULL until the first array of cupy comes */
-    _Atomic(struct smla_py_exchange *) exchange; /* NULL until the first type with a table comes */
+    struct smla_py_batch *first;         /* pending.c */
+    struct smla_py_batch **end;          /* where the next one goes */
+    atomic_int num_batches;              /* read without the lock */
+    _Atomic(struct smla_py_cupy *) cupy; /* NULL until the first array of cupy comes */
+    _Atomic(struct smla_py_exchange *) exchanges[SMLA_PY_EXCHANGES]; /* dlpack.c */
 };
 
 enum { SMLA_PY_NOT_THIS = 1 }; /* a reader's third answer: the object does not speak its protocol */
@@ -54,7 +56,7 @@ int smla_py_read_cupy(const smla_py_state *state, const char *op, const char *na
 int smla_py_new_cupy(const smla_py_state *state, const char *op, smla_py_array *array);
 int smla_py_cupy_stream(const smla_py_state *state, int32_t device_id, void **handle);
 void smla_py_forget_cupy(smla_py_shared *shared);
-void smla_py_forget_exchange(smla_py_shared *shared);
+void smla_py_forget_exchanges(smla_py_shared *shared);
 
 /* dlpack.c */
 int smla_py_read_exchange_api(const smla_py_state *state, const char *op, const char *name,

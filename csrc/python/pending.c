@@ -182,7 +182,7 @@ smla_py_clear_shared(smla_py_state *state)
         free_batch(batch);
     }
     smla_py_forget_cupy(shared);
-    smla_py_forget_exchange(shared);
+    smla_py_forget_exchanges(shared);
 }
 
 void
