@@ -29,7 +29,7 @@ smla_dtype(const DLTensor *tensor)
 /* ---- Memory -------------------------------------------------------------------------------- */
 
 bool
-smla_is_addressable(const DLTensor *tensor)
+smla_find_byte_range(const DLTensor *tensor, smla_byte_range *range)
 {
     const int64_t most = INT64_MAX / 64; /* 2^57: no machine has as many bytes */
     const int64_t element_bytes = smla_element_bytes(tensor);
@@ -58,26 +58,16 @@ smla_is_addressable(const DLTensor *tensor)
     }
     const uint64_t data = (uint64_t)(uintptr_t)tensor->data;
     const uint64_t first = data + tensor->byte_offset;
-    return data == 0 || (tensor->byte_offset <= (uint64_t)most && first >= data &&
-                         first >= (uint64_t)below && UINTPTR_MAX - first >= (uint64_t)above);
-}
-
-smla_byte_range
-smla_byte_range_of(const DLTensor *tensor)
-{
-    if (smla_is_empty(tensor)) {
-        return (smla_byte_range){0};
+    if (data != 0 && (tensor->byte_offset > (uint64_t)most || first < data ||
+                      first < (uint64_t)below || UINTPTR_MAX - first < (uint64_t)above)) {
+        return false;
     }
-    const int64_t element_bytes = smla_element_bytes(tensor);
-    const uint8_t *const first = smla_data(tensor);
-    int64_t below = 0;
-    int64_t above = element_bytes;
-    for (int i = 0; i < tensor->ndim; i++) {
-        const int64_t reach = (tensor->shape[i] - 1) * smla_stride(tensor, i) * element_bytes;
-        below += reach < 0 ? reach : 0;
-        above += reach > 0 ? reach : 0;
+    *range = (smla_byte_range){0};
+    if (!empty) {
+        const uint8_t *const from = smla_data(tensor);
+        *range = (smla_byte_range){.low = from - below, .high = from + above};
     }
-    return (smla_byte_range){.low = first + below, .high = first + above};
+    return true;
 }
 
 /* Dimensions of more than one element, smallest stride first. */
@@ -172,8 +162,11 @@ inner_block(const layout *m, int64_t *period)
 bool
 smla_is_disjoint(const DLTensor *a, const DLTensor *b)
 {
-    const smla_byte_range range_a = smla_byte_range_of(a);
-    const smla_byte_range range_b = smla_byte_range_of(b);
+    smla_byte_range range_a;
+    smla_byte_range range_b;
+    if (!smla_find_byte_range(a, &range_a) || !smla_find_byte_range(b, &range_b)) {
+        return false;
+    }
     if (smla_is_apart(range_a, range_b)) {
         return true;
     }

@@ -101,21 +101,19 @@ unsigned smla_dtype(const DLTensor *tensor);
 
 /* ---- Memory -------------------------------------------------------------------------------- */
 
-/* Whether sizes, strides and addresses stay far inside int64, so that nobody need check sums and
- * products of them again. Sizes of 0 count as 1: an empty array may not be absurd in another
- * one. */
-bool smla_is_addressable(const DLTensor *tensor);
-
-/* Whether two index tuples may name the same byte. */
-bool smla_overlaps_itself(const DLTensor *tensor);
-
 /* The bytes between an array's first and last one, gaps included; NULL and NULL for an empty one. */
 typedef struct smla_byte_range {
     const uint8_t *low;
     const uint8_t *high; /* one past the last */
 } smla_byte_range;
 
-smla_byte_range smla_byte_range_of(const DLTensor *tensor);
+/* Whether sizes, strides and addresses stay far inside int64, so that nobody need check sums and
+ * products of them again; and if so, the range. Sizes of 0 count as 1: an empty array may not be
+ * absurd in another one. */
+bool smla_find_byte_range(const DLTensor *tensor, smla_byte_range *range);
+
+/* Whether two index tuples may name the same byte. */
+bool smla_overlaps_itself(const DLTensor *tensor);
 
 static inline bool
 smla_is_apart(smla_byte_range a, smla_byte_range b)

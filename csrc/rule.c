@@ -147,7 +147,7 @@ check_dtype(const smla_checker *c, const smla_rule *rule)
 /* Rank within what fixed arrays hold, no negative sizes, addresses that exist: what every later
  * step relies on. */
 static smla_status
-check_sane(const smla_checker *c, const char *name, const DLTensor *tensor)
+check_sane(const smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range *range)
 {
     if (tensor->ndim < 0 || tensor->ndim > SMLA_MAX_RANK) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
@@ -170,7 +170,7 @@ check_sane(const smla_checker *c, const char *name, const DLTensor *tensor)
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `%s` must have memory, got a null pointer", c->op, name);
     }
-    if (!smla_is_addressable(tensor)) {
+    if (!smla_find_byte_range(tensor, range)) {
         char got[TEXT_BYTES] = "";
         describe_shape(tensor, got);
         return smla_fail(c->error, SMLA_ERROR_VALUE,
@@ -224,18 +224,19 @@ check_last_stride(const smla_checker *c, const char *name, const DLTensor *tenso
     return SMLA_OK;
 }
 
+/* Alignments are powers of two. */
 static smla_status
 check_alignment(const smla_checker *c, const char *name, const DLTensor *tensor, int64_t alignment)
 {
     if (smla_is_empty(tensor)) {
         return SMLA_OK;
     }
-    const uintptr_t address = (uintptr_t)smla_data(tensor);
-    if (address % (uintptr_t)alignment != 0) {
+    const uintptr_t offset = (uintptr_t)smla_data(tensor) & ((uintptr_t)alignment - 1);
+    if (offset != 0) {
         return smla_fail(
             c->error, SMLA_ERROR_VALUE,
             "%s: `%s` must be aligned to %lld bytes, got an address that is %lld bytes off", c->op,
-            name, (long long)alignment, (long long)(address % (uintptr_t)alignment));
+            name, (long long)alignment, (long long)offset);
     }
     return SMLA_OK;
 }
@@ -283,11 +284,12 @@ check_output(const smla_checker *c, const char *name, const DLTensor *tensor)
 }
 
 static void
-remember(smla_checker *c, const char *name, const DLTensor *tensor, unsigned flags)
+remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range range,
+         unsigned flags)
 {
     c->arrays[c->num_arrays].name = name;
     c->arrays[c->num_arrays].tensor = tensor;
-    c->arrays[c->num_arrays].range = smla_byte_range_of(tensor);
+    c->arrays[c->num_arrays].range = range;
     c->arrays[c->num_arrays].is_output = (flags & SMLA_RULE_OUTPUT) != 0;
     c->num_arrays++;
 }
@@ -298,7 +300,8 @@ smla_require(smla_checker *c, const smla_rule *rule)
     if (rule->tensor == NULL) {
         return rule->flags & SMLA_RULE_OPTIONAL ? SMLA_OK : report_missing(c, rule->name);
     }
-    SMLA_TRY(check_sane(c, rule->name, rule->tensor));
+    smla_byte_range range;
+    SMLA_TRY(check_sane(c, rule->name, rule->tensor, &range));
     SMLA_TRY(check_dtype(c, rule));
     SMLA_TRY(check_shape(c, rule));
     if (!(rule->flags & SMLA_RULE_ANY_LAST_STRIDE)) {
@@ -309,7 +312,7 @@ smla_require(smla_checker *c, const smla_rule *rule)
     if (rule->flags & SMLA_RULE_OUTPUT) {
         SMLA_TRY(check_output(c, rule->name, rule->tensor));
     }
-    remember(c, rule->name, rule->tensor, rule->flags);
+    remember(c, rule->name, rule->tensor, range, rule->flags);
     return SMLA_OK;
 }
 
@@ -400,7 +403,8 @@ smla_require_kv(smla_checker *c, const char *name, const DLTensor *tensor, int32
     if (tensor == NULL) {
         return report_missing(c, name);
     }
-    SMLA_TRY(check_sane(c, name, tensor));
+    smla_byte_range range;
+    SMLA_TRY(check_sane(c, name, tensor, &range));
     SMLA_TRY(find_kv_format(c, name, tensor, kv_format, &view->format));
     SMLA_TRY(read_pages(c, name, tensor, view));
     SMLA_TRY(check_last_stride(c, name, tensor));
@@ -419,7 +423,7 @@ smla_require_kv(smla_checker *c, const char *name, const DLTensor *tensor, int32
         SMLA_TRY(check_output(c, name, tensor));
     }
     view->base = smla_data(tensor);
-    remember(c, name, tensor, flags);
+    remember(c, name, tensor, range, flags);
     return SMLA_OK;
 }
 

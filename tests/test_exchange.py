@@ -285,6 +285,19 @@ def test_torch_sparse_and_conj_are_refused(torch):
         call.run(sparse_mla)
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "view", [lambda x: x, lambda x: x[:1, :1], lambda x: x[:, :0], lambda x: x[1]]
+)
+def test_torch_imaginary_parts_of_a_conjugate_are_refused(torch, view):
+    """Their values lie in memory with the other sign."""
+    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call.args["lse_a"] = view(torch.zeros(3, 4, dtype=torch.complex64).conj().imag)
+    assert call.args["lse_a"].is_neg()
+    with pytest.raises(BufferError, match=r"merge_attn_states: `lse_a` .* the negative bit"):
+        call.run(sparse_mla)
+
+
 @pytest.mark.parametrize("name", ["out", "lse", "max_logits"])
 def test_read_only_numpy_output(name):
     call = cases.GOOD_CALLS["sparse_attention"]()

@@ -428,6 +428,49 @@ plan_batch(const split_problem *problem, int64_t num_tokens)
     return best;
 }
 
+/* Layers of a model, and steps of a server, ask the same again and again. */
+enum { KNOWN_PLANS = 8 };
+
+static _Thread_local struct {
+    split_problem problem; /* of no kernel: nothing is known */
+    int64_t num_tokens;
+    batch_plan plan;
+} known_plans[KNOWN_PLANS];
+
+static bool
+is_same_problem(const split_problem *a, const split_problem *b)
+{
+    return a->device == b->device && a->whole == b->whole && a->num_heads == b->num_heads &&
+           a->topk == b->topk && a->extra_topk == b->extra_topk;
+}
+
+static batch_plan
+find_plan(const split_problem *problem, int64_t num_tokens)
+{
+    const int i = (int)(num_tokens % KNOWN_PLANS);
+    if (known_plans[i].num_tokens != num_tokens ||
+        !is_same_problem(&known_plans[i].problem, problem)) {
+        known_plans[i].plan = plan_batch(problem, num_tokens);
+        known_plans[i].problem = *problem;
+        known_plans[i].num_tokens = num_tokens;
+    }
+    return known_plans[i].plan;
+}
+
+/* Of a count of splits that was chosen earlier, perhaps for another batch. */
+static batch_plan
+find_plan_of(const split_problem *problem, int64_t num_tokens, int num_splits)
+{
+    const batch_plan plan = find_plan(problem, num_tokens);
+    if (plan.run.num_splits == num_splits) {
+        return plan;
+    }
+    if (num_splits == 1) {
+        return plan_whole(problem, num_tokens);
+    }
+    return (batch_plan){.run = choose_kernel(problem, num_tokens, num_splits), .rest = num_tokens};
+}
+
 /* False where no row fits. */
 static bool
 find_problem(const smla_cuda_device *device, const smla_attention_shape *shape,
@@ -455,7 +498,7 @@ smla_cuda_choose_num_splits(const smla_attention_shape *shape)
                                          : join_formats(shape->formats[0], shape->formats[1]);
     const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
     return device != NULL && find_problem(device, shape, formats, &problem)
-               ? plan_batch(&problem, shape->num_tokens).run.num_splits
+               ? find_plan(&problem, shape->num_tokens).run.num_splits
                : 1;
 }
 
@@ -577,20 +620,15 @@ run_kernel(const smla_attention_kernel *kernel, const smla_attention_params *par
 static smla_status
 run_planned(const split_problem *problem, const smla_attention_params *params, smla_error *error)
 {
-    const int64_t num_tokens = params->num_tokens;
-    if (params->num_splits > 1) {
-        return run_kernel(choose_kernel(problem, num_tokens, params->num_splits).kernel, params,
-                          error);
-    }
-    const batch_plan plan = plan_whole(problem, num_tokens);
-    const int64_t start = num_tokens - plan.rest;
+    const batch_plan plan = find_plan_of(problem, params->num_tokens, params->num_splits);
+    const int64_t start = params->num_tokens - plan.rest;
     if (start == 0) {
         return run_kernel(plan.run.kernel, params, error);
     }
     const smla_attention_params full = slice_tokens(params, 0, start);
     SMLA_TRY(run_kernel(problem->whole, &full, error));
     smla_attention_params part = slice_tokens(params, start, plan.rest);
-    const run_plan run = plan_batch(problem, plan.rest).run;
+    const run_plan run = find_plan(problem, plan.rest).run;
     part.num_splits = run.num_splits;
     return run_kernel(run.kernel, &part, error);
 }

@@ -53,14 +53,16 @@ def make_write(given: Convert, written: Convert) -> Callable[[], object]:
     return lambda: sparse_mla.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping)
 
 
-def make_attention(given: Convert, written: Convert, device: str = "cpu") -> Callable[[], object]:
-    """Six arrays; one token, one head, one key."""
-    q = given(np.zeros((1, 1, 576), BF16))
+def make_attention(
+    given: Convert, written: Convert, device: str = "cpu", num_heads: int = 1
+) -> Callable[[], object]:
+    """Six arrays; one token, one key."""
+    q = given(np.zeros((1, num_heads, 576), BF16))
     kv = given(np.zeros((1, 64, 656), np.uint8))
     indices = given(np.zeros((1, 1), np.int32))
-    size = sparse_mla.attention_workspace_size(1, 1, 1, device=device)
-    out = written(np.zeros((1, 1, 512), BF16))
-    lse = written(np.zeros((1, 1), np.float32))
+    size = sparse_mla.attention_workspace_size(1, num_heads, 1, device=device)
+    out = written(np.zeros((1, num_heads, 512), BF16))
+    lse = written(np.zeros((1, num_heads), np.float32))
     workspace = written(np.zeros(size, np.uint8))
 
     def attend() -> object:

@@ -25,6 +25,7 @@ from sparse_mla._bench.cuda_timing import (
 from sparse_mla._bench.timing import Table
 from sparse_mla._judge import BF16
 
+NUM_HEADS = 16  # of operators that have heads
 NUM_REQUESTS = 256
 CONTEXT = 2000
 BLOCK_SIZE = 64
@@ -36,7 +37,7 @@ Call = Callable[[], object]
 
 
 def measure_calls(effort: CudaEffort) -> Table:
-    table = Table("Host time per call, with out=", ["call"], [], [])
+    table = Table("Host time per call of one token, with out=", ["call"], [], [])
     frameworks = find_frameworks(table)
     table.columns += frameworks
     for name, make in OPERATORS.items():
@@ -150,9 +151,10 @@ def make_gather(given: Convert, written: Convert) -> Call:
 
 
 def make_merge(given: Convert, written: Convert) -> Call:
-    """Six arrays; one token, one head."""
-    state, lse = given(np.zeros((1, 1, 512), BF16)), given(np.zeros((1, 1), np.float32))
-    out, merged_lse = written(np.zeros((1, 1, 512), BF16)), written(np.zeros((1, 1), np.float32))
+    """Six arrays; one token."""
+    shape = (1, NUM_HEADS)
+    state, lse = given(np.zeros((*shape, 512), BF16)), given(np.zeros(shape, np.float32))
+    out, merged_lse = written(np.zeros((*shape, 512), BF16)), written(np.zeros(shape, np.float32))
     return lambda: sparse_mla.merge_attn_states(state, lse, state, lse, out=out, lse=merged_lse)
 
 
@@ -161,7 +163,7 @@ OPERATORS: dict[str, Callable[[Convert, Convert], Call]] = {
     "gather_kv_cache": make_gather,
     "convert_req_index_to_global_index": make_conversion,
     "merge_attn_states": make_merge,
-    "sparse_attention, 1 token": lambda given, written: make_attention(given, written, DEVICE),
+    "sparse_attention": lambda given, written: make_attention(given, written, DEVICE, NUM_HEADS),
 }
 
 
