@@ -33,13 +33,15 @@ PREFILL_TOKENS = 100
 WARM_UP_CALLS = 100
 BATCH_CALLS = 32  # between two waits for the device
 BUILDS = 4  # likewise: each one copies from a ring of staging buffers
+PYTORCH = "PyTorch"
+LAUNCH = "torch.cuda._sleep(0)"  # in turn with each row: hosts differ, and change their pace
 Call = Callable[[], object]
 
 
 def measure_calls(effort: CudaEffort) -> Table:
     table = Table("Host time per call of one token, with out=", ["call"], [], [])
     frameworks = find_frameworks(table)
-    table.columns += frameworks
+    table.columns += [*frameworks, LAUNCH]
     for name, make in OPERATORS.items():
         sides: dict[str, Call] = {}
         for framework, converters in frameworks.items():
@@ -53,7 +55,7 @@ def measure_calls(effort: CudaEffort) -> Table:
         add_row(table, name, sides, BATCH_CALLS, effort)
     for name, make_call, batch in ENGINE_CALLS:
         try:
-            add_row(table, name, {"PyTorch": make_call()}, batch, effort)
+            add_row(table, name, {PYTORCH: make_call()}, batch, effort)
         except Exception as error:
             table.failures.append(f"{name}: {describe_error(error)}")
     return table
@@ -62,7 +64,7 @@ def measure_calls(effort: CudaEffort) -> Table:
 def add_row(
     table: Table, name: str, sides: dict[str, Call], batch: int, effort: CudaEffort
 ) -> None:
-    seconds = host_seconds(sides, batch, effort)
+    seconds = host_seconds(sides | {LAUNCH: make_launch()}, batch, effort)
     cells = [f"{1e6 * seconds[key]:.2f} µs" if key in seconds else "" for key in table.columns[1:]]
     table.add([name, *cells], {"call": name, "seconds": seconds})
 
@@ -93,7 +95,7 @@ def seconds_per_call(call: Call, count: int) -> float:
 
 def find_frameworks(table: Table) -> dict[str, tuple[Convert, Convert]]:
     """Converters of inputs and of outputs, NumPy's arrays to device arrays of each framework."""
-    frameworks: dict[str, tuple[Convert, Convert]] = {"PyTorch": (to_torch, to_torch)}
+    frameworks: dict[str, tuple[Convert, Convert]] = {PYTORCH: (to_torch, to_torch)}
     for name, module, find in (("CuPy", "cupy", find_cupy), ("JAX, out PyTorch", "jax", find_jax)):
         if find_spec(module) is not None:
             try:
@@ -240,7 +242,6 @@ def make_forward(num_heads: int) -> Call:
 
 
 ENGINE_CALLS: tuple[tuple[str, Callable[[], Call], int], ...] = (
-    ("torch.cuda._sleep(0), the launch alone", make_launch, BATCH_CALLS),
     ("torch.add(out=), for comparison", make_yardstick, BATCH_CALLS),
     (f"build, {NUM_REQUESTS} decodes", lambda: make_build(NUM_REQUESTS, 0), BUILDS),
     (
