@@ -3,8 +3,6 @@
 import gc
 import importlib
 import os
-import subprocess
-import sys
 
 import cases
 import numpy as np
@@ -17,6 +15,7 @@ from helpers import (
     assert_within_bounds,
     find_framework,
     guarded_attention,
+    run_python,
 )
 
 import sparse_mla
@@ -209,13 +208,9 @@ except BufferError as error:
 
 @pytest.mark.jax
 def test_a_jax_array_over_two_devices_is_no_array(jax):
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
-    command = [sys.executable, "-c", SHARDED]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    told = run_python("-c", SHARDED, **flags)
+    assert told.returncode == 0, told.stderr
     assert "`q` must be exportable by DLPack" in told.stdout and "2 devices" in told.stdout
 
 

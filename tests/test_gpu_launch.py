@@ -2,14 +2,12 @@
 that is the same as a launch."""
 
 import functools
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import gpu
 import pytest
 from gpu import CALLS, assert_same_values, come_late, is_busy, moved, outcome, torch, turned
+from helpers import run_python
 
 import sparse_mla
 
@@ -28,6 +26,13 @@ def make_calls(count: int, **kwargs) -> list:
 
 def run_all(calls) -> list:
     return [gpu.as_tuple(call.run(sparse_mla)) for call in calls]
+
+
+def assert_all_same(results, want) -> None:
+    """Of every call, once the device is done."""
+    torch.cuda.synchronize()
+    for got, expected in zip(results, want, strict=True):
+        assert_same_values(gpu.values(got), expected)
 
 
 def find_starts(run) -> set:
@@ -71,9 +76,7 @@ def test_every_call_of_a_long_queue_has_its_own_arguments():
         gpu.delay()
         results = run_all(calls)
         assert is_busy(torch.cuda.current_stream())
-        torch.cuda.synchronize()
-        for got, expected in zip(results, want, strict=True):
-            assert_same_values(gpu.values(got), expected)
+        assert_all_same(results, want)
 
 
 def test_threads_that_share_a_stream():
@@ -82,9 +85,7 @@ def test_threads_that_share_a_stream():
     want = [outcome(call) for call in batches[0]]
     with ThreadPoolExecutor(len(batches)) as pool:
         for results in pool.map(run_all, batches):
-            torch.cuda.synchronize()
-            for got, expected in zip(results, want, strict=True):
-                assert_same_values(gpu.values(got), expected)
+            assert_all_same(results, want)
 
 
 def test_streams_do_not_wait_for_each_other():
@@ -126,9 +127,7 @@ def test_more_streams_than_there_are_graphs(cupy):
         for call, stream in zip(calls, streams, strict=True):
             call.kwargs["stream"] = stream
         results = run_all(calls)
-        torch.cuda.synchronize()
-        for got, expected in zip(results, want, strict=True):
-            assert_same_values(gpu.values(got), expected)
+        assert_all_same(results, want)
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
@@ -155,10 +154,8 @@ def test_calls_beside_a_capture(in_thread):
         else:
             run()
     graph.replay()
-    torch.cuda.synchronize()
+    assert_all_same(outs, want)
     assert captured.tolist() == [1.0] * 4
-    for got, expected in zip(outs, want, strict=True):
-        assert_same_values(gpu.values(got), expected)
 
 
 DIGEST = """
@@ -175,13 +172,8 @@ print(digest.hexdigest(), *sorted(tests.find_starts(lambda: tests.run_all(tests.
 
 @functools.cache
 def find_digest(**environment) -> list[str]:
-    run = subprocess.run(
-        [sys.executable, "-c", DIGEST],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = run_python("-c", DIGEST, **environment)
+    assert run.returncode == 0, run.stderr
     return run.stdout.split()
 
 

@@ -457,20 +457,6 @@ find_plan(const split_problem *problem, int64_t num_tokens)
     return known_plans[i].plan;
 }
 
-/* Of a count of splits that was chosen earlier, perhaps for another batch. */
-static batch_plan
-find_plan_of(const split_problem *problem, int64_t num_tokens, int num_splits)
-{
-    const batch_plan plan = find_plan(problem, num_tokens);
-    if (plan.run.num_splits == num_splits) {
-        return plan;
-    }
-    if (num_splits == 1) {
-        return plan_whole(problem, num_tokens);
-    }
-    return (batch_plan){.run = choose_kernel(problem, num_tokens, num_splits), .rest = num_tokens};
-}
-
 /* False where no row fits. */
 static bool
 find_problem(const smla_cuda_device *device, const smla_attention_shape *shape,
@@ -615,12 +601,12 @@ run_kernel(const smla_attention_kernel *kernel, const smla_attention_params *par
                             error);
 }
 
-/* A call whose split count is the backend's own. What does not fill a wave of CTAs any more may be
+/* A call whose split count is the backend's own, that of its plan. What does not fill a wave of CTAs any more may be
  * split, after the rest. */
 static smla_status
 run_planned(const split_problem *problem, const smla_attention_params *params, smla_error *error)
 {
-    const batch_plan plan = find_plan_of(problem, params->num_tokens, params->num_splits);
+    const batch_plan plan = find_plan(problem, params->num_tokens);
     const int64_t start = params->num_tokens - plan.rest;
     if (start == 0) {
         return run_kernel(plan.run.kernel, params, error);

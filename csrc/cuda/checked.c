@@ -14,8 +14,7 @@
 bool
 smla_cuda_is_checked(void)
 {
-    const char *value = getenv("SPARSE_MLA_CHECK");
-    return value != NULL && value[0] != '\0' && strcmp(value, "0") != 0;
+    return smla_cuda_is_set("SPARSE_MLA_CHECK");
 }
 
 smla_status

@@ -26,6 +26,9 @@ typedef struct smla_cuda_device {
     int32_t max_shared_bytes; /* of one block, opted in */
 } smla_cuda_device;
 
+/* Whether a variable of the environment is there, and neither empty nor 0. */
+bool smla_cuda_is_set(const char *name);
+
 /* The facts of a device, read once a process; NULL for one that does not exist. */
 const smla_cuda_device *smla_cuda_find_device(int32_t device_id);
 

@@ -26,6 +26,13 @@ typedef struct device_slot {
 static device_slot slots[SMLA_CUDA_MAX_DEVICES];
 static pthread_mutex_t slots_lock = PTHREAD_MUTEX_INITIALIZER;
 
+bool
+smla_cuda_is_set(const char *name)
+{
+    const char *const value = getenv(name);
+    return value != NULL && value[0] != '\0' && strcmp(value, "0") != 0;
+}
+
 /* SPARSE_MLA_CUDA_ARCH=80 in the environment leaves the kernels of newer architectures out: to test
  * the portable ones where others would be taken, and to compare. */
 static int32_t

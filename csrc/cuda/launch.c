@@ -68,13 +68,6 @@ launch(const smla_cuda_grid *grid)
 
 /* ---- Graphs -------------------------------------------------------------------------------- */
 
-static bool
-is_set(const char *name)
-{
-    const char *const value = getenv(name);
-    return value != NULL && value[0] != '\0' && strcmp(value, "0") != 0;
-}
-
 /* The driver's own: the runtime takes 0.2 us more, to look the kernel up. NULL: no graphs. */
 static PFN_cuGraphExecKernelNodeSetParams_v12000 set_params;
 
@@ -84,8 +77,8 @@ static void
 prepare_graphs(void)
 {
     const char *const wish = getenv("SPARSE_MLA_LAUNCH");
-    if ((wish != NULL && strcmp(wish, "plain") == 0) || is_set("CUDA_LAUNCH_BLOCKING") ||
-        is_set("CUDA_INJECTION64_PATH") ||
+    if ((wish != NULL && strcmp(wish, "plain") == 0) || smla_cuda_is_set("CUDA_LAUNCH_BLOCKING") ||
+        smla_cuda_is_set("CUDA_INJECTION64_PATH") ||
         smla_cuda_find_driver_call("cuGraphExecKernelNodeSetParams", 12000, (void *)&set_params) !=
             cudaSuccess) {
         set_params = NULL;
