@@ -21,8 +21,9 @@ extern "C" {
 /* ---- Errors -------------------------------------------------------------------------------- */
 
 /* Fills `error` (when there is one) and returns `status`. */
-__attribute__((format(printf, 3, 4))) smla_status smla_fail(smla_error *error, smla_status status,
-                                                            const char *format, ...);
+__attribute__((cold, format(printf, 3, 4))) smla_status smla_fail(smla_error *error,
+                                                                  smla_status status,
+                                                                  const char *format, ...);
 
 /* The one control-flow macro: forward an error. */
 #define SMLA_TRY(call)                   \

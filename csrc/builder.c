@@ -84,7 +84,8 @@ static smla_status
 adopt_workspace(smla_builder *b, int64_t tokens_asked, smla_error *error)
 {
     const DLTensor *workspace = b->config.workspace;
-    smla_checker c = {.op = create_op, .error = error};
+    smla_checker c;
+    smla_open_checker(&c, create_op, error);
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "workspace",
                                            .tensor = workspace,
                                            .dtypes = SMLA_DTYPE_BF16,
@@ -295,7 +296,8 @@ check_batch(const smla_builder *b, const smla_build_args *args, smla_error *erro
     }
     SMLA_TRY(smla_check_query_start_loc(build_op, args->query_start_loc_cpu, args->num_reqs,
                                         args->num_actual_tokens, error));
-    smla_checker c = {.op = build_op, .error = error};
+    smla_checker c;
+    smla_open_checker(&c, build_op, error);
     return smla_require(&c, &(smla_rule){.name = "block_table",
                                          .tensor = args->block_table,
                                          .dtypes = SMLA_DTYPE_INT32,

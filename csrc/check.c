@@ -42,8 +42,9 @@ smla_status
 smla_check_cache_write(const smla_concat_and_cache_mla_args *args, smla_cache_write_params *params,
                        const smla_backend **backend, smla_error *error)
 {
-    smla_checker c = {.op = "concat_and_cache_mla", .error = error};
+    smla_checker c;
     smla_kv_view kv;
+    smla_open_checker(&c, "concat_and_cache_mla", error);
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "kv_c",
                                            .tensor = args->kv_c,
                                            .dtypes = SMLA_DTYPE_FLOATS,
@@ -119,8 +120,9 @@ smla_status
 smla_check_gather(const smla_gather_kv_cache_args *args, smla_gather_params *params,
                   const smla_backend **backend, smla_error *error)
 {
-    smla_checker c = {.op = "gather_kv_cache", .error = error};
+    smla_checker c;
     smla_kv_view kv;
+    smla_open_checker(&c, "gather_kv_cache", error);
     SMLA_TRY(smla_require_kv(&c, "kv_cache", args->kv_cache, args->kv_format, 0, &kv));
     const smla_rule block_table = block_table_rule(args->block_table);
     SMLA_TRY(smla_require(&c, &block_table));
@@ -165,8 +167,9 @@ smla_status
 smla_check_dequantize(const smla_dequantize_kv_cache_args *args, smla_dequantize_params *params,
                       const smla_backend **backend, smla_error *error)
 {
-    smla_checker c = {.op = "dequantize_kv_cache", .error = error};
+    smla_checker c;
     smla_kv_view kv;
+    smla_open_checker(&c, "dequantize_kv_cache", error);
     SMLA_TRY(smla_require_kv(&c, "kv_cache", args->kv_cache, args->kv_format, 0, &kv));
     const bool is_flat = args->kv_cache->ndim == 2;
     smla_rule out = {.name = "out",
@@ -198,7 +201,8 @@ smla_status
 smla_check_convert(const smla_convert_req_index_args *args, smla_convert_params *params,
                    const smla_backend **backend, smla_error *error)
 {
-    smla_checker c = {.op = "convert_req_index_to_global_index", .error = error};
+    smla_checker c;
+    smla_open_checker(&c, "convert_req_index_to_global_index", error);
     const smla_rule req_id = int32_vector("req_id_per_token", args->req_id_per_token, SMLA_ANY, 0);
     SMLA_TRY(smla_require(&c, &req_id));
     const int64_t num_tokens = smla_size(args->req_id_per_token, 0);
@@ -369,13 +373,14 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
 {
     static const char *const main_names[] = {"kv", "indices", "topk_length"};
     static const char *const extra_names[] = {"extra_kv", "extra_indices", "extra_topk_length"};
-    smla_checker c = {.op = "sparse_attention", .error = error};
-    smla_attention_params p = {.num_lists = 1};
+    smla_checker c;
+    smla_open_checker(&c, "sparse_attention", error);
+    *params = (smla_attention_params){.num_lists = 1};
     SMLA_TRY(smla_require_query(&c, args->q, args->q_pe, SMLA_ANY, SMLA_ANY, 0));
     const int64_t num_tokens = smla_size(args->q, 0);
     const int64_t num_heads = smla_size(args->q, 1);
     SMLA_TRY(require_key_list(&c, main_names, args->kv, args->kv_format, args->indices,
-                              args->topk_length, num_tokens, &p.lists[0]));
+                              args->topk_length, num_tokens, &params->lists[0]));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "attn_sink",
                                            .tensor = args->attn_sink,
                                            .dtypes = SMLA_DTYPE_FP32,
@@ -386,8 +391,8 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
     if (args->extra_kv != NULL || args->extra_indices != NULL || args->extra_topk_length != NULL) {
         SMLA_TRY(require_key_list(&c, extra_names, args->extra_kv, args->extra_kv_format,
                                   args->extra_indices, args->extra_topk_length, num_tokens,
-                                  &p.lists[1]));
-        p.num_lists = 2;
+                                  &params->lists[1]));
+        params->num_lists = 2;
     }
     if (!isfinite((float)args->softmax_scale)) {
         return smla_fail(error, SMLA_ERROR_VALUE, "%s: `softmax_scale` must be finite, got %g",
@@ -406,46 +411,48 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
     SMLA_TRY(smla_find_backend(c.op, c.device, backend, error));
     const smla_attention_shape shape = {.num_tokens = num_tokens,
                                         .num_heads = num_heads,
-                                        .topk = p.lists[0].topk,
-                                        .extra_topk = p.num_lists == 2 ? p.lists[1].topk : 0,
+                                        .topk = params->lists[0].topk,
+                                        .extra_topk =
+                                            params->num_lists == 2 ? params->lists[1].topk : 0,
                                         .num_splits = args->num_splits,
                                         .device_id = c.device.device_id,
-                                        .formats = {p.lists[0].kv.format, p.lists[1].kv.format}};
+                                        .formats = {params->lists[0].kv.format,
+                                                    params->lists[1].kv.format}};
     SMLA_TRY(require_workspace(&c, args->workspace, (*backend)->attention_workspace_size(&shape)));
     SMLA_TRY(smla_require_disjoint(&c));
 
     const bool is_pair = args->q_pe != NULL;
     const DLTensor *q_pe = is_pair ? args->q_pe : args->q;
-    p.num_tokens = num_tokens;
-    p.num_heads = num_heads;
-    p.q_nope = smla_data(args->q);
-    p.q_nope_stride_token = smla_stride(args->q, 0);
-    p.q_nope_stride_head = smla_stride(args->q, 1);
-    p.q_pe = smla_data(q_pe);
-    if (!is_pair && p.q_pe != NULL) {
-        p.q_pe += SMLA_KV_LORA_RANK;
+    params->num_tokens = num_tokens;
+    params->num_heads = num_heads;
+    params->q_nope = smla_data(args->q);
+    params->q_nope_stride_token = smla_stride(args->q, 0);
+    params->q_nope_stride_head = smla_stride(args->q, 1);
+    params->q_pe = smla_data(q_pe);
+    if (!is_pair && params->q_pe != NULL) {
+        params->q_pe += SMLA_KV_LORA_RANK;
     }
-    p.q_pe_stride_token = smla_stride(q_pe, 0);
-    p.q_pe_stride_head = smla_stride(q_pe, 1);
-    p.attn_sink = smla_data(args->attn_sink);
-    p.attn_sink_stride = smla_stride(args->attn_sink, 0);
-    p.softmax_scale = (float)args->softmax_scale;
-    p.out = smla_data(args->out);
-    p.out_stride_token = smla_stride(args->out, 0);
-    p.out_stride_head = smla_stride(args->out, 1);
-    p.lse = smla_data(args->lse);
-    p.lse_stride_token = smla_stride(args->lse, 0);
-    p.lse_stride_head = smla_stride(args->lse, 1);
-    p.max_logits = smla_data(args->max_logits);
-    p.max_logits_stride_token = smla_stride(args->max_logits, 0);
-    p.max_logits_stride_head = smla_stride(args->max_logits, 1);
-    p.empty_lse_is_plus_inf = args->lse_empty_is_plus_inf != 0;
-    p.is_planned = args->num_splits == 0;
-    p.num_splits = p.is_planned ? (*backend)->choose_num_splits(&shape) : args->num_splits;
-    p.workspace = smla_data(args->workspace);
-    p.workspace_bytes = args->workspace == NULL ? 0 : smla_size(args->workspace, 0);
-    p.stream = smla_stream_of(&c, args->stream);
-    *params = p;
+    params->q_pe_stride_token = smla_stride(q_pe, 0);
+    params->q_pe_stride_head = smla_stride(q_pe, 1);
+    params->attn_sink = smla_data(args->attn_sink);
+    params->attn_sink_stride = smla_stride(args->attn_sink, 0);
+    params->softmax_scale = (float)args->softmax_scale;
+    params->out = smla_data(args->out);
+    params->out_stride_token = smla_stride(args->out, 0);
+    params->out_stride_head = smla_stride(args->out, 1);
+    params->lse = smla_data(args->lse);
+    params->lse_stride_token = smla_stride(args->lse, 0);
+    params->lse_stride_head = smla_stride(args->lse, 1);
+    params->max_logits = smla_data(args->max_logits);
+    params->max_logits_stride_token = smla_stride(args->max_logits, 0);
+    params->max_logits_stride_head = smla_stride(args->max_logits, 1);
+    params->empty_lse_is_plus_inf = args->lse_empty_is_plus_inf != 0;
+    params->is_planned = args->num_splits == 0;
+    params->num_splits =
+        params->is_planned ? (*backend)->choose_num_splits(&shape) : args->num_splits;
+    params->workspace = smla_data(args->workspace);
+    params->workspace_bytes = args->workspace == NULL ? 0 : smla_size(args->workspace, 0);
+    params->stream = smla_stream_of(&c, args->stream);
     return SMLA_OK;
 }
 
@@ -454,7 +461,8 @@ smla_check_attention_workspace(const smla_attention_workspace_args *args,
                                smla_attention_shape *shape, const smla_backend **backend,
                                smla_error *error)
 {
-    smla_checker c = {.op = "attention_workspace_size", .error = error};
+    smla_checker c;
+    smla_open_checker(&c, "attention_workspace_size", error);
     const struct {
         const char *name;
         int64_t value;
@@ -487,7 +495,8 @@ smla_status
 smla_check_merge(const smla_merge_attn_states_args *args, smla_merge_params *params,
                  const smla_backend **backend, smla_error *error)
 {
-    smla_checker c = {.op = "merge_attn_states", .error = error};
+    smla_checker c;
+    smla_open_checker(&c, "merge_attn_states", error);
     smla_rule out = {.name = "out_a",
                      .tensor = args->out_a,
                      .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_FP32,

@@ -26,7 +26,8 @@ smla_status
 smla_check_split_weight(const smla_split_kv_b_proj_args *args, smla_split_weight_params *params,
                         const smla_backend **backend, smla_error *error)
 {
-    smla_checker c = {.op = "split_kv_b_proj", .error = error};
+    smla_checker c;
+    smla_open_checker(&c, "split_kv_b_proj", error);
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "weight",
                                            .tensor = args->weight,
                                            .dtypes = SMLA_DTYPE_FLOATS | SMLA_DTYPE_E4M3 |
@@ -142,7 +143,8 @@ smla_status
 smla_check_k_up_proj(const smla_k_up_proj_args *args, smla_projection_params *params,
                      const smla_backend **backend, smla_error *error)
 {
-    smla_checker c = {.op = "k_up_proj", .error = error};
+    smla_checker c;
+    smla_open_checker(&c, "k_up_proj", error);
     SMLA_TRY(check_up_proj(&c, "q_nope", args->q_nope, "W_UK", args->w_uk, args->out, false, params,
                            backend));
     params->stream = smla_stream_of(&c, args->stream);
@@ -153,7 +155,8 @@ smla_status
 smla_check_v_up_proj(const smla_v_up_proj_args *args, smla_projection_params *params,
                      const smla_backend **backend, smla_error *error)
 {
-    smla_checker c = {.op = "v_up_proj", .error = error};
+    smla_checker c;
+    smla_open_checker(&c, "v_up_proj", error);
     SMLA_TRY(check_up_proj(&c, "x", args->x, "W_UV", args->w_uv, args->out, true, params, backend));
     params->stream = smla_stream_of(&c, args->stream);
     return SMLA_OK;
@@ -163,7 +166,8 @@ smla_status
 smla_check_quant(const smla_dynamic_per_tensor_quant_args *args, smla_quant_params *params,
                  const smla_backend **backend, smla_error *error)
 {
-    smla_checker c = {.op = "dynamic_per_tensor_quant", .error = error};
+    smla_checker c;
+    smla_open_checker(&c, "dynamic_per_tensor_quant", error);
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "x",
                                            .tensor = args->x,
                                            .dtypes = SMLA_DTYPE_FLOATS,

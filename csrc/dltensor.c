@@ -17,9 +17,9 @@ _Static_assert(sizeof smla_dtypes / sizeof smla_dtypes[0] == SMLA_NUM_DTYPES, "t
 unsigned
 smla_dtype(const DLTensor *tensor)
 {
-    for (int i = 0; i < SMLA_NUM_DTYPES; i++) {
-        if (tensor->dtype.code == smla_dtypes[i].code &&
-            tensor->dtype.bits == smla_dtypes[i].bits && tensor->dtype.lanes == 1) {
+    const DLDataType dtype = tensor->dtype;
+    for (int i = 0; dtype.lanes == 1 && i < SMLA_NUM_DTYPES; i++) {
+        if (dtype.code == smla_dtypes[i].code && dtype.bits == smla_dtypes[i].bits) {
             return smla_dtypes[i].dtype;
         }
     }
@@ -28,15 +28,32 @@ smla_dtype(const DLTensor *tensor)
 
 /* ---- Memory -------------------------------------------------------------------------------- */
 
-bool
-smla_find_byte_range(const DLTensor *tensor, smla_byte_range *range)
+enum { MOST_BYTES_LOG2 = 57 }; /* no machine has as many */
+
+/* Bytes of a compact array, the usual kind; 0 for any other. */
+static int64_t
+count_compact_bytes(const DLTensor *tensor, int64_t element_bytes)
 {
-    const int64_t most = INT64_MAX / 64; /* 2^57: no machine has as many bytes */
-    const int64_t element_bytes = smla_element_bytes(tensor);
+    int64_t count = 1;
+    for (int i = tensor->ndim - 1; i >= 0; i--) {
+        const int64_t size = tensor->shape[i];
+        const bool is_next = size == 1 || tensor->strides == NULL || tensor->strides[i] == count;
+        if (size < 1 || !is_next || __builtin_mul_overflow(count, size, &count)) {
+            return 0;
+        }
+    }
+    return __builtin_mul_overflow(count, element_bytes, &count) ? 0 : count;
+}
+
+/* Bytes in front of the first element, and from it on. False where they are beyond all memory. */
+static bool
+count_strided_bytes(const DLTensor *tensor, int64_t element_bytes, int64_t *below, int64_t *above)
+{
+    const int64_t most = INT64_C(1) << MOST_BYTES_LOG2;
     const bool empty = smla_is_empty(tensor);
     int64_t total = element_bytes;
-    int64_t below = 0; /* bytes in front of the first element, and from it on */
-    int64_t above = element_bytes;
+    *below = 0;
+    *above = element_bytes;
     for (int i = tensor->ndim - 1; i >= 0; i--) {
         const int64_t size = tensor->shape[i] > 0 ? tensor->shape[i] : 1;
         int64_t reach = total; /* a contiguous array's stride */
@@ -53,19 +70,35 @@ smla_find_byte_range(const DLTensor *tensor, smla_byte_range *range)
         if (__builtin_mul_overflow(reach, size - 1, &reach) || reach < -most || reach > most) {
             return false;
         }
-        below += reach < 0 ? -reach : 0;
-        above += reach > 0 ? reach : 0;
+        *below += reach < 0 ? -reach : 0;
+        *above += reach > 0 ? reach : 0;
+    }
+    return true;
+}
+
+bool
+smla_find_byte_range(const DLTensor *tensor, smla_byte_range *range)
+{
+    const uint64_t most = UINT64_C(1) << MOST_BYTES_LOG2;
+    const int64_t element_bytes = smla_element_bytes(tensor);
+    const int64_t compact = count_compact_bytes(tensor, element_bytes);
+    int64_t below = 0;
+    int64_t above = compact;
+    if (compact == 0 && !count_strided_bytes(tensor, element_bytes, &below, &above)) {
+        return false;
     }
     const uint64_t data = (uint64_t)(uintptr_t)tensor->data;
     const uint64_t first = data + tensor->byte_offset;
-    if (data != 0 && (tensor->byte_offset > (uint64_t)most || first < data ||
-                      first < (uint64_t)below || UINTPTR_MAX - first < (uint64_t)above)) {
+    if ((uint64_t)above > most ||
+        (data != 0 && (tensor->byte_offset > most || first < data || first < (uint64_t)below ||
+                       UINTPTR_MAX - first < (uint64_t)above))) {
         return false;
     }
-    *range = (smla_byte_range){0};
-    if (!empty) {
+    *range = (smla_byte_range){.is_compact = compact != 0};
+    if (compact != 0 || !smla_is_empty(tensor)) {
         const uint8_t *const from = smla_data(tensor);
-        *range = (smla_byte_range){.low = from - below, .high = from + above};
+        range->low = from - below;
+        range->high = from + above;
     }
     return true;
 }

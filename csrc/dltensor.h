@@ -105,6 +105,7 @@ unsigned smla_dtype(const DLTensor *tensor);
 typedef struct smla_byte_range {
     const uint8_t *low;
     const uint8_t *high; /* one past the last */
+    bool is_compact;     /* not empty, and the strides are those that NULL would mean */
 } smla_byte_range;
 
 /* Whether sizes, strides and addresses stay far inside int64, so that nobody need check sums and

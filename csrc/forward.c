@@ -47,7 +47,8 @@ check_cache(smla_checker *c, const smla_forward_args *args, const smla_builder *
 static smla_status
 check_forward(const smla_forward_args *args, smla_error *error)
 {
-    smla_checker c = {.op = op, .error = error};
+    smla_checker c;
+    smla_open_checker(&c, op, error);
     const smla_builder *b = args->builder;
     if (b == NULL || !b->is_built) {
         return smla_fail(error, SMLA_ERROR_VALUE, "%s: `builder` must have built a step, got none",

@@ -149,6 +149,7 @@ check_dtype(const smla_checker *c, const smla_rule *rule)
 static smla_status
 check_sane(const smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range *range)
 {
+    *range = (smla_byte_range){.is_compact = false};
     if (tensor->ndim < 0 || tensor->ndim > SMLA_MAX_RANK) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `%s` must have at most %d dimensions, got %d", c->op, name,
@@ -158,6 +159,10 @@ check_sane(const smla_checker *c, const char *name, const DLTensor *tensor, smla
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `%s` must have a shape, got a null pointer", c->op, name);
     }
+    const bool fits = smla_find_byte_range(tensor, range);
+    if (fits && range->is_compact && tensor->data != NULL) {
+        return SMLA_OK; /* the usual array */
+    }
     for (int i = 0; i < tensor->ndim; i++) {
         if (tensor->shape[i] < 0) {
             char got[TEXT_BYTES] = "";
@@ -166,11 +171,11 @@ check_sane(const smla_checker *c, const char *name, const DLTensor *tensor, smla
                              "%s: `%s` must have sizes >= 0, got shape %s", c->op, name, got);
         }
     }
-    if (!smla_is_empty(tensor) && tensor->data == NULL) {
+    if (tensor->data == NULL && !smla_is_empty(tensor)) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `%s` must have memory, got a null pointer", c->op, name);
     }
-    if (!smla_find_byte_range(tensor, range)) {
+    if (!fits) {
         char got[TEXT_BYTES] = "";
         describe_shape(tensor, got);
         return smla_fail(c->error, SMLA_ERROR_VALUE,
@@ -228,11 +233,8 @@ check_last_stride(const smla_checker *c, const char *name, const DLTensor *tenso
 static smla_status
 check_alignment(const smla_checker *c, const char *name, const DLTensor *tensor, int64_t alignment)
 {
-    if (smla_is_empty(tensor)) {
-        return SMLA_OK;
-    }
     const uintptr_t offset = (uintptr_t)smla_data(tensor) & ((uintptr_t)alignment - 1);
-    if (offset != 0) {
+    if (offset != 0 && !smla_is_empty(tensor)) {
         return smla_fail(
             c->error, SMLA_ERROR_VALUE,
             "%s: `%s` must be aligned to %lld bytes, got an address that is %lld bytes off", c->op,
@@ -241,15 +243,24 @@ check_alignment(const smla_checker *c, const char *name, const DLTensor *tensor,
     return SMLA_OK;
 }
 
+static bool
+is_same_device(DLDevice a, DLDevice b)
+{
+    return a.device_type == b.device_type && a.device_id == b.device_id;
+}
+
 static smla_status
 check_device(smla_checker *c, const char *name, const DLTensor *tensor)
 {
+    if (c->num_arrays != 0 && is_same_device(tensor->device, c->device)) {
+        return SMLA_OK;
+    }
     const DLDevice device = smla_normal_device(tensor->device);
     if (c->num_arrays == 0) {
         c->device = device;
         return SMLA_OK;
     }
-    if (device.device_type == c->device.device_type && device.device_id == c->device.device_id) {
+    if (is_same_device(device, c->device)) {
         return SMLA_OK;
     }
     char wanted[TEXT_BYTES] = "";
@@ -304,12 +315,12 @@ smla_require(smla_checker *c, const smla_rule *rule)
     SMLA_TRY(check_sane(c, rule->name, rule->tensor, &range));
     SMLA_TRY(check_dtype(c, rule));
     SMLA_TRY(check_shape(c, rule));
-    if (!(rule->flags & SMLA_RULE_ANY_LAST_STRIDE)) {
+    if (!range.is_compact && !(rule->flags & SMLA_RULE_ANY_LAST_STRIDE)) {
         SMLA_TRY(check_last_stride(c, rule->name, rule->tensor));
     }
     SMLA_TRY(check_alignment(c, rule->name, rule->tensor, smla_element_bytes(rule->tensor)));
     SMLA_TRY(check_device(c, rule->name, rule->tensor));
-    if (rule->flags & SMLA_RULE_OUTPUT) {
+    if (!range.is_compact && (rule->flags & SMLA_RULE_OUTPUT)) {
         SMLA_TRY(check_output(c, rule->name, rule->tensor));
     }
     remember(c, rule->name, rule->tensor, range, rule->flags);
@@ -407,7 +418,9 @@ smla_require_kv(smla_checker *c, const char *name, const DLTensor *tensor, int32
     SMLA_TRY(check_sane(c, name, tensor, &range));
     SMLA_TRY(find_kv_format(c, name, tensor, kv_format, &view->format));
     SMLA_TRY(read_pages(c, name, tensor, view));
-    SMLA_TRY(check_last_stride(c, name, tensor));
+    if (!range.is_compact) {
+        SMLA_TRY(check_last_stride(c, name, tensor));
+    }
     const int64_t alignment = view->format->alignment;
     SMLA_TRY(check_alignment(c, name, tensor, alignment));
     if (view->page_stride_bytes % alignment != 0 || view->token_stride_bytes % alignment != 0) {
@@ -419,7 +432,7 @@ smla_require_kv(smla_checker *c, const char *name, const DLTensor *tensor, int32
             (long long)view->token_stride_bytes);
     }
     SMLA_TRY(check_device(c, name, tensor));
-    if (flags & SMLA_RULE_OUTPUT) {
+    if (!range.is_compact && (flags & SMLA_RULE_OUTPUT)) {
         SMLA_TRY(check_output(c, name, tensor));
     }
     view->base = smla_data(tensor);

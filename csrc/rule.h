@@ -42,6 +42,17 @@ typedef struct smla_checker {
     } arrays[SMLA_MAX_ARRAYS];
 } smla_checker;
 
+/* Starts a checker that knows no array. An initializer would clear them all, which costs more than a
+ * check. */
+static inline void
+smla_open_checker(smla_checker *checker, const char *op, smla_error *error)
+{
+    checker->op = op;
+    checker->error = error;
+    checker->device = (DLDevice){.device_type = kDLCPU};
+    checker->num_arrays = 0;
+}
+
 /* Checks one array and remembers it. */
 smla_status smla_require(smla_checker *checker, const smla_rule *rule);
 
