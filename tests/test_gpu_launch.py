@@ -104,6 +104,22 @@ def test_streams_do_not_wait_for_each_other():
 
 
 @pytest.mark.cupy
+def test_new_streams_wait_for_nothing(cupy):
+    """Graphs take memory, which may need an idle device: all of it when the first is made."""
+    (call,) = make_calls(1)
+    run_all([call])
+    torch.cuda.synchronize()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(60)]
+    busy = torch.cuda.Stream()
+    gpu.delay(busy)
+    for stream in streams:
+        call.kwargs["stream"] = stream
+        run_all([call])
+    assert is_busy(busy)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.cupy
 def test_the_legacy_stream_waits_for_blocking_streams(cupy):
     """And they for it, as launches have it."""
     mine = cupy.cuda.Stream()

@@ -68,6 +68,10 @@ def test_calls_that_feed_each_other(num_tokens, num_heads, num_splits):
     want = chain.values()
     for _ in range(3):
         assert_same_values(gpu.values(chain.run()), want)
+    # Outside graphs grids start early on streams with a priority alone.
+    with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
+        for _ in range(3):
+            assert_same_values(gpu.values(chain.run()), want)
     graph, results = capture(chain.run)
     for _ in range(100):
         graph.replay()
@@ -84,6 +88,8 @@ def test_kernels_of_others_in_between(num_splits):
         query.fill_(float("nan"))
 
     assert_same_values(gpu.values(chain.run(overwrite))[2:], want[2:])
+    with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
+        assert_same_values(gpu.values(chain.run(overwrite))[2:], want[2:])
     graph, results = capture(lambda: chain.run(overwrite))
     for _ in range(20):
         graph.replay()

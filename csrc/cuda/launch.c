@@ -4,7 +4,8 @@
  * of one kernel has its command there: new parameters and a start cost 1.6 us, and what finds the
  * device idle is done 1.7 us sooner. So every stream has such a graph, which all kernels share. The
  * price: what stands in line waits for the grid in front to end, 1 us that an early start saves; and
- * 100 KiB of device memory a stream.
+ * 100 KiB of device memory a stream. To take it may need an idle device, so the first call on a device
+ * takes it for all streams to come.
  *
  * Where a graph is not the same as a launch, there is a launch: in a capture, which is to hold the
  * kernel itself; on streams with a priority, an access policy, a memory domain or SMs of their own,
@@ -32,13 +33,19 @@ typedef struct stream_graph {
     } known[KNOWN_KERNELS];
 } stream_graph;
 
-/* Streams come in at the front and stay. More than so many are for launches, all of them. */
-enum { MAX_STREAM_GRAPHS = 64 };
+enum {
+    MAX_STREAM_GRAPHS = 40, /* PyTorch has 32 streams, which it hands out again and again */
+    MAX_STREAMS = 200,      /* that are remembered; the rest is for launches */
+};
 
-static struct {
-    _Atomic(stream_graph *) first;
-    int count; /* under the lock */
-} streams_of[SMLA_CUDA_MAX_DEVICES];
+static struct device_graphs {
+    _Atomic(stream_graph *) first; /* streams come in at the front and stay */
+    int num_streams;               /* this and the rest under the lock */
+    CUcontext context;             /* of the graphs; NULL: there are none yet */
+    cudaGraphNode_t node;          /* what the kernel is called in each of them */
+    cudaGraphExec_t execs[MAX_STREAM_GRAPHS];
+    int num_left; /* of those, without a stream */
+} graphs_of[SMLA_CUDA_MAX_DEVICES];
 
 static pthread_mutex_t streams_lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -68,8 +75,34 @@ launch(const smla_cuda_grid *grid)
 
 /* ---- Graphs -------------------------------------------------------------------------------- */
 
-/* The driver's own: the runtime takes 0.2 us more, to look the kernel up. NULL: no graphs. */
-static PFN_cuGraphExecKernelNodeSetParams_v12000 set_params;
+/* The driver's own: the runtime takes 0.04 us more for a question, and 0.2 for parameters, to look the
+ * kernel up. Graphs are started by the runtime, which profilers watch. */
+static struct {
+    PFN_cuStreamIsCapturing_v10000 is_capturing;
+    PFN_cuStreamGetId_v12000 get_id;
+    PFN_cuStreamGetCtx_v9020 get_context;
+    PFN_cuGraphExecKernelNodeSetParams_v12000 set_params; /* NULL: no graphs */
+} driver;
+
+static bool
+find_driver_calls(void)
+{
+    const struct {
+        const char *name;
+        void *function;
+    } calls[] = {
+        {"cuStreamIsCapturing", (void *)&driver.is_capturing},
+        {"cuStreamGetId", (void *)&driver.get_id},
+        {"cuStreamGetCtx", (void *)&driver.get_context},
+        {"cuGraphExecKernelNodeSetParams", (void *)&driver.set_params},
+    };
+    for (int i = 0; i < 4; i++) {
+        if (smla_cuda_find_driver_call(calls[i].name, 12000, calls[i].function) != cudaSuccess) {
+            return false;
+        }
+    }
+    return true;
+}
 
 /* SPARSE_MLA_LAUNCH=plain in the environment: to compare. A profiler that is injected shows a graph
  * as one thing without a name. */
@@ -78,10 +111,8 @@ prepare_graphs(void)
 {
     const char *const wish = getenv("SPARSE_MLA_LAUNCH");
     if ((wish != NULL && strcmp(wish, "plain") == 0) || smla_cuda_is_set("CUDA_LAUNCH_BLOCKING") ||
-        smla_cuda_is_set("CUDA_INJECTION64_PATH") ||
-        smla_cuda_find_driver_call("cuGraphExecKernelNodeSetParams", 12000, (void *)&set_params) !=
-            cudaSuccess) {
-        set_params = NULL;
+        smla_cuda_is_set("CUDA_INJECTION64_PATH") || !find_driver_calls()) {
+        driver.set_params = NULL;
     }
 }
 
@@ -112,9 +143,10 @@ is_ordinary(cudaStream_t stream)
            domain.memSyncDomain == cudaLaunchMemSyncDomainDefault && !has_own_sms(stream);
 }
 
-/* Any kernel will do for the first one. The graph stays: its node is the name of that in `exec`. */
+/* In the current context. Any kernel will do at first. The graph stays: its node is what executable
+ * ones know. */
 static void
-make_graph(const smla_cuda_grid *grid, stream_graph *made)
+make_graphs(const smla_cuda_grid *grid, struct device_graphs *made)
 {
     cudaGraph_t graph = NULL;
     const struct cudaKernelNodeParams params = {.func = (void *)grid->kernel,
@@ -122,50 +154,70 @@ make_graph(const smla_cuda_grid *grid, stream_graph *made)
                                                 .blockDim = {grid->block_threads, 1, 1},
                                                 .sharedMemBytes = grid->shared_bytes,
                                                 .kernelParams = (void *[]){grid->args}};
-    if (cudaGraphCreate(&graph, 0) != cudaSuccess) {
+    bool is_good = cudaGraphCreate(&graph, 0) == cudaSuccess &&
+                   cudaGraphAddKernelNode(&made->node, graph, NULL, 0, &params) == cudaSuccess;
+    while (is_good && made->num_left < MAX_STREAM_GRAPHS) {
+        is_good = cudaGraphInstantiate(&made->execs[made->num_left], graph, 0) == cudaSuccess;
+        made->num_left += is_good;
+    }
+    if (!is_good) {
+        (void)cudaGetLastError();
+    }
+}
+
+/* Under the lock, for an ordinary stream. Contexts do not share functions: streams of another than
+ * the first one's are for launches. */
+static void
+take_graph(const smla_cuda_grid *grid, struct device_graphs *graphs, stream_graph *taker)
+{
+    CUcontext context = NULL;
+    if (driver.get_context(grid->stream.handle, &context) != CUDA_SUCCESS) {
         return;
     }
-    if (cudaGraphAddKernelNode(&made->node, graph, NULL, 0, &params) != cudaSuccess ||
-        cudaGraphInstantiate(&made->exec, graph, 0) != cudaSuccess) {
-        made->exec = NULL;
-        (void)cudaGraphDestroy(graph);
+    if (graphs->context == NULL) {
+        graphs->context = context;
+        make_graphs(grid, graphs);
+    }
+    if (context == graphs->context && graphs->num_left > 0) {
+        taker->node = graphs->node;
+        taker->exec = graphs->execs[--graphs->num_left];
     }
 }
 
 static stream_graph *
 find_stream(int32_t device_id, unsigned long long stream_id)
 {
-    stream_graph *at = atomic_load_explicit(&streams_of[device_id].first, memory_order_acquire);
+    stream_graph *at = atomic_load_explicit(&graphs_of[device_id].first, memory_order_acquire);
     while (at != NULL && at->stream_id != stream_id) {
         at = at->next;
     }
     return at;
 }
 
-/* Under the lock. */
+/* Under the lock. NULL where there are too many. */
 static stream_graph *
 add_stream(const smla_cuda_grid *grid, unsigned long long stream_id)
 {
-    const int32_t device_id = grid->stream.device_id;
-    stream_graph *made = find_stream(device_id, stream_id); /* another thread may have */
-    if (made != NULL || streams_of[device_id].count == MAX_STREAM_GRAPHS) {
-        return made;
+    struct device_graphs *const graphs = &graphs_of[grid->stream.device_id];
+    stream_graph *added = find_stream(grid->stream.device_id, stream_id); /* by another thread */
+    if (added != NULL || graphs->num_streams == MAX_STREAMS) {
+        return added;
     }
-    made = calloc(1, sizeof *made);
-    if (made == NULL || pthread_mutex_init(&made->lock, NULL) != 0) {
-        free(made);
+    added = calloc(1, sizeof *added);
+    if (added == NULL || pthread_mutex_init(&added->lock, NULL) != 0) {
+        free(added);
         return NULL;
     }
     const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
     if (is_ordinary(grid->stream.handle)) {
-        make_graph(grid, made);
+        take_graph(grid, graphs, added);
     }
     smla_cuda_restore_captures(former);
-    made->stream_id = stream_id;
-    made->next = atomic_load_explicit(&streams_of[device_id].first, memory_order_relaxed);
-    atomic_store_explicit(&streams_of[device_id].first, made, memory_order_release);
-    streams_of[device_id].count++;
-    return made;
+    added->stream_id = stream_id;
+    added->next = atomic_load_explicit(&graphs->first, memory_order_relaxed);
+    atomic_store_explicit(&graphs->first, added, memory_order_release);
+    graphs->num_streams++;
+    return added;
 }
 
 /* The graph of the grid's stream; NULL: to be launched. */
@@ -173,13 +225,13 @@ static stream_graph *
 find_graph(const smla_cuda_grid *grid)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    enum cudaStreamCaptureStatus capture;
+    CUstreamCaptureStatus capture;
     unsigned long long stream_id;
     (void)pthread_once(&once, prepare_graphs);
-    if (set_params == NULL || grid->cluster > 1 ||
-        cudaStreamIsCapturing(grid->stream.handle, &capture) != cudaSuccess ||
-        capture != cudaStreamCaptureStatusNone ||
-        cudaStreamGetId(grid->stream.handle, &stream_id) != cudaSuccess) {
+    if (driver.set_params == NULL || grid->cluster > 1 ||
+        driver.is_capturing(grid->stream.handle, &capture) != CUDA_SUCCESS ||
+        capture != CU_STREAM_CAPTURE_STATUS_NONE ||
+        driver.get_id(grid->stream.handle, &stream_id) != CUDA_SUCCESS) {
         return NULL;
     }
     stream_graph *found = find_stream(grid->stream.device_id, stream_id);
@@ -222,7 +274,8 @@ start_graph(const smla_cuda_grid *grid, stream_graph *graph)
                                             .blockDimZ = 1,
                                             .sharedMemBytes = grid->shared_bytes,
                                             .kernelParams = (void *[]){grid->args}};
-    return params.func != NULL && set_params(graph->exec, graph->node, &params) == CUDA_SUCCESS &&
+    return params.func != NULL &&
+           driver.set_params(graph->exec, graph->node, &params) == CUDA_SUCCESS &&
            cudaGraphLaunch(graph->exec, grid->stream.handle) == cudaSuccess;
 }
 
