@@ -1,6 +1,7 @@
-"""The compiled module: positional functions. sparse_mla.ops gives them names and defaults."""
+"""The compiled module. sparse_mla.ops declares the operators."""
 
 import sys
+from collections.abc import Callable
 from typing import Any, final
 
 from numpy import ndarray
@@ -38,6 +39,12 @@ class Tensor:
         def __buffer__(self, flags: int, /) -> memoryview: ...
     def __len__(self) -> int: ...
     def __getitem__(self, key: int | slice, /) -> Tensor: ...
+
+@final
+class Operator:
+    def __new__(cls, declaration: Callable[..., Any], name: str, /) -> Operator: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __get__(self, obj: Any, owner: Any = None, /) -> Operator: ...
 
 @final
 class Builder:
@@ -84,71 +91,6 @@ class Builder:
         /,
     ) -> tuple[Any, Any]: ...
 
-def concat_and_cache_mla(
-    kv_c: Any,
-    k_pe: Any,
-    kv_cache: Any,
-    slot_mapping: Any,
-    kv_cache_dtype: str | None,
-    stream: Any,
-    /,
-) -> Any: ...
-def gather_kv_cache(
-    kv_cache: Any,
-    block_table: Any,
-    seq_lens: Any,
-    workspace_starts: Any,
-    seq_starts: Any,
-    out: Any,
-    stream: Any,
-    /,
-) -> Any: ...
-def dequantize_kv_cache(kv_cache: Any, kv_format: str | None, dtype: str, /) -> Any: ...
-def convert_req_index_to_global_index(
-    req_id_per_token: Any,
-    block_table: Any,
-    topk_indices: Any,
-    prefill_request_ids: Any,
-    prefill_workspace_starts: Any,
-    out: Any,
-    block_size: int,
-    valid_counts: bool,
-    stream: Any,
-    /,
-) -> Any: ...
-def sparse_attention(
-    q: Any,
-    kv: Any,
-    indices: Any,
-    topk_length: Any,
-    attn_sink: Any,
-    extra_kv: Any,
-    extra_indices: Any,
-    extra_topk_length: Any,
-    out: Any,
-    lse: Any,
-    max_logits: Any,
-    workspace: Any,
-    softmax_scale: float,
-    num_splits: int,
-    kv_format: str | None,
-    return_max_logits: bool,
-    empty_lse_is_plus_inf: bool,
-    stream: Any,
-    /,
-) -> tuple[Any, ...]: ...
-def attention_workspace_size(
-    num_tokens: int, num_heads: int, topk: int, extra_topk: int, num_splits: int, device: Any, /
-) -> int: ...
-def merge_attn_states(
-    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any, stream: Any, /
-) -> tuple[Any, Any]: ...
-def split_kv_b_proj(
-    weight: Any, weight_scale_inv: Any, num_heads: int, qk_nope_head_dim: int, v_head_dim: int, /
-) -> tuple[Any, Any]: ...
-def k_up_proj(q_nope: Any, W_UK: Any, out: Any, stream: Any, /) -> Any: ...
-def v_up_proj(x: Any, W_UV: Any, out: Any, stream: Any, /) -> Any: ...
-def dynamic_per_tensor_quant(x: Any, out: Any, stream: Any, /) -> tuple[Any, Any]: ...
 def split_decodes_and_prefills(
     query_start_loc: Any, num_actual_tokens: int, decode_threshold: int, require_uniform: bool, /
 ) -> tuple[int, int, int, int]: ...

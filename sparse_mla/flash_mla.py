@@ -305,15 +305,14 @@ def flash_mla_with_kvcache(
         _without_grad(q).reshape(batch * s_q, num_heads, HEAD_DIM),
         k_cache,
         _join_rows(op, "indices", indices, batch, s_q),
-        topk_length,
-        _without_grad(attn_sink),
-        extra_k_cache,
-        extra_indices,
-        extra_topk,
-        HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale,
-        1 if enable_batch_invariant else 0,
-        KV_FORMATS[kv_format],
-        False,
+        topk_length=topk_length,
+        attn_sink=_without_grad(attn_sink),
+        extra_kv=extra_k_cache,
+        extra_indices=extra_indices,
+        extra_topk_length=extra_topk,
+        softmax_scale=HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale,
+        num_splits=1 if enable_batch_invariant else 0,
+        kv_format=KV_FORMATS[kv_format],
     )
     out = out.reshape(batch, s_q, num_heads, HEAD_DIM_V)
     if s_q == 1:
@@ -391,15 +390,10 @@ def flash_mla_sparse_fwd(
         _without_grad(q),
         _without_grad(kv).reshape(num_rows, row),
         _join_rows(op, "indices", indices, num_tokens, 1),
-        topk_length,
-        _without_grad(attn_sink),
-        None,
-        None,
-        None,
-        sm_scale,
-        0,
-        None,
-        wants_statistics,
+        topk_length=topk_length,
+        attn_sink=_without_grad(attn_sink),
+        softmax_scale=sm_scale,
+        return_max_logits=wants_statistics,
     )
     if not wants_statistics:
         return out, None, None

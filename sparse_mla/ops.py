@@ -1,5 +1,7 @@
 """The operators: signatures, defaults and documentation. The work is done by the C core.
 
+What is declared below is called as any function; csrc/python/operator.c takes the call.
+
 What holds for every operator. Arrays are anything that speaks DLPack, or NumPy arrays (ml_dtypes
 included); the last dimension is contiguous unless a docstring says otherwise, all other strides are
 honoured. Outputs are optional keywords; an array given as output is returned as the same object,
@@ -29,19 +31,29 @@ calls synchronise and raise these ValueErrors too; it cannot be used during capt
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from os import path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from sparse_mla import _C
 
 Array = Any
 Stream = Any
+Declaration = TypeVar("Declaration", bound=Callable[..., Any])
+
+
+def _operator(declaration: Declaration) -> Declaration:
+    """The operator of C that has the name, parameters and defaults of the declaration."""
+    operator = _C.Operator(declaration, declaration.__name__)
+    return cast(Declaration, functools.update_wrapper(operator, declaration))
+
 
 # --- cache ---------------------------------------------------------------------------------------
 
 
+@_operator
 def concat_and_cache_mla(
     kv_c: Array,
     k_pe: Array,
@@ -92,9 +104,9 @@ def concat_and_cache_mla(
     >>> cache.any(axis=2).sum(), int(cache[1, 1, 0])
     (np.int64(1), 126)
     """
-    return _C.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, stream)
 
 
+@_operator
 def gather_kv_cache(
     kv_cache: Array,
     block_table: Array,
@@ -146,11 +158,9 @@ def gather_kv_cache(
     >>> out[:, 0].astype(int).tolist()
     [0, 1, 1, 1, 1, 1, 1, 1, 0]
     """
-    return _C.gather_kv_cache(
-        kv_cache, block_table, seq_lens, workspace_starts, seq_starts, out, stream
-    )
 
 
+@_operator
 def dequantize_kv_cache(
     kv_cache: Array, *, kv_format: str | None = None, dtype: str = "float32"
 ) -> Array:
@@ -183,12 +193,12 @@ def dequantize_kv_cache(
     >>> sparse_mla.dequantize_kv_cache(np.zeros((2, 64, 656), np.uint8)).shape
     (2, 64, 576)
     """
-    return _C.dequantize_kv_cache(kv_cache, kv_format, dtype)
 
 
 # --- indices and attention -----------------------------------------------------------------------
 
 
+@_operator
 def convert_req_index_to_global_index(
     req_id_per_token: Array,
     block_table: Array,
@@ -246,19 +256,9 @@ def convert_req_index_to_global_index(
     >>> sparse_mla.convert_req_index_to_global_index(ids, table, topk, block_size=64).tolist()
     [[320, 448, -1, -1]]
     """
-    return _C.convert_req_index_to_global_index(
-        req_id_per_token,
-        block_table,
-        topk_indices,
-        prefill_request_ids,
-        prefill_workspace_starts,
-        out,
-        block_size,
-        valid_counts,
-        stream,
-    )
 
 
+@_operator
 def sparse_attention(
     q: Array | tuple[Array, Array],
     kv: Array,
@@ -340,65 +340,13 @@ def sparse_attention(
     >>> out.shape, round(float(lse[0, 0]), 4)
     ((1, 16, 512), 1.6931)
     """
-    return _C.sparse_attention(
-        q,
-        kv,
-        indices,
-        topk_length,
-        attn_sink,
-        extra_kv,
-        extra_indices,
-        extra_topk_length,
-        out,
-        lse,
-        max_logits,
-        workspace,
-        softmax_scale,
-        num_splits,
-        kv_format,
-        return_max_logits,
-        False,
-        stream,
-    )
 
 
-def _attention_plus_inf(
-    q: Array,
-    kv: Array,
-    indices: Array,
-    topk_length: Array | None,
-    attn_sink: Array | None,
-    extra_kv: Array | None,
-    extra_indices: Array | None,
-    extra_topk_length: Array | None,
-    softmax_scale: float,
-    num_splits: int,
-    kv_format: str | None,
-    return_max_logits: bool,
-) -> tuple[Array, ...]:
-    """`sparse_attention` for flash_mla.py: the lse of a row without keys is +inf."""
-    return _C.sparse_attention(
-        q,
-        kv,
-        indices,
-        topk_length,
-        attn_sink,
-        extra_kv,
-        extra_indices,
-        extra_topk_length,
-        None,
-        None,
-        None,
-        None,
-        softmax_scale,
-        num_splits,
-        kv_format,
-        return_max_logits,
-        True,
-        None,
-    )
+# For flash_mla.py: the lse of a row without keys is +inf.
+_attention_plus_inf = _C.Operator(vars(sparse_attention)["__wrapped__"], "_attention_plus_inf")
 
 
+@_operator
 def attention_workspace_size(
     num_tokens: int,
     num_heads: int,
@@ -432,9 +380,9 @@ def attention_workspace_size(
     >>> sparse_mla.attention_workspace_size(0, 16, 2048, device="cpu") >= 0
     True
     """
-    return _C.attention_workspace_size(num_tokens, num_heads, topk, extra_topk, num_splits, device)
 
 
+@_operator
 def merge_attn_states(
     out_a: Array,
     lse_a: Array,
@@ -479,7 +427,6 @@ def merge_attn_states(
     >>> out[0, 0, 0].item(), round(lse.item(), 4)
     (2.0, 0.6931)
     """
-    return _C.merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse, stream)
 
 
 # --- absorption ----------------------------------------------------------------------------------
@@ -535,7 +482,18 @@ def split_kv_b_proj(
                 "split_kv_b_proj: `weight_scale_inv` must be None for a callable, got an array"
             )
         weight = _layer_weight(weight)
-    return _C.split_kv_b_proj(weight, weight_scale_inv, num_heads, qk_nope_head_dim, v_head_dim)
+    return _split_kv_b_proj(weight, weight_scale_inv, num_heads, qk_nope_head_dim, v_head_dim)
+
+
+@_operator
+def _split_kv_b_proj(
+    weight: Array,
+    weight_scale_inv: Array | None,
+    num_heads: int,
+    qk_nope_head_dim: int,
+    v_head_dim: int,
+) -> tuple[Array, Array]:
+    """Of a matrix."""
 
 
 def _layer_weight(layer: Callable[[Array], Any]) -> Array:
@@ -556,6 +514,7 @@ def _layer_weight(layer: Callable[[Array], Any]) -> Array:
     return result[0] if isinstance(result, tuple) else result
 
 
+@_operator
 def k_up_proj(
     q_nope: Array, W_UK: Array, *, out: Array | None = None, stream: Stream = None
 ) -> Array:
@@ -589,9 +548,9 @@ def k_up_proj(
     >>> sparse_mla.k_up_proj(q, w)[0, 0, 0].item()
     4.0
     """
-    return _C.k_up_proj(q_nope, W_UK, out, stream)
 
 
+@_operator
 def v_up_proj(x: Array, W_UV: Array, *, out: Array | None = None, stream: Stream = None) -> Array:
     """Project the latent output up: out[t, h, v] = sum_l x[t, h, l] * W_UV[l, h, v].
 
@@ -623,9 +582,9 @@ def v_up_proj(x: Array, W_UV: Array, *, out: Array | None = None, stream: Stream
     >>> sparse_mla.v_up_proj(x, w).shape
     (1, 2, 4)
     """
-    return _C.v_up_proj(x, W_UV, out, stream)
 
 
+@_operator
 def dynamic_per_tensor_quant(
     x: Array, *, out: Array | None = None, stream: Stream = None
 ) -> tuple[Array, Array]:
@@ -659,7 +618,6 @@ def dynamic_per_tensor_quant(
     >>> out.tolist(), round(scale.item() * 448, 4)
     ([112.0, -448.0], 2.0)
     """
-    return _C.dynamic_per_tensor_quant(x, out, stream)
 
 
 # --- planning ------------------------------------------------------------------------------------

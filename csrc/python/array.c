@@ -1,7 +1,7 @@
 /* array.c: one array of a call, whoever made it: acquire, check, release.
  *
- * The order is from the cheapest to the most general: NumPy, our Tensor, CuPy, DLPack's exchange
- * API, __dlpack__, the buffer protocol. numpy.c, cupy.c and dlpack.c read their own; stream.c puts
+ * The order is from the cheapest to the most general: types whose exchange API is known, NumPy, our
+ * Tensor, CuPy, DLPack's exchange API, __dlpack__, the buffer protocol. numpy.c, cupy.c and dlpack.c read their own; stream.c puts
  * the arrays of a call in order; result.c makes new ones.
  */
 #include "exchange.h"
@@ -151,9 +151,10 @@ read_buffer(const char *op, const char *name, PyObject *object, smla_py_array *a
 
 /* ---- Acquire and release ------------------------------------------------------------------- */
 
+/* Of types that need no look for an attribute. */
 static int
-read_any(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
-         PyObject *object, smla_py_array *array)
+read_by_type(const smla_py_state *state, const char *op, const char *name, PyObject *object,
+             smla_py_array *array)
 {
     if (smla_py_is_ndarray(object)) {
         return smla_py_read_ndarray(state, op, name, object, array);
@@ -164,7 +165,20 @@ read_any(const smla_py_state *state, const char *op, const char *name, smla_py_r
     if (smla_py_is_cupy(state, object)) {
         return smla_py_read_cupy(state, op, name, object, array);
     }
-    int status = smla_py_read_exchange_api(state, op, name, role, object, array);
+    return SMLA_PY_NOT_THIS;
+}
+
+static int
+read_any(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
+         PyObject *object, smla_py_array *array)
+{
+    int status = SMLA_PY_NOT_THIS;
+    if (!smla_py_is_exchanged(state, object)) {
+        status = read_by_type(state, op, name, object, array);
+    }
+    if (status == SMLA_PY_NOT_THIS) {
+        status = smla_py_read_exchange_api(state, op, name, role, object, array);
+    }
     if (status == SMLA_PY_NOT_THIS) {
         status = smla_py_meet_cupy(state, object);
         if (status == 0) {
@@ -247,6 +261,10 @@ void
 smla_py_release_array(smla_py_array *array)
 {
     if (array->object == NULL) {
+        return;
+    }
+    if (array->release == SMLA_PY_RELEASE_NOTHING) {
+        Py_CLEAR(array->object);
         return;
     }
     PyObject *type = NULL;

@@ -10,6 +10,7 @@
 
 /* What the operator does with an argument. */
 typedef enum smla_py_role {
+    SMLA_PY_NO_ARRAY = 0,
     SMLA_PY_INPUT = 1,           /* required, read */
     SMLA_PY_OPTIONAL = 2,        /* None or read */
     SMLA_PY_OUTPUT = 3,          /* None (then allocated) or written */

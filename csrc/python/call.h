@@ -11,11 +11,6 @@
 #include "array.h"
 #include "kv_format.h"
 
-/* A row of a method table. Signatures with defaults, and the documentation, are in ops.py. */
-#define SMLA_PY_OPERATOR(name, signature)                     \
-    {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, \
-     #name "($module, " signature ", /)\n--\n\nSee sparse_mla." #name "."}
-
 #define SMLA_PY_COUNT(table) ((int)(sizeof(table) / sizeof(table)[0]))
 
 static const DLDataType smla_py_bf16 = {kDLBfloat, 16, 1};
@@ -27,6 +22,22 @@ typedef struct smla_py_param {
     const char *name;
     smla_py_role role;
 } smla_py_param;
+
+/* An operator as ops.py declares it: names are the same, and the order is that of `run`. */
+typedef struct smla_py_operator {
+    const char *name;
+    const smla_py_param *params;
+    int num_params;
+    PyObject *(*run)(const smla_py_state *state, PyObject *const *args);
+} smla_py_operator;
+
+/* A row of a table, of NAME_params and NAME. */
+#define SMLA_PY_OPERATOR(name) {#name, name##_params, SMLA_PY_COUNT(name##_params), name}
+
+/* By file; each table ends with a null row. */
+extern const smla_py_operator smla_py_cache_operators[];
+extern const smla_py_operator smla_py_attention_operators[];
+extern const smla_py_operator smla_py_projection_operators[];
 
 typedef struct smla_py_call {
     const smla_py_state *state;

@@ -91,6 +91,13 @@ recall_exchange(smla_py_shared *shared, PyTypeObject *type)
     return NULL;
 }
 
+bool
+smla_py_is_exchanged(const smla_py_state *state, PyObject *object)
+{
+    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
+    return known != NULL && known->api != NULL;
+}
+
 /* Without memory or room it will be looked up again. */
 static void
 remember_exchange(smla_py_shared *shared, PyTypeObject *type, const DLPackExchangeAPI *api)

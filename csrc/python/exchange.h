@@ -59,6 +59,7 @@ void smla_py_forget_cupy(smla_py_shared *shared);
 void smla_py_forget_exchanges(smla_py_shared *shared);
 
 /* dlpack.c */
+bool smla_py_is_exchanged(const smla_py_state *state, PyObject *object); /* and met before */
 int smla_py_read_exchange_api(const smla_py_state *state, const char *op, const char *name,
                               smla_py_role role, PyObject *object, smla_py_array *array);
 int smla_py_read_dlpack(const smla_py_state *state, const char *op, const char *name,

@@ -55,15 +55,11 @@ int smla_py_init_shared(smla_py_state *state);
 int smla_py_init_arrays(smla_py_state *state);
 int smla_py_init_tensor(PyObject *module, smla_py_state *state);
 int smla_py_init_builder(PyObject *module, smla_py_state *state);
+int smla_py_init_operator(PyObject *module, smla_py_state *state);
 
 /* Clear waits for what is pending and gives it back; free comes last. */
 void smla_py_clear_shared(smla_py_state *state);
 void smla_py_free_shared(smla_py_state *state);
-
-/* The operators, by file; each table ends with a null row. */
-extern PyMethodDef smla_py_cache_operators[];
-extern PyMethodDef smla_py_attention_operators[];
-extern PyMethodDef smla_py_projection_operators[];
 
 /* xla_handler(): a capsule with the handler of XLA custom calls, for jax.ffi. */
 extern PyMethodDef smla_py_xla_functions[];

@@ -220,13 +220,11 @@ module_exec(PyObject *module)
 {
     smla_py_state *state = smla_py_state_of(module);
     if (smla_py_init_shared(state) < 0 || smla_py_init_arrays(state) < 0 ||
-        smla_py_init_tensor(module, state) < 0 || smla_py_init_builder(module, state) < 0) {
+        smla_py_init_tensor(module, state) < 0 || smla_py_init_builder(module, state) < 0 ||
+        smla_py_init_operator(module, state) < 0) {
         return -1;
     }
-    if (add_kv_formats(module) < 0 || PyModule_AddFunctions(module, smla_py_cache_operators) < 0 ||
-        PyModule_AddFunctions(module, smla_py_attention_operators) < 0 ||
-        PyModule_AddFunctions(module, smla_py_projection_operators) < 0 ||
-        PyModule_AddFunctions(module, smla_py_xla_functions) < 0 ||
+    if (add_kv_formats(module) < 0 || PyModule_AddFunctions(module, smla_py_xla_functions) < 0 ||
         PyModule_AddFunctions(module, functions) < 0) {
         return -1;
     }

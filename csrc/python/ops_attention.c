@@ -9,8 +9,20 @@
 static const DLDataType int32 = {kDLInt, 32, 1};
 static const DLDataType uint8 = {kDLUInt, 8, 1};
 
+static const smla_py_param convert_req_index_to_global_index_params[] = {
+    {"req_id_per_token", SMLA_PY_INPUT},
+    {"block_table", SMLA_PY_INPUT},
+    {"topk_indices", SMLA_PY_INPUT},
+    {"prefill_request_ids", SMLA_PY_OPTIONAL},
+    {"prefill_workspace_starts", SMLA_PY_OPTIONAL},
+    {"out", SMLA_PY_OUTPUT},
+    {.name = "block_size"},
+    {.name = "valid_counts"},
+    {.name = "stream"},
+};
+
 static PyObject *
-convert_req_index_to_global_index(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+convert_req_index_to_global_index(const smla_py_state *state, PyObject *const *args)
 {
     enum {
         REQ_ID,
@@ -20,26 +32,19 @@ convert_req_index_to_global_index(PyObject *module, PyObject *const *args, Py_ss
         PREFILL_STARTS,
         OUT,
         COUNTS,
-        NUM_PARAMS = COUNTS
+        NUM_ARGS = COUNTS /* that are arrays */
     };
-    static const smla_py_param params[] = {{"req_id_per_token", SMLA_PY_INPUT},
-                                           {"block_table", SMLA_PY_INPUT},
-                                           {"topk_indices", SMLA_PY_INPUT},
-                                           {"prefill_request_ids", SMLA_PY_OPTIONAL},
-                                           {"prefill_workspace_starts", SMLA_PY_OPTIONAL},
-                                           {"out", SMLA_PY_OUTPUT}};
     static const char op[] = "convert_req_index_to_global_index";
     smla_convert_req_index_args a = {.struct_size = sizeof a};
     smla_py_call call;
     smla_error error;
     smla_status status;
     bool wants_counts = false;
-    smla_py_open(&call, smla_py_state_of(module), op);
-    if (smla_py_check_count(op, num_args, NUM_PARAMS + 3) < 0 ||
-        smla_py_parse_int(op, "block_size", args[NUM_PARAMS], &a.block_size) < 0 ||
-        smla_py_parse_flag(args[NUM_PARAMS + 1], &wants_counts) < 0 ||
-        smla_py_take_stream(&call, args[NUM_PARAMS + 2]) < 0 ||
-        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0 ||
+    smla_py_open(&call, state, op);
+    if (smla_py_parse_int(op, "block_size", args[NUM_ARGS], &a.block_size) < 0 ||
+        smla_py_parse_flag(args[NUM_ARGS + 1], &wants_counts) < 0 ||
+        smla_py_take_stream(&call, args[NUM_ARGS + 2]) < 0 ||
+        smla_py_add(&call, convert_req_index_to_global_index_params, NUM_ARGS, args) < 0 ||
         smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
@@ -123,45 +128,48 @@ allocate_workspace(smla_py_call *call, smla_sparse_attention_args *a, smla_py_sc
     return 0;
 }
 
+static const smla_py_param sparse_attention_params[] = {
+    {"q", SMLA_PY_INPUT},
+    {"kv", SMLA_PY_INPUT},
+    {"indices", SMLA_PY_INPUT},
+    {"topk_length", SMLA_PY_OPTIONAL},
+    {"attn_sink", SMLA_PY_OPTIONAL},
+    {"extra_kv", SMLA_PY_OPTIONAL},
+    {"extra_indices", SMLA_PY_OPTIONAL},
+    {"extra_topk_length", SMLA_PY_OPTIONAL},
+    {"out", SMLA_PY_OUTPUT},
+    {"lse", SMLA_PY_OUTPUT},
+    {"max_logits", SMLA_PY_OUTPUT},
+    {"workspace", SMLA_PY_OUTPUT},
+    {.name = "softmax_scale"},
+    {.name = "num_splits"},
+    {.name = "kv_format"},
+    {.name = "return_max_logits"},
+    {.name = "stream"},
+};
+
 static PyObject *
-sparse_attention(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+attend(const smla_py_state *state, PyObject *const *args, bool lse_empty_is_plus_inf)
 {
-    static const smla_py_param params[] = {
-        {"kv", SMLA_PY_INPUT},
-        {"indices", SMLA_PY_INPUT},
-        {"topk_length", SMLA_PY_OPTIONAL},
-        {"attn_sink", SMLA_PY_OPTIONAL},
-        {"extra_kv", SMLA_PY_OPTIONAL},
-        {"extra_indices", SMLA_PY_OPTIONAL},
-        {"extra_topk_length", SMLA_PY_OPTIONAL},
-        {"out", SMLA_PY_OUTPUT},
-        {"lse", SMLA_PY_OUTPUT},
-        {"max_logits", SMLA_PY_OUTPUT},
-        {"workspace", SMLA_PY_OUTPUT},
-    };
+    enum { NUM_ARGS = ATT_WORKSPACE }; /* that are arrays: q is one, or a pair */
     static const char op[] = "sparse_attention";
-    smla_sparse_attention_args a = {.struct_size = sizeof a};
+    PyObject *const *options = args + NUM_ARGS;
+    smla_sparse_attention_args a = {.struct_size = sizeof a,
+                                    .lse_empty_is_plus_inf = lse_empty_is_plus_inf};
     smla_py_call call;
     smla_error error;
     smla_status status;
     bool wants_max_logits = false;
-    bool empty_lse_is_plus_inf = false;
-    smla_py_open(&call, smla_py_state_of(module), op);
-    if (smla_py_check_count(op, num_args, 1 + SMLA_PY_COUNT(params) + 6) < 0) {
-        return NULL;
-    }
-    PyObject *const *options = args + 1 + SMLA_PY_COUNT(params);
+    smla_py_open(&call, state, op);
     if (smla_py_parse_float(op, "softmax_scale", options[0], &a.softmax_scale) < 0 ||
         smla_py_parse_int32(op, "num_splits", options[1], &a.num_splits) < 0 ||
         smla_py_parse_kv_format(op, "kv_format", options[2], &a.kv_format) < 0 ||
         smla_py_parse_flag(options[3], &wants_max_logits) < 0 ||
-        smla_py_parse_flag(options[4], &empty_lse_is_plus_inf) < 0 ||
-        smla_py_take_stream(&call, options[5]) < 0 || smla_py_add_query(&call, args[0]) < 0 ||
-        smla_py_add(&call, params, SMLA_PY_COUNT(params), args + 1) < 0 ||
+        smla_py_take_stream(&call, options[4]) < 0 || smla_py_add_query(&call, args[0]) < 0 ||
+        smla_py_add(&call, sparse_attention_params + 1, NUM_ARGS - 1, args + 1) < 0 ||
         smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
-    a.lse_empty_is_plus_inf = empty_lse_is_plus_inf;
     wants_max_logits |= call.arrays[ATT_MAX_LOGITS].object != NULL;
     if (allocate_attention(&call, wants_max_logits) < 0) {
         return smla_py_fail(&call);
@@ -192,14 +200,31 @@ sparse_attention(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 }
 
 static PyObject *
-attention_workspace_size(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t num_args)
+sparse_attention(const smla_py_state *state, PyObject *const *args)
+{
+    return attend(state, args, false);
+}
+
+/* For flash_mla.py. */
+static PyObject *
+attention_plus_inf(const smla_py_state *state, PyObject *const *args)
+{
+    return attend(state, args, true);
+}
+
+static const smla_py_param attention_workspace_size_params[] = {
+    {.name = "num_tokens"}, {.name = "num_heads"},  {.name = "topk"},
+    {.name = "extra_topk"}, {.name = "num_splits"}, {.name = "device"},
+};
+
+static PyObject *
+attention_workspace_size(const smla_py_state *Py_UNUSED(state), PyObject *const *args)
 {
     static const char op[] = "attention_workspace_size";
     smla_attention_workspace_args a = {.struct_size = sizeof a};
     smla_error error;
     int64_t bytes = 0;
-    if (smla_py_check_count(op, num_args, 6) < 0 ||
-        smla_py_parse_int(op, "num_tokens", args[0], &a.num_tokens) < 0 ||
+    if (smla_py_parse_int(op, "num_tokens", args[0], &a.num_tokens) < 0 ||
         smla_py_parse_int(op, "num_heads", args[1], &a.num_heads) < 0 ||
         smla_py_parse_int(op, "topk", args[2], &a.topk) < 0 ||
         smla_py_parse_int(op, "extra_topk", args[3], &a.extra_topk) < 0 ||
@@ -213,22 +238,24 @@ attention_workspace_size(PyObject *Py_UNUSED(module), PyObject *const *args, Py_
     return PyLong_FromLongLong(bytes);
 }
 
+static const smla_py_param merge_attn_states_params[] = {
+    {"out_a", SMLA_PY_INPUT}, {"lse_a", SMLA_PY_INPUT}, {"out_b", SMLA_PY_INPUT},
+    {"lse_b", SMLA_PY_INPUT}, {"out", SMLA_PY_OUTPUT},  {"lse", SMLA_PY_OUTPUT},
+    {.name = "stream"},
+};
+
 static PyObject *
-merge_attn_states(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+merge_attn_states(const smla_py_state *state, PyObject *const *args)
 {
     enum { OUT_A, LSE_A, OUT_B, LSE_B, OUT, LSE, NUM_ARRAYS };
-    static const smla_py_param params[] = {{"out_a", SMLA_PY_INPUT}, {"lse_a", SMLA_PY_INPUT},
-                                           {"out_b", SMLA_PY_INPUT}, {"lse_b", SMLA_PY_INPUT},
-                                           {"out", SMLA_PY_OUTPUT},  {"lse", SMLA_PY_OUTPUT}};
     static const char op[] = "merge_attn_states";
     smla_merge_attn_states_args a = {.struct_size = sizeof a};
     smla_py_call call;
     smla_error error;
     smla_status status;
-    smla_py_open(&call, smla_py_state_of(module), op);
-    if (smla_py_check_count(op, num_args, NUM_ARRAYS + 1) < 0 ||
-        smla_py_take_stream(&call, args[NUM_ARRAYS]) < 0 ||
-        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0 ||
+    smla_py_open(&call, state, op);
+    if (smla_py_take_stream(&call, args[NUM_ARRAYS]) < 0 ||
+        smla_py_add(&call, merge_attn_states_params, NUM_ARRAYS, args) < 0 ||
         smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
@@ -256,17 +283,12 @@ merge_attn_states(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 
 /* ---- Table --------------------------------------------------------------------------------- */
 
-PyMethodDef smla_py_attention_operators[] = {
-    SMLA_PY_OPERATOR(convert_req_index_to_global_index,
-                     "req_id_per_token, block_table, topk_indices, prefill_request_ids, "
-                     "prefill_workspace_starts, out, block_size, valid_counts, stream"),
-    SMLA_PY_OPERATOR(
-        sparse_attention,
-        "q, kv, indices, topk_length, attn_sink, extra_kv, extra_indices, extra_topk_length, "
-        "out, lse, max_logits, workspace, softmax_scale, num_splits, kv_format, "
-        "return_max_logits, empty_lse_is_plus_inf, stream"),
-    SMLA_PY_OPERATOR(attention_workspace_size,
-                     "num_tokens, num_heads, topk, extra_topk, num_splits, device"),
-    SMLA_PY_OPERATOR(merge_attn_states, "out_a, lse_a, out_b, lse_b, out, lse, stream"),
-    {NULL, NULL, 0, NULL},
+const smla_py_operator smla_py_attention_operators[] = {
+    SMLA_PY_OPERATOR(convert_req_index_to_global_index),
+    SMLA_PY_OPERATOR(sparse_attention),
+    {"_attention_plus_inf", sparse_attention_params, SMLA_PY_COUNT(sparse_attention_params),
+     attention_plus_inf},
+    SMLA_PY_OPERATOR(attention_workspace_size),
+    SMLA_PY_OPERATOR(merge_attn_states),
+    {.name = NULL},
 };

@@ -3,24 +3,24 @@
 
 #include "call.h"
 
+static const smla_py_param concat_and_cache_mla_params[] = {
+    {"kv_c", SMLA_PY_INPUT},         {"k_pe", SMLA_PY_INPUT},    {"kv_cache", SMLA_PY_INOUT},
+    {"slot_mapping", SMLA_PY_INPUT}, {.name = "kv_cache_dtype"}, {.name = "stream"},
+};
+
 static PyObject *
-concat_and_cache_mla(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+concat_and_cache_mla(const smla_py_state *state, PyObject *const *args)
 {
     enum { KV_C, K_PE, KV_CACHE, SLOT_MAPPING, NUM_ARRAYS };
-    static const smla_py_param params[] = {{"kv_c", SMLA_PY_INPUT},
-                                           {"k_pe", SMLA_PY_INPUT},
-                                           {"kv_cache", SMLA_PY_INOUT},
-                                           {"slot_mapping", SMLA_PY_INPUT}};
     static const char op[] = "concat_and_cache_mla";
     smla_concat_and_cache_mla_args a = {.struct_size = sizeof a};
     smla_py_call call;
     smla_error error;
     smla_status status;
-    smla_py_open(&call, smla_py_state_of(module), op);
-    if (smla_py_check_count(op, num_args, NUM_ARRAYS + 2) < 0 ||
-        smla_py_parse_kv_format(op, "kv_cache_dtype", args[NUM_ARRAYS], &a.kv_format) < 0 ||
+    smla_py_open(&call, state, op);
+    if (smla_py_parse_kv_format(op, "kv_cache_dtype", args[NUM_ARRAYS], &a.kv_format) < 0 ||
         smla_py_take_stream(&call, args[NUM_ARRAYS + 1]) < 0 ||
-        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0 ||
+        smla_py_add(&call, concat_and_cache_mla_params, NUM_ARRAYS, args) < 0 ||
         smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
@@ -34,25 +34,28 @@ concat_and_cache_mla(PyObject *module, PyObject *const *args, Py_ssize_t num_arg
     return smla_py_finish(&call, status, &error, (int[]){KV_CACHE}, 1);
 }
 
+static const smla_py_param gather_kv_cache_params[] = {
+    {"kv_cache", SMLA_PY_INPUT},
+    {"block_table", SMLA_PY_INPUT},
+    {"seq_lens", SMLA_PY_INPUT},
+    {"workspace_starts", SMLA_PY_INPUT},
+    {"seq_starts", SMLA_PY_OPTIONAL},
+    {"out", SMLA_PY_INOUT},
+    {.name = "stream"},
+};
+
 static PyObject *
-gather_kv_cache(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+gather_kv_cache(const smla_py_state *state, PyObject *const *args)
 {
     enum { KV_CACHE, BLOCK_TABLE, SEQ_LENS, WORKSPACE_STARTS, SEQ_STARTS, OUT, NUM_ARRAYS };
-    static const smla_py_param params[] = {{"kv_cache", SMLA_PY_INPUT},
-                                           {"block_table", SMLA_PY_INPUT},
-                                           {"seq_lens", SMLA_PY_INPUT},
-                                           {"workspace_starts", SMLA_PY_INPUT},
-                                           {"seq_starts", SMLA_PY_OPTIONAL},
-                                           {"out", SMLA_PY_INOUT}};
     static const char op[] = "gather_kv_cache";
     smla_gather_kv_cache_args a = {.struct_size = sizeof a};
     smla_py_call call;
     smla_error error;
     smla_status status;
-    smla_py_open(&call, smla_py_state_of(module), op);
-    if (smla_py_check_count(op, num_args, NUM_ARRAYS + 1) < 0 ||
-        smla_py_take_stream(&call, args[NUM_ARRAYS]) < 0 ||
-        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0 ||
+    smla_py_open(&call, state, op);
+    if (smla_py_take_stream(&call, args[NUM_ARRAYS]) < 0 ||
+        smla_py_add(&call, gather_kv_cache_params, NUM_ARRAYS, args) < 0 ||
         smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
@@ -68,19 +71,23 @@ gather_kv_cache(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     return smla_py_finish(&call, status, &error, (int[]){OUT}, 1);
 }
 
+static const smla_py_param dequantize_kv_cache_params[] = {
+    {"kv_cache", SMLA_PY_INPUT},
+    {.name = "kv_format"},
+    {.name = "dtype"},
+};
+
 static PyObject *
-dequantize_kv_cache(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+dequantize_kv_cache(const smla_py_state *state, PyObject *const *args)
 {
     enum { KV_CACHE, OUT, NUM_INPUTS = OUT };
-    static const smla_py_param params[] = {{"kv_cache", SMLA_PY_INPUT}};
     static const char op[] = "dequantize_kv_cache";
     smla_dequantize_kv_cache_args a = {.struct_size = sizeof a};
     smla_py_call call;
     smla_error error;
     smla_status status;
-    smla_py_open(&call, smla_py_state_of(module), op);
-    if (smla_py_check_count(op, num_args, NUM_INPUTS + 2) < 0 ||
-        smla_py_parse_kv_format(op, "kv_format", args[NUM_INPUTS], &a.kv_format) < 0) {
+    smla_py_open(&call, state, op);
+    if (smla_py_parse_kv_format(op, "kv_format", args[NUM_INPUTS], &a.kv_format) < 0) {
         return NULL;
     }
     PyObject *name = args[NUM_INPUTS + 1];
@@ -92,7 +99,7 @@ dequantize_kv_cache(PyObject *module, PyObject *const *args, Py_ssize_t num_args
         }
         return NULL;
     }
-    if (smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0 ||
+    if (smla_py_add(&call, dequantize_kv_cache_params, NUM_INPUTS, args) < 0 ||
         smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
@@ -118,11 +125,9 @@ dequantize_kv_cache(PyObject *module, PyObject *const *args, Py_ssize_t num_args
 
 /* ---- Table --------------------------------------------------------------------------------- */
 
-PyMethodDef smla_py_cache_operators[] = {
-    SMLA_PY_OPERATOR(concat_and_cache_mla,
-                     "kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, stream"),
-    SMLA_PY_OPERATOR(gather_kv_cache,
-                     "kv_cache, block_table, seq_lens, workspace_starts, seq_starts, out, stream"),
-    SMLA_PY_OPERATOR(dequantize_kv_cache, "kv_cache, kv_format, dtype"),
-    {NULL, NULL, 0, NULL},
+const smla_py_operator smla_py_cache_operators[] = {
+    SMLA_PY_OPERATOR(concat_and_cache_mla),
+    SMLA_PY_OPERATOR(gather_kv_cache),
+    SMLA_PY_OPERATOR(dequantize_kv_cache),
+    {.name = NULL},
 };

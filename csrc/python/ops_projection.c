@@ -38,12 +38,16 @@ check_weight_shape(const smla_py_call *call, int64_t num_heads, int64_t nope_dim
     return 0;
 }
 
+static const smla_py_param split_kv_b_proj_params[] = {
+    {"weight", SMLA_PY_INPUT}, {"weight_scale_inv", SMLA_PY_OPTIONAL},
+    {.name = "num_heads"},     {.name = "qk_nope_head_dim"},
+    {.name = "v_head_dim"},
+};
+
 static PyObject *
-split_kv_b_proj(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+split_kv_b_proj(const smla_py_state *state, PyObject *const *args)
 {
     enum { WEIGHT, SCALE, W_UK, W_UV, NUM_INPUTS = W_UK };
-    static const smla_py_param params[] = {{"weight", SMLA_PY_INPUT},
-                                           {"weight_scale_inv", SMLA_PY_OPTIONAL}};
     static const char op[] = "split_kv_b_proj";
     smla_split_kv_b_proj_args a = {.struct_size = sizeof a};
     smla_py_call call;
@@ -52,12 +56,11 @@ split_kv_b_proj(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     int64_t num_heads = 0;
     int64_t nope_dim = 0;
     int64_t value_dim = 0;
-    smla_py_open(&call, smla_py_state_of(module), op);
-    if (smla_py_check_count(op, num_args, NUM_INPUTS + 3) < 0 ||
-        smla_py_parse_int(op, "num_heads", args[NUM_INPUTS], &num_heads) < 0 ||
+    smla_py_open(&call, state, op);
+    if (smla_py_parse_int(op, "num_heads", args[NUM_INPUTS], &num_heads) < 0 ||
         smla_py_parse_int(op, "qk_nope_head_dim", args[NUM_INPUTS + 1], &nope_dim) < 0 ||
         smla_py_parse_int(op, "v_head_dim", args[NUM_INPUTS + 2], &value_dim) < 0 ||
-        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0 ||
+        smla_py_add(&call, split_kv_b_proj_params, NUM_INPUTS, args) < 0 ||
         smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
@@ -87,13 +90,12 @@ split_kv_b_proj(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 /* What k_up_proj and v_up_proj share: their arrays and the result [T, H, n]; `outer_dim` < 0 takes
  * n from the weight. */
 static int
-open_up_proj(smla_py_call *call, PyObject *module, const char *op, const smla_py_param *params,
-             PyObject *const *args, Py_ssize_t num_args, int64_t outer_dim, void **stream)
+open_up_proj(smla_py_call *call, const smla_py_state *state, const char *op,
+             const smla_py_param *params, PyObject *const *args, int64_t outer_dim, void **stream)
 {
     enum { X, W, OUT, NUM_ARRAYS };
-    smla_py_open(call, smla_py_state_of(module), op);
-    if (smla_py_check_count(op, num_args, NUM_ARRAYS + 1) < 0 ||
-        smla_py_take_stream(call, args[NUM_ARRAYS]) < 0 ||
+    smla_py_open(call, state, op);
+    if (smla_py_take_stream(call, args[NUM_ARRAYS]) < 0 ||
         smla_py_add(call, params, NUM_ARRAYS, args) < 0 || smla_py_settle(call, stream) < 0) {
         return -1;
     }
@@ -108,17 +110,21 @@ open_up_proj(smla_py_call *call, PyObject *module, const char *op, const smla_py
     return 0;
 }
 
+static const smla_py_param k_up_proj_params[] = {
+    {"q_nope", SMLA_PY_INPUT},
+    {"W_UK", SMLA_PY_INPUT},
+    {"out", SMLA_PY_OUTPUT},
+    {.name = "stream"},
+};
+
 static PyObject *
-k_up_proj(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+k_up_proj(const smla_py_state *state, PyObject *const *args)
 {
-    static const smla_py_param params[] = {{"q_nope", SMLA_PY_INPUT},
-                                           {"W_UK", SMLA_PY_INPUT},
-                                           {"out", SMLA_PY_OUTPUT}};
     smla_k_up_proj_args a = {.struct_size = sizeof a};
     smla_py_call call;
     smla_error error;
     smla_status status;
-    if (open_up_proj(&call, module, "k_up_proj", params, args, num_args, SMLA_KV_LORA_RANK,
+    if (open_up_proj(&call, state, "k_up_proj", k_up_proj_params, args, SMLA_KV_LORA_RANK,
                      &a.stream) < 0) {
         return NULL;
     }
@@ -131,17 +137,21 @@ k_up_proj(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     return smla_py_finish(&call, status, &error, (int[]){2}, 1);
 }
 
+static const smla_py_param v_up_proj_params[] = {
+    {"x", SMLA_PY_INPUT},
+    {"W_UV", SMLA_PY_INPUT},
+    {"out", SMLA_PY_OUTPUT},
+    {.name = "stream"},
+};
+
 static PyObject *
-v_up_proj(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+v_up_proj(const smla_py_state *state, PyObject *const *args)
 {
-    static const smla_py_param params[] = {{"x", SMLA_PY_INPUT},
-                                           {"W_UV", SMLA_PY_INPUT},
-                                           {"out", SMLA_PY_OUTPUT}};
     smla_v_up_proj_args a = {.struct_size = sizeof a};
     smla_py_call call;
     smla_error error;
     smla_status status;
-    if (open_up_proj(&call, module, "v_up_proj", params, args, num_args, -1, &a.stream) < 0) {
+    if (open_up_proj(&call, state, "v_up_proj", v_up_proj_params, args, -1, &a.stream) < 0) {
         return NULL;
     }
     a.x = smla_py_call_view(&call, 0);
@@ -153,20 +163,24 @@ v_up_proj(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     return smla_py_finish(&call, status, &error, (int[]){2}, 1);
 }
 
+static const smla_py_param dynamic_per_tensor_quant_params[] = {
+    {"x", SMLA_PY_INPUT},
+    {"out", SMLA_PY_OUTPUT},
+    {.name = "stream"},
+};
+
 static PyObject *
-dynamic_per_tensor_quant(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+dynamic_per_tensor_quant(const smla_py_state *state, PyObject *const *args)
 {
-    enum { X, OUT, SCALE, NUM_PARAMS = SCALE };
-    static const smla_py_param params[] = {{"x", SMLA_PY_INPUT}, {"out", SMLA_PY_OUTPUT}};
+    enum { X, OUT, SCALE, NUM_ARGS = SCALE /* that are arrays */ };
     static const char op[] = "dynamic_per_tensor_quant";
     smla_dynamic_per_tensor_quant_args a = {.struct_size = sizeof a};
     smla_py_call call;
     smla_error error;
     smla_status status;
-    smla_py_open(&call, smla_py_state_of(module), op);
-    if (smla_py_check_count(op, num_args, NUM_PARAMS + 1) < 0 ||
-        smla_py_take_stream(&call, args[NUM_PARAMS]) < 0 ||
-        smla_py_add(&call, params, SMLA_PY_COUNT(params), args) < 0 ||
+    smla_py_open(&call, state, op);
+    if (smla_py_take_stream(&call, args[NUM_ARGS]) < 0 ||
+        smla_py_add(&call, dynamic_per_tensor_quant_params, NUM_ARGS, args) < 0 ||
         smla_py_settle(&call, &a.stream) < 0) {
         return NULL;
     }
@@ -187,11 +201,11 @@ dynamic_per_tensor_quant(PyObject *module, PyObject *const *args, Py_ssize_t num
 
 /* ---- Table --------------------------------------------------------------------------------- */
 
-PyMethodDef smla_py_projection_operators[] = {
-    SMLA_PY_OPERATOR(split_kv_b_proj,
-                     "weight, weight_scale_inv, num_heads, qk_nope_head_dim, v_head_dim"),
-    SMLA_PY_OPERATOR(k_up_proj, "q_nope, W_UK, out, stream"),
-    SMLA_PY_OPERATOR(v_up_proj, "x, W_UV, out, stream"),
-    SMLA_PY_OPERATOR(dynamic_per_tensor_quant, "x, out, stream"),
-    {NULL, NULL, 0, NULL},
+const smla_py_operator smla_py_projection_operators[] = {
+    {"_split_kv_b_proj", split_kv_b_proj_params, SMLA_PY_COUNT(split_kv_b_proj_params),
+     split_kv_b_proj},
+    SMLA_PY_OPERATOR(k_up_proj),
+    SMLA_PY_OPERATOR(v_up_proj),
+    SMLA_PY_OPERATOR(dynamic_per_tensor_quant),
+    {.name = NULL},
 };

@@ -1,0 +1,353 @@
+/* operator.c: the type of an operator: what ops.py declares and Python calls.
+ *
+ * A declaration is a function of Python with names, defaults and a docstring, and nothing to do. An
+ * operator takes a call as the declaration would, and hands the arguments to C in the order of its
+ * table. The interpreter takes twice as long, for it fills in one by one the keywords that a call
+ * leaves out: a dozen of attention's. A call that does not fit is given to the declaration, to be
+ * refused in the interpreter's words.
+ */
+#include <stddef.h>
+#include <string.h>
+
+#include "call.h"
+/* behind Python.h */
+#include <structmember.h>
+
+/* In the limited API from 3.12 on, and the same before. */
+#ifndef Py_TPFLAGS_HAVE_VECTORCALL
+#define Py_TPFLAGS_HAVE_VECTORCALL (1UL << 11)
+typedef PyObject *(*vectorcallfunc)(PyObject *, PyObject *const *, size_t, PyObject *);
+#define PyVectorcall_NARGS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1))))
+#endif
+
+enum { MAX_PARAMS = 20 };
+
+/* In the order of the declaration. */
+typedef struct declared_param {
+    PyObject *name;  /* interned */
+    PyObject *value; /* where the call has none; NULL: it must have one */
+    int place;       /* among the arguments of C */
+} declared_param;
+
+typedef struct operator_object {
+    PyObject_HEAD vectorcallfunc vectorcall;
+    const smla_py_state *state;
+    const smla_py_operator *in_c;
+    PyObject *declaration;
+    PyObject *dict; /* as a function has them */
+    PyObject *weak_references;
+    int num_params;
+    int num_positional;
+    int num_required;
+    declared_param params[MAX_PARAMS];
+    PyObject *defaults[MAX_PARAMS]; /* the values, borrowed, in C's order */
+} operator_object;
+
+/* ---- Calls --------------------------------------------------------------------------------- */
+
+/* Position in the declaration, from `start` on, or -1. Keywords of a call are interned, nearly
+ * always. */
+static int
+find_param(const operator_object *op, PyObject *name, int start)
+{
+    for (int i = start; i < op->num_params; i++) {
+        if (op->params[i].name == name) {
+            return i;
+        }
+    }
+    for (int i = start; i < op->num_params; i++) {
+        if (PyUnicode_Compare(op->params[i].name, name) == 0) {
+            return i;
+        }
+    }
+    return -1;
+}
+
+/* Whether the call fits; `values` are borrowed, in C's order. No keyword comes twice. */
+static bool
+bind(const operator_object *op, PyObject *const *args, Py_ssize_t num_args, PyObject *keywords,
+     PyObject **values)
+{
+    const Py_ssize_t num_keywords = keywords == NULL ? 0 : PyTuple_Size(keywords);
+    Py_ssize_t num_required = num_args;
+    if (num_args > op->num_positional) {
+        return false;
+    }
+    memcpy(values, op->defaults, sizeof op->defaults);
+    for (int i = 0; i < num_args; i++) {
+        values[op->params[i].place] = args[i];
+    }
+    for (Py_ssize_t i = 0; i < num_keywords; i++) {
+        const int param = find_param(op, PyTuple_GetItem(keywords, i), (int)num_args);
+        if (param < 0) { /* unknown, or given by place, too */
+            return false;
+        }
+        values[op->params[param].place] = args[num_args + i];
+        num_required += op->params[param].value == NULL;
+    }
+    return num_required == op->num_required;
+}
+
+/* The TypeError of a call that does not fit. */
+static PyObject *
+refuse(const operator_object *op, PyObject *const *args, Py_ssize_t num_args, PyObject *keywords)
+{
+    PyObject *positional = PyTuple_New(num_args);
+    PyObject *named = positional == NULL ? NULL : PyDict_New();
+    const Py_ssize_t num_keywords = keywords == NULL ? 0 : PyTuple_Size(keywords);
+    int status = named == NULL ? -1 : 0;
+    for (Py_ssize_t i = 0; status == 0 && i < num_args; i++) {
+        status = PyTuple_SetItem(positional, i, Py_NewRef(args[i])); /* steals */
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < num_keywords; i++) {
+        status = PyDict_SetItem(named, PyTuple_GetItem(keywords, i), args[num_args + i]);
+    }
+    PyObject *none = status == 0 ? PyObject_Call(op->declaration, positional, named) : NULL;
+    Py_XDECREF(positional);
+    Py_XDECREF(named);
+    if (none != NULL) {
+        Py_DECREF(none);
+        PyErr_Format(PyExc_SystemError, "%s: the declaration takes a call that C does not",
+                     op->in_c->name);
+    }
+    return NULL;
+}
+
+static PyObject *
+operator_vectorcall(PyObject *self, PyObject *const *args, size_t num_args_and_flag,
+                    PyObject *keywords)
+{
+    const operator_object *const op = (const operator_object *)self;
+    const Py_ssize_t num_args = PyVectorcall_NARGS(num_args_and_flag);
+    PyObject *values[MAX_PARAMS];
+    return bind(op, args, num_args, keywords, values) ? op->in_c->run(op->state, values)
+                                                      : refuse(op, args, num_args, keywords);
+}
+
+/* ---- Declarations -------------------------------------------------------------------------- */
+
+static const smla_py_operator *
+find_operator(const char *name)
+{
+    const smla_py_operator *const tables[] = {smla_py_cache_operators, smla_py_attention_operators,
+                                              smla_py_projection_operators};
+    for (int i = 0; i < SMLA_PY_COUNT(tables); i++) {
+        for (const smla_py_operator *at = tables[i]; at->name != NULL; at++) {
+            if (strcmp(at->name, name) == 0) {
+                return at;
+            }
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "Operator: `name` must be an operator of C, got \"%s\"", name);
+    return NULL;
+}
+
+/* Place of a name among the arguments of C. */
+static int
+find_place(const smla_py_operator *in_c, PyObject *name)
+{
+    for (int i = 0; i < in_c->num_params; i++) {
+        if (PyUnicode_CompareWithASCIIString(name, in_c->params[i].name) == 0) {
+            return i;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "Operator: `declaration` must have the parameters of %s, got %R",
+                 in_c->name, name);
+    return -1;
+}
+
+static int
+read_count(PyObject *code, const char *name)
+{
+    PyObject *number = PyObject_GetAttrString(code, name);
+    const long count = number == NULL ? -1 : PyLong_AsLong(number);
+    Py_XDECREF(number);
+    return (int)count;
+}
+
+/* Defaults are those of keywords alone. */
+static int
+read_params(operator_object *op, PyObject *names, PyObject *defaults)
+{
+    for (int i = 0; i < op->num_params; i++) {
+        declared_param *const param = &op->params[i];
+        PyObject *name = PySequence_GetItem(names, i);
+        if (name == NULL) {
+            return -1;
+        }
+        PyUnicode_InternInPlace(&name);
+        param->name = name;
+        param->place = find_place(op->in_c, name);
+        if (param->place < 0) {
+            return -1;
+        }
+        if (i >= op->num_positional && PyDict_Check(defaults)) {
+            param->value = Py_XNewRef(PyDict_GetItemWithError(defaults, name));
+        }
+        op->defaults[param->place] = param->value;
+        op->num_required += param->value == NULL;
+    }
+    return PyErr_Occurred() == NULL ? 0 : -1;
+}
+
+static int
+read_declaration(operator_object *op)
+{
+    PyObject *code = PyObject_GetAttrString(op->declaration, "__code__");
+    PyObject *names = code == NULL ? NULL : PyObject_GetAttrString(code, "co_varnames");
+    PyObject *defaults =
+        names == NULL ? NULL : PyObject_GetAttrString(op->declaration, "__kwdefaults__");
+    int status = -1;
+    if (defaults != NULL) {
+        op->num_positional = read_count(code, "co_argcount");
+        op->num_params = op->num_positional + read_count(code, "co_kwonlyargcount");
+        if (op->num_params != op->in_c->num_params || op->num_params > MAX_PARAMS) {
+            PyErr_Format(PyExc_ValueError,
+                         "Operator: `declaration` must have the %d parameters of %s, got %d",
+                         op->in_c->num_params, op->in_c->name, op->num_params);
+            op->num_params = 0;
+        } else {
+            status = read_params(op, names, defaults);
+        }
+    }
+    Py_XDECREF(code);
+    Py_XDECREF(names);
+    Py_XDECREF(defaults);
+    return status;
+}
+
+/* ---- Type ---------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(operator_doc, "Operator(declaration, name, /)\n--\n\n"
+                           "An operator of C that is called as `declaration`, a function, says.");
+
+static PyObject *
+operator_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *declaration = NULL;
+    const char *name = NULL;
+    if (kwargs != NULL && PyDict_Size(kwargs) > 0) {
+        PyErr_SetString(PyExc_TypeError, "Operator: takes no keyword arguments");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "Os:Operator", &declaration, &name)) {
+        return NULL;
+    }
+    const smla_py_operator *const in_c = find_operator(name);
+    const allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    operator_object *op = in_c == NULL ? NULL : (operator_object *)allocate(type, 0);
+    if (op == NULL) {
+        return NULL;
+    }
+    op->vectorcall = operator_vectorcall;
+    op->state = PyType_GetModuleState(type);
+    op->in_c = in_c;
+    op->declaration = Py_NewRef(declaration);
+    if (read_declaration(op) < 0) {
+        Py_CLEAR(op);
+    }
+    return (PyObject *)op;
+}
+
+static int
+operator_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    const operator_object *const op = (const operator_object *)self;
+    Py_VISIT(op->declaration);
+    Py_VISIT(op->dict);
+    for (int i = 0; i < op->num_params; i++) {
+        Py_VISIT(op->params[i].value);
+    }
+    Py_VISIT((PyObject *)Py_TYPE(self));
+    return 0;
+}
+
+static int
+operator_clear(PyObject *self)
+{
+    operator_object *const op = (operator_object *)self;
+    Py_CLEAR(op->declaration);
+    Py_CLEAR(op->dict);
+    return 0;
+}
+
+static void
+operator_dealloc(PyObject *self)
+{
+    operator_object *const op = (operator_object *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    PyObject_ClearWeakRefs(self);
+    operator_clear(self);
+    for (int i = 0; i < op->num_params; i++) {
+        Py_XDECREF(op->params[i].name);
+        Py_XDECREF(op->params[i].value);
+    }
+    const freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF((PyObject *)type);
+}
+
+static PyObject *
+operator_repr(PyObject *self)
+{
+    return PyUnicode_FromFormat("<operator sparse_mla.%s>",
+                                ((const operator_object *)self)->in_c->name);
+}
+
+/* As an attribute of a class it stays what it is; with it, help() and inspect see a routine. */
+static PyObject *
+operator_get(PyObject *self, PyObject *Py_UNUSED(object), PyObject *Py_UNUSED(type))
+{
+    return Py_NewRef(self);
+}
+
+/* Pickled by name, as functions are. */
+static PyObject *
+operator_reduce(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    return PyObject_GetAttrString(self, "__qualname__");
+}
+
+static PyMethodDef operator_methods[] = {
+    {"__reduce__", operator_reduce, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef operator_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(operator_object, vectorcall), READONLY, NULL},
+    {"__dictoffset__", T_PYSSIZET, offsetof(operator_object, dict), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(operator_object, weak_references), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef operator_getset[] = {
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot operator_slots[] = {
+    {Py_tp_doc, (void *)operator_doc}, {Py_tp_new, operator_new},
+    {Py_tp_dealloc, operator_dealloc}, {Py_tp_traverse, operator_traverse},
+    {Py_tp_clear, operator_clear},     {Py_tp_call, PyObject_Call},
+    {Py_tp_repr, operator_repr},       {Py_tp_descr_get, operator_get},
+    {Py_tp_methods, operator_methods}, {Py_tp_members, operator_members},
+    {Py_tp_getset, operator_getset},   {0, NULL},
+};
+
+static PyType_Spec operator_spec = {
+    .name = "sparse_mla._C.Operator",
+    .basicsize = sizeof(operator_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+             Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = operator_slots,
+};
+
+int
+smla_py_init_operator(PyObject *module, smla_py_state *Py_UNUSED(state))
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &operator_spec, NULL);
+    const int status = type == NULL ? -1 : PyModule_AddObjectRef(module, "Operator", type);
+    Py_XDECREF(type);
+    return status;
+}

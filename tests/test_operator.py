@@ -1,0 +1,156 @@
+"""An operator is called, inspected and passed around as the function that declares it."""
+
+import copy
+import gc
+import inspect
+import pickle
+import pydoc
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import sparse_mla
+from sparse_mla import _C, ops
+
+OPERATORS = [value for value in vars(sparse_mla).values() if isinstance(value, _C.Operator)]
+ATTENTION = sparse_mla.sparse_attention
+
+
+def arguments() -> tuple[list, dict]:
+    q, kv = (np.ones(shape, ml_dtypes.bfloat16) for shape in ((1, 2, 576), (9, 576)))
+    return [q, kv, np.array([[0, 3, -1]], np.int32)], {"softmax_scale": 1 / 576}
+
+
+def words_of(call) -> str:
+    with pytest.raises(TypeError) as error:
+        call()
+    return str(error.value)
+
+
+def test_all_are_there():
+    assert {op.__name__ for op in OPERATORS} == {
+        "attention_workspace_size",
+        "concat_and_cache_mla",
+        "convert_req_index_to_global_index",
+        "dequantize_kv_cache",
+        "dynamic_per_tensor_quant",
+        "gather_kv_cache",
+        "k_up_proj",
+        "merge_attn_states",
+        "sparse_attention",
+        "v_up_proj",
+    }
+
+
+@pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)
+def test_looks_as_its_declaration(op):
+    declared = op.__wrapped__
+    assert inspect.isroutine(op)
+    assert inspect.signature(op) == inspect.signature(declared)
+    assert inspect.getdoc(op) == inspect.getdoc(declared)
+    assert op.__annotations__ == declared.__annotations__
+    assert op.__module__ == "sparse_mla.ops"
+    assert repr(op) == f"<operator sparse_mla.{op.__name__}>"
+    assert "Parameters\n" in pydoc.render_doc(op, renderer=pydoc.plaintext)
+
+
+@pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)
+def test_copies_and_pickles_are_itself(op):
+    assert pickle.loads(pickle.dumps(op)) is op
+    assert copy.copy(op) is op
+    assert copy.deepcopy(op) is op
+
+
+@pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((), {}),
+        ((None,) * 5, {}),
+        ((None,) * 60, {}),
+        ((None,) * 4, {"stream": 0, "color": 1}),
+        ((None,) * 3, {"topk": 1, "q": 2, "x": 3, "kv_cache": 4, "out_a": 5, "q_nope": 6}),
+        ((), {f"keyword_{i}": i for i in range(60)}),
+    ],
+    ids=["nothing", "five", "many", "unknown", "twice", "many unknown"],
+)
+def test_refuses_as_its_declaration(op, args, kwargs):
+    words = words_of(lambda: op.__wrapped__(*args, **kwargs))
+    assert words.startswith(f"{op.__name__}()")
+    assert words_of(lambda: op(*args, **kwargs)) == words
+    assert words_of(lambda: op.__call__(*args, **kwargs)) == words
+
+
+def test_every_form_of_a_call():
+    args, kwargs = arguments()
+    names = ["q", "kv", "indices"]
+    out, lse = ATTENTION(*args, **kwargs)
+    spelled = {"".join(list(name)): value for name, value in zip(names, args, strict=True)}
+    results = [
+        ATTENTION(**spelled, **kwargs),  # names that are not interned
+        ATTENTION(args[0], indices=args[2], kv=args[1], **kwargs),
+        ATTENTION.__call__(*args, **kwargs),
+        ATTENTION.__call__(args[0], **dict(zip(names[1:], args[1:], strict=True)), **kwargs),
+    ]
+    for other_out, other_lse in results:
+        np.testing.assert_array_equal(other_out, out)
+        np.testing.assert_array_equal(other_lse, lse)
+
+
+def test_as_an_attribute_of_a_class():
+    class Layer:
+        attend = ATTENTION
+
+    assert Layer().attend is ATTENTION
+    assert Layer.attend is ATTENTION
+
+
+def test_has_attributes_as_a_function_has():
+    ATTENTION.note = "mine"
+    assert vars(ATTENTION)["note"] == "mine"
+    del ATTENTION.note
+    with pytest.raises(AttributeError):
+        _ = ATTENTION.note
+    assert weakref.ref(ATTENTION)() is ATTENTION
+
+
+def test_operators_go_when_nobody_has_them():
+    def k_up_proj(q_nope, W_UK, *, out=None, stream=None):
+        """Not the one that users call."""
+
+    op = _C.Operator(k_up_proj, "k_up_proj")
+    op.itself = op
+    gone = weakref.ref(op)
+    del op
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("declaration", "name", "error", "words"),
+    [
+        (lambda: None, "attend", ValueError, 'must be an operator of C, got "attend"'),
+        (lambda x: None, "k_up_proj", ValueError, "must have the 4 parameters of k_up_proj, got 1"),
+        (lambda a, b, c, d: None, "k_up_proj", ValueError, "parameters of k_up_proj, got 'a'"),
+        (len, "k_up_proj", AttributeError, "__code__"),
+    ],
+)
+def test_declarations_that_do_not_fit(declaration, name, error, words):
+    with pytest.raises(error, match=words):
+        _C.Operator(declaration, name)
+
+
+def test_positional_defaults_of_none_are_not_taken():
+    """Declared without defaults, a parameter is required, wherever it stands."""
+
+    def k_up_proj(q_nope, W_UK, out, stream):
+        """All four are required here."""
+
+    op = _C.Operator(k_up_proj, "k_up_proj")
+    assert "missing 2 required positional arguments: 'out' and 'stream'" in words_of(
+        lambda: op(None, None)
+    )
+    q, w = np.ones((1, 2, 4), ml_dtypes.bfloat16), np.ones((512, 2, 4), ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(op(q, w, None, None), ops.k_up_proj(q, w))
