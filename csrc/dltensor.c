@@ -95,7 +95,7 @@ smla_find_byte_range(const DLTensor *tensor, smla_byte_range *range)
         return false;
     }
     *range = (smla_byte_range){.is_compact = compact != 0};
-    if (compact != 0 || !smla_is_empty(tensor)) {
+    if (tensor->data != NULL && (compact != 0 || !smla_is_empty(tensor))) {
         const uint8_t *const from = smla_data(tensor);
         range->low = from - below;
         range->high = from + above;

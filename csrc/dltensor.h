@@ -101,7 +101,8 @@ unsigned smla_dtype(const DLTensor *tensor);
 
 /* ---- Memory -------------------------------------------------------------------------------- */
 
-/* The bytes between an array's first and last one, gaps included; NULL and NULL for an empty one. */
+/* The bytes between an array's first and last one, gaps included; NULL and NULL for one that is
+ * empty or has no memory. */
 typedef struct smla_byte_range {
     const uint8_t *low;
     const uint8_t *high; /* one past the last */

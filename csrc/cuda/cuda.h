@@ -107,7 +107,7 @@ cudaError_t smla_cuda_launch_combine(const smla_attention_params *params, bool h
 
 /* ---- Operators that are more than one launcher --------------------------------------------- */
 
-/* attention.c: the table of kernels, the split-KV schedule, the workspace. */
+/* kernels.c: the table of kernels; schedule.c: splits and the workspace; attention.c: the run. */
 int smla_cuda_choose_num_splits(const smla_attention_shape *shape);
 bool smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows,
                               int64_t num_chunks);

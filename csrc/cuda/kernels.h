@@ -1,6 +1,6 @@
-/* kernels.h: what attention.c knows about the attention kernels, and what they leave to the combine
- * kernel. A kernel is one row of the table in attention.c; its launcher stands at the foot of its
- * .cu file. Compiles as C and as CUDA.
+/* kernels.h: what is known about the attention kernels, and what they leave to the combine kernel. A
+ * kernel is one row of the table in kernels.c; its launcher stands at the foot of its .cu file.
+ * Compiles as C and as CUDA.
  */
 #ifndef SMLA_CUDA_KERNELS_H
 #define SMLA_CUDA_KERNELS_H
@@ -37,6 +37,31 @@ typedef struct smla_attention_kernel {
     const char *name;      /* source file and variant */
     cudaError_t (*launch)(const smla_attention_params *params);
 } smla_attention_kernel;
+
+/* A row without a launcher stands behind the last. */
+extern const smla_attention_kernel smla_attention_kernels[];
+
+/* `columns`: of a split, of both lists. */
+bool smla_fits_kernel(const smla_attention_kernel *kernel, const smla_cuda_device *device,
+                      smla_row_formats formats, int64_t num_heads, int num_splits, int64_t columns);
+
+/* The first row that fits, NULL for none. */
+const smla_attention_kernel *smla_find_kernel(const smla_cuda_device *device,
+                                              smla_row_formats formats, int64_t num_heads,
+                                              int num_splits, int64_t columns);
+
+/* The row of a call that is not split. */
+const smla_attention_kernel *smla_find_whole_kernel(const smla_cuda_device *device,
+                                                    smla_row_formats formats, int64_t num_heads);
+
+/* Of a main list and an extra one, which may be absent (NULL). */
+smla_row_formats smla_join_formats(const smla_kv_format_info *main,
+                                   const smla_kv_format_info *extra);
+
+const char *smla_formats_name(smla_row_formats formats);
+
+/* The rows in words, for the error of a miss; cut where they do not fit. */
+void smla_describe_kernels(char *text, size_t size);
 
 enum { SMLA_RESERVED_SHARED_BYTES = 1024 }; /* of every CTA, by the driver */
 
