@@ -138,6 +138,7 @@ def test_arrays_that_wait_for_a_busy_stream_are_freed():
     stream = torch.cuda.Stream()
     # given, for results that are freed wait for the device
     out, lse = sparse_mla.sparse_attention(*arrays, **options, stream=stream)
+    stream.synchronize()
 
     def attend():
         sparse_mla.sparse_attention(*arrays, **options, stream=stream, out=out, lse=lse)
