@@ -64,6 +64,8 @@ is_type_in_package(const smla_py_state *state, PyObject *object, const char *pac
 typedef struct smla_py_exchange {
     PyTypeObject *type;
     const DLPackExchangeAPI *api;
+    PyObject *requires_grad; /* the type's, where that answers for every object; else NULL */
+    descrgetfunc ask;        /* it */
 } smla_py_exchange;
 
 void
@@ -73,6 +75,7 @@ smla_py_forget_exchanges(smla_py_shared *shared)
         smla_py_exchange *known = atomic_exchange(&shared->exchanges[i], NULL);
         if (known != NULL) {
             Py_DECREF((PyObject *)known->type);
+            Py_XDECREF(known->requires_grad);
             free(known);
         }
     }
@@ -98,22 +101,51 @@ smla_py_is_exchanged(const smla_py_state *state, PyObject *object)
     return known != NULL && known->api != NULL;
 }
 
+/* A descriptor with a setter comes before what an object has of that name itself, so it can be asked
+ * without a look-up, in a third of the time; unless the type looks attributes up in its own way. */
+static void
+find_requires_grad(const smla_py_state *state, smla_py_exchange *met)
+{
+    PyObject *found = PyObject_GetAttr((PyObject *)met->type, state->str_requires_grad);
+    if (found == NULL) {
+        PyErr_Clear();
+        return;
+    }
+    if (PyType_GetSlot(met->type, Py_tp_getattro) == (void *)PyObject_GenericGetAttr &&
+        PyType_GetSlot(Py_TYPE(found), Py_tp_descr_set) != NULL) {
+        met->ask = (descrgetfunc)PyType_GetSlot(Py_TYPE(found), Py_tp_descr_get);
+        met->requires_grad = Py_NewRef(found);
+    }
+    Py_DECREF(found);
+}
+
+static PyObject *
+ask_requires_grad(const smla_py_state *state, PyObject *object)
+{
+    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
+    return known != NULL && known->ask != NULL
+               ? known->ask(known->requires_grad, object, (PyObject *)known->type)
+               : PyObject_GetAttr(object, state->str_requires_grad);
+}
+
 /* Without memory or room it will be looked up again. */
 static void
-remember_exchange(smla_py_shared *shared, PyTypeObject *type, const DLPackExchangeAPI *api)
+remember_exchange(const smla_py_state *state, PyTypeObject *type, const DLPackExchangeAPI *api)
 {
     smla_py_exchange *met = malloc(sizeof *met);
     if (met == NULL) {
         return;
     }
     *met = (smla_py_exchange){.type = type, .api = api};
+    find_requires_grad(state, met);
     for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
         smla_py_exchange *none = NULL;
-        if (atomic_compare_exchange_strong(&shared->exchanges[i], &none, met)) {
+        if (atomic_compare_exchange_strong(&state->shared->exchanges[i], &none, met)) {
             Py_INCREF((PyObject *)type);
             return;
         }
     }
+    Py_XDECREF(met->requires_grad);
     free(met);
 }
 
@@ -131,7 +163,7 @@ find_exchange_api(const smla_py_state *state, PyObject *object)
         if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
             PyErr_Clear();
             if (is_type_in_package(state, object, "jaxlib")) {
-                remember_exchange(state->shared, Py_TYPE(object), NULL);
+                remember_exchange(state, Py_TYPE(object), NULL);
             }
         }
         return NULL;
@@ -145,7 +177,7 @@ find_exchange_api(const smla_py_state *state, PyObject *object)
         header = header->prev_api;
     }
     if (header != NULL) {
-        remember_exchange(state->shared, Py_TYPE(object), (const DLPackExchangeAPI *)header);
+        remember_exchange(state, Py_TYPE(object), (const DLPackExchangeAPI *)header);
     }
     return (const DLPackExchangeAPI *)header;
 }
@@ -170,7 +202,7 @@ check_plain(const smla_py_state *state, const char *op, const char *name, PyObje
     if (view->dtype.code == kDLInt || view->dtype.code == kDLUInt) {
         return 0;
     }
-    PyObject *flag = PyObject_GetAttr(object, state->str_requires_grad);
+    PyObject *flag = ask_requires_grad(state, object);
     if (flag == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
             return -1;
