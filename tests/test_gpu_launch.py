@@ -146,8 +146,7 @@ def test_more_streams_than_there_are_graphs(cupy):
         assert_all_same(results, want)
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_calls_beside_a_capture(in_thread):
+def run_beside_a_capture(in_thread: bool) -> None:
     """In the mode that forbids most: the first call on a stream, and those after it."""
     calls = [call for call in make_calls(6) if call.op != "sparse_attention"]  # which allocates
     want = [outcome(call) for call in calls]
@@ -172,6 +171,21 @@ def test_calls_beside_a_capture(in_thread):
     graph.replay()
     assert_all_same(outs, want)
     assert captured.tolist() == [1.0] * 4
+
+
+BESIDE = """
+import sys
+sys.path.insert(0, "tests")
+import test_gpu_launch as tests
+tests.run_beside_a_capture(in_thread={})
+"""
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_calls_beside_a_capture(in_thread):
+    """In a process of its own, where nothing but these calls can end the capture."""
+    run = run_python("-c", BESIDE.format(in_thread))
+    assert run.returncode == 0, run.stderr
 
 
 DIGEST = """
