@@ -15,6 +15,7 @@ struct smla_projection_isa;
 typedef struct smla_cpu_isa {
     const char *name;
     bool (*is_supported)(void);
+    bool (*is_slow)(void); /* where the next supported row is faster; NULL: nowhere */
     const struct smla_attention_isa *attention;
     const char *attention_source;
     const struct smla_projection_isa *projection;
@@ -25,8 +26,8 @@ typedef struct smla_cpu_isa {
 extern const smla_cpu_isa smla_cpu_isas[];
 extern const int smla_cpu_num_isas;
 
-/* The first supported row, or the one that the environment variable SPARSE_MLA_CPU_ISA names (for
- * tests). `op` is who asks. */
+/* The first supported row that is not slow, or the one that the environment variable
+ * SPARSE_MLA_CPU_ISA names (for tests). `op` is who asks. */
 smla_status smla_cpu_choose_isa(const char *op, const smla_cpu_isa **chosen, smla_error *error);
 
 #endif /* SMLA_CPU_ISA_H */
