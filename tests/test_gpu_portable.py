@@ -1,0 +1,29 @@
+"""The portable kernels, on a GPU that has kernels of its own: the tests of attention once more.
+
+In other processes, because which kernels there are is read once.
+"""
+
+import pytest
+from helpers import run_python
+
+ARCHS = """
+import sparse_mla
+print({row["arch"] for row in sparse_mla.kernels() if row["device"] == "cuda" and row["selected"]})
+"""
+
+
+def run_portable(*arguments: str) -> str:
+    run = run_python(*arguments, SPARSE_MLA_CUDA_ARCH="80")
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def test_no_others_are_left():
+    assert run_portable("-c", ARCHS).strip() == "{'sm_80+'}"
+
+
+@pytest.mark.parametrize("name", ["test_attention.py", "test_gpu_attention.py"])
+def test_attention(name):
+    summary = run_portable("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{name}")
+    assert " passed" in summary
+    assert " skipped" not in summary
