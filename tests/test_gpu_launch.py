@@ -173,25 +173,22 @@ def run_beside_a_capture(in_thread: bool) -> None:
     assert captured.tolist() == [1.0] * 4
 
 
-BESIDE = """
-import sys
-sys.path.insert(0, "tests")
-import test_gpu_launch as tests
-tests.run_beside_a_capture(in_thread={})
-"""
+def run_alone(body: str, **environment) -> str:
+    """What `body` prints in a process of its own, where `tests` is this module."""
+    start = "import sys; sys.path.insert(0, 'tests'); import test_gpu_launch as tests\n"
+    run = run_python("-c", start + body, **environment)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_calls_beside_a_capture(in_thread):
-    """In a process of its own, where nothing but these calls can end the capture."""
-    run = run_python("-c", BESIDE.format(in_thread))
-    assert run.returncode == 0, run.stderr
+    """Where nothing but these calls can end the capture."""
+    run_alone(f"tests.run_beside_a_capture(in_thread={in_thread})")
 
 
 DIGEST = """
-import hashlib, sys
-sys.path.insert(0, "tests")
-import test_gpu_launch as tests
+import hashlib
 digest = hashlib.sha256()
 for call in tests.make_calls(9):
     for x in tests.outcome(call):
@@ -202,9 +199,7 @@ print(digest.hexdigest(), *sorted(tests.find_starts(lambda: tests.run_all(tests.
 
 @functools.cache
 def find_digest(**environment) -> list[str]:
-    run = run_python("-c", DIGEST, **environment)
-    assert run.returncode == 0, run.stderr
-    return run.stdout.split()
+    return run_alone(DIGEST, **environment).split()
 
 
 @pytest.mark.parametrize(

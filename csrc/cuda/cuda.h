@@ -61,9 +61,15 @@ smla_status smla_cuda_is_capturing(const char *op, smla_stream stream, bool *is_
 enum cudaStreamCaptureMode smla_cuda_relax_captures(void);
 void smla_cuda_restore_captures(enum cudaStreamCaptureMode former);
 
-/* An entry point of the driver as CUDA `version` (12040 = 12.4) has it; `function` points to a
- * pointer to the function. */
-cudaError_t smla_cuda_find_driver_call(const char *name, unsigned version, void *function);
+/* An entry point of the driver; `function` points to a pointer to the function. */
+typedef struct smla_cuda_driver_call {
+    const char *name;
+    void *function;
+} smla_cuda_driver_call;
+
+/* Finds them as CUDA `version` (12040 = 12.4) has them, or says why one is not to be had. */
+cudaError_t smla_cuda_find_driver_calls(const smla_cuda_driver_call *calls, int count,
+                                        unsigned version);
 
 /* ---- Launches: launch.c -------------------------------------------------------------------- */
 

@@ -249,40 +249,34 @@ typedef struct driver_calls {
 static driver_calls driver; /* under the lock, and constant once the first push has happened */
 
 cudaError_t
-smla_cuda_find_driver_call(const char *name, unsigned version, void *function)
+smla_cuda_find_driver_calls(const smla_cuda_driver_call *calls, int count, unsigned version)
 {
-    void *address = NULL;
-    enum cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-    const cudaError_t code =
-        cudaGetDriverEntryPointByVersion(name, &address, version, cudaEnableDefault, &result);
-    if (code == cudaSuccess && (result != cudaDriverEntryPointSuccess || address == NULL)) {
-        return cudaErrorSymbolNotFound;
+    for (int i = 0; i < count; i++) {
+        void *address = NULL;
+        enum cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+        const cudaError_t code = cudaGetDriverEntryPointByVersion(calls[i].name, &address, version,
+                                                                  cudaEnableDefault, &result);
+        if (code != cudaSuccess) {
+            return code;
+        }
+        if (result != cudaDriverEntryPointSuccess || address == NULL) {
+            return cudaErrorSymbolNotFound;
+        }
+        memcpy(calls[i].function, (const void *)&address, sizeof address);
     }
-    memcpy(function, (const void *)&address, sizeof address);
-    return code;
+    return cudaSuccess;
 }
 
 static cudaError_t
-find_driver_calls(void)
+find_driver(void)
 {
-    enum { ABI_OF_CUDA = 12000 };
-    const struct {
-        const char *name;
-        void *function;
-    } calls[] = {
+    const smla_cuda_driver_call calls[] = {
         {"cuDeviceGet", (void *)&driver.get_device},
         {"cuDevicePrimaryCtxRetain", (void *)&driver.retain_primary},
         {"cuCtxPushCurrent", (void *)&driver.push_context},
         {"cuCtxPopCurrent", (void *)&driver.pop_context},
     };
-    for (int i = 0; i < 4 && driver.pop_context == NULL; i++) {
-        const cudaError_t code =
-            smla_cuda_find_driver_call(calls[i].name, ABI_OF_CUDA, calls[i].function);
-        if (code != cudaSuccess) {
-            return code;
-        }
-    }
-    return cudaSuccess;
+    return driver.pop_context != NULL ? cudaSuccess : smla_cuda_find_driver_calls(calls, 4, 12000);
 }
 
 /* The device's primary context, retained until the process ends. Under the lock. Error numbers of
@@ -296,7 +290,7 @@ find_primary(int32_t device_id, CUcontext *primary)
     }
     if (slot->primary == NULL) {
         CUdevice device = 0;
-        const cudaError_t code = find_driver_calls();
+        const cudaError_t code = find_driver();
         if (code != cudaSuccess) {
             return code;
         }

@@ -3,9 +3,9 @@
  * A launch costs the host 2.5 to 4 us, most of them until the command has left for the GPU. A graph
  * of one kernel has its command there: new parameters and a start cost 1.6 us, and what finds the
  * device idle is done 1.7 us sooner. So every stream has such a graph, which all kernels share. The
- * price: what stands in line waits for the grid in front to end, 1 us that an early start saves; and
- * 100 KiB of device memory a stream. To take it may need an idle device, so the first call on a device
- * takes it for all streams to come.
+ * price: what stands in line waits for the grid in front to end, 1 us that an early start saves;
+ * and 100 KiB of device memory a stream. To take it may need an idle device, so the first call on a
+ * device takes it for all streams to come.
  *
  * Where a graph is not the same as a launch, there is a launch: in a capture, which is to hold the
  * kernel itself; on streams with a priority, an access policy, a memory domain or SMs of their own,
@@ -75,8 +75,8 @@ launch(const smla_cuda_grid *grid)
 
 /* ---- Graphs -------------------------------------------------------------------------------- */
 
-/* The driver's own: the runtime takes 0.04 us more for a question, and 0.2 for parameters, to look the
- * kernel up. Graphs are started by the runtime, which profilers watch. */
+/* The driver's own: the runtime takes 0.04 us more for a question, and 0.2 for parameters, to look
+ * the kernel up. Graphs are started by the runtime, which profilers watch. */
 static struct {
     PFN_cuStreamIsCapturing_v10000 is_capturing;
     PFN_cuStreamGetId_v12000 get_id;
@@ -84,24 +84,16 @@ static struct {
     PFN_cuGraphExecKernelNodeSetParams_v12000 set_params; /* NULL: no graphs */
 } driver;
 
-static bool
-find_driver_calls(void)
+static cudaError_t
+find_driver(void)
 {
-    const struct {
-        const char *name;
-        void *function;
-    } calls[] = {
+    const smla_cuda_driver_call calls[] = {
         {"cuStreamIsCapturing", (void *)&driver.is_capturing},
         {"cuStreamGetId", (void *)&driver.get_id},
         {"cuStreamGetCtx", (void *)&driver.get_context},
         {"cuGraphExecKernelNodeSetParams", (void *)&driver.set_params},
     };
-    for (int i = 0; i < 4; i++) {
-        if (smla_cuda_find_driver_call(calls[i].name, 12000, calls[i].function) != cudaSuccess) {
-            return false;
-        }
-    }
-    return true;
+    return smla_cuda_find_driver_calls(calls, 4, 12000);
 }
 
 /* SPARSE_MLA_LAUNCH=plain in the environment: to compare. A profiler that is injected shows a graph
@@ -111,7 +103,7 @@ prepare_graphs(void)
 {
     const char *const wish = getenv("SPARSE_MLA_LAUNCH");
     if ((wish != NULL && strcmp(wish, "plain") == 0) || smla_cuda_is_set("CUDA_LAUNCH_BLOCKING") ||
-        smla_cuda_is_set("CUDA_INJECTION64_PATH") || !find_driver_calls()) {
+        smla_cuda_is_set("CUDA_INJECTION64_PATH") || find_driver() != cudaSuccess) {
         driver.set_params = NULL;
     }
 }
@@ -121,9 +113,9 @@ static bool
 has_own_sms(cudaStream_t stream)
 {
     PFN_cuStreamGetGreenCtx_v12040 get_context = NULL;
+    const smla_cuda_driver_call call = {"cuStreamGetGreenCtx", (void *)&get_context};
     CUgreenCtx context = NULL;
-    return smla_cuda_find_driver_call("cuStreamGetGreenCtx", 12040, (void *)&get_context) ==
-               cudaSuccess &&
+    return smla_cuda_find_driver_calls(&call, 1, 12040) == cudaSuccess &&
            (get_context(stream, &context) != CUDA_SUCCESS || context != NULL);
 }
 

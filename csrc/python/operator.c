@@ -24,9 +24,8 @@ enum { MAX_PARAMS = 20 };
 
 /* In the order of the declaration. */
 typedef struct declared_param {
-    PyObject *name;  /* interned */
-    PyObject *value; /* where the call has none; NULL: it must have one */
-    int place;       /* among the arguments of C */
+    PyObject *name; /* interned */
+    int place;      /* among the arguments of C */
 } declared_param;
 
 typedef struct operator_object {
@@ -40,7 +39,7 @@ typedef struct operator_object {
     int num_positional;
     int num_required;
     declared_param params[MAX_PARAMS];
-    PyObject *defaults[MAX_PARAMS]; /* the values, borrowed, in C's order */
+    PyObject *defaults[MAX_PARAMS]; /* by place; NULL where a call must have a value */
 } operator_object;
 
 /* ---- Calls --------------------------------------------------------------------------------- */
@@ -82,8 +81,9 @@ bind(const operator_object *op, PyObject *const *args, Py_ssize_t num_args, PyOb
         if (param < 0) { /* unknown, or given by place, too */
             return false;
         }
-        values[op->params[param].place] = args[num_args + i];
-        num_required += op->params[param].value == NULL;
+        PyObject **const value = &values[op->params[param].place];
+        num_required += *value == NULL;
+        *value = args[num_args + i];
     }
     return num_required == op->num_required;
 }
@@ -181,11 +181,11 @@ read_params(operator_object *op, PyObject *names, PyObject *defaults)
         if (param->place < 0) {
             return -1;
         }
+        PyObject **const value = &op->defaults[param->place];
         if (i >= op->num_positional && PyDict_Check(defaults)) {
-            param->value = Py_XNewRef(PyDict_GetItemWithError(defaults, name));
+            *value = Py_XNewRef(PyDict_GetItemWithError(defaults, name));
         }
-        op->defaults[param->place] = param->value;
-        op->num_required += param->value == NULL;
+        op->num_required += *value == NULL;
     }
     return PyErr_Occurred() == NULL ? 0 : -1;
 }
@@ -256,7 +256,7 @@ operator_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(op->declaration);
     Py_VISIT(op->dict);
     for (int i = 0; i < op->num_params; i++) {
-        Py_VISIT(op->params[i].value);
+        Py_VISIT(op->defaults[i]);
     }
     Py_VISIT((PyObject *)Py_TYPE(self));
     return 0;
@@ -281,7 +281,7 @@ operator_dealloc(PyObject *self)
     operator_clear(self);
     for (int i = 0; i < op->num_params; i++) {
         Py_XDECREF(op->params[i].name);
-        Py_XDECREF(op->params[i].value);
+        Py_XDECREF(op->defaults[i]);
     }
     const freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
