@@ -142,6 +142,7 @@ lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, and the stubs agai
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
+	@! LC_ALL=C.UTF-8 grep -nE '^.{101}' $(C_FILES) # comments, which clang-format leaves alone
 	@echo clang-tidy
 	@sed -n 's/.*"file": "\(.*\)".*/\1/p' compile_commands.json | sort | \
 	    xargs -n 1 -P "$$(nproc)" $(VENV)/bin/clang-tidy --quiet -p . $(TIDY_FLAGS)

@@ -1,5 +1,5 @@
-/* backend.h: what kernels read. Params of every operator, and the table a backend fills. Compiles as
- * C and as CUDA.
+/* backend.h: what kernels read. Params of every operator, and the table a backend fills. Compiles
+ * as C and as CUDA.
  *
  * check.c turns the caller's args into these structs; below this line nothing is validated again.
  * Sizes are counts, strides are in elements of the pointed-to type unless the name ends in _bytes,
@@ -340,8 +340,8 @@ typedef struct smla_backend {
     smla_status (*convert_req_index)(const smla_convert_params *, smla_error *);
     /* The split count that the backend takes when the caller leaves it open. */
     int (*choose_num_splits)(const smla_attention_shape *);
-    /* Whether a step's prefills, of this shape, are estimated to take less time on the FP8 cache than
-     * on a workspace that `num_rows` rows are gathered to in `num_chunks` calls. */
+    /* Whether a step's prefills, of this shape, are estimated to take less time on the FP8 cache
+     * than on a workspace that `num_rows` rows are gathered to in `num_chunks` calls. */
     bool (*prefers_direct)(const smla_attention_shape *prefills, int64_t num_rows,
                            int64_t num_chunks);
     /* Never falls when num_tokens grows: the size for the largest batch serves all of them. */

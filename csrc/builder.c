@@ -48,8 +48,8 @@ check_config_counts(const smla_builder_config *config, smla_error *error)
     return SMLA_OK;
 }
 
-/* The path that serves every batch of this configuration. A step's prefills may still go another way
- * where the config leaves it open (prefers_direct). */
+/* The path that serves every batch of this configuration. A step's prefills may still go another
+ * way where the config leaves it open (prefers_direct). */
 static smla_status
 choose_path(smla_builder_config *config, smla_error *error)
 {

@@ -6,8 +6,9 @@
 #include "backend.h"
 #include "dltensor.h"
 
-/* The metadata of a step, one array behind another in the mirror: the same places on the host, where
- * a build fills them, and on the device. Those of prefills are there on path "separate" only. */
+/* The metadata of a step, one array behind another in the mirror: the same places on the host,
+ * where a build fills them, and on the device. Those of prefills are there on path "separate"
+ * only. */
 typedef struct smla_step_arrays {
     int32_t *req_id_per_token;         /* [max_num_batched_tokens], zeros past the step's tokens */
     int32_t *prefill_request_ids;      /* [max_num_batched_tokens] */

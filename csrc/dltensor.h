@@ -1,5 +1,5 @@
-/* dltensor.h: reading DLTensors: dtypes, sizes, strides, memory; and making views of them. Every call
- * of every operator reads a dozen of them, several times: what is small is inline.
+/* dltensor.h: reading DLTensors: dtypes, sizes, strides, memory; and making views of them. Every
+ * call of every operator reads a dozen of them, several times: what is small is inline.
  *
  * Arrays are read as DLPack says, leniently: strides may be NULL (compact), mean nothing for
  * dimensions of one element, and an empty array may have any pointer.

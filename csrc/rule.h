@@ -42,8 +42,8 @@ typedef struct smla_checker {
     } arrays[SMLA_MAX_ARRAYS];
 } smla_checker;
 
-/* Starts a checker that knows no array. An initializer would clear them all, which costs more than a
- * check. */
+/* Starts a checker that knows no array. An initializer would clear them all, which costs more than
+ * a check. */
 static inline void
 smla_open_checker(smla_checker *checker, const char *op, smla_error *error)
 {

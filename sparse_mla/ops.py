@@ -735,8 +735,9 @@ def kernels() -> list[dict[str, Any]]:
     -------
     A list of dicts: device ("cpu", "cuda"), arch (instruction set, or the oldest architecture of
     GPUs), kv_format, heads, name (the source file), and whether this machine has it available and
-    attention calls have it selected. The first row that fits a call serves it. A build without CUDA
-    has no rows of it.
+    attention calls may have it selected. Of the rows that fit a call the first serves it; on a GPU,
+    unless the call gives `num_splits`, the one that is estimated to be fastest. A build without
+    CUDA has no rows of it.
 
     Examples
     --------

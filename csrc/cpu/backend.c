@@ -54,7 +54,7 @@ release(int32_t device_id, void *memory)
     free(memory);
 }
 
-/* ---- Mirrors: host and device memory are one, and every call is over when it returns ---------- */
+/* ---- Mirrors: host and device memory are one, and every call is over when it returns --------- */
 
 static smla_mirror *
 create_mirror(int32_t device_id, int64_t bytes)

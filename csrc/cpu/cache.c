@@ -42,8 +42,9 @@ smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
     return SMLA_OK;
 }
 
-/* A slot belongs to one share, which takes its tokens in order: where a slot is named twice the last
- * token wins, for any number of shares. Neighbours stay together, they have cache lines in common. */
+/* A slot belongs to one share, which takes its tokens in order: where a slot is named twice the
+ * last token wins, for any number of shares. Neighbours stay together, they have cache lines in
+ * common. */
 static void
 write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int share,
             int num_shares)

@@ -49,7 +49,8 @@ support_avx512bf16(void)
            __builtin_cpu_supports("avx512bf16");
 }
 
-/* Where there are no tiles: pairs of bf16 took 1.2 to 1.7 times as long as fp32 on Intel's cores. */
+/* Where there are no tiles: pairs of bf16 took 1.2 to 1.7 times as long as fp32 on Intel's
+ * cores. */
 static bool
 is_intel(void)
 {

@@ -578,7 +578,8 @@ is_countable(const smla_attention_params *params, int heads_per_cta)
     return fits;
 }
 
-/* What comes before every launch: the counts are looked at, and the kernel gets its shared memory. */
+/* What comes before every launch: the counts are looked at, and the kernel gets its shared
+ * memory. */
 static cudaError_t
 prepare_attention(const void *kernel, int shared_bytes, int heads_per_cta,
                   const smla_attention_params *params, uint64_t *allowed)

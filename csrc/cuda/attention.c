@@ -1,5 +1,5 @@
-/* attention.c: runs attention as the schedule says: in one piece or two, and with a combine where keys are
- * split; and where splits leave their partial rows.
+/* attention.c: runs attention as the schedule says: in one piece or two, and with a combine where
+ * keys are split; and where splits leave their partial rows.
  */
 #include "schedule.h"
 
@@ -82,8 +82,8 @@ run_kernel(const smla_attention_kernel *kernel, const smla_attention_params *par
                             error);
 }
 
-/* A call whose split count is the backend's own, that of its plan. What does not fill a wave of CTAs any more may be
- * split, after the rest. */
+/* A call whose split count is the backend's own, that of its plan. What does not fill a wave of
+ * CTAs any more may be split, after the rest. */
 static smla_status
 run_planned(const smla_split_problem *problem, const smla_attention_params *params,
             smla_error *error)

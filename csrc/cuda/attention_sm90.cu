@@ -33,15 +33,15 @@
  *              issue slots and latencies bind, with two warps per scheduler (README.md).
  * Numerics     e4m3 is exact in f16; times its scale / E, rounded to f16, where E is a power of two
  *              for the work: all scales must lie in E * [2^-5, 2^7), so products are normal f16.
- *              Query: a power of two per work, so its f16 are exact in heads whose largest value
- *              is within 2^13 of the tile's. Weights are f16, relative to ref, fixed by the first
- *              128 keys: its maximum, rounded up, lies at 2^-HEADROOM; keys up to 2^(15 + HEADROOM)
+ *              Query: a power of two per work, so its f16 are exact in heads whose largest value is
+ *              within 2^13 of the tile's. Weights are f16, relative to ref, fixed by the first 128
+ *              keys: its maximum, rounded up, lies at 2^-HEADROOM; keys up to 2^(15 + HEADROOM)
  *              times as heavy fit. Sums are fp32 of unrounded weights. Masked rows are zeros and
  *              have weight 0. Whatever does not fit marks the row: scales outside (NaN, negative,
  *              0), scores too large, no key among the first 128. A head whose q is not finite has
- *              results of NaN, and no influence on others. Partial rows are rounded to f16: means of
- *              values, relative to E, so by 2^-11, or where they are small by 2^-25 E; an E above 2^3,
- *              where that might be felt, marks the row.
+ *              results of NaN, and no influence on others. Partial rows are rounded to f16: means
+ *              of values, relative to E, so by 2^-11, or where they are small by 2^-25 E; an E
+ *              above 2^3, where that might be felt, marks the row.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       keys as A from registers, the granule ring, the order of the two warpgroups: our own
  *              studies; online softmax (FlashAttention), warp roles (CUTLASS). The fixed reference
@@ -230,7 +230,8 @@ find_headroom(const smla_attention_params *params)
     return headroom;
 }
 
-/* False where rows are not found by 32 bits, which count 16 bytes: more than 64 GiB between them. */
+/* False where rows are not found by 32 bits, which count 16 bytes: more than 64 GiB between
+ * them. */
 static bool
 find_span(const smla_kv_view *kv, row_span *span)
 {

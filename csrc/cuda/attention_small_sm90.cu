@@ -1,5 +1,5 @@
-/* attention_small_sm90.cu: sparse MLA attention over FP8 rows for Hopper, for small batches: all keys
- * of a split are in shared memory at once.
+/* attention_small_sm90.cu: sparse MLA attention over FP8 rows for Hopper, for small batches: all
+ * keys of a split are in shared memory at once.
  *
  * Computes     as attention_sm90.cu, transposed: S^T = K Q^T, P = 2^(scale S - ref),
  *              O^T = V^T P^T, with keys as A in registers and heads as N
@@ -10,12 +10,12 @@
  *              rows    [16][16][656 B]     granules of rows as they are in the cache
  *              scales  [16][4][16] f16, maxima and sums by granule, maxima of the query, masks
  *              32 heads: 228,544 bytes of the 232,448 that an SM has
- * Roles        One CTA for a token, split and head tile; 16 warps, four warpgroups, 128 registers. Half
- *              of the warps ask for rows, 32 each, half for the query, which they store meanwhile.
- *              Then every warp scores the 16 rows of its granule as they come, and a warpgroup adds
- *              128 of the 512 values. No pipeline: other CTAs of the device are ahead or behind.
- *              CTAs of neighbouring head tiles, which need the same rows, are a cluster of two: each
- *              asks for half of the rows, for both.
+ * Roles        One CTA for a token, split and head tile; 16 warps, four warpgroups, 128 registers.
+ *              Half of the warps ask for rows, 32 each, half for the query, which they store
+ *              meanwhile. Then every warp scores the 16 rows of its granule as they come, and a
+ *              warpgroup adds 128 of the 512 values. No pipeline: other CTAs of the device are
+ *              ahead or behind. CTAs of neighbouring head tiles, which need the same rows, are a
+ *              cluster of two: each asks for half of the rows, for both.
  *              mbarriers          arrivals | waited for by
  *              arrived[granule]   16 lanes that ask for its rows | the warp that scores it
  *              maxima             256 threads of the query | the same
@@ -23,20 +23,21 @@
  *              barriers           threads; what they see after it
  *              cluster            all; arrived[] of both CTAs
  *              3 __syncthreads    512; all rows, maxima of the scores, exponents of the scales
- *              4 and vote         512; weights, their sums, scales; whether a thread has lost the row
+ *              4 and vote         512; weights, their sums, scales; whether a thread lost the row
  *              A lost row is done again by half of the threads and the code of attention_sm80.cu.
  * Roofline     Latencies in a row: index, row, scores, values. wgmma with A in registers takes 32
- *              cycles for 64 x 16 of A, however few the heads, so 18 cycles per key for scores and 16
- *              for values; 16 to bring a row to an SM. Measured on an H200, 32 heads, 128 CTAs, by
- *              clock64: with 128 keys index 1250, rows 3800, scores 2800, weights 1700, values 2900,
- *              partial rows 1100; with 256 keys 1350, 5200, 4400, 1800, 5000 and 1000.
- * Numerics     as attention_sm90.cu, but the reference is the maximum of all keys of the split, so no
- *              score is too large; the largest weight is 2^WEIGHT_EXPONENT. Scores are relative to
- *              the largest scale of the warp's keys, values to that of all keys of the split. Scales
- *              smaller by more than 2^WINDOW_SIZE mark the row, as do NaN, negative and zero ones. A
- *              NaN among the bytes makes its score NaN, and so all results. Partial rows are rounded to
- *              f16: means of values, relative to the largest scale, so by 2^-11, or where they are small
- *              by 2^-25 of the unit; scales above 2^9, where that might be felt, mark the row.
+ *              cycles for 64 x 16 of A, however few the heads, so 18 cycles per key for scores and
+ *              16 for values; 16 to bring a row to an SM. Measured on an H200, 32 heads, 128 CTAs,
+ *              by clock64: with 128 keys index 1250, rows 3800, scores 2800, weights 1700, values
+ *              2900, partial rows 1100; with 256 keys 1350, 5200, 4400, 1800, 5000 and 1000.
+ * Numerics     as attention_sm90.cu, but the reference is the maximum of all keys of the split, so
+ *              no score is too large; the largest weight is 2^WEIGHT_EXPONENT. Scores are relative
+ *              to the largest scale of the warp's keys, values to that of all keys of the split.
+ *              Scales smaller by more than 2^WINDOW_SIZE mark the row, as do NaN, negative and zero
+ *              ones. A NaN among the bytes makes its score NaN, and so all results. Partial rows
+ *              are rounded to f16: means of values, relative to the largest scale, so by 2^-11, or
+ *              where they are small by 2^-25 of the unit; scales above 2^9, where that might be
+ *              felt, mark the row.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       as attention_sm90.cu; split-KV decoding (Flash-Decoding)
  */

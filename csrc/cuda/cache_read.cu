@@ -24,8 +24,8 @@
  *              sign. gather writes no row outside of out, and zeros for a position whose page does
  *              not exist: before the first, beyond the table, or a number that the cache does not
  *              have. Rows that two requests share hold parts of either.
- * Source       cp_gather_and_upconvert_fp8_kv_cache of vLLM, for what is computed. The schedule that
- *              needs no lengths on the host is ours.
+ * Source       cp_gather_and_upconvert_fp8_kv_cache of vLLM, for what is computed. The schedule
+ *              that needs no lengths on the host is ours.
  */
 #include "cache_rows.cuh"
 

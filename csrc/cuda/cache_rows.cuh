@@ -1,5 +1,5 @@
-/* cache_rows.cuh: what the kernels that write cache rows and those that read them share: how warps are
- * counted, and where a row and its parts are.
+/* cache_rows.cuh: what the kernels that write cache rows and those that read them share: how warps
+ * are counted, and where a row and its parts are.
  */
 #ifndef SMLA_CUDA_CACHE_ROWS_CUH
 #define SMLA_CUDA_CACHE_ROWS_CUH

@@ -5,8 +5,8 @@
  * Shapes       kv_c [T, 512], k_pe [T, 64] bf16, fp16 or fp32, rows any stride apart; slot_mapping
  *              [T] int32 or int64, any stride; a cache row as kv_format.h draws it
  * Shared mem   none
- * Roles        A warp writes a run of 1 to 4 tokens, a lane 16 bytes of the wider side at a time, so
- *              that one instruction of the warp covers consecutive bytes. The next token's loads
+ * Roles        A warp writes a run of 1 to 4 tokens, a lane 16 bytes of the wider side at a time,
+ *              so that one instruction of the warp covers consecutive bytes. The next token's loads
  *              are in flight while one is written; lane i finds the row of token i. No barriers.
  * Roofline     Memory. Bytes a token, floor at 4.3 TB/s, and the share of that rate reached on an
  *              H200 with a million tokens, pages shuffled | slots shuffled (2026-11-20, commit

@@ -3,12 +3,13 @@
  * Computes     out = sum_s f_s out_s / sum_s f_s sum_s * sink factor, f_s = 2^(ref_s - ref)
  * Shapes       partial rows (kernels.h); out [T][H][512] bf16, lse and max_logits [T][H] fp32, any
  *              strides
- * Shared mem   none is used. What is asked for keeps CTAs from being stacked on the few SMs that the
- *              grid in front leaves first, or has left free, while others are idle.
+ * Shared mem   none is used. What is asked for keeps CTAs from being stacked on the few SMs that
+ *              the grid in front leaves first, or has left free, while others are idle.
  * Roles        One CTA per token and head: a thread owns 4 of the 512 values, every warp finds the
  *              factors of the splits by itself, one lane per split. Nothing is waited for.
- * Roofline     2056 bytes in per split, or half of it (kernels.h), 1024 out: bound by the latency of
- *              one read, for sixteen splits are asked for at once, before their states are known.
+ * Roofline     2056 bytes in per split, or half of it (kernels.h), 1024 out: bound by the latency
+ *              of one read, for sixteen splits are asked for at once, before their states are
+ *              known.
  * Numerics     f_s is a power of two, so rescaling loses nothing. Values are summed in the order of
  *              the splits, sums along a fixed tree: the same bits on every run. Splits without keys
  *              have f_s = 0; their out was never written and is not looked at.

@@ -1,5 +1,5 @@
-/* hopper.cuh: what all roles of attention_sm90.cu share: the shape of a kernel, its shared memory, its
- * argument, its works, and what a consumer thread keeps. The kernel's file explains them.
+/* hopper.cuh: what all roles of attention_sm90.cu share: the shape of a kernel, its shared memory,
+ * its argument, its works, and what a consumer thread keeps. The kernel's file explains them.
  */
 #ifndef SMLA_CUDA_HOPPER_CUH
 #define SMLA_CUDA_HOPPER_CUH

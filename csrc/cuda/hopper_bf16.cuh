@@ -1,5 +1,5 @@
-/* hopper_bf16.cuh: what all roles of attention_bf16_sm90.cu share: shared memory, argument, and what
- * a consumer thread keeps. The kernel's file explains them.
+/* hopper_bf16.cuh: what all roles of attention_bf16_sm90.cu share: shared memory, argument, and
+ * what a consumer thread keeps. The kernel's file explains them.
  */
 #ifndef SMLA_CUDA_HOPPER_BF16_CUH
 #define SMLA_CUDA_HOPPER_BF16_CUH

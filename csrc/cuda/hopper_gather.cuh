@@ -1,5 +1,5 @@
-/* hopper_gather.cuh: the gather warps of attention_sm90.cu: indices -> rows of the cache -> granules of
- * the ring, ahead of the consumers.
+/* hopper_gather.cuh: the gather warps of attention_sm90.cu: indices -> rows of the cache ->
+ * granules of the ring, ahead of the consumers.
  */
 #ifndef SMLA_CUDA_HOPPER_GATHER_CUH
 #define SMLA_CUDA_HOPPER_GATHER_CUH

@@ -1,5 +1,5 @@
-/* hopper_query.cuh: how a work begins in attention_sm90.cu: its query in shared memory, permuted and
- * scaled, and the powers of two that its scales and values are taken relative to.
+/* hopper_query.cuh: how a work begins in attention_sm90.cu: its query in shared memory, permuted
+ * and scaled, and the powers of two that its scales and values are taken relative to.
  */
 #ifndef SMLA_CUDA_HOPPER_QUERY_CUH
 #define SMLA_CUDA_HOPPER_QUERY_CUH

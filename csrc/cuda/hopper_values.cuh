@@ -261,8 +261,8 @@ round_values(const consumer<Shape> &state, int j, int i, float factor, uint32_t 
     }
 }
 
-/* Half of the heads: out, or where it is not aligned to shared memory; or their partial rows. A thread
- * has heads 2 column and 2 column + 1 of every eight. */
+/* Half of the heads: out, or where it is not aligned to shared memory; or their partial rows. A
+ * thread has heads 2 column and 2 column + 1 of every eight. */
 template <bool IS_PARTIAL, typename Shape>
 static __device__ __forceinline__ void
 write_half(const hopper_launch &launch, const cta_work &work, const lane_place &me, int half,

@@ -1,9 +1,10 @@
 /* kernels.c: the attention kernels, one row each.
  *
- * The table is the whole choice: of the rows that fit the device, the formats of the caches, the number
- * of heads and the columns of a split, the first where the caller gave the number of splits, else the
- * one that schedule.c estimates to take the shortest time. Kernels of one architecture stand above the
- * portable ones, those for few columns above those for any, and then those with the most heads per CTA.
+ * The table is the whole choice: of the rows that fit the device, the formats of the caches, the
+ * number of heads and the columns of a split, the first where the caller gave the number of splits,
+ * else the one that schedule.c estimates to take the shortest time. Kernels of one architecture
+ * stand above the portable ones, those for few columns above those for any, and then those with the
+ * most heads per CTA.
  */
 #include <stdio.h>
 

@@ -1,5 +1,5 @@
-/* kernels.h: what is known about the attention kernels, and what they leave to the combine kernel. A
- * kernel is one row of the table in kernels.c; its launcher stands at the foot of its .cu file.
+/* kernels.h: what is known about the attention kernels, and what they leave to the combine kernel.
+ * A kernel is one row of the table in kernels.c; its launcher stands at the foot of its .cu file.
  * Compiles as C and as CUDA.
  */
 #ifndef SMLA_CUDA_KERNELS_H
@@ -129,9 +129,10 @@ cudaError_t smla_attend_sm80_mixed_16(const smla_attention_params *params);
 /* What the splits leave in the workspace, element (token * num_splits + split) * num_heads + head
  * of each array. The out of a row with sum 0 is not written.
  *
- * Hopper's kernels for FP8 rows leave halves, for what they write and the combine kernel reads is what
- * binds small batches: the row is 512 f16, then as float number SMLA_HALF_UNIT what they are multiples
- * of, and its sum is stored negative. Rows that they do again are of fp32, and so say their sums. */
+ * Hopper's kernels for FP8 rows leave halves, for what they write and the combine kernel reads is
+ * what binds small batches: the row is 512 f16, then as float number SMLA_HALF_UNIT what they are
+ * multiples of, and its sum is stored negative. Rows that they do again are of fp32, and so say
+ * their sums. */
 typedef struct smla_partial_rows {
     float *state; /* [T * splits * H][2]: max_log2, sum (softmax.cuh) */
     float *out;   /* [T * splits * H][512] */

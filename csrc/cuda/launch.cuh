@@ -28,9 +28,9 @@ can_start_early(int32_t compute_capability)
 /* Starts a kernel that takes one struct by value. The grid is cut to what the hardware numbers:
  * kernels loop over the blocks that are missing. No blocks, no launch.
  *
- * Where it can, the grid starts before the one in front of it in the stream is done. So every thread
- * of every kernel must pass ptx_wait_for_grids before it reads what others wrote, writes what others
- * read, or ends: who does not wait is no order for those behind it. */
+ * Where it can, the grid starts before the one in front of it in the stream is done. So every
+ * thread of every kernel must pass ptx_wait_for_grids before it reads what others wrote, writes
+ * what others read, or ends: who does not wait is no order for those behind it. */
 template <typename Args>
 static cudaError_t
 smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int block_threads,
@@ -53,9 +53,9 @@ smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int bloc
 }
 
 /* More than 48 KiB of shared memory has to be asked for, once per kernel and device: a fact that
- * does not change, so it is remembered. Two threads may both ask; that does no harm. SMs are asked to
- * have all of it: else they may have too little for several CTAs, and are shared out anew between
- * kernels that follow each other. */
+ * does not change, so it is remembered. Two threads may both ask; that does no harm. SMs are asked
+ * to have all of it: else they may have too little for several CTAs, and are shared out anew
+ * between kernels that follow each other. */
 static inline cudaError_t
 allow_shared_bytes(const void *kernel, int shared_bytes, int32_t device_id, uint64_t *allowed)
 {

@@ -186,8 +186,8 @@ ptx_barrier_or(int id, int num_threads, bool is_set)
 
 /* ---- sm_90 --------------------------------------------------------------------------------- */
 
-/* The grids in front of this one in the stream are done, and what they wrote is visible: smla_launch
- * may start it earlier. No instruction where no grid starts early. */
+/* The grids in front of this one in the stream are done, and what they wrote is visible:
+ * smla_launch may start it earlier. No instruction where no grid starts early. */
 static __device__ __forceinline__ void
 ptx_wait_for_grids(void)
 {
@@ -317,8 +317,8 @@ ptx_bulk_copy(uint32_t to_shared, const void *from, uint32_t bytes, uint32_t bar
                  : "memory");
 }
 
-/* The same to the same place in every CTA of `ctas`, a bit for each of the cluster; completes on each
- * one's barrier. */
+/* The same to the same place in every CTA of `ctas`, a bit for each of the cluster; completes on
+ * each one's barrier. */
 static __device__ __forceinline__ void
 ptx_bulk_copy_to_all(uint32_t to_shared, const void *from, uint32_t bytes, uint32_t barrier,
                      uint16_t ctas)

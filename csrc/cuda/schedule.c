@@ -1,5 +1,6 @@
-/* schedule.c: into how many splits the keys of a call are cut, and by which kernel: estimated times, and
- * the plans that have the shortest. What depends on it, the size of the workspace, is here too.
+/* schedule.c: into how many splits the keys of a call are cut, and by which kernel: estimated
+ * times, and the plans that have the shortest. What depends on it, the size of the workspace, is
+ * here too.
  */
 #include "schedule.h"
 
@@ -24,8 +25,8 @@ count_places(const smla_cuda_device *device, const smla_attention_kernel *kernel
     return device->num_sms * min_int64(kernel->ctas_per_sm, fit < 1 ? 1 : fit);
 }
 
-/* n / by, rounded up. The schedule divides a hundred times in a call, and 32 bits take a third of the
- * time. */
+/* n / by, rounded up. The schedule divides a hundred times in a call, and 32 bits take a third of
+ * the time. */
 static int64_t
 divide_up(int64_t n, int64_t by)
 {
@@ -105,7 +106,8 @@ estimate_cost(const smla_split_problem *problem, const smla_attention_kernel *ke
            find_late_cost(kernel, ctas, places);
 }
 
-/* With this many splits: the row that is estimated to take the shortest time, the first when equal. */
+/* With this many splits: the row that is estimated to take the shortest time, the first when
+ * equal. */
 static smla_run_plan
 choose_kernel(const smla_split_problem *problem, int64_t num_tokens, int num_splits)
 {

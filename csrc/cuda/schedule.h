@@ -1,5 +1,5 @@
-/* schedule.h: into how many splits the keys of a batch are cut, and by which kernel. Pure functions of
- * shapes and of the device's facts.
+/* schedule.h: into how many splits the keys of a batch are cut, and by which kernel. Pure functions
+ * of shapes and of the device's facts.
  */
 #ifndef SMLA_CUDA_SCHEDULE_H
 #define SMLA_CUDA_SCHEDULE_H
@@ -22,9 +22,9 @@ typedef struct smla_run_plan {
     int64_t cost;
 } smla_run_plan;
 
-/* A plan for a batch. Of one split, `rest` tokens at the end may be left to a plan of their own, because
- * that is estimated to take less time than one more wave: all of them where they are the only wave,
- * or where nothing is left. */
+/* A plan for a batch. Of one split, `rest` tokens at the end may be left to a plan of their own,
+ * because that is estimated to take less time than one more wave: all of them where they are the
+ * only wave, or where nothing is left. */
 typedef struct smla_batch_plan {
     smla_run_plan run;
     int64_t rest;

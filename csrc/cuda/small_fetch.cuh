@@ -67,8 +67,8 @@ typedef struct small_state {
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* What a lane fetches: a row of the columns that a split may have, of the main list, then of the extra
- * one. Nothing of it needs memory, so it is known before the grids in front are done. */
+/* What a lane fetches: a row of the columns that a split may have, of the main list, then of the
+ * extra one. Nothing of it needs memory, so it is known before the grids in front are done. */
 typedef struct key_place {
     int list;
     int32_t column;
@@ -123,8 +123,8 @@ count_partners(const attention_launch &launch)
     return launch.num_head_tiles % 2 == 0 ? 2 : 1;
 }
 
-/* Starts the copies of a warp's two granules, a row per lane; of partners each asks for one granule, for
- * both. Zeros where there is no row. */
+/* Starts the copies of a warp's two granules, a row per lane; of partners each asks for one
+ * granule, for both. Zeros where there is no row. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_rows(const attention_launch &launch, const uint8_t *row, int warp, int lane,
@@ -170,8 +170,8 @@ wait_for_granule(const small_memory<Shape> *shared, int warp, const lane_place &
 
 /* ---- Query --------------------------------------------------------------------------------- */
 
-/* A lane's part of the query of a head: of scale tile warp % 4 the dimensions 32 column to 32 column +
- * 31, and with tile 0 of the RoPE part 16. */
+/* A lane's part of the query of a head: of scale tile warp % 4 the dimensions 32 column to 32
+ * column + 31, and with tile 0 of the RoPE part 16. */
 typedef struct small_query {
     uint32_t nope[16];
     uint32_t rope[8];
@@ -326,7 +326,8 @@ store_small_query(small_memory<Shape> *shared, const small_query (&parts)[Shape:
 
 /* ---- Both ---------------------------------------------------------------------------------- */
 
-/* All that can be known before the grids in front are done, and is: the compiler may not move it. */
+/* All that can be known before the grids in front are done, and is: the compiler may not move
+ * it. */
 template <typename Shape> struct small_places {
     key_place key;
     query_place query[Shape::QUERY_PARTS];
@@ -350,8 +351,8 @@ find_places(const attention_launch &launch, const cta_work &work)
     return at;
 }
 
-/* Half of the warps ask for rows, which takes as long as rows take to come; the others ask for the query
- * and store it meanwhile. After it the query is there, rows are on their way. */
+/* Half of the warps ask for rows, which takes as long as rows take to come; the others ask for the
+ * query and store it meanwhile. After it the query is there, rows are on their way. */
 template <typename Shape>
 static __device__ __forceinline__ void
 fetch_row(const attention_launch &launch, const cta_work &work, const small_places<Shape> &at,

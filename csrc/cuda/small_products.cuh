@@ -1,5 +1,5 @@
-/* small_products.cuh: the products of attention_small_sm90.cu: scores, the weights that they become,
- * and values.
+/* small_products.cuh: the products of attention_small_sm90.cu: scores, the weights that they
+ * become, and values.
  */
 #ifndef SMLA_CUDA_SMALL_PRODUCTS_CUH
 #define SMLA_CUDA_SMALL_PRODUCTS_CUH

@@ -169,7 +169,7 @@ wgmma_bf16(float (&d)[32], const uint32_t a[4], uint64_t b, bool is_sum)
                  : WGMMA_A(a), "l"(b), "r"((int)is_sum));
 }
 
-/* ---- Rows of 64 bf16 as they lie in tiles of [rows][128 bytes], swizzled by 128 bytes --------- */
+/* ---- Rows of 64 bf16 as they lie in tiles of [rows][128 bytes], swizzled by 128 bytes -------- */
 
 /* The descriptor of B with its N columns contiguous, 64 a tile: `tile_bytes` between tiles, 1024
  * between groups of eight rows. */

@@ -1,8 +1,8 @@
 /* array.c: one array of a call, whoever made it: acquire, check, release.
  *
  * The order is from the cheapest to the most general: types whose exchange API is known, NumPy, our
- * Tensor, CuPy, DLPack's exchange API, __dlpack__, the buffer protocol. numpy.c, cupy.c and dlpack.c read their own; stream.c puts
- * the arrays of a call in order; result.c makes new ones.
+ * Tensor, CuPy, DLPack's exchange API, __dlpack__, the buffer protocol. numpy.c, cupy.c and
+ * dlpack.c read their own; stream.c puts the arrays of a call in order; result.c makes new ones.
  */
 #include "exchange.h"
 

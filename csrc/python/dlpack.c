@@ -59,8 +59,8 @@ is_type_in_package(const smla_py_state *state, PyObject *object, const char *pac
 
 /* ---- The exchange API ---------------------------------------------------------------------- */
 
-/* A type and its table, NULL for JAX's arrays, whose type will have none: the first ones that come are
- * remembered, from the front. */
+/* A type and its table, NULL for JAX's arrays, whose type will have none: the first ones that come
+ * are remembered, from the front. */
 typedef struct smla_py_exchange {
     PyTypeObject *type;
     const DLPackExchangeAPI *api;
@@ -101,8 +101,9 @@ smla_py_is_exchanged(const smla_py_state *state, PyObject *object)
     return known != NULL && known->api != NULL;
 }
 
-/* A descriptor with a setter comes before what an object has of that name itself, so it can be asked
- * without a look-up, in a third of the time; unless the type looks attributes up in its own way. */
+/* A descriptor with a setter comes before what an object has of that name itself, so it can be
+ * asked without a look-up, in a third of the time; unless the type looks attributes up in its own
+ * way. */
 static void
 find_requires_grad(const smla_py_state *state, smla_py_exchange *met)
 {
@@ -193,8 +194,8 @@ may_be_imaginary(const DLTensor *view)
     return may_be;
 }
 
-/* The exchange API passes tensors that __dlpack__ refuses; refuse them in the same way. Integers have
- * neither gradients nor a sign to be kept elsewhere. */
+/* The exchange API passes tensors that __dlpack__ refuses; refuse them in the same way. Integers
+ * have neither gradients nor a sign to be kept elsewhere. */
 static int
 check_plain(const smla_py_state *state, const char *op, const char *name, PyObject *object,
             const DLTensor *view)
@@ -420,8 +421,8 @@ export_capsule(const smla_py_state *state, PyObject *method)
     return capsule;
 }
 
-/* What jax's __dlpack__ comes to for an array on one device, after microseconds of Python. NULL where
- * jaxlib has it no more, or where it fails: __dlpack__ has the words then. */
+/* What jax's __dlpack__ comes to for an array on one device, after microseconds of Python. NULL
+ * where jaxlib has it no more, or where it fails: __dlpack__ has the words then. */
 static PyObject *
 export_from_jaxlib(const smla_py_state *state, PyObject *object)
 {

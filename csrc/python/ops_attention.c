@@ -102,8 +102,8 @@ allocate_attention(smla_py_call *call, bool wants_max_logits)
                             : 0;
 }
 
-/* Workspace that the caller did not give: plain memory on the CPU; like the results elsewhere, and a
- * Tensor, which nobody else holds, until the work is over. */
+/* Workspace that the caller did not give: plain memory on the CPU; like the results elsewhere, and
+ * a Tensor, which nobody else holds, until the work is over. */
 static int
 allocate_workspace(smla_py_call *call, smla_sparse_attention_args *a, smla_py_scratch *scratch)
 {

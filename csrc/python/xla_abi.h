@@ -2,9 +2,10 @@
  *
  * JAX hands a frame to a registered function: arrays, results and attributes of one call. This is
  * the part of that ABI which handlers read, in our names, so that no header of jaxlib is needed to
- * build and any jaxlib serves at run time. Every struct begins with its size; inside a major version
- * XLA only appends fields, and a change that moves one raises the major version. XLA checks a
- * handler's version when it is registered. Source of the layout: openxla/xla, xla/ffi/api/c_api.h.
+ * build and any jaxlib serves at run time. Every struct begins with its size; inside a major
+ * version XLA only appends fields, and a change that moves one raises the major version. XLA checks
+ * a handler's version when it is registered. Source of the layout: openxla/xla,
+ * xla/ffi/api/c_api.h.
  */
 #ifndef SMLA_XLA_ABI_H
 #define SMLA_XLA_ABI_H

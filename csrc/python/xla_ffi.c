@@ -335,8 +335,8 @@ handle(smla_xla_frame *frame)
         metadata->version.minor = SMLA_XLA_MINOR;
         return NULL;
     }
-    /* XLA flushes subnormal numbers to zero on its threads. A call is to have the bits of any other,
-     * and threads that it starts inherit what it finds. */
+    /* XLA flushes subnormal numbers to zero on its threads. A call is to have the bits of any
+     * other, and threads that it starts inherit what it finds. */
     fenv_t environment;
     smla_error error;
     fegetenv(&environment);
