@@ -236,8 +236,8 @@ smla_cuda_choose_num_splits(const smla_attention_shape *shape)
 /* Crossover of FP8 rows and gathered bf16 rows, of an H200 (benchmarks/RESULTS.md, CUDA run 4). */
 enum {
     DIRECT_PS_PER_KEY = 62,       /* what the FP8 kernel takes longer per key of 33 to 64 heads */
-    GATHER_PS_PER_ROW = 460,      /* 656 bytes in, 1152 out */
-    GATHER_PS_PER_CALL = 4000000, /* its launch, and one more of attention */
+    GATHER_PS_PER_ROW = 650,      /* 656 bytes in, 1152 out */
+    GATHER_PS_PER_CALL = 8000000, /* its launch, and one more of attention */
 };
 
 /* Up to 32 heads the kernels are equal, for the one of bf16 rows pays for 64. */
