@@ -52,6 +52,13 @@ def _wrong_type(op: str, name: str, wanted: str, value: Any) -> TypeError:
     return TypeError(f"{op}: `{name}` must be {wanted}, got {type(value).__name__}")
 
 
+def _as_int(op: str, name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise _wrong_type(op, name, "an int", value) from None
+
+
 class _ShortRepr:
     """A dataclass repr that shows arrays by dtype and shape."""
 
@@ -65,11 +72,7 @@ class _ShortRepr:
 
 
 def _check_int(name: str, value: Any, least: int, most: int | None = None) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        got = type(value).__name__
-        raise TypeError(f"Config: `{name}` must be an int, got {got}") from None
+    number = _as_int("Config", name, value)
     if number < least or (most is not None and number > most):
         rule = {None: f"at least {least}", least: f"{least}"}.get(most, f"{least} to {most}")
         raise ValueError(f"Config: `{name}` must be {rule}, got {number}")
@@ -430,6 +433,10 @@ class CommonAttentionMetadata(_ShortRepr):
             )
         self.query_start_loc_cpu = starts
         self.seq_lens_cpu = lens
+        for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, _as_int("CommonAttentionMetadata", name, value))
         if self.num_reqs is None:
             self.num_reqs = len(starts) - 1
         elif self.num_reqs != len(starts) - 1:

@@ -353,6 +353,13 @@ def test_bad_configs(error, options):
     assert name in str(info.value)
 
 
+@pytest.mark.parametrize("name", ["num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"])
+def test_sizes_of_a_batch_are_ints(name):
+    batch = cases.make_batch([1, 5], [3, 20])
+    with pytest.raises(TypeError, match=f"`{name}` must be an int, got ndarray"):
+        batch.common(sparse_mla, **{name: np.array([np.nan, 1])})
+
+
 def test_required_config_arguments():
     with pytest.raises(TypeError):
         sparse_mla.Config(16)

@@ -334,6 +334,38 @@ COURSES = {
 }
 
 
+@every_tile
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("place", [0, 300, 575])
+def test_a_large_product_among_small_ones(place, fmt, num_heads):
+    """A sum of which every step may be cut off; the scales are powers of two."""
+    rng = np.random.default_rng(7)
+    case = AttentionCase(64, num_heads, 64, fmt=fmt, pages=1, layout="flat", data="pow2").make()
+    parts = [rng.normal(0, 2.0**-6, (64, n, 576)) for n in (num_heads, 1)]
+    for part in parts:
+        part[..., place] = rng.uniform(1, 2, part.shape[:2])
+    case.q, key = (ref.to_bf16(part.astype(np.float32)) for part in parts)
+    case.kv[...] = key[:, 0] if fmt == "bf16" else e4m3_rows(key[:, 0])
+    case.indices[...] = np.where(np.arange(64), -1, np.arange(64)[:, None])
+    case.options["softmax_scale"] = 1.0
+    check(case)
+
+
+def e4m3_rows(key: np.ndarray) -> np.ndarray:
+    """[n, 656], with scales of 1."""
+    codes = key[:, :512].astype(ref.E4M3).view(np.uint8)
+    scales = np.ones((len(key), 4), np.float32).view(np.uint8)
+    return np.concatenate([codes, scales, key[:, 512:].view(np.uint8)], 1)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize(("K", "seed"), [(64, 2033127097), (128, 1002269185), (209, 1299444815)])
+def test_light_keys_where_heavy_ones_are_zeros(K, seed, num_splits):
+    """One key has nearly all weight, and an eighth of its values are zeros."""
+    case = AttentionCase(8, 65, K, data="subnormal", softmax_scale=1.0, pages=30, seed=seed)
+    check(replace(case, num_splits=num_splits).make())
+
+
 @every_split
 @every_tile
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -49,15 +49,16 @@
  *              without products; 62 of HBM where no row is shared). Measured: 44 at the clock of
  *              1.6 GHz that power leaves, start and end of works included, of which these are 4;
  *              T 4096, 32k keys, H 64: 1790 to 1884 us (620 to 653 TFLOP/s), H 128: 3702 to 3858.
- * Numerics     Scores and values are fp32 sums of exact products of bf16. Weights are rounded to
- *              bf16, their sums are fp32 of unrounded weights and compensated: equal terms round
- *              the same way. ref is an integer, the maximum of the work's first 64 keys, rounded
- *              up: bf16 and fp32 have the exponents for keys 2^64 times as heavy, and keys lighter
- *              by 2^126 do not count. So nothing is ever rescaled. A work is lost, and done again,
- *              where a block's weights are heavier or not finite (inf in q, or NaN or inf in a
- *              row that is not among the first), or where its first 64 columns have no key and
- *              later ones have: ref is NaN then. A head whose first scores have a NaN has results
- *              of NaN, and no influence on others. Masked rows are zeros and have weight 0.
+ * Numerics     Scores and values are fp32 sums of exact products of bf16, which wgmma cuts off
+ *              (SCORE_CORRECTION). Weights are rounded to bf16, their sums are fp32 of unrounded
+ *              weights and compensated: equal terms round the same way. ref is an integer, the
+ *              maximum of the work's first 64 keys, rounded up: bf16 and fp32 have the exponents
+ *              for keys 2^64 times as heavy, and keys lighter by 2^126 do not count. So nothing is
+ *              ever rescaled. A work is lost, and done again, where a block's weights are heavier
+ *              or not finite (inf in q, or NaN or inf in a row that is not among the first), or
+ *              where its first 64 columns have no key and later ones have: ref is NaN then. A head
+ *              whose first scores have a NaN has results of NaN, and no influence on others. Masked
+ *              rows are zeros and have weight 0.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       the tiles, and that two warpgroups share one block's values: FlashMLA's sparse
  *              prefill, studied, not copied; online softmax (FlashAttention), warp roles (CUTLASS).
@@ -113,7 +114,6 @@ lead_step(const bf16_launch &launch, bool is_first, bool is_last, uint32_t parit
           bf16_memory *shared, bf16_consumer *state)
 {
     const uint32_t base = find_base(shared);
-    const float scale_log2 = launch.base.scale_log2;
     lane_place me = find_place_again();
     me.group = 0;
     score_block(base, me, parity, state);
@@ -121,9 +121,9 @@ lead_step(const bf16_launch &launch, bool is_first, bool is_last, uint32_t parit
     ptx_mbarrier_arrive(BF16_AT(base, scored), true);
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
     if (is_first) {
-        find_references(scale_log2, me, *state, shared);
+        find_references(launch.score_scale, me, *state, shared);
     }
-    find_exponents<MAXIMA>(scale_log2, me, load_shift(shared, me), shared, state);
+    find_exponents<MAXIMA>(launch.score_scale, me, load_shift(shared, me), shared, state);
     weigh_half(0, state);
     ptx_mbarrier_wait(BF16_AT(base, scored), parity); /* weights replace a tile of keys */
     store_half(base, me, 0, *state);
@@ -150,7 +150,7 @@ follow_step(const bf16_launch &launch, bool is_last, uint32_t parity, bf16_memor
     add_other_half(base, me, parity, 1, state);
     wgmma_wait<2>(); /* the scores */
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
-    find_exponents<MAXIMA>(launch.base.scale_log2, me, load_shift(shared, me), shared, state);
+    find_exponents<MAXIMA>(launch.score_scale, me, load_shift(shared, me), shared, state);
     weigh_half(0, state);
     store_half(base, me, 0, *state);
     wgmma_wait<0>();
@@ -274,6 +274,7 @@ launch_bf16(const smla_attention_params *params)
     }
     bf16_launch launch = {};
     launch.base = make_launch<TILE_HEADS>(params);
+    launch.score_scale = launch.base.scale_log2 * SCORE_CORRECTION;
     launch.num_works = (int32_t)count_works(launch.base);
     launch.out_is_aligned =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);

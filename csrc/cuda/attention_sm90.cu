@@ -217,13 +217,17 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* The first keys' maximum lies at 2^-headroom in f16, and every other weight may be off by 2^-25:
- * together no more than 2^-10 of the sum. */
+/* The first step's maximum lies at 2^-headroom in f16, and every other weight may be off by 2^-25:
+ * together no more than 2^-10 of the sum. What is light is felt where heavy keys have zeros, so no
+ * more is left free than later keys may need, and nothing where there are none. */
 static float
 find_headroom(const smla_attention_params *params)
 {
     const int64_t columns = smla_columns_of_split(params);
-    float headroom = 4.0f;
+    if (params->num_lists == 1 && columns <= SMLA_SM90_KEYS) {
+        return -14.0f;
+    }
+    float headroom = 0.0f;
     while (headroom > -8.0f && (float)columns > ldexpf(1.0f, 15 - (int)headroom)) {
         headroom -= 1.0f;
     }

@@ -93,13 +93,13 @@ has_nan(const float (&scores)[BLOCK_KEYS / 2], int piece)
  * score there it is NaN: a key that comes later makes its weight NaN, and that loses the row. -inf
  * is the reference of a head that a NaN has met: whatever happens, its results are NaN. */
 static __device__ __forceinline__ void
-find_references(float scale_log2, const lane_place &me, const bf16_consumer &state,
+find_references(float score_scale, const lane_place &me, const bf16_consumer &state,
                 bf16_memory *shared)
 {
     float logits[BLOCK_KEYS / 2];
 #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i++) {
-        logits[i] = state.scores[i] * scale_log2;
+        logits[i] = state.scores[i] * score_scale;
     }
     mask_scores(shared, me, logits);
 #pragma unroll
@@ -134,12 +134,12 @@ load_shift(const bf16_memory *shared, const lane_place &me)
 /* Scores -> exponents of weights. */
 template <bool MAXIMA>
 static __device__ __forceinline__ void
-find_exponents(float scale_log2, const lane_place &me, const row_shift &shift,
+find_exponents(float score_scale, const lane_place &me, const row_shift &shift,
                const bf16_memory *shared, bf16_consumer *state)
 {
 #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i++) {
-        state->scores[i] = fmaf(state->scores[i], scale_log2, shift.minus[i / 2 % 2]);
+        state->scores[i] = fmaf(state->scores[i], score_scale, shift.minus[i / 2 % 2]);
     }
     if (shift.is_key != 0xFFFFFFFFu) {
         mask_scores(shared, me, state->scores);

@@ -227,8 +227,8 @@ store_query(const hopper_launch &launch, const lane_place &me, const query_part 
                        (uint32_t)(127 - exponent - key_exponent) * 0x00800080u);
         }
     }
-    const float score_scale =
-        launch.base.scale_log2 * power_of_two(exponent) * power_of_two(key_exponent);
+    const float score_scale = launch.base.scale_log2 * SCORE_CORRECTION * power_of_two(exponent) *
+                              power_of_two(key_exponent);
     lose_row(shared, !(fabsf(score_scale) <= 0x1p100f) ||
                          (fabsf(score_scale) < 0x1p-100f && launch.base.scale_log2 != 0.0f) ||
                          (launch.base.params.num_splits > 1 && key_exponent > MAX_HALF_EXPONENT));
