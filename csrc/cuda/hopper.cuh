@@ -15,6 +15,10 @@ enum : uint32_t { NO_ROW = 0xFFFFFFFFu };
  * 2^-24 of it on average, and 45 at most (an H200). With this factor the errors lie around zero. */
 #define SCORE_CORRECTION (1.0f + 0x1p-20f)
 
+/* Of FP8 rows, in the log2 domain: what f16 takes from larger scores, 2^-12 of them, would decide
+ * which key is the heaviest. Such rows are done again, exactly. */
+#define MAX_SCORE 0x1p11f
+
 enum {
     GRANULE_KEYS = 16,
     GATHER_WARPS = 4,

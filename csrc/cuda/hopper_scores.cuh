@@ -197,7 +197,7 @@ find_references(const hopper_launch &launch, const hopper_addresses &at, const l
         for (int warp = 1; warp < CONSUMER_WARPS; warp++) {
             top = fmaxf(top, shared->sums[warp][thread]);
         }
-        const bool fits = fabsf(top) < 0x1p22f;            /* -INFINITY: no key */
+        const bool fits = fabsf(top) < MAX_SCORE;          /* -INFINITY: no key */
         const float otherwise = shared->reference[thread]; /* NaN: of store_query */
         lose_row(shared, !fits && !isnan(otherwise));
         shared->reference[thread] = fits ? ceilf(top) + launch.headroom : otherwise;

@@ -158,7 +158,7 @@ find_small_reference(const small_memory<Shape> *shared, int lane, small_state *s
     for (int i = 0; i < SMALL_GRANULES && lane < Shape::HEADS; i++) {
         state->top = fmaxf(state->top, shared->tops[i][lane]);
     }
-    const bool fits = fabsf(state->top) < 0x1p22f || state->top == -INFINITY;
+    const bool fits = fabsf(state->top) < MAX_SCORE || state->top == -INFINITY;
     state->is_lost |= !state->is_bad && !fits;
     state->reference = state->is_bad ? NAN : softmax_reference(state->top) - (float)WEIGHT_EXPONENT;
     state->key_exponent =
