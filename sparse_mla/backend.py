@@ -433,30 +433,34 @@ class CommonAttentionMetadata(_ShortRepr):
             )
         self.query_start_loc_cpu = starts
         self.seq_lens_cpu = lens
-        for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
-            value = getattr(self, name)
-            if value is not None:
-                setattr(self, name, _as_int("CommonAttentionMetadata", name, value))
         if self.num_reqs is None:
             self.num_reqs = len(starts) - 1
-        elif self.num_reqs != len(starts) - 1:
+        elif self._given("num_reqs") != len(starts) - 1:
             raise ValueError(
                 f"CommonAttentionMetadata: `num_reqs` must be {len(starts) - 1}, the entries of "
                 f"query_start_loc less one, got {self.num_reqs}"
             )
         if self.num_actual_tokens is None:
             self.num_actual_tokens = int(starts[-1])
+        else:
+            self._given("num_actual_tokens")
         is_int = starts.dtype.kind in "iu"  # else build says what is wrong
         query_lens = starts[1:] - starts[:-1] if is_int else np.diff(starts)  # np.diff: 3x slower
         for name, values in (("max_query_len", query_lens), ("max_seq_len", lens)):
             largest = _largest(values)
             if getattr(self, name) is None:
                 setattr(self, name, largest)
-            elif getattr(self, name) < largest:
+            elif self._given(name) < largest:
                 raise ValueError(
                     f"CommonAttentionMetadata: `{name}` must be at least the batch's largest, "
                     f"{largest}, got {getattr(self, name)}"
                 )
+
+    def _given(self, name: str) -> int:
+        """A size that is given, from now on an int."""
+        size = _as_int("CommonAttentionMetadata", name, getattr(self, name))
+        setattr(self, name, size)
+        return size
 
 
 # --- what a step's plan is -----------------------------------------------------------------------

@@ -180,6 +180,13 @@ def run_python(*arguments, stdout=subprocess.PIPE, **environment):
     )
 
 
+def printed_by_python(*arguments, **environment) -> str:
+    """What another Python prints, which has to end well."""
+    run = run_python(*arguments, **environment)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
 # --- buffers -------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import gpu
 import pytest
 from gpu import CALLS, assert_same_values, come_late, is_busy, moved, outcome, torch, turned
-from helpers import run_python
+from helpers import printed_by_python
 
 import sparse_mla
 
@@ -176,9 +176,7 @@ def run_beside_a_capture(in_thread: bool) -> None:
 def run_alone(body: str, **environment) -> str:
     """What `body` prints in a process of its own, where `tests` is this module."""
     start = "import sys; sys.path.insert(0, 'tests'); import test_gpu_launch as tests\n"
-    run = run_python("-c", start + body, **environment)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    return printed_by_python("-c", start + body, **environment)
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
