@@ -613,6 +613,7 @@ make_launch(const smla_attention_params *params)
     }
     launch.num_head_tiles = (uint32_t)smla_count_parts(params->num_heads, HEADS);
     launch.scale_log2 = (float)(params->softmax_scale * 1.4426950408889634074);
+    launch.wgmma_scale_log2 = launch.scale_log2 * WGMMA_CORRECTION;
     launch.q_is_aligned = is_query_aligned(params);
     launch.out_is_paired =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 4);

@@ -50,7 +50,7 @@
  *              1.6 GHz that power leaves, start and end of works included, of which these are 4;
  *              T 4096, 32k keys, H 64: 1790 to 1884 us (620 to 653 TFLOP/s), H 128: 3702 to 3858.
  * Numerics     Scores and values are fp32 sums of exact products of bf16, which wgmma cuts off
- *              (SCORE_CORRECTION). Weights are rounded to bf16, their sums are fp32 of unrounded
+ *              (WGMMA_CORRECTION). Weights are rounded to bf16, their sums are fp32 of unrounded
  *              weights and compensated: equal terms round the same way. ref is an integer, the
  *              maximum of the work's first 64 keys, rounded up: bf16 and fp32 have the exponents
  *              for keys 2^64 times as heavy, and keys lighter by 2^126 do not count. So nothing is
@@ -121,9 +121,9 @@ lead_step(const bf16_launch &launch, bool is_first, bool is_last, uint32_t parit
     ptx_mbarrier_arrive(BF16_AT(base, scored), true);
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
     if (is_first) {
-        find_references(launch.score_scale, me, *state, shared);
+        find_references(launch.base.wgmma_scale_log2, me, *state, shared);
     }
-    find_exponents<MAXIMA>(launch.score_scale, me, load_shift(shared, me), shared, state);
+    find_exponents<MAXIMA>(launch.base.wgmma_scale_log2, me, load_shift(shared, me), shared, state);
     weigh_half(0, state);
     ptx_mbarrier_wait(BF16_AT(base, scored), parity); /* weights replace a tile of keys */
     store_half(base, me, 0, *state);
@@ -150,7 +150,7 @@ follow_step(const bf16_launch &launch, bool is_last, uint32_t parity, bf16_memor
     add_other_half(base, me, parity, 1, state);
     wgmma_wait<2>(); /* the scores */
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
-    find_exponents<MAXIMA>(launch.score_scale, me, load_shift(shared, me), shared, state);
+    find_exponents<MAXIMA>(launch.base.wgmma_scale_log2, me, load_shift(shared, me), shared, state);
     weigh_half(0, state);
     store_half(base, me, 0, *state);
     wgmma_wait<0>();
@@ -274,7 +274,6 @@ launch_bf16(const smla_attention_params *params)
     }
     bf16_launch launch = {};
     launch.base = make_launch<TILE_HEADS>(params);
-    launch.score_scale = launch.base.scale_log2 * SCORE_CORRECTION;
     launch.num_works = (int32_t)count_works(launch.base);
     launch.out_is_aligned =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);

@@ -12,7 +12,8 @@
  *              64 heads: 13 granules, all of the 232,448 bytes that an SM has
  * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile).
  *              4 gather warps   24 registers. Indices -> rows: each has 4 rows of every granule,
- *                               one bulk copy per row. Runs ahead, into the next work too.
+ *                               one bulk copy per row. Runs ahead, into the next work too, whose
+ *                               query comes first, a quarter by each.
  *              2 warpgroups     240 registers. Blocks of 64 keys in turn. For each of its blocks:
  *                               scores, then values of the other's older block while its own
  *                               scores become weights, then values of its own. A warpgroup has
@@ -22,15 +23,17 @@
  *              empty[granule]   256 consumers, values converted | gather warps
  *              weighed[group]   128 threads of the group: weights and scales | the other group
  *              added[group]     128 threads of the other group | before new weights
- *              Every thread arrives for itself: it costs nothing, and racecheck can follow it.
+ *              query_free       256 consumers, last scores of a row | gather warps
+ *              query_full       a thread of each gather warp, and its bytes | consumers
+ *              Most threads arrive for themselves: it costs nothing, and racecheck can follow it.
  *              barriers         CONSUMERS 256 threads, GROUP + g 128 threads; 0 in rows done again
  *              A row whose numbers do not fit (below) is marked and done again at the end by the
  *              code of attention_sm80.cu, for which shared memory is then free.
  * Roofline     2 * H * 1088 FLOP and 656 bytes per key. 64 heads, per key and SM: 34 cycles of
  *              wgmma, 40 of HBM, 42 of shared memory. Measured on an H200, 64 heads, K 2048: 128
- *              tokens 75 to 81 us, 256 tokens 150 to 160 us (480 TFLOP/s), about 57 cycles per key
- *              of a further row, its start and end included, 52 in the loop. No unit is saturated:
- *              issue slots and latencies bind, with two warps per scheduler (README.md).
+ *              tokens 75 us, 256 tokens 151 us (480 TFLOP/s), about 55 cycles per key of a further
+ *              row, its start and end included, 48 in the loop. No unit is saturated: issue slots
+ *              and latencies bind, with two warps per scheduler (README.md).
  * Numerics     e4m3 is exact in f16; times its scale / E, rounded to f16, where E is a power of two
  *              for the work: all scales must lie in E * [2^-5, 2^7), so products are normal f16.
  *              Query: a power of two per work, so its f16 are exact in heads whose largest value is
@@ -68,10 +71,12 @@ clear_row(const lane_place &me, hopper_memory<Shape> *shared, consumer<Shape> *s
     clear_sums(me, shared);
 }
 
-/* All steps of a row whose query is there. */
+/* All steps of a row whose query is there. The work behind it is found while the last products are
+ * under way. */
 template <typename Shape>
 static __device__ __forceinline__ void
-consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consumer<Shape> *state)
+consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consumer<Shape> *state,
+              next_work *next)
 {
     const lane_place me = find_place();
     const hopper_addresses at = find_addresses(shared, me.group);
@@ -84,7 +89,7 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     wgmma_wait<0>();
     find_references(launch, at, me, shared, state);
     clear_row(me, shared, state);
-    meet_other_block(at, me, has_other, state);
+    meet_other_block(shared, at, me, has_other, state);
 #pragma unroll 1
     for (;;) {
         add_blocks(shared, at, find_place(), has_other, state);
@@ -95,54 +100,44 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
         has_other = true;
         state->phase ^= BLOCK_PARITY;
         score_block(shared, at, find_place(), state);
-        meet_other_block(at, find_place(), true, state);
+        meet_other_block(shared, at, find_place(), true, state);
     }
+    *next = find_next(launch, shared);
     wgmma_wait<0>();
     if (find_place_again().group == 0) {
-        add_last_block(shared, find_addresses(shared, 0), find_place_again(), state);
+        add_last_block(launch, shared, find_addresses(shared, 0), find_place_again(), state);
+    } else {
+        find_factors(launch, 1, shared);
     }
     state->phase ^= BLOCK_PARITY;
 }
 
-/* Rows in turn. finish_row brings the next query along where it is aligned. */
+/* Rows in turn. Where one ends, the groups meet in the next one's store_query and nowhere else. */
 template <typename Shape>
 static __device__ __forceinline__ void
 consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
     consumer<Shape> state = {};
     state.own = BLOCK_GRANULES * GRANULE_BYTES * find_place().group;
-    query_part part;
     ptx_wait_for_grids(); /* from here on memory of others is read and written */
     ptx_let_next_grid_start();
+    next_work next = find_next(launch, shared);
 #pragma unroll 1
-    for (;;) {
-        const int idx = shared->work + (int)gridDim.x;
-        cta_work work = {};
-        if (idx < launch.num_works) {
-            work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
-        }
-        finish_row(launch, work, shared, state, &part);
-        if (work.num_heads == 0) {
-            break;
-        }
-        if (!launch.base.q_is_aligned) {
-            load_query_half<false>(launch.base, work, find_place_again(), 0, &part);
-            load_query_half<false>(launch.base, work, find_place_again(), 1, &part);
-        }
-        state.phase += ONE_STEP * count_all_steps(launch.base, work);
-        ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody reads the last work's number */
-        if (ptx_forget((int)threadIdx.x) == 0) {          /* not a comparison kept over the loop */
-            shared->work = idx;
-            shared->place = work;
-        }
-        shared->is_lost[threadIdx.x] = 0;
-        ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+    while (next.place.num_heads != 0) {
+        state.phase += ONE_STEP * next.num_steps;
         if (state.phase >= ONE_STEP) {
-            store_query(launch, find_place_again(), part, shared, &state);
-            consume_steps(launch, shared, &state);
+            store_query(launch, find_place_again(), next, shared, &state);
+            consume_steps(launch, shared, &state, &next);
         } else {
+            skip_query(launch, shared, state);
+            begin_work(next, shared);
             clear_row(find_place_again(), shared, &state);
+            ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+            next = find_next(launch, shared);
+            find_factors(launch, find_place_again().group, shared);
         }
+        state.phase ^= QUERY_PARITY;
+        finish_row(launch, shared, state);
     }
 }
 
@@ -159,6 +154,8 @@ start(hopper_memory<Shape> *shared)
             ptx_mbarrier_init(ptx_shared_address(&granule->full), GATHER_WARPS * SMLA_WARP_LANES);
             ptx_mbarrier_init(ptx_shared_address(&granule->empty), CONSUMER_THREADS);
         }
+        ptx_mbarrier_init(ptx_shared_address(&shared->query_full), GATHER_WARPS);
+        ptx_mbarrier_init(ptx_shared_address(&shared->query_free), CONSUMER_THREADS);
         for (int i = 0; i < 2; i++) {
             ptx_mbarrier_init(ptx_shared_address(&shared->weighed[i]), GROUP_THREADS);
             ptx_mbarrier_init(ptx_shared_address(&shared->added[i]), GROUP_THREADS);
@@ -166,9 +163,11 @@ start(hopper_memory<Shape> *shared)
         ptx_fence_mbarrier_init();
     }
     if (thread == 0) {
-        shared->work = (int)blockIdx.x - (int)gridDim.x; /* in front of the first: of no heads */
-        shared->place = cta_work{};
+        shared->work = (int)blockIdx.x - (int)gridDim.x; /* in front of the first */
         shared->key_unit = 1.0f; /* for works without keys, which find none */
+    }
+    if (thread < CONSUMER_THREADS) {
+        shared->is_lost[thread] = 0;
     }
     if (thread < MAX_WORKS / 32) {
         shared->redo[thread] = 0;
@@ -186,6 +185,10 @@ end_barriers(hopper_memory<Shape> *shared)
     if (thread < Shape::GRANULES) {
         ptx_mbarrier_end(ptx_shared_address(&shared->ring[thread].full));
         ptx_mbarrier_end(ptx_shared_address(&shared->ring[thread].empty));
+    }
+    if (thread == 0) {
+        ptx_mbarrier_end(ptx_shared_address(&shared->query_full));
+        ptx_mbarrier_end(ptx_shared_address(&shared->query_free));
     }
     if (thread < 2) {
         ptx_mbarrier_end(ptx_shared_address(&shared->weighed[thread]));
@@ -275,6 +278,11 @@ launch_hopper(const smla_attention_params *params, const row_span spans[2])
     launch.headroom = find_headroom(params);
     launch.out_is_aligned =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
+    launch.fetches_query = launch.base.q_is_aligned && launch.out_is_aligned;
+    launch.query_is_dense = params->q_pe == params->q_nope + SMLA_KV_LORA_RANK &&
+                            params->q_nope_stride_head == SMLA_HEAD_DIM &&
+                            params->q_pe_stride_head == SMLA_HEAD_DIM &&
+                            params->q_pe_stride_token == params->q_nope_stride_token;
     return smla_launch(attend_hopper<Shape>, launch, count_hopper_ctas(params, launch.num_works),
                        HOPPER_THREADS, SHARED_BYTES, params->stream);
 }

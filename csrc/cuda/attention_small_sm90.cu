@@ -117,8 +117,7 @@ score_row(const attention_launch &launch, int num_granules, small_memory<Shape> 
     if (me.group * GROUP_GRANULES < num_granules) {
         state->is_key = wait_for_granule(shared, warp, me);
         find_key_exponent(rows, me, state);
-        state->score_factor = launch.scale_log2 * SCORE_CORRECTION *
-                              power_of_two(state->query_exponent) *
+        state->score_factor = launch.wgmma_scale_log2 * power_of_two(state->query_exponent) *
                               power_of_two(state->key_exponent);
         state->is_lost |= !(fabsf(state->score_factor) <= 0x1p100f) ||
                           (fabsf(state->score_factor) < 0x1p-100f && launch.scale_log2 != 0.0f);

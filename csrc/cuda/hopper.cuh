@@ -11,10 +11,6 @@
 
 enum : uint32_t { NO_ROW = 0xFFFFFFFFu };
 
-/* wgmma cuts its sums off: where a large product is in front, the 36 steps of a score lose 19 *
- * 2^-24 of it on average, and 45 at most (an H200). With this factor the errors lie around zero. */
-#define SCORE_CORRECTION (1.0f + 0x1p-20f)
-
 /* Of FP8 rows, in the log2 domain: what f16 takes from larger scores, 2^-12 of them, would decide
  * which key is the heaviest. Such rows are done again, exactly. */
 #define MAX_SCORE 0x1p11f
@@ -89,17 +85,19 @@ template <typename Shape> struct hopper_memory {
     alignas(16) float sums[CONSUMER_WARPS][Shape::SLOTS]; /* slot_of_sum; first maxima */
     alignas(16) float tops[Shape::MAXIMA ? CONSUMER_WARPS : 1][Shape::SLOTS];
     alignas(16) float reference[Shape::HEADS];
-    alignas(16) float factor[Shape::HEADS];
-    int32_t work;      /* its number in the grid */
-    cta_work place;    /* what it is: kept here, for divisions are slow */
-    float score_scale; /* of scores, in the log2 domain */
-    float key_unit;    /* E */
-    uint32_t window;   /* exponent of the smallest scale that fits */
+    alignas(16) float factor[2][Shape::HEADS]; /* each group's own */
+    int32_t work;                              /* its number in the grid */
+    cta_work place;                            /* what it is: kept here, for divisions are slow */
+    float score_scale;                         /* of scores, in the log2 domain */
+    float key_unit;                            /* E */
+    uint32_t window;                           /* exponent of the smallest scale that fits */
     uint32_t query_max[CONSUMER_WARPS];
     uint32_t scale_max[CONSUMER_WARPS];
     alignas(8) uint64_t weighed[2];
     uint64_t added[2];
-    uint8_t is_lost[CONSUMER_THREADS]; /* some number of the row did not fit, by thread */
+    uint64_t query_full;
+    uint64_t query_free;
+    alignas(8) uint8_t is_lost[CONSUMER_THREADS]; /* a number of the row did not fit, by thread */
     uint32_t redo[MAX_WORKS / 32];
 };
 
@@ -116,6 +114,8 @@ typedef struct hopper_launch {
     int32_t num_works;
     float headroom;      /* exponent that the first keys' maximum is below the reference */
     bool out_is_aligned; /* every row to 16 bytes */
+    bool fetches_query;  /* gather warps do: q is aligned too, and out not staged in its place */
+    bool query_is_dense; /* heads of a token lie one behind the other, both parts together */
 } hopper_launch;
 
 /* ---- Works --------------------------------------------------------------------------------- */
@@ -136,6 +136,38 @@ count_all_steps(const attention_launch &launch, const cta_work &work)
         num_steps += count_steps(find_columns(launch, work, 1));
     }
     return num_steps;
+}
+
+/* The work behind the CTA's present one. */
+typedef struct next_work {
+    cta_work place; /* of no heads: there is none */
+    int32_t num_steps;
+} next_work;
+
+template <typename Shape>
+static __device__ __forceinline__ next_work
+find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
+{
+    const int idx = shared->work + (int)gridDim.x;
+    next_work next = {};
+    if (idx < launch.num_works) {
+        next.place = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
+        next.num_steps = count_all_steps(launch.base, next.place);
+    }
+    return next;
+}
+
+/* Makes it the present one. Others know after the next barrier. */
+template <typename Shape>
+static __device__ __forceinline__ void
+begin_work(const next_work &next, hopper_memory<Shape> *shared)
+{
+    const int thread = ptx_forget((int)threadIdx.x);
+    if (thread == 0) { /* not a comparison kept over the loop */
+        shared->work += (int)gridDim.x;
+        shared->place = next.place;
+    }
+    shared->is_lost[thread] = 0;
 }
 
 /* ---- Consumers: state ---------------------------------------------------------------------- */
@@ -206,10 +238,10 @@ template <typename Shape> struct consumer {
     uint32_t scale[2][2];
     uint32_t a[2][16]; /* the same as A */
     int own;           /* where in the ring the group's block begins, in bytes */
-    uint32_t phase;    /* bit 0: parity of its full barrier, bit 1: of its number; steps to go */
+    uint32_t phase;    /* parities: of its full barrier, its number, the query; steps to go */
 };
 
-enum { RING_PARITY = 1, BLOCK_PARITY = 2, ONE_STEP = 4 };
+enum { RING_PARITY = 1, BLOCK_PARITY = 2, QUERY_PARITY = 4, ONE_STEP = 8 };
 
 /* Where the other group's older block begins. In group 0's first step there is none: any rows that
  * are there, for their weights are 0. */
@@ -325,13 +357,40 @@ reduce_half(const float values[4], int lane)
     return merge_pair<IS_MAX>(odd ? half_1 : half_0, __shfl_xor_sync(0xFFFFFFFFu, give, 8));
 }
 
-/* Over all of them: lanes l and l ^ 4 have the same. */
-template <bool IS_MAX>
-static __device__ __forceinline__ float
-reduce_rows(const float values[4], int lane)
+/* Over all of them, several chunks at once, whose shuffles need not wait for each other: a lane's
+ * head ends in the first value of its chunk, and lanes l and l ^ 4 have the same. */
+template <bool IS_MAX, int CHUNKS>
+static __device__ __forceinline__ void
+reduce_rows(float (&values)[CHUNKS][4], int lane)
 {
-    const float half = reduce_half<IS_MAX>(values, lane);
-    return merge_pair<IS_MAX>(half, __shfl_xor_sync(0xFFFFFFFFu, half, 4));
+    const bool upper = lane & 16;
+    const bool odd = lane & 8;
+    float others[CHUNKS][2];
+#pragma unroll
+    for (int i = 0; i < 2 * CHUNKS; i++) {
+        const float give = upper ? values[i / 2][i % 2] : values[i / 2][2 + i % 2];
+        others[i / 2][i % 2] = __shfl_xor_sync(0xFFFFFFFFu, give, 16);
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * CHUNKS; i++) {
+        const float keep = upper ? values[i / 2][2 + i % 2] : values[i / 2][i % 2];
+        values[i / 2][i % 2] = merge_pair<IS_MAX>(keep, others[i / 2][i % 2]);
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        const float give = odd ? values[chunk][0] : values[chunk][1];
+        others[chunk][0] = __shfl_xor_sync(0xFFFFFFFFu, give, 8);
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        const float keep = odd ? values[chunk][1] : values[chunk][0];
+        values[chunk][0] = merge_pair<IS_MAX>(keep, others[chunk][0]);
+        others[chunk][0] = __shfl_xor_sync(0xFFFFFFFFu, values[chunk][0], 4);
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        values[chunk][0] = merge_pair<IS_MAX>(values[chunk][0], others[chunk][0]);
+    }
 }
 
 /* ---- Consumers: the end of a work ---------------------------------------------------------- */

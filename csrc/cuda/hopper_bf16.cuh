@@ -60,7 +60,6 @@ struct bf16_memory {
 /* The argument of the kernel. */
 typedef struct bf16_launch {
     attention_launch base;
-    float score_scale; /* of scores, in the log2 domain */
     int32_t num_works;
     bool out_is_aligned; /* every row to 16 bytes */
 } bf16_launch;

@@ -55,8 +55,9 @@ clear_rows(uint32_t to, uint32_t is_key)
     __syncwarp();
 }
 
-/* The warp's four rows of a granule, from `from`; lanes first_lane to first_lane + 3 know where.
- * The addresses are the warp's, not a lane's: straight code for one thread, four copies. */
+/* The warp's four rows of a granule, from `from`, once its last ones are not needed any more; lanes
+ * first_lane to first_lane + 3 know where. The addresses are the warp's, not a lane's: straight
+ * code for one thread, four copies. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int first_lane,
@@ -67,36 +68,46 @@ copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int f
     const uint32_t warp = (uint32_t)find_gather_warp();
     const uint32_t granule = state.base + (uint32_t)offsetof(memory, ring) + slot * GRANULE_BYTES;
     const uint32_t full = granule + (uint32_t)offsetof(ring_granule, full);
+    const uint32_t empty = granule + (uint32_t)offsetof(ring_granule, empty);
     const uint32_t to = granule + warp * (GATHER_KEYS * FP8_ROW_BYTES);
     uint32_t offsets[GATHER_KEYS];
 #pragma unroll
     for (int i = 0; i < GATHER_KEYS; i++) {
         offsets[i] = __shfl_sync(0xFFFFFFFFu, offset, first_lane + i);
     }
-    if (is_key != 15) {
-        clear_rows(to, is_key);
+    const uint32_t is_key_at = granule + (uint32_t)offsetof(ring_granule, is_key) + warp;
+    const uint8_t *rows[GATHER_KEYS];
+#pragma unroll
+    for (int i = 0; i < GATHER_KEYS; i++) {
+        rows[i] = from + (uint64_t)offsets[i] * 16;
     }
     const bool is_elected = ptx_elect();
-    ptx_mbarrier_arrive(full, !is_elected);
-    if (is_elected) {
-        ptx_store_shared_1(granule + (uint32_t)offsetof(ring_granule, is_key) + warp, is_key);
-        ptx_mbarrier_arrive_expect(full, FP8_ROW_BYTES * __popc(is_key));
-        if (is_key == 15) {
+    /* each way waits for itself, as late as it can: from there on the ring waits for the warp */
+    if (is_key == 15) {
+        ptx_mbarrier_wait(empty, state.parity);
+        if (is_elected) {
 #pragma unroll
             for (int i = 0; i < GATHER_KEYS; i++) {
-                ptx_bulk_copy(to + i * FP8_ROW_BYTES, from + (uint64_t)offsets[i] * 16,
-                              FP8_ROW_BYTES, full);
+                ptx_bulk_copy(to + i * FP8_ROW_BYTES, rows[i], FP8_ROW_BYTES, full);
             }
-        } else {
+            ptx_store_shared_1(is_key_at, is_key);
+            ptx_mbarrier_arrive_expect(full, FP8_ROW_BYTES * GATHER_KEYS);
+        }
+    } else {
+        ptx_mbarrier_wait(empty, state.parity);
+        clear_rows(to, is_key);
+        if (is_elected) {
+            ptx_store_shared_1(is_key_at, is_key);
+            ptx_mbarrier_arrive_expect(full, FP8_ROW_BYTES * __popc(is_key));
 #pragma unroll
             for (int i = 0; i < GATHER_KEYS; i++) {
                 if (is_key >> i & 1) {
-                    ptx_bulk_copy(to + i * FP8_ROW_BYTES, from + (uint64_t)offsets[i] * 16,
-                                  FP8_ROW_BYTES, full);
+                    ptx_bulk_copy(to + i * FP8_ROW_BYTES, rows[i], FP8_ROW_BYTES, full);
                 }
             }
         }
     }
+    ptx_mbarrier_arrive(full, !is_elected);
     __syncwarp();
 }
 
@@ -105,7 +116,6 @@ template <typename Shape>
 static __device__ __forceinline__ void
 gather_list(const hopper_launch &launch, const cta_work &work, int list, gather_state *state)
 {
-    typedef hopper_memory<Shape> memory;
     const smla_key_list &keys = launch.base.params.lists[list];
     const column_range columns = find_columns(launch.base, work, list);
     const int lane = (int)(threadIdx.x % SMLA_WARP_LANES);
@@ -125,10 +135,6 @@ gather_list(const hopper_launch &launch, const cta_work &work, int list, gather_
         ptx_load_4(at, left > 0, NO_ROW, &index); /* of the next step */
 #pragma unroll 1
         for (int i = 0; i < STEP_GRANULES; i++) {
-            ptx_mbarrier_wait(state->base + (uint32_t)offsetof(memory, ring) +
-                                  state->slot * GRANULE_BYTES +
-                                  (uint32_t)offsetof(ring_granule, empty),
-                              state->parity);
             copy_rows<Shape>(*state, launch.lists[list].lowest, offset, i * GATHER_KEYS,
                              is_key >> i * GATHER_KEYS & 15);
             state->slot++;
@@ -140,6 +146,42 @@ gather_list(const hopper_launch &launch, const cta_work &work, int list, gather_
     }
 }
 
+/* The warp's heads of a work's query as they are in memory, to the place of the last one, which
+ * nobody multiplies any more. */
+template <typename Shape>
+static __device__ __forceinline__ void
+fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base, uint32_t parity)
+{
+    typedef hopper_memory<Shape> memory;
+    constexpr int WARP_HEADS = Shape::HEADS / GATHER_WARPS;
+    const smla_attention_params &params = launch.base.params;
+    const int first = __shfl_sync(0xFFFFFFFFu, find_gather_warp() * WARP_HEADS, 0);
+    const int num_heads = max(min(work.num_heads - first, WARP_HEADS), 0);
+    const uint32_t full = base + (uint32_t)offsetof(memory, query_full);
+    const uint32_t to = base + (uint32_t)offsetof(memory, query) + first * (SMLA_HEAD_DIM * 2);
+    const uint16_t *nope = params.q_nope + work.token * params.q_nope_stride_token +
+                           (work.first_head + first) * params.q_nope_stride_head;
+    const uint16_t *rope = params.q_pe + work.token * params.q_pe_stride_token +
+                           (work.first_head + first) * params.q_pe_stride_head;
+    ptx_mbarrier_wait(base + (uint32_t)offsetof(memory, query_free), parity);
+    if (ptx_elect()) {
+        ptx_mbarrier_arrive_expect(full, num_heads * SMLA_HEAD_DIM * 2);
+        if (launch.query_is_dense && num_heads > 0) {
+            ptx_bulk_copy(to, nope, num_heads * SMLA_HEAD_DIM * 2, full);
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < num_heads; i++) {
+                ptx_bulk_copy(to + i * (SMLA_HEAD_DIM * 2), nope, SMLA_KV_LORA_RANK * 2, full);
+                ptx_bulk_copy(to + i * (SMLA_HEAD_DIM * 2) + SMLA_KV_LORA_RANK * 2, rope,
+                              (SMLA_HEAD_DIM - SMLA_KV_LORA_RANK) * 2, full);
+                nope += params.q_nope_stride_head;
+                rope += params.q_pe_stride_head;
+            }
+        }
+    }
+    __syncwarp();
+}
+
 template <typename Shape>
 static __device__ __forceinline__ void
 gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
@@ -149,10 +191,15 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
     state.base = __shfl_sync(0xFFFFFFFFu, ptx_shared_address(shared), 0);
     state.slot = 0;
     state.parity = 1;
+    uint32_t query_parity = 1;
 #pragma unroll 1
     for (int idx = (int)blockIdx.x; idx < launch.num_works; idx += (int)gridDim.x) {
         const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
         ptx_wait_for_grids();
+        if (launch.fetches_query) {
+            fetch_query<Shape>(launch, work, state.base, query_parity);
+            query_parity ^= 1;
+        }
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.num_lists; list++) {
             gather_list<Shape>(launch, work, list, &state);

@@ -22,39 +22,66 @@ query_head(const lane_place &me, int j)
     return 8 * (4 * me.group + me.warp) + 4 * j + me.lane / PIECES;
 }
 
-template <bool ALIGNED>
+/* The lane's part of the query, past the gather warps. Heads that are not there are zeros. */
 static __device__ __forceinline__ void
-load_head(const smla_attention_params &params, const cta_work &work, int head, int piece,
-          uint32_t words[QUERY_TILES][4])
+load_query(const smla_attention_params &params, const cta_work &work, const lane_place &me,
+           query_part *part)
 {
-    const uint16_t *const nope = params.q_nope + work.token * params.q_nope_stride_token +
-                                 (work.first_head + head) * params.q_nope_stride_head + 8 * piece;
-    const uint16_t *const rope = params.q_pe + work.token * params.q_pe_stride_token +
-                                 (work.first_head + head) * params.q_pe_stride_head + 8 * piece;
+    const int piece = me.lane % PIECES;
 #pragma unroll
-    for (int tile = 0; tile < QUERY_TILES - 1; tile++) {
-        smla_load_words<16, ALIGNED>(nope + 64 * tile, words[tile]);
-    }
-    smla_load_words<16, ALIGNED>(rope, words[QUERY_TILES - 1]);
-}
-
-/* Starts to load half of the lane's part of a work's query. Heads that are not there are zeros; so
- * are all of them where the query's alignment is the other one. */
-template <bool ALIGNED>
-static __device__ __forceinline__ void
-load_query_half(const attention_launch &launch, const cta_work &work, const lane_place &me,
-                int half, query_part *part)
-{
-    const int head = query_head(me, half);
-    uint32_t (&words)[QUERY_TILES][4] = part->words[half];
-    if (head < work.num_heads && launch.q_is_aligned == ALIGNED) {
-        load_head<ALIGNED>(launch.params, work, head, me.lane % PIECES, words);
-    } else {
+    for (int j = 0; j < 2; j++) {
+        const int head = query_head(me, j);
+        const uint16_t *const nope = params.q_nope + work.token * params.q_nope_stride_token +
+                                     (work.first_head + head) * params.q_nope_stride_head;
+        const uint16_t *const rope = params.q_pe + work.token * params.q_pe_stride_token +
+                                     (work.first_head + head) * params.q_pe_stride_head;
 #pragma unroll
-        for (int i = 0; i < QUERY_TILES * 4; i++) {
-            words[i / 4][i % 4] = 0;
+        for (int tile = 0; tile < QUERY_TILES; tile++) {
+            uint32_t (&words)[4] = part->words[j][tile];
+            words[0] = words[1] = words[2] = words[3] = 0;
+            if (head < work.num_heads) {
+                const bool is_rope = tile == QUERY_TILES - 1;
+                smla_load_words<16, false>((is_rope ? rope : nope + 64 * tile) + 8 * piece, words);
+            }
         }
     }
+}
+
+/* The same of what they fetched: straight code, for all is waiting for it. */
+template <typename Shape>
+static __device__ __forceinline__ void
+read_query(const cta_work &work, const lane_place &me, const hopper_memory<Shape> *shared,
+           query_part *part)
+{
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const int head = query_head(me, j);
+        const uint32_t from = ptx_shared_address(shared->query) + head * (SMLA_HEAD_DIM * 2) +
+                              16 * (me.lane % PIECES);
+#pragma unroll
+        for (int tile = 0; tile < QUERY_TILES; tile++) {
+            ptx_load_shared_16_if(from + 128 * tile, head < work.num_heads, part->words[j][tile]);
+        }
+    }
+}
+
+template <typename Shape>
+static __device__ __forceinline__ void
+wait_for_query(hopper_memory<Shape> *shared, const consumer<Shape> &state)
+{
+    ptx_mbarrier_wait(ptx_shared_address(&shared->query_full), (state.phase & QUERY_PARITY) != 0);
+}
+
+/* In place of store_query, where a work has no keys. */
+template <typename Shape>
+static __device__ __forceinline__ void
+skip_query(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
+{
+    if (launch.fetches_query) {
+        wait_for_query(shared, state);
+    }
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody is at the last row any more */
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), true);
 }
 
 /* The largest absolute value, as the bits of a bf16, of a head: in all of its lanes. */
@@ -143,83 +170,106 @@ clear_weights(const lane_place &me, hopper_memory<Shape> *shared)
     }
 }
 
-/* Leaves the largest value of the warp's heads for the others, and NaN as the reference of heads
- * that are not finite: whatever happens, their results are NaN. Gives both heads' maxima. */
+/* Leaves the largest value of the warp's heads for the others. Gives both heads' maxima. */
 template <typename Shape>
 static __device__ __forceinline__ void
 publish_query_max(const lane_place &me, const query_part &part, hopper_memory<Shape> *shared,
                   uint32_t head_max[2])
 {
+    uint32_t top = 0;
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        const int head = query_head(me, j);
         head_max[j] = find_head_max(part.words[j]);
-        const bool is_finite = head_max[j] < 0x7F80;
-        head_max[j] = is_finite ? head_max[j] : 0;
-        if (head < Shape::HEADS && me.lane % PIECES == 0) {
-            shared->reference[head] = is_finite ? 0.0f : NAN;
-        }
+        top = max(top, head_max[j] < 0x7F80 ? head_max[j] : 0);
     }
-    const uint32_t warp_max = __reduce_max_sync(0xFFFFFFFFu, max(head_max[0], head_max[1]));
+    const uint32_t warp_max = __reduce_max_sync(0xFFFFFFFFu, top);
     if (me.lane == 0) {
         shared->query_max[4 * me.group + me.warp] = warp_max;
     }
 }
 
-/* The NoPE part to shared memory, relative to a power of two, whose exponent it gives. */
+/* The largest of what the warps left. */
+static __device__ __forceinline__ uint32_t
+max_of_warps(const uint32_t *values, int count)
+{
+    uint32_t top = 0;
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+        top = max(top, values[i]);
+    }
+    return top;
+}
+
+/* What the query is relative to: the exponent of a power of two, not clamped. */
+static __device__ __forceinline__ int
+find_query_exponent(uint32_t query_max)
+{
+    return query_max == 0 ? 0 : (int)(query_max >> 7) - 127 - QUERY_EXPONENT;
+}
+
+/* What scales and values are relative to, likewise. */
+static __device__ __forceinline__ int
+find_key_exponent(uint32_t scale_max)
+{
+    const int exponent = scale_max == 0 ? 0 : (int)scale_max - 127 - SCALE_EXPONENT;
+    return min(max(exponent, -(int)MAX_KEY_EXPONENT), (int)MAX_KEY_EXPONENT);
+}
+
+/* The NoPE part to shared memory, relative to a power of two, whose exponent it gives. NaN is the
+ * reference of heads that are not finite: whatever happens, their results are NaN. */
 template <typename Shape>
 static __device__ __forceinline__ int
 store_all_nope(const lane_place &me, const query_part &part, const uint32_t head_max[2],
                hopper_memory<Shape> *shared)
 {
-    uint32_t query_max = 0;
-#pragma unroll
-    for (int i = 0; i < (Shape::HEADS + 7) / 8; i++) {
-        query_max = max(query_max, shared->query_max[i]);
-    }
-    const int exponent = query_max == 0 ? 0 : (int)(query_max >> 7) - 127 - QUERY_EXPONENT;
-    bool is_lost = exponent > MAX_QUERY_EXPONENT || exponent < -MAX_QUERY_EXPONENT;
-    const int clamped = min(max(exponent, -(int)MAX_QUERY_EXPONENT), (int)MAX_QUERY_EXPONENT);
+    const uint32_t query_max = max_of_warps(shared->query_max, (Shape::HEADS + 7) / 8);
+    const int wanted = find_query_exponent(query_max);
+    const int exponent = min(max(wanted, -(int)MAX_QUERY_EXPONENT), (int)MAX_QUERY_EXPONENT);
+    bool is_lost = wanted != exponent;
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         const int head = query_head(me, j);
         is_lost |= head_max[j] != 0 && (head_max[j] >> 7) + MAX_HEAD_RATIO < query_max >> 7;
         if (head < Shape::HEADS) {
-            store_nope(shared, head, me.lane % PIECES, part.words[j], power_of_two(-clamped));
+            if (me.lane % PIECES == 0) {
+                shared->reference[head] = head_max[j] < 0x7F80 ? 0.0f : NAN;
+            }
+            store_nope(shared, head, me.lane % PIECES, part.words[j], power_of_two(-exponent));
         }
     }
     lose_row(shared, is_lost);
-    return clamped;
+    return exponent;
 }
 
-/* The query to shared memory, and from it and the scales of the first 128 keys the powers of two
- * of the work. After it everyone may multiply. */
+/* The query to shared memory, and from it and the scales of the first 128 keys, which come last,
+ * the powers of two of the work. After it everyone may multiply. */
 template <typename Shape>
 static __device__ __forceinline__ void
-store_query(const hopper_launch &launch, const lane_place &me, const query_part &part,
+store_query(const hopper_launch &launch, const lane_place &me, const next_work &next,
             hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
     const hopper_addresses at = find_addresses(shared, me.group);
-    const int warp = 4 * me.group + me.warp;
+    query_part part;
+    if (launch.fetches_query) {
+        wait_for_query(shared, *state);
+        read_query(next.place, me, shared, &part);
+    } else {
+        load_query(launch.base.params, next.place, me, &part);
+    }
     uint32_t head_max[2];
     publish_query_max(me, part, shared, head_max);
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody is at the last row any more */
+    begin_work(next, shared);
     if (me.group == 1) {
         clear_weights(me, shared);
     }
-    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
     const int exponent = store_all_nope(me, part, head_max, shared);
     const uint32_t warp_scale = find_scale_max(me, wait_for_rows(at, me, *state));
     if (me.lane == 0) {
-        shared->scale_max[warp] = warp_scale;
+        shared->scale_max[4 * me.group + me.warp] = warp_scale;
     }
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
-    uint32_t scale_max = 0;
-#pragma unroll
-    for (int i = 0; i < CONSUMER_WARPS; i++) {
-        scale_max = max(scale_max, shared->scale_max[i]);
-    }
-    int key_exponent = scale_max == 0 ? 0 : (int)scale_max - 127 - SCALE_EXPONENT;
-    key_exponent = min(max(key_exponent, -(int)MAX_KEY_EXPONENT), (int)MAX_KEY_EXPONENT);
+    const int key_exponent = find_key_exponent(max_of_warps(shared->scale_max, CONSUMER_WARPS));
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         if (query_head(me, j) < Shape::HEADS) {
@@ -227,12 +277,12 @@ store_query(const hopper_launch &launch, const lane_place &me, const query_part 
                        (uint32_t)(127 - exponent - key_exponent) * 0x00800080u);
         }
     }
-    const float score_scale = launch.base.scale_log2 * SCORE_CORRECTION * power_of_two(exponent) *
-                              power_of_two(key_exponent);
+    const float score_scale =
+        launch.base.wgmma_scale_log2 * power_of_two(exponent) * power_of_two(key_exponent);
     lose_row(shared, !(fabsf(score_scale) <= 0x1p100f) ||
                          (fabsf(score_scale) < 0x1p-100f && launch.base.scale_log2 != 0.0f) ||
                          (launch.base.params.num_splits > 1 && key_exponent > MAX_HALF_EXPONENT));
-    if (warp == 0 && me.lane == 0) {
+    if (ptx_forget((int)threadIdx.x) == 0) {
         shared->score_scale = score_scale;
         shared->key_unit = power_of_two(key_exponent);
         shared->window = (uint32_t)(key_exponent + 127 - WINDOW_LOW);

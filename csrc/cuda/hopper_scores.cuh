@@ -176,18 +176,19 @@ find_references(const hopper_launch &launch, const hopper_addresses &at, const l
 {
     const key_masks is_key = load_key_masks(me, at.ring + find_granule<Shape>(state->own, me.warp));
     const int thread = GROUP_THREADS * me.group + SMLA_WARP_LANES * me.warp + me.lane;
+    const float scale = shared->score_scale;
+    float tops[Shape::CHUNKS][4];
+#pragma unroll
+    for (int i = 0; i < 4 * Shape::CHUNKS; i++) {
+        const int from = 8 * (i / 4) + 4 * (i / 2 % 2) + i % 2;
+        tops[i / 4][i % 4] =
+            max_of_keys(is_key, state->scores[from] * scale, state->scores[from + 2] * scale);
+    }
+    reduce_rows<true>(tops, me.lane);
 #pragma unroll
     for (int chunk = 0; chunk < Shape::CHUNKS; chunk++) {
-        float values[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int from = 8 * chunk + 4 * (i / 2) + i % 2;
-            values[i] = max_of_keys(is_key, state->scores[from] * shared->score_scale,
-                                    state->scores[from + 2] * shared->score_scale);
-        }
-        const float top = reduce_rows<true>(values, me.lane);
         if (!(me.lane & 4)) {
-            shared->sums[4 * me.group + me.warp][16 * chunk + head_of_sum(me)] = top;
+            shared->sums[4 * me.group + me.warp][16 * chunk + head_of_sum(me)] = tops[chunk][0];
         }
     }
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);

@@ -95,11 +95,12 @@ add_values(uint64_t weights, int granule, int buffer, consumer<Shape> *state)
     wgmma_commit();
 }
 
-/* Waits for the weights of the other group's older block, and has its first values ready. */
+/* Waits for the weights of the other group's older block, and has its first values ready. The last
+ * scores of a row leave the query's place to the next one. */
 template <typename Shape>
 static __device__ __forceinline__ void
-meet_other_block(const hopper_addresses &at, const lane_place &me, bool has_other,
-                 consumer<Shape> *state)
+meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
+                 bool has_other, consumer<Shape> *state)
 {
     const value_place place = find_values(at, me);
     const int other = make_uniform(find_other<Shape>(*state, has_other));
@@ -112,6 +113,7 @@ meet_other_block(const hopper_addresses &at, const lane_place &me, bool has_othe
         ptx_pin(&state->a[0][i]);
     }
     wgmma_wait<0>(); /* the scores */
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), state->phase < 2 * ONE_STEP);
 }
 
 /* Makes the group's weights visible to wgmma of both. */
@@ -155,10 +157,10 @@ add_blocks(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_
         if (batch == BLOCK_GRANULES) {
             ptx_mbarrier_arrive(at.added + 8 * (me.group ^ 1), true);
         }
-        add_values(batch < BLOCK_GRANULES ? other_weights : own_weights, batch % BLOCK_GRANULES,
-                   batch & 1, state);
         release_granule(at, find_granule<Shape>(first, batch % BLOCK_GRANULES),
                         batch >= BLOCK_GRANULES || has_other);
+        add_values(batch < BLOCK_GRANULES ? other_weights : own_weights, batch % BLOCK_GRANULES,
+                   batch & 1, state);
         if (batch == 0) {
             /* the group's block before this one; before group 1's first one there are zeros */
             ptx_mbarrier_wait(at.added + 8 * me.group, (state->phase >> 1 ^ me.group ^ 1) & 1);
@@ -187,11 +189,78 @@ add_blocks(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_
     state->own += (STEP_GRANULES - (wraps ? Shape::GRANULES : 0)) * GRANULE_BYTES;
 }
 
-/* Group 0 has still to add the values of group 1's last block. */
+/* The sum of a head's weights, and its maximum where that is wanted. */
 template <typename Shape>
 static __device__ __forceinline__ void
-add_last_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
-               consumer<Shape> *state)
+add_up_head(const hopper_memory<Shape> *shared, int head, float *sum, float *top)
+{
+    *sum = 0.0f;
+    *top = -INFINITY;
+#pragma unroll
+    for (int warp = 0; warp < CONSUMER_WARPS; warp++) {
+#pragma unroll
+        for (int slot = 0; slot < Shape::SLOTS; slot += Shape::HEADS) {
+            *sum += shared->sums[warp][head + slot];
+            if constexpr (Shape::MAXIMA) {
+                *top = fmaxf(*top, shared->tops[warp][head + slot]);
+            }
+        }
+    }
+}
+
+/* What out of each head is multiplied with, by each group for itself; for a partial row what makes
+ * it means of values. No more than that: lse can wait (leave_heads), out can not. */
+template <typename Shape>
+static __device__ __forceinline__ void
+find_factors(const hopper_launch &launch, int group, hopper_memory<Shape> *shared)
+{
+    const smla_attention_params &params = launch.base.params;
+    const int head = ptx_forget((int)threadIdx.x) % GROUP_THREADS;
+    if (head < shared->place.num_heads) {
+        float sum, top;
+        add_up_head(shared, head, &sum, &top);
+        float factor = 0.0f;
+        if (sum != 0.0f && params.num_splits > 1) {
+            factor = __frcp_rn(sum);
+        } else if (sum != 0.0f) {
+            if (params.attn_sink != NULL) {
+                const float log2_e = 0x1.715476p+0f;
+                const float sink =
+                    params.attn_sink[(shared->place.first_head + head) * params.attn_sink_stride];
+                sum += ptx_exp2(fmaf(sink, log2_e, -shared->reference[head]));
+            }
+            factor = __frcp_rn(sum) * shared->key_unit;
+        }
+        shared->factor[group][head] = factor;
+    }
+    ptx_barrier(BARRIER_GROUP + group, GROUP_THREADS);
+}
+
+/* lse and max_logits of the heads, or the states of their partial rows: by group 0, whose results
+ * are the first to be written. */
+template <typename Shape>
+static __device__ __forceinline__ void
+leave_heads(const hopper_launch &launch, const cta_work &work, const hopper_memory<Shape> *shared)
+{
+    const int head = ptx_forget((int)threadIdx.x);
+    if (head < work.num_heads) {
+        const float reference = shared->reference[head];
+        float sum, top;
+        add_up_head(shared, head, &sum, &top);
+        top = Shape::MAXIMA ? top + reference : reference;
+        if (launch.base.params.num_splits == 1) {
+            leave_head(launch.base, work, head, reference, top, sum, true);
+        } else {
+            leave_halves(launch.base, work, head, reference, top, sum, shared->key_unit);
+        }
+    }
+}
+
+/* Group 0 has still to add the values of group 1's last block; meanwhile, its factors. */
+template <typename Shape>
+static __device__ __forceinline__ void
+add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
+               const hopper_addresses &at, const lane_place &me, consumer<Shape> *state)
 {
     const uint64_t weights = find_weights(shared, 1);
     const value_place place = find_values(at, me);
@@ -208,37 +277,11 @@ add_last_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const l
         release_granule(at, find_granule<Shape>(other, batch), true);
         add_values(weights, batch, batch & 1, state);
     }
+    find_factors(launch, 0, shared);
     wgmma_wait<0>();
 }
 
 /* ---- Consumers: results -------------------------------------------------------------------- */
-
-/* Of a head: lse and max_logits, or the state of the partial row; leaves in factor what out is
- * multiplied with. */
-template <typename Shape>
-static __device__ __forceinline__ void
-finish_head(const hopper_launch &launch, const cta_work &work, int head,
-            hopper_memory<Shape> *shared)
-{
-    const float reference = shared->reference[head];
-    float sum = 0.0f;
-    float top = -INFINITY;
-#pragma unroll
-    for (int warp = 0; warp < CONSUMER_WARPS; warp++) {
-#pragma unroll
-        for (int slot = 0; slot < Shape::SLOTS; slot += Shape::HEADS) {
-            sum += shared->sums[warp][head + slot];
-            if constexpr (Shape::MAXIMA) {
-                top = fmaxf(top, shared->tops[warp][head + slot]);
-            }
-        }
-    }
-    top = Shape::MAXIMA ? top + reference : reference;
-    shared->factor[head] =
-        launch.base.params.num_splits == 1
-            ? leave_head(launch.base, work, head, reference, top, sum, true) * shared->key_unit
-            : leave_halves(launch.base, work, head, reference, top, sum, shared->key_unit);
-}
 
 /* Where a row of `out` begins. */
 static __device__ __forceinline__ uint16_t *
@@ -261,43 +304,55 @@ round_values(const consumer<Shape> &state, int j, int i, float factor, uint32_t 
     }
 }
 
-/* Half of the heads: out, or where it is not aligned to shared memory; or their partial rows. A
- * thread has heads 2 column and 2 column + 1 of every eight. */
-template <bool IS_PARTIAL, typename Shape>
+/* Where results go. */
+enum : int { TO_OUT, TO_STAGE, TO_PARTIALS };
+
+/* out, by way of shared memory where it is not aligned, or the partial rows. A thread has heads
+ * 2 column and 2 column + 1 of every eight. */
+template <int PLACE, typename Shape>
 static __device__ __forceinline__ void
-write_half(const hopper_launch &launch, const cta_work &work, const lane_place &me, int half,
-           hopper_memory<Shape> *shared, const consumer<Shape> &state)
+write_out(const hopper_launch &launch, const cta_work &work, const lane_place &me,
+          hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
-    constexpr int EIGHTS = Shape::HEADS / 16;
+    constexpr bool IS_PARTIAL = PLACE == TO_PARTIALS;
     const smla_attention_params &params = launch.base.params;
     const int first_value = 256 * me.group + 64 * me.warp + 8 * me.row;
-    const int first_head = 8 * EIGHTS * half + 2 * me.column;
+    const int first_head = 2 * me.column;
     const int64_t stride = IS_PARTIAL ? 2 * SMLA_KV_LORA_RANK : params.out_stride_head;
     uint16_t *to = (IS_PARTIAL ? find_halves(launch.base, work, first_head)
                                : find_out(params, work, first_head)) +
                    first_value;
-    uint4 *stage =
+    uint4 *const stage =
         (uint4 *)((uint16_t *)shared->query + first_head * SMLA_KV_LORA_RANK) + first_value / 8;
+    float factors[Shape::HEADS / 8][2];
 #pragma unroll
-    for (int j = 0; j < EIGHTS; j++) {
-        const float2 factors = *(const float2 *)&shared->factor[first_head + 8 * j];
+    for (int j = 0; j < Shape::HEADS / 8; j++) {
+        uint32_t words[2];
+        ptx_load_shared_8(ptx_shared_address(&shared->factor[me.group][first_head + 8 * j]), words);
+        factors[j][0] = smla_bits_float(words[0]);
+        factors[j][1] = smla_bits_float(words[1]);
+    }
+#pragma unroll
+    for (int j = 0; j < Shape::HEADS / 8; j++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const float factor = i ? factors.y : factors.x;
+            const float factor = factors[j][i];
             uint32_t words[4];
-            round_values<Shape, IS_PARTIAL>(state, half * EIGHTS + j, i, factor, words);
-            if (!IS_PARTIAL && !launch.out_is_aligned) {
+            round_values<Shape, IS_PARTIAL>(state, j, i, factor, words);
+            if constexpr (PLACE == TO_STAGE) {
                 stage[(8 * j + i) * (SMLA_KV_LORA_RANK / 8)] =
                     make_uint4(words[0], words[1], words[2], words[3]);
-            } else if (first_head + 8 * j + i < work.num_heads && (!IS_PARTIAL || factor != 0.0f)) {
-                smla_store_vector_4(to + i * stride, words);
+            } else {
+                smla_store_vector_4_if(to + i * stride, words,
+                                       (first_head + 8 * j + i < work.num_heads) &
+                                           (!IS_PARTIAL || factor != 0.0f));
             }
         }
         to += 8 * stride;
     }
 }
 
-/* What write_half left in shared memory. */
+/* What write_out left in shared memory. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_out(const hopper_launch &launch, const cta_work &work, const hopper_memory<Shape> *shared)
@@ -311,44 +366,36 @@ copy_out(const hopper_launch &launch, const cta_work &work, const hopper_memory<
     }
 }
 
-/* The row's lse and factors, or its mark if a thread lost it: then it has no results here. */
+/* Whether some thread lost the row. All of them know before they leave their last weights. */
 template <typename Shape>
 static __device__ __forceinline__ bool
-settle_row(const hopper_launch &launch, const cta_work &work, hopper_memory<Shape> *shared)
+is_row_lost(const hopper_memory<Shape> *shared)
 {
-    const int thread = ptx_forget((int)threadIdx.x);
-    if (ptx_barrier_or(BARRIER_CONSUMERS, CONSUMER_THREADS, shared->is_lost[thread])) {
-        mark_work(shared->work, thread, shared->redo);
-        return false;
-    }
-    if (thread < work.num_heads) {
-        finish_head(launch, work, thread, shared);
-    }
-    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
-    return true;
+    const uint2 flags =
+        ((const uint2 *)shared->is_lost)[ptx_forget((int)threadIdx.x) % SMLA_WARP_LANES];
+    return __any_sync(0xFFFFFFFFu, (flags.x | flags.y) != 0);
 }
 
-/* The results of the last row, and on its way meanwhile, half by half in the registers that become
- * free, the query of the next one. */
+/* The results of a row, or its mark if a thread lost it: then it has no results here. */
 template <typename Shape>
 static __device__ __forceinline__ void
-finish_row(const hopper_launch &launch, const cta_work &next, hopper_memory<Shape> *shared,
-           const consumer<Shape> &state, query_part *part)
+finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
     const cta_work work = shared->place;
-    const bool writes = work.num_heads > 0 && settle_row(launch, work, shared);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        load_query_half<true>(launch.base, next, find_place_again(), half, part);
-        if (writes && launch.base.params.num_splits > 1) {
-            write_half<true>(launch, work, find_place_again(), half, shared, state);
-        } else if (writes) {
-            write_half<false>(launch, work, find_place_again(), half, shared, state);
-        }
+    if (is_row_lost(shared)) {
+        mark_work(shared->work, ptx_forget((int)threadIdx.x), shared->redo);
+        return;
     }
-    if (writes && launch.base.params.num_splits == 1 && !launch.out_is_aligned) {
+    if (launch.base.params.num_splits > 1) {
+        write_out<TO_PARTIALS>(launch, work, find_place_again(), shared, state);
+    } else if (launch.out_is_aligned) {
+        write_out<TO_OUT>(launch, work, find_place_again(), shared, state);
+    } else {
+        write_out<TO_STAGE>(launch, work, find_place_again(), shared, state);
         copy_out(launch, work, shared);
+        ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* the next query comes there */
     }
+    leave_heads(launch, work, shared);
 }
 
 #endif /* SMLA_CUDA_HOPPER_VALUES_CUH */

@@ -375,6 +375,20 @@ ptx_load_shared_16(uint32_t address, uint32_t words[4])
                  : "r"(address));
 }
 
+/* Zeros if not is_on. No branch. */
+static __device__ __forceinline__ void
+ptx_load_shared_16_if(uint32_t address, bool is_on, uint32_t words[4])
+{
+    words[0] = words[1] = words[2] = words[3] = 0;
+    asm volatile("{\n\t"
+                 ".reg .pred on;\n\t"
+                 "setp.ne.b32 on, %5, 0;\n\t"
+                 "@on ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n\t"
+                 "}"
+                 : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+                 : "r"(address), "r"((int)is_on));
+}
+
 static __device__ __forceinline__ void
 ptx_load_shared_8(uint32_t address, uint32_t words[2])
 {

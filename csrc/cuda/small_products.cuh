@@ -130,20 +130,20 @@ static __device__ __forceinline__ void
 store_tops(small_memory<Shape> *shared, int warp, const lane_place &me, const small_state &state,
            const float (&scores)[Shape::HEADS / 2])
 {
+    float tops[Shape::HEADS / 16][4];
+#pragma unroll
+    for (int i = 0; i < Shape::HEADS / 4; i++) {
+        const int from = 8 * (i / 4) + 4 * (i / 2 % 2) + i % 2;
+        const float first = scores[from] * state.score_factor;
+        const float second = scores[from + 2] * state.score_factor;
+        tops[i / 4][i % 4] =
+            fmaxf(state.is_key.first ? first : -INFINITY, state.is_key.second ? second : -INFINITY);
+    }
+    reduce_rows<true>(tops, me.lane);
 #pragma unroll
     for (int chunk = 0; chunk < Shape::HEADS / 16; chunk++) {
-        float values[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int from = 8 * chunk + 4 * (i / 2) + i % 2;
-            const float first = scores[from] * state.score_factor;
-            const float second = scores[from + 2] * state.score_factor;
-            values[i] = fmaxf(state.is_key.first ? first : -INFINITY,
-                              state.is_key.second ? second : -INFINITY);
-        }
-        const float top = reduce_rows<true>(values, me.lane);
         if (!(me.lane & 4)) {
-            shared->tops[warp][16 * chunk + head_of_sum(me)] = top;
+            shared->tops[warp][16 * chunk + head_of_sum(me)] = tops[chunk][0];
         }
     }
 }
@@ -173,10 +173,10 @@ static __device__ __forceinline__ void
 weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_state *state,
            const float (&scores)[Shape::HEADS / 2])
 {
+    float sums[Shape::HEADS / 16][4];
 #pragma unroll
     for (int chunk = 0; chunk < Shape::HEADS / 16; chunk++) {
         uint32_t pairs[4];
-        float sums[4];
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             const int head = 16 * chunk + 8 * j + 2 * me.column;
@@ -192,18 +192,21 @@ weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_st
             }
             pairs[2 * j] = ptx_cvt_f16x2(e[0], e[1]);
             pairs[2 * j + 1] = ptx_cvt_f16x2(e[2], e[3]);
-            sums[2 * j] = e[0] + e[2];
-            sums[2 * j + 1] = e[1] + e[3];
-        }
-        const float sum = reduce_rows<false>(sums, me.lane);
-        if (!(me.lane & 4)) {
-            shared->sums[warp][16 * chunk + head_of_sum(me)] = sum;
+            sums[chunk][2 * j] = e[0] + e[2];
+            sums[chunk][2 * j + 1] = e[1] + e[3];
         }
         const int key = GRANULE_KEYS * warp + (me.lane & 15);
         const int piece = 2 * chunk + (me.lane >> 4);
         const int flip = Shape::HEADS == 32 ? key >> 1 & 3 : key >> 2 & 1;
         ptx_stmatrix_x4(ptx_shared_address(&shared->probs[key][(piece ^ flip) * 16]), pairs[0],
                         pairs[1], pairs[2], pairs[3]);
+    }
+    reduce_rows<false>(sums, me.lane);
+#pragma unroll
+    for (int chunk = 0; chunk < Shape::HEADS / 16; chunk++) {
+        if (!(me.lane & 4)) {
+            shared->sums[warp][16 * chunk + head_of_sum(me)] = sums[chunk][0];
+        }
     }
     const uint32_t scales = round_scales(max(state->key_exponent, -(int)MAX_KEY_EXPONENT), state);
     uint16_t *const to = (uint16_t *)&shared->scales[warp][me.column * GRANULE_KEYS * 2] +
