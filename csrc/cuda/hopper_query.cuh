@@ -207,7 +207,7 @@ find_query_exponent(uint32_t query_max)
     return query_max == 0 ? 0 : (int)(query_max >> 7) - 127 - QUERY_EXPONENT;
 }
 
-/* What scales and values are relative to, likewise. */
+/* What scales and values are relative to, clamped: scales beyond that do not fit the window. */
 static __device__ __forceinline__ int
 find_key_exponent(uint32_t scale_max)
 {

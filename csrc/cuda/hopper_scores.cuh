@@ -135,7 +135,7 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
 /* ---- Consumers: weights -------------------------------------------------------------------- */
 
 /* Where a lane keeps what it knows of a head of a pair of chunks. Of 16 heads, lanes l and l ^ 4
- * keep half each (finish_head). */
+ * keep half each (add_up_head). */
 static __device__ __forceinline__ int
 slot_of_sum(const lane_place &me, int pair)
 {
