@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import reference
-from helpers import find_framework, run_python
+from helpers import find_framework, printed_by_python, run_python
 
 import sparse_mla
 from sparse_mla._bench import timing
@@ -25,9 +25,8 @@ def run_command(*arguments, **options):
 def test_the_readme_s_example_runs():
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     assert example == (ROOT / "examples/quickstart.py").read_text()
-    done = run_python(str(ROOT / "examples/quickstart.py"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "(3, 16, 512) bfloat16 (3, 16)\n"
+    printed = printed_by_python(str(ROOT / "examples/quickstart.py"))
+    assert printed == "(3, 16, 512) bfloat16 (3, 16)\n"
 
 
 SHORT = ["--requests", "3", "--context", "300", "--topk", "64", "--decode", "3"]
@@ -74,7 +73,7 @@ def test_info_names_what_there_is():
 
 
 def test_quick_bench_judges_every_table_and_takes_less_than_a_minute():
-    """22 s were measured on two cores, with PyTorch and JAX beside it."""
+    """On two cores, with PyTorch and JAX beside it: 22 s, and 37 where PyTorch has no fast bf16."""
     start = time.monotonic()
     done = run_command("bench", "--device", "cpu", "--quick", "--json")
     seconds = time.monotonic() - start

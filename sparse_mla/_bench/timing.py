@@ -70,20 +70,23 @@ def show_progress(text: str) -> None:
 
 def interleave(sides: Mapping[str, Callable[[], object]], effort: Effort) -> dict[str, float]:
     """Seconds per call of each function, all of them measured in turn, so that a noisy moment of
-    the machine meets every side."""
+    the machine meets every side. A call that takes longer than a row should is measured once."""
     counts = {}
+    samples: dict[str, list[float]] = {}
     for name, side in sides.items():
         side()
-        counts[name] = max(1, round(effort.call_seconds / max(seconds_per_call(side, 1), 1e-9)))
-    samples: dict[str, list[float]] = {name: [] for name in sides}
+        seconds = seconds_per_call(side, 1)
+        samples[name] = [seconds] if seconds > effort.row_seconds else []
+        counts[name] = max(1, round(effort.call_seconds / max(seconds, 1e-9)))
+    repeated = [name for name in sides if not samples[name]]
     start = time.perf_counter()
     for repeat in range(effort.repeats):
         if repeat >= effort.min_repeats and time.perf_counter() - start > effort.row_seconds:
             break
-        for name, side in sides.items():
+        for name in repeated:
             time.sleep(SETTLE_SECONDS)
-            side()
-            samples[name].append(seconds_per_call(side, counts[name]))
+            sides[name]()
+            samples[name].append(seconds_per_call(sides[name], counts[name]))
     return {name: effort.pick(values) for name, values in samples.items()}
 
 
