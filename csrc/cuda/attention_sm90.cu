@@ -112,7 +112,7 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     state->phase ^= BLOCK_PARITY;
 }
 
-/* Rows in turn. Where one ends, the groups meet in the next one's store_query and nowhere else. */
+/* Rows in turn. Where one ends, and out is not staged, the groups meet as the next one begins. */
 template <typename Shape>
 static __device__ __forceinline__ void
 consume(const hopper_launch &launch, hopper_memory<Shape> *shared)

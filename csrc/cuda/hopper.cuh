@@ -357,14 +357,14 @@ reduce_half(const float values[4], int lane)
     return merge_pair<IS_MAX>(odd ? half_1 : half_0, __shfl_xor_sync(0xFFFFFFFFu, give, 8));
 }
 
-/* Over all of them, several chunks at once, whose shuffles need not wait for each other: a lane's
- * head ends in the first value of its chunk, and lanes l and l ^ 4 have the same. */
+/* Over all of them, to `to` by heads, several chunks at once, whose shuffles need not wait for each
+ * other. */
 template <bool IS_MAX, int CHUNKS>
 static __device__ __forceinline__ void
-reduce_rows(float (&values)[CHUNKS][4], int lane)
+leave_rows(float (&values)[CHUNKS][4], const lane_place &me, float *to)
 {
-    const bool upper = lane & 16;
-    const bool odd = lane & 8;
+    const bool upper = me.lane & 16;
+    const bool odd = me.lane & 8;
     float others[CHUNKS][2];
 #pragma unroll
     for (int i = 0; i < 2 * CHUNKS; i++) {
@@ -391,6 +391,46 @@ reduce_rows(float (&values)[CHUNKS][4], int lane)
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
         values[chunk][0] = merge_pair<IS_MAX>(values[chunk][0], others[chunk][0]);
     }
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        if (!(me.lane & 4)) {
+            to[16 * chunk + head_of_sum(me)] = values[chunk][0];
+        }
+    }
+}
+
+/* The larger of a score of rows row and row + 8, those without a key left out. */
+static __device__ __forceinline__ float
+max_of_keys(key_masks is_key, float a, float b)
+{
+    return fmaxf(is_key.first ? a : -INFINITY, is_key.second ? b : -INFINITY);
+}
+
+/* The maxima of a warp's scores times a scale. */
+template <int SCORES>
+static __device__ __forceinline__ void
+leave_tops(const float (&scores)[SCORES], float scale, key_masks is_key, const lane_place &me,
+           float *to)
+{
+    float tops[SCORES / 8][4];
+#pragma unroll
+    for (int i = 0; i < SCORES / 2; i++) {
+        const int from = 8 * (i / 4) + 4 * (i / 2 % 2) + i % 2;
+        tops[i / 4][i % 4] = max_of_keys(is_key, scores[from] * scale, scores[from + 2] * scale);
+    }
+    leave_rows<true>(tops, me, to);
+}
+
+/* ---- The query's power of two -------------------------------------------------------------- */
+
+/* Its exponent, from the bits of the largest value as a bf16; is_lost where none fits. */
+static __device__ __forceinline__ int
+find_query_exponent(uint32_t query_max, bool *is_lost)
+{
+    const int exponent = query_max == 0 ? 0 : (int)(query_max >> 7) - 127 - QUERY_EXPONENT;
+    const int clamped = min(max(exponent, -(int)MAX_QUERY_EXPONENT), (int)MAX_QUERY_EXPONENT);
+    *is_lost = exponent != clamped;
+    return clamped;
 }
 
 /* ---- Consumers: the end of a work ---------------------------------------------------------- */

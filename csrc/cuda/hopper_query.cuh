@@ -200,13 +200,6 @@ max_of_warps(const uint32_t *values, int count)
     return top;
 }
 
-/* What the query is relative to: the exponent of a power of two, not clamped. */
-static __device__ __forceinline__ int
-find_query_exponent(uint32_t query_max)
-{
-    return query_max == 0 ? 0 : (int)(query_max >> 7) - 127 - QUERY_EXPONENT;
-}
-
 /* What scales and values are relative to, clamped: scales beyond that do not fit the window. */
 static __device__ __forceinline__ int
 find_key_exponent(uint32_t scale_max)
@@ -223,9 +216,8 @@ store_all_nope(const lane_place &me, const query_part &part, const uint32_t head
                hopper_memory<Shape> *shared)
 {
     const uint32_t query_max = max_of_warps(shared->query_max, (Shape::HEADS + 7) / 8);
-    const int wanted = find_query_exponent(query_max);
-    const int exponent = min(max(wanted, -(int)MAX_QUERY_EXPONENT), (int)MAX_QUERY_EXPONENT);
-    bool is_lost = wanted != exponent;
+    bool is_lost;
+    const int exponent = find_query_exponent(query_max, &is_lost);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         const int head = query_head(me, j);

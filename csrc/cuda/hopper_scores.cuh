@@ -161,13 +161,6 @@ fold_heads(float half, const lane_place &me, int chunk, float *even, float *slot
     }
 }
 
-/* The larger of a score of rows row and row + 8, those without a key left out. */
-static __device__ __forceinline__ float
-max_of_keys(key_masks is_key, float a, float b)
-{
-    return fmaxf(is_key.first ? a : -INFINITY, is_key.second ? b : -INFINITY);
-}
-
 /* reference[head] from the scores of the first 128 keys. */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -176,21 +169,8 @@ find_references(const hopper_launch &launch, const hopper_addresses &at, const l
 {
     const key_masks is_key = load_key_masks(me, at.ring + find_granule<Shape>(state->own, me.warp));
     const int thread = GROUP_THREADS * me.group + SMLA_WARP_LANES * me.warp + me.lane;
-    const float scale = shared->score_scale;
-    float tops[Shape::CHUNKS][4];
-#pragma unroll
-    for (int i = 0; i < 4 * Shape::CHUNKS; i++) {
-        const int from = 8 * (i / 4) + 4 * (i / 2 % 2) + i % 2;
-        tops[i / 4][i % 4] =
-            max_of_keys(is_key, state->scores[from] * scale, state->scores[from + 2] * scale);
-    }
-    reduce_rows<true>(tops, me.lane);
-#pragma unroll
-    for (int chunk = 0; chunk < Shape::CHUNKS; chunk++) {
-        if (!(me.lane & 4)) {
-            shared->sums[4 * me.group + me.warp][16 * chunk + head_of_sum(me)] = tops[chunk][0];
-        }
-    }
+    leave_tops(state->scores, shared->score_scale, is_key, me,
+               shared->sums[4 * me.group + me.warp]);
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
     if (thread < Shape::HEADS) {
         float top = shared->sums[0][thread];

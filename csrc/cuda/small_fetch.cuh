@@ -266,10 +266,10 @@ find_query_exponent(const small_memory<Shape> *shared, int lane, small_state *st
     state->is_bad = head_max >= 0x7F80;
     head_max = state->is_bad ? 0 : head_max;
     const uint32_t query_max = __reduce_max_sync(0xFFFFFFFFu, head_max);
-    const int exponent = query_max == 0 ? 0 : (int)(query_max >> 7) - 127 - QUERY_EXPONENT;
-    state->query_exponent = min(max(exponent, -(int)MAX_QUERY_EXPONENT), (int)MAX_QUERY_EXPONENT);
-    state->is_lost = exponent != state->query_exponent ||
-                     (head_max != 0 && (head_max >> 7) + MAX_HEAD_RATIO < query_max >> 7);
+    bool is_lost;
+    state->query_exponent = find_query_exponent(query_max, &is_lost);
+    state->is_lost =
+        is_lost || (head_max != 0 && (head_max >> 7) + MAX_HEAD_RATIO < query_max >> 7);
 }
 
 /* A lane's part, times the query's power of two. */

@@ -130,22 +130,7 @@ static __device__ __forceinline__ void
 store_tops(small_memory<Shape> *shared, int warp, const lane_place &me, const small_state &state,
            const float (&scores)[Shape::HEADS / 2])
 {
-    float tops[Shape::HEADS / 16][4];
-#pragma unroll
-    for (int i = 0; i < Shape::HEADS / 4; i++) {
-        const int from = 8 * (i / 4) + 4 * (i / 2 % 2) + i % 2;
-        const float first = scores[from] * state.score_factor;
-        const float second = scores[from + 2] * state.score_factor;
-        tops[i / 4][i % 4] =
-            fmaxf(state.is_key.first ? first : -INFINITY, state.is_key.second ? second : -INFINITY);
-    }
-    reduce_rows<true>(tops, me.lane);
-#pragma unroll
-    for (int chunk = 0; chunk < Shape::HEADS / 16; chunk++) {
-        if (!(me.lane & 4)) {
-            shared->tops[warp][16 * chunk + head_of_sum(me)] = tops[chunk][0];
-        }
-    }
+    leave_tops(scores, state.score_factor, state.is_key, me, shared->tops[warp]);
 }
 
 /* From the maxima of all warps the reference of head `lane`, and the power of two of all keys. */
@@ -201,13 +186,7 @@ weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_st
         ptx_stmatrix_x4(ptx_shared_address(&shared->probs[key][(piece ^ flip) * 16]), pairs[0],
                         pairs[1], pairs[2], pairs[3]);
     }
-    reduce_rows<false>(sums, me.lane);
-#pragma unroll
-    for (int chunk = 0; chunk < Shape::HEADS / 16; chunk++) {
-        if (!(me.lane & 4)) {
-            shared->sums[warp][16 * chunk + head_of_sum(me)] = sums[chunk][0];
-        }
-    }
+    leave_rows<false>(sums, me, shared->sums[warp]);
     const uint32_t scales = round_scales(max(state->key_exponent, -(int)MAX_KEY_EXPONENT), state);
     uint16_t *const to = (uint16_t *)&shared->scales[warp][me.column * GRANULE_KEYS * 2] +
                          4 * (me.row >> 1) + (me.row & 1);
