@@ -89,6 +89,9 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     wgmma_wait<0>();
     find_references(launch, at, me, shared, state);
     clear_row(me, shared, state);
+    if (me.group == 1) { /* which has to wait for weights anyway */
+        leave_sinks(launch.base.params, me, shared);
+    }
     meet_other_block(shared, at, me, has_other, state);
 #pragma unroll 1
     for (;;) {

@@ -88,12 +88,14 @@ skip_query(const hopper_launch &launch, hopper_memory<Shape> *shared, const cons
 static __device__ __forceinline__ uint32_t
 find_head_max(const uint32_t words[QUERY_TILES][4])
 {
-    uint32_t pair = 0;
+    uint32_t tops[4] = {words[0][0], words[0][1], words[0][2], words[0][3]};
 #pragma unroll
-    for (int i = 0; i < QUERY_TILES * 4; i++) {
-        pair = __vmaxu2(pair, words[i / 4][i % 4] & 0x7FFF7FFFu);
+    for (int i = 4; i < QUERY_TILES * 4; i++) {
+        tops[i % 4] = ptx_max_abs_bf16x2(tops[i % 4], words[i / 4][i % 4]);
     }
-    uint32_t value = max(pair & 0xFFFFu, pair >> 16);
+    const uint32_t pair = ptx_max_abs_bf16x2(ptx_max_abs_bf16x2(tops[0], tops[1]),
+                                             ptx_max_abs_bf16x2(tops[2], tops[3]));
+    uint32_t value = max(pair & 0x7FFFu, pair >> 16 & 0x7FFFu);
 #pragma unroll
     for (int step = 1; step < PIECES; step *= 2) {
         value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, step));

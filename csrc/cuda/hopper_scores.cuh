@@ -79,9 +79,9 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
     uint32_t words[3][8];
     const uint64_t query =
         wgmma_descriptor(ptx_shared_address(shared->query), 1024, WGMMA_SWIZZLE_128);
-    const uint32_t scales = take_scales(shared, me, granule);
     load_nope_words(nope, 0, words[0]);
     load_nope_words(nope, 1, words[1]);
+    const uint32_t scales = take_scales(shared, me, granule);
     uint32_t scale[2];
 #pragma unroll
     for (int tile = 0; tile < QUERY_TILES - 1; tile++) {

@@ -126,6 +126,14 @@ publish_weights(const hopper_addresses &at, const lane_place &me)
     ptx_mbarrier_arrive(at.weighed + 8 * me.group, true);
 }
 
+/* In which batch of values a chunk of 16 heads gets its weights: the best of the orders that were
+ * measured (README.md). */
+static constexpr __device__ __forceinline__ int
+batch_of_chunk(int chunk)
+{
+    return chunk < 2 ? 0 : chunk;
+}
+
 /* The other group's older block and the own one, eight granules; meanwhile own scores become
  * weights. `has_other` is false in group 0's first block, where probs[1] is zero. */
 template <typename Shape>
@@ -163,20 +171,14 @@ add_blocks(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_
                    batch & 1, state);
         if (batch == 0) {
             /* the group's block before this one; before group 1's first one there are zeros */
-            ptx_mbarrier_wait(at.added + 8 * me.group, (state->phase >> 1 ^ me.group ^ 1) & 1);
             find_exponents(shared, me, is_key, state);
+            ptx_mbarrier_wait(at.added + 8 * me.group, (state->phase >> 1 ^ me.group ^ 1) & 1);
         }
-        if (batch == 1) {
-            weigh_chunk(at, me, is_key, 0, shared, state);
-        }
-        if (batch == 2 && Shape::CHUNKS > 1) {
-            weigh_chunk(at, me, is_key, 1, shared, state);
-        }
-        if (batch == 2 && Shape::CHUNKS > 2) {
-            weigh_chunk(at, me, is_key, 2, shared, state);
-        }
-        if (batch == 3 && Shape::CHUNKS > 3) {
-            weigh_chunk(at, me, is_key, 3, shared, state);
+#pragma unroll
+        for (int chunk = 0; chunk < Shape::CHUNKS; chunk++) {
+            if (batch == batch_of_chunk(chunk)) {
+                weigh_chunk(at, me, is_key, chunk, shared, state);
+            }
         }
         if (batch == 3) {
             publish_weights<Shape>(at, me);
@@ -208,6 +210,20 @@ add_up_head(const hopper_memory<Shape> *shared, int head, float *sum, float *top
     }
 }
 
+/* The heads' sinks to where their factors will be, for find_factors cannot wait for memory. */
+template <typename Shape>
+static __device__ __forceinline__ void
+leave_sinks(const smla_attention_params &params, const lane_place &me, hopper_memory<Shape> *shared)
+{
+    const int head = SMLA_WARP_LANES * me.warp + me.lane;
+    if (params.attn_sink != NULL && head < shared->place.num_heads) {
+        const float sink =
+            params.attn_sink[(shared->place.first_head + head) * params.attn_sink_stride];
+        shared->factor[0][head] = sink;
+        shared->factor[1][head] = sink;
+    }
+}
+
 /* What out of each head is multiplied with, by each group for itself; for a partial row what makes
  * it means of values. No more than that: lse can wait (leave_heads), out can not. */
 template <typename Shape>
@@ -225,9 +241,8 @@ find_factors(const hopper_launch &launch, int group, hopper_memory<Shape> *share
         } else if (sum != 0.0f) {
             if (params.attn_sink != NULL) {
                 const float log2_e = 0x1.715476p+0f;
-                const float sink =
-                    params.attn_sink[(shared->place.first_head + head) * params.attn_sink_stride];
-                sum += ptx_exp2(fmaf(sink, log2_e, -shared->reference[head]));
+                sum +=
+                    ptx_exp2(fmaf(shared->factor[group][head], log2_e, -shared->reference[head]));
             }
             factor = __frcp_rn(sum) * shared->key_unit;
         }

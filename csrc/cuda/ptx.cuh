@@ -76,6 +76,15 @@ ptx_fma_bf16x2(uint32_t a, uint32_t b, uint32_t c)
     return d;
 }
 
+/* The larger of the absolute values, or NaN, of two bf16; the sign is anything's. */
+static __device__ __forceinline__ uint32_t
+ptx_max_abs_bf16x2(uint32_t a, uint32_t b)
+{
+    uint32_t d;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
 /* 2^x to two units in the last place; results below 2^-126 are 0; 2^-inf = 0. */
 static __device__ __forceinline__ float
 ptx_exp2(float x)
