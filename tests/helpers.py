@@ -187,6 +187,10 @@ def printed_by_python(*arguments, **environment) -> str:
     return run.stdout
 
 
+# In front of a script for another Python: finds the modules of these tests.
+BESIDE_TESTS = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+
+
 # --- buffers -------------------------------------------------------------------------------------
 
 

@@ -3,9 +3,6 @@
 import ctypes
 import doctest
 import inspect
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import cases
@@ -13,7 +10,15 @@ import device
 import numpy as np
 import pytest
 import reference as ref
-from helpers import assert_same_bits, assert_within_bounds, find_framework, run_examples
+from helpers import (
+    BESIDE_TESTS,
+    assert_same_bits,
+    assert_within_bounds,
+    find_framework,
+    printed_by_python,
+    run_examples,
+    run_python,
+)
 from test_leaks import resident
 
 import sparse_mla
@@ -318,11 +323,7 @@ for run, shards in ((sharded, 2), (attend, 1)):
 def test_heads_over_two_devices(place):
     """With shard_map a call per device, on its heads; else XLA gathers what is sharded."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    folders = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, **flags, "PYTHONPATH": folders}
-    command = [sys.executable, "-c", SHARDED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    printed_by_python("-c", BESIDE_TESTS + SHARDED, **flags)
 
 
 # --- threads -------------------------------------------------------------------------------------
@@ -572,5 +573,5 @@ def test_the_page_s_example_runs(smla):
 
 def test_import_without_jax():
     code = "import sys; sys.modules['jax'] = None; import sparse_mla.integrations.jax"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python("-c", code)
     assert "ImportError: sparse_mla.integrations.jax needs JAX" in done.stderr

@@ -1,17 +1,15 @@
 """Many threads, one result; the GIL is released while the core works."""
 
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import cases
 import engine
 import numpy as np
 import pytest
-from helpers import assert_same_bits
+from helpers import BESIDE_TESTS, assert_same_bits, printed_by_python
 
 import sparse_mla
 
@@ -163,6 +161,4 @@ call(sparse_mla)
 
 def test_a_child_works_after_its_parent_has():
     """A child has none of the threads that its parent's calls have made."""
-    script = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})" + FORK
-    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    printed_by_python("-c", BESIDE_TESTS + FORK)

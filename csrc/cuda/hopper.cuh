@@ -85,7 +85,7 @@ template <typename Shape> struct hopper_memory {
     alignas(16) float sums[CONSUMER_WARPS][Shape::SLOTS]; /* slot_of_sum; first maxima */
     alignas(16) float tops[Shape::MAXIMA ? CONSUMER_WARPS : 1][Shape::SLOTS];
     alignas(16) float reference[Shape::HEADS];
-    alignas(16) float factor[2][Shape::HEADS]; /* each group's own */
+    alignas(16) float factor[2][Shape::HEADS]; /* each group's own; until they are known, sinks */
     int32_t work;                              /* its number in the grid */
     cta_work place;                            /* what it is: kept here, for divisions are slow */
     float score_scale;                         /* of scores, in the log2 domain */

@@ -170,8 +170,8 @@ add_blocks(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_
         add_values(batch < BLOCK_GRANULES ? other_weights : own_weights, batch % BLOCK_GRANULES,
                    batch & 1, state);
         if (batch == 0) {
-            /* the group's block before this one; before group 1's first one there are zeros */
             find_exponents(shared, me, is_key, state);
+            /* the group's block before this one; before group 1's first one there are zeros */
             ptx_mbarrier_wait(at.added + 8 * me.group, (state->phase >> 1 ^ me.group ^ 1) & 1);
         }
 #pragma unroll
@@ -224,8 +224,9 @@ leave_sinks(const smla_attention_params &params, const lane_place &me, hopper_me
     }
 }
 
-/* What out of each head is multiplied with, by each group for itself; for a partial row what makes
- * it means of values. No more than that: lse can wait (leave_heads), out can not. */
+/* What out of each head is multiplied with, by each group for itself, in place of its sink; for a
+ * partial row what makes it means of values. No more than that: lse can wait (leave_heads), out can
+ * not. */
 template <typename Shape>
 static __device__ __forceinline__ void
 find_factors(const hopper_launch &launch, int group, hopper_memory<Shape> *shared)
