@@ -171,6 +171,8 @@ typedef struct smla_key_list {
 typedef struct smla_attention_params {
     int64_t num_tokens;
     int64_t num_heads;
+    int num_splits;         /* 1...64 */
+    int num_lists;          /* 1 or 2 */
     const uint16_t *q_nope; /* [T, H, 512] bf16 */
     int64_t q_nope_stride_token;
     int64_t q_nope_stride_head;
@@ -178,7 +180,6 @@ typedef struct smla_attention_params {
     int64_t q_pe_stride_token;
     int64_t q_pe_stride_head;
     smla_key_list lists[2]; /* main, extra */
-    int num_lists;          /* 1 or 2 */
     const float *attn_sink; /* [H] or NULL */
     int64_t attn_sink_stride;
     float softmax_scale;
@@ -192,7 +193,6 @@ typedef struct smla_attention_params {
     int64_t max_logits_stride_token;
     int64_t max_logits_stride_head;
     bool empty_lse_is_plus_inf; /* a row without keys gets +inf, not -inf */
-    int num_splits;             /* 1...64 */
     bool is_planned;            /* num_splits is the backend's own choice for this batch */
     void *workspace;
     int64_t workspace_bytes;

@@ -609,7 +609,9 @@ make_launch(const smla_attention_params *params)
         launch.partials = smla_partials_of(params);
     }
     for (int i = 0; i < params->num_lists; i++) {
-        launch.lists[i] = list_facts_of(&params->lists[i], params->num_splits);
+        launch.lists[i] = list_facts_of(&params->lists[i]);
+        launch.split_columns[i] =
+            (int32_t)smla_split_columns(params->lists[i].topk, params->num_splits);
     }
     launch.num_head_tiles = (uint32_t)smla_count_parts(params->num_heads, HEADS);
     launch.scale_log2 = (float)(params->softmax_scale * 1.4426950408889634074);

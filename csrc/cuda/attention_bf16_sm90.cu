@@ -287,7 +287,7 @@ smla_attend_sm90_bf16_64(const smla_attention_params *params)
 {
     bool is_aligned = is_query_aligned(params);
     for (int i = 0; i < params->num_lists; i++) {
-        is_aligned = is_aligned && list_facts_of(&params->lists[i], 1).is_aligned;
+        is_aligned = is_aligned && list_facts_of(&params->lists[i]).is_aligned;
     }
     if (!is_aligned) {
         return params->max_logits == NULL ? launch_bf16<false, false>(params)

@@ -12,16 +12,16 @@
  *              32 heads: 228,544 bytes of the 232,448 that an SM has
  * Roles        One CTA for a token, split and head tile; 16 warps, four warpgroups, 128 registers.
  *              Half of the warps ask for rows, 32 each, half for the query, which they store
- *              meanwhile. Then every warp scores the 16 rows of its granule as they come, and a
- *              warpgroup adds 128 of the 512 values. No pipeline: other CTAs of the device are
- *              ahead or behind. CTAs of neighbouring head tiles, which need the same rows, are a
- *              cluster of two: each asks for half of the rows, for both.
+ *              meanwhile. Then every warp scores the 16 rows of its granule as they come, those of
+ *              the first warpgroup first, and a warpgroup adds 128 of the 512 values. No pipeline:
+ *              other CTAs of the device are ahead or behind. CTAs of neighbouring head tiles, which
+ *              need the same rows, are a cluster of two: each asks for half of them, for both.
  *              mbarriers          arrivals | waited for by
  *              arrived[granule]   16 lanes that ask for its rows | the warp that scores it
  *              maxima             256 threads of the query | the same
  *              stored             256 threads of the query | all
  *              barriers           threads; what they see after it
- *              cluster            all; arrived[] of both CTAs
+ *              cluster            all; mbarriers of both CTAs
  *              3 __syncthreads    512; all rows, maxima of the scores, exponents of the scales
  *              4 and vote         512; weights, their sums, scales; whether a thread lost the row
  *              A lost row is done again by half of the threads and the code of attention_sm80.cu.
@@ -52,8 +52,8 @@ find_sum(const small_memory<Shape> *shared, int lane)
 {
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < SMALL_GRANULES && lane < Shape::HEADS; i++) {
-        sum += shared->sums[i][lane];
+    for (int i = 0; i < SMALL_GRANULES; i++) {
+        sum += shared->sums[i][lane % Shape::HEADS];
     }
     return sum;
 }
@@ -135,21 +135,22 @@ __launch_bounds__(SMALL_THREADS, 1) attend_small(const __grid_constant__ attenti
 {
     extern __shared__ __align__(1024) uint8_t memory[];
     small_memory<Shape> *const shared = (small_memory<Shape> *)memory;
+    const lane_place me = find_place();
+    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
     const cta_work work = find_work(launch, launch.num_head_tiles, (int)blockIdx.x, Shape::HEADS);
     const small_places<Shape> at = find_places<Shape>(launch, work);
     const int num_granules = count_granules(launch);
-    if (threadIdx.x < SMALL_GRANULES) {
-        ptx_mbarrier_init(ptx_shared_address(&shared->arrived[threadIdx.x]), GRANULE_KEYS);
+    if (me.lane == 0) {
+        ptx_mbarrier_init(ptx_shared_address(&shared->arrived[warp]), GRANULE_KEYS);
+        if (warp == 0) {
+            ptx_mbarrier_init(ptx_shared_address(&shared->maxima), QUERY_THREADS);
+            ptx_mbarrier_init(ptx_shared_address(&shared->stored), QUERY_THREADS);
+        }
         ptx_fence_mbarrier_init();
     }
-    if (threadIdx.x == SMALL_GRANULES) {
-        ptx_mbarrier_init(ptx_shared_address(&shared->maxima), QUERY_THREADS);
-        ptx_mbarrier_init(ptx_shared_address(&shared->stored), QUERY_THREADS);
-    }
-    ptx_cluster_barrier(); /* a partner's copies complete on them, too */
-    ptx_wait_for_grids();  /* from here on memory of others is read and written */
-    const lane_place me = find_place();
-    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    ptx_cluster_barrier();     /* a partner's copies complete on its barriers, too */
+    ptx_wait_for_grids();      /* from here on memory of others is read and written */
+    ptx_let_next_grid_start(); /* its CTAs find room as those of this grid end */
     small_state state = {};
     float scores[Shape::HEADS / 2] = {};
     fetch_row(launch, work, at, num_granules, shared, &state);
@@ -172,7 +173,6 @@ __launch_bounds__(SMALL_THREADS, 1) attend_small(const __grid_constant__ attenti
     }
     float out[2][Shape::HEADS / 2];
     add_small_values(shared, num_granules, me, out);
-    ptx_let_next_grid_start(); /* its CTAs would only be in the way before */
     write_small_row<Shape>(launch, work, me, sum == 0.0f ? 0.0f : 1.0f / sum, out);
 }
 

@@ -39,7 +39,6 @@ static_assert(WARP_KEYS * SMLA_NUM_SCALE_TILES + WARP_KEYS <= SMLA_WARP_LANES,
 typedef struct list_facts {
     smla_divisor block_size;
     int64_t num_slots;
-    int32_t split_columns; /* of a split's range */
     int32_t scale_offset;
     int32_t rope_offset;
     bool is_fp8;
@@ -50,26 +49,28 @@ typedef struct list_facts {
  * 2^-24 of it on average, and 45 at most (an H200). With this factor the errors lie around zero. */
 #define WGMMA_CORRECTION (1.0f + 0x1p-20f)
 
-/* The argument of the kernel. */
+/* The argument of the kernel. What the first instructions ask for stands in front: a launch's
+ * arguments are in no cache, and come in lines of 64 bytes, each of them 280 cycles after an
+ * instruction has needed it. */
 typedef struct attention_launch {
+    int32_t split_columns[2]; /* of a split's range, in each list */
+    uint32_t num_head_tiles;
+    bool q_is_aligned;  /* every row of both parts to 16 bytes */
+    bool out_is_paired; /* every row to 4 bytes */
     smla_attention_params params;
     smla_partial_rows partials; /* unused with one split */
     list_facts lists[2];
-    uint32_t num_head_tiles;
     float scale_log2;       /* softmax_scale * log2(e) */
     float wgmma_scale_log2; /* the same for scores from wgmma: WGMMA_CORRECTION */
-    bool q_is_aligned;      /* every row of both parts to 16 bytes */
-    bool out_is_paired;     /* every row to 4 bytes */
 } attention_launch;
 
 static list_facts
-list_facts_of(const smla_key_list *list, int num_splits)
+list_facts_of(const smla_key_list *list)
 {
     const smla_kv_view *const kv = &list->kv;
     list_facts facts = {};
     facts.block_size = smla_make_divisor(kv->block_size);
     facts.num_slots = smla_kv_num_slots(kv);
-    facts.split_columns = (int32_t)smla_split_columns(list->topk, num_splits);
     facts.scale_offset = kv->format->scale_offset;
     facts.rope_offset = kv->format->rope_offset;
     facts.is_fp8 = kv->format->nope_type == SMLA_NOPE_E4M3;
@@ -120,8 +121,8 @@ find_columns(const attention_launch &launch, const cta_work &work, int list)
         const int64_t given = keys.topk_length[work.token * keys.topk_length_stride];
         length = given < length ? given : length;
     }
-    const int64_t begin = (int64_t)work.split * launch.lists[list].split_columns;
-    const int64_t end = begin + launch.lists[list].split_columns;
+    const int64_t begin = (int64_t)work.split * launch.split_columns[list];
+    const int64_t end = begin + launch.split_columns[list];
     const int64_t last = end < length ? end : length;
     return begin < last ? column_range{(int32_t)begin, (int32_t)last} : column_range{0, 0};
 }

@@ -82,7 +82,7 @@ find_combine_cost(const smla_split_problem *problem, const smla_attention_kernel
     if (!kernel->leaves_halves) {
         return 16 + num_splits;
     }
-    const int flights = (num_splits + 15) / 16; /* of values that are asked for at once */
+    const int flights = (num_splits + 15) / 16; /* of CTAs of 128 threads, or after each other */
     return 12 + 7 * flights + num_tokens * num_splits * problem->num_heads / 512;
 }
 

@@ -15,7 +15,7 @@ enum {
     GROUP_GRANULES = SMALL_GRANULES / SMALL_GROUPS, /* that a warpgroup scores */
     QUERY_WARPS = SMALL_WARPS / 2,                  /* the others fetch rows */
     QUERY_THREADS = QUERY_WARPS * SMLA_WARP_LANES,
-    FETCH_GRANULES = SMLA_WARP_LANES / GRANULE_KEYS, /* of a warp: a row per lane */
+    FETCH_KEYS = GRANULE_KEYS * GROUP_GRANULES / (SMALL_WARPS - QUERY_WARPS), /* see find_fetch */
     ROW_VECTORS = FP8_ROW_BYTES / 16,
     SCALE_BYTES = SMLA_NUM_SCALE_TILES * GRANULE_KEYS * 2, /* of a granule, in f16 */
     TOP_SCALE_EXPONENT = 6, /* of the largest scale / E: 448 times it is below 2^16 */
@@ -23,7 +23,8 @@ enum {
     NO_EXPONENT = -1000,    /* of a granule without keys */
 };
 
-static_assert((SMALL_WARPS - QUERY_WARPS) * FETCH_GRANULES == SMALL_GRANULES, "all are fetched");
+static_assert(FETCH_KEYS * SMALL_GROUPS == SMLA_WARP_LANES, "all are fetched, a row per lane");
+static_assert(FETCH_KEYS == 8, "a byte of is_key");
 static_assert((int)SMALL_GROUPS == (int)SMLA_NUM_SCALE_TILES,
               "the values of a warpgroup have one scale");
 
@@ -46,7 +47,7 @@ template <typename Shape> struct small_memory {
     float sums[SMALL_GRANULES][Shape::HEADS];
     uint32_t query_max[SMLA_NUM_SCALE_TILES][Shape::HEADS];
     int32_t key_exponent[SMALL_GRANULES];
-    uint32_t is_key[SMALL_GRANULES]; /* a bit for each row that is there */
+    uint16_t is_key[SMALL_GRANULES]; /* a bit for each row that is there */
     uint64_t arrived[SMALL_GRANULES];
     uint64_t maxima; /* of the query's heads are there, */
     uint64_t stored; /* the query is */
@@ -79,21 +80,39 @@ typedef struct key_place {
 static __device__ __forceinline__ int
 count_granules(const attention_launch &launch)
 {
-    const int columns = launch.lists[0].split_columns +
-                        (launch.params.num_lists == 2 ? launch.lists[1].split_columns : 0);
+    const int columns =
+        launch.split_columns[0] + (launch.params.num_lists == 2 ? launch.split_columns[1] : 0);
     return columns / GRANULE_KEYS;
+}
+
+/* Which row a lane of a warp fetches. Rows come about in the order in which they are asked for, so
+ * each warp asks for some of the first warpgroup's keys, then of the second's: scores begin when a
+ * quarter of the rows is there. */
+typedef struct fetch_place {
+    int granule;
+    int key; /* of the granule */
+} fetch_place;
+
+static __device__ __forceinline__ fetch_place
+find_fetch(int warp, int lane)
+{
+    const int first = (warp - QUERY_WARPS) * FETCH_KEYS; /* of a warpgroup's keys */
+    fetch_place place;
+    place.granule = lane / FETCH_KEYS * GROUP_GRANULES + first / GRANULE_KEYS;
+    place.key = first % GRANULE_KEYS + lane % FETCH_KEYS;
+    return place;
 }
 
 static __device__ __forceinline__ key_place
 find_key(const attention_launch &launch, const cta_work &work, int warp, int lane)
 {
-    const int num_main = launch.lists[0].split_columns;
-    const int key = (warp - QUERY_WARPS) * SMLA_WARP_LANES + lane;
+    const int num_main = launch.split_columns[0];
+    const fetch_place fetch = find_fetch(warp, lane);
+    const int key = fetch.granule * GRANULE_KEYS + fetch.key;
     key_place place;
     place.list = key < num_main ? 0 : 1;
     const smla_key_list &keys = launch.params.lists[place.list];
-    place.column =
-        work.split * launch.lists[place.list].split_columns + key - place.list * num_main;
+    place.column = work.split * launch.split_columns[place.list] + key - place.list * num_main;
     place.index = keys.indices + work.token * keys.indices_stride_token + place.column;
     place.is_on = warp >= QUERY_WARPS && key < count_granules(launch) * GRANULE_KEYS &&
                   place.column < keys.topk;
@@ -123,38 +142,42 @@ count_partners(const attention_launch &launch)
     return launch.num_head_tiles % 2 == 0 ? 2 : 1;
 }
 
-/* Starts the copies of a warp's two granules, a row per lane; of partners each asks for one
- * granule, for both. Zeros where there is no row. */
+/* Starts the copies of a warp's rows, one per lane; of partners each asks for every other row, for
+ * both. Zeros where there is no row. */
 template <typename Shape>
 static __device__ __forceinline__ void
-copy_rows(const attention_launch &launch, const uint8_t *row, int warp, int lane,
+copy_rows(const attention_launch &launch, const uint8_t *row, int num_granules, int warp, int lane,
           small_memory<Shape> *shared)
 {
-    const int granule = (warp - QUERY_WARPS) * FETCH_GRANULES + lane / GRANULE_KEYS;
-    const int key = lane % GRANULE_KEYS;
-    const uint32_t rows = ptx_shared_address(shared->rows[granule]);
-    const uint32_t arrived = ptx_shared_address(&shared->arrived[granule]);
-    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, row != NULL) >> (lane - key) & 0xFFFF;
+    const fetch_place at = find_fetch(warp, lane);
+    const int first = lane % FETCH_KEYS; /* of the lanes that fetch rows of this granule */
+    const uint32_t rows =
+        ptx_shared_address(shared->rows[at.granule]) + (at.key - first) * FP8_ROW_BYTES;
+    const uint32_t arrived = ptx_shared_address(&shared->arrived[at.granule]);
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, row != NULL) >> (lane - first) & 0xFF;
+    if (at.granule >= num_granules) {
+        return;
+    }
 #pragma unroll 1
-    for (uint32_t missing = ~is_key & 0xFFFF; missing != 0; missing &= missing - 1) {
+    for (uint32_t missing = ~is_key & 0xFF; missing != 0; missing &= missing - 1) {
         const uint32_t zeros = rows + (__ffs((int)missing) - 1) * FP8_ROW_BYTES;
 #pragma unroll 1
-        for (int i = key; i < ROW_VECTORS; i += GRANULE_KEYS) {
+        for (int i = first; i < ROW_VECTORS; i += FETCH_KEYS) {
             ptx_clear_shared_16(zeros + 16 * i);
         }
     }
-    if (key == 0) {
-        shared->is_key[granule] = is_key;
+    if (first == 0) {
+        ((uint8_t *)&shared->is_key[at.granule])[at.key / FETCH_KEYS] = (uint8_t)is_key;
         ptx_mbarrier_arrive_expect(arrived, FP8_ROW_BYTES * __popc(is_key));
     }
-    ptx_mbarrier_arrive(arrived, key != 0);
+    ptx_mbarrier_arrive(arrived, first != 0);
     if (row == NULL) {
         return;
     }
     if (count_partners(launch) == 1) {
-        ptx_bulk_copy(rows + key * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived);
-    } else if (granule % 2 == (int)ptx_cluster_rank()) {
-        ptx_bulk_copy_to_all(rows + key * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived, 3);
+        ptx_bulk_copy(rows + first * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived);
+    } else if (first % 2 == (int)ptx_cluster_rank()) {
+        ptx_bulk_copy_to_all(rows + first * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived, 3);
     }
 }
 
@@ -164,7 +187,7 @@ static __device__ __forceinline__ key_masks
 wait_for_granule(const small_memory<Shape> *shared, int warp, const lane_place &me)
 {
     ptx_mbarrier_wait(ptx_shared_address(&shared->arrived[warp]), 0);
-    const uint32_t is_key = *(const volatile uint32_t *)&shared->is_key[warp];
+    const uint32_t is_key = *(const volatile uint16_t *)&shared->is_key[warp];
     return key_masks{0u - (is_key >> me.row & 1), 0u - (is_key >> (me.row + 8) & 1)};
 }
 
@@ -260,8 +283,8 @@ find_query_exponent(const small_memory<Shape> *shared, int lane, small_state *st
 {
     uint32_t head_max = 0;
 #pragma unroll
-    for (int tile = 0; tile < SMLA_NUM_SCALE_TILES && lane < Shape::HEADS; tile++) {
-        head_max = max(head_max, shared->query_max[tile][lane]);
+    for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
+        head_max = max(head_max, shared->query_max[tile][lane % Shape::HEADS]);
     }
     state->is_bad = head_max >= 0x7F80;
     head_max = state->is_bad ? 0 : head_max;
@@ -362,9 +385,7 @@ fetch_row(const attention_launch &launch, const cta_work &work, const small_plac
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
     if (warp >= QUERY_WARPS) {
         const uint8_t *const row = find_key_row(launch, work, at.key);
-        if ((warp - QUERY_WARPS) * FETCH_GRANULES < num_granules) {
-            copy_rows(launch, row, warp, me.lane, shared);
-        }
+        copy_rows(launch, row, num_granules, warp, me.lane, shared);
         ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
         find_query_exponent(shared, me.lane, state);
         return;

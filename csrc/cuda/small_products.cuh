@@ -140,8 +140,8 @@ find_small_reference(const small_memory<Shape> *shared, int lane, small_state *s
 {
     state->top = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < SMALL_GRANULES && lane < Shape::HEADS; i++) {
-        state->top = fmaxf(state->top, shared->tops[i][lane]);
+    for (int i = 0; i < SMALL_GRANULES; i++) {
+        state->top = fmaxf(state->top, shared->tops[i][lane % Shape::HEADS]);
     }
     const bool fits = fabsf(state->top) < MAX_SCORE || state->top == -INFINITY;
     state->is_lost |= !state->is_bad && !fits;
