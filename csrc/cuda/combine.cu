@@ -37,9 +37,8 @@ typedef struct combine_launch {
 } combine_launch;
 
 /* A kernel for up to SPLITS splits; split s is number s / FLIGHT of lane s % FLIGHT. */
-template <bool HALF_, int SPLITS_> struct combination {
+template <bool HALF_, int SPLITS> struct combination {
     static constexpr bool HALF = HALF_;
-    static constexpr int SPLITS = SPLITS_;
     static constexpr int FLIGHT = SPLITS < SMLA_WARP_LANES ? SPLITS : SMLA_WARP_LANES;
     static constexpr int LANE_SPLITS = SPLITS / FLIGHT;
     static constexpr int VALUES = FLIGHT_VALUES / FLIGHT; /* of a thread */
@@ -105,33 +104,16 @@ fold_states(const partial_place &place, int lane)
     return row;
 }
 
-/* A thread's values of FLIGHT splits, asked for before anything is known of them: those of a
- * split without keys are anything. */
-template <typename Shape> struct flight {
-    uint32_t words[Shape::FLIGHT][Shape::WORDS];
+/* A thread's values of a split, as vectors are read. */
+template <int WORDS> struct alignas(WORDS < 4 ? 4 * WORDS : 16) split_values {
+    uint32_t words[WORDS];
 };
 
-template <int WORDS>
-static __device__ __forceinline__ void
-load_words(const float *from, uint32_t words[WORDS])
-{
-    if constexpr (WORDS >= 4) {
-#pragma unroll
-        for (int i = 0; i < WORDS; i += 4) {
-            const uint4 four = *(const uint4 *)(from + i);
-            words[i] = four.x;
-            words[i + 1] = four.y;
-            words[i + 2] = four.z;
-            words[i + 3] = four.w;
-        }
-    } else if constexpr (WORDS == 2) {
-        const uint2 two = *(const uint2 *)from;
-        words[0] = two.x;
-        words[1] = two.y;
-    } else {
-        words[0] = *(const uint32_t *)from;
-    }
-}
+/* Those of FLIGHT splits, asked for before anything is known of them: of a split without keys they
+ * are anything. */
+template <typename Shape> struct flight {
+    split_values<Shape::WORDS> splits[Shape::FLIGHT];
+};
 
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -142,7 +124,7 @@ load_flight(const partial_place &place, int first, flight<Shape> *values)
 #pragma unroll
     for (int i = 0; i < Shape::FLIGHT; i++) {
         if (first + i < place.num_splits) {
-            load_words<Shape::WORDS>(from, values->words[i]);
+            values->splits[i] = *(const split_values<Shape::WORDS> *)from;
         }
         from += stride;
     }
@@ -169,7 +151,8 @@ fold_flight(const flight<Shape> &values, float factors, float total[Shape::VALUE
         const float factor = __shfl_sync(0xFFFFFFFFu, factors, i);
 #pragma unroll
         for (int j = 0; j < Shape::VALUES; j++) {
-            ptx_fma_unless_zero(&total[j], find_value<Shape::HALF>(values.words[i], j), factor);
+            ptx_fma_unless_zero(&total[j], find_value<Shape::HALF>(values.splits[i].words, j),
+                                factor);
         }
     }
 }

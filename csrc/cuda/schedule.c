@@ -82,8 +82,8 @@ find_combine_cost(const smla_split_problem *problem, const smla_attention_kernel
     if (!kernel->leaves_halves) {
         return 16 + num_splits;
     }
-    const int flights = (num_splits + 15) / 16; /* of CTAs of 128 threads, or after each other */
-    return 12 + 7 * flights + num_tokens * num_splits * problem->num_heads / 512;
+    const int sixteens = (num_splits + 15) / 16;
+    return 12 + 7 * sixteens + num_tokens * num_splits * problem->num_heads / 512;
 }
 
 /* Kernels that start before the grid in front of them is done do so where there is room. */

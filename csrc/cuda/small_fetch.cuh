@@ -150,11 +150,11 @@ copy_rows(const attention_launch &launch, const uint8_t *row, int num_granules, 
           small_memory<Shape> *shared)
 {
     const fetch_place at = find_fetch(warp, lane);
-    const int first = lane % FETCH_KEYS; /* of the lanes that fetch rows of this granule */
+    const int number = lane % FETCH_KEYS; /* of the warp's lanes for this granule */
     const uint32_t rows =
-        ptx_shared_address(shared->rows[at.granule]) + (at.key - first) * FP8_ROW_BYTES;
+        ptx_shared_address(shared->rows[at.granule]) + (at.key - number) * FP8_ROW_BYTES;
     const uint32_t arrived = ptx_shared_address(&shared->arrived[at.granule]);
-    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, row != NULL) >> (lane - first) & 0xFF;
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, row != NULL) >> (lane - number) & 0xFF;
     if (at.granule >= num_granules) {
         return;
     }
@@ -162,22 +162,22 @@ copy_rows(const attention_launch &launch, const uint8_t *row, int num_granules, 
     for (uint32_t missing = ~is_key & 0xFF; missing != 0; missing &= missing - 1) {
         const uint32_t zeros = rows + (__ffs((int)missing) - 1) * FP8_ROW_BYTES;
 #pragma unroll 1
-        for (int i = first; i < ROW_VECTORS; i += FETCH_KEYS) {
+        for (int i = number; i < ROW_VECTORS; i += FETCH_KEYS) {
             ptx_clear_shared_16(zeros + 16 * i);
         }
     }
-    if (first == 0) {
+    if (number == 0) {
         ((uint8_t *)&shared->is_key[at.granule])[at.key / FETCH_KEYS] = (uint8_t)is_key;
         ptx_mbarrier_arrive_expect(arrived, FP8_ROW_BYTES * __popc(is_key));
     }
-    ptx_mbarrier_arrive(arrived, first != 0);
+    ptx_mbarrier_arrive(arrived, number != 0);
     if (row == NULL) {
         return;
     }
     if (count_partners(launch) == 1) {
-        ptx_bulk_copy(rows + first * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived);
-    } else if (first % 2 == (int)ptx_cluster_rank()) {
-        ptx_bulk_copy_to_all(rows + first * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived, 3);
+        ptx_bulk_copy(rows + number * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived);
+    } else if (number % 2 == (int)ptx_cluster_rank()) {
+        ptx_bulk_copy_to_all(rows + number * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived, 3);
     }
 }
 
