@@ -474,8 +474,9 @@ finish_rows(const attention_launch &launch, const cta_work &work, int thread,
     }
     const softmax_row row = shared->rows[head];
     if (launch.params.num_splits == 1) {
+        const float sink = softmax_sink(launch.params, work.first_head + head);
         shared->factor[head] = softmax_finish(launch.params, work.token, work.first_head + head,
-                                              row.max_log2, row.sum, true);
+                                              row.max_log2, row.sum, sink, true);
         return;
     }
     *(float2 *)(launch.partials.state + 2 * partial_row(launch, work, head)) =

@@ -129,9 +129,12 @@ score_row(const attention_launch &launch, int num_granules, small_memory<Shape> 
     shared->key_exponent[warp] = has_keys ? state->key_exponent : (int)NO_EXPONENT;
 }
 
+/* The compiler knows the size of the clusters: the barrier would look for it in memory that no cache
+ * has yet. */
 template <typename Shape>
 __global__ void
-__launch_bounds__(SMALL_THREADS, 1) attend_small(const __grid_constant__ attention_launch launch)
+__cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(SMALL_THREADS, 1)
+    attend_small(const __grid_constant__ attention_launch launch)
 {
     extern __shared__ __align__(1024) uint8_t memory[];
     small_memory<Shape> *const shared = (small_memory<Shape> *)memory;
@@ -178,11 +181,11 @@ __launch_bounds__(SMALL_THREADS, 1) attend_small(const __grid_constant__ attenti
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-template <int HEADS>
+template <int HEADS, int PARTNERS>
 static cudaError_t
-launch_small(const smla_attention_params *params)
+launch_shape(const smla_attention_params *params)
 {
-    typedef small<HEADS> Shape;
+    typedef small<HEADS, PARTNERS> Shape;
     constexpr int SHARED_BYTES = (int)sizeof(small_memory<Shape>);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
     static_assert(sizeof(shared_memory<typename Shape::Portable>) <=
@@ -196,7 +199,16 @@ launch_small(const smla_attention_params *params)
     }
     const attention_launch launch = make_launch<HEADS>(params);
     return smla_launch(attend_small<Shape>, launch, count_works(launch), SMALL_THREADS,
-                       SHARED_BYTES, params->stream, count_partners(launch));
+                       SHARED_BYTES, params->stream);
+}
+
+/* The head tiles of a token and split, two and two, need the same rows. */
+template <int HEADS>
+static cudaError_t
+launch_small(const smla_attention_params *params)
+{
+    return smla_count_parts(params->num_heads, HEADS) % 2 == 0 ? launch_shape<HEADS, 2>(params)
+                                                               : launch_shape<HEADS, 1>(params);
 }
 
 cudaError_t

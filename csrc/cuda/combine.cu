@@ -28,12 +28,30 @@ enum {
     MAX_SHARE = 8,      /* CTAs of an SM: more need not be spread */
 };
 
+/* Of attention's parameters what is needed here, in lines of 64 bytes, the first of which begins 16
+ * bytes in front: a line is in no cache when a launch begins, and takes 280 cycles to come. Each of
+ * the first two has something that find_row asks for, so they are there before the grids in front
+ * are done. */
 typedef struct combine_launch {
-    smla_attention_params params;
     smla_partial_rows partials;
     int64_t num_rows;
-    smla_divisor num_heads;
+    int32_t num_splits;
     bool out_is_aligned; /* every row to 16 bytes */
+    bool empty_lse_is_plus_inf;
+    uint16_t *out;
+    float *lse;
+
+    smla_divisor num_heads;
+    int64_t out_stride_token;
+    int64_t out_stride_head;
+    int64_t lse_stride_token;
+    int64_t lse_stride_head;
+    const float *attn_sink;
+    float *max_logits;
+
+    int64_t attn_sink_stride;
+    int64_t max_logits_stride_token;
+    int64_t max_logits_stride_head;
 } combine_launch;
 
 /* A kernel for up to SPLITS splits; split s is number s / FLIGHT of lane s % FLIGHT. */
@@ -200,15 +218,15 @@ typedef struct row_place {
 static __device__ __forceinline__ row_place
 find_row(const combine_launch &launch, int64_t row_idx)
 {
-    const smla_attention_params &params = launch.params;
+    const int64_t num_heads = launch.num_heads.divisor;
     row_place place;
     place.token = smla_divide(row_idx, launch.num_heads);
-    place.head = row_idx - place.token * params.num_heads;
-    const int64_t first = place.token * params.num_splits * params.num_heads + place.head;
+    place.head = row_idx - place.token * num_heads;
+    const int64_t first = place.token * launch.num_splits * num_heads + place.head;
     place.partials.states = launch.partials.state + 2 * first;
     place.partials.values = launch.partials.out + first * SMLA_KV_LORA_RANK;
-    place.partials.stride = params.num_heads;
-    place.partials.num_splits = params.num_splits;
+    place.partials.stride = num_heads;
+    place.partials.num_splits = launch.num_splits;
     return place;
 }
 
@@ -216,14 +234,14 @@ template <typename Shape>
 static __device__ __forceinline__ void
 combine_row(const combine_launch &launch, const row_place &place)
 {
-    const smla_attention_params &params = launch.params;
     flight<Shape> values;
     float total[Shape::VALUES] = {};
+    const float sink = softmax_sink(launch, place.head);
     load_flight<Shape>(place.partials, 0, &values);
     const whole_row<Shape> row =
         fold_states<Shape>(place.partials, (int)threadIdx.x % SMLA_WARP_LANES);
-    const float factor =
-        softmax_finish(params, place.token, place.head, row.max_log2, row.sum, threadIdx.x == 0);
+    const float factor = softmax_finish(launch, place.token, place.head, row.max_log2, row.sum,
+                                        sink, threadIdx.x == 0);
 #pragma unroll
     for (int i = 0; i < Shape::LANE_SPLITS; i++) {
         if (i > 0) {
@@ -239,8 +257,8 @@ combine_row(const combine_launch &launch, const row_place &place)
     for (int i = 0; i < Shape::VALUES / 2; i++) {
         words[i] = smla_cvt_bf16x2(total[2 * i] * factor, total[2 * i + 1] * factor);
     }
-    uint16_t *const to = params.out + place.token * params.out_stride_token +
-                         place.head * params.out_stride_head + Shape::VALUES * threadIdx.x;
+    uint16_t *const to = launch.out + place.token * launch.out_stride_token +
+                         place.head * launch.out_stride_head + Shape::VALUES * threadIdx.x;
     if (launch.out_is_aligned) {
         smla_store_words<2 * Shape::VALUES, true>(to, words);
     } else {
@@ -273,46 +291,58 @@ find_shared_bytes(const smla_cuda_device *device, int64_t num_rows)
 
 template <bool HALF, int SPLITS>
 static cudaError_t
-launch_combine(const combine_launch &launch)
+launch_combine(const combine_launch &launch, smla_stream stream)
 {
     typedef combination<HALF, SPLITS> Shape;
-    const smla_attention_params &params = launch.params;
-    const smla_cuda_device *const device = smla_cuda_find_device(params.stream.device_id);
+    const smla_cuda_device *const device = smla_cuda_find_device(stream.device_id);
     const bool is_early = can_start_early(device->compute_capability);
     const int shared_bytes = is_early ? find_shared_bytes(device, launch.num_rows) : 0;
     if (shared_bytes > 0) {
         static uint64_t allowed;
         const cudaError_t code =
             allow_shared_bytes((const void *)combine<Shape>, device->max_shared_bytes / 2,
-                               params.stream.device_id, &allowed);
+                               stream.device_id, &allowed);
         if (code != cudaSuccess) {
             return code;
         }
     }
     return smla_launch(combine<Shape>, launch, launch.num_rows, Shape::THREADS, shared_bytes,
-                       params.stream);
+                       stream);
 }
 
 template <bool HALF>
 static cudaError_t
-launch_combine(const combine_launch &launch)
+launch_combine(const combine_launch &launch, smla_stream stream)
 {
-    const int num_splits = launch.params.num_splits;
-    return num_splits <= 8    ? launch_combine<HALF, 8>(launch)
-           : num_splits <= 16 ? launch_combine<HALF, 16>(launch)
-           : num_splits <= 32 ? launch_combine<HALF, 32>(launch)
-                              : launch_combine<HALF, SMLA_MAX_SPLITS>(launch);
+    const int num_splits = launch.num_splits;
+    return num_splits <= 8    ? launch_combine<HALF, 8>(launch, stream)
+           : num_splits <= 16 ? launch_combine<HALF, 16>(launch, stream)
+           : num_splits <= 32 ? launch_combine<HALF, 32>(launch, stream)
+                              : launch_combine<HALF, SMLA_MAX_SPLITS>(launch, stream);
 }
 
 cudaError_t
 smla_cuda_launch_combine(const smla_attention_params *params, bool has_halves)
 {
     combine_launch launch = {};
-    launch.params = *params;
     launch.partials = smla_partials_of(params);
     launch.num_rows = params->num_tokens * params->num_heads;
-    launch.num_heads = smla_make_divisor(params->num_heads);
+    launch.num_splits = params->num_splits;
     launch.out_is_aligned =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
-    return has_halves ? launch_combine<true>(launch) : launch_combine<false>(launch);
+    launch.empty_lse_is_plus_inf = params->empty_lse_is_plus_inf;
+    launch.out = params->out;
+    launch.lse = params->lse;
+    launch.num_heads = smla_make_divisor(params->num_heads);
+    launch.out_stride_token = params->out_stride_token;
+    launch.out_stride_head = params->out_stride_head;
+    launch.lse_stride_token = params->lse_stride_token;
+    launch.lse_stride_head = params->lse_stride_head;
+    launch.attn_sink = params->attn_sink;
+    launch.max_logits = params->max_logits;
+    launch.attn_sink_stride = params->attn_sink_stride;
+    launch.max_logits_stride_token = params->max_logits_stride_token;
+    launch.max_logits_stride_head = params->max_logits_stride_head;
+    return has_halves ? launch_combine<true>(launch, params->stream)
+                      : launch_combine<false>(launch, params->stream);
 }

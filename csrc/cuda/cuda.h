@@ -80,7 +80,6 @@ typedef struct smla_cuda_grid {
     unsigned num_blocks;
     unsigned block_threads;
     unsigned shared_bytes;
-    unsigned cluster;  /* neighbouring blocks that run at the same time and reach each other */
     bool starts_early; /* it may be started before the grid in front of it in the stream is done */
     smla_stream stream;
 } smla_cuda_grid;

@@ -448,8 +448,9 @@ leave_head(const attention_launch &launch, const cta_work &work, int head, float
     float factor = shift;
     sum *= shift;
     if (launch.params.num_splits == 1) {
-        factor *=
-            softmax_finish(launch.params, work.token, work.first_head + head, top, sum, writes);
+        const float sink = softmax_sink(launch.params, work.first_head + head);
+        factor *= softmax_finish(launch.params, work.token, work.first_head + head, top, sum, sink,
+                                 writes);
     } else if (writes) {
         *(float2 *)(launch.partials.state + 2 * partial_row(launch, work, head)) =
             make_float2(top, sum);

@@ -55,13 +55,13 @@ typedef struct list_facts {
 typedef struct attention_launch {
     int32_t split_columns[2]; /* of a split's range, in each list */
     uint32_t num_head_tiles;
-    bool q_is_aligned;  /* every row of both parts to 16 bytes */
-    bool out_is_paired; /* every row to 4 bytes */
+    bool q_is_aligned;      /* every row of both parts to 16 bytes */
+    bool out_is_paired;     /* every row to 4 bytes */
+    float scale_log2;       /* softmax_scale * log2(e) */
+    float wgmma_scale_log2; /* the same for scores from wgmma: WGMMA_CORRECTION */
     smla_attention_params params;
     smla_partial_rows partials; /* unused with one split */
     list_facts lists[2];
-    float scale_log2;       /* softmax_scale * log2(e) */
-    float wgmma_scale_log2; /* the same for scores from wgmma: WGMMA_CORRECTION */
 } attention_launch;
 
 static list_facts

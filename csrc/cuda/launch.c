@@ -9,7 +9,7 @@
  *
  * Where a graph is not the same as a launch, there is a launch: in a capture, which is to hold the
  * kernel itself; on streams with a priority, an access policy, a memory domain or SMs of their own,
- * of which graphs know nothing; for clusters; and where somebody watches single launches.
+ * of which graphs know nothing; and where somebody watches single launches.
  */
 #include <cudaTypedefs.h>
 #include <pthread.h>
@@ -54,22 +54,14 @@ static pthread_mutex_t streams_lock = PTHREAD_MUTEX_INITIALIZER;
 static cudaError_t
 launch(const smla_cuda_grid *grid)
 {
-    cudaLaunchAttribute attributes[2];
+    cudaLaunchAttribute early = {.id = cudaLaunchAttributeProgrammaticStreamSerialization,
+                                 .val.programmaticStreamSerializationAllowed = 1};
     cudaLaunchConfig_t config = {.gridDim = {grid->num_blocks, 1, 1},
                                  .blockDim = {grid->block_threads, 1, 1},
                                  .dynamicSmemBytes = grid->shared_bytes,
                                  .stream = grid->stream.handle,
-                                 .attrs = attributes};
-    if (grid->starts_early) {
-        attributes[config.numAttrs++] =
-            (cudaLaunchAttribute){.id = cudaLaunchAttributeProgrammaticStreamSerialization,
-                                  .val.programmaticStreamSerializationAllowed = 1};
-    }
-    if (grid->cluster > 1) {
-        attributes[config.numAttrs++] =
-            (cudaLaunchAttribute){.id = cudaLaunchAttributeClusterDimension,
-                                  .val.clusterDim = {grid->cluster, 1, 1}};
-    }
+                                 .attrs = &early,
+                                 .numAttrs = grid->starts_early};
     return cudaLaunchKernelExC(&config, grid->kernel, (void *[]){grid->args});
 }
 
@@ -220,7 +212,7 @@ find_graph(const smla_cuda_grid *grid)
     CUstreamCaptureStatus capture;
     unsigned long long stream_id;
     (void)pthread_once(&once, prepare_graphs);
-    if (driver.set_params == NULL || grid->cluster > 1 ||
+    if (driver.set_params == NULL ||
         driver.is_capturing(grid->stream.handle, &capture) != CUDA_SUCCESS ||
         capture != CU_STREAM_CAPTURE_STATUS_NONE ||
         driver.get_id(grid->stream.handle, &stream_id) != CUDA_SUCCESS) {

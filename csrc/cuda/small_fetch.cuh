@@ -28,8 +28,9 @@ static_assert(FETCH_KEYS == 8, "a byte of is_key");
 static_assert((int)SMALL_GROUPS == (int)SMLA_NUM_SCALE_TILES,
               "the values of a warpgroup have one scale");
 
-template <int HEADS_> struct small {
+template <int HEADS_, int PARTNERS_> struct small {
     static constexpr int HEADS = HEADS_;
+    static constexpr int PARTNERS = PARTNERS_; /* CTAs of a cluster */
     static constexpr int QUERY_PARTS = HEADS * SMLA_NUM_SCALE_TILES / (8 * QUERY_WARPS);
     static constexpr int PROB_BYTES = HEADS * 2; /* of a key */
     static constexpr int PROBS_SWIZZLE = HEADS == 32 ? WGMMA_SWIZZLE_64 : WGMMA_SWIZZLE_32;
@@ -135,19 +136,11 @@ find_key_row(const attention_launch &launch, const cta_work &work, const key_pla
                                      place.column < length ? (int32_t)index : -1));
 }
 
-/* CTAs of a cluster: the head tiles of a token and split, two and two, which need the same rows. */
-static __host__ __device__ __forceinline__ int
-count_partners(const attention_launch &launch)
-{
-    return launch.num_head_tiles % 2 == 0 ? 2 : 1;
-}
-
 /* Starts the copies of a warp's rows, one per lane; of partners each asks for every other row, for
  * both. Zeros where there is no row. */
 template <typename Shape>
 static __device__ __forceinline__ void
-copy_rows(const attention_launch &launch, const uint8_t *row, int num_granules, int warp, int lane,
-          small_memory<Shape> *shared)
+copy_rows(const uint8_t *row, int num_granules, int warp, int lane, small_memory<Shape> *shared)
 {
     const fetch_place at = find_fetch(warp, lane);
     const int number = lane % FETCH_KEYS; /* of the warp's lanes for this granule */
@@ -174,7 +167,7 @@ copy_rows(const attention_launch &launch, const uint8_t *row, int num_granules, 
     if (row == NULL) {
         return;
     }
-    if (count_partners(launch) == 1) {
+    if (Shape::PARTNERS == 1) {
         ptx_bulk_copy(rows + number * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived);
     } else if (number % 2 == (int)ptx_cluster_rank()) {
         ptx_bulk_copy_to_all(rows + number * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived, 3);
@@ -385,7 +378,7 @@ fetch_row(const attention_launch &launch, const cta_work &work, const small_plac
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
     if (warp >= QUERY_WARPS) {
         const uint8_t *const row = find_key_row(launch, work, at.key);
-        copy_rows(launch, row, num_granules, warp, me.lane, shared);
+        copy_rows(row, num_granules, warp, me.lane, shared);
         ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
         find_query_exponent(shared, me.lane, state);
         return;

@@ -10,6 +10,7 @@
 
 #include "../backend.h"
 #include "../numeric.h"
+#include "launch.cuh"
 
 /* An integer that can be subtracted from the scores: 0 where there are none. */
 static __device__ __forceinline__ float
@@ -39,11 +40,25 @@ softmax_lse(float sum, float reference)
     return fmaf(integer, ln_2_high, fmaf(integer, ln_2_low, logf(mantissa)));
 }
 
+/* The sink of a head, where there are any. What a kernel's parameters name as smla_attention_params
+ * does is all that this and softmax_finish need of them. */
+template <typename Params>
+static __device__ __forceinline__ float
+softmax_sink(const Params &params, int64_t head)
+{
+    uint32_t sink = 0;
+    if (params.attn_sink != NULL) {
+        smla_load_vector_1(params.attn_sink + head * params.attn_sink_stride, &sink);
+    }
+    return smla_bits_float(sink);
+}
+
 /* Gives the factor that turns the out of a row into the result, and writes lse and max_logits if
  * `writes`. A row without keys (or with nothing but logits of -inf) has sum 0. */
+template <typename Params>
 static __device__ __forceinline__ float
-softmax_finish(const smla_attention_params &params, int64_t token, int64_t head, float max_log2,
-               float sum, bool writes)
+softmax_finish(const Params &params, int64_t token, int64_t head, float max_log2, float sum,
+               float sink, bool writes)
 {
     const float ln_2 = 0x1.62e43p-1f;
     const float empty_lse = params.empty_lse_is_plus_inf ? INFINITY : -INFINITY;
@@ -61,7 +76,7 @@ softmax_finish(const smla_attention_params &params, int64_t token, int64_t head,
     }
     float factor = 1.0f / sum;
     if (params.attn_sink != NULL) {
-        factor /= 1.0f + expf(params.attn_sink[head * params.attn_sink_stride] - lse);
+        factor /= 1.0f + expf(sink - lse);
     }
     return factor;
 }
