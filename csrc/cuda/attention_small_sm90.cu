@@ -123,7 +123,7 @@ score_row(const attention_launch &launch, int num_granules, small_memory<Shape> 
                           (fabsf(state->score_factor) < 0x1p-100f && launch.scale_log2 != 0.0f);
         score_keys(shared, rows, me, state, scores);
     }
-    store_tops(shared, warp, me, *state, scores);
+    raise_tops(shared, me, *state, scores);
     const bool has_keys =
         __any_sync(0xFFFFFFFFu, (state->is_key.first | state->is_key.second) != 0);
     shared->key_exponent[warp] = has_keys ? state->key_exponent : (int)NO_EXPONENT;
@@ -140,9 +140,6 @@ __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(SMALL_THREADS, 1)
     small_memory<Shape> *const shared = (small_memory<Shape> *)memory;
     const lane_place me = find_place();
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
-    const cta_work work = find_work(launch, launch.num_head_tiles, (int)blockIdx.x, Shape::HEADS);
-    const small_places<Shape> at = find_places<Shape>(launch, work);
-    const int num_granules = count_granules(launch);
     if (me.lane == 0) {
         ptx_mbarrier_init(ptx_shared_address(&shared->arrived[warp]), GRANULE_KEYS);
         if (warp == 0) {
@@ -151,12 +148,14 @@ __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(SMALL_THREADS, 1)
         }
         ptx_fence_mbarrier_init();
     }
-    ptx_cluster_barrier();     /* a partner's copies complete on its barriers, too */
-    ptx_wait_for_grids();      /* from here on memory of others is read and written */
-    ptx_let_next_grid_start(); /* its CTAs find room as those of this grid end */
+    clear_tops(shared);
+    __syncwarp();
+    ptx_cluster_arrive(); /* fetch_row waits: a partner's copies complete on its barriers, too */
+    const cta_work work = find_work(launch, launch.num_head_tiles, (int)blockIdx.x, Shape::HEADS);
+    const int num_granules = count_granules(launch);
     small_state state = {};
     float scores[Shape::HEADS / 2] = {};
-    fetch_row(launch, work, at, num_granules, shared, &state);
+    fetch_row(launch, work, num_granules, shared, &state);
     score_row(launch, num_granules, shared, &state, scores);
     __syncthreads(); /* barrier 3 */
     find_small_reference(shared, me.lane, &state);

@@ -357,11 +357,11 @@ reduce_half(const float values[4], int lane)
     return merge_pair<IS_MAX>(odd ? half_1 : half_0, __shfl_xor_sync(0xFFFFFFFFu, give, 8));
 }
 
-/* Over all of them, to `to` by heads, several chunks at once, whose shuffles need not wait for each
- * other. */
-template <bool IS_MAX, int CHUNKS>
+/* Over all of them: leave(head, value) for every head, several chunks at once, whose shuffles need
+ * not wait for each other. */
+template <bool IS_MAX, int CHUNKS, typename Leave>
 static __device__ __forceinline__ void
-leave_rows(float (&values)[CHUNKS][4], const lane_place &me, float *to)
+leave_rows(float (&values)[CHUNKS][4], const lane_place &me, Leave leave)
 {
     const bool upper = me.lane & 16;
     const bool odd = me.lane & 8;
@@ -394,7 +394,7 @@ leave_rows(float (&values)[CHUNKS][4], const lane_place &me, float *to)
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
         if (!(me.lane & 4)) {
-            to[16 * chunk + head_of_sum(me)] = values[chunk][0];
+            leave(16 * chunk + head_of_sum(me), values[chunk][0]);
         }
     }
 }
@@ -406,11 +406,11 @@ max_of_keys(key_masks is_key, float a, float b)
     return fmaxf(is_key.first ? a : -INFINITY, is_key.second ? b : -INFINITY);
 }
 
-/* The maxima of a warp's scores times a scale. */
-template <int SCORES>
+/* The same of the maxima of a warp's scores times a scale. */
+template <int SCORES, typename Leave>
 static __device__ __forceinline__ void
 leave_tops(const float (&scores)[SCORES], float scale, key_masks is_key, const lane_place &me,
-           float *to)
+           Leave leave)
 {
     float tops[SCORES / 8][4];
 #pragma unroll
@@ -418,7 +418,7 @@ leave_tops(const float (&scores)[SCORES], float scale, key_masks is_key, const l
         const int from = 8 * (i / 4) + 4 * (i / 2 % 2) + i % 2;
         tops[i / 4][i % 4] = max_of_keys(is_key, scores[from] * scale, scores[from + 2] * scale);
     }
-    leave_rows<true>(tops, me, to);
+    leave_rows<true>(tops, me, leave);
 }
 
 /* ---- The query's power of two -------------------------------------------------------------- */

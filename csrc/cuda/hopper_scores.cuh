@@ -169,8 +169,9 @@ find_references(const hopper_launch &launch, const hopper_addresses &at, const l
 {
     const key_masks is_key = load_key_masks(me, at.ring + find_granule<Shape>(state->own, me.warp));
     const int thread = GROUP_THREADS * me.group + SMLA_WARP_LANES * me.warp + me.lane;
+    float *const tops = shared->sums[4 * me.group + me.warp];
     leave_tops(state->scores, shared->score_scale, is_key, me,
-               shared->sums[4 * me.group + me.warp]);
+               [=](int head, float top) { tops[head] = top; });
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
     if (thread < Shape::HEADS) {
         float top = shared->sums[0][thread];

@@ -15,6 +15,9 @@ enum {
     GROUP_GRANULES = SMALL_GRANULES / SMALL_GROUPS, /* that a warpgroup scores */
     QUERY_WARPS = SMALL_WARPS / 2,                  /* the others fetch rows */
     QUERY_THREADS = QUERY_WARPS * SMLA_WARP_LANES,
+    HEAD_LANES = 8, /* that share 128 values of a head, or its RoPE part */
+    WARP_HEADS = SMLA_WARP_LANES / HEAD_LANES,                    /* in a part of the query */
+    PART_HEADS = WARP_HEADS * QUERY_WARPS / SMLA_NUM_SCALE_TILES, /* of all warps */
     FETCH_KEYS = GRANULE_KEYS * GROUP_GRANULES / (SMALL_WARPS - QUERY_WARPS), /* see find_fetch */
     ROW_VECTORS = FP8_ROW_BYTES / 16,
     SCALE_BYTES = SMLA_NUM_SCALE_TILES * GRANULE_KEYS * 2, /* of a granule, in f16 */
@@ -31,7 +34,7 @@ static_assert((int)SMALL_GROUPS == (int)SMLA_NUM_SCALE_TILES,
 template <int HEADS_, int PARTNERS_> struct small {
     static constexpr int HEADS = HEADS_;
     static constexpr int PARTNERS = PARTNERS_; /* CTAs of a cluster */
-    static constexpr int QUERY_PARTS = HEADS * SMLA_NUM_SCALE_TILES / (8 * QUERY_WARPS);
+    static constexpr int QUERY_PARTS = HEADS / PART_HEADS;
     static constexpr int PROB_BYTES = HEADS * 2; /* of a key */
     static constexpr int PROBS_SWIZZLE = HEADS == 32 ? WGMMA_SWIZZLE_64 : WGMMA_SWIZZLE_32;
     /* what does rows again: 16 heads, for its registers */
@@ -44,7 +47,7 @@ template <typename Shape> struct small_memory {
     alignas(1024) uint8_t probs[SMALL_KEYS][Shape::PROB_BYTES];
     alignas(128) uint8_t rows[SMALL_GRANULES][GRANULE_ROW_BYTES];
     alignas(128) uint8_t scales[SMALL_GRANULES][SCALE_BYTES];
-    float tops[SMALL_GRANULES][Shape::HEADS];
+    int32_t tops[Shape::HEADS]; /* of the scores, as order_of_float */
     float sums[SMALL_GRANULES][Shape::HEADS];
     uint32_t query_max[SMLA_NUM_SCALE_TILES][Shape::HEADS];
     int32_t key_exponent[SMALL_GRANULES];
@@ -186,86 +189,127 @@ wait_for_granule(const small_memory<Shape> *shared, int warp, const lane_place &
 
 /* ---- Query --------------------------------------------------------------------------------- */
 
-/* A lane's part of the query of a head: of scale tile warp % 4 the dimensions 32 column to 32
- * column + 31, and with tile 0 of the RoPE part 16. */
-typedef struct small_query {
-    uint32_t nope[16];
-    uint32_t rope[8];
-} small_query;
+/* What a lane has of the query: of a head in each part, of number `head` of the first part and
+ * PART_HEADS further of each that follows, the dimensions 32 column + 8 piece to + 7 of a scale
+ * tile, and 16 on; of one of these heads the dimensions 16 column + 8 piece to + 7 of the RoPE part.
+ * So eight lanes ask for whole sectors: what counts is the lines of an instruction, 8 here. */
+typedef struct query_lane {
+    int tile;
+    int head;
+    int rope_head;
+    int column;
+    int piece;
+} query_lane;
 
-/* Where it is in memory. */
+static __device__ __forceinline__ query_lane
+find_query_lane(int warp, int lane)
+{
+    query_lane at;
+    at.tile = warp % SMLA_NUM_SCALE_TILES;
+    at.head = WARP_HEADS * (warp / SMLA_NUM_SCALE_TILES) + lane / HEAD_LANES;
+    at.rope_head = at.head + PART_HEADS * at.tile; /* of the part of the tile's number */
+    at.column = lane % HEAD_LANES / 2;
+    at.piece = lane % 2;
+    return at;
+}
+
+template <typename Shape> struct small_query {
+    uint32_t nope[Shape::QUERY_PARTS][2][4];
+    uint32_t rope[4];
+};
+
+/* Where it is in memory; of nope the first part. */
 typedef struct query_place {
     const uint16_t *nope;
     const uint16_t *rope;
-    bool is_on; /* there is such a head */
 } query_place;
 
-static __device__ __forceinline__ int
-head_of_part(int part, int warp, const lane_place &me)
-{
-    return 8 * (QUERY_WARPS / SMLA_NUM_SCALE_TILES * part + warp / SMLA_NUM_SCALE_TILES) + me.row;
-}
-
 static __device__ __forceinline__ query_place
-find_query(const smla_attention_params &params, const cta_work &work, int part, int warp,
-           const lane_place &me)
+find_query(const smla_attention_params &params, const cta_work &work, const query_lane &at)
 {
-    const int head = head_of_part(part, warp, me);
-    const int64_t row = work.first_head + head;
     query_place place;
     place.nope = params.q_nope + work.token * params.q_nope_stride_token +
-                 row * params.q_nope_stride_head + warp % SMLA_NUM_SCALE_TILES * SMLA_SCALE_TILE +
-                 32 * me.column;
+                 (int64_t)(work.first_head + at.head) * params.q_nope_stride_head +
+                 SMLA_SCALE_TILE * at.tile + 32 * at.column + 8 * at.piece;
     place.rope = params.q_pe + work.token * params.q_pe_stride_token +
-                 row * params.q_pe_stride_head + 16 * me.column;
-    place.is_on = head < work.num_heads;
+                 (int64_t)(work.first_head + at.rope_head) * params.q_pe_stride_head +
+                 16 * at.column + 8 * at.piece;
     return place;
 }
 
-template <bool ALIGNED>
+template <typename Shape, bool ALIGNED>
 static __device__ __forceinline__ void
-load_query(const query_place &place, int warp, small_query *part)
+load_query(const smla_attention_params &params, const query_place &place, const query_lane &at,
+           int num_heads, small_query<Shape> *query)
 {
-    if (!place.is_on) {
-        return;
-    }
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        smla_load_words<16, ALIGNED>(place.nope + 8 * i, &part->nope[4 * i]);
+    for (int part = 0; part < Shape::QUERY_PARTS; part++) {
+        const int further = PART_HEADS * part;
+        if (at.head + further < num_heads) {
+            const uint16_t *const nope = place.nope + further * params.q_nope_stride_head;
+            smla_load_words<16, ALIGNED>(nope, query->nope[part][0]);
+            smla_load_words<16, ALIGNED>(nope + 16, query->nope[part][1]);
+        }
     }
-    if (warp % SMLA_NUM_SCALE_TILES == 0) {
-        smla_load_words<16, ALIGNED>(place.rope, &part->rope[0]);
-        smla_load_words<16, ALIGNED>(place.rope + 8, &part->rope[4]);
+    if (at.rope_head < num_heads) {
+        smla_load_words<16, ALIGNED>(place.rope, query->rope);
     }
 }
 
-/* The largest absolute value, as the bits of a bf16, of the four lanes' part of a head. */
+/* The larger of the two bf16 of `pair` and those of some words, by absolute value; signs are
+ * anything, of NaN one is left. */
+template <int WORDS>
 static __device__ __forceinline__ uint32_t
-find_part_max(const small_query &part)
+max_of_words(uint32_t pair, const uint32_t (&words)[WORDS])
 {
-    uint32_t pair = 0;
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        pair = __vmaxu2(pair, part.nope[i] & 0x7FFF7FFFu);
+    for (int i = 0; i < WORDS; i++) {
+        pair = ptx_max_abs_bf16x2(pair, words[i]);
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        pair = __vmaxu2(pair, part.rope[i] & 0x7FFF7FFFu);
-    }
-    uint32_t value = max(pair & 0xFFFFu, pair >> 16);
-    value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, 1));
-    return max(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
+    return pair;
 }
 
-/* One 64-dimension tile of a head: word i of 16 dimensions goes to chunk i, of 8, and there to word
- * `column`: the order in which score_keys has bytes of rows. */
+/* The largest absolute values, as the bits of bf16, of what eight lanes have of each head to where
+ * find_query_exponent looks for them; two parts at once. */
 template <typename Shape>
 static __device__ __forceinline__ void
-store_words(small_memory<Shape> *shared, int tile, int head, int column, const uint32_t words[8])
+store_maxima(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,
+             int lane)
+{
+    const uint32_t rope = max_of_words(0, query.rope);
+#pragma unroll
+    for (int first = 0; first < Shape::QUERY_PARTS; first += 2) {
+        uint32_t both = 0;
+#pragma unroll
+        for (int part = first; part < first + 2; part++) {
+            uint32_t pair = part == at.tile ? rope : 0;
+            pair = max_of_words(max_of_words(pair, query.nope[part][0]), query.nope[part][1]);
+            pair &= 0x7FFF7FFF;
+            both = both >> 16 | max(pair & 0xFFFF, pair >> 16) << 16;
+        }
+#pragma unroll
+        for (int step = 1; step < HEAD_LANES; step *= 2) {
+            both = __vmaxu2(both, __shfl_xor_sync(0xFFFFFFFFu, both, step));
+        }
+        uint32_t *const to = &shared->query_max[at.tile][at.head + PART_HEADS * first];
+        if (lane % HEAD_LANES == 0) {
+            to[0] = both & 0xFFFF;
+            to[PART_HEADS] = both >> 16;
+        }
+    }
+}
+
+/* 8 dimensions of a head in a 64-dimension tile: word i of 16 dimensions goes to chunk i, of 8, and
+ * there to word `column`, the order in which score_keys has bytes of rows. */
+template <typename Shape>
+static __device__ __forceinline__ void
+store_words(small_memory<Shape> *shared, int tile, int head, const query_lane &at,
+            const uint32_t words[4])
 {
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        *(uint32_t *)&shared->query[tile][head][(i ^ (head & 7)) * 16 + 4 * column] = words[i];
+    for (int i = 0; i < 4; i++) {
+        const int chunk = (4 * at.piece + i) ^ (head & 7);
+        *(uint32_t *)&shared->query[tile][head][16 * chunk + 4 * at.column] = words[i];
     }
 }
 
@@ -288,111 +332,102 @@ find_query_exponent(const small_memory<Shape> *shared, int lane, small_state *st
         is_lost || (head_max != 0 && (head_max >> 7) + MAX_HEAD_RATIO < query_max >> 7);
 }
 
-/* A lane's part, times the query's power of two. */
+/* The query times its power of two to shared memory: f16, and bf16 as it came. */
 template <typename Shape>
 static __device__ __forceinline__ void
-store_part(small_memory<Shape> *shared, const small_query &part, int head, int tile, int column,
-           int exponent)
+store_values(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,
+             int exponent)
 {
-    const float factor = power_of_two(-exponent);
-    uint32_t words[8];
+    const uint32_t factor = (uint32_t)(127 - exponent) * 0x00800080u; /* bf16, twice */
+    uint32_t words[4];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
+    for (int part = 0; part < Shape::QUERY_PARTS; part++) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const uint32_t pair = part.nope[8 * half + i];
-            words[i] = ptx_cvt_f16x2(smla_low_bf16(pair) * factor, smla_high_bf16(pair) * factor);
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const uint32_t pair = ptx_mul_bf16x2(query.nope[part][half][i], factor);
+                words[i] = ptx_cvt_f16x2(smla_low_bf16(pair), smla_high_bf16(pair));
+            }
+            store_words(shared, 2 * at.tile + half, at.head + PART_HEADS * part, at, words);
         }
-        store_words(shared, 2 * tile + half, head, column, words);
     }
-    if (tile == 0) {
+    if (at.rope_head < Shape::HEADS) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            words[i] = ptx_mul_bf16x2(part.rope[i], (uint32_t)(127 - exponent) * 0x00800080u);
+        for (int i = 0; i < 4; i++) {
+            words[i] = ptx_mul_bf16x2(query.rope[i], factor);
         }
-        store_words(shared, QUERY_TILES - 1, head, column, words);
+        store_words(shared, QUERY_TILES - 1, at.rope_head, at, words);
     }
 }
 
-/* The query to shared memory. */
 template <typename Shape>
 static __device__ __forceinline__ void
-store_small_query(small_memory<Shape> *shared, const small_query (&parts)[Shape::QUERY_PARTS],
-                  int warp, const lane_place &me, small_state *state)
+store_query(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,
+            int lane, small_state *state)
 {
-    const int tile = warp % SMLA_NUM_SCALE_TILES;
-#pragma unroll
-    for (int part = 0; part < Shape::QUERY_PARTS; part++) {
-        const uint32_t part_max = find_part_max(parts[part]);
-        if (me.column == 0) {
-            shared->query_max[tile][head_of_part(part, warp, me)] = part_max;
-        }
-    }
+    store_maxima(shared, query, at, lane);
     ptx_mbarrier_arrive(ptx_shared_address(&shared->maxima), true);
     ptx_mbarrier_wait(ptx_shared_address(&shared->maxima), 0);
-    find_query_exponent(shared, me.lane, state);
-#pragma unroll
-    for (int part = 0; part < Shape::QUERY_PARTS; part++) {
-        store_part(shared, parts[part], head_of_part(part, warp, me), tile, me.column,
-                   state->query_exponent);
-    }
+    find_query_exponent(shared, lane, state);
+    store_values(shared, query, at, state->query_exponent);
     ptx_fence_async_shared();
     ptx_mbarrier_arrive(ptx_shared_address(&shared->stored), true);
 }
 
 /* ---- Both ---------------------------------------------------------------------------------- */
 
-/* All that can be known before the grids in front are done, and is: the compiler may not move
- * it. */
-template <typename Shape> struct small_places {
-    key_place key;
-    query_place query[Shape::QUERY_PARTS];
-};
-
+/* The address is known here, and not later: the compiler may move everything behind the wait but a
+ * store. Nobody reads it. */
 template <typename Shape>
-static __device__ __forceinline__ small_places<Shape>
-find_places(const attention_launch &launch, const cta_work &work)
+static __device__ __forceinline__ void
+keep_here(small_memory<Shape> *shared, uintptr_t address)
 {
-    const lane_place me = find_place();
-    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
-    small_places<Shape> at;
-    at.key = find_key(launch, work, warp, me.lane);
-    at.key.index = ptx_forget_pointer(at.key.index);
-#pragma unroll
-    for (int part = 0; part < Shape::QUERY_PARTS; part++) {
-        at.query[part] = find_query(launch.params, work, part, warp, me);
-        at.query[part].nope = ptx_forget_pointer(at.query[part].nope);
-        at.query[part].rope = ptx_forget_pointer(at.query[part].rope);
-    }
-    return at;
+    ((volatile uintptr_t *)shared->probs)[threadIdx.x] = address;
+}
+
+/* From here on memory of others is read and written. The next grid may start: its CTAs find room as
+ * those of this one end. */
+static __device__ __forceinline__ void
+wait_for_others(void)
+{
+    ptx_wait_for_grids();
+    ptx_let_next_grid_start();
 }
 
 /* Half of the warps ask for rows, which takes as long as rows take to come; the others ask for the
- * query and store it meanwhile. After it the query is there, rows are on their way. */
+ * query and store it meanwhile. After it the query is there, rows are on their way. The two ask for
+ * different parameters, too, and need not wait for each other's. */
 template <typename Shape>
 static __device__ __forceinline__ void
-fetch_row(const attention_launch &launch, const cta_work &work, const small_places<Shape> &at,
-          int num_granules, small_memory<Shape> *shared, small_state *state)
+fetch_row(const attention_launch &launch, const cta_work &work, int num_granules,
+          small_memory<Shape> *shared, small_state *state)
 {
-    const lane_place me = find_place();
+    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
     if (warp >= QUERY_WARPS) {
-        const uint8_t *const row = find_key_row(launch, work, at.key);
-        copy_rows(row, num_granules, warp, me.lane, shared);
+        const key_place at = find_key(launch, work, warp, lane);
+        keep_here(shared, (uintptr_t)at.index + at.is_on);
+        wait_for_others();
+        const uint8_t *const row = find_key_row(launch, work, at);
+        ptx_cluster_wait();
+        copy_rows(row, num_granules, warp, lane, shared);
         ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
-        find_query_exponent(shared, me.lane, state);
+        find_query_exponent(shared, lane, state);
         return;
     }
-    small_query parts[Shape::QUERY_PARTS] = {};
-#pragma unroll
-    for (int part = 0; part < Shape::QUERY_PARTS; part++) {
-        if (launch.q_is_aligned) {
-            load_query<true>(at.query[part], warp, &parts[part]);
-        } else {
-            load_query<false>(at.query[part], warp, &parts[part]);
-        }
+    const query_lane at = find_query_lane(warp, lane);
+    const query_place place = find_query(launch.params, work, at);
+    keep_here(shared, (uintptr_t)place.nope + (uintptr_t)place.rope);
+    wait_for_others();
+    small_query<Shape> query = {};
+    if (__builtin_expect(launch.q_is_aligned, true)) {
+        load_query<Shape, true>(launch.params, place, at, work.num_heads, &query);
+    } else {
+        load_query<Shape, false>(launch.params, place, at, work.num_heads, &query);
     }
-    store_small_query(shared, parts, warp, me, state);
+    ptx_cluster_wait();
+    store_query(shared, query, at, lane, state);
     ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
 }
 

@@ -124,25 +124,47 @@ score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me, sma
 
 /* ---- Weights ------------------------------------------------------------------------------- */
 
-/* The maxima of the warp's scores. */
-template <typename Shape>
-static __device__ __forceinline__ void
-store_tops(small_memory<Shape> *shared, int warp, const lane_place &me, const small_state &state,
-           const float (&scores)[Shape::HEADS / 2])
+/* Integers in the order of floats, and back. */
+static __device__ __forceinline__ int32_t
+order_of_float(float x)
 {
-    leave_tops(scores, state.score_factor, state.is_key, me, shared->tops[warp]);
+    const int32_t bits = (int32_t)smla_float_bits(x);
+    return bits ^ (bits >> 31 & 0x7FFFFFFF);
 }
 
-/* From the maxima of all warps the reference of head `lane`, and the power of two of all keys. */
+static __device__ __forceinline__ float
+float_of_order(int32_t order)
+{
+    return smla_bits_float((uint32_t)(order ^ (order >> 31 & 0x7FFFFFFF)));
+}
+
+/* Before any score. */
+template <typename Shape>
+static __device__ __forceinline__ void
+clear_tops(small_memory<Shape> *shared)
+{
+    if (threadIdx.x < Shape::HEADS) {
+        shared->tops[threadIdx.x] = order_of_float(-INFINITY);
+    }
+}
+
+/* The maxima of the warp's scores. A NaN is none: the weights will show it. */
+template <typename Shape>
+static __device__ __forceinline__ void
+raise_tops(small_memory<Shape> *shared, const lane_place &me, const small_state &state,
+           const float (&scores)[Shape::HEADS / 2])
+{
+    leave_tops(scores, state.score_factor, state.is_key, me, [=](int head, float top) {
+        atomicMax(&shared->tops[head], order_of_float(fmaxf(top, -INFINITY)));
+    });
+}
+
+/* From the maxima of all scores the reference of head `lane`, and the power of two of all keys. */
 template <typename Shape>
 static __device__ __forceinline__ void
 find_small_reference(const small_memory<Shape> *shared, int lane, small_state *state)
 {
-    state->top = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < SMALL_GRANULES; i++) {
-        state->top = fmaxf(state->top, shared->tops[i][lane % Shape::HEADS]);
-    }
+    state->top = float_of_order(shared->tops[lane % Shape::HEADS]);
     const bool fits = fabsf(state->top) < MAX_SCORE || state->top == -INFINITY;
     state->is_lost |= !state->is_bad && !fits;
     state->reference = state->is_bad ? NAN : softmax_reference(state->top) - (float)WEIGHT_EXPONENT;
@@ -186,7 +208,7 @@ weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_st
         ptx_stmatrix_x4(ptx_shared_address(&shared->probs[key][(piece ^ flip) * 16]), pairs[0],
                         pairs[1], pairs[2], pairs[3]);
     }
-    leave_rows<false>(sums, me, shared->sums[warp]);
+    leave_rows<false>(sums, me, [=](int head, float sum) { shared->sums[warp][head] = sum; });
     const uint32_t scales = round_scales(max(state->key_exponent, -(int)MAX_KEY_EXPONENT), state);
     uint16_t *const to = (uint16_t *)&shared->scales[warp][me.column * GRANULE_KEYS * 2] +
                          4 * (me.row >> 1) + (me.row & 1);
