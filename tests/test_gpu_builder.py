@@ -224,6 +224,7 @@ def test_the_plan_weighs_a_gather_against_slower_rows(num_heads, tokens, want):
         library.sparse_mla,
         num_heads=num_heads,
         path=None,
+        topk_tokens=128,
         max_num_batched_tokens=4096,
         max_model_len=4096,
         prefill_workspace_tokens=4096,
@@ -234,7 +235,7 @@ def test_the_plan_weighs_a_gather_against_slower_rows(num_heads, tokens, want):
     assert metadata.path == want
     assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
     if tokens < 100:
-        step = engine.make_step(batch, num_heads)
+        step = engine.make_step(batch, num_heads, topk=config.topk_tokens)
         layer = library.sparse_mla.SparseMLA(config)
         out, lse = layer.forward(step.q, step.fp8_cache, step.topk_indices, metadata)
         reference = step.reference(want, step.fp8_cache, sink=False)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import gpu
 import pytest
 from gpu import CALLS, assert_same_values, come_late, is_busy, moved, outcome, torch, turned
-from helpers import printed_by_python
+from helpers import BESIDE_TESTS, printed_by_python
 
 import sparse_mla
 
@@ -175,7 +175,7 @@ def run_beside_a_capture(in_thread: bool) -> None:
 
 def run_alone(body: str, **environment) -> str:
     """What `body` prints in a process of its own, where `tests` is this module."""
-    start = "import sys; sys.path.insert(0, 'tests'); import test_gpu_launch as tests\n"
+    start = BESIDE_TESTS + "import test_gpu_launch as tests\n"
     return printed_by_python("-c", start + body, **environment)
 
 

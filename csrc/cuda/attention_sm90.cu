@@ -169,9 +169,6 @@ start(hopper_memory<Shape> *shared)
         shared->work = (int)blockIdx.x - (int)gridDim.x; /* in front of the first */
         shared->key_unit = 1.0f; /* for works without keys, which find none */
     }
-    if (thread < CONSUMER_THREADS) {
-        shared->is_lost[thread] = 0;
-    }
     if (thread < MAX_WORKS / 32) {
         shared->redo[thread] = 0;
     }

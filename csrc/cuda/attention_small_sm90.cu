@@ -8,7 +8,7 @@
  *                      tile, permuted (store_words), 128-byte swizzle
  *              probs   [256][HEADS] f16    swizzled (wgmma.cuh)
  *              rows    [16][16][656 B]     granules of rows as they are in the cache
- *              scales  [16][4][16] f16, maxima and sums by granule, maxima of the query, masks
+ *              scales  [16][4][16] f16, maxima of scores and query, sums by granule, masks
  *              32 heads: 228,544 bytes of the 232,448 that an SM has
  * Roles        One CTA for a token, split and head tile; 16 warps, four warpgroups, 128 registers.
  *              Half of the warps ask for rows, 32 each, half for the query, which they store
@@ -129,8 +129,8 @@ score_row(const attention_launch &launch, int num_granules, small_memory<Shape> 
     shared->key_exponent[warp] = has_keys ? state->key_exponent : (int)NO_EXPONENT;
 }
 
-/* The compiler knows the size of the clusters: the barrier would look for it in memory that no cache
- * has yet. */
+/* The compiler knows the size of the clusters: the barrier would look for it in memory that no
+ * cache has yet. */
 template <typename Shape>
 __global__ void
 __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(SMALL_THREADS, 1)

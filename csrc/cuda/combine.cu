@@ -54,6 +54,10 @@ typedef struct combine_launch {
     int64_t max_logits_stride_head;
 } combine_launch;
 
+static_assert(offsetof(combine_launch, num_heads) == 48 &&
+                  offsetof(combine_launch, attn_sink_stride) == 112,
+              "the lines are as they seem");
+
 /* A kernel for up to SPLITS splits; split s is number s / FLIGHT of lane s % FLIGHT. */
 template <bool HALF_, int SPLITS> struct combination {
     static constexpr bool HALF = HALF_;

@@ -361,9 +361,9 @@ ptx_cluster_rank(void)
     return rank;
 }
 
-/* A barrier of all threads of the cluster in two halves, for whole warps. Of what was written before
- * the first it orders nothing but initialised mbarriers, after ptx_fence_mbarrier_init: to order all
- * takes 250 cycles more. */
+/* A barrier of all threads of the cluster in two halves, for whole warps. Of what was written
+ * before the first it orders nothing but initialised mbarriers, after ptx_fence_mbarrier_init: to
+ * order all takes 250 cycles more. */
 static __device__ __forceinline__ void
 ptx_cluster_arrive(void)
 {

@@ -83,7 +83,7 @@ find_combine_cost(const smla_split_problem *problem, const smla_attention_kernel
         return 16 + num_splits;
     }
     const int sixteens = (num_splits + 15) / 16;
-    return 12 + 7 * sixteens + num_tokens * num_splits * problem->num_heads / 512;
+    return 12 + 6 * sixteens + num_tokens * num_splits * problem->num_heads / 512;
 }
 
 /* Kernels that start before the grid in front of them is done do so where there is room. */
@@ -233,9 +233,9 @@ smla_cuda_choose_num_splits(const smla_attention_shape *shape)
                : 1;
 }
 
-/* Crossover of FP8 rows and gathered bf16 rows, of an H200 (benchmarks/RESULTS.md, CUDA run 4). */
+/* Crossover of FP8 rows and gathered bf16 rows, of an H200 (benchmarks/RESULTS.md). */
 enum {
-    DIRECT_PS_PER_KEY = 62,       /* what the FP8 kernel takes longer per key of 33 to 64 heads */
+    DIRECT_PS_PER_KEY = 45,       /* what the FP8 kernel takes longer per key of 33 to 64 heads */
     GATHER_PS_PER_ROW = 650,      /* 656 bytes in, 1152 out */
     GATHER_PS_PER_CALL = 8000000, /* its launch, and one more of attention */
 };

@@ -191,8 +191,8 @@ wait_for_granule(const small_memory<Shape> *shared, int warp, const lane_place &
 
 /* What a lane has of the query: of a head in each part, of number `head` of the first part and
  * PART_HEADS further of each that follows, the dimensions 32 column + 8 piece to + 7 of a scale
- * tile, and 16 on; of one of these heads the dimensions 16 column + 8 piece to + 7 of the RoPE part.
- * So eight lanes ask for whole sectors: what counts is the lines of an instruction, 8 here. */
+ * tile, and 16 on; of one of these heads 16 column + 8 piece to + 7 of the RoPE part. So eight
+ * lanes ask for whole sectors: what counts is the lines of an instruction, 8 here. */
 typedef struct query_lane {
     int tile;
     int head;
@@ -383,6 +383,7 @@ template <typename Shape>
 static __device__ __forceinline__ void
 keep_here(small_memory<Shape> *shared, uintptr_t address)
 {
+    static_assert(sizeof(shared->probs) >= SMALL_THREADS * sizeof address, "for every thread");
     ((volatile uintptr_t *)shared->probs)[threadIdx.x] = address;
 }
 
@@ -410,6 +411,7 @@ fetch_row(const attention_launch &launch, const cta_work &work, int num_granules
         keep_here(shared, (uintptr_t)at.index + at.is_on);
         wait_for_others();
         const uint8_t *const row = find_key_row(launch, work, at);
+        __syncwarp();
         ptx_cluster_wait();
         copy_rows(row, num_granules, warp, lane, shared);
         ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
@@ -426,6 +428,7 @@ fetch_row(const attention_launch &launch, const cta_work &work, int num_granules
     } else {
         load_query<Shape, false>(launch.params, place, at, work.num_heads, &query);
     }
+    __syncwarp();
     ptx_cluster_wait();
     store_query(shared, query, at, lane, state);
     ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
