@@ -69,6 +69,27 @@ def test_captures_hold_the_kernels():
     assert find_starts(lambda: gpu.capture(lambda: call.run(sparse_mla))) == {GRAPH, LAUNCH}
 
 
+@pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="no kernel for Hopper")
+def test_clusters_are_launched():
+    """A graph would hold the kernels behind them to clusters, and lose the last of an odd number of
+    blocks."""
+    q = torch.randn(1, 64, 576, device="cuda").bfloat16()
+    cache = torch.zeros(32, 64, 656, dtype=torch.uint8, device="cuda")
+    indices = torch.arange(2048, dtype=torch.int32, device="cuda")[None]
+
+    def attend():
+        sparse_mla.sparse_attention(q, cache, indices, softmax_scale=1.0)
+
+    assert find_starts(attend) == {LAUNCH, GRAPH}, "attention, and the kernel that combines splits"
+    calls = make_calls(30)
+    want = [outcome(call) for call in calls]
+    results = []
+    for call in calls:
+        attend()
+        results += run_all([call])
+    assert_all_same(results, want)
+
+
 def test_every_call_of_a_long_queue_has_its_own_arguments():
     calls = make_calls(240)
     want = [outcome(call) for call in calls]

@@ -198,7 +198,7 @@ launch_shape(const smla_attention_params *params)
     }
     const attention_launch launch = make_launch<HEADS>(params);
     return smla_launch(attend_small<Shape>, launch, count_works(launch), SMALL_THREADS,
-                       SHARED_BYTES, params->stream);
+                       SHARED_BYTES, params->stream, PARTNERS > 1);
 }
 
 /* The head tiles of a token and split, two and two, need the same rows. */

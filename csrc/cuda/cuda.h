@@ -80,6 +80,7 @@ typedef struct smla_cuda_grid {
     unsigned num_blocks;
     unsigned block_threads;
     unsigned shared_bytes;
+    bool has_clusters; /* of more than one block, as the kernel's type says */
     bool starts_early; /* it may be started before the grid in front of it in the stream is done */
     smla_stream stream;
 } smla_cuda_grid;

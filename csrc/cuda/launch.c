@@ -9,7 +9,8 @@
  *
  * Where a graph is not the same as a launch, there is a launch: in a capture, which is to hold the
  * kernel itself; on streams with a priority, an access policy, a memory domain or SMs of their own,
- * of which graphs know nothing; and where somebody watches single launches.
+ * of which graphs know nothing; for clusters, to which a graph would hold later kernels, too; and
+ * where somebody watches single launches.
  */
 #include <cudaTypedefs.h>
 #include <pthread.h>
@@ -212,7 +213,7 @@ find_graph(const smla_cuda_grid *grid)
     CUstreamCaptureStatus capture;
     unsigned long long stream_id;
     (void)pthread_once(&once, prepare_graphs);
-    if (driver.set_params == NULL ||
+    if (driver.set_params == NULL || grid->has_clusters ||
         driver.is_capturing(grid->stream.handle, &capture) != CUDA_SUCCESS ||
         capture != CU_STREAM_CAPTURE_STATUS_NONE ||
         driver.get_id(grid->stream.handle, &stream_id) != CUDA_SUCCESS) {

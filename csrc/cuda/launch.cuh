@@ -34,7 +34,7 @@ can_start_early(int32_t compute_capability)
 template <typename Args>
 static cudaError_t
 smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int block_threads,
-            int shared_bytes, smla_stream stream)
+            int shared_bytes, smla_stream stream, bool has_clusters = false)
 {
     if (num_blocks <= 0) {
         return cudaSuccess;
@@ -45,6 +45,7 @@ smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int bloc
     grid.num_blocks = (unsigned)(num_blocks < INT32_MAX ? num_blocks : INT32_MAX);
     grid.block_threads = (unsigned)block_threads;
     grid.shared_bytes = (unsigned)shared_bytes;
+    grid.has_clusters = has_clusters;
     grid.starts_early =
         can_start_early(smla_cuda_find_device(stream.device_id)->compute_capability);
     grid.stream = stream;
