@@ -28,8 +28,8 @@
  * Roofline     Latencies in a row: index, row, scores, values. wgmma with A in registers takes 32
  *              cycles for 64 x 16 of A, however few the heads, so 18 cycles per key for scores and
  *              16 for values; 16 to bring a row to an SM. Measured on an H200, 128 CTAs of 32 heads
- *              and 256 keys, in us: start 0.7, until the query is stored 2.2, until all keys are
- *              scored 3.7 more, weights 1.2, values 2.6, partial rows 0.6 (README.md).
+ *              and 256 keys, in us: start 0.6, until the query is stored 1.9, until weights are
+ *              there 4.6 more, values 2.7, partial rows 0.5 (README.md).
  * Numerics     as attention_sm90.cu, but the reference is the maximum of all keys of the split, so
  *              no score is too large; the largest weight is 2^WEIGHT_EXPONENT. Scores are relative
  *              to the largest scale of the warp's keys, values to that of all keys of the split.
