@@ -1,11 +1,13 @@
 """Sparse MLA attention composed of PyTorch operators: what a user writes without this library.
 
-Gather the selected rows, dequantise them to bf16, and attend: matmul, softmax, matmul, with bf16
-inputs so that PyTorch takes its fastest matrix product.
+Gather the selected rows, dequantise them, and attend: matmul, softmax, matmul, with inputs of bf16,
+or of fp32 where PyTorch multiplies those faster.
 """
 
 from __future__ import annotations
 
+import time
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -28,7 +30,8 @@ class Composition:
         num_threads: int,
     ) -> None:
         torch.set_num_threads(num_threads)
-        self.q = from_numpy(q)
+        self.dtype = find_fast_dtype(num_threads)
+        self.q = from_numpy(q).to(self.dtype)
         self.kv = from_numpy(kv)
         self.indices = from_numpy(indices)
         self.softmax_scale = softmax_scale
@@ -52,14 +55,14 @@ class Composition:
         logits = torch.matmul(q, keys.transpose(1, 2)).float().mul_(self.softmax_scale)
         logits.masked_fill_((indices < 0)[:, None], -torch.inf)
         lse = torch.logsumexp(logits, dim=-1)
-        p = logits.sub_(lse[..., None]).exp_().to(torch.bfloat16)
-        return torch.matmul(p, keys[..., :512]), lse
+        p = logits.sub_(lse[..., None]).exp_().to(self.dtype)
+        return torch.matmul(p, keys[..., :512]).to(torch.bfloat16), lse
 
     def _gather(self, indices: TorchTensor) -> TorchTensor:
-        """The selected rows [T, K, 576] bf16."""
+        """The selected rows [T, K, 576]."""
         rows = self.kv.index_select(0, indices.clamp(min=0).reshape(-1))
-        if rows.dtype != torch.bfloat16:
-            rows = dequantise(rows)
+        is_bf16 = rows.dtype == torch.bfloat16
+        rows = rows.to(self.dtype) if is_bf16 else dequantise(rows, self.dtype)
         return rows.view(*indices.shape, 576)
 
     def numpy(self) -> tuple[np.ndarray, np.ndarray]:
@@ -68,9 +71,25 @@ class Composition:
         return out.double().numpy(), lse.double().numpy()
 
 
-def dequantise(rows: TorchTensor) -> TorchTensor:
-    """[n, 656] bytes of fp8_ds_mla -> [n, 576] bf16, the product in fp32."""
-    keys = torch.empty(len(rows), 576, dtype=torch.bfloat16)
+@cache
+def find_fast_dtype(num_threads: int) -> Any:
+    """bf16 or fp32: the one whose matrix product takes less time with these threads. Without
+    instructions for bf16 PyTorch is thirty times slower with it."""
+
+    def seconds(dtype: Any) -> float:
+        a, b = torch.ones(64, 576, dtype=dtype), torch.ones(576, 2048, dtype=dtype)
+        torch.matmul(a, b)
+        start = time.perf_counter()
+        torch.matmul(a, b)
+        return time.perf_counter() - start
+
+    torch.set_num_threads(num_threads)
+    return min(torch.bfloat16, torch.float32, key=seconds)
+
+
+def dequantise(rows: TorchTensor, dtype: Any) -> TorchTensor:
+    """[n, 656] bytes of fp8_ds_mla -> [n, 576], the product in fp32."""
+    keys = torch.empty(len(rows), 576, dtype=dtype)
     values = rows[:, :512].view(torch.float8_e4m3fn).float().view(-1, 4, 128)
     values *= rows[:, 512:528].view(torch.float32)[..., None]
     keys[:, :512] = values.view(-1, 512)
