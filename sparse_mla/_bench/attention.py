@@ -55,7 +55,10 @@ def judge(results: tuple, q: np.ndarray, kv: np.ndarray, indices: np.ndarray) ->
 def measure(effort: Effort, num_threads: int) -> Table:
     has_torch = find_spec("torch") is not None
     if has_torch:
-        from sparse_mla._bench.composition import Composition
+        from sparse_mla._bench.composition import Composition, find_fast_dtype, torch
+
+        torch.set_num_threads(num_threads)
+        dtype = find_fast_dtype()
     title = f"Sparse attention, K = {TOPK}, {NUM_SLOTS} cached tokens, {num_threads} threads"
     columns = ["cache", "H", "T", "error/bound", "GFLOP/s"]
     columns += ["PyTorch: error/bound", "GFLOP/s", "ratio"] if has_torch else []
@@ -72,7 +75,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
                 sides: dict[str, Callable[[], object]] = {"ours": ours}
                 errors = {"ours": judge(ours(), q, kv, indices)}
                 if has_torch:
-                    peer = Composition(q, kv, indices, SOFTMAX_SCALE, num_threads)
+                    peer = Composition(q, kv, indices, SOFTMAX_SCALE, dtype)
                     sides["torch"] = peer.batched
                     if num_tokens > 1:
                         sides["torch by token"] = peer.by_token

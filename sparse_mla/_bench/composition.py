@@ -7,7 +7,6 @@ or of fp32 where PyTorch multiplies those faster.
 from __future__ import annotations
 
 import time
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -27,11 +26,10 @@ class Composition:
         kv: np.ndarray,
         indices: np.ndarray,
         softmax_scale: float,
-        num_threads: int,
+        dtype: Any,
     ) -> None:
-        torch.set_num_threads(num_threads)
-        self.dtype = find_fast_dtype(num_threads)
-        self.q = from_numpy(q).to(self.dtype)
+        self.dtype = dtype  # of products: find_fast_dtype
+        self.q = from_numpy(q).to(dtype)
         self.kv = from_numpy(kv)
         self.indices = from_numpy(indices)
         self.softmax_scale = softmax_scale
@@ -71,10 +69,9 @@ class Composition:
         return out.double().numpy(), lse.double().numpy()
 
 
-@cache
-def find_fast_dtype(num_threads: int) -> Any:
-    """bf16 or fp32: the one whose matrix product takes less time with these threads. Without
-    instructions for bf16 PyTorch is thirty times slower with it."""
+def find_fast_dtype() -> Any:
+    """bf16 or fp32: the one whose matrix product takes less time with PyTorch's threads. Without
+    instructions for bf16 it is thirty times slower with it."""
 
     def seconds(dtype: Any) -> float:
         a, b = torch.ones(64, 576, dtype=dtype), torch.ones(576, 2048, dtype=dtype)
@@ -83,7 +80,6 @@ def find_fast_dtype(num_threads: int) -> Any:
         torch.matmul(a, b)
         return time.perf_counter() - start
 
-    torch.set_num_threads(num_threads)
     return min(torch.bfloat16, torch.float32, key=seconds)
 
 
