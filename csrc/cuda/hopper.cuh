@@ -298,6 +298,13 @@ power_of_two(int exponent)
     return smla_bits_float((uint32_t)(exponent + 127) << 23);
 }
 
+/* Two bf16. */
+static __device__ __forceinline__ uint32_t
+two_powers_of_two(int exponent)
+{
+    return (uint32_t)(127 + exponent) * 0x00800080u;
+}
+
 /* ---- e4m3 to f16 --------------------------------------------------------------------------- */
 
 /* Four values times a scale that stands twice in its word: bytes 0, 1 and bytes 2, 3. */

@@ -31,14 +31,6 @@ ptx_forget(int x)
     return x;
 }
 
-template <typename Value>
-static __device__ __forceinline__ const Value *
-ptx_forget_pointer(const Value *pointer)
-{
-    asm volatile("" : "+l"(pointer));
-    return pointer;
-}
-
 static __device__ __forceinline__ void
 ptx_ldmatrix_x4(uint32_t address, uint32_t r[4])
 {

@@ -118,8 +118,7 @@ find_key(const attention_launch &launch, const cta_work &work, int warp, int lan
     const smla_key_list &keys = launch.params.lists[place.list];
     place.column = work.split * launch.split_columns[place.list] + key - place.list * num_main;
     place.index = keys.indices + work.token * keys.indices_stride_token + place.column;
-    place.is_on = warp >= QUERY_WARPS && key < count_granules(launch) * GRANULE_KEYS &&
-                  place.column < keys.topk;
+    place.is_on = key < count_granules(launch) * GRANULE_KEYS && place.column < keys.topk;
     return place;
 }
 
@@ -338,7 +337,7 @@ static __device__ __forceinline__ void
 store_values(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,
              int exponent)
 {
-    const uint32_t factor = (uint32_t)(127 - exponent) * 0x00800080u; /* bf16, twice */
+    const uint32_t factor = two_powers_of_two(-exponent);
     uint32_t words[4];
 #pragma unroll
     for (int part = 0; part < Shape::QUERY_PARTS; part++) {

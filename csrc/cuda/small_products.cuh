@@ -117,7 +117,7 @@ score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me, sma
         multiply_keys<Shape, false>(query, tile, a[tile % 2], scores);
     }
     wgmma_wait<1>();
-    scale_rope(row + ROPE_OFFSET, (uint32_t)(127 - state->key_exponent) * 0x00800080u, a[0]);
+    scale_rope(row + ROPE_OFFSET, two_powers_of_two(-state->key_exponent), a[0]);
     multiply_keys<Shape, true>(query, QUERY_TILES - 1, a[0], scores);
     wgmma_wait<0>();
 }
