@@ -331,6 +331,29 @@ COURSES = {
     "one key three times": lambda rng: make(
         rng, keys(rng, 0.01), indices=np.where(ORDER < 3, 9, -1)
     ),
+    # Next to no error is allowed in lse where all logits are tiny.
+    "a single key, tiny logits": lambda rng: make(
+        rng, keys(rng, 0.01), q_std=0.01, indices=np.where(ORDER == 77, 5, -1)
+    ),
+    **{
+        f"{part:g} of the keys, tiny logits": lambda rng, part=part: make(
+            rng, keys(rng, 0.01), q_std=0.01, indices=ORDER, masked=1 - part
+        )
+        for part in (0.5, 0.02)
+    },
+    # Around the largest weight in f16, relative to the first 128 keys.
+    **{
+        f"later keys 2^{power} as heavy": lambda rng, power=power: logits(
+            rng, np.where(ORDER < 128, 0, power * np.log(2)), indices=ORDER
+        )
+        for power in (9, 11, 14)
+    },
+    **{
+        f"one later key 2^{power} as heavy": lambda rng, power=power: logits(
+            rng, np.where(ORDER == 500, power * np.log(2), 0), indices=ORDER
+        )
+        for power in (12, 13, 14, 15, 16)
+    },
 }
 
 

@@ -38,13 +38,14 @@
  *              for the work: all scales must lie in E * [2^-5, 2^7), so products are normal f16.
  *              Query: a power of two per work, so its f16 are exact in heads whose largest value is
  *              within 2^13 of the tile's. Weights are f16, relative to ref, fixed by the first 128
- *              keys: its maximum, rounded up, lies at 2^-HEADROOM; keys up to 2^(15 + HEADROOM)
- *              times as heavy fit. Sums are fp32 of unrounded weights. Masked rows are zeros and
- *              have weight 0. Whatever does not fit marks the row: scales outside (NaN, negative,
- *              0), scores too large, no key among the first 128. A head whose q is not finite has
- *              results of NaN, and no influence on others. Partial rows are rounded to f16: means
- *              of values, relative to E, so by 2^-11, or where they are small by 2^-25 E; an E
- *              above 2^3, where that might be felt, marks the row.
+ *              keys: its maximum, rounded up, lies at 2^-HEADROOM (4, or 2^14 where no key comes
+ *              later), and a warp's 16 keys of a step fit up to 65,504 together. Sums are fp32 of
+ *              unrounded weights. Masked rows are zeros; their weights of 1 are taken from sums.
+ *              Whatever does not fit marks the row: scales outside (NaN, negative, 0), scores too
+ *              large, no key among the first 128. A head whose q is not finite has results of NaN,
+ *              and no influence on others. Partial rows are rounded to f16: means of values,
+ *              relative to E, so by 2^-11, or where they are small by 2^-25 E; an E above 2^3,
+ *              where that might be felt, marks the row.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       keys as A from registers, the granule ring, the order of the two warpgroups: our own
  *              studies; online softmax (FlashAttention), warp roles (CUTLASS). The fixed reference
@@ -81,21 +82,23 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     const lane_place me = find_place();
     const hopper_addresses at = find_addresses(shared, me.group);
     bool has_other = me.group == 1;
+    const weight_tiles weights = {find_weights(shared, me.group),
+                                  find_weights(shared, me.group ^ 1)};
 #pragma unroll
     for (int i = 0; i < Shape::HEADS / 2; i++) {
         state->scores[i] = 0.0f; /* else the last row's keep their registers until here */
     }
     score_block(shared, at, me, state);
     wgmma_wait<0>();
-    find_references(launch, at, me, shared, state);
+    find_references(launch, me, shared, state);
     clear_row(me, shared, state);
     if (me.group == 1) { /* which has to wait for weights anyway */
         leave_sinks(launch.base.params, me, shared);
     }
-    meet_other_block(shared, at, me, has_other, state);
+    int other = meet_other_block(shared, at, me, has_other, state);
 #pragma unroll 1
     for (;;) {
-        add_blocks(shared, at, find_place(), has_other, state);
+        add_blocks(launch, shared, at, find_place(), weights, other, has_other, state);
         state->phase -= ONE_STEP;
         if (state->phase < ONE_STEP) {
             break;
@@ -103,7 +106,7 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
         has_other = true;
         state->phase ^= BLOCK_PARITY;
         score_block(shared, at, find_place(), state);
-        meet_other_block(shared, at, find_place(), true, state);
+        other = meet_other_block(shared, at, find_place(), true, state);
     }
     *next = find_next(launch, shared);
     wgmma_wait<0>();
@@ -220,6 +223,10 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
+#define LARGEST_HALF      65504.0f
+#define SMALLEST_HEADROOM (-14.0f) /* where no key comes later */
+#define LARGEST_HEADROOM  (-2.0f)  /* sums take the 1 of a key that is none, and give it back */
+
 /* The first step's maximum lies at 2^-headroom in f16, and every other weight may be off by 2^-25:
  * together no more than 2^-10 of the sum. What is light is felt where heavy keys have zeros, so no
  * more is left free than later keys may need, and nothing where there are none. */
@@ -228,9 +235,9 @@ find_headroom(const smla_attention_params *params)
 {
     const int64_t columns = smla_columns_of_split(params);
     if (params->num_lists == 1 && columns <= SMLA_SM90_KEYS) {
-        return -14.0f;
+        return SMALLEST_HEADROOM;
     }
-    float headroom = 0.0f;
+    float headroom = LARGEST_HEADROOM;
     while (headroom > -8.0f && (float)columns > ldexpf(1.0f, 15 - (int)headroom)) {
         headroom -= 1.0f;
     }
@@ -276,6 +283,7 @@ launch_hopper(const smla_attention_params *params, const row_span spans[2])
         launch.lists[i] = spans[i];
     }
     launch.headroom = find_headroom(params);
+    launch.max_weight = launch.headroom == SMALLEST_HEADROOM ? INFINITY : LARGEST_HALF;
     launch.out_is_aligned =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
     launch.fetches_query = launch.base.q_is_aligned && launch.out_is_aligned;

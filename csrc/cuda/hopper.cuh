@@ -113,6 +113,7 @@ typedef struct hopper_launch {
     row_span lists[2];
     int32_t num_works;
     float headroom;      /* exponent that the first keys' maximum is below the reference */
+    float max_weight;    /* of a head, a warp's 16 keys together: below that each fits f16 */
     bool out_is_aligned; /* every row to 16 bytes */
     bool fetches_query;  /* gather warps do: q is aligned too, and out not staged in its place */
     bool query_is_dense; /* heads of a token lie one behind the other, both parts together */
@@ -222,7 +223,7 @@ find_addresses(hopper_memory<Shape> *shared, int group)
     return at;
 }
 
-/* Whether the keys of rows row and row + 8 of the warp's granule are there: all bits or none. */
+/* Whether the keys of rows row and row + 8 of the warp's granule are there: not 0. */
 typedef struct key_masks {
     uint32_t first;
     uint32_t second;
@@ -234,9 +235,11 @@ template <typename Shape> struct consumer {
     float scores[Shape::HEADS / 2];
     float even_sum; /* of an even chunk, until the next one's is there */
     float even_top;
+    float older_sum;    /* of the first pair of chunks, until the second one's is there */
     uint32_t raw[2][8]; /* values of a granule */
     uint32_t scale[2][2];
     uint32_t a[2][16]; /* the same as A */
+    uint32_t key_bits; /* is_key of the warp's granule of the group's block */
     int own;           /* where in the ring the group's block begins, in bytes */
     uint32_t phase;    /* parities: of its full barrier, its number, the query; steps to go */
 };
@@ -272,13 +275,27 @@ lose_row(hopper_memory<Shape> *shared, bool is_lost)
                           is_lost);
 }
 
-static __device__ __forceinline__ key_masks
-load_key_masks(const lane_place &me, uint32_t granule)
+static __device__ __forceinline__ uint32_t
+load_key_bits(uint32_t granule)
 {
-    const uint32_t bits = ptx_load_shared_4(granule + (uint32_t)offsetof(ring_granule, is_key));
+    return ptx_load_shared_4(granule + (uint32_t)offsetof(ring_granule, is_key));
+}
+
+static __device__ __forceinline__ key_masks
+find_key_masks(const lane_place &me, uint32_t key_bits)
+{
     const int bit = 8 * (me.row >> 2) + (me.row & 3);
-    return key_masks{(uint32_t)((int32_t)(bits << (31 - bit)) >> 31),
-                     (uint32_t)((int32_t)(bits << (15 - bit)) >> 31)};
+    return key_masks{key_bits & 1u << bit, key_bits & 0x10000u << bit};
+}
+
+/* Of the keys that fold_heads adds up, those that are not there: of the warp's 16, or where a lane
+ * and lane ^ 4 keep half each, of those in rows as even or odd as the lane's. */
+template <typename Shape>
+static __device__ __forceinline__ float
+count_absent(const lane_place &me, uint32_t key_bits)
+{
+    return (float)(Shape::CHUNKS > 1 ? 16 - __popc(key_bits)
+                                     : 8 - __popc(key_bits & 0x05050505u << (me.row & 1)));
 }
 
 /* The warp's granule of the own block, once its rows are there. */

@@ -153,10 +153,10 @@ store_rope(hopper_memory<Shape> *shared, int head, int piece, const uint32_t par
 static __device__ __forceinline__ uint32_t
 find_scale_max(const lane_place &me, uint32_t granule)
 {
-    const key_masks is_key = load_key_masks(me, granule);
+    const key_masks is_key = find_key_masks(me, load_key_bits(granule));
     const uint32_t from = granule + me.row * FP8_ROW_BYTES + SCALE_OFFSET + 4 * me.column;
-    const uint32_t a = ptx_load_shared_4(from) & is_key.first;
-    const uint32_t b = ptx_load_shared_4(from + 8 * FP8_ROW_BYTES) & is_key.second;
+    const uint32_t a = is_key.first ? ptx_load_shared_4(from) : 0;
+    const uint32_t b = is_key.second ? ptx_load_shared_4(from + 8 * FP8_ROW_BYTES) : 0;
     return __reduce_max_sync(0xFFFFFFFFu, max(a & 0x7F800000u, b & 0x7F800000u)) >> 23;
 }
 

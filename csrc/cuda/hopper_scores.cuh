@@ -12,13 +12,13 @@
  * and here (low half row, high half row + 8) of scale tile `column`. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
-take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule)
+take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule, uint32_t key_bits)
 {
     const uint32_t from = granule + me.row * FP8_ROW_BYTES + SCALE_OFFSET + 4 * me.column;
     const uint32_t window = *(const volatile uint32_t *)&shared->window;
     const float a = smla_bits_float(ptx_load_shared_4(from));
     const float b = smla_bits_float(ptx_load_shared_4(from + 8 * FP8_ROW_BYTES));
-    const key_masks is_key = load_key_masks(me, granule);
+    const key_masks is_key = find_key_masks(me, key_bits);
     const bool a_fits = (smla_float_bits(a) >> 23) - window < WINDOW_SIZE;
     const bool b_fits = (smla_float_bits(b) >> 23) - window < WINDOW_SIZE;
     lose_row(shared, (!a_fits & (is_key.first != 0)) | (!b_fits & (is_key.second != 0)));
@@ -81,7 +81,8 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
         wgmma_descriptor(ptx_shared_address(shared->query), 1024, WGMMA_SWIZZLE_128);
     load_nope_words(nope, 0, words[0]);
     load_nope_words(nope, 1, words[1]);
-    const uint32_t scales = take_scales(shared, me, granule);
+    state->key_bits = load_key_bits(granule);
+    const uint32_t scales = take_scales(shared, me, granule, state->key_bits);
     uint32_t scale[2];
 #pragma unroll
     for (int tile = 0; tile < QUERY_TILES - 1; tile++) {
@@ -142,32 +143,39 @@ slot_of_sum(const lane_place &me, int pair)
     return 32 * pair + (me.lane & 4 ? 16 : 0) + head_of_sum(me);
 }
 
-/* Takes reduce_half's result of a chunk into the lane's slots. Two chunks share a slot: half of the
- * lanes have a head of one, half of the other. */
+/* Takes reduce_half's result of a chunk into the lane's slots, less `absent`, and returns what was
+ * added. Two chunks share a slot: half of the lanes have a head of one, half of the other, and the
+ * first chunk waits in `even`. */
 template <bool IS_MAX, typename Shape>
-static __device__ __forceinline__ void
-fold_heads(float half, const lane_place &me, int chunk, float *even, float *slots)
+static __device__ __forceinline__ float
+fold_heads(float half, float absent, const lane_place &me, int chunk, float *even, float *slots)
 {
-    float *const slot = slots + slot_of_sum(me, chunk / 2);
-    if constexpr (Shape::CHUNKS == 1) {
-        *slot = merge_pair<IS_MAX>(*slot, half);
-    } else if (chunk % 2 == 0) {
+    if (Shape::CHUNKS > 1 && chunk % 2 == 0) {
         *even = half;
-    } else {
-        const bool is_odd = me.lane & 4;
-        const float older = *slot;
-        const float give = __shfl_xor_sync(0xFFFFFFFFu, is_odd ? *even : half, 4);
-        *slot = merge_pair<IS_MAX>(older, merge_pair<IS_MAX>(is_odd ? half : *even, give));
+        return 0.0f;
     }
+    float *const slot = slots + slot_of_sum(me, chunk / 2);
+    const float older = *slot;
+    float added = half;
+    if constexpr (Shape::CHUNKS > 1) {
+        const bool is_odd = me.lane & 4;
+        const float give = __shfl_xor_sync(0xFFFFFFFFu, is_odd ? *even : half, 4);
+        added = merge_pair<IS_MAX>(is_odd ? half : *even, give);
+    }
+    if (!IS_MAX) {
+        added -= absent;
+    }
+    *slot = merge_pair<IS_MAX>(older, added);
+    return added;
 }
 
 /* reference[head] from the scores of the first 128 keys. */
 template <typename Shape>
 static __device__ __forceinline__ void
-find_references(const hopper_launch &launch, const hopper_addresses &at, const lane_place &me,
-                hopper_memory<Shape> *shared, consumer<Shape> *state)
+find_references(const hopper_launch &launch, const lane_place &me, hopper_memory<Shape> *shared,
+                consumer<Shape> *state)
 {
-    const key_masks is_key = load_key_masks(me, at.ring + find_granule<Shape>(state->own, me.warp));
+    const key_masks is_key = find_key_masks(me, state->key_bits);
     const int thread = GROUP_THREADS * me.group + SMLA_WARP_LANES * me.warp + me.lane;
     float *const tops = shared->sums[4 * me.group + me.warp];
     leave_tops(state->scores, shared->score_scale, is_key, me,
@@ -187,47 +195,42 @@ find_references(const hopper_launch &launch, const hopper_addresses &at, const l
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 }
 
-/* scores -> exponents of weights; a score far above the reference marks the row. */
+/* Scores -> exponents of weights. Where there is no key, the row is zeros and its score stays 0:
+ * the weight will be 1, times values of 0, and fold_heads takes it from the sums. */
 template <typename Shape>
 static __device__ __forceinline__ void
-find_exponents(hopper_memory<Shape> *shared, const lane_place &me, key_masks is_key,
-               consumer<Shape> *state)
+find_exponents(hopper_memory<Shape> *shared, const lane_place &me, consumer<Shape> *state)
 {
-    float top[2] = {-INFINITY, -INFINITY};
+    const key_masks is_key = find_key_masks(me, state->key_bits);
     const float scale = *(const volatile float *)&shared->score_scale;
 #pragma unroll
     for (int j = 0; j < Shape::HEADS / 8; j++) {
         const float2 reference = *(const float2 *)&shared->reference[8 * j + 2 * me.column];
         float *const x = &state->scores[4 * j];
-        x[0] = fmaf(x[0], scale, -reference.x);
-        x[1] = fmaf(x[1], scale, -reference.y);
-        x[2] = fmaf(x[2], scale, -reference.x);
-        x[3] = fmaf(x[3], scale, -reference.y);
-        top[0] = fmaxf(top[0], fmaxf(x[0], x[1]));
-        top[1] = fmaxf(top[1], fmaxf(x[2], x[3]));
+        ptx_fma_if(&x[0], scale, -reference.x, is_key.first);
+        ptx_fma_if(&x[1], scale, -reference.y, is_key.first);
+        ptx_fma_if(&x[2], scale, -reference.x, is_key.second);
+        ptx_fma_if(&x[3], scale, -reference.y, is_key.second);
     }
-    /* f16 ends below 2^16; without a key the weight is masked, but must be finite */
-    lose_row(shared, !(top[0] < (is_key.first ? 15.0f : 126.0f)) |
-                         !(top[1] < (is_key.second ? 15.0f : 126.0f)));
 }
 
-/* Weights of 16 heads: to the group's slot of probs, and into the sums. */
+/* Weights of 16 heads: to the group's slot of probs, and into the sums. Where those of a step might
+ * be too large for f16, they mark the row. */
 template <typename Shape>
 static __device__ __forceinline__ void
-weigh_chunk(const hopper_addresses &at, const lane_place &me, key_masks is_key, int chunk,
-            hopper_memory<Shape> *shared, consumer<Shape> *state)
+weigh_chunk(const hopper_launch &launch, const hopper_addresses &at, const lane_place &me,
+            int chunk, hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
-    const float weight[2] = {smla_bits_float(is_key.first & 0x3F800000u),
-                             smla_bits_float(is_key.second & 0x3F800000u)};
+    const float *const x = &state->scores[8 * chunk];
     float e[8], values[4];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        e[i] = ptx_exp2(state->scores[8 * chunk + i]);
+        e[i] = ptx_exp2(x[i]);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int from = 4 * (i / 2) + i % 2;
-        values[i] = fmaf(e[from + 2], weight[1], e[from] * weight[0]);
+        values[i] = e[from] + e[from + 2];
     }
     const int key = 16 * me.warp + (me.lane & 15);
     const int piece = 2 * chunk + (me.lane >> 4);
@@ -235,18 +238,23 @@ weigh_chunk(const hopper_addresses &at, const lane_place &me, key_masks is_key, 
                      : Shape::HEADS == 32 ? key >> 1 & 3
                                           : key >> 2 & 1;
     ptx_stmatrix_x4(at.probs + key * Shape::PROB_BYTES + (piece ^ flip) * 16,
-                    ptx_cvt_f16x2(e[0], e[1]) & is_key.first,
-                    ptx_cvt_f16x2(e[2], e[3]) & is_key.second,
-                    ptx_cvt_f16x2(e[4], e[5]) & is_key.first,
-                    ptx_cvt_f16x2(e[6], e[7]) & is_key.second);
+                    ptx_cvt_f16x2(e[0], e[1]), ptx_cvt_f16x2(e[2], e[3]), ptx_cvt_f16x2(e[4], e[5]),
+                    ptx_cvt_f16x2(e[6], e[7]));
     const int warp = 4 * me.group + me.warp;
-    fold_heads<false, Shape>(reduce_half<false>(values, me.lane), me, chunk, &state->even_sum,
-                             shared->sums[warp]);
+    const float sum = fold_heads<false, Shape>(reduce_half<false>(values, me.lane),
+                                               count_absent<Shape>(me, state->key_bits), me, chunk,
+                                               &state->even_sum, shared->sums[warp]);
+    if (chunk == Shape::CHUNKS - 1) {
+        const float top = Shape::CHUNKS > 2 ? fmaxf(state->older_sum, sum) : sum;
+        lose_row(shared, top >= launch.max_weight);
+    } else if (chunk == 1) {
+        state->older_sum = sum;
+    }
     if constexpr (Shape::MAXIMA) {
-        const float *const x = &state->scores[8 * chunk];
+        const key_masks is_key = find_key_masks(me, state->key_bits);
         const float tops[4] = {max_of_keys(is_key, x[0], x[2]), max_of_keys(is_key, x[1], x[3]),
                                max_of_keys(is_key, x[4], x[6]), max_of_keys(is_key, x[5], x[7])};
-        fold_heads<true, Shape>(reduce_half<true>(tops, me.lane), me, chunk, &state->even_top,
+        fold_heads<true, Shape>(reduce_half<true>(tops, me.lane), 0.0f, me, chunk, &state->even_top,
                                 shared->tops[warp]);
     }
 }

@@ -48,9 +48,9 @@ load_values(const value_place &place, int granule, int buffer, consumer<Shape> *
 }
 
 static __device__ __forceinline__ void
-release_granule(const hopper_addresses &at, int granule, bool is_on)
+release_granule(uint32_t empty, int granule, bool is_on)
 {
-    ptx_mbarrier_arrive(at.ring + granule + (uint32_t)offsetof(ring_granule, empty), is_on);
+    ptx_mbarrier_arrive(empty + granule, is_on);
 }
 
 /* raw -> A of the four products of a granule: rows of product b are dimensions 2b and 2b + 1 of
@@ -71,6 +71,12 @@ convert_values(int buffer, consumer<Shape> *state)
         }
     }
 }
+
+/* Weights in shared memory: of the group's own block, and of the other's. Kept over the steps. */
+typedef struct weight_tiles {
+    uint64_t own;
+    uint64_t other;
+} weight_tiles;
 
 /* The weights that a group left. */
 template <typename Shape>
@@ -96,9 +102,9 @@ add_values(uint64_t weights, int granule, int buffer, consumer<Shape> *state)
 }
 
 /* Waits for the weights of the other group's older block, and has its first values ready. The last
- * scores of a row leave the query's place to the next one. */
+ * scores of a row leave the query's place to the next one. Returns where that block begins. */
 template <typename Shape>
-static __device__ __forceinline__ void
+static __device__ __forceinline__ int
 meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
                  bool has_other, consumer<Shape> *state)
 {
@@ -114,6 +120,7 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
     }
     wgmma_wait<0>(); /* the scores */
     ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), state->phase < 2 * ONE_STEP);
+    return other;
 }
 
 /* Makes the group's weights visible to wgmma of both. */
@@ -131,22 +138,22 @@ publish_weights(const hopper_addresses &at, const lane_place &me)
 static constexpr __device__ __forceinline__ int
 batch_of_chunk(int chunk)
 {
-    return chunk < 2 ? 0 : chunk;
+    return chunk < 2 ? 0 : 2;
 }
 
-/* The other group's older block and the own one, eight granules; meanwhile own scores become
- * weights. `has_other` is false in group 0's first block, where probs[1] is zero. */
+/* The other group's older block, at `other`, and the own one, eight granules; meanwhile own scores
+ * become weights. `has_other` is false in group 0's first block, where probs[1] is zero. */
 template <typename Shape>
 static __device__ __forceinline__ void
-add_blocks(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
-           bool has_other, consumer<Shape> *state)
+add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopper_addresses &at,
+           const lane_place &me, const weight_tiles &weights, int other, bool has_other,
+           consumer<Shape> *state)
 {
     const value_place place = find_values(at, me);
-    const int other = make_uniform(find_other<Shape>(*state, has_other));
     const int own = make_uniform(state->own);
-    const key_masks is_key = load_key_masks(me, at.ring + find_granule<Shape>(state->own, me.warp));
-    const uint64_t other_weights = find_weights(shared, me.group ^ 1);
-    const uint64_t own_weights = find_weights(shared, me.group);
+    /* a lane's number, or each barrier's address would be worked out beside its granule's */
+    const uint32_t empty =
+        (uint32_t)ptx_forget((int)(at.ring + (uint32_t)offsetof(ring_granule, empty)));
 #pragma unroll
     for (int batch = 0; batch < STEP_GRANULES; batch++) {
         const int first = batch < BLOCK_GRANULES ? other : own;
@@ -165,19 +172,19 @@ add_blocks(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_
         if (batch == BLOCK_GRANULES) {
             ptx_mbarrier_arrive(at.added + 8 * (me.group ^ 1), true);
         }
-        release_granule(at, find_granule<Shape>(first, batch % BLOCK_GRANULES),
+        release_granule(empty, find_granule<Shape>(first, batch % BLOCK_GRANULES),
                         batch >= BLOCK_GRANULES || has_other);
-        add_values(batch < BLOCK_GRANULES ? other_weights : own_weights, batch % BLOCK_GRANULES,
+        add_values(batch < BLOCK_GRANULES ? weights.other : weights.own, batch % BLOCK_GRANULES,
                    batch & 1, state);
         if (batch == 0) {
-            find_exponents(shared, me, is_key, state);
+            find_exponents(shared, me, state);
             /* the group's block before this one; before group 1's first one there are zeros */
             ptx_mbarrier_wait(at.added + 8 * me.group, (state->phase >> 1 ^ me.group ^ 1) & 1);
         }
 #pragma unroll
         for (int chunk = 0; chunk < Shape::CHUNKS; chunk++) {
             if (batch == batch_of_chunk(chunk)) {
-                weigh_chunk(at, me, is_key, chunk, shared, state);
+                weigh_chunk(launch, at, me, chunk, shared, state);
             }
         }
         if (batch == 3) {
@@ -279,6 +286,7 @@ add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
                const hopper_addresses &at, const lane_place &me, consumer<Shape> *state)
 {
     const uint64_t weights = find_weights(shared, 1);
+    const uint32_t empty = at.ring + (uint32_t)offsetof(ring_granule, empty);
     const value_place place = find_values(at, me);
     const int other = make_uniform(find_other<Shape>(*state, true));
     ptx_mbarrier_wait(at.weighed + 8, state->phase >> 1 & 1);
@@ -290,7 +298,7 @@ add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
         }
         wgmma_wait<0>();
         convert_values(batch & 1, state);
-        release_granule(at, find_granule<Shape>(other, batch), true);
+        release_granule(empty, find_granule<Shape>(other, batch), true);
         add_values(weights, batch, batch & 1, state);
     }
     find_factors(launch, 0, shared);

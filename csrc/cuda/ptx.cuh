@@ -86,6 +86,19 @@ ptx_exp2(float x)
     return y;
 }
 
+/* x = x * a + b if `is_on` is not 0. No branch. */
+static __device__ __forceinline__ void
+ptx_fma_if(float *x, float a, float b, uint32_t is_on)
+{
+    asm("{\n\t"
+        ".reg .pred on;\n\t"
+        "setp.ne.u32 on, %3, 0;\n\t"
+        "@on fma.rn.f32 %0, %0, %1, %2;\n\t"
+        "}"
+        : "+f"(*x)
+        : "f"(a), "f"(b), "r"(is_on));
+}
+
 /* sum += a * b if b is not 0: then `a` may be anything, even NaN. No branch. */
 static __device__ __forceinline__ void
 ptx_fma_unless_zero(float *sum, float a, float b)
