@@ -98,10 +98,11 @@ def turned(call: cases.Call, by: int) -> cases.Call:
 # --- streams -------------------------------------------------------------------------------------
 
 
-def delay(stream=None) -> None:
-    """Nothing that is put on the stream from now on runs for some 50 ms."""
+def delay(stream=None, *, times: int = 1) -> None:
+    """Nothing that is put on the stream from now on runs for some 50 ms, or several times that."""
     with torch.cuda.stream(stream or torch.cuda.current_stream()):
-        torch.cuda._sleep(DELAY_CYCLES)
+        for _ in range(times):
+            torch.cuda._sleep(DELAY_CYCLES)
 
 
 def come_late(call: cases.Call, stream) -> cases.Call:

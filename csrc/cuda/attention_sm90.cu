@@ -31,7 +31,7 @@
  *              code of attention_sm80.cu, for which shared memory is then free.
  * Roofline     2 * H * 1088 FLOP and 656 bytes per key. 64 heads, per key and SM: 34 cycles of
  *              wgmma, 40 of HBM, 42 of shared memory. Measured on an H200, 64 heads, K 2048: 128
- *              tokens 75 us, 256 tokens 151 us (480 TFLOP/s), about 54 cycles per key of a further
+ *              tokens 72 us, 256 tokens 144 us (509 TFLOP/s), about 52 cycles per key of a further
  *              row, its start and end included. No unit is saturated: issue slots and latencies
  *              bind, with two warps per scheduler (README.md).
  * Numerics     e4m3 is exact in f16; times its scale / E, rounded to f16, where E is a power of two

@@ -235,7 +235,7 @@ smla_cuda_choose_num_splits(const smla_attention_shape *shape)
 
 /* Crossover of FP8 rows and gathered bf16 rows, of an H200 (benchmarks/RESULTS.md). */
 enum {
-    DIRECT_PS_PER_KEY = 45,       /* what the FP8 kernel takes longer per key of 33 to 64 heads */
+    DIRECT_PS_PER_KEY = 38,       /* what the FP8 kernel takes longer per key of 33 to 64 heads */
     GATHER_PS_PER_ROW = 650,      /* 656 bytes in, 1152 out */
     GATHER_PS_PER_CALL = 8000000, /* its launch, and one more of attention */
 };
