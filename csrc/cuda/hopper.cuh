@@ -206,6 +206,7 @@ find_place_again(void)
 /* Where things are in shared memory. */
 typedef struct hopper_addresses {
     uint32_t ring;
+    uint32_t empty; /* of the first granule */
     uint32_t weighed;
     uint32_t added;
     uint32_t probs; /* of the own group */
@@ -217,13 +218,15 @@ find_addresses(hopper_memory<Shape> *shared, int group)
 {
     hopper_addresses at;
     at.ring = ptx_shared_address(shared->ring);
+    at.empty = at.ring + (uint32_t)offsetof(ring_granule, empty);
     at.weighed = ptx_shared_address(shared->weighed);
     at.added = ptx_shared_address(shared->added);
     at.probs = ptx_shared_address(shared->probs[group]);
     return at;
 }
 
-/* Whether the keys of rows row and row + 8 of the warp's granule are there: not 0. */
+/* Whether the keys of rows row and row + 8 of the warp's granule are there: 0 if not, and if so one
+ * bit (find_key_masks) or all of them (wait_for_granule). */
 typedef struct key_masks {
     uint32_t first;
     uint32_t second;

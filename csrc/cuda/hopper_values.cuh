@@ -152,8 +152,7 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
     const value_place place = find_values(at, me);
     const int own = make_uniform(state->own);
     /* a lane's number, or each barrier's address would be worked out beside its granule's */
-    const uint32_t empty =
-        (uint32_t)ptx_forget((int)(at.ring + (uint32_t)offsetof(ring_granule, empty)));
+    const uint32_t empty = (uint32_t)ptx_forget((int)at.empty);
 #pragma unroll
     for (int batch = 0; batch < STEP_GRANULES; batch++) {
         const int first = batch < BLOCK_GRANULES ? other : own;
@@ -286,7 +285,6 @@ add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
                const hopper_addresses &at, const lane_place &me, consumer<Shape> *state)
 {
     const uint64_t weights = find_weights(shared, 1);
-    const uint32_t empty = at.ring + (uint32_t)offsetof(ring_granule, empty);
     const value_place place = find_values(at, me);
     const int other = make_uniform(find_other<Shape>(*state, true));
     ptx_mbarrier_wait(at.weighed + 8, state->phase >> 1 & 1);
@@ -298,7 +296,7 @@ add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
         }
         wgmma_wait<0>();
         convert_values(batch & 1, state);
-        release_granule(empty, find_granule<Shape>(other, batch), true);
+        release_granule(at.empty, find_granule<Shape>(other, batch), true);
         add_values(weights, batch, batch & 1, state);
     }
     find_factors(launch, 0, shared);

@@ -59,7 +59,7 @@ template <typename Shape> struct small_memory {
 
 /* What a thread finds out about the row, step by step. */
 typedef struct small_state {
-    key_masks is_key;   /* of rows row and row + 8 of the warp's granule */
+    key_masks is_key;   /* of rows row and row + 8 of the warp's granule: all bits or none */
     float scale[2];     /* of those rows, in scale tile `column` */
     float score_factor; /* of the scores, in the log2 domain */
     float top;          /* score of head `lane` */
@@ -176,7 +176,7 @@ copy_rows(const uint8_t *row, int num_granules, int warp, int lane, small_memory
     }
 }
 
-/* Waits for the rows of the warp's granule. */
+/* Waits for the rows of the warp's granule. Gives masks of all bits or none. */
 template <typename Shape>
 static __device__ __forceinline__ key_masks
 wait_for_granule(const small_memory<Shape> *shared, int warp, const lane_place &me)
