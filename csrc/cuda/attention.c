@@ -78,8 +78,7 @@ run_kernel(const smla_attention_kernel *kernel, const smla_attention_params *par
     if (params->num_splits == 1) {
         return SMLA_OK;
     }
-    return smla_cuda_status(op, call, smla_cuda_launch_combine(params, kernel->leaves_halves),
-                            error);
+    return smla_cuda_status(op, call, smla_cuda_launch_combine(params, kernel), error);
 }
 
 /* A call whose split count is the backend's own, that of its plan. What does not fill a wave of

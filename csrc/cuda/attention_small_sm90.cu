@@ -9,8 +9,9 @@
  *              probs   [256][HEADS] f16    swizzled (wgmma.cuh)
  *              rows    [16][16][656 B]     granules of rows as they are in the cache
  *              scales  [16][4][16] f16, maxima of scores and query, sums by granule, masks
- *              32 heads: 228,544 bytes of the 232,448 that an SM has
- * Roles        One CTA for a token, split and head tile; 16 warps, four warpgroups, 128 registers.
+ *              32 heads: 228,288 bytes of the 232,448 that an SM has
+ * Roles        One CTA for a token, split and head tile; 16 warps, four warpgroups, 96 registers:
+ *              the combine kernel's CTAs come beside. A CTA without work keeps an SM for them.
  *              Half of the warps ask for rows, 32 each, half for the query, which they store
  *              meanwhile. Then every warp scores the 16 rows of its granule as they come, those of
  *              the first warpgroup first, and a warpgroup adds 128 of the 512 values. No pipeline:
@@ -28,8 +29,8 @@
  * Roofline     Latencies in a row: index, row, scores, values. wgmma with A in registers takes 32
  *              cycles for 64 x 16 of A, however few the heads, so 18 cycles per key for scores and
  *              16 for values; 16 to bring a row to an SM. Measured on an H200, 128 CTAs of 32 heads
- *              and 256 keys, in us: start 0.6, until the query is stored 1.9, until weights are
- *              there 4.6 more, values 2.7, partial rows 0.5 (README.md).
+ *              and 256 keys, in us: until the query is stored 2.0, until weights are there 4.3
+ *              more, values 2.8, partial rows 0.5 (README.md).
  * Numerics     as attention_sm90.cu, but the reference is the maximum of all keys of the split, so
  *              no score is too large; the largest weight is 2^WEIGHT_EXPONENT. Scores are relative
  *              to the largest scale of the warp's keys, values to that of all keys of the split.
@@ -42,6 +43,20 @@
  * Source       as attention_sm90.cu; split-KV decoding (Flash-Decoding)
  */
 #include "small_products.cuh"
+
+enum {
+    BOUND_THREADS = 640, /* as if for so many: the other registers are for the combine kernel */
+    THREAD_REGISTERS = 96,
+    REDO_REGISTERS = 168, /* of a thread that does rows again */
+    REST_REGISTERS = 24,  /* of the others */
+    KEEP_NS = 2000,       /* the combine kernel comes 1.0 to 1.7 us after the wait for the grids */
+    NAP_NS = 500,
+};
+
+static_assert(SMALL_THREADS * THREAD_REGISTERS + SMLA_ROOM_REGISTERS == 65536, "what an SM has");
+static_assert(CTA_THREADS * REDO_REGISTERS + (SMALL_THREADS - CTA_THREADS) * REST_REGISTERS ==
+                  SMALL_THREADS * THREAD_REGISTERS,
+              "setmaxnreg shares out what the launch gave");
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
@@ -83,14 +98,16 @@ write_small_row(const attention_launch &launch, const cta_work &work, const lane
     }
 }
 
-/* A lost row, by the portable code and half of the threads. */
+/* A lost row, by the portable code and half of the threads, with the registers of the others. */
 template <typename Shape>
 static __device__ __forceinline__ void
 redo_small_row(const attention_launch &launch, const cta_work &work, void *memory)
 {
     if (threadIdx.x >= CTA_THREADS) {
+        ptx_release_registers<REST_REGISTERS>();
         return;
     }
+    ptx_claim_registers<REDO_REGISTERS>();
     typedef typename Shape::Portable Portable;
     const int num_tiles = ((int)launch.params.num_heads + Portable::HEADS - 1) / Portable::HEADS;
     const int part = work.token * launch.params.num_splits + work.split;
@@ -129,17 +146,36 @@ score_row(const attention_launch &launch, int num_granules, small_memory<Shape> 
     shared->key_exponent[warp] = has_keys ? state->key_exponent : (int)NO_EXPONENT;
 }
 
+/* For a CTA without work: keeps its SM from the combine kernel until that has come beside the CTAs
+ * with work. An SM that is idle would take four times its share of the rows. */
+static __device__ __forceinline__ void
+keep_sm(void)
+{
+    ptx_cluster_arrive();
+    ptx_cluster_wait();
+    wait_for_others();
+#pragma unroll 1
+    for (int i = 0; i < KEEP_NS / NAP_NS; i++) {
+        __nanosleep(NAP_NS);
+    }
+}
+
 /* The compiler knows the size of the clusters: the barrier would look for it in memory that no
  * cache has yet. */
 template <typename Shape>
 __global__ void
-__cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(SMALL_THREADS, 1)
+__cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(BOUND_THREADS, 1)
     attend_small(const __grid_constant__ attention_launch launch)
 {
     extern __shared__ __align__(1024) uint8_t memory[];
     small_memory<Shape> *const shared = (small_memory<Shape> *)memory;
     const lane_place me = find_place();
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    const cta_work work = find_work(launch, launch.num_head_tiles, (int)blockIdx.x, Shape::HEADS);
+    if (work.token >= launch.params.num_tokens) {
+        keep_sm();
+        return;
+    }
     if (me.lane == 0) {
         ptx_mbarrier_init(ptx_shared_address(&shared->arrived[warp]), GRANULE_KEYS);
         if (warp == 0) {
@@ -151,7 +187,6 @@ __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(SMALL_THREADS, 1)
     clear_tops(shared);
     __syncwarp();
     ptx_cluster_arrive(); /* fetch_row waits: a partner's copies complete on its barriers, too */
-    const cta_work work = find_work(launch, launch.num_head_tiles, (int)blockIdx.x, Shape::HEADS);
     const int num_granules = count_granules(launch);
     small_state state = {};
     float scores[Shape::HEADS / 2] = {};
@@ -165,20 +200,36 @@ __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(SMALL_THREADS, 1)
         redo_small_row<Shape>(launch, work, memory);
         return;
     }
+    const bool leaves_state = warp == 0 && me.lane < work.num_heads;
+    if (state.key_exponent == NO_EXPONENT) {
+        if (leaves_state) {
+            leave_halves(launch, work, me.lane, state.reference, state.top, 0.0f, 0.0f);
+        }
+        return; /* no key, no partial row */
+    }
+    small_sums<Shape> sums;
+    add_small_values(shared, num_granules, me, &sums);
     const float sum = find_sum(shared, me.lane);
-    if (warp == 0 && me.lane < work.num_heads) {
+    if (leaves_state) {
         leave_halves(launch, work, me.lane, state.reference, state.top, sum,
                      power_of_two(state.key_exponent));
     }
-    if (state.key_exponent == NO_EXPONENT) {
-        return; /* no key, no partial row */
-    }
-    float out[2][Shape::HEADS / 2];
-    add_small_values(shared, num_granules, me, out);
-    write_small_row<Shape>(launch, work, me, sum == 0.0f ? 0.0f : 1.0f / sum, out);
+    wgmma_wait<0>();
+    write_small_row<Shape>(launch, work, me, sum == 0.0f ? 0.0f : smla_rcp(sum), sums.out);
 }
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
+
+/* CTAs without work keep the SMs that would be idle: see keep_sm. */
+static int64_t
+count_small_ctas(const attention_launch &launch, int heads, int partners)
+{
+    const smla_attention_params &params = launch.params;
+    const int num_sms = smla_cuda_find_device(params.stream.device_id)->num_sms;
+    return smla_fits_beside(heads, num_sms, params.num_tokens, params.num_heads, params.num_splits)
+               ? num_sms / partners * partners
+               : count_works(launch);
+}
 
 template <int HEADS, int PARTNERS>
 static cudaError_t
@@ -190,6 +241,9 @@ launch_shape(const smla_attention_params *params)
     static_assert(sizeof(shared_memory<typename Shape::Portable>) <=
                       offsetof(small_memory<Shape>, arrived),
                   "no barriers where rows are done again");
+    static_assert(SHARED_BYTES + SMLA_ROOM_CTAS * SMLA_RESERVED_SHARED_BYTES <=
+                      SMLA_SM90_SHARED_BYTES,
+                  "CTAs of the combine kernel fit beside it");
     static uint64_t allowed;
     const cudaError_t code =
         prepare_attention((const void *)attend_small<Shape>, SHARED_BYTES, HEADS, params, &allowed);
@@ -197,8 +251,8 @@ launch_shape(const smla_attention_params *params)
         return code;
     }
     const attention_launch launch = make_launch<HEADS>(params);
-    return smla_launch(attend_small<Shape>, launch, count_works(launch), SMALL_THREADS,
-                       SHARED_BYTES, params->stream, PARTNERS > 1);
+    return smla_launch(attend_small<Shape>, launch, count_small_ctas(launch, HEADS, PARTNERS),
+                       SMALL_THREADS, SHARED_BYTES, params->stream, PARTNERS > 1);
 }
 
 /* The head tiles of a token and split, two and two, need the same rows. */

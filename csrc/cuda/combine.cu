@@ -4,7 +4,8 @@
  * Shapes       partial rows (kernels.h); out [T][H][512] bf16, lse and max_logits [T][H] fp32, any
  *              strides
  * Shared mem   none is used. What is asked for keeps CTAs from being stacked on the few SMs that
- *              the grid in front leaves first, or has left free, while others are idle.
+ *              the grid in front leaves first, or has left free, while others are idle. Nothing is
+ *              asked for where they fit beside attention_small_sm90.cu and wait there.
  * Roles        One CTA per token and head, of 64 threads for up to 8 splits, 128 for up to 16, 256
  *              for more: a thread asks for 64 values at once, its own of all splits. Every warp
  *              finds the factors of the splits by itself, from states that lie one to a lane.
@@ -66,6 +67,8 @@ template <bool HALF_, int SPLITS> struct combination {
     static constexpr int VALUES = FLIGHT_VALUES / FLIGHT; /* of a thread */
     static constexpr int THREADS = SMLA_KV_LORA_RANK / VALUES;
     static constexpr int WORDS = HALF ? VALUES / 2 : VALUES;
+    /* of the bound: 64 registers a thread, as smla_fits_beside has it */
+    static constexpr int CTAS_PER_SM = HALF && LANE_SPLITS == 1 ? 1024 / THREADS : 1;
 };
 
 /* What the lanes of a warp know of a row: for their splits what values are multiplied with, and in
@@ -272,22 +275,34 @@ combine_row(const combine_launch &launch, const row_place &place)
 
 template <typename Shape>
 static __global__ void
-__launch_bounds__(Shape::THREADS, 1) combine(const __grid_constant__ combine_launch launch)
+__launch_bounds__(Shape::THREADS, Shape::CTAS_PER_SM)
+    combine(const __grid_constant__ combine_launch launch)
 {
     row_place place = find_row(launch, blockIdx.x);
     ptx_let_next_grid_start();
     ptx_wait_for_grids();
-    for (int64_t row_idx = blockIdx.x; row_idx < launch.num_rows; row_idx += gridDim.x) {
+    for (int64_t row_idx = blockIdx.x;;) {
         combine_row<Shape>(launch, place);
-        place = find_row(launch, row_idx + gridDim.x);
+        row_idx += gridDim.x;
+        if (row_idx >= launch.num_rows) {
+            break;
+        }
+        place = find_row(launch, row_idx);
     }
 }
 
-/* Shared memory that lets an SM have its share of the CTAs, and two in any case. */
+/* Where CTAs come as those in front leave: shared memory that lets an SM have its share of them,
+ * and two in any case. */
 static int
-find_shared_bytes(const smla_cuda_device *device, int64_t num_rows)
+find_shared_bytes(const smla_attention_params *params, const smla_attention_kernel *kernel,
+                  const smla_cuda_device *device)
 {
-    const int64_t share = smla_count_parts(num_rows, device->num_sms);
+    const bool is_beside = smla_combines_beside(kernel, device->num_sms, params->num_tokens,
+                                                params->num_heads, params->num_splits);
+    if (!can_start_early(device->compute_capability) || is_beside) {
+        return 0;
+    }
+    const int64_t share = smla_count_parts(params->num_tokens * params->num_heads, device->num_sms);
     const int64_t num_ctas = share < 2 ? 2 : share;
     const int64_t bytes = device->max_shared_bytes / num_ctas - SMLA_RESERVED_SHARED_BYTES;
     return num_ctas > MAX_SHARE ? 0 : (int)(bytes / 1024 * 1024);
@@ -295,14 +310,14 @@ find_shared_bytes(const smla_cuda_device *device, int64_t num_rows)
 
 template <bool HALF, int SPLITS>
 static cudaError_t
-launch_combine(const combine_launch &launch, smla_stream stream)
+launch_combine(const combine_launch &launch, int shared_bytes, smla_stream stream)
 {
     typedef combination<HALF, SPLITS> Shape;
-    const smla_cuda_device *const device = smla_cuda_find_device(stream.device_id);
-    const bool is_early = can_start_early(device->compute_capability);
-    const int shared_bytes = is_early ? find_shared_bytes(device, launch.num_rows) : 0;
+    static_assert(!HALF || Shape::THREADS == SMLA_COMBINE_THREADS(SPLITS),
+                  "what others count with");
     if (shared_bytes > 0) {
         static uint64_t allowed;
+        const smla_cuda_device *const device = smla_cuda_find_device(stream.device_id);
         const cudaError_t code =
             allow_shared_bytes((const void *)combine<Shape>, device->max_shared_bytes / 2,
                                stream.device_id, &allowed);
@@ -316,18 +331,20 @@ launch_combine(const combine_launch &launch, smla_stream stream)
 
 template <bool HALF>
 static cudaError_t
-launch_combine(const combine_launch &launch, smla_stream stream)
+launch_combine(const combine_launch &launch, int shared_bytes, smla_stream stream)
 {
     const int num_splits = launch.num_splits;
-    return num_splits <= 8    ? launch_combine<HALF, 8>(launch, stream)
-           : num_splits <= 16 ? launch_combine<HALF, 16>(launch, stream)
-           : num_splits <= 32 ? launch_combine<HALF, 32>(launch, stream)
-                              : launch_combine<HALF, SMLA_MAX_SPLITS>(launch, stream);
+    return num_splits <= 8    ? launch_combine<HALF, 8>(launch, shared_bytes, stream)
+           : num_splits <= 16 ? launch_combine<HALF, 16>(launch, shared_bytes, stream)
+           : num_splits <= 32 ? launch_combine<HALF, 32>(launch, shared_bytes, stream)
+                              : launch_combine<HALF, SMLA_MAX_SPLITS>(launch, shared_bytes, stream);
 }
 
 cudaError_t
-smla_cuda_launch_combine(const smla_attention_params *params, bool has_halves)
+smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel)
 {
+    const smla_cuda_device *const device = smla_cuda_find_device(params->stream.device_id);
+    const int shared_bytes = find_shared_bytes(params, kernel, device);
     combine_launch launch = {};
     launch.partials = smla_partials_of(params);
     launch.num_rows = params->num_tokens * params->num_heads;
@@ -347,6 +364,6 @@ smla_cuda_launch_combine(const smla_attention_params *params, bool has_halves)
     launch.attn_sink_stride = params->attn_sink_stride;
     launch.max_logits_stride_token = params->max_logits_stride_token;
     launch.max_logits_stride_head = params->max_logits_stride_head;
-    return has_halves ? launch_combine<true>(launch, params->stream)
-                      : launch_combine<false>(launch, params->stream);
+    return kernel->leaves_halves ? launch_combine<true>(launch, shared_bytes, params->stream)
+                                 : launch_combine<false>(launch, shared_bytes, params->stream);
 }

@@ -108,9 +108,6 @@ cudaError_t smla_cuda_launch_split_weight(const smla_split_weight_params *params
 /* projection.cu: the up projections of arrays whose strides cuBLAS cannot express. */
 cudaError_t smla_cuda_launch_up_proj(const smla_projection_params *params);
 
-/* combine.cu: folds the partial results that attention left in its workspace. */
-cudaError_t smla_cuda_launch_combine(const smla_attention_params *params, bool has_halves);
-
 /* ---- Operators that are more than one launcher --------------------------------------------- */
 
 /* kernels.c: the table of kernels; schedule.c: splits and the workspace; attention.c: the run. */

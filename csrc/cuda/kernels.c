@@ -31,7 +31,7 @@ enum { ANY_ARCH = 999 };
 
 /* For splits of few columns. A key takes a shade longer, the start much less, and columns need not
  * fill blocks. */
-#define SM90_SMALL(least, heads)                                  \
+#define SM90_SMALL(least, heads, start)                           \
     {.min_arch = 90,                                              \
      .max_arch = 90,                                              \
      .formats = SMLA_ROWS_FP8,                                    \
@@ -41,8 +41,9 @@ enum { ANY_ARCH = 999 };
      .max_columns = SMLA_SM90_SMALL_KEYS,                         \
      .block_columns = SMLA_SPLIT_ALIGN,                           \
      .block_cost = 9,                                             \
-     .cta_cost = 32,                                              \
+     .cta_cost = start,                                           \
      .leaves_halves = true,                                       \
+     .leaves_room = true,                                         \
      .ctas_per_sm = 1,                                            \
      .shared_bytes = SMLA_SM90_SHARED_BYTES,                      \
      .name = "attention_small_sm90.cu, " #heads " heads per CTA", \
@@ -64,8 +65,8 @@ enum { ANY_ARCH = 999 };
      .launch = smla_attend_sm80_##suffix##_##heads}
 
 const smla_attention_kernel smla_attention_kernels[] = {
-    SM90_SMALL(17, 32),
-    SM90_SMALL(1, 16),
+    SM90_SMALL(17, 32, 32),
+    SM90_SMALL(1, 16, 28),
     SM90_FP8(33, 64, 16, 48),
     SM90_FP8(17, 32, 10, 50),
     SM90_FP8(1, 16, 9, 48),

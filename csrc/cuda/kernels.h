@@ -32,6 +32,7 @@ typedef struct smla_attention_kernel {
     int32_t block_cost;    /* time of such a block, 16 with the most heads */
     int32_t cta_cost;      /* of starting and ending a CTA, likewise */
     bool leaves_halves;    /* partial rows of f16 */
+    bool leaves_room;      /* beside its CTA, for some of the combine kernel's */
     int32_t ctas_per_sm;   /* at most; for the split schedule */
     int32_t shared_bytes;  /* of one CTA */
     const char *name;      /* source file and variant */
@@ -64,6 +65,36 @@ const char *smla_formats_name(smla_row_formats formats);
 void smla_describe_kernels(char *text, size_t size);
 
 enum { SMLA_RESERVED_SHARED_BYTES = 1024 }; /* of every CTA, by the driver */
+
+/* What the combine kernel has of an SM where attention leaves room. */
+enum {
+    SMLA_ROOM_REGISTERS = 16384,
+    SMLA_ROOM_CTAS = 4, /* of 64 threads; of twice the threads half of them */
+};
+
+/* Threads of a CTA of the combine kernel that folds a row of halves, each of 64 registers for up to
+ * 32 splits. */
+#define SMLA_COMBINE_THREADS(splits) ((splits) <= 8 ? 64 : (splits) <= 16 ? 128 : 256)
+
+/* Whether a kernel that leaves room leaves enough for all CTAs of the combine kernel: they come
+ * early, and wait beside those of attention. */
+static inline bool
+smla_fits_beside(int heads_per_cta, int num_sms, int64_t num_tokens, int64_t num_heads,
+                 int num_splits)
+{
+    const int64_t tiles = (num_heads + heads_per_cta - 1) / heads_per_cta;
+    const int64_t places = num_sms * (SMLA_ROOM_REGISTERS / 64 / SMLA_COMBINE_THREADS(num_splits));
+    return num_splits <= 32 && num_tokens * num_splits * tiles <= num_sms &&
+           num_tokens * num_heads <= places;
+}
+
+static inline bool
+smla_combines_beside(const smla_attention_kernel *kernel, int num_sms, int64_t num_tokens,
+                     int64_t num_heads, int num_splits)
+{
+    return kernel->leaves_room &&
+           smla_fits_beside(kernel->heads_per_cta, num_sms, num_tokens, num_heads, num_splits);
+}
 
 enum {
     SMLA_SM80_KEYS = 32,  /* keys of a block */
@@ -123,6 +154,10 @@ cudaError_t smla_attend_sm80_bf16_64(const smla_attention_params *params);
 cudaError_t smla_attend_sm80_bf16_32(const smla_attention_params *params);
 cudaError_t smla_attend_sm80_bf16_16(const smla_attention_params *params);
 cudaError_t smla_attend_sm80_mixed_16(const smla_attention_params *params);
+
+/* combine.cu: folds the partial rows that the kernel left in the call's workspace. */
+cudaError_t smla_cuda_launch_combine(const smla_attention_params *params,
+                                     const smla_attention_kernel *kernel);
 
 /* ---- Partial rows -------------------------------------------------------------------------- */
 

@@ -233,6 +233,15 @@ ptx_let_next_grid_start(void)
 #endif
 }
 
+/* Asks for the line to be in L2. Nothing is read: others may still write it. */
+static __device__ __forceinline__ void
+ptx_prefetch_l2(const void *from, bool is_on)
+{
+    if (is_on) {
+        asm volatile("prefetch.global.L2 [%0];" : : "l"(from));
+    }
+}
+
 /* Registers of a thread, for all warps of a warpgroup; the CTA's sum stays what it began with. */
 template <int COUNT>
 static __device__ __forceinline__ void

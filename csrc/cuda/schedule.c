@@ -86,11 +86,15 @@ find_combine_cost(const smla_split_problem *problem, const smla_attention_kernel
     return 12 + 6 * sixteens + num_tokens * num_splits * problem->num_heads / 512;
 }
 
-/* Kernels that start before the grid in front of them is done do so where there is room. */
+/* Kernels that start before the grid in front of them is done do so where there is room: beside the
+ * combine kernel, or on SMs that it leaves free. */
 static int64_t
-find_late_cost(const smla_attention_kernel *kernel, int64_t num_ctas, int64_t places)
+find_late_cost(const smla_split_problem *problem, const smla_attention_kernel *kernel,
+               int64_t num_tokens, int num_splits, int64_t num_ctas, int64_t places)
 {
-    return kernel->leaves_halves && 2 * num_ctas > places ? 6 : 0;
+    const bool is_beside = smla_combines_beside(kernel, problem->device->num_sms, num_tokens,
+                                                problem->num_heads, num_splits);
+    return kernel->leaves_halves && 2 * num_ctas > places && !is_beside ? 6 : 0;
 }
 
 static int64_t
@@ -103,7 +107,7 @@ estimate_cost(const smla_split_problem *problem, const smla_attention_kernel *ke
         divide_up(columns, kernel->block_columns) * kernel->block_cost + kernel->cta_cost;
     return divide_up(ctas, places) * cta_cost +
            find_combine_cost(problem, kernel, num_tokens, num_splits) +
-           find_late_cost(kernel, ctas, places);
+           find_late_cost(problem, kernel, num_tokens, num_splits, ctas, places);
 }
 
 /* With this many splits: the row that is estimated to take the shortest time, the first when

@@ -49,7 +49,7 @@ template <typename Shape> struct small_memory {
     alignas(128) uint8_t scales[SMALL_GRANULES][SCALE_BYTES];
     int32_t tops[Shape::HEADS]; /* of the scores, as order_of_float */
     float sums[SMALL_GRANULES][Shape::HEADS];
-    uint32_t query_max[SMLA_NUM_SCALE_TILES][Shape::HEADS];
+    uint16_t query_max[SMLA_NUM_SCALE_TILES][Shape::HEADS];
     int32_t key_exponent[SMALL_GRANULES];
     uint16_t is_key[SMALL_GRANULES]; /* a bit for each row that is there */
     uint64_t arrived[SMALL_GRANULES];
@@ -236,6 +236,25 @@ find_query(const smla_attention_params &params, const cta_work &work, const quer
     return place;
 }
 
+/* To L2, while the grids in front are running: of the splits of a token, which need the same query,
+ * each asks for some parts. What those grids still write, L2 will have. */
+template <typename Shape>
+static __device__ __forceinline__ void
+prefetch_query(const smla_attention_params &params, const cta_work &work, const query_place &place,
+               const query_lane &at)
+{
+#pragma unroll
+    for (int part = 0; part < Shape::QUERY_PARTS; part++) {
+        const int further = PART_HEADS * part;
+        const uint16_t *const nope = place.nope + further * params.q_nope_stride_head;
+        const bool is_on =
+            work.split == part % params.num_splits && at.head + further < work.num_heads;
+        ptx_prefetch_l2(nope, is_on);
+        ptx_prefetch_l2(nope + 16, is_on);
+    }
+    ptx_prefetch_l2(place.rope, work.split == 0 && at.rope_head < work.num_heads);
+}
+
 template <typename Shape, bool ALIGNED>
 static __device__ __forceinline__ void
 load_query(const smla_attention_params &params, const query_place &place, const query_lane &at,
@@ -290,10 +309,10 @@ store_maxima(small_memory<Shape> *shared, const small_query<Shape> &query, const
         for (int step = 1; step < HEAD_LANES; step *= 2) {
             both = __vmaxu2(both, __shfl_xor_sync(0xFFFFFFFFu, both, step));
         }
-        uint32_t *const to = &shared->query_max[at.tile][at.head + PART_HEADS * first];
+        uint16_t *const to = &shared->query_max[at.tile][at.head + PART_HEADS * first];
         if (lane % HEAD_LANES == 0) {
-            to[0] = both & 0xFFFF;
-            to[PART_HEADS] = both >> 16;
+            to[0] = (uint16_t)both;
+            to[PART_HEADS] = (uint16_t)(both >> 16);
         }
     }
 }
@@ -320,7 +339,7 @@ find_query_exponent(const small_memory<Shape> *shared, int lane, small_state *st
     uint32_t head_max = 0;
 #pragma unroll
     for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
-        head_max = max(head_max, shared->query_max[tile][lane % Shape::HEADS]);
+        head_max = max(head_max, (uint32_t)shared->query_max[tile][lane % Shape::HEADS]);
     }
     state->is_bad = head_max >= 0x7F80;
     head_max = state->is_bad ? 0 : head_max;
@@ -376,16 +395,6 @@ store_query(small_memory<Shape> *shared, const small_query<Shape> &query, const 
 
 /* ---- Both ---------------------------------------------------------------------------------- */
 
-/* The address is known here, and not later: the compiler may move everything behind the wait but a
- * store. Nobody reads it. */
-template <typename Shape>
-static __device__ __forceinline__ void
-keep_here(small_memory<Shape> *shared, uintptr_t address)
-{
-    static_assert(sizeof(shared->probs) >= SMALL_THREADS * sizeof address, "for every thread");
-    ((volatile uintptr_t *)shared->probs)[threadIdx.x] = address;
-}
-
 /* From here on memory of others is read and written. The next grid may start: its CTAs find room as
  * those of this one end. */
 static __device__ __forceinline__ void
@@ -407,7 +416,7 @@ fetch_row(const attention_launch &launch, const cta_work &work, int num_granules
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
     if (warp >= QUERY_WARPS) {
         const key_place at = find_key(launch, work, warp, lane);
-        keep_here(shared, (uintptr_t)at.index + at.is_on);
+        ptx_prefetch_l2(at.index, at.is_on);
         wait_for_others();
         const uint8_t *const row = find_key_row(launch, work, at);
         __syncwarp();
@@ -419,7 +428,9 @@ fetch_row(const attention_launch &launch, const cta_work &work, int num_granules
     }
     const query_lane at = find_query_lane(warp, lane);
     const query_place place = find_query(launch.params, work, at);
-    keep_here(shared, (uintptr_t)place.nope + (uintptr_t)place.rope);
+    if (Shape::HEADS > 16) { /* a short one is there before the rows are */
+        prefetch_query<Shape>(launch.params, work, place, at);
+    }
     wait_for_others();
     small_query<Shape> query = {};
     if (__builtin_expect(launch.q_is_aligned, true)) {

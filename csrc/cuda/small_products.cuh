@@ -257,43 +257,61 @@ convert_small_values(const small_values &values, uint32_t a[8])
     }
 }
 
-/* out = values * weights, of 128 values per warpgroup. Granules come in fours, as a split's
- * columns do in 64. */
+/* What add_small_values has under way. */
+template <typename Shape> struct small_sums {
+    float out[2][Shape::HEADS / 2];
+    small_values values[2]; /* of the next granules */
+    uint32_t a[2][8];
+};
+
+/* The products of four granules. */
 template <typename Shape>
 static __device__ __forceinline__ void
-add_small_values(small_memory<Shape> *shared, int num_granules, const lane_place &me,
-                 float (&out)[2][Shape::HEADS / 2])
+add_four_granules(const small_memory<Shape> *shared, int first, const lane_place &me,
+                  uint64_t probs, small_sums<Shape> *sums)
+{
+#pragma unroll
+    for (int i = 0; i < GROUP_GRANULES; i++) {
+        small_values *const values = &sums->values[i % 2];
+        uint32_t *const a = sums->a[i % 2];
+        wgmma_wait<1>(); /* the products of this A */
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            ptx_pin(&values->raw[j]);
+        }
+        convert_small_values(*values, a);
+        load_small_values(shared, min(first + i + 2, SMALL_GRANULES - 1), me, values);
+        const uint64_t b = probs + (first + i) * (GRANULE_KEYS * Shape::PROB_BYTES >> 4);
+        wgmma_fence();
+        wgmma_f16<true>(sums->out[0], a, b, true);
+        wgmma_f16<true>(sums->out[1], a + 4, b, true);
+        wgmma_commit();
+    }
+}
+
+/* out = values * weights, of 128 values per warpgroup. Granules come in fours, as a split's
+ * columns do in 64. After it the last products are under way. */
+template <typename Shape>
+static __device__ __forceinline__ void
+add_small_values(const small_memory<Shape> *shared, int num_granules, const lane_place &me,
+                 small_sums<Shape> *sums)
 {
     const uint64_t probs = wgmma_descriptor(ptx_shared_address(shared->probs),
                                             8 * Shape::PROB_BYTES, Shape::PROBS_SWIZZLE);
-    small_values values[2];
-    uint32_t a[2][8];
 #pragma unroll
     for (int i = 0; i < Shape::HEADS / 2; i++) {
-        out[0][i] = 0.0f;
-        out[1][i] = 0.0f;
+        sums->out[0][i] = 0.0f;
+        sums->out[1][i] = 0.0f;
     }
-    load_small_values(shared, 0, me, &values[0]);
-    load_small_values(shared, 1, me, &values[1]);
+    load_small_values(shared, 0, me, &sums->values[0]);
+    load_small_values(shared, 1, me, &sums->values[1]);
+    int first = 0;
 #pragma unroll 1
-    for (int first = 0; first < num_granules; first += GROUP_GRANULES) {
-#pragma unroll
-        for (int i = 0; i < GROUP_GRANULES; i++) {
-            wgmma_wait<1>(); /* the products of this A */
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                ptx_pin(&values[i % 2].raw[j]);
-            }
-            convert_small_values(values[i % 2], a[i % 2]);
-            load_small_values(shared, min(first + i + 2, SMALL_GRANULES - 1), me, &values[i % 2]);
-            const uint64_t b = probs + (first + i) * (GRANULE_KEYS * Shape::PROB_BYTES >> 4);
-            wgmma_fence();
-            wgmma_f16<true>(out[0], &a[i % 2][0], b, true);
-            wgmma_f16<true>(out[1], &a[i % 2][4], b, true);
-            wgmma_commit();
-        }
+    for (; first < num_granules - GROUP_GRANULES; first += GROUP_GRANULES) {
+        add_four_granules(shared, first, me, probs, sums);
         wgmma_wait<0>(); /* ptxas keeps none under way around a loop */
     }
+    add_four_granules(shared, first, me, probs, sums);
 }
 
 #endif /* SMLA_CUDA_SMALL_PRODUCTS_CUH */
