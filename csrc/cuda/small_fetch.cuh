@@ -395,8 +395,7 @@ store_query(small_memory<Shape> *shared, const small_query<Shape> &query, const 
 
 /* ---- Both ---------------------------------------------------------------------------------- */
 
-/* From here on memory of others is read and written. The next grid may start: its CTAs find room as
- * those of this one end. */
+/* From here on memory of others is read and written. The combine kernel may come. */
 static __device__ __forceinline__ void
 wait_for_others(void)
 {
