@@ -46,13 +46,6 @@ def find_starts(run) -> set:
     return {event.name for event in profile.events()} & {GRAPH, LAUNCH}
 
 
-def test_ordinary_streams_have_a_graph():
-    (call,) = make_calls(1)
-    assert find_starts(lambda: call.run(sparse_mla)) == {GRAPH}
-    call.kwargs["stream"] = torch.cuda.Stream()
-    assert find_starts(lambda: call.run(sparse_mla)) == {GRAPH}
-
-
 def test_streams_with_a_priority_have_none():
     """Of which a graph knows nothing."""
     want = outcome(moved(CALLS[OPS[0]]()))
@@ -198,6 +191,18 @@ def run_alone(body: str, **environment) -> str:
     """What `body` prints in a process of its own, where `tests` is this module."""
     start = BESIDE_TESTS + "import test_gpu_launch as tests\n"
     return printed_by_python("-c", start + body, **environment)
+
+
+def run_on_ordinary_streams() -> None:
+    (call,) = make_calls(1)
+    assert find_starts(lambda: call.run(sparse_mla)) == {GRAPH}
+    call.kwargs["stream"] = torch.cuda.Stream()
+    assert find_starts(lambda: call.run(sparse_mla)) == {GRAPH}
+
+
+def test_ordinary_streams_have_a_graph():
+    """Where no other test has used up the device's forty."""
+    run_alone("tests.run_on_ordinary_streams()")
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
