@@ -146,13 +146,11 @@ score_row(const attention_launch &launch, int num_granules, small_memory<Shape> 
     shared->key_exponent[warp] = has_keys ? state->key_exponent : (int)NO_EXPONENT;
 }
 
-/* For a CTA without work: keeps its SM from the combine kernel until that has come beside the CTAs
- * with work. An SM that is idle would take four times its share of the rows. */
+/* For a CTA without work, in a cluster of such: keeps its SM from the combine kernel until that has
+ * come beside the CTAs with work. An SM that is idle would take four times its share of rows. */
 static __device__ __forceinline__ void
 keep_sm(void)
 {
-    ptx_cluster_arrive();
-    ptx_cluster_wait();
     wait_for_others();
 #pragma unroll 1
     for (int i = 0; i < KEEP_NS / NAP_NS; i++) {
@@ -207,15 +205,15 @@ __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(BOUND_THREADS, 1)
         }
         return; /* no key, no partial row */
     }
-    small_sums<Shape> sums;
-    add_small_values(shared, num_granules, me, &sums);
+    small_output<Shape> output;
+    add_small_values(shared, num_granules, me, &output);
     const float sum = find_sum(shared, me.lane);
     if (leaves_state) {
         leave_halves(launch, work, me.lane, state.reference, state.top, sum,
                      power_of_two(state.key_exponent));
     }
     wgmma_wait<0>();
-    write_small_row<Shape>(launch, work, me, sum == 0.0f ? 0.0f : smla_rcp(sum), sums.out);
+    write_small_row<Shape>(launch, work, me, sum == 0.0f ? 0.0f : smla_rcp(sum), output.out);
 }
 
 /* ---- Launchers ----------------------------------------------------------------------------- */

@@ -257,8 +257,8 @@ convert_small_values(const small_values &values, uint32_t a[8])
     }
 }
 
-/* What add_small_values has under way. */
-template <typename Shape> struct small_sums {
+/* The values of a warp for all heads, and what add_small_values has under way for them. */
+template <typename Shape> struct small_output {
     float out[2][Shape::HEADS / 2];
     small_values values[2]; /* of the next granules */
     uint32_t a[2][8];
@@ -268,12 +268,12 @@ template <typename Shape> struct small_sums {
 template <typename Shape>
 static __device__ __forceinline__ void
 add_four_granules(const small_memory<Shape> *shared, int first, const lane_place &me,
-                  uint64_t probs, small_sums<Shape> *sums)
+                  uint64_t probs, small_output<Shape> *output)
 {
 #pragma unroll
     for (int i = 0; i < GROUP_GRANULES; i++) {
-        small_values *const values = &sums->values[i % 2];
-        uint32_t *const a = sums->a[i % 2];
+        small_values *const values = &output->values[i % 2];
+        uint32_t *const a = output->a[i % 2];
         wgmma_wait<1>(); /* the products of this A */
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -283,8 +283,8 @@ add_four_granules(const small_memory<Shape> *shared, int first, const lane_place
         load_small_values(shared, min(first + i + 2, SMALL_GRANULES - 1), me, values);
         const uint64_t b = probs + (first + i) * (GRANULE_KEYS * Shape::PROB_BYTES >> 4);
         wgmma_fence();
-        wgmma_f16<true>(sums->out[0], a, b, true);
-        wgmma_f16<true>(sums->out[1], a + 4, b, true);
+        wgmma_f16<true>(output->out[0], a, b, true);
+        wgmma_f16<true>(output->out[1], a + 4, b, true);
         wgmma_commit();
     }
 }
@@ -294,24 +294,24 @@ add_four_granules(const small_memory<Shape> *shared, int first, const lane_place
 template <typename Shape>
 static __device__ __forceinline__ void
 add_small_values(const small_memory<Shape> *shared, int num_granules, const lane_place &me,
-                 small_sums<Shape> *sums)
+                 small_output<Shape> *output)
 {
     const uint64_t probs = wgmma_descriptor(ptx_shared_address(shared->probs),
                                             8 * Shape::PROB_BYTES, Shape::PROBS_SWIZZLE);
 #pragma unroll
     for (int i = 0; i < Shape::HEADS / 2; i++) {
-        sums->out[0][i] = 0.0f;
-        sums->out[1][i] = 0.0f;
+        output->out[0][i] = 0.0f;
+        output->out[1][i] = 0.0f;
     }
-    load_small_values(shared, 0, me, &sums->values[0]);
-    load_small_values(shared, 1, me, &sums->values[1]);
+    load_small_values(shared, 0, me, &output->values[0]);
+    load_small_values(shared, 1, me, &output->values[1]);
     int first = 0;
 #pragma unroll 1
     for (; first < num_granules - GROUP_GRANULES; first += GROUP_GRANULES) {
-        add_four_granules(shared, first, me, probs, sums);
+        add_four_granules(shared, first, me, probs, output);
         wgmma_wait<0>(); /* ptxas keeps none under way around a loop */
     }
-    add_four_granules(shared, first, me, probs, sums);
+    add_four_granules(shared, first, me, probs, output);
 }
 
 #endif /* SMLA_CUDA_SMALL_PRODUCTS_CUH */
