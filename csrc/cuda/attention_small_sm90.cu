@@ -53,7 +53,8 @@ enum {
     NAP_NS = 500,
 };
 
-static_assert(SMALL_THREADS * THREAD_REGISTERS + SMLA_ROOM_REGISTERS == 65536, "what an SM has");
+static_assert(SMALL_THREADS * THREAD_REGISTERS + SMLA_ROOM_REGISTERS == SMLA_SM_REGISTERS,
+              "the rest is the combine kernel's");
 static_assert(CTA_THREADS * REDO_REGISTERS + (SMALL_THREADS - CTA_THREADS) * REST_REGISTERS ==
                   SMALL_THREADS * THREAD_REGISTERS,
               "setmaxnreg shares out what the launch gave");
@@ -220,13 +221,15 @@ __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(BOUND_THREADS, 1)
 
 /* CTAs without work keep the SMs that would be idle: see keep_sm. */
 static int64_t
-count_small_ctas(const attention_launch &launch, int heads, int partners)
+count_small_ctas(const attention_launch &launch, int partners)
 {
     const smla_attention_params &params = launch.params;
+    const int64_t num_works = count_works(launch);
     const int num_sms = smla_cuda_find_device(params.stream.device_id)->num_sms;
-    return smla_fits_beside(heads, num_sms, params.num_tokens, params.num_heads, params.num_splits)
+    return smla_fits_beside(num_works, params.num_tokens * params.num_heads, params.num_splits,
+                            num_sms)
                ? num_sms / partners * partners
-               : count_works(launch);
+               : num_works;
 }
 
 template <int HEADS, int PARTNERS>
@@ -239,8 +242,8 @@ launch_shape(const smla_attention_params *params)
     static_assert(sizeof(shared_memory<typename Shape::Portable>) <=
                       offsetof(small_memory<Shape>, arrived),
                   "no barriers where rows are done again");
-    static_assert(SHARED_BYTES + SMLA_ROOM_CTAS * SMLA_RESERVED_SHARED_BYTES <=
-                      SMLA_SM90_SHARED_BYTES,
+    constexpr int ROOM_CTAS = SMLA_COMBINE_CTAS(SMLA_ROOM_REGISTERS, 1);
+    static_assert(SHARED_BYTES + ROOM_CTAS * SMLA_RESERVED_SHARED_BYTES <= SMLA_SM90_SHARED_BYTES,
                   "CTAs of the combine kernel fit beside it");
     static uint64_t allowed;
     const cudaError_t code =
@@ -249,7 +252,7 @@ launch_shape(const smla_attention_params *params)
         return code;
     }
     const attention_launch launch = make_launch<HEADS>(params);
-    return smla_launch(attend_small<Shape>, launch, count_small_ctas(launch, HEADS, PARTNERS),
+    return smla_launch(attend_small<Shape>, launch, count_small_ctas(launch, PARTNERS),
                        SMALL_THREADS, SHARED_BYTES, params->stream, PARTNERS > 1);
 }
 

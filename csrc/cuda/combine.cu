@@ -67,8 +67,9 @@ template <bool HALF_, int SPLITS> struct combination {
     static constexpr int VALUES = FLIGHT_VALUES / FLIGHT; /* of a thread */
     static constexpr int THREADS = SMLA_KV_LORA_RANK / VALUES;
     static constexpr int WORDS = HALF ? VALUES / 2 : VALUES;
-    /* of the bound: 64 registers a thread, as smla_fits_beside has it */
-    static constexpr int CTAS_PER_SM = HALF && LANE_SPLITS == 1 ? 1024 / THREADS : 1;
+    /* of the bound, which gives a thread its registers */
+    static constexpr int CTAS_PER_SM =
+        HALF && LANE_SPLITS == 1 ? SMLA_COMBINE_CTAS(SMLA_SM_REGISTERS, SPLITS) : 1;
 };
 
 /* What the lanes of a warp know of a row: for their splits what values are multiplied with, and in
@@ -297,12 +298,15 @@ static int
 find_shared_bytes(const smla_attention_params *params, const smla_attention_kernel *kernel,
                   const smla_cuda_device *device)
 {
-    const bool is_beside = smla_combines_beside(kernel, device->num_sms, params->num_tokens,
-                                                params->num_heads, params->num_splits);
+    const int64_t num_rows = params->num_tokens * params->num_heads;
+    const int64_t works = params->num_tokens * params->num_splits *
+                          smla_count_parts(params->num_heads, kernel->heads_per_cta);
+    const bool is_beside = kernel->leaves_room &&
+                           smla_fits_beside(works, num_rows, params->num_splits, device->num_sms);
     if (!can_start_early(device->compute_capability) || is_beside) {
         return 0;
     }
-    const int64_t share = smla_count_parts(params->num_tokens * params->num_heads, device->num_sms);
+    const int64_t share = smla_count_parts(num_rows, device->num_sms);
     const int64_t num_ctas = share < 2 ? 2 : share;
     const int64_t bytes = device->max_shared_bytes / num_ctas - SMLA_RESERVED_SHARED_BYTES;
     return num_ctas > MAX_SHARE ? 0 : (int)(bytes / 1024 * 1024);

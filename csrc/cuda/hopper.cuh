@@ -492,21 +492,20 @@ find_halves(const attention_launch &launch, const cta_work &work, int head)
     return (uint16_t *)(launch.partials.out + partial_row(launch, work, head) * SMLA_KV_LORA_RANK);
 }
 
-/* As leave_head, for a partial row of halves. Returns what makes out means of values, in units of
- * `unit`: none is above the largest value. */
-static __device__ __forceinline__ float
+/* As leave_head, for a partial row of halves, which are means of values in units of `unit`: none is
+ * above the largest value. */
+static __device__ __forceinline__ void
 leave_halves(const attention_launch &launch, const cta_work &work, int head, float reference,
              float top, float sum, float unit)
 {
     const int64_t row = partial_row(launch, work, head);
     if (sum == 0.0f) {
         *(float2 *)(launch.partials.state + 2 * row) = make_float2(-INFINITY, 0.0f);
-        return 0.0f;
+        return;
     }
     const float whole = sum * power_of_two((int)(reference - ceilf(top)));
     *(float2 *)(launch.partials.state + 2 * row) = make_float2(top, -whole);
     launch.partials.out[row * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT] = whole * unit;
-    return 1.0f / sum;
 }
 
 /* Marks a work of the CTA: it has to be done again. */

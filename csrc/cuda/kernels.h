@@ -66,34 +66,26 @@ void smla_describe_kernels(char *text, size_t size);
 
 enum { SMLA_RESERVED_SHARED_BYTES = 1024 }; /* of every CTA, by the driver */
 
-/* What the combine kernel has of an SM where attention leaves room. */
 enum {
-    SMLA_ROOM_REGISTERS = 16384,
-    SMLA_ROOM_CTAS = 4, /* of 64 threads; of twice the threads half of them */
+    SMLA_SM_REGISTERS = 65536,
+    SMLA_ROOM_REGISTERS = 16384, /* of an SM, that attention leaves to the combine kernel */
+    SMLA_COMBINE_REGISTERS = 64, /* of a thread of the combine kernel, for halves in 32 splits */
 };
 
-/* Threads of a CTA of the combine kernel that folds a row of halves, each of 64 registers for up to
- * 32 splits. */
+/* Threads of a CTA of the combine kernel that folds a row of halves. */
 #define SMLA_COMBINE_THREADS(splits) ((splits) <= 8 ? 64 : (splits) <= 16 ? 128 : 256)
 
-/* Whether a kernel that leaves room leaves enough for all CTAs of the combine kernel: they come
- * early, and wait beside those of attention. */
-static inline bool
-smla_fits_beside(int heads_per_cta, int num_sms, int64_t num_tokens, int64_t num_heads,
-                 int num_splits)
-{
-    const int64_t tiles = (num_heads + heads_per_cta - 1) / heads_per_cta;
-    const int64_t places = num_sms * (SMLA_ROOM_REGISTERS / 64 / SMLA_COMBINE_THREADS(num_splits));
-    return num_splits <= 32 && num_tokens * num_splits * tiles <= num_sms &&
-           num_tokens * num_heads <= places;
-}
+/* Such CTAs that an SM has registers for. */
+#define SMLA_COMBINE_CTAS(registers, splits) \
+    ((registers) / SMLA_COMBINE_REGISTERS / SMLA_COMBINE_THREADS(splits))
 
+/* Whether a kernel that leaves room leaves enough for the combine kernel's CTAs, one per row of
+ * out: they come early, and wait beside those of attention. */
 static inline bool
-smla_combines_beside(const smla_attention_kernel *kernel, int num_sms, int64_t num_tokens,
-                     int64_t num_heads, int num_splits)
+smla_fits_beside(int64_t num_ctas, int64_t num_rows, int num_splits, int num_sms)
 {
-    return kernel->leaves_room &&
-           smla_fits_beside(kernel->heads_per_cta, num_sms, num_tokens, num_heads, num_splits);
+    return num_splits <= 32 && num_ctas <= num_sms &&
+           num_rows <= num_sms * SMLA_COMBINE_CTAS(SMLA_ROOM_REGISTERS, num_splits);
 }
 
 enum {

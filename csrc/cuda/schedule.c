@@ -92,8 +92,9 @@ static int64_t
 find_late_cost(const smla_split_problem *problem, const smla_attention_kernel *kernel,
                int64_t num_tokens, int num_splits, int64_t num_ctas, int64_t places)
 {
-    const bool is_beside = smla_combines_beside(kernel, problem->device->num_sms, num_tokens,
-                                                problem->num_heads, num_splits);
+    const bool is_beside =
+        kernel->leaves_room && smla_fits_beside(num_ctas, num_tokens * problem->num_heads,
+                                                num_splits, problem->device->num_sms);
     return kernel->leaves_halves && 2 * num_ctas > places && !is_beside ? 6 : 0;
 }
 
