@@ -77,7 +77,7 @@ clear_row(const lane_place &me, hopper_memory<Shape> *shared, consumer<Shape> *s
 template <typename Shape>
 static __device__ __forceinline__ void
 consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consumer<Shape> *state,
-              next_work *next)
+              cta_work *next)
 {
     const lane_place me = find_place();
     const hopper_addresses at = find_addresses(shared, me.group);
@@ -90,8 +90,8 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     }
     score_block(shared, at, me, state);
     wgmma_wait<0>();
-    find_references(launch, me, shared, state);
-    clear_row(me, shared, state);
+    find_references(launch, find_place_again(), shared, state);
+    clear_row(find_place_again(), shared, state);
     if (me.group == 1) { /* which has to wait for weights anyway */
         leave_sinks(launch.base.params, me, shared);
     }
@@ -99,8 +99,7 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
 #pragma unroll 1
     for (;;) {
         add_blocks(launch, shared, at, find_place(), weights, other, has_other, state);
-        state->phase -= ONE_STEP;
-        if (state->phase < ONE_STEP) {
+        if ((state->key_bits & IS_LAST_STEP) != 0) {
             break;
         }
         has_other = true;
@@ -127,21 +126,11 @@ consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
     state.own = BLOCK_GRANULES * GRANULE_BYTES * find_place().group;
     ptx_wait_for_grids(); /* from here on memory of others is read and written */
     ptx_let_next_grid_start();
-    next_work next = find_next(launch, shared);
+    cta_work next = find_next(launch, shared);
 #pragma unroll 1
-    while (next.place.num_heads != 0) {
-        state.phase += ONE_STEP * next.num_steps;
-        if (state.phase >= ONE_STEP) {
-            store_query(launch, find_place_again(), next, shared, &state);
-            consume_steps(launch, shared, &state, &next);
-        } else {
-            skip_query(launch, shared, state);
-            begin_work(next, shared);
-            clear_row(find_place_again(), shared, &state);
-            ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
-            next = find_next(launch, shared);
-            find_factors(launch, find_place_again().group, shared);
-        }
+    while (next.num_heads != 0) {
+        store_query(launch, find_place_again(), next, shared, &state);
+        consume_steps(launch, shared, &state, &next);
         state.phase ^= QUERY_PARITY;
         finish_row(launch, shared, state);
     }
@@ -171,6 +160,7 @@ start(hopper_memory<Shape> *shared)
     if (thread == 0) {
         shared->work = (int)blockIdx.x - (int)gridDim.x; /* in front of the first */
         shared->key_unit = 1.0f; /* for works without keys, which find none */
+        shared->has_grown[0] = shared->has_grown[1] = 0;
     }
     if (thread < MAX_WORKS / 32) {
         shared->redo[thread] = 0;

@@ -7,6 +7,7 @@
 #include <stddef.h>
 
 #include "attend.cuh"
+#include "key_stream.cuh"
 #include "wgmma.cuh"
 
 enum : uint32_t { NO_ROW = 0xFFFFFFFFu };
@@ -17,7 +18,6 @@ enum : uint32_t { NO_ROW = 0xFFFFFFFFu };
 
 enum {
     GRANULE_KEYS = 16,
-    GATHER_WARPS = 4,
     GATHER_KEYS = GRANULE_KEYS / GATHER_WARPS, /* of a warp */
     BLOCK_GRANULES = 4,                        /* keys of a warpgroup: 64 */
     STEP_GRANULES = 2 * BLOCK_GRANULES,        /* both blocks */
@@ -37,12 +37,14 @@ enum {
     /* named barriers */
     BARRIER_CONSUMERS = 1,
     BARRIER_GROUP = 2,
+    BARRIER_GATHER = 4,
     /* exponents */
-    SCALE_EXPONENT = 3, /* of the first keys' largest scale / E */
-    WINDOW_LOW = 5,     /* scale / E >= 2^-5 */
-    WINDOW_SIZE = 12,   /* and below 2^(12 - 5) */
+    TOP_SCALE_EXPONENT = 6, /* of the largest scale / E that fits: 448 times 2^7 is below 2^16 */
+    LOW_SCALE_EXPONENT = -2, /* of the first keys' largest scale / E, where E stays fine */
+    FINE_UNIT_EXPONENT = -2, /* of E: below it 2^-25 E, which a product may be off by, is nothing */
+    USUAL_UNIT_EXPONENT = -9, /* of E, where the first keys have no scale that tells */
     MAX_KEY_EXPONENT = 40,
-    MAX_HALF_EXPONENT = 3, /* of E, with partial rows of f16: 2^-25 of it is a quarter of 1e-6 */
+    MAX_UNIT_EXPONENT = 3, /* of E: 2^-25 of it is a quarter of 1e-6 */
     MAX_QUERY_EXPONENT = 80,
     QUERY_EXPONENT = 14, /* of the largest value of the query in f16 */
     MAX_HEAD_RATIO = 13, /* of head maxima, in powers of two */
@@ -73,8 +75,10 @@ typedef struct ring_granule {
     alignas(16) uint16_t scales[SMLA_NUM_SCALE_TILES][GRANULE_KEYS]; /* relative to E */
     uint64_t full;
     uint64_t empty;
-    uint32_t is_key; /* four bits in the byte of each gather warp */
+    uint32_t is_key; /* four bits in the byte of each gather warp, and IS_LAST_STEP */
 } ring_granule;
+
+enum : uint32_t { KEY_BITS = 0x0F0F0F0Fu, IS_LAST_STEP = 0x10 };
 
 enum { GRANULE_BYTES = sizeof(ring_granule) };
 
@@ -83,21 +87,25 @@ template <typename Shape> struct hopper_memory {
     alignas(1024) uint8_t probs[2][64][Shape::PROB_BYTES];
     alignas(1024) ring_granule ring[Shape::GRANULES];
     alignas(16) float sums[CONSUMER_WARPS][Shape::SLOTS]; /* slot_of_sum; first maxima */
-    alignas(16) float tops[Shape::MAXIMA ? CONSUMER_WARPS : 1][Shape::SLOTS];
+    alignas(16) float tops[Shape::MAXIMA ? CONSUMER_WARPS : 1][Shape::MAXIMA ? Shape::SLOTS : 1];
     alignas(16) float reference[Shape::HEADS];
     alignas(16) float factor[2][Shape::HEADS]; /* each group's own; until they are known, sinks */
     int32_t work;                              /* its number in the grid */
     cta_work place;                            /* what it is: kept here, for divisions are slow */
     float score_scale;                         /* of scores, in the log2 domain */
     float key_unit;                            /* E */
-    uint32_t window;                           /* exponent of the smallest scale that fits */
+    float inv_key_unit;                        /* 1 / E */
+    uint32_t too_large;                        /* find_too_large of E */
     uint32_t query_max[CONSUMER_WARPS];
     uint32_t scale_max[CONSUMER_WARPS];
     alignas(8) uint64_t weighed[2];
     uint64_t added[2];
     uint64_t query_full;
     uint64_t query_free;
-    alignas(8) uint8_t is_lost[CONSUMER_THREADS]; /* a number of the row did not fit, by thread */
+    alignas(16) uint32_t num_keys[2][2][GATHER_WARPS]; /* of works in turn, in each list, of each gather warp */
+    alignas(8) float shift[2][Shape::HEADS]; /* what a group raised the references by, where has_grown */
+    alignas(4) uint8_t has_grown[4];    /* by group: its weights have outgrown f16 */
+    alignas(8) uint8_t is_lost[CONSUMER_WARPS]; /* a number of the row did not fit */
     uint32_t redo[MAX_WORKS / 32];
 };
 
@@ -139,21 +147,15 @@ count_all_steps(const attention_launch &launch, const cta_work &work)
     return num_steps;
 }
 
-/* The work behind the CTA's present one. */
-typedef struct next_work {
-    cta_work place; /* of no heads: there is none */
-    int32_t num_steps;
-} next_work;
-
+/* The work behind the CTA's present one; of no heads: there is none. */
 template <typename Shape>
-static __device__ __forceinline__ next_work
+static __device__ __forceinline__ cta_work
 find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
 {
     const int idx = shared->work + (int)gridDim.x;
-    next_work next = {};
+    cta_work next = {};
     if (idx < launch.num_works) {
-        next.place = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
-        next.num_steps = count_all_steps(launch.base, next.place);
+        next = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
     }
     return next;
 }
@@ -161,14 +163,17 @@ find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
 /* Makes it the present one. Others know after the next barrier. */
 template <typename Shape>
 static __device__ __forceinline__ void
-begin_work(const next_work &next, hopper_memory<Shape> *shared)
+begin_work(const cta_work &next, hopper_memory<Shape> *shared)
 {
     const int thread = ptx_forget((int)threadIdx.x);
     if (thread == 0) { /* not a comparison kept over the loop */
         shared->work += (int)gridDim.x;
-        shared->place = next.place;
+        shared->place = next;
     }
-    shared->is_lost[thread] = 0;
+    if (thread % SMLA_WARP_LANES == 0) {
+        shared->is_lost[thread / SMLA_WARP_LANES] = 0;
+    }
+    __syncwarp();
 }
 
 /* ---- Consumers: state ---------------------------------------------------------------------- */
@@ -210,6 +215,7 @@ typedef struct hopper_addresses {
     uint32_t weighed;
     uint32_t added;
     uint32_t probs; /* of the own group */
+    uint32_t has_grown; /* of the own group */
 } hopper_addresses;
 
 template <typename Shape>
@@ -222,6 +228,7 @@ find_addresses(hopper_memory<Shape> *shared, int group)
     at.weighed = ptx_shared_address(shared->weighed);
     at.added = ptx_shared_address(shared->added);
     at.probs = ptx_shared_address(shared->probs[group]);
+    at.has_grown = ptx_shared_address(&shared->has_grown[group]);
     return at;
 }
 
@@ -238,16 +245,15 @@ template <typename Shape> struct consumer {
     float scores[Shape::HEADS / 2];
     float even_sum; /* of an even chunk, until the next one's is there */
     float even_top;
-    float older_sum;    /* of the first pair of chunks, until the second one's is there */
     uint32_t raw[2][8]; /* values of a granule */
     uint32_t scale[2][2];
     uint32_t a[2][16]; /* the same as A */
     uint32_t key_bits; /* is_key of the warp's granule of the group's block */
     int own;           /* where in the ring the group's block begins, in bytes */
-    uint32_t phase;    /* parities: of its full barrier, its number, the query; steps to go */
+    uint32_t phase;    /* parities: of its full barrier, its number, the query */
 };
 
-enum { RING_PARITY = 1, BLOCK_PARITY = 2, QUERY_PARITY = 4, ONE_STEP = 8 };
+enum { RING_PARITY = 1, BLOCK_PARITY = 2, QUERY_PARITY = 4 };
 
 /* Where the other group's older block begins. In group 0's first step there is none: any rows that
  * are there, for their weights are 0. */
@@ -274,8 +280,8 @@ template <typename Shape>
 static __device__ __forceinline__ void
 lose_row(hopper_memory<Shape> *shared, bool is_lost)
 {
-    ptx_store_shared_1_if(ptx_shared_address(&shared->is_lost[ptx_forget((int)threadIdx.x)]), 1,
-                          is_lost);
+    const uint32_t warp = (uint32_t)ptx_forget((int)threadIdx.x) / SMLA_WARP_LANES;
+    ptx_store_shared_1_if(ptx_shared_address(&shared->is_lost[warp]), 1, is_lost);
 }
 
 static __device__ __forceinline__ uint32_t
@@ -291,13 +297,13 @@ find_key_masks(const lane_place &me, uint32_t key_bits)
     return key_masks{key_bits & 1u << bit, key_bits & 0x10000u << bit};
 }
 
-/* Of the keys that fold_heads adds up, those that are not there: of the warp's 16, or where a lane
+/* Of the keys that fold_pair adds up, those that are not there: of the warp's 16, or where a lane
  * and lane ^ 4 keep half each, of those in rows as even or odd as the lane's. */
 template <typename Shape>
 static __device__ __forceinline__ float
 count_absent(const lane_place &me, uint32_t key_bits)
 {
-    return (float)(Shape::CHUNKS > 1 ? 16 - __popc(key_bits)
+    return (float)(Shape::CHUNKS > 1 ? 16 - __popc(key_bits & KEY_BITS)
                                      : 8 - __popc(key_bits & 0x05050505u << (me.row & 1)));
 }
 
@@ -323,6 +329,30 @@ static __device__ __forceinline__ uint32_t
 two_powers_of_two(int exponent)
 {
     return (uint32_t)(127 + exponent) * 0x00800080u;
+}
+
+/* ---- Scales --------------------------------------------------------------------------------- */
+
+/* The exponent of a scale, 0 for NaN and infinities. */
+static __device__ __forceinline__ uint32_t
+exponent_of_scale(uint32_t scale)
+{
+    const uint32_t exponent = scale >> 23 & 0xFF;
+    return exponent == 0xFF ? 0 : exponent;
+}
+
+/* The bits of the smallest scale that is too large for f16, in units of 2^exponent. */
+static __device__ __forceinline__ uint32_t
+find_too_large(int exponent)
+{
+    return (uint32_t)(exponent + 127 + TOP_SCALE_EXPONENT + 1) << 23;
+}
+
+/* Whether a scale is too large. NaN and infinities are not: they are themselves in f16, too. */
+static __device__ __forceinline__ bool
+is_too_large(float scale, uint32_t least)
+{
+    return (smla_float_bits(scale) & 0x7FFFFFFFu) - least < 0x7F800000u - least;
 }
 
 /* ---- e4m3 to f16 --------------------------------------------------------------------------- */

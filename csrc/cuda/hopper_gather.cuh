@@ -29,6 +29,7 @@ find_row_offset(const attention_launch &launch, uint32_t bias, int list, int32_t
 /* What a gather warp keeps: little, for it has 24 registers. */
 typedef struct gather_state {
     uint32_t base;   /* of shared memory */
+    uint32_t rows;   /* of the warp's rows in the ring's first granule */
     uint32_t slot;   /* of the ring */
     uint32_t parity; /* of its empty barrier */
 } gather_state;
@@ -56,33 +57,33 @@ clear_rows(uint32_t to, uint32_t is_key)
 }
 
 /* The warp's four rows of a granule, from `from`, once its last ones are not needed any more; lanes
- * first_lane to first_lane + 3 know where. The addresses are the warp's, not a lane's: straight
- * code for one thread, four copies. */
+ * first_lane to first_lane + 3 know where. All addresses are the warp's, not a lane's, and known
+ * before the wait: from there on the ring waits for the warp. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int first_lane,
-          uint32_t is_key)
+          uint32_t is_key, uint32_t last_bit)
 {
     typedef hopper_memory<Shape> memory;
     const uint32_t slot = __shfl_sync(0xFFFFFFFFu, state.slot, 0); /* known to be the warp's */
-    const uint32_t warp = (uint32_t)find_gather_warp();
     const uint32_t granule = state.base + (uint32_t)offsetof(memory, ring) + slot * GRANULE_BYTES;
+    const uint32_t to = state.rows + slot * GRANULE_BYTES;
     const uint32_t full = granule + (uint32_t)offsetof(ring_granule, full);
     const uint32_t empty = granule + (uint32_t)offsetof(ring_granule, empty);
-    const uint32_t to = granule + warp * (GATHER_KEYS * FP8_ROW_BYTES);
     uint32_t offsets[GATHER_KEYS];
 #pragma unroll
     for (int i = 0; i < GATHER_KEYS; i++) {
         offsets[i] = __shfl_sync(0xFFFFFFFFu, offset, first_lane + i);
     }
-    const uint32_t is_key_at = granule + (uint32_t)offsetof(ring_granule, is_key) + warp;
+    const uint32_t is_key_at =
+        granule + (uint32_t)offsetof(ring_granule, is_key) + (uint32_t)find_gather_warp();
     const uint8_t *rows[GATHER_KEYS];
 #pragma unroll
     for (int i = 0; i < GATHER_KEYS; i++) {
         rows[i] = from + (uint64_t)offsets[i] * 16;
     }
     const bool is_elected = ptx_elect();
-    /* each way waits for itself, as late as it can: from there on the ring waits for the warp */
+    /* each way waits for itself, as late as it can */
     if (is_key == 15) {
         ptx_mbarrier_wait(empty, state.parity);
         if (is_elected) {
@@ -90,14 +91,14 @@ copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int f
             for (int i = 0; i < GATHER_KEYS; i++) {
                 ptx_bulk_copy(to + i * FP8_ROW_BYTES, rows[i], FP8_ROW_BYTES, full);
             }
-            ptx_store_shared_1(is_key_at, is_key);
+            ptx_store_shared_1(is_key_at, 15 | last_bit);
             ptx_mbarrier_arrive_expect(full, FP8_ROW_BYTES * GATHER_KEYS);
         }
     } else {
         ptx_mbarrier_wait(empty, state.parity);
         clear_rows(to, is_key);
         if (is_elected) {
-            ptx_store_shared_1(is_key_at, is_key);
+            ptx_store_shared_1(is_key_at, is_key | last_bit);
             ptx_mbarrier_arrive_expect(full, FP8_ROW_BYTES * __popc(is_key));
 #pragma unroll
             for (int i = 0; i < GATHER_KEYS; i++) {
@@ -111,32 +112,65 @@ copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int f
     __syncwarp();
 }
 
+/* Steps of the lists of a work. */
+typedef struct list_steps {
+    int32_t main;
+    int32_t extra;
+} list_steps;
+
+/* The steps that hold the most keys of a gather warp. */
+static __device__ __forceinline__ int32_t
+steps_of_keys(const uint32_t num_keys[GATHER_WARPS])
+{
+    uint32_t most[GATHER_WARPS];
+    ptx_load_shared_16(ptx_shared_address(num_keys), most);
+    return (int32_t)((max(max(most[0], most[1]), max(most[2], most[3])) + SMLA_WARP_LANES - 1) /
+                     SMLA_WARP_LANES);
+}
+
+/* Of a work, by all gather warps: each counts the keys of its quarter. `turn` is 0 and 1 in turn:
+ * the counts of a work are read after the barrier, when the next one's may come. */
+template <typename Shape>
+static __device__ __forceinline__ list_steps
+count_steps(const hopper_launch &launch, const cta_work &work, uint32_t turn,
+            hopper_memory<Shape> *shared)
+{
+    const int warp = find_gather_warp();
+#pragma unroll 1
+    for (int list = 0; list < launch.base.params.num_lists; list++) {
+        shared->num_keys[turn][list][warp] =
+            count_keys(launch.base, work, list, warp, (int)(threadIdx.x % SMLA_WARP_LANES));
+    }
+    ptx_barrier(BARRIER_GATHER, GATHER_WARPS * SMLA_WARP_LANES);
+    list_steps steps;
+    steps.main = steps_of_keys(shared->num_keys[turn][0]);
+    steps.extra =
+        launch.base.params.num_lists == 2 ? steps_of_keys(shared->num_keys[turn][1]) : 0;
+    steps.main += (steps.main | steps.extra) == 0;
+    return steps;
+}
+
 /* A list of a work. Lane l has key l % 4 of the warp's four in granule l / 4 of a step. */
 template <typename Shape>
 static __device__ __forceinline__ void
-gather_list(const hopper_launch &launch, const cta_work &work, int list, gather_state *state)
+gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t num_steps,
+            bool is_last_list, gather_state *state)
 {
-    const smla_key_list &keys = launch.base.params.lists[list];
-    const column_range columns = find_columns(launch.base, work, list);
     const int lane = (int)(threadIdx.x % SMLA_WARP_LANES);
-    /* columns of the lane to go, after this step's */
-    int32_t left = columns.end - columns.begin - lane / GATHER_KEYS * GRANULE_KEYS -
-                   find_gather_warp() * GATHER_KEYS - lane % GATHER_KEYS;
-    const int32_t *at = keys.indices + work.token * keys.indices_stride_token + columns.end - left;
-    uint32_t index;
-    ptx_load_4(at, left > 0, NO_ROW, &index);
+    key_stream stream = open_stream(launch.base, work, list, find_gather_warp(), lane);
+    load_next(&stream);
 #pragma unroll 1
-    for (int32_t steps = count_steps(columns); steps > 0; steps--) {
+    for (int32_t steps = num_steps; steps > 0; steps--) {
+        const uint32_t index = take_step(&stream, launch.base.lists[list].index_limit,
+                                         (int)(threadIdx.x % SMLA_WARP_LANES));
         const uint32_t offset =
             find_row_offset(launch.base, launch.lists[list].bias, list, work.token, (int32_t)index);
         const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, offset != NO_ROW);
-        left -= STEP_KEYS;
-        at += STEP_KEYS;
-        ptx_load_4(at, left > 0, NO_ROW, &index); /* of the next step */
+        const uint32_t last_bit = is_last_list && steps == 1 ? IS_LAST_STEP : 0;
 #pragma unroll 1
         for (int i = 0; i < STEP_GRANULES; i++) {
             copy_rows<Shape>(*state, launch.lists[list].lowest, offset, i * GATHER_KEYS,
-                             is_key >> i * GATHER_KEYS & 15);
+                             is_key >> i * GATHER_KEYS & 15, last_bit);
             state->slot++;
             if (state->slot == Shape::GRANULES) {
                 state->slot = 0;
@@ -189,20 +223,36 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
     gather_state state;
     /* through a shuffle: else the address is computed again and again */
     state.base = __shfl_sync(0xFFFFFFFFu, ptx_shared_address(shared), 0);
+    state.rows = state.base + (uint32_t)offsetof(hopper_memory<Shape>, ring) +
+                 __shfl_sync(0xFFFFFFFFu, find_gather_warp(), 0) * (GATHER_KEYS * FP8_ROW_BYTES);
     state.slot = 0;
     state.parity = 1;
-    uint32_t query_parity = 1;
+    uint32_t turn = 0;
+    ptx_wait_for_grids();
 #pragma unroll 1
     for (int idx = (int)blockIdx.x; idx < launch.num_works; idx += (int)gridDim.x) {
         const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
-        ptx_wait_for_grids();
-        if (launch.fetches_query) {
-            fetch_query<Shape>(launch, work, state.base, query_parity);
-            query_parity ^= 1;
+        const bool is_first = idx == (int)blockIdx.x; /* nobody is at another query */
+        if (launch.fetches_query && is_first) {
+            fetch_query<Shape>(launch, work, state.base, turn ^ 1);
+        }
+        const list_steps steps = count_steps(launch, work, turn, shared);
+        if (launch.fetches_query && !is_first) {
+            fetch_query<Shape>(launch, work, state.base, turn ^ 1);
+        }
+        turn ^= 1;
+        if (idx + (int)gridDim.x < launch.num_works) {
+            const cta_work next = find_work(launch.base, launch.base.num_head_tiles,
+                                            idx + (int)gridDim.x, Shape::HEADS);
+            for (int list = 0; list < launch.base.params.num_lists; list++) {
+                prefetch_keys(launch.base, next, list, find_gather_warp(),
+                              (int)(threadIdx.x % SMLA_WARP_LANES));
+            }
         }
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.num_lists; list++) {
-            gather_list<Shape>(launch, work, list, &state);
+            gather_list<Shape>(launch, work, list, list == 0 ? steps.main : steps.extra,
+                               list == 1 || steps.extra == 0, &state);
         }
     }
 }

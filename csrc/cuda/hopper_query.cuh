@@ -72,18 +72,6 @@ wait_for_query(hopper_memory<Shape> *shared, const consumer<Shape> &state)
     ptx_mbarrier_wait(ptx_shared_address(&shared->query_full), (state.phase & QUERY_PARITY) != 0);
 }
 
-/* In place of store_query, where a work has no keys. */
-template <typename Shape>
-static __device__ __forceinline__ void
-skip_query(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
-{
-    if (launch.fetches_query) {
-        wait_for_query(shared, state);
-    }
-    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody is at the last row any more */
-    ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), true);
-}
-
 /* The largest absolute value, as the bits of a bf16, of a head: in all of its lanes. */
 static __device__ __forceinline__ uint32_t
 find_head_max(const uint32_t words[QUERY_TILES][4])
@@ -157,7 +145,7 @@ find_scale_max(const lane_place &me, uint32_t granule)
     const uint32_t from = granule + me.row * FP8_ROW_BYTES + SCALE_OFFSET + 4 * me.column;
     const uint32_t a = is_key.first ? ptx_load_shared_4(from) : 0;
     const uint32_t b = is_key.second ? ptx_load_shared_4(from + 8 * FP8_ROW_BYTES) : 0;
-    return __reduce_max_sync(0xFFFFFFFFu, max(a & 0x7F800000u, b & 0x7F800000u)) >> 23;
+    return __reduce_max_sync(0xFFFFFFFFu, max(exponent_of_scale(a), exponent_of_scale(b)));
 }
 
 /* Zeros in place of the weights of the block before group 1's first. */
@@ -202,11 +190,19 @@ max_of_warps(const uint32_t *values, int count)
     return top;
 }
 
-/* What scales and values are relative to, clamped: scales beyond that do not fit the window. */
+/* The exponent of E, which scales and values are relative to, or a bound of it where that is too
+ * small. Products below 2^-14 E lose bits, and scales from 2^7 E on do not fit: so E is large, to
+ * leave room for later keys' scales, as long as 2^-25 of it is too little to be felt. A row of
+ * zeros, whose scales are FLT_MIN, tells nothing. */
 static __device__ __forceinline__ int
 find_key_exponent(uint32_t scale_max)
 {
-    const int exponent = scale_max == 0 ? 0 : (int)scale_max - 127 - SCALE_EXPONENT;
+    if (scale_max <= 1) {
+        return USUAL_UNIT_EXPONENT;
+    }
+    const int top = (int)scale_max - 127;
+    const int exponent =
+        max(top - TOP_SCALE_EXPONENT, min(top - LOW_SCALE_EXPONENT, (int)FINE_UNIT_EXPONENT));
     return min(max(exponent, -(int)MAX_KEY_EXPONENT), (int)MAX_KEY_EXPONENT);
 }
 
@@ -239,16 +235,16 @@ store_all_nope(const lane_place &me, const query_part &part, const uint32_t head
  * the powers of two of the work. After it everyone may multiply. */
 template <typename Shape>
 static __device__ __forceinline__ void
-store_query(const hopper_launch &launch, const lane_place &me, const next_work &next,
+store_query(const hopper_launch &launch, const lane_place &me, const cta_work &next,
             hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
     const hopper_addresses at = find_addresses(shared, me.group);
     query_part part;
     if (launch.fetches_query) {
         wait_for_query(shared, *state);
-        read_query(next.place, me, shared, &part);
+        read_query(next, me, shared, &part);
     } else {
-        load_query(launch.base.params, next.place, me, &part);
+        load_query(launch.base.params, next, me, &part);
     }
     uint32_t head_max[2];
     publish_query_max(me, part, shared, head_max);
@@ -275,11 +271,12 @@ store_query(const hopper_launch &launch, const lane_place &me, const next_work &
         launch.base.wgmma_scale_log2 * power_of_two(exponent) * power_of_two(key_exponent);
     lose_row(shared, !(fabsf(score_scale) <= 0x1p100f) ||
                          (fabsf(score_scale) < 0x1p-100f && launch.base.scale_log2 != 0.0f) ||
-                         (launch.base.params.num_splits > 1 && key_exponent > MAX_HALF_EXPONENT));
+                         key_exponent > MAX_UNIT_EXPONENT || key_exponent == -MAX_KEY_EXPONENT);
     if (ptx_forget((int)threadIdx.x) == 0) {
         shared->score_scale = score_scale;
         shared->key_unit = power_of_two(key_exponent);
-        shared->window = (uint32_t)(key_exponent + 127 - WINDOW_LOW);
+        shared->inv_key_unit = power_of_two(-key_exponent);
+        shared->too_large = find_too_large(key_exponent);
     }
     ptx_fence_async_shared();
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);

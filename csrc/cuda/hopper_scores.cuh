@@ -15,15 +15,14 @@ static __device__ __forceinline__ uint32_t
 take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule, uint32_t key_bits)
 {
     const uint32_t from = granule + me.row * FP8_ROW_BYTES + SCALE_OFFSET + 4 * me.column;
-    const uint32_t window = *(const volatile uint32_t *)&shared->window;
+    const float inv_unit = *(const volatile float *)&shared->inv_key_unit;
+    const uint32_t too_large = *(const volatile uint32_t *)&shared->too_large;
     const float a = smla_bits_float(ptx_load_shared_4(from));
     const float b = smla_bits_float(ptx_load_shared_4(from + 8 * FP8_ROW_BYTES));
     const key_masks is_key = find_key_masks(me, key_bits);
-    const bool a_fits = (smla_float_bits(a) >> 23) - window < WINDOW_SIZE;
-    const bool b_fits = (smla_float_bits(b) >> 23) - window < WINDOW_SIZE;
-    lose_row(shared, (!a_fits & (is_key.first != 0)) | (!b_fits & (is_key.second != 0)));
-    const float unit = smla_bits_float((254 - WINDOW_LOW - window) << 23); /* 1 / E */
-    const uint32_t pair = ptx_cvt_f16x2(a * unit, b * unit);
+    lose_row(shared, (is_too_large(a, too_large) & (is_key.first != 0)) |
+                         (is_too_large(b, too_large) & (is_key.second != 0)));
+    const uint32_t pair = ptx_cvt_f16x2(a * inv_unit, b * inv_unit);
     const uint32_t to = granule + (uint32_t)offsetof(ring_granule, scales) +
                         me.column * (GRANULE_KEYS * 2) + (4 * (me.row >> 1) + (me.row & 1)) * 2;
     asm volatile("{\n\t"
@@ -102,7 +101,11 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
         }
 #pragma unroll
         for (int step = 0; step < 4; step += 2) {
-            wgmma_wait<1>();
+            if (tile + step == 0) {
+                wgmma_wait<0>(); /* the last values: with wait<1> ptxas takes `out` for under way */
+            } else {
+                wgmma_wait<1>();
+            }
 #pragma unroll
             for (int j = step; j < step + 2; j++) {
                 ptx_pin(&now[j]);
@@ -143,30 +146,26 @@ slot_of_sum(const lane_place &me, int pair)
     return 32 * pair + (me.lane & 4 ? 16 : 0) + head_of_sum(me);
 }
 
-/* Takes reduce_half's result of a chunk into the lane's slots, less `absent`, and returns what was
- * added. Two chunks share a slot: half of the lanes have a head of one, half of the other, and the
- * first chunk waits in `even`. */
+/* Of a pair of chunks, which share a slot: half of the lanes have a head of one, half of the other.
+ * `even` and `odd` are reduce_half's results; of 16 heads there is one chunk, `odd`. */
 template <bool IS_MAX, typename Shape>
 static __device__ __forceinline__ float
-fold_heads(float half, float absent, const lane_place &me, int chunk, float *even, float *slots)
+fold_pair(float even, float odd, const lane_place &me)
 {
-    if (Shape::CHUNKS > 1 && chunk % 2 == 0) {
-        *even = half;
-        return 0.0f;
+    if constexpr (Shape::CHUNKS == 1) {
+        return odd;
     }
-    float *const slot = slots + slot_of_sum(me, chunk / 2);
-    const float older = *slot;
-    float added = half;
-    if constexpr (Shape::CHUNKS > 1) {
-        const bool is_odd = me.lane & 4;
-        const float give = __shfl_xor_sync(0xFFFFFFFFu, is_odd ? *even : half, 4);
-        added = merge_pair<IS_MAX>(is_odd ? half : *even, give);
-    }
-    if (!IS_MAX) {
-        added -= absent;
-    }
-    *slot = merge_pair<IS_MAX>(older, added);
-    return added;
+    const bool is_odd = me.lane & 4;
+    const float give = __shfl_xor_sync(0xFFFFFFFFu, is_odd ? even : odd, 4);
+    return merge_pair<IS_MAX>(is_odd ? odd : even, give);
+}
+
+/* Whether a chunk is the last of its pair. */
+template <typename Shape>
+static constexpr __device__ __forceinline__ bool
+ends_pair(int chunk)
+{
+    return Shape::CHUNKS == 1 || chunk % 2 == 1;
 }
 
 /* reference[head] from the scores of the first 128 keys. */
@@ -187,16 +186,19 @@ find_references(const hopper_launch &launch, const lane_place &me, hopper_memory
         for (int warp = 1; warp < CONSUMER_WARPS; warp++) {
             top = fmaxf(top, shared->sums[warp][thread]);
         }
-        const bool fits = fabsf(top) < MAX_SCORE;          /* -INFINITY: no key */
+        /* without a key, or with logits of -inf alone, which the portable code knows better */
+        const float found = top == -INFINITY ? 0.0f : ceilf(top) + launch.headroom;
         const float otherwise = shared->reference[thread]; /* NaN: of store_query */
-        lose_row(shared, !fits && !isnan(otherwise));
-        shared->reference[thread] = fits ? ceilf(top) + launch.headroom : otherwise;
+        lose_row(shared, !isnan(otherwise) &&
+                             (top == -INFINITY ? (state->key_bits & IS_LAST_STEP) == 0
+                                               : fabsf(top) >= MAX_SCORE && top < INFINITY));
+        shared->reference[thread] = top < INFINITY ? found + otherwise : NAN;
     }
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 }
 
 /* Scores -> exponents of weights. Where there is no key, the row is zeros and its score stays 0:
- * the weight will be 1, times values of 0, and fold_heads takes it from the sums. */
+ * the weight will be 1, times values of 0, and weigh_chunk takes it from the sums. */
 template <typename Shape>
 static __device__ __forceinline__ void
 find_exponents(hopper_memory<Shape> *shared, const lane_place &me, consumer<Shape> *state)
@@ -214,15 +216,10 @@ find_exponents(hopper_memory<Shape> *shared, const lane_place &me, consumer<Shap
     }
 }
 
-/* Weights of 16 heads: to the group's slot of probs, and into the sums. Where those of a step might
- * be too large for f16, they mark the row. */
-template <typename Shape>
+/* Exponents of a chunk -> weights, and their sums over the lane's keys, for reduce_half. */
 static __device__ __forceinline__ void
-weigh_chunk(const hopper_launch &launch, const hopper_addresses &at, const lane_place &me,
-            int chunk, hopper_memory<Shape> *shared, consumer<Shape> *state)
+exp_chunk(const float x[8], float e[8], float sums[4])
 {
-    const float *const x = &state->scores[8 * chunk];
-    float e[8], values[4];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         e[i] = ptx_exp2(x[i]);
@@ -230,32 +227,64 @@ weigh_chunk(const hopper_launch &launch, const hopper_addresses &at, const lane_
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int from = 4 * (i / 2) + i % 2;
-        values[i] = e[from] + e[from + 2];
+        sums[i] = e[from] + e[from + 2];
     }
+}
+
+/* Weights of a chunk to the group's slot of probs. */
+template <typename Shape>
+static __device__ __forceinline__ void
+store_weights(uint32_t probs, const lane_place &me, int chunk, const float e[8])
+{
     const int key = 16 * me.warp + (me.lane & 15);
     const int piece = 2 * chunk + (me.lane >> 4);
     const int flip = Shape::HEADS == 64   ? key & 7
                      : Shape::HEADS == 32 ? key >> 1 & 3
                                           : key >> 2 & 1;
-    ptx_stmatrix_x4(at.probs + key * Shape::PROB_BYTES + (piece ^ flip) * 16,
+    ptx_stmatrix_x4(probs + key * Shape::PROB_BYTES + (piece ^ flip) * 16,
                     ptx_cvt_f16x2(e[0], e[1]), ptx_cvt_f16x2(e[2], e[3]), ptx_cvt_f16x2(e[4], e[5]),
                     ptx_cvt_f16x2(e[6], e[7]));
+}
+
+/* Weights of 16 heads: to the group's slot of probs, and into the sums. Where those of a warp's
+ * keys together might be too large for f16, the group has grown: its references will be raised
+ * before anybody multiplies these weights, and the sum is left for that (raise_references). NaN
+ * is not too large. */
+template <typename Shape>
+static __device__ __forceinline__ void
+weigh_chunk(const hopper_launch &launch, const hopper_addresses &at, const lane_place &me,
+            int chunk, hopper_memory<Shape> *shared, consumer<Shape> *state)
+{
+    const float *const x = &state->scores[8 * chunk];
     const int warp = 4 * me.group + me.warp;
-    const float sum = fold_heads<false, Shape>(reduce_half<false>(values, me.lane),
-                                               count_absent<Shape>(me, state->key_bits), me, chunk,
-                                               &state->even_sum, shared->sums[warp]);
-    if (chunk == Shape::CHUNKS - 1) {
-        const float top = Shape::CHUNKS > 2 ? fmaxf(state->older_sum, sum) : sum;
-        lose_row(shared, top >= launch.max_weight);
-    } else if (chunk == 1) {
-        state->older_sum = sum;
+    float e[8], sums[4];
+    exp_chunk(x, e, sums);
+    store_weights<Shape>(at.probs, me, chunk, e);
+    const float half = reduce_half<false>(sums, me.lane);
+    if (ends_pair<Shape>(chunk)) {
+        float *const slot = &shared->sums[warp][slot_of_sum(me, chunk / 2)];
+        const float older = *slot;
+        const float added = fold_pair<false, Shape>(state->even_sum, half, me) -
+                            count_absent<Shape>(me, state->key_bits);
+        const bool has_grown = added >= launch.max_weight;
+        if (!has_grown) {
+            *slot = older + added;
+        }
+        ptx_store_shared_1_if(at.has_grown, 1, has_grown);
+    } else {
+        state->even_sum = half;
     }
     if constexpr (Shape::MAXIMA) {
         const key_masks is_key = find_key_masks(me, state->key_bits);
         const float tops[4] = {max_of_keys(is_key, x[0], x[2]), max_of_keys(is_key, x[1], x[3]),
                                max_of_keys(is_key, x[4], x[6]), max_of_keys(is_key, x[5], x[7])};
-        fold_heads<true, Shape>(reduce_half<true>(tops, me.lane), 0.0f, me, chunk, &state->even_top,
-                                shared->tops[warp]);
+        const float top = reduce_half<true>(tops, me.lane);
+        if (ends_pair<Shape>(chunk)) {
+            float *const slot = &shared->tops[warp][slot_of_sum(me, chunk / 2)];
+            *slot = fmaxf(*slot, fold_pair<true, Shape>(state->even_top, top, me));
+        } else {
+            state->even_top = top;
+        }
     }
 }
 

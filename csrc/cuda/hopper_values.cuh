@@ -4,6 +4,7 @@
 #ifndef SMLA_CUDA_HOPPER_VALUES_CUH
 #define SMLA_CUDA_HOPPER_VALUES_CUH
 
+#include "hopper_growth.cuh"
 #include "hopper_query.cuh"
 
 /* ---- Consumers: values --------------------------------------------------------------------- */
@@ -102,7 +103,8 @@ add_values(uint64_t weights, int granule, int buffer, consumer<Shape> *state)
 }
 
 /* Waits for the weights of the other group's older block, and has its first values ready. The last
- * scores of a row leave the query's place to the next one. Returns where that block begins. */
+ * scores of a row leave the query's place to the next one. Where the other group has raised the
+ * references, this one follows. Returns where that block begins. */
 template <typename Shape>
 static __device__ __forceinline__ int
 meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
@@ -111,26 +113,35 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
     const value_place place = find_values(at, me);
     const int other = make_uniform(find_other<Shape>(*state, has_other));
     ptx_mbarrier_wait(at.weighed + 8 * (me.group ^ 1), (state->phase >> 1 ^ me.group ^ 1) & 1);
+    const uint8_t grown = ((const volatile uint8_t *)shared->has_grown)[me.group ^ 1];
     load_values(place, find_granule<Shape>(other, 0), 0, state);
     load_values(place, find_granule<Shape>(other, 1), 1, state);
+    if (__any_sync(0xFFFFFFFFu, grown != 0)) {
+        wgmma_wait<0>();
+        follow_references(find_place_again(), shared, state);
+    }
     convert_values(0, state);
 #pragma unroll
     for (int i = 0; i < 16; i++) {
         ptx_pin(&state->a[0][i]);
     }
     wgmma_wait<0>(); /* the scores */
-    ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), state->phase < 2 * ONE_STEP);
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), (state->key_bits & IS_LAST_STEP) != 0);
     return other;
 }
 
-/* Makes the group's weights visible to wgmma of both. */
+/* Makes the group's weights visible to wgmma of both, unless they are too large: whether they
+ * are. */
 template <typename Shape>
-static __device__ __forceinline__ void
-publish_weights(const hopper_addresses &at, const lane_place &me)
+static __device__ __forceinline__ bool
+publish_weights(const hopper_memory<Shape> *shared, const hopper_addresses &at,
+                const lane_place &me)
 {
     ptx_fence_async_shared();
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
-    ptx_mbarrier_arrive(at.weighed + 8 * me.group, true);
+    const bool has_grown = load_has_grown(shared, me.group);
+    ptx_mbarrier_arrive(at.weighed + 8 * me.group, !has_grown);
+    return has_grown;
 }
 
 /* In which batch of values a chunk of 16 heads gets its weights: the best of the orders that were
@@ -153,6 +164,7 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
     const int own = make_uniform(state->own);
     /* a lane's number, or each barrier's address would be worked out beside its granule's */
     const uint32_t empty = (uint32_t)ptx_forget((int)at.empty);
+    bool has_grown = false;
 #pragma unroll
     for (int batch = 0; batch < STEP_GRANULES; batch++) {
         const int first = batch < BLOCK_GRANULES ? other : own;
@@ -162,6 +174,9 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
         }
         if (batch > 0) {
             wgmma_wait<0>();
+            if (batch == BLOCK_GRANULES && has_grown) {
+                raise_references(launch, find_addresses(shared, find_place_again().group), find_place_again(), shared, state);
+            }
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 ptx_pin(&state->raw[batch & 1][i]);
@@ -187,7 +202,7 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
             }
         }
         if (batch == 3) {
-            publish_weights<Shape>(at, me);
+            has_grown = publish_weights(shared, at, me);
             /* the first of the own granules: from here on all of them are known to have come */
             load_values(place, find_granule<Shape>(own, 0), 0, state);
         }
@@ -288,6 +303,9 @@ add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
     const value_place place = find_values(at, me);
     const int other = make_uniform(find_other<Shape>(*state, true));
     ptx_mbarrier_wait(at.weighed + 8, state->phase >> 1 & 1);
+    if (load_has_grown(shared, 1)) {
+        follow_references(me, shared, state);
+    }
     load_values(place, find_granule<Shape>(other, 0), 0, state);
 #pragma unroll
     for (int batch = 0; batch < BLOCK_GRANULES; batch++) {
@@ -393,9 +411,10 @@ template <typename Shape>
 static __device__ __forceinline__ bool
 is_row_lost(const hopper_memory<Shape> *shared)
 {
-    const uint2 flags =
-        ((const uint2 *)shared->is_lost)[ptx_forget((int)threadIdx.x) % SMLA_WARP_LANES];
-    return __any_sync(0xFFFFFFFFu, (flags.x | flags.y) != 0);
+    uint32_t flags[2];
+    static_assert(CONSUMER_WARPS == sizeof flags, "a byte for each warp");
+    ptx_load_shared_8(ptx_shared_address(shared->is_lost), flags);
+    return (flags[0] | flags[1]) != 0;
 }
 
 /* The results of a row, or its mark if a thread lost it: then it has no results here. */

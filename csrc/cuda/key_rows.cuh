@@ -39,6 +39,7 @@ static_assert(WARP_KEYS * SMLA_NUM_SCALE_TILES + WARP_KEYS <= SMLA_WARP_LANES,
 typedef struct list_facts {
     smla_divisor block_size;
     int64_t num_slots;
+    uint32_t index_limit; /* no index from here on names a slot */
     int32_t scale_offset;
     int32_t rope_offset;
     bool is_fp8;
@@ -64,6 +65,16 @@ typedef struct attention_launch {
     list_facts lists[2];
 } attention_launch;
 
+/* Of slots where indices are slots, else of the positions that a block table has. */
+static uint32_t
+index_limit_of(const smla_key_list *list)
+{
+    const int64_t limit = list->map.block_table == NULL
+                              ? smla_kv_num_slots(&list->kv)
+                              : list->map.num_blocks * list->kv.block_size;
+    return limit < 0x80000000LL ? (uint32_t)limit : 0x80000000u;
+}
+
 static list_facts
 list_facts_of(const smla_key_list *list)
 {
@@ -71,6 +82,7 @@ list_facts_of(const smla_key_list *list)
     list_facts facts = {};
     facts.block_size = smla_make_divisor(kv->block_size);
     facts.num_slots = smla_kv_num_slots(kv);
+    facts.index_limit = index_limit_of(list);
     facts.scale_offset = kv->format->scale_offset;
     facts.rope_offset = kv->format->rope_offset;
     facts.is_fp8 = kv->format->nope_type == SMLA_NOPE_E4M3;

@@ -99,6 +99,13 @@ ptx_fma_if(float *x, float a, float b, uint32_t is_on)
         : "f"(a), "f"(b), "r"(is_on));
 }
 
+/* x *= factor, in the order of other asm volatile: not before a wait for what writes x. */
+static __device__ __forceinline__ void
+ptx_scale(float *x, float factor)
+{
+    asm volatile("mul.rn.f32 %0, %0, %1;" : "+f"(*x) : "f"(factor));
+}
+
 /* sum += a * b if b is not 0: then `a` may be anything, even NaN. No branch. */
 static __device__ __forceinline__ void
 ptx_fma_unless_zero(float *sum, float a, float b)

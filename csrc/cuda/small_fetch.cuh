@@ -21,7 +21,6 @@ enum {
     FETCH_KEYS = GRANULE_KEYS * GROUP_GRANULES / (SMALL_WARPS - QUERY_WARPS), /* see find_fetch */
     ROW_VECTORS = FP8_ROW_BYTES / 16,
     SCALE_BYTES = SMLA_NUM_SCALE_TILES * GRANULE_KEYS * 2, /* of a granule, in f16 */
-    TOP_SCALE_EXPONENT = 6, /* of the largest scale / E: 448 times it is below 2^16 */
     WEIGHT_EXPONENT = 8,    /* of the largest weight */
     NO_EXPONENT = -1000,    /* of a granule without keys */
 };

@@ -17,21 +17,20 @@ find_key_exponent(uint32_t rows, const lane_place &me, small_state *state)
     const uint32_t b = ptx_load_shared_4(from + 8 * FP8_ROW_BYTES) & state->is_key.second;
     state->scale[0] = smla_bits_float(a);
     state->scale[1] = smla_bits_float(b);
-    const int largest =
-        (int)(__reduce_max_sync(0xFFFFFFFFu, max(a & 0x7F800000u, b & 0x7F800000u)) >> 23);
-    const int exponent = largest - 127 - TOP_SCALE_EXPONENT;
+    const uint32_t largest =
+        __reduce_max_sync(0xFFFFFFFFu, max(exponent_of_scale(a), exponent_of_scale(b)));
+    const int exponent = (int)largest - 127 - TOP_SCALE_EXPONENT;
     state->key_exponent = min(max(exponent, -(int)MAX_KEY_EXPONENT), (int)MAX_KEY_EXPONENT);
+    state->is_lost |= largest > 1 && exponent < -(int)MAX_KEY_EXPONENT;
 }
 
-/* f16 of the lane's two scales / 2^exponent; one that leaves f16's normal range marks the row. */
+/* f16 of the lane's two scales / 2^exponent, which is above none of the keys' but for its bounds. */
 static __device__ __forceinline__ uint32_t
 round_scales(int exponent, small_state *state)
 {
-    const uint32_t lowest = (uint32_t)(exponent + 127 - WINDOW_LOW);
-    const bool a_fits = (smla_float_bits(state->scale[0]) >> 23) - lowest < WINDOW_SIZE;
-    const bool b_fits = (smla_float_bits(state->scale[1]) >> 23) - lowest < WINDOW_SIZE;
-    state->is_lost |=
-        (!a_fits & (state->is_key.first != 0)) | (!b_fits & (state->is_key.second != 0));
+    const uint32_t too_large = find_too_large(exponent);
+    state->is_lost |= is_too_large(state->scale[0], too_large) & (state->is_key.first != 0);
+    state->is_lost |= is_too_large(state->scale[1], too_large) & (state->is_key.second != 0);
     const float unit = power_of_two(-exponent);
     return ptx_cvt_f16x2(state->scale[0] * unit, state->scale[1] * unit);
 }
@@ -165,12 +164,13 @@ static __device__ __forceinline__ void
 find_small_reference(const small_memory<Shape> *shared, int lane, small_state *state)
 {
     state->top = float_of_order(shared->tops[lane % Shape::HEADS]);
-    const bool fits = fabsf(state->top) < MAX_SCORE || state->top == -INFINITY;
-    state->is_lost |= !state->is_bad && !fits;
-    state->reference = state->is_bad ? NAN : softmax_reference(state->top) - (float)WEIGHT_EXPONENT;
+    const bool is_finite = fabsf(state->top) < INFINITY;
+    const bool is_bad = state->is_bad || state->top == INFINITY;
+    state->is_lost |= !is_bad && is_finite && fabsf(state->top) >= MAX_SCORE;
+    state->reference = is_bad ? NAN : softmax_reference(state->top) - (float)WEIGHT_EXPONENT;
     state->key_exponent =
         __reduce_max_sync(0xFFFFFFFFu, shared->key_exponent[lane % SMALL_GRANULES]);
-    state->is_lost |= state->key_exponent > MAX_HALF_EXPONENT;
+    state->is_lost |= state->key_exponent > MAX_UNIT_EXPONENT;
 }
 
 /* Weights of the warp's keys and their sums, and the scales that their values are multiplied

@@ -1,0 +1,162 @@
+/* key_stream.cuh: the index lists of a work for the gather warps of Hopper's kernels, without the
+ * entries that are none: a row is as long as its keys, wherever they stand.
+ *
+ * Every warp has a quarter of the columns, four of every sixteen, and takes the keys of its quarter
+ * in their order, so no warp waits for another. Which four changes from sixteen to sixteen, so that
+ * lists with a pattern (every second entry, every second page) still give the warps as many keys
+ * each. A step has 32 keys of each warp; a work has the steps that its fullest quarter needs, and
+ * one at least. The warps count their keys ahead, for the consumers have to know the last step.
+ *
+ * An entry is a key here if it is not negative and below index_limit. One that names no slot for
+ * another reason (a bad page in the block table) takes a key's place, and is masked there.
+ */
+#ifndef SMLA_CUDA_KEY_STREAM_CUH
+#define SMLA_CUDA_KEY_STREAM_CUH
+
+#include "key_rows.cuh"
+
+enum {
+    GATHER_WARPS = 4,
+    STREAM_COLUMNS = GATHER_WARPS * SMLA_WARP_LANES, /* that the warps look at together */
+    COUNT_LOADS = 8,                                 /* indices of a lane that are counted at once */
+};
+
+enum : uint32_t { NO_INDEX = 0xFFFFFFFFu };
+
+/* The lane's place among STREAM_COLUMNS columns. */
+static __device__ __forceinline__ int
+find_stream_column(int warp, int lane)
+{
+    const int four = (warp - lane / 4 - lane / 16) & 3;
+    return 16 * (lane / 4) + 4 * four + lane % 4;
+}
+
+/* What a warp keeps of the list that it reads. */
+typedef struct key_stream {
+    const int32_t *at; /* the lane's next index */
+    int32_t left;      /* columns from there to the end */
+    uint32_t next;     /* that index, asked for ahead */
+    uint32_t held;     /* the keys that wait for their step: in lanes below num_held */
+    uint32_t over;     /* those that are more than a step's */
+    int32_t num_held;
+} key_stream;
+
+static __device__ __forceinline__ void
+load_next(key_stream *stream)
+{
+    ptx_load_4(stream->at, stream->left > 0, NO_INDEX, &stream->next);
+}
+
+static __device__ __forceinline__ key_stream
+open_stream(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
+{
+    const smla_key_list &keys = launch.params.lists[list];
+    const column_range columns = find_columns(launch, work, list);
+    const int column = columns.begin + find_stream_column(warp, lane);
+    key_stream stream;
+    stream.at = keys.indices + work.token * keys.indices_stride_token + column;
+    stream.left = columns.end - column;
+    stream.held = NO_INDEX;
+    stream.over = NO_INDEX;
+    stream.num_held = 0;
+    return stream;
+}
+
+/* The warp's keys of a list. */
+static __device__ __forceinline__ uint32_t
+count_keys(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
+{
+    const key_stream stream = open_stream(launch, work, list, warp, lane);
+    const uint32_t limit = launch.lists[list].index_limit;
+    const int32_t *at = stream.at;
+    uint32_t count = 0;
+#pragma unroll 1
+    for (int32_t left = stream.left; __any_sync(0xFFFFFFFFu, left > 0);
+         left -= COUNT_LOADS * STREAM_COLUMNS) {
+        uint32_t indices[COUNT_LOADS];
+#pragma unroll
+        for (int i = 0; i < COUNT_LOADS; i++) {
+            ptx_load_4(at + i * STREAM_COLUMNS, left > i * STREAM_COLUMNS, NO_INDEX, &indices[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT_LOADS; i++) {
+            count += indices[i] < limit;
+        }
+        at += COUNT_LOADS * STREAM_COLUMNS;
+    }
+    return __reduce_add_sync(0xFFFFFFFFu, count);
+}
+
+/* Calls the warp's share of a work's indices to L2, in lines of 128 bytes, before they are counted. */
+static __device__ __forceinline__ void
+prefetch_keys(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
+{
+    const smla_key_list &keys = launch.params.lists[list];
+    const column_range columns = find_columns(launch, work, list);
+    const int32_t *const at = keys.indices + work.token * keys.indices_stride_token;
+#pragma unroll 1
+    for (int32_t column = columns.begin + 32 * (SMLA_WARP_LANES * warp + lane);
+         column < columns.end; column += 32 * STREAM_COLUMNS) {
+        ptx_prefetch_l2(at + column, true);
+    }
+}
+
+/* The place of the n-th bit that is set, from 0 on; anything if there are not so many. */
+static __device__ __forceinline__ int
+find_nth_bit(uint32_t bits, int n)
+{
+    int place = 0;
+#pragma unroll
+    for (int width = 16; width > 0; width /= 2) {
+        const int below = __popc(bits & ((1u << width) - 1));
+        if (n >= below) {
+            n -= below;
+            bits >>= width;
+            place += width;
+        }
+    }
+    return place;
+}
+
+/* Takes the lanes' next indices that are keys, behind those that are held. */
+static __device__ __forceinline__ void
+take_keys(key_stream *stream, uint32_t limit, int lane)
+{
+    const uint32_t index = stream->next;
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, index < limit);
+    stream->left -= STREAM_COLUMNS;
+    stream->at += STREAM_COLUMNS;
+    load_next(stream);
+    if (is_key == 0xFFFFFFFFu && stream->num_held == 0) {
+        stream->held = index;
+        stream->num_held = SMLA_WARP_LANES;
+        return;
+    }
+    const int rank = (lane - stream->num_held) & (SMLA_WARP_LANES - 1);
+    const uint32_t moved = __shfl_sync(0xFFFFFFFFu, index, find_nth_bit(is_key, rank));
+    if (rank < __popc(is_key)) {
+        if (lane >= stream->num_held) {
+            stream->held = moved;
+        } else {
+            stream->over = moved;
+        }
+    }
+    stream->num_held += __popc(is_key);
+}
+
+/* The keys of the warp's next step, one a lane, NO_INDEX for none. */
+static __device__ __forceinline__ uint32_t
+take_step(key_stream *stream, uint32_t limit, int lane)
+{
+#pragma unroll 1
+    while (stream->num_held < SMLA_WARP_LANES &&
+           __any_sync(0xFFFFFFFFu, stream->left > 0)) {
+        take_keys(stream, limit, lane);
+    }
+    const uint32_t index = lane < stream->num_held ? stream->held : NO_INDEX;
+    stream->held = stream->over;
+    stream->num_held = max(stream->num_held - SMLA_WARP_LANES, 0);
+    return index;
+}
+
+#endif /* SMLA_CUDA_KEY_STREAM_CUH */
