@@ -147,24 +147,30 @@ def describe_cpu(options: argparse.Namespace) -> dict[str, str]:
 
 
 def find_device() -> str:
-    """cuda where this build has it and PyTorch sees a GPU, else cpu."""
-    if kernels("cuda") and find_spec("torch") is not None:
-        torch: Any = import_module("torch")
-        if torch.cuda.is_available():
-            return "cuda"
-    return "cpu"
+    """cuda where its tables can be measured, else cpu."""
+    return "cpu" if what_cuda_lacks() else "cuda"
 
 
 def check_cuda() -> None:
-    if not kernels("cuda"):
-        raise SystemExit(f"bench: no CUDA in this build: {sparse_mla.build_info()['cuda']}")
+    lack = what_cuda_lacks()
+    if lack:
+        raise SystemExit(f"bench: {lack}")
+
+
+def what_cuda_lacks() -> str:
+    """Why nothing can be measured on CUDA, empty where it can. What no installation cures comes
+    first, so that nobody installs PyTorch to learn that there is no GPU."""
+    rows = kernels("cuda")
+    if not rows:
+        return f"no CUDA in this build: {sparse_mla.build_info()['cuda']}"
+    if not any(row["available"] for row in rows):
+        return "there is no GPU here that this build can use: --device cpu"
     if find_spec("torch") is None:
-        raise SystemExit(
-            "bench: --device cuda needs PyTorch, for memory, events and graphs: pip install torch"
-        )
+        return "--device cuda needs PyTorch, for memory, events and graphs: pip install torch"
     torch: Any = import_module("torch")
     if not torch.cuda.is_available():
-        raise SystemExit("bench: PyTorch sees no GPU: --device cpu, or a PyTorch built for CUDA")
+        return "PyTorch sees no GPU: --device cpu, or a PyTorch built for CUDA"
+    return ""
 
 
 def measure_cuda(options: argparse.Namespace) -> Iterator[Table]:
