@@ -203,7 +203,8 @@ def test_the_device_s_judge_agrees_with_the_reference(kv_format, monkeypatch):
         np.abs(out.double().numpy() - want.out) / want.out_tolerance(**allowed),
         np.abs(lse.double().numpy() - want.lse) / want.lse_tolerance(**allowed),
     )
-    judged = cuda_judge.judge(q, kv, indices, (out, lse), 0.1, sink)
+    inputs = cuda_inputs.Inputs(q, kv, indices, 0.1, sink)
+    judged = cuda_judge.judge(inputs, (out, lse))
     assert judged == pytest.approx(max(fraction.max() for fraction in fractions))
     out[1, 2, 511] = float("nan")
-    assert cuda_judge.judge(q, kv, indices, (out, lse), 0.1, sink) == float("inf")
+    assert cuda_judge.judge(inputs, (out, lse)) == float("inf")
