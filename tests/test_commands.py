@@ -124,6 +124,8 @@ def test_bench_writes_numbers_beside_the_tables(tmp_path):
         ["--device", "cpu", "--only", "decode"],
         ["--device", "cpu", "--plot", "plot.svg"],
         ["--plot", "plot.png"],
+        ["--heads", "64"],
+        ["--device", "cpu", "--only", "inputs", "--kinds", "flat"],
         ["--from", "results.json"],
         ["--from", "/none", "--plot", "plot.svg"],
     ],
