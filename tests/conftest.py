@@ -2,7 +2,8 @@
 
 SMLA_DEVICE=cuda          the operators' tests run on the GPU, and test_gpu_*.py are collected
 SMLA_EXPECT_ROOT=dir      sparse_mla (and its C module) must be imported from below `dir`
-SMLA_REQUIRE=torch,jax    the run fails if a test of these frameworks was skipped, or none ran
+SMLA_REQUIRE=torch,jax    the run fails if a test of these frameworks was skipped, or none ran;
+                          numpy stands for the tests that need no other framework
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def pytest_configure(config) -> None:
     config.addinivalue_line("markers", "sanitizer: short enough for compute-sanitizer")
     for name in OPTIONAL:
         config.addinivalue_line("markers", f"{name}: needs the {name} package")
-    unknown = set(REQUIRED) - set(OPTIONAL)
+    unknown = set(REQUIRED) - set(helpers.FRAMEWORKS)
     if unknown:
         raise pytest.UsageError(f"SMLA_REQUIRE names unknown frameworks: {sorted(unknown)}")
     config.stash[LINES] = [package_line(), device_line()]
@@ -108,12 +109,12 @@ def version_of(name: str) -> str:
 
 
 def pytest_runtest_logreport(report) -> None:
-    for name in REQUIRED:
-        if name in report.keywords:
-            if report.skipped:
-                skipped[name].append(report.nodeid)
-            elif report.when == "call" and report.passed:
-                passed[name] += 1
+    needed = [name for name in OPTIONAL if name in report.keywords] or ["numpy"]
+    for name in set(REQUIRED) & set(needed):
+        if report.skipped:
+            skipped[name].append(report.nodeid)
+        elif report.when == "call" and report.passed:
+            passed[name] += 1
 
 
 def pytest_sessionfinish(session, exitstatus) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import reference
 from helpers import find_framework, printed_by_python, run_python
 
 import sparse_mla
+from sparse_mla._bench import run as bench
 from sparse_mla._bench import timing
 
 ROOT = Path(__file__).parent.parent
@@ -122,6 +124,8 @@ def test_bench_writes_numbers_beside_the_tables(tmp_path):
         ["--device", "cpu", "--only", "decode"],
         ["--device", "cpu", "--plot", "plot.svg"],
         ["--plot", "plot.png"],
+        ["--heads", "64"],
+        ["--device", "cpu", "--only", "inputs", "--kinds", "flat"],
         ["--from", "results.json"],
         ["--from", "/none", "--plot", "plot.svg"],
     ],
@@ -132,15 +136,32 @@ def test_bench_refuses_in_one_line(options):
     assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
-@pytest.mark.skipif(
-    any(row["device"] == "cuda" and row["available"] for row in sparse_mla.kernels()),
-    reason="there is a GPU to measure",
-)
 def test_bench_says_why_there_is_no_gpu_to_measure():
-    done = run_command("bench", "--device", "cuda")
+    done = run_command("bench", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert done.returncode != 0
     build = sparse_mla.build_info()["cuda"]
-    assert (build if build.startswith("none") else "GPU") in done.stderr
+    assert (build if build.startswith("none") else "no GPU") in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize("pytorch", [None, "without CUDA", "with CUDA"])
+@pytest.mark.parametrize("gpu", [None, "unusable", "usable"])
+def test_bench_names_first_what_no_installation_cures(gpu, pytorch, monkeypatch):
+    """`gpu` None is a build without CUDA."""
+    rows = [] if gpu is None else [{"device": "cuda", "available": gpu == "usable"}]
+    cuda = types.SimpleNamespace(is_available=lambda: pytorch == "with CUDA")
+    monkeypatch.setattr(bench, "kernels", lambda device: rows)
+    monkeypatch.setattr(bench, "find_spec", lambda name: pytorch)
+    monkeypatch.setattr(bench, "import_module", lambda name: types.SimpleNamespace(cuda=cuda))
+    after_the_gpu = {None: "needs PyTorch", "without CUDA": "PyTorch sees no GPU", "with CUDA": ""}
+    reasons = {None: "no CUDA in this build", "unusable": "there is no GPU here"}
+    reason = reasons.get(gpu, after_the_gpu[pytorch])
+    assert bench.find_device() == ("cpu" if reason else "cuda")
+    if reason:
+        with pytest.raises(SystemExit, match=rf"bench: .*{reason}"):
+            bench.check_cuda()
+    else:
+        bench.check_cuda()
 
 
 def test_bench_plots_an_earlier_run(tmp_path):
@@ -184,7 +205,8 @@ def test_the_device_s_judge_agrees_with_the_reference(kv_format, monkeypatch):
         np.abs(out.double().numpy() - want.out) / want.out_tolerance(**allowed),
         np.abs(lse.double().numpy() - want.lse) / want.lse_tolerance(**allowed),
     )
-    judged = cuda_judge.judge(q, kv, indices, (out, lse), 0.1, sink)
+    inputs = cuda_inputs.Inputs(q, kv, indices, 0.1, sink)
+    judged = cuda_judge.judge(inputs, (out, lse))
     assert judged == pytest.approx(max(fraction.max() for fraction in fractions))
     out[1, 2, 511] = float("nan")
-    assert cuda_judge.judge(q, kv, indices, (out, lse), 0.1, sink) == float("inf")
+    assert cuda_judge.judge(inputs, (out, lse)) == float("inf")

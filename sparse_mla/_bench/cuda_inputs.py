@@ -3,12 +3,78 @@ is not judged on what another operator of this library wrote."""
 
 from __future__ import annotations
 
-from sparse_mla._bench.cuda_timing import DEVICE, Array, torch
+from dataclasses import dataclass, field
+
+from sparse_mla._bench.cuda_timing import DEVICE, Array, memory_bytes, torch
 
 BLOCK_SIZE = 64
 FP8_ROW_BYTES = 656
+ROW_BYTES = {"fp8_ds_mla": FP8_ROW_BYTES, "bfloat16": 1152}
 CHUNK_TOKENS = 1 << 18
 FLT_MIN = 2.0**-126
+SOFTMAX_SCALE = (128 + 64) ** -0.5
+REQUEST_TOKENS = 36864  # slots per request; lengths vary around 32k
+MEAN_TOKENS = 32768
+
+
+@dataclass
+class Inputs:
+    """What one call of attention is given, and what its judge must know.
+
+    q [T, H, 576] bf16; kv a paged cache or a workspace [tokens, 576]; indices [T, K] int32, below 0
+    for none, with at least one key per token; sink [H] fp32 or None.
+    """
+
+    q: Array
+    kv: Array
+    indices: Array
+    scale: float = SOFTMAX_SCALE
+    sink: Array = None
+    num_reqs: int = 1
+    spare: int = 0  # the first slot of kv that belongs to no request
+    notable: tuple[int, ...] = ()  # tokens that the judge takes beside those it always takes
+    nan_token: int | None = None  # this one selects a NaN, so its results must be NaN
+
+    @property
+    def rows(self) -> Array:
+        """kv as rows [slots, row]; a view."""
+        return self.kv.view(-1, self.kv.shape[-1])
+
+
+@dataclass
+class Requests:
+    """A paged cache [pages, 64, row]; `starts` [R] and `lengths` [R] of the slots that each request
+    owns; from the slot `spare` on they belong to nobody."""
+
+    kv: Array
+    starts: Array
+    lengths: Array
+    spare: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spare = int((self.starts + self.lengths).max())
+
+    def draw(
+        self, num_reqs: int, query_len: int, num_heads: int, topk: int, first: int = 0
+    ) -> Inputs:
+        """Queries of N(0, 1) values of some requests, counted from `first` on in a ring."""
+        requests = (torch.arange(num_reqs, device=DEVICE) + first) % len(self.starts)
+        requests = requests.repeat_interleave(query_len)
+        q = torch.randn(len(requests), num_heads, 576, device=DEVICE).bfloat16()
+        indices = draw_slots(self.starts[requests], self.lengths[requests], topk)
+        return Inputs(q, self.kv, indices, num_reqs=num_reqs, spare=self.spare)
+
+
+def make_requests(num_reqs: int, kv_format: str, topk: int, num_spare: int = 0) -> Requests:
+    """Requests with a quarter of the device's memory at most, and spare slots behind them."""
+    affordable = memory_bytes() // 4 // ROW_BYTES[kv_format] // num_reqs
+    tokens = max(topk, min(REQUEST_TOKENS, affordable)) // BLOCK_SIZE * BLOCK_SIZE
+    least = max(topk, 2 * MEAN_TOKENS * tokens // REQUEST_TOKENS - tokens)
+    num_spare = -(-num_spare // BLOCK_SIZE) * BLOCK_SIZE
+    kv = make_cache(num_reqs * tokens + num_spare, kv_format)
+    starts = torch.arange(num_reqs, device=DEVICE) * tokens
+    lengths = torch.randint(least, tokens + 1, (num_reqs,), device=DEVICE)
+    return Requests(kv, starts, lengths)
 
 
 def make_cache(num_tokens: int, kv_format: str) -> Array:
@@ -18,9 +84,21 @@ def make_cache(num_tokens: int, kv_format: str) -> Array:
     dtype = torch.uint8 if is_fp8 else torch.bfloat16
     cache = torch.empty(shape, dtype=dtype, device=DEVICE)
     for rows in cache.view(-1, shape[-1]).split(CHUNK_TOKENS):
-        keys = torch.randn(len(rows), 576, device=DEVICE)
-        rows.copy_(quantise(keys) if is_fp8 else keys)
+        rows.copy_(encode_keys(torch.randn(len(rows), 576, device=DEVICE), is_fp8))
     return cache
+
+
+def encode_keys(keys: Array, is_fp8: bool) -> Array:
+    """[n, 576] fp32 -> cache rows, [n, 656] bytes of fp8_ds_mla or [n, 576] bf16."""
+    return quantise(keys) if is_fp8 else keys.bfloat16()
+
+
+def decode_rows(rows: Array) -> Array:
+    """Cache rows of either format -> keys [n, 576] fp32."""
+    if rows.shape[1] != FP8_ROW_BYTES:
+        return rows.float()
+    values, scales, rope = split_rows(rows)
+    return torch.cat([(values.float() * scales).view(-1, 512), rope.float()], dim=1)
 
 
 def quantise(keys: Array) -> Array:
@@ -44,9 +122,7 @@ def upconvert(cache: Array) -> Array:
     rows = cache.view(-1, FP8_ROW_BYTES)
     workspace = torch.empty(len(rows), 576, dtype=torch.bfloat16, device=rows.device)
     for source, target in zip(rows.split(CHUNK_TOKENS), workspace.split(CHUNK_TOKENS), strict=True):
-        values, scales, rope = split_rows(source)
-        target[:, :512] = (values.float() * scales).view(-1, 512)
-        target[:, 512:] = rope
+        target.copy_(decode_rows(source))
     return workspace
 
 

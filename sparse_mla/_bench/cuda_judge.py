@@ -6,33 +6,43 @@ and for FP8 rows the rounding of e4m3 * scale in fp16.
 
 from __future__ import annotations
 
-from sparse_mla._bench.cuda_inputs import FP8_ROW_BYTES, split_rows
+from sparse_mla._bench.cuda_inputs import FP8_ROW_BYTES, Inputs, split_rows
 from sparse_mla._bench.cuda_timing import Array, torch
 from sparse_mla._judge import Fractions
 
 NUM_JUDGED_TOKENS = 4
+NUM_NOTABLE_TOKENS = 4
 
 
-def judge(
-    q: Array, kv: Array, indices: Array, results: tuple[Array, Array], scale: float, sink: Array
-) -> float:
+def judge(inputs: Inputs, results: tuple[Array, Array]) -> float:
     """The worst error of some of the tokens, as a fraction of its bound; infinite where any value
-    of any token is not finite. `sink` may be None."""
+    of any token is not finite, or that of a token that selects a NaN is no NaN."""
     out, lse = results
-    if not bool(out.isfinite().all()) or not bool(lse.isfinite().all()):
+    if not has_nan_where_due(inputs, out) or not has_nan_where_due(inputs, lse):
         return float("inf")
     worst = Fractions()
-    for token in pick_tokens(len(q)):
-        keys = exact_keys(kv.view(-1, kv.shape[-1])[indices[token].long()])
-        is_fp8 = kv.shape[-1] == FP8_ROW_BYTES
-        worst.add(judge_token(q[token], keys, out[token], lse[token], scale, sink, is_fp8))
+    for token in pick_tokens(inputs):
+        indices = inputs.indices[token]
+        keys = exact_keys(inputs.rows[indices[indices >= 0].long()])
+        given = (inputs.q[token], keys, out[token], lse[token], inputs.scale, inputs.sink)
+        worst.add(judge_token(*given, is_fp8=inputs.kv.shape[-1] == FP8_ROW_BYTES))
     return max(worst.out, worst.lse)
 
 
-def pick_tokens(num_tokens: int) -> list[int]:
-    """The first, the last and some between them."""
-    last = num_tokens - 1
-    return sorted({last * i // (NUM_JUDGED_TOKENS - 1) for i in range(NUM_JUDGED_TOKENS)})
+def has_nan_where_due(inputs: Inputs, result: Array) -> bool:
+    """Whether all values [T, ...] of the NaN's token are NaN, and all others finite."""
+    if inputs.nan_token is None:
+        return bool(result.isfinite().all())
+    others = torch.arange(len(result), device=result.device) != inputs.nan_token
+    return bool(result[inputs.nan_token].isnan().all() and result[others].isfinite().all())
+
+
+def pick_tokens(inputs: Inputs) -> list[int]:
+    """The first, the last, some between them, and some of those that are notable."""
+    last = len(inputs.q) - 1
+    tokens = {last * i // (NUM_JUDGED_TOKENS - 1) for i in range(NUM_JUDGED_TOKENS)}
+    tokens |= set(inputs.notable[:NUM_NOTABLE_TOKENS])
+    return sorted(tokens - {inputs.nan_token})
 
 
 def exact_keys(rows: Array) -> Array:

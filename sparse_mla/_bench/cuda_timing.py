@@ -1,7 +1,9 @@
 """Measures work on a CUDA device: replays of graphs, the sides in turn, timed by events.
 
-A side is a list of calls over different inputs, captured in one graph, so that the host is not in
-the numbers and a call meets the memory that the others left: rows cold, code warm.
+There are two methods, and the host is in the numbers of neither. Rotating inputs: a side is a list
+of calls over different inputs in one graph, so a call meets the memory that the others left, rows
+cold and code warm; two of them may overlap. Flushed: the graph has one call, and a write of more
+than the L2 cache comes before each replay, outside the timed interval; that evicts code too.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ PEAK_BYTES = 4.3e12  # an H200's device copy, read + written
 WARM_UP_ROUNDS = 3
 MIN_ROUNDS = 5
 ROUNDS_IN_FLIGHT = 8  # before the host waits
+FLUSH_BYTES = 256 << 20  # or twice the L2 cache, where that is more
 
 
 @dataclass
@@ -62,13 +65,21 @@ class Replay:
 
 
 def interleave(
-    sides: Mapping[str, Sequence[Callable[[], object]]], effort: CudaEffort
+    sides: Mapping[str, Sequence[Callable[[], object]]],
+    effort: CudaEffort,
+    prepare: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """Seconds per call of each side. One replay of each in turn, round after round, so that the
-    clocks, which fall under load, are the same for all."""
+    clocks, which fall under load, are the same for all. `prepare` comes before each replay, on the
+    same stream, and is in no interval."""
     replays = {name: Replay(calls) for name, calls in sides.items()}
+
+    def start(replay: Replay) -> Callable[[], float]:
+        prepare()
+        return replay.time()
+
     synchronize()
-    warm_up = [replay.time() for _ in range(WARM_UP_ROUNDS) for replay in replays.values()]
+    warm_up = [start(replay) for _ in range(WARM_UP_ROUNDS) for replay in replays.values()]
     synchronize()
     counts = [replay.num_calls for replay in replays.values()] * WARM_UP_ROUNDS
     spent = sum(time() * count for time, count in zip(warm_up, counts, strict=True))
@@ -76,11 +87,24 @@ def interleave(
     samples: dict[str, list[Callable[[], float]]] = {name: [] for name in replays}
     for index in range(max(MIN_ROUNDS, min(effort.rounds, affordable))):
         for name, replay in replays.items():
-            samples[name].append(replay.time())
+            samples[name].append(start(replay))
         if index % ROUNDS_IN_FLIGHT == 0:
             synchronize()
     synchronize()
     return {name: effort.pick([time() for time in times]) for name, times in samples.items()}
+
+
+def interleave_flushed(
+    sides: Mapping[str, Sequence[Callable[[], object]]], effort: CudaEffort
+) -> dict[str, float]:
+    """Seconds of each side's first call, with nothing in the L2 cache."""
+    return interleave({name: calls[:1] for name, calls in sides.items()}, effort, make_flush())
+
+
+def make_flush() -> Callable[[], object]:
+    """A write that leaves nothing else in the L2 cache."""
+    size = max(FLUSH_BYTES, 2 * l2_bytes())
+    return torch.empty(size, dtype=torch.uint8, device=DEVICE).zero_
 
 
 def synchronize() -> None:

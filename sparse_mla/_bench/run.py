@@ -17,6 +17,7 @@ from typing import Any
 import sparse_mla
 from sparse_mla import _info
 from sparse_mla._bench import attention, calls, memory, plot
+from sparse_mla._bench.summary import summarise
 from sparse_mla._bench.timing import Effort, Table
 
 CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
@@ -24,8 +25,9 @@ CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "bytes": memory.measure,
     "calls": calls.measure,
 }
-CUDA_TABLES = ("decode", "prefill", "bytes", "calls")
-CUDA_GROUPS = {"attention": ("decode", "prefill")}
+CUDA_TABLES = ("decode", "prefill", "inputs", "bytes", "calls")
+CUDA_GROUPS = {"attention": ("decode", "prefill", "inputs")}
+ROW_OPTIONS = ("cache", "heads", "batches", "kinds")  # of --only inputs
 STDOUT = "-"
 
 
@@ -45,22 +47,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         choices=sorted({*CPU_TABLES, *CUDA_TABLES}),
-        help="one of the tables (attention is both of decode and prefill on cuda)",
+        help="one of the tables (attention is decode, prefill and inputs on cuda)",
     )
     parser.add_argument(
         "--threads", type=int, default=2, help="of both sides, on the CPU (%(default)s)"
     )
     parser.add_argument("--plot", metavar="FILE.svg", help="time against floor (cuda)")
     parser.add_argument(
-        "--from", dest="source", metavar="FILE", help="plot this run's --json, measure nothing"
+        "--from", dest="source", metavar="FILE", help="sum up this run's --json, measure nothing"
     )
+    rows = parser.add_argument_group("rows of --only inputs (cuda)")
+    rows.add_argument("--cache", metavar="A,B", help="cache formats: fp8_ds_mla, bfloat16")
+    rows.add_argument("--heads", metavar="A,B", help="numbers of heads, as 16,64")
+    rows.add_argument("--batches", metavar="A,B", help="requests x tokens, as 8x1,128x2,1x1024")
+    rows.add_argument("--kinds", metavar="A,B", help="inputs by their names in the table")
 
 
 def run(options: argparse.Namespace) -> int:
     if options.plot:
         plot.check(options.plot)
     if options.source:
-        return plot_earlier(options)
+        return sum_up_earlier(options)
+    if options.only != "inputs" and row_options(options):
+        raise SystemExit(f"bench: --{row_options(options)[0]} needs --only inputs --device cuda")
     device = options.device or find_device()
     if device == "cpu":
         check_cpu(options)
@@ -69,7 +78,8 @@ def run(options: argparse.Namespace) -> int:
         where, tables = describe_cpu(options), measure_cpu(options)
     else:
         check_cuda()
-        where, tables = describe_cuda(options), measure_cuda(options)
+        rows = find_rows(options)
+        where, tables = describe_cuda(options), measure_cuda(options, rows)
 
     prints_tables = options.json != STDOUT
     if prints_tables:
@@ -85,6 +95,8 @@ def run(options: argparse.Namespace) -> int:
             table.print()
         if options.json and prints_tables:  # after every table: a run cut short leaves those
             write_json(options.json, results)
+    if prints_tables:
+        print_summary(results)
     if options.json == STDOUT:
         print(json.dumps(results, indent=1))
     if options.plot:
@@ -94,15 +106,30 @@ def run(options: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def plot_earlier(options: argparse.Namespace) -> int:
-    if not options.plot:
-        raise SystemExit("bench: --from needs --plot FILE.svg")
+def sum_up_earlier(options: argparse.Namespace) -> int:
     try:
         results = json.loads(Path(options.source).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SystemExit(f"bench: --from {options.source}: {error}") from None
-    plot.write(options.plot, results)
+    has_summary = print_summary(results)
+    if options.plot:
+        plot.write(options.plot, results)
+    elif not has_summary:
+        raise SystemExit(f"bench: --from {options.source}: no inputs to sum up; --plot FILE.svg?")
     return 0
+
+
+def print_summary(results: dict[str, Any]) -> bool:
+    """Whether there was one."""
+    table = summarise(results)
+    if table is not None:
+        table.print()
+    return table is not None
+
+
+def row_options(options: argparse.Namespace) -> list[str]:
+    """The names of those that were given."""
+    return [name for name in ROW_OPTIONS if getattr(options, name)]
 
 
 def write_json(path: str, results: dict[str, Any]) -> None:
@@ -147,28 +174,41 @@ def describe_cpu(options: argparse.Namespace) -> dict[str, str]:
 
 
 def find_device() -> str:
-    """cuda where this build has it and PyTorch sees a GPU, else cpu."""
-    if kernels("cuda") and find_spec("torch") is not None:
-        torch: Any = import_module("torch")
-        if torch.cuda.is_available():
-            return "cuda"
-    return "cpu"
+    """cuda where its tables can be measured, else cpu."""
+    return "cpu" if what_cuda_lacks() else "cuda"
 
 
 def check_cuda() -> None:
-    if not kernels("cuda"):
-        raise SystemExit(f"bench: no CUDA in this build: {sparse_mla.build_info()['cuda']}")
+    lack = what_cuda_lacks()
+    if lack:
+        raise SystemExit(f"bench: {lack}")
+
+
+def what_cuda_lacks() -> str:
+    """Why nothing can be measured on CUDA, empty where it can. What no installation cures comes
+    first, so that nobody installs PyTorch to learn that there is no GPU."""
+    rows = kernels("cuda")
+    if not rows:
+        return f"no CUDA in this build: {sparse_mla.build_info()['cuda']}"
+    if not any(row["available"] for row in rows):
+        return "there is no GPU here that this build can use: --device cpu"
     if find_spec("torch") is None:
-        raise SystemExit(
-            "bench: --device cuda needs PyTorch, for memory, events and graphs: pip install torch"
-        )
+        return "--device cuda needs PyTorch, for memory, events and graphs: pip install torch"
     torch: Any = import_module("torch")
     if not torch.cuda.is_available():
-        raise SystemExit("bench: PyTorch sees no GPU: --device cpu, or a PyTorch built for CUDA")
+        return "PyTorch sees no GPU: --device cpu, or a PyTorch built for CUDA"
+    return ""
 
 
-def measure_cuda(options: argparse.Namespace) -> Iterator[Table]:
-    from sparse_mla._bench import cuda_attention, cuda_calls, cuda_memory
+def find_rows(options: argparse.Namespace) -> Any:
+    """Of the inputs' table; before anything is measured, for what is wrong is said then."""
+    from sparse_mla._bench.cuda_sent import Rows
+
+    return Rows.of(options)
+
+
+def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
+    from sparse_mla._bench import cuda_attention, cuda_calls, cuda_memory, cuda_sent
     from sparse_mla._bench.cuda_timing import CudaEffort, describe_error, torch
     from sparse_mla._bench.peer import find_peer
 
@@ -178,6 +218,7 @@ def measure_cuda(options: argparse.Namespace) -> Iterator[Table]:
     measure: dict[str, Callable[[], Table]] = {
         "decode": lambda: cuda_attention.measure_decode(effort, peer),
         "prefill": lambda: cuda_attention.measure_prefill(effort, peer),
+        "inputs": lambda: cuda_sent.measure_inputs(effort, peer, rows),
         "bytes": lambda: cuda_memory.measure_bytes(effort),
         "calls": lambda: cuda_calls.measure_calls(effort),
     }
@@ -210,6 +251,8 @@ def describe_cuda(options: argparse.Namespace) -> dict[str, str]:
         "beside": f"FlashMLA: {version}" + (", heads padded to 64 or 128" if peer else ""),
         "measured": "CUDA graphs of calls over rotating inputs (cache rows cold, code warm), the "
         f"sides in turn; {CudaEffort.of(options.quick, options.best).describe()}",
+        "flushed": "CUDA graphs of one call, the L2 cache overwritten before each replay (rows and "
+        "code cold), the sides in turn, as often; inputs are all measured so",
         "floor": "FLOP / 795 TFLOP/s or bytes / 4.3 TB/s, the larger: an H200's best rates",
         "error/bound": "against fp64 on the bytes that each side was given, sampled tokens; the "
         "bound is the promise for GPUs, with its allowance for fp16 scales where rows are FP8",
@@ -225,7 +268,8 @@ def kernels(device: str) -> list[dict[str, Any]]:
 
 def describe_run(options: argparse.Namespace, last: str) -> dict[str, str]:
     switches = [name for name in ("quick", "best", "json") if getattr(options, name)]
-    switches += [f"only {options.only}"] if options.only else []
+    given = [name for name in ("only", *ROW_OPTIONS) if getattr(options, name)]
+    switches += [f"{name} {getattr(options, name)}" for name in given]
     command = ["python -m sparse_mla bench", *(f"--{name}" for name in switches), last]
     return {
         "date": datetime.date.today().isoformat(),

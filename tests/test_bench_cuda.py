@@ -1,0 +1,426 @@
+"""The bench's tables of CUDA, made on the CPU with times that are given: inputs as engines send
+them are what their names say, the judge tells right from wrong, tables, summary and plot follow."""
+
+import argparse
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers import find_framework, run_python
+
+import sparse_mla
+from sparse_mla._bench import (
+    cuda_attention,
+    cuda_inputs,
+    cuda_judge,
+    cuda_kinds,
+    cuda_sent,
+    cuda_sides,
+    cuda_timing,
+    summary,
+)
+from sparse_mla._bench.cuda_kinds import KINDS
+
+NUM_REQS, QUERY_LEN, NUM_HEADS, TOPK = 5, 2, 3, 256
+NUM_SPARE = 4096
+DEVICE_BYTES = 1 << 24  # a quarter is for the cache
+FORMATS = ["fp8_ds_mla", "bfloat16"]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    torch = find_framework("torch").module
+    torch.manual_seed(0)
+    for module in (cuda_inputs, cuda_sides, cuda_attention):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(cuda_inputs, "memory_bytes", lambda: DEVICE_BYTES)
+    monkeypatch.setattr(cuda_sides, "synchronize", lambda: None)
+
+
+def make_requests(kv_format):
+    return cuda_inputs.make_requests(NUM_REQS, kv_format, TOPK, NUM_SPARE)
+
+
+@pytest.fixture
+def flat(on_cpu, kv_format):
+    return make_requests(kv_format).draw(NUM_REQS, QUERY_LEN, NUM_HEADS, TOPK)
+
+
+each_format = pytest.mark.parametrize("kv_format", FORMATS)
+
+
+def attend(inputs):
+    return sparse_mla.sparse_attention(
+        inputs.q, inputs.kv, inputs.indices, softmax_scale=inputs.scale, attn_sink=inputs.sink
+    )
+
+
+def logits_of(inputs):
+    """[T, H, K] in nats, -inf where there is no key."""
+    keys = cuda_judge.exact_keys(inputs.rows[inputs.indices.clamp(min=0).flatten().long()])
+    keys = keys.view(*inputs.indices.shape, 576)
+    logits = inputs.scale * (inputs.q.double() @ keys.mT)
+    return logits.masked_fill((inputs.indices < 0)[:, None], -float("inf"))
+
+
+def changed_entries(flat, inputs):
+    """(token, column) of the entries that select another slot."""
+    return (flat.indices != inputs.indices).nonzero(as_tuple=True)
+
+
+# --- every kind ----------------------------------------------------------------------------------
+
+
+@pytest.mark.torch
+@each_format
+@pytest.mark.parametrize("name", KINDS)
+def test_our_results_are_within_the_bounds(name, flat):
+    rows, indices = flat.rows[: flat.spare].clone(), flat.indices.clone()
+    inputs = KINDS[name].make(flat)
+    out, lse = attend(inputs)
+    assert 0 < cuda_judge.judge(inputs, (out, lse)) <= 1
+    assert cuda_sides.same_bits(rows, flat.rows[: flat.spare]), "other kinds read these"
+    assert flat.indices.equal(indices)
+    assert int(inputs.indices.max()) < len(inputs.rows)
+    assert bool((inputs.indices >= 0).any(1).all()), "every token has a key"
+    token = cuda_judge.pick_tokens(inputs)[-1]
+    out[token] *= -1
+    assert cuda_judge.judge(inputs, (out, lse)) > 1
+
+
+@pytest.mark.torch
+@each_format
+@pytest.mark.parametrize("nats", [1, 3, 6, 10])
+def test_logits_have_the_spread(nats, flat):
+    logits = logits_of(KINDS[f"spread-{nats}"].make(flat))
+    assert float(logits.std()) == pytest.approx(nats, rel=0.1)
+
+
+@pytest.mark.torch
+@each_format
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_late_keys_outweigh_all_others(share, flat):
+    inputs = cuda_kinds.with_late_keys(flat, share)
+    tokens, columns = changed_entries(flat, inputs)
+    assert len(tokens) == max(1, round(share * NUM_REQS * QUERY_LEN * NUM_HEADS))
+    assert set(tokens.tolist()) == set(inputs.notable)
+    logits = logits_of(inputs)
+    largest = logits.topk(2, dim=2).values
+    ahead = (largest[..., 0] - largest[..., 1]) > 8.5  # rounding the key to FP8 moves it a little
+    late = ahead.nonzero()
+    assert len(late) == len(tokens)
+    peaks = logits.argmax(2)[ahead]
+    assert sorted(zip(late[:, 0].tolist(), peaks.tolist(), strict=True)) == sorted(
+        zip(tokens.tolist(), columns.tolist(), strict=True)
+    )
+    assert int(columns.min()) >= 128
+    assert float((largest[..., 0] - largest[..., 1]).max()) < 21
+
+
+@pytest.mark.torch
+@each_format
+def test_late_keys_of_all_heads_of_a_token_have_columns_of_their_own(flat):
+    inputs = cuda_kinds.with_late_keys(flat, 1.0)
+    assert len(changed_entries(flat, inputs)[0]) == flat.q.shape[0] * NUM_HEADS
+
+
+@pytest.mark.torch
+@each_format
+@pytest.mark.parametrize(
+    ("name", "factors"),
+    [
+        ("zero-rows", [0]),
+        ("small-rows", [1e-5]),
+        ("large-rows", [100]),
+        ("mixed-rows", [1e-5, 100]),
+    ],
+)
+def test_two_percent_of_the_rows_are_changed(name, factors, flat):
+    inputs = KINDS[name].make(flat)
+    tokens, columns = changed_entries(flat, inputs)
+    share = len(tokens) / flat.indices.numel()
+    assert share == pytest.approx(0.02 * len(factors), rel=0.4)
+    before = cuda_kinds.read_keys(flat, flat.indices[tokens, columns])
+    after = cuda_kinds.read_keys(inputs, inputs.indices[tokens, columns])
+    ratio = (after.norm(dim=1) / before.norm(dim=1)).numpy()
+    nearest = np.abs(ratio[:, None] - np.array(factors)) <= 0.05 * np.array(factors)
+    assert nearest.any(1).all()
+    assert nearest.any(0).all(), "each factor occurs"
+
+
+@pytest.mark.torch
+def test_zero_rows_are_what_the_cache_write_stores(on_cpu):
+    torch = find_framework("torch").module
+    flat = make_requests("fp8_ds_mla").draw(NUM_REQS, QUERY_LEN, NUM_HEADS, TOPK)
+    inputs = KINDS["zero-rows"].make(flat)
+    tokens, columns = changed_entries(flat, inputs)
+    rows = inputs.rows[inputs.indices[tokens, columns].long()]
+    written = torch.zeros(1, 1, 656, dtype=torch.uint8)
+    zeros = torch.zeros(1, 512), torch.zeros(1, 64)
+    sparse_mla.concat_and_cache_mla(*zeros, written, torch.zeros(1, dtype=torch.int64))
+    assert bool((rows == written[0]).all())
+
+
+@pytest.mark.torch
+@each_format
+def test_one_token_selects_a_nan(flat):
+    inputs = KINDS["nan-row"].make(flat)
+    out, lse = attend(inputs)
+    token = inputs.nan_token
+    others = [t for t in range(len(out)) if t != token]
+    assert bool(out[token].isnan().all() and lse[token].isnan().all())
+    assert cuda_sides.same_bits(out[others], attend(flat)[0][others])
+    assert token not in cuda_judge.pick_tokens(inputs)
+    out[token, 0, 0] = 0
+    assert cuda_judge.judge(inputs, (out, lse)) == float("inf"), "no NaN where one is due"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kv_format", ["bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("front-none", [0] * 128 + [1] * 128),
+        ("odd-none", [1, 0] * 128),
+        ("blocks-none", ([1] * 64 + [0] * 64) * 2),
+        ("valid-100", [1] * 100 + [0] * 156),
+    ],
+)
+def test_lists_have_holes_where_they_should(name, want, flat):
+    inputs = KINDS[name].make(flat)
+    is_valid = inputs.indices >= 0
+    assert is_valid.int().tolist() == [want] * len(flat.q)
+    assert bool((inputs.indices == flat.indices)[is_valid].all())
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kv_format", ["bfloat16"])
+def test_lists_have_lengths_of_their_own(flat):
+    ragged = (KINDS["ragged"].make(flat).indices >= 0).sum(1).tolist()
+    assert ragged[::2] == ragged[1::2], "the two tokens of a request"
+    assert len(set(ragged)) == NUM_REQS
+    assert 1 <= min(ragged) <= TOPK // NUM_REQS < max(ragged) <= TOPK
+    one_long = KINDS["one-long"].make(flat)
+    assert (one_long.indices >= 0).sum(1).tolist() == [200] * 8 + [TOPK] * 2
+    prompt = make_requests("bfloat16").draw(1, 7, NUM_HEADS, TOPK)
+    assert len(set((KINDS["ragged"].make(prompt).indices >= 0).sum(1).tolist())) == 7
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+class StubPeer:
+    """FlashMLA's interface on our CPU kernels; its bf16 kernel does not run."""
+
+    def get_plan(self):
+        return None
+
+    def decode(self, q, kv, indices, scale, num_reqs, plan):
+        def call():
+            out, lse = sparse_mla.sparse_attention(q, kv, indices, softmax_scale=scale)
+            shape = (num_reqs, len(q) // num_reqs, q.shape[1])
+            return out.view(*shape, 512), lse.view(shape).transpose(1, 2)
+
+        return call
+
+    def attend(self, q, kv, indices, scale, sink):
+        def call():
+            raise RuntimeError("no bf16 here")
+
+        return call
+
+
+US = {"ours": 20.0, "flat": 10.0, "peer": 30.0, "workspace": 20.0, "direct": 20.0}
+
+
+@pytest.fixture
+def given_times(on_cpu, monkeypatch):
+    """By the name of the side; flushed ones are twice as long as rotating ones."""
+
+    def time_sides(sides, effort, rotating):
+        for name, side in sides.items():
+            side.flushed_seconds = 1e-6 * US[name]
+            side.seconds = side.flushed_seconds / 2 if rotating else float("nan")
+
+    monkeypatch.setattr(cuda_sides, "time_sides", time_sides)
+
+
+@pytest.fixture
+def table(given_times, monkeypatch):
+    """Of few rows."""
+    monkeypatch.setattr(cuda_sent, "TOPK", TOPK)
+    rows = cuda_sent.Rows(
+        kv_formats=("fp8_ds_mla",),
+        head_counts=(2,),
+        batches=((1, 1), (2, 2)),
+        kinds=("flat", "late-2", "nan-row", "ragged"),
+    )
+    return cuda_sent.measure_inputs(cuda_timing.CudaEffort(), StubPeer(), rows)
+
+
+@pytest.mark.torch
+def test_the_table_has_a_row_for_every_kind_of_every_shape(table):
+    assert table.failures == []
+    shapes = [(row["requests"], row["input"]) for row in table.records]
+    one = [("1 × 1", name) for name in ("flat", "late-2", "nan-row")]  # one list is not ragged
+    two = [("2 × 2", name) for name in ("flat", "late-2", "nan-row", "ragged")]
+    assert shapes == one + two
+    assert all(row["error_over_bound"] <= 1 for row in table.records)
+    for row in table.records:
+        assert (row["over_flat"], row["peer_over_ours"]) == pytest.approx((2, 1.5))
+    assert [len(row) for row in table.rows] == [len(table.columns)] * len(table.rows)
+    assert len(table.notes) == 4, "what the names mean"
+
+
+@pytest.mark.torch
+def test_a_side_that_fails_leaves_the_other_its_row(table):
+    sides = {
+        "ours": SimpleNamespace(flushed_seconds=float("nan"), error=float("nan"), failure="lost"),
+        "flat": SimpleNamespace(flushed_seconds=1e-5),
+        "peer": SimpleNamespace(flushed_seconds=3e-5, error=0.5, failure=""),
+    }
+    labels = {"kv_format": "fp8_ds_mla", "H": 2, "requests": "1 × 1", "input": "flat"}
+    cuda_sent.add_row(table, labels | {"usual": True}, sides)
+    assert "lost" in table.failures[-1]
+    assert table.rows[-1][4:6] == ["FAIL", ""]
+    json.dumps(table.records, allow_nan=False)
+
+
+@pytest.mark.torch
+def test_decode_has_both_methods_side_by_side(given_times, monkeypatch):
+    batches = [(1, 1), (2, 2)]
+    decodes = [(name, TOPK, (2,), batches) for name in FORMATS]
+    monkeypatch.setattr(cuda_attention, "FULL_DECODES", decodes)
+    monkeypatch.setattr(cuda_attention, "l2_bytes", lambda: 1 << 20)
+    table = cuda_attention.measure_decode(cuda_timing.CudaEffort(), StubPeer())
+    assert table.failures == []
+    assert [(row["kv_format"], row["requests"]) for row in table.records] == [
+        (name, f"{num_reqs} × {query_len}") for name in FORMATS for num_reqs, query_len in batches
+    ]
+    for row in table.records:
+        assert (row["us"], row["flushed_us"]) == pytest.approx((10, 20))
+    ours, peers = table.rows[0][4:10], table.rows[0][10:]
+    assert (ours[0], ours[5]) == ("10.0", "20.0")
+    assert (*peers[:2], *peers[3:]) == ("15.0", "1.50×", "30.0", "1.50×")
+    assert table.rows[2][10:] == ["failed", "", "", "", ""]
+    assert [len(row) for row in table.rows] == [len(table.columns)] * len(table.rows)
+
+
+@pytest.mark.torch
+def test_prefill_judges_both_of_our_ways(given_times, monkeypatch):
+    sizes = {"PREFILL_TOKENS": 5, "PREFILL_TOPK": TOPK, "PREFILL_HEADS": (2,)}
+    for name, value in (sizes | {"FULL_PREFILL_KEYS": (512,)}).items():
+        monkeypatch.setattr(cuda_attention, name, value)
+    table = cuda_attention.measure_prefill(cuda_timing.CudaEffort(), None)
+    assert table.failures == []
+    assert [row["kv_format"] for row in table.records] == ["bfloat16", "fp8_ds_mla"]
+    assert all(0 < row["error_over_bound"] <= 1 for row in table.records)
+    assert [len(row) for row in table.rows] == [len(table.columns)] * 2
+
+
+def test_a_flush_comes_before_every_replay_and_is_not_timed(monkeypatch):
+    events = []
+
+    class Replay:
+        def __init__(self, calls):
+            self.name, self.num_calls = calls[0], len(calls)
+
+        def time(self):
+            events.append(self.name)
+            return lambda: 1e-6
+
+    monkeypatch.setattr(cuda_timing, "Replay", Replay)
+    monkeypatch.setattr(cuda_timing, "synchronize", lambda: None)
+    monkeypatch.setattr(cuda_timing, "make_flush", lambda: lambda: events.append("flush"))
+    effort = cuda_timing.CudaEffort(rounds=50)
+    sides = {"ours": ["a", "another input"], "peer": ["b", "another input"]}
+    assert cuda_timing.interleave_flushed(sides, effort) == {"ours": 1e-6, "peer": 1e-6}
+    assert events == ["flush", "a", "flush", "b"] * (50 + cuda_timing.WARM_UP_ROUNDS)
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+def rows_of(**options):
+    given = {"quick": False, "cache": None, "heads": None, "batches": None, "kinds": None}
+    return cuda_sent.Rows.of(argparse.Namespace(**(given | options)))
+
+
+def test_options_choose_rows():
+    assert rows_of() == cuda_sent.Rows()
+    assert set(rows_of().kinds) == set(KINDS)
+    assert len(rows_of(quick=True).batches) < len(rows_of().batches)
+    rows = rows_of(quick=True, cache="bfloat16", heads="8,24", batches="16x1,1x99", kinds="ragged")
+    assert rows == cuda_sent.Rows(("bfloat16",), (8, 24), ((16, 1), (1, 99)), ("ragged",))
+    assert rows.max_tokens == 99
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("cache", "fp8"),
+        ("heads", "0"),
+        ("heads", "129"),
+        ("heads", "16;64"),
+        ("batches", "8"),
+        ("batches", "0x1"),
+        ("kinds", "flat,peaky"),
+    ],
+)
+def test_options_say_what_they_take(option, text):
+    with pytest.raises(SystemExit, match=f"^bench: --{option} "):
+        rows_of(**{option: text})
+
+
+# --- summary and plot ----------------------------------------------------------------------------
+
+
+def record(kind, us, peer_us=30.0, usual=True, **labels):
+    shape = {"kv_format": "fp8_ds_mla", "H": 64, "requests": "8 × 1"} | labels
+    ours = {"us": us, "flat_us": 10.0, "over_flat": us / 10.0}
+    peer = {"peer_us": peer_us, "peer_over_ours": peer_us / us}
+    return shape | {"input": kind, "usual": usual} | ours | peer
+
+
+RESULTS = {
+    "device": "a GPU, 132 SMs",
+    "failures": {},
+    "Inputs": [
+        record("flat", 10.0),
+        record("late-2", 15.0),
+        record("blocks-none", 9.0, peer_us=12.0),
+        record("nan-row", 99.0, usual=False),
+        record("late-2", 12.0, H=128),
+        record("flat", 11.0, H=128),
+        record("flat", 5.0, kv_format="bfloat16"),
+    ],
+}
+
+
+def test_the_summary_names_the_slowest_usual_input_of_a_shape():
+    table = summary.summarise(RESULTS)
+    lines = [
+        "fp8_ds_mla|64|8 × 1|10.0|15.0|1.50×|late-2|3.00×|2.00×|1.33×|blocks-none",
+        "fp8_ds_mla|128|8 × 1|11.0|12.0|1.20×|late-2|2.73×|2.50×|2.50×|late-2",
+        "bfloat16|64|8 × 1|5.0|5.0|0.50×|flat|6.00×|6.00×|6.00×|flat",
+    ]
+    assert ["|".join(row) for row in table.rows] == lines
+    assert len(table.columns) == len(table.rows[0])
+    assert summary.summarise({"Inputs": [record("late-2", 15.0)]}) is None, "nothing flat beside"
+
+
+def test_an_earlier_run_is_summed_up_and_plotted(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "results.json").write_text(json.dumps(RESULTS))
+    command = ["-m", "sparse_mla", "bench", "--from", str(tmp_path / "results.json")]
+    done = run_python(*command, "--plot", str(tmp_path / "plot.svg"))
+    assert done.returncode == 0, done.stderr
+    assert "### Flat and slowest input" in done.stdout
+    text = (tmp_path / "plot.svg").read_text()
+    for word in ("FP8 rows: FlashMLA", "bf16 rows: sparse_mla", "blocks-none"):
+        assert word in text
+    (tmp_path / "results.json").write_text('{"failures": {}}')
+    done = run_python(*command)
+    assert done.returncode != 0
+    assert len(done.stderr.splitlines()) == 1, done.stderr
