@@ -1,7 +1,8 @@
-"""The bf16 kernel of Hopper alone: a softmax reference that is fixed, works in a row.
+"""The bf16 kernel of Hopper alone: a softmax reference that seldom moves, works in a row.
 
-Its references come from a work's first 64 keys; what does not fit them is done again. A CTA has
-several works, of any length. test_gpu_attention.py has the shapes and the courses of logits.
+Its references come from a work's first 64 keys, and move for keys 2^40 times as heavy. A CTA has
+several works, of any length. test_gpu_attention.py has the shapes and the courses of logits,
+test_gpu_growth.py those that move references.
 """
 
 import cases
@@ -88,7 +89,7 @@ def test_equal_weights_sum_without_drift():
 
 @pytest.mark.parametrize("num_heads", [64, 100])
 def test_works_of_every_length_in_a_row(num_heads):
-    """More works than CTAs: whole ones, empty ones, masked ones, and ones to be done again."""
+    """More works than CTAs: whole ones, empty ones, masked ones, and ones that start late."""
     rng = np.random.default_rng(7)
     T = 450
     indices = rng.integers(0, 1024, (T, 330))

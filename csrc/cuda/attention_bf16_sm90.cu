@@ -10,8 +10,8 @@
  *              probs  [64][128 B] bf16        weights of group 1 for the other group; those of
  *                                             group 0 lie in the RoPE tile of its block, which is
  *                                             not needed after the scores
- *              sums, maxima, references, mbarriers, is_key, marks
- *              231,968 bytes of the 232,448 that an SM has
+ *              sums, maxima, references, mbarriers, is_key
+ *              231,840 bytes of the 232,448 that an SM has
  * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile).
  *              4 gather warps   56 registers. Indices -> rows, by cp.async of 16 bytes: a bulk copy
  *                               cannot swizzle. Each has 16 rows of every block. They run ahead as
@@ -34,15 +34,13 @@
  *              query_empty          256 consumers, after their last scores | gather warps
  *              scored               128 threads of group 0, which have scored its block | the same,
  *                                   before weights replace its RoPE tile
- *              barriers         CONSUMERS 256 threads; 0 in rows done again
+ *              barriers         CONSUMERS 256 threads, where a work ends
  *              What one group knows of the other's block it knows from its weights: that it has
- *              come, and, in its first step, the references. A block that is full again was freed
- *              by both groups: so nobody reads the weights that group 1 replaces.
+ *              come, and the references (hopper_bf16_products.cuh). A block that is full again was
+ *              freed by both groups: so nobody reads the weights that group 1 replaces.
  *              cp.async tells its mbarrier when the bytes are in shared memory. PTX asks for a
  *              proxy fence before wgmma reads them; every consumer would wait 150 to 200 cycles for
  *              it at every piece, and FlashMLA, which loads alike, has none.
- *              A row whose numbers do not fit (below) is marked and done again at the end by the
- *              code of attention_sm80.cu, for which shared memory is then free.
  * Roofline     2 * H * 1088 FLOP and 1152 bytes per key. 64 heads, per key and SM, in cycles: 34
  *              of wgmma; 37 of shared memory (scores 2304 bytes: A and B of 64 x 64 x 16 products
  *              both come from there; values 1152; weights 128; rows 1152); 32 of L2 (a gather
@@ -50,20 +48,22 @@
  *              1.6 GHz that power leaves, start and end of works included, of which these are 4;
  *              T 4096, 32k keys, H 64: 1790 to 1884 us (620 to 653 TFLOP/s), H 128: 3702 to 3858.
  * Numerics     Scores and values are fp32 sums of exact products of bf16, which wgmma cuts off
- *              (WGMMA_CORRECTION). Weights are rounded to bf16, their sums are fp32 of unrounded
- *              weights and compensated: equal terms round the same way. ref is an integer, the
- *              maximum of the work's first 64 keys, rounded up: bf16 and fp32 have the exponents
- *              for keys 2^64 times as heavy, and keys lighter by 2^126 do not count. So nothing is
- *              ever rescaled. A work is lost, and done again, where a block's weights are heavier
- *              or not finite (inf in q, or NaN or inf in a row that is not among the first), or
- *              where its first 64 columns have no key and later ones have: ref is NaN then. A head
- *              whose first scores have a NaN has results of NaN, and no influence on others. Masked
- *              rows are zeros and have weight 0.
- *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
+ *              (WGMMA_CORRECTION). A weight is 2^exponent, an exponent is scale S - ref. Weights
+ *              are rounded to bf16 for the values; their sums are fp32 of unrounded weights and
+ *              compensated: equal terms round the same way. ref is the head's maximum in the first
+ *              block that has a key. So the heaviest weight there is 1, those a little below it
+ *              round by least, and a row with one key is its value. Where a later block has an
+ *              exponent above 40, its maximum is the head's ref from there on, and what was added
+ *              up is multiplied by 2^(difference). Values up to 2^76 may meet weights of 2^40. Keys
+ *              lighter than the heaviest by 2^126 may not count.
+ *              A logit of NaN or +inf makes out and lse of its head NaN, one of -inf has no weight;
+ *              other heads have the bits that they have without it. Masked rows are zeros and have
+ *              weight 0. A row's bits depend on its query, keys, num_splits, H and the device, not
+ *              on T.
  * Source       the tiles, and that two warpgroups share one block's values: FlashMLA's sparse
  *              prefill, studied, not copied; online softmax (FlashAttention), warp roles (CUTLASS).
- *              The fixed reference with rows done again, the order of the groups and weights told
- *              of by halves are ours.
+ *              References that seldom move, the order of the groups and weights told of by halves
+ *              are ours.
  */
 #include "hopper_bf16_gather.cuh"
 #include "hopper_bf16_products.cuh"
@@ -83,8 +83,9 @@ clear_sums(bf16_consumer *state)
         state->sum[piece] = 0.0f;
         state->excess[piece] = 0.0f;
         state->top[piece] = -INFINITY;
+        state->reference[piece] = NO_REFERENCE;
     }
-    state->is_lost = false;
+    state->is_late = INT32_MAX;
 }
 
 /* Where shared memory is: computed anew, else dozens of descriptors are kept over the loops. */
@@ -110,8 +111,8 @@ take_second_half(uint32_t base, const lane_place &me, bf16_consumer *state)
 /* A step of group 0: scores, weights and values of its block, then values of group 1's. */
 template <bool MAXIMA>
 static __device__ __forceinline__ void
-lead_step(const bf16_launch &launch, bool is_first, bool is_last, uint32_t parity,
-          bf16_memory *shared, bf16_consumer *state)
+lead_step(const bf16_launch &launch, bool is_last, uint32_t parity, bf16_memory *shared,
+          bf16_consumer *state)
 {
     const uint32_t base = find_base(shared);
     lane_place me = find_place_again();
@@ -120,18 +121,18 @@ lead_step(const bf16_launch &launch, bool is_first, bool is_last, uint32_t parit
     wgmma_wait<0>();
     ptx_mbarrier_arrive(BF16_AT(base, scored), true);
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
-    if (is_first) {
-        find_references(launch.base.wgmma_scale_log2, me, *state, shared);
-    }
-    find_exponents<MAXIMA>(launch.base.wgmma_scale_log2, me, load_shift(shared, me), shared, state);
+    find_exponents<MAXIMA, true>(launch.base.wgmma_scale_log2, me, shared, state);
     weigh_half(0, state);
     ptx_mbarrier_wait(BF16_AT(base, scored), parity); /* weights replace a tile of keys */
     store_half(base, me, 0, *state);
     add_own_half(base, me, 0, state);
     publish_half(base, me, 0);
     take_second_half(base, me, state);
-    add_other_half(base, me, parity, 0, state);
-    add_other_half(base, me, parity, 1, state);
+    wait_for_weights(base, me, parity, 0);
+    follow_other_group<false>(me, shared, state);
+    add_other_half(base, me, 0, state);
+    wait_for_weights(base, me, parity, 1);
+    add_other_half(base, me, 1, state);
     wgmma_wait<0>();
     free_values(base, 1, 0);
 }
@@ -146,15 +147,22 @@ follow_step(const bf16_launch &launch, bool is_last, uint32_t parity, bf16_memor
     lane_place me = find_place_again();
     me.group = 1;
     score_block(base, me, parity, state);
-    add_other_half(base, me, parity, 0, state);
-    add_other_half(base, me, parity, 1, state);
+    wait_for_weights(base, me, parity, 0);
+    follow_other_group<true>(me, shared, state);
+    add_other_half(base, me, 0, state);
+    wait_for_weights(base, me, parity, 1);
+    add_other_half(base, me, 1, state);
     wgmma_wait<2>(); /* the scores */
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
-    find_exponents<MAXIMA>(launch.base.wgmma_scale_log2, me, load_shift(shared, me), shared, state);
+    const bool has_moved =
+        find_exponents<MAXIMA, false>(launch.base.wgmma_scale_log2, me, shared, state);
     weigh_half(0, state);
     store_half(base, me, 0, *state);
     wgmma_wait<0>();
     free_values(base, 0, 1);
+    if (has_moved) {
+        follow_references<false>(me, shared, state);
+    }
     add_own_half(base, me, 0, state);
     publish_half(base, me, 0);
     take_second_half(base, me, state);
@@ -170,7 +178,7 @@ consume_steps(const bf16_launch &launch, int32_t num_steps, bf16_phase *phase, b
     if (find_place_again().group == 0) {
 #pragma unroll 1
         for (int32_t step = 0; step < num_steps; step++) {
-            lead_step<MAXIMA>(launch, step == 0, step == num_steps - 1, phase->step, shared, state);
+            lead_step<MAXIMA>(launch, step == num_steps - 1, phase->step, shared, state);
             phase->step ^= 1;
         }
     } else {
@@ -227,9 +235,6 @@ start(bf16_memory *shared)
         ptx_mbarrier_init(ptx_shared_address(&shared->query_empty), CONSUMER_THREADS);
         ptx_fence_mbarrier_init();
     }
-    if (thread < MAX_WORKS / 32) {
-        shared->redo[thread] = 0;
-    }
     __syncthreads();
 }
 
@@ -246,15 +251,8 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_bf16(const __grid_constant__ bf16_la
         ptx_release_registers<BF16_GATHER_REGISTERS>();
         gather<ALIGNED>(launch, shared);
     } else {
-        typedef tile<TILE_HEADS / 2, SMLA_ROWS_BF16> portable;
-        static_assert(sizeof(shared_memory<portable>) <= offsetof(bf16_memory, full),
-                      "no barriers where rows are done again");
-        static_assert(offsetof(bf16_memory, full) < offsetof(bf16_memory, redo),
-                      "marks outlive the rest");
         ptx_claim_registers<BF16_CONSUMER_REGISTERS>();
         consume<MAXIMA>(launch, shared);
-        redo_works(launch.base, launch.num_works, 2, shared->redo,
-                   (shared_memory<portable> *)shared);
     }
 }
 
@@ -277,9 +275,10 @@ launch_bf16(const smla_attention_params *params)
     launch.num_works = (int32_t)count_works(launch.base);
     launch.out_is_aligned =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
+    const int num_sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
     return smla_launch(attend_bf16<MAXIMA, ALIGNED>, launch,
-                       count_hopper_ctas(params, launch.num_works), HOPPER_THREADS, SHARED_BYTES,
-                       params->stream);
+                       launch.num_works < num_sms ? launch.num_works : num_sms, HOPPER_THREADS,
+                       SHARED_BYTES, params->stream);
 }
 
 cudaError_t

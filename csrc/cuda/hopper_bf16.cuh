@@ -46,7 +46,7 @@ struct bf16_memory {
     alignas(1024) uint8_t probs[TILE_HEADS][128]; /* of group 1; group 0's lie in its RoPE tile */
     alignas(16) float sums[2][2][TILE_HEADS];     /* of a group, of works in turn */
     alignas(16) float tops[2][2][TILE_HEADS];
-    alignas(16) float reference[TILE_HEADS];
+    alignas(16) float reference[TILE_HEADS]; /* of the block that was weighed last */
     alignas(8) uint64_t full[2][PIECES];
     uint64_t empty[2][2]; /* of a block, the half that each group has values of */
     uint64_t weighed[2][BLOCK_KEYS / WEIGHED_KEYS];
@@ -54,7 +54,6 @@ struct bf16_memory {
     uint64_t query_full;
     uint64_t query_empty;
     alignas(8) uint16_t is_key[2][GATHER_WARPS]; /* 16 keys of each gather warp */
-    uint32_t redo[MAX_WORKS / 32];
 };
 
 /* The argument of the kernel. */
@@ -70,10 +69,10 @@ typedef struct bf16_consumer {
     float scores[BLOCK_KEYS / 2];
     uint32_t probs[BLOCK_KEYS / 4]; /* A of wgmma */
     float sum[2];
-    float excess[2]; /* how much too large sum is */
-    float top[2];    /* the largest score, over the reference */
-    bool is_nan[2];  /* the head's results are, and its numbers need not fit */
-    bool is_lost;    /* some number did not fit */
+    float excess[2];    /* how much too large sum is */
+    float top[2];       /* the largest logit, minus the reference */
+    float reference[2]; /* that out, the sums and top go with */
+    int32_t is_late;    /* INT32_MAX while one of both heads has no reference, then 0 */
 } bf16_consumer;
 
 /* Parities of the barriers: those of a step, and those of a work. */
@@ -81,6 +80,14 @@ typedef struct bf16_phase {
     uint32_t step;
     uint32_t work;
 } bf16_phase;
+
+/* The largest over the four lanes of a head. */
+static __device__ __forceinline__ float
+max_of_lanes(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
+}
 
 /* Where a barrier or array of the CTA is: shared memory begins at a known address. */
 #define BF16_AT(base, member) ((base) + (uint32_t)offsetof(bf16_memory, member))

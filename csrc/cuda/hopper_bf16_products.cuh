@@ -1,14 +1,17 @@
-/* hopper_bf16_products.cuh: the loop of attention_bf16_sm90.cu: scores of a block of keys, weights,
- * and values of both groups' blocks.
+/* hopper_bf16_products.cuh: the loop of attention_bf16_sm90.cu: scores of a block of keys, their
+ * references, weights, and values of both groups' blocks.
  */
 #ifndef SMLA_CUDA_HOPPER_BF16_PRODUCTS_CUH
 #define SMLA_CUDA_HOPPER_BF16_PRODUCTS_CUH
 
 #include "hopper_bf16.cuh"
 
-/* Of weights of a thread's keys: where their sum is larger the row is lost. Values and their sums
- * have 2^63 left. */
-#define MAX_WEIGHTS 0x1p64f
+/* Above this exponent of a weight its head's reference moves. */
+#define MAX_EXPONENT 40.0f
+
+/* The reference of a head that has had no key: its logits are their own exponents. No other
+ * reference has these bits. */
+#define NO_REFERENCE (-0.0f)
 
 enum {
     HALF_SCORES = WEIGHED_KEYS / 2, /* of a thread: two keys of every eight, for two heads */
@@ -42,7 +45,7 @@ score_block(uint32_t base, const lane_place &me, uint32_t parity, bf16_consumer 
     }
 }
 
-/* ---- Weights ------------------------------------------------------------------------------- */
+/* ---- Masks --------------------------------------------------------------------------------- */
 
 /* Whether keys 0 to 31 (half 0) or 32 to 63 (1) of the group's block are there, a bit each. */
 static __device__ __forceinline__ uint32_t
@@ -78,79 +81,171 @@ find_top(const float (&scores)[BLOCK_KEYS / 2], int piece)
     return top;
 }
 
+/* ---- References ----------------------------------------------------------------------------
+ *
+ * Blocks are weighed one after the other: A0 by group 0, B0 by group 1, A1 by group 0, and so on.
+ * The references in shared memory are those of the block that was weighed last, and only the group
+ * whose turn it is may move them. Its turn begins when it has waited for the first weights of the
+ * block in front, and ends when it tells of its own: all exponents of its 64 keys are looked at
+ * before its first weights. So a group reads references that nobody writes, and writes references
+ * that nobody reads:
+ *
+ *   group 0: wait for B(n-1) | read, follow, add B(n-1) | move, follow, weigh An | tell of An
+ *   group 1:                              wait for An | read, follow, add An | move, weigh Bn | ...
+ *
+ * A warp has 16 heads, in both groups the same ones, and a head has four lanes of it. So all of
+ * this is a matter of one warp: maxima need two shuffles, and branches are the warp's.
+ *
+ * Each group remembers the references that its own out, sums and maxima go with. To follow is to
+ * compare them with those in shared memory, and to multiply by 2^(older - newer) where they differ.
+ * There is no flag that could be lost or found twice. Group 1 moves references while it adds values
+ * of An; it follows when those are added, before it adds its own. A work begins with no references,
+ * in registers; its first block always writes them, so none of the work in front is read. When it
+ * ends, group 0 has followed group 1's last block, and both remember the same.
+ *
+ * A reference may lie below the maximum, but by MAX_EXPONENT at most. So references seldom move,
+ * and a block that moves none costs a look at its exponents and at the references.
+ */
+
 static __device__ __forceinline__ bool
-has_nan(const float (&scores)[BLOCK_KEYS / 2], int piece)
+has_reference(float reference)
 {
-    bool is_nan = false;
-#pragma unroll
-    for (int i = 0; i < BLOCK_KEYS / 2; i += 4) {
-        is_nan |= isnan(scores[i + 2 * piece]) | isnan(scores[i + 2 * piece + 1]);
-    }
-    return is_nan;
+    return smla_float_bits(reference) != smla_float_bits(NO_REFERENCE);
 }
 
-/* Group 0 fixes the references of the work by its first block: the maximum, rounded up. Without a
- * score there it is NaN: a key that comes later makes its weight NaN, and that loses the row. -inf
- * is the reference of a head that a NaN has met: whatever happens, its results are NaN. */
-static __device__ __forceinline__ void
-find_references(float score_scale, const lane_place &me, const bf16_consumer &state,
-                bf16_memory *shared)
+/* Where the references of heads row and row + 8 are: the second is 8 behind the first. */
+static __device__ __forceinline__ volatile float *
+find_references(bf16_memory *shared, const lane_place &me)
 {
-    float logits[BLOCK_KEYS / 2];
-#pragma unroll
-    for (int i = 0; i < BLOCK_KEYS / 2; i++) {
-        logits[i] = state.scores[i] * score_scale;
-    }
-    mask_scores(shared, me, logits);
+    return &shared->reference[16 * me.warp + me.row];
+}
+
+/* The bits of the largest exponent of each head, compared as integers, three at once: right where
+ * it is positive. Infinity is above all numbers. What NaN does here does not matter. */
+static __device__ __forceinline__ void
+find_highest(const float (&exponents)[BLOCK_KEYS / 2], int32_t highest[2])
+{
 #pragma unroll
     for (int piece = 0; piece < 2; piece++) {
-        float top = find_top(logits, piece);
-        top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
-        const uint32_t nans = __ballot_sync(0xFFFFFFFFu, has_nan(logits, piece));
-        if (me.column == 0) {
-            shared->reference[16 * me.warp + 8 * piece + me.row] = nans >> me.lane & 15 ? -INFINITY
-                                                                   : top == -INFINITY ? NAN
-                                                                                      : ceilf(top);
+        highest[piece] = INT32_MIN;
+#pragma unroll
+        for (int i = 0; i < BLOCK_KEYS / 2; i += 4) {
+            highest[piece] = __vimax3_s32(highest[piece], __float_as_int(exponents[i + 2 * piece]),
+                                          __float_as_int(exponents[i + 2 * piece + 1]));
         }
     }
-    __syncwarp();
 }
 
-/* What turns scores into weights: minus the references of rows row and row + 8. */
-typedef struct row_shift {
-    float minus[2];
-    uint32_t is_key; /* all ones unless a key of the block is not there */
-} row_shift;
-
-static __device__ __forceinline__ row_shift
-load_shift(const bf16_memory *shared, const lane_place &me)
+/* Moves references to the block's maxima where exponents are too large, or heads have had no key,
+ * and makes the exponents go with them. Whether any has moved: what was added up does not follow
+ * yet. */
+static __device__ __forceinline__ bool
+move_references(const lane_place &me, const int32_t highest[2], bf16_memory *shared,
+                bf16_consumer *state)
 {
-    const volatile float *const reference = &shared->reference[16 * me.warp + me.row];
-    return row_shift{{-reference[0], -reference[8]},
-                     load_is_key(shared, me.group, 0) & load_is_key(shared, me.group, 1)};
+    const bool any_late = __any_sync(0xFFFFFFFFu, state->is_late != 0);
+    bool any_moves = false;
+#pragma unroll
+    for (int piece = 0; piece < 2; piece++) {
+        const float top = max_of_lanes(any_late ? find_top(state->scores, piece)
+                                                : __int_as_float(highest[piece]));
+        const float older = state->reference[piece];
+        const bool moves = top > (has_reference(older) ? MAX_EXPONENT : -INFINITY);
+        const float rise = moves ? top : 0.0f;
+#pragma unroll
+        for (int i = 0; i < BLOCK_KEYS / 2; i += 4) {
+            state->scores[i + 2 * piece] -= rise;
+            state->scores[i + 2 * piece + 1] -= rise;
+        }
+        if (me.column == 0) { /* + 0 makes 0 of -0, which is NO_REFERENCE */
+            find_references(shared, me)[8 * piece] = moves ? older + rise + 0.0f : older;
+        }
+        any_moves |= moves;
+    }
+    __syncwarp();
+    return __any_sync(0xFFFFFFFFu, any_moves);
 }
 
-/* Scores -> exponents of weights. */
-template <bool MAXIMA>
+/* Makes all that the thread has added up follow the references in shared memory. Nothing is in
+ * flight that adds to out. WAITS: but scores are, and ptxas accepts no change of out before a wait
+ * for those. */
+template <bool WAITS>
 static __device__ __forceinline__ void
-find_exponents(float score_scale, const lane_place &me, const row_shift &shift,
-               const bf16_memory *shared, bf16_consumer *state)
+follow_references(const lane_place &me, bf16_memory *shared, bf16_consumer *state)
+{
+    const bool had_keys = has_reference(state->reference[0]) || has_reference(state->reference[1]);
+    float factors[2];
+#pragma unroll
+    for (int piece = 0; piece < 2; piece++) {
+        const float newer = find_references(shared, me)[8 * piece];
+        const float shift = state->reference[piece] - newer;
+        factors[piece] = ptx_exp2(fminf(shift, 0.0f)); /* above 0 there was no reference, nor sum */
+        state->sum[piece] *= factors[piece];
+        state->excess[piece] *= factors[piece];
+        state->top[piece] += shift;
+        state->reference[piece] = newer;
+    }
+    const bool has_both = has_reference(state->reference[0]) && has_reference(state->reference[1]);
+    state->is_late = has_both ? 0 : INT32_MAX;
+    if (__any_sync(0xFFFFFFFFu, had_keys)) {
+        if constexpr (WAITS) {
+            wgmma_wait<0>();
+        }
+#pragma unroll
+        for (int i = 0; i < HALF_VALUES / 2; i++) {
+            state->out[i] *= factors[i / 2 % 2];
+        }
+    }
+}
+
+/* The same where the other group has moved any. */
+template <bool WAITS>
+static __device__ __forceinline__ void
+follow_other_group(const lane_place &me, bf16_memory *shared, bf16_consumer *state)
+{
+    bool has_moved = false;
+#pragma unroll
+    for (int piece = 0; piece < 2; piece++) {
+        has_moved |= smla_float_bits(find_references(shared, me)[8 * piece]) !=
+                     smla_float_bits(state->reference[piece]);
+    }
+    if (__any_sync(0xFFFFFFFFu, has_moved)) {
+        follow_references<WAITS>(me, shared, state);
+    }
+}
+
+/* Scores -> exponents of weights. Whether that has moved references; if the group FOLLOWS at once,
+ * it has. */
+template <bool MAXIMA, bool FOLLOWS>
+static __device__ __forceinline__ bool
+find_exponents(float score_scale, const lane_place &me, bf16_memory *shared, bf16_consumer *state)
 {
 #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i++) {
-        state->scores[i] = fmaf(state->scores[i], score_scale, shift.minus[i / 2 % 2]);
+        state->scores[i] = fmaf(state->scores[i], score_scale, -state->reference[i / 2 % 2]);
     }
-    if (shift.is_key != 0xFFFFFFFFu) {
+    if ((load_is_key(shared, me.group, 0) & load_is_key(shared, me.group, 1)) != 0xFFFFFFFFu) {
         mask_scores(shared, me, state->scores);
     }
-    state->is_nan[0] = shift.minus[0] == INFINITY;
-    state->is_nan[1] = shift.minus[1] == INFINITY;
     if constexpr (MAXIMA) {
         state->top[0] = fmaxf(state->top[0], find_top(state->scores, 0));
         state->top[1] = fmaxf(state->top[1], find_top(state->scores, 1));
     }
+    int32_t highest[2];
+    find_highest(state->scores, highest);
+    const bool is_rare =
+        __vimax3_s32(highest[0], highest[1], state->is_late) > __float_as_int(MAX_EXPONENT);
+    if (!__any_sync(0xFFFFFFFFu, is_rare)) {
+        return false;
+    }
+    const bool has_moved = move_references(me, highest, shared, state);
+    if (FOLLOWS && has_moved) {
+        follow_references<false>(me, shared, state);
+    }
+    return has_moved;
 }
+
+/* ---- Weights ------------------------------------------------------------------------------- */
 
 /* Exponents of half a block -> weights, and in bf16 as A of the next products. */
 static __device__ __forceinline__ void
@@ -183,7 +278,6 @@ add_to_sums(bf16_consumer *state)
         const float term = sum - state->excess[piece];
         state->sum[piece] = older + term;
         state->excess[piece] = (state->sum[piece] - older) - term;
-        state->is_lost |= !(sum < MAX_WEIGHTS) & !state->is_nan[piece];
     }
 }
 
@@ -246,14 +340,20 @@ add_own_half(uint32_t base, const lane_place &me, int half, bf16_consumer *state
     wgmma_commit();
 }
 
-/* Starts the same for the other group's block, when its weights are there. */
+/* Waits for weights of the other group: those of half a block. */
 static __device__ __forceinline__ void
-add_other_half(uint32_t base, const lane_place &me, uint32_t parity, int half, bf16_consumer *state)
+wait_for_weights(uint32_t base, const lane_place &me, uint32_t parity, int half)
+{
+    ptx_mbarrier_wait(BF16_AT(base, weighed) + 16 * (me.group ^ 1) + 8 * half, parity);
+}
+
+/* Starts the same for the other group's block. */
+static __device__ __forceinline__ void
+add_other_half(uint32_t base, const lane_place &me, int half, bf16_consumer *state)
 {
     const int other = me.group ^ 1;
     const uint64_t values = describe_values(base, other, me.group);
     const uint64_t probs = wgmma_descriptor(find_probs(base, other), 1024, WGMMA_SWIZZLE_128);
-    ptx_mbarrier_wait(BF16_AT(base, weighed) + 16 * other + 8 * half, parity);
     wgmma_fence();
 #pragma unroll
     for (int k = 2 * half; k < 2 * half + 2; k++) {

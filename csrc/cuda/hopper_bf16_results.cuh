@@ -1,5 +1,5 @@
-/* hopper_bf16_results.cuh: what a work of attention_bf16_sm90.cu leaves behind: results, partial
- * rows, or a mark that it has to be done again.
+/* hopper_bf16_results.cuh: what a work of attention_bf16_sm90.cu leaves behind: results, or partial
+ * rows.
  */
 #ifndef SMLA_CUDA_HOPPER_BF16_RESULTS_CUH
 #define SMLA_CUDA_HOPPER_BF16_RESULTS_CUH
@@ -21,9 +21,7 @@ store_sums(const lane_place &me, int turn, const bf16_consumer &state, bf16_memo
             shared->sums[turn][me.group][head] = sum;
         }
         if constexpr (MAXIMA) {
-            float top = state.top[piece];
-            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
+            const float top = max_of_lanes(state.top[piece]);
             if (me.column == 0) {
                 shared->tops[turn][me.group][head] = top;
             }
@@ -31,19 +29,22 @@ store_sums(const lane_place &me, int turn, const bf16_consumer &state, bf16_memo
     }
 }
 
-/* Ends a head by both groups' sums; both groups need the factor of its out. */
+/* Ends a head by both groups' sums; both groups need the factor of its out. Rows are finished and
+ * combined in units of 2^integer. Sum and out both meet `unit`, so its rounding is felt in lse
+ * alone. */
 template <bool MAXIMA>
 static __device__ __forceinline__ float
 finish_head(const bf16_launch &launch, const cta_work &work, int head, int turn, float reference,
             bool writes, const bf16_memory *shared)
 {
-    const float sum = shared->sums[turn][0][head] + shared->sums[turn][1][head];
-    reference = sum == 0.0f ? 0.0f : reference; /* it may be NaN */
+    const float integer = ceilf(reference);
+    const float unit = ptx_exp2(reference - integer);
+    const float sum = (shared->sums[turn][0][head] + shared->sums[turn][1][head]) * unit;
     float top = reference;
     if constexpr (MAXIMA) {
         top += fmaxf(shared->tops[turn][0][head], shared->tops[turn][1][head]);
     }
-    return leave_head(launch.base, work, head, reference, top, sum, writes);
+    return leave_head(launch.base, work, head, integer, top, sum, writes) * unit;
 }
 
 /* Four words of each of a row's four lanes: word i of lane c becomes word c of lane i. */
@@ -115,9 +116,9 @@ write_partial_rows(const bf16_launch &launch, const cta_work &work, const lane_p
     }
 }
 
-/* The work's results; or its mark, if a thread lost it. Lanes of even columns end head row of their
- * warp's, those of odd ones head row + 8. `turn` is 0 and 1 in turn: sums of a work are read after
- * the barrier, when the next one's may come. */
+/* The work's results. Lanes of even columns end head row of their warp's, those of odd ones head
+ * row + 8. `turn` is 0 and 1 in turn: sums of a work are read after the barrier, when the next
+ * one's may come. */
 template <bool MAXIMA>
 static __device__ __forceinline__ void
 finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
@@ -126,14 +127,11 @@ finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
     const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, TILE_HEADS);
     const lane_place me = find_place_again();
     const int head = 16 * me.warp + 8 * (me.column & 1) + me.row;
-    const float reference = *(const volatile float *)&shared->reference[head];
     store_sums<MAXIMA>(me, turn, state, shared);
-    if (ptx_barrier_or(BARRIER_CONSUMERS, CONSUMER_THREADS, state.is_lost)) {
-        mark_work(idx, (me.group * 4 + me.warp) * SMLA_WARP_LANES + me.lane, shared->redo);
-        return;
-    }
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
     float factor = 0.0f;
     if (head < work.num_heads) {
+        const float reference = me.column & 1 ? state.reference[1] : state.reference[0];
         factor = finish_head<MAXIMA>(launch, work, head, turn, reference,
                                      me.group == 0 && me.column < 2, shared);
     }

@@ -1,0 +1,289 @@
+"""Logits that grow along a row, on the GPU: once, in every block, by head, after a late start.
+
+A row is 1024 columns, 16 blocks of 64 keys for the kernel of bf16 rows. The RoPE part of a key has
+its logits, one course in each of its values; a head looks at one of them.
+"""
+
+import cases
+import numpy as np
+import pytest
+import reference as ref
+from cases import AttentionInputs
+from helpers import Guarded, assert_same_bits, assert_within_bounds, guarded_attention
+from library import sparse_mla
+
+attend = sparse_mla.sparse_attention
+
+K = 1024
+T = 3
+BLOCK = np.arange(K) // 64
+LAST = BLOCK.max()
+LOOK = 24.0  # of a head at its course; softmax_scale undoes it
+LN_2 = np.log(2)
+
+every_format = pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+every_head_count = pytest.mark.parametrize("num_heads", [16, 100])
+every_split = pytest.mark.parametrize("num_splits", [1, 2, 5])
+
+
+def make(fmt, num_heads, courses, num_splits, *, indices=None, sink=False) -> AttentionInputs:
+    """Keys in the order of their columns; courses [n, K] in powers of two, head h has h % n."""
+    courses = np.atleast_2d(courses)
+    rng = np.random.default_rng([num_heads, num_splits, len(courses)])
+    latent = ref.bf16_encode(rng.normal(0, 0.6, (K, 512)).astype(np.float32))
+    rope = np.zeros((K, 64), np.float32)
+    rope[:, : len(courses)] = courses.T * LN_2
+    rope = ref.bf16_encode(rope)
+    if fmt == "fp8":
+        kv = ref.quantize_rows(latent, rope).reshape(-1, 64, 656)
+    else:
+        kv = np.concatenate([latent, rope], 1).view(ref.BF16).reshape(-1, 64, 576)
+    q = rng.normal(0, 0.1, (T, num_heads, 576))
+    q[:, :, 512:] = 0
+    heads = np.arange(num_heads)
+    q[:, heads, 512 + heads % len(courses)] = LOOK
+    options = {"softmax_scale": 1 / LOOK}
+    if sink:
+        options["attn_sink"] = cases.make_sink(rng, num_heads)
+    if indices is None:
+        indices = np.arange(K)
+    indices = np.broadcast_to(indices, (T, K)).astype(np.int32, order="C")
+    return AttentionInputs(ref.to_bf16(q), kv, indices, options, num_splits)
+
+
+def check(case: AttentionInputs) -> dict:
+    """Within the bounds, with and without max_logits, and the same bits again."""
+    want = case.reference()
+    got = guarded_attention(attend, case)
+    assert_within_bounds(want, got)
+    again = guarded_attention(attend, case)
+    for name, x in got.items():
+        assert_same_bits(again[name], x, f"{name} of the second run")
+    out = Guarded((*case.shape, 512), ref.BF16)
+    lse = Guarded(case.shape, np.float32)
+    case.run(attend, out=out.array, lse=lse.array)
+    assert_within_bounds(want, {"out": out.check(), "lse": lse.check()})
+    return got
+
+
+def run(case: AttentionInputs) -> dict:
+    """Results that may be NaN."""
+    results = {
+        "out": np.zeros((*case.shape, 512), ref.BF16),
+        "lse": np.zeros(case.shape, np.float32),
+        "max_logits": np.zeros(case.shape, np.float32),
+    }
+    case.run(attend, return_max_logits=True, **results)
+    return results
+
+
+# --- growth --------------------------------------------------------------------------------------
+
+# Courses of logits, in units of the growth.
+COURSES = {
+    "in every block": BLOCK,
+    "in every second block": BLOCK // 2,
+    "in the second block": BLOCK >= 1,
+    "in the third block": BLOCK >= 2,
+    "in the middle": BLOCK >= 7,
+    "in the last block but one alone": BLOCK == LAST - 1,
+    "in the last block alone": BLOCK == LAST,
+    "in the last two blocks": np.maximum(BLOCK - (LAST - 2), 0),
+    "inside a block": np.arange(K) >= 64 * 6 + 37,
+    "by one key": np.arange(K) == 701,
+    "by the last key": np.arange(K) == K - 1,
+    "up and down": BLOCK % 2,
+    "down": -BLOCK,
+    "down but for the last key": np.where(np.arange(K) == K - 1, 1, -BLOCK),
+}
+EVERY_COURSE = np.array([*COURSES.values()], float)
+
+
+@every_split
+@every_head_count
+@every_format
+@pytest.mark.parametrize("growth", [12, 41, 200, 1000])
+@pytest.mark.parametrize("name", COURSES)
+def test_growth(name, growth, fmt, num_heads, num_splits):
+    check(make(fmt, num_heads, COURSES[name] * float(growth), num_splits))
+
+
+@every_split
+@every_head_count
+@every_format
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("growth", [41, 200, 1000])
+def test_heads_that_grow_in_different_blocks(growth, sink, fmt, num_heads, num_splits):
+    check(make(fmt, num_heads, EVERY_COURSE * growth, num_splits, sink=sink))
+
+
+@every_split
+@every_format
+@pytest.mark.parametrize("block", range(1, 16))
+def test_one_head_grows_in_one_block(block, fmt, num_splits):
+    """Head 21 of 64: its neighbours have the bits that they have when it does not grow."""
+    case = make(fmt, 64, [np.zeros(K), np.where(block <= BLOCK, 90.0, 0.0)], num_splits)
+    case.q[:, :, 512:514] = 0
+    still = check(case)
+    case.q[:, 21, 513] = LOOK
+    grown = check(case)
+    if fmt == "bf16":
+        others = np.arange(64) != 21
+        for name, x in grown.items():
+            assert_same_bits(x[:, others], still[name][:, others], f"{name} of other heads")
+
+
+@every_split
+@every_head_count
+@every_format
+@pytest.mark.parametrize("spread", [3, 10, 100])
+def test_gaussian_logits(spread, fmt, num_heads, num_splits):
+    courses = np.random.default_rng(spread).normal(0, spread / LN_2, (50, K))
+    check(make(fmt, num_heads, courses, num_splits))
+
+
+@every_split
+@every_head_count
+@every_format
+def test_some_rows_are_a_hundred_times_the_rest(fmt, num_heads, num_splits):
+    rng = np.random.default_rng(4)
+    times = np.where(rng.random(K) < 0.02, 100, 1)
+    check(make(fmt, num_heads, rng.normal(0, 2, (50, K)) * times, num_splits))
+
+
+def test_growing_works_in_a_row():
+    """Several works a CTA, of every length: references of the work in front are not felt."""
+    rng = np.random.default_rng(5)
+    case = make("bf16", 64, EVERY_COURSE * 60, 1)
+    rows = rng.integers(0, T, 450)
+    case = case.rows(rows)
+    case.indices = np.ascontiguousarray(case.indices)
+    case.indices[::5] = case.indices[::5, ::-1]
+    length = rng.integers(0, K + 1, 450).astype(np.int32)
+    length[::7] = 0
+    case.options["topk_length"] = length
+    got = guarded_attention(attend, case)
+    some = rng.permutation(450)[:40]
+    alone = check(case.rows(some))
+    for name, x in alone.items():
+        assert_same_bits(x, got[name][some], f"{name} in another batch")
+
+
+# --- a late start --------------------------------------------------------------------------------
+
+
+@every_split
+@every_head_count
+@every_format
+@pytest.mark.parametrize("growth", [0, 41])
+@pytest.mark.parametrize("height", [0, 1000, -1000])
+@pytest.mark.parametrize("first", [63, 64, 128, 192, 1023])
+def test_no_key_in_front(first, height, growth, fmt, num_heads, num_splits):
+    """The logits are far from 0, so a reference of 0 would not do."""
+    indices = np.where(np.arange(K) < first, -1, np.arange(K))
+    courses = np.stack([height + growth * BLOCK, height - growth * BLOCK])
+    check(make(fmt, num_heads, courses, num_splits, indices=indices))
+
+
+@every_split
+@every_format
+def test_keys_in_every_third_block(fmt, num_splits):
+    indices = np.where(BLOCK % 3 == 2, np.arange(K), -1)
+    check(make(fmt, 64, EVERY_COURSE * 100 - 500, num_splits, indices=indices))
+
+
+@every_split
+@every_format
+@pytest.mark.parametrize("num_heads", [1, 16, 64, 128])
+@pytest.mark.parametrize("position", [0, 63, 64, 127, 128, 500, 1023])
+def test_one_key_is_its_value(position, num_heads, fmt, num_splits):
+    """A bf16 row's in every bit, an FP8 row's within half a bf16 step and 2^-20."""
+    indices = np.where(np.arange(K) == position, position, -1)
+    for height in (0.0, 3.7, -1000.0):
+        case = make(fmt, num_heads, np.full(K, height), num_splits, indices=indices)
+        out = check(case)["out"]
+        value = ref.decode_rows(case.kv, [position])[0, :512]
+        if fmt == "bf16":
+            want = np.broadcast_to(value.astype(np.float32), out.shape)
+            assert_same_bits(ref.bits16(out), ref.bf16_encode(want))
+        else:
+            magnitude = np.maximum(np.abs(value), 2.0**-126)
+            half_step = np.exp2(np.floor(np.log2(magnitude)) - 8)
+            error = np.abs(ref.to_f32(out) - value)
+            assert (error <= half_step + 2.0**-20 * np.abs(value)).all()
+
+
+# --- NaN and infinities --------------------------------------------------------------------------
+
+
+@every_split
+@every_format
+@pytest.mark.parametrize("position", [3, 70, 130, 700, 1023])
+def test_a_row_of_nan(position, fmt, num_splits):
+    """In one token's list: that token is NaN, the others have the bits that they have without."""
+    indices = np.tile(np.arange(K), (T, 1))
+    indices[[0, 2], position] = -1
+    case = make(fmt, 100, EVERY_COURSE * 60, num_splits, indices=indices)
+    clean = run(case)
+    case.kv.view(np.uint8).reshape(K, -1)[position] = 0xFF
+    got = run(case)
+    for name, x in got.items():
+        assert np.isnan(ref.to_f32(x[1])).all(), name
+        assert_same_bits(x[[0, 2]], clean[name][[0, 2]], f"{name} of other tokens")
+
+
+@every_split
+@every_format
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_head_of_the_query_that_is_bad(bad, fmt, num_splits):
+    """An infinity meets values of both signs and zeros: NaN."""
+    case = make(fmt, 64, EVERY_COURSE * 60, num_splits)
+    others = np.ones((T, 64), bool)
+    others[1, 5] = False
+    want = case.reference().rows(others)
+    clean = run(case)
+    case.q[1, 5, 7] = bad
+    got = run(case)
+    for name, x in got.items():
+        assert np.isnan(ref.to_f32(x[1, 5])).all(), name
+    assert_within_bounds(want, {name: x[others] for name, x in got.items()})
+    if fmt == "bf16":
+        for name, x in got.items():
+            assert_same_bits(x[others], clean[name][others], f"{name} of other heads")
+
+
+@every_split
+@every_format
+@pytest.mark.parametrize("position", [3, 70, 130, 700, 1023])
+def test_an_infinite_logit(position, fmt, num_splits):
+    """A key with an infinity in its RoPE part: NaN for heads that like it, nothing for those that
+    dislike it."""
+    num_heads = 64
+    case = make(fmt, num_heads, [BLOCK * 41.0, np.zeros(K)], num_splits)
+    likes = np.arange(num_heads) % 4 == 1
+    case.q[:, :, 513] = np.where(likes, 1.0, -1.0)
+    rope = case.kv.view(np.uint8).reshape(K, -1)[:, -128:].view(np.uint16)
+    rope[position, 1] = 0x7F80
+    got = run(case)
+    for name, x in got.items():
+        assert np.isnan(ref.to_f32(x[:, likes])).all(), name
+    case.indices[:, position] = -1
+    want = case.reference().rows((slice(None), ~likes))
+    assert_within_bounds(want, {name: x[:, ~likes] for name, x in got.items()})
+
+
+@every_split
+@every_format
+def test_logits_of_minus_infinity_alone(fmt, num_splits):
+    """A head that dislikes all keys infinitely has results as if there were none."""
+    case = make(fmt, 64, np.stack([np.zeros(K), np.full(K, 0.5)]), num_splits)
+    others = np.ones((T, 64), bool)
+    others[1, 9] = False
+    want = case.reference().rows(others)
+    case.q[1, 9] = 0
+    case.q[1, 9, 513] = -np.inf
+    got = run(case)
+    assert (ref.to_f32(got["out"][1, 9]) == 0).all()
+    assert got["lse"][1, 9] == -np.inf
+    assert got["max_logits"][1, 9] == -np.inf
+    assert_within_bounds(want, {name: x[others] for name, x in got.items()})
