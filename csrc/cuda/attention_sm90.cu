@@ -72,6 +72,16 @@ clear_row(const lane_place &me, hopper_memory<Shape> *shared, consumer<Shape> *s
     clear_sums(me, shared);
 }
 
+/* How many steps the work has, when the gather warps have counted its keys. */
+template <typename Shape>
+static __device__ __forceinline__ void
+take_steps(const hopper_memory<Shape> *shared, consumer<Shape> *state)
+{
+    const uint32_t turn = (state->phase & QUERY_PARITY) != 0;
+    ptx_mbarrier_wait(ptx_shared_address(&shared->counted), turn);
+    state->phase += ONE_STEP * (uint32_t)*(const volatile int32_t *)&shared->num_steps[turn];
+}
+
 /* All steps of a row whose query is there. The work behind it is found while the last products are
  * under way. */
 template <typename Shape>
@@ -90,6 +100,7 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     }
     score_block(shared, at, me, state);
     wgmma_wait<0>();
+    take_steps(shared, state);
     find_references(launch, find_place_again(), shared, state);
     clear_row(find_place_again(), shared, state);
     if (me.group == 1) { /* which has to wait for weights anyway */
@@ -99,7 +110,8 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
 #pragma unroll 1
     for (;;) {
         add_blocks(launch, shared, at, find_place(), weights, other, has_other, state);
-        if ((state->key_bits & IS_LAST_STEP) != 0) {
+        state->phase -= ONE_STEP;
+        if (state->phase < ONE_STEP) {
             break;
         }
         has_other = true;
@@ -151,6 +163,7 @@ start(hopper_memory<Shape> *shared)
         }
         ptx_mbarrier_init(ptx_shared_address(&shared->query_full), GATHER_WARPS);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_free), CONSUMER_THREADS);
+        ptx_mbarrier_init(ptx_shared_address(&shared->counted), 1);
         for (int i = 0; i < 2; i++) {
             ptx_mbarrier_init(ptx_shared_address(&shared->weighed[i]), GROUP_THREADS);
             ptx_mbarrier_init(ptx_shared_address(&shared->added[i]), GROUP_THREADS);
@@ -182,6 +195,7 @@ end_barriers(hopper_memory<Shape> *shared)
     if (thread == 0) {
         ptx_mbarrier_end(ptx_shared_address(&shared->query_full));
         ptx_mbarrier_end(ptx_shared_address(&shared->query_free));
+        ptx_mbarrier_end(ptx_shared_address(&shared->counted));
     }
     if (thread < 2) {
         ptx_mbarrier_end(ptx_shared_address(&shared->weighed[thread]));

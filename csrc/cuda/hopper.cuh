@@ -75,10 +75,8 @@ typedef struct ring_granule {
     alignas(16) uint16_t scales[SMLA_NUM_SCALE_TILES][GRANULE_KEYS]; /* relative to E */
     uint64_t full;
     uint64_t empty;
-    uint32_t is_key; /* four bits in the byte of each gather warp, and IS_LAST_STEP */
+    uint32_t is_key; /* four bits in the byte of each gather warp */
 } ring_granule;
-
-enum : uint32_t { KEY_BITS = 0x0F0F0F0Fu, IS_LAST_STEP = 0x10 };
 
 enum { GRANULE_BYTES = sizeof(ring_granule) };
 
@@ -95,13 +93,14 @@ template <typename Shape> struct hopper_memory {
     float score_scale;                         /* of scores, in the log2 domain */
     float key_unit;                            /* E */
     float inv_key_unit;                        /* 1 / E */
-    uint32_t too_large;                        /* find_too_large of E */
     uint32_t query_max[CONSUMER_WARPS];
     uint32_t scale_max[CONSUMER_WARPS];
     alignas(8) uint64_t weighed[2];
     uint64_t added[2];
     uint64_t query_full;
     uint64_t query_free;
+    uint64_t counted;
+    int32_t num_steps[2]; /* of works in turn */
     alignas(16) uint32_t num_keys[2][2][GATHER_WARPS]; /* of works in turn, in each list, of each gather warp */
     alignas(8) float shift[2][Shape::HEADS]; /* what a group raised the references by, where has_grown */
     alignas(4) uint8_t has_grown[4];    /* by group: its weights have outgrown f16 */
@@ -245,15 +244,16 @@ template <typename Shape> struct consumer {
     float scores[Shape::HEADS / 2];
     float even_sum; /* of an even chunk, until the next one's is there */
     float even_top;
+    bool has_grown[Shape::CHUNKS < 2 ? 1 : Shape::CHUNKS / 2]; /* sums of a pair, left out */
     uint32_t raw[2][8]; /* values of a granule */
     uint32_t scale[2][2];
     uint32_t a[2][16]; /* the same as A */
     uint32_t key_bits; /* is_key of the warp's granule of the group's block */
     int own;           /* where in the ring the group's block begins, in bytes */
-    uint32_t phase;    /* parities: of its full barrier, its number, the query */
+    uint32_t phase;    /* parities: of its full barrier, its number, the query; steps to go */
 };
 
-enum { RING_PARITY = 1, BLOCK_PARITY = 2, QUERY_PARITY = 4 };
+enum { RING_PARITY = 1, BLOCK_PARITY = 2, QUERY_PARITY = 4, ONE_STEP = 8 };
 
 /* Where the other group's older block begins. In group 0's first step there is none: any rows that
  * are there, for their weights are 0. */
@@ -303,7 +303,7 @@ template <typename Shape>
 static __device__ __forceinline__ float
 count_absent(const lane_place &me, uint32_t key_bits)
 {
-    return (float)(Shape::CHUNKS > 1 ? 16 - __popc(key_bits & KEY_BITS)
+    return (float)(Shape::CHUNKS > 1 ? 16 - __popc(key_bits)
                                      : 8 - __popc(key_bits & 0x05050505u << (me.row & 1)));
 }
 
@@ -341,19 +341,8 @@ exponent_of_scale(uint32_t scale)
     return exponent == 0xFF ? 0 : exponent;
 }
 
-/* The bits of the smallest scale that is too large for f16, in units of 2^exponent. */
-static __device__ __forceinline__ uint32_t
-find_too_large(int exponent)
-{
-    return (uint32_t)(exponent + 127 + TOP_SCALE_EXPONENT + 1) << 23;
-}
-
-/* Whether a scale is too large. NaN and infinities are not: they are themselves in f16, too. */
-static __device__ __forceinline__ bool
-is_too_large(float scale, uint32_t least)
-{
-    return (smla_float_bits(scale) & 0x7FFFFFFFu) - least < 0x7F800000u - least;
-}
+/* The smallest f16 of scale / E that is too large, twice: 448 times that is. NaN is not. */
+enum : uint32_t { TOO_LARGE_HALVES = (uint32_t)(15 + TOP_SCALE_EXPONENT + 1) << 10 | (uint32_t)(15 + TOP_SCALE_EXPONENT + 1) << 26 };
 
 /* ---- e4m3 to f16 --------------------------------------------------------------------------- */
 

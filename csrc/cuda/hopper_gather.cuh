@@ -37,7 +37,13 @@ typedef struct gather_state {
 static __device__ __forceinline__ int
 find_gather_warp(void)
 {
-    return (int)((uint32_t)ptx_forget((int)threadIdx.x) / SMLA_WARP_LANES) - CONSUMER_WARPS;
+    return (int)(ptx_thread() / SMLA_WARP_LANES) - CONSUMER_WARPS;
+}
+
+static __device__ __forceinline__ int
+find_gather_lane(void)
+{
+    return (int)(ptx_thread() % SMLA_WARP_LANES);
 }
 
 /* Zeros in place of rows that are not there. `to` has the warp's four. */
@@ -47,7 +53,7 @@ clear_rows(uint32_t to, uint32_t is_key)
 #pragma unroll 1
     for (int i = 0; i < GATHER_KEYS; i++) {
 #pragma unroll 1
-        for (uint32_t at = (ptx_forget((int)threadIdx.x) % SMLA_WARP_LANES) * 16;
+        for (uint32_t at = (uint32_t)find_gather_lane() * 16;
              at < FP8_ROW_BYTES && !(is_key >> i & 1); at += SMLA_WARP_LANES * 16) {
             ptx_clear_shared_16(to + i * FP8_ROW_BYTES + at);
         }
@@ -62,7 +68,7 @@ clear_rows(uint32_t to, uint32_t is_key)
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int first_lane,
-          uint32_t is_key, uint32_t last_bit)
+          uint32_t is_key)
 {
     typedef hopper_memory<Shape> memory;
     const uint32_t slot = __shfl_sync(0xFFFFFFFFu, state.slot, 0); /* known to be the warp's */
@@ -91,14 +97,14 @@ copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int f
             for (int i = 0; i < GATHER_KEYS; i++) {
                 ptx_bulk_copy(to + i * FP8_ROW_BYTES, rows[i], FP8_ROW_BYTES, full);
             }
-            ptx_store_shared_1(is_key_at, 15 | last_bit);
+            ptx_store_shared_1(is_key_at, 15);
             ptx_mbarrier_arrive_expect(full, FP8_ROW_BYTES * GATHER_KEYS);
         }
     } else {
         ptx_mbarrier_wait(empty, state.parity);
         clear_rows(to, is_key);
         if (is_elected) {
-            ptx_store_shared_1(is_key_at, is_key | last_bit);
+            ptx_store_shared_1(is_key_at, is_key);
             ptx_mbarrier_arrive_expect(full, FP8_ROW_BYTES * __popc(is_key));
 #pragma unroll
             for (int i = 0; i < GATHER_KEYS; i++) {
@@ -132,14 +138,14 @@ steps_of_keys(const uint32_t num_keys[GATHER_WARPS])
  * the counts of a work are read after the barrier, when the next one's may come. */
 template <typename Shape>
 static __device__ __forceinline__ list_steps
-count_steps(const hopper_launch &launch, const cta_work &work, uint32_t turn,
-            hopper_memory<Shape> *shared)
+count_steps(const hopper_launch &launch, int idx, uint32_t turn, hopper_memory<Shape> *shared)
 {
+    const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
     const int warp = find_gather_warp();
 #pragma unroll 1
     for (int list = 0; list < launch.base.params.num_lists; list++) {
         shared->num_keys[turn][list][warp] =
-            count_keys(launch.base, work, list, warp, (int)(threadIdx.x % SMLA_WARP_LANES));
+            count_keys(launch.base, work, list, warp, find_gather_lane());
     }
     ptx_barrier(BARRIER_GATHER, GATHER_WARPS * SMLA_WARP_LANES);
     list_steps steps;
@@ -150,27 +156,46 @@ count_steps(const hopper_launch &launch, const cta_work &work, uint32_t turn,
     return steps;
 }
 
-/* A list of a work. Lane l has key l % 4 of the warp's four in granule l / 4 of a step. */
+/* Tells the consumers of a work's steps. They have taken the last work's before its query's place
+ * became free. */
 template <typename Shape>
 static __device__ __forceinline__ void
-gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t num_steps,
-            bool is_last_list, gather_state *state)
+publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shared)
 {
-    const int lane = (int)(threadIdx.x % SMLA_WARP_LANES);
-    key_stream stream = open_stream(launch.base, work, list, find_gather_warp(), lane);
+    if (threadIdx.x == CONSUMER_THREADS) {
+        shared->num_steps[turn] = steps.main + steps.extra;
+        ptx_mbarrier_arrive(ptx_shared_address(&shared->counted), true);
+    }
+    __syncwarp();
+}
+
+/* Steps [begin, end) of a list of a work. Lane l has key l % 4 of the warp's four in granule l / 4 of
+ * a step. */
+template <typename Shape>
+static __device__ __forceinline__ void
+gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t begin, int32_t end,
+            gather_state *state)
+{
+    if (begin == end) {
+        return;
+    }
+    key_stream stream = open_stream(launch.base, work, list, find_gather_warp(),
+                                    find_gather_lane());
     load_next(&stream);
 #pragma unroll 1
-    for (int32_t steps = num_steps; steps > 0; steps--) {
+    for (int32_t step = 0; step < end; step++) {
         const uint32_t index = take_step(&stream, launch.base.lists[list].index_limit,
-                                         (int)(threadIdx.x % SMLA_WARP_LANES));
+                                         find_gather_lane());
+        if (step < begin) {
+            continue;
+        }
         const uint32_t offset =
             find_row_offset(launch.base, launch.lists[list].bias, list, work.token, (int32_t)index);
         const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, offset != NO_ROW);
-        const uint32_t last_bit = is_last_list && steps == 1 ? IS_LAST_STEP : 0;
 #pragma unroll 1
         for (int i = 0; i < STEP_GRANULES; i++) {
             copy_rows<Shape>(*state, launch.lists[list].lowest, offset, i * GATHER_KEYS,
-                             is_key >> i * GATHER_KEYS & 15, last_bit);
+                             is_key >> i * GATHER_KEYS & 15);
             state->slot++;
             if (state->slot == Shape::GRANULES) {
                 state->slot = 0;
@@ -184,7 +209,7 @@ gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t
  * nobody multiplies any more. */
 template <typename Shape>
 static __device__ __forceinline__ void
-fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base, uint32_t parity)
+fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base)
 {
     typedef hopper_memory<Shape> memory;
     constexpr int WARP_HEADS = Shape::HEADS / GATHER_WARPS;
@@ -197,7 +222,6 @@ fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base, ui
                            (work.first_head + first) * params.q_nope_stride_head;
     const uint16_t *rope = params.q_pe + work.token * params.q_pe_stride_token +
                            (work.first_head + first) * params.q_pe_stride_head;
-    ptx_mbarrier_wait(base + (uint32_t)offsetof(memory, query_free), parity);
     if (ptx_elect()) {
         ptx_mbarrier_arrive_expect(full, num_heads * SMLA_HEAD_DIM * 2);
         if (launch.query_is_dense && num_heads > 0) {
@@ -216,10 +240,14 @@ fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base, ui
     __syncwarp();
 }
 
+/* All works of the CTA. The keys of a work are counted while the first rows of the one in front of it
+ * are on their way: the consumers have to store a query then, and the ring is full. Of a launch's
+ * first work they are counted when its first rows have been asked for, where there is one list. */
 template <typename Shape>
 static __device__ __forceinline__ void
 gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
+    enum { FIRST_STEP, MAIN_LIST, EXTRA_LIST, NUM_PARTS };
     gather_state state;
     /* through a shuffle: else the address is computed again and again */
     state.base = __shfl_sync(0xFFFFFFFFu, ptx_shared_address(shared), 0);
@@ -228,32 +256,45 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
     state.slot = 0;
     state.parity = 1;
     uint32_t turn = 0;
+    list_steps steps = {1, 0};
+    bool is_counted = false;
     ptx_wait_for_grids();
 #pragma unroll 1
     for (int idx = (int)blockIdx.x; idx < launch.num_works; idx += (int)gridDim.x) {
         const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
-        const bool is_first = idx == (int)blockIdx.x; /* nobody is at another query */
-        if (launch.fetches_query && is_first) {
-            fetch_query<Shape>(launch, work, state.base, turn ^ 1);
+        if (!is_counted && launch.base.params.num_lists == 2) {
+            steps = count_steps(launch, idx, turn, shared);
+            is_counted = true;
         }
-        const list_steps steps = count_steps(launch, work, turn, shared);
-        if (launch.fetches_query && !is_first) {
-            fetch_query<Shape>(launch, work, state.base, turn ^ 1);
+        ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, query_free),
+                          turn ^ 1);
+        if (launch.fetches_query) {
+            fetch_query<Shape>(launch, work, state.base);
         }
-        turn ^= 1;
-        if (idx + (int)gridDim.x < launch.num_works) {
-            const cta_work next = find_work(launch.base, launch.base.num_head_tiles,
-                                            idx + (int)gridDim.x, Shape::HEADS);
-            for (int list = 0; list < launch.base.params.num_lists; list++) {
-                prefetch_keys(launch.base, next, list, find_gather_warp(),
-                              (int)(threadIdx.x % SMLA_WARP_LANES));
+        if (is_counted) {
+            publish_steps(steps, turn, shared);
+        }
+        list_steps next = {};
+        const int32_t first = min(steps.main, 1);
+#pragma unroll 1
+        for (int part = FIRST_STEP; part < NUM_PARTS; part++) {
+            const int list = part == EXTRA_LIST ? 1 : 0;
+            gather_list<Shape>(launch, work, list, part == MAIN_LIST ? first : 0,
+                               part == FIRST_STEP  ? first
+                               : part == MAIN_LIST ? steps.main
+                                                   : steps.extra,
+                               &state);
+            if (part == FIRST_STEP && !is_counted) {
+                steps = count_steps(launch, idx, turn, shared);
+                publish_steps(steps, turn, shared);
+                is_counted = true;
+            }
+            if (part == FIRST_STEP && idx + (int)gridDim.x < launch.num_works) {
+                next = count_steps(launch, idx + (int)gridDim.x, turn ^ 1, shared);
             }
         }
-#pragma unroll 1
-        for (int list = 0; list < launch.base.params.num_lists; list++) {
-            gather_list<Shape>(launch, work, list, list == 0 ? steps.main : steps.extra,
-                               list == 1 || steps.extra == 0, &state);
-        }
+        steps = next;
+        turn ^= 1;
     }
 }
 

@@ -75,6 +75,7 @@ move_references(const hopper_launch &launch, const lane_place &me, hopper_memory
         lose_row(shared, fabsf(reference) >= MAX_SCORE);
         shared->reference[head] = reference;
         shared->shift[me.group][head] = shift;
+        shared->has_grown[me.group] = 1;
     }
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
 }
@@ -96,23 +97,21 @@ scale_sums(const lane_place &me, hopper_memory<Shape> *shared)
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
 }
 
-/* weigh_chunk again, with exponents smaller by `shift`, for both chunks of a pair. Sums that were
- * not too large have been taken; those that were are taken now. */
+/* weigh_chunk again, with exponents smaller by `shift`, for both chunks of a pair. The sum is taken
+ * where it was left out before. */
 template <typename Shape>
 static __device__ __forceinline__ void
-weigh_pair_again(const hopper_launch &launch, uint32_t probs, const lane_place &me, int pair,
-                 hopper_memory<Shape> *shared, consumer<Shape> *state)
+weigh_pair_again(uint32_t probs, const lane_place &me, int pair, hopper_memory<Shape> *shared,
+                 consumer<Shape> *state)
 {
     constexpr int COUNT = Shape::CHUNKS == 1 ? 1 : 2; /* of chunks */
     const key_masks is_key = find_key_masks(me, state->key_bits);
-    float old_half[COUNT], half[COUNT];
+    float half[COUNT];
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         const int chunk = COUNT * pair + i;
         float *const x = &state->scores[8 * chunk];
         float e[8], sums[4];
-        exp_chunk(x, e, sums);
-        old_half[i] = reduce_half<false>(sums, me.lane);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const int head = 16 * chunk + 8 * (j / 4) + 2 * me.column + j % 2;
@@ -123,12 +122,10 @@ weigh_pair_again(const hopper_launch &launch, uint32_t probs, const lane_place &
         half[i] = reduce_half<false>(sums, me.lane);
         store_weights<Shape>(probs, me, chunk, e);
     }
-    const float absent = count_absent<Shape>(me, state->key_bits);
-    const float older = fold_pair<false, Shape>(old_half[0], old_half[COUNT - 1], me) - absent;
-    const float added = fold_pair<false, Shape>(half[0], half[COUNT - 1], me) - absent;
-    float *const slot = &shared->sums[4 * me.group + me.warp][slot_of_sum(me, pair)];
-    if (older >= launch.max_weight) {
-        *slot += added;
+    const float added = fold_pair<false, Shape>(half[0], half[COUNT - 1], me) -
+                        count_absent<Shape>(me, state->key_bits);
+    if (state->has_grown[pair]) {
+        shared->sums[4 * me.group + me.warp][slot_of_sum(me, pair)] += added;
     }
 }
 
@@ -143,7 +140,7 @@ raise_references(const hopper_launch &launch, const hopper_addresses &at, const 
     scale_sums(me, shared);
 #pragma unroll
     for (int pair = 0; pair < (Shape::CHUNKS + 1) / 2; pair++) {
-        weigh_pair_again(launch, at.probs, me, pair, shared, state);
+        weigh_pair_again(at.probs, me, pair, shared, state);
     }
     ptx_fence_async_shared();
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);

@@ -276,7 +276,6 @@ store_query(const hopper_launch &launch, const lane_place &me, const cta_work &n
         shared->score_scale = score_scale;
         shared->key_unit = power_of_two(key_exponent);
         shared->inv_key_unit = power_of_two(-key_exponent);
-        shared->too_large = find_too_large(key_exponent);
     }
     ptx_fence_async_shared();
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);

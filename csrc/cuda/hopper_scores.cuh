@@ -8,21 +8,18 @@
 
 /* ---- Consumers: scores --------------------------------------------------------------------- */
 
-/* The scales of the warp's keys: f16 of scale / E, to the table that values are multiplied from,
+/* The scales of the warp's keys, of which none may be too large: f16 of scale / E, to the table that values are multiplied from,
  * and here (low half row, high half row + 8) of scale tile `column`. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
-take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule, uint32_t key_bits)
+take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule)
 {
     const uint32_t from = granule + me.row * FP8_ROW_BYTES + SCALE_OFFSET + 4 * me.column;
     const float inv_unit = *(const volatile float *)&shared->inv_key_unit;
-    const uint32_t too_large = *(const volatile uint32_t *)&shared->too_large;
     const float a = smla_bits_float(ptx_load_shared_4(from));
     const float b = smla_bits_float(ptx_load_shared_4(from + 8 * FP8_ROW_BYTES));
-    const key_masks is_key = find_key_masks(me, key_bits);
-    lose_row(shared, (is_too_large(a, too_large) & (is_key.first != 0)) |
-                         (is_too_large(b, too_large) & (is_key.second != 0)));
     const uint32_t pair = ptx_cvt_f16x2(a * inv_unit, b * inv_unit);
+    lose_row(shared, ptx_is_large_f16x2(pair, TOO_LARGE_HALVES));
     const uint32_t to = granule + (uint32_t)offsetof(ring_granule, scales) +
                         me.column * (GRANULE_KEYS * 2) + (4 * (me.row >> 1) + (me.row & 1)) * 2;
     asm volatile("{\n\t"
@@ -81,7 +78,7 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
     load_nope_words(nope, 0, words[0]);
     load_nope_words(nope, 1, words[1]);
     state->key_bits = load_key_bits(granule);
-    const uint32_t scales = take_scales(shared, me, granule, state->key_bits);
+    const uint32_t scales = take_scales(shared, me, granule);
     uint32_t scale[2];
 #pragma unroll
     for (int tile = 0; tile < QUERY_TILES - 1; tile++) {
@@ -190,7 +187,7 @@ find_references(const hopper_launch &launch, const lane_place &me, hopper_memory
         const float found = top == -INFINITY ? 0.0f : ceilf(top) + launch.headroom;
         const float otherwise = shared->reference[thread]; /* NaN: of store_query */
         lose_row(shared, !isnan(otherwise) &&
-                             (top == -INFINITY ? (state->key_bits & IS_LAST_STEP) == 0
+                             (top == -INFINITY ? state->phase >= 2 * ONE_STEP
                                                : fabsf(top) >= MAX_SCORE && top < INFINITY));
         shared->reference[thread] = top < INFINITY ? found + otherwise : NAN;
     }
@@ -266,11 +263,10 @@ weigh_chunk(const hopper_launch &launch, const hopper_addresses &at, const lane_
         const float older = *slot;
         const float added = fold_pair<false, Shape>(state->even_sum, half, me) -
                             count_absent<Shape>(me, state->key_bits);
-        const bool has_grown = added >= launch.max_weight;
-        if (!has_grown) {
+        state->has_grown[chunk / 2] = added >= launch.max_weight;
+        if (!state->has_grown[chunk / 2]) {
             *slot = older + added;
         }
-        ptx_store_shared_1_if(at.has_grown, 1, has_grown);
     } else {
         state->even_sum = half;
     }

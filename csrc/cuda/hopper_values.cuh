@@ -126,20 +126,23 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
         ptx_pin(&state->a[0][i]);
     }
     wgmma_wait<0>(); /* the scores */
-    ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), (state->key_bits & IS_LAST_STEP) != 0);
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), state->phase < 2 * ONE_STEP);
     return other;
 }
 
-/* Makes the group's weights visible to wgmma of both, unless they are too large: whether they
+/* Makes the group's weights visible to wgmma of both, unless some are too large: whether they
  * are. */
 template <typename Shape>
 static __device__ __forceinline__ bool
-publish_weights(const hopper_memory<Shape> *shared, const hopper_addresses &at,
-                const lane_place &me)
+publish_weights(const hopper_addresses &at, const lane_place &me, const consumer<Shape> &state)
 {
+    bool has_grown = false;
+#pragma unroll
+    for (int pair = 0; pair < (Shape::CHUNKS + 1) / 2; pair++) {
+        has_grown |= state.has_grown[pair];
+    }
     ptx_fence_async_shared();
-    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
-    const bool has_grown = load_has_grown(shared, me.group);
+    has_grown = ptx_barrier_or(BARRIER_GROUP + me.group, GROUP_THREADS, has_grown);
     ptx_mbarrier_arrive(at.weighed + 8 * me.group, !has_grown);
     return has_grown;
 }
@@ -202,7 +205,7 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
             }
         }
         if (batch == 3) {
-            has_grown = publish_weights(shared, at, me);
+            has_grown = publish_weights(at, me, *state);
             /* the first of the own granules: from here on all of them are known to have come */
             load_values(place, find_granule<Shape>(own, 0), 0, state);
         }

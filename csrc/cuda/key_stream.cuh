@@ -62,7 +62,7 @@ open_stream(const attention_launch &launch, const cta_work &work, int list, int 
     return stream;
 }
 
-/* The warp's keys of a list. */
+/* The warp's keys of a list. Its indices are in L1 then, for take_step. */
 static __device__ __forceinline__ uint32_t
 count_keys(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
 {
@@ -76,7 +76,8 @@ count_keys(const attention_launch &launch, const cta_work &work, int list, int w
         uint32_t indices[COUNT_LOADS];
 #pragma unroll
         for (int i = 0; i < COUNT_LOADS; i++) {
-            ptx_load_4(at + i * STREAM_COLUMNS, left > i * STREAM_COLUMNS, NO_INDEX, &indices[i]);
+            ptx_load_4_cached(at + i * STREAM_COLUMNS, left > i * STREAM_COLUMNS, NO_INDEX,
+                              &indices[i]);
         }
 #pragma unroll
         for (int i = 0; i < COUNT_LOADS; i++) {
@@ -85,20 +86,6 @@ count_keys(const attention_launch &launch, const cta_work &work, int list, int w
         at += COUNT_LOADS * STREAM_COLUMNS;
     }
     return __reduce_add_sync(0xFFFFFFFFu, count);
-}
-
-/* Calls the warp's share of a work's indices to L2, in lines of 128 bytes, before they are counted. */
-static __device__ __forceinline__ void
-prefetch_keys(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
-{
-    const smla_key_list &keys = launch.params.lists[list];
-    const column_range columns = find_columns(launch, work, list);
-    const int32_t *const at = keys.indices + work.token * keys.indices_stride_token;
-#pragma unroll 1
-    for (int32_t column = columns.begin + 32 * (SMLA_WARP_LANES * warp + lane);
-         column < columns.end; column += 32 * STREAM_COLUMNS) {
-        ptx_prefetch_l2(at + column, true);
-    }
 }
 
 /* The place of the n-th bit that is set, from 0 on; anything if there are not so many. */

@@ -31,6 +31,15 @@ ptx_forget(int x)
     return x;
 }
 
+/* The thread's number in its CTA, read anew: it keeps no register over a loop. */
+static __device__ __forceinline__ uint32_t
+ptx_thread(void)
+{
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 static __device__ __forceinline__ void
 ptx_ldmatrix_x4(uint32_t address, uint32_t r[4])
 {
@@ -159,6 +168,20 @@ ptx_load_4(const void *from, bool is_on, uint32_t otherwise, uint32_t *word)
                  ".reg .pred on;\n\t"
                  "setp.ne.b32 on, %2, 0;\n\t"
                  "@on ld.global.nc.L1::no_allocate.b32 %0, [%1];\n\t"
+                 "}"
+                 : "+r"(otherwise)
+                 : "l"(from), "r"((int)is_on));
+    *word = otherwise;
+}
+
+/* The same of what is read again soon: through L1. */
+static __device__ __forceinline__ void
+ptx_load_4_cached(const void *from, bool is_on, uint32_t otherwise, uint32_t *word)
+{
+    asm volatile("{\n\t"
+                 ".reg .pred on;\n\t"
+                 "setp.ne.b32 on, %2, 0;\n\t"
+                 "@on ld.global.nc.b32 %0, [%1];\n\t"
                  "}"
                  : "+r"(otherwise)
                  : "l"(from), "r"((int)is_on));
@@ -481,6 +504,24 @@ ptx_mul_f16x2(uint32_t a, uint32_t b)
     uint32_t product;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
     return product;
+}
+
+/* Whether one of two f16 is `least` or more, or minus that or less; NaN is not. `least` twice. */
+static __device__ __forceinline__ bool
+ptx_is_large_f16x2(uint32_t pair, uint32_t least)
+{
+    uint32_t is_large;
+    asm("{\n\t"
+        ".reg .pred low, high;\n\t"
+        ".reg .b32 size;\n\t"
+        "abs.f16x2 size, %1;\n\t"
+        "setp.ge.f16x2 low|high, size, %2;\n\t"
+        "or.pred low, low, high;\n\t"
+        "selp.b32 %0, 1, 0, low;\n\t"
+        "}"
+        : "=r"(is_large)
+        : "r"(pair), "r"(least));
+    return is_large != 0;
 }
 
 static __device__ __forceinline__ uint32_t

@@ -28,11 +28,10 @@ find_key_exponent(uint32_t rows, const lane_place &me, small_state *state)
 static __device__ __forceinline__ uint32_t
 round_scales(int exponent, small_state *state)
 {
-    const uint32_t too_large = find_too_large(exponent);
-    state->is_lost |= is_too_large(state->scale[0], too_large) & (state->is_key.first != 0);
-    state->is_lost |= is_too_large(state->scale[1], too_large) & (state->is_key.second != 0);
     const float unit = power_of_two(-exponent);
-    return ptx_cvt_f16x2(state->scale[0] * unit, state->scale[1] * unit);
+    const uint32_t pair = ptx_cvt_f16x2(state->scale[0] * unit, state->scale[1] * unit);
+    state->is_lost |= ptx_is_large_f16x2(pair, TOO_LARGE_HALVES);
+    return pair;
 }
 
 /* Four steps. */
