@@ -26,6 +26,8 @@ find_row_offset(const attention_launch &launch, uint32_t bias, int list, int32_t
            offset * (uint32_t)(kv.token_stride_bytes >> 4) + bias;
 }
 
+enum { COUNT_LOADS = 8 }; /* indices of a lane that are counted at once */
+
 /* What a gather warp keeps: little, for it has 24 registers. */
 typedef struct gather_state {
     uint32_t base;   /* of shared memory */
@@ -110,44 +112,6 @@ copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int f
     }
     ptx_mbarrier_arrive(full, !is_elected);
     __syncwarp();
-}
-
-/* Steps of the lists of a work. */
-typedef struct list_steps {
-    int32_t main;
-    int32_t extra;
-} list_steps;
-
-/* The steps that hold the most keys of a gather warp. */
-static __device__ __forceinline__ int32_t
-steps_of_keys(const uint32_t num_keys[GATHER_WARPS])
-{
-    uint32_t most[GATHER_WARPS];
-    ptx_load_shared_16(ptx_shared_address(num_keys), most);
-    return (int32_t)((max(max(most[0], most[1]), max(most[2], most[3])) + SMLA_WARP_LANES - 1) /
-                     SMLA_WARP_LANES);
-}
-
-/* Of a work, by all gather warps: each counts the keys of its quarter. `turn` is 0 and 1 in turn:
- * the counts of a work are read after the barrier, when the next one's may come. */
-template <typename Shape>
-static __device__ __forceinline__ list_steps
-count_steps(const hopper_launch &launch, const cta_work &work, uint32_t turn,
-            hopper_memory<Shape> *shared)
-{
-    const int warp = find_gather_warp();
-#pragma unroll 1
-    for (int list = 0; list < launch.base.params.num_lists; list++) {
-        shared->num_keys[turn][list][warp] =
-            count_keys(launch.base, work, list, warp, (int)(threadIdx.x % SMLA_WARP_LANES));
-    }
-    ptx_barrier(BARRIER_GATHER, GATHER_WARPS * SMLA_WARP_LANES);
-    list_steps steps;
-    steps.main = steps_of_keys(shared->num_keys[turn][0]);
-    steps.extra =
-        launch.base.params.num_lists == 2 ? steps_of_keys(shared->num_keys[turn][1]) : 0;
-    steps.main += (steps.main | steps.extra) == 0;
-    return steps;
 }
 
 /* A list of a work. Lane l has key l % 4 of the warp's four in granule l / 4 of a step. */
@@ -236,7 +200,8 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
         if (launch.fetches_query && is_first) {
             fetch_query<Shape>(launch, work, state.base, turn ^ 1);
         }
-        const list_steps steps = count_steps(launch, work, turn, shared);
+        const list_steps steps = count_steps<COUNT_LOADS>(launch.base, work, find_gather_warp(),
+                                                          turn, BARRIER_GATHER, shared->num_keys);
         if (launch.fetches_query && !is_first) {
             fetch_query<Shape>(launch, work, state.base, turn ^ 1);
         }

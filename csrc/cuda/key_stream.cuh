@@ -18,7 +18,6 @@
 enum {
     GATHER_WARPS = 4,
     STREAM_COLUMNS = GATHER_WARPS * SMLA_WARP_LANES, /* that the warps look at together */
-    COUNT_LOADS = 8,                                 /* indices of a lane that are counted at once */
 };
 
 enum : uint32_t { NO_INDEX = 0xFFFFFFFFu };
@@ -62,7 +61,8 @@ open_stream(const attention_launch &launch, const cta_work &work, int list, int 
     return stream;
 }
 
-/* The warp's keys of a list. */
+/* The warp's keys of a list; LOADS indices of a lane at once. */
+template <int LOADS>
 static __device__ __forceinline__ uint32_t
 count_keys(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
 {
@@ -72,20 +72,22 @@ count_keys(const attention_launch &launch, const cta_work &work, int list, int w
     uint32_t count = 0;
 #pragma unroll 1
     for (int32_t left = stream.left; __any_sync(0xFFFFFFFFu, left > 0);
-         left -= COUNT_LOADS * STREAM_COLUMNS) {
-        uint32_t indices[COUNT_LOADS];
+         left -= LOADS * STREAM_COLUMNS) {
+        uint32_t indices[LOADS];
 #pragma unroll
-        for (int i = 0; i < COUNT_LOADS; i++) {
+        for (int i = 0; i < LOADS; i++) {
             ptx_load_4(at + i * STREAM_COLUMNS, left > i * STREAM_COLUMNS, NO_INDEX, &indices[i]);
         }
 #pragma unroll
-        for (int i = 0; i < COUNT_LOADS; i++) {
+        for (int i = 0; i < LOADS; i++) {
             count += indices[i] < limit;
         }
-        at += COUNT_LOADS * STREAM_COLUMNS;
+        at += LOADS * STREAM_COLUMNS;
     }
     return __reduce_add_sync(0xFFFFFFFFu, count);
 }
+
+/* ---- Steps of a work ------------------------------------------------------------------------ */
 
 /* Calls the warp's share of a work's indices to L2, in lines of 128 bytes, before they are counted. */
 static __device__ __forceinline__ void
@@ -100,6 +102,47 @@ prefetch_keys(const attention_launch &launch, const cta_work &work, int list, in
         ptx_prefetch_l2(at + column, true);
     }
 }
+
+/* Steps of the lists of a work. */
+typedef struct list_steps {
+    int32_t main;
+    int32_t extra;
+    bool has_keys; /* if not, one step of the main list has none */
+} list_steps;
+
+/* The steps that hold the most keys of a gather warp. */
+static __device__ __forceinline__ int32_t
+steps_of_keys(const uint32_t num_keys[GATHER_WARPS])
+{
+    uint32_t most[GATHER_WARPS];
+    ptx_load_shared_16(ptx_shared_address(num_keys), most);
+    return (int32_t)((max(max(most[0], most[1]), max(most[2], most[3])) + SMLA_WARP_LANES - 1) /
+                     SMLA_WARP_LANES);
+}
+
+/* Of a work, by all gather warps: each counts the keys of its quarter, and they meet at a barrier.
+ * num_keys is in shared memory, of works in turn, in each list, of each warp. `turn` is 0 and 1 in
+ * turn: the counts of a work are read after the barrier, when the next one's may come. */
+template <int LOADS>
+static __device__ __forceinline__ list_steps
+count_steps(const attention_launch &launch, const cta_work &work, int warp, uint32_t turn,
+            int barrier, uint32_t (&num_keys)[2][2][GATHER_WARPS])
+{
+#pragma unroll 1
+    for (int list = 0; list < launch.params.num_lists; list++) {
+        num_keys[turn][list][warp] = count_keys<LOADS>(launch, work, list, warp,
+                                                       (int)(threadIdx.x % SMLA_WARP_LANES));
+    }
+    ptx_barrier(barrier, GATHER_WARPS * SMLA_WARP_LANES);
+    list_steps steps;
+    steps.main = steps_of_keys(num_keys[turn][0]);
+    steps.extra = launch.params.num_lists == 2 ? steps_of_keys(num_keys[turn][1]) : 0;
+    steps.has_keys = (steps.main | steps.extra) != 0;
+    steps.main += !steps.has_keys;
+    return steps;
+}
+
+/* ---- Keys of a step ------------------------------------------------------------------------- */
 
 /* The place of the n-th bit that is set, from 0 on; anything if there are not so many. */
 static __device__ __forceinline__ int
