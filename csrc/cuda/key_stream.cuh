@@ -161,30 +161,31 @@ find_nth_bit(uint32_t bits, int n)
     return place;
 }
 
-/* Takes the lanes' next indices that are keys, behind those that are held. */
+/* Takes the lanes' next indices that are keys, behind those that are held. The next ones are asked
+ * for last, into the register of these: a move out of another would wait for them. */
 static __device__ __forceinline__ void
 take_keys(key_stream *stream, uint32_t limit, int lane)
 {
-    const uint32_t index = stream->next;
-    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, index < limit);
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, stream->next < limit);
+    if (is_key == 0xFFFFFFFFu && stream->num_held == 0) {
+        stream->held = stream->next;
+        stream->num_held = SMLA_WARP_LANES;
+    } else {
+        const int rank = (lane - stream->num_held) & (SMLA_WARP_LANES - 1);
+        const uint32_t moved =
+            __shfl_sync(0xFFFFFFFFu, stream->next, find_nth_bit(is_key, rank));
+        if (rank < __popc(is_key)) {
+            if (lane >= stream->num_held) {
+                stream->held = moved;
+            } else {
+                stream->over = moved;
+            }
+        }
+        stream->num_held += __popc(is_key);
+    }
     stream->left -= STREAM_COLUMNS;
     stream->at += STREAM_COLUMNS;
     load_next(stream);
-    if (is_key == 0xFFFFFFFFu && stream->num_held == 0) {
-        stream->held = index;
-        stream->num_held = SMLA_WARP_LANES;
-        return;
-    }
-    const int rank = (lane - stream->num_held) & (SMLA_WARP_LANES - 1);
-    const uint32_t moved = __shfl_sync(0xFFFFFFFFu, index, find_nth_bit(is_key, rank));
-    if (rank < __popc(is_key)) {
-        if (lane >= stream->num_held) {
-            stream->held = moved;
-        } else {
-            stream->over = moved;
-        }
-    }
-    stream->num_held += __popc(is_key);
 }
 
 /* The keys of the warp's next step, one a lane, NO_INDEX for none. */
