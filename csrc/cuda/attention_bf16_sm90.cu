@@ -10,12 +10,16 @@
  *              probs  [64][128 B] bf16        weights of group 1 for the other group; those of
  *                                             group 0 lie in the RoPE tile of its block, which is
  *                                             not needed after the scores
- *              sums, maxima, references, mbarriers, is_key
- *              231,840 bytes of the 232,448 that an SM has
+ *              sums, maxima, references, mbarriers, is_key, counts of keys
+ *              231,936 bytes of the 232,448 that an SM has
  * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile).
  *              4 gather warps   56 registers. Indices -> rows, by cp.async of 16 bytes: a bulk copy
- *                               cannot swizzle. Each has 16 rows of every block. They run ahead as
- *                               far as blocks are free, into the next work too.
+ *                               cannot swizzle. Each has 16 rows of every block, and takes them
+ *                               from its quarter of the columns; entries that are none are left
+ *                               out (key_stream.cuh). They run ahead as far as blocks are free,
+ *                               into the next work too, whose keys they count before its first
+ *                               step: so they know the last one, and tell it with is_key. A work
+ *                               without keys is one step without keys.
  *              2 warpgroups     224 registers. A step is a block each. A warpgroup scores its own
  *                               block, all heads, and adds 256 of the 512 values of both blocks;
  *                               its own weights come from registers, the other's from shared
@@ -26,15 +30,16 @@
  *                               is used first, is free first
  *              mbarriers        arrivals | waited for by
  *              full[block][piece]   128 gather threads, when their copies have come (the third:
- *                                   and 4 for is_key) | the block's group. Four pieces, along the
- *                                   dimensions, so that scores begin with the first.
+ *                                   and 4 for is_key, IS_LAST) | the block's group. Four pieces,
+ *                                   along the dimensions, so that scores begin with the first.
  *              empty[block][group]  128 threads of the group: its values are added | gather warps
  *              weighed[group][half] 128 threads of the group: weights of 32 keys | the other group
  *              query_full           128 gather threads | consumers
  *              query_empty          256 consumers, after their last scores | gather warps
  *              scored               128 threads of group 0, which have scored its block | the same,
  *                                   before weights replace its RoPE tile
- *              barriers         CONSUMERS 256 threads, where a work ends
+ *              barriers         CONSUMERS 256 threads, where a work ends; GATHER 128 threads, where
+ *                               its keys are counted
  *              What one group knows of the other's block it knows from its weights: that it has
  *              come, and the references (hopper_bf16_products.cuh). A block that is full again was
  *              freed by both groups: so nobody reads the weights that group 1 replaces.
@@ -108,20 +113,22 @@ take_second_half(uint32_t base, const lane_place &me, bf16_consumer *state)
     free_values(base, me.group, me.group);
 }
 
-/* A step of group 0: scores, weights and values of its block, then values of group 1's. */
+/* A step of group 0: scores, weights and values of its block, then values of group 1's. Whether it
+ * was the work's last. */
 template <bool MAXIMA>
-static __device__ __forceinline__ void
-lead_step(const bf16_launch &launch, bool is_last, uint32_t parity, bf16_memory *shared,
-          bf16_consumer *state)
+static __device__ __forceinline__ bool
+lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_consumer *state)
 {
     const uint32_t base = find_base(shared);
     lane_place me = find_place_again();
     me.group = 0;
     score_block(base, me, parity, state);
+    const uint32_t block_bits = load_block_bits(base, me);
+    const bool is_last = (block_bits & IS_LAST) != 0;
     wgmma_wait<0>();
     ptx_mbarrier_arrive(BF16_AT(base, scored), true);
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
-    find_exponents<MAXIMA, true>(launch.base.wgmma_scale_log2, me, shared, state);
+    find_exponents<MAXIMA, true>(launch.base.wgmma_scale_log2, me, block_bits, shared, state);
     weigh_half(0, state);
     ptx_mbarrier_wait(BF16_AT(base, scored), parity); /* weights replace a tile of keys */
     store_half(base, me, 0, *state);
@@ -135,18 +142,20 @@ lead_step(const bf16_launch &launch, bool is_last, uint32_t parity, bf16_memory 
     add_other_half(base, me, 1, state);
     wgmma_wait<0>();
     free_values(base, 1, 0);
+    return is_last;
 }
 
 /* A step of group 1: scores of its block, values of group 0's while they become weights, values. */
 template <bool MAXIMA>
-static __device__ __forceinline__ void
-follow_step(const bf16_launch &launch, bool is_last, uint32_t parity, bf16_memory *shared,
-            bf16_consumer *state)
+static __device__ __forceinline__ bool
+follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_consumer *state)
 {
     const uint32_t base = find_base(shared);
     lane_place me = find_place_again();
     me.group = 1;
     score_block(base, me, parity, state);
+    const uint32_t block_bits = load_block_bits(base, me);
+    const bool is_last = (block_bits & IS_LAST) != 0;
     wait_for_weights(base, me, parity, 0);
     follow_other_group<true>(me, shared, state);
     add_other_half(base, me, 0, state);
@@ -155,7 +164,7 @@ follow_step(const bf16_launch &launch, bool is_last, uint32_t parity, bf16_memor
     wgmma_wait<2>(); /* the scores */
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
     const bool has_moved =
-        find_exponents<MAXIMA, false>(launch.base.wgmma_scale_log2, me, shared, state);
+        find_exponents<MAXIMA, false>(launch.base.wgmma_scale_log2, me, block_bits, shared, state);
     weigh_half(0, state);
     store_half(base, me, 0, *state);
     wgmma_wait<0>();
@@ -166,27 +175,29 @@ follow_step(const bf16_launch &launch, bool is_last, uint32_t parity, bf16_memor
     add_own_half(base, me, 0, state);
     publish_half(base, me, 0);
     take_second_half(base, me, state);
+    return is_last;
 }
 
-/* All steps of a work. */
+/* All steps of a work: one at least. */
 template <bool MAXIMA>
 static __device__ __forceinline__ void
-consume_steps(const bf16_launch &launch, int32_t num_steps, bf16_phase *phase, bf16_memory *shared,
+consume_steps(const bf16_launch &launch, bf16_phase *phase, bf16_memory *shared,
               bf16_consumer *state)
 {
+    bool is_last;
     ptx_mbarrier_wait(BF16_AT(find_base(shared), query_full), phase->work);
     if (find_place_again().group == 0) {
 #pragma unroll 1
-        for (int32_t step = 0; step < num_steps; step++) {
-            lead_step<MAXIMA>(launch, step == num_steps - 1, phase->step, shared, state);
+        do {
+            is_last = lead_step<MAXIMA>(launch, phase->step, shared, state);
             phase->step ^= 1;
-        }
+        } while (!is_last);
     } else {
 #pragma unroll 1
-        for (int32_t step = 0; step < num_steps; step++) {
-            follow_step<MAXIMA>(launch, step == num_steps - 1, phase->step, shared, state);
+        do {
+            is_last = follow_step<MAXIMA>(launch, phase->step, shared, state);
             phase->step ^= 1;
-        }
+        } while (!is_last);
     }
     phase->work ^= 1;
 }
@@ -199,13 +210,9 @@ consume(const bf16_launch &launch, bf16_memory *shared)
     int turn = 0;
 #pragma unroll 1
     for (int idx = (int)blockIdx.x; idx < launch.num_works; idx += (int)gridDim.x) {
-        const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, TILE_HEADS);
-        const int32_t num_steps = count_all_steps(launch.base, work);
         bf16_consumer state;
         clear_sums(&state);
-        if (num_steps > 0) {
-            consume_steps<MAXIMA>(launch, num_steps, &phase, shared, &state);
-        }
+        consume_steps<MAXIMA>(launch, &phase, shared, &state);
         finish_work<MAXIMA>(launch, idx, turn, shared, state);
         turn ^= 1;
     }

@@ -128,24 +128,6 @@ typedef struct hopper_launch {
 
 /* ---- Works --------------------------------------------------------------------------------- */
 
-/* Steps of a list: 128 columns, the last ones perhaps of nothing. */
-static __device__ __forceinline__ int32_t
-count_steps(column_range columns)
-{
-    return (columns.end - columns.begin + STEP_KEYS - 1) / STEP_KEYS;
-}
-
-/* Steps of a work: those of its columns of the main list, then those of the extra one. */
-static __device__ __forceinline__ int32_t
-count_all_steps(const attention_launch &launch, const cta_work &work)
-{
-    int32_t num_steps = count_steps(find_columns(launch, work, 0));
-    if (launch.params.num_lists == 2) {
-        num_steps += count_steps(find_columns(launch, work, 1));
-    }
-    return num_steps;
-}
-
 /* The work behind the CTA's present one; of no heads: there is none. */
 template <typename Shape>
 static __device__ __forceinline__ cta_work

@@ -53,8 +53,12 @@ struct bf16_memory {
     uint64_t scored;
     uint64_t query_full;
     uint64_t query_empty;
-    alignas(8) uint16_t is_key[2][GATHER_WARPS]; /* 16 keys of each gather warp */
+    alignas(16) uint32_t is_key[2][GATHER_WARPS]; /* 16 keys of each gather warp, and IS_LAST */
+    alignas(16) uint32_t num_keys[2][2][GATHER_WARPS]; /* count_steps */
 };
+
+/* A word of is_key. */
+enum : uint32_t { ALL_KEYS = 0xFFFF, IS_LAST = 0x10000 };
 
 /* The argument of the kernel. */
 typedef struct bf16_launch {

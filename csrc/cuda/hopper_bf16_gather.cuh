@@ -3,7 +3,9 @@
  *
  * A warp has 16 rows of every block. A thread copies 16 bytes of a tile's row at a time: lane l has
  * chunk l % 8 of row l / 8 of four, so that eight lanes have a row's 128 bytes, and four such
- * flights are the warp's rows. A row that is not there is filled with zeros, and nothing is read.
+ * flights are the warp's rows. Entries of a list that are none have no place in a block
+ * (key_stream.cuh). Behind the last key, and where an index names no row after all, a row is filled
+ * with zeros, and nothing is read.
  */
 #ifndef SMLA_CUDA_HOPPER_BF16_GATHER_CUH
 #define SMLA_CUDA_HOPPER_BF16_GATHER_CUH
@@ -14,6 +16,7 @@ enum {
     WARP_ROWS = BLOCK_KEYS / GATHER_WARPS,
     FLIGHT_ROWS = SMLA_WARP_LANES / 8, /* of one instruction */
     ROW_FLIGHTS = WARP_ROWS / FLIGHT_ROWS,
+    COUNT_LOADS = 16, /* indices of a lane that are counted at once: those of 2048 columns */
 };
 
 static_assert(2 * WARP_ROWS == SMLA_WARP_LANES, "a lane knows one row of a step");
@@ -36,6 +39,14 @@ static __device__ __forceinline__ int
 gather_warp(void)
 {
     return (int)(threadIdx.x / SMLA_WARP_LANES) - CONSUMER_WARPS;
+}
+
+/* Computed anew where it is called, with what comes of it: kept, it would cost the copies
+ * registers. */
+static __device__ __forceinline__ int
+gather_warp_again(void)
+{
+    return (int)((uint32_t)ptx_forget((int)threadIdx.x) / SMLA_WARP_LANES) - CONSUMER_WARPS;
 }
 
 /* Where the thread's chunk of its row in a flight lies in a tile. */
@@ -130,17 +141,19 @@ copy_piece(const bf16_gather &state, int block, const uint8_t *row, int first_la
  * one. */
 template <int BLOCK, bool ALIGNED>
 static __device__ __forceinline__ void
-gather_block(const bf16_gather &state, const uint8_t *row)
+gather_block(const bf16_gather &state, const uint8_t *row, uint32_t last_bit)
 {
     const int first_lane = BLOCK * WARP_ROWS;
-    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, row != NULL) >> first_lane;
+    const uint32_t are_keys = __ballot_sync(0xFFFFFFFFu, row != NULL);
+    const uint32_t is_key = (are_keys >> first_lane & ALL_KEYS) | last_bit;
     const uint32_t empty = BF16_AT(state.base, empty) + 16 * BLOCK;
     ptx_mbarrier_wait(empty + 8 * BLOCK, state.phase.step ^ 1);
     copy_piece<nth_piece(BLOCK, 0), ALIGNED>(state, BLOCK, row, first_lane);
     copy_piece<nth_piece(BLOCK, 1), ALIGNED>(state, BLOCK, row, first_lane);
     ptx_mbarrier_wait(empty + 8 * (BLOCK ^ 1), state.phase.step ^ 1);
     if (gather_lane() == 0) {
-        ptx_store_shared_2(BF16_AT(state.base, is_key) + 8 * BLOCK + 2 * gather_warp(), is_key);
+        ptx_store_shared_4(BF16_AT(state.base, is_key) + 4 * (GATHER_WARPS * BLOCK + gather_warp()),
+                           is_key);
         ptx_mbarrier_arrive(BF16_AT(state.base, full) +
                                 8 * (BLOCK * PIECES + nth_piece(BLOCK, KEY_PIECE)),
                             true);
@@ -150,38 +163,51 @@ gather_block(const bf16_gather &state, const uint8_t *row)
     copy_piece<nth_piece(BLOCK, 3), ALIGNED>(state, BLOCK, row, first_lane);
 }
 
-/* A list of a work. Lane l has row l % 16 of the warp's rows of block l / 16; its index is read a
- * step ahead. The work's query comes between its first two blocks. */
+/* ---- Works --------------------------------------------------------------------------------- */
+
+/* The indices of work number idx, if there is one, to L2. */
+static __device__ __forceinline__ void
+prefetch_work(const bf16_launch &launch, int idx)
+{
+    if (idx < launch.num_works) {
+        const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, TILE_HEADS);
+#pragma unroll 1
+        for (int list = 0; list < launch.base.params.num_lists; list++) {
+            prefetch_keys(launch.base, work, list, gather_warp_again(), gather_lane());
+        }
+    }
+}
+
+/* A list of a work. Lane l has row l % 16 of the warp's rows of block l / 16. What a work needs
+ * beside its rows comes with its first step: its query between the blocks, and behind them what the
+ * next work's count will ask for. */
 template <bool ALIGNED>
 static __device__ __forceinline__ void
-gather_list(const bf16_launch &launch, const cta_work &work, int list, bool *has_query,
-            bf16_gather *state)
+gather_list(const bf16_launch &launch, const cta_work &work, int idx, int list, int32_t num_steps,
+            bool is_last_list, key_stream *stream, bool *is_first_step, bf16_gather *state)
 {
-    const smla_key_list &keys = launch.base.params.lists[list];
-    const column_range columns = find_columns(launch.base, work, list);
-    const int first = gather_lane() / WARP_ROWS * BLOCK_KEYS + gather_warp() * WARP_ROWS +
-                      gather_lane() % WARP_ROWS;
-    int32_t left = columns.end - columns.begin - first; /* columns, from the lane's on */
-    const int32_t *at = keys.indices + work.token * keys.indices_stride_token + columns.end - left;
-    uint32_t index;
-    ptx_load_4(at, left > 0, NO_ROW, &index);
 #pragma unroll 1
-    for (int32_t steps = count_steps(columns); steps > 0; steps--) {
+    for (int32_t steps = num_steps; steps > 0; steps--) {
+        const uint32_t limit = launch.base.lists[list].index_limit;
+        const uint32_t index = take_step(stream, limit, gather_lane());
         const int32_t slot = slot_of_index(launch.base, list, work.token, (int32_t)index);
         const uint8_t *const row = row_of_slot(launch.base, list, slot);
-        left -= STEP_KEYS;
-        at += STEP_KEYS;
-        ptx_load_4(at, left > 0, NO_ROW, &index); /* of the next step */
-        gather_block<0, ALIGNED>(*state, row);
-        if (!*has_query) {
+        const uint32_t last_bit = is_last_list && steps == 1 ? IS_LAST : 0;
+        gather_block<0, ALIGNED>(*state, row, last_bit);
+        if (*is_first_step && idx != (int)blockIdx.x) {
             gather_query<ALIGNED>(launch.base.params, work, *state);
-            *has_query = true;
         }
-        gather_block<1, ALIGNED>(*state, row);
+        gather_block<1, ALIGNED>(*state, row, last_bit);
+        if (*is_first_step) {
+            prefetch_work(launch, idx + (int)gridDim.x);
+            *is_first_step = false;
+        }
         state->phase.step ^= 1;
     }
 }
 
+/* A launch's first query is on its way before its keys are counted; a work without keys needs
+ * none. */
 template <bool ALIGNED>
 static __device__ __forceinline__ void
 gather(const bf16_launch &launch, bf16_memory *shared)
@@ -190,15 +216,31 @@ gather(const bf16_launch &launch, bf16_memory *shared)
     const int row = gather_lane() / 8;
     state.base = ptx_shared_address(shared);
     state.to = (gather_warp() * WARP_ROWS + row) * 128 + ((gather_lane() % 8) ^ row) * 16;
+    prefetch_work(launch, (int)blockIdx.x);
 #pragma unroll 1
     for (int idx = (int)blockIdx.x; idx < launch.num_works; idx += (int)gridDim.x) {
-        const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, TILE_HEADS);
-        bool has_query = false;
+        cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, TILE_HEADS);
+        if (idx == (int)blockIdx.x) {
+            gather_query<ALIGNED>(launch.base.params, work, state);
+        }
+        key_stream stream = open_stream(launch.base, work, 0, gather_warp_again(), gather_lane());
+        load_next(&stream); /* on its way with those that are counted */
+        const list_steps steps =
+            count_steps<COUNT_LOADS>(launch.base, work, gather_warp_again(),
+                                     gather_lane(), state.phase.work,
+                                     BARRIER_GATHER, shared->num_keys);
+        work.num_heads = steps.has_keys ? work.num_heads : 0;
+        bool is_first_step = true;
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.num_lists; list++) {
-            gather_list<ALIGNED>(launch, work, list, &has_query, &state);
+            if (list == 1) {
+                stream = open_stream(launch.base, work, 1, gather_warp_again(), gather_lane());
+                load_next(&stream);
+            }
+            gather_list<ALIGNED>(launch, work, idx, list, list == 0 ? steps.main : steps.extra,
+                                 list == 1 || steps.extra == 0, &stream, &is_first_step, &state);
         }
-        state.phase.work ^= has_query;
+        state.phase.work ^= 1;
     }
 }
 

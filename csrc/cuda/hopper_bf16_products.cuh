@@ -47,11 +47,21 @@ score_block(uint32_t base, const lane_place &me, uint32_t parity, bf16_consumer 
 
 /* ---- Masks --------------------------------------------------------------------------------- */
 
+/* What is in all words of is_key of the group's block, which has come: ALL_KEYS, IS_LAST. */
+static __device__ __forceinline__ uint32_t
+load_block_bits(uint32_t base, const lane_place &me)
+{
+    uint32_t words[GATHER_WARPS];
+    ptx_load_shared_16(BF16_AT(base, is_key) + 4 * GATHER_WARPS * me.group, words);
+    return words[0] & words[1] & words[2] & words[3];
+}
+
 /* Whether keys 0 to 31 (half 0) or 32 to 63 (1) of the group's block are there, a bit each. */
 static __device__ __forceinline__ uint32_t
 load_is_key(const bf16_memory *shared, int group, int half)
 {
-    return *(const volatile uint32_t *)&shared->is_key[group][2 * half];
+    const volatile uint32_t *const words = &shared->is_key[group][2 * half];
+    return __byte_perm(words[0], words[1], 0x5410);
 }
 
 /* -inf in place of scores of keys that are not there. */
@@ -215,16 +225,17 @@ follow_other_group(const lane_place &me, bf16_memory *shared, bf16_consumer *sta
 }
 
 /* Scores -> exponents of weights. Whether that has moved references; if the group FOLLOWS at once,
- * it has. */
+ * it has. block_bits: load_block_bits. */
 template <bool MAXIMA, bool FOLLOWS>
 static __device__ __forceinline__ bool
-find_exponents(float score_scale, const lane_place &me, bf16_memory *shared, bf16_consumer *state)
+find_exponents(float score_scale, const lane_place &me, uint32_t block_bits, bf16_memory *shared,
+               bf16_consumer *state)
 {
 #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i++) {
         state->scores[i] = fmaf(state->scores[i], score_scale, -state->reference[i / 2 % 2]);
     }
-    if ((load_is_key(shared, me.group, 0) & load_is_key(shared, me.group, 1)) != 0xFFFFFFFFu) {
+    if ((block_bits & ALL_KEYS) != ALL_KEYS) {
         mask_scores(shared, me, state->scores);
     }
     if constexpr (MAXIMA) {

@@ -118,42 +118,16 @@ copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int f
     __syncwarp();
 }
 
-/* Steps of the lists of a work. */
-typedef struct list_steps {
-    int32_t main;
-    int32_t extra;
-} list_steps;
+enum { COUNT_LOADS = 8 }; /* indices of a lane that are counted at once */
 
-/* The steps that hold the most keys of a gather warp. */
-static __device__ __forceinline__ int32_t
-steps_of_keys(const uint32_t num_keys[GATHER_WARPS])
-{
-    uint32_t most[GATHER_WARPS];
-    ptx_load_shared_16(ptx_shared_address(num_keys), most);
-    return (int32_t)((max(max(most[0], most[1]), max(most[2], most[3])) + SMLA_WARP_LANES - 1) /
-                     SMLA_WARP_LANES);
-}
-
-/* Of a work, by all gather warps: each counts the keys of its quarter. `turn` is 0 and 1 in turn:
- * the counts of a work are read after the barrier, when the next one's may come. */
+/* Steps of a work, by all gather warps. */
 template <typename Shape>
 static __device__ __forceinline__ list_steps
-count_steps(const hopper_launch &launch, int idx, uint32_t turn, hopper_memory<Shape> *shared)
+count_work(const hopper_launch &launch, int idx, uint32_t turn, hopper_memory<Shape> *shared)
 {
     const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
-    const int warp = find_gather_warp();
-#pragma unroll 1
-    for (int list = 0; list < launch.base.params.num_lists; list++) {
-        shared->num_keys[turn][list][warp] =
-            count_keys(launch.base, work, list, warp, find_gather_lane());
-    }
-    ptx_barrier(BARRIER_GATHER, GATHER_WARPS * SMLA_WARP_LANES);
-    list_steps steps;
-    steps.main = steps_of_keys(shared->num_keys[turn][0]);
-    steps.extra =
-        launch.base.params.num_lists == 2 ? steps_of_keys(shared->num_keys[turn][1]) : 0;
-    steps.main += (steps.main | steps.extra) == 0;
-    return steps;
+    return count_steps<COUNT_LOADS>(launch.base, work, find_gather_warp(), find_gather_lane(),
+                                    turn, BARRIER_GATHER, shared->num_keys);
 }
 
 /* Tells the consumers of a work's steps. They have taken the last work's before its query's place
@@ -256,14 +230,14 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
     state.slot = 0;
     state.parity = 1;
     uint32_t turn = 0;
-    list_steps steps = {1, 0};
+    list_steps steps = {1, 0, true};
     bool is_counted = false;
     ptx_wait_for_grids();
 #pragma unroll 1
     for (int idx = (int)blockIdx.x; idx < launch.num_works; idx += (int)gridDim.x) {
         const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
         if (!is_counted && launch.base.params.num_lists == 2) {
-            steps = count_steps(launch, idx, turn, shared);
+            steps = count_work(launch, idx, turn, shared);
             is_counted = true;
         }
         ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, query_free),
@@ -285,12 +259,12 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
                                                    : steps.extra,
                                &state);
             if (part == FIRST_STEP && !is_counted) {
-                steps = count_steps(launch, idx, turn, shared);
+                steps = count_work(launch, idx, turn, shared);
                 publish_steps(steps, turn, shared);
                 is_counted = true;
             }
             if (part == FIRST_STEP && idx + (int)gridDim.x < launch.num_works) {
-                next = count_steps(launch, idx + (int)gridDim.x, turn ^ 1, shared);
+                next = count_work(launch, idx + (int)gridDim.x, turn ^ 1, shared);
             }
         }
         steps = next;

@@ -18,7 +18,6 @@
 enum {
     GATHER_WARPS = 4,
     STREAM_COLUMNS = GATHER_WARPS * SMLA_WARP_LANES, /* that the warps look at together */
-    COUNT_LOADS = 8,                                 /* indices of a lane that are counted at once */
 };
 
 enum : uint32_t { NO_INDEX = 0xFFFFFFFFu };
@@ -62,7 +61,8 @@ open_stream(const attention_launch &launch, const cta_work &work, int list, int 
     return stream;
 }
 
-/* The warp's keys of a list. Its indices are in L1 then, for take_step. */
+/* The warp's keys of a list; LOADS indices of a lane at once. They are in L1 then, for take_step. */
+template <int LOADS>
 static __device__ __forceinline__ uint32_t
 count_keys(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
 {
@@ -72,21 +72,77 @@ count_keys(const attention_launch &launch, const cta_work &work, int list, int w
     uint32_t count = 0;
 #pragma unroll 1
     for (int32_t left = stream.left; __any_sync(0xFFFFFFFFu, left > 0);
-         left -= COUNT_LOADS * STREAM_COLUMNS) {
-        uint32_t indices[COUNT_LOADS];
+         left -= LOADS * STREAM_COLUMNS) {
+        uint32_t indices[LOADS];
 #pragma unroll
-        for (int i = 0; i < COUNT_LOADS; i++) {
+        for (int i = 0; i < LOADS; i++) {
             ptx_load_4_cached(at + i * STREAM_COLUMNS, left > i * STREAM_COLUMNS, NO_INDEX,
                               &indices[i]);
         }
 #pragma unroll
-        for (int i = 0; i < COUNT_LOADS; i++) {
+        for (int i = 0; i < LOADS; i++) {
             count += indices[i] < limit;
         }
-        at += COUNT_LOADS * STREAM_COLUMNS;
+        at += LOADS * STREAM_COLUMNS;
     }
     return __reduce_add_sync(0xFFFFFFFFu, count);
 }
+
+/* ---- Steps of a work ------------------------------------------------------------------------ */
+
+/* Calls the warp's share of a work's indices to L2, in lines of 128 bytes, before they are counted. */
+static __device__ __forceinline__ void
+prefetch_keys(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
+{
+    const smla_key_list &keys = launch.params.lists[list];
+    const column_range columns = find_columns(launch, work, list);
+    const int32_t *const at = keys.indices + work.token * keys.indices_stride_token;
+#pragma unroll 1
+    for (int32_t column = columns.begin + 32 * (SMLA_WARP_LANES * warp + lane);
+         column < columns.end; column += 32 * STREAM_COLUMNS) {
+        ptx_prefetch_l2(at + column, true);
+    }
+}
+
+/* Steps of the lists of a work. */
+typedef struct list_steps {
+    int32_t main;
+    int32_t extra;
+    bool has_keys; /* if not, one step of the main list has none */
+} list_steps;
+
+/* The steps that hold the most keys of a gather warp. */
+static __device__ __forceinline__ int32_t
+steps_of_keys(const uint32_t num_keys[GATHER_WARPS])
+{
+    uint32_t most[GATHER_WARPS];
+    ptx_load_shared_16(ptx_shared_address(num_keys), most);
+    return (int32_t)((max(max(most[0], most[1]), max(most[2], most[3])) + SMLA_WARP_LANES - 1) /
+                     SMLA_WARP_LANES);
+}
+
+/* Of a work, by all gather warps: each counts the keys of its quarter, and they meet at a barrier.
+ * num_keys is in shared memory, of works in turn, in each list, of each warp. `turn` is 0 and 1 in
+ * turn: the counts of a work are read after the barrier, when the next one's may come. */
+template <int LOADS>
+static __device__ __forceinline__ list_steps
+count_steps(const attention_launch &launch, const cta_work &work, int warp, int lane,
+            uint32_t turn, int barrier, uint32_t (&num_keys)[2][2][GATHER_WARPS])
+{
+#pragma unroll 1
+    for (int list = 0; list < launch.params.num_lists; list++) {
+        num_keys[turn][list][warp] = count_keys<LOADS>(launch, work, list, warp, lane);
+    }
+    ptx_barrier(barrier, GATHER_WARPS * SMLA_WARP_LANES);
+    list_steps steps;
+    steps.main = steps_of_keys(num_keys[turn][0]);
+    steps.extra = launch.params.num_lists == 2 ? steps_of_keys(num_keys[turn][1]) : 0;
+    steps.has_keys = (steps.main | steps.extra) != 0;
+    steps.main += !steps.has_keys;
+    return steps;
+}
+
+/* ---- Keys of a step ------------------------------------------------------------------------- */
 
 /* The place of the n-th bit that is set, from 0 on; anything if there are not so many. */
 static __device__ __forceinline__ int
@@ -105,30 +161,31 @@ find_nth_bit(uint32_t bits, int n)
     return place;
 }
 
-/* Takes the lanes' next indices that are keys, behind those that are held. */
+/* Takes the lanes' next indices that are keys, behind those that are held. The next ones are asked
+ * for last, into the register of these: a move out of another would wait for them. */
 static __device__ __forceinline__ void
 take_keys(key_stream *stream, uint32_t limit, int lane)
 {
-    const uint32_t index = stream->next;
-    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, index < limit);
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, stream->next < limit);
+    if (is_key == 0xFFFFFFFFu && stream->num_held == 0) {
+        stream->held = stream->next;
+        stream->num_held = SMLA_WARP_LANES;
+    } else {
+        const int rank = (lane - stream->num_held) & (SMLA_WARP_LANES - 1);
+        const uint32_t moved =
+            __shfl_sync(0xFFFFFFFFu, stream->next, find_nth_bit(is_key, rank));
+        if (rank < __popc(is_key)) {
+            if (lane >= stream->num_held) {
+                stream->held = moved;
+            } else {
+                stream->over = moved;
+            }
+        }
+        stream->num_held += __popc(is_key);
+    }
     stream->left -= STREAM_COLUMNS;
     stream->at += STREAM_COLUMNS;
     load_next(stream);
-    if (is_key == 0xFFFFFFFFu && stream->num_held == 0) {
-        stream->held = index;
-        stream->num_held = SMLA_WARP_LANES;
-        return;
-    }
-    const int rank = (lane - stream->num_held) & (SMLA_WARP_LANES - 1);
-    const uint32_t moved = __shfl_sync(0xFFFFFFFFu, index, find_nth_bit(is_key, rank));
-    if (rank < __popc(is_key)) {
-        if (lane >= stream->num_held) {
-            stream->held = moved;
-        } else {
-            stream->over = moved;
-        }
-    }
-    stream->num_held += __popc(is_key);
 }
 
 /* The keys of the warp's next step, one a lane, NO_INDEX for none. */

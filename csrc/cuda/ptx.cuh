@@ -569,9 +569,9 @@ ptx_store_shared_16(uint32_t address, const uint32_t words[4])
 }
 
 static __device__ __forceinline__ void
-ptx_store_shared_2(uint32_t address, uint32_t half)
+ptx_store_shared_4(uint32_t address, uint32_t word)
 {
-    asm volatile("st.shared.b16 [%0], %1;" : : "r"(address), "h"((uint16_t)half) : "memory");
+    asm volatile("st.shared.b32 [%0], %1;" : : "r"(address), "r"(word) : "memory");
 }
 
 static __device__ __forceinline__ void

@@ -1,0 +1,168 @@
+"""Lists with entries that are none, on the GPU, wherever they stand.
+
+The kernels for Hopper leave such entries out: each of four warps takes the keys of its quarter of
+the columns, and a row ends where the fullest quarter does.
+"""
+
+import cases
+import numpy as np
+import pytest
+import reference as ref
+from cases import INT32_MAX, INT32_MIN, AttentionInputs
+from helpers import Guarded, assert_same_bits, assert_within_bounds, guarded_attention
+from library import sparse_mla
+
+attend = sparse_mla.sparse_attention
+
+T = 5
+NUM_SLOTS = 1024
+
+every_format = pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+every_width = pytest.mark.parametrize("width", [1, 3, 64, 100, 129, 2048, 4099])
+every_split = pytest.mark.parametrize("num_splits", [1, 2, 5])
+
+
+def quarter_of(c):
+    """Which warp has column c: four of every sixteen, others from sixteen to sixteen."""
+    return (c // 4 + c % 128 // 16 + c % 128 // 64) % 4
+
+
+# Which columns are keys: of columns c, of `width`, with numbers r that are random.
+KEYS = {
+    "all": lambda c, width, r: c >= 0,
+    "every second one": lambda c, width, r: c % 2 == 0,
+    "every second block": lambda c, width, r: c // 64 % 2 == 0,
+    "not the first block": lambda c, width, r: c >= 64,
+    "not the first two blocks": lambda c, width, r: c >= 128,
+    "half of them": lambda c, width, r: r < 0.5,
+    "nearly all": lambda c, width, r: r < 0.98,
+    "few": lambda c, width, r: r < 0.03,
+    "four of every sixteen": lambda c, width, r: c // 4 % 4 == 0,
+    "those of one warp": lambda c, width, r: quarter_of(c) == 2,
+    "those of all warps but one": lambda c, width, r: quarter_of(c) != 1,
+    "the first": lambda c, width, r: c == 0,
+    "the last": lambda c, width, r: c == width - 1,
+    "none": lambda c, width, r: c < 0,
+}
+every_pattern = pytest.mark.parametrize("keys", KEYS)
+
+
+def make_indices(rng, num_tokens, width, keys) -> np.ndarray:
+    c = np.broadcast_to(np.arange(width), (num_tokens, width))
+    slots = rng.integers(0, NUM_SLOTS, c.shape)
+    holes = rng.choice([-1, INT32_MIN, NUM_SLOTS, INT32_MAX], c.shape)
+    is_key = KEYS[keys](c, width, rng.random(c.shape))
+    return np.where(is_key, slots, holes).astype(np.int32)
+
+
+def make_lengths(rng, num_tokens, width) -> np.ndarray:
+    length = rng.integers(0, width + 1, num_tokens).astype(np.int32)
+    length[:4] = [width, 0, width + 9, width // 2]
+    return length
+
+
+def make(fmt, keys, width, num_splits, *, num_heads=64, num_tokens=T, ragged=False):
+    rng = np.random.default_rng([width, num_splits, num_heads, num_tokens, ragged])
+    rows = cases.make_rows(rng, NUM_SLOTS, fmt)
+    options = {"softmax_scale": ref.HEAD_DIM**-0.5}
+    if ragged:
+        options["topk_length"] = make_lengths(rng, num_tokens, width)
+    return AttentionInputs(
+        q=cases.random_bf16(rng, num_tokens, num_heads, ref.HEAD_DIM),
+        kv=rows.reshape(-1, 64, rows.shape[-1]),
+        indices=make_indices(rng, num_tokens, width, keys),
+        options=options,
+        num_splits=num_splits,
+    )
+
+
+def add_list(case: AttentionInputs, fmt, keys, width, *, ragged=False) -> AttentionInputs:
+    num_tokens = case.shape[0]
+    rng = np.random.default_rng([width, 3])
+    rows = cases.make_rows(rng, NUM_SLOTS, fmt)
+    case.options["extra_kv"] = rows.reshape(-1, 64, rows.shape[-1])
+    case.options["extra_indices"] = make_indices(rng, num_tokens, width, keys)
+    if ragged:
+        case.options["extra_topk_length"] = make_lengths(rng, num_tokens, width)[::-1].copy()
+    return case
+
+
+def hide(kv, indices, length):
+    """NaN bytes into every row that no list names."""
+    rows = kv.reshape(NUM_SLOTS, -1)
+    assert np.shares_memory(rows, kv)
+    cases.hide_unselected(rows, indices, length)
+
+
+def check(case: AttentionInputs) -> dict:
+    """Within the bounds, with and without max_logits; the same bits again, with NaN in all rows
+    that are not selected."""
+    options = case.options
+    want = case.reference()
+    got = guarded_attention(attend, case)
+    assert_within_bounds(want, got)
+    hide(case.kv, case.indices, options.get("topk_length"))
+    if "extra_kv" in options:
+        hide(options["extra_kv"], options["extra_indices"], options.get("extra_topk_length"))
+    again = guarded_attention(attend, case)
+    for name, x in got.items():
+        assert_same_bits(again[name], x, f"{name} of the second run")
+    out = Guarded((*case.shape, 512), ref.BF16)
+    lse = Guarded(case.shape, np.float32)
+    case.run(attend, out=out.array, lse=lse.array)
+    assert_within_bounds(want, {"out": out.check(), "lse": lse.check()})
+    return got
+
+
+@every_split
+@every_width
+@every_format
+@every_pattern
+def test_one_list(keys, fmt, width, num_splits):
+    check(make(fmt, keys, width, num_splits))
+
+
+@every_split
+@every_format
+@every_pattern
+@pytest.mark.parametrize("width", [100, 129, 2048])
+def test_one_list_of_any_length(keys, fmt, width, num_splits):
+    check(make(fmt, keys, width, num_splits, num_heads=100, ragged=True))
+
+
+@every_split
+@every_format
+@every_pattern
+@pytest.mark.parametrize("extra_keys", ["half of them", "those of one warp", "the last", "none"])
+@pytest.mark.parametrize(("width", "extra_width"), [(129, 300), (300, 1)])
+def test_two_lists(keys, extra_keys, width, extra_width, fmt, num_splits):
+    case = make(fmt, keys, width, num_splits, ragged=True)
+    check(add_list(case, fmt, extra_keys, extra_width, ragged=True))
+
+
+@every_format
+@pytest.mark.parametrize("num_heads", [1, 16, 32])
+@pytest.mark.parametrize("keys", ["half of them", "those of one warp", "the last", "none"])
+def test_fewer_heads(keys, num_heads, fmt):
+    check(make(fmt, keys, 2048, 1, num_heads=num_heads))
+
+
+@every_format
+@pytest.mark.parametrize("has_extra", [False, True])
+def test_works_in_a_row(has_extra, fmt):
+    """Several works a CTA, of every pattern and length; a row has the bits that it has alone."""
+    num_tokens, width = 450, 600
+    case = make(fmt, "all", width, 1, num_tokens=num_tokens, ragged=True)
+    rng = np.random.default_rng(6)
+    patterns = [*KEYS]
+    for t in range(num_tokens):
+        keys = patterns[rng.integers(len(patterns))]
+        case.indices[t] = make_indices(rng, 1, width, keys)[0]
+    if has_extra:
+        add_list(case, fmt, "half of them", 200, ragged=True)
+        case.options["extra_indices"][::3] = -1
+    got = guarded_attention(attend, case)
+    some = rng.permutation(num_tokens)[:40]
+    alone = check(case.rows(some))
+    for name, x in alone.items():
+        assert_same_bits(x, got[name][some], f"{name} in another batch")
