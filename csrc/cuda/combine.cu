@@ -243,13 +243,18 @@ static __device__ __forceinline__ void
 combine_row(const combine_launch &launch, const row_place &place)
 {
     flight<Shape> values;
-    float total[Shape::VALUES] = {};
+    float total[Shape::VALUES];
+#pragma unroll
+    for (int i = 0; i < Shape::VALUES; i++) {
+        total[i] = -0.0f; /* plus x is x: a single key's -0 keeps its sign */
+    }
     const float sink = softmax_sink(launch, place.head);
     load_flight<Shape>(place.partials, 0, &values);
     const whole_row<Shape> row =
         fold_states<Shape>(place.partials, (int)threadIdx.x % SMLA_WARP_LANES);
-    const float factor = softmax_finish(launch, place.token, place.head, row.max_log2, row.sum,
-                                        sink, threadIdx.x == 0);
+    float factor = softmax_finish(launch, place.token, place.head, row.max_log2, row.sum, sink,
+                                  threadIdx.x == 0);
+    factor = row.sum == 0.0f ? -0.0f : factor; /* a row without keys is +0 */
 #pragma unroll
     for (int i = 0; i < Shape::LANE_SPLITS; i++) {
         if (i > 0) {
