@@ -88,11 +88,11 @@ typedef struct smla_only_key {
 
 /* Whether the token has exactly one key, over its lists and splits; a duplicate is a second one.
  * The search ends where a second key is found: mostly in column 1. */
-bool smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *key);
+bool smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *only);
 
 /* Writes all results of some heads of such a token, which needs no state. */
 void smla_attend_one_key(const smla_attention_params *params, int64_t token, smla_head_range heads,
-                         const smla_only_key *key);
+                         const smla_only_key *only);
 
 /* ---- What the CPU backend exports ---------------------------------------------------------- */
 

@@ -34,7 +34,7 @@ typedef struct wide_key {
 } wide_key;
 
 bool
-smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *key)
+smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *only)
 {
     int count = 0;
     for (int split = 0; split < params->num_splits; split++) {
@@ -45,7 +45,7 @@ smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only
             if (count > 1) {
                 return false;
             }
-            *key = (smla_only_key){.row = block.rows[0], .format = block.format};
+            *only = (smla_only_key){.row = block.rows[0], .format = block.format};
         }
     }
     return count == 1;
