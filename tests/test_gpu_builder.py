@@ -207,6 +207,25 @@ def test_bad_pages_and_positions_in_a_step_are_harmless(path):
     assert np.isfinite(out.astype(np.float32)).all()
 
 
+@pytest.mark.parametrize("path", ["mixed", "direct", "bf16"])
+def test_one_key_among_bad_pages(path):
+    """Positions of a page that is none make no second key: token 5's out is one row's value."""
+    layer = Layer(path)
+    step, common, arrays = layer.place([1, 1, 1, 30], 5)
+    slot = 64 * int(step.batch.block_table[3, 0]) + 7
+    table, topk = common.block_table, arrays[2]
+    table[3, 1] = -7
+    topk[5] = -1
+    topk[5, 3] = 7
+    want = [x[5] for x in layer.eager(common, arrays)]
+    topk[5, 20:30] = torch.arange(64, 74, dtype=torch.int32)
+    got = [x[5] for x in layer.eager(common, arrays)]
+    assert_same_values(got, want, "beside bad pages")
+    if path == "bf16":
+        bits = ref.raw_rows(step.fp8_cache, [slot])[:, :512]
+        assert (ref.bits16(got[0]) == bits).all()
+
+
 # --- paths ---------------------------------------------------------------------------------------
 
 

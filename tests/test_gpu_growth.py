@@ -194,8 +194,8 @@ def test_keys_in_every_third_block(fmt, num_splits):
 
 @every_split
 @every_format
-@pytest.mark.parametrize("num_heads", [1, 16, 64, 128])
-@pytest.mark.parametrize("position", [0, 63, 64, 127, 128, 500, 1023])
+@pytest.mark.parametrize("num_heads", [1, 5, 16, 33, 64, 128])
+@pytest.mark.parametrize("position", [0, 63, 64, 127, 128, 255, 256, 500, 1023])
 def test_one_key_is_its_value(position, num_heads, fmt, num_splits):
     """A bf16 row's in every bit, an FP8 row's within half a bf16 step and 2^-20."""
     indices = np.where(np.arange(K) == position, position, -1)

@@ -29,3 +29,12 @@ def test_attention(name):
     summary = run_portable("-m", "pytest", "-q", *WITHOUT, f"tests/{name}")
     assert " passed" in summary
     assert " skipped" not in summary
+
+
+def test_one_key_is_its_value():
+    """test_attention.py has the other cases of one key."""
+    summary = run_portable(
+        "-m", "pytest", "-q", *WITHOUT, "tests/test_gpu_growth.py", "-k", "one_key"
+    )
+    assert " passed" in summary
+    assert " skipped" not in summary

@@ -136,6 +136,11 @@ run_token(const attention_run *run, int64_t token)
 {
     const smla_attention_params *const params = run->params;
     const smla_head_range heads = {.begin = 0, .end = params->num_heads};
+    smla_only_key key;
+    if (smla_find_only_key(params, token, &key)) {
+        smla_attend_one_key(params, token, heads, &key);
+        return;
+    }
     uint8_t *const memory = thread_scratch_of(run);
     const smla_attention_state total = state_at(run, memory);
     const smla_attention_state part = state_at(run, memory + run->state_bytes);
@@ -152,9 +157,13 @@ static void
 run_part(const attention_run *run, int64_t part)
 {
     const int num_splits = run->params->num_splits;
+    const int64_t token = part / num_splits;
     uint8_t *const kernel_scratch = thread_scratch_of(run) + 2 * run->state_bytes;
-    run->isa->run_part(run->params, part / num_splits, (int)(part % num_splits), kernel_scratch,
-                       state_at(run, run->parts + part * run->state_bytes));
+    smla_only_key key;
+    if (!smla_find_only_key(run->params, token, &key)) { /* else fold_heads does without states */
+        run->isa->run_part(run->params, token, (int)(part % num_splits), kernel_scratch,
+                           state_at(run, run->parts + part * run->state_bytes));
+    }
 }
 
 /* The same sums as run_token's, for some heads of a token. */
@@ -166,6 +175,11 @@ fold_heads(const attention_run *run, int64_t task)
     const int64_t begin = task % run->fold_tasks_per_token * SMLA_FOLD_HEADS;
     const smla_head_range heads = {.begin = begin,
                                    .end = min_int64(begin + SMLA_FOLD_HEADS, params->num_heads)};
+    smla_only_key key;
+    if (smla_find_only_key(params, token, &key)) {
+        smla_attend_one_key(params, token, heads, &key);
+        return;
+    }
     uint8_t *const parts = run->parts + token * params->num_splits * run->state_bytes;
     const smla_attention_state total = state_at(run, parts);
     for (int split = 1; split < params->num_splits; split++) {

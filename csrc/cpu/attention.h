@@ -3,7 +3,7 @@
  *
  * A *part* is one split of one token: the keys of the split's column range. Running it leaves a
  * *state*; the states of a token are folded in the order of their splits, and finished into out,
- * lse and max_logits.
+ * lse and max_logits. A token with one key goes another way (attention_one_key.c).
  */
 #ifndef SMLA_CPU_ATTENTION_H
 #define SMLA_CPU_ATTENTION_H
@@ -78,6 +78,21 @@ extern const smla_attention_isa smla_attention_amx;
 extern const smla_attention_isa smla_attention_neon;
 extern const smla_attention_isa smla_attention_neonbf16;
 #endif
+
+/* ---- Tokens with one key (attention_one_key.c) --------------------------------------------- */
+
+typedef struct smla_only_key {
+    const uint8_t *row;
+    const smla_kv_format_info *format;
+} smla_only_key;
+
+/* Whether the token has exactly one key, over its lists and splits; a duplicate is a second one.
+ * The search ends where a second key is found: mostly in column 1. */
+bool smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *only);
+
+/* Writes all results of some heads of such a token, which needs no state. */
+void smla_attend_one_key(const smla_attention_params *params, int64_t token, smla_head_range heads,
+                         const smla_only_key *only);
 
 /* ---- What the CPU backend exports ---------------------------------------------------------- */
 

@@ -8,6 +8,7 @@
 
 #include "key_rows.cuh"
 #include "numeric.cuh"
+#include "one_key.cuh"
 #include "softmax.cuh"
 
 enum {
@@ -455,13 +456,6 @@ write_partial(float *to, const float out[Tile::OUT_N][4], int piece)
     }
 }
 
-static __device__ __forceinline__ int64_t
-partial_row(const attention_launch &launch, const cta_work &work, int head)
-{
-    const int64_t part = (int64_t)work.token * launch.params.num_splits + work.split;
-    return part * launch.params.num_heads + work.first_head + head;
-}
-
 /* Leaves in `factor` what write_out multiplies with; with splits, 0 where a row stays unwritten. */
 template <typename Tile>
 static __device__ __forceinline__ void
@@ -513,6 +507,51 @@ write_results(const attention_launch &launch, const cta_work &work, int thread,
     }
 }
 
+/* ---- One key ------------------------------------------------------------------------------- */
+
+/* A key of a work. */
+typedef struct listed_key {
+    int32_t slot;
+    int32_t list;
+} listed_key;
+
+/* Whether the work has exactly one key, which it then leaves in `only`, for all threads. `slot` is
+ * the thread's of window 0; mostly that has more keys, and no other window is read. Nobody reads
+ * is_key yet, so it passes on the key. */
+template <typename Tile>
+static __device__ __forceinline__ bool
+find_only_key(const attention_launch &launch, const cta_work &work, const block_plan &plan,
+              int thread, int32_t slot, shared_memory<Tile> *shared, listed_key *only)
+{
+    listed_key mine = {slot, list_of(plan, block_of_lane(0, thread))};
+    int count = ptx_barrier_count(0, CTA_THREADS, slot >= 0);
+#pragma unroll 1
+    for (int32_t window = 1; count <= 1 && window * WINDOW < plan.num_blocks; window++) {
+        const int32_t index = read_index(launch, work, plan, window, thread);
+        slot = find_slot(launch, work, plan, window, thread, index);
+        if (slot >= 0) {
+            mine = listed_key{slot, list_of(plan, block_of_lane(window, thread))};
+        }
+        count += ptx_barrier_count(0, CTA_THREADS, slot >= 0);
+    }
+    if (count != 1) {
+        return false;
+    }
+    if (mine.slot >= 0) {
+        *(listed_key *)shared->is_key = mine;
+    }
+    ptx_barrier(0, CTA_THREADS); /* the key is visible */
+    *only = *(const listed_key *)shared->is_key;
+    return true;
+}
+
+/* A call: inlined, it would cost the loop registers. */
+static __device__ __noinline__ void
+attend_only_key(const attention_launch &launch, cta_work work, listed_key only, int thread)
+{
+    attend_one_key(launch, work, only.list, only.slot, thread, CTA_THREADS);
+}
+
 /* ---- All of it ----------------------------------------------------------------------------- */
 
 /* The work of CTA number `cta` where a token and split has `num_tiles`, by threads 0 to 255 of a
@@ -527,6 +566,13 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, shared_m
     const block_plan plan = plan_blocks(launch, work);
     int32_t key = read_index(launch, work, plan, 0, (int)threadIdx.x); /* later its slot */
     key = find_slot(launch, work, plan, 0, (int)threadIdx.x, key);
+    listed_key only;
+    if (find_only_key<Tile>(launch, work, plan, ptx_forget((int)threadIdx.x), key, shared, &only)) {
+        attend_only_key(launch, work, only, (int)threadIdx.x);
+        ptx_cp_async_wait_all();     /* the query, for nothing */
+        ptx_barrier(0, CTA_THREADS); /* nobody's copies or reads are under way any more */
+        return;
+    }
     const uint8_t *row = find_row(launch, plan, 0, (int)threadIdx.x, key);
     raw_rows<Tile::FORMATS> raw;
     load_rows<Tile::FORMATS>(launch, plan, 0, row, (int)threadIdx.x, &raw);

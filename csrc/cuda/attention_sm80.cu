@@ -44,6 +44,7 @@
  *              results of the token. No key: out 0, lse and max_logits -inf.
  *              weight * scale is finite for scales below 0x1.FFp127 and loses bits only below
  *              2^-126; a score overflows where fp32 does, before softmax_scale, as on the CPU.
+ *              A work with one key goes another way (one_key.cuh): its value is rounded once.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       online softmax (FlashAttention), XOR swizzle and ldmatrix (CUTLASS's ideas). The cut
  *              by scale tile, weights in four versions and the integer reference are ours.

@@ -72,14 +72,16 @@ clear_row(const lane_place &me, hopper_memory<Shape> *shared, consumer<Shape> *s
     clear_sums(me, shared);
 }
 
-/* How many steps the work has, when the gather warps have counted its keys. */
+/* How many steps the work has, when the gather warps have counted its keys. One key alone is left to
+ * the portable code, which gives its value as it is. */
 template <typename Shape>
 static __device__ __forceinline__ void
-take_steps(const hopper_memory<Shape> *shared, consumer<Shape> *state)
+take_steps(hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
     const uint32_t turn = (state->phase & QUERY_PARITY) != 0;
     ptx_mbarrier_wait(ptx_shared_address(&shared->counted), turn);
     state->phase += ONE_STEP * (uint32_t)*(const volatile int32_t *)&shared->num_steps[turn];
+    lose_row(shared, *(const volatile uint32_t *)&shared->has_one_key[turn] != 0);
 }
 
 /* All steps of a row whose query is there. The work behind it is found while the last products are

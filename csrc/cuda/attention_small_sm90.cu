@@ -192,7 +192,7 @@ __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(BOUND_THREADS, 1)
     fetch_row(launch, work, num_granules, shared, &state);
     score_row(launch, num_granules, shared, &state, scores);
     __syncthreads(); /* barrier 3 */
-    find_small_reference(shared, me.lane, &state);
+    find_small_reference(shared, num_granules, me.lane, &state);
     weigh_keys(shared, warp, me, &state, scores);
     ptx_fence_async_shared();
     if (__syncthreads_or(state.is_lost)) { /* barrier 4 */

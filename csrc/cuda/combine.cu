@@ -15,7 +15,8 @@
  *              several rows, instructions bind.
  * Numerics     f_s is a power of two, so rescaling loses nothing. Values are summed in the order of
  *              the splits, sums along a fixed tree: the same bits on every run. Splits without keys
- *              have f_s = 0; their out was never written and is not looked at.
+ *              have f_s = 0; their out was never written and is not looked at. Of one key, its value
+ *              to 2^-22 before it is rounded.
  * Source       split-KV decoding (Flash-Decoding); the exact factors are ours.
  */
 #include "kernels.h"
@@ -243,13 +244,18 @@ static __device__ __forceinline__ void
 combine_row(const combine_launch &launch, const row_place &place)
 {
     flight<Shape> values;
-    float total[Shape::VALUES] = {};
+    float total[Shape::VALUES];
+#pragma unroll
+    for (int i = 0; i < Shape::VALUES; i++) {
+        total[i] = -0.0f; /* plus x is x: a single key's -0 keeps its sign */
+    }
     const float sink = softmax_sink(launch, place.head);
     load_flight<Shape>(place.partials, 0, &values);
     const whole_row<Shape> row =
         fold_states<Shape>(place.partials, (int)threadIdx.x % SMLA_WARP_LANES);
-    const float factor = softmax_finish(launch, place.token, place.head, row.max_log2, row.sum,
-                                        sink, threadIdx.x == 0);
+    float factor = softmax_finish(launch, place.token, place.head, row.max_log2, row.sum, sink,
+                                  threadIdx.x == 0);
+    factor = row.sum == 0.0f ? -0.0f : factor; /* a row without keys is +0 */
 #pragma unroll
     for (int i = 0; i < Shape::LANE_SPLITS; i++) {
         if (i > 0) {

@@ -229,7 +229,7 @@ gather(const bf16_launch &launch, bf16_memory *shared)
             count_steps<COUNT_LOADS>(launch.base, work, gather_warp_again(),
                                      gather_lane(), state.phase.work,
                                      BARRIER_GATHER, shared->num_keys);
-        work.num_heads = steps.has_keys ? work.num_heads : 0;
+        work.num_heads = steps.num_keys != 0 ? work.num_heads : 0;
         bool is_first_step = true;
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.num_lists; list++) {

@@ -50,12 +50,16 @@ find_gather_lane(void)
 static __device__ __forceinline__ void
 clear_rows(uint32_t to, uint32_t is_key)
 {
-#pragma unroll 1
+    constexpr int REST = FP8_ROW_BYTES / 16 - SMLA_WARP_LANES; /* lanes with a second piece */
+    const int lane = find_gather_lane();
+#pragma unroll
     for (int i = 0; i < GATHER_KEYS; i++) {
-#pragma unroll 1
-        for (uint32_t at = (uint32_t)find_gather_lane() * 16;
-             at < FP8_ROW_BYTES && !(is_key >> i & 1); at += SMLA_WARP_LANES * 16) {
-            ptx_clear_shared_16(to + i * FP8_ROW_BYTES + at);
+        if (!(is_key >> i & 1)) {
+            const uint32_t at = to + i * FP8_ROW_BYTES + lane * 16;
+            ptx_clear_shared_16(at);
+            if (lane < REST) {
+                ptx_clear_shared_16(at + SMLA_WARP_LANES * 16);
+            }
         }
     }
     ptx_fence_async_shared(); /* before a later bulk copy to the same place */
@@ -138,6 +142,7 @@ publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shar
 {
     if (threadIdx.x == CONSUMER_THREADS) {
         shared->num_steps[turn] = steps.main + steps.extra;
+        shared->has_one_key[turn] = steps.num_keys == 1;
         ptx_mbarrier_arrive(ptx_shared_address(&shared->counted), true);
     }
     __syncwarp();
@@ -215,13 +220,15 @@ fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base)
 }
 
 /* All works of the CTA. The keys of a work are counted while the first rows of the one in front of it
- * are on their way: the consumers have to store a query then, and the ring is full. Of a launch's
- * first work they are counted when its first rows have been asked for, where there is one list. */
+ * are on their way, for the consumers have to store a query then; with few heads, where the memory
+ * binds, after its last ones. Of a launch's first work they are counted when its first rows have
+ * been asked for, where there is one list. */
 template <typename Shape>
 static __device__ __forceinline__ void
 gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
     enum { FIRST_STEP, MAIN_LIST, EXTRA_LIST, NUM_PARTS };
+    constexpr int COUNTS_AHEAD = Shape::HEADS == 64 ? FIRST_STEP : EXTRA_LIST;
     gather_state state;
     /* through a shuffle: else the address is computed again and again */
     state.base = __shfl_sync(0xFFFFFFFFu, ptx_shared_address(shared), 0);
@@ -230,7 +237,7 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
     state.slot = 0;
     state.parity = 1;
     uint32_t turn = 0;
-    list_steps steps = {1, 0, true};
+    list_steps steps = {.main = 1};
     bool is_counted = false;
     ptx_wait_for_grids();
 #pragma unroll 1
@@ -263,7 +270,7 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
                 publish_steps(steps, turn, shared);
                 is_counted = true;
             }
-            if (part == FIRST_STEP && idx + (int)gridDim.x < launch.num_works) {
+            if (part == COUNTS_AHEAD && idx + (int)gridDim.x < launch.num_works) {
                 next = count_work(launch, idx + (int)gridDim.x, turn ^ 1, shared);
             }
         }

@@ -108,16 +108,17 @@ prefetch_keys(const attention_launch &launch, const cta_work &work, int list, in
 typedef struct list_steps {
     int32_t main;
     int32_t extra;
-    bool has_keys; /* if not, one step of the main list has none */
+    uint32_t num_keys; /* of both; without any, one step of the main list has none */
 } list_steps;
 
-/* The steps that hold the most keys of a gather warp. */
+/* Takes what the gather warps have counted in a list: the steps that hold the most keys of one. */
 static __device__ __forceinline__ int32_t
-steps_of_keys(const uint32_t num_keys[GATHER_WARPS])
+steps_of_keys(const uint32_t counts[GATHER_WARPS], uint32_t *num_keys)
 {
-    uint32_t most[GATHER_WARPS];
-    ptx_load_shared_16(ptx_shared_address(num_keys), most);
-    return (int32_t)((max(max(most[0], most[1]), max(most[2], most[3])) + SMLA_WARP_LANES - 1) /
+    uint32_t keys[GATHER_WARPS];
+    ptx_load_shared_16(ptx_shared_address(counts), keys);
+    *num_keys += keys[0] + keys[1] + keys[2] + keys[3];
+    return (int32_t)((max(max(keys[0], keys[1]), max(keys[2], keys[3])) + SMLA_WARP_LANES - 1) /
                      SMLA_WARP_LANES);
 }
 
@@ -134,11 +135,12 @@ count_steps(const attention_launch &launch, const cta_work &work, int warp, int 
         num_keys[turn][list][warp] = count_keys<LOADS>(launch, work, list, warp, lane);
     }
     ptx_barrier(barrier, GATHER_WARPS * SMLA_WARP_LANES);
-    list_steps steps;
-    steps.main = steps_of_keys(num_keys[turn][0]);
-    steps.extra = launch.params.num_lists == 2 ? steps_of_keys(num_keys[turn][1]) : 0;
-    steps.has_keys = (steps.main | steps.extra) != 0;
-    steps.main += !steps.has_keys;
+    list_steps steps = {};
+    steps.main = steps_of_keys(num_keys[turn][0], &steps.num_keys);
+    if (launch.params.num_lists == 2) {
+        steps.extra = steps_of_keys(num_keys[turn][1], &steps.num_keys);
+    }
+    steps.main += steps.num_keys == 0;
     return steps;
 }
 

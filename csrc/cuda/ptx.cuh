@@ -241,6 +241,22 @@ ptx_barrier_or(int id, int num_threads, bool is_set)
     return any != 0;
 }
 
+/* As ptx_barrier; how many threads' `is_set`. */
+static __device__ __forceinline__ int
+ptx_barrier_count(int id, int num_threads, bool is_set)
+{
+    int count;
+    asm volatile("{\n\t"
+                 ".reg .pred mine;\n\t"
+                 "setp.ne.b32 mine, %3, 0;\n\t"
+                 "barrier.red.popc.aligned.u32 %0, %1, %2, mine;\n\t"
+                 "}"
+                 : "=r"(count)
+                 : "r"(id), "r"(num_threads), "r"((int)is_set)
+                 : "memory");
+    return count;
+}
+
 /* ---- sm_90 --------------------------------------------------------------------------------- */
 
 /* The grids in front of this one in the stream are done, and what they wrote is visible:

@@ -160,7 +160,8 @@ raise_tops(small_memory<Shape> *shared, const lane_place &me, const small_state 
 /* From the maxima of all scores the reference of head `lane`, and the power of two of all keys. */
 template <typename Shape>
 static __device__ __forceinline__ void
-find_small_reference(const small_memory<Shape> *shared, int lane, small_state *state)
+find_small_reference(const small_memory<Shape> *shared, int num_granules, int lane,
+                     small_state *state)
 {
     state->top = float_of_order(shared->tops[lane % Shape::HEADS]);
     const bool is_finite = fabsf(state->top) < INFINITY;
@@ -170,6 +171,9 @@ find_small_reference(const small_memory<Shape> *shared, int lane, small_state *s
     state->key_exponent =
         __reduce_max_sync(0xFFFFFFFFu, shared->key_exponent[lane % SMALL_GRANULES]);
     state->is_lost |= state->key_exponent > MAX_UNIT_EXPONENT;
+    /* one key alone is left to the portable code, which gives its value as it is */
+    const uint32_t is_key = lane < num_granules ? shared->is_key[lane] : 0;
+    state->is_lost |= __reduce_add_sync(0xFFFFFFFFu, __popc(is_key)) == 1;
 }
 
 /* Weights of the warp's keys and their sums, and the scales that their values are multiplied
