@@ -274,8 +274,10 @@ def test_an_infinite_logit(position, fmt, num_splits):
 
 @every_split
 def test_logits_of_minus_infinity_alone(num_splits):
-    """A head that dislikes all keys infinitely has results as if there were none. (FP8 rows: a query
-    that is not finite has results of NaN.)"""
+    """A head that dislikes all keys infinitely has results as if there were none.
+
+    With FP8 rows a query that is not finite has results of NaN.
+    """
     case = make("bf16", 64, np.stack([np.zeros(K), np.full(K, 0.5)]), num_splits)
     others = np.ones((T, 64), bool)
     others[1, 9] = False

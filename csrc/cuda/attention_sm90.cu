@@ -8,16 +8,18 @@
  *              probs   [2][64][HEADS] f16    a block of keys per warpgroup, swizzled (wgmma.cuh)
  *              ring    [GRANULES]            16 rows of 656 bytes as they are in the cache, their
  *                      scales as f16, is_key and mbarriers: 10,656 bytes
- *              sums, references, factors
- *              64 heads: 13 granules, all of the 232,448 bytes that an SM has
+ *              sums, references, shifts, factors, counts of keys
+ *              64 heads: 13 granules, nearly all of the 232,448 bytes that an SM has
  * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile).
- *              4 gather warps   24 registers. Indices -> rows: each has 4 rows of every granule,
- *                               one bulk copy per row. Runs ahead, into the next work too, whose
- *                               query comes first, a quarter by each.
+ *              4 gather warps   24 registers. Indices -> keys -> rows: each has a quarter of the
+ *                               columns, leaves out the entries that are none (key_stream.cuh), and
+ *                               brings 4 rows of every granule, one bulk copy per row. Runs ahead,
+ *                               into the next work too, whose query comes first, a quarter by each.
  *              2 warpgroups     240 registers. Blocks of 64 keys in turn. For each of its blocks:
  *                               scores, then values of the other's older block while its own
  *                               scores become weights, then values of its own. A warpgroup has
- *                               all heads and 256 of the 512 values.
+ *                               all heads and 256 of the 512 values. Where weights outgrow f16, the
+ *                               references move first (hopper_growth.cuh).
  *              mbarriers        arrivals | waited for by
  *              full[granule]    128 gather threads and the bytes they announce | consumers
  *              empty[granule]   256 consumers, values converted | gather warps
@@ -25,8 +27,10 @@
  *              added[group]     128 threads of the other group | before new weights
  *              query_free       256 consumers, last scores of a row | gather warps
  *              query_full       a thread of each gather warp, and its bytes | consumers
+ *              counted          a gather thread: how many steps the work has | consumers
  *              Most threads arrive for themselves: it costs nothing, and racecheck can follow it.
- *              barriers         CONSUMERS 256 threads, GROUP + g 128 threads; 0 in rows done again
+ *              barriers         CONSUMERS 256 threads, GROUP + g 128 threads, GATHER 128 threads; 0
+ *                               in rows done again
  *              A row whose numbers do not fit (below) is marked and done again at the end by the
  *              code of attention_sm80.cu, for which shared memory is then free.
  * Roofline     2 * H * 1088 FLOP and 656 bytes per key. 64 heads, per key and SM: 34 cycles of
@@ -35,21 +39,27 @@
  *              row, its start and end included. No unit is saturated: issue slots and latencies
  *              bind, with two warps per scheduler (README.md).
  * Numerics     e4m3 is exact in f16; times its scale / E, rounded to f16, where E is a power of two
- *              for the work: all scales must lie in E * [2^-5, 2^7), so products are normal f16.
+ *              for the work, from the first step's scales (find_key_exponent). Scales up to 146 E
+ *              fit, which is 2^9 times the first ones where these are usual; below 2^-5 E products
+ *              lose bits, and may be off by 2^-25 E. E is at most 2^3, so that is nothing.
  *              Query: a power of two per work, so its f16 are exact in heads whose largest value is
- *              within 2^13 of the tile's. Weights are f16, relative to ref, fixed by the first 128
- *              keys: its maximum, rounded up, lies at 2^-HEADROOM (4, or 2^14 where no key comes
- *              later), and a warp's 16 keys of a step fit up to 65,504 together. Sums are fp32 of
- *              unrounded weights. Masked rows are zeros; their weights of 1 are taken from sums.
- *              Whatever does not fit marks the row: scales outside (NaN, negative, 0), scores too
- *              large, no key among the first 128. A head whose q is not finite has results of NaN,
- *              and no influence on others. Partial rows are rounded to f16: means of values,
- *              relative to E, so by 2^-11, or where they are small by 2^-25 E; an E above 2^3,
- *              where that might be felt, marks the row.
+ *              within 2^13 of the tile's. Weights are f16, relative to ref: the first step's
+ *              maximum, rounded up, lies at 2^-HEADROOM (4, or 2^14 where no key comes later).
+ *              Where a warp's 16 keys of a later step have 65,504 and more together, ref moves to their
+ *              maximum in the same way, by an integer, and what was added is scaled by a power of
+ *              two, exactly. Sums are fp32 of unrounded weights. Masked rows are zeros; their
+ *              weights of 1 are taken from sums.
+ *              A key with NaN makes all results NaN, a score of +inf its head's. A head whose q is
+ *              not finite has results of NaN, and no influence on others.
+ *              Whatever does not fit marks the row: scales above 146 E, E above 2^3, scores of
+ *              2^11 and more, heads smaller by 2^13, scores of -inf alone in the first of several
+ *              steps; and a work with one key, whose value the portable code gives as it is.
+ *              Partial rows are rounded to f16: means of values, relative to E, so by 2^-11, or
+ *              where they are small by 2^-25 E.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       keys as A from registers, the granule ring, the order of the two warpgroups: our own
- *              studies; online softmax (FlashAttention), warp roles (CUTLASS). The fixed reference
- *              with rows done again is ours, too.
+ *              studies; online softmax (FlashAttention), warp roles (CUTLASS). References that move
+ *              only where they must, between two blocks, are ours, too.
  */
 #include "hopper_gather.cuh"
 #include "hopper_query.cuh"
@@ -72,8 +82,8 @@ clear_row(const lane_place &me, hopper_memory<Shape> *shared, consumer<Shape> *s
     clear_sums(me, shared);
 }
 
-/* How many steps the work has, when the gather warps have counted its keys. One key alone is left to
- * the portable code, which gives its value as it is. */
+/* How many steps the work has, when the gather warps have counted its keys. One key alone is left
+ * to the portable code, which gives its value as it is. */
 template <typename Shape>
 static __device__ __forceinline__ void
 take_steps(hopper_memory<Shape> *shared, consumer<Shape> *state)

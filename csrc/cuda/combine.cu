@@ -15,8 +15,8 @@
  *              several rows, instructions bind.
  * Numerics     f_s is a power of two, so rescaling loses nothing. Values are summed in the order of
  *              the splits, sums along a fixed tree: the same bits on every run. Splits without keys
- *              have f_s = 0; their out was never written and is not looked at. Of one key, its value
- *              to 2^-22 before it is rounded.
+ *              have f_s = 0; their out was never written and is not looked at. Of one key the value
+ *              is right to 2^-22 before it is rounded.
  * Source       split-KV decoding (Flash-Decoding); the exact factors are ours.
  */
 #include "kernels.h"

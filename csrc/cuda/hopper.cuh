@@ -39,7 +39,7 @@ enum {
     BARRIER_GROUP = 2,
     BARRIER_GATHER = 4,
     /* exponents */
-    TOP_SCALE_EXPONENT = 6, /* of the largest scale / E that fits: 448 times 2^7 is below 2^16 */
+    TOP_SCALE_EXPONENT = 6,  /* of the largest scale / E that fits: 448 times 2^7 is below 2^16 */
     LOW_SCALE_EXPONENT = -2, /* of the first keys' largest scale / E, where E stays fine */
     FINE_UNIT_EXPONENT = -2, /* of E: below it 2^-25 E, which a product may be off by, is nothing */
     USUAL_UNIT_EXPONENT = -9, /* of E, where the first keys have no scale that tells */
@@ -100,11 +100,13 @@ template <typename Shape> struct hopper_memory {
     uint64_t query_full;
     uint64_t query_free;
     uint64_t counted;
-    int32_t num_steps[2];   /* of works in turn */
-    uint32_t has_one_key[2]; /* which have just one */
+    int32_t num_steps[2];                              /* of works in turn */
+    uint32_t has_one_key[2];                           /* which have just one */
     alignas(16) uint32_t num_keys[2][2][GATHER_WARPS]; /* count_steps */
-    alignas(8) float shift[2][Shape::HEADS]; /* what a group raised the references by, where has_grown */
-    alignas(4) uint8_t has_grown[4];    /* by group: its weights have outgrown f16 */
+    alignas(
+        8) float shift[2]
+                      [Shape::HEADS]; /* what a group raised the references by, where has_grown */
+    alignas(4) uint8_t has_grown[4];  /* by group: its weights have outgrown f16 */
     alignas(8) uint8_t is_lost[CONSUMER_WARPS]; /* a number of the row did not fit */
     uint32_t redo[MAX_WORKS / 32];
 };
@@ -196,7 +198,7 @@ typedef struct hopper_addresses {
     uint32_t empty; /* of the first granule */
     uint32_t weighed;
     uint32_t added;
-    uint32_t probs; /* of the own group */
+    uint32_t probs;     /* of the own group */
     uint32_t has_grown; /* of the own group */
 } hopper_addresses;
 
@@ -228,7 +230,7 @@ template <typename Shape> struct consumer {
     float even_sum; /* of an even chunk, until the next one's is there */
     float even_top;
     bool has_grown[Shape::CHUNKS < 2 ? 1 : Shape::CHUNKS / 2]; /* sums of a pair, left out */
-    uint32_t raw[2][8]; /* values of a granule */
+    uint32_t raw[2][8];                                        /* values of a granule */
     uint32_t scale[2][2];
     uint32_t a[2][16]; /* the same as A */
     uint32_t key_bits; /* is_key of the warp's granule of the group's block */
@@ -324,8 +326,9 @@ exponent_of_scale(uint32_t scale)
     return exponent == 0xFF ? 0 : exponent;
 }
 
-/* The smallest f16 of scale / E that is too large, twice: 448 times that is. NaN is not. */
-enum : uint32_t { TOO_LARGE_HALVES = (uint32_t)(15 + TOP_SCALE_EXPONENT + 1) << 10 | (uint32_t)(15 + TOP_SCALE_EXPONENT + 1) << 26 };
+/* The largest scale / E that fits, as two f16: 448 * 146 is below 65,504. What has an exponent up
+ * to TOP_SCALE_EXPONENT fits, even rounded up. */
+enum : uint32_t { LARGEST_SCALES = 0x58905890u };
 
 /* ---- e4m3 to f16 --------------------------------------------------------------------------- */
 

@@ -226,9 +226,8 @@ gather(const bf16_launch &launch, bf16_memory *shared)
         key_stream stream = open_stream(launch.base, work, 0, gather_warp_again(), gather_lane());
         load_next(&stream); /* on its way with those that are counted */
         const list_steps steps =
-            count_steps<COUNT_LOADS>(launch.base, work, gather_warp_again(),
-                                     gather_lane(), state.phase.work,
-                                     BARRIER_GATHER, shared->num_keys);
+            count_steps<COUNT_LOADS>(launch.base, work, gather_warp_again(), gather_lane(),
+                                     state.phase.work, BARRIER_GATHER, shared->num_keys);
         work.num_heads = steps.num_keys != 0 ? work.num_heads : 0;
         bool is_first_step = true;
 #pragma unroll 1

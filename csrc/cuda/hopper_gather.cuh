@@ -130,8 +130,8 @@ static __device__ __forceinline__ list_steps
 count_work(const hopper_launch &launch, int idx, uint32_t turn, hopper_memory<Shape> *shared)
 {
     const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
-    return count_steps<COUNT_LOADS>(launch.base, work, find_gather_warp(), find_gather_lane(),
-                                    turn, BARRIER_GATHER, shared->num_keys);
+    return count_steps<COUNT_LOADS>(launch.base, work, find_gather_warp(), find_gather_lane(), turn,
+                                    BARRIER_GATHER, shared->num_keys);
 }
 
 /* Tells the consumers of a work's steps. They have taken the last work's before its query's place
@@ -148,8 +148,8 @@ publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shar
     __syncwarp();
 }
 
-/* Steps [begin, end) of a list of a work. Lane l has key l % 4 of the warp's four in granule l / 4 of
- * a step. */
+/* Steps [begin, end) of a list of a work. Lane l has key l % 4 of the warp's four in granule l / 4
+ * of a step. */
 template <typename Shape>
 static __device__ __forceinline__ void
 gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t begin, int32_t end,
@@ -158,13 +158,13 @@ gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t
     if (begin == end) {
         return;
     }
-    key_stream stream = open_stream(launch.base, work, list, find_gather_warp(),
-                                    find_gather_lane());
+    key_stream stream =
+        open_stream(launch.base, work, list, find_gather_warp(), find_gather_lane());
     load_next(&stream);
 #pragma unroll 1
     for (int32_t step = 0; step < end; step++) {
-        const uint32_t index = take_step(&stream, launch.base.lists[list].index_limit,
-                                         find_gather_lane());
+        const uint32_t index =
+            take_step(&stream, launch.base.lists[list].index_limit, find_gather_lane());
         if (step < begin) {
             continue;
         }
@@ -219,9 +219,9 @@ fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base)
     __syncwarp();
 }
 
-/* All works of the CTA. The keys of a work are counted while the first rows of the one in front of it
- * are on their way, for the consumers have to store a query then; with few heads, where the memory
- * binds, after its last ones. Of a launch's first work they are counted when its first rows have
+/* All works of the CTA. The keys of a work are counted while the first rows of the one in front of
+ * it are on their way, for the consumers have to store a query then; with few heads, where the
+ * memory binds, after its last ones. Of a launch's first work they are counted when its first rows have
  * been asked for, where there is one list. */
 template <typename Shape>
 static __device__ __forceinline__ void

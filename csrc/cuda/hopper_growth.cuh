@@ -68,8 +68,8 @@ move_references(const hopper_launch &launch, const lane_place &me, hopper_memory
                [=](int at, float top) { mine[at] = top; });
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
     if (head < Shape::HEADS) {
-        const float top = fmaxf(fmaxf(tops[0][head], tops[1][head]),
-                                fmaxf(tops[2][head], tops[3][head]));
+        const float top =
+            fmaxf(fmaxf(tops[0][head], tops[1][head]), fmaxf(tops[2][head], tops[3][head]));
         const float shift = fmaxf(ceilf(top) + launch.headroom, 0.0f);
         const float reference = shift < INFINITY ? shared->reference[head] + shift : NAN;
         lose_row(shared, fabsf(reference) >= MAX_SCORE);

@@ -8,8 +8,8 @@
 
 /* ---- Consumers: scores --------------------------------------------------------------------- */
 
-/* The scales of the warp's keys, of which none may be too large: f16 of scale / E, to the table that values are multiplied from,
- * and here (low half row, high half row + 8) of scale tile `column`. */
+/* The scales of the warp's keys, of which none may be too large: f16 of scale / E, to the table
+ * that values are multiplied from, and here (low half row, high half row + 8) of scale tile `column`. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
 take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule)
@@ -19,7 +19,7 @@ take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule
     const float a = smla_bits_float(ptx_load_shared_4(from));
     const float b = smla_bits_float(ptx_load_shared_4(from + 8 * FP8_ROW_BYTES));
     const uint32_t pair = ptx_cvt_f16x2(a * inv_unit, b * inv_unit);
-    lose_row(shared, ptx_is_large_f16x2(pair, TOO_LARGE_HALVES));
+    lose_row(shared, ptx_exceeds_f16x2(pair, LARGEST_SCALES));
     const uint32_t to = granule + (uint32_t)offsetof(ring_granule, scales) +
                         me.column * (GRANULE_KEYS * 2) + (4 * (me.row >> 1) + (me.row & 1)) * 2;
     asm volatile("{\n\t"

@@ -178,7 +178,8 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
         if (batch > 0) {
             wgmma_wait<0>();
             if (batch == BLOCK_GRANULES && has_grown) {
-                raise_references(launch, find_addresses(shared, find_place_again().group), find_place_again(), shared, state);
+                raise_references(launch, find_addresses(shared, find_place_again().group),
+                                 find_place_again(), shared, state);
             }
 #pragma unroll
             for (int i = 0; i < 8; i++) {

@@ -61,7 +61,8 @@ open_stream(const attention_launch &launch, const cta_work &work, int list, int 
     return stream;
 }
 
-/* The warp's keys of a list; LOADS indices of a lane at once. They are in L1 then, for take_step. */
+/* The warp's keys of a list; LOADS indices of a lane at once. They are in L1 then, for
+ * take_step. */
 template <int LOADS>
 static __device__ __forceinline__ uint32_t
 count_keys(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
@@ -90,7 +91,8 @@ count_keys(const attention_launch &launch, const cta_work &work, int list, int w
 
 /* ---- Steps of a work ------------------------------------------------------------------------ */
 
-/* Calls the warp's share of a work's indices to L2, in lines of 128 bytes, before they are counted. */
+/* Calls the warp's share of a work's indices to L2, in lines of 128 bytes, before they are
+ * counted. */
 static __device__ __forceinline__ void
 prefetch_keys(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
 {
@@ -127,8 +129,8 @@ steps_of_keys(const uint32_t counts[GATHER_WARPS], uint32_t *num_keys)
  * turn: the counts of a work are read after the barrier, when the next one's may come. */
 template <int LOADS>
 static __device__ __forceinline__ list_steps
-count_steps(const attention_launch &launch, const cta_work &work, int warp, int lane,
-            uint32_t turn, int barrier, uint32_t (&num_keys)[2][2][GATHER_WARPS])
+count_steps(const attention_launch &launch, const cta_work &work, int warp, int lane, uint32_t turn,
+            int barrier, uint32_t (&num_keys)[2][2][GATHER_WARPS])
 {
 #pragma unroll 1
     for (int list = 0; list < launch.params.num_lists; list++) {
@@ -174,8 +176,7 @@ take_keys(key_stream *stream, uint32_t limit, int lane)
         stream->num_held = SMLA_WARP_LANES;
     } else {
         const int rank = (lane - stream->num_held) & (SMLA_WARP_LANES - 1);
-        const uint32_t moved =
-            __shfl_sync(0xFFFFFFFFu, stream->next, find_nth_bit(is_key, rank));
+        const uint32_t moved = __shfl_sync(0xFFFFFFFFu, stream->next, find_nth_bit(is_key, rank));
         if (rank < __popc(is_key)) {
             if (lane >= stream->num_held) {
                 stream->held = moved;
@@ -195,8 +196,7 @@ static __device__ __forceinline__ uint32_t
 take_step(key_stream *stream, uint32_t limit, int lane)
 {
 #pragma unroll 1
-    while (stream->num_held < SMLA_WARP_LANES &&
-           __any_sync(0xFFFFFFFFu, stream->left > 0)) {
+    while (stream->num_held < SMLA_WARP_LANES && __any_sync(0xFFFFFFFFu, stream->left > 0)) {
         take_keys(stream, limit, lane);
     }
     const uint32_t index = lane < stream->num_held ? stream->held : NO_INDEX;

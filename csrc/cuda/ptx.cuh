@@ -522,21 +522,21 @@ ptx_mul_f16x2(uint32_t a, uint32_t b)
     return product;
 }
 
-/* Whether one of two f16 is `least` or more, or minus that or less; NaN is not. `least` twice. */
+/* Whether the size of one of two f16 is above its limit; NaN is not. */
 static __device__ __forceinline__ bool
-ptx_is_large_f16x2(uint32_t pair, uint32_t least)
+ptx_exceeds_f16x2(uint32_t pair, uint32_t limits)
 {
     uint32_t is_large;
     asm("{\n\t"
         ".reg .pred low, high;\n\t"
         ".reg .b32 size;\n\t"
         "abs.f16x2 size, %1;\n\t"
-        "setp.ge.f16x2 low|high, size, %2;\n\t"
+        "setp.gt.f16x2 low|high, size, %2;\n\t"
         "or.pred low, low, high;\n\t"
         "selp.b32 %0, 1, 0, low;\n\t"
         "}"
         : "=r"(is_large)
-        : "r"(pair), "r"(least));
+        : "r"(pair), "r"(limits));
     return is_large != 0;
 }
 

@@ -21,8 +21,8 @@ enum {
     FETCH_KEYS = GRANULE_KEYS * GROUP_GRANULES / (SMALL_WARPS - QUERY_WARPS), /* see find_fetch */
     ROW_VECTORS = FP8_ROW_BYTES / 16,
     SCALE_BYTES = SMLA_NUM_SCALE_TILES * GRANULE_KEYS * 2, /* of a granule, in f16 */
-    WEIGHT_EXPONENT = 8,    /* of the largest weight */
-    NO_EXPONENT = -1000,    /* of a granule without keys */
+    WEIGHT_EXPONENT = 8,                                   /* of the largest weight */
+    NO_EXPONENT = -1000,                                   /* of a granule without keys */
 };
 
 static_assert(FETCH_KEYS * SMALL_GROUPS == SMLA_WARP_LANES, "all are fetched, a row per lane");

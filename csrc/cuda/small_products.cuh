@@ -24,13 +24,14 @@ find_key_exponent(uint32_t rows, const lane_place &me, small_state *state)
     state->is_lost |= largest > 1 && exponent < -(int)MAX_KEY_EXPONENT;
 }
 
-/* f16 of the lane's two scales / 2^exponent, which is above none of the keys' but for its bounds. */
+/* f16 of the lane's two scales / 2^exponent; only where the exponent is at its bound they may be
+ * too large. */
 static __device__ __forceinline__ uint32_t
 round_scales(int exponent, small_state *state)
 {
     const float unit = power_of_two(-exponent);
     const uint32_t pair = ptx_cvt_f16x2(state->scale[0] * unit, state->scale[1] * unit);
-    state->is_lost |= ptx_is_large_f16x2(pair, TOO_LARGE_HALVES);
+    state->is_lost |= ptx_exceeds_f16x2(pair, LARGEST_SCALES);
     return pair;
 }
 
