@@ -41,20 +41,19 @@
  * Numerics     e4m3 is exact in f16; times its scale / E, rounded to f16, where E is a power of two
  *              for the work, from the first step's scales (find_key_exponent). Scales up to 146 E
  *              fit, which is 2^9 times the first ones where these are usual; below 2^-5 E products
- *              lose bits, and may be off by 2^-25 E. E is at most 2^3, so that is nothing.
- *              Query: a power of two per work, so its f16 are exact in heads whose largest value is
- *              within 2^13 of the tile's. Weights are f16, relative to ref: the first step's
- *              maximum, rounded up, lies at 2^-HEADROOM (4, or 2^14 where no key comes later).
- *              Where a warp's 16 keys of a later step have 65,504 and more together, ref moves to their
+ *              lose bits, and may be off by 2^-25 E. E is at most 2^3, so that is nothing. Query: a
+ *              power of two per work, so its f16 are exact in heads whose largest value is within
+ *              2^13 of the tile's. Weights are f16, relative to ref: the first step's maximum,
+ *              rounded up, lies at 2^-HEADROOM (4, or 2^14 where no key comes later). Where a
+ *              warp's 16 keys of a later step have 65,504 and more together, ref moves to their
  *              maximum in the same way, by an integer, and what was added is scaled by a power of
  *              two, exactly. Sums are fp32 of unrounded weights. Masked rows are zeros; their
- *              weights of 1 are taken from sums.
- *              A key with NaN makes all results NaN, a score of +inf its head's. A head whose q is
- *              not finite has results of NaN, and no influence on others.
- *              Whatever does not fit marks the row: scales above 146 E, E above 2^3, scores of
- *              2^11 and more, heads smaller by 2^13, scores of -inf alone in the first of several
- *              steps; and a work with one key, whose value the portable code gives as it is.
- *              Partial rows are rounded to f16: means of values, relative to E, so by 2^-11, or
+ *              weights of 1 are taken from sums. A key with NaN makes all results NaN, a score of
+ *              +inf its head's. A head whose q is not finite has results of NaN, and no influence
+ *              on others. Whatever does not fit marks the row: scales above 146 E, E above 2^3,
+ *              scores of 2^11 and more, heads smaller by 2^13, scores of -inf alone in the first of
+ *              several steps; and a work with one key, whose value the portable code gives as it
+ *              is. Partial rows are rounded to f16: means of values, relative to E, so by 2^-11, or
  *              where they are small by 2^-25 E.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       keys as A from registers, the granule ring, the order of the two warpgroups: our own

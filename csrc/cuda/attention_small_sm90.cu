@@ -35,11 +35,11 @@
  *              no score is too large; the largest weight is 2^WEIGHT_EXPONENT. Scores are relative
  *              to the largest scale of the warp's keys, values to that of all keys of the split.
  *              Products of much smaller scales lose bits, and may be off by 2^-25 of the unit;
- *              scales above 2^9, where that might be felt, mark the row. A NaN among scales or bytes makes
- *              its score NaN, and so all results. Partial rows are rounded to f16: means of values,
- *              relative to the largest scale, so by 2^-11, or where they are small by 2^-25 of the
- *              unit. A split with one key is marked, too: the portable code gives its value as it
- *              is.
+ *              scales above 2^9, where that might be felt, mark the row. A NaN among scales or
+ *              bytes makes its score NaN, and so all results. Partial rows are rounded to f16:
+ *              means of values, relative to the largest scale, so by 2^-11, or where they are small
+ *              by 2^-25 of the unit. A split with one key is marked, too: the portable code gives
+ *              its value as it is.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       as attention_sm90.cu; split-KV decoding (Flash-Decoding)
  */

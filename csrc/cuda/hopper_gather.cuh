@@ -221,8 +221,8 @@ fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base)
 
 /* All works of the CTA. The keys of a work are counted while the first rows of the one in front of
  * it are on their way, for the consumers have to store a query then; with few heads, where the
- * memory binds, after its last ones. Of a launch's first work they are counted when its first rows have
- * been asked for, where there is one list. */
+ * memory binds, after its last ones. Of a launch's first work they are counted when its first rows
+ * have been asked for, where there is one list. */
 template <typename Shape>
 static __device__ __forceinline__ void
 gather(const hopper_launch &launch, hopper_memory<Shape> *shared)

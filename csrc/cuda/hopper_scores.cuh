@@ -9,7 +9,8 @@
 /* ---- Consumers: scores --------------------------------------------------------------------- */
 
 /* The scales of the warp's keys, of which none may be too large: f16 of scale / E, to the table
- * that values are multiplied from, and here (low half row, high half row + 8) of scale tile `column`. */
+ * that values are multiplied from, and here (low half row, high half row + 8) of scale tile
+ * `column`. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
 take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule)
