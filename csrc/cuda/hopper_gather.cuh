@@ -236,12 +236,16 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
                  __shfl_sync(0xFFFFFFFFu, find_gather_warp(), 0) * (GATHER_KEYS * FP8_ROW_BYTES);
     state.slot = 0;
     state.parity = 1;
-    uint32_t turn = 0;
     list_steps steps = {.main = 1};
     bool is_counted = false;
     ptx_wait_for_grids();
 #pragma unroll 1
-    for (int idx = (int)blockIdx.x; idx < launch.num_works; idx += (int)gridDim.x) {
+    for (int n = 0;; n++) {
+        const uint32_t turn = (uint32_t)n & 1;
+        const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, n);
+        if (idx < 0) {
+            break;
+        }
         const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
         if (!is_counted && launch.base.params.num_lists == 2) {
             steps = count_work(launch, idx, turn, shared);
@@ -270,12 +274,18 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
                 publish_steps(steps, turn, shared);
                 is_counted = true;
             }
-            if (part == COUNTS_AHEAD && idx + (int)gridDim.x < launch.num_works) {
-                next = count_work(launch, idx + (int)gridDim.x, turn ^ 1, shared);
+            if (part == COUNTS_AHEAD) {
+                wait_for_order(
+                    launch.is_ordered,
+                    state.base + (uint32_t)offsetof(hopper_memory<Shape>, order.planned));
+                const int ahead =
+                    nth_work(launch.is_ordered, launch.num_works, &shared->order, n + 1);
+                if (ahead >= 0) {
+                    next = count_work(launch, ahead, turn ^ 1, shared);
+                }
             }
         }
         steps = next;
-        turn ^= 1;
     }
 }
 
