@@ -166,3 +166,35 @@ def test_works_in_a_row(has_extra, fmt):
     alone = check(case.rows(some))
     for name, x in alone.items():
         assert_same_bits(x, got[name][some], f"{name} in another batch")
+
+
+@every_format
+@pytest.mark.parametrize("num_heads", [16, 64, 128])
+@pytest.mark.parametrize("num_tokens", [133, 200, 264, 265, 396, 397, 529, 600])
+def test_bits_in_any_order(num_tokens, num_heads, fmt):
+    """Up to four works a CTA are shared out by their lengths: lists of any length, with entries
+    that are none or without, and rows that are done again. Backwards, the tokens meet other CTAs
+    and other works in front of them."""
+    width = 400
+    case = make(fmt, "all", width, 1, num_heads=num_heads, num_tokens=num_tokens, ragged=True)
+    rng = np.random.default_rng(num_tokens)
+    for t in rng.permutation(num_tokens)[: num_tokens // 2]:
+        keys = ["half of them", "few", "the first", "none"][rng.integers(4)]
+        case.indices[t] = make_indices(rng, 1, width, keys)[0]
+    got = guarded_attention(attend, case)
+    back = guarded_attention(attend, case.rows(np.arange(num_tokens)[::-1]))
+    for name, x in got.items():
+        assert_same_bits(back[name][::-1], x, f"{name}, tokens backwards")
+    some = rng.permutation(num_tokens)[:24]
+    assert_within_bounds(case.rows(some).reference(), {n: x[some] for n, x in got.items()})
+
+
+@every_format
+@pytest.mark.parametrize("topk_length", [0, 400])
+def test_order_of_equal_lengths(topk_length, fmt):
+    """Ties everywhere: every work is done, in the place of its own."""
+    num_tokens = 301
+    case = make(fmt, "all", 400, 1, num_tokens=num_tokens)
+    case.options["topk_length"] = np.full(num_tokens, topk_length, np.int32)
+    got = guarded_attention(attend, case)
+    assert_within_bounds(case.reference(), got)

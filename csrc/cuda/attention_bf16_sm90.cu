@@ -12,7 +12,8 @@
  *                                             not needed after the scores
  *              sums, maxima, references, mbarriers, is_key, counts of keys
  *              231,936 bytes of the 232,448 that an SM has
- * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile).
+ * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile), or
+ *              behind the first one those that level the loads (work_order.cuh).
  *              4 gather warps   56 registers. Indices -> rows, by cp.async of 16 bytes: a bulk copy
  *                               cannot swizzle. Each has 16 rows of every block, and takes them
  *                               from its quarter of the columns; entries that are none are left
@@ -36,6 +37,7 @@
  *              weighed[group][half] 128 threads of the group: weights of 32 keys | the other group
  *              query_full           128 gather threads | consumers
  *              query_empty          256 consumers, after their last scores | gather warps
+ *              planned              a consumer thread, which has left the order | gather warps
  *              scored               128 threads of group 0, which have scored its block | the same,
  *                                   before weights replace its RoPE tile
  *              barriers         CONSUMERS 256 threads, where a work ends; GATHER 128 threads, where
@@ -207,14 +209,22 @@ static __device__ __forceinline__ void
 consume(const bf16_launch &launch, bf16_memory *shared)
 {
     bf16_phase phase = {};
-    int turn = 0;
+    if (launch.is_ordered) {
+        static_assert(sizeof(order_scratch) <= sizeof shared->probs,
+                      "free until the first weights");
+        plan_works(launch.base, launch.num_works, BARRIER_CONSUMERS, (order_scratch *)shared->probs,
+                   &shared->order);
+    }
 #pragma unroll 1
-    for (int idx = (int)blockIdx.x; idx < launch.num_works; idx += (int)gridDim.x) {
+    for (int n = 0;; n++) {
+        const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, n);
+        if (idx < 0) {
+            break;
+        }
         bf16_consumer state;
         clear_sums(&state);
         consume_steps<MAXIMA>(launch, &phase, shared, &state);
-        finish_work<MAXIMA>(launch, idx, turn, shared, state);
-        turn ^= 1;
+        finish_work<MAXIMA>(launch, idx, n & 1, shared, state);
     }
 }
 
@@ -240,6 +250,7 @@ start(bf16_memory *shared)
         ptx_mbarrier_init(ptx_shared_address(&shared->scored), GROUP_THREADS);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_full), gather_threads);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_empty), CONSUMER_THREADS);
+        ptx_mbarrier_init(ptx_shared_address(&shared->order.planned), 1);
         ptx_fence_mbarrier_init();
     }
     __syncthreads();
@@ -283,9 +294,10 @@ launch_bf16(const smla_attention_params *params)
     launch.out_is_aligned =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
     const int num_sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
-    return smla_launch(attend_bf16<MAXIMA, ALIGNED>, launch,
-                       launch.num_works < num_sms ? launch.num_works : num_sms, HOPPER_THREADS,
-                       SHARED_BYTES, params->stream);
+    const int num_ctas = launch.num_works < num_sms ? launch.num_works : num_sms;
+    launch.is_ordered = has_order(launch.num_works, num_ctas, params->num_splits);
+    return smla_launch(attend_bf16<MAXIMA, ALIGNED>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
+                       params->stream);
 }
 
 cudaError_t

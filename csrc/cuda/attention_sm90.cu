@@ -10,7 +10,8 @@
  *                      scales as f16, is_key and mbarriers: 10,656 bytes
  *              sums, references, shifts, factors, counts of keys
  *              64 heads: 13 granules, nearly all of the 232,448 bytes that an SM has
- * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile).
+ * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile), or
+ *              behind the first one those that level the loads (work_order.cuh).
  *              4 gather warps   24 registers. Indices -> keys -> rows: each has a quarter of the
  *                               columns, leaves out the entries that are none (key_stream.cuh), and
  *                               brings 4 rows of every granule, one bulk copy per row. Runs ahead,
@@ -28,6 +29,7 @@
  *              query_free       256 consumers, last scores of a row | gather warps
  *              query_full       a thread of each gather warp, and its bytes | consumers
  *              counted          a gather thread: how many steps the work has | consumers
+ *              planned          a consumer thread, which has left the order | gather warps
  *              Most threads arrive for themselves: it costs nothing, and racecheck can follow it.
  *              barriers         CONSUMERS 256 threads, GROUP + g 128 threads, GATHER 128 threads; 0
  *                               in rows done again
@@ -149,6 +151,12 @@ consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
     state.own = BLOCK_GRANULES * GRANULE_BYTES * find_place().group;
     ptx_wait_for_grids(); /* from here on memory of others is read and written */
     ptx_let_next_grid_start();
+    if (launch.is_ordered) {
+        static_assert(sizeof(order_scratch) <= sizeof shared->probs,
+                      "free until the first weights");
+        plan_works(launch.base, launch.num_works, BARRIER_CONSUMERS, (order_scratch *)shared->probs,
+                   &shared->order);
+    }
     cta_work next = find_next(launch, shared);
 #pragma unroll 1
     while (next.num_heads != 0) {
@@ -175,6 +183,7 @@ start(hopper_memory<Shape> *shared)
         ptx_mbarrier_init(ptx_shared_address(&shared->query_full), GATHER_WARPS);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_free), CONSUMER_THREADS);
         ptx_mbarrier_init(ptx_shared_address(&shared->counted), 1);
+        ptx_mbarrier_init(ptx_shared_address(&shared->order.planned), 1);
         for (int i = 0; i < 2; i++) {
             ptx_mbarrier_init(ptx_shared_address(&shared->weighed[i]), GROUP_THREADS);
             ptx_mbarrier_init(ptx_shared_address(&shared->added[i]), GROUP_THREADS);
@@ -182,7 +191,7 @@ start(hopper_memory<Shape> *shared)
         ptx_fence_mbarrier_init();
     }
     if (thread == 0) {
-        shared->work = (int)blockIdx.x - (int)gridDim.x; /* in front of the first */
+        shared->work = -1;       /* in front of the first */
         shared->key_unit = 1.0f; /* for works without keys, which find none */
         shared->has_grown[0] = shared->has_grown[1] = 0;
     }
@@ -192,7 +201,7 @@ start(hopper_memory<Shape> *shared)
     __syncthreads();
 }
 
-/* All barriers, of which many lie where rows are done again. */
+/* All barriers, of which many lie where rows are done again. `planned` lies behind that. */
 template <typename Shape>
 static __device__ __forceinline__ void
 end_barriers(hopper_memory<Shape> *shared)
@@ -231,7 +240,7 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
         typedef shared_memory<typename Shape::Portable> portable_memory;
         static_assert(sizeof(portable_memory) <= offsetof(hopper_memory<Shape>, redo),
                       "marks outlive the rest");
-        redo_works(launch.base, launch.num_works, Shape::REDO_TILES, shared->redo,
+        redo_works(launch, Shape::REDO_TILES, shared->redo, &shared->order,
                    (portable_memory *)shared);
     }
 }
@@ -306,8 +315,10 @@ launch_hopper(const smla_attention_params *params, const row_span spans[2])
                             params->q_nope_stride_head == SMLA_HEAD_DIM &&
                             params->q_pe_stride_head == SMLA_HEAD_DIM &&
                             params->q_pe_stride_token == params->q_nope_stride_token;
-    return smla_launch(attend_hopper<Shape>, launch, count_hopper_ctas(params, launch.num_works),
-                       HOPPER_THREADS, SHARED_BYTES, params->stream);
+    const int64_t num_ctas = count_hopper_ctas(params, launch.num_works);
+    launch.is_ordered = has_order(launch.num_works, num_ctas, params->num_splits);
+    return smla_launch(attend_hopper<Shape>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
+                       params->stream);
 }
 
 template <int HEADS>

@@ -9,6 +9,7 @@
 #include "attend.cuh"
 #include "key_stream.cuh"
 #include "wgmma.cuh"
+#include "work_order.cuh"
 
 enum : uint32_t { NO_ROW = 0xFFFFFFFFu };
 
@@ -88,7 +89,7 @@ template <typename Shape> struct hopper_memory {
     alignas(16) float tops[Shape::MAXIMA ? CONSUMER_WARPS : 1][Shape::MAXIMA ? Shape::SLOTS : 1];
     alignas(16) float reference[Shape::HEADS];
     alignas(16) float factor[2][Shape::HEADS]; /* each group's own; until they are known, sinks */
-    int32_t work;                              /* its number in the grid */
+    int32_t work;                              /* its number among those of the CTA */
     cta_work place;                            /* what it is: kept here, for divisions are slow */
     float score_scale;                         /* of scores, in the log2 domain */
     float key_unit;                            /* E */
@@ -109,6 +110,7 @@ template <typename Shape> struct hopper_memory {
     alignas(4) uint8_t has_grown[4];  /* by group: its weights have outgrown f16 */
     alignas(8) uint8_t is_lost[CONSUMER_WARPS]; /* a number of the row did not fit */
     uint32_t redo[MAX_WORKS / 32];
+    work_order order;
 };
 
 /* The rows of a list. */
@@ -127,6 +129,7 @@ typedef struct hopper_launch {
     bool out_is_aligned; /* every row to 16 bytes */
     bool fetches_query;  /* gather warps do: q is aligned too, and out not staged in its place */
     bool query_is_dense; /* heads of a token lie one behind the other, both parts together */
+    bool is_ordered;     /* CTAs take works in the order of work_order.cuh */
 } hopper_launch;
 
 /* ---- Works --------------------------------------------------------------------------------- */
@@ -136,9 +139,10 @@ template <typename Shape>
 static __device__ __forceinline__ cta_work
 find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
 {
-    const int idx = shared->work + (int)gridDim.x;
+    const int idx =
+        nth_work(launch.is_ordered, launch.num_works, &shared->order, shared->work + 1);
     cta_work next = {};
-    if (idx < launch.num_works) {
+    if (idx >= 0) {
         next = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
     }
     return next;
@@ -151,7 +155,7 @@ begin_work(const cta_work &next, hopper_memory<Shape> *shared)
 {
     const int thread = ptx_forget((int)threadIdx.x);
     if (thread == 0) { /* not a comparison kept over the loop */
-        shared->work += (int)gridDim.x;
+        shared->work++;
         shared->place = next;
     }
     if (thread % SMLA_WARP_LANES == 0) {
@@ -513,12 +517,11 @@ leave_halves(const attention_launch &launch, const cta_work &work, int head, flo
     launch.partials.out[row * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT] = whole * unit;
 }
 
-/* Marks a work of the CTA: it has to be done again. */
+/* Marks the CTA's work of this number: it has to be done again. */
 static __device__ __forceinline__ void
-mark_work(int idx, int thread, uint32_t redo[MAX_WORKS / 32])
+mark_work(int number, int thread, uint32_t redo[MAX_WORKS / 32])
 {
     if (thread == 0) {
-        const int number = idx / (int)gridDim.x;
         redo[number / 32] |= 1u << number % 32;
     }
 }
@@ -527,20 +530,24 @@ mark_work(int idx, int thread, uint32_t redo[MAX_WORKS / 32])
  * is in front of `redo`. A work is `num_parts` of that code's tiles. */
 template <typename Portable>
 static __device__ __forceinline__ void
-redo_works(const attention_launch &launch, int num_works, int num_parts, const uint32_t *redo,
-           shared_memory<Portable> *shared)
+redo_works(const hopper_launch &hopper, int num_parts, const uint32_t *redo,
+           const work_order *order, shared_memory<Portable> *shared)
 {
+    const attention_launch &launch = hopper.base;
     const uint32_t num_tiles =
         ((uint32_t)launch.params.num_heads + Portable::HEADS - 1) / Portable::HEADS;
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 #pragma unroll 1
-    for (int number = 0; number * (int)gridDim.x + (int)blockIdx.x < num_works; number++) {
+    for (int number = 0;; number++) {
+        const int idx = nth_work(hopper.is_ordered, hopper.num_works, order, number);
+        if (idx < 0) {
+            break;
+        }
         if (!(redo[number / 32] >> number % 32 & 1)) {
             continue;
         }
-        const uint32_t idx = (uint32_t)number * gridDim.x + blockIdx.x;
-        const uint32_t part = idx / launch.num_head_tiles;
-        const uint32_t first = idx % launch.num_head_tiles * num_parts;
+        const uint32_t part = (uint32_t)idx / launch.num_head_tiles;
+        const uint32_t first = (uint32_t)idx % launch.num_head_tiles * num_parts;
 #pragma unroll 1
         for (uint32_t i = first; i < first + num_parts && i < num_tiles; i++) {
             attend_cta<Portable>(launch, num_tiles, (int)(part * num_tiles + i), shared);

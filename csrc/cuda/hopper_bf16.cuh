@@ -55,6 +55,7 @@ struct bf16_memory {
     uint64_t query_empty;
     alignas(16) uint32_t is_key[2][GATHER_WARPS]; /* 16 keys of each gather warp, and IS_LAST */
     alignas(16) uint32_t num_keys[2][2][GATHER_WARPS]; /* count_steps */
+    work_order order;
 };
 
 /* A word of is_key. */
@@ -65,6 +66,7 @@ typedef struct bf16_launch {
     attention_launch base;
     int32_t num_works;
     bool out_is_aligned; /* every row to 16 bytes */
+    bool is_ordered;     /* CTAs take works in the order of work_order.cuh */
 } bf16_launch;
 
 /* What a consumer thread keeps over a work: of heads row and row + 8 of its warp. */

@@ -165,11 +165,11 @@ gather_block(const bf16_gather &state, const uint8_t *row, uint32_t last_bit)
 
 /* ---- Works --------------------------------------------------------------------------------- */
 
-/* The indices of work number idx, if there is one, to L2. */
+/* The indices of work number idx to L2; -1 is none. */
 static __device__ __forceinline__ void
 prefetch_work(const bf16_launch &launch, int idx)
 {
-    if (idx < launch.num_works) {
+    if (idx >= 0) {
         const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, TILE_HEADS);
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.num_lists; list++) {
@@ -178,13 +178,14 @@ prefetch_work(const bf16_launch &launch, int idx)
     }
 }
 
-/* A list of a work. Lane l has row l % 16 of the warp's rows of block l / 16. What a work needs
- * beside its rows comes with its first step: its query between the blocks, and behind them what the
- * next work's count will ask for. */
+/* A list of the CTA's n-th work. Lane l has row l % 16 of the warp's rows of block l / 16. What a
+ * work needs beside its rows comes with its first step: its query between the blocks, and behind
+ * them what the next work's count will ask for. */
 template <bool ALIGNED>
 static __device__ __forceinline__ void
-gather_list(const bf16_launch &launch, const cta_work &work, int idx, int list, int32_t num_steps,
-            bool is_last_list, key_stream *stream, bool *is_first_step, bf16_gather *state)
+gather_list(const bf16_launch &launch, const cta_work &work, int n, int list, int32_t num_steps,
+            bool is_last_list, const work_order *order, key_stream *stream, bool *is_first_step,
+            bf16_gather *state)
 {
 #pragma unroll 1
     for (int32_t steps = num_steps; steps > 0; steps--) {
@@ -194,12 +195,13 @@ gather_list(const bf16_launch &launch, const cta_work &work, int idx, int list, 
         const uint8_t *const row = row_of_slot(launch.base, list, slot);
         const uint32_t last_bit = is_last_list && steps == 1 ? IS_LAST : 0;
         gather_block<0, ALIGNED>(*state, row, last_bit);
-        if (*is_first_step && idx != (int)blockIdx.x) {
+        if (*is_first_step && n != 0) {
             gather_query<ALIGNED>(launch.base.params, work, *state);
         }
         gather_block<1, ALIGNED>(*state, row, last_bit);
         if (*is_first_step) {
-            prefetch_work(launch, idx + (int)gridDim.x);
+            wait_for_order(launch.is_ordered, BF16_AT(state->base, order.planned));
+            prefetch_work(launch, nth_work(launch.is_ordered, launch.num_works, order, n + 1));
             *is_first_step = false;
         }
         state->phase.step ^= 1;
@@ -218,9 +220,13 @@ gather(const bf16_launch &launch, bf16_memory *shared)
     state.to = (gather_warp() * WARP_ROWS + row) * 128 + ((gather_lane() % 8) ^ row) * 16;
     prefetch_work(launch, (int)blockIdx.x);
 #pragma unroll 1
-    for (int idx = (int)blockIdx.x; idx < launch.num_works; idx += (int)gridDim.x) {
+    for (int n = 0;; n++) {
+        const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, n);
+        if (idx < 0) {
+            break;
+        }
         cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, TILE_HEADS);
-        if (idx == (int)blockIdx.x) {
+        if (n == 0) {
             gather_query<ALIGNED>(launch.base.params, work, state);
         }
         key_stream stream = open_stream(launch.base, work, 0, gather_warp_again(), gather_lane());
@@ -236,8 +242,9 @@ gather(const bf16_launch &launch, bf16_memory *shared)
                 stream = open_stream(launch.base, work, 1, gather_warp_again(), gather_lane());
                 load_next(&stream);
             }
-            gather_list<ALIGNED>(launch, work, idx, list, list == 0 ? steps.main : steps.extra,
-                                 list == 1 || steps.extra == 0, &stream, &is_first_step, &state);
+            gather_list<ALIGNED>(launch, work, n, list, list == 0 ? steps.main : steps.extra,
+                                 list == 1 || steps.extra == 0, &shared->order, &stream,
+                                 &is_first_step, &state);
         }
         state.phase.work ^= 1;
     }

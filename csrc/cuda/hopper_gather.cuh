@@ -127,9 +127,9 @@ enum { COUNT_LOADS = 8 }; /* indices of a lane that are counted at once */
 /* Steps of a work, by all gather warps. */
 template <typename Shape>
 static __device__ __forceinline__ list_steps
-count_work(const hopper_launch &launch, int idx, uint32_t turn, hopper_memory<Shape> *shared)
+count_work(const hopper_launch &launch, const cta_work &work, uint32_t turn,
+           hopper_memory<Shape> *shared)
 {
-    const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
     return count_steps<COUNT_LOADS>(launch.base, work, find_gather_warp(), find_gather_lane(), turn,
                                     BARRIER_GATHER, shared->num_keys);
 }
@@ -221,14 +221,14 @@ fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base)
 
 /* All works of the CTA. The keys of a work are counted while the first rows of the one in front of
  * it are on their way, for the consumers have to store a query then; with few heads, where the
- * memory binds, after its last ones. Of a launch's first work they are counted when its first rows
- * have been asked for, where there is one list. */
+ * memory binds, and behind a launch's first work, whose order may not be known before, after its
+ * last ones. Of a launch's first work itself they are counted when its first rows have been asked
+ * for, where there is one list. */
 template <typename Shape>
 static __device__ __forceinline__ void
 gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
     enum { FIRST_STEP, MAIN_LIST, EXTRA_LIST, NUM_PARTS };
-    constexpr int COUNTS_AHEAD = Shape::HEADS == 64 ? FIRST_STEP : EXTRA_LIST;
     gather_state state;
     /* through a shuffle: else the address is computed again and again */
     state.base = __shfl_sync(0xFFFFFFFFu, ptx_shared_address(shared), 0);
@@ -236,15 +236,19 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
                  __shfl_sync(0xFFFFFFFFu, find_gather_warp(), 0) * (GATHER_KEYS * FP8_ROW_BYTES);
     state.slot = 0;
     state.parity = 1;
-    uint32_t turn = 0;
     list_steps steps = {.main = 1};
     bool is_counted = false;
     ptx_wait_for_grids();
 #pragma unroll 1
-    for (int idx = (int)blockIdx.x; idx < launch.num_works; idx += (int)gridDim.x) {
+    for (int n = 0;; n++) {
+        const uint32_t turn = (uint32_t)n & 1;
+        const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, n);
+        if (idx < 0) {
+            break;
+        }
         const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
         if (!is_counted && launch.base.params.num_lists == 2) {
-            steps = count_work(launch, idx, turn, shared);
+            steps = count_work(launch, work, turn, shared);
             is_counted = true;
         }
         ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, query_free),
@@ -266,16 +270,25 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
                                                    : steps.extra,
                                &state);
             if (part == FIRST_STEP && !is_counted) {
-                steps = count_work(launch, idx, turn, shared);
+                steps = count_work(launch, work, turn, shared);
                 publish_steps(steps, turn, shared);
                 is_counted = true;
             }
-            if (part == COUNTS_AHEAD && idx + (int)gridDim.x < launch.num_works) {
-                next = count_work(launch, idx + (int)gridDim.x, turn ^ 1, shared);
+            if (part == (Shape::HEADS == 64 && n > 0 ? FIRST_STEP : EXTRA_LIST)) {
+                wait_for_order(launch.is_ordered,
+                               state.base +
+                                   (uint32_t)offsetof(hopper_memory<Shape>, order.planned));
+                const int ahead =
+                    nth_work(launch.is_ordered, launch.num_works, &shared->order, n + 1);
+                if (ahead >= 0) {
+                    next = count_work(launch,
+                                      find_work(launch.base, launch.base.num_head_tiles, ahead,
+                                                Shape::HEADS),
+                                      turn ^ 1, shared);
+                }
             }
         }
         steps = next;
-        turn ^= 1;
     }
 }
 

@@ -1,0 +1,204 @@
+/* work_order.cuh: which works a CTA of Hopper's kernels takes, one after the other.
+ *
+ * A row takes as long as it has keys, so where lists differ in length a CTA that takes every
+ * gridDim.x-th work may meet two long rows, and all others wait for it at the end. Here every CTA
+ * works out one order for the whole grid, and takes its own part of it. All CTAs read the same
+ * lists and come to the same order, so they need no memory in common and no messages.
+ *
+ * Works are taken in rounds of gridDim.x. In the first round CTA c takes work c, so that nothing
+ * waits for the order when a launch starts. In each further round the CTA with the least load so
+ * far takes the longest work of the round, the next one the next longest, and so on. In a last
+ * round that is not full the CTAs with the largest loads take none.
+ *
+ * Lengths are estimates from a few columns of each work's main list. A wrong estimate costs time.
+ * It changes no result, because the bits of a row do not depend on what its CTA did before.
+ *
+ * Launches of one work per CTA, of more than NUM_ROUNDS rounds or of several splits keep the fixed
+ * order: work n * gridDim.x + c is the n-th of CTA c. Many rounds level the loads by themselves.
+ */
+#ifndef SMLA_CUDA_WORK_ORDER_CUH
+#define SMLA_CUDA_WORK_ORDER_CUH
+
+#include "attend.cuh"
+
+enum {
+    NUM_ROUNDS = 4,      /* that are ordered at most */
+    ORDER_THREADS = 256, /* all consumers; a grid has no more CTAs */
+    ORDER_SAMPLES = 16,  /* columns of a work that are looked at */
+    FULL_LENGTH = 240,   /* of a work with as many keys as its list has columns */
+};
+
+/* What the plan leaves in shared memory, where it stays until the CTA ends. */
+typedef struct work_order {
+    alignas(8) uint64_t planned; /* one arrival: `works` is there */
+    int32_t works[NUM_ROUNDS];   /* behind the CTA's first: numbers in the grid, then -1 */
+} work_order;
+
+/* Memory for the plan while it is made. */
+typedef struct order_scratch {
+    alignas(16) uint32_t cta_keys[ORDER_THREADS]; /* loads: see make_order_key */
+    uint32_t work_keys[ORDER_THREADS];            /* lengths, the longest first */
+    uint8_t lengths[NUM_ROUNDS * ORDER_THREADS];  /* of all works */
+    uint8_t ranked[ORDER_THREADS];                /* works of a round, the longest first */
+} order_scratch;
+
+enum : uint32_t { LAST_ORDER_KEY = 0xFFFFFFFFu }; /* of what is not there */
+
+static_assert((int)ORDER_THREADS == CTA_THREADS, "a consumer thread for each CTA of the grid");
+
+/* Whether a launch has an order of its own. */
+static inline bool
+has_order(int64_t num_works, int64_t num_ctas, int64_t num_splits)
+{
+    return num_splits == 1 && num_ctas <= ORDER_THREADS && num_works > num_ctas &&
+           num_works <= NUM_ROUNDS * num_ctas;
+}
+
+/* The n-th work of the CTA, counted from 0, or -1 behind the last one. n may be one more than that
+ * of the last work. With an order, wait_for_order comes before any n above 0. */
+static __device__ __forceinline__ int
+nth_work(bool is_ordered, int num_works, const work_order *order, int n)
+{
+    if (is_ordered && n > 0) {
+        return ((const volatile int32_t *)order->works)[n - 1];
+    }
+    const int idx = n * (int)gridDim.x + (int)blockIdx.x;
+    return idx < num_works ? idx : -1;
+}
+
+/* For the gather warps. Consumers meet at a barrier when they have made the plan. */
+static __device__ __forceinline__ void
+wait_for_order(bool is_ordered, uint32_t planned)
+{
+    if (is_ordered) {
+        ptx_mbarrier_wait(planned, 0);
+    }
+}
+
+/* ---- Lengths -------------------------------------------------------------------------------- */
+
+/* The length of a work, from 1 to FULL_LENGTH: the part of its list's columns that are keys, by
+ * ORDER_SAMPLES of them. Every CTA comes to the same number. All reads are under way at once. */
+static __device__ __forceinline__ uint32_t
+estimate_length(const attention_launch &launch, int idx)
+{
+    const smla_key_list &keys = launch.params.lists[0];
+    cta_work work = {};
+    work.token = (int32_t)((uint32_t)idx / launch.num_head_tiles);
+    const column_range columns = find_columns(launch, work, 0);
+    const uint32_t count = (uint32_t)(columns.end - columns.begin);
+    const int32_t *const indices =
+        keys.indices + work.token * keys.indices_stride_token + columns.begin;
+    uint32_t samples[ORDER_SAMPLES];
+#pragma unroll
+    for (uint32_t i = 0; i < ORDER_SAMPLES; i++) {
+        const uint32_t column =
+            (uint32_t)((uint64_t)count * (2 * i + 1) / (2 * ORDER_SAMPLES)); /* below count */
+        ptx_load_4(indices + column, count != 0, 0xFFFFFFFFu, &samples[i]);
+    }
+    uint32_t num_keys = 0;
+#pragma unroll
+    for (int i = 0; i < ORDER_SAMPLES; i++) {
+        num_keys += samples[i] < launch.lists[0].index_limit;
+    }
+    const float part = (float)count / (float)max((int)keys.topk, 1);
+    const int length = (int)(part * (float)(num_keys * (FULL_LENGTH / ORDER_SAMPLES)));
+    return (uint32_t)min(max(length, 1), (int)FULL_LENGTH);
+}
+
+/* ---- Plan ----------------------------------------------------------------------------------- */
+
+/* Keys are sorted from the smallest on. The number makes them differ, and decides ties. */
+static __device__ __forceinline__ uint32_t
+make_order_key(uint32_t value, int number)
+{
+    return value << 8 | (uint32_t)number;
+}
+
+/* The places of two keys among the first gridDim.x of their kinds: how many are smaller. The arrays
+ * are filled with LAST_ORDER_KEY behind those. */
+static __device__ __forceinline__ void
+find_ranks(const order_scratch *scratch, uint32_t cta_key, uint32_t work_key, uint32_t *cta_rank,
+           uint32_t *work_rank)
+{
+    const uint32_t ctas = ptx_shared_address(scratch->cta_keys);
+    const uint32_t works = ptx_shared_address(scratch->work_keys);
+    *cta_rank = 0;
+    *work_rank = 0;
+#pragma unroll 2
+    for (uint32_t i = 0; i < gridDim.x; i += 4) {
+        uint32_t loads[4];
+        uint32_t lengths[4];
+        ptx_load_shared_16(ctas + 4 * i, loads);
+        ptx_load_shared_16(works + 4 * i, lengths);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            *cta_rank += loads[j] < cta_key;
+            *work_rank += lengths[j] < work_key;
+        }
+    }
+}
+
+/* The work of a round that CTA number `thread` takes, or -1: works `first` to first + count - 1,
+ * when the CTA's load is `load`. All consumers take part. */
+static __device__ __forceinline__ int
+share_out_round(int thread, int first, int count, uint32_t load, int barrier,
+                order_scratch *scratch)
+{
+    const bool is_cta = thread < (int)gridDim.x;
+    const bool is_work = thread < count;
+    uint32_t cta_key = LAST_ORDER_KEY;
+    uint32_t work_key = LAST_ORDER_KEY;
+    if (is_cta) {
+        cta_key = make_order_key(load, thread);
+    }
+    if (is_work) {
+        work_key = make_order_key(FULL_LENGTH - scratch->lengths[first + thread], thread);
+    }
+    scratch->cta_keys[thread] = cta_key;
+    scratch->work_keys[thread] = work_key;
+    ptx_barrier(barrier, ORDER_THREADS); /* all keys are there */
+    uint32_t cta_rank = 0;
+    uint32_t work_rank = 0;
+    if (is_cta) {
+        find_ranks(scratch, cta_key, work_key, &cta_rank, &work_rank);
+    }
+    if (is_work) {
+        scratch->ranked[work_rank] = (uint8_t)thread;
+    }
+    ptx_barrier(barrier, ORDER_THREADS); /* nobody reads keys any more, `ranked` is there */
+    return is_cta && (int)cta_rank < count ? first + scratch->ranked[cta_rank] : -1;
+}
+
+/* Makes the plan, by all consumers, who meet at `barrier`, when memory of other grids may be read.
+ * The scratch is free again when they return. */
+static __device__ __forceinline__ void
+plan_works(const attention_launch &launch, int num_works, int barrier, order_scratch *scratch,
+           work_order *order)
+{
+    const int thread = ptx_forget((int)threadIdx.x);
+#pragma unroll 1
+    for (int idx = thread; idx < num_works; idx += ORDER_THREADS) {
+        scratch->lengths[idx] = (uint8_t)estimate_length(launch, idx);
+    }
+    ptx_barrier(barrier, ORDER_THREADS);
+    uint32_t load = thread < (int)gridDim.x ? scratch->lengths[thread] : 0;
+    int first = 0;
+#pragma unroll 1
+    for (int round = 0; round < NUM_ROUNDS; round++) {
+        first += (int)gridDim.x;
+        int idx = -1;
+        if (first < num_works) {
+            idx = share_out_round(thread, first, min(num_works - first, (int)gridDim.x), load,
+                                  barrier, scratch);
+            load += idx < 0 ? 0 : scratch->lengths[idx];
+        }
+        if (thread == (int)blockIdx.x) {
+            order->works[round] = idx;
+        }
+    }
+    ptx_mbarrier_arrive(ptx_shared_address(&order->planned), thread == (int)blockIdx.x);
+    ptx_barrier(barrier, ORDER_THREADS); /* nobody reads the scratch any more */
+}
+
+#endif /* SMLA_CUDA_WORK_ORDER_CUH */
