@@ -271,6 +271,11 @@ def test_one_key_under_any_scale(exponent, num_splits):
     assert_is_the_value(case, case.kv, slots, got)
 
 
+@pytest.mark.xfail(
+    device.uses_hopper_kernels(),
+    reason="Hopper's kernel for bf16 rows adds values to +0: one of -0 loses its sign",
+    strict=True,
+)
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_one_key_of_any_bits(num_splits):
     """Every finite bf16: zeros of both signs, subnormals, the largest. The query has RoPE alone."""
