@@ -139,8 +139,7 @@ template <typename Shape>
 static __device__ __forceinline__ cta_work
 find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
 {
-    const int idx =
-        nth_work(launch.is_ordered, launch.num_works, &shared->order, shared->work + 1);
+    const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, shared->work + 1);
     cta_work next = {};
     if (idx >= 0) {
         next = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
@@ -202,8 +201,7 @@ typedef struct hopper_addresses {
     uint32_t empty; /* of the first granule */
     uint32_t weighed;
     uint32_t added;
-    uint32_t probs;     /* of the own group */
-    uint32_t has_grown; /* of the own group */
+    uint32_t probs; /* of the own group */
 } hopper_addresses;
 
 template <typename Shape>
@@ -216,7 +214,6 @@ find_addresses(hopper_memory<Shape> *shared, int group)
     at.weighed = ptx_shared_address(shared->weighed);
     at.added = ptx_shared_address(shared->added);
     at.probs = ptx_shared_address(shared->probs[group]);
-    at.has_grown = ptx_shared_address(&shared->has_grown[group]);
     return at;
 }
 

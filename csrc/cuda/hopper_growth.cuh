@@ -8,8 +8,8 @@
  *     exact, weighs the block again, and only then tells of it. The sums are nobody else's at that
  *     time: the other group has told of the block before, and waits for this one before the next.
  *   - the other group finds has_grown set when it has waited for the block. It scales its part of
- *     `out`, and clears has_grown. The first group looks at it again after its next block, for
- *     which it waits (`added`) until the other one is through with this block.
+ *     `out`, and clears has_grown. The first group may set it again with its next block, for which
+ *     it waits (`added`) until the other one is through with this block.
  */
 #ifndef SMLA_CUDA_HOPPER_GROWTH_CUH
 #define SMLA_CUDA_HOPPER_GROWTH_CUH
@@ -23,13 +23,20 @@ scale_of_shift(float shift)
     return shift < 127.0f ? power_of_two(-(int)shift) : 0.0f;
 }
 
-/* Whether a group's weights have outgrown f16: the same for all threads, and known to be. */
+/* What a group says of its weights: not 0 where they have outgrown f16. The same for all threads;
+ * is_any tells the compiler so. */
 template <typename Shape>
-static __device__ __forceinline__ bool
+static __device__ __forceinline__ uint8_t
 load_has_grown(const hopper_memory<Shape> *shared, int group)
 {
     const volatile uint8_t *const has_grown = shared->has_grown;
-    return __any_sync(0xFFFFFFFFu, has_grown[group] != 0);
+    return has_grown[group];
+}
+
+static __device__ __forceinline__ bool
+is_any(uint8_t has_grown)
+{
+    return __any_sync(0xFFFFFFFFu, has_grown != 0);
 }
 
 /* out * 2^-shift, of the thread's heads. Nothing may be under way to `out`. */

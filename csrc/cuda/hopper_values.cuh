@@ -113,11 +113,11 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
     const value_place place = find_values(at, me);
     const int other = make_uniform(find_other<Shape>(*state, has_other));
     ptx_mbarrier_wait(at.weighed + 8 * (me.group ^ 1), (state->phase >> 1 ^ me.group ^ 1) & 1);
-    const uint8_t grown = ((const volatile uint8_t *)shared->has_grown)[me.group ^ 1];
+    const uint8_t has_grown = load_has_grown(shared, me.group ^ 1); /* on its way with the values */
     load_values(place, find_granule<Shape>(other, 0), 0, state);
     load_values(place, find_granule<Shape>(other, 1), 1, state);
-    if (__any_sync(0xFFFFFFFFu, grown != 0)) {
-        wgmma_wait<0>();
+    if (is_any(has_grown)) {
+        wgmma_wait<0>(); /* the scores, too: ptxas wants nothing under way */
         follow_references(find_place_again(), shared, state);
     }
     convert_values(0, state);
@@ -307,7 +307,7 @@ add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
     const value_place place = find_values(at, me);
     const int other = make_uniform(find_other<Shape>(*state, true));
     ptx_mbarrier_wait(at.weighed + 8, state->phase >> 1 & 1);
-    if (load_has_grown(shared, 1)) {
+    if (is_any(load_has_grown(shared, 1))) {
         follow_references(me, shared, state);
     }
     load_values(place, find_granule<Shape>(other, 0), 0, state);
