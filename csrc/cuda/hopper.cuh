@@ -104,10 +104,9 @@ template <typename Shape> struct hopper_memory {
     int32_t num_steps[2];                              /* of works in turn */
     uint32_t has_one_key[2];                           /* which have just one */
     alignas(16) uint32_t num_keys[2][2][GATHER_WARPS]; /* count_steps */
-    alignas(
-        8) float shift[2]
-                      [Shape::HEADS]; /* what a group raised the references by, where has_grown */
-    alignas(4) uint8_t has_grown[4];  /* by group: its weights have outgrown f16 */
+    /* by group: whether its weights have outgrown f16, and what it has raised the references by */
+    alignas(8) float shift[2][Shape::HEADS];
+    alignas(4) uint8_t has_grown[4];
     alignas(8) uint8_t is_lost[CONSUMER_WARPS]; /* a number of the row did not fit */
     uint32_t redo[MAX_WORKS / 32];
     work_order order;

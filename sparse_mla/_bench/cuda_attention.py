@@ -28,6 +28,7 @@ from sparse_mla._bench.cuda_sides import (
     show_labels,
     show_ratio,
     show_us,
+    tell_failures,
 )
 from sparse_mla._bench.cuda_timing import (
     DEVICE,
@@ -112,13 +113,9 @@ def add_row(table: Table, work: Work, ours: Side, peer: Side | None) -> None:
             "error_over_bound": finite(ours.error),
             "flushed_us": finite(1e6 * ours.flushed_seconds),
         }
-    if ours.failure:
-        record["failure"] = ours.failure
-        table.failures.append(f"{show_labels(work.labels)}: {ours.failure}")
     if peer is not None:
         row += peer_cells(ours, peer, record)
-        if peer.failure:
-            table.notes.append(f"FlashMLA, {show_labels(work.labels)}: {peer.failure}")
+    tell_failures(table, work.labels, record, ours, peer)
     table.add(row, record)
 
 

@@ -20,6 +20,7 @@ from sparse_mla._bench.cuda_sides import (
     show_labels,
     show_ratio,
     show_us,
+    tell_failures,
 )
 from sparse_mla._bench.cuda_timing import CudaEffort, describe_error
 from sparse_mla._bench.peer import Peer
@@ -153,13 +154,9 @@ def add_row(table: Table, record: dict[str, object], sides: dict[str, Side]) -> 
         "over_flat": finite(over_flat),
         "error_over_bound": finite(ours.error),
     }
-    if ours.failure:
-        record["failure"] = ours.failure
-        table.failures.append(f"{show_labels(labels)}: {ours.failure}")
     if peer is not None:
         row += peer_cells(ours, peer, record)
-        if peer.failure:
-            table.notes.append(f"FlashMLA, {show_labels(labels)}: {peer.failure}")
+    tell_failures(table, labels, record, ours, peer)
     table.add(row, record)
 
 

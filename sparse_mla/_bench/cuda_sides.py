@@ -22,6 +22,7 @@ from sparse_mla._bench.cuda_timing import (
     torch,
 )
 from sparse_mla._bench.peer import Peer, read_attend, read_decode
+from sparse_mla._bench.timing import Table
 
 
 @dataclass
@@ -136,6 +137,17 @@ def show_ratio(ratio: float) -> str:
 
 def show_labels(labels: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in labels.items())
+
+
+def tell_failures(
+    table: Table, labels: Mapping[str, Any], record: dict[str, Any], ours: Side, peer: Side | None
+) -> None:
+    """A failure of ours is the table's, too; one of the peer is a note."""
+    if ours.failure:
+        record["failure"] = ours.failure
+        table.failures.append(f"{show_labels(labels)}: {ours.failure}")
+    if peer is not None and peer.failure:
+        table.notes.append(f"FlashMLA, {show_labels(labels)}: {peer.failure}")
 
 
 def finite(value: float) -> float | None:
