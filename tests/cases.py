@@ -36,15 +36,25 @@ def _latent_values(rng, n: int, data: str) -> np.ndarray:
         value[:, : ref.V_DIM] += np.linspace(-1, 1, max(n, 1))[:n, None]
     elif data == "huge":
         value *= 100
+    elif data == "tiles":  # every 128 values of a row have a size of their own
+        tiles = value[:, : ref.V_DIM].reshape(n, -1, ref.TILE)
+        tiles *= 10.0 ** rng.uniform(-3, 0.5, (*tiles.shape[:2], 1))
     return value.astype(np.float32)
+
+
+def encode_keys(keys: np.ndarray, fmt: str) -> np.ndarray:
+    """Keys [n, 576] as cached tokens: [n, 656] uint8 for "fp8", [n, 576] bf16 for "bf16"."""
+    bits = ref.bf16_encode(keys)
+    if fmt == "bf16":
+        return bits.view(ref.BF16)
+    return ref.quantize_rows(bits[:, : ref.V_DIM], bits[:, ref.V_DIM :])
 
 
 def make_rows(rng, n: int, fmt: str, data: str = "normal") -> np.ndarray:
     """n cached tokens: [n, 656] uint8 for "fp8", [n, 576] bf16 for "bf16"."""
-    bits = ref.bf16_encode(_latent_values(rng, n, data))
+    rows = encode_keys(_latent_values(rng, n, data), fmt)
     if fmt == "bf16":
-        return bits.view(ref.BF16)
-    rows = ref.quantize_rows(bits[:, : ref.V_DIM], bits[:, ref.V_DIM :])
+        return rows
     scales = rows[:, 512:528].view(np.float32)
     if data == "pow2":
         scales[:] = np.exp2(np.floor(np.log2(scales)))
@@ -228,6 +238,41 @@ def make_indices(rng, num_tokens, width, num_slots, kind) -> np.ndarray:
     if num_tokens > 2:
         view[1] = -1
     return view
+
+
+def quarter_of(c):
+    """Which warp of Hopper's kernels has column c: four of every sixteen, others from sixteen to
+    sixteen."""
+    return (c // 4 + c % 128 // 16 + c % 128 // 64) % 4
+
+
+# Which columns are keys: of columns c, of `width`, with numbers r that are random.
+KEYS = {
+    "all": lambda c, width, r: c >= 0,
+    "every second one": lambda c, width, r: c % 2 == 0,
+    "every second block": lambda c, width, r: c // 64 % 2 == 0,
+    "every sixteenth one": lambda c, width, r: c % 16 == 0,
+    "not the first block": lambda c, width, r: c >= 64,
+    "not the first two blocks": lambda c, width, r: c >= 128,
+    "half of them": lambda c, width, r: r < 0.5,
+    "nearly all": lambda c, width, r: r < 0.98,
+    "few": lambda c, width, r: r < 0.03,
+    "four of every sixteen": lambda c, width, r: c // 4 % 4 == 0,
+    "those of one warp": lambda c, width, r: quarter_of(c) == 2,
+    "those of all warps but one": lambda c, width, r: quarter_of(c) != 1,
+    "the first": lambda c, width, r: c == 0,
+    "the last": lambda c, width, r: c == width - 1,
+    "none": lambda c, width, r: c < 0,
+}
+
+
+def make_indices_with_holes(rng, num_tokens, width, num_slots, keys) -> np.ndarray:
+    """[T, K] int32, keys where KEYS[keys] says so."""
+    c = np.broadcast_to(np.arange(width), (num_tokens, width))
+    slots = rng.integers(0, num_slots, c.shape)
+    holes = rng.choice([-1, INT32_MIN, num_slots, INT32_MAX], c.shape)
+    is_key = KEYS[keys](c, width, rng.random(c.shape))
+    return np.where(is_key, slots, holes).astype(np.int32)
 
 
 def make_topk_length(rng, num_tokens, width) -> np.ndarray:

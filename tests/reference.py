@@ -330,10 +330,11 @@ def _attend(ref: Attention, t: int, query: np.ndarray, key: np.ndarray, has_scal
     rope_abs = np.abs(query[:, V_DIM:]) @ np.abs(key[:, V_DIM:]).T
     ref.nope_abs[t] = nope_abs.max(1)
     ref.logit_abs[t] = (nope_abs + rope_abs).max(1)
-    tiles = [slice(d, d + TILE) for d in range(0, V_DIM, TILE)]
-    tile_abs = sum(np.abs(query[:, d] @ value[:, d].T) for d in tiles)
-    square = np.sqrt((query[:, :V_DIM] ** 2) @ (value**2).T)
-    ref.f16_scale[t] = (tile_abs + 2 * square).max(1) if has_scales else 0
+    if has_scales:
+        tiles = [slice(d, d + TILE) for d in range(0, V_DIM, TILE)]
+        tile_abs = sum(np.abs(query[:, d] @ value[:, d].T) for d in tiles)
+        square = np.sqrt((query[:, :V_DIM] ** 2) @ (value**2).T)
+        ref.f16_scale[t] = (tile_abs + 2 * square).max(1)
 
 
 def _apply_sink(ref: Attention, t: int, sink: np.ndarray) -> None:

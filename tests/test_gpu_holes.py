@@ -8,7 +8,7 @@ import cases
 import numpy as np
 import pytest
 import reference as ref
-from cases import INT32_MAX, INT32_MIN, AttentionInputs
+from cases import AttentionInputs
 from helpers import (
     assert_right_again,
     assert_same_bits,
@@ -27,37 +27,11 @@ every_width = pytest.mark.parametrize("width", [1, 3, 64, 100, 129, 2048, 4099])
 every_split = pytest.mark.parametrize("num_splits", [1, 2, 5])
 
 
-def quarter_of(c):
-    """Which warp has column c: four of every sixteen, others from sixteen to sixteen."""
-    return (c // 4 + c % 128 // 16 + c % 128 // 64) % 4
-
-
-# Which columns are keys: of columns c, of `width`, with numbers r that are random.
-KEYS = {
-    "all": lambda c, width, r: c >= 0,
-    "every second one": lambda c, width, r: c % 2 == 0,
-    "every second block": lambda c, width, r: c // 64 % 2 == 0,
-    "not the first block": lambda c, width, r: c >= 64,
-    "not the first two blocks": lambda c, width, r: c >= 128,
-    "half of them": lambda c, width, r: r < 0.5,
-    "nearly all": lambda c, width, r: r < 0.98,
-    "few": lambda c, width, r: r < 0.03,
-    "four of every sixteen": lambda c, width, r: c // 4 % 4 == 0,
-    "those of one warp": lambda c, width, r: quarter_of(c) == 2,
-    "those of all warps but one": lambda c, width, r: quarter_of(c) != 1,
-    "the first": lambda c, width, r: c == 0,
-    "the last": lambda c, width, r: c == width - 1,
-    "none": lambda c, width, r: c < 0,
-}
-every_pattern = pytest.mark.parametrize("keys", KEYS)
+every_pattern = pytest.mark.parametrize("keys", cases.KEYS)
 
 
 def make_indices(rng, num_tokens, width, keys) -> np.ndarray:
-    c = np.broadcast_to(np.arange(width), (num_tokens, width))
-    slots = rng.integers(0, NUM_SLOTS, c.shape)
-    holes = rng.choice([-1, INT32_MIN, NUM_SLOTS, INT32_MAX], c.shape)
-    is_key = KEYS[keys](c, width, rng.random(c.shape))
-    return np.where(is_key, slots, holes).astype(np.int32)
+    return cases.make_indices_with_holes(rng, num_tokens, width, NUM_SLOTS, keys)
 
 
 def make_lengths(rng, num_tokens, width) -> np.ndarray:
@@ -153,7 +127,7 @@ def test_works_in_a_row(has_extra, fmt):
     num_tokens, width = 450, 600
     case = make(fmt, "all", width, 1, num_tokens=num_tokens, ragged=True)
     rng = np.random.default_rng(6)
-    patterns = [*KEYS]
+    patterns = [*cases.KEYS]
     for t in range(num_tokens):
         keys = patterns[rng.integers(len(patterns))]
         case.indices[t] = make_indices(rng, 1, width, keys)[0]
