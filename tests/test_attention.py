@@ -7,6 +7,7 @@ import device
 import library
 import numpy as np
 import pytest
+import random_cases
 import reference as ref
 from cases import ATTENTION, INT32_MAX, INT32_MIN, AttentionCase
 from helpers import Guarded, assert_same_bits, assert_within_bounds, guarded_attention
@@ -42,6 +43,12 @@ def test_every_split_count(num_splits):
         2, 3, 200, num_splits=num_splits, pages=2, topk_length=True, sink=True, extra="bf16"
     ).make()
     assert_within_bounds(case.reference(), guarded_attention(attend, case))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_inputs(seed):
+    """On GPUs test_gpu_random.py has more of them."""
+    assert random_cases.failure_of(seed) is None
 
 
 @pytest.mark.parametrize("name", ["flat", "paged"])

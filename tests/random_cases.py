@@ -1,0 +1,312 @@
+"""Attention as engines send it, drawn from a seed: sizes, formats, values, lists; and its checks.
+
+`draw` has the parameters of a case in a form to read, `make` its arrays, `check` runs it. What is
+drawn often is what engines send: compact queries, whole pages, logits of a normal distribution.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+
+import cases
+import numpy as np
+import reference as ref
+from cases import INT32_MAX, INT32_MIN, AttentionInputs
+from helpers import NO_NAN, assert_same_bits, assert_within_bounds, guarded_attention
+from library import sparse_mla
+
+POOL = 2048  # rows and queries that all cases choose from
+MANY_TOKENS = (130, 301)  # more works than a GPU has CTAs
+MANY_TOKENS_SHARE = 0.03
+MAX_KEYS = 4096  # of all tokens, where they are few
+MAX_JUDGED = 12  # tokens of a case that the reference computes
+MAX_LATE_KEYS = 32
+LATE_NATS = (9, 20)
+FIRST_LATE = 128
+CHANGED_SHARE = 0.02  # of the slots, for each factor
+ODD_LENGTHS_SHARE = 0.1
+# Of a row's bytes; a bf16 row has two values where an FP8 row has its first scale.
+NAN_BYTES = {
+    "value": slice(0, 4),
+    "scale": slice(512, 516),
+    "rope": slice(-4, None),
+    "row": slice(None),
+}
+
+
+@dataclass(frozen=True)
+class ListDraw:
+    """A cache and the list of its keys."""
+
+    fmt: str
+    topk: int
+    block_size: int
+    layout: str
+    data: str  # as cases.make_rows knows it
+    factors: tuple  # of some rows
+    keys: str | None  # a row of cases.KEYS, None: every token has one of its own
+    duplicates: bool
+    has_length: bool
+
+
+@dataclass(frozen=True)
+class Draw:
+    seed: int
+    num_tokens: int
+    num_heads: int
+    q_layout: str
+    zero_queries: float  # share of the (token, head) pairs
+    spread: int  # standard deviation of the logits
+    main: ListDraw
+    extra: ListDraw | None
+    late_keys: int
+    nan: str | None  # what is NaN in one row of one token, of NAN_BYTES
+    sink: bool
+    num_splits: int
+    block_tables: bool  # main's indices come from positions, through tables with bad pages
+    row_gap: int
+    max_logits: bool
+    again: bool
+    alone: bool
+
+
+def draw(seed: int) -> Draw:
+    rng = np.random.default_rng([seed, 0])
+
+    def pick(*options):
+        return options[rng.integers(len(options))]
+
+    def happens(share: float) -> bool:
+        return bool(rng.random() < share)
+
+    def draw_list(topk: int) -> ListDraw:
+        fmt = pick("fp8", "bf16")
+        return ListDraw(
+            fmt=fmt,
+            topk=topk,
+            block_size=pick(64, 64, 64, 1, 16, 100),
+            layout=pick("paged", "paged", "paged", "flat", "mqa", "padded", "interleaved"),
+            data=pick(*["normal"] * 4, "tiles", "outlier", "heavy", *["pow2"] * (fmt == "fp8")),
+            factors=pick((), (), (), (0,), (1e-5,), (100,), (1e-5, 100)),
+            keys=pick(*["all"] * 8, *cases.KEYS, None, None, None),
+            duplicates=happens(0.15),
+            has_length=happens(0.3),
+        )
+
+    if happens(MANY_TOKENS_SHARE):
+        topk = int(rng.integers(64, 201))
+        num_tokens = int(rng.integers(*MANY_TOKENS))
+        num_heads = pick(1, 3, 8, 16, 17, 32, 48, 64)
+    else:
+        topk = pick(64, 128, 256, 512, 1024, 2048, *[int(2 ** rng.uniform(6, 11))] * 6)
+        num_tokens = min(int(rng.integers(1, 9)), MAX_KEYS // topk)
+        num_heads = pick(1, 3, 8, 16, 17, 32, 48, 64, 100, 128)
+    extra_topk = int(rng.integers(1, min(topk, 600) + 1))
+    num_splits = pick(0, 0, 1, 1, int(rng.integers(2, 9)), int(rng.integers(2, 9)))
+    return Draw(
+        seed=seed,
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        q_layout=pick(*["compact"] * 5, "pair", "pair_views", "head_major", "odd_stride"),
+        zero_queries=pick(*[0.0] * 20, 0.1, 0.1, 1.0),
+        spread=pick(1, 3, 6, 10),
+        main=draw_list(topk),
+        extra=draw_list(extra_topk) if happens(0.35) else None,
+        late_keys=pick(0, 0, 1, max(1, min(MAX_LATE_KEYS, num_tokens * num_heads // 50))),
+        nan=pick(*[None] * 28, *NAN_BYTES),
+        sink=happens(0.3),
+        num_splits=num_splits,
+        block_tables=happens(0.15),
+        row_gap=pick(0, 0, 8),
+        max_logits=happens(0.4),
+        again=happens(0.2),
+        alone=num_splits > 0 and happens(0.3),
+    )
+
+
+# --- arrays --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def row_pool(fmt: str, data: str) -> np.ndarray:
+    return cases.make_rows(np.random.default_rng(len(data)), POOL, fmt, data)
+
+
+@functools.cache
+def query_pool() -> np.ndarray:
+    return cases.random_bf16(np.random.default_rng(0), POOL, ref.HEAD_DIM)
+
+
+class List:
+    """A cache's rows and the list of its keys; the slots of `spare` are in no list yet."""
+
+    def __init__(self, rng, drawn: ListDraw, num_tokens: int) -> None:
+        self.drawn = drawn
+        num_used = drawn.topk + int(rng.integers(drawn.topk))
+        num_slots = -(-(num_used + MAX_LATE_KEYS + 1) // drawn.block_size) * drawn.block_size
+        place = rng.permutation(num_slots)
+        self.spare = [*place[num_used:]]
+        self.rows = row_pool(drawn.fmt, drawn.data)[rng.integers(0, POOL, num_slots)]
+        for factor in drawn.factors:
+            some = np.flatnonzero(rng.random(num_slots) < CHANGED_SHARE)
+            self.rows[some] = cases.encode_keys(
+                factor * ref.decode_rows(self.rows, some), drawn.fmt
+            )
+        if drawn.duplicates:
+            num_used = 1 + num_used // 16
+        names = [drawn.keys or [*cases.KEYS][i] for i in rng.integers(0, len(cases.KEYS), 16)]
+        self.indices = np.empty((num_tokens, drawn.topk), np.int32)
+        for i, keys in enumerate(names):  # every sixteenth token
+            part = self.indices[i::16]
+            part[...] = cases.make_indices_with_holes(rng, *part.shape, num_used, keys)
+        is_key = (self.indices >= 0) & (self.indices < num_used)
+        self.indices[self.indices == num_used] = num_slots
+        self.indices[is_key] = place[self.indices[is_key]]
+        self.length = None
+        if drawn.has_length:
+            self.length = rng.integers(1, drawn.topk + 1, num_tokens, np.int32)
+            odd = rng.random(num_tokens) < ODD_LENGTHS_SHARE
+            self.length[odd] = rng.choice([0, -5, drawn.topk + 7, INT32_MAX, INT32_MIN], odd.sum())
+
+    def key_columns(self, token: int) -> np.ndarray:
+        row = self.indices[token]
+        is_key = (row >= 0) & (row < len(self.rows))
+        if self.length is not None:
+            is_key &= np.arange(len(row)) < self.length[token]
+        return np.flatnonzero(is_key)
+
+    def put_row(self, token: int, column: int, row: np.ndarray) -> None:
+        """This entry selects the row, and no other entry does."""
+        slot = self.spare.pop()
+        self.rows[slot] = row
+        self.indices[token, column] = slot
+
+    def add_late_keys(self, rng, q: np.ndarray, scale: float, count: int) -> None:
+        """Keys that weigh e^9 to e^20 times as much as the list's others, for one head each."""
+        for pair in rng.permutation(q.shape[0] * q.shape[1])[:count]:
+            token, head = divmod(int(pair), q.shape[1])
+            columns = self.key_columns(token)
+            query = ref.to_f32(q[token, head]).astype(np.float64)
+            if not len(columns) or not query.any():
+                continue
+            late = columns[columns >= FIRST_LATE]
+            column = rng.choice(late if len(late) else columns)
+            logits = scale * ref.decode_rows(self.rows, self.indices[token, columns]) @ query
+            key = ref.decode_rows(self.rows, self.indices[token, [column]])[0]
+            wanted = (logits.max() + rng.uniform(*LATE_NATS)) / scale
+            key += (wanted - key @ query) / (query @ query) * query
+            self.put_row(token, column, cases.encode_keys(key[None], self.drawn.fmt)[0])
+
+    def add_nan(self, rng, token: int, what: str) -> bool:
+        """-> whether the token had a key that could be NaN."""
+        columns = self.key_columns(token)
+        if not len(columns):
+            return False
+        column = rng.choice(columns)
+        row = self.rows[self.indices[token, column]].copy()
+        row.view(np.uint8)[NAN_BYTES[what]] = 0xFF
+        self.put_row(token, column, row)
+        return True
+
+    def options(self, prefix: str) -> dict:
+        cases.hide_unselected(self.rows, self.indices, self.length)
+        kv = cases.lay_out(self.rows, self.drawn.block_size, self.drawn.layout)
+        options = {f"{prefix}kv": kv, f"{prefix}indices": self.indices}
+        if self.length is not None:
+            options[f"{prefix}topk_length"] = self.length
+        return options
+
+
+def make(drawn: Draw) -> tuple[AttentionInputs, int | None]:
+    """-> the inputs, and the token whose results are NaN."""
+    rng = np.random.default_rng([drawn.seed, 1])
+    shape = (drawn.num_tokens, drawn.num_heads)
+    q = query_pool()[rng.integers(0, POOL, shape)]
+    q[rng.random(shape) < drawn.zero_queries] = 0
+    lists = [List(rng, x, drawn.num_tokens) for x in (drawn.main, drawn.extra) if x]
+    keys = np.concatenate([ref.decode_rows(x.rows, range(0, len(x.rows), 7)) for x in lists])
+    scale = float(drawn.spread / np.sqrt((keys**2).sum(1).mean() + 1e-30))
+    lists[rng.integers(len(lists))].add_late_keys(rng, q, scale, drawn.late_keys)
+    nan_token = int(rng.integers(drawn.num_tokens)) if drawn.nan else None
+    if drawn.nan and not any(x.add_nan(rng, nan_token, drawn.nan) for x in lists):
+        nan_token = None
+    options = {"softmax_scale": scale} | lists[0].options("")
+    for extra in lists[1:]:
+        options |= extra.options("extra_")
+    if drawn.sink:
+        options["attn_sink"] = cases.make_sink(rng, drawn.num_heads)
+    kv, indices = options.pop("kv"), options.pop("indices")
+    q = cases.lay_out_q(q, drawn.q_layout)
+    return AttentionInputs(q, kv, indices, options, drawn.num_splits), nan_token
+
+
+def through_block_tables(rng, indices: np.ndarray, num_slots: int, block_size: int) -> np.ndarray:
+    """The same keys, as the library finds them from positions of three requests.
+
+    What is no key is a position below 0, past the table or on a page that is bad.
+    """
+    bad_pages = [-1, INT32_MIN, num_slots // block_size, INT32_MAX]
+    num_pages = num_slots // block_size
+    pages = np.array([rng.permutation(num_pages) for _ in range(3)])
+    table = np.concatenate([pages, np.tile(bad_pages, (3, 1))], 1).astype(np.int32)
+    requests = rng.integers(0, 3, len(indices)).astype(np.int32)
+    is_key = (indices >= 0) & (indices < num_slots)
+    slots = np.where(is_key, indices, 0)
+    column = np.take_along_axis(pages.argsort(1)[requests], slots // block_size, 1)
+    bad = rng.integers(num_pages * block_size, (num_pages + 6) * block_size, indices.shape)
+    bad[rng.random(bad.shape) < 0.5] = -1
+    positions = np.where(is_key, column * block_size + slots % block_size, bad).astype(np.int32)
+    arrays = (requests, table, positions)
+    got = sparse_mla.convert_req_index_to_global_index(*arrays, block_size=block_size)
+    want, _ = ref.convert_req_index_to_global_index(*arrays, block_size=block_size)
+    assert_same_bits(got, want, "indices")
+    assert np.array_equal(got[is_key], indices[is_key])
+    return got
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def check(drawn: Draw) -> None:
+    """Within the bounds where a row is judged, NaN where it must be and nowhere else; for some
+    cases the same bits again, and for a token alone."""
+    case, nan_token = make(drawn)
+    rng = np.random.default_rng([drawn.seed, 2])
+    if drawn.block_tables:
+        num_slots = ref.num_slots(case.kv)
+        case.indices = through_block_tables(rng, case.indices, num_slots, drawn.main.block_size)
+
+    def attend(case: AttentionInputs) -> dict:
+        how = {"row_gap": drawn.row_gap, "max_logits": drawn.max_logits, "poison": NO_NAN}
+        return guarded_attention(sparse_mla.sparse_attention, case, **how)
+
+    got = attend(case)
+    for name, x in got.items():
+        is_nan = np.isnan(ref.to_f32(x)).reshape(drawn.num_tokens, -1)
+        must_be = np.arange(drawn.num_tokens) == nan_token
+        wrong = np.flatnonzero((is_nan != must_be[:, None]).any(1))
+        assert not len(wrong), f"{name}: NaN in token {nan_token} alone, not so in {wrong[:9]}"
+    tokens = rng.permutation(drawn.num_tokens)
+    tokens = tokens[tokens != nan_token][:MAX_JUDGED]
+    if len(tokens):
+        assert_within_bounds(case.rows(tokens).reference(), {n: x[tokens] for n, x in got.items()})
+    if drawn.again:
+        for name, x in attend(case).items():
+            assert_same_bits(x, got[name], f"{name} of the second call")
+    if drawn.alone:
+        for token in tokens[:2]:
+            part = slice(token, token + 1)
+            for name, x in attend(case.rows(part)).items():
+                assert_same_bits(x, got[name][part], f"{name} of token {token} alone")
+
+
+def failure_of(seed: int) -> str | None:
+    """What is wrong with the case of a seed, all of whose parameters are named, or None."""
+    drawn = draw(seed)
+    try:
+        check(drawn)
+    except Exception as error:
+        named = "\n".join(f"    {name} = {x}" for name, x in asdict(drawn).items())
+        return f"SMLA_RANDOM_SEED={seed}: {type(error).__name__}: {error}\n{named}"
+    return None
