@@ -660,7 +660,8 @@ make_launch(const smla_attention_params *params)
         launch.split_columns[i] =
             (int32_t)smla_split_columns(params->lists[i].topk, params->num_splits);
     }
-    launch.num_head_tiles = (uint32_t)smla_count_parts(params->num_heads, HEADS);
+    launch.head_tiles = smla_make_divisor(smla_count_parts(params->num_heads, HEADS));
+    launch.num_splits = smla_make_divisor(params->num_splits);
     launch.scale_log2 = (float)(params->softmax_scale * 1.4426950408889634074);
     launch.wgmma_scale_log2 = launch.scale_log2 * WGMMA_CORRECTION;
     launch.q_is_aligned = is_query_aligned(params);
@@ -673,7 +674,7 @@ make_launch(const smla_attention_params *params)
 static int64_t
 count_works(const attention_launch &launch)
 {
-    return launch.params.num_tokens * launch.params.num_splits * launch.num_head_tiles;
+    return launch.params.num_tokens * launch.params.num_splits * launch.head_tiles.divisor;
 }
 
 #endif /* SMLA_CUDA_ATTEND_CUH */

@@ -72,7 +72,8 @@ __launch_bounds__(CTA_THREADS, min_ctas_per_sm<Tile>())
 {
     extern __shared__ __align__(128) uint8_t memory[];
     ptx_wait_for_grids();
-    attend_cta<Tile>(launch, launch.num_head_tiles, (int)blockIdx.x, (shared_memory<Tile> *)memory);
+    attend_cta<Tile>(launch, (uint32_t)launch.head_tiles.divisor, (int)blockIdx.x,
+                     (shared_memory<Tile> *)memory);
 }
 
 /* ---- Launchers ----------------------------------------------------------------------------- */

@@ -169,11 +169,18 @@ consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
+/* Barriers, and what is known before the first work. A launch's arguments are in no cache: every
+ * warp asks for a line of them, so that they come together, and not one after the other where they
+ * are needed. */
 template <typename Shape>
 static __device__ __forceinline__ void
-start(hopper_memory<Shape> *shared)
+start(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
     const int thread = (int)threadIdx.x;
+    const int warp = thread / SMLA_WARP_LANES;
+    static_assert(sizeof launch <= CONSTANT_LINE * HOPPER_THREADS / SMLA_WARP_LANES,
+                  "a line for each warp");
+    const uint32_t argument = ((const uint32_t *)&launch)[CONSTANT_LINE / 4 * warp];
     if (thread == CONSUMER_THREADS) {
         for (int i = 0; i < Shape::GRANULES; i++) {
             ring_granule *const granule = &shared->ring[i];
@@ -198,6 +205,7 @@ start(hopper_memory<Shape> *shared)
     if (thread < MAX_WORKS / 32) {
         shared->redo[thread] = 0;
     }
+    ((uint32_t *)shared->probs)[warp] = argument; /* for nobody: else it would not be asked for */
     __syncthreads();
 }
 
@@ -229,7 +237,7 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
 {
     extern __shared__ __align__(1024) uint8_t memory[];
     hopper_memory<Shape> *const shared = (hopper_memory<Shape> *)memory;
-    start(shared);
+    start(launch, shared);
     if (threadIdx.x >= CONSUMER_THREADS) {
         ptx_release_registers<GATHER_REGISTERS>();
         gather(launch, shared);

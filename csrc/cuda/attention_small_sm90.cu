@@ -171,7 +171,8 @@ __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(BOUND_THREADS, 1)
     small_memory<Shape> *const shared = (small_memory<Shape> *)memory;
     const lane_place me = find_place();
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
-    const cta_work work = find_work(launch, launch.num_head_tiles, (int)blockIdx.x, Shape::HEADS);
+    const cta_work work =
+        find_work(launch, (uint32_t)launch.head_tiles.divisor, (int)blockIdx.x, Shape::HEADS);
     if (work.token >= launch.params.num_tokens) {
         keep_sm();
         return;

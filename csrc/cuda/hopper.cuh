@@ -34,7 +34,8 @@ enum {
     CONSUMER_REGISTERS = 240,
     GATHER_REGISTERS = 24,
     QUERY_TILES = SMLA_HEAD_DIM / 64,
-    MAX_WORKS = 1024, /* of a CTA: bits of redo */
+    MAX_WORKS = 1024,   /* of a CTA: bits of redo */
+    CONSTANT_LINE = 64, /* bytes of arguments that come together */
     /* named barriers */
     BARRIER_CONSUMERS = 1,
     BARRIER_GROUP = 2,
@@ -101,9 +102,9 @@ template <typename Shape> struct hopper_memory {
     uint64_t query_full;
     uint64_t query_free;
     uint64_t counted;
-    int32_t num_steps[2];                              /* of works in turn */
-    uint32_t has_one_key[2];                           /* which have just one */
-    alignas(16) uint32_t num_keys[2][2][GATHER_WARPS]; /* count_steps */
+    int32_t num_steps[2];               /* of works in turn */
+    uint32_t has_one_key[2];            /* which have just one */
+    alignas(16) key_counts num_keys[2]; /* of works in turn */
     /* by group: whether its weights have outgrown f16, and what it has raised the references by */
     alignas(8) float shift[2][Shape::HEADS];
     alignas(4) uint8_t has_grown[4];
@@ -141,7 +142,7 @@ find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
     const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, shared->work + 1);
     cta_work next = {};
     if (idx >= 0) {
-        next = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
+        next = find_numbered_work(launch.base, idx, Shape::HEADS);
     }
     return next;
 }
@@ -530,8 +531,7 @@ redo_works(const hopper_launch &hopper, int num_parts, const uint32_t *redo,
            const work_order *order, shared_memory<Portable> *shared)
 {
     const attention_launch &launch = hopper.base;
-    const uint32_t num_tiles =
-        ((uint32_t)launch.params.num_heads + Portable::HEADS - 1) / Portable::HEADS;
+    const int num_tiles = ((int)launch.params.num_heads + Portable::HEADS - 1) / Portable::HEADS;
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 #pragma unroll 1
     for (int number = 0;; number++) {
@@ -542,11 +542,11 @@ redo_works(const hopper_launch &hopper, int num_parts, const uint32_t *redo,
         if (!(redo[number / 32] >> number % 32 & 1)) {
             continue;
         }
-        const uint32_t part = (uint32_t)idx / launch.num_head_tiles;
-        const uint32_t first = (uint32_t)idx % launch.num_head_tiles * num_parts;
+        const int part = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
+        const int first = (idx - part * (int)launch.head_tiles.divisor) * num_parts;
 #pragma unroll 1
-        for (uint32_t i = first; i < first + num_parts && i < num_tiles; i++) {
-            attend_cta<Portable>(launch, num_tiles, (int)(part * num_tiles + i), shared);
+        for (int i = first; i < min(first + num_parts, num_tiles); i++) {
+            attend_cta<Portable>(launch, (uint32_t)num_tiles, part * num_tiles + i, shared);
             ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
         }
     }

@@ -54,7 +54,7 @@ struct bf16_memory {
     uint64_t query_full;
     uint64_t query_empty;
     alignas(16) uint32_t is_key[2][GATHER_WARPS]; /* 16 keys of each gather warp, and IS_LAST */
-    alignas(16) uint32_t num_keys[2][2][GATHER_WARPS]; /* count_steps */
+    alignas(16) key_counts num_keys[2];           /* of works in turn */
     work_order order;
 };
 

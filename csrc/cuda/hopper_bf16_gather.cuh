@@ -170,7 +170,7 @@ static __device__ __forceinline__ void
 prefetch_work(const bf16_launch &launch, int idx)
 {
     if (idx >= 0) {
-        const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, TILE_HEADS);
+        const cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.num_lists; list++) {
             prefetch_keys(launch.base, work, list, gather_warp_again(), gather_lane());
@@ -225,21 +225,25 @@ gather(const bf16_launch &launch, bf16_memory *shared)
         if (idx < 0) {
             break;
         }
-        cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, TILE_HEADS);
+        cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
         if (n == 0) {
             gather_query<ALIGNED>(launch.base.params, work, state);
         }
-        key_stream stream = open_stream(launch.base, work, 0, gather_warp_again(), gather_lane());
+        key_stream stream =
+            open_stream(launch.base, work, 0, gather_warp_again(), gather_lane(), 0);
         load_next(&stream); /* on its way with those that are counted */
-        const list_steps steps =
-            count_steps<COUNT_LOADS>(launch.base, work, gather_warp_again(), gather_lane(),
-                                     state.phase.work, BARRIER_GATHER, shared->num_keys);
+        key_counts *const counts = &shared->num_keys[state.phase.work];
+        count_work<COUNT_LOADS>(launch.base, work, gather_warp_again(), gather_lane(),
+                                BARRIER_GATHER, counts);
+        const list_steps steps = find_steps(launch.base, counts);
+        stream.to_come = find_count(counts, 0, gather_warp_again());
         work.num_heads = steps.num_keys != 0 ? work.num_heads : 0;
         bool is_first_step = true;
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.num_lists; list++) {
             if (list == 1) {
-                stream = open_stream(launch.base, work, 1, gather_warp_again(), gather_lane());
+                stream = open_stream(launch.base, work, 1, gather_warp_again(), gather_lane(),
+                                     find_count(counts, 1, gather_warp_again()));
                 load_next(&stream);
             }
             gather_list<ALIGNED>(launch, work, n, list, list == 0 ? steps.main : steps.extra,

@@ -124,7 +124,7 @@ static __device__ __forceinline__ void
 finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
             const bf16_consumer &state)
 {
-    const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, TILE_HEADS);
+    const cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
     const lane_place me = find_place_again();
     const int head = 16 * me.warp + 8 * (me.column & 1) + me.row;
     store_sums<MAXIMA>(me, turn, state, shared);

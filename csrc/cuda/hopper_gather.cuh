@@ -124,14 +124,14 @@ copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int f
 
 enum { COUNT_LOADS = 8 }; /* indices of a lane that are counted at once */
 
-/* Steps of a work, by all gather warps. */
+/* Counts a work's keys, by all gather warps. */
 template <typename Shape>
-static __device__ __forceinline__ list_steps
-count_work(const hopper_launch &launch, const cta_work &work, uint32_t turn,
-           hopper_memory<Shape> *shared)
+static __device__ __forceinline__ void
+count_keys_of(const hopper_launch &launch, const cta_work &work, uint32_t turn,
+              hopper_memory<Shape> *shared)
 {
-    return count_steps<COUNT_LOADS>(launch.base, work, find_gather_warp(), find_gather_lane(), turn,
-                                    BARRIER_GATHER, shared->num_keys);
+    count_work<COUNT_LOADS>(launch.base, work, find_gather_warp(), find_gather_lane(),
+                            BARRIER_GATHER, &shared->num_keys[turn]);
 }
 
 /* Tells the consumers of a work's steps. They have taken the last work's before its query's place
@@ -148,38 +148,45 @@ publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shar
     __syncwarp();
 }
 
-/* Steps [begin, end) of a list of a work. Lane l has key l % 4 of the warp's four in granule l / 4
- * of a step. */
+/* A step of a work: lane l's index is that of key l % 4 of the warp's four in granule l / 4. */
+template <typename Shape>
+static __device__ __forceinline__ void
+gather_step(const hopper_launch &launch, const cta_work &work, int list, uint32_t index,
+            gather_state *state)
+{
+    const uint32_t offset =
+        find_row_offset(launch.base, launch.lists[list].bias, list, work.token, (int32_t)index);
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, offset != NO_ROW);
+#pragma unroll 1
+    for (int i = 0; i < STEP_GRANULES; i++) {
+        copy_rows<Shape>(*state, launch.lists[list].lowest, offset, i * GATHER_KEYS,
+                         is_key >> i * GATHER_KEYS & 15);
+        state->slot++;
+        if (state->slot == Shape::GRANULES) {
+            state->slot = 0;
+            state->parity ^= 1;
+        }
+    }
+}
+
+/* Steps [begin, end) of a list of a work, of whose keys `counts` tells. */
 template <typename Shape>
 static __device__ __forceinline__ void
 gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t begin, int32_t end,
-            gather_state *state)
+            const key_counts *counts, gather_state *state)
 {
     if (begin == end) {
         return;
     }
-    key_stream stream =
-        open_stream(launch.base, work, list, find_gather_warp(), find_gather_lane());
+    key_stream stream = open_stream(launch.base, work, list, find_gather_warp(), find_gather_lane(),
+                                    find_count(counts, list, find_gather_warp()));
     load_next(&stream);
 #pragma unroll 1
     for (int32_t step = 0; step < end; step++) {
         const uint32_t index =
             take_step(&stream, launch.base.lists[list].index_limit, find_gather_lane());
-        if (step < begin) {
-            continue;
-        }
-        const uint32_t offset =
-            find_row_offset(launch.base, launch.lists[list].bias, list, work.token, (int32_t)index);
-        const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, offset != NO_ROW);
-#pragma unroll 1
-        for (int i = 0; i < STEP_GRANULES; i++) {
-            copy_rows<Shape>(*state, launch.lists[list].lowest, offset, i * GATHER_KEYS,
-                             is_key >> i * GATHER_KEYS & 15);
-            state->slot++;
-            if (state->slot == Shape::GRANULES) {
-                state->slot = 0;
-                state->parity ^= 1;
-            }
+        if (step >= begin) {
+            gather_step<Shape>(launch, work, list, index, state);
         }
     }
 }
@@ -219,11 +226,29 @@ fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base)
     __syncwarp();
 }
 
+/* A launch's first work, as far as it goes before its keys are counted: the query, and the first
+ * step where the warp's first 32 columns are keys, which it tells. Straight code, in the order of
+ * what is waited for: neither it nor its data are in any cache. */
+template <typename Shape>
+static __device__ __forceinline__ bool
+begin_launch(const hopper_launch &launch, const cta_work &work, gather_state *state)
+{
+    const uint32_t index = load_first(launch.base, work, 0, find_gather_warp(), find_gather_lane());
+    if (launch.fetches_query) {
+        fetch_query<Shape>(launch, work, state->base);
+    }
+    const bool is_full = __all_sync(0xFFFFFFFFu, index < launch.base.lists[0].index_limit) &&
+                         launch.base.params.num_lists == 1;
+    if (is_full) {
+        gather_step<Shape>(launch, work, 0, index, state);
+    }
+    return is_full;
+}
+
 /* All works of the CTA. The keys of a work are counted while the first rows of the one in front of
  * it are on their way, for the consumers have to store a query then; with few heads, where the
  * memory binds, and behind a launch's first work, whose order may not be known before, after its
- * last ones. Of a launch's first work itself they are counted when its first rows have been asked
- * for, where there is one list. */
+ * last ones. */
 template <typename Shape>
 static __device__ __forceinline__ void
 gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
@@ -236,44 +261,24 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
                  __shfl_sync(0xFFFFFFFFu, find_gather_warp(), 0) * (GATHER_KEYS * FP8_ROW_BYTES);
     state.slot = 0;
     state.parity = 1;
-    list_steps steps = {.main = 1};
-    bool is_counted = false;
     ptx_wait_for_grids();
+    cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
+    bool has_begun = begin_launch<Shape>(launch, work, &state);
+    count_keys_of(launch, work, 0, shared);
 #pragma unroll 1
     for (int n = 0;; n++) {
         const uint32_t turn = (uint32_t)n & 1;
-        const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, n);
-        if (idx < 0) {
-            break;
-        }
-        const cta_work work = find_work(launch.base, launch.base.num_head_tiles, idx, Shape::HEADS);
-        if (!is_counted && launch.base.params.num_lists == 2) {
-            steps = count_work(launch, work, turn, shared);
-            is_counted = true;
-        }
-        ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, query_free),
-                          turn ^ 1);
-        if (launch.fetches_query) {
-            fetch_query<Shape>(launch, work, state.base);
-        }
-        if (is_counted) {
-            publish_steps(steps, turn, shared);
-        }
-        list_steps next = {};
+        const list_steps steps = find_steps(launch.base, &shared->num_keys[turn]);
+        publish_steps(steps, turn, shared);
         const int32_t first = min(steps.main, 1);
 #pragma unroll 1
-        for (int part = FIRST_STEP; part < NUM_PARTS; part++) {
-            const int list = part == EXTRA_LIST ? 1 : 0;
-            gather_list<Shape>(launch, work, list, part == MAIN_LIST ? first : 0,
+        for (int part = has_begun ? MAIN_LIST : FIRST_STEP; part < NUM_PARTS; part++) {
+            gather_list<Shape>(launch, work, part == EXTRA_LIST ? 1 : 0,
+                               part == MAIN_LIST ? first : 0,
                                part == FIRST_STEP  ? first
                                : part == MAIN_LIST ? steps.main
                                                    : steps.extra,
-                               &state);
-            if (part == FIRST_STEP && !is_counted) {
-                steps = count_work(launch, work, turn, shared);
-                publish_steps(steps, turn, shared);
-                is_counted = true;
-            }
+                               &shared->num_keys[turn], &state);
             if (part == (Shape::HEADS == 64 && n > 0 ? FIRST_STEP : EXTRA_LIST)) {
                 wait_for_order(launch.is_ordered,
                                state.base +
@@ -281,14 +286,21 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
                 const int ahead =
                     nth_work(launch.is_ordered, launch.num_works, &shared->order, n + 1);
                 if (ahead >= 0) {
-                    next = count_work(launch,
-                                      find_work(launch.base, launch.base.num_head_tiles, ahead,
-                                                Shape::HEADS),
-                                      turn ^ 1, shared);
+                    count_keys_of(launch, find_numbered_work(launch.base, ahead, Shape::HEADS),
+                                  turn ^ 1, shared);
                 }
             }
         }
-        steps = next;
+        const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, n + 1);
+        if (idx < 0) {
+            break;
+        }
+        work = find_numbered_work(launch.base, idx, Shape::HEADS);
+        has_begun = false;
+        ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, query_free), turn);
+        if (launch.fetches_query) {
+            fetch_query<Shape>(launch, work, state.base);
+        }
     }
 }
 

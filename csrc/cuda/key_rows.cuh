@@ -54,12 +54,13 @@ typedef struct list_facts {
  * arguments are in no cache, and come in lines of 64 bytes, each of them 280 cycles after an
  * instruction has needed it. */
 typedef struct attention_launch {
+    smla_divisor head_tiles; /* CTAs of a token and split */
+    smla_divisor num_splits;
     int32_t split_columns[2]; /* of a split's range, in each list */
-    uint32_t num_head_tiles;
-    bool q_is_aligned;      /* every row of both parts to 16 bytes */
-    bool out_is_paired;     /* every row to 4 bytes */
-    float scale_log2;       /* softmax_scale * log2(e) */
-    float wgmma_scale_log2; /* the same for scores from wgmma: WGMMA_CORRECTION */
+    bool q_is_aligned;        /* every row of both parts to 16 bytes */
+    bool out_is_paired;       /* every row to 4 bytes */
+    float scale_log2;         /* softmax_scale * log2(e) */
+    float wgmma_scale_log2;   /* the same for scores from wgmma: WGMMA_CORRECTION */
     smla_attention_params params;
     smla_partial_rows partials; /* unused with one split */
     list_facts lists[2];
@@ -123,6 +124,20 @@ typedef struct column_range {
     int32_t begin;
     int32_t end;
 } column_range;
+
+/* Work number idx of a kernel for Hopper, as find_work of attend.cuh counts them, without a
+ * division: a launch begins with it. */
+static __device__ __forceinline__ cta_work
+find_numbered_work(const attention_launch &launch, int idx, int heads_per_cta)
+{
+    const int part = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
+    cta_work work;
+    work.token = (int32_t)smla_divide_uint32((uint32_t)part, launch.num_splits);
+    work.split = part - work.token * launch.params.num_splits;
+    work.first_head = (idx - part * (int)launch.head_tiles.divisor) * heads_per_cta;
+    work.num_heads = min((int32_t)launch.params.num_heads - work.first_head, heads_per_cta);
+    return work;
+}
 
 static __device__ __forceinline__ column_range
 find_columns(const attention_launch &launch, const cta_work &work, int list)

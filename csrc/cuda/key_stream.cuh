@@ -38,6 +38,7 @@ typedef struct key_stream {
     uint32_t held;     /* the keys that wait for their step: in lanes below num_held */
     uint32_t over;     /* those that are more than a step's */
     int32_t num_held;
+    int32_t to_come; /* keys that have not been taken from the list */
 } key_stream;
 
 static __device__ __forceinline__ void
@@ -46,8 +47,10 @@ load_next(key_stream *stream)
     ptx_load_4(stream->at, stream->left > 0, NO_INDEX, &stream->next);
 }
 
+/* At the first of the warp's columns in a list, of which num_keys are keys. */
 static __device__ __forceinline__ key_stream
-open_stream(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
+open_stream(const attention_launch &launch, const cta_work &work, int list, int warp, int lane,
+            int32_t num_keys)
 {
     const smla_key_list &keys = launch.params.lists[list];
     const column_range columns = find_columns(launch, work, list);
@@ -58,7 +61,18 @@ open_stream(const attention_launch &launch, const cta_work &work, int list, int 
     stream.held = NO_INDEX;
     stream.over = NO_INDEX;
     stream.num_held = 0;
+    stream.to_come = num_keys;
     return stream;
+}
+
+/* The first of the lane's indices of a list. It is in L1 then. */
+static __device__ __forceinline__ uint32_t
+load_first(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
+{
+    const key_stream stream = open_stream(launch, work, list, warp, lane, 0);
+    uint32_t index;
+    ptx_load_4_cached(stream.at, stream.left > 0, NO_INDEX, &index);
+    return index;
 }
 
 /* The warp's keys of a list; LOADS indices of a lane at once. They are in L1 then, for
@@ -67,7 +81,7 @@ template <int LOADS>
 static __device__ __forceinline__ uint32_t
 count_keys(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
 {
-    const key_stream stream = open_stream(launch, work, list, warp, lane);
+    const key_stream stream = open_stream(launch, work, list, warp, lane, 0);
     const uint32_t limit = launch.lists[list].index_limit;
     const int32_t *at = stream.at;
     uint32_t count = 0;
@@ -124,23 +138,40 @@ steps_of_keys(const uint32_t counts[GATHER_WARPS], uint32_t *num_keys)
                      SMLA_WARP_LANES);
 }
 
+/* The counts of a work: num_keys[list][warp], in shared memory. */
+typedef uint32_t key_counts[2][GATHER_WARPS];
+
 /* Of a work, by all gather warps: each counts the keys of its quarter, and they meet at a barrier.
- * num_keys is in shared memory, of works in turn, in each list, of each warp. `turn` is 0 and 1 in
- * turn: the counts of a work are read after the barrier, when the next one's may come. */
+ * Works have two `counts` in turn: one's are read as the work begins, when the next one's may
+ * come. */
 template <int LOADS>
-static __device__ __forceinline__ list_steps
-count_steps(const attention_launch &launch, const cta_work &work, int warp, int lane, uint32_t turn,
-            int barrier, uint32_t (&num_keys)[2][2][GATHER_WARPS])
+static __device__ __forceinline__ void
+count_work(const attention_launch &launch, const cta_work &work, int warp, int lane, int barrier,
+           key_counts *counts)
 {
 #pragma unroll 1
     for (int list = 0; list < launch.params.num_lists; list++) {
-        num_keys[turn][list][warp] = count_keys<LOADS>(launch, work, list, warp, lane);
+        (*counts)[list][warp] = count_keys<LOADS>(launch, work, list, warp, lane);
     }
     ptx_barrier(barrier, GATHER_WARPS * SMLA_WARP_LANES);
+}
+
+/* What a warp has counted in a list: through a shuffle, for then it is known to be the warp's, as
+ * all that follows from it. */
+static __device__ __forceinline__ int32_t
+find_count(const key_counts *counts, int list, int warp)
+{
+    return __shfl_sync(0xFFFFFFFFu, (int32_t)(*counts)[list][warp], 0);
+}
+
+/* What all have counted. */
+static __device__ __forceinline__ list_steps
+find_steps(const attention_launch &launch, const key_counts *counts)
+{
     list_steps steps = {};
-    steps.main = steps_of_keys(num_keys[turn][0], &steps.num_keys);
+    steps.main = steps_of_keys((*counts)[0], &steps.num_keys);
     if (launch.params.num_lists == 2) {
-        steps.extra = steps_of_keys(num_keys[turn][1], &steps.num_keys);
+        steps.extra = steps_of_keys((*counts)[1], &steps.num_keys);
     }
     steps.main += steps.num_keys == 0;
     return steps;
@@ -186,6 +217,7 @@ take_keys(key_stream *stream, uint32_t limit, int lane)
         }
         stream->num_held += __popc(is_key);
     }
+    stream->to_come -= __popc(is_key);
     stream->left -= STREAM_COLUMNS;
     stream->at += STREAM_COLUMNS;
     load_next(stream);
@@ -196,7 +228,7 @@ static __device__ __forceinline__ uint32_t
 take_step(key_stream *stream, uint32_t limit, int lane)
 {
 #pragma unroll 1
-    while (stream->num_held < SMLA_WARP_LANES && __any_sync(0xFFFFFFFFu, stream->left > 0)) {
+    while (stream->num_held < SMLA_WARP_LANES && stream->to_come > 0) {
         take_keys(stream, limit, lane);
     }
     const uint32_t index = lane < stream->num_held ? stream->held : NO_INDEX;

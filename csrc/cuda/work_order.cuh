@@ -11,7 +11,9 @@
  * round that is not full the CTAs with the largest loads take none.
  *
  * Lengths are estimates from a few columns of each work's main list. A wrong estimate costs time.
- * It changes no result, because the bits of a row do not depend on what its CTA did before.
+ * It changes no result, because the bits of a row do not depend on what its CTA did before. Where
+ * the last column of every list is a key, all of them are taken for full: there is nothing to level,
+ * and the order is the fixed one.
  *
  * Launches of one work per CTA, of more than NUM_ROUNDS rounds or of several splits keep the fixed
  * order: work n * gridDim.x + c is the n-th of CTA c. Many rounds level the loads by themselves.
@@ -77,24 +79,47 @@ wait_for_order(bool is_ordered, uint32_t planned)
 
 /* ---- Lengths -------------------------------------------------------------------------------- */
 
+/* The main list of a work. */
+typedef struct work_list {
+    const int32_t *indices;
+    uint32_t count;
+} work_list;
+
+static __device__ __forceinline__ work_list
+find_list(const attention_launch &launch, int idx)
+{
+    const smla_key_list &keys = launch.params.lists[0];
+    cta_work work = {};
+    work.token = (int32_t)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
+    const column_range columns = find_columns(launch, work, 0);
+    return work_list{keys.indices + work.token * keys.indices_stride_token + columns.begin,
+                     (uint32_t)(columns.end - columns.begin)};
+}
+
+/* Whether the work's list has as many columns as it may, and the last one is a key. */
+static __device__ __forceinline__ bool
+seems_full(const attention_launch &launch, int idx)
+{
+    const work_list list = find_list(launch, idx);
+    uint32_t last;
+    ptx_load_4(list.indices + (list.count - 1), list.count != 0, 0xFFFFFFFFu, &last);
+    return (int64_t)list.count == launch.params.lists[0].topk && last < launch.lists[0].index_limit;
+}
+
 /* The length of a work, from 1 to FULL_LENGTH: the part of its list's columns that are keys, by
  * ORDER_SAMPLES of them. Every CTA comes to the same number. All reads are under way at once. */
 static __device__ __forceinline__ uint32_t
 estimate_length(const attention_launch &launch, int idx)
 {
     const smla_key_list &keys = launch.params.lists[0];
-    cta_work work = {};
-    work.token = (int32_t)((uint32_t)idx / launch.num_head_tiles);
-    const column_range columns = find_columns(launch, work, 0);
-    const uint32_t count = (uint32_t)(columns.end - columns.begin);
-    const int32_t *const indices =
-        keys.indices + work.token * keys.indices_stride_token + columns.begin;
+    const work_list list = find_list(launch, idx);
+    const uint32_t count = list.count;
     uint32_t samples[ORDER_SAMPLES];
 #pragma unroll
     for (uint32_t i = 0; i < ORDER_SAMPLES; i++) {
         const uint32_t column =
             (uint32_t)((uint64_t)count * (2 * i + 1) / (2 * ORDER_SAMPLES)); /* below count */
-        ptx_load_4(indices + column, count != 0, 0xFFFFFFFFu, &samples[i]);
+        ptx_load_4(list.indices + column, count != 0, 0xFFFFFFFFu, &samples[i]);
     }
     uint32_t num_keys = 0;
 #pragma unroll
@@ -177,8 +202,14 @@ plan_works(const attention_launch &launch, int num_works, int barrier, order_scr
            work_order *order)
 {
     const int thread = ptx_forget((int)threadIdx.x);
+    bool is_ragged = false;
 #pragma unroll 1
     for (int idx = thread; idx < num_works; idx += ORDER_THREADS) {
+        is_ragged |= !seems_full(launch, idx);
+    }
+    const int to_order = ptx_barrier_or(barrier, ORDER_THREADS, is_ragged) ? num_works : 0;
+#pragma unroll 1
+    for (int idx = thread; idx < to_order; idx += ORDER_THREADS) {
         scratch->lengths[idx] = (uint8_t)estimate_length(launch, idx);
     }
     ptx_barrier(barrier, ORDER_THREADS);
@@ -187,8 +218,8 @@ plan_works(const attention_launch &launch, int num_works, int barrier, order_scr
 #pragma unroll 1
     for (int round = 0; round < NUM_ROUNDS; round++) {
         first += (int)gridDim.x;
-        int idx = -1;
-        if (first < num_works) {
+        int idx = first + thread < num_works ? first + thread : -1;
+        if (first < to_order) {
             idx = share_out_round(thread, first, min(num_works - first, (int)gridDim.x), load,
                                   barrier, scratch);
             load += idx < 0 ? 0 : scratch->lengths[idx];
