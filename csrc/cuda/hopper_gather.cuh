@@ -142,7 +142,6 @@ publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shar
 {
     if (threadIdx.x == CONSUMER_THREADS) {
         shared->num_steps[turn] = steps.main + steps.extra;
-        shared->has_one_key[turn] = steps.num_keys == 1;
         ptx_mbarrier_arrive(ptx_shared_address(&shared->counted), true);
     }
     __syncwarp();
@@ -153,7 +152,7 @@ publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shar
 template <typename Shape>
 static __device__ __forceinline__ void
 gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t begin, int32_t end,
-            gather_state *state)
+            uint32_t *num_absent, gather_state *state)
 {
     if (begin == end) {
         return;
@@ -171,6 +170,7 @@ gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t
         const uint32_t offset =
             find_row_offset(launch.base, launch.lists[list].bias, list, work.token, (int32_t)index);
         const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, offset != NO_ROW);
+        add_absent(is_key, num_absent);
 #pragma unroll 1
         for (int i = 0; i < STEP_GRANULES; i++) {
             copy_rows<Shape>(*state, launch.lists[list].lowest, offset, i * GATHER_KEYS,
@@ -253,6 +253,11 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
         }
         ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, query_free),
                           turn ^ 1);
+        /* the consumers have left the work before the last one, which had the same `turn` */
+        uint32_t *const num_absent = &shared->num_absent[turn][find_gather_warp()];
+        if (ptx_elect()) {
+            *num_absent = 0;
+        }
         if (launch.fetches_query) {
             fetch_query<Shape>(launch, work, state.base);
         }
@@ -268,7 +273,7 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
                                part == FIRST_STEP  ? first
                                : part == MAIN_LIST ? steps.main
                                                    : steps.extra,
-                               &state);
+                               num_absent, &state);
             if (part == FIRST_STEP && !is_counted) {
                 steps = count_work(launch, work, turn, shared);
                 publish_steps(steps, turn, shared);
