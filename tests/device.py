@@ -31,16 +31,6 @@ RESIDUE = 256  # addresses on both sides agree modulo this, so alignment travels
 
 
 @functools.cache
-def uses_hopper_kernels() -> bool:
-    """Attention has kernels for Hopper alone, which test_gpu_portable.py leaves out."""
-    import sparse_mla
-
-    return ON_CUDA and any(
-        row["arch"] == "sm_90" and row["selected"] for row in sparse_mla.kernels()
-    )
-
-
-@functools.cache
 def import_quietly(name: str):
     """A framework; what it warns about at import is its own affair."""
     with warnings.catch_warnings():

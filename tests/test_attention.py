@@ -256,6 +256,7 @@ def test_one_key_is_its_value(fmt, K, H, num_splits):
     assert_within_bounds(case.reference(), got)
     assert_is_the_logit(got)
     assert_is_the_value(case, case.kv, slots, got)
+    assert_same_results(guarded_attention(attend, case, row_gap=3), got, "rows off the grid")
     case.options["attn_sink"] = sink = rng.normal(0, 2, H).astype(np.float32)
     sink[1:3] = [np.inf, -np.inf][: max(H - 1, 0)]
     got = guarded_attention(attend, case)
@@ -278,23 +279,39 @@ def test_one_key_under_any_scale(exponent, num_splits):
     assert_is_the_value(case, case.kv, slots, got)
 
 
-@pytest.mark.xfail(
-    device.uses_hopper_kernels(),
-    reason="Hopper's kernel for bf16 rows adds values to +0: one of -0 loses its sign",
-    strict=True,
-)
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_one_key_of_any_bits(num_splits):
+@pytest.mark.parametrize("layout", ["paged", "odd_stride"])
+@pytest.mark.parametrize("H", [1, 5, 16, 64, 128])
+@pytest.mark.parametrize("K", [64, 2048])
+def test_one_key_of_any_bits(K, H, layout, num_splits):
     """Every finite bf16: zeros of both signs, subnormals, the largest. The query has RoPE alone."""
     rng = np.random.default_rng(3)
-    case, slots = make_one_key_case(rng, "bf16", 5, 64, num_splits)
+    case, slots = make_one_key_case(rng, "bf16", H, K, num_splits)
     bits = case.kv.view(np.uint16).reshape(320, 576)
     bits[:, :512] = rng.integers(0, 0x7F80, (320, 512)) | rng.integers(0, 2, (320, 512)) << 15
     bits[:, :512:7] &= 0x80FF
     bits[:, :512:9] &= 0x8000
+    case.kv = cases.lay_out(case.kv.reshape(320, 576), 64, layout)
     case.q[..., :512] = 0
     got = guarded_attention(attend, case)
     assert_is_the_value(case, case.kv, slots, got)
+    assert_same_results(guarded_attention(attend, case, row_gap=3), got, "rows off the grid")
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+def test_one_key_among_longer_rows(fmt, num_splits):
+    """Rows of 0, 1, 2, 32, 33 and all keys, more than CTAs: no row's count gets into another."""
+    rng = np.random.default_rng(11)
+    case = AttentionCase(900, 16, 300, fmt=fmt, indices="ordered", num_splits=num_splits).make()
+    num_keys = rng.choice([0, 1, 1, 1, 2, 32, 33, 300], 900)
+    order = rng.permuted(np.tile(np.arange(300), (900, 1)), axis=1)
+    case.indices = np.where(order < num_keys[:, None], case.indices, -1).astype(np.int32)
+    got = guarded_attention(attend, case)
+    assert_within_bounds(case.reference(), got)
+    ones = np.flatnonzero(num_keys == 1)
+    slots = case.indices[ones].max(1)
+    assert_is_the_value(case, case.kv, slots, {"out": got["out"][ones]})
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 5])

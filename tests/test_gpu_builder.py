@@ -19,10 +19,10 @@ HEADS = 40
 class Layer:
     """A layer and its arrays on the GPU, for the steps of one engine."""
 
-    def __init__(self, path: str, **changes) -> None:
+    def __init__(self, path: str, num_heads: int = HEADS, **changes) -> None:
         self.path = path
         self.config = engine.config(
-            library.sparse_mla, num_heads=HEADS, fp8=path != "bf16", path=path, **changes
+            library.sparse_mla, num_heads=num_heads, fp8=path != "bf16", path=path, **changes
         )
         self.layer = sparse_mla.SparseMLA(self.config)
 
@@ -207,22 +207,8 @@ def test_bad_pages_and_positions_in_a_step_are_harmless(path):
     assert np.isfinite(out.astype(np.float32)).all()
 
 
-HOPPER_COUNTS_EARLY = pytest.mark.xfail(
-    device.uses_hopper_kernels(),
-    reason="Hopper's kernels for FP8 rows count keys before the block table says which are none",
-    strict=True,
-)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param("mixed", marks=HOPPER_COUNTS_EARLY),
-        pytest.param("direct", marks=HOPPER_COUNTS_EARLY),
-        "bf16",
-    ],
-)
-def test_one_key_among_bad_pages(path):
+@pytest.mark.parametrize("path", ["mixed", "direct", "bf16"])
+def test_one_key_in_a_step_with_bad_pages(path):
     """Positions of a page that is none make no second key: token 5's out is one row's value."""
     layer = Layer(path)
     step, common, arrays = layer.place([1, 1, 1, 30], 5)
@@ -238,6 +224,56 @@ def test_one_key_among_bad_pages(path):
     if path == "bf16":
         bits = ref.raw_rows(step.fp8_cache, [slot])[:, :512]
         assert (ref.bits16(got[0]) == bits).all()
+
+
+def place_keys_among_bad_pages(rng, tokens: int, topk: int, end: int):
+    """Lists of a key on the first page each, in any column, and none, one, some or nothing but
+    positions of other pages; a third of the lists has no key. -> lists, keys (-1 for none)"""
+    keys = np.where(rng.random(tokens) < 0.7, rng.integers(0, 64, tokens), -1)
+    share = rng.choice([0, 1 / topk, 0.1, 0.6, 1], (tokens, 1))
+    topk_indices = np.where(
+        rng.random((tokens, topk)) < share, rng.integers(64, end, (tokens, topk)), -1
+    )
+    columns = rng.integers(0, topk, tokens)
+    columns[:2] = 0, topk - 1
+    topk_indices[np.arange(tokens), columns] = keys
+    return topk_indices.astype(np.int32), keys
+
+
+@pytest.mark.parametrize("num_heads", [1, 16, 64, 128])
+@pytest.mark.parametrize(
+    ("tokens", "topk"),
+    [(40, 48), (5, 1024), (450, 1024)],  # one split; several; several works for each CTA
+)
+@pytest.mark.parametrize("path", ["mixed", "direct", "bf16"])
+def test_one_key_among_bad_pages(path, tokens, topk, num_heads):
+    """Of 18 pages the first alone is one. Bad positions change no bit of any row."""
+    rng = np.random.default_rng([tokens, num_heads])
+    layer = Layer(path, num_heads, topk_tokens=topk, max_num_batched_tokens=512, max_model_len=2048)
+    batch = cases.make_batch([tokens], [1100], seed=1)
+    first = int(batch.block_table[0, 0])
+    batch.block_table[0, 1:] = np.resize([-1, -7, 2**31 - 1, batch.num_pages], 18)
+    step = engine.make_step(batch, num_heads, topk=topk)
+    cache = step.fp8_cache
+    if path == "bf16":
+        cache = step.bf16_cache(sparse_mla)
+        ref.bits16(cache)[..., :512:9] = 0x8000  # -0
+    names = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
+    common = batch.common(sparse_mla, **{n: gpu.put(getattr(batch, n)) for n in names})
+    q, kv = gpu.put(step.q), device.Journey().put(cache)
+    bad, keys = place_keys_among_bad_pages(rng, tokens, topk, 1100)
+    good = np.where(bad < 64, bad, -1)
+    got = layer.eager(common, (q, kv, gpu.put(bad)))
+    assert_same_values(got, layer.eager(common, (q, kv, gpu.put(good))), "without bad positions")
+    out, lse = (x[keys < 0] for x in got)
+    assert (ref.bits16(out) == 0).all()
+    assert (lse == -np.inf).all()
+    value = ref.decode_rows(cache, 64 * first + keys[keys >= 0])[:, None, :512]
+    error = np.abs(ref.to_f32(got[0][keys >= 0]).astype(np.float64) - value)
+    assert (error <= 2.0**-8 * np.abs(value) + 2.0**-133).all()
+    if path == "bf16":
+        bits = ref.raw_rows(cache, 64 * first + keys[keys >= 0])[:, None, :512]
+        assert (ref.bits16(got[0][keys >= 0]) == bits).all()
 
 
 # --- paths ---------------------------------------------------------------------------------------

@@ -54,6 +54,17 @@ def test_odd_attention(name):
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+def test_rows_of_few_keys(fmt):
+    """0, 1, 2 or 40 keys, and at least three rows for each CTA."""
+    rng = np.random.default_rng(2)
+    case = AttentionCase(600, 16, 40, fmt=fmt, indices="ordered").make()
+    num_keys = rng.choice([0, 1, 1, 2, 40], (600, 1))
+    order = rng.permuted(np.tile(np.arange(40), (600, 1)), axis=1)
+    case.indices = np.where(order < num_keys, case.indices, -1).astype(np.int32)
+    assert_within_bounds(case.reference(), guarded_attention(sparse_mla.sparse_attention, case))
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_cache_rows(fmt):
     """Write and gather, pages of 5 with gaps."""
     rng = np.random.default_rng(1)

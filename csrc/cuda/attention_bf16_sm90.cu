@@ -11,7 +11,7 @@
  *                                             group 0 lie in the RoPE tile of its block, which is
  *                                             not needed after the scores
  *              sums, maxima, references, mbarriers, is_key, counts of keys
- *              231,936 bytes of the 232,448 that an SM has
+ *              232,064 bytes of the 232,448 that an SM has
  * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile), or
  *              behind the first one those that level the loads (work_order.cuh).
  *              4 gather warps   56 registers. Indices -> rows, by cp.async of 16 bytes: a bulk copy
@@ -58,11 +58,12 @@
  *              (WGMMA_CORRECTION). A weight is 2^exponent, an exponent is scale S - ref. Weights
  *              are rounded to bf16 for the values; their sums are fp32 of unrounded weights and
  *              compensated: equal terms round the same way. ref is the head's maximum in the first
- *              block that has a key. So the heaviest weight there is 1, those a little below it
- *              round by least, and a row with one key is its value. Where a later block has an
- *              exponent above 40, its maximum is the head's ref from there on, and what was added
- *              up is multiplied by 2^(difference). Values up to 2^76 may meet weights of 2^40. Keys
- *              lighter than the heaviest by 2^126 may not count.
+ *              block that has a key. So the heaviest weight there is 1, and those a little below it
+ *              round by least. Where a later block has an exponent above 40, its maximum is the
+ *              head's ref from there on, and what was added up is multiplied by 2^(difference).
+ *              Values up to 2^76 may meet weights of 2^40. Keys lighter than the heaviest by 2^126
+ *              may not count. A work with one key gets its results another way (one_key.cuh), where
+ *              it ends: a value of -0 added to 0 would lose its sign.
  *              A logit of NaN or +inf makes out and lse of its head NaN, one of -inf has no weight;
  *              other heads have the bits that they have without it. Masked rows are zeros and have
  *              weight 0. A row's bits depend on its query, keys, num_splits, H and the device, not

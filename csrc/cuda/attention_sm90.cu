@@ -54,9 +54,9 @@
  *              +inf its head's. A head whose q is not finite has results of NaN, and no influence
  *              on others. Whatever does not fit marks the row: scales above 146 E, E above 2^3,
  *              scores of 2^11 and more, heads smaller by 2^13, scores of -inf alone in the first of
- *              several steps; and a work with one key, whose value the portable code gives as it
- *              is. Partial rows are rounded to f16: means of values, relative to E, so by 2^-11, or
- *              where they are small by 2^-25 E.
+ *              several steps; and at its end a work with one key, whose value the portable code
+ *              gives as it is. Partial rows are rounded to f16: means of values, relative to E, so
+ *              by 2^-11, or where they are small by 2^-25 E.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       keys as A from registers, the granule ring, the order of the two warpgroups: our own
  *              studies; online softmax (FlashAttention), warp roles (CUTLASS). References that move
@@ -83,8 +83,7 @@ clear_row(const lane_place &me, hopper_memory<Shape> *shared, consumer<Shape> *s
     clear_sums(me, shared);
 }
 
-/* How many steps the work has, when the gather warps have counted its keys. One key alone is left
- * to the portable code, which gives its value as it is. */
+/* How many steps the work has, when the gather warps have counted its keys. */
 template <typename Shape>
 static __device__ __forceinline__ void
 take_steps(hopper_memory<Shape> *shared, consumer<Shape> *state)
@@ -92,7 +91,6 @@ take_steps(hopper_memory<Shape> *shared, consumer<Shape> *state)
     const uint32_t turn = (state->phase & QUERY_PARITY) != 0;
     ptx_mbarrier_wait(ptx_shared_address(&shared->counted), turn);
     state->phase += ONE_STEP * (uint32_t)*(const volatile int32_t *)&shared->num_steps[turn];
-    lose_row(shared, *(const volatile uint32_t *)&shared->has_one_key[turn] != 0);
 }
 
 /* All steps of a row whose query is there. The work behind it is found while the last products are

@@ -53,8 +53,11 @@ struct bf16_memory {
     uint64_t scored;
     uint64_t query_full;
     uint64_t query_empty;
-    alignas(16) uint32_t is_key[2][GATHER_WARPS]; /* 16 keys of each gather warp, and IS_LAST */
-    alignas(16) key_counts num_keys[2];           /* of works in turn */
+    alignas(16) uint32_t is_key[2][GATHER_WARPS];     /* 16 keys of each gather warp, and IS_LAST */
+    alignas(16) key_counts num_keys[2];               /* of works in turn */
+    alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* of works in turn: add_absent */
+    int32_t num_steps[2];                             /* of works in turn */
+    listed_key only[2][GATHER_WARPS]; /* of works in turn: a gather warp's key, if it has but one */
     work_order order;
 };
 

@@ -141,10 +141,9 @@ copy_piece(const bf16_gather &state, int block, const uint8_t *row, int first_la
  * one. */
 template <int BLOCK, bool ALIGNED>
 static __device__ __forceinline__ void
-gather_block(const bf16_gather &state, const uint8_t *row, uint32_t last_bit)
+gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, uint32_t last_bit)
 {
     const int first_lane = BLOCK * WARP_ROWS;
-    const uint32_t are_keys = __ballot_sync(0xFFFFFFFFu, row != NULL);
     const uint32_t is_key = (are_keys >> first_lane & ALL_KEYS) | last_bit;
     const uint32_t empty = BF16_AT(state.base, empty) + 16 * BLOCK;
     ptx_mbarrier_wait(empty + 8 * BLOCK, state.phase.step ^ 1);
@@ -161,6 +160,39 @@ gather_block(const bf16_gather &state, const uint8_t *row, uint32_t last_bit)
     __syncwarp();
     copy_piece<nth_piece(BLOCK, 2), ALIGNED>(state, BLOCK, row, first_lane);
     copy_piece<nth_piece(BLOCK, 3), ALIGNED>(state, BLOCK, row, first_lane);
+}
+
+/* ---- A work with one key -------------------------------------------------------------------
+ *
+ * Places without a key are counted between the two blocks of a step. The warps have waited for the
+ * first block's place then, so all consumers have left the work before the last one, which had the
+ * same `turn`. Group 1 sees the counts when it waits for the second block, and group 0 behind the
+ * barrier where a work ends. */
+
+/* In the first step of a work. */
+static __device__ __forceinline__ void
+begin_count(const list_steps &steps, uint32_t turn, bf16_memory *shared)
+{
+    if (threadIdx.x == CONSUMER_THREADS) {
+        shared->num_steps[turn] = steps.main + steps.extra;
+    }
+    if (ptx_elect()) {
+        shared->num_absent[turn][gather_warp_again()] = 0;
+    }
+    __syncwarp();
+}
+
+/* In every step. A key that is the warp's only one in its step may be the work's only one. */
+static __device__ __forceinline__ void
+count_step(int32_t slot, int list, uint32_t are_keys, uint32_t turn, bf16_memory *shared)
+{
+    if (are_keys != 0xFFFFFFFFu) {
+        add_absent(are_keys, &shared->num_absent[turn][gather_warp_again()]);
+        if (__popc(are_keys) == 1 && slot >= 0) {
+            shared->only[turn][gather_warp_again()] = listed_key{slot, list};
+        }
+        __syncwarp(); /* lane 0 arrives for all of them */
+    }
 }
 
 /* ---- Works --------------------------------------------------------------------------------- */
@@ -183,25 +215,32 @@ prefetch_work(const bf16_launch &launch, int idx)
  * them what the next work's count will ask for. */
 template <bool ALIGNED>
 static __device__ __forceinline__ void
-gather_list(const bf16_launch &launch, const cta_work &work, int n, int list, int32_t num_steps,
-            bool is_last_list, const work_order *order, key_stream *stream, bool *is_first_step,
+gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
+            const list_steps &steps, bf16_memory *shared, key_stream *stream, bool *is_first_step,
             bf16_gather *state)
 {
+    const bool is_last_list = list == 1 || steps.extra == 0;
 #pragma unroll 1
-    for (int32_t steps = num_steps; steps > 0; steps--) {
+    for (int32_t left = list == 0 ? steps.main : steps.extra; left > 0; left--) {
         const uint32_t limit = launch.base.lists[list].index_limit;
         const uint32_t index = take_step(stream, limit, gather_lane());
         const int32_t slot = slot_of_index(launch.base, list, work.token, (int32_t)index);
         const uint8_t *const row = row_of_slot(launch.base, list, slot);
-        const uint32_t last_bit = is_last_list && steps == 1 ? IS_LAST : 0;
-        gather_block<0, ALIGNED>(*state, row, last_bit);
-        if (*is_first_step && n != 0) {
-            gather_query<ALIGNED>(launch.base.params, work, *state);
+        const uint32_t are_keys = __ballot_sync(0xFFFFFFFFu, slot >= 0);
+        const uint32_t last_bit = is_last_list && left == 1 ? IS_LAST : 0;
+        gather_block<0, ALIGNED>(*state, row, are_keys, last_bit);
+        if (*is_first_step) {
+            begin_count(steps, state->phase.work, shared);
+            if (n != 0) {
+                gather_query<ALIGNED>(launch.base.params, work, *state);
+            }
         }
-        gather_block<1, ALIGNED>(*state, row, last_bit);
+        count_step(slot, list, are_keys, state->phase.work, shared);
+        gather_block<1, ALIGNED>(*state, row, are_keys, last_bit);
         if (*is_first_step) {
             wait_for_order(launch.is_ordered, BF16_AT(state->base, order.planned));
-            prefetch_work(launch, nth_work(launch.is_ordered, launch.num_works, order, n + 1));
+            prefetch_work(launch,
+                          nth_work(launch.is_ordered, launch.num_works, &shared->order, n + 1));
             *is_first_step = false;
         }
         state->phase.step ^= 1;
@@ -246,9 +285,8 @@ gather(const bf16_launch &launch, bf16_memory *shared)
                                      find_count(counts, 1, gather_warp_again()));
                 load_next(&stream);
             }
-            gather_list<ALIGNED>(launch, work, n, list, list == 0 ? steps.main : steps.extra,
-                                 list == 1 || steps.extra == 0, &shared->order, &stream,
-                                 &is_first_step, &state);
+            gather_list<ALIGNED>(launch, work, n, list, steps, shared, &stream, &is_first_step,
+                                 &state);
         }
         state.phase.work ^= 1;
     }

@@ -116,6 +116,21 @@ write_partial_rows(const bf16_launch &launch, const cta_work &work, const lane_p
     }
 }
 
+/* Writes the results of a work with exactly one key, by the code of one_key.cuh: wgmma adds values
+ * to 0, and -0 would lose its sign. Returns false for other works, and has done nothing. */
+static __device__ __forceinline__ bool
+leave_only_key(const attention_launch &launch, const cta_work &work, int turn,
+               const bf16_memory *shared)
+{
+    const int warp = warp_of_only_key(shared->num_absent[turn], &shared->num_steps[turn]);
+    if (!__any_sync(0xFFFFFFFFu, warp >= 0)) { /* tells ptxas that it is the same for all lanes */
+        return false;
+    }
+    attend_only_key(launch, work, shared->only[turn][warp], (int)threadIdx.x);
+    __syncwarp(); /* without it, ptxas takes the branches of the loops for those of lanes */
+    return true;
+}
+
 /* The work's results. Lanes of even columns end head row of their warp's, those of odd ones head
  * row + 8. `turn` is 0 and 1 in turn: sums of a work are read after the barrier, when the next
  * one's may come. */
@@ -129,6 +144,9 @@ finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
     const int head = 16 * me.warp + 8 * (me.column & 1) + me.row;
     store_sums<MAXIMA>(me, turn, state, shared);
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+    if (leave_only_key(launch.base, work, turn, shared)) {
+        return;
+    }
     float factor = 0.0f;
     if (head < work.num_heads) {
         const float reference = me.column & 1 ? state.reference[1] : state.reference[0];

@@ -142,7 +142,6 @@ publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shar
 {
     if (threadIdx.x == CONSUMER_THREADS) {
         shared->num_steps[turn] = steps.main + steps.extra;
-        shared->has_one_key[turn] = steps.num_keys == 1;
         ptx_mbarrier_arrive(ptx_shared_address(&shared->counted), true);
     }
     __syncwarp();
@@ -152,11 +151,12 @@ publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shar
 template <typename Shape>
 static __device__ __forceinline__ void
 gather_step(const hopper_launch &launch, const cta_work &work, int list, uint32_t index,
-            gather_state *state)
+            uint32_t *num_absent, gather_state *state)
 {
     const uint32_t offset =
         find_row_offset(launch.base, launch.lists[list].bias, list, work.token, (int32_t)index);
     const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, offset != NO_ROW);
+    add_absent(is_key, num_absent);
 #pragma unroll 1
     for (int i = 0; i < STEP_GRANULES; i++) {
         copy_rows<Shape>(*state, launch.lists[list].lowest, offset, i * GATHER_KEYS,
@@ -169,24 +169,25 @@ gather_step(const hopper_launch &launch, const cta_work &work, int list, uint32_
     }
 }
 
-/* Steps [begin, end) of a list of a work, of whose keys `counts` tells. */
+/* Steps [begin, end) of a list of a work, whose keys are counted. */
 template <typename Shape>
 static __device__ __forceinline__ void
 gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t begin, int32_t end,
-            const key_counts *counts, gather_state *state)
+            uint32_t turn, hopper_memory<Shape> *shared, gather_state *state)
 {
     if (begin == end) {
         return;
     }
     key_stream stream = open_stream(launch.base, work, list, find_gather_warp(), find_gather_lane(),
-                                    find_count(counts, list, find_gather_warp()));
+                                    find_count(&shared->num_keys[turn], list, find_gather_warp()));
     load_next(&stream);
 #pragma unroll 1
     for (int32_t step = 0; step < end; step++) {
         const uint32_t index =
             take_step(&stream, launch.base.lists[list].index_limit, find_gather_lane());
         if (step >= begin) {
-            gather_step<Shape>(launch, work, list, index, state);
+            gather_step<Shape>(launch, work, list, index,
+                               &shared->num_absent[turn][find_gather_warp()], state);
         }
     }
 }
@@ -231,7 +232,8 @@ fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base)
  * what is waited for: neither it nor its data are in any cache. */
 template <typename Shape>
 static __device__ __forceinline__ bool
-begin_launch(const hopper_launch &launch, const cta_work &work, gather_state *state)
+begin_launch(const hopper_launch &launch, const cta_work &work, hopper_memory<Shape> *shared,
+             gather_state *state)
 {
     const uint32_t index = load_first(launch.base, work, 0, find_gather_warp(), find_gather_lane());
     if (launch.fetches_query) {
@@ -240,7 +242,8 @@ begin_launch(const hopper_launch &launch, const cta_work &work, gather_state *st
     const bool is_full = __all_sync(0xFFFFFFFFu, index < launch.base.lists[0].index_limit) &&
                          launch.base.params.num_lists == 1;
     if (is_full) {
-        gather_step<Shape>(launch, work, 0, index, state);
+        gather_step<Shape>(launch, work, 0, index, &shared->num_absent[0][find_gather_warp()],
+                           state);
     }
     return is_full;
 }
@@ -261,9 +264,10 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
                  __shfl_sync(0xFFFFFFFFu, find_gather_warp(), 0) * (GATHER_KEYS * FP8_ROW_BYTES);
     state.slot = 0;
     state.parity = 1;
+    shared->num_absent[0][find_gather_warp()] = 0;
     ptx_wait_for_grids();
     cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
-    bool has_begun = begin_launch<Shape>(launch, work, &state);
+    bool has_begun = begin_launch<Shape>(launch, work, shared, &state);
     count_keys_of(launch, work, 0, shared);
 #pragma unroll 1
     for (int n = 0;; n++) {
@@ -278,7 +282,7 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
                                part == FIRST_STEP  ? first
                                : part == MAIN_LIST ? steps.main
                                                    : steps.extra,
-                               &shared->num_keys[turn], &state);
+                               turn, shared, &state);
             if (part == (Shape::HEADS == 64 && n > 0 ? FIRST_STEP : EXTRA_LIST)) {
                 wait_for_order(launch.is_ordered,
                                state.base +
@@ -298,6 +302,9 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
         work = find_numbered_work(launch.base, idx, Shape::HEADS);
         has_begun = false;
         ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, query_free), turn);
+        if (ptx_elect()) { /* the consumers have left the work before, which had the same turn */
+            shared->num_absent[turn ^ 1][find_gather_warp()] = 0;
+        }
         if (launch.fetches_query) {
             fetch_query<Shape>(launch, work, state.base);
         }

@@ -421,13 +421,24 @@ is_row_lost(const hopper_memory<Shape> *shared)
     return (flags[0] | flags[1]) != 0;
 }
 
-/* The results of a row, or its mark if a thread lost it: then it has no results here. */
+/* Whether the work has one key alone. That is left to the portable code, which gives its value as
+ * it is. */
+template <typename Shape>
+static __device__ __forceinline__ bool
+has_one_key(const hopper_memory<Shape> *shared)
+{
+    const int turn = shared->work & 1;
+    return warp_of_only_key(shared->num_absent[turn], &shared->num_steps[turn]) >= 0;
+}
+
+/* The results of a row, or its mark if a thread lost it or it has one key: then it has no results
+ * here. */
 template <typename Shape>
 static __device__ __forceinline__ void
 finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
     const cta_work work = shared->place;
-    if (is_row_lost(shared)) {
+    if (is_row_lost(shared) || has_one_key(shared)) {
         mark_work(shared->work, ptx_forget((int)threadIdx.x), shared->redo);
         return;
     }

@@ -7,8 +7,11 @@
  * each. A step has 32 keys of each warp; a work has the steps that its fullest quarter needs, and
  * one at least. The warps count their keys ahead, for the consumers have to know the last step.
  *
- * An entry is a key here if it is not negative and below index_limit. One that names no slot for
- * another reason (a bad page in the block table) takes a key's place, and is masked there.
+ * The count takes an entry for a key if it is not negative and below index_limit. One that names no
+ * slot for another reason (a bad page in the block table) takes a key's place in a step, and is
+ * masked there. A work with exactly one key gets its results another way (one_key.cuh), so the
+ * warps add up the places without a key, too, and with the last step the consumers know all of
+ * them.
  */
 #ifndef SMLA_CUDA_KEY_STREAM_CUH
 #define SMLA_CUDA_KEY_STREAM_CUH
@@ -235,6 +238,37 @@ take_step(key_stream *stream, uint32_t limit, int lane)
     stream->held = stream->over;
     stream->num_held = max(stream->num_held - SMLA_WARP_LANES, 0);
     return index;
+}
+
+/* ---- A work with one key -------------------------------------------------------------------- */
+
+/* Adds the places without a key in a step of the warp to those of the work, in shared memory. Only
+ * this warp writes there. The addition is atomic because nobody waits for such a one. */
+static __device__ __forceinline__ void
+add_absent(uint32_t is_key, uint32_t *num_absent)
+{
+    if (is_key != 0xFFFFFFFFu) {
+        if (ptx_elect()) {
+            atomicAdd(num_absent, SMLA_WARP_LANES - __popc(is_key));
+        }
+    }
+}
+
+/* Which gather warp has the only key of a work; -1 if the work has none or several. For consumers,
+ * when the last step has come. num_absent and num_steps are in shared memory. */
+static __device__ __forceinline__ int
+warp_of_only_key(const uint32_t (&num_absent)[GATHER_WARPS], const int32_t *num_steps)
+{
+    uint32_t absent[GATHER_WARPS];
+    ptx_load_shared_16(ptx_shared_address(num_absent), absent);
+    const uint32_t places = SMLA_WARP_LANES * (uint32_t)*(const volatile int32_t *)num_steps;
+    int only = -1;
+#pragma unroll
+    for (int warp = 0; warp < GATHER_WARPS; warp++) {
+        only = absent[warp] + 1 == places ? warp : only;
+    }
+    const uint32_t sum = absent[0] + absent[1] + absent[2] + absent[3];
+    return sum + 1 == GATHER_WARPS * places ? only : -1;
 }
 
 #endif /* SMLA_CUDA_KEY_STREAM_CUH */
