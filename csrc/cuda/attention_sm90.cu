@@ -28,7 +28,8 @@
  *              added[group]     128 threads of the other group | before new weights
  *              query_free       256 consumers, last scores of a row | gather warps
  *              query_full       a thread of each gather warp, and its bytes | consumers
- *              counted          a gather thread: how many steps the work has | consumers
+ *              counted          a thread of those who count: how many steps the work has |
+ *                               consumers, in a launch's first work gather warps, too
  *              planned          a consumer thread, which has left the order | gather warps
  *              Most threads arrive for themselves: it costs nothing, and racecheck can follow it.
  *              barriers         CONSUMERS 256 threads, GROUP + g 128 threads, GATHER 128 threads; 0
@@ -140,6 +141,22 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     state->phase ^= BLOCK_PARITY;
 }
 
+/* Counts the keys of the CTA's first work, by group 0, which waits for a query anyway. Group 0 has as
+ * many warps as gather. */
+template <typename Shape>
+static __device__ __forceinline__ void
+count_first_work(const hopper_launch &launch, const lane_place &me, hopper_memory<Shape> *shared)
+{
+    if (me.group == 0) {
+        const cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
+        count_work<FIRST_COUNT_LOADS>(launch.base, work, me.warp, me.lane, BARRIER_GROUP,
+                                      &shared->num_keys[0]);
+        if (me.warp == 0 && me.lane == 0) {
+            publish_steps(find_steps(launch.base, &shared->num_keys[0]), 0, shared);
+        }
+    }
+}
+
 /* Rows in turn. Where one ends, and out is not staged, the groups meet as the next one begins. */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -149,6 +166,7 @@ consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
     state.own = BLOCK_GRANULES * GRANULE_BYTES * find_place().group;
     ptx_wait_for_grids(); /* from here on memory of others is read and written */
     ptx_let_next_grid_start();
+    count_first_work(launch, find_place_again(), shared);
     if (launch.is_ordered) {
         static_assert(sizeof(order_scratch) <= sizeof shared->probs,
                       "free until the first weights");

@@ -17,7 +17,13 @@ enum : uint32_t { NO_ROW = 0xFFFFFFFFu };
  * which key is the heaviest. Such rows are done again, exactly. */
 #define MAX_SCORE 0x1p11f
 
+/* Exponents of the first keys' maximum, negative, in rows of one step, where a warp's 16 keys
+ * together must fit f16, and of SHORT_STEPS at most. */
+#define ONE_STEP_HEADROOM (-11.0f)
+#define SHORT_HEADROOM    (-8.0f)
+
 enum {
+    SHORT_STEPS = 8,
     GRANULE_KEYS = 16,
     GATHER_KEYS = GRANULE_KEYS / GATHER_WARPS, /* of a warp */
     BLOCK_GRANULES = 4,                        /* keys of a warpgroup: 64 */
@@ -33,6 +39,8 @@ enum {
     HOPPER_THREADS = CONSUMER_THREADS + GATHER_WARPS * SMLA_WARP_LANES,
     CONSUMER_REGISTERS = 240,
     GATHER_REGISTERS = 24,
+    COUNT_LOADS = 8,        /* indices of a lane that gather warps count at once */
+    FIRST_COUNT_LOADS = 16, /* and consumers, who count a launch's first work */
     QUERY_TILES = SMLA_HEAD_DIM / 64,
     MAX_WORKS = 1024,   /* of a CTA: bits of redo */
     CONSTANT_LINE = 64, /* bytes of arguments that come together */
@@ -161,6 +169,16 @@ begin_work(const cta_work &next, hopper_memory<Shape> *shared)
         shared->is_lost[thread / SMLA_WARP_LANES] = 0;
     }
     __syncwarp();
+}
+
+/* Tells of a work's steps, by one thread. The consumers have taken the last work's before its
+ * query's place became free. */
+template <typename Shape>
+static __device__ __forceinline__ void
+publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shared)
+{
+    shared->num_steps[turn] = steps.main + steps.extra;
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->counted), true);
 }
 
 /* ---- Consumers: state ---------------------------------------------------------------------- */

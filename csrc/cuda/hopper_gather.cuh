@@ -122,9 +122,7 @@ copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int f
     __syncwarp();
 }
 
-enum { COUNT_LOADS = 8 }; /* indices of a lane that are counted at once */
-
-/* Counts a work's keys, by all gather warps. */
+/* Counts the keys of a work that is not the first, by all gather warps. */
 template <typename Shape>
 static __device__ __forceinline__ void
 count_keys_of(const hopper_launch &launch, const cta_work &work, uint32_t turn,
@@ -132,19 +130,6 @@ count_keys_of(const hopper_launch &launch, const cta_work &work, uint32_t turn,
 {
     count_work<COUNT_LOADS>(launch.base, work, find_gather_warp(), find_gather_lane(),
                             BARRIER_GATHER, &shared->num_keys[turn]);
-}
-
-/* Tells the consumers of a work's steps. They have taken the last work's before its query's place
- * became free. */
-template <typename Shape>
-static __device__ __forceinline__ void
-publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shared)
-{
-    if (threadIdx.x == CONSUMER_THREADS) {
-        shared->num_steps[turn] = steps.main + steps.extra;
-        ptx_mbarrier_arrive(ptx_shared_address(&shared->counted), true);
-    }
-    __syncwarp();
 }
 
 /* A step of a work: lane l's index is that of key l % 4 of the warp's four in granule l / 4. */
@@ -229,7 +214,7 @@ fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base)
 
 /* A launch's first work, as far as it goes before its keys are counted: the query, and the first
  * step where the warp's first 32 columns are keys, which it tells. Straight code, in the order of
- * what is waited for: neither it nor its data are in any cache. */
+ * what is waited for: neither it nor its data are in any cache. Meanwhile consumers count. */
 template <typename Shape>
 static __device__ __forceinline__ bool
 begin_launch(const hopper_launch &launch, const cta_work &work, hopper_memory<Shape> *shared,
@@ -268,12 +253,14 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
     ptx_wait_for_grids();
     cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
     bool has_begun = begin_launch<Shape>(launch, work, shared, &state);
-    count_keys_of(launch, work, 0, shared);
+    ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, counted), 0);
 #pragma unroll 1
     for (int n = 0;; n++) {
         const uint32_t turn = (uint32_t)n & 1;
         const list_steps steps = find_steps(launch.base, &shared->num_keys[turn]);
-        publish_steps(steps, turn, shared);
+        if (n > 0 && threadIdx.x == CONSUMER_THREADS) {
+            publish_steps(steps, turn, shared);
+        }
         const int32_t first = min(steps.main, 1);
 #pragma unroll 1
         for (int part = has_begun ? MAIN_LIST : FIRST_STEP; part < NUM_PARTS; part++) {

@@ -166,6 +166,18 @@ ends_pair(int chunk)
     return Shape::CHUNKS == 1 || chunk % 2 == 1;
 }
 
+/* The exponent that the first keys' maximum lies below the reference. What is left free above them
+ * is for later keys, and short rows have few: so their light keys keep more bits. */
+template <typename Shape>
+static __device__ __forceinline__ float
+find_row_headroom(const hopper_launch &launch, const consumer<Shape> &state)
+{
+    const float of_row = state.phase < 2 * ONE_STEP                   ? ONE_STEP_HEADROOM
+                         : state.phase < (SHORT_STEPS + 1) * ONE_STEP ? SHORT_HEADROOM
+                                                                      : 0.0f;
+    return fminf(launch.headroom, of_row);
+}
+
 /* reference[head] from the scores of the first 128 keys. */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -185,7 +197,8 @@ find_references(const hopper_launch &launch, const lane_place &me, hopper_memory
             top = fmaxf(top, shared->sums[warp][thread]);
         }
         /* without a key, or with logits of -inf alone, which the portable code knows better */
-        const float found = top == -INFINITY ? 0.0f : ceilf(top) + launch.headroom;
+        const float found =
+            top == -INFINITY ? 0.0f : ceilf(top) + find_row_headroom(launch, *state);
         const float otherwise = shared->reference[thread]; /* NaN: of store_query */
         lose_row(shared, !isnan(otherwise) &&
                              (top == -INFINITY ? state->phase >= 2 * ONE_STEP
