@@ -72,7 +72,7 @@
 
 template <typename Shape>
 static __device__ __forceinline__ void
-clear_row(const lane_place &me, hopper_memory<Shape> *shared, consumer<Shape> *state)
+clear_out(consumer<Shape> *state)
 {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -81,7 +81,6 @@ clear_row(const lane_place &me, hopper_memory<Shape> *shared, consumer<Shape> *s
             state->out[i][j] = 0.0f;
         }
     }
-    clear_sums(me, shared);
 }
 
 /* How many steps the work has, when the gather warps have counted its keys. */
@@ -110,17 +109,20 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     for (int i = 0; i < Shape::HEADS / 2; i++) {
         state->scores[i] = 0.0f; /* else the last row's keep their registers until here */
     }
-    score_block(shared, at, me, state);
-    wgmma_wait<0>();
-    take_steps(shared, state);
-    find_references(launch, find_place_again(), shared, state);
-    clear_row(find_place_again(), shared, state);
-    if (me.group == 1) { /* which has to wait for weights anyway */
-        leave_sinks(launch.base.params, me, shared);
-    }
-    int other = meet_other_block(shared, at, me, has_other, state);
+    clear_out(state);
 #pragma unroll 1
     for (;;) {
+        score_block(shared, at, find_place(), state);
+        if (state->phase < ONE_STEP) {
+            wgmma_wait<0>();
+            take_steps(shared, state);
+            find_references(launch, find_place_again(), shared, state);
+            clear_sums(find_place_again(), shared);
+            if (find_place_again().group == 1) { /* which has to wait for weights anyway */
+                leave_sinks(launch.base.params, find_place_again(), shared);
+            }
+        }
+        const int other = meet_other_block(shared, at, find_place(), has_other, state);
         add_blocks(launch, shared, at, find_place(), weights, other, has_other, state);
         state->phase -= ONE_STEP;
         if (state->phase < ONE_STEP) {
@@ -128,8 +130,6 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
         }
         has_other = true;
         state->phase ^= BLOCK_PARITY;
-        score_block(shared, at, find_place(), state);
-        other = meet_other_block(shared, at, find_place(), true, state);
     }
     *next = find_next(launch, shared);
     wgmma_wait<0>();

@@ -213,7 +213,7 @@ find_place_again(void)
     return place_of_thread((uint32_t)ptx_forget((int)threadIdx.x));
 }
 
-/* Where things are in shared memory. */
+/* Where things are in shared memory, computed anew where it is asked for. */
 typedef struct hopper_addresses {
     uint32_t ring;
     uint32_t empty; /* of the first granule */
@@ -227,7 +227,7 @@ static __device__ __forceinline__ hopper_addresses
 find_addresses(hopper_memory<Shape> *shared, int group)
 {
     hopper_addresses at;
-    at.ring = ptx_shared_address(shared->ring);
+    at.ring = (uint32_t)ptx_forget((int)ptx_shared_address(shared->ring));
     at.empty = at.ring + (uint32_t)offsetof(ring_granule, empty);
     at.weighed = ptx_shared_address(shared->weighed);
     at.added = ptx_shared_address(shared->added);

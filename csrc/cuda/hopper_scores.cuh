@@ -71,7 +71,8 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
             consumer<Shape> *state)
 {
     const uint32_t granule = wait_for_rows(at, me, *state);
-    const uint32_t nope = granule + me.row * FP8_ROW_BYTES + 32 * me.column;
+    const lane_place here = find_place_again();
+    const uint32_t nope = granule + here.row * FP8_ROW_BYTES + 32 * here.column;
     const uint32_t rope = nope + ROPE_OFFSET;
     uint32_t words[3][8];
     const uint64_t query =
