@@ -141,7 +141,7 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     state->phase ^= BLOCK_PARITY;
 }
 
-/* Counts the keys of the CTA's first work, by group 0, which waits for a query anyway. Group 0 has as
+/* Counts the keys of the CTA's first work, by group 0, which waits for a query anyway and has as
  * many warps as gather. */
 template <typename Shape>
 static __device__ __forceinline__ void

@@ -39,7 +39,7 @@ enum {
     HOPPER_THREADS = CONSUMER_THREADS + GATHER_WARPS * SMLA_WARP_LANES,
     CONSUMER_REGISTERS = 240,
     GATHER_REGISTERS = 24,
-    COUNT_LOADS = 8,        /* indices of a lane that gather warps count at once */
+    FP8_COUNT_LOADS = 8,    /* indices of a lane that gather warps count at once */
     FIRST_COUNT_LOADS = 16, /* and consumers, who count a launch's first work */
     QUERY_TILES = SMLA_HEAD_DIM / 64,
     MAX_WORKS = 1024,   /* of a CTA: bits of redo */

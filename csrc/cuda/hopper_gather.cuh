@@ -128,8 +128,8 @@ static __device__ __forceinline__ void
 count_keys_of(const hopper_launch &launch, const cta_work &work, uint32_t turn,
               hopper_memory<Shape> *shared)
 {
-    count_work<COUNT_LOADS>(launch.base, work, find_gather_warp(), find_gather_lane(),
-                            BARRIER_GATHER, &shared->num_keys[turn]);
+    count_work<FP8_COUNT_LOADS>(launch.base, work, find_gather_warp(), find_gather_lane(),
+                                BARRIER_GATHER, &shared->num_keys[turn]);
 }
 
 /* A step of a work: lane l's index is that of key l % 4 of the warp's four in granule l / 4. */

@@ -12,8 +12,8 @@
  *
  * Lengths are estimates from a few columns of each work's main list. A wrong estimate costs time.
  * It changes no result, because the bits of a row do not depend on what its CTA did before. Where
- * the last column of every list is a key, all of them are taken for full: there is nothing to level,
- * and the order is the fixed one.
+ * the last column of every list is a key, all of them are taken for full: there is nothing to
+ * level, and the order is the fixed one.
  *
  * Launches of one work per CTA, of more than NUM_ROUNDS rounds or of several splits keep the fixed
  * order: work n * gridDim.x + c is the n-th of CTA c. Many rounds level the loads by themselves.

@@ -251,8 +251,8 @@ def describe_cuda(options: argparse.Namespace) -> dict[str, str]:
         "beside": f"FlashMLA: {version}" + (", heads padded to 64 or 128" if peer else ""),
         "measured": "CUDA graphs of calls over rotating inputs (cache rows cold, code warm), the "
         f"sides in turn; {CudaEffort.of(options.quick, options.best).describe()}",
-        "flushed": "CUDA graphs of one call, the L2 cache overwritten before each replay (rows and "
-        "code cold), the sides in turn, as often; inputs are all measured so",
+        "flushed": "CUDA graphs of one call; before each replay matrix products and a write over "
+        "the L2 cache (rows and code cold), the sides in turn; inputs are all measured so",
         "floor": "FLOP / 795 TFLOP/s or bytes / 4.3 TB/s, the larger: an H200's best rates",
         "error/bound": "against fp64 on the bytes that each side was given, sampled tokens; the "
         "bound is the promise for GPUs, with its allowance for fp16 scales where rows are FP8",
