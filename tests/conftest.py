@@ -133,6 +133,17 @@ def pytest_terminal_summary(terminalreporter) -> None:
             terminalreporter.write_line(f"FAILED: SMLA_REQUIRE={name}, but none ran", red=True)
 
 
+@pytest.fixture(autouse=True)
+def current_device():
+    """Behind every test the first GPU is current again: other tests' arrays lie there."""
+    yield
+    cuda = device.import_quietly("torch").cuda if device.ON_CUDA else None
+    if cuda is not None and cuda.device_count() > 1:
+        left = cuda.current_device()
+        cuda.set_device(0)
+        assert left == 0, "the test leaves another GPU current"
+
+
 @pytest.fixture
 def framework(request) -> helpers.Framework:
     """Use with parametrize("framework", helpers.ALL_FRAMEWORKS, indirect=True)."""

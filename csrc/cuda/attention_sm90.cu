@@ -47,7 +47,8 @@
  *              lose bits, and may be off by 2^-25 E. E is at most 2^3, so that is nothing. Query: a
  *              power of two per work, so its f16 are exact in heads whose largest value is within
  *              2^13 of the tile's. Weights are f16, relative to ref: the first step's maximum,
- *              rounded up, lies at 2^-HEADROOM (4, or 2^14 where no key comes later). Where a
+ *              rounded up, lies at 4, or higher where few keys or none come later
+ *              (find_row_headroom). Where a
  *              warp's 16 keys of a later step have 65,504 and more together, ref moves to their
  *              maximum in the same way, by an integer, and what was added is scaled by a power of
  *              two, exactly. Sums are fp32 of unrounded weights. Masked rows are zeros; their
@@ -142,7 +143,8 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
 }
 
 /* Counts the keys of the CTA's first work, by group 0, which waits for a query anyway and has as
- * many warps as gather. */
+ * many warps as gather. Group 1 meets at a barrier of its own, for racecheck takes barriers of some
+ * threads right only where the others have one, too. */
 template <typename Shape>
 static __device__ __forceinline__ void
 count_first_work(const hopper_launch &launch, const lane_place &me, hopper_memory<Shape> *shared)
@@ -154,6 +156,8 @@ count_first_work(const hopper_launch &launch, const lane_place &me, hopper_memor
         if (me.warp == 0 && me.lane == 0) {
             publish_steps(find_steps(launch.base, &shared->num_keys[0]), 0, shared);
         }
+    } else {
+        ptx_barrier(BARRIER_GROUP + 1, GROUP_THREADS);
     }
 }
 

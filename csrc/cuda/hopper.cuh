@@ -17,8 +17,8 @@ enum : uint32_t { NO_ROW = 0xFFFFFFFFu };
  * which key is the heaviest. Such rows are done again, exactly. */
 #define MAX_SCORE 0x1p11f
 
-/* Exponents of the first keys' maximum, negative, in rows of one step, where a warp's 16 keys
- * together must fit f16, and of SHORT_STEPS at most. */
+/* Exponents of a maximum below its reference, negative, where one step is to go, whose weights, a
+ * warp's 16 keys together, must fit f16, and where SHORT_STEPS are at most. */
 #define ONE_STEP_HEADROOM (-11.0f)
 #define SHORT_HEADROOM    (-8.0f)
 

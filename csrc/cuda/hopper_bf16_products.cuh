@@ -155,6 +155,7 @@ move_references(const lane_place &me, const int32_t highest[2], bf16_memory *sha
 {
     const bool any_late = __any_sync(0xFFFFFFFFu, state->is_late != 0);
     bool any_moves = false;
+    __syncwarp(); /* all lanes have read the references that one of four writes */
 #pragma unroll
     for (int piece = 0; piece < 2; piece++) {
         const float top = max_of_lanes(any_late ? find_top(state->scores, piece)

@@ -77,7 +77,7 @@ move_references(const hopper_launch &launch, const lane_place &me, hopper_memory
     if (head < Shape::HEADS) {
         const float top =
             fmaxf(fmaxf(tops[0][head], tops[1][head]), fmaxf(tops[2][head], tops[3][head]));
-        const float shift = fmaxf(ceilf(top) + launch.headroom, 0.0f);
+        const float shift = fmaxf(ceilf(top) + find_row_headroom(launch, state), 0.0f);
         const float reference = shift < INFINITY ? shared->reference[head] + shift : NAN;
         lose_row(shared, fabsf(reference) >= MAX_SCORE);
         shared->reference[head] = reference;

@@ -167,8 +167,8 @@ ends_pair(int chunk)
     return Shape::CHUNKS == 1 || chunk % 2 == 1;
 }
 
-/* The exponent that the first keys' maximum lies below the reference. What is left free above them
- * is for later keys, and short rows have few: so their light keys keep more bits. */
+/* The exponent that a maximum which has a reference found lies below it, first or later. What is
+ * left free above is for keys that come, and where these are few, light keys keep more bits. */
 template <typename Shape>
 static __device__ __forceinline__ float
 find_row_headroom(const hopper_launch &launch, const consumer<Shape> &state)
