@@ -10,7 +10,9 @@ import pytest
 from random_cases import failure_of
 
 SEED = os.environ.get("SMLA_RANDOM_SEED")
-SEEDS = [int(SEED)] if SEED else range(int(os.environ.get("SMLA_RANDOM_CASES", "300")))
+COUNT = int(os.environ.get("SMLA_RANDOM_CASES", "300"))
+FOUND = [485, 7171]  # light keys below a late one that had too few bits
+SEEDS = [int(SEED)] if SEED else [*range(COUNT), *(seed for seed in FOUND if seed >= COUNT)]
 SHARDS = min(40, len(SEEDS))  # for the workers of pytest-xdist
 
 
