@@ -6,15 +6,16 @@
 #include "cuda/schedule.c"  // NOLINT(bugprone-suspicious-include)
 
 #include "fake_cuda/errors.h"
-#include "fake_cuda/launchers.h"
 
 smla_status
-smla_cuda_status(const char *op, const char *call, cudaError_t code, smla_error *to)
+smla_cuda_status(const char *op, const char *call, cudaError_t code, smla_error *error)
 {
     return code == cudaSuccess
                ? SMLA_OK
-               : smla_fail(to, SMLA_ERROR_RUNTIME, "%s: %s: %d", op, call, (int)code);
+               : smla_fail(error, SMLA_ERROR_RUNTIME, "%s: %s: %d", op, call, (int)code);
 }
+
+#include "fake_cuda/launchers.h"
 
 enum { NUM_TOKENS = 700 };
 
@@ -23,7 +24,7 @@ static uint16_t q_nope[NUM_TOKENS * 5], q_pe[NUM_TOKENS * 7], out[NUM_TOKENS * 1
 static float lse[NUM_TOKENS * 13], max_logits[NUM_TOKENS * 17];
 static int32_t indices[2][NUM_TOKENS * 23], lengths[2][NUM_TOKENS * 29], requests[2][NUM_TOKENS];
 static int32_t block_table[1];
-static uint8_t workspace[64];
+static uint8_t workspace[512];
 
 static const smla_kv_format_info *
 find_format(bool is_fp8)
@@ -91,6 +92,32 @@ expect_launch(int i, const char *launcher, int64_t tokens, int num_splits)
     }
 }
 
+/* The arrays of a launch are those of the call, from this token on. */
+static void
+expect_tokens(const smla_attention_params *part, const smla_attention_params *call, int64_t start)
+{
+    EXPECT(part->q_nope == call->q_nope + start * 5);
+    EXPECT(part->q_pe == call->q_pe + start * 7);
+    EXPECT(part->out == call->out + start * 11);
+    EXPECT(part->lse == call->lse + start * 13);
+    EXPECT(part->max_logits == (call->max_logits == NULL ? NULL : call->max_logits + start * 17));
+    EXPECT_EQ(part->num_lists, call->num_lists);
+    for (int i = 0; i < call->num_lists; i++) {
+        const smla_key_list *const own = &part->lists[i];
+        const smla_key_list *const all = &call->lists[i];
+        EXPECT(own->indices == all->indices + start * (19 + 4 * i));
+        EXPECT(own->topk_length ==
+               (all->topk_length == NULL ? NULL : all->topk_length + start * (25 + 4 * i)));
+        EXPECT(own->map.req_id_per_token ==
+               (all->map.block_table == NULL ? NULL : all->map.req_id_per_token + start));
+        EXPECT(own->map.block_table == all->map.block_table);
+        EXPECT_EQ(own->topk, all->topk);
+    }
+    EXPECT(part->workspace == call->workspace);
+    EXPECT_EQ(part->workspace_bytes, call->workspace_bytes);
+    EXPECT_EQ(part->num_heads, call->num_heads);
+}
+
 /* ---- Split counts of the caller's ---------------------------------------------------------- */
 
 static void
@@ -114,10 +141,10 @@ test_given_splits(void)
         EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
         EXPECT_EQ(num_launches, cases[i].splits == 1 ? 1 : 2);
         expect_launch(0, cases[i].launcher, 9, cases[i].splits);
-        EXPECT(memcmp(&launches[0].params, &params, sizeof params) == 0);
+        expect_tokens(&launches[0].params, &params, 0);
         if (cases[i].splits > 1) {
             expect_launch(1, "combine", 9, cases[i].splits);
-            EXPECT(memcmp(&launches[1].params, &params, sizeof params) == 0);
+            expect_tokens(&launches[1].params, &params, 0);
             EXPECT(strcmp(launcher_of(launches[1].combined), cases[i].launcher) == 0);
         }
     }
@@ -207,6 +234,27 @@ test_workspace(void)
     EXPECT_EQ(num_launches, 1);
 }
 
+/* What the splits leave lies in the workspace, aligned, one array behind the other. */
+static void
+test_partial_rows(void)
+{
+    for (int offset = 0; offset < 33; offset++) {
+        smla_attention_params params = make_params(3, 5, 2048, 3);
+        params.workspace = workspace + offset;
+        const uint8_t *const first = workspace + offset + smla_partial_padding(params.workspace);
+        const smla_partial_rows partials = smla_partials_of(&params);
+        EXPECT((uintptr_t)first % 16 == 0 && first - workspace - offset < 16);
+        EXPECT((const uint8_t *)partials.state == first);
+        EXPECT((const uint8_t *)partials.out == first + 368);
+        EXPECT_EQ(smla_partial_num_rows(&params), 45);
+    }
+    smla_attention_params params = make_params(3, 5, 1000, 3);
+    EXPECT_EQ(smla_columns_of_split(&params), 384);
+    add_everything(&params, 100);
+    EXPECT_EQ(smla_columns_of_split(&params), 384 + 64);
+    EXPECT_EQ((int)SMLA_HALF_UNIT, 256); /* 512 halves in front of it */
+}
+
 /* What a launch says is told, and nothing is started behind it. */
 static void
 test_failed_launches(void)
@@ -232,32 +280,6 @@ test_failed_launches(void)
 }
 
 /* ---- Plans --------------------------------------------------------------------------------- */
-
-/* The arrays of a launch are those of the call, from this token on. */
-static void
-expect_tokens(const smla_attention_params *part, const smla_attention_params *call, int64_t start)
-{
-    EXPECT(part->q_nope == call->q_nope + start * 5);
-    EXPECT(part->q_pe == call->q_pe + start * 7);
-    EXPECT(part->out == call->out + start * 11);
-    EXPECT(part->lse == call->lse + start * 13);
-    EXPECT(part->max_logits == (call->max_logits == NULL ? NULL : call->max_logits + start * 17));
-    EXPECT_EQ(part->num_lists, call->num_lists);
-    for (int i = 0; i < call->num_lists; i++) {
-        const smla_key_list *const own = &part->lists[i];
-        const smla_key_list *const all = &call->lists[i];
-        EXPECT(own->indices == all->indices + start * (19 + 4 * i));
-        EXPECT(own->topk_length ==
-               (all->topk_length == NULL ? NULL : all->topk_length + start * (25 + 4 * i)));
-        EXPECT(own->map.req_id_per_token ==
-               (all->map.block_table == NULL ? NULL : all->map.req_id_per_token + start));
-        EXPECT(own->map.block_table == all->map.block_table);
-        EXPECT_EQ(own->topk, all->topk);
-    }
-    EXPECT(part->workspace == call->workspace);
-    EXPECT_EQ(part->workspace_bytes, call->workspace_bytes);
-    EXPECT_EQ(part->num_heads, call->num_heads);
-}
 
 /* Every token is computed once, by a kernel of its plan, in the memory that was promised. */
 static void
@@ -336,6 +358,7 @@ main(void)
     RUN(test_formats);
     RUN(test_no_kernel);
     RUN(test_workspace);
+    RUN(test_partial_rows);
     RUN(test_failed_launches);
     RUN(test_planned);
     RUN(test_known_plans);

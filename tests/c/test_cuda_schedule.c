@@ -457,8 +457,7 @@ check_plan(smla_row_formats formats, const smla_attention_shape *shape)
     const smla_batch_plan plan = smla_find_plan(&problem, tokens);
     const smla_batch_plan model = model_plan(&problem, tokens);
     expect_same_plan(&plan, &model);
-    EXPECT(plan.run.kernel != NULL && plan.run.kernel->launch != NULL);
-    EXPECT(plan.run.kernel->formats == formats);
+    EXPECT(plan.run.kernel != NULL && plan.run.kernel->formats == formats);
     EXPECT(plan.run.num_splits >= 1 && plan.run.num_splits <= SMLA_MAX_SPLITS);
     EXPECT(plan.rest >= 1 && plan.rest <= tokens);
     EXPECT(plan.rest == tokens || plan.run.num_splits == 1);
@@ -554,7 +553,7 @@ test_every_batch(void)
     }
 }
 
-/* Plans of an H200 as they are: whoever tunes the table or the estimates, sees here what changes. */
+/* Plans of an H200 as they are: whoever tunes the table or the estimates sees here what changes. */
 static void
 test_tuned_plans(void)
 {

@@ -1,5 +1,5 @@
-/* errors.h: what dispatch.c defines and every file calls. Taken from the library, it would bring all
- * backends along, and CUDA's own runtime. Included once in a program.
+/* errors.h: what dispatch.c defines and every file calls. Taken from the library, it would bring
+ * all backends along, and CUDA's own runtime. Included once in a program, in front of testing.h.
  */
 #ifndef SMLA_FAKE_ERRORS_H
 #define SMLA_FAKE_ERRORS_H
@@ -10,13 +10,13 @@
 #include "backend.h"
 
 smla_status
-smla_fail(smla_error *to, smla_status status, const char *format, ...)
+smla_fail(smla_error *error, smla_status status, const char *format, ...)
 {
-    if (to != NULL) {
+    if (error != NULL) {
         va_list values;
         va_start(values, format);
-        to->status = status;
-        vsnprintf(to->text, sizeof to->text, format, values);
+        error->status = status;
+        vsnprintf(error->text, sizeof error->text, format, values);
         va_end(values);
     }
     return status;

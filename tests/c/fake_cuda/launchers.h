@@ -26,8 +26,9 @@ write_launch(const char *launcher, const smla_attention_params *params,
     if (num_launches < 8) {
         launches[num_launches++] = (attention_launch){launcher, *params, combined};
     }
-    return num_good_launches >= 0 && num_good_launches-- == 0 ? cudaErrorLaunchFailure
-                                                              : cudaSuccess;
+    const bool fails = num_good_launches == 0;
+    num_good_launches -= num_good_launches >= 0;
+    return fails ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
 #define LAUNCHER(name)                                                  \

@@ -13,8 +13,9 @@
 #include <pthread.h>
 #include <sched.h>
 
-#include "../testing.h"
 #include "errors.h"
+
+#include "../testing.h"
 
 enum { FAKE_DEVICES = 4, FAKE_EVENTS = 512, FAKE_EXECS = 512, FAKE_STARTS = 8192 };
 
@@ -86,6 +87,7 @@ static struct CUctx_st fake_contexts[FAKE_DEVICES] = {{0}, {1}, {2}, {3}};
 static struct CUstream_st fake_default_stream = {.id = 1, .context = &fake_contexts[0]};
 static _Thread_local enum cudaStreamCaptureMode fake_mode;
 static pthread_mutex_t fake_lock = PTHREAD_MUTEX_INITIALIZER;
+static void (*fake_watch)(const char *call); /* or NULL: sees every call */
 
 /* One H200, and nothing that has happened. */
 static inline void
@@ -143,6 +145,9 @@ static inline cudaError_t
 answer(const char *name)
 {
     cudaError_t code = cudaSuccess;
+    if (fake_watch != NULL) {
+        fake_watch(name);
+    }
     pthread_mutex_lock(&fake_lock);
     char device[16] = "";
     if (fake.current != 0) {
