@@ -6,78 +6,28 @@
 
 static char *test_getenv(const char *name);
 static void *test_malloc(size_t size);
+static void test_free(void *memory);
 
 #define getenv test_getenv
 #include "cuda/device.c" // NOLINT(bugprone-suspicious-include)
 #undef getenv
 #define malloc      test_malloc
+#define free        test_free
 #define slots       slot_array  /* device.c has slots, too, */
 #define free_arrays free_copies /* and testing.h these */
 #include "cuda/checked.c"       // NOLINT(bugprone-suspicious-include)
 #undef malloc
+#undef free
 #undef slots
 #undef free_arrays
 #include "cuda/backend.c" // NOLINT(bugprone-suspicious-include)
 
-#include "fake_cuda/runtime.h"
-
-/* The one variable that is set. */
-static const char *env_name;
-static const char *env_text;
-
-static char *
-test_getenv(const char *name)
-{
-    return env_name != NULL && strcmp(name, env_name) == 0 ? (char *)env_text : NULL;
-}
-
-static bool has_memory = true;
-static size_t asked_bytes;
-
-static void *
-test_malloc(size_t size)
-{
-    asked_bytes = size;
-    return has_memory ? malloc(size) : NULL;
-}
-
-static void
-set_env(const char *name, const char *text)
-{
-    env_name = name;
-    env_text = text;
-}
-
-static const char op[] = "some_op";
-static struct CUstream_st streams[2];
-
-/* As if the process began, but for the driver's calls: two devices, 0 is current. */
-static void
-begin(void)
-{
-    reset_fake();
-    memset(slots, 0, sizeof slots);
-    fake.num_devices = 2;
-    set_env(NULL, NULL);
-    has_memory = true;
-    for (int i = 0; i < 2; i++) {
-        streams[i] = (struct CUstream_st){.id = 10 + (unsigned long long)i, .device_id = i};
-    }
-}
-
-/* ---- Operators that do nothing ------------------------------------------------------------- */
-
-// NOLINTBEGIN(readability-inconsistent-declaration-parameter-name): `error` is testing.h's
+/* ---- Operators that do nothing: in front of testing.h, which has an `error` of its own ------ */
 
 static cudaError_t launch_code;
 static const smla_cuda_device *launch_device;
 
-static cudaError_t
-launch_nothing(const char *name)
-{
-    (void)answer(name);
-    return launch_code;
-}
+static cudaError_t launch_nothing(const char *name);
 
 cudaError_t
 smla_cuda_launch_cache_write(const smla_cache_write_params *params)
@@ -131,16 +81,16 @@ smla_cuda_launch_split_weight(const smla_split_weight_params *params)
 }
 
 smla_status
-smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *to)
+smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *error)
 {
     (void)params;
-    return smla_cuda_status("sparse_attention", "a kernel", launch_nothing("attention"), to);
+    return smla_cuda_status("sparse_attention", "a kernel", launch_nothing("attention"), error);
 }
 
 smla_status
-smla_cuda_up_proj(const smla_projection_params *params, smla_error *to)
+smla_cuda_up_proj(const smla_projection_params *params, smla_error *error)
 {
-    return smla_cuda_status(params->op, "a kernel", launch_nothing("up_proj"), to);
+    return smla_cuda_status(params->op, "a kernel", launch_nothing("up_proj"), error);
 }
 
 /* The rest of the table is other tests' matter. */
@@ -175,6 +125,8 @@ static smla_cache_write_params seen_write;
 static smla_gather_params seen_gather;
 static smla_convert_params seen_convert;
 static int64_t seen_sum; /* of the values of the arrays */
+static const int32_t device_zeros[4];
+static int num_device_arrays; /* that it was shown, instead of copies */
 
 static int64_t
 sum_of(const int32_t *data, int64_t count, int64_t stride)
@@ -187,21 +139,24 @@ sum_of(const int32_t *data, int64_t count, int64_t stride)
 }
 
 smla_status
-smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *to)
+smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
 {
     seen_write = *p;
+    num_device_arrays += p->slot_mapping == device_zeros;
     seen_sum = 0;
     for (int64_t i = 0; i < p->num_tokens; i++) {
         seen_sum += p->slots_are_int64 ? ((const int64_t *)p->slot_mapping)[i * p->slot_stride]
                                        : ((const int32_t *)p->slot_mapping)[i * p->slot_stride];
     }
-    return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(to, cpu_status, "the CPU's");
+    return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
 }
 
 smla_status
-smla_cpu_check_gather(const smla_gather_params *p, smla_error *to)
+smla_cpu_check_gather(const smla_gather_params *p, smla_error *error)
 {
     seen_gather = *p;
+    num_device_arrays += (p->block_table == device_zeros) + (p->seq_lens == device_zeros) +
+                         (p->workspace_starts == device_zeros) + (p->seq_starts == device_zeros);
     seen_sum = 0;
     for (int64_t i = 0; i < p->num_reqs; i++) {
         seen_sum += sum_of(p->block_table + i * p->block_table_stride_req, p->num_blocks,
@@ -210,27 +165,113 @@ smla_cpu_check_gather(const smla_gather_params *p, smla_error *to)
     seen_sum += 1000 * sum_of(p->seq_lens, p->num_reqs, p->seq_lens_stride);
     seen_sum += 1000000 * sum_of(p->workspace_starts, p->num_reqs, p->workspace_starts_stride);
     seen_sum += 1000000000 * sum_of(p->seq_starts, p->num_reqs, p->seq_starts_stride);
-    return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(to, cpu_status, "the CPU's");
+    return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
 }
 
 smla_status
-smla_cpu_check_convert(const smla_convert_params *p, smla_error *to)
+smla_cpu_check_convert(const smla_convert_params *p, smla_error *error)
 {
     seen_convert = *p;
+    num_device_arrays += p->req_id_per_token == device_zeros;
     seen_sum = sum_of(p->req_id_per_token, p->num_tokens, p->req_id_stride);
     seen_sum += 1000 * sum_of(p->prefill_request_ids, p->num_tokens, p->prefill_request_ids_stride);
     seen_sum += 1000000 * sum_of(p->prefill_workspace_starts, p->num_prefills,
                                  p->prefill_workspace_starts_stride);
-    return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(to, cpu_status, "the CPU's");
+    return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
 }
 
-// NOLINTEND(readability-inconsistent-declaration-parameter-name)
+/* ---- Devices ------------------------------------------------------------------------------- */
+
+#include "fake_cuda/runtime.h"
+
+static cudaError_t
+launch_nothing(const char *name)
+{
+    (void)answer(name);
+    return launch_code;
+}
+
+/* The one variable that is set. */
+static const char *env_name;
+static const char *env_text;
+
+static char *
+test_getenv(const char *name)
+{
+    return env_name != NULL && strcmp(name, env_name) == 0 ? (char *)env_text : NULL;
+}
+
+static bool has_memory = true;
+static size_t asked_bytes;
+
+static int num_live; /* copies of arrays */
+
+static void *
+test_malloc(size_t size)
+{
+    asked_bytes = size;
+    num_live += has_memory;
+    return has_memory ? malloc(size) : NULL;
+}
+
+static void
+test_free(void *memory)
+{
+    num_live -= memory != NULL;
+    free(memory);
+}
+
+static void
+set_env(const char *name, const char *text)
+{
+    env_name = name;
+    env_text = text;
+}
+
+static const char op[] = "some_op";
+static struct CUstream_st streams[2];
+
+/* As if the process began, but for the driver's calls: two devices, 0 is current. */
+static void
+begin(void)
+{
+    reset_fake();
+    memset(slots, 0, sizeof slots);
+    fake.num_devices = 2;
+    set_env(NULL, NULL);
+    has_memory = true;
+    for (int i = 0; i < 2; i++) {
+        streams[i] = (struct CUstream_st){.id = 10 + (unsigned long long)i, .device_id = i};
+    }
+}
 
 /* ---- Facts --------------------------------------------------------------------------------- */
+
+/* What is learnt once is learnt under the lock. */
+static void
+expect_locked(const char *call)
+{
+    if (strcmp(call, "cudaDeviceGetAttribute") == 0 ||
+        strcmp(call, "cuDevicePrimaryCtxRetain") == 0) {
+        const bool is_free = pthread_mutex_trylock(&slots_lock) == 0;
+        EXPECT(!is_free);
+        if (is_free) {
+            pthread_mutex_unlock(&slots_lock);
+        }
+    }
+}
 
 static void
 test_facts(void)
 {
+    begin();
+    fake_watch = expect_locked;
+    smla_cuda_guard guard;
+    EXPECT_OK(smla_cuda_enter(op, 1, &guard, &error));
+    smla_cuda_leave(&guard);
+    fake_watch = NULL;
+    EXPECT_EQ(count_calls("cudaDeviceGetAttribute"), 4);
+    EXPECT_EQ(count_calls("cuDevicePrimaryCtxRetain"), 1);
     begin();
     fake.capability = 103;
     fake.num_sms = 148;
@@ -311,6 +352,9 @@ test_check_device(void)
     fail_call("cudaDeviceGetAttribute", 0, cudaErrorIllegalAddress);
     expect_no_device(1, "cudaDeviceGetAttribute failed: a text (code 700): an earlier kernel");
     begin();
+    fail_call("cudaDeviceGetAttribute", 0, cudaErrorUnknown);
+    expect_no_device(0, "cudaDeviceGetAttribute failed");
+    begin();
     fake.num_devices = 0;
     expect_no_device(0, "must be visible to the process, got none: look at nvidia-smi");
     static const struct {
@@ -320,6 +364,7 @@ test_check_device(void)
     } cases[] = {
         {cudaErrorInsufficientDriver, 0, "must have an NVIDIA driver, got none: libcuda.so.1"},
         {cudaErrorInsufficientDriver, 11040, "got one for 11.4: update the driver"},
+        {cudaErrorInsufficientDriver, 11000, "got one for 11.0: update the driver"},
         {cudaErrorNoDevice, 12080, "must be visible to the process, got none"},
         {cudaErrorInitializationError, 12080,
          "cudaGetDeviceCount failed: a text (code 3): a "
@@ -399,8 +444,9 @@ test_guard(void)
     EXPECT_CALLS("");
     static const char *const lacks[] = {"cuDeviceGet", "cuDevicePrimaryCtxRetain",
                                         "cuCtxPushCurrent", "cuCtxPopCurrent"};
-    for (int i = 0; i < 4; i++) {
-        fake.lacks = lacks[i];
+    for (int i = 0; i < 8; i++) {
+        fake.lacks = lacks[i / 2];
+        fake.has_no_address = i % 2;
         EXPECT_FAIL(smla_cuda_enter(op, 1, &guard, &error), SMLA_ERROR_RUNTIME,
                     "some_op: cuDevicePrimaryCtxRetain failed: a text (code 500)");
         EXPECT(!guard.is_pushed);
@@ -523,22 +569,21 @@ static const char *const launch_names[NUM_OPERATORS] = {"write",        "gather"
 static smla_status
 call_operator(int i, smla_stream stream, int64_t count)
 {
-    static const int32_t zeros[4];
     const smla_backend *const b = &smla_cuda_backend;
     const smla_cache_write_params write = {.num_tokens = count,
-                                           .slot_mapping = zeros,
+                                           .slot_mapping = device_zeros,
                                            .slot_stride = 1,
                                            .stream = stream};
     const smla_gather_params gather = {.num_reqs = count,
                                        .num_blocks = 1,
-                                       .block_table = zeros,
-                                       .seq_lens = zeros,
-                                       .workspace_starts = zeros,
+                                       .block_table = device_zeros,
+                                       .seq_lens = device_zeros,
+                                       .workspace_starts = device_zeros,
                                        .stream = stream};
     const smla_dequantize_params dequantize = {.kv = {.num_pages = count, .block_size = 1},
                                                .stream = stream};
     const smla_convert_params convert = {.num_tokens = count,
-                                         .req_id_per_token = zeros,
+                                         .req_id_per_token = device_zeros,
                                          .stream = stream};
     const smla_attention_params attention = {.num_tokens = count, .stream = stream};
     const smla_merge_params merge = {.num_tokens = count, .num_heads = 1, .stream = stream};
@@ -638,6 +683,7 @@ test_checked_operators(void)
         EXPECT_EQ(count_calls(launch_names[i]), 1);
         const char *const end = strstr(fake.calls, launch_names[i]);
         EXPECT(end != NULL && strstr(end, "cudaStreamSynchronize@1 cuCtxPopCurrent@1 ") != NULL);
+        EXPECT_EQ(num_device_arrays, 0);
         /* what the CPU says of the values */
         cpu_status = SMLA_ERROR_VALUE;
         forget_calls();
@@ -682,6 +728,7 @@ test_checked_operators(void)
     EXPECT_FAIL(call_operator(0, stream, 1), SMLA_ERROR_MEMORY,
                 "concat_and_cache_mla: SPARSE_MLA_CHECK must find 4 bytes for a copy of an array");
     has_memory = true;
+    EXPECT_EQ(num_live, 0);
 }
 
 /* Arrays of any strides arrive with their values, in as few bytes as they span. */
@@ -737,11 +784,15 @@ test_read_arrays(void)
         EXPECT_OK(smla_cuda_check_gather(&params, &error));
         EXPECT_EQ(seen_sum, sum);
         EXPECT(seen_gather.block_table != params.block_table);
+        EXPECT(seen_gather.seq_lens != params.seq_lens);
+        EXPECT(seen_gather.workspace_starts != params.workspace_starts);
+        EXPECT(seen_gather.seq_starts != params.seq_starts);
         EXPECT_EQ((int64_t)asked_bytes, 4 * count);
     }
     /* What is not there stays away. */
     const smla_gather_params none = {.num_blocks = W, .stream = stream};
-    seen_gather.seq_starts = streams[0].waits_for == NULL ? (const int32_t *)op : NULL;
+    seen_gather.seq_starts = device_zeros;
+    seen_gather.block_table = device_zeros;
     EXPECT_OK(smla_cuda_check_gather(&none, &error));
     EXPECT(seen_gather.seq_starts == NULL && seen_gather.block_table == NULL);
     static const int32_t one_id[1] = {5};
@@ -763,6 +814,9 @@ test_read_arrays(void)
                                          .stream = stream};
     EXPECT_OK(smla_cuda_check_convert(&convert, &error));
     EXPECT_EQ(seen_sum, 21009003);
+    EXPECT(seen_convert.req_id_per_token != convert.req_id_per_token);
+    EXPECT(seen_convert.prefill_request_ids != convert.prefill_request_ids);
+    EXPECT(seen_convert.prefill_workspace_starts != convert.prefill_workspace_starts);
     for (int is_wide = 0; is_wide < 2; is_wide++) {
         static const int64_t wide[] = {1, 99, INT64_C(1) << 40};
         static const int32_t narrow[] = {1, 99, 3};
@@ -775,7 +829,9 @@ test_read_arrays(void)
         EXPECT_OK(smla_cuda_check_cache_write(&write, &error));
         EXPECT_EQ(seen_sum, is_wide ? (INT64_C(1) << 40) + 1 : 4);
         EXPECT_EQ((int)asked_bytes, is_wide ? 24 : 12);
+        EXPECT(seen_write.slot_mapping != write.slot_mapping);
     }
+    EXPECT_EQ(num_live, 0);
 }
 
 int

@@ -462,6 +462,20 @@ test_no_memory(void)
     expect_graph(&grid);
 }
 
+/* ---- One device ---------------------------------------------------------------------------- */
+
+/* Where there is no other device, no stream is of one. */
+static void
+test_one_device(void)
+{
+    begin();
+    for (int i = 0; i < 2; i++) {
+        streams[i].device_id = 1;
+        EXPECT_OK(smla_cuda_check_stream("some_op", (smla_stream){0, &streams[i]}, &error));
+        EXPECT_CALLS(i == 0 ? "cudaGetDeviceCount " : "");
+    }
+}
+
 /* ---- Threads ------------------------------------------------------------------------------- */
 
 enum { NUM_THREADS = 8, NUM_SHARED_STREAMS = 3, NUM_CALLS = 200 };
@@ -558,6 +572,7 @@ main(void)
     RUN(test_refused_graphs);
     RUN(test_few_graphs);
     RUN(test_no_memory);
+    RUN(test_one_device);
     RUN(test_threads);
     begin();
     return report("test_cuda_launch");

@@ -7,7 +7,7 @@
 
 #include <stddef.h>
 
-#define CUDART_VERSION 12080
+#define CUDART_VERSION 13010
 
 /* ---- Errors -------------------------------------------------------------------------------- */
 

@@ -63,7 +63,8 @@ static struct {
     int num_sms;
     int shared_bytes;
     int driver_version;
-    const char *lacks; /* a call that the driver does not have */
+    const char *lacks;   /* a call that the driver does not have */
+    bool has_no_address; /* and says that it has, at no address */
 
     const char *fails; /* a call; NULL: any */
     int num_good;      /* calls of it before one fails; negative: none does */
@@ -678,9 +679,10 @@ cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned ver
     EXPECT_EQ(flags, 0u);
     for (size_t i = 0; i < sizeof calls / sizeof calls[0] && code == cudaSuccess; i++) {
         const bool is_missing = fake.lacks != NULL && strcmp(fake.lacks, name) == 0;
-        if (strcmp(calls[i].name, name) == 0 && version >= calls[i].version && !is_missing) {
-            *function = calls[i].function;
-            *result = cudaDriverEntryPointSuccess;
+        if (strcmp(calls[i].name, name) == 0 && version >= calls[i].version) {
+            *function = is_missing && fake.has_no_address ? NULL : calls[i].function;
+            *result = is_missing && !fake.has_no_address ? cudaDriverEntryPointSymbolNotFound
+                                                         : cudaDriverEntryPointSuccess;
         }
     }
     return code;
