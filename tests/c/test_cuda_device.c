@@ -116,7 +116,7 @@ ABSENT(smla_status, smla_cuda_end_write, const char *o, smla_mirror *m, smla_str
 ABSENT(smla_status, smla_cuda_begin_use, const char *o, smla_mirror *m, smla_stream s,
        smla_error *e)
 ABSENT(smla_status, smla_cuda_end_use, const char *o, smla_mirror *m, smla_stream s, smla_error *e)
-const smla_stream_ops smla_cuda_stream_ops = {NULL};
+const smla_stream_ops smla_cuda_stream_ops = {.record = NULL};
 #pragma GCC diagnostic pop
 
 /* What the CPU backend is shown. */
