@@ -664,6 +664,38 @@ test_operators(void)
     EXPECT_CALLS("");
 }
 
+/* A device that is current already may be too old all the same. */
+static void
+test_old_device(void)
+{
+    begin();
+    fake.capability = 75;
+    for (int i = 0; i < NUM_OPERATORS; i++) {
+        EXPECT_FAIL(call_operator(i, (smla_stream){0, NULL}, 1), SMLA_ERROR_RUNTIME,
+                    "must have compute capability 8.0 or newer, got 7.5 (cuda:0)");
+        EXPECT_EQ(count_calls(launch_names[i]), 0);
+    }
+}
+
+/* What the table names of other files. */
+static void
+test_backend_table(void)
+{
+    const smla_backend *const b = &smla_cuda_backend;
+    EXPECT(strcmp(b->name, "cuda") == 0 && b->device_type == kDLCUDA && b->maps_indices);
+    EXPECT(b->check_device == smla_cuda_check_device);
+    EXPECT(b->choose_num_splits == smla_cuda_choose_num_splits);
+    EXPECT(b->prefers_direct == smla_cuda_prefers_direct);
+    EXPECT(b->attention_workspace_size == smla_cuda_attention_workspace_size);
+    EXPECT(b->kernels == smla_cuda_kernels);
+    EXPECT(b->allocate == smla_cuda_allocate && b->release == smla_cuda_release);
+    EXPECT(b->create_mirror == smla_cuda_create_mirror);
+    EXPECT(b->destroy_mirror == smla_cuda_destroy_mirror);
+    EXPECT(b->begin_write == smla_cuda_begin_write && b->end_write == smla_cuda_end_write);
+    EXPECT(b->begin_use == smla_cuda_begin_use && b->end_use == smla_cuda_end_use);
+    EXPECT(b->streams == &smla_cuda_stream_ops);
+}
+
 /* SPARSE_MLA_CHECK=1 */
 static void
 test_checked_operators(void)
@@ -846,6 +878,8 @@ main(void)
     RUN(test_status);
     RUN(test_captures);
     RUN(test_operators);
+    RUN(test_old_device);
+    RUN(test_backend_table);
     RUN(test_checked_operators);
     RUN(test_read_arrays);
     return report("test_cuda_device");
