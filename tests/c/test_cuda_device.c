@@ -834,6 +834,14 @@ test_read_arrays(void)
     EXPECT_CALLS("");
     EXPECT(seen_gather.block_table == one_id);
 
+    const smla_convert_params no_prefills = {.num_tokens = 1,
+                                             .req_id_per_token = one_id,
+                                             .prefill_workspace_starts = one_id,
+                                             .prefill_workspace_starts_stride = 1,
+                                             .stream = stream};
+    EXPECT_OK(smla_cuda_check_convert(&no_prefills, &error));
+    EXPECT_CALLS("copy to host cudaStreamSynchronize "); /* the ids alone */
+
     const smla_convert_params convert = {.num_tokens = 2,
                                          .num_prefills = 3,
                                          .req_id_per_token = (const int32_t[]){1, 0, 2},
