@@ -26,7 +26,7 @@ ENVIRONMENT += PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
     LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)"
 endif
 
-C_FOLDERS := csrc csrc/cpu csrc/cuda csrc/python tests/c examples/c
+C_FOLDERS := csrc csrc/cpu csrc/cuda csrc/python tests/c tests/c/fake_cuda examples/c
 C_FILES := $(wildcard $(foreach suffix,c h cu cuh,$(addsuffix /*.$(suffix),$(C_FOLDERS))))
 QEMU := qemu-aarch64 -L /usr/aarch64-linux-gnu
 COMPUTE_SANITIZER ?= compute-sanitizer

@@ -321,12 +321,15 @@ def add_library(graph, core, archive, version):
 
 
 def add_programs(graph, archive):
-    """tests/c: fuzz_*.c are libFuzzer targets, the others programs of their own that assert()."""
+    """tests/c: fuzz_*.c are libFuzzer targets, the others programs of their own that assert().
+    Those of csrc/cuda's host files bring a CUDA runtime of their own. Without a toolkit they bring
+    its headers, too."""
+    cuda_headers = graph.cuda.include if graph.cuda else "tests/c/fake_cuda"
     programs = {"tests": [], "fuzz": []}
     for source in c_files("tests/c"):
         kind = "fuzz" if source.stem.startswith("fuzz_") else "tests"
         options = ["-fsanitize=fuzzer"] if kind == "fuzz" else []
-        objects = [graph.compile(source, "-UNDEBUG"), archive]
+        objects = [graph.compile(source, "-UNDEBUG", "-isystem", cuda_headers), archive]
         programs[kind].append(graph.add("link", BUILD / kind / source.stem, objects, options))
     for kind, outputs in programs.items():
         graph.name(kind, outputs)

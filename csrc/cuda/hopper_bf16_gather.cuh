@@ -16,7 +16,7 @@ enum {
     WARP_ROWS = BLOCK_KEYS / GATHER_WARPS,
     FLIGHT_ROWS = SMLA_WARP_LANES / 8, /* of one instruction */
     ROW_FLIGHTS = WARP_ROWS / FLIGHT_ROWS,
-    COUNT_LOADS = 16, /* indices of a lane that are counted at once: those of 2048 columns */
+    BF16_COUNT_LOADS = 16, /* indices of a lane that are counted at once: those of 2048 columns */
 };
 
 static_assert(2 * WARP_ROWS == SMLA_WARP_LANES, "a lane knows one row of a step");
@@ -272,8 +272,8 @@ gather(const bf16_launch &launch, bf16_memory *shared)
             open_stream(launch.base, work, 0, gather_warp_again(), gather_lane(), 0);
         load_next(&stream); /* on its way with those that are counted */
         key_counts *const counts = &shared->num_keys[state.phase.work];
-        count_work<COUNT_LOADS>(launch.base, work, gather_warp_again(), gather_lane(),
-                                BARRIER_GATHER, counts);
+        count_work<BF16_COUNT_LOADS>(launch.base, work, gather_warp_again(), gather_lane(),
+                                     BARRIER_GATHER, counts);
         const list_steps steps = find_steps(launch.base, counts);
         stream.to_come = find_count(counts, 0, gather_warp_again());
         work.num_heads = steps.num_keys != 0 ? work.num_heads : 0;

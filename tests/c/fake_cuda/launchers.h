@@ -1,0 +1,95 @@
+/* launchers.h: what kernels.c's table and attention.c start, made to be written down, and devices
+ * as the schedule asks for them. Included once in a program.
+ */
+#ifndef SMLA_FAKE_LAUNCHERS_H
+#define SMLA_FAKE_LAUNCHERS_H
+
+#include "cuda/kernels.h"
+
+#include "../testing.h"
+
+typedef struct attention_launch {
+    const char *launcher;
+    smla_attention_params params;
+    const smla_attention_kernel *combined; /* the kernel whose rows are combined, or NULL */
+} attention_launch;
+
+static attention_launch launches[8];
+static int num_launches;
+static int num_good_launches = -1; /* before one fails; negative: none does */
+
+static inline cudaError_t
+write_launch(const char *launcher, const smla_attention_params *params,
+             const smla_attention_kernel *combined)
+{
+    EXPECT(num_launches < 8);
+    if (num_launches < 8) {
+        launches[num_launches++] = (attention_launch){launcher, *params, combined};
+    }
+    const bool fails = num_good_launches == 0;
+    num_good_launches -= num_good_launches >= 0;
+    return fails ? cudaErrorLaunchFailure : cudaSuccess;
+}
+
+#define LAUNCHER(name)                                                  \
+    cudaError_t smla_attend_##name(const smla_attention_params *params) \
+    {                                                                   \
+        return write_launch(#name, params, NULL);                       \
+    }
+
+LAUNCHER(sm90_small_32)
+LAUNCHER(sm90_small_16)
+LAUNCHER(sm90_fp8_64)
+LAUNCHER(sm90_fp8_32)
+LAUNCHER(sm90_fp8_16)
+LAUNCHER(sm90_bf16_64)
+LAUNCHER(sm80_fp8_64)
+LAUNCHER(sm80_fp8_32)
+LAUNCHER(sm80_fp8_16)
+LAUNCHER(sm80_bf16_64)
+LAUNCHER(sm80_bf16_32)
+LAUNCHER(sm80_bf16_16)
+LAUNCHER(sm80_mixed_16)
+
+cudaError_t
+smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel)
+{
+    return write_launch("combine", params, kernel);
+}
+
+/* What a row launches, by name. */
+static inline const char *
+launcher_of(const smla_attention_kernel *kernel)
+{
+    const smla_attention_params params = {0};
+    const attention_launch first = launches[0];
+    const int former = num_launches;
+    num_launches = 0;
+    EXPECT_EQ((int)kernel->launch(&params), (int)cudaSuccess);
+    const char *const launcher = launches[0].launcher;
+    launches[0] = first;
+    num_launches = former;
+    return launcher;
+}
+
+enum { NUM_DEVICES = 2 };
+
+static smla_cuda_device devices[NUM_DEVICES]; /* of no SMs: not there */
+
+static const smla_cuda_device h200 = {.compute_capability = 90,
+                                      .num_sms = 132,
+                                      .max_shared_bytes = 232448};
+static const smla_cuda_device a100 = {.compute_capability = 80,
+                                      .num_sms = 108,
+                                      .max_shared_bytes = 166912};
+static const smla_cuda_device rtx4090 = {.compute_capability = 89,
+                                         .num_sms = 128,
+                                         .max_shared_bytes = 101376};
+
+const smla_cuda_device *
+smla_cuda_find_device(int32_t device_id)
+{
+    return device_id < NUM_DEVICES && devices[device_id].num_sms != 0 ? &devices[device_id] : NULL;
+}
+
+#endif /* SMLA_FAKE_LAUNCHERS_H */

@@ -1,0 +1,366 @@
+/* test_cuda_attention.c: which kernels csrc/cuda/attention.c starts for a call, on which of its
+ * tokens, and what it refuses. The kernels are not there: they are written down.
+ */
+#include "cuda/attention.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/kernels.c"   // NOLINT(bugprone-suspicious-include)
+#include "cuda/schedule.c"  // NOLINT(bugprone-suspicious-include)
+
+#include "fake_cuda/errors.h"
+
+smla_status
+smla_cuda_status(const char *op, const char *call, cudaError_t code, smla_error *error)
+{
+    return code == cudaSuccess
+               ? SMLA_OK
+               : smla_fail(error, SMLA_ERROR_RUNTIME, "%s: %s: %d", op, call, (int)code);
+}
+
+#include "fake_cuda/launchers.h"
+
+enum { NUM_TOKENS = 700 };
+
+/* Arrays are addresses alone, and strides differ. */
+static uint16_t q_nope[NUM_TOKENS * 5], q_pe[NUM_TOKENS * 7], out[NUM_TOKENS * 11];
+static float lse[NUM_TOKENS * 13], max_logits[NUM_TOKENS * 17];
+static int32_t indices[2][NUM_TOKENS * 23], lengths[2][NUM_TOKENS * 29], requests[2][NUM_TOKENS];
+static int32_t block_table[1];
+static uint8_t workspace[512];
+
+static const smla_kv_format_info *
+find_format(bool is_fp8)
+{
+    return &smla_kv_formats[smla_kv_formats[0].nope_type == SMLA_NOPE_E4M3 ? !is_fp8 : is_fp8];
+}
+
+/* One list of FP8 rows, slots and no lengths; the workspace is as large as anybody wants. */
+static smla_attention_params
+make_params(int64_t tokens, int64_t heads, int64_t topk, int num_splits)
+{
+    num_launches = 0;
+    num_good_launches = -1;
+    devices[0] = h200;
+    return (smla_attention_params){
+        .num_tokens = tokens,
+        .num_heads = heads,
+        .num_splits = num_splits,
+        .num_lists = 1,
+        .q_nope = q_nope,
+        .q_nope_stride_token = 5,
+        .q_pe = q_pe,
+        .q_pe_stride_token = 7,
+        .lists = {{.kv = {.format = find_format(true)},
+                   .indices = indices[0],
+                   .indices_stride_token = 19,
+                   .topk = topk}},
+        .out = out,
+        .out_stride_token = 11,
+        .lse = lse,
+        .lse_stride_token = 13,
+        .workspace = workspace,
+        .workspace_bytes = INT64_MAX,
+    };
+}
+
+/* All the arrays that a call may have. */
+static void
+add_everything(smla_attention_params *params, int64_t extra_topk)
+{
+    params->num_lists = 2;
+    params->lists[1] = params->lists[0];
+    params->lists[1].topk = extra_topk;
+    for (int i = 0; i < 2; i++) {
+        smla_key_list *const list = &params->lists[i];
+        list->indices = indices[i];
+        list->indices_stride_token = 19 + 4 * i;
+        list->topk_length = lengths[i];
+        list->topk_length_stride = 25 + 4 * i;
+        list->map.block_table = block_table;
+        list->map.req_id_per_token = requests[i];
+    }
+    params->max_logits = max_logits;
+    params->max_logits_stride_token = 17;
+}
+
+static void
+expect_launch(int i, const char *launcher, int64_t tokens, int num_splits)
+{
+    EXPECT(i < num_launches);
+    if (i < num_launches) {
+        EXPECT(strcmp(launches[i].launcher, launcher) == 0);
+        EXPECT_EQ(launches[i].params.num_tokens, tokens);
+        EXPECT_EQ(launches[i].params.num_splits, num_splits);
+    }
+}
+
+/* The arrays of a launch are those of the call, from this token on. */
+static void
+expect_tokens(const smla_attention_params *part, const smla_attention_params *call, int64_t start)
+{
+    EXPECT(part->q_nope == call->q_nope + start * 5);
+    EXPECT(part->q_pe == call->q_pe + start * 7);
+    EXPECT(part->out == call->out + start * 11);
+    EXPECT(part->lse == call->lse + start * 13);
+    EXPECT(part->max_logits == (call->max_logits == NULL ? NULL : call->max_logits + start * 17));
+    EXPECT_EQ(part->num_lists, call->num_lists);
+    for (int i = 0; i < call->num_lists; i++) {
+        const smla_key_list *const own = &part->lists[i];
+        const smla_key_list *const all = &call->lists[i];
+        EXPECT(own->indices == all->indices + start * (19 + 4 * i));
+        EXPECT(own->topk_length ==
+               (all->topk_length == NULL ? NULL : all->topk_length + start * (25 + 4 * i)));
+        EXPECT(own->map.req_id_per_token ==
+               (all->map.block_table == NULL ? NULL : all->map.req_id_per_token + start));
+        EXPECT(own->map.block_table == all->map.block_table);
+        EXPECT_EQ(own->topk, all->topk);
+    }
+    EXPECT(part->workspace == call->workspace);
+    EXPECT_EQ(part->workspace_bytes, call->workspace_bytes);
+    EXPECT_EQ(part->num_heads, call->num_heads);
+}
+
+/* ---- Split counts of the caller's ---------------------------------------------------------- */
+
+static void
+test_given_splits(void)
+{
+    static const struct {
+        int heads, topk, extra, splits;
+        const char *launcher;
+    } cases[] = {
+        {64, 2048, 0, 1, "sm90_fp8_64"},    {64, 64, 0, 1, "sm90_fp8_64"},
+        {64, 2048, 0, 8, "sm90_small_32"},  {64, 2048, 0, 7, "sm90_fp8_64"},
+        {64, 512, 512, 4, "sm90_small_32"}, {64, 512, 513, 4, "sm90_fp8_64"},
+        {16, 2048, 0, 64, "sm90_small_16"}, {20, 2048, 0, 2, "sm90_fp8_32"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        smla_attention_params params =
+            make_params(9, cases[i].heads, cases[i].topk, cases[i].splits);
+        if (cases[i].extra > 0) {
+            add_everything(&params, cases[i].extra);
+        }
+        EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+        EXPECT_EQ(num_launches, cases[i].splits == 1 ? 1 : 2);
+        expect_launch(0, cases[i].launcher, 9, cases[i].splits);
+        expect_tokens(&launches[0].params, &params, 0);
+        if (cases[i].splits > 1) {
+            expect_launch(1, "combine", 9, cases[i].splits);
+            expect_tokens(&launches[1].params, &params, 0);
+            EXPECT(strcmp(launcher_of(launches[1].combined), cases[i].launcher) == 0);
+        }
+    }
+    const smla_attention_params params = make_params(0, 64, 2048, 2);
+    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    EXPECT_EQ(num_launches, 0);
+}
+
+/* A split count that was given holds for the whole batch, however large, and so do its kernels. */
+static void
+test_batches_are_alike(void)
+{
+    for (int64_t tokens = 1; tokens <= NUM_TOKENS; tokens += 37) {
+        const smla_attention_params params = make_params(tokens, 128, 2048, 8);
+        EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+        EXPECT_EQ(num_launches, 2);
+        expect_launch(0, "sm90_small_32", tokens, 8);
+    }
+}
+
+static void
+test_formats(void)
+{
+    smla_attention_params params = make_params(9, 64, 2048, 2);
+    params.lists[1].kv.format = find_format(false); /* not there */
+    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    expect_launch(0, "sm90_fp8_64", 9, 2);
+    params = make_params(9, 64, 2048, 2);
+    params.lists[0].kv.format = find_format(false);
+    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    expect_launch(0, "sm90_bf16_64", 9, 2);
+    params = make_params(9, 64, 2048, 2);
+    add_everything(&params, 64);
+    params.lists[1].kv.format = find_format(false);
+    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    expect_launch(0, "sm80_mixed_16", 9, 2);
+    params = make_params(9, 64, 2048, 2);
+    params.stream.device_id = 1;
+    devices[1] = a100;
+    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    expect_launch(0, "sm80_fp8_64", 9, 2);
+}
+
+/* ---- Refusals ------------------------------------------------------------------------------ */
+
+static void
+test_no_kernel(void)
+{
+    smla_attention_params params = make_params(9, 64, 2048, 2);
+    devices[0] = (smla_cuda_device){75, 40, 65536};
+    for (int planned = 0; planned < 2; planned++) {
+        params.is_planned = planned;
+        EXPECT_FAIL(smla_cuda_sparse_attention(&params, &error), SMLA_ERROR_RUNTIME,
+                    "sparse_attention: no kernel for sm_75, 65536 bytes of shared memory, "
+                    "fp8_ds_mla and 64 heads; there are: sm_90 fp8_ds_mla, heads 17...128; ");
+    }
+    EXPECT_EQ(num_launches, 0);
+}
+
+/* The last byte of the workspace, wherever it starts. */
+static void
+test_workspace(void)
+{
+    for (int offset = 0; offset < 33; offset++) {
+        smla_attention_params params = make_params(3, 5, 2048, 3);
+        params.workspace = workspace + offset;
+        const int64_t padding = (int64_t)(16 - (uintptr_t)params.workspace % 16) % 16;
+        params.workspace_bytes = padding + 368 + 45 * 2048; /* 45 rows; states are 360 bytes */
+        EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+        EXPECT_EQ(num_launches, 2);
+        num_launches = 0;
+        char text[128];
+        snprintf(text, sizeof text, "`workspace` must have at least %d bytes, got %d",
+                 (int)params.workspace_bytes, (int)params.workspace_bytes - 1);
+        params.workspace_bytes--;
+        EXPECT_FAIL(smla_cuda_sparse_attention(&params, &error), SMLA_ERROR_VALUE, text);
+        params.workspace = NULL;
+        params.workspace_bytes = INT64_MAX;
+        EXPECT_FAIL(smla_cuda_sparse_attention(&params, &error), SMLA_ERROR_VALUE,
+                    "at least 92528 bytes, got 0");
+        EXPECT_EQ(num_launches, 0);
+    }
+    smla_attention_params params = make_params(3, 5, 2048, 1);
+    params.workspace = NULL;
+    params.workspace_bytes = 0;
+    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    EXPECT_EQ(num_launches, 1);
+}
+
+/* What the splits leave lies in the workspace, aligned, one array behind the other. */
+static void
+test_partial_rows(void)
+{
+    for (int offset = 0; offset < 33; offset++) {
+        smla_attention_params params = make_params(3, 5, 2048, 3);
+        params.workspace = workspace + offset;
+        const uint8_t *const first = workspace + offset + smla_partial_padding(params.workspace);
+        const smla_partial_rows partials = smla_partials_of(&params);
+        EXPECT((uintptr_t)first % 16 == 0 && first - workspace - offset < 16);
+        EXPECT((const uint8_t *)partials.state == first);
+        EXPECT((const uint8_t *)partials.out == first + 368);
+        EXPECT_EQ(smla_partial_num_rows(&params), 45);
+    }
+    smla_attention_params params = make_params(3, 5, 1000, 3);
+    EXPECT_EQ(smla_columns_of_split(&params), 384);
+    add_everything(&params, 100);
+    EXPECT_EQ(smla_columns_of_split(&params), 384 + 64);
+    EXPECT_EQ((int)SMLA_HALF_UNIT, 256); /* 512 halves in front of it */
+}
+
+/* What a launch says is told, and nothing is started behind it. */
+static void
+test_failed_launches(void)
+{
+    smla_attention_params params = make_params(9, 64, 2048, 4);
+    for (int n = 0; n < 2; n++) {
+        num_launches = 0;
+        num_good_launches = n;
+        EXPECT_FAIL(smla_cuda_sparse_attention(&params, &error), SMLA_ERROR_RUNTIME,
+                    "sparse_attention: cudaLaunchKernelExC: 719");
+        EXPECT_EQ(num_launches, n + 1);
+    }
+    params = make_params(67, 128, 2048, 1); /* full waves, a rest in splits, its combine */
+    params.is_planned = true;
+    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    EXPECT_EQ(num_launches, 3);
+    for (int n = 0; n < 3; n++) {
+        num_launches = 0;
+        num_good_launches = n;
+        EXPECT_FAIL(smla_cuda_sparse_attention(&params, &error), SMLA_ERROR_RUNTIME, "719");
+        EXPECT_EQ(num_launches, n + 1);
+    }
+}
+
+/* ---- Plans --------------------------------------------------------------------------------- */
+
+/* Every token is computed once, by a kernel of its plan, in the memory that was promised. */
+static void
+check_planned(int64_t tokens, int64_t heads, bool has_everything)
+{
+    smla_attention_params params = make_params(tokens, heads, 2048, 0);
+    if (has_everything) {
+        add_everything(&params, 512);
+    }
+    smla_attention_shape shape = {.num_tokens = tokens,
+                                  .num_heads = heads,
+                                  .topk = 2048,
+                                  .extra_topk = has_everything ? 512 : 0,
+                                  .formats = {find_format(true), NULL}};
+    params.is_planned = true;
+    params.num_splits = smla_cuda_choose_num_splits(&shape);
+    params.workspace = workspace + 1; /* the worst of starts */
+    params.workspace_bytes = smla_cuda_attention_workspace_size(&shape);
+    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    int64_t start = 0;
+    for (int i = 0; i < num_launches; i++) {
+        const smla_attention_params *const part = &launches[i].params;
+        EXPECT(launches[i].combined == NULL);
+        EXPECT(part->num_splits >= 1 && part->num_tokens >= 1);
+        expect_tokens(part, &params, start);
+        if (part->num_splits > 1) {
+            i++;
+            expect_launch(i, "combine", part->num_tokens, part->num_splits);
+            expect_tokens(&launches[i].params, &params, start);
+            EXPECT(strcmp(launcher_of(launches[i].combined), launches[i - 1].launcher) == 0);
+        }
+        start += part->num_tokens;
+    }
+    EXPECT_EQ(start, tokens);
+}
+
+static void
+test_planned(void)
+{
+    static const int heads[] = {8, 24, 64, 128};
+    for (int64_t tokens = 1; tokens <= NUM_TOKENS; tokens++) {
+        for (int h = 0; h < 4; h++) {
+            check_planned(tokens, heads[h], tokens % 2 == 0);
+        }
+    }
+}
+
+/* Three plans of an H200, as they are. */
+static void
+test_known_plans(void)
+{
+    smla_attention_params params = make_params(2, 128, 2048, 16);
+    params.is_planned = true;
+    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    EXPECT_EQ(num_launches, 2);
+    expect_launch(0, "sm90_small_32", 2, 16);
+    params = make_params(66, 128, 2048, 1);
+    params.is_planned = true;
+    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    EXPECT_EQ(num_launches, 1);
+    expect_launch(0, "sm90_fp8_64", 66, 1);
+    params = make_params(67, 128, 2048, 1);
+    params.is_planned = true;
+    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    EXPECT_EQ(num_launches, 3);
+    expect_launch(0, "sm90_fp8_64", 66, 1);
+    expect_launch(1, "sm90_small_16", 1, 16);
+    expect_launch(2, "combine", 1, 16);
+}
+
+int
+main(void)
+{
+    RUN(test_given_splits);
+    RUN(test_batches_are_alike);
+    RUN(test_formats);
+    RUN(test_no_kernel);
+    RUN(test_workspace);
+    RUN(test_partial_rows);
+    RUN(test_failed_launches);
+    RUN(test_planned);
+    RUN(test_known_plans);
+    return report("test_cuda_attention");
+}

@@ -1,0 +1,894 @@
+/* test_cuda_device.c: which devices csrc/cuda/device.c lets a call use and how it makes them
+ * current, what it says of errors, the values that checked.c looks at, and how backend.c puts a
+ * call together; with a runtime that is not CUDA's, and operators that do nothing.
+ */
+#include <stdlib.h>
+
+static char *test_getenv(const char *name);
+static void *test_malloc(size_t size);
+static void test_free(void *memory);
+
+#define getenv test_getenv
+#include "cuda/device.c" // NOLINT(bugprone-suspicious-include)
+#undef getenv
+#define malloc      test_malloc
+#define free        test_free
+#define slots       slot_array  /* device.c has slots, too, */
+#define free_arrays free_copies /* and testing.h these */
+#include "cuda/checked.c"       // NOLINT(bugprone-suspicious-include)
+#undef malloc
+#undef free
+#undef slots
+#undef free_arrays
+#include "cuda/backend.c" // NOLINT(bugprone-suspicious-include)
+
+/* ---- Operators that do nothing: in front of testing.h, which has an `error` of its own ------ */
+
+static cudaError_t launch_code;
+static const smla_cuda_device *launch_device;
+
+static cudaError_t launch_nothing(const char *name);
+
+cudaError_t
+smla_cuda_launch_cache_write(const smla_cache_write_params *params)
+{
+    (void)params;
+    return launch_nothing("write");
+}
+
+cudaError_t
+smla_cuda_launch_gather(const smla_gather_params *params, const smla_cuda_device *device)
+{
+    (void)params;
+    launch_device = device;
+    return launch_nothing("gather");
+}
+
+cudaError_t
+smla_cuda_launch_dequantize(const smla_dequantize_params *params)
+{
+    (void)params;
+    return launch_nothing("dequantize");
+}
+
+cudaError_t
+smla_cuda_launch_convert(const smla_convert_params *params)
+{
+    (void)params;
+    return launch_nothing("convert");
+}
+
+cudaError_t
+smla_cuda_launch_merge(const smla_merge_params *params)
+{
+    (void)params;
+    return launch_nothing("merge");
+}
+
+cudaError_t
+smla_cuda_launch_quant(const smla_quant_params *params, const smla_cuda_device *device)
+{
+    (void)params;
+    launch_device = device;
+    return launch_nothing("quant");
+}
+
+cudaError_t
+smla_cuda_launch_split_weight(const smla_split_weight_params *params)
+{
+    (void)params;
+    return launch_nothing("split_weight");
+}
+
+smla_status
+smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *error)
+{
+    (void)params;
+    return smla_cuda_status("sparse_attention", "a kernel", launch_nothing("attention"), error);
+}
+
+smla_status
+smla_cuda_up_proj(const smla_projection_params *params, smla_error *error)
+{
+    return smla_cuda_status(params->op, "a kernel", launch_nothing("up_proj"), error);
+}
+
+/* The rest of the table is other tests' matter. */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#define ABSENT(type, name, ...) \
+    type name(__VA_ARGS__)      \
+    {                           \
+        abort();                \
+    }
+ABSENT(int, smla_cuda_choose_num_splits, const smla_attention_shape *s)
+ABSENT(bool, smla_cuda_prefers_direct, const smla_attention_shape *s, int64_t r, int64_t c)
+ABSENT(int64_t, smla_cuda_attention_workspace_size, const smla_attention_shape *s)
+ABSENT(int64_t, smla_cuda_kernels, smla_kernel_info *r, int64_t c)
+ABSENT(void *, smla_cuda_allocate, int32_t d, int64_t b)
+ABSENT(void, smla_cuda_release, int32_t d, void *m)
+ABSENT(smla_mirror *, smla_cuda_create_mirror, int32_t d, int64_t b)
+ABSENT(void, smla_cuda_destroy_mirror, smla_mirror *m)
+ABSENT(smla_status, smla_cuda_begin_write, const char *o, smla_mirror *m, smla_stream s, void **h,
+       smla_error *e)
+ABSENT(smla_status, smla_cuda_end_write, const char *o, smla_mirror *m, smla_stream s,
+       smla_error *e)
+ABSENT(smla_status, smla_cuda_begin_use, const char *o, smla_mirror *m, smla_stream s,
+       smla_error *e)
+ABSENT(smla_status, smla_cuda_end_use, const char *o, smla_mirror *m, smla_stream s, smla_error *e)
+const smla_stream_ops smla_cuda_stream_ops = {.record = NULL};
+#pragma GCC diagnostic pop
+
+/* What the CPU backend is shown. */
+static smla_status cpu_status;
+static smla_cache_write_params seen_write;
+static smla_gather_params seen_gather;
+static smla_convert_params seen_convert;
+static int64_t seen_sum; /* of the values of the arrays */
+static const int32_t device_zeros[4];
+static int num_device_arrays; /* that it was shown, instead of copies */
+
+static int64_t
+sum_of(const int32_t *data, int64_t count, int64_t stride)
+{
+    int64_t sum = 0;
+    for (int64_t i = 0; data != NULL && i < count; i++) {
+        sum += data[i * stride];
+    }
+    return sum;
+}
+
+smla_status
+smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
+{
+    seen_write = *p;
+    num_device_arrays += p->slot_mapping == device_zeros;
+    seen_sum = 0;
+    for (int64_t i = 0; i < p->num_tokens; i++) {
+        seen_sum += p->slots_are_int64 ? ((const int64_t *)p->slot_mapping)[i * p->slot_stride]
+                                       : ((const int32_t *)p->slot_mapping)[i * p->slot_stride];
+    }
+    return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
+}
+
+smla_status
+smla_cpu_check_gather(const smla_gather_params *p, smla_error *error)
+{
+    seen_gather = *p;
+    num_device_arrays += (p->block_table == device_zeros) + (p->seq_lens == device_zeros) +
+                         (p->workspace_starts == device_zeros) + (p->seq_starts == device_zeros);
+    seen_sum = 0;
+    for (int64_t i = 0; i < p->num_reqs; i++) {
+        seen_sum += sum_of(p->block_table + i * p->block_table_stride_req, p->num_blocks,
+                           p->block_table_stride_block);
+    }
+    seen_sum += 1000 * sum_of(p->seq_lens, p->num_reqs, p->seq_lens_stride);
+    seen_sum += 1000000 * sum_of(p->workspace_starts, p->num_reqs, p->workspace_starts_stride);
+    seen_sum += 1000000000 * sum_of(p->seq_starts, p->num_reqs, p->seq_starts_stride);
+    return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
+}
+
+smla_status
+smla_cpu_check_convert(const smla_convert_params *p, smla_error *error)
+{
+    seen_convert = *p;
+    num_device_arrays += p->req_id_per_token == device_zeros;
+    seen_sum = sum_of(p->req_id_per_token, p->num_tokens, p->req_id_stride);
+    seen_sum += 1000 * sum_of(p->prefill_request_ids, p->num_tokens, p->prefill_request_ids_stride);
+    seen_sum += 1000000 * sum_of(p->prefill_workspace_starts, p->num_prefills,
+                                 p->prefill_workspace_starts_stride);
+    return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
+}
+
+/* ---- Devices ------------------------------------------------------------------------------- */
+
+#include "fake_cuda/runtime.h"
+
+static cudaError_t
+launch_nothing(const char *name)
+{
+    (void)answer(name);
+    return launch_code;
+}
+
+/* The one variable that is set. */
+static const char *env_name;
+static const char *env_text;
+
+static char *
+test_getenv(const char *name)
+{
+    return env_name != NULL && strcmp(name, env_name) == 0 ? (char *)env_text : NULL;
+}
+
+static bool has_memory = true;
+static size_t asked_bytes;
+
+static int num_live; /* copies of arrays */
+
+static void *
+test_malloc(size_t size)
+{
+    asked_bytes = size;
+    num_live += has_memory;
+    return has_memory ? malloc(size) : NULL;
+}
+
+static void
+test_free(void *memory)
+{
+    num_live -= memory != NULL;
+    free(memory);
+}
+
+static void
+set_env(const char *name, const char *text)
+{
+    env_name = name;
+    env_text = text;
+}
+
+static const char op[] = "some_op";
+static struct CUstream_st streams[2];
+
+/* As if the process began, but for the driver's calls: two devices, 0 is current. */
+static void
+begin(void)
+{
+    reset_fake();
+    memset(slots, 0, sizeof slots);
+    fake.num_devices = 2;
+    set_env(NULL, NULL);
+    has_memory = true;
+    for (int i = 0; i < 2; i++) {
+        streams[i] = (struct CUstream_st){.id = 10 + (unsigned long long)i, .device_id = i};
+    }
+}
+
+/* ---- Facts --------------------------------------------------------------------------------- */
+
+/* What is learnt once is learnt under the lock. */
+static void
+expect_locked(const char *call)
+{
+    if (strcmp(call, "cudaDeviceGetAttribute") == 0 ||
+        strcmp(call, "cuDevicePrimaryCtxRetain") == 0) {
+        const bool is_free = pthread_mutex_trylock(&slots_lock) == 0;
+        EXPECT(!is_free);
+        if (is_free) {
+            pthread_mutex_unlock(&slots_lock);
+        }
+    }
+}
+
+static void
+test_facts(void)
+{
+    begin();
+    fake_watch = expect_locked;
+    smla_cuda_guard guard;
+    EXPECT_OK(smla_cuda_enter(op, 1, &guard, &error));
+    smla_cuda_leave(&guard);
+    fake_watch = NULL;
+    EXPECT_EQ(count_calls("cudaDeviceGetAttribute"), 4);
+    EXPECT_EQ(count_calls("cuDevicePrimaryCtxRetain"), 1);
+    begin();
+    fake.capability = 103;
+    fake.num_sms = 148;
+    fake.shared_bytes = 1234;
+    const smla_cuda_device *const device = smla_cuda_find_device(1);
+    EXPECT(device != NULL && device->compute_capability == 103 && device->num_sms == 148);
+    EXPECT(device != NULL && device->max_shared_bytes == 1234);
+    EXPECT_EQ(count_calls("cudaDeviceGetAttribute"), 4);
+    EXPECT(smla_cuda_find_device(1) == device); /* read once */
+    EXPECT_EQ(count_calls("cudaDeviceGetAttribute"), 4);
+    EXPECT(smla_cuda_find_device(0) != device);
+    EXPECT(smla_cuda_find_device(2) == NULL);
+    EXPECT(smla_cuda_find_device(-1) == NULL);
+    EXPECT(smla_cuda_find_device(SMLA_CUDA_MAX_DEVICES) == NULL);
+    for (int n = 0; n < 4; n++) { /* a fact that cannot be had is asked for again */
+        begin();
+        fail_call("cudaDeviceGetAttribute", n, cudaErrorUnknown);
+        EXPECT(smla_cuda_find_device(0) == NULL);
+        EXPECT(smla_cuda_find_device(0) != NULL);
+    }
+}
+
+static void
+test_capped_architecture(void)
+{
+    static const struct {
+        const char *text;
+        int capability, expected;
+    } cases[] = {
+        {"80", 90, 80}, {"90", 90, 90}, {"89", 90, 89},  {"91", 90, 90},
+        {"79", 90, 90}, {"", 90, 90},   {"90", 120, 90}, {"x", 90, 90},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        begin();
+        set_env("SPARSE_MLA_CUDA_ARCH", cases[i].text);
+        fake.capability = cases[i].capability;
+        EXPECT_EQ(smla_cuda_find_device(0)->compute_capability, cases[i].expected);
+    }
+}
+
+static void
+test_is_set(void)
+{
+    static const struct {
+        const char *text;
+        bool expected;
+    } cases[] = {{NULL, false}, {"", false}, {"0", false}, {"1", true}, {"00", true}, {"x", true}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        set_env("NAME", cases[i].text);
+        EXPECT_EQ(smla_cuda_is_set("NAME"), cases[i].expected);
+        EXPECT(!smla_cuda_is_set("OTHER"));
+    }
+}
+
+static void
+expect_no_device(int32_t device_id, const char *text)
+{
+    EXPECT_FAIL(smla_cuda_check_device(op, device_id, &error), SMLA_ERROR_RUNTIME, text);
+    EXPECT(strncmp(error.text, "some_op: ", 9) == 0);
+}
+
+static void
+test_check_device(void)
+{
+    begin();
+    EXPECT_OK(smla_cuda_check_device(op, 0, &error));
+    EXPECT_OK(smla_cuda_check_device(op, 1, &error));
+    expect_no_device(2, "must be one of this machine's (cuda:0 to cuda:1), got cuda:2");
+    expect_no_device(-1, "(cuda:0 to cuda:1), got cuda:-1");
+    fake.num_devices = 100;
+    expect_no_device(64, "(cuda:0 to cuda:63), got cuda:64");
+    begin();
+    fake.capability = 80;
+    EXPECT_OK(smla_cuda_check_device(op, 0, &error));
+    fake.capability = 79;
+    expect_no_device(1, "must have compute capability 8.0 or newer, got 7.9 (cuda:1)");
+    begin();
+    fail_call("cudaDeviceGetAttribute", 0, cudaErrorIllegalAddress);
+    expect_no_device(1, "cudaDeviceGetAttribute failed: a text (code 700): an earlier kernel");
+    begin();
+    fail_call("cudaDeviceGetAttribute", 0, cudaErrorUnknown);
+    expect_no_device(0, "cudaDeviceGetAttribute failed");
+    begin();
+    fake.num_devices = 0;
+    expect_no_device(0, "must be visible to the process, got none: look at nvidia-smi");
+    static const struct {
+        cudaError_t code;
+        int version;
+        const char *text;
+    } cases[] = {
+        {cudaErrorInsufficientDriver, 0, "must have an NVIDIA driver, got none: libcuda.so.1"},
+        {cudaErrorInsufficientDriver, 11040, "got one for 11.4: update the driver"},
+        {cudaErrorInsufficientDriver, 11000, "got one for 11.0: update the driver"},
+        {cudaErrorNoDevice, 12080, "must be visible to the process, got none"},
+        {cudaErrorInitializationError, 12080,
+         "cudaGetDeviceCount failed: a text (code 3): a "
+         "process that was forked"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        begin();
+        fake.num_devices = 0;
+        fake.driver_version = cases[i].version;
+        fail_call("cudaGetDeviceCount", 0, cases[i].code);
+        expect_no_device(0, cases[i].text);
+    }
+    char version[64];
+    snprintf(version, sizeof version, "new enough for CUDA %d.%d, got", CUDART_VERSION / 1000,
+             CUDART_VERSION / 10 % 100);
+    begin();
+    fake.num_devices = 0;
+    fail_call("cudaGetDeviceCount", 0, cudaErrorInsufficientDriver);
+    expect_no_device(0, version);
+}
+
+/* ---- Errors -------------------------------------------------------------------------------- */
+
+static void
+test_status(void)
+{
+    static const struct {
+        cudaError_t code;
+        const char *end;
+    } hints[] = {
+        {cudaErrorUnknown, "(code 999)"},
+        {cudaErrorInvalidResourceHandle, "stream of this device, and not yet destroyed?"},
+        {cudaErrorIllegalAddress, "shows which kernel"},
+        {cudaErrorMisalignedAddress, "shows which kernel"},
+        {cudaErrorIllegalInstruction, "shows which kernel"},
+        {cudaErrorInvalidAddressSpace, "shows which kernel"},
+        {cudaErrorInvalidPc, "shows which kernel"},
+        {cudaErrorHardwareStackError, "shows which kernel"},
+        {cudaErrorLaunchFailure, "shows which kernel"},
+        {cudaErrorLaunchTimeout, "shows which kernel"},
+        {cudaErrorAssert, "shows which kernel"},
+        {cudaErrorECCUncorrectable, "shows which kernel"},
+        {cudaErrorNoKernelImageForDevice, "its architecture in SPARSE_MLA_CUDA_ARCHS"},
+        {cudaErrorInvalidDeviceFunction, "its architecture in SPARSE_MLA_CUDA_ARCHS"},
+        {cudaErrorUnsupportedPtxVersion, "its architecture in SPARSE_MLA_CUDA_ARCHS"},
+        {cudaErrorJitCompilerNotFound, "its architecture in SPARSE_MLA_CUDA_ARCHS"},
+        {cudaErrorStreamCaptureUnsupported, "cannot hold or stand beside this call"},
+        {cudaErrorStreamCaptureInvalidated, "cannot hold or stand beside this call"},
+        {cudaErrorStreamCaptureImplicit, "cannot hold or stand beside this call"},
+        {cudaErrorStreamCaptureIsolation, "cannot hold or stand beside this call"},
+        {cudaErrorStreamCaptureWrongThread, "cannot hold or stand beside this call"},
+        {cudaErrorInitializationError, "start workers by spawn"},
+    };
+    begin();
+    EXPECT_OK(smla_cuda_status(op, "call", cudaSuccess, &error));
+    EXPECT_FAIL(smla_cuda_status(op, "call", cudaErrorMemoryAllocation, &error), SMLA_ERROR_MEMORY,
+                "some_op: call failed: out of memory (code 2)");
+    for (size_t i = 0; i < sizeof hints / sizeof hints[0]; i++) {
+        EXPECT_FAIL(smla_cuda_status(op, "call", hints[i].code, &error), SMLA_ERROR_RUNTIME,
+                    "some_op: call failed: a text (code ");
+        const size_t length = strlen(error.text);
+        const size_t end = strlen(hints[i].end);
+        EXPECT(length > end && strcmp(error.text + length - end, hints[i].end) == 0);
+    }
+}
+
+/* ---- The guard ----------------------------------------------------------------------------- */
+
+/* Nothing is known of the driver when this runs: it comes first in main. */
+static void
+test_guard(void)
+{
+    smla_cuda_guard guard;
+    begin();
+    EXPECT_OK(smla_cuda_enter(op, 0, &guard, &error)); /* current: nothing is asked */
+    smla_cuda_leave(&guard);
+    EXPECT_CALLS("");
+    static const char *const lacks[] = {"cuDeviceGet", "cuDevicePrimaryCtxRetain",
+                                        "cuCtxPushCurrent", "cuCtxPopCurrent"};
+    for (int i = 0; i < 8; i++) {
+        fake.lacks = lacks[i / 2];
+        fake.has_no_address = i % 2;
+        EXPECT_FAIL(smla_cuda_enter(op, 1, &guard, &error), SMLA_ERROR_RUNTIME,
+                    "some_op: cuDevicePrimaryCtxRetain failed: a text (code 500)");
+        EXPECT(!guard.is_pushed);
+    }
+    fake.lacks = NULL;
+    fail_call("cudaGetDriverEntryPointByVersion", 0, cudaErrorInsufficientDriver);
+    EXPECT_FAIL(smla_cuda_enter(op, 1, &guard, &error), SMLA_ERROR_RUNTIME, "(code 35)");
+    forget_calls();
+    EXPECT_OK(smla_cuda_enter(op, 1, &guard, &error));
+    EXPECT_EQ(fake.current, 1);
+    smla_cuda_leave(&guard);
+    EXPECT_EQ(fake.current, 0);
+    EXPECT_CALLS("cudaGetDriverEntryPointByVersion cudaGetDriverEntryPointByVersion "
+                 "cudaGetDriverEntryPointByVersion cudaGetDriverEntryPointByVersion "
+                 "cuDeviceGet cuDevicePrimaryCtxRetain cuCtxPushCurrent cuCtxPopCurrent@1 ");
+    EXPECT_OK(smla_cuda_enter(op, 1, &guard, &error)); /* retained once */
+    smla_cuda_leave(&guard);
+    EXPECT_CALLS("cuCtxPushCurrent cuCtxPopCurrent@1 ");
+    fake.current = 1; /* there and back from another one */
+    EXPECT_OK(smla_cuda_enter(op, 0, &guard, &error));
+    EXPECT_EQ(fake.current, 0);
+    smla_cuda_leave(&guard);
+    EXPECT_EQ(fake.current, 1);
+    fake.current = 0;
+
+    static const struct {
+        const char *call, *text;
+    } cases[] = {
+        {"cudaGetDevice", "some_op: cudaGetDevice failed: a text (code 719)"},
+        {"cuDeviceGet", "some_op: cuDevicePrimaryCtxRetain failed: a text (code 719)"},
+        {"cuDevicePrimaryCtxRetain", "some_op: cuDevicePrimaryCtxRetain failed: a text (code 719)"},
+        {"cuCtxPushCurrent", "some_op: cuCtxPushCurrent failed: a text (code 719)"},
+    };
+    for (int i = 0; i < 4; i++) {
+        begin();
+        guard.is_pushed = true;
+        fail_call(cases[i].call, 0, cudaErrorLaunchFailure);
+        EXPECT_FAIL(smla_cuda_enter(op, 1, &guard, &error), SMLA_ERROR_RUNTIME, cases[i].text);
+        EXPECT(!guard.is_pushed);
+        EXPECT_EQ(fake.current, 0);
+        EXPECT_OK(smla_cuda_enter(op, 1, &guard, &error)); /* and again */
+        smla_cuda_leave(&guard);
+    }
+    begin();
+    EXPECT_FAIL(smla_cuda_enter(op, 2, &guard, &error), SMLA_ERROR_RUNTIME, "got cuda:2");
+    fake.capability = 75;
+    EXPECT_FAIL(smla_cuda_enter(op, 1, &guard, &error), SMLA_ERROR_RUNTIME, "got 7.5 (cuda:1)");
+}
+
+/* ---- Streams ------------------------------------------------------------------------------- */
+
+/* Nothing is known of the number of devices when this runs. */
+static void
+test_check_stream(void)
+{
+    const smla_stream own = {.device_id = 0, .handle = &streams[0]};
+    const smla_stream foreign = {.device_id = 0, .handle = &streams[1]};
+    begin();
+    fail_call("cudaGetDeviceCount", 0, cudaErrorUnknown); /* not remembered */
+    EXPECT_OK(smla_cuda_check_stream(op, foreign, &error));
+    void *const defaults[] = {NULL, cudaStreamLegacy, cudaStreamPerThread};
+    forget_calls();
+    for (int i = 0; i < 3; i++) {
+        EXPECT_OK(smla_cuda_check_stream(op, (smla_stream){1, defaults[i]}, &error));
+    }
+    EXPECT_CALLS("");
+    EXPECT_OK(smla_cuda_check_stream(op, own, &error));
+    EXPECT_CALLS("cudaGetDeviceCount cudaStreamIsCapturing cudaStreamGetDevice~ ");
+    EXPECT_FAIL(smla_cuda_check_stream(op, foreign, &error), SMLA_ERROR_VALUE,
+                "some_op: `stream` must be a stream of the arrays' device, cuda:0, got one of "
+                "cuda:1");
+    EXPECT_CALLS("cudaStreamIsCapturing cudaStreamGetDevice~ ");
+    streams[1].is_capturing = true; /* cannot be asked */
+    EXPECT_OK(smla_cuda_check_stream(op, foreign, &error));
+    EXPECT_CALLS("cudaStreamIsCapturing ");
+    streams[1].is_capturing = false;
+    fail_call("cudaStreamIsCapturing", 0, cudaErrorUnknown);
+    EXPECT_FAIL(smla_cuda_check_stream(op, foreign, &error), SMLA_ERROR_RUNTIME,
+                "cudaStreamIsCapturing failed");
+    fail_call("cudaStreamGetDevice", 0, cudaErrorUnknown);
+    EXPECT_FAIL(smla_cuda_check_stream(op, own, &error), SMLA_ERROR_RUNTIME,
+                "cudaStreamGetDevice failed");
+    EXPECT_EQ((int)fake_mode, (int)cudaStreamCaptureModeGlobal);
+}
+
+static void
+test_captures(void)
+{
+    bool is_capturing = true;
+    begin();
+    EXPECT_OK(smla_cuda_is_capturing(op, (smla_stream){0, &streams[0]}, &is_capturing, &error));
+    EXPECT(!is_capturing);
+    streams[0].is_capturing = true;
+    EXPECT_OK(smla_cuda_is_capturing(op, (smla_stream){0, &streams[0]}, &is_capturing, &error));
+    EXPECT(is_capturing);
+    fake_mode = cudaStreamCaptureModeThreadLocal;
+    const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
+    EXPECT_EQ((int)former, (int)cudaStreamCaptureModeThreadLocal);
+    EXPECT_EQ((int)fake_mode, (int)cudaStreamCaptureModeRelaxed);
+    smla_cuda_restore_captures(former);
+    EXPECT_EQ((int)fake_mode, (int)cudaStreamCaptureModeThreadLocal);
+    fake_mode = cudaStreamCaptureModeGlobal;
+}
+
+/* ---- Operators ----------------------------------------------------------------------------- */
+
+enum { NUM_OPERATORS = 9 };
+
+static const char *const operator_names[NUM_OPERATORS] = {
+    "concat_and_cache_mla",    "gather_kv_cache",
+    "dequantize_kv_cache",     "convert_req_index_to_global_index",
+    "sparse_attention",        "merge_attn_states",
+    "split_kv_b_proj",         "k_up_proj",
+    "dynamic_per_tensor_quant"};
+static const char *const launch_names[NUM_OPERATORS] = {"write",        "gather",    "dequantize",
+                                                        "convert",      "attention", "merge",
+                                                        "split_weight", "up_proj",   "quant"};
+
+/* Of one token, or request; or of nothing, but for the last. */
+static smla_status
+call_operator(int i, smla_stream stream, int64_t count)
+{
+    const smla_backend *const b = &smla_cuda_backend;
+    const smla_cache_write_params write = {.num_tokens = count,
+                                           .slot_mapping = device_zeros,
+                                           .slot_stride = 1,
+                                           .stream = stream};
+    const smla_gather_params gather = {.num_reqs = count,
+                                       .num_blocks = 1,
+                                       .block_table = device_zeros,
+                                       .seq_lens = device_zeros,
+                                       .workspace_starts = device_zeros,
+                                       .stream = stream};
+    const smla_dequantize_params dequantize = {.kv = {.num_pages = count, .block_size = 1},
+                                               .stream = stream};
+    const smla_convert_params convert = {.num_tokens = count,
+                                         .req_id_per_token = device_zeros,
+                                         .stream = stream};
+    const smla_attention_params attention = {.num_tokens = count, .stream = stream};
+    const smla_merge_params merge = {.num_tokens = count, .num_heads = 1, .stream = stream};
+    const smla_split_weight_params weight = {.nope_dim = count, .stream = stream};
+    const smla_projection_params project = {.op = "k_up_proj",
+                                            .num_tokens = 1,
+                                            .outer_dim = count,
+                                            .stream = stream};
+    const smla_quant_params quant = {.stream = stream};
+    switch (i) {
+    case 0: return b->concat_and_cache_mla(&write, &error);
+    case 1: return b->gather_kv_cache(&gather, &error);
+    case 2: return b->dequantize_kv_cache(&dequantize, &error);
+    case 3: return b->convert_req_index(&convert, &error);
+    case 4: return b->sparse_attention(&attention, &error);
+    case 5: return b->merge_attn_states(&merge, &error);
+    case 6: return b->split_kv_b_proj(&weight, &error);
+    case 7: return b->up_proj(&project, &error);
+    default: return b->dynamic_per_tensor_quant(&quant, &error);
+    }
+}
+
+/* Every operator runs with its device current, on its stream's device, and says why not. */
+static void
+test_operators(void)
+{
+    const smla_stream stream = {.device_id = 1, .handle = &streams[1]};
+    const smla_stream foreign = {.device_id = 1, .handle = &streams[0]};
+    begin();
+    cpu_status = SMLA_OK;
+    EXPECT_OK(call_operator(0, stream, 1));
+    for (int i = 0; i < NUM_OPERATORS; i++) {
+        char calls[256];
+        char text[128];
+        snprintf(calls, sizeof calls,
+                 "cuCtxPushCurrent cudaStreamIsCapturing@1 cudaStreamGetDevice@1~ %s@1 "
+                 "cuCtxPopCurrent@1 ",
+                 launch_names[i]);
+        forget_calls();
+        launch_device = NULL;
+        EXPECT_OK(call_operator(i, stream, 1));
+        EXPECT_CALLS(calls);
+        EXPECT(launch_device == (i == 1 || i == 8 ? smla_cuda_find_device(1) : NULL));
+        if (i < 8) { /* nothing to do */
+            EXPECT_OK(call_operator(i, stream, 0));
+            EXPECT_CALLS("");
+        }
+        launch_code = cudaErrorUnknown;
+        snprintf(text, sizeof text, "%s: %s failed: a text (code 999)", operator_names[i],
+                 i == 4 || i == 7 ? "a kernel" : "cudaLaunchKernelExC");
+        EXPECT_FAIL(call_operator(i, stream, 1), SMLA_ERROR_RUNTIME, text);
+        EXPECT_CALLS(calls);
+        launch_code = cudaSuccess;
+        snprintf(text, sizeof text, "%s: `stream` must be a stream of the arrays' device",
+                 operator_names[i]);
+        EXPECT_FAIL(call_operator(i, foreign, 1), SMLA_ERROR_VALUE, text);
+        EXPECT_EQ(count_calls(launch_names[i]), 0);
+        EXPECT_EQ(fake.current, 0);
+        snprintf(text, sizeof text, "%s: the CUDA device must be one of", operator_names[i]);
+        EXPECT_FAIL(call_operator(i, (smla_stream){2, NULL}, 1), SMLA_ERROR_RUNTIME, text);
+        fail_call("cuCtxPushCurrent", 0, cudaErrorUnknown);
+        snprintf(text, sizeof text, "%s: cuCtxPushCurrent failed", operator_names[i]);
+        EXPECT_FAIL(call_operator(i, stream, 1), SMLA_ERROR_RUNTIME, text);
+        EXPECT_EQ(count_calls(launch_names[i]), 0);
+        EXPECT_EQ(fake.current, 0);
+    }
+    const smla_merge_params no_heads = {.num_tokens = 1, .stream = {2, NULL}};
+    EXPECT_OK(smla_cuda_backend.merge_attn_states(&no_heads, &error));
+    const smla_projection_params no_tokens = {.op = op, .outer_dim = 1, .stream = {2, NULL}};
+    EXPECT_OK(smla_cuda_backend.up_proj(&no_tokens, &error));
+    const smla_split_weight_params no_keys = {.value_dim = 1, .stream = stream};
+    forget_calls();
+    EXPECT_OK(smla_cuda_backend.split_kv_b_proj(&no_keys, &error));
+    EXPECT_EQ(count_calls("split_weight"), 1);
+    const smla_gather_params gather = {.num_reqs = 1};
+    forget_calls();
+    EXPECT_OK(smla_cuda_backend.check_gather(&gather, &error));
+    EXPECT_CALLS("");
+}
+
+/* A device that is current already may be too old all the same. */
+static void
+test_old_device(void)
+{
+    begin();
+    fake.capability = 75;
+    for (int i = 0; i < NUM_OPERATORS; i++) {
+        EXPECT_FAIL(call_operator(i, (smla_stream){0, NULL}, 1), SMLA_ERROR_RUNTIME,
+                    "must have compute capability 8.0 or newer, got 7.5 (cuda:0)");
+        EXPECT_EQ(count_calls(launch_names[i]), 0);
+    }
+}
+
+/* What the table names of other files. */
+static void
+test_backend_table(void)
+{
+    const smla_backend *const b = &smla_cuda_backend;
+    EXPECT(strcmp(b->name, "cuda") == 0 && b->device_type == kDLCUDA && b->maps_indices);
+    EXPECT(b->check_device == smla_cuda_check_device);
+    EXPECT(b->choose_num_splits == smla_cuda_choose_num_splits);
+    EXPECT(b->prefers_direct == smla_cuda_prefers_direct);
+    EXPECT(b->attention_workspace_size == smla_cuda_attention_workspace_size);
+    EXPECT(b->kernels == smla_cuda_kernels);
+    EXPECT(b->allocate == smla_cuda_allocate && b->release == smla_cuda_release);
+    EXPECT(b->create_mirror == smla_cuda_create_mirror);
+    EXPECT(b->destroy_mirror == smla_cuda_destroy_mirror);
+    EXPECT(b->begin_write == smla_cuda_begin_write && b->end_write == smla_cuda_end_write);
+    EXPECT(b->begin_use == smla_cuda_begin_use && b->end_use == smla_cuda_end_use);
+    EXPECT(b->streams == &smla_cuda_stream_ops);
+}
+
+/* SPARSE_MLA_CHECK=1 */
+static void
+test_checked_operators(void)
+{
+    const smla_stream stream = {.device_id = 1, .handle = &streams[1]};
+    begin();
+    EXPECT_OK(call_operator(4, stream, 1));
+    set_env("SPARSE_MLA_CHECK", "1");
+    for (int i = 0; i < NUM_OPERATORS; i++) {
+        const bool reads = i == 0 || i == 1 || i == 3;
+        char text[128];
+        forget_calls();
+        cpu_status = SMLA_OK;
+        EXPECT_OK(call_operator(i, stream, 1));
+        EXPECT_EQ(count_calls("copy to host"), i == 0 || i == 3 ? 1 : i == 1 ? 3 : 0);
+        EXPECT_EQ(count_calls("cudaStreamSynchronize"), 2 + count_calls("copy to host"));
+        EXPECT_EQ(count_calls(launch_names[i]), 1);
+        const char *const end = strstr(fake.calls, launch_names[i]);
+        EXPECT(end != NULL && strstr(end, "cudaStreamSynchronize@1 cuCtxPopCurrent@1 ") != NULL);
+        EXPECT_EQ(num_device_arrays, 0);
+        /* what the CPU says of the values */
+        cpu_status = SMLA_ERROR_VALUE;
+        forget_calls();
+        if (reads) {
+            EXPECT_FAIL(call_operator(i, stream, 1), SMLA_ERROR_VALUE, "the CPU's");
+        }
+        EXPECT_EQ(count_calls(launch_names[i]), 0);
+        EXPECT_EQ(fake.current, 0);
+        cpu_status = SMLA_OK;
+        /* errors of earlier work, of the copies, and of the call's own kernels */
+        const int num_reads = i == 0 || i == 3 ? 1 : i == 1 ? 3 : 0;
+        for (int n = 0; n < 2 + num_reads; n++) {
+            forget_calls();
+            snprintf(text, sizeof text, "%s: %s failed: a text (code 700)", operator_names[i],
+                     n == 0               ? "cudaStreamSynchronize, before the call,"
+                     : n == 1 + num_reads ? "a kernel of this call"
+                                          : "cudaStreamSynchronize");
+            fail_call("cudaStreamSynchronize", n, cudaErrorIllegalAddress);
+            EXPECT_FAIL(call_operator(i, stream, 1), SMLA_ERROR_RUNTIME, text);
+            EXPECT_EQ(count_calls(launch_names[i]), n == 1 + num_reads);
+            EXPECT_EQ(fake.current, 0);
+        }
+        for (int n = 0; n < num_reads; n++) {
+            fail_call("copy to host", n, cudaErrorIllegalAddress);
+            snprintf(text, sizeof text, "%s: cudaMemcpyAsync failed", operator_names[i]);
+            EXPECT_FAIL(call_operator(i, stream, 1), SMLA_ERROR_RUNTIME, text);
+        }
+        /* a failed launch is told as such, and not waited for */
+        launch_code = cudaErrorInvalidValue;
+        forget_calls();
+        EXPECT_FAIL(call_operator(i, stream, 1), SMLA_ERROR_RUNTIME, "(code 1)");
+        EXPECT_EQ(count_calls("cudaStreamSynchronize"), 1 + num_reads);
+        launch_code = cudaSuccess;
+        streams[1].is_capturing = true;
+        EXPECT_FAIL(call_operator(i, stream, 1), SMLA_ERROR_RUNTIME,
+                    "SPARSE_MLA_CHECK must be unset while a CUDA graph is captured");
+        streams[1].is_capturing = false;
+    }
+    fail_call("cudaStreamIsCapturing", 1, cudaErrorUnknown);
+    EXPECT_FAIL(call_operator(4, stream, 1), SMLA_ERROR_RUNTIME, "cudaStreamIsCapturing failed");
+    has_memory = false;
+    EXPECT_FAIL(call_operator(0, stream, 1), SMLA_ERROR_MEMORY,
+                "concat_and_cache_mla: SPARSE_MLA_CHECK must find 4 bytes for a copy of an array");
+    has_memory = true;
+    EXPECT_EQ(num_live, 0);
+}
+
+/* Arrays of any strides arrive with their values, in as few bytes as they span. */
+static void
+test_read_arrays(void)
+{
+    enum { R = 3, W = 4 };
+    static const int32_t strides[] = {1, 2, -1, -3, 0};
+    const smla_stream stream = {.device_id = 0, .handle = &streams[0]};
+    begin();
+    cpu_status = SMLA_OK;
+    for (int s = 0; s < 5; s++) {
+        /* exactly the bytes that are spanned: ASan sees one more */
+        const int64_t stride = strides[s];
+        const int64_t reach = stride < 0 ? -stride : stride;
+        const int64_t count = (R - 1) * reach + 1;
+        array *const lens = ARRAY(int32, count);
+        array *const starts = ARRAY(int32, count);
+        int32_t *const at_lens = (int32_t *)lens->tensor.data + (stride < 0 ? count - 1 : 0);
+        int32_t *const at_starts = (int32_t *)starts->tensor.data + (stride < 0 ? count - 1 : 0);
+        const int64_t row = s == 3 ? -W * 2 : W * 2;
+        const int64_t table_count = (R - 1) * W * 2 + (W - 1) * (stride == 0 ? 0 : 2) + 1;
+        array *const table = ARRAY(int32, table_count);
+        int32_t *const at_table = (int32_t *)table->tensor.data + (row < 0 ? (R - 1) * W * 2 : 0);
+        int64_t sum = 0;
+        for (int i = 0; i < R; i++) {
+            for (int k = 0; k < W; k++) {
+                at_table[i * row + k * (stride == 0 ? 0 : 2)] = 1 + i * 5 + (stride == 0 ? 0 : k);
+            }
+            at_lens[i * stride] = 7 + i;
+            at_starts[i * stride] = 3 + i;
+        }
+        for (int i = 0; i < R; i++) {
+            for (int k = 0; k < W; k++) {
+                sum += at_table[i * row + k * (stride == 0 ? 0 : 2)];
+            }
+            sum += 1000 * (int64_t)at_lens[i * stride];
+            sum += 1000000 * (int64_t)at_starts[i * stride];
+            sum += 1000000000 * (int64_t)at_lens[i * stride];
+        }
+        const smla_gather_params params = {.num_reqs = R,
+                                           .num_blocks = W,
+                                           .block_table = at_table,
+                                           .block_table_stride_req = row,
+                                           .block_table_stride_block = stride == 0 ? 0 : 2,
+                                           .seq_lens = at_lens,
+                                           .seq_lens_stride = stride,
+                                           .workspace_starts = at_starts,
+                                           .workspace_starts_stride = stride,
+                                           .seq_starts = at_lens,
+                                           .seq_starts_stride = stride,
+                                           .stream = stream};
+        EXPECT_OK(smla_cuda_check_gather(&params, &error));
+        EXPECT_EQ(seen_sum, sum);
+        EXPECT(seen_gather.block_table != params.block_table);
+        EXPECT(seen_gather.seq_lens != params.seq_lens);
+        EXPECT(seen_gather.workspace_starts != params.workspace_starts);
+        EXPECT(seen_gather.seq_starts != params.seq_starts);
+        EXPECT_EQ((int64_t)asked_bytes, 4 * count);
+    }
+    /* What is not there stays away. */
+    const smla_gather_params none = {.num_blocks = W, .stream = stream};
+    seen_gather.seq_starts = device_zeros;
+    seen_gather.block_table = device_zeros;
+    EXPECT_OK(smla_cuda_check_gather(&none, &error));
+    EXPECT(seen_gather.seq_starts == NULL && seen_gather.block_table == NULL);
+    static const int32_t one_id[1] = {5};
+    const smla_gather_params no_columns = {.num_reqs = 1, .block_table = one_id, .stream = stream};
+    forget_calls();
+    EXPECT_OK(smla_cuda_check_gather(&no_columns, &error));
+    EXPECT_CALLS("");
+    EXPECT(seen_gather.block_table == one_id);
+
+    const smla_convert_params no_prefills = {.num_tokens = 1,
+                                             .req_id_per_token = one_id,
+                                             .prefill_workspace_starts = one_id,
+                                             .prefill_workspace_starts_stride = 1,
+                                             .stream = stream};
+    EXPECT_OK(smla_cuda_check_convert(&no_prefills, &error));
+    EXPECT_CALLS("copy to host cudaStreamSynchronize "); /* the ids alone */
+
+    const smla_convert_params convert = {.num_tokens = 2,
+                                         .num_prefills = 3,
+                                         .req_id_per_token = (const int32_t[]){1, 0, 2},
+                                         .req_id_stride = 2,
+                                         .prefill_request_ids = (const int32_t[]){4, 5},
+                                         .prefill_request_ids_stride = 1,
+                                         .prefill_workspace_starts =
+                                             (const int32_t[]){6, 0, 0, 7, 0, 0, 8},
+                                         .prefill_workspace_starts_stride = 3,
+                                         .stream = stream};
+    EXPECT_OK(smla_cuda_check_convert(&convert, &error));
+    EXPECT_EQ(seen_sum, 21009003);
+    EXPECT(seen_convert.req_id_per_token != convert.req_id_per_token);
+    EXPECT(seen_convert.prefill_request_ids != convert.prefill_request_ids);
+    EXPECT(seen_convert.prefill_workspace_starts != convert.prefill_workspace_starts);
+    for (int is_wide = 0; is_wide < 2; is_wide++) {
+        static const int64_t wide[] = {1, 99, INT64_C(1) << 40};
+        static const int32_t narrow[] = {1, 99, 3};
+        const smla_cache_write_params write = {.num_tokens = 2,
+                                               .slot_mapping =
+                                                   is_wide ? (const void *)wide : narrow,
+                                               .slot_stride = 2,
+                                               .slots_are_int64 = is_wide,
+                                               .stream = stream};
+        EXPECT_OK(smla_cuda_check_cache_write(&write, &error));
+        EXPECT_EQ(seen_sum, is_wide ? (INT64_C(1) << 40) + 1 : 4);
+        EXPECT_EQ((int)asked_bytes, is_wide ? 24 : 12);
+        EXPECT(seen_write.slot_mapping != write.slot_mapping);
+    }
+    EXPECT_EQ(num_live, 0);
+}
+
+int
+main(void)
+{
+    RUN(test_guard);
+    RUN(test_check_stream);
+    RUN(test_facts);
+    RUN(test_capped_architecture);
+    RUN(test_is_set);
+    RUN(test_check_device);
+    RUN(test_status);
+    RUN(test_captures);
+    RUN(test_operators);
+    RUN(test_old_device);
+    RUN(test_backend_table);
+    RUN(test_checked_operators);
+    RUN(test_read_arrays);
+    return report("test_cuda_device");
+}

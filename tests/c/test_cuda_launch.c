@@ -1,0 +1,579 @@
+/* test_cuda_launch.c: csrc/cuda/launch.c's choice between a stream's graph and a launch, with a
+ * runtime and a driver that are not CUDA's.
+ */
+#include <stdlib.h>
+
+static void *test_calloc(size_t count, size_t size);
+static void test_free(void *memory);
+static char *test_getenv(const char *name);
+
+#define getenv      test_getenv
+#define driver      device_driver /* both files have them */
+#define find_driver find_device_driver
+#include "cuda/device.c" // NOLINT(bugprone-suspicious-include)
+#undef driver
+#undef find_driver
+#define calloc             test_calloc
+#define free               test_free
+#define pthread_mutex_init test_mutex_init
+#include <pthread.h>
+static int test_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes);
+#include "cuda/launch.c" // NOLINT(bugprone-suspicious-include)
+#undef calloc
+#undef free
+#undef pthread_mutex_init
+#undef getenv
+
+#include "fake_cuda/runtime.h"
+
+static bool has_memory = true;
+static bool has_mutexes = true;
+static int num_live; /* allocations */
+
+static void *
+test_calloc(size_t count, size_t size)
+{
+    num_live += has_memory;
+    return has_memory ? calloc(count, size) : NULL;
+}
+
+static void
+test_free(void *memory)
+{
+    num_live -= memory != NULL;
+    free(memory);
+}
+
+static int
+test_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes)
+{
+    return has_mutexes ? pthread_mutex_init(mutex, attributes) : 1;
+}
+
+/* The one variable that is set. */
+static const char *env_name;
+static char env_text[8];
+
+static char *
+test_getenv(const char *name)
+{
+    return env_name != NULL && strcmp(name, env_name) == 0 ? env_text : NULL;
+}
+
+/* What a launch asks, where the stream's graph is not known, known, or not asked for. */
+#define ASKED   "cuStreamIsCapturing cuStreamGetId "
+#define STARTED ASKED "cuGraphExecKernelNodeSetParams cudaGraphLaunch "
+
+enum { NUM_TEST_KERNELS = 8 };
+
+static char kernels[NUM_TEST_KERNELS * 2048]; /* addresses of kernels */
+
+/* Kernels that share a place among those that a graph knows: 64 of them, 16 bytes each. */
+static const void *
+kernel_at(int i)
+{
+    return &kernels[i * 1024];
+}
+
+static struct CUstream_st streams[256];
+static int value; /* the argument of the next kernel */
+
+static smla_cuda_grid
+make_grid(struct CUstream_st *stream)
+{
+    return (smla_cuda_grid){.kernel = kernel_at(0),
+                            .args = &value,
+                            .num_blocks = 7,
+                            .block_threads = 96,
+                            .shared_bytes = 1234,
+                            .stream = {.device_id = 0, .handle = stream}};
+}
+
+/* As if the process began: without graphs, and with new streams. */
+static void
+begin(void)
+{
+    static unsigned long long num_ids = 5000;
+    for (int d = 0; d < SMLA_CUDA_MAX_DEVICES; d++) {
+        stream_graph *next = NULL;
+        for (stream_graph *at = atomic_load(&graphs_of[d].first); at != NULL; at = next) {
+            next = at->next;
+            pthread_mutex_destroy(&at->lock);
+            test_free(at);
+        }
+    }
+    EXPECT_EQ(num_live, 0);
+    memset(graphs_of, 0, sizeof graphs_of);
+    memset(&driver, 0, sizeof driver);
+    reset_fake();
+    prepare_graphs();
+    EXPECT(driver.set_params != NULL);
+    for (int i = 0; i < 256; i++) {
+        streams[i] = (struct CUstream_st){.id = ++num_ids, .context = &fake_contexts[0]};
+    }
+    forget_calls();
+}
+
+/* The kernel was started, as the grid says, once. */
+static void
+expect_started(const smla_cuda_grid *grid, bool is_graph)
+{
+    const int former = fake.num_starts;
+    value++;
+    EXPECT_EQ((int)smla_cuda_launch(grid), (int)cudaSuccess);
+    EXPECT_EQ(fake.num_starts, former + 1);
+    if (fake.num_starts != former + 1) {
+        return;
+    }
+    const fake_start *const start = &fake.starts[former];
+    EXPECT_EQ(start->is_graph, is_graph);
+    EXPECT(start->kernel == grid->kernel);
+    EXPECT_EQ(start->value, value);
+    EXPECT_EQ(start->num_blocks, grid->num_blocks);
+    EXPECT_EQ(start->block_threads, grid->block_threads);
+    EXPECT_EQ(start->shared_bytes, grid->shared_bytes);
+    EXPECT(start->stream == find_fake_stream(grid->stream.handle));
+    EXPECT_EQ(start->starts_early, !is_graph && grid->starts_early);
+}
+
+static void
+expect_graph(const smla_cuda_grid *grid)
+{
+    expect_started(grid, true);
+}
+
+static void
+expect_launch(const smla_cuda_grid *grid)
+{
+    expect_started(grid, false);
+}
+
+/* Of a stream that has not been seen: all of it beside other threads' captures. */
+static const char first_asked[] =
+    ASKED "cudaStreamGetPriority~ policy~ domain~ cudaGetDriverEntryPointByVersion~ "
+          "cuStreamGetGreenCtx~ cuStreamGetCtx~ cudaGraphCreate~ cudaGraphAddKernelNode~ "
+          "cudaGraphInstantiate~ ";
+
+/* ---- Graphs -------------------------------------------------------------------------------- */
+
+static void
+test_first_and_next(void)
+{
+    begin();
+    smla_cuda_grid grid = make_grid(&streams[0]);
+    expect_graph(&grid);
+    EXPECT_EQ(count_calls("cudaGraphInstantiate"), 40);
+    EXPECT_EQ(count_calls("cudaGetLastError"), 0); /* which may be somebody else's */
+    EXPECT(strncmp(fake.calls, first_asked, sizeof first_asked - 1) == 0);
+    const char *const end = strstr(fake.calls, "cudaGetFuncBySymbol");
+    EXPECT(end != NULL && strcmp(end, "cudaGetFuncBySymbol~ cuGraphExecKernelNodeSetParams "
+                                      "cudaGraphLaunch ") == 0);
+    forget_calls();
+    grid.num_blocks = 8;
+    grid.block_threads = 128;
+    grid.shared_bytes = 0;
+    grid.starts_early = true; /* which graphs do not */
+    expect_graph(&grid);
+    EXPECT_CALLS(STARTED);
+    /* Another kernel, in the same place as the first: each is looked up when it comes. */
+    for (int i = 1; i < 6; i++) {
+        grid.kernel = kernel_at(i % 3);
+        expect_graph(&grid);
+        EXPECT_EQ(count_calls("cudaGetFuncBySymbol"), 1);
+        forget_calls();
+        expect_graph(&grid);
+        EXPECT_CALLS(STARTED);
+    }
+    /* Kernels of other places stay known. */
+    for (int i = 0; i < 2 * KNOWN_KERNELS; i++) {
+        grid.kernel = &kernels[4096 + i % KNOWN_KERNELS * 16];
+        expect_graph(&grid);
+    }
+    EXPECT_EQ(count_calls("cudaGetFuncBySymbol"), KNOWN_KERNELS);
+    EXPECT_EQ(count_calls("cudaLaunchKernelExC"), 0);
+}
+
+/* Every stream has a graph of its own, as long as there are some; then the rest is launched. */
+static void
+test_many_streams(void)
+{
+    begin();
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; i < 256; i++) {
+            const smla_cuda_grid grid = make_grid(&streams[i]);
+            expect_started(&grid, i < 40);
+        }
+        EXPECT_EQ(count_calls("cudaGraphCreate"), round == 0);
+        /* Streams past the limit are not remembered, and not asked about. */
+        EXPECT_EQ(count_calls("cudaStreamGetPriority"), round == 0 ? 200 : 0);
+        forget_calls();
+    }
+    EXPECT_EQ(graphs_of[0].num_streams, 200);
+    bool is_taken[MAX_STREAM_GRAPHS] = {false};
+    for (stream_graph *at = atomic_load(&graphs_of[0].first); at != NULL; at = at->next) {
+        if (at->exec != NULL) {
+            EXPECT(!is_taken[at->exec - fake.execs]);
+            is_taken[at->exec - fake.execs] = true;
+        }
+    }
+}
+
+/* A handle may be given out again; an id is not. */
+static void
+test_handles(void)
+{
+    begin();
+    const smla_cuda_grid grid = make_grid(&streams[0]);
+    expect_graph(&grid);
+    streams[0].id = 77;
+    streams[0].priority = -1;
+    expect_launch(&grid);
+    smla_cuda_grid legacy = make_grid(NULL);
+    legacy.starts_early = true;
+    expect_graph(&legacy);
+}
+
+static void
+test_devices(void)
+{
+    begin();
+    smla_cuda_grid grid = make_grid(&streams[0]);
+    expect_graph(&grid);
+    grid = make_grid(&streams[1]);
+    grid.stream.device_id = SMLA_CUDA_MAX_DEVICES - 1;
+    streams[1].context = &fake_contexts[3];
+    expect_graph(&grid);
+    EXPECT_EQ(count_calls("cudaGraphCreate"), 2);
+    EXPECT_EQ(graphs_of[0].num_left, MAX_STREAM_GRAPHS - 1);
+    EXPECT_EQ(graphs_of[SMLA_CUDA_MAX_DEVICES - 1].num_left, MAX_STREAM_GRAPHS - 1);
+    /* One of another context than the device's first stream. */
+    grid = make_grid(&streams[2]);
+    streams[2].context = &fake_contexts[1];
+    expect_launch(&grid);
+    grid = make_grid(&streams[3]);
+    expect_graph(&grid);
+    EXPECT_EQ(count_calls("cudaGraphCreate"), 2);
+}
+
+/* ---- Launches ------------------------------------------------------------------------------ */
+
+/* A stream that is not ordinary has its kernels launched, and is asked about once. */
+static void
+expect_plain_stream(struct CUstream_st *stream)
+{
+    const smla_cuda_grid grid = make_grid(stream);
+    expect_launch(&grid);
+    EXPECT_EQ(count_calls("cudaStreamGetPriority"), 1);
+    EXPECT_EQ(count_calls("cudaGraphCreate"), 0);
+    forget_calls();
+    expect_launch(&grid);
+    EXPECT_CALLS(ASKED "cudaLaunchKernelExC ");
+    const smla_cuda_grid other = make_grid(&streams[255]);
+    expect_graph(&other);
+}
+
+static void
+test_streams_of_their_own(void)
+{
+    for (int kind = 0; kind < 5; kind++) {
+        begin();
+        struct CUstream_st *const stream = &streams[0];
+        stream->priority = kind == 0 ? -1 : kind == 1 ? 1 : 0;
+        stream->policy_bytes = kind == 2 ? 1 : 0;
+        stream->is_remote = kind == 3;
+        stream->own_sms = kind == 4 ? (void *)stream : NULL;
+        expect_plain_stream(stream);
+    }
+}
+
+/* What cannot be asked is taken as a no. */
+static void
+test_questions_that_fail(void)
+{
+    static const char *const calls[] = {"cudaStreamGetPriority", "policy", "domain",
+                                        "cuStreamGetGreenCtx", "cuStreamGetCtx"};
+    for (size_t i = 0; i < sizeof calls / sizeof calls[0]; i++) {
+        begin();
+        fail_call(calls[i], 0, cudaErrorUnknown);
+        expect_plain_stream(&streams[0]);
+    }
+    /* These two are asked again, and the stream is not given up. */
+    static const char *const again[] = {"cuStreamIsCapturing", "cuStreamGetId"};
+    for (size_t i = 0; i < 2; i++) {
+        begin();
+        const smla_cuda_grid grid = make_grid(&streams[0]);
+        fail_call(again[i], 0, cudaErrorUnknown);
+        expect_launch(&grid);
+        expect_graph(&grid);
+    }
+    /* A driver without such streams, or that cannot be asked for the question. */
+    begin();
+    smla_cuda_grid grid = make_grid(&streams[0]);
+    fake.lacks = "cuStreamGetGreenCtx";
+    expect_graph(&grid);
+    begin();
+    grid = make_grid(&streams[0]);
+    fail_call("cudaGetDriverEntryPointByVersion", 0, cudaErrorUnknown);
+    expect_graph(&grid);
+}
+
+static void
+test_captures(void)
+{
+    begin();
+    smla_cuda_grid grid = make_grid(&streams[0]);
+    streams[0].is_capturing = true;
+    for (int early = 0; early < 2; early++) {
+        grid.starts_early = early;
+        expect_launch(&grid);
+        EXPECT_CALLS("cuStreamIsCapturing cudaLaunchKernelExC ");
+    }
+    streams[0].is_capturing = false;
+    expect_graph(&grid);
+    streams[0].is_capturing = true;
+    expect_launch(&grid);
+}
+
+static void
+test_clusters(void)
+{
+    begin();
+    smla_cuda_grid grid = make_grid(&streams[0]);
+    grid.has_clusters = true;
+    expect_launch(&grid);
+    EXPECT_CALLS("cudaLaunchKernelExC ");
+    grid.starts_early = true;
+    expect_launch(&grid);
+    grid.has_clusters = false;
+    expect_graph(&grid);
+}
+
+/* Wishes of the environment, and drivers that lack a call. */
+static void
+test_prepare(void)
+{
+    static const struct {
+        const char *name, *text;
+        bool has_graphs;
+    } cases[] = {
+        {"SPARSE_MLA_LAUNCH", "plain", false},  {"SPARSE_MLA_LAUNCH", "graph", true},
+        {"SPARSE_MLA_LAUNCH", "", true},        {"CUDA_LAUNCH_BLOCKING", "1", false},
+        {"CUDA_LAUNCH_BLOCKING", "0", true},    {"CUDA_LAUNCH_BLOCKING", "", true},
+        {"CUDA_INJECTION64_PATH", "/x", false}, {"CUDA_INJECTION64_PATH", "", true},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        begin();
+        env_name = cases[i].name;
+        snprintf(env_text, sizeof env_text, "%s", cases[i].text);
+        prepare_graphs();
+        env_name = NULL;
+        const smla_cuda_grid grid = make_grid(&streams[0]);
+        expect_started(&grid, cases[i].has_graphs);
+    }
+    static const char *const lacks[] = {"cuStreamIsCapturing", "cuStreamGetId", "cuStreamGetCtx",
+                                        "cuGraphExecKernelNodeSetParams"};
+    for (size_t i = 0; i < 4; i++) {
+        begin();
+        fake.lacks = lacks[i];
+        prepare_graphs();
+        const smla_cuda_grid grid = make_grid(&streams[0]);
+        forget_calls();
+        expect_launch(&grid);
+        EXPECT_CALLS("cudaLaunchKernelExC ");
+    }
+}
+
+/* ---- Failures ------------------------------------------------------------------------------ */
+
+/* What a graph refuses is launched, the runtime's memory of the refusal is cleared, and the next
+ * call tries again. */
+static void
+test_refused_graphs(void)
+{
+    static const char *const calls[] = {"cudaGetFuncBySymbol", "cuGraphExecKernelNodeSetParams",
+                                        "cudaGraphLaunch"};
+    for (size_t i = 0; i < 3; i++) {
+        begin();
+        const smla_cuda_grid other = make_grid(&streams[0]);
+        expect_graph(&other);
+        smla_cuda_grid grid = make_grid(&streams[0]);
+        grid.kernel = kernel_at(1);
+        forget_calls();
+        fail_call(calls[i], 0, cudaErrorInvalidValue);
+        expect_launch(&grid);
+        EXPECT_EQ(count_calls("cudaGetLastError"), 1);
+        expect_graph(&grid);
+        expect_graph(&other);
+    }
+    /* And what a launch refuses, too, is told. */
+    begin();
+    const smla_cuda_grid grid = make_grid(&streams[0]);
+    expect_graph(&grid);
+    fail_call(NULL, 2, cudaErrorInvalidValue); /* set_params */
+    expect_launch(&grid);
+    const int former = fake.num_starts;
+    fail_call("cudaLaunchKernelExC", 0, cudaErrorLaunchFailure);
+    fake.lacks = "all";
+    streams[0].is_capturing = true;
+    EXPECT_EQ((int)smla_cuda_launch(&grid), (int)cudaErrorLaunchFailure);
+    EXPECT_EQ(fake.num_starts, former);
+}
+
+/* Graphs that cannot be made: those that could serve the first streams. */
+static void
+test_few_graphs(void)
+{
+    static const struct {
+        const char *call;
+        int num_good, num_graphs;
+    } cases[] = {
+        {"cudaGraphCreate", 0, 0},
+        {"cudaGraphAddKernelNode", 0, 0},
+        {"cudaGraphInstantiate", 0, 0},
+        {"cudaGraphInstantiate", 1, 1},
+        {"cudaGraphInstantiate", MAX_STREAM_GRAPHS - 1, MAX_STREAM_GRAPHS - 1},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        begin();
+        fail_call(cases[i].call, cases[i].num_good, cudaErrorMemoryAllocation);
+        for (int s = 0; s < MAX_STREAM_GRAPHS; s++) {
+            const smla_cuda_grid grid = make_grid(&streams[s]);
+            expect_started(&grid, s < cases[i].num_graphs);
+        }
+        EXPECT_EQ(count_calls("cudaGetLastError"), 1);
+    }
+}
+
+/* Nothing to remember the stream in: this call is launched, the next one tries again. */
+static void
+test_no_memory(void)
+{
+    begin();
+    const smla_cuda_grid grid = make_grid(&streams[0]);
+    has_memory = false;
+    expect_launch(&grid);
+    EXPECT_EQ(graphs_of[0].num_streams, 0);
+    has_memory = true;
+    has_mutexes = false;
+    expect_launch(&grid);
+    EXPECT_EQ(graphs_of[0].num_streams, 0);
+    EXPECT_EQ(num_live, 0);
+    has_mutexes = true;
+    expect_graph(&grid);
+}
+
+/* ---- One device ---------------------------------------------------------------------------- */
+
+/* Where there is no other device, no stream is of one. */
+static void
+test_one_device(void)
+{
+    begin();
+    for (int i = 0; i < 2; i++) {
+        streams[i].device_id = 1;
+        EXPECT_OK(smla_cuda_check_stream("some_op", (smla_stream){0, &streams[i]}, &error));
+        EXPECT_CALLS(i == 0 ? "cudaGetDeviceCount " : "");
+    }
+}
+
+/* ---- Threads ------------------------------------------------------------------------------- */
+
+enum { NUM_THREADS = 8, NUM_SHARED_STREAMS = 3, NUM_CALLS = 200 };
+
+static void *
+launch_many(void *arg)
+{
+    const int me = *(const int *)arg;
+    for (int i = 0; i < NUM_CALLS; i++) {
+        int argument = me * NUM_CALLS + i;
+        smla_cuda_grid grid = make_grid(&streams[(me + i) % NUM_SHARED_STREAMS]);
+        grid.args = &argument;
+        grid.kernel = kernel_at(argument % 3);
+        if (smla_cuda_launch(&grid) != cudaSuccess) {
+            return arg;
+        }
+    }
+    return NULL;
+}
+
+/* Streams are added under one lock. */
+static void
+expect_locked(const char *call)
+{
+    if (strcmp(call, "cudaStreamGetPriority") == 0) {
+        const bool is_free = pthread_mutex_trylock(&streams_lock) == 0;
+        EXPECT(!is_free);
+        if (is_free) {
+            pthread_mutex_unlock(&streams_lock);
+        }
+    }
+}
+
+/* Every kernel is started once, on the stream that it was for, with its own arguments. */
+static void
+test_threads(void)
+{
+    static int numbers[NUM_THREADS];
+    static int counts[NUM_THREADS * NUM_CALLS];
+    pthread_t threads[NUM_THREADS];
+    begin();
+    fake_watch = expect_locked;
+    memset(counts, 0, sizeof counts);
+    for (int i = 0; i < NUM_THREADS; i++) {
+        numbers[i] = i;
+        EXPECT_EQ(pthread_create(&threads[i], NULL, launch_many, &numbers[i]), 0);
+    }
+    for (int i = 0; i < NUM_THREADS; i++) {
+        void *result = NULL;
+        EXPECT_EQ(pthread_join(threads[i], &result), 0);
+        EXPECT(result == NULL);
+    }
+    fake_watch = NULL;
+    EXPECT_EQ(fake.num_starts, NUM_THREADS * NUM_CALLS);
+    for (int i = 0; i < fake.num_starts; i++) {
+        const fake_start *const start = &fake.starts[i];
+        const int me = start->value / NUM_CALLS;
+        EXPECT(start->is_graph);
+        EXPECT(start->kernel == kernel_at(start->value % 3));
+        EXPECT(start->stream == &streams[(me + start->value % NUM_CALLS) % NUM_SHARED_STREAMS]);
+        counts[start->value]++;
+    }
+    for (int i = 0; i < NUM_THREADS * NUM_CALLS; i++) {
+        EXPECT_EQ(counts[i], 1);
+    }
+    EXPECT_EQ(graphs_of[0].num_streams, NUM_SHARED_STREAMS);
+}
+
+/* The process's first call looks for the driver. It comes first in main. */
+static void
+test_first_call(void)
+{
+    reset_fake();
+    const smla_cuda_grid grid = make_grid(NULL);
+    expect_graph(&grid);
+    EXPECT_EQ(count_calls("cudaGetDriverEntryPointByVersion"), 5);
+    expect_graph(&grid);
+    EXPECT_EQ(count_calls("cudaGetDriverEntryPointByVersion"), 5);
+}
+
+int
+main(void)
+{
+    RUN(test_first_call);
+    RUN(test_first_and_next);
+    RUN(test_many_streams);
+    RUN(test_handles);
+    RUN(test_devices);
+    RUN(test_streams_of_their_own);
+    RUN(test_questions_that_fail);
+    RUN(test_captures);
+    RUN(test_clusters);
+    RUN(test_prepare);
+    RUN(test_refused_graphs);
+    RUN(test_few_graphs);
+    RUN(test_no_memory);
+    RUN(test_one_device);
+    RUN(test_threads);
+    begin();
+    return report("test_cuda_launch");
+}

@@ -1,0 +1,625 @@
+/* test_cuda_mirror.c: csrc/cuda/mirror.c's ring of staging buffers and the order that it keeps, and
+ * events.c, with a runtime that is not CUDA's. Devices are current as device.c makes them so.
+ */
+#include <stdlib.h>
+
+static void *test_calloc(size_t count, size_t size);
+static void *test_malloc(size_t size);
+static void test_free(void *memory);
+
+#include "cuda/device.c" // NOLINT(bugprone-suspicious-include)
+#define calloc test_calloc
+#define malloc test_malloc
+#define free   test_free
+#include "cuda/events.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/mirror.c" // NOLINT(bugprone-suspicious-include)
+#undef calloc
+#undef malloc
+#undef free
+
+#include "fake_cuda/runtime.h"
+
+static int num_good_allocations = -1; /* on the host, before one fails; negative: none does */
+
+static int num_live; /* allocations on the host */
+
+static bool
+fails_now(void)
+{
+    const bool fails = num_good_allocations == 0;
+    num_good_allocations -= num_good_allocations >= 0;
+    return fails;
+}
+
+static void *
+test_calloc(size_t count, size_t size)
+{
+    void *const memory = fails_now() ? NULL : calloc(count, size);
+    num_live += memory != NULL;
+    return memory;
+}
+
+static void *
+test_malloc(size_t size)
+{
+    void *const memory = fails_now() ? NULL : malloc(size);
+    num_live += memory != NULL;
+    return memory;
+}
+
+static void
+test_free(void *memory)
+{
+    num_live -= memory != NULL;
+    free(memory);
+}
+
+enum { BYTES = 100 };
+
+static const char op[] = "MetadataBuilder.build";
+static struct CUstream_st streams[4];
+
+/* Two devices, of which 0 is current; streams 0 to 2 are of device 1, stream 3 is of device 0. The
+ * driver's calls and the facts are known from the first time on. */
+static void
+begin(void)
+{
+    reset_fake();
+    fake.num_devices = 2;
+    for (int i = 0; i < 4; i++) {
+        streams[i] = (struct CUstream_st){.id = 10 + (unsigned long long)i, .device_id = i < 3};
+    }
+    smla_cuda_guard guard;
+    EXPECT_OK(smla_cuda_enter(op, 1, &guard, &error));
+    smla_cuda_leave(&guard);
+    EXPECT_EQ(fake.current, 0);
+    forget_calls();
+}
+
+static smla_stream
+stream_at(int i)
+{
+    return (smla_stream){.device_id = 1, .handle = &streams[i]};
+}
+
+static smla_mirror *
+create(int64_t bytes)
+{
+    smla_mirror *const mirror = smla_cuda_create_mirror(1, bytes);
+    if (mirror == NULL) {
+        printf("no mirror\n");
+        exit(2);
+    }
+    forget_calls();
+    return mirror;
+}
+
+static void
+destroy_all(smla_mirror *mirror)
+{
+    smla_cuda_destroy_mirror(mirror);
+    EXPECT_EQ(fake.num_memory, 0);
+    EXPECT_EQ(fake.num_host, 0);
+    EXPECT_EQ(fake.num_events, 0);
+    EXPECT_EQ(fake.num_streams, 0);
+    EXPECT_EQ(num_live, 0);
+    EXPECT_EQ(fake.current, 0);
+    EXPECT_EQ((int)fake_mode, (int)cudaStreamCaptureModeGlobal);
+}
+
+/* One build on a stream, of bytes that hold `value`; returns the buffer. */
+static void *
+write_all(smla_mirror *mirror, int stream, int value)
+{
+    void *host = NULL;
+    EXPECT_OK(smla_cuda_begin_write(op, mirror, stream_at(stream), &host, &error));
+    if (host != NULL) {
+        memset(host, value, (size_t)mirror->bytes);
+    }
+    EXPECT_OK(smla_cuda_end_write(op, mirror, stream_at(stream), &error));
+    for (int64_t i = 0; i < mirror->bytes; i++) {
+        EXPECT_EQ(((const uint8_t *)mirror->device)[i], value);
+    }
+    return host;
+}
+
+static int
+count_buffers(const smla_mirror *mirror)
+{
+    const staging *const last = ((const cuda_mirror *)mirror)->last;
+    int count = 1;
+    for (const staging *at = last->next; at != last; at = at->next) {
+        count++;
+    }
+    return count;
+}
+
+/* The event of the upload that is the k-th oldest in the ring. */
+static cudaEvent_t
+event_of(const smla_mirror *mirror, int k)
+{
+    const staging *at = ((const cuda_mirror *)mirror)->last->next;
+    while (k-- > 0) {
+        at = at->next;
+    }
+    return at->sent;
+}
+
+/* ---- Memory -------------------------------------------------------------------------------- */
+
+static void
+test_memory(void)
+{
+    begin();
+    void *const memory = smla_cuda_allocate(1, BYTES);
+    EXPECT(memory != NULL);
+    EXPECT_CALLS("cuCtxPushCurrent cudaMalloc@1~ cuCtxPopCurrent@1 ");
+    memset(memory, 1, BYTES);
+    smla_cuda_release(1, memory);
+    EXPECT_CALLS("cuCtxPushCurrent cudaFree@1~ cuCtxPopCurrent@1 ");
+    smla_cuda_release(1, NULL);
+    EXPECT_CALLS("");
+    EXPECT_EQ(fake.num_memory, 0);
+    smla_cuda_release(0, smla_cuda_allocate(0, 0)); /* has an address all the same */
+    EXPECT_CALLS("cudaMalloc~ cudaFree~ ");
+    fail_call("cudaMalloc", 0, cudaErrorMemoryAllocation);
+    EXPECT(smla_cuda_allocate(1, BYTES) == NULL);
+    EXPECT_CALLS("cuCtxPushCurrent cudaMalloc@1~ cuCtxPopCurrent@1 ");
+    EXPECT(smla_cuda_allocate(2, BYTES) == NULL); /* no such device */
+    EXPECT_EQ(count_calls("cudaMalloc"), 0);
+    fail_call("cuCtxPushCurrent", 0, cudaErrorUnknown);
+    EXPECT(smla_cuda_allocate(1, BYTES) == NULL);
+    EXPECT_EQ(count_calls("cudaMalloc") + count_calls("cuCtxPopCurrent"), 0);
+    EXPECT_EQ(fake.current, 0);
+}
+
+static void
+test_create(void)
+{
+    begin();
+    smla_mirror *mirror = smla_cuda_create_mirror(1, BYTES);
+    EXPECT(mirror != NULL && mirror->bytes == BYTES);
+    EXPECT_CALLS("cuCtxPushCurrent cudaMalloc@1~ cudaStreamCreateWithFlags@1~ cudaMemsetAsync@1~ "
+                 "cudaStreamSynchronize@1~ cudaStreamDestroy@1~ cudaEventCreateWithFlags@1~ "
+                 "cudaHostAlloc@1~ cudaEventCreateWithFlags@1~ "
+                 "cudaHostAlloc@1~ cudaEventCreateWithFlags@1~ "
+                 "cudaHostAlloc@1~ cudaEventCreateWithFlags@1~ cuCtxPopCurrent@1 ");
+    for (int i = 0; i < BYTES; i++) {
+        EXPECT_EQ(((const uint8_t *)mirror->device)[i], 0);
+    }
+    EXPECT_EQ(count_buffers(mirror), FIRST_BUFFERS);
+    EXPECT_EQ(fake.num_streams, 0);
+    /* The block goes first, and every upload is waited for. */
+    smla_cuda_destroy_mirror(mirror);
+    EXPECT_CALLS("cuCtxPushCurrent cudaFree@1~ cudaEventDestroy@1~ "
+                 "cudaEventSynchronize@1~ cudaEventDestroy@1~ cudaFreeHost@1~ "
+                 "cudaEventSynchronize@1~ cudaEventDestroy@1~ cudaFreeHost@1~ "
+                 "cudaEventSynchronize@1~ cudaEventDestroy@1~ cudaFreeHost@1~ "
+                 "cuCtxPopCurrent@1 ");
+    destroy_all(NULL);
+    mirror = create(0);
+    EXPECT_EQ(mirror->bytes, 0);
+    destroy_all(mirror);
+}
+
+/* The n-th call fails, of CUDA or of malloc: no mirror, and nothing is left behind. */
+static void
+test_create_fails(void)
+{
+    int num_calls = 0;
+    for (bool is_over = false; !is_over; num_calls++) {
+        begin();
+        fail_call(NULL, num_calls, cudaErrorMemoryAllocation);
+        smla_mirror *const mirror = smla_cuda_create_mirror(1, BYTES);
+        is_over = fake.num_good >= 0;
+        fake.num_good = -1;
+        /* cudaStreamDestroy and cuCtxPopCurrent have nothing to fail for */
+        EXPECT_EQ(mirror != NULL, is_over || num_calls == 5 || num_calls == 13);
+        destroy_all(mirror);
+    }
+    EXPECT_EQ(num_calls, 15);
+    for (int n = 0; n < 4; n++) {
+        begin();
+        num_good_allocations = n;
+        EXPECT(smla_cuda_create_mirror(1, BYTES) == NULL);
+        EXPECT_EQ(num_good_allocations, -1);
+        destroy_all(NULL);
+    }
+    begin();
+    EXPECT(smla_cuda_create_mirror(2, BYTES) == NULL);
+    destroy_all(NULL);
+}
+
+/* With its device lost, a mirror is destroyed all the same. */
+static void
+test_destroy_fails(void)
+{
+    begin();
+    smla_mirror *const mirror = create(BYTES);
+    (void)write_all(mirror, 0, 1);
+    fail_call("cuCtxPushCurrent", 0, cudaErrorLaunchFailure);
+    destroy_all(mirror);
+}
+
+/* ---- The ring ------------------------------------------------------------------------------ */
+
+/* While the device keeps up, three buffers take turns. */
+static void
+test_wrap(void)
+{
+    begin();
+    smla_mirror *const mirror = create(BYTES);
+    void *buffers[10];
+    for (int i = 0; i < 10; i++) {
+        forget_calls();
+        buffers[i] = write_all(mirror, 0, i);
+        EXPECT_CALLS("cuCtxPushCurrent cudaStreamIsCapturing@1 cudaStreamGetDevice@1~ "
+                     "cudaStreamIsCapturing@1 cudaEventQuery@1~ cuCtxPopCurrent@1 "
+                     "cuCtxPushCurrent cudaStreamGetId@1 copy to device@1 cudaEventRecord@1 "
+                     "cuCtxPopCurrent@1 ");
+        EXPECT(i < 3 || buffers[i] == buffers[i - 3]);
+        EXPECT(i < 1 || buffers[i] != buffers[i - 1]);
+        EXPECT(i < 2 || buffers[i] != buffers[i - 2]);
+    }
+    EXPECT_EQ(count_buffers(mirror), 3);
+    /* Lent and not sent: lent again. */
+    void *host[2] = {NULL};
+    EXPECT_OK(smla_cuda_begin_write(op, mirror, stream_at(0), &host[0], &error));
+    EXPECT_OK(smla_cuda_begin_write(op, mirror, stream_at(0), &host[1], &error));
+    EXPECT(host[0] == buffers[7] && host[1] == buffers[7]);
+    destroy_all(mirror);
+}
+
+/* While it does not, each build has a new buffer, and none that is on its way is touched. */
+static void
+test_growth(void)
+{
+    enum { NUM_BUILDS = 20 };
+    void *buffers[NUM_BUILDS];
+    begin();
+    smla_mirror *const mirror = create(BYTES);
+    fake.is_busy = true;
+    for (int i = 0; i < NUM_BUILDS; i++) {
+        buffers[i] = write_all(mirror, 0, i);
+        EXPECT_EQ(count_buffers(mirror), i < 3 ? 3 : i + 1);
+        for (int k = 0; k < i; k++) {
+            EXPECT(buffers[k] != buffers[i]);
+            EXPECT_EQ(*(const uint8_t *)buffers[k], k);
+        }
+    }
+    EXPECT_EQ(count_calls("cudaHostAlloc"), NUM_BUILDS - 3);
+    EXPECT_EQ(count_calls("cudaEventSynchronize") + count_calls("cudaStreamSynchronize"), 0);
+    /* The oldest is done: it is taken. The next one is not, whatever others are: one more. */
+    event_of(mirror, 0)->is_pending = false;
+    EXPECT(write_all(mirror, 0, 30) == buffers[0]);
+    event_of(mirror, 1)->is_pending = false;
+    void *const added = write_all(mirror, 0, 31);
+    for (int k = 0; k < NUM_BUILDS; k++) {
+        EXPECT(added != buffers[k]);
+    }
+    EXPECT_EQ(count_buffers(mirror), NUM_BUILDS + 1);
+    EXPECT_EQ(*(const uint8_t *)buffers[1], 1);
+    /* All of them done: they are taken in the order in which they were sent. */
+    EXPECT_EQ((int)cudaStreamSynchronize(&streams[0]), (int)cudaSuccess);
+    for (int i = 1; i < NUM_BUILDS; i++) {
+        EXPECT(write_all(mirror, 0, 40 + i) == buffers[i]);
+    }
+    EXPECT(write_all(mirror, 0, 61) == buffers[0]);
+    EXPECT(write_all(mirror, 0, 62) == added);
+    EXPECT_EQ(count_buffers(mirror), NUM_BUILDS + 1);
+    destroy_all(mirror);
+}
+
+/* A ring that cannot grow says so, and is as good as before. */
+static void
+test_growth_fails(void)
+{
+    static const char *const calls[] = {"cudaHostAlloc", "cudaEventCreateWithFlags", "malloc"};
+    for (int i = 0; i < 3; i++) {
+        begin();
+        void *host = NULL;
+        smla_mirror *const mirror = create(BYTES);
+        fake.is_busy = true;
+        for (int k = 0; k < 3; k++) {
+            (void)write_all(mirror, 0, k);
+        }
+        fail_call(calls[i], 0, cudaErrorMemoryAllocation);
+        num_good_allocations = i == 2 ? 0 : -1;
+        EXPECT_FAIL(smla_cuda_begin_write(op, mirror, stream_at(0), &host, &error),
+                    SMLA_ERROR_MEMORY,
+                    "MetadataBuilder.build: cudaHostAlloc failed: out of memory (code 2)");
+        EXPECT_EQ(count_buffers(mirror), 3);
+        EXPECT_EQ(fake.num_host, 3);
+        EXPECT_EQ(fake.num_events, 4);
+        EXPECT_EQ(fake.current, 0);
+        fake.num_good = -1;
+        (void)write_all(mirror, 0, 9);
+        EXPECT_EQ(count_buffers(mirror), 4);
+        destroy_all(mirror);
+    }
+}
+
+static void
+test_write_fails(void)
+{
+    static const struct {
+        const char *call, *text;
+    } begins[] = {
+        {"cuCtxPushCurrent", "cuCtxPushCurrent failed: a text (code 719): an earlier kernel"},
+        {"cudaStreamIsCapturing", "cudaStreamIsCapturing failed"},
+        {"cudaStreamGetDevice", "cudaStreamGetDevice failed"},
+        {"cudaEventQuery", "cudaEventQuery failed"},
+    };
+    static const struct {
+        const char *call, *text;
+        bool is_sent; /* the buffer is on its way without an event: that is waited for */
+    } ends[] = {
+        {"cuCtxPushCurrent", "cuCtxPushCurrent failed", false},
+        {"cudaStreamGetId", "cudaStreamGetId failed", false},
+        {"cudaStreamWaitEvent", "cudaStreamWaitEvent failed", false},
+        {"copy to device", "cudaMemcpyAsync failed", false},
+        {"cudaEventRecord", "cudaEventRecord failed", true},
+    };
+    begin();
+    void *host = NULL;
+    smla_mirror *const mirror = create(BYTES);
+    void *const former = write_all(mirror, 1, 5);
+    for (size_t i = 0; i < sizeof begins / sizeof begins[0]; i++) {
+        fail_call(begins[i].call, 0, cudaErrorLaunchFailure);
+        EXPECT_FAIL(smla_cuda_begin_write(op, mirror, stream_at(0), &host, &error),
+                    SMLA_ERROR_RUNTIME, begins[i].text);
+        EXPECT_EQ(fake.current, 0);
+    }
+    EXPECT_OK(smla_cuda_begin_write(op, mirror, stream_at(0), &host, &error));
+    EXPECT(host != former);
+    for (size_t i = 0; i < sizeof ends / sizeof ends[0]; i++) {
+        void *again = NULL;
+        forget_calls();
+        fail_call(ends[i].call, 0, cudaErrorLaunchFailure);
+        EXPECT_FAIL(smla_cuda_end_write(op, mirror, stream_at(0), &error), SMLA_ERROR_RUNTIME,
+                    ends[i].text);
+        EXPECT_EQ(count_calls("cudaStreamSynchronize"), ends[i].is_sent);
+        EXPECT_EQ(count_calls("copy to device"), i >= 3);
+        EXPECT_EQ(fake.current, 0);
+        /* The buffer is still the next one. */
+        EXPECT_OK(smla_cuda_begin_write(op, mirror, stream_at(0), &again, &error));
+        EXPECT(again == host);
+    }
+    EXPECT(write_all(mirror, 0, 6) == host);
+    destroy_all(mirror);
+}
+
+static void
+test_refused_streams(void)
+{
+    begin();
+    void *host = NULL;
+    smla_mirror *const mirror = create(BYTES);
+    streams[0].is_capturing = true;
+    EXPECT_FAIL(smla_cuda_begin_write(op, mirror, stream_at(0), &host, &error), SMLA_ERROR_VALUE,
+                "MetadataBuilder.build: `stream` must not be capturing a CUDA graph, got one");
+    EXPECT_EQ(count_calls("cudaEventQuery"), 0);
+    EXPECT_FAIL(smla_cuda_begin_write(op, mirror, stream_at(3), &host, &error), SMLA_ERROR_VALUE,
+                "MetadataBuilder.build: `stream` must be a stream of the arrays' device, cuda:1, "
+                "got one of cuda:0");
+    EXPECT_EQ(count_calls("cudaEventQuery"), 0);
+    EXPECT_EQ(fake.current, 0);
+    destroy_all(mirror);
+}
+
+/* ---- Order --------------------------------------------------------------------------------- */
+
+static bool
+waits_for(int stream, const smla_mirror *mirror)
+{
+    return streams[stream].waits_for == ((const cuda_mirror *)mirror)->newest;
+}
+
+/* Builds and uses on one stream need no waits. One on another waits for the newest of all. */
+static void
+test_order(void)
+{
+    begin();
+    smla_mirror *const mirror = create(BYTES);
+    const cuda_mirror *const m = (const cuda_mirror *)mirror;
+    EXPECT_OK(smla_cuda_begin_use(op, mirror, stream_at(2), &error)); /* of zeros */
+    EXPECT_EQ(count_calls("cudaStreamWaitEvent"), 0);
+    (void)write_all(mirror, 0, 1);
+    forget_calls();
+    EXPECT_OK(smla_cuda_begin_use(op, mirror, stream_at(0), &error));
+    EXPECT_CALLS("cuCtxPushCurrent cudaStreamIsCapturing@1 cudaStreamGetId@1 cuCtxPopCurrent@1 ");
+    EXPECT(m->newest == m->last->sent);
+    EXPECT_OK(smla_cuda_end_use(op, mirror, stream_at(0), &error));
+    EXPECT_CALLS("cuCtxPushCurrent cudaStreamIsCapturing@1 cudaStreamGetId@1 cudaEventRecord@1 "
+                 "cuCtxPopCurrent@1 ");
+    EXPECT(m->newest == m->used && m->used->stream == &streams[0]);
+    (void)write_all(mirror, 0, 2);
+    EXPECT_EQ(count_calls("cudaStreamWaitEvent"), 0);
+    EXPECT(m->newest == m->last->sent);
+    /* A use elsewhere, behind the upload. */
+    const cudaEvent_t upload = m->newest;
+    forget_calls();
+    EXPECT_OK(smla_cuda_begin_use(op, mirror, stream_at(1), &error));
+    EXPECT_CALLS("cuCtxPushCurrent cudaStreamIsCapturing@1 cudaStreamGetId@1 "
+                 "cudaStreamWaitEvent@1 cuCtxPopCurrent@1 ");
+    EXPECT(streams[1].waits_for == upload && waits_for(1, mirror));
+    EXPECT_OK(smla_cuda_end_use(op, mirror, stream_at(1), &error));
+    EXPECT(m->newest == m->used && m->used->stream == &streams[1]);
+    /* The next upload, behind that use, before its copy. */
+    forget_calls();
+    const cudaEvent_t use = m->newest;
+    (void)write_all(mirror, 0, 3);
+    EXPECT(streams[0].waits_for == use);
+    const char *const wait = strstr(fake.calls, "cudaStreamWaitEvent@1 ");
+    EXPECT(wait != NULL && strstr(wait, "copy to device@1 ") != NULL);
+    EXPECT_EQ(count_calls("cudaStreamWaitEvent"), 1);
+    /* Two uploads on two streams. */
+    const cudaEvent_t second = m->newest;
+    (void)write_all(mirror, 2, 4);
+    EXPECT(streams[2].waits_for == second);
+    /* A stream is its id: the same handle with another one is another stream. */
+    streams[2].id = 99;
+    streams[2].waits_for = NULL;
+    EXPECT_OK(smla_cuda_begin_use(op, mirror, stream_at(2), &error));
+    EXPECT(waits_for(2, mirror));
+    destroy_all(mirror);
+}
+
+/* A capture is left alone: it neither waits nor is waited for. */
+static void
+test_captured_use(void)
+{
+    begin();
+    smla_mirror *const mirror = create(BYTES);
+    (void)write_all(mirror, 0, 1);
+    const cudaEvent_t upload = ((const cuda_mirror *)mirror)->newest;
+    streams[1].is_capturing = true;
+    forget_calls();
+    EXPECT_OK(smla_cuda_begin_use(op, mirror, stream_at(1), &error));
+    EXPECT_OK(smla_cuda_end_use(op, mirror, stream_at(1), &error));
+    EXPECT_CALLS("cuCtxPushCurrent cudaStreamIsCapturing@1 cuCtxPopCurrent@1 "
+                 "cuCtxPushCurrent cudaStreamIsCapturing@1 cuCtxPopCurrent@1 ");
+    EXPECT(((const cuda_mirror *)mirror)->newest == upload);
+    destroy_all(mirror);
+}
+
+static void
+test_use_fails(void)
+{
+    static const struct {
+        bool is_over;
+        const char *call, *text;
+    } cases[] = {
+        {false, "cuCtxPushCurrent", "cuCtxPushCurrent failed"},
+        {false, "cudaStreamIsCapturing", "cudaStreamIsCapturing failed"},
+        {false, "cudaStreamGetId", "cudaStreamGetId failed: a text (code 400): is `stream` a"},
+        {false, "cudaStreamWaitEvent", "cudaStreamWaitEvent failed"},
+        {true, "cuCtxPushCurrent", "cuCtxPushCurrent failed"},
+        {true, "cudaStreamIsCapturing", "cudaStreamIsCapturing failed"},
+        {true, "cudaStreamGetId", "cudaStreamGetId failed"},
+        {true, "cudaEventRecord", "cudaEventRecord failed"},
+    };
+    begin();
+    smla_mirror *const mirror = create(BYTES);
+    (void)write_all(mirror, 0, 1);
+    const cuda_mirror *const m = (const cuda_mirror *)mirror;
+    const cuda_mirror before = *m;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        fail_call(cases[i].call, 0, cudaErrorInvalidResourceHandle);
+        EXPECT_FAIL(cases[i].is_over
+                        ? smla_cuda_end_use("sparse_attention", mirror, stream_at(1), &error)
+                        : smla_cuda_begin_use("sparse_attention", mirror, stream_at(1), &error),
+                    SMLA_ERROR_RUNTIME, cases[i].text);
+        EXPECT(strncmp(error.text, "sparse_attention: ", 18) == 0);
+        EXPECT_EQ(fake.current, 0);
+        EXPECT(m->newest == before.newest && m->newest_stream == before.newest_stream);
+    }
+    destroy_all(mirror);
+}
+
+/* ---- Events -------------------------------------------------------------------------------- */
+
+static void
+test_events(void)
+{
+    const smla_stream_ops *const ops = &smla_cuda_stream_ops;
+    smla_event *event = NULL;
+    bool is_capturing_now = true;
+    begin();
+    EXPECT_OK(ops->is_capturing(op, stream_at(0), &is_capturing_now, &error));
+    EXPECT(!is_capturing_now);
+    EXPECT_CALLS("cuCtxPushCurrent cudaStreamIsCapturing@1 cuCtxPopCurrent@1 ");
+    streams[0].is_capturing = true;
+    EXPECT_OK(ops->is_capturing(op, stream_at(0), &is_capturing_now, &error));
+    EXPECT(is_capturing_now);
+    fake.is_busy = true;
+    forget_calls();
+    EXPECT_OK(ops->record(op, stream_at(0), &event, &error));
+    EXPECT_CALLS("cuCtxPushCurrent cudaEventCreateWithFlags@1 cudaEventRecord@1 "
+                 "cuCtxPopCurrent@1 ");
+    EXPECT(event->handle->stream == &streams[0]);
+    EXPECT(!ops->is_done(event));
+    EXPECT_CALLS("cudaEventQuery~ ");
+    EXPECT_OK(ops->wait(op, stream_at(1), event, &error));
+    EXPECT_CALLS("cuCtxPushCurrent cudaStreamWaitEvent@1 cuCtxPopCurrent@1 ");
+    EXPECT(streams[1].waits_for == event->handle);
+    fail_call("cudaEventQuery", 0, cudaErrorLaunchFailure);
+    EXPECT(ops->is_done(event)); /* the device has failed: nothing is to come */
+    forget_calls();
+    ops->finish(event);
+    EXPECT_CALLS("cudaEventSynchronize~ ");
+    EXPECT(ops->is_done(event));
+    forget_calls();
+    ops->destroy(event);
+    EXPECT_CALLS("cudaEventDestroy~ ");
+    uint8_t memory[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+    EXPECT_OK(ops->fill_zero(op, stream_at(0), memory, 7, &error));
+    EXPECT_CALLS("cuCtxPushCurrent cudaMemsetAsync@1 cuCtxPopCurrent@1 ");
+    EXPECT(memory[0] == 0 && memory[6] == 0 && memory[7] == 1);
+    EXPECT_OK(ops->fill_zero(op, stream_at(0), NULL, 0, &error));
+    EXPECT_CALLS("");
+    destroy_all(NULL);
+}
+
+static void
+test_events_fail(void)
+{
+    const smla_stream_ops *const ops = &smla_cuda_stream_ops;
+    smla_event *event = NULL;
+    smla_event *none = NULL;
+    bool is_capturing_now = false;
+    uint8_t memory[1] = {1};
+    begin();
+    EXPECT_OK(ops->record(op, stream_at(0), &event, &error));
+    static const char *const calls[] = {"cuCtxPushCurrent", "cudaEventCreateWithFlags",
+                                        "cudaEventRecord"};
+    for (int i = 0; i < 3; i++) {
+        char text[64];
+        snprintf(text, sizeof text, "%s: %s failed", op, calls[i]);
+        fail_call(calls[i], 0, cudaErrorUnknown);
+        EXPECT_FAIL(ops->record(op, stream_at(0), &none, &error), SMLA_ERROR_RUNTIME, text);
+        EXPECT(none == NULL);
+        EXPECT_EQ(fake.num_events, 1);
+        EXPECT_EQ(fake.current, 0);
+    }
+    num_good_allocations = 0;
+    EXPECT_FAIL(ops->record(op, stream_at(0), &none, &error), SMLA_ERROR_MEMORY,
+                "an event must fit in memory, got none");
+    for (int i = 0; i < 2; i++) {
+        const char *const at = i == 0 ? "cuCtxPushCurrent" : NULL;
+        const int later = i; /* the guard's own call, then the one behind it */
+        fail_call(at, later, cudaErrorUnknown);
+        EXPECT_FAIL(ops->wait(op, stream_at(0), event, &error), SMLA_ERROR_RUNTIME,
+                    i == 0 ? "cuCtxPushCurrent" : "cudaStreamWaitEvent");
+        fail_call(at, later, cudaErrorUnknown);
+        EXPECT_FAIL(ops->fill_zero(op, stream_at(0), memory, 1, &error), SMLA_ERROR_RUNTIME,
+                    i == 0 ? "cuCtxPushCurrent" : "cudaMemsetAsync");
+        fail_call(at, later, cudaErrorUnknown);
+        EXPECT_FAIL(ops->is_capturing(op, stream_at(0), &is_capturing_now, &error),
+                    SMLA_ERROR_RUNTIME, i == 0 ? "cuCtxPushCurrent" : "cudaStreamIsCapturing");
+        EXPECT_EQ(fake.current, 0);
+    }
+    EXPECT_EQ(memory[0], 1);
+    ops->destroy(event);
+    destroy_all(NULL);
+}
+
+int
+main(void)
+{
+    RUN(test_memory);
+    RUN(test_create);
+    RUN(test_create_fails);
+    RUN(test_destroy_fails);
+    RUN(test_wrap);
+    RUN(test_growth);
+    RUN(test_growth_fails);
+    RUN(test_write_fails);
+    RUN(test_refused_streams);
+    RUN(test_order);
+    RUN(test_captured_use);
+    RUN(test_use_fails);
+    RUN(test_events);
+    RUN(test_events_fail);
+    return report("test_cuda_mirror");
+}

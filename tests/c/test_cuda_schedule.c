@@ -1,0 +1,800 @@
+/* test_cuda_schedule.c: the plans of csrc/cuda/schedule.c and the table of kernels.c, for devices
+ * that need not be there. A plan is compared with the best of all that there are, found by a model
+ * of the estimated times that takes no short cuts.
+ */
+#include "cuda/kernels.c"  // NOLINT(bugprone-suspicious-include)
+#include "cuda/schedule.c" // NOLINT(bugprone-suspicious-include)
+
+#include "fake_cuda/launchers.h"
+
+static const smla_row_formats all_formats[] = {SMLA_ROWS_FP8, SMLA_ROWS_BF16, SMLA_ROWS_MIXED};
+
+static const smla_kv_format_info *
+find_format(bool is_fp8)
+{
+    return &smla_kv_formats[smla_kv_formats[0].nope_type == SMLA_NOPE_E4M3 ? !is_fp8 : is_fp8];
+}
+
+/* ---- The table ----------------------------------------------------------------------------- */
+
+/* Rows as they are to be tried. Shared memory of attention_sm80.cu: query and keys, weights, scores
+ * of four groups of warps, and what is small. */
+static void
+test_table(void)
+{
+    static const struct {
+        const char *launcher, *name, *arch, *heads;
+        smla_row_formats formats;
+        int min_heads, heads_per_cta, max_columns, block_columns, ctas_per_sm, shared_bytes;
+    } rows[] = {
+        {"sm90_small_32", "attention_small_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
+         SMLA_ROWS_FP8, 17, 32, 256, 64, 1, 232448},
+        {"sm90_small_16", "attention_small_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_FP8, 1, 16, 256, 64, 1, 232448},
+        {"sm90_fp8_64", "attention_sm90.cu, 64 heads per CTA", "sm_90", "33...128", SMLA_ROWS_FP8,
+         33, 64, 0, 128, 1, 232448},
+        {"sm90_fp8_32", "attention_sm90.cu, 32 heads per CTA", "sm_90", "17...128", SMLA_ROWS_FP8,
+         17, 32, 0, 128, 1, 232448},
+        {"sm90_fp8_16", "attention_sm90.cu, 16 heads per CTA", "sm_90", "1...128", SMLA_ROWS_FP8, 1,
+         16, 0, 128, 1, 232448},
+        {"sm90_bf16_64", "attention_bf16_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_BF16, 1, 64, 0, 128, 1, 232448},
+        {"sm80_fp8_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128", SMLA_ROWS_FP8,
+         33, 64, 0, 32, 1, 161664},
+        {"sm80_fp8_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128", SMLA_ROWS_FP8,
+         17, 32, 0, 32, 1, 99584},
+        {"sm80_fp8_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128", SMLA_ROWS_FP8,
+         1, 16, 0, 32, 2, 68608},
+        {"sm80_bf16_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128",
+         SMLA_ROWS_BF16, 33, 64, 0, 32, 1, 149376},
+        {"sm80_bf16_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128",
+         SMLA_ROWS_BF16, 17, 32, 0, 32, 1, 93440},
+        {"sm80_bf16_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128", SMLA_ROWS_BF16,
+         1, 16, 0, 32, 2, 65536},
+        {"sm80_mixed_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
+         SMLA_ROWS_MIXED, 1, 16, 0, 32, 2, 68608},
+    };
+    enum { NUM_ROWS = sizeof rows / sizeof rows[0] };
+    EXPECT_EQ((int)NUM_KERNELS, (int)NUM_ROWS);
+    EXPECT(smla_attention_kernels[NUM_ROWS].launch == NULL);
+    for (int i = 0; i < NUM_ROWS; i++) {
+        const smla_attention_kernel *const kernel = &smla_attention_kernels[i];
+        const bool is_hopper = strcmp(rows[i].arch, "sm_90") == 0;
+        EXPECT(strcmp(launcher_of(kernel), rows[i].launcher) == 0);
+        EXPECT(strcmp(kernel->name, rows[i].name) == 0);
+        EXPECT(strcmp(text_of(kernel).arch, rows[i].arch) == 0);
+        EXPECT(strcmp(text_of(kernel).heads, rows[i].heads) == 0);
+        EXPECT_EQ(kernel->min_arch, is_hopper ? 90 : 80);
+        EXPECT_EQ(kernel->max_arch, is_hopper ? 90 : 999);
+        EXPECT_EQ(kernel->formats, rows[i].formats);
+        EXPECT_EQ(kernel->min_heads, rows[i].min_heads);
+        EXPECT_EQ(kernel->max_heads, 128);
+        EXPECT_EQ(kernel->heads_per_cta, rows[i].heads_per_cta);
+        EXPECT_EQ(kernel->max_columns, rows[i].max_columns);
+        EXPECT_EQ(kernel->block_columns, rows[i].block_columns);
+        EXPECT_EQ(kernel->ctas_per_sm, rows[i].ctas_per_sm);
+        EXPECT_EQ(kernel->shared_bytes, rows[i].shared_bytes);
+        EXPECT_EQ(kernel->leaves_halves, is_hopper && rows[i].formats == SMLA_ROWS_FP8);
+        EXPECT_EQ(kernel->leaves_room, rows[i].max_columns != 0);
+    }
+}
+
+/* Of a device with this much shared memory, not Hopper, the rows of 64 or 32 heads may be left
+ * out. */
+static const char *
+expect_whole(const smla_cuda_device *device, smla_row_formats formats, int64_t heads)
+{
+    static char name[32];
+    const bool is_hopper = device->compute_capability == 90;
+    const int shared = device->max_shared_bytes;
+    const bool is_bf16 = formats == SMLA_ROWS_BF16;
+    int per_cta = 16;
+    if (formats == SMLA_ROWS_MIXED) {
+        return "sm80_mixed_16";
+    }
+    if (is_hopper && is_bf16) {
+        return "sm90_bf16_64";
+    }
+    if (heads > 32 && (is_hopper || shared >= (is_bf16 ? 149376 : 161664))) {
+        per_cta = 64;
+    } else if (heads > 16 && (is_hopper || shared >= (is_bf16 ? 93440 : 99584))) {
+        per_cta = 32;
+    }
+    snprintf(name, sizeof name, "sm%d_%s_%d", is_hopper ? 90 : 80, is_bf16 ? "bf16" : "fp8",
+             per_cta);
+    return name;
+}
+
+static void
+test_found(void)
+{
+    static const int archs[] = {80, 86, 87, 89, 90, 100, 103, 120, 121};
+    static const int shared[] = {68608,  93439,  93440,  99583,  99584,  101376,
+                                 149375, 149376, 161663, 161664, 166912, 232448};
+    for (size_t a = 0; a < sizeof archs / sizeof archs[0]; a++) {
+        for (size_t s = 0; s < sizeof shared / sizeof shared[0]; s++) {
+            const smla_cuda_device device = {archs[a], 100, archs[a] == 90 ? 232448 : shared[s]};
+            for (int f = 0; f < 3; f++) {
+                for (int64_t heads = 1; heads <= 128; heads++) {
+                    const smla_attention_kernel *const found =
+                        smla_find_whole_kernel(&device, all_formats[f], heads);
+                    EXPECT(found != NULL &&
+                           strcmp(launcher_of(found),
+                                  expect_whole(&device, all_formats[f], heads)) == 0);
+                }
+                EXPECT(smla_find_whole_kernel(&device, all_formats[f], 0) == NULL);
+                EXPECT(smla_find_whole_kernel(&device, all_formats[f], 129) == NULL);
+            }
+        }
+    }
+    /* Hopper that hides an SM's last byte takes the portable rows. */
+    const smla_cuda_device less = {90, 132, 232447};
+    EXPECT(strcmp(launcher_of(smla_find_whole_kernel(&less, SMLA_ROWS_FP8, 64)), "sm80_fp8_64") ==
+           0);
+    const smla_cuda_device old = {75, 40, 65536};
+    const smla_cuda_device old_and_large = {79, 40, 232448};
+    const smla_cuda_device small = {80, 40, 65535};
+    for (int f = 0; f < 3; f++) {
+        EXPECT(smla_find_whole_kernel(&old, all_formats[f], 16) == NULL);
+        EXPECT(smla_find_whole_kernel(&old_and_large, all_formats[f], 16) == NULL);
+        EXPECT(smla_find_whole_kernel(&small, all_formats[f], 16) == NULL);
+    }
+}
+
+/* With a number of splits that the caller gave: the first row that fits. */
+static void
+test_first_row(void)
+{
+    static const struct {
+        int heads, splits, columns;
+        const char *launcher;
+    } cases[] = {
+        {64, 2, 256, "sm90_small_32"}, {64, 2, 257, "sm90_fp8_64"},   {17, 8, 64, "sm90_small_32"},
+        {16, 8, 64, "sm90_small_16"},  {16, 8, 320, "sm90_fp8_16"},   {64, 1, 64, "sm90_fp8_64"},
+        {33, 1, 0, "sm90_fp8_64"},     {32, 64, 1024, "sm90_fp8_32"}, {128, 64, 0, "sm90_small_32"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const smla_attention_kernel *const kernel =
+            smla_find_kernel(&h200, SMLA_ROWS_FP8, cases[i].heads, cases[i].splits,
+                             cases[i].columns);
+        EXPECT(strcmp(launcher_of(kernel), cases[i].launcher) == 0);
+    }
+}
+
+static void
+test_words(void)
+{
+    const smla_kv_format_info *const fp8 = find_format(true);
+    const smla_kv_format_info *const rows_bf16 = find_format(false);
+    EXPECT_EQ(smla_join_formats(fp8, NULL), SMLA_ROWS_FP8);
+    EXPECT_EQ(smla_join_formats(fp8, fp8), SMLA_ROWS_FP8);
+    EXPECT_EQ(smla_join_formats(fp8, rows_bf16), SMLA_ROWS_MIXED);
+    EXPECT_EQ(smla_join_formats(rows_bf16, fp8), SMLA_ROWS_MIXED);
+    EXPECT_EQ(smla_join_formats(rows_bf16, rows_bf16), SMLA_ROWS_BF16);
+    EXPECT_EQ(smla_join_formats(rows_bf16, NULL), SMLA_ROWS_BF16);
+    EXPECT(strcmp(smla_formats_name(SMLA_ROWS_FP8), "fp8_ds_mla") == 0);
+    EXPECT(strcmp(smla_formats_name(SMLA_ROWS_BF16), "bfloat16") == 0);
+    EXPECT(strcmp(smla_formats_name(SMLA_ROWS_MIXED), "fp8_ds_mla with bfloat16") == 0);
+
+    char whole[1024];
+    static const char start[] =
+        "sm_90 fp8_ds_mla, heads 17...128; sm_90 fp8_ds_mla, heads 1...128; sm_90 fp8_ds_mla, "
+        "heads 33...128; ";
+    static const char end[] = "; sm_80+ fp8_ds_mla with bfloat16, heads 1...128";
+    smla_describe_kernels(whole, sizeof whole);
+    const size_t length = strlen(whole);
+    int num_rows = 1;
+    for (size_t i = 0; i < length; i++) {
+        num_rows += whole[i] == ';';
+    }
+    EXPECT_EQ(num_rows, (int)NUM_KERNELS);
+    EXPECT(strncmp(whole, start, sizeof start - 1) == 0);
+    EXPECT(strcmp(whole + length - (sizeof end - 1), end) == 0);
+    for (size_t size = 1; size < length + 3; size++) { /* cut, and ended, inside its room */
+        array *const room = ARRAY(uint8, (int64_t)size);
+        smla_describe_kernels(room->tensor.data, size);
+        EXPECT(strncmp(room->tensor.data, whole, size - 1) == 0);
+        EXPECT_EQ(strlen(room->tensor.data), size - 1 < length ? size - 1 : length);
+        free_arrays("test_words");
+    }
+}
+
+static void
+expect_listed(const smla_cuda_device *device, const char *available, const char *selected)
+{
+    smla_kernel_info rows[16];
+    devices[0] = device == NULL ? (smla_cuda_device){0} : *device;
+    memset(rows, POISON, sizeof rows);
+    EXPECT_EQ(smla_cuda_kernels(rows, 16), NUM_KERNELS);
+    for (int i = 0; i < NUM_KERNELS; i++) {
+        EXPECT_EQ(rows[i].available, available[i] == '1');
+        EXPECT_EQ(rows[i].selected, selected[i] == '1');
+        EXPECT(strcmp(rows[i].device, "cuda") == 0);
+        EXPECT(rows[i].name == smla_attention_kernels[i].name);
+        EXPECT(rows[i].arch == text_of(&smla_attention_kernels[i]).arch);
+        EXPECT(rows[i].heads == text_of(&smla_attention_kernels[i]).heads);
+        EXPECT(rows[i].kv_format == smla_formats_name(smla_attention_kernels[i].formats));
+    }
+    EXPECT(((const uint8_t *)&rows[NUM_KERNELS])[0] == POISON);
+    memset(rows, POISON, sizeof rows);
+    EXPECT_EQ(smla_cuda_kernels(rows, 3), NUM_KERNELS);
+    EXPECT(((const uint8_t *)&rows[3])[0] == POISON);
+    EXPECT_EQ(smla_cuda_kernels(NULL, 0), NUM_KERNELS);
+}
+
+static void
+test_listed(void)
+{
+    /*                   small  fp8  bf16  sm80: fp8 bf16 mixed */
+    expect_listed(&h200,
+                  "11"
+                  "111"
+                  "1"
+                  "111"
+                  "111"
+                  "1",
+                  "11"
+                  "111"
+                  "1"
+                  "000"
+                  "000"
+                  "1");
+    expect_listed(&a100,
+                  "00"
+                  "000"
+                  "0"
+                  "111"
+                  "111"
+                  "1",
+                  "00"
+                  "000"
+                  "0"
+                  "111"
+                  "111"
+                  "1");
+    expect_listed(&rtx4090,
+                  "00"
+                  "000"
+                  "0"
+                  "011"
+                  "011"
+                  "1",
+                  "00"
+                  "000"
+                  "0"
+                  "011"
+                  "011"
+                  "1");
+    expect_listed(NULL,
+                  "00"
+                  "000"
+                  "0"
+                  "000"
+                  "000"
+                  "0",
+                  "00"
+                  "000"
+                  "0"
+                  "000"
+                  "000"
+                  "0");
+}
+
+/* ---- The model ----------------------------------------------------------------------------- */
+
+static int64_t
+ceil_of(int64_t n, int64_t by)
+{
+    return n / by + (n % by > 0);
+}
+
+/* Columns of a split, of both lists, each a multiple of 64. */
+static int64_t
+model_columns(const smla_split_problem *p, int splits)
+{
+    return 64 *
+           (ceil_of(ceil_of(p->topk, splits), 64) + ceil_of(ceil_of(p->extra_topk, splits), 64));
+}
+
+static int64_t
+model_places(const smla_split_problem *p, const smla_attention_kernel *row)
+{
+    int64_t per_sm = 1;
+    while (per_sm < row->ctas_per_sm &&
+           (per_sm + 1) * (row->shared_bytes + 1024) <= p->device->max_shared_bytes + 1024) {
+        per_sm++;
+    }
+    return p->device->num_sms * per_sm;
+}
+
+static int64_t
+model_tiles(const smla_split_problem *p, const smla_attention_kernel *row)
+{
+    return ceil_of(p->num_heads, row->heads_per_cta);
+}
+
+/* Registers left for CTAs of the combine kernel, of 64 to 256 threads with 64 registers each. */
+static bool
+model_is_beside(const smla_split_problem *p, int64_t tokens, int splits, int64_t ctas)
+{
+    const int threads = splits <= 8 ? 64 : splits <= 16 ? 128 : 256;
+    return splits <= 32 && ctas <= p->device->num_sms &&
+           tokens * p->num_heads <= p->device->num_sms * (16384 / 64 / threads);
+}
+
+static int64_t
+model_cost(const smla_split_problem *p, const smla_attention_kernel *row, int64_t tokens,
+           int splits)
+{
+    const int64_t places = model_places(p, row);
+    const int64_t ctas = tokens * model_tiles(p, row) * splits;
+    const int64_t blocks = ceil_of(model_columns(p, splits), row->block_columns);
+    int64_t cost = ceil_of(ctas, places) * (blocks * row->block_cost + row->cta_cost);
+    if (splits > 1 && row->leaves_halves) {
+        cost += 12 + 6 * ceil_of(splits, 16) + tokens * splits * p->num_heads / 512;
+    } else if (splits > 1) {
+        cost += 16 + splits;
+    }
+    const bool is_beside = row->leaves_room && model_is_beside(p, tokens, splits, ctas);
+    return cost + (row->leaves_halves && 2 * ctas > places && !is_beside ? 6 : 0);
+}
+
+static bool
+model_fits(const smla_split_problem *p, const smla_attention_kernel *row, int splits)
+{
+    const bool is_small = splits > 1 && model_columns(p, splits) <= row->max_columns;
+    return row->formats == p->whole->formats && row->min_arch == p->whole->min_arch &&
+           row->min_heads <= p->num_heads && p->num_heads <= 128 &&
+           row->shared_bytes <= p->device->max_shared_bytes && (row->max_columns == 0 || is_small);
+}
+
+/* The first of the best rows for a number of splits. */
+static smla_run_plan
+model_run(const smla_split_problem *p, int64_t tokens, int splits)
+{
+    smla_run_plan best = {.num_splits = splits};
+    for (int i = 0; i < NUM_KERNELS; i++) {
+        const smla_attention_kernel *const row = &smla_attention_kernels[i];
+        const int64_t cost = model_fits(p, row, splits) ? model_cost(p, row, tokens, splits) : 0;
+        if (cost != 0 && (best.kernel == NULL || cost < best.cost)) {
+            best.kernel = row;
+            best.cost = cost;
+        }
+    }
+    return best;
+}
+
+static int64_t
+model_useful(const smla_split_problem *p)
+{
+    const int64_t longest = p->topk > p->extra_topk ? p->topk : p->extra_topk;
+    return longest <= 64 ? 1 : longest > 64 * 63 ? 64 : ceil_of(longest, 64);
+}
+
+/* Pairs of token and split in three waves. */
+static int64_t
+model_parts(const smla_split_problem *p)
+{
+    return 3 * model_places(p, p->whole) / model_tiles(p, p->whole);
+}
+
+/* All of it in one piece, full waves and the rest, and every split count that three waves allow:
+ * the first of the best in this order. */
+static smla_batch_plan
+model_plan(const smla_split_problem *p, int64_t tokens)
+{
+    smla_batch_plan best = {.run = model_run(p, tokens, 1), .rest = tokens};
+    const int64_t tiles = model_tiles(p, p->whole);
+    const int64_t places = model_places(p, p->whole);
+    const int64_t waves = tokens * tiles / places;
+    const int64_t full = waves * places / tiles;
+    if (full > 0 && full < tokens) {
+        const int64_t cost =
+            model_cost(p, p->whole, full, 1) + model_plan(p, tokens - full).run.cost;
+        if (cost < best.run.cost) {
+            best.run.cost = cost;
+            best.rest = tokens - full;
+        }
+    }
+    for (int splits = 2; splits <= model_useful(p) && splits * tokens <= model_parts(p); splits++) {
+        const smla_run_plan run = model_run(p, tokens, splits);
+        if (run.cost < best.run.cost) {
+            best = (smla_batch_plan){.run = run, .rest = tokens};
+        }
+    }
+    return best;
+}
+
+/* ---- Plans --------------------------------------------------------------------------------- */
+
+static smla_attention_shape
+make_shape(smla_row_formats formats, int64_t tokens, int64_t heads, int64_t topk, int64_t extra)
+{
+    return (smla_attention_shape){
+        .num_tokens = tokens,
+        .num_heads = heads,
+        .topk = topk,
+        .extra_topk = extra,
+        .formats = {find_format(formats != SMLA_ROWS_BF16),
+                    formats == SMLA_ROWS_MIXED ? find_format(false)
+                    : extra > 0                ? find_format(formats == SMLA_ROWS_FP8)
+                                               : NULL},
+    };
+}
+
+static smla_split_problem
+make_problem(smla_row_formats formats, const smla_attention_shape *shape)
+{
+    smla_split_problem problem;
+    memset(&problem, POISON, sizeof problem);
+    if (!smla_find_problem(&devices[0], shape, formats, &problem)) {
+        printf("no kernel for sm_%d\n", devices[0].compute_capability);
+        exit(2);
+    }
+    EXPECT(problem.device == &devices[0]);
+    EXPECT_EQ(problem.num_heads, shape->num_heads);
+    EXPECT_EQ(problem.topk, shape->topk);
+    EXPECT_EQ(problem.extra_topk, shape->extra_topk);
+    return problem;
+}
+
+static void
+expect_same_plan(const smla_batch_plan *actual, const smla_batch_plan *expected)
+{
+    EXPECT(actual->run.kernel == expected->run.kernel);
+    EXPECT_EQ(actual->run.num_splits, expected->run.num_splits);
+    EXPECT_EQ(actual->run.cost, expected->run.cost);
+    EXPECT_EQ(actual->rest, expected->rest);
+}
+
+/* What holds for every plan, and that none is better. */
+static void
+check_plan(smla_row_formats formats, const smla_attention_shape *shape)
+{
+    const smla_split_problem problem = make_problem(formats, shape);
+    const int64_t tokens = shape->num_tokens;
+    const int former = failures;
+    const smla_batch_plan plan = smla_find_plan(&problem, tokens);
+    const smla_batch_plan model = model_plan(&problem, tokens);
+    expect_same_plan(&plan, &model);
+    EXPECT(plan.run.kernel != NULL && plan.run.kernel->formats == formats);
+    EXPECT(plan.run.num_splits >= 1 && plan.run.num_splits <= SMLA_MAX_SPLITS);
+    EXPECT(plan.rest >= 1 && plan.rest <= tokens);
+    EXPECT(plan.rest == tokens || plan.run.num_splits == 1);
+    EXPECT(plan.run.cost > 0);
+    EXPECT_EQ(smla_cuda_choose_num_splits(shape), plan.run.num_splits);
+    /* Of the whole batch and of its end alone: both share one workspace. */
+    const int64_t room = smla_cuda_attention_workspace_size(shape);
+    for (int64_t part = tokens;; part = smla_find_plan(&problem, part).rest) {
+        const smla_batch_plan end = smla_find_plan(&problem, part);
+        const int64_t rows = part * end.run.num_splits * shape->num_heads;
+        EXPECT(end.run.num_splits == 1 ||
+               SMLA_PARTIAL_ALIGN - 1 + smla_partial_bytes(rows) <= room);
+        if (end.rest == part) {
+            break;
+        }
+    }
+    /* The plan again, and as if it had never been asked for. */
+    const smla_batch_plan known = smla_find_plan(&problem, tokens);
+    memset(known_plans, 0, sizeof known_plans);
+    const smla_batch_plan fresh = smla_find_plan(&problem, tokens);
+    expect_same_plan(&known, &plan);
+    expect_same_plan(&fresh, &plan);
+    if (failures > former && former < MAX_PRINTED) {
+        printf("    sm_%d, %d SMs: %s, %d tokens, %d heads, topk %d + %d\n",
+               devices[0].compute_capability, devices[0].num_sms, smla_formats_name(formats),
+               (int)tokens, (int)shape->num_heads, (int)shape->topk, (int)shape->extra_topk);
+    }
+}
+
+/* Bytes for every plan of up to this many tokens, with the alignment's. */
+static int64_t
+model_workspace(smla_row_formats formats, const smla_attention_shape *shape)
+{
+    const smla_split_problem problem = make_problem(formats, shape);
+    const int64_t all = shape->num_tokens * model_useful(&problem);
+    const int64_t most = model_parts(&problem);
+    const int64_t rows = (all < most ? all : most) * shape->num_heads;
+    return model_useful(&problem) == 1 || rows == 0 ? 0
+                                                    : 16 + ceil_of(rows * 8, 16) * 16 + rows * 2048;
+}
+
+static const int64_t some_topks[][2] = {{0, 0},      {1, 0},       {64, 0},     {65, 0},
+                                        {128, 64},   {512, 0},     {2048, 0},   {2048, 512},
+                                        {129, 2048}, {2111, 0},    {4033, 130}, {65536, 0},
+                                        {0, 256},    {1024, 1024}, {4096, 0}};
+enum { NUM_TOPKS = sizeof some_topks / sizeof some_topks[0] };
+
+static const int64_t some_heads[] = {1, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96, 127, 128};
+enum { NUM_HEADS = sizeof some_heads / sizeof some_heads[0] };
+
+/* Every number of SMs, on devices of many kinds, with all else drawn by lot. */
+static void
+test_every_size_of_device(void)
+{
+    /* the last four: just room, or not, for two CTAs of bf16 rows, and of others, on an SM */
+    static const int facts[][2] = {{80, 166912}, {89, 101376}, {90, 232448}, {100, 232448},
+                                   {80, 132095}, {80, 132096}, {80, 138239}, {80, 138240}};
+    for (int sms = 16; sms <= 160; sms++) {
+        for (int draw = 0; draw < 1000; draw++) {
+            const int kind = draw % 2 == 0 ? 2 : (int)random_int(8);
+            const smla_row_formats formats = all_formats[draw / 2 % 3];
+            const int64_t *const topk = some_topks[random_int(NUM_TOPKS)];
+            const int64_t extra = topk[1] == 0 && formats == SMLA_ROWS_MIXED ? 64 : topk[1];
+            const int64_t few = 1 + random_int(2 * sms);
+            const smla_attention_shape shape =
+                make_shape(formats, draw % 4 < 2 ? few : 1 + random_int(4096),
+                           some_heads[random_int(NUM_HEADS)], topk[0], extra);
+            devices[0] = (smla_cuda_device){facts[kind][0], sms, facts[kind][1]};
+            check_plan(formats, &shape);
+            EXPECT_EQ(smla_cuda_attention_workspace_size(&shape), model_workspace(formats, &shape));
+        }
+    }
+}
+
+/* Every batch up to 4096, and every number of heads. */
+static void
+test_every_batch(void)
+{
+    devices[0] = h200;
+    int64_t former[3] = {0};
+    for (int64_t tokens = 1; tokens <= 4096; tokens++) {
+        for (int f = 0; f < 3; f++) {
+            const smla_attention_shape shape =
+                make_shape(all_formats[f], tokens, 128, 2048, f == 2 ? 512 : 0);
+            check_plan(all_formats[f], &shape);
+            const int64_t bytes = smla_cuda_attention_workspace_size(&shape);
+            EXPECT(bytes >= former[f]);
+            former[f] = bytes;
+        }
+        const smla_attention_shape shape =
+            make_shape(SMLA_ROWS_FP8, tokens, 1 + tokens % 128, 1024, 0);
+        check_plan(SMLA_ROWS_FP8, &shape);
+    }
+}
+
+/* Plans of an H200 as they are: whoever tunes the table or the estimates sees here what changes. */
+static void
+test_tuned_plans(void)
+{
+    static const struct {
+        smla_row_formats formats;
+        int tokens, heads, topk, extra;
+        const char *launcher;
+        int splits, rest, cost;
+    } plans[] = {
+        {SMLA_ROWS_FP8, 1, 128, 2048, 0, "sm90_small_16", 16, 1, 68},
+        {SMLA_ROWS_FP8, 2, 128, 2048, 0, "sm90_small_32", 16, 2, 76},
+        {SMLA_ROWS_FP8, 4, 128, 2048, 0, "sm90_small_32", 8, 4, 94},
+        {SMLA_ROWS_FP8, 8, 128, 2048, 0, "sm90_fp8_64", 8, 8, 120},
+        {SMLA_ROWS_FP8, 16, 128, 2048, 0, "sm90_fp8_64", 4, 16, 152},
+        {SMLA_ROWS_FP8, 32, 128, 2048, 0, "sm90_fp8_32", 1, 32, 216},
+        {SMLA_ROWS_FP8, 33, 128, 2048, 0, "sm90_fp8_32", 1, 33, 216},
+        {SMLA_ROWS_FP8, 64, 128, 2048, 0, "sm90_fp8_64", 1, 64, 310},
+        {SMLA_ROWS_FP8, 66, 128, 2048, 0, "sm90_fp8_64", 1, 66, 310},
+        {SMLA_ROWS_FP8, 67, 128, 2048, 0, "sm90_fp8_64", 1, 1, 378},
+        {SMLA_ROWS_FP8, 100, 128, 2048, 0, "sm90_fp8_64", 1, 100, 614},
+        {SMLA_ROWS_FP8, 128, 128, 2048, 0, "sm90_fp8_64", 1, 128, 614},
+        {SMLA_ROWS_FP8, 192, 128, 2048, 0, "sm90_fp8_64", 1, 192, 918},
+        {SMLA_ROWS_FP8, 1, 64, 2048, 0, "sm90_small_16", 32, 1, 65},
+        {SMLA_ROWS_FP8, 32, 64, 2048, 0, "sm90_fp8_64", 4, 32, 152},
+        {SMLA_ROWS_FP8, 1, 16, 2048, 0, "sm90_small_16", 32, 1, 62},
+        {SMLA_ROWS_FP8, 64, 16, 2048, 0, "sm90_fp8_16", 2, 64, 148},
+        {SMLA_ROWS_FP8, 133, 16, 2048, 0, "sm90_fp8_16", 1, 1, 260},
+        {SMLA_ROWS_FP8, 8, 32, 512, 0, "sm90_small_16", 8, 8, 59},
+        {SMLA_ROWS_FP8, 140, 32, 2048, 0, "sm90_fp8_32", 1, 8, 292},
+        {SMLA_ROWS_FP8, 1, 128, 64, 0, "sm90_fp8_16", 1, 1, 57},
+        {SMLA_ROWS_FP8, 4, 128, 128, 0, "sm90_fp8_16", 1, 4, 57},
+        {SMLA_ROWS_FP8, 8, 128, 2048, 512, "sm90_fp8_32", 4, 8, 132},
+        {SMLA_ROWS_FP8, 5, 17, 256, 0, "sm90_small_16", 4, 5, 55},
+        {SMLA_ROWS_FP8, 20, 24, 1024, 0, "sm90_small_32", 6, 20, 82},
+        {SMLA_ROWS_BF16, 1, 128, 2048, 0, "sm90_bf16_64", 16, 1, 96},
+        {SMLA_ROWS_BF16, 16, 128, 2048, 0, "sm90_bf16_64", 4, 16, 132},
+        {SMLA_ROWS_BF16, 66, 128, 2048, 0, "sm90_bf16_64", 1, 66, 304},
+        {SMLA_ROWS_BF16, 140, 64, 2048, 0, "sm90_bf16_64", 1, 8, 400},
+        {SMLA_ROWS_MIXED, 1, 128, 2048, 512, "sm80_mixed_16", 32, 1, 144},
+        {SMLA_ROWS_MIXED, 16, 128, 2048, 512, "sm80_mixed_16", 2, 16, 690},
+        {SMLA_ROWS_MIXED, 140, 16, 2048, 128, "sm80_mixed_16", 3, 140, 851},
+    };
+    devices[0] = h200;
+    for (size_t i = 0; i < sizeof plans / sizeof plans[0]; i++) {
+        const smla_attention_shape shape =
+            make_shape(plans[i].formats, plans[i].tokens, plans[i].heads, plans[i].topk,
+                       plans[i].extra);
+        const smla_split_problem problem = make_problem(plans[i].formats, &shape);
+        const smla_batch_plan plan = smla_find_plan(&problem, shape.num_tokens);
+        const bool is_same = strcmp(launcher_of(plan.run.kernel), plans[i].launcher) == 0 &&
+                             plan.run.num_splits == plans[i].splits && plan.rest == plans[i].rest &&
+                             plan.run.cost == plans[i].cost;
+        EXPECT(is_same);
+        if (!is_same) {
+            printf("    plan %d is {\"%s\", %d, %d, %d}\n", (int)i, launcher_of(plan.run.kernel),
+                   plan.run.num_splits, (int)plan.rest, (int)plan.run.cost);
+        }
+    }
+}
+
+/* Plans that share a place among the known ones, in turns. */
+static void
+test_known_plans(void)
+{
+    devices[0] = h200;
+    devices[1] = (smla_cuda_device){90, 60, 232448};
+    const smla_attention_shape shapes[] = {
+        make_shape(SMLA_ROWS_FP8, 8, 128, 2048, 0),   make_shape(SMLA_ROWS_FP8, 16, 128, 2048, 0),
+        make_shape(SMLA_ROWS_FP8, 8, 64, 2048, 0),    make_shape(SMLA_ROWS_FP8, 8, 128, 512, 0),
+        make_shape(SMLA_ROWS_FP8, 8, 128, 2048, 512), make_shape(SMLA_ROWS_BF16, 8, 128, 2048, 0),
+    };
+    enum { NUM_SHAPES = sizeof shapes / sizeof shapes[0] };
+    for (int i = 0; i < 2 * NUM_SHAPES * NUM_SHAPES; i++) {
+        const smla_attention_shape *const shape =
+            &shapes[i / 2 % NUM_SHAPES * (i / 24 + 1) % NUM_SHAPES];
+        smla_split_problem problem =
+            make_problem(smla_join_formats(shape->formats[0], shape->formats[1]), shape);
+        problem.device = &devices[i % 2];
+        const smla_batch_plan plan = smla_find_plan(&problem, shape->num_tokens);
+        const smla_batch_plan model = model_plan(&problem, shape->num_tokens);
+        expect_same_plan(&plan, &model);
+    }
+    /* Nothing is known at first, not even of no tokens. */
+    memset(known_plans, 0, sizeof known_plans);
+    const smla_split_problem problem = make_problem(SMLA_ROWS_FP8, &shapes[0]);
+    EXPECT(smla_find_plan(&problem, 0).run.kernel != NULL);
+    /* What is known is not planned again. */
+    known_plans[3].plan.run.cost = 0;
+    (void)smla_find_plan(&problem, 3);
+    known_plans[3].plan.run.cost = 12345;
+    EXPECT_EQ(smla_find_plan(&problem, 3).run.cost, 12345);
+    memset(known_plans, 0, sizeof known_plans);
+    devices[1] = (smla_cuda_device){0};
+}
+
+static void
+test_columns(void)
+{
+    static const int64_t topks[] = {0,
+                                    1,
+                                    63,
+                                    64,
+                                    65,
+                                    2048,
+                                    4097,
+                                    INT32_MAX,
+                                    INT64_C(1) << 31,
+                                    UINT32_MAX,
+                                    INT64_C(1) << 32,
+                                    INT64_C(1) << 40};
+    for (int splits = 1; splits <= SMLA_MAX_SPLITS; splits++) {
+        for (int i = 0; i < 12; i++) {
+            const smla_split_problem problem = {.topk = topks[i], .extra_topk = topks[11 - i]};
+            EXPECT_EQ(smla_count_columns(&problem, splits), model_columns(&problem, splits));
+            EXPECT_EQ(smla_count_columns(&problem, splits),
+                      smla_split_columns(topks[i], splits) +
+                          smla_split_columns(topks[11 - i], splits));
+        }
+    }
+}
+
+/* Where there is no plan, and where the caller has one. */
+static void
+test_choose_num_splits(void)
+{
+    devices[0] = h200;
+    smla_attention_shape shape = make_shape(SMLA_ROWS_FP8, 1, 128, 2048, 0);
+    const int planned = smla_cuda_choose_num_splits(&shape);
+    EXPECT(planned > 1);
+    shape.formats[0] = NULL; /* not known yet: as of FP8 */
+    EXPECT_EQ(smla_cuda_choose_num_splits(&shape), planned);
+    shape.num_splits = 7;
+    EXPECT_EQ(smla_cuda_choose_num_splits(&shape), 7);
+    shape.num_splits = 0;
+    shape.device_id = 1;
+    EXPECT_EQ(smla_cuda_choose_num_splits(&shape), 1);
+    shape.device_id = 0;
+    shape.num_tokens = 0;
+    EXPECT_EQ(smla_cuda_choose_num_splits(&shape), 1);
+    shape.num_tokens = 1;
+    devices[0].compute_capability = 75;
+    EXPECT_EQ(smla_cuda_choose_num_splits(&shape), 1);
+}
+
+/* ---- Workspace ----------------------------------------------------------------------------- */
+
+static void
+test_workspace(void)
+{
+    devices[0] = h200;
+    for (int i = 0; i < NUM_TOPKS; i++) {
+        for (int h = 0; h < NUM_HEADS; h++) {
+            int64_t former = 0;
+            for (int64_t tokens = 0; tokens <= 600; tokens += 1 + tokens / 8) {
+                smla_attention_shape shape = make_shape(SMLA_ROWS_FP8, tokens, some_heads[h],
+                                                        some_topks[i][0], some_topks[i][1]);
+                shape.formats[0] = shape.formats[1] = NULL; /* every format */
+                int64_t largest = 0;
+                for (int f = 0; f < 3; f++) {
+                    const int64_t bytes = model_workspace(all_formats[f], &shape);
+                    largest = bytes > largest ? bytes : largest;
+                }
+                const int64_t bytes = smla_cuda_attention_workspace_size(&shape);
+                EXPECT_EQ(bytes, largest);
+                EXPECT(bytes >= former);
+                former = bytes;
+            }
+        }
+    }
+    smla_attention_shape shape = make_shape(SMLA_ROWS_FP8, 3, 5, 2048, 0);
+    shape.num_splits = 1;
+    EXPECT_EQ(smla_cuda_attention_workspace_size(&shape), 0);
+    shape.num_splits = 2;
+    EXPECT_EQ(smla_cuda_attention_workspace_size(&shape), 16 + 30 * 8 + 30 * 2048);
+    shape.num_splits = 3; /* 45 rows of 8 bytes, rounded up to 16 */
+    EXPECT_EQ(smla_cuda_attention_workspace_size(&shape), 16 + 368 + 45 * 2048);
+    shape.num_splits = 2;
+    shape.num_tokens = 0;
+    EXPECT_EQ(smla_cuda_attention_workspace_size(&shape), 0);
+    shape = make_shape(SMLA_ROWS_FP8, 3, 5, 2048, 0);
+    shape.device_id = 1;
+    EXPECT_EQ(smla_cuda_attention_workspace_size(&shape), 0);
+    shape.formats[0] = NULL;
+    EXPECT_EQ(smla_cuda_attention_workspace_size(&shape), 0);
+}
+
+/* ---- Direct prefills ----------------------------------------------------------------------- */
+
+/* 38 ps per key and 64 heads against 650 per row and 8,000,000 per call. */
+static void
+test_prefers_direct(void)
+{
+    static const struct {
+        int heads, tiles;
+    } cases[] = {{33, 1}, {64, 1}, {65, 1}, {96, 1}, {97, 2}, {128, 2}};
+    devices[0] = h200;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        smla_attention_shape shape = make_shape(SMLA_ROWS_FP8, 650, cases[i].heads, 1000, 0);
+        const int64_t equal = 1000 * 38 * cases[i].tiles;
+        EXPECT(!smla_cuda_prefers_direct(&shape, equal, 0));
+        EXPECT(smla_cuda_prefers_direct(&shape, equal + 1, 0));
+        EXPECT(smla_cuda_prefers_direct(&shape, equal, 1));
+        shape.num_tokens = 4000; /* 38 * 4,000,000 = 19 * 8,000,000 */
+        EXPECT(!smla_cuda_prefers_direct(&shape, 0, 19 * cases[i].tiles));
+        EXPECT(smla_cuda_prefers_direct(&shape, 1, 19 * cases[i].tiles));
+        EXPECT(smla_cuda_prefers_direct(&shape, 0, 19 * cases[i].tiles + 1));
+    }
+    for (int heads = 1; heads <= 32; heads++) { /* nothing is lost, whatever is won */
+        const smla_attention_shape shape = make_shape(SMLA_ROWS_FP8, 4096, heads, 2048, 0);
+        EXPECT(smla_cuda_prefers_direct(&shape, 1, 0));
+        EXPECT(smla_cuda_prefers_direct(&shape, 0, 1));
+        EXPECT(!smla_cuda_prefers_direct(&shape, 0, 0));
+    }
+    smla_attention_shape shape = make_shape(SMLA_ROWS_FP8, 1, 64, 1, 0);
+    EXPECT(smla_cuda_prefers_direct(&shape, 1000, 1));
+    shape.device_id = 1; /* not there */
+    EXPECT(!smla_cuda_prefers_direct(&shape, 1000, 1));
+    shape.device_id = 0;
+    devices[0] = a100;
+    EXPECT(!smla_cuda_prefers_direct(&shape, 1000, 1));
+    devices[0] = (smla_cuda_device){100, 148, 232448}; /* the portable kernels */
+    EXPECT(!smla_cuda_prefers_direct(&shape, 1000, 1));
+    devices[0] = (smla_cuda_device){75, 40, 65536};
+    EXPECT(!smla_cuda_prefers_direct(&shape, 1000, 1));
+}
+
+int
+main(void)
+{
+    RUN(test_table);
+    RUN(test_found);
+    RUN(test_first_row);
+    RUN(test_words);
+    RUN(test_listed);
+    RUN(test_every_size_of_device);
+    RUN(test_every_batch);
+    RUN(test_tuned_plans);
+    RUN(test_known_plans);
+    RUN(test_columns);
+    RUN(test_choose_num_splits);
+    RUN(test_workspace);
+    RUN(test_prefers_direct);
+    return report("test_cuda_schedule");
+}
