@@ -8,6 +8,7 @@ exactly the refusal that the rules of the argument give. Bytes between and aroun
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable
@@ -50,6 +51,11 @@ class Row:
     make: Callable[[], Example]
     rules: dict[str, str]
     blames: dict[str, str] = field(default_factory=dict)  # the operator of a text, where not `op`
+
+    @functools.cached_property
+    def example(self) -> Example:
+        """One for all tests: they copy its arrays."""
+        return self.make()
 
 
 def call(op: str, arrays: dict, **options) -> Example:
@@ -433,7 +439,7 @@ def test_every_array_of_every_operator_has_a_row():
 
 def test_tables_name_arrays_that_examples_have():
     for name, row in TABLE.items():
-        assert set(row.make().arrays) == set(row.rules), name
+        assert set(row.example.arrays) == set(row.rules), name
 
 
 # --- views ---------------------------------------------------------------------------------------
@@ -606,7 +612,7 @@ class Calls:
     """A row's example, called with one argument in another form."""
 
     def __init__(self, row: Row, name: str) -> None:
-        self.row, self.name, self.example = row, name, row.make()
+        self.row, self.name, self.example = row, name, row.example
         self.plain = self.example.arrays[name]
 
     def contents(self, arrays: dict[str, np.ndarray]) -> dict[str, str]:
