@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cases
+import dlpack_producer
 import engine
 import ml_dtypes
 import numpy as np
@@ -129,6 +130,11 @@ def of_dtype(x: np.ndarray, dtype) -> np.ndarray:
         return x.astype(dtype) if dtype in NAMED.values() else np.zeros(x.shape, dtype)
 
 
+def others_are_untouched(calls: Calls, after: dict[str, str]) -> bool:
+    before = calls.contents(calls.example.arrays)
+    return all(after[name] == x for name, x in before.items() if name != calls.name)
+
+
 DEVICE_ARRAYS = [
     pytest.param(row, name, id=f"{title}: {name}")
     for title, row in TABLE.items()
@@ -140,7 +146,6 @@ DEVICE_ARRAYS = [
 @pytest.mark.parametrize(("row", "name"), DEVICE_ARRAYS)
 def test_dtypes(row, name):
     calls = Calls(row, name)
-    before = calls.contents(calls.example.arrays | {name: zeros(0)})
     for dtype, number in (NAMED | NEIGHBOURS).items():
         x = of_dtype(calls.plain, np.dtype(number))
         fits = dtype in dtypes_of(row, name) or (
@@ -152,7 +157,7 @@ def test_dtypes(row, name):
             assert not isinstance(got, Refused), dtype
         else:
             assert got == Refused(*wanted), dtype
-            assert {**after, name: before.get(name)} == {**before, name: before.get(name)}, dtype
+            assert others_are_untouched(calls, after), dtype
     for number in NO_NAMES:
         x = np.zeros(calls.plain.shape, number)
         rule = "be in native byte order" if str(number)[0] == ">" else "have a plain numeric dtype"
@@ -256,7 +261,6 @@ def test_every_dimension_one_larger_and_one_smaller(row, name):
     What may be larger has a least size, which is a rule of its own: see below.
     """
     calls = Calls(row, name)
-    before = calls.contents(calls.example.arrays)
     shape = calls.plain.shape
     for d, by in ((d, by) for d in range(len(shape)) for by in (1, -1)):
         x = resized(calls.plain, d, by)
@@ -271,7 +275,7 @@ def test_every_dimension_one_larger_and_one_smaller(row, name):
         assert got.error is ValueError, got
         assert re.match(r"[\w.]+: `[\w\[\]]+` must have .+, got ", got.text), got
         assert str(x.shape[d]) in re.findall(r"\d+", got.text), got
-        assert {**after, name: 0} == {**before, name: 0}
+        assert others_are_untouched(calls, after)
 
 
 @pytest.mark.parametrize(("row", "name"), DEVICE_ARRAYS)
@@ -304,11 +308,9 @@ def test_ranks_of_an_array_of_any_rank():
         quantize(np.ones((1,) * 9, F32))
     with refuses("dynamic_per_tensor_quant: `out` must have at most 8 dimensions, got 9"):
         quantize(np.ones((1,) * 8, F32), out=zeros(*(1,) * 9, dtype=U8))
-    fields: dict[str, Any] = {"ndim": 9}
-    with refuses("dynamic_per_tensor_quant: `x` must have at most 8 dimensions, got 9"):
-        quantize(Producer(np.ones((1,) * 8, F32), fields=fields))
-    with refuses("dynamic_per_tensor_quant: `x` must have at most 8 dimensions, got -1"):
-        quantize(Producer(np.ones((1,) * 8, F32), fields={"ndim": -1}))
+    for ndim in (9, -1):
+        with refuses(f"dynamic_per_tensor_quant: `x` must have at most 8 dimensions, got {ndim}"):
+            quantize(Producer(np.ones((1,) * 8, F32), fields={"ndim": ndim}))
 
 
 @pytest.mark.parametrize("width", [575, 577, 655, 657])
@@ -617,6 +619,99 @@ def test_a_chunk_is_full_at_the_workspace_not_before():
     assert split([3, 4], 7) == [(0, 2)]
     assert split([3, 5], 7) == [(0, 1), (1, 2)]
     assert split([0, 0], 0) == [(0, 2)]
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", [576, 656])
+def test_names_of_formats(row):
+    """All three, and every name that is one letter more or less."""
+    kv = zeros(1, row, dtype=BF16 if row == 576 else U8)
+    good = ("auto", "bfloat16") if row == 576 else ("fp8_ds_mla",)
+    for name in (*good, None):
+        assert sparse_mla.dequantize_kv_cache(kv, kv_format=name).shape == (1, 576)
+    for name in ("auto", "bfloat16", "fp8_ds_mla"):
+        for bad in (name[:-1], name + "x", name.upper(), ""):
+            rule = f'must be "auto", "bfloat16" or "fp8_ds_mla", got {bad!r}'
+            with refuses(f"dequantize_kv_cache: `kv_format` {rule}"):
+                sparse_mla.dequantize_kv_cache(kv, kv_format=bad)
+    for name in {"bfloat16", "fp8_ds_mla"} - set(good):
+        dtypes = "bfloat16" if name == "bfloat16" else listed(BYTES)
+        got = "uint8" if row == 656 else "bfloat16"
+        text = f"dequantize_kv_cache: `kv_cache` must be {dtypes} for format {name}, got {got}"
+        with refuses(text, TypeError):
+            sparse_mla.dequantize_kv_cache(kv, kv_format=name)
+
+
+def test_names_of_result_dtypes():
+    for name in ("float32", "bfloat16"):
+        assert str(sparse_mla.dequantize_kv_cache(zeros(1, 576), dtype=name).dtype) == name
+    for name in ("float16", "float3", "float322", "", np.float32, None):
+        rule = f'must be "float32" or "bfloat16", got {name!r}'
+        with refuses(f"dequantize_kv_cache: `dtype` {rule}"):
+            sparse_mla.dequantize_kv_cache(zeros(1, 576), dtype=name)
+
+
+@pytest.mark.parametrize("name", ["cuda:", "cuda:-1", "cuda:10000", "cuda:1x", "cuda1", "CPU", ""])
+def test_names_of_devices(name):
+    assert workspace_size() > 0, "on cpu"
+    rule = f'must be "cpu", "cuda" or "cuda:N", got {name!r}'
+    with refuses(f"attention_workspace_size: `device` {rule}"):
+        sparse_mla.attention_workspace_size(1, 1, 1, device=name)
+    with pytest.raises(RuntimeError, match=r"^attention_workspace_size: "):
+        sparse_mla.attention_workspace_size(1, 1, 1, device="cuda:9999")
+
+
+@pytest.mark.parametrize("device", [(1, 0), (1, 5), (3, 0), (13, 1)])
+def test_memory_that_the_host_can_read_is_the_cpu_s(device):
+    out, _ = sparse_mla.sparse_attention(
+        zeros(1, 1, 576), zeros(1, 1, 576), Producer(int32([0]), device=device), softmax_scale=1.0
+    )
+    assert out.shape == (1, 1, 512)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ((2, 0), "cuda:0"),
+        ((4, 0), "DLPack device type 4:0"),
+        ((12, 1), "DLPack device type 12:1"),
+    ],
+)
+def test_memory_that_it_cannot(device, name):
+    with refuses(f"sparse_attention: `indices` must be on cpu like `q`, got {name}"):
+        sparse_mla.sparse_attention(
+            zeros(1, 1, 576),
+            zeros(1, 1, 576),
+            Producer(int32([0]), device=device),
+            softmax_scale=1.0,
+            stream=0,
+        )
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_pair_is_two(count):
+    q, kv = (zeros(1, 1, 512), zeros(1, 1, 64), zeros(1, 1, 64)), zeros(1, 1, 576)
+    for pair in (q[:2], list(q[:2])):
+        sparse_mla.sparse_attention(pair, kv, int32([0]), softmax_scale=1.0)
+    rule = f"must be an array or the pair (ql_nope, q_pe), got {count} items"
+    with refuses(f"sparse_attention: `q` {rule}", TypeError):
+        sparse_mla.sparse_attention(q[:count], kv, int32([0]), softmax_scale=1.0)
+
+
+def test_formats_of_buffers():
+    """Of numbers, in native order; at most 8 dimensions."""
+    quantize = sparse_mla.dynamic_per_tensor_quant
+    quantize(memoryview(np.ones((1,) * 8, F32)))
+    quantize(memoryview(np.ones(2, "=f4")))
+    with refuses("dynamic_per_tensor_quant: `x` must have at most 8 dimensions, got 9"):
+        quantize(memoryview(np.ones((1,) * 9, F32)))
+    for bad in (np.ones(2, ">f4"), np.ones(2, "f4,f4"), memoryview(b"ab").cast("c")):
+        text = memoryview(bad).format
+        rule = f'must have a plain numeric format, got "{text}"'
+        with refuses(f"dynamic_per_tensor_quant: `x` {rule}", TypeError):
+            quantize(memoryview(bad))
 
 
 # --- values in arrays ----------------------------------------------------------------------------
@@ -1038,10 +1133,9 @@ def attend_to(kv):
 def test_the_end_of_the_address_space():
     """An array reaches over 2^57 bytes at most, and not below address 0."""
     rule = "sparse_attention: `kv` must fit in the address space with its strides, got shape"
-    for most in (2**57 - 4 * 656,):
-        attend_to(cache_of(most))
-        with refuses(f"{rule} [2, 4, 656]"):
-            attend_to(cache_of(most + 16))
+    attend_to(cache_of(2**57 - 4 * 656))
+    with refuses(f"{rule} [2, 4, 656]"):
+        attend_to(cache_of(2**57 - 4 * 656 + 16))
     below = cache_of(16, negative=True)
     address = below.array.ctypes.data & -16
     assert address == below.array.ctypes.data, "or the stride would not be one of 16 bytes"
@@ -1067,17 +1161,12 @@ def test_sizes_and_memory_of_capsules():
     class Negative(Producer):
         def capsule(self, versioned):
             made = super().capsule(versioned)
-            _alive_of(self)[2][1] = -1
+            shape = next(x[2] for x in dlpack_producer._alive.values() if x[0] is self)
+            shape[1] = -1
             return made
 
     with refuses("sparse_attention: `indices` must have sizes >= 0, got shape [1, -1]"):
         sparse_mla.sparse_attention(q, kv, Negative(np.zeros((1, 1), np.int32)), softmax_scale=1.0)
-
-
-def _alive_of(producer) -> tuple:
-    import dlpack_producer
-
-    return next(x for x in dlpack_producer._alive.values() if x[0] is producer)
 
 
 # --- the backend layer ---------------------------------------------------------------------------
@@ -1129,6 +1218,36 @@ def test_sizes_of_a_config(name):
     for heads in (0, 129):
         with refuses(f"Config: `num_heads` must be 1 to 128, got {heads}"):
             config(num_heads=heads)
+
+
+PATHS = {"fp8_ds_mla": ("mixed", "separate", "direct"), "bfloat16": ("bf16",)}
+
+
+@pytest.mark.parametrize("dtype", PATHS)
+def test_paths_serve_their_caches(dtype):
+    for path in ("mixed", "separate", "direct", "bf16"):
+        if path in PATHS[dtype]:
+            builder(path, dtype)
+            continue
+        served = '"mixed", "separate" or "direct"' if dtype == "fp8_ds_mla" else '"bf16"'
+        rule = f'must serve a {dtype} cache ({served}), got "{path}"'
+        with refuses(f"MetadataBuilder: `path` {rule}"):
+            builder(path, dtype)
+    for bad in ("mixe", "mixedd", "auto", "", 1):
+        names = '"mixed", "separate", "bf16" or "direct"'
+        with refuses(f"MetadataBuilder: `path` must be None, {names}, got {bad!r}"):
+            builder(bad, dtype)
+    with refuses("MetadataBuilder: `kv_format` must be a known cache format, got 0"):
+        builder(None, None)
+
+
+@pytest.mark.parametrize(("heads", "path"), [(31, "mixed"), (32, "separate"), (33, "separate")])
+def test_heads_that_choose_the_path(heads, path):
+    for least, moved in ((0, 0), (32, 0), (heads, None), (heads + 1, None)):
+        made = builder(num_heads=heads, min_heads_for_bf16_prefill=least)
+        plan = made.build([0, 1], [1], np.zeros((1, 1), np.int32), 1, 1, None)
+        wanted = path if moved == 0 else ("separate" if least == heads else "mixed")
+        assert plan["path"] == wanted
 
 
 def test_a_workspace_of_the_caller():
