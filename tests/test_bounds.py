@@ -1090,19 +1090,19 @@ def at_offset(size: int, offset: int, dtype=U8) -> np.ndarray:
 @pytest.mark.parametrize("offset", [0, 1, 63])
 @pytest.mark.parametrize(("T", "H", "splits"), [(1, 1, 1), (2, 17, 3), (70, 3, 2), (2, 128, 64)])
 def test_workspace_bytes(T, H, splits, offset):
-    """The least that one thread runs in is told, and enough; one byte less is not; what
-    attention_workspace_size says is enough at any address."""
+    """The least that one thread runs in, from the next multiple of 64, is told and enough; one byte
+    less is not. What attention_workspace_size says is enough at any address."""
     case = cases.AttentionCase(T, H, 40, num_splits=splits, pages=1).make()
     want = case.run(sparse_mla.sparse_attention)
 
-    def run(size: int, dtype=U8):
-        return case.run(sparse_mla.sparse_attention, workspace=at_offset(size, offset, dtype))
+    def run(size: int, dtype=U8, at=offset):
+        return case.run(sparse_mla.sparse_attention, workspace=at_offset(size, at, dtype))
 
     with pytest.raises(
         ValueError, match=r"`workspace` must have at least \d+ bytes, got 1$"
     ) as info:
-        run(1)
-    least = int(re.findall(r"\d+", str(info.value))[0])
+        run(1, at=0)
+    least = int(re.findall(r"\d+", str(info.value))[0]) + -offset % 64
     with refuses(
         f"sparse_attention: `workspace` must have at least {least} bytes, got {least - 1}"
     ):

@@ -21,7 +21,7 @@ import engine
 import numpy as np
 import pytest
 import reference as ref
-from dlpack_producer import DTYPES, Producer
+from dlpack_producer import DTYPES, READ_ONLY, Producer
 from helpers import RED
 
 import sparse_mla
@@ -91,7 +91,7 @@ def gather(cache) -> Example:
     is_flat = cache.ndim == 2
     arrays = {
         "kv_cache": cache,
-        "block_table": int32([0], [0]) if is_flat else int32([4, 0, 2], [1, 3, 0]),
+        "block_table": int32([0, 7], [0, 9]) if is_flat else int32([4, 0, 2], [1, 3, 0]),
         "seq_lens": int32(6, 5),
         "workspace_starts": int32(1, 8),
         "seq_starts": int32(2, 1),
@@ -112,7 +112,7 @@ def convert() -> Example:
     return call("convert_req_index_to_global_index", arrays, block_size=4, valid_counts=True)
 
 
-def attention(fmt: str, extra: str, *, pair=False, op="sparse_attention") -> Example:
+def attention(fmt: str, extra: str, *, pair=False, op="sparse_attention", columns=9) -> Example:
     """Tokens with many keys, one, none and a few."""
     rng = np.random.default_rng(3)
     q = cases.random_bf16(rng, 4, 3, 576)
@@ -120,7 +120,7 @@ def attention(fmt: str, extra: str, *, pair=False, op="sparse_attention") -> Exa
     size = sparse_mla.attention_workspace_size(4, 3, 9, extra_topk=5, num_splits=2, device="cpu")
     arrays = parts | {
         "kv": rows_of(fmt, 5, 4),
-        "indices": rng.integers(0, 20, (4, 9)).astype(np.int32),
+        "indices": rng.integers(0, 20, (4, columns)).astype(np.int32),
         "topk_length": int32(9, 1, 0, 4),
         "attn_sink": rng.normal(0, 1, 3).astype(np.float32),
         "extra_kv": rows_of(extra, 2, 4),
@@ -291,6 +291,11 @@ TABLE: dict[str, Row] = {
         lambda: write(F16, np.int64, rows_of("fp8", 3, 4, 1).view(np.int8)),
         WRITE | {"kv_cache": "cache written"},
     ),
+    "write fp8, pages of one token": Row(
+        "concat_and_cache_mla",
+        lambda: write(F16, np.int32, rows_of("fp8", 12, 1)),
+        WRITE | {"kv_cache": "cache written"},
+    ),
     "gather fp8": Row(
         "gather_kv_cache", lambda: gather(rows_of("fp8", 5, 4)), GATHER | {"kv_cache": "cache"}
     ),
@@ -303,6 +308,11 @@ TABLE: dict[str, Row] = {
     "dequantize fp8": Row(
         "dequantize_kv_cache",
         lambda: call("dequantize_kv_cache", {"kv_cache": rows_of("fp8", 3, 4).view(ref.E4M3)}),
+        {"kv_cache": "cache"},
+    ),
+    "dequantize fp8, one page": Row(
+        "dequantize_kv_cache",
+        lambda: call("dequantize_kv_cache", {"kv_cache": rows_of("fp8", 1, 4)}),
         {"kv_cache": "cache"},
     ),
     "dequantize bf16, flat": Row(
@@ -337,6 +347,11 @@ TABLE: dict[str, Row] = {
         lambda: attention("bf16", "bf16", op="_attention_plus_inf"),
         ATTENTION | {"q": "", "kv": "", "extra_kv": ""},
         dict.fromkeys((*ATTENTION, "q", "kv", "extra_kv"), "sparse_attention"),
+    ),
+    "attend, one column": Row(
+        "sparse_attention",
+        lambda: attention("fp8", "bf16", columns=1),
+        ATTENTION | {"q": "", "kv": "cache", "extra_kv": ""},
     ),
     "merge bf16": Row("merge_attn_states", lambda: merge(ref.BF16), MERGE),
     "merge fp32": Row("merge_attn_states", lambda: merge(F32), MERGE),
@@ -643,13 +658,14 @@ ARGUMENTS = [
 def test_views(row, name):
     rules = row.rules[name]
     calls = Calls(row, name)
-    accepted, refused = set(), set()
+    accepted, refused, outcomes = set(), set(), []
     for view, (strides, offset) in views_of(calls.plain, rules).items():
         placed = Placed(calls.plain, strides, offset)
         broken = refusal_of(placed.view, rules)
         if broken is None:
             values = placed.values.copy()
             want = calls.run(values, values)
+            outcomes.append(want)
             assert view.startswith(("broadcast", "overl")) or not isinstance(want[0], Refused), view
             accepted.add(view)
         else:
@@ -662,3 +678,31 @@ def test_views(row, name):
             placed.reset()
     assert {"contiguous", "one further"} <= accepted
     assert refused or (calls.plain.itemsize == 1 and "written" not in rules)
+    # Views whose elements share memory have other values, and the call heeds them.
+    if "written" not in rules and name != "seq_lens_cpu":
+        results = [(got, {n: x for n, x in after.items() if n != name}) for got, after in outcomes]
+        assert any(result != results[0] for result in results), "an argument without effect"
+
+
+@pytest.mark.parametrize(("row", "name"), ARGUMENTS)
+def test_read_only_arrays(row, name):
+    """Of NumPy, a buffer, a capsule: fine where they are read, refused where they are written."""
+    calls = Calls(row, name)
+    x = calls.plain.copy()
+    want = calls.run(x, x)[0]
+    x = calls.plain.copy()
+    ways: dict[str, Any] = {"ndarray": x.view()}
+    ways["ndarray"].flags.writeable = False
+    if x.dtype.isbuiltin == 1:
+        ways["memoryview"] = memoryview(x).toreadonly()
+    if x.dtype in DTYPES:
+        ways["Producer"] = Producer(x, flags=READ_ONLY)
+    for kind, given in ways.items():
+        got, _ = calls.run(x, given)
+        if "written" in row.rules[name]:
+            who = f"{row.blames.get(name, row.op)}: `{name}`"
+            text = f"{who} must be writable, got a read-only {kind}"
+            assert got == Refused(BufferError, text)
+            assert bytes_of(x) == bytes_of(calls.plain)
+        else:
+            assert got == want, kind
