@@ -179,16 +179,20 @@ smla_check_quant(const smla_dynamic_per_tensor_quant_args *args, smla_quant_para
                                            .flags = SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE,
                                            .ndim = SMLA_ANY}));
     smla_quant_params p = {.ndim = args->x->ndim};
-    bool same_shape = args->x->ndim == args->out->ndim;
-    for (int i = 0; same_shape && i < p.ndim; i++) {
+    if (args->out->ndim != p.ndim) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `out` must have the %d dimensions of `x`, got %d", c.op, p.ndim,
+                         args->out->ndim);
+    }
+    for (int i = 0; i < p.ndim; i++) {
         p.shape[i] = args->x->shape[i];
         p.x_strides[i] = smla_stride(args->x, i);
         p.out_strides[i] = smla_stride(args->out, i);
-        same_shape = args->out->shape[i] == p.shape[i];
-    }
-    if (!same_shape) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `out` must have the shape of `x`, got another one", c.op);
+        if (args->out->shape[i] != p.shape[i]) {
+            return smla_fail(error, SMLA_ERROR_VALUE,
+                             "%s: `out` must have the shape of `x`, %lld in dimension %d, got %lld",
+                             c.op, (long long)p.shape[i], i, (long long)args->out->shape[i]);
+        }
     }
     /* One value, in whatever rank the caller's framework gives a scalar. */
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "scale",

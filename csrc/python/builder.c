@@ -227,13 +227,14 @@ describe_step(smla_py_builder *builder, PyObject *event, const smla_metadata *m)
 }
 
 static int
-check_length(const char *op, const char *name, int64_t wanted, int64_t got)
+check_num_reqs(const char *op, const char *name, int64_t wanted, int64_t got)
 {
     if (wanted == got) {
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "%s: `%s` must have %lld entries for `num_reqs`, got %lld", op,
-                 name, (long long)wanted, (long long)got);
+    PyErr_Format(PyExc_ValueError,
+                 "%s: `%s` must be of the %lld requests of `num_reqs`, got those of %lld", op, name,
+                 (long long)wanted, (long long)got);
     return -1;
 }
 
@@ -325,8 +326,8 @@ builder_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
         smla_py_host_ints(state, op, "query_start_loc_cpu", args[0], &query_start_loc,
                           &num_starts) == 0 &&
         smla_py_host_ints(state, op, "seq_lens_cpu", args[1], &seq_lens, &num_lens) == 0 &&
-        check_length(op, "query_start_loc_cpu", num_starts - 1, a.num_reqs) == 0 &&
-        check_length(op, "seq_lens_cpu", num_lens, a.num_reqs) == 0) {
+        check_num_reqs(op, "query_start_loc_cpu", a.num_reqs, num_starts - 1) == 0 &&
+        check_num_reqs(op, "seq_lens_cpu", a.num_reqs, num_lens) == 0) {
         a.query_start_loc_cpu = query_start_loc;
         a.seq_lens_cpu = seq_lens;
         step = build_step(builder, op, &a, &stream, args[2]);

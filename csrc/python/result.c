@@ -161,25 +161,19 @@ smla_py_result(smla_py_array *array)
 
 /* ---- Host integers ------------------------------------------------------------------------- */
 
-/* Element `i` of a 1-D integer array; false when it does not fit int64. */
-static bool
-read_int(const smla_py_array *array, int64_t i, int64_t *value)
+/* Element `i` of a 1-D integer array; one of uint64 beyond int64 is negative here. */
+static int64_t
+read_int(const smla_py_array *array, int64_t i)
 {
     const DLTensor *view = &array->view;
     const int64_t bytes = view->dtype.bits / 8;
     const char *at = (const char *)view->data + view->byte_offset + i * array->strides[0] * bytes;
     const bool is_signed = view->dtype.code == kDLInt;
     switch (bytes) {
-    case 1:
-        *value = is_signed ? (int64_t)*(const int8_t *)at : (int64_t)*(const uint8_t *)at;
-        return true;
-    case 2:
-        *value = is_signed ? (int64_t)*(const int16_t *)at : (int64_t)*(const uint16_t *)at;
-        return true;
-    case 4:
-        *value = is_signed ? (int64_t)*(const int32_t *)at : (int64_t)*(const uint32_t *)at;
-        return true;
-    default: *value = *(const int64_t *)at; return is_signed || *value >= 0;
+    case 1: return is_signed ? (int64_t)*(const int8_t *)at : (int64_t)*(const uint8_t *)at;
+    case 2: return is_signed ? (int64_t)*(const int16_t *)at : (int64_t)*(const uint16_t *)at;
+    case 4: return is_signed ? (int64_t)*(const int32_t *)at : (int64_t)*(const uint32_t *)at;
+    default: return *(const int64_t *)at;
     }
 }
 
@@ -216,21 +210,24 @@ check_host_vector(const char *op, const char *name, const smla_py_array *array)
 }
 
 static int
-fail_int32(const char *op, const char *name, int64_t value)
+fail_int32(const char *op, const char *name, int64_t value, bool is_signed)
 {
-    PyErr_Format(PyExc_ValueError, "%s: `%s` must hold values that fit int32, got %lld", op, name,
-                 (long long)value);
+    static const char *const texts[] = {
+        "%s: `%s` must hold values that fit int32, got %llu",
+        "%s: `%s` must hold values that fit int32, got %lld",
+    };
+    PyErr_Format(PyExc_ValueError, texts[is_signed], op, name, (long long)value);
     return -1;
 }
 
 static int
 copy_array(const char *op, const char *name, const smla_py_array *array, int32_t *values)
 {
+    const bool is_signed = array->view.dtype.code == kDLInt;
     for (int64_t i = 0; i < array->shape[0]; i++) {
-        int64_t value = 0;
-        const bool fits = read_int(array, i, &value);
-        if (!fits || value < INT32_MIN || value > INT32_MAX) {
-            return fail_int32(op, name, fits ? value : INT64_MAX);
+        const int64_t value = read_int(array, i);
+        if (value < (is_signed ? INT32_MIN : 0) || value > INT32_MAX) {
+            return fail_int32(op, name, value, is_signed);
         }
         values[i] = (int32_t)value;
     }
@@ -249,7 +246,7 @@ copy_sequence(const char *op, const char *name, PyObject *sequence, int32_t *val
             return -1;
         }
         if (value < INT32_MIN || value > INT32_MAX) {
-            return fail_int32(op, name, value);
+            return fail_int32(op, name, value, true);
         }
         values[i] = (int32_t)value;
     }

@@ -93,6 +93,25 @@ test_split_blocks(void)
     expect_split(&w, false);
 }
 
+/* Both results in memory of another order, heads outermost, with room around every row. */
+static void
+test_split_strided(void)
+{
+    array *wide_uk = ARRAY(bf16, 3, NOPE + 1, 12 + 5);
+    array *wide_uv = ARRAY(bf16, 2 * NOPE, 4, 8 + 3);
+    weights w = {.weight = fill_normal(ARRAY(bf16, NOPE, 60), 1.0),
+                 .w_uk = transpose(slice(slice(wide_uk, 2, 2, 14, 1), 1, 0, NOPE, 1), 0, 1),
+                 .w_uv = slice(slice(slice(wide_uv, 2, 0, 8, 1), 1, 1, 4, 1), 0, 0, 2 * NOPE, 2)};
+    EXPECT_OK(run_split(&w));
+    expect_split(&w, false);
+    EXPECT(is_poison(slice(wide_uk, 2, 0, 2, 1)));
+    EXPECT(is_poison(slice(wide_uk, 2, 14, 17, 1)));
+    EXPECT(is_poison(slice(wide_uk, 1, NOPE, NOPE + 1, 1)));
+    EXPECT(is_poison(slice(wide_uv, 2, 8, 11, 1)));
+    EXPECT(is_poison(slice(wide_uv, 1, 0, 1, 1)));
+    EXPECT(is_poison(slice(wide_uv, 0, 1, 2 * NOPE, 2)));
+}
+
 static void
 test_split_errors(void)
 {
@@ -310,6 +329,7 @@ main(void)
 {
     RUN(test_split);
     RUN(test_split_blocks);
+    RUN(test_split_strided);
     RUN(test_split_errors);
     run_on_every_instruction_set(run_kernel_tests);
     return report("test_absorption");

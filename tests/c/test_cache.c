@@ -356,6 +356,57 @@ test_dequantize(void)
     }
 }
 
+/* Every second page and token of a buffer with room behind rows: the bits of a contiguous result,
+ * and the buffer's poison everywhere else. */
+static void
+expect_strided_out(const array *cache, bool is_flat, DLDataType dtype)
+{
+    const array *plain = is_flat ? ARRAY(dtype, 12, ROW) : ARRAY(dtype, 3, 4, ROW);
+    array *buffer = is_flat ? ARRAY(dtype, 24, ROW + 3) : ARRAY(dtype, 6, 9, ROW + 3);
+    const int token_dim = is_flat ? 0 : 1;
+    array *out = slice(buffer, token_dim + 1, 0, ROW, 1);
+    out = slice(out, token_dim, 0, is_flat ? 24 : 8, 2);
+    out = is_flat ? out : slice(out, 0, 0, 6, 2);
+    smla_dequantize_kv_cache_args args = {.struct_size = sizeof args,
+                                          .kv_cache = &cache->tensor,
+                                          .out = &plain->tensor};
+    EXPECT_OK(smla_dequantize_kv_cache(&args, &error));
+    args.out = &out->tensor;
+    EXPECT_OK(smla_dequantize_kv_cache(&args, &error));
+    for (int64_t slot = 0; slot < 12; slot++) {
+        const void *row = is_flat ? AT(out, slot, 0) : AT(out, slot / 4, slot % 4, 0);
+        const size_t bytes = ROW * dtype.bits / 8u;
+        EXPECT(memcmp(row, (const uint8_t *)plain->tensor.data + (size_t)slot * bytes, bytes) == 0);
+    }
+    EXPECT(is_poison(slice(buffer, token_dim + 1, ROW, ROW + 3, 1)));
+    EXPECT(is_poison(slice(buffer, token_dim, 1, is_flat ? 24 : 9, 2)));
+    EXPECT(is_flat || is_poison(slice(buffer, 1, 8, 9, 1)));
+    EXPECT(is_flat || is_poison(slice(buffer, 0, 1, 6, 2)));
+    /* Rows that reach into the next one, backwards ones, and values apart are refused. */
+    out->strides[token_dim] = ROW - 1;
+    EXPECT_FAIL(smla_dequantize_kv_cache(&args, &error), SMLA_ERROR_VALUE,
+                "dequantize_kv_cache: `out` must have elements that do not overlap");
+    out->strides[token_dim] = -ROW;
+    EXPECT_FAIL(smla_dequantize_kv_cache(&args, &error), SMLA_ERROR_VALUE,
+                "`out` must have positive strides (it is written), got -576");
+    out->strides[token_dim + 1] = 2;
+    EXPECT_FAIL(smla_dequantize_kv_cache(&args, &error), SMLA_ERROR_VALUE,
+                "`out` must have a contiguous last dimension (stride 1), got stride 2");
+}
+
+static void
+test_dequantize_strided(void)
+{
+    for (int format = 0; format < 2; format++) {
+        for (int is_flat = 0; is_flat < 2; is_flat++) {
+            const array *cache = fill_cache(make_cache(format, is_flat ? 2 : 0, 3, 4));
+            expect_strided_out(cache, is_flat, fp32);
+            expect_strided_out(cache, is_flat, bf16);
+            free_arrays("test_dequantize_strided");
+        }
+    }
+}
+
 static void
 run_tests(void)
 {
@@ -367,6 +418,7 @@ run_tests(void)
     RUN(test_gather);
     RUN(test_gather_bad_values);
     RUN(test_dequantize);
+    RUN(test_dequantize_strided);
 }
 
 int

@@ -1,0 +1,1435 @@
+"""Both sides of every rule: the last value that is accepted, the first that is refused, and the
+words of the refusal, which name the argument and what it was (csrc/check.c, rule.c, plan.c,
+builder.c, forward.c, csrc/cpu).
+
+Dtypes, shapes, ranks and overlaps go through the table of test_views.py, the rest is listed here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import dlpack_producer
+import engine
+import ml_dtypes
+import numpy as np
+import pytest
+import reference as ref
+from dlpack_producer import Producer
+from helpers import RED
+from test_views import TABLE, Calls, Refused, Row, bytes_of, frozen, int32, outcome_of
+
+import sparse_mla
+from sparse_mla import _C
+
+INT32, INT64 = 2**31, 2**63  # the first numbers beyond
+HALF_STEP = 2.0**128 - 2.0**103  # the first number that rounds to infinity as a float32
+BF16, F16, F32, U8 = ref.BF16, np.float16, np.float32, np.uint8
+
+
+def zeros(*shape: int, dtype=BF16) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+def refuses(text: str, error: type = ValueError):
+    """One exact text."""
+    return pytest.raises(error, match=f"^{re.escape(text)}$")
+
+
+# --- dtypes --------------------------------------------------------------------------------------
+
+NAMED = {  # in the order in which texts name them
+    "bfloat16": BF16,
+    "float16": F16,
+    "float32": F32,
+    "int32": np.int32,
+    "int64": np.int64,
+    "uint8": U8,
+    "int8": np.int8,
+    "float8_e4m3fn": ref.E4M3,
+}
+NEIGHBOURS = {"float64": "f8", "int16": "i2", "uint16": "u2", "uint32": "u4", "uint64": "u8"}
+NEIGHBOURS |= {"bool": "?", "complex64": "c8"}
+NO_NAMES = (ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.int4, ">i4", ">f4", "M8[s]")
+BYTES = ("uint8", "int8", "float8_e4m3fn")
+BF16_HINT = ": nothing is cast here (bfloat16 in NumPy is ml_dtypes.bfloat16)"
+BITS_HINT = ": view the bits as bfloat16 (ml_dtypes.bfloat16 in NumPy)"
+CACHES = ("kv_cache", "kv", "extra_kv")
+
+
+def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
+    """What the docstrings of ops.py allow."""
+    if name == "slot_mapping":
+        return ("int32", "int64")
+    if name in ("kv_c", "weight") or (name == "x" and row.op == "dynamic_per_tensor_quant"):
+        floats = ("bfloat16", "float16", "float32")
+        return (*floats, "uint8", "float8_e4m3fn") if name == "weight" else floats
+    if name in ("lse", "lse_a", "lse_b", "attn_sink", "max_logits", "weight_scale_inv"):
+        return ("float32",)
+    if name == "workspace" and "attention" in row.op:
+        return ("uint8", "int8")
+    if name == "out" and row.op == "dynamic_per_tensor_quant":
+        return ("uint8", "float8_e4m3fn")
+    if name == "out_a":
+        return ("bfloat16", "float32")
+    plain = row.example.arrays[name].dtype
+    return tuple(n for n, dtype in NAMED.items() if dtype == plain)
+
+
+def listed(names) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
+    """The error of an array of this dtype."""
+    wanted = dtypes_of(row, name)
+    who = f"{row.blames.get(name, row.op)}: `{name}` must"
+    if name in CACHES:
+        x = row.example.arrays[name]
+        fp8 = x.dtype != BF16
+        if row.op == "forward":  # whose cache format is the builder's
+            formats = (
+                f"{listed(BYTES)} for format fp8_ds_mla" if fp8 else "bfloat16 for format bfloat16"
+            )
+            return TypeError, f"{who} be {formats}, got {dtype}"
+        if dtype in ("bfloat16", *BYTES):
+            rows = "576 for format bfloat16" if fp8 else "656 for format fp8_ds_mla"
+            return ValueError, f"{who} have a last dimension of {rows}, got shape {list(x.shape)}"
+        known = "bfloat16 (576 values a token), or uint8, int8 or float8_e4m3fn (fp8_ds_mla, 656"
+        return TypeError, f"{who} be {known} bytes a token), got {dtype}"
+    hint = ""
+    if wanted == ("bfloat16",):
+        hint = BITS_HINT if dtype in ("int16", "uint16") else BF16_HINT
+    elif wanted == ("int32",):
+        hint = ": nothing is cast here, make it int32"
+    return TypeError, f"{who} be {listed(wanted)}, got {dtype}{hint}"
+
+
+def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
+    """The error of a good dtype that another argument does not have."""
+    other = {"kv_c": "k_pe", "out_a": "out_b"}.get(name)
+    plain = row.example.arrays
+    if other and plain[name].dtype != NAMED[dtype]:
+        got = next(n for n, known in NAMED.items() if known == plain[other].dtype)
+        hint = BF16_HINT if dtype == "bfloat16" else ""
+        return TypeError, f"{row.op}: `{other}` must be {dtype}, got {got}{hint}"
+    if name == "weight" and dtype in BYTES and "weight_scale_inv" not in plain:
+        rest = "`weight_scale_inv` must be given for an e4m3 weight, got none"
+        return ValueError, f"split_kv_b_proj: {rest}"
+    return None
+
+
+def of_dtype(x: np.ndarray, dtype) -> np.ndarray:
+    """The bytes where sizes agree, which is another reading of a cache; else values."""
+    if x.dtype.itemsize == np.dtype(dtype).itemsize:
+        return x.view(dtype)
+    with np.errstate(all="ignore"):
+        return x.astype(dtype) if dtype in NAMED.values() else np.zeros(x.shape, dtype)
+
+
+def others_are_untouched(calls: Calls, after: dict[str, str]) -> bool:
+    before = calls.contents(calls.example.arrays)
+    return all(after[name] == x for name, x in before.items() if name != calls.name)
+
+
+DEVICE_ARRAYS = [
+    pytest.param(row, name, id=f"{title}: {name}")
+    for title, row in TABLE.items()
+    for name, rules in row.rules.items()
+    if "host" not in rules
+]
+
+
+@pytest.mark.parametrize(("row", "name"), DEVICE_ARRAYS)
+def test_dtypes(row, name):
+    calls = Calls(row, name)
+    for dtype, number in (NAMED | NEIGHBOURS).items():
+        x = of_dtype(calls.plain, np.dtype(number))
+        fits = dtype in dtypes_of(row, name) or (
+            name in CACHES and calls.plain.dtype != BF16 and dtype in BYTES
+        )
+        wanted = follows(row, name, dtype) if fits else wrong_dtype(row, name, dtype)
+        got, after = calls.run(x, x)
+        if wanted is None:
+            assert not isinstance(got, Refused), dtype
+        else:
+            assert got == Refused(*wanted), dtype
+            assert others_are_untouched(calls, after), dtype
+    for number in NO_NAMES:
+        x = np.zeros(calls.plain.shape, number)
+        rule = "be in native byte order" if str(number)[0] == ">" else "have a plain numeric dtype"
+        who = f"{row.blames.get(name, row.op)}: `{name}` must {rule}, got {x.dtype!r}"
+        assert calls.run(x, x)[0] == Refused(TypeError, who)
+
+
+@pytest.mark.parametrize("number", ["f4", "f8", "?", "c8", BF16, ref.E4M3])
+@pytest.mark.parametrize("title", [t for t, r in TABLE.items() if "host" in r.rules.values()])
+def test_host_integers_are_integers(title, number):
+    row = TABLE[title]
+    for name in (n for n, rules in row.rules.items() if "host" in rules):
+        calls = Calls(row, name)
+        x = np.zeros(calls.plain.shape, number)
+        got, _ = calls.run(x, x)
+        who = f"{row.blames.get(name, row.op)}: `{name}` must hold integers, got "
+        assert (got.error, got.text[: len(who)]) == (TypeError, who)
+
+
+INTEGERS = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_host_integers_fit_int32(dtype):
+    """The largest and smallest of each type, where they fit; the first ones that do not."""
+    split = sparse_mla.split_prefill_chunks
+    info = np.iinfo(dtype)
+    for value in {info.max, min(info.max, INT32 - 1), min(info.max, INT32)}:
+        x = np.array([value], dtype)
+        if value < INT32:
+            assert split(x, INT32 - 1) == [(0, 1)]
+            assert split([value], INT32 - 1) == [(0, 1)]
+        else:
+            rule = "must hold values that fit int32"
+            with refuses(f"split_prefill_chunks: `seq_lens` {rule}, got {value}"):
+                split(x, INT32 - 1)
+    for value in {info.min, max(info.min, -INT32), max(info.min, -INT32 - 1)}:
+        rule = "must be >= 0" if value >= -INT32 else "must hold values that fit int32"
+        where = " at request 0" if value >= -INT32 else ""
+        for x in (np.array([value], dtype), [value]) if value < 0 else ():
+            with refuses(f"split_prefill_chunks: `seq_lens` {rule}, got {value}{where}"):
+                split(x, INT32 - 1)
+
+
+def test_host_integers_of_lists():
+    split = sparse_mla.split_prefill_chunks
+    for value, rule in ((INT32, "hold values that fit int32"), (INT64, "fit int64")):
+        with refuses(f"split_prefill_chunks: `seq_lens` must {rule}, got {value}"):
+            split([1, value], 5)
+    with refuses("split_prefill_chunks: `seq_lens` must be an int, got float", TypeError):
+        split([1, 2.0], 5)
+    with refuses("split_prefill_chunks: `seq_lens` must have 1 dimension, got 2"):
+        split(np.zeros((2, 1), np.int32), 5)
+    with refuses("split_prefill_chunks: `seq_lens` must have 1 dimension, got 0"):
+        split(np.zeros((), np.int32), 5)
+
+
+# --- ranks and shapes ----------------------------------------------------------------------------
+
+# Dimensions that may be larger by one while all other arrays stay as they are.
+LARGER = {
+    ("concat_and_cache_mla", "kv_c"): {0},
+    ("concat_and_cache_mla", "k_pe"): {0},
+    ("concat_and_cache_mla", "slot_mapping"): {0},  # the example has a row to spare
+    ("gather_kv_cache", "block_table"): {1},
+    ("gather_kv_cache", "out"): {0},
+    ("convert_req_index_to_global_index", "block_table"): {0, 1},
+    ("convert_req_index_to_global_index", "prefill_workspace_starts"): {0},
+    ("sparse_attention", "extra_indices"): {1},
+    ("sparse_attention", "indices"): {1},
+    ("sparse_attention", "workspace"): {0},
+    ("forward", "block_table"): {0, 1},
+    ("forward", "q"): {0},
+    ("forward", "topk_indices"): {0},
+    ("forward", "out"): {0},
+    ("forward", "lse"): {0},
+    ("forward", "workspace"): {0},
+}
+
+
+def resized(x: np.ndarray, d: int, by: int) -> np.ndarray:
+    """One slice of dimension d more, a copy of the last; or one less."""
+    if by < 0:
+        return np.take(x, range(x.shape[d] - 1), axis=d)
+    return np.concatenate([x, np.take(x, [-1], axis=d)], axis=d)
+
+
+def is_larger_accepted(row: Row, name: str, d: int, ndim: int) -> bool:
+    op = "sparse_attention" if row.op.startswith("_att") else row.op
+    if name in CACHES and ndim == 2:  # whose tokens are one page
+        return d == 0 and op != "forward"
+    if name in CACHES:
+        return d == 0 or (d == 1 and op != "forward")
+    return d in LARGER.get((op, name), set())
+
+
+@pytest.mark.parametrize(("row", "name"), DEVICE_ARRAYS)
+def test_every_dimension_one_larger_and_one_smaller(row, name):
+    """Accepted, or refused with a text that tells the size; nothing is written then.
+
+    What may be larger has a least size, which is a rule of its own: see below.
+    """
+    calls = Calls(row, name)
+    shape = calls.plain.shape
+    for d, by in ((d, by) for d in range(len(shape)) for by in (1, -1)):
+        x = resized(calls.plain, d, by)
+        got, after = calls.run(x, x)
+        if is_larger_accepted(row, name, d, len(shape)):
+            assert by < 0 or not isinstance(got, Refused), d
+            continue
+        if by < 0 and (row.op, name, d) == ("forward", "topk_indices", 1):
+            assert not isinstance(got, Refused), "fewer columns than topk_tokens"
+            continue
+        assert isinstance(got, Refused), f"{x.shape} for {shape}"
+        assert got.error is ValueError, got
+        assert re.match(r"[\w.]+: `[\w\[\]]+` must have .+, got ", got.text), got
+        assert str(x.shape[d]) in re.findall(r"\d+", got.text), got
+        assert others_are_untouched(calls, after)
+
+
+@pytest.mark.parametrize(("row", "name"), DEVICE_ARRAYS)
+def test_ranks_one_larger_and_one_smaller(row, name):
+    calls = Calls(row, name)
+    for x in (calls.plain[..., None], calls.plain[None], calls.plain[0, ...]):
+        got, _ = calls.run(x, x)
+        is_paged = x.ndim in (2, 3) or (x.ndim == 4 and x.shape[2] == 1)
+        if name in CACHES and is_paged and x.shape[-1] == calls.plain.shape[-1]:
+            continue  # a cache of another layout
+        assert isinstance(got, Refused), x.shape
+        who = row.blames.get(name, row.op)
+        shown = ", ".join(map(str, x.shape))
+        if row.op == "dynamic_per_tensor_quant":
+            of_x, of_out = (x.ndim if n == name else calls.plain.ndim for n in ("x", "out"))
+            text = f"{who}: `out` must have the {of_x} dimensions of `x`, got {of_out}"
+            assert got == Refused(ValueError, text)
+        else:
+            assert got.error is ValueError
+            assert got.text.startswith(f"{who}: `{name}` must have "), got
+            assert f"got [{shown}]" in got.text or f"got shape [{shown}]" in got.text, got
+
+
+def test_ranks_of_an_array_of_any_rank():
+    quantize = sparse_mla.dynamic_per_tensor_quant
+    for ndim in range(9):
+        out, _ = quantize(np.ones((1,) * ndim, F32))
+        assert out.ndim == ndim
+    with refuses("dynamic_per_tensor_quant: `x` must have at most 8 dimensions, got 9"):
+        quantize(np.ones((1,) * 9, F32))
+    with refuses("dynamic_per_tensor_quant: `out` must have at most 8 dimensions, got 9"):
+        quantize(np.ones((1,) * 8, F32), out=zeros(*(1,) * 9, dtype=U8))
+    for ndim in (9, -1):
+        with refuses(f"dynamic_per_tensor_quant: `x` must have at most 8 dimensions, got {ndim}"):
+            quantize(Producer(np.ones((1,) * 8, F32), fields={"ndim": ndim}))
+
+
+@pytest.mark.parametrize("width", [575, 577, 655, 657])
+def test_rows_of_a_cache_are_as_wide_as_its_format(width):
+    dtype, row, fmt = (BF16, 576, "bfloat16") if width < 600 else (U8, 656, "fp8_ds_mla")
+    assert sparse_mla.dequantize_kv_cache(zeros(2, row, dtype=dtype)).shape == (2, 576)
+    rule = f"must have a last dimension of {row} for format {fmt}, got shape [2, {width}]"
+    with refuses(f"dequantize_kv_cache: `kv_cache` {rule}"):
+        sparse_mla.dequantize_kv_cache(zeros(2, width, dtype=dtype))
+
+
+def test_pages_have_a_token_and_one_head():
+    sizes = "[pages, block_size, 576], [pages, block_size, 1, 576] or [tokens, 576]"
+    who = "dequantize_kv_cache: `kv_cache` must have"
+    assert sparse_mla.dequantize_kv_cache(zeros(2, 1, 1, 576)).shape == (2, 1, 576)
+    assert sparse_mla.dequantize_kv_cache(zeros(0, 1, 576)).shape == (0, 1, 576)
+    assert sparse_mla.dequantize_kv_cache(zeros(0, 576)).shape == (0, 576)
+    for shape in ((2, 1, 2, 576), (2, 1, 0, 576), (576,), (2, 1, 1, 1, 576)):
+        with refuses(f"{who} shape {sizes}, got {list(shape)}"):
+            sparse_mla.dequantize_kv_cache(zeros(*shape))
+    with refuses(f"{who} at least one token per page, got shape [2, 0, 576]"):
+        sparse_mla.dequantize_kv_cache(zeros(2, 0, 576))
+
+
+def test_tokens_have_rows():
+    """As many rows as slots are enough; of kv_c, then of k_pe one too few."""
+    cache, slots = zeros(9, 576), np.arange(4)
+    write = sparse_mla.concat_and_cache_mla
+    write(zeros(4, 512), zeros(4, 64), cache, slots)
+    rule = "must have at least one row per entry of `slot_mapping` (4), got 3"
+    with refuses(f"concat_and_cache_mla: `kv_c` {rule}"):
+        write(zeros(3, 512), zeros(4, 64), cache, slots)
+    with refuses(f"concat_and_cache_mla: `k_pe` {rule}"):
+        write(zeros(4, 512), zeros(3, 64), cache, slots)
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def attend(T=1, H=1, K=1, kv=None, **options):
+    q, kv = zeros(T, H, 576), zeros(1, 1, 576) if kv is None else kv
+    return sparse_mla.sparse_attention(
+        q, kv, np.zeros((T, K), np.int32), **{"softmax_scale": 1.0, **options}
+    )
+
+
+def convert(topk=(0,), table=((0,),), *, block_size=1, starts=None):
+    topk, table = int32(topk), int32(*table)
+    options = {}
+    if starts is not None:
+        options = {"prefill_request_ids": int32(0), "prefill_workspace_starts": int32(*starts)}
+    got = sparse_mla.convert_req_index_to_global_index(
+        int32(0), table, topk, block_size=block_size, **options
+    )
+    return got[0].tolist()
+
+
+def workspace_size(**changes):
+    sizes = {"num_tokens": 1, "num_heads": 1, "topk": 1} | changes
+    return sparse_mla.attention_workspace_size(
+        sizes.pop("num_tokens"), sizes.pop("num_heads"), sizes.pop("topk"), device="cpu", **sizes
+    )
+
+
+def split_weight(shape=(512, 3), **changes):
+    sizes = {"num_heads": 1, "qk_nope_head_dim": 1, "v_head_dim": 2} | changes
+    return sparse_mla.split_kv_b_proj(zeros(*shape), **sizes)
+
+
+def split_batch(starts=(0, 1), tokens=None, **options):
+    tokens = starts[-1] if tokens is None else tokens
+    return sparse_mla.split_decodes_and_prefills(starts, tokens, **options)
+
+
+COUNT = f"must be 0 to {INT32 - 1}, got "
+SPLITS = "must be 0 (the plan chooses) or 1 to 64, got "
+NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
+    # what: (operator, call, accepted, {refused: text from the argument on; {} is the value})
+    "heads of q": (
+        "sparse_attention",
+        lambda n: attend(H=n),
+        (1, 128),
+        {n: f"`q` must have 1 to 128 heads, got {n}" for n in (0, 129)},
+    ),
+    "heads of a pair": (
+        "sparse_attention",
+        lambda n: sparse_mla.sparse_attention(
+            (zeros(1, n, 512), zeros(1, n, 64)), zeros(1, 1, 576), int32([0]), softmax_scale=1.0
+        ),
+        (1, 128),
+        {n: f"`q[0]` must have 1 to 128 heads, got {n}" for n in (0, 129)},
+    ),
+    "heads of k_up_proj": (
+        "k_up_proj",
+        lambda n: sparse_mla.k_up_proj(zeros(1, n, 1), zeros(512, n, 1)),
+        (1, 128),
+        {n: f"`q_nope` must have 1 to 128 heads, got {n}" for n in (0, 129)},
+    ),
+    "heads of v_up_proj": (
+        "v_up_proj",
+        lambda n: sparse_mla.v_up_proj(zeros(1, n, 512), zeros(512, n, 1)),
+        (1, 128),
+        {n: f"`x` must have 1 to 128 heads, got {n}" for n in (0, 129)},
+    ),
+    "heads of a weight": (
+        "split_kv_b_proj",
+        lambda n: split_weight((512, 3 * n), num_heads=n),
+        (1, 128),
+        {n: f"`num_heads` must be 1 to 128, got {n}" for n in (0, 129)},
+    ),
+    "NoPE values of a weight": (
+        "split_kv_b_proj",
+        lambda n: split_weight((512, 2 + n), qk_nope_head_dim=n),
+        (1,),
+        {0: f"`qk_nope_head_dim` must be 1 to {INT32 - 1}, got 0"},
+    ),
+    "most NoPE values": (
+        "split_kv_b_proj",
+        lambda n: split_weight(qk_nope_head_dim=n),
+        (1,),
+        {
+            INT32 - 1: f"`weight` must have shape [512, {INT32 + 1}] or [{INT32 + 1}, 512] "
+            f"(1 heads x ({INT32 - 1} + 2)), got [512, 3]",
+            INT32: f"`qk_nope_head_dim` must be 1 to {INT32 - 1}, got {INT32}",
+            INT64: f"`qk_nope_head_dim` must fit int64, got {INT64}",
+        },
+    ),
+    "values of a weight": (
+        "split_kv_b_proj",
+        lambda n: split_weight((512, 1 + min(n, 2)), v_head_dim=n),
+        (1, 2),
+        {
+            0: f"`v_head_dim` must be 1 to {INT32 - 1}, got 0",
+            INT32 - 1: f"`weight` must have shape [512, {INT32}] or [{INT32}, 512] "
+            f"(1 heads x (1 + {INT32 - 1})), got [512, 3]",
+            INT32: f"`v_head_dim` must be 1 to {INT32 - 1}, got {INT32}",
+        },
+    ),
+    "splits": (
+        "sparse_attention",
+        lambda n: attend(K=70, num_splits=n),
+        (0, 1, 2, 63, 64),
+        {n: f"`num_splits` {SPLITS}{n}" for n in (-1, 65, INT32 - 1, -INT32)}
+        | {n: f"`num_splits` must fit int32, got {n}" for n in (INT32, -INT32 - 1)}
+        | {n: f"`num_splits` must fit int64, got {n}" for n in (INT64, -INT64 - 1)},
+    ),
+    "scale": (
+        "sparse_attention",
+        lambda x: attend(softmax_scale=x),
+        (np.nextafter(HALF_STEP, 0), np.nextafter(-HALF_STEP, 0), 0.0, 5e-324),
+        {
+            HALF_STEP: "`softmax_scale` must be finite, got 3.40282e+38",
+            -HALF_STEP: "`softmax_scale` must be finite, got -3.40282e+38",
+            np.inf: "`softmax_scale` must be finite, got inf",
+            np.nan: "`softmax_scale` must be finite, got nan",
+        },
+    ),
+    "page size": (
+        "convert_req_index_to_global_index",
+        lambda n: convert(block_size=n),
+        (1, INT32 - 1),
+        {n: f"`block_size` must be 1 to {INT32 - 1}, got {n}" for n in (0, -1, INT32, INT64 - 1)}
+        | {n: f"`block_size` must fit int64, got {n}" for n in (INT64, -INT64 - 1)},
+    ),
+    "heads of a workspace": (
+        "attention_workspace_size",
+        lambda n: workspace_size(num_heads=n),
+        (1, 128),
+        {n: f"`num_heads` must be 1 to 128, got {n}" for n in (0, 129)},
+    ),
+    "splits of a workspace": (
+        "attention_workspace_size",
+        lambda n: workspace_size(num_splits=n),
+        (0, 64),
+        {n: f"`num_splits` {SPLITS}{n}" for n in (-1, 65)}
+        | {INT32: f"`num_splits` must fit int32, got {INT32}"},
+    ),
+    **{
+        f"{name} of a workspace": (
+            "attention_workspace_size",
+            lambda n, name=name: workspace_size(**{name: n}),
+            (0, INT32 - 1),
+            {n: f"`{name}` {COUNT}{n}" for n in (-1, INT32, INT64 - 1)},
+        )
+        for name in ("num_tokens", "topk", "extra_topk")
+    },
+    "decode threshold": (
+        "split_decodes_and_prefills",
+        lambda n: split_batch(decode_threshold=n),
+        (1, INT64 - 1),
+        {0: "`decode_threshold` must be at least 1, got 0"},
+    ),
+    "tokens of a batch": (
+        "split_decodes_and_prefills",
+        lambda n: split_batch((0, 2, 5), n),
+        (5, 6, INT64 - 1),
+        {4: "`num_actual_tokens` must be at least query_start_loc[-1] = 5, got 4"},
+    ),
+    "model length": (
+        "get_prefill_workspace_size",
+        sparse_mla.get_prefill_workspace_size,
+        (0, INT32 - 1),
+        {n: f"`max_model_len` must be 0 to {INT32 - 1}, got {n}" for n in (-1, INT32)},
+    ),
+    "stream": (
+        "merge_attn_states",
+        lambda n: sparse_mla.merge_attn_states(
+            *(zeros(1, 1, 1), zeros(1, 1, dtype=F32)) * 2, stream=n
+        ),
+        (0, 2**64 - 1, -INT64),
+        {n: f"`stream` must be a handle of at most 64 bits, got {n}" for n in (2**64, -INT64 - 1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_numbers(what):
+    op, call, good, bad = NUMBERS[what]
+    for value in good:
+        call(value)
+    for value, text in bad.items():
+        with refuses(f"{op}: {text}"):
+            call(value)
+
+
+def test_workspace_of_the_largest_shapes_does_not_overflow():
+    most = INT32 - 1
+    sizes = [
+        workspace_size(num_tokens=t, num_heads=128, topk=k, extra_topk=e, num_splits=n)
+        for t in (1, most)
+        for k in (1, most)
+        for e in (0, most)
+        for n in (0, 64)
+    ]
+    assert all(0 < size < 2**40 for size in sizes)
+
+
+def test_sizes_of_results():
+    assert sparse_mla.get_prefill_workspace_size(INT32 - 1) == 5 * (INT32 - 1)
+    assert split_batch((0, 2, 5), INT64 - 1, decode_threshold=9) == (2, 0, INT64 - 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("starts", "text"),
+    [
+        ((1,), "must start with 0, got 1"),
+        ((-1, 0), "must start with 0, got -1"),
+        ((0, 3, 2), "must not decrease, got 2 after 3 at request 1"),
+        ((0, -1), "must not decrease, got -1 after 0 at request 0"),
+        ((), "must have one entry more than requests, got 0"),
+        (
+            (0, 0, 1),
+            "must have queries without tokens only at the end of a batch of decodes of one length, "
+            "got an empty query at request 0 and 1 tokens at request 1",
+        ),
+        (
+            (0, 2, 3, 3),
+            "must have queries without tokens only at the end of a batch of decodes of one length, "
+            "got an empty query at request 2 and 1 tokens at request 1",
+        ),
+        (
+            (0, 3, 6, 6),
+            "must have queries without tokens only at the end of a batch of decodes of one length, "
+            "got an empty query at request 2 and 3 tokens at request 0",
+        ),
+    ],
+)
+def test_starts_of_queries(starts, text):
+    with refuses(f"split_decodes_and_prefills: `query_start_loc` {text}"):
+        sparse_mla.split_decodes_and_prefills(starts, 9, decode_threshold=2)
+
+
+@pytest.mark.parametrize(
+    ("starts", "want"),
+    [
+        ((0,), (0, 0, 9, 0)),
+        ((0, 0), (1, 0, 9, 0)),
+        ((0, 3, 3), None),
+        ((0, 2, 2), (2, 0, 9, 0)),
+        ((0, 2, 4, 4, 4), (4, 0, 9, 0)),
+        ((0, 2, 5), (1, 1, 2, 7)),
+    ],
+)
+def test_starts_of_queries_that_are_good(starts, want):
+    threshold = 3 if want is None else 2
+    got = sparse_mla.split_decodes_and_prefills(starts, 9, decode_threshold=threshold)
+    assert got == (want or (2, 0, 9, 0))
+
+
+@pytest.mark.parametrize("most", [0, 1, 7, INT32 - 1])
+def test_requests_as_long_as_the_workspace(most):
+    split = sparse_mla.split_prefill_chunks
+    assert split([most, 0, most], most) == [(0, 2), (2, 3)][: 2 if most else 0] or most == 0
+    if most < INT32 - 1:
+        with refuses(
+            f"split_prefill_chunks: `seq_lens` must fit the workspace of {most} tokens one by one, "
+            f"got {most + 1} at request 1 (raise prefill_workspace_tokens)"
+        ):
+            split([most, most + 1], most)
+    with refuses("split_prefill_chunks: `seq_lens` must be >= 0, got -1 at request 1"):
+        split([0, -1], most)
+
+
+def test_a_chunk_is_full_at_the_workspace_not_before():
+    split = sparse_mla.split_prefill_chunks
+    assert split([3, 4], 7) == [(0, 2)]
+    assert split([3, 5], 7) == [(0, 1), (1, 2)]
+    assert split([0, 0], 0) == [(0, 2)]
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", [576, 656])
+def test_names_of_formats(row):
+    """All three, and every name that is one letter more or less."""
+    kv = zeros(1, row, dtype=BF16 if row == 576 else U8)
+    good = ("auto", "bfloat16") if row == 576 else ("fp8_ds_mla",)
+    for name in (*good, None):
+        assert sparse_mla.dequantize_kv_cache(kv, kv_format=name).shape == (1, 576)
+    for name in ("auto", "bfloat16", "fp8_ds_mla"):
+        for bad in (name[:-1], name + "x", name.upper(), ""):
+            rule = f'must be "auto", "bfloat16" or "fp8_ds_mla", got {bad!r}'
+            with refuses(f"dequantize_kv_cache: `kv_format` {rule}"):
+                sparse_mla.dequantize_kv_cache(kv, kv_format=bad)
+    for name in {"bfloat16", "fp8_ds_mla"} - set(good):
+        dtypes = "bfloat16" if name == "bfloat16" else listed(BYTES)
+        got = "uint8" if row == 656 else "bfloat16"
+        text = f"dequantize_kv_cache: `kv_cache` must be {dtypes} for format {name}, got {got}"
+        with refuses(text, TypeError):
+            sparse_mla.dequantize_kv_cache(kv, kv_format=name)
+
+
+def test_names_of_result_dtypes():
+    for name in ("float32", "bfloat16"):
+        assert str(sparse_mla.dequantize_kv_cache(zeros(1, 576), dtype=name).dtype) == name
+    for name in ("float16", "float3", "float322", "", np.float32, None):
+        rule = f'must be "float32" or "bfloat16", got {name!r}'
+        with refuses(f"dequantize_kv_cache: `dtype` {rule}"):
+            sparse_mla.dequantize_kv_cache(zeros(1, 576), dtype=name)
+
+
+@pytest.mark.parametrize("name", ["cuda:", "cuda:-1", "cuda:10000", "cuda:1x", "cuda1", "CPU", ""])
+def test_names_of_devices(name):
+    assert workspace_size() > 0, "on cpu"
+    rule = f'must be "cpu", "cuda" or "cuda:N", got {name!r}'
+    with refuses(f"attention_workspace_size: `device` {rule}"):
+        sparse_mla.attention_workspace_size(1, 1, 1, device=name)
+    with pytest.raises(RuntimeError, match=r"^attention_workspace_size: "):
+        sparse_mla.attention_workspace_size(1, 1, 1, device="cuda:9999")
+
+
+@pytest.mark.parametrize("device", [(1, 0), (1, 5), (3, 0), (13, 1)])
+def test_memory_that_the_host_can_read_is_the_cpu_s(device):
+    out, _ = sparse_mla.sparse_attention(
+        zeros(1, 1, 576), zeros(1, 1, 576), Producer(int32([0]), device=device), softmax_scale=1.0
+    )
+    assert out.shape == (1, 1, 512)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ((2, 0), "cuda:0"),
+        ((4, 0), "DLPack device type 4:0"),
+        ((12, 1), "DLPack device type 12:1"),
+    ],
+)
+def test_memory_that_it_cannot(device, name):
+    with refuses(f"sparse_attention: `indices` must be on cpu like `q`, got {name}"):
+        sparse_mla.sparse_attention(
+            zeros(1, 1, 576),
+            zeros(1, 1, 576),
+            Producer(int32([0]), device=device),
+            softmax_scale=1.0,
+            stream=0,
+        )
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_pair_is_two(count):
+    q, kv = (zeros(1, 1, 512), zeros(1, 1, 64), zeros(1, 1, 64)), zeros(1, 1, 576)
+    for pair in (q[:2], list(q[:2])):
+        sparse_mla.sparse_attention(pair, kv, int32([0]), softmax_scale=1.0)
+    rule = f"must be an array or the pair (ql_nope, q_pe), got {count} items"
+    with refuses(f"sparse_attention: `q` {rule}", TypeError):
+        sparse_mla.sparse_attention(q[:count], kv, int32([0]), softmax_scale=1.0)
+
+
+def test_formats_of_buffers():
+    """Of numbers, in native order; at most 8 dimensions."""
+    quantize = sparse_mla.dynamic_per_tensor_quant
+    quantize(memoryview(np.ones((1,) * 8, F32)))
+    quantize(memoryview(np.ones(2, "=f4")))
+    with refuses("dynamic_per_tensor_quant: `x` must have at most 8 dimensions, got 9"):
+        quantize(memoryview(np.ones((1,) * 9, F32)))
+    for bad in (np.ones(2, ">f4"), np.ones(2, "f4,f4"), memoryview(b"ab").cast("c")):
+        text = memoryview(bad).format
+        rule = f'must have a plain numeric format, got "{text}"'
+        with refuses(f"dynamic_per_tensor_quant: `x` {rule}", TypeError):
+            quantize(memoryview(bad))
+
+
+# --- values in arrays ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_slots(dtype):
+    """The last slot and any negative one; the first past the end, found before anything is
+    written."""
+    for shape in ((3, 4, 576), (12, 576), (3, 4, 1, 576)):
+        cache = zeros(*shape)
+        ones = np.ones((2, 512), F32), np.ones((2, 64), F32)
+        least = np.iinfo(dtype).min
+        sparse_mla.concat_and_cache_mla(*ones, cache, np.array([11, least], dtype))
+        written = cache.reshape(12, 576).astype(F32).any(1)
+        assert written.tolist() == [False] * 11 + [True]
+        for slot in (12, np.iinfo(dtype).max):
+            cache[...] = 0
+            with refuses(
+                "concat_and_cache_mla: `slot_mapping` must be below the 12 slots of `kv_cache`, "
+                f"got {slot} at token 1"
+            ):
+                sparse_mla.concat_and_cache_mla(*ones, cache, np.array([3, slot], dtype))
+            assert not cache.astype(F32).any()
+
+
+def test_a_cache_without_slots_takes_no_token():
+    ones = np.ones((1, 512), F32), np.ones((1, 64), F32)
+    sparse_mla.concat_and_cache_mla(*ones, zeros(0, 4, 576), int32(-1))
+    with refuses(
+        "concat_and_cache_mla: `slot_mapping` must be below the 0 slots of `kv_cache`, got 0 at "
+        "token 0"
+    ):
+        sparse_mla.concat_and_cache_mla(*ones, zeros(0, 4, 576), int32(0))
+
+
+def gather(length=4, start=0, first=0, table=(1, 0), rows=8, **changes):
+    """One request of a cache of 2 pages of 4 ones; a request of length 0 in front of it."""
+    cache = np.ones((2, 4, 576), F32).astype(BF16)
+    out = zeros(rows, 576)
+    arguments = {
+        "block_table": int32([0] * len(table), table),
+        "seq_lens": int32(0, length),
+        "workspace_starts": int32(0, start),
+        "seq_starts": int32(0, first),
+    } | changes
+    sparse_mla.gather_kv_cache(cache, **arguments, out=out)
+    return out.astype(F32).any(1).nonzero()[0].tolist()
+
+
+ROWS = "must keep every row inside the 8 rows of `out`, got rows {} to {} for request 1"
+PAGES = "must name pages of the cache (0 to 1), got {} for request 1, block {}"
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "text"),
+    [
+        ({"length": 0}, {"length": -1}, "`seq_lens` must be >= 0, got -1 at request 1"),
+        ({"first": 0}, {"first": -1}, "`seq_starts` must be >= 0, got -1 at request 1"),
+        ({"start": 0}, {"start": -1}, f"`workspace_starts` {ROWS.format(-1, 3)}"),
+        ({"start": 4}, {"start": 5}, f"`workspace_starts` {ROWS.format(5, 9)}"),
+        (
+            {"length": 8},
+            {"length": INT32 - 1, "start": INT32 - 1},
+            f"`workspace_starts` {ROWS.format(INT32 - 1, 2 * INT32 - 2)}",
+        ),
+        (
+            {"length": 4, "first": 4},
+            {"length": 4, "first": 5},
+            "`block_table` must have at least 3 columns for request 1, got 2",
+        ),
+        (
+            {"length": 8, "table": (0, 1)},
+            {"length": 8, "table": (0,)},
+            "`block_table` must have at least 2 columns for request 1, got 1",
+        ),
+        ({"table": (1, 2)}, {"table": (2, 0)}, f"`block_table` {PAGES.format(2, 0)}"),
+        ({"table": (0, -1)}, {"table": (-1, 0)}, f"`block_table` {PAGES.format(-1, 0)}"),
+        (
+            {"table": (7, 1), "first": 4, "length": 4},
+            {"table": (7, 1), "first": 3, "length": 4},
+            f"`block_table` {PAGES.format(7, 0)}",
+        ),
+        (
+            {"table": (1, 7), "length": 4},
+            {"table": (1, 7), "length": 5},
+            f"`block_table` {PAGES.format(7, 1)}",
+        ),
+        (
+            {"length": 0, "start": -9, "first": -9, "table": (INT32 - 1,)},
+            {"length": 1, "start": 0, "first": 0, "table": (INT32 - 1,)},
+            f"`block_table` {PAGES.format(INT32 - 1, 0)}",
+        ),
+        (
+            {"length": 0, "table": ()},
+            {"length": 1, "table": ()},
+            "`block_table` must have at least 1 columns for request 1, got 0",
+        ),
+    ],
+)
+def test_gathers(good, bad, text):
+    options = {"length": 4, "start": 0} | good
+    rows = range(options["start"], options["start"] + options["length"])
+    assert gather(**good) == list(rows)
+    with refuses(f"gather_kv_cache: {text}"):
+        gather(**bad)
+
+
+def test_requests_of_no_length_touch_nothing():
+    """Whatever their table rows, starts and columns are."""
+    bad = {"block_table": int32([-5], [99]), "seq_lens": int32(0, 0)}
+    starts = {"workspace_starts": int32(-7, 100), "seq_starts": int32(-1, INT32 - 1)}
+    assert gather(**bad, **starts) == []
+    assert gather(**bad, **starts, rows=0) == []
+
+
+def test_positions():
+    """To slots, and to rows of the workspace; both end where int32 does."""
+    most = INT32 - 1
+    assert convert((-1, 0, 2, 3, 4, most), [[5]], block_size=4) == [-1, 20, 22, 23, -1, -1]
+    assert convert((0, 1, 2), [[0, -1, 3]], block_size=1) == [0, -1, 3]
+    assert convert((0, 3), [[most // 4]], block_size=4) == [most - 3, most]
+    assert convert((0,), [[most // 4 + 1]], block_size=4) == [-1]
+    assert convert((0, 1, 2), [[most // 4 + 0, 9]], block_size=5) == [-1] * 3
+    assert convert((0,), [[most]], block_size=1) == [most]
+    assert convert((most - 1, most), [[0]], block_size=most) == [most - 1, -1]
+    assert convert((0, 1, 2), [[0]], block_size=4, starts=(most - 1,)) == [most - 1, most, -1]
+    assert convert((1,), [[0]], block_size=4, starts=(0,)) == [1]
+
+
+def test_requests_and_prefills_of_positions():
+    def run(ids=(0, 1), prefills=(-1, 0), starts=(3,)):
+        return sparse_mla.convert_req_index_to_global_index(
+            int32(*ids), int32([1], [0]), int32([0], [1]), block_size=2,
+            prefill_request_ids=int32(*prefills), prefill_workspace_starts=int32(*starts),
+        ).tolist()  # fmt: skip
+
+    op = "convert_req_index_to_global_index"
+    assert run() == [[2], [4]]
+    assert run(prefills=(-INT32, 0)) == [[2], [4]]
+    assert run(starts=(0, -1)) == [[2], [1]], "a start that nobody uses is not looked at"
+    for bad in (-1, 2):
+        with refuses(
+            f"{op}: `req_id_per_token` must name a row of `block_table` (0 to 1), got {bad} at "
+            "token 1"
+        ):
+            run(ids=(0, bad))
+    with refuses(
+        f"{op}: `prefill_request_ids` must name an entry of `prefill_workspace_starts` (0 to 0) or "
+        "be -1, got 1 at token 1"
+    ):
+        run(prefills=(-1, 1))
+    with refuses(f"{op}: `prefill_workspace_starts` must be >= 0, got -1 at entry 0"):
+        run(starts=(-1,))
+    with refuses(f"{op}: `prefill_workspace_starts` must be given, got none"):
+        sparse_mla.convert_req_index_to_global_index(
+            int32(0), int32([1]), int32([0]), block_size=2, prefill_request_ids=int32(0)
+        )
+    alone = sparse_mla.convert_req_index_to_global_index(
+        int32(0), int32([1]), int32([0]), block_size=2, prefill_workspace_starts=int32(-5, 7)
+    )
+    assert alone.tolist() == [[2]], "starts without ids are checked for their type alone"
+
+
+def test_indices_and_lengths_of_attention():
+    """The last slot and column count, those behind them do not."""
+    kv = zeros(2, 3, 576)
+    q = zeros(1, 1, 576)
+
+    def keys(indices, length=None):
+        length = None if length is None else int32(length)
+        _, lse = sparse_mla.sparse_attention(
+            q, kv, int32(indices), softmax_scale=1.0, topk_length=length
+        )
+        return round(float(np.exp(lse[0, 0])))
+
+    assert keys([0, 5, 5]) == 3
+    assert keys([0, 5, 6]) == 2
+    assert keys([0, -1, INT32 - 1, -INT32]) == 1
+    for length, want in ((0, 0), (1, 1), (2, 2), (3, 3), (4, 3), (-1, 0), (INT32 - 1, 3)):
+        assert keys([0, 1, 2], length) == want, length
+
+
+@pytest.mark.parametrize("given", ["extra_indices", "extra_topk_length", "both", "extra_kv"])
+def test_extra_lists_are_whole(given):
+    extra = {
+        "extra_kv": zeros(1, 1, 576),
+        "extra_indices": int32([0]),
+        "extra_topk_length": int32(1),
+    }
+    attend(**extra)
+    attend(**{n: x for n, x in extra.items() if n != "extra_topk_length"})
+    names = ("extra_indices", "extra_topk_length") if given == "both" else (given,)
+    missing = "extra_indices" if given == "extra_kv" else "extra_kv"
+    with refuses(f"sparse_attention: `{missing}` must be given, got none"):
+        attend(**{n: extra[n] for n in names})
+    with refuses("sparse_attention: `extra_indices` must be given, got none"):
+        attend(extra_kv=extra["extra_kv"], extra_topk_length=extra["extra_topk_length"])
+
+
+def test_a_square_weight_is_read_as_it_lies():
+    """[512, 512] fits both readings: rows are latents."""
+    weight = cases.random_bf16(np.random.default_rng(0), 512, 512)
+    sizes = {"num_heads": 2, "qk_nope_head_dim": 100, "v_head_dim": 156}
+    parts = weight.reshape(512, 2, 256)
+    for stored in (weight, np.asfortranarray(weight)):
+        w_uk, w_uv = sparse_mla.split_kv_b_proj(stored, **sizes)
+        assert bytes_of(w_uk) == bytes_of(parts[..., :100])
+        assert bytes_of(w_uv) == bytes_of(parts[..., 100:])
+    codes = np.full((512, 512), 0x38, U8)  # ones
+    scale = np.arange(16, dtype=F32).reshape(4, 4)
+    w_uk, w_uv = sparse_mla.split_kv_b_proj(codes, **sizes, weight_scale_inv=scale)
+    got = np.concatenate([w_uk, w_uv], axis=2).reshape(512, 512).astype(F32)
+    assert np.array_equal(got, np.kron(scale, np.ones((128, 128))))
+
+
+@pytest.mark.parametrize("shape", [(512, 128), (512, 129), (128, 512), (129, 512), (512, 1)])
+def test_scales_are_one_per_block(shape):
+    columns = next((n for n in shape if n != 512), 512)
+    blocks = tuple(-(-n // 128) for n in shape)
+    sizes = {"num_heads": 1, "qk_nope_head_dim": 1, "v_head_dim": columns - 1}
+    if columns == 1:
+        shape, blocks, sizes["v_head_dim"] = (512, 2), (4, 1), 1
+    codes = np.full(shape, 0x38, U8)
+    sparse_mla.split_kv_b_proj(codes, **sizes, weight_scale_inv=np.ones(blocks, F32))
+    for d, by in ((0, 1), (0, -1), (1, 1), (1, -1)):
+        bad = tuple(n + by * (i == d) for i, n in enumerate(blocks))
+        rule = f"must have shape {list(blocks)}, got {list(bad)}"
+        with refuses(f"split_kv_b_proj: `weight_scale_inv` {rule}"):
+            sparse_mla.split_kv_b_proj(codes, **sizes, weight_scale_inv=np.ones(bad, F32))
+
+
+def test_a_weight_fits_its_numbers():
+    split_weight((512, 3))
+    split_weight((3, 512))
+    for shape in ((512, 2), (512, 4), (511, 3), (513, 3), (2, 512), (4, 512), (3, 511), (3, 513)):
+        rule = f"must have shape [512, 3] or [3, 512] (1 heads x (1 + 2)), got {list(shape)}"
+        with refuses(f"split_kv_b_proj: `weight` {rule}"):
+            split_weight(shape)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def put(raw: np.ndarray, start: int, x: np.ndarray) -> np.ndarray:
+    view = np.ndarray(x.shape, x.dtype, raw, start)
+    view[...] = x
+    return view
+
+
+def unit_of(x: np.ndarray, rules: str) -> int:
+    return 16 if "cache" in rules else x.itemsize
+
+
+PAIRS = [
+    pytest.param(row, out, other, id=f"{title}: {out}, {other}")
+    for title, row in TABLE.items()
+    for out, rules in row.rules.items()
+    for other, other_rules in row.rules.items()
+    if "written" in rules and out != other and "host" not in other_rules
+]
+
+
+@pytest.mark.parametrize(("row", "out", "other"), PAIRS)
+def test_neighbours_and_overlaps(row, out, other):
+    """End to end both ways round is the separate arrays' result; one element closer is refused:
+    one byte where one of them is of bytes."""
+    example = row.example
+    want = outcome_of(example, {n: x.copy() for n, x in example.arrays.items()})
+    x, y = example.arrays[out], example.arrays[other]
+    step, other_step = unit_of(x, row.rules[out]), unit_of(y, row.rules[other])
+    names = [n for n in row.rules if n in (out, other)]
+    both = "written" in row.rules[other]
+    first, second = (out, other)
+    if both and names[0] == other:
+        first, second = other, out
+    text = f"{error_op(row)}: `{first}` must not overlap `{second}`, got arrays that share memory"
+    raw = np.full(x.nbytes + y.nbytes + 256, RED, U8)
+    for closer in (0, min(step, other_step)):
+        for other_is_in_front in (True, False):
+            sizes = (y.nbytes, x.nbytes) if other_is_in_front else (x.nbytes, y.nbytes)
+            middle = -(-sizes[0] // 64) * 64 + (-raw.ctypes.data) % 64
+            low, high = middle - sizes[0], middle
+            # the one with the smaller step moves, so that both stay aligned
+            moves_low = (other_step <= step) == other_is_in_front
+            low, high = (low + closer, high) if moves_low else (low, high - closer)
+            raw[:] = RED
+            given = {n: a.copy() for n, a in example.arrays.items()}
+            starts = (high, low) if other_is_in_front else (low, high)
+            given[out], given[other] = put(raw, starts[0], x), put(raw, starts[1], y)
+            before = raw.copy()
+            got = outcome_of(example, given)
+            if closer:
+                assert got == Refused(ValueError, text)
+                assert np.array_equal(raw, before), "written"
+            else:
+                assert got == want
+                outside = np.ones(raw.size, bool)
+                outside[low : middle + sizes[1]] = False
+                assert (raw[outside] == RED).all()
+
+
+def error_op(row: Row) -> str:
+    return "sparse_attention" if row.op == "_attention_plus_inf" else row.op
+
+
+@pytest.mark.parametrize("shift", [-2, -1, 0, 1, 2])
+def test_columns_of_one_buffer(shift):
+    """Rows of x and of out take turns: x has bytes 0 to 10 of every 16, out five of the others."""
+    raw = np.zeros(16 * 4, U8)
+    x = np.ndarray((3, 5), F16, raw, 0, (16, 2))
+    x[...] = np.arange(15).reshape(3, 5)
+    want, _ = sparse_mla.dynamic_per_tensor_quant(x.copy(), out=np.zeros((3, 5), U8))
+    start = 10 + shift
+    out = np.ndarray((3, 5), U8, raw, start, (16, 1))
+    if 10 <= start <= 11:
+        sparse_mla.dynamic_per_tensor_quant(x, out=out)
+        assert np.array_equal(out, want)
+    else:
+        with refuses(
+            "dynamic_per_tensor_quant: `out` must not overlap `x`, got arrays that share memory"
+        ):
+            sparse_mla.dynamic_per_tensor_quant(x, out=out)
+
+
+@pytest.mark.parametrize("stride", [4, 5, 6])
+def test_rows_that_reach_into_the_next(stride):
+    raw = np.full(64, RED, U8)
+    out = np.ndarray((3, 5), U8, raw, 8, (stride, 1))
+    x = np.ones((3, 5), F32)
+    if stride >= 5:
+        sparse_mla.dynamic_per_tensor_quant(x, out=out)
+        assert (out == 0x7E).all()
+        assert (raw == 0x7E).sum() == 15
+    else:
+        with refuses(
+            "dynamic_per_tensor_quant: `out` must have elements that do not overlap (it is "
+            "written), got strides that reach back"
+        ):
+            sparse_mla.dynamic_per_tensor_quant(x, out=out)
+        assert (raw == RED).all()
+
+
+@pytest.mark.parametrize("argument", ["kv", "q", "indices", "topk_length", "attn_sink", "out"])
+def test_an_argument_as_workspace(argument):
+    """Its bytes are large enough; they are not free."""
+    kv = np.zeros((4096, 576), BF16)
+    arrays = {
+        "q": np.zeros((256, 2, 576), BF16),
+        "indices": np.zeros((256, 600), np.int32),
+        "topk_length": np.zeros(2**17, np.int32)[::512],
+        "attn_sink": np.zeros(2**17, F32)[:: 2**16],
+        "out": np.zeros((256, 2, 512), BF16),
+    }
+    whole = {n: x.base if x.base is not None else x for n, x in (arrays | {"kv": kv}).items()}
+    workspace = whole[argument].reshape(-1).view(U8)
+    size = sparse_mla.attention_workspace_size(256, 2, 600, device="cpu")
+    assert workspace.size >= 2**19 or size < workspace.size
+    first, second = ("out", "workspace") if argument == "out" else ("workspace", argument)
+    with refuses(
+        f"sparse_attention: `{first}` must not overlap `{second}`, got arrays that share memory"
+    ):
+        sparse_mla.sparse_attention(
+            arrays.pop("q"), kv, arrays.pop("indices"), **arrays, softmax_scale=1.0,
+            workspace=workspace,
+        )  # fmt: skip
+    assert not workspace.any()
+
+
+def at_offset(size: int, offset: int, dtype=U8) -> np.ndarray:
+    raw = np.zeros(size + 128, U8)
+    start = -raw.ctypes.data % 64 + offset
+    return raw[start : start + size].view(dtype)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 63])
+@pytest.mark.parametrize(("T", "H", "splits"), [(1, 1, 1), (2, 17, 3), (70, 3, 2), (2, 128, 64)])
+def test_workspace_bytes(T, H, splits, offset):
+    """The least that one thread runs in, from the next multiple of 64, is told and enough; one byte
+    less is not. What attention_workspace_size says is enough at any address."""
+    case = cases.AttentionCase(T, H, 40, num_splits=splits, pages=1).make()
+    want = case.run(sparse_mla.sparse_attention)
+
+    def run(size: int, dtype=U8, at=offset):
+        return case.run(sparse_mla.sparse_attention, workspace=at_offset(size, at, dtype))
+
+    with pytest.raises(
+        ValueError, match=r"`workspace` must have at least \d+ bytes, got 1$"
+    ) as info:
+        run(1, at=0)
+    least = int(re.findall(r"\d+", str(info.value))[0]) + -offset % 64
+    with refuses(
+        f"sparse_attention: `workspace` must have at least {least} bytes, got {least - 1}"
+    ):
+        run(least - 1)
+    told = sparse_mla.attention_workspace_size(T, H, 40, num_splits=splits, device="cpu")
+    assert least <= told
+    for got in (run(least), run(told), run(least, np.int8)):
+        assert frozen(got, {}) == frozen(want, {})
+
+
+def test_nothing_needs_no_workspace():
+    assert sparse_mla.attention_workspace_size(0, 4, 9, device="cpu") == 0
+    assert sparse_mla.attention_workspace_size(1, 4, 9, device="cpu") > 0
+    attend(T=0, workspace=zeros(0, dtype=U8))
+    attend(T=0, K=0)
+
+
+def cache_of(stride: int, negative=False) -> Any:
+    """A cache of two pages that far apart, in bytes; the second page is not there."""
+    page = np.zeros((2, 4, 656), U8)
+    return Producer(page, strides=[-stride if negative else stride, 656, 1])
+
+
+def attend_to(kv):
+    return sparse_mla.sparse_attention(zeros(1, 1, 576), kv, int32([0, 3]), softmax_scale=1.0)
+
+
+def test_the_end_of_the_address_space():
+    """An array reaches over 2^57 bytes at most, and not below address 0."""
+    rule = "sparse_attention: `kv` must fit in the address space with its strides, got shape"
+    attend_to(cache_of(2**57 - 4 * 656))
+    with refuses(f"{rule} [2, 4, 656]"):
+        attend_to(cache_of(2**57 - 4 * 656 + 16))
+    below = cache_of(16, negative=True)
+    address = below.array.ctypes.data & -16
+    assert address == below.array.ctypes.data, "or the stride would not be one of 16 bytes"
+    below.strides[0] = -address
+    attend_to(below)
+    below.strides[0] = -address - 16
+    with refuses(f"{rule} [2, 4, 656]"):
+        attend_to(below)
+    with refuses(f"{rule} [2, 4, 656]"):
+        attend_to(cache_of(2**62))
+
+
+def test_sizes_and_memory_of_capsules():
+    """Nothing is read where nothing is; a size below 0 is no size."""
+    kv = np.zeros((1, 4, 656), U8)
+    q, none = zeros(1, 1, 576), Producer(np.zeros((1, 0), np.int32), fields={"data": None})
+    out, lse = sparse_mla.sparse_attention(q, kv, none, softmax_scale=1.0)
+    assert (lse == -np.inf).all() and not out.astype(F32).any()
+    some = Producer(np.zeros((1, 1), np.int32), fields={"data": None})
+    with refuses("sparse_attention: `indices` must have memory, got a null pointer"):
+        sparse_mla.sparse_attention(q, kv, some, softmax_scale=1.0)
+
+    class Negative(Producer):
+        def capsule(self, versioned):
+            made = super().capsule(versioned)
+            shape = next(x[2] for x in dlpack_producer._alive.values() if x[0] is self)
+            shape[1] = -1
+            return made
+
+    with refuses("sparse_attention: `indices` must have sizes >= 0, got shape [1, -1]"):
+        sparse_mla.sparse_attention(q, kv, Negative(np.zeros((1, 1), np.int32)), softmax_scale=1.0)
+
+
+# --- the backend layer ---------------------------------------------------------------------------
+
+LIMITS = {
+    "num_heads": 2,
+    "block_size": 4,
+    "topk_tokens": 6,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 8,
+    "max_model_len": 16,
+    "decode_threshold": 1,
+    "min_heads_for_bf16_prefill": 32,
+    "prefill_workspace_tokens": 0,
+}
+
+
+def builder(path=None, dtype="fp8_ds_mla", workspace=None, device="cpu", **changes):
+    return _C.Builder(*(LIMITS | changes).values(), dtype, path, device, workspace)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_sizes_of_a_builder(name):
+    most = 128 if name == "num_heads" else INT32 - 1
+    zero_is_default = name in (
+        "decode_threshold",
+        "min_heads_for_bf16_prefill",
+        "prefill_workspace_tokens",
+    )
+    builder(**{name: 1})
+    for value in (-1, most + 1) if zero_is_default else (0, most + 1):
+        with refuses(f"MetadataBuilder: `{name}` must be 1 to {most}, got {value}"):
+            builder(**{name: value})
+    if zero_is_default:
+        builder(**{name: 0})
+    if name in ("num_heads", "block_size", "max_model_len", "decode_threshold") or zero_is_default:
+        builder("mixed", **{name: most})
+
+
+@pytest.mark.parametrize("name", [n for n in LIMITS if n != "num_heads"])
+def test_sizes_of_a_config(name):
+    sizes = {n: x for n, x in LIMITS.items() if n != "prefill_workspace_tokens"}
+    config = lambda **x: sparse_mla.Config(softmax_scale=1.0, **(sizes | x))  # noqa: E731
+    assert getattr(config(**{name: 1}), name) == 1
+    with refuses(f"Config: `{name}` must be at least 1, got 0"):
+        config(**{name: 0})
+    for heads in (1, 128):
+        config(num_heads=heads)
+    for heads in (0, 129):
+        with refuses(f"Config: `num_heads` must be 1 to 128, got {heads}"):
+            config(num_heads=heads)
+
+
+PATHS = {"fp8_ds_mla": ("mixed", "separate", "direct"), "bfloat16": ("bf16",)}
+
+
+@pytest.mark.parametrize("dtype", PATHS)
+def test_paths_serve_their_caches(dtype):
+    for path in ("mixed", "separate", "direct", "bf16"):
+        if path in PATHS[dtype]:
+            builder(path, dtype)
+            continue
+        served = '"mixed", "separate" or "direct"' if dtype == "fp8_ds_mla" else '"bf16"'
+        rule = f'must serve a {dtype} cache ({served}), got "{path}"'
+        with refuses(f"MetadataBuilder: `path` {rule}"):
+            builder(path, dtype)
+    for bad in ("mixe", "mixedd", "auto", "", 1):
+        names = '"mixed", "separate", "bf16" or "direct"'
+        with refuses(f"MetadataBuilder: `path` must be None, {names}, got {bad!r}"):
+            builder(bad, dtype)
+    with refuses("MetadataBuilder: `kv_format` must be a known cache format, got 0"):
+        builder(None, None)
+
+
+@pytest.mark.parametrize(("heads", "path"), [(31, "mixed"), (32, "separate"), (33, "separate")])
+def test_heads_that_choose_the_path(heads, path):
+    for least, moved in ((0, 0), (32, 0), (heads, None), (heads + 1, None)):
+        made = builder(num_heads=heads, min_heads_for_bf16_prefill=least)
+        plan = made.build([0, 1], [1], np.zeros((1, 1), np.int32), 1, 1, None)
+        wanted = path if moved == 0 else ("separate" if least == heads else "mixed")
+        assert plan["path"] == wanted
+
+
+def test_a_workspace_of_the_caller():
+    """As many rows as were asked for, one at least; without a number all of them."""
+    for rows, asked, tokens in ((5, 5, 5), (6, 5, 5), (5, 0, 5), (1, 0, 1)):
+        made = builder("separate", workspace=zeros(rows, 576), prefill_workspace_tokens=asked)
+        assert made.workspace_bytes == tokens * 1152
+    for rows, asked, least in ((4, 5, 5), (0, 0, 1)):
+        rule = f"must have shape [>= {least}, 576], got [{rows}, 576]"
+        with refuses(f"MetadataBuilder: `workspace` {rule}"):
+            builder("separate", workspace=zeros(rows, 576), prefill_workspace_tokens=asked)
+
+
+def build(lens=(1, 1), seq_lens=None, *, tokens=None, table=(3, 4), num_reqs=None, **options):
+    starts = [0, *np.cumsum(lens).tolist()]
+    seq_lens = list(lens) if seq_lens is None else seq_lens
+    made = builder(**({"path": "separate"} | options))
+    num_reqs = len(lens) if num_reqs is None else num_reqs
+    tokens = starts[-1] if tokens is None else tokens
+    return made.build(starts, seq_lens, np.zeros(table, np.int32), num_reqs, tokens, None)
+
+
+BUILDS = {
+    # what: (good, bad, text)
+    "requests": (
+        {"lens": (1, 1, 1)},
+        {"lens": (1, 1, 1, 1), "table": (4, 4)},
+        "`num_reqs` must be 0 to max_num_seqs = 3, got 4",
+    ),
+    "tokens": (
+        {"tokens": 8},
+        {"tokens": 9},
+        "`num_actual_tokens` must be 0 to max_num_batched_tokens = 8, got 9",
+    ),
+    "tokens below 0": (
+        {"lens": (), "tokens": 0},
+        {"lens": (), "tokens": -1},
+        "`num_actual_tokens` must be 0 to max_num_batched_tokens = 8, got -1",
+    ),
+    "tokens without requests": (
+        {"lens": (), "tokens": 0},
+        {"lens": (), "tokens": 1},
+        "`num_actual_tokens` must be 0 without requests, got 1",
+    ),
+    "tokens of the queries": (
+        {"tokens": 2},
+        {"tokens": 1},
+        "`num_actual_tokens` must be at least query_start_loc[-1] = 2, got 1",
+    ),
+    "rows of the table": (
+        {"table": (2, 4)},
+        {"table": (1, 4)},
+        "`block_table` must have shape [>= 2, any], got [1, 4]",
+    ),
+    "columns of the table": (
+        {"seq_lens": (8, 1), "table": (2, 2)},
+        {"seq_lens": (9, 1), "table": (2, 2)},
+        "`block_table` must have at least 3 columns for the 9 tokens of request 0, got 2",
+    ),
+    "a sequence as short as its query": (
+        {"lens": (1, 3), "seq_lens": (1, 3)},
+        {"lens": (1, 3), "seq_lens": (1, 2)},
+        "`seq_lens` must be query length to max_model_len (3 to 16) at request 1, got 2: context "
+        "and query together",
+    ),
+    "the longest sequence": (
+        {"seq_lens": (1, 16)},
+        {"seq_lens": (1, 17), "table": (2, 9)},
+        "`seq_lens` must be query length to max_model_len (1 to 16) at request 1, got 17: context "
+        "and query together",
+    ),
+    "decodes first": (
+        {"lens": (1, 2, 2), "seq_lens": (4, 4, 4)},
+        {"lens": (2, 1), "seq_lens": (4, 4)},
+        "`query_start_loc` must have decodes (at most 1 tokens) before prefills, got 1 tokens at "
+        "request 1 behind a prefill: sort the batch by query length",
+    ),
+    "entries of the lengths": (
+        {},
+        {"seq_lens": (1,)},
+        "`seq_lens_cpu` must be of the 2 requests of `num_reqs`, got those of 1",
+    ),
+    "entries of the starts": (
+        {},
+        {"num_reqs": 1},
+        "`query_start_loc_cpu` must be of the 1 requests of `num_reqs`, got those of 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BUILDS)
+def test_steps(what):
+    good, bad, text = BUILDS[what]
+    build(**good)
+    with refuses(f"MetadataBuilder.build: {text}"):
+        build(**bad)
+
+
+def test_a_prefill_as_long_as_the_workspace():
+    options = {"lens": (1, 4), "prefill_workspace_tokens": 9}
+    assert build(seq_lens=(16, 9), **options)["chunks"] == [(0, 1, 1, 5, 9)]
+    with refuses(
+        "split_prefill_chunks: `seq_lens` must fit the workspace of 9 tokens one by one, got 10 at "
+        "request 0 (raise prefill_workspace_tokens)"
+    ):
+        build(seq_lens=(16, 10), **options)
+
+
+FORWARDS = {
+    # what: (arrays to bend, accepted, refused with this text)
+    "columns of topk": (
+        lambda a: {"topk_indices": np.repeat(a["topk_indices"], 2, 1)[:, :6]},
+        lambda a: {"topk_indices": np.repeat(a["topk_indices"], 2, 1)[:, :7]},
+        "`topk_indices` must have at most topk_tokens = 6 columns, got 7",
+    ),
+    "tokens of q": (
+        lambda a: {"q": a["q"][[*range(7), 0]]},
+        lambda a: {"q": a["q"][:6], "out": None, "lse": None},
+        "`q` must have shape [>= 7, 2, 576], got [6, 2, 576]: tokens, heads, 512 latent and 64 "
+        "RoPE values",
+    ),
+    "tokens of topk": (
+        lambda a: {"topk_indices": a["topk_indices"][[*range(7), 0]]},
+        lambda a: {"topk_indices": a["topk_indices"][:6]},
+        "`topk_indices` must have shape [>= 7, any], got [6, 6]",
+    ),
+    "rows of out": (
+        lambda a: {"out": zeros(8, 2, 512)},
+        lambda a: {"out": zeros(6, 2, 512)},
+        "`out` must have shape [>= 7, 2, 512], got [6, 2, 512]",
+    ),
+    "rows of lse": (
+        lambda a: {"lse": zeros(8, 2, dtype=F32)},
+        lambda a: {"lse": zeros(6, 2, dtype=F32)},
+        "`lse` must have shape [>= 7, 2], got [6, 2]",
+    ),
+    "heads of lse": (
+        lambda a: {"lse": zeros(7, 2, dtype=F32)},
+        lambda a: {"lse": zeros(7, 3, dtype=F32)},
+        "`lse` must have shape [>= 7, 2], got [7, 3]",
+    ),
+    "sinks": (
+        lambda a: {"attn_sink": None},
+        lambda a: {"attn_sink": zeros(3, dtype=F32)},
+        "`attn_sink` must have shape [2], got [3]",
+    ),
+    "tokens per page": (
+        lambda a: {"kv_cache": a["kv_cache"][:, :4]},
+        lambda a: {"kv_cache": a["kv_cache"][:, :3]},
+        "`kv_cache` must have pages of block_size = 4 tokens, got 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("title", ["step, separate", "step, direct", "step, bf16"])
+@pytest.mark.parametrize("what", FORWARDS)
+def test_forwards(what, title):
+    good, bad, text = FORWARDS[what]
+    example = TABLE[title].example
+    fresh = lambda: {n: x.copy() for n, x in example.arrays.items()}  # noqa: E731
+    got = outcome_of(example, fresh() | good(example.arrays))
+    assert not isinstance(got, Refused), got
+    got = outcome_of(example, fresh() | bad(example.arrays))
+    assert got == Refused(ValueError, f"forward: {text}")
+
+
+def test_a_step_is_the_latest_one():
+    example = engine.make_step(cases.make_batch([1], [4], block_size=4), 2, topk=6)
+    made = builder("mixed")
+    batch = example.batch
+    plans = [
+        made.build(batch.query_start_loc, batch.seq_lens, batch.block_table, 1, 1, None)
+        for _ in range(2)
+    ]
+    arguments = (example.q, example.fp8_cache, example.topk_indices, None, None, None)
+    assert [plan["generation"] for plan in plans] == [1, 2]
+    for bad in (1, 3):
+        rule = "must come from its builder's latest build (number 2), got that of build"
+        with refuses(f"forward: `metadata` {rule} {bad}"):
+            made.forward(*arguments, 0.1, bad, None)
+    for scale in (np.inf, HALF_STEP):
+        with refuses(f"forward: `softmax_scale` must be finite, got {scale:g}"):
+            made.forward(*arguments, scale, 2, None)
+    made.forward(*arguments, np.nextafter(HALF_STEP, 0), 2, None)
+    made.forward(*arguments, 0.1, 2, None)

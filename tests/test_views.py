@@ -1,0 +1,708 @@
+"""Every array argument of every operator as a view: sliced, backwards, broadcast, overlapping, at
+an offset, the field of a record (csrc/rule.c, csrc/python/array.c).
+
+A table names the operators and their arrays. Each array is taken through the views one at a time,
+by every way in which arrays come: the outcome is that of the contiguous call in every bit, or
+exactly the refusal that the rules of the argument give. Bytes between and around the elements stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import cases
+import engine
+import numpy as np
+import pytest
+import reference as ref
+from dlpack_producer import DTYPES, READ_ONLY, Producer
+from helpers import RED
+
+import sparse_mla
+from sparse_mla import _C, ops
+
+# --- the table -----------------------------------------------------------------------------------
+
+# What may be said of an array argument:
+#   strided   the last dimension need not be contiguous
+#   written   an output: positive strides, no element twice
+#   cache     fp8_ds_mla rows: 16-byte alignment of base and strides
+#   scratch   written, with contents that mean nothing
+#   host      integers of any type in host memory
+
+
+@dataclass
+class Example:
+    """A good call: its arrays by name, contiguous, and how to make it of other objects."""
+
+    arrays: dict[str, np.ndarray]
+    run: Callable[[dict[str, Any]], Any]
+
+
+@dataclass
+class Row:
+    op: str
+    make: Callable[[], Example]
+    rules: dict[str, str]
+    blames: dict[str, str] = field(default_factory=dict)  # the operator of a text, where not `op`
+
+    @functools.cached_property
+    def example(self) -> Example:
+        """One for all tests: they copy its arrays."""
+        return self.make()
+
+
+def call(op: str, arrays: dict, **options) -> Example:
+    function = getattr(ops, op)
+
+    def run(given: dict) -> Any:
+        given = dict(given)
+        if "q[0]" in given:
+            given["q"] = (given.pop("q[0]"), given.pop("q[1]"))
+        return function(**given, **options)
+
+    return Example(arrays, run)
+
+
+def int32(*values) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def rows_of(fmt: str, *shape: int) -> np.ndarray:
+    return cases.make_rows(np.random.default_rng(7), prod(shape), fmt).reshape(*shape, -1)
+
+
+def write(dtype, slots, cache) -> Example:
+    rng = np.random.default_rng(1)
+    kv_c, k_pe = (rng.normal(0, 1, (6, n)).astype(np.float32) for n in (512, 64))
+    as_dtype = ref.to_bf16 if dtype == ref.BF16 else lambda x: x.astype(dtype)
+    slot_mapping = np.array([0, 11, -1, 5, 7], slots)
+    arrays = {"kv_c": as_dtype(kv_c), "k_pe": as_dtype(k_pe), "kv_cache": cache}
+    return call("concat_and_cache_mla", arrays | {"slot_mapping": slot_mapping})
+
+
+def gather(cache) -> Example:
+    is_flat = cache.ndim == 2
+    arrays = {
+        "kv_cache": cache,
+        "block_table": int32([0, 7], [0, 9]) if is_flat else int32([4, 0, 2], [1, 3, 0]),
+        "seq_lens": int32(6, 5),
+        "workspace_starts": int32(1, 8),
+        "seq_starts": int32(2, 1),
+        "out": np.zeros((16, 576), ref.BF16),
+    }
+    return call("gather_kv_cache", arrays)
+
+
+def convert() -> Example:
+    arrays = {
+        "req_id_per_token": int32(0, 0, 1, 1),
+        "block_table": int32([4, 0, 2], [1, 3, 0]),
+        "topk_indices": int32([0, 5, -1], [11, 99, 2], [7, 1, 3], [-1, 4, 0]),
+        "prefill_request_ids": int32(-1, -1, 1, 0),
+        "prefill_workspace_starts": int32(2, 40),
+        "out": np.zeros((4, 3), np.int32),
+    }
+    return call("convert_req_index_to_global_index", arrays, block_size=4, valid_counts=True)
+
+
+def attention(fmt: str, extra: str, *, pair=False, op="sparse_attention", columns=9) -> Example:
+    """Tokens with many keys, one, none and a few."""
+    rng = np.random.default_rng(3)
+    q = cases.random_bf16(rng, 4, 3, 576)
+    parts = {"q[0]": q[..., :512].copy(), "q[1]": q[..., 512:].copy()} if pair else {"q": q}
+    size = sparse_mla.attention_workspace_size(4, 3, 9, extra_topk=5, num_splits=2, device="cpu")
+    arrays = parts | {
+        "kv": rows_of(fmt, 5, 4),
+        "indices": rng.integers(0, 20, (4, columns)).astype(np.int32),
+        "topk_length": int32(9, 1, 0, 4),
+        "attn_sink": rng.normal(0, 1, 3).astype(np.float32),
+        "extra_kv": rows_of(extra, 2, 4),
+        "extra_indices": rng.integers(0, 8, (4, 5)).astype(np.int32),
+        "extra_topk_length": int32(5, 0, 0, 2),
+        "out": np.zeros((4, 3, 512), ref.BF16),
+        "lse": np.zeros((4, 3), np.float32),
+        "max_logits": np.zeros((4, 3), np.float32),
+        "workspace": np.zeros(size, np.uint8),
+    }
+    return call(op, arrays, softmax_scale=0.04, num_splits=2)
+
+
+def merge(dtype) -> Example:
+    rng = np.random.default_rng(4)
+    states = {}
+    for side in "ab":
+        out = cases.random_bf16(rng, 3, 4, 40)
+        states[f"out_{side}"] = out if dtype == ref.BF16 else out.astype(dtype)
+        states[f"lse_{side}"] = rng.normal(0, 1, (3, 4)).astype(np.float32)
+    states["lse_a"][0, 1] = states["lse_b"][1, 2] = -np.inf
+    results = {"out": np.zeros((3, 4, 40), dtype), "lse": np.zeros((3, 4), np.float32)}
+    return call("merge_attn_states", states | results)
+
+
+def split(op, weight, scale=None) -> Example:
+    sizes = {"num_heads": 2, "qk_nope_head_dim": 64, "v_head_dim": 96}
+    arrays = {"weight": weight}
+    if scale is not None:
+        arrays["weight_scale_inv"] = scale
+    elif op.startswith("_"):
+        sizes["weight_scale_inv"] = None
+    return call(op, arrays, **sizes)
+
+
+def weight(*shape: int) -> np.ndarray:
+    return cases.random_bf16(np.random.default_rng(9), *shape)
+
+
+def codes(*shape: int) -> np.ndarray:
+    return np.random.default_rng(9).integers(0, 0x7F, shape).astype(np.uint8)
+
+
+def scales(*shape: int) -> np.ndarray:
+    return np.random.default_rng(10).uniform(0.5, 2, shape).astype(np.float32)
+
+
+def k_up() -> Example:
+    arrays = {"q_nope": weight(3, 2, 40), "W_UK": weight(512, 2, 40)}
+    return call("k_up_proj", arrays | {"out": np.zeros((3, 2, 512), ref.BF16)})
+
+
+def v_up() -> Example:
+    arrays = {"x": weight(3, 2, 512), "W_UV": weight(512, 2, 40)}
+    return call("v_up_proj", arrays | {"out": np.zeros((3, 2, 40), ref.BF16)})
+
+
+def quantize(dtype, out, *shape: int) -> Example:
+    x = np.random.default_rng(8).normal(0, 1, shape).astype(np.float32)
+    x = ref.to_bf16(x) if dtype == ref.BF16 else x.astype(dtype)
+    return call("dynamic_per_tensor_quant", {"x": x, "out": np.zeros(shape, out)})
+
+
+def split_batch(dtype) -> Example:
+    arrays = {"query_start_loc": np.array([0, 1, 2, 5, 9], dtype)}
+    return call("split_decodes_and_prefills", arrays, num_actual_tokens=9)
+
+
+def split_chunks(dtype) -> Example:
+    return call(
+        "split_prefill_chunks", {"seq_lens": np.array([10, 15, 20, 5], dtype)}, workspace_tokens=25
+    )
+
+
+def step(path: str, fp8: bool) -> Example:
+    """A build and the forward that follows: two decodes and two prefills in two chunks.
+
+    Of the compiled builder: backend.py in front of it makes NumPy arrays of the host's.
+    """
+    batch = cases.make_batch([1, 1, 3, 2], [9, 4, 12, 10], block_size=4)
+    made = engine.make_step(batch, 2, topk=6)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 16}
+    config = sparse_mla.Config(
+        2, softmax_scale=0.1, block_size=4, topk_tokens=6, path=path,
+        kv_cache_dtype="fp8_ds_mla" if fp8 else "bfloat16", **limits,
+    )  # fmt: skip
+    cache = np.ascontiguousarray(made.fp8_cache)
+    arrays = {
+        "query_start_loc_cpu": batch.query_start_loc,
+        "seq_lens_cpu": batch.seq_lens,
+        "block_table": batch.block_table,
+        "q": made.q,
+        "kv_cache": cache if fp8 else sparse_mla.dequantize_kv_cache(cache, dtype="bfloat16"),
+        "topk_indices": made.topk_indices,
+        "attn_sink": made.attn_sink,
+        "out": np.zeros((7, 2, 512), ref.BF16),
+        "lse": np.zeros((7, 2), np.float32),
+    }
+    if path == "separate":
+        arrays["workspace"] = np.zeros((16, 576), ref.BF16)
+
+    def run(given: dict) -> Any:
+        builder = _C.Builder(
+            config.num_heads, config.block_size, config.topk_tokens, config.max_num_seqs,
+            config.max_num_batched_tokens, config.max_model_len, config.decode_threshold,
+            config.min_heads_for_bf16_prefill, 0, config.kv_cache_dtype, path, "cpu",
+            given.get("workspace"),
+        )  # fmt: skip
+        planned = [given[name] for name in ("query_start_loc_cpu", "seq_lens_cpu", "block_table")]
+        plan = builder.build(*planned, 4, 7, None)
+        names = ("q", "kv_cache", "topk_indices", "attn_sink", "out", "lse")
+        results = builder.forward(*(given[n] for n in names), 0.1, plan["generation"], None)
+        return plan, results
+
+    return Example(arrays, run)
+
+
+ATTENTION = {
+    "indices": "",
+    "topk_length": "strided",
+    "attn_sink": "strided",
+    "extra_indices": "",
+    "extra_topk_length": "strided",
+    "out": "written",
+    "lse": "strided written",
+    "max_logits": "strided written",
+    "workspace": "scratch written",
+}
+WRITE = {"kv_c": "", "k_pe": "", "slot_mapping": "strided"}
+GATHER = {
+    "block_table": "strided",
+    "seq_lens": "strided",
+    "workspace_starts": "strided",
+    "seq_starts": "strided",
+    "out": "written",
+}
+STEP = {
+    "query_start_loc_cpu": "host",
+    "seq_lens_cpu": "host",
+    "block_table": "strided",
+    "q": "",
+    "topk_indices": "",
+    "attn_sink": "strided",
+    "out": "written",
+    "lse": "strided written",
+}
+BUILD = dict.fromkeys(
+    ("query_start_loc_cpu", "seq_lens_cpu", "block_table"), "MetadataBuilder.build"
+)
+BUILD["workspace"] = "MetadataBuilder"
+MERGE = dict.fromkeys(("out_a", "out_b"), "") | dict.fromkeys(("lse_a", "lse_b"), "strided")
+MERGE |= {"out": "written", "lse": "strided written"}
+F16, F32, U8 = np.float16, np.float32, np.uint8
+
+TABLE: dict[str, Row] = {
+    "write fp8": Row(
+        "concat_and_cache_mla",
+        lambda: write(ref.BF16, np.int64, rows_of("fp8", 3, 4)),
+        WRITE | {"kv_cache": "cache written"},
+    ),
+    "write bf16, flat": Row(
+        "concat_and_cache_mla",
+        lambda: write(F32, np.int32, rows_of("bf16", 12)),
+        WRITE | {"kv_cache": "written"},
+    ),
+    "write fp8, head axis": Row(
+        "concat_and_cache_mla",
+        lambda: write(F16, np.int64, rows_of("fp8", 3, 4, 1).view(np.int8)),
+        WRITE | {"kv_cache": "cache written"},
+    ),
+    "write fp8, pages of one token": Row(
+        "concat_and_cache_mla",
+        lambda: write(F16, np.int32, rows_of("fp8", 12, 1)),
+        WRITE | {"kv_cache": "cache written"},
+    ),
+    "gather fp8": Row(
+        "gather_kv_cache", lambda: gather(rows_of("fp8", 5, 4)), GATHER | {"kv_cache": "cache"}
+    ),
+    "gather bf16, head axis": Row(
+        "gather_kv_cache", lambda: gather(rows_of("bf16", 5, 4, 1)), GATHER | {"kv_cache": ""}
+    ),
+    "gather fp8, flat": Row(
+        "gather_kv_cache", lambda: gather(rows_of("fp8", 20)), GATHER | {"kv_cache": "cache"}
+    ),
+    "dequantize fp8": Row(
+        "dequantize_kv_cache",
+        lambda: call("dequantize_kv_cache", {"kv_cache": rows_of("fp8", 3, 4).view(ref.E4M3)}),
+        {"kv_cache": "cache"},
+    ),
+    "dequantize fp8, one page": Row(
+        "dequantize_kv_cache",
+        lambda: call("dequantize_kv_cache", {"kv_cache": rows_of("fp8", 1, 4)}),
+        {"kv_cache": "cache"},
+    ),
+    "dequantize bf16, flat": Row(
+        "dequantize_kv_cache",
+        lambda: call("dequantize_kv_cache", {"kv_cache": rows_of("bf16", 12)}, dtype="bfloat16"),
+        {"kv_cache": ""},
+    ),
+    "convert": Row(
+        "convert_req_index_to_global_index",
+        convert,
+        {
+            "req_id_per_token": "strided",
+            "block_table": "strided",
+            "topk_indices": "",
+            "prefill_request_ids": "strided",
+            "prefill_workspace_starts": "strided",
+            "out": "written",
+        },
+    ),
+    "attend fp8": Row(
+        "sparse_attention",
+        lambda: attention("fp8", "bf16"),
+        ATTENTION | {"q": "", "kv": "cache", "extra_kv": ""},
+    ),
+    "attend bf16, pair": Row(
+        "sparse_attention",
+        lambda: attention("bf16", "fp8", pair=True),
+        ATTENTION | {"q[0]": "", "q[1]": "", "kv": "", "extra_kv": "cache"},
+    ),
+    "attend, +inf": Row(
+        "_attention_plus_inf",
+        lambda: attention("bf16", "bf16", op="_attention_plus_inf"),
+        ATTENTION | {"q": "", "kv": "", "extra_kv": ""},
+        dict.fromkeys((*ATTENTION, "q", "kv", "extra_kv"), "sparse_attention"),
+    ),
+    "attend, one column": Row(
+        "sparse_attention",
+        lambda: attention("fp8", "bf16", columns=1),
+        ATTENTION | {"q": "", "kv": "cache", "extra_kv": ""},
+    ),
+    "merge bf16": Row("merge_attn_states", lambda: merge(ref.BF16), MERGE),
+    "merge fp32": Row("merge_attn_states", lambda: merge(F32), MERGE),
+    "split bf16": Row(
+        "split_kv_b_proj", lambda: split("split_kv_b_proj", weight(512, 320)), {"weight": "strided"}
+    ),
+    "split fp8": Row(
+        "split_kv_b_proj",
+        lambda: split("split_kv_b_proj", codes(512, 320), scales(4, 3)),
+        {"weight": "strided", "weight_scale_inv": "strided"},
+    ),
+    "split fp8, transposed": Row(
+        "_split_kv_b_proj",
+        lambda: split("_split_kv_b_proj", codes(320, 512), scales(3, 4)),
+        {"weight": "strided", "weight_scale_inv": "strided"},
+        dict.fromkeys(("weight", "weight_scale_inv"), "split_kv_b_proj"),
+    ),
+    "k_up": Row("k_up_proj", k_up, {"q_nope": "", "W_UK": "", "out": "written"}),
+    "v_up": Row("v_up_proj", v_up, {"x": "", "W_UV": "", "out": "written"}),
+    "quantize bf16": Row(
+        "dynamic_per_tensor_quant",
+        lambda: quantize(ref.BF16, U8, 3, 5, 7),
+        {"x": "strided", "out": "strided written"},
+    ),
+    "quantize fp32": Row(
+        "dynamic_per_tensor_quant",
+        lambda: quantize(F32, ref.E4M3, 6, 40),
+        {"x": "strided", "out": "strided written"},
+    ),
+    "quantize fp16, in pieces": Row(
+        "dynamic_per_tensor_quant",
+        lambda: quantize(F16, U8, 2, 4999),
+        {"x": "strided", "out": "strided written"},
+    ),
+    "step, separate": Row(
+        "forward",
+        lambda: step("separate", True),
+        STEP | {"kv_cache": "cache", "workspace": "scratch written"},
+        BUILD,
+    ),
+    "step, direct": Row(
+        "forward", lambda: step("direct", True), STEP | {"kv_cache": "cache"}, BUILD
+    ),
+    "step, bf16": Row("forward", lambda: step("bf16", False), STEP | {"kv_cache": ""}, BUILD),
+}
+for kind in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"):
+    TABLE[f"split batch {kind}"] = Row(
+        "split_decodes_and_prefills",
+        lambda kind=kind: split_batch(kind),
+        {"query_start_loc": "host"},
+    )
+    TABLE[f"split chunks {kind}"] = Row(
+        "split_prefill_chunks", lambda kind=kind: split_chunks(kind), {"seq_lens": "host"}
+    )
+
+WITHOUT_ARRAYS = {
+    "attention_workspace_size",
+    "get_prefill_workspace_size",
+    "kernels",
+    "build_info",
+    "get_include",
+}
+
+
+def array_parameters(op) -> set[str]:
+    parameters = inspect.signature(op).parameters.values()
+    host = ("query_start_loc", "seq_lens")
+    return {p.name for p in parameters if "Array" in p.annotation or p.name in host}
+
+
+def named_in_table(op: str) -> set[str]:
+    rows = [row for row in TABLE.values() if row.op == op]
+    return {name.partition("[")[0] for row in rows for name in row.rules}
+
+
+def test_every_array_of_every_operator_has_a_row():
+    """An operator or an array argument that is new here fails until the table has it."""
+    operators = {n: x for n, x in vars(ops).items() if isinstance(x, _C.Operator)}
+    functions = {
+        n: x
+        for n, x in vars(ops).items()
+        if inspect.isfunction(x) and x.__module__ == ops.__name__ and not n.startswith("_")
+    }
+    for name, op in (operators | functions).items():
+        declared = ops.sparse_attention if name == "_attention_plus_inf" else op
+        assert array_parameters(declared) == named_in_table(name), name
+        assert (name in WITHOUT_ARRAYS) == (not named_in_table(name)), name
+    assert {row.op for row in TABLE.values()} <= {*operators, *functions, "forward"}
+    assert {n for n, x in vars(_C).items() if inspect.isbuiltin(x)} == {
+        "split_decodes_and_prefills",
+        "split_prefill_chunks",
+        "get_prefill_workspace_size",
+        "kernels",
+        "build_info",
+        "xla_handler",
+    }
+    members = {n for n in vars(_C.Builder) if not n.startswith("_")}
+    assert members == {"build", "forward", "workspace_bytes"}
+
+
+def test_tables_name_arrays_that_examples_have():
+    for name, row in TABLE.items():
+        assert set(row.example.arrays) == set(row.rules), name
+
+
+# --- views ---------------------------------------------------------------------------------------
+
+MARGIN = 1024  # bytes in front of and behind what a view reaches
+
+
+class Placed:
+    """The elements of `x` in guarded memory, at any strides and offset, both in bytes.
+
+    Where elements share memory the last one stays: `values` is what the view reads.
+    """
+
+    def __init__(self, x: np.ndarray, strides, offset=0) -> None:
+        reach = [(n - 1) * s for n, s in zip(x.shape, strides, strict=True)]
+        below = -sum(r for r in reach if r < 0)
+        below = -(-below // 64) * 64
+        above = sum(r for r in reach if r > 0) + x.itemsize
+        size = 2 * MARGIN + below + above + offset + 64
+        memory = np.full(size, RED, U8)
+        start = MARGIN + below + -memory.ctypes.data % 64 + offset
+        self.memory = memory
+        self.view = np.ndarray(x.shape, x.dtype, memory, start, strides)
+        self.view[...] = x
+        self.values = self.view.copy()
+        mine = np.zeros(size, bool)
+        np.ndarray((*x.shape, x.itemsize), bool, mine, start, (*strides, 1))[...] = True
+        self.between = ~mine
+        self.before = memory.copy()
+
+    def check(self, may_be_written: bool, what: str) -> None:
+        same = self.memory == self.before
+        assert same[self.between].all(), f"{what}: a write between or around the elements"
+        assert may_be_written or same.all(), f"{what} was written"
+
+    def reset(self) -> None:
+        self.memory[...] = self.before
+
+
+def nested(x: np.ndarray, steps=None, order=None, gaps=None) -> list[int]:
+    """Strides where each dimension steps over the ones inside it: `steps` and `gaps`, in bytes, say
+    how much further, `order` which lies outside of which."""
+    strides, span = [0] * x.ndim, x.itemsize
+    for d in reversed(order or range(x.ndim)):
+        strides[d] = span + (gaps or {}).get(d, 0)
+        strides[d] *= (steps or {}).get(d, 1)
+        span = abs(strides[d]) * x.shape[d]
+    return strides
+
+
+def views_of(x: np.ndarray, rules: str) -> dict[str, tuple[list[int], int]]:
+    """name -> strides and offset."""
+    unit = 16 if "cache" in rules else x.itemsize
+    compact = nested(x)
+    last = x.ndim - 1
+    views = {"contiguous": (compact, 0), "one further": (compact, unit)}
+    wide = [d for d in range(x.ndim) if x.shape[d] > 1]
+    for d in wide:
+        views[f"every second of {d}"] = (nested(x, {d: 2}), 0)
+        views[f"every third of {d}"] = (nested(x, {d: 3}), unit)
+        views[f"gap in {d}"] = (nested(x, gaps={d: unit}), 0)
+        views[f"half a gap in {d}"] = (nested(x, gaps={d: max(unit // 2, 1)}), 0)
+        views[f"record field, {d}"] = (nested(x, gaps={d: 1}), 0)
+        views[f"backwards in {d}"] = (nested(x, {d: -1}), 0)
+        views[f"broadcast in {d}"] = ([0 if i == d else s for i, s in enumerate(compact)], 0)
+        if d != last:
+            closer = [s - unit if i == d else s for i, s in enumerate(compact)]
+            views[f"overlapping in {d}"] = (closer, 0)
+    if x.ndim > 1:
+        views["backwards but for the last"] = (nested(x, dict.fromkeys(range(last), -1)), 0)
+        views["outermost inside"] = (nested(x, order=[*range(1, last), 0, last]), 0)
+        views["transposed"] = (nested(x, order=[*range(last, -1, -1)]), 0)
+    if len(wide) < x.ndim:
+        junk = [s if n > 1 else 7 for n, s in zip(x.shape, compact, strict=True)]
+        views["any stride of one element"] = (junk, 0)
+    views["a byte off"] = (compact, 1)
+    views["half an element off"] = (compact, max(unit // 2, 1))
+    return views
+
+
+def refusal_of(x: np.ndarray, rules: str) -> str | None:
+    """The rule that a view breaks and what it has, as the error tells it; None where it is good."""
+    item = x.itemsize
+    in_bytes = [s if n > 1 else 0 for n, s in zip(x.shape, x.strides, strict=True)]
+    for d, stride in enumerate(in_bytes):
+        if stride % item:
+            return (
+                f"have strides in multiples of its {item}-byte elements, got {stride} bytes in "
+                f"dimension {d}"
+            )
+    strides = [s // item for s in in_bytes]
+    address = x.__array_interface__["data"][0]
+    if "host" in rules:
+        return "be aligned to its elements, got another address" if address % item else None
+    if "strided" not in rules and x.shape[-1] > 1 and strides[-1] != 1:
+        return f"have a contiguous last dimension (stride 1), got stride {strides[-1]}"
+    unit = 16 if "cache" in rules else item
+    if address % unit:
+        off = address % unit
+        return f"be aligned to {unit} bytes, got an address that is {off} bytes off"
+    if "cache" in rules:
+        page, token = (0, in_bytes[0]) if x.ndim == 2 else in_bytes[:2]
+        if page % unit or token % unit:
+            return (
+                f"have page and token strides in multiples of {unit} bytes, got {page} and {token}"
+            )
+    if "written" not in rules:
+        return None
+    for d, (n, stride) in enumerate(zip(x.shape, strides, strict=True)):
+        if n > 1 and stride <= 0:
+            return f"have positive strides (it is written), got {stride} in dimension {d}"
+    span = item
+    for stride, n in sorted(zip(in_bytes, x.shape, strict=True)):
+        if n > 1 and stride < span:
+            return "have elements that do not overlap (it is written), got strides that reach back"
+        span += (n - 1) * stride
+    return None
+
+
+def ways_in(x: np.ndarray) -> dict[str, Any]:
+    """One view as different objects, all on its memory."""
+    ways: dict[str, Any] = {"NumPy": x}
+    if x.dtype.isbuiltin == 1:
+        ways["buffer"] = memoryview(x)
+    if x.dtype in DTYPES and all(s % x.itemsize == 0 for s in x.strides):
+        ways["capsule"] = Producer(x, byte_offset=640)
+        ways["old capsule"] = Producer(x, byte_offset=16, versioned=False)
+        if list(x.strides) == nested(x):
+            ways["capsule without strides"] = Producer(x, byte_offset=48, null_strides=True)
+    return ways
+
+
+# --- outcomes ------------------------------------------------------------------------------------
+
+
+def frozen(x: Any, given: dict) -> Any:
+    """A result as values that compare; an array of the caller is its name."""
+    for name, mine in given.items():
+        if x is mine:
+            return f"the caller's {name}"
+    if isinstance(x, tuple | list):
+        return [frozen(part, given) for part in x]
+    if isinstance(x, dict):
+        return {key: frozen(part, given) for key, part in x.items()}
+    if x is None or isinstance(x, int | str):
+        return x
+    x = np.asarray(x)
+    return f"{x.dtype} {x.shape} {bytes_of(x)}"
+
+
+def bytes_of(x: np.ndarray) -> str:
+    """A digest: what pytest prints of a failure stays readable."""
+    return hashlib.blake2b(x.tobytes(), digest_size=8).hexdigest()
+
+
+@dataclass
+class Refused:
+    error: type
+    text: str
+
+
+def outcome_of(example: Example, given: dict) -> Any:
+    try:
+        return frozen(example.run(given), given)
+    except (TypeError, ValueError, BufferError) as error:
+        return Refused(type(error), str(error))
+
+
+class Calls:
+    """A row's example, called with one argument in another form."""
+
+    def __init__(self, row: Row, name: str) -> None:
+        self.row, self.name, self.example = row, name, row.example
+        self.plain = self.example.arrays[name]
+
+    def contents(self, arrays: dict[str, np.ndarray]) -> dict[str, str]:
+        """Of all arrays but scratch."""
+        rules = self.row.rules
+        return {n: bytes_of(x) for n, x in arrays.items() if "scratch" not in rules[n]}
+
+    def run(self, view: np.ndarray, given: Any) -> tuple[Any, dict[str, str]]:
+        """The outcome, and what is in the arrays then; `given` is `view` in some form."""
+        arrays = {n: x if n == self.name else x.copy() for n, x in self.example.arrays.items()}
+        outcome = outcome_of(self.example, arrays | {self.name: given})
+        return outcome, self.contents(arrays | {self.name: view})
+
+    def refused(self, values: np.ndarray, broken: str) -> tuple[Refused, dict[str, str]]:
+        """What is expected where a rule is broken: nothing was written."""
+        text = f"{self.row.blames.get(self.name, self.row.op)}: `{self.name}` must {broken}"
+        return Refused(ValueError, text), self.contents(self.example.arrays | {self.name: values})
+
+
+ARGUMENTS = [
+    pytest.param(row, name, id=f"{title}: {name}")
+    for title, row in TABLE.items()
+    for name in row.rules
+]
+
+
+@pytest.mark.parametrize(("row", "name"), ARGUMENTS)
+def test_views(row, name):
+    rules = row.rules[name]
+    calls = Calls(row, name)
+    accepted, refused, outcomes = set(), set(), []
+    for view, (strides, offset) in views_of(calls.plain, rules).items():
+        placed = Placed(calls.plain, strides, offset)
+        broken = refusal_of(placed.view, rules)
+        if broken is None:
+            values = placed.values.copy()
+            want = calls.run(values, values)
+            outcomes.append(want)
+            assert view.startswith(("broadcast", "overl")) or not isinstance(want[0], Refused), view
+            accepted.add(view)
+        else:
+            want = calls.refused(placed.values, broken)
+            refused.add(view)
+        for way, given in ways_in(placed.view).items():
+            what = f"{view}, {way}"
+            assert calls.run(placed.view, given) == want, what
+            placed.check("written" in rules and broken is None, what)
+            placed.reset()
+    assert {"contiguous", "one further"} <= accepted
+    assert refused or (calls.plain.itemsize == 1 and "written" not in rules)
+    # Views whose elements share memory have other values, and the call heeds them.
+    if "written" not in rules and name != "seq_lens_cpu":
+        results = [(got, {n: x for n, x in after.items() if n != name}) for got, after in outcomes]
+        assert any(result != results[0] for result in results), "an argument without effect"
+
+
+@pytest.mark.parametrize(("row", "name"), ARGUMENTS)
+def test_read_only_arrays(row, name):
+    """Of NumPy, a buffer, a capsule: fine where they are read, refused where they are written."""
+    calls = Calls(row, name)
+    x = calls.plain.copy()
+    want = calls.run(x, x)[0]
+    x = calls.plain.copy()
+    ways: dict[str, Any] = {"ndarray": x.view()}
+    ways["ndarray"].flags.writeable = False
+    if x.dtype.isbuiltin == 1:
+        ways["memoryview"] = memoryview(x).toreadonly()
+    if x.dtype in DTYPES:
+        ways["Producer"] = Producer(x, flags=READ_ONLY)
+    for kind, given in ways.items():
+        got, _ = calls.run(x, given)
+        if "written" in row.rules[name]:
+            who = f"{row.blames.get(name, row.op)}: `{name}`"
+            text = f"{who} must be writable, got a read-only {kind}"
+            assert got == Refused(BufferError, text)
+            assert bytes_of(x) == bytes_of(calls.plain)
+        else:
+            assert got == want, kind
