@@ -84,7 +84,7 @@ clear_out(consumer<Shape> *state)
     }
 }
 
-/* How many steps the work has, when the gather warps have counted its keys. */
+/* How many steps the work has, when its keys are counted. */
 template <typename Shape>
 static __device__ __forceinline__ void
 take_steps(hopper_memory<Shape> *shared, consumer<Shape> *state)
