@@ -125,7 +125,7 @@ def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
 def of_dtype(x: np.ndarray, dtype) -> np.ndarray:
     """The bytes where sizes agree, which is another reading of a cache; else values."""
     if x.dtype.itemsize == np.dtype(dtype).itemsize:
-        return x.view(dtype)
+        return x.copy().view(dtype)
     with np.errstate(all="ignore"):
         return x.astype(dtype) if dtype in NAMED.values() else np.zeros(x.shape, dtype)
 
@@ -281,7 +281,8 @@ def test_every_dimension_one_larger_and_one_smaller(row, name):
 @pytest.mark.parametrize(("row", "name"), DEVICE_ARRAYS)
 def test_ranks_one_larger_and_one_smaller(row, name):
     calls = Calls(row, name)
-    for x in (calls.plain[..., None], calls.plain[None], calls.plain[0, ...]):
+    plain = calls.plain.copy()
+    for x in (plain[..., None], plain[None], plain[0, ...]):
         got, _ = calls.run(x, x)
         is_paged = x.ndim in (2, 3) or (x.ndim == 4 and x.shape[2] == 1)
         if name in CACHES and is_paged and x.shape[-1] == calls.plain.shape[-1]:

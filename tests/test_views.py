@@ -54,8 +54,11 @@ class Row:
 
     @functools.cached_property
     def example(self) -> Example:
-        """One for all tests: they copy its arrays."""
-        return self.make()
+        """One for all tests: they copy its arrays, which nobody can write."""
+        example = self.make()
+        for x in example.arrays.values():
+            x.setflags(write=False)
+        return example
 
 
 def call(op: str, arrays: dict, **options) -> Example:
