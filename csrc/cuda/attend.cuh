@@ -62,19 +62,39 @@ template <typename Tile> struct shared_memory {
     alignas(128) softmax_row rows[Tile::HEADS];
 };
 
-/* Head tiles of a token and split are neighbours, for they gather the same rows: L2 serves all but
- * the first. */
+/* Works are numbered by token, split and tile of heads. Tiles of a token and split are neighbours,
+ * for they gather the same rows: L2 serves all but the first. */
+static __device__ __forceinline__ cta_work
+make_work(const attention_launch &launch, int32_t token, int32_t split, int32_t tile,
+          int heads_per_cta)
+{
+    cta_work work;
+    work.token = token;
+    work.split = split;
+    work.first_head = tile * heads_per_cta;
+    work.num_heads = min((int32_t)launch.params.num_heads - work.first_head, heads_per_cta);
+    return work;
+}
+
+/* A work by its number, where a token and split has num_tiles. By divisions: the portable kernels
+ * have no registers for divisors that are multiplied with. */
 static __device__ __forceinline__ cta_work
 find_work(const attention_launch &launch, uint32_t num_tiles, int cta, int heads_per_cta)
 {
     const uint32_t num_splits = (uint32_t)launch.params.num_splits;
     const uint32_t part = (uint32_t)cta / num_tiles;
-    cta_work work;
-    work.token = (int32_t)(part / num_splits);
-    work.split = (int32_t)(part % num_splits);
-    work.first_head = (int32_t)((uint32_t)cta % num_tiles) * heads_per_cta;
-    work.num_heads = min((int32_t)launch.params.num_heads - work.first_head, heads_per_cta);
-    return work;
+    return make_work(launch, (int32_t)(part / num_splits), (int32_t)(part % num_splits),
+                     (int32_t)((uint32_t)cta % num_tiles), heads_per_cta);
+}
+
+/* The same without a division, for launch.head_tiles: Hopper's launches begin with it. */
+static __device__ __forceinline__ cta_work
+find_numbered_work(const attention_launch &launch, int idx, int heads_per_cta)
+{
+    const int part = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
+    const int token = (int)smla_divide_uint32((uint32_t)part, launch.num_splits);
+    return make_work(launch, token, part - token * launch.params.num_splits,
+                     idx - part * (int)launch.head_tiles.divisor, heads_per_cta);
 }
 
 /* ---- Query --------------------------------------------------------------------------------- */

@@ -210,12 +210,7 @@ static __device__ __forceinline__ void
 consume(const bf16_launch &launch, bf16_memory *shared)
 {
     bf16_phase phase = {};
-    if (launch.is_ordered) {
-        static_assert(sizeof(order_scratch) <= sizeof shared->probs,
-                      "free until the first weights");
-        plan_works(launch.base, launch.num_works, BARRIER_CONSUMERS, (order_scratch *)shared->probs,
-                   &shared->order);
-    }
+    order_works(launch, BARRIER_CONSUMERS, shared);
 #pragma unroll 1
     for (int n = 0;; n++) {
         const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, n);

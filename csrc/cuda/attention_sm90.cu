@@ -48,17 +48,16 @@
  *              power of two per work, so its f16 are exact in heads whose largest value is within
  *              2^13 of the tile's. Weights are f16, relative to ref: the first step's maximum,
  *              rounded up, lies at 4, or higher where few keys or none come later
- *              (find_row_headroom). Where a
- *              warp's 16 keys of a later step have 65,504 and more together, ref moves to their
- *              maximum in the same way, by an integer, and what was added is scaled by a power of
- *              two, exactly. Sums are fp32 of unrounded weights. Masked rows are zeros; their
- *              weights of 1 are taken from sums. A key with NaN makes all results NaN, a score of
- *              +inf its head's. A head whose q is not finite has results of NaN, and no influence
- *              on others. Whatever does not fit marks the row: scales above 146 E, E above 2^3,
- *              scores of 2^11 and more, heads smaller by 2^13, scores of -inf alone in the first of
- *              several steps; and at its end a work with one key, whose value the portable code
- *              gives as it is. Partial rows are rounded to f16: means of values, relative to E, so
- *              by 2^-11, or where they are small by 2^-25 E.
+ *              (find_row_headroom). Where a warp's 16 keys of a later step have 65,504 and more
+ *              together, ref moves to their maximum in the same way, by an integer, and what was
+ *              added is scaled by a power of two, exactly. Sums are fp32 of unrounded weights.
+ *              Masked rows are zeros; their weights of 1 are taken from sums. A key with NaN makes
+ *              all results NaN, a score of +inf its head's. A head whose q is not finite has
+ *              results of NaN, and no influence on others. Whatever does not fit marks the row:
+ *              scales above 146 E, E above 2^3, scores of 2^11 and more, heads smaller by 2^13,
+ *              scores of -inf alone in the first of several steps; and at its end a work with one
+ *              key, whose value the portable code gives as it is. Partial rows are rounded to f16:
+ *              means of values, relative to E, so by 2^-11, or where they are small by 2^-25 E.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       keys as A from registers, the granule ring, the order of the two warpgroups: our own
  *              studies; online softmax (FlashAttention), warp roles (CUTLASS). References that move
@@ -171,12 +170,7 @@ consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
     ptx_wait_for_grids(); /* from here on memory of others is read and written */
     ptx_let_next_grid_start();
     count_first_work(launch, find_place_again(), shared);
-    if (launch.is_ordered) {
-        static_assert(sizeof(order_scratch) <= sizeof shared->probs,
-                      "free until the first weights");
-        plan_works(launch.base, launch.num_works, BARRIER_CONSUMERS, (order_scratch *)shared->probs,
-                   &shared->order);
-    }
+    order_works(launch, BARRIER_CONSUMERS, shared);
     cta_work next = find_next(launch, shared);
 #pragma unroll 1
     while (next.num_heads != 0) {

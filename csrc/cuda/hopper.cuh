@@ -17,8 +17,8 @@ enum : uint32_t { NO_ROW = 0xFFFFFFFFu };
  * which key is the heaviest. Such rows are done again, exactly. */
 #define MAX_SCORE 0x1p11f
 
-/* Exponents of a maximum below its reference, negative, where one step is to go, whose weights, a
- * warp's 16 keys together, must fit f16, and where SHORT_STEPS are at most. */
+/* How far a maximum lies from its reference, in powers of two, where one step is to go, and where
+ * at most SHORT_STEPS are (find_row_headroom). A warp's 16 keys together must still fit f16. */
 #define ONE_STEP_HEADROOM (-11.0f)
 #define SHORT_HEADROOM    (-8.0f)
 

@@ -125,20 +125,6 @@ typedef struct column_range {
     int32_t end;
 } column_range;
 
-/* Work number idx of a kernel for Hopper, as find_work of attend.cuh counts them, without a
- * division: a launch begins with it. */
-static __device__ __forceinline__ cta_work
-find_numbered_work(const attention_launch &launch, int idx, int heads_per_cta)
-{
-    const int part = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
-    cta_work work;
-    work.token = (int32_t)smla_divide_uint32((uint32_t)part, launch.num_splits);
-    work.split = part - work.token * launch.params.num_splits;
-    work.first_head = (idx - part * (int)launch.head_tiles.divisor) * heads_per_cta;
-    work.num_heads = min((int32_t)launch.params.num_heads - work.first_head, heads_per_cta);
-    return work;
-}
-
 static __device__ __forceinline__ column_range
 find_columns(const attention_launch &launch, const cta_work &work, int list)
 {

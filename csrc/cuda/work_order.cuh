@@ -195,8 +195,6 @@ share_out_round(int thread, int first, int count, uint32_t load, int barrier,
     return is_cta && (int)cta_rank < count ? first + scratch->ranked[cta_rank] : -1;
 }
 
-/* Makes the plan, by all consumers, who meet at `barrier`, when memory of other grids may be read.
- * The scratch is free again when they return. */
 static __device__ __forceinline__ void
 plan_works(const attention_launch &launch, int num_works, int barrier, order_scratch *scratch,
            work_order *order)
@@ -230,6 +228,19 @@ plan_works(const attention_launch &launch, int num_works, int barrier, order_scr
     }
     ptx_mbarrier_arrive(ptx_shared_address(&order->planned), thread == (int)blockIdx.x);
     ptx_barrier(barrier, ORDER_THREADS); /* nobody reads the scratch any more */
+}
+
+/* Makes the plan of an ordered launch, by all consumers, who meet at `barrier`, when memory of
+ * other grids may be read. It is made where weights will be, before there are any. */
+template <typename Launch, typename Memory>
+static __device__ __forceinline__ void
+order_works(const Launch &launch, int barrier, Memory *shared)
+{
+    static_assert(sizeof(order_scratch) <= sizeof shared->probs, "free until the first weights");
+    if (launch.is_ordered) {
+        plan_works(launch.base, launch.num_works, barrier, (order_scratch *)shared->probs,
+                   &shared->order);
+    }
 }
 
 #endif /* SMLA_CUDA_WORK_ORDER_CUH */

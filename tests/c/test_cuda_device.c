@@ -253,11 +253,7 @@ expect_locked(const char *call)
 {
     if (strcmp(call, "cudaDeviceGetAttribute") == 0 ||
         strcmp(call, "cuDevicePrimaryCtxRetain") == 0) {
-        const bool is_free = pthread_mutex_trylock(&slots_lock) == 0;
-        EXPECT(!is_free);
-        if (is_free) {
-            pthread_mutex_unlock(&slots_lock);
-        }
+        expect_held(&slots_lock);
     }
 }
 

@@ -142,6 +142,17 @@ count_calls(const char *name)
         forget_calls();                                                            \
     } while (0)
 
+/* For what watches calls: that somebody holds the lock. */
+static inline void
+expect_held(pthread_mutex_t *lock)
+{
+    const bool is_free = pthread_mutex_trylock(lock) == 0;
+    EXPECT(!is_free);
+    if (is_free) {
+        pthread_mutex_unlock(lock);
+    }
+}
+
 static inline cudaError_t
 answer(const char *name)
 {
