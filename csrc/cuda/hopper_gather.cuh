@@ -212,25 +212,35 @@ fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base)
     __syncwarp();
 }
 
-/* A launch's first work, as far as it goes before its keys are counted: the query, and the first
- * step where the warp's first 32 columns are keys, which it tells. Straight code, in the order of
- * what is waited for: neither it nor its data are in any cache. Meanwhile consumers count. */
+/* A launch's first work, as far as it goes without its list: the query, and the first step where
+ * the warp's first 32 columns have all of it, either because all of them are keys, or because there
+ * are no others. Whether the step has begun. Straight code, in the order of what is waited for:
+ * neither it nor its data are in any cache. Meanwhile consumers count. */
 template <typename Shape>
 static __device__ __forceinline__ bool
 begin_launch(const hopper_launch &launch, const cta_work &work, hopper_memory<Shape> *shared,
              gather_state *state)
 {
-    const uint32_t index = load_first(launch.base, work, 0, find_gather_warp(), find_gather_lane());
+    uint32_t index = load_first(launch.base, work, 0, find_gather_warp(), find_gather_lane());
     if (launch.fetches_query) {
         fetch_query<Shape>(launch, work, state->base);
     }
-    const bool is_full = __all_sync(0xFFFFFFFFu, index < launch.base.lists[0].index_limit) &&
-                         launch.base.params.num_lists == 1;
-    if (is_full) {
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, index < launch.base.lists[0].index_limit);
+    bool has_step = is_key == 0xFFFFFFFFu;
+    if (!has_step) {
+        ptx_mbarrier_wait(state->base + (uint32_t)offsetof(hopper_memory<Shape>, counted), 0);
+        has_step =
+            find_count(&shared->num_keys[0], 0, find_gather_warp()) == (int32_t)__popc(is_key);
+        const int lane = find_gather_lane();
+        const uint32_t moved = __shfl_sync(0xFFFFFFFFu, index, find_nth_bit(is_key, lane));
+        index = lane < __popc(is_key) ? moved : NO_INDEX;
+    }
+    has_step &= launch.base.params.num_lists == 1;
+    if (has_step) {
         gather_step<Shape>(launch, work, 0, index, &shared->num_absent[0][find_gather_warp()],
                            state);
     }
-    return is_full;
+    return has_step;
 }
 
 /* All works of the CTA. The keys of a work are counted while the first rows of the one in front of

@@ -22,32 +22,33 @@ query_head(const lane_place &me, int j)
     return 8 * (4 * me.group + me.warp) + 4 * j + me.lane / PIECES;
 }
 
-/* The lane's part of the query, past the gather warps. Heads that are not there are zeros. */
+/* Copies the query to where the gather warps would have fetched it: one that is not aligned, or
+ * where out may be staged there. A loop, for it is seldom executed and lies in the way of what is. */
+template <typename Shape>
 static __device__ __forceinline__ void
-load_query(const smla_attention_params &params, const cta_work &work, const lane_place &me,
-           query_part *part)
+copy_query(const smla_attention_params &params, const cta_work &work, hopper_memory<Shape> *shared)
 {
-    const int piece = me.lane % PIECES;
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-        const int head = query_head(me, j);
-        const uint16_t *const nope = params.q_nope + work.token * params.q_nope_stride_token +
-                                     (work.first_head + head) * params.q_nope_stride_head;
-        const uint16_t *const rope = params.q_pe + work.token * params.q_pe_stride_token +
-                                     (work.first_head + head) * params.q_pe_stride_head;
-#pragma unroll
-        for (int tile = 0; tile < QUERY_TILES; tile++) {
-            uint32_t (&words)[4] = part->words[j][tile];
-            words[0] = words[1] = words[2] = words[3] = 0;
-            if (head < work.num_heads) {
-                const bool is_rope = tile == QUERY_TILES - 1;
-                smla_load_words<16, false>((is_rope ? rope : nope + 64 * tile) + 8 * piece, words);
-            }
-        }
+    constexpr int NOPE_PIECES = SMLA_KV_LORA_RANK / 8;
+    constexpr int HEAD_PIECES = SMLA_HEAD_DIM / 8;
+#pragma unroll 1
+    for (int i = ptx_forget((int)threadIdx.x); i < work.num_heads * HEAD_PIECES;
+         i += CONSUMER_THREADS) {
+        const int head = work.first_head + i / HEAD_PIECES;
+        const int piece = i % HEAD_PIECES;
+        const uint16_t *const from =
+            piece < NOPE_PIECES ? params.q_nope + work.token * params.q_nope_stride_token +
+                                      head * params.q_nope_stride_head + 8 * piece
+                                : params.q_pe + work.token * params.q_pe_stride_token +
+                                      head * params.q_pe_stride_head + 8 * (piece - NOPE_PIECES);
+        uint32_t words[4];
+        smla_load_words<16, false>(from, words);
+        ((uint4 *)shared->query)[i] = make_uint4(words[0], words[1], words[2], words[3]);
     }
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 }
 
-/* The same of what they fetched: straight code, for all is waiting for it. */
+/* The lane's part of the query. Heads that are not there are zeros. Straight code, for all is
+ * waiting for it. */
 template <typename Shape>
 static __device__ __forceinline__ void
 read_query(const cta_work &work, const lane_place &me, const hopper_memory<Shape> *shared,
@@ -242,10 +243,10 @@ store_query(const hopper_launch &launch, const lane_place &me, const cta_work &n
     query_part part;
     if (launch.fetches_query) {
         wait_for_query(shared, *state);
-        read_query(next, me, shared, &part);
     } else {
-        load_query(launch.base.params, next, me, &part);
+        copy_query(launch.base.params, next, shared);
     }
+    read_query(next, me, shared, &part);
     uint32_t head_max[2];
     publish_query_max(me, part, shared, head_max);
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody is at the last row any more */

@@ -348,26 +348,15 @@ round_values(const consumer<Shape> &state, int j, int i, float factor, uint32_t 
     }
 }
 
-/* Where results go. */
-enum : int { TO_OUT, TO_STAGE, TO_PARTIALS };
-
-/* out, by way of shared memory where it is not aligned, or the partial rows. A thread has heads
- * 2 column and 2 column + 1 of every eight. */
-template <int PLACE, typename Shape>
+/* Rows of results, of f16 for partial rows, else of bf16: the first head's begins at `to`. A thread
+ * has heads 2 column and 2 column + 1 of every eight. */
+template <bool IS_PARTIAL, typename Shape>
 static __device__ __forceinline__ void
-write_out(const hopper_launch &launch, const cta_work &work, const lane_place &me,
+write_out(uint16_t *to, int64_t stride_head, int num_heads, const lane_place &me,
           hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
-    constexpr bool IS_PARTIAL = PLACE == TO_PARTIALS;
-    const smla_attention_params &params = launch.base.params;
-    const int first_value = 256 * me.group + 64 * me.warp + 8 * me.row;
     const int first_head = 2 * me.column;
-    const int64_t stride = IS_PARTIAL ? 2 * SMLA_KV_LORA_RANK : params.out_stride_head;
-    uint16_t *to = (IS_PARTIAL ? find_halves(launch.base, work, first_head)
-                               : find_out(params, work, first_head)) +
-                   first_value;
-    uint4 *const stage =
-        (uint4 *)((uint16_t *)shared->query + first_head * SMLA_KV_LORA_RANK) + first_value / 8;
+    to += first_head * stride_head + 256 * me.group + 64 * me.warp + 8 * me.row;
     float factors[Shape::HEADS / 8][2];
 #pragma unroll
     for (int j = 0; j < Shape::HEADS / 8; j++) {
@@ -383,20 +372,15 @@ write_out(const hopper_launch &launch, const cta_work &work, const lane_place &m
             const float factor = factors[j][i];
             uint32_t words[4];
             round_values<Shape, IS_PARTIAL>(state, j, i, factor, words);
-            if constexpr (PLACE == TO_STAGE) {
-                stage[(8 * j + i) * (SMLA_KV_LORA_RANK / 8)] =
-                    make_uint4(words[0], words[1], words[2], words[3]);
-            } else {
-                smla_store_vector_4_if(to + i * stride, words,
-                                       (first_head + 8 * j + i < work.num_heads) &
-                                           (!IS_PARTIAL || factor != 0.0f));
-            }
+            smla_store_vector_4_if(to + i * stride_head, words,
+                                   (first_head + 8 * j + i < num_heads) &
+                                       (!IS_PARTIAL || factor != 0.0f));
         }
-        to += 8 * stride;
+        to += 8 * stride_head;
     }
 }
 
-/* What write_out left in shared memory. */
+/* What write_out left in shared memory, where rows of out are not aligned. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_out(const hopper_launch &launch, const cta_work &work, const hopper_memory<Shape> *shared)
@@ -442,14 +426,19 @@ finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const cons
         mark_work(shared->work, ptx_forget((int)threadIdx.x), shared->redo);
         return;
     }
-    if (launch.base.params.num_splits > 1) {
-        write_out<TO_PARTIALS>(launch, work, find_place_again(), shared, state);
-    } else if (launch.out_is_aligned) {
-        write_out<TO_OUT>(launch, work, find_place_again(), shared, state);
+    const smla_attention_params &params = launch.base.params;
+    if (params.num_splits > 1) {
+        write_out<true>(find_halves(launch.base, work, 0), 2 * SMLA_KV_LORA_RANK, work.num_heads,
+                        find_place_again(), shared, state);
     } else {
-        write_out<TO_STAGE>(launch, work, find_place_again(), shared, state);
-        copy_out(launch, work, shared);
-        ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* the next query comes there */
+        const bool is_aligned = launch.out_is_aligned;
+        write_out<false>(is_aligned ? find_out(params, work, 0) : (uint16_t *)shared->query,
+                         is_aligned ? params.out_stride_head : SMLA_KV_LORA_RANK, work.num_heads,
+                         find_place_again(), shared, state);
+        if (!is_aligned) {
+            copy_out(launch, work, shared);
+            ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* the next query comes there */
+        }
     }
     leave_heads(launch, work, shared);
 }
