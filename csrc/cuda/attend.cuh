@@ -87,14 +87,21 @@ find_work(const attention_launch &launch, uint32_t num_tiles, int cta, int heads
                      (int32_t)((uint32_t)cta % num_tiles), heads_per_cta);
 }
 
-/* The same without a division, for launch.head_tiles: Hopper's launches begin with it. */
+/* The same without a division, for launch.head_tiles: Hopper's launches begin with it. Behind the
+ * last one are works of no heads and no columns: nothing is read for them, and nothing written. */
 static __device__ __forceinline__ cta_work
 find_numbered_work(const attention_launch &launch, int idx, int heads_per_cta)
 {
     const int part = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
     const int token = (int)smla_divide_uint32((uint32_t)part, launch.num_splits);
-    return make_work(launch, token, part - token * launch.params.num_splits,
-                     idx - part * (int)launch.head_tiles.divisor, heads_per_cta);
+    cta_work work = make_work(launch, token, part - token * launch.params.num_splits,
+                              idx - part * (int)launch.head_tiles.divisor, heads_per_cta);
+    if (token >= launch.params.num_tokens) {
+        work.token = 0;
+        work.split = launch.params.num_splits;
+        work.num_heads = 0;
+    }
+    return work;
 }
 
 /* ---- Query --------------------------------------------------------------------------------- */

@@ -289,8 +289,7 @@ launch_bf16(const smla_attention_params *params)
     launch.num_works = (int32_t)count_works(launch.base);
     launch.out_is_aligned =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
-    const int num_sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
-    const int num_ctas = launch.num_works < num_sms ? launch.num_works : num_sms;
+    const int64_t num_ctas = count_ctas(params, launch.num_works);
     launch.is_ordered = has_order(launch.num_works, num_ctas, params->num_splits);
     return smla_launch(attend_bf16<MAXIMA, ALIGNED>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
                        params->stream);

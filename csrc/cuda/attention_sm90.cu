@@ -173,12 +173,12 @@ consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
     order_works(launch, BARRIER_CONSUMERS, shared);
     cta_work next = find_next(launch, shared);
 #pragma unroll 1
-    while (next.num_heads != 0) {
+    do {
         store_query(launch, find_place_again(), next, shared, &state);
         consume_steps(launch, shared, &state, &next);
         state.phase ^= QUERY_PARITY;
         finish_row(launch, shared, state);
-    }
+    } while (next.num_heads != 0);
 }
 
 /* ---- Kernel -------------------------------------------------------------------------------- */

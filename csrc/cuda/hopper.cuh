@@ -572,12 +572,11 @@ redo_works(const hopper_launch &hopper, int num_parts, const uint32_t *redo,
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* CTAs for a number of works: one per SM, or more where a CTA has not enough bits. */
+/* CTAs for a number of works: more than one per SM where a CTA has not enough bits. */
 static inline int64_t
 count_hopper_ctas(const smla_attention_params *params, int64_t num_works)
 {
-    const int64_t num_sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
-    const int64_t num_ctas = num_works < num_sms ? num_works : num_sms;
+    const int64_t num_ctas = count_ctas(params, num_works);
     return smla_count_parts(num_works, num_ctas) > MAX_WORKS
                ? smla_count_parts(num_works, MAX_WORKS)
                : num_ctas;

@@ -48,6 +48,16 @@ enum : uint32_t { LAST_ORDER_KEY = 0xFFFFFFFFu }; /* of what is not there */
 
 static_assert((int)ORDER_THREADS == CTA_THREADS, "a consumer thread for each CTA of the grid");
 
+/* CTAs for a number of works: one per SM, and one that has none where an SM would be idle. That one
+ * waits for no memory, so it is the first to execute every piece of the kernel's code, and fetches
+ * it for the others, from memory to the L2 cache: behind other kernels 2 us of a small call. */
+static inline int64_t
+count_ctas(const smla_attention_params *params, int64_t num_works)
+{
+    const int64_t num_sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
+    return num_works < num_sms ? num_works + 1 : num_sms;
+}
+
 /* Whether a launch has an order of its own. */
 static inline bool
 has_order(int64_t num_works, int64_t num_ctas, int64_t num_splits)
@@ -56,8 +66,9 @@ has_order(int64_t num_works, int64_t num_ctas, int64_t num_splits)
            num_works <= NUM_ROUNDS * num_ctas;
 }
 
-/* The n-th work of the CTA, counted from 0, or -1 behind the last one. n may be one more than that
- * of the last work. With an order, wait_for_order comes before any n above 0. */
+/* The n-th work of the CTA, counted from 0, or -1 behind the last one; number 0 may be a work that
+ * is none (find_numbered_work). n may be one more than that of the last work. With an order,
+ * wait_for_order comes before any n above 0. */
 static __device__ __forceinline__ int
 nth_work(bool is_ordered, int num_works, const work_order *order, int n)
 {
@@ -65,7 +76,7 @@ nth_work(bool is_ordered, int num_works, const work_order *order, int n)
         return ((const volatile int32_t *)order->works)[n - 1];
     }
     const int idx = n * (int)gridDim.x + (int)blockIdx.x;
-    return idx < num_works ? idx : -1;
+    return n == 0 || idx < num_works ? idx : -1;
 }
 
 /* For the gather warps. Consumers meet at a barrier when they have made the plan. */
@@ -197,10 +208,13 @@ share_out_round(int thread, int first, int count, uint32_t load, int barrier,
 
 /* A call: most launches have no order, and what they would jump over costs them up to 2 us, for
  * code that lies behind a jump is not fetched ahead. */
+template <typename Memory>
 static __device__ __noinline__ void
-plan_works(const attention_launch &launch, int num_works, int barrier, order_scratch *scratch,
-           work_order *order)
+plan_works(const attention_launch &launch, int num_works, int barrier, Memory *shared)
 {
+    static_assert(sizeof(order_scratch) <= sizeof shared->probs, "free until the first weights");
+    order_scratch *const scratch = (order_scratch *)shared->probs;
+    work_order *const order = &shared->order;
     const int thread = ptx_forget((int)threadIdx.x);
     bool is_ragged = false;
 #pragma unroll 1
@@ -238,10 +252,8 @@ template <typename Launch, typename Memory>
 static __device__ __forceinline__ void
 order_works(const Launch &launch, int barrier, Memory *shared)
 {
-    static_assert(sizeof(order_scratch) <= sizeof shared->probs, "free until the first weights");
     if (launch.is_ordered) {
-        plan_works(launch.base, launch.num_works, barrier, (order_scratch *)shared->probs,
-                   &shared->order);
+        plan_works(launch.base, launch.num_works, barrier, shared);
     }
 }
 
