@@ -42,7 +42,7 @@ enum {
     FP8_COUNT_LOADS = 8,    /* indices of a lane that gather warps count at once */
     FIRST_COUNT_LOADS = 16, /* and consumers, who count a launch's first work */
     QUERY_TILES = SMLA_HEAD_DIM / 64,
-    MAX_WORKS = 1024,   /* of a CTA: bits of redo */
+    MAX_WORKS = 512,    /* of a CTA: bits of redo */
     CONSTANT_LINE = 64, /* bytes of arguments that come together */
     /* named barriers */
     BARRIER_CONSUMERS = 1,
@@ -90,6 +90,12 @@ typedef struct ring_granule {
 
 enum { GRANULE_BYTES = sizeof(ring_granule) };
 
+/* An entry of a list. */
+typedef struct listed_index {
+    int32_t index;
+    int32_t list;
+} listed_index;
+
 template <typename Shape> struct hopper_memory {
     alignas(1024) uint8_t query[QUERY_TILES][Shape::HEADS][128];
     alignas(1024) uint8_t probs[2][64][Shape::PROB_BYTES];
@@ -112,7 +118,9 @@ template <typename Shape> struct hopper_memory {
     uint64_t counted;
     int32_t num_steps[2];                             /* of works in turn */
     alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* of works in turn: add_absent */
-    alignas(16) key_counts num_keys[2];               /* of works in turn */
+    listed_index only[2]
+                     [GATHER_WARPS]; /* of works in turn: a gather warp's key, if it has but one */
+    alignas(16) key_counts num_keys[2]; /* of works in turn */
     /* by group: whether its weights have outgrown f16, and what it has raised the references by */
     alignas(8) float shift[2][Shape::HEADS];
     alignas(4) uint8_t has_grown[4];

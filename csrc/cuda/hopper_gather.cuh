@@ -132,16 +132,32 @@ count_keys_of(const hopper_launch &launch, const cta_work &work, uint32_t turn,
                                 BARRIER_GATHER, &shared->num_keys[turn]);
 }
 
+/* In every step, of whose places is_key says which have a key. A key that is the warp's only one in
+ * its step may be the work's only one. */
+template <typename Shape>
+static __device__ __forceinline__ void
+count_step(uint32_t is_key, bool is_mine, uint32_t index, int list, uint32_t turn,
+           hopper_memory<Shape> *shared)
+{
+    if (is_key != 0xFFFFFFFFu) {
+        add_absent(is_key, &shared->num_absent[turn][find_gather_warp()]);
+        if (__popc(is_key) == 1 && is_mine) {
+            shared->only[turn][find_gather_warp()] = listed_index{(int32_t)index, list};
+        }
+        __syncwarp();
+    }
+}
+
 /* A step of a work: lane l's index is that of key l % 4 of the warp's four in granule l / 4. */
 template <typename Shape>
 static __device__ __forceinline__ void
 gather_step(const hopper_launch &launch, const cta_work &work, int list, uint32_t index,
-            uint32_t *num_absent, gather_state *state)
+            uint32_t turn, hopper_memory<Shape> *shared, gather_state *state)
 {
     const uint32_t offset =
         find_row_offset(launch.base, launch.lists[list].bias, list, work.token, (int32_t)index);
     const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, offset != NO_ROW);
-    add_absent(is_key, num_absent);
+    count_step(is_key, offset != NO_ROW, index, list, turn, shared);
 #pragma unroll 1
     for (int i = 0; i < STEP_GRANULES; i++) {
         copy_rows<Shape>(*state, launch.lists[list].lowest, offset, i * GATHER_KEYS,
@@ -171,8 +187,7 @@ gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t
         const uint32_t index =
             take_step(&stream, launch.base.lists[list].index_limit, find_gather_lane());
         if (step >= begin) {
-            gather_step<Shape>(launch, work, list, index,
-                               &shared->num_absent[turn][find_gather_warp()], state);
+            gather_step(launch, work, list, index, turn, shared, state);
         }
     }
 }
@@ -237,8 +252,7 @@ begin_launch(const hopper_launch &launch, const cta_work &work, hopper_memory<Sh
     }
     has_step &= launch.base.params.num_lists == 1;
     if (has_step) {
-        gather_step<Shape>(launch, work, 0, index, &shared->num_absent[0][find_gather_warp()],
-                           state);
+        gather_step(launch, work, 0, index, 0, shared, state);
     }
     return has_step;
 }

@@ -405,24 +405,35 @@ is_row_lost(const hopper_memory<Shape> *shared)
     return (flags[0] | flags[1]) != 0;
 }
 
-/* Whether the work has one key alone. That is left to the portable code, which gives its value as
- * it is. */
+/* Writes the results of a work with exactly one key, by the code of one_key.cuh: here its value would
+ * be off by what f16 takes from its scale. Returns false for other works, and has done nothing. */
 template <typename Shape>
 static __device__ __forceinline__ bool
-has_one_key(const hopper_memory<Shape> *shared)
+leave_only_key(const attention_launch &launch, const cta_work &work,
+               const hopper_memory<Shape> *shared)
 {
     const int turn = shared->work & 1;
-    return warp_of_only_key(shared->num_absent[turn], &shared->num_steps[turn]) >= 0;
+    const int warp = warp_of_only_key(shared->num_absent[turn], &shared->num_steps[turn]);
+    if (!__any_sync(0xFFFFFFFFu, warp >= 0)) { /* tells ptxas that it is the same for all lanes */
+        return false;
+    }
+    const listed_index only = shared->only[turn][warp];
+    const int32_t slot = slot_of_index(launch, only.list, work.token, only.index);
+    attend_only_key(launch, work, listed_key{slot, only.list}, ptx_forget((int)threadIdx.x));
+    __syncwarp();
+    return true;
 }
 
-/* The results of a row, or its mark if a thread lost it or it has one key: then it has no results
- * here. */
+/* The results of a row, or its mark if a thread lost it: then it has no results here. */
 template <typename Shape>
 static __device__ __forceinline__ void
 finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
     const cta_work work = shared->place;
-    if (is_row_lost(shared) || has_one_key(shared)) {
+    if (leave_only_key(launch.base, work, shared)) {
+        return;
+    }
+    if (is_row_lost(shared)) {
         mark_work(shared->work, ptx_forget((int)threadIdx.x), shared->redo);
         return;
     }
