@@ -39,7 +39,8 @@ is_any(uint8_t has_grown)
     return __any_sync(0xFFFFFFFFu, has_grown != 0);
 }
 
-/* out * 2^-shift, of the thread's heads. Nothing may be under way to `out`. */
+/* out * 2^-shift, of the thread's heads. It is exact: ptx_exp2 of an integer is a power of two, or 0.
+ * Nothing may be under way to `out`. */
 template <typename Shape>
 static __device__ __forceinline__ void
 scale_out(const float *shift, const lane_place &me, consumer<Shape> *state)
@@ -51,7 +52,7 @@ scale_out(const float *shift, const lane_place &me, consumer<Shape> *state)
         ptx_load_shared_8(from + 32 * j, pair);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const float factor = scale_of_shift(smla_bits_float(pair[i]));
+            const float factor = ptx_exp2(-smla_bits_float(pair[i]));
 #pragma unroll
             for (int b = 0; b < 4; b++) {
                 ptx_scale(&state->out[b][4 * j + i], factor);
@@ -120,10 +121,13 @@ weigh_pair_again(uint32_t probs, const lane_place &me, int pair, hopper_memory<S
         float *const x = &state->scores[8 * chunk];
         float e[8], sums[4];
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const int head = 16 * chunk + 8 * (j / 4) + 2 * me.column + j % 2;
-            ptx_fma_if(&x[j], 1.0f, -shared->shift[me.group][head],
-                       j % 4 < 2 ? is_key.first : is_key.second);
+        for (int j = 0; j < 8; j += 4) {
+            const float2 shift =
+                *(const float2 *)&shared->shift[me.group][16 * chunk + 2 * j + 2 * me.column];
+            ptx_fma_if(&x[j], 1.0f, -shift.x, is_key.first);
+            ptx_fma_if(&x[j + 1], 1.0f, -shift.y, is_key.first);
+            ptx_fma_if(&x[j + 2], 1.0f, -shift.x, is_key.second);
+            ptx_fma_if(&x[j + 3], 1.0f, -shift.y, is_key.second);
         }
         exp_chunk(x, e, sums);
         half[i] = reduce_half<false>(sums, me.lane);
