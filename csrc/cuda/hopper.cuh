@@ -562,7 +562,7 @@ redo_works(const hopper_launch &hopper, int num_parts, const uint32_t *redo,
 #pragma unroll 1
     for (int number = 0;; number++) {
         const int idx = nth_work(hopper.is_ordered, hopper.num_works, order, number);
-        if (idx < 0) {
+        if (idx < 0 || idx >= hopper.num_works) {
             break;
         }
         if (!(redo[number / 32] >> number % 32 & 1)) {

@@ -433,7 +433,7 @@ finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const cons
     if (leave_only_key(launch.base, work, shared)) {
         return;
     }
-    if (is_row_lost(shared)) {
+    if (is_row_lost(shared)) { /* of a work without heads, too, which is not done again */
         mark_work(shared->work, ptx_forget((int)threadIdx.x), shared->redo);
         return;
     }
