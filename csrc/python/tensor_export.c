@@ -324,17 +324,36 @@ tensor_array(PyObject *self, PyObject *args, PyObject *kwargs)
     return converted;
 }
 
+/* In the order of C, where the last dimension is the innermost, or of Fortran, where the first
+ * is. */
 static bool
-is_compact(const smla_py_tensor *tensor)
+is_compact(const smla_py_tensor *tensor, bool is_fortran)
 {
+    const int ndim = tensor->view.ndim;
     int64_t compact = 1;
-    for (int i = tensor->view.ndim - 1; i >= 0; i--) {
-        if (tensor->shape[i] > 1 && tensor->strides[i] != compact) {
-            return false;
+    for (int i = 0; i < ndim; i++) {
+        const int d = is_fortran ? i : ndim - 1 - i;
+        if (tensor->shape[d] > 1 && tensor->strides[d] != compact) {
+            return smla_py_tensor_bytes(tensor) == 0;
         }
-        compact *= tensor->shape[i];
+        compact *= tensor->shape[d];
     }
     return true;
+}
+
+/* Whether the elements lie as a consumer with these flags expects them. */
+static bool
+has_asked_layout(const smla_py_tensor *tensor, int flags)
+{
+    if ((flags & PyBUF_STRIDES) != PyBUF_STRIDES ||
+        (flags & PyBUF_C_CONTIGUOUS) == PyBUF_C_CONTIGUOUS) {
+        return is_compact(tensor, false);
+    }
+    if ((flags & PyBUF_F_CONTIGUOUS) == PyBUF_F_CONTIGUOUS) {
+        return is_compact(tensor, true);
+    }
+    return (flags & PyBUF_ANY_CONTIGUOUS) != PyBUF_ANY_CONTIGUOUS || is_compact(tensor, false) ||
+           is_compact(tensor, true);
 }
 
 int
@@ -356,7 +375,7 @@ smla_py_tensor_getbuffer(PyObject *self, Py_buffer *buffer, int flags)
         PyErr_SetString(PyExc_BufferError, "the Tensor is read-only");
         return -1;
     }
-    if ((flags & PyBUF_STRIDES) != PyBUF_STRIDES && !is_compact(tensor)) {
+    if (!has_asked_layout(tensor, flags)) {
         PyErr_SetString(PyExc_BufferError, "the Tensor is not contiguous: ask for strides");
         return -1;
     }
