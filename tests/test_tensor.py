@@ -2,6 +2,7 @@
 (csrc/python/tensor.c, tensor_export.c). NumPy, sliced alike, is the judge."""
 
 import ctypes
+import re
 
 import numpy as np
 import pytest
@@ -240,3 +241,42 @@ def test_buffers_have_no_word_for(name):
     for flags in REQUESTS.values():
         with pytest.raises(BufferError, match=f"no format for {name}"):
             api.PyObject_GetBuffer(tensor, Buffer(), flags)
+
+
+# --- capsules ------------------------------------------------------------------------------------
+
+ASKED = {
+    # what __dlpack__ is given: the error, or the version of the capsule
+    "nothing": ({}, 0),
+    "None": ({"max_version": None, "dl_device": None, "copy": None, "stream": None}, 0),
+    "an old version": ({"max_version": (0, 8)}, 0),
+    "version 1": ({"max_version": (1, 0)}, 1),
+    "a version of the future": ({"max_version": (7, 3)}, 1),
+    "its device": ({"dl_device": (1, 0)}, 0),
+    "another device": ({"dl_device": (2, 0)}, (BufferError, "on its own device only")),
+    "another number": ({"dl_device": (1, 1)}, (BufferError, "on its own device only")),
+    "no device": (
+        {"dl_device": (1,)},
+        (TypeError, "`dl_device` must be a pair of ints, got tuple"),
+    ),
+    **{
+        f"version {bad!r}": (
+            {"max_version": bad},
+            (TypeError, f"`max_version` must be None or a pair of ints, got {bad!r}"),
+        )
+        for bad in ("1", 1, [1, 0], (1,), (1, 0, 0), ("1", 0), (2**40, 0))
+    },
+}
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_capsules(what):
+    request, expected = ASKED[what]
+    tensor, _ = TENSORS["float32"]
+    if isinstance(expected, tuple):
+        error, text = expected
+        with pytest.raises(error, match=re.escape(text)):
+            tensor.__dlpack__(**request)
+        return
+    name = api.PyCapsule_GetName(tensor.__dlpack__(**request))
+    assert name == (VERSIONED if expected else b"dltensor")

@@ -151,6 +151,22 @@ order_consumer(PyObject *self, const char *op, void *handle)
     return status;
 }
 
+/* None is what consumers from before versions say: 0. */
+static int
+parse_version(PyObject *object, int *major)
+{
+    int minor = 0;
+    *major = 0;
+    if (object == Py_None ||
+        (PyTuple_Check(object) && PyArg_ParseTuple(object, "ii", major, &minor))) {
+        return 0;
+    }
+    PyErr_Clear();
+    PyErr_Format(PyExc_TypeError,
+                 "__dlpack__: `max_version` must be None or a pair of ints, got %R", object);
+    return -1;
+}
+
 PyDoc_STRVAR(tensor_dlpack_doc,
              "__dlpack__($self, *, stream=None, max_version=None, dl_device=None, copy=None)\n"
              "--\n\n"
@@ -176,8 +192,7 @@ tensor_dlpack(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     int major = 0;
-    int minor = 0;
-    if (max_version != Py_None && !PyArg_ParseTuple(max_version, "ii", &major, &minor)) {
+    if (parse_version(max_version, &major) < 0) {
         return NULL;
     }
     if (dl_device != Py_None) {
