@@ -58,6 +58,7 @@ class Exchanged:
     def __init__(self, array: np.ndarray, *, is_read_only=False) -> None:
         self.array = array
         self.is_read_only = is_read_only
+        self.outstanding = 0
         itemsize = array.itemsize
         self.shape = (ctypes.c_int64 * max(array.ndim, 1))(*array.shape)
         strides = [s // itemsize for s in array.strides]
@@ -67,7 +68,7 @@ class Exchanged:
         return self.array
 
     @classmethod
-    def outstanding(cls) -> int:
+    def total_outstanding(cls) -> int:
         return cls.shared - cls.deleted
 
     def fill(self, tensor) -> None:
@@ -82,7 +83,8 @@ class Exchanged:
 
 @DELETER
 def _delete(address):
-    del _shared[address]  # a second time is an error that pytest reports
+    owner, _ = _shared.pop(address)  # a second time is an error that pytest reports
+    owner.outstanding -= 1
     Exchanged.deleted += 1
 
 
@@ -94,6 +96,7 @@ def _give(owner: Exchanged, out) -> None:
     owner.fill(managed.tensor)
     out[0] = ctypes.addressof(managed)
     _shared[out[0]] = (owner, managed)
+    owner.outstanding += 1
     Exchanged.shared += 1
 
 
@@ -138,6 +141,12 @@ def _find_stream(_type, _device, out):
 TABLE = Table(1, 3, None, _allocate, _share, _adopt, _lend, _find_stream)
 NAME = b"dlpack_exchange_api"
 Exchanged.__dlpack_c_exchange_api__ = api.PyCapsule_New(ctypes.addressof(TABLE), NAME, None)
+
+
+class LikeTorch(Exchanged):
+    """One whose package is known: its arrays are never read-only."""
+
+    __module__ = "torch.of_these_tests"
 
 
 class NoLoans:
