@@ -364,6 +364,8 @@ def _host_array(name: str, value: Any, default: Any) -> np.ndarray[Any, Any]:
             raise ValueError(
                 f"CommonAttentionMetadata: `{name}` must be given for device arrays, got None"
             )
+    if isinstance(value, list | tuple) and not value:
+        return np.zeros(0, np.int32)  # NumPy takes it for floats
     return np.asarray(value)
 
 

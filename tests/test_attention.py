@@ -10,7 +10,14 @@ import pytest
 import random_cases
 import reference as ref
 from cases import ATTENTION, INT32_MAX, INT32_MIN, AttentionCase
-from helpers import Guarded, assert_same_bits, assert_within_bounds, guarded_attention
+from helpers import (
+    NO_NAN,
+    Guarded,
+    assert_same_bits,
+    assert_within_bounds,
+    guarded_attention,
+    same_bits,
+)
 from library import sparse_mla
 
 attend = sparse_mla.sparse_attention
@@ -145,18 +152,66 @@ def test_duplicates_count():
     assert np.allclose(got["lse"] - pair["lse"], np.log(4), rtol=0, atol=1e-5)
 
 
+def spoil_query(case) -> None:
+    case.q[2, 3, 100] = np.nan
+
+
+def spoil_rope_of_query(case) -> None:
+    case.q[2, 3, 570] = np.inf
+    case.kv.view(np.uint8).reshape(320, -1)[:, -12:-10] = [0x80, 0x3F]  # all keys have a 1 there
+
+
+def spoil_key(case, *columns) -> None:
+    """One that token 2 alone has, in these columns."""
+    case.indices[case.indices == 7] = 8
+    case.indices[2, list(columns)] = 7
+    case.kv.view(np.uint8).reshape(320, -1)[7] = 0xFF
+
+
+SPOILT = {
+    # what: (spoil, heads of token 2 that it reaches)
+    "q": (spoil_query, [3]),
+    "the RoPE part of q": (spoil_rope_of_query, [3]),
+    "the first key": (lambda case: spoil_key(case, 0), range(5)),
+    "a key": (lambda case: spoil_key(case, 77), range(5)),
+    "a key, twice": (lambda case: spoil_key(case, 63, 199), range(5)),
+    "the last key": (lambda case: spoil_key(case, 299), range(5)),
+}
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+@pytest.mark.parametrize("what", SPOILT)
+def test_nan_reaches_all_results_of_its_rows_and_no_other(what, fmt, num_splits):
+    """out, lse and max_logits, wherever the NaN stands: in a maximum numbers would pass over it."""
+    spoil, heads = SPOILT[what]
+    case = AttentionCase(4, 5, 300, fmt=fmt, num_splits=num_splits, indices="ordered").make()
+    case.kv = np.ascontiguousarray(case.kv)
+    spoil(case)
+    got = guarded_attention(attend, case, poison=NO_NAN)
+    others = np.ones((4, 5), bool)
+    others[2, list(heads)] = False
+    for name, x in got.items():
+        assert np.isnan(ref.to_f32(x[~others])).all(), name
+        assert np.isfinite(ref.to_f32(x[others])).all(), name
+    case.q[2], case.indices[2] = 0, case.indices[1]
+    clean = guarded_attention(attend, case)
+    for name, x in got.items():
+        assert_same_bits(x[[0, 1, 3]], clean[name][[0, 1, 3]], name)
+
+
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_a_nan_row_of_q_stays_alone(fmt):
+    """The token's other heads have the bits that they have without it."""
     case = AttentionCase(4, 5, 90, fmt=fmt).make()
     clean = guarded_attention(attend, case)
-    case.q[2, 3, 100] = np.nan
-    outputs = [np.zeros((4, 5, 512), ref.BF16), np.zeros((4, 5), np.float32)]
-    case.run(attend, out=outputs[0], lse=outputs[1])
+    spoil_query(case)
+    got = guarded_attention(attend, case, poison=NO_NAN)
     others = np.ones((4, 5), bool)
     others[2, 3] = False
-    assert_same_bits(outputs[0][others], clean["out"][others])
-    assert_same_bits(outputs[1][others], clean["lse"][others])
-    assert np.isnan(outputs[1][2, 3])
+    for name, x in got.items():
+        assert_same_bits(x[others], clean[name][others], name)
+        assert np.isnan(ref.to_f32(x[2, 3])).all(), name
 
 
 def test_masked_indices_equal_their_absence():
@@ -463,6 +518,30 @@ def test_new_outputs():
     assert_same_bits(max_logits, want["max_logits"])
     mine = np.zeros((3, 9), np.float32)
     assert case.run(attend, lse=mine)[1] is mine
+
+
+OUTPUTS = ("out", "lse", "max_logits")
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("given", range(8))
+def test_any_outputs_may_be_given(given, asked):
+    """Each alone, too: `max_logits=` is returned, and written, though nobody has asked for it."""
+    case = AttentionCase(3, 9, 100, sink=True).make()
+    want = guarded_attention(attend, case)
+    shapes = {"out": ((3, 9, 512), ref.BF16), "lse": ((3, 9), np.float32)}
+    shapes["max_logits"] = shapes["lse"]
+    mine = {n: Guarded(*shapes[n]) for i, n in enumerate(OUTPUTS) if given >> i & 1}
+    outputs = {name: buffer.array for name, buffer in mine.items()}
+    results = case.run(attend, return_max_logits=asked, **outputs)
+    names = OUTPUTS if asked or "max_logits" in mine else OUTPUTS[:2]
+    assert len(results) == len(names)
+    for name, x in zip(names, results, strict=True):
+        assert x is outputs.get(name, x), name
+        assert_same_bits(x, want[name], name)
+    for buffer in mine.values():
+        buffer.check()
+    assert not same_bits(want["lse"], want["max_logits"])
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 7])

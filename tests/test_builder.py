@@ -1,5 +1,7 @@
 """Config, Backend, MetadataBuilder and the contents of Metadata (csrc/plan.c, builder.c)."""
 
+import dataclasses
+
 import cases
 import device
 import engine
@@ -9,8 +11,11 @@ import pytest
 import reference as ref
 import reference_plan
 from device import address, host
+from dlpack_producer import Producer
 from helpers import assert_same_bits
 from library import sparse_mla
+
+from sparse_mla import _C
 
 UNIFORM_PATHS = ["mixed", "separate", "direct"]
 
@@ -218,16 +223,108 @@ def test_build_options_of_the_engine():
     assert_metadata(got, batch, plan_of(batch))
 
 
-@pytest.mark.parametrize("kind", [list, np.int64])
+def as_tensor(x: np.ndarray):
+    """These int32 numbers as a sparse_mla.Tensor in host memory: positions in pages of one token,
+    which lie in their order, are slots."""
+    table = np.arange(1000, dtype=np.int32)[None]
+    zero = Producer(np.zeros(1, np.int32))
+    convert = library.package.convert_req_index_to_global_index
+    return convert(zero, table, x[None].astype(np.int32), block_size=1)[0]
+
+
+def every_second(x: np.ndarray) -> np.ndarray:
+    return np.repeat(x, 2)[::2]
+
+
+HOST_KINDS = {
+    "list": np.ndarray.tolist,
+    "tuple": lambda x: tuple(x.tolist()),
+    "list of NumPy's": list,
+    "int64": lambda x: x.astype(np.int64),
+    "uint16": lambda x: x.astype(np.uint16),
+    "strided": every_second,
+    "backwards": lambda x: x[::-1].copy()[::-1],
+    "memoryview": memoryview,
+    "Tensor": as_tensor,
+    "Tensor, every second": lambda x: as_tensor(np.repeat(x, 2))[::2],
+    "Tensor, backwards": lambda x: as_tensor(x[::-1])[::-1],
+}
+LENGTHS = ("query_start_loc", "seq_lens")
+
+
+@pytest.mark.parametrize("kind", HOST_KINDS)
 def test_host_arrays_may_be_any_integers(kind):
     batch = engine.engine_batch()
-    loc, lens = batch.query_start_loc, batch.seq_lens
-    if kind is list:
-        host = {"query_start_loc_cpu": loc.tolist(), "seq_lens_cpu": lens.tolist()}
-    else:
-        host = {"query_start_loc_cpu": loc.astype(kind), "seq_lens_cpu": lens.astype(kind)}
     builder = sparse_mla.MetadataBuilder(engine.config(sparse_mla))
-    assert_metadata(builder.build(batch.common(sparse_mla, **host)), batch, plan_of(batch))
+    for names in (LENGTHS, LENGTHS[:1], LENGTHS[1:]):
+        given = {f"{name}_cpu": HOST_KINDS[kind](getattr(batch, name)) for name in names}
+        common = batch.common(sparse_mla, **given)
+        assert_metadata(builder.build(common), batch, plan_of(batch))
+
+
+@pytest.mark.skipif(device.ON_CUDA, reason="a GPU's lengths are arrays there")
+@pytest.mark.parametrize("kind", HOST_KINDS)
+def test_lengths_that_the_host_reads_are_given_once(kind):
+    """In place of the device's; sizes follow from them, and metadata shows the caller's own."""
+    batch = engine.engine_batch()
+    starts, lens = (HOST_KINDS[kind](getattr(batch, name)) for name in LENGTHS)
+    common = sparse_mla.CommonAttentionMetadata(starts, lens, batch.slot_mapping, batch.block_table)
+    got = sparse_mla.MetadataBuilder(engine.config(sparse_mla)).build(common)
+    assert got.query_start_loc is starts
+    assert_metadata(
+        dataclasses.replace(got, query_start_loc=batch.query_start_loc), batch, plan_of(batch)
+    )
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "int64"])
+def test_no_lengths(kind):
+    """An empty list is one of integers, too."""
+    batch = cases.make_batch([], [])
+    empty = {f"{name}_cpu": HOST_KINDS[kind](getattr(batch, name)) for name in LENGTHS}
+    builder = sparse_mla.MetadataBuilder(engine.config(sparse_mla))
+    assert_metadata(builder.build(batch.common(sparse_mla, **empty)), batch, plan_of(batch))
+
+
+# --- splits of decodes ---------------------------------------------------------------------------
+
+SPLIT_STEPS = {
+    # decodes, query tokens of one prefill: what the CPU's 64 parts leave, at most ceil(K / 256)
+    "one decode": (1, 0),
+    "decodes": (16, 0),
+    "a part less": (17, 0),
+    "two parts": (22, 0),
+    "three, and a prefill": (21, 1),
+    "one part": (33, 1),
+    "many": (65, 0),
+    "a prefill": (0, 9),
+    "decodes beside a long prefill": (3, 30),
+    "nothing": (0, 0),
+}
+
+
+@pytest.mark.skipif(device.ON_CUDA, reason="a GPU's plan has a test of its own, in C")
+@pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
+@pytest.mark.parametrize("name", SPLIT_STEPS)
+def test_decode_num_splits(name, path):
+    """Of the decodes where they have a call of their own, else of all tokens."""
+    decodes, prefill = SPLIT_STEPS[name]
+    lens = [1] * decodes + ([prefill + 1] if prefill else [])
+    has_parts = path in ("separate", "direct")
+    tokens = decodes if has_parts else sum(lens)
+    want = min(4, max(1, 64 // tokens)) if tokens else 1
+    made = _C.Builder(
+        2, 4, 1024, 70, 128, 64, 1, 32, 0, "bfloat16" if path == "bf16" else "fp8_ds_mla",
+        path, "cpu", None,
+    )  # fmt: skip
+    starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+    plan = made.build(starts, lens, np.zeros((len(lens), 16), np.int32), len(lens), sum(lens), None)
+    assert plan["decode_num_splits"] == want
+    if has_parts and decodes:
+        config = engine.config(sparse_mla, path=path, topk_tokens=1024, max_num_seqs=70)
+        got = sparse_mla.MetadataBuilder(config).build(
+            cases.make_batch(lens, lens).common(sparse_mla)
+        )
+        assert got.decode.num_splits == want
 
 
 # --- errors --------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """SparseMLA.forward: every path of one step, each within its bound, pairs within the sum."""
 
+import dataclasses
+
 import cases
 import device
 import engine
@@ -130,6 +132,81 @@ def test_rows_past_t_are_left_alone(step, path):
     assert_same_bits(out.array[:tokens], plain[0])
     assert_same_bits(lse.array[:tokens], plain[1])
     assert len(layer.forward(q, kv, topk, metadata)[0]) == tokens + 9, "q's number of rows"
+
+
+def test_a_larger_workspace_is_used_as_far_as_was_asked(results, step):
+    """Its other rows are the caller's. Chunks are as long as without them."""
+    asked, most = cases.ENGINE_WORKSPACE, 2 * cases.ENGINE_WORKSPACE + 300
+    options = engine.config(sparse_mla, num_heads=NUM_HEADS, path="separate")
+    workspace = Guarded((most, 576), ref.BF16, row_gap=24)
+    builder = sparse_mla.MetadataBuilder(options, workspace=workspace.array)
+    if not device.ON_CUDA:
+        assert builder.workspace_bytes == asked * 1152
+    metadata = builder.build(step.batch.common(sparse_mla))
+    assert [chunk.chunk_tot_seqlen for chunk in metadata.prefill.chunks] == [367, 390, 303]
+    assert max(chunk.chunk_tot_seqlen for chunk in metadata.prefill.chunks) <= asked
+    got = sparse_mla.SparseMLA(options).forward(
+        step.q, step.fp8_cache, step.topk_indices, metadata, attn_sink=step.attn_sink
+    )
+    for name, x in zip(("out", "lse"), got, strict=True):
+        assert_same_bits(x, results["separate"][0][name], name)
+    rows = workspace.check(written=False).view(np.uint16)
+    assert (rows[390:] == 0xFFFF).all(), "rows that no chunk needs"
+    assert not (rows[:390] == 0xFFFF).all(1).any()
+
+
+SPLIT_DECODES = {
+    # decodes, splits
+    "alone": (1, 4),
+    "a few": (16, 4),
+    "more": (22, 2),
+    "many": (33, 1),
+}
+
+
+@pytest.mark.skipif(device.ON_CUDA, reason="a GPU's plan depends on its size")
+@pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
+@pytest.mark.parametrize("name", SPLIT_DECODES)
+def test_decodes_are_split_as_planned(name, path):
+    """The bits are those of an attention call with that many splits."""
+    num_decodes, splits = SPLIT_DECODES[name]
+    one = cases.make_batch([1], [900])  # all requests read its pages
+    batch = dataclasses.replace(
+        one,
+        query_start_loc=np.arange(num_decodes + 1, dtype=np.int32),
+        seq_lens=np.repeat(one.seq_lens, num_decodes),
+        slot_mapping=np.repeat(one.slot_mapping, num_decodes),
+        block_table=np.repeat(one.block_table, num_decodes, 0),
+        num_actual_tokens=num_decodes,
+    )
+    made = engine.make_step(batch, 3, topk=1024)
+    made.q[..., :512] = 0
+    rows = made.fp8_cache.reshape(-1, 656)
+    cases.cancel_neighbours(rows)
+    made.fp8_cache = rows.reshape(made.fp8_cache.shape)
+    kv = made.bf16_cache(sparse_mla) if path == "bf16" else made.fp8_cache
+    limits = {"topk_tokens": 1024, "max_num_seqs": 70, "max_model_len": 1024}
+    options = engine.config(
+        sparse_mla, num_heads=3, fp8=path != "bf16", path=path, **limits,
+        prefill_workspace_tokens=1024,
+    )  # fmt: skip
+    metadata = sparse_mla.MetadataBuilder(options).build(batch.common(sparse_mla))
+    if path in ("separate", "direct"):
+        assert metadata.decode.num_splits == splits
+    got = sparse_mla.SparseMLA(options).forward(made.q, kv, made.topk_indices, metadata)
+    slots = sparse_mla.convert_req_index_to_global_index(
+        np.arange(num_decodes, dtype=np.int32), batch.block_table, made.topk_indices, block_size=64
+    )
+
+    def attend(num_splits: int) -> list[np.ndarray]:
+        return sparse_mla.sparse_attention(
+            made.q, kv, slots, softmax_scale=engine.SCALE, num_splits=num_splits
+        )
+
+    for x, y in zip(got, attend(splits), strict=True):
+        assert_same_bits(x, y)
+    others = [n for n in (1, 2, 4) if n != splits]
+    assert all((got[0] != attend(n)[0]).any() for n in others), "no number of splits shows"
 
 
 # --- other batches -------------------------------------------------------------------------------

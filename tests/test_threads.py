@@ -9,9 +9,11 @@ import cases
 import engine
 import numpy as np
 import pytest
+from dlpack_producer import Producer
 from helpers import BESIDE_TESTS, assert_same_bits, printed_by_python
 
 import sparse_mla
+from sparse_mla import _C
 
 NUM_THREADS = 16
 
@@ -104,6 +106,102 @@ def test_one_builder_per_thread():
             first = first or got
             for x, y in zip(got, first, strict=True):
                 assert_same_bits(x, y)
+
+
+class Meanwhile(Producer):
+    """An array whose export lets another thread do something: in the midst of a call."""
+
+    def __init__(self, x: np.ndarray, work) -> None:
+        super().__init__(x)
+        self.work = work
+
+    def __dlpack__(self, **request):
+        thread = threading.Thread(target=self.work)
+        thread.start()
+        thread.join()
+        return super().__dlpack__(**request)
+
+
+class Used:
+    """A builder, one step, and what a second thread was told."""
+
+    def __init__(self) -> None:
+        self.builder = _C.Builder(
+            2, 4, 6, 4, 8, 16, 1, 32, 0, "fp8_ds_mla", "separate", "cpu", None
+        )  # fmt: skip
+        batch = cases.make_batch([1, 3], [9, 12], block_size=4)
+        self.lengths = batch.query_start_loc, batch.seq_lens
+        self.table = batch.block_table
+        self.step = engine.make_step(batch, 2, topk=6)
+        self.told: list[str] = []
+        self.generation = 0
+
+    def build(self, table=None, starts=None):
+        starts = self.lengths[0] if starts is None else starts
+        table = self.table if table is None else table
+        plan = self.builder.build(starts, self.lengths[1], table, 2, 4, None)
+        self.generation = plan["generation"]
+        return plan
+
+    def forward(self, q=None, lse=None):
+        step = self.step
+        q = step.q if q is None else q
+        arrays = q, step.fp8_cache, step.topk_indices, None, None, lse
+        return self.builder.forward(*arrays, 0.1, self.generation, None)
+
+    def meddle(self) -> None:
+        for work in (self.build, self.forward):
+            try:
+                work()
+            except RuntimeError as error:
+                self.told.append(str(error))
+
+
+BUSY = {
+    # what the first thread is in the midst of
+    "build, block table": lambda used, x: used.build(table=x(used.table)),
+    "build, lengths": lambda used, x: used.build(starts=x(used.lengths[0])),
+    "forward, q": lambda used, x: used.forward(q=x(used.step.q)),
+    "forward, lse": lambda used, x: used.forward(lse=x(np.zeros((4, 2), np.float32))),
+}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("what", BUSY)
+def test_a_builder_in_use_refuses_a_second_thread(what, fails):
+    """Whatever it asks for; the first one's call is as if nobody had asked. An error in it, and
+    the second thread's, leave the builder to the next."""
+    used, undisturbed = Used(), Used()
+    undisturbed.build()
+    used.build()
+    want = [np.asarray(x).copy() for x in undisturbed.forward()]
+    arrays: list[Producer] = []
+
+    def give(x: np.ndarray) -> Producer:
+        arrays.append(Meanwhile(x[..., None] if fails else x, used.meddle))
+        return arrays[-1]
+
+    if fails:
+        with pytest.raises(ValueError, match="must have"):
+            BUSY[what](used, give)
+    else:
+        BUSY[what](used, give)
+    rule = "`builder` must be used by one thread at a time, got a second one"
+    assert used.told == [f"MetadataBuilder.build: {rule}", f"forward: {rule}"]
+    kept = what == "build, block table" and not fails
+    assert arrays[0].outstanding == kept
+    used.told.clear()
+    for use in (used.forward, used.build):
+        with pytest.raises(TypeError, match="must be an array"):
+            use(object())
+    if what.startswith("build"):
+        assert used.build()["generation"] == (2 if fails else 3)
+    thread = threading.Thread(target=used.meddle)
+    thread.start()
+    thread.join()
+    assert not used.told
+    for x, y in zip(used.forward(), want, strict=True):
+        assert_same_bits(np.asarray(x), y)
 
 
 def long_call(seconds: float):

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import reference as ref
 from dlpack_producer import DTYPES, READ_ONLY, Producer
+from exchange_producer import Exchanged
 from helpers import RED
 
 import sparse_mla
@@ -583,6 +584,7 @@ def ways_in(x: np.ndarray) -> dict[str, Any]:
     if x.dtype.isbuiltin == 1:
         ways["buffer"] = memoryview(x)
     if x.dtype in DTYPES and all(s % x.itemsize == 0 for s in x.strides):
+        ways["exchange API"] = Exchanged(x)
         ways["capsule"] = Producer(x, byte_offset=640)
         ways["old capsule"] = Producer(x, byte_offset=16, versioned=False)
         if list(x.strides) == nested(x):
@@ -650,6 +652,13 @@ class Calls:
         return Refused(ValueError, text), self.contents(self.example.arrays | {self.name: values})
 
 
+class Unknown:
+    """NumPy's array as one of an unknown framework: its own capsule has the flag."""
+
+    def __init__(self, x: np.ndarray) -> None:
+        self.__dlpack__, self.__dlpack_device__ = x.__dlpack__, x.__dlpack_device__
+
+
 ARGUMENTS = [
     pytest.param(row, name, id=f"{title}: {name}")
     for title, row in TABLE.items()
@@ -689,7 +698,7 @@ def test_views(row, name):
 
 @pytest.mark.parametrize(("row", "name"), ARGUMENTS)
 def test_read_only_arrays(row, name):
-    """Of NumPy, a buffer, a capsule: fine where they are read, refused where they are written."""
+    """Of every kind of producer: fine where they are read, refused where they are written."""
     calls = Calls(row, name)
     x = calls.plain.copy()
     want = calls.run(x, x)[0]
@@ -700,6 +709,9 @@ def test_read_only_arrays(row, name):
         ways["memoryview"] = memoryview(x).toreadonly()
     if x.dtype in DTYPES:
         ways["Producer"] = Producer(x, flags=READ_ONLY)
+        ways["Exchanged"] = Exchanged(x, is_read_only=True)
+    if x.dtype.isbuiltin == 1:
+        ways["Unknown"] = Unknown(ways["ndarray"])
     for kind, given in ways.items():
         got, _ = calls.run(x, given)
         if "written" in row.rules[name]:

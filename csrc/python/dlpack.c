@@ -64,6 +64,7 @@ is_type_in_package(const smla_py_state *state, PyObject *object, const char *pac
 typedef struct smla_py_exchange {
     PyTypeObject *type;
     const DLPackExchangeAPI *api;
+    bool is_always_writable; /* what PyTorch's tensors are */
     PyObject *requires_grad; /* the type's, where that answers for every object; else NULL */
     descrgetfunc ask;        /* it */
 } smla_py_exchange;
@@ -131,13 +132,16 @@ ask_requires_grad(const smla_py_state *state, PyObject *object)
 
 /* Without memory or room it will be looked up again. */
 static void
-remember_exchange(const smla_py_state *state, PyTypeObject *type, const DLPackExchangeAPI *api)
+remember_exchange(const smla_py_state *state, PyObject *object, const DLPackExchangeAPI *api)
 {
+    PyTypeObject *type = Py_TYPE(object);
     smla_py_exchange *met = malloc(sizeof *met);
     if (met == NULL) {
         return;
     }
-    *met = (smla_py_exchange){.type = type, .api = api};
+    *met = (smla_py_exchange){.type = type,
+                              .api = api,
+                              .is_always_writable = is_type_in_package(state, object, "torch")};
     find_requires_grad(state, met);
     for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
         smla_py_exchange *none = NULL;
@@ -164,7 +168,7 @@ find_exchange_api(const smla_py_state *state, PyObject *object)
         if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
             PyErr_Clear();
             if (is_type_in_package(state, object, "jaxlib")) {
-                remember_exchange(state, Py_TYPE(object), NULL);
+                remember_exchange(state, object, NULL);
             }
         }
         return NULL;
@@ -178,7 +182,7 @@ find_exchange_api(const smla_py_state *state, PyObject *object)
         header = header->prev_api;
     }
     if (header != NULL) {
-        remember_exchange(state, Py_TYPE(object), (const DLPackExchangeAPI *)header);
+        remember_exchange(state, object, (const DLPackExchangeAPI *)header);
     }
     return (const DLPackExchangeAPI *)header;
 }
@@ -235,13 +239,27 @@ check_plain(const smla_py_state *state, const char *op, const char *name, PyObje
     return flag == NULL || is_neg ? -1 : 0;
 }
 
-/* Lends the tensor for this call, or takes a share of its memory when it is kept for longer. */
-static int
-borrow(const DLPackExchangeAPI *api, smla_py_role role, PyObject *object, DLTensor *view,
-       smla_py_array *array)
+/* Whether a loan for this call is enough. */
+static bool
+may_lend(const smla_py_state *state, smla_py_role role, PyObject *object)
 {
-    const bool is_retained = role == SMLA_PY_RETAINED || role == SMLA_PY_RETAINED_OUTPUT;
-    if (!is_retained && api->dltensor_from_py_object_no_sync != NULL) {
+    if (role == SMLA_PY_RETAINED || role == SMLA_PY_RETAINED_OUTPUT) {
+        return false;
+    }
+    if (role != SMLA_PY_OUTPUT && role != SMLA_PY_INOUT) {
+        return true;
+    }
+    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
+    return known != NULL ? known->is_always_writable : is_type_in_package(state, object, "torch");
+}
+
+/* Lends the tensor for this call. Takes a share of its memory when it is kept for longer, or when
+ * it is written and may be read-only, which a loan does not tell. */
+static int
+borrow(const smla_py_state *state, const DLPackExchangeAPI *api, smla_py_role role,
+       PyObject *object, DLTensor *view, smla_py_array *array)
+{
+    if (may_lend(state, role, object) && api->dltensor_from_py_object_no_sync != NULL) {
         return api->dltensor_from_py_object_no_sync(object, view);
     }
     DLManagedTensorVersioned *managed = NULL;
@@ -264,7 +282,7 @@ smla_py_read_exchange_api(const smla_py_state *state, const char *op, const char
         return PyErr_Occurred() == NULL ? SMLA_PY_NOT_THIS : -1;
     }
     DLTensor view;
-    if (borrow(api, role, object, &view, array) != 0) {
+    if (borrow(state, api, role, object, &view, array) != 0) {
         PyErr_Clear(); /* __dlpack__ has the better words */
         return SMLA_PY_NOT_THIS;
     }

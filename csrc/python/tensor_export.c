@@ -151,6 +151,22 @@ order_consumer(PyObject *self, const char *op, void *handle)
     return status;
 }
 
+/* None is what consumers from before versions say: 0. */
+static int
+parse_version(PyObject *object, int *major)
+{
+    int minor = 0;
+    *major = 0;
+    if (object == Py_None ||
+        (PyTuple_Check(object) && PyArg_ParseTuple(object, "ii", major, &minor))) {
+        return 0;
+    }
+    PyErr_Clear();
+    PyErr_Format(PyExc_TypeError,
+                 "__dlpack__: `max_version` must be None or a pair of ints, got %R", object);
+    return -1;
+}
+
 PyDoc_STRVAR(tensor_dlpack_doc,
              "__dlpack__($self, *, stream=None, max_version=None, dl_device=None, copy=None)\n"
              "--\n\n"
@@ -176,8 +192,7 @@ tensor_dlpack(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     int major = 0;
-    int minor = 0;
-    if (max_version != Py_None && !PyArg_ParseTuple(max_version, "ii", &major, &minor)) {
+    if (parse_version(max_version, &major) < 0) {
         return NULL;
     }
     if (dl_device != Py_None) {
@@ -324,17 +339,36 @@ tensor_array(PyObject *self, PyObject *args, PyObject *kwargs)
     return converted;
 }
 
+/* In the order of C, where the last dimension is the innermost, or of Fortran, where the first
+ * is. */
 static bool
-is_compact(const smla_py_tensor *tensor)
+is_compact(const smla_py_tensor *tensor, bool is_fortran)
 {
+    const int ndim = tensor->view.ndim;
     int64_t compact = 1;
-    for (int i = tensor->view.ndim - 1; i >= 0; i--) {
-        if (tensor->shape[i] > 1 && tensor->strides[i] != compact) {
-            return false;
+    for (int i = 0; i < ndim; i++) {
+        const int d = is_fortran ? i : ndim - 1 - i;
+        if (tensor->shape[d] > 1 && tensor->strides[d] != compact) {
+            return smla_py_tensor_bytes(tensor) == 0;
         }
-        compact *= tensor->shape[i];
+        compact *= tensor->shape[d];
     }
     return true;
+}
+
+/* Whether the elements lie as a consumer with these flags expects them. */
+static bool
+has_asked_layout(const smla_py_tensor *tensor, int flags)
+{
+    if ((flags & PyBUF_STRIDES) != PyBUF_STRIDES ||
+        (flags & PyBUF_C_CONTIGUOUS) == PyBUF_C_CONTIGUOUS) {
+        return is_compact(tensor, false);
+    }
+    if ((flags & PyBUF_F_CONTIGUOUS) == PyBUF_F_CONTIGUOUS) {
+        return is_compact(tensor, true);
+    }
+    return (flags & PyBUF_ANY_CONTIGUOUS) != PyBUF_ANY_CONTIGUOUS || is_compact(tensor, false) ||
+           is_compact(tensor, true);
 }
 
 int
@@ -356,7 +390,7 @@ smla_py_tensor_getbuffer(PyObject *self, Py_buffer *buffer, int flags)
         PyErr_SetString(PyExc_BufferError, "the Tensor is read-only");
         return -1;
     }
-    if ((flags & PyBUF_STRIDES) != PyBUF_STRIDES && !is_compact(tensor)) {
+    if (!has_asked_layout(tensor, flags)) {
         PyErr_SetString(PyExc_BufferError, "the Tensor is not contiguous: ask for strides");
         return -1;
     }

@@ -1,0 +1,159 @@
+"""A hand-made framework with DLPack's exchange API, as PyTorch has it: a table of C functions on
+the type, which lend tensors for a call, share them for longer, and allocate results.
+
+It counts what it gives out. The structs are written down from DLPack's text, as those of
+dlpack_producer.py are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import numpy as np
+from dlpack_producer import CPU, DELETER, DTYPES, READ_ONLY, DLTensor, Versioned, api
+
+POISON = 0xFF  # of results' memory
+
+DTYPE_OF = {pair: dtype for dtype, pair in DTYPES.items()}
+ALLOCATE = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.POINTER(DLTensor),
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+)
+SHARE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(ctypes.c_void_p))
+ADOPT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
+LEND = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTensor))
+FIND_STREAM = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p)
+)
+
+
+class Table(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("previous", ctypes.c_void_p),
+        ("allocate", ALLOCATE),
+        ("share", SHARE),
+        ("adopt", ADOPT),
+        ("lend", LEND),
+        ("find_stream", FIND_STREAM),
+    )
+
+
+_shared: dict[int, tuple] = {}  # address of a managed tensor -> what it needs, until it is deleted
+
+
+class Exchanged:
+    """An array of that framework. Class attributes count, since results are made in C."""
+
+    lent = 0
+    shared = 0  # tensors given out with a deleter
+    deleted = 0
+    allocated = 0  # results, whose memory is that of an array
+
+    def __init__(self, array: np.ndarray, *, is_read_only=False) -> None:
+        self.array = array
+        self.is_read_only = is_read_only
+        self.outstanding = 0
+        itemsize = array.itemsize
+        self.shape = (ctypes.c_int64 * max(array.ndim, 1))(*array.shape)
+        strides = [s // itemsize for s in array.strides]
+        self.strides = (ctypes.c_int64 * max(array.ndim, 1))(*strides)
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return self.array
+
+    @classmethod
+    def total_outstanding(cls) -> int:
+        return cls.shared - cls.deleted
+
+    def fill(self, tensor) -> None:
+        tensor.data = self.array.__array_interface__["data"][0]
+        tensor.device_type, tensor.device_id = CPU, 0
+        tensor.ndim = self.array.ndim
+        tensor.code, tensor.bits = DTYPES[self.array.dtype]
+        tensor.lanes = 1
+        tensor.shape, tensor.strides = self.shape, self.strides
+        tensor.byte_offset = 0
+
+
+@DELETER
+def _delete(address):
+    owner, _ = _shared.pop(address)  # a second time is an error that pytest reports
+    owner.outstanding -= 1
+    Exchanged.deleted += 1
+
+
+def _give(owner: Exchanged, out) -> None:
+    managed = Versioned()
+    managed.major, managed.minor = 1, 3
+    managed.flags = READ_ONLY if owner.is_read_only else 0
+    managed.deleter = _delete
+    owner.fill(managed.tensor)
+    out[0] = ctypes.addressof(managed)
+    _shared[out[0]] = (owner, managed)
+    owner.outstanding += 1
+    Exchanged.shared += 1
+
+
+@LEND
+def _lend(x, tensor):
+    x.fill(tensor.contents)
+    Exchanged.lent += 1
+    return 0
+
+
+@SHARE
+def _share(x, out):
+    _give(x, out)
+    return 0
+
+
+@ALLOCATE
+def _allocate(prototype, out, _context, _set_error):
+    wanted = prototype.contents
+    shape, dtype = wanted.shape[: wanted.ndim], DTYPE_OF[wanted.code, wanted.bits]
+    memory = np.full(math.prod(shape) * dtype.itemsize, POISON, np.uint8)
+    _give(Exchanged(memory.view(dtype).reshape(shape)), out)
+    Exchanged.allocated += 1
+    return 0
+
+
+@ADOPT
+def _adopt(address, out):
+    owner = _shared[address][0]
+    _delete(address)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
+    out[0] = id(owner)
+    return 0
+
+
+@FIND_STREAM
+def _find_stream(_type, _device, out):
+    out[0] = None
+    return 0
+
+
+TABLE = Table(1, 3, None, _allocate, _share, _adopt, _lend, _find_stream)
+NAME = b"dlpack_exchange_api"
+Exchanged.__dlpack_c_exchange_api__ = api.PyCapsule_New(ctypes.addressof(TABLE), NAME, None)
+
+
+class LikeTorch(Exchanged):
+    """One whose package is known: its arrays are never read-only."""
+
+    __module__ = "torch.of_these_tests"
+
+
+class NoLoans:
+    """While it lasts the table has no function that lends: every tensor is shared."""
+
+    def __enter__(self) -> None:
+        TABLE.lend = LEND()
+
+    def __exit__(self, *_) -> None:
+        TABLE.lend = _lend

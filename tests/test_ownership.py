@@ -1,0 +1,474 @@
+"""Who holds what, and until when: arguments until a call ends, good or not; what a builder keeps
+until the next build, or until it is gone; memory of results until the last view is
+(csrc/python/array.c, builder.c, tensor.c).
+
+Every kind of argument tells in its own way: references to an ndarray, a memoryview that can be
+released, deleters that have run. None of it waits for the garbage collector.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cases
+import engine
+import numpy as np
+import pytest
+from dlpack_producer import DTYPES, Producer, api
+from exchange_producer import POISON, Exchanged, LikeTorch, NoLoans
+from test_views import TABLE, int32
+
+import sparse_mla
+from sparse_mla import _C
+
+# --- what an argument tells ----------------------------------------------------------------------
+
+
+@dataclass
+class Given:
+    """An array as an argument of some kind."""
+
+    x: Any
+    is_locked: Callable[[], bool] = lambda: False
+    references: int = 0
+
+    def settle(self) -> Given:
+        """Whoever refers to it now may go on to."""
+        self.references = self.count()
+        return self
+
+    def count(self) -> int:
+        """Without the references of the test's own records, one for each capsule."""
+        return sys.getrefcount(self.x) - len(getattr(self.x, "capsules", ()))
+
+    def is_held(self) -> bool:
+        return self.count() != self.references or self.is_locked()
+
+
+def as_ndarray(x: np.ndarray) -> Given:
+    return Given(x.view())
+
+
+def as_buffer(x: np.ndarray) -> Given:
+    """A memoryview of an ndarray's memory, which nobody can release while it is in use."""
+    view = memoryview(x)
+
+    def is_locked() -> bool:
+        try:
+            view.release()
+        except BufferError:
+            return True
+        return False
+
+    return Given(view, is_locked)
+
+
+def as_capsule(x: np.ndarray, **options) -> Given:
+    """A tensor with a deleter, which must run once; the capsules are the producer's alone."""
+    producer = Producer(x, **options)
+
+    def is_locked() -> bool:
+        references = {sys.getrefcount(c) for c in producer.capsules}
+        return producer.outstanding != 0 or not references <= {3}  # list, loop, argument
+
+    return Given(producer, is_locked)
+
+
+def as_old_capsule(x: np.ndarray) -> Given:
+    return as_capsule(x, versioned=False)
+
+
+def as_exchanged(x: np.ndarray) -> Given:
+    """Lent for a call, or shared, with a deleter."""
+    exchanged = Exchanged(x)
+    return Given(exchanged, lambda: exchanged.outstanding != 0)
+
+
+KINDS = {
+    "ndarray": as_ndarray,
+    "buffer": as_buffer,
+    "capsule": as_capsule,
+    "old capsule": as_old_capsule,
+    "exchange API": as_exchanged,
+}
+
+
+def give(kind: str, x: np.ndarray) -> Given:
+    """As an ndarray where the kind has no word for its dtype."""
+    has_format = x.dtype.isbuiltin == 1 if kind == "buffer" else x.dtype in DTYPES
+    return (KINDS[kind] if has_format else as_ndarray)(x).settle()
+
+
+def held(given: dict[str, Given]) -> list[str]:
+    return [name for name, one in given.items() if one.is_held()]
+
+
+def ends(run, arguments: dict) -> bool:
+    """Runs to its end, or to an exception, which nobody keeps."""
+    try:
+        run(arguments)
+    except (TypeError, ValueError, BufferError):
+        return False
+    return True
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+# What an argument may be wrong in: the first is found while arrays are taken, the second when
+# they are checked.
+WRONG = (object(), np.zeros((1, 1, 1, 1, 1), np.complex64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("title", TABLE)
+def test_arguments_are_let_go(title, kind):
+    """After a good call, and after calls with one argument wrong, each in its turn."""
+    example = TABLE[title].example
+    given = {name: give(kind, x.copy()) for name, x in example.arrays.items()}
+    arguments = {name: one.x for name, one in given.items()}
+    for one in given.values():
+        one.settle()
+    assert ends(example.run, arguments)
+    assert held(given) == []
+    for name in arguments:
+        for wrong in WRONG:
+            references = sys.getrefcount(wrong)
+            assert not ends(example.run, arguments | {name: wrong}), name
+            assert held(given) == [], f"after an error of {name}"
+            assert sys.getrefcount(wrong) == references, name
+
+
+@pytest.mark.parametrize(("type_", "is_always_writable"), [(Exchanged, False), (LikeTorch, True)])
+def test_a_loan_is_no_share(type_, is_always_writable):
+    """The exchange API lends arrays for a call, but for those that are written and may not be. What
+    a builder keeps is shared, and so is everything where a table lends nothing."""
+    call = cases.GOOD_CALLS["merge_attn_states"]()
+    arguments = {name: type_(x) for name, x in call.arrays().items()}
+    workspace, block_table = (type_(x) for x in (np.zeros((16, 576), cases.ref.BF16), table()))
+
+    def count(run) -> tuple[int, int]:
+        lent, shared = Exchanged.lent, Exchanged.shared
+        run()
+        assert Exchanged.total_outstanding() == 0
+        return Exchanged.lent - lent, Exchanged.shared - shared
+
+    def keep() -> None:
+        builder = make_builder(workspace)
+        build(builder, block_table)
+        assert (workspace.outstanding, block_table.outstanding) == (1, 1)
+
+    merge = functools.partial(sparse_mla.merge_attn_states, **arguments)
+    assert count(merge) == count(merge) == ((6, 0) if is_always_writable else (4, 2))
+    assert count(keep) == (0, 2)
+    with NoLoans():
+        assert count(merge) == (0, 6)
+        assert count(keep) == (0, 2)
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+RESULTS = {
+    # operator: results that a call without outputs makes
+    "convert_req_index_to_global_index": 1,
+    "sparse_attention": 3,
+    "merge_attn_states": 2,
+    "k_up_proj": 1,
+    "v_up_proj": 1,
+    "dynamic_per_tensor_quant": 2,
+}
+
+
+def without_outputs(op: str) -> cases.Call:
+    call = cases.GOOD_CALLS[op]()
+    for name in ("out", "lse", "max_logits"):
+        call.kwargs.pop(name, None)
+    for name, x in call.arrays().items():
+        call.set(name, Exchanged(x))
+    return call
+
+
+@pytest.mark.parametrize("op", RESULTS)
+def test_a_framework_s_memory_for_results(op):
+    """Taken once for each result, written in every byte, and the framework's own object then."""
+    want = cases.GOOD_CALLS[op]()
+    for name in ("out", "lse", "max_logits"):
+        want.kwargs.pop(name, None)
+    want = want.run(sparse_mla)
+    allocated = Exchanged.allocated
+    got = without_outputs(op).run(sparse_mla)
+    got, want = (x if isinstance(x, tuple) else (x,) for x in (got, want))
+    assert Exchanged.allocated - allocated == len(got) == RESULTS[op]
+    assert Exchanged.total_outstanding() == 0
+    for x, y in zip(got, want, strict=True):
+        assert type(x) is Exchanged
+        assert x.array.tobytes() == y.tobytes()
+    alive = [weakref.ref(x) for x in got]
+    del got, x
+    assert [one() for one in alive] == [None] * RESULTS[op]
+
+
+@pytest.mark.parametrize("op", RESULTS)
+def test_results_of_a_call_that_fails_go_back(op):
+    """Memory was taken before the core has refused."""
+    call = without_outputs(op)
+    bad = {
+        "convert_req_index_to_global_index": ("block_table", np.zeros(3, np.int32)),
+        "sparse_attention": ("attn_sink", np.zeros(5, np.float32)),
+        "merge_attn_states": ("lse_b", np.zeros((3, 5), np.float32)),
+        "k_up_proj": ("W_UK", np.zeros((512, 5, 128), cases.ref.BF16)),
+        "v_up_proj": ("W_UV", np.zeros((512, 5, 128), cases.ref.BF16)),
+        "dynamic_per_tensor_quant": ("out", np.zeros((3, 41), np.uint8)),
+    }
+    name, x = bad[op]
+    call.kwargs.setdefault("out", None)
+    call.set(name, Exchanged(x))
+    allocated, outstanding = Exchanged.allocated, Exchanged.total_outstanding()
+    with pytest.raises(ValueError, match=f"{op}: "):
+        call.run(sparse_mla)
+    assert Exchanged.allocated > allocated
+    assert Exchanged.total_outstanding() == outstanding == 0
+
+
+# --- Tensors and their views ---------------------------------------------------------------------
+
+MIB = 1 << 20
+MEMORY = pytest.mark.skipif(
+    sparse_mla.build_info()["flags"] != "release" or not hasattr(ctypes.CDLL(None), "malloc_trim"),
+    reason="what is freed stays resident",
+)
+
+
+def resident() -> int:
+    """In bytes; what malloc keeps for later is given back to the system before."""
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def large_tensor():
+    """[272, 128, 512] bf16, all of them 3: 34 MiB."""
+    zeros = np.zeros(576, np.uint16).view(cases.ref.BF16)
+    q = Producer(np.broadcast_to(zeros, (272, 128, 576)))
+    kv = np.full((1, 576), 3, np.float32).astype(cases.ref.BF16)
+    out, _ = sparse_mla.sparse_attention(q, kv, np.zeros((272, 1), np.int32), softmax_scale=1.0)
+    assert type(out) is sparse_mla.Tensor
+    return out
+
+
+def used_capsule(tensor) -> Producer:
+    """A capsule that a call has consumed; its tensor went with it."""
+    capsule = tensor.__dlpack__(max_version=(1, 0))
+
+    class Once:
+        def __dlpack_device__(self):
+            return (1, 0)
+
+        def __dlpack__(self, **_):
+            return capsule
+
+    sparse_mla.dynamic_per_tensor_quant(Once())
+    assert api.PyCapsule_GetName(capsule) == b"used_dltensor_versioned"
+    return tensor[5:6]
+
+
+KEEPERS: dict[str, Callable[[Any], Any]] = {
+    "Tensor": lambda tensor: tensor,
+    "row": lambda tensor: tensor[127],
+    "slice": lambda tensor: tensor[200:2:-7],
+    "slice of a row of a slice": lambda tensor: tensor[::2][3][::-1],
+    "ndarray": np.asarray,
+    "ndarray of a slice": lambda tensor: np.asarray(tensor[::-3]),
+    "capsule": lambda tensor: tensor[3:].__dlpack__(max_version=(1, 0)),
+    "old capsule": lambda tensor: tensor.__dlpack__(),
+    "view behind a consumer": used_capsule,
+    "row in a result's place": lambda tensor: sparse_mla.merge_attn_states(
+        tensor[:1], np.zeros((1, 128), np.float32), tensor[1:2], np.zeros((1, 128), np.float32),
+        out=tensor[2:3],
+    )[0],
+}  # fmt: skip
+
+
+@MEMORY
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_a_tensor_s_memory_goes_with_its_last_view(keeper):
+    before = resident()
+    kept = KEEPERS[keeper](large_tensor())
+    used = resident() - before
+    assert used > 30 * MIB, "nobody frees what is in use"
+    if not keeper.endswith("capsule"):
+        values = np.asarray(kept)
+        assert values.flat[0] == values.flat[-1] == 3
+        del values
+    del kept
+    assert resident() - before < 4 * MIB, "freed with the last view"
+
+
+def test_views_hold_the_tensor_itself():
+    """Not each other's views alone, and nothing when they are gone."""
+    out, lse = sparse_mla.sparse_attention(
+        Producer(np.zeros((4, 2, 576), np.uint16).view(cases.ref.BF16)),
+        np.zeros((1, 576), cases.ref.BF16),
+        np.zeros((4, 1), np.int32),
+        softmax_scale=1.0,
+    )
+    before = sys.getrefcount(lse)
+    views = [lse[1], lse[::2], np.asarray(lse), memoryview(lse), lse.__dlpack__()]
+    assert sys.getrefcount(lse) == before + len(views)
+    chain = [views.pop(1)]
+    chain.append(chain[0][::-1])
+    chain.append(chain[1][0])
+    views.clear()
+    assert sys.getrefcount(lse) == before + 1
+    first, last = chain[0], chain[2]
+    chain.clear()
+    held_first = sys.getrefcount(first)
+    del last
+    assert sys.getrefcount(first) == held_first - 1
+    del first
+    assert sys.getrefcount(lse) == before
+    failing: list[Callable[[], Any]] = [
+        lambda: lse[4],
+        lambda: lse[-5],
+        lambda: lse["0"],
+        lambda: lse[::0],
+        lambda: lse.__dlpack__(dl_device=(2, 0)),
+        lambda: lse.__dlpack__(max_version="1"),
+        lambda: memoryview(out),
+    ]
+    before = sys.getrefcount(lse), sys.getrefcount(out)
+    for use in failing:
+        with pytest.raises((IndexError, TypeError, ValueError, BufferError)):
+            use()
+    assert (sys.getrefcount(lse), sys.getrefcount(out)) == before
+
+
+# --- builders ------------------------------------------------------------------------------------
+
+
+def make_builder(workspace=None, path="separate"):
+    return _C.Builder(2, 4, 6, 4, 8, 16, 1, 32, 0, "fp8_ds_mla", path, "cpu", workspace)
+
+
+def table() -> np.ndarray:
+    return int32([4, 0, 2, 1], [1, 3, 0, 2])
+
+
+def build(builder, block_table, starts=(0, 1, 4), lens=(9, 12)):
+    return builder.build(starts, lens, block_table, 2, 4, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_builder_holds_its_workspace(kind):
+    """Until it is gone, which the arrays of its plans put off; a refused one is let go at once."""
+    memory = np.zeros((16, 576), cases.ref.BF16)
+    workspace = give(kind, memory)
+    builder = make_builder(workspace.x)
+    plan = build(builder, table())
+    assert workspace.is_held()
+    ids = plan["req_id_per_token"]
+    del builder, plan
+    assert workspace.is_held()
+    assert ids.tolist() == [0, 1, 1, 1]
+    del ids
+    assert not workspace.is_held()
+    for bad in (memory[:0], memory[:, :575], memory.view(np.float16)):
+        refused = give(kind, bad)
+        assert not ends(make_builder, refused.x)
+        assert not refused.is_held()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_builder_holds_the_block_table_of_its_step(kind):
+    """Until the next good build, and no longer; those of failing builds not at all."""
+    builder = make_builder()
+    tables = [give(kind, table()) for _ in range(4)]
+    lens = [give(kind, int32(9, 12)) for _ in range(2)]
+    starts = give(kind, int32(0, 1, 4))
+    build(builder, tables[0].x, starts.x, lens[0].x)
+    assert [one.is_held() for one in (tables[0], starts, lens[0])] == [True, False, False]
+    narrow = give(kind, table()[:, :2].copy())
+    failing = [
+        (tables[1], (0, 4, 1), (9, 12)),
+        (tables[1], (0, 1, 4), (9, -1)),
+        (tables[1], (0, 1, 4), object()),
+        (narrow, (0, 1, 4), (9, 12)),
+    ]
+    for bad, *arguments in failing:
+        with pytest.raises((TypeError, ValueError), match=r"MetadataBuilder\.build: "):
+            build(builder, bad.x, *arguments)
+    assert [one.is_held() for one in (tables[0], tables[1], narrow)] == [True, False, False]
+    for former, latest in ((0, 2), (2, 3)):
+        build(builder, tables[latest].x)
+        assert [tables[former].is_held(), tables[latest].is_held()] == [False, True]
+    plan = build(builder, tables[3].x)  # the same again
+    assert tables[3].is_held()
+    ids = plan["prefill_request_ids"]
+    del builder, plan
+    assert tables[3].is_held()
+    del ids
+    assert not any(one.is_held() for one in tables)
+
+
+def test_a_builder_is_let_go_by_any_thread():
+    """Made by one thread, used by a second, and dropped by a third with its last array."""
+    workspace = give("capsule", np.zeros((16, 576), cases.ref.BF16))
+    block_table = give("capsule", table())
+    kept: list[Any] = []
+
+    def make() -> None:
+        kept.append(make_builder(workspace.x))
+
+    def use() -> None:
+        kept.append(build(kept[0], block_table.x)["req_id_per_token"])
+        del kept[0]
+
+    for step, is_held in ((make, True), (use, True), (kept.clear, False)):
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+        assert workspace.is_held() == is_held
+    assert not block_table.is_held()
+
+
+def test_metadata_holds_what_it_shows():
+    """The layer on top keeps nothing but the step's own arrays."""
+    batch = cases.make_batch([1, 1, 3, 2], [9, 4, 12, 10])
+    names = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
+    given = {name: Given(getattr(batch, name)).settle() for name in names}
+    builder = sparse_mla.MetadataBuilder(engine.config(sparse_mla))
+    metadata = builder.build(batch.common(sparse_mla))
+    assert set(held(given)) == {"query_start_loc", "slot_mapping", "block_table"}
+    del metadata
+    assert held(given) == ["block_table"]
+    del builder
+    assert held(given) == []
+
+
+def test_results_past_a_step_s_tokens_are_zeros_in_dirty_memory():
+    """Of a framework that hands out what others have left behind."""
+    example = TABLE["step, separate"].example
+    arrays = {name: Exchanged(x.copy()) for name, x in example.arrays.items()}
+    for name in ("query_start_loc_cpu", "seq_lens_cpu"):
+        arrays[name] = example.arrays[name]
+    more = np.full((11, 2, 576), np.nan, np.float32).astype(cases.ref.BF16)
+    more[:7] = example.arrays["q"]
+    arrays["q"] = Exchanged(more)
+    plain = {name: x.copy() for name, x in example.arrays.items()}
+    want = example.run(plain | {"out": None, "lse": None})[1]
+    allocated = Exchanged.allocated
+    got = example.run(arrays | {"out": None, "lse": None})[1]
+    assert Exchanged.allocated - allocated == 2
+    for x, y in zip(got, want, strict=True):
+        assert x.array.shape == (11, *y.shape[1:])
+        assert x.array[:7].tobytes() == y.tobytes()
+        assert not any(x.array[7:].tobytes()), f"bytes of {POISON}"
+    assert Exchanged.total_outstanding() == 0
