@@ -13,7 +13,8 @@
  *              sums, maxima, references, mbarriers, is_key, counts of keys
  *              232,064 bytes of the 232,448 that an SM has
  * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile), or
- *              behind the first one those that level the loads (work_order.cuh).
+ *              behind the first one those that level the loads (work_order.cuh). Where an SM would
+ *              be idle, a CTA without work runs ahead through the code (count_ctas).
  *              4 gather warps   56 registers. Indices -> rows, by cp.async of 16 bytes: a bulk copy
  *                               cannot swizzle. Each has 16 rows of every block, and takes them
  *                               from its quarter of the columns; entries that are none are left

@@ -11,7 +11,8 @@
  *              sums, references, shifts, factors, counts of keys
  *              64 heads: 13 granules, nearly all of the 232,448 bytes that an SM has
  * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile), or
- *              behind the first one those that level the loads (work_order.cuh).
+ *              behind the first one those that level the loads (work_order.cuh). Where an SM would
+ *              be idle, a CTA without work runs ahead through the code (count_ctas).
  *              4 gather warps   24 registers. Indices -> keys -> rows: each has a quarter of the
  *                               columns, leaves out the entries that are none (key_stream.cuh), and
  *                               brings 4 rows of every granule, one bulk copy per row. Runs ahead,
@@ -55,9 +56,9 @@
  *              all results NaN, a score of +inf its head's. A head whose q is not finite has
  *              results of NaN, and no influence on others. Whatever does not fit marks the row:
  *              scales above 146 E, E above 2^3, scores of 2^11 and more, heads smaller by 2^13,
- *              scores of -inf alone in the first of several steps; and at its end a work with one
- *              key, whose value the portable code gives as it is. Partial rows are rounded to f16:
- *              means of values, relative to E, so by 2^-11, or where they are small by 2^-25 E.
+ *              scores of -inf alone in the first of several steps. A work with one key gives its
+ *              value as it is (one_key.cuh). Partial rows are rounded to f16: means of values,
+ *              relative to E, so by 2^-11, or where they are small by 2^-25 E.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       keys as A from registers, the granule ring, the order of the two warpgroups: our own
  *              studies; online softmax (FlashAttention), warp roles (CUTLASS). References that move

@@ -39,8 +39,8 @@ is_any(uint8_t has_grown)
     return __any_sync(0xFFFFFFFFu, has_grown != 0);
 }
 
-/* out * 2^-shift, of the thread's heads. It is exact: ptx_exp2 of an integer is a power of two, or 0.
- * Nothing may be under way to `out`. */
+/* out * 2^-shift, of the thread's heads. That is exact, for ptx_exp2 of an integer is a power of
+ * two, or 0. Nothing may be under way to `out`. */
 template <typename Shape>
 static __device__ __forceinline__ void
 scale_out(const float *shift, const lane_place &me, consumer<Shape> *state)

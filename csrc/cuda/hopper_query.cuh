@@ -23,7 +23,8 @@ query_head(const lane_place &me, int j)
 }
 
 /* Copies the query to where the gather warps would have fetched it: one that is not aligned, or
- * where out may be staged there. A loop, for it is seldom executed and lies in the way of what is. */
+ * where out may be staged there. A loop, because little code shall lie between pieces of code that
+ * every launch executes. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_query(const smla_attention_params &params, const cta_work &work, hopper_memory<Shape> *shared)

@@ -405,8 +405,9 @@ is_row_lost(const hopper_memory<Shape> *shared)
     return (flags[0] | flags[1]) != 0;
 }
 
-/* Writes the results of a work with exactly one key, by the code of one_key.cuh: here its value would
- * be off by what f16 takes from its scale. Returns false for other works, and has done nothing. */
+/* Writes the results of a work with exactly one key, by the code of one_key.cuh: here its value
+ * would be off by what f16 takes from its scale. Returns false for other works, and has done
+ * nothing. */
 template <typename Shape>
 static __device__ __forceinline__ bool
 leave_only_key(const attention_launch &launch, const cta_work &work,
