@@ -116,11 +116,10 @@ template <typename Shape> struct hopper_memory {
     uint64_t query_full;
     uint64_t query_free;
     uint64_t counted;
-    int32_t num_steps[2];                             /* of works in turn */
-    alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* of works in turn: add_absent */
-    listed_index only[2]
-                     [GATHER_WARPS]; /* of works in turn: a gather warp's key, if it has but one */
-    alignas(16) key_counts num_keys[2]; /* of works in turn */
+    int32_t num_steps[2];                             /* of works in turn, as what follows */
+    alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* add_absent */
+    listed_index only[2][GATHER_WARPS];               /* a gather warp's key, if it has but one */
+    alignas(16) key_counts num_keys[2];
     /* by group: whether its weights have outgrown f16, and what it has raised the references by */
     alignas(8) float shift[2][Shape::HEADS];
     alignas(4) uint8_t has_grown[4];
