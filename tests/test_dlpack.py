@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import sys
 
 import cases
 import numpy as np
@@ -356,13 +357,43 @@ def test_tensor_capsules():
     assert capsule_name(lse.__dlpack__(stream=None, max_version=(1, 3))) == b"dltensor_versioned"
 
 
-def test_an_unused_capsule_keeps_and_frees_its_tensor():
+@pytest.mark.parametrize("version", [None, (1, 0)])
+def test_an_unused_capsule_keeps_and_frees_its_tensor(version):
+    (_, lse), _ = our_tensors()
+    before = sys.getrefcount(lse)
+    capsule = lse.__dlpack__(max_version=version)
+    assert sys.getrefcount(lse) == before + 1, "kept"
+    del capsule
+    assert sys.getrefcount(lse) == before, "freed"
+
+
+class Bearer:
+    """Gives a capsule that was made before."""
+
+    def __init__(self, capsule):
+        self.capsule = capsule
+
+    def __dlpack__(self, **_):
+        return self.capsule
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+
+@pytest.mark.parametrize("version", [None, (1, 0)])
+def test_a_capsule_outlives_the_tensor(version):
+    """Whoever takes it over gives the memory back, once."""
     (_, lse), want = our_tensors()
-    capsule = lse.__dlpack__(max_version=(1, 0))
-    view = np.asarray(lse)
-    del lse, capsule
-    gc.collect()
-    assert_same_bits(view, want[1])
+    before = sys.getrefcount(lse)
+    view = np.from_dlpack(Bearer(lse.__dlpack__(max_version=version)))
+    assert sys.getrefcount(lse) == before + 1
+    del view
+    assert sys.getrefcount(lse) == before
+    bearer = Bearer(lse.__dlpack__(max_version=version))
+    del lse
+    churn = [np.full((3, 4), -1, np.float32) for _ in range(500)]
+    assert_same_bits(np.from_dlpack(bearer), want[1])
+    del churn
 
 
 def test_views_outlive_the_tensor():
