@@ -44,8 +44,8 @@ C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja is parallel, and two of them would write one folder
 .PHONY: help environment build demo bench test test-c test-c-aarch64 examples-c test-gpu memcheck \
-    racecheck synccheck sanitize coverage measure fuzz lint format frameworks lib install-lib \
-    wheel clean
+    racecheck synccheck sanitize coverage measure mutants fuzz lint format frameworks lib \
+    install-lib wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /  \1 — /p' $(MAKEFILE_LIST)
@@ -145,6 +145,10 @@ measure: build lib
 	@$(PY) -m coverage report
 	@$(VENV)/bin/gcovr --root . --filter csrc/ --merge-lines --txt-metric line \
 	    --gcov-ignore-parse-errors negative_hits.warn build/coverage/obj
+
+# Without CUDA, on a copy in build/mutants.
+mutants: environment ## one-line faults in what the last commit changed, and which of them no test notices
+	@$(PY) buildtools/mutants.py $(ARGS)
 
 fuzz: $(VENV)/test.txt ## libFuzzer on the argument checks, for FUZZ_SECONDS=60
 	@command -v clang > /dev/null || \
