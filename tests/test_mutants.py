@@ -231,7 +231,7 @@ class FakeSuite(mutants.Suite):
         self.bytes = dict.fromkeys([*self.programs, "_C.abi3", "libsparse_mla"], 0)
         self.changed, self.breaks, self.builds, self.ran = changed, breaks, builds, []
 
-    def build(self):
+    def compiles(self):
         return self.builds
 
     def built(self):
