@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import sys
+import tracemalloc
 
 import cases
 import numpy as np
@@ -365,6 +366,18 @@ def test_an_unused_capsule_keeps_and_frees_its_tensor(version):
     assert sys.getrefcount(lse) == before + 1, "kept"
     del capsule
     assert sys.getrefcount(lse) == before, "freed"
+
+
+def test_tensors_leave_nothing():
+    """Neither their memory nor the few hundred bytes of themselves."""
+    (out, lse), _ = our_tensors()
+    for _ in range(2):  # the first time fills caches
+        tracemalloc.start()
+        for _ in range(200):
+            _ = out[1:], lse.__dlpack__(), np.asarray(lse)
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+    assert held < 20_000
 
 
 class Bearer:
