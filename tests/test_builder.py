@@ -1,5 +1,6 @@
 """Config, Backend, MetadataBuilder and the contents of Metadata (csrc/plan.c, builder.c)."""
 
+import dataclasses
 import re
 
 import cases
@@ -293,6 +294,13 @@ def test_bad_batches(name, rule):
     assert_metadata(builder.build(batch.common(sparse_mla)), batch, plan_of(batch))
 
 
+def test_slots_that_are_no_array_are_refused():
+    batch = engine.engine_batch()
+    slots = batch.slot_mapping.tolist()
+    with pytest.raises(TypeError, match=r"build: `slot_mapping` must be an array, got list"):
+        build(dataclasses.replace(batch, slot_mapping=slots))
+
+
 @pytest.mark.parametrize("path", ["separate", "direct"])
 @pytest.mark.parametrize("lens", [[9, 1], [1, 9, 1], [1, 9, 9, 1, 9]])
 def test_prefills_before_decodes_are_refused(path, lens):
@@ -455,9 +463,13 @@ def test_backend_describes_itself():
     assert value_of(backend.cudagraph_support) == "UNIFORM_BATCH"
     assert backend.get_builder_cls() is library.package.MetadataBuilder
     assert backend.get_impl_cls() is library.package.SparseMLA
-    has_cuda = not sparse_mla.build_info()["cuda"].startswith("none")
+
+
+@pytest.mark.parametrize(("cuda", "has_cuda"), [("13.0.88 from PATH", True), ("none: off", False)])
+def test_compute_capabilities(monkeypatch, cuda, has_cuda):
+    monkeypatch.setattr(library.package._C, "build_info", lambda: {"cuda": cuda})
     for capability, is_new in (((7, 5), False), ((8, 0), True), ((8, 6), True), ((9, 0), True)):
-        supported = backend.supports_compute_capability(*capability)
+        supported = library.package.Backend.supports_compute_capability(*capability)
         assert supported is (has_cuda and is_new), capability
 
 

@@ -259,6 +259,26 @@ def test_interrupts_pass_through():
         call.run(sparse_mla)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_device_that_raises(error):
+    """An interrupt passes through; without a device, the capsule says where the array is."""
+    call = cases.GOOD_CALLS["merge_attn_states"]()
+    want = call.run(sparse_mla)
+
+    class Nowhere(Producer):
+        def __dlpack_device__(self):
+            raise error("nowhere")
+
+    call.args["lse_a"] = Nowhere(call.args["lse_a"])
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt, match="nowhere"):
+            call.run(sparse_mla)
+        assert call.args["lse_a"].consumed == 0
+    else:
+        assert_same_bytes(call.run(sparse_mla), want)
+        assert_returned(call.args["lse_a"])
+
+
 @pytest.mark.parametrize("bad", ["kv", "indices", "attn_sink", "max_logits"])
 def test_every_argument_is_given_back_when_one_is_bad(bad):
     """All arguments from producers, one of a wrong rank: each deleter runs exactly once."""

@@ -340,6 +340,31 @@ def test_streams_beyond_a_handle(stream):
         call.run(sparse_mla)
 
 
+class Protocol:
+    def __init__(self, answer):
+        self.answer = answer
+
+    def __cuda_stream__(self):
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [5, (0,), (0, "x"), (0, 5, 0), [0, 5]], ids=str)
+def test_answers_of_the_stream_protocol_that_are_none(answer):
+    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call.kwargs["stream"] = Protocol(answer)
+    with pytest.raises(TypeError, match=r"`stream` must be None, an int .*, got Protocol"):
+        call.run(sparse_mla)
+
+
+def test_the_stream_protocol_answers_version_and_handle():
+    call = cases.GOOD_CALLS["merge_attn_states"]()
+    call.kwargs["stream"] = Protocol((2**70, 0))
+    call.run(sparse_mla)
+    call.kwargs["stream"] = Protocol((0, 2**70))
+    with pytest.raises(ValueError, match=r"`stream` must be a handle of at most 64 bits, got"):
+        call.run(sparse_mla)
+
+
 @pytest.mark.parametrize("op", cases.GOOD_CALLS)
 def test_stream_none_is_the_default(op):
     call = cases.GOOD_CALLS[op]()
