@@ -2,6 +2,7 @@
 #
 #   make demo ARGS='--heads 16'      arguments of a command
 #   make test SANITIZE=1             the same under ASan and UBSan; DEBUG=1 likewise
+#   make test SANITIZE=thread        C tests and tests of threads under ThreadSanitizer (gcc)
 #   make test PYTHON=python3.13      another interpreter, for a .venv that is not there yet
 #   make test SPARSE_MLA_CUDA=off    without CUDA; see buildtools/toolkit.py
 #   make test-gpu PREBUILT=1         with PYTHON's own packages and the extension as it is
@@ -17,16 +18,22 @@ PREPARED := $(if $(call on,PREBUILT),,environment)
 
 # A variant is tested from its own build folder, everything else from the source tree. Safe path
 # keeps `python -m` from preferring the source tree then.
-VARIANT := $(if $(call on,DEBUG),debug,$(if $(call on,SANITIZE),sanitize,release))
+SANITIZED := $(if $(filter thread,$(SANITIZE)),thread,$(if $(call on,SANITIZE),sanitize))
+VARIANT := $(or $(if $(call on,DEBUG),debug),$(SANITIZED),$(if $(call on,COVERAGE),coverage),release)
 PACKAGE := $(CURDIR)$(if $(filter-out release,$(VARIANT)),/build/$(VARIANT)/python)
 ENVIRONMENT := PYTHONSAFEPATH=1 PYTHONPATH=$(PACKAGE)
 ifeq ($(VARIANT),sanitize)
 # Python is not instrumented: the runtime comes first; leaks are left to the C tests.
 ENVIRONMENT += PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
     LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)"
+else ifeq ($(VARIANT),thread)
+# Python's locks are seen through its calls of pthreads. Its other tests have one thread of their own.
+ENVIRONMENT += LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)"
+ARGS := $(or $(ARGS),tests/test_threads.py)
 endif
 
-C_FOLDERS := csrc csrc/cpu csrc/cuda csrc/python tests/c tests/c/fake_cuda examples/c
+C_FOLDERS := csrc csrc/cpu csrc/cuda csrc/python tests/c tests/c/fake_cuda tests/c/fake_gomp \
+    examples/c
 C_FILES := $(wildcard $(foreach suffix,c h cu cuh,$(addsuffix /*.$(suffix),$(C_FOLDERS))))
 QEMU := qemu-aarch64 -L /usr/aarch64-linux-gnu
 COMPUTE_SANITIZER ?= compute-sanitizer
@@ -37,7 +44,8 @@ C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja is parallel, and two of them would write one folder
 .PHONY: help environment build demo bench test test-c test-c-aarch64 examples-c test-gpu memcheck \
-    racecheck synccheck sanitize fuzz lint format frameworks lib install-lib wheel clean
+    racecheck synccheck sanitize coverage measure mutants fuzz lint format frameworks lib \
+    install-lib wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /  \1 — /p' $(MAKEFILE_LIST)
@@ -124,6 +132,24 @@ synccheck: COMPUTE_SANITIZER += --num-cuda-barriers 200000 # its own guess is to
 sanitize: ## all tests under ASan and UBSan, which leave CUDA out
 	@$(MAKE) test SANITIZE=1
 
+coverage: $(VENV)/coverage.txt ## the lines of sparse_mla and csrc, CUDA's kernels aside, that no test reaches
+	@$(MAKE) --no-print-directory measure COVERAGE=1
+
+# The counts of an earlier run go first, because a program adds to those that it finds. Threads may
+# count over each other; that a line was reached stays true.
+measure: build lib
+	@find build/coverage -name '*.gcda' -delete
+	@$(MAKE) --no-print-directory test-c
+	@$(ENVIRONMENT) SMLA_EXPECT_ROOT=$(PACKAGE) $(PY) -m coverage run -m pytest $(ARGS)
+	@$(PY) -m coverage combine --quiet
+	@$(PY) -m coverage report
+	@$(VENV)/bin/gcovr --root . --filter csrc/ --merge-lines --txt-metric line \
+	    --gcov-ignore-parse-errors negative_hits.warn build/coverage/obj
+
+# Without CUDA, on a copy in build/mutants.
+mutants: environment ## one-line faults in what the last commit changed, and which of them no test notices
+	@$(PY) buildtools/mutants.py $(ARGS)
+
 fuzz: $(VENV)/test.txt ## libFuzzer on the argument checks, for FUZZ_SECONDS=60
 	@command -v clang > /dev/null || \
 	    { echo "fuzzing needs clang and its runtime: apt install clang libclang-rt-dev" >&2; exit 1; }
@@ -157,7 +183,7 @@ format: $(VENV)/lint.txt ## rewrite Python and C in the project's format
 # ---- Products ----------------------------------------------------------------------------------
 
 lib: environment ## build/lib: libsparse_mla.a and .so, headers, pkg-config file
-	@env -u DEBUG -u SANITIZE $(PY) setup.py -q ninja --targets=lib
+	@env -u DEBUG -u SANITIZE -u COVERAGE $(PY) setup.py -q ninja --targets=lib
 
 install-lib: lib ## copy them to PREFIX=/usr/local
 	install -d $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig

@@ -3,9 +3,9 @@
 One table of flags per concern; folders are globbed, so a new file needs no edit here. setup.py and
 the Makefile ask for targets by name: extension, lib, tests, fuzz.
 
-Environment: CC, AR, CFLAGS, LDFLAGS as everywhere. DEBUG=1, SANITIZE=1, FUZZ=1 (clang) or AARCH64=1
-(a cross compiler) choose a variant, which has its own folder under build/. WERROR=1 turns warnings
-into errors.
+Environment: CC, AR, CFLAGS, LDFLAGS as everywhere. DEBUG=1, SANITIZE=1, SANITIZE=thread (gcc),
+COVERAGE=1, FUZZ=1 (clang) or AARCH64=1 (a cross compiler) choose a variant, which has its own
+folder under build/. WERROR=1 turns warnings into errors.
 SPARSE_MLA_CUDA chooses the CUDA toolkit, see toolkit.py, and SPARSE_MLA_CUDA_ARCHS="80 90a" what it
 compiles for. ALLOW_SPILLS=1 lets kernels use local memory.
 """
@@ -34,6 +34,8 @@ VARIANTS = {  # flags to compile and to link with
     "release": "-O2 -DNDEBUG",
     "debug": "-O0 -g",
     "sanitize": SANITIZER + "address,undefined",
+    "thread": SANITIZER + "thread",
+    "coverage": "-O1 -g --coverage",
     "fuzz": SANITIZER + "address,undefined,fuzzer-no-link",
     "aarch64": "-O2",
 }
@@ -59,10 +61,17 @@ def is_on(switch):
     return os.environ.get(switch, "0") not in ("", "0")
 
 
-VARIANT = next((v for v in VARIANTS if is_on(v.upper())), "release")
+def chosen_variant():
+    variant = next((variant for variant in VARIANTS if is_on(variant.upper())), "release")
+    threads = variant == "sanitize" and os.environ["SANITIZE"] == "thread"
+    return "thread" if threads else variant
+
+
+VARIANT = chosen_variant()
 BUILD = Path("build", VARIANT)
 LIB = Path("build/lib") if VARIANT == "release" else BUILD / "lib"
 EXTENSION = BUILD / "_C.abi3.so"
+THREADS = Path("tests/c/fake_gomp/threads.c")  # what ThreadSanitizer understands of OpenMP
 
 # Kernel files end in their instruction set: attention_avx2.c. Those of other machines are left out;
 # the core learns from SMLA_HAVE_X86_ISA or SMLA_HAVE_ARM_ISA which are there.
@@ -169,7 +178,7 @@ def find_cuda():
         archs = f"sm_{', sm_'.join(CUDA_ARCHS)}{ptx}"
     else:
         if VARIANT not in CUDA_VARIANTS:
-            fact = f"CPU-only build, as always with {VARIANT.upper()}=1"
+            fact = f"CPU-only build, as always for variant {VARIANT}"
         else:
             reason = "SPARSE_MLA_CUDA=off" if mode == "off" else "no CUDA toolkit found"
             fact = f"CPU-only build ({reason}); {toolkit.HOW_TO_GET_CUDA}"
@@ -291,6 +300,8 @@ def write_graph(version):
             core += [
                 graph.compile_cuda(source) for source in sorted(Path("csrc/cuda").glob("*.cu"))
             ]
+        if VARIANT == "thread":
+            core.append(graph.compile(THREADS))
         archive = graph.add("ar", LIB / "libsparse_mla.a", core)
         add_extension(graph, archive, version)
         add_library(graph, core, archive, version)

@@ -7,6 +7,7 @@ Dtypes, shapes, ranks and overlaps go through the table of test_views.py, the re
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable
 from typing import Any
@@ -705,7 +706,15 @@ def test_formats_of_buffers():
     """Of numbers, in native order; at most 8 dimensions."""
     quantize = sparse_mla.dynamic_per_tensor_quant
     quantize(memoryview(np.ones((1,) * 8, F32)))
-    quantize(memoryview(np.ones(2, "=f4")))
+    for prefix, buffer in {
+        "": np.ones(2, F32),
+        "@": memoryview(np.ones(2, F32)).cast("B").cast("@f"),
+        "<": (ctypes.c_float.__ctype_le__ * 2)(1, 1),
+    }.items():
+        assert memoryview(buffer).format == f"{prefix}f"
+        codes, scale = quantize(memoryview(buffer))
+        assert codes.shape == (2,)
+        assert np.asarray(scale) == F32(1) / F32(448)
     with refuses("dynamic_per_tensor_quant: `x` must have at most 8 dimensions, got 9"):
         quantize(memoryview(np.ones((1,) * 9, F32)))
     for bad in (np.ones(2, ">f4"), np.ones(2, "f4,f4"), memoryview(b"ab").cast("c")):

@@ -1,6 +1,7 @@
 """Config, Backend, MetadataBuilder and the contents of Metadata (csrc/plan.c, builder.c)."""
 
 import dataclasses
+import re
 
 import cases
 import device
@@ -346,10 +347,13 @@ def bent(name):
         lens[6] = 16
     elif name == "seq_len above max_model_len":
         lens[2] = 513
+        return batch, {"seq_lens_cpu": lens, "seq_lens": lens, "max_seq_len": 513}
     elif name == "block_table too narrow":
         return batch, {"block_table": batch.block_table[:, :2]}
     elif name == "too few tokens":
         return batch, {"num_actual_tokens": batch.num_actual_tokens - 1}
+    elif name == "max_seq_len below a seq_len":
+        return batch, {"max_seq_len": batch.seq_lens.max() - 1}
     elif name == "num_reqs":
         return batch, {"num_reqs": 11}
     elif name == "slot_mapping too short":
@@ -360,28 +364,36 @@ def bent(name):
     return batch, fields | {"query_start_loc": loc, "seq_lens": lens}
 
 
-VALUE_ERRORS = [
-    "decreasing query_start_loc",
-    "query_start_loc does not start at 0",
-    "negative seq_len",
-    "seq_len below query_len",
-    "seq_len above max_model_len",
-    "block_table too narrow",
-    "too few tokens",
-    "num_reqs",
-    "slot_mapping too short",
-    "block_table rank",
-]
+VALUE_ERRORS = {
+    "decreasing query_start_loc": "`query_start_loc` must not decrease, got 4 after 9 at request 3",
+    "query_start_loc does not start at 0": "`query_start_loc` must start with 0, got 1",
+    "negative seq_len": r"`seq_lens` must be .* \(1 to 512\) at request 2, got -1",
+    "seq_len below query_len": r"`seq_lens` must be .* \(17 to 512\) at request 6, got 16",
+    "seq_len above max_model_len": r"`seq_lens` must be .* \(1 to 512\) at request 2, got 513",
+    "max_seq_len below a seq_len": "`max_seq_len` must be at least .* largest, 390, got 389",
+    "block_table too narrow": "`block_table` must have at least 3 columns .*, got 2",
+    "too few tokens": r"`num_actual_tokens` must be at least .* = 111, got 110",
+    "num_reqs": "`num_reqs` must be 12, .*, got 11",
+    "slot_mapping too short": r"`slot_mapping` must have at least .* = 111 entries, got .*\[110\]",
+    "block_table rank": r"`block_table` must have shape \[>= 12, any\], got",
+}
 
 
-@pytest.mark.parametrize("name", VALUE_ERRORS)
-def test_bad_batches(name):
+@pytest.mark.parametrize(("name", "rule"), VALUE_ERRORS.items(), ids=list(VALUE_ERRORS))
+def test_bad_batches(name, rule):
     """The error comes at the latest from build, and the builder works afterwards."""
     builder = sparse_mla.MetadataBuilder(engine.config(sparse_mla))
     batch, fields = bent(name)
-    with pytest.raises(ValueError, match=r"`[a-z_]+` must .*, got"):
+    with pytest.raises(ValueError, match=rf"^\w+(\.build)?: {rule}"):
         builder.build(batch.common(sparse_mla, **fields))
     assert_metadata(builder.build(batch.common(sparse_mla)), batch, plan_of(batch))
+
+
+def test_slots_that_are_no_array_are_refused():
+    batch = engine.engine_batch()
+    slots = batch.slot_mapping.tolist()
+    with pytest.raises(TypeError, match=r"build: `slot_mapping` must be an array, got list"):
+        build(dataclasses.replace(batch, slot_mapping=slots))
 
 
 @pytest.mark.parametrize("path", ["separate", "direct"])
@@ -446,8 +458,12 @@ BAD_CONFIGS = [
 def test_bad_configs(error, options):
     with pytest.raises(error) as info:
         sparse_mla.MetadataBuilder(engine.config(sparse_mla, **options))
-    name = next(iter(options))
-    assert name in str(info.value)
+    name, value = next(iter(options.items()))
+    wrong = type(value).__name__ if error is TypeError else repr(value)
+    if name in sparse_mla.Config.__dataclass_fields__:
+        assert re.fullmatch(rf"Config: `{name}` must .*, got {wrong}", str(info.value))
+    else:
+        assert f"'{name}'" in str(info.value)
 
 
 @pytest.mark.parametrize("name", ["num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"])
@@ -458,9 +474,9 @@ def test_sizes_of_a_batch_are_ints(name):
 
 
 def test_required_config_arguments():
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"4 required keyword-only arguments: 'softmax_scale'"):
         sparse_mla.Config(16)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"3 required keyword-only arguments: 'max_num_seqs'"):
         sparse_mla.Config(16, softmax_scale=1.0)
 
 
@@ -484,7 +500,7 @@ def test_config_defaults():
         "device": "cpu",
     }
     assert {name: getattr(config, name) for name in want} == want
-    assert config.prefill_workspace_tokens in (None, 5000)
+    assert config.prefill_workspace_tokens is None
     text = repr(config)
     assert text.startswith("Config(")
     assert "128" in text
@@ -516,7 +532,8 @@ def test_caller_workspace_is_used():
 
 def test_a_workspace_too_small_is_refused():
     small = np.zeros((cases.ENGINE_WORKSPACE - 1, 576), ref.BF16)
-    with pytest.raises(ValueError, match=r"workspace"):
+    rule = rf"`workspace` must have .*{cases.ENGINE_WORKSPACE}.*, got .*{len(small)}"
+    with pytest.raises(ValueError, match=rule):
         sparse_mla.MetadataBuilder(engine.config(sparse_mla), workspace=small)
 
 
@@ -541,7 +558,14 @@ def test_backend_describes_itself():
     assert value_of(backend.cudagraph_support) == "UNIFORM_BATCH"
     assert backend.get_builder_cls() is library.package.MetadataBuilder
     assert backend.get_impl_cls() is library.package.SparseMLA
-    assert isinstance(backend.supports_compute_capability(9, 0), bool)
+
+
+@pytest.mark.parametrize(("cuda", "has_cuda"), [("13.0.88 from PATH", True), ("none: off", False)])
+def test_compute_capabilities(monkeypatch, cuda, has_cuda):
+    monkeypatch.setattr(library.package._C, "build_info", lambda: {"cuda": cuda})
+    for capability, is_new in (((7, 5), False), ((8, 0), True), ((8, 6), True), ((9, 0), True)):
+        supported = library.package.Backend.supports_compute_capability(*capability)
+        assert supported is (has_cuda and is_new), capability
 
 
 @pytest.mark.parametrize(("name", "width"), [("auto", 576), ("bfloat16", 576), ("fp8_ds_mla", 656)])

@@ -218,8 +218,7 @@ def test_a_bad_gather_writes_nothing(name):
     buffer = Guarded((42, 576), ref.BF16)
     before = buffer.storage.copy()
     bend(call)
-    accepted = {argument, "seq_lens", "block_table", "out"}
-    with pytest.raises(ValueError, match=r"gather_kv_cache: `(" + "|".join(accepted) + ")` must"):
+    with pytest.raises(ValueError, match=f"gather_kv_cache: `{argument}` must .*, got"):
         sparse_mla.gather_kv_cache(
             cache,
             call["block_table"],

@@ -2,6 +2,8 @@
 
 import ctypes
 import gc
+import sys
+import tracemalloc
 
 import cases
 import numpy as np
@@ -257,6 +259,26 @@ def test_interrupts_pass_through():
         call.run(sparse_mla)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_device_that_raises(error):
+    """An interrupt passes through; without a device, the capsule says where the array is."""
+    call = cases.GOOD_CALLS["merge_attn_states"]()
+    want = call.run(sparse_mla)
+
+    class Nowhere(Producer):
+        def __dlpack_device__(self):
+            raise error("nowhere")
+
+    call.args["lse_a"] = Nowhere(call.args["lse_a"])
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt, match="nowhere"):
+            call.run(sparse_mla)
+        assert call.args["lse_a"].consumed == 0
+    else:
+        assert_same_bytes(call.run(sparse_mla), want)
+        assert_returned(call.args["lse_a"])
+
+
 @pytest.mark.parametrize("bad", ["kv", "indices", "attn_sink", "max_logits"])
 def test_every_argument_is_given_back_when_one_is_bad(bad):
     """All arguments from producers, one of a wrong rank: each deleter runs exactly once."""
@@ -356,13 +378,55 @@ def test_tensor_capsules():
     assert capsule_name(lse.__dlpack__(stream=None, max_version=(1, 3))) == b"dltensor_versioned"
 
 
-def test_an_unused_capsule_keeps_and_frees_its_tensor():
+@pytest.mark.parametrize("version", [None, (1, 0)])
+def test_an_unused_capsule_keeps_and_frees_its_tensor(version):
+    (_, lse), _ = our_tensors()
+    before = sys.getrefcount(lse)
+    capsule = lse.__dlpack__(max_version=version)
+    assert sys.getrefcount(lse) == before + 1, "kept"
+    del capsule
+    assert sys.getrefcount(lse) == before, "freed"
+
+
+def test_tensors_leave_nothing():
+    """Neither their memory nor the few hundred bytes of themselves."""
+    (out, lse), _ = our_tensors()
+    for _ in range(2):  # the first time fills caches
+        tracemalloc.start()
+        for _ in range(200):
+            _ = out[1:], lse.__dlpack__(), np.asarray(lse)
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+    assert held < 20_000
+
+
+class Bearer:
+    """Gives a capsule that was made before."""
+
+    def __init__(self, capsule):
+        self.capsule = capsule
+
+    def __dlpack__(self, **_):
+        return self.capsule
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+
+@pytest.mark.parametrize("version", [None, (1, 0)])
+def test_a_capsule_outlives_the_tensor(version):
+    """Whoever takes it over gives the memory back, once."""
     (_, lse), want = our_tensors()
-    capsule = lse.__dlpack__(max_version=(1, 0))
-    view = np.asarray(lse)
-    del lse, capsule
-    gc.collect()
-    assert_same_bits(view, want[1])
+    before = sys.getrefcount(lse)
+    view = np.from_dlpack(Bearer(lse.__dlpack__(max_version=version)))
+    assert sys.getrefcount(lse) == before + 1
+    del view
+    assert sys.getrefcount(lse) == before
+    bearer = Bearer(lse.__dlpack__(max_version=version))
+    del lse
+    churn = [np.full((3, 4), -1, np.float32) for _ in range(500)]
+    assert_same_bits(np.from_dlpack(bearer), want[1])
+    del churn
 
 
 def test_views_outlive_the_tensor():

@@ -138,9 +138,15 @@ def test_a_request_longer_than_the_workspace_names_both_numbers():
     assert "1234" in str(info.value)
 
 
-@pytest.mark.parametrize(("seq_lens", "workspace"), [([3, -1], 10), ([3], -1)])
-def test_bad_chunks(seq_lens, workspace):
-    with pytest.raises(ValueError, match=r"split_prefill_chunks: `(seq_lens|workspace_tokens)`"):
+@pytest.mark.parametrize(
+    ("seq_lens", "workspace", "rule"),
+    [
+        ([3, -1], 10, "`seq_lens` must be .*, got -1 at request 1"),
+        ([3], -1, "`seq_lens` must fit the workspace of -1 tokens .*, got 3 at request 0"),
+    ],
+)
+def test_bad_chunks(seq_lens, workspace, rule):
+    with pytest.raises(ValueError, match=f"split_prefill_chunks: {rule}"):
         sparse_mla.split_prefill_chunks(seq_lens, workspace)
 
 

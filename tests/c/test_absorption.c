@@ -3,6 +3,7 @@
 
 #include <float.h>
 
+#include "quant_dims.h"
 #include "reference.h"
 
 /* ---- kv_b_proj -> W_UK, W_UV --------------------------------------------------------------- */
@@ -313,6 +314,66 @@ test_quant_ranks(void)
     EXPECT_FAIL(run_quant(x, out, ARRAY(fp32, 2)), SMLA_ERROR_VALUE, "`scale` must hold one value");
 }
 
+/* Rows with gaps in x, in out or in both; the gaps are whole rows, so that strides divide. */
+static void
+test_quant_padded(void)
+{
+    enum { ROWS = 5, COLUMNS = 8 };
+    for (int gaps = 0; gaps < 9; gaps++) {
+        const int64_t x_gap = gaps % 3 * COLUMNS;
+        const int64_t out_gap = gaps / 3 * COLUMNS;
+        const array *wide = fill_normal(ARRAY(fp32, ROWS, COLUMNS + x_gap), 1.0);
+        const array *wide_out = ARRAY(uint8, ROWS, COLUMNS + out_gap);
+        const array *x = slice(wide, 1, 0, COLUMNS, 1);
+        const array *out = slice(wide_out, 1, 0, COLUMNS, 1);
+        const array *scale = ARRAY(fp32, 1);
+        array *flat = ARRAY(fp32, ROWS * COLUMNS);
+        const array *flat_out = ARRAY(uint8, ROWS * COLUMNS);
+        for (int64_t i = 0; i < ROWS * COLUMNS; i++) {
+            SET(flat, GET(x, i / COLUMNS, i % COLUMNS), i);
+        }
+        EXPECT_OK(run_quant(x, out, scale));
+        EXPECT_OK(run_quant(flat, flat_out, ARRAY(fp32, 1)));
+        expect_quantised(flat, flat_out, scale);
+        for (int64_t i = 0; i < ROWS * COLUMNS; i++) {
+            EXPECT_EQ(GET(out, i / COLUMNS, i % COLUMNS), GET(flat_out, i));
+        }
+        EXPECT(out_gap == 0 || is_poison(slice(wide_out, 1, COLUMNS, COLUMNS + out_gap, 1)));
+    }
+}
+
+/* Dimensions that continue each other in both arrays become one. */
+static void
+test_quant_dims(void)
+{
+    static const struct {
+        int64_t x_strides[4], out_strides[4];
+        int ndim;
+        int64_t shape[4];
+    } rows[] = {
+        {{24, 8, 8, 1}, {24, 8, 8, 1}, 1, {48}},
+        {{48, 16, 7, 2}, {24, 8, 7, 1}, 1, {48}},    /* elements at a distance */
+        {{24, 8, 8, 1}, {48, 16, 16, 1}, 2, {6, 8}}, /* gaps behind rows of one, */
+        {{48, 16, 16, 1}, {24, 8, 8, 1}, 2, {6, 8}},
+        {{48, 16, 16, 1}, {96, 32, 32, 1}, 2, {6, 8}}, /* of both, */
+        {{25, 8, 8, 1}, {24, 8, 8, 1}, 2, {2, 24}},    /* and behind planes */
+        {{-24, -8, -8, -1}, {24, 8, 8, 1}, 1, {48}},
+        {{24, -8, 8, 1}, {24, 8, 8, 1}, 3, {2, 3, 8}},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        smla_quant_params params = {.ndim = 4, .shape = {2, 3, 1, 8}};
+        memcpy(params.x_strides, rows[i].x_strides, sizeof rows[i].x_strides);
+        memcpy(params.out_strides, rows[i].out_strides, sizeof rows[i].out_strides);
+        const smla_quant_params merged = smla_merge_dims(&params);
+        EXPECT_EQ(merged.ndim, rows[i].ndim);
+        for (int dim = 0; dim < rows[i].ndim; dim++) {
+            EXPECT_EQ(merged.shape[dim], rows[i].shape[dim]);
+        }
+        EXPECT_EQ(merged.x_strides[merged.ndim - 1], rows[i].x_strides[3]);
+        EXPECT_EQ(merged.out_strides[merged.ndim - 1], rows[i].out_strides[3]);
+    }
+}
+
 static void
 run_kernel_tests(void)
 {
@@ -322,6 +383,7 @@ run_kernel_tests(void)
     RUN(test_quant);
     RUN(test_quant_special_values);
     RUN(test_quant_ranks);
+    RUN(test_quant_padded);
 }
 
 int
@@ -331,6 +393,7 @@ main(void)
     RUN(test_split_blocks);
     RUN(test_split_strided);
     RUN(test_split_errors);
+    RUN(test_quant_dims);
     run_on_every_instruction_set(run_kernel_tests);
     return report("test_absorption");
 }

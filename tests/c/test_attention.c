@@ -5,6 +5,7 @@
  */
 #include "instruction_sets.h"
 
+#include "cpu/attention.h"
 #include "reference.h"
 
 #if defined(_OPENMP)
@@ -549,16 +550,52 @@ test_workspace(void)
     args.workspace = &odd->tensor;
     EXPECT_OK(smla_sparse_attention(&args, &error));
     expect_attention(&in, o.out, o.lse, o.max_logits);
-    /* The size never falls when the batch grows, so that a builder's serves every step. */
-    attention_inputs grown = in;
+}
+
+/* The splits that a call without num_splits takes: 64 parts at most, of 256 columns or more. */
+static void
+test_plan(void)
+{
+    static const struct {
+        int64_t num_tokens, topk, extra_topk;
+        int num_splits;
+    } rows[] = {
+        {0, 0, 0, 1},      {1, 0, 0, 1},     {1, 256, 0, 1},        {1, 257, 0, 2},
+        {1, 512, 0, 2},    {1, 512, 1, 3},   {1, 0, 1024, 4},       {1, 64 * 256, 0, 64},
+        {1, 99999, 0, 64}, {21, 2048, 0, 3}, {22, 2048, 0, 2},      {32, 2048, 0, 2},
+        {33, 2048, 0, 1},  {64, 2048, 0, 1}, {1000000, 2048, 0, 1}, {8, 2048, 0, 8},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        smla_attention_shape shape = {.num_tokens = rows[i].num_tokens,
+                                      .num_heads = 5,
+                                      .topk = rows[i].topk,
+                                      .extra_topk = rows[i].extra_topk};
+        EXPECT_EQ(smla_cpu_choose_num_splits(&shape), rows[i].num_splits);
+        /* What is promised serves this plan, and those of fewer tokens. */
+        const int64_t promised = smla_cpu_attention_workspace_size(&shape);
+        shape.num_splits = rows[i].num_splits;
+        EXPECT(promised >= smla_cpu_attention_workspace_size(&shape));
+        shape.num_splits = 7;
+        EXPECT_EQ(smla_cpu_choose_num_splits(&shape), 7);
+    }
+}
+
+/* The size never falls when the batch grows, so that a builder's serves every step. */
+static void
+test_workspace_of_growing_batches(void)
+{
+    attention_inputs in = make_inputs(uint8, 2, 3, 600);
+    array q = *in.q;
+    in.q = &q;
     int64_t before = 0;
     for (int64_t tokens = 1; tokens < 200; tokens++) {
-        array q = *in.q;
         q.shape[0] = tokens;
-        grown.q = &q;
-        EXPECT(workspace_bytes(&grown, 0) >= before);
-        before = workspace_bytes(&grown, 0);
+        const int64_t bytes = workspace_bytes(&in, 0);
+        EXPECT(bytes >= before && bytes > 0);
+        before = bytes;
     }
+    q.shape[0] = 0;
+    EXPECT_EQ(workspace_bytes(&in, 0), 0);
 }
 
 static void
@@ -596,6 +633,8 @@ run_tests(void)
     RUN(test_batch_invariance);
     RUN(test_nothing_to_do);
     RUN(test_workspace);
+    RUN(test_plan);
+    RUN(test_workspace_of_growing_batches);
 }
 
 int

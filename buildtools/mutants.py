@@ -1,0 +1,335 @@
+"""Puts one-line faults into the source, one at a time, and reports which of them no test notices.
+
+    make mutants                                   what the last commit and later edits changed
+    make mutants ARGS='csrc/rule.c sparse_mla/backend.py'
+    make mutants ARGS='all --count 60 --seed 3'    a sample of all of it
+    make mutants ARGS='--again build/mutants/survived.txt --tests "test_cache*,test_errors*"'
+
+Works on a copy in build/mutants, without CUDA: its kernels are left out, its host code is tested by
+tests/c/test_cuda_*.c. A fault is built; the C programs whose bytes it changes are run, and if it
+changes the extension or the package, pytest. The tests that share a word with the file go first,
+then the short ones. A test that runs far longer than it did without a fault has noticed it.
+
+A fault in a list is three lines, and in tests/equivalent_mutants.txt, of those that no test can
+notice, four: `@ file function`, `- ` the code, `+ ` the fault, `= ` why it changes nothing. A fault
+that leaves every program's bytes alone needs no such explanation. One that does not compile, or is
+in a file that this machine does not compile, is none: "not built".
+"""
+
+import argparse
+import fnmatch
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import faults
+
+WORK = Path("build/mutants")
+TREE = WORK / "tree"
+SURVIVED = WORK / "survived.txt"
+EXPLAINED = Path("tests/equivalent_mutants.txt")
+SOURCES = ("csrc/*.[ch]", "csrc/*/*.[ch]", "sparse_mla/*.py")
+COPIED = re.compile(r"(csrc|sparse_mla|tests|buildtools|examples|docs|benchmarks)/|[^/]+$")
+OUTCOMES = ("caught", "survived", "explained", "not built")
+
+
+def output_of(*command):
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+# ---- Which faults ------------------------------------------------------------------------------
+
+
+def changed_lines():
+    """File → the lines that the last commit, and edits since then, have changed."""
+    lines, path = {}, None
+    for line in output_of("git", "diff", "-U0", "--no-prefix", "HEAD~1").splitlines():
+        if line.startswith("+++ "):
+            path = line[4:]
+        elif match := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
+            first, count = int(match[1]), int(match[2] or 1)
+            lines.setdefault(path, set()).update(range(first, first + count))
+    return lines
+
+
+def source_files():
+    return sorted(str(path) for pattern in SOURCES for path in Path().glob(pattern))
+
+
+def choose_faults(args):
+    """The faults that the command line asks for, in the order of files and lines."""
+    if args.again:
+        wanted = set(read_list(args.again))
+        chosen = [f for path in sorted({key[0] for key in wanted}) for f in faults_in(path)]
+        return [fault for fault in chosen if fault.key in wanted]
+    lines = {} if args.files else changed_lines()
+    files = source_files() if args.files == ["all"] else args.files or source_files()
+    chosen = [
+        fault
+        for path in files
+        if args.files or path in lines
+        for fault in faults_in(path)
+        if args.files or lines[path].intersection(range(fault.line, fault.last_line + 1))
+    ]
+    if args.count is not None and args.count < len(chosen):
+        sample = random.Random(args.seed).sample(range(len(chosen)), args.count)
+        chosen = [chosen[i] for i in sorted(sample)]
+    return chosen
+
+
+def faults_in(path):
+    return faults.find_faults(path, Path(path).read_text())
+
+
+def read_list(path):
+    """The keys of a list's faults, and the explanation of each that has one."""
+    found, key = {}, ()
+    for line in Path(path).read_text().splitlines():
+        mark, _, rest = line.partition(" ")
+        if mark == "@":
+            key = (*rest.partition(" ")[::2],)
+        elif mark in ("-", "+"):
+            key = (*key, rest)
+            found.update({key: ""} if mark == "+" else {})
+        elif mark == "=":
+            found[key] += rest
+    return found
+
+
+def listed(fault):
+    path, place, before, after = fault.key
+    return f"@ {f'{path} {place}'.strip()}\n- {before}\n+ {after}\n"
+
+
+# ---- The copy, its build and its tests ---------------------------------------------------------
+
+
+def copy_sources():
+    """Brings the copy up to date, writes only what differs, and returns a digest of it all."""
+    names = output_of("git", "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
+    names = [name for name in names if COPIED.match(name) and Path(name).is_file()]
+    digest = hashlib.sha256()
+    for name in sorted(names):
+        content, target = Path(name).read_bytes(), TREE / name
+        digest.update(f"{name} {len(content)} ".encode() + content)
+        if not target.is_file() or target.read_bytes() != content:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(name, target)
+    for folder in ("csrc", "tests", "sparse_mla"):
+        for path in (TREE / folder).rglob("*.[chp]*"):
+            if path.is_file() and str(path.relative_to(TREE)) not in names:
+                path.unlink()
+    return digest.hexdigest()
+
+
+class Suite:
+    """The tests of the copy: how to build them, what they take, which of them a fault concerns."""
+
+    def __init__(self, pattern):
+        patterns = pattern.split(",")
+
+        def selected(folder, start):
+            paths = sorted((TREE / folder).glob(start))
+            return [p for p in paths if any(fnmatch.fnmatch(p.stem, x) for x in patterns)]
+
+        self.programs = [path.stem for path in selected("tests/c", "test_*.c")]
+        files = [path.name for path in selected("tests", "test_*.py")]
+        self.files = [name for name in files if not name.startswith("test_gpu_")]
+        self.seconds = {}
+        self.bytes = {}
+
+    def run(self, *command, limit=None):
+        """Whether a command ends well within `limit` seconds; output.txt has what it printed."""
+        environment = os.environ | {
+            "SPARSE_MLA_CUDA": "off",
+            "PYTHONSAFEPATH": "1",
+            "PYTHONPATH": str(TREE.resolve()),
+            "PYTHONDONTWRITEBYTECODE": "1",  # two faults of one second would share bytecode
+            "SMLA_EXPECT_ROOT": str(TREE.resolve()),
+        }
+        with (WORK / "output.txt").open("w") as output:
+            process = subprocess.Popen(
+                list(map(str, command)),
+                cwd=TREE,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a test's own children end with it
+            )
+            try:
+                return process.wait(limit) == 0
+            except subprocess.TimeoutExpired:
+                return False
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, 9)
+                    process.wait()
+
+    def build(self):
+        """Whether programs, library and extension compile; they are in their places then."""
+        ninja = [sys.executable, "-m", "ninja", "-f", "build/release/build.ninja"]
+        good = self.run(*ninja, "lib", "extension", "tests")
+        if good:
+            shutil.copy(TREE / "build/release/_C.abi3.so", TREE / "sparse_mla")
+        return good
+
+    def compiles(self):
+        """Whether the copy's fault does. No fault has been made of what is not compiled here."""
+        return self.build() and "no work to do" not in (WORK / "output.txt").read_text()
+
+    def built(self):
+        """The digests of the programs, of the extension and of the library."""
+        paths = [*(TREE / "build/release/tests").iterdir(), TREE / "build/release/_C.abi3.so"]
+        paths += [TREE / "build/lib/libsparse_mla.so"]
+        return {path.stem: hashlib.sha256(path.read_bytes()).digest() for path in paths}
+
+    def run_programs(self, stems, limit=None):
+        return all(self.run(f"build/release/tests/{stem}", limit=limit) for stem in stems)
+
+    def run_pytest(self, names, *options, limit=None):
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options]
+        return self.run(*command, *(f"tests/{name}" for name in names), limit=limit)
+
+    def prepare(self, digest):
+        """Builds the copy, sees all tests pass and measures them, unless that has been done."""
+        setup = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        if not (self.run(*setup) and self.build()):
+            sys.exit(f"error: the copy does not build, see {WORK}/output.txt")
+        self.bytes = self.built()
+        record = WORK / "baseline.json"
+        names = {*self.programs, *self.files}
+        known = json.loads(record.read_text()) if record.exists() else {}
+        if known.get("digest") == digest and names <= set(known["seconds"]):
+            self.seconds = known["seconds"]
+            return
+        for stem in self.programs:
+            start = time.monotonic()
+            if not self.run_programs([stem]):
+                sys.exit(f"error: {stem} fails without a fault, see {WORK}/output.txt")
+            self.seconds[stem] = time.monotonic() - start
+        if self.files and not self.run_pytest(self.files, "--junit-xml=../pytest.xml"):
+            sys.exit(f"error: pytest fails without a fault, see {WORK}/output.txt")
+        self.seconds.update(dict.fromkeys(self.files, 0.0))
+        report = ElementTree.parse(WORK / "pytest.xml").iter("testcase") if self.files else ()
+        for case in report:
+            self.seconds[case.get("classname").split(".")[1] + ".py"] += float(case.get("time"))
+        record.write_text(json.dumps({"digest": digest, "seconds": self.seconds}))
+
+    def judge(self, fault):
+        """The outcome of a fault that the copy holds."""
+        is_python = fault.path.endswith(".py")
+        if not is_python and not self.compiles():
+            return "not built"
+        changed = {stem for stem, digest in self.built().items() if self.bytes[stem] != digest}
+        if not is_python and not changed:
+            return "explained"
+        has_package = is_python or not changed.isdisjoint(("_C.abi3", "libsparse_mla"))
+        files = self.files if has_package else []
+        for names in self.in_rounds(fault.path, changed.intersection(self.programs), files):
+            limit = 30 + 3 * sum(self.seconds[name] for name in names)
+            is_pytest = names[0].endswith(".py")
+            passed = (self.run_pytest if is_pytest else self.run_programs)(names, limit=limit)
+            if not passed:
+                return "caught"
+        return "survived"
+
+    def in_rounds(self, path, programs, files):
+        """Tests in the order in which they are worth running, as lists of one kind each."""
+        words = set(Path(path).stem.strip("_").split("_"))
+
+        def is_close(name):
+            return bool(words & set(name.removesuffix(".py").split("_")))
+
+        programs = sorted(programs, key=self.seconds.get)
+        files = sorted(files, key=self.seconds.get)
+        quick = [name for name in programs if is_close(name) or self.seconds[name] < 1]
+        close = [name for name in files if is_close(name)]
+        slow = [name for name in programs if name not in quick]
+        rest = [name for name in files if name not in close]
+        return [names for names in (quick, close, slow, rest) if names]
+
+
+def try_fault(suite, fault):
+    """Puts the fault into the copy, judges it and takes it out again."""
+    target = TREE / fault.path
+    text = target.read_text()
+    target.write_text(fault.apply(text))
+    try:
+        return suite.judge(fault)
+    finally:
+        target.write_text(text)
+
+
+# ---- The report --------------------------------------------------------------------------------
+
+
+def table(results):
+    """One line per file: how many faults, and what became of them."""
+    counts = Counter((fault.path, outcome) for fault, outcome in results)
+    files = sorted({path for path, _ in counts})
+    width = max(map(len, [*files, "all"]))
+    lines = [f"{'file':{width}}  faults" + "".join(f"  {outcome:>9}" for outcome in OUTCOMES)]
+    for name in [*files, "all"]:
+        row = [
+            sum(
+                n for (path, what), n in counts.items() if name in (path, "all") and what == outcome
+            )
+            for outcome in OUTCOMES
+        ]
+        faults_of_row = sum(row[:3])  # what does not compile is no fault
+        lines.append(f"{name:{width}}  {faults_of_row:6}" + "".join(f"  {n:9}" for n in row))
+    return "\n".join(lines)
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("files", nargs="*", help="source files, or `all`; else what changed")
+    parser.add_argument("--count", type=int, help="how many faults, sampled")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--again", metavar="FILE", help="the faults of a list, and no others")
+    parser.add_argument("--tests", default="*", metavar="PATTERN,…", help="run these tests only")
+    parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
+    return parser.parse_args(arguments)
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    chosen = choose_faults(args)
+    if args.list or not chosen:
+        print(*map(listed, chosen), sep="\n")
+        print(f"{len(chosen)} faults")
+        return 0
+    explanations = read_list(EXPLAINED)
+    TREE.mkdir(parents=True, exist_ok=True)
+    digest = copy_sources()
+    suite = Suite(args.tests)
+    suite.prepare(digest)
+    results = []
+    with SURVIVED.open("w") as survivors:
+        for i, fault in enumerate(chosen, 1):
+            start = time.monotonic()
+            known = fault.key in explanations
+            outcome = "explained" if known else try_fault(suite, fault)
+            results.append((fault, outcome))
+            seconds = time.monotonic() - start
+            print(
+                f"{i}/{len(chosen)} {fault.path}:{fault.line} {outcome} {seconds:.0f} s", flush=True
+            )
+            if outcome == "survived":
+                print(listed(fault), file=survivors, flush=True)
+    print(table(results), SURVIVED.read_text(), sep="\n\n", end="")
+    return int(any(outcome == "survived" for _, outcome in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
