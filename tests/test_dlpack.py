@@ -378,6 +378,50 @@ def test_tensor_capsules():
     assert capsule_name(lse.__dlpack__(stream=None, max_version=(1, 3))) == b"dltensor_versioned"
 
 
+class Undecided:
+    def __bool__(self):
+        raise ValueError("yes and no")
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "text"),
+    [
+        ({"stream": "main"}, TypeError, "__dlpack__: `stream` must .*, got str"),
+        ({"max_version": (1,)}, TypeError, "at least 2|exactly 2"),
+        ({"max_version": ("1", 0)}, TypeError, "int"),
+        ({"dl_device": "moon"}, (TypeError, ValueError), "__dlpack__: `dl_device` must .*, got"),
+        ({"dl_device": (2, 0)}, BufferError, "on its own device only"),
+        ({"dl_device": (1, 1)}, BufferError, "on its own device only"),
+        ({"copy": Undecided()}, ValueError, "yes and no"),
+        ({"colour": 1}, TypeError, "colour"),
+    ],
+    ids=str,
+)
+def test_exports_that_cannot_be_had(request_, error, text):
+    (_, lse), _ = our_tensors()
+    before = sys.getrefcount(lse)
+    with pytest.raises(error, match=text):
+        lse.__dlpack__(**request_)
+    assert sys.getrefcount(lse) == before
+    assert capsule_name(lse.__dlpack__(dl_device=(1, 0), copy=False)) == b"dltensor"
+
+
+@pytest.mark.parametrize("version", [None, (1, 0)])
+def test_copies_are_compact_and_their_own(version):
+    (out, lse), want = our_tensors(T=5)
+    before = sys.getrefcount(lse)
+    for tensor, wanted in ((lse, want[1]), (lse[1::2], want[1][1::2]), (lse[3:3], want[1][3:3])):
+        capsule = tensor.__dlpack__(max_version=version, copy=True)
+        copied = np.from_dlpack(Bearer(capsule))
+        assert_same_bits(copied, wanted)
+        assert copied.flags.c_contiguous
+        assert not np.shares_memory(copied, np.asarray(lse))
+    del tensor, capsule, copied
+    assert sys.getrefcount(lse) == before
+    rows = sparse_mla.merge_attn_states(out, lse, out, lse)[0].__dlpack__(copy=True)
+    assert capsule_name(rows) == b"dltensor"
+
+
 @pytest.mark.parametrize("version", [None, (1, 0)])
 def test_an_unused_capsule_keeps_and_frees_its_tensor(version):
     (_, lse), _ = our_tensors()
