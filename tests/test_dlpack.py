@@ -1,5 +1,6 @@
 """The DLPack protocol, corner by corner, with a hand-made producer (csrc/python/tensor.c)."""
 
+import binascii
 import ctypes
 import gc
 import sys
@@ -376,6 +377,38 @@ def test_tensor_capsules():
     assert capsule_name(lse.__dlpack__(max_version=(0, 8))) == b"dltensor"
     assert capsule_name(lse.__dlpack__(max_version=(1, 0))) == b"dltensor_versioned"
     assert capsule_name(lse.__dlpack__(stream=None, max_version=(1, 3))) == b"dltensor_versioned"
+
+
+def test_tensor_array_copies_when_it_must():
+    (out, _), want = our_tensors()
+    memory, bf16, fp32 = np.asarray(out), ref.BF16, np.float32
+    for options in ({}, {"dtype": bf16}, {"copy": False}, {"dtype": bf16, "copy": False}):
+        assert np.shares_memory(np.array(out, **{"copy": None} | options), memory), options
+        assert np.shares_memory(out.__array__(**options), memory), options
+    for options in ({"dtype": fp32}, {"copy": True}, {"dtype": fp32, "copy": True}):
+        copied = out.__array__(**options)
+        assert not np.shares_memory(copied, memory), options
+        assert_same_bits(copied, want[0].astype(options.get("dtype", bf16)))
+    with pytest.raises(ValueError, match="Unable to avoid copy"):
+        np.array(out, dtype=fp32, copy=False)
+    with pytest.raises(TypeError, match="colour"):
+        out.__array__(colour=1)
+
+
+def test_buffers_of_slices_need_strides():
+    (_, lse), want = our_tensors()
+    assert b"".join([lse]) == want[1].tobytes()
+    assert b"".join([lse[1:]]) == want[1][1:].tobytes()
+    with pytest.raises(BufferError, match="not contiguous"):
+        binascii.crc32(lse[::2])
+    view = memoryview(lse[::2])
+    assert (view.shape, view.strides, view.readonly) == ((2, 4), (32, 4), False)
+    assert_same_bits(np.asarray(view), want[1][::2])
+
+
+def test_versioned_exports_can_be_written():
+    (_, lse), _ = our_tensors()
+    assert np.from_dlpack(Bearer(lse.__dlpack__(max_version=(1, 0)))).flags.writeable
 
 
 class Undecided:
