@@ -1,5 +1,6 @@
 """The DLPack protocol, corner by corner, with a hand-made producer (csrc/python/tensor.c)."""
 
+import binascii
 import ctypes
 import gc
 import sys
@@ -376,6 +377,82 @@ def test_tensor_capsules():
     assert capsule_name(lse.__dlpack__(max_version=(0, 8))) == b"dltensor"
     assert capsule_name(lse.__dlpack__(max_version=(1, 0))) == b"dltensor_versioned"
     assert capsule_name(lse.__dlpack__(stream=None, max_version=(1, 3))) == b"dltensor_versioned"
+
+
+def test_tensor_array_copies_when_it_must():
+    (out, _), want = our_tensors()
+    memory, bf16, fp32 = np.asarray(out), ref.BF16, np.float32
+    for options in ({}, {"dtype": bf16}, {"copy": False}, {"dtype": bf16, "copy": False}):
+        assert np.shares_memory(np.array(out, **{"copy": None} | options), memory), options
+        assert np.shares_memory(out.__array__(**options), memory), options
+    for options in ({"dtype": fp32}, {"copy": True}, {"dtype": fp32, "copy": True}):
+        copied = out.__array__(**options)
+        assert not np.shares_memory(copied, memory), options
+        assert_same_bits(copied, want[0].astype(options.get("dtype", bf16)))
+    with pytest.raises(ValueError, match="Unable to avoid copy"):
+        np.array(out, dtype=fp32, copy=False)
+    with pytest.raises(TypeError, match="colour"):
+        out.__array__(colour=1)
+
+
+def test_buffers_of_slices_need_strides():
+    (_, lse), want = our_tensors()
+    assert b"".join([lse]) == want[1].tobytes()
+    assert b"".join([lse[1:]]) == want[1][1:].tobytes()
+    with pytest.raises(BufferError, match="not contiguous"):
+        binascii.crc32(lse[::2])
+    view = memoryview(lse[::2])
+    assert (view.shape, view.strides, view.readonly) == ((2, 4), (32, 4), False)
+    assert_same_bits(np.asarray(view), want[1][::2])
+
+
+def test_versioned_exports_can_be_written():
+    (_, lse), _ = our_tensors()
+    assert np.from_dlpack(Bearer(lse.__dlpack__(max_version=(1, 0)))).flags.writeable
+
+
+class Undecided:
+    def __bool__(self):
+        raise ValueError("yes and no")
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "text"),
+    [
+        ({"stream": "main"}, TypeError, "__dlpack__: `stream` must .*, got str"),
+        ({"max_version": (1,)}, TypeError, "at least 2|exactly 2"),
+        ({"max_version": ("1", 0)}, TypeError, "int"),
+        ({"dl_device": "moon"}, (TypeError, ValueError), "__dlpack__: `dl_device` must .*, got"),
+        ({"dl_device": (2, 0)}, BufferError, "on its own device only"),
+        ({"dl_device": (1, 1)}, BufferError, "on its own device only"),
+        ({"copy": Undecided()}, ValueError, "yes and no"),
+        ({"colour": 1}, TypeError, "colour"),
+    ],
+    ids=str,
+)
+def test_exports_that_cannot_be_had(request_, error, text):
+    (_, lse), _ = our_tensors()
+    before = sys.getrefcount(lse)
+    with pytest.raises(error, match=text):
+        lse.__dlpack__(**request_)
+    assert sys.getrefcount(lse) == before
+    assert capsule_name(lse.__dlpack__(dl_device=(1, 0), copy=False)) == b"dltensor"
+
+
+@pytest.mark.parametrize("version", [None, (1, 0)])
+def test_copies_are_compact_and_their_own(version):
+    (out, lse), want = our_tensors(T=5)
+    before = sys.getrefcount(lse)
+    for tensor, wanted in ((lse, want[1]), (lse[1::2], want[1][1::2]), (lse[3:3], want[1][3:3])):
+        capsule = tensor.__dlpack__(max_version=version, copy=True)
+        copied = np.from_dlpack(Bearer(capsule))
+        assert_same_bits(copied, wanted)
+        assert copied.flags.c_contiguous
+        assert not np.shares_memory(copied, np.asarray(lse))
+    del tensor, capsule, copied
+    assert sys.getrefcount(lse) == before
+    rows = sparse_mla.merge_attn_states(out, lse, out, lse)[0].__dlpack__(copy=True)
+    assert capsule_name(rows) == b"dltensor"
 
 
 @pytest.mark.parametrize("version", [None, (1, 0)])

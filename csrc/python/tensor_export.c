@@ -312,10 +312,12 @@ require_host(const smla_py_tensor *tensor, PyObject *exception)
     return -1;
 }
 
-PyDoc_STRVAR(tensor_array_doc,
-             "__array__($self, dtype=None, copy=None)\n--\n\n"
-             "The tensor as an ndarray without a copy; bfloat16 and float8_e4m3fn as ml_dtypes.\n\n"
-             "`numpy.asarray(tensor)` calls it. TypeError in device memory.");
+PyDoc_STRVAR(
+    tensor_array_doc,
+    "__array__($self, dtype=None, copy=None)\n--\n\n"
+    "The tensor as an ndarray without a copy; bfloat16 and float8_e4m3fn as ml_dtypes.\n\n"
+    "`numpy.asarray(tensor)` calls it. Another dtype or copy=True takes a copy: ValueError\n"
+    "with copy=False. TypeError in device memory.");
 
 static PyObject *
 tensor_array(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -330,11 +332,19 @@ tensor_array(PyObject *self, PyObject *args, PyObject *kwargs)
     }
     PyObject *ndarray =
         smla_py_numpy_view(smla_py_tensor_state(self), self, &tensor->view, !tensor->is_read_only);
-    if (ndarray == NULL || (dtype == Py_None && copy != Py_True)) {
+    if (ndarray == NULL || (dtype == Py_None && copy == Py_None)) {
         return ndarray;
     }
-    PyObject *converted = dtype == Py_None ? PyObject_CallMethod(ndarray, "copy", NULL)
-                                           : PyObject_CallMethod(ndarray, "astype", "O", dtype);
+    /* NumPy's own decides whether that takes a copy, and whether it may. */
+    PyObject *method = PyObject_GetAttrString(ndarray, "__array__");
+    PyObject *positional = Py_BuildValue("(O)", dtype);
+    PyObject *keywords = Py_BuildValue("{s:O}", "copy", copy);
+    PyObject *converted = method == NULL || positional == NULL || keywords == NULL
+                              ? NULL
+                              : PyObject_Call(method, positional, keywords);
+    Py_XDECREF(method);
+    Py_XDECREF(positional);
+    Py_XDECREF(keywords);
     Py_DECREF(ndarray);
     return converted;
 }
