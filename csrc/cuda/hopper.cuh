@@ -90,12 +90,6 @@ typedef struct ring_granule {
 
 enum { GRANULE_BYTES = sizeof(ring_granule) };
 
-/* An entry of a list. */
-typedef struct listed_index {
-    int32_t index;
-    int32_t list;
-} listed_index;
-
 template <typename Shape> struct hopper_memory {
     alignas(1024) uint8_t query[QUERY_TILES][Shape::HEADS][128];
     alignas(1024) uint8_t probs[2][64][Shape::PROB_BYTES];

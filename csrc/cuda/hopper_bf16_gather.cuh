@@ -182,19 +182,6 @@ begin_count(const list_steps &steps, uint32_t turn, bf16_memory *shared)
     __syncwarp();
 }
 
-/* In every step. A key that is the warp's only one in its step may be the work's only one. */
-static __device__ __forceinline__ void
-count_step(int32_t slot, int list, uint32_t are_keys, uint32_t turn, bf16_memory *shared)
-{
-    if (are_keys != 0xFFFFFFFFu) {
-        add_absent(are_keys, &shared->num_absent[turn][gather_warp_again()]);
-        if (__popc(are_keys) == 1 && slot >= 0) {
-            shared->only[turn][gather_warp_again()] = listed_key{slot, list};
-        }
-        __syncwarp(); /* lane 0 arrives for all of them */
-    }
-}
-
 /* ---- Works --------------------------------------------------------------------------------- */
 
 /* The indices of work number idx to L2; -1 is none. */
@@ -235,7 +222,8 @@ gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
                 gather_query<ALIGNED>(launch.base.params, work, *state);
             }
         }
-        count_step(slot, list, are_keys, state->phase.work, shared);
+        count_step(are_keys, slot >= 0, listed_key{slot, list}, state->phase.work,
+                   gather_warp_again, shared);
         gather_block<1, ALIGNED>(*state, row, are_keys, last_bit);
         if (*is_first_step) {
             wait_for_order(launch.is_ordered, BF16_AT(state->base, order.planned));

@@ -116,21 +116,6 @@ write_partial_rows(const bf16_launch &launch, const cta_work &work, const lane_p
     }
 }
 
-/* Writes the results of a work with exactly one key, by the code of one_key.cuh: wgmma adds values
- * to 0, and -0 would lose its sign. Returns false for other works, and has done nothing. */
-static __device__ __forceinline__ bool
-leave_only_key(const attention_launch &launch, const cta_work &work, int turn,
-               const bf16_memory *shared)
-{
-    const int warp = warp_of_only_key(shared->num_absent[turn], &shared->num_steps[turn]);
-    if (!__any_sync(0xFFFFFFFFu, warp >= 0)) { /* tells ptxas that it is the same for all lanes */
-        return false;
-    }
-    attend_only_key(launch, work, shared->only[turn][warp], (int)threadIdx.x);
-    __syncwarp(); /* without it, ptxas takes the branches of the loops for those of lanes */
-    return true;
-}
-
 /* The work's results. Lanes of even columns end head row of their warp's, those of odd ones head
  * row + 8. `turn` is 0 and 1 in turn: sums of a work are read after the barrier, when the next
  * one's may come. */

@@ -132,22 +132,6 @@ count_keys_of(const hopper_launch &launch, const cta_work &work, uint32_t turn,
                                 BARRIER_GATHER, &shared->num_keys[turn]);
 }
 
-/* In every step, of whose places is_key says which have a key. A key that is the warp's only one in
- * its step may be the work's only one. */
-template <typename Shape>
-static __device__ __forceinline__ void
-count_step(uint32_t is_key, bool is_mine, uint32_t index, int list, uint32_t turn,
-           hopper_memory<Shape> *shared)
-{
-    if (is_key != 0xFFFFFFFFu) {
-        add_absent(is_key, &shared->num_absent[turn][find_gather_warp()]);
-        if (__popc(is_key) == 1 && is_mine) {
-            shared->only[turn][find_gather_warp()] = listed_index{(int32_t)index, list};
-        }
-        __syncwarp();
-    }
-}
-
 /* A step of a work: lane l's index is that of key l % 4 of the warp's four in granule l / 4. */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -157,7 +141,8 @@ gather_step(const hopper_launch &launch, const cta_work &work, int list, uint32_
     const uint32_t offset =
         find_row_offset(launch.base, launch.lists[list].bias, list, work.token, (int32_t)index);
     const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, offset != NO_ROW);
-    count_step(is_key, offset != NO_ROW, index, list, turn, shared);
+    count_step(is_key, offset != NO_ROW, listed_index{(int32_t)index, list}, turn, find_gather_warp,
+               shared);
 #pragma unroll 1
     for (int i = 0; i < STEP_GRANULES; i++) {
         copy_rows<Shape>(*state, launch.lists[list].lowest, offset, i * GATHER_KEYS,

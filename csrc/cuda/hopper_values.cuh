@@ -405,33 +405,13 @@ is_row_lost(const hopper_memory<Shape> *shared)
     return (flags[0] | flags[1]) != 0;
 }
 
-/* Writes the results of a work with exactly one key, by the code of one_key.cuh: here its value
- * would be off by what f16 takes from its scale. Returns false for other works, and has done
- * nothing. */
-template <typename Shape>
-static __device__ __forceinline__ bool
-leave_only_key(const attention_launch &launch, const cta_work &work,
-               const hopper_memory<Shape> *shared)
-{
-    const int turn = shared->work & 1;
-    const int warp = warp_of_only_key(shared->num_absent[turn], &shared->num_steps[turn]);
-    if (!__any_sync(0xFFFFFFFFu, warp >= 0)) { /* tells ptxas that it is the same for all lanes */
-        return false;
-    }
-    const listed_index only = shared->only[turn][warp];
-    const int32_t slot = slot_of_index(launch, only.list, work.token, only.index);
-    attend_only_key(launch, work, listed_key{slot, only.list}, ptx_forget((int)threadIdx.x));
-    __syncwarp();
-    return true;
-}
-
 /* The results of a row, or its mark if a thread lost it: then it has no results here. */
 template <typename Shape>
 static __device__ __forceinline__ void
 finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
     const cta_work work = shared->place;
-    if (leave_only_key(launch.base, work, shared)) {
+    if (leave_only_key(launch.base, work, shared->work & 1, shared)) {
         return;
     }
     if (is_row_lost(shared)) { /* of a work without heads, too, which is not done again */

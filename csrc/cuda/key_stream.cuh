@@ -16,7 +16,7 @@
 #ifndef SMLA_CUDA_KEY_STREAM_CUH
 #define SMLA_CUDA_KEY_STREAM_CUH
 
-#include "key_rows.cuh"
+#include "attend.cuh"
 
 enum {
     GATHER_WARPS = 4,
@@ -269,6 +269,59 @@ warp_of_only_key(const uint32_t (&num_absent)[GATHER_WARPS], const int32_t *num_
     }
     const uint32_t sum = absent[0] + absent[1] + absent[2] + absent[3];
     return sum + 1 == GATHER_WARPS * places ? only : -1;
+}
+
+/* In every step of a gather warp, of whose places are_keys says which have a key. A key that is the
+ * warp's only one in its step, and the lane's, may be the work's only one: what is known of it is
+ * left in `only`. The warp's number is asked for only here, for mostly nobody needs it. */
+template <typename Key, typename Memory>
+static __device__ __forceinline__ void
+count_step(uint32_t are_keys, bool is_mine, const Key &key, uint32_t turn, int (*find_warp)(void),
+           Memory *shared)
+{
+    if (are_keys != 0xFFFFFFFFu) {
+        add_absent(are_keys, &shared->num_absent[turn][find_warp()]);
+        if (__popc(are_keys) == 1 && is_mine) {
+            shared->only[turn][find_warp()] = key;
+        }
+        __syncwarp(); /* lane 0 arrives for all of them */
+    }
+}
+
+/* An entry of a list, where its slot is not at hand. */
+typedef struct listed_index {
+    int32_t index;
+    int32_t list;
+} listed_index;
+
+static __device__ __forceinline__ listed_key
+find_listed_key(const attention_launch &, const cta_work &, const listed_key &key)
+{
+    return key;
+}
+
+static __device__ __forceinline__ listed_key
+find_listed_key(const attention_launch &launch, const cta_work &work, const listed_index &key)
+{
+    return listed_key{slot_of_index(launch, key.list, work.token, key.index), key.list};
+}
+
+/* Writes the results of a work with exactly one key, by the code of one_key.cuh and all consumers.
+ * Tensor cores would not give its value as it is: of bf16 rows they add it to 0, and -0 loses its
+ * sign; of FP8 rows they take something from its scale. Returns false for other works, and has done
+ * nothing. */
+template <typename Memory>
+static __device__ __forceinline__ bool
+leave_only_key(const attention_launch &launch, const cta_work &work, int turn, const Memory *shared)
+{
+    const int warp = warp_of_only_key(shared->num_absent[turn], &shared->num_steps[turn]);
+    if (!__any_sync(0xFFFFFFFFu, warp >= 0)) { /* tells ptxas that it is the same for all lanes */
+        return false;
+    }
+    attend_only_key(launch, work, find_listed_key(launch, work, shared->only[turn][warp]),
+                    ptx_forget((int)threadIdx.x));
+    __syncwarp(); /* without it, ptxas takes the branches of the loops for those of lanes */
+    return true;
 }
 
 #endif /* SMLA_CUDA_KEY_STREAM_CUH */
