@@ -93,6 +93,24 @@ def _delete(address):
         producer.dead.append(_alive.pop(address))
 
 
+def sizes_of(array: np.ndarray, strides=None):
+    """Its shape and strides, or those given, in elements, for a DLTensor, which points to them."""
+    values = strides or [s // array.itemsize for s in array.strides]
+    room = ctypes.c_int64 * max(array.ndim, 1)
+    return room(*array.shape), room(*values)
+
+
+def fill(tensor: DLTensor, array: np.ndarray, shape, strides) -> None:
+    """The fields of an array in host memory."""
+    tensor.data = array.__array_interface__["data"][0]
+    tensor.device_type, tensor.device_id = CPU, 0
+    tensor.ndim = array.ndim
+    tensor.code, tensor.bits = DTYPES[array.dtype]
+    tensor.lanes = 1
+    tensor.shape, tensor.strides = shape, strides
+    tensor.byte_offset = 0
+
+
 class Producer:
     """An array of an unknown framework.
 
@@ -146,18 +164,11 @@ class Producer:
         if versioned:
             managed.major, managed.minor, managed.flags = (*version, flags)
         managed.deleter = _delete
-        shape = (ctypes.c_int64 * max(self.array.ndim, 1))(*self.array.shape)
-        values = self.strides or [s // self.array.itemsize for s in self.array.strides]
-        strides = (ctypes.c_int64 * max(self.array.ndim, 1))(*values)
+        shape, strides = sizes_of(self.array, self.strides)
         tensor = managed.tensor
-        address = self.array.__array_interface__["data"][0]
-        tensor.data = address - byte_offset
+        fill(tensor, self.array, shape, None if null_strides else strides)
+        tensor.data -= byte_offset
         tensor.device_type, tensor.device_id = device
-        tensor.ndim = self.array.ndim
-        tensor.code, tensor.bits = DTYPES[self.array.dtype]
-        tensor.lanes = 1
-        tensor.shape = shape
-        tensor.strides = None if null_strides else strides
         tensor.byte_offset = byte_offset
         for name, value in fields.items():
             setattr(tensor, name, value)

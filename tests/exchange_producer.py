@@ -11,7 +11,7 @@ import ctypes
 import math
 
 import numpy as np
-from dlpack_producer import CPU, DELETER, DTYPES, READ_ONLY, DLTensor, Versioned, api
+from dlpack_producer import DELETER, DTYPES, READ_ONLY, DLTensor, Versioned, api, fill, sizes_of
 
 POISON = 0xFF  # of results' memory
 
@@ -59,10 +59,7 @@ class Exchanged:
         self.array = array
         self.is_read_only = is_read_only
         self.outstanding = 0
-        itemsize = array.itemsize
-        self.shape = (ctypes.c_int64 * max(array.ndim, 1))(*array.shape)
-        strides = [s // itemsize for s in array.strides]
-        self.strides = (ctypes.c_int64 * max(array.ndim, 1))(*strides)
+        self.shape, self.strides = sizes_of(array)
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         return self.array
@@ -70,15 +67,6 @@ class Exchanged:
     @classmethod
     def total_outstanding(cls) -> int:
         return cls.shared - cls.deleted
-
-    def fill(self, tensor) -> None:
-        tensor.data = self.array.__array_interface__["data"][0]
-        tensor.device_type, tensor.device_id = CPU, 0
-        tensor.ndim = self.array.ndim
-        tensor.code, tensor.bits = DTYPES[self.array.dtype]
-        tensor.lanes = 1
-        tensor.shape, tensor.strides = self.shape, self.strides
-        tensor.byte_offset = 0
 
 
 @DELETER
@@ -93,7 +81,7 @@ def _give(owner: Exchanged, out) -> None:
     managed.major, managed.minor = 1, 3
     managed.flags = READ_ONLY if owner.is_read_only else 0
     managed.deleter = _delete
-    owner.fill(managed.tensor)
+    fill(managed.tensor, owner.array, owner.shape, owner.strides)
     out[0] = ctypes.addressof(managed)
     _shared[out[0]] = (owner, managed)
     owner.outstanding += 1
@@ -102,7 +90,7 @@ def _give(owner: Exchanged, out) -> None:
 
 @LEND
 def _lend(x, tensor):
-    x.fill(tensor.contents)
+    fill(tensor.contents, x.array, x.shape, x.strides)
     Exchanged.lent += 1
     return 0
 

@@ -1219,7 +1219,10 @@ def test_sizes_of_a_builder(name):
 @pytest.mark.parametrize("name", [n for n in LIMITS if n != "num_heads"])
 def test_sizes_of_a_config(name):
     sizes = {n: x for n, x in LIMITS.items() if n != "prefill_workspace_tokens"}
-    config = lambda **x: sparse_mla.Config(softmax_scale=1.0, **(sizes | x))  # noqa: E731
+
+    def config(**changes):
+        return sparse_mla.Config(softmax_scale=1.0, **(sizes | changes))
+
     assert getattr(config(**{name: 1}), name) == 1
     with refuses(f"Config: `{name}` must be at least 1, got 0"):
         config(**{name: 0})
@@ -1417,7 +1420,10 @@ FORWARDS = {
 def test_forwards(what, title):
     good, bad, text = FORWARDS[what]
     example = TABLE[title].example
-    fresh = lambda: {n: x.copy() for n, x in example.arrays.items()}  # noqa: E731
+
+    def fresh():
+        return {n: x.copy() for n, x in example.arrays.items()}
+
     got = outcome_of(example, fresh() | good(example.arrays))
     assert not isinstance(got, Refused), got
     got = outcome_of(example, fresh() | bad(example.arrays))
