@@ -306,8 +306,9 @@ def sparse_attention(
     extra_kv, extra_indices, extra_topk_length : a cache, [T, K'] and [T] int32, optional
         A second cache of any format, its index list and lengths: one softmax over both.
     num_splits : int
-        0 lets the plan choose; 1 to 64 cuts the K columns into that many ranges and so fixes the
-        order of the sum: a row's bits do not depend on the rest of the batch then.
+        0 lets the plan choose, and may cut long rows among short ones by the lengths of all lists;
+        1 to 64 cuts the K columns into that many ranges and so fixes the order of the sum: a row's
+        bits do not depend on the rest of the batch then.
     kv_format : "bfloat16" (or "auto"), "fp8_ds_mla" or None
         Of `kv`; None takes it from dtype and last dimension, as for `extra_kv` always.
     return_max_logits : bool

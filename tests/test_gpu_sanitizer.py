@@ -64,6 +64,20 @@ def test_rows_of_few_keys(fmt):
     assert_within_bounds(case.reference(), guarded_attention(sparse_mla.sparse_attention, case))
 
 
+def test_rows_that_are_cut():
+    """Lists of 1024 entries and of 100, fewer than there are SMs; one row is done again."""
+    case = AttentionCase(70, 16, 1024, pages=20).make()
+    rng = np.random.default_rng(5)
+    case.indices = rng.integers(1, 1280, case.indices.shape).astype(np.int32)
+    case.indices[rng.permutation(70)[:50], 100:] = -1
+    case.kv.reshape(1280, -1)[0, 512:528].view(np.float32)[:] = 1e30
+    case.indices[np.argmax(case.indices[:, 900] >= 0), 900] = 0
+    got = guarded_attention(sparse_mla.sparse_attention, case)
+    some = np.union1d(np.flatnonzero(case.indices[:, 900] >= 0)[:4], [0])
+    want = case.rows(some).reference()
+    assert_within_bounds(want, {name: x[some] for name, x in got.items()})
+
+
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_cache_rows(fmt):
     """Write and gather, pages of 5 with gaps."""

@@ -71,8 +71,14 @@ make_work(const attention_launch &launch, int32_t token, int32_t split, int32_t 
     cta_work work;
     work.token = token;
     work.split = split;
+    work.num_segments = launch.num_segments;
     work.first_head = tile * heads_per_cta;
     work.num_heads = min((int32_t)launch.params.num_heads - work.first_head, heads_per_cta);
+    work.first_row = NOT_PARTIAL;
+    if (launch.params.num_splits > 1) {
+        work.first_row = (token * launch.params.num_splits + split) * (int)launch.params.num_heads +
+                         work.first_head;
+    }
     return work;
 }
 
@@ -98,8 +104,89 @@ find_numbered_work(const attention_launch &launch, int idx, int heads_per_cta)
                               idx - part * (int)launch.head_tiles.divisor, heads_per_cta);
     if (token >= launch.params.num_tokens) {
         work.token = 0;
-        work.split = launch.params.num_splits;
+        work.num_segments = 0;
         work.num_heads = 0;
+    }
+    return work;
+}
+
+/* ---- Parts of works ------------------------------------------------------------------------- */
+
+/* Where a launch may cut works (cut_works.cuh), a work is known by a word: its number, its
+ * segments, and if it is a part of a work, which one of how many. The first part of a work is
+ * its head, the others are pieces, which have numbers over all works. */
+enum {
+    NUM_SEGMENTS = 16, /* of a work: equal numbers of columns */
+    MAX_PARTS = 8,     /* of a work */
+    MAX_CUT_WORKS = 256,
+    WHOLE_WORK = -1, /* instead of such a word: a work of a launch that cuts none */
+};
+
+static __device__ __forceinline__ int
+make_part(int idx, int begin, int end, int nth, int count, int first_piece)
+{
+    return idx | begin << 8 | (end - 1) << 12 | nth << 16 | (count - 1) << 19 | first_piece << 22;
+}
+
+static __device__ __forceinline__ int
+work_of_part(int part)
+{
+    return part & (MAX_CUT_WORKS - 1);
+}
+
+static __device__ __forceinline__ int
+count_parts(int part)
+{
+    return (part >> 19 & (MAX_PARTS - 1)) + 1;
+}
+
+/* Which slot of partial rows the n-th part of the same work has: heads have the first ones. */
+static __device__ __forceinline__ int
+slot_of_part(int part, int n)
+{
+    return n == 0 ? work_of_part(part) : (int)gridDim.x + (part >> 22) + n - 1;
+}
+
+/* Where the partial rows of a part begin. Rows that are done again come in smaller tiles of
+ * heads. */
+static __device__ __forceinline__ int32_t
+find_first_row(const attention_launch &launch, int part, int32_t first_head)
+{
+    const int slot = slot_of_part(part, part >> 16 & (MAX_PARTS - 1));
+    return count_parts(part) == 1
+               ? (int32_t)NOT_PARTIAL
+               : slot * launch.slot_heads + (first_head & (launch.tile_heads - 1));
+}
+
+/* Makes a work the part of itself that the word says. */
+static __device__ __forceinline__ void
+take_part(const attention_launch &launch, int part, cta_work *work)
+{
+    work->split = part >> 8 & (NUM_SEGMENTS - 1);
+    work->num_segments = (part >> 12 & (NUM_SEGMENTS - 1)) + 1 - work->split;
+    work->first_row = find_first_row(launch, part, work->first_head);
+}
+
+/* The same as find_work, of a part of it. */
+static __device__ __forceinline__ cta_work
+find_part(const attention_launch &launch, uint32_t num_tiles, int cta, int part, int heads_per_cta)
+{
+    cta_work work = find_work(launch, num_tiles, cta, heads_per_cta);
+    if (part != WHOLE_WORK) {
+        take_part(launch, part, &work);
+    }
+    return work;
+}
+
+/* The work that nth_work (work_order.cuh) names. */
+static __device__ __forceinline__ cta_work
+find_ordered_work(const attention_launch &launch, int number, int heads_per_cta)
+{
+    const bool is_part = launch.num_segments > 1;
+    cta_work work =
+        find_numbered_work(launch, is_part ? work_of_part(number) : number, heads_per_cta);
+    if (is_part && work.num_heads != 0) {
+        take_part(launch, number, &work);
     }
     return work;
 }
@@ -494,13 +581,13 @@ finish_rows(const attention_launch &launch, const cta_work &work, int thread,
         return;
     }
     const softmax_row row = shared->rows[head];
-    if (launch.params.num_splits == 1) {
+    if (work.first_row == NOT_PARTIAL) {
         const float sink = softmax_sink(launch.params, work.first_head + head);
         shared->factor[head] = softmax_finish(launch.params, work.token, work.first_head + head,
                                               row.max_log2, row.sum, sink, true);
         return;
     }
-    *(float2 *)(launch.partials.state + 2 * partial_row(launch, work, head)) =
+    *(float2 *)(launch.partials.state + 2 * ((int64_t)work.first_row + head)) =
         make_float2(row.max_log2, row.sum);
     shared->factor[head] = row.sum == 0.0f ? 0.0f : 1.0f;
 }
@@ -522,11 +609,11 @@ write_results(const attention_launch &launch, const cta_work &work, int thread,
                 continue;
             }
             const float factor = shared->factor[head];
-            if (launch.params.num_splits == 1) {
+            if (work.first_row == NOT_PARTIAL) {
                 write_out<Tile>(launch, work, head, first_value, factor, out[m], piece);
             } else if (factor != 0.0f) {
                 write_partial<Tile>(launch.partials.out +
-                                        partial_row(launch, work, head) * SMLA_KV_LORA_RANK +
+                                        ((int64_t)work.first_row + head) * SMLA_KV_LORA_RANK +
                                         first_value,
                                     out[m], piece);
             }
@@ -581,13 +668,14 @@ attend_only_key(const attention_launch &launch, cta_work work, listed_key only, 
 
 /* ---- All of it ----------------------------------------------------------------------------- */
 
-/* The work of CTA number `cta` where a token and split has `num_tiles`, by threads 0 to 255 of a
- * CTA. Barrier 0 is theirs. */
+/* The work of CTA number `cta` where a token and split has `num_tiles`, or a part of it, by threads
+ * 0 to 255 of a CTA. Barrier 0 is theirs. */
 template <typename Tile>
 static __device__ __forceinline__ void
-attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, shared_memory<Tile> *shared)
+attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part,
+           shared_memory<Tile> *shared)
 {
-    const cta_work work = find_work(launch, num_tiles, cta, Tile::HEADS);
+    const cta_work work = find_part(launch, num_tiles, cta, part, Tile::HEADS);
     start_rows<Tile>((int)threadIdx.x, shared);
     start_query<Tile>(launch, work, (int)threadIdx.x, shared);
     const block_plan plan = plan_blocks(launch, work);
@@ -632,7 +720,7 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, shared_m
             ptx_barrier(0, CTA_THREADS); /* nobody reads the keys, scales and masks any more */
         }
     }
-    const cta_work done = find_work(launch, num_tiles, ptx_forget(cta), Tile::HEADS);
+    const cta_work done = find_part(launch, num_tiles, ptx_forget(cta), part, Tile::HEADS);
     finish_rows<Tile>(launch, done, (int)threadIdx.x, shared);
     ptx_barrier(0, CTA_THREADS); /* factor is visible */
     write_results<Tile>(launch, done, (int)threadIdx.x, shared, out);
@@ -687,6 +775,7 @@ make_launch(const smla_attention_params *params)
         launch.split_columns[i] =
             (int32_t)smla_split_columns(params->lists[i].topk, params->num_splits);
     }
+    launch.num_segments = 1;
     launch.head_tiles = smla_make_divisor(smla_count_parts(params->num_heads, HEADS));
     launch.num_splits = smla_make_divisor(params->num_splits);
     launch.scale_log2 = (float)(params->softmax_scale * 1.4426950408889634074);

@@ -228,7 +228,7 @@ consume(const bf16_launch &launch, bf16_memory *shared)
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
 static __device__ __forceinline__ void
-start(bf16_memory *shared)
+start(const bf16_launch &launch, bf16_memory *shared)
 {
     const int thread = (int)threadIdx.x;
     const int gather_threads = GATHER_WARPS * SMLA_WARP_LANES;
@@ -247,7 +247,7 @@ start(bf16_memory *shared)
         ptx_mbarrier_init(ptx_shared_address(&shared->scored), GROUP_THREADS);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_full), gather_threads);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_empty), CONSUMER_THREADS);
-        ptx_mbarrier_init(ptx_shared_address(&shared->order.planned), 1);
+        start_order(launch.base, &shared->order);
         ptx_fence_mbarrier_init();
     }
     __syncthreads();
@@ -260,7 +260,7 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_bf16(const __grid_constant__ bf16_la
 {
     extern __shared__ __align__(1024) uint8_t memory[];
     bf16_memory *const shared = (bf16_memory *)memory;
-    start(shared);
+    start(launch, shared);
     ptx_wait_for_grids();
     if (threadIdx.x >= CONSUMER_THREADS) {
         ptx_release_registers<BF16_GATHER_REGISTERS>();
@@ -290,8 +290,8 @@ launch_bf16(const smla_attention_params *params)
     launch.num_works = (int32_t)count_works(launch.base);
     launch.out_is_aligned =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
-    const int64_t num_ctas = count_ctas(params, launch.num_works);
-    launch.is_ordered = has_order(launch.num_works, num_ctas, params->num_splits);
+    const int64_t num_ctas = count_ctas(launch.base, launch.num_works);
+    launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
     return smla_launch(attend_bf16<MAXIMA, ALIGNED>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
                        params->stream);
 }

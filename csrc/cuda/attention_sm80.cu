@@ -72,7 +72,7 @@ __launch_bounds__(CTA_THREADS, min_ctas_per_sm<Tile>())
 {
     extern __shared__ __align__(128) uint8_t memory[];
     ptx_wait_for_grids();
-    attend_cta<Tile>(launch, (uint32_t)launch.head_tiles.divisor, (int)blockIdx.x,
+    attend_cta<Tile>(launch, (uint32_t)launch.head_tiles.divisor, (int)blockIdx.x, WHOLE_WORK,
                      (shared_memory<Tile> *)memory);
 }
 

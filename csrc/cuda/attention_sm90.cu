@@ -12,7 +12,9 @@
  *              64 heads: 13 granules, nearly all of the 232,448 bytes that an SM has
  * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile), or
  *              behind the first one those that level the loads (work_order.cuh). Where an SM would
- *              be idle, a CTA without work runs ahead through the code (count_ctas).
+ *              be idle, a CTA without work runs ahead through the code (count_ctas). Where lists
+ *              differ in length, and there are no more works than SMs, long works are cut, and
+ *              CTAs with short ones take the pieces (cut_works.cuh).
  *              4 gather warps   24 registers. Indices -> keys -> rows: each has a quarter of the
  *                               columns, leaves out the entries that are none (key_stream.cuh), and
  *                               brings 4 rows of every granule, one bulk copy per row. Runs ahead,
@@ -31,7 +33,8 @@
  *              query_full       a thread of each gather warp, and its bytes | consumers
  *              counted          a thread of those who count: how many steps the work has |
  *                               consumers, in a launch's first work gather warps, too
- *              planned          a consumer thread, which has left the order | gather warps
+ *              planned          a consumer thread, which has left the order, or where works may
+ *                               be cut all 256 | gather warps
  *              Most threads arrive for themselves: it costs nothing, and racecheck can follow it.
  *              barriers         CONSUMERS 256 threads, GROUP + g 128 threads, GATHER 128 threads; 0
  *                               in rows done again
@@ -59,7 +62,8 @@
  *              scores of -inf alone in the first of several steps. A work with one key gives its
  *              value as it is (one_key.cuh). Partial rows are rounded to f16: means of values,
  *              relative to E, so by 2^-11, or where they are small by 2^-25 E.
- *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
+ *              A row's bits depend on its query, keys, num_splits, H and the device, not on T;
+ *              where the plan chooses num_splits, on the lengths of all lists, too: works are cut.
  * Source       keys as A from registers, the granule ring, the order of the two warpgroups: our own
  *              studies; online softmax (FlashAttention), warp roles (CUTLASS). References that move
  *              only where they must, between two blocks, are ours, too.
@@ -142,23 +146,40 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     state->phase ^= BLOCK_PARITY;
 }
 
-/* Counts the keys of the CTA's first work, by group 0, which waits for a query anyway and has as
- * many warps as gather. Group 1 meets at a barrier of its own, for racecheck takes barriers of some
- * threads right only where the others have one, too. */
+/* Finds how many steps the CTA's first work has: its keys are counted by group 0, which waits
+ * for a query anyway and has as many warps as gather. Where works may be cut, group 1 looks for
+ * long lists among short ones meanwhile; the gather warps count again what is cut. Group 1 meets
+ * at a barrier of its own, for racecheck takes barriers of some threads right only where the
+ * others have one, too. */
 template <typename Shape>
 static __device__ __forceinline__ void
-count_first_work(const hopper_launch &launch, const lane_place &me, hopper_memory<Shape> *shared)
+begin_works(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
+    const lane_place me = find_place_again();
+    const bool may_be_cut = launch.base.num_segments > 1;
     if (me.group == 0) {
         const cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
         count_work<FIRST_COUNT_LOADS>(launch.base, work, me.warp, me.lane, BARRIER_GROUP,
                                       &shared->num_keys[0]);
-        if (me.warp == 0 && me.lane == 0) {
-            publish_steps(find_steps(launch.base, &shared->num_keys[0]), 0, shared);
-        }
     } else {
         ptx_barrier(BARRIER_GROUP + 1, GROUP_THREADS);
+        if (may_be_cut) {
+            find_quarters(launch.base, launch.num_works, me.warp * SMLA_WARP_LANES + me.lane,
+                          GROUP_THREADS, shared);
+        }
     }
+    if (may_be_cut) {
+        ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* all have looked */
+        if (are_works_ragged(shared->order)) {
+            plan_cuts(launch.base, launch.num_works, BARRIER_CONSUMERS, shared);
+        }
+    }
+    if (ptx_forget((int)threadIdx.x) == 0) {
+        if (!is_first_cut(launch.base, shared->order)) {
+            publish_steps(find_steps(launch.base, &shared->num_keys[0]), 0, shared);
+        }
+    }
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->order.planned), may_be_cut);
 }
 
 /* Rows in turn. Where one ends, and out is not staged, the groups meet as the next one begins. */
@@ -170,7 +191,7 @@ consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
     state.own = BLOCK_GRANULES * GRANULE_BYTES * find_place().group;
     ptx_wait_for_grids(); /* from here on memory of others is read and written */
     ptx_let_next_grid_start();
-    count_first_work(launch, find_place_again(), shared);
+    begin_works(launch, shared);
     order_works(launch, BARRIER_CONSUMERS, shared);
     cta_work next = find_next(launch, shared);
 #pragma unroll 1
@@ -205,7 +226,7 @@ start(const hopper_launch &launch, hopper_memory<Shape> *shared)
         ptx_mbarrier_init(ptx_shared_address(&shared->query_full), GATHER_WARPS);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_free), CONSUMER_THREADS);
         ptx_mbarrier_init(ptx_shared_address(&shared->counted), 1);
-        ptx_mbarrier_init(ptx_shared_address(&shared->order.planned), 1);
+        start_order(launch.base, &shared->order);
         for (int i = 0; i < 2; i++) {
             ptx_mbarrier_init(ptx_shared_address(&shared->weighed[i]), GROUP_THREADS);
             ptx_mbarrier_init(ptx_shared_address(&shared->added[i]), GROUP_THREADS);
@@ -265,6 +286,9 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
                       "marks outlive the rest");
         redo_works(launch, Shape::REDO_TILES, shared->redo, &shared->order,
                    (portable_memory *)shared);
+        if (has_parts(launch.base, shared->order)) {
+            fold_cut_works(launch.base, Shape::HEADS, BARRIER_CONSUMERS, &shared->order);
+        }
     }
 }
 
@@ -338,8 +362,9 @@ launch_hopper(const smla_attention_params *params, const row_span spans[2])
                             params->q_nope_stride_head == SMLA_HEAD_DIM &&
                             params->q_pe_stride_head == SMLA_HEAD_DIM &&
                             params->q_pe_stride_token == params->q_nope_stride_token;
-    const int64_t num_ctas = count_hopper_ctas(params, launch.num_works);
-    launch.is_ordered = has_order(launch.num_works, num_ctas, params->num_splits);
+    allow_cuts(params, HEADS, launch.num_works, &launch.base);
+    const int64_t num_ctas = count_hopper_ctas(launch.base, launch.num_works);
+    launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
     return smla_launch(attend_hopper<Shape>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
                        params->stream);
 }

@@ -116,7 +116,7 @@ redo_small_row(const attention_launch &launch, const cta_work &work, void *memor
     const int first = work.first_head / Portable::HEADS;
 #pragma unroll 1
     for (int i = first; i < min(first + Shape::REDO_TILES, num_tiles); i++) {
-        attend_cta<Portable>(launch, (uint32_t)num_tiles, part * num_tiles + i,
+        attend_cta<Portable>(launch, (uint32_t)num_tiles, part * num_tiles + i, WHOLE_WORK,
                              (shared_memory<Portable> *)memory);
         ptx_barrier(0, CTA_THREADS);
     }

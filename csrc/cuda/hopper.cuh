@@ -7,6 +7,7 @@
 #include <stddef.h>
 
 #include "attend.cuh"
+#include "cut_works.cuh"
 #include "key_stream.cuh"
 #include "wgmma.cuh"
 #include "work_order.cuh"
@@ -99,10 +100,10 @@ template <typename Shape> struct hopper_memory {
     alignas(16) float reference[Shape::HEADS];
     alignas(16) float factor[2][Shape::HEADS]; /* each group's own; until they are known, sinks */
     int32_t work;                              /* its number among those of the CTA */
-    cta_work place;                            /* what it is: kept here, for divisions are slow */
-    float score_scale;                         /* of scores, in the log2 domain */
-    float key_unit;                            /* E */
-    float inv_key_unit;                        /* 1 / E */
+    cta_work place;     /* what it is, but for its columns: kept here, for divisions are slow */
+    float score_scale;  /* of scores, in the log2 domain */
+    float key_unit;     /* E */
+    float inv_key_unit; /* 1 / E */
     uint32_t query_max[CONSUMER_WARPS];
     uint32_t scale_max[CONSUMER_WARPS];
     alignas(8) uint64_t weighed[2];
@@ -143,7 +144,8 @@ typedef struct hopper_launch {
 
 /* ---- Works --------------------------------------------------------------------------------- */
 
-/* The work behind the CTA's present one; of no heads: there is none. */
+/* The work behind the CTA's present one, or that which it is a part of; of no heads: there is
+ * none. */
 template <typename Shape>
 static __device__ __forceinline__ cta_work
 find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
@@ -151,7 +153,9 @@ find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
     const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, shared->work + 1);
     cta_work next = {};
     if (idx >= 0) {
-        next = find_numbered_work(launch.base, idx, Shape::HEADS);
+        next =
+            find_numbered_work(launch.base, launch.base.num_segments > 1 ? work_of_part(idx) : idx,
+                               Shape::HEADS);
     }
     return next;
 }
@@ -159,12 +163,20 @@ find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
 /* Makes it the present one. Others know after the next barrier. */
 template <typename Shape>
 static __device__ __forceinline__ void
-begin_work(const cta_work &next, hopper_memory<Shape> *shared)
+begin_work(const hopper_launch &launch, const cta_work &next, hopper_memory<Shape> *shared)
 {
     const int thread = ptx_forget((int)threadIdx.x);
     if (thread == 0) { /* not a comparison kept over the loop */
         shared->work++;
-        shared->place = next;
+        shared->place.token = next.token;
+        shared->place.first_head = next.first_head;
+        shared->place.num_heads = next.num_heads;
+        shared->place.first_row = next.first_row;
+        if (launch.base.num_segments > 1) {
+            shared->place.first_row =
+                find_first_row(launch.base, nth_work(true, 0, &shared->order, shared->work),
+                               next.first_head);
+        }
     }
     if (thread % SMLA_WARP_LANES == 0) {
         shared->is_lost[thread / SMLA_WARP_LANES] = 0;
@@ -499,12 +511,12 @@ leave_head(const attention_launch &launch, const cta_work &work, int head, float
     const float shift = sum == 0.0f ? 1.0f : power_of_two((int)(reference - ceilf(top)));
     float factor = shift;
     sum *= shift;
-    if (launch.params.num_splits == 1) {
+    if (work.first_row == NOT_PARTIAL) {
         const float sink = softmax_sink(launch.params, work.first_head + head);
         factor *= softmax_finish(launch.params, work.token, work.first_head + head, top, sum, sink,
                                  writes);
     } else if (writes) {
-        *(float2 *)(launch.partials.state + 2 * partial_row(launch, work, head)) =
+        *(float2 *)(launch.partials.state + 2 * ((int64_t)work.first_row + head)) =
             make_float2(top, sum);
     }
     return sum == 0.0f ? 0.0f : factor;
@@ -514,7 +526,7 @@ leave_head(const attention_launch &launch, const cta_work &work, int head, float
 static __device__ __forceinline__ uint16_t *
 find_halves(const attention_launch &launch, const cta_work &work, int head)
 {
-    return (uint16_t *)(launch.partials.out + partial_row(launch, work, head) * SMLA_KV_LORA_RANK);
+    return (uint16_t *)(launch.partials.out + ((int64_t)work.first_row + head) * SMLA_KV_LORA_RANK);
 }
 
 /* As leave_head, for a partial row of halves, which are means of values in units of `unit`: none is
@@ -523,7 +535,7 @@ static __device__ __forceinline__ void
 leave_halves(const attention_launch &launch, const cta_work &work, int head, float reference,
              float top, float sum, float unit)
 {
-    const int64_t row = partial_row(launch, work, head);
+    const int64_t row = work.first_row + head;
     if (sum == 0.0f) {
         *(float2 *)(launch.partials.state + 2 * row) = make_float2(-INFINITY, 0.0f);
         return;
@@ -554,18 +566,21 @@ redo_works(const hopper_launch &hopper, int num_parts, const uint32_t *redo,
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 #pragma unroll 1
     for (int number = 0;; number++) {
-        const int idx = nth_work(hopper.is_ordered, hopper.num_works, order, number);
-        if (idx < 0 || idx >= hopper.num_works) {
+        const int found = nth_work(hopper.is_ordered, hopper.num_works, order, number);
+        if (found < 0) {
             break;
         }
-        if (!(redo[number / 32] >> number % 32 & 1)) {
+        const bool is_part = launch.num_segments > 1;
+        const int idx = is_part ? work_of_part(found) : found;
+        if (idx >= hopper.num_works || !(redo[number / 32] >> number % 32 & 1)) {
             continue;
         }
         const int part = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
         const int first = (idx - part * (int)launch.head_tiles.divisor) * num_parts;
 #pragma unroll 1
         for (int i = first; i < min(first + num_parts, num_tiles); i++) {
-            attend_cta<Portable>(launch, (uint32_t)num_tiles, part * num_tiles + i, shared);
+            attend_cta<Portable>(launch, (uint32_t)num_tiles, part * num_tiles + i,
+                                 is_part ? found : WHOLE_WORK, shared);
             ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
         }
     }
@@ -575,9 +590,9 @@ redo_works(const hopper_launch &hopper, int num_parts, const uint32_t *redo,
 
 /* CTAs for a number of works: more than one per SM where a CTA has not enough bits. */
 static inline int64_t
-count_hopper_ctas(const smla_attention_params *params, int64_t num_works)
+count_hopper_ctas(const attention_launch &launch, int64_t num_works)
 {
-    const int64_t num_ctas = count_ctas(params, num_works);
+    const int64_t num_ctas = count_ctas(launch, num_works);
     return smla_count_parts(num_works, num_ctas) > MAX_WORKS
                ? smla_count_parts(num_works, MAX_WORKS)
                : num_ctas;

@@ -103,7 +103,7 @@ write_partial_rows(const bf16_launch &launch, const cta_work &work, const lane_p
         const int head = 16 * me.warp + 8 * piece + me.row;
         const float factor = factors[piece];
         float *const to = launch.base.partials.out +
-                          partial_row(launch.base, work, head) * SMLA_KV_LORA_RANK +
+                          ((int64_t)work.first_row + head) * SMLA_KV_LORA_RANK +
                           HALF_VALUES * me.group + 2 * me.column;
         if (head >= work.num_heads || factor == 0.0f) {
             continue;
@@ -140,7 +140,7 @@ finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
     }
     const float factors[2] = {__shfl_sync(0xFFFFFFFFu, factor, me.lane & 28),
                               __shfl_sync(0xFFFFFFFFu, factor, me.lane & 28 | 1)};
-    if (launch.base.params.num_splits > 1) {
+    if (work.first_row != NOT_PARTIAL) {
         write_partial_rows(launch, work, me, factors, state);
     } else if (launch.out_is_aligned) {
         write_out_rows<true>(launch.base.params, work, me, factors, state);

@@ -132,6 +132,24 @@ count_keys_of(const hopper_launch &launch, const cta_work &work, uint32_t turn,
                                 BARRIER_GATHER, &shared->num_keys[turn]);
 }
 
+/* The same of the CTA's works that are parts: of its first work, where that is cut, and of the
+ * piece behind it. */
+template <typename Shape>
+static __device__ __forceinline__ void
+count_parts_of(const hopper_launch &launch, hopper_memory<Shape> *shared)
+{
+#pragma unroll 1
+    for (uint32_t n = is_first_cut(launch.base, shared->order) ? 0 : 1; n < 2; n++) {
+        const int part = nth_work(true, 0, &shared->order, (int)n);
+        if (part >= 0) {
+            count_keys_of(launch, find_ordered_work(launch.base, part, Shape::HEADS), n, shared);
+        }
+        if (n == 0 && threadIdx.x == CONSUMER_THREADS) {
+            publish_steps(find_steps(launch.base, &shared->num_keys[0]), 0, shared);
+        }
+    }
+}
+
 /* A step of a work: lane l's index is that of key l % 4 of the warp's four in granule l / 4. */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -228,6 +246,11 @@ begin_launch(const hopper_launch &launch, const cta_work &work, hopper_memory<Sh
     const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, index < launch.base.lists[0].index_limit);
     bool has_step = is_key == 0xFFFFFFFFu;
     if (!has_step) {
+        wait_for_order(launch.base.num_segments > 1,
+                       state->base + (uint32_t)offsetof(hopper_memory<Shape>, order.planned));
+        if (is_first_cut(launch.base, shared->order)) {
+            return false;
+        }
         ptx_mbarrier_wait(state->base + (uint32_t)offsetof(hopper_memory<Shape>, counted), 0);
         has_step =
             find_count(&shared->num_keys[0], 0, find_gather_warp()) == (int32_t)__popc(is_key);
@@ -245,7 +268,7 @@ begin_launch(const hopper_launch &launch, const cta_work &work, hopper_memory<Sh
 /* All works of the CTA. The keys of a work are counted while the first rows of the one in front of
  * it are on their way, for the consumers have to store a query then; with few heads, where the
  * memory binds, and behind a launch's first work, whose order may not be known before, after its
- * last ones. */
+ * last ones. Where works may be cut, all is known when the first one's keys are counted. */
 template <typename Shape>
 static __device__ __forceinline__ void
 gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
@@ -262,6 +285,12 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
     ptx_wait_for_grids();
     cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
     bool has_begun = begin_launch<Shape>(launch, work, shared, &state);
+    wait_for_order(launch.base.num_segments > 1,
+                   state.base + (uint32_t)offsetof(hopper_memory<Shape>, order.planned));
+    if (__builtin_expect(has_parts(launch.base, shared->order), false)) {
+        count_parts_of(launch, shared);
+        work = find_ordered_work(launch.base, nth_work(true, 0, &shared->order, 0), Shape::HEADS);
+    }
     ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, counted), 0);
 #pragma unroll 1
     for (int n = 0;; n++) {
@@ -279,7 +308,8 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
                                : part == MAIN_LIST ? steps.main
                                                    : steps.extra,
                                turn, shared, &state);
-            if (part == (Shape::HEADS == 64 && n > 0 ? FIRST_STEP : EXTRA_LIST)) {
+            if (part == (Shape::HEADS == 64 && n > 0 ? FIRST_STEP : EXTRA_LIST) &&
+                launch.base.num_segments == 1) {
                 wait_for_order(launch.is_ordered,
                                state.base +
                                    (uint32_t)offsetof(hopper_memory<Shape>, order.planned));
@@ -295,7 +325,7 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
         if (idx < 0) {
             break;
         }
-        work = find_numbered_work(launch.base, idx, Shape::HEADS);
+        work = find_ordered_work(launch.base, idx, Shape::HEADS);
         has_begun = false;
         ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, query_free), turn);
         if (ptx_elect()) { /* the consumers have left the work before, which had the same turn */

@@ -251,7 +251,7 @@ store_query(const hopper_launch &launch, const lane_place &me, const cta_work &n
     uint32_t head_max[2];
     publish_query_max(me, part, shared, head_max);
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody is at the last row any more */
-    begin_work(next, shared);
+    begin_work(launch, next, shared);
     if (me.group == 1) {
         clear_weights(me, shared);
     }

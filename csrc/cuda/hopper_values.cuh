@@ -262,7 +262,7 @@ find_factors(const hopper_launch &launch, int group, hopper_memory<Shape> *share
         float sum, top;
         add_up_head(shared, head, &sum, &top);
         float factor = 0.0f;
-        if (sum != 0.0f && params.num_splits > 1) {
+        if (sum != 0.0f && shared->place.first_row != NOT_PARTIAL) {
             factor = __frcp_rn(sum);
         } else if (sum != 0.0f) {
             if (params.attn_sink != NULL) {
@@ -289,7 +289,7 @@ leave_heads(const hopper_launch &launch, const cta_work &work, const hopper_memo
         float sum, top;
         add_up_head(shared, head, &sum, &top);
         top = Shape::MAXIMA ? top + reference : reference;
-        if (launch.base.params.num_splits == 1) {
+        if (work.first_row == NOT_PARTIAL) {
             leave_head(launch.base, work, head, reference, top, sum, true);
         } else {
             leave_halves(launch.base, work, head, reference, top, sum, shared->key_unit);
@@ -419,7 +419,7 @@ finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const cons
         return;
     }
     const smla_attention_params &params = launch.base.params;
-    if (params.num_splits > 1) {
+    if (work.first_row != NOT_PARTIAL) {
         write_out<true>(find_halves(launch.base, work, 0), 2 * SMLA_KV_LORA_RANK, work.num_heads,
                         find_place_again(), shared, state);
     } else {

@@ -56,14 +56,20 @@ typedef struct list_facts {
 typedef struct attention_launch {
     smla_divisor head_tiles; /* CTAs of a token and split */
     smla_divisor num_splits;
-    int32_t split_columns[2]; /* of a split's range, in each list */
+    int32_t split_columns[2]; /* of a split's range, in each list; or of a segment's */
+    int32_t num_segments;     /* of a work that may be cut (cut_works.cuh), else 1 */
     bool q_is_aligned;        /* every row of both parts to 16 bytes */
     bool out_is_paired;       /* every row to 4 bytes */
     float scale_log2;         /* softmax_scale * log2(e) */
     float wgmma_scale_log2;   /* the same for scores from wgmma: WGMMA_CORRECTION */
     smla_attention_params params;
-    smla_partial_rows partials; /* unused with one split */
+    smla_partial_rows partials; /* unused with one split, unless works are cut */
     list_facts lists[2];
+    uint64_t *arrivals; /* where works are cut: of each of them, a word (cut_works.cuh) */
+    int32_t slot_heads; /* rows of a slot: as many heads as a work may have */
+    int32_t tile_heads; /* of the kernel's tiles */
+    int32_t cut_cost;   /* of a piece of a cut work, in segments */
+    int32_t max_pieces; /* that there are slots for */
 } attention_launch;
 
 /* Of slots where indices are slots, else of the positions that a block table has. */
@@ -95,10 +101,15 @@ list_facts_of(const smla_key_list *list)
 /* What a CTA works on. */
 typedef struct cta_work {
     int32_t token;
-    int32_t split;
+    int32_t split;        /* or the first segment of a work that may be cut */
+    int32_t num_segments; /* from there on; a split is one */
     int32_t first_head;
     int32_t num_heads; /* of the tile; the rest is rows of zeros */
+    int32_t
+        first_row; /* of its partial rows (kernels.h); NOT_PARTIAL: it has all of a token's keys */
 } cta_work;
+
+enum { NOT_PARTIAL = -1 };
 
 /* ---- Swizzle ------------------------------------------------------------------------------- */
 
@@ -135,7 +146,7 @@ find_columns(const attention_launch &launch, const cta_work &work, int list)
         length = given < length ? given : length;
     }
     const int64_t begin = (int64_t)work.split * launch.split_columns[list];
-    const int64_t end = begin + launch.split_columns[list];
+    const int64_t end = begin + (int64_t)work.num_segments * launch.split_columns[list];
     const int64_t last = end < length ? end : length;
     return begin < last ? column_range{(int32_t)begin, (int32_t)last} : column_range{0, 0};
 }

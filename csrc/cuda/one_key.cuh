@@ -139,14 +139,6 @@ multiply_parts(const lane_part &query, const lane_part &key, const float scales[
     return sum;
 }
 
-/* Where a row of partials (kernels.h) is: that of a work's head. */
-static __device__ __forceinline__ int64_t
-partial_row(const attention_launch &launch, const cta_work &work, int head)
-{
-    const int64_t part = (int64_t)work.token * launch.params.num_splits + work.split;
-    return part * launch.params.num_heads + work.first_head + head;
-}
-
 /* value * weight, in fp32 for the combine kernel. */
 static __device__ __forceinline__ void
 write_partial_part(const attention_launch &launch, int64_t row, int lane, const lane_part &value,
@@ -215,14 +207,14 @@ attend_one_key(const attention_launch &launch, const cta_work &work, int list, i
         const float score = multiply_parts(query, key, scales) * launch.scale_log2;
         const float max_log2 = fmaxf(-INFINITY, score); /* a NaN is no maximum */
         const float sum = ptx_exp2(score - softmax_reference(max_log2));
-        if (params.num_splits == 1) {
+        if (work.first_row == NOT_PARTIAL) {
             const float sink = softmax_sink(params, work.first_head + head);
             const float factor = softmax_finish(params, work.token, work.first_head + head,
                                                 max_log2, sum, sink, lane == 0);
             write_out_part(params, work.token, work.first_head + head, lane, value, sum * factor);
             continue;
         }
-        const int64_t row = partial_row(launch, work, head);
+        const int64_t row = work.first_row + head;
         if (lane == 0) {
             *(float2 *)(launch.partials.state + 2 * row) = make_float2(max_log2, sum);
         }

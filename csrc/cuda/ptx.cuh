@@ -160,6 +160,24 @@ ptx_load_8(const void *from, bool is_on, uint32_t words[2])
                  : "l"(from), "r"((int)is_on));
 }
 
+/* The same of what other CTAs of the grid have written: from L2. */
+static __device__ __forceinline__ void
+ptx_load_16_of_grid(const void *from, bool is_on, uint32_t words[4])
+{
+    asm volatile("{\n\t"
+                 ".reg .pred on;\n\t"
+                 "setp.ne.b32 on, %5, 0;\n\t"
+                 "mov.b32 %0, 0;\n\t"
+                 "mov.b32 %1, 0;\n\t"
+                 "mov.b32 %2, 0;\n\t"
+                 "mov.b32 %3, 0;\n\t"
+                 "@on ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];\n\t"
+                 "}"
+                 : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
+                 : "l"(from), "r"((int)is_on)
+                 : "memory");
+}
+
 /* `otherwise` in place of zero. */
 static __device__ __forceinline__ void
 ptx_load_4(const void *from, bool is_on, uint32_t otherwise, uint32_t *word)
