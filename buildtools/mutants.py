@@ -6,9 +6,10 @@
     make mutants ARGS='--again build/mutants/survived.txt --tests "test_cache*,test_errors*"'
 
 Works on a copy in build/mutants, without CUDA: its kernels are left out, its host code is tested by
-tests/c/test_cuda_*.c. A fault is built; the C programs whose bytes it changes are run, and if it
-changes the extension or the package, pytest. The tests that share a word with the file go first,
-then the short ones. A test that runs far longer than it did without a fault has noticed it.
+tests/c/test_cuda_*.c and tests/test_fake_gpu.py. A fault is built; the C programs whose bytes it
+changes are run, and if it changes the extension or the package, pytest. The tests that share a word
+with the file go first, then the short ones. A test that runs far longer than it did without a fault
+has noticed it.
 
 A fault in a list is three lines, and in tests/equivalent_mutants.txt, of those that no test can
 notice, four: `@ file function`, `- ` the code, `+ ` the fault, `= ` why it changes nothing. A fault
@@ -39,6 +40,7 @@ SURVIVED = WORK / "survived.txt"
 EXPLAINED = Path("tests/equivalent_mutants.txt")
 SOURCES = ("csrc/*.[ch]", "csrc/*/*.[ch]", "sparse_mla/*.py")
 COPIED = re.compile(r"(csrc|sparse_mla|tests|buildtools|examples|docs|benchmarks)/|[^/]+$")
+FAKE_GPU = ("test_fake_gpu.py",)  # the tests that load build/release/tests/fake_gpu.so
 OUTCOMES = ("caught", "survived", "explained", "not built")
 
 
@@ -234,7 +236,8 @@ class Suite:
         if not is_python and not changed:
             return "explained"
         has_package = is_python or not changed.isdisjoint(("_C.abi3", "libsparse_mla"))
-        files = self.files if has_package else []
+        on_fake_gpu = [name for name in self.files if name in FAKE_GPU and "fake_gpu" in changed]
+        files = self.files if has_package else on_fake_gpu
         for names in self.in_rounds(fault.path, changed.intersection(self.programs), files):
             limit = 30 + 3 * sum(self.seconds[name] for name in names)
             is_pytest = names[0].endswith(".py")
