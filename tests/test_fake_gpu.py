@@ -3,15 +3,17 @@ machines without one: fake_gpu.py. Real ones: test_gpu_streams.py, test_gpu_fram
 
 import ctypes
 import gc
+import math
 import sys
 from types import ModuleType, SimpleNamespace
 
+import cases
 import engine
 import numpy as np
 import pytest
 import reference as ref
-from dlpack_producer import CUDA, Producer, assert_returned
-from exchange_producer import Exchanged, NoMemory
+from dlpack_producer import CUDA, NAMES, Legacy, Producer, api, assert_returned
+from exchange_producer import DTYPE_OF, Exchanged, NoMemory
 from fake_gpu import (
     OUT_OF_MEMORY,
     Cupy,
@@ -78,12 +80,13 @@ WANT = sparse_mla.merge_attn_states(*STATES)
 
 
 def read(x) -> np.ndarray:
-    """The values of a fp32 Tensor, in memory that is the host's."""
-    facts = x.__cuda_array_interface__
-    assert facts["typestr"] == "<f4"
-    count = int(np.prod(facts["shape"]))
-    memory = (ctypes.c_float * count).from_address(facts["data"][0])
-    return np.array(memory, np.float32).reshape(facts["shape"])
+    """A Tensor's values, whose memory is the host's all the same."""
+    capsule = x.__dlpack__(stream=-1)
+    tensor = Legacy.from_address(api.PyCapsule_GetPointer(capsule, NAMES[False])).tensor
+    dtype = DTYPE_OF[tensor.code, tensor.bits]
+    shape = tensor.shape[: tensor.ndim]
+    memory = (ctypes.c_uint8 * (math.prod(shape) * dtype.itemsize)).from_address(tensor.data)
+    return np.array(memory, np.uint8).view(dtype).reshape(shape)
 
 
 def assert_merged(results, get=read) -> None:
@@ -867,7 +870,81 @@ def test_the_device_that_is_not_there(package, gpu):
         package.merge_attn_states(*[Producer(x, device=(10, 0)) for x in STATES])
 
 
-# --- other operators -----------------------------------------------------------------------------
+# --- every operator ------------------------------------------------------------------------------
+
+
+def moved(op: str, put) -> cases.Call:
+    """A call without outputs that it need not have, its arrays elsewhere."""
+    call = cases.GOOD_CALLS[op]()
+    for name in ("out", "lse", "max_logits"):
+        if op != "gather_kv_cache":
+            call.kwargs.pop(name, None)
+    if op == "sparse_attention":
+        call.kwargs["num_splits"] = 3
+    for name in call.arrays():
+        call.set(name, put(call.get(name)))
+    return call
+
+
+def in_a_tuple(results) -> tuple:
+    return results if isinstance(results, tuple) else (results,)
+
+
+@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+def test_operators(package, gpu, op):
+    """The CPU's bits, since the kernels are the CPU's."""
+    want = in_a_tuple(moved(op, np.asarray).run(sparse_mla))
+    call = moved(op, on_gpu)
+    stream = call.kwargs["stream"] = gpu.new_stream()
+    got = in_a_tuple(call.run(package))
+    assert gpu.launch == (stream, 0)
+    for x, y in zip(got, want, strict=True):
+        assert_same_bits(x.array if isinstance(x, Producer) else read(x), y, op)
+
+
+@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+def test_operators_whose_launch_fails(package, gpu, op):
+    """Whatever was taken for the call is given back."""
+    memory = gpu.num_memory
+    call = moved(op, on_gpu)
+    gpu.fail("launch")
+    with pytest.raises(RuntimeError, match=rf"^{op}: \w+ failed: a text \(code 999\)"):
+        call.run(package)
+    gpu.finish()
+    package.dynamic_per_tensor_quant(on_gpu(np.ones((1, 1), np.float32)))
+    for x in (*call.args.values(), *call.kwargs.values()):
+        if isinstance(x, Producer):
+            assert x.outstanding == 0
+    gc.collect()
+    assert gpu.num_memory == memory
+
+
+@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+def test_operators_without_memory(package, gpu, op):
+    """For each result and for the workspace in turn."""
+    num_results = 0
+    memory = gpu.num_memory
+    while True:
+        call = moved(op, on_gpu)
+        gpu.fail("cudaMalloc", num_results, OUT_OF_MEMORY)
+        try:
+            call.run(package)
+            break
+        except MemoryError:
+            num_results += 1
+        for x in (*call.args.values(), *call.kwargs.values()):
+            if isinstance(x, Producer):
+                assert x.outstanding == 0
+        assert gpu.num_memory == memory
+    gpu.fail(None, -1)
+    assert num_results == {
+        "concat_and_cache_mla": 0,
+        "gather_kv_cache": 0,
+        "sparse_attention": 4,
+        "merge_attn_states": 2,
+        "dynamic_per_tensor_quant": 2,
+        "split_kv_b_proj": 2,
+    }.get(op, 1)
 
 
 def test_host_integers_are_not_read_from_a_device(package, gpu):
