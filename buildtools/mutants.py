@@ -116,13 +116,13 @@ def listed(fault):
 
 
 def copy_sources():
-    """Brings the copy up to date, writes only what differs, and returns a digest of it all."""
+    """Brings the copy up to date, writes only what differs, and returns each file's digest."""
     names = output_of("git", "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
     names = [name for name in names if COPIED.match(name) and Path(name).is_file()]
-    digest = hashlib.sha256()
+    digests = {}
     for name in sorted(names):
         content, target = Path(name).read_bytes(), TREE / name
-        digest.update(f"{name} {len(content)} ".encode() + content)
+        digests[name] = hashlib.sha256(content).hexdigest()
         if not target.is_file() or target.read_bytes() != content:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(name, target)
@@ -130,7 +130,7 @@ def copy_sources():
         for path in (TREE / folder).rglob("*.[chp]*"):
             if path.is_file() and str(path.relative_to(TREE)) not in names:
                 path.unlink()
-    return digest.hexdigest()
+    return digests
 
 
 class Suite:
@@ -202,30 +202,37 @@ class Suite:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options]
         return self.run(*command, *(f"tests/{name}" for name in names), limit=limit)
 
-    def prepare(self, digest):
-        """Builds the copy, sees all tests pass and measures them, unless that has been done."""
+    def prepare(self, digests):
+        """Builds the copy, sees all tests pass and measures them: those alone that have changed, if
+        nothing else has."""
         setup = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
         if not (self.run(*setup) and self.build()):
             sys.exit(f"error: the copy does not build, see {WORK}/output.txt")
         self.bytes = self.built()
         record = WORK / "baseline.json"
-        names = {*self.programs, *self.files}
+        paths = {f"tests/c/{stem}.c": stem for stem in self.programs}
+        paths |= {f"tests/{name}": name for name in self.files}
+        is_test = re.compile(r"tests/(c/)?test_\w+\.(c|py)").fullmatch
+        rest = {name: digest for name, digest in digests.items() if not is_test(name)}
         known = json.loads(record.read_text()) if record.exists() else {}
-        if known.get("digest") == digest and names <= set(known["seconds"]):
-            self.seconds = known["seconds"]
-            return
-        for stem in self.programs:
+        if known.get("rest") != rest:
+            known = {"rest": rest, "tests": {}, "seconds": {}}
+        stale = {name for path, name in paths.items() if known["tests"].get(path) != digests[path]}
+        self.seconds = known["seconds"]
+        for stem in stale.intersection(self.programs):
             start = time.monotonic()
             if not self.run_programs([stem]):
                 sys.exit(f"error: {stem} fails without a fault, see {WORK}/output.txt")
             self.seconds[stem] = time.monotonic() - start
-        if self.files and not self.run_pytest(self.files, "--junit-xml=../pytest.xml"):
+        files = sorted(stale.intersection(self.files))
+        if files and not self.run_pytest(files, "--junit-xml=../pytest.xml"):
             sys.exit(f"error: pytest fails without a fault, see {WORK}/output.txt")
-        self.seconds.update(dict.fromkeys(self.files, 0.0))
-        report = ElementTree.parse(WORK / "pytest.xml").iter("testcase") if self.files else ()
+        self.seconds.update(dict.fromkeys(files, 0.0))
+        report = ElementTree.parse(WORK / "pytest.xml").iter("testcase") if files else ()
         for case in report:
             self.seconds[case.get("classname").split(".")[1] + ".py"] += float(case.get("time"))
-        record.write_text(json.dumps({"digest": digest, "seconds": self.seconds}))
+        known["tests"].update({path: digests[path] for path in paths})
+        record.write_text(json.dumps(known))
 
     def judge(self, fault):
         """The outcome of a fault that the copy holds."""
@@ -314,9 +321,9 @@ def main(arguments=None):
         return 0
     explanations = read_list(EXPLAINED)
     TREE.mkdir(parents=True, exist_ok=True)
-    digest = copy_sources()
+    digests = copy_sources()
     suite = Suite(args.tests)
-    suite.prepare(digest)
+    suite.prepare(digests)
     results = []
     with SURVIVED.open("w") as survivors:
         for i, fault in enumerate(chosen, 1):
