@@ -107,6 +107,13 @@ def read_list(path):
     return found
 
 
+def first_failure():
+    """The test that output.txt tells of, in a few words."""
+    text = (WORK / "output.txt").read_text(errors="replace")
+    found = re.search(r"^(?:FAILED|ERROR) (tests/\S+)", text, re.MULTILINE)
+    return found[1] if found else "a test that crashed or took too long"
+
+
 def listed(fault):
     path, place, before, after = fault.key
     return f"@ {f'{path} {place}'.strip()}\n- {before}\n+ {after}\n"
@@ -235,13 +242,13 @@ class Suite:
         record.write_text(json.dumps(known))
 
     def judge(self, fault):
-        """The outcome of a fault that the copy holds."""
+        """The outcome of a fault that the copy holds, and what is worth knowing about it."""
         is_python = fault.path.endswith(".py")
         if not is_python and not self.compiles():
-            return "not built"
+            return "not built", ""
         changed = {stem for stem, digest in self.built().items() if self.bytes[stem] != digest}
         if not is_python and not changed:
-            return "explained"
+            return "explained", "same bytes"
         has_package = is_python or not changed.isdisjoint(("_C.abi3", "libsparse_mla"))
         on_fake_gpu = [name for name in self.files if name in FAKE_GPU and "fake_gpu" in changed]
         files = self.files if has_package else on_fake_gpu
@@ -250,8 +257,8 @@ class Suite:
             is_pytest = names[0].endswith(".py")
             passed = (self.run_pytest if is_pytest else self.run_programs)(names, limit=limit)
             if not passed:
-                return "caught"
-        return "survived"
+                return "caught", first_failure() if is_pytest else "a C program"
+        return "survived", ""
 
     def in_rounds(self, path, programs, files):
         """Tests in the order in which they are worth running, as lists of one kind each."""
@@ -329,12 +336,11 @@ def main(arguments=None):
         for i, fault in enumerate(chosen, 1):
             start = time.monotonic()
             known = fault.key in explanations
-            outcome = "explained" if known else try_fault(suite, fault)
+            outcome, by = ("explained", "") if known else try_fault(suite, fault)
             results.append((fault, outcome))
             seconds = time.monotonic() - start
-            print(
-                f"{i}/{len(chosen)} {fault.path}:{fault.line} {outcome} {seconds:.0f} s", flush=True
-            )
+            place = f"{fault.path}:{fault.line}"
+            print(f"{i}/{len(chosen)} {place} {outcome} {seconds:.0f} s {by}", flush=True)
             if outcome == "survived":
                 print(listed(fault), file=survivors, flush=True)
     print(table(results), SURVIVED.read_text(), sep="\n\n", end="")
