@@ -41,11 +41,12 @@ def gpu(package):
     """The driver. Whatever a test keeps waiting is over behind it, and given back."""
     driver = Driver()
     driver.reset()
+    num_failures = driver.num_failures
     yield driver
     driver.reset()
     package.dynamic_per_tensor_quant(on_gpu(np.ones((1, 1), np.float32)))
     driver.finish()
-    assert driver.num_failures == 0, "see the captured output"
+    assert driver.num_failures == num_failures, "see the captured output"
 
 
 @pytest.fixture(scope="module")
@@ -957,19 +958,30 @@ def test_host_integers_are_not_read_from_a_device(package, gpu):
 HEADS = 8
 
 
+def place(package, batch, device_id=0):
+    """A step's description with its arrays on the GPU."""
+    names = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
+    arrays = {name: CupyArray(getattr(batch, name), device_id) for name in names}
+    return batch.common(package, **arrays)
+
+
+def make_config(package, path, device_id=0, **changes):
+    options = {"num_heads": HEADS, "fp8": path != "bf16", "path": path}
+    return engine.config(package, **(options | changes), device=f"cuda:{device_id}")
+
+
+def small_step(num_heads=HEADS, lens=(1, 2, 30)):
+    return engine.make_step(cases.make_batch(lens, [n + 9 for n in lens]), num_heads)
+
+
 @pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
 def test_a_step_of_a_layer(package, gpu, cupy, path):
     """Within its bound, through mirrors and a workspace in the GPU's memory."""
     step = engine.make_step(engine.engine_batch(), HEADS)
     kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
-    config = engine.config(package, num_heads=HEADS, fp8=path != "bf16", path=path, device="cuda:1")
+    config = make_config(package, path, 1)
     stream, cupy.stream, cupy.current = gpu.new_stream(1), gpu.new_stream(1), 1
-    batch = step.batch
-    arrays = {
-        name: CupyArray(getattr(batch, name), 1)
-        for name in ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
-    }
-    metadata = package.MetadataBuilder(config).build(batch.common(package, **arrays))
+    metadata = package.MetadataBuilder(config).build(place(package, step.batch, 1))
     assert metadata.path == path
     assert metadata.req_id_per_token.device == "cuda:1"
     outputs = {
@@ -983,3 +995,133 @@ def test_a_step_of_a_layer(package, gpu, cupy, path):
     want = step.reference(path, kv)
     assert_within_bounds(want, {name: x.array for name, x in outputs.items()})
     assert gpu.followed(stream) == cupy.stream
+
+
+@pytest.mark.parametrize("path", ["mixed", "direct"])
+def test_rows_behind_the_step_are_zero(package, gpu, cupy, path):
+    step = small_step()
+    tokens = len(step.q)
+    config = make_config(package, path)
+    metadata = package.MetadataBuilder(config).build(place(package, step.batch))
+    more = [np.concatenate([x, x[:5]]) for x in (step.q, step.topk_indices)]
+    arrays = [CupyArray(x) for x in (more[0], step.fp8_cache, more[1])]
+    stream = gpu.new_stream()
+    for gives in (CupyArray, on_gpu):  # results by CuPy's allocator, or as Tensors
+        q = gives(more[0])
+        out, lse = package.SparseMLA(config).forward(q, *arrays[1:], metadata, stream=stream)
+        values = [x.array if gives is CupyArray else read(x) for x in (out, lse)]
+        assert [len(x) for x in values] == [tokens + 5] * 2
+        got = {"out": values[0][:tokens], "lse": values[1][:tokens]}
+        assert_within_bounds(step.reference(path, step.fp8_cache, sink=False), got)
+        assert not any(x[tokens:].view(np.uint8).any() for x in values)
+    gpu.fail("cudaMemsetAsync")
+    with pytest.raises(RuntimeError, match=r"^forward: cudaMemsetAsync failed"):
+        package.SparseMLA(config).forward(*arrays, metadata, stream=stream)
+
+
+def test_small_prefills_go_to_the_fp8_cache(package, gpu, cupy):
+    """Where the plan is open: a gather would not pay for them. The CPU always gathers."""
+    paths = {}
+    for name, lens in {"small": (1, 3), "large": (1, 250)}.items():
+        step = engine.make_step(cases.make_batch(lens, lens), 32)
+        config = make_config(package, None, num_heads=32, topk_tokens=2048)
+        metadata = package.MetadataBuilder(config).build(place(package, step.batch))
+        paths[name] = metadata.path, metadata.prefill is None
+    assert paths["small"] == ("direct", True)
+    config = engine.config(sparse_mla, num_heads=32)
+    metadata = sparse_mla.MetadataBuilder(config).build(small_step().batch.common(sparse_mla))
+    assert metadata.path == "separate"
+
+
+def test_arrays_on_another_gpu_than_the_builder_s(package, gpu, cupy):
+    step = small_step()
+    config = make_config(package, "mixed")
+    builder, layer = package.MetadataBuilder(config), package.SparseMLA(config)
+    here, there = (
+        [CupyArray(x, i) for x in (step.q, step.fp8_cache, step.topk_indices)] for i in range(2)
+    )
+    metadata = builder.build(place(package, step.batch, 1))
+    with pytest.raises(ValueError, match=r"`block_table` must be on cuda:0 like `q`, got cuda:1"):
+        layer.forward(*here, metadata)
+    cupy.current = 1
+    with pytest.raises(ValueError, match=r"`q` must be on the device of the config, got another"):
+        layer.forward(*there, metadata)
+    cupy.current = 0
+    layer.forward(*here, builder.build(place(package, step.batch)))
+    config = make_config(package, "separate")
+    workspace = np.zeros((cases.ENGINE_WORKSPACE, 576), ref.BF16)
+    package.MetadataBuilder(config, workspace=CupyArray(workspace))
+    for other in (CupyArray(workspace, 1), workspace):
+        with pytest.raises(
+            ValueError, match=r"`workspace` must be on the device of the config, got another one"
+        ):
+            package.MetadataBuilder(config, workspace=other)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_block_table_lives_until_the_next_one_s_work_is_over(package, gpu, cupy, is_busy):
+    """A producer that frees by rules of its own: its table is kept through the forwards of the
+    step, and behind the copy of the next build."""
+    step = small_step()
+    builder = package.MetadataBuilder(make_config(package, "mixed"))
+
+    class Table(Producer):
+        def __init__(self, array):
+            super().__init__(array, device=(CUDA, 0))
+            self.shape = array.shape
+
+    common = [place(package, step.batch) for _ in "ab"]
+    tables = [Table(step.batch.block_table) for _ in "ab"]
+    for description, table in zip(common, tables, strict=True):
+        object.__setattr__(description, "block_table", table)
+    gpu.set_busy(is_busy)
+    builder.build(common[0])
+    assert tables[0].outstanding == 1
+    builder.build(common[1])
+    assert [x.outstanding for x in tables] == [1, 1]
+    gpu.finish()
+    package.dynamic_per_tensor_quant(CupyArray(np.ones((1, 1), np.float32)))
+    assert [x.outstanding for x in tables] == [0, 1]
+    builder = None
+    gc.collect()
+    package.dynamic_per_tensor_quant(CupyArray(np.ones((1, 1), np.float32)))
+    assert [x.outstanding for x in tables] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["cudaMalloc", "cudaHostAlloc", "cudaEventRecord", "copy to device", "cudaStreamWaitEvent"],
+)
+def test_builds_that_fail(gpu, cupy, monkeypatch, call):
+    """The one after it is right again; whatever was taken is given back."""
+    package = load()
+    monkeypatch.setitem(sys.modules, "cupy", Cupy())
+    step = small_step()
+    config = make_config(package, "separate")
+    memory = gpu.num_memory
+    num_failed = 0
+    for num_good in range(40):
+        gpu.fail(call, num_good, OUT_OF_MEMORY)
+        try:
+            builder = package.MetadataBuilder(config)
+            metadata = builder.build(place(package, step.batch))
+            builder.build(place(package, step.batch))
+        except MemoryError as error:
+            assert str(error).startswith("MetadataBuilder")
+            num_failed += 1
+        metadata = builder = None
+        gc.collect()
+        assert gpu.num_memory == memory
+    gpu.fail(None, -1)
+    assert num_failed > 0 or call == "cudaStreamWaitEvent"
+    builder = package.MetadataBuilder(config)
+    metadata = builder.build(place(package, step.batch))
+    assert metadata.num_actual_tokens == len(step.q)
+
+
+def test_the_builder_of_c_takes_what_python_gives(package):
+    core = package.backend._C
+    with pytest.raises(TypeError, match=r"^MetadataBuilder: takes positional arguments only"):
+        core.Builder(1, path="mixed")
+    with pytest.raises(TypeError):
+        core.Builder(1, 2)
