@@ -58,6 +58,7 @@ class Driver:
 
     def reset(self) -> None:
         self.ask("reset")
+        self.events_before = self.ask("num_events")
 
     def new_stream(self, device_id: int = 0) -> int:
         return self.ask("new_stream", device_id)
@@ -93,7 +94,8 @@ class Driver:
 
     @property
     def num_events(self) -> int:
-        return self.ask("num_events")
+        """Alive, since the reset."""
+        return self.ask("num_events") - self.events_before
 
     @property
     def num_memory(self) -> int:

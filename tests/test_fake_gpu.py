@@ -33,20 +33,28 @@ LEGACY = 1  # the name of the default stream in DLPack's numbers
 
 @pytest.fixture(scope="module")
 def package():
+    gc.collect()  # packages of other tests, and what they have kept
     return load()
 
 
 @pytest.fixture
 def gpu(package):
-    """The driver. Whatever a test keeps waiting is over behind it, and given back."""
+    """The driver, with nothing under way."""
     driver = Driver()
+    driver.reset()
+    give_back(package)
     driver.reset()
     num_failures = driver.num_failures
     yield driver
-    driver.reset()
-    package.dynamic_per_tensor_quant(on_gpu(np.ones((1, 1), np.float32)))
-    driver.finish()
     assert driver.num_failures == num_failures, "see the captured output"
+    driver.reset()
+    give_back(package)
+
+
+def give_back(package) -> None:
+    """What was kept for work that is over by now. The call itself keeps nothing."""
+    Exchanged.stream = 0
+    package.dynamic_per_tensor_quant(exchanged(np.ones((1, 1), np.float32)))
 
 
 @pytest.fixture(scope="module")
@@ -654,7 +662,7 @@ def test_results_beside_a_foreign_leader_are_foreign(package, gpu, exchange):
     assert gpu.num_events == 1
     held = [sys.getrefcount(x) for x in results]
     gpu.finish()
-    package.dynamic_per_tensor_quant(on_gpu(np.ones(1, np.float32)))
+    give_back(package)
     assert [sys.getrefcount(x) for x in results] == [count - 1 for count in held]
 
 
@@ -912,7 +920,7 @@ def test_operators_whose_launch_fails(package, gpu, op):
     with pytest.raises(RuntimeError, match=rf"^{op}: \w+ failed: a text \(code 999\)"):
         call.run(package)
     gpu.finish()
-    package.dynamic_per_tensor_quant(on_gpu(np.ones((1, 1), np.float32)))
+    give_back(package)
     for x in (*call.args.values(), *call.kwargs.values()):
         if isinstance(x, Producer):
             assert x.outstanding == 0
@@ -1080,11 +1088,11 @@ def test_a_block_table_lives_until_the_next_one_s_work_is_over(package, gpu, cup
     builder.build(common[1])
     assert [x.outstanding for x in tables] == [1, 1]
     gpu.finish()
-    package.dynamic_per_tensor_quant(CupyArray(np.ones((1, 1), np.float32)))
+    give_back(package)
     assert [x.outstanding for x in tables] == [0, 1]
     builder = None
     gc.collect()
-    package.dynamic_per_tensor_quant(CupyArray(np.ones((1, 1), np.float32)))
+    give_back(package)
     assert [x.outstanding for x in tables] == [0, 0]
 
 
@@ -1099,18 +1107,18 @@ def test_builds_that_fail(gpu, cupy, monkeypatch, call):
     step = small_step()
     config = make_config(package, "separate")
     memory = gpu.num_memory
-    num_failed = 0
-    for num_good in range(40):
-        gpu.fail(call, num_good, OUT_OF_MEMORY)
+    num_failed, fails = 0, True
+    while fails:
+        gpu.fail(call, num_failed, OUT_OF_MEMORY)
         try:
             builder = package.MetadataBuilder(config)
             metadata = builder.build(place(package, step.batch))
             builder.build(place(package, step.batch))
+            fails = False
         except MemoryError as error:
             assert str(error).startswith("MetadataBuilder")
             num_failed += 1
         metadata = builder = None
-        gc.collect()
         assert gpu.num_memory == memory
     gpu.fail(None, -1)
     assert num_failed > 0 or call == "cudaStreamWaitEvent"
