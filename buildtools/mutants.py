@@ -3,7 +3,7 @@
     make mutants                                   what the last commit and later edits changed
     make mutants ARGS='csrc/rule.c sparse_mla/backend.py'
     make mutants ARGS='all --count 60 --seed 3'    a sample of all of it
-    make mutants ARGS='--again build/mutants/survived.txt --tests "test_cache*,test_errors*"'
+    make mutants ARGS='--again build/mutants/survived.txt --tests "test_cache*,test_errors.c"'
 
 Works on a copy in build/mutants, without CUDA: its kernels are left out, its host code is tested by
 tests/c/test_cuda_*.c and tests/test_fake_gpu.py. A fault is built; the C programs whose bytes it
@@ -148,7 +148,11 @@ class Suite:
 
         def selected(folder, start):
             paths = sorted((TREE / folder).glob(start))
-            return [p for p in paths if any(fnmatch.fnmatch(p.stem, x) for x in patterns)]
+            return [
+                p
+                for p in paths
+                if any(fnmatch.fnmatch(name, x) for name in (p.stem, p.name) for x in patterns)
+            ]
 
         self.programs = [path.stem for path in selected("tests/c", "test_*.c")]
         files = [path.name for path in selected("tests", "test_*.py")]

@@ -5,6 +5,17 @@
  */
 #include "cuda/kernels.h"
 
+static cudaError_t write_launch(smla_stream stream);
+
+/* In place of projection.c, which is cuBLAS's. In front of testing.h, which has an `error` of its
+ * own. */
+smla_status
+smla_cuda_up_proj(const smla_projection_params *params, smla_error *error)
+{
+    SMLA_TRY(smla_cuda_status(params->op, "launch", write_launch(params->stream), error));
+    return smla_cpu_backend.up_proj(params, error);
+}
+
 #define SMLA_FAKE_ERRORS_H /* dispatch.c is here itself */
 #include "runtime.h"
 
@@ -71,14 +82,6 @@ cudaError_t
 smla_cuda_launch_split_weight(const smla_split_weight_params *params)
 {
     LAUNCH(split_kv_b_proj, params);
-}
-
-/* In place of projection.c, which is cuBLAS's. */
-smla_status
-smla_cuda_up_proj(const smla_projection_params *params, smla_error *cause)
-{
-    SMLA_TRY(smla_cuda_status(params->op, "launch", write_launch(params->stream), cause));
-    return smla_cpu_backend.up_proj(params, cause);
 }
 
 /* ---- Attention ----------------------------------------------------------------------------- */
