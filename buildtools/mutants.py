@@ -168,6 +168,7 @@ class Suite:
             "PYTHONPATH": str(TREE.resolve()),
             "PYTHONDONTWRITEBYTECODE": "1",  # two faults of one second would share bytecode
             "SMLA_EXPECT_ROOT": str(TREE.resolve()),
+            "SMLA_FIRST_FAILURE": "1",
         }
         with (WORK / "output.txt").open("w") as output:
             process = subprocess.Popen(
