@@ -311,6 +311,7 @@ test_layouts(void)
     static const layout layouts[] = {
         {3, 2, 4, 5, 8, 4, 10, 5, 1, 10, 5, false},  /* all compact */
         {3, 2, 4, 5, 8, 4, 1, 4, 8, 10, 5, false},   /* w transposed */
+        {3, 2, 4, 5, 8, 4, 1, 20, 4, 10, 5, false},  /* with rows that touch */
         {3, 2, 4, 5, 4, 12, 10, 5, 1, 5, 15, false}, /* heads first */
         {3, 2, 4, 5, 20, 9, 17, 6, 1, 13, 6, false}, /* gaps */
         {3, 2, 4, 5, 8, 0, 5, 0, 1, 10, 5, false},   /* one x and one w for all heads */
