@@ -1096,6 +1096,28 @@ def test_a_block_table_lives_until_the_next_one_s_work_is_over(package, gpu, cup
     assert [x.outstanding for x in tables] == [0, 0]
 
 
+def test_a_block_table_that_cannot_be_had(package, gpu, cupy):
+    """It is let go, and the former step stays."""
+
+    class Table(Producer):
+        shape = (3, 4)
+
+        def __dlpack__(self, **request):
+            raise ValueError("gone")
+
+    step = small_step()
+    builder = package.MetadataBuilder(make_config(package, "mixed"))
+    metadata = builder.build(place(package, step.batch))
+    common, table = place(package, step.batch), Table(step.batch.block_table, device=(CUDA, 0))
+    object.__setattr__(common, "block_table", table)
+    held = sys.getrefcount(table)
+    with pytest.raises(BufferError, match=r"`block_table` must be exportable by DLPack.*: gone$"):
+        builder.build(common)
+    assert sys.getrefcount(table) == held
+    arrays = [CupyArray(x) for x in (step.q, step.fp8_cache, step.topk_indices)]
+    package.SparseMLA(make_config(package, "mixed")).forward(*arrays, metadata)
+
+
 @pytest.mark.parametrize(
     "call",
     ["cudaMalloc", "cudaHostAlloc", "cudaEventRecord", "copy to device", "cudaStreamWaitEvent"],

@@ -74,6 +74,20 @@ def test_operators(op):
     assert counts_of(arrays) == before
 
 
+def test_a_query_in_two_parts():
+    """As a list, which is read as a tuple."""
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    for name in ("out", "lse", "max_logits"):
+        call.kwargs.pop(name, None)
+    q = call.args["q"]
+    call.args["q"] = parts = [q[..., :512], q[..., 512:]]
+    run = bound(call)
+    run()
+    before = counts_of([*parts, parts])
+    assert fail_each_allocation(run) > 0
+    assert counts_of([*parts, parts]) == before
+
+
 def foreign(x) -> SimpleNamespace:
     """An array of an unknown framework whose exports are written in C: ctypes would crash."""
     return SimpleNamespace(__dlpack__=x.__dlpack__, __dlpack_device__=x.__dlpack_device__)
