@@ -3,7 +3,10 @@
 What the C library allocates for itself is failed by tests/c/test_memory.c.
 """
 
+import _imp
 import functools
+import importlib.machinery
+import importlib.util
 import sys
 from types import SimpleNamespace
 
@@ -264,3 +267,30 @@ def test_calls_on_a_gpu(is_busy):
         assert fail_each_allocation(use) > 0
         use()
     assert driver.num_failures == 0
+
+
+def test_the_import():
+    """The module is made anew each time; one without memory is not left half made."""
+    spec = importlib.util.spec_from_file_location(
+        "sparse_mla._C",
+        sparse_mla._C.__file__,
+        loader=importlib.machinery.ExtensionFileLoader("sparse_mla._C", sparse_mla._C.__file__),
+    )
+
+    def make():
+        module = _imp.create_dynamic(spec)
+        _imp.exec_dynamic(module)
+        return module
+
+    whole = dir(make())
+    made = []
+
+    def check():
+        made.append(make())
+
+    # SystemError: CPython 3.11 makes no exception where a type's name does not fit in memory.
+    assert fail_each_allocation(check, ImportError, SystemError) > 0
+    assert all(dir(module) == whole for module in made)
+    for module in made:
+        tensor = module.Operator(sparse_mla.ops.merge_attn_states.__wrapped__, "merge_attn_states")
+        assert tensor(*map(foreign, STATES))[0].shape == (2, 3, 4)
