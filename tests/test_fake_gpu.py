@@ -956,6 +956,38 @@ def test_operators_without_memory(package, gpu, op):
     }.get(op, 1)
 
 
+FRAMEWORKS = {
+    "unknown": on_gpu,
+    "old signature": lambda x: on_gpu(x, old_signature=True),
+    "old torch": LikeTorch,
+    "jax": LikeJax,
+    "cupy": CupyArray,
+    "exchange": exchanged,
+}
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_references_to_small_things(package, gpu, cupy, monkeypatch, name):
+    """Numbers of streams and devices, dtypes, modules: as many as before."""
+    devices = old_torch(monkeypatch, 0)
+    arrays = [FRAMEWORKS[name](x) for x in STATES]
+    things = [-1, 1, 0, 2, 3, 8, np.dtype(np.float32), "out", *sys.modules.values(), CupyArray]
+
+    def counts():
+        return [sys.getrefcount(x) for x in things]
+
+    package.merge_attn_states(*arrays)
+    before = counts()
+    for _ in range(60):
+        package.merge_attn_states(*arrays)
+        for x in arrays:
+            for kept in ("requests", "capsules", "dead"):
+                vars(x).get(kept, []).clear()
+        for kept in (cupy.asked, Exchanged.streams, devices):
+            kept.clear()
+    assert max(after - count for after, count in zip(counts(), before, strict=True)) < 30
+
+
 def test_host_integers_are_not_read_from_a_device(package, gpu):
     with pytest.raises(ValueError, match=r"`query_start_loc` must be in host memory, got a device"):
         package.split_decodes_and_prefills(on_gpu(np.arange(3, dtype=np.int32)), 2)
