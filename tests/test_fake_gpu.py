@@ -1,6 +1,7 @@
 """Streams, events and arrays on a GPU (csrc/python/stream.c, pending.c, cupy.c and their kind), on
 machines without one: fake_gpu.py. Real ones: test_gpu_streams.py, test_gpu_frameworks.py."""
 
+import contextlib
 import ctypes
 import gc
 import math
@@ -956,6 +957,21 @@ def test_operators_without_memory(package, gpu, op):
     }.get(op, 1)
 
 
+def test_a_workspace_of_the_call_s_own_lives_until_the_work_is_over(package, gpu):
+    """Nobody else holds it."""
+    memory = gpu.num_memory
+    call = moved("sparse_attention", on_gpu)
+    call.kwargs.pop("return_max_logits", None)
+    gpu.set_busy()
+    results = call.run(package)
+    assert gpu.num_memory == memory + len(results) + 1
+    results = None
+    assert gpu.num_memory == memory + 1
+    gpu.finish()
+    give_back(package)
+    assert gpu.num_memory == memory
+
+
 FRAMEWORKS = {
     "unknown": on_gpu,
     "old signature": lambda x: on_gpu(x, old_signature=True),
@@ -964,6 +980,13 @@ FRAMEWORKS = {
     "cupy": CupyArray,
     "exchange": exchanged,
 }
+
+
+def growth_of_blocks(run, *arguments) -> int:
+    """Of Python's allocator, by a call."""
+    before = sys.getallocatedblocks()
+    run(*arguments)
+    return sys.getallocatedblocks() - before
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
@@ -976,16 +999,42 @@ def test_references_to_small_things(package, gpu, cupy, monkeypatch, name):
     def counts():
         return [sys.getrefcount(x) for x in things]
 
-    package.merge_attn_states(*arrays)
+    def repeat(count):
+        for _ in range(count):
+            package.merge_attn_states(*arrays)
+            for x in arrays:
+                for kept in ("requests", "capsules", "dead"):
+                    vars(x).get(kept, []).clear()
+            for kept in (cupy.asked, Exchanged.streams, devices):
+                kept.clear()
+
+    repeat(20)
     before = counts()
-    for _ in range(60):
-        package.merge_attn_states(*arrays)
-        for x in arrays:
-            for kept in ("requests", "capsules", "dead"):
-                vars(x).get(kept, []).clear()
-        for kept in (cupy.asked, Exchanged.streams, devices):
-            kept.clear()
+    growths = [growth_of_blocks(repeat, 60) for _ in range(8)]
+    assert min(growths) < 30, f"{growths}: more than these frameworks need at first"
     assert max(after - count for after, count in zip(counts(), before, strict=True)) < 30
+
+
+def test_refusals_of_a_tensor_there_keep_nothing(package, gpu):
+    tensor, _ = package.dynamic_per_tensor_quant(on_gpu(np.ones((2, 3), np.float32)))
+    refusals = [
+        tensor.__array__,
+        lambda: memoryview(tensor),
+        lambda: tensor.__dlpack__(copy=True),
+        lambda: tensor.__dlpack__(dl_device=(CUDA, 1)),
+        lambda: tensor.__cuda_array_interface__,
+        lambda: package.split_prefill_chunks(tensor, 9),
+    ]
+
+    def repeat(refuse):
+        for _ in range(100):
+            with contextlib.suppress(TypeError, ValueError, BufferError, AttributeError):
+                refuse()
+                raise AssertionError("it is refused")
+
+    for refuse in refusals:
+        repeat(refuse)
+        assert growth_of_blocks(repeat, refuse) < 50
 
 
 def test_host_integers_are_not_read_from_a_device(package, gpu):

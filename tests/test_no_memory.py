@@ -4,6 +4,7 @@ What the C library allocates for itself is failed by tests/c/test_memory.c.
 """
 
 import _imp
+import contextlib
 import ctypes
 import functools
 import importlib.machinery
@@ -185,24 +186,26 @@ if hasattr(libc, "mallinfo2"):  # glibc 2.33
     libc.mallinfo2.restype = Mallinfo
 
 
-@pytest.mark.skipif(not hasattr(libc, "mallinfo2"), reason="the C library does not count")
+def assert_keeps_nothing(run, *expected) -> None:
+    """Blocks of Python's allocator and bytes of C's, over many calls."""
+
+    def repeat(count: int) -> None:
+        for _ in range(count):
+            with contextlib.suppress(*expected):
+                run()
+
+    counts_malloc = hasattr(libc, "mallinfo2")
+    repeat(50)
+    blocks, num_bytes = sys.getallocatedblocks(), in_use() if counts_malloc else 0
+    repeat(200)
+    assert sys.getallocatedblocks() - blocks < 100
+    if counts_malloc:
+        assert in_use() - num_bytes < 200 * 16, "a block of malloc's has 32 bytes at least"
+
+
 @pytest.mark.parametrize("name", refusals())
-def test_refusals_keep_nothing_of_c_s(name):
-    run, error = refusals()[name]
-
-    def refuse():
-        try:
-            run()
-        except error:
-            return
-        raise AssertionError("it is refused")
-
-    for _ in range(50):
-        refuse()
-    before = in_use()
-    for _ in range(200):
-        refuse()
-    assert in_use() - before < 200 * 16, "a block of malloc's has 32 bytes at least"
+def test_refusals_keep_nothing(name):
+    assert_keeps_nothing(*refusals()[name])
 
 
 # --- what is not an operator ---------------------------------------------------------------------
@@ -238,25 +241,35 @@ def test_tensors(name):
     fail_each_allocation(run)
     assert counts_of([tensor]) == before
     run()
+    assert_keeps_nothing(run)
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        sparse_mla.kernels,
-        sparse_mla.build_info,
-        functools.partial(sparse_mla.split_prefill_chunks, [9, 9, 9], 10),
-        functools.partial(sparse_mla._C.split_decodes_and_prefills, [0, 1, 9], 9, 1, False),
-        functools.partial(
-            sparse_mla._C.Operator, sparse_mla.ops.k_up_proj.__wrapped__, "k_up_proj"
-        ),
-    ],
-    ids=["kernels", "build_info", "chunks", "split", "operator"],
-)
-def test_functions(run):
+FUNCTIONS = {
+    "kernels": sparse_mla.kernels,
+    "build_info": sparse_mla.build_info,
+    "chunks": functools.partial(sparse_mla.split_prefill_chunks, [999, 998, 997], 1000),
+    "split": functools.partial(
+        sparse_mla._C.split_decodes_and_prefills, [0, 1, 999], 999, 1, False
+    ),
+    "operator": functools.partial(
+        sparse_mla._C.Operator, sparse_mla.ops.k_up_proj.__wrapped__, "k_up_proj"
+    ),
+    "a list": functools.partial(
+        sparse_mla._C.split_prefill_chunks, [int(text) for text in ("900", "901")], 5000
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    run = FUNCTIONS[name]
+    items = [x for x in getattr(run, "args", ()) if isinstance(x, list)]
     run()
+    before = counts_of([y for x in items for y in x])
     fail_each_allocation(run)
     run()
+    assert counts_of([y for x in items for y in x]) == before
+    assert_keeps_nothing(run)
 
 
 # --- builds and forwards -------------------------------------------------------------------------
