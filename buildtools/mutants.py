@@ -7,9 +7,9 @@
 
 Works on a copy in build/mutants, without CUDA: its kernels are left out, its host code is tested by
 tests/c/test_cuda_*.c and tests/test_fake_gpu.py. A fault is built; the C programs whose bytes it
-changes are run, and if it changes the extension or the package, pytest. The tests that share a word
-with the file go first, then the short ones. A test that runs far longer than it did without a fault
-has noticed it.
+changes are run, and if it changes the extension or the package, pytest. The tests that caught a
+fault of the file before go first, then those that share a word with it, then the short ones. A test
+that runs far longer than it did without a fault has noticed it.
 
 A fault in a list is three lines, and in tests/equivalent_mutants.txt, of those that no test can
 notice, four: `@ file function`, `- ` the code, `+ ` the fault, `= ` why it changes nothing. A fault
@@ -159,6 +159,7 @@ class Suite:
         self.files = [name for name in files if not name.startswith("test_gpu_")]
         self.seconds = {}
         self.bytes = {}
+        self.catchers = {}  # path → the files of tests that caught one of its faults
 
     def run(self, *command, limit=None):
         """Whether a command ends well within `limit` seconds; output.txt has what it printed."""
@@ -225,7 +226,8 @@ class Suite:
         paths = {f"tests/c/{stem}.c": stem for stem in self.programs}
         paths |= {f"tests/{name}": name for name in self.files}
         is_test = re.compile(r"tests/(c/)?test_\w+\.(c|py)").fullmatch
-        rest = {name: digest for name, digest in digests.items() if not is_test(name)}
+        is_text = re.compile(r"docs/|.*\.(md|txt)$").match
+        rest = {n: digest for n, digest in digests.items() if not (is_test(n) or is_text(n))}
         known = json.loads(record.read_text()) if record.exists() else {}
         if known.get("rest") != rest:
             known = {"rest": rest, "tests": {}, "seconds": {}}
@@ -261,8 +263,13 @@ class Suite:
             limit = 30 + 3 * sum(self.seconds[name] for name in names)
             is_pytest = names[0].endswith(".py")
             passed = (self.run_pytest if is_pytest else self.run_programs)(names, limit=limit)
+            if not passed and is_pytest:
+                by = first_failure()
+                if match := re.match(r"tests/(\w+\.py)", by):
+                    self.catchers.setdefault(fault.path, set()).add(match[1])
+                return "caught", by
             if not passed:
-                return "caught", first_failure() if is_pytest else "a C program"
+                return "caught", "a C program"
         return "survived", ""
 
     def in_rounds(self, path, programs, files):
@@ -275,10 +282,11 @@ class Suite:
         programs = sorted(programs, key=self.seconds.get)
         files = sorted(files, key=self.seconds.get)
         quick = [name for name in programs if is_close(name) or self.seconds[name] < 1]
-        close = [name for name in files if is_close(name)]
+        known = [name for name in files if name in self.catchers.get(path, ())]
+        close = [name for name in files if is_close(name) and name not in known]
         slow = [name for name in programs if name not in quick]
-        rest = [name for name in files if name not in close]
-        return [names for names in (quick, close, slow, rest) if names]
+        rest = [name for name in files if name not in known + close]
+        return [names for names in (quick, known, close, slow, rest) if names]
 
 
 def try_fault(suite, fault):

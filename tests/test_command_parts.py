@@ -5,6 +5,7 @@ import argparse
 import builtins
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -58,22 +59,50 @@ def test_info_reads_the_driver_s_names(tmp_path):
     assert _info.gpu_names(tmp_path / "none") == []
 
 
-def test_info_has_a_line_for_gpus(monkeypatch, capsys):
+def test_info_line_by_line(monkeypatch, capsys):
+    """Of a CPU's kernel, and of a GPU's that can run or not."""
+    build = {
+        "version": "9",
+        "compiler": "cc 1",
+        "flags": "fast",
+        "openmp": 201511,
+        "cpu_features": ["avx2", "base"],
+    }
     row = CPU | {"kv_format": "x", "heads": "1", "name": "n", "selected": True}
-    monkeypatch.setattr(sparse_mla, "kernels", lambda: [row, row | H100 | {"selected": False}])
-    assert _info.run(argparse.Namespace()) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2] == "  backends    cpu, cuda"
-    assert next(line for line in lines if line.startswith("  gpu ")).endswith(": sm_90")
-    assert lines[-2:] == [
-        "* cpu     avx2   x          1      n",
-        "  cuda    sm_90  x          1      n",
-    ]
-    monkeypatch.setattr(sparse_mla, "kernels", lambda: [row, row | OLD | {"selected": False}])
+    plain = row | {"arch": "base", "selected": False}
+    monkeypatch.setattr(sparse_mla, "build_info", lambda: build)
+    monkeypatch.setattr(_info, "cpu_name", lambda: "A CPU")
+    monkeypatch.setattr(_info, "gpu_names", lambda: ["A GPU"])
+    monkeypatch.setattr(_info, "find", lambda name: f"of {len(name)}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    python = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    for gpu, has_gpu in ((H100, True), (OLD, False)):
+        rows = [row, plain, row | gpu | {"selected": False}]
+        monkeypatch.setattr(sparse_mla, "kernels", lambda rows=rows: rows)
+        assert _info.run(argparse.Namespace()) == 0
+        assert capsys.readouterr().out.splitlines() == [
+            f"sparse_mla {sparse_mla.__version__}",
+            f"  python      {python}",
+            "  backends    cpu, cuda",
+            "  compiler    cc 1",
+            "  flags       fast",
+            "  cpu         A CPU: avx2, base",
+            "  gpu         "
+            + ("A GPU: sm_90" if has_gpu else "none that this build can use: A GPU"),
+            "  openmp      201511, 3 threads",
+            "  frameworks  numpy of 5, ml_dtypes of 9, torch of 5, jax of 3, cupy of 4, "
+            "transformers of 12",
+            "",
+            "kernels of sparse_attention, first match first (* = taken on this machine)",
+            "  device  arch" + " " * (3 if has_gpu else 4) + "kv_format  heads  name",
+            "* cpu     avx2" + " " * (3 if has_gpu else 4) + "x          1      n",
+            "  cpu     base" + " " * (3 if has_gpu else 4) + "x          1      n",
+            ("  cuda    sm_90  " if has_gpu else "- cuda    sm_100  ") + "x          1      n",
+            *([] if has_gpu else ["- = this machine cannot run it"]),
+        ]
+    monkeypatch.setattr(sparse_mla, "kernels", lambda: [row])
     _info.run(argparse.Namespace())
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-2].startswith("- cuda")
-    assert lines[-1] == "- = this machine cannot run it"
+    assert "gpu" not in capsys.readouterr().out
 
 
 def test_info_names_the_architecture_of_a_processor_without_a_name(monkeypatch):

@@ -229,6 +229,7 @@ class FakeSuite(mutants.Suite):
         self.seconds = {"test_plan": 9, "test_slow": 8, "test_quick": 0.1}
         self.seconds |= {"test_rest.py": 1, "test_plan.py": 5}
         self.bytes = dict.fromkeys([*self.programs, "_C.abi3", "libsparse_mla"], 0)
+        self.catchers = {}
         self.changed, self.breaks, self.builds, self.ran = changed, breaks, builds, []
 
     def compiles(self):
@@ -271,6 +272,17 @@ def test_the_tests_of_a_fault(path, suite, outcome, ran, monkeypatch):
     assert found == outcome
     assert (by in ("a test", "a C program")) == (outcome == "caught")
     assert " ".join(suite.ran) == ran
+
+
+def test_who_caught_a_fault_of_the_file_goes_first(monkeypatch):
+    monkeypatch.setattr(mutants, "first_failure", lambda: "tests/test_rest.py::test_a[b]")
+    suite = FakeSuite(["_C.abi3"], ["test_rest.py"])
+    for ran in (["test_plan.py", "test_rest.py"], ["test_rest.py"]):
+        suite.ran.clear()
+        assert suite.judge(SimpleNamespace(path="csrc/plan.c"))[0] == "caught"
+        assert suite.ran == ran
+    suite.judge(SimpleNamespace(path="csrc/other.c"))
+    assert suite.ran[1:] == ["test_rest.py", "test_plan.py"], "of that file alone"
 
 
 def test_a_fault_is_taken_out_again(tmp_path, monkeypatch):
