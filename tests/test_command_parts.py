@@ -153,6 +153,19 @@ def judged(num_keys, **change):
     return _judge.judge_row(q, keys, out, lse, softmax_scale=0.1)
 
 
+def test_the_judge_keeps_the_worst_of_each():
+    total = _judge.Fractions()
+    for out, lse in [(0.25, 0.5), (0.75, 0.125), (0.5, 0.25)]:
+        total.add(_judge.Fractions(out, lse, rows=2))
+    assert total == _judge.Fractions(0.75, 0.5, rows=6)
+    assert total.within
+    assert _judge.Fractions(1, 1).within
+    assert not _judge.Fractions(1.001, 0).within
+    assert not _judge.Fractions(0, 1.001).within
+    for a, b in [(np.nan, 0.5), (0.5, np.nan), (np.nan, np.nan), (np.inf, 0.5)]:
+        assert _judge.worse(a, b) == np.inf
+
+
 @pytest.mark.parametrize("num_keys", [0, 1, 40])
 def test_the_judge_tells_right_from_wrong(num_keys):
     right = judged(num_keys)
