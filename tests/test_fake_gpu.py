@@ -1108,6 +1108,28 @@ def test_rows_behind_the_step_are_zero(package, gpu, cupy, path):
         package.SparseMLA(config).forward(*arrays, metadata, stream=stream)
 
 
+@pytest.mark.parametrize("path", ["mixed", "separate", "bf16"])
+def test_builds_and_forwards_on_streams_in_turn(package, gpu, cupy, path):
+    """A forward waits for the build's copy, and the next build for the forward."""
+    step = small_step()
+    kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
+    config = make_config(package, path)
+    builder, layer = package.MetadataBuilder(config), package.SparseMLA(config)
+    arrays = [CupyArray(x) for x in (step.q, kv, step.topk_indices)]
+    common = place(package, step.batch)
+    streams = [gpu.new_stream() for _ in range(4)]
+    former = None
+    for build_stream, forward_stream in (streams[:2], streams[2:]):
+        cupy.stream = build_stream
+        metadata = builder.build(common)
+        assert gpu.followed(build_stream) == former
+        cupy.stream = forward_stream
+        layer.forward(*arrays, metadata)
+        assert gpu.launch == (forward_stream, 0)
+        assert gpu.followed(forward_stream) == build_stream
+        former = forward_stream
+
+
 def test_small_prefills_go_to_the_fp8_cache(package, gpu, cupy):
     """Where the plan is open: a gather would not pay for them. The CPU always gathers."""
     paths = {}
