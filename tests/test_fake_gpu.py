@@ -1,7 +1,6 @@
 """Streams, events and arrays on a GPU (csrc/python/stream.c, pending.c, cupy.c and their kind), on
 machines without one: fake_gpu.py. Real ones: test_gpu_streams.py, test_gpu_frameworks.py."""
 
-import contextlib
 import ctypes
 import gc
 import math
@@ -25,7 +24,7 @@ from fake_gpu import (
     load,
     on_gpu,
 )
-from helpers import assert_same_bits, assert_within_bounds
+from helpers import assert_keeps_nothing, assert_same_bits, assert_within_bounds
 
 import sparse_mla
 
@@ -982,13 +981,6 @@ FRAMEWORKS = {
 }
 
 
-def growth_of_blocks(run, *arguments) -> int:
-    """Of Python's allocator, by a call."""
-    before = sys.getallocatedblocks()
-    run(*arguments)
-    return sys.getallocatedblocks() - before
-
-
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_references_to_small_things(package, gpu, cupy, monkeypatch, name):
     """Numbers of streams and devices, dtypes, modules: as many as before."""
@@ -999,19 +991,17 @@ def test_references_to_small_things(package, gpu, cupy, monkeypatch, name):
     def counts():
         return [sys.getrefcount(x) for x in things]
 
-    def repeat(count):
-        for _ in range(count):
-            package.merge_attn_states(*arrays)
-            for x in arrays:
-                for kept in ("requests", "capsules", "dead"):
-                    vars(x).get(kept, []).clear()
-            for kept in (cupy.asked, Exchanged.streams, devices):
-                kept.clear()
+    def run():
+        package.merge_attn_states(*arrays)
+        for x in arrays:
+            for kept in ("requests", "capsules", "dead"):
+                vars(x).get(kept, []).clear()
+        for kept in (cupy.asked, Exchanged.streams, devices):
+            kept.clear()
 
-    repeat(20)
+    run()
     before = counts()
-    growths = [growth_of_blocks(repeat, 60) for _ in range(8)]
-    assert min(growths) < 30, f"{growths}: more than these frameworks need at first"
+    assert_keeps_nothing(run, calls=60)
     assert max(after - count for after, count in zip(counts(), before, strict=True)) < 30
 
 
@@ -1026,15 +1016,10 @@ def test_refusals_of_a_tensor_there_keep_nothing(package, gpu):
         lambda: package.split_prefill_chunks(tensor, 9),
     ]
 
-    def repeat(refuse):
-        for _ in range(100):
-            with contextlib.suppress(TypeError, ValueError, BufferError, AttributeError):
-                refuse()
-                raise AssertionError("it is refused")
-
     for refuse in refusals:
-        repeat(refuse)
-        assert growth_of_blocks(repeat, refuse) < 50
+        with pytest.raises((TypeError, ValueError, BufferError, AttributeError)):
+            refuse()
+        assert_keeps_nothing(refuse, TypeError, ValueError, BufferError, AttributeError)
 
 
 def test_host_integers_are_not_read_from_a_device(package, gpu):

@@ -4,8 +4,6 @@ What the C library allocates for itself is failed by tests/c/test_memory.c.
 """
 
 import _imp
-import contextlib
-import ctypes
 import functools
 import importlib.machinery
 import importlib.util
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 import reference as ref
 from fake_gpu import Driver, load, on_gpu
+from helpers import assert_keeps_nothing
 
 import sparse_mla
 
@@ -163,44 +162,6 @@ def test_refusals(name):
     assert fail_each_allocation(run, error) > 0
     with pytest.raises(error):
         run()
-
-
-def in_use() -> int:
-    """Bytes that malloc has given out."""
-    info = libc.mallinfo2()
-    return info.uordblks + info.hblkhd
-
-
-class Mallinfo(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
-
-
-libc = ctypes.CDLL(None)
-if hasattr(libc, "mallinfo2"):  # glibc 2.33
-    libc.mallinfo2.restype = Mallinfo
-
-
-def assert_keeps_nothing(run, *expected) -> None:
-    """Blocks of Python's allocator and bytes of C's, over many calls."""
-
-    def repeat(count: int) -> None:
-        for _ in range(count):
-            with contextlib.suppress(*expected):
-                run()
-
-    counts_malloc = hasattr(libc, "mallinfo2")
-    repeat(50)
-    blocks, num_bytes = sys.getallocatedblocks(), in_use() if counts_malloc else 0
-    repeat(200)
-    assert sys.getallocatedblocks() - blocks < 100
-    if counts_malloc:
-        assert in_use() - num_bytes < 200 * 16, "a block of malloc's has 32 bytes at least"
 
 
 @pytest.mark.parametrize("name", refusals())
