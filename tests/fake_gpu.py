@@ -142,6 +142,12 @@ class LikeJax(Producer):
         self.waits += 1
 
 
+class LikePythonJax(LikeJax):
+    """One whose type is not compiled, so that it could be a tracer."""
+
+    __module__ = "jax.of_these_tests"
+
+
 class CupyArray:
     """An array of CuPy, which has no exchange API and is read by its attributes."""
 

@@ -20,6 +20,7 @@ from fake_gpu import (
     CupyArray,
     Driver,
     LikeJax,
+    LikePythonJax,
     LikeTorch,
     load,
     on_gpu,
@@ -976,6 +977,7 @@ FRAMEWORKS = {
     "old signature": lambda x: on_gpu(x, old_signature=True),
     "old torch": LikeTorch,
     "jax": LikeJax,
+    "jax in Python": LikePythonJax,
     "cupy": CupyArray,
     "exchange": exchanged,
 }
@@ -986,7 +988,11 @@ def test_references_to_small_things(package, gpu, cupy, monkeypatch, name):
     """Numbers of streams and devices, dtypes, modules: as many as before."""
     devices = old_torch(monkeypatch, 0)
     arrays = [FRAMEWORKS[name](x) for x in STATES]
+    core = ModuleType("jax.core")
+    core.Tracer = type("Tracer", (), {})
+    monkeypatch.setitem(sys.modules, "jax.core", core)
     things = [-1, 1, 0, 2, 3, 8, np.dtype(np.float32), "out", *sys.modules.values(), CupyArray]
+    things += [core.Tracer, *arrays, *(y for x in arrays for y in vars(x).values())]
 
     def counts():
         return [sys.getrefcount(x) for x in things]
@@ -1003,6 +1009,52 @@ def test_references_to_small_things(package, gpu, cupy, monkeypatch, name):
     before = counts()
     assert_keeps_nothing(run, calls=60)
     assert max(after - count for after, count in zip(counts(), before, strict=True)) < 30
+
+
+def test_tracers_are_refused(package, gpu, monkeypatch):
+    core = ModuleType("jax.core")
+    core.Tracer = LikePythonJax
+    monkeypatch.setitem(sys.modules, "jax.core", core)
+    arrays = [LikePythonJax(x) for x in STATES]
+    with pytest.raises(BufferError, match=r"`out_a` must be a concrete array, got a jax tracer"):
+        package.merge_attn_states(*arrays)
+    core.Tracer = 7
+    with pytest.raises(BufferError, match=r"got from its __dlpack__: isinstance\(\) arg 2 must be"):
+        package.merge_attn_states(*arrays)
+    assert [x.requests for x in arrays] == [[]] * 4
+
+
+def test_types_are_forgotten_with_the_module(gpu, monkeypatch):
+    cupy = Cupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    things = [Exchanged, CupyArray, cupy.cuda.Device]
+    held = [sys.getrefcount(x) for x in things]
+    package = load()
+    package.merge_attn_states(*map(exchanged, STATES))
+    package.merge_attn_states(*map(CupyArray, STATES))
+    assert all(sys.getrefcount(x) > count for x, count in zip(things, held, strict=True))
+    del package
+    gc.collect()
+    assert [sys.getrefcount(x) for x in things] == held
+
+
+def test_steps_keep_nothing(package, gpu, cupy):
+    """Builds, and forwards whose results are new."""
+    step = small_step()
+    config = make_config(package, "separate")
+    builder, layer = package.MetadataBuilder(config), package.SparseMLA(config)
+    common = place(package, step.batch)
+    arrays = [on_gpu(x) for x in (step.q, step.fp8_cache)] + [CupyArray(step.topk_indices)]
+
+    def run():
+        layer.forward(*arrays, builder.build(common))
+        for x in arrays[:2]:
+            for kept in (x.requests, x.capsules, x.dead):
+                kept.clear()
+        cupy.reset()
+
+    assert_keeps_nothing(run, calls=30)
+    assert_keeps_nothing(lambda: package.MetadataBuilder(config), calls=30)
 
 
 def test_refusals_of_a_tensor_there_keep_nothing(package, gpu):
