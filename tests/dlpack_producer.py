@@ -192,6 +192,13 @@ class Producer:
         """To its capsules: 3 for the list, the loop and the argument."""
         return [sys.getrefcount(c) for c in self.capsules]
 
+    def forget(self) -> None:
+        """Lets go of what was asked and of tensors that were deleted."""
+        for _, managed, *_ in self.dead:
+            _owner.pop(ctypes.addressof(managed), None)
+        for kept in (self.requests, self.capsules, self.dead):
+            kept.clear()
+
     def assert_balanced(self) -> None:
         if self.outstanding or set(self.references()) - {3}:  # seldom: it takes long beside torch
             gc.collect()

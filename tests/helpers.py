@@ -334,7 +334,7 @@ def assert_keeps_nothing(run, *expected, calls=200) -> None:
     """Blocks of Python's allocator and bytes of malloc's, over many calls. A leak grows with every
     round of them, what others need in between does not."""
     found = []
-    for _ in range(8):
+    for _ in range(40):
         blocks, num_bytes = sys.getallocatedblocks(), malloc_bytes()
         for _ in range(calls):
             with contextlib.suppress(*expected):
