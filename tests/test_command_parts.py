@@ -195,6 +195,33 @@ def test_the_judge_s_rows_are_the_bytes_meaning():
     assert np.array_equal(ref.bits16(_judge.upconvert_rows(rows)), ref.bits16(gathered))
 
 
+def test_the_judge_reads_rows_of_any_dtype_and_stride():
+    rows = cases.make_rows(np.random.default_rng(3), 6, "fp8")
+    want = _judge.exact_rows(rows)
+    wide = np.zeros((12, 700), np.uint8)
+    wide[::2, :656] = rows
+    for same in (rows.view(np.int8), rows.view(ref.E4M3), wide[::2, :656]):
+        assert np.array_equal(_judge.exact_rows(same), want)
+
+
+def test_the_judge_allows_for_rounded_keys():
+    """The bound of gathered rows is larger by what rounding them to bf16 costs, a step of out."""
+    rng = np.random.default_rng(4)
+    q, keys = cases.random_bf16(rng, 2, 576), rng.normal(0, 1, (9, 576))
+    logits = 0.1 * q.astype(np.float64) @ keys.T
+    weights = np.exp(logits - logits.max(1, keepdims=True))
+    weights /= weights.sum(1, keepdims=True)
+    out = weights @ keys[:, :512] + 2.0**-8 * weights @ np.abs(keys[:, :512])
+    lse = np.log(np.exp(logits).sum(1)).astype(np.float32)
+    judge = [
+        _judge.judge_row(q, keys, out, lse, softmax_scale=0.1, gathered=gathered)
+        for gathered in (False, True)
+    ]
+    assert judge[1].out < judge[0].out < 3
+    assert judge[1].lse < judge[0].lse / 10
+    assert judge[1].within
+
+
 # --- bench ---------------------------------------------------------------------------------------
 
 
@@ -483,6 +510,20 @@ def test_a_layer_gives_its_weight_once():
 
     with pytest.raises(ValueError, match=r"must be a layer without bias"):
         sparse_mla.split_kv_b_proj(Biased(), **sizes)
+
+
+def test_a_layer_has_weights_or_says_so():
+    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 1}
+    config = sparse_mla.Config(1, softmax_scale=0.1, qk_nope_head_dim=4, v_head_dim=2, **limits)
+    bare = sparse_mla.SparseMLA(config)
+    assert bare.W_UK is bare.W_UV is None
+    x = np.ones((1, 1, 512), ref.BF16)
+    for op, array in (("k_up_proj", x[..., :4]), ("v_up_proj", x)):
+        with pytest.raises(ValueError, match=rf"^{op}: `kv_b_proj` must be given to SparseMLA"):
+            getattr(bare, op)(array)
+    layer = sparse_mla.SparseMLA(config, kv_b_proj=np.ones((512, 6), np.float32))
+    assert (layer.k_up_proj(x[..., :4]) == 4).all()
+    assert (layer.v_up_proj(x) == 512).all()
 
 
 @pytest.mark.parametrize("scale", [np.inf, -np.inf, np.nan])

@@ -237,3 +237,7 @@ def test_import_needs_what_it_is_made_of(name):
         "        print(type(error).__name__)\n"
     )
     assert printed_by_python("-c", program).split()[0].endswith("Error")
+
+
+def test_completion_offers_what_is_public():
+    assert dir(sparse_mla) == sorted(sparse_mla.__all__)
