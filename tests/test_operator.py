@@ -6,6 +6,7 @@ import inspect
 import pickle
 import pydoc
 import sys
+import typing
 import weakref
 
 import ml_dtypes
@@ -171,3 +172,8 @@ def test_a_declaration_that_takes_more_than_c():
             op()
     assert sys.getrefcount(answer) == held
     assert op(np.ones(3, np.float32))[0].shape == (3,)
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_annotations_have_a_meaning(op):
+    assert typing.get_type_hints(op.__wrapped__)

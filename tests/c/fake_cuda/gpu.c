@@ -1,7 +1,7 @@
 /* gpu.c: a GPU made of plain memory, for Python's tests of what the extension does with streams,
- * events and arrays on a device. csrc/cuda's host files run as they are, on runtime.h; kernels are
- * the CPU's, and are over when they are started. buildtools/graph.py makes an extension of it, which
- * tests/fake_gpu.py loads; the functions at the end are what Python calls through ctypes.
+ * events and arrays on a device. csrc/cuda's host files run as they are, on runtime.h. Kernels are
+ * the CPU's, and are over when they are started. buildtools/graph.py makes an extension of it that
+ * tests/fake_gpu.py loads. The functions at the end are what Python calls through ctypes.
  */
 #include "cuda/kernels.h"
 
