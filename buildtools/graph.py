@@ -263,9 +263,9 @@ class Graph:
         options.setdefault("variables", {})["extra"] = shlex.join(map(str, extra))
         return self.writer.build(str(output), rule, [str(path) for path in inputs], **options)[0]
 
-    def compile(self, source, *extra):
+    def compile(self, source, *extra, folder="obj"):
         isa = ISA_FLAGS.get(suffix(source), "").split()
-        return self.add("cc", BUILD / "obj" / source.with_suffix(".o"), [source], [*extra, *isa])
+        return self.add("cc", BUILD / folder / source.with_suffix(".o"), [source], [*extra, *isa])
 
     def compile_cuda(self, source):
         return self.add(
@@ -303,9 +303,10 @@ def write_graph(version):
         if VARIANT == "thread":
             core.append(graph.compile(THREADS))
         archive = graph.add("ar", LIB / "libsparse_mla.a", core)
-        add_extension(graph, archive, version)
+        glue = add_extension(graph, archive, version)
         add_library(graph, core, archive, version)
-        add_programs(graph, archive)
+        # A cross compiler has no Python to load it.
+        add_programs(graph, archive, [] if VARIANT == "aarch64" else [add_fake_gpu(graph, glue)])
     return path
 
 
@@ -318,6 +319,23 @@ def add_extension(graph, archive, version):
     ]
     # The core's symbols stay inside: a libsparse_mla in the same process must not replace them.
     graph.name("extension", [graph.add("link", EXTENSION, [*glue, archive], SHARED)])
+    return glue
+
+
+def add_fake_gpu(graph, glue):
+    """The extension once more, for tests/fake_gpu.py: csrc/cuda's host files on a runtime that is
+    made of plain memory, and the CPU's kernels in place of CUDA's. cuBLAS is left out."""
+    flags = ["-DSMLA_HAVE_CUDA=1", "-isystem", "tests/c/fake_cuda"]
+    core = [*c_files("csrc"), *c_files("csrc/cpu"), *c_files("csrc/cuda")]
+    core = [source for source in core if source != Path("csrc/cuda/projection.c")]
+    core.append(Path("tests/c/fake_cuda/gpu.c"))
+    objects = [
+        graph.compile(source, *flags, folder="obj/fake_gpu")
+        if source.name == "dispatch.c" or "cuda" in source.parent.name
+        else str(BUILD / "obj" / source.with_suffix(".o"))
+        for source in core
+    ]
+    return graph.add("link", BUILD / "tests" / "fake_gpu.so", [*glue, *objects], SHARED)
 
 
 def add_library(graph, core, archive, version):
@@ -331,12 +349,12 @@ def add_library(graph, core, archive, version):
     graph.name("lib", outputs)
 
 
-def add_programs(graph, archive):
+def add_programs(graph, archive, others):
     """tests/c: fuzz_*.c are libFuzzer targets, the others programs of their own that assert().
     Those of csrc/cuda's host files bring a CUDA runtime of their own. Without a toolkit they bring
-    its headers, too."""
+    its headers, too. `others` are built with the tests."""
     cuda_headers = graph.cuda.include if graph.cuda else "tests/c/fake_cuda"
-    programs = {"tests": [], "fuzz": []}
+    programs = {"tests": [*others], "fuzz": []}
     for source in c_files("tests/c"):
         kind = "fuzz" if source.stem.startswith("fuzz_") else "tests"
         options = ["-fsanitize=fuzzer"] if kind == "fuzz" else []

@@ -3,12 +3,13 @@
     make mutants                                   what the last commit and later edits changed
     make mutants ARGS='csrc/rule.c sparse_mla/backend.py'
     make mutants ARGS='all --count 60 --seed 3'    a sample of all of it
-    make mutants ARGS='--again build/mutants/survived.txt --tests "test_cache*,test_errors*"'
+    make mutants ARGS='--again build/mutants/survived.txt --tests "test_cache*,test_errors.c"'
 
 Works on a copy in build/mutants, without CUDA: its kernels are left out, its host code is tested by
-tests/c/test_cuda_*.c. A fault is built; the C programs whose bytes it changes are run, and if it
-changes the extension or the package, pytest. The tests that share a word with the file go first,
-then the short ones. A test that runs far longer than it did without a fault has noticed it.
+tests/c/test_cuda_*.c and tests/test_fake_gpu.py. A fault is built; the C programs whose bytes it
+changes are run, and if it changes the extension or the package, pytest. The tests that caught a
+fault of the file before go first, then those that share a word with it, then the short ones. A test
+that runs far longer than it did without a fault has noticed it.
 
 A fault in a list is three lines, and in tests/equivalent_mutants.txt, of those that no test can
 notice, four: `@ file function`, `- ` the code, `+ ` the fault, `= ` why it changes nothing. A fault
@@ -39,6 +40,7 @@ SURVIVED = WORK / "survived.txt"
 EXPLAINED = Path("tests/equivalent_mutants.txt")
 SOURCES = ("csrc/*.[ch]", "csrc/*/*.[ch]", "sparse_mla/*.py")
 COPIED = re.compile(r"(csrc|sparse_mla|tests|buildtools|examples|docs|benchmarks)/|[^/]+$")
+FAKE_GPU = ("test_fake_gpu.py",)  # the tests that load build/release/tests/fake_gpu.so
 OUTCOMES = ("caught", "survived", "explained", "not built")
 
 
@@ -105,6 +107,13 @@ def read_list(path):
     return found
 
 
+def first_failure():
+    """The test that output.txt tells of, in a few words."""
+    text = (WORK / "output.txt").read_text(errors="replace")
+    found = re.search(r"^(?:FAILED|ERROR) (tests/\S+)", text, re.MULTILINE)
+    return found[1] if found else "a test that crashed or took too long"
+
+
 def listed(fault):
     path, place, before, after = fault.key
     return f"@ {f'{path} {place}'.strip()}\n- {before}\n+ {after}\n"
@@ -114,13 +123,13 @@ def listed(fault):
 
 
 def copy_sources():
-    """Brings the copy up to date, writes only what differs, and returns a digest of it all."""
+    """Brings the copy up to date, writes only what differs, and returns each file's digest."""
     names = output_of("git", "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
     names = [name for name in names if COPIED.match(name) and Path(name).is_file()]
-    digest = hashlib.sha256()
+    digests = {}
     for name in sorted(names):
         content, target = Path(name).read_bytes(), TREE / name
-        digest.update(f"{name} {len(content)} ".encode() + content)
+        digests[name] = hashlib.sha256(content).hexdigest()
         if not target.is_file() or target.read_bytes() != content:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(name, target)
@@ -128,7 +137,7 @@ def copy_sources():
         for path in (TREE / folder).rglob("*.[chp]*"):
             if path.is_file() and str(path.relative_to(TREE)) not in names:
                 path.unlink()
-    return digest.hexdigest()
+    return digests
 
 
 class Suite:
@@ -139,13 +148,20 @@ class Suite:
 
         def selected(folder, start):
             paths = sorted((TREE / folder).glob(start))
-            return [p for p in paths if any(fnmatch.fnmatch(p.stem, x) for x in patterns)]
+            return [
+                p
+                for p in paths
+                if any(fnmatch.fnmatch(name, x) for name in (p.stem, p.name) for x in patterns)
+            ]
 
         self.programs = [path.stem for path in selected("tests/c", "test_*.c")]
         files = [path.name for path in selected("tests", "test_*.py")]
-        self.files = [name for name in files if not name.startswith("test_gpu_")]
+        # test_mutants.py compares the list of explained faults with the source, whatever that does.
+        left_out = ("test_gpu_", "test_mutants")
+        self.files = [name for name in files if not name.startswith(left_out)]
         self.seconds = {}
         self.bytes = {}
+        self.catchers = {}  # path → the files of tests that caught one of its faults
 
     def run(self, *command, limit=None):
         """Whether a command ends well within `limit` seconds; output.txt has what it printed."""
@@ -155,6 +171,7 @@ class Suite:
             "PYTHONPATH": str(TREE.resolve()),
             "PYTHONDONTWRITEBYTECODE": "1",  # two faults of one second would share bytecode
             "SMLA_EXPECT_ROOT": str(TREE.resolve()),
+            "SMLA_FIRST_FAILURE": "1",
         }
         with (WORK / "output.txt").open("w") as output:
             process = subprocess.Popen(
@@ -200,48 +217,62 @@ class Suite:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options]
         return self.run(*command, *(f"tests/{name}" for name in names), limit=limit)
 
-    def prepare(self, digest):
-        """Builds the copy, sees all tests pass and measures them, unless that has been done."""
+    def prepare(self, digests):
+        """Builds the copy, sees all tests pass and measures them: those alone that have changed, if
+        nothing else has."""
         setup = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
         if not (self.run(*setup) and self.build()):
             sys.exit(f"error: the copy does not build, see {WORK}/output.txt")
         self.bytes = self.built()
         record = WORK / "baseline.json"
-        names = {*self.programs, *self.files}
+        paths = {f"tests/c/{stem}.c": stem for stem in self.programs}
+        paths |= {f"tests/{name}": name for name in self.files}
+        is_test = re.compile(r"tests/(c/)?test_\w+\.(c|py)").fullmatch
+        is_text = re.compile(r"docs/|.*\.(md|txt)$").match
+        rest = {n: digest for n, digest in digests.items() if not (is_test(n) or is_text(n))}
         known = json.loads(record.read_text()) if record.exists() else {}
-        if known.get("digest") == digest and names <= set(known["seconds"]):
-            self.seconds = known["seconds"]
-            return
-        for stem in self.programs:
+        if known.get("rest") != rest:
+            known = {"rest": rest, "tests": {}, "seconds": {}}
+        stale = {name for path, name in paths.items() if known["tests"].get(path) != digests[path]}
+        self.seconds = known["seconds"]
+        for stem in stale.intersection(self.programs):
             start = time.monotonic()
             if not self.run_programs([stem]):
                 sys.exit(f"error: {stem} fails without a fault, see {WORK}/output.txt")
             self.seconds[stem] = time.monotonic() - start
-        if self.files and not self.run_pytest(self.files, "--junit-xml=../pytest.xml"):
+        files = sorted(stale.intersection(self.files))
+        if files and not self.run_pytest(files, "--junit-xml=../pytest.xml"):
             sys.exit(f"error: pytest fails without a fault, see {WORK}/output.txt")
-        self.seconds.update(dict.fromkeys(self.files, 0.0))
-        report = ElementTree.parse(WORK / "pytest.xml").iter("testcase") if self.files else ()
+        self.seconds.update(dict.fromkeys(files, 0.0))
+        report = ElementTree.parse(WORK / "pytest.xml").iter("testcase") if files else ()
         for case in report:
             self.seconds[case.get("classname").split(".")[1] + ".py"] += float(case.get("time"))
-        record.write_text(json.dumps({"digest": digest, "seconds": self.seconds}))
+        known["tests"].update({path: digests[path] for path in paths})
+        record.write_text(json.dumps(known))
 
     def judge(self, fault):
-        """The outcome of a fault that the copy holds."""
+        """The outcome of a fault that the copy holds, and what is worth knowing about it."""
         is_python = fault.path.endswith(".py")
         if not is_python and not self.compiles():
-            return "not built"
+            return "not built", ""
         changed = {stem for stem, digest in self.built().items() if self.bytes[stem] != digest}
         if not is_python and not changed:
-            return "explained"
+            return "explained", "same bytes"
         has_package = is_python or not changed.isdisjoint(("_C.abi3", "libsparse_mla"))
-        files = self.files if has_package else []
+        on_fake_gpu = [name for name in self.files if name in FAKE_GPU and "fake_gpu" in changed]
+        files = self.files if has_package else on_fake_gpu
         for names in self.in_rounds(fault.path, changed.intersection(self.programs), files):
             limit = 30 + 3 * sum(self.seconds[name] for name in names)
             is_pytest = names[0].endswith(".py")
             passed = (self.run_pytest if is_pytest else self.run_programs)(names, limit=limit)
+            if not passed and is_pytest:
+                by = first_failure()
+                if match := re.match(r"tests/(\w+\.py)", by):
+                    self.catchers.setdefault(fault.path, set()).add(match[1])
+                return "caught", by
             if not passed:
-                return "caught"
-        return "survived"
+                return "caught", "a C program"
+        return "survived", ""
 
     def in_rounds(self, path, programs, files):
         """Tests in the order in which they are worth running, as lists of one kind each."""
@@ -253,10 +284,11 @@ class Suite:
         programs = sorted(programs, key=self.seconds.get)
         files = sorted(files, key=self.seconds.get)
         quick = [name for name in programs if is_close(name) or self.seconds[name] < 1]
-        close = [name for name in files if is_close(name)]
+        known = [name for name in files if name in self.catchers.get(path, ())]
+        close = [name for name in files if is_close(name) and name not in known]
         slow = [name for name in programs if name not in quick]
-        rest = [name for name in files if name not in close]
-        return [names for names in (quick, close, slow, rest) if names]
+        rest = [name for name in files if name not in known + close]
+        return [names for names in (quick, known, close, slow, rest) if names]
 
 
 def try_fault(suite, fault):
@@ -311,20 +343,19 @@ def main(arguments=None):
         return 0
     explanations = read_list(EXPLAINED)
     TREE.mkdir(parents=True, exist_ok=True)
-    digest = copy_sources()
+    digests = copy_sources()
     suite = Suite(args.tests)
-    suite.prepare(digest)
+    suite.prepare(digests)
     results = []
     with SURVIVED.open("w") as survivors:
         for i, fault in enumerate(chosen, 1):
             start = time.monotonic()
             known = fault.key in explanations
-            outcome = "explained" if known else try_fault(suite, fault)
+            outcome, by = ("explained", "") if known else try_fault(suite, fault)
             results.append((fault, outcome))
             seconds = time.monotonic() - start
-            print(
-                f"{i}/{len(chosen)} {fault.path}:{fault.line} {outcome} {seconds:.0f} s", flush=True
-            )
+            place = f"{fault.path}:{fault.line}"
+            print(f"{i}/{len(chosen)} {place} {outcome} {seconds:.0f} s {by}", flush=True)
             if outcome == "survived":
                 print(listed(fault), file=survivors, flush=True)
     print(table(results), SURVIVED.read_text(), sep="\n\n", end="")

@@ -13,6 +13,7 @@ import sparse_mla
 
 # Wheels of CuPy are named by the CUDA version that they are for.
 WHEELS = {"cupy": ("cupy", "cupy-cuda13x", "cupy-cuda12x")}
+DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 FRAMEWORKS = ("numpy", "ml_dtypes", "torch", "jax", "cupy", "transformers")
 
 
@@ -77,10 +78,10 @@ def gpu_text(kernels: list[dict[str, Any]]) -> str:
     return f"{names or 'unnamed'}: {', '.join(dict.fromkeys(runnable))}"
 
 
-def gpu_names() -> list[str]:
+def gpu_names(folder: Path = DRIVER_FOLDER) -> list[str]:
     """Of every GPU that NVIDIA's driver has; none where it does not say."""
     names = []
-    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+    for path in sorted(folder.glob("*/information")):
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except OSError:

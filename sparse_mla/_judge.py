@@ -16,6 +16,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 KV_LORA_RANK = 512
 FP8_ROW_BYTES = 656
 SCALE_TILE = 128
+NUM_TILES = KV_LORA_RANK // SCALE_TILE
 
 # Every e4m3 byte as fp32, by its definition: sign, 4 exponent bits (bias 7), 3 mantissa bits.
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -24,7 +25,7 @@ E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astyp
 def split_fp8_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[n, 656] bytes -> e4m3 values [n, 4, 128] fp32, scales [n, 4, 1] fp32, RoPE [n, 64] bf16."""
     rows = np.ascontiguousarray(rows.view(np.uint8))
-    values = E4M3_VALUES[rows[:, :KV_LORA_RANK]].reshape(len(rows), -1, SCALE_TILE)
+    values = E4M3_VALUES[rows[:, :KV_LORA_RANK]].reshape(len(rows), NUM_TILES, SCALE_TILE)
     scales = rows[:, KV_LORA_RANK:528].copy().view(np.float32)[..., None]
     return values, scales, rows[:, 528:].copy().view(BF16)
 
@@ -35,14 +36,14 @@ def exact_rows(rows: np.ndarray) -> np.ndarray:
         return rows.astype(np.float64)
     values, scales, rope = split_fp8_rows(rows)
     nope = values.astype(np.float64) * scales
-    return np.concatenate([nope.reshape(len(rows), -1), rope.astype(np.float64)], axis=1)
+    return np.concatenate([nope.reshape(-1, KV_LORA_RANK), rope.astype(np.float64)], axis=1)
 
 
 def upconvert_rows(rows: np.ndarray) -> np.ndarray:
     """FP8 cache rows -> bf16 rows [n, 576], what gather_kv_cache must write, bit for bit."""
     values, scales, rope = split_fp8_rows(rows)
     nope = (values * scales).astype(BF16)
-    return np.concatenate([nope.reshape(len(rows), -1), rope], axis=1)
+    return np.concatenate([nope.reshape(-1, KV_LORA_RANK), rope], axis=1)
 
 
 @dataclass

@@ -1,17 +1,28 @@
 """A hand-made framework with DLPack's exchange API, as PyTorch has it: a table of C functions on
 the type, which lend tensors for a call, share them for longer, and allocate results.
 
-It counts what it gives out. The structs are written down from DLPack's text, as those of
-dlpack_producer.py are.
+It counts what it gives out. Arrays may say that they are on a device, but their memory is the
+host's. The structs are written down from DLPack's text, as those of dlpack_producer.py are.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+from typing import ClassVar
 
 import numpy as np
-from dlpack_producer import DELETER, DTYPES, READ_ONLY, DLTensor, Versioned, api, fill, sizes_of
+from dlpack_producer import (
+    CPU,
+    DELETER,
+    DTYPES,
+    READ_ONLY,
+    DLTensor,
+    Versioned,
+    api,
+    fill,
+    sizes_of,
+)
 
 POISON = 0xFF  # of results' memory
 
@@ -54,10 +65,13 @@ class Exchanged:
     shared = 0  # tensors given out with a deleter
     deleted = 0
     allocated = 0  # results, whose memory is that of an array
+    streams: ClassVar = []  # the current ones, as they were asked for: (device type, id)
+    stream: ClassVar = 0  # the current one's handle; None: the question fails
 
-    def __init__(self, array: np.ndarray, *, is_read_only=False) -> None:
+    def __init__(self, array: np.ndarray, *, is_read_only=False, place=(CPU, 0)) -> None:
         self.array = array
         self.is_read_only = is_read_only
+        self.place = place
         self.outstanding = 0
         self.shape, self.strides = sizes_of(array)
 
@@ -76,12 +90,17 @@ def _delete(address):
     Exchanged.deleted += 1
 
 
+def _describe(x: Exchanged, tensor: DLTensor) -> None:
+    fill(tensor, x.array, x.shape, x.strides)
+    tensor.device_type, tensor.device_id = x.place
+
+
 def _give(owner: Exchanged, out) -> None:
     managed = Versioned()
     managed.major, managed.minor = 1, 3
     managed.flags = READ_ONLY if owner.is_read_only else 0
     managed.deleter = _delete
-    fill(managed.tensor, owner.array, owner.shape, owner.strides)
+    _describe(owner, managed.tensor)
     out[0] = ctypes.addressof(managed)
     _shared[out[0]] = (owner, managed)
     owner.outstanding += 1
@@ -90,7 +109,7 @@ def _give(owner: Exchanged, out) -> None:
 
 @LEND
 def _lend(x, tensor):
-    fill(tensor.contents, x.array, x.shape, x.strides)
+    _describe(x, tensor.contents)
     Exchanged.lent += 1
     return 0
 
@@ -106,7 +125,8 @@ def _allocate(prototype, out, _context, _set_error):
     wanted = prototype.contents
     shape, dtype = wanted.shape[: wanted.ndim], DTYPE_OF[wanted.code, wanted.bits]
     memory = np.full(math.prod(shape) * dtype.itemsize, POISON, np.uint8)
-    _give(Exchanged(memory.view(dtype).reshape(shape)), out)
+    place = wanted.device_type, wanted.device_id
+    _give(Exchanged(memory.view(dtype).reshape(shape), place=place), out)
     Exchanged.allocated += 1
     return 0
 
@@ -121,9 +141,10 @@ def _adopt(address, out):
 
 
 @FIND_STREAM
-def _find_stream(_type, _device, out):
-    out[0] = None
-    return 0
+def _find_stream(device_type, device_id, out):
+    Exchanged.streams.append((device_type, device_id))
+    out[0] = Exchanged.stream
+    return 0 if Exchanged.stream is not None else -1
 
 
 TABLE = Table(1, 3, None, _allocate, _share, _adopt, _lend, _find_stream)
@@ -145,3 +166,16 @@ class NoLoans:
 
     def __exit__(self, *_) -> None:
         TABLE.lend = _lend
+
+
+class NoMemory:
+    """While it lasts results come from another allocator, a function of C that fails."""
+
+    def __init__(self, allocator) -> None:
+        self.allocator = ctypes.cast(allocator, ALLOCATE)
+
+    def __enter__(self) -> None:
+        TABLE.allocate = self.allocator
+
+    def __exit__(self, *_) -> None:
+        TABLE.allocate = _allocate

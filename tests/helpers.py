@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import os
 import re
@@ -300,6 +302,47 @@ def assert_right_again(op, case, want: ref.Attention, got: dict) -> None:
     for name, x in guarded_attention(op, case).items():
         assert_same_bits(x, got[name], f"{name} of the second run")
     assert_within_bounds(want, guarded_attention(op, case, max_logits=False))
+
+
+# --- leaks ---------------------------------------------------------------------------------------
+
+
+class Mallinfo(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+libc = ctypes.CDLL(None)
+if hasattr(libc, "mallinfo2"):  # glibc 2.33
+    libc.mallinfo2.restype = Mallinfo
+
+
+def malloc_bytes() -> int:
+    """What the C library has given out; 0 where it does not count."""
+    if not hasattr(libc, "mallinfo2"):
+        return 0
+    info = libc.mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+def assert_keeps_nothing(run, *expected, calls=200) -> None:
+    """Blocks of Python's allocator and bytes of malloc's, over many calls. A leak grows with every
+    round of them, what others need in between does not."""
+    found = []
+    for _ in range(40):
+        blocks, num_bytes = sys.getallocatedblocks(), malloc_bytes()
+        for _ in range(calls):
+            with contextlib.suppress(*expected):
+                run()
+        found.append((sys.getallocatedblocks() - blocks, malloc_bytes() - num_bytes))
+        if found[-1][0] < calls // 2 and found[-1][1] < 16 * calls:  # a block has 32 bytes or more
+            return
+    raise AssertionError(f"{calls} calls leave (blocks, bytes), round for round: {found}")
 
 
 # --- errors --------------------------------------------------------------------------------------

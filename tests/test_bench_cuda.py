@@ -2,8 +2,10 @@
 them are what their names say, the judge tells right from wrong, tables, summary and plot follow."""
 
 import argparse
+import importlib.util
 import json
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from sparse_mla._bench import (
     cuda_sent,
     cuda_sides,
     cuda_timing,
+    peer,
     summary,
 )
 from sparse_mla._bench.cuda_kinds import KINDS
@@ -337,6 +340,242 @@ def test_a_flush_comes_before_every_replay_and_is_not_timed(monkeypatch):
     sides = {"ours": ["a", "another input"], "peer": ["b", "another input"]}
     assert cuda_timing.interleave_flushed(sides, effort) == {"ours": 1e-6, "peer": 1e-6}
     assert events == ["flush", "a", "flush", "b"] * (50 + cuda_timing.WARM_UP_ROUNDS)
+
+
+@pytest.mark.torch
+def test_a_flush_leaves_nothing_in_the_cache(on_cpu, monkeypatch):
+    monkeypatch.setattr(cuda_timing, "DEVICE", "cpu")
+    for name, value in {"l2_bytes": lambda: 1 << 10, "FLUSH_BYTES": 9, "FLUSH_ORDER": 4}.items():
+        monkeypatch.setattr(cuda_timing, name, value)
+    torch = cuda_timing.torch
+    made = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **o: made.append(empty(*a, **o)) or made[-1])
+    flush = cuda_timing.make_flush()
+    assert [(len(x), x.dtype) for x in made] == [(2 << 10, torch.uint8)]
+    made[0].fill_(7)
+    flush()
+    assert not made[0].any()
+
+
+# --- sides that fail -----------------------------------------------------------------------------
+
+
+def make_sides(flat, **times):
+    """Ours over this input, by name."""
+    return {name: cuda_sides.make_ours([flat]) for name in times}
+
+
+@pytest.fixture
+def timed(on_cpu, monkeypatch):
+    """Sets what sides take, in place of graphs: a number, or a function that may fail."""
+
+    def set_times(**times):
+        def time_sides(sides, effort, rotating):
+            for name, side in sides.items():
+                seconds = times[name]
+                side.seconds = side.flushed_seconds = (
+                    seconds(side) if callable(seconds) else seconds
+                )
+
+        monkeypatch.setattr(cuda_sides, "time_sides", time_sides)
+
+    return set_times
+
+
+def fail(_):
+    raise RuntimeError("cannot be\ncaptured")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kv_format", ["bfloat16"])
+def test_sides_fail_alone(flat, timed):
+    """When they are run first, when they are captured, or by what replays leave behind."""
+
+    def spoil(side):
+        side.owned[0][0] = 3
+        return 4.0
+
+    timed(good=1.0, late=fail, spoilt=spoil, early=2.0)
+    sides = make_sides(flat, good=0, late=0, spoilt=0, early=0)
+    sides["early"].calls = [lambda: fail(None)]
+    cuda_sides.measure_sides(sides, cuda_timing.CudaEffort())
+    failures = {name: side.failure for name, side in sides.items()}
+    assert failures == {
+        "good": "",
+        "late": "RuntimeError: cannot be captured",
+        "spoilt": "replays changed the result's bits",
+        "early": "RuntimeError: cannot be captured",
+    }
+    seconds = [side.seconds for side in sides.values()]
+    assert seconds == pytest.approx([1.0, np.nan, 4.0, np.nan], nan_ok=True)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kv_format", ["bfloat16"])
+def test_a_side_beyond_its_bound_has_failed(flat):
+    side = cuda_sides.make_ours([flat])
+    call = side.calls[0]
+
+    def wrong():
+        call()
+        side.owned[0].mul_(1.5)
+        return side.owned
+
+    side.calls = [wrong]
+    side.check()
+    assert side.error > 1
+    assert side.failure == f"error is {side.error:.3g} of its bound"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("rotating", [True, False])
+def test_sides_are_timed_by_both_methods(rotating, monkeypatch):
+    monkeypatch.setattr(cuda_sides, "interleave", lambda calls, _: dict.fromkeys(calls, 1.0))
+    flushed = {"a": 2.0, "b": 3.0}
+    monkeypatch.setattr(cuda_sides, "interleave_flushed", lambda calls, _: flushed)
+    sides = {name: cuda_sides.Side([], lambda x: x, None) for name in "ab"}
+    cuda_sides.time_sides(sides, cuda_timing.CudaEffort(), rotating)
+    assert [side.flushed_seconds for side in sides.values()] == [2.0, 3.0]
+    assert all((side.seconds == 1.0) == rotating for side in sides.values())
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("broken", ["make_requests", "make_ours"])
+def test_rows_that_fail_leave_the_others_their_place(broken, given_times, monkeypatch):
+    """The tables of decodes, prefills and inputs, with each format's requests or calls failing."""
+    sizes = {"PREFILL_TOKENS": 5, "PREFILL_TOPK": TOPK, "PREFILL_HEADS": (2,)}
+    for name, value in (sizes | {"FULL_PREFILL_KEYS": (512,)}).items():
+        monkeypatch.setattr(cuda_attention, name, value)
+    decodes = [(name, TOPK, (2,), [(1, 1)]) for name in FORMATS]
+    monkeypatch.setattr(cuda_attention, "FULL_DECODES", decodes)
+    monkeypatch.setattr(cuda_attention, "l2_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(cuda_sent, "TOPK", TOPK)
+    for module in (cuda_attention, cuda_sent):
+        monkeypatch.setattr(module, broken, lambda *_: fail(None))
+    rows = cuda_sent.Rows(
+        kv_formats=("fp8_ds_mla",), head_counts=(2,), batches=((1, 1),), kinds=("flat",)
+    )
+    effort = cuda_timing.CudaEffort()
+    words = "RuntimeError: cannot be captured"
+    decode = cuda_attention.measure_decode(effort, None)
+    inputs = cuda_sent.measure_inputs(effort, None, rows)
+    assert decode.rows == inputs.rows == []
+    if broken == "make_requests":
+        assert decode.failures == [f"{name} K {TOPK}: {words}" for name in FORMATS]
+        assert inputs.failures == [f"fp8_ds_mla: {words}"]
+        return
+    labels = "H 2, requests 1 × 1"
+    assert decode.failures == [f"kv_format {x}, {labels}, K {TOPK}: {words}" for x in FORMATS]
+    assert inputs.failures == [f"kv_format fp8_ds_mla, {labels}, input flat: {words}"]
+    prefill = cuda_attention.measure_prefill(effort, None)
+    assert prefill.failures == [f"H 2, keys 512: {words}"]
+
+
+@pytest.mark.torch
+def test_a_shape_that_cannot_be_drawn_is_a_failure(given_times, monkeypatch):
+    monkeypatch.setattr(cuda_sent, "TOPK", TOPK)
+    monkeypatch.setattr(cuda_sent, "add_shape", lambda *_: fail(None))
+    rows = cuda_sent.Rows(
+        kv_formats=("bfloat16",), head_counts=(2, 3), batches=((1, 1),), kinds=("flat",)
+    )
+    table = cuda_sent.measure_inputs(cuda_timing.CudaEffort(), None, rows)
+    assert [text.partition(":")[0] for text in table.failures] == [
+        f"kv_format bfloat16, H {num_heads}, requests 1 × 1" for num_heads in (2, 3)
+    ]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kv_format", ["bfloat16"])
+def test_kinds_stay_within_the_spare_slots(flat):
+    keys = cuda_timing.torch.zeros(len(flat.rows) - flat.spare + 1, 576)
+    with pytest.raises(ValueError, match=rf"^{len(keys)} rows do not fit"):
+        cuda_kinds.put_keys(flat, flat.spare, None, None, keys)
+
+
+# --- the peer ------------------------------------------------------------------------------------
+
+
+class FlashMLA(ModuleType):
+    """Its interface on our kernels, for the head counts that it has."""
+
+    def __init__(self, **facts) -> None:
+        super().__init__("flash_mla")
+        vars(self).update({"has_legacy": lambda: True, **facts})
+
+    @staticmethod
+    def get_mla_metadata():
+        return "plan", None
+
+    @staticmethod
+    def flash_mla_sparse_fwd(*, q, kv, indices, sm_scale, d_v, attn_sink, use_legacy):
+        assert (q.shape[1] in (64, 128), kv.ndim, indices.ndim) == (True, 3, 3)
+        assert (d_v, use_legacy) == (512, True)
+        options = {"softmax_scale": sm_scale, "attn_sink": attn_sink, "return_max_logits": True}
+        out, lse, max_logits = sparse_mla.sparse_attention(q, kv, indices[:, 0], **options)
+        return out, max_logits, lse
+
+    @staticmethod
+    def flash_mla_with_kvcache(*, q, k_cache, indices, softmax_scale, **others):
+        assert (q.shape[2] in (64, 128), k_cache.ndim, q.ndim, indices.ndim) == (True, 4, 4, 3)
+        assert others == {
+            "block_table": None,
+            "cache_seqlens": None,
+            "head_dim_v": 512,
+            "tile_scheduler_metadata": "plan",
+            "is_fp8_kvcache": True,
+            "use_legacy": True,
+        }
+        shape = q.shape[:3]
+        out, lse = sparse_mla.sparse_attention(
+            q.flatten(0, 1), k_cache, indices.flatten(0, 1), softmax_scale=softmax_scale
+        )
+        return out.view(*shape, 512), lse.view(shape).transpose(1, 2)
+
+
+@pytest.mark.torch
+@each_format
+@pytest.mark.parametrize("num_heads", [3, 64, 65])
+def test_the_peer_s_shapes(kv_format, num_heads, on_cpu, monkeypatch):
+    """Heads are padded on the way in and cut on the way out; the rest is what ours gives."""
+    monkeypatch.setitem(sys.modules, "flash_mla", FlashMLA(__version__="7"))
+    found, version = peer.find_peer()
+    assert version in ("flash_mla 7", found.describe())
+    flat = make_requests(kv_format).draw(NUM_REQS, QUERY_LEN, num_heads, TOPK)
+    if kv_format == "fp8_ds_mla":
+        flat.sink = None  # its decode has none
+    for sink in (flat.sink, None):
+        flat.sink = sink
+        ours, theirs = cuda_sides.make_ours([flat]), cuda_sides.make_peer(found, [flat])
+        for side in (ours, theirs):
+            side.check()
+            assert (side.failure, side.error <= 1) == ("", True)
+        assert [tuple(x.shape) for x in theirs.read(theirs.calls[0]())] == [
+            (len(flat.q), num_heads, 512),
+            (len(flat.q), num_heads),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (None, "none (ModuleNotFoundError: "),
+        (FlashMLA(has_legacy=lambda: False), "none (ImportError: flash_mla was built without"),
+        (FlashMLA(), "flash_mla of unknown version"),
+    ],
+)
+def test_a_peer_that_is_not_there_is_none(module, words, monkeypatch):
+    if peer_is_installed():
+        pytest.skip("FlashMLA is installed")
+    if module is not None:
+        monkeypatch.setitem(sys.modules, "flash_mla", module)
+    found, text = peer.find_peer()
+    assert text.startswith(words)
+    assert (found is None) == words.startswith("none")
+
+
+def peer_is_installed() -> bool:
+    return importlib.util.find_spec("flash_mla") is not None
 
 
 # --- options -------------------------------------------------------------------------------------

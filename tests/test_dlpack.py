@@ -551,3 +551,20 @@ def test_tensor_of_no_elements():
     (out, lse), _ = our_tensors(T=0)
     assert tuple(out.shape) == (0, 4, 512)
     assert np.from_dlpack(lse).shape == (0, 4)
+
+
+def test_an_export_that_fails_is_asked_for_once():
+    """A TypeError alone may mean that it does not know the question."""
+    for error, times in ((ValueError("no"), 1), (TypeError("no"), 2)):
+
+        class Failing(Producer):
+            asked = 0
+
+            def __dlpack__(self, error=error, **request):
+                self.asked += 1
+                raise error
+
+        x = Failing(np.ones((2, 3), np.float32))
+        with pytest.raises(BufferError, match=r"got from its __dlpack__: no$"):
+            sparse_mla.dynamic_per_tensor_quant(x)
+        assert x.asked == times

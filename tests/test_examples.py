@@ -15,13 +15,16 @@ import device
 import pytest
 from helpers import FRAMEWORKS, find_framework, run_python
 
+import sparse_mla
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(
     path for suffix in ("*.py", "*.ipynb") for path in (ROOT / "examples").glob(suffix)
 )
 NEEDS_A_GPU = {"cuda_graph.py"}
 LONG = {"deepseek_v32.py"}
-LIBRARY = ROOT / "build" / "lib"  # made by `make lib`, and by `make test` before pytest
+VARIANT = sparse_mla.build_info()["flags"]  # another one rounds in other places
+LIBRARY = ROOT / "build" / VARIANT.removeprefix("release") / "lib"  # made with the C tests
 
 
 def source_of(path: Path) -> str:
@@ -50,7 +53,7 @@ def test_example(path):
     for name in sorted(needed - set(FRAMEWORKS) - set(sys.stdlib_module_names)):
         pytest.importorskip(name)
     if "ctypes" in needed and not LIBRARY.exists():
-        pytest.skip("the C library is not built: make lib")
+        pytest.skip("the C library is not built: make test-c")
     command = [str(path)]
     if path.suffix == ".ipynb":
         pytest.importorskip("nbclient")

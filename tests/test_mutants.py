@@ -229,6 +229,7 @@ class FakeSuite(mutants.Suite):
         self.seconds = {"test_plan": 9, "test_slow": 8, "test_quick": 0.1}
         self.seconds |= {"test_rest.py": 1, "test_plan.py": 5}
         self.bytes = dict.fromkeys([*self.programs, "_C.abi3", "libsparse_mla"], 0)
+        self.catchers = {}
         self.changed, self.breaks, self.builds, self.ran = changed, breaks, builds, []
 
     def compiles(self):
@@ -265,9 +266,23 @@ EVERYTHING = ("test_plan", "test_slow", "test_quick", "_C.abi3")
         ("sparse_mla/ops.py", FakeSuite(), "survived", "test_rest.py test_plan.py"),
     ],
 )
-def test_the_tests_of_a_fault(path, suite, outcome, ran):
-    assert suite.judge(SimpleNamespace(path=path)) == outcome
+def test_the_tests_of_a_fault(path, suite, outcome, ran, monkeypatch):
+    monkeypatch.setattr(mutants, "first_failure", lambda: "a test")
+    found, by = suite.judge(SimpleNamespace(path=path))
+    assert found == outcome
+    assert (by in ("a test", "a C program")) == (outcome == "caught")
     assert " ".join(suite.ran) == ran
+
+
+def test_who_caught_a_fault_of_the_file_goes_first(monkeypatch):
+    monkeypatch.setattr(mutants, "first_failure", lambda: "tests/test_rest.py::test_a[b]")
+    suite = FakeSuite(["_C.abi3"], ["test_rest.py"])
+    for ran in (["test_plan.py", "test_rest.py"], ["test_rest.py"]):
+        suite.ran.clear()
+        assert suite.judge(SimpleNamespace(path="csrc/plan.c"))[0] == "caught"
+        assert suite.ran == ran
+    suite.judge(SimpleNamespace(path="csrc/other.c"))
+    assert suite.ran[1:] == ["test_rest.py", "test_plan.py"], "of that file alone"
 
 
 def test_a_fault_is_taken_out_again(tmp_path, monkeypatch):
@@ -295,6 +310,23 @@ def test_a_command_that_takes_too_long_has_failed(tmp_path, monkeypatch):
     assert (tmp_path / "output.txt").read_text() == "off\n"
     assert not suite.run("false")
     assert not suite.run("sleep", "60", limit=0.05)
+
+
+@pytest.mark.parametrize(
+    ("printed", "test"),
+    [
+        (
+            "..F\nFAILED tests/test_a.py::test_b[c-d] - AssertionError\nFAILED tests/x.py\n",
+            "tests/test_a.py::test_b[c-d]",
+        ),
+        ("ERROR tests/test_a.py - ImportError\n", "tests/test_a.py"),
+        ("Segmentation fault\n", "a test that crashed or took too long"),
+    ],
+)
+def test_what_a_fault_is_caught_by(printed, test, tmp_path, monkeypatch):
+    monkeypatch.setattr(mutants, "WORK", tmp_path)
+    (tmp_path / "output.txt").write_text(printed)
+    assert mutants.first_failure() == test
 
 
 def test_the_table_counts_what_compiles():

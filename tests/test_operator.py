@@ -5,6 +5,8 @@ import gc
 import inspect
 import pickle
 import pydoc
+import sys
+import typing
 import weakref
 
 import ml_dtypes
@@ -154,3 +156,24 @@ def test_positional_defaults_of_none_are_not_taken():
     )
     q, w = np.ones((1, 2, 4), ml_dtypes.bfloat16), np.ones((512, 2, 4), ml_dtypes.bfloat16)
     np.testing.assert_array_equal(op(q, w, None, None), ops.k_up_proj(q, w))
+
+
+def test_a_declaration_that_takes_more_than_c():
+    """Its defaults of positional parameters are not C's: that is a mistake in the package."""
+    answer = object()
+
+    def dynamic_per_tensor_quant(x=None, *, out=None, stream=None):
+        return answer
+
+    op = _C.Operator(dynamic_per_tensor_quant, "dynamic_per_tensor_quant")
+    held = sys.getrefcount(answer)
+    for _ in range(3):
+        with pytest.raises(SystemError, match=r"^dynamic_per_tensor_quant: the declaration takes"):
+            op()
+    assert sys.getrefcount(answer) == held
+    assert op(np.ones(3, np.float32))[0].shape == (3,)
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_annotations_have_a_meaning(op):
+    assert typing.get_type_hints(op.__wrapped__)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import printed_by_python
 
 import sparse_mla
 
@@ -221,3 +222,22 @@ def test_info_command():
 def test_types_are_final_or_plain(cls):
     """isinstance works, and the type knows its module."""
     assert getattr(sparse_mla, cls).__module__.startswith("sparse_mla")
+
+
+@pytest.mark.parametrize("name", ["numpy._core._multiarray_umath", "ml_dtypes"])
+def test_import_needs_what_it_is_made_of(name):
+    """An ImportError, where NumPy or ml_dtypes is not whole."""
+    program = (
+        "import sys, numpy, ml_dtypes\n"
+        f"sys.modules[{name!r}] = None\n"
+        "for _ in range(2):\n"
+        "    try:\n"
+        "        import sparse_mla._C\n"
+        "    except ImportError as error:\n"
+        "        print(type(error).__name__)\n"
+    )
+    assert printed_by_python("-c", program).split()[0].endswith("Error")
+
+
+def test_completion_offers_what_is_public():
+    assert dir(sparse_mla) == sorted(sparse_mla.__all__)

@@ -34,21 +34,31 @@ smla_py_forget_cupy(smla_py_shared *shared)
     free_cupy(atomic_exchange(&shared->cupy, NULL));
 }
 
+/* NULL, with an exception or without, if any of it is not there. */
 static smla_py_cupy *
 look_up_cupy(PyObject *module)
 {
     PyObject *cuda = PyObject_GetAttrString(module, "cuda");
     smla_py_cupy *cupy = cuda == NULL ? NULL : calloc(1, sizeof *cupy);
+    bool is_whole = cupy != NULL;
     if (cupy != NULL) {
-        cupy->type = PyObject_GetAttrString(module, "ndarray");
-        cupy->empty = PyObject_GetAttrString(module, "empty");
-        cupy->device = PyObject_GetAttrString(cuda, "Device");
-        cupy->get_current_stream = PyObject_GetAttrString(cuda, "get_current_stream");
-    } else if (cuda != NULL) {
-        PyErr_NoMemory();
+        const struct {
+            PyObject **slot;
+            PyObject *owner;
+            const char *name;
+        } names[] = {
+            {&cupy->type, module, "ndarray"},
+            {&cupy->empty, module, "empty"},
+            {&cupy->device, cuda, "Device"},
+            {&cupy->get_current_stream, cuda, "get_current_stream"},
+        };
+        for (size_t i = 0; is_whole && i < sizeof names / sizeof names[0]; i++) {
+            *names[i].slot = PyObject_GetAttrString(names[i].owner, names[i].name);
+            is_whole = *names[i].slot != NULL; /* a further look-up could clear the exception */
+        }
     }
     Py_XDECREF(cuda);
-    if (PyErr_Occurred() != NULL) {
+    if (!is_whole) {
         free_cupy(cupy);
         return NULL;
     }

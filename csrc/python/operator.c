@@ -201,7 +201,9 @@ read_declaration(operator_object *op)
     if (defaults != NULL) {
         op->num_positional = read_count(code, "co_argcount");
         op->num_params = op->num_positional + read_count(code, "co_kwonlyargcount");
-        if (op->num_params != op->in_c->num_params || op->num_params > MAX_PARAMS) {
+        if (PyErr_Occurred() != NULL) { /* no counts */
+            op->num_params = 0;
+        } else if (op->num_params != op->in_c->num_params || op->num_params > MAX_PARAMS) {
             PyErr_Format(PyExc_ValueError,
                          "Operator: `declaration` must have the %d parameters of %s, got %d",
                          op->in_c->num_params, op->in_c->name, op->num_params);

@@ -127,7 +127,8 @@ def add_shape(
             measure_sides(sides, effort, rotating=False)
             add_row(table, record, sides)
         except Exception as error:  # no memory, or a device that an earlier row has lost
-            table.failures.append(f"{show_labels(record)}: {describe_error(error)}")
+            shown = show_labels(labels | {"input": name})
+            table.failures.append(f"{shown}: {describe_error(error)}")
 
 
 def make_sides(flat: Inputs, inputs: Inputs, peer: Peer | None) -> dict[str, Side]:

@@ -30,6 +30,9 @@ test_struct_size(void)
         any_args *args = resize(&good, known, known + 24, 0);
         EXPECT_OK(op->call(args, &error));
         free(args);
+        args = resize(&good, known, 4096, 0); /* the most that we believe */
+        EXPECT_OK(op->call(args, &error));
+        free(args);
         args = resize(&good, known, known + 24, 0);
         ((uint8_t *)args)[known + 23] = 1;
         EXPECT_FAIL(op->call(args, &error), SMLA_ERROR_VALUE,
@@ -51,7 +54,7 @@ test_struct_size(void)
 static void
 test_bad_struct_size(void)
 {
-    const size_t sizes[] = {0, 1, sizeof(size_t) - 1, SIZE_MAX, 1u << 20};
+    const size_t sizes[] = {0, 1, sizeof(size_t) - 1, SIZE_MAX, 1u << 20, 4097};
     for (int i = 0; i < NUM_OPERATORS; i++) {
         const operator_case *op = &operators[i];
         any_args args = op->make();

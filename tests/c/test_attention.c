@@ -552,6 +552,22 @@ test_workspace(void)
     expect_attention(&in, o.out, o.lse, o.max_logits);
 }
 
+/* A call without one learns how much it needs: of both lists, whose columns make two splits. */
+static void
+test_workspace_of_two_lists(void)
+{
+    attention_inputs in = make_inputs(uint8, 2, 3, 230);
+    const outputs o = make_outputs(2, 3);
+    const int64_t bytes_of_one = workspace_bytes(&in, 0);
+    in.lists[1] = (key_list){.kv = make_cache(uint8, 3, 7), .indices = random_slots(2, 30, 21)};
+    const int64_t bytes = workspace_bytes(&in, 0);
+    char words[64];
+    snprintf(words, sizeof words, "must have at least %" PRId64 " bytes, got none", bytes);
+    const smla_sparse_attention_args args = make_args(&in, 0, &o, NULL);
+    EXPECT(bytes > bytes_of_one);
+    EXPECT_FAIL(smla_sparse_attention(&args, &error), SMLA_ERROR_VALUE, words);
+}
+
 /* The splits that a call without num_splits takes: 64 parts at most, of 256 columns or more. */
 static void
 test_plan(void)
@@ -633,6 +649,7 @@ run_tests(void)
     RUN(test_batch_invariance);
     RUN(test_nothing_to_do);
     RUN(test_workspace);
+    RUN(test_workspace_of_two_lists);
     RUN(test_plan);
     RUN(test_workspace_of_growing_batches);
 }

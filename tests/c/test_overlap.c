@@ -1,6 +1,7 @@
 /* test_overlap.c: which arrays may lie in one buffer. Columns, rows and pages of one buffer are
  * disjoint; whatever shares a byte with an output is refused.
  */
+#include "dltensor.h"
 #include "operators.h"
 
 static smla_status
@@ -52,6 +53,32 @@ test_columns(void)
                 SMLA_ERROR_VALUE, "`lse` must not overlap `lse_b`");
     EXPECT_FAIL(merge(a, lse, a, lse, slice(b, 2, 8, 12, 1), column(b, 11)), SMLA_ERROR_VALUE,
                 "`out` must not overlap `lse`"); /* two outputs */
+}
+
+/* Each of four steps is as long as no memory is; together they come back to where they began. */
+static void
+test_steps_that_go_round(void)
+{
+    const int64_t step = INT64_C(1) << 62;
+    const int64_t steps[][4] = {{step, step, step, step},
+                                {-step, -step, -step, -step},
+                                {step, -step, step, -step},
+                                {0, 0, 0, INT64_C(1) << 61}};
+    uint8_t byte = 0;
+    int64_t shape[4] = {2, 2, 2, 2};
+    for (int i = 0; i < 4; i++) {
+        int64_t strides[4];
+        memcpy(strides, steps[i], sizeof strides);
+        const DLTensor tensor = {.data = &byte,
+                                 .device = cpu,
+                                 .ndim = 4,
+                                 .dtype = uint8,
+                                 .shape = shape,
+                                 .strides = strides};
+        smla_byte_range range;
+        EXPECT(!smla_find_byte_range(&tensor, &range));
+        EXPECT(!smla_is_disjoint(&tensor, &tensor));
+    }
 }
 
 static void
@@ -190,6 +217,7 @@ int
 main(void)
 {
     RUN(test_columns);
+    RUN(test_steps_that_go_round);
     RUN(test_rows_and_heads);
     RUN(test_neighbours);
     RUN(test_interleaved_pages);

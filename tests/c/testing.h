@@ -1,6 +1,7 @@
 /* testing.h: what the C tests share. Expectations, and arrays inside red zones.
  *
  * A program lists its tests in main:  RUN(test_a);  RUN(test_b);  return report("test_x");
+ * With SMLA_FIRST_FAILURE in the environment it ends behind the first that fails.
  * Arrays live until the test that made them ends, when their red zones are checked. New arrays hold
  * POISON, so that an element nobody wrote is seen. A call that EXPECT_FAIL expects to fail must
  * leave the bytes of every array alone.
@@ -428,6 +429,9 @@ run_test(const char *name, void (*test)(void))
     num_failed += failures != 0;
     if (failures != 0) {
         printf("%s: %d failures\n", name, failures);
+        if (getenv("SMLA_FIRST_FAILURE") != NULL) {
+            exit(EXIT_FAILURE);
+        }
     }
 }
 

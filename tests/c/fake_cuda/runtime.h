@@ -32,7 +32,8 @@ struct CUstream_st {
     bool is_capturing;
     struct CUctx_st *context;
     struct CUgreenCtx_st *own_sms;
-    struct CUevent_st *waits_for; /* the last event that it was told to wait for */
+    struct CUevent_st *waits_for;      /* the last event that it was told to wait for */
+    const struct CUstream_st *follows; /* where that was recorded */
 };
 
 struct CUevent_st {
@@ -66,8 +67,9 @@ static struct {
     const char *lacks;   /* a call that the driver does not have */
     bool has_no_address; /* and says that it has, at no address */
 
-    const char *fails; /* a call; NULL: any */
-    int num_good;      /* calls of it before one fails; negative: none does */
+    const char *fails;  /* a call; NULL: any */
+    int num_good;       /* calls of it before one fails; negative: none does */
+    bool keeps_failing; /* and all behind that one */
     cudaError_t code;
 
     bool is_busy; /* events are not ready when they are recorded */
@@ -173,7 +175,7 @@ answer(const char *name)
     }
     if (fake.num_good >= 0 && (fake.fails == NULL || strcmp(fake.fails, name) == 0)) {
         code = fake.num_good == 0 ? fake.code : cudaSuccess;
-        fake.num_good--;
+        fake.num_good -= fake.num_good > 0 || !fake.keeps_failing;
     }
     pthread_mutex_unlock(&fake_lock);
     return code;
@@ -333,6 +335,7 @@ cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags)
     EXPECT_EQ(flags, (unsigned)cudaEventWaitDefault);
     if (code == cudaSuccess) {
         find_fake_stream(stream)->waits_for = event;
+        find_fake_stream(stream)->follows = event->stream;
     }
     return code;
 }

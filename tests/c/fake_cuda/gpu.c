@@ -1,0 +1,333 @@
+/* gpu.c: a GPU made of plain memory, for Python's tests of what the extension does with streams,
+ * events and arrays on a device. csrc/cuda's host files run as they are, on runtime.h. Kernels are
+ * the CPU's, and are over when they are started. buildtools/graph.py makes an extension of it that
+ * tests/fake_gpu.py loads. The functions at the end are what Python calls through ctypes.
+ */
+#include "cuda/kernels.h"
+
+static cudaError_t write_launch(smla_stream stream);
+
+/* In place of projection.c, which is cuBLAS's. In front of testing.h, which has an `error` of its
+ * own. */
+smla_status
+smla_cuda_up_proj(const smla_projection_params *params, smla_error *error)
+{
+    SMLA_TRY(smla_cuda_status(params->op, "launch", write_launch(params->stream), error));
+    return smla_cpu_backend.up_proj(params, error);
+}
+
+#define SMLA_FAKE_ERRORS_H /* dispatch.c is here itself */
+#include "runtime.h"
+
+/* ---- Launchers ----------------------------------------------------------------------------- */
+
+static void *launch_stream; /* of the last launch */
+static int launch_device;
+
+static cudaError_t
+write_launch(smla_stream stream)
+{
+    launch_stream = stream.handle;
+    launch_device = stream.device_id;
+    return answer("launch");
+}
+
+/* A launcher whose kernel is an operator of the CPU's. */
+#define LAUNCH(operator, params)                                                            \
+    do {                                                                                    \
+        const cudaError_t code_ = write_launch((params)->stream);                           \
+        EXPECT(code_ != cudaSuccess || smla_cpu_backend.operator(params, NULL) == SMLA_OK); \
+        return code_;                                                                       \
+    } while (0)
+
+cudaError_t
+smla_cuda_launch_cache_write(const smla_cache_write_params *params)
+{
+    LAUNCH(concat_and_cache_mla, params);
+}
+
+cudaError_t
+smla_cuda_launch_gather(const smla_gather_params *params, const smla_cuda_device *device)
+{
+    (void)device;
+    LAUNCH(gather_kv_cache, params);
+}
+
+cudaError_t
+smla_cuda_launch_dequantize(const smla_dequantize_params *params)
+{
+    LAUNCH(dequantize_kv_cache, params);
+}
+
+cudaError_t
+smla_cuda_launch_convert(const smla_convert_params *params)
+{
+    LAUNCH(convert_req_index, params);
+}
+
+cudaError_t
+smla_cuda_launch_merge(const smla_merge_params *params)
+{
+    LAUNCH(merge_attn_states, params);
+}
+
+cudaError_t
+smla_cuda_launch_quant(const smla_quant_params *params, const smla_cuda_device *device)
+{
+    (void)device;
+    LAUNCH(dynamic_per_tensor_quant, params);
+}
+
+cudaError_t
+smla_cuda_launch_split_weight(const smla_split_weight_params *params)
+{
+    LAUNCH(split_kv_b_proj, params);
+}
+
+/* ---- Attention ----------------------------------------------------------------------------- */
+
+/* Positions as slots, in new memory: the CPU's kernel does not map them itself. */
+static int32_t *
+map_positions(smla_key_list *list, int64_t num_tokens)
+{
+    int32_t *slots = calloc((size_t)(num_tokens * list->topk + 1), sizeof *slots);
+    const smla_convert_params params = {
+        .num_tokens = num_tokens,
+        .topk = list->topk,
+        .num_reqs = list->map.num_reqs,
+        .num_blocks = list->map.num_blocks,
+        .block_size = list->kv.block_size,
+        .req_id_per_token = list->map.req_id_per_token,
+        .req_id_stride = 1,
+        .block_table = list->map.block_table,
+        .block_table_stride_req = list->map.block_table_stride_req,
+        .block_table_stride_block = list->map.block_table_stride_block,
+        .topk_indices = list->indices,
+        .topk_indices_stride_token = list->indices_stride_token,
+        .out = slots,
+        .out_stride_token = list->topk,
+    };
+    EXPECT_EQ(smla_cpu_backend.convert_req_index(&params, NULL), SMLA_OK);
+    list->indices = slots;
+    list->indices_stride_token = list->topk;
+    list->map.block_table = NULL;
+    return slots;
+}
+
+/* Writes out and lse at once, with scratch of its own: the workspace is as large as the backend for
+ * CUDA says, and what its kernels leave there is no business of Python's. */
+static cudaError_t
+attend(const smla_attention_params *params)
+{
+    const cudaError_t code = write_launch(params->stream);
+    if (code != cudaSuccess) {
+        return code;
+    }
+    smla_attention_params p = *params;
+    const smla_attention_shape shape = {
+        .num_tokens = p.num_tokens,
+        .num_heads = p.num_heads,
+        .topk = p.lists[0].topk,
+        .extra_topk = p.num_lists == 2 ? p.lists[1].topk : 0,
+        .num_splits = p.num_splits,
+        .formats = {p.lists[0].kv.format, p.num_lists == 2 ? p.lists[1].kv.format : NULL},
+    };
+    int32_t *slots =
+        p.lists[0].map.block_table == NULL ? NULL : map_positions(&p.lists[0], p.num_tokens);
+    p.workspace_bytes = smla_cpu_backend.attention_workspace_size(&shape);
+    p.workspace = smla_cpu_backend.allocate(0, p.workspace_bytes);
+    EXPECT_EQ(smla_cpu_backend.sparse_attention(&p, NULL), SMLA_OK);
+    smla_cpu_backend.release(0, p.workspace);
+    free(slots);
+    return cudaSuccess;
+}
+
+#define LAUNCHER(name)                                                  \
+    cudaError_t smla_attend_##name(const smla_attention_params *params) \
+    {                                                                   \
+        return attend(params);                                          \
+    }
+
+LAUNCHER(sm90_small_32)
+LAUNCHER(sm90_small_16)
+LAUNCHER(sm90_fp8_64)
+LAUNCHER(sm90_fp8_32)
+LAUNCHER(sm90_fp8_16)
+LAUNCHER(sm90_bf16_64)
+LAUNCHER(sm80_fp8_64)
+LAUNCHER(sm80_fp8_32)
+LAUNCHER(sm80_fp8_16)
+LAUNCHER(sm80_bf16_64)
+LAUNCHER(sm80_bf16_32)
+LAUNCHER(sm80_bf16_16)
+LAUNCHER(sm80_mixed_16)
+
+cudaError_t
+smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel)
+{
+    (void)params;
+    (void)kernel;
+    return cudaSuccess;
+}
+
+/* ---- What Python calls --------------------------------------------------------------------- */
+
+#define PYTHON_API __attribute__((visibility("default")))
+
+PYTHON_API void fake_gpu_reset(void);
+PYTHON_API const char *fake_gpu_calls(void);
+PYTHON_API void fake_gpu_forget_calls(void);
+PYTHON_API void fake_gpu_fail(const char *call, int num_good, int code, bool keeps);
+PYTHON_API void fake_gpu_set_busy(bool is_busy);
+PYTHON_API void fake_gpu_finish(void);
+PYTHON_API void *fake_gpu_new_stream(int device_id);
+PYTHON_API void fake_gpu_capture(void *stream, bool is_capturing);
+PYTHON_API void *fake_gpu_followed(void *stream);
+PYTHON_API void *fake_gpu_launch_stream(void);
+PYTHON_API int fake_gpu_launch_device(void);
+PYTHON_API int fake_gpu_num_events(void);
+PYTHON_API int fake_gpu_num_memory(void);
+PYTHON_API int fake_gpu_num_failures(void);
+PYTHON_API int fake_gpu_refuse(DLTensor *prototype, DLManagedTensorVersioned **out, void *context,
+                               void (*set_error)(void *context, const char *kind,
+                                                 const char *message));
+PYTHON_API int
+fake_gpu_refuse_silently(DLTensor *prototype, DLManagedTensorVersioned **out, void *context,
+                         void (*set_error)(void *context, const char *kind, const char *message));
+
+/* Two H200s that are idle. What is alive stays so: the extension frees it in its own time. */
+void
+fake_gpu_reset(void)
+{
+    static bool is_started;
+    if (!is_started) {
+        reset_fake();
+        fake.num_devices = 2;
+        is_started = true;
+    }
+    fake.num_good = -1;
+    fake.is_busy = false;
+    fake_default_stream.is_capturing = false;
+    fake_default_stream.follows = NULL;
+    launch_stream = NULL;
+    launch_device = -1;
+    fake_gpu_finish();
+    forget_calls();
+}
+
+/* Names of the runtime's calls, each followed by a space. */
+const char *
+fake_gpu_calls(void)
+{
+    return fake.calls;
+}
+
+void
+fake_gpu_forget_calls(void)
+{
+    forget_calls();
+}
+
+/* A call fails after that many good ones, or all from then on. `call` lives on. */
+void
+fake_gpu_fail(const char *call, int num_good, int code, bool keeps)
+{
+    fail_call(call, num_good, (cudaError_t)code);
+    fake.keeps_failing = keeps;
+}
+
+/* Whether events that are recorded from now on are not over. */
+void
+fake_gpu_set_busy(bool is_busy)
+{
+    fake.is_busy = is_busy;
+}
+
+void
+fake_gpu_finish(void)
+{
+    for (int i = 0; i < FAKE_EVENTS; i++) {
+        if (fake.events[i] != NULL) {
+            fake.events[i]->is_pending = false;
+        }
+    }
+}
+
+/* Never freed. */
+void *
+fake_gpu_new_stream(int device_id)
+{
+    struct CUstream_st *stream = calloc(1, sizeof *stream);
+    stream->id = ++fake.num_ids;
+    stream->device_id = device_id;
+    stream->context = &fake_contexts[device_id];
+    return stream;
+}
+
+void
+fake_gpu_capture(void *stream, bool is_capturing)
+{
+    find_fake_stream(stream)->is_capturing = is_capturing;
+}
+
+/* The stream of the event that this one was told last to wait for; NULL is none, and 1 the legacy
+ * stream. */
+void *
+fake_gpu_followed(void *stream)
+{
+    const struct CUstream_st *follows = find_fake_stream(stream)->follows;
+    return follows == &fake_default_stream ? cudaStreamLegacy : (void *)follows;
+}
+
+void *
+fake_gpu_launch_stream(void)
+{
+    return launch_stream;
+}
+
+int
+fake_gpu_launch_device(void)
+{
+    return launch_device;
+}
+
+int
+fake_gpu_num_events(void)
+{
+    return fake.num_events;
+}
+
+int
+fake_gpu_num_memory(void)
+{
+    return fake.num_memory;
+}
+
+/* Expectations of runtime.h and of this file that were not met; they are printed. */
+int
+fake_gpu_num_failures(void)
+{
+    return failures;
+}
+
+/* Allocators of an exchange API that fail. */
+int
+fake_gpu_refuse(DLTensor *prototype, DLManagedTensorVersioned **out, void *context,
+                void (*set_error)(void *context, const char *kind, const char *message))
+{
+    (void)prototype;
+    (void)out;
+    set_error(context, "MemoryError", "all is taken");
+    return -1;
+}
+
+int
+fake_gpu_refuse_silently(DLTensor *prototype, DLManagedTensorVersioned **out, void *context,
+                         void (*set_error)(void *context, const char *kind, const char *message))
+{
+    (void)prototype;
+    (void)out;
+    (void)context;
+    (void)set_error;
+    return -1;
+}

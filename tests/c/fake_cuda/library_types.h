@@ -1,0 +1,10 @@
+/* library_types.h: the part of CUDA's that csrc/cuda/projection.c uses; see cuda_runtime_api.h. */
+#ifndef SMLA_FAKE_LIBRARY_TYPES_H
+#define SMLA_FAKE_LIBRARY_TYPES_H
+
+typedef enum cudaDataType_t {
+    CUDA_R_32F = 0,
+    CUDA_R_16BF = 14,
+} cudaDataType_t;
+
+#endif /* SMLA_FAKE_LIBRARY_TYPES_H */

@@ -1,0 +1,203 @@
+"""The package on GPUs made of plain memory: tests/c/fake_cuda/gpu.c under the host files of
+csrc/cuda, and frameworks whose arrays say that they are on a GPU.
+
+`load()` gives a package of its own, beside the one that is imported. Work is over when it is
+started, but events say otherwise while the GPU is busy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+from dlpack_producer import CUDA, Producer
+
+import sparse_mla
+
+BUILD = Path(__file__).parents[1] / "build" / sparse_mla.build_info()["flags"]
+EXTENSION = BUILD / "tests" / "fake_gpu.so"  # made with the C tests
+OUT_OF_MEMORY, UNKNOWN_ERROR = 2, 999  # of CUDA
+
+
+def load() -> ModuleType:
+    """A new package on the fake GPUs."""
+    if not EXTENSION.exists():
+        pytest.skip("the C tests are not built: make test-c")
+    names = [name for name in sys.modules if name.split(".")[0] == "sparse_mla"]
+    former = {name: sys.modules.pop(name) for name in names}
+    try:
+        loader = importlib.machinery.ExtensionFileLoader("sparse_mla._C", str(EXTENSION))
+        spec = importlib.util.spec_from_file_location("sparse_mla._C", EXTENSION, loader=loader)
+        sys.modules["sparse_mla._C"] = core = importlib.util.module_from_spec(spec)
+        loader.exec_module(core)
+        return importlib.import_module("sparse_mla")
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "sparse_mla"]:
+            del sys.modules[name]
+        sys.modules.update(former)
+
+
+class Driver:
+    """What the GPUs have been told, and what they answer."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL(str(EXTENSION))
+        for name in ("new_stream", "followed", "launch_stream"):
+            getattr(self.library, f"fake_gpu_{name}").restype = ctypes.c_void_p
+        self.library.fake_gpu_calls.restype = ctypes.c_char_p
+        self.names: list[bytes] = []  # of calls that fail; C keeps the pointer
+
+    def ask(self, name: str, *arguments):
+        return getattr(self.library, f"fake_gpu_{name}")(*arguments)
+
+    def reset(self) -> None:
+        self.ask("reset")
+        self.events_before = self.ask("num_events")
+
+    def new_stream(self, device_id: int = 0) -> int:
+        return self.ask("new_stream", device_id)
+
+    def set_busy(self, is_busy: bool = True) -> None:
+        self.ask("set_busy", is_busy)
+
+    def finish(self) -> None:
+        """All work is over, and what comes next is as soon as it is started."""
+        self.set_busy(False)
+        self.ask("finish")
+
+    def capture(self, stream: int, is_capturing: bool = True) -> None:
+        self.ask("capture", ctypes.c_void_p(stream), is_capturing)
+
+    def fail(self, call: str | None, num_good=0, code=UNKNOWN_ERROR, keeps=False) -> None:
+        """One call fails after that many good ones, or all from then on. None: of any name."""
+        self.names.append(call.encode() if call else b"")
+        self.ask("fail", self.names[-1] or None, num_good, code, keeps)
+
+    def allocator(self, has_words: bool):
+        """Of an exchange API: it fails."""
+        return getattr(self.library, "fake_gpu_refuse" if has_words else "fake_gpu_refuse_silently")
+
+    def followed(self, stream: int) -> int | None:
+        """The stream whose work this one waits for; 1 is the legacy stream."""
+        return self.ask("followed", ctypes.c_void_p(stream))
+
+    @property
+    def launch(self) -> tuple[int, int]:
+        """Stream and device of the last launch."""
+        return self.ask("launch_stream") or 0, self.ask("launch_device")
+
+    @property
+    def num_events(self) -> int:
+        """Alive, since the reset."""
+        return self.ask("num_events") - self.events_before
+
+    @property
+    def num_memory(self) -> int:
+        return self.ask("num_memory")
+
+    @property
+    def num_failures(self) -> int:
+        return self.ask("num_failures")
+
+    def calls(self) -> list[str]:
+        """CUDA's, since the last look."""
+        calls = self.ask("calls").decode().replace("~", "").split()
+        self.ask("forget_calls")
+        return calls
+
+
+# --- frameworks ----------------------------------------------------------------------------------
+
+
+def on_gpu(x: np.ndarray, device_id: int = 0, **options) -> Producer:
+    """An array of a framework that is not known."""
+    return Producer(x, device=(CUDA, device_id), **options)
+
+
+class LikeTorch(Producer):
+    """An array of PyTorch from before the exchange API."""
+
+    __module__ = "torch.of_these_tests"
+
+    def __init__(self, array: np.ndarray, device_id: int = 0, **options) -> None:
+        super().__init__(array, device=(CUDA, device_id), **options)
+
+
+class LikeJax(Producer):
+    """An array of JAX."""
+
+    __module__ = "jaxlib.of_these_tests"
+
+    def __init__(self, array: np.ndarray, **options) -> None:
+        super().__init__(array, device=(CUDA, 0), **options)
+        self.waits = 0
+
+    def block_until_ready(self) -> None:
+        self.waits += 1
+
+
+class LikePythonJax(LikeJax):
+    """One whose type is not compiled, so that it could be a tracer."""
+
+    __module__ = "jax.of_these_tests"
+
+
+class CupyArray:
+    """An array of CuPy, which has no exchange API and is read by its attributes."""
+
+    __module__ = "cupy"
+
+    def __init__(self, array: np.ndarray, device_id: int = 0) -> None:
+        self.array = array
+        self.data = SimpleNamespace(
+            ptr=array.__array_interface__["data"][0], device_id=device_id, owner=array
+        )
+        self.dtype, self.shape, self.strides = array.dtype, array.shape, array.strides
+
+    def __getitem__(self, key) -> CupyArray:
+        return CupyArray(self.array[key], self.data.device_id)
+
+
+class Cupy(ModuleType):
+    """As much of the package as the extension asks for."""
+
+    ndarray = CupyArray
+
+    def __init__(self) -> None:
+        super().__init__("cupy")
+        self.reset()
+        cupy = self
+
+        class Device:
+            def __init__(self, device_id: int) -> None:
+                self.device_id = device_id
+
+            def __enter__(self):
+                cupy.entered.append(self.device_id)
+                self.former, cupy.current = cupy.current, self.device_id
+                return self
+
+            def __exit__(self, *error) -> None:
+                cupy.left.append(error)
+                cupy.current = self.former
+
+        def get_current_stream(device_id):
+            self.asked.append(device_id)
+            return SimpleNamespace(ptr=self.stream)
+
+        self.cuda = SimpleNamespace(Device=Device, get_current_stream=get_current_stream)
+
+    def reset(self) -> None:
+        self.stream, self.current = 0, 0
+        self.asked: list[int] = []  # devices whose stream was asked for
+        self.entered: list[int] = []
+        self.left: list[tuple] = []  # arguments of __exit__
+
+    def empty(self, shape, dtype) -> CupyArray:
+        return CupyArray(np.full(shape, 0x55, np.uint8).astype(dtype), self.current)

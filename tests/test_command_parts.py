@@ -1,0 +1,533 @@
+"""Parts of `python -m sparse_mla` that the runs of test_commands.py do not come to: GPUs,
+terminals, wrong results, packages that are not there."""
+
+import argparse
+import builtins
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import cases
+import numpy as np
+import pytest
+import reference as ref
+
+import sparse_mla
+from sparse_mla import __main__ as command
+from sparse_mla import _info, _judge
+from sparse_mla._bench import attention, memory, plot, timing
+from sparse_mla._bench import run as bench
+from sparse_mla._demo import engine, model, scheduler
+from sparse_mla._demo import run as demo
+
+# --- info ----------------------------------------------------------------------------------------
+
+H100 = {"device": "cuda", "arch": "sm_90", "available": True}
+A100 = {"device": "cuda", "arch": "sm_80", "available": True}
+OLD = {"device": "cuda", "arch": "sm_100", "available": False}
+CPU = {"device": "cpu", "arch": "avx2", "available": True}
+
+
+@pytest.mark.parametrize(
+    ("rows", "names", "text"),
+    [
+        ([CPU, H100, A100, A100, OLD], ["X", "Y"], "X, Y: sm_90, sm_80"),
+        ([H100], [], "unnamed: sm_90"),
+        ([CPU, OLD], ["X"], "none that this build can use: X"),
+        ([CPU], [], "none that this build can use"),
+    ],
+)
+def test_info_says_which_gpus_there_are(rows, names, text, monkeypatch):
+    monkeypatch.setattr(_info, "gpu_names", lambda: names)
+    assert _info.gpu_text(rows) == text
+
+
+def test_info_reads_the_driver_s_names(tmp_path):
+    for bus, text in [
+        ("0000:02:00.0", "Model: \t NVIDIA B: one\nIRQ: 3\n"),
+        ("0000:01:00.0", "IRQ: 3\nModel: A\n"),
+        ("0000:03:00.0", "IRQ: 4\n"),
+    ]:
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "information").write_text(text)
+    (tmp_path / "0000:04:00.0" / "information").mkdir(parents=True)  # cannot be read
+    assert _info.gpu_names(tmp_path) == ["A", "NVIDIA B: one"]
+    assert _info.gpu_names(tmp_path / "none") == []
+
+
+def test_info_line_by_line(monkeypatch, capsys):
+    """Of a CPU's kernel, and of a GPU's that can run or not."""
+    build = {
+        "version": "9",
+        "compiler": "cc 1",
+        "flags": "fast",
+        "openmp": 201511,
+        "cpu_features": ["avx2", "base"],
+    }
+    row = CPU | {"kv_format": "x", "heads": "1", "name": "n", "selected": True}
+    plain = row | {"arch": "base", "selected": False}
+    monkeypatch.setattr(sparse_mla, "build_info", lambda: build)
+    monkeypatch.setattr(_info, "cpu_name", lambda: "A CPU")
+    monkeypatch.setattr(_info, "gpu_names", lambda: ["A GPU"])
+    monkeypatch.setattr(_info, "find", lambda name: f"of {len(name)}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    python = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    for gpu, has_gpu in ((H100, True), (OLD, False)):
+        rows = [row, plain, row | gpu | {"selected": False}]
+        monkeypatch.setattr(sparse_mla, "kernels", lambda rows=rows: rows)
+        assert _info.run(argparse.Namespace()) == 0
+        assert capsys.readouterr().out.splitlines() == [
+            f"sparse_mla {sparse_mla.__version__}",
+            f"  python      {python}",
+            "  backends    cpu, cuda",
+            "  compiler    cc 1",
+            "  flags       fast",
+            "  cpu         A CPU: avx2, base",
+            "  gpu         "
+            + ("A GPU: sm_90" if has_gpu else "none that this build can use: A GPU"),
+            "  openmp      201511, 3 threads",
+            "  frameworks  numpy of 5, ml_dtypes of 9, torch of 5, jax of 3, cupy of 4, "
+            "transformers of 12",
+            "",
+            "kernels of sparse_attention, first match first (* = taken on this machine)",
+            "  device  arch" + " " * (3 if has_gpu else 4) + "kv_format  heads  name",
+            "* cpu     avx2" + " " * (3 if has_gpu else 4) + "x          1      n",
+            "  cpu     base" + " " * (3 if has_gpu else 4) + "x          1      n",
+            ("  cuda    sm_90  " if has_gpu else "- cuda    sm_100  ") + "x          1      n",
+            *([] if has_gpu else ["- = this machine cannot run it"]),
+        ]
+    monkeypatch.setattr(sparse_mla, "kernels", lambda: [row])
+    _info.run(argparse.Namespace())
+    assert "gpu" not in capsys.readouterr().out
+
+
+def test_info_names_the_architecture_of_a_processor_without_a_name(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError
+
+    assert _info.cpu_name()
+    monkeypatch.setattr(builtins, "open", refuse)
+    name = _info.cpu_name()
+    monkeypatch.undo()
+    assert name == os.uname().machine
+
+
+@pytest.mark.parametrize(
+    ("value", "threads"), [("3", 3), ("5,2", 5), ("many", None), ("", None), (None, None)]
+)
+def test_info_counts_openmp_s_threads(value, threads, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+    cores = len(os.sched_getaffinity(0))
+    assert _info.num_threads() == (threads or cores)
+    assert _info.openmp_text(201511) == f"201511, {threads or cores} threads"
+    assert _info.openmp_text(0) == "not in this build: one thread"
+
+
+def test_info_finds_wheels_by_any_of_their_names():
+    assert _info.find("numpy") == np.__version__
+    assert _info.find("no-such-package") == "–"
+
+
+# --- the judge -----------------------------------------------------------------------------------
+
+
+def judged(num_keys, **change):
+    rng = np.random.default_rng(1)
+    q = cases.random_bf16(rng, 2, 576)
+    rows = cases.make_rows(rng, num_keys, "fp8")
+    keys = _judge.exact_rows(rows)
+    out, lse = np.zeros((2, 512), ref.BF16), np.full(2, -np.inf, np.float32)
+    if num_keys:
+        result = sparse_mla.sparse_attention(
+            q[None], rows[None], np.arange(num_keys, dtype=np.int32)[None], softmax_scale=0.1
+        )
+        out, lse = result[0][0].copy(), result[1][0].copy()
+    for name, value in change.items():
+        {"out": out, "lse": lse}[name][1] = value
+    return _judge.judge_row(q, keys, out, lse, softmax_scale=0.1)
+
+
+def test_the_judge_keeps_the_worst_of_each():
+    total = _judge.Fractions()
+    for out, lse in [(0.25, 0.5), (0.75, 0.125), (0.5, 0.25)]:
+        total.add(_judge.Fractions(out, lse, rows=2))
+    assert total == _judge.Fractions(0.75, 0.5, rows=6)
+    assert total.within
+    assert _judge.Fractions(1, 1).within
+    assert not _judge.Fractions(1.001, 0).within
+    assert not _judge.Fractions(0, 1.001).within
+    for a, b in [(np.nan, 0.5), (0.5, np.nan), (np.nan, np.nan), (np.inf, 0.5)]:
+        assert _judge.worse(a, b) == np.inf
+
+
+@pytest.mark.parametrize("num_keys", [0, 1, 40])
+def test_the_judge_tells_right_from_wrong(num_keys):
+    right = judged(num_keys)
+    assert right.within
+    assert right.rows == 1
+    assert (right.out == 0) == (num_keys == 0)
+    for name, value in [("out", 7.0), ("out", np.nan), ("lse", 1e4), ("lse", np.nan)]:
+        wrong = judged(num_keys, **{name: value})
+        assert not wrong.within, (name, value)
+        total = _judge.Fractions()
+        for part in (right, wrong, right):
+            total.add(part)
+        assert not total.within, "NaN is worse than any number"
+        assert total.rows == 3
+        assert (total.out, total.lse) >= (right.out, right.lse)
+
+
+def test_the_judge_s_rows_are_the_bytes_meaning():
+    rng = np.random.default_rng(2)
+    rows = cases.make_rows(rng, 5, "fp8")
+    assert np.array_equal(_judge.exact_rows(rows), ref.decode_rows(rows, np.arange(5)))
+    bf16 = cases.make_rows(rng, 5, "bf16")
+    assert np.array_equal(_judge.exact_rows(bf16), bf16.astype(np.float64))
+    gathered = np.zeros((5, 576), ref.BF16)
+    table, lens, starts = (np.array(x, np.int32) for x in ([[0]], [5], [0]))
+    sparse_mla.gather_kv_cache(rows[None], table, lens, starts, out=gathered)
+    assert np.array_equal(ref.bits16(_judge.upconvert_rows(rows)), ref.bits16(gathered))
+
+
+def test_the_judge_reads_rows_of_any_dtype_and_stride():
+    rows = cases.make_rows(np.random.default_rng(3), 6, "fp8")
+    want = _judge.exact_rows(rows)
+    wide = np.zeros((12, 700), np.uint8)
+    wide[::2, :656] = rows
+    for same in (rows.view(np.int8), rows.view(ref.E4M3), wide[::2, :656]):
+        assert np.array_equal(_judge.exact_rows(same), want)
+
+
+def test_the_judge_allows_for_rounded_keys():
+    """The bound of gathered rows is larger by what rounding them to bf16 costs, a step of out."""
+    rng = np.random.default_rng(4)
+    q, keys = cases.random_bf16(rng, 2, 576), rng.normal(0, 1, (9, 576))
+    logits = 0.1 * q.astype(np.float64) @ keys.T
+    weights = np.exp(logits - logits.max(1, keepdims=True))
+    weights /= weights.sum(1, keepdims=True)
+    out = weights @ keys[:, :512] + 2.0**-8 * weights @ np.abs(keys[:, :512])
+    lse = np.log(np.exp(logits).sum(1)).astype(np.float32)
+    judge = [
+        _judge.judge_row(q, keys, out, lse, softmax_scale=0.1, gathered=gathered)
+        for gathered in (False, True)
+    ]
+    assert judge[1].out < judge[0].out < 3
+    assert judge[1].lse < judge[0].lse / 10
+    assert judge[1].within
+
+
+# --- bench ---------------------------------------------------------------------------------------
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_bench_starts_over_with_its_threads(monkeypatch):
+    started = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setattr(sys, "argv", ["sparse_mla", "bench", "--threads", "3"])
+    monkeypatch.setattr(os, "execv", lambda *command: started.append(command))
+    bench.restart(3)
+    words = [sys.executable, "-m", "sparse_mla", "bench", "--threads", "3"]
+    assert started == [(sys.executable, words)]
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.fixture
+def cuda_tables(monkeypatch):
+    """Tables of CUDA that need no GPU; -> their names as they are measured."""
+    from sparse_mla._bench import (
+        cuda_attention,
+        cuda_calls,
+        cuda_memory,
+        cuda_sent,
+        cuda_timing,
+        peer,
+    )
+
+    measured = []
+
+    def maker(name, record=None, failures=()):
+        def measure(*arguments):
+            measured.append(name)
+            if record is None:
+                raise RuntimeError("the device\nis lost")
+            return timing.Table(name, ["us"], [["5"]], [record], [*failures])
+
+        return measure
+
+    facts = SimpleNamespace(name="A GPU", multi_processor_count=132, L2_cache_size=50 << 20)
+    torch = SimpleNamespace(
+        manual_seed=lambda seed: None,
+        __version__="9",
+        cuda=SimpleNamespace(get_device_properties=lambda place: facts),
+    )
+    record = {"us": 5.0, "floor_us": 4.0}
+    monkeypatch.setattr(cuda_timing, "torch", torch)
+    monkeypatch.setattr(peer, "find_peer", lambda: (None, "none here"))
+    monkeypatch.setattr(cuda_attention, "measure_decode", maker("decode", record))
+    monkeypatch.setattr(cuda_attention, "measure_prefill", maker("prefill", record, ["far off"]))
+    monkeypatch.setattr(cuda_sent, "measure_inputs", maker("inputs"))
+    monkeypatch.setattr(cuda_memory, "measure_bytes", maker("bytes", {"gb": 1.0}))
+    monkeypatch.setattr(cuda_calls, "measure_calls", maker("calls", {"us": 2.0}))
+    monkeypatch.setattr(bench, "what_cuda_lacks", lambda: "")
+    return measured
+
+
+def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
+    """One that fails leaves the others their place."""
+    pytest.importorskip("matplotlib")
+    paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
+    assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
+    assert cuda_tables == ["decode", "prefill", "inputs", "bytes", "calls"]
+    printed = capsys.readouterr()
+    assert printed.err.endswith("\n2 FAILED\n")
+    assert "- device: A GPU, 132 SMs, 50 MiB L2 cache" in printed.out
+    for line in ("- FAIL far off", "- FAIL RuntimeError: the device is lost", "### calls"):
+        assert line in printed.out
+    results = json.loads(Path(paths[0]).read_text())
+    assert results["decode"] == [{"us": 5.0, "floor_us": 4.0}]
+    assert results["failures"] == {
+        "prefill": ["far off"],
+        "inputs": ["RuntimeError: the device is lost"],
+    }
+    assert "decode" in Path(paths[1]).read_text()
+
+
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [
+        ("attention", ["decode", "prefill", "inputs"]),
+        ("decode", ["decode"]),
+        ("calls", ["calls"]),
+    ],
+)
+def test_bench_measures_some_tables_of_a_gpu(only, names, cuda_tables, capsys):
+    assert bench.run(options("--only", only, "--json")) == int(only == "attention")
+    assert cuda_tables == names
+    results = json.loads(capsys.readouterr().out)
+    assert results["command"] == f"python -m sparse_mla bench --json --only {only} --device cuda"
+
+
+def test_bench_names_its_commit(monkeypatch):
+    head = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(head, capture_output=True, text=True)
+    version = f"version {sparse_mla.__version__}"
+    is_source_tree = (Path(bench.__file__).parents[2] / "csrc").is_dir()
+    want = done.stdout.strip() if is_source_tree and done.returncode == 0 else version
+    assert bench.find_commit() == want
+    monkeypatch.setenv("PATH", "")
+    assert bench.find_commit() == version
+
+
+def test_bench_does_not_plot_without_matplotlib(monkeypatch):
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"needs matplotlib: pip install"):
+        plot.check("x.svg")
+    with pytest.raises(SystemExit, match=r"no floors to plot"):
+        plot.write("x.svg", {"Calls": [{"us": 1.0}]})
+
+
+def test_bench_s_plot_leaves_out_what_has_no_flat_time():
+    row = {"kv_format": "bfloat16", "input": "flat", "us": 3.0, "peer_us": 8.0}
+    rows = [row | {"flat_us": flat} for flat in (2.0, None)] + [
+        row | {"flat_us": 2.0, "us": 1.0, "peer_us": None}
+    ]
+    assert plot.worst_by_kind({"Inputs as": rows}) in ({}, {"bfloat16": {"flat": (1.5, 4.0)}})
+    assert plot.worst_by_kind({"Inputs": rows}) in ({}, {"bfloat16": {"flat": (1.5, 4.0)}})
+
+
+def test_bench_s_efforts():
+    full, quick = timing.Effort.of(False, False), timing.Effort.of(True, False)
+    assert quick.quick and not full.quick
+    assert quick.repeats < full.repeats
+    best = timing.Effort.of(True, True)
+    assert (best.quick, best.repeats, best.pick) == (True, 2 * quick.repeats, min)
+    assert best.call_seconds < quick.call_seconds
+
+
+def test_bench_prints_failures_and_notes(capsys):
+    table = timing.Table("T", ["a", "long"], [["1", "2"]], [{}], ["wrong"], ["by the way"])
+    table.print()
+    want = "\n### T\n\n| a | long |\n| - | ---- |\n| 1 |    2 |\n\n- FAIL wrong\n- by the way\n"
+    assert capsys.readouterr().out == want
+
+
+def test_bench_tells_wrong_results(monkeypatch):
+    """Of attention beyond its bound, and of bytes that are not what they should be."""
+    table = timing.Table("T", [], [], [])
+    errors = {"ours": _judge.Fractions(out=1.5, lse=0.5), "torch": _judge.Fractions(out=9.0)}
+    attention.add_row(table, "bfloat16", 8, 2, errors, {"ours": 2.0, "torch": 3.0})
+    assert table.failures == ["bfloat16 H 8 T 2: 1.5 × bound"]
+    assert table.rows[0][-1] == "1.50×"
+    assert table.rows[0][3] == "1.5"
+    monkeypatch.setattr(memory, "interleave", lambda sides, _: dict.fromkeys(sides, 1.0))
+    monkeypatch.setattr(memory, "make_copy", lambda _: (lambda: None, 1))
+    right = memory.make_conversion
+    monkeypatch.setattr(
+        memory, "make_conversion", lambda rng: memory.Move("c", lambda: 0, 1, lambda: False)
+    )
+    for name in ("make_write", "make_gather"):
+        monkeypatch.setattr(memory, name, lambda *_: memory.Move("m", lambda: 0, 2, lambda: True))
+    table = memory.measure(timing.Effort.of(True, False), 1)
+    assert table.failures == ["c: wrong values"]
+    assert [row["right"] for row in table.records] == [True] * 4 + [False]
+    assert right(np.random.default_rng(0)).is_right
+
+
+# --- demo ----------------------------------------------------------------------------------------
+
+
+def demo_options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    "option", ["requests", "context", "decode", "topk", "block-size", "tokens-per-step"]
+)
+def test_the_demo_needs_one_of_everything(option):
+    with pytest.raises(ValueError, match=rf"^--{option} must be at least 1$"):
+        demo.make_requests(demo_options(f"--{option}", "0"))
+    demo.make_requests(demo_options(f"--{option}", "1"))
+
+
+def test_the_demo_needs_a_text(tmp_path):
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match=r"empty is empty$"):
+        demo.read_text(tmp_path / "empty")
+    assert demo.read_text(None).size > 1000
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_demo_shows_its_progress(is_terminal, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    progress = demo.Progress(8)
+    for _ in range(4):
+        progress.advance(2)
+        progress.clear()
+    progress.finish()
+    shown = capsys.readouterr().err
+    if is_terminal:
+        assert f"[{'#' * 10:<40}]  25%" in shown
+        assert f"[{'#' * 40}] 100%" in shown
+        assert shown.endswith("\r\033[K")
+    else:
+        assert [line.split()[1] for line in shown.splitlines()] == ["25%", "50%", "75%", "100%"]
+
+
+def test_the_demo_waits_for_the_first_request():
+    request = scheduler.Request(0, arrival_step=2, text=np.zeros(5, np.uint8), prompt_len=4)
+    plan = scheduler.Scheduler(
+        [request], num_pages=2, block_size=4, max_num_seqs=2, max_num_batched_tokens=8
+    )
+    assert [plan.next_batch(step) is None for step in range(3)] == [True, True, False]
+
+
+def test_the_demo_s_topk_is_causal_and_takes_the_best():
+    scores = np.array([[5, 9, 7, 8], [1, 2, 3, 4], [9, 0, 5, 7]], np.float32)
+    positions = np.array([0, 2, 3])
+    few = np.full((3, 2), -1, np.int32)
+    engine.select_topk(scores.copy(), positions, few)
+    assert [sorted(row) for row in few.tolist()] == [[-1, 0], [1, 2], [0, 3]]
+    many = np.full((3, 6), -1, np.int32)
+    engine.select_topk(scores.copy(), positions, many)
+    assert many.tolist() == [
+        [0, -1, -1, -1, -1, -1],
+        [0, 1, 2, -1, -1, -1],
+        [0, 1, 2, 3, -1, -1],
+    ]
+
+
+def test_the_demo_s_workspace_is_as_large_as_the_plan_wants():
+    config = sparse_mla.Config(
+        2,
+        softmax_scale=0.1,
+        kv_cache_dtype="fp8_ds_mla",
+        topk_tokens=8,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        max_model_len=64,
+    )
+    made = engine.Engine(model.ToyModel(2, 0), config, num_pages=2)
+    assert made.workspace.shape == (sparse_mla.get_prefill_workspace_size(64), 576)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["info", "demo", "bench"])
+def test_the_command_runs_what_is_asked(name, monkeypatch):
+    modules = {"info": _info, "demo": demo, "bench": bench}
+    monkeypatch.setattr(modules[name], "run", lambda options: (options.command, 3)[1])
+    monkeypatch.setattr(sys, "argv", ["sparse_mla", name])
+    assert command.main() == 3
+
+
+def test_the_command_ends_quietly_when_nobody_reads_on(monkeypatch):
+    redirected = []
+
+    def run(options):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(_info, "run", run)
+    monkeypatch.setattr(sys, "argv", ["sparse_mla", "info"])
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=lambda: 77))
+    monkeypatch.setattr(os, "dup2", lambda source, target: redirected.append(target))
+    status = command.main()
+    monkeypatch.undo()
+    assert (status, redirected) == (1, [77])
+
+
+# --- what few call -------------------------------------------------------------------------------
+
+
+def test_a_layer_gives_its_weight_once():
+    sizes = {"num_heads": 1, "qk_nope_head_dim": 4, "v_head_dim": 2}
+    weight = np.arange(512 * 6, dtype=np.float32).reshape(512, 6) / 4096
+    want = sparse_mla.split_kv_b_proj(weight, **sizes)
+    for layer in (lambda x: x @ weight, lambda x: (x @ weight, None)):
+        got = sparse_mla.split_kv_b_proj(layer, **sizes)
+        assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+    with pytest.raises(ValueError, match=r"`weight_scale_inv` must be None for a callable"):
+        sparse_mla.split_kv_b_proj(lambda x: x, **sizes, weight_scale_inv=weight)
+
+    class Biased:
+        bias = np.zeros(6)
+
+        def __call__(self, x):
+            raise AssertionError("refused before it is called")
+
+    with pytest.raises(ValueError, match=r"must be a layer without bias"):
+        sparse_mla.split_kv_b_proj(Biased(), **sizes)
+
+
+def test_a_layer_has_weights_or_says_so():
+    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 1}
+    config = sparse_mla.Config(1, softmax_scale=0.1, qk_nope_head_dim=4, v_head_dim=2, **limits)
+    bare = sparse_mla.SparseMLA(config)
+    assert bare.W_UK is bare.W_UV is None
+    x = np.ones((1, 1, 512), ref.BF16)
+    for op, array in (("k_up_proj", x[..., :4]), ("v_up_proj", x)):
+        with pytest.raises(ValueError, match=rf"^{op}: `kv_b_proj` must be given to SparseMLA"):
+            getattr(bare, op)(array)
+    layer = sparse_mla.SparseMLA(config, kv_b_proj=np.ones((512, 6), np.float32))
+    assert (layer.k_up_proj(x[..., :4]) == 4).all()
+    assert (layer.v_up_proj(x) == 512).all()
+
+
+@pytest.mark.parametrize("scale", [np.inf, -np.inf, np.nan])
+def test_a_config_s_scale_is_finite(scale):
+    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 1}
+    with pytest.raises(ValueError, match=r"^Config: `softmax_scale` must be finite, got"):
+        sparse_mla.Config(1, softmax_scale=scale, **limits)

@@ -1,0 +1,1297 @@
+"""Streams, events and arrays on a GPU (csrc/python/stream.c, pending.c, cupy.c and their kind), on
+machines without one: fake_gpu.py. Real ones: test_gpu_streams.py, test_gpu_frameworks.py."""
+
+import ctypes
+import gc
+import math
+import sys
+from types import ModuleType, SimpleNamespace
+
+import cases
+import engine
+import numpy as np
+import pytest
+import reference as ref
+from dlpack_producer import CUDA, NAMES, Legacy, Producer, api, assert_returned
+from exchange_producer import DTYPE_OF, Exchanged, NoMemory
+from fake_gpu import (
+    OUT_OF_MEMORY,
+    Cupy,
+    CupyArray,
+    Driver,
+    LikeJax,
+    LikePythonJax,
+    LikeTorch,
+    load,
+    on_gpu,
+)
+from helpers import assert_keeps_nothing, assert_same_bits, assert_within_bounds
+
+import sparse_mla
+
+LEGACY = 1  # the name of the default stream in DLPack's numbers
+
+
+@pytest.fixture(scope="module")
+def package():
+    gc.collect()  # packages of other tests, and what they have kept
+    return load()
+
+
+@pytest.fixture
+def gpu(package):
+    """The driver, with nothing under way."""
+    driver = Driver()
+    driver.reset()
+    give_back(package)
+    driver.reset()
+    num_failures = driver.num_failures
+    yield driver
+    assert driver.num_failures == num_failures, "see the captured output"
+    driver.reset()
+    give_back(package)
+
+
+def give_back(package) -> None:
+    """What was kept for work that is over by now. The call itself keeps nothing."""
+    Exchanged.stream = 0
+    package.dynamic_per_tensor_quant(exchanged(np.ones((1, 1), np.float32)))
+
+
+@pytest.fixture(scope="module")
+def met_cupy(package):
+    """The one that the package meets, and keeps."""
+    return Cupy()
+
+
+@pytest.fixture
+def cupy(met_cupy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", met_cupy)
+    met_cupy.reset()
+    return met_cupy
+
+
+@pytest.fixture
+def exchange(monkeypatch):
+    monkeypatch.setattr(Exchanged, "streams", [])
+    monkeypatch.setattr(Exchanged, "stream", 0)
+    return Exchanged
+
+
+def exchanged(x: np.ndarray, device_id: int = 0) -> Exchanged:
+    return Exchanged(x, place=(CUDA, device_id))
+
+
+rng = np.random.default_rng(5)
+OUTS = [rng.normal(0, 1, (2, 3, 8)).astype(np.float32) for _ in "ab"]
+LSES = [rng.normal(0, 1, (2, 3)).astype(np.float32) for _ in "ab"]
+STATES = (OUTS[0], LSES[0], OUTS[1], LSES[1])  # the arguments of merge_attn_states
+WANT = sparse_mla.merge_attn_states(*STATES)
+
+
+def read(x) -> np.ndarray:
+    """A Tensor's values, whose memory is the host's all the same."""
+    capsule = x.__dlpack__(stream=-1)
+    tensor = Legacy.from_address(api.PyCapsule_GetPointer(capsule, NAMES[False])).tensor
+    dtype = DTYPE_OF[tensor.code, tensor.bits]
+    shape = tensor.shape[: tensor.ndim]
+    memory = (ctypes.c_uint8 * (math.prod(shape) * dtype.itemsize)).from_address(tensor.data)
+    return np.array(memory, np.uint8).view(dtype).reshape(shape)
+
+
+def assert_merged(results, get=read) -> None:
+    for got, want in zip(results, WANT, strict=True):
+        assert_same_bits(get(got), want)
+
+
+# --- which stream --------------------------------------------------------------------------------
+
+
+def test_unknown_producers_are_told_the_stream(package, gpu):
+    """They have no stream of their own: the call's, and as a number, where None could mean two."""
+    stream = gpu.new_stream()
+    for given, number in [(None, LEGACY), (0, LEGACY), (1, LEGACY), (2, 2), (stream, stream)]:
+        arrays = [on_gpu(x) for x in STATES]
+        results = package.merge_attn_states(*arrays, stream=given)
+        assert [x.requests for x in arrays] == [[{"stream": number, "max_version": (1, 3)}]] * 4
+        assert gpu.launch == (0 if number == LEGACY else number, 0)
+        assert_merged(results)
+        assert [(type(x).__name__, x.device) for x in results] == [("Tensor", "cuda:0")] * 2
+
+
+def test_producers_from_before_versions_are_told_the_stream(package, gpu):
+    stream = gpu.new_stream()
+    arrays = [on_gpu(x, old_signature=True) for x in STATES]
+    assert_merged(package.merge_attn_states(*arrays, stream=stream))
+    for x in arrays:
+        assert x.requests[-1] == {"stream": stream}
+
+
+def test_work_goes_to_the_device_of_the_arrays(package, gpu):
+    stream = gpu.new_stream(1)
+    for given, handle in [(None, 0), (stream, stream)]:
+        results = package.merge_attn_states(*[on_gpu(x, 1) for x in STATES], stream=given)
+        assert gpu.launch == (handle, 1)
+        assert {x.device for x in results} == {"cuda:1"}
+        calls = gpu.calls()
+        assert "launch@1" in calls
+        assert "cuCtxPopCurrent" in " ".join(calls), "the device that was current is so again"
+    with pytest.raises(
+        ValueError, match=r"`stream` must be a stream of the arrays' device, cuda:0"
+    ):
+        package.merge_attn_states(*map(on_gpu, STATES), stream=stream)
+
+
+def test_the_stream_of_the_exchange_api(package, gpu, exchange):
+    for handle in (0, LEGACY, gpu.new_stream()):
+        exchange.stream = handle
+        exchange.streams.clear()
+        results = package.merge_attn_states(*map(exchanged, STATES))
+        assert gpu.launch == (0 if handle == LEGACY else handle, 0)
+        assert exchange.streams == [(CUDA, 0)], "neighbours are asked once"
+        assert [x.place for x in results] == [(CUDA, 0)] * 2
+        assert_merged(results, lambda x: x.array)
+    assert gpu.num_events == 0, "memory that is freed in the order of its stream needs no event"
+
+
+def test_a_question_that_fails(package, gpu, exchange):
+    exchange.stream = None
+    with pytest.raises(
+        RuntimeError,
+        match=r"^merge_attn_states: `out_a` must come from a framework that knows its current "
+        r"stream, got an error$",
+    ):
+        package.merge_attn_states(*map(exchanged, STATES))
+    assert "launch" not in gpu.calls()
+
+
+def test_the_stream_of_cupy(package, gpu, cupy):
+    cupy.stream = gpu.new_stream(1)
+    arrays = [CupyArray(x, 1) for x in STATES]
+    cupy.current = 1
+    results = package.merge_attn_states(*arrays)
+    assert gpu.launch == (cupy.stream, 1)
+    assert cupy.asked == [1]
+    assert [type(x) for x in results] == [CupyArray] * 2
+    assert_merged(results, lambda x: x.array)
+    assert cupy.entered == []
+    assert gpu.num_events == 0
+
+
+def old_torch(monkeypatch, handle, taken=None):
+    """The modules that arrays from before the exchange API are asked about."""
+    devices: list[int] = []
+
+    def current_stream(device_id):
+        devices.append(device_id)
+        return SimpleNamespace(cuda_stream=handle)
+
+    cuda, importer = ModuleType("torch.cuda"), ModuleType("torch.utils.dlpack")
+    cuda.current_stream = current_stream
+    importer.from_dlpack = lambda x: ("taken", x)
+    monkeypatch.setitem(sys.modules, "torch.cuda", cuda)
+    monkeypatch.setitem(sys.modules, "torch.utils.dlpack", importer)
+    return devices
+
+
+def test_the_stream_of_an_old_torch(package, gpu, monkeypatch):
+    """It is asked for memory without any order, since the stream is its own."""
+    stream = gpu.new_stream()
+    devices = old_torch(monkeypatch, stream)
+    arrays = [LikeTorch(x) for x in STATES]
+    results = package.merge_attn_states(*arrays)
+    assert gpu.launch == (stream, 0)
+    assert devices == [0]
+    assert [x.requests for x in arrays] == [[{"stream": -1, "max_version": (1, 3)}]] * 4
+    assert [word for word, _ in results] == ["taken"] * 2
+    assert_merged([x for _, x in results])
+    assert_returned(*arrays)
+
+
+def test_an_old_torch_without_its_modules(package, gpu, monkeypatch):
+    for name in ("torch.cuda", "torch.utils.dlpack"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, name)
+    results = package.merge_attn_states(*map(LikeTorch, STATES))
+    assert gpu.launch == (0, 0)
+    assert [type(x).__name__ for x in results] == ["Tensor"] * 2
+
+
+@pytest.mark.parametrize(
+    ("current_stream", "error"),
+    [
+        (lambda _: 1 / 0, ZeroDivisionError),
+        (lambda _: object(), AttributeError),
+        (lambda _: SimpleNamespace(cuda_stream=1 << 70), OverflowError),
+    ],
+)
+def test_an_old_torch_that_fails(package, gpu, monkeypatch, current_stream, error):
+    old_torch(monkeypatch, 0)
+    sys.modules["torch.cuda"].current_stream = current_stream
+    arrays = [LikeTorch(x) for x in STATES]
+    with pytest.raises(error):
+        package.merge_attn_states(*arrays)
+    assert_returned(*arrays)
+
+
+def test_a_stream_that_is_no_number_tells_nothing(package, gpu, monkeypatch):
+    old_torch(monkeypatch, "main")
+    package.merge_attn_states(*map(LikeTorch, STATES))
+    assert gpu.launch == (0, 0)
+
+
+def test_arrays_of_jax(package, gpu):
+    """They are waited for on the host, and results stay Tensors."""
+    arrays = [LikeJax(x) for x in STATES]
+    results = package.merge_attn_states(*arrays, stream=gpu.new_stream())
+    assert [x.waits for x in arrays] == [1] * 4
+    assert [type(x).__name__ for x in results] == ["Tensor"] * 2
+    assert_merged(results)
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+
+def test_two_streams_and_none_given(package, gpu, exchange, cupy):
+    exchange.stream, cupy.stream = gpu.new_stream(), gpu.new_stream()
+    arrays = [*map(exchanged, STATES[:2]), *map(CupyArray, STATES[2:])]
+    with pytest.raises(ValueError) as info:
+        package.merge_attn_states(*arrays)
+    assert str(info.value) == (
+        f"merge_attn_states: `out_b` must come from the current stream of `out_a` "
+        f"({exchange.stream}), got one whose producer works on another ({cupy.stream}): pass "
+        f"stream=, or make the two equal"
+    )
+    cupy.stream = exchange.stream
+    package.merge_attn_states(*arrays)
+    assert gpu.launch == (exchange.stream, 0)
+    exchange.stream, cupy.stream = LEGACY, 0
+    package.merge_attn_states(*arrays)
+    assert gpu.launch == (0, 0)
+
+
+def test_a_call_is_put_behind_its_producers(package, gpu, exchange, cupy):
+    exchange.stream, cupy.stream = gpu.new_stream(), gpu.new_stream()
+    arrays = [*map(exchanged, STATES[:2]), *map(CupyArray, STATES[2:])]
+    for stream, others in [
+        (gpu.new_stream(), 2),
+        (exchange.stream, 1),
+        (cupy.stream, 1),
+    ]:
+        gpu.calls()
+        package.merge_attn_states(*arrays, stream=stream)
+        assert gpu.launch == (stream, 0)
+        calls = gpu.calls()
+        assert calls.count("cudaStreamWaitEvent") == others, "a framework's arrays once"
+        assert calls.index("cudaStreamWaitEvent") < calls.index("launch")
+    assert gpu.followed(cupy.stream) == exchange.stream
+    assert gpu.followed(exchange.stream) == cupy.stream
+
+
+def test_a_call_behind_the_legacy_stream(package, gpu, exchange):
+    stream = gpu.new_stream()
+    package.merge_attn_states(*map(exchanged, STATES), stream=stream)
+    assert gpu.followed(stream) == LEGACY
+
+
+@pytest.mark.parametrize(
+    ("call", "num_good"),
+    [
+        ("cudaStreamIsCapturing", 0),
+        ("cudaStreamIsCapturing", 1),
+        ("cudaEventCreateWithFlags", 0),
+        ("cudaEventRecord", 0),
+        ("cudaStreamWaitEvent", 0),
+        ("launch", 0),
+    ],
+)
+def test_calls_of_cuda_that_fail(package, gpu, exchange, call, num_good):
+    """Before the launch, all of them."""
+    exchange.stream = gpu.new_stream()
+    arrays = [*map(exchanged, STATES[:2]), *map(on_gpu, STATES[2:])]
+    gpu.fail(call, num_good)
+    with pytest.raises(RuntimeError, match=r"^merge_attn_states: \w+ failed: a text \(code 999\)"):
+        package.merge_attn_states(*arrays, stream=gpu.new_stream())
+    assert ("launch" in gpu.calls()) == (call == "launch")
+    gpu.finish()
+    package.merge_attn_states(*map(on_gpu, STATES))
+    for x in arrays[2:]:
+        x.assert_balanced()
+    assert_merged(package.merge_attn_states(*arrays), lambda x: x.array)
+
+
+def test_arrays_on_two_devices_are_refused(package, gpu, exchange):
+    arrays = [exchanged(STATES[0]), *(exchanged(x, 1) for x in STATES[1:])]
+    with pytest.raises(ValueError, match=r"`lse_a` must be on cuda:0 like `out_a`, got cuda:1"):
+        package.merge_attn_states(*arrays)
+    assert exchange.streams == [(CUDA, 0)], "the other device has no say"
+
+
+def test_minus_one_names_no_stream(package, gpu):
+    with pytest.raises(ValueError, match=r"^merge_attn_states: `stream` must be .*, got -1, which"):
+        package.merge_attn_states(*map(on_gpu, STATES), stream=-1)
+    sparse_mla.merge_attn_states(*STATES, stream=-1)  # means nothing to the CPU
+
+
+# --- captures ------------------------------------------------------------------------------------
+
+
+def test_a_capture_takes_no_part_in_order(package, gpu, exchange):
+    """What is not captured cannot be waited for, and is not asked."""
+    stream = gpu.new_stream()
+    gpu.capture(stream)
+    for other in (0, gpu.new_stream()):
+        exchange.stream = other
+        gpu.calls()
+        package.merge_attn_states(*map(exchanged, STATES), stream=stream)
+        assert gpu.launch == (stream, 0)
+        calls = gpu.calls()
+        assert "cudaEventRecord" not in calls
+        assert calls.count("cudaStreamIsCapturing") == (2 if other == 0 else 3)
+    assert gpu.followed(stream) is None
+
+
+def test_two_captured_streams_are_ordered(package, gpu, exchange):
+    stream, exchange.stream = gpu.new_stream(), gpu.new_stream()
+    for captured in (stream, exchange.stream):
+        gpu.capture(captured)
+    package.merge_attn_states(*map(exchanged, STATES), stream=stream)
+    assert gpu.followed(stream) == exchange.stream
+
+
+def test_arrays_of_a_capture_outside_of_it(package, gpu, exchange):
+    stream, exchange.stream = gpu.new_stream(), gpu.new_stream()
+    gpu.capture(exchange.stream)
+    with pytest.raises(ValueError) as info:
+        package.merge_attn_states(*map(exchanged, STATES), stream=stream)
+    assert str(info.value) == (
+        "merge_attn_states: `stream` must be the stream whose work is captured, since `out_a` is "
+        f"made on that ({exchange.stream}), got {stream}"
+    )
+
+
+def test_results_inside_a_capture_must_be_given(package, gpu):
+    """Their address would go into the graph, and nobody would keep the memory."""
+    stream = gpu.new_stream()
+    gpu.capture(stream)
+    with pytest.raises(ValueError) as info:
+        package.merge_attn_states(*map(on_gpu, STATES), stream=stream)
+    assert str(info.value) == (
+        "merge_attn_states: `out` must be given inside a capture (192 bytes), got None: the "
+        "framework of its arrays has no allocator"
+    )
+    results = [on_gpu(np.zeros_like(x)) for x in WANT]
+    arrays = [on_gpu(x) for x in STATES]
+    gpu.set_busy()
+    package.merge_attn_states(*arrays, out=results[0], lse=results[1], stream=stream)
+    assert_merged(results, lambda x: x.array)
+    assert gpu.num_events == 0
+    assert_returned(*arrays, *results)  # at once: replays are in the hands of who starts them
+
+
+# --- what is kept while the device works ---------------------------------------------------------
+
+
+def test_foreign_arrays_live_until_the_work_is_over(package, gpu):
+    gpu.set_busy()
+    arrays = [on_gpu(x) for x in STATES]
+    results = package.merge_attn_states(*arrays)
+    later = [on_gpu(x) for x in STATES]
+    package.merge_attn_states(*later)
+    assert [x.outstanding for x in (*arrays, *later)] == [1] * 8
+    gpu.finish()
+    package.merge_attn_states(*STATES)
+    assert [x.outstanding for x in (*arrays, *later)] == [1] * 8, "the CPU's calls do not look"
+    last = on_gpu(np.ones((2, 2), np.float32))
+    package.dynamic_per_tensor_quant(last)
+    assert_returned(*arrays, *later)
+    assert last.outstanding == 1, "of the last call itself"
+    assert_merged(results)
+
+
+def test_the_oldest_work_is_looked_at_first(package, gpu):
+    """What came later is not over either, or soon will not be needed."""
+    gpu.set_busy()
+    first = on_gpu(np.ones((2, 2), np.float32))
+    package.dynamic_per_tensor_quant(first)
+    gpu.set_busy(False)
+    second = on_gpu(np.ones((2, 2), np.float32))
+    package.dynamic_per_tensor_quant(second)
+    third = on_gpu(np.ones((2, 2), np.float32))
+    package.dynamic_per_tensor_quant(third)
+    assert [x.outstanding for x in (first, second, third)] == [1, 1, 1]
+
+
+def test_foreign_arrays_live_as_objects_too(package, gpu, cupy):
+    """CuPy frees in the order of its own stream, which is not that of the call."""
+    cupy.stream = gpu.new_stream()
+    gpu.set_busy()
+    arrays = [CupyArray(x) for x in STATES]
+    held = [sys.getrefcount(x) for x in arrays]
+    package.merge_attn_states(*arrays, stream=gpu.new_stream())
+    assert [sys.getrefcount(x) for x in arrays] == [count + 1 for count in held]
+    gpu.finish()
+    package.merge_attn_states(*arrays)
+    assert [sys.getrefcount(x) for x in arrays] == held
+
+
+def test_what_is_kept_is_given_back_with_the_module(gpu):
+    """After the work, which is waited for."""
+    package = load()
+    gpu.set_busy()
+    arrays = [on_gpu(x) for x in STATES]
+    package.merge_attn_states(*arrays)
+    gpu.calls()
+    del package
+    gc.collect()
+    assert "cudaEventSynchronize" in gpu.calls()
+    assert_returned(*arrays)
+
+
+def test_the_core_s_own_error_comes_first(package, gpu):
+    """Of a launch that fails, and of the event behind it, which fails as well."""
+    package.merge_attn_states(*map(on_gpu, STATES))
+    gpu.finish()
+    gpu.calls()
+    package.merge_attn_states(*map(on_gpu, STATES))
+    num_good = gpu.calls().index("launch")
+    gpu.fail(None, num_good, keeps=True)
+    arrays = [on_gpu(x) for x in STATES]
+    with pytest.raises(RuntimeError, match=r"^merge_attn_states: cudaLaunchKernelExC failed"):
+        package.merge_attn_states(*arrays)
+    for x in arrays:
+        x.assert_balanced()
+
+
+@pytest.mark.parametrize("call", ["cudaEventRecord", "cudaEventCreateWithFlags"])
+def test_an_event_behind_the_work_that_fails(package, gpu, call):
+    gpu.fail(call, code=OUT_OF_MEMORY)
+    arrays = [on_gpu(x) for x in STATES]
+    with pytest.raises(MemoryError, match=rf"^merge_attn_states: {call} failed: out of memory"):
+        package.merge_attn_states(*arrays)
+    assert "launch" in gpu.calls()
+    for x in arrays:
+        x.assert_balanced()
+
+
+def test_refusals_keep_nothing(package, gpu):
+    gpu.set_busy()
+    arrays = [on_gpu(x) for x in (*STATES[:3], STATES[3][:1])]
+    with pytest.raises(ValueError, match=r"`lse_b` must"):
+        package.merge_attn_states(*arrays)
+    for x in arrays:
+        x.assert_balanced()
+    assert gpu.num_events == 0
+
+
+# --- tensors -------------------------------------------------------------------------------------
+
+
+def make_tensors(package, gpu, stream: int):
+    """Results whose work is on its way."""
+    gpu.set_busy()
+    results = package.merge_attn_states(*map(on_gpu, STATES), stream=stream)
+    gpu.calls()
+    return results
+
+
+def test_a_tensor_s_readers_wait_for_its_writer(package, gpu):
+    writer, reader = gpu.new_stream(), gpu.new_stream()
+    out, lse = make_tensors(package, gpu, writer)
+    assert gpu.followed(reader) is None
+    package.merge_attn_states(out, lse, *map(on_gpu, STATES[2:]), stream=reader)
+    assert gpu.followed(reader) == writer
+    assert gpu.calls().count("cudaStreamWaitEvent") == 2
+    third = gpu.new_stream()
+    package.dynamic_per_tensor_quant(out[:1], stream=third)
+    assert gpu.followed(third) == writer, "a slice has the event of the whole"
+    gpu.finish()
+
+
+def test_tensors_are_not_foreign(package, gpu):
+    """Their memory outlives all work on the device."""
+    out, lse = make_tensors(package, gpu, gpu.new_stream())
+    held = sys.getrefcount(out), sys.getrefcount(lse)
+    package.merge_attn_states(out, lse, out, lse)
+    assert (sys.getrefcount(out), sys.getrefcount(lse)) == held
+
+
+def test_who_writes_a_tensor_last_is_waited_for(package, gpu):
+    first, second, reader = (gpu.new_stream() for _ in "abc")
+    out, lse = make_tensors(package, gpu, first)
+    states = [on_gpu(x) for x in STATES]
+    assert package.merge_attn_states(*states, out=out, lse=lse, stream=second)[0] is out
+    assert gpu.followed(second) == first
+    out.__dlpack__(stream=reader)
+    assert gpu.followed(reader) == second
+
+
+def test_captured_readers_do_not_wait(package, gpu):
+    stream, writer = gpu.new_stream(), gpu.new_stream()
+    out, lse = make_tensors(package, gpu, writer)
+    gpu.capture(stream)
+    written = [on_gpu(np.zeros_like(x)) for x in WANT]
+    results = dict(zip(("out", "lse"), written, strict=True))
+    package.merge_attn_states(out, lse, out, lse, **results, stream=stream)
+    assert gpu.followed(stream) is None
+
+
+@pytest.mark.parametrize(("stream", "waits"), [(None, True), (1, True), (2, True), (-1, False)])
+def test_consumers_on_default_streams(package, gpu, stream, waits):
+    writer = gpu.new_stream()
+    out, _ = make_tensors(package, gpu, writer)
+    out.__dlpack__(stream=stream, max_version=(1, 0))
+    assert gpu.followed(0) == (writer if waits else None)
+
+
+def test_consumers_that_capture(package, gpu):
+    out, _ = make_tensors(package, gpu, gpu.new_stream())
+    consumer = gpu.new_stream()
+    gpu.capture(consumer)
+    with pytest.raises(BufferError, match=r"^__dlpack__: `stream` must not be captured while"):
+        out.__dlpack__(stream=consumer)
+    gpu.finish()
+    out.__dlpack__(stream=consumer)
+    assert gpu.followed(consumer) is None
+
+
+@pytest.mark.parametrize("call", ["cudaStreamWaitEvent", "cudaStreamIsCapturing"])
+def test_consumers_whose_wait_fails(package, gpu, call):
+    out, lse = make_tensors(package, gpu, gpu.new_stream())
+    gpu.fail(call)
+    with pytest.raises(RuntimeError, match=rf"^__dlpack__: {call} failed"):
+        out.__dlpack__()
+    gpu.fail(call)
+    with pytest.raises(RuntimeError, match=rf"^__cuda_array_interface__: {call} failed"):
+        _ = out.__cuda_array_interface__
+    gpu.fail(call)
+    with pytest.raises(RuntimeError, match=rf"^merge_attn_states: {call} failed"):
+        package.merge_attn_states(out, lse, out, lse, stream=gpu.new_stream())
+
+
+def test_the_cuda_array_interface(package, gpu):
+    writer = gpu.new_stream()
+    out, _ = make_tensors(package, gpu, writer)
+    facts = out[1:].__cuda_array_interface__
+    base = out.__cuda_array_interface__["data"][0]
+    assert facts == {
+        "version": 3,
+        "shape": (1, 3, 8),
+        "strides": (96, 32, 4),
+        "typestr": "<f4",
+        "data": (base + 96, False),
+        "stream": 1,
+    }
+    assert gpu.followed(0) == writer
+
+
+def test_a_dtype_without_a_name_there(package, gpu):
+    tensor, scale = package.dynamic_per_tensor_quant(on_gpu(np.ones((2, 4), np.float32)))
+    assert (tensor.dtype, tensor.device) == ("float8_e4m3fn", "cuda:0")
+    with pytest.raises(AttributeError, match=r"has no name for this Tensor's dtype"):
+        _ = tensor.__cuda_array_interface__
+    assert not hasattr(tensor, "__cuda_array_interface__")
+    assert read(scale) == np.float32(1 / 448)
+
+
+def test_bytes_of_a_tensor_have_the_letter_of_bytes(package, gpu):
+    indices = np.zeros((1, 2), np.int32)
+    arguments = (np.zeros(1, np.int32), np.full((1, 1), 3, np.int32), indices)
+    slots = package.convert_req_index_to_global_index(*map(on_gpu, arguments), block_size=4)
+    assert slots.__cuda_array_interface__["typestr"] == "<i4"
+
+
+def test_the_host_cannot_read_a_tensor_there(package, gpu):
+    out, _ = package.merge_attn_states(*map(on_gpu, STATES))
+    words = "on cuda:0, where the host cannot read it"
+    with pytest.raises(TypeError, match=words):
+        np.asarray(out)
+    with pytest.raises(BufferError, match=words):
+        memoryview(out)
+    with pytest.raises(BufferError, match=r"exported without a copy only"):
+        out.__dlpack__(copy=True)
+    assert repr(out) == "Tensor(shape=(2, 3, 8), dtype=float32, device=cuda:0)"
+    assert out.__dlpack_device__() == (CUDA, 0)
+    with pytest.raises(BufferError, match=r"on its own device only"):
+        out.__dlpack__(dl_device=(CUDA, 1))
+    out.__dlpack__(dl_device=(CUDA, 0))
+
+
+def test_memory_and_events_of_tensors_are_given_back(package, gpu):
+    memory = gpu.num_memory
+    out, lse = package.merge_attn_states(*map(on_gpu, STATES))
+    assert gpu.num_memory == memory + 2
+    part = out[1:]
+    del out, lse
+    assert gpu.num_memory == memory + 1
+    del part
+    assert gpu.num_memory == memory
+    package.merge_attn_states(*STATES)
+    package.dynamic_per_tensor_quant(on_gpu(np.ones(1, np.float32)))
+    gc.collect()
+    assert gpu.num_events == 1, "of the last call's own array"
+
+
+def test_a_tensor_without_memory(package, gpu):
+    gpu.fail("cudaMalloc", code=OUT_OF_MEMORY)
+    arrays = [on_gpu(x) for x in STATES]
+    with pytest.raises(MemoryError):
+        package.merge_attn_states(*arrays)
+    for x in arrays:
+        x.assert_balanced()
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("has_words", "words"), [(True, ": all is taken$"), (False, "$")])
+def test_an_allocator_that_fails(package, gpu, exchange, has_words, words):
+    start = "^merge_attn_states: its framework could not allocate a result"
+    with (
+        NoMemory(gpu.allocator(has_words)),
+        pytest.raises(MemoryError, match=start + words),
+    ):
+        package.merge_attn_states(*map(exchanged, STATES))
+    assert "launch" not in gpu.calls()
+
+
+def test_results_beside_a_foreign_leader_are_foreign(package, gpu, exchange):
+    """They come from the allocator of a framework that works on another stream than the call."""
+    exchange.stream = gpu.new_stream()
+    gpu.set_busy()
+    results = package.merge_attn_states(*map(exchanged, STATES), stream=gpu.new_stream())
+    assert gpu.num_events == 1
+    held = [sys.getrefcount(x) for x in results]
+    gpu.finish()
+    give_back(package)
+    assert [sys.getrefcount(x) for x in results] == [count - 1 for count in held]
+
+
+# --- cupy ----------------------------------------------------------------------------------------
+
+
+def test_cupy_s_results_come_from_the_arrays_device(package, gpu, cupy):
+    cupy.current = 0
+    results = package.merge_attn_states(*(CupyArray(x, 1) for x in STATES))
+    assert [x.data.device_id for x in results] == [1, 1]
+    assert cupy.entered == [1, 1]
+    assert cupy.left == [(None, None, None)] * 2
+    assert cupy.current == 0
+    assert_merged(results, lambda x: x.array)
+
+
+def test_cupy_has_bytes_in_place_of_e4m3(package, gpu, cupy):
+    x = np.linspace(-2, 2, 12, dtype=np.float32).reshape(3, 4)
+    values, scale = package.dynamic_per_tensor_quant(CupyArray(x))
+    want, want_scale = sparse_mla.dynamic_per_tensor_quant(x)
+    assert values.dtype == np.uint8
+    assert_same_bits(values.array, want.view(np.uint8))
+    assert_same_bits(scale.array, want_scale)
+
+
+def test_cupy_s_strides_are_honoured(package, gpu, cupy):
+    wide = np.zeros((3, 9), np.float32)
+    wide[:, :4] = np.arange(12).reshape(3, 4)
+    values, scale = package.dynamic_per_tensor_quant(CupyArray(wide[:, :4]))
+    want, want_scale = sparse_mla.dynamic_per_tensor_quant(wide[:, :4])
+    assert_same_bits(values.array, want.view(np.uint8))
+    assert_same_bits(scale.array, want_scale)
+
+
+@pytest.mark.parametrize("name", ["dtype", "shape", "strides", "data", "ptr", "device_id"])
+def test_an_array_of_cupy_without_an_attribute(package, gpu, cupy, name):
+    x = CupyArray(STATES[0])
+    holder = x if name in vars(x) else x.data
+    delattr(holder, name)
+    with pytest.raises(AttributeError, match=name):
+        package.merge_attn_states(x, *map(CupyArray, STATES[1:]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "words"),
+    [
+        ("shape", ("2", 3, 8), TypeError, "int"),
+        ("strides", (96, None, 4), TypeError, "int"),
+        (
+            "strides",
+            (97, 32, 4),
+            ValueError,
+            r"`out_a` must have strides in multiples of its 4-byte",
+        ),
+        ("shape", (1,) * 40, ValueError, r"`out_a` must have at most 8 dimensions, got 40"),
+        ("dtype", "f4", TypeError, "`out_a`"),
+        ("dtype", np.dtype("M8[s]"), TypeError, "`out_a`"),
+    ],
+)
+def test_an_array_of_cupy_with_odd_attributes(package, gpu, cupy, name, value, error, words):
+    x = CupyArray(STATES[0])
+    setattr(x, name, value)
+    if name == "shape" and len(value) > 3:
+        x.strides = (4,) * len(value)
+    with pytest.raises(error, match=words):
+        package.merge_attn_states(x, *map(CupyArray, STATES[1:]))
+
+
+@pytest.mark.parametrize(
+    "place", ["get_current_stream", "empty", "Device", "__enter__", "__exit__"]
+)
+def test_a_cupy_that_fails(gpu, monkeypatch, place):
+    """Of a package that has not met CuPy yet, since it keeps what it has found."""
+    package, module = load(), Cupy()
+    monkeypatch.setitem(sys.modules, "cupy", module)
+
+    def fail(*_):
+        raise LookupError(place)
+
+    if place == "empty":
+        module.empty = fail
+    elif hasattr(module.cuda, place):
+        setattr(module.cuda, place, fail)
+    else:
+        setattr(module.cuda.Device, place, fail)
+    arrays = [CupyArray(x, 1) for x in STATES]
+    held = [sys.getrefcount(x) for x in arrays]
+    with pytest.raises(LookupError, match=place):
+        package.merge_attn_states(*arrays)
+    assert [sys.getrefcount(x) for x in arrays] == held
+    assert "launch@1" not in gpu.calls()
+
+
+def test_what_went_wrong_first_is_raised(gpu, monkeypatch):
+    """An allocation that fails inside of `with Device`, whose end then fails as well."""
+    package, module = load(), Cupy()
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    working = module.empty
+
+    def fail(*arguments):
+        if module.current == 1:
+            raise LookupError("first")
+        return working(*arguments)
+
+    module.empty = fail
+    with pytest.raises(LookupError, match="first"):
+        package.merge_attn_states(*(CupyArray(x, 1) for x in STATES))
+    assert module.left == [(None, None, None)]
+    assert module.current == 0
+
+
+@pytest.mark.parametrize("name", ["ndarray", "empty", "cuda", "Device", "get_current_stream"])
+def test_a_cupy_that_lacks_a_name_is_not_cupy(gpu, monkeypatch, name):
+    """Its arrays are those of an unknown framework then."""
+    package, module = load(), Cupy()
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    if name in ("Device", "get_current_stream"):
+        delattr(module.cuda, name)
+    elif name in ("ndarray", "empty"):
+        monkeypatch.delattr(Cupy, name)
+    else:
+        delattr(module, name)
+    with pytest.raises(TypeError, match=r"`out_a` must be an array that speaks DLPack"):
+        package.merge_attn_states(*map(CupyArray, STATES))
+
+
+def test_other_types_of_cupy_are_asked_for_dlpack(package, gpu, cupy):
+    class Other(Producer):
+        __module__ = "cupy"
+
+    arrays = [Other(x, device=(CUDA, 0)) for x in STATES]
+    assert_merged(package.merge_attn_states(*arrays))
+    assert arrays[0].requests[0]["stream"] == LEGACY
+
+
+# --- devices that are told badly -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [None, (CUDA,), ("cuda", 0), [CUDA, 0], (CUDA, 0, 0)])
+def test_a_device_that_is_no_pair_is_the_cpu(package, gpu, answer):
+    class Vague(Producer):
+        def __dlpack_device__(self):
+            return answer
+
+    results = package.merge_attn_states(*map(Vague, STATES))
+    assert_merged(results, np.asarray)
+    assert gpu.calls() == []
+
+
+def test_a_device_that_cannot_be_told(package, gpu):
+    class Failing(Producer):
+        error: type[BaseException] = ValueError
+
+        def __dlpack_device__(self):
+            raise self.error
+
+    arrays = [Failing(x) for x in STATES]
+    assert_merged(package.merge_attn_states(*arrays), np.asarray)
+    for error in (MemoryError, KeyboardInterrupt):
+        Failing.error = error
+        with pytest.raises(error):
+            package.merge_attn_states(*arrays)
+    for x in arrays:
+        x.assert_balanced()
+
+
+def test_an_export_that_fails(package, gpu):
+    class Failing(Producer):
+        error: BaseException = ValueError("not today")
+
+        def __dlpack__(self, **request):
+            raise self.error
+
+    arrays = [on_gpu(STATES[0]), Failing(STATES[1], device=(CUDA, 0)), *map(on_gpu, STATES[2:])]
+    with pytest.raises(
+        BufferError,
+        match=r"^merge_attn_states: `lse_a` must be exportable by DLPack, got from its __dlpack__: "
+        r"not today$",
+    ):
+        package.merge_attn_states(*arrays)
+    Failing.error = MemoryError()
+    with pytest.raises(MemoryError):
+        package.merge_attn_states(*arrays)
+    for x in (arrays[0], *arrays[2:]):
+        x.assert_balanced()
+    assert "launch" not in gpu.calls()
+
+
+def test_an_export_that_knows_no_version_and_fails(package, gpu):
+    """It is asked twice, with an order both times."""
+
+    class Old(Producer):
+        def __dlpack__(self, **request):
+            self.requests.append(set(request))
+            raise TypeError("no")
+
+    x = Old(STATES[0], device=(CUDA, 0))
+    with pytest.raises(BufferError, match=r"got from its __dlpack__: no$"):
+        package.merge_attn_states(x, *map(on_gpu, STATES[1:]))
+    assert x.requests == [{"stream", "max_version"}, {"stream"}]
+
+
+def test_read_only_memory_is_seen_when_it_comes(package, gpu):
+    out = on_gpu(np.zeros_like(WANT[0]), flags=1)
+    with pytest.raises(BufferError, match=r"`out` must be writable, got a read-only Producer"):
+        package.merge_attn_states(*map(on_gpu, STATES), out=out)
+    out.assert_balanced()
+
+
+def test_the_device_that_is_not_there(package, gpu):
+    with pytest.raises(RuntimeError, match=r"\(cuda:0 to cuda:1\), got cuda:2"):
+        package.merge_attn_states(*[on_gpu(x, 2) for x in STATES])
+    with pytest.raises(RuntimeError, match=r"device of this build \(cpu or cuda\), got DLPack"):
+        package.merge_attn_states(*[Producer(x, device=(10, 0)) for x in STATES])
+
+
+# --- every operator ------------------------------------------------------------------------------
+
+
+def moved(op: str, put) -> cases.Call:
+    """A call without outputs that it need not have, its arrays elsewhere."""
+    call = cases.GOOD_CALLS[op]()
+    for name in ("out", "lse", "max_logits"):
+        if op != "gather_kv_cache":
+            call.kwargs.pop(name, None)
+    if op == "sparse_attention":
+        call.kwargs["num_splits"] = 3
+    for name in call.arrays():
+        call.set(name, put(call.get(name)))
+    return call
+
+
+def in_a_tuple(results) -> tuple:
+    return results if isinstance(results, tuple) else (results,)
+
+
+@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+def test_operators(package, gpu, op):
+    """The CPU's bits, since the kernels are the CPU's."""
+    want = in_a_tuple(moved(op, np.asarray).run(sparse_mla))
+    call = moved(op, on_gpu)
+    stream = call.kwargs["stream"] = gpu.new_stream()
+    got = in_a_tuple(call.run(package))
+    assert gpu.launch == (stream, 0)
+    for x, y in zip(got, want, strict=True):
+        assert_same_bits(x.array if isinstance(x, Producer) else read(x), y, op)
+
+
+@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+def test_operators_whose_launch_fails(package, gpu, op):
+    """Whatever was taken for the call is given back."""
+    memory = gpu.num_memory
+    call = moved(op, on_gpu)
+    gpu.fail("launch")
+    with pytest.raises(RuntimeError, match=rf"^{op}: \w+ failed: a text \(code 999\)"):
+        call.run(package)
+    gpu.finish()
+    give_back(package)
+    for x in (*call.args.values(), *call.kwargs.values()):
+        if isinstance(x, Producer):
+            assert x.outstanding == 0
+    gc.collect()
+    assert gpu.num_memory == memory
+
+
+@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+def test_operators_without_memory(package, gpu, op):
+    """For each result and for the workspace in turn."""
+    num_results = 0
+    memory = gpu.num_memory
+    while True:
+        call = moved(op, on_gpu)
+        gpu.fail("cudaMalloc", num_results, OUT_OF_MEMORY)
+        try:
+            call.run(package)
+            break
+        except MemoryError:
+            num_results += 1
+        for x in (*call.args.values(), *call.kwargs.values()):
+            if isinstance(x, Producer):
+                assert x.outstanding == 0
+        assert gpu.num_memory == memory
+    gpu.fail(None, -1)
+    assert num_results == {
+        "concat_and_cache_mla": 0,
+        "gather_kv_cache": 0,
+        "sparse_attention": 4,
+        "merge_attn_states": 2,
+        "dynamic_per_tensor_quant": 2,
+        "split_kv_b_proj": 2,
+    }.get(op, 1)
+
+
+def test_a_workspace_of_the_call_s_own_lives_until_the_work_is_over(package, gpu):
+    """Nobody else holds it."""
+    memory = gpu.num_memory
+    call = moved("sparse_attention", on_gpu)
+    call.kwargs.pop("return_max_logits", None)
+    gpu.set_busy()
+    results = call.run(package)
+    assert gpu.num_memory == memory + len(results) + 1
+    results = None
+    assert gpu.num_memory == memory + 1
+    gpu.finish()
+    give_back(package)
+    assert gpu.num_memory == memory
+
+
+FRAMEWORKS = {
+    "unknown": on_gpu,
+    "old signature": lambda x: on_gpu(x, old_signature=True),
+    "old torch": LikeTorch,
+    "jax": LikeJax,
+    "jax in Python": LikePythonJax,
+    "cupy": CupyArray,
+    "exchange": exchanged,
+}
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_references_to_small_things(package, gpu, cupy, monkeypatch, name):
+    """Numbers of streams and devices, dtypes, modules: as many as before."""
+    devices = old_torch(monkeypatch, 0)
+    arrays = [FRAMEWORKS[name](x) for x in STATES]
+    core = ModuleType("jax.core")
+    core.Tracer = type("Tracer", (), {})
+    monkeypatch.setitem(sys.modules, "jax.core", core)
+    things = [-1, 1, 0, 2, 3, 8, np.dtype(np.float32), "out", *sys.modules.values(), CupyArray]
+    things += [core.Tracer, *arrays, *(y for x in arrays for y in vars(x).values())]
+
+    def counts():
+        return [sys.getrefcount(x) for x in things]
+
+    def run():
+        package.merge_attn_states(*arrays)
+        for x in arrays:
+            getattr(x, "forget", lambda: None)()
+        for kept in (cupy.asked, Exchanged.streams, devices):
+            kept.clear()
+
+    assert_keeps_nothing(run, calls=60)
+    before = counts()
+    for _ in range(200):
+        run()
+    grown = [after - count for after, count in zip(counts(), before, strict=True)]
+    assert max(grown) < 100, [x for x, more in zip(things, grown, strict=True) if more >= 100]
+
+
+def test_tracers_are_refused(package, gpu, monkeypatch):
+    core = ModuleType("jax.core")
+    core.Tracer = LikePythonJax
+    monkeypatch.setitem(sys.modules, "jax.core", core)
+    arrays = [LikePythonJax(x) for x in STATES]
+    with pytest.raises(BufferError, match=r"`out_a` must be a concrete array, got a jax tracer"):
+        package.merge_attn_states(*arrays)
+    core.Tracer = 7
+    with pytest.raises(BufferError, match=r"got from its __dlpack__: isinstance\(\) arg 2 must be"):
+        package.merge_attn_states(*arrays)
+    assert [x.requests for x in arrays] == [[]] * 4
+
+
+def test_types_are_forgotten_with_the_module(gpu, monkeypatch):
+    cupy = Cupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    things = [Exchanged, CupyArray, cupy.cuda.Device]
+    held = [sys.getrefcount(x) for x in things]
+    package = load()
+    package.merge_attn_states(*map(exchanged, STATES))
+    package.merge_attn_states(*map(CupyArray, STATES))
+    assert all(sys.getrefcount(x) > count for x, count in zip(things, held, strict=True))
+    del package
+    gc.collect()
+    assert [sys.getrefcount(x) for x in things] == held
+
+
+def test_steps_keep_nothing(package, gpu, cupy):
+    """Builds, and forwards whose results are new."""
+    step = small_step()
+    config = make_config(package, "separate")
+    builder, layer = package.MetadataBuilder(config), package.SparseMLA(config)
+    common = place(package, step.batch)
+    arrays = [on_gpu(x) for x in (step.q, step.fp8_cache)] + [CupyArray(step.topk_indices)]
+
+    def run():
+        layer.forward(*arrays, builder.build(common))
+        for x in arrays[:2]:
+            x.forget()
+        cupy.reset()
+
+    assert_keeps_nothing(run, calls=30)
+    assert_keeps_nothing(lambda: package.MetadataBuilder(config), calls=30)
+
+
+def test_refusals_of_a_tensor_there_keep_nothing(package, gpu):
+    tensor, _ = package.dynamic_per_tensor_quant(on_gpu(np.ones((2, 3), np.float32)))
+    refusals = [
+        tensor.__array__,
+        lambda: memoryview(tensor),
+        lambda: tensor.__dlpack__(copy=True),
+        lambda: tensor.__dlpack__(dl_device=(CUDA, 1)),
+        lambda: tensor.__cuda_array_interface__,
+        lambda: package.split_prefill_chunks(tensor, 9),
+    ]
+
+    for refuse in refusals:
+        with pytest.raises((TypeError, ValueError, BufferError, AttributeError)):
+            refuse()
+        assert_keeps_nothing(refuse, TypeError, ValueError, BufferError, AttributeError)
+
+
+def test_host_integers_are_not_read_from_a_device(package, gpu):
+    with pytest.raises(ValueError, match=r"`query_start_loc` must be in host memory, got a device"):
+        package.split_decodes_and_prefills(on_gpu(np.arange(3, dtype=np.int32)), 2)
+
+
+# --- the builder ---------------------------------------------------------------------------------
+
+HEADS = 8
+
+
+def place(package, batch, device_id=0):
+    """A step's description with its arrays on the GPU."""
+    names = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
+    arrays = {name: CupyArray(getattr(batch, name), device_id) for name in names}
+    return batch.common(package, **arrays)
+
+
+def make_config(package, path, device_id=0, **changes):
+    options = {"num_heads": HEADS, "fp8": path != "bf16", "path": path}
+    return engine.config(package, **(options | changes), device=f"cuda:{device_id}")
+
+
+def small_step(num_heads=HEADS, lens=(1, 2, 30)):
+    return engine.make_step(cases.make_batch(lens, [n + 9 for n in lens]), num_heads)
+
+
+@pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
+def test_a_step_of_a_layer(package, gpu, cupy, path):
+    """Within its bound, through mirrors and a workspace in the GPU's memory."""
+    step = engine.make_step(engine.engine_batch(), HEADS)
+    kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
+    config = make_config(package, path, 1)
+    stream, cupy.stream, cupy.current = gpu.new_stream(1), gpu.new_stream(1), 1
+    metadata = package.MetadataBuilder(config).build(place(package, step.batch, 1))
+    assert metadata.path == path
+    assert metadata.req_id_per_token.device == "cuda:1"
+    outputs = {
+        "out": CupyArray(np.zeros((*step.q.shape[:2], 512), ref.BF16), 1),
+        "lse": CupyArray(np.zeros(step.q.shape[:2], np.float32), 1),
+    }
+    inputs = [CupyArray(x, 1) for x in (step.q, kv, step.topk_indices)]
+    sink = CupyArray(step.attn_sink, 1)
+    package.SparseMLA(config).forward(*inputs, metadata, attn_sink=sink, **outputs, stream=stream)
+    assert gpu.launch == (stream, 1)
+    want = step.reference(path, kv)
+    assert_within_bounds(want, {name: x.array for name, x in outputs.items()})
+    assert gpu.followed(stream) == cupy.stream
+
+
+@pytest.mark.parametrize("path", ["mixed", "direct"])
+def test_rows_behind_the_step_are_zero(package, gpu, cupy, path):
+    step = small_step()
+    tokens = len(step.q)
+    config = make_config(package, path)
+    metadata = package.MetadataBuilder(config).build(place(package, step.batch))
+    more = [np.concatenate([x, x[:5]]) for x in (step.q, step.topk_indices)]
+    arrays = [CupyArray(x) for x in (more[0], step.fp8_cache, more[1])]
+    stream = gpu.new_stream()
+    for gives in (CupyArray, on_gpu):  # results by CuPy's allocator, or as Tensors
+        q = gives(more[0])
+        out, lse = package.SparseMLA(config).forward(q, *arrays[1:], metadata, stream=stream)
+        values = [x.array if gives is CupyArray else read(x) for x in (out, lse)]
+        assert [len(x) for x in values] == [tokens + 5] * 2
+        got = {"out": values[0][:tokens], "lse": values[1][:tokens]}
+        assert_within_bounds(step.reference(path, step.fp8_cache, sink=False), got)
+        assert not any(x[tokens:].view(np.uint8).any() for x in values)
+    gpu.fail("cudaMemsetAsync")
+    with pytest.raises(RuntimeError, match=r"^forward: cudaMemsetAsync failed"):
+        package.SparseMLA(config).forward(*arrays, metadata, stream=stream)
+
+
+@pytest.mark.parametrize("path", ["mixed", "separate", "bf16"])
+def test_builds_and_forwards_on_streams_in_turn(package, gpu, cupy, path):
+    """A forward waits for the build's copy, and the next build for the forward."""
+    step = small_step()
+    kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
+    config = make_config(package, path)
+    builder, layer = package.MetadataBuilder(config), package.SparseMLA(config)
+    arrays = [CupyArray(x) for x in (step.q, kv, step.topk_indices)]
+    common = place(package, step.batch)
+    streams = [gpu.new_stream() for _ in range(4)]
+    former = None
+    for build_stream, forward_stream in (streams[:2], streams[2:]):
+        cupy.stream = build_stream
+        metadata = builder.build(common)
+        assert gpu.followed(build_stream) == former
+        cupy.stream = forward_stream
+        layer.forward(*arrays, metadata)
+        assert gpu.launch == (forward_stream, 0)
+        assert gpu.followed(forward_stream) == build_stream
+        former = forward_stream
+
+
+def test_small_prefills_go_to_the_fp8_cache(package, gpu, cupy):
+    """Where the plan is open: a gather would not pay for them. The CPU always gathers."""
+    paths = {}
+    for name, lens in {"small": (1, 3), "large": (1, 250)}.items():
+        step = engine.make_step(cases.make_batch(lens, lens), 32)
+        config = make_config(package, None, num_heads=32, topk_tokens=2048)
+        metadata = package.MetadataBuilder(config).build(place(package, step.batch))
+        paths[name] = metadata.path, metadata.prefill is None
+    assert paths["small"] == ("direct", True)
+    config = engine.config(sparse_mla, num_heads=32)
+    metadata = sparse_mla.MetadataBuilder(config).build(small_step().batch.common(sparse_mla))
+    assert metadata.path == "separate"
+
+
+def test_arrays_on_another_gpu_than_the_builder_s(package, gpu, cupy):
+    step = small_step()
+    config = make_config(package, "mixed")
+    builder, layer = package.MetadataBuilder(config), package.SparseMLA(config)
+    here, there = (
+        [CupyArray(x, i) for x in (step.q, step.fp8_cache, step.topk_indices)] for i in range(2)
+    )
+    metadata = builder.build(place(package, step.batch, 1))
+    with pytest.raises(ValueError, match=r"`block_table` must be on cuda:0 like `q`, got cuda:1"):
+        layer.forward(*here, metadata)
+    cupy.current = 1
+    with pytest.raises(ValueError, match=r"`q` must be on the device of the config, got another"):
+        layer.forward(*there, metadata)
+    cupy.current = 0
+    layer.forward(*here, builder.build(place(package, step.batch)))
+    config = make_config(package, "separate")
+    workspace = np.zeros((cases.ENGINE_WORKSPACE, 576), ref.BF16)
+    package.MetadataBuilder(config, workspace=CupyArray(workspace))
+    for other in (CupyArray(workspace, 1), workspace):
+        with pytest.raises(
+            ValueError, match=r"`workspace` must be on the device of the config, got another one"
+        ):
+            package.MetadataBuilder(config, workspace=other)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_block_table_lives_until_the_next_one_s_work_is_over(package, gpu, cupy, is_busy):
+    """A producer that frees by rules of its own: its table is kept through the forwards of the
+    step, and behind the copy of the next build."""
+    step = small_step()
+    builder = package.MetadataBuilder(make_config(package, "mixed"))
+
+    class Table(Producer):
+        def __init__(self, array):
+            super().__init__(array, device=(CUDA, 0))
+            self.shape = array.shape
+
+    common = [place(package, step.batch) for _ in "ab"]
+    tables = [Table(step.batch.block_table) for _ in "ab"]
+    for description, table in zip(common, tables, strict=True):
+        object.__setattr__(description, "block_table", table)
+    gpu.set_busy(is_busy)
+    builder.build(common[0])
+    assert tables[0].outstanding == 1
+    builder.build(common[1])
+    assert [x.outstanding for x in tables] == [1, 1]
+    gpu.finish()
+    give_back(package)
+    assert [x.outstanding for x in tables] == [0, 1]
+    builder = None
+    gc.collect()
+    give_back(package)
+    assert [x.outstanding for x in tables] == [0, 0]
+
+
+def test_a_block_table_that_cannot_be_had(package, gpu, cupy):
+    """It is let go, and the former step stays."""
+
+    class Table(Producer):
+        shape = (3, 4)
+
+        def __dlpack__(self, **request):
+            raise ValueError("gone")
+
+    step = small_step()
+    builder = package.MetadataBuilder(make_config(package, "mixed"))
+    metadata = builder.build(place(package, step.batch))
+    common, table = place(package, step.batch), Table(step.batch.block_table, device=(CUDA, 0))
+    object.__setattr__(common, "block_table", table)
+    held = sys.getrefcount(table)
+    with pytest.raises(BufferError, match=r"`block_table` must be exportable by DLPack.*: gone$"):
+        builder.build(common)
+    assert sys.getrefcount(table) == held
+    arrays = [CupyArray(x) for x in (step.q, step.fp8_cache, step.topk_indices)]
+    package.SparseMLA(make_config(package, "mixed")).forward(*arrays, metadata)
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["cudaMalloc", "cudaHostAlloc", "cudaEventRecord", "copy to device", "cudaStreamWaitEvent"],
+)
+def test_builds_that_fail(gpu, cupy, monkeypatch, call):
+    """The one after it is right again; whatever was taken is given back."""
+    package = load()
+    monkeypatch.setitem(sys.modules, "cupy", Cupy())
+    step = small_step()
+    config = make_config(package, "separate")
+    memory = gpu.num_memory
+    num_failed, fails = 0, True
+    while fails:
+        gpu.fail(call, num_failed, OUT_OF_MEMORY)
+        try:
+            builder = package.MetadataBuilder(config)
+            metadata = builder.build(place(package, step.batch))
+            builder.build(place(package, step.batch))
+            fails = False
+        except MemoryError as error:
+            assert str(error).startswith("MetadataBuilder")
+            num_failed += 1
+        metadata = builder = None
+        assert gpu.num_memory == memory
+    gpu.fail(None, -1)
+    assert num_failed > 0 or call == "cudaStreamWaitEvent"
+    builder = package.MetadataBuilder(config)
+    metadata = builder.build(place(package, step.batch))
+    assert metadata.num_actual_tokens == len(step.q)
+
+
+def test_the_builder_of_c_takes_what_python_gives(package):
+    core = package.backend._C
+    with pytest.raises(TypeError, match=r"^MetadataBuilder: takes positional arguments only"):
+        core.Builder(1, path="mixed")
+    with pytest.raises(TypeError):
+        core.Builder(1, 2)

@@ -1,0 +1,324 @@
+"""Allocations of Python's that fail, each in turn: a MemoryError, nothing leaked, no other harm.
+
+What the C library allocates for itself is failed by tests/c/test_memory.c.
+"""
+
+import _imp
+import functools
+import importlib.machinery
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import cases
+import engine
+import numpy as np
+import pytest
+import reference as ref
+from fake_gpu import Driver, load, on_gpu
+from helpers import assert_keeps_nothing
+
+import sparse_mla
+
+api = pytest.importorskip("_testcapi")
+
+ENOUGH = 12  # calls in a row that do not miss an allocation: there are no more
+
+
+def fail_each_allocation(call, *expected) -> int:
+    """Calls until nothing fails any more; how often it did. `expected`: what the call raises."""
+    num_failed, num_good = 0, 0
+    outcome = None
+    n = 0
+    while num_good < ENOUGH:
+        assert n < 5000, "it never ends"
+        outcome = None
+        api.set_nomemory(n, n + 1)
+        try:
+            call()
+        except MemoryError:
+            api.remove_mem_hooks()
+            outcome = MemoryError
+        except expected:
+            api.remove_mem_hooks()
+        else:
+            api.remove_mem_hooks()
+        finally:
+            api.remove_mem_hooks()
+        num_failed += outcome is MemoryError
+        num_good = 0 if outcome is MemoryError else num_good + 1
+        n += 1
+    return num_failed
+
+
+def counts_of(objects) -> list[int]:
+    return [sys.getrefcount(x) for x in objects]
+
+
+def bound(call, package=sparse_mla):
+    """A call without an argument, and without Python's own allocations for one."""
+    return functools.partial(getattr(package, call.op), *call.args.values(), **call.kwargs)
+
+
+# --- operators -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", cases.GOOD_CALLS)
+def test_operators(op):
+    call = cases.GOOD_CALLS[op]()
+    for name in ("out", "lse", "max_logits"):
+        if op != "gather_kv_cache":
+            call.kwargs.pop(name, None)
+    arrays = list(call.arrays().values())
+    run = bound(call)
+    run()
+    before = counts_of(arrays)
+    num_failed = fail_each_allocation(run)
+    assert num_failed > 0 or op == "concat_and_cache_mla", "only the write makes nothing"
+    assert counts_of(arrays) == before
+
+
+def test_a_query_in_two_parts():
+    """As a list, which is read as a tuple."""
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    for name in ("out", "lse", "max_logits"):
+        call.kwargs.pop(name, None)
+    q = call.args["q"]
+    call.args["q"] = parts = [q[..., :512], q[..., 512:]]
+    run = bound(call)
+    run()
+    before = counts_of([*parts, parts])
+    assert fail_each_allocation(run) > 0
+    assert counts_of([*parts, parts]) == before
+
+
+def foreign(x) -> SimpleNamespace:
+    """An array of an unknown framework whose exports are written in C: ctypes would crash."""
+    return SimpleNamespace(__dlpack__=x.__dlpack__, __dlpack_device__=x.__dlpack_device__)
+
+
+STATES = [np.ones(shape, np.float32) for shape in [(2, 3, 4), (2, 3)] * 2]
+
+
+def test_arrays_by_dlpack():
+    arrays = [foreign(x) for x in STATES]
+    run = functools.partial(sparse_mla.merge_attn_states, *arrays)
+    run()
+    before = counts_of([*arrays, *STATES])
+    assert fail_each_allocation(run, BufferError) > 0
+    assert counts_of([*arrays, *STATES]) == before
+
+
+def refusals():
+    x = np.zeros((2, 3), np.float32)
+    quant, merge = sparse_mla.dynamic_per_tensor_quant, sparse_mla.merge_attn_states
+    workspace_size, split = sparse_mla.attention_workspace_size, sparse_mla.split_prefill_chunks
+    return {
+        "no array": (functools.partial(quant, "x"), TypeError),
+        "a list": (functools.partial(quant, [1.0]), TypeError),
+        "a dtype": (functools.partial(quant, x.astype(np.int32)), TypeError),
+        "no option": (functools.partial(quant, x, big=1), TypeError),
+        "missing": (functools.partial(merge, x), TypeError),
+        "a stream": (functools.partial(quant, x, stream="main"), TypeError),
+        "a large stream": (functools.partial(quant, x, stream=1 << 70), ValueError),
+        "a device": (functools.partial(workspace_size, 1, 1, 1, device="gpu"), ValueError),
+        "no device": (functools.partial(workspace_size, 1, 1, 1, device=object()), TypeError),
+        "no requests": (
+            functools.partial(sparse_mla.split_decodes_and_prefills, [], 1),
+            ValueError,
+        ),
+        "falling starts": (
+            functools.partial(sparse_mla.split_decodes_and_prefills, [0, 5, 3], 5),
+            ValueError,
+        ),
+        "a long request": (functools.partial(split, [3, 9], 4), ValueError),
+        "no int": (functools.partial(split, [1], "x"), TypeError),
+        "no ints": (functools.partial(split, ["x"], 4), TypeError),
+        "a long int": (functools.partial(split, [1 << 40], 4), ValueError),
+        "read-only": (
+            functools.partial(quant, x, out=np.frombuffer(bytes(6), np.uint8).reshape(2, 3)),
+            BufferError,
+        ),
+        "a format": (functools.partial(quant, memoryview(bytes(8)).cast("c")), TypeError),
+        "no buffer": (functools.partial(quant, Refusing()), BufferError),
+    }
+
+
+class Refusing:
+    """By DLPack."""
+
+    def __dlpack__(self, **_):
+        raise ValueError("no")
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+
+@pytest.mark.parametrize("name", refusals())
+def test_refusals(name):
+    run, error = refusals()[name]
+    with pytest.raises(error):
+        run()
+    assert fail_each_allocation(run, error) > 0
+    with pytest.raises(error):
+        run()
+
+
+@pytest.mark.parametrize("name", refusals())
+def test_refusals_keep_nothing(name):
+    assert_keeps_nothing(*refusals()[name])
+
+
+# --- what is not an operator ---------------------------------------------------------------------
+
+
+def make_tensor():
+    return sparse_mla.merge_attn_states(*map(foreign, STATES))[0]
+
+
+def tensor_uses():
+    return {
+        "shape": lambda x: functools.partial(getattr, x, "shape"),
+        "strides": lambda x: functools.partial(getattr, x, "strides"),
+        "device": lambda x: functools.partial(getattr, x, "device"),
+        "slice": lambda x: functools.partial(x.__getitem__, slice(0, 1)),
+        "item": lambda x: functools.partial(x.__getitem__, 1),
+        "legacy": lambda x: x.__dlpack__,
+        "versioned": lambda x: functools.partial(x.__dlpack__, max_version=(1, 0)),
+        "copy": lambda x: functools.partial(x.__dlpack__, max_version=(1, 0), copy=True),
+        "device pair": lambda x: x.__dlpack_device__,
+        "array": lambda x: x.__array__,
+        "converted": lambda x: functools.partial(x.__array__, np.dtype(np.float64), copy=True),
+        "buffer": lambda x: functools.partial(memoryview, x),
+    }
+
+
+@pytest.mark.parametrize("name", tensor_uses())
+def test_tensors(name):
+    tensor = make_tensor()
+    run = tensor_uses()[name](tensor)
+    run()
+    before = counts_of([tensor])
+    fail_each_allocation(run)
+    assert counts_of([tensor]) == before
+    run()
+    assert_keeps_nothing(run)
+
+
+FUNCTIONS = {
+    "kernels": sparse_mla.kernels,
+    "build_info": sparse_mla.build_info,
+    "chunks": functools.partial(sparse_mla.split_prefill_chunks, [999, 998, 997], 1000),
+    "split": functools.partial(
+        sparse_mla._C.split_decodes_and_prefills, [0, 1, 999], 999, 1, False
+    ),
+    "operator": functools.partial(
+        sparse_mla._C.Operator, sparse_mla.ops.k_up_proj.__wrapped__, "k_up_proj"
+    ),
+    "a list": functools.partial(
+        sparse_mla._C.split_prefill_chunks, [int(text) for text in ("900", "901")], 5000
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    run = FUNCTIONS[name]
+    items = [x for x in getattr(run, "args", ()) if isinstance(x, list)]
+    run()
+    before = counts_of([y for x in items for y in x])
+    fail_each_allocation(run)
+    run()
+    assert counts_of([y for x in items for y in x]) == before
+    assert_keeps_nothing(run)
+
+
+# --- builds and forwards -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["separate", "mixed", "bf16"])
+def test_builds_and_forwards(path):
+    step = engine.make_step(cases.make_batch([1, 2, 30], [40, 50, 60]), 2)
+    kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
+    config = engine.config(sparse_mla, num_heads=2, fp8=path != "bf16", path=path)
+    common = step.batch.common(sparse_mla)
+    builder, layer = sparse_mla.MetadataBuilder(config), sparse_mla.SparseMLA(config)
+    arrays = [step.q, kv, step.topk_indices, common.block_table]
+    metadata = builder.build(common)
+    want = layer.forward(step.q, kv, step.topk_indices, metadata)
+    metadata = None
+    before = counts_of(arrays[:3])
+    assert fail_each_allocation(functools.partial(builder.build, common)) > 0
+    metadata = builder.build(common)
+    run = functools.partial(layer.forward, step.q, kv, step.topk_indices, metadata)
+    assert fail_each_allocation(run) > 0
+    got = run()
+    run = None
+    assert counts_of(arrays[:3]) == before
+    for x, y in zip(got, want, strict=True):
+        assert ref.bits16(x).tobytes() == ref.bits16(y).tobytes() if x.dtype == ref.BF16 else True
+        assert x.tobytes() == y.tobytes()
+    assert fail_each_allocation(functools.partial(sparse_mla.MetadataBuilder, config)) > 0
+
+
+# --- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_calls_on_a_gpu(is_busy):
+    package, driver = load(), Driver()
+    driver.reset()
+    tensors = package.merge_attn_states(*map(on_gpu, STATES))
+    driver.set_busy(is_busy)
+    foreigners = [foreign(x) for x in tensors] * 2
+    for arrays in (tensors * 2, foreigners):
+        run = functools.partial(package.merge_attn_states, *arrays, stream=driver.new_stream())
+        run()
+        driver.finish()
+        before = counts_of(arrays)
+        driver.set_busy(is_busy)
+        assert fail_each_allocation(run, BufferError) > 0
+        driver.finish()
+        run()
+        run()
+        assert counts_of(arrays) == before
+    uses = {
+        "interface": functools.partial(getattr, tensors[0], "__cuda_array_interface__"),
+        "dlpack": tensors[0].__dlpack__,
+        "repr": functools.partial(repr, tensors[0]),
+    }
+    for use in uses.values():
+        use()
+        assert fail_each_allocation(use) > 0
+        use()
+    assert driver.num_failures == 0
+
+
+def test_the_import():
+    """The module is made anew each time; one without memory is not left half made."""
+    spec = importlib.util.spec_from_file_location(
+        "sparse_mla._C",
+        sparse_mla._C.__file__,
+        loader=importlib.machinery.ExtensionFileLoader("sparse_mla._C", sparse_mla._C.__file__),
+    )
+
+    def make():
+        module = _imp.create_dynamic(spec)
+        _imp.exec_dynamic(module)
+        return module
+
+    whole = dir(make())
+    made = []
+
+    def check():
+        try:
+            made.append(make())
+        except SystemError as error:  # CPython 3.11: a type whose name does not fit in memory
+            assert "failed without setting an exception" in str(error)
+            raise MemoryError from None
+
+    assert fail_each_allocation(check, ImportError) > 0
+    assert all(dir(module) == whole for module in made)
+    for module in made:
+        tensor = module.Operator(sparse_mla.ops.merge_attn_states.__wrapped__, "merge_attn_states")
+        assert tensor(*map(foreign, STATES))[0].shape == (2, 3, 4)
