@@ -362,7 +362,7 @@ launch_hopper(const smla_attention_params *params, const row_span spans[2])
                             params->q_nope_stride_head == SMLA_HEAD_DIM &&
                             params->q_pe_stride_head == SMLA_HEAD_DIM &&
                             params->q_pe_stride_token == params->q_nope_stride_token;
-    allow_cuts(params, HEADS, launch.num_works, &launch.base);
+    allow_cuts<HEADS>(params, launch.num_works, &launch.base);
     const int64_t num_ctas = count_hopper_ctas(launch.base, launch.num_works);
     launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
     return smla_launch(attend_hopper<Shape>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,

@@ -513,9 +513,9 @@ fold_cut_works(const attention_launch &launch, int heads_per_cta, int barrier, w
 
 /* Lets the launch cut its works, if it is one that may: with a plan of the backend's own, one list
  * that is long enough, and room in the workspace that every such call has. */
+template <int HEADS>
 static void
-allow_cuts(const smla_attention_params *params, int heads_per_cta, int64_t num_works,
-           attention_launch *launch)
+allow_cuts(const smla_attention_params *params, int64_t num_works, attention_launch *launch)
 {
     const int64_t topk = params->lists[0].topk;
     const int64_t num_sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
@@ -534,7 +534,7 @@ allow_cuts(const smla_attention_params *params, int heads_per_cta, int64_t num_w
                                         .formats = {params->lists[0].kv.format, NULL}};
     const int64_t size = smla_cuda_attention_workspace_size(&shape);
     const int64_t arrival_bytes = MAX_CUT_WORKS * (int64_t)sizeof(uint64_t);
-    const int64_t heads = params->num_heads < heads_per_cta ? params->num_heads : heads_per_cta;
+    const int64_t heads = params->num_heads < HEADS ? params->num_heads : HEADS;
     const int64_t slot_bytes = smla_partial_bytes(2 * heads) / 2;
     const int64_t num_slots = (size - 2 * SMLA_PARTIAL_ALIGN - arrival_bytes) / slot_bytes;
     const int64_t num_pieces = num_slots - num_sms < num_sms ? num_slots - num_sms : num_sms;
@@ -547,7 +547,7 @@ allow_cuts(const smla_attention_params *params, int heads_per_cta, int64_t num_w
     launch->cut_cost = (int32_t)smla_count_parts(CUT_COST, columns);
     launch->max_pieces = (int32_t)num_pieces;
     launch->slot_heads = (int32_t)heads;
-    launch->tile_heads = heads_per_cta;
+    launch->tile_heads = HEADS;
     launch->arrivals = (uint64_t *)memory;
     launch->partials.state = (float *)(memory + arrival_bytes);
     launch->partials.out =
