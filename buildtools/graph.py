@@ -331,7 +331,7 @@ def add_fake_gpu(graph, glue):
     core.append(Path("tests/c/fake_cuda/gpu.c"))
     objects = [
         graph.compile(source, *flags, folder="obj/fake_gpu")
-        if source.name == "dispatch.c" or "cuda" in source.parent.name
+        if source.name == "backends.c" or "cuda" in source.parent.name
         else str(BUILD / "obj" / source.with_suffix(".o"))
         for source in core
     ]

@@ -1,4 +1,4 @@
-/* args.h: reads an args struct of any age. Defined in dispatch.c. */
+/* args.h: reads an args struct of any age. */
 #ifndef SMLA_ARGS_H
 #define SMLA_ARGS_H
 

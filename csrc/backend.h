@@ -11,28 +11,13 @@
 #include <stdbool.h>
 
 #include "dltensor.h"
+#include "error.h"
 #include "kv_format.h"
 #include "sparse_mla.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-/* ---- Errors -------------------------------------------------------------------------------- */
-
-/* Fills `error` (when there is one) and returns `status`. */
-__attribute__((cold, format(printf, 3, 4))) smla_status smla_fail(smla_error *error,
-                                                                  smla_status status,
-                                                                  const char *format, ...);
-
-/* The one control-flow macro: forward an error. */
-#define SMLA_TRY(call)                   \
-    do {                                 \
-        const smla_status try_ = (call); \
-        if (try_ != SMLA_OK) {           \
-            return try_;                 \
-        }                                \
-    } while (0)
 
 /* ---- Params -------------------------------------------------------------------------------- */
 

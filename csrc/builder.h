@@ -39,12 +39,4 @@ struct smla_builder {
     int64_t *chunk_ends;        /* [max_num_seqs] */
 };
 
-/* sparse_attention of positions: `map` makes them slots. Defined in dispatch.c. */
-smla_status smla_attend_positions(const smla_sparse_attention_args *args, const smla_index_map *map,
-                                  smla_error *error);
-
-/* The errors that a gather would find, array values included, and no work. Defined in
- * dispatch.c. */
-smla_status smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *error);
-
 #endif /* SMLA_BUILDER_H */

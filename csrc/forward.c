@@ -13,6 +13,7 @@
 #include "args.h"
 #include "builder.h"
 #include "check.h"
+#include "dispatch.h"
 
 static const char op[] = "forward";
 

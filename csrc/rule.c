@@ -294,15 +294,20 @@ check_output(const smla_checker *c, const char *name, const DLTensor *tensor)
     return SMLA_OK;
 }
 
-static void
+static smla_status
 remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range range,
          unsigned flags)
 {
+    if (c->num_arrays == SMLA_MAX_ARRAYS) { /* a mistake in the operator's check */
+        return smla_fail(c->error, SMLA_ERROR_RUNTIME, "%s: a call has at most %d arrays, got `%s`",
+                         c->op, SMLA_MAX_ARRAYS, name);
+    }
     c->arrays[c->num_arrays].name = name;
     c->arrays[c->num_arrays].tensor = tensor;
     c->arrays[c->num_arrays].range = range;
     c->arrays[c->num_arrays].is_output = (flags & SMLA_RULE_OUTPUT) != 0;
     c->num_arrays++;
+    return SMLA_OK;
 }
 
 smla_status
@@ -323,8 +328,7 @@ smla_require(smla_checker *c, const smla_rule *rule)
     if (!range.is_compact && (rule->flags & SMLA_RULE_OUTPUT)) {
         SMLA_TRY(check_output(c, rule->name, rule->tensor));
     }
-    remember(c, rule->name, rule->tensor, range, rule->flags);
-    return SMLA_OK;
+    return remember(c, rule->name, rule->tensor, range, rule->flags);
 }
 
 /* ---- Caches -------------------------------------------------------------------------------- */
@@ -436,8 +440,7 @@ smla_require_kv(smla_checker *c, const char *name, const DLTensor *tensor, int32
         SMLA_TRY(check_output(c, name, tensor));
     }
     view->base = smla_data(tensor);
-    remember(c, name, tensor, range, flags);
-    return SMLA_OK;
+    return remember(c, name, tensor, range, flags);
 }
 
 /* ---- Disjoint ------------------------------------------------------------------------------ */

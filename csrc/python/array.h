@@ -17,6 +17,7 @@ typedef enum smla_py_role {
     SMLA_PY_INOUT = 4,           /* required, written */
     SMLA_PY_RETAINED = 5,        /* required, read until its release some calls later */
     SMLA_PY_RETAINED_OUTPUT = 6, /* None or written until its release some calls later */
+    SMLA_PY_NUM_ROLES,
 } smla_py_role;
 
 /* Where an array comes from, which is where results go. */

@@ -435,11 +435,14 @@ PyDoc_STRVAR(builder_forward_doc,
 static PyObject *
 builder_forward(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
-    static const smla_py_param params[] = {{"kv_cache", SMLA_PY_INPUT},
-                                           {"topk_indices", SMLA_PY_INPUT},
-                                           {"attn_sink", SMLA_PY_OPTIONAL},
-                                           {"out", SMLA_PY_OUTPUT},
-                                           {"lse", SMLA_PY_OUTPUT}};
+    static const struct {
+        const char *name;
+        smla_py_role role;
+    } arrays[] = {{"kv_cache", SMLA_PY_INPUT},
+                  {"topk_indices", SMLA_PY_INPUT},
+                  {"attn_sink", SMLA_PY_OPTIONAL},
+                  {"out", SMLA_PY_OUTPUT},
+                  {"lse", SMLA_PY_OUTPUT}};
     static const char op[] = "forward";
     smla_py_builder *builder = (smla_py_builder *)self;
     smla_forward_args a = {.struct_size = sizeof a, .builder = builder->core};
@@ -458,13 +461,17 @@ builder_forward(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
                      "%s: `metadata` must come from its builder's latest build (number %lld), got "
                      "that of build %lld",
                      op, (long long)builder->generation, (long long)generation);
-    } else if (smla_py_add_query(&call, args[0]) == 0 &&
-               smla_py_add(&call, params, 5, args + 1) == 0 &&
-               smla_py_settle(&call, &a.stream) == 0) {
-        if (allocate_results(&call, builder->num_actual_tokens) == 0) {
-            results = run_forward(&call, &a);
+    } else {
+        int status = smla_py_add_query(&call, args[0]);
+        for (int i = 0; status == 0 && i < SMLA_PY_COUNT(arrays); i++) {
+            status = smla_py_add(&call, arrays[i].name, arrays[i].role, args[1 + i]);
         }
-        smla_py_close(&call);
+        if (status == 0 && smla_py_settle(&call, &a.stream) == 0) {
+            if (allocate_results(&call, builder->num_actual_tokens) == 0) {
+                results = run_forward(&call, &a);
+            }
+            smla_py_close(&call);
+        }
     }
     leave(builder);
     return results;

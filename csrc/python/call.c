@@ -18,26 +18,36 @@ smla_py_take_stream(smla_py_call *call, PyObject *object)
 }
 
 int
-smla_py_add(smla_py_call *call, const smla_py_param *params, int num_params, PyObject *const *args)
+smla_py_add(smla_py_call *call, const char *name, smla_py_role role, PyObject *object)
 {
-    for (int i = 0; i < num_params; i++) {
-        if (smla_py_acquire(call->state, call->op, params[i].name, params[i].role, args[i],
-                            &call->arrays[call->num_arrays]) < 0) {
-            smla_py_close(call);
-            return -1;
-        }
-        call->num_arrays++;
+    int status = -1;
+    if (call->num_arrays == SMLA_MAX_ARRAYS) { /* a mistake in the package */
+        PyErr_Format(PyExc_SystemError, "%s: a call has at most %d arrays", call->op,
+                     SMLA_MAX_ARRAYS);
+    } else {
+        status = smla_py_acquire(call->state, call->op, name, role, object,
+                                 &call->arrays[call->num_arrays]);
     }
+    if (status < 0) {
+        smla_py_close(call);
+        return -1;
+    }
+    call->num_arrays++;
     return 0;
+}
+
+int
+smla_py_add_absent(smla_py_call *call, const char *name)
+{
+    return smla_py_add(call, name, SMLA_PY_OPTIONAL, Py_None);
 }
 
 int
 smla_py_add_query(smla_py_call *call, PyObject *query)
 {
-    static const smla_py_param whole[] = {{"q", SMLA_PY_INPUT}, {"q_pe", SMLA_PY_OPTIONAL}};
-    static const smla_py_param pair[] = {{"q[0]", SMLA_PY_INPUT}, {"q[1]", SMLA_PY_INPUT}};
     if (!PyTuple_Check(query) && !PyList_Check(query)) {
-        return smla_py_add(call, whole, 2, (PyObject *[]){query, Py_None});
+        const int status = smla_py_add(call, "q", SMLA_PY_INPUT, query);
+        return status < 0 ? -1 : smla_py_add_absent(call, "q_pe");
     }
     PyObject *items = PySequence_Tuple(query); /* another thread may change a list */
     if (items == NULL) {
@@ -46,8 +56,10 @@ smla_py_add_query(smla_py_call *call, PyObject *query)
     }
     int status = -1;
     if (PyTuple_Size(items) == 2) {
-        PyObject *const arrays[] = {PyTuple_GetItem(items, 0), PyTuple_GetItem(items, 1)};
-        status = smla_py_add(call, pair, 2, arrays);
+        status = smla_py_add(call, "q[0]", SMLA_PY_INPUT, PyTuple_GetItem(items, 0));
+        if (status == 0) {
+            status = smla_py_add(call, "q[1]", SMLA_PY_INPUT, PyTuple_GetItem(items, 1));
+        }
     } else {
         PyErr_Format(PyExc_TypeError,
                      "%s: `q` must be an array or the pair (ql_nope, q_pe), got %zd items",
@@ -76,14 +88,6 @@ smla_py_settle(smla_py_call *call, void **stream)
     }
     *stream = call->stream.at.handle;
     return 0;
-}
-
-void
-smla_py_add_absent(smla_py_call *call, const char *name)
-{
-    smla_py_array *array = &call->arrays[call->num_arrays++];
-    array->name = name;
-    array->object = NULL;
 }
 
 int

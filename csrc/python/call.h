@@ -1,50 +1,28 @@
 /* call.h: one operator call: its arrays, its results, its answer.
  *
- * The call lives on the operator's stack: open it, take its stream, add its arrays as a table says,
- * settle their order, allocate the results that the caller left out, run the core without the GIL,
- * finish. Closing releases whatever was borrowed, exactly once, on success and on failure alike; on
- * a device, not before the work is over.
+ * The call lives on its caller's stack: open it, take its stream, add its arrays, settle their
+ * order, allocate the results that are missing, run the core without the GIL, finish. Closing
+ * releases whatever was borrowed, exactly once, on success and on failure alike; on a device, not
+ * before the work is over. run.c does so for every operator, builder.c for a layer.
  */
 #ifndef SMLA_PYTHON_CALL_H
 #define SMLA_PYTHON_CALL_H
 
 #include "array.h"
 #include "kv_format.h"
+#include "rule.h"
 
 #define SMLA_PY_COUNT(table) ((int)(sizeof(table) / sizeof(table)[0]))
 
 static const DLDataType smla_py_bf16 = {kDLBfloat, 16, 1};
 static const DLDataType smla_py_fp32 = {kDLFloat, 32, 1};
 
-enum { SMLA_PY_MAX_ARRAYS = 14 };
-
-typedef struct smla_py_param {
-    const char *name;
-    smla_py_role role;
-} smla_py_param;
-
-/* An operator as ops.py declares it: names are the same, and the order is that of `run`. */
-typedef struct smla_py_operator {
-    const char *name;
-    const smla_py_param *params;
-    int num_params;
-    PyObject *(*run)(const smla_py_state *state, PyObject *const *args);
-} smla_py_operator;
-
-/* A row of a table, of NAME_params and NAME. */
-#define SMLA_PY_OPERATOR(name) {#name, name##_params, SMLA_PY_COUNT(name##_params), name}
-
-/* By file; each table ends with a null row. */
-extern const smla_py_operator smla_py_cache_operators[];
-extern const smla_py_operator smla_py_attention_operators[];
-extern const smla_py_operator smla_py_projection_operators[];
-
 typedef struct smla_py_call {
     const smla_py_state *state;
     const char *op;
     smla_py_stream stream;
     int num_arrays;
-    smla_py_array arrays[SMLA_PY_MAX_ARRAYS];
+    smla_py_array arrays[SMLA_MAX_ARRAYS];
 } smla_py_call;
 
 /* Starts a call without arrays. */
@@ -53,9 +31,8 @@ void smla_py_open(smla_py_call *call, const smla_py_state *state, const char *op
 /* Reads stream= of the caller. */
 int smla_py_take_stream(smla_py_call *call, PyObject *object);
 
-/* Appends args[0], args[1], ... as the rows of `params` say. On failure the call is closed. */
-int smla_py_add(smla_py_call *call, const smla_py_param *params, int num_params,
-                PyObject *const *args);
+/* Appends an array. On failure the call is closed. */
+int smla_py_add(smla_py_call *call, const char *name, smla_py_role role, PyObject *object);
 
 /* Appends two arrays: q and nothing, or the two of a tuple or list. On failure the call is
  * closed. */
@@ -67,8 +44,8 @@ void smla_py_close(smla_py_call *call);
  * then only the framework and the device of an array are known. On failure the call is closed. */
 int smla_py_settle(smla_py_call *call, void **stream);
 
-/* Adds a result that the caller cannot give. */
-void smla_py_add_absent(smla_py_call *call, const char *name);
+/* Appends an array that is not there. On failure the call is closed. */
+int smla_py_add_absent(smla_py_call *call, const char *name);
 
 /* Allocates array `i` like array 0, unless the caller gave it. */
 int smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim,

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <string.h>
 
-#include "call.h"
+#include "operator.h"
 /* behind Python.h */
 #include <structmember.h>
 
@@ -19,8 +19,6 @@
 typedef PyObject *(*vectorcallfunc)(PyObject *, PyObject *const *, size_t, PyObject *);
 #define PyVectorcall_NARGS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1))))
 #endif
-
-enum { MAX_PARAMS = 20 };
 
 /* In the order of the declaration. */
 typedef struct declared_param {
@@ -38,8 +36,8 @@ typedef struct operator_object {
     int num_params;
     int num_positional;
     int num_required;
-    declared_param params[MAX_PARAMS];
-    PyObject *defaults[MAX_PARAMS]; /* by place; NULL where a call must have a value */
+    declared_param params[SMLA_PY_MAX_PARAMS];
+    PyObject *defaults[SMLA_PY_MAX_PARAMS]; /* by place; NULL where a call must have a value */
 } operator_object;
 
 /* ---- Calls --------------------------------------------------------------------------------- */
@@ -119,41 +117,36 @@ operator_vectorcall(PyObject *self, PyObject *const *args, size_t num_args_and_f
 {
     const operator_object *const op = (const operator_object *)self;
     const Py_ssize_t num_args = PyVectorcall_NARGS(num_args_and_flag);
-    PyObject *values[MAX_PARAMS];
-    return bind(op, args, num_args, keywords, values) ? op->in_c->run(op->state, values)
+    PyObject *values[SMLA_PY_MAX_PARAMS];
+    return bind(op, args, num_args, keywords, values) ? smla_py_run(op->state, op->in_c, values)
                                                       : refuse(op, args, num_args, keywords);
 }
 
 /* ---- Declarations -------------------------------------------------------------------------- */
-
-static const smla_py_operator *
-find_operator(const char *name)
-{
-    const smla_py_operator *const tables[] = {smla_py_cache_operators, smla_py_attention_operators,
-                                              smla_py_projection_operators};
-    for (int i = 0; i < SMLA_PY_COUNT(tables); i++) {
-        for (const smla_py_operator *at = tables[i]; at->name != NULL; at++) {
-            if (strcmp(at->name, name) == 0) {
-                return at;
-            }
-        }
-    }
-    PyErr_Format(PyExc_ValueError, "Operator: `name` must be an operator of C, got \"%s\"", name);
-    return NULL;
-}
 
 /* Place of a name among the arguments of C. */
 static int
 find_place(const smla_py_operator *in_c, PyObject *name)
 {
     for (int i = 0; i < in_c->num_params; i++) {
-        if (PyUnicode_CompareWithASCIIString(name, in_c->params[i].name) == 0) {
+        if (smla_py_is_argument(&in_c->params[i]) &&
+            PyUnicode_CompareWithASCIIString(name, in_c->params[i].name) == 0) {
             return i;
         }
     }
     PyErr_Format(PyExc_ValueError, "Operator: `declaration` must have the parameters of %s, got %R",
                  in_c->name, name);
     return -1;
+}
+
+static int
+count_arguments(const smla_py_operator *in_c)
+{
+    int count = 0;
+    for (int i = 0; i < in_c->num_params; i++) {
+        count += smla_py_is_argument(&in_c->params[i]);
+    }
+    return count;
 }
 
 static int
@@ -203,10 +196,10 @@ read_declaration(operator_object *op)
         op->num_params = op->num_positional + read_count(code, "co_kwonlyargcount");
         if (PyErr_Occurred() != NULL) { /* no counts */
             op->num_params = 0;
-        } else if (op->num_params != op->in_c->num_params || op->num_params > MAX_PARAMS) {
+        } else if (op->num_params != count_arguments(op->in_c)) {
             PyErr_Format(PyExc_ValueError,
                          "Operator: `declaration` must have the %d parameters of %s, got %d",
-                         op->in_c->num_params, op->in_c->name, op->num_params);
+                         count_arguments(op->in_c), op->in_c->name, op->num_params);
             op->num_params = 0;
         } else {
             status = read_params(op, names, defaults);
@@ -235,9 +228,14 @@ operator_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTuple(args, "Os:Operator", &declaration, &name)) {
         return NULL;
     }
-    const smla_py_operator *const in_c = find_operator(name);
+    const smla_py_operator *const in_c = smla_py_find_operator(name, strlen(name));
+    if (in_c == NULL) {
+        PyErr_Format(PyExc_ValueError, "Operator: `name` must be an operator of C, got \"%s\"",
+                     name);
+        return NULL;
+    }
     const allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    operator_object *op = in_c == NULL ? NULL : (operator_object *)allocate(type, 0);
+    operator_object *op = (operator_object *)allocate(type, 0);
     if (op == NULL) {
         return NULL;
     }
@@ -257,7 +255,7 @@ operator_traverse(PyObject *self, visitproc visit, void *arg)
     const operator_object *const op = (const operator_object *)self;
     Py_VISIT(op->declaration);
     Py_VISIT(op->dict);
-    for (int i = 0; i < op->num_params; i++) {
+    for (int i = 0; i < SMLA_PY_MAX_PARAMS; i++) {
         Py_VISIT(op->defaults[i]);
     }
     Py_VISIT((PyObject *)Py_TYPE(self));
@@ -283,6 +281,8 @@ operator_dealloc(PyObject *self)
     operator_clear(self);
     for (int i = 0; i < op->num_params; i++) {
         Py_XDECREF(op->params[i].name);
+    }
+    for (int i = 0; i < SMLA_PY_MAX_PARAMS; i++) {
         Py_XDECREF(op->defaults[i]);
     }
     const freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
@@ -311,6 +311,49 @@ operator_reduce(PyObject *self, PyObject *Py_UNUSED(ignored))
     return PyObject_GetAttrString(self, "__qualname__");
 }
 
+/* What the table says of a row, in a word. */
+static const char *
+name_kind(int kind)
+{
+    static const char *const names[] = {
+        [SMLA_PY_INPUT] = "input",
+        [SMLA_PY_OPTIONAL] = "optional input",
+        [SMLA_PY_OUTPUT] = "output",
+        [SMLA_PY_INOUT] = "input and output",
+        [SMLA_PY_PAIR] = "pair",
+        [SMLA_PY_ASKED_OUTPUT] = "asked output",
+        [SMLA_PY_WORKSPACE] = "workspace",
+        [SMLA_PY_SECOND] = "second",
+        [SMLA_PY_RESULT] = "result",
+        [SMLA_PY_ASKED_RESULT] = "asked result",
+        [SMLA_PY_INT] = "int",
+        [SMLA_PY_INT32] = "int32",
+        [SMLA_PY_FLOAT] = "float",
+        [SMLA_PY_KV_FORMAT] = "kv_format",
+        [SMLA_PY_FLOATS] = "floats",
+        [SMLA_PY_DEVICE] = "device",
+        [SMLA_PY_ASK] = "ask",
+        [SMLA_PY_STREAM] = "stream",
+        [SMLA_PY_ARRAYS_STREAM] = "stream of the arrays",
+    };
+    return names[kind];
+}
+
+static PyObject *
+operator_table(PyObject *self, void *Py_UNUSED(closure))
+{
+    const smla_py_operator *const in_c = ((const operator_object *)self)->in_c;
+    PyObject *table = PyTuple_New(in_c->num_params);
+    for (int i = 0; table != NULL && i < in_c->num_params; i++) {
+        const smla_py_param *const param = &in_c->params[i];
+        PyObject *row = Py_BuildValue("(ss)", param->name, name_kind(param->kind));
+        if (row == NULL || PyTuple_SetItem(table, i, row) < 0) { /* steals */
+            Py_CLEAR(table);
+        }
+    }
+    return table;
+}
+
 static PyMethodDef operator_methods[] = {
     {"__reduce__", operator_reduce, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -325,6 +368,7 @@ static PyMemberDef operator_members[] = {
 
 static PyGetSetDef operator_getset[] = {
     {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+    {"table", operator_table, NULL, "Name and kind of each row of its table (operator.h).", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

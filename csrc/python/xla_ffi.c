@@ -1,26 +1,26 @@
 /* xla_ffi.c: the operators as XLA custom calls, for JAX inside jit on the CPU.
  *
- * One handler serves all operators: the attribute `operator` names the function of the C API that a
- * call site is for. Arrays come in the order of that function's list below, arguments before
- * results; bit i of the attribute `present` says whether the i-th one is there. Options are
- * attributes under their names in ops.py. integrations/jax.py writes such calls.
+ * One handler serves all operators: the attribute `operator` names the one that a call site is for.
+ * Its arrays come in the order of its table (operator.h) without the workspace, and behind them,
+ * once more, those that it reads and writes: XLA gives these as an argument and as a result. Bit i
+ * of the attribute `present` says whether the i-th one is there. Options that are fields of the
+ * core's args are attributes under their names in ops.py. integrations/jax.py writes such calls.
  *
  * The handler runs on XLA's threads, possibly several at once, without the GIL; it keeps nothing.
  */
 #include <fenv.h>
+#include <stdalign.h>
 #include <string.h>
 
-#include "glue.h"
+#include "operator.h"
 #include "scratch.h"
 #include "xla_abi.h"
-
-enum { MAX_ARRAYS = 12 };
 
 typedef struct xla_call {
     const char *op;
     const smla_xla_frame *frame;
     smla_error *error;
-    DLTensor tensors[MAX_ARRAYS];
+    DLTensor tensors[SMLA_MAX_ARRAYS];
 } xla_call;
 
 /* ---- Attributes ------------------------------------------------------------------------------ */
@@ -63,9 +63,15 @@ read_int(const xla_call *call, const char *name, int64_t *value)
 }
 
 static smla_status
-read_float(const xla_call *call, const char *name, double *value)
+read_int32(const xla_call *call, const char *name, int32_t *value)
 {
-    return read_scalar(call, name, SMLA_XLA_F64, value, sizeof *value);
+    int64_t wide = 0;
+    SMLA_TRY(read_int(call, name, &wide));
+    *value = (int32_t)wide;
+    return *value == wide
+               ? SMLA_OK
+               : smla_fail(call->error, SMLA_ERROR_VALUE, "%s: `%s` must fit int32, got %lld",
+                           call->op, name, (long long)wide);
 }
 
 static smla_status
@@ -119,179 +125,127 @@ find_buffer(const smla_xla_frame *frame, int64_t k)
     return k < part->size && part->kinds[k] == SMLA_XLA_IS_BUFFER ? part->items[k] : NULL;
 }
 
-/* Fills *slots[i], a field of the operator's args, with the i-th array of its list. NULL ends the
- * list. */
-static smla_status
-take_arrays(xla_call *call, const DLTensor **const *slots)
+static int64_t
+count_given(const xla_call *call)
 {
-    const int64_t num_given = call->frame->arguments.size + call->frame->results.size;
-    int64_t present = 0;
-    SMLA_TRY(read_int(call, "present", &present));
-    bool fits = true;
-    int64_t k = 0;
-    int i = 0;
-    for (; fits && slots[i] != NULL; i++) {
-        if ((present >> i & 1) == 0) {
-            continue;
-        }
-        const smla_xla_buffer *buffer = find_buffer(call->frame, k++);
-        fits = buffer != NULL;
-        if (fits) {
-            call->tensors[i] = (DLTensor){
-                .data = buffer->data,
-                .device = {.device_type = kDLCPU, .device_id = 0},
-                .ndim = (int32_t)buffer->rank,
-                .dtype = dtype_of(buffer->type),
-                .shape = buffer->dims,
-            };
-            *slots[i] = &call->tensors[i];
-        }
+    return call->frame->arguments.size + call->frame->results.size;
+}
+
+static smla_status
+fail_present(const xla_call *call, int64_t present)
+{
+    return smla_fail(call->error, SMLA_ERROR_VALUE,
+                     "%s: `present` must name the %lld arrays of the call, got bits %#llx",
+                     call->op, (long long)count_given(call), (unsigned long long)present);
+}
+
+/* The arrays of an operator, one after the other. */
+typedef struct array_walk {
+    int64_t present; /* a bit for each: whether the call has it */
+    int num_seen;
+    int64_t num_taken; /* of those that it has */
+} array_walk;
+
+/* Takes the next array of the call, if `present` says that it is there. */
+static smla_status
+take_array(xla_call *call, array_walk *walk, const smla_py_param *param, void *args)
+{
+    const int i = walk->num_seen++;
+    if ((walk->present >> i & 1) == 0) {
+        return SMLA_OK;
     }
-    fits = fits && present >> i == 0 && k == num_given;
-    if (!fits) {
-        return smla_fail(call->error, SMLA_ERROR_VALUE,
-                         "%s: `present` must name the %lld arrays of the call, got bits %#llx",
-                         call->op, (long long)num_given, (unsigned long long)present);
+    const smla_xla_buffer *const buffer = find_buffer(call->frame, walk->num_taken++);
+    if (buffer == NULL || i >= SMLA_MAX_ARRAYS) {
+        return fail_present(call, walk->present);
     }
+    call->tensors[i] = (DLTensor){
+        .data = buffer->data,
+        .device = {.device_type = kDLCPU, .device_id = 0},
+        .ndim = (int32_t)buffer->rank,
+        .dtype = dtype_of(buffer->type),
+        .shape = buffer->dims,
+    };
+    const DLTensor *const tensor = &call->tensors[i];
+    smla_py_set_field(args, param, &tensor, sizeof tensor);
     return SMLA_OK;
+}
+
+/* What is read and written is taken twice; the second one, XLA's result, stays. */
+static smla_status
+take_arrays(xla_call *call, const smla_py_operator *op, void *args)
+{
+    const int num_arrays = smla_py_count_arrays(op);
+    array_walk walk = {.present = 0};
+    SMLA_TRY(read_int(call, "present", &walk.present));
+    for (int i = 0; i < num_arrays; i++) {
+        if (op->params[i].kind != SMLA_PY_WORKSPACE) {
+            SMLA_TRY(take_array(call, &walk, &op->params[i], args));
+        }
+    }
+    for (int i = 0; i < num_arrays; i++) {
+        if (op->params[i].kind == SMLA_PY_INOUT) {
+            SMLA_TRY(take_array(call, &walk, &op->params[i], args));
+        }
+    }
+    return walk.num_taken == count_given(call) && walk.present >> walk.num_seen == 0
+               ? SMLA_OK
+               : fail_present(call, walk.present);
 }
 
 /* ---- Operators ------------------------------------------------------------------------------- */
 
-/* The cache comes twice, as an argument and as the result, which has its place. */
+/* Options that are no field of the core's args have no meaning here. */
 static smla_status
-concat_and_cache_mla(xla_call *call)
+read_options(const xla_call *call, const smla_py_operator *op, void *args)
 {
-    smla_concat_and_cache_mla_args a = {.struct_size = sizeof a};
-    const DLTensor *before = NULL;
-    const DLTensor **const slots[] = {&a.kv_c,         &a.k_pe,     &before,
-                                      &a.slot_mapping, &a.kv_cache, NULL};
-    SMLA_TRY(take_arrays(call, slots));
-    SMLA_TRY(read_kv_format(call, "kv_cache_dtype", &a.kv_format));
-    return smla_concat_and_cache_mla(&a, call->error);
-}
-
-/* So does the workspace, which keeps the rows that are not gathered. */
-static smla_status
-gather_kv_cache(xla_call *call)
-{
-    smla_gather_kv_cache_args a = {.struct_size = sizeof a};
-    const DLTensor *before = NULL;
-    const DLTensor **const slots[] = {&a.kv_cache,   &a.block_table,
-                                      &a.seq_lens,   &a.workspace_starts,
-                                      &a.seq_starts, &before,
-                                      &a.out,        NULL};
-    SMLA_TRY(take_arrays(call, slots));
-    return smla_gather_kv_cache(&a, call->error);
-}
-
-static smla_status
-dequantize_kv_cache(xla_call *call)
-{
-    smla_dequantize_kv_cache_args a = {.struct_size = sizeof a};
-    const DLTensor **const slots[] = {&a.kv_cache, &a.out, NULL};
-    SMLA_TRY(take_arrays(call, slots));
-    SMLA_TRY(read_kv_format(call, "kv_format", &a.kv_format));
-    return smla_dequantize_kv_cache(&a, call->error);
-}
-
-static smla_status
-convert_req_index_to_global_index(xla_call *call)
-{
-    smla_convert_req_index_args a = {.struct_size = sizeof a};
-    const DLTensor **const slots[] = {
-        &a.req_id_per_token,         &a.block_table, &a.topk_indices, &a.prefill_request_ids,
-        &a.prefill_workspace_starts, &a.out,         &a.counts,       NULL};
-    SMLA_TRY(take_arrays(call, slots));
-    SMLA_TRY(read_int(call, "block_size", &a.block_size));
-    return smla_convert_req_index_to_global_index(&a, call->error);
-}
-
-static smla_status
-sparse_attention(xla_call *call)
-{
-    smla_sparse_attention_args a = {.struct_size = sizeof a};
-    const DLTensor **const slots[] = {&a.q,        &a.q_pe,          &a.kv,
-                                      &a.indices,  &a.topk_length,   &a.attn_sink,
-                                      &a.extra_kv, &a.extra_indices, &a.extra_topk_length,
-                                      &a.out,      &a.lse,           &a.max_logits,
-                                      NULL};
-    int64_t num_splits = 0;
-    SMLA_TRY(take_arrays(call, slots));
-    SMLA_TRY(read_float(call, "softmax_scale", &a.softmax_scale));
-    SMLA_TRY(read_int(call, "num_splits", &num_splits));
-    SMLA_TRY(read_kv_format(call, "kv_format", &a.kv_format));
-    a.num_splits = (int32_t)num_splits;
-    if (a.num_splits != num_splits) {
-        return smla_fail(call->error, SMLA_ERROR_VALUE,
-                         "%s: `num_splits` must be 0 to 64, got %lld", call->op,
-                         (long long)num_splits);
+    for (int i = 0; i < op->num_params; i++) {
+        const smla_py_param *const param = &op->params[i];
+        void *const field = (char *)args + param->offset;
+        if (param->offset >= op->core_bytes) {
+            continue;
+        }
+        switch (param->kind) {
+        case SMLA_PY_INT: SMLA_TRY(read_int(call, param->name, field)); break;
+        case SMLA_PY_INT32: SMLA_TRY(read_int32(call, param->name, field)); break;
+        case SMLA_PY_FLOAT:
+            SMLA_TRY(read_scalar(call, param->name, SMLA_XLA_F64, field, sizeof(double)));
+            break;
+        case SMLA_PY_KV_FORMAT: SMLA_TRY(read_kv_format(call, param->name, field)); break;
+        default: break;
+        }
     }
-    const int64_t bytes = smla_py_workspace_bytes(&a);
+    return SMLA_OK;
+}
+
+/* With a workspace of plain memory, if the operator needs one. */
+static smla_status
+compute(const xla_call *call, const smla_py_operator *op, void *args)
+{
+    const int64_t bytes = op->workspace_bytes == NULL ? 0 : op->workspace_bytes(args);
     smla_py_scratch scratch = {.bytes = 0};
     if (bytes > 0) {
-        a.workspace = smla_py_take_scratch(&scratch, bytes);
-        if (a.workspace == NULL) {
+        const DLTensor *const workspace = smla_py_take_scratch(&scratch, bytes);
+        if (workspace == NULL) {
             return smla_fail(call->error, SMLA_ERROR_MEMORY,
                              "%s: no memory for a workspace of %lld bytes", call->op,
                              (long long)bytes);
         }
+        smla_py_set_field(args, smla_py_find_workspace(op), &workspace, sizeof workspace);
     }
-    const smla_status status = smla_sparse_attention(&a, call->error);
+    const smla_status status = op->compute(args, call->error);
     free(scratch.tensor.data);
     return status;
 }
 
 static smla_status
-merge_attn_states(xla_call *call)
+run_table(xla_call *call, const smla_py_operator *op)
 {
-    smla_merge_attn_states_args a = {.struct_size = sizeof a};
-    const DLTensor **const slots[] = {&a.out_a, &a.lse_a, &a.out_b, &a.lse_b, &a.out, &a.lse, NULL};
-    SMLA_TRY(take_arrays(call, slots));
-    return smla_merge_attn_states(&a, call->error);
+    alignas(max_align_t) unsigned char args[SMLA_PY_MAX_ARGS_BYTES];
+    smla_py_clear_args(op, args);
+    SMLA_TRY(take_arrays(call, op, args));
+    SMLA_TRY(read_options(call, op, args));
+    return compute(call, op, args);
 }
-
-static smla_status
-k_up_proj(xla_call *call)
-{
-    smla_k_up_proj_args a = {.struct_size = sizeof a};
-    const DLTensor **const slots[] = {&a.q_nope, &a.w_uk, &a.out, NULL};
-    SMLA_TRY(take_arrays(call, slots));
-    return smla_k_up_proj(&a, call->error);
-}
-
-static smla_status
-v_up_proj(xla_call *call)
-{
-    smla_v_up_proj_args a = {.struct_size = sizeof a};
-    const DLTensor **const slots[] = {&a.x, &a.w_uv, &a.out, NULL};
-    SMLA_TRY(take_arrays(call, slots));
-    return smla_v_up_proj(&a, call->error);
-}
-
-static smla_status
-dynamic_per_tensor_quant(xla_call *call)
-{
-    smla_dynamic_per_tensor_quant_args a = {.struct_size = sizeof a};
-    const DLTensor **const slots[] = {&a.x, &a.out, &a.scale, NULL};
-    SMLA_TRY(take_arrays(call, slots));
-    return smla_dynamic_per_tensor_quant(&a, call->error);
-}
-
-static const struct {
-    const char *name;
-    smla_status (*run)(xla_call *call);
-} operators[] = {
-    {"concat_and_cache_mla", concat_and_cache_mla},
-    {"gather_kv_cache", gather_kv_cache},
-    {"dequantize_kv_cache", dequantize_kv_cache},
-    {"convert_req_index_to_global_index", convert_req_index_to_global_index},
-    {"sparse_attention", sparse_attention},
-    {"merge_attn_states", merge_attn_states},
-    {"k_up_proj", k_up_proj},
-    {"v_up_proj", v_up_proj},
-    {"dynamic_per_tensor_quant", dynamic_per_tensor_quant},
-};
 
 /* ---- Handler --------------------------------------------------------------------------------- */
 
@@ -305,12 +259,12 @@ run_operator(const smla_xla_frame *frame, smla_error *error)
                          "sparse_mla: XLA's call frame must be that of version %d.%d, got another",
                          SMLA_XLA_MAJOR, SMLA_XLA_MINOR);
     }
-    const smla_xla_span *name = find_attribute(frame, "operator", SMLA_XLA_IS_STRING);
-    for (size_t i = 0; name != NULL && i < sizeof operators / sizeof operators[0]; i++) {
-        if (spells(name, operators[i].name)) {
-            xla_call call = {.op = operators[i].name, .frame = frame, .error = error};
-            return operators[i].run(&call);
-        }
+    const smla_xla_span *const name = find_attribute(frame, "operator", SMLA_XLA_IS_STRING);
+    const smla_py_operator *const op =
+        name == NULL ? NULL : smla_py_find_operator(name->text, name->length);
+    if (op != NULL && op->compute != NULL) {
+        xla_call call = {.op = op->name, .frame = frame, .error = error};
+        return run_table(&call, op);
     }
     return smla_fail(error, SMLA_ERROR_VALUE,
                      "sparse_mla: the attribute `operator` must name an operator");

@@ -5,8 +5,6 @@
 #include "cuda/kernels.c"   // NOLINT(bugprone-suspicious-include)
 #include "cuda/schedule.c"  // NOLINT(bugprone-suspicious-include)
 
-#include "fake_cuda/errors.h"
-
 smla_status
 smla_cuda_status(const char *op, const char *call, cudaError_t code, smla_error *error)
 {

@@ -16,7 +16,6 @@ smla_cuda_up_proj(const smla_projection_params *params, smla_error *error)
     return smla_cpu_backend.up_proj(params, error);
 }
 
-#define SMLA_FAKE_ERRORS_H /* dispatch.c is here itself */
 #include "runtime.h"
 
 /* ---- Launchers ----------------------------------------------------------------------------- */

@@ -13,8 +13,6 @@
 #include <pthread.h>
 #include <sched.h>
 
-#include "errors.h"
-
 #include "../testing.h"
 
 enum { FAKE_DEVICES = 4, FAKE_EVENTS = 512, FAKE_EXECS = 512, FAKE_STARTS = 8192 };

@@ -1,0 +1,29 @@
+/* error.h: how functions of the core fail. Compiles as C and as CUDA. */
+#ifndef SMLA_ERROR_H
+#define SMLA_ERROR_H
+
+#include "sparse_mla.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Fills `error` (when there is one) and returns `status`. */
+__attribute__((cold, format(printf, 3, 4))) smla_status smla_fail(smla_error *error,
+                                                                  smla_status status,
+                                                                  const char *format, ...);
+
+/* The one control-flow macro: forward an error. */
+#define SMLA_TRY(call)                   \
+    do {                                 \
+        const smla_status try_ = (call); \
+        if (try_ != SMLA_OK) {           \
+            return try_;                 \
+        }                                \
+    } while (0)
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* SMLA_ERROR_H */
