@@ -14,7 +14,7 @@ that runs far longer than it did without a fault has noticed it.
 A fault in a list is three lines, and in tests/equivalent_mutants.txt, of those that no test can
 notice, four: `@ file function`, `- ` the code, `+ ` the fault, `= ` why it changes nothing. A fault
 that leaves every program's bytes alone needs no such explanation. One that does not compile, or is
-in a file that this machine does not compile, is none: "not built".
+in a file that this machine does not compile or cannot run, is none: "not built".
 """
 
 import argparse
@@ -161,6 +161,7 @@ class Suite:
         self.files = [name for name in files if not name.startswith(left_out)]
         self.seconds = {}
         self.bytes = {}
+        self.idle = set()
         self.catchers = {}  # path → the files of tests that caught one of its faults
 
     def run(self, *command, limit=None):
@@ -201,8 +202,22 @@ class Suite:
         return good
 
     def compiles(self):
-        """Whether the copy's fault does. No fault has been made of what is not compiled here."""
-        return self.build() and "no work to do" not in (WORK / "output.txt").read_text()
+        """Whether the copy's fault does. No fault has been made of what is not compiled here, or of
+        kernels alone that this machine has no instructions for."""
+        if not self.build():
+            return False
+        text = (WORK / "output.txt").read_text()
+        objects = set(re.findall(r" cc build/release/obj/csrc/cpu/(\w+)\.o", text))
+        is_idle = bool(objects) and objects <= self.idle and "obj/tests/" not in text
+        return "no work to do" not in text and not is_idle
+
+    def find_idle(self):
+        """The objects of the CPU's kernels that cannot run here."""
+        program = "import json, sparse_mla; print(json.dumps(sparse_mla.kernels()))"
+        if not self.run(sys.executable, "-c", program):
+            sys.exit(f"error: the copy's package does not work, see {WORK}/output.txt")
+        rows = json.loads((WORK / "output.txt").read_text())
+        return {Path(row["name"]).stem for row in rows if not row["available"]}
 
     def built(self):
         """The digests of the programs, of the extension and of the library."""
@@ -224,6 +239,7 @@ class Suite:
         if not (self.run(*setup) and self.build()):
             sys.exit(f"error: the copy does not build, see {WORK}/output.txt")
         self.bytes = self.built()
+        self.idle = self.find_idle()
         record = WORK / "baseline.json"
         paths = {f"tests/c/{stem}.c": stem for stem in self.programs}
         paths |= {f"tests/{name}": name for name in self.files}

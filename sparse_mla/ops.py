@@ -1,6 +1,7 @@
 """The operators: signatures, defaults and documentation. The work is done by the C core.
 
-What is declared below is called as any function; csrc/python/operator.c takes the call.
+What is declared below is called as any function; csrc/python/operator.c takes the call, and the
+arguments have their C side in a table of csrc/python/ops_*.c.
 
 What holds for every operator. Arrays are anything that speaks DLPack, or NumPy arrays (ml_dtypes
 included); the last dimension is contiguous unless a docstring says otherwise, all other strides are
@@ -37,23 +38,37 @@ from collections.abc import Callable
 from os import path
 from typing import Any, TypeVar, cast
 
-from sparse_mla import _C
+from sparse_mla import _C, _results
 
 Array = Any
 Stream = Any
 Declaration = TypeVar("Declaration", bound=Callable[..., Any])
 
 
-def _operator(declaration: Declaration) -> Declaration:
-    """The operator of C that has the name, parameters and defaults of the declaration."""
-    operator = _C.Operator(declaration, declaration.__name__)
-    return cast(Declaration, functools.update_wrapper(operator, declaration))
+OPERATORS: dict[str, Any] = {}  # that frameworks' integrations take over, by name
+
+
+def _operator(results: _results.Rule | None = None) -> Callable[[Declaration], Declaration]:
+    """The operator of C that has the name, parameters and defaults of a declaration.
+
+    `results` tells what it returns; an operator without it is not taken over by integrations.
+    """
+
+    def declare(declaration: Declaration) -> Declaration:
+        operator = _C.Operator(declaration, declaration.__name__)
+        functools.update_wrapper(operator, declaration)
+        if results is not None:
+            vars(operator)["results"] = results
+            OPERATORS[declaration.__name__] = operator
+        return cast(Declaration, operator)
+
+    return declare
 
 
 # --- cache ---------------------------------------------------------------------------------------
 
 
-@_operator
+@_operator(_results.none)
 def concat_and_cache_mla(
     kv_c: Array,
     k_pe: Array,
@@ -106,7 +121,7 @@ def concat_and_cache_mla(
     """
 
 
-@_operator
+@_operator(_results.none)
 def gather_kv_cache(
     kv_cache: Array,
     block_table: Array,
@@ -160,7 +175,7 @@ def gather_kv_cache(
     """
 
 
-@_operator
+@_operator(_results.dequantized)
 def dequantize_kv_cache(
     kv_cache: Array, *, kv_format: str | None = None, dtype: str = "float32"
 ) -> Array:
@@ -198,7 +213,7 @@ def dequantize_kv_cache(
 # --- indices and attention -----------------------------------------------------------------------
 
 
-@_operator
+@_operator(_results.slots)
 def convert_req_index_to_global_index(
     req_id_per_token: Array,
     block_table: Array,
@@ -258,7 +273,7 @@ def convert_req_index_to_global_index(
     """
 
 
-@_operator
+@_operator(_results.attended)
 def sparse_attention(
     q: Array | tuple[Array, Array],
     kv: Array,
@@ -347,7 +362,7 @@ def sparse_attention(
 _attention_plus_inf = _C.Operator(vars(sparse_attention)["__wrapped__"], "_attention_plus_inf")
 
 
-@_operator
+@_operator()
 def attention_workspace_size(
     num_tokens: int,
     num_heads: int,
@@ -383,7 +398,7 @@ def attention_workspace_size(
     """
 
 
-@_operator
+@_operator(_results.merged)
 def merge_attn_states(
     out_a: Array,
     lse_a: Array,
@@ -486,7 +501,7 @@ def split_kv_b_proj(
     return _split_kv_b_proj(weight, weight_scale_inv, num_heads, qk_nope_head_dim, v_head_dim)
 
 
-@_operator
+@_operator()
 def _split_kv_b_proj(
     weight: Array,
     weight_scale_inv: Array | None,
@@ -515,7 +530,7 @@ def _layer_weight(layer: Callable[[Array], Any]) -> Array:
     return result[0] if isinstance(result, tuple) else result
 
 
-@_operator
+@_operator(_results.latents)
 def k_up_proj(
     q_nope: Array, W_UK: Array, *, out: Array | None = None, stream: Stream = None
 ) -> Array:
@@ -551,7 +566,7 @@ def k_up_proj(
     """
 
 
-@_operator
+@_operator(_results.projected_values)
 def v_up_proj(x: Array, W_UV: Array, *, out: Array | None = None, stream: Stream = None) -> Array:
     """Project the latent output up: out[t, h, v] = sum_l x[t, h, l] * W_UV[l, h, v].
 
@@ -585,7 +600,7 @@ def v_up_proj(x: Array, W_UV: Array, *, out: Array | None = None, stream: Stream
     """
 
 
-@_operator
+@_operator(_results.quantized)
 def dynamic_per_tensor_quant(
     x: Array, *, out: Array | None = None, stream: Stream = None
 ) -> tuple[Array, Array]:

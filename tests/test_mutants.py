@@ -285,6 +285,33 @@ def test_who_caught_a_fault_of_the_file_goes_first(monkeypatch):
     assert suite.ran[1:] == ["test_rest.py", "test_plan.py"], "of that file alone"
 
 
+AMX, AVX2 = (
+    "cc build/release/obj/csrc/cpu/attention_amx.o",
+    "cc build/release/obj/csrc/cpu/attention_avx2.o",
+)
+
+
+@pytest.mark.parametrize(
+    ("built", "is_good", "compiles"),
+    [
+        ([], True, True),
+        ([AMX], True, False),
+        ([AMX, AVX2], True, True),
+        ([AVX2], True, True),
+        ([AVX2], False, False),
+        ([AMX, "cc build/release/obj/tests/c/test_cache.o"], True, True),
+        (["ninja: no work to do."], True, False),
+    ],
+)
+def test_what_cannot_run_here_is_no_fault(built, is_good, compiles, tmp_path, monkeypatch):
+    monkeypatch.setattr(mutants, "WORK", tmp_path)
+    (tmp_path / "output.txt").write_text("".join(f"[1/9] {line}\n" for line in built))
+    suite = FakeSuite()
+    suite.idle = {"attention_amx"}
+    suite.build = lambda: is_good
+    assert mutants.Suite.compiles(suite) == compiles
+
+
 def test_a_fault_is_taken_out_again(tmp_path, monkeypatch):
     monkeypatch.setattr(mutants, "TREE", tmp_path)
     source = tmp_path / "x.py"

@@ -9,12 +9,13 @@ import sys
 import typing
 import weakref
 
+import cases
 import ml_dtypes
 import numpy as np
 import pytest
 
 import sparse_mla
-from sparse_mla import _C, ops
+from sparse_mla import _C, _results, ops
 
 OPERATORS = [value for value in vars(sparse_mla).values() if isinstance(value, _C.Operator)]
 ATTENTION = sparse_mla.sparse_attention
@@ -177,3 +178,45 @@ def test_a_declaration_that_takes_more_than_c():
 @pytest.mark.parametrize("op", OPERATORS)
 def test_annotations_have_a_meaning(op):
     assert typing.get_type_hints(op.__wrapped__)
+
+
+NO_ARGUMENT = {"second", "result", "asked result", "stream of the arrays"}
+WRITTEN = {"output", "asked output", "result", "asked result"}
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_the_table_and_the_declaration_are_one(op):
+    """Names and kinds: what is optional in one is so in the other."""
+    parameters = inspect.signature(op).parameters
+    table = dict(op.table)
+    assert len(table) == len(op.table)
+    assert {name for name, kind in op.table if kind not in NO_ARGUMENT} == set(parameters)
+    required = {n for n, kind in op.table if kind in ("input", "pair", "input and output")}
+    assert required <= {n for n, p in parameters.items() if p.default is p.empty}
+    none = {name for name, p in parameters.items() if p.default is None}
+    assert none == {
+        name
+        for name, kind in op.table
+        if kind in ("optional input", "output", "asked output", "workspace", "kv_format", "stream")
+    }
+    kinds = [kind for _, kind in op.table]
+    assert ("ask" in kinds) == any(kind.startswith("asked") for kind in kinds)
+
+
+@pytest.mark.parametrize("op", ops.OPERATORS.values())
+def test_results_are_known_before_the_call(op):
+    """The rule of _results.py and a call agree."""
+    call = cases.FRAMEWORK_CALLS[op.__name__]()
+    table = dict(op.table)
+    values = {n: x for n, x in (call.args | call.kwargs).items() if table[n] not in WRITTEN}
+    values |= {name: True for name, kind in op.table if kind == "ask"}
+    defaults = {n: p.default for n, p in inspect.signature(op).parameters.items()}
+    known = op.results(_results.Given(op.__name__, defaults | values))
+    got = op(**values)
+    if op.results is _results.none:
+        assert known == ()
+        assert got is values[next(n for n, kind in op.table if kind == "input and output")]
+        return
+    arrays = got if isinstance(got, tuple) else (got,)
+    assert [(x.shape, str(x.dtype)) for x in arrays] == list(known)
+    assert len(known) == sum(kind in WRITTEN for _, kind in op.table)

@@ -5,28 +5,28 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-from sparse_mla import ops
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from sparse_mla.integrations._words import WORDS
 
 _ENTRY = re.compile(r"^(\w[\w, ]*) : .*(?:\n +.*)*\n?", re.MULTILINE)
 
 
-def repeats_operator(function: Function) -> Function:
-    """Adds what `sparse_mla.ops` says: of the parameters that it has too, results and errors.
+def document(function: Callable[..., Any], operator: Any, framework: str) -> None:
+    """Makes a docstring of the function's own words and of what the operator says: of the
+    parameters that the function has too, results and errors.
 
-    The function's words come first, and its "Returns" in place of the operator's, its example last.
+    The words come first, and their "Returns" in place of the operator's, their example last.
     """
-    operator, own = inspect.getdoc(getattr(ops, function.__name__)), inspect.getdoc(function)
-    if operator is None or own is None:  # python -OO
-        return function
+    doc = inspect.getdoc(operator)
+    if operator.__doc__ is None or doc is None:  # python -OO
+        return
+    own = inspect.cleandoc(WORDS[operator.__name__][framework])
     own, prompt, example = own.partition(">>> ")
     words, title, results = own.partition("Returns\n-------\n")
-    parameters, rest = _section(operator, "Parameters", "Returns"), _section(operator, "Returns")
+    parameters, rest = _section(doc, "Parameters", "Returns"), _section(doc, "Returns")
     if title:
-        rest = title + results.rstrip() + "\n\n" + _section(operator, "Raises")
+        rest = title + results.rstrip() + "\n\n" + _section(doc, "Raises")
     given = inspect.signature(function).parameters
 
     def keep(entry: re.Match[str]) -> str:
@@ -37,7 +37,6 @@ def repeats_operator(function: Function) -> Function:
         f"{words.rstrip()}\n\n{_ENTRY.sub(keep, parameters).rstrip()}\n\n{rest.rstrip()}\n\n"
         f"Examples\n--------\n{prompt}{example}"
     )
-    return function
 
 
 def _section(doc: str, title: str, end: str = "Examples") -> str:

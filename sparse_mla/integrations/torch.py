@@ -24,9 +24,8 @@ BufferError.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 try:
     import torch
@@ -35,21 +34,14 @@ try:
 except ImportError as error:
     raise ImportError("sparse_mla.integrations.torch needs PyTorch: pip install torch") from error
 
-from sparse_mla import ops
-from sparse_mla.integrations import _results
-from sparse_mla.integrations._docs import repeats_operator
+from sparse_mla import _results
+from sparse_mla.integrations._schema import ALWAYS, ASKED, GIVEN, Schema
+from sparse_mla.ops import OPERATORS
 
-__all__ = [
-    "concat_and_cache_mla",
-    "convert_req_index_to_global_index",
-    "dequantize_kv_cache",
-    "dynamic_per_tensor_quant",
-    "gather_kv_cache",
-    "k_up_proj",
-    "merge_attn_states",
-    "sparse_attention",
-    "v_up_proj",
-]
+if TYPE_CHECKING:
+    from sparse_mla.ops import *  # noqa: F403 - the same functions without `stream`
+
+__all__ = list(OPERATORS)
 
 
 def __dir__() -> list[str]:
@@ -111,402 +103,135 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
     torch.library.register_fake(f"sparse_mla::{name}", trace, lib=_library)
 
 
-def _new(like: Tensor, *results: _results.Result) -> tuple[Tensor, ...]:
-    """Tensors of these shapes and dtypes, where `like` is."""
-    return tuple(like.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in results)
+# --- overloads -----------------------------------------------------------------------------------
+
+_TYPES = {
+    "input": "Tensor",
+    "optional input": "Tensor?",
+    "pair": "Tensor",
+    "int": "SymInt",
+    "int32": "int",
+    "float": "float",
+    "kv_format": "str?",
+    "floats": "str",
+}
 
 
-def _writes(kernel: Callable[..., Any]) -> Callable[..., None]:
-    """The kernel, whose results are all arguments."""
+def _declare(schema: Schema, outputs: list[str]) -> str:
+    """The arguments of an overload that writes `outputs`, in PyTorch's words.
 
-    def run(*args: Any, **kwargs: Any) -> None:
-        kernel(*args, **kwargs)
-
-    return run
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """The fake of an operator whose results are all arguments."""
-
-
-# --- cache ---------------------------------------------------------------------------------------
-
-_define(
-    "concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, *, "
-    "str? kv_cache_dtype=None) -> ()",
-    _writes(ops.concat_and_cache_mla),
-    _nothing,
-)
-_define(
-    "gather_kv_cache(Tensor kv_cache, Tensor block_table, Tensor seq_lens, "
-    "Tensor workspace_starts, *, Tensor(a!) out, Tensor? seq_starts=None) -> ()",
-    _writes(ops.gather_kv_cache),
-    _nothing,
-)
-_define(
-    'dequantize_kv_cache(Tensor kv_cache, *, str? kv_format=None, str dtype="float32") -> Tensor',
-    ops.dequantize_kv_cache,
-    lambda kv_cache, dtype="float32", **_: _new(
-        kv_cache, _results.dequantize_kv_cache(kv_cache.shape, dtype)
-    )[0],
-)
-
-
-@repeats_operator
-def concat_and_cache_mla(
-    kv_c: Tensor,
-    k_pe: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    kv_cache_dtype: str | None = None,
-) -> Tensor:
-    """New tokens to their slots: `sparse_mla.concat_and_cache_mla`. Writes `kv_cache`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> cache = torch.zeros((2, 64, 656), dtype=torch.uint8)
-    >>> write = torch.compile(smla.concat_and_cache_mla, backend="aot_eager")
-    >>> write(torch.ones(1, 512), torch.ones(1, 64), cache, torch.tensor([65])) is cache
-    True
-    >>> cache[0].sum().item(), cache[1, 1, 0].item()
-    (0, 126)
+    An output that every call returns is required: the overload is there to write it.
     """
-    _operators.concat_and_cache_mla.default(
-        kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype=kv_cache_dtype
+    positional: list[str] = []
+    keywords: list[str] = []
+    marks = iter("abcdefgh")
+    for name, parameter in schema.parameters.items():
+        kind = schema.rows[name]
+        is_optional = parameter.default is not parameter.empty and kind != "output"
+        if kind == "input and output" or name in outputs:
+            text = f"Tensor({next(marks)}!){'?' * is_optional} {name}"
+        elif kind in _TYPES:
+            text = f"{_TYPES[kind]} {name}"
+        else:
+            continue
+        if is_optional:
+            default = parameter.default
+            text += f'="{default}"' if isinstance(default, str) else f"={default}"
+        (keywords if parameter.kind is parameter.KEYWORD_ONLY else positional).append(text)
+    keywords += [f"Tensor? {name}=None" for name in schema.pair.values()]
+    return ", ".join([*positional, *(["*", *keywords] if keywords else [])])
+
+
+def _one_or_all(results: list[Tensor]) -> Any:
+    return None if not results else results[0] if len(results) == 1 else tuple(results)
+
+
+def _new(like: Tensor, result: _results.Result) -> Tensor:
+    """A tensor of this shape and dtype, where `like` is."""
+    shape, dtype = result
+    return like.new_empty(shape, dtype=getattr(torch, dtype))
+
+
+def _register(schema: Schema, variant: str, outputs: list[str], new: list[str]) -> Any:
+    """An overload that writes `outputs` of the caller, and returns the results `new`."""
+    asked = schema.names(*ASKED)
+    options = {schema.ask: True} if schema.ask and not set(asked).isdisjoint(new) else {}
+    names = [n for n in schema.parameters if schema.rows[n] not in ("ask", "stream")]
+    returned = [schema.written] if schema.written else schema.names(*ALWAYS, *ASKED)
+    defaults = {n: p.default for n, p in schema.parameters.items() if p.default is not p.empty}
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if schema.pair:
+            args, kwargs = (), schema.join(dict(zip(names, args, strict=False)) | kwargs)
+        got = schema.operator(*args, **kwargs, **options)
+        results = dict(zip(returned, got if isinstance(got, tuple) else (got,), strict=False))
+        return _one_or_all([results[name] for name in new])
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        values = defaults | dict(zip(names, args, strict=False)) | kwargs
+        results = schema.results(values)
+        return _one_or_all([_new(args[0], results[name]) for name in new])
+
+    tensors = ", ".join(["Tensor"] * len(new))
+    _define(
+        f"{schema.name}{'.' * bool(variant)}{variant}({_declare(schema, outputs)}) -> "
+        + (tensors if len(new) == 1 else f"({tensors})"),
+        kernel,
+        fake if new else lambda *args, **kwargs: None,
     )
-    return kv_cache
+    return getattr(getattr(_operators, schema.name), variant or "default")
 
 
-@repeats_operator
-def gather_kv_cache(
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    workspace_starts: Tensor,
-    *,
-    out: Tensor,
-    seq_starts: Tensor | None = None,
-) -> Tensor:
-    """Rows of some requests to a flat workspace: `sparse_mla.gather_kv_cache`. Writes `out`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> cache = torch.ones((4, 64, 576), dtype=torch.bfloat16)
-    >>> out, page, seven, one = cache.new_zeros(9, 576), *torch.tensor([3, 7, 1]).int()[:, None]
-    >>> smla.gather_kv_cache(cache, page[None], seven, one, out=out)[:, 0].int().tolist()
-    [0, 1, 1, 1, 1, 1, 1, 1, 0]
-    """
-    _operators.gather_kv_cache.default(
-        kv_cache, block_table, seq_lens, workspace_starts, out=out, seq_starts=seq_starts
-    )
-    return out
+# --- functions -----------------------------------------------------------------------------------
 
 
-@repeats_operator
-def dequantize_kv_cache(
-    kv_cache: Tensor, *, kv_format: str | None = None, dtype: str = "float32"
-) -> Tensor:
-    """Every value of a cache as floats, for inspection: `sparse_mla.dequantize_kv_cache`.
+def _take_over(operator: Any) -> Callable[..., Any]:
+    """Registers all overloads of an operator, and returns a function that calls the right one."""
+    schema = Schema(operator)
+    always, asked = schema.names(*ALWAYS), schema.names(*ASKED)
+    outputs, first = schema.names(*GIVEN), next(iter(schema.parameters))
+    ask, written = schema.ask, schema.written
+    returned = [*always, *asked]
+    never_given, never_given_asked = schema.names("result"), schema.names("asked result")
+    positional = [n for n, p in schema.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> smla.dequantize_kv_cache(torch.zeros((2, 64, 656), dtype=torch.uint8)).shape
-    torch.Size([2, 64, 576])
-    """
-    return _operators.dequantize_kv_cache.default(kv_cache, kv_format=kv_format, dtype=dtype)
+    usual = _register(schema, "", [], [] if written else always)
+    usual_asked = _register(schema, ask, [], returned) if ask else usual
+    writing = _register(schema, "out", outputs, never_given) if outputs else usual
+    writing_asked = writing
+    if never_given_asked:
+        new = never_given + never_given_asked
+        writing_asked = _register(schema, f"{ask}_out", outputs, new)
 
+    def run(overload: Any, values: dict[str, Any]) -> Any:
+        return overload(*[values.pop(name) for name in positional], **values)
 
-# --- indices and attention -----------------------------------------------------------------------
+    def write(values: dict[str, Any], asks: bool) -> Any:
+        """With results of the caller: the others that could be are made here."""
+        results = schema.results(values)
+        for name in outputs:
+            if values[name] is None and (name in always or (asks and name in asked)):
+                values[name] = _new(values[first], results[name])
+        given = {name: values[name] for name in outputs if values[name] is not None}
+        got = run(writing_asked if asks else writing, values)
+        rest = never_given + (never_given_asked if asks else [])
+        given |= dict(zip(rest, got if isinstance(got, tuple) else (got,), strict=False))
+        return _one_or_all([given[name] for name in returned if name in given])
 
-_CONVERT = (
-    "(Tensor req_id_per_token, Tensor block_table, Tensor topk_indices, *, SymInt block_size, "
-    "Tensor? prefill_request_ids=None, Tensor? prefill_workspace_starts=None"
-)
-_count_too = functools.partial(ops.convert_req_index_to_global_index, valid_counts=True)
+    def call(values: dict[str, Any]) -> Any:
+        if schema.pair:
+            values = schema.part(values)
+        if written:
+            run(usual, dict(values))
+            return values[written]
+        asks = ask is not None and values.pop(ask)
+        if any(values[name] is not None for name in outputs):
+            return write(values, asks)
+        for name in outputs:
+            del values[name]
+        return run(usual_asked if asks else usual, values)
 
-
-def _converted(
-    req_id_per_token: Tensor, block_table: Tensor, topk_indices: Tensor, **_: Any
-) -> tuple[Tensor, ...]:
-    results = _results.convert_req_index_to_global_index(topk_indices.shape)
-    return _new(topk_indices, *results)
-
-
-_define(
-    f"convert_req_index_to_global_index{_CONVERT}) -> Tensor",
-    ops.convert_req_index_to_global_index,
-    lambda *args, **options: _converted(*args, **options)[0],
-)
-_define(
-    f"convert_req_index_to_global_index.valid_counts{_CONVERT}) -> (Tensor, Tensor)",
-    _count_too,
-    _converted,
-)
-_define(
-    f"convert_req_index_to_global_index.out{_CONVERT}, Tensor(a!) out) -> ()",
-    _writes(ops.convert_req_index_to_global_index),
-    _nothing,
-)
-_define(
-    f"convert_req_index_to_global_index.valid_counts_out{_CONVERT}, Tensor(a!) out) -> Tensor",
-    lambda *args, **options: _count_too(*args, **options)[1],
-    lambda *args, **options: _converted(*args, **options)[1],
-)
-
-_ATTENTION = (
-    "(Tensor q, Tensor kv, Tensor indices, *, float softmax_scale, Tensor? q_pe=None, "
-    "Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? extra_kv=None, "
-    "Tensor? extra_indices=None, Tensor? extra_topk_length=None, int num_splits=0, "
-    "str? kv_format=None"
-)
+    return schema.expose(call, ("stream",), __name__)
 
 
-def _attend(
-    q: Tensor, kv: Tensor, indices: Tensor, *, q_pe: Tensor | None = None, **options: Any
-) -> tuple[Tensor, ...]:
-    return ops.sparse_attention(q if q_pe is None else (q, q_pe), kv, indices, **options)
-
-
-def _attended(q: Tensor, kv: Tensor, indices: Tensor, **_: Any) -> tuple[Tensor, ...]:
-    return _new(q, *_results.sparse_attention(q.shape))
-
-
-_define(
-    f"sparse_attention{_ATTENTION}) -> (Tensor, Tensor)",
-    _attend,
-    lambda *args, **options: _attended(*args, **options)[:2],
-)
-_define(
-    f"sparse_attention.return_max_logits{_ATTENTION}) -> (Tensor, Tensor, Tensor)",
-    functools.partial(_attend, return_max_logits=True),
-    _attended,
-)
-_define(
-    f"sparse_attention.out{_ATTENTION}, Tensor(a!) out, Tensor(b!) lse, "
-    "Tensor(c!)? max_logits=None, Tensor(d!)? workspace=None) -> ()",
-    _writes(_attend),
-    _nothing,
-)
-_define(
-    "merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
-    ops.merge_attn_states,
-    lambda out_a, *_: _new(out_a, *_merged(out_a)),
-)
-_define(
-    "merge_attn_states.out(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *, "
-    "Tensor(a!) out, Tensor(b!) lse) -> ()",
-    _writes(ops.merge_attn_states),
-    _nothing,
-)
-
-
-def _merged(out_a: Tensor) -> tuple[_results.Result, ...]:
-    return _results.merge_attn_states(out_a.shape, str(out_a.dtype).removeprefix("torch."))
-
-
-@repeats_operator
-def convert_req_index_to_global_index(
-    req_id_per_token: Tensor,
-    block_table: Tensor,
-    topk_indices: Tensor,
-    *,
-    block_size: int,
-    prefill_request_ids: Tensor | None = None,
-    prefill_workspace_starts: Tensor | None = None,
-    valid_counts: bool = False,
-    out: Tensor | None = None,
-) -> Any:
-    """Positions to slots: `sparse_mla.convert_req_index_to_global_index`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> ids, table, topk = (torch.tensor(x).int() for x in ([0], [[5, 7]], [[0, 64, -1, 500]]))
-    >>> smla.convert_req_index_to_global_index(ids, table, topk, block_size=64).tolist()
-    [[320, 448, -1, -1]]
-    """
-    op = _operators.convert_req_index_to_global_index
-    arrays = (req_id_per_token, block_table, topk_indices)
-    options = {
-        "block_size": block_size,
-        "prefill_request_ids": prefill_request_ids,
-        "prefill_workspace_starts": prefill_workspace_starts,
-    }
-    if out is None:
-        return (op.valid_counts if valid_counts else op.default)(*arrays, **options)
-    if valid_counts:
-        return out, op.valid_counts_out(*arrays, **options, out=out)
-    op.out(*arrays, **options, out=out)
-    return out
-
-
-@repeats_operator
-def sparse_attention(
-    q: Tensor | tuple[Tensor, Tensor],
-    kv: Tensor,
-    indices: Tensor,
-    *,
-    softmax_scale: float,
-    topk_length: Tensor | None = None,
-    attn_sink: Tensor | None = None,
-    extra_kv: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_topk_length: Tensor | None = None,
-    num_splits: int = 0,
-    kv_format: str | None = None,
-    return_max_logits: bool = False,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    max_logits: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """Attention over the tokens that `indices` names: `sparse_mla.sparse_attention`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> q, kv = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((1, 16, 576), (9, 576)))
-    >>> slots = torch.tensor([[0, 3, -1]], dtype=torch.int32)
-    >>> out, lse = smla.sparse_attention(q, kv, slots, softmax_scale=1 / 576)
-    >>> out.shape, round(lse[0, 0].item(), 4)
-    (torch.Size([1, 16, 512]), 1.6931)
-    """
-    op = _operators.sparse_attention
-    nope, rope = q if isinstance(q, (tuple, list)) else (q, None)
-    options = {
-        "softmax_scale": softmax_scale,
-        "q_pe": rope,
-        "topk_length": topk_length,
-        "attn_sink": attn_sink,
-        "extra_kv": extra_kv,
-        "extra_indices": extra_indices,
-        "extra_topk_length": extra_topk_length,
-        "num_splits": num_splits,
-        "kv_format": kv_format,
-    }
-    if out is None and lse is None and max_logits is None and workspace is None:
-        overload = op.return_max_logits if return_max_logits else op.default
-        return overload(nope, kv, indices, **options)
-    wanted = 3 if return_max_logits or max_logits is not None else 2
-    specs = _results.sparse_attention(nope.shape)[:wanted]
-    results = _given_or_new(nope, (out, lse, max_logits), specs)
-    names = ("out", "lse", "max_logits")
-    given = dict(zip(names, results, strict=False))
-    op.out(nope, kv, indices, **options, **given, workspace=workspace)
-    return results
-
-
-@repeats_operator
-def merge_attn_states(
-    out_a: Tensor,
-    lse_a: Tensor,
-    out_b: Tensor,
-    lse_b: Tensor,
-    *,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """Two partial results over disjoint keys as one: `sparse_mla.merge_attn_states`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> ones, zero = torch.ones(1, 1, 4), torch.zeros(1, 1)
-    >>> out, lse = smla.merge_attn_states(ones, zero, 3 * ones, zero)
-    >>> out[0, 0, 0].item(), round(lse.item(), 4)
-    (2.0, 0.6931)
-    """
-    op = _operators.merge_attn_states
-    if out is None and lse is None:
-        return op.default(out_a, lse_a, out_b, lse_b)
-    results = _given_or_new(out_a, (out, lse), _merged(out_a))
-    op.out(out_a, lse_a, out_b, lse_b, out=results[0], lse=results[1])
-    return results
-
-
-def _given_or_new(
-    like: Tensor, given: tuple[Tensor | None, ...], specs: tuple[_results.Result, ...]
-) -> tuple[Tensor, ...]:
-    """One tensor per spec: the caller's, or a new one."""
-    return tuple(
-        _new(like, spec)[0] if x is None else x for x, spec in zip(given, specs, strict=False)
-    )
-
-
-# --- absorption ----------------------------------------------------------------------------------
-
-_define(
-    "k_up_proj(Tensor q_nope, Tensor W_UK) -> Tensor",
-    ops.k_up_proj,
-    lambda q_nope, W_UK: _new(q_nope, _results.k_up_proj(q_nope.shape))[0],
-)
-_define(
-    "k_up_proj.out(Tensor q_nope, Tensor W_UK, *, Tensor(a!) out) -> ()",
-    _writes(ops.k_up_proj),
-    _nothing,
-)
-_define(
-    "v_up_proj(Tensor x, Tensor W_UV) -> Tensor",
-    ops.v_up_proj,
-    lambda x, W_UV: _new(x, _results.v_up_proj(x.shape, W_UV.shape))[0],
-)
-_define(
-    "v_up_proj.out(Tensor x, Tensor W_UV, *, Tensor(a!) out) -> ()",
-    _writes(ops.v_up_proj),
-    _nothing,
-)
-_define(
-    "dynamic_per_tensor_quant(Tensor x) -> (Tensor, Tensor)",
-    ops.dynamic_per_tensor_quant,
-    lambda x: _new(x, *_results.dynamic_per_tensor_quant(x.shape)),
-)
-_define(
-    "dynamic_per_tensor_quant.out(Tensor x, *, Tensor(a!) out) -> Tensor",
-    lambda x, out: ops.dynamic_per_tensor_quant(x, out=out)[1],
-    lambda x, out: _new(x, _results.dynamic_per_tensor_quant(x.shape)[1])[0],
-)
-
-
-@repeats_operator
-def k_up_proj(q_nope: Tensor, W_UK: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """W_UK absorbed into the query: `sparse_mla.k_up_proj`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> q, w = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((1, 2, 4), (512, 2, 4)))
-    >>> smla.k_up_proj(q, w)[0, 0, 0].item()
-    4.0
-    """
-    if out is None:
-        return _operators.k_up_proj.default(q_nope, W_UK)
-    _operators.k_up_proj.out(q_nope, W_UK, out=out)
-    return out
-
-
-@repeats_operator
-def v_up_proj(x: Tensor, W_UV: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """The latent output projected up: `sparse_mla.v_up_proj`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> x, w = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((1, 2, 512), (512, 2, 4)))
-    >>> smla.v_up_proj(x, w).shape
-    torch.Size([1, 2, 4])
-    """
-    if out is None:
-        return _operators.v_up_proj.default(x, W_UV)
-    _operators.v_up_proj.out(x, W_UV, out=out)
-    return out
-
-
-@repeats_operator
-def dynamic_per_tensor_quant(x: Tensor, *, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """A tensor as e4m3 and one scale: `sparse_mla.dynamic_per_tensor_quant`.
-
-    >>> import torch
-    >>> import sparse_mla.integrations.torch as smla
-    >>> out, scale = smla.dynamic_per_tensor_quant(torch.tensor([0.5, -2.0]))
-    >>> out.tolist(), round(scale.item() * 448, 4)
-    ([112.0, -448.0], 2.0)
-    """
-    if out is None:
-        return _operators.dynamic_per_tensor_quant.default(x)
-    return out, _operators.dynamic_per_tensor_quant.out(x, out=out)
+globals().update({name: _take_over(operator) for name, operator in OPERATORS.items()})

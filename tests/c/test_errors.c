@@ -1,6 +1,8 @@
 /* test_errors.c: one thing wrong at a time, for every array of every operator. The status, the name
  * of the argument in the text, and nothing written; and the same call without the fault works.
  */
+#include "rule.h" /* in front of the global `error` */
+
 #include "operators.h"
 
 /* A copy of one array of a call, to be broken. */
@@ -376,6 +378,29 @@ test_workspace_size_values(void)
                 "attention_workspace_size: `bytes` must be given, got none");
 }
 
+/* As many arrays as a call may have, and one more, which is not written behind the others. */
+static void
+test_most_arrays(void)
+{
+    smla_checker checker[2]; /* the second one is a red zone */
+    memset(checker, 0x5A, sizeof checker);
+    const smla_checker zone = checker[1];
+    smla_open_checker(&checker[0], "many", &error);
+    const smla_rule rule = {.name = "x",
+                            .tensor = &ARRAY(fp32, 3)->tensor,
+                            .dtypes = SMLA_DTYPE_FP32,
+                            .ndim = 1,
+                            .shape = {SMLA_ANY}};
+    for (int i = 0; i < SMLA_MAX_ARRAYS; i++) {
+        EXPECT_OK(smla_require(&checker[0], &rule));
+    }
+    EXPECT_OK(smla_require_disjoint(&checker[0]));
+    EXPECT_FAIL(smla_require(&checker[0], &rule), SMLA_ERROR_RUNTIME,
+                "many: a call has at most 16 arrays, got `x`");
+    EXPECT_EQ(checker[0].num_arrays, SMLA_MAX_ARRAYS);
+    EXPECT_EQ(memcmp(&checker[1], &zone, sizeof zone), 0);
+}
+
 int
 main(void)
 {
@@ -391,5 +416,6 @@ main(void)
     RUN(test_other_devices);
     RUN(test_attention_values);
     RUN(test_workspace_size_values);
+    RUN(test_most_arrays);
     return report("test_errors");
 }

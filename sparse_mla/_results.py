@@ -1,0 +1,80 @@
+"""What operators return, for frameworks that must know it before the call: shapes and dtypes.
+
+Each function here is the rule of an operator that ops.py declares. Sizes may be symbolic. Only what
+a result's shape hangs on is checked, in the words of the C core; the call itself checks everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Result = tuple[tuple[Any, ...], str]  # shape, dtype
+
+
+class Given:
+    """The arguments of a call, by their names in the operator's table."""
+
+    def __init__(self, op: str, values: Mapping[str, Any]) -> None:
+        self.op = op
+        self.values = values
+
+    def sizes(self, name: str, *ranks: int) -> tuple[Any, ...]:
+        """The shape of an array of one of these ranks, or of any."""
+        shape: Sequence[Any] = self.values[name].shape
+        if ranks and len(shape) not in ranks:
+            wanted = " or ".join(str(rank) for rank in ranks)
+            text = f"{self.op}: `{name}` must have {wanted} dimensions, got {len(shape)}"
+            raise ValueError(text)
+        return tuple(shape)
+
+    def dtype(self, name: str) -> str:
+        return str(self.values[name].dtype).removeprefix("torch.")
+
+
+Rule = Callable[[Given], tuple[Result, ...]]
+
+
+def none(given: Given) -> tuple[Result, ...]:
+    """All results are arrays of the caller."""
+    return ()
+
+
+def dequantized(given: Given) -> tuple[Result, ...]:
+    dtype = given.values["dtype"]
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f'{given.op}: `dtype` must be "float32" or "bfloat16", got {dtype!r}')
+    sizes = given.sizes("kv_cache", 2, 3, 4)
+    return (((*(sizes[:1] if len(sizes) == 2 else sizes[:2]), 576), dtype),)
+
+
+def slots(given: Given) -> tuple[Result, ...]:
+    """(out, counts)."""
+    sizes = given.sizes("topk_indices", 2)
+    return (sizes, "int32"), (sizes[:1], "int32")
+
+
+def attended(given: Given) -> tuple[Result, ...]:
+    """(out, lse, max_logits)."""
+    heads = given.sizes("q", 3)[:2]
+    return ((*heads, 512), "bfloat16"), (heads, "float32"), (heads, "float32")
+
+
+def merged(given: Given) -> tuple[Result, ...]:
+    """(out, lse)."""
+    sizes = given.sizes("out_a", 3)
+    return (sizes, given.dtype("out_a")), (sizes[:2], "float32")
+
+
+def latents(given: Given) -> tuple[Result, ...]:
+    return (((*given.sizes("q_nope", 3)[:2], 512), "bfloat16"),)
+
+
+def projected_values(given: Given) -> tuple[Result, ...]:
+    columns = given.sizes("W_UV", 3)[2]
+    return (((*given.sizes("x", 3)[:2], columns), "bfloat16"),)
+
+
+def quantized(given: Given) -> tuple[Result, ...]:
+    """(out, scale)."""
+    return (given.sizes("x"), "float8_e4m3fn"), ((), "float32")

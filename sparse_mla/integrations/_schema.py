@@ -1,0 +1,88 @@
+"""Operators as frameworks take them over: the table of each (csrc/python/operator.h) beside its
+declaration (ops.py). Nothing is written again: a new operator is there as soon as it is declared.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sparse_mla import _results
+from sparse_mla.integrations._docs import document
+
+READ = ("input", "optional input", "pair", "second", "input and output")  # kinds of arrays
+ALWAYS = ("output", "result")  # returned by every call
+ASKED = ("asked output", "asked result")  # returned where the call asks for it
+GIVEN = ("output", "asked output", "workspace")  # arrays of the caller, for results
+
+
+class Schema:
+    """One operator."""
+
+    def __init__(self, operator: Any) -> None:
+        self.operator = operator
+        self.name: str = operator.__name__
+        self.rows: dict[str, str] = dict(operator.table)  # name → kind
+        self.parameters = inspect.signature(operator).parameters
+        self.pair = dict(zip(self.names("pair"), self.names("second"), strict=True))
+        self.ask = next(iter(self.names("ask")), None)  # the option that asks for more results
+        self.written = next(iter(self.names("input and output")), None)
+
+    def names(self, *kinds: str) -> list[str]:
+        """The rows of these kinds, in the table's order."""
+        return [name for name, kind in self.rows.items() if kind in kinds]
+
+    def results(self, values: Mapping[str, Any]) -> dict[str, _results.Result]:
+        """Shape and dtype of each result that a call with these arguments may have."""
+        rule: _results.Rule = self.operator.results
+        names = self.names(*ALWAYS, *ASKED)
+        return dict(zip(names, rule(_results.Given(self.name, values)), strict=True))
+
+    def part(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with both arrays of a pair, the second None where there is one array."""
+        for first, second in self.pair.items():
+            given = values[first]
+            is_pair = isinstance(given, (tuple, list))
+            values = values | {first: given[0] if is_pair else given}
+            values[second] = given[1] if is_pair else None
+        return values
+
+    def join(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The inverse of the former."""
+        values = dict(values)
+        for first, second in self.pair.items():
+            rest = values.pop(second, None)
+            if rest is not None:
+                values[first] = (values[first], rest)
+        return values
+
+    def expose(
+        self, call: Callable[[dict[str, Any]], Any], left_out: tuple[str, ...], module: str
+    ) -> Callable[..., Any]:
+        """A function with the operator's signature, less arguments of the kinds `left_out`.
+
+        `call` gets all arguments by their names.
+        """
+        parameters = [p for name, p in self.parameters.items() if self.rows[name] not in left_out]
+        signature = inspect.Signature(
+            parameters, return_annotation=inspect.signature(self.operator).return_annotation
+        )
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        required = {p.name for p in parameters if p.default is p.empty}
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        known = required | set(defaults)
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(positional, args, strict=False)) | kwargs
+            fits = len(given) == len(args) + len(kwargs)
+            if not (fits and all(n in known for n in kwargs) and all(n in given for n in required)):
+                signature.bind(*args, **kwargs)  # raises a TypeError in Python's words
+            values = defaults | given
+            return call(values)
+
+        function.__name__ = function.__qualname__ = self.name
+        function.__module__ = module
+        vars(function)["__signature__"] = signature
+        document(function, self.operator, module.rpartition(".")[2])
+        return function

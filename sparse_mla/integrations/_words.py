@@ -1,0 +1,206 @@
+"""What the functions of integrations/torch.py and jax.py say of themselves: the words that are
+their own, and an example. _docs.py adds what ops.py says of the operator.
+"""
+
+from __future__ import annotations
+
+WORDS: dict[str, dict[str, str]] = {
+    "concat_and_cache_mla": {
+        "torch": """
+    New tokens to their slots: `sparse_mla.concat_and_cache_mla`. Writes `kv_cache`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> cache = torch.zeros((2, 64, 656), dtype=torch.uint8)
+    >>> write = torch.compile(smla.concat_and_cache_mla, backend="aot_eager")
+    >>> write(torch.ones(1, 512), torch.ones(1, 64), cache, torch.tensor([65])) is cache
+    True
+    >>> cache[0].sum().item(), cache[1, 1, 0].item()
+    (0, 126)
+        """,
+        "jax": """
+    The cache after `sparse_mla.concat_and_cache_mla`, in place of a donated `kv_cache`.
+
+    Returns
+    -------
+    A new array, the shape and dtype of kv_cache.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> write = jax.jit(smla.concat_and_cache_mla, donate_argnums=2)
+    >>> cache = jnp.zeros((2, 64, 656), jnp.uint8)
+    >>> cache = write(jnp.ones((1, 512)), jnp.ones((1, 64)), cache, jnp.array([65]))
+    >>> int(cache[0].sum()), int(cache[1, 1, 0])
+    (0, 126)
+        """,
+    },
+    "gather_kv_cache": {
+        "torch": """
+    Rows of some requests to a flat workspace: `sparse_mla.gather_kv_cache`. Writes `out`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> cache = torch.ones((4, 64, 576), dtype=torch.bfloat16)
+    >>> out, page, seven, one = cache.new_zeros(9, 576), *torch.tensor([3, 7, 1]).int()[:, None]
+    >>> smla.gather_kv_cache(cache, page[None], seven, one, out=out)[:, 0].int().tolist()
+    [0, 1, 1, 1, 1, 1, 1, 1, 0]
+        """,
+        "jax": """
+    `out` after `sparse_mla.gather_kv_cache`, in place of a donated `out`.
+
+    Returns
+    -------
+    A new array, the shape and dtype of out.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> cache, out = jnp.ones((4, 64, 576), jnp.bfloat16), jnp.zeros((9, 576), jnp.bfloat16)
+    >>> out = smla.gather_kv_cache(cache, jnp.array([[3]]), jnp.array([7]), jnp.array([1]), out=out)
+    >>> out[:, 0].astype(int).tolist()
+    [0, 1, 1, 1, 1, 1, 1, 1, 0]
+        """,
+    },
+    "dequantize_kv_cache": {
+        "torch": """
+    Every value of a cache as floats, for inspection: `sparse_mla.dequantize_kv_cache`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> smla.dequantize_kv_cache(torch.zeros((2, 64, 656), dtype=torch.uint8)).shape
+    torch.Size([2, 64, 576])
+        """,
+        "jax": """
+    Every value of a cache as floats, for inspection: `sparse_mla.dequantize_kv_cache`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> smla.dequantize_kv_cache(jnp.zeros((2, 64, 656), jnp.uint8)).shape
+    (2, 64, 576)
+        """,
+    },
+    "convert_req_index_to_global_index": {
+        "torch": """
+    Positions to slots: `sparse_mla.convert_req_index_to_global_index`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> ids, table, topk = (torch.tensor(x).int() for x in ([0], [[5, 7]], [[0, 64, -1, 500]]))
+    >>> smla.convert_req_index_to_global_index(ids, table, topk, block_size=64).tolist()
+    [[320, 448, -1, -1]]
+        """,
+        "jax": """
+    Positions to slots: `sparse_mla.convert_req_index_to_global_index`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> ids, table, topk = jnp.array([0]), jnp.array([[5, 7]]), jnp.array([[0, 64, -1, 500]])
+    >>> smla.convert_req_index_to_global_index(ids, table, topk, block_size=64).tolist()
+    [[320, 448, -1, -1]]
+        """,
+    },
+    "sparse_attention": {
+        "torch": """
+    Attention over the tokens that `indices` names: `sparse_mla.sparse_attention`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> q, kv = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((1, 16, 576), (9, 576)))
+    >>> slots = torch.tensor([[0, 3, -1]], dtype=torch.int32)
+    >>> out, lse = smla.sparse_attention(q, kv, slots, softmax_scale=1 / 576)
+    >>> out.shape, round(lse[0, 0].item(), 4)
+    (torch.Size([1, 16, 512]), 1.6931)
+        """,
+        "jax": """
+    Attention over the tokens that `indices` names: `sparse_mla.sparse_attention`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> q, kv = (jnp.ones(shape, jnp.bfloat16) for shape in ((1, 16, 576), (9, 576)))
+    >>> out, lse = smla.sparse_attention(q, kv, jnp.array([[0, 3, -1]]), softmax_scale=1 / 576)
+    >>> out.shape, round(float(lse[0, 0]), 4)
+    ((1, 16, 512), 1.6931)
+        """,
+    },
+    "merge_attn_states": {
+        "torch": """
+    Two partial results over disjoint keys as one: `sparse_mla.merge_attn_states`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> ones, zero = torch.ones(1, 1, 4), torch.zeros(1, 1)
+    >>> out, lse = smla.merge_attn_states(ones, zero, 3 * ones, zero)
+    >>> out[0, 0, 0].item(), round(lse.item(), 4)
+    (2.0, 0.6931)
+        """,
+        "jax": """
+    Two partial results over disjoint keys as one: `sparse_mla.merge_attn_states`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> ones, zero = jnp.ones((1, 1, 4)), jnp.zeros((1, 1))
+    >>> out, lse = smla.merge_attn_states(ones, zero, 3 * ones, zero)
+    >>> out[0, 0, 0].item(), round(lse.item(), 4)
+    (2.0, 0.6931)
+        """,
+    },
+    "k_up_proj": {
+        "torch": """
+    W_UK absorbed into the query: `sparse_mla.k_up_proj`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> q, w = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((1, 2, 4), (512, 2, 4)))
+    >>> smla.k_up_proj(q, w)[0, 0, 0].item()
+    4.0
+        """,
+        "jax": """
+    W_UK absorbed into the query: `sparse_mla.k_up_proj`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> q, w = jnp.ones((1, 2, 4), jnp.bfloat16), jnp.ones((512, 2, 4), jnp.bfloat16)
+    >>> smla.k_up_proj(q, w)[0, 0, 0].item()
+    4.0
+        """,
+    },
+    "v_up_proj": {
+        "torch": """
+    The latent output projected up: `sparse_mla.v_up_proj`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> x, w = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((1, 2, 512), (512, 2, 4)))
+    >>> smla.v_up_proj(x, w).shape
+    torch.Size([1, 2, 4])
+        """,
+        "jax": """
+    The latent output projected up: `sparse_mla.v_up_proj`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> x, w = jnp.ones((1, 2, 512), jnp.bfloat16), jnp.ones((512, 2, 4), jnp.bfloat16)
+    >>> smla.v_up_proj(x, w).shape
+    (1, 2, 4)
+        """,
+    },
+    "dynamic_per_tensor_quant": {
+        "torch": """
+    A tensor as e4m3 and one scale: `sparse_mla.dynamic_per_tensor_quant`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> out, scale = smla.dynamic_per_tensor_quant(torch.tensor([0.5, -2.0]))
+    >>> out.tolist(), round(scale.item() * 448, 4)
+    ([112.0, -448.0], 2.0)
+        """,
+        "jax": """
+    An array as e4m3 and one scale: `sparse_mla.dynamic_per_tensor_quant`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> out, scale = smla.dynamic_per_tensor_quant(jnp.array([0.5, -2.0]))
+    >>> out.tolist(), round(scale.item() * 448, 4)
+    ([112.0, -448.0], 2.0)
+        """,
+    },
+}

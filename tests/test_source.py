@@ -1,0 +1,94 @@
+"""Rules that the source keeps, and that no other test would notice."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CSRC = sorted(path for path in (ROOT / "csrc").rglob("*.[ch]*") if path.is_file())
+
+
+def included_by(path: Path) -> set[Path]:
+    """The files of csrc that a file includes."""
+    found = set()
+    for name in re.findall(r'^#include "(.*)"', path.read_text(), re.M):
+        near, far = path.parent / name, ROOT / "csrc" / name
+        found.add((near if near.exists() else far).resolve())
+    return found
+
+
+def find_circle(graph: dict[Path, set[Path]]) -> list[str]:
+    """A circle of files, or nothing."""
+    done: set[Path] = set()
+    way: list[Path] = []
+
+    def visit(path: Path) -> list[str]:
+        if path in way:
+            return [x.name for x in (*way[way.index(path) :], path)]
+        if path not in done:
+            way.append(path)
+            for other in sorted(graph.get(path, ())):
+                if circle := visit(other):
+                    return circle
+            done.add(way.pop())
+        return []
+
+    return next(filter(None, map(visit, graph)), [])
+
+
+def test_a_circle_is_found():
+    a, b, c = map(Path, "abc")
+    assert find_circle({a: {b}, b: {c}, c: {b}}) == ["b", "c", "b"]
+    assert find_circle({a: {b, c}, b: {c}, c: set()}) == []
+
+
+def test_no_file_includes_itself_by_way_of_others():
+    graph = {path: included_by(path) for path in CSRC}
+    assert sum(map(len, graph.values())) > 100, "the includes are found"
+    assert all(path.exists() for files in graph.values() for path in files)
+    assert find_circle(graph) == []
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def compiler_of(source: str) -> list[str]:
+    """The command that compiled a file, for other text in its place."""
+    database = ROOT / "compile_commands.json"
+    if not database.exists():
+        pytest.skip("no build here")
+    commands = {entry["file"]: entry for entry in json.loads(database.read_text())}
+    command = shlex.split(commands[source]["command"])
+    command = command[: command.index("-MMD")]
+    return [*command, "-fsyntax-only", "-x", "c", "-"]
+
+
+TABLE = """
+#include "operator.h"
+typedef struct args {{ size_t struct_size; char more[{bytes}]; }} args;
+static const smla_py_param params[{rows}];
+const smla_py_operator op = {{SMLA_PY_TABLE(params, args, args)}};
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_bytes", "fits"), [(20, 184, True), (21, 8, False), (1, 185, False)]
+)
+def test_tables_that_are_too_long_do_not_compile(rows, num_bytes, fits):
+    command = [*compiler_of("csrc/python/run.c"), "-Icsrc/python"]
+    done = subprocess.run(
+        command,
+        input=TABLE.format(rows=rows, bytes=num_bytes),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert (done.returncode == 0) == fits, done.stderr
+    if not fits:
+        assert "negative" in done.stderr, done.stderr
