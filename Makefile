@@ -32,9 +32,7 @@ ENVIRONMENT += LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)"
 ARGS := $(or $(ARGS),tests/test_threads.py)
 endif
 
-C_FOLDERS := csrc csrc/cpu csrc/cuda csrc/python tests/c tests/c/fake_cuda tests/c/fake_gomp \
-    examples/c
-C_FILES := $(wildcard $(foreach suffix,c h cu cuh,$(addsuffix /*.$(suffix),$(C_FOLDERS))))
+C_FILES := $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 QEMU := qemu-aarch64 -L /usr/aarch64-linux-gnu
 COMPUTE_SANITIZER ?= compute-sanitizer
 

@@ -108,10 +108,13 @@ CUDA_ARCHS = os.environ.get("SPARSE_MLA_CUDA_ARCHS", "").split() or ["80", "90a"
 ARCHS_BY_SUFFIX = {"sm90": ["90a"]}
 
 
-def c_files(folder):
-    """The C files of a folder that this machine compiles."""
-    files = sorted(Path(folder).glob("*.c"))
+def c_files(*folders, pattern="**/*.c"):
+    """The C files in folders that this machine compiles."""
+    files = sorted(path for folder in folders for path in Path(folder).glob(pattern))
     return [f for f in files if suffix(f) not in FOREIGN_ISAS]
+
+
+CORE = ("csrc/core", "csrc/ops", "csrc/step", "csrc/cpu")
 
 
 def package_include(package, folder):
@@ -290,7 +293,7 @@ def write_graph(version):
         graph = Graph(file, version)
         core = [
             graph.compile(source, "-DSMLA_BUILD_SHARED")
-            for source in c_files("csrc") + c_files("csrc/cpu")
+            for source in c_files(*CORE)
         ]
         if graph.cuda:
             core += [
@@ -298,7 +301,7 @@ def write_graph(version):
                 for source in c_files("csrc/cuda")
             ]
             core += [
-                graph.compile_cuda(source) for source in sorted(Path("csrc/cuda").glob("*.cu"))
+                graph.compile_cuda(source) for source in sorted(Path("csrc/cuda").rglob("*.cu"))
             ]
         if VARIANT == "thread":
             core.append(graph.compile(THREADS))
@@ -326,12 +329,11 @@ def add_fake_gpu(graph, glue):
     """The extension once more, for tests/fake_gpu.py: csrc/cuda's host files on a runtime that is
     made of plain memory, and the CPU's kernels in place of CUDA's. cuBLAS is left out."""
     flags = ["-DSMLA_HAVE_CUDA=1", "-isystem", "tests/c/fake_cuda"]
-    core = [*c_files("csrc"), *c_files("csrc/cpu"), *c_files("csrc/cuda")]
-    core = [source for source in core if source != Path("csrc/cuda/projection.c")]
+    core = [source for source in c_files(*CORE, "csrc/cuda") if suffix(source) != "cublas"]
     core.append(Path("tests/c/fake_cuda/gpu.c"))
     objects = [
         graph.compile(source, *flags, folder="obj/fake_gpu")
-        if source.name == "backends.c" or "cuda" in source.parent.name
+        if source.name == "backends.c" or "cuda" in str(source.parent)
         else str(BUILD / "obj" / source.with_suffix(".o"))
         for source in core
     ]
@@ -355,7 +357,7 @@ def add_programs(graph, archive, others):
     its headers, too. `others` are built with the tests."""
     cuda_headers = graph.cuda.include if graph.cuda else "tests/c/fake_cuda"
     programs = {"tests": [*others], "fuzz": []}
-    for source in c_files("tests/c"):
+    for source in c_files("tests/c", pattern="*.c"):
         kind = "fuzz" if source.stem.startswith("fuzz_") else "tests"
         options = ["-fsanitize=fuzzer"] if kind == "fuzz" else []
         objects = [graph.compile(source, "-UNDEBUG", "-isystem", cuda_headers), archive]

@@ -1,6 +1,6 @@
 """The operators: signatures, defaults and documentation. The work is done by the C core.
 
-What is declared below is called as any function; csrc/python/operator.c takes the call, and the
+What is declared below is called as any function; csrc/python/call/operator.c takes the call, and the
 arguments have their C side in a table of csrc/python/ops_*.c.
 
 What holds for every operator. Arrays are anything that speaks DLPack, or NumPy arrays (ml_dtypes
@@ -108,7 +108,7 @@ def concat_and_cache_mla(
         A slot past the end (CPU), a cache of no known format.
         Else as `help(sparse_mla.ops)` says, for every operator.
 
-    Source: vLLM's operator of this name; row formats in csrc/kv_format.h.
+    Source: vLLM's operator of this name; row formats in csrc/core/kv_format.h.
 
     Examples
     --------
@@ -200,7 +200,7 @@ def dequantize_kv_cache(
         A cache of no known format, another `dtype`.
         Else as `help(sparse_mla.ops)` says, for every operator.
 
-    Source: the row formats of csrc/kv_format.h, drawn in docs/formats.md.
+    Source: the row formats of csrc/core/kv_format.h, drawn in docs/formats.md.
 
     Examples
     --------

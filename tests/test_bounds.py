@@ -1,5 +1,5 @@
 """Both sides of every rule: the last value that is accepted, the first that is refused, and the
-words of the refusal, which name the argument and what it was (csrc/check.c, rule.c, plan.c,
+words of the refusal, which name the argument and what it was (csrc/ops/check.c, rule.c, plan.c,
 builder.c, forward.c, csrc/cpu).
 
 Dtypes, shapes, ranks and overlaps go through the table of test_views.py, the rest is listed here.

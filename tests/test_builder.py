@@ -1,4 +1,4 @@
-"""Config, Backend, MetadataBuilder and the contents of Metadata (csrc/plan.c, builder.c)."""
+"""Config, Backend, MetadataBuilder and the contents of Metadata (csrc/step/plan.c, builder.c)."""
 
 import dataclasses
 import re

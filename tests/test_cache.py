@@ -1,4 +1,4 @@
-"""concat_and_cache_mla and gather_kv_cache, byte for byte (csrc/cpu/cache.c)."""
+"""concat_and_cache_mla and gather_kv_cache, byte for byte (csrc/cpu/cache/cache.c)."""
 
 import cases
 import numpy as np

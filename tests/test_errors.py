@@ -1,4 +1,4 @@
-"""Bad calls: one clear exception, nothing written, the next call works (csrc/check.c).
+"""Bad calls: one clear exception, nothing written, the next call works (csrc/ops/check.c).
 
 The table bends one argument of a good call. Arguments named in a row are those that the text may
 blame: where two shapes disagree, either is right.

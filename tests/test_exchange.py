@@ -1,4 +1,4 @@
-"""Arrays of every framework in and out, without a copy (csrc/python/tensor.c)."""
+"""Arrays of every framework in and out, without a copy (csrc/python/arrays/tensor.c)."""
 
 import gc
 import importlib

@@ -1,4 +1,4 @@
-"""Streams, events and arrays on a GPU (csrc/python/stream.c, pending.c, cupy.c and their kind), on
+"""Streams, events and arrays on a GPU (csrc/python/arrays/stream.c, pending.c, cupy.c and their kind), on
 machines without one: fake_gpu.py. Real ones: test_gpu_streams.py, test_gpu_frameworks.py."""
 
 import ctypes

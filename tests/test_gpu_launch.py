@@ -1,4 +1,4 @@
-"""How kernels are started (csrc/cuda/launch.c): by a graph that a stream's calls share, where
+"""How kernels are started (csrc/cuda/host/launch.c): by a graph that a stream's calls share, where
 that is the same as a launch."""
 
 import functools

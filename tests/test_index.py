@@ -1,4 +1,4 @@
-"""convert_req_index_to_global_index, exact (csrc/cpu/index.c)."""
+"""convert_req_index_to_global_index, exact (csrc/cpu/cache/index.c)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""merge_attn_states (csrc/cpu/merge.c)."""
+"""merge_attn_states (csrc/cpu/attention/merge.c)."""
 
 import cases
 import device

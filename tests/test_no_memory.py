@@ -22,6 +22,8 @@ import sparse_mla
 
 api = pytest.importorskip("_testcapi")
 
+# Python's own clean-up may be what fails, and says so.
+IN_CLEAN_UP = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 ENOUGH = 12  # calls in a row that do not miss an allocation: there are no more
 
 
@@ -236,8 +238,7 @@ def test_functions(name):
 # --- builds and forwards -------------------------------------------------------------------------
 
 
-# From 3.12 on Python's own clean-up may be what fails, and says so.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@IN_CLEAN_UP
 @pytest.mark.parametrize("path", ["separate", "mixed", "bf16"])
 def test_builds_and_forwards(path):
     step = engine.make_step(cases.make_batch([1, 2, 30], [40, 50, 60]), 2)
@@ -296,6 +297,7 @@ def test_calls_on_a_gpu(is_busy):
     assert driver.num_failures == 0
 
 
+@IN_CLEAN_UP
 @pytest.mark.skipif(
     sys.version_info >= (3, 12),
     reason="Python crashes: 3.13's garbage collector meets a dict that got no memory",

@@ -1,4 +1,4 @@
-"""bf16, fp16, fp32 and e4m3 conversions, seen through the cache operators (csrc/numeric.h)."""
+"""bf16, fp16, fp32 and e4m3 conversions, seen through the cache operators (csrc/core/numeric.h)."""
 
 import numpy as np
 import pytest

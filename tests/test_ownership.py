@@ -1,6 +1,6 @@
 """Who holds what, and until when: arguments until a call ends, good or not; what a builder keeps
 until the next build, or until it is gone; memory of results until the last view is
-(csrc/python/array.c, builder.c, tensor.c).
+(csrc/python/arrays/array.c, builder.c, tensor.c).
 
 Every kind of argument tells in its own way: references to an ndarray, a memoryview that can be
 released, deleters that have run. None of it waits for the garbage collector.

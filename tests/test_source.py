@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,9 @@ CSRC = sorted(path for path in (ROOT / "csrc").rglob("*.[ch]*") if path.is_file(
 
 
 def included_by(path: Path) -> set[Path]:
-    """The files of csrc that a file includes."""
-    found = set()
-    for name in re.findall(r'^#include "(.*)"', path.read_text(), re.M):
-        near, far = path.parent / name, ROOT / "csrc" / name
-        found.add((near if near.exists() else far).resolve())
-    return found
+    """The files of csrc that a file includes: one spelling, from csrc on."""
+    names = re.findall(r'^#include "(.*)"', path.read_text(), re.M)
+    return {ROOT / "csrc" / name for name in names}
 
 
 def find_circle(graph: dict[Path, set[Path]]) -> list[str]:
@@ -51,8 +49,18 @@ def test_a_circle_is_found():
 def test_no_file_includes_itself_by_way_of_others():
     graph = {path: included_by(path) for path in CSRC}
     assert sum(map(len, graph.values())) > 100, "the includes are found"
-    assert all(path.exists() for files in graph.values() for path in files)
+    assert set().union(*graph.values()) <= set(graph), "each name is a file's"
     assert find_circle(graph) == []
+
+
+def test_file_names_are_unique():
+    names = Counter(path.name for path in CSRC)
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_files_begin_with_their_names():
+    for path in CSRC:
+        assert path.read_text().startswith(f"/* {path.name}: "), path
 
 
 # --- limits --------------------------------------------------------------------------------------
@@ -70,7 +78,7 @@ def compiler_of(source: str) -> list[str]:
 
 
 TABLE = """
-#include "operator.h"
+#include "python/call/operator.h"
 typedef struct args {{ size_t struct_size; char more[{bytes}]; }} args;
 static const smla_py_param params[{rows}];
 const smla_py_operator op = {{SMLA_PY_TABLE(params, args, args)}};
@@ -81,7 +89,7 @@ const smla_py_operator op = {{SMLA_PY_TABLE(params, args, args)}};
     ("rows", "num_bytes", "fits"), [(20, 184, True), (21, 8, False), (1, 185, False)]
 )
 def test_tables_that_are_too_long_do_not_compile(rows, num_bytes, fits):
-    command = [*compiler_of("csrc/python/run.c"), "-Icsrc/python"]
+    command = compiler_of("csrc/python/call/run.c")
     done = subprocess.run(
         command,
         input=TABLE.format(rows=rows, bytes=num_bytes),

@@ -1,5 +1,5 @@
 """sparse_mla.Tensor: slices with steps, and what buffers and capsules of them say
-(csrc/python/tensor.c, tensor_export.c). NumPy, sliced alike, is the judge."""
+(csrc/python/arrays/tensor.c, tensor_export.c). NumPy, sliced alike, is the judge."""
 
 import ctypes
 import re

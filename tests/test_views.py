@@ -1,5 +1,5 @@
 """Every array argument of every operator as a view: sliced, backwards, broadcast, overlapping, at
-an offset, the field of a record (csrc/rule.c, csrc/python/array.c).
+an offset, the field of a record (csrc/core/rule.c, csrc/python/arrays/array.c).
 
 A table names the operators and their arrays. Each array is taken through the views one at a time,
 by every way in which arrays come: the outcome is that of the contiguous call in every bit, or

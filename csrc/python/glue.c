@@ -1,9 +1,9 @@
 /* glue.c: dtypes, errors and plain options. Arrays are in array.c, streams in stream.c. */
-#include "glue.h"
+#include "python/glue.h"
 
 #include <string.h>
 
-#include "kv_format.h"
+#include "core/kv_format.h"
 
 /* ---- Dtypes -------------------------------------------------------------------------------- */
 

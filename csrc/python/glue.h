@@ -12,7 +12,7 @@
 #include <Python.h>
 #include <stdbool.h>
 
-#include "backend.h"
+#include "core/backend.h"
 
 enum { SMLA_PY_MAX_RANK = 8 };
 

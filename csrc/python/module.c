@@ -2,8 +2,8 @@
 #include <numpy/numpyconfig.h>
 #include <stdlib.h>
 
-#include "array.h"
-#include "kv_format.h"
+#include "core/kv_format.h"
+#include "python/arrays/array.h"
 
 /* ---- Planning ------------------------------------------------------------------------------ */
 

@@ -1,4 +1,4 @@
-"""Operators as frameworks take them over: the table of each (csrc/python/operator.h) beside its
+"""Operators as frameworks take them over: the table of each (csrc/python/call/operator.h) beside its
 declaration (ops.py). Nothing is written again: a new operator is there as soon as it is declared.
 """
 

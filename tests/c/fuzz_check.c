@@ -6,8 +6,9 @@
  * with an error a text that begins with the operator's name. `make fuzz` runs it; test_fuzz_check.c
  * replays it.
  */
-#include "args.h"
-#include "check.h"
+#include "core/args.h"
+#include "ops/check.h"
+
 #include "operators.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);

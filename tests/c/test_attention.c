@@ -5,7 +5,7 @@
  */
 #include "instruction_sets.h"
 
-#include "cpu/attention.h"
+#include "cpu/attention/attention.h"
 #include "reference.h"
 
 #if defined(_OPENMP)

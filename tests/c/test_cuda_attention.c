@@ -1,9 +1,9 @@
-/* test_cuda_attention.c: which kernels csrc/cuda/attention.c starts for a call, on which of its
+/* test_cuda_attention.c: which kernels csrc/cuda/attention/run_attention.c starts for a call, on which of its
  * tokens, and what it refuses. The kernels are not there: they are written down.
  */
-#include "cuda/attention.c" // NOLINT(bugprone-suspicious-include)
-#include "cuda/kernels.c"   // NOLINT(bugprone-suspicious-include)
-#include "cuda/schedule.c"  // NOLINT(bugprone-suspicious-include)
+#include "cuda/attention/kernels.c"       // NOLINT(bugprone-suspicious-include)
+#include "cuda/attention/run_attention.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/attention/schedule.c"      // NOLINT(bugprone-suspicious-include)
 
 smla_status
 smla_cuda_status(const char *op, const char *call, cudaError_t code, smla_error *error)

@@ -1,4 +1,4 @@
-/* test_cuda_device.c: which devices csrc/cuda/device.c lets a call use and how it makes them
+/* test_cuda_device.c: which devices csrc/cuda/host/device.c lets a call use and how it makes them
  * current, what it says of errors, the values that checked.c looks at, and how backend.c puts a
  * call together; with a runtime that is not CUDA's, and operators that do nothing.
  */
@@ -9,18 +9,18 @@ static void *test_malloc(size_t size);
 static void test_free(void *memory);
 
 #define getenv test_getenv
-#include "cuda/device.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/host/device.c" // NOLINT(bugprone-suspicious-include)
 #undef getenv
 #define malloc      test_malloc
 #define free        test_free
 #define slots       slot_array  /* device.c has slots, too, */
 #define free_arrays free_copies /* and testing.h these */
-#include "cuda/checked.c"       // NOLINT(bugprone-suspicious-include)
+#include "cuda/host/checked.c"  // NOLINT(bugprone-suspicious-include)
 #undef malloc
 #undef free
 #undef slots
 #undef free_arrays
-#include "cuda/backend.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/host/cuda_backend.c" // NOLINT(bugprone-suspicious-include)
 
 /* ---- Operators that do nothing: in front of testing.h, which has an `error` of its own ------ */
 

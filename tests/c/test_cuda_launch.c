@@ -1,4 +1,4 @@
-/* test_cuda_launch.c: csrc/cuda/launch.c's choice between a stream's graph and a launch, with a
+/* test_cuda_launch.c: csrc/cuda/host/launch.c's choice between a stream's graph and a launch, with a
  * runtime and a driver that are not CUDA's.
  */
 #include <stdlib.h>
@@ -10,7 +10,7 @@ static char *test_getenv(const char *name);
 #define getenv      test_getenv
 #define driver      device_driver /* both files have them */
 #define find_driver find_device_driver
-#include "cuda/device.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/host/device.c" // NOLINT(bugprone-suspicious-include)
 #undef driver
 #undef find_driver
 #define calloc             test_calloc
@@ -18,7 +18,7 @@ static char *test_getenv(const char *name);
 #define pthread_mutex_init test_mutex_init
 #include <pthread.h>
 static int test_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes);
-#include "cuda/launch.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/host/launch.c" // NOLINT(bugprone-suspicious-include)
 #undef calloc
 #undef free
 #undef pthread_mutex_init

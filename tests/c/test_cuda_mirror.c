@@ -1,4 +1,4 @@
-/* test_cuda_mirror.c: csrc/cuda/mirror.c's ring of staging buffers and the order that it keeps, and
+/* test_cuda_mirror.c: csrc/cuda/host/mirror.c's ring of staging buffers and the order that it keeps, and
  * events.c, with a runtime that is not CUDA's. Devices are current as device.c makes them so.
  */
 #include <stdlib.h>
@@ -7,12 +7,12 @@ static void *test_calloc(size_t count, size_t size);
 static void *test_malloc(size_t size);
 static void test_free(void *memory);
 
-#include "cuda/device.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/host/device.c" // NOLINT(bugprone-suspicious-include)
 #define calloc test_calloc
 #define malloc test_malloc
 #define free   test_free
-#include "cuda/events.c" // NOLINT(bugprone-suspicious-include)
-#include "cuda/mirror.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/host/events.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/host/mirror.c" // NOLINT(bugprone-suspicious-include)
 #undef calloc
 #undef malloc
 #undef free

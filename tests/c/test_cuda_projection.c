@@ -1,4 +1,4 @@
-/* test_cuda_projection.c: how csrc/cuda/projection.c finds cuBLAS, what it asks it for, and which
+/* test_cuda_projection.c: how csrc/cuda/absorption/projection_cublas.c finds cuBLAS, what it asks it for, and which
  * products it leaves to a kernel; with a library that is not cuBLAS, but multiplies.
  */
 #define _GNU_SOURCE // NOLINT(cert-dcl51-cpp)
@@ -12,14 +12,14 @@ static int test_dladdr(const void *address, Dl_info *info);
 static char *test_getenv(const char *name);
 
 #define getenv test_getenv
-#include "cuda/device.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/host/device.c" // NOLINT(bugprone-suspicious-include)
 #define dlopen  test_dlopen
 #define dlsym   test_dlsym
 #define dlerror test_dlerror
 #define dladdr  test_dladdr
 #define lock    cublas_lock /* testing.h and runtime.h have these names, too */
 #define report  report_cublas
-#include "cuda/projection.c" // NOLINT(bugprone-suspicious-include)
+#include "cuda/absorption/projection_cublas.c" // NOLINT(bugprone-suspicious-include)
 #undef dlopen
 #undef dlsym
 #undef dlerror

@@ -1,7 +1,7 @@
 /* test_errors.c: one thing wrong at a time, for every array of every operator. The status, the name
  * of the argument in the text, and nothing written; and the same call without the fault works.
  */
-#include "rule.h" /* in front of the global `error` */
+#include "core/rule.h" /* in front of the global `error` */
 
 #include "operators.h"
 

@@ -16,8 +16,8 @@ static void test_free(void *memory);
 #define calloc        test_calloc
 #define aligned_alloc test_aligned_alloc
 #define free          test_free
-#include "builder.c"     // NOLINT(bugprone-suspicious-include)
-#include "cpu/backend.c" // NOLINT(bugprone-suspicious-include)
+#include "cpu/machine/cpu_backend.c" // NOLINT(bugprone-suspicious-include)
+#include "step/builder.c"            // NOLINT(bugprone-suspicious-include)
 #undef malloc
 #undef calloc
 #undef aligned_alloc

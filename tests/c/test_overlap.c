@@ -1,7 +1,7 @@
 /* test_overlap.c: which arrays may lie in one buffer. Columns, rows and pages of one buffer are
  * disjoint; whatever shares a byte with an output is refused.
  */
-#include "dltensor.h"
+#include "core/dltensor.h"
 #include "operators.h"
 
 static smla_status

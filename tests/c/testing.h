@@ -16,7 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "numeric.h"
+#include "core/numeric.h"
 #include "sparse_mla.h"
 
 /* ---- Expectations -------------------------------------------------------------------------- */

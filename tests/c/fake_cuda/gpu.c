@@ -3,7 +3,7 @@
  * the CPU's, and are over when they are started. buildtools/graph.py makes an extension of it that
  * tests/fake_gpu.py loads. The functions at the end are what Python calls through ctypes.
  */
-#include "cuda/kernels.h"
+#include "cuda/attention/kernels.h"
 
 static cudaError_t write_launch(smla_stream stream);
 

@@ -4,7 +4,7 @@
 #ifndef SMLA_FAKE_LAUNCHERS_H
 #define SMLA_FAKE_LAUNCHERS_H
 
-#include "cuda/kernels.h"
+#include "cuda/attention/kernels.h"
 
 #include "../testing.h"
 

@@ -1,0 +1,259 @@
+/* dltensor.c: what dltensor.h declares. Integer arithmetic on shapes and strides, nothing else. */
+#include "core/dltensor.h"
+
+const smla_dtype_info smla_dtypes[] = {
+    {SMLA_DTYPE_BF16, kDLBfloat, 16, "bfloat16"},
+    {SMLA_DTYPE_FP16, kDLFloat, 16, "float16"},
+    {SMLA_DTYPE_FP32, kDLFloat, 32, "float32"},
+    {SMLA_DTYPE_INT32, kDLInt, 32, "int32"},
+    {SMLA_DTYPE_INT64, kDLInt, 64, "int64"},
+    {SMLA_DTYPE_UINT8, kDLUInt, 8, "uint8"},
+    {SMLA_DTYPE_INT8, kDLInt, 8, "int8"},
+    {SMLA_DTYPE_E4M3, kDLFloat8_e4m3fn, 8, "float8_e4m3fn"},
+};
+
+_Static_assert(sizeof smla_dtypes / sizeof smla_dtypes[0] == SMLA_NUM_DTYPES, "the table is whole");
+
+unsigned
+smla_dtype(const DLTensor *tensor)
+{
+    const DLDataType dtype = tensor->dtype;
+    for (int i = 0; dtype.lanes == 1 && i < SMLA_NUM_DTYPES; i++) {
+        if (dtype.code == smla_dtypes[i].code && dtype.bits == smla_dtypes[i].bits) {
+            return smla_dtypes[i].dtype;
+        }
+    }
+    return 0;
+}
+
+/* ---- Memory -------------------------------------------------------------------------------- */
+
+enum { MOST_BYTES_LOG2 = 57 }; /* no machine has as many */
+
+/* Bytes of a compact array, the usual kind; 0 for any other. */
+static int64_t
+count_compact_bytes(const DLTensor *tensor, int64_t element_bytes)
+{
+    int64_t count = 1;
+    for (int i = tensor->ndim - 1; i >= 0; i--) {
+        const int64_t size = tensor->shape[i];
+        const bool is_next = size == 1 || tensor->strides == NULL || tensor->strides[i] == count;
+        if (size < 1 || !is_next || __builtin_mul_overflow(count, size, &count)) {
+            return 0;
+        }
+    }
+    return __builtin_mul_overflow(count, element_bytes, &count) ? 0 : count;
+}
+
+/* Bytes in front of the first element, and from it on. False where they are beyond all memory. */
+static bool
+count_strided_bytes(const DLTensor *tensor, int64_t element_bytes, int64_t *below, int64_t *above)
+{
+    const int64_t most = INT64_C(1) << MOST_BYTES_LOG2;
+    const bool empty = smla_is_empty(tensor);
+    int64_t total = element_bytes;
+    *below = 0;
+    *above = element_bytes;
+    for (int i = tensor->ndim - 1; i >= 0; i--) {
+        const int64_t size = tensor->shape[i] > 0 ? tensor->shape[i] : 1;
+        int64_t reach = total; /* a contiguous array's stride */
+        if (__builtin_mul_overflow(total, size, &total) || total > most) {
+            return false;
+        }
+        if (size == 1 || empty) {
+            continue;
+        }
+        if (tensor->strides != NULL &&
+            __builtin_mul_overflow(tensor->strides[i], element_bytes, &reach)) {
+            return false;
+        }
+        if (__builtin_mul_overflow(reach, size - 1, &reach) || reach < -most || reach > most) {
+            return false;
+        }
+        *below += reach < 0 ? -reach : 0;
+        *above += reach > 0 ? reach : 0;
+    }
+    return true;
+}
+
+bool
+smla_find_byte_range(const DLTensor *tensor, smla_byte_range *range)
+{
+    const uint64_t most = UINT64_C(1) << MOST_BYTES_LOG2;
+    const int64_t element_bytes = smla_element_bytes(tensor);
+    const int64_t compact = count_compact_bytes(tensor, element_bytes);
+    int64_t below = 0;
+    int64_t above = compact;
+    if (compact == 0 && !count_strided_bytes(tensor, element_bytes, &below, &above)) {
+        return false;
+    }
+    const uint64_t data = (uint64_t)(uintptr_t)tensor->data;
+    const uint64_t first = data + tensor->byte_offset;
+    if ((uint64_t)above > most ||
+        (data != 0 && (tensor->byte_offset > most || first < data || first < (uint64_t)below ||
+                       UINTPTR_MAX - first < (uint64_t)above))) {
+        return false;
+    }
+    *range = (smla_byte_range){.is_compact = compact != 0};
+    if (tensor->data != NULL && (compact != 0 || !smla_is_empty(tensor))) {
+        const uint8_t *const from = smla_data(tensor);
+        range->low = from - below;
+        range->high = from + above;
+    }
+    return true;
+}
+
+/* Dimensions of more than one element, smallest stride first. */
+typedef struct layout {
+    int ndim;
+    int64_t counts[SMLA_MAX_RANK];
+    int64_t strides[SMLA_MAX_RANK]; /* bytes, >= 0 */
+    int64_t element_bytes;
+} layout;
+
+static layout
+layout_of(const DLTensor *tensor)
+{
+    layout m = {.element_bytes = smla_element_bytes(tensor)};
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] <= 1) {
+            continue;
+        }
+        int64_t stride = smla_stride(tensor, i) * m.element_bytes;
+        stride = stride < 0 ? -stride : stride;
+        int at = m.ndim++;
+        for (; at > 0 && m.strides[at - 1] > stride; at--) {
+            m.strides[at] = m.strides[at - 1];
+            m.counts[at] = m.counts[at - 1];
+        }
+        m.strides[at] = stride;
+        m.counts[at] = tensor->shape[i];
+    }
+    return m;
+}
+
+/* Whether every dimension steps over all that the later ones span: the usual order. */
+static bool
+is_nested(const DLTensor *tensor)
+{
+    const int64_t element_bytes = smla_element_bytes(tensor);
+    int64_t span = element_bytes;
+    for (int i = tensor->ndim - 1; i >= 0; i--) {
+        const int64_t stride = smla_stride(tensor, i) * element_bytes;
+        if (tensor->shape[i] > 1 && stride < span) {
+            return false;
+        }
+        span += (tensor->shape[i] - 1) * stride;
+    }
+    return true;
+}
+
+bool
+smla_overlaps_itself(const DLTensor *tensor)
+{
+    if (smla_is_empty(tensor) || is_nested(tensor)) {
+        return false;
+    }
+    const layout m = layout_of(tensor);
+    int64_t span = m.element_bytes;
+    for (int i = 0; i < m.ndim; i++) {
+        if (m.strides[i] < span) {
+            return true;
+        }
+        span += (m.counts[i] - 1) * m.strides[i];
+    }
+    return false;
+}
+
+static int64_t
+gcd(int64_t a, int64_t b)
+{
+    while (b != 0) {
+        const int64_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+/* Bytes of the innermost block: the dimensions whose stride does not leave a gap. What is left of
+ * the dimensions adds its strides to `period`, a common divisor of all steps between blocks. */
+static int64_t
+inner_block(const layout *m, int64_t *period)
+{
+    int64_t block = m->element_bytes;
+    for (int i = 0; i < m->ndim; i++) {
+        if (m->strides[i] <= block) {
+            block += (m->counts[i] - 1) * m->strides[i];
+        } else {
+            *period = gcd(*period, m->strides[i]);
+        }
+    }
+    return block;
+}
+
+bool
+smla_is_disjoint(const DLTensor *a, const DLTensor *b)
+{
+    smla_byte_range range_a;
+    smla_byte_range range_b;
+    if (!smla_find_byte_range(a, &range_a) || !smla_find_byte_range(b, &range_b)) {
+        return false;
+    }
+    if (smla_is_apart(range_a, range_b)) {
+        return true;
+    }
+    const layout ma = layout_of(a);
+    const layout mb = layout_of(b);
+    int64_t period = 0;
+    const int64_t block_a = inner_block(&ma, &period);
+    const int64_t block_b = inner_block(&mb, &period);
+    if (period == 0) {
+        return false;
+    }
+    int64_t start_b = (int64_t)((intptr_t)range_b.low - (intptr_t)range_a.low) % period;
+    if (start_b < 0) {
+        start_b += period;
+    }
+    return start_b >= block_a && start_b + block_b <= period;
+}
+
+/* ---- Views --------------------------------------------------------------------------------- */
+
+void
+smla_make_view(smla_view *view, void *data, DLDataType dtype, DLDevice device, int ndim,
+               const int64_t *shape)
+{
+    view->tensor = (DLTensor){.data = data,
+                              .device = device,
+                              .ndim = ndim,
+                              .dtype = dtype,
+                              .shape = view->shape,
+                              .strides = view->strides};
+    int64_t stride = 1;
+    for (int i = ndim - 1; i >= 0; i--) {
+        view->shape[i] = shape[i];
+        view->strides[i] = stride;
+        stride *= shape[i];
+    }
+}
+
+const DLTensor *
+smla_slice_rows(smla_view *view, const DLTensor *tensor, int64_t start, int64_t end)
+{
+    view->tensor = *tensor;
+    view->tensor.shape = view->shape;
+    view->tensor.strides = view->strides;
+    for (int i = 0; i < tensor->ndim; i++) {
+        view->shape[i] = tensor->shape[i];
+        view->strides[i] = smla_stride(tensor, i);
+    }
+    view->shape[0] = end - start;
+    /* Not through byte_offset, which cannot go back: strides of inputs may be negative. */
+    if (start != 0 && tensor->data != NULL) {
+        view->tensor.data =
+            (uint8_t *)smla_data(tensor) + start * view->strides[0] * smla_element_bytes(tensor);
+        view->tensor.byte_offset = 0;
+    }
+    return &view->tensor;
+}

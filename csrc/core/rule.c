@@ -1,0 +1,467 @@
+/* rule.c: enforces what rule.h states, and words the errors.
+ *
+ * Texts read "op: `argument` must RULE, got ACTUAL". Nothing here depends on Python or on a device.
+ */
+#include "core/rule.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { TEXT_BYTES = 160 };
+
+/* Appends to `text`, a buffer of TEXT_BYTES; what does not fit is cut. */
+__attribute__((format(printf, 2, 3))) static void
+append(char *text, const char *format, ...)
+{
+    const size_t used = strlen(text);
+    va_list values;
+    va_start(values, format);
+    vsnprintf(text + used, TEXT_BYTES - used, format, values);
+    va_end(values);
+}
+
+/* ---- Wording ------------------------------------------------------------------------------- */
+
+static void
+describe_dtype(const DLTensor *tensor, char *text)
+{
+    static const char *const kinds[] = {"int",    "uint",    "float", "opaque",
+                                        "bfloat", "complex", "bool"};
+    const unsigned dtype = smla_dtype(tensor);
+    for (int i = 0; i < SMLA_NUM_DTYPES; i++) {
+        if (smla_dtypes[i].dtype == dtype) {
+            append(text, "%s", smla_dtypes[i].name);
+            return;
+        }
+    }
+    if (tensor->dtype.code == kDLBool) {
+        append(text, "bool");
+    } else if (tensor->dtype.code < sizeof kinds / sizeof kinds[0]) {
+        append(text, "%s%d", kinds[tensor->dtype.code], tensor->dtype.bits);
+    } else {
+        append(text, "DLPack type code %d of %d bits", tensor->dtype.code, tensor->dtype.bits);
+    }
+    if (tensor->dtype.lanes != 1) {
+        append(text, "x%d", tensor->dtype.lanes);
+    }
+}
+
+static void
+describe_dtypes(unsigned wanted, char *text)
+{
+    for (int i = 0; i < SMLA_NUM_DTYPES; i++) {
+        if (wanted & smla_dtypes[i].dtype) {
+            wanted &= ~smla_dtypes[i].dtype;
+            append(text, "%s%s", text[0] == '\0' ? "" : (wanted == 0 ? " or " : ", "),
+                   smla_dtypes[i].name);
+        }
+        if (wanted == 0) {
+            return;
+        }
+    }
+}
+
+static void
+describe_shape(const DLTensor *tensor, char *text)
+{
+    append(text, "[");
+    for (int i = 0; i < tensor->ndim; i++) {
+        append(text, "%s%lld", i == 0 ? "" : ", ", (long long)tensor->shape[i]);
+    }
+    append(text, "]");
+}
+
+static void
+describe_rule_shape(const smla_rule *rule, char *text)
+{
+    append(text, "[");
+    for (int i = 0; i < rule->ndim; i++) {
+        append(text, "%s", i == 0 ? "" : ", ");
+        if (rule->shape[i] == SMLA_ANY) {
+            append(text, "any");
+        } else {
+            const bool minimum = i == 0 && (rule->flags & SMLA_RULE_MORE_ROWS);
+            append(text, "%s%lld", minimum ? ">= " : "", (long long)rule->shape[i]);
+        }
+    }
+    append(text, "]");
+}
+
+static void
+describe_device(DLDevice device, char *text)
+{
+    switch (device.device_type) {
+    case kDLCPU: append(text, "cpu"); break;
+    case kDLCUDA: append(text, "cuda:%d", device.device_id); break;
+    default: append(text, "DLPack device type %d:%d", (int)device.device_type, device.device_id);
+    }
+}
+
+DLDevice
+smla_normal_device(DLDevice device)
+{
+    if (device.device_type == kDLCUDAHost || device.device_type == kDLCUDAManaged ||
+        device.device_type == kDLCPU) {
+        return (DLDevice){.device_type = kDLCPU, .device_id = 0};
+    }
+    return device;
+}
+
+/* ---- Rules --------------------------------------------------------------------------------- */
+
+static smla_status
+report_missing(const smla_checker *c, const char *name)
+{
+    return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must be given, got none", c->op, name);
+}
+
+/* What most often is behind a wrong dtype. */
+static const char *
+dtype_hint(const smla_rule *rule)
+{
+    const DLDataType got = rule->tensor->dtype;
+    const bool is_integer = got.code == kDLInt || got.code == kDLUInt;
+    if (rule->dtypes == SMLA_DTYPE_BF16) {
+        return is_integer && got.bits == 16
+                   ? ": view the bits as bfloat16 (ml_dtypes.bfloat16 in NumPy)"
+                   : ": nothing is cast here (bfloat16 in NumPy is ml_dtypes.bfloat16)";
+    }
+    return rule->dtypes == SMLA_DTYPE_INT32 ? ": nothing is cast here, make it int32" : "";
+}
+
+static smla_status
+check_dtype(const smla_checker *c, const smla_rule *rule)
+{
+    if (smla_dtype(rule->tensor) & rule->dtypes) {
+        return SMLA_OK;
+    }
+    char wanted[TEXT_BYTES] = "";
+    char got[TEXT_BYTES] = "";
+    describe_dtypes(rule->dtypes, wanted);
+    describe_dtype(rule->tensor, got);
+    return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s, got %s%s", c->op, rule->name,
+                     wanted, got, dtype_hint(rule));
+}
+
+/* Rank within what fixed arrays hold, no negative sizes, addresses that exist: what every later
+ * step relies on. */
+static smla_status
+check_sane(const smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range *range)
+{
+    *range = (smla_byte_range){.is_compact = false};
+    if (tensor->ndim < 0 || tensor->ndim > SMLA_MAX_RANK) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have at most %d dimensions, got %d", c->op, name,
+                         SMLA_MAX_RANK, (int)tensor->ndim);
+    }
+    if (tensor->ndim > 0 && tensor->shape == NULL) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have a shape, got a null pointer", c->op, name);
+    }
+    const bool fits = smla_find_byte_range(tensor, range);
+    if (fits && range->is_compact && tensor->data != NULL) {
+        return SMLA_OK; /* the usual array */
+    }
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] < 0) {
+            char got[TEXT_BYTES] = "";
+            describe_shape(tensor, got);
+            return smla_fail(c->error, SMLA_ERROR_VALUE,
+                             "%s: `%s` must have sizes >= 0, got shape %s", c->op, name, got);
+        }
+    }
+    if (tensor->data == NULL && !smla_is_empty(tensor)) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have memory, got a null pointer", c->op, name);
+    }
+    if (!fits) {
+        char got[TEXT_BYTES] = "";
+        describe_shape(tensor, got);
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must fit in the address space with its strides, got shape %s",
+                         c->op, name, got);
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+check_shape(const smla_checker *c, const smla_rule *rule)
+{
+    const DLTensor *tensor = rule->tensor;
+    if (rule->ndim == SMLA_ANY) {
+        return SMLA_OK;
+    }
+    bool good = tensor->ndim == rule->ndim;
+    for (int i = 0; good && i < rule->ndim; i++) {
+        if (rule->shape[i] == SMLA_ANY) {
+            continue;
+        }
+        const bool minimum = i == 0 && (rule->flags & SMLA_RULE_MORE_ROWS);
+        good = minimum ? tensor->shape[i] >= rule->shape[i] : tensor->shape[i] == rule->shape[i];
+    }
+    if (good) {
+        return SMLA_OK;
+    }
+    char wanted[TEXT_BYTES] = "";
+    char got[TEXT_BYTES] = "";
+    describe_rule_shape(rule, wanted);
+    describe_shape(tensor, got);
+    const bool has_hint = rule->hint != NULL;
+    return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must have shape %s, got %s%s%s", c->op,
+                     rule->name, wanted, got, has_hint ? ": " : "", has_hint ? rule->hint : "");
+}
+
+static smla_status
+check_last_stride(const smla_checker *c, const char *name, const DLTensor *tensor)
+{
+    const int last = tensor->ndim - 1;
+    const int64_t stride = last >= 0 ? smla_stride(tensor, last) : 0;
+    if (stride == 0 && (last < 0 || tensor->shape[last] <= 1)) {
+        return SMLA_OK;
+    }
+    if (stride != 1 && !smla_is_empty(tensor)) {
+        return smla_fail(
+            c->error, SMLA_ERROR_VALUE,
+            "%s: `%s` must have a contiguous last dimension (stride 1), got stride %lld", c->op,
+            name, (long long)stride);
+    }
+    return SMLA_OK;
+}
+
+/* Alignments are powers of two. */
+static smla_status
+check_alignment(const smla_checker *c, const char *name, const DLTensor *tensor, int64_t alignment)
+{
+    const uintptr_t offset = (uintptr_t)smla_data(tensor) & ((uintptr_t)alignment - 1);
+    if (offset != 0 && !smla_is_empty(tensor)) {
+        return smla_fail(
+            c->error, SMLA_ERROR_VALUE,
+            "%s: `%s` must be aligned to %lld bytes, got an address that is %lld bytes off", c->op,
+            name, (long long)alignment, (long long)offset);
+    }
+    return SMLA_OK;
+}
+
+static bool
+is_same_device(DLDevice a, DLDevice b)
+{
+    return a.device_type == b.device_type && a.device_id == b.device_id;
+}
+
+static smla_status
+check_device(smla_checker *c, const char *name, const DLTensor *tensor)
+{
+    if (c->num_arrays != 0 && is_same_device(tensor->device, c->device)) {
+        return SMLA_OK;
+    }
+    const DLDevice device = smla_normal_device(tensor->device);
+    if (c->num_arrays == 0) {
+        c->device = device;
+        return SMLA_OK;
+    }
+    if (is_same_device(device, c->device)) {
+        return SMLA_OK;
+    }
+    char wanted[TEXT_BYTES] = "";
+    char got[TEXT_BYTES] = "";
+    describe_device(c->device, wanted);
+    describe_device(device, got);
+    return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must be on %s like `%s`, got %s", c->op,
+                     name, wanted, c->arrays[0].name, got);
+}
+
+static smla_status
+check_output(const smla_checker *c, const char *name, const DLTensor *tensor)
+{
+    if (smla_is_empty(tensor)) {
+        return SMLA_OK;
+    }
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] > 1 && smla_stride(tensor, i) <= 0) {
+            return smla_fail(c->error, SMLA_ERROR_VALUE,
+                             "%s: `%s` must have positive strides (it is written), got %lld in "
+                             "dimension %d",
+                             c->op, name, (long long)smla_stride(tensor, i), i);
+        }
+    }
+    if (smla_overlaps_itself(tensor)) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have elements that do not overlap (it is written), got "
+                         "strides that reach back",
+                         c->op, name);
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range range,
+         unsigned flags)
+{
+    if (c->num_arrays == SMLA_MAX_ARRAYS) { /* a mistake in the operator's check */
+        return smla_fail(c->error, SMLA_ERROR_RUNTIME, "%s: a call has at most %d arrays, got `%s`",
+                         c->op, SMLA_MAX_ARRAYS, name);
+    }
+    c->arrays[c->num_arrays].name = name;
+    c->arrays[c->num_arrays].tensor = tensor;
+    c->arrays[c->num_arrays].range = range;
+    c->arrays[c->num_arrays].is_output = (flags & SMLA_RULE_OUTPUT) != 0;
+    c->num_arrays++;
+    return SMLA_OK;
+}
+
+smla_status
+smla_require(smla_checker *c, const smla_rule *rule)
+{
+    if (rule->tensor == NULL) {
+        return rule->flags & SMLA_RULE_OPTIONAL ? SMLA_OK : report_missing(c, rule->name);
+    }
+    smla_byte_range range;
+    SMLA_TRY(check_sane(c, rule->name, rule->tensor, &range));
+    SMLA_TRY(check_dtype(c, rule));
+    SMLA_TRY(check_shape(c, rule));
+    if (!range.is_compact && !(rule->flags & SMLA_RULE_ANY_LAST_STRIDE)) {
+        SMLA_TRY(check_last_stride(c, rule->name, rule->tensor));
+    }
+    SMLA_TRY(check_alignment(c, rule->name, rule->tensor, smla_element_bytes(rule->tensor)));
+    SMLA_TRY(check_device(c, rule->name, rule->tensor));
+    if (!range.is_compact && (rule->flags & SMLA_RULE_OUTPUT)) {
+        SMLA_TRY(check_output(c, rule->name, rule->tensor));
+    }
+    return remember(c, rule->name, rule->tensor, range, rule->flags);
+}
+
+/* ---- Caches -------------------------------------------------------------------------------- */
+
+static smla_status
+find_kv_format(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format,
+               const smla_kv_format_info **format)
+{
+    const unsigned dtype = smla_dtype(tensor);
+    char got[TEXT_BYTES] = "";
+    if (kv_format == SMLA_KV_INFER) {
+        if (dtype == SMLA_DTYPE_BF16) {
+            kv_format = SMLA_KV_BFLOAT16;
+        } else if (dtype & SMLA_DTYPE_BYTES) {
+            kv_format = SMLA_KV_FP8_DS_MLA;
+        } else {
+            describe_dtype(tensor, got);
+            return smla_fail(c->error, SMLA_ERROR_TYPE,
+                             "%s: `%s` must be bfloat16 (576 values a token), or uint8, int8 or "
+                             "float8_e4m3fn (fp8_ds_mla, 656 bytes a token), got %s",
+                             c->op, name, got);
+        }
+    }
+    *format = smla_find_kv_format(kv_format);
+    if (*format == NULL) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `kv_format` must be a known cache format, got number %d", c->op,
+                         (int)kv_format);
+    }
+    const bool is_bytes = (*format)->nope_type == SMLA_NOPE_E4M3;
+    if (!(dtype & (is_bytes ? SMLA_DTYPE_BYTES : SMLA_DTYPE_BF16))) {
+        char wanted[TEXT_BYTES] = "";
+        describe_dtypes(is_bytes ? SMLA_DTYPE_BYTES : SMLA_DTYPE_BF16, wanted);
+        describe_dtype(tensor, got);
+        return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s for format %s, got %s",
+                         c->op, name, wanted, (*format)->name, got);
+    }
+    if (smla_size(tensor, tensor->ndim - 1) != (*format)->row_elements) {
+        describe_shape(tensor, got);
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have a last dimension of %d for format %s, got shape %s",
+                         c->op, name, (*format)->row_elements, (*format)->name, got);
+    }
+    return SMLA_OK;
+}
+
+/* [pages, block_size, row], [pages, block_size, 1, row] or flat [S, row] -> sizes and strides. */
+static smla_status
+read_pages(const smla_checker *c, const char *name, const DLTensor *tensor, smla_kv_view *view)
+{
+    const int64_t element_bytes = smla_element_bytes(tensor);
+    const bool has_head_axis = tensor->ndim == 4 && tensor->shape[2] == 1;
+    char got[TEXT_BYTES] = "";
+    if (tensor->ndim == 2) {
+        const bool empty = tensor->shape[0] == 0;
+        view->num_pages = empty ? 0 : 1;
+        view->block_size = empty ? 1 : tensor->shape[0];
+        view->page_stride_bytes = 0;
+        view->token_stride_bytes = smla_stride(tensor, 0) * element_bytes;
+    } else if (tensor->ndim == 3 || has_head_axis) {
+        view->num_pages = tensor->shape[0];
+        view->block_size = tensor->shape[1];
+        view->page_stride_bytes = smla_stride(tensor, 0) * element_bytes;
+        view->token_stride_bytes = smla_stride(tensor, 1) * element_bytes;
+    } else {
+        describe_shape(tensor, got);
+        return smla_fail(
+            c->error, SMLA_ERROR_VALUE,
+            "%s: `%s` must have shape [pages, block_size, %d], [pages, block_size, 1, %d] "
+            "or [tokens, %d], got %s",
+            c->op, name, view->format->row_elements, view->format->row_elements,
+            view->format->row_elements, got);
+    }
+    if (view->block_size < 1) {
+        describe_shape(tensor, got);
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have at least one token per page, got shape %s", c->op,
+                         name, got);
+    }
+    return SMLA_OK;
+}
+
+smla_status
+smla_require_kv(smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format,
+                unsigned flags, smla_kv_view *view)
+{
+    if (tensor == NULL) {
+        return report_missing(c, name);
+    }
+    smla_byte_range range;
+    SMLA_TRY(check_sane(c, name, tensor, &range));
+    SMLA_TRY(find_kv_format(c, name, tensor, kv_format, &view->format));
+    SMLA_TRY(read_pages(c, name, tensor, view));
+    if (!range.is_compact) {
+        SMLA_TRY(check_last_stride(c, name, tensor));
+    }
+    const int64_t alignment = view->format->alignment;
+    SMLA_TRY(check_alignment(c, name, tensor, alignment));
+    if (view->page_stride_bytes % alignment != 0 || view->token_stride_bytes % alignment != 0) {
+        return smla_fail(
+            c->error, SMLA_ERROR_VALUE,
+            "%s: `%s` must have page and token strides in multiples of %lld bytes, got "
+            "%lld and %lld",
+            c->op, name, (long long)alignment, (long long)view->page_stride_bytes,
+            (long long)view->token_stride_bytes);
+    }
+    SMLA_TRY(check_device(c, name, tensor));
+    if (!range.is_compact && (flags & SMLA_RULE_OUTPUT)) {
+        SMLA_TRY(check_output(c, name, tensor));
+    }
+    view->base = smla_data(tensor);
+    return remember(c, name, tensor, range, flags);
+}
+
+/* ---- Disjoint ------------------------------------------------------------------------------ */
+
+smla_status
+smla_require_disjoint(const smla_checker *c)
+{
+    for (int i = 0; i < c->num_arrays; i++) {
+        if (!c->arrays[i].is_output) {
+            continue;
+        }
+        for (int j = 0; j < c->num_arrays; j++) {
+            const bool checked_before = c->arrays[j].is_output && j <= i;
+            if (checked_before || smla_is_apart(c->arrays[i].range, c->arrays[j].range) ||
+                smla_is_disjoint(c->arrays[i].tensor, c->arrays[j].tensor)) {
+                continue;
+            }
+            return smla_fail(c->error, SMLA_ERROR_VALUE,
+                             "%s: `%s` must not overlap `%s`, got arrays that share memory", c->op,
+                             c->arrays[i].name, c->arrays[j].name);
+        }
+    }
+    return SMLA_OK;
+}

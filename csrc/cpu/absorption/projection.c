@@ -1,0 +1,87 @@
+/* projection.c: absorption. Splits kv_b_proj into W_UK and W_UV, and cuts the up projections into
+ * tasks.
+ *
+ * Both up projections are out[t,h,n] = sum_k x[t,h,k] w(k,h,n), bf16 in and out, fp32 in between;
+ * they differ in which dimension of the weight is summed. The work itself is in
+ * projection_kernel.h.
+ */
+#include "cpu/absorption/projection.h"
+#include "core/numeric.h"
+#include "cpu/machine/cpu.h"
+#include "cpu/machine/isa.h"
+
+/* ---- kv_b_proj -> W_UK, W_UV --------------------------------------------------------------- */
+
+static uint16_t
+read_weight(const smla_split_weight_params *p, int64_t latent, int64_t column)
+{
+    const int64_t at = latent * p->stride_in + column * p->stride_out;
+    if (p->type == SMLA_FLOAT_BF16 && p->scale == NULL) {
+        return ((const uint16_t *)p->weight)[at];
+    }
+    float value = smla_cpu_load_float(p->weight, p->type, at);
+    if (p->scale != NULL) {
+        value *= p->scale[latent / SMLA_SCALE_TILE * p->scale_stride_in +
+                          column / SMLA_SCALE_TILE * p->scale_stride_out];
+    }
+    return smla_float_to_bf16(value);
+}
+
+smla_status
+smla_cpu_split_kv_b_proj(const smla_split_weight_params *p, smla_error *error)
+{
+    (void)error;
+#pragma omp parallel for schedule(static)
+    for (int64_t latent = 0; latent < SMLA_KV_LORA_RANK; latent++) {
+        for (int64_t head = 0; head < p->num_heads; head++) {
+            const int64_t column = head * (p->nope_dim + p->value_dim);
+            uint16_t *w_uk = p->w_uk + latent * p->w_uk_stride_in + head * p->w_uk_stride_head;
+            uint16_t *w_uv = p->w_uv + latent * p->w_uv_stride_in + head * p->w_uv_stride_head;
+            for (int64_t i = 0; i < p->nope_dim; i++) {
+                w_uk[i] = read_weight(p, latent, column + i);
+            }
+            for (int64_t i = 0; i < p->value_dim; i++) {
+                w_uv[i] = read_weight(p, latent, column + p->nope_dim + i);
+            }
+        }
+    }
+    return SMLA_OK;
+}
+
+/* ---- Up projections ------------------------------------------------------------------------ */
+
+static int64_t
+count_blocks(int64_t size, int64_t block)
+{
+    return (size + block - 1) / block;
+}
+
+static int
+block_size(int64_t size, int64_t start, int64_t block)
+{
+    return (int)(size - start < block ? size - start : block);
+}
+
+smla_status
+smla_cpu_up_proj(const smla_projection_params *p, smla_error *error)
+{
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
+    const int64_t token_blocks = count_blocks(p->num_tokens, SMLA_PROJECTION_TOKENS);
+    const int64_t outer_blocks = count_blocks(p->outer_dim, SMLA_PROJECTION_OUTER);
+    const int64_t num_tasks = p->num_heads * outer_blocks * token_blocks;
+#pragma omp parallel for schedule(static) if (num_tasks > 1)
+    for (int64_t task = 0; task < num_tasks; task++) {
+        const int64_t token = task % token_blocks * SMLA_PROJECTION_TOKENS;
+        const int64_t outer = task / token_blocks % outer_blocks * SMLA_PROJECTION_OUTER;
+        const smla_projection_block block = {
+            .head = task / token_blocks / outer_blocks,
+            .outer = outer,
+            .token = token,
+            .num_outer = block_size(p->outer_dim, outer, SMLA_PROJECTION_OUTER),
+            .num_tokens = block_size(p->num_tokens, token, SMLA_PROJECTION_TOKENS),
+        };
+        isa->projection->run_block(p, block);
+    }
+    return SMLA_OK;
+}

@@ -1,0 +1,47 @@
+/* projection.h: what the up projections' files share. One scheduler (projection.c), one kernel
+ * (projection_kernel.h), compiled once per instruction set into a smla_projection_isa.
+ */
+#ifndef SMLA_CPU_PROJECTION_H
+#define SMLA_CPU_PROJECTION_H
+
+#include "core/backend.h"
+
+enum {
+    SMLA_PROJECTION_TOKENS = 64, /* that share one packing of the weight */
+    /* Outputs of a head. Reads 256 bytes of a weight's row at a time: with 128 bytes, the
+     * v_up_proj of a decode is a fifth slower. */
+    SMLA_PROJECTION_OUTER = 128,
+};
+
+/* A task: a block of outputs of one head, for some tokens. */
+typedef struct smla_projection_block {
+    int64_t head;
+    int64_t outer;  /* first */
+    int64_t token;  /* first */
+    int num_outer;  /* 1...SMLA_PROJECTION_OUTER */
+    int num_tokens; /* 1...SMLA_PROJECTION_TOKENS */
+} smla_projection_block;
+
+/* The kernel of one instruction set. */
+typedef struct smla_projection_isa {
+    void (*run_block)(const smla_projection_params *params, smla_projection_block block);
+} smla_projection_isa;
+
+extern const smla_projection_isa smla_projection_base;
+#if defined(SMLA_HAVE_X86_ISA)
+extern const smla_projection_isa smla_projection_avx2;
+extern const smla_projection_isa smla_projection_avx512;
+extern const smla_projection_isa smla_projection_avx512bf16;
+#elif defined(SMLA_HAVE_ARM_ISA)
+extern const smla_projection_isa smla_projection_neon;
+extern const smla_projection_isa smla_projection_neonbf16;
+#endif
+
+/* Which dimension of the weight lies in contiguous memory: n (v_up_proj), or else k (k_up_proj). */
+static inline bool
+smla_outer_is_contiguous(const smla_projection_params *params)
+{
+    return params->w_stride_outer == 1 || params->outer_dim <= 1;
+}
+
+#endif /* SMLA_CPU_PROJECTION_H */

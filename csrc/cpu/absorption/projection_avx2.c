@@ -1,0 +1,16 @@
+/* projection_avx2.c: the projection kernel on AVX2 and FMA. */
+#define SMLA_SIMD_WIDTH 8
+
+enum { VECTORS = 2 }; /* of outputs per step; 4 times that is the number of accumulators */
+
+#include "cpu/absorption/projection_fp32.h"
+
+#include "cpu/absorption/projection_kernel.h"
+
+static void
+run_block(const smla_projection_params *params, smla_projection_block block)
+{
+    (void)project_block(params, &block); /* this unit refuses nothing */
+}
+
+const smla_projection_isa smla_projection_avx2 = {.run_block = run_block};

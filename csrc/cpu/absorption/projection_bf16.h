@@ -1,0 +1,53 @@
+/* projection_bf16.h: the multiply unit of AVX-512 BF16 and of NEON with BF16: two values of the sum
+ * per step.
+ *
+ * Both take subnormal inputs as zero and flush subnormal results. Neither can happen to what this
+ * unit accepts: a bf16 of at least 2^-56 is a multiple of 2^-63 (8 significant bits), so every
+ * product is a multiple of 2^-126, and so is every sum of them, rounded or not. Nothing between 0
+ * and 2^-126, the least normal number, can arise. Zeros are fine; a token's row or a block of the
+ * weight that holds anything else below 2^-56 is refused, and is computed on the fp32 unit.
+ */
+#ifndef SMLA_CPU_PROJECTION_BF16_H
+#define SMLA_CPU_PROJECTION_BF16_H
+
+#include <stdbool.h>
+
+#include "cpu/machine/bf16_pairs.h"
+#include "cpu/machine/simd.h"
+
+typedef uint32_t unit_scalar;
+typedef vuint unit_vector;
+
+enum {
+    UNIT_STEP = 2,     /* values of the sum per multiply-add */
+    INNER_BLOCK = 128, /* values per chain: 32 KiB of bf16 for 128 outputs */
+};
+
+SMLA_INLINE vfloat
+multiply_add(vfloat sum, unit_scalar a, unit_vector b)
+{
+    return dot_pairs(sum, a, b);
+}
+
+/* 2 * WIDTH values of a token. */
+SMLA_INLINE void
+store_tokens(vuint words, unit_scalar *x)
+{
+    *(vuint *)x = words;
+}
+
+/* Values k and k + 1 of WIDTH outputs. */
+SMLA_INLINE void
+store_weights(vuint words, unit_scalar *panel, int stride)
+{
+    (void)stride;
+    *(vuint *)panel = words;
+}
+
+SMLA_INLINE bool
+is_exact(vuint smallest)
+{
+    return !any_half_below(smallest, 0x2380 - 1); /* 2^-56 */
+}
+
+#endif /* SMLA_CPU_PROJECTION_BF16_H */

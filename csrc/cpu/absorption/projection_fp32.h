@@ -1,0 +1,60 @@
+/* projection_fp32.h: the multiply unit of instruction sets without a bf16 product: fp32 FMA, one
+ * value of the sum per step.
+ *
+ * A unit fixes how values of x and w lie in scratch. Words of two bf16 go in, k and k + 1.
+ */
+#ifndef SMLA_CPU_PROJECTION_FP32_H
+#define SMLA_CPU_PROJECTION_FP32_H
+
+#include <stdbool.h>
+
+#include "cpu/machine/simd.h"
+
+typedef float unit_scalar;
+typedef vfloat unit_vector;
+
+enum {
+    UNIT_STEP = 1,    /* values of the sum per multiply-add */
+    INNER_BLOCK = 64, /* values per chain: 32 KiB of fp32 for 128 outputs */
+};
+
+SMLA_INLINE vfloat
+multiply_add(vfloat sum, unit_scalar a, unit_vector b)
+{
+    return multiply_add_float(sum, a, b);
+}
+
+/* 2 * WIDTH values of a token. */
+SMLA_INLINE void
+store_tokens(vuint words, unit_scalar *x)
+{
+    const vuint even = words << 16;
+    const vuint odd = words & 0xFFFF0000u;
+    *(vuint *)x = interleave_first(even, odd);
+    *(vuint *)(x + WIDTH) = interleave_second(even, odd);
+}
+
+/* Values k and k + 1 of WIDTH outputs; the next row of the panel is `stride` further. */
+SMLA_INLINE void
+store_weights(vuint words, unit_scalar *panel, int stride)
+{
+    *(vuint *)panel = words << 16;
+    *(vuint *)(panel + stride) = words & 0xFFFF0000u;
+}
+
+/* Every value suits this unit. */
+SMLA_INLINE vuint
+track_smallest(vuint smallest, vuint words)
+{
+    (void)words;
+    return smallest;
+}
+
+SMLA_INLINE bool
+is_exact(vuint smallest)
+{
+    (void)smallest;
+    return true;
+}
+
+#endif /* SMLA_CPU_PROJECTION_FP32_H */

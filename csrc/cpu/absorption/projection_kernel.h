@@ -1,0 +1,280 @@
+/* projection_kernel.h: one block of an up projection, for one instruction set.
+ *
+ * Computes     out[t,h,n] = bf16(sum_k x[t,h,k] w(k,h,n)) for a block of tokens and outputs of a
+ *              head
+ * Shapes       x [T][H][k], w(k, h, n) with k or n contiguous, out [T][H][n], all bf16
+ * Scratch      panel [INNER_BLOCK / step][128 outputs] 32 KiB: a piece of the weight, unpacked once
+ *                                                     for all tokens of the block
+ *              x     [4 tokens][INNER_BLOCK / step]   1 KiB
+ *              sums  [64 tokens][128 outputs] fp32    32 KiB
+ *              On the stack. Lanes are outputs; a step of 4 tokens and VECTORS vectors of outputs
+ *              is 4 VECTORS accumulators.
+ * Roofline     2 * T * H * 512 * 128 FLOP. A decode reads a byte of weight for T of them: memory
+ *              binds at first, the multiply unit from T = 32 or so. GFLOP/s of one Zen 5 core (CPU
+ *              time, one thread, H 128 for T 1 and 32, 16 for T 512, 2026-11-20), k_up and v_up: T
+ *              1 33, 32 (33 GB/s); T 32 277, 260; T 512 376, 408 of 521 (peak). fp32 at T 512:
+ *              AVX-512 209, 228 of 270, AVX2 103, 109 of 135, SSE2 41, 43. Tried: steps of 6 x 4
+ *              lose 2 to 20 %, of 8 x 2 up to 20 % at T <= 3; prefetching the weight loses 5 to 15
+ *              %; 128 tokens per unpacking would win 5 % at T 512, for twice the sums on the stack.
+ * Numerics     Products are exact (above 2^-126). They are summed in fp32 in chains of INNER_BLOCK
+ *              values, the chains one after another: at most 128 + k / 64 roundings deep, where one
+ *              chain would be 512. One rounding to bf16. The order depends on k alone: a row of the
+ *              result does not depend on the other rows, nor on the number of threads.
+ * Source       register blocking (GotoBLAS).
+ *
+ * The including file defines SMLA_SIMD_WIDTH and VECTORS, and includes a multiply unit.
+ */
+#ifndef SMLA_CPU_PROJECTION_KERNEL_H
+#define SMLA_CPU_PROJECTION_KERNEL_H
+
+#include <string.h>
+
+#include "cpu/absorption/projection.h"
+
+enum {
+    OUTER_BLOCK = SMLA_PROJECTION_OUTER,
+    TOKEN_BLOCK = SMLA_PROJECTION_TOKENS,
+    ROWS = 4, /* tokens per step */
+    STEP_OUTER = VECTORS * WIDTH,
+    X_STRIDE = INNER_BLOCK / UNIT_STEP,
+};
+
+_Static_assert(OUTER_BLOCK % STEP_OUTER == 0, "a block must hold whole steps of outputs");
+_Static_assert(INNER_BLOCK % (2 * WIDTH) == 0, "a chain must hold whole vectors of pairs");
+_Static_assert(TOKEN_BLOCK == 64, "refused tokens are bits of a uint64_t");
+
+typedef vuint vuint_unaligned __attribute__((aligned(2)));
+
+static int
+round_up(int count, int multiple)
+{
+    return (count + multiple - 1) / multiple * multiple;
+}
+
+/* `row`, or a copy of its `count` values with zeros up to `capacity`. */
+static const uint16_t *
+pad_row(const uint16_t *row, int count, int capacity, uint16_t *copy)
+{
+    if (count == capacity) {
+        return row;
+    }
+    memset(copy, 0, (size_t)capacity * sizeof *copy);
+    memcpy(copy, row, (size_t)count * sizeof *copy);
+    return copy;
+}
+
+/* ---- Unpacking ----------------------------------------------------------------------------- */
+
+/* Rows of the weight are outputs, k runs inside a row. */
+static vuint
+unpack_inner_rows(const uint16_t *w, int64_t stride_outer, int num_inner, int num_outer,
+                  vuint smallest, unit_scalar *panel)
+{
+    uint16_t copies[WIDTH][INNER_BLOCK];
+    const int row_size = round_up(num_inner, 2 * WIDTH);
+    for (int n = 0; n < round_up(num_outer, STEP_OUTER); n += WIDTH) {
+        const uint16_t *rows[WIDTH];
+        for (int i = 0; i < WIDTH; i++) {
+            const bool exists = n + i < num_outer;
+            rows[i] = pad_row(exists ? w + (n + i) * stride_outer : w, exists ? num_inner : 0,
+                              row_size, copies[i]);
+        }
+        for (int k = 0; k < row_size; k += 2 * WIDTH) {
+            vuint square[WIDTH];
+#pragma GCC unroll 16
+            for (int i = 0; i < WIDTH; i++) {
+                square[i] = *(const vuint_unaligned *)(rows[i] + k);
+                smallest = track_smallest(smallest, square[i]);
+            }
+            transpose(square);
+#pragma GCC unroll 16
+            for (int i = 0; i < WIDTH; i++) {
+                store_weights(square[i], panel + (k + 2 * i) / UNIT_STEP * OUTER_BLOCK + n,
+                              OUTER_BLOCK);
+            }
+        }
+    }
+    return smallest;
+}
+
+/* Rows of the weight are values of k, outputs run inside a row. */
+static vuint
+unpack_outer_rows(const uint16_t *w, int64_t stride_inner, int num_inner, int num_outer,
+                  vuint smallest, unit_scalar *panel)
+{
+    uint16_t copies[2][OUTER_BLOCK];
+    const int row_size = round_up(num_outer, STEP_OUTER);
+    for (int k = 0; k < num_inner; k += 2) {
+        const uint16_t *const row = w + k * stride_inner;
+        const bool is_pair = k + 1 < num_inner;
+        const uint16_t *const even = pad_row(row, num_outer, row_size, copies[0]);
+        const uint16_t *const odd = pad_row(is_pair ? row + stride_inner : row,
+                                            is_pair ? num_outer : 0, row_size, copies[1]);
+        for (int n = 0; n < row_size; n += WIDTH) {
+            const vuint low = __builtin_convertvector(*(const vhalf *)(even + n), vuint);
+            const vuint high = __builtin_convertvector(*(const vhalf *)(odd + n), vuint);
+            const vuint words = low | high << 16;
+            smallest = track_smallest(smallest, words);
+            store_weights(words, panel + k / UNIT_STEP * OUTER_BLOCK + n, OUTER_BLOCK);
+        }
+    }
+    return smallest;
+}
+
+/* A piece of the weight -> panel [num_inner / UNIT_STEP][OUTER_BLOCK], zeros up to whole steps. */
+static vuint
+unpack_weights(const smla_projection_params *params, const smla_projection_block *block,
+               int64_t inner, int num_inner, vuint smallest, unit_scalar *panel)
+{
+    const uint16_t *const w = params->w + block->head * params->w_stride_head +
+                              inner * params->w_stride_inner +
+                              block->outer * params->w_stride_outer;
+    if (smla_outer_is_contiguous(params)) {
+        return unpack_outer_rows(w, params->w_stride_inner, num_inner, block->num_outer, smallest,
+                                 panel);
+    }
+    return unpack_inner_rows(w, params->w_stride_outer, num_inner, block->num_outer, smallest,
+                             panel);
+}
+
+/* One row of x, zeros up to whole vectors. */
+SMLA_INLINE vuint
+load_token(const uint16_t *row, int num_inner, vuint smallest, unit_scalar *x)
+{
+    uint16_t copy[INNER_BLOCK];
+    const int row_size = round_up(num_inner, 2 * WIDTH);
+    row = pad_row(row, num_inner, row_size, copy);
+    for (int k = 0; k < row_size; k += 2 * WIDTH) {
+        const vuint words = *(const vuint_unaligned *)(row + k);
+        smallest = track_smallest(smallest, words);
+        store_tokens(words, x + k / UNIT_STEP);
+    }
+    return smallest;
+}
+
+/* ---- Sums ---------------------------------------------------------------------------------- */
+
+/* sums[r][n] (+)= sum_k x[r][k] * panel[k][n], for `rows` tokens. */
+SMLA_INLINE void
+multiply_rows(const unit_scalar *x, const unit_scalar *panel, int steps, int num_outer, bool first,
+              float *sums, const int rows)
+{
+    for (int n = 0; n < num_outer; n += STEP_OUTER) {
+        vfloat sum[ROWS * VECTORS];
+#pragma GCC unroll 16
+        for (int i = 0; i < rows * VECTORS; i++) {
+            sum[i] = (vfloat){0};
+        }
+        const unit_scalar *w = panel + n;
+        for (int k = 0; k < steps; k++) {
+            unit_vector b[VECTORS];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) {
+                b[v] = *(const unit_vector *)(w + v * WIDTH);
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) {
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) {
+                    sum[r * VECTORS + v] =
+                        multiply_add(sum[r * VECTORS + v], x[r * X_STRIDE + k], b[v]);
+                }
+            }
+            w += OUTER_BLOCK;
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) {
+                vfloat *const to = (vfloat *)(sums + r * OUTER_BLOCK + n + v * WIDTH);
+                *to = sum[r * VECTORS + v] + (first ? (vfloat){0} : (vfloat)*to);
+            }
+        }
+    }
+}
+
+static void
+store_row(const float *sums, int num_outer, uint16_t *out)
+{
+    int n = 0;
+    for (; n + WIDTH <= num_outer; n += WIDTH) {
+        *(vhalf *)(out + n) = round_to_bf16(*as_vectors(sums + n));
+    }
+    if (n < num_outer) {
+        const vhalf last = round_to_bf16(*as_vectors(sums + n));
+        memcpy(out + n, &last, (size_t)(num_outer - n) * sizeof *out);
+    }
+}
+
+/* ---- A block ------------------------------------------------------------------------------- */
+
+/* Bit t of the result: the unit cannot do token t of the block exactly, its outputs are garbage. */
+static uint64_t
+project_block(const smla_projection_params *params, const smla_projection_block *block)
+{
+    unit_scalar panel[INNER_BLOCK / UNIT_STEP * OUTER_BLOCK] __attribute__((aligned(64)));
+    unit_scalar x[ROWS * X_STRIDE] __attribute__((aligned(64))) = {0};
+    float sums[TOKEN_BLOCK * OUTER_BLOCK] __attribute__((aligned(64)));
+    vuint smallest_weight = splat_bits(0xFFFFFFFFu);
+    uint64_t refused = 0;
+    if (params->inner_dim == 0) {
+        memset(sums, 0, sizeof sums);
+    }
+    for (int64_t inner = 0; inner < params->inner_dim; inner += INNER_BLOCK) {
+        const int64_t left = params->inner_dim - inner;
+        const int num_inner = left < INNER_BLOCK ? (int)left : INNER_BLOCK;
+        const int steps = (num_inner + UNIT_STEP - 1) / UNIT_STEP;
+        smallest_weight = unpack_weights(params, block, inner, num_inner, smallest_weight, panel);
+        for (int t = 0; t < block->num_tokens; t += ROWS) {
+            const int rows = block->num_tokens - t < ROWS ? block->num_tokens - t : ROWS;
+            for (int r = 0; r < rows; r++) {
+                const uint16_t *const row = params->x +
+                                            (block->token + t + r) * params->x_stride_token +
+                                            block->head * params->x_stride_head + inner;
+                const vuint smallest =
+                    load_token(row, num_inner, splat_bits(0xFFFFFFFFu), x + r * X_STRIDE);
+                refused |= (uint64_t)!is_exact(smallest) << (t + r);
+            }
+            const bool first = inner == 0;
+            float *const to = sums + t * OUTER_BLOCK;
+            switch (rows) {
+            case 1: multiply_rows(x, panel, steps, block->num_outer, first, to, 1); break;
+            case 2: multiply_rows(x, panel, steps, block->num_outer, first, to, 2); break;
+            case 3: multiply_rows(x, panel, steps, block->num_outer, first, to, 3); break;
+            default: multiply_rows(x, panel, steps, block->num_outer, first, to, ROWS); break;
+            }
+        }
+    }
+    for (int t = 0; t < block->num_tokens; t++) {
+        store_row(sums + t * OUTER_BLOCK, block->num_outer,
+                  params->out + (block->token + t) * params->out_stride_token +
+                      block->head * params->out_stride_head + block->outer);
+    }
+    return is_exact(smallest_weight) ? refused : UINT64_MAX;
+}
+
+/* Computes refused tokens again on another instruction set. Whether one is refused depends on its
+ * own row and on the weight, never on other tokens. */
+SMLA_INLINE void
+redo_refused(const smla_projection_params *params, smla_projection_block block, uint64_t refused,
+             const smla_projection_isa *isa)
+{
+    if (refused == 0) {
+        return;
+    }
+    if (refused == UINT64_MAX) {
+        isa->run_block(params, block);
+        return;
+    }
+    const int64_t first = block.token;
+    const int num_tokens = block.num_tokens;
+    block.num_tokens = 1;
+    for (int t = 0; t < num_tokens; t++) {
+        if (refused >> t & 1) {
+            block.token = first + t;
+            isa->run_block(params, block);
+        }
+    }
+}
+
+#endif /* SMLA_CPU_PROJECTION_KERNEL_H */

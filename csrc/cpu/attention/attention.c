@@ -1,0 +1,238 @@
+/* attention.c: how work is cut among threads, and where scratch lies.
+ *
+ * A token with n splits is n parts (attention.h). Parts are folded in the order 0, 1, ..., n - 1 in
+ * either schedule, so both give the same bits on any number of threads:
+ *   - few parts in all (a small decode): parts run in parallel and leave their states in the
+ *     workspace; then groups of heads of a token run in parallel and fold them;
+ *   - otherwise tokens run in parallel, each on one thread, part after part.
+ *
+ * Workspace: [states of all parts, in the first schedule] [scratch of thread 0] [thread 1] ...
+ * Scratch of a thread: [total state] [part state] [the kernel's own].
+ */
+#include "cpu/attention/attention.h"
+#include "cpu/machine/isa.h"
+#include "cpu/machine/threads.h"
+
+enum {
+    MAX_PARALLEL_PARTS = 64,     /* the first schedule: enough for 64 cores, 17 MB of states */
+    MIN_COLUMNS_PER_SPLIT = 256, /* a part packs the whole query: less does not pay for that */
+};
+
+int64_t
+smla_cpu_kernels(smla_kernel_info *rows, int64_t capacity)
+{
+    const smla_cpu_isa *chosen = NULL;
+    (void)smla_cpu_choose_isa("kernels", &chosen, NULL);
+    for (int i = 0; i < smla_cpu_num_isas && i < capacity; i++) {
+        const smla_cpu_isa *const isa = &smla_cpu_isas[i];
+        rows[i] = (smla_kernel_info){
+            .device = "cpu",
+            .arch = isa->name,
+            .kv_format = "fp8_ds_mla, bfloat16",
+            .heads = "1...128",
+            .name = isa->attention_source,
+            .available = isa->is_supported(),
+            .selected = isa == chosen,
+        };
+    }
+    return smla_cpu_num_isas;
+}
+
+/* ---- Plan ---------------------------------------------------------------------------------- */
+
+static int64_t
+min_int64(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Splits that a token of the shape can have at most. */
+static int64_t
+max_splits(const smla_attention_shape *shape)
+{
+    if (shape->num_splits != 0) {
+        return shape->num_splits;
+    }
+    const int64_t columns = shape->topk + shape->extra_topk;
+    const int64_t useful = (columns + MIN_COLUMNS_PER_SPLIT - 1) / MIN_COLUMNS_PER_SPLIT;
+    return useful < 1 ? 1 : min_int64(useful, SMLA_MAX_SPLITS);
+}
+
+int
+smla_cpu_choose_num_splits(const smla_attention_shape *shape)
+{
+    if (shape->num_splits != 0) {
+        return shape->num_splits;
+    }
+    const int64_t fair = shape->num_tokens < 1 ? 1 : MAX_PARALLEL_PARTS / shape->num_tokens;
+    return (int)min_int64(fair < 1 ? 1 : fair, max_splits(shape));
+}
+
+bool
+smla_cpu_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows, int64_t num_chunks)
+{
+    (void)prefills;
+    (void)num_rows;
+    (void)num_chunks;
+    return false; /* a gathered row is widened once, not for every token */
+}
+
+/* Of any instruction set: forcing another one needs no other workspace. */
+static int64_t
+thread_bytes(int64_t num_heads)
+{
+    int64_t most = 0;
+    for (int i = 0; i < smla_cpu_num_isas; i++) {
+        const int64_t bytes = smla_cpu_isas[i].attention->scratch_bytes(num_heads);
+        most = bytes > most ? bytes : most;
+    }
+    const int64_t bytes = most + 2 * smla_attention_state_bytes(num_heads);
+    return (bytes + SMLA_WORKSPACE_ALIGN - 1) / SMLA_WORKSPACE_ALIGN * SMLA_WORKSPACE_ALIGN;
+}
+
+int64_t
+smla_cpu_attention_workspace_size(const smla_attention_shape *shape)
+{
+    if (shape->num_tokens == 0) {
+        return 0;
+    }
+    const int64_t splits = max_splits(shape);
+    const int64_t parts = splits == 1
+                              ? 0
+                              : min_int64(min_int64(shape->num_tokens, MAX_PARALLEL_PARTS) * splits,
+                                          MAX_PARALLEL_PARTS);
+    return SMLA_WORKSPACE_ALIGN + parts * smla_attention_state_bytes(shape->num_heads) +
+           smla_max_threads() * thread_bytes(shape->num_heads);
+}
+
+/* ---- Running ------------------------------------------------------------------------------- */
+
+typedef struct attention_run {
+    const smla_attention_params *params;
+    const smla_attention_isa *isa;
+    uint8_t *parts;   /* states of the parts, when they run in parallel */
+    uint8_t *threads; /* scratch */
+    int64_t state_bytes;
+    int64_t thread_bytes;
+    int64_t fold_tasks_per_token;
+    int num_threads;
+} attention_run;
+
+static uint8_t *
+thread_scratch_of(const attention_run *run)
+{
+    return run->threads + smla_thread_idx() * run->thread_bytes;
+}
+
+static smla_attention_state
+state_at(const attention_run *run, uint8_t *memory)
+{
+    return smla_attention_state_at(memory, run->params->num_heads);
+}
+
+/* All parts of a token on one thread. The first one is the total that the others are added to. */
+static void
+run_token(const attention_run *run, int64_t token)
+{
+    const smla_attention_params *const params = run->params;
+    const smla_head_range heads = {.begin = 0, .end = params->num_heads};
+    smla_only_key key;
+    if (smla_find_only_key(params, token, &key)) {
+        smla_attend_one_key(params, token, heads, &key);
+        return;
+    }
+    uint8_t *const memory = thread_scratch_of(run);
+    const smla_attention_state total = state_at(run, memory);
+    const smla_attention_state part = state_at(run, memory + run->state_bytes);
+    uint8_t *const kernel_scratch = memory + 2 * run->state_bytes;
+    run->isa->run_part(params, token, 0, kernel_scratch, total);
+    for (int split = 1; split < params->num_splits; split++) {
+        run->isa->run_part(params, token, split, kernel_scratch, part);
+        run->isa->fold(heads, total, part);
+    }
+    run->isa->finish(params, token, heads, total);
+}
+
+static void
+run_part(const attention_run *run, int64_t part)
+{
+    const int num_splits = run->params->num_splits;
+    const int64_t token = part / num_splits;
+    uint8_t *const kernel_scratch = thread_scratch_of(run) + 2 * run->state_bytes;
+    smla_only_key key;
+    if (!smla_find_only_key(run->params, token, &key)) { /* else fold_heads does without states */
+        run->isa->run_part(run->params, token, (int)(part % num_splits), kernel_scratch,
+                           state_at(run, run->parts + part * run->state_bytes));
+    }
+}
+
+/* The same sums as run_token's, for some heads of a token. */
+static void
+fold_heads(const attention_run *run, int64_t task)
+{
+    const smla_attention_params *const params = run->params;
+    const int64_t token = task / run->fold_tasks_per_token;
+    const int64_t begin = task % run->fold_tasks_per_token * SMLA_FOLD_HEADS;
+    const smla_head_range heads = {.begin = begin,
+                                   .end = min_int64(begin + SMLA_FOLD_HEADS, params->num_heads)};
+    smla_only_key key;
+    if (smla_find_only_key(params, token, &key)) {
+        smla_attend_one_key(params, token, heads, &key);
+        return;
+    }
+    uint8_t *const parts = run->parts + token * params->num_splits * run->state_bytes;
+    const smla_attention_state total = state_at(run, parts);
+    for (int split = 1; split < params->num_splits; split++) {
+        run->isa->fold(heads, total, state_at(run, parts + split * run->state_bytes));
+    }
+    run->isa->finish(params, token, heads, total);
+}
+
+static void
+run_all(const attention_run *run, int64_t count, void (*task)(const attention_run *, int64_t))
+{
+#pragma omp parallel for schedule(dynamic, 1) num_threads(run->num_threads)
+    for (int64_t i = 0; i < count; i++) {
+        task(run, i);
+    }
+}
+
+smla_status
+smla_cpu_sparse_attention(const smla_attention_params *params, smla_error *error)
+{
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa("sparse_attention", &isa, error));
+    if (params->num_tokens == 0) {
+        return SMLA_OK;
+    }
+    attention_run run = {
+        .params = params,
+        .isa = isa->attention,
+        .state_bytes = smla_attention_state_bytes(params->num_heads),
+        .thread_bytes = thread_bytes(params->num_heads),
+        .fold_tasks_per_token = (params->num_heads + SMLA_FOLD_HEADS - 1) / SMLA_FOLD_HEADS,
+    };
+    const int64_t num_parts = params->num_tokens * params->num_splits;
+    const bool parts_run_in_parallel = params->num_splits > 1 && num_parts <= MAX_PARALLEL_PARTS;
+    const int64_t part_bytes = parts_run_in_parallel ? num_parts * run.state_bytes : 0;
+    const int64_t misalignment = (int64_t)(-(uintptr_t)params->workspace % SMLA_WORKSPACE_ALIGN);
+    const int64_t least = misalignment + part_bytes + run.thread_bytes;
+    if (params->workspace == NULL || params->workspace_bytes < least) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "sparse_attention: `workspace` must have at least %lld bytes, got %lld",
+                         (long long)least,
+                         (long long)(params->workspace == NULL ? 0 : params->workspace_bytes));
+    }
+    run.parts = (uint8_t *)params->workspace + misalignment;
+    run.threads = run.parts + part_bytes;
+    const int64_t room = (params->workspace_bytes - misalignment - part_bytes) / run.thread_bytes;
+    const int64_t tasks = parts_run_in_parallel ? num_parts : params->num_tokens;
+    run.num_threads = (int)min_int64(min_int64(room, tasks), smla_max_threads());
+    if (parts_run_in_parallel) {
+        run_all(&run, num_parts, run_part);
+        run_all(&run, params->num_tokens * run.fold_tasks_per_token, fold_heads);
+    } else {
+        run_all(&run, params->num_tokens, run_token);
+    }
+    return SMLA_OK;
+}

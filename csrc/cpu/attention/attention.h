@@ -1,0 +1,112 @@
+/* attention.h: what the CPU attention's files share. One scheduler (attention.c), one kernel
+ * (attention_kernel.h), compiled once per instruction set into a smla_attention_isa.
+ *
+ * A *part* is one split of one token: the keys of the split's column range. Running it leaves a
+ * *state*; the states of a token are folded in the order of their splits, and finished into out,
+ * lse and max_logits. A token with one key goes another way (attention_one_key.c).
+ */
+#ifndef SMLA_CPU_ATTENTION_H
+#define SMLA_CPU_ATTENTION_H
+
+#include "core/backend.h"
+
+enum {
+    SMLA_HEAD_ALIGN = 16, /* heads of a state and of scratch: a multiple of every vector width */
+    SMLA_FOLD_HEADS = 32, /* a multiple of every kernel's head group */
+    SMLA_WORKSPACE_ALIGN = 64,
+};
+
+/* What softmax knows after some keys, before the division:
+ *   out[d][h] = sum_j 2^(s_jh - ref_h) * v_jd,  sum[h] = sum_j 2^(s_jh - ref_h)
+ * with s in the log2 domain and ref a power-of-two reference that only depends on max_log2[h]. The
+ * layout of out is the kernel's own affair. */
+typedef struct smla_attention_state {
+    double *sum;     /* [padded heads] */
+    float *max_log2; /* [padded heads] */
+    float *out;      /* [512][padded heads], in groups of heads */
+} smla_attention_state;
+
+static inline int64_t
+smla_pad_heads(int64_t num_heads)
+{
+    return (num_heads + SMLA_HEAD_ALIGN - 1) / SMLA_HEAD_ALIGN * SMLA_HEAD_ALIGN;
+}
+
+static inline int64_t
+smla_attention_state_bytes(int64_t num_heads)
+{
+    const int64_t bytes_per_head = sizeof(double) + sizeof(float) * (1 + SMLA_KV_LORA_RANK);
+    return smla_pad_heads(num_heads) * bytes_per_head;
+}
+
+static inline smla_attention_state
+smla_attention_state_at(uint8_t *memory, int64_t num_heads)
+{
+    const int64_t heads = smla_pad_heads(num_heads);
+    double *const sum = (double *)memory;
+    float *const max_log2 = (float *)(sum + heads);
+    return (smla_attention_state){.sum = sum, .max_log2 = max_log2, .out = max_log2 + heads};
+}
+
+/* The kernel of one instruction set. `heads` cuts folding into tasks: it begins at a multiple of
+ * SMLA_FOLD_HEADS. */
+typedef struct smla_head_range {
+    int64_t begin;
+    int64_t end;
+} smla_head_range;
+
+typedef struct smla_attention_isa {
+    /* Scratch of one thread. */
+    int64_t (*scratch_bytes)(int64_t num_heads);
+    /* Computes split `split` of token `token` from nothing into `state`. */
+    void (*run_part)(const smla_attention_params *params, int64_t token, int split,
+                     uint8_t *scratch, smla_attention_state state);
+    /* total += part. */
+    void (*fold)(smla_head_range heads, smla_attention_state total, smla_attention_state part);
+    /* Writes the token's rows of the outputs; the state is used up. */
+    void (*finish)(const smla_attention_params *params, int64_t token, smla_head_range heads,
+                   smla_attention_state state);
+} smla_attention_isa;
+
+extern const smla_attention_isa smla_attention_base;
+#if defined(SMLA_HAVE_X86_ISA)
+extern const smla_attention_isa smla_attention_avx2;
+extern const smla_attention_isa smla_attention_avx512;
+extern const smla_attention_isa smla_attention_avx512bf16;
+extern const smla_attention_isa smla_attention_amx;
+#elif defined(SMLA_HAVE_ARM_ISA)
+extern const smla_attention_isa smla_attention_neon;
+extern const smla_attention_isa smla_attention_neonbf16;
+#endif
+
+/* ---- Tokens with one key (attention_one_key.c) --------------------------------------------- */
+
+typedef struct smla_only_key {
+    const uint8_t *row;
+    const smla_kv_format_info *format;
+} smla_only_key;
+
+/* Whether the token has exactly one key, over its lists and splits; a duplicate is a second one.
+ * The search ends where a second key is found: mostly in column 1. */
+bool smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *only);
+
+/* Writes all results of some heads of such a token, which needs no state. */
+void smla_attend_one_key(const smla_attention_params *params, int64_t token, smla_head_range heads,
+                         const smla_only_key *only);
+
+/* ---- What the CPU backend exports ---------------------------------------------------------- */
+
+smla_status smla_cpu_sparse_attention(const smla_attention_params *params, smla_error *error);
+
+/* Depends on shapes alone, never on the number of threads: results do not, either. */
+int smla_cpu_choose_num_splits(const smla_attention_shape *shape);
+bool smla_cpu_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows,
+                             int64_t num_chunks);
+
+/* Enough for every thread of this process. Grows with num_tokens and stops growing at 64: the size
+ * for the largest batch serves every smaller one. */
+int64_t smla_cpu_attention_workspace_size(const smla_attention_shape *shape);
+
+int64_t smla_cpu_kernels(smla_kernel_info *rows, int64_t capacity);
+
+#endif /* SMLA_CPU_ATTENTION_H */

@@ -1,0 +1,31 @@
+/* attention_avx512.c: the attention kernel on AVX-512 without BF16 products. */
+#define SMLA_SIMD_WIDTH 16
+
+enum {
+    /* Rows times vectors is the number of accumulators; there are 32 registers. */
+    KEY_ROWS_1 = 8,    /* keys per step, for a group of one vector of heads */
+    KEY_ROWS_2 = 4,    /* and of two */
+    VALUE_ROWS_1 = 16, /* dimensions per step */
+    VALUE_ROWS_2 = 8,
+};
+
+#include "cpu/attention/unit_fp32.h"
+
+#include "cpu/attention/attention_lanes.h"
+
+#include "cpu/attention/attention_finish.h"
+#include "cpu/attention/attention_kernel.h"
+
+static void
+run_part(const smla_attention_params *params, int64_t token, int split, uint8_t *scratch,
+         smla_attention_state state)
+{
+    (void)try_part(params, token, split, scratch, state); /* this unit refuses nothing */
+}
+
+const smla_attention_isa smla_attention_avx512 = {
+    .scratch_bytes = scratch_bytes,
+    .run_part = run_part,
+    .fold = fold,
+    .finish = finish,
+};

@@ -1,0 +1,125 @@
+/* attention_finish.h: states of parts -> out, lse and max_logits of a token, for one instruction
+ * set.
+ *
+ * fold adds a second state to a first one; finish divides, applies the sink, and rounds to bf16
+ * once. The rescaling factors are powers of two (attention_kernel.h), so folding loses nothing but
+ * the rounding of its additions. It is included after attention_kernel.h, whose groups of heads it
+ * knows.
+ */
+#ifndef SMLA_CPU_ATTENTION_FINISH_H
+#define SMLA_CPU_ATTENTION_FINISH_H
+
+#include "cpu/attention/attention_kernel.h"
+
+/* Multiplies out of a group by one factor per head, and adds that of a second state. */
+static void
+fold_group(float *total, const vfloat *total_factor, const float *part, const vfloat *part_factor,
+           int vectors)
+{
+    for (int d = 0; d < SMLA_KV_LORA_RANK; d++) {
+        for (int v = 0; v < vectors; v++) {
+            const int at = (d * vectors + v) * WIDTH;
+            vfloat *const to = (vfloat *)(total + at);
+            *to = *to * total_factor[v] + *as_vectors(part + at) * part_factor[v];
+        }
+    }
+}
+
+static void
+fold(smla_head_range heads, smla_attention_state total, smla_attention_state part)
+{
+    for (int64_t head = heads.begin; head < heads.end; head += GROUP_HEADS) {
+        const head_group group = group_at(head, heads.end);
+        vfloat total_factor[GROUP_VECTORS];
+        vfloat part_factor[GROUP_VECTORS];
+        for (int v = 0; v < group.vectors; v++) {
+            const int64_t lane_0 = head + v * WIDTH;
+            vfloat *const total_max = (vfloat *)(total.max_log2 + lane_0);
+            const vfloat part_max = *as_vectors(part.max_log2 + lane_0);
+            const vfloat new_max = max_lanes(*total_max, part_max);
+            const vfloat reference = finite_reference_of(new_max);
+            total_factor[v] = exp2_lanes(reference_of(*total_max) - reference);
+            part_factor[v] = exp2_lanes(reference_of(part_max) - reference);
+            for (int lane = 0; lane < WIDTH; lane++) {
+                total.sum[lane_0 + lane] =
+                    total.sum[lane_0 + lane] * (double)total_factor[v][lane] +
+                    part.sum[lane_0 + lane] * (double)part_factor[v][lane];
+            }
+            *total_max = new_max;
+        }
+        const int64_t at = head * SMLA_KV_LORA_RANK;
+        fold_group(total.out + at, total_factor, part.out + at, part_factor, group.vectors);
+    }
+}
+
+/* Writes lse and max_logits of one head; gives what its out is multiplied with. */
+static float
+finish_head(const smla_attention_params *params, int64_t token, int64_t head, double sum,
+            double max_log2)
+{
+    const double ln_2 = 0.69314718055994530942;
+    const float max_lane = (float)max_log2;
+    const double reference = (double)finite_reference_of(splat(max_lane))[0];
+    const double lse_empty = params->empty_lse_is_plus_inf ? INFINITY : -INFINITY;
+    const double lse = sum == 0.0 ? lse_empty : reference * ln_2 + log(sum);
+    params->lse[token * params->lse_stride_token + head * params->lse_stride_head] = (float)lse;
+    if (params->max_logits != NULL) {
+        params->max_logits[token * params->max_logits_stride_token +
+                           head * params->max_logits_stride_head] =
+            isnan(sum) ? NAN : (float)(max_log2 * ln_2);
+    }
+    if (sum == 0.0) {
+        return 0.0f;
+    }
+    double factor = 1.0 / sum;
+    if (params->attn_sink != NULL) {
+        const double sink = params->attn_sink[head * params->attn_sink_stride];
+        factor /= 1.0 + exp(sink - lse);
+    }
+    return (float)factor;
+}
+
+/* Scaled and rounded to bf16 in place: row d of the result overwrites row d / 2 of out, which has
+ * been read by then. */
+static void
+round_group(float *out, const vfloat *factor, int vectors)
+{
+    uint16_t *const rounded = (uint16_t *)out;
+    for (int d = 0; d < SMLA_KV_LORA_RANK; d++) {
+        for (int v = 0; v < vectors; v++) {
+            const int at = (d * vectors + v) * WIDTH;
+            const vfloat x = *as_vectors(out + at) * factor[v];
+            for (int lane = 0; lane < WIDTH; lane++) {
+                rounded[at + lane] = smla_float_to_bf16(x[lane]);
+            }
+        }
+    }
+}
+
+static void
+finish(const smla_attention_params *params, int64_t token, smla_head_range heads,
+       smla_attention_state state)
+{
+    for (int64_t head = heads.begin; head < heads.end; head += GROUP_HEADS) {
+        const head_group group = group_at(head, heads.end);
+        const int lanes = group.vectors * WIDTH;
+        float *const group_out = state.out + head * SMLA_KV_LORA_RANK;
+        vfloat factor[GROUP_VECTORS] = {{0}};
+        for (int lane = 0; lane < lanes && head + lane < heads.end; lane++) {
+            factor[lane / WIDTH][lane % WIDTH] =
+                finish_head(params, token, head + lane, state.sum[head + lane],
+                            state.max_log2[head + lane]);
+        }
+        round_group(group_out, factor, group.vectors);
+        const uint16_t *const rounded = (const uint16_t *)group_out;
+        for (int lane = 0; lane < lanes && head + lane < heads.end; lane++) {
+            uint16_t *const row = params->out + token * params->out_stride_token +
+                                  (head + lane) * params->out_stride_head;
+            for (int d = 0; d < SMLA_KV_LORA_RANK; d++) {
+                row[d] = rounded[d * lanes + lane];
+            }
+        }
+    }
+}
+
+#endif /* SMLA_CPU_ATTENTION_FINISH_H */

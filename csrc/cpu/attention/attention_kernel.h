@@ -1,0 +1,330 @@
+/* attention_kernel.h: sparse MLA attention of one part, for one instruction set.
+ *
+ * Computes     s_j = softmax_scale * log2(e) * (q . k_j),  w_j = 2^(s_j - ref),
+ *              out = sum_j w_j v_j,  sum = sum_j w_j   over the part's keys, then (finish)
+ *              out / sum * sink factor, lse = (ref + log2(sum)) * ln 2
+ * Shapes       q [H][576] bf16, rows of the cache by slot, out [H][512] bf16, lse [H] fp32
+ * Scratch      q       [group][576 / step][group heads]   packed once per part
+ *              keys    [BLOCK_KEYS][KEY_STRIDE]           every key dequantised once for all heads
+ *              values  pairs of keys (bf16 unit), or the keys themselves (fp32 unit)
+ *              scores  [BLOCK_KEYS][group heads] fp32, then the weights
+ *              probs   [BLOCK_KEYS / step][group heads]   weights * scale of one value tile
+ *              state   out [group][512][group heads] fp32, sum, max
+ *              Lanes are heads. A group is one or two vectors of them: 2 * WIDTH heads share the
+ *              block in L2, and their slices of q and probs stay in L1.
+ * Roofline     2 * T * H * K * 1088 FLOP, T * K * 656 bytes (1152 for bf16 rows): the multiply unit
+ *              binds, down to H = 16, where dequantising a key (once for all heads) and the loads
+ *              that broadcast it cost a third. A step of R rows and V vectors has R V multiply-adds
+ *              and R + V loads. GFLOP/s of one Zen 5 core (4.3 GHz; CPU time, one thread, T 8,
+ *              K 2048, fp8_ds_mla, 2026-11-20) at H 16, 64, 128: bf16 products 316, 443, 467 of
+ *              521 (peak); fp32 with AVX-512 138, 199, 218 of 270, AVX2 84, 111, 112 of 135, SSE2
+ *              28, 34, 35.
+ * Numerics     Products are exact. The dot product is summed in chunks of CHUNK_DIMS dimensions,
+ *              chunks inside a tile of 128, tiles times the row's fp32 scale: about 28 roundings
+ *              deep at most, where one chain would be 576. A scale never multiplies a rounded key:
+ *              it meets the fp32 tile sum on the way in, and the weight on the way out (rounded to
+ *              bf16 once by the bf16 unit). ref is the running maximum rounded up to an integer, so
+ *              every rescaling is by a power of two, exact, however often the maximum moves. `sum`
+ *              is fp32 inside a block and double across blocks. A part whose logits are all -inf,
+ *              or that is empty, gives sum 0: out 0, lse -inf. NaN in a row reaches the results of
+ *              that token.
+ * Source       online softmax (FlashAttention), register blocking (GotoBLAS); the absorbed scales,
+ *              the power-of-two reference and heads as lanes are ours.
+ *
+ * The including file defines SMLA_SIMD_WIDTH and the four row counts, and includes a unit_*.h and
+ * attention_lanes.h or attention_tiles.h, which multiply.
+ */
+#ifndef SMLA_CPU_ATTENTION_KERNEL_H
+#define SMLA_CPU_ATTENTION_KERNEL_H
+
+#include "cpu/attention/attention.h"
+
+enum {
+    GROUP_VECTORS = 2,
+    GROUP_HEADS = GROUP_VECTORS * WIDTH,
+    NUM_TILES = SMLA_NUM_SCALE_TILES + 1, /* four with a scale, and RoPE */
+};
+
+_Static_assert(SMLA_HEAD_ALIGN % WIDTH == 0, "a state must hold whole vectors of heads");
+_Static_assert(SMLA_FOLD_HEADS % GROUP_HEADS == 0, "a fold task must hold whole groups");
+_Static_assert((int)BLOCK_KEYS <= (int)MAX_BLOCK_KEYS, "a block must fit its row table");
+_Static_assert(BLOCK_KEYS % KEY_ROWS_1 == 0 && BLOCK_KEYS % KEY_ROWS_2 == 0, "whole steps of keys");
+_Static_assert(BLOCK_KEYS / UNIT_STEP % VALUE_DEPTH == 0, "whole steps of value sums");
+
+typedef struct thread_scratch {
+    unit_scalar *q;
+    unit_scalar *keys;
+    unit_scalar *values;
+    unit_scalar *probs;
+    float *scores;
+    float *scales; /* [NUM_TILES][BLOCK_KEYS] */
+} thread_scratch;
+
+/* A run of heads that are processed together. */
+typedef struct head_group {
+    int64_t head; /* first */
+    int vectors;  /* 1 or 2 */
+} head_group;
+
+enum {
+    KEY_BYTES = BLOCK_KEYS * KEY_STRIDE * 4,
+    VALUE_BYTES = VALUE_ELEMENTS * 4,
+    PROB_BYTES = BLOCK_KEYS / UNIT_STEP * GROUP_HEADS * 4,
+    SCORE_BYTES = BLOCK_KEYS * GROUP_HEADS * 4,
+    SCALE_BYTES = NUM_TILES * BLOCK_KEYS * 4,
+};
+
+static int64_t
+scratch_bytes(int64_t num_heads)
+{
+    const int64_t q_bytes = smla_pad_heads(num_heads) * (SMLA_HEAD_DIM / UNIT_STEP) * 4;
+    return q_bytes + KEY_BYTES + VALUE_BYTES + PROB_BYTES + SCORE_BYTES + SCALE_BYTES;
+}
+
+static thread_scratch
+carve_scratch(uint8_t *memory)
+{
+    thread_scratch scratch;
+    scratch.keys = (unit_scalar *)memory;
+    memory += KEY_BYTES;
+    scratch.values = VALUE_BYTES == 0 ? scratch.keys : (unit_scalar *)memory;
+    memory += VALUE_BYTES;
+    scratch.probs = (unit_scalar *)memory;
+    memory += PROB_BYTES;
+    scratch.scores = (float *)memory;
+    memory += SCORE_BYTES;
+    scratch.scales = (float *)memory;
+    memory += SCALE_BYTES;
+    scratch.q = (unit_scalar *)memory;
+    return scratch;
+}
+
+static head_group
+group_at(int64_t head, int64_t num_heads)
+{
+    return (head_group){.head = head, .vectors = num_heads - head > WIDTH ? GROUP_VECTORS : 1};
+}
+
+/* ---- Query --------------------------------------------------------------------------------- */
+
+/* Heads [lane, lane + WIDTH) of a group: `count` values of each row, from `lanes` rows apart in
+ * `packed` on. */
+SMLA_INLINE vuint
+pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint smallest,
+           unit_scalar *packed)
+{
+    for (int k = 0; k < count; k += 2 * WIDTH) {
+        vuint square[WIDTH];
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++) {
+            square[i] = load_words(rows[i] + k, 0);
+            smallest = track_smallest(smallest, square[i]);
+        }
+        transpose(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++) {
+            store_query(square[i], packed + (k + 2 * i) / UNIT_STEP * lanes, lanes);
+        }
+    }
+    return smallest;
+}
+
+/* Transposes a token's query into [group][k][group heads]; lanes past the last head are 0. False
+ * when the unit cannot do it exactly. */
+static bool
+pack_query(const smla_attention_params *params, int64_t token, unit_scalar *packed)
+{
+    static const uint16_t zeros[SMLA_KV_LORA_RANK] = {0};
+    const uint16_t *const nope = params->q_nope + token * params->q_nope_stride_token;
+    const uint16_t *const rope = params->q_pe + token * params->q_pe_stride_token;
+    vuint smallest = splat_bits(0xFFFFFFFFu);
+    for (int64_t head = 0; head < params->num_heads; head += WIDTH) {
+        const int64_t first = head / GROUP_HEADS * GROUP_HEADS; /* of the group */
+        const int lanes = group_at(first, params->num_heads).vectors * WIDTH;
+        unit_scalar *const to = packed + first * (SMLA_HEAD_DIM / UNIT_STEP) + (head - first);
+        const uint16_t *nope_rows[WIDTH];
+        const uint16_t *rope_rows[WIDTH];
+        for (int i = 0; i < WIDTH; i++) {
+            const bool exists = head + i < params->num_heads;
+            nope_rows[i] = exists ? nope + (head + i) * params->q_nope_stride_head : zeros;
+            rope_rows[i] = exists ? rope + (head + i) * params->q_pe_stride_head : zeros;
+        }
+        smallest = pack_heads(nope_rows, SMLA_KV_LORA_RANK, lanes, smallest, to);
+        smallest = pack_heads(rope_rows, SMLA_QK_ROPE_HEAD_DIM, lanes, smallest,
+                              to + SMLA_KV_LORA_RANK / UNIT_STEP * lanes);
+    }
+    return !has_subnormal(smallest);
+}
+
+/* ---- Scores -------------------------------------------------------------------------------- */
+
+/* scores[j][z] = q_z . k_j for the keys of the block. Rows past `count` in the last step hold stale
+ * numbers; nothing reads their scores. `next` is prefetched on the way. */
+SMLA_INLINE void
+score_block(const thread_scratch *scratch, const unit_scalar *q, int count, const key_block *next,
+            const int rows, const int vectors)
+{
+    for (int tile = 0; tile < NUM_TILES; tile++) {
+        const int begin = tile * SMLA_SCALE_TILE;
+        const int end =
+            begin + SMLA_SCALE_TILE < SMLA_HEAD_DIM ? begin + SMLA_SCALE_TILE : SMLA_HEAD_DIM;
+        for (int j = 0; j < count; j += rows) {
+            for (int i = j; i < j + rows && i < next->count; i++) {
+                prefetch_row(next->rows[i], tile * 256, next->format->row_bytes);
+            }
+            score_rows(scratch->keys + j * KEY_STRIDE + begin / UNIT_STEP,
+                       q + begin / UNIT_STEP * vectors * WIDTH, end - begin,
+                       scratch->scales + tile * BLOCK_KEYS + j, tile == 0,
+                       scratch->scores + j * vectors * WIDTH, rows, vectors);
+        }
+    }
+}
+
+/* ---- Softmax ------------------------------------------------------------------------------- */
+
+/* The power-of-two reference of a maximum: an integer at least as large, -inf for -inf. */
+SMLA_INLINE vfloat
+reference_of(vfloat max_log2)
+{
+    return ceil_lanes(max_log2);
+}
+
+/* The same as something that can be subtracted: 0 for -inf. */
+SMLA_INLINE vfloat
+finite_reference_of(vfloat max_log2)
+{
+    return (vfloat)((vint)reference_of(max_log2) & (max_log2 != -INFINITY));
+}
+
+/* Scores -> weights 2^(s - ref), in place. Updates the maximum and the sum of the group's heads,
+ * and gives the factor by which older sums shrink. */
+SMLA_INLINE void
+weigh_scores(float *scores, int count, float scale_log2, smla_attention_state state,
+             head_group group, vfloat *alpha, const int vectors)
+{
+    for (int v = 0; v < vectors; v++) {
+        float *const column = scores + v * WIDTH;
+        const int stride = vectors * WIDTH;
+        vfloat *const max_log2 = (vfloat *)(state.max_log2 + group.head + v * WIDTH);
+        double *const sum = state.sum + group.head + v * WIDTH;
+        const vfloat old_max = *max_log2;
+        vfloat new_max = old_max;
+        for (int j = 0; j < count; j++) {
+            vfloat *const s = (vfloat *)(column + j * stride);
+            *s *= scale_log2;
+            new_max = max_lanes(new_max, *s);
+        }
+        const vfloat reference = finite_reference_of(new_max);
+        /* Compensated: equal terms all round the same way, and lse has no room for that. */
+        vfloat block_sum = {0};
+        vfloat excess = {0}; /* how much too large block_sum is */
+        for (int j = 0; j < count; j++) {
+            vfloat *const s = (vfloat *)(column + j * stride);
+            *s = exp2_lanes(*s - reference);
+            const vfloat term = *s - excess;
+            const vfloat next_sum = block_sum + term;
+            excess = (next_sum - block_sum) - term;
+            block_sum = next_sum;
+        }
+        *max_log2 = new_max;
+        alpha[v] = exp2_lanes(reference_of(old_max) - reference);
+        for (int lane = 0; lane < WIDTH; lane++) {
+            const double exact_sum = (double)block_sum[lane] - (double)excess[lane];
+            sum[lane] = sum[lane] * (double)alpha[v][lane] + exact_sum;
+        }
+    }
+}
+
+/* ---- Values -------------------------------------------------------------------------------- */
+
+SMLA_INLINE void
+add_values(const thread_scratch *scratch, int count, bool has_scales, const vfloat *alpha,
+           float *out, const int rows, const int vectors)
+{
+    const int steps = (count + UNIT_STEP - 1) / UNIT_STEP;
+    const int padded_steps = (steps + VALUE_DEPTH - 1) / VALUE_DEPTH * VALUE_DEPTH;
+    unit_scalar *const padding = scratch->probs + steps * vectors * WIDTH;
+    memset(padding, 0, (size_t)((padded_steps - steps) * vectors * WIDTH) * sizeof *padding);
+    for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
+        if (tile == 0 || has_scales) {
+            pack_probs(scratch->scores, scratch->scales + tile * BLOCK_KEYS, count, vectors,
+                       scratch->probs);
+        }
+        for (int d = tile * SMLA_SCALE_TILE; d < (tile + 1) * SMLA_SCALE_TILE; d += rows) {
+            add_value_rows(scratch->values + d / 16 * VALUE_CHUNK + d % 16, scratch->probs,
+                           padded_steps, alpha, out + d * vectors * WIDTH, rows, vectors);
+        }
+    }
+}
+
+/* ---- A part -------------------------------------------------------------------------------- */
+
+SMLA_INLINE void
+attend_group(const thread_scratch *scratch, const key_block *block, const key_block *next,
+             float scale_log2, head_group group, smla_attention_state state, const int key_rows,
+             const int value_rows, const int vectors)
+{
+    vfloat alpha[GROUP_VECTORS];
+    const unit_scalar *const q = scratch->q + group.head * (SMLA_HEAD_DIM / UNIT_STEP);
+    score_block(scratch, q, block->count, next, key_rows, vectors);
+    weigh_scores(scratch->scores, block->count, scale_log2, state, group, alpha, vectors);
+    add_values(scratch, block->count, block->format->num_scales != 0, alpha,
+               state.out + group.head * SMLA_KV_LORA_RANK, value_rows, vectors);
+}
+
+static void
+clear(int64_t num_heads, smla_attention_state state)
+{
+    const int64_t heads = smla_pad_heads(num_heads);
+    for (int64_t head = 0; head < heads; head++) {
+        state.sum[head] = 0.0;
+        state.max_log2[head] = -INFINITY;
+    }
+    memset(state.out, 0, (size_t)heads * SMLA_KV_LORA_RANK * sizeof(float));
+}
+
+/* False when the unit cannot do the part exactly; the state is then garbage. */
+static bool
+try_part(const smla_attention_params *params, int64_t token, int split, uint8_t *memory,
+         smla_attention_state state)
+{
+    const thread_scratch scratch = carve_scratch(memory);
+    const float scale_log2 = (float)(params->softmax_scale * 1.4426950408889634074);
+    key_cursor cursor = start_cursor(params, token, split);
+    key_block blocks[2];
+    const key_block no_block = {.count = 0};
+    int current = 0;
+    clear(params->num_heads, state);
+    next_block(&cursor, BLOCK_KEYS, &blocks[current]);
+    if (blocks[current].count == 0) {
+        return true;
+    }
+    prefetch_block(&blocks[current]); /* arrives while the query is packed */
+    if (!pack_query(params, token, scratch.q)) {
+        return false;
+    }
+    while (blocks[current].count > 0) {
+        const key_block *const block = &blocks[current];
+        const key_block *next = &blocks[1 - current];
+        next_block(&cursor, BLOCK_KEYS, &blocks[1 - current]);
+        if (!load_block(block, scratch.keys, scratch.values, scratch.scales)) {
+            return false;
+        }
+        arrange_values(scratch.values, block->count);
+        for (int64_t head = 0; head < params->num_heads; head += GROUP_HEADS) {
+            const head_group group = group_at(head, params->num_heads);
+            if (group.vectors == 1) {
+                attend_group(&scratch, block, next, scale_log2, group, state, KEY_ROWS_1,
+                             VALUE_ROWS_1, 1);
+            } else {
+                attend_group(&scratch, block, next, scale_log2, group, state, KEY_ROWS_2,
+                             VALUE_ROWS_2, 2);
+            }
+            next = &no_block; /* one group's worth of prefetches is enough */
+        }
+        current = 1 - current;
+    }
+    return true;
+}
+
+#endif /* SMLA_CPU_ATTENTION_KERNEL_H */

@@ -1,0 +1,165 @@
+/* attention_one_key.c: tokens that have exactly one key, on every instruction set.
+ *
+ * Such a token's out is the value of its key, rounded once: in every bit that of a bf16 row. The
+ * kernels round weights to bf16, and would be off by a step of it. So these tokens never reach
+ * them: what is left of attention is one dot product per head.
+ *
+ * Numerics     The dot product is summed in double; the logit is rounded to fp32. A value is the
+ *              fp32 product of e4m3 and its scale, as in a gather, times the sink's factor if there
+ *              is one. A logit that is NaN or +inf makes its row NaN; one of -inf is no key. The
+ *              kernels do the same.
+ */
+#include <math.h>
+
+#include "core/numeric.h"
+#include "cpu/attention/attention.h"
+#include "cpu/attention/attention_block.h"
+
+enum { NUM_TILES = SMLA_NUM_SCALE_TILES + 1 }; /* four with a scale, and RoPE */
+
+/* Lanes are dimensions. */
+typedef uint16_t halves __attribute__((vector_size(16), aligned(2), may_alias));
+typedef uint32_t words __attribute__((vector_size(32)));
+typedef float floats __attribute__((vector_size(32)));
+typedef double doubles __attribute__((vector_size(64)));
+
+enum { LANES = 8 };
+
+/* The row as it is multiplied: value d is values[d] * scales[d / 128], or scaled[d] in
+ * fp32. */
+typedef struct wide_key {
+    doubles values[SMLA_HEAD_DIM / LANES];
+    float scales[NUM_TILES];
+    float scaled[SMLA_KV_LORA_RANK];
+} wide_key;
+
+bool
+smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *only)
+{
+    int count = 0;
+    for (int split = 0; split < params->num_splits; split++) {
+        key_cursor cursor = start_cursor(params, token, split);
+        key_block block;
+        for (next_block(&cursor, 2, &block); block.count > 0; next_block(&cursor, 2, &block)) {
+            count += block.count;
+            if (count > 1) {
+                return false;
+            }
+            *only = (smla_only_key){.row = block.rows[0], .format = block.format};
+        }
+    }
+    return count == 1;
+}
+
+static float
+load_bf16(const uint8_t *bytes)
+{
+    uint16_t x;
+    memcpy(&x, bytes, sizeof x);
+    return smla_bf16_to_float(x);
+}
+
+static float
+load_value(const smla_only_key *only, int d)
+{
+    if (d >= SMLA_KV_LORA_RANK) {
+        return load_bf16(only->row + only->format->rope_offset +
+                         2 * (ptrdiff_t)(d - SMLA_KV_LORA_RANK));
+    }
+    return only->format->nope_type == SMLA_NOPE_E4M3 ? smla_e4m3_to_float(only->row[d])
+                                                     : load_bf16(only->row + 2 * (ptrdiff_t)d);
+}
+
+static void
+widen_key(const smla_only_key *only, wide_key *key)
+{
+    store_scales(load_scales(only->format, only->row), 0, 1, key->scales);
+    for (int d = 0; d < SMLA_HEAD_DIM; d++) {
+        const float value = load_value(only, d);
+        key->values[d / LANES][d % LANES] = (double)value;
+        if (d < SMLA_KV_LORA_RANK) {
+            key->scaled[d] = value * key->scales[d / SMLA_SCALE_TILE];
+        }
+    }
+}
+
+static double
+dot(const uint16_t *q, const doubles *values, int count)
+{
+    doubles sum = {0};
+    for (int d = 0; d < count; d += LANES) {
+        const words bits = __builtin_convertvector(*(const halves *)(q + d), words) << 16;
+        sum += __builtin_convertvector((floats)bits, doubles) * values[d / LANES];
+    }
+    return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
+}
+
+static float
+find_logit(const smla_attention_params *params, int64_t token, int64_t head, const wide_key *key)
+{
+    const uint16_t *const nope =
+        params->q_nope + token * params->q_nope_stride_token + head * params->q_nope_stride_head;
+    const uint16_t *const rope =
+        params->q_pe + token * params->q_pe_stride_token + head * params->q_pe_stride_head;
+    double sum = dot(rope, key->values + SMLA_KV_LORA_RANK / LANES, SMLA_QK_ROPE_HEAD_DIM);
+    for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
+        const int begin = tile * SMLA_SCALE_TILE;
+        sum += dot(nope + begin, key->values + begin / LANES, SMLA_SCALE_TILE) *
+               (double)key->scales[tile];
+    }
+    return (float)((double)params->softmax_scale * sum);
+}
+
+/* Writes lse and max_logits of one head; gives what the value is multiplied with. */
+static float
+finish_head(const smla_attention_params *params, int64_t token, int64_t head, float logit)
+{
+    const bool is_key = logit != -INFINITY;
+    const float max_logit = logit == INFINITY ? NAN : logit;
+    const float lse_empty = params->empty_lse_is_plus_inf ? INFINITY : -INFINITY;
+    params->lse[token * params->lse_stride_token + head * params->lse_stride_head] =
+        is_key ? max_logit : lse_empty;
+    if (params->max_logits != NULL) {
+        params->max_logits[token * params->max_logits_stride_token +
+                           head * params->max_logits_stride_head] = max_logit;
+    }
+    if (!is_key) {
+        return 0.0f;
+    }
+    const double factor = isnan(max_logit) ? NAN : 1.0;
+    if (params->attn_sink == NULL) {
+        return (float)factor;
+    }
+    const double sink = params->attn_sink[head * params->attn_sink_stride];
+    return (float)(factor / (1.0 + exp(sink - max_logit)));
+}
+
+/* value * factor, rounded once more; of factor 0 zeros without a sign. */
+static void
+round_value(const float *value, float factor, uint16_t *out)
+{
+    for (int d = 0; d < SMLA_KV_LORA_RANK; d++) {
+        out[d] = factor == 0.0f ? 0 : smla_float_to_bf16(value[d] * factor);
+    }
+}
+
+void
+smla_attend_one_key(const smla_attention_params *params, int64_t token, smla_head_range heads,
+                    const smla_only_key *only)
+{
+    wide_key key;
+    uint16_t rounded[SMLA_KV_LORA_RANK];
+    float rounded_factor = 1.0f; /* what `rounded` was multiplied with: most heads have the same */
+    widen_key(only, &key);
+    round_value(key.scaled, rounded_factor, rounded);
+    for (int64_t head = heads.begin; head < heads.end; head++) {
+        const float factor =
+            finish_head(params, token, head, find_logit(params, token, head, &key));
+        if (factor != rounded_factor) {
+            round_value(key.scaled, factor, rounded);
+            rounded_factor = factor;
+        }
+        memcpy(params->out + token * params->out_stride_token + head * params->out_stride_head,
+               rounded, sizeof rounded);
+    }
+}

@@ -1,0 +1,146 @@
+/* unit_bf16.h: the multiply unit of AVX-512 BF16, of AMX-BF16 and of NEON with BF16: two values of
+ * the dot product per step.
+ *
+ * Here a query, a key or a value is a row of bf16 pairs, one pair per 32-bit element. Keys pair two
+ * neighbouring dimensions; values pair two neighbouring keys, so they are a second copy of the
+ * block. bf16 holds every e4m3 value exactly, and scales stay out of it.
+ *
+ * All of them take subnormal inputs as zero and flush subnormal results, NEON those of single
+ * products too. When that can be seen:
+ *   - A subnormal bf16 (below 2^-126) in q or in a bf16 row would vanish although its partner may
+ *     be 1e38. Such queries and blocks are refused, and the part is run again on the fp32 unit.
+ *   - What is flushed in a step, two products and two sums, is less than 2^-124. What it is
+ *     multiplied with afterwards, the row's scale, is refused above 2^64, which leaves less than
+ *     576 * 2^-61 of a logit, times softmax_scale. (NaN and infinite scales are refused with them.)
+ *   - weight * scale below 2^-126 becomes zero, an error below 2^-126 * 448 per key in out: nothing
+ *     against the 1e-6 that the contract allows. The same holds for a bf16 value row, with 3e38 in
+ *     place of 448 and weights that are at most 1: a weight is 0 below 2^-126 in every unit.
+ * What is refused depends on the part's own rows, so batch invariance holds.
+ */
+#ifndef SMLA_CPU_UNIT_BF16_H
+#define SMLA_CPU_UNIT_BF16_H
+
+#include <stdbool.h>
+
+#include "core/numeric.h"
+#include "cpu/attention/attention_block.h"
+#include "cpu/machine/bf16_pairs.h"
+#include "cpu/machine/narrow.h"
+#include "cpu/machine/simd.h"
+
+typedef uint32_t unit_scalar;
+typedef vuint unit_vector;
+
+enum {
+    UNIT_STEP = 2,                       /* values of a dot product per multiply-add */
+    BLOCK_KEYS = 128,                    /* with q and out of 128 heads: 0.7 MiB of L2 */
+    KEY_STRIDE = SMLA_HEAD_DIM / 2 + 16, /* 19 cache lines: an odd number visits every set */
+    /* Element d of value pair j is values[d / 16 * VALUE_CHUNK + d % 16 + j * VALUE_STEP]: one
+     * cache line feeds 16 dimensions, and the next pair's line follows. */
+    VALUE_CHUNK = (BLOCK_KEYS / 2 + 1) * 16,
+    VALUE_STEP = 16,
+    VALUE_ELEMENTS = SMLA_KV_LORA_RANK / 16 * VALUE_CHUNK,
+};
+
+SMLA_INLINE vfloat
+multiply_add(vfloat sum, unit_scalar a, unit_vector b)
+{
+    return dot_pairs(sum, a, b);
+}
+
+/* Query values k and k + 1 of WIDTH heads. */
+SMLA_INLINE void
+store_query(vuint words, unit_scalar *q, int stride)
+{
+    (void)stride;
+    *(vuint *)q = words;
+}
+
+SMLA_INLINE bool
+has_subnormal(vuint smallest)
+{
+    return any_half_below(smallest, 0x80 - 1);
+}
+
+SMLA_INLINE vuint
+copy_bf16(const uint8_t *bytes, int count, uint32_t *out, vuint smallest)
+{
+    for (int i = 0; i < count; i += 2 * WIDTH) {
+        const vuint words = load_words(bytes + 2 * i, 0);
+        smallest = track_smallest(smallest, words);
+        *(vuint *)(out + i / 2) = words;
+    }
+    return smallest;
+}
+
+SMLA_INLINE uint32_t *
+value_at(uint32_t *values, int dim)
+{
+    return values + dim / 16 * VALUE_CHUNK + dim % 16;
+}
+
+/* Value pair = keys `even` and `odd`, dimension by dimension. */
+SMLA_INLINE void
+pair_values(const uint32_t *even, const uint32_t *odd, uint32_t *values)
+{
+    for (int d = 0; d < SMLA_KV_LORA_RANK; d += 2 * WIDTH) {
+        const vuint a = *(const vuint *)(even + d / 2);
+        const vuint b = *(const vuint *)(odd + d / 2);
+        *(vuint *)value_at(values, d) = interleave_halves_first(a, b);
+        *(vuint *)value_at(values, d + WIDTH) = interleave_halves_second(a, b);
+    }
+}
+
+/* Dequantises the block's rows, all but the scales, which go to scales[tile][key]. False when the
+ * unit cannot do these rows exactly. */
+static bool
+load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float *scales)
+{
+    static const uint32_t zeros[SMLA_KV_LORA_RANK / 2] __attribute__((aligned(64))) = {0};
+    const smla_kv_format_info *const format = block->format;
+    vuint smallest = splat_bits(0xFFFFFFFFu);
+    scale_bits too_large = {0};
+    for (int i = 0; i < block->count; i++) {
+        const uint8_t *const row = block->rows[i];
+        uint32_t *const key = keys + i * KEY_STRIDE;
+        const scale_bits bits = load_scales(format, row);
+        too_large |= (scale_bits)((bits & 0x7FFFFFFFu) > 0x5F800000u); /* 2^64 */
+        store_scales(bits, i, BLOCK_KEYS, scales);
+        if (format->nope_type == SMLA_NOPE_E4M3) {
+            for (int d = 0; d < SMLA_KV_LORA_RANK; d += QUAD) {
+                widen_e4m3(row + d, key + d / 2);
+            }
+        } else {
+            smallest = copy_bf16(row, SMLA_KV_LORA_RANK, key, smallest);
+        }
+        smallest = copy_bf16(row + format->rope_offset, SMLA_QK_ROPE_HEAD_DIM,
+                             key + SMLA_KV_LORA_RANK / 2, smallest);
+        if (i % 2 == 1) {
+            pair_values(key - KEY_STRIDE, key, values + i / 2 * VALUE_STEP);
+        } else if (i + 1 == block->count) {
+            pair_values(key, zeros, values + i / 2 * VALUE_STEP);
+        }
+    }
+    const uint32_t refused = too_large[0] | too_large[1] | too_large[2] | too_large[3];
+    return !has_subnormal(smallest) && refused == 0;
+}
+
+/* probs[j/2][z] = the pair weights[j][z] * scale[j], weights[j + 1][z] * scale[j + 1], for the
+ * value tile that `scale` belongs to, rounded once. */
+SMLA_INLINE void
+pack_probs(const float *weights, const float *scale, int count, int vectors, unit_scalar *probs)
+{
+    for (int j = 0; j < count; j += 2) {
+        for (int v = 0; v < vectors; v++) {
+            const float *const from = weights + (j * vectors + v) * WIDTH;
+            const vfloat even = *as_vectors(from) * scale[j];
+            vfloat odd = {0};
+            if (j + 1 < count) {
+                odd = *as_vectors(from + vectors * WIDTH) * scale[j + 1];
+            }
+            *(vuint *)(probs + (j / 2 * vectors + v) * WIDTH) = round_to_pairs(even, odd);
+        }
+    }
+}
+
+#endif /* SMLA_CPU_UNIT_BF16_H */

@@ -1,0 +1,109 @@
+/* unit_fp32.h: the multiply unit of instruction sets without a bf16 product: fp32 FMA, one value of
+ * the dot product per step.
+ *
+ * A unit fixes how queries, keys, values and probabilities lie in scratch, and how keys get there.
+ * Here a key row is 576 floats and serves as the value row as well.
+ */
+#ifndef SMLA_CPU_UNIT_FP32_H
+#define SMLA_CPU_UNIT_FP32_H
+
+#include <stdbool.h>
+
+#include "core/numeric.h"
+#include "cpu/attention/attention_block.h"
+#include "cpu/machine/narrow.h"
+#include "cpu/machine/simd.h"
+
+typedef float unit_scalar;
+typedef vfloat unit_vector;
+
+enum {
+    UNIT_STEP = 1,   /* values of a dot product per multiply-add */
+    BLOCK_KEYS = 64, /* 64 * 2368 B of keys leave room for q and out in 1 MiB of L2 */
+    KEY_STRIDE = SMLA_HEAD_DIM + 16, /* 37 cache lines: an odd number visits every set */
+    /* Element d of value row j is values[d / 16 * VALUE_CHUNK + d % 16 + j * VALUE_STEP]. */
+    VALUE_CHUNK = 16,
+    VALUE_STEP = KEY_STRIDE,
+    VALUE_ELEMENTS = 0, /* values are the keys */
+};
+
+SMLA_INLINE vfloat
+multiply_add(vfloat sum, unit_scalar a, unit_vector b)
+{
+    return multiply_add_float(sum, a, b);
+}
+
+/* Query values k and k + 1 of WIDTH heads; those of the next value are `stride` further. */
+SMLA_INLINE void
+store_query(vuint words, unit_scalar *q, int stride)
+{
+    *(vuint *)q = words << 16;
+    *(vuint *)(q + stride) = words & 0xFFFF0000u;
+}
+
+/* Every value suits this unit. */
+SMLA_INLINE vuint
+track_smallest(vuint smallest, vuint words)
+{
+    (void)words;
+    return smallest;
+}
+
+SMLA_INLINE bool
+has_subnormal(vuint smallest)
+{
+    (void)smallest;
+    return false;
+}
+
+SMLA_INLINE void
+widen_bf16(const uint8_t *bytes, int count, float *out)
+{
+    for (int i = 0; i < count; i += WIDTH) {
+        const vhalf half = *(const vhalf *)(bytes + 2 * i);
+        *(vuint *)(out + i) = __builtin_convertvector(half, vuint) << 16;
+    }
+}
+
+SMLA_INLINE void
+widen_e4m3(const uint8_t *bytes, int count, float *out)
+{
+    for (int i = 0; i < count; i += QUAD) {
+        store_float(load_e4m3(bytes + i, 1.0f), out + i);
+    }
+}
+
+/* Dequantises the block's rows, all but the scales, which go to scales[tile][key]. False when the
+ * unit cannot do these rows exactly. */
+static bool
+load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float *scales)
+{
+    (void)values;
+    for (int i = 0; i < block->count; i++) {
+        const uint8_t *const row = block->rows[i];
+        float *const key = keys + i * KEY_STRIDE;
+        store_scales(load_scales(block->format, row), i, BLOCK_KEYS, scales);
+        if (block->format->nope_type == SMLA_NOPE_E4M3) {
+            widen_e4m3(row, SMLA_KV_LORA_RANK, key);
+        } else {
+            widen_bf16(row, SMLA_KV_LORA_RANK, key);
+        }
+        widen_bf16(row + block->format->rope_offset, SMLA_QK_ROPE_HEAD_DIM,
+                   key + SMLA_KV_LORA_RANK);
+    }
+    return true;
+}
+
+/* probs[j][z] = weights[j][z] * scale[j], for the value tile that `scale` belongs to. */
+SMLA_INLINE void
+pack_probs(const float *weights, const float *scale, int count, int vectors, unit_scalar *probs)
+{
+    for (int j = 0; j < count; j++) {
+        for (int v = 0; v < vectors; v++) {
+            const int at = (j * vectors + v) * WIDTH;
+            *(vfloat *)(probs + at) = *as_vectors(weights + at) * scale[j];
+        }
+    }
+}
+
+#endif /* SMLA_CPU_UNIT_FP32_H */

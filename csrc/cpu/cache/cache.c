@@ -1,0 +1,198 @@
+/* cache.c: writes tokens into the cache, gathers them back, and dequantises whole caches.
+ *
+ * Here slots and pages are checked and rows are shared out; what becomes of one row is in
+ * cache_kernel.h.
+ */
+#include "cpu/cache/cache.h"
+#include "cpu/machine/cpu.h"
+#include "cpu/machine/isa.h"
+#include "cpu/machine/threads.h"
+
+/* ---- Write --------------------------------------------------------------------------------- */
+
+static int64_t
+read_slot(const smla_cache_write_params *p, int64_t token)
+{
+    const int64_t at = token * p->slot_stride;
+    return p->slots_are_int64 ? ((const int64_t *)p->slot_mapping)[at]
+                              : ((const int32_t *)p->slot_mapping)[at];
+}
+
+static void
+write_token(const smla_cache_isa *cache, const smla_cache_write_params *p, int64_t token,
+            int64_t slot)
+{
+    cache->write_row(p->kv.format, p->input_type, p->kv_c, token * p->kv_c_stride_token, p->k_pe,
+                     token * p->k_pe_stride_token, smla_kv_row(&p->kv, slot));
+}
+
+smla_status
+smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
+{
+    const int64_t num_slots = smla_kv_num_slots(&p->kv);
+    for (int64_t token = 0; token < p->num_tokens; token++) {
+        const int64_t slot = read_slot(p, token);
+        if (slot >= num_slots) {
+            return smla_fail(error, SMLA_ERROR_VALUE,
+                             "concat_and_cache_mla: `slot_mapping` must be below the %lld slots of "
+                             "`kv_cache`, got %lld at token %lld",
+                             (long long)num_slots, (long long)slot, (long long)token);
+        }
+    }
+    return SMLA_OK;
+}
+
+/* A slot belongs to one share, which takes its tokens in order: where a slot is named twice the
+ * last token wins, for any number of shares. Neighbours stay together, they have cache lines in
+ * common. */
+static void
+write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int share,
+            int num_shares)
+{
+    enum { NEIGHBOURS = 8 };
+    for (int64_t token = 0; token < p->num_tokens; token++) {
+        const int64_t slot = read_slot(p, token);
+        if (slot >= 0 && slot / NEIGHBOURS % num_shares == share) {
+            write_token(cache, p, token, slot);
+        }
+    }
+}
+
+smla_status
+smla_cpu_concat_and_cache_mla(const smla_cache_write_params *p, smla_error *error)
+{
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa("concat_and_cache_mla", &isa, error));
+    SMLA_TRY(smla_cpu_check_cache_write(p, error));
+    const int num_shares = p->num_tokens < 64 ? 1 : smla_max_threads();
+    if (num_shares == 1) { /* a parallel region of one thread costs as much as a token */
+        write_share(isa->cache, p, 0, 1);
+        return SMLA_OK;
+    }
+#pragma omp parallel for schedule(static)
+    for (int share = 0; share < num_shares; share++) {
+        write_share(isa->cache, p, share, num_shares);
+    }
+    return SMLA_OK;
+}
+
+/* ---- Gather -------------------------------------------------------------------------------- */
+
+typedef struct gather_request {
+    int64_t seq_len;
+    int64_t seq_start;
+    int64_t workspace_start;
+} gather_request;
+
+static gather_request
+read_request(const smla_gather_params *p, int64_t req)
+{
+    return (gather_request){
+        .seq_len = p->seq_lens[req * p->seq_lens_stride],
+        .seq_start = p->seq_starts == NULL ? 0 : p->seq_starts[req * p->seq_starts_stride],
+        .workspace_start = p->workspace_starts[req * p->workspace_starts_stride],
+    };
+}
+
+static int32_t
+read_page(const smla_gather_params *p, int64_t req, int64_t block)
+{
+    return p->block_table[req * p->block_table_stride_req + block * p->block_table_stride_block];
+}
+
+static smla_status
+check_request(const smla_gather_params *p, int64_t req, smla_error *error)
+{
+    static const char op[] = "gather_kv_cache";
+    const gather_request r = read_request(p, req);
+    if (r.seq_len < 0) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `seq_lens` must be >= 0, got %lld at request %lld", op,
+                         (long long)r.seq_len, (long long)req);
+    }
+    if (r.seq_len == 0) {
+        return SMLA_OK;
+    }
+    if (r.seq_start < 0) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `seq_starts` must be >= 0, got %lld at request %lld", op,
+                         (long long)r.seq_start, (long long)req);
+    }
+    if (r.workspace_start < 0 || r.workspace_start + r.seq_len > p->out_tokens) {
+        return smla_fail(
+            error, SMLA_ERROR_VALUE,
+            "%s: `workspace_starts` must keep every row inside the %lld rows of `out`, got "
+            "rows %lld to %lld for request %lld",
+            op, (long long)p->out_tokens, (long long)r.workspace_start,
+            (long long)(r.workspace_start + r.seq_len), (long long)req);
+    }
+    const int64_t first_block = r.seq_start / p->kv.block_size;
+    const int64_t end_block = (r.seq_start + r.seq_len - 1) / p->kv.block_size + 1;
+    if (end_block > p->num_blocks) {
+        return smla_fail(
+            error, SMLA_ERROR_VALUE,
+            "%s: `block_table` must have at least %lld columns for request %lld, got %lld", op,
+            (long long)end_block, (long long)req, (long long)p->num_blocks);
+    }
+    for (int64_t block = first_block; block < end_block; block++) {
+        const int32_t page = read_page(p, req, block);
+        if (page < 0 || page >= p->kv.num_pages) {
+            return smla_fail(
+                error, SMLA_ERROR_VALUE,
+                "%s: `block_table` must name pages of the cache (0 to %lld), got %d for "
+                "request %lld, block %lld",
+                op, (long long)p->kv.num_pages - 1, page, (long long)req, (long long)block);
+        }
+    }
+    return SMLA_OK;
+}
+
+smla_status
+smla_cpu_check_gather(const smla_gather_params *p, smla_error *error)
+{
+    for (int64_t req = 0; req < p->num_reqs; req++) {
+        SMLA_TRY(check_request(p, req, error));
+    }
+    return SMLA_OK;
+}
+
+smla_status
+smla_cpu_gather_kv_cache(const smla_gather_params *p, smla_error *error)
+{
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa("gather_kv_cache", &isa, error));
+    SMLA_TRY(smla_cpu_check_gather(p, error));
+    /* Requests in order, rows of one request shared out: where two requests are given the same rows
+     * of the workspace, the later request wins. */
+    for (int64_t req = 0; req < p->num_reqs; req++) {
+        const gather_request r = read_request(p, req);
+#pragma omp parallel for schedule(static) if (r.seq_len >= 64)
+        for (int64_t i = 0; i < r.seq_len; i++) {
+            const int64_t position = r.seq_start + i;
+            const int64_t page = read_page(p, req, position / p->kv.block_size);
+            const uint8_t *row = smla_kv_row_at(&p->kv, page, position % p->kv.block_size);
+            isa->cache->read_row(p->kv.format, row, SMLA_FLOAT_BF16, p->out,
+                                 (r.workspace_start + i) * p->out_stride_token);
+        }
+    }
+    return SMLA_OK;
+}
+
+/* ---- Dequantise ---------------------------------------------------------------------------- */
+
+smla_status
+smla_cpu_dequantize_kv_cache(const smla_dequantize_params *p, smla_error *error)
+{
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa("dequantize_kv_cache", &isa, error));
+    const int64_t num_slots = smla_kv_num_slots(&p->kv);
+#pragma omp parallel for schedule(static) if (num_slots >= 64)
+    for (int64_t slot = 0; slot < num_slots; slot++) {
+        const int64_t page = slot / p->kv.block_size;
+        const int64_t offset = slot % p->kv.block_size;
+        const uint8_t *row = smla_kv_row_at(&p->kv, page, offset);
+        isa->cache->read_row(p->kv.format, row, p->out_type, p->out,
+                             page * p->out_stride_page + offset * p->out_stride_token);
+    }
+    return SMLA_OK;
+}

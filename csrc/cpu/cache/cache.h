@@ -1,0 +1,30 @@
+/* cache.h: the conversions behind cache.c and quant.c. One kernel (cache_kernel.h), compiled once
+ * per instruction set into a smla_cache_isa.
+ */
+#ifndef SMLA_CPU_CACHE_H
+#define SMLA_CPU_CACHE_H
+
+#include "core/backend.h"
+
+/* The kernel of one instruction set. An array comes with its type and the element to start at. */
+typedef struct smla_cache_isa {
+    /* NoPE [512] and RoPE [64] of bf16, fp16 or fp32 -> a cache row. */
+    void (*write_row)(const smla_kv_format_info *format, smla_float_type type, const void *nope,
+                      int64_t nope_start, const void *rope, int64_t rope_start, uint8_t *row);
+    /* A cache row -> [576] of bf16 or fp32. */
+    void (*read_row)(const smla_kv_format_info *format, const uint8_t *row, smla_float_type type,
+                     void *out, int64_t out_start);
+    /* The largest smla_finite_abs; 0 of no values. */
+    float (*find_amax)(const void *x, smla_float_type type, int64_t start, int64_t count);
+    /* out[i] = e4m3(x[start + i] / scale) */
+    void (*quantize)(const void *x, smla_float_type type, int64_t start, int64_t count, float scale,
+                     uint8_t *out);
+} smla_cache_isa;
+
+extern const smla_cache_isa smla_cache_base;
+#if defined(SMLA_HAVE_X86_ISA)
+extern const smla_cache_isa smla_cache_avx2;
+extern const smla_cache_isa smla_cache_avx512;
+#endif
+
+#endif /* SMLA_CPU_CACHE_H */

@@ -1,0 +1,279 @@
+/* cache_kernel.h: a cache row written and read, a float array quantised, for one instruction set.
+ *
+ * Computes     write     nope, rope -> bf16; fp8_ds_mla: per tile of 128 values of nope
+ *                        scale = max(amax / 448, FLT_MIN), byte = e4m3(x / scale)
+ *              read      e4m3 * scale, as fp32 or rounded once more to bf16; bf16 parts unchanged
+ *              find_amax, quantize: both halves of `write` for an array and a scale of any kind
+ * Shapes       nope [512], rope [64], x [count] of bf16, fp16 or fp32, contiguous; a row as
+ *              kv_format.h draws it; out [576] bf16 or fp32, or [count] bytes
+ * Roofline     Memory, or where values are divided, the divider: 32 zmm divisions of a row take 57
+ *              ns. GB/s read and written by one Zen 5 core (CPU time, one thread, 256 rows in L2,
+ *              2026-11-20), AVX-512, AVX2, SSE2; a copy moves 220, and 50 of 32768 rows:
+ *                write  bf16 -> fp8_ds_mla  13, 8.4, 4.3      fp32 -> fp8_ds_mla  17, 10, 6.0
+ *                read   fp8_ds_mla -> bf16  25, 12, 5.7       fp8_ds_mla -> fp32  62, 32, 15
+ *                quant  bf16                25, 12, 6.5       fp32                42, 19, 11
+ *              Tried: GCC 12 widens and narrows vectors of bytes one by one, which halves reads and
+ *              AVX2; tile after tile, a write waits for the chain maximum, scale, broadcast: -30 %.
+ * Numerics     Every byte is what the functions of numeric.h give, for every input: true divisions,
+ *              NaN with its sign, infinities as FLT_MAX in amax. No sum is taken, so no order
+ *              matters. A NaN byte under a NaN scale is the byte's NaN.
+ * Source       concat_and_cache_mla and cp_gather_and_upconvert_fp8_kv_cache of vLLM, for the
+ *              formats.
+ *
+ * The including file defines SMLA_SIMD_WIDTH.
+ */
+#ifndef SMLA_CPU_CACHE_KERNEL_H
+#define SMLA_CPU_CACHE_KERNEL_H
+
+#include <float.h>
+#include <string.h>
+
+#include "core/numeric.h"
+#include "cpu/cache/cache.h"
+#include "cpu/machine/narrow.h"
+
+enum {
+    TILE = SMLA_SCALE_TILE,
+    TILE_QUADS = TILE / QUAD,
+};
+
+_Static_assert(SMLA_QK_ROPE_HEAD_DIM % QUAD == 0, "a row must hold whole quads");
+
+/* ---- Quads of any type --------------------------------------------------------------------- */
+
+static int64_t
+element_bytes(smla_float_type type)
+{
+    return type == SMLA_FLOAT_FP32 ? 4 : 2;
+}
+
+static const uint8_t *
+element_at(const void *array, smla_float_type type, int64_t index)
+{
+    return (const uint8_t *)array + index * element_bytes(type);
+}
+
+SMLA_INLINE quad
+load_quad(const void *values, smla_float_type type)
+{
+    switch (type) {
+    case SMLA_FLOAT_BF16: return load_bf16(values);
+    case SMLA_FLOAT_FP16: return load_half(values);
+    default: return load_float(values);
+    }
+}
+
+/* A quad of which `count` values exist, zeros after them. */
+SMLA_INLINE quad
+load_part(const void *values, smla_float_type type, int64_t count)
+{
+    uint8_t padded[QUAD * sizeof(float)] = {0};
+    memcpy(padded, values, (size_t)(count * element_bytes(type)));
+    return load_quad(padded, type);
+}
+
+SMLA_INLINE quad
+magnitude_of(quad x)
+{
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+        x.v[k] = (vfloat)((vuint)x.v[k] & 0x7FFFFFFFu);
+    }
+    return x;
+}
+
+/* max(best, |x|) per lane over the four vectors of x; NaN is passed over. */
+SMLA_INLINE vfloat
+max_of_quad(vfloat best, quad x)
+{
+    const quad m = magnitude_of(x);
+    const vfloat pair = max_lanes(max_lanes(best, m.v[0]), m.v[1]);
+    return max_lanes(max_lanes(pair, m.v[2]), m.v[3]);
+}
+
+/* Folds the lower and the upper half of both into one vector: a, b, a, b ... */
+SMLA_INLINE vfloat
+fold_max(vfloat a, vfloat b)
+{
+    return max_lanes((vfloat)interleave_first((vuint)a, (vuint)b),
+                     (vfloat)interleave_second((vuint)a, (vuint)b));
+}
+
+/* The largest lane of each vector, infinity as FLT_MAX. */
+SMLA_INLINE void
+finish_max(quad x, float *largest)
+{
+    vfloat folded = fold_max(fold_max(x.v[0], x.v[2]), fold_max(x.v[1], x.v[3])); /* 0 1 2 3 ... */
+#pragma GCC unroll 2
+    for (int copies = 1; copies < WIDTH / 4; copies *= 2) {
+        folded = fold_max(folded, folded); /* 0 0 1 1 2 2 3 3 ... */
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+        largest[k] = smla_finite_abs(folded[k * WIDTH / 4]);
+    }
+}
+
+SMLA_INLINE quad
+divide_quad(quad x, float scale)
+{
+    return (quad){{x.v[0] / scale, x.v[1] / scale, x.v[2] / scale, x.v[3] / scale}};
+}
+
+/* ---- Arrays -------------------------------------------------------------------------------- */
+
+static float
+find_amax(const void *x, smla_float_type type, int64_t start, int64_t count)
+{
+    const uint8_t *const values = element_at(x, type, start);
+    quad best = {{{0}}};
+    float largest[4];
+    int64_t i = 0;
+    for (; i + QUAD <= count; i += QUAD) {
+        const quad magnitude = magnitude_of(load_quad(element_at(values, type, i), type));
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            best.v[k] = max_lanes(best.v[k], magnitude.v[k]);
+        }
+    }
+    if (i < count) {
+        const quad part = load_part(element_at(values, type, i), type, count - i);
+        best.v[0] = max_of_quad(best.v[0], part);
+    }
+    finish_max(best, largest);
+    return fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+}
+
+static void
+quantize(const void *x, smla_float_type type, int64_t start, int64_t count, float scale,
+         uint8_t *out)
+{
+    const uint8_t *const values = element_at(x, type, start);
+    int64_t i = 0;
+    for (; i + QUAD <= count; i += QUAD) {
+        store_e4m3(divide_quad(load_quad(element_at(values, type, i), type), scale), out + i);
+    }
+    if (i < count) {
+        uint8_t last[QUAD];
+        store_e4m3(divide_quad(load_part(element_at(values, type, i), type, count - i), scale),
+                   last);
+        memcpy(out + i, last, (size_t)(count - i));
+    }
+}
+
+/* ---- Write --------------------------------------------------------------------------------- */
+
+/* Rounded to bf16; bf16 keeps its bits, NaN included. */
+static void
+write_bf16(const uint8_t *values, smla_float_type type, int count, uint8_t *out)
+{
+    if (type == SMLA_FLOAT_BF16) {
+        memcpy(out, values, (size_t)count * sizeof(uint16_t));
+        return;
+    }
+    for (int i = 0; i < count; i += QUAD) {
+        store_bf16(load_quad(element_at(values, type, i), type), out + i * (int)sizeof(uint16_t));
+    }
+}
+
+/* Values that are rounded to bf16 first. */
+SMLA_INLINE quad
+load_rounded(const uint8_t *values, smla_float_type type, int64_t index)
+{
+    quad x = load_quad(element_at(values, type, index), type);
+    if (type != SMLA_FLOAT_BF16) {
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            x.v[k] = (vfloat)round_upper_half(x.v[k]);
+        }
+    }
+    return x;
+}
+
+/* All maxima first: from one to its scale is a long chain. */
+static void
+write_e4m3(const uint8_t *values, smla_float_type type, uint8_t *bytes, uint8_t *scale_bytes)
+{
+    quad x[SMLA_KV_LORA_RANK / QUAD];
+    quad best = {{{0}}};
+    float scales[SMLA_NUM_SCALE_TILES];
+    for (int t = 0; t < SMLA_NUM_SCALE_TILES; t++) {
+        for (int i = t * TILE_QUADS; i < (t + 1) * TILE_QUADS; i++) {
+            x[i] = load_rounded(values, type, (int64_t)i * QUAD);
+            best.v[t] = max_of_quad(best.v[t], x[i]);
+        }
+    }
+    finish_max(best, scales);
+    for (int t = 0; t < SMLA_NUM_SCALE_TILES; t++) {
+        scales[t] /= SMLA_E4M3_MAX;
+        scales[t] = scales[t] < FLT_MIN ? FLT_MIN : scales[t];
+        for (int i = t * TILE_QUADS; i < (t + 1) * TILE_QUADS; i++) {
+            store_e4m3(divide_quad(x[i], scales[t]), bytes + i * QUAD);
+        }
+    }
+    memcpy(scale_bytes, scales, sizeof scales);
+}
+
+static void
+write_row(const smla_kv_format_info *format, smla_float_type type, const void *nope,
+          int64_t nope_start, const void *rope, int64_t rope_start, uint8_t *row)
+{
+    const uint8_t *const values = element_at(nope, type, nope_start);
+    if (format->nope_type == SMLA_NOPE_BF16) {
+        write_bf16(values, type, SMLA_KV_LORA_RANK, row);
+    } else {
+        write_e4m3(values, type, row, row + format->scale_offset);
+    }
+    write_bf16(element_at(rope, type, rope_start), type, SMLA_QK_ROPE_HEAD_DIM,
+               row + format->rope_offset);
+}
+
+/* ---- Read ---------------------------------------------------------------------------------- */
+
+/* bf16 values, whose bits stay. */
+static void
+read_bf16(const uint8_t *halves, int count, smla_float_type type, uint8_t *out)
+{
+    if (type == SMLA_FLOAT_BF16) {
+        memcpy(out, halves, (size_t)count * sizeof(uint16_t));
+        return;
+    }
+    for (int i = 0; i < count; i += QUAD) {
+        store_float(load_bf16(halves + 2 * i), out + i * (int)sizeof(float));
+    }
+}
+
+static void
+read_e4m3(const uint8_t *bytes, const uint8_t *scale_bytes, smla_float_type type, uint8_t *out)
+{
+    float scale;
+    memcpy(&scale, scale_bytes, sizeof scale);
+    for (int i = 0; i < TILE; i += QUAD) {
+        const quad values = load_e4m3(bytes + i, scale);
+        if (type == SMLA_FLOAT_BF16) {
+            store_bf16(values, out + i * (int)sizeof(uint16_t));
+        } else {
+            store_float(values, out + i * (int)sizeof(float));
+        }
+    }
+}
+
+static void
+read_row(const smla_kv_format_info *format, const uint8_t *row, smla_float_type type, void *array,
+         int64_t start)
+{
+    const int64_t bytes = element_bytes(type);
+    uint8_t *const out = (uint8_t *)array + start * bytes;
+    if (format->nope_type == SMLA_NOPE_BF16) {
+        read_bf16(row, SMLA_KV_LORA_RANK, type, out);
+    } else {
+        for (int t = 0; t < SMLA_NUM_SCALE_TILES; t++) {
+            read_e4m3(row + t * TILE, row + format->scale_offset + t * (int)sizeof(float), type,
+                      out + t * TILE * bytes);
+        }
+    }
+    read_bf16(row + format->rope_offset, SMLA_QK_ROPE_HEAD_DIM, type,
+              out + SMLA_KV_LORA_RANK * bytes);
+}
+
+#endif /* SMLA_CPU_CACHE_KERNEL_H */

@@ -1,0 +1,95 @@
+/* index.c: positions inside a request -> slots of the cache, or rows of the prefill workspace.
+ *
+ * Order is kept and nothing is compacted: an entry that names no key becomes -1 where it stands.
+ */
+#include "cpu/machine/cpu.h"
+
+smla_status
+smla_cpu_check_convert(const smla_convert_params *p, smla_error *error)
+{
+    static const char op[] = "convert_req_index_to_global_index";
+    for (int64_t token = 0; token < p->num_tokens; token++) {
+        const int32_t req = p->req_id_per_token[token * p->req_id_stride];
+        if (req < 0 || req >= p->num_reqs) {
+            return smla_fail(
+                error, SMLA_ERROR_VALUE,
+                "%s: `req_id_per_token` must name a row of `block_table` (0 to %lld), got %d "
+                "at token %lld",
+                op, (long long)p->num_reqs - 1, req, (long long)token);
+        }
+        if (p->prefill_request_ids == NULL) {
+            continue;
+        }
+        const int32_t prefill = p->prefill_request_ids[token * p->prefill_request_ids_stride];
+        if (prefill >= p->num_prefills) {
+            return smla_fail(
+                error, SMLA_ERROR_VALUE,
+                "%s: `prefill_request_ids` must name an entry of `prefill_workspace_starts` "
+                "(0 to %lld) or be -1, got %d at token %lld",
+                op, (long long)p->num_prefills - 1, prefill, (long long)token);
+        }
+        const int32_t start =
+            prefill < 0 ? 0
+                        : p->prefill_workspace_starts[prefill * p->prefill_workspace_starts_stride];
+        if (start < 0) {
+            return smla_fail(error, SMLA_ERROR_VALUE,
+                             "%s: `prefill_workspace_starts` must be >= 0, got %d at entry %d", op,
+                             start, prefill);
+        }
+    }
+    return SMLA_OK;
+}
+
+/* The converted index, or -1 when the entry names no key. */
+static int32_t
+convert_one(const smla_convert_params *p, const int32_t *blocks, int64_t workspace_start,
+            int32_t tok)
+{
+    const int64_t block = tok / p->block_size;
+    if (tok < 0 || block >= p->num_blocks) {
+        return -1;
+    }
+    const int64_t page = blocks[block * p->block_table_stride_block];
+    if (page < 0) {
+        return -1;
+    }
+    const int64_t index =
+        workspace_start >= 0 ? workspace_start + tok : page * p->block_size + tok % p->block_size;
+    return index <= INT32_MAX ? (int32_t)index : -1;
+}
+
+static void
+convert_token(const smla_convert_params *p, int64_t token)
+{
+    const int64_t req = p->req_id_per_token[token * p->req_id_stride];
+    const int32_t *blocks = p->block_table + req * p->block_table_stride_req;
+    const int32_t *in = p->topk_indices + token * p->topk_indices_stride_token;
+    int32_t *out = p->out + token * p->out_stride_token;
+    int64_t workspace_start = -1; /* slots of the cache */
+    if (p->prefill_request_ids != NULL) {
+        const int64_t prefill = p->prefill_request_ids[token * p->prefill_request_ids_stride];
+        if (prefill >= 0) {
+            workspace_start =
+                p->prefill_workspace_starts[prefill * p->prefill_workspace_starts_stride];
+        }
+    }
+    int32_t count = 0;
+    for (int64_t k = 0; k < p->topk; k++) {
+        out[k] = convert_one(p, blocks, workspace_start, in[k]);
+        count += out[k] >= 0;
+    }
+    if (p->counts != NULL) {
+        p->counts[token * p->counts_stride] = count;
+    }
+}
+
+smla_status
+smla_cpu_convert_req_index(const smla_convert_params *p, smla_error *error)
+{
+    SMLA_TRY(smla_cpu_check_convert(p, error));
+#pragma omp parallel for schedule(static) if (p->num_tokens * p->topk >= 1 << 16)
+    for (int64_t token = 0; token < p->num_tokens; token++) {
+        convert_token(p, token);
+    }
+    return SMLA_OK;
+}

@@ -1,0 +1,59 @@
+/* bf16_neon.h: what NEON with BF16 does to pairs of bf16; see bf16_pairs.h.
+ *
+ * BFMMLA would multiply twice as much per instruction, but 2 x 2 blocks: lanes would no longer be
+ * heads.
+ */
+#ifndef SMLA_CPU_BF16_NEON_H
+#define SMLA_CPU_BF16_NEON_H
+
+#include <arm_neon.h>
+
+#include "cpu/machine/narrow.h"
+#include "cpu/machine/simd.h"
+
+/* Rounds the sum of both products to odd, and what is added to it too: each less than an ulp off.
+ * By lane: a broadcast from memory would cost a slot of the vector units. */
+SMLA_INLINE vfloat
+dot_pairs(vfloat sum, uint32_t a, vuint b)
+{
+    return vbfdotq_lane_f32(sum, (bfloat16x8_t)b, vcreate_bf16(a), 0);
+}
+
+SMLA_INLINE vuint
+round_to_pairs(vfloat even, vfloat odd)
+{
+    return (vuint)vzip1q_u16((uint16x8_t)vcvtq_low_bf16_f32(even),
+                             (uint16x8_t)vcvtq_low_bf16_f32(odd));
+}
+
+SMLA_INLINE vuint
+interleave_halves_first(vuint a, vuint b)
+{
+    return (vuint)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b);
+}
+
+SMLA_INLINE vuint
+interleave_halves_second(vuint a, vuint b)
+{
+    return (vuint)vzip2q_u16((uint16x8_t)a, (uint16x8_t)b);
+}
+
+SMLA_INLINE vuint
+min_halves(vuint a, vuint b)
+{
+    return (vuint)vminq_u16((uint16x8_t)a, (uint16x8_t)b);
+}
+
+SMLA_INLINE bool
+any_half_below(vuint x, int limit)
+{
+    return vminvq_u16((uint16x8_t)x) < limit;
+}
+
+SMLA_INLINE void
+widen_e4m3(const uint8_t *bytes, uint32_t *out)
+{
+    store_bf16(load_e4m3(bytes, 1.0f), out);
+}
+
+#endif /* SMLA_CPU_BF16_NEON_H */

@@ -1,0 +1,48 @@
+/* cpu.h: the operators of the CPU backend, one file each; backend.c puts them into the table.
+ *
+ * Every function takes params that check.c has made and looks at values only: slots, pages and
+ * request ids are checked here, before anything is written. Work is shared out by OpenMP where it
+ * is large; no result depends on the number of threads. The CUDA backend's checked mode borrows the
+ * check functions, with copies of its arrays.
+ */
+#ifndef SMLA_CPU_H
+#define SMLA_CPU_H
+
+#include "core/backend.h"
+#include "core/numeric.h"
+
+/* cache.c */
+smla_status smla_cpu_check_cache_write(const smla_cache_write_params *params, smla_error *error);
+smla_status smla_cpu_concat_and_cache_mla(const smla_cache_write_params *params, smla_error *error);
+smla_status smla_cpu_check_gather(const smla_gather_params *params, smla_error *error);
+smla_status smla_cpu_gather_kv_cache(const smla_gather_params *params, smla_error *error);
+smla_status smla_cpu_dequantize_kv_cache(const smla_dequantize_params *params, smla_error *error);
+
+/* index.c */
+smla_status smla_cpu_check_convert(const smla_convert_params *params, smla_error *error);
+smla_status smla_cpu_convert_req_index(const smla_convert_params *params, smla_error *error);
+
+/* merge.c */
+smla_status smla_cpu_merge_attn_states(const smla_merge_params *params, smla_error *error);
+
+/* projection.c */
+smla_status smla_cpu_split_kv_b_proj(const smla_split_weight_params *params, smla_error *error);
+smla_status smla_cpu_up_proj(const smla_projection_params *params, smla_error *error);
+
+/* quant.c */
+smla_status smla_cpu_dynamic_per_tensor_quant(const smla_quant_params *params, smla_error *error);
+
+/* One element of an array of any float type, as fp32, exactly. */
+static inline float
+smla_cpu_load_float(const void *array, smla_float_type type, int64_t index)
+{
+    switch (type) {
+    case SMLA_FLOAT_BF16: return smla_bf16_to_float(((const uint16_t *)array)[index]);
+    case SMLA_FLOAT_FP16: return smla_half_to_float(((const uint16_t *)array)[index]);
+    case SMLA_FLOAT_FP32: return ((const float *)array)[index];
+    case SMLA_FLOAT_E4M3: return smla_e4m3_to_float(((const uint8_t *)array)[index]);
+    }
+    return 0.0f;
+}
+
+#endif /* SMLA_CPU_H */

@@ -1,0 +1,125 @@
+/* cpu_backend.c: the CPU backend as a table, and its manners at a fork. */
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(_OPENMP) && defined(__GNUC__) && !defined(__clang__)
+#include <omp.h>
+#include <pthread.h>
+#endif
+
+#include "cpu/attention/attention.h"
+#include "cpu/machine/cpu.h"
+
+/* GCC's OpenMP keeps its threads between parallel regions. A child process inherits the memory of
+ * that pool but none of its threads, and would wait for them for ever in its first region. So the
+ * pool is given back before every fork; the next region, on either side, makes it again. (LLVM's
+ * OpenMP looks after itself.) */
+#if defined(_OPENMP) && defined(__GNUC__) && !defined(__clang__)
+static void
+give_back_threads(void)
+{
+    (void)omp_pause_resource_all(omp_pause_soft);
+}
+
+__attribute__((constructor)) static void
+watch_forks(void)
+{
+    (void)pthread_atfork(give_back_threads, NULL, NULL);
+}
+#endif
+
+enum { CACHE_LINE_BYTES = 64 };
+
+static smla_status
+check_device(const char *op, int32_t device_id, smla_error *error)
+{
+    (void)op, (void)device_id, (void)error; /* there is one, and it works */
+    return SMLA_OK;
+}
+
+static void *
+allocate(int32_t device_id, int64_t bytes)
+{
+    (void)device_id;
+    /* aligned_alloc wants a multiple of the alignment; large blocks are committed page by page as
+     * they are first touched, so an unused workspace costs address space alone. */
+    const size_t lines = ((size_t)bytes + CACHE_LINE_BYTES - 1) / CACHE_LINE_BYTES;
+    return aligned_alloc(CACHE_LINE_BYTES, (lines > 0 ? lines : 1) * CACHE_LINE_BYTES);
+}
+
+static void
+release(int32_t device_id, void *memory)
+{
+    (void)device_id;
+    free(memory);
+}
+
+/* ---- Mirrors: host and device memory are one, and every call is over when it returns --------- */
+
+static smla_mirror *
+create_mirror(int32_t device_id, int64_t bytes)
+{
+    smla_mirror *mirror = malloc(sizeof *mirror);
+    void *memory = allocate(device_id, bytes);
+    if (mirror == NULL || memory == NULL) {
+        free(mirror);
+        free(memory);
+        return NULL;
+    }
+    memset(memory, 0, (size_t)bytes);
+    *mirror = (smla_mirror){.device = memory, .bytes = bytes};
+    return mirror;
+}
+
+static void
+destroy_mirror(smla_mirror *mirror)
+{
+    if (mirror != NULL) {
+        free(mirror->device);
+        free(mirror);
+    }
+}
+
+static smla_status
+begin_write(const char *op, smla_mirror *mirror, smla_stream stream, void **host, smla_error *error)
+{
+    (void)op, (void)stream, (void)error;
+    *host = mirror->device;
+    return SMLA_OK;
+}
+
+static smla_status
+need_no_order(const char *op, smla_mirror *mirror, smla_stream stream, smla_error *error)
+{
+    (void)op, (void)mirror, (void)stream, (void)error;
+    return SMLA_OK;
+}
+
+const smla_backend smla_cpu_backend = {
+    .name = "cpu",
+    .device_type = kDLCPU,
+    .maps_indices = false,
+    .check_device = check_device,
+    .concat_and_cache_mla = smla_cpu_concat_and_cache_mla,
+    .check_gather = smla_cpu_check_gather,
+    .gather_kv_cache = smla_cpu_gather_kv_cache,
+    .dequantize_kv_cache = smla_cpu_dequantize_kv_cache,
+    .convert_req_index = smla_cpu_convert_req_index,
+    .choose_num_splits = smla_cpu_choose_num_splits,
+    .prefers_direct = smla_cpu_prefers_direct,
+    .attention_workspace_size = smla_cpu_attention_workspace_size,
+    .sparse_attention = smla_cpu_sparse_attention,
+    .merge_attn_states = smla_cpu_merge_attn_states,
+    .split_kv_b_proj = smla_cpu_split_kv_b_proj,
+    .up_proj = smla_cpu_up_proj,
+    .dynamic_per_tensor_quant = smla_cpu_dynamic_per_tensor_quant,
+    .kernels = smla_cpu_kernels,
+    .allocate = allocate,
+    .release = release,
+    .create_mirror = create_mirror,
+    .destroy_mirror = destroy_mirror,
+    .begin_write = begin_write,
+    .end_write = need_no_order,
+    .begin_use = need_no_order,
+    .end_use = need_no_order,
+};

@@ -1,0 +1,162 @@
+/* narrow.h: bf16, fp16 and e4m3 <-> fp32, a quad of vectors at a time; every value is what
+ * numeric.h makes of it, bit for bit.
+ *
+ * 4 WIDTH values in a row are dealt out like cards, value 4 j + k to lane j of vector k. Then four
+ * e4m3 are the bytes of one 32-bit lane, two bf16 its halves, and shifts take the place of widening
+ * and narrowing, which GCC 12 does byte by byte. Memory needs no alignment.
+ */
+#ifndef SMLA_CPU_NARROW_H
+#define SMLA_CPU_NARROW_H
+
+#include "cpu/machine/simd.h"
+
+enum { QUAD = 4 * WIDTH };
+
+typedef struct quad {
+    vfloat v[4];
+} quad;
+
+typedef vuint vuint_unaligned __attribute__((aligned(1)));
+
+SMLA_INLINE vuint
+load_words(const void *memory, int index)
+{
+    return ((const vuint_unaligned *)memory)[index];
+}
+
+SMLA_INLINE void
+store_words(vuint words, void *memory, int index)
+{
+    ((vuint_unaligned *)memory)[index] = words;
+}
+
+/* ---- Lanes --------------------------------------------------------------------------------- */
+
+/* A finite float with `exponent_bits` below its sign, here 0, at the top of the lane -> fp32. A
+ * subnormal, read as if it had an implicit one, is 2^-bias (1 + m) and should be 2^(1 - bias) m: no
+ * subnormal fp32 is touched, which costs an assist on many cores. */
+SMLA_INLINE vuint
+widen_magnitude(vuint magnitude, const int exponent_bits)
+{
+    const uint32_t bias = (1u << (exponent_bits - 1)) - 1u;
+    const vint is_subnormal = (vint)magnitude < 1 << (31 - exponent_bits);
+    const vfloat normal = (vfloat)((magnitude >> (8 - exponent_bits)) + ((127u - bias) << 23));
+    const vfloat subnormal = normal * 2.0f - (vfloat)splat_bits((128u - bias) << 23);
+    return (vuint)select_lanes(is_subnormal, subnormal, normal);
+}
+
+/* The upper byte of every lane, times `scale`. A NaN byte is its own NaN even if scale is another:
+ * which of two a product gives would be the compiler's choice. */
+SMLA_INLINE vfloat
+e4m3_to_float(vuint x, float scale)
+{
+    const vuint magnitude = x & 0x7F000000u;
+    const vuint sign = x & 0x80000000u;
+    const vint is_nan = magnitude == 0x7F000000u;
+    const vfloat value = (vfloat)(widen_magnitude(magnitude, 4) | sign);
+    return select_lanes(is_nan, (vfloat)(sign | 0x7FC00000u), value * scale);
+}
+
+/* The upper half of every lane. */
+SMLA_INLINE vfloat
+half_to_float(vuint x)
+{
+    const vuint magnitude = x & 0x7FFF0000u;
+    const vuint is_special = (vuint)((vint)magnitude >= 0x7C000000); /* inf, NaN */
+    const vuint special = is_special & 0x7F800000u;
+    return (vfloat)(widen_magnitude(magnitude, 5) | special | (x & 0x80000000u));
+}
+
+SMLA_INLINE vfloat
+bf16_to_float(vuint x)
+{
+    return (vfloat)(x & 0xFFFF0000u);
+}
+
+/* The byte lies at the bottom of its lane. */
+SMLA_INLINE vuint
+round_to_e4m3(vfloat x)
+{
+    const vint magnitude = (vint)x & 0x7FFFFFFF;
+    const vint is_large = magnitude > 0x43E00000; /* 448 */
+    const vint is_nan = magnitude > 0x7F800000;
+    const vint is_subnormal = magnitude < 0x3C800000; /* 2^-6 */
+    const vint clamped = (magnitude & ~is_large) | (is_large & 0x43E00000);
+    const vint normal = ((clamped + 0x7FFFF + (clamped >> 20 & 1)) >> 20) - ((127 - 7) << 3);
+    /* 2^14 has an ulp of 2^-9: the addition rounds to nearest even and leaves the multiple. */
+    const vint subnormal = (vint)((vfloat)magnitude + 0x1p14f) - 0x46800000;
+    const vint code = (is_subnormal & subnormal) | (~is_subnormal & normal) | (is_nan & 0x7F);
+    return (vuint)code | ((vuint)x >> 24 & 0x80u);
+}
+
+/* ---- Quads --------------------------------------------------------------------------------- */
+
+SMLA_INLINE quad
+load_e4m3(const void *bytes, float scale)
+{
+    const vuint x = load_words(bytes, 0);
+    return (quad){{e4m3_to_float(x << 24, scale), e4m3_to_float(x << 16, scale),
+                   e4m3_to_float(x << 8, scale), e4m3_to_float(x, scale)}};
+}
+
+SMLA_INLINE quad
+load_half(const void *halves)
+{
+    const vuint even = even_lanes(load_words(halves, 0), load_words(halves, 1));
+    const vuint odd = odd_lanes(load_words(halves, 0), load_words(halves, 1));
+    return (quad){{half_to_float(even << 16), half_to_float(even), half_to_float(odd << 16),
+                   half_to_float(odd)}};
+}
+
+SMLA_INLINE quad
+load_bf16(const void *halves)
+{
+    const vuint even = even_lanes(load_words(halves, 0), load_words(halves, 1));
+    const vuint odd = odd_lanes(load_words(halves, 0), load_words(halves, 1));
+    return (quad){{bf16_to_float(even << 16), bf16_to_float(even), bf16_to_float(odd << 16),
+                   bf16_to_float(odd)}};
+}
+
+SMLA_INLINE quad
+load_float(const void *floats)
+{
+    const vuint even[2] = {even_lanes(load_words(floats, 0), load_words(floats, 1)),
+                           even_lanes(load_words(floats, 2), load_words(floats, 3))};
+    const vuint odd[2] = {odd_lanes(load_words(floats, 0), load_words(floats, 1)),
+                          odd_lanes(load_words(floats, 2), load_words(floats, 3))};
+    return (quad){{(vfloat)even_lanes(even[0], even[1]), (vfloat)even_lanes(odd[0], odd[1]),
+                   (vfloat)odd_lanes(even[0], even[1]), (vfloat)odd_lanes(odd[0], odd[1])}};
+}
+
+SMLA_INLINE void
+store_e4m3(quad x, void *bytes)
+{
+    store_words(round_to_e4m3(x.v[0]) | round_to_e4m3(x.v[1]) << 8 | round_to_e4m3(x.v[2]) << 16 |
+                    round_to_e4m3(x.v[3]) << 24,
+                bytes, 0);
+}
+
+SMLA_INLINE void
+store_bf16(quad x, void *halves)
+{
+    const vuint first = round_upper_half(x.v[0]) >> 16 | round_upper_half(x.v[1]);
+    const vuint second = round_upper_half(x.v[2]) >> 16 | round_upper_half(x.v[3]);
+    store_words(interleave_first(first, second), halves, 0);
+    store_words(interleave_second(first, second), halves, 1);
+}
+
+SMLA_INLINE void
+store_float(quad x, void *floats)
+{
+    const vuint even[2] = {interleave_first((vuint)x.v[0], (vuint)x.v[2]),
+                           interleave_second((vuint)x.v[0], (vuint)x.v[2])};
+    const vuint odd[2] = {interleave_first((vuint)x.v[1], (vuint)x.v[3]),
+                          interleave_second((vuint)x.v[1], (vuint)x.v[3])};
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        store_words(interleave_first(even[i], odd[i]), floats, 2 * i);
+        store_words(interleave_second(even[i], odd[i]), floats, 2 * i + 1);
+    }
+}
+
+#endif /* SMLA_CPU_NARROW_H */

@@ -1,0 +1,420 @@
+/* quant.cu: dynamic per-tensor quantisation to e4m3, and the split of kv_b_proj into W_UK and W_UV.
+ *
+ * Computes     quant   scale = max(amax, 1e-10) / 448,  out = e4m3(x / scale)
+ *              split   w_uk[l,h,i] = bf16(weight[l, h (Pn + Pv) + i] * scale of its block),
+ *                      w_uv[l,h,i] the same of column h (Pn + Pv) + Pn + i
+ * Shapes       x, out of any rank up to 8, any strides: bf16, fp16 or fp32 -> bytes; scale, one
+ *              fp32. weight, element (l, o) of [512, H (Pn + Pv)] in either storage order: bf16,
+ *              fp16, fp32 or e4m3; its scales one fp32 per 128 x 128 block, any strides; w_uk
+ *              [512, H, Pn], w_uv [512, H, Pv] bf16, the last dimension contiguous
+ * Shared mem   amax: 32 bytes, the maxima of warps. split: 4224 bytes, a tile of 32 x 32 words,
+ *              rows 33 apart so that columns are read without conflicts
+ * Roles        amax: a grid that fills the device once, threads 16 bytes at a time, 4 loads ahead;
+ *              the maximum of a block goes into scale by an atomic maximum. quantize: a thread has
+ *              2 vectors, last blocks of x first: what amax read last is still in L2. split: one
+ *              block a tile, read along the shorter stride, written along the columns. Barriers
+ *              (__syncthreads): maxima written; tile written | tile read.
+ * Roofline     quant: memory: x twice, out once: 5 bytes an element of bf16, 9 of fp32, 1.2 and 2.1
+ *              ps at 4.3 TB/s, less what L2 (60 MB) keeps. quantize alone moves 3 and 5 bytes; in
+ *              that time 132 SMs of 128 lanes at 1.75 GHz run 20 and 34 instructions, it has about
+ *              12 and 15 (sm_90a). Reached on an H200, 2^28 elements of bf16, both kernels: 93 % of
+ *              4.3 TB/s (2026-11-20, that operator of `python -m sparse_mla bench --device cuda
+ *              --only bytes`, replayed without the copy). split runs once a model.
+ * Numerics     Every byte is what the CPU gives. NaN has no part in amax and an infinity counts as
+ *              FLT_MAX. Division by 448 never falls when amax grows, so the largest scale is the
+ *              scale of the largest value, and a maximum does not depend on the order: the bits are
+ *              the same on every run. An empty x has scale 1e-10 / 448. split: products in fp32,
+ *              one rounding; of inf * 0 the NaN's sign is the device's.
+ * Source       dynamic_per_batched_tensor_quant of vLLM, for the formula.
+ */
+#include "cuda/host/cuda.h"
+#include "cuda/ptx/launch.cuh"
+#include "cuda/ptx/numeric.cuh"
+#include "ops/quant_dims.h"
+
+namespace {
+
+enum {
+    BLOCK_THREADS = 256,
+    BLOCK_WARPS = BLOCK_THREADS / SMLA_WARP_LANES,
+    AMAX_BLOCKS_PER_SM = 4,
+    AMAX_UNROLL = 4,
+    QUANTIZE_UNROLL = 2,
+    TILE_SIDE = 32,
+    TILE_ROWS = 8, /* of threads */
+};
+
+constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+
+/* ---- Units --------------------------------------------------------------------------------- */
+
+/* x and out as units of COUNT elements that are contiguous in both; sizes[last] and strides count
+ * units in the last dimension, elements elsewhere. What a single row has left over, fewer than
+ * COUNT, is the tail. */
+struct quant_args {
+    const void *x;
+    uint8_t *out;
+    float *scale;
+    int64_t num_units;
+    int64_t x_strides[SMLA_MAX_RANK];
+    int64_t out_strides[SMLA_MAX_RANK];
+    smla_divisor sizes[SMLA_MAX_RANK];
+    int32_t ndim;
+    int32_t tail;
+};
+
+struct unit_place {
+    int64_t x; /* elements */
+    int64_t out;
+};
+
+__device__ __forceinline__ unit_place
+find_unit(const quant_args &args, int64_t unit)
+{
+    unit_place place = {0, 0};
+    for (int i = args.ndim - 1; i > 0; i--) {
+        const int64_t outer = smla_divide(unit, args.sizes[i]);
+        const int64_t inner = unit - outer * args.sizes[i].divisor;
+        place.x += inner * args.x_strides[i];
+        place.out += inner * args.out_strides[i];
+        unit = outer;
+    }
+    return {place.x + unit * args.x_strides[0], place.out + unit * args.out_strides[0]};
+}
+
+__device__ __forceinline__ float
+load_value(const void *x, smla_float_type type, int64_t index)
+{
+    switch (type) {
+    case SMLA_FLOAT_BF16: return smla_bf16_to_float(__ldg((const uint16_t *)x + index));
+    case SMLA_FLOAT_FP16: return smla_half_to_float(__ldg((const uint16_t *)x + index));
+    case SMLA_FLOAT_E4M3: return smla_e4m3_to_float(__ldg((const uint8_t *)x + index));
+    default: return __ldg((const float *)x + index);
+    }
+}
+
+/* The bits of COUNT elements, as they are. */
+template <int TYPE, int COUNT>
+__device__ __forceinline__ void
+load_unit(const void *x, int64_t index, uint32_t *words)
+{
+    if constexpr (TYPE == SMLA_FLOAT_FP32) {
+        smla_load_words<COUNT * 4, true>((const float *)x + index, words);
+    } else if constexpr (COUNT == 1) {
+        words[0] = __ldg((const uint16_t *)x + index);
+    } else {
+        smla_load_words<COUNT * 2, true>((const uint16_t *)x + index, words);
+    }
+}
+
+/* A value for every element, at least 4: zeros after the last. */
+template <int TYPE, int COUNT>
+__device__ __forceinline__ void
+widen_unit(const uint32_t *words, float *values)
+{
+    if constexpr (TYPE == SMLA_FLOAT_FP32) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            values[i] = smla_bits_float(words[i]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < (COUNT + 1) / 2; i++) {
+            if constexpr (TYPE == SMLA_FLOAT_BF16) {
+                values[2 * i] = smla_low_bf16(words[i]);
+                values[2 * i + 1] = smla_high_bf16(words[i]);
+            } else {
+                smla_halves_to_floats(words[i], values + 2 * i);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = COUNT; i < 4; i++) {
+        values[i] = 0.0f;
+    }
+}
+
+/* ---- amax ---------------------------------------------------------------------------------- */
+
+/* The largest of the block, for its first thread. */
+__device__ __forceinline__ float
+max_of_block(float amax)
+{
+    __shared__ uint32_t warp_bits[BLOCK_WARPS];
+    /* Floats >= 0 are ordered as their bits are. */
+    const uint32_t bits = __reduce_max_sync(ALL_LANES, smla_float_bits(amax));
+    if (threadIdx.x % SMLA_WARP_LANES == 0) {
+        warp_bits[threadIdx.x / SMLA_WARP_LANES] = bits;
+    }
+    __syncthreads(); /* maxima written */
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < BLOCK_WARPS; i++) {
+        largest = max(largest, warp_bits[i]);
+    }
+    return smla_bits_float(largest);
+}
+
+/* `scale` holds 0. */
+template <int TYPE, int COUNT>
+__global__ void
+__launch_bounds__(BLOCK_THREADS, AMAX_BLOCKS_PER_SM)
+    amax_kernel(const __grid_constant__ quant_args args)
+{
+    ptx_wait_for_grids();
+    constexpr int WORDS = TYPE == SMLA_FLOAT_FP32 ? COUNT : (COUNT + 1) / 2;
+    const int64_t step = (int64_t)gridDim.x * BLOCK_THREADS;
+    float amax = 0.0f;
+    for (int64_t unit = (int64_t)blockIdx.x * BLOCK_THREADS + threadIdx.x; unit < args.num_units;
+         unit += step * AMAX_UNROLL) {
+        uint32_t words[AMAX_UNROLL][WORDS] = {};
+#pragma unroll
+        for (int i = 0; i < AMAX_UNROLL; i++) {
+            if (unit + i * step < args.num_units) {
+                load_unit<TYPE, COUNT>(args.x, find_unit(args, unit + i * step).x, words[i]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AMAX_UNROLL; i++) {
+            float values[COUNT < 4 ? 4 : COUNT];
+            widen_unit<TYPE, COUNT>(words[i], values);
+#pragma unroll
+            for (int k = 0; k < COUNT; k++) {
+                amax = fmaxf(amax, fabsf(values[k])); /* passes over NaN */
+            }
+        }
+    }
+    if (blockIdx.x == 0 && (int)threadIdx.x < args.tail) {
+        const float value =
+            load_value(args.x, (smla_float_type)TYPE, args.num_units * COUNT + threadIdx.x);
+        amax = fmaxf(amax, fabsf(value));
+    }
+    const float largest = max_of_block(amax);
+    if (threadIdx.x == 0) {
+        const float scale = fmaxf(fminf(largest, FLT_MAX), 1e-10f) / SMLA_E4M3_MAX;
+        atomicMax((int *)args.scale, (int)smla_float_bits(scale));
+    }
+}
+
+/* ---- quantize ------------------------------------------------------------------------------ */
+
+template <int TYPE, int COUNT>
+__global__ void
+__launch_bounds__(BLOCK_THREADS) quantize_kernel(const __grid_constant__ quant_args args)
+{
+    ptx_wait_for_grids();
+    constexpr int WORDS = TYPE == SMLA_FLOAT_FP32 ? COUNT : (COUNT + 1) / 2;
+    constexpr int BLOCK_UNITS = BLOCK_THREADS * QUANTIZE_UNROLL;
+    const smla_scale by = smla_make_scale(*args.scale);
+    const int64_t num_blocks = (args.num_units + BLOCK_UNITS - 1) / BLOCK_UNITS;
+    for (int64_t block = num_blocks - 1 - blockIdx.x; block >= 0; block -= gridDim.x) {
+        const int64_t first = block * BLOCK_UNITS + threadIdx.x;
+        unit_place places[QUANTIZE_UNROLL];
+        uint32_t words[QUANTIZE_UNROLL][WORDS];
+#pragma unroll
+        for (int i = 0; i < QUANTIZE_UNROLL; i++) {
+            if (first + i * BLOCK_THREADS < args.num_units) {
+                places[i] = find_unit(args, first + i * BLOCK_THREADS);
+                load_unit<TYPE, COUNT>(args.x, places[i].x, words[i]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < QUANTIZE_UNROLL; i++) {
+            if (first + i * BLOCK_THREADS < args.num_units) {
+                float values[COUNT < 4 ? 4 : COUNT];
+                uint32_t bytes[COUNT < 4 ? 1 : COUNT / 4];
+                widen_unit<TYPE, COUNT>(words[i], values);
+#pragma unroll
+                for (int k = 0; k < (COUNT + 3) / 4; k++) {
+                    const float *const x = values + 4 * k;
+                    bytes[k] = smla_quantize_x4(x, smla_signs_of_floats(x), by);
+                }
+                if constexpr (COUNT == 1) {
+                    args.out[places[i].out] = (uint8_t)bytes[0];
+                } else {
+                    smla_store_words<COUNT, true>(args.out + places[i].out, bytes);
+                }
+            }
+        }
+    }
+    if (blockIdx.x == 0 && (int)threadIdx.x < args.tail) {
+        const int64_t at = args.num_units * COUNT + threadIdx.x;
+        const float value = load_value(args.x, (smla_float_type)TYPE, at);
+        args.out[at] = smla_float_to_e4m3(value / by.scale);
+    }
+}
+
+struct quant_row {
+    smla_float_type type;
+    int32_t count; /* elements of a unit */
+    void (*find_amax)(quant_args);
+    void (*quantize)(quant_args);
+};
+
+const quant_row quant_rows[] = {
+    {SMLA_FLOAT_BF16, 8, amax_kernel<SMLA_FLOAT_BF16, 8>, quantize_kernel<SMLA_FLOAT_BF16, 8>},
+    {SMLA_FLOAT_BF16, 1, amax_kernel<SMLA_FLOAT_BF16, 1>, quantize_kernel<SMLA_FLOAT_BF16, 1>},
+    {SMLA_FLOAT_FP16, 8, amax_kernel<SMLA_FLOAT_FP16, 8>, quantize_kernel<SMLA_FLOAT_FP16, 8>},
+    {SMLA_FLOAT_FP16, 1, amax_kernel<SMLA_FLOAT_FP16, 1>, quantize_kernel<SMLA_FLOAT_FP16, 1>},
+    {SMLA_FLOAT_FP32, 4, amax_kernel<SMLA_FLOAT_FP32, 4>, quantize_kernel<SMLA_FLOAT_FP32, 4>},
+    {SMLA_FLOAT_FP32, 1, amax_kernel<SMLA_FLOAT_FP32, 1>, quantize_kernel<SMLA_FLOAT_FP32, 1>},
+};
+
+/* Whether units of `count` are contiguous, aligned, and fill every row. */
+bool
+has_units(const smla_quant_params *p, int32_t count)
+{
+    const int last = p->ndim - 1;
+    const int64_t element_bytes = 16 / count;
+    bool good = p->x_strides[last] == 1 && p->out_strides[last] == 1 &&
+                (last == 0 || p->shape[last] % count == 0) && smla_is_multiple(p->x, 0, 16) &&
+                smla_is_multiple(p->out, 0, count);
+    for (int i = 0; i < last; i++) {
+        good = good && p->x_strides[i] * element_bytes % 16 == 0 && p->out_strides[i] % count == 0;
+    }
+    return good;
+}
+
+/* `p` has no dimension that could be merged, and no size of 0. */
+quant_args
+make_quant_args(const smla_quant_params *p, int32_t count)
+{
+    const int last = p->ndim - 1;
+    quant_args args = {};
+    args.x = p->x;
+    args.out = p->out;
+    args.scale = p->scale;
+    args.ndim = p->ndim;
+    args.num_units = 1;
+    for (int i = 0; i <= last; i++) {
+        const int64_t units = i == last ? p->shape[i] / count : p->shape[i];
+        args.num_units *= units;
+        args.sizes[i] = smla_make_divisor(units > 0 ? units : 1);
+        args.x_strides[i] = i == last ? p->x_strides[i] * count : p->x_strides[i];
+        args.out_strides[i] = i == last ? p->out_strides[i] * count : p->out_strides[i];
+    }
+    args.tail = (int32_t)(p->shape[last] % count);
+    return args;
+}
+
+/* ---- split --------------------------------------------------------------------------------- */
+
+struct split_args {
+    smla_split_weight_params p;
+    int64_t num_columns;
+    smla_divisor head_columns; /* Pn + Pv */
+};
+
+__device__ __forceinline__ uint16_t
+read_weight(const smla_split_weight_params &p, int64_t latent, int64_t column)
+{
+    const int64_t at = latent * p.stride_in + column * p.stride_out;
+    if (p.type == SMLA_FLOAT_BF16 && p.scale == nullptr) {
+        return __ldg((const uint16_t *)p.weight + at);
+    }
+    const float value = load_value(p.weight, p.type, at);
+    if (p.scale == nullptr) {
+        return smla_float_to_bf16(value);
+    }
+    const float scale = __ldg(p.scale + latent / SMLA_SCALE_TILE * p.scale_stride_in +
+                              column / SMLA_SCALE_TILE * p.scale_stride_out);
+    return smla_float_to_bf16(smla_scale_value(value, scale));
+}
+
+__device__ __forceinline__ void
+write_weight(const split_args &args, int64_t latent, int64_t column, uint16_t value)
+{
+    const smla_split_weight_params &p = args.p;
+    const int64_t head = smla_divide(column, args.head_columns);
+    const int64_t i = column - head * args.head_columns.divisor;
+    if (i < p.nope_dim) {
+        p.w_uk[latent * p.w_uk_stride_in + head * p.w_uk_stride_head + i] = value;
+    } else {
+        p.w_uv[latent * p.w_uv_stride_in + head * p.w_uv_stride_head + i - p.nope_dim] = value;
+    }
+}
+
+__global__ void
+__launch_bounds__(TILE_SIDE *TILE_ROWS) split_kernel(const __grid_constant__ split_args args)
+{
+    ptx_wait_for_grids();
+    __shared__ uint32_t tile[TILE_SIDE][TILE_SIDE + 1]; /* [latent][column] */
+    constexpr int LATENT_TILES = SMLA_KV_LORA_RANK / TILE_SIDE;
+    const int x = (int)threadIdx.x % TILE_SIDE;
+    const int y = (int)threadIdx.x / TILE_SIDE;
+    const bool is_transposed = llabs(args.p.stride_in) < llabs(args.p.stride_out);
+    const int64_t num_tiles = (args.num_columns + TILE_SIDE - 1) / TILE_SIDE * LATENT_TILES;
+    for (int64_t index = blockIdx.x; index < num_tiles; index += gridDim.x) {
+        const int64_t latent = index % LATENT_TILES * TILE_SIDE;
+        const int64_t column = index / LATENT_TILES * TILE_SIDE;
+        for (int i = y; i < TILE_SIDE; i += TILE_ROWS) {
+            const int row = is_transposed ? x : i;
+            const int col = is_transposed ? i : x;
+            if (column + col < args.num_columns) {
+                tile[row][col] = read_weight(args.p, latent + row, column + col);
+            }
+        }
+        __syncthreads(); /* tile written */
+        for (int i = y; i < TILE_SIDE; i += TILE_ROWS) {
+            if (column + x < args.num_columns) {
+                write_weight(args, latent + i, column + x, (uint16_t)tile[i][x]);
+            }
+        }
+        __syncthreads(); /* tile read */
+    }
+}
+
+} /* namespace */
+
+/* ---- Launchers ----------------------------------------------------------------------------- */
+
+cudaError_t
+smla_cuda_launch_quant(const smla_quant_params *params, const smla_cuda_device *device)
+{
+    quant_args args = {};
+    args.scale = params->scale;
+    int32_t count = 1;
+    if (smla_count_elements(params) > 0) {
+        const smla_quant_params p = smla_merge_dims(params);
+        const int32_t vector = p.type == SMLA_FLOAT_FP32 ? 4 : 8;
+        count = has_units(&p, vector) ? vector : 1;
+        args = make_quant_args(&p, count);
+    }
+    const int64_t most_blocks = (int64_t)device->num_sms * AMAX_BLOCKS_PER_SM;
+    const int64_t amax_blocks = smla_count_parts(args.num_units, BLOCK_THREADS * AMAX_UNROLL);
+    const int64_t num_blocks = smla_count_parts(args.num_units, BLOCK_THREADS * QUANTIZE_UNROLL);
+    const cudaError_t cleared = cudaMemsetAsync(params->scale, 0, sizeof *params->scale,
+                                                (cudaStream_t)params->stream.handle);
+    if (cleared != cudaSuccess) {
+        return cleared;
+    }
+    for (const quant_row &row : quant_rows) {
+        if (row.type != params->type || row.count != count) {
+            continue;
+        }
+        /* A block at least: it is who writes the scale of nothing, and the tail. */
+        const cudaError_t found = smla_launch(row.find_amax, args,
+                                              amax_blocks < 1             ? 1
+                                              : amax_blocks < most_blocks ? amax_blocks
+                                                                          : most_blocks,
+                                              BLOCK_THREADS, 0, params->stream);
+        return found != cudaSuccess
+                   ? found
+                   : smla_launch(row.quantize, args, num_blocks < 1 ? 1 : num_blocks, BLOCK_THREADS,
+                                 0, params->stream);
+    }
+    return cudaErrorInvalidDeviceFunction;
+}
+
+cudaError_t
+smla_cuda_launch_split_weight(const smla_split_weight_params *p)
+{
+    const int64_t head_columns = p->nope_dim + p->value_dim;
+    if (head_columns == 0) {
+        return cudaSuccess;
+    }
+    const split_args args = {*p, p->num_heads * head_columns, smla_make_divisor(head_columns)};
+    const int64_t num_tiles =
+        smla_count_parts(args.num_columns, TILE_SIDE) * (SMLA_KV_LORA_RANK / TILE_SIDE);
+    return smla_launch(split_kernel, args, num_tiles, TILE_SIDE * TILE_ROWS, 0, p->stream);
+}

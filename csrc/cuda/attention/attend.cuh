@@ -1,0 +1,796 @@
+/* attend.cuh: the CTA of attention_sm80.cu, which describes it, as code that other kernels can run.
+ *
+ * The kernel of attention_sm80.cu is nothing else. attention_sm90.cu gives its eight consumer warps
+ * to it for the rows that its own protocol does not hold.
+ */
+#ifndef SMLA_CUDA_ATTEND_CUH
+#define SMLA_CUDA_ATTEND_CUH
+
+#include "cuda/attention/key_rows.cuh"
+#include "cuda/attention/one_key.cuh"
+#include "cuda/attention/softmax.cuh"
+#include "cuda/ptx/numeric.cuh"
+
+enum {
+    CTA_THREADS = CTA_WARPS * SMLA_WARP_LANES,
+    GROUPS = SMLA_SM80_GROUPS,
+    ROW_BYTES = SMLA_HEAD_DIM * 2,
+    SEGMENT_BYTES = 128,                         /* eight chunks: what the swizzle stays in */
+    WARP_VALUES = SMLA_KV_LORA_RANK / CTA_WARPS, /* of out */
+    PROB_ROW_BYTES = KEYS * 2,
+};
+
+static_assert((int)GROUPS == (int)SMLA_NUM_SCALE_TILES,
+              "a group of dimensions has one scale per key");
+static_assert(SMLA_SCALE_TILE % WARP_VALUES == 0, "a warp's values have one scale per key");
+
+/* Everything that depends on the number of heads in a CTA. */
+template <int HEADS_, int FORMATS_> struct tile {
+    static constexpr int HEADS = HEADS_;
+    static constexpr int FORMATS = FORMATS_;
+    static constexpr int VERSIONS = SMLA_SM80_VERSIONS(FORMATS_); /* of the weights */
+    /* score: a warp's part of the HEADS x KEYS scores, and of them 16 x 8 pieces */
+    static constexpr int WARP_HEADS = HEADS < 32 ? HEADS : 32;
+    static constexpr int WARPS_ALONG_HEADS = HEADS / WARP_HEADS;
+    static constexpr int WARP_COLUMNS = KEYS * WARPS_ALONG_HEADS / 2;
+    static constexpr int SCORE_M = WARP_HEADS / 16;
+    static constexpr int SCORE_N = WARP_COLUMNS / 8;
+    /* weigh: lanes of a head, keys of a lane */
+    static constexpr int LANES = CTA_THREADS / HEADS;
+    static constexpr int LANE_KEYS = KEYS / LANES;
+    /* add: 16 x 8 pieces of a warp's part of out */
+    static constexpr int OUT_M = HEADS / 16;
+    static constexpr int OUT_N = WARP_VALUES / 8;
+};
+
+/* The softmax row of a head (softmax.cuh), without its out. */
+typedef struct softmax_row {
+    float max_log2;
+    float sum;
+    float excess; /* how much too large sum is */
+    float unused; /* rows are 16 bytes apart */
+} softmax_row;
+
+template <typename Tile> struct shared_memory {
+    alignas(128) uint16_t query[Tile::HEADS][SMLA_HEAD_DIM];
+    alignas(128) uint16_t keys[KEYS][SMLA_HEAD_DIM];
+    alignas(128) uint16_t probs[Tile::VERSIONS][Tile::HEADS][KEYS];
+    alignas(128) float scores[GROUPS][Tile::HEADS][KEYS];
+    alignas(128) float scales[SMLA_NUM_SCALE_TILES][KEYS];
+    alignas(128) int32_t is_key[KEYS];
+    alignas(128) float factor[Tile::HEADS];
+    alignas(128) softmax_row rows[Tile::HEADS];
+};
+
+/* Works are numbered by token, split and tile of heads. Tiles of a token and split are neighbours,
+ * for they gather the same rows: L2 serves all but the first. */
+static __device__ __forceinline__ cta_work
+make_work(const attention_launch &launch, int32_t token, int32_t split, int32_t tile,
+          int heads_per_cta)
+{
+    cta_work work;
+    work.token = token;
+    work.split = split;
+    work.num_segments = launch.num_segments;
+    work.first_head = tile * heads_per_cta;
+    work.num_heads = min((int32_t)launch.params.num_heads - work.first_head, heads_per_cta);
+    work.first_row = NOT_PARTIAL;
+    if (launch.params.num_splits > 1) {
+        work.first_row = (token * launch.params.num_splits + split) * (int)launch.params.num_heads +
+                         work.first_head;
+    }
+    return work;
+}
+
+/* A work by its number, where a token and split has num_tiles. By divisions: the portable kernels
+ * have no registers for divisors that are multiplied with. */
+static __device__ __forceinline__ cta_work
+find_work(const attention_launch &launch, uint32_t num_tiles, int cta, int heads_per_cta)
+{
+    const uint32_t num_splits = (uint32_t)launch.params.num_splits;
+    const uint32_t part = (uint32_t)cta / num_tiles;
+    return make_work(launch, (int32_t)(part / num_splits), (int32_t)(part % num_splits),
+                     (int32_t)((uint32_t)cta % num_tiles), heads_per_cta);
+}
+
+/* The same without a division, for launch.head_tiles: Hopper's launches begin with it. Behind the
+ * last one are works of no heads and no columns: nothing is read for them, and nothing written. */
+static __device__ __forceinline__ cta_work
+find_numbered_work(const attention_launch &launch, int idx, int heads_per_cta)
+{
+    const int part = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
+    const int token = (int)smla_divide_uint32((uint32_t)part, launch.num_splits);
+    cta_work work = make_work(launch, token, part - token * launch.params.num_splits,
+                              idx - part * (int)launch.head_tiles.divisor, heads_per_cta);
+    if (token >= launch.params.num_tokens) {
+        work.token = 0;
+        work.num_segments = 0;
+        work.num_heads = 0;
+    }
+    return work;
+}
+
+/* ---- Parts of works ------------------------------------------------------------------------- */
+
+/* Where a launch may cut works (cut_works.cuh), a work is known by a word: its number, its
+ * segments, and if it is a part of a work, which one of how many. The first part of a work is
+ * its head, the others are pieces, which have numbers over all works. */
+enum {
+    NUM_SEGMENTS = 16, /* of a work: equal numbers of columns */
+    MAX_PARTS = 8,     /* of a work */
+    MAX_CUT_WORKS = 256,
+    WHOLE_WORK = -1, /* instead of such a word: a work of a launch that cuts none */
+};
+
+static __device__ __forceinline__ int
+make_part(int idx, int begin, int end, int nth, int count, int first_piece)
+{
+    return idx | begin << 8 | (end - 1) << 12 | nth << 16 | (count - 1) << 19 | first_piece << 22;
+}
+
+static __device__ __forceinline__ int
+work_of_part(int part)
+{
+    return part & (MAX_CUT_WORKS - 1);
+}
+
+static __device__ __forceinline__ int
+count_parts(int part)
+{
+    return (part >> 19 & (MAX_PARTS - 1)) + 1;
+}
+
+/* Which slot of partial rows the n-th part of the same work has: heads have the first ones. */
+static __device__ __forceinline__ int
+slot_of_part(int part, int n)
+{
+    return n == 0 ? work_of_part(part) : (int)gridDim.x + (part >> 22) + n - 1;
+}
+
+/* Where the partial rows of a part begin. Rows that are done again come in smaller tiles of
+ * heads. */
+static __device__ __forceinline__ int32_t
+find_first_row(const attention_launch &launch, int part, int32_t first_head)
+{
+    const int slot = slot_of_part(part, part >> 16 & (MAX_PARTS - 1));
+    return count_parts(part) == 1
+               ? (int32_t)NOT_PARTIAL
+               : slot * launch.slot_heads + (first_head & (launch.tile_heads - 1));
+}
+
+/* Makes a work the part of itself that the word says. */
+static __device__ __forceinline__ void
+take_part(const attention_launch &launch, int part, cta_work *work)
+{
+    work->split = part >> 8 & (NUM_SEGMENTS - 1);
+    work->num_segments = (part >> 12 & (NUM_SEGMENTS - 1)) + 1 - work->split;
+    work->first_row = find_first_row(launch, part, work->first_head);
+}
+
+/* The same as find_work, of a part of it. */
+static __device__ __forceinline__ cta_work
+find_part(const attention_launch &launch, uint32_t num_tiles, int cta, int part, int heads_per_cta)
+{
+    cta_work work = find_work(launch, num_tiles, cta, heads_per_cta);
+    if (part != WHOLE_WORK) {
+        take_part(launch, part, &work);
+    }
+    return work;
+}
+
+/* The work that nth_work (work_order.cuh) names. */
+static __device__ __forceinline__ cta_work
+find_ordered_work(const attention_launch &launch, int number, int heads_per_cta)
+{
+    const bool is_part = launch.num_segments > 1;
+    cta_work work =
+        find_numbered_work(launch, is_part ? work_of_part(number) : number, heads_per_cta);
+    if (is_part && work.num_heads != 0) {
+        take_part(launch, number, &work);
+    }
+    return work;
+}
+
+/* ---- Query --------------------------------------------------------------------------------- */
+
+/* Starts the copy of the tile's query; it is there after ptx_cp_async_wait_all and a barrier. */
+template <typename Tile>
+static __device__ __forceinline__ void
+start_query(const attention_launch &launch, const cta_work &work, int thread,
+            shared_memory<Tile> *shared)
+{
+    const smla_attention_params &params = launch.params;
+    const uint16_t *const nope = params.q_nope + work.token * params.q_nope_stride_token +
+                                 work.first_head * params.q_nope_stride_head;
+    const uint16_t *const rope = params.q_pe + work.token * params.q_pe_stride_token +
+                                 work.first_head * params.q_pe_stride_head;
+#pragma unroll 2
+    for (int i = thread; i < Tile::HEADS * ROW_CHUNKS; i += CTA_THREADS) {
+        const int head = i / ROW_CHUNKS;
+        const int chunk = i % ROW_CHUNKS;
+        const uint16_t *const from =
+            chunk < NOPE_CHUNKS ? nope + head * params.q_nope_stride_head + chunk * 8
+                                : rope + head * params.q_pe_stride_head + (chunk - NOPE_CHUNKS) * 8;
+        uint4 *const to = chunk_of(shared->query, head, chunk);
+        if (head >= work.num_heads) {
+            *to = make_uint4(0, 0, 0, 0);
+        } else if (launch.q_is_aligned) {
+            ptx_cp_async_16(ptx_shared_address(to), from);
+        } else {
+            uint32_t words[4];
+            smla_load_words<16, false>(from, words);
+            *to = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+    }
+}
+
+/* ---- Score --------------------------------------------------------------------------------- */
+
+/* Partial scores are written two keys at a time by lanes of eight heads, and read by lanes along a
+ * head: the XOR puts both on all banks. */
+static __device__ __forceinline__ int
+score_flip(int row)
+{
+    return (row & 3) << 3 ^ (row & 1) << 2;
+}
+
+/* One step of 16 dimensions: chunks `flip_bytes / 16` and the next of segment `segment`. The
+ * addresses are those of chunk 0 or 1 of the lane's rows in segment 0. */
+template <typename Tile>
+static __device__ __forceinline__ void
+score_step(uint32_t query_address, uint32_t key_address, int segment, int flip_bytes,
+           float acc[Tile::SCORE_M][Tile::SCORE_N][4])
+{
+    uint32_t a[Tile::SCORE_M][4];
+    uint32_t b[Tile::SCORE_N / 2][4];
+#pragma unroll
+    for (int m = 0; m < Tile::SCORE_M; m++) {
+        ptx_ldmatrix_x4((query_address ^ flip_bytes) + segment * SEGMENT_BYTES + m * 16 * ROW_BYTES,
+                        a[m]);
+    }
+#pragma unroll
+    for (int n = 0; n < Tile::SCORE_N / 2; n++) {
+        ptx_ldmatrix_x4((key_address ^ flip_bytes) + segment * SEGMENT_BYTES + n * 16 * ROW_BYTES,
+                        b[n]);
+    }
+#pragma unroll
+    for (int n = 0; n < Tile::SCORE_N; n++) {
+#pragma unroll
+        for (int m = 0; m < Tile::SCORE_M; m++) {
+            ptx_mma_bf16(acc[m][n], a[m], b[n / 2] + n % 2 * 2);
+        }
+    }
+}
+
+/* scores[group] = the group's share of q . k, for a warp's heads and keys. */
+template <typename Tile>
+static __device__ __forceinline__ void
+score_block(shared_memory<Tile> *shared, int thread)
+{
+    const int warp = thread / SMLA_WARP_LANES;
+    const int lane = thread % SMLA_WARP_LANES;
+    const int group = warp % GROUPS;
+    const int half = warp / GROUPS;
+    const int first_head = Tile::WARPS_ALONG_HEADS == 2 ? half * Tile::WARP_HEADS : 0;
+    const int first_key = Tile::WARPS_ALONG_HEADS == 2 ? 0 : half * Tile::WARP_COLUMNS;
+    /* ldmatrix, A: matrices are (rows 0-7, 8-15) x (chunk 0, 1), rows first; B: chunks first. */
+    const int head = first_head + lane % 16;
+    const int key = first_key + lane % 8 + lane / 16 * 8;
+    const uint32_t query_address = ptx_shared_address(chunk_of(shared->query, head, lane / 16));
+    const uint32_t key_address = ptx_shared_address(chunk_of(shared->keys, key, lane / 8 % 2));
+    float acc[Tile::SCORE_M][Tile::SCORE_N][4] = {};
+#pragma unroll
+    for (int k = 0; k < SMLA_SCALE_TILE / 16; k++) {
+        score_step<Tile>(query_address, key_address, 2 * group + k / 4, k % 4 * 32, acc);
+    }
+    const int row = lane / 4;
+    const int column = first_key + lane % 4 * 2;
+    if (Tile::FORMATS != SMLA_ROWS_BF16) {
+#pragma unroll
+        for (int n = 0; n < Tile::SCORE_N; n++) {
+            const float2 scale = *(const float2 *)&shared->scales[group][column + 8 * n];
+#pragma unroll
+            for (int m = 0; m < Tile::SCORE_M; m++) {
+                acc[m][n][0] *= scale.x;
+                acc[m][n][1] *= scale.y;
+                acc[m][n][2] *= scale.x;
+                acc[m][n][3] *= scale.y;
+            }
+        }
+    }
+    score_step<Tile>(query_address, key_address, NOPE_CHUNKS / 8, group * 32, acc);
+#pragma unroll
+    for (int m = 0; m < Tile::SCORE_M; m++) {
+        float (*const scores)[KEYS] = &shared->scores[group][first_head + 16 * m + row];
+        const int flip = score_flip(row); /* of row + 8, too */
+#pragma unroll
+        for (int n = 0; n < Tile::SCORE_N; n++) {
+            const int at = (column + 8 * n) ^ flip;
+            *(float2 *)&scores[0][at] = make_float2(acc[m][n][0], acc[m][n][1]);
+            *(float2 *)&scores[8][at] = make_float2(acc[m][n][2], acc[m][n][3]);
+        }
+    }
+}
+
+/* ---- Weigh --------------------------------------------------------------------------------- */
+
+/* LANE_KEYS values from shared memory, in pieces of 16 bytes at most; `flip` swaps the pieces. */
+template <int COUNT>
+static __device__ __forceinline__ void
+read_values(const float *row, int first, int flip, float values[COUNT])
+{
+    if constexpr (COUNT == 2) {
+        const float2 pair = *(const float2 *)&row[first ^ flip];
+        values[0] = pair.x;
+        values[1] = pair.y;
+    } else {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 4) {
+            const float4 four = *(const float4 *)&row[(first + i) ^ flip];
+            values[i] = four.x;
+            values[i + 1] = four.y;
+            values[i + 2] = four.z;
+            values[i + 3] = four.w;
+        }
+    }
+}
+
+/* The scores of a lane's keys: their partial sums, two and two. */
+template <typename Tile>
+static __device__ __forceinline__ void
+read_scores(const shared_memory<Tile> *shared, int head, int first_key,
+            float scores[Tile::LANE_KEYS])
+{
+    constexpr int COUNT = Tile::LANE_KEYS;
+    const int flip = score_flip(head);
+#pragma unroll
+    for (int group = 0; group < GROUPS; group += 2) {
+        float parts[2][COUNT];
+        read_values<COUNT>(shared->scores[group][head], first_key, flip, parts[0]);
+        read_values<COUNT>(shared->scores[group + 1][head], first_key, flip, parts[1]);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const float pair = parts[0][i] + parts[1][i];
+            scores[i] = group == 0 ? pair : scores[i] + pair;
+        }
+    }
+}
+
+/* Sums in pairs: half as deep as a chain at two values, a third at eight, and exact for a power of
+ * two of equal terms. */
+template <int COUNT>
+static __device__ __forceinline__ float
+sum_values(const float *values)
+{
+    if constexpr (COUNT == 1) {
+        return values[0];
+    } else {
+        return sum_values<COUNT / 2>(values) + sum_values<COUNT / 2>(values + COUNT / 2);
+    }
+}
+
+/* Takes `block_sum` into the row, whose sum shrinks by a power of two first. */
+static __device__ __forceinline__ void
+add_to_sum(softmax_row *row, float shrink, float block_sum)
+{
+    const float older = row->sum * shrink;
+    const float term = block_sum - row->excess * shrink;
+    row->sum = older + term;
+    row->excess = (row->sum - older) - term;
+}
+
+template <int COUNT>
+static __device__ __forceinline__ void
+store_shared(void *to, const uint32_t words[COUNT])
+{
+    if constexpr (COUNT == 4) {
+        *(uint4 *)to = make_uint4(words[0], words[1], words[2], words[3]);
+    } else if constexpr (COUNT == 2) {
+        *(uint2 *)to = make_uint2(words[0], words[1]);
+    } else {
+        *(uint32_t *)to = words[0];
+    }
+}
+
+/* probs[version] = bf16(weight * scale) of a lane's keys. */
+template <typename Tile>
+static __device__ __forceinline__ void
+store_weights(shared_memory<Tile> *shared, int head, int first_key,
+              const float weights[Tile::LANE_KEYS])
+{
+    const int at = first_key ^ (head / 2 % 4) * 8;
+#pragma unroll
+    for (int version = 0; version < Tile::VERSIONS; version++) {
+        float scaled[Tile::LANE_KEYS];
+        uint32_t words[Tile::LANE_KEYS / 2];
+        if constexpr (Tile::FORMATS != SMLA_ROWS_BF16) {
+            read_values<Tile::LANE_KEYS>(shared->scales[version], first_key, 0, scaled);
+        }
+#pragma unroll
+        for (int i = 0; i < Tile::LANE_KEYS; i++) {
+            scaled[i] = Tile::FORMATS == SMLA_ROWS_BF16 ? weights[i] : weights[i] * scaled[i];
+        }
+#pragma unroll
+        for (int i = 0; i < Tile::LANE_KEYS / 2; i++) {
+            words[i] = smla_cvt_bf16x2(scaled[2 * i], scaled[2 * i + 1]);
+        }
+        store_shared<Tile::LANE_KEYS / 2>(&shared->probs[version][head][at], words);
+    }
+}
+
+/* By the thread that finishes the row: there may be no block, and no barrier before that. */
+template <typename Tile>
+static __device__ __forceinline__ void
+start_rows(int thread, shared_memory<Tile> *shared)
+{
+    if (thread % Tile::LANES == 0) {
+        shared->rows[thread / Tile::LANES] = softmax_row{-INFINITY, 0.0f, 0.0f, 0.0f};
+    }
+}
+
+/* Scores -> weights, for the lane's keys of its head; the row moves on, and factor says what older
+ * sums are multiplied with. */
+template <typename Tile>
+static __device__ __forceinline__ void
+weigh_block(shared_memory<Tile> *shared, float scale_log2, int thread)
+{
+    constexpr int COUNT = Tile::LANE_KEYS;
+    const int head = thread / Tile::LANES;
+    const int first_key = thread % Tile::LANES * COUNT;
+    softmax_row row = shared->rows[head];
+    float weights[COUNT];
+    float max_log2 = row.max_log2;
+    read_scores<Tile>(shared, head, first_key, weights);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        weights[i] = shared->is_key[first_key + i] ? weights[i] * scale_log2 : -INFINITY;
+        max_log2 = fmaxf(max_log2, weights[i]);
+    }
+#pragma unroll
+    for (int step = 1; step < Tile::LANES; step *= 2) {
+        max_log2 = fmaxf(max_log2, __shfl_xor_sync(0xFFFFFFFFu, max_log2, step));
+    }
+    const float reference = softmax_reference(max_log2);
+    const float shrink = softmax_rescale(row.max_log2, reference);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        weights[i] = ptx_exp2(weights[i] - reference);
+    }
+    float sum = sum_values<COUNT>(weights);
+#pragma unroll
+    for (int step = 1; step < Tile::LANES; step *= 2) {
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+    }
+    store_weights<Tile>(shared, head, first_key, weights);
+    add_to_sum(&row, shrink, sum);
+    row.max_log2 = max_log2;
+    __syncwarp(); /* every lane of the head has read the row */
+    if (thread % Tile::LANES == 0) {
+        shared->rows[head] = row;
+        shared->factor[head] = shrink;
+    }
+}
+
+/* ---- Add ----------------------------------------------------------------------------------- */
+
+/* out *= factor of its head. Mostly all are 1: the integer reference seldom moves. */
+template <typename Tile>
+static __device__ __forceinline__ void
+shrink_out(const shared_memory<Tile> *shared, int lane, float out[Tile::OUT_M][Tile::OUT_N][4])
+{
+    float factor[Tile::OUT_M][2];
+    bool is_one = true;
+#pragma unroll
+    for (int m = 0; m < Tile::OUT_M; m++) {
+        factor[m][0] = shared->factor[16 * m + lane / 4];
+        factor[m][1] = shared->factor[16 * m + lane / 4 + 8];
+        is_one = is_one && factor[m][0] == 1.0f && factor[m][1] == 1.0f;
+    }
+    if (__all_sync(0xFFFFFFFFu, is_one)) {
+        return;
+    }
+#pragma unroll
+    for (int m = 0; m < Tile::OUT_M; m++) {
+#pragma unroll
+        for (int n = 0; n < Tile::OUT_N; n++) {
+            out[m][n][0] *= factor[m][0];
+            out[m][n][1] *= factor[m][0];
+            out[m][n][2] *= factor[m][1];
+            out[m][n][3] *= factor[m][1];
+        }
+    }
+}
+
+/* out += weights * values, for a warp's values of all heads. */
+template <typename Tile>
+static __device__ __forceinline__ void
+add_block(shared_memory<Tile> *shared, int thread, float out[Tile::OUT_M][Tile::OUT_N][4])
+{
+    const int warp = thread / SMLA_WARP_LANES;
+    const int lane = thread % SMLA_WARP_LANES;
+    shrink_out<Tile>(shared, lane, out);
+    const int version =
+        Tile::VERSIONS == 1 ? 0 : warp * WARP_VALUES / SMLA_SCALE_TILE; /* the values' scale tile */
+    const int row = lane % 16;
+    const uint32_t prob_address =
+        ptx_shared_address(&shared->probs[version][row][(lane / 16 ^ row / 2 % 4) * 8]);
+    const uint32_t value_address =
+        ptx_shared_address(chunk_of(shared->keys, row, warp * (WARP_VALUES / 8) + lane / 16));
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; k++) {
+        uint32_t a[Tile::OUT_M][4];
+#pragma unroll
+        for (int m = 0; m < Tile::OUT_M; m++) {
+            ptx_ldmatrix_x4((prob_address ^ k * 32) + m * 16 * PROB_ROW_BYTES, a[m]);
+        }
+#pragma unroll
+        for (int n = 0; n < Tile::OUT_N; n += 2) {
+            uint32_t b[4];
+            ptx_ldmatrix_x4_trans((value_address ^ n * 16) + k * 16 * ROW_BYTES, b);
+#pragma unroll
+            for (int m = 0; m < Tile::OUT_M; m++) {
+                ptx_mma_bf16(out[m][n], a[m], b);
+                ptx_mma_bf16(out[m][n + 1], a[m], b + 2);
+            }
+        }
+    }
+}
+
+/* ---- Results ------------------------------------------------------------------------------- */
+
+/* One split: out * factor, rounded once. */
+template <typename Tile>
+static __device__ __forceinline__ void
+write_out(const attention_launch &launch, const cta_work &work, int head, int first_value,
+          float factor, const float out[Tile::OUT_N][4], int piece)
+{
+    const smla_attention_params &params = launch.params;
+    uint16_t *const to = params.out + work.token * params.out_stride_token +
+                         (work.first_head + head) * params.out_stride_head + first_value;
+#pragma unroll
+    for (int n = 0; n < Tile::OUT_N; n++) {
+        const uint32_t pair =
+            smla_cvt_bf16x2(out[n][2 * piece] * factor, out[n][2 * piece + 1] * factor);
+        if (launch.out_is_paired) {
+            smla_store_words<4, true>(to + 8 * n, &pair);
+        } else {
+            smla_store_words<4, false>(to + 8 * n, &pair);
+        }
+    }
+}
+
+/* More splits: as it is, for the combine kernel. */
+template <typename Tile>
+static __device__ __forceinline__ void
+write_partial(float *to, const float out[Tile::OUT_N][4], int piece)
+{
+#pragma unroll
+    for (int n = 0; n < Tile::OUT_N; n++) {
+        *(float2 *)(to + 8 * n) = make_float2(out[n][2 * piece], out[n][2 * piece + 1]);
+    }
+}
+
+/* Leaves in `factor` what write_out multiplies with; with splits, 0 where a row stays unwritten. */
+template <typename Tile>
+static __device__ __forceinline__ void
+finish_rows(const attention_launch &launch, const cta_work &work, int thread,
+            shared_memory<Tile> *shared)
+{
+    const int head = thread / Tile::LANES;
+    if (thread % Tile::LANES != 0 || head >= work.num_heads) {
+        return;
+    }
+    const softmax_row row = shared->rows[head];
+    if (work.first_row == NOT_PARTIAL) {
+        const float sink = softmax_sink(launch.params, work.first_head + head);
+        shared->factor[head] = softmax_finish(launch.params, work.token, work.first_head + head,
+                                              row.max_log2, row.sum, sink, true);
+        return;
+    }
+    *(float2 *)(launch.partials.state + 2 * ((int64_t)work.first_row + head)) =
+        make_float2(row.max_log2, row.sum);
+    shared->factor[head] = row.sum == 0.0f ? 0.0f : 1.0f;
+}
+
+template <typename Tile>
+static __device__ __forceinline__ void
+write_results(const attention_launch &launch, const cta_work &work, int thread,
+              const shared_memory<Tile> *shared, const float out[Tile::OUT_M][Tile::OUT_N][4])
+{
+    const int warp = thread / SMLA_WARP_LANES;
+    const int lane = thread % SMLA_WARP_LANES;
+    const int first_value = warp * WARP_VALUES + lane % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < Tile::OUT_M; m++) {
+#pragma unroll
+        for (int piece = 0; piece < 2; piece++) {
+            const int head = 16 * m + 8 * piece + lane / 4;
+            if (head >= work.num_heads) {
+                continue;
+            }
+            const float factor = shared->factor[head];
+            if (work.first_row == NOT_PARTIAL) {
+                write_out<Tile>(launch, work, head, first_value, factor, out[m], piece);
+            } else if (factor != 0.0f) {
+                write_partial<Tile>(launch.partials.out +
+                                        ((int64_t)work.first_row + head) * SMLA_KV_LORA_RANK +
+                                        first_value,
+                                    out[m], piece);
+            }
+        }
+    }
+}
+
+/* ---- One key ------------------------------------------------------------------------------- */
+
+/* A key of a work. */
+typedef struct listed_key {
+    int32_t slot;
+    int32_t list;
+} listed_key;
+
+/* Whether the work has exactly one key, which it then leaves in `only`, for all threads. `slot` is
+ * the thread's of window 0; mostly that has more keys, and no other window is read. Nobody reads
+ * is_key yet, so it passes on the key. */
+template <typename Tile>
+static __device__ __forceinline__ bool
+find_only_key(const attention_launch &launch, const cta_work &work, const block_plan &plan,
+              int thread, int32_t slot, shared_memory<Tile> *shared, listed_key *only)
+{
+    listed_key mine = {slot, list_of(plan, block_of_lane(0, thread))};
+    int count = ptx_barrier_count(0, CTA_THREADS, slot >= 0);
+#pragma unroll 1
+    for (int32_t window = 1; count <= 1 && window * WINDOW < plan.num_blocks; window++) {
+        const int32_t index = read_index(launch, work, plan, window, thread);
+        slot = find_slot(launch, work, plan, window, thread, index);
+        if (slot >= 0) {
+            mine = listed_key{slot, list_of(plan, block_of_lane(window, thread))};
+        }
+        count += ptx_barrier_count(0, CTA_THREADS, slot >= 0);
+    }
+    if (count != 1) {
+        return false;
+    }
+    if (mine.slot >= 0) {
+        *(listed_key *)shared->is_key = mine;
+    }
+    ptx_barrier(0, CTA_THREADS); /* the key is visible */
+    *only = *(const listed_key *)shared->is_key;
+    return true;
+}
+
+/* A call: inlined, it would cost the loop registers. */
+static __device__ __noinline__ void
+attend_only_key(const attention_launch &launch, cta_work work, listed_key only, int thread)
+{
+    attend_one_key(launch, work, only.list, only.slot, thread, CTA_THREADS);
+}
+
+/* ---- All of it ----------------------------------------------------------------------------- */
+
+/* The work of CTA number `cta` where a token and split has `num_tiles`, or a part of it, by threads
+ * 0 to 255 of a CTA. Barrier 0 is theirs. */
+template <typename Tile>
+static __device__ __forceinline__ void
+attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part,
+           shared_memory<Tile> *shared)
+{
+    const cta_work work = find_part(launch, num_tiles, cta, part, Tile::HEADS);
+    start_rows<Tile>((int)threadIdx.x, shared);
+    start_query<Tile>(launch, work, (int)threadIdx.x, shared);
+    const block_plan plan = plan_blocks(launch, work);
+    int32_t key = read_index(launch, work, plan, 0, (int)threadIdx.x); /* later its slot */
+    key = find_slot(launch, work, plan, 0, (int)threadIdx.x, key);
+    listed_key only;
+    if (find_only_key<Tile>(launch, work, plan, ptx_forget((int)threadIdx.x), key, shared, &only)) {
+        attend_only_key(launch, work, only, (int)threadIdx.x);
+        ptx_cp_async_wait_all();     /* the query, for nothing */
+        ptx_barrier(0, CTA_THREADS); /* nobody's copies or reads are under way any more */
+        return;
+    }
+    const uint8_t *row = find_row(launch, plan, 0, (int)threadIdx.x, key);
+    raw_rows<Tile::FORMATS> raw;
+    load_rows<Tile::FORMATS>(launch, plan, 0, row, (int)threadIdx.x, &raw);
+
+    float out[Tile::OUT_M][Tile::OUT_N][4] = {};
+    ptx_cp_async_wait_all(); /* the query, for this thread; for all after the first barrier */
+    for (int32_t block = 0; block < plan.num_blocks; block++) {
+        const int thread = ptx_forget((int)threadIdx.x);
+        store_rows<Tile::FORMATS>(launch, list_of(plan, block), raw, thread, shared->keys,
+                                  shared->scales, shared->is_key);
+        const bool any = ptx_barrier_or(0, CTA_THREADS, sees_key<Tile::FORMATS>(raw, thread));
+        if (block % WINDOW == WINDOW - 1) {
+            row = find_row(launch, plan, block / WINDOW + 1, thread, key);
+        }
+        load_rows<Tile::FORMATS>(launch, plan, block + 1, row, thread, &raw);
+        if (block % WINDOW == 1) {
+            key = read_index(launch, work, plan, block / WINDOW + 1, thread);
+        }
+        if (any) {
+            score_block<Tile>(shared, ptx_forget(thread));
+        }
+        if (block % WINDOW == 3) {
+            key = find_slot(launch, work, plan, block / WINDOW + 1, thread, key);
+        }
+        if (any) {
+            ptx_barrier(0, CTA_THREADS); /* scores are visible */
+            weigh_block<Tile>(shared, launch.scale_log2, ptx_forget(thread));
+            ptx_barrier(0, CTA_THREADS); /* probs and factor are visible */
+            add_block<Tile>(shared, ptx_forget(thread), out);
+            ptx_barrier(0, CTA_THREADS); /* nobody reads the keys, scales and masks any more */
+        }
+    }
+    const cta_work done = find_part(launch, num_tiles, ptx_forget(cta), part, Tile::HEADS);
+    finish_rows<Tile>(launch, done, (int)threadIdx.x, shared);
+    ptx_barrier(0, CTA_THREADS); /* factor is visible */
+    write_results<Tile>(launch, done, (int)threadIdx.x, shared, out);
+}
+
+/* ---- Launchers ----------------------------------------------------------------------------- */
+
+/* CTAs and columns are counted in 32 bits; no memory holds the arrays of a call that has more. */
+static bool
+is_countable(const smla_attention_params *params, int heads_per_cta)
+{
+    const int64_t tiles = smla_count_parts(params->num_heads, heads_per_cta);
+    bool fits = params->num_tokens <= INT32_MAX / (params->num_splits * tiles);
+    for (int i = 0; i < params->num_lists; i++) {
+        fits = fits && params->lists[i].topk <= INT32_MAX - SMLA_SPLIT_ALIGN;
+    }
+    return fits;
+}
+
+/* What comes before every launch: the counts are looked at, and the kernel gets its shared
+ * memory. */
+static cudaError_t
+prepare_attention(const void *kernel, int shared_bytes, int heads_per_cta,
+                  const smla_attention_params *params, uint64_t *allowed)
+{
+    return is_countable(params, heads_per_cta)
+               ? allow_shared_bytes(kernel, shared_bytes, params->stream.device_id, allowed)
+               : cudaErrorInvalidValue;
+}
+
+/* Whether every row of both parts of the query begins on 16 bytes. */
+static bool
+is_query_aligned(const smla_attention_params *params)
+{
+    return smla_are_rows_aligned(params->q_nope, params->q_nope_stride_token,
+                                 params->q_nope_stride_head, 16) &&
+           smla_are_rows_aligned(params->q_pe, params->q_pe_stride_token, params->q_pe_stride_head,
+                                 16);
+}
+
+template <int HEADS>
+static attention_launch
+make_launch(const smla_attention_params *params)
+{
+    attention_launch launch = {};
+    launch.params = *params;
+    if (params->num_splits > 1) {
+        launch.partials = smla_partials_of(params);
+    }
+    for (int i = 0; i < params->num_lists; i++) {
+        launch.lists[i] = list_facts_of(&params->lists[i]);
+        launch.split_columns[i] =
+            (int32_t)smla_split_columns(params->lists[i].topk, params->num_splits);
+    }
+    launch.num_segments = 1;
+    launch.head_tiles = smla_make_divisor(smla_count_parts(params->num_heads, HEADS));
+    launch.num_splits = smla_make_divisor(params->num_splits);
+    launch.scale_log2 = (float)(params->softmax_scale * 1.4426950408889634074);
+    launch.wgmma_scale_log2 = launch.scale_log2 * WGMMA_CORRECTION;
+    launch.q_is_aligned = is_query_aligned(params);
+    launch.out_is_paired =
+        smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 4);
+    return launch;
+}
+
+/* A work is a tile of heads of one split of one token. */
+static int64_t
+count_works(const attention_launch &launch)
+{
+    return launch.params.num_tokens * launch.params.num_splits * launch.head_tiles.divisor;
+}
+
+#endif /* SMLA_CUDA_ATTEND_CUH */

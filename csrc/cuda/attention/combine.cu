@@ -1,0 +1,379 @@
+/* combine.cu: the partial rows of attention's splits -> out, lse and max_logits.
+ *
+ * Computes     out = sum_s f_s out_s / sum_s f_s sum_s * sink factor, f_s = 2^(ref_s - ref)
+ * Shapes       partial rows (kernels.h); out [T][H][512] bf16, lse and max_logits [T][H] fp32, any
+ *              strides
+ * Shared mem   none is used. What is asked for keeps CTAs from being stacked on the few SMs that
+ *              the grid in front leaves first, or has left free, while others are idle. Nothing is
+ *              asked for where they fit beside attention_small_sm90.cu and wait there.
+ * Roles        One CTA per token and head, of 64 threads for up to 8 splits, 128 for up to 16, 256
+ *              for more: a thread asks for 64 values at once, its own of all splits. Every warp
+ *              finds the factors of the splits by itself, from states that lie one to a lane.
+ *              Nothing is waited for.
+ * Roofline     2056 bytes in per split, or half of it (kernels.h), 1024 out. Small batches wait for
+ *              one read, for values are asked for before the states are known; where an SM has
+ *              several rows, instructions bind.
+ * Numerics     f_s is a power of two, so rescaling loses nothing. Values are summed in the order of
+ *              the splits, sums along a fixed tree: the same bits on every run. Splits without keys
+ *              have f_s = 0; their out was never written and is not looked at. Of one key the value
+ *              is right to 2^-22 before it is rounded.
+ * Source       split-KV decoding (Flash-Decoding); the exact factors are ours.
+ */
+#include "cuda/attention/kernels.h"
+#include "cuda/attention/softmax.cuh"
+#include "cuda/ptx/launch.cuh"
+#include "cuda/ptx/numeric.cuh"
+#include "cuda/ptx/ptx.cuh"
+
+enum {
+    FLIGHT_VALUES = 64, /* of a thread, that are read at once */
+    MAX_SHARE = 8,      /* CTAs of an SM: more need not be spread */
+};
+
+/* Of attention's parameters what is needed here, in lines of 64 bytes, the first of which begins 16
+ * bytes in front: a line is in no cache when a launch begins, and takes 280 cycles to come. Each of
+ * the first two has something that find_row asks for, so they are there before the grids in front
+ * are done. */
+typedef struct combine_launch {
+    smla_partial_rows partials;
+    int64_t num_rows;
+    int32_t num_splits;
+    bool out_is_aligned; /* every row to 16 bytes */
+    bool empty_lse_is_plus_inf;
+    uint16_t *out;
+    float *lse;
+
+    smla_divisor num_heads;
+    int64_t out_stride_token;
+    int64_t out_stride_head;
+    int64_t lse_stride_token;
+    int64_t lse_stride_head;
+    const float *attn_sink;
+    float *max_logits;
+
+    int64_t attn_sink_stride;
+    int64_t max_logits_stride_token;
+    int64_t max_logits_stride_head;
+} combine_launch;
+
+static_assert(offsetof(combine_launch, num_heads) == 48 &&
+                  offsetof(combine_launch, attn_sink_stride) == 112,
+              "the lines are as they seem");
+
+/* A kernel for up to SPLITS splits; split s is number s / FLIGHT of lane s % FLIGHT. */
+template <bool HALF_, int SPLITS> struct combination {
+    static constexpr bool HALF = HALF_;
+    static constexpr int FLIGHT = SPLITS < SMLA_WARP_LANES ? SPLITS : SMLA_WARP_LANES;
+    static constexpr int LANE_SPLITS = SPLITS / FLIGHT;
+    static constexpr int VALUES = FLIGHT_VALUES / FLIGHT; /* of a thread */
+    static constexpr int THREADS = SMLA_KV_LORA_RANK / VALUES;
+    static constexpr int WORDS = HALF ? VALUES / 2 : VALUES;
+    /* of the bound, which gives a thread its registers */
+    static constexpr int CTAS_PER_SM =
+        HALF && LANE_SPLITS == 1 ? SMLA_COMBINE_CTAS(SMLA_SM_REGISTERS, SPLITS) : 1;
+};
+
+/* What the lanes of a warp know of a row: for their splits what values are multiplied with, and in
+ * all of them the maximum and the sum of the whole. */
+template <typename Shape> struct whole_row {
+    float factor[Shape::LANE_SPLITS];
+    float float_factor[Shape::LANE_SPLITS]; /* HALF: of splits that have fp32 after all, or 0 */
+    float max_log2;
+    float sum;
+};
+
+/* Where the row of split 0 is. */
+typedef struct partial_place {
+    const float *states;
+    const float *values;
+    int64_t stride; /* to the next split, in rows */
+    int num_splits;
+} partial_place;
+
+template <typename Shape>
+static __device__ __forceinline__ whole_row<Shape>
+fold_states(const partial_place &place, int lane)
+{
+    whole_row<Shape> row;
+    float2 state[Shape::LANE_SPLITS];
+    float unit[Shape::LANE_SPLITS] = {};
+    row.max_log2 = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < Shape::LANE_SPLITS; i++) {
+        const int64_t split = Shape::FLIGHT * i + lane % Shape::FLIGHT;
+        state[i] = make_float2(-INFINITY, 0.0f);
+        if (split < place.num_splits) {
+            state[i] = *(const float2 *)(place.states + 2 * split * place.stride);
+            if (Shape::HALF) {
+                unit[i] = place.values[split * place.stride * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT];
+            }
+        }
+        row.max_log2 = fmaxf(row.max_log2, state[i].x);
+    }
+#pragma unroll
+    for (int step = 1; step < Shape::FLIGHT; step *= 2) {
+        row.max_log2 = fmaxf(row.max_log2, __shfl_xor_sync(0xFFFFFFFFu, row.max_log2, step));
+    }
+    const float reference = softmax_reference(row.max_log2);
+    row.sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Shape::LANE_SPLITS; i++) {
+        const bool is_half = Shape::HALF && smla_float_bits(state[i].y) >> 31;
+        const float factor = softmax_rescale(state[i].x, reference);
+        row.sum += (Shape::HALF ? fabsf(state[i].y) : state[i].y) * factor;
+        row.float_factor[i] = is_half ? 0.0f : factor;
+        row.factor[i] = !Shape::HALF ? factor : is_half && factor != 0.0f ? factor * unit[i] : 0.0f;
+    }
+#pragma unroll
+    for (int step = 1; step < Shape::FLIGHT; step *= 2) {
+        row.sum += __shfl_xor_sync(0xFFFFFFFFu, row.sum, step);
+    }
+    return row;
+}
+
+/* A thread's values of a split, as vectors are read. */
+template <int WORDS> struct alignas(WORDS < 4 ? 4 * WORDS : 16) split_values {
+    uint32_t words[WORDS];
+};
+
+/* Those of FLIGHT splits, asked for before anything is known of them: of a split without keys they
+ * are anything. */
+template <typename Shape> struct flight {
+    split_values<Shape::WORDS> splits[Shape::FLIGHT];
+};
+
+template <typename Shape>
+static __device__ __forceinline__ void
+load_flight(const partial_place &place, int first, flight<Shape> *values)
+{
+    const int64_t stride = place.stride * SMLA_KV_LORA_RANK;
+    const float *from = place.values + first * stride + Shape::WORDS * threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < Shape::FLIGHT; i++) {
+        if (first + i < place.num_splits) {
+            values->splits[i] = *(const split_values<Shape::WORDS> *)from;
+        }
+        from += stride;
+    }
+}
+
+template <bool HALF>
+static __device__ __forceinline__ float
+find_value(const uint32_t *words, int value)
+{
+    if constexpr (HALF) {
+        return smla_cvt_float((uint16_t)(words[value / 2] >> 16 * (value % 2)));
+    } else {
+        return smla_bits_float(words[value]);
+    }
+}
+
+/* total += factor * values, of these splits. */
+template <typename Shape>
+static __device__ __forceinline__ void
+fold_flight(const flight<Shape> &values, float factors, float total[Shape::VALUES])
+{
+#pragma unroll
+    for (int i = 0; i < Shape::FLIGHT; i++) {
+        const float factor = __shfl_sync(0xFFFFFFFFu, factors, i);
+#pragma unroll
+        for (int j = 0; j < Shape::VALUES; j++) {
+            ptx_fma_unless_zero(&total[j], find_value<Shape::HALF>(values.splits[i].words, j),
+                                factor);
+        }
+    }
+}
+
+/* HALF: the same of the rows that were done again, and are of fp32. */
+template <typename Shape>
+static __device__ __forceinline__ void
+fold_floats(const partial_place &place, const whole_row<Shape> &row, float total[Shape::VALUES])
+{
+#pragma unroll
+    for (int i = 0; i < Shape::LANE_SPLITS; i++) {
+#pragma unroll 1
+        for (int lane = 0; lane < Shape::FLIGHT; lane++) {
+            const float factor = __shfl_sync(0xFFFFFFFFu, row.float_factor[i], lane);
+            const float *const from =
+                place.values + (Shape::FLIGHT * i + lane) * place.stride * SMLA_KV_LORA_RANK +
+                Shape::VALUES * threadIdx.x;
+#pragma unroll
+            for (int j = 0; j < Shape::VALUES && factor != 0.0f; j++) {
+                total[j] += from[j] * factor;
+            }
+        }
+    }
+}
+
+template <typename Shape>
+static __device__ __forceinline__ bool
+has_floats(const whole_row<Shape> &row)
+{
+    bool has = false;
+#pragma unroll
+    for (int i = 0; i < Shape::LANE_SPLITS; i++) {
+        has |= row.float_factor[i] != 0.0f;
+    }
+    return __any_sync(0xFFFFFFFFu, has);
+}
+
+/* Where a row is. */
+typedef struct row_place {
+    int64_t token;
+    int64_t head;
+    partial_place partials;
+} row_place;
+
+static __device__ __forceinline__ row_place
+find_row(const combine_launch &launch, int64_t row_idx)
+{
+    const int64_t num_heads = launch.num_heads.divisor;
+    row_place place;
+    place.token = smla_divide(row_idx, launch.num_heads);
+    place.head = row_idx - place.token * num_heads;
+    const int64_t first = place.token * launch.num_splits * num_heads + place.head;
+    place.partials.states = launch.partials.state + 2 * first;
+    place.partials.values = launch.partials.out + first * SMLA_KV_LORA_RANK;
+    place.partials.stride = num_heads;
+    place.partials.num_splits = launch.num_splits;
+    return place;
+}
+
+template <typename Shape>
+static __device__ __forceinline__ void
+combine_row(const combine_launch &launch, const row_place &place)
+{
+    flight<Shape> values;
+    float total[Shape::VALUES];
+#pragma unroll
+    for (int i = 0; i < Shape::VALUES; i++) {
+        total[i] = -0.0f; /* plus x is x: a single key's -0 keeps its sign */
+    }
+    const float sink = softmax_sink(launch, place.head);
+    load_flight<Shape>(place.partials, 0, &values);
+    const whole_row<Shape> row =
+        fold_states<Shape>(place.partials, (int)threadIdx.x % SMLA_WARP_LANES);
+    float factor = softmax_finish(launch, place.token, place.head, row.max_log2, row.sum, sink,
+                                  threadIdx.x == 0);
+    factor = row.sum == 0.0f ? -0.0f : factor; /* a row without keys is +0 */
+#pragma unroll
+    for (int i = 0; i < Shape::LANE_SPLITS; i++) {
+        if (i > 0) {
+            load_flight<Shape>(place.partials, i * Shape::FLIGHT, &values);
+        }
+        fold_flight<Shape>(values, row.factor[i], total);
+    }
+    if (Shape::HALF && has_floats(row)) {
+        fold_floats(place.partials, row, total);
+    }
+    uint32_t words[Shape::VALUES / 2];
+#pragma unroll
+    for (int i = 0; i < Shape::VALUES / 2; i++) {
+        words[i] = smla_cvt_bf16x2(total[2 * i] * factor, total[2 * i + 1] * factor);
+    }
+    uint16_t *const to = launch.out + place.token * launch.out_stride_token +
+                         place.head * launch.out_stride_head + Shape::VALUES * threadIdx.x;
+    if (launch.out_is_aligned) {
+        smla_store_words<2 * Shape::VALUES, true>(to, words);
+    } else {
+        smla_store_words<2 * Shape::VALUES, false>(to, words);
+    }
+}
+
+template <typename Shape>
+static __global__ void
+__launch_bounds__(Shape::THREADS, Shape::CTAS_PER_SM)
+    combine(const __grid_constant__ combine_launch launch)
+{
+    row_place place = find_row(launch, blockIdx.x);
+    ptx_let_next_grid_start();
+    ptx_wait_for_grids();
+    for (int64_t row_idx = blockIdx.x;;) {
+        combine_row<Shape>(launch, place);
+        row_idx += gridDim.x;
+        if (row_idx >= launch.num_rows) {
+            break;
+        }
+        place = find_row(launch, row_idx);
+    }
+}
+
+/* Where CTAs come as those in front leave: shared memory that lets an SM have its share of them,
+ * and two in any case. */
+static int
+find_shared_bytes(const smla_attention_params *params, const smla_attention_kernel *kernel,
+                  const smla_cuda_device *device)
+{
+    const int64_t num_rows = params->num_tokens * params->num_heads;
+    const int64_t works = params->num_tokens * params->num_splits *
+                          smla_count_parts(params->num_heads, kernel->heads_per_cta);
+    const bool is_beside = kernel->leaves_room &&
+                           smla_fits_beside(works, num_rows, params->num_splits, device->num_sms);
+    if (!can_start_early(device->compute_capability) || is_beside) {
+        return 0;
+    }
+    const int64_t share = smla_count_parts(num_rows, device->num_sms);
+    const int64_t num_ctas = share < 2 ? 2 : share;
+    const int64_t bytes = device->max_shared_bytes / num_ctas - SMLA_RESERVED_SHARED_BYTES;
+    return num_ctas > MAX_SHARE ? 0 : (int)(bytes / 1024 * 1024);
+}
+
+template <bool HALF, int SPLITS>
+static cudaError_t
+launch_combine(const combine_launch &launch, int shared_bytes, smla_stream stream)
+{
+    typedef combination<HALF, SPLITS> Shape;
+    static_assert(!HALF || Shape::THREADS == SMLA_COMBINE_THREADS(SPLITS),
+                  "what others count with");
+    if (shared_bytes > 0) {
+        static uint64_t allowed;
+        const smla_cuda_device *const device = smla_cuda_find_device(stream.device_id);
+        const cudaError_t code =
+            allow_shared_bytes((const void *)combine<Shape>, device->max_shared_bytes / 2,
+                               stream.device_id, &allowed);
+        if (code != cudaSuccess) {
+            return code;
+        }
+    }
+    return smla_launch(combine<Shape>, launch, launch.num_rows, Shape::THREADS, shared_bytes,
+                       stream);
+}
+
+template <bool HALF>
+static cudaError_t
+launch_combine(const combine_launch &launch, int shared_bytes, smla_stream stream)
+{
+    const int num_splits = launch.num_splits;
+    return num_splits <= 8    ? launch_combine<HALF, 8>(launch, shared_bytes, stream)
+           : num_splits <= 16 ? launch_combine<HALF, 16>(launch, shared_bytes, stream)
+           : num_splits <= 32 ? launch_combine<HALF, 32>(launch, shared_bytes, stream)
+                              : launch_combine<HALF, SMLA_MAX_SPLITS>(launch, shared_bytes, stream);
+}
+
+cudaError_t
+smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel)
+{
+    const smla_cuda_device *const device = smla_cuda_find_device(params->stream.device_id);
+    const int shared_bytes = find_shared_bytes(params, kernel, device);
+    combine_launch launch = {};
+    launch.partials = smla_partials_of(params);
+    launch.num_rows = params->num_tokens * params->num_heads;
+    launch.num_splits = params->num_splits;
+    launch.out_is_aligned =
+        smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
+    launch.empty_lse_is_plus_inf = params->empty_lse_is_plus_inf;
+    launch.out = params->out;
+    launch.lse = params->lse;
+    launch.num_heads = smla_make_divisor(params->num_heads);
+    launch.out_stride_token = params->out_stride_token;
+    launch.out_stride_head = params->out_stride_head;
+    launch.lse_stride_token = params->lse_stride_token;
+    launch.lse_stride_head = params->lse_stride_head;
+    launch.attn_sink = params->attn_sink;
+    launch.max_logits = params->max_logits;
+    launch.attn_sink_stride = params->attn_sink_stride;
+    launch.max_logits_stride_token = params->max_logits_stride_token;
+    launch.max_logits_stride_head = params->max_logits_stride_head;
+    return kernel->leaves_halves ? launch_combine<true>(launch, shared_bytes, params->stream)
+                                 : launch_combine<false>(launch, shared_bytes, params->stream);
+}

@@ -1,0 +1,557 @@
+/* cut_works.cuh: long rows among short ones, in launches of one work per SM or fewer, for the large
+ * kernels for FP8 rows.
+ *
+ * Such a launch takes as long as its longest row, while SMs with shorter ones, and those without,
+ * are idle. Here the longest rows are cut: their own CTA keeps the head, and each of the others may
+ * take one piece of a row behind its own work. Head and pieces leave partial rows, as splits do,
+ * and the CTA that leaves the last one of a row folds them.
+ *
+ * A row has NUM_SEGMENTS segments of columns, and its length is the number of those that have keys,
+ * as if entries that are none stood at the end of its list. All CTAs look at the same columns and
+ * come to the same plan, as in work_order.cuh. They are ranked by their loads. Each of the long
+ * rows gets a team of CTAs with short rows: the longest row the CTA with the shortest, and so on,
+ * and when all long rows have one, each a second one. A piece costs its CTA cut_cost segments more.
+ * The budget is the least number of segments that every team can be done with: longer rows keep as
+ * many, and leave the rest to the team.
+ *
+ * So the parts of a row depend on all lists of the call, and on nothing else. Calls that say how
+ * many splits a row has are not cut, for a row's bits must not depend on the others there. Nor are
+ * calls where all lists have the same quarters, as most have: they only pay for the look.
+ *
+ * Parts are counted as they arrive, in a word of the workspace for each work. Nobody has cleared
+ * the workspace, so the first part to come finds anything in the word, and leaves a tag with its
+ * count of one. The last one leaves 0. Memory that is by chance equal to the tag would be taken for
+ * a count: one word in 2^60 is.
+ */
+#ifndef SMLA_CUDA_CUT_WORKS_CUH
+#define SMLA_CUDA_CUT_WORKS_CUH
+
+#include "cuda/attention/key_stream.cuh"
+#include "cuda/attention/work_order.cuh"
+
+enum {
+    SEGMENT_ALIGN = 128, /* columns: then a first step lies in the head */
+    CUT_COST = 384,      /* of a piece, in columns: what it takes to begin and to end one */
+    MIN_GAIN = 2,        /* in segments: less is not worth the cuts */
+    MIN_HEAD = 1,        /* in segments: the first step may come before the plan is there */
+    QUARTER = NUM_SEGMENTS / 4,
+    EIGHTH = NUM_SEGMENTS / 8, /* lengths are known to this */
+    NUM_LEVELS = 10,           /* of load: no work, and 0 to 8 eighths */
+};
+
+enum : uint64_t { ARRIVAL_TAG = 0x9C5F3A61D7E284B0, ARRIVAL_COUNT = 15 /* bits of the count */ };
+
+/* Memory for the plan while it is made. */
+typedef struct cut_scratch {
+    alignas(8) uint8_t counts[NUM_LEVELS][CTA_WARPS]; /* of CTAs of a level of load, by warps */
+    uint16_t ranked[ORDER_THREADS];  /* load and number of CTAs, the one with the most load first */
+    uint32_t tops[2];                /* the most of what every thread knows */
+    uint8_t quarters[ORDER_THREADS]; /* of each work */
+} cut_scratch;
+
+static_assert((int)MAX_CUT_WORKS == (int)ORDER_THREADS, "a thread for each work");
+
+/* ---- Lengths -------------------------------------------------------------------------------- */
+
+/* What a plan reads of its launch: a copy, as main_lists is. */
+typedef struct cut_problem {
+    main_lists lists;
+    uint32_t columns; /* of a segment */
+    int cost;         /* of a piece, in segments */
+    int max_pieces;
+    int num_works;
+} cut_problem;
+
+static __device__ __forceinline__ cut_problem
+find_problem(const attention_launch &launch, int num_works)
+{
+    return cut_problem{find_main_lists(launch), (uint32_t)launch.split_columns[0], launch.cut_cost,
+                       launch.max_pieces, num_works};
+}
+
+/* Four bytes each: vectors took three times as long, for all CTAs look at the same memory. */
+static __device__ __forceinline__ bool
+is_key_at(const main_lists &lists, const work_list &list, uint32_t column)
+{
+    uint32_t index;
+    ptx_load_4(list.indices + column, column < lists.topk, NO_INDEX, &index);
+    return index < lists.index_limit && column < list.count;
+}
+
+/* Whether there is a key near the end of a list's first `segments`, of which some are in front. */
+static __device__ __forceinline__ bool
+has_segments(const main_lists &lists, const work_list &list, uint32_t columns, int segments)
+{
+    return is_key_at(lists, list, (uint32_t)(segments - 1) * columns + columns / 2);
+}
+
+/* Begins a plan: finds how many quarters the works of `thread`, one of num_threads, have: to the
+ * last one that ends with a key. order->seen tells of all, after a barrier: mostly they are the
+ * same ones, and there is nothing to plan. A call, for the code behind it is waited for. */
+template <typename Memory>
+static __device__ __noinline__ void
+find_quarters(const attention_launch &launch, int num_works, int thread, int num_threads,
+              Memory *shared)
+{
+    static_assert(sizeof(cut_scratch) <= sizeof shared->probs, "free until the first weights");
+    cut_scratch *const scratch = (cut_scratch *)shared->probs;
+    const main_lists lists = find_main_lists(launch);
+    const uint32_t columns = (uint32_t)launch.split_columns[0];
+    uint32_t seen = 0;
+    if (thread < NUM_LEVELS) {
+        *(uint64_t *)scratch->counts[thread] = 0;
+    }
+    if (thread < 2) {
+        scratch->tops[thread] = 0;
+    }
+#pragma unroll 1
+    for (int idx = thread; idx < num_works; idx += num_threads) {
+        const work_list list = find_list(lists, idx, true);
+        bool has_quarter[4];
+        int quarters = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            has_quarter[i] = has_segments(lists, list, columns, QUARTER * (i + 1));
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            quarters = has_quarter[i] ? i + 1 : quarters;
+        }
+        scratch->quarters[idx] = (uint8_t)quarters;
+        seen |= 1u << quarters;
+    }
+    seen = __reduce_or_sync(0xFFFFFFFFu, seen);
+    if (ptx_elect()) {
+        atomicOr(&shared->order.seen, seen);
+    }
+}
+
+/* Whether works have different lengths, after find_quarters and a barrier. */
+static __device__ __forceinline__ bool
+are_works_ragged(const work_order &order)
+{
+    const uint32_t seen = *(const volatile uint32_t *)&order.seen;
+    return (seen & (seen - 1)) != 0;
+}
+
+/* The length of a work in eighths. */
+static __device__ __forceinline__ int
+find_length(const cut_problem &problem, int idx, const cut_scratch *scratch)
+{
+    const int eighths = 2 * scratch->quarters[idx];
+    return eighths + has_segments(problem.lists, find_list(problem.lists, idx, true),
+                                  problem.columns, EIGHTH * (eighths + 1));
+}
+
+/* ---- Plan ----------------------------------------------------------------------------------- */
+
+/* The load of a CTA of a level if it got a piece of no segments: of its own work, and of a piece's
+ * cost, which counts less where the CTA has nothing to end before. */
+static __device__ __forceinline__ int
+find_load(const cut_problem &problem, int level)
+{
+    return level == 0 ? 1 : max(EIGHTH * (level - 1), 1) + problem.cost;
+}
+
+/* The load of the CTA of a rank, from 0 for the one with the most. */
+static __device__ __forceinline__ int
+load_of_rank(const cut_scratch *scratch, int rank)
+{
+    return (int)(scratch->ranked[rank] >> 8);
+}
+
+static __device__ __forceinline__ int
+cta_of_rank(const cut_scratch *scratch, int rank)
+{
+    return (int)(scratch->ranked[rank] & 0xFF);
+}
+
+/* The most of all threads' values, which are not negative. `top` is 0 before. */
+static __device__ __forceinline__ int
+find_top(int value, int barrier, uint32_t *top)
+{
+    const uint32_t most = __reduce_max_sync(0xFFFFFFFFu, (uint32_t)value);
+    if (ptx_elect()) {
+        atomicMax(top, most);
+    }
+    ptx_barrier(barrier, ORDER_THREADS);
+    return (int)*(volatile uint32_t *)top;
+}
+
+/* Who takes pieces of whom: the works of ranks below num_long are cut, and each has as many
+ * helpers, every num_long-th from the end of the ranks. */
+typedef struct cut_teams {
+    int num_long;
+    int num_helpers;
+} cut_teams;
+
+static __device__ __forceinline__ int
+rank_of_helper(const cut_teams &teams, int rank, int i)
+{
+    return (int)gridDim.x - 1 - rank - i * teams.num_long;
+}
+
+/* The least number of segments that a work of a rank and its helpers can be done with. */
+static __device__ __forceinline__ int
+find_team_load(const cut_problem &problem, const cut_teams &teams, int rank,
+               const cut_scratch *scratch)
+{
+    int sum = load_of_rank(scratch, rank) - problem.cost;
+    int least = sum;
+#pragma unroll 1
+    for (int i = 0; i < teams.num_helpers; i++) {
+        sum += load_of_rank(scratch, rank_of_helper(teams, rank, i));
+        least = min(least, (sum + i + 1) / (i + 2));
+    }
+    return least;
+}
+
+/* What a work of a rank leaves to its helpers in front of number `helper`, and to that one, where
+ * all have `budget` segments at most. */
+typedef struct piece_place {
+    int before;
+    int size;
+    int count; /* of all pieces of the work */
+} piece_place;
+
+static __device__ __forceinline__ piece_place
+find_piece(const cut_problem &problem, const cut_teams &teams, int rank, int helper, int budget,
+           const cut_scratch *scratch)
+{
+    piece_place place = {0, 0, 0};
+    int left = load_of_rank(scratch, rank) - problem.cost - budget;
+#pragma unroll 1
+    for (int i = 0; i < teams.num_helpers && left > 0; i++) {
+        const int room = budget - load_of_rank(scratch, rank_of_helper(teams, rank, i));
+        const int size = min(left, max(room, 0));
+        place.before += i < helper ? size : 0;
+        place.size = i == helper ? size : place.size;
+        place.count += size > 0;
+        left -= size;
+    }
+    return place;
+}
+
+/* The word of a part of a work whose head has `budget` segments. */
+static __device__ __forceinline__ int
+describe_part(int idx, int nth, const piece_place &place, int first_piece, int budget)
+{
+    const int begin = nth == 0 ? 0 : budget + place.before;
+    const int end = nth == place.count ? (int)NUM_SEGMENTS : budget + place.before + place.size;
+    return make_part(idx, begin, end, nth, place.count + 1, first_piece);
+}
+
+/* The place of a CTA among all of them, from 0 for the one with the most load; equals as they are
+ * numbered. `scratch->counts` is 0 before. */
+static __device__ __forceinline__ int
+find_rank(int thread, int level, bool is_cta, int barrier, cut_scratch *scratch)
+{
+    const int warp = thread / SMLA_WARP_LANES;
+    const uint32_t equals =
+        __match_any_sync(0xFFFFFFFFu, level) & __ballot_sync(0xFFFFFFFFu, is_cta);
+    int rank = __popc(equals & ((1u << thread % SMLA_WARP_LANES) - 1));
+    if (is_cta && rank == 0) {
+        scratch->counts[level][warp] = (uint8_t)__popc(equals);
+    }
+    ptx_barrier(barrier, ORDER_THREADS);
+#pragma unroll
+    for (int i = 0; i < NUM_LEVELS; i++) {
+        uint32_t counts[2];
+        ptx_load_shared_8(ptx_shared_address(scratch->counts[i]), counts);
+        const uint64_t below = ((uint64_t)1 << 8 * warp) - 1; /* warps in front of this one */
+        const uint64_t taken = i > level ? ~(uint64_t)0 : i == level ? below : 0;
+        rank += (int)__dp4a(counts[0] & (uint32_t)taken, 0x01010101u, 0u);
+        rank += (int)__dp4a(counts[1] & (uint32_t)(taken >> 32), 0x01010101u, 0u);
+    }
+    return rank;
+}
+
+/* Decides what is cut, by all consumers, after find_quarters. It is planned where weights will be,
+ * before there are any. A call: few launches come here. */
+template <typename Memory>
+static __device__ __noinline__ void
+plan_cuts(const attention_launch &launch, int num_works, int barrier, Memory *shared)
+{
+    cut_scratch *const scratch = (cut_scratch *)shared->probs;
+    work_order *const order = &shared->order;
+    const cut_problem problem = find_problem(launch, num_works);
+    const int thread = ptx_forget((int)threadIdx.x);
+    const int num_ctas = (int)gridDim.x;
+    const bool is_cta = thread < num_ctas;
+    const int level = thread < num_works ? 1 + find_length(problem, thread, scratch) : 0;
+    const int my_rank = find_rank(thread, level, is_cta, barrier, scratch);
+    if (is_cta) {
+        scratch->ranked[my_rank] = (uint16_t)(find_load(problem, level) << 8 | thread);
+    }
+    ptx_barrier(barrier, ORDER_THREADS);
+    /* From here on a thread has the work of its rank. One helper each first: that tells which works
+     * are the long ones. */
+    const int length =
+        thread < num_ctas ? load_of_rank(scratch, thread) - problem.cost : -problem.cost;
+    cut_teams teams = {num_ctas, 1};
+    bool is_long = 2 * thread < num_ctas;
+    int budget = 0;
+#pragma unroll 1
+    for (int pass = 0; pass < 2; pass++) {
+        const int least = is_long ? find_team_load(problem, teams, thread, scratch) : length;
+        budget = find_top(max(least, (int)MIN_HEAD), barrier, &scratch->tops[pass]);
+        is_long = length > budget;
+        if (pass == 0) {
+            teams.num_long = ptx_barrier_count(barrier, ORDER_THREADS, is_long);
+            if (teams.num_long == 0) {
+                return;
+            }
+            teams.num_helpers =
+                min(min(num_ctas - teams.num_long, problem.max_pieces) / teams.num_long,
+                    (int)MAX_PARTS - 1);
+        }
+    }
+    if (thread == (int)blockIdx.x && load_of_rank(scratch, 0) - problem.cost >= budget + MIN_GAIN) {
+        const bool has_head = my_rank < teams.num_long;
+        const int from_end = num_ctas - 1 - my_rank;
+        const int helper = has_head ? -1 : from_end / teams.num_long;
+        const int rank = has_head ? my_rank : from_end - helper * teams.num_long;
+        const piece_place place = find_piece(problem, teams, rank, helper, budget, scratch);
+        if (has_head ? place.count > 0 : place.size > 0) {
+            order->works[has_head ? 0 : 1] = describe_part(cta_of_rank(scratch, rank), 1 + helper,
+                                                           place, rank * teams.num_helpers, budget);
+        }
+    }
+    ptx_barrier(barrier, ORDER_THREADS); /* nobody reads the scratch any more */
+}
+
+/* ---- Parts that have come -------------------------------------------------------------------- */
+
+enum {
+    FOLD_HEADS = SMLA_WARP_LANES / MAX_PARTS, /* of a warp: a lane for each of their parts */
+};
+
+/* Counts a part of a work, whose partial rows this thread knows to be there. Whether it is the last
+ * one, and all the others' are there. */
+static __device__ __forceinline__ bool
+count_arrival(unsigned long long *word, uint32_t num_parts)
+{
+    __threadfence();
+    unsigned long long old = *(volatile unsigned long long *)word;
+    for (;;) {
+        const bool is_first = (old & ~(unsigned long long)ARRIVAL_COUNT) != ARRIVAL_TAG;
+        const unsigned long long count = is_first ? ARRIVAL_TAG + 1 : old + 1;
+        const bool is_last = (count & ARRIVAL_COUNT) == num_parts;
+        const unsigned long long found = atomicCAS(word, old, is_last ? 0 : count);
+        if (found == old) {
+            __threadfence();
+            return is_last;
+        }
+        old = found;
+    }
+}
+
+/* What a lane knows of one part of one head: what its values are multiplied with, as halves or as
+ * floats, of which one is 0. */
+typedef struct part_factor {
+    float half;
+    float whole;
+} part_factor;
+
+/* The factors of FOLD_HEADS heads from `first_head` on, and what the sum of their lane's head is
+ * multiplied with at the end; lse and max_logits are written. */
+static __device__ __forceinline__ part_factor
+fold_states(const attention_launch &launch, const cta_work &work, int part, int first_head,
+            int lane, float *weight)
+{
+    const int head = first_head + lane / MAX_PARTS;
+    const int nth = lane % MAX_PARTS;
+    const int64_t row = (int64_t)slot_of_part(part, nth) * launch.slot_heads + head;
+    const bool is_on = head < work.num_heads && nth < count_parts(part);
+    float2 state = make_float2(-INFINITY, 0.0f);
+    float unit = 0.0f;
+    if (is_on) {
+        state = __ldcg((const float2 *)(launch.partials.state + 2 * row));
+        unit = __ldcg(launch.partials.out + row * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT);
+    }
+    float max_log2 = state.x;
+#pragma unroll
+    for (int step = 1; step < MAX_PARTS; step *= 2) {
+        max_log2 = fmaxf(max_log2, __shfl_xor_sync(0xFFFFFFFFu, max_log2, step));
+    }
+    const bool is_half = smla_float_bits(state.y) >> 31;
+    const float factor = softmax_rescale(state.x, softmax_reference(max_log2));
+    float sum = fabsf(state.y) * factor;
+#pragma unroll
+    for (int step = 1; step < MAX_PARTS; step *= 2) {
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+    }
+    *weight = 0.0f;
+    if (head < work.num_heads) {
+        const float sink = softmax_sink(launch.params, work.first_head + head);
+        *weight = softmax_finish(launch.params, work.token, work.first_head + head, max_log2, sum,
+                                 sink, nth == 0);
+    }
+    return part_factor{is_half && factor != 0.0f ? factor * unit : 0.0f, is_half ? 0.0f : factor};
+}
+
+/* values += the n-th parts of the heads times their factors: a lane's values of each (one_key.cuh).
+ * What has a factor of 0 may be anything, and is not read. */
+template <bool HALF>
+static __device__ __forceinline__ void
+fold_parts(const attention_launch &launch, int part, int n, int first_head, int lane, float factors,
+           lane_part values[FOLD_HEADS])
+{
+    constexpr int WORDS = HALF ? LANE_VALUES / 2 : LANE_VALUES;
+    const int64_t row = (int64_t)slot_of_part(part, n) * launch.slot_heads + first_head;
+    const float *const from = launch.partials.out + row * SMLA_KV_LORA_RANK + WORDS * lane;
+    uint32_t words[FOLD_HEADS][2][WORDS];
+    float factor[FOLD_HEADS];
+#pragma unroll
+    for (int head = 0; head < FOLD_HEADS; head++) {
+        factor[head] = __shfl_sync(0xFFFFFFFFu, factors, MAX_PARTS * head + n);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 4) {
+                ptx_load_16_of_grid(from + head * SMLA_KV_LORA_RANK +
+                                        half * (HALF ? NOPE_HALF / 2 : NOPE_HALF) + i,
+                                    factor[head] != 0.0f, &words[head][half][i]);
+            }
+        }
+    }
+#pragma unroll
+    for (int head = 0; head < FOLD_HEADS; head++) {
+#pragma unroll
+        for (int i = 0; i < 2 * LANE_VALUES; i++) {
+            const uint32_t *const from_half = words[head][i / LANE_VALUES];
+            const int at = i % LANE_VALUES;
+            const float value = HALF
+                                    ? smla_cvt_float((uint16_t)(from_half[at / 2] >> 16 * (at % 2)))
+                                    : smla_bits_float(from_half[at % WORDS]);
+            ptx_fma_unless_zero(&values[head].nope[i / LANE_VALUES][at], value, factor[head]);
+        }
+    }
+}
+
+/* Folds the parts of a work in their order, by the consumers. */
+static __device__ __forceinline__ void
+fold_work(const attention_launch &launch, int part, int heads_per_cta)
+{
+    const cta_work work = find_numbered_work(launch, work_of_part(part), heads_per_cta);
+    const int thread = ptx_forget((int)threadIdx.x);
+    const int lane = thread % SMLA_WARP_LANES;
+#pragma unroll 1
+    for (int first_head = thread / SMLA_WARP_LANES * FOLD_HEADS; first_head < work.num_heads;
+         first_head += CTA_WARPS * FOLD_HEADS) {
+        float weight;
+        lane_part values[FOLD_HEADS];
+#pragma unroll
+        for (int i = 0; i < FOLD_HEADS * 2 * LANE_VALUES; i++) {
+            /* plus x is x: a single key's -0 keeps its sign */
+            values[i / (2 * LANE_VALUES)].nope[i / LANE_VALUES % 2][i % LANE_VALUES] = -0.0f;
+        }
+        const part_factor factor = fold_states(launch, work, part, first_head, lane, &weight);
+        const bool has_floats = __any_sync(0xFFFFFFFFu, factor.whole != 0.0f);
+#pragma unroll 1
+        for (int n = 0; n < count_parts(part); n++) {
+            fold_parts<true>(launch, part, n, first_head, lane, factor.half, values);
+            if (has_floats) {
+                fold_parts<false>(launch, part, n, first_head, lane, factor.whole, values);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < FOLD_HEADS; i++) {
+            const float head_weight = __shfl_sync(0xFFFFFFFFu, weight, MAX_PARTS * i);
+            if (first_head + i < work.num_heads) {
+                write_out_part(launch.params, work.token, work.first_head + first_head + i, lane,
+                               values[i], head_weight);
+            }
+        }
+    }
+}
+
+/* What is planned: whether the CTA's first work is cut, and whether any of its works is a part of
+ * one. */
+static __device__ __forceinline__ bool
+is_first_cut(const attention_launch &launch, const work_order &order)
+{
+    return launch.num_segments > 1 && count_parts(nth_work(true, 0, &order, 0)) > 1;
+}
+
+static __device__ __forceinline__ bool
+has_parts(const attention_launch &launch, const work_order &order)
+{
+    return is_first_cut(launch, order) ||
+           (launch.num_segments > 1 && nth_work(true, 0, &order, 1) >= 0);
+}
+
+/* When the CTA has left all it has: counts its parts, and folds the works of which they are the
+ * last ones. Not a call: with one more, ptxas keeps other things in registers, and the kernel's
+ * loop is longer. */
+static __device__ __forceinline__ void
+fold_cut_works(const attention_launch &launch, int heads_per_cta, int barrier, work_order *order)
+{
+    const int thread = ptx_forget((int)threadIdx.x);
+    ptx_barrier(barrier, ORDER_THREADS); /* all partial rows are written */
+    if (thread < SMLA_WARP_LANES) {
+        const int part = thread < 2 ? order->works[thread] : -1;
+        const bool is_last =
+            part >= 0 && count_parts(part) > 1 &&
+            count_arrival((unsigned long long *)launch.arrivals + work_of_part(part),
+                          (uint32_t)count_parts(part));
+        const uint32_t are_last = __ballot_sync(0xFFFFFFFFu, is_last);
+        if (thread == 0) {
+            order->seen = are_last;
+        }
+    }
+    ptx_barrier(barrier, ORDER_THREADS);
+#pragma unroll 1
+    for (int i = 0; i < 2; i++) {
+        if (order->seen >> i & 1) {
+            fold_work(launch, order->works[i], heads_per_cta);
+        }
+    }
+}
+
+/* ---- Launchers ------------------------------------------------------------------------------- */
+
+/* Lets the launch cut its works, if it is one that may: with a plan of the backend's own, one list
+ * that is long enough, and room in the workspace that every such call has. */
+template <int HEADS>
+static void
+allow_cuts(const smla_attention_params *params, int64_t num_works, attention_launch *launch)
+{
+    const int64_t topk = params->lists[0].topk;
+    const int64_t num_sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
+    const int64_t columns = smla_count_parts(topk, NUM_SEGMENTS * SEGMENT_ALIGN) * SEGMENT_ALIGN;
+    if (!params->is_planned || params->num_splits != 1 || params->num_lists != 1 ||
+        num_works > num_sms || num_sms > MAX_CUT_WORKS ||
+        topk <= CUT_COST + (MIN_GAIN + 1) * columns) {
+        return;
+    }
+    const smla_attention_shape shape = {.num_tokens = params->num_tokens,
+                                        .num_heads = params->num_heads,
+                                        .topk = topk,
+                                        .extra_topk = 0,
+                                        .num_splits = 0,
+                                        .device_id = params->stream.device_id,
+                                        .formats = {params->lists[0].kv.format, NULL}};
+    const int64_t size = smla_cuda_attention_workspace_size(&shape);
+    const int64_t arrival_bytes = MAX_CUT_WORKS * (int64_t)sizeof(uint64_t);
+    const int64_t heads = params->num_heads < HEADS ? params->num_heads : HEADS;
+    const int64_t slot_bytes = smla_partial_bytes(2 * heads) / 2;
+    const int64_t num_slots = (size - 2 * SMLA_PARTIAL_ALIGN - arrival_bytes) / slot_bytes;
+    const int64_t num_pieces = num_slots - num_sms < num_sms ? num_slots - num_sms : num_sms;
+    if (num_pieces < 1 || params->workspace_bytes < size) {
+        return;
+    }
+    uint8_t *const memory = (uint8_t *)params->workspace + smla_partial_padding(params->workspace);
+    launch->num_segments = NUM_SEGMENTS;
+    launch->split_columns[0] = (int32_t)columns;
+    launch->cut_cost = (int32_t)smla_count_parts(CUT_COST, columns);
+    launch->max_pieces = (int32_t)num_pieces;
+    launch->slot_heads = (int32_t)heads;
+    launch->tile_heads = HEADS;
+    launch->arrivals = (uint64_t *)memory;
+    launch->partials.state = (float *)(memory + arrival_bytes);
+    launch->partials.out =
+        (float *)(memory + arrival_bytes + smla_partial_state_bytes(num_slots * heads));
+}
+
+#endif /* SMLA_CUDA_CUT_WORKS_CUH */

@@ -1,0 +1,217 @@
+/* kernels.c: the attention kernels, one row each.
+ *
+ * The table is the whole choice: of the rows that fit the device, the formats of the caches, the
+ * number of heads and the columns of a split, the first where the caller gave the number of splits,
+ * else the one that schedule.c estimates to take the shortest time. Kernels of one architecture
+ * stand above the portable ones, those for few columns above those for any, and then those with the
+ * most heads per CTA.
+ */
+#include <stdio.h>
+
+#include "cuda/attention/kernels.h"
+
+enum { ANY_ARCH = 999 };
+
+/* Kernels for calls of `least` heads and more, `heads` of them per CTA. */
+#define SM90_FP8(least, heads, cost, start)                 \
+    {.min_arch = 90,                                        \
+     .max_arch = 90,                                        \
+     .formats = SMLA_ROWS_FP8,                              \
+     .min_heads = least,                                    \
+     .max_heads = 128,                                      \
+     .heads_per_cta = heads,                                \
+     .block_columns = SMLA_SM90_KEYS,                       \
+     .block_cost = cost,                                    \
+     .cta_cost = start,                                     \
+     .leaves_halves = true,                                 \
+     .ctas_per_sm = 1,                                      \
+     .shared_bytes = SMLA_SM90_SHARED_BYTES,                \
+     .name = "attention_sm90.cu, " #heads " heads per CTA", \
+     .launch = smla_attend_sm90_fp8_##heads}
+
+/* For splits of few columns. A key takes a shade longer, the start much less, and columns need not
+ * fill blocks. */
+#define SM90_SMALL(least, heads, start)                           \
+    {.min_arch = 90,                                              \
+     .max_arch = 90,                                              \
+     .formats = SMLA_ROWS_FP8,                                    \
+     .min_heads = least,                                          \
+     .max_heads = 128,                                            \
+     .heads_per_cta = heads,                                      \
+     .max_columns = SMLA_SM90_SMALL_KEYS,                         \
+     .block_columns = SMLA_SPLIT_ALIGN,                           \
+     .block_cost = 9,                                             \
+     .cta_cost = start,                                           \
+     .leaves_halves = true,                                       \
+     .leaves_room = true,                                         \
+     .ctas_per_sm = 1,                                            \
+     .shared_bytes = SMLA_SM90_SHARED_BYTES,                      \
+     .name = "attention_small_sm90.cu, " #heads " heads per CTA", \
+     .launch = smla_attend_sm90_small_##heads}
+
+#define SM80(rows, suffix, least, heads)                    \
+    {.min_arch = 80,                                        \
+     .max_arch = ANY_ARCH,                                  \
+     .formats = rows,                                       \
+     .min_heads = least,                                    \
+     .max_heads = 128,                                      \
+     .heads_per_cta = heads,                                \
+     .block_columns = SMLA_SM80_KEYS,                       \
+     .block_cost = 16,                                      \
+     .cta_cost = 32,                                        \
+     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(heads),           \
+     .shared_bytes = SMLA_SM80_SHARED_BYTES(heads, rows),   \
+     .name = "attention_sm80.cu, " #heads " heads per CTA", \
+     .launch = smla_attend_sm80_##suffix##_##heads}
+
+const smla_attention_kernel smla_attention_kernels[] = {
+    SM90_SMALL(17, 32, 32),
+    SM90_SMALL(1, 16, 28),
+    SM90_FP8(33, 64, 16, 48),
+    SM90_FP8(17, 32, 10, 50),
+    SM90_FP8(1, 16, 9, 48),
+    {.min_arch = 90,
+     .max_arch = 90,
+     .formats = SMLA_ROWS_BF16,
+     .min_heads = 1,
+     .max_heads = 128,
+     .heads_per_cta = 64,
+     .block_columns = SMLA_SM90_KEYS,
+     .block_cost = 16,
+     .cta_cost = 48,
+     .ctas_per_sm = 1,
+     .shared_bytes = SMLA_SM90_SHARED_BYTES,
+     .name = "attention_bf16_sm90.cu, 64 heads per CTA",
+     .launch = smla_attend_sm90_bf16_64},
+    SM80(SMLA_ROWS_FP8, fp8, 33, 64),
+    SM80(SMLA_ROWS_FP8, fp8, 17, 32),
+    SM80(SMLA_ROWS_FP8, fp8, 1, 16),
+    SM80(SMLA_ROWS_BF16, bf16, 33, 64),
+    SM80(SMLA_ROWS_BF16, bf16, 17, 32),
+    SM80(SMLA_ROWS_BF16, bf16, 1, 16),
+    SM80(SMLA_ROWS_MIXED, mixed, 1, 16),
+    {.launch = NULL},
+};
+
+enum { NUM_KERNELS = sizeof smla_attention_kernels / sizeof smla_attention_kernels[0] - 1 };
+
+/* What kernels() prints of a row; the texts live as long as the library. */
+typedef struct row_text {
+    const char *arch;
+    const char *heads;
+} row_text;
+
+static row_text
+text_of(const smla_attention_kernel *kernel)
+{
+    return (row_text){
+        .arch = kernel->min_arch == 90 ? "sm_90" : "sm_80+",
+        .heads = kernel->min_heads == 33   ? "33...128"
+                 : kernel->min_heads == 17 ? "17...128"
+                                           : "1...128",
+    };
+}
+
+const char *
+smla_formats_name(smla_row_formats formats)
+{
+    switch (formats) {
+    case SMLA_ROWS_FP8: return "fp8_ds_mla";
+    case SMLA_ROWS_BF16: return "bfloat16";
+    default: return "fp8_ds_mla with bfloat16";
+    }
+}
+
+smla_row_formats
+smla_join_formats(const smla_kv_format_info *main, const smla_kv_format_info *extra)
+{
+    const bool is_fp8 = main->nope_type == SMLA_NOPE_E4M3;
+    if (extra != NULL && is_fp8 != (extra->nope_type == SMLA_NOPE_E4M3)) {
+        return SMLA_ROWS_MIXED;
+    }
+    return is_fp8 ? SMLA_ROWS_FP8 : SMLA_ROWS_BF16;
+}
+
+static bool
+runs_on(const smla_attention_kernel *kernel, const smla_cuda_device *device)
+{
+    return device->compute_capability >= kernel->min_arch &&
+           device->compute_capability <= kernel->max_arch &&
+           device->max_shared_bytes >= kernel->shared_bytes;
+}
+
+bool
+smla_fits_kernel(const smla_attention_kernel *kernel, const smla_cuda_device *device,
+                 smla_row_formats formats, int64_t num_heads, int num_splits, int64_t columns)
+{
+    return kernel->formats == formats && num_heads >= kernel->min_heads &&
+           num_heads <= kernel->max_heads && runs_on(kernel, device) &&
+           (kernel->max_columns == 0 || (num_splits > 1 && columns <= kernel->max_columns));
+}
+
+const smla_attention_kernel *
+smla_find_kernel(const smla_cuda_device *device, smla_row_formats formats, int64_t num_heads,
+                 int num_splits, int64_t columns)
+{
+    for (int i = 0; i < NUM_KERNELS; i++) {
+        if (smla_fits_kernel(&smla_attention_kernels[i], device, formats, num_heads, num_splits,
+                             columns)) {
+            return &smla_attention_kernels[i];
+        }
+    }
+    return NULL;
+}
+
+const smla_attention_kernel *
+smla_find_whole_kernel(const smla_cuda_device *device, smla_row_formats formats, int64_t num_heads)
+{
+    return smla_find_kernel(device, formats, num_heads, 1, 0);
+}
+
+/* Whether any number of heads takes this row. */
+static bool
+is_chosen(const smla_attention_kernel *kernel, const smla_cuda_device *device)
+{
+    const int num_splits = kernel->max_columns == 0 ? 1 : 2;
+    for (int32_t heads = kernel->min_heads; heads <= kernel->max_heads; heads++) {
+        if (smla_find_kernel(device, kernel->formats, heads, num_splits, kernel->max_columns) ==
+            kernel) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int64_t
+smla_cuda_kernels(smla_kernel_info *rows, int64_t capacity)
+{
+    const smla_cuda_device *const device = smla_cuda_find_device(0);
+    for (int i = 0; i < NUM_KERNELS && i < capacity; i++) {
+        const smla_attention_kernel *const kernel = &smla_attention_kernels[i];
+        const row_text text = text_of(kernel);
+        rows[i] = (smla_kernel_info){
+            .device = "cuda",
+            .arch = text.arch,
+            .kv_format = smla_formats_name(kernel->formats),
+            .heads = text.heads,
+            .name = kernel->name,
+            .available = device != NULL && runs_on(kernel, device),
+            .selected = device != NULL && is_chosen(kernel, device),
+        };
+    }
+    return NUM_KERNELS;
+}
+
+void
+smla_describe_kernels(char *text, size_t size)
+{
+    size_t length = 0;
+    text[0] = '\0';
+    for (int i = 0; i < NUM_KERNELS && length < size; i++) {
+        const smla_attention_kernel *const kernel = &smla_attention_kernels[i];
+        const int written = snprintf(text + length, size - length, "%s%s %s, heads %s",
+                                     i == 0 ? "" : "; ", text_of(kernel).arch,
+                                     smla_formats_name(kernel->formats), text_of(kernel).heads);
+        length += written < 0 ? 0 : (size_t)written;
+    }
+}

@@ -1,0 +1,498 @@
+/* key_rows.cuh: how a CTA of attention_sm80.cu gets its keys: indices -> slots -> rows in registers
+ * -> bf16 in shared memory.
+ *
+ * A block is SMLA_SM80_KEYS columns of one list, a warp's share of it 4 keys in a row. Indices are
+ * read and turned into row addresses for a window of 8 blocks at a time: lane l has key l % 4 of
+ * the window's block l / 4. That runs a window ahead of the rows, and the rows, in registers, run
+ * one block ahead of what is multiplied. A key that is masked (negative, past the last slot, past
+ * topk_length, of no page) has no row: nothing of it is read, zeros are stored, and is_key tells
+ * the softmax.
+ *
+ * e4m3 goes to shared memory as bf16, exactly, without its scale; NaN stays NaN.
+ */
+#ifndef SMLA_CUDA_KEY_ROWS_CUH
+#define SMLA_CUDA_KEY_ROWS_CUH
+
+#include "core/numeric.h"
+#include "cuda/attention/kernels.h"
+#include "cuda/ptx/launch.cuh"
+#include "cuda/ptx/ptx.cuh"
+
+enum {
+    KEYS = SMLA_SM80_KEYS,
+    CTA_WARPS = 8,
+    WARP_KEYS = KEYS / CTA_WARPS,
+    WINDOW = SMLA_WARP_LANES / WARP_KEYS, /* blocks whose indices a warp reads at once */
+    ROW_CHUNKS = SMLA_HEAD_DIM / 8,       /* 16-byte chunks of a bf16 row */
+    NOPE_CHUNKS = SMLA_KV_LORA_RANK / 8,  /* those of the NoPE part */
+    ROPE_CHUNKS = SMLA_QK_ROPE_HEAD_DIM / 8,
+};
+
+static_assert(NOPE_CHUNKS == 2 * SMLA_WARP_LANES, "a warp reads a row's NoPE part in two halves");
+static_assert(WARP_KEYS * ROPE_CHUNKS == SMLA_WARP_LANES, "one RoPE chunk per lane");
+static_assert(WARP_KEYS * SMLA_NUM_SCALE_TILES + WARP_KEYS <= SMLA_WARP_LANES,
+              "one scale or mask per lane");
+
+/* ---- Launch -------------------------------------------------------------------------------- */
+
+/* What a kernel reads of a list beside its smla_key_list. */
+typedef struct list_facts {
+    smla_divisor block_size;
+    int64_t num_slots;
+    uint32_t index_limit; /* no index from here on names a slot */
+    int32_t scale_offset;
+    int32_t rope_offset;
+    bool is_fp8;
+    bool is_aligned; /* every row to 16 bytes */
+} list_facts;
+
+/* wgmma cuts its sums off: where a large product is in front, the 36 steps of a score lose 19 *
+ * 2^-24 of it on average, and 45 at most (an H200). With this factor the errors lie around zero. */
+#define WGMMA_CORRECTION (1.0f + 0x1p-20f)
+
+/* The argument of the kernel. What the first instructions ask for stands in front: a launch's
+ * arguments are in no cache, and come in lines of 64 bytes, each of them 280 cycles after an
+ * instruction has needed it. */
+typedef struct attention_launch {
+    smla_divisor head_tiles; /* CTAs of a token and split */
+    smla_divisor num_splits;
+    int32_t split_columns[2]; /* of a split's range, in each list; or of a segment's */
+    int32_t num_segments;     /* of a work that may be cut (cut_works.cuh), else 1 */
+    bool q_is_aligned;        /* every row of both parts to 16 bytes */
+    bool out_is_paired;       /* every row to 4 bytes */
+    float scale_log2;         /* softmax_scale * log2(e) */
+    float wgmma_scale_log2;   /* the same for scores from wgmma: WGMMA_CORRECTION */
+    smla_attention_params params;
+    smla_partial_rows partials; /* unused with one split, unless works are cut */
+    list_facts lists[2];
+    uint64_t *arrivals; /* where works are cut: of each of them, a word (cut_works.cuh) */
+    int32_t slot_heads; /* rows of a slot: as many heads as a work may have */
+    int32_t tile_heads; /* of the kernel's tiles */
+    int32_t cut_cost;   /* of a piece of a cut work, in segments */
+    int32_t max_pieces; /* that there are slots for */
+} attention_launch;
+
+/* Of slots where indices are slots, else of the positions that a block table has. */
+static uint32_t
+index_limit_of(const smla_key_list *list)
+{
+    const int64_t limit = list->map.block_table == NULL
+                              ? smla_kv_num_slots(&list->kv)
+                              : list->map.num_blocks * list->kv.block_size;
+    return limit < 0x80000000LL ? (uint32_t)limit : 0x80000000u;
+}
+
+static list_facts
+list_facts_of(const smla_key_list *list)
+{
+    const smla_kv_view *const kv = &list->kv;
+    list_facts facts = {};
+    facts.block_size = smla_make_divisor(kv->block_size);
+    facts.num_slots = smla_kv_num_slots(kv);
+    facts.index_limit = index_limit_of(list);
+    facts.scale_offset = kv->format->scale_offset;
+    facts.rope_offset = kv->format->rope_offset;
+    facts.is_fp8 = kv->format->nope_type == SMLA_NOPE_E4M3;
+    facts.is_aligned =
+        smla_is_multiple(kv->base, kv->page_stride_bytes, 16) && kv->token_stride_bytes % 16 == 0;
+    return facts;
+}
+
+/* What a CTA works on. */
+typedef struct cta_work {
+    int32_t token;
+    int32_t split;        /* or the first segment of a work that may be cut */
+    int32_t num_segments; /* from there on; a split is one */
+    int32_t first_head;
+    int32_t num_heads; /* of the tile; the rest is rows of zeros */
+    int32_t
+        first_row; /* of its partial rows (kernels.h); NOT_PARTIAL: it has all of a token's keys */
+} cta_work;
+
+enum { NOT_PARTIAL = -1 };
+
+/* ---- Swizzle ------------------------------------------------------------------------------- */
+
+/* Rows of bf16 in shared memory, 1152 bytes apart: a multiple of 128, so chunk c of every row would
+ * fall on the same banks. Chunk c lies at c ^ row % 8 instead: eight rows' chunk c, and eight
+ * neighbouring chunks of a row, are on all 32 banks. */
+static __device__ __forceinline__ uint4 *
+chunk_of(uint16_t (*rows)[SMLA_HEAD_DIM], int row, int chunk)
+{
+    return (uint4 *)rows[row] + (chunk ^ (row & 7));
+}
+
+/* ---- Indices ------------------------------------------------------------------------------- */
+
+/* The blocks of a CTA: those of its columns of the main list, then those of the extra one. */
+typedef struct block_plan {
+    int32_t num_main;
+    int32_t num_blocks;
+} block_plan;
+
+/* A CTA's columns of a list. */
+typedef struct column_range {
+    int32_t begin;
+    int32_t end;
+} column_range;
+
+static __device__ __forceinline__ column_range
+find_columns(const attention_launch &launch, const cta_work &work, int list)
+{
+    const smla_key_list &keys = launch.params.lists[list];
+    int64_t length = keys.topk;
+    if (keys.topk_length != NULL) {
+        const int64_t given = keys.topk_length[work.token * keys.topk_length_stride];
+        length = given < length ? given : length;
+    }
+    const int64_t begin = (int64_t)work.split * launch.split_columns[list];
+    const int64_t end = begin + (int64_t)work.num_segments * launch.split_columns[list];
+    const int64_t last = end < length ? end : length;
+    return begin < last ? column_range{(int32_t)begin, (int32_t)last} : column_range{0, 0};
+}
+
+static __device__ __forceinline__ int32_t
+count_blocks(column_range columns)
+{
+    return (columns.end - columns.begin + KEYS - 1) / KEYS;
+}
+
+static __device__ __forceinline__ block_plan
+plan_blocks(const attention_launch &launch, const cta_work &work)
+{
+    block_plan plan;
+    plan.num_main = count_blocks(find_columns(launch, work, 0));
+    plan.num_blocks = plan.num_main;
+    if (launch.params.num_lists == 2) {
+        plan.num_blocks += count_blocks(find_columns(launch, work, 1));
+    }
+    return plan;
+}
+
+static __device__ __forceinline__ int
+list_of(const block_plan &plan, int32_t block)
+{
+    return block < plan.num_main ? 0 : 1;
+}
+
+/* The block whose indices a lane reads in a window, and its list. */
+static __device__ __forceinline__ int32_t
+block_of_lane(int32_t window, int thread)
+{
+    return window * WINDOW + thread % SMLA_WARP_LANES / WARP_KEYS;
+}
+
+/* The index of the lane's key in its block of a window; negative for none. */
+static __device__ __forceinline__ int32_t
+read_index(const attention_launch &launch, const cta_work &work, const block_plan &plan,
+           int32_t window, int thread)
+{
+    const int32_t block = block_of_lane(window, thread);
+    if (block >= plan.num_blocks) {
+        return -1;
+    }
+    const int list = list_of(plan, block);
+    const smla_key_list &keys = launch.params.lists[list];
+    const column_range columns = find_columns(launch, work, list);
+    const int32_t column = columns.begin + (block - list * plan.num_main) * KEYS +
+                           thread / SMLA_WARP_LANES * WARP_KEYS + thread % WARP_KEYS;
+    return column < columns.end
+               ? __ldg(keys.indices + work.token * keys.indices_stride_token + column)
+               : -1;
+}
+
+/* The slot of position `index` of the token's request, -1 for none: the rules of
+ * convert_req_index_to_global_index. */
+static __device__ __forceinline__ int64_t
+map_index(const smla_index_map &map, const smla_divisor &block_size, int32_t token, int32_t index)
+{
+    const int64_t req = map.req_id_per_token[token];
+    const int64_t block = smla_divide_uint32((uint32_t)index, block_size);
+    if (req < 0 || req >= map.num_reqs || block >= map.num_blocks) {
+        return -1;
+    }
+    const int64_t page =
+        map.block_table[req * map.block_table_stride_req + block * map.block_table_stride_block];
+    const int64_t slot = page * block_size.divisor + (index - block * block_size.divisor);
+    return page < 0 || slot > INT32_MAX ? -1 : slot;
+}
+
+/* The slot that an index of a list names, negative for none. */
+static __device__ __forceinline__ int32_t
+slot_of_index(const attention_launch &launch, int list, int32_t token, int32_t index)
+{
+    const smla_index_map &map = launch.params.lists[list].map;
+    const list_facts &facts = launch.lists[list];
+    if (index < 0) {
+        return -1;
+    }
+    const int64_t slot =
+        map.block_table == NULL ? index : map_index(map, facts.block_size, token, index);
+    return slot < facts.num_slots ? (int32_t)slot : -1;
+}
+
+/* The row of a slot, NULL for none. */
+static __device__ __forceinline__ const uint8_t *
+row_of_slot(const attention_launch &launch, int list, int32_t slot)
+{
+    const smla_kv_view &kv = launch.params.lists[list].kv;
+    const smla_divisor &block_size = launch.lists[list].block_size;
+    if (slot < 0) {
+        return NULL;
+    }
+    const int64_t page = smla_divide_uint32((uint32_t)slot, block_size);
+    const int64_t offset = slot - page * block_size.divisor;
+    return kv.base + page * kv.page_stride_bytes + offset * kv.token_stride_bytes;
+}
+
+/* The slot that the lane's index in a window names, negative for none. */
+static __device__ __forceinline__ int32_t
+find_slot(const attention_launch &launch, const cta_work &work, const block_plan &plan,
+          int32_t window, int thread, int32_t index)
+{
+    const int list = list_of(plan, block_of_lane(window, thread));
+    return slot_of_index(launch, list, work.token, index);
+}
+
+/* The row of the lane's slot in a window, NULL for none. */
+static __device__ __forceinline__ const uint8_t *
+find_row(const attention_launch &launch, const block_plan &plan, int32_t window, int thread,
+         int32_t slot)
+{
+    return row_of_slot(launch, list_of(plan, block_of_lane(window, thread)), slot);
+}
+
+/* ---- Rows ---------------------------------------------------------------------------------- */
+
+/* What a lane holds of its warp's rows, as they are in memory: chunks 32 h + lane of the NoPE part
+ * of every key, chunk lane % 8 of the RoPE part of key lane / 8, and, lanes below 16, scale
+ * lane % 4 of key lane / 4; the other lanes, whether key lane % 4 is there. */
+template <int FORMATS> struct raw_rows {
+    uint32_t nope[WARP_KEYS][2][FORMATS == SMLA_ROWS_FP8 ? 2 : 4];
+    uint32_t rope[4];
+    uint32_t scale_or_mask;
+};
+
+static __device__ __forceinline__ const uint8_t *
+row_of_lane(const uint8_t *row, int lane)
+{
+    return (const uint8_t *)__shfl_sync(0xFFFFFFFFu, (unsigned long long)row, lane);
+}
+
+static __device__ __forceinline__ bool
+has_scale(int lane)
+{
+    return lane < WARP_KEYS * SMLA_NUM_SCALE_TILES;
+}
+
+/* The row that the lane takes a scale or a mask from. */
+static __device__ __forceinline__ const uint8_t *
+row_of_scale(const uint8_t *row, int first_lane, int lane)
+{
+    const int key = has_scale(lane) ? lane / SMLA_NUM_SCALE_TILES : lane % WARP_KEYS;
+    return row_of_lane(row, first_lane + key);
+}
+
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+load_chunk(const uint8_t *from, bool is_on, uint32_t words[4])
+{
+    if constexpr (ALIGNED) {
+        ptx_load_16(from, is_on, words);
+        return;
+    }
+    words[0] = words[1] = words[2] = words[3] = 0;
+    if (is_on) {
+        smla_load_words<16, false>(from, words);
+    }
+}
+
+/* The rows of the warp's keys are with lanes first_lane to first_lane + 3. */
+template <int FORMATS>
+static __device__ __forceinline__ void
+load_fp8_rows(const list_facts &facts, const uint8_t *row, int first_lane, int lane,
+              raw_rows<FORMATS> *raw)
+{
+#pragma unroll
+    for (int i = 0; i < WARP_KEYS; i++) {
+        const uint8_t *const from = row_of_lane(row, first_lane + i);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int chunk = SMLA_WARP_LANES * half + lane;
+            ptx_load_8(from + 8 * chunk, from != NULL, raw->nope[i][half]);
+        }
+    }
+    const uint8_t *const rope = row_of_lane(row, first_lane + lane / ROPE_CHUNKS);
+    ptx_load_16(rope + facts.rope_offset + 16 * (lane % ROPE_CHUNKS), rope != NULL, raw->rope);
+    const uint8_t *const scale = row_of_scale(row, first_lane, lane);
+    ptx_load_4(scale + facts.scale_offset + 4 * (lane % SMLA_NUM_SCALE_TILES),
+               scale != NULL && has_scale(lane), !has_scale(lane) && scale != NULL,
+               &raw->scale_or_mask);
+}
+
+template <int FORMATS, bool ALIGNED>
+static __device__ __forceinline__ void
+load_bf16_rows(const list_facts &facts, const uint8_t *row, int first_lane, int lane,
+               raw_rows<FORMATS> *raw)
+{
+#pragma unroll
+    for (int i = 0; i < WARP_KEYS; i++) {
+        const uint8_t *const from = row_of_lane(row, first_lane + i);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int chunk = SMLA_WARP_LANES * half + lane;
+            load_chunk<ALIGNED>(from + 16 * chunk, from != NULL, raw->nope[i][half]);
+        }
+    }
+    const uint8_t *const rope = row_of_lane(row, first_lane + lane / ROPE_CHUNKS);
+    load_chunk<ALIGNED>(rope + facts.rope_offset + 16 * (lane % ROPE_CHUNKS), rope != NULL,
+                        raw->rope);
+    const bool is_key = row_of_scale(row, first_lane, lane) != NULL;
+    /* 1.0f, also for masked keys: their zeros stay zeros */
+    raw->scale_or_mask = has_scale(lane) ? 0x3F800000u : is_key;
+}
+
+static __device__ __forceinline__ bool
+is_fp8_list(const attention_launch &launch, int formats, int list)
+{
+    return formats == SMLA_ROWS_FP8 || (formats == SMLA_ROWS_MIXED && launch.lists[list].is_fp8);
+}
+
+/* Asks for a block's rows; `row` is that of the lane in the block's window. The branches are the
+ * same for all threads of the CTA. */
+template <int FORMATS>
+static __device__ __forceinline__ void
+load_rows(const attention_launch &launch, const block_plan &plan, int32_t block, const uint8_t *row,
+          int thread, raw_rows<FORMATS> *raw)
+{
+    if (block >= plan.num_blocks) {
+        return;
+    }
+    const int lane = thread % SMLA_WARP_LANES;
+    const int first_lane = block % WINDOW * WARP_KEYS;
+    const int list = FORMATS == SMLA_ROWS_MIXED ? list_of(plan, block) : 0;
+    const list_facts &facts = launch.lists[list];
+    if (is_fp8_list(launch, FORMATS, list)) {
+        load_fp8_rows<FORMATS>(facts, row, first_lane, lane, raw);
+    } else if constexpr (FORMATS != SMLA_ROWS_FP8) {
+        if (launch.lists[list_of(plan, block)].is_aligned) {
+            load_bf16_rows<FORMATS, true>(facts, row, first_lane, lane, raw);
+        } else {
+            load_bf16_rows<FORMATS, false>(facts, row, first_lane, lane, raw);
+        }
+    }
+}
+
+/* ---- e4m3 to bf16 -------------------------------------------------------------------------- */
+
+/* Two e4m3, in bytes 0 and 2, to bf16. With its exponent and mantissa at the top of bf16's a value
+ * is 2^-120 too small, subnormal or not; the product is exact, and adding -0 keeps the sign of a
+ * zero. A NaN comes out as 480, which is no e4m3 otherwise. */
+static __device__ __forceinline__ uint32_t
+widen_e4m3x2(uint32_t bytes)
+{
+    const uint32_t signs = bytes & 0x00800080u;
+    const uint32_t tiny = bytes * 16 + signs * 240; /* moves the sign on from bit 11 to bit 15 */
+    return ptx_fma_bf16x2(tiny, 0x7B807B80u, 0x80008000u);
+}
+
+static __device__ __forceinline__ uint4
+widen_e4m3x8(const uint32_t bytes[2])
+{
+    return make_uint4(widen_e4m3x2(__byte_perm(bytes[0], 0, 0x4140)),
+                      widen_e4m3x2(__byte_perm(bytes[0], 0, 0x4342)),
+                      widen_e4m3x2(__byte_perm(bytes[1], 0, 0x4140)),
+                      widen_e4m3x2(__byte_perm(bytes[1], 0, 0x4342)));
+}
+
+/* Not zero when one of eight e4m3 is NaN: 0x7F or 0xFF. */
+static __device__ __forceinline__ uint32_t
+find_e4m3_nans(const uint32_t bytes[2])
+{
+    const uint32_t sum_0 = (bytes[0] & 0x7F7F7F7Fu) + 0x01010101u;
+    const uint32_t sum_1 = (bytes[1] & 0x7F7F7F7Fu) + 0x01010101u;
+    return (sum_0 | sum_1) & 0x80808080u;
+}
+
+/* 480 -> NaN, in two bf16. */
+static __device__ __forceinline__ uint32_t
+restore_nans(uint32_t pair)
+{
+    const uint32_t low = (pair & 0x00007FFFu) == 0x000043F0u ? 0x00007FC0u : 0;
+    const uint32_t high = (pair & 0x7FFF0000u) == 0x43F00000u ? 0x7FC00000u : 0;
+    return pair | low | high;
+}
+
+static __device__ __forceinline__ uint4
+restore_chunk(uint4 chunk)
+{
+    return make_uint4(restore_nans(chunk.x), restore_nans(chunk.y), restore_nans(chunk.z),
+                      restore_nans(chunk.w));
+}
+
+/* ---- Storing ------------------------------------------------------------------------------- */
+
+/* The warp's four rows of e4m3. */
+template <int FORMATS>
+static __device__ __forceinline__ void
+store_fp8_nope(const raw_rows<FORMATS> &raw, uint16_t (*keys)[SMLA_HEAD_DIM], int first_key,
+               int lane)
+{
+    uint32_t nans = 0;
+#pragma unroll
+    for (int i = 0; i < WARP_KEYS; i++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            nans |= find_e4m3_nans(raw.nope[i][half]);
+            *chunk_of(keys, first_key + i, SMLA_WARP_LANES * half + lane) =
+                widen_e4m3x8(raw.nope[i][half]);
+        }
+    }
+    if (nans != 0) { /* rare: over what this very thread has written */
+#pragma unroll 1
+        for (int i = 0; i < 2 * WARP_KEYS; i++) {
+            uint4 *const chunk =
+                chunk_of(keys, first_key + i / 2, SMLA_WARP_LANES * (i % 2) + lane);
+            *chunk = restore_chunk(*chunk);
+        }
+    }
+}
+
+/* Puts the rows, their scales and their masks where the CTA multiplies them. */
+template <int FORMATS>
+static __device__ __forceinline__ void
+store_rows(const attention_launch &launch, int list, const raw_rows<FORMATS> &raw, int thread,
+           uint16_t (*keys)[SMLA_HEAD_DIM], float (*scales)[KEYS], int32_t *is_key)
+{
+    const int lane = thread % SMLA_WARP_LANES;
+    const int first_key = thread / SMLA_WARP_LANES * WARP_KEYS;
+    if (is_fp8_list(launch, FORMATS, list)) {
+        store_fp8_nope<FORMATS>(raw, keys, first_key, lane);
+    } else if constexpr (FORMATS != SMLA_ROWS_FP8) {
+#pragma unroll
+        for (int i = 0; i < 2 * WARP_KEYS; i++) {
+            const uint32_t *const words = raw.nope[i / 2][i % 2];
+            *chunk_of(keys, first_key + i / 2, SMLA_WARP_LANES * (i % 2) + lane) =
+                make_uint4(words[0], words[1], words[2], words[3]);
+        }
+    }
+    *chunk_of(keys, first_key + lane / ROPE_CHUNKS, NOPE_CHUNKS + lane % ROPE_CHUNKS) =
+        make_uint4(raw.rope[0], raw.rope[1], raw.rope[2], raw.rope[3]);
+    if (FORMATS != SMLA_ROWS_BF16 && has_scale(lane)) {
+        scales[lane % SMLA_NUM_SCALE_TILES][first_key + lane / SMLA_NUM_SCALE_TILES] =
+            smla_bits_float(raw.scale_or_mask);
+    }
+    if (lane >= SMLA_WARP_LANES - WARP_KEYS) { /* of those that know, the last */
+        is_key[first_key + lane % WARP_KEYS] = (int32_t)raw.scale_or_mask;
+    }
+}
+
+/* Whether the lane knows of a key in the block: every key is known to some lane. */
+template <int FORMATS>
+static __device__ __forceinline__ bool
+sees_key(const raw_rows<FORMATS> &raw, int thread)
+{
+    return !has_scale(thread % SMLA_WARP_LANES) && raw.scale_or_mask != 0;
+}
+
+#endif /* SMLA_CUDA_KEY_ROWS_CUH */

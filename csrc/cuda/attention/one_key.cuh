@@ -1,0 +1,227 @@
+/* one_key.cuh: a work with exactly one key, without tensor cores, for every attention kernel.
+ *
+ * Kernels round weights to bf16 or f16, for FP8 rows after they have been multiplied by the scale.
+ * Where a single key has all of the weight, its value would be off by a step. Here its value is
+ * multiplied in fp32, and rounded once: out is a bf16 row's value in every bit, and an FP8 row's
+ * within half a step of bf16 and 2^-20 of it.
+ *
+ * Roles        Warps take the work's heads in turn. Lanes share the dimensions: lane l has values
+ *              8 l to 8 l + 7 of each half of the NoPE part, and 2 l, 2 l + 1 of the RoPE part. No
+ *              shared memory, no barrier: any warps of a CTA can do it, beside others.
+ * Numerics     A score is 8 + 8 + 2 products deep, then 5 sums of lanes. The row is that of the
+ *              kernels: max_log2, sum = 2^(max_log2 - reference), out = sum * value in fp32. Its
+ *              quotient out / sum is the value to 2^-22, in the combine kernel as well as here.
+ *              Logits of -inf and NaN give what they give there.
+ */
+#ifndef SMLA_CUDA_ONE_KEY_CUH
+#define SMLA_CUDA_ONE_KEY_CUH
+
+#include "cuda/attention/key_rows.cuh"
+#include "cuda/attention/softmax.cuh"
+#include "cuda/ptx/numeric.cuh"
+
+enum {
+    NOPE_HALF = SMLA_KV_LORA_RANK / 2,
+    LANE_VALUES = NOPE_HALF / SMLA_WARP_LANES, /* of a half */
+};
+
+static_assert(LANE_VALUES == 8, "16 bytes of bf16");
+static_assert(SMLA_QK_ROPE_HEAD_DIM == 2 * SMLA_WARP_LANES, "a pair per lane");
+
+/* A lane's part of a query or of a key, whose scale stays beside it. */
+typedef struct lane_part {
+    float nope[2][LANE_VALUES];
+    float rope[2];
+} lane_part;
+
+static __device__ __forceinline__ void
+widen_bf16x8(const uint32_t words[4], float values[LANE_VALUES])
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        values[2 * i] = smla_low_bf16(words[i]);
+        values[2 * i + 1] = smla_high_bf16(words[i]);
+    }
+}
+
+/* `nope` and `rope` are the lane's own addresses. */
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+load_bf16_part(const void *nope, const void *rope, lane_part *part)
+{
+    uint32_t words[2][4];
+    uint32_t pair;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        smla_load_words<16, ALIGNED>((const uint16_t *)nope + half * NOPE_HALF, words[half]);
+    }
+    smla_load_words<4, ALIGNED>(rope, &pair);
+    widen_bf16x8(words[0], part->nope[0]);
+    widen_bf16x8(words[1], part->nope[1]);
+    part->rope[0] = smla_low_bf16(pair);
+    part->rope[1] = smla_high_bf16(pair);
+}
+
+/* e4m3 as it is; the row is aligned to 16 bytes. */
+static __device__ __forceinline__ void
+load_fp8_part(const uint8_t *nope, const void *rope, lane_part *part)
+{
+    uint32_t pair;
+    smla_load_words<4, true>(rope, &pair);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t words[2];
+        smla_load_words<8, true>(nope + half * NOPE_HALF, words);
+#pragma unroll
+        for (int i = 0; i < LANE_VALUES; i++) {
+            part->nope[half][i] = smla_e4m3_to_float((uint8_t)(words[i / 4] >> 8 * (i % 4)));
+        }
+    }
+    part->rope[0] = smla_low_bf16(pair);
+    part->rope[1] = smla_high_bf16(pair);
+}
+
+/* The lane's part of the key, and the scales of its two halves. */
+static __device__ __forceinline__ void
+load_key_part(const list_facts &facts, const uint8_t *row, int lane, lane_part *key,
+              float scales[2])
+{
+    const uint8_t *const rope = row + facts.rope_offset + 4 * lane;
+    scales[0] = scales[1] = 1.0f;
+    if (facts.is_fp8) {
+        const float *const from =
+            (const float *)(row + facts.scale_offset) + LANE_VALUES * lane / SMLA_SCALE_TILE;
+        scales[0] = __ldg(from);
+        scales[1] = __ldg(from + NOPE_HALF / SMLA_SCALE_TILE);
+        load_fp8_part(row + LANE_VALUES * lane, rope, key);
+    } else if (facts.is_aligned) {
+        load_bf16_part<true>(row + 2 * LANE_VALUES * lane, rope, key);
+    } else {
+        load_bf16_part<false>(row + 2 * LANE_VALUES * lane, rope, key);
+    }
+}
+
+/* The lane's part of a head's query. */
+static __device__ __forceinline__ void
+load_query_part(const attention_launch &launch, int32_t token, int32_t head, int lane,
+                lane_part *query)
+{
+    const smla_attention_params &params = launch.params;
+    const uint16_t *const nope = params.q_nope + token * params.q_nope_stride_token +
+                                 head * params.q_nope_stride_head + LANE_VALUES * lane;
+    const uint16_t *const rope =
+        params.q_pe + token * params.q_pe_stride_token + head * params.q_pe_stride_head + 2 * lane;
+    if (launch.q_is_aligned) {
+        load_bf16_part<true>(nope, rope, query);
+    } else {
+        load_bf16_part<false>(nope, rope, query);
+    }
+}
+
+/* q . k, in all lanes. */
+static __device__ __forceinline__ float
+multiply_parts(const lane_part &query, const lane_part &key, const float scales[2])
+{
+    float sum = query.rope[0] * key.rope[0] + query.rope[1] * key.rope[1];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float products = 0.0f;
+#pragma unroll
+        for (int i = 0; i < LANE_VALUES; i++) {
+            products += query.nope[half][i] * key.nope[half][i];
+        }
+        sum += products * scales[half];
+    }
+#pragma unroll
+    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+    }
+    return sum;
+}
+
+/* value * weight, in fp32 for the combine kernel. */
+static __device__ __forceinline__ void
+write_partial_part(const attention_launch &launch, int64_t row, int lane, const lane_part &value,
+                   float weight)
+{
+    float *const to = launch.partials.out + row * SMLA_KV_LORA_RANK + LANE_VALUES * lane;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int i = 0; i < LANE_VALUES; i += 4) {
+            const float *const from = value.nope[half] + i;
+            *(float4 *)(to + half * NOPE_HALF + i) =
+                make_float4(from[0] * weight, from[1] * weight, from[2] * weight, from[3] * weight);
+        }
+    }
+}
+
+/* value * weight, rounded once; of weight 0 zeros without a sign, whatever the value. */
+static __device__ __forceinline__ void
+write_out_part(const smla_attention_params &params, int32_t token, int32_t head, int lane,
+               const lane_part &value, float weight)
+{
+    uint16_t *const to = params.out + token * params.out_stride_token +
+                         head * params.out_stride_head + LANE_VALUES * lane;
+    const bool is_aligned = (uintptr_t)to % 16 == 0;
+    const uint32_t mask = weight == 0.0f ? 0 : 0xFFFFFFFFu;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            words[i] = mask & smla_cvt_bf16x2(value.nope[half][2 * i] * weight,
+                                              value.nope[half][2 * i + 1] * weight);
+        }
+        if (is_aligned) {
+            smla_store_words<16, true>(to + half * NOPE_HALF, words);
+        } else {
+            smla_store_words<16, false>(to + half * NOPE_HALF, words);
+        }
+    }
+}
+
+/* All results of a work whose only key is `slot` of list `list` (slot_of_index), by `num_threads`
+ * threads, whole warps of a CTA, of which this is number `thread`. Whether the key is the only one
+ * is for the caller to know: of the split's columns where there are splits. */
+static __device__ __forceinline__ void
+attend_one_key(const attention_launch &launch, const cta_work &work, int list, int32_t slot,
+               int thread, int num_threads)
+{
+    const smla_attention_params &params = launch.params;
+    const int lane = thread % SMLA_WARP_LANES;
+    lane_part key;
+    lane_part value;
+    float scales[2];
+    load_key_part(launch.lists[list], row_of_slot(launch, list, slot), lane, &key, scales);
+#pragma unroll
+    for (int i = 0; i < 2 * LANE_VALUES; i++) {
+        value.nope[i / LANE_VALUES][i % LANE_VALUES] =
+            key.nope[i / LANE_VALUES][i % LANE_VALUES] * scales[i / LANE_VALUES];
+    }
+#pragma unroll 1
+    for (int head = thread / SMLA_WARP_LANES; head < work.num_heads;
+         head += num_threads / SMLA_WARP_LANES) {
+        lane_part query;
+        load_query_part(launch, work.token, work.first_head + head, lane, &query);
+        const float score = multiply_parts(query, key, scales) * launch.scale_log2;
+        const float max_log2 = fmaxf(-INFINITY, score); /* a NaN is no maximum */
+        const float sum = ptx_exp2(score - softmax_reference(max_log2));
+        if (work.first_row == NOT_PARTIAL) {
+            const float sink = softmax_sink(params, work.first_head + head);
+            const float factor = softmax_finish(params, work.token, work.first_head + head,
+                                                max_log2, sum, sink, lane == 0);
+            write_out_part(params, work.token, work.first_head + head, lane, value, sum * factor);
+            continue;
+        }
+        const int64_t row = work.first_row + head;
+        if (lane == 0) {
+            *(float2 *)(launch.partials.state + 2 * row) = make_float2(max_log2, sum);
+        }
+        if (sum != 0.0f) {
+            write_partial_part(launch, row, lane, value, sum);
+        }
+    }
+}
+
+#endif /* SMLA_CUDA_ONE_KEY_CUH */

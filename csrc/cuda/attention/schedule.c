@@ -1,0 +1,292 @@
+/* schedule.c: into how many splits the keys of a call are cut, and by which kernel: estimated
+ * times, and the plans that have the shortest. What depends on it, the size of the workspace, is
+ * here too.
+ */
+#include "cuda/attention/schedule.h"
+
+/* More CTAs than this many per place on the device gain nothing and cost memory. */
+enum { MAX_WAVES = 3 };
+
+static int64_t
+min_int64(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* CTAs that the device runs at once. */
+static int64_t
+count_places(const smla_cuda_device *device, const smla_attention_kernel *kernel)
+{
+    if (kernel->ctas_per_sm == 1) {
+        return device->num_sms;
+    }
+    const int64_t fit = (device->max_shared_bytes + SMLA_RESERVED_SHARED_BYTES) /
+                        (kernel->shared_bytes + SMLA_RESERVED_SHARED_BYTES);
+    return device->num_sms * min_int64(kernel->ctas_per_sm, fit < 1 ? 1 : fit);
+}
+
+/* n / by, rounded up. The schedule divides a hundred times in a call, and 32 bits take a third of
+ * the time. */
+static int64_t
+divide_up(int64_t n, int64_t by)
+{
+    if ((n | by) >> 31 == 0) {
+        return (int64_t)(((uint32_t)n + (uint32_t)by - 1) / (uint32_t)by);
+    }
+    return n / by + (n % by != 0);
+}
+
+int64_t
+smla_count_columns(const smla_split_problem *problem, int num_splits)
+{
+    const int64_t units = divide_up(divide_up(problem->topk, num_splits), SMLA_SPLIT_ALIGN) +
+                          divide_up(divide_up(problem->extra_topk, num_splits), SMLA_SPLIT_ALIGN);
+    return units * SMLA_SPLIT_ALIGN;
+}
+
+/* CTAs of a token and split. */
+static int64_t
+count_tiles(const smla_split_problem *problem, const smla_attention_kernel *kernel)
+{
+    return divide_up(problem->num_heads, kernel->heads_per_cta);
+}
+
+/* Splits beyond this have no columns of their own. */
+static int64_t
+max_useful_splits(const smla_split_problem *problem)
+{
+    const int64_t columns =
+        problem->topk > problem->extra_topk ? problem->topk : problem->extra_topk;
+    const int64_t useful = (columns + SMLA_SPLIT_ALIGN - 1) / SMLA_SPLIT_ALIGN;
+    return useful < 1 ? 1 : min_int64(useful, SMLA_MAX_SPLITS);
+}
+
+/* Pairs of token and split that a chosen split count above 1 may lead to, for any batch. */
+static int64_t
+max_parts(const smla_split_problem *problem)
+{
+    return MAX_WAVES * count_places(problem->device, problem->whole) /
+           count_tiles(problem, problem->whole);
+}
+
+/* The costs below are in sixteenths of 128 keys of the largest tile of attention_sm90.cu. */
+
+/* Of the combine kernel, and of the partial rows that it reads. */
+static int64_t
+find_combine_cost(const smla_split_problem *problem, const smla_attention_kernel *kernel,
+                  int64_t num_tokens, int num_splits)
+{
+    if (num_splits == 1) {
+        return 0;
+    }
+    if (!kernel->leaves_halves) {
+        return 16 + num_splits;
+    }
+    const int sixteens = (num_splits + 15) / 16;
+    return 12 + 6 * sixteens + num_tokens * num_splits * problem->num_heads / 512;
+}
+
+/* Kernels that start before the grid in front of them is done do so where there is room: beside the
+ * combine kernel, or on SMs that it leaves free. */
+static int64_t
+find_late_cost(const smla_split_problem *problem, const smla_attention_kernel *kernel,
+               int64_t num_tokens, int num_splits, int64_t num_ctas, int64_t places)
+{
+    const bool is_beside =
+        kernel->leaves_room && smla_fits_beside(num_ctas, num_tokens * problem->num_heads,
+                                                num_splits, problem->device->num_sms);
+    return kernel->leaves_halves && 2 * num_ctas > places && !is_beside ? 6 : 0;
+}
+
+static int64_t
+estimate_cost(const smla_split_problem *problem, const smla_attention_kernel *kernel,
+              int64_t num_tokens, int num_splits, int64_t columns)
+{
+    const int64_t places = count_places(problem->device, kernel);
+    const int64_t ctas = num_tokens * count_tiles(problem, kernel) * num_splits;
+    const int64_t cta_cost =
+        divide_up(columns, kernel->block_columns) * kernel->block_cost + kernel->cta_cost;
+    return divide_up(ctas, places) * cta_cost +
+           find_combine_cost(problem, kernel, num_tokens, num_splits) +
+           find_late_cost(problem, kernel, num_tokens, num_splits, ctas, places);
+}
+
+/* With this many splits: the row that is estimated to take the shortest time, the first when
+ * equal. */
+static smla_run_plan
+choose_kernel(const smla_split_problem *problem, int64_t num_tokens, int num_splits)
+{
+    const int64_t columns = smla_count_columns(problem, num_splits);
+    smla_run_plan best = {.num_splits = num_splits, .cost = INT64_MAX};
+    for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
+         kernel++) {
+        if (kernel->min_arch != problem->whole->min_arch ||
+            !smla_fits_kernel(kernel, problem->device, problem->whole->formats, problem->num_heads,
+                              num_splits, columns)) {
+            continue;
+        }
+        const int64_t cost = estimate_cost(problem, kernel, num_tokens, num_splits, columns);
+        if (cost < best.cost) {
+            best.kernel = kernel;
+            best.cost = cost;
+        }
+    }
+    return best;
+}
+
+static smla_batch_plan plan_batch(const smla_split_problem *problem, int64_t num_tokens);
+
+static smla_batch_plan
+plan_whole(const smla_split_problem *problem, int64_t num_tokens)
+{
+    smla_batch_plan plan = {.run = choose_kernel(problem, num_tokens, 1), .rest = num_tokens};
+    const int64_t tiles = count_tiles(problem, problem->whole);
+    const int64_t places = count_places(problem->device, problem->whole);
+    const int64_t full = num_tokens * tiles / places * places / tiles;
+    const int64_t rest = num_tokens - full;
+    if (full == 0 || rest == 0) {
+        return plan;
+    }
+    const int64_t columns = smla_count_columns(problem, 1);
+    const int64_t cost = estimate_cost(problem, problem->whole, full, 1, columns) +
+                         plan_batch(problem, rest).run.cost;
+    if (cost < plan.run.cost) {
+        plan.run.cost = cost;
+        plan.rest = rest;
+    }
+    return plan;
+}
+
+/* The plan with the shortest estimated time, the one with fewer splits when equal. */
+static smla_batch_plan
+plan_batch(const smla_split_problem *problem, int64_t num_tokens)
+{
+    const int64_t useful = max_useful_splits(problem);
+    const int64_t most = num_tokens == 0 ? 1 : min_int64(useful, max_parts(problem) / num_tokens);
+    smla_batch_plan best = plan_whole(problem, num_tokens);
+    int64_t columns = smla_count_columns(problem, 1);
+    for (int splits = 2; splits <= most; splits++) {
+        const int64_t fewer = smla_count_columns(problem, splits);
+        if (fewer == columns) {
+            continue; /* more CTAs, none of them shorter */
+        }
+        columns = fewer;
+        const smla_run_plan run = choose_kernel(problem, num_tokens, splits);
+        if (run.cost < best.run.cost) {
+            best = (smla_batch_plan){.run = run, .rest = num_tokens};
+        }
+    }
+    return best;
+}
+
+/* Layers of a model, and steps of a server, ask the same again and again. */
+enum { KNOWN_PLANS = 8 };
+
+static _Thread_local struct {
+    smla_split_problem problem; /* of no kernel: nothing is known */
+    int64_t num_tokens;
+    smla_batch_plan plan;
+} known_plans[KNOWN_PLANS];
+
+static bool
+is_same_problem(const smla_split_problem *a, const smla_split_problem *b)
+{
+    return a->device == b->device && a->whole == b->whole && a->num_heads == b->num_heads &&
+           a->topk == b->topk && a->extra_topk == b->extra_topk;
+}
+
+smla_batch_plan
+smla_find_plan(const smla_split_problem *problem, int64_t num_tokens)
+{
+    const int i = (int)(num_tokens % KNOWN_PLANS);
+    if (known_plans[i].num_tokens != num_tokens ||
+        !is_same_problem(&known_plans[i].problem, problem)) {
+        known_plans[i].plan = plan_batch(problem, num_tokens);
+        known_plans[i].problem = *problem;
+        known_plans[i].num_tokens = num_tokens;
+    }
+    return known_plans[i].plan;
+}
+
+bool
+smla_find_problem(const smla_cuda_device *device, const smla_attention_shape *shape,
+                  smla_row_formats formats, smla_split_problem *problem)
+{
+    *problem = (smla_split_problem){
+        .device = device,
+        .whole = smla_find_whole_kernel(device, formats, shape->num_heads),
+        .num_heads = shape->num_heads,
+        .topk = shape->topk,
+        .extra_topk = shape->extra_topk,
+    };
+    return problem->whole != NULL;
+}
+
+int
+smla_cuda_choose_num_splits(const smla_attention_shape *shape)
+{
+    smla_split_problem problem;
+    if (shape->num_splits != 0) {
+        return shape->num_splits;
+    }
+    const smla_row_formats formats = shape->formats[0] == NULL
+                                         ? SMLA_ROWS_FP8
+                                         : smla_join_formats(shape->formats[0], shape->formats[1]);
+    const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
+    return device != NULL && smla_find_problem(device, shape, formats, &problem)
+               ? smla_find_plan(&problem, shape->num_tokens).run.num_splits
+               : 1;
+}
+
+/* Crossover of FP8 rows and gathered bf16 rows, of an H200 (benchmarks/RESULTS.md). */
+enum {
+    DIRECT_PS_PER_KEY = 38,       /* what the FP8 kernel takes longer per key of 33 to 64 heads */
+    GATHER_PS_PER_ROW = 650,      /* 656 bytes in, 1152 out */
+    GATHER_PS_PER_CALL = 8000000, /* its launch, and one more of attention */
+};
+
+/* Up to 32 heads the kernels are equal, for the one of bf16 rows pays for 64. */
+bool
+smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows, int64_t num_chunks)
+{
+    const smla_cuda_device *const device = smla_cuda_find_device(prefills->device_id);
+    const smla_attention_kernel *const kernel =
+        device == NULL ? NULL : smla_find_whole_kernel(device, SMLA_ROWS_FP8, prefills->num_heads);
+    if (kernel == NULL || kernel->min_arch < 90) {
+        return false;
+    }
+    const int64_t tiles = prefills->num_heads / 64 + (prefills->num_heads % 64 > 32);
+    const int64_t loss = prefills->num_tokens * prefills->topk * tiles * DIRECT_PS_PER_KEY;
+    return loss < num_rows * GATHER_PS_PER_ROW + num_chunks * GATHER_PS_PER_CALL;
+}
+
+/* The most pairs of token and split that plan_batch can lead to, for any smaller batch too. */
+static int64_t
+most_parts(const smla_attention_shape *shape, smla_row_formats formats)
+{
+    const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
+    smla_split_problem problem;
+    if (device == NULL || !smla_find_problem(device, shape, formats, &problem)) {
+        return 0;
+    }
+    const int64_t useful = max_useful_splits(&problem);
+    return useful == 1 ? 0 : min_int64(shape->num_tokens * useful, max_parts(&problem));
+}
+
+int64_t
+smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
+{
+    static const smla_row_formats all[] = {SMLA_ROWS_FP8, SMLA_ROWS_BF16, SMLA_ROWS_MIXED};
+    int64_t parts = 0;
+    if (shape->num_splits > 1) {
+        parts = shape->num_tokens * shape->num_splits;
+    } else if (shape->num_splits == 0 && shape->formats[0] != NULL) {
+        parts = most_parts(shape, smla_join_formats(shape->formats[0], shape->formats[1]));
+    } else if (shape->num_splits == 0) {
+        for (int i = 0; i < 3; i++) {
+            const int64_t more = most_parts(shape, all[i]);
+            parts = more > parts ? more : parts;
+        }
+    }
+    return parts == 0 ? 0 : SMLA_PARTIAL_ALIGN + smla_partial_bytes(parts * shape->num_heads);
+}

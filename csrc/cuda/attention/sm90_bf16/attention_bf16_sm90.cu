@@ -1,0 +1,312 @@
+/* attention_bf16_sm90.cu: sparse MLA attention over bf16 rows for Hopper, with wgmma.
+ *
+ * Computes     as attention_sm80.cu: S = Q K^T, P = 2^(scale S - ref), O = P V, with heads as M:
+ *              64 of them a CTA, fewer are rows of zeros
+ * Shapes       as attention_sm80.cu, caches of bf16 alone
+ * Shared mem   query  [9][64][128 B] bf16     64 dimensions a tile, 128-byte swizzle
+ *              keys   [2][9][64][128 B] bf16  the same: a block of 64 keys for each warpgroup; its
+ *                                             first 512 dimensions are its values, as wgmma reads
+ *                                             B with either dimension contiguous
+ *              probs  [64][128 B] bf16        weights of group 1 for the other group; those of
+ *                                             group 0 lie in the RoPE tile of its block, which is
+ *                                             not needed after the scores
+ *              sums, maxima, references, mbarriers, is_key, counts of keys
+ *              232,064 bytes of the 232,448 that an SM has
+ * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile), or
+ *              behind the first one those that level the loads (work_order.cuh). Where an SM would
+ *              be idle, a CTA without work runs ahead through the code (count_ctas).
+ *              4 gather warps   56 registers. Indices -> rows, by cp.async of 16 bytes: a bulk copy
+ *                               cannot swizzle. Each has 16 rows of every block, and takes them
+ *                               from its quarter of the columns; entries that are none are left
+ *                               out (key_stream.cuh). They run ahead as far as blocks are free,
+ *                               into the next work too, whose keys they count before its first
+ *                               step: so they know the last one, and tell it with is_key. A work
+ *                               without keys is one step without keys.
+ *              2 warpgroups     224 registers. A step is a block each. A warpgroup scores its own
+ *                               block, all heads, and adds 256 of the 512 values of both blocks;
+ *                               its own weights come from registers, the other's from shared
+ *                               memory, told of by halves so that products start early.
+ *                group 0        scores, weights and values of its block, values of the other's
+ *                group 1        scores of its block, values of the other's, weights, own values:
+ *                               so the groups fill each other's gaps, and group 0's block, which
+ *                               is used first, is free first
+ *              mbarriers        arrivals | waited for by
+ *              full[block][piece]   128 gather threads, when their copies have come (the third:
+ *                                   and 4 for is_key, IS_LAST) | the block's group. Four pieces,
+ *                                   along the dimensions, so that scores begin with the first.
+ *              empty[block][group]  128 threads of the group: its values are added | gather warps
+ *              weighed[group][half] 128 threads of the group: weights of 32 keys | the other group
+ *              query_full           128 gather threads | consumers
+ *              query_empty          256 consumers, after their last scores | gather warps
+ *              planned              a consumer thread, which has left the order | gather warps
+ *              scored               128 threads of group 0, which have scored its block | the same,
+ *                                   before weights replace its RoPE tile
+ *              barriers         CONSUMERS 256 threads, where a work ends; GATHER 128 threads, where
+ *                               its keys are counted
+ *              What one group knows of the other's block it knows from its weights: that it has
+ *              come, and the references (hopper_bf16_products.cuh). A block that is full again was
+ *              freed by both groups: so nobody reads the weights that group 1 replaces.
+ *              cp.async tells its mbarrier when the bytes are in shared memory. PTX asks for a
+ *              proxy fence before wgmma reads them; every consumer would wait 150 to 200 cycles for
+ *              it at every piece, and FlashMLA, which loads alike, has none.
+ * Roofline     2 * H * 1088 FLOP and 1152 bytes per key. 64 heads, per key and SM, in cycles: 34
+ *              of wgmma; 37 of shared memory (scores 2304 bytes: A and B of 64 x 64 x 16 products
+ *              both come from there; values 1152; weights 128; rows 1152); 32 of L2 (a gather
+ *              without products; 62 of HBM where no row is shared). Measured: 44 at the clock of
+ *              1.6 GHz that power leaves, start and end of works included, of which these are 4;
+ *              T 4096, 32k keys, H 64: 1790 to 1884 us (620 to 653 TFLOP/s), H 128: 3702 to 3858.
+ * Numerics     Scores and values are fp32 sums of exact products of bf16, which wgmma cuts off
+ *              (WGMMA_CORRECTION). A weight is 2^exponent, an exponent is scale S - ref. Weights
+ *              are rounded to bf16 for the values; their sums are fp32 of unrounded weights and
+ *              compensated: equal terms round the same way. ref is the head's maximum in the first
+ *              block that has a key. So the heaviest weight there is 1, and those a little below it
+ *              round by least. Where a later block has an exponent above 40, its maximum is the
+ *              head's ref from there on, and what was added up is multiplied by 2^(difference).
+ *              Values up to 2^76 may meet weights of 2^40. Keys lighter than the heaviest by 2^126
+ *              may not count. A work with one key gets its results another way (one_key.cuh), where
+ *              it ends: a value of -0 added to 0 would lose its sign.
+ *              A logit of NaN or +inf makes out and lse of its head NaN, one of -inf has no weight;
+ *              other heads have the bits that they have without it. Masked rows are zeros and have
+ *              weight 0. A row's bits depend on its query, keys, num_splits, H and the device, not
+ *              on T.
+ * Source       the tiles, and that two warpgroups share one block's values: FlashMLA's sparse
+ *              prefill, studied, not copied; online softmax (FlashAttention), warp roles (CUTLASS).
+ *              References that seldom move, the order of the groups and weights told of by halves
+ *              are ours.
+ */
+#include "cuda/attention/sm90_bf16/hopper_bf16_gather.cuh"
+#include "cuda/attention/sm90_bf16/hopper_bf16_products.cuh"
+#include "cuda/attention/sm90_bf16/hopper_bf16_results.cuh"
+
+/* ---- Consumers: a work --------------------------------------------------------------------- */
+
+static __device__ __forceinline__ void
+clear_sums(bf16_consumer *state)
+{
+#pragma unroll
+    for (int i = 0; i < HALF_VALUES / 2; i++) {
+        state->out[i] = 0.0f;
+    }
+#pragma unroll
+    for (int piece = 0; piece < 2; piece++) {
+        state->sum[piece] = 0.0f;
+        state->excess[piece] = 0.0f;
+        state->top[piece] = -INFINITY;
+        state->reference[piece] = NO_REFERENCE;
+    }
+    state->is_late = INT32_MAX;
+}
+
+/* Where shared memory is: computed anew, else dozens of descriptors are kept over the loops. */
+static __device__ __forceinline__ uint32_t
+find_base(const bf16_memory *shared)
+{
+    return (uint32_t)ptx_forget((int)ptx_shared_address(shared));
+}
+
+/* What follows the first half of the own block's weights, in both groups. */
+static __device__ __forceinline__ void
+take_second_half(uint32_t base, const lane_place &me, bf16_consumer *state)
+{
+    weigh_half(1, state);
+    store_half(base, me, 1, *state);
+    add_own_half(base, me, 1, state);
+    publish_half(base, me, 1);
+    add_to_sums(state);
+    wgmma_wait<0>();
+    free_values(base, me.group, me.group);
+}
+
+/* A step of group 0: scores, weights and values of its block, then values of group 1's. Whether it
+ * was the work's last. */
+template <bool MAXIMA>
+static __device__ __forceinline__ bool
+lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_consumer *state)
+{
+    const uint32_t base = find_base(shared);
+    lane_place me = find_place_again();
+    me.group = 0;
+    score_block(base, me, parity, state);
+    const uint32_t block_bits = load_block_bits(base, me);
+    const bool is_last = (block_bits & IS_LAST) != 0;
+    wgmma_wait<0>();
+    ptx_mbarrier_arrive(BF16_AT(base, scored), true);
+    ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
+    find_exponents<MAXIMA, true>(launch.base.wgmma_scale_log2, me, block_bits, shared, state);
+    weigh_half(0, state);
+    ptx_mbarrier_wait(BF16_AT(base, scored), parity); /* weights replace a tile of keys */
+    store_half(base, me, 0, *state);
+    add_own_half(base, me, 0, state);
+    publish_half(base, me, 0);
+    take_second_half(base, me, state);
+    wait_for_weights(base, me, parity, 0);
+    follow_other_group<false>(me, shared, state);
+    add_other_half(base, me, 0, state);
+    wait_for_weights(base, me, parity, 1);
+    add_other_half(base, me, 1, state);
+    wgmma_wait<0>();
+    free_values(base, 1, 0);
+    return is_last;
+}
+
+/* A step of group 1: scores of its block, values of group 0's while they become weights, values. */
+template <bool MAXIMA>
+static __device__ __forceinline__ bool
+follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_consumer *state)
+{
+    const uint32_t base = find_base(shared);
+    lane_place me = find_place_again();
+    me.group = 1;
+    score_block(base, me, parity, state);
+    const uint32_t block_bits = load_block_bits(base, me);
+    const bool is_last = (block_bits & IS_LAST) != 0;
+    wait_for_weights(base, me, parity, 0);
+    follow_other_group<true>(me, shared, state);
+    add_other_half(base, me, 0, state);
+    wait_for_weights(base, me, parity, 1);
+    add_other_half(base, me, 1, state);
+    wgmma_wait<2>(); /* the scores */
+    ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
+    const bool has_moved =
+        find_exponents<MAXIMA, false>(launch.base.wgmma_scale_log2, me, block_bits, shared, state);
+    weigh_half(0, state);
+    store_half(base, me, 0, *state);
+    wgmma_wait<0>();
+    free_values(base, 0, 1);
+    if (has_moved) {
+        follow_references<false>(me, shared, state);
+    }
+    add_own_half(base, me, 0, state);
+    publish_half(base, me, 0);
+    take_second_half(base, me, state);
+    return is_last;
+}
+
+/* All steps of a work: one at least. */
+template <bool MAXIMA>
+static __device__ __forceinline__ void
+consume_steps(const bf16_launch &launch, bf16_phase *phase, bf16_memory *shared,
+              bf16_consumer *state)
+{
+    bool is_last;
+    ptx_mbarrier_wait(BF16_AT(find_base(shared), query_full), phase->work);
+    if (find_place_again().group == 0) {
+#pragma unroll 1
+        do {
+            is_last = lead_step<MAXIMA>(launch, phase->step, shared, state);
+            phase->step ^= 1;
+        } while (!is_last);
+    } else {
+#pragma unroll 1
+        do {
+            is_last = follow_step<MAXIMA>(launch, phase->step, shared, state);
+            phase->step ^= 1;
+        } while (!is_last);
+    }
+    phase->work ^= 1;
+}
+
+template <bool MAXIMA>
+static __device__ __forceinline__ void
+consume(const bf16_launch &launch, bf16_memory *shared)
+{
+    bf16_phase phase = {};
+    order_works(launch, BARRIER_CONSUMERS, shared);
+#pragma unroll 1
+    for (int n = 0;; n++) {
+        const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, n);
+        if (idx < 0) {
+            break;
+        }
+        bf16_consumer state;
+        clear_sums(&state);
+        consume_steps<MAXIMA>(launch, &phase, shared, &state);
+        finish_work<MAXIMA>(launch, idx, n & 1, shared, state);
+    }
+}
+
+/* ---- Kernel -------------------------------------------------------------------------------- */
+
+static __device__ __forceinline__ void
+start(const bf16_launch &launch, bf16_memory *shared)
+{
+    const int thread = (int)threadIdx.x;
+    const int gather_threads = GATHER_WARPS * SMLA_WARP_LANES;
+    if (thread == CONSUMER_THREADS) {
+        for (int block = 0; block < 2; block++) {
+            for (int piece = 0; piece < PIECES; piece++) {
+                const bool has_keys = piece == nth_piece(block, KEY_PIECE);
+                ptx_mbarrier_init(ptx_shared_address(&shared->full[block][piece]),
+                                  gather_threads + (has_keys ? GATHER_WARPS : 0));
+            }
+            for (int half = 0; half < 2; half++) {
+                ptx_mbarrier_init(ptx_shared_address(&shared->empty[block][half]), GROUP_THREADS);
+                ptx_mbarrier_init(ptx_shared_address(&shared->weighed[block][half]), GROUP_THREADS);
+            }
+        }
+        ptx_mbarrier_init(ptx_shared_address(&shared->scored), GROUP_THREADS);
+        ptx_mbarrier_init(ptx_shared_address(&shared->query_full), gather_threads);
+        ptx_mbarrier_init(ptx_shared_address(&shared->query_empty), CONSUMER_THREADS);
+        start_order(launch.base, &shared->order);
+        ptx_fence_mbarrier_init();
+    }
+    __syncthreads();
+}
+
+/* MAXIMA: max_logits are wanted. ALIGNED: all rows of q and of the keys are on 16 bytes. */
+template <bool MAXIMA, bool ALIGNED>
+__global__ void
+__launch_bounds__(HOPPER_THREADS, 1) attend_bf16(const __grid_constant__ bf16_launch launch)
+{
+    extern __shared__ __align__(1024) uint8_t memory[];
+    bf16_memory *const shared = (bf16_memory *)memory;
+    start(launch, shared);
+    ptx_wait_for_grids();
+    if (threadIdx.x >= CONSUMER_THREADS) {
+        ptx_release_registers<BF16_GATHER_REGISTERS>();
+        gather<ALIGNED>(launch, shared);
+    } else {
+        ptx_claim_registers<BF16_CONSUMER_REGISTERS>();
+        consume<MAXIMA>(launch, shared);
+    }
+}
+
+/* ---- Launchers ----------------------------------------------------------------------------- */
+
+template <bool MAXIMA, bool ALIGNED>
+static cudaError_t
+launch_bf16(const smla_attention_params *params)
+{
+    constexpr int SHARED_BYTES = (int)sizeof(bf16_memory);
+    static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
+    static uint64_t allowed;
+    const cudaError_t code = prepare_attention((const void *)attend_bf16<MAXIMA, ALIGNED>,
+                                               SHARED_BYTES, TILE_HEADS, params, &allowed);
+    if (code != cudaSuccess) {
+        return code;
+    }
+    bf16_launch launch = {};
+    launch.base = make_launch<TILE_HEADS>(params);
+    launch.num_works = (int32_t)count_works(launch.base);
+    launch.out_is_aligned =
+        smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
+    const int64_t num_ctas = count_ctas(launch.base, launch.num_works);
+    launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
+    return smla_launch(attend_bf16<MAXIMA, ALIGNED>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
+                       params->stream);
+}
+
+cudaError_t
+smla_attend_sm90_bf16_64(const smla_attention_params *params)
+{
+    bool is_aligned = is_query_aligned(params);
+    for (int i = 0; i < params->num_lists; i++) {
+        is_aligned = is_aligned && list_facts_of(&params->lists[i]).is_aligned;
+    }
+    if (!is_aligned) {
+        return params->max_logits == NULL ? launch_bf16<false, false>(params)
+                                          : launch_bf16<true, false>(params);
+    }
+    return params->max_logits == NULL ? launch_bf16<false, true>(params)
+                                      : launch_bf16<true, true>(params);
+}

@@ -1,0 +1,283 @@
+/* hopper_bf16_gather.cuh: the gather warps of attention_bf16_sm90.cu: queries, and indices -> rows
+ * of the cache -> blocks in shared memory, ahead of the consumers.
+ *
+ * A warp has 16 rows of every block. A thread copies 16 bytes of a tile's row at a time: lane l has
+ * chunk l % 8 of row l / 8 of four, so that eight lanes have a row's 128 bytes, and four such
+ * flights are the warp's rows. Entries of a list that are none have no place in a block
+ * (key_stream.cuh). Behind the last key, and where an index names no row after all, a row is filled
+ * with zeros, and nothing is read.
+ */
+#ifndef SMLA_CUDA_HOPPER_BF16_GATHER_CUH
+#define SMLA_CUDA_HOPPER_BF16_GATHER_CUH
+
+#include "cuda/attention/sm90_bf16/hopper_bf16.cuh"
+
+enum {
+    WARP_ROWS = BLOCK_KEYS / GATHER_WARPS,
+    FLIGHT_ROWS = SMLA_WARP_LANES / 8, /* of one instruction */
+    ROW_FLIGHTS = WARP_ROWS / FLIGHT_ROWS,
+    BF16_COUNT_LOADS = 16, /* indices of a lane that are counted at once: those of 2048 columns */
+};
+
+static_assert(2 * WARP_ROWS == SMLA_WARP_LANES, "a lane knows one row of a step");
+static_assert((int)TILE_HEADS == (int)BLOCK_KEYS, "a warp's heads are as many as its keys");
+
+/* What a gather thread keeps. */
+typedef struct bf16_gather {
+    uint32_t base; /* of shared memory */
+    uint32_t to;   /* of the thread's chunk in a tile, for even flights; odd ones flip bit 6 */
+    bf16_phase phase;
+} bf16_gather;
+
+static __device__ __forceinline__ int
+gather_lane(void)
+{
+    return (int)(threadIdx.x % SMLA_WARP_LANES);
+}
+
+static __device__ __forceinline__ int
+gather_warp(void)
+{
+    return (int)(threadIdx.x / SMLA_WARP_LANES) - CONSUMER_WARPS;
+}
+
+/* Computed anew where it is called, with what comes of it: kept, it would cost the copies
+ * registers. */
+static __device__ __forceinline__ int
+gather_warp_again(void)
+{
+    return (int)((uint32_t)ptx_forget((int)threadIdx.x) / SMLA_WARP_LANES) - CONSUMER_WARPS;
+}
+
+/* Where the thread's chunk of its row in a flight lies in a tile. */
+static __device__ __forceinline__ uint32_t
+chunk_in_tile(const bf16_gather &state, int flight)
+{
+    return (state.to ^ (flight & 1) * 64) + flight * (FLIGHT_ROWS * 128);
+}
+
+/* ---- Copies -------------------------------------------------------------------------------- */
+
+/* 16 bytes of a row, zeros for none: past the registers, or through them where rows are not on 16
+ * bytes. */
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+copy_chunk(uint32_t to, const void *from, bool is_on)
+{
+    if constexpr (ALIGNED) {
+        ptx_cp_async_16_or_zero(to, from, is_on);
+    } else {
+        uint32_t words[4] = {};
+        if (is_on) {
+            smla_load_words<16, false>(from, words);
+        }
+        ptx_store_shared_16(to, words);
+    }
+}
+
+/* Arrives for what this thread has copied, when it has come. */
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+announce_copies(uint32_t barrier)
+{
+    if constexpr (ALIGNED) {
+        ptx_mbarrier_arrive_after_copies(barrier);
+    } else {
+        ptx_fence_async_shared();
+        ptx_mbarrier_arrive(barrier, true);
+    }
+}
+
+/* ---- Query --------------------------------------------------------------------------------- */
+
+/* The query of a work, when the one in front of it is done with. */
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+gather_query(const smla_attention_params &params, const cta_work &work, const bf16_gather &state)
+{
+    ptx_mbarrier_wait(BF16_AT(state.base, query_empty), state.phase.work ^ 1);
+#pragma unroll 1
+    for (int flight = 0; flight < ROW_FLIGHTS; flight++) {
+        const int head = gather_warp() * WARP_ROWS + flight * FLIGHT_ROWS + gather_lane() / 8;
+        const uint16_t *const nope = params.q_nope + work.token * params.q_nope_stride_token +
+                                     (work.first_head + head) * params.q_nope_stride_head;
+        const uint16_t *const rope = params.q_pe + work.token * params.q_pe_stride_token +
+                                     (work.first_head + head) * params.q_pe_stride_head;
+        const uint32_t to = BF16_AT(state.base, query) + chunk_in_tile(state, flight);
+#pragma unroll
+        for (int tile = 0; tile < QUERY_TILES; tile++) {
+            const uint16_t *const from = tile == ROPE_TILE ? rope : nope + tile * 64;
+            copy_chunk<ALIGNED>(to + tile * TILE_BYTES, from + gather_lane() % 8 * 8,
+                                head < work.num_heads);
+        }
+    }
+    announce_copies<ALIGNED>(BF16_AT(state.base, query_full));
+}
+
+/* ---- Keys ---------------------------------------------------------------------------------- */
+
+/* The warp's rows of a piece of a block; lanes first_lane to first_lane + 15 know where. */
+template <int PIECE, bool ALIGNED>
+static __device__ __forceinline__ void
+copy_piece(const bf16_gather &state, int block, const uint8_t *row, int first_lane)
+{
+#pragma unroll
+    for (int flight = 0; flight < ROW_FLIGHTS; flight++) {
+        const uint8_t *const from =
+            row_of_lane(row, first_lane + flight * FLIGHT_ROWS + gather_lane() / 8);
+        const uint32_t to =
+            BF16_AT(state.base, keys) + block * BLOCK_BYTES + chunk_in_tile(state, flight);
+#pragma unroll
+        for (int tile = first_tile(PIECE); tile < first_tile(PIECE + 1); tile++) {
+            copy_chunk<ALIGNED>(to + tile * TILE_BYTES, from + tile * 128 + gather_lane() % 8 * 16,
+                                from != NULL);
+        }
+    }
+    announce_copies<ALIGNED>(BF16_AT(state.base, full) + 8 * (block * PIECES + PIECE));
+}
+
+/* A block, its halves as they become free: the own values of its group first (score_block). is_key
+ * comes with piece KEY_PIECE, of the second half: then both are free, and nobody reads the last
+ * one. */
+template <int BLOCK, bool ALIGNED>
+static __device__ __forceinline__ void
+gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, uint32_t last_bit)
+{
+    const int first_lane = BLOCK * WARP_ROWS;
+    const uint32_t is_key = (are_keys >> first_lane & ALL_KEYS) | last_bit;
+    const uint32_t empty = BF16_AT(state.base, empty) + 16 * BLOCK;
+    ptx_mbarrier_wait(empty + 8 * BLOCK, state.phase.step ^ 1);
+    copy_piece<nth_piece(BLOCK, 0), ALIGNED>(state, BLOCK, row, first_lane);
+    copy_piece<nth_piece(BLOCK, 1), ALIGNED>(state, BLOCK, row, first_lane);
+    ptx_mbarrier_wait(empty + 8 * (BLOCK ^ 1), state.phase.step ^ 1);
+    if (gather_lane() == 0) {
+        ptx_store_shared_4(BF16_AT(state.base, is_key) + 4 * (GATHER_WARPS * BLOCK + gather_warp()),
+                           is_key);
+        ptx_mbarrier_arrive(BF16_AT(state.base, full) +
+                                8 * (BLOCK * PIECES + nth_piece(BLOCK, KEY_PIECE)),
+                            true);
+    }
+    __syncwarp();
+    copy_piece<nth_piece(BLOCK, 2), ALIGNED>(state, BLOCK, row, first_lane);
+    copy_piece<nth_piece(BLOCK, 3), ALIGNED>(state, BLOCK, row, first_lane);
+}
+
+/* ---- A work with one key -------------------------------------------------------------------
+ *
+ * Places without a key are counted between the two blocks of a step. The warps have waited for the
+ * first block's place then, so all consumers have left the work before the last one, which had the
+ * same `turn`. Group 1 sees the counts when it waits for the second block, and group 0 behind the
+ * barrier where a work ends. */
+
+/* In the first step of a work. */
+static __device__ __forceinline__ void
+begin_count(const list_steps &steps, uint32_t turn, bf16_memory *shared)
+{
+    if (threadIdx.x == CONSUMER_THREADS) {
+        shared->num_steps[turn] = steps.main + steps.extra;
+    }
+    if (ptx_elect()) {
+        shared->num_absent[turn][gather_warp_again()] = 0;
+    }
+    __syncwarp();
+}
+
+/* ---- Works --------------------------------------------------------------------------------- */
+
+/* The indices of work number idx to L2; -1 is none. */
+static __device__ __forceinline__ void
+prefetch_work(const bf16_launch &launch, int idx)
+{
+    if (idx >= 0) {
+        const cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
+#pragma unroll 1
+        for (int list = 0; list < launch.base.params.num_lists; list++) {
+            prefetch_keys(launch.base, work, list, gather_warp_again(), gather_lane());
+        }
+    }
+}
+
+/* A list of the CTA's n-th work. Lane l has row l % 16 of the warp's rows of block l / 16. What a
+ * work needs beside its rows comes with its first step: its query between the blocks, and behind
+ * them what the next work's count will ask for. */
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
+            const list_steps &steps, bf16_memory *shared, key_stream *stream, bool *is_first_step,
+            bf16_gather *state)
+{
+    const bool is_last_list = list == 1 || steps.extra == 0;
+#pragma unroll 1
+    for (int32_t left = list == 0 ? steps.main : steps.extra; left > 0; left--) {
+        const uint32_t limit = launch.base.lists[list].index_limit;
+        const uint32_t index = take_step(stream, limit, gather_lane());
+        const int32_t slot = slot_of_index(launch.base, list, work.token, (int32_t)index);
+        const uint8_t *const row = row_of_slot(launch.base, list, slot);
+        const uint32_t are_keys = __ballot_sync(0xFFFFFFFFu, slot >= 0);
+        const uint32_t last_bit = is_last_list && left == 1 ? IS_LAST : 0;
+        gather_block<0, ALIGNED>(*state, row, are_keys, last_bit);
+        if (*is_first_step) {
+            begin_count(steps, state->phase.work, shared);
+            if (n != 0) {
+                gather_query<ALIGNED>(launch.base.params, work, *state);
+            }
+        }
+        count_step(are_keys, slot >= 0, listed_key{slot, list}, state->phase.work,
+                   gather_warp_again, shared);
+        gather_block<1, ALIGNED>(*state, row, are_keys, last_bit);
+        if (*is_first_step) {
+            wait_for_order(launch.is_ordered, BF16_AT(state->base, order.planned));
+            prefetch_work(launch,
+                          nth_work(launch.is_ordered, launch.num_works, &shared->order, n + 1));
+            *is_first_step = false;
+        }
+        state->phase.step ^= 1;
+    }
+}
+
+/* A launch's first query is on its way before its keys are counted; a work without keys needs
+ * none. */
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+gather(const bf16_launch &launch, bf16_memory *shared)
+{
+    bf16_gather state = {};
+    const int row = gather_lane() / 8;
+    state.base = ptx_shared_address(shared);
+    state.to = (gather_warp() * WARP_ROWS + row) * 128 + ((gather_lane() % 8) ^ row) * 16;
+    prefetch_work(launch, (int)blockIdx.x);
+#pragma unroll 1
+    for (int n = 0;; n++) {
+        const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, n);
+        if (idx < 0) {
+            break;
+        }
+        cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
+        if (n == 0) {
+            gather_query<ALIGNED>(launch.base.params, work, state);
+        }
+        key_stream stream =
+            open_stream(launch.base, work, 0, gather_warp_again(), gather_lane(), 0);
+        load_next(&stream); /* on its way with those that are counted */
+        key_counts *const counts = &shared->num_keys[state.phase.work];
+        count_work<BF16_COUNT_LOADS>(launch.base, work, gather_warp_again(), gather_lane(),
+                                     BARRIER_GATHER, counts);
+        const list_steps steps = find_steps(launch.base, counts);
+        stream.to_come = find_count(counts, 0, gather_warp_again());
+        work.num_heads = steps.num_keys != 0 ? work.num_heads : 0;
+        bool is_first_step = true;
+#pragma unroll 1
+        for (int list = 0; list < launch.base.params.num_lists; list++) {
+            if (list == 1) {
+                stream = open_stream(launch.base, work, 1, gather_warp_again(), gather_lane(),
+                                     find_count(counts, 1, gather_warp_again()));
+                load_next(&stream);
+            }
+            gather_list<ALIGNED>(launch, work, n, list, steps, shared, &stream, &is_first_step,
+                                 &state);
+        }
+        state.phase.work ^= 1;
+    }
+}
+
+#endif /* SMLA_CUDA_HOPPER_BF16_GATHER_CUH */

@@ -1,0 +1,152 @@
+/* hopper_bf16_results.cuh: what a work of attention_bf16_sm90.cu leaves behind: results, or partial
+ * rows.
+ */
+#ifndef SMLA_CUDA_HOPPER_BF16_RESULTS_CUH
+#define SMLA_CUDA_HOPPER_BF16_RESULTS_CUH
+
+#include "cuda/attention/sm90_bf16/hopper_bf16.cuh"
+
+/* The group's sums, and maxima, of all heads. */
+template <bool MAXIMA>
+static __device__ __forceinline__ void
+store_sums(const lane_place &me, int turn, const bf16_consumer &state, bf16_memory *shared)
+{
+#pragma unroll
+    for (int piece = 0; piece < 2; piece++) {
+        float sum = state.sum[piece] - state.excess[piece];
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+        const int head = 16 * me.warp + 8 * piece + me.row;
+        if (me.column == 0) {
+            shared->sums[turn][me.group][head] = sum;
+        }
+        if constexpr (MAXIMA) {
+            const float top = max_of_lanes(state.top[piece]);
+            if (me.column == 0) {
+                shared->tops[turn][me.group][head] = top;
+            }
+        }
+    }
+}
+
+/* Ends a head by both groups' sums; both groups need the factor of its out. Rows are finished and
+ * combined in units of 2^integer. Sum and out both meet `unit`, so its rounding is felt in lse
+ * alone. */
+template <bool MAXIMA>
+static __device__ __forceinline__ float
+finish_head(const bf16_launch &launch, const cta_work &work, int head, int turn, float reference,
+            bool writes, const bf16_memory *shared)
+{
+    const float integer = ceilf(reference);
+    const float unit = ptx_exp2(reference - integer);
+    const float sum = (shared->sums[turn][0][head] + shared->sums[turn][1][head]) * unit;
+    float top = reference;
+    if constexpr (MAXIMA) {
+        top += fmaxf(shared->tops[turn][0][head], shared->tops[turn][1][head]);
+    }
+    return leave_head(launch.base, work, head, integer, top, sum, writes) * unit;
+}
+
+/* Four words of each of a row's four lanes: word i of lane c becomes word c of lane i. */
+static __device__ __forceinline__ void
+turn_words(int column, uint32_t words[4])
+{
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+        const bool is_upper = column & step;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int low = step == 1 ? 2 * i : i;
+            const uint32_t give = is_upper ? words[low] : words[low + step];
+            const uint32_t take = __shfl_xor_sync(0xFFFFFFFFu, give, step);
+            words[low] = is_upper ? take : words[low];
+            words[low + step] = is_upper ? words[low + step] : take;
+        }
+    }
+}
+
+/* out * factor, rounded once: a lane has 2 values of every 8, and writes 8 of every 32. */
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+write_out_rows(const smla_attention_params &params, const cta_work &work, const lane_place &me,
+               const float factors[2], const bf16_consumer &state)
+{
+#pragma unroll
+    for (int piece = 0; piece < 2; piece++) {
+        const int head = 16 * me.warp + 8 * piece + me.row;
+        const float factor = factors[piece];
+        uint16_t *const to = params.out + work.token * params.out_stride_token +
+                             (work.first_head + head) * params.out_stride_head +
+                             HALF_VALUES * me.group + 8 * me.column;
+#pragma unroll
+        for (int j = 0; j < HALF_VALUES / 8; j += 4) {
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float *const pair = &state.out[4 * (j + i) + 2 * piece];
+                words[i] = smla_cvt_bf16x2(pair[0] * factor, pair[1] * factor);
+            }
+            turn_words(me.column, words);
+            if (head < work.num_heads) {
+                smla_store_words<16, ALIGNED>(to + 8 * j, words);
+            }
+        }
+    }
+}
+
+static __device__ __forceinline__ void
+write_partial_rows(const bf16_launch &launch, const cta_work &work, const lane_place &me,
+                   const float factors[2], const bf16_consumer &state)
+{
+#pragma unroll
+    for (int piece = 0; piece < 2; piece++) {
+        const int head = 16 * me.warp + 8 * piece + me.row;
+        const float factor = factors[piece];
+        float *const to = launch.base.partials.out +
+                          ((int64_t)work.first_row + head) * SMLA_KV_LORA_RANK +
+                          HALF_VALUES * me.group + 2 * me.column;
+        if (head >= work.num_heads || factor == 0.0f) {
+            continue;
+        }
+#pragma unroll
+        for (int j = 0; j < HALF_VALUES / 8; j++) {
+            *(float2 *)(to + 8 * j) = make_float2(state.out[4 * j + 2 * piece] * factor,
+                                                  state.out[4 * j + 2 * piece + 1] * factor);
+        }
+    }
+}
+
+/* The work's results. Lanes of even columns end head row of their warp's, those of odd ones head
+ * row + 8. `turn` is 0 and 1 in turn: sums of a work are read after the barrier, when the next
+ * one's may come. */
+template <bool MAXIMA>
+static __device__ __forceinline__ void
+finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
+            const bf16_consumer &state)
+{
+    const cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
+    const lane_place me = find_place_again();
+    const int head = 16 * me.warp + 8 * (me.column & 1) + me.row;
+    store_sums<MAXIMA>(me, turn, state, shared);
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+    if (leave_only_key(launch.base, work, turn, shared)) {
+        return;
+    }
+    float factor = 0.0f;
+    if (head < work.num_heads) {
+        const float reference = me.column & 1 ? state.reference[1] : state.reference[0];
+        factor = finish_head<MAXIMA>(launch, work, head, turn, reference,
+                                     me.group == 0 && me.column < 2, shared);
+    }
+    const float factors[2] = {__shfl_sync(0xFFFFFFFFu, factor, me.lane & 28),
+                              __shfl_sync(0xFFFFFFFFu, factor, me.lane & 28 | 1)};
+    if (work.first_row != NOT_PARTIAL) {
+        write_partial_rows(launch, work, me, factors, state);
+    } else if (launch.out_is_aligned) {
+        write_out_rows<true>(launch.base.params, work, me, factors, state);
+    } else {
+        write_out_rows<false>(launch.base.params, work, me, factors, state);
+    }
+}
+
+#endif /* SMLA_CUDA_HOPPER_BF16_RESULTS_CUH */

@@ -1,0 +1,406 @@
+/* attention_sm90.cu: sparse MLA attention over FP8 rows for Hopper, with wgmma.
+ *
+ * Computes     as attention_sm80.cu, transposed: S^T = K Q^T, P = 2^(scale S - ref),
+ *              O^T = V^T P^T, with keys as A in registers and heads as N
+ * Shapes       as attention_sm80.cu, caches of fp8_ds_mla alone
+ * Shared mem   query   [9][HEADS][128 B]     f16 (RoPE: bf16) times powers of two; 64 dimensions a
+ *                      tile, permuted (store_query_words), 128-byte swizzle
+ *              probs   [2][64][HEADS] f16    a block of keys per warpgroup, swizzled (wgmma.cuh)
+ *              ring    [GRANULES]            16 rows of 656 bytes as they are in the cache, their
+ *                      scales as f16, is_key and mbarriers: 10,656 bytes
+ *              sums, references, shifts, factors, counts of keys
+ *              64 heads: 13 granules, nearly all of the 232,448 bytes that an SM has
+ * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile), or
+ *              behind the first one those that level the loads (work_order.cuh). Where an SM would
+ *              be idle, a CTA without work runs ahead through the code (count_ctas). Where lists
+ *              differ in length, and there are no more works than SMs, long works are cut, and
+ *              CTAs with short ones take the pieces (cut_works.cuh).
+ *              4 gather warps   24 registers. Indices -> keys -> rows: each has a quarter of the
+ *                               columns, leaves out the entries that are none (key_stream.cuh), and
+ *                               brings 4 rows of every granule, one bulk copy per row. Runs ahead,
+ *                               into the next work too, whose query comes first, a quarter by each.
+ *              2 warpgroups     240 registers. Blocks of 64 keys in turn. For each of its blocks:
+ *                               scores, then values of the other's older block while its own
+ *                               scores become weights, then values of its own. A warpgroup has
+ *                               all heads and 256 of the 512 values. Where weights outgrow f16, the
+ *                               references move first (hopper_growth.cuh).
+ *              mbarriers        arrivals | waited for by
+ *              full[granule]    128 gather threads and the bytes they announce | consumers
+ *              empty[granule]   256 consumers, values converted | gather warps
+ *              weighed[group]   128 threads of the group: weights and scales | the other group
+ *              added[group]     128 threads of the other group | before new weights
+ *              query_free       256 consumers, last scores of a row | gather warps
+ *              query_full       a thread of each gather warp, and its bytes | consumers
+ *              counted          a thread of those who count: how many steps the work has |
+ *                               consumers, in a launch's first work gather warps, too
+ *              planned          a consumer thread, which has left the order, or where works may
+ *                               be cut all 256 | gather warps
+ *              Most threads arrive for themselves: it costs nothing, and racecheck can follow it.
+ *              barriers         CONSUMERS 256 threads, GROUP + g 128 threads, GATHER 128 threads; 0
+ *                               in rows done again
+ *              A row whose numbers do not fit (below) is marked and done again at the end by the
+ *              code of attention_sm80.cu, for which shared memory is then free.
+ * Roofline     2 * H * 1088 FLOP and 656 bytes per key. 64 heads, per key and SM: 34 cycles of
+ *              wgmma, 40 of HBM, 42 of shared memory. Measured on an H200, 64 heads, K 2048: 128
+ *              tokens 72 us, 256 tokens 144 us (509 TFLOP/s), about 52 cycles per key of a further
+ *              row, its start and end included. No unit is saturated: issue slots and latencies
+ *              bind, with two warps per scheduler (README.md).
+ * Numerics     e4m3 is exact in f16; times its scale / E, rounded to f16, where E is a power of two
+ *              for the work, from the first step's scales (find_key_exponent). Scales up to 146 E
+ *              fit, which is 2^9 times the first ones where these are usual; below 2^-5 E products
+ *              lose bits, and may be off by 2^-25 E. E is at most 2^3, so that is nothing. Query: a
+ *              power of two per work, so its f16 are exact in heads whose largest value is within
+ *              2^13 of the tile's. Weights are f16, relative to ref: the first step's maximum,
+ *              rounded up, lies at 4, or higher where few keys or none come later
+ *              (find_row_headroom). Where a warp's 16 keys of a later step have 65,504 and more
+ *              together, ref moves to their maximum in the same way, by an integer, and what was
+ *              added is scaled by a power of two, exactly. Sums are fp32 of unrounded weights.
+ *              Masked rows are zeros; their weights of 1 are taken from sums. A key with NaN makes
+ *              all results NaN, a score of +inf its head's. A head whose q is not finite has
+ *              results of NaN, and no influence on others. Whatever does not fit marks the row:
+ *              scales above 146 E, E above 2^3, scores of 2^11 and more, heads smaller by 2^13,
+ *              scores of -inf alone in the first of several steps. A work with one key gives its
+ *              value as it is (one_key.cuh). Partial rows are rounded to f16: means of values,
+ *              relative to E, so by 2^-11, or where they are small by 2^-25 E.
+ *              A row's bits depend on its query, keys, num_splits, H and the device, not on T;
+ *              where the plan chooses num_splits, on the lengths of all lists, too: works are cut.
+ * Source       keys as A from registers, the granule ring, the order of the two warpgroups: our own
+ *              studies; online softmax (FlashAttention), warp roles (CUTLASS). References that move
+ *              only where they must, between two blocks, are ours, too.
+ */
+#include "cuda/attention/sm90_fp8/hopper_gather.cuh"
+#include "cuda/attention/sm90_fp8/hopper_query.cuh"
+#include "cuda/attention/sm90_fp8/hopper_scores.cuh"
+#include "cuda/attention/sm90_fp8/hopper_values.cuh"
+
+/* ---- Consumers: a row ---------------------------------------------------------------------- */
+
+template <typename Shape>
+static __device__ __forceinline__ void
+clear_out(consumer<Shape> *state)
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#pragma unroll
+        for (int j = 0; j < Shape::HEADS / 2; j++) {
+            state->out[i][j] = 0.0f;
+        }
+    }
+}
+
+/* How many steps the work has, when its keys are counted. */
+template <typename Shape>
+static __device__ __forceinline__ void
+take_steps(hopper_memory<Shape> *shared, consumer<Shape> *state)
+{
+    const uint32_t turn = (state->phase & QUERY_PARITY) != 0;
+    ptx_mbarrier_wait(ptx_shared_address(&shared->counted), turn);
+    state->phase += ONE_STEP * (uint32_t)*(const volatile int32_t *)&shared->num_steps[turn];
+}
+
+/* All steps of a row whose query is there. The work behind it is found while the last products are
+ * under way. */
+template <typename Shape>
+static __device__ __forceinline__ void
+consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consumer<Shape> *state,
+              cta_work *next)
+{
+    const lane_place me = find_place();
+    const hopper_addresses at = find_addresses(shared, me.group);
+    bool has_other = me.group == 1;
+    const weight_tiles weights = {find_weights(shared, me.group),
+                                  find_weights(shared, me.group ^ 1)};
+#pragma unroll
+    for (int i = 0; i < Shape::HEADS / 2; i++) {
+        state->scores[i] = 0.0f; /* else the last row's keep their registers until here */
+    }
+    clear_out(state);
+#pragma unroll 1
+    for (;;) {
+        score_block(shared, at, find_place(), state);
+        if (state->phase < ONE_STEP) {
+            wgmma_wait<0>();
+            take_steps(shared, state);
+            find_references(launch, find_place_again(), shared, state);
+            clear_sums(find_place_again(), shared);
+            if (find_place_again().group == 1) { /* which has to wait for weights anyway */
+                leave_sinks(launch.base.params, find_place_again(), shared);
+            }
+        }
+        const int other = meet_other_block(shared, at, find_place(), has_other, state);
+        add_blocks(launch, shared, at, find_place(), weights, other, has_other, state);
+        state->phase -= ONE_STEP;
+        if (state->phase < ONE_STEP) {
+            break;
+        }
+        has_other = true;
+        state->phase ^= BLOCK_PARITY;
+    }
+    *next = find_next(launch, shared);
+    wgmma_wait<0>();
+    if (find_place_again().group == 0) {
+        add_last_block(launch, shared, find_addresses(shared, 0), find_place_again(), state);
+    } else {
+        find_factors(launch, 1, shared);
+    }
+    state->phase ^= BLOCK_PARITY;
+}
+
+/* Finds how many steps the CTA's first work has: its keys are counted by group 0, which waits
+ * for a query anyway and has as many warps as gather. Where works may be cut, group 1 looks for
+ * long lists among short ones meanwhile; the gather warps count again what is cut. Group 1 meets
+ * at a barrier of its own, for racecheck takes barriers of some threads right only where the
+ * others have one, too. */
+template <typename Shape>
+static __device__ __forceinline__ void
+begin_works(const hopper_launch &launch, hopper_memory<Shape> *shared)
+{
+    const lane_place me = find_place_again();
+    const bool may_be_cut = launch.base.num_segments > 1;
+    if (me.group == 0) {
+        const cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
+        count_work<FIRST_COUNT_LOADS>(launch.base, work, me.warp, me.lane, BARRIER_GROUP,
+                                      &shared->num_keys[0]);
+    } else {
+        ptx_barrier(BARRIER_GROUP + 1, GROUP_THREADS);
+        if (may_be_cut) {
+            find_quarters(launch.base, launch.num_works, me.warp * SMLA_WARP_LANES + me.lane,
+                          GROUP_THREADS, shared);
+        }
+    }
+    if (may_be_cut) {
+        ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* all have looked */
+        if (are_works_ragged(shared->order)) {
+            plan_cuts(launch.base, launch.num_works, BARRIER_CONSUMERS, shared);
+        }
+    }
+    if (ptx_forget((int)threadIdx.x) == 0) {
+        if (!is_first_cut(launch.base, shared->order)) {
+            publish_steps(find_steps(launch.base, &shared->num_keys[0]), 0, shared);
+        }
+    }
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->order.planned), may_be_cut);
+}
+
+/* Rows in turn. Where one ends, and out is not staged, the groups meet as the next one begins. */
+template <typename Shape>
+static __device__ __forceinline__ void
+consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
+{
+    consumer<Shape> state = {};
+    state.own = BLOCK_GRANULES * GRANULE_BYTES * find_place().group;
+    ptx_wait_for_grids(); /* from here on memory of others is read and written */
+    ptx_let_next_grid_start();
+    begin_works(launch, shared);
+    order_works(launch, BARRIER_CONSUMERS, shared);
+    cta_work next = find_next(launch, shared);
+#pragma unroll 1
+    do {
+        store_query(launch, find_place_again(), next, shared, &state);
+        consume_steps(launch, shared, &state, &next);
+        state.phase ^= QUERY_PARITY;
+        finish_row(launch, shared, state);
+    } while (next.num_heads != 0);
+}
+
+/* ---- Kernel -------------------------------------------------------------------------------- */
+
+/* Barriers, and what is known before the first work. A launch's arguments are in no cache: every
+ * warp asks for a line of them, so that they come together, and not one after the other where they
+ * are needed. */
+template <typename Shape>
+static __device__ __forceinline__ void
+start(const hopper_launch &launch, hopper_memory<Shape> *shared)
+{
+    const int thread = (int)threadIdx.x;
+    const int warp = thread / SMLA_WARP_LANES;
+    static_assert(sizeof launch <= CONSTANT_LINE * HOPPER_THREADS / SMLA_WARP_LANES,
+                  "a line for each warp");
+    const uint32_t argument = ((const uint32_t *)&launch)[CONSTANT_LINE / 4 * warp];
+    if (thread == CONSUMER_THREADS) {
+        for (int i = 0; i < Shape::GRANULES; i++) {
+            ring_granule *const granule = &shared->ring[i];
+            ptx_mbarrier_init(ptx_shared_address(&granule->full), GATHER_WARPS * SMLA_WARP_LANES);
+            ptx_mbarrier_init(ptx_shared_address(&granule->empty), CONSUMER_THREADS);
+        }
+        ptx_mbarrier_init(ptx_shared_address(&shared->query_full), GATHER_WARPS);
+        ptx_mbarrier_init(ptx_shared_address(&shared->query_free), CONSUMER_THREADS);
+        ptx_mbarrier_init(ptx_shared_address(&shared->counted), 1);
+        start_order(launch.base, &shared->order);
+        for (int i = 0; i < 2; i++) {
+            ptx_mbarrier_init(ptx_shared_address(&shared->weighed[i]), GROUP_THREADS);
+            ptx_mbarrier_init(ptx_shared_address(&shared->added[i]), GROUP_THREADS);
+        }
+        ptx_fence_mbarrier_init();
+    }
+    if (thread == 0) {
+        shared->work = -1;       /* in front of the first */
+        shared->key_unit = 1.0f; /* for works without keys, which find none */
+        shared->has_grown[0] = shared->has_grown[1] = 0;
+    }
+    if (thread < MAX_WORKS / 32) {
+        shared->redo[thread] = 0;
+    }
+    ((uint32_t *)shared->probs)[warp] = argument; /* for nobody: else it would not be asked for */
+    __syncthreads();
+}
+
+/* All barriers, of which many lie where rows are done again. `planned` lies behind that. */
+template <typename Shape>
+static __device__ __forceinline__ void
+end_barriers(hopper_memory<Shape> *shared)
+{
+    const int thread = ptx_forget((int)threadIdx.x);
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody waits any more */
+    if (thread < Shape::GRANULES) {
+        ptx_mbarrier_end(ptx_shared_address(&shared->ring[thread].full));
+        ptx_mbarrier_end(ptx_shared_address(&shared->ring[thread].empty));
+    }
+    if (thread == 0) {
+        ptx_mbarrier_end(ptx_shared_address(&shared->query_full));
+        ptx_mbarrier_end(ptx_shared_address(&shared->query_free));
+        ptx_mbarrier_end(ptx_shared_address(&shared->counted));
+    }
+    if (thread < 2) {
+        ptx_mbarrier_end(ptx_shared_address(&shared->weighed[thread]));
+        ptx_mbarrier_end(ptx_shared_address(&shared->added[thread]));
+    }
+}
+
+template <typename Shape>
+__global__ void
+__launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hopper_launch launch)
+{
+    extern __shared__ __align__(1024) uint8_t memory[];
+    hopper_memory<Shape> *const shared = (hopper_memory<Shape> *)memory;
+    start(launch, shared);
+    if (threadIdx.x >= CONSUMER_THREADS) {
+        ptx_release_registers<GATHER_REGISTERS>();
+        gather(launch, shared);
+    } else {
+        ptx_claim_registers<CONSUMER_REGISTERS>();
+        consume(launch, shared);
+        end_barriers(shared);
+        typedef shared_memory<typename Shape::Portable> portable_memory;
+        static_assert(sizeof(portable_memory) <= offsetof(hopper_memory<Shape>, redo),
+                      "marks outlive the rest");
+        redo_works(launch, Shape::REDO_TILES, shared->redo, &shared->order,
+                   (portable_memory *)shared);
+        if (has_parts(launch.base, shared->order)) {
+            fold_cut_works(launch.base, Shape::HEADS, BARRIER_CONSUMERS, &shared->order);
+        }
+    }
+}
+
+/* ---- Launchers ----------------------------------------------------------------------------- */
+
+#define LARGEST_HALF      65504.0f
+#define SMALLEST_HEADROOM (-14.0f) /* where no key comes later */
+#define LARGEST_HEADROOM  (-2.0f)  /* sums take the 1 of a key that is none, and give it back */
+
+/* The first step's maximum lies at 2^-headroom in f16, and every other weight may be off by 2^-25:
+ * together no more than 2^-10 of the sum. What is light is felt where heavy keys have zeros, so no
+ * more is left free than later keys may need, and nothing where there are none. */
+static float
+find_headroom(const smla_attention_params *params)
+{
+    const int64_t columns = smla_columns_of_split(params);
+    if (params->num_lists == 1 && columns <= SMLA_SM90_KEYS) {
+        return SMALLEST_HEADROOM;
+    }
+    float headroom = LARGEST_HEADROOM;
+    while (headroom > -8.0f && (float)columns > ldexpf(1.0f, 15 - (int)headroom)) {
+        headroom -= 1.0f;
+    }
+    return headroom;
+}
+
+/* False where rows are not found by 32 bits, which count 16 bytes: more than 64 GiB between
+ * them. */
+static bool
+find_span(const smla_kv_view *kv, row_span *span)
+{
+    const int64_t pages = kv->num_pages == 0 ? 0 : kv->num_pages - 1;
+    const int64_t ends[2] = {pages * (kv->page_stride_bytes >> 4),
+                             (kv->block_size - 1) * (kv->token_stride_bytes >> 4)};
+    int64_t below = 0;
+    int64_t above = 0;
+    for (int i = 0; i < 2; i++) {
+        below += ends[i] < 0 ? -ends[i] : 0;
+        above += ends[i] > 0 ? ends[i] : 0;
+    }
+    span->lowest = kv->base - below * 16;
+    span->bias = (uint32_t)below;
+    return below + above < (int64_t)NO_ROW;
+}
+
+template <int HEADS, bool MAXIMA>
+static cudaError_t
+launch_hopper(const smla_attention_params *params, const row_span spans[2])
+{
+    typedef hopper<HEADS, MAXIMA> Shape;
+    constexpr int SHARED_BYTES = (int)sizeof(hopper_memory<Shape>);
+    static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
+    static uint64_t allowed;
+    const cudaError_t code = prepare_attention((const void *)attend_hopper<Shape>, SHARED_BYTES,
+                                               HEADS, params, &allowed);
+    if (code != cudaSuccess) {
+        return code;
+    }
+    hopper_launch launch = {};
+    launch.base = make_launch<HEADS>(params);
+    launch.num_works = (int32_t)count_works(launch.base);
+    for (int i = 0; i < params->num_lists; i++) {
+        launch.lists[i] = spans[i];
+    }
+    launch.headroom = find_headroom(params);
+    launch.max_weight = launch.headroom == SMALLEST_HEADROOM ? INFINITY : LARGEST_HALF;
+    launch.out_is_aligned =
+        smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
+    launch.fetches_query = launch.base.q_is_aligned && launch.out_is_aligned;
+    launch.query_is_dense = params->q_pe == params->q_nope + SMLA_KV_LORA_RANK &&
+                            params->q_nope_stride_head == SMLA_HEAD_DIM &&
+                            params->q_pe_stride_head == SMLA_HEAD_DIM &&
+                            params->q_pe_stride_token == params->q_nope_stride_token;
+    allow_cuts<HEADS>(params, launch.num_works, &launch.base);
+    const int64_t num_ctas = count_hopper_ctas(launch.base, launch.num_works);
+    launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
+    return smla_launch(attend_hopper<Shape>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
+                       params->stream);
+}
+
+template <int HEADS>
+static cudaError_t
+launch_tile(const smla_attention_params *params)
+{
+    row_span spans[2];
+    bool fits = true;
+    for (int i = 0; i < params->num_lists; i++) {
+        fits = fits && find_span(&params->lists[i].kv, &spans[i]);
+    }
+    if (!fits) {
+        return HEADS == 64   ? smla_attend_sm80_fp8_64(params)
+               : HEADS == 32 ? smla_attend_sm80_fp8_32(params)
+                             : smla_attend_sm80_fp8_16(params);
+    }
+    return params->max_logits == NULL ? launch_hopper<HEADS, false>(params, spans)
+                                      : launch_hopper<HEADS, true>(params, spans);
+}
+
+cudaError_t
+smla_attend_sm90_fp8_64(const smla_attention_params *params)
+{
+    return launch_tile<64>(params);
+}
+
+cudaError_t
+smla_attend_sm90_fp8_32(const smla_attention_params *params)
+{
+    return launch_tile<32>(params);
+}
+
+cudaError_t
+smla_attend_sm90_fp8_16(const smla_attention_params *params)
+{
+    return launch_tile<16>(params);
+}

@@ -1,0 +1,601 @@
+/* hopper.cuh: what all roles of attention_sm90.cu share: the shape of a kernel, its shared memory,
+ * its argument, its works, and what a consumer thread keeps. The kernel's file explains them.
+ */
+#ifndef SMLA_CUDA_HOPPER_CUH
+#define SMLA_CUDA_HOPPER_CUH
+
+#include <stddef.h>
+
+#include "cuda/attention/attend.cuh"
+#include "cuda/attention/cut_works.cuh"
+#include "cuda/attention/key_stream.cuh"
+#include "cuda/attention/work_order.cuh"
+#include "cuda/ptx/wgmma.cuh"
+
+enum : uint32_t { NO_ROW = 0xFFFFFFFFu };
+
+/* Of FP8 rows, in the log2 domain: what f16 takes from larger scores, 2^-12 of them, would decide
+ * which key is the heaviest. Such rows are done again, exactly. */
+#define MAX_SCORE 0x1p11f
+
+/* How far a maximum lies from its reference, in powers of two, where one step is to go, and where
+ * at most SHORT_STEPS are (find_row_headroom). A warp's 16 keys together must still fit f16. */
+#define ONE_STEP_HEADROOM (-11.0f)
+#define SHORT_HEADROOM    (-8.0f)
+
+enum {
+    SHORT_STEPS = 8,
+    GRANULE_KEYS = 16,
+    GATHER_KEYS = GRANULE_KEYS / GATHER_WARPS, /* of a warp */
+    BLOCK_GRANULES = 4,                        /* keys of a warpgroup: 64 */
+    STEP_GRANULES = 2 * BLOCK_GRANULES,        /* both blocks */
+    STEP_KEYS = SMLA_SM90_KEYS,
+    FP8_ROW_BYTES = 656,
+    SCALE_OFFSET = 512,
+    ROPE_OFFSET = 528,
+    GRANULE_ROW_BYTES = GRANULE_KEYS * FP8_ROW_BYTES,
+    CONSUMER_WARPS = CTA_WARPS,
+    CONSUMER_THREADS = CTA_THREADS,
+    GROUP_THREADS = 128,
+    HOPPER_THREADS = CONSUMER_THREADS + GATHER_WARPS * SMLA_WARP_LANES,
+    CONSUMER_REGISTERS = 240,
+    GATHER_REGISTERS = 24,
+    FP8_COUNT_LOADS = 8,    /* indices of a lane that gather warps count at once */
+    FIRST_COUNT_LOADS = 16, /* and consumers, who count a launch's first work */
+    QUERY_TILES = SMLA_HEAD_DIM / 64,
+    MAX_WORKS = 512,    /* of a CTA: bits of redo */
+    CONSTANT_LINE = 64, /* bytes of arguments that come together */
+    /* named barriers */
+    BARRIER_CONSUMERS = 1,
+    BARRIER_GROUP = 2,
+    BARRIER_GATHER = 4,
+    /* exponents */
+    TOP_SCALE_EXPONENT = 6,  /* of the largest scale / E that fits: 448 times 2^7 is below 2^16 */
+    LOW_SCALE_EXPONENT = -2, /* of the first keys' largest scale / E, where E stays fine */
+    FINE_UNIT_EXPONENT = -2, /* of E: below it 2^-25 E, which a product may be off by, is nothing */
+    USUAL_UNIT_EXPONENT = -9, /* of E, where the first keys have no scale that tells */
+    MAX_KEY_EXPONENT = 40,
+    MAX_UNIT_EXPONENT = 3, /* of E: 2^-25 of it is a quarter of 1e-6 */
+    MAX_QUERY_EXPONENT = 80,
+    QUERY_EXPONENT = 14, /* of the largest value of the query in f16 */
+    MAX_HEAD_RATIO = 13, /* of head maxima, in powers of two */
+};
+
+static_assert((int)STEP_KEYS == STEP_GRANULES * GRANULE_KEYS, "kernels.h says so");
+static_assert(HOPPER_THREADS == 384 && 2 * CONSUMER_REGISTERS + GATHER_REGISTERS == 3 * 168,
+              "setmaxnreg shares out what the launch gave: 168 each");
+
+template <int HEADS_, bool MAXIMA_> struct hopper {
+    static constexpr int HEADS = HEADS_;
+    static constexpr bool MAXIMA = MAXIMA_; /* max_logits are wanted */
+    static constexpr int GRANULES = HEADS == 64 ? (MAXIMA ? 12 : 13) : 16;
+    static constexpr int CHUNKS = HEADS / 16;
+    static constexpr int SLOTS = HEADS < 32 ? 32 : HEADS; /* one or more for each lane */
+    static constexpr int PROB_BYTES = HEADS * 2;          /* of a key */
+    static constexpr int PROBS_SWIZZLE = HEADS == 64   ? WGMMA_SWIZZLE_128
+                                         : HEADS == 32 ? WGMMA_SWIZZLE_64
+                                                       : WGMMA_SWIZZLE_32;
+    /* what redoes rows: tiles of 32 heads at most, for its registers */
+    static constexpr int REDO_TILES = HEADS == 64 ? 2 : 1;
+    typedef tile<HEADS_ / REDO_TILES, SMLA_ROWS_FP8> Portable;
+};
+
+/* 16 rows as they are in the cache, and what is known of them: one address for all. */
+typedef struct ring_granule {
+    alignas(16) uint8_t rows[GRANULE_KEYS][FP8_ROW_BYTES];
+    alignas(16) uint16_t scales[SMLA_NUM_SCALE_TILES][GRANULE_KEYS]; /* relative to E */
+    uint64_t full;
+    uint64_t empty;
+    uint32_t is_key; /* four bits in the byte of each gather warp */
+} ring_granule;
+
+enum { GRANULE_BYTES = sizeof(ring_granule) };
+
+template <typename Shape> struct hopper_memory {
+    alignas(1024) uint8_t query[QUERY_TILES][Shape::HEADS][128];
+    alignas(1024) uint8_t probs[2][64][Shape::PROB_BYTES];
+    alignas(1024) ring_granule ring[Shape::GRANULES];
+    alignas(16) float sums[CONSUMER_WARPS][Shape::SLOTS]; /* slot_of_sum; first maxima */
+    alignas(16) float tops[Shape::MAXIMA ? CONSUMER_WARPS : 1][Shape::MAXIMA ? Shape::SLOTS : 1];
+    alignas(16) float reference[Shape::HEADS];
+    alignas(16) float factor[2][Shape::HEADS]; /* each group's own; until they are known, sinks */
+    int32_t work;                              /* its number among those of the CTA */
+    cta_work place;     /* what it is, but for its columns: kept here, for divisions are slow */
+    float score_scale;  /* of scores, in the log2 domain */
+    float key_unit;     /* E */
+    float inv_key_unit; /* 1 / E */
+    uint32_t query_max[CONSUMER_WARPS];
+    uint32_t scale_max[CONSUMER_WARPS];
+    alignas(8) uint64_t weighed[2];
+    uint64_t added[2];
+    uint64_t query_full;
+    uint64_t query_free;
+    uint64_t counted;
+    int32_t num_steps[2];                             /* of works in turn, as what follows */
+    alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* add_absent */
+    listed_index only[2][GATHER_WARPS];               /* a gather warp's key, if it has but one */
+    alignas(16) key_counts num_keys[2];
+    /* by group: whether its weights have outgrown f16, and what it has raised the references by */
+    alignas(8) float shift[2][Shape::HEADS];
+    alignas(4) uint8_t has_grown[4];
+    alignas(8) uint8_t is_lost[CONSUMER_WARPS]; /* a number of the row did not fit */
+    uint32_t redo[MAX_WORKS / 32];
+    work_order order;
+};
+
+/* The rows of a list. */
+typedef struct row_span {
+    const uint8_t *lowest;
+    uint32_t bias; /* of the row of slot 0, in 16 bytes above the lowest */
+} row_span;
+
+/* The argument of the kernel. */
+typedef struct hopper_launch {
+    attention_launch base;
+    row_span lists[2];
+    int32_t num_works;
+    float headroom;      /* exponent that the first keys' maximum is below the reference */
+    float max_weight;    /* of a head, a warp's 16 keys together: below that each fits f16 */
+    bool out_is_aligned; /* every row to 16 bytes */
+    bool fetches_query;  /* gather warps do: q is aligned too, and out not staged in its place */
+    bool query_is_dense; /* heads of a token lie one behind the other, both parts together */
+    bool is_ordered;     /* CTAs take works in the order of work_order.cuh */
+} hopper_launch;
+
+/* ---- Works --------------------------------------------------------------------------------- */
+
+/* The work behind the CTA's present one, or that which it is a part of; of no heads: there is
+ * none. */
+template <typename Shape>
+static __device__ __forceinline__ cta_work
+find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
+{
+    const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, shared->work + 1);
+    cta_work next = {};
+    if (idx >= 0) {
+        next =
+            find_numbered_work(launch.base, launch.base.num_segments > 1 ? work_of_part(idx) : idx,
+                               Shape::HEADS);
+    }
+    return next;
+}
+
+/* Makes it the present one. Others know after the next barrier. */
+template <typename Shape>
+static __device__ __forceinline__ void
+begin_work(const hopper_launch &launch, const cta_work &next, hopper_memory<Shape> *shared)
+{
+    const int thread = ptx_forget((int)threadIdx.x);
+    if (thread == 0) { /* not a comparison kept over the loop */
+        shared->work++;
+        shared->place.token = next.token;
+        shared->place.first_head = next.first_head;
+        shared->place.num_heads = next.num_heads;
+        shared->place.first_row = next.first_row;
+        if (launch.base.num_segments > 1) {
+            shared->place.first_row =
+                find_first_row(launch.base, nth_work(true, 0, &shared->order, shared->work),
+                               next.first_head);
+        }
+    }
+    if (thread % SMLA_WARP_LANES == 0) {
+        shared->is_lost[thread / SMLA_WARP_LANES] = 0;
+    }
+    __syncwarp();
+}
+
+/* Tells of a work's steps, by one thread. The consumers have taken the last work's before its
+ * query's place became free. */
+template <typename Shape>
+static __device__ __forceinline__ void
+publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shared)
+{
+    shared->num_steps[turn] = steps.main + steps.extra;
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->counted), true);
+}
+
+/* ---- Consumers: state ---------------------------------------------------------------------- */
+
+/* Which part of everything a thread has. */
+typedef struct lane_place {
+    int group;  /* warpgroup */
+    int warp;   /* of the group */
+    int lane;   /* of the warp */
+    int row;    /* lane / 4: of fragments */
+    int column; /* lane % 4 */
+} lane_place;
+
+static __device__ __forceinline__ lane_place
+place_of_thread(uint32_t thread)
+{
+    const uint32_t lane = thread % SMLA_WARP_LANES;
+    return lane_place{(int)(thread / GROUP_THREADS), (int)(thread / SMLA_WARP_LANES % 4), (int)lane,
+                      (int)(lane / 4), (int)(lane % 4)};
+}
+
+static __device__ __forceinline__ lane_place
+find_place(void)
+{
+    return place_of_thread(threadIdx.x);
+}
+
+/* Computed anew where it is called: kept over the loop it would cost the loop registers. */
+static __device__ __forceinline__ lane_place
+find_place_again(void)
+{
+    return place_of_thread((uint32_t)ptx_forget((int)threadIdx.x));
+}
+
+/* Where things are in shared memory, computed anew where it is asked for. */
+typedef struct hopper_addresses {
+    uint32_t ring;
+    uint32_t empty; /* of the first granule */
+    uint32_t weighed;
+    uint32_t added;
+    uint32_t probs; /* of the own group */
+} hopper_addresses;
+
+template <typename Shape>
+static __device__ __forceinline__ hopper_addresses
+find_addresses(hopper_memory<Shape> *shared, int group)
+{
+    hopper_addresses at;
+    at.ring = (uint32_t)ptx_forget((int)ptx_shared_address(shared->ring));
+    at.empty = at.ring + (uint32_t)offsetof(ring_granule, empty);
+    at.weighed = ptx_shared_address(shared->weighed);
+    at.added = ptx_shared_address(shared->added);
+    at.probs = ptx_shared_address(shared->probs[group]);
+    return at;
+}
+
+/* Whether the keys of rows row and row + 8 of the warp's granule are there: 0 if not, and if so one
+ * bit (find_key_masks) or all of them (wait_for_granule). */
+typedef struct key_masks {
+    uint32_t first;
+    uint32_t second;
+} key_masks;
+
+/* What a consumer thread keeps over a row. */
+template <typename Shape> struct consumer {
+    float out[4][Shape::HEADS / 2];
+    float scores[Shape::HEADS / 2];
+    float even_sum; /* of an even chunk, until the next one's is there */
+    float even_top;
+    bool has_grown[Shape::CHUNKS < 2 ? 1 : Shape::CHUNKS / 2]; /* sums of a pair, left out */
+    uint32_t raw[2][8];                                        /* values of a granule */
+    uint32_t scale[2][2];
+    uint32_t a[2][16]; /* the same as A */
+    uint32_t key_bits; /* is_key of the warp's granule of the group's block */
+    int own;           /* where in the ring the group's block begins, in bytes */
+    uint32_t phase;    /* parities: of its full barrier, its number, the query; steps to go */
+};
+
+enum { RING_PARITY = 1, BLOCK_PARITY = 2, QUERY_PARITY = 4, ONE_STEP = 8 };
+
+/* Where the other group's older block begins. In group 0's first step there is none: any rows that
+ * are there, for their weights are 0. */
+template <typename Shape>
+static __device__ __forceinline__ int
+find_other(const consumer<Shape> &state, bool has_other)
+{
+    const int other = state.own - (has_other ? BLOCK_GRANULES * GRANULE_BYTES : 0);
+    return other < 0 ? other + Shape::GRANULES * GRANULE_BYTES : other;
+}
+
+/* Where granule i of the block that begins at `first` is. */
+template <typename Shape>
+static __device__ __forceinline__ int
+find_granule(int first, int i)
+{
+    const bool wraps =
+        Shape::GRANULES % BLOCK_GRANULES != 0 && first >= (Shape::GRANULES - i) * GRANULE_BYTES;
+    return first + i * GRANULE_BYTES - (wraps ? Shape::GRANULES * GRANULE_BYTES : 0);
+}
+
+/* Marks the row. */
+template <typename Shape>
+static __device__ __forceinline__ void
+lose_row(hopper_memory<Shape> *shared, bool is_lost)
+{
+    const uint32_t warp = (uint32_t)ptx_forget((int)threadIdx.x) / SMLA_WARP_LANES;
+    ptx_store_shared_1_if(ptx_shared_address(&shared->is_lost[warp]), 1, is_lost);
+}
+
+static __device__ __forceinline__ uint32_t
+load_key_bits(uint32_t granule)
+{
+    return ptx_load_shared_4(granule + (uint32_t)offsetof(ring_granule, is_key));
+}
+
+static __device__ __forceinline__ key_masks
+find_key_masks(const lane_place &me, uint32_t key_bits)
+{
+    const int bit = 8 * (me.row >> 2) + (me.row & 3);
+    return key_masks{key_bits & 1u << bit, key_bits & 0x10000u << bit};
+}
+
+/* Of the keys that fold_pair adds up, those that are not there: of the warp's 16, or where a lane
+ * and lane ^ 4 keep half each, of those in rows as even or odd as the lane's. */
+template <typename Shape>
+static __device__ __forceinline__ float
+count_absent(const lane_place &me, uint32_t key_bits)
+{
+    return (float)(Shape::CHUNKS > 1 ? 16 - __popc(key_bits)
+                                     : 8 - __popc(key_bits & 0x05050505u << (me.row & 1)));
+}
+
+/* The warp's granule of the own block, once its rows are there. */
+template <typename Shape>
+static __device__ __forceinline__ uint32_t
+wait_for_rows(const hopper_addresses &at, const lane_place &me, const consumer<Shape> &state)
+{
+    const int granule = find_granule<Shape>(state.own, me.warp);
+    ptx_mbarrier_wait(at.ring + granule + (uint32_t)offsetof(ring_granule, full),
+                      (state.phase & RING_PARITY) ^ (granule < state.own));
+    return at.ring + granule;
+}
+
+static __device__ __forceinline__ float
+power_of_two(int exponent)
+{
+    return smla_bits_float((uint32_t)(exponent + 127) << 23);
+}
+
+/* Two bf16. */
+static __device__ __forceinline__ uint32_t
+two_powers_of_two(int exponent)
+{
+    return (uint32_t)(127 + exponent) * 0x00800080u;
+}
+
+/* ---- Scales --------------------------------------------------------------------------------- */
+
+/* The exponent of a scale, 0 for NaN and infinities. */
+static __device__ __forceinline__ uint32_t
+exponent_of_scale(uint32_t scale)
+{
+    const uint32_t exponent = scale >> 23 & 0xFF;
+    return exponent == 0xFF ? 0 : exponent;
+}
+
+/* The largest scale / E that fits, as two f16: 448 * 146 is below 65,504. What has an exponent up
+ * to TOP_SCALE_EXPONENT fits, even rounded up. */
+enum : uint32_t { LARGEST_SCALES = 0x58905890u };
+
+/* ---- e4m3 to f16 --------------------------------------------------------------------------- */
+
+/* Four values times a scale that stands twice in its word: bytes 0, 1 and bytes 2, 3. */
+static __device__ __forceinline__ void
+scale_e4m3x4(uint32_t bytes, uint32_t scale, uint32_t *low, uint32_t *high)
+{
+    ptx_cvt_f16x4_e4m3x4(bytes, low, high);
+    *low = ptx_mul_f16x2(*low, scale);
+    *high = ptx_mul_f16x2(*high, scale);
+}
+
+/* A of 16 dimensions of a score: four bytes of row `row` and four of row + 8, each times its
+ * scale. */
+static __device__ __forceinline__ void
+convert_key_step(uint32_t upper, uint32_t lower, const uint32_t scale[2], uint32_t a[4])
+{
+    ptx_cvt_f16x4_e4m3x4(upper, &a[0], &a[2]);
+    ptx_cvt_f16x4_e4m3x4(lower, &a[1], &a[3]);
+    a[0] = ptx_mul_f16x2(a[0], scale[0]);
+    a[1] = ptx_mul_f16x2(a[1], scale[1]);
+    a[2] = ptx_mul_f16x2(a[2], scale[0]);
+    a[3] = ptx_mul_f16x2(a[3], scale[1]);
+}
+
+/* ---- Over rows of fragments ---------------------------------------------------------------- */
+
+/* The head of a chunk that reduce_half leaves a thread with: lanes l and l ^ 4 have the same. */
+static __device__ __forceinline__ int
+head_of_sum(const lane_place &me)
+{
+    const int pick = (me.lane & 16 ? 2 : 0) + (me.lane & 8 ? 1 : 0);
+    return 8 * (pick >> 1) + 2 * me.column + (pick & 1);
+}
+
+template <bool IS_MAX>
+static __device__ __forceinline__ float
+merge_pair(float a, float b)
+{
+    return IS_MAX ? fmaxf(a, b) : a + b;
+}
+
+/* Four heads' values over four of the eight rows of a warp: one head's (head_of_sum) per lane. Lane
+ * ^ 4 has the other four rows. */
+template <bool IS_MAX>
+static __device__ __forceinline__ float
+reduce_half(const float values[4], int lane)
+{
+    const bool upper = lane & 16;
+    const float give_0 = upper ? values[0] : values[2];
+    const float give_1 = upper ? values[1] : values[3];
+    const float keep_0 = upper ? values[2] : values[0];
+    const float keep_1 = upper ? values[3] : values[1];
+    const float half_0 = merge_pair<IS_MAX>(keep_0, __shfl_xor_sync(0xFFFFFFFFu, give_0, 16));
+    const float half_1 = merge_pair<IS_MAX>(keep_1, __shfl_xor_sync(0xFFFFFFFFu, give_1, 16));
+    const bool odd = lane & 8;
+    const float give = odd ? half_0 : half_1;
+    return merge_pair<IS_MAX>(odd ? half_1 : half_0, __shfl_xor_sync(0xFFFFFFFFu, give, 8));
+}
+
+/* Over all of them: leave(head, value) for every head, several chunks at once, whose shuffles need
+ * not wait for each other. */
+template <bool IS_MAX, int CHUNKS, typename Leave>
+static __device__ __forceinline__ void
+leave_rows(float (&values)[CHUNKS][4], const lane_place &me, Leave leave)
+{
+    const bool upper = me.lane & 16;
+    const bool odd = me.lane & 8;
+    float others[CHUNKS][2];
+#pragma unroll
+    for (int i = 0; i < 2 * CHUNKS; i++) {
+        const float give = upper ? values[i / 2][i % 2] : values[i / 2][2 + i % 2];
+        others[i / 2][i % 2] = __shfl_xor_sync(0xFFFFFFFFu, give, 16);
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * CHUNKS; i++) {
+        const float keep = upper ? values[i / 2][2 + i % 2] : values[i / 2][i % 2];
+        values[i / 2][i % 2] = merge_pair<IS_MAX>(keep, others[i / 2][i % 2]);
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        const float give = odd ? values[chunk][0] : values[chunk][1];
+        others[chunk][0] = __shfl_xor_sync(0xFFFFFFFFu, give, 8);
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        const float keep = odd ? values[chunk][1] : values[chunk][0];
+        values[chunk][0] = merge_pair<IS_MAX>(keep, others[chunk][0]);
+        others[chunk][0] = __shfl_xor_sync(0xFFFFFFFFu, values[chunk][0], 4);
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        values[chunk][0] = merge_pair<IS_MAX>(values[chunk][0], others[chunk][0]);
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        if (!(me.lane & 4)) {
+            leave(16 * chunk + head_of_sum(me), values[chunk][0]);
+        }
+    }
+}
+
+/* The larger of a score of rows row and row + 8, those without a key left out. */
+static __device__ __forceinline__ float
+max_of_keys(key_masks is_key, float a, float b)
+{
+    return fmaxf(is_key.first ? a : -INFINITY, is_key.second ? b : -INFINITY);
+}
+
+/* The same of the maxima of a warp's scores times a scale. */
+template <int SCORES, typename Leave>
+static __device__ __forceinline__ void
+leave_tops(const float (&scores)[SCORES], float scale, key_masks is_key, const lane_place &me,
+           Leave leave)
+{
+    float tops[SCORES / 8][4];
+#pragma unroll
+    for (int i = 0; i < SCORES / 2; i++) {
+        const int from = 8 * (i / 4) + 4 * (i / 2 % 2) + i % 2;
+        tops[i / 4][i % 4] = max_of_keys(is_key, scores[from] * scale, scores[from + 2] * scale);
+    }
+    leave_rows<true>(tops, me, leave);
+}
+
+/* ---- The query's power of two -------------------------------------------------------------- */
+
+/* Its exponent, from the bits of the largest value as a bf16; is_lost where none fits. */
+static __device__ __forceinline__ int
+find_query_exponent(uint32_t query_max, bool *is_lost)
+{
+    const int exponent = query_max == 0 ? 0 : (int)(query_max >> 7) - 127 - QUERY_EXPONENT;
+    const int clamped = min(max(exponent, -(int)MAX_QUERY_EXPONENT), (int)MAX_QUERY_EXPONENT);
+    *is_lost = exponent != clamped;
+    return clamped;
+}
+
+/* ---- Consumers: the end of a work ---------------------------------------------------------- */
+
+/* Ends a head: lse and max_logits, or the state of the partial row, if `writes`. sum and out are
+ * multiples of 2^reference, and `top` is a score that is not below the largest one rounded down.
+ * Returns what out is multiplied with, 0 where there are no keys. */
+static __device__ __forceinline__ float
+leave_head(const attention_launch &launch, const cta_work &work, int head, float reference,
+           float top, float sum, bool writes)
+{
+    top = sum == 0.0f ? -INFINITY : top;
+    /* they shall be multiples of 2^(reference of the maximum) */
+    const float shift = sum == 0.0f ? 1.0f : power_of_two((int)(reference - ceilf(top)));
+    float factor = shift;
+    sum *= shift;
+    if (work.first_row == NOT_PARTIAL) {
+        const float sink = softmax_sink(launch.params, work.first_head + head);
+        factor *= softmax_finish(launch.params, work.token, work.first_head + head, top, sum, sink,
+                                 writes);
+    } else if (writes) {
+        *(float2 *)(launch.partials.state + 2 * ((int64_t)work.first_row + head)) =
+            make_float2(top, sum);
+    }
+    return sum == 0.0f ? 0.0f : factor;
+}
+
+/* Where a partial row of halves (kernels.h) begins. */
+static __device__ __forceinline__ uint16_t *
+find_halves(const attention_launch &launch, const cta_work &work, int head)
+{
+    return (uint16_t *)(launch.partials.out + ((int64_t)work.first_row + head) * SMLA_KV_LORA_RANK);
+}
+
+/* As leave_head, for a partial row of halves, which are means of values in units of `unit`: none is
+ * above the largest value. */
+static __device__ __forceinline__ void
+leave_halves(const attention_launch &launch, const cta_work &work, int head, float reference,
+             float top, float sum, float unit)
+{
+    const int64_t row = work.first_row + head;
+    if (sum == 0.0f) {
+        *(float2 *)(launch.partials.state + 2 * row) = make_float2(-INFINITY, 0.0f);
+        return;
+    }
+    const float whole = sum * power_of_two((int)(reference - ceilf(top)));
+    *(float2 *)(launch.partials.state + 2 * row) = make_float2(top, -whole);
+    launch.partials.out[row * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT] = whole * unit;
+}
+
+/* Marks the CTA's work of this number: it has to be done again. */
+static __device__ __forceinline__ void
+mark_work(int number, int thread, uint32_t redo[MAX_WORKS / 32])
+{
+    if (thread == 0) {
+        redo[number / 32] |= 1u << number % 32;
+    }
+}
+
+/* The marked works, by the portable code, in the shared memory that nobody uses any more: all that
+ * is in front of `redo`. A work is `num_parts` of that code's tiles. */
+template <typename Portable>
+static __device__ __forceinline__ void
+redo_works(const hopper_launch &hopper, int num_parts, const uint32_t *redo,
+           const work_order *order, shared_memory<Portable> *shared)
+{
+    const attention_launch &launch = hopper.base;
+    const int num_tiles = ((int)launch.params.num_heads + Portable::HEADS - 1) / Portable::HEADS;
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+#pragma unroll 1
+    for (int number = 0;; number++) {
+        const int found = nth_work(hopper.is_ordered, hopper.num_works, order, number);
+        if (found < 0) {
+            break;
+        }
+        const bool is_part = launch.num_segments > 1;
+        const int idx = is_part ? work_of_part(found) : found;
+        if (idx >= hopper.num_works || !(redo[number / 32] >> number % 32 & 1)) {
+            continue;
+        }
+        const int part = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
+        const int first = (idx - part * (int)launch.head_tiles.divisor) * num_parts;
+#pragma unroll 1
+        for (int i = first; i < min(first + num_parts, num_tiles); i++) {
+            attend_cta<Portable>(launch, (uint32_t)num_tiles, part * num_tiles + i,
+                                 is_part ? found : WHOLE_WORK, shared);
+            ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+        }
+    }
+}
+
+/* ---- Launchers ----------------------------------------------------------------------------- */
+
+/* CTAs for a number of works: more than one per SM where a CTA has not enough bits. */
+static inline int64_t
+count_hopper_ctas(const attention_launch &launch, int64_t num_works)
+{
+    const int64_t num_ctas = count_ctas(launch, num_works);
+    return smla_count_parts(num_works, num_ctas) > MAX_WORKS
+               ? smla_count_parts(num_works, MAX_WORKS)
+               : num_ctas;
+}
+
+#endif /* SMLA_CUDA_HOPPER_CUH */

@@ -1,0 +1,340 @@
+/* hopper_gather.cuh: the gather warps of attention_sm90.cu: indices -> rows of the cache ->
+ * granules of the ring, ahead of the consumers.
+ */
+#ifndef SMLA_CUDA_HOPPER_GATHER_CUH
+#define SMLA_CUDA_HOPPER_GATHER_CUH
+
+#include "cuda/attention/sm90_fp8/hopper.cuh"
+
+/* ---- Gather -------------------------------------------------------------------------------- */
+
+/* Where the row that an index names begins, in 16 bytes from the lowest row of its cache; the first
+ * one is `bias` above that. Arithmetic modulo 2^32: strides may be negative. */
+static __device__ __forceinline__ uint32_t
+find_row_offset(const attention_launch &launch, uint32_t bias, int list, int32_t token,
+                int32_t index)
+{
+    const smla_kv_view &kv = launch.params.lists[list].kv;
+    const smla_divisor &block_size = launch.lists[list].block_size;
+    const int32_t slot = slot_of_index(launch, list, token, index);
+    if (slot < 0) {
+        return NO_ROW;
+    }
+    const uint32_t page = smla_divide_uint32((uint32_t)slot, block_size);
+    const uint32_t offset = (uint32_t)slot - page * (uint32_t)block_size.divisor;
+    return page * (uint32_t)(kv.page_stride_bytes >> 4) +
+           offset * (uint32_t)(kv.token_stride_bytes >> 4) + bias;
+}
+
+/* What a gather warp keeps: little, for it has 24 registers. */
+typedef struct gather_state {
+    uint32_t base;   /* of shared memory */
+    uint32_t rows;   /* of the warp's rows in the ring's first granule */
+    uint32_t slot;   /* of the ring */
+    uint32_t parity; /* of its empty barrier */
+} gather_state;
+
+static __device__ __forceinline__ int
+find_gather_warp(void)
+{
+    return (int)(ptx_thread() / SMLA_WARP_LANES) - CONSUMER_WARPS;
+}
+
+static __device__ __forceinline__ int
+find_gather_lane(void)
+{
+    return (int)(ptx_thread() % SMLA_WARP_LANES);
+}
+
+/* Zeros in place of rows that are not there. `to` has the warp's four. */
+static __device__ __forceinline__ void
+clear_rows(uint32_t to, uint32_t is_key)
+{
+    constexpr int REST = FP8_ROW_BYTES / 16 - SMLA_WARP_LANES; /* lanes with a second piece */
+    const int lane = find_gather_lane();
+#pragma unroll
+    for (int i = 0; i < GATHER_KEYS; i++) {
+        if (!(is_key >> i & 1)) {
+            const uint32_t at = to + i * FP8_ROW_BYTES + lane * 16;
+            ptx_clear_shared_16(at);
+            if (lane < REST) {
+                ptx_clear_shared_16(at + SMLA_WARP_LANES * 16);
+            }
+        }
+    }
+    ptx_fence_async_shared(); /* before a later bulk copy to the same place */
+    __syncwarp();
+}
+
+/* The warp's four rows of a granule, from `from`, once its last ones are not needed any more; lanes
+ * first_lane to first_lane + 3 know where. All addresses are the warp's, not a lane's, and known
+ * before the wait: from there on the ring waits for the warp. */
+template <typename Shape>
+static __device__ __forceinline__ void
+copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int first_lane,
+          uint32_t is_key)
+{
+    typedef hopper_memory<Shape> memory;
+    const uint32_t slot = __shfl_sync(0xFFFFFFFFu, state.slot, 0); /* known to be the warp's */
+    const uint32_t granule = state.base + (uint32_t)offsetof(memory, ring) + slot * GRANULE_BYTES;
+    const uint32_t to = state.rows + slot * GRANULE_BYTES;
+    const uint32_t full = granule + (uint32_t)offsetof(ring_granule, full);
+    const uint32_t empty = granule + (uint32_t)offsetof(ring_granule, empty);
+    uint32_t offsets[GATHER_KEYS];
+#pragma unroll
+    for (int i = 0; i < GATHER_KEYS; i++) {
+        offsets[i] = __shfl_sync(0xFFFFFFFFu, offset, first_lane + i);
+    }
+    const uint32_t is_key_at =
+        granule + (uint32_t)offsetof(ring_granule, is_key) + (uint32_t)find_gather_warp();
+    const uint8_t *rows[GATHER_KEYS];
+#pragma unroll
+    for (int i = 0; i < GATHER_KEYS; i++) {
+        rows[i] = from + (uint64_t)offsets[i] * 16;
+    }
+    const bool is_elected = ptx_elect();
+    /* each way waits for itself, as late as it can */
+    if (is_key == 15) {
+        ptx_mbarrier_wait(empty, state.parity);
+        if (is_elected) {
+#pragma unroll
+            for (int i = 0; i < GATHER_KEYS; i++) {
+                ptx_bulk_copy(to + i * FP8_ROW_BYTES, rows[i], FP8_ROW_BYTES, full);
+            }
+            ptx_store_shared_1(is_key_at, 15);
+            ptx_mbarrier_arrive_expect(full, FP8_ROW_BYTES * GATHER_KEYS);
+        }
+    } else {
+        ptx_mbarrier_wait(empty, state.parity);
+        clear_rows(to, is_key);
+        if (is_elected) {
+            ptx_store_shared_1(is_key_at, is_key);
+            ptx_mbarrier_arrive_expect(full, FP8_ROW_BYTES * __popc(is_key));
+#pragma unroll
+            for (int i = 0; i < GATHER_KEYS; i++) {
+                if (is_key >> i & 1) {
+                    ptx_bulk_copy(to + i * FP8_ROW_BYTES, rows[i], FP8_ROW_BYTES, full);
+                }
+            }
+        }
+    }
+    ptx_mbarrier_arrive(full, !is_elected);
+    __syncwarp();
+}
+
+/* Counts the keys of a work that is not the first, by all gather warps. */
+template <typename Shape>
+static __device__ __forceinline__ void
+count_keys_of(const hopper_launch &launch, const cta_work &work, uint32_t turn,
+              hopper_memory<Shape> *shared)
+{
+    count_work<FP8_COUNT_LOADS>(launch.base, work, find_gather_warp(), find_gather_lane(),
+                                BARRIER_GATHER, &shared->num_keys[turn]);
+}
+
+/* The same of the CTA's works that are parts: of its first work, where that is cut, and of the
+ * piece behind it. */
+template <typename Shape>
+static __device__ __forceinline__ void
+count_parts_of(const hopper_launch &launch, hopper_memory<Shape> *shared)
+{
+#pragma unroll 1
+    for (uint32_t n = is_first_cut(launch.base, shared->order) ? 0 : 1; n < 2; n++) {
+        const int part = nth_work(true, 0, &shared->order, (int)n);
+        if (part >= 0) {
+            count_keys_of(launch, find_ordered_work(launch.base, part, Shape::HEADS), n, shared);
+        }
+        if (n == 0 && threadIdx.x == CONSUMER_THREADS) {
+            publish_steps(find_steps(launch.base, &shared->num_keys[0]), 0, shared);
+        }
+    }
+}
+
+/* A step of a work: lane l's index is that of key l % 4 of the warp's four in granule l / 4. */
+template <typename Shape>
+static __device__ __forceinline__ void
+gather_step(const hopper_launch &launch, const cta_work &work, int list, uint32_t index,
+            uint32_t turn, hopper_memory<Shape> *shared, gather_state *state)
+{
+    const uint32_t offset =
+        find_row_offset(launch.base, launch.lists[list].bias, list, work.token, (int32_t)index);
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, offset != NO_ROW);
+    count_step(is_key, offset != NO_ROW, listed_index{(int32_t)index, list}, turn, find_gather_warp,
+               shared);
+#pragma unroll 1
+    for (int i = 0; i < STEP_GRANULES; i++) {
+        copy_rows<Shape>(*state, launch.lists[list].lowest, offset, i * GATHER_KEYS,
+                         is_key >> i * GATHER_KEYS & 15);
+        state->slot++;
+        if (state->slot == Shape::GRANULES) {
+            state->slot = 0;
+            state->parity ^= 1;
+        }
+    }
+}
+
+/* Steps [begin, end) of a list of a work, whose keys are counted. */
+template <typename Shape>
+static __device__ __forceinline__ void
+gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t begin, int32_t end,
+            uint32_t turn, hopper_memory<Shape> *shared, gather_state *state)
+{
+    if (begin == end) {
+        return;
+    }
+    key_stream stream = open_stream(launch.base, work, list, find_gather_warp(), find_gather_lane(),
+                                    find_count(&shared->num_keys[turn], list, find_gather_warp()));
+    load_next(&stream);
+#pragma unroll 1
+    for (int32_t step = 0; step < end; step++) {
+        const uint32_t index =
+            take_step(&stream, launch.base.lists[list].index_limit, find_gather_lane());
+        if (step >= begin) {
+            gather_step(launch, work, list, index, turn, shared, state);
+        }
+    }
+}
+
+/* The warp's heads of a work's query as they are in memory, to the place of the last one, which
+ * nobody multiplies any more. */
+template <typename Shape>
+static __device__ __forceinline__ void
+fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base)
+{
+    typedef hopper_memory<Shape> memory;
+    constexpr int WARP_HEADS = Shape::HEADS / GATHER_WARPS;
+    const smla_attention_params &params = launch.base.params;
+    const int first = __shfl_sync(0xFFFFFFFFu, find_gather_warp() * WARP_HEADS, 0);
+    const int num_heads = max(min(work.num_heads - first, WARP_HEADS), 0);
+    const uint32_t full = base + (uint32_t)offsetof(memory, query_full);
+    const uint32_t to = base + (uint32_t)offsetof(memory, query) + first * (SMLA_HEAD_DIM * 2);
+    const uint16_t *nope = params.q_nope + work.token * params.q_nope_stride_token +
+                           (work.first_head + first) * params.q_nope_stride_head;
+    const uint16_t *rope = params.q_pe + work.token * params.q_pe_stride_token +
+                           (work.first_head + first) * params.q_pe_stride_head;
+    if (ptx_elect()) {
+        ptx_mbarrier_arrive_expect(full, num_heads * SMLA_HEAD_DIM * 2);
+        if (launch.query_is_dense && num_heads > 0) {
+            ptx_bulk_copy(to, nope, num_heads * SMLA_HEAD_DIM * 2, full);
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < num_heads; i++) {
+                ptx_bulk_copy(to + i * (SMLA_HEAD_DIM * 2), nope, SMLA_KV_LORA_RANK * 2, full);
+                ptx_bulk_copy(to + i * (SMLA_HEAD_DIM * 2) + SMLA_KV_LORA_RANK * 2, rope,
+                              (SMLA_HEAD_DIM - SMLA_KV_LORA_RANK) * 2, full);
+                nope += params.q_nope_stride_head;
+                rope += params.q_pe_stride_head;
+            }
+        }
+    }
+    __syncwarp();
+}
+
+/* A launch's first work, as far as it goes without its list: the query, and the first step where
+ * the warp's first 32 columns have all of it, either because all of them are keys, or because there
+ * are no others. Whether the step has begun. Straight code, in the order of what is waited for:
+ * neither it nor its data are in any cache. Meanwhile consumers count. */
+template <typename Shape>
+static __device__ __forceinline__ bool
+begin_launch(const hopper_launch &launch, const cta_work &work, hopper_memory<Shape> *shared,
+             gather_state *state)
+{
+    uint32_t index = load_first(launch.base, work, 0, find_gather_warp(), find_gather_lane());
+    if (launch.fetches_query) {
+        fetch_query<Shape>(launch, work, state->base);
+    }
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, index < launch.base.lists[0].index_limit);
+    bool has_step = is_key == 0xFFFFFFFFu;
+    if (!has_step) {
+        wait_for_order(launch.base.num_segments > 1,
+                       state->base + (uint32_t)offsetof(hopper_memory<Shape>, order.planned));
+        if (is_first_cut(launch.base, shared->order)) {
+            return false;
+        }
+        ptx_mbarrier_wait(state->base + (uint32_t)offsetof(hopper_memory<Shape>, counted), 0);
+        has_step =
+            find_count(&shared->num_keys[0], 0, find_gather_warp()) == (int32_t)__popc(is_key);
+        const int lane = find_gather_lane();
+        const uint32_t moved = __shfl_sync(0xFFFFFFFFu, index, find_nth_bit(is_key, lane));
+        index = lane < __popc(is_key) ? moved : NO_INDEX;
+    }
+    has_step &= launch.base.params.num_lists == 1;
+    if (has_step) {
+        gather_step(launch, work, 0, index, 0, shared, state);
+    }
+    return has_step;
+}
+
+/* All works of the CTA. The keys of a work are counted while the first rows of the one in front of
+ * it are on their way, for the consumers have to store a query then; with few heads, where the
+ * memory binds, and behind a launch's first work, whose order may not be known before, after its
+ * last ones. Where works may be cut, all is known when the first one's keys are counted. */
+template <typename Shape>
+static __device__ __forceinline__ void
+gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
+{
+    enum { FIRST_STEP, MAIN_LIST, EXTRA_LIST, NUM_PARTS };
+    gather_state state;
+    /* through a shuffle: else the address is computed again and again */
+    state.base = __shfl_sync(0xFFFFFFFFu, ptx_shared_address(shared), 0);
+    state.rows = state.base + (uint32_t)offsetof(hopper_memory<Shape>, ring) +
+                 __shfl_sync(0xFFFFFFFFu, find_gather_warp(), 0) * (GATHER_KEYS * FP8_ROW_BYTES);
+    state.slot = 0;
+    state.parity = 1;
+    shared->num_absent[0][find_gather_warp()] = 0;
+    ptx_wait_for_grids();
+    cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
+    bool has_begun = begin_launch<Shape>(launch, work, shared, &state);
+    wait_for_order(launch.base.num_segments > 1,
+                   state.base + (uint32_t)offsetof(hopper_memory<Shape>, order.planned));
+    if (__builtin_expect(has_parts(launch.base, shared->order), false)) {
+        count_parts_of(launch, shared);
+        work = find_ordered_work(launch.base, nth_work(true, 0, &shared->order, 0), Shape::HEADS);
+    }
+    ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, counted), 0);
+#pragma unroll 1
+    for (int n = 0;; n++) {
+        const uint32_t turn = (uint32_t)n & 1;
+        const list_steps steps = find_steps(launch.base, &shared->num_keys[turn]);
+        if (n > 0 && threadIdx.x == CONSUMER_THREADS) {
+            publish_steps(steps, turn, shared);
+        }
+        const int32_t first = min(steps.main, 1);
+#pragma unroll 1
+        for (int part = has_begun ? MAIN_LIST : FIRST_STEP; part < NUM_PARTS; part++) {
+            gather_list<Shape>(launch, work, part == EXTRA_LIST ? 1 : 0,
+                               part == MAIN_LIST ? first : 0,
+                               part == FIRST_STEP  ? first
+                               : part == MAIN_LIST ? steps.main
+                                                   : steps.extra,
+                               turn, shared, &state);
+            if (part == (Shape::HEADS == 64 && n > 0 ? FIRST_STEP : EXTRA_LIST) &&
+                launch.base.num_segments == 1) {
+                wait_for_order(launch.is_ordered,
+                               state.base +
+                                   (uint32_t)offsetof(hopper_memory<Shape>, order.planned));
+                const int ahead =
+                    nth_work(launch.is_ordered, launch.num_works, &shared->order, n + 1);
+                if (ahead >= 0) {
+                    count_keys_of(launch, find_numbered_work(launch.base, ahead, Shape::HEADS),
+                                  turn ^ 1, shared);
+                }
+            }
+        }
+        const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, n + 1);
+        if (idx < 0) {
+            break;
+        }
+        work = find_ordered_work(launch.base, idx, Shape::HEADS);
+        has_begun = false;
+        ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, query_free), turn);
+        if (ptx_elect()) { /* the consumers have left the work before, which had the same turn */
+            shared->num_absent[turn ^ 1][find_gather_warp()] = 0;
+        }
+        if (launch.fetches_query) {
+            fetch_query<Shape>(launch, work, state.base);
+        }
+    }
+}
+
+#endif /* SMLA_CUDA_HOPPER_GATHER_CUH */

@@ -1,0 +1,175 @@
+/* hopper_growth.cuh: what attention_sm90.cu does where weights outgrow f16: the references move.
+ *
+ * Both groups add blocks of keys in one order: 0, 1, 2, 3, ... Group g weighs blocks g, g + 2, ...,
+ * and tells the other group (`weighed`) before either of them multiplies the weights. So a
+ * reference may move between two blocks, if everything that was added before is scaled:
+ *   - the group that finds too large weights in its block raises the references of its heads by
+ *     whole numbers (`shift`), scales the sums of both groups and its own part of `out`, which is
+ *     exact, weighs the block again, and only then tells of it. The sums are nobody else's at that
+ *     time: the other group has told of the block before, and waits for this one before the next.
+ *   - the other group finds has_grown set when it has waited for the block. It scales its part of
+ *     `out`, and clears has_grown. The first group may set it again with its next block, for which
+ *     it waits (`added`) until the other one is through with this block.
+ */
+#ifndef SMLA_CUDA_HOPPER_GROWTH_CUH
+#define SMLA_CUDA_HOPPER_GROWTH_CUH
+
+#include "cuda/attention/sm90_fp8/hopper_scores.cuh"
+
+/* 2^-shift, where shift is an integer that is not negative, or infinite. scale_out has ptx_exp2 for
+ * it; here that would cost the kernel 12 bytes of spills. */
+static __device__ __forceinline__ float
+scale_of_shift(float shift)
+{
+    return shift < 127.0f ? power_of_two(-(int)shift) : 0.0f;
+}
+
+/* What a group says of its weights: not 0 where they have outgrown f16. The same for all threads;
+ * is_any tells the compiler so. */
+template <typename Shape>
+static __device__ __forceinline__ uint8_t
+load_has_grown(const hopper_memory<Shape> *shared, int group)
+{
+    const volatile uint8_t *const has_grown = shared->has_grown;
+    return has_grown[group];
+}
+
+static __device__ __forceinline__ bool
+is_any(uint8_t has_grown)
+{
+    return __any_sync(0xFFFFFFFFu, has_grown != 0);
+}
+
+/* out * 2^-shift, of the thread's heads. That is exact, for ptx_exp2 of an integer is a power of
+ * two, or 0. Nothing may be under way to `out`. */
+template <typename Shape>
+static __device__ __forceinline__ void
+scale_out(const float *shift, const lane_place &me, consumer<Shape> *state)
+{
+    const uint32_t from = ptx_shared_address(shift + 2 * me.column);
+#pragma unroll
+    for (int j = 0; j < Shape::HEADS / 8; j++) {
+        uint32_t pair[2];
+        ptx_load_shared_8(from + 32 * j, pair);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float factor = ptx_exp2(-smla_bits_float(pair[i]));
+#pragma unroll
+            for (int b = 0; b < 4; b++) {
+                ptx_scale(&state->out[b][4 * j + i], factor);
+                ptx_scale(&state->out[b][4 * j + 2 + i], factor);
+            }
+        }
+    }
+}
+
+/* Raises the references to the maxima of the block's scores, as find_references would place them,
+ * and leaves in `shift` by how much. */
+template <typename Shape>
+static __device__ __forceinline__ void
+move_references(const hopper_launch &launch, const lane_place &me, hopper_memory<Shape> *shared,
+                const consumer<Shape> &state)
+{
+    float (*const tops)[Shape::HEADS] = (float (*)[Shape::HEADS])shared->probs[me.group];
+    float *const mine = tops[me.warp];
+    const int head = SMLA_WARP_LANES * me.warp + me.lane;
+    leave_tops(state.scores, 1.0f, find_key_masks(me, state.key_bits), me,
+               [=](int at, float top) { mine[at] = top; });
+    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
+    if (head < Shape::HEADS) {
+        const float top =
+            fmaxf(fmaxf(tops[0][head], tops[1][head]), fmaxf(tops[2][head], tops[3][head]));
+        const float shift = fmaxf(ceilf(top) + find_row_headroom(launch, state), 0.0f);
+        const float reference = shift < INFINITY ? shared->reference[head] + shift : NAN;
+        lose_row(shared, fabsf(reference) >= MAX_SCORE);
+        shared->reference[head] = reference;
+        shared->shift[me.group][head] = shift;
+        shared->has_grown[me.group] = 1;
+    }
+    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
+}
+
+/* The sums of all warps, by one group. */
+template <typename Shape>
+static __device__ __forceinline__ void
+scale_sums(const lane_place &me, hopper_memory<Shape> *shared)
+{
+#pragma unroll 1
+    for (int i = SMLA_WARP_LANES * me.warp + me.lane; i < CONSUMER_WARPS * Shape::SLOTS;
+         i += GROUP_THREADS) {
+        const float shift = shared->shift[me.group][i % Shape::HEADS];
+        shared->sums[0][i] *= scale_of_shift(shift);
+        if constexpr (Shape::MAXIMA) {
+            shared->tops[0][i] -= shift;
+        }
+    }
+    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
+}
+
+/* weigh_chunk again, with exponents smaller by `shift`, for both chunks of a pair. The sum is taken
+ * where it was left out before. */
+template <typename Shape>
+static __device__ __forceinline__ void
+weigh_pair_again(uint32_t probs, const lane_place &me, int pair, hopper_memory<Shape> *shared,
+                 consumer<Shape> *state)
+{
+    constexpr int COUNT = Shape::CHUNKS == 1 ? 1 : 2; /* of chunks */
+    const key_masks is_key = find_key_masks(me, state->key_bits);
+    float half[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        const int chunk = COUNT * pair + i;
+        float *const x = &state->scores[8 * chunk];
+        float e[8], sums[4];
+#pragma unroll
+        for (int j = 0; j < 8; j += 4) {
+            const float2 shift =
+                *(const float2 *)&shared->shift[me.group][16 * chunk + 2 * j + 2 * me.column];
+            ptx_fma_if(&x[j], 1.0f, -shift.x, is_key.first);
+            ptx_fma_if(&x[j + 1], 1.0f, -shift.y, is_key.first);
+            ptx_fma_if(&x[j + 2], 1.0f, -shift.x, is_key.second);
+            ptx_fma_if(&x[j + 3], 1.0f, -shift.y, is_key.second);
+        }
+        exp_chunk(x, e, sums);
+        half[i] = reduce_half<false>(sums, me.lane);
+        store_weights<Shape>(probs, me, chunk, e);
+    }
+    const float added = fold_pair<false, Shape>(half[0], half[COUNT - 1], me) -
+                        count_absent<Shape>(me, state->key_bits);
+    if (state->has_grown[pair]) {
+        shared->sums[4 * me.group + me.warp][slot_of_sum(me, pair)] += added;
+    }
+}
+
+/* For a group whose weights are too large, and that has not told of them. Nothing may be under way
+ * to its `out`. */
+template <typename Shape>
+static __device__ __forceinline__ void
+raise_references(const hopper_launch &launch, const hopper_addresses &at, const lane_place &me,
+                 hopper_memory<Shape> *shared, consumer<Shape> *state)
+{
+    move_references(launch, me, shared, *state);
+    scale_sums(me, shared);
+#pragma unroll
+    for (int pair = 0; pair < (Shape::CHUNKS + 1) / 2; pair++) {
+        weigh_pair_again(at.probs, me, pair, shared, state);
+    }
+    ptx_fence_async_shared();
+    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
+    ptx_mbarrier_arrive(at.weighed + 8 * me.group, true);
+    scale_out(shared->shift[me.group], me, state);
+}
+
+/* For the other group, when it has waited for such weights. */
+template <typename Shape>
+static __device__ __forceinline__ void
+follow_references(const lane_place &me, hopper_memory<Shape> *shared, consumer<Shape> *state)
+{
+    scale_out(shared->shift[me.group ^ 1], me, state);
+    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS); /* everyone has seen it */
+    if (SMLA_WARP_LANES * me.warp + me.lane == 0) {
+        shared->has_grown[me.group ^ 1] = 0;
+    }
+}
+
+#endif /* SMLA_CUDA_HOPPER_GROWTH_CUH */

@@ -1,0 +1,286 @@
+/* hopper_query.cuh: how a work begins in attention_sm90.cu: its query in shared memory, permuted
+ * and scaled, and the powers of two that its scales and values are taken relative to.
+ */
+#ifndef SMLA_CUDA_HOPPER_QUERY_CUH
+#define SMLA_CUDA_HOPPER_QUERY_CUH
+
+#include "cuda/attention/sm90_fp8/hopper.cuh"
+
+/* ---- Consumers: query ---------------------------------------------------------------------- */
+
+/* A lane's part of the query: 16 bytes of two heads in every 64-dimension tile, so that eight lanes
+ * read the 128 bytes of a head there. Row j is head query_head(me, j). */
+typedef struct query_part {
+    uint32_t words[2][QUERY_TILES][4];
+} query_part;
+
+enum { PIECES = 8 }; /* of 16 bytes, in a tile's row */
+
+static __device__ __forceinline__ int
+query_head(const lane_place &me, int j)
+{
+    return 8 * (4 * me.group + me.warp) + 4 * j + me.lane / PIECES;
+}
+
+/* Copies the query to where the gather warps would have fetched it: one that is not aligned, or
+ * where out may be staged there. A loop, because little code shall lie between pieces of code that
+ * every launch executes. */
+template <typename Shape>
+static __device__ __forceinline__ void
+copy_query(const smla_attention_params &params, const cta_work &work, hopper_memory<Shape> *shared)
+{
+    constexpr int NOPE_PIECES = SMLA_KV_LORA_RANK / 8;
+    constexpr int HEAD_PIECES = SMLA_HEAD_DIM / 8;
+#pragma unroll 1
+    for (int i = ptx_forget((int)threadIdx.x); i < work.num_heads * HEAD_PIECES;
+         i += CONSUMER_THREADS) {
+        const int head = work.first_head + i / HEAD_PIECES;
+        const int piece = i % HEAD_PIECES;
+        const uint16_t *const from =
+            piece < NOPE_PIECES ? params.q_nope + work.token * params.q_nope_stride_token +
+                                      head * params.q_nope_stride_head + 8 * piece
+                                : params.q_pe + work.token * params.q_pe_stride_token +
+                                      head * params.q_pe_stride_head + 8 * (piece - NOPE_PIECES);
+        uint32_t words[4];
+        smla_load_words<16, false>(from, words);
+        ((uint4 *)shared->query)[i] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+}
+
+/* The lane's part of the query. Heads that are not there are zeros. Straight code, for all is
+ * waiting for it. */
+template <typename Shape>
+static __device__ __forceinline__ void
+read_query(const cta_work &work, const lane_place &me, const hopper_memory<Shape> *shared,
+           query_part *part)
+{
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const int head = query_head(me, j);
+        const uint32_t from = ptx_shared_address(shared->query) + head * (SMLA_HEAD_DIM * 2) +
+                              16 * (me.lane % PIECES);
+#pragma unroll
+        for (int tile = 0; tile < QUERY_TILES; tile++) {
+            ptx_load_shared_16_if(from + 128 * tile, head < work.num_heads, part->words[j][tile]);
+        }
+    }
+}
+
+template <typename Shape>
+static __device__ __forceinline__ void
+wait_for_query(hopper_memory<Shape> *shared, const consumer<Shape> &state)
+{
+    ptx_mbarrier_wait(ptx_shared_address(&shared->query_full), (state.phase & QUERY_PARITY) != 0);
+}
+
+/* The largest absolute value, as the bits of a bf16, of a head: in all of its lanes. */
+static __device__ __forceinline__ uint32_t
+find_head_max(const uint32_t words[QUERY_TILES][4])
+{
+    uint32_t tops[4] = {words[0][0], words[0][1], words[0][2], words[0][3]};
+#pragma unroll
+    for (int i = 4; i < QUERY_TILES * 4; i++) {
+        tops[i % 4] = ptx_max_abs_bf16x2(tops[i % 4], words[i / 4][i % 4]);
+    }
+    const uint32_t pair = ptx_max_abs_bf16x2(ptx_max_abs_bf16x2(tops[0], tops[1]),
+                                             ptx_max_abs_bf16x2(tops[2], tops[3]));
+    uint32_t value = max(pair & 0x7FFFu, pair >> 16 & 0x7FFFu);
+#pragma unroll
+    for (int step = 1; step < PIECES; step *= 2) {
+        value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, step));
+    }
+    return value;
+}
+
+/* Four of the eight words, two dimensions each, of 16 neighbouring dimensions. Word i of the eight
+ * goes to chunk i of a tile's row, and there to word `column`: the order in which score_block has
+ * bytes of rows. Tile 2t + h has dimensions 128t + 32c + 16h + 0...15 in columns c, RoPE's 16c. */
+template <typename Shape>
+static __device__ __forceinline__ void
+store_query_words(hopper_memory<Shape> *shared, int tile, int head, int first, int column,
+                  const uint32_t words[4])
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        *(uint32_t *)&shared->query[tile][head][((first + i) ^ (head & 7)) * 16 + 4 * column] =
+            words[i];
+    }
+}
+
+template <typename Shape>
+static __device__ __forceinline__ void
+store_nope(hopper_memory<Shape> *shared, int head, int piece, const uint32_t part[QUERY_TILES][4],
+           float factor)
+{
+#pragma unroll
+    for (int tile = 0; tile < QUERY_TILES - 1; tile++) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint32_t pair = part[tile][i];
+            words[i] = ptx_cvt_f16x2(smla_low_bf16(pair) * factor, smla_high_bf16(pair) * factor);
+        }
+        store_query_words(shared, tile / 2 * 2 + piece / 2 % 2, head, piece % 2 * 4,
+                          tile % 2 * 2 + piece / 4, words);
+    }
+}
+
+template <typename Shape>
+static __device__ __forceinline__ void
+store_rope(hopper_memory<Shape> *shared, int head, int piece, const uint32_t part[4],
+           uint32_t factors)
+{
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        words[i] = ptx_mul_bf16x2(part[i], factors);
+    }
+    store_query_words(shared, QUERY_TILES - 1, head, piece % 2 * 4, piece / 2, words);
+}
+
+/* The largest exponent of a scale among the warp's keys of the work's first 128, 0 for none. */
+static __device__ __forceinline__ uint32_t
+find_scale_max(const lane_place &me, uint32_t granule)
+{
+    const key_masks is_key = find_key_masks(me, load_key_bits(granule));
+    const uint32_t from = granule + me.row * FP8_ROW_BYTES + SCALE_OFFSET + 4 * me.column;
+    const uint32_t a = is_key.first ? ptx_load_shared_4(from) : 0;
+    const uint32_t b = is_key.second ? ptx_load_shared_4(from + 8 * FP8_ROW_BYTES) : 0;
+    return __reduce_max_sync(0xFFFFFFFFu, max(exponent_of_scale(a), exponent_of_scale(b)));
+}
+
+/* Zeros in place of the weights of the block before group 1's first. */
+template <typename Shape>
+static __device__ __forceinline__ void
+clear_weights(const lane_place &me, hopper_memory<Shape> *shared)
+{
+#pragma unroll
+    for (int i = 0; i < 64 * Shape::PROB_BYTES / 16 / GROUP_THREADS; i++) {
+        ((uint4 *)shared->probs[1])[i * GROUP_THREADS + 32 * me.warp + me.lane] =
+            make_uint4(0, 0, 0, 0);
+    }
+}
+
+/* Leaves the largest value of the warp's heads for the others. Gives both heads' maxima. */
+template <typename Shape>
+static __device__ __forceinline__ void
+publish_query_max(const lane_place &me, const query_part &part, hopper_memory<Shape> *shared,
+                  uint32_t head_max[2])
+{
+    uint32_t top = 0;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        head_max[j] = find_head_max(part.words[j]);
+        top = max(top, head_max[j] < 0x7F80 ? head_max[j] : 0);
+    }
+    const uint32_t warp_max = __reduce_max_sync(0xFFFFFFFFu, top);
+    if (me.lane == 0) {
+        shared->query_max[4 * me.group + me.warp] = warp_max;
+    }
+}
+
+/* The largest of what the warps left. */
+static __device__ __forceinline__ uint32_t
+max_of_warps(const uint32_t *values, int count)
+{
+    uint32_t top = 0;
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+        top = max(top, values[i]);
+    }
+    return top;
+}
+
+/* The exponent of E, which scales and values are relative to, or a bound of it where that is too
+ * small. Products below 2^-14 E lose bits, and scales from 2^7 E on do not fit: so E is large, to
+ * leave room for later keys' scales, as long as 2^-25 of it is too little to be felt. A row of
+ * zeros, whose scales are FLT_MIN, tells nothing. */
+static __device__ __forceinline__ int
+find_key_exponent(uint32_t scale_max)
+{
+    if (scale_max <= 1) {
+        return USUAL_UNIT_EXPONENT;
+    }
+    const int top = (int)scale_max - 127;
+    const int exponent =
+        max(top - TOP_SCALE_EXPONENT, min(top - LOW_SCALE_EXPONENT, (int)FINE_UNIT_EXPONENT));
+    return min(max(exponent, -(int)MAX_KEY_EXPONENT), (int)MAX_KEY_EXPONENT);
+}
+
+/* The NoPE part to shared memory, relative to a power of two, whose exponent it gives. NaN is the
+ * reference of heads that are not finite: whatever happens, their results are NaN. */
+template <typename Shape>
+static __device__ __forceinline__ int
+store_all_nope(const lane_place &me, const query_part &part, const uint32_t head_max[2],
+               hopper_memory<Shape> *shared)
+{
+    const uint32_t query_max = max_of_warps(shared->query_max, (Shape::HEADS + 7) / 8);
+    bool is_lost;
+    const int exponent = find_query_exponent(query_max, &is_lost);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const int head = query_head(me, j);
+        is_lost |= head_max[j] != 0 && (head_max[j] >> 7) + MAX_HEAD_RATIO < query_max >> 7;
+        if (head < Shape::HEADS) {
+            if (me.lane % PIECES == 0) {
+                shared->reference[head] = head_max[j] < 0x7F80 ? 0.0f : NAN;
+            }
+            store_nope(shared, head, me.lane % PIECES, part.words[j], power_of_two(-exponent));
+        }
+    }
+    lose_row(shared, is_lost);
+    return exponent;
+}
+
+/* The query to shared memory, and from it and the scales of the first 128 keys, which come last,
+ * the powers of two of the work. After it everyone may multiply. */
+template <typename Shape>
+static __device__ __forceinline__ void
+store_query(const hopper_launch &launch, const lane_place &me, const cta_work &next,
+            hopper_memory<Shape> *shared, consumer<Shape> *state)
+{
+    const hopper_addresses at = find_addresses(shared, me.group);
+    query_part part;
+    if (launch.fetches_query) {
+        wait_for_query(shared, *state);
+    } else {
+        copy_query(launch.base.params, next, shared);
+    }
+    read_query(next, me, shared, &part);
+    uint32_t head_max[2];
+    publish_query_max(me, part, shared, head_max);
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody is at the last row any more */
+    begin_work(launch, next, shared);
+    if (me.group == 1) {
+        clear_weights(me, shared);
+    }
+    const int exponent = store_all_nope(me, part, head_max, shared);
+    const uint32_t warp_scale = find_scale_max(me, wait_for_rows(at, me, *state));
+    if (me.lane == 0) {
+        shared->scale_max[4 * me.group + me.warp] = warp_scale;
+    }
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+    const int key_exponent = find_key_exponent(max_of_warps(shared->scale_max, CONSUMER_WARPS));
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        if (query_head(me, j) < Shape::HEADS) {
+            store_rope(shared, query_head(me, j), me.lane % PIECES, part.words[j][QUERY_TILES - 1],
+                       (uint32_t)(127 - exponent - key_exponent) * 0x00800080u);
+        }
+    }
+    const float score_scale =
+        launch.base.wgmma_scale_log2 * power_of_two(exponent) * power_of_two(key_exponent);
+    lose_row(shared, !(fabsf(score_scale) <= 0x1p100f) ||
+                         (fabsf(score_scale) < 0x1p-100f && launch.base.scale_log2 != 0.0f) ||
+                         key_exponent > MAX_UNIT_EXPONENT || key_exponent == -MAX_KEY_EXPONENT);
+    if (ptx_forget((int)threadIdx.x) == 0) {
+        shared->score_scale = score_scale;
+        shared->key_unit = power_of_two(key_exponent);
+        shared->inv_key_unit = power_of_two(-key_exponent);
+    }
+    ptx_fence_async_shared();
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+}
+
+#endif /* SMLA_CUDA_HOPPER_QUERY_CUH */

@@ -1,0 +1,316 @@
+/* hopper_scores.cuh: the first product of attention_sm90.cu, and what becomes of it: scores of a
+ * block of keys, then weights in shared memory and their sums.
+ */
+#ifndef SMLA_CUDA_HOPPER_SCORES_CUH
+#define SMLA_CUDA_HOPPER_SCORES_CUH
+
+#include "cuda/attention/sm90_fp8/hopper.cuh"
+
+/* ---- Consumers: scores --------------------------------------------------------------------- */
+
+/* The scales of the warp's keys, of which none may be too large: f16 of scale / E, to the table
+ * that values are multiplied from, and here (low half row, high half row + 8) of scale tile
+ * `column`. */
+template <typename Shape>
+static __device__ __forceinline__ uint32_t
+take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule)
+{
+    const uint32_t from = granule + me.row * FP8_ROW_BYTES + SCALE_OFFSET + 4 * me.column;
+    const float inv_unit = *(const volatile float *)&shared->inv_key_unit;
+    const float a = smla_bits_float(ptx_load_shared_4(from));
+    const float b = smla_bits_float(ptx_load_shared_4(from + 8 * FP8_ROW_BYTES));
+    const uint32_t pair = ptx_cvt_f16x2(a * inv_unit, b * inv_unit);
+    lose_row(shared, ptx_exceeds_f16x2(pair, LARGEST_SCALES));
+    const uint32_t to = granule + (uint32_t)offsetof(ring_granule, scales) +
+                        me.column * (GRANULE_KEYS * 2) + (4 * (me.row >> 1) + (me.row & 1)) * 2;
+    asm volatile("{\n\t"
+                 ".reg .b16 low, high;\n\t"
+                 "mov.b32 {low, high}, %1;\n\t"
+                 "st.shared.b16 [%0], low;\n\t"
+                 "st.shared.b16 [%0 + 4], high;\n\t"
+                 "}"
+                 :
+                 : "r"(to), "r"(pair)
+                 : "memory");
+    return pair;
+}
+
+/* Multiplies two steps of 16 dimensions: A in a, B from `tile` of the query at `step`. */
+template <typename Shape, bool IS_ROPE>
+static __device__ __forceinline__ void
+multiply_scores(uint64_t query, int tile, int step, uint32_t a[16],
+                float (&scores)[Shape::HEADS / 2])
+{
+    wgmma_fence();
+#pragma unroll
+    for (int j = step; j < step + 2; j++) {
+        const uint64_t b = query + ((tile * Shape::HEADS * 128 + j * 32) >> 4);
+        if constexpr (IS_ROPE) {
+            wgmma_bf16(scores, a + 4 * j, b, true);
+        } else {
+            wgmma_f16<false>(scores, a + 4 * j, b, (tile | j) != 0);
+        }
+    }
+    wgmma_commit();
+}
+
+/* Bytes of rows row and row + 8 for a 64-dimension tile. */
+static __device__ __forceinline__ void
+load_nope_words(uint32_t nope, int tile, uint32_t words[8])
+{
+    const uint32_t from = nope + 128 * (tile / 2) + 16 * (tile % 2);
+    ptx_load_shared_16(from, words);
+    ptx_load_shared_16(from + 8 * FP8_ROW_BYTES, words + 4);
+}
+
+/* Starts scores = q . k / units for the group's block: 64 keys, a granule per warp. The last groups
+ * of products are under way afterwards. */
+template <typename Shape>
+static __device__ __forceinline__ void
+score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
+            consumer<Shape> *state)
+{
+    const uint32_t granule = wait_for_rows(at, me, *state);
+    const lane_place here = find_place_again();
+    const uint32_t nope = granule + here.row * FP8_ROW_BYTES + 32 * here.column;
+    const uint32_t rope = nope + ROPE_OFFSET;
+    uint32_t words[3][8];
+    const uint64_t query =
+        wgmma_descriptor(ptx_shared_address(shared->query), 1024, WGMMA_SWIZZLE_128);
+    load_nope_words(nope, 0, words[0]);
+    load_nope_words(nope, 1, words[1]);
+    state->key_bits = load_key_bits(granule);
+    const uint32_t scales = take_scales(shared, me, granule);
+    uint32_t scale[2];
+#pragma unroll
+    for (int tile = 0; tile < QUERY_TILES - 1; tile++) {
+        uint32_t a[16];
+        uint32_t *const now = words[tile % 3];
+        if (tile < QUERY_TILES - 3) {
+            load_nope_words(nope, tile + 2, words[(tile + 2) % 3]);
+        } else { /* RoPE of rows row and row + 8 */
+            const uint32_t from = rope + (tile - (QUERY_TILES - 3)) * 8 * FP8_ROW_BYTES;
+            ptx_load_shared_16(from, words[(tile + 2) % 3]);
+            ptx_load_shared_16(from + 16, words[(tile + 2) % 3] + 4);
+        }
+        if (tile % 2 == 0) {
+            const uint32_t pair = __shfl_sync(0xFFFFFFFFu, scales, (me.lane & 28) | tile / 2);
+            scale[0] = __byte_perm(pair, pair, 0x1010);
+            scale[1] = __byte_perm(pair, pair, 0x3232);
+        }
+#pragma unroll
+        for (int step = 0; step < 4; step += 2) {
+            if (tile + step == 0) {
+                wgmma_wait<0>(); /* the last values: with wait<1> ptxas takes `out` for under way */
+            } else {
+                wgmma_wait<1>();
+            }
+#pragma unroll
+            for (int j = step; j < step + 2; j++) {
+                ptx_pin(&now[j]);
+                ptx_pin(&now[4 + j]);
+            }
+#pragma unroll
+            for (int j = step; j < step + 2; j++) {
+                convert_key_step(now[j], now[4 + j], scale, &a[4 * j]);
+            }
+            multiply_scores<Shape, false>(query, tile, step, a, state->scores);
+        }
+    }
+    wgmma_wait<1>();
+    const uint32_t *const low = words[(QUERY_TILES - 1) % 3];
+    const uint32_t *const high = words[QUERY_TILES % 3];
+    uint32_t a[16];
+#pragma unroll
+    for (int step = 0; step < 4; step += 2) {
+        wgmma_wait<1>();
+#pragma unroll
+        for (int j = step; j < step + 2; j++) {
+            a[4 * j] = low[2 * j];
+            a[4 * j + 1] = high[2 * j];
+            a[4 * j + 2] = low[2 * j + 1];
+            a[4 * j + 3] = high[2 * j + 1];
+        }
+        multiply_scores<Shape, true>(query, QUERY_TILES - 1, step, a, state->scores);
+    }
+}
+
+/* ---- Consumers: weights -------------------------------------------------------------------- */
+
+/* Where a lane keeps what it knows of a head of a pair of chunks. Of 16 heads, lanes l and l ^ 4
+ * keep half each (add_up_head). */
+static __device__ __forceinline__ int
+slot_of_sum(const lane_place &me, int pair)
+{
+    return 32 * pair + (me.lane & 4 ? 16 : 0) + head_of_sum(me);
+}
+
+/* Of a pair of chunks, which share a slot: half of the lanes have a head of one, half of the other.
+ * `even` and `odd` are reduce_half's results; of 16 heads there is one chunk, `odd`. */
+template <bool IS_MAX, typename Shape>
+static __device__ __forceinline__ float
+fold_pair(float even, float odd, const lane_place &me)
+{
+    if constexpr (Shape::CHUNKS == 1) {
+        return odd;
+    }
+    const bool is_odd = me.lane & 4;
+    const float give = __shfl_xor_sync(0xFFFFFFFFu, is_odd ? even : odd, 4);
+    return merge_pair<IS_MAX>(is_odd ? odd : even, give);
+}
+
+/* Whether a chunk is the last of its pair. */
+template <typename Shape>
+static constexpr __device__ __forceinline__ bool
+ends_pair(int chunk)
+{
+    return Shape::CHUNKS == 1 || chunk % 2 == 1;
+}
+
+/* The exponent that a maximum which has a reference found lies below it, first or later. What is
+ * left free above is for keys that come, and where these are few, light keys keep more bits. */
+template <typename Shape>
+static __device__ __forceinline__ float
+find_row_headroom(const hopper_launch &launch, const consumer<Shape> &state)
+{
+    const float of_row = state.phase < 2 * ONE_STEP                   ? ONE_STEP_HEADROOM
+                         : state.phase < (SHORT_STEPS + 1) * ONE_STEP ? SHORT_HEADROOM
+                                                                      : 0.0f;
+    return fminf(launch.headroom, of_row);
+}
+
+/* reference[head] from the scores of the first 128 keys. */
+template <typename Shape>
+static __device__ __forceinline__ void
+find_references(const hopper_launch &launch, const lane_place &me, hopper_memory<Shape> *shared,
+                consumer<Shape> *state)
+{
+    const key_masks is_key = find_key_masks(me, state->key_bits);
+    const int thread = GROUP_THREADS * me.group + SMLA_WARP_LANES * me.warp + me.lane;
+    float *const tops = shared->sums[4 * me.group + me.warp];
+    leave_tops(state->scores, shared->score_scale, is_key, me,
+               [=](int head, float top) { tops[head] = top; });
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+    if (thread < Shape::HEADS) {
+        float top = shared->sums[0][thread];
+#pragma unroll
+        for (int warp = 1; warp < CONSUMER_WARPS; warp++) {
+            top = fmaxf(top, shared->sums[warp][thread]);
+        }
+        /* without a key, or with logits of -inf alone, which the portable code knows better */
+        const float found =
+            top == -INFINITY ? 0.0f : ceilf(top) + find_row_headroom(launch, *state);
+        const float otherwise = shared->reference[thread]; /* NaN: of store_query */
+        lose_row(shared, !isnan(otherwise) &&
+                             (top == -INFINITY ? state->phase >= 2 * ONE_STEP
+                                               : fabsf(top) >= MAX_SCORE && top < INFINITY));
+        shared->reference[thread] = top < INFINITY ? found + otherwise : NAN;
+    }
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+}
+
+/* Scores -> exponents of weights. Where there is no key, the row is zeros and its score stays 0:
+ * the weight will be 1, times values of 0, and weigh_chunk takes it from the sums. */
+template <typename Shape>
+static __device__ __forceinline__ void
+find_exponents(hopper_memory<Shape> *shared, const lane_place &me, consumer<Shape> *state)
+{
+    const key_masks is_key = find_key_masks(me, state->key_bits);
+    const float scale = *(const volatile float *)&shared->score_scale;
+#pragma unroll
+    for (int j = 0; j < Shape::HEADS / 8; j++) {
+        const float2 reference = *(const float2 *)&shared->reference[8 * j + 2 * me.column];
+        float *const x = &state->scores[4 * j];
+        ptx_fma_if(&x[0], scale, -reference.x, is_key.first);
+        ptx_fma_if(&x[1], scale, -reference.y, is_key.first);
+        ptx_fma_if(&x[2], scale, -reference.x, is_key.second);
+        ptx_fma_if(&x[3], scale, -reference.y, is_key.second);
+    }
+}
+
+/* Exponents of a chunk -> weights, and their sums over the lane's keys, for reduce_half. */
+static __device__ __forceinline__ void
+exp_chunk(const float x[8], float e[8], float sums[4])
+{
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        e[i] = ptx_exp2(x[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int from = 4 * (i / 2) + i % 2;
+        sums[i] = e[from] + e[from + 2];
+    }
+}
+
+/* Weights of a chunk to the group's slot of probs. */
+template <typename Shape>
+static __device__ __forceinline__ void
+store_weights(uint32_t probs, const lane_place &me, int chunk, const float e[8])
+{
+    const int key = 16 * me.warp + (me.lane & 15);
+    const int piece = 2 * chunk + (me.lane >> 4);
+    const int flip = Shape::HEADS == 64   ? key & 7
+                     : Shape::HEADS == 32 ? key >> 1 & 3
+                                          : key >> 2 & 1;
+    ptx_stmatrix_x4(probs + key * Shape::PROB_BYTES + (piece ^ flip) * 16,
+                    ptx_cvt_f16x2(e[0], e[1]), ptx_cvt_f16x2(e[2], e[3]), ptx_cvt_f16x2(e[4], e[5]),
+                    ptx_cvt_f16x2(e[6], e[7]));
+}
+
+/* Weights of 16 heads: to the group's slot of probs, and into the sums. Where those of a warp's
+ * keys together might be too large for f16, the group has grown: its references will be raised
+ * before anybody multiplies these weights, and the sum is left for that (raise_references). NaN
+ * is not too large. */
+template <typename Shape>
+static __device__ __forceinline__ void
+weigh_chunk(const hopper_launch &launch, const hopper_addresses &at, const lane_place &me,
+            int chunk, hopper_memory<Shape> *shared, consumer<Shape> *state)
+{
+    const float *const x = &state->scores[8 * chunk];
+    const int warp = 4 * me.group + me.warp;
+    float e[8], sums[4];
+    exp_chunk(x, e, sums);
+    store_weights<Shape>(at.probs, me, chunk, e);
+    const float half = reduce_half<false>(sums, me.lane);
+    if (ends_pair<Shape>(chunk)) {
+        float *const slot = &shared->sums[warp][slot_of_sum(me, chunk / 2)];
+        const float older = *slot;
+        const float added = fold_pair<false, Shape>(state->even_sum, half, me) -
+                            count_absent<Shape>(me, state->key_bits);
+        state->has_grown[chunk / 2] = added >= launch.max_weight;
+        if (!state->has_grown[chunk / 2]) {
+            *slot = older + added;
+        }
+    } else {
+        state->even_sum = half;
+    }
+    if constexpr (Shape::MAXIMA) {
+        const key_masks is_key = find_key_masks(me, state->key_bits);
+        const float tops[4] = {max_of_keys(is_key, x[0], x[2]), max_of_keys(is_key, x[1], x[3]),
+                               max_of_keys(is_key, x[4], x[6]), max_of_keys(is_key, x[5], x[7])};
+        const float top = reduce_half<true>(tops, me.lane);
+        if (ends_pair<Shape>(chunk)) {
+            float *const slot = &shared->tops[warp][slot_of_sum(me, chunk / 2)];
+            *slot = fmaxf(*slot, fold_pair<true, Shape>(state->even_top, top, me));
+        } else {
+            state->even_top = top;
+        }
+    }
+}
+
+template <typename Shape>
+static __device__ __forceinline__ void
+clear_sums(const lane_place &me, hopper_memory<Shape> *shared)
+{
+    const int warp = 4 * me.group + me.warp;
+#pragma unroll
+    for (int pair = 0; pair < (Shape::CHUNKS + 1) / 2; pair++) {
+        shared->sums[warp][slot_of_sum(me, pair)] = 0.0f;
+        if constexpr (Shape::MAXIMA) {
+            shared->tops[warp][slot_of_sum(me, pair)] = -INFINITY;
+        }
+    }
+}
+
+#endif /* SMLA_CUDA_HOPPER_SCORES_CUH */

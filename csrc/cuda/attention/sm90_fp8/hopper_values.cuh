@@ -1,0 +1,438 @@
+/* hopper_values.cuh: the second product of attention_sm90.cu, values times weights, and what a work
+ * leaves behind: results, partial rows, or a mark that it has to be done again.
+ */
+#ifndef SMLA_CUDA_HOPPER_VALUES_CUH
+#define SMLA_CUDA_HOPPER_VALUES_CUH
+
+#include "cuda/attention/sm90_fp8/hopper_growth.cuh"
+#include "cuda/attention/sm90_fp8/hopper_query.cuh"
+
+/* ---- Consumers: values --------------------------------------------------------------------- */
+
+/* Where a lane finds its part of a granule at the head of the ring. */
+typedef struct value_place {
+    uint32_t values;
+    uint32_t scales;
+} value_place;
+
+static __device__ __forceinline__ value_place
+find_values(const hopper_addresses &at, const lane_place &me)
+{
+    const int tile = 2 * me.group + (me.warp >> 1);
+    value_place place;
+    place.values =
+        at.ring + 2 * me.column * FP8_ROW_BYTES + 256 * me.group + 64 * me.warp + 8 * me.row;
+    place.scales = at.ring + (uint32_t)offsetof(ring_granule, scales) + tile * (GRANULE_KEYS * 2) +
+                   me.column * 8;
+    return place;
+}
+
+/* The same number, known to be the warp's and not a lane's: what follows from it stays in uniform
+ * registers. */
+static __device__ __forceinline__ int
+make_uniform(int place)
+{
+    return (int)__reduce_max_sync(0xFFFFFFFFu, (uint32_t)place);
+}
+
+/* The lane's values of a granule: 8 dimensions of keys 2 column, 2 column + 1 and 8 further. */
+template <typename Shape>
+static __device__ __forceinline__ void
+load_values(const value_place &place, int granule, int buffer, consumer<Shape> *state)
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        ptx_load_shared_8(place.values + granule + (i % 2 + 8 * (i / 2)) * FP8_ROW_BYTES,
+                          &state->raw[buffer][2 * i]);
+    }
+    ptx_load_shared_8(place.scales + granule, state->scale[buffer]);
+}
+
+static __device__ __forceinline__ void
+release_granule(uint32_t empty, int granule, bool is_on)
+{
+    ptx_mbarrier_arrive(empty + granule, is_on);
+}
+
+/* raw -> A of the four products of a granule: rows of product b are dimensions 2b and 2b + 1 of
+ * every eight. */
+template <typename Shape>
+static __device__ __forceinline__ void
+convert_values(int buffer, consumer<Shape> *state)
+{
+    const uint32_t *const raw = state->raw[buffer];
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+        uint32_t *const a = &state->a[buffer][4 * b];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t bytes =
+                __byte_perm(raw[4 * i + b / 2], raw[4 * i + 2 + b / 2], b % 2 ? 0x7362 : 0x5140);
+            scale_e4m3x4(bytes, state->scale[buffer][i], &a[2 * i], &a[2 * i + 1]);
+        }
+    }
+}
+
+/* Weights in shared memory: of the group's own block, and of the other's. Kept over the steps. */
+typedef struct weight_tiles {
+    uint64_t own;
+    uint64_t other;
+} weight_tiles;
+
+/* The weights that a group left. */
+template <typename Shape>
+static __device__ __forceinline__ uint64_t
+find_weights(hopper_memory<Shape> *shared, int group)
+{
+    return wgmma_descriptor(ptx_shared_address(shared->probs[group]), 8 * Shape::PROB_BYTES,
+                            Shape::PROBS_SWIZZLE);
+}
+
+/* out += values of a granule * its weights. */
+template <typename Shape>
+static __device__ __forceinline__ void
+add_values(uint64_t weights, int granule, int buffer, consumer<Shape> *state)
+{
+    const uint64_t b = weights + granule * (GRANULE_KEYS * Shape::PROB_BYTES >> 4);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        wgmma_f16<true>(state->out[i], &state->a[buffer][4 * i], b, true);
+    }
+    wgmma_commit();
+}
+
+/* Waits for the weights of the other group's older block, and has its first values ready. The last
+ * scores of a row leave the query's place to the next one. Where the other group has raised the
+ * references, this one follows. Returns where that block begins. */
+template <typename Shape>
+static __device__ __forceinline__ int
+meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
+                 bool has_other, consumer<Shape> *state)
+{
+    const value_place place = find_values(at, me);
+    const int other = make_uniform(find_other<Shape>(*state, has_other));
+    ptx_mbarrier_wait(at.weighed + 8 * (me.group ^ 1), (state->phase >> 1 ^ me.group ^ 1) & 1);
+    const uint8_t has_grown = load_has_grown(shared, me.group ^ 1); /* on its way with the values */
+    load_values(place, find_granule<Shape>(other, 0), 0, state);
+    load_values(place, find_granule<Shape>(other, 1), 1, state);
+    if (is_any(has_grown)) {
+        wgmma_wait<0>(); /* the scores, too: ptxas wants nothing under way */
+        follow_references(find_place_again(), shared, state);
+    }
+    convert_values(0, state);
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        ptx_pin(&state->a[0][i]);
+    }
+    wgmma_wait<0>(); /* the scores */
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), state->phase < 2 * ONE_STEP);
+    return other;
+}
+
+/* Makes the group's weights visible to wgmma of both, unless some are too large: whether they
+ * are. */
+template <typename Shape>
+static __device__ __forceinline__ bool
+publish_weights(const hopper_addresses &at, const lane_place &me, const consumer<Shape> &state)
+{
+    bool has_grown = false;
+#pragma unroll
+    for (int pair = 0; pair < (Shape::CHUNKS + 1) / 2; pair++) {
+        has_grown |= state.has_grown[pair];
+    }
+    ptx_fence_async_shared();
+    has_grown = ptx_barrier_or(BARRIER_GROUP + me.group, GROUP_THREADS, has_grown);
+    ptx_mbarrier_arrive(at.weighed + 8 * me.group, !has_grown);
+    return has_grown;
+}
+
+/* In which batch of values a chunk of 16 heads gets its weights: the best of the orders that were
+ * measured (README.md). */
+static constexpr __device__ __forceinline__ int
+batch_of_chunk(int chunk)
+{
+    return chunk < 2 ? 0 : 2;
+}
+
+/* The other group's older block, at `other`, and the own one, eight granules; meanwhile own scores
+ * become weights. `has_other` is false in group 0's first block, where probs[1] is zero. */
+template <typename Shape>
+static __device__ __forceinline__ void
+add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopper_addresses &at,
+           const lane_place &me, const weight_tiles &weights, int other, bool has_other,
+           consumer<Shape> *state)
+{
+    const value_place place = find_values(at, me);
+    const int own = make_uniform(state->own);
+    /* a lane's number, or each barrier's address would be worked out beside its granule's */
+    const uint32_t empty = (uint32_t)ptx_forget((int)at.empty);
+    bool has_grown = false;
+#pragma unroll
+    for (int batch = 0; batch < STEP_GRANULES; batch++) {
+        const int first = batch < BLOCK_GRANULES ? other : own;
+        if (batch > 0 && batch < STEP_GRANULES - 1 && batch != BLOCK_GRANULES - 1) {
+            load_values(place, find_granule<Shape>(first, (batch + 1) % BLOCK_GRANULES),
+                        (batch + 1) & 1, state);
+        }
+        if (batch > 0) {
+            wgmma_wait<0>();
+            if (batch == BLOCK_GRANULES && has_grown) {
+                raise_references(launch, find_addresses(shared, find_place_again().group),
+                                 find_place_again(), shared, state);
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                ptx_pin(&state->raw[batch & 1][i]);
+            }
+            convert_values(batch & 1, state);
+        }
+        if (batch == BLOCK_GRANULES) {
+            ptx_mbarrier_arrive(at.added + 8 * (me.group ^ 1), true);
+        }
+        release_granule(empty, find_granule<Shape>(first, batch % BLOCK_GRANULES),
+                        batch >= BLOCK_GRANULES || has_other);
+        add_values(batch < BLOCK_GRANULES ? weights.other : weights.own, batch % BLOCK_GRANULES,
+                   batch & 1, state);
+        if (batch == 0) {
+            find_exponents(shared, me, state);
+            /* the group's block before this one; before group 1's first one there are zeros */
+            ptx_mbarrier_wait(at.added + 8 * me.group, (state->phase >> 1 ^ me.group ^ 1) & 1);
+        }
+#pragma unroll
+        for (int chunk = 0; chunk < Shape::CHUNKS; chunk++) {
+            if (batch == batch_of_chunk(chunk)) {
+                weigh_chunk(launch, at, me, chunk, shared, state);
+            }
+        }
+        if (batch == 3) {
+            has_grown = publish_weights(at, me, *state);
+            /* the first of the own granules: from here on all of them are known to have come */
+            load_values(place, find_granule<Shape>(own, 0), 0, state);
+        }
+    }
+    const bool wraps = state->own >= (Shape::GRANULES - STEP_GRANULES) * GRANULE_BYTES;
+    state->phase ^= wraps ? RING_PARITY : 0;
+    state->own += (STEP_GRANULES - (wraps ? Shape::GRANULES : 0)) * GRANULE_BYTES;
+}
+
+/* The sum of a head's weights, and its maximum where that is wanted. */
+template <typename Shape>
+static __device__ __forceinline__ void
+add_up_head(const hopper_memory<Shape> *shared, int head, float *sum, float *top)
+{
+    *sum = 0.0f;
+    *top = -INFINITY;
+#pragma unroll
+    for (int warp = 0; warp < CONSUMER_WARPS; warp++) {
+#pragma unroll
+        for (int slot = 0; slot < Shape::SLOTS; slot += Shape::HEADS) {
+            *sum += shared->sums[warp][head + slot];
+            if constexpr (Shape::MAXIMA) {
+                *top = fmaxf(*top, shared->tops[warp][head + slot]);
+            }
+        }
+    }
+}
+
+/* The heads' sinks to where their factors will be, for find_factors cannot wait for memory. */
+template <typename Shape>
+static __device__ __forceinline__ void
+leave_sinks(const smla_attention_params &params, const lane_place &me, hopper_memory<Shape> *shared)
+{
+    const int head = SMLA_WARP_LANES * me.warp + me.lane;
+    if (params.attn_sink != NULL && head < shared->place.num_heads) {
+        const float sink =
+            params.attn_sink[(shared->place.first_head + head) * params.attn_sink_stride];
+        shared->factor[0][head] = sink;
+        shared->factor[1][head] = sink;
+    }
+}
+
+/* What out of each head is multiplied with, by each group for itself, in place of its sink; for a
+ * partial row what makes it means of values. No more than that: lse can wait (leave_heads), out can
+ * not. */
+template <typename Shape>
+static __device__ __forceinline__ void
+find_factors(const hopper_launch &launch, int group, hopper_memory<Shape> *shared)
+{
+    const smla_attention_params &params = launch.base.params;
+    const int head = ptx_forget((int)threadIdx.x) % GROUP_THREADS;
+    if (head < shared->place.num_heads) {
+        float sum, top;
+        add_up_head(shared, head, &sum, &top);
+        float factor = 0.0f;
+        if (sum != 0.0f && shared->place.first_row != NOT_PARTIAL) {
+            factor = __frcp_rn(sum);
+        } else if (sum != 0.0f) {
+            if (params.attn_sink != NULL) {
+                const float log2_e = 0x1.715476p+0f;
+                sum +=
+                    ptx_exp2(fmaf(shared->factor[group][head], log2_e, -shared->reference[head]));
+            }
+            factor = __frcp_rn(sum) * shared->key_unit;
+        }
+        shared->factor[group][head] = factor;
+    }
+    ptx_barrier(BARRIER_GROUP + group, GROUP_THREADS);
+}
+
+/* lse and max_logits of the heads, or the states of their partial rows: by group 0, whose results
+ * are the first to be written. */
+template <typename Shape>
+static __device__ __forceinline__ void
+leave_heads(const hopper_launch &launch, const cta_work &work, const hopper_memory<Shape> *shared)
+{
+    const int head = ptx_forget((int)threadIdx.x);
+    if (head < work.num_heads) {
+        const float reference = shared->reference[head];
+        float sum, top;
+        add_up_head(shared, head, &sum, &top);
+        top = Shape::MAXIMA ? top + reference : reference;
+        if (work.first_row == NOT_PARTIAL) {
+            leave_head(launch.base, work, head, reference, top, sum, true);
+        } else {
+            leave_halves(launch.base, work, head, reference, top, sum, shared->key_unit);
+        }
+    }
+}
+
+/* Group 0 has still to add the values of group 1's last block; meanwhile, its factors. */
+template <typename Shape>
+static __device__ __forceinline__ void
+add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
+               const hopper_addresses &at, const lane_place &me, consumer<Shape> *state)
+{
+    const uint64_t weights = find_weights(shared, 1);
+    const value_place place = find_values(at, me);
+    const int other = make_uniform(find_other<Shape>(*state, true));
+    ptx_mbarrier_wait(at.weighed + 8, state->phase >> 1 & 1);
+    if (is_any(load_has_grown(shared, 1))) {
+        follow_references(me, shared, state);
+    }
+    load_values(place, find_granule<Shape>(other, 0), 0, state);
+#pragma unroll
+    for (int batch = 0; batch < BLOCK_GRANULES; batch++) {
+        if (batch + 1 < BLOCK_GRANULES) {
+            load_values(place, find_granule<Shape>(other, batch + 1), (batch + 1) & 1, state);
+        }
+        wgmma_wait<0>();
+        convert_values(batch & 1, state);
+        release_granule(at.empty, find_granule<Shape>(other, batch), true);
+        add_values(weights, batch, batch & 1, state);
+    }
+    find_factors(launch, 0, shared);
+    wgmma_wait<0>();
+}
+
+/* ---- Consumers: results -------------------------------------------------------------------- */
+
+/* Where a row of `out` begins. */
+static __device__ __forceinline__ uint16_t *
+find_out(const smla_attention_params &params, const cta_work &work, int head)
+{
+    return params.out + work.token * params.out_stride_token +
+           (work.first_head + head) * params.out_stride_head;
+}
+
+/* A thread's eight values of a head, as bf16, or for a partial row as f16. */
+template <typename Shape, bool IS_PARTIAL>
+static __device__ __forceinline__ void
+round_values(const consumer<Shape> &state, int j, int i, float factor, uint32_t words[4])
+{
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+        const float low = state.out[b][4 * j + i] * factor;
+        const float high = state.out[b][4 * j + 2 + i] * factor;
+        words[b] = IS_PARTIAL ? ptx_cvt_f16x2(low, high) : smla_cvt_bf16x2(low, high);
+    }
+}
+
+/* Rows of results, of f16 for partial rows, else of bf16: the first head's begins at `to`. A thread
+ * has heads 2 column and 2 column + 1 of every eight. */
+template <bool IS_PARTIAL, typename Shape>
+static __device__ __forceinline__ void
+write_out(uint16_t *to, int64_t stride_head, int num_heads, const lane_place &me,
+          hopper_memory<Shape> *shared, const consumer<Shape> &state)
+{
+    const int first_head = 2 * me.column;
+    to += first_head * stride_head + 256 * me.group + 64 * me.warp + 8 * me.row;
+    float factors[Shape::HEADS / 8][2];
+#pragma unroll
+    for (int j = 0; j < Shape::HEADS / 8; j++) {
+        uint32_t words[2];
+        ptx_load_shared_8(ptx_shared_address(&shared->factor[me.group][first_head + 8 * j]), words);
+        factors[j][0] = smla_bits_float(words[0]);
+        factors[j][1] = smla_bits_float(words[1]);
+    }
+#pragma unroll
+    for (int j = 0; j < Shape::HEADS / 8; j++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float factor = factors[j][i];
+            uint32_t words[4];
+            round_values<Shape, IS_PARTIAL>(state, j, i, factor, words);
+            smla_store_vector_4_if(to + i * stride_head, words,
+                                   (first_head + 8 * j + i < num_heads) &
+                                       (!IS_PARTIAL || factor != 0.0f));
+        }
+        to += 8 * stride_head;
+    }
+}
+
+/* What write_out left in shared memory, where rows of out are not aligned. */
+template <typename Shape>
+static __device__ __forceinline__ void
+copy_out(const hopper_launch &launch, const cta_work &work, const hopper_memory<Shape> *shared)
+{
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+#pragma unroll 1
+    for (int i = ptx_forget((int)threadIdx.x); i < work.num_heads * SMLA_KV_LORA_RANK;
+         i += CONSUMER_THREADS) {
+        find_out(launch.base.params, work, i / SMLA_KV_LORA_RANK)[i % SMLA_KV_LORA_RANK] =
+            ((const uint16_t *)shared->query)[i];
+    }
+}
+
+/* Whether some thread lost the row. All of them know before they leave their last weights. */
+template <typename Shape>
+static __device__ __forceinline__ bool
+is_row_lost(const hopper_memory<Shape> *shared)
+{
+    uint32_t flags[2];
+    static_assert(CONSUMER_WARPS == sizeof flags, "a byte for each warp");
+    ptx_load_shared_8(ptx_shared_address(shared->is_lost), flags);
+    return (flags[0] | flags[1]) != 0;
+}
+
+/* The results of a row, or its mark if a thread lost it: then it has no results here. */
+template <typename Shape>
+static __device__ __forceinline__ void
+finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
+{
+    const cta_work work = shared->place;
+    if (leave_only_key(launch.base, work, shared->work & 1, shared)) {
+        return;
+    }
+    if (is_row_lost(shared)) { /* of a work without heads, too, which is not done again */
+        mark_work(shared->work, ptx_forget((int)threadIdx.x), shared->redo);
+        return;
+    }
+    const smla_attention_params &params = launch.base.params;
+    if (work.first_row != NOT_PARTIAL) {
+        write_out<true>(find_halves(launch.base, work, 0), 2 * SMLA_KV_LORA_RANK, work.num_heads,
+                        find_place_again(), shared, state);
+    } else {
+        const bool is_aligned = launch.out_is_aligned;
+        write_out<false>(is_aligned ? find_out(params, work, 0) : (uint16_t *)shared->query,
+                         is_aligned ? params.out_stride_head : SMLA_KV_LORA_RANK, work.num_heads,
+                         find_place_again(), shared, state);
+        if (!is_aligned) {
+            copy_out(launch, work, shared);
+            ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* the next query comes there */
+        }
+    }
+    leave_heads(launch, work, shared);
+}
+
+#endif /* SMLA_CUDA_HOPPER_VALUES_CUH */

@@ -1,0 +1,280 @@
+/* attention_small_sm90.cu: sparse MLA attention over FP8 rows for Hopper, for small batches: all
+ * keys of a split are in shared memory at once.
+ *
+ * Computes     as attention_sm90.cu, transposed: S^T = K Q^T, P = 2^(scale S - ref),
+ *              O^T = V^T P^T, with keys as A in registers and heads as N
+ * Shapes       as attention_sm90.cu; a split has SMLA_SM90_SMALL_KEYS columns of both lists at most
+ * Shared mem   query   [9][HEADS][128 B]   f16 (RoPE: bf16) times a power of two; 64 dimensions a
+ *                      tile, permuted (store_words), 128-byte swizzle
+ *              probs   [256][HEADS] f16    swizzled (wgmma.cuh)
+ *              rows    [16][16][656 B]     granules of rows as they are in the cache
+ *              scales  [16][4][16] f16, maxima of scores and query, sums by granule, masks
+ *              32 heads: 228,288 bytes of the 232,448 that an SM has
+ * Roles        One CTA for a token, split and head tile; 16 warps, four warpgroups, 96 registers:
+ *              the combine kernel's CTAs come beside. A CTA without work keeps an SM for them.
+ *              Half of the warps ask for rows, 32 each, half for the query, which they store
+ *              meanwhile. Then every warp scores the 16 rows of its granule as they come, those of
+ *              the first warpgroup first, and a warpgroup adds 128 of the 512 values. No pipeline:
+ *              other CTAs of the device are ahead or behind. CTAs of neighbouring head tiles, which
+ *              need the same rows, are a cluster of two: each asks for half of them, for both.
+ *              mbarriers          arrivals | waited for by
+ *              arrived[granule]   16 lanes that ask for its rows | the warp that scores it
+ *              maxima             256 threads of the query | the same
+ *              stored             256 threads of the query | all
+ *              barriers           threads; what they see after it
+ *              cluster            all; mbarriers of both CTAs
+ *              3 __syncthreads    512; all rows, maxima of the scores, exponents of the scales
+ *              4 and vote         512; weights, their sums, scales; whether a thread lost the row
+ *              A lost row is done again by half of the threads and the code of attention_sm80.cu.
+ * Roofline     Latencies in a row: index, row, scores, values. wgmma with A in registers takes 32
+ *              cycles for 64 x 16 of A, however few the heads, so 18 cycles per key for scores and
+ *              16 for values; 16 to bring a row to an SM. Measured on an H200, 128 CTAs of 32 heads
+ *              and 256 keys, in us: until the query is stored 2.0, until weights are there 4.3
+ *              more, values 2.8, partial rows 0.5 (README.md).
+ * Numerics     as attention_sm90.cu, but the reference is the maximum of all keys of the split, so
+ *              no score is too large; the largest weight is 2^WEIGHT_EXPONENT. Scores are relative
+ *              to the largest scale of the warp's keys, values to that of all keys of the split.
+ *              Products of much smaller scales lose bits, and may be off by 2^-25 of the unit;
+ *              scales above 2^9, where that might be felt, mark the row. A NaN among scales or
+ *              bytes makes its score NaN, and so all results. Partial rows are rounded to f16:
+ *              means of values, relative to the largest scale, so by 2^-11, or where they are small
+ *              by 2^-25 of the unit. A split with one key is marked, too: the portable code gives
+ *              its value as it is.
+ *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
+ * Source       as attention_sm90.cu; split-KV decoding (Flash-Decoding)
+ */
+#include "cuda/attention/sm90_small/small_products.cuh"
+
+enum {
+    BOUND_THREADS = 640, /* as if for so many: the other registers are for the combine kernel */
+    THREAD_REGISTERS = 96,
+    REDO_REGISTERS = 168, /* of a thread that does rows again */
+    REST_REGISTERS = 24,  /* of the others */
+    KEEP_NS = 2000,       /* the combine kernel comes 1.0 to 1.7 us after the wait for the grids */
+    NAP_NS = 500,
+};
+
+static_assert(SMALL_THREADS * THREAD_REGISTERS + SMLA_ROOM_REGISTERS == SMLA_SM_REGISTERS,
+              "the rest is the combine kernel's");
+static_assert(CTA_THREADS * REDO_REGISTERS + (SMALL_THREADS - CTA_THREADS) * REST_REGISTERS ==
+                  SMALL_THREADS * THREAD_REGISTERS,
+              "setmaxnreg shares out what the launch gave");
+
+/* ---- Results ------------------------------------------------------------------------------- */
+
+/* Of head `lane`, a multiple of 2^reference. */
+template <typename Shape>
+static __device__ __forceinline__ float
+find_sum(const small_memory<Shape> *shared, int lane)
+{
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < SMALL_GRANULES; i++) {
+        sum += shared->sums[i][lane % Shape::HEADS];
+    }
+    return sum;
+}
+
+/* Means of values, as f16 in units of the values' power of two: none is above the largest value.
+ * `inverse` is 1 / sum of head `lane`. */
+template <typename Shape>
+static __device__ __forceinline__ void
+write_small_row(const attention_launch &launch, const cta_work &work, const lane_place &me,
+                float inverse, const float (&out)[2][Shape::HEADS / 2])
+{
+    uint16_t *const to =
+        find_halves(launch, work, 2 * me.column) + 128 * me.group + 32 * me.warp + 4 * me.row;
+#pragma unroll
+    for (int j = 0; j < Shape::HEADS / 8; j++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int at = 4 * j + i;
+            const int head = 8 * j + 2 * me.column + i;
+            const float factor = __shfl_sync(0xFFFFFFFFu, inverse, head);
+            const uint32_t words[2] = {ptx_cvt_f16x2(out[0][at] * factor, out[0][at + 2] * factor),
+                                       ptx_cvt_f16x2(out[1][at] * factor, out[1][at + 2] * factor)};
+            if (head < work.num_heads) {
+                smla_store_vector_2(to + (8 * j + i) * 2 * SMLA_KV_LORA_RANK, words);
+            }
+        }
+    }
+}
+
+/* A lost row, by the portable code and half of the threads, with the registers of the others. */
+template <typename Shape>
+static __device__ __forceinline__ void
+redo_small_row(const attention_launch &launch, const cta_work &work, void *memory)
+{
+    if (threadIdx.x >= CTA_THREADS) {
+        ptx_release_registers<REST_REGISTERS>();
+        return;
+    }
+    ptx_claim_registers<REDO_REGISTERS>();
+    typedef typename Shape::Portable Portable;
+    const int num_tiles = ((int)launch.params.num_heads + Portable::HEADS - 1) / Portable::HEADS;
+    const int part = work.token * launch.params.num_splits + work.split;
+    const int first = work.first_head / Portable::HEADS;
+#pragma unroll 1
+    for (int i = first; i < min(first + Shape::REDO_TILES, num_tiles); i++) {
+        attend_cta<Portable>(launch, (uint32_t)num_tiles, part * num_tiles + i, WHOLE_WORK,
+                             (shared_memory<Portable> *)memory);
+        ptx_barrier(0, CTA_THREADS);
+    }
+}
+
+/* ---- Kernel -------------------------------------------------------------------------------- */
+
+/* The maxima of the scores of a warp that has keys, or of one that has none. */
+template <typename Shape>
+static __device__ __forceinline__ void
+score_row(const attention_launch &launch, int num_granules, small_memory<Shape> *shared,
+          small_state *state, float (&scores)[Shape::HEADS / 2])
+{
+    const lane_place me = find_place();
+    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    const uint32_t rows = ptx_shared_address(shared->rows[warp]);
+    if (me.group * GROUP_GRANULES < num_granules) {
+        state->is_key = wait_for_granule(shared, warp, me);
+        find_key_exponent(rows, me, state);
+        state->score_factor = launch.wgmma_scale_log2 * power_of_two(state->query_exponent) *
+                              power_of_two(state->key_exponent);
+        state->is_lost |= !(fabsf(state->score_factor) <= 0x1p100f) ||
+                          (fabsf(state->score_factor) < 0x1p-100f && launch.scale_log2 != 0.0f);
+        score_keys(shared, rows, me, state, scores);
+    }
+    raise_tops(shared, me, *state, scores);
+    const bool has_keys =
+        __any_sync(0xFFFFFFFFu, (state->is_key.first | state->is_key.second) != 0);
+    shared->key_exponent[warp] = has_keys ? state->key_exponent : (int)NO_EXPONENT;
+}
+
+/* For a CTA without work, in a cluster of such: keeps its SM from the combine kernel until that has
+ * come beside the CTAs with work. An SM that is idle would take four times its share of rows. */
+static __device__ __forceinline__ void
+keep_sm(void)
+{
+    wait_for_others();
+#pragma unroll 1
+    for (int i = 0; i < KEEP_NS / NAP_NS; i++) {
+        __nanosleep(NAP_NS);
+    }
+}
+
+/* The compiler knows the size of the clusters: the barrier would look for it in memory that no
+ * cache has yet. */
+template <typename Shape>
+__global__ void
+__cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(BOUND_THREADS, 1)
+    attend_small(const __grid_constant__ attention_launch launch)
+{
+    extern __shared__ __align__(1024) uint8_t memory[];
+    small_memory<Shape> *const shared = (small_memory<Shape> *)memory;
+    const lane_place me = find_place();
+    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    const cta_work work =
+        find_work(launch, (uint32_t)launch.head_tiles.divisor, (int)blockIdx.x, Shape::HEADS);
+    if (work.token >= launch.params.num_tokens) {
+        keep_sm();
+        return;
+    }
+    if (me.lane == 0) {
+        ptx_mbarrier_init(ptx_shared_address(&shared->arrived[warp]), GRANULE_KEYS);
+        if (warp == 0) {
+            ptx_mbarrier_init(ptx_shared_address(&shared->maxima), QUERY_THREADS);
+            ptx_mbarrier_init(ptx_shared_address(&shared->stored), QUERY_THREADS);
+        }
+        ptx_fence_mbarrier_init();
+    }
+    clear_tops(shared);
+    __syncwarp();
+    ptx_cluster_arrive(); /* fetch_row waits: a partner's copies complete on its barriers, too */
+    const int num_granules = count_granules(launch);
+    small_state state = {};
+    float scores[Shape::HEADS / 2] = {};
+    fetch_row(launch, work, num_granules, shared, &state);
+    score_row(launch, num_granules, shared, &state, scores);
+    __syncthreads(); /* barrier 3 */
+    find_small_reference(shared, num_granules, me.lane, &state);
+    weigh_keys(shared, warp, me, &state, scores);
+    ptx_fence_async_shared();
+    if (__syncthreads_or(state.is_lost)) { /* barrier 4 */
+        redo_small_row<Shape>(launch, work, memory);
+        return;
+    }
+    const bool leaves_state = warp == 0 && me.lane < work.num_heads;
+    if (state.key_exponent == NO_EXPONENT) {
+        if (leaves_state) {
+            leave_halves(launch, work, me.lane, state.reference, state.top, 0.0f, 0.0f);
+        }
+        return; /* no key, no partial row */
+    }
+    small_output<Shape> output;
+    add_small_values(shared, num_granules, me, &output);
+    const float sum = find_sum(shared, me.lane);
+    if (leaves_state) {
+        leave_halves(launch, work, me.lane, state.reference, state.top, sum,
+                     power_of_two(state.key_exponent));
+    }
+    wgmma_wait<0>();
+    write_small_row<Shape>(launch, work, me, sum == 0.0f ? 0.0f : smla_rcp(sum), output.out);
+}
+
+/* ---- Launchers ----------------------------------------------------------------------------- */
+
+/* CTAs without work keep the SMs that would be idle: see keep_sm. */
+static int64_t
+count_small_ctas(const attention_launch &launch, int partners)
+{
+    const smla_attention_params &params = launch.params;
+    const int64_t num_works = count_works(launch);
+    const int num_sms = smla_cuda_find_device(params.stream.device_id)->num_sms;
+    return smla_fits_beside(num_works, params.num_tokens * params.num_heads, params.num_splits,
+                            num_sms)
+               ? num_sms / partners * partners
+               : num_works;
+}
+
+template <int HEADS, int PARTNERS>
+static cudaError_t
+launch_shape(const smla_attention_params *params)
+{
+    typedef small<HEADS, PARTNERS> Shape;
+    constexpr int SHARED_BYTES = (int)sizeof(small_memory<Shape>);
+    static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
+    static_assert(sizeof(shared_memory<typename Shape::Portable>) <=
+                      offsetof(small_memory<Shape>, arrived),
+                  "no barriers where rows are done again");
+    constexpr int ROOM_CTAS = SMLA_COMBINE_CTAS(SMLA_ROOM_REGISTERS, 1);
+    static_assert(SHARED_BYTES + ROOM_CTAS * SMLA_RESERVED_SHARED_BYTES <= SMLA_SM90_SHARED_BYTES,
+                  "CTAs of the combine kernel fit beside it");
+    static uint64_t allowed;
+    const cudaError_t code =
+        prepare_attention((const void *)attend_small<Shape>, SHARED_BYTES, HEADS, params, &allowed);
+    if (code != cudaSuccess) {
+        return code;
+    }
+    const attention_launch launch = make_launch<HEADS>(params);
+    return smla_launch(attend_small<Shape>, launch, count_small_ctas(launch, PARTNERS),
+                       SMALL_THREADS, SHARED_BYTES, params->stream, PARTNERS > 1);
+}
+
+/* The head tiles of a token and split, two and two, need the same rows. */
+template <int HEADS>
+static cudaError_t
+launch_small(const smla_attention_params *params)
+{
+    return smla_count_parts(params->num_heads, HEADS) % 2 == 0 ? launch_shape<HEADS, 2>(params)
+                                                               : launch_shape<HEADS, 1>(params);
+}
+
+cudaError_t
+smla_attend_sm90_small_32(const smla_attention_params *params)
+{
+    return launch_small<32>(params);
+}
+
+cudaError_t
+smla_attend_sm90_small_16(const smla_attention_params *params)
+{
+    return launch_small<16>(params);
+}

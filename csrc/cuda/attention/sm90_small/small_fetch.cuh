@@ -1,0 +1,445 @@
+/* small_fetch.cuh: how a CTA of attention_small_sm90.cu begins: its shape and shared memory, and in
+ * it the rows and the query.
+ */
+#ifndef SMLA_CUDA_SMALL_FETCH_CUH
+#define SMLA_CUDA_SMALL_FETCH_CUH
+
+#include "cuda/attention/sm90_fp8/hopper.cuh"
+
+enum {
+    SMALL_KEYS = SMLA_SM90_SMALL_KEYS,
+    SMALL_GRANULES = SMALL_KEYS / GRANULE_KEYS,
+    SMALL_WARPS = SMALL_GRANULES,
+    SMALL_THREADS = SMALL_WARPS * SMLA_WARP_LANES,
+    SMALL_GROUPS = SMALL_THREADS / GROUP_THREADS,
+    GROUP_GRANULES = SMALL_GRANULES / SMALL_GROUPS, /* that a warpgroup scores */
+    QUERY_WARPS = SMALL_WARPS / 2,                  /* the others fetch rows */
+    QUERY_THREADS = QUERY_WARPS * SMLA_WARP_LANES,
+    HEAD_LANES = 8, /* that share 128 values of a head, or its RoPE part */
+    WARP_HEADS = SMLA_WARP_LANES / HEAD_LANES,                    /* in a part of the query */
+    PART_HEADS = WARP_HEADS * QUERY_WARPS / SMLA_NUM_SCALE_TILES, /* of all warps */
+    FETCH_KEYS = GRANULE_KEYS * GROUP_GRANULES / (SMALL_WARPS - QUERY_WARPS), /* see find_fetch */
+    ROW_VECTORS = FP8_ROW_BYTES / 16,
+    SCALE_BYTES = SMLA_NUM_SCALE_TILES * GRANULE_KEYS * 2, /* of a granule, in f16 */
+    WEIGHT_EXPONENT = 8,                                   /* of the largest weight */
+    NO_EXPONENT = -1000,                                   /* of a granule without keys */
+};
+
+static_assert(FETCH_KEYS * SMALL_GROUPS == SMLA_WARP_LANES, "all are fetched, a row per lane");
+static_assert(FETCH_KEYS == 8, "a byte of is_key");
+static_assert((int)SMALL_GROUPS == (int)SMLA_NUM_SCALE_TILES,
+              "the values of a warpgroup have one scale");
+
+template <int HEADS_, int PARTNERS_> struct small {
+    static constexpr int HEADS = HEADS_;
+    static constexpr int PARTNERS = PARTNERS_; /* CTAs of a cluster */
+    static constexpr int QUERY_PARTS = HEADS / PART_HEADS;
+    static constexpr int PROB_BYTES = HEADS * 2; /* of a key */
+    static constexpr int PROBS_SWIZZLE = HEADS == 32 ? WGMMA_SWIZZLE_64 : WGMMA_SWIZZLE_32;
+    /* what does rows again: 16 heads, for its registers */
+    typedef tile<16, SMLA_ROWS_FP8> Portable;
+    static constexpr int REDO_TILES = HEADS / Portable::HEADS;
+};
+
+template <typename Shape> struct small_memory {
+    alignas(1024) uint8_t query[QUERY_TILES][Shape::HEADS][128];
+    alignas(1024) uint8_t probs[SMALL_KEYS][Shape::PROB_BYTES];
+    alignas(128) uint8_t rows[SMALL_GRANULES][GRANULE_ROW_BYTES];
+    alignas(128) uint8_t scales[SMALL_GRANULES][SCALE_BYTES];
+    int32_t tops[Shape::HEADS]; /* of the scores, as order_of_float */
+    float sums[SMALL_GRANULES][Shape::HEADS];
+    uint16_t query_max[SMLA_NUM_SCALE_TILES][Shape::HEADS];
+    int32_t key_exponent[SMALL_GRANULES];
+    uint16_t is_key[SMALL_GRANULES]; /* a bit for each row that is there */
+    uint64_t arrived[SMALL_GRANULES];
+    uint64_t maxima; /* of the query's heads are there, */
+    uint64_t stored; /* the query is */
+};
+
+/* What a thread finds out about the row, step by step. */
+typedef struct small_state {
+    key_masks is_key;   /* of rows row and row + 8 of the warp's granule: all bits or none */
+    float scale[2];     /* of those rows, in scale tile `column` */
+    float score_factor; /* of the scores, in the log2 domain */
+    float top;          /* score of head `lane` */
+    float reference;    /* that its weights are relative to */
+    int query_exponent;
+    int key_exponent; /* of the warp's keys, later of all */
+    bool is_bad;      /* head `lane` has a query that is not finite */
+    bool is_lost;
+} small_state;
+
+/* ---- Rows ---------------------------------------------------------------------------------- */
+
+/* What a lane fetches: a row of the columns that a split may have, of the main list, then of the
+ * extra one. Nothing of it needs memory, so it is known before the grids in front are done. */
+typedef struct key_place {
+    int list;
+    int32_t column;
+    const int32_t *index;
+    bool is_on;
+} key_place;
+
+static __device__ __forceinline__ int
+count_granules(const attention_launch &launch)
+{
+    const int columns =
+        launch.split_columns[0] + (launch.params.num_lists == 2 ? launch.split_columns[1] : 0);
+    return columns / GRANULE_KEYS;
+}
+
+/* Which row a lane of a warp fetches. Rows come about in the order in which they are asked for, so
+ * each warp asks for some of the first warpgroup's keys, then of the second's: scores begin when a
+ * quarter of the rows is there. */
+typedef struct fetch_place {
+    int granule;
+    int key; /* of the granule */
+} fetch_place;
+
+static __device__ __forceinline__ fetch_place
+find_fetch(int warp, int lane)
+{
+    const int first = (warp - QUERY_WARPS) * FETCH_KEYS; /* of a warpgroup's keys */
+    fetch_place place;
+    place.granule = lane / FETCH_KEYS * GROUP_GRANULES + first / GRANULE_KEYS;
+    place.key = first % GRANULE_KEYS + lane % FETCH_KEYS;
+    return place;
+}
+
+static __device__ __forceinline__ key_place
+find_key(const attention_launch &launch, const cta_work &work, int warp, int lane)
+{
+    const int num_main = launch.split_columns[0];
+    const fetch_place fetch = find_fetch(warp, lane);
+    const int key = fetch.granule * GRANULE_KEYS + fetch.key;
+    key_place place;
+    place.list = key < num_main ? 0 : 1;
+    const smla_key_list &keys = launch.params.lists[place.list];
+    place.column = work.split * launch.split_columns[place.list] + key - place.list * num_main;
+    place.index = keys.indices + work.token * keys.indices_stride_token + place.column;
+    place.is_on = key < count_granules(launch) * GRANULE_KEYS && place.column < keys.topk;
+    return place;
+}
+
+/* The row of the lane's key, NULL for none. */
+static __device__ __forceinline__ const uint8_t *
+find_key_row(const attention_launch &launch, const cta_work &work, const key_place &place)
+{
+    const smla_key_list &keys = launch.params.lists[place.list];
+    int32_t length = INT32_MAX;
+    uint32_t index;
+    if (keys.topk_length != NULL) {
+        length = keys.topk_length[work.token * keys.topk_length_stride];
+    }
+    ptx_load_4(place.index, place.is_on, NO_ROW, &index);
+    return row_of_slot(launch, place.list,
+                       slot_of_index(launch, place.list, work.token,
+                                     place.column < length ? (int32_t)index : -1));
+}
+
+/* Starts the copies of a warp's rows, one per lane; of partners each asks for every other row, for
+ * both. Zeros where there is no row. */
+template <typename Shape>
+static __device__ __forceinline__ void
+copy_rows(const uint8_t *row, int num_granules, int warp, int lane, small_memory<Shape> *shared)
+{
+    const fetch_place at = find_fetch(warp, lane);
+    const int number = lane % FETCH_KEYS; /* of the warp's lanes for this granule */
+    const uint32_t rows =
+        ptx_shared_address(shared->rows[at.granule]) + (at.key - number) * FP8_ROW_BYTES;
+    const uint32_t arrived = ptx_shared_address(&shared->arrived[at.granule]);
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, row != NULL) >> (lane - number) & 0xFF;
+    if (at.granule >= num_granules) {
+        return;
+    }
+#pragma unroll 1
+    for (uint32_t missing = ~is_key & 0xFF; missing != 0; missing &= missing - 1) {
+        const uint32_t zeros = rows + (__ffs((int)missing) - 1) * FP8_ROW_BYTES;
+#pragma unroll 1
+        for (int i = number; i < ROW_VECTORS; i += FETCH_KEYS) {
+            ptx_clear_shared_16(zeros + 16 * i);
+        }
+    }
+    if (number == 0) {
+        ((uint8_t *)&shared->is_key[at.granule])[at.key / FETCH_KEYS] = (uint8_t)is_key;
+        ptx_mbarrier_arrive_expect(arrived, FP8_ROW_BYTES * __popc(is_key));
+    }
+    ptx_mbarrier_arrive(arrived, number != 0);
+    if (row == NULL) {
+        return;
+    }
+    if (Shape::PARTNERS == 1) {
+        ptx_bulk_copy(rows + number * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived);
+    } else if (number % 2 == (int)ptx_cluster_rank()) {
+        ptx_bulk_copy_to_all(rows + number * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived, 3);
+    }
+}
+
+/* Waits for the rows of the warp's granule. Gives masks of all bits or none. */
+template <typename Shape>
+static __device__ __forceinline__ key_masks
+wait_for_granule(const small_memory<Shape> *shared, int warp, const lane_place &me)
+{
+    ptx_mbarrier_wait(ptx_shared_address(&shared->arrived[warp]), 0);
+    const uint32_t is_key = *(const volatile uint16_t *)&shared->is_key[warp];
+    return key_masks{0u - (is_key >> me.row & 1), 0u - (is_key >> (me.row + 8) & 1)};
+}
+
+/* ---- Query --------------------------------------------------------------------------------- */
+
+/* What a lane has of the query: of a head in each part, of number `head` of the first part and
+ * PART_HEADS further of each that follows, the dimensions 32 column + 8 piece to + 7 of a scale
+ * tile, and 16 on; of one of these heads 16 column + 8 piece to + 7 of the RoPE part. So eight
+ * lanes ask for whole sectors: what counts is the lines of an instruction, 8 here. */
+typedef struct query_lane {
+    int tile;
+    int head;
+    int rope_head;
+    int column;
+    int piece;
+} query_lane;
+
+static __device__ __forceinline__ query_lane
+find_query_lane(int warp, int lane)
+{
+    query_lane at;
+    at.tile = warp % SMLA_NUM_SCALE_TILES;
+    at.head = WARP_HEADS * (warp / SMLA_NUM_SCALE_TILES) + lane / HEAD_LANES;
+    at.rope_head = at.head + PART_HEADS * at.tile; /* of the part of the tile's number */
+    at.column = lane % HEAD_LANES / 2;
+    at.piece = lane % 2;
+    return at;
+}
+
+template <typename Shape> struct small_query {
+    uint32_t nope[Shape::QUERY_PARTS][2][4];
+    uint32_t rope[4];
+};
+
+/* Where it is in memory; of nope the first part. */
+typedef struct query_place {
+    const uint16_t *nope;
+    const uint16_t *rope;
+} query_place;
+
+static __device__ __forceinline__ query_place
+find_query(const smla_attention_params &params, const cta_work &work, const query_lane &at)
+{
+    query_place place;
+    place.nope = params.q_nope + work.token * params.q_nope_stride_token +
+                 (int64_t)(work.first_head + at.head) * params.q_nope_stride_head +
+                 SMLA_SCALE_TILE * at.tile + 32 * at.column + 8 * at.piece;
+    place.rope = params.q_pe + work.token * params.q_pe_stride_token +
+                 (int64_t)(work.first_head + at.rope_head) * params.q_pe_stride_head +
+                 16 * at.column + 8 * at.piece;
+    return place;
+}
+
+/* To L2, while the grids in front are running: of the splits of a token, which need the same query,
+ * each asks for some parts. What those grids still write, L2 will have. */
+template <typename Shape>
+static __device__ __forceinline__ void
+prefetch_query(const smla_attention_params &params, const cta_work &work, const query_place &place,
+               const query_lane &at)
+{
+#pragma unroll
+    for (int part = 0; part < Shape::QUERY_PARTS; part++) {
+        const int further = PART_HEADS * part;
+        const uint16_t *const nope = place.nope + further * params.q_nope_stride_head;
+        const bool is_on =
+            work.split == part % params.num_splits && at.head + further < work.num_heads;
+        ptx_prefetch_l2(nope, is_on);
+        ptx_prefetch_l2(nope + 16, is_on);
+    }
+    ptx_prefetch_l2(place.rope, work.split == 0 && at.rope_head < work.num_heads);
+}
+
+template <typename Shape, bool ALIGNED>
+static __device__ __forceinline__ void
+load_query(const smla_attention_params &params, const query_place &place, const query_lane &at,
+           int num_heads, small_query<Shape> *query)
+{
+#pragma unroll
+    for (int part = 0; part < Shape::QUERY_PARTS; part++) {
+        const int further = PART_HEADS * part;
+        if (at.head + further < num_heads) {
+            const uint16_t *const nope = place.nope + further * params.q_nope_stride_head;
+            smla_load_words<16, ALIGNED>(nope, query->nope[part][0]);
+            smla_load_words<16, ALIGNED>(nope + 16, query->nope[part][1]);
+        }
+    }
+    if (at.rope_head < num_heads) {
+        smla_load_words<16, ALIGNED>(place.rope, query->rope);
+    }
+}
+
+/* The larger of the two bf16 of `pair` and those of some words, by absolute value; signs are
+ * anything, of NaN one is left. */
+template <int WORDS>
+static __device__ __forceinline__ uint32_t
+max_of_words(uint32_t pair, const uint32_t (&words)[WORDS])
+{
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+        pair = ptx_max_abs_bf16x2(pair, words[i]);
+    }
+    return pair;
+}
+
+/* The largest absolute values, as the bits of bf16, of what eight lanes have of each head to where
+ * find_query_exponent looks for them; two parts at once. */
+template <typename Shape>
+static __device__ __forceinline__ void
+store_maxima(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,
+             int lane)
+{
+    const uint32_t rope = max_of_words(0, query.rope);
+#pragma unroll
+    for (int first = 0; first < Shape::QUERY_PARTS; first += 2) {
+        uint32_t both = 0;
+#pragma unroll
+        for (int part = first; part < first + 2; part++) {
+            uint32_t pair = part == at.tile ? rope : 0;
+            pair = max_of_words(max_of_words(pair, query.nope[part][0]), query.nope[part][1]);
+            pair &= 0x7FFF7FFF;
+            both = both >> 16 | max(pair & 0xFFFF, pair >> 16) << 16;
+        }
+#pragma unroll
+        for (int step = 1; step < HEAD_LANES; step *= 2) {
+            both = __vmaxu2(both, __shfl_xor_sync(0xFFFFFFFFu, both, step));
+        }
+        uint16_t *const to = &shared->query_max[at.tile][at.head + PART_HEADS * first];
+        if (lane % HEAD_LANES == 0) {
+            to[0] = (uint16_t)both;
+            to[PART_HEADS] = (uint16_t)(both >> 16);
+        }
+    }
+}
+
+/* 8 dimensions of a head in a 64-dimension tile: word i of 16 dimensions goes to chunk i, of 8, and
+ * there to word `column`, the order in which score_keys has bytes of rows. */
+template <typename Shape>
+static __device__ __forceinline__ void
+store_words(small_memory<Shape> *shared, int tile, int head, const query_lane &at,
+            const uint32_t words[4])
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int chunk = (4 * at.piece + i) ^ (head & 7);
+        *(uint32_t *)&shared->query[tile][head][16 * chunk + 4 * at.column] = words[i];
+    }
+}
+
+/* The query's power of two, from the maxima of all heads; lane `head` looks at each of them. */
+template <typename Shape>
+static __device__ __forceinline__ void
+find_query_exponent(const small_memory<Shape> *shared, int lane, small_state *state)
+{
+    uint32_t head_max = 0;
+#pragma unroll
+    for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
+        head_max = max(head_max, (uint32_t)shared->query_max[tile][lane % Shape::HEADS]);
+    }
+    state->is_bad = head_max >= 0x7F80;
+    head_max = state->is_bad ? 0 : head_max;
+    const uint32_t query_max = __reduce_max_sync(0xFFFFFFFFu, head_max);
+    bool is_lost;
+    state->query_exponent = find_query_exponent(query_max, &is_lost);
+    state->is_lost =
+        is_lost || (head_max != 0 && (head_max >> 7) + MAX_HEAD_RATIO < query_max >> 7);
+}
+
+/* The query times its power of two to shared memory: f16, and bf16 as it came. */
+template <typename Shape>
+static __device__ __forceinline__ void
+store_values(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,
+             int exponent)
+{
+    const uint32_t factor = two_powers_of_two(-exponent);
+    uint32_t words[4];
+#pragma unroll
+    for (int part = 0; part < Shape::QUERY_PARTS; part++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const uint32_t pair = ptx_mul_bf16x2(query.nope[part][half][i], factor);
+                words[i] = ptx_cvt_f16x2(smla_low_bf16(pair), smla_high_bf16(pair));
+            }
+            store_words(shared, 2 * at.tile + half, at.head + PART_HEADS * part, at, words);
+        }
+    }
+    if (at.rope_head < Shape::HEADS) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            words[i] = ptx_mul_bf16x2(query.rope[i], factor);
+        }
+        store_words(shared, QUERY_TILES - 1, at.rope_head, at, words);
+    }
+}
+
+template <typename Shape>
+static __device__ __forceinline__ void
+store_query(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,
+            int lane, small_state *state)
+{
+    store_maxima(shared, query, at, lane);
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->maxima), true);
+    ptx_mbarrier_wait(ptx_shared_address(&shared->maxima), 0);
+    find_query_exponent(shared, lane, state);
+    store_values(shared, query, at, state->query_exponent);
+    ptx_fence_async_shared();
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->stored), true);
+}
+
+/* ---- Both ---------------------------------------------------------------------------------- */
+
+/* From here on memory of others is read and written. The combine kernel may come. */
+static __device__ __forceinline__ void
+wait_for_others(void)
+{
+    ptx_wait_for_grids();
+    ptx_let_next_grid_start();
+}
+
+/* Half of the warps ask for rows, which takes as long as rows take to come; the others ask for the
+ * query and store it meanwhile. After it the query is there, rows are on their way. The two ask for
+ * different parameters, too, and need not wait for each other's. */
+template <typename Shape>
+static __device__ __forceinline__ void
+fetch_row(const attention_launch &launch, const cta_work &work, int num_granules,
+          small_memory<Shape> *shared, small_state *state)
+{
+    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    if (warp >= QUERY_WARPS) {
+        const key_place at = find_key(launch, work, warp, lane);
+        ptx_prefetch_l2(at.index, at.is_on);
+        wait_for_others();
+        const uint8_t *const row = find_key_row(launch, work, at);
+        __syncwarp();
+        ptx_cluster_wait();
+        copy_rows(row, num_granules, warp, lane, shared);
+        ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
+        find_query_exponent(shared, lane, state);
+        return;
+    }
+    const query_lane at = find_query_lane(warp, lane);
+    const query_place place = find_query(launch.params, work, at);
+    if (Shape::HEADS > 16) { /* a short one is there before the rows are */
+        prefetch_query<Shape>(launch.params, work, place, at);
+    }
+    wait_for_others();
+    small_query<Shape> query = {};
+    if (__builtin_expect(launch.q_is_aligned, true)) {
+        load_query<Shape, true>(launch.params, place, at, work.num_heads, &query);
+    } else {
+        load_query<Shape, false>(launch.params, place, at, work.num_heads, &query);
+    }
+    __syncwarp();
+    ptx_cluster_wait();
+    store_query(shared, query, at, lane, state);
+    ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
+}
+
+#endif /* SMLA_CUDA_SMALL_FETCH_CUH */

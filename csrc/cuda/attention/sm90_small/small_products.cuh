@@ -1,0 +1,321 @@
+/* small_products.cuh: the products of attention_small_sm90.cu: scores, the weights that they
+ * become, and values.
+ */
+#ifndef SMLA_CUDA_SMALL_PRODUCTS_CUH
+#define SMLA_CUDA_SMALL_PRODUCTS_CUH
+
+#include "cuda/attention/sm90_small/small_fetch.cuh"
+
+/* ---- Scores -------------------------------------------------------------------------------- */
+
+/* The scales of the warp's keys, and their power of two. */
+static __device__ __forceinline__ void
+find_key_exponent(uint32_t rows, const lane_place &me, small_state *state)
+{
+    const uint32_t from = rows + me.row * FP8_ROW_BYTES + SCALE_OFFSET + 4 * me.column;
+    const uint32_t a = ptx_load_shared_4(from) & state->is_key.first;
+    const uint32_t b = ptx_load_shared_4(from + 8 * FP8_ROW_BYTES) & state->is_key.second;
+    state->scale[0] = smla_bits_float(a);
+    state->scale[1] = smla_bits_float(b);
+    const uint32_t largest =
+        __reduce_max_sync(0xFFFFFFFFu, max(exponent_of_scale(a), exponent_of_scale(b)));
+    const int exponent = (int)largest - 127 - TOP_SCALE_EXPONENT;
+    state->key_exponent = min(max(exponent, -(int)MAX_KEY_EXPONENT), (int)MAX_KEY_EXPONENT);
+    state->is_lost |= largest > 1 && exponent < -(int)MAX_KEY_EXPONENT;
+}
+
+/* f16 of the lane's two scales / 2^exponent; only where the exponent is at its bound they may be
+ * too large. */
+static __device__ __forceinline__ uint32_t
+round_scales(int exponent, small_state *state)
+{
+    const float unit = power_of_two(-exponent);
+    const uint32_t pair = ptx_cvt_f16x2(state->scale[0] * unit, state->scale[1] * unit);
+    state->is_lost |= ptx_exceeds_f16x2(pair, LARGEST_SCALES);
+    return pair;
+}
+
+/* Four steps. */
+static __device__ __forceinline__ void
+convert_keys(const uint32_t words[8], const uint32_t scale[2], uint32_t a[16])
+{
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        convert_key_step(words[j], words[4 + j], scale, &a[4 * j]);
+    }
+}
+
+/* The RoPE part: bf16 as it is, times `factor`, a power of two. */
+static __device__ __forceinline__ void
+scale_rope(uint32_t from, uint32_t factor, uint32_t a[16])
+{
+    uint32_t words[2][8];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        ptx_load_shared_16(from + 8 * i * FP8_ROW_BYTES, &words[i][0]);
+        ptx_load_shared_16(from + 8 * i * FP8_ROW_BYTES + 16, &words[i][4]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        a[4 * j] = ptx_mul_bf16x2(words[0][2 * j], factor);
+        a[4 * j + 1] = ptx_mul_bf16x2(words[1][2 * j], factor);
+        a[4 * j + 2] = ptx_mul_bf16x2(words[0][2 * j + 1], factor);
+        a[4 * j + 3] = ptx_mul_bf16x2(words[1][2 * j + 1], factor);
+    }
+}
+
+/* scores += A * the query's `tile`. */
+template <typename Shape, bool IS_ROPE>
+static __device__ __forceinline__ void
+multiply_keys(uint64_t query, int tile, const uint32_t a[16], float (&scores)[Shape::HEADS / 2])
+{
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const uint64_t b = query + ((tile * Shape::HEADS * 128 + j * 32) >> 4);
+        if constexpr (IS_ROPE) {
+            wgmma_bf16(scores, a + 4 * j, b, true);
+        } else {
+            wgmma_f16<false>(scores, a + 4 * j, b, true);
+        }
+    }
+    wgmma_commit();
+}
+
+/* scores = q . k / (the query's power of two * that of the warp's keys). */
+template <typename Shape>
+static __device__ __forceinline__ void
+score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me, small_state *state,
+           float (&scores)[Shape::HEADS / 2])
+{
+    const uint64_t query =
+        wgmma_descriptor(ptx_shared_address(shared->query), 1024, WGMMA_SWIZZLE_128);
+    const uint32_t row = rows + me.row * FP8_ROW_BYTES + 32 * me.column;
+    const uint32_t pairs = round_scales(state->key_exponent, state);
+    uint32_t a[2][16], words[8], scale[2];
+    ptx_load_shared_16(row, words);
+    ptx_load_shared_16(row + 8 * FP8_ROW_BYTES, words + 4);
+#pragma unroll
+    for (int tile = 0; tile < QUERY_TILES - 1; tile++) {
+        if (tile % 2 == 0) {
+            const uint32_t pair = __shfl_sync(0xFFFFFFFFu, pairs, (me.lane & 28) | tile / 2);
+            scale[0] = __byte_perm(pair, pair, 0x1010);
+            scale[1] = __byte_perm(pair, pair, 0x3232);
+        }
+        wgmma_wait<1>(); /* the products of this A */
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            ptx_pin(&words[i]);
+        }
+        convert_keys(words, scale, a[tile % 2]);
+        if (tile + 1 < QUERY_TILES - 1) {
+            const uint32_t next = row + 128 * ((tile + 1) / 2) + 16 * ((tile + 1) % 2);
+            ptx_load_shared_16(next, words);
+            ptx_load_shared_16(next + 8 * FP8_ROW_BYTES, words + 4);
+        }
+        multiply_keys<Shape, false>(query, tile, a[tile % 2], scores);
+    }
+    wgmma_wait<1>();
+    scale_rope(row + ROPE_OFFSET, two_powers_of_two(-state->key_exponent), a[0]);
+    multiply_keys<Shape, true>(query, QUERY_TILES - 1, a[0], scores);
+    wgmma_wait<0>();
+}
+
+/* ---- Weights ------------------------------------------------------------------------------- */
+
+/* Integers in the order of floats, and back. */
+static __device__ __forceinline__ int32_t
+order_of_float(float x)
+{
+    const int32_t bits = (int32_t)smla_float_bits(x);
+    return bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
+
+static __device__ __forceinline__ float
+float_of_order(int32_t order)
+{
+    return smla_bits_float((uint32_t)(order ^ (order >> 31 & 0x7FFFFFFF)));
+}
+
+/* Before any score. */
+template <typename Shape>
+static __device__ __forceinline__ void
+clear_tops(small_memory<Shape> *shared)
+{
+    if (threadIdx.x < Shape::HEADS) {
+        shared->tops[threadIdx.x] = order_of_float(-INFINITY);
+    }
+}
+
+/* The maxima of the warp's scores. A NaN is none: the weights will show it. */
+template <typename Shape>
+static __device__ __forceinline__ void
+raise_tops(small_memory<Shape> *shared, const lane_place &me, const small_state &state,
+           const float (&scores)[Shape::HEADS / 2])
+{
+    leave_tops(scores, state.score_factor, state.is_key, me, [=](int head, float top) {
+        atomicMax(&shared->tops[head], order_of_float(fmaxf(top, -INFINITY)));
+    });
+}
+
+/* From the maxima of all scores the reference of head `lane`, and the power of two of all keys. */
+template <typename Shape>
+static __device__ __forceinline__ void
+find_small_reference(const small_memory<Shape> *shared, int num_granules, int lane,
+                     small_state *state)
+{
+    state->top = float_of_order(shared->tops[lane % Shape::HEADS]);
+    const bool is_finite = fabsf(state->top) < INFINITY;
+    const bool is_bad = state->is_bad || state->top == INFINITY;
+    state->is_lost |= !is_bad && is_finite && fabsf(state->top) >= MAX_SCORE;
+    state->reference = is_bad ? NAN : softmax_reference(state->top) - (float)WEIGHT_EXPONENT;
+    state->key_exponent =
+        __reduce_max_sync(0xFFFFFFFFu, shared->key_exponent[lane % SMALL_GRANULES]);
+    state->is_lost |= state->key_exponent > MAX_UNIT_EXPONENT;
+    /* one key alone is left to the portable code, which gives its value as it is */
+    const uint32_t is_key = lane < num_granules ? shared->is_key[lane] : 0;
+    state->is_lost |= __reduce_add_sync(0xFFFFFFFFu, __popc(is_key)) == 1;
+}
+
+/* Weights of the warp's keys and their sums, and the scales that their values are multiplied
+ * with. */
+template <typename Shape>
+static __device__ __forceinline__ void
+weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_state *state,
+           const float (&scores)[Shape::HEADS / 2])
+{
+    float sums[Shape::HEADS / 16][4];
+#pragma unroll
+    for (int chunk = 0; chunk < Shape::HEADS / 16; chunk++) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const int head = 16 * chunk + 8 * j + 2 * me.column;
+            const float reference[2] = {__shfl_sync(0xFFFFFFFFu, state->reference, head),
+                                        __shfl_sync(0xFFFFFFFFu, state->reference, head + 1)};
+            float e[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float x =
+                    fmaf(scores[8 * chunk + 4 * j + i], state->score_factor, -reference[i % 2]);
+                const uint32_t mask = i < 2 ? state->is_key.first : state->is_key.second;
+                e[i] = smla_bits_float(smla_float_bits(ptx_exp2(x)) & mask);
+            }
+            pairs[2 * j] = ptx_cvt_f16x2(e[0], e[1]);
+            pairs[2 * j + 1] = ptx_cvt_f16x2(e[2], e[3]);
+            sums[chunk][2 * j] = e[0] + e[2];
+            sums[chunk][2 * j + 1] = e[1] + e[3];
+        }
+        const int key = GRANULE_KEYS * warp + (me.lane & 15);
+        const int piece = 2 * chunk + (me.lane >> 4);
+        const int flip = Shape::HEADS == 32 ? key >> 1 & 3 : key >> 2 & 1;
+        ptx_stmatrix_x4(ptx_shared_address(&shared->probs[key][(piece ^ flip) * 16]), pairs[0],
+                        pairs[1], pairs[2], pairs[3]);
+    }
+    leave_rows<false>(sums, me, [=](int head, float sum) { shared->sums[warp][head] = sum; });
+    const uint32_t scales = round_scales(max(state->key_exponent, -(int)MAX_KEY_EXPONENT), state);
+    uint16_t *const to = (uint16_t *)&shared->scales[warp][me.column * GRANULE_KEYS * 2] +
+                         4 * (me.row >> 1) + (me.row & 1);
+    to[0] = (uint16_t)scales;
+    to[2] = (uint16_t)(scales >> 16);
+}
+
+/* ---- Values -------------------------------------------------------------------------------- */
+
+/* A thread's values of a granule: 4 dimensions of keys 2 column, 2 column + 1 and 8 further. */
+typedef struct small_values {
+    uint32_t raw[4];
+    uint32_t scale[2];
+} small_values;
+
+template <typename Shape>
+static __device__ __forceinline__ void
+load_small_values(const small_memory<Shape> *shared, int granule, const lane_place &me,
+                  small_values *values)
+{
+    const uint32_t from = ptx_shared_address(shared->rows[granule]) +
+                          2 * me.column * FP8_ROW_BYTES + 128 * me.group + 32 * me.warp +
+                          4 * me.row;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        values->raw[i] = ptx_load_shared_4(from + (i % 2 + 8 * (i / 2)) * FP8_ROW_BYTES);
+    }
+    ptx_load_shared_8(ptx_shared_address(shared->scales[granule]) + me.group * (GRANULE_KEYS * 2) +
+                          8 * me.column,
+                      values->scale);
+}
+
+/* -> A of two products: rows of product b are dimensions 2b and 2b + 1 of every four. */
+static __device__ __forceinline__ void
+convert_small_values(const small_values &values, uint32_t a[8])
+{
+#pragma unroll
+    for (int b = 0; b < 2; b++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t bytes =
+                __byte_perm(values.raw[2 * i], values.raw[2 * i + 1], b ? 0x7362 : 0x5140);
+            uint32_t *const to = a + 4 * b + 2 * i;
+            scale_e4m3x4(bytes, values.scale[i], &to[0], &to[1]);
+        }
+    }
+}
+
+/* The values of a warp for all heads, and what add_small_values has under way for them. */
+template <typename Shape> struct small_output {
+    float out[2][Shape::HEADS / 2];
+    small_values values[2]; /* of the next granules */
+    uint32_t a[2][8];
+};
+
+/* The products of four granules. */
+template <typename Shape>
+static __device__ __forceinline__ void
+add_four_granules(const small_memory<Shape> *shared, int first, const lane_place &me,
+                  uint64_t probs, small_output<Shape> *output)
+{
+#pragma unroll
+    for (int i = 0; i < GROUP_GRANULES; i++) {
+        small_values *const values = &output->values[i % 2];
+        uint32_t *const a = output->a[i % 2];
+        wgmma_wait<1>(); /* the products of this A */
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            ptx_pin(&values->raw[j]);
+        }
+        convert_small_values(*values, a);
+        load_small_values(shared, min(first + i + 2, SMALL_GRANULES - 1), me, values);
+        const uint64_t b = probs + (first + i) * (GRANULE_KEYS * Shape::PROB_BYTES >> 4);
+        wgmma_fence();
+        wgmma_f16<true>(output->out[0], a, b, true);
+        wgmma_f16<true>(output->out[1], a + 4, b, true);
+        wgmma_commit();
+    }
+}
+
+/* out = values * weights, of 128 values per warpgroup. Granules come in fours, as a split's
+ * columns do in 64. After it the last products are under way. */
+template <typename Shape>
+static __device__ __forceinline__ void
+add_small_values(const small_memory<Shape> *shared, int num_granules, const lane_place &me,
+                 small_output<Shape> *output)
+{
+    const uint64_t probs = wgmma_descriptor(ptx_shared_address(shared->probs),
+                                            8 * Shape::PROB_BYTES, Shape::PROBS_SWIZZLE);
+#pragma unroll
+    for (int i = 0; i < Shape::HEADS / 2; i++) {
+        output->out[0][i] = 0.0f;
+        output->out[1][i] = 0.0f;
+    }
+    load_small_values(shared, 0, me, &output->values[0]);
+    load_small_values(shared, 1, me, &output->values[1]);
+    int first = 0;
+#pragma unroll 1
+    for (; first < num_granules - GROUP_GRANULES; first += GROUP_GRANULES) {
+        add_four_granules(shared, first, me, probs, output);
+        wgmma_wait<0>(); /* ptxas keeps none under way around a loop */
+    }
+    add_four_granules(shared, first, me, probs, output);
+}
+
+#endif /* SMLA_CUDA_SMALL_PRODUCTS_CUH */

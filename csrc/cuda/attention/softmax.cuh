@@ -1,0 +1,84 @@
+/* softmax.cuh: the arithmetic of a softmax row that is not finished, for the kernels that make such
+ * rows and the one that folds them.
+ *
+ * A row is (max_log2, sum, out): the largest score so far in the log2 domain, and sum and out as
+ * multiples of 2^reference(max_log2). The reference is an integer, the maximum rounded up: every
+ * rescaling is by a power of two and exact, however often the maximum moves.
+ */
+#ifndef SMLA_CUDA_SOFTMAX_CUH
+#define SMLA_CUDA_SOFTMAX_CUH
+
+#include "core/backend.h"
+#include "core/numeric.h"
+#include "cuda/ptx/launch.cuh"
+
+/* An integer that can be subtracted from the scores: 0 where there are none. */
+static __device__ __forceinline__ float
+softmax_reference(float max_log2)
+{
+    return max_log2 == -INFINITY ? 0.0f : ceilf(max_log2);
+}
+
+/* 2^(reference of an older maximum - reference), 0 for an older row without scores. */
+static __device__ __forceinline__ float
+softmax_rescale(float older_max_log2, float reference)
+{
+    const float exponent = fmaxf(ceilf(older_max_log2) - reference, -127.0f);
+    return exponent < -126.0f ? 0.0f : smla_bits_float((uint32_t)((int32_t)exponent + 127) << 23);
+}
+
+/* ln of sum * 2^reference. The integer part of log2 is exact, so one rounding of the result's own
+ * size remains. */
+static __device__ __forceinline__ float
+softmax_lse(float sum, float reference)
+{
+    const float ln_2_high = 0x1.62e43p-1f;
+    const float ln_2_low = -0x1.05c61p-29f;
+    int32_t exponent;
+    const float mantissa = frexpf(sum, &exponent);
+    const float integer = reference + (float)exponent;
+    return fmaf(integer, ln_2_high, fmaf(integer, ln_2_low, logf(mantissa)));
+}
+
+/* The sink of a head, where there are any. What a kernel's parameters name as smla_attention_params
+ * does is all that this and softmax_finish need of them. */
+template <typename Params>
+static __device__ __forceinline__ float
+softmax_sink(const Params &params, int64_t head)
+{
+    uint32_t sink = 0;
+    if (params.attn_sink != NULL) {
+        smla_load_vector_1(params.attn_sink + head * params.attn_sink_stride, &sink);
+    }
+    return smla_bits_float(sink);
+}
+
+/* Gives the factor that turns the out of a row into the result, and writes lse and max_logits if
+ * `writes`. A row without keys (or with nothing but logits of -inf) has sum 0. */
+template <typename Params>
+static __device__ __forceinline__ float
+softmax_finish(const Params &params, int64_t token, int64_t head, float max_log2, float sum,
+               float sink, bool writes)
+{
+    const float ln_2 = 0x1.62e43p-1f;
+    const float empty_lse = params.empty_lse_is_plus_inf ? INFINITY : -INFINITY;
+    const float lse = sum == 0.0f ? empty_lse : softmax_lse(sum, softmax_reference(max_log2));
+    if (writes) {
+        params.lse[token * params.lse_stride_token + head * params.lse_stride_head] = lse;
+    }
+    if (writes && params.max_logits != NULL) {
+        params.max_logits[token * params.max_logits_stride_token +
+                          head * params.max_logits_stride_head] =
+            isnan(sum) ? sum : max_log2 * ln_2;
+    }
+    if (sum == 0.0f) {
+        return 0.0f;
+    }
+    float factor = 1.0f / sum;
+    if (params.attn_sink != NULL) {
+        factor /= 1.0f + expf(sink - lse);
+    }
+    return factor;
+}
+
+#endif /* SMLA_CUDA_SOFTMAX_CUH */

@@ -1,0 +1,59 @@
+/* cache_rows.cuh: what the kernels that write cache rows and those that read them share: how warps
+ * are counted, and where a row and its parts are.
+ */
+#ifndef SMLA_CUDA_CACHE_ROWS_CUH
+#define SMLA_CUDA_CACHE_ROWS_CUH
+
+#include "cuda/host/cuda.h"
+#include "cuda/ptx/launch.cuh"
+#include "cuda/ptx/numeric.cuh"
+
+namespace {
+
+enum {
+    BLOCK_WARPS = 8,
+    BLOCK_THREADS = BLOCK_WARPS * SMLA_WARP_LANES,
+    FEW_BLOCKS_PER_SM = 2, /* of kernels that need more addresses or registers */
+};
+
+constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+
+__device__ __forceinline__ int
+lane_idx()
+{
+    return (int)(threadIdx.x % SMLA_WARP_LANES);
+}
+
+/* Where the parts of a row begin, in bytes. */
+struct row_offsets {
+    int32_t scale;
+    int32_t rope;
+};
+
+row_offsets
+offsets_of(const smla_kv_view &kv)
+{
+    return {kv.format->scale_offset, kv.format->rope_offset};
+}
+
+bool
+has_aligned_rows(const smla_kv_view &kv)
+{
+    return smla_is_multiple(kv.base, kv.page_stride_bytes, 16) && kv.token_stride_bytes % 16 == 0;
+}
+
+__device__ __forceinline__ uint8_t *
+find_row(const smla_kv_view &kv, int64_t page, int64_t offset)
+{
+    return kv.base + page * kv.page_stride_bytes + offset * kv.token_stride_bytes;
+}
+
+__device__ __forceinline__ uint8_t *
+shuffle_pointer(const uint8_t *pointer, int lane)
+{
+    return (uint8_t *)__shfl_sync(ALL_LANES, (unsigned long long)pointer, lane);
+}
+
+} /* namespace */
+
+#endif /* SMLA_CUDA_CACHE_ROWS_CUH */

@@ -1,0 +1,354 @@
+/* cache_write.cu: writes tokens into the cache, quantised on the way.
+ *
+ * Computes     nope, rope -> bf16; fp8_ds_mla: per tile of 128 values of nope
+ *              scale = max(amax / 448, FLT_MIN), byte = e4m3(x / scale)
+ * Shapes       kv_c [T, 512], k_pe [T, 64] bf16, fp16 or fp32, rows any stride apart; slot_mapping
+ *              [T] int32 or int64, any stride; a cache row as kv_format.h draws it
+ * Shared mem   none
+ * Roles        A warp writes a run of 1 to 4 tokens, a lane 16 bytes of the wider side at a time,
+ *              so that one instruction of the warp covers consecutive bytes. The next token's loads
+ *              are in flight while one is written; lane i finds the row of token i. No barriers.
+ * Roofline     Memory. Bytes a token, floor at 4.3 TB/s, and the share of that rate reached on an
+ *              H200 with a million tokens, pages shuffled | slots shuffled (2026-11-20, commit
+ *              f9bb2e3, `python -m sparse_mla bench --device cuda --only bytes`):
+ *                bf16 -> fp8_ds_mla   1160 +  656   0.42 ns   92 | 82 %
+ *                bf16 -> bfloat16     1160 + 1152   0.54 ns   89 | 87 %
+ *              A row of fp8_ds_mla is 20.5 sectors. If its neighbour is not written soon after it,
+ *              the sector that they share is read to be completed, once a row (ncu: 38.98 million
+ *              sectors read, not 38.01): shuffled slots are slower for any number of warps tried.
+ *              Loads that leave L1 or L2 first: 2 to 14 points less.
+ * Numerics     every byte is what the CPU's write gives, which divides; smla_scale_of_tile and
+ *              smla_quantize_moderate_bf16x4 say why it is. A slot outside the cache is skipped. A
+ *              token yields to another one of the same slot among the 31 after it; of those farther
+ *              apart a row may hold parts of both.
+ * Source       concat_and_cache_mla of vLLM, for the format.
+ */
+#include "cuda/cache/cache_rows.cuh"
+
+namespace {
+
+enum {
+    MAX_RUN_TOKENS = 4, /* that a warp writes in turn */
+    MIN_RUNS = 1 << 14, /* before a warp takes a second token */
+    WRITE_BLOCKS_PER_SM = 4,
+};
+
+/* ---- Write --------------------------------------------------------------------------------- */
+
+struct write_args {
+    smla_cache_write_params p;
+    smla_divisor block_size;
+    row_offsets offsets;
+    int32_t run_tokens;
+};
+
+/* A lane's part of a token, as it was given: 16 bytes at a time, then two values of rope. */
+template <int TYPE> struct given_part {
+    enum {
+        ELEMENT_BYTES = TYPE == SMLA_FLOAT_FP32 ? 4 : 2,
+        COUNT = 16 / ELEMENT_BYTES,
+        STEP = COUNT * SMLA_WARP_LANES,
+        STEPS = SMLA_KV_LORA_RANK / STEP,
+        TILE_LANES = SMLA_SCALE_TILE / COUNT, /* that share a scale */
+    };
+    uint32_t nope[STEPS][4];
+    uint32_t rope[ELEMENT_BYTES / 2];
+};
+
+/* Where a lane's part of the next token is. */
+struct given_place {
+    const uint8_t *nope;
+    const uint8_t *rope;
+};
+
+template <int TYPE>
+__device__ __forceinline__ given_place
+find_token(const smla_cache_write_params &p, int64_t token)
+{
+    using layout = given_part<TYPE>;
+    constexpr int BYTES = layout::ELEMENT_BYTES;
+    const int lane = lane_idx();
+    return {(const uint8_t *)p.kv_c + (token * p.kv_c_stride_token + lane * layout::COUNT) * BYTES,
+            (const uint8_t *)p.k_pe + (token * p.k_pe_stride_token + lane * 2) * BYTES};
+}
+
+template <int TYPE, bool ALIGNED>
+__device__ __forceinline__ void
+load_next(const smla_cache_write_params &p, given_place *place, given_part<TYPE> *part)
+{
+    using layout = given_part<TYPE>;
+    constexpr int BYTES = layout::ELEMENT_BYTES;
+#pragma unroll
+    for (int i = 0; i < layout::STEPS; i++) {
+        smla_load_words<16, ALIGNED, BYTES>(place->nope + i * layout::STEP * BYTES, part->nope[i]);
+    }
+    smla_load_words<2 * BYTES, ALIGNED, BYTES>(place->rope, part->rope);
+    place->nope += p.kv_c_stride_token * BYTES;
+    place->rope += p.k_pe_stride_token * BYTES;
+}
+
+/* `COUNT` values as bf16, two to a word. */
+template <int TYPE, int COUNT>
+__device__ __forceinline__ void
+narrow(const uint32_t *given, uint32_t *pairs)
+{
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; i++) {
+        if constexpr (TYPE == SMLA_FLOAT_FP32) {
+            pairs[i] = smla_floats_to_bf16x2(smla_bits_float(given[2 * i]),
+                                             smla_bits_float(given[2 * i + 1]));
+        } else if constexpr (TYPE == SMLA_FLOAT_FP16) {
+            float floats[2];
+            smla_halves_to_floats(given[i], floats);
+            pairs[i] = smla_floats_to_bf16x2(floats[0], floats[1]);
+        } else {
+            pairs[i] = given[i];
+        }
+    }
+}
+
+__device__ __forceinline__ int64_t
+read_slot(const smla_cache_write_params &p, int64_t token)
+{
+    const int64_t at = token * p.slot_stride;
+    return p.slots_are_int64 ? ((const int64_t *)p.slot_mapping)[at]
+                             : ((const int32_t *)p.slot_mapping)[at];
+}
+
+/* Lane i: where token first + i of a run goes, null where it is not written: its slot is outside
+ * the cache, or one of the next 31 tokens has the same. */
+__device__ __forceinline__ uint8_t *
+find_targets(const write_args &args, int64_t first, int num_tokens)
+{
+    const smla_cache_write_params &p = args.p;
+    const int lane = lane_idx();
+    const int64_t token = first + lane;
+    const bool sees_behind = lane + 1 < num_tokens && token + SMLA_WARP_LANES < p.num_tokens;
+    const int64_t slot = token < p.num_tokens ? read_slot(p, token) : -1;
+    const int64_t behind = sees_behind ? read_slot(p, token + SMLA_WARP_LANES) : -1;
+    bool yields = false;
+    for (int i = 0; i < num_tokens; i++) {
+        const int64_t own = __shfl_sync(ALL_LANES, slot, i);
+        const int64_t other = lane > i ? slot : behind; /* of a token 1 to 31 after it */
+        const bool is_taken = __any_sync(ALL_LANES, lane != i && other == own);
+        yields = lane == i ? is_taken : yields;
+    }
+    if (lane >= num_tokens || yields || slot < 0 || slot >= p.kv.num_pages * p.kv.block_size) {
+        return nullptr;
+    }
+    const int64_t page = smla_divide(slot, args.block_size);
+    return find_row(p.kv, page, slot - page * p.kv.block_size);
+}
+
+/* The scales of a lane's steps. */
+template <int TYPE>
+__device__ __forceinline__ void
+find_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], smla_scale *scales)
+{
+    using layout = given_part<TYPE>;
+#pragma unroll
+    for (int i = 0; i < layout::STEPS; i += 2) {
+        uint32_t largest[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            largest[j] = smla_abs_bf16x2(pairs[i + j][0]);
+#pragma unroll
+            for (int k = 1; k < layout::COUNT / 2; k++) {
+                largest[j] = smla_max_bf16x2(largest[j], smla_abs_bf16x2(pairs[i + j][k]));
+            }
+        }
+        /* One step in the lower halves, one in the upper. */
+        uint32_t both = smla_max_bf16x2(__byte_perm(largest[0], largest[1], 0x5410),
+                                        __byte_perm(largest[0], largest[1], 0x7632));
+#pragma unroll
+        for (int step = layout::TILE_LANES / 2; step > 0; step /= 2) {
+            both = smla_max_bf16x2(both, __shfl_xor_sync(ALL_LANES, both, step));
+        }
+        const float amax[2] = {smla_low_bf16(both), smla_high_bf16(both)};
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            /* Of NaN alone 0. */
+            const float bounded = fminf(fmaxf(amax[j], 0.0f), FLT_MAX);
+            scales[i + j] = smla_make_scale(smla_scale_of_tile(bounded));
+        }
+    }
+}
+
+template <int TYPE>
+__device__ __forceinline__ void
+quantize_token(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], const smla_scale *scales,
+               uint32_t (*bytes)[given_part<TYPE>::COUNT / 4])
+{
+    using layout = given_part<TYPE>;
+    bool is_moderate = true;
+#pragma unroll
+    for (int i = 0; i < layout::STEPS; i++) {
+        is_moderate = is_moderate && scales[i].is_moderate;
+    }
+    if (is_moderate) {
+#pragma unroll
+        for (int i = 0; i < layout::STEPS; i++) {
+#pragma unroll
+            for (int k = 0; k < layout::COUNT / 4; k++) {
+                bytes[i][k] = smla_quantize_moderate_bf16x4(pairs[i] + 2 * k, scales[i]);
+            }
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < layout::STEPS; i++) {
+#pragma unroll
+        for (int k = 0; k < layout::COUNT / 4; k++) {
+            bytes[i][k] =
+                smla_quantize_rare_bf16x4(pairs[i][2 * k], pairs[i][2 * k + 1], scales[i].scale);
+        }
+    }
+}
+
+/* Lanes 0 ... STEPS - 1 of a tile's have its scale of that step. */
+template <int TYPE>
+__device__ __forceinline__ void
+store_scales(const smla_scale *scales, float *to)
+{
+    using layout = given_part<TYPE>;
+    const int step = lane_idx() % layout::TILE_LANES;
+    const int tile = step * (layout::STEP / SMLA_SCALE_TILE) + lane_idx() / layout::TILE_LANES;
+    float scale = scales[0].scale;
+#pragma unroll
+    for (int i = 1; i < layout::STEPS; i++) {
+        scale = step == i ? scales[i].scale : scale;
+    }
+    if (step < layout::STEPS) {
+        const uint32_t bits = smla_float_bits(scale);
+        smla_store_words<4, true>(to + tile, &bits);
+    }
+}
+
+template <int TYPE, int NOPE, bool ALIGNED>
+__device__ __forceinline__ void
+write_token(const given_part<TYPE> &part, const row_offsets &offsets, uint8_t *row)
+{
+    using layout = given_part<TYPE>;
+    constexpr bool OUT_ALIGNED = ALIGNED || NOPE == SMLA_NOPE_E4M3;
+    constexpr int OUT_BYTES = NOPE == SMLA_NOPE_E4M3 ? layout::COUNT : 2 * layout::COUNT;
+    const int lane = lane_idx();
+    uint8_t *const nope = row + lane * OUT_BYTES;
+    uint32_t pairs[layout::STEPS][layout::COUNT / 2];
+    uint32_t rope;
+#pragma unroll
+    for (int i = 0; i < layout::STEPS; i++) {
+        narrow<TYPE, layout::COUNT>(part.nope[i], pairs[i]);
+    }
+    narrow<TYPE, 2>(part.rope, &rope);
+    if constexpr (NOPE == SMLA_NOPE_E4M3) {
+        smla_scale scales[layout::STEPS];
+        uint32_t bytes[layout::STEPS][layout::COUNT / 4];
+        find_scales<TYPE>(pairs, scales);
+        quantize_token<TYPE>(pairs, scales, bytes);
+#pragma unroll
+        for (int i = 0; i < layout::STEPS; i++) {
+            smla_store_words<OUT_BYTES, true>(nope + i * OUT_BYTES * SMLA_WARP_LANES, bytes[i]);
+        }
+        store_scales<TYPE>(scales, (float *)(row + offsets.scale));
+    } else {
+#pragma unroll
+        for (int i = 0; i < layout::STEPS; i++) {
+            smla_store_words<OUT_BYTES, ALIGNED>(nope + i * OUT_BYTES * SMLA_WARP_LANES, pairs[i]);
+        }
+    }
+    smla_store_words<4, OUT_ALIGNED>(row + offsets.rope + lane * 4, &rope);
+}
+
+/* Blocks that registers must leave room for: sm_120 would spill for one more. */
+template <int TYPE, bool ALIGNED>
+constexpr int
+min_write_blocks()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+    constexpr int most = WRITE_BLOCKS_PER_SM - 1;
+#else
+    constexpr int most = WRITE_BLOCKS_PER_SM;
+#endif
+    return ALIGNED && TYPE != SMLA_FLOAT_FP32 ? most : FEW_BLOCKS_PER_SM;
+}
+
+template <int TYPE, int NOPE, bool ALIGNED>
+__global__ void
+__launch_bounds__(BLOCK_THREADS, min_write_blocks<TYPE, ALIGNED>())
+    write_kernel(const __grid_constant__ write_args args)
+{
+    ptx_wait_for_grids();
+    const smla_cache_write_params &p = args.p;
+    const int64_t num_warps = (int64_t)gridDim.x * BLOCK_WARPS;
+    int64_t run = (int64_t)blockIdx.x * BLOCK_WARPS + threadIdx.x / SMLA_WARP_LANES;
+    for (; run * args.run_tokens < p.num_tokens; run += num_warps) {
+        const int64_t first = run * args.run_tokens;
+        const int64_t left = p.num_tokens - first;
+        const int num_tokens = left < args.run_tokens ? (int)left : args.run_tokens;
+        /* Every token is read: its loads do not wait for the slot. */
+        given_part<TYPE> next;
+        given_place place = find_token<TYPE>(p, first);
+        load_next<TYPE, ALIGNED>(p, &place, &next);
+        const uint8_t *const targets = find_targets(args, first, num_tokens);
+#pragma unroll 2
+        for (int i = 0; i < num_tokens; i++) {
+            const given_part<TYPE> part = next;
+            if (i + 1 < num_tokens) {
+                load_next<TYPE, ALIGNED>(p, &place, &next);
+            }
+            uint8_t *const row = shuffle_pointer(targets, i);
+            if (row != nullptr) {
+                write_token<TYPE, NOPE, ALIGNED>(part, args.offsets, row);
+            }
+        }
+    }
+}
+
+struct write_row {
+    smla_float_type type;
+    smla_nope_type nope;
+    bool is_aligned;
+    void (*kernel)(write_args);
+};
+
+const write_row write_rows[] = {
+    {SMLA_FLOAT_BF16, SMLA_NOPE_E4M3, true, write_kernel<SMLA_FLOAT_BF16, SMLA_NOPE_E4M3, true>},
+    {SMLA_FLOAT_BF16, SMLA_NOPE_E4M3, false, write_kernel<SMLA_FLOAT_BF16, SMLA_NOPE_E4M3, false>},
+    {SMLA_FLOAT_BF16, SMLA_NOPE_BF16, true, write_kernel<SMLA_FLOAT_BF16, SMLA_NOPE_BF16, true>},
+    {SMLA_FLOAT_BF16, SMLA_NOPE_BF16, false, write_kernel<SMLA_FLOAT_BF16, SMLA_NOPE_BF16, false>},
+    {SMLA_FLOAT_FP16, SMLA_NOPE_E4M3, true, write_kernel<SMLA_FLOAT_FP16, SMLA_NOPE_E4M3, true>},
+    {SMLA_FLOAT_FP16, SMLA_NOPE_E4M3, false, write_kernel<SMLA_FLOAT_FP16, SMLA_NOPE_E4M3, false>},
+    {SMLA_FLOAT_FP16, SMLA_NOPE_BF16, true, write_kernel<SMLA_FLOAT_FP16, SMLA_NOPE_BF16, true>},
+    {SMLA_FLOAT_FP16, SMLA_NOPE_BF16, false, write_kernel<SMLA_FLOAT_FP16, SMLA_NOPE_BF16, false>},
+    {SMLA_FLOAT_FP32, SMLA_NOPE_E4M3, true, write_kernel<SMLA_FLOAT_FP32, SMLA_NOPE_E4M3, true>},
+    {SMLA_FLOAT_FP32, SMLA_NOPE_E4M3, false, write_kernel<SMLA_FLOAT_FP32, SMLA_NOPE_E4M3, false>},
+    {SMLA_FLOAT_FP32, SMLA_NOPE_BF16, true, write_kernel<SMLA_FLOAT_FP32, SMLA_NOPE_BF16, true>},
+    {SMLA_FLOAT_FP32, SMLA_NOPE_BF16, false, write_kernel<SMLA_FLOAT_FP32, SMLA_NOPE_BF16, false>},
+};
+
+} /* namespace */
+
+/* ---- Launcher ------------------------------------------------------------------------------ */
+
+cudaError_t
+smla_cuda_launch_cache_write(const smla_cache_write_params *p)
+{
+    const int64_t element_bytes = p->input_type == SMLA_FLOAT_FP32 ? 4 : 2;
+    const bool is_aligned = has_aligned_rows(p->kv) &&
+                            smla_is_multiple(p->kv_c, p->kv_c_stride_token * element_bytes, 16) &&
+                            smla_is_multiple(p->k_pe, p->k_pe_stride_token * element_bytes, 8);
+    const int64_t tokens = p->num_tokens / MIN_RUNS;
+    const int32_t run_tokens = tokens < 1                ? 1
+                               : tokens < MAX_RUN_TOKENS ? (int32_t)tokens
+                                                         : MAX_RUN_TOKENS;
+    const int64_t num_blocks = smla_count_parts(p->num_tokens, (int64_t)run_tokens * BLOCK_WARPS);
+    const write_args args = {*p, smla_make_divisor(p->kv.block_size), offsets_of(p->kv),
+                             run_tokens};
+    for (const write_row &row : write_rows) {
+        if (row.type == p->input_type && row.nope == p->kv.format->nope_type &&
+            row.is_aligned == is_aligned) {
+            return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream);
+        }
+    }
+    return cudaErrorInvalidDeviceFunction;
+}

@@ -1,0 +1,179 @@
+/* checked.c: SPARSE_MLA_CHECK=1, a debugging aid. A call waits for its stream, brings the arrays
+ * that hold slots, pages, lengths and request ids to the host, and has the CPU backend judge them,
+ * so that the errors are the CPU's, text and all. Afterwards it waits again: what its kernels did
+ * wrong is reported by the call that started them.
+ *
+ * Attention has nothing to judge: an index that names no key is masked everywhere.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "cpu/machine/cpu.h"
+#include "cuda/host/cuda.h"
+
+bool
+smla_cuda_is_checked(void)
+{
+    return smla_cuda_is_set("SPARSE_MLA_CHECK");
+}
+
+smla_status
+smla_cuda_begin_checked(const char *op, smla_stream stream, smla_error *error)
+{
+    bool is_capturing = false;
+    SMLA_TRY(smla_cuda_is_capturing(op, stream, &is_capturing, error));
+    if (is_capturing) {
+        return smla_fail(
+            error, SMLA_ERROR_RUNTIME,
+            "%s: SPARSE_MLA_CHECK must be unset while a CUDA graph is captured, got it "
+            "set: nothing runs during a capture, so there are no values to look at",
+            op);
+    }
+    return smla_cuda_status(op, "cudaStreamSynchronize, before the call,",
+                            cudaStreamSynchronize((cudaStream_t)stream.handle), error);
+}
+
+smla_status
+smla_cuda_end_checked(const char *op, smla_stream stream, smla_error *error)
+{
+    return smla_cuda_status(op, "a kernel of this call",
+                            cudaStreamSynchronize((cudaStream_t)stream.handle), error);
+}
+
+/* ---- Device arrays on the host ------------------------------------------------------------- */
+
+/* An array of up to two dimensions, in elements; strides may be zero or negative. */
+typedef struct device_array {
+    const void *data; /* where index 0 is: on the device, and once read on the host */
+    int64_t element_bytes;
+    int64_t counts[2];
+    int64_t strides[2];
+    void *memory; /* of the host's copy */
+} device_array;
+
+static device_array
+int32_vector(const int32_t *data, int64_t count, int64_t stride)
+{
+    return (device_array){.data = data,
+                          .element_bytes = sizeof *data,
+                          .counts = {count, 1},
+                          .strides = {stride, 0}};
+}
+
+/* Copies everything between the array's first and last byte, so that strides stay as they are. */
+static smla_status
+read_array(const char *op, smla_stream stream, device_array *a, smla_error *error)
+{
+    int64_t low = 0;
+    int64_t high = 0;
+    for (int i = 0; i < 2; i++) {
+        const int64_t reach = (a->counts[i] - 1) * a->strides[i];
+        low += reach < 0 ? reach : 0;
+        high += reach > 0 ? reach : 0;
+    }
+    if (a->data == NULL || a->counts[0] == 0 || a->counts[1] == 0) {
+        return SMLA_OK;
+    }
+    const size_t bytes = (size_t)((high - low + 1) * a->element_bytes);
+    const uint8_t *first = (const uint8_t *)a->data + low * a->element_bytes;
+    a->memory = malloc(bytes);
+    if (a->memory == NULL) {
+        return smla_fail(
+            error, SMLA_ERROR_MEMORY,
+            "%s: SPARSE_MLA_CHECK must find %zu bytes for a copy of an array, got none", op, bytes);
+    }
+    a->data = (const uint8_t *)a->memory - low * a->element_bytes;
+    SMLA_TRY(smla_cuda_status(op, "cudaMemcpyAsync",
+                              cudaMemcpyAsync(a->memory, first, bytes, cudaMemcpyDeviceToHost,
+                                              (cudaStream_t)stream.handle),
+                              error));
+    return smla_cuda_status(op, "cudaStreamSynchronize",
+                            cudaStreamSynchronize((cudaStream_t)stream.handle), error);
+}
+
+static smla_status
+read_arrays(const char *op, smla_stream stream, device_array *arrays, int count, smla_error *error)
+{
+    for (int i = 0; i < count; i++) {
+        SMLA_TRY(read_array(op, stream, &arrays[i], error));
+    }
+    return SMLA_OK;
+}
+
+static void
+free_arrays(const device_array *arrays, int count)
+{
+    for (int i = 0; i < count; i++) {
+        free(arrays[i].memory);
+    }
+}
+
+/* ---- Operators ----------------------------------------------------------------------------- */
+
+smla_status
+smla_cuda_check_cache_write(const smla_cache_write_params *p, smla_error *error)
+{
+    device_array slots = {.data = p->slot_mapping,
+                          .element_bytes = p->slots_are_int64 ? 8 : 4,
+                          .counts = {p->num_tokens, 1},
+                          .strides = {p->slot_stride, 0}};
+    smla_status status = read_array("concat_and_cache_mla", p->stream, &slots, error);
+    if (status == SMLA_OK) {
+        smla_cache_write_params host = *p;
+        host.slot_mapping = slots.data;
+        status = smla_cpu_check_cache_write(&host, error);
+    }
+    free_arrays(&slots, 1);
+    return status;
+}
+
+smla_status
+smla_cuda_check_gather(const smla_gather_params *p, smla_error *error)
+{
+    enum { BLOCK_TABLE, SEQ_LENS, WORKSPACE_STARTS, SEQ_STARTS, NUM_ARRAYS };
+    device_array arrays[NUM_ARRAYS] = {
+        [BLOCK_TABLE] = {.data = p->block_table,
+                         .element_bytes = sizeof *p->block_table,
+                         .counts = {p->num_reqs, p->num_blocks},
+                         .strides = {p->block_table_stride_req, p->block_table_stride_block}},
+        [SEQ_LENS] = int32_vector(p->seq_lens, p->num_reqs, p->seq_lens_stride),
+        [WORKSPACE_STARTS] =
+            int32_vector(p->workspace_starts, p->num_reqs, p->workspace_starts_stride),
+        [SEQ_STARTS] = int32_vector(p->seq_starts, p->num_reqs, p->seq_starts_stride),
+    };
+    smla_status status = read_arrays("gather_kv_cache", p->stream, arrays, NUM_ARRAYS, error);
+    if (status == SMLA_OK) {
+        smla_gather_params host = *p;
+        host.block_table = arrays[BLOCK_TABLE].data;
+        host.seq_lens = arrays[SEQ_LENS].data;
+        host.workspace_starts = arrays[WORKSPACE_STARTS].data;
+        host.seq_starts = arrays[SEQ_STARTS].data;
+        status = smla_cpu_check_gather(&host, error);
+    }
+    free_arrays(arrays, NUM_ARRAYS);
+    return status;
+}
+
+smla_status
+smla_cuda_check_convert(const smla_convert_params *p, smla_error *error)
+{
+    enum { REQ_IDS, PREFILL_IDS, PREFILL_STARTS, NUM_ARRAYS };
+    device_array arrays[NUM_ARRAYS] = {
+        [REQ_IDS] = int32_vector(p->req_id_per_token, p->num_tokens, p->req_id_stride),
+        [PREFILL_IDS] =
+            int32_vector(p->prefill_request_ids, p->num_tokens, p->prefill_request_ids_stride),
+        [PREFILL_STARTS] = int32_vector(p->prefill_workspace_starts, p->num_prefills,
+                                        p->prefill_workspace_starts_stride),
+    };
+    smla_status status =
+        read_arrays("convert_req_index_to_global_index", p->stream, arrays, NUM_ARRAYS, error);
+    if (status == SMLA_OK) {
+        smla_convert_params host = *p;
+        host.req_id_per_token = arrays[REQ_IDS].data;
+        host.prefill_request_ids = arrays[PREFILL_IDS].data;
+        host.prefill_workspace_starts = arrays[PREFILL_STARTS].data;
+        status = smla_cpu_check_convert(&host, error);
+    }
+    free_arrays(arrays, NUM_ARRAYS);
+    return status;
+}

@@ -1,0 +1,201 @@
+/* cuda_backend.c: the CUDA backend as a table. An operator makes its device current, starts its kernels
+ * on the caller's stream, and gives the launch's own code back as a status. Nothing waits for the
+ * device, except under SPARSE_MLA_CHECK=1.
+ */
+#include "cuda/host/cuda.h"
+
+/* ---- One call of an operator --------------------------------------------------------------- */
+
+typedef struct cuda_call {
+    const char *op;
+    smla_stream stream;
+    const smla_cuda_device *device;
+    bool is_checked;
+    smla_cuda_guard guard;
+} cuda_call;
+
+/* Every begin that returned SMLA_OK is followed by end_call. */
+static smla_status
+begin_call(cuda_call *call, smla_error *error)
+{
+    SMLA_TRY(smla_cuda_check_device(call->op, call->stream.device_id, error));
+    call->device = smla_cuda_find_device(call->stream.device_id);
+    SMLA_TRY(smla_cuda_enter(call->op, call->stream.device_id, &call->guard, error));
+    call->is_checked = smla_cuda_is_checked();
+    smla_status status = smla_cuda_check_stream(call->op, call->stream, error);
+    if (status == SMLA_OK && call->is_checked) {
+        status = smla_cuda_begin_checked(call->op, call->stream, error);
+    }
+    if (status != SMLA_OK) {
+        smla_cuda_leave(&call->guard);
+    }
+    return status;
+}
+
+static smla_status
+end_call(const cuda_call *call, smla_status status, smla_error *error)
+{
+    if (status == SMLA_OK && call->is_checked) {
+        status = smla_cuda_end_checked(call->op, call->stream, error);
+    }
+    smla_cuda_leave(&call->guard);
+    return status;
+}
+
+/* The end of an operator that is one launch. */
+static smla_status
+end_launch(const cuda_call *call, cudaError_t code, smla_error *error)
+{
+    return end_call(call, smla_cuda_status(call->op, "cudaLaunchKernelExC", code, error), error);
+}
+
+/* ---- Cache and indices --------------------------------------------------------------------- */
+
+static smla_status
+concat_and_cache_mla(const smla_cache_write_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "concat_and_cache_mla", .stream = p->stream};
+    if (p->num_tokens == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    const smla_status status = call.is_checked ? smla_cuda_check_cache_write(p, error) : SMLA_OK;
+    return status == SMLA_OK ? end_launch(&call, smla_cuda_launch_cache_write(p), error)
+                             : end_call(&call, status, error);
+}
+
+/* Values stay on the device; checked mode looks at them when the gather itself comes. */
+static smla_status
+check_gather(const smla_gather_params *p, smla_error *error)
+{
+    (void)p;
+    (void)error;
+    return SMLA_OK;
+}
+
+static smla_status
+gather_kv_cache(const smla_gather_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "gather_kv_cache", .stream = p->stream};
+    if (p->num_reqs == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    const smla_status status = call.is_checked ? smla_cuda_check_gather(p, error) : SMLA_OK;
+    return status == SMLA_OK ? end_launch(&call, smla_cuda_launch_gather(p, call.device), error)
+                             : end_call(&call, status, error);
+}
+
+static smla_status
+dequantize_kv_cache(const smla_dequantize_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "dequantize_kv_cache", .stream = p->stream};
+    if (smla_kv_num_slots(&p->kv) == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    return end_launch(&call, smla_cuda_launch_dequantize(p), error);
+}
+
+static smla_status
+convert_req_index(const smla_convert_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "convert_req_index_to_global_index", .stream = p->stream};
+    if (p->num_tokens == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    const smla_status status = call.is_checked ? smla_cuda_check_convert(p, error) : SMLA_OK;
+    return status == SMLA_OK ? end_launch(&call, smla_cuda_launch_convert(p), error)
+                             : end_call(&call, status, error);
+}
+
+/* ---- Attention ----------------------------------------------------------------------------- */
+
+/* Indices and lengths are masked by the kernels, in checked mode too: that is their meaning. */
+static smla_status
+sparse_attention(const smla_attention_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "sparse_attention", .stream = p->stream};
+    if (p->num_tokens == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    return end_call(&call, smla_cuda_sparse_attention(p, error), error);
+}
+
+static smla_status
+merge_attn_states(const smla_merge_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "merge_attn_states", .stream = p->stream};
+    if (p->num_tokens == 0 || p->num_heads == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    return end_launch(&call, smla_cuda_launch_merge(p), error);
+}
+
+/* ---- Absorption ---------------------------------------------------------------------------- */
+
+static smla_status
+split_kv_b_proj(const smla_split_weight_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "split_kv_b_proj", .stream = p->stream};
+    if (p->nope_dim == 0 && p->value_dim == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    return end_launch(&call, smla_cuda_launch_split_weight(p), error);
+}
+
+static smla_status
+up_proj(const smla_projection_params *p, smla_error *error)
+{
+    cuda_call call = {.op = p->op, .stream = p->stream};
+    if (p->num_tokens == 0 || p->outer_dim == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    return end_call(&call, smla_cuda_up_proj(p, error), error);
+}
+
+/* An array without elements has a scale all the same: there is always something to do. */
+static smla_status
+dynamic_per_tensor_quant(const smla_quant_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "dynamic_per_tensor_quant", .stream = p->stream};
+    SMLA_TRY(begin_call(&call, error));
+    return end_launch(&call, smla_cuda_launch_quant(p, call.device), error);
+}
+
+/* ---- The table ----------------------------------------------------------------------------- */
+
+const smla_backend smla_cuda_backend = {
+    .name = "cuda",
+    .device_type = kDLCUDA,
+    .maps_indices = true,
+    .check_device = smla_cuda_check_device,
+    .concat_and_cache_mla = concat_and_cache_mla,
+    .check_gather = check_gather,
+    .gather_kv_cache = gather_kv_cache,
+    .dequantize_kv_cache = dequantize_kv_cache,
+    .convert_req_index = convert_req_index,
+    .choose_num_splits = smla_cuda_choose_num_splits,
+    .prefers_direct = smla_cuda_prefers_direct,
+    .attention_workspace_size = smla_cuda_attention_workspace_size,
+    .sparse_attention = sparse_attention,
+    .merge_attn_states = merge_attn_states,
+    .split_kv_b_proj = split_kv_b_proj,
+    .up_proj = up_proj,
+    .dynamic_per_tensor_quant = dynamic_per_tensor_quant,
+    .kernels = smla_cuda_kernels,
+    .allocate = smla_cuda_allocate,
+    .release = smla_cuda_release,
+    .create_mirror = smla_cuda_create_mirror,
+    .destroy_mirror = smla_cuda_destroy_mirror,
+    .begin_write = smla_cuda_begin_write,
+    .end_write = smla_cuda_end_write,
+    .begin_use = smla_cuda_begin_use,
+    .end_use = smla_cuda_end_use,
+    .streams = &smla_cuda_stream_ops,
+};

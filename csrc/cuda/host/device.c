@@ -1,0 +1,410 @@
+/* device.c: devices and their facts, the guard that makes one current, error texts, and captures.
+ *
+ * Errors are taken from return codes alone: what cudaGetLastError would say may be somebody else's
+ * and is left to them. Nothing here needs a driver to be loaded; without one every question has the
+ * answer "no device".
+ */
+#include <cudaTypedefs.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda/host/cuda.h"
+
+enum { MIN_COMPUTE_CAPABILITY = 80 };
+
+/* ---- Facts --------------------------------------------------------------------------------- */
+
+/* What a process learns about a device, each thing once, under the lock. */
+typedef struct device_slot {
+    atomic_bool is_known; /* the facts are written: read them without the lock */
+    smla_cuda_device facts;
+    CUcontext primary; /* NULL before the guard needs it */
+} device_slot;
+
+static device_slot slots[SMLA_CUDA_MAX_DEVICES];
+static pthread_mutex_t slots_lock = PTHREAD_MUTEX_INITIALIZER;
+
+bool
+smla_cuda_is_set(const char *name)
+{
+    const char *const value = getenv(name);
+    return value != NULL && value[0] != '\0' && strcmp(value, "0") != 0;
+}
+
+/* SPARSE_MLA_CUDA_ARCH=80 in the environment leaves the kernels of newer architectures out: to test
+ * the portable ones where others would be taken, and to compare. */
+static int32_t
+cap_capability(int32_t capability)
+{
+    const char *const text = getenv("SPARSE_MLA_CUDA_ARCH");
+    const long cap = text == NULL ? 0 : strtol(text, NULL, 10);
+    return cap >= MIN_COMPUTE_CAPABILITY && cap < capability ? (int32_t)cap : capability;
+}
+
+static cudaError_t
+read_facts(int32_t device_id, smla_cuda_device *facts)
+{
+    int major = 0;
+    int minor = 0;
+    int num_sms = 0;
+    int shared_bytes = 0;
+    const struct {
+        enum cudaDeviceAttr name;
+        int *value;
+    } attributes[] = {
+        {cudaDevAttrComputeCapabilityMajor, &major},
+        {cudaDevAttrComputeCapabilityMinor, &minor},
+        {cudaDevAttrMultiProcessorCount, &num_sms},
+        {cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared_bytes},
+    };
+    for (int i = 0; i < 4; i++) {
+        const cudaError_t code =
+            cudaDeviceGetAttribute(attributes[i].value, attributes[i].name, device_id);
+        if (code != cudaSuccess) {
+            return code;
+        }
+    }
+    *facts = (smla_cuda_device){.compute_capability = cap_capability(major * 10 + minor),
+                                .num_sms = num_sms,
+                                .max_shared_bytes = shared_bytes};
+    return cudaSuccess;
+}
+
+static device_slot *
+find_slot(int32_t device_id)
+{
+    return device_id >= 0 && device_id < SMLA_CUDA_MAX_DEVICES ? &slots[device_id] : NULL;
+}
+
+static cudaError_t
+find_facts(int32_t device_id, const smla_cuda_device **facts)
+{
+    device_slot *slot = find_slot(device_id);
+    if (slot == NULL) {
+        return cudaErrorInvalidDevice;
+    }
+    *facts = &slot->facts;
+    if (atomic_load_explicit(&slot->is_known, memory_order_acquire)) {
+        return cudaSuccess;
+    }
+    pthread_mutex_lock(&slots_lock);
+    cudaError_t code = cudaSuccess;
+    if (!atomic_load_explicit(&slot->is_known, memory_order_relaxed)) {
+        code = read_facts(device_id, &slot->facts);
+        atomic_store_explicit(&slot->is_known, code == cudaSuccess, memory_order_release);
+    }
+    pthread_mutex_unlock(&slots_lock);
+    return code;
+}
+
+const smla_cuda_device *
+smla_cuda_find_device(int32_t device_id)
+{
+    const smla_cuda_device *device = NULL;
+    return find_facts(device_id, &device) == cudaSuccess ? device : NULL;
+}
+
+/* Why the driver shows no device at all. */
+static smla_status
+report_driver(const char *op, cudaError_t code, smla_error *error)
+{
+    int version = 0;
+    (void)cudaDriverGetVersion(&version);
+    if (code == cudaErrorInsufficientDriver && version == 0) {
+        return smla_fail(
+            error, SMLA_ERROR_RUNTIME,
+            "%s: CUDA devices must have an NVIDIA driver, got none: libcuda.so.1 cannot be "
+            "loaded",
+            op);
+    }
+    if (code == cudaErrorInsufficientDriver) {
+        return smla_fail(
+            error, SMLA_ERROR_RUNTIME,
+            "%s: the NVIDIA driver must be new enough for CUDA %d.%d, got one for %d.%d: update "
+            "the driver, or rebuild with an older toolkit (CUDA_HOME)",
+            op, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, version / 1000,
+            version % 1000 / 10);
+    }
+    if (code == cudaErrorNoDevice) {
+        return smla_fail(
+            error, SMLA_ERROR_RUNTIME,
+            "%s: CUDA devices must be visible to the process, got none: look at nvidia-smi "
+            "and CUDA_VISIBLE_DEVICES",
+            op);
+    }
+    return smla_cuda_status(op, "cudaGetDeviceCount", code, error);
+}
+
+/* Why a device that could not be asked about cannot be. */
+static smla_status
+report_device(const char *op, int32_t device_id, cudaError_t code, smla_error *error)
+{
+    int count = 0;
+    const cudaError_t count_code = cudaGetDeviceCount(&count);
+    if (count_code != cudaSuccess || count == 0) {
+        return report_driver(op, count_code != cudaSuccess ? count_code : cudaErrorNoDevice, error);
+    }
+    if (count > SMLA_CUDA_MAX_DEVICES) {
+        count = SMLA_CUDA_MAX_DEVICES;
+    }
+    if (device_id >= 0 && device_id < count) {
+        return smla_cuda_status(op, "cudaDeviceGetAttribute", code, error);
+    }
+    return smla_fail(error, SMLA_ERROR_RUNTIME,
+                     "%s: the CUDA device must be one of this machine's (cuda:0 to cuda:%d), got "
+                     "cuda:%d",
+                     op, count - 1, device_id);
+}
+
+smla_status
+smla_cuda_check_device(const char *op, int32_t device_id, smla_error *error)
+{
+    const smla_cuda_device *device = NULL;
+    const cudaError_t code = find_facts(device_id, &device);
+    if (code != cudaSuccess) {
+        return report_device(op, device_id, code, error);
+    }
+    if (device->compute_capability < MIN_COMPUTE_CAPABILITY) {
+        return smla_fail(error, SMLA_ERROR_RUNTIME,
+                         "%s: CUDA devices must have compute capability %d.%d or newer, got %d.%d "
+                         "(cuda:%d)",
+                         op, MIN_COMPUTE_CAPABILITY / 10, MIN_COMPUTE_CAPABILITY % 10,
+                         device->compute_capability / 10, device->compute_capability % 10,
+                         device_id);
+    }
+    return SMLA_OK;
+}
+
+/* ---- Error texts --------------------------------------------------------------------------- */
+
+static const char lost_hint[] =
+    ": an earlier kernel of this process may be the cause, and the device is lost to it from now "
+    "on; SPARSE_MLA_CHECK=1 or compute-sanitizer shows which kernel";
+static const char no_kernel_hint[] =
+    ": this build has no code for this device; rebuild with its architecture in "
+    "SPARSE_MLA_CUDA_ARCHS";
+static const char capture_hint[] =
+    ": a CUDA graph is being captured, and cannot hold or stand beside this call";
+
+/* The usual cause of an error, or "". */
+static const char *
+find_hint(cudaError_t code)
+{
+    switch (code) {
+    case cudaErrorInvalidResourceHandle:
+        return ": is `stream` a stream of this device, and not yet destroyed?";
+    case cudaErrorIllegalAddress:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorHardwareStackError:
+    case cudaErrorLaunchFailure:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorECCUncorrectable: return lost_hint;
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilerNotFound: return no_kernel_hint;
+    case cudaErrorStreamCaptureUnsupported:
+    case cudaErrorStreamCaptureInvalidated:
+    case cudaErrorStreamCaptureImplicit:
+    case cudaErrorStreamCaptureIsolation:
+    case cudaErrorStreamCaptureWrongThread: return capture_hint;
+    case cudaErrorInitializationError:
+        return ": a process that was forked after CUDA was used cannot use it; start workers by "
+               "spawn";
+    default: return "";
+    }
+}
+
+smla_status
+smla_cuda_status(const char *op, const char *call, cudaError_t code, smla_error *error)
+{
+    if (code == cudaSuccess) {
+        return SMLA_OK;
+    }
+    const smla_status status =
+        code == cudaErrorMemoryAllocation ? SMLA_ERROR_MEMORY : SMLA_ERROR_RUNTIME;
+    return smla_fail(error, status, "%s: %s failed: %s (%s)%s", op, call, cudaGetErrorString(code),
+                     cudaGetErrorName(code), find_hint(code));
+}
+
+/* ---- Guard --------------------------------------------------------------------------------- */
+
+/* A device that is not current is made so by pushing its primary context, which the driver can do
+ * and the runtime cannot. cudaSetDevice, there and back, would leave a context on the device that
+ * it goes back to (half a gigabyte on one that the process may never use), and would lose a context
+ * that somebody else made. */
+typedef struct driver_calls {
+    PFN_cuDeviceGet_v2000 get_device;
+    PFN_cuDevicePrimaryCtxRetain_v7000 retain_primary;
+    PFN_cuCtxPushCurrent_v4000 push_context;
+    PFN_cuCtxPopCurrent_v4000 pop_context; /* the last one found: not NULL says all are */
+} driver_calls;
+
+static driver_calls driver; /* under the lock, and constant once the first push has happened */
+
+cudaError_t
+smla_cuda_find_driver_calls(const smla_cuda_driver_call *calls, int count, unsigned version)
+{
+    for (int i = 0; i < count; i++) {
+        void *address = NULL;
+        enum cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+        const cudaError_t code = cudaGetDriverEntryPointByVersion(calls[i].name, &address, version,
+                                                                  cudaEnableDefault, &result);
+        if (code != cudaSuccess) {
+            return code;
+        }
+        if (result != cudaDriverEntryPointSuccess || address == NULL) {
+            return cudaErrorSymbolNotFound;
+        }
+        memcpy(calls[i].function, (const void *)&address, sizeof address);
+    }
+    return cudaSuccess;
+}
+
+static cudaError_t
+find_driver(void)
+{
+    const smla_cuda_driver_call calls[] = {
+        {"cuDeviceGet", (void *)&driver.get_device},
+        {"cuDevicePrimaryCtxRetain", (void *)&driver.retain_primary},
+        {"cuCtxPushCurrent", (void *)&driver.push_context},
+        {"cuCtxPopCurrent", (void *)&driver.pop_context},
+    };
+    return driver.pop_context != NULL ? cudaSuccess : smla_cuda_find_driver_calls(calls, 4, 12000);
+}
+
+/* The device's primary context, retained until the process ends. Under the lock. Error numbers of
+ * the driver and the runtime are the same. */
+static cudaError_t
+find_primary(int32_t device_id, CUcontext *primary)
+{
+    device_slot *slot = find_slot(device_id);
+    if (slot == NULL) {
+        return cudaErrorInvalidDevice;
+    }
+    if (slot->primary == NULL) {
+        CUdevice device = 0;
+        const cudaError_t code = find_driver();
+        if (code != cudaSuccess) {
+            return code;
+        }
+        CUresult result = driver.get_device(&device, device_id);
+        if (result == CUDA_SUCCESS) {
+            result = driver.retain_primary(&slot->primary, device);
+        }
+        if (result != CUDA_SUCCESS) {
+            return (cudaError_t)result;
+        }
+    }
+    *primary = slot->primary;
+    return cudaSuccess;
+}
+
+static smla_status
+push_primary(const char *op, int32_t device_id, smla_error *error)
+{
+    CUcontext primary = NULL;
+    SMLA_TRY(smla_cuda_check_device(op, device_id, error));
+    pthread_mutex_lock(&slots_lock);
+    const cudaError_t code = find_primary(device_id, &primary);
+    pthread_mutex_unlock(&slots_lock);
+    SMLA_TRY(smla_cuda_status(op, "cuDevicePrimaryCtxRetain", code, error));
+    return smla_cuda_status(op, "cuCtxPushCurrent", (cudaError_t)driver.push_context(primary),
+                            error);
+}
+
+smla_status
+smla_cuda_enter(const char *op, int32_t device_id, smla_cuda_guard *guard, smla_error *error)
+{
+    int current = -1;
+    guard->is_pushed = false;
+    SMLA_TRY(smla_cuda_status(op, "cudaGetDevice", cudaGetDevice(&current), error));
+    if (current != device_id) {
+        SMLA_TRY(push_primary(op, device_id, error));
+        guard->is_pushed = true;
+    }
+    return SMLA_OK;
+}
+
+void
+smla_cuda_leave(const smla_cuda_guard *guard)
+{
+    if (guard->is_pushed) {
+        CUcontext primary;
+        (void)driver.pop_context(&primary);
+    }
+}
+
+/* ---- Captures ------------------------------------------------------------------------------ */
+
+smla_status
+smla_cuda_is_capturing(const char *op, smla_stream stream, bool *is_capturing, smla_error *error)
+{
+    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    const cudaError_t code = cudaStreamIsCapturing((cudaStream_t)stream.handle, &capture);
+    *is_capturing = capture != cudaStreamCaptureStatusNone;
+    return smla_cuda_status(op, "cudaStreamIsCapturing", code, error);
+}
+
+enum cudaStreamCaptureMode
+smla_cuda_relax_captures(void)
+{
+    enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    return mode;
+}
+
+void
+smla_cuda_restore_captures(enum cudaStreamCaptureMode former)
+{
+    (void)cudaThreadExchangeStreamCaptureMode(&former);
+}
+
+/* ---- Streams ------------------------------------------------------------------------------- */
+
+/* Whether there is a stream of another device to be had. */
+static bool
+has_several_devices(void)
+{
+    static atomic_int num_devices; /* 0 before it is known */
+    int count = atomic_load_explicit(&num_devices, memory_order_relaxed);
+    if (count == 0 && cudaGetDeviceCount(&count) == cudaSuccess) {
+        atomic_store_explicit(&num_devices, count, memory_order_relaxed);
+    }
+    return count > 1;
+}
+
+/* The default streams are every device's own. Of a stream that captures the question would end the
+ * capture. */
+smla_status
+smla_cuda_check_stream(const char *op, smla_stream stream, smla_error *error)
+{
+    const cudaStream_t handle = (cudaStream_t)stream.handle;
+    int device_id = stream.device_id;
+    bool is_capturing = false;
+    if (handle == NULL || handle == cudaStreamLegacy || handle == cudaStreamPerThread ||
+        !has_several_devices()) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(smla_cuda_is_capturing(op, stream, &is_capturing, error));
+    if (is_capturing) {
+        return SMLA_OK;
+    }
+    const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
+    const cudaError_t code = cudaStreamGetDevice(handle, &device_id);
+    smla_cuda_restore_captures(former);
+    SMLA_TRY(smla_cuda_status(op, "cudaStreamGetDevice", code, error));
+    if (device_id != stream.device_id) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `stream` must be a stream of the arrays' device, cuda:%d, got one of "
+                         "cuda:%d",
+                         op, stream.device_id, device_id);
+    }
+    return SMLA_OK;
+}

@@ -1,0 +1,283 @@
+/* launch.c: how kernels are started.
+ *
+ * A launch costs the host 2.5 to 4 us, most of them until the command has left for the GPU. A graph
+ * of one kernel has its command there: new parameters and a start cost 1.6 us, and what finds the
+ * device idle is done 1.7 us sooner. So every stream has such a graph, which all kernels share. The
+ * price: what stands in line waits for the grid in front to end, 1 us that an early start saves;
+ * and 100 KiB of device memory a stream. To take it may need an idle device, so the first call on a
+ * device takes it for all streams to come.
+ *
+ * Where a graph is not the same as a launch, there is a launch: in a capture, which is to hold the
+ * kernel itself; on streams with a priority, an access policy, a memory domain or SMs of their own,
+ * of which graphs know nothing; for clusters, to which a graph would hold later kernels, too; and
+ * where somebody watches single launches.
+ */
+#include <cudaTypedefs.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda/host/cuda.h"
+
+enum { KNOWN_KERNELS = 64 };
+
+typedef struct stream_graph {
+    struct stream_graph *next;
+    unsigned long long stream_id; /* never used again, as handles are */
+    cudaGraphNode_t node;
+    cudaGraphExec_t exec; /* NULL: the stream is for launches */
+    pthread_mutex_t lock; /* from parameters to start, and over this: */
+    struct {
+        const void *kernel;
+        cudaFunction_t function; /* what it is in the stream's context */
+    } known[KNOWN_KERNELS];
+} stream_graph;
+
+enum {
+    MAX_STREAM_GRAPHS = 40, /* PyTorch has 32 streams, which it hands out again and again */
+    MAX_STREAMS = 200,      /* that are remembered; the rest is for launches */
+};
+
+static struct device_graphs {
+    _Atomic(stream_graph *) first; /* streams come in at the front and stay */
+    int num_streams;               /* this and the rest under the lock */
+    CUcontext context;             /* of the graphs; NULL: there are none yet */
+    cudaGraphNode_t node;          /* what the kernel is called in each of them */
+    cudaGraphExec_t execs[MAX_STREAM_GRAPHS];
+    int num_left; /* of those, without a stream */
+} graphs_of[SMLA_CUDA_MAX_DEVICES];
+
+static pthread_mutex_t streams_lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* ---- Launches ------------------------------------------------------------------------------ */
+
+static cudaError_t
+launch(const smla_cuda_grid *grid)
+{
+    cudaLaunchAttribute early = {.id = cudaLaunchAttributeProgrammaticStreamSerialization,
+                                 .val.programmaticStreamSerializationAllowed = 1};
+    cudaLaunchConfig_t config = {.gridDim = {grid->num_blocks, 1, 1},
+                                 .blockDim = {grid->block_threads, 1, 1},
+                                 .dynamicSmemBytes = grid->shared_bytes,
+                                 .stream = grid->stream.handle,
+                                 .attrs = &early,
+                                 .numAttrs = grid->starts_early};
+    return cudaLaunchKernelExC(&config, grid->kernel, (void *[]){grid->args});
+}
+
+/* ---- Graphs -------------------------------------------------------------------------------- */
+
+/* The driver's own: the runtime takes 0.04 us more for a question, and 0.2 for parameters, to look
+ * the kernel up. Graphs are started by the runtime, which profilers watch. */
+static struct {
+    PFN_cuStreamIsCapturing_v10000 is_capturing;
+    PFN_cuStreamGetId_v12000 get_id;
+    PFN_cuStreamGetCtx_v9020 get_context;
+    PFN_cuGraphExecKernelNodeSetParams_v12000 set_params; /* NULL: no graphs */
+} driver;
+
+static cudaError_t
+find_driver(void)
+{
+    const smla_cuda_driver_call calls[] = {
+        {"cuStreamIsCapturing", (void *)&driver.is_capturing},
+        {"cuStreamGetId", (void *)&driver.get_id},
+        {"cuStreamGetCtx", (void *)&driver.get_context},
+        {"cuGraphExecKernelNodeSetParams", (void *)&driver.set_params},
+    };
+    return smla_cuda_find_driver_calls(calls, 4, 12000);
+}
+
+/* SPARSE_MLA_LAUNCH=plain in the environment: to compare. A profiler that is injected shows a graph
+ * as one thing without a name. */
+static void
+prepare_graphs(void)
+{
+    const char *const wish = getenv("SPARSE_MLA_LAUNCH");
+    if ((wish != NULL && strcmp(wish, "plain") == 0) || smla_cuda_is_set("CUDA_LAUNCH_BLOCKING") ||
+        smla_cuda_is_set("CUDA_INJECTION64_PATH") || find_driver() != cudaSuccess) {
+        driver.set_params = NULL;
+    }
+}
+
+/* Whether the stream has SMs of its own. A driver that lacks the question lacks such streams. */
+static bool
+has_own_sms(cudaStream_t stream)
+{
+    PFN_cuStreamGetGreenCtx_v12040 get_context = NULL;
+    const smla_cuda_driver_call call = {"cuStreamGetGreenCtx", (void *)&get_context};
+    CUgreenCtx context = NULL;
+    return smla_cuda_find_driver_calls(&call, 1, 12040) == cudaSuccess &&
+           (get_context(stream, &context) != CUDA_SUCCESS || context != NULL);
+}
+
+/* Whether kernels in a graph do as kernels launched on this stream. */
+static bool
+is_ordinary(cudaStream_t stream)
+{
+    int priority = -1;
+    cudaLaunchAttributeValue policy;
+    cudaLaunchAttributeValue domain;
+    return cudaStreamGetPriority(stream, &priority) == cudaSuccess && priority == 0 &&
+           cudaStreamGetAttribute(stream, cudaLaunchAttributeAccessPolicyWindow, &policy) ==
+               cudaSuccess &&
+           policy.accessPolicyWindow.num_bytes == 0 &&
+           cudaStreamGetAttribute(stream, cudaLaunchAttributeMemSyncDomain, &domain) ==
+               cudaSuccess &&
+           domain.memSyncDomain == cudaLaunchMemSyncDomainDefault && !has_own_sms(stream);
+}
+
+/* In the current context. Any kernel will do at first. The graph stays: its node is what executable
+ * ones know. */
+static void
+make_graphs(const smla_cuda_grid *grid, struct device_graphs *made)
+{
+    cudaGraph_t graph = NULL;
+    const struct cudaKernelNodeParams params = {.func = (void *)grid->kernel,
+                                                .gridDim = {grid->num_blocks, 1, 1},
+                                                .blockDim = {grid->block_threads, 1, 1},
+                                                .sharedMemBytes = grid->shared_bytes,
+                                                .kernelParams = (void *[]){grid->args}};
+    bool is_good = cudaGraphCreate(&graph, 0) == cudaSuccess &&
+                   cudaGraphAddKernelNode(&made->node, graph, NULL, 0, &params) == cudaSuccess;
+    while (is_good && made->num_left < MAX_STREAM_GRAPHS) {
+        is_good = cudaGraphInstantiate(&made->execs[made->num_left], graph, 0) == cudaSuccess;
+        made->num_left += is_good;
+    }
+    if (!is_good) {
+        (void)cudaGetLastError();
+    }
+}
+
+/* Under the lock, for an ordinary stream. Contexts do not share functions: streams of another than
+ * the first one's are for launches. */
+static void
+take_graph(const smla_cuda_grid *grid, struct device_graphs *graphs, stream_graph *taker)
+{
+    CUcontext context = NULL;
+    if (driver.get_context(grid->stream.handle, &context) != CUDA_SUCCESS) {
+        return;
+    }
+    if (graphs->context == NULL) {
+        graphs->context = context;
+        make_graphs(grid, graphs);
+    }
+    if (context == graphs->context && graphs->num_left > 0) {
+        taker->node = graphs->node;
+        taker->exec = graphs->execs[--graphs->num_left];
+    }
+}
+
+static stream_graph *
+find_stream(int32_t device_id, unsigned long long stream_id)
+{
+    stream_graph *at = atomic_load_explicit(&graphs_of[device_id].first, memory_order_acquire);
+    while (at != NULL && at->stream_id != stream_id) {
+        at = at->next;
+    }
+    return at;
+}
+
+/* Under the lock. NULL where there are too many. */
+static stream_graph *
+add_stream(const smla_cuda_grid *grid, unsigned long long stream_id)
+{
+    struct device_graphs *const graphs = &graphs_of[grid->stream.device_id];
+    stream_graph *added = find_stream(grid->stream.device_id, stream_id); /* by another thread */
+    if (added != NULL || graphs->num_streams == MAX_STREAMS) {
+        return added;
+    }
+    added = calloc(1, sizeof *added);
+    if (added == NULL || pthread_mutex_init(&added->lock, NULL) != 0) {
+        free(added);
+        return NULL;
+    }
+    const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
+    if (is_ordinary(grid->stream.handle)) {
+        take_graph(grid, graphs, added);
+    }
+    smla_cuda_restore_captures(former);
+    added->stream_id = stream_id;
+    added->next = atomic_load_explicit(&graphs->first, memory_order_relaxed);
+    atomic_store_explicit(&graphs->first, added, memory_order_release);
+    graphs->num_streams++;
+    return added;
+}
+
+/* The graph of the grid's stream; NULL: to be launched. */
+static stream_graph *
+find_graph(const smla_cuda_grid *grid)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    CUstreamCaptureStatus capture;
+    unsigned long long stream_id;
+    (void)pthread_once(&once, prepare_graphs);
+    if (driver.set_params == NULL || grid->has_clusters ||
+        driver.is_capturing(grid->stream.handle, &capture) != CUDA_SUCCESS ||
+        capture != CU_STREAM_CAPTURE_STATUS_NONE ||
+        driver.get_id(grid->stream.handle, &stream_id) != CUDA_SUCCESS) {
+        return NULL;
+    }
+    stream_graph *found = find_stream(grid->stream.device_id, stream_id);
+    if (found == NULL) {
+        pthread_mutex_lock(&streams_lock);
+        found = add_stream(grid, stream_id);
+        pthread_mutex_unlock(&streams_lock);
+    }
+    return found == NULL || found->exec == NULL ? NULL : found;
+}
+
+/* Under the graph's lock. NULL: to be launched. */
+static cudaFunction_t
+find_function(stream_graph *graph, const void *kernel)
+{
+    const int i = (int)((uintptr_t)kernel / 16 % KNOWN_KERNELS);
+    if (graph->known[i].kernel != kernel) {
+        cudaFunction_t function = NULL;
+        const enum cudaStreamCaptureMode former = smla_cuda_relax_captures(); /* it may be loaded */
+        const cudaError_t code = cudaGetFuncBySymbol(&function, kernel);
+        smla_cuda_restore_captures(former);
+        if (code != cudaSuccess) {
+            return NULL;
+        }
+        graph->known[i].kernel = kernel;
+        graph->known[i].function = function;
+    }
+    return graph->known[i].function;
+}
+
+static bool
+start_graph(const smla_cuda_grid *grid, stream_graph *graph)
+{
+    const CUDA_KERNEL_NODE_PARAMS params = {.func = find_function(graph, grid->kernel),
+                                            .gridDimX = grid->num_blocks,
+                                            .gridDimY = 1,
+                                            .gridDimZ = 1,
+                                            .blockDimX = grid->block_threads,
+                                            .blockDimY = 1,
+                                            .blockDimZ = 1,
+                                            .sharedMemBytes = grid->shared_bytes,
+                                            .kernelParams = (void *[]){grid->args}};
+    return params.func != NULL &&
+           driver.set_params(graph->exec, graph->node, &params) == CUDA_SUCCESS &&
+           cudaGraphLaunch(graph->exec, grid->stream.handle) == cudaSuccess;
+}
+
+/* What the graph refuses, a launch accepts, or it names the error. */
+cudaError_t
+smla_cuda_launch(const smla_cuda_grid *grid)
+{
+    stream_graph *const graph = find_graph(grid);
+    if (graph == NULL) {
+        return launch(grid);
+    }
+    pthread_mutex_lock(&graph->lock);
+    const bool is_started = start_graph(grid, graph);
+    pthread_mutex_unlock(&graph->lock);
+    if (is_started) {
+        return cudaSuccess;
+    }
+    (void)cudaGetLastError();
+    return launch(grid);
+}

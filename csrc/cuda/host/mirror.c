@@ -1,0 +1,370 @@
+/* mirror.c: memory that the CUDA backend owns: a builder's buffers, and its mirror.
+ *
+ * A mirror is a block of device memory and a ring of pinned staging buffers. A build fills the
+ * oldest buffer and sends it in one copy; the event behind that copy says when the buffer may be
+ * filled again. That is asked, never waited for: while the oldest is still on its way the ring
+ * grows by one.
+ *
+ * Order. Each upload and each use of the block comes after the one before it. On one stream it does
+ * by itself; on another one, that stream is told to wait for the event of the one before. So events
+ * complete in the order of the ring, the oldest buffer is the first to be free, and one event, the
+ * newest, stands for all that went before. Streams are told apart by their ids, which are never
+ * given out twice; no handle is kept past the call that brought it.
+ *
+ * Captures. A use that is being captured is part of a graph: it runs when the graph is replayed, in
+ * the order of the stream that replays it. So a replay belongs on the stream of the builds, or
+ * behind an event of the caller's, and a capture is left alone here. A build cannot be captured at
+ * all: its staging buffer would be somebody else's by the time of the replay.
+ *
+ * One thread at a time per mirror, as per builder.
+ */
+#include <stdlib.h>
+
+#include "cuda/host/cuda.h"
+
+/* ---- Plain device memory ------------------------------------------------------------------- */
+
+static const char memory_op[] = "CUDA memory";
+
+static void *
+allocate_here(int64_t bytes)
+{
+    void *memory = NULL;
+    const cudaError_t code = cudaMalloc(&memory, bytes > 0 ? (size_t)bytes : 1);
+    return code == cudaSuccess ? memory : NULL;
+}
+
+void *
+smla_cuda_allocate(int32_t device_id, int64_t bytes)
+{
+    smla_cuda_guard guard;
+    if (smla_cuda_enter(memory_op, device_id, &guard, NULL) != SMLA_OK) {
+        return NULL;
+    }
+    const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
+    void *memory = allocate_here(bytes);
+    smla_cuda_restore_captures(former);
+    smla_cuda_leave(&guard);
+    return memory;
+}
+
+/* cudaFree waits for the work that uses the memory. It fails where the driver has been shut down
+ * before us, at the interpreter's exit: then there is nothing left to free. */
+void
+smla_cuda_release(int32_t device_id, void *memory)
+{
+    smla_cuda_guard guard;
+    if (memory == NULL || smla_cuda_enter(memory_op, device_id, &guard, NULL) != SMLA_OK) {
+        return;
+    }
+    const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
+    (void)cudaFree(memory);
+    smla_cuda_restore_captures(former);
+    smla_cuda_leave(&guard);
+}
+
+/* ---- The ring ------------------------------------------------------------------------------ */
+
+typedef struct staging {
+    struct staging *next; /* in a circle: behind the newest comes the oldest */
+    void *host;
+    cudaEvent_t sent;
+} staging;
+
+typedef struct cuda_mirror {
+    smla_mirror base; /* first: the address of the one is that of the other */
+    int32_t device_id;
+    staging *last;      /* the buffer that was sent last; the next build's is the one behind it */
+    cudaEvent_t used;   /* behind the last use */
+    cudaEvent_t newest; /* of the last upload or use; NULL before the first */
+    unsigned long long newest_stream; /* its stream's id */
+} cuda_mirror;
+
+enum { FIRST_BUFFERS = 3 }; /* one filled, one on its way, one to spare */
+
+static void
+free_staging(staging *buffer)
+{
+    if (buffer->sent != NULL) {
+        (void)cudaEventSynchronize(buffer->sent);
+        (void)cudaEventDestroy(buffer->sent);
+    }
+    if (buffer->host != NULL) {
+        (void)cudaFreeHost(buffer->host);
+    }
+    free(buffer);
+}
+
+/* Puts a new buffer where the oldest is looked for. */
+static cudaError_t
+grow_ring(cuda_mirror *m)
+{
+    staging *buffer = calloc(1, sizeof *buffer);
+    if (buffer == NULL) {
+        return cudaErrorMemoryAllocation;
+    }
+    const size_t bytes = m->base.bytes > 0 ? (size_t)m->base.bytes : 1;
+    cudaError_t code = cudaHostAlloc(&buffer->host, bytes, cudaHostAllocDefault);
+    if (code == cudaSuccess) {
+        code = cudaEventCreateWithFlags(&buffer->sent, cudaEventDisableTiming);
+    }
+    if (code != cudaSuccess) {
+        free_staging(buffer);
+        return code;
+    }
+    buffer->next = buffer;
+    if (m->last != NULL) {
+        buffer->next = m->last->next;
+        m->last->next = buffer;
+    } else {
+        m->last = buffer;
+    }
+    return cudaSuccess;
+}
+
+/* Zeros the block before anybody can use it: on a stream of its own, so that no other is waited
+ * for and none need wait. */
+static cudaError_t
+clear_block(const cuda_mirror *m)
+{
+    cudaStream_t stream = NULL;
+    cudaError_t code = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    if (code != cudaSuccess) {
+        return code;
+    }
+    code = cudaMemsetAsync(m->base.device, 0, (size_t)m->base.bytes, stream);
+    if (code == cudaSuccess) {
+        code = cudaStreamSynchronize(stream);
+    }
+    (void)cudaStreamDestroy(stream);
+    return code;
+}
+
+static bool
+fill_mirror(cuda_mirror *m)
+{
+    m->base.device = allocate_here(m->base.bytes);
+    bool good = m->base.device != NULL && clear_block(m) == cudaSuccess &&
+                cudaEventCreateWithFlags(&m->used, cudaEventDisableTiming) == cudaSuccess;
+    for (int i = 0; good && i < FIRST_BUFFERS; i++) {
+        good = grow_ring(m) == cudaSuccess;
+    }
+    return good;
+}
+
+/* The block first: freeing it waits for the uploads too, so that nothing is waited for twice. */
+static void
+empty_mirror(cuda_mirror *m)
+{
+    if (m->base.device != NULL) {
+        (void)cudaFree(m->base.device);
+    }
+    if (m->used != NULL) {
+        (void)cudaEventDestroy(m->used);
+    }
+    staging *buffer = m->last == NULL ? NULL : m->last->next;
+    if (m->last != NULL) {
+        m->last->next = NULL;
+    }
+    while (buffer != NULL) {
+        staging *next = buffer->next;
+        free_staging(buffer);
+        buffer = next;
+    }
+}
+
+smla_mirror *
+smla_cuda_create_mirror(int32_t device_id, int64_t bytes)
+{
+    smla_cuda_guard guard;
+    cuda_mirror *m = calloc(1, sizeof *m);
+    if (m == NULL || smla_cuda_enter(memory_op, device_id, &guard, NULL) != SMLA_OK) {
+        free(m);
+        return NULL;
+    }
+    m->base.bytes = bytes;
+    m->device_id = device_id;
+    const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
+    const bool good = fill_mirror(m);
+    if (!good) {
+        empty_mirror(m);
+    }
+    smla_cuda_restore_captures(former);
+    smla_cuda_leave(&guard);
+    if (!good) {
+        free(m);
+        return NULL;
+    }
+    return &m->base;
+}
+
+void
+smla_cuda_destroy_mirror(smla_mirror *mirror)
+{
+    cuda_mirror *m = (cuda_mirror *)mirror;
+    if (m == NULL) {
+        return;
+    }
+    /* Without a device (the driver is shut down, or lost) the calls fail and do no harm. */
+    smla_cuda_guard guard = {0};
+    (void)smla_cuda_enter(memory_op, m->device_id, &guard, NULL);
+    const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
+    empty_mirror(m);
+    smla_cuda_restore_captures(former);
+    smla_cuda_leave(&guard);
+    free(m);
+}
+
+/* ---- Order --------------------------------------------------------------------------------- */
+
+static smla_status
+find_id(const char *op, smla_stream stream, unsigned long long *id, smla_error *error)
+{
+    return smla_cuda_status(op, "cudaStreamGetId", cudaStreamGetId((cudaStream_t)stream.handle, id),
+                            error);
+}
+
+/* Puts what comes next on the stream behind the newest upload or use. */
+static smla_status
+wait_for_newest(const char *op, const cuda_mirror *m, smla_stream stream, unsigned long long id,
+                smla_error *error)
+{
+    if (m->newest == NULL || m->newest_stream == id) {
+        return SMLA_OK;
+    }
+    return smla_cuda_status(op, "cudaStreamWaitEvent",
+                            cudaStreamWaitEvent((cudaStream_t)stream.handle, m->newest,
+                                                cudaEventWaitDefault),
+                            error);
+}
+
+static smla_status
+record_newest(const char *op, cuda_mirror *m, smla_stream stream, unsigned long long id,
+              cudaEvent_t event, smla_error *error)
+{
+    SMLA_TRY(smla_cuda_status(op, "cudaEventRecord",
+                              cudaEventRecord(event, (cudaStream_t)stream.handle), error));
+    m->newest = event;
+    m->newest_stream = id;
+    return SMLA_OK;
+}
+
+/* ---- Write --------------------------------------------------------------------------------- */
+
+static smla_status
+refuse_capture(const char *op, smla_stream stream, smla_error *error)
+{
+    bool is_capturing = false;
+    SMLA_TRY(smla_cuda_is_capturing(op, stream, &is_capturing, error));
+    if (is_capturing) {
+        return smla_fail(
+            error, SMLA_ERROR_VALUE,
+            "%s: `stream` must not be capturing a CUDA graph, got one that is: build before the "
+            "capture, and again before each replay, which reads what the last build wrote",
+            op);
+    }
+    return SMLA_OK;
+}
+
+/* Leaves a buffer that may be filled behind the one sent last. */
+static smla_status
+find_free_buffer(const char *op, cuda_mirror *m, smla_error *error)
+{
+    const cudaError_t code = cudaEventQuery(m->last->next->sent);
+    if (code != cudaErrorNotReady) {
+        return smla_cuda_status(op, "cudaEventQuery", code, error);
+    }
+    return smla_cuda_status(op, "cudaHostAlloc", grow_ring(m), error);
+}
+
+smla_status
+smla_cuda_begin_write(const char *op, smla_mirror *mirror, smla_stream stream, void **host,
+                      smla_error *error)
+{
+    cuda_mirror *m = (cuda_mirror *)mirror;
+    smla_cuda_guard guard;
+    SMLA_TRY(smla_cuda_enter(op, m->device_id, &guard, error));
+    smla_status status = smla_cuda_check_stream(op, stream, error);
+    if (status == SMLA_OK) {
+        status = refuse_capture(op, stream, error);
+    }
+    if (status == SMLA_OK) {
+        const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
+        status = find_free_buffer(op, m, error);
+        smla_cuda_restore_captures(former);
+    }
+    smla_cuda_leave(&guard);
+    *host = m->last->next->host;
+    return status;
+}
+
+static smla_status
+send_buffer(const char *op, cuda_mirror *m, smla_stream stream, smla_error *error)
+{
+    staging *buffer = m->last->next;
+    cudaStream_t handle = (cudaStream_t)stream.handle;
+    unsigned long long id = 0;
+    SMLA_TRY(find_id(op, stream, &id, error));
+    SMLA_TRY(wait_for_newest(op, m, stream, id, error));
+    SMLA_TRY(smla_cuda_status(op, "cudaMemcpyAsync",
+                              cudaMemcpyAsync(m->base.device, buffer->host, (size_t)m->base.bytes,
+                                              cudaMemcpyHostToDevice, handle),
+                              error));
+    const smla_status status = record_newest(op, m, stream, id, buffer->sent, error);
+    if (status != SMLA_OK) { /* no event to ask: the one case that waits */
+        (void)cudaStreamSynchronize(handle);
+        return status;
+    }
+    m->last = buffer;
+    return SMLA_OK;
+}
+
+smla_status
+smla_cuda_end_write(const char *op, smla_mirror *mirror, smla_stream stream, smla_error *error)
+{
+    cuda_mirror *m = (cuda_mirror *)mirror;
+    smla_cuda_guard guard;
+    SMLA_TRY(smla_cuda_enter(op, m->device_id, &guard, error));
+    const smla_status status = send_buffer(op, m, stream, error);
+    smla_cuda_leave(&guard);
+    return status;
+}
+
+/* ---- Use ----------------------------------------------------------------------------------- */
+
+static smla_status
+order_use(const char *op, cuda_mirror *m, smla_stream stream, bool is_over, smla_error *error)
+{
+    bool is_capturing = false;
+    unsigned long long id = 0;
+    SMLA_TRY(smla_cuda_is_capturing(op, stream, &is_capturing, error));
+    if (is_capturing) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(find_id(op, stream, &id, error));
+    return is_over ? record_newest(op, m, stream, id, m->used, error)
+                   : wait_for_newest(op, m, stream, id, error);
+}
+
+static smla_status
+guard_use(const char *op, smla_mirror *mirror, smla_stream stream, bool is_over, smla_error *error)
+{
+    cuda_mirror *m = (cuda_mirror *)mirror;
+    smla_cuda_guard guard;
+    SMLA_TRY(smla_cuda_enter(op, m->device_id, &guard, error));
+    const smla_status status = order_use(op, m, stream, is_over, error);
+    smla_cuda_leave(&guard);
+    return status;
+}
+
+smla_status
+smla_cuda_begin_use(const char *op, smla_mirror *mirror, smla_stream stream, smla_error *error)
+{
+    return guard_use(op, mirror, stream, false, error);
+}
+
+smla_status
+smla_cuda_end_use(const char *op, smla_mirror *mirror, smla_stream stream, smla_error *error)
+{
+    return guard_use(op, mirror, stream, true, error);
+}

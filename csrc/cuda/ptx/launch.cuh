@@ -1,0 +1,253 @@
+/* launch.cuh: how kernels are started, and the index arithmetic and vector access they share. */
+#ifndef SMLA_CUDA_LAUNCH_CUH
+#define SMLA_CUDA_LAUNCH_CUH
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "cuda/host/cuda.h"
+#include "cuda/ptx/ptx.cuh"
+
+enum { SMLA_WARP_LANES = 32 };
+
+/* ---- Launch -------------------------------------------------------------------------------- */
+
+/* Whether kernels can wait for the grids in front of them: there is code for the very device, of
+ * sm_90 or later. PTX of sm_80 that a newer device compiles has no word for it. */
+static inline bool
+can_start_early(int32_t compute_capability)
+{
+    static const int32_t archs[] = {__CUDA_ARCH_LIST__};
+    bool can = false;
+    for (const int32_t arch : archs) {
+        can = can || (arch >= 900 && arch == 10 * compute_capability);
+    }
+    return can;
+}
+
+/* Starts a kernel that takes one struct by value. The grid is cut to what the hardware numbers:
+ * kernels loop over the blocks that are missing. No blocks, no launch.
+ *
+ * Where it can, the grid starts before the one in front of it in the stream is done. So every
+ * thread of every kernel must pass ptx_wait_for_grids before it reads what others wrote, writes
+ * what others read, or ends: who does not wait is no order for those behind it. */
+template <typename Args>
+static cudaError_t
+smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int block_threads,
+            int shared_bytes, smla_stream stream, bool has_clusters = false)
+{
+    if (num_blocks <= 0) {
+        return cudaSuccess;
+    }
+    smla_cuda_grid grid = {};
+    grid.kernel = (const void *)kernel;
+    grid.args = const_cast<Args *>(&args);
+    grid.num_blocks = (unsigned)(num_blocks < INT32_MAX ? num_blocks : INT32_MAX);
+    grid.block_threads = (unsigned)block_threads;
+    grid.shared_bytes = (unsigned)shared_bytes;
+    grid.has_clusters = has_clusters;
+    grid.starts_early =
+        can_start_early(smla_cuda_find_device(stream.device_id)->compute_capability);
+    grid.stream = stream;
+    return smla_cuda_launch(&grid);
+}
+
+/* More than 48 KiB of shared memory has to be asked for, once per kernel and device: a fact that
+ * does not change, so it is remembered. Two threads may both ask; that does no harm. What SMs make
+ * of their memory is left to the driver: asked for all of it as shared, the portable kernels, whose
+ * rows come through L1, took up to 12 % longer, and no other gained. */
+static inline cudaError_t
+allow_shared_bytes(const void *kernel, int shared_bytes, int32_t device_id, uint64_t *allowed)
+{
+    const uint64_t bit = device_id < 64 ? (uint64_t)1 << device_id : 0;
+    if (__atomic_load_n(allowed, __ATOMIC_ACQUIRE) & bit) {
+        return cudaSuccess;
+    }
+    /* The kernel may be loaded here, which a capture in the default mode forbids. */
+    const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
+    const cudaError_t code =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    smla_cuda_restore_captures(former);
+    if (code == cudaSuccess) {
+        __atomic_fetch_or(allowed, bit, __ATOMIC_RELEASE);
+    }
+    return code;
+}
+
+/* ---- Counts -------------------------------------------------------------------------------- */
+
+static inline int64_t
+smla_count_parts(int64_t size, int64_t part)
+{
+    return size / part + (size % part != 0);
+}
+
+/* Whether an address or a stride in bytes keeps what it is added to on vectors of `bytes`. */
+static inline bool
+smla_is_multiple(const void *address, int64_t stride_bytes, int64_t bytes)
+{
+    return (uintptr_t)address % (uintptr_t)bytes == 0 && stride_bytes % bytes == 0;
+}
+
+/* Whether every row of [tokens][heads] of 2-byte elements begins on a vector of `bytes`. */
+static inline bool
+smla_are_rows_aligned(const void *rows, int64_t stride_token, int64_t stride_head, int64_t bytes)
+{
+    return smla_is_multiple(rows, stride_token * 2, bytes) && stride_head * 2 % bytes == 0;
+}
+
+/* ---- Division ------------------------------------------------------------------------------ */
+
+/* A divisor that is known at launch. magic = ceil(2^64 / divisor), so that the upper half of
+ * n * magic is n / divisor for every n below 2^32 (Lemire, Kaser, Kurz, 2019); 1 has no magic. */
+typedef struct smla_divisor {
+    int64_t divisor;
+    uint64_t magic;
+} smla_divisor;
+
+static inline smla_divisor
+smla_make_divisor(int64_t divisor)
+{
+    return smla_divisor{divisor, divisor == 1 ? 0 : UINT64_MAX / (uint64_t)divisor + 1};
+}
+
+static __device__ __forceinline__ uint32_t
+smla_divide_uint32(uint32_t n, const smla_divisor &by)
+{
+    const uint32_t high = (uint32_t)(by.magic >> 32);
+    const uint32_t low = (uint32_t)by.magic;
+    const uint64_t sum = (uint64_t)high * n + ((uint64_t)low * n >> 32);
+    return by.magic == 0 ? n : (uint32_t)(sum >> 32);
+}
+
+/* A call: a hundred instructions, which hardly any work needs. */
+static __device__ __noinline__ int64_t
+smla_divide_large(int64_t n, int64_t divisor)
+{
+    return n / divisor;
+}
+
+/* n >= 0; a division only where 32 bits do not hold n. */
+static __device__ __forceinline__ int64_t
+smla_divide(int64_t n, const smla_divisor &by)
+{
+    return n >> 32 == 0 ? smla_divide_uint32((uint32_t)n, by) : smla_divide_large(n, by.divisor);
+}
+
+/* ---- Vectors ------------------------------------------------------------------------------- */
+
+/* One instruction each, where it stands: left to the compiler, loads sink behind the branch of
+ * their only use, and the store of a vector may become stores of its parts. */
+static __device__ __forceinline__ void
+smla_load_vector_4(const void *from, uint32_t *words)
+{
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(from));
+}
+
+static __device__ __forceinline__ void
+smla_load_vector_2(const void *from, uint32_t *words)
+{
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(words[0]), "=r"(words[1])
+                 : "l"(from));
+}
+
+static __device__ __forceinline__ void
+smla_load_vector_1(const void *from, uint32_t *words)
+{
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(words[0]) : "l"(from));
+}
+
+static __device__ __forceinline__ void
+smla_store_vector_4(void *to, const uint32_t *words)
+{
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+}
+
+/* To global or shared memory. No branch. */
+static __device__ __forceinline__ void
+smla_store_vector_4_if(void *to, const uint32_t *words, bool is_on)
+{
+    asm volatile("{\n\t"
+                 ".reg .pred on;\n\t"
+                 "setp.ne.b32 on, %5, 0;\n\t"
+                 "@on st.v4.u32 [%0], {%1, %2, %3, %4};\n\t"
+                 "}"
+                 :
+                 : "l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]),
+                   "r"((int)is_on)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void
+smla_store_vector_2(void *to, const uint32_t *words)
+{
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};"
+                 :
+                 : "l"(to), "r"(words[0]), "r"(words[1])
+                 : "memory");
+}
+
+static __device__ __forceinline__ void
+smla_store_vector_1(void *to, const uint32_t *words)
+{
+    asm volatile("st.global.u32 [%0], %1;" : : "l"(to), "r"(words[0]) : "memory");
+}
+
+/* BYTES bytes of an input <-> 32-bit words. Aligned: one instruction of 4, 8 or 16 bytes. Else in
+ * units of `UNIT` bytes, 2 or 4, which the address must be a multiple of. */
+template <int BYTES, bool ALIGNED, int UNIT = 2>
+static __device__ __forceinline__ void
+smla_load_words(const void *from, uint32_t *words)
+{
+    static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "a vector is 4, 8 or 16 bytes");
+    if constexpr (ALIGNED && BYTES == 16) {
+        smla_load_vector_4(from, words);
+    } else if constexpr (ALIGNED && BYTES == 8) {
+        smla_load_vector_2(from, words);
+    } else if constexpr (ALIGNED) {
+        smla_load_vector_1(from, words);
+    } else if constexpr (UNIT == 4) {
+#pragma unroll
+        for (int i = 0; i < BYTES / 4; i++) {
+            words[i] = __ldg((const uint32_t *)from + i);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < BYTES / 4; i++) {
+            const uint32_t low = __ldg((const uint16_t *)from + 2 * i);
+            const uint32_t high = __ldg((const uint16_t *)from + 2 * i + 1);
+            words[i] = low | high << 16;
+        }
+    }
+}
+
+template <int BYTES, bool ALIGNED, int UNIT = 2>
+static __device__ __forceinline__ void
+smla_store_words(void *to, const uint32_t *words)
+{
+    static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "a vector is 4, 8 or 16 bytes");
+    if constexpr (ALIGNED && BYTES == 16) {
+        smla_store_vector_4(to, words);
+    } else if constexpr (ALIGNED && BYTES == 8) {
+        smla_store_vector_2(to, words);
+    } else if constexpr (ALIGNED || UNIT == 4) {
+#pragma unroll
+        for (int i = 0; i < BYTES / 4; i++) {
+            smla_store_vector_1((uint32_t *)to + i, words + i);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < BYTES / 4; i++) {
+            ((uint16_t *)to)[2 * i] = (uint16_t)words[i];
+            ((uint16_t *)to)[2 * i + 1] = (uint16_t)(words[i] >> 16);
+        }
+    }
+}
+
+#endif /* SMLA_CUDA_LAUNCH_CUH */

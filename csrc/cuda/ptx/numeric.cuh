@@ -1,0 +1,340 @@
+/* numeric.cuh: bf16, fp16 and e4m3 <-> float for kernels: several values an instruction.
+ *
+ * numeric.h is the truth. What stands here gives the same bits in fewer instructions: the usual
+ * values go one short way, the rare ones (NaN, scales at the ends of the range) are told apart by a
+ * test of a whole word and go through numeric.h.
+ */
+#ifndef SMLA_CUDA_NUMERIC_CUH
+#define SMLA_CUDA_NUMERIC_CUH
+
+#include <float.h>
+
+#include "core/numeric.h"
+
+/* ---- One instruction each ------------------------------------------------------------------ */
+
+/* Nearest even; the sign of a NaN is lost. */
+static __device__ __forceinline__ uint32_t
+smla_cvt_bf16x2(float low, float high)
+{
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+/* Exact; the sign of a NaN is lost. */
+static __device__ __forceinline__ float
+smla_cvt_float(uint16_t half)
+{
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
+    return x;
+}
+
+static __device__ __forceinline__ uint32_t
+smla_abs_bf16x2(uint32_t x)
+{
+    uint32_t pair;
+    asm("abs.bf16x2 %0, %1;" : "=r"(pair) : "r"(x));
+    return pair;
+}
+
+/* The larger of each half; a number passes over NaN, of two NaN one is left. */
+static __device__ __forceinline__ uint32_t
+smla_max_bf16x2(uint32_t a, uint32_t b)
+{
+    uint32_t pair;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+}
+
+/* Within a unit in the last place. */
+static __device__ __forceinline__ float
+smla_rcp(float x)
+{
+    float reciprocal;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+    return reciprocal;
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+/* Nearest even, saturated at +-448, infinities included; the sign of a NaN is lost. */
+static __device__ __forceinline__ uint32_t
+smla_cvt_e4m3x2(float low, float high)
+{
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+/* Exact; the sign of a NaN is lost. */
+static __device__ __forceinline__ uint32_t
+smla_cvt_halves(uint16_t e4m3x2)
+{
+    uint32_t pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(e4m3x2));
+    return pair;
+}
+#endif
+
+/* ---- From bf16 and fp16 -------------------------------------------------------------------- */
+
+static __device__ __forceinline__ float
+smla_low_bf16(uint32_t pair)
+{
+    return smla_bits_float(pair << 16);
+}
+
+static __device__ __forceinline__ float
+smla_high_bf16(uint32_t pair)
+{
+    return smla_bits_float(pair & 0xFFFF0000u);
+}
+
+/* Two fp16. */
+static __device__ __forceinline__ void
+smla_halves_to_floats(uint32_t halves, float floats[2])
+{
+    const uint16_t low = (uint16_t)halves;
+    const uint16_t high = (uint16_t)(halves >> 16);
+    /* Above 0x7C00, infinity, the sum reaches the sign bit of its half. */
+    if (((halves & 0x7FFF7FFFu) + 0x03FF03FFu) & 0x80008000u) {
+        floats[0] = smla_half_to_float(low);
+        floats[1] = smla_half_to_float(high);
+        return;
+    }
+    floats[0] = smla_cvt_float(low);
+    floats[1] = smla_cvt_float(high);
+}
+
+/* ---- To bf16 ------------------------------------------------------------------------------- */
+
+static __device__ __noinline__ uint32_t
+smla_round_rare_floats(float low, float high)
+{
+    return smla_float_to_bf16(low) | (uint32_t)smla_float_to_bf16(high) << 16;
+}
+
+/* smla_float_to_bf16 of both. */
+static __device__ __forceinline__ uint32_t
+smla_floats_to_bf16x2(float low, float high)
+{
+    return isnan(low) || isnan(high) ? smla_round_rare_floats(low, high)
+                                     : smla_cvt_bf16x2(low, high);
+}
+
+/* ---- From e4m3 ----------------------------------------------------------------------------- */
+
+/* A NaN stays what it is, the value's before the scale's: which of them a product gives would be
+ * the hardware's choice. */
+static __device__ __forceinline__ float
+smla_scale_value(float value, float scale)
+{
+    if (isnan(value)) {
+        return value;
+    }
+    return isnan(scale) ? smla_bits_float(smla_float_bits(scale) | 0x00400000u) : value * scale;
+}
+
+/* Four e4m3, no NaN, as fp16, times SMLA_E4M3_UNIT = 1 where an instruction does it. Elsewhere
+ * exponent and mantissa keep their bits, and fp16 reads the exponent with a bias of 15 instead of
+ * 7, subnormal or not: / 256. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define SMLA_E4M3_UNIT 1.0f
+#else
+#define SMLA_E4M3_UNIT 256.0f
+#endif
+
+static __device__ __forceinline__ void
+smla_e4m3x4_to_halves(uint32_t bytes, uint32_t halves[2])
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    halves[0] = smla_cvt_halves((uint16_t)bytes);
+    halves[1] = smla_cvt_halves((uint16_t)(bytes >> 16));
+#else
+    const uint32_t low = __byte_perm(bytes, 0, 0x1404); /* bytes 0, 1 on top of their halves */
+    const uint32_t high = __byte_perm(bytes, 0, 0x3424);
+    halves[0] = (low & 0x80008000u) | (low >> 1 & 0x3F803F80u);
+    halves[1] = (high & 0x80008000u) | (high >> 1 & 0x3F803F80u);
+#endif
+}
+
+/* The top bit of a byte is set where it is NaN; the other bits are any. */
+static __device__ __forceinline__ uint32_t
+smla_mark_nan_e4m3x4(uint32_t bytes)
+{
+    return (bytes & 0x7F7F7F7Fu) + 0x01010101u;
+}
+
+/* Whether no product with it can be NaN. */
+static __device__ __forceinline__ bool
+smla_is_plain_scale(float scale)
+{
+    return fabsf(scale * SMLA_E4M3_UNIT) <= FLT_MAX;
+}
+
+/* Four e4m3, no NaN, times a plain scale. One rounding: scale times its unit and fp16 -> fp32 are
+ * exact. */
+static __device__ __forceinline__ void
+smla_scale_plain_e4m3x4(uint32_t bytes, float scale, float products[4])
+{
+    const float by = scale * SMLA_E4M3_UNIT;
+    uint32_t halves[2];
+    smla_e4m3x4_to_halves(bytes, halves);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        products[2 * i] = smla_cvt_float((uint16_t)halves[i]) * by;
+        products[2 * i + 1] = smla_cvt_float((uint16_t)(halves[i] >> 16)) * by;
+    }
+}
+
+/* Any four e4m3 times any scale. */
+static __device__ __noinline__ float4
+smla_scale_rare_e4m3x4(uint32_t bytes, float scale)
+{
+    return make_float4(smla_scale_value(smla_e4m3_to_float((uint8_t)bytes), scale),
+                       smla_scale_value(smla_e4m3_to_float((uint8_t)(bytes >> 8)), scale),
+                       smla_scale_value(smla_e4m3_to_float((uint8_t)(bytes >> 16)), scale),
+                       smla_scale_value(smla_e4m3_to_float((uint8_t)(bytes >> 24)), scale));
+}
+
+static __device__ __noinline__ uint2
+smla_scale_rare_e4m3x4_to_bf16(uint32_t bytes, float scale)
+{
+    const float4 values = smla_scale_rare_e4m3x4(bytes, scale);
+    return make_uint2(smla_round_rare_floats(values.x, values.y),
+                      smla_round_rare_floats(values.z, values.w));
+}
+
+/* ---- To e4m3 ------------------------------------------------------------------------------- */
+
+/* A scale that many values are divided by. */
+typedef struct smla_scale {
+    float scale;
+    float reciprocal; /* correctly rounded, of a moderate scale */
+    float rest;       /* what the true reciprocal has beyond that */
+    bool is_moderate;
+} smla_scale;
+
+static __device__ __forceinline__ smla_scale
+smla_make_scale(float scale)
+{
+    /* One step of Newton's, what nvcc makes of 1 / x without the ends of the range. */
+    const float first = smla_rcp(scale);
+    const float reciprocal = fmaf(first, fmaf(-scale, first, 1.0f), first);
+    return smla_scale{scale, reciprocal, fmaf(-scale, reciprocal, 1.0f) * reciprocal,
+                      scale >= 0x1p-60f && scale <= 0x1p60f};
+}
+
+/* A quotient, closer to x / divisor; `reciprocal` is that of the divisor. */
+static __device__ __forceinline__ float
+smla_correct_quotient(float quotient, float x, float divisor, float reciprocal)
+{
+    return fmaf(fmaf(-divisor, quotient, x), reciprocal, quotient);
+}
+
+/* The scale of a tile of bf16 values; amax is the largest, or FLT_MAX. The quotient is that of a
+ * division for every such amax that the lower bound leaves. */
+static __device__ __forceinline__ float
+smla_scale_of_tile(float amax)
+{
+    const float reciprocal = 1.0f / SMLA_E4M3_MAX;
+    const float quotient =
+        smla_correct_quotient(amax * reciprocal, amax, SMLA_E4M3_MAX, reciprocal);
+    return fmaxf(quotient, FLT_MIN);
+}
+
+/* x / scale, rounded as a division rounds, for every quotient that is not 0 as e4m3, of a moderate
+ * scale and |x| <= 448 scale. The first quotient is off by less than two units, the second is one
+ * of the two neighbours of the true one; from there a correctly rounded reciprocal and an exact
+ * remainder give the rounded quotient (Markstein, 1990). The remainder is exact because nothing
+ * underflows: it is a multiple of 2^-23 scale times 2^-33. */
+static __device__ __forceinline__ float
+smla_divide_moderate(float x, const smla_scale &by)
+{
+    const float first = x * by.reciprocal;
+    const float second = smla_correct_quotient(first, x, by.scale, by.reciprocal);
+    return smla_correct_quotient(second, x, by.scale, by.reciprocal);
+}
+
+static __device__ __noinline__ float4
+smla_divide_rare_x4(float4 x, float scale)
+{
+    return make_float4(x.x / scale, x.y / scale, x.z / scale, x.w / scale);
+}
+
+/* Four quotients as e4m3 without signs that can be relied on: those of 0 and NaN are lost. */
+static __device__ __forceinline__ uint32_t
+smla_floats_to_e4m3x4(const float quotients[4])
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    return smla_cvt_e4m3x2(quotients[0], quotients[1]) | smla_cvt_e4m3x2(quotients[2], quotients[3])
+                                                             << 16;
+#else
+    return smla_float_to_e4m3(quotients[0]) | (uint32_t)smla_float_to_e4m3(quotients[1]) << 8 |
+           (uint32_t)smla_float_to_e4m3(quotients[2]) << 16 |
+           (uint32_t)smla_float_to_e4m3(quotients[3]) << 24;
+#endif
+}
+
+/* The signs of four values on top of their bytes; the other bits are any. */
+static __device__ __forceinline__ uint32_t
+smla_signs_of_floats(const float x[4])
+{
+    const uint32_t low = __byte_perm(smla_float_bits(x[0]), smla_float_bits(x[1]), 0x0073);
+    const uint32_t high = __byte_perm(smla_float_bits(x[2]), smla_float_bits(x[3]), 0x0073);
+    return __byte_perm(low, high, 0x5410);
+}
+
+static __device__ __forceinline__ uint32_t
+smla_signs_of_bf16(const uint32_t pairs[2])
+{
+    return __byte_perm(pairs[0], pairs[1], 0x7531);
+}
+
+/* smla_float_to_e4m3(x / scale) of four values with |x| <= 448 scale, NaN or infinite. */
+static __device__ __forceinline__ uint32_t
+smla_quantize_x4(const float x[4], uint32_t signs, const smla_scale &by)
+{
+    float quotients[4];
+    if (by.is_moderate) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            quotients[i] = smla_divide_moderate(x[i], by);
+        }
+    } else {
+        const float4 rare = smla_divide_rare_x4(make_float4(x[0], x[1], x[2], x[3]), by.scale);
+        quotients[0] = rare.x;
+        quotients[1] = rare.y;
+        quotients[2] = rare.z;
+        quotients[3] = rare.w;
+    }
+    return smla_floats_to_e4m3x4(quotients) | (signs & 0x80808080u);
+}
+
+/* The same of bf16 and a moderate scale of smla_scale_of_tile. Of 8 bits over 8 bits no quotient
+ * but a tie is near a tie, and a product with 48 bits of the reciprocal falls on the same side of
+ * one as the division: tried for every pair of mantissas. */
+static __device__ __forceinline__ uint32_t
+smla_quantize_moderate_bf16x4(const uint32_t pairs[2], const smla_scale &by)
+{
+    float quotients[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float x = i % 2 == 0 ? smla_low_bf16(pairs[i / 2]) : smla_high_bf16(pairs[i / 2]);
+        quotients[i] = fmaf(x, by.reciprocal, x * by.rest);
+    }
+    return smla_floats_to_e4m3x4(quotients) | (smla_signs_of_bf16(pairs) & 0x80808080u);
+}
+
+/* The same of any scale. */
+static __device__ __noinline__ uint32_t
+smla_quantize_rare_bf16x4(uint32_t low, uint32_t high, float scale)
+{
+    const float quotients[4] = {smla_low_bf16(low) / scale, smla_high_bf16(low) / scale,
+                                smla_low_bf16(high) / scale, smla_high_bf16(high) / scale};
+    const uint32_t pairs[2] = {low, high};
+    return smla_floats_to_e4m3x4(quotients) | (smla_signs_of_bf16(pairs) & 0x80808080u);
+}
+
+#endif /* SMLA_CUDA_NUMERIC_CUH */

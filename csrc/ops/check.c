@@ -1,0 +1,541 @@
+/* check.c: every argument rule of every operator, once. Args (arrays as the caller gave them)
+ * become Params (flat sizes, strides, typed pointers); below this file nothing is validated again.
+ *
+ * Those of absorption are in check_absorption.c.
+ *
+ * Values inside arrays (slots, page numbers, request ids) are left to the backends: the CPU reads
+ * and reports them, a GPU kernel masks them.
+ */
+#include "ops/check.h"
+
+#include <math.h>
+
+#include "core/rule.h"
+
+smla_float_type
+smla_float_type_of(const DLTensor *tensor)
+{
+    switch (smla_dtype(tensor)) {
+    case SMLA_DTYPE_BF16: return SMLA_FLOAT_BF16;
+    case SMLA_DTYPE_FP16: return SMLA_FLOAT_FP16;
+    case SMLA_DTYPE_FP32: return SMLA_FLOAT_FP32;
+    default: return SMLA_FLOAT_E4M3;
+    }
+}
+
+smla_stream
+smla_stream_of(const smla_checker *c, void *handle)
+{
+    return (smla_stream){.device_id = c->device.device_id, .handle = handle};
+}
+
+smla_status
+smla_finish_check(const smla_checker *c, const smla_backend **backend)
+{
+    SMLA_TRY(smla_find_backend(c->op, c->device, backend, c->error));
+    return smla_require_disjoint(c);
+}
+
+/* ---- Cache --------------------------------------------------------------------------------- */
+
+smla_status
+smla_check_cache_write(const smla_concat_and_cache_mla_args *args, smla_cache_write_params *params,
+                       const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_kv_view kv;
+    smla_open_checker(&c, "concat_and_cache_mla", error);
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "kv_c",
+                                           .tensor = args->kv_c,
+                                           .dtypes = SMLA_DTYPE_FLOATS,
+                                           .ndim = 2,
+                                           .shape = {SMLA_ANY, SMLA_KV_LORA_RANK},
+                                           .hint = "tokens, and the values of their latents"}));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "k_pe",
+                                           .tensor = args->k_pe,
+                                           .dtypes = smla_dtype(args->kv_c),
+                                           .ndim = 2,
+                                           .shape = {SMLA_ANY, SMLA_QK_ROPE_HEAD_DIM},
+                                           .hint = "tokens, and the RoPE values of their keys"}));
+    SMLA_TRY(
+        smla_require_kv(&c, "kv_cache", args->kv_cache, args->kv_format, SMLA_RULE_OUTPUT, &kv));
+    const int64_t rows_kv_c = smla_size(args->kv_c, 0);
+    const int64_t rows_k_pe = smla_size(args->k_pe, 0);
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "slot_mapping",
+                                           .tensor = args->slot_mapping,
+                                           .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
+                                           .flags = SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = 1,
+                                           .shape = {SMLA_ANY}}));
+    const int64_t num_tokens = smla_size(args->slot_mapping, 0);
+    if (num_tokens > rows_kv_c || num_tokens > rows_k_pe) {
+        return smla_fail(
+            error, SMLA_ERROR_VALUE,
+            "%s: `%s` must have at least one row per entry of `slot_mapping` (%lld), got %lld",
+            c.op, num_tokens > rows_kv_c ? "kv_c" : "k_pe", (long long)num_tokens,
+            (long long)(num_tokens > rows_kv_c ? rows_kv_c : rows_k_pe));
+    }
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_cache_write_params){
+        .num_tokens = num_tokens,
+        .kv_c = smla_data(args->kv_c),
+        .k_pe = smla_data(args->k_pe),
+        .kv_c_stride_token = smla_stride(args->kv_c, 0),
+        .k_pe_stride_token = smla_stride(args->k_pe, 0),
+        .input_type = smla_float_type_of(args->kv_c),
+        .slot_mapping = smla_data(args->slot_mapping),
+        .slot_stride = smla_stride(args->slot_mapping, 0),
+        .slots_are_int64 = smla_dtype(args->slot_mapping) == SMLA_DTYPE_INT64,
+        .kv = kv,
+        .stream = smla_stream_of(&c, args->stream),
+    };
+    return SMLA_OK;
+}
+
+/* An int32 vector of `count` entries. */
+static smla_rule
+int32_vector(const char *name, const DLTensor *tensor, int64_t count, unsigned flags)
+{
+    return (smla_rule){.name = name,
+                       .tensor = tensor,
+                       .dtypes = SMLA_DTYPE_INT32,
+                       .flags = flags | SMLA_RULE_ANY_LAST_STRIDE,
+                       .ndim = 1,
+                       .shape = {count}};
+}
+
+static smla_rule
+block_table_rule(const DLTensor *tensor)
+{
+    return (smla_rule){.name = "block_table",
+                       .tensor = tensor,
+                       .dtypes = SMLA_DTYPE_INT32,
+                       .flags = SMLA_RULE_ANY_LAST_STRIDE,
+                       .ndim = 2,
+                       .shape = {SMLA_ANY, SMLA_ANY},
+                       .hint = "a row of page numbers per request"};
+}
+
+smla_status
+smla_check_gather(const smla_gather_kv_cache_args *args, smla_gather_params *params,
+                  const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_kv_view kv;
+    smla_open_checker(&c, "gather_kv_cache", error);
+    SMLA_TRY(smla_require_kv(&c, "kv_cache", args->kv_cache, args->kv_format, 0, &kv));
+    const smla_rule block_table = block_table_rule(args->block_table);
+    SMLA_TRY(smla_require(&c, &block_table));
+    const int64_t num_reqs = smla_size(args->block_table, 0);
+    const smla_rule vectors[] = {
+        int32_vector("seq_lens", args->seq_lens, num_reqs, 0),
+        int32_vector("workspace_starts", args->workspace_starts, num_reqs, 0),
+        int32_vector("seq_starts", args->seq_starts, num_reqs, SMLA_RULE_OPTIONAL),
+    };
+    for (int i = 0; i < 3; i++) {
+        SMLA_TRY(smla_require(&c, &vectors[i]));
+    }
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
+                                           .tensor = args->out,
+                                           .dtypes = SMLA_DTYPE_BF16,
+                                           .flags = SMLA_RULE_OUTPUT,
+                                           .ndim = 2,
+                                           .shape = {SMLA_ANY, SMLA_HEAD_DIM}}));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_gather_params){
+        .num_reqs = num_reqs,
+        .num_blocks = smla_size(args->block_table, 1),
+        .block_table = smla_data(args->block_table),
+        .block_table_stride_req = smla_stride(args->block_table, 0),
+        .block_table_stride_block = smla_stride(args->block_table, 1),
+        .seq_lens = smla_data(args->seq_lens),
+        .seq_lens_stride = smla_stride(args->seq_lens, 0),
+        .workspace_starts = smla_data(args->workspace_starts),
+        .workspace_starts_stride = smla_stride(args->workspace_starts, 0),
+        .seq_starts = smla_data(args->seq_starts),
+        .seq_starts_stride = smla_stride(args->seq_starts, 0),
+        .kv = kv,
+        .out = smla_data(args->out),
+        .out_tokens = smla_size(args->out, 0),
+        .out_stride_token = smla_stride(args->out, 0),
+        .stream = smla_stream_of(&c, args->stream),
+    };
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_dequantize(const smla_dequantize_kv_cache_args *args, smla_dequantize_params *params,
+                      const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_kv_view kv;
+    smla_open_checker(&c, "dequantize_kv_cache", error);
+    SMLA_TRY(smla_require_kv(&c, "kv_cache", args->kv_cache, args->kv_format, 0, &kv));
+    const bool is_flat = args->kv_cache->ndim == 2;
+    smla_rule out = {.name = "out",
+                     .tensor = args->out,
+                     .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
+                     .flags = SMLA_RULE_OUTPUT,
+                     .ndim = is_flat ? 2 : 3,
+                     .shape = {kv.num_pages, kv.block_size, SMLA_HEAD_DIM}};
+    if (is_flat) {
+        out.shape[0] = smla_kv_num_slots(&kv);
+        out.shape[1] = SMLA_HEAD_DIM;
+    }
+    SMLA_TRY(smla_require(&c, &out));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_dequantize_params){
+        .kv = kv,
+        .out = smla_data(args->out),
+        .out_type = smla_float_type_of(args->out),
+        .out_stride_page = is_flat ? 0 : smla_stride(args->out, 0),
+        .out_stride_token = smla_stride(args->out, is_flat ? 0 : 1),
+        .stream = smla_stream_of(&c, args->stream),
+    };
+    return SMLA_OK;
+}
+
+/* ---- Indices and attention ----------------------------------------------------------------- */
+
+smla_status
+smla_check_convert(const smla_convert_req_index_args *args, smla_convert_params *params,
+                   const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_open_checker(&c, "convert_req_index_to_global_index", error);
+    const smla_rule req_id = int32_vector("req_id_per_token", args->req_id_per_token, SMLA_ANY, 0);
+    SMLA_TRY(smla_require(&c, &req_id));
+    const int64_t num_tokens = smla_size(args->req_id_per_token, 0);
+    const smla_rule block_table = block_table_rule(args->block_table);
+    SMLA_TRY(smla_require(&c, &block_table));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "topk_indices",
+                                           .tensor = args->topk_indices,
+                                           .dtypes = SMLA_DTYPE_INT32,
+                                           .ndim = 2,
+                                           .shape = {num_tokens, SMLA_ANY},
+                                           .hint = "a row per entry of `req_id_per_token`"}));
+    const int64_t topk = smla_size(args->topk_indices, 1);
+    const smla_rule prefill[] = {
+        int32_vector("prefill_request_ids", args->prefill_request_ids, num_tokens,
+                     SMLA_RULE_OPTIONAL),
+        int32_vector("prefill_workspace_starts", args->prefill_workspace_starts, SMLA_ANY,
+                     args->prefill_request_ids == NULL ? SMLA_RULE_OPTIONAL : 0),
+    };
+    SMLA_TRY(smla_require(&c, &prefill[0]));
+    SMLA_TRY(smla_require(&c, &prefill[1]));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
+                                           .tensor = args->out,
+                                           .dtypes = SMLA_DTYPE_INT32,
+                                           .flags = SMLA_RULE_OUTPUT,
+                                           .ndim = 2,
+                                           .shape = {num_tokens, topk}}));
+    const smla_rule counts =
+        int32_vector("counts", args->counts, num_tokens, SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL);
+    SMLA_TRY(smla_require(&c, &counts));
+    if (args->block_size < 1 || args->block_size > INT32_MAX) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `block_size` must be 1 to %d, got %lld",
+                         c.op, INT32_MAX, (long long)args->block_size);
+    }
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_convert_params){
+        .num_tokens = num_tokens,
+        .topk = topk,
+        .num_reqs = smla_size(args->block_table, 0),
+        .num_blocks = smla_size(args->block_table, 1),
+        .num_prefills = args->prefill_workspace_starts == NULL
+                            ? 0
+                            : smla_size(args->prefill_workspace_starts, 0),
+        .block_size = args->block_size,
+        .req_id_per_token = smla_data(args->req_id_per_token),
+        .req_id_stride = smla_stride(args->req_id_per_token, 0),
+        .block_table = smla_data(args->block_table),
+        .block_table_stride_req = smla_stride(args->block_table, 0),
+        .block_table_stride_block = smla_stride(args->block_table, 1),
+        .topk_indices = smla_data(args->topk_indices),
+        .topk_indices_stride_token = smla_stride(args->topk_indices, 0),
+        .prefill_request_ids = smla_data(args->prefill_request_ids),
+        .prefill_request_ids_stride = smla_stride(args->prefill_request_ids, 0),
+        .prefill_workspace_starts = smla_data(args->prefill_workspace_starts),
+        .prefill_workspace_starts_stride = smla_stride(args->prefill_workspace_starts, 0),
+        .out = smla_data(args->out),
+        .out_stride_token = smla_stride(args->out, 0),
+        .counts = smla_data(args->counts),
+        .counts_stride = smla_stride(args->counts, 0),
+        .stream = smla_stream_of(&c, args->stream),
+    };
+    return SMLA_OK;
+}
+
+smla_status
+smla_require_num_heads(const smla_checker *c, const char *name, int64_t num_heads)
+{
+    if (num_heads < 1 || num_heads > SMLA_MAX_HEADS) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must have 1 to %d heads, got %lld",
+                         c->op, name, SMLA_MAX_HEADS, (long long)num_heads);
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+check_num_splits(const smla_checker *c, int64_t num_splits)
+{
+    if (num_splits < 0 || num_splits > SMLA_MAX_SPLITS) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `num_splits` must be 0 (the plan chooses) or 1 to %d, got %lld",
+                         c->op, SMLA_MAX_SPLITS, (long long)num_splits);
+    }
+    return SMLA_OK;
+}
+
+/* A cache with its index list; the names say which of the two lists. */
+static smla_status
+require_key_list(smla_checker *c, const char *const names[3], const DLTensor *kv, int32_t kv_format,
+                 const DLTensor *indices, const DLTensor *topk_length, int64_t num_tokens,
+                 smla_key_list *list)
+{
+    SMLA_TRY(smla_require_kv(c, names[0], kv, kv_format, 0, &list->kv));
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = names[1],
+                                          .tensor = indices,
+                                          .dtypes = SMLA_DTYPE_INT32,
+                                          .ndim = 2,
+                                          .shape = {num_tokens, SMLA_ANY},
+                                          .hint = "a row per token of `q` [tokens, heads, 576]"}));
+    smla_rule length = int32_vector(names[2], topk_length, num_tokens, SMLA_RULE_OPTIONAL);
+    length.hint = "a length per token of `q`";
+    SMLA_TRY(smla_require(c, &length));
+    list->indices = smla_data(indices);
+    list->indices_stride_token = smla_stride(indices, 0);
+    list->topk = smla_size(indices, 1);
+    list->topk_length = smla_data(topk_length);
+    list->topk_length_stride = smla_stride(topk_length, 0);
+    return SMLA_OK;
+}
+
+smla_status
+smla_require_query(smla_checker *c, const DLTensor *q, const DLTensor *q_pe, int64_t num_tokens,
+                   int64_t num_heads, unsigned flags)
+{
+    const bool is_pair = q_pe != NULL;
+    smla_rule rule = {.name = is_pair ? "q[0]" : "q",
+                      .tensor = q,
+                      .dtypes = SMLA_DTYPE_BF16,
+                      .flags = flags,
+                      .ndim = 3,
+                      .shape = {num_tokens, num_heads, is_pair ? SMLA_KV_LORA_RANK : SMLA_HEAD_DIM},
+                      .hint = is_pair ? "a pair has 512 latent values, then 64 of RoPE"
+                                      : "tokens, heads, 512 latent and 64 RoPE values"};
+    SMLA_TRY(smla_require(c, &rule));
+    SMLA_TRY(smla_require_num_heads(c, rule.name, smla_size(q, 1)));
+    rule.name = "q[1]";
+    rule.tensor = q_pe;
+    rule.flags |= SMLA_RULE_OPTIONAL;
+    rule.shape[0] = num_tokens != SMLA_ANY ? num_tokens : smla_size(q, 0);
+    rule.shape[1] = smla_size(q, 1);
+    rule.shape[2] = SMLA_QK_ROPE_HEAD_DIM;
+    return smla_require(c, &rule);
+}
+
+static smla_status
+require_state(smla_checker *c, const char *name, const DLTensor *tensor, int64_t num_tokens,
+              int64_t num_heads, unsigned flags)
+{
+    return smla_require(c, &(smla_rule){.name = name,
+                                        .tensor = tensor,
+                                        .dtypes = SMLA_DTYPE_FP32,
+                                        .flags = flags | SMLA_RULE_ANY_LAST_STRIDE,
+                                        .ndim = 2,
+                                        .shape = {num_tokens, num_heads}});
+}
+
+static smla_status
+require_workspace(smla_checker *c, const DLTensor *workspace, int64_t bytes_needed)
+{
+    if (workspace == NULL && bytes_needed == 0) {
+        return SMLA_OK;
+    }
+    if (workspace == NULL) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `workspace` must have at least %lld bytes, got none", c->op,
+                         (long long)bytes_needed);
+    }
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "workspace",
+                                          .tensor = workspace,
+                                          .dtypes = SMLA_DTYPE_UINT8 | SMLA_DTYPE_INT8,
+                                          .flags = SMLA_RULE_OUTPUT,
+                                          .ndim = 1,
+                                          .shape = {SMLA_ANY}}));
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_attention(const smla_sparse_attention_args *args, smla_attention_params *params,
+                     const smla_backend **backend, smla_error *error)
+{
+    static const char *const main_names[] = {"kv", "indices", "topk_length"};
+    static const char *const extra_names[] = {"extra_kv", "extra_indices", "extra_topk_length"};
+    smla_checker c;
+    smla_open_checker(&c, "sparse_attention", error);
+    *params = (smla_attention_params){.num_lists = 1};
+    SMLA_TRY(smla_require_query(&c, args->q, args->q_pe, SMLA_ANY, SMLA_ANY, 0));
+    const int64_t num_tokens = smla_size(args->q, 0);
+    const int64_t num_heads = smla_size(args->q, 1);
+    SMLA_TRY(require_key_list(&c, main_names, args->kv, args->kv_format, args->indices,
+                              args->topk_length, num_tokens, &params->lists[0]));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "attn_sink",
+                                           .tensor = args->attn_sink,
+                                           .dtypes = SMLA_DTYPE_FP32,
+                                           .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = 1,
+                                           .shape = {num_heads},
+                                           .hint = "a value per head of `q`"}));
+    if (args->extra_kv != NULL || args->extra_indices != NULL || args->extra_topk_length != NULL) {
+        SMLA_TRY(require_key_list(&c, extra_names, args->extra_kv, args->extra_kv_format,
+                                  args->extra_indices, args->extra_topk_length, num_tokens,
+                                  &params->lists[1]));
+        params->num_lists = 2;
+    }
+    if (!isfinite((float)args->softmax_scale)) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `softmax_scale` must be finite, got %g",
+                         c.op, args->softmax_scale);
+    }
+    SMLA_TRY(check_num_splits(&c, args->num_splits));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
+                                           .tensor = args->out,
+                                           .dtypes = SMLA_DTYPE_BF16,
+                                           .flags = SMLA_RULE_OUTPUT,
+                                           .ndim = 3,
+                                           .shape = {num_tokens, num_heads, SMLA_KV_LORA_RANK}}));
+    SMLA_TRY(require_state(&c, "lse", args->lse, num_tokens, num_heads, SMLA_RULE_OUTPUT));
+    SMLA_TRY(require_state(&c, "max_logits", args->max_logits, num_tokens, num_heads,
+                           SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL));
+    SMLA_TRY(smla_find_backend(c.op, c.device, backend, error));
+    const smla_attention_shape shape = {.num_tokens = num_tokens,
+                                        .num_heads = num_heads,
+                                        .topk = params->lists[0].topk,
+                                        .extra_topk =
+                                            params->num_lists == 2 ? params->lists[1].topk : 0,
+                                        .num_splits = args->num_splits,
+                                        .device_id = c.device.device_id,
+                                        .formats = {params->lists[0].kv.format,
+                                                    params->lists[1].kv.format}};
+    SMLA_TRY(require_workspace(&c, args->workspace, (*backend)->attention_workspace_size(&shape)));
+    SMLA_TRY(smla_require_disjoint(&c));
+
+    const bool is_pair = args->q_pe != NULL;
+    const DLTensor *q_pe = is_pair ? args->q_pe : args->q;
+    params->num_tokens = num_tokens;
+    params->num_heads = num_heads;
+    params->q_nope = smla_data(args->q);
+    params->q_nope_stride_token = smla_stride(args->q, 0);
+    params->q_nope_stride_head = smla_stride(args->q, 1);
+    params->q_pe = smla_data(q_pe);
+    if (!is_pair && params->q_pe != NULL) {
+        params->q_pe += SMLA_KV_LORA_RANK;
+    }
+    params->q_pe_stride_token = smla_stride(q_pe, 0);
+    params->q_pe_stride_head = smla_stride(q_pe, 1);
+    params->attn_sink = smla_data(args->attn_sink);
+    params->attn_sink_stride = smla_stride(args->attn_sink, 0);
+    params->softmax_scale = (float)args->softmax_scale;
+    params->out = smla_data(args->out);
+    params->out_stride_token = smla_stride(args->out, 0);
+    params->out_stride_head = smla_stride(args->out, 1);
+    params->lse = smla_data(args->lse);
+    params->lse_stride_token = smla_stride(args->lse, 0);
+    params->lse_stride_head = smla_stride(args->lse, 1);
+    params->max_logits = smla_data(args->max_logits);
+    params->max_logits_stride_token = smla_stride(args->max_logits, 0);
+    params->max_logits_stride_head = smla_stride(args->max_logits, 1);
+    params->empty_lse_is_plus_inf = args->lse_empty_is_plus_inf != 0;
+    params->is_planned = args->num_splits == 0;
+    params->num_splits =
+        params->is_planned ? (*backend)->choose_num_splits(&shape) : args->num_splits;
+    params->workspace = smla_data(args->workspace);
+    params->workspace_bytes = args->workspace == NULL ? 0 : smla_size(args->workspace, 0);
+    params->stream = smla_stream_of(&c, args->stream);
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_attention_workspace(const smla_attention_workspace_args *args,
+                               smla_attention_shape *shape, const smla_backend **backend,
+                               smla_error *error)
+{
+    smla_checker c;
+    smla_open_checker(&c, "attention_workspace_size", error);
+    const struct {
+        const char *name;
+        int64_t value;
+    } counts[] = {{"num_tokens", args->num_tokens},
+                  {"topk", args->topk},
+                  {"extra_topk", args->extra_topk}};
+    for (int i = 0; i < 3; i++) {
+        if (counts[i].value < 0 || counts[i].value > INT32_MAX) {
+            return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be 0 to %d, got %lld", c.op,
+                             counts[i].name, INT32_MAX, (long long)counts[i].value);
+        }
+    }
+    if (args->num_heads < 1 || args->num_heads > SMLA_MAX_HEADS) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `num_heads` must be 1 to %d, got %lld", c.op,
+                         SMLA_MAX_HEADS, (long long)args->num_heads);
+    }
+    SMLA_TRY(check_num_splits(&c, args->num_splits));
+    const DLDevice device = smla_normal_device(args->device);
+    SMLA_TRY(smla_find_backend(c.op, device, backend, error));
+    *shape = (smla_attention_shape){.num_tokens = args->num_tokens,
+                                    .num_heads = args->num_heads,
+                                    .topk = args->topk,
+                                    .extra_topk = args->extra_topk,
+                                    .num_splits = args->num_splits,
+                                    .device_id = device.device_id};
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_merge(const smla_merge_attn_states_args *args, smla_merge_params *params,
+                 const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_open_checker(&c, "merge_attn_states", error);
+    smla_rule out = {.name = "out_a",
+                     .tensor = args->out_a,
+                     .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_FP32,
+                     .ndim = 3,
+                     .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY}};
+    SMLA_TRY(smla_require(&c, &out));
+    for (int i = 0; i < 3; i++) {
+        out.shape[i] = smla_size(args->out_a, i);
+    }
+    out.dtypes = smla_dtype(args->out_a);
+    SMLA_TRY(require_state(&c, "lse_a", args->lse_a, out.shape[0], out.shape[1], 0));
+    out.name = "out_b";
+    out.tensor = args->out_b;
+    SMLA_TRY(smla_require(&c, &out));
+    SMLA_TRY(require_state(&c, "lse_b", args->lse_b, out.shape[0], out.shape[1], 0));
+    out.name = "out";
+    out.tensor = args->out;
+    out.flags = SMLA_RULE_OUTPUT;
+    SMLA_TRY(smla_require(&c, &out));
+    SMLA_TRY(require_state(&c, "lse", args->lse, out.shape[0], out.shape[1], SMLA_RULE_OUTPUT));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_merge_params){
+        .num_tokens = out.shape[0],
+        .num_heads = out.shape[1],
+        .value_dim = out.shape[2],
+        .type = smla_float_type_of(args->out_a),
+        .out_in = {smla_data(args->out_a), smla_data(args->out_b)},
+        .out_in_stride_token = {smla_stride(args->out_a, 0), smla_stride(args->out_b, 0)},
+        .out_in_stride_head = {smla_stride(args->out_a, 1), smla_stride(args->out_b, 1)},
+        .lse_in = {smla_data(args->lse_a), smla_data(args->lse_b)},
+        .lse_in_stride_token = {smla_stride(args->lse_a, 0), smla_stride(args->lse_b, 0)},
+        .lse_in_stride_head = {smla_stride(args->lse_a, 1), smla_stride(args->lse_b, 1)},
+        .out = smla_data(args->out),
+        .out_stride_token = smla_stride(args->out, 0),
+        .out_stride_head = smla_stride(args->out, 1),
+        .lse = smla_data(args->lse),
+        .lse_stride_token = smla_stride(args->lse, 0),
+        .lse_stride_head = smla_stride(args->lse, 1),
+        .stream = smla_stream_of(&c, args->stream),
+    };
+    return SMLA_OK;
+}

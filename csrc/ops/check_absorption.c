@@ -1,0 +1,218 @@
+/* check_absorption.c: the argument rules of absorption: the split of kv_b_proj, the up projections,
+ * and per-tensor quantisation. check.c has the others.
+ */
+#include "ops/check.h"
+
+static smla_status
+check_weight_scale(smla_checker *c, const smla_split_kv_b_proj_args *args)
+{
+    const bool is_e4m3 = (smla_dtype(args->weight) & SMLA_DTYPE_FLOATS) == 0;
+    if (is_e4m3 && args->weight_scale_inv == NULL) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `weight_scale_inv` must be given for an e4m3 weight, got none",
+                         c->op);
+    }
+    const int64_t blocks_0 = (smla_size(args->weight, 0) + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE;
+    const int64_t blocks_1 = (smla_size(args->weight, 1) + SMLA_SCALE_TILE - 1) / SMLA_SCALE_TILE;
+    return smla_require(c, &(smla_rule){.name = "weight_scale_inv",
+                                        .tensor = args->weight_scale_inv,
+                                        .dtypes = SMLA_DTYPE_FP32,
+                                        .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE,
+                                        .ndim = 2,
+                                        .shape = {blocks_0, blocks_1}});
+}
+
+smla_status
+smla_check_split_weight(const smla_split_kv_b_proj_args *args, smla_split_weight_params *params,
+                        const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_open_checker(&c, "split_kv_b_proj", error);
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "weight",
+                                           .tensor = args->weight,
+                                           .dtypes = SMLA_DTYPE_FLOATS | SMLA_DTYPE_E4M3 |
+                                                     SMLA_DTYPE_UINT8,
+                                           .flags = SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = 2,
+                                           .shape = {SMLA_ANY, SMLA_ANY}}));
+    SMLA_TRY(check_weight_scale(&c, args));
+    smla_rule w = {.name = "w_uk",
+                   .tensor = args->w_uk,
+                   .dtypes = SMLA_DTYPE_BF16,
+                   .flags = SMLA_RULE_OUTPUT,
+                   .ndim = 3,
+                   .shape = {SMLA_KV_LORA_RANK, SMLA_ANY, SMLA_ANY}};
+    SMLA_TRY(smla_require(&c, &w));
+    const int64_t num_heads = smla_size(args->w_uk, 1);
+    SMLA_TRY(smla_require_num_heads(&c, "w_uk", num_heads));
+    w.name = "w_uv";
+    w.tensor = args->w_uv;
+    w.shape[1] = num_heads;
+    SMLA_TRY(smla_require(&c, &w));
+    const int64_t nope_dim = smla_size(args->w_uk, 2);
+    const int64_t value_dim = smla_size(args->w_uv, 2);
+    const int64_t rows = smla_size(args->weight, 0);
+    const int64_t columns = smla_size(args->weight, 1);
+    const int64_t wanted = num_heads * (nope_dim + value_dim);
+    /* [512, H * (Pn + Pv)] comes first where both readings fit. */
+    const bool is_in_out = rows == SMLA_KV_LORA_RANK && columns == wanted;
+    if (!is_in_out && !(rows == wanted && columns == SMLA_KV_LORA_RANK)) {
+        return smla_fail(
+            error, SMLA_ERROR_VALUE,
+            "%s: `weight` must have shape [512, %lld] or [%lld, 512] (%lld heads x (%lld + "
+            "%lld)), got [%lld, %lld]",
+            c.op, (long long)wanted, (long long)wanted, (long long)num_heads, (long long)nope_dim,
+            (long long)value_dim, (long long)rows, (long long)columns);
+    }
+    SMLA_TRY(smla_finish_check(&c, backend));
+    const int in_dim = is_in_out ? 0 : 1;
+    *params = (smla_split_weight_params){
+        .num_heads = num_heads,
+        .nope_dim = nope_dim,
+        .value_dim = value_dim,
+        .weight = smla_data(args->weight),
+        .type = smla_float_type_of(args->weight),
+        .stride_in = smla_stride(args->weight, in_dim),
+        .stride_out = smla_stride(args->weight, 1 - in_dim),
+        .scale = smla_data(args->weight_scale_inv),
+        .scale_stride_in = smla_stride(args->weight_scale_inv, in_dim),
+        .scale_stride_out = smla_stride(args->weight_scale_inv, 1 - in_dim),
+        .w_uk = smla_data(args->w_uk),
+        .w_uk_stride_in = smla_stride(args->w_uk, 0),
+        .w_uk_stride_head = smla_stride(args->w_uk, 1),
+        .w_uv = smla_data(args->w_uv),
+        .w_uv_stride_in = smla_stride(args->w_uv, 0),
+        .w_uv_stride_head = smla_stride(args->w_uv, 1),
+        .stream = smla_stream_of(&c, args->stream),
+    };
+    return SMLA_OK;
+}
+
+/* What the two up projections share: x [T, H, k], w [512, H, .] and out [T, H, n]. */
+static smla_status
+check_up_proj(smla_checker *c, const char *x_name, const DLTensor *x, const char *w_name,
+              const DLTensor *w, const DLTensor *out, bool latent_is_inner,
+              smla_projection_params *params, const smla_backend **backend)
+{
+    smla_rule rule = {.name = x_name,
+                      .tensor = x,
+                      .dtypes = SMLA_DTYPE_BF16,
+                      .ndim = 3,
+                      .shape = {SMLA_ANY, SMLA_ANY,
+                                latent_is_inner ? SMLA_KV_LORA_RANK : SMLA_ANY}};
+    SMLA_TRY(smla_require(c, &rule));
+    const int64_t num_tokens = smla_size(x, 0);
+    const int64_t num_heads = smla_size(x, 1);
+    SMLA_TRY(smla_require_num_heads(c, x_name, num_heads));
+    rule = (smla_rule){.name = w_name,
+                       .tensor = w,
+                       .dtypes = SMLA_DTYPE_BF16,
+                       .ndim = 3,
+                       .shape = {SMLA_KV_LORA_RANK, num_heads,
+                                 latent_is_inner ? SMLA_ANY : smla_size(x, 2)}};
+    SMLA_TRY(smla_require(c, &rule));
+    const int64_t outer_dim = latent_is_inner ? smla_size(w, 2) : SMLA_KV_LORA_RANK;
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "out",
+                                          .tensor = out,
+                                          .dtypes = SMLA_DTYPE_BF16,
+                                          .flags = SMLA_RULE_OUTPUT,
+                                          .ndim = 3,
+                                          .shape = {num_tokens, num_heads, outer_dim}}));
+    SMLA_TRY(smla_finish_check(c, backend));
+    *params = (smla_projection_params){
+        .op = c->op,
+        .num_tokens = num_tokens,
+        .num_heads = num_heads,
+        .inner_dim = smla_size(x, 2),
+        .outer_dim = outer_dim,
+        .x = smla_data(x),
+        .x_stride_token = smla_stride(x, 0),
+        .x_stride_head = smla_stride(x, 1),
+        .w = smla_data(w),
+        .w_stride_inner = smla_stride(w, latent_is_inner ? 0 : 2),
+        .w_stride_head = smla_stride(w, 1),
+        .w_stride_outer = smla_stride(w, latent_is_inner ? 2 : 0),
+        .out = smla_data(out),
+        .out_stride_token = smla_stride(out, 0),
+        .out_stride_head = smla_stride(out, 1),
+    };
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_k_up_proj(const smla_k_up_proj_args *args, smla_projection_params *params,
+                     const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_open_checker(&c, "k_up_proj", error);
+    SMLA_TRY(check_up_proj(&c, "q_nope", args->q_nope, "W_UK", args->w_uk, args->out, false, params,
+                           backend));
+    params->stream = smla_stream_of(&c, args->stream);
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_v_up_proj(const smla_v_up_proj_args *args, smla_projection_params *params,
+                     const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_open_checker(&c, "v_up_proj", error);
+    SMLA_TRY(check_up_proj(&c, "x", args->x, "W_UV", args->w_uv, args->out, true, params, backend));
+    params->stream = smla_stream_of(&c, args->stream);
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_quant(const smla_dynamic_per_tensor_quant_args *args, smla_quant_params *params,
+                 const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_open_checker(&c, "dynamic_per_tensor_quant", error);
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "x",
+                                           .tensor = args->x,
+                                           .dtypes = SMLA_DTYPE_FLOATS,
+                                           .flags = SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = SMLA_ANY}));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
+                                           .tensor = args->out,
+                                           .dtypes = SMLA_DTYPE_E4M3 | SMLA_DTYPE_UINT8,
+                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = SMLA_ANY}));
+    smla_quant_params p = {.ndim = args->x->ndim};
+    if (args->out->ndim != p.ndim) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `out` must have the %d dimensions of `x`, got %d", c.op, p.ndim,
+                         args->out->ndim);
+    }
+    for (int i = 0; i < p.ndim; i++) {
+        p.shape[i] = args->x->shape[i];
+        p.x_strides[i] = smla_stride(args->x, i);
+        p.out_strides[i] = smla_stride(args->out, i);
+        if (args->out->shape[i] != p.shape[i]) {
+            return smla_fail(error, SMLA_ERROR_VALUE,
+                             "%s: `out` must have the shape of `x`, %lld in dimension %d, got %lld",
+                             c.op, (long long)p.shape[i], i, (long long)args->out->shape[i]);
+        }
+    }
+    /* One value, in whatever rank the caller's framework gives a scalar. */
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "scale",
+                                           .tensor = args->scale,
+                                           .dtypes = SMLA_DTYPE_FP32,
+                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = SMLA_ANY}));
+    for (int i = 0; i < args->scale->ndim; i++) {
+        if (args->scale->shape[i] != 1) {
+            return smla_fail(error, SMLA_ERROR_VALUE,
+                             "%s: `scale` must hold one value, got a dimension of %lld", c.op,
+                             (long long)args->scale->shape[i]);
+        }
+    }
+    SMLA_TRY(smla_finish_check(&c, backend));
+    p.x = smla_data(args->x);
+    p.type = smla_float_type_of(args->x);
+    p.out = smla_data(args->out);
+    p.scale = smla_data(args->scale);
+    p.stream = smla_stream_of(&c, args->stream);
+    *params = p;
+    return SMLA_OK;
+}

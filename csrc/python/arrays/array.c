@@ -1,0 +1,296 @@
+/* array.c: one array of a call, whoever made it: acquire, check, release.
+ *
+ * The order is from the cheapest to the most general: types whose exchange API is known, NumPy, our
+ * Tensor, CuPy, DLPack's exchange API, __dlpack__, the buffer protocol. numpy.c, cupy.c and
+ * dlpack.c read their own; stream.c puts the arrays of a call in order; result.c makes new ones.
+ */
+#include "python/arrays/exchange.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "python/arrays/tensor.h"
+
+int
+smla_py_init_arrays(smla_py_state *state)
+{
+    const struct {
+        PyObject **slot;
+        const char *text;
+    } names[] = {
+        {&state->str_dlpack, "__dlpack__"},
+        {&state->str_dlpack_device, "__dlpack_device__"},
+        {&state->str_exchange_api, "__dlpack_c_exchange_api__"},
+        {&state->str_requires_grad, "requires_grad"},
+        {&state->str_is_neg, "is_neg"},
+        {&state->str_module, "__module__"},
+        {&state->str_block_until_ready, "block_until_ready"},
+        {&state->str_jaxlib, "jaxlib._jax"},
+        {&state->str_jaxlib_export, "buffer_to_dlpack_managed_tensor"},
+        {&state->str_sharding, "sharding"},
+        {&state->str_device_set, "device_set"},
+        {&state->str_data, "data"},
+        {&state->str_ptr, "ptr"},
+        {&state->str_device_id, "device_id"},
+        {&state->str_shape, "shape"},
+        {&state->str_strides, "strides"},
+        {&state->str_dtype, "dtype"},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        *names[i].slot = PyUnicode_InternFromString(names[i].text);
+        if (*names[i].slot == NULL) {
+            return -1;
+        }
+    }
+    state->empty_tuple = PyTuple_New(0);
+    state->max_version = Py_BuildValue("(ii)", DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION);
+    if (state->empty_tuple == NULL || state->max_version == NULL) {
+        return -1;
+    }
+    state->dlpack_kwargs = Py_BuildValue("{s:O}", "max_version", state->max_version);
+    if (state->dlpack_kwargs == NULL) {
+        return -1;
+    }
+    return smla_py_init_numpy(state);
+}
+
+int
+smla_py_set_view(const char *op, const char *name, void *data, DLDataType dtype, int ndim,
+                 const int64_t *shape, const int64_t *strides_bytes, smla_py_array *array)
+{
+    if (ndim > SMLA_PY_MAX_RANK) {
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must have at most %d dimensions, got %d", op, name,
+                     SMLA_PY_MAX_RANK, ndim);
+        return -1;
+    }
+    array->view = (DLTensor){.data = data,
+                             .device = {.device_type = kDLCPU, .device_id = 0},
+                             .ndim = ndim,
+                             .dtype = dtype,
+                             .shape = array->shape,
+                             .strides = array->strides};
+    const int64_t element_bytes = smla_py_element_bytes(dtype);
+    int64_t compact = 1;
+    for (int i = ndim - 1; i >= 0; i--) {
+        array->shape[i] = shape[i];
+        array->strides[i] = strides_bytes == NULL ? compact : strides_bytes[i] / element_bytes;
+        compact *= shape[i];
+    }
+    for (int i = 0; compact != 0 && strides_bytes != NULL && i < ndim; i++) {
+        if (shape[i] > 1 && strides_bytes[i] % element_bytes != 0) {
+            PyErr_Format(PyExc_ValueError,
+                         "%s: `%s` must have strides in multiples of its %lld-byte elements, got "
+                         "%lld bytes in dimension %d",
+                         op, name, (long long)element_bytes, (long long)strides_bytes[i], i);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* ---- Our Tensor and the buffer protocol ---------------------------------------------------- */
+
+static int
+read_tensor(const char *op, const char *name, PyObject *object, smla_py_array *array)
+{
+    const smla_py_tensor *tensor = (const smla_py_tensor *)object;
+    array->is_read_only = tensor->is_read_only;
+    return smla_py_copy_view(op, name, &tensor->view, array);
+}
+
+static bool
+read_buffer_format(const Py_buffer *buffer, DLDataType *dtype)
+{
+    static const struct {
+        const char *letters;
+        uint8_t code;
+    } formats[] = {{"bhilqn", kDLInt}, {"BHILQN", kDLUInt}, {"efd", kDLFloat}, {"?", kDLBool}};
+    const char *format = buffer->format == NULL ? "B" : buffer->format;
+    if (format[0] == '@' || format[0] == '=' || format[0] == (PY_LITTLE_ENDIAN ? '<' : '>')) {
+        format++;
+    }
+    for (size_t i = 0; i < sizeof formats / sizeof formats[0]; i++) {
+        if (format[0] != '\0' && format[1] == '\0' && strchr(formats[i].letters, format[0])) {
+            *dtype = (DLDataType){formats[i].code, (uint8_t)(8 * buffer->itemsize), 1};
+            return true;
+        }
+    }
+    return false;
+}
+
+static int
+read_buffer(const char *op, const char *name, PyObject *object, smla_py_array *array)
+{
+    if (!PyObject_CheckBuffer(object) || smla_py_is_numpy_scalar(object)) {
+        return SMLA_PY_NOT_THIS;
+    }
+    Py_buffer *buffer = &array->owner.buffer;
+    if (PyObject_GetBuffer(object, buffer, PyBUF_RECORDS_RO) < 0) {
+        if (PyErr_ExceptionMatches(PyExc_Exception)) {
+            PyObject *got = smla_py_type_name(object);
+            smla_py_raise_from(PyExc_BufferError,
+                               "%s: `%s` must give a strided buffer, got a refusal from %V", op,
+                               name, got, "its type");
+            Py_XDECREF(got);
+        }
+        return -1;
+    }
+    array->release = SMLA_PY_RELEASE_BUFFER;
+    array->is_read_only = buffer->readonly;
+    DLDataType dtype;
+    if (!read_buffer_format(buffer, &dtype)) {
+        PyErr_Format(PyExc_TypeError, "%s: `%s` must have a plain numeric format, got \"%s\"", op,
+                     name, buffer->format);
+        return -1;
+    }
+    _Static_assert(sizeof(Py_ssize_t) == sizeof(int64_t), "sizes are passed as they are");
+    return smla_py_set_view(op, name, buffer->buf, dtype, buffer->ndim,
+                            (const int64_t *)buffer->shape, (const int64_t *)buffer->strides,
+                            array);
+}
+
+/* ---- Acquire and release ------------------------------------------------------------------- */
+
+/* Of types that need no look for an attribute. */
+static int
+read_by_type(const smla_py_state *state, const char *op, const char *name, PyObject *object,
+             smla_py_array *array)
+{
+    if (smla_py_is_ndarray(object)) {
+        return smla_py_read_ndarray(state, op, name, object, array);
+    }
+    if (Py_TYPE(object) == state->tensor_type) {
+        return read_tensor(op, name, object, array);
+    }
+    if (smla_py_is_cupy(state, object)) {
+        return smla_py_read_cupy(state, op, name, object, array);
+    }
+    return SMLA_PY_NOT_THIS;
+}
+
+static int
+read_any(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
+         PyObject *object, smla_py_array *array)
+{
+    int status = SMLA_PY_NOT_THIS;
+    if (!smla_py_is_exchanged(state, object)) {
+        status = read_by_type(state, op, name, object, array);
+    }
+    if (status == SMLA_PY_NOT_THIS) {
+        status = smla_py_read_exchange_api(state, op, name, role, object, array);
+    }
+    if (status == SMLA_PY_NOT_THIS) {
+        status = smla_py_meet_cupy(state, object);
+        if (status == 0) {
+            return smla_py_read_cupy(state, op, name, object, array);
+        }
+    }
+    if (status == SMLA_PY_NOT_THIS) {
+        status = smla_py_read_dlpack(state, op, name, role, object, array);
+    }
+    if (status == SMLA_PY_NOT_THIS) {
+        status = read_buffer(op, name, object, array);
+    }
+    if (status == SMLA_PY_NOT_THIS) {
+        PyObject *got = smla_py_type_name(object);
+        if (got != NULL) {
+            const bool is_data =
+                PyList_Check(object) || PyTuple_Check(object) || PyNumber_Check(object);
+            PyErr_Format(
+                PyExc_TypeError,
+                "%s: `%s` must be an array that speaks DLPack (or a NumPy array), got %U%s", op,
+                name, got, is_data ? ": make an array of it" : "");
+            Py_DECREF(got);
+        }
+        return -1;
+    }
+    return status;
+}
+
+static bool
+is_written(smla_py_role role)
+{
+    return role == SMLA_PY_OUTPUT || role == SMLA_PY_INOUT || role == SMLA_PY_RETAINED_OUTPUT;
+}
+
+int
+smla_py_check_writable(const char *op, const smla_py_array *array)
+{
+    if (!array->is_read_only || !array->is_written) {
+        return 0;
+    }
+    PyObject *got = smla_py_type_name(array->object);
+    PyErr_Format(PyExc_BufferError, "%s: `%s` must be writable, got a read-only %V", op,
+                 array->name, got, "array");
+    Py_XDECREF(got);
+    return -1;
+}
+
+int
+smla_py_acquire(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
+                PyObject *object, smla_py_array *array)
+{
+    array->name = name;
+    array->object = NULL;
+    array->framework = SMLA_PY_UNKNOWN;
+    array->importer = NULL;
+    array->exchange_api = NULL;
+    array->is_read_only = false;
+    array->is_new = false;
+    array->is_written = is_written(role);
+    array->is_deferred = false;
+    array->is_foreign = false;
+    array->release = SMLA_PY_RELEASE_NOTHING;
+    const bool may_be_absent =
+        role == SMLA_PY_OPTIONAL || role == SMLA_PY_OUTPUT || role == SMLA_PY_RETAINED_OUTPUT;
+    if (object == Py_None && may_be_absent) {
+        return 0;
+    }
+    array->object = Py_NewRef(object);
+    int status = read_any(state, op, name, role, object, array);
+    if (status == 0) {
+        status = smla_py_check_writable(op, array);
+    }
+    if (status < 0) {
+        smla_py_release_array(array);
+    }
+    return status;
+}
+
+void
+smla_py_release_array(smla_py_array *array)
+{
+    if (array->object == NULL) {
+        return;
+    }
+    if (array->release == SMLA_PY_RELEASE_NOTHING) {
+        Py_CLEAR(array->object);
+        return;
+    }
+    PyObject *type = NULL;
+    PyObject *value = NULL;
+    PyObject *traceback = NULL;
+    const bool is_failing = PyErr_Occurred() != NULL;
+    if (is_failing) { /* deleters may run Python code */
+        PyErr_Fetch(&type, &value, &traceback);
+    }
+    switch (array->release) {
+    case SMLA_PY_RELEASE_LEGACY:
+        if (array->owner.legacy->deleter != NULL) {
+            array->owner.legacy->deleter(array->owner.legacy);
+        }
+        break;
+    case SMLA_PY_RELEASE_VERSIONED:
+        if (array->owner.versioned->deleter != NULL) {
+            array->owner.versioned->deleter(array->owner.versioned);
+        }
+        break;
+    case SMLA_PY_RELEASE_BUFFER: PyBuffer_Release(&array->owner.buffer); break;
+    case SMLA_PY_RELEASE_NOTHING: break;
+    }
+    array->release = SMLA_PY_RELEASE_NOTHING;
+    Py_CLEAR(array->object);
+    if (is_failing) {
+        PyErr_Restore(type, value, traceback);
+    }
+}

@@ -1,0 +1,604 @@
+/* dlpack.c: arrays in through DLPack: the C exchange API, then __dlpack__ with either capsule.
+ *
+ * A producer that tells its current stream is asked for memory without any order, which stream.c
+ * makes. One that does not gets the stream of the call as an explicit integer (None means the
+ * legacy stream to some and no order to others), so its export waits until that stream is known.
+ *
+ * A capsule is renamed as soon as its name is known, so from there on its deleter is ours to call,
+ * once, whatever happens next: smla_py_release_array does it.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "python/arrays/exchange.h"
+
+int
+smla_py_copy_view(const char *op, const char *name, const DLTensor *source, smla_py_array *array)
+{
+    if (source->ndim < 0 || source->ndim > SMLA_PY_MAX_RANK ||
+        (source->ndim > 0 && source->shape == NULL)) {
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must have at most %d dimensions, got %d", op, name,
+                     SMLA_PY_MAX_RANK, (int)source->ndim);
+        return -1;
+    }
+    array->view = *source;
+    array->view.shape = array->shape;
+    array->view.strides = array->strides;
+    int64_t compact = 1;
+    for (int i = source->ndim - 1; i >= 0; i--) {
+        array->shape[i] = source->shape[i];
+        array->strides[i] = source->strides == NULL ? compact : source->strides[i];
+        compact *= source->shape[i];
+    }
+    return 0;
+}
+
+/* ---- Frameworks by the name of their package ------------------------------------------------ */
+
+static bool
+is_in_package(const char *module, const char *package)
+{
+    const size_t length = strlen(package);
+    return strncmp(module, package, length) == 0 &&
+           (module[length] == '\0' || module[length] == '.');
+}
+
+static bool
+is_type_in_package(const smla_py_state *state, PyObject *object, const char *package)
+{
+    PyObject *module = PyObject_GetAttr((PyObject *)Py_TYPE(object), state->str_module);
+    const char *text = NULL;
+    if (module != NULL && PyUnicode_Check(module)) {
+        text = PyUnicode_AsUTF8AndSize(module, NULL);
+    }
+    const bool result = text != NULL && is_in_package(text, package);
+    Py_XDECREF(module);
+    PyErr_Clear();
+    return result;
+}
+
+/* ---- The exchange API ---------------------------------------------------------------------- */
+
+/* A type and its table, NULL for JAX's arrays, whose type will have none: the first ones that come
+ * are remembered, from the front. */
+typedef struct smla_py_exchange {
+    PyTypeObject *type;
+    const DLPackExchangeAPI *api;
+    bool is_always_writable; /* what PyTorch's tensors are */
+    PyObject *requires_grad; /* the type's, where that answers for every object; else NULL */
+    descrgetfunc ask;        /* it */
+} smla_py_exchange;
+
+void
+smla_py_forget_exchanges(smla_py_shared *shared)
+{
+    for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
+        smla_py_exchange *known = atomic_exchange(&shared->exchanges[i], NULL);
+        if (known != NULL) {
+            Py_DECREF((PyObject *)known->type);
+            Py_XDECREF(known->requires_grad);
+            free(known);
+        }
+    }
+}
+
+static const smla_py_exchange *
+recall_exchange(smla_py_shared *shared, PyTypeObject *type)
+{
+    for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
+        const smla_py_exchange *known =
+            atomic_load_explicit(&shared->exchanges[i], memory_order_acquire);
+        if (known == NULL || known->type == type) {
+            return known;
+        }
+    }
+    return NULL;
+}
+
+bool
+smla_py_is_exchanged(const smla_py_state *state, PyObject *object)
+{
+    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
+    return known != NULL && known->api != NULL;
+}
+
+/* A descriptor with a setter comes before what an object has of that name itself, so it can be
+ * asked without a look-up, in a third of the time; unless the type looks attributes up in its own
+ * way. */
+static void
+find_requires_grad(const smla_py_state *state, smla_py_exchange *met)
+{
+    PyObject *found = PyObject_GetAttr((PyObject *)met->type, state->str_requires_grad);
+    if (found == NULL) {
+        PyErr_Clear();
+        return;
+    }
+    if (PyType_GetSlot(met->type, Py_tp_getattro) == (void *)PyObject_GenericGetAttr &&
+        PyType_GetSlot(Py_TYPE(found), Py_tp_descr_set) != NULL) {
+        met->ask = (descrgetfunc)PyType_GetSlot(Py_TYPE(found), Py_tp_descr_get);
+        met->requires_grad = Py_NewRef(found);
+    }
+    Py_DECREF(found);
+}
+
+static PyObject *
+ask_requires_grad(const smla_py_state *state, PyObject *object)
+{
+    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
+    return known != NULL && known->ask != NULL
+               ? known->ask(known->requires_grad, object, (PyObject *)known->type)
+               : PyObject_GetAttr(object, state->str_requires_grad);
+}
+
+/* Without memory or room it will be looked up again. */
+static void
+remember_exchange(const smla_py_state *state, PyObject *object, const DLPackExchangeAPI *api)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    smla_py_exchange *met = malloc(sizeof *met);
+    if (met == NULL) {
+        return;
+    }
+    *met = (smla_py_exchange){.type = type,
+                              .api = api,
+                              .is_always_writable = is_type_in_package(state, object, "torch")};
+    find_requires_grad(state, met);
+    for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
+        smla_py_exchange *none = NULL;
+        if (atomic_compare_exchange_strong(&state->shared->exchanges[i], &none, met)) {
+            Py_INCREF((PyObject *)type);
+            return;
+        }
+    }
+    Py_XDECREF(met->requires_grad);
+    free(met);
+}
+
+/* The table of the object's type, of a major version that we know; NULL without an exception where
+ * there is none, NULL with one when the look-up failed. */
+static const DLPackExchangeAPI *
+find_exchange_api(const smla_py_state *state, PyObject *object)
+{
+    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
+    if (known != NULL) {
+        return known->api;
+    }
+    PyObject *capsule = PyObject_GetAttr((PyObject *)Py_TYPE(object), state->str_exchange_api);
+    if (capsule == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            PyErr_Clear();
+            if (is_type_in_package(state, object, "jaxlib")) {
+                remember_exchange(state, object, NULL);
+            }
+        }
+        return NULL;
+    }
+    const DLPackExchangeAPIHeader *header = NULL;
+    if (PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
+        header = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    }
+    Py_DECREF(capsule); /* the table is static: it lives as long as the process */
+    while (header != NULL && header->version.major != DLPACK_MAJOR_VERSION) {
+        header = header->prev_api;
+    }
+    if (header != NULL) {
+        remember_exchange(state, object, (const DLPackExchangeAPI *)header);
+    }
+    return (const DLPackExchangeAPI *)header;
+}
+
+/* Imaginary parts, the carriers of the negative bit, lie two apart in every dimension. */
+static bool
+may_be_imaginary(const DLTensor *view)
+{
+    bool may_be = view->dtype.code == kDLFloat;
+    for (int i = 0; may_be && view->strides != NULL && i < view->ndim; i++) {
+        may_be = view->shape[i] <= 1 || view->strides[i] % 2 == 0;
+    }
+    return may_be;
+}
+
+/* The exchange API passes tensors that __dlpack__ refuses; refuse them in the same way. Integers
+ * have neither gradients nor a sign to be kept elsewhere. */
+static int
+check_plain(const smla_py_state *state, const char *op, const char *name, PyObject *object,
+            const DLTensor *view)
+{
+    if (view->dtype.code == kDLInt || view->dtype.code == kDLUInt) {
+        return 0;
+    }
+    PyObject *flag = ask_requires_grad(state, object);
+    if (flag == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear();
+        return 0; /* not PyTorch */
+    }
+    const bool requires_grad = flag == Py_True;
+    Py_DECREF(flag);
+    if (requires_grad) {
+        PyErr_Format(PyExc_BufferError,
+                     "%s: `%s` must not require gradients, got a tensor with requires_grad=True: "
+                     "pass its .detach()",
+                     op, name);
+        return -1;
+    }
+    if (!may_be_imaginary(view)) { /* the question costs as much as the tensor's export */
+        return 0;
+    }
+    flag = PyObject_CallMethodObjArgs(object, state->str_is_neg, NULL);
+    const bool is_neg = flag == Py_True;
+    Py_XDECREF(flag);
+    if (is_neg) {
+        PyErr_Format(PyExc_BufferError,
+                     "%s: `%s` must hold its values as they are, got a tensor with the negative "
+                     "bit: pass its .resolve_neg()",
+                     op, name);
+    }
+    return flag == NULL || is_neg ? -1 : 0;
+}
+
+/* Whether a loan for this call is enough. */
+static bool
+may_lend(const smla_py_state *state, smla_py_role role, PyObject *object)
+{
+    if (role == SMLA_PY_RETAINED || role == SMLA_PY_RETAINED_OUTPUT) {
+        return false;
+    }
+    if (role != SMLA_PY_OUTPUT && role != SMLA_PY_INOUT) {
+        return true;
+    }
+    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
+    return known != NULL ? known->is_always_writable : is_type_in_package(state, object, "torch");
+}
+
+/* Lends the tensor for this call. Takes a share of its memory when it is kept for longer, or when
+ * it is written and may be read-only, which a loan does not tell. */
+static int
+borrow(const smla_py_state *state, const DLPackExchangeAPI *api, smla_py_role role,
+       PyObject *object, DLTensor *view, smla_py_array *array)
+{
+    if (may_lend(state, role, object) && api->dltensor_from_py_object_no_sync != NULL) {
+        return api->dltensor_from_py_object_no_sync(object, view);
+    }
+    DLManagedTensorVersioned *managed = NULL;
+    const int status = api->managed_tensor_from_py_object_no_sync(object, &managed);
+    if (status == 0) {
+        array->release = SMLA_PY_RELEASE_VERSIONED;
+        array->owner.versioned = managed;
+        array->is_read_only = (managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY) != 0;
+        *view = managed->dl_tensor;
+    }
+    return status;
+}
+
+int
+smla_py_read_exchange_api(const smla_py_state *state, const char *op, const char *name,
+                          smla_py_role role, PyObject *object, smla_py_array *array)
+{
+    const DLPackExchangeAPI *api = find_exchange_api(state, object);
+    if (api == NULL) {
+        return PyErr_Occurred() == NULL ? SMLA_PY_NOT_THIS : -1;
+    }
+    DLTensor view;
+    if (borrow(state, api, role, object, &view, array) != 0) {
+        PyErr_Clear(); /* __dlpack__ has the better words */
+        return SMLA_PY_NOT_THIS;
+    }
+    array->framework = SMLA_PY_EXCHANGE;
+    array->exchange_api = api;
+    if (check_plain(state, op, name, object, &view) < 0) {
+        return -1;
+    }
+    return smla_py_copy_view(op, name, &view, array);
+}
+
+/* ---- Frameworks known by name -------------------------------------------------------------- */
+
+static const smla_py_importer importers[] = {
+    {.package = "jax",
+     .package_alt = "jaxlib",
+     .module = "jax.dlpack",
+     .function = "from_dlpack",
+     .is_immutable = true},
+    {.package = "torch", /* from before the exchange API */
+     .package_alt = "torch",
+     .module = "torch.utils.dlpack",
+     .function = "from_dlpack",
+     .stream_module = "torch.cuda",
+     .stream_function = "current_stream",
+     .stream_attribute = "cuda_stream"},
+};
+
+static const smla_py_importer *
+find_importer(const smla_py_state *state, PyObject *object)
+{
+    for (size_t i = 0; i < sizeof importers / sizeof importers[0]; i++) {
+        if (is_type_in_package(state, object, importers[i].package_alt) ||
+            is_type_in_package(state, object, importers[i].package)) {
+            return &importers[i];
+        }
+    }
+    return NULL;
+}
+
+/* 1 for a tracer: it stands for an array that does not exist yet. Concrete arrays are of a compiled
+ * type, which its module tells faster than Tracer, an abstract base class, would. */
+static int
+is_tracer(const smla_py_state *state, PyObject *object)
+{
+    if (is_type_in_package(state, object, "jaxlib")) {
+        return 0;
+    }
+    PyObject *name = PyUnicode_FromString("jax.core");
+    PyObject *module = name == NULL ? NULL : PyImport_GetModule(name);
+    PyObject *tracer = module == NULL ? NULL : PyObject_GetAttrString(module, "Tracer");
+    int result = 0;
+    if (tracer != NULL) {
+        result = PyObject_IsInstance(object, tracer);
+    } else {
+        PyErr_Clear();
+    }
+    Py_XDECREF(name);
+    Py_XDECREF(module);
+    Py_XDECREF(tracer);
+    return result;
+}
+
+/* jax: refuse what has no memory or must not be written, and wait for what is still computed. */
+static int
+prepare_immutable(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
+                  PyObject *object)
+{
+    const int traced = is_tracer(state, object);
+    if (traced < 0) {
+        return -1;
+    }
+    if (traced) {
+        PyErr_Format(PyExc_BufferError,
+                     "%s: `%s` must be a concrete array, got a jax tracer: inside jax.jit call "
+                     "sparse_mla.integrations.jax (on the CPU), else call it outside",
+                     op, name);
+        return -1;
+    }
+    if (role == SMLA_PY_OUTPUT) {
+        PyErr_Format(PyExc_BufferError,
+                     "%s: `%s` must be writable, got a jax array, which is immutable: leave `%s` "
+                     "out and use the array that the call returns",
+                     op, name, name);
+        return -1;
+    }
+    if (role == SMLA_PY_INOUT || role == SMLA_PY_RETAINED_OUTPUT) {
+        PyErr_Format(PyExc_BufferError,
+                     "%s: `%s` must be writable, got a jax array, which is immutable: keep it in "
+                     "a NumPy array",
+                     op, name);
+        return -1;
+    }
+    PyObject *ready = PyObject_CallMethodObjArgs(object, state->str_block_until_ready, NULL);
+    Py_XDECREF(ready);
+    return ready == NULL ? -1 : 0;
+}
+
+/* ---- Capsules ------------------------------------------------------------------------------ */
+
+/* From here on the deleter is ours. */
+static int
+consume(const char *op, const char *name, PyObject *capsule, smla_py_array *array)
+{
+    const DLTensor *view = NULL;
+    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        array->owner.versioned = PyCapsule_GetPointer(capsule, "dltensor_versioned");
+        array->release = SMLA_PY_RELEASE_VERSIONED;
+        if (PyCapsule_SetName(capsule, "used_dltensor_versioned") < 0) {
+            array->release = SMLA_PY_RELEASE_NOTHING;
+            return -1;
+        }
+        const DLManagedTensorVersioned *managed = array->owner.versioned;
+        if (managed->version.major != DLPACK_MAJOR_VERSION) {
+            PyErr_Format(PyExc_BufferError, "%s: `%s` must come by DLPack version %d, got %u.%u",
+                         op, name, DLPACK_MAJOR_VERSION, (unsigned)managed->version.major,
+                         (unsigned)managed->version.minor);
+            return -1;
+        }
+        array->is_read_only = (managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY) != 0;
+        view = &managed->dl_tensor;
+    } else if (PyCapsule_IsValid(capsule, "dltensor")) {
+        array->owner.legacy = PyCapsule_GetPointer(capsule, "dltensor");
+        array->release = SMLA_PY_RELEASE_LEGACY;
+        if (PyCapsule_SetName(capsule, "used_dltensor") < 0) {
+            array->release = SMLA_PY_RELEASE_NOTHING;
+            return -1;
+        }
+        view = &array->owner.legacy->dl_tensor;
+    } else {
+        PyErr_Format(PyExc_BufferError,
+                     "%s: `%s` must give a fresh DLPack capsule from __dlpack__, got %R%s", op,
+                     name, capsule,
+                     PyCapsule_CheckExact(capsule) ? ", which was consumed before" : "");
+        return -1;
+    }
+    return smla_py_copy_view(op, name, view, array);
+}
+
+static bool
+is_fatal(void)
+{
+    return !PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError);
+}
+
+static PyObject *
+export_capsule(const smla_py_state *state, PyObject *method)
+{
+    PyObject *capsule = PyObject_Call(method, state->empty_tuple, state->dlpack_kwargs);
+    if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear(); /* a producer from before max_version */
+        capsule = PyObject_CallNoArgs(method);
+    }
+    return capsule;
+}
+
+/* What jax's __dlpack__ comes to for an array on one device, after microseconds of Python. NULL
+ * where jaxlib has it no more, or where it fails: __dlpack__ has the words then. */
+static PyObject *
+export_from_jaxlib(const smla_py_state *state, PyObject *object)
+{
+    PyObject *sharding = PyObject_GetAttr(object, state->str_sharding);
+    PyObject *devices = sharding == NULL ? NULL : PyObject_GetAttr(sharding, state->str_device_set);
+    const bool is_single = devices != NULL && PyObject_Size(devices) == 1;
+    PyObject *module = is_single ? PyImport_GetModule(state->str_jaxlib) : NULL;
+    PyObject *function = module == NULL ? NULL : PyObject_GetAttr(module, state->str_jaxlib_export);
+    PyObject *capsule =
+        function == NULL ? NULL : PyObject_CallFunctionObjArgs(function, object, NULL);
+    Py_XDECREF(sharding);
+    Py_XDECREF(devices);
+    Py_XDECREF(module);
+    Py_XDECREF(function);
+    if (capsule == NULL && PyErr_Occurred() != NULL && !is_fatal()) {
+        PyErr_Clear();
+    }
+    return capsule;
+}
+
+static PyObject *
+export_immutable(const smla_py_state *state, PyObject *object, PyObject *method)
+{
+    PyObject *capsule = export_from_jaxlib(state, object);
+    return capsule != NULL || PyErr_Occurred() != NULL ? capsule : export_capsule(state, method);
+}
+
+/* In DLPack's numbers: -1 = no order, 1 = the legacy default stream, 2 = the thread's, else a
+ * handle. */
+static PyObject *
+export_for_stream(const smla_py_state *state, PyObject *method, PyObject *number)
+{
+    PyObject *kwargs =
+        Py_BuildValue("{s:O,s:O}", "stream", number, "max_version", state->max_version);
+    PyObject *capsule = kwargs == NULL ? NULL : PyObject_Call(method, state->empty_tuple, kwargs);
+    if (capsule == NULL && kwargs != NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear(); /* a producer from before max_version, but never one without order */
+        if (PyDict_DelItemString(kwargs, "max_version") == 0) {
+            capsule = PyObject_Call(method, state->empty_tuple, kwargs);
+        }
+    }
+    Py_XDECREF(kwargs);
+    return capsule;
+}
+
+/* The producer's words, as a BufferError about the argument. */
+static void
+raise_export_error(const char *op, const char *name)
+{
+    PyObject *type = NULL;
+    PyObject *value = NULL;
+    PyObject *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *text = value == NULL ? NULL : PyObject_Str(value);
+    PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+    smla_py_raise_from(PyExc_BufferError,
+                       "%s: `%s` must be exportable by DLPack, got from its __dlpack__: %V", op,
+                       name, text, "an error");
+    Py_XDECREF(text);
+}
+
+/* Takes over what a __dlpack__ gave: NULL with its exception, or something. */
+static int
+finish_export(const char *op, const char *name, PyObject *capsule, smla_py_array *array)
+{
+    if (capsule == NULL) {
+        if (!is_fatal()) {
+            raise_export_error(op, name);
+        }
+        return -1;
+    }
+    const int status = consume(op, name, capsule, array);
+    smla_py_drop(capsule);
+    return status;
+}
+
+int
+smla_py_export_deferred(const smla_py_state *state, const char *op, smla_stream stream,
+                        smla_py_array *array)
+{
+    PyObject *method = PyObject_GetAttr(array->object, state->str_dlpack);
+    PyObject *number = PyLong_FromVoidPtr(stream.handle == NULL ? (void *)1 : stream.handle);
+    PyObject *capsule =
+        method == NULL || number == NULL ? NULL : export_for_stream(state, method, number);
+    Py_XDECREF(method);
+    Py_XDECREF(number);
+    array->is_deferred = false;
+    return finish_export(op, array->name, capsule, array);
+}
+
+/* 1 and the device for an array in CUDA memory, 0 for all others, -1 with an exception. What the
+ * answer lacks, __dlpack__ will say better. */
+static int
+is_on_cuda(const smla_py_state *state, PyObject *object, DLDevice *device)
+{
+    PyObject *pair = PyObject_CallMethodObjArgs(object, state->str_dlpack_device, NULL);
+    int type = 0;
+    int id = 0;
+    const bool is_read =
+        pair != NULL && PyTuple_Check(pair) && PyArg_ParseTuple(pair, "ii", &type, &id);
+    Py_XDECREF(pair);
+    if (!is_read && PyErr_Occurred() != NULL) {
+        if (is_fatal()) {
+            return -1;
+        }
+        PyErr_Clear();
+    }
+    *device = (DLDevice){.device_type = (DLDeviceType)type, .device_id = id};
+    return is_read && type == kDLCUDA;
+}
+
+/* Exports an array of a framework whose memory may change under us, at once or later. */
+static int
+export_mutable(const smla_py_state *state, const char *op, const char *name, PyObject *object,
+               PyObject *method, smla_py_array *array)
+{
+    DLDevice device;
+    const int on_cuda = is_on_cuda(state, object, &device);
+    if (on_cuda < 0) {
+        return -1;
+    }
+    if (!on_cuda) {
+        return finish_export(op, name, export_capsule(state, method), array);
+    }
+    if (array->importer == NULL || array->importer->stream_module == NULL) {
+        array->is_deferred = true;
+        array->view = (DLTensor){.device = device, .shape = array->shape};
+        return 0;
+    }
+    PyObject *no_order = PyLong_FromLong(-1);
+    PyObject *capsule = no_order == NULL ? NULL : export_for_stream(state, method, no_order);
+    Py_XDECREF(no_order);
+    return finish_export(op, name, capsule, array);
+}
+
+int
+smla_py_read_dlpack(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
+                    PyObject *object, smla_py_array *array)
+{
+    PyObject *method = PyObject_GetAttr(object, state->str_dlpack);
+    if (method == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear();
+        return SMLA_PY_NOT_THIS;
+    }
+    array->importer = find_importer(state, object);
+    array->framework = array->importer == NULL ? SMLA_PY_UNKNOWN : SMLA_PY_IMPORTER;
+    int status = -1;
+    if (array->importer == NULL || !array->importer->is_immutable) {
+        status = export_mutable(state, op, name, object, method, array);
+    } else if (prepare_immutable(state, op, name, role, object) == 0) {
+        status = finish_export(op, name, export_immutable(state, object, method), array);
+    } else if (!PyErr_ExceptionMatches(PyExc_BufferError) && !is_fatal()) {
+        raise_export_error(op, name);
+    }
+    Py_DECREF(method);
+    return status;
+}

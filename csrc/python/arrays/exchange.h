@@ -1,0 +1,79 @@
+/* exchange.h: how the files of array.c share the work: one reader per kind of producer. */
+#ifndef SMLA_PYTHON_EXCHANGE_H
+#define SMLA_PYTHON_EXCHANGE_H
+
+#include "python/arrays/array.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+enum { SMLA_PY_EXCHANGES = 4 };
+
+/* What changes after the import, one for each module. */
+struct smla_py_shared {
+    pthread_mutex_t lock; /* nobody runs Python code, or waits for anything, while holding it */
+    struct smla_py_batch *first;         /* pending.c */
+    struct smla_py_batch **end;          /* where the next one goes */
+    atomic_int num_batches;              /* read without the lock */
+    _Atomic(struct smla_py_cupy *) cupy; /* NULL until the first array of cupy comes */
+    _Atomic(struct smla_py_exchange *) exchanges[SMLA_PY_EXCHANGES]; /* dlpack.c */
+};
+
+enum { SMLA_PY_NOT_THIS = 1 }; /* a reader's third answer: the object does not speak its protocol */
+
+/* Fills view, shape and strides; strides come in bytes, NULL = compact. -1 with an exception for a
+ * rank or a stride that cannot be expressed. */
+int smla_py_set_view(const char *op, const char *name, void *data, DLDataType dtype, int ndim,
+                     const int64_t *shape, const int64_t *strides_bytes, smla_py_array *array);
+
+/* Copies a producer's DLTensor into the struct's own storage. */
+int smla_py_copy_view(const char *op, const char *name, const DLTensor *source,
+                      smla_py_array *array);
+
+/* numpy.c */
+int smla_py_init_numpy(smla_py_state *state);
+bool smla_py_is_ndarray(PyObject *object);
+bool smla_py_is_numpy_scalar(PyObject *object);
+int smla_py_read_ndarray(const smla_py_state *state, const char *op, const char *name,
+                         PyObject *object, smla_py_array *array);
+int smla_py_new_ndarray(const smla_py_state *state, DLDataType dtype, int ndim,
+                        const int64_t *shape, smla_py_array *array);
+
+/* What a dtype object of NumPy's stands for; 0, or -1 with an exception. */
+int smla_py_read_descr(const smla_py_state *state, const char *op, const char *name,
+                       PyObject *descr, DLDataType *dtype);
+
+/* New dtype object. */
+PyObject *smla_py_new_descr(const smla_py_state *state, DLDataType dtype);
+
+/* cupy.c */
+bool smla_py_is_cupy(const smla_py_state *state, PyObject *object);
+
+/* The same question where the answer may have to be found out first: 0 = a cupy array. */
+int smla_py_meet_cupy(const smla_py_state *state, PyObject *object);
+int smla_py_read_cupy(const smla_py_state *state, const char *op, const char *name,
+                      PyObject *object, smla_py_array *array);
+int smla_py_new_cupy(const smla_py_state *state, const char *op, smla_py_array *array);
+int smla_py_cupy_stream(const smla_py_state *state, int32_t device_id, void **handle);
+void smla_py_forget_cupy(smla_py_shared *shared);
+void smla_py_forget_exchanges(smla_py_shared *shared);
+
+/* dlpack.c */
+bool smla_py_is_exchanged(const smla_py_state *state, PyObject *object); /* and met before */
+int smla_py_read_exchange_api(const smla_py_state *state, const char *op, const char *name,
+                              smla_py_role role, PyObject *object, smla_py_array *array);
+int smla_py_read_dlpack(const smla_py_state *state, const char *op, const char *name,
+                        smla_py_role role, PyObject *object, smla_py_array *array);
+
+/* Finishes a deferred array: its producer makes `stream` wait for what it has still to do. */
+int smla_py_export_deferred(const smla_py_state *state, const char *op, smla_stream stream,
+                            smla_py_array *array);
+
+/* array.c: BufferError for an output that must not be written. */
+int smla_py_check_writable(const char *op, const smla_py_array *array);
+
+/* stream.c: the integer that a stream's owner gives out: 0, -1 with an exception, or
+ * SMLA_PY_NOT_THIS for something else. */
+int smla_py_read_handle(PyObject *object, void **handle);
+
+#endif /* SMLA_PYTHON_EXCHANGE_H */

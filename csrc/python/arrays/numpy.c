@@ -1,0 +1,217 @@
+/* numpy.c: every use of NumPy's C-API: ndarrays in, new ndarrays, and views of our memory.
+ *
+ * NumPy arrays are read here rather than through DLPack because DLPack has no way to carry
+ * ml_dtypes' bfloat16 and float8_e4m3fn out of NumPy, and because it is twenty times as fast.
+ */
+#include "python/arrays/exchange.h"
+
+#include <numpy/arrayobject.h>
+
+/* ---- Types --------------------------------------------------------------------------------- */
+
+/* The number that NumPy gave one of ml_dtypes' types when it was registered. */
+static int
+find_type_num(PyObject *ml_dtypes, const char *name, int *type_num)
+{
+    PyObject *type = PyObject_GetAttrString(ml_dtypes, name);
+    if (type == NULL) {
+        return -1;
+    }
+    PyArray_Descr *descr = NULL;
+    const int converted = PyArray_DescrConverter(type, &descr);
+    Py_DECREF(type);
+    if (!converted) {
+        return -1;
+    }
+    *type_num = descr->type_num;
+    Py_DECREF((PyObject *)descr);
+    return 0;
+}
+
+int
+smla_py_init_numpy(smla_py_state *state)
+{
+    if (PyArray_ImportNumPyAPI() < 0) {
+        return -1;
+    }
+    PyObject *ml_dtypes = PyImport_ImportModule("ml_dtypes");
+    if (ml_dtypes == NULL) {
+        return -1;
+    }
+    int status = find_type_num(ml_dtypes, "bfloat16", &state->bfloat16_type_num);
+    if (status == 0) {
+        status = find_type_num(ml_dtypes, "float8_e4m3fn", &state->float8_type_num);
+    }
+    Py_DECREF(ml_dtypes);
+    return status;
+}
+
+/* What a NumPy dtype is in DLPack's words; false for types that DLPack has no words for. */
+static bool
+read_dtype(const smla_py_state *state, const PyArray_Descr *descr, DLDataType *dtype)
+{
+    static const struct {
+        char kind;
+        uint8_t code;
+    } kinds[] = {{'b', kDLBool}, {'i', kDLInt}, {'u', kDLUInt}, {'f', kDLFloat}, {'c', kDLComplex}};
+    const int type_num = descr->type_num;
+    if (type_num == state->bfloat16_type_num) {
+        *dtype = (DLDataType){kDLBfloat, 16, 1};
+        return true;
+    }
+    if (type_num == state->float8_type_num) {
+        *dtype = (DLDataType){kDLFloat8_e4m3fn, 8, 1};
+        return true;
+    }
+    if (type_num >= NPY_NTYPES_LEGACY) {
+        return false;
+    }
+    for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
+        if (descr->kind == kinds[i].kind) {
+            *dtype = (DLDataType){kinds[i].code, (uint8_t)(8 * PyDataType_ELSIZE(descr)), 1};
+            return true;
+        }
+    }
+    return false;
+}
+
+/* NumPy's number of a dtype, or -1. */
+static int
+find_numpy_type(const smla_py_state *state, DLDataType dtype)
+{
+    static const struct {
+        uint8_t code;
+        uint8_t bits;
+        int type_num;
+    } types[] = {
+        {kDLFloat, 32, NPY_FLOAT32}, {kDLInt, 32, NPY_INT32},   {kDLUInt, 8, NPY_UINT8},
+        {kDLInt, 64, NPY_INT64},     {kDLFloat, 16, NPY_HALF},  {kDLFloat, 64, NPY_FLOAT64},
+        {kDLInt, 8, NPY_INT8},       {kDLInt, 16, NPY_INT16},   {kDLUInt, 16, NPY_UINT16},
+        {kDLUInt, 32, NPY_UINT32},   {kDLUInt, 64, NPY_UINT64}, {kDLBool, 8, NPY_BOOL},
+    };
+    if (dtype.code == kDLBfloat) {
+        return state->bfloat16_type_num;
+    }
+    if (dtype.code == kDLFloat8_e4m3fn) {
+        return state->float8_type_num;
+    }
+    for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
+        if (types[i].code == dtype.code && types[i].bits == dtype.bits) {
+            return types[i].type_num;
+        }
+    }
+    return -1;
+}
+
+/* ---- In ------------------------------------------------------------------------------------ */
+
+bool
+smla_py_is_ndarray(PyObject *object)
+{
+    return PyArray_Check(object);
+}
+
+bool
+smla_py_is_numpy_scalar(PyObject *object)
+{
+    return PyArray_IsScalar(object, Generic);
+}
+
+static int
+read_native_dtype(const smla_py_state *state, const char *op, const char *name,
+                  PyArray_Descr *descr, DLDataType *dtype)
+{
+    if (!read_dtype(state, descr, dtype)) {
+        PyErr_Format(PyExc_TypeError, "%s: `%s` must have a plain numeric dtype, got %R", op, name,
+                     (PyObject *)descr);
+        return -1;
+    }
+    if (!PyArray_ISNBO(descr->byteorder)) {
+        PyErr_Format(PyExc_TypeError, "%s: `%s` must be in native byte order, got %R", op, name,
+                     (PyObject *)descr);
+        return -1;
+    }
+    return 0;
+}
+
+int
+smla_py_read_descr(const smla_py_state *state, const char *op, const char *name, PyObject *descr,
+                   DLDataType *dtype)
+{
+    if (!PyArray_DescrCheck(descr)) {
+        PyErr_Format(PyExc_TypeError, "%s: `%s` must have a dtype of NumPy, got %R", op, name,
+                     descr);
+        return -1;
+    }
+    return read_native_dtype(state, op, name, (PyArray_Descr *)descr, dtype);
+}
+
+int
+smla_py_read_ndarray(const smla_py_state *state, const char *op, const char *name, PyObject *object,
+                     smla_py_array *array)
+{
+    PyArrayObject *ndarray = (PyArrayObject *)object;
+    DLDataType dtype;
+    if (read_native_dtype(state, op, name, PyArray_DESCR(ndarray), &dtype) < 0) {
+        return -1;
+    }
+    array->framework = SMLA_PY_NUMPY;
+    array->is_read_only = !PyArray_ISWRITEABLE(ndarray);
+    return smla_py_set_view(op, name, PyArray_DATA(ndarray), dtype, PyArray_NDIM(ndarray),
+                            (const int64_t *)PyArray_DIMS(ndarray),
+                            (const int64_t *)PyArray_STRIDES(ndarray), array);
+}
+
+/* ---- Out ----------------------------------------------------------------------------------- */
+
+_Static_assert(sizeof(npy_intp) == sizeof(int64_t), "sizes and strides are passed as they are");
+
+int
+smla_py_new_ndarray(const smla_py_state *state, DLDataType dtype, int ndim, const int64_t *shape,
+                    smla_py_array *array)
+{
+    npy_intp dims[SMLA_PY_MAX_RANK] = {0};
+    for (int i = 0; i < ndim; i++) {
+        dims[i] = shape[i];
+    }
+    array->object = PyArray_SimpleNew(ndim, dims, find_numpy_type(state, dtype));
+    if (array->object == NULL) {
+        return -1;
+    }
+    array->view.data = PyArray_DATA((PyArrayObject *)array->object);
+    return 0;
+}
+
+PyObject *
+smla_py_new_descr(const smla_py_state *state, DLDataType dtype)
+{
+    return (PyObject *)PyArray_DescrFromType(find_numpy_type(state, dtype));
+}
+
+PyObject *
+smla_py_numpy_view(const smla_py_state *state, PyObject *owner, const DLTensor *view,
+                   bool is_writable)
+{
+    const int type_num = find_numpy_type(state, view->dtype);
+    if (type_num < 0) {
+        PyErr_SetString(PyExc_BufferError, "NumPy has no dtype for this tensor");
+        return NULL;
+    }
+    npy_intp dims[SMLA_PY_MAX_RANK] = {0};
+    npy_intp strides[SMLA_PY_MAX_RANK] = {0};
+    for (int i = 0; i < view->ndim; i++) {
+        dims[i] = view->shape[i];
+        strides[i] = view->strides[i] * smla_py_element_bytes(view->dtype);
+    }
+    PyObject *ndarray = PyArray_New(&PyArray_Type, view->ndim, dims, type_num, strides, view->data,
+                                    0, is_writable ? NPY_ARRAY_WRITEABLE : 0, NULL);
+    if (ndarray == NULL) {
+        return NULL;
+    }
+    PyArray_UpdateFlags((PyArrayObject *)ndarray, NPY_ARRAY_UPDATE_ALL);
+    if (PyArray_SetBaseObject((PyArrayObject *)ndarray, Py_NewRef(owner)) < 0) { /* steals */
+        Py_DECREF(ndarray);
+        return NULL;
+    }
+    return ndarray;
+}

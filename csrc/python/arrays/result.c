@@ -1,0 +1,291 @@
+/* result.c: results in the caller's framework, and host integers.
+ *
+ * NumPy, CuPy and exchange API frameworks allocate for themselves. For the others the result is
+ * written into a Tensor of ours, which their from_dlpack takes over when the call is done; where
+ * nobody takes it, the Tensor is the result. On a device jax is among the latter: taking over would
+ * cost more than the call.
+ */
+#include <stdlib.h>
+
+#include "python/arrays/exchange.h"
+#include "python/arrays/tensor.h"
+
+static bool
+is_host(DLDevice device)
+{
+    return device.device_type == kDLCPU || device.device_type == kDLCUDAHost ||
+           device.device_type == kDLCUDAManaged;
+}
+
+/* ---- Allocate ------------------------------------------------------------------------------ */
+
+/* Called by the exchange API's allocator, where there may be no GIL. */
+static void
+set_allocator_error(void *context, const char *kind, const char *message)
+{
+    (void)kind;
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    PyErr_Format(PyExc_MemoryError, "%s: its framework could not allocate a result: %s",
+                 (const char *)context, message);
+    PyGILState_Release(gil);
+}
+
+static int
+allocate_by_exchange_api(const char *op, const DLPackExchangeAPI *api, smla_py_array *array)
+{
+    DLManagedTensorVersioned *managed = NULL;
+    if (api->managed_tensor_allocator(&array->view, &managed, (void *)op, set_allocator_error) !=
+        0) {
+        if (PyErr_Occurred() == NULL) {
+            PyErr_Format(PyExc_MemoryError, "%s: its framework could not allocate a result", op);
+        }
+        return -1;
+    }
+    array->view.data = managed->dl_tensor.data;
+    array->view.byte_offset = managed->dl_tensor.byte_offset;
+    void *object = NULL;
+    if (api->managed_tensor_to_py_object_no_sync(managed, &object) != 0) { /* steals */
+        return -1;
+    }
+    array->object = object;
+    return 0;
+}
+
+/* Memory of a device is not taken while a graph is captured: its address would go into the graph,
+ * and nobody would keep it. */
+static int
+allocate_tensor(const smla_py_state *state, const char *op, smla_py_stream *stream,
+                smla_py_array *array)
+{
+    const DLDevice device = array->view.device;
+    const smla_backend *backend = NULL;
+    smla_error error;
+    if (device.device_type == kDLCUDA) {
+        if (smla_py_find_backend(op, stream) < 0) {
+            return -1;
+        }
+        backend = stream->backend;
+    } else if (smla_find_backend(op, device, &backend, &error) != SMLA_OK) {
+        smla_py_raise(&error);
+        return -1;
+    }
+    if (stream->is_capturing) {
+        int64_t bytes = smla_py_element_bytes(array->view.dtype);
+        for (int i = 0; i < array->view.ndim; i++) {
+            bytes *= array->shape[i];
+        }
+        PyErr_Format(
+            PyExc_ValueError,
+            "%s: `%s` must be given inside a capture (%lld bytes), got None: the framework "
+            "of its arrays has no allocator",
+            op, array->name, (long long)bytes);
+        return -1;
+    }
+    array->object = smla_py_tensor_new(state, backend, device, array->view.dtype, array->view.ndim,
+                                       array->view.shape);
+    if (array->object == NULL) {
+        return -1;
+    }
+    array->view.data = ((smla_py_tensor *)array->object)->view.data;
+    return 0;
+}
+
+int
+smla_py_allocate(const smla_py_state *state, const char *op, const char *name,
+                 const smla_py_array *like, smla_py_stream *stream, DLDataType dtype, int ndim,
+                 const int64_t *shape, smla_py_array *array)
+{
+    const DLDevice cpu = {.device_type = kDLCPU, .device_id = 0};
+    *array = (smla_py_array){.name = name,
+                             .framework = like->framework,
+                             .importer = like->importer,
+                             .exchange_api = like->exchange_api,
+                             .is_new = true,
+                             .is_written = true};
+    array->view = (DLTensor){.device = is_host(like->view.device) ? cpu : like->view.device,
+                             .ndim = ndim,
+                             .dtype = dtype,
+                             .shape = array->shape,
+                             .strides = array->strides};
+    int64_t compact = 1;
+    for (int i = ndim - 1; i >= 0; i--) {
+        array->shape[i] = shape[i];
+        array->strides[i] = compact;
+        if (shape[i] != 0 && __builtin_mul_overflow(compact, shape[i], &compact)) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    switch (like->framework) {
+    case SMLA_PY_NUMPY: return smla_py_new_ndarray(state, dtype, ndim, shape, array);
+    case SMLA_PY_EXCHANGE:
+        array->is_foreign = like->is_foreign;
+        return allocate_by_exchange_api(op, like->exchange_api, array);
+    case SMLA_PY_CUPY:
+        array->is_foreign = like->is_foreign;
+        return smla_py_new_cupy(state, op, array);
+    default: return allocate_tensor(state, op, stream, array);
+    }
+}
+
+/* ---- Hand out ------------------------------------------------------------------------------ */
+
+/* Gives our Tensor to a framework that is imported already. */
+static PyObject *
+import_tensor(const smla_py_importer *importer, PyObject *tensor)
+{
+    PyObject *name = PyUnicode_FromString(importer->module);
+    PyObject *module = name == NULL ? NULL : PyImport_GetModule(name);
+    Py_XDECREF(name);
+    if (module == NULL) { /* the framework's arrays exist, but not its importer */
+        return PyErr_Occurred() == NULL ? Py_NewRef(tensor) : NULL;
+    }
+    PyObject *function = PyObject_GetAttrString(module, importer->function);
+    PyObject *result =
+        function == NULL ? NULL : PyObject_CallFunctionObjArgs(function, tensor, NULL);
+    Py_XDECREF(function);
+    Py_DECREF(module);
+    return result;
+}
+
+PyObject *
+smla_py_result(smla_py_array *array)
+{
+    const bool is_on_host = array->view.device.device_type == kDLCPU;
+    if (array->is_new && array->framework == SMLA_PY_IMPORTER &&
+        (is_on_host || !array->importer->is_immutable)) {
+        return import_tensor(array->importer, array->object);
+    }
+    return Py_NewRef(array->object);
+}
+
+/* ---- Host integers ------------------------------------------------------------------------- */
+
+/* Element `i` of a 1-D integer array; one of uint64 beyond int64 is negative here. */
+static int64_t
+read_int(const smla_py_array *array, int64_t i)
+{
+    const DLTensor *view = &array->view;
+    const int64_t bytes = view->dtype.bits / 8;
+    const char *at = (const char *)view->data + view->byte_offset + i * array->strides[0] * bytes;
+    const bool is_signed = view->dtype.code == kDLInt;
+    switch (bytes) {
+    case 1: return is_signed ? (int64_t)*(const int8_t *)at : (int64_t)*(const uint8_t *)at;
+    case 2: return is_signed ? (int64_t)*(const int16_t *)at : (int64_t)*(const uint16_t *)at;
+    case 4: return is_signed ? (int64_t)*(const int32_t *)at : (int64_t)*(const uint32_t *)at;
+    default: return *(const int64_t *)at;
+    }
+}
+
+static int
+check_host_vector(const char *op, const char *name, const smla_py_array *array)
+{
+    const DLDataType dtype = array->view.dtype;
+    if (!is_host(array->view.device)) {
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must be in host memory, got a device array", op,
+                     name);
+        return -1;
+    }
+    const bool is_integer =
+        (dtype.code == kDLInt || dtype.code == kDLUInt) && dtype.lanes == 1 &&
+        (dtype.bits == 8 || dtype.bits == 16 || dtype.bits == 32 || dtype.bits == 64);
+    if (!is_integer) {
+        const smla_py_dtype *known = smla_py_find_dtype(dtype);
+        PyErr_Format(PyExc_TypeError, "%s: `%s` must hold integers, got %s", op, name,
+                     known == NULL ? "another dtype" : known->name);
+        return -1;
+    }
+    if (array->view.ndim != 1) {
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must have 1 dimension, got %d", op, name,
+                     (int)array->view.ndim);
+        return -1;
+    }
+    const uintptr_t address = (uintptr_t)array->view.data + array->view.byte_offset;
+    if (array->shape[0] > 0 && (array->view.data == NULL || address % (dtype.bits / 8) != 0)) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s: `%s` must be aligned to its elements, got another address", op, name);
+        return -1;
+    }
+    return 0;
+}
+
+static int
+fail_int32(const char *op, const char *name, int64_t value, bool is_signed)
+{
+    static const char *const texts[] = {
+        "%s: `%s` must hold values that fit int32, got %llu",
+        "%s: `%s` must hold values that fit int32, got %lld",
+    };
+    PyErr_Format(PyExc_ValueError, texts[is_signed], op, name, (long long)value);
+    return -1;
+}
+
+static int
+copy_array(const char *op, const char *name, const smla_py_array *array, int32_t *values)
+{
+    const bool is_signed = array->view.dtype.code == kDLInt;
+    for (int64_t i = 0; i < array->shape[0]; i++) {
+        const int64_t value = read_int(array, i);
+        if (value < (is_signed ? INT32_MIN : 0) || value > INT32_MAX) {
+            return fail_int32(op, name, value, is_signed);
+        }
+        values[i] = (int32_t)value;
+    }
+    return 0;
+}
+
+static int
+copy_sequence(const char *op, const char *name, PyObject *sequence, int32_t *values, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) {
+        PyObject *item = PySequence_GetItem(sequence, (Py_ssize_t)i);
+        int64_t value = 0;
+        const int status = item == NULL ? -1 : smla_py_parse_int(op, name, item, &value);
+        Py_XDECREF(item);
+        if (status < 0) {
+            return -1;
+        }
+        if (value < INT32_MIN || value > INT32_MAX) {
+            return fail_int32(op, name, value, true);
+        }
+        values[i] = (int32_t)value;
+    }
+    return 0;
+}
+
+int
+smla_py_host_ints(const smla_py_state *state, const char *op, const char *name, PyObject *object,
+                  int32_t **values, int64_t *count)
+{
+    const bool is_sequence = PyList_Check(object) || PyTuple_Check(object);
+    smla_py_array array;
+    if (is_sequence) {
+        *count = PySequence_Size(object);
+    } else {
+        if (smla_py_acquire(state, op, name, SMLA_PY_INPUT, object, &array) < 0) {
+            return -1;
+        }
+        if (check_host_vector(op, name, &array) < 0) {
+            smla_py_release_array(&array);
+            return -1;
+        }
+        *count = array.shape[0];
+    }
+    int status = -1;
+    *values = malloc((size_t)(*count > 0 ? *count : 1) * sizeof **values);
+    if (*values == NULL) {
+        PyErr_NoMemory();
+    } else if (is_sequence) {
+        status = copy_sequence(op, name, object, *values, *count);
+    } else {
+        status = copy_array(op, name, &array, *values);
+    }
+    if (!is_sequence) {
+        smla_py_release_array(&array);
+    }
+    if (status < 0) {
+        free(*values);
+        *values = NULL;
+    }
+    return status;
+}

@@ -1,0 +1,348 @@
+/* stream.c: which stream a call's work goes to, and what it waits for there.
+ *
+ * The caller's stream comes in whichever form; without one, the first array whose producer tells
+ * its current stream decides. Work of other producers is put in front of the call on the device:
+ * the host waits for nothing. The CPU has no use for any of it.
+ */
+#include "python/arrays/exchange.h"
+#include "python/arrays/tensor.h"
+
+enum { NOT_THERE = 1 }; /* beside 0 = found and -1 = an exception is set */
+
+/* The legacy default stream has two names. */
+static void *
+normal_handle(void *handle)
+{
+    return handle == (void *)1 ? NULL : handle;
+}
+
+/* As it is passed to stream=. */
+static unsigned long long
+handle_number(void *handle)
+{
+    return (unsigned long long)(uintptr_t)handle;
+}
+
+/* An int, but no bool; OverflowError for one that no pointer holds. */
+int
+smla_py_read_handle(PyObject *object, void **handle)
+{
+    if (!PyLong_Check(object) || PyBool_Check(object)) {
+        return NOT_THERE;
+    }
+    *handle = PyLong_AsVoidPtr(object);
+    return *handle == NULL && PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+/* CUDA's stream protocol: a method, or a plain attribute, that gives (version, handle). */
+static int
+read_protocol(PyObject *attribute, void **stream)
+{
+    PyObject *pair =
+        PyCallable_Check(attribute) ? PyObject_CallNoArgs(attribute) : Py_NewRef(attribute);
+    if (pair == NULL) {
+        return -1;
+    }
+    int result = NOT_THERE;
+    if (PyTuple_Check(pair) && PyTuple_Size(pair) == 2) {
+        result = smla_py_read_handle(PyTuple_GetItem(pair, 1), stream);
+    }
+    Py_DECREF(pair);
+    return result;
+}
+
+int
+smla_py_parse_stream(const char *op, PyObject *object, void **stream)
+{
+    static const struct {
+        const char *name;
+        int (*read)(PyObject *, void **);
+    } attributes[] = {
+        {"__cuda_stream__", read_protocol},
+        {"cuda_stream", smla_py_read_handle}, /* PyTorch */
+        {"ptr", smla_py_read_handle},         /* CuPy */
+    };
+    *stream = NULL;
+    if (object == Py_None) {
+        return 0;
+    }
+    int result = smla_py_read_handle(object, stream);
+    for (int i = 0; result == NOT_THERE && i < 3; i++) {
+        PyObject *attribute = PyObject_GetAttrString(object, attributes[i].name);
+        if (attribute == NULL) {
+            if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+                return -1;
+            }
+            PyErr_Clear();
+            continue;
+        }
+        result = attributes[i].read(attribute, stream);
+        Py_DECREF(attribute);
+    }
+    if (result == NOT_THERE) {
+        PyObject *got = smla_py_type_name(object);
+        if (got != NULL) {
+            PyErr_Format(PyExc_TypeError,
+                         "%s: `stream` must be None, an int handle or an object with "
+                         "__cuda_stream__, .cuda_stream or .ptr, got %U",
+                         op, got);
+            Py_DECREF(got);
+        }
+    }
+    if (result == -1 && PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError, "%s: `stream` must be a handle of at most 64 bits, got %R",
+                     op, object);
+    }
+    return result == 0 ? 0 : -1;
+}
+
+/* ---- The streams of producers -------------------------------------------------------------- */
+
+/* Calls module.function(id).attribute of an importer's framework. */
+static int
+ask_importer(const smla_py_importer *importer, int32_t device_id, void **handle)
+{
+    PyObject *name = PyUnicode_FromString(importer->stream_module);
+    PyObject *module = name == NULL ? NULL : PyImport_GetModule(name);
+    PyObject *stream = NULL;
+    int result = NOT_THERE;
+    if (module != NULL) {
+        stream = PyObject_CallMethod(module, importer->stream_function, "i", (int)device_id);
+    }
+    if (stream != NULL) {
+        PyObject *number = PyObject_GetAttrString(stream, importer->stream_attribute);
+        result = number == NULL ? -1 : smla_py_read_handle(number, handle);
+        Py_XDECREF(number);
+    }
+    Py_XDECREF(name);
+    Py_XDECREF(module);
+    Py_XDECREF(stream);
+    return PyErr_Occurred() == NULL ? result : -1;
+}
+
+/* The stream that an array's producer works on now: 0 = found, NOT_THERE = it does not tell. */
+static int
+find_producer_stream(const smla_py_state *state, const char *op, const smla_py_array *array,
+                     void **handle)
+{
+    const int32_t device_id = array->view.device.device_id;
+    int result = NOT_THERE;
+    if (array->framework == SMLA_PY_EXCHANGE) {
+        result = array->exchange_api->current_work_stream(kDLCUDA, device_id, handle) == 0 ? 0 : -1;
+        if (result < 0 && PyErr_Occurred() == NULL) {
+            PyErr_Format(PyExc_RuntimeError,
+                         "%s: `%s` must come from a framework that knows its current stream, got "
+                         "an error",
+                         op, array->name);
+        }
+    } else if (array->framework == SMLA_PY_CUPY) {
+        result = smla_py_cupy_stream(state, device_id, handle);
+    } else if (array->importer != NULL && array->importer->stream_module != NULL) {
+        result = ask_importer(array->importer, device_id, handle);
+    }
+    if (result == 0) {
+        *handle = normal_handle(*handle);
+    }
+    return result;
+}
+
+/* ---- Order --------------------------------------------------------------------------------- */
+
+int
+smla_py_find_backend(const char *op, smla_py_stream *stream)
+{
+    const DLDevice device = {.device_type = kDLCUDA, .device_id = stream->at.device_id};
+    const smla_backend *backend = NULL;
+    smla_error error;
+    if (stream->backend != NULL) {
+        return 0;
+    }
+    if (smla_find_backend(op, device, &backend, &error) != SMLA_OK ||
+        backend->streams->is_capturing(op, stream->at, &stream->is_capturing, &error) != SMLA_OK) {
+        smla_py_raise(&error);
+        return -1;
+    }
+    stream->backend = backend;
+    return 0;
+}
+
+/* Puts the call behind what is now on another stream of its device. A captured call takes no part
+ * in the order of now, and cannot wait for work that is not captured: its replays are in the hands
+ * of whoever starts them. */
+static int
+order_behind(const char *op, const char *name, void *producer, smla_py_stream *stream)
+{
+    const smla_stream other = {.device_id = stream->at.device_id, .handle = producer};
+    const smla_stream_ops *ops = stream->backend->streams;
+    smla_event *event = NULL;
+    smla_error error;
+    bool is_captured = false;
+    if (stream->is_capturing && producer == NULL) { /* the legacy stream, which is never captured,
+                                                     * must not even be asked during a capture */
+        return 0;
+    }
+    smla_status status = ops->is_capturing(op, other, &is_captured, &error);
+    if (status == SMLA_OK && is_captured && !stream->is_capturing) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s: `stream` must be the stream whose work is captured, since `%s` is made "
+                     "on that (%llu), got %llu",
+                     op, name, handle_number(producer), handle_number(stream->at.handle));
+        return -1;
+    }
+    if (status == SMLA_OK && is_captured == stream->is_capturing) {
+        status = ops->record(op, other, &event, &error);
+    }
+    if (event != NULL) {
+        status = ops->wait(op, stream->at, event, &error);
+        ops->destroy(event);
+    }
+    if (status != SMLA_OK) {
+        smla_py_raise(&error);
+        return -1;
+    }
+    return 0;
+}
+
+static int
+fail_mixed(const char *op, const smla_py_array *leader, const smla_py_array *array, void *first,
+           void *second)
+{
+    PyErr_Format(
+        PyExc_ValueError,
+        "%s: `%s` must come from the current stream of `%s` (%llu), got one whose producer "
+        "works on another (%llu): pass stream=, or make the two equal",
+        op, array->name, leader->name, handle_number(first), handle_number(second));
+    return -1;
+}
+
+/* Arrays of one producer, seen one after another, are asked once. */
+typedef struct producer {
+    const smla_py_array *asked;
+    int result;
+    void *handle;
+} producer;
+
+static int
+ask_producer(const smla_py_state *state, const char *op, const smla_py_array *array, producer *p)
+{
+    const smla_py_array *asked = p->asked;
+    if (asked == NULL || asked->framework != array->framework ||
+        asked->importer != array->importer || asked->exchange_api != array->exchange_api) {
+        p->asked = array;
+        p->result = find_producer_stream(state, op, array, &p->handle);
+    }
+    return p->result;
+}
+
+static bool
+is_in_place(const smla_py_array *array, const smla_py_stream *stream)
+{
+    return array->object != NULL && array->view.device.device_type == kDLCUDA &&
+           array->view.device.device_id == stream->at.device_id;
+}
+
+/* Arrays whose producers tell their stream: the first decides, unless the caller has; the call is
+ * put behind the others. The rest is marked as freed by rules of its own, Tensors excepted, whose
+ * memory outlives all work on the device. */
+static int
+follow_producers(const smla_py_state *state, const char *op, smla_py_array *arrays, int num_arrays,
+                 smla_py_stream *stream)
+{
+    const smla_py_array *leader = NULL;
+    const smla_py_array *last_ordered = NULL;
+    producer p = {.asked = NULL};
+    for (int i = 0; i < num_arrays; i++) {
+        smla_py_array *array = &arrays[i];
+        if (!is_in_place(array, stream)) {
+            continue;
+        }
+        const int result = ask_producer(state, op, array, &p);
+        if (result < 0) {
+            return -1;
+        }
+        if (result == NOT_THERE) {
+            array->is_foreign = Py_TYPE(array->object) != state->tensor_type;
+            continue;
+        }
+        if (leader == NULL && !stream->is_given) {
+            leader = array;
+            stream->at.handle = p.handle;
+        }
+        if (p.handle == stream->at.handle) {
+            continue;
+        }
+        if (!stream->is_given) {
+            return fail_mixed(op, leader, array, stream->at.handle, p.handle);
+        }
+        array->is_foreign = true;
+        if (last_ordered != p.asked) { /* else done for a neighbour */
+            last_ordered = p.asked;
+            if (smla_py_find_backend(op, stream) < 0 ||
+                order_behind(op, array->name, p.handle, stream) < 0) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+/* A Tensor's contents are there when the event of the call that wrote them has passed. */
+static int
+wait_for_tensor(const smla_py_state *state, const char *op, const smla_py_array *array,
+                smla_py_stream *stream)
+{
+    PyObject *event = smla_py_take_event(state, smla_py_tensor_event(array->object));
+    if (event == NULL) {
+        return 0;
+    }
+    int status = smla_py_find_backend(op, stream);
+    if (status == 0 && !stream->is_capturing) {
+        status = smla_py_wait(op, stream->backend, stream->at, event);
+    }
+    Py_DECREF(event);
+    return status;
+}
+
+int
+smla_py_settle_arrays(const smla_py_state *state, const char *op, smla_py_array *arrays,
+                      int num_arrays, smla_py_stream *stream)
+{
+    int first = 0;
+    while (first < num_arrays &&
+           (arrays[first].object == NULL || arrays[first].view.device.device_type != kDLCUDA)) {
+        first++;
+    }
+    if (first == num_arrays) {
+        return 0;
+    }
+    if (stream->at.handle == (void *)-1) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s: `stream` must be a stream's handle, got -1, which is only DLPack's word "
+                     "for no order",
+                     op);
+        return -1;
+    }
+    stream->is_cuda = true;
+    stream->at.device_id = arrays[first].view.device.device_id;
+    stream->at.handle = normal_handle(stream->at.handle);
+    smla_py_release_pending(state);
+    if (follow_producers(state, op, arrays, num_arrays, stream) < 0) {
+        return -1;
+    }
+    for (int i = first; i < num_arrays; i++) {
+        smla_py_array *array = &arrays[i];
+        if (array->object == NULL) {
+            continue;
+        }
+        if (array->is_deferred && (smla_py_export_deferred(state, op, stream->at, array) < 0 ||
+                                   smla_py_check_writable(op, array) < 0)) {
+            return -1;
+        }
+        if (Py_TYPE(array->object) == state->tensor_type && is_in_place(array, stream) &&
+            wait_for_tensor(state, op, array, stream) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,527 @@
+/* builder_type.c: the metadata builder as a Python object, and the forward pass of the step it built.
+ *
+ * The object keeps alive what the core refers to: the workspace as long as itself, the block table
+ * of a step until the next build, whose copy to the device stands behind all forwards of the step.
+ * Arrays that it hands out view the persistent buffers and keep the object alive in turn; on a
+ * device they carry the event of the build. sparse_mla/backend.py puts names on all of it.
+ */
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "python/arrays/tensor.h"
+#include "python/call/call.h"
+
+typedef struct smla_py_builder {
+    PyObject_HEAD smla_builder *core;
+    atomic_flag is_busy;       /* a build or a forward runs, maybe without the GIL */
+    int64_t generation;        /* counts successful builds */
+    int64_t num_actual_tokens; /* of the last one */
+    DLDevice device;
+    smla_py_array workspace;      /* absent: the core's own */
+    smla_py_array block_table[2]; /* this step's, and room for the next one's */
+    int current;
+} smla_py_builder;
+
+static const smla_py_state *
+state_of(PyObject *self)
+{
+    return PyType_GetModuleState(Py_TYPE(self));
+}
+
+/* One thread at a time: a second one gets an exception, not a race. */
+static int
+enter(smla_py_builder *builder, const char *op)
+{
+    if (!atomic_flag_test_and_set(&builder->is_busy)) {
+        return 0;
+    }
+    PyErr_Format(PyExc_RuntimeError,
+                 "%s: `builder` must be used by one thread at a time, got a second one", op);
+    return -1;
+}
+
+static void
+leave(smla_py_builder *builder)
+{
+    atomic_flag_clear(&builder->is_busy);
+}
+
+/* ---- Create -------------------------------------------------------------------------------- */
+
+static int
+parse_path(const char *op, PyObject *object, int32_t *path)
+{
+    *path = SMLA_PATH_AUTO;
+    if (object == Py_None) {
+        return 0;
+    }
+    const char *text = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, NULL) : "";
+    if (text == NULL) {
+        return -1;
+    }
+    for (int32_t i = SMLA_PATH_MIXED; smla_path_name((smla_path)i) != NULL; i++) {
+        if (strcmp(text, smla_path_name((smla_path)i)) == 0) {
+            *path = i;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "%s: `path` must be None, \"mixed\", \"separate\", \"bf16\" or \"direct\", got %R",
+                 op, object);
+    return -1;
+}
+
+static int
+parse_config(const char *op, PyObject *args, smla_builder_config *config)
+{
+    const struct {
+        const char *name;
+        int64_t *value;
+    } sizes[] = {
+        {"num_heads", &config->num_heads},
+        {"block_size", &config->block_size},
+        {"topk_tokens", &config->topk_tokens},
+        {"max_num_seqs", &config->max_num_seqs},
+        {"max_num_batched_tokens", &config->max_num_batched_tokens},
+        {"max_model_len", &config->max_model_len},
+        {"decode_threshold", &config->decode_threshold},
+        {"min_heads_for_bf16_prefill", &config->min_heads_for_bf16_prefill},
+        {"prefill_workspace_tokens", &config->prefill_workspace_tokens},
+    };
+    enum { NUM_SIZES = sizeof sizes / sizeof sizes[0], NUM_ARGS = NUM_SIZES + 4 };
+    if (smla_py_check_count(op, PyTuple_Size(args), NUM_ARGS) < 0) {
+        return -1;
+    }
+    for (int i = 0; i < NUM_SIZES; i++) {
+        if (smla_py_parse_int(op, sizes[i].name, PyTuple_GetItem(args, i), sizes[i].value) < 0) {
+            return -1;
+        }
+    }
+    if (smla_py_parse_kv_format(op, "kv_cache_dtype", PyTuple_GetItem(args, NUM_SIZES),
+                                &config->kv_format) < 0 ||
+        parse_path(op, PyTuple_GetItem(args, NUM_SIZES + 1), &config->path) < 0) {
+        return -1;
+    }
+    return smla_py_parse_device(op, "device", PyTuple_GetItem(args, NUM_SIZES + 2),
+                                &config->device);
+}
+
+static PyObject *
+builder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static const char op[] = "MetadataBuilder";
+    smla_builder_config config = {.struct_size = sizeof config};
+    if (kwargs != NULL && PyDict_Size(kwargs) > 0) {
+        PyErr_Format(PyExc_TypeError, "%s: takes positional arguments only", op);
+        return NULL;
+    }
+    if (parse_config(op, args, &config) < 0) {
+        return NULL;
+    }
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    smla_py_builder *builder = (smla_py_builder *)allocate(type, 0);
+    if (builder == NULL) {
+        return NULL;
+    }
+    atomic_flag_clear(&builder->is_busy);
+    builder->device = config.device;
+    smla_error error;
+    smla_status status = SMLA_OK;
+    PyObject *workspace = PyTuple_GetItem(args, PyTuple_Size(args) - 1);
+    int result = smla_py_acquire(PyType_GetModuleState(type), op, "workspace",
+                                 SMLA_PY_RETAINED_OUTPUT, workspace, &builder->workspace);
+    if (result == 0) {
+        smla_py_stream stream = {.backend = NULL};
+        result =
+            smla_py_settle_arrays(PyType_GetModuleState(type), op, &builder->workspace, 1, &stream);
+    }
+    if (result == 0) {
+        config.workspace = smla_py_view(&builder->workspace);
+        Py_BEGIN_ALLOW_THREADS
+        status = smla_builder_create(&config, &builder->core, &error);
+        Py_END_ALLOW_THREADS
+        if (status != SMLA_OK) {
+            smla_py_raise(&error);
+            result = -1;
+        }
+    }
+    if (result < 0) {
+        Py_CLEAR(builder);
+    }
+    return (PyObject *)builder;
+}
+
+static void
+builder_dealloc(PyObject *self)
+{
+    smla_py_builder *builder = (smla_py_builder *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    Py_BEGIN_ALLOW_THREADS /* a device may be waited for, and its callbacks for us */
+    smla_builder_destroy(builder->core);
+    Py_END_ALLOW_THREADS
+    smla_py_release_array(&builder->workspace);
+    smla_py_release_array(&builder->block_table[0]);
+    smla_py_release_array(&builder->block_table[1]);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF((PyObject *)type);
+}
+
+/* ---- Build --------------------------------------------------------------------------------- */
+
+/* A persistent int32 buffer cut to `count`: an ndarray on the CPU, else a Tensor. Read-only: what
+ * the kernels read is the builder's to write. */
+static PyObject *
+view_buffer(smla_py_builder *builder, PyObject *event, const int32_t *data, int64_t count)
+{
+    if (data == NULL) {
+        return Py_NewRef(Py_None);
+    }
+    int64_t stride = 1;
+    const DLTensor view = {.data = (void *)(uintptr_t)data,
+                           .device = builder->device,
+                           .ndim = 1,
+                           .dtype = {kDLInt, 32, 1},
+                           .shape = &count,
+                           .strides = &stride};
+    PyObject *self = (PyObject *)builder;
+    return builder->device.device_type == kDLCPU
+               ? smla_py_numpy_view(state_of(self), self, &view, false)
+               : smla_py_tensor_view(state_of(self), self, &view, event, true);
+}
+
+static PyObject *
+list_chunks(const smla_metadata *m)
+{
+    PyObject *list = PyList_New((Py_ssize_t)m->num_chunks);
+    for (int64_t i = 0; list != NULL && i < m->num_chunks; i++) {
+        const smla_prefill_chunk *chunk = &m->chunks[i];
+        PyObject *item = Py_BuildValue("(LLLLL)", (long long)chunk->req_start,
+                                       (long long)chunk->req_end, (long long)chunk->token_start,
+                                       (long long)chunk->token_end, (long long)chunk->tot_seqlen);
+        if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0) { /* steals */
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+static PyObject *
+describe_step(smla_py_builder *builder, PyObject *event, const smla_metadata *m)
+{
+    return Py_BuildValue(
+        "{s:L,s:s,s:L,s:L,s:L,s:L,s:L,s:L,s:N,s:N,s:N,s:N,s:N}", "generation",
+        (long long)builder->generation, "path", smla_path_name(m->path), "num_decodes",
+        (long long)m->split.num_decodes, "num_prefills", (long long)m->split.num_prefills,
+        "num_decode_tokens", (long long)m->split.num_decode_tokens, "num_prefill_tokens",
+        (long long)m->split.num_prefill_tokens, "decode_query_len", (long long)m->decode_query_len,
+        "decode_num_splits", (long long)m->decode_num_splits, "req_id_per_token",
+        view_buffer(builder, event, m->req_id_per_token, m->num_actual_tokens), "prefill_seq_lens",
+        view_buffer(builder, event, m->prefill_seq_lens, m->split.num_prefills),
+        "prefill_request_ids",
+        view_buffer(builder, event, m->prefill_request_ids, m->num_actual_tokens),
+        "prefill_workspace_starts",
+        view_buffer(builder, event, m->prefill_workspace_starts, m->split.num_prefills), "chunks",
+        list_chunks(m));
+}
+
+static int
+check_num_reqs(const char *op, const char *name, int64_t wanted, int64_t got)
+{
+    if (wanted == got) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "%s: `%s` must be of the %lld requests of `num_reqs`, got those of %lld", op, name,
+                 (long long)wanted, (long long)got);
+    return -1;
+}
+
+/* Lets go of the former step's block table, once the work that is there is over. `event` gets a new
+ * reference to that of the build, or NULL where views need none. */
+static int
+replace_block_table(smla_py_builder *builder, const char *op, smla_py_stream *stream,
+                    PyObject **event)
+{
+    const smla_py_state *state = state_of((PyObject *)builder);
+    smla_py_array *former = &builder->block_table[builder->current];
+    const smla_py_array *next = &builder->block_table[1 - builder->current];
+    int status = 0;
+    if (stream->is_cuda) {
+        status = smla_py_find_backend(op, stream);
+        if (status == 0 && !stream->is_capturing) {
+            *event = smla_py_record(op, stream);
+            status = *event == NULL ? -1 : 0;
+        }
+        former->is_foreign |= next->is_foreign;
+        if (status == 0) {
+            status = smla_py_keep(state, op, former, 1, stream);
+        }
+    }
+    smla_py_release_array(former);
+    builder->current = 1 - builder->current;
+    return status;
+}
+
+/* With the host arrays read: block table in, core, block table of the former step out. */
+static PyObject *
+build_step(smla_py_builder *builder, const char *op, smla_build_args *a, smla_py_stream *stream,
+           PyObject *block_table)
+{
+    const smla_py_state *state = state_of((PyObject *)builder);
+    smla_py_array *next = &builder->block_table[1 - builder->current];
+    if (smla_py_acquire(state, op, "block_table", SMLA_PY_RETAINED, block_table, next) < 0) {
+        return NULL;
+    }
+    if (smla_py_settle_arrays(state, op, next, 1, stream) < 0) {
+        smla_py_release_array(next);
+        return NULL;
+    }
+    a->stream = stream->at.handle;
+    const smla_metadata *metadata = NULL;
+    smla_error error;
+    smla_status status;
+    a->block_table = smla_py_view(next);
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_builder_build(builder->core, a, &metadata, &error);
+    Py_END_ALLOW_THREADS
+    if (status != SMLA_OK) { /* the core still has the former step */
+        smla_py_release_array(next);
+        return smla_py_raise(&error);
+    }
+    PyObject *event = NULL;
+    const int replaced = replace_block_table(builder, op, stream, &event);
+    builder->generation++;
+    builder->num_actual_tokens = metadata->num_actual_tokens;
+    PyObject *step = replaced < 0 ? NULL : describe_step(builder, event, metadata);
+    Py_XDECREF(event);
+    return step;
+}
+
+PyDoc_STRVAR(builder_build_doc,
+             "build($self, query_start_loc_cpu, seq_lens_cpu, block_table, num_reqs, "
+             "num_actual_tokens, stream, /)\n--\n\n"
+             "Plan a step; see sparse_mla.MetadataBuilder.build. A dict of what was planned.");
+
+static PyObject *
+builder_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    static const char op[] = "MetadataBuilder.build";
+    smla_py_builder *builder = (smla_py_builder *)self;
+    const smla_py_state *state = state_of(self);
+    smla_build_args a = {.struct_size = sizeof a};
+    smla_py_stream stream = {.is_given = num_args == 6 && args[5] != Py_None};
+    int32_t *query_start_loc = NULL;
+    int32_t *seq_lens = NULL;
+    int64_t num_starts = 0;
+    int64_t num_lens = 0;
+    if (smla_py_check_count(op, num_args, 6) < 0 || enter(builder, op) < 0) {
+        return NULL;
+    }
+    PyObject *step = NULL;
+    if (smla_py_parse_int(op, "num_reqs", args[3], &a.num_reqs) == 0 &&
+        smla_py_parse_int(op, "num_actual_tokens", args[4], &a.num_actual_tokens) == 0 &&
+        smla_py_parse_stream(op, args[5], &stream.at.handle) == 0 &&
+        smla_py_host_ints(state, op, "query_start_loc_cpu", args[0], &query_start_loc,
+                          &num_starts) == 0 &&
+        smla_py_host_ints(state, op, "seq_lens_cpu", args[1], &seq_lens, &num_lens) == 0 &&
+        check_num_reqs(op, "query_start_loc_cpu", a.num_reqs, num_starts - 1) == 0 &&
+        check_num_reqs(op, "seq_lens_cpu", a.num_reqs, num_lens) == 0) {
+        a.query_start_loc_cpu = query_start_loc;
+        a.seq_lens_cpu = seq_lens;
+        step = build_step(builder, op, &a, &stream, args[2]);
+    }
+    free(query_start_loc);
+    free(seq_lens);
+    leave(builder);
+    return step;
+}
+
+/* ---- Forward ------------------------------------------------------------------------------- */
+
+enum { FWD_Q, FWD_Q_PE, FWD_KV_CACHE, FWD_TOPK, FWD_SINK, FWD_OUT, FWD_LSE };
+
+/* Makes the rows of a new result zero that stand behind the step's tokens. */
+static int
+fill_rest(smla_py_call *call, const smla_py_array *array, int64_t num_written)
+{
+    int64_t row_bytes = smla_py_element_bytes(array->view.dtype);
+    for (int d = 1; d < array->view.ndim; d++) {
+        row_bytes *= array->shape[d];
+    }
+    char *rest = (char *)array->view.data + array->view.byte_offset + num_written * row_bytes;
+    const int64_t bytes = (array->shape[0] - num_written) * row_bytes;
+    if (array->view.device.device_type == kDLCPU) {
+        memset(rest, 0, (size_t)bytes);
+        return 0;
+    }
+    smla_error error;
+    if (smla_py_find_backend(call->op, &call->stream) < 0) {
+        return -1;
+    }
+    if (call->stream.backend->streams->fill_zero(call->op, call->stream.at, rest, bytes, &error) !=
+        SMLA_OK) {
+        smla_py_raise(&error);
+        return -1;
+    }
+    return 0;
+}
+
+/* Allocates a result of q's number of rows; those behind the step's tokens, which nobody writes,
+ * are zero. */
+static int
+allocate_rows(smla_py_call *call, int i, DLDataType dtype, int ndim, const int64_t *shape,
+              int64_t num_written)
+{
+    if (call->arrays[i].object != NULL) {
+        return 0;
+    }
+    if (smla_py_allocate_result(call, i, dtype, ndim, shape) < 0) {
+        return -1;
+    }
+    return num_written < shape[0] ? fill_rest(call, &call->arrays[i], num_written) : 0;
+}
+
+static int
+allocate_results(smla_py_call *call, int64_t num_written)
+{
+    const smla_py_array *q = &call->arrays[FWD_Q];
+    const int64_t shape[3] = {smla_py_dim(q, 0), smla_py_dim(q, 1), SMLA_KV_LORA_RANK};
+    if (q->view.ndim != 3 || shape[1] > SMLA_MAX_HEADS) {
+        return 0; /* the core words it */
+    }
+    if (allocate_rows(call, FWD_OUT, smla_py_bf16, 3, shape, num_written) < 0) {
+        return -1;
+    }
+    return allocate_rows(call, FWD_LSE, smla_py_fp32, 2, shape, num_written);
+}
+
+static PyObject *
+run_forward(smla_py_call *call, smla_forward_args *a)
+{
+    smla_error error;
+    smla_status status;
+    a->q = smla_py_view(&call->arrays[FWD_Q]);
+    a->q_pe = smla_py_view(&call->arrays[FWD_Q_PE]);
+    a->kv_cache = smla_py_view(&call->arrays[FWD_KV_CACHE]);
+    a->topk_indices = smla_py_view(&call->arrays[FWD_TOPK]);
+    a->attn_sink = smla_py_view(&call->arrays[FWD_SINK]);
+    a->out = smla_py_view(&call->arrays[FWD_OUT]);
+    a->lse = smla_py_view(&call->arrays[FWD_LSE]);
+    Py_BEGIN_ALLOW_THREADS
+    status = smla_forward(a, &error);
+    Py_END_ALLOW_THREADS
+    const int kept = smla_py_keep_call(call, status);
+    if (status != SMLA_OK) {
+        return smla_py_raise(&error);
+    }
+    if (kept < 0) {
+        return NULL;
+    }
+    PyObject *out = smla_py_result(&call->arrays[FWD_OUT]);
+    PyObject *lse = out == NULL ? NULL : smla_py_result(&call->arrays[FWD_LSE]);
+    PyObject *results = lse == NULL ? NULL : PyTuple_Pack(2, out, lse);
+    Py_XDECREF(out);
+    Py_XDECREF(lse);
+    return results;
+}
+
+PyDoc_STRVAR(builder_forward_doc,
+             "forward($self, q, kv_cache, topk_indices, attn_sink, out, lse, softmax_scale, "
+             "generation, stream, /)\n--\n\n"
+             "One layer of the step; see sparse_mla.SparseMLA.forward.");
+
+static PyObject *
+builder_forward(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    static const struct {
+        const char *name;
+        smla_py_role role;
+    } arrays[] = {{"kv_cache", SMLA_PY_INPUT},
+                  {"topk_indices", SMLA_PY_INPUT},
+                  {"attn_sink", SMLA_PY_OPTIONAL},
+                  {"out", SMLA_PY_OUTPUT},
+                  {"lse", SMLA_PY_OUTPUT}};
+    static const char op[] = "forward";
+    smla_py_builder *builder = (smla_py_builder *)self;
+    smla_forward_args a = {.struct_size = sizeof a, .builder = builder->core};
+    int64_t generation = 0;
+    smla_py_call call;
+    smla_py_open(&call, state_of(self), op);
+    if (smla_py_check_count(op, num_args, 9) < 0 ||
+        smla_py_parse_float(op, "softmax_scale", args[6], &a.softmax_scale) < 0 ||
+        smla_py_parse_int(op, "generation", args[7], &generation) < 0 ||
+        smla_py_take_stream(&call, args[8]) < 0 || enter(builder, op) < 0) {
+        return NULL;
+    }
+    PyObject *results = NULL;
+    if (generation != builder->generation) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s: `metadata` must come from its builder's latest build (number %lld), got "
+                     "that of build %lld",
+                     op, (long long)builder->generation, (long long)generation);
+    } else {
+        int status = smla_py_add_query(&call, args[0]);
+        for (int i = 0; status == 0 && i < SMLA_PY_COUNT(arrays); i++) {
+            status = smla_py_add(&call, arrays[i].name, arrays[i].role, args[1 + i]);
+        }
+        if (status == 0 && smla_py_settle(&call, &a.stream) == 0) {
+            if (allocate_results(&call, builder->num_actual_tokens) == 0) {
+                results = run_forward(&call, &a);
+            }
+            smla_py_close(&call);
+        }
+    }
+    leave(builder);
+    return results;
+}
+
+/* ---- Type ---------------------------------------------------------------------------------- */
+
+static PyObject *
+get_workspace_bytes(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromLongLong(smla_builder_workspace_bytes(((smla_py_builder *)self)->core));
+}
+
+static PyMethodDef builder_methods[] = {
+    {"build", (PyCFunction)(void (*)(void))builder_build, METH_FASTCALL, builder_build_doc},
+    {"forward", (PyCFunction)(void (*)(void))builder_forward, METH_FASTCALL, builder_forward_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef builder_getset[] = {
+    {"workspace_bytes", get_workspace_bytes, NULL,
+     "Bytes of the prefill workspace; 0 where the path needs none.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+PyDoc_STRVAR(builder_doc,
+             "Builder(num_heads, block_size, topk_tokens, max_num_seqs, max_num_batched_tokens, "
+             "max_model_len, decode_threshold, min_heads_for_bf16_prefill, "
+             "prefill_workspace_tokens, kv_cache_dtype, path, device, workspace, /)\n--\n\n"
+             "The compiled part of sparse_mla.MetadataBuilder.");
+
+static PyType_Slot builder_slots[] = {
+    {Py_tp_doc, (void *)builder_doc}, {Py_tp_new, builder_new},
+    {Py_tp_dealloc, builder_dealloc}, {Py_tp_methods, builder_methods},
+    {Py_tp_getset, builder_getset},   {0, NULL},
+};
+
+static PyType_Spec builder_spec = {
+    .name = "sparse_mla._C.Builder",
+    .basicsize = sizeof(smla_py_builder),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = builder_slots,
+};
+
+int
+smla_py_init_builder(PyObject *module, smla_py_state *state)
+{
+    state->builder_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &builder_spec, NULL);
+    if (state->builder_type == NULL) {
+        return -1;
+    }
+    return PyModule_AddObjectRef(module, "Builder", (PyObject *)state->builder_type);
+}

@@ -1,0 +1,147 @@
+/* call.c: opens, fills and finishes operator calls; see call.h. */
+#include "python/call/call.h"
+
+void
+smla_py_open(smla_py_call *call, const smla_py_state *state, const char *op)
+{
+    call->state = state;
+    call->op = op;
+    call->stream = (smla_py_stream){.backend = NULL};
+    call->num_arrays = 0;
+}
+
+int
+smla_py_take_stream(smla_py_call *call, PyObject *object)
+{
+    call->stream.is_given = object != Py_None;
+    return smla_py_parse_stream(call->op, object, &call->stream.at.handle);
+}
+
+int
+smla_py_add(smla_py_call *call, const char *name, smla_py_role role, PyObject *object)
+{
+    int status = -1;
+    if (call->num_arrays == SMLA_MAX_ARRAYS) { /* a mistake in the package */
+        PyErr_Format(PyExc_SystemError, "%s: a call has at most %d arrays", call->op,
+                     SMLA_MAX_ARRAYS);
+    } else {
+        status = smla_py_acquire(call->state, call->op, name, role, object,
+                                 &call->arrays[call->num_arrays]);
+    }
+    if (status < 0) {
+        smla_py_close(call);
+        return -1;
+    }
+    call->num_arrays++;
+    return 0;
+}
+
+int
+smla_py_add_absent(smla_py_call *call, const char *name)
+{
+    return smla_py_add(call, name, SMLA_PY_OPTIONAL, Py_None);
+}
+
+int
+smla_py_add_query(smla_py_call *call, PyObject *query)
+{
+    if (!PyTuple_Check(query) && !PyList_Check(query)) {
+        const int status = smla_py_add(call, "q", SMLA_PY_INPUT, query);
+        return status < 0 ? -1 : smla_py_add_absent(call, "q_pe");
+    }
+    PyObject *items = PySequence_Tuple(query); /* another thread may change a list */
+    if (items == NULL) {
+        smla_py_close(call);
+        return -1;
+    }
+    int status = -1;
+    if (PyTuple_Size(items) == 2) {
+        status = smla_py_add(call, "q[0]", SMLA_PY_INPUT, PyTuple_GetItem(items, 0));
+        if (status == 0) {
+            status = smla_py_add(call, "q[1]", SMLA_PY_INPUT, PyTuple_GetItem(items, 1));
+        }
+    } else {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: `q` must be an array or the pair (ql_nope, q_pe), got %zd items",
+                     call->op, PyTuple_Size(items));
+        smla_py_close(call);
+    }
+    Py_DECREF(items);
+    return status;
+}
+
+void
+smla_py_close(smla_py_call *call)
+{
+    while (call->num_arrays > 0) {
+        smla_py_release_array(&call->arrays[--call->num_arrays]);
+    }
+}
+
+int
+smla_py_settle(smla_py_call *call, void **stream)
+{
+    if (smla_py_settle_arrays(call->state, call->op, call->arrays, call->num_arrays,
+                              &call->stream) < 0) {
+        smla_py_close(call);
+        return -1;
+    }
+    *stream = call->stream.at.handle;
+    return 0;
+}
+
+int
+smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim, const int64_t *shape)
+{
+    if (call->arrays[i].object != NULL) {
+        return 0;
+    }
+    return smla_py_allocate(call->state, call->op, call->arrays[i].name, &call->arrays[0],
+                            &call->stream, dtype, ndim, shape, &call->arrays[i]);
+}
+
+int
+smla_py_keep_call(smla_py_call *call, smla_status status)
+{
+    if (status != SMLA_OK && status != SMLA_ERROR_RUNTIME) { /* found before anything started */
+        return 0;
+    }
+    const int kept =
+        smla_py_keep(call->state, call->op, call->arrays, call->num_arrays, &call->stream);
+    if (kept < 0 && status != SMLA_OK) {
+        PyErr_Clear(); /* the core's own words come first */
+    }
+    return kept;
+}
+
+PyObject *
+smla_py_fail(smla_py_call *call)
+{
+    smla_py_close(call);
+    return NULL;
+}
+
+PyObject *
+smla_py_finish(smla_py_call *call, smla_status status, const smla_error *error, const int *results,
+               int num_results)
+{
+    PyObject *answer = NULL;
+    const int kept = smla_py_keep_call(call, status);
+    if (status != SMLA_OK) {
+        smla_py_raise(error);
+    } else if (kept < 0) {
+        /* an exception is set */
+    } else if (num_results == 1) {
+        answer = smla_py_result(&call->arrays[results[0]]);
+    } else {
+        answer = PyTuple_New(num_results);
+        for (int i = 0; answer != NULL && i < num_results; i++) {
+            PyObject *item = smla_py_result(&call->arrays[results[i]]);
+            if (item == NULL || PyTuple_SetItem(answer, i, item) < 0) { /* steals */
+                Py_CLEAR(answer);
+            }
+        }
+    }
+    smla_py_close(call);
+    return answer;
+}

@@ -1,0 +1,88 @@
+/* call.h: one operator call: its arrays, its results, its answer.
+ *
+ * The call lives on its caller's stack: open it, take its stream, add its arrays, settle their
+ * order, allocate the results that are missing, run the core without the GIL, finish. Closing
+ * releases whatever was borrowed, exactly once, on success and on failure alike; on a device, not
+ * before the work is over. run.c does so for every operator, builder.c for a layer.
+ */
+#ifndef SMLA_PYTHON_CALL_H
+#define SMLA_PYTHON_CALL_H
+
+#include "core/kv_format.h"
+#include "core/rule.h"
+#include "python/arrays/array.h"
+
+#define SMLA_PY_COUNT(table) ((int)(sizeof(table) / sizeof(table)[0]))
+
+static const DLDataType smla_py_bf16 = {kDLBfloat, 16, 1};
+static const DLDataType smla_py_fp32 = {kDLFloat, 32, 1};
+
+typedef struct smla_py_call {
+    const smla_py_state *state;
+    const char *op;
+    smla_py_stream stream;
+    int num_arrays;
+    smla_py_array arrays[SMLA_MAX_ARRAYS];
+} smla_py_call;
+
+/* Starts a call without arrays. */
+void smla_py_open(smla_py_call *call, const smla_py_state *state, const char *op);
+
+/* Reads stream= of the caller. */
+int smla_py_take_stream(smla_py_call *call, PyObject *object);
+
+/* Appends an array. On failure the call is closed. */
+int smla_py_add(smla_py_call *call, const char *name, smla_py_role role, PyObject *object);
+
+/* Appends two arrays: q and nothing, or the two of a tuple or list. On failure the call is
+ * closed. */
+int smla_py_add_query(smla_py_call *call, PyObject *query);
+
+void smla_py_close(smla_py_call *call);
+
+/* With all arrays of the caller added: decides the stream, and puts the call in order on it. Until
+ * then only the framework and the device of an array are known. On failure the call is closed. */
+int smla_py_settle(smla_py_call *call, void **stream);
+
+/* Appends an array that is not there. On failure the call is closed. */
+int smla_py_add_absent(smla_py_call *call, const char *name);
+
+/* Allocates array `i` like array 0, unless the caller gave it. */
+int smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim,
+                            const int64_t *shape);
+
+/* Sees to it that the arrays outlive the work, once the core has returned `status`. */
+int smla_py_keep_call(smla_py_call *call, smla_status status);
+
+/* Closes the call after a failure; NULL. */
+PyObject *smla_py_fail(smla_py_call *call);
+
+/* Closes the call and gives its answer: an exception, the one result, or a tuple of results. */
+PyObject *smla_py_finish(smla_py_call *call, smla_status status, const smla_error *error,
+                         const int *results, int num_results);
+
+static inline const DLTensor *
+smla_py_call_view(const smla_py_call *call, int i)
+{
+    return smla_py_view(&call->arrays[i]);
+}
+
+static inline int64_t
+smla_py_call_dim(const smla_py_call *call, int i, int dim)
+{
+    return smla_py_dim(&call->arrays[i], dim);
+}
+
+static inline bool
+smla_py_has_rank(const smla_py_call *call, int i, int ndim)
+{
+    return call->arrays[i].object != NULL && call->arrays[i].view.ndim == ndim;
+}
+
+static inline bool
+smla_py_is_head_count(int64_t num_heads)
+{
+    return num_heads >= 1 && num_heads <= SMLA_MAX_HEADS;
+}
+
+#endif /* SMLA_PYTHON_CALL_H */

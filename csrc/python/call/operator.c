@@ -1,0 +1,399 @@
+/* operator.c: the type of an operator: what ops.py declares and Python calls.
+ *
+ * A declaration is a function of Python with names, defaults and a docstring, and nothing to do. An
+ * operator takes a call as the declaration would, and hands the arguments to C in the order of its
+ * table. The interpreter takes twice as long, for it fills in one by one the keywords that a call
+ * leaves out: a dozen of attention's. A call that does not fit is given to the declaration, to be
+ * refused in the interpreter's words.
+ */
+#include <stddef.h>
+#include <string.h>
+
+#include "python/call/operator.h"
+/* behind Python.h */
+#include <structmember.h>
+
+/* In the limited API from 3.12 on, and the same before. */
+#ifndef Py_TPFLAGS_HAVE_VECTORCALL
+#define Py_TPFLAGS_HAVE_VECTORCALL (1UL << 11)
+typedef PyObject *(*vectorcallfunc)(PyObject *, PyObject *const *, size_t, PyObject *);
+#define PyVectorcall_NARGS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1))))
+#endif
+
+/* In the order of the declaration. */
+typedef struct declared_param {
+    PyObject *name; /* interned */
+    int place;      /* among the arguments of C */
+} declared_param;
+
+typedef struct operator_object {
+    PyObject_HEAD vectorcallfunc vectorcall;
+    const smla_py_state *state;
+    const smla_py_operator *in_c;
+    PyObject *declaration;
+    PyObject *dict; /* as a function has them */
+    PyObject *weak_references;
+    int num_params;
+    int num_positional;
+    int num_required;
+    declared_param params[SMLA_PY_MAX_PARAMS];
+    PyObject *defaults[SMLA_PY_MAX_PARAMS]; /* by place; NULL where a call must have a value */
+} operator_object;
+
+/* ---- Calls --------------------------------------------------------------------------------- */
+
+/* Position in the declaration, from `start` on, or -1. Keywords of a call are interned, nearly
+ * always. */
+static int
+find_param(const operator_object *op, PyObject *name, int start)
+{
+    for (int i = start; i < op->num_params; i++) {
+        if (op->params[i].name == name) {
+            return i;
+        }
+    }
+    for (int i = start; i < op->num_params; i++) {
+        if (PyUnicode_Compare(op->params[i].name, name) == 0) {
+            return i;
+        }
+    }
+    return -1;
+}
+
+/* Whether the call fits; `values` are borrowed, in C's order. No keyword comes twice. */
+static bool
+bind(const operator_object *op, PyObject *const *args, Py_ssize_t num_args, PyObject *keywords,
+     PyObject **values)
+{
+    const Py_ssize_t num_keywords = keywords == NULL ? 0 : PyTuple_Size(keywords);
+    Py_ssize_t num_required = num_args;
+    if (num_args > op->num_positional) {
+        return false;
+    }
+    memcpy(values, op->defaults, sizeof op->defaults);
+    for (int i = 0; i < num_args; i++) {
+        values[op->params[i].place] = args[i];
+    }
+    for (Py_ssize_t i = 0; i < num_keywords; i++) {
+        const int param = find_param(op, PyTuple_GetItem(keywords, i), (int)num_args);
+        if (param < 0) { /* unknown, or given by place, too */
+            return false;
+        }
+        PyObject **const value = &values[op->params[param].place];
+        num_required += *value == NULL;
+        *value = args[num_args + i];
+    }
+    return num_required == op->num_required;
+}
+
+/* The TypeError of a call that does not fit. */
+static PyObject *
+refuse(const operator_object *op, PyObject *const *args, Py_ssize_t num_args, PyObject *keywords)
+{
+    PyObject *positional = PyTuple_New(num_args);
+    PyObject *named = positional == NULL ? NULL : PyDict_New();
+    const Py_ssize_t num_keywords = keywords == NULL ? 0 : PyTuple_Size(keywords);
+    int status = named == NULL ? -1 : 0;
+    for (Py_ssize_t i = 0; status == 0 && i < num_args; i++) {
+        status = PyTuple_SetItem(positional, i, Py_NewRef(args[i])); /* steals */
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < num_keywords; i++) {
+        status = PyDict_SetItem(named, PyTuple_GetItem(keywords, i), args[num_args + i]);
+    }
+    PyObject *none = status == 0 ? PyObject_Call(op->declaration, positional, named) : NULL;
+    Py_XDECREF(positional);
+    Py_XDECREF(named);
+    if (none != NULL) {
+        Py_DECREF(none);
+        PyErr_Format(PyExc_SystemError, "%s: the declaration takes a call that C does not",
+                     op->in_c->name);
+    }
+    return NULL;
+}
+
+static PyObject *
+operator_vectorcall(PyObject *self, PyObject *const *args, size_t num_args_and_flag,
+                    PyObject *keywords)
+{
+    const operator_object *const op = (const operator_object *)self;
+    const Py_ssize_t num_args = PyVectorcall_NARGS(num_args_and_flag);
+    PyObject *values[SMLA_PY_MAX_PARAMS];
+    return bind(op, args, num_args, keywords, values) ? smla_py_run(op->state, op->in_c, values)
+                                                      : refuse(op, args, num_args, keywords);
+}
+
+/* ---- Declarations -------------------------------------------------------------------------- */
+
+/* Place of a name among the arguments of C. */
+static int
+find_place(const smla_py_operator *in_c, PyObject *name)
+{
+    for (int i = 0; i < in_c->num_params; i++) {
+        if (smla_py_is_argument(&in_c->params[i]) &&
+            PyUnicode_CompareWithASCIIString(name, in_c->params[i].name) == 0) {
+            return i;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "Operator: `declaration` must have the parameters of %s, got %R",
+                 in_c->name, name);
+    return -1;
+}
+
+static int
+count_arguments(const smla_py_operator *in_c)
+{
+    int count = 0;
+    for (int i = 0; i < in_c->num_params; i++) {
+        count += smla_py_is_argument(&in_c->params[i]);
+    }
+    return count;
+}
+
+static int
+read_count(PyObject *code, const char *name)
+{
+    PyObject *number = PyObject_GetAttrString(code, name);
+    const long count = number == NULL ? -1 : PyLong_AsLong(number);
+    Py_XDECREF(number);
+    return (int)count;
+}
+
+/* Defaults are those of keywords alone. */
+static int
+read_params(operator_object *op, PyObject *names, PyObject *defaults)
+{
+    for (int i = 0; i < op->num_params; i++) {
+        declared_param *const param = &op->params[i];
+        PyObject *name = PySequence_GetItem(names, i);
+        if (name == NULL) {
+            return -1;
+        }
+        PyUnicode_InternInPlace(&name);
+        param->name = name;
+        param->place = find_place(op->in_c, name);
+        if (param->place < 0) {
+            return -1;
+        }
+        PyObject **const value = &op->defaults[param->place];
+        if (i >= op->num_positional && PyDict_Check(defaults)) {
+            *value = Py_XNewRef(PyDict_GetItemWithError(defaults, name));
+        }
+        op->num_required += *value == NULL;
+    }
+    return PyErr_Occurred() == NULL ? 0 : -1;
+}
+
+static int
+read_declaration(operator_object *op)
+{
+    PyObject *code = PyObject_GetAttrString(op->declaration, "__code__");
+    PyObject *names = code == NULL ? NULL : PyObject_GetAttrString(code, "co_varnames");
+    PyObject *defaults =
+        names == NULL ? NULL : PyObject_GetAttrString(op->declaration, "__kwdefaults__");
+    int status = -1;
+    if (defaults != NULL) {
+        op->num_positional = read_count(code, "co_argcount");
+        op->num_params = op->num_positional + read_count(code, "co_kwonlyargcount");
+        if (PyErr_Occurred() != NULL) { /* no counts */
+            op->num_params = 0;
+        } else if (op->num_params != count_arguments(op->in_c)) {
+            PyErr_Format(PyExc_ValueError,
+                         "Operator: `declaration` must have the %d parameters of %s, got %d",
+                         count_arguments(op->in_c), op->in_c->name, op->num_params);
+            op->num_params = 0;
+        } else {
+            status = read_params(op, names, defaults);
+        }
+    }
+    Py_XDECREF(code);
+    Py_XDECREF(names);
+    Py_XDECREF(defaults);
+    return status;
+}
+
+/* ---- Type ---------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(operator_doc, "Operator(declaration, name, /)\n--\n\n"
+                           "An operator of C that is called as `declaration`, a function, says.");
+
+static PyObject *
+operator_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *declaration = NULL;
+    const char *name = NULL;
+    if (kwargs != NULL && PyDict_Size(kwargs) > 0) {
+        PyErr_SetString(PyExc_TypeError, "Operator: takes no keyword arguments");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "Os:Operator", &declaration, &name)) {
+        return NULL;
+    }
+    const smla_py_operator *const in_c = smla_py_find_operator(name, strlen(name));
+    if (in_c == NULL) {
+        PyErr_Format(PyExc_ValueError, "Operator: `name` must be an operator of C, got \"%s\"",
+                     name);
+        return NULL;
+    }
+    const allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    operator_object *op = (operator_object *)allocate(type, 0);
+    if (op == NULL) {
+        return NULL;
+    }
+    op->vectorcall = operator_vectorcall;
+    op->state = PyType_GetModuleState(type);
+    op->in_c = in_c;
+    op->declaration = Py_NewRef(declaration);
+    if (read_declaration(op) < 0) {
+        Py_CLEAR(op);
+    }
+    return (PyObject *)op;
+}
+
+static int
+operator_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    const operator_object *const op = (const operator_object *)self;
+    Py_VISIT(op->declaration);
+    Py_VISIT(op->dict);
+    for (int i = 0; i < SMLA_PY_MAX_PARAMS; i++) {
+        Py_VISIT(op->defaults[i]);
+    }
+    Py_VISIT((PyObject *)Py_TYPE(self));
+    return 0;
+}
+
+static int
+operator_clear(PyObject *self)
+{
+    operator_object *const op = (operator_object *)self;
+    Py_CLEAR(op->declaration);
+    Py_CLEAR(op->dict);
+    return 0;
+}
+
+static void
+operator_dealloc(PyObject *self)
+{
+    operator_object *const op = (operator_object *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    PyObject_ClearWeakRefs(self);
+    operator_clear(self);
+    for (int i = 0; i < op->num_params; i++) {
+        Py_XDECREF(op->params[i].name);
+    }
+    for (int i = 0; i < SMLA_PY_MAX_PARAMS; i++) {
+        Py_XDECREF(op->defaults[i]);
+    }
+    const freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF((PyObject *)type);
+}
+
+static PyObject *
+operator_repr(PyObject *self)
+{
+    return PyUnicode_FromFormat("<operator sparse_mla.%s>",
+                                ((const operator_object *)self)->in_c->name);
+}
+
+/* As an attribute of a class it stays what it is; with it, help() and inspect see a routine. */
+static PyObject *
+operator_get(PyObject *self, PyObject *Py_UNUSED(object), PyObject *Py_UNUSED(type))
+{
+    return Py_NewRef(self);
+}
+
+/* Pickled by name, as functions are. */
+static PyObject *
+operator_reduce(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    return PyObject_GetAttrString(self, "__qualname__");
+}
+
+/* What the table says of a row, in a word. */
+static const char *
+name_kind(int kind)
+{
+    static const char *const names[] = {
+        [SMLA_PY_INPUT] = "input",
+        [SMLA_PY_OPTIONAL] = "optional input",
+        [SMLA_PY_OUTPUT] = "output",
+        [SMLA_PY_INOUT] = "input and output",
+        [SMLA_PY_PAIR] = "pair",
+        [SMLA_PY_ASKED_OUTPUT] = "asked output",
+        [SMLA_PY_WORKSPACE] = "workspace",
+        [SMLA_PY_SECOND] = "second",
+        [SMLA_PY_RESULT] = "result",
+        [SMLA_PY_ASKED_RESULT] = "asked result",
+        [SMLA_PY_INT] = "int",
+        [SMLA_PY_INT32] = "int32",
+        [SMLA_PY_FLOAT] = "float",
+        [SMLA_PY_KV_FORMAT] = "kv_format",
+        [SMLA_PY_FLOATS] = "floats",
+        [SMLA_PY_DEVICE] = "device",
+        [SMLA_PY_ASK] = "ask",
+        [SMLA_PY_STREAM] = "stream",
+        [SMLA_PY_ARRAYS_STREAM] = "stream of the arrays",
+    };
+    return names[kind];
+}
+
+static PyObject *
+operator_table(PyObject *self, void *Py_UNUSED(closure))
+{
+    const smla_py_operator *const in_c = ((const operator_object *)self)->in_c;
+    PyObject *table = PyTuple_New(in_c->num_params);
+    for (int i = 0; table != NULL && i < in_c->num_params; i++) {
+        const smla_py_param *const param = &in_c->params[i];
+        PyObject *row = Py_BuildValue("(ss)", param->name, name_kind(param->kind));
+        if (row == NULL || PyTuple_SetItem(table, i, row) < 0) { /* steals */
+            Py_CLEAR(table);
+        }
+    }
+    return table;
+}
+
+static PyMethodDef operator_methods[] = {
+    {"__reduce__", operator_reduce, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef operator_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(operator_object, vectorcall), READONLY, NULL},
+    {"__dictoffset__", T_PYSSIZET, offsetof(operator_object, dict), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(operator_object, weak_references), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef operator_getset[] = {
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+    {"table", operator_table, NULL, "Name and kind of each row of its table (operator.h).", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot operator_slots[] = {
+    {Py_tp_doc, (void *)operator_doc}, {Py_tp_new, operator_new},
+    {Py_tp_dealloc, operator_dealloc}, {Py_tp_traverse, operator_traverse},
+    {Py_tp_clear, operator_clear},     {Py_tp_call, PyObject_Call},
+    {Py_tp_repr, operator_repr},       {Py_tp_descr_get, operator_get},
+    {Py_tp_methods, operator_methods}, {Py_tp_members, operator_members},
+    {Py_tp_getset, operator_getset},   {0, NULL},
+};
+
+static PyType_Spec operator_spec = {
+    .name = "sparse_mla._C.Operator",
+    .basicsize = sizeof(operator_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+             Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = operator_slots,
+};
+
+int
+smla_py_init_operator(PyObject *module, smla_py_state *Py_UNUSED(state))
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &operator_spec, NULL);
+    const int status = type == NULL ? -1 : PyModule_AddObjectRef(module, "Operator", type);
+    Py_XDECREF(type);
+    return status;
+}

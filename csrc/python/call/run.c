@@ -1,0 +1,192 @@
+/* run.c: runs an operator as its table says, for calls from Python; see operator.h. */
+#include <stdalign.h>
+#include <stdlib.h>
+
+#include "python/call/operator.h"
+#include "python/call/scratch.h"
+
+/* ---- Operators ----------------------------------------------------------------------------- */
+
+const smla_py_operator *
+smla_py_find_operator(const char *name, size_t length)
+{
+    static const smla_py_operator *const lists[] = {smla_py_cache_operators,
+                                                    smla_py_attention_operators,
+                                                    smla_py_absorption_operators};
+    for (int i = 0; i < SMLA_PY_COUNT(lists); i++) {
+        for (const smla_py_operator *op = lists[i]; op->name != NULL; op++) {
+            if (strlen(op->name) == length && memcmp(op->name, name, length) == 0) {
+                return op;
+            }
+        }
+    }
+    return NULL;
+}
+
+/* ---- Arguments ----------------------------------------------------------------------------- */
+
+static int
+parse_floats(const char *op, const char *name, PyObject *object, DLDataType *dtype)
+{
+    const char *text = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, NULL) : "";
+    if (text == NULL) {
+        return -1;
+    }
+    if (strcmp(text, "float32") != 0 && strcmp(text, "bfloat16") != 0) {
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must be \"float32\" or \"bfloat16\", got %R", op,
+                     name, object);
+        return -1;
+    }
+    *dtype = smla_py_find_dtype_by_name(text)->dtype;
+    return 0;
+}
+
+/* Fills the field of an option; `asks` is what is asked for beyond the usual results. */
+static int
+read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, void *args,
+            bool *asks)
+{
+    const char *const op = call->op;
+    void *const field = (char *)args + param->offset;
+    switch (param->kind) {
+    case SMLA_PY_INT: return smla_py_parse_int(op, param->name, object, field);
+    case SMLA_PY_INT32: return smla_py_parse_int32(op, param->name, object, field);
+    case SMLA_PY_FLOAT: return smla_py_parse_float(op, param->name, object, field);
+    case SMLA_PY_KV_FORMAT: return smla_py_parse_kv_format(op, param->name, object, field);
+    case SMLA_PY_FLOATS: return parse_floats(op, param->name, object, field);
+    case SMLA_PY_DEVICE: return smla_py_parse_device(op, param->name, object, field);
+    case SMLA_PY_ASK: return smla_py_parse_flag(object, asks);
+    case SMLA_PY_STREAM: return smla_py_take_stream(call, object);
+    default: return 0;
+    }
+}
+
+static int
+add_array(smla_py_call *call, const smla_py_param *param, PyObject *object)
+{
+    switch (param->kind) {
+    case SMLA_PY_PAIR: return smla_py_add_query(call, object);
+    case SMLA_PY_SECOND: return 0; /* has come with the first */
+    case SMLA_PY_RESULT:
+    case SMLA_PY_ASKED_RESULT: return smla_py_add_absent(call, param->name);
+    case SMLA_PY_ASKED_OUTPUT:
+    case SMLA_PY_WORKSPACE: return smla_py_add(call, param->name, SMLA_PY_OUTPUT, object);
+    default: return smla_py_add(call, param->name, (smla_py_role)param->kind, object);
+    }
+}
+
+/* Options before arrays: what is wrong with them is found with less to undo. On failure the call is
+ * closed. */
+static int
+read_arguments(smla_py_call *call, const smla_py_operator *op, PyObject *const *values, void *args,
+               bool *asks)
+{
+    const int num_arrays = smla_py_count_arrays(op);
+    for (int i = num_arrays; i < op->num_params; i++) {
+        if (read_option(call, &op->params[i], values[i], args, asks) < 0) {
+            return -1;
+        }
+    }
+    for (int i = 0; i < num_arrays; i++) {
+        if (add_array(call, &op->params[i], values[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* ---- Results ------------------------------------------------------------------------------- */
+
+/* Fills the fields of all arrays, and lists those that the call returns. */
+static int
+set_arrays(smla_py_call *call, const smla_py_operator *op, void *args, int *results)
+{
+    int num_results = 0;
+    for (int i = 0; i < call->num_arrays; i++) {
+        const smla_py_param *const param = &op->params[i];
+        const DLTensor *const view = smla_py_call_view(call, i);
+        smla_py_set_field(args, param, &view, sizeof view);
+        if (view != NULL && smla_py_is_returned(param)) {
+            results[num_results++] = i;
+        }
+    }
+    return num_results;
+}
+
+/* Workspace that the caller did not give: plain memory on the CPU, in `scratch`; like the results
+ * elsewhere, and a Tensor, which nobody else holds, until the work is over. */
+static int
+allocate_workspace(smla_py_call *call, const smla_py_operator *op, void *args,
+                   smla_py_scratch *scratch)
+{
+    static const DLDataType uint8 = {kDLUInt, 8, 1};
+    const smla_py_param *const param = smla_py_find_workspace(op);
+    const int place = (int)(param - op->params);
+    smla_py_array *const workspace = &call->arrays[place];
+    const int64_t bytes = workspace->object != NULL ? 0 : op->workspace_bytes(args);
+    if (bytes == 0) {
+        return 0;
+    }
+    const DLTensor *view = NULL;
+    if (call->arrays[0].view.device.device_type == kDLCUDA) {
+        if (smla_py_allocate_result(call, place, uint8, 1, &bytes) < 0) {
+            return -1;
+        }
+        workspace->is_foreign |= Py_TYPE(workspace->object) == call->state->tensor_type;
+        view = smla_py_view(workspace);
+    } else {
+        view = smla_py_take_scratch(scratch, bytes);
+        if (view == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    smla_py_set_field(args, param, &view, sizeof view);
+    return 0;
+}
+
+/* ---- Run ----------------------------------------------------------------------------------- */
+
+/* Allocates what is missing, computes, and answers. Closes the call. */
+static PyObject *
+compute(smla_py_call *call, const smla_py_operator *op, void *args, bool asks)
+{
+    int results[SMLA_MAX_ARRAYS];
+    smla_error error;
+    smla_status status;
+    smla_py_scratch scratch = {.bytes = 0};
+    if (op->allocate != NULL && op->allocate(call, args, asks) < 0) {
+        return smla_py_fail(call);
+    }
+    const int num_results = set_arrays(call, op, args, results);
+    if (op->workspace_bytes != NULL && allocate_workspace(call, op, args, &scratch) < 0) {
+        return smla_py_fail(call);
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = op->compute(args, &error);
+    free(scratch.tensor.data);
+    Py_END_ALLOW_THREADS
+    return smla_py_finish(call, status, &error, results, num_results);
+}
+
+PyObject *
+smla_py_run(const smla_py_state *state, const smla_py_operator *op, PyObject *const *values)
+{
+    alignas(max_align_t) unsigned char args[SMLA_PY_MAX_ARGS_BYTES];
+    smla_py_call call;
+    bool asks = false;
+    smla_py_clear_args(op, args);
+    smla_py_open(&call, state, op->title == NULL ? op->name : op->title);
+    if (read_arguments(&call, op, values, args, &asks) < 0) {
+        return NULL;
+    }
+    if (op->answer != NULL) {
+        return op->answer(args);
+    }
+    void *stream = NULL;
+    if (smla_py_settle(&call, &stream) < 0) {
+        return NULL;
+    }
+    smla_py_set_field(args, &op->params[op->num_params - 1], &stream, sizeof stream);
+    return compute(&call, op, args, asks);
+}

@@ -1,0 +1,192 @@
+/* ops_attention.c: positions to slots, attention over slots, merge of partial results. */
+#include "python/call/operator.h"
+#include "python/call/scratch.h"
+
+static const DLDataType int32 = {kDLInt, 32, 1};
+
+/* ---- Positions to slots -------------------------------------------------------------------- */
+
+static smla_status
+convert_index(const void *args, smla_error *error)
+{
+    return smla_convert_req_index_to_global_index(args, error);
+}
+
+enum { CONVERT_TOPK = 2, CONVERT_OUT = 5, CONVERT_COUNTS };
+
+static const smla_py_param convert_params[] = {
+    {"req_id_per_token", SMLA_PY_INPUT, offsetof(smla_convert_req_index_args, req_id_per_token)},
+    {"block_table", SMLA_PY_INPUT, offsetof(smla_convert_req_index_args, block_table)},
+    [CONVERT_TOPK] = {"topk_indices", SMLA_PY_INPUT,
+                      offsetof(smla_convert_req_index_args, topk_indices)},
+    {"prefill_request_ids", SMLA_PY_OPTIONAL,
+     offsetof(smla_convert_req_index_args, prefill_request_ids)},
+    {"prefill_workspace_starts", SMLA_PY_OPTIONAL,
+     offsetof(smla_convert_req_index_args, prefill_workspace_starts)},
+    [CONVERT_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_convert_req_index_args, out)},
+    [CONVERT_COUNTS] = {"counts", SMLA_PY_ASKED_RESULT,
+                        offsetof(smla_convert_req_index_args, counts)},
+    {"block_size", SMLA_PY_INT, offsetof(smla_convert_req_index_args, block_size)},
+    {"valid_counts", SMLA_PY_ASK, 0},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_convert_req_index_args, stream)},
+};
+
+static int
+allocate_converted(smla_py_call *call, const void *Py_UNUSED(args), bool asks)
+{
+    if (!smla_py_has_rank(call, CONVERT_TOPK, 2)) {
+        return 0;
+    }
+    const int64_t *const shape = call->arrays[CONVERT_TOPK].shape;
+    if (smla_py_allocate_result(call, CONVERT_OUT, int32, 2, shape) < 0) {
+        return -1;
+    }
+    return asks ? smla_py_allocate_result(call, CONVERT_COUNTS, int32, 1, shape) : 0;
+}
+
+/* ---- Attention ----------------------------------------------------------------------------- */
+
+static smla_status
+attend(const void *args, smla_error *error)
+{
+    return smla_sparse_attention(args, error);
+}
+
+/* For flash_mla.py. */
+static smla_status
+attend_plus_inf(const void *args, smla_error *error)
+{
+    smla_sparse_attention_args a = *(const smla_sparse_attention_args *)args;
+    a.lse_empty_is_plus_inf = true;
+    return smla_sparse_attention(&a, error);
+}
+
+enum { ATTENTION_Q, ATTENTION_OUT = 9, ATTENTION_LSE, ATTENTION_MAX_LOGITS };
+
+static const smla_py_param attention_params[] = {
+    [ATTENTION_Q] = {"q", SMLA_PY_PAIR, offsetof(smla_sparse_attention_args, q)},
+    {"q_pe", SMLA_PY_SECOND, offsetof(smla_sparse_attention_args, q_pe)},
+    {"kv", SMLA_PY_INPUT, offsetof(smla_sparse_attention_args, kv)},
+    {"indices", SMLA_PY_INPUT, offsetof(smla_sparse_attention_args, indices)},
+    {"topk_length", SMLA_PY_OPTIONAL, offsetof(smla_sparse_attention_args, topk_length)},
+    {"attn_sink", SMLA_PY_OPTIONAL, offsetof(smla_sparse_attention_args, attn_sink)},
+    {"extra_kv", SMLA_PY_OPTIONAL, offsetof(smla_sparse_attention_args, extra_kv)},
+    {"extra_indices", SMLA_PY_OPTIONAL, offsetof(smla_sparse_attention_args, extra_indices)},
+    {"extra_topk_length", SMLA_PY_OPTIONAL,
+     offsetof(smla_sparse_attention_args, extra_topk_length)},
+    [ATTENTION_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_sparse_attention_args, out)},
+    [ATTENTION_LSE] = {"lse", SMLA_PY_OUTPUT, offsetof(smla_sparse_attention_args, lse)},
+    [ATTENTION_MAX_LOGITS] = {"max_logits", SMLA_PY_ASKED_OUTPUT,
+                              offsetof(smla_sparse_attention_args, max_logits)},
+    {"workspace", SMLA_PY_WORKSPACE, offsetof(smla_sparse_attention_args, workspace)},
+    {"softmax_scale", SMLA_PY_FLOAT, offsetof(smla_sparse_attention_args, softmax_scale)},
+    {"num_splits", SMLA_PY_INT32, offsetof(smla_sparse_attention_args, num_splits)},
+    {"kv_format", SMLA_PY_KV_FORMAT, offsetof(smla_sparse_attention_args, kv_format)},
+    {"return_max_logits", SMLA_PY_ASK, 0},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_sparse_attention_args, stream)},
+};
+
+static int
+allocate_attention(smla_py_call *call, const void *Py_UNUSED(args), bool asks)
+{
+    const int64_t shape[3] = {smla_py_call_dim(call, ATTENTION_Q, 0),
+                              smla_py_call_dim(call, ATTENTION_Q, 1), SMLA_KV_LORA_RANK};
+    if (!smla_py_has_rank(call, ATTENTION_Q, 3) || !smla_py_is_head_count(shape[1])) {
+        return 0;
+    }
+    if (smla_py_allocate_result(call, ATTENTION_OUT, smla_py_bf16, 3, shape) < 0 ||
+        smla_py_allocate_result(call, ATTENTION_LSE, smla_py_fp32, 2, shape) < 0) {
+        return -1;
+    }
+    return asks ? smla_py_allocate_result(call, ATTENTION_MAX_LOGITS, smla_py_fp32, 2, shape) : 0;
+}
+
+static int64_t
+attention_workspace_bytes(const void *args)
+{
+    return smla_py_workspace_bytes(args);
+}
+
+static const smla_py_param workspace_size_params[] = {
+    {"num_tokens", SMLA_PY_INT, offsetof(smla_attention_workspace_args, num_tokens)},
+    {"num_heads", SMLA_PY_INT, offsetof(smla_attention_workspace_args, num_heads)},
+    {"topk", SMLA_PY_INT, offsetof(smla_attention_workspace_args, topk)},
+    {"extra_topk", SMLA_PY_INT, offsetof(smla_attention_workspace_args, extra_topk)},
+    {"num_splits", SMLA_PY_INT32, offsetof(smla_attention_workspace_args, num_splits)},
+    {"device", SMLA_PY_DEVICE, offsetof(smla_attention_workspace_args, device)},
+};
+
+static PyObject *
+answer_workspace_size(const void *args)
+{
+    smla_error error;
+    int64_t bytes = 0;
+    if (smla_attention_workspace_size(args, &bytes, &error) != SMLA_OK) {
+        return smla_py_raise(&error);
+    }
+    return PyLong_FromLongLong(bytes);
+}
+
+/* ---- Merge --------------------------------------------------------------------------------- */
+
+static smla_status
+merge_states(const void *args, smla_error *error)
+{
+    return smla_merge_attn_states(args, error);
+}
+
+enum { MERGE_OUT_A, MERGE_OUT = 4, MERGE_LSE };
+
+static const smla_py_param merge_params[] = {
+    [MERGE_OUT_A] = {"out_a", SMLA_PY_INPUT, offsetof(smla_merge_attn_states_args, out_a)},
+    {"lse_a", SMLA_PY_INPUT, offsetof(smla_merge_attn_states_args, lse_a)},
+    {"out_b", SMLA_PY_INPUT, offsetof(smla_merge_attn_states_args, out_b)},
+    {"lse_b", SMLA_PY_INPUT, offsetof(smla_merge_attn_states_args, lse_b)},
+    [MERGE_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_merge_attn_states_args, out)},
+    [MERGE_LSE] = {"lse", SMLA_PY_OUTPUT, offsetof(smla_merge_attn_states_args, lse)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_merge_attn_states_args, stream)},
+};
+
+static int
+allocate_merged(smla_py_call *call, const void *Py_UNUSED(args), bool Py_UNUSED(asks))
+{
+    const DLDataType dtype = call->arrays[MERGE_OUT_A].view.dtype;
+    const bool is_state = (dtype.code == smla_py_bf16.code && dtype.bits == smla_py_bf16.bits) ||
+                          (dtype.code == smla_py_fp32.code && dtype.bits == smla_py_fp32.bits);
+    if (!smla_py_has_rank(call, MERGE_OUT_A, 3) || !is_state) {
+        return 0;
+    }
+    const int64_t *const shape = call->arrays[MERGE_OUT_A].shape;
+    return smla_py_allocate_result(call, MERGE_OUT, dtype, 3, shape) < 0
+               ? -1
+               : smla_py_allocate_result(call, MERGE_LSE, smla_py_fp32, 2, shape);
+}
+
+/* ---- List ---------------------------------------------------------------------------------- */
+
+const smla_py_operator smla_py_attention_operators[] = {
+    {.name = "convert_req_index_to_global_index",
+     SMLA_PY_TABLE(convert_params, smla_convert_req_index_args, smla_convert_req_index_args),
+     .compute = convert_index,
+     .allocate = allocate_converted},
+    {.name = "sparse_attention",
+     SMLA_PY_TABLE(attention_params, smla_sparse_attention_args, smla_sparse_attention_args),
+     .compute = attend,
+     .allocate = allocate_attention,
+     .workspace_bytes = attention_workspace_bytes},
+    {.name = "_attention_plus_inf",
+     .title = "sparse_attention",
+     SMLA_PY_TABLE(attention_params, smla_sparse_attention_args, smla_sparse_attention_args),
+     .compute = attend_plus_inf,
+     .allocate = allocate_attention,
+     .workspace_bytes = attention_workspace_bytes},
+    {.name = "attention_workspace_size",
+     SMLA_PY_TABLE(workspace_size_params, smla_attention_workspace_args,
+                   smla_attention_workspace_args),
+     .answer = answer_workspace_size},
+    {.name = "merge_attn_states",
+     SMLA_PY_TABLE(merge_params, smla_merge_attn_states_args, smla_merge_attn_states_args),
+     .compute = merge_states,
+     .allocate = allocate_merged},
+    {.name = NULL},
+};

@@ -1,0 +1,323 @@
+/* xla_ffi.c: the operators as XLA custom calls, for JAX inside jit on the CPU.
+ *
+ * One handler serves all operators: the attribute `operator` names the one that a call site is for.
+ * Its arrays come in the order of its table (operator.h) without the workspace, and behind them,
+ * once more, those that it reads and writes: XLA gives these as an argument and as a result. Bit i
+ * of the attribute `present` says whether the i-th one is there. Options that are fields of the
+ * core's args are attributes under their names in ops.py. integrations/jax.py writes such calls.
+ *
+ * The handler runs on XLA's threads, possibly several at once, without the GIL; it keeps nothing.
+ */
+#include <fenv.h>
+#include <stdalign.h>
+#include <string.h>
+
+#include "python/call/operator.h"
+#include "python/call/scratch.h"
+#include "python/xla/xla_abi.h"
+
+typedef struct xla_call {
+    const char *op;
+    const smla_xla_frame *frame;
+    smla_error *error;
+    DLTensor tensors[SMLA_MAX_ARRAYS];
+} xla_call;
+
+/* ---- Attributes ------------------------------------------------------------------------------ */
+
+static bool
+spells(const smla_xla_span *span, const char *text)
+{
+    return span->length == strlen(text) && memcmp(span->text, text, span->length) == 0;
+}
+
+/* The value, NULL where there is none of this name and kind. */
+static const void *
+find_attribute(const smla_xla_frame *frame, const char *name, int kind)
+{
+    const smla_xla_attributes *attributes = &frame->attributes;
+    for (int64_t i = 0; i < attributes->size; i++) {
+        if (attributes->kinds[i] == kind && spells(attributes->names[i], name)) {
+            return attributes->items[i];
+        }
+    }
+    return NULL;
+}
+
+static smla_status
+read_scalar(const xla_call *call, const char *name, int type, void *value, size_t bytes)
+{
+    const smla_xla_scalar *scalar = find_attribute(call->frame, name, SMLA_XLA_IS_SCALAR);
+    if (scalar == NULL || scalar->type != type) {
+        return smla_fail(call->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must be a 64-bit scalar attribute, got none", call->op, name);
+    }
+    memcpy(value, scalar->value, bytes);
+    return SMLA_OK;
+}
+
+static smla_status
+read_int(const xla_call *call, const char *name, int64_t *value)
+{
+    return read_scalar(call, name, SMLA_XLA_S64, value, sizeof *value);
+}
+
+static smla_status
+read_int32(const xla_call *call, const char *name, int32_t *value)
+{
+    int64_t wide = 0;
+    SMLA_TRY(read_int(call, name, &wide));
+    *value = (int32_t)wide;
+    return *value == wide
+               ? SMLA_OK
+               : smla_fail(call->error, SMLA_ERROR_VALUE, "%s: `%s` must fit int32, got %lld",
+                           call->op, name, (long long)wide);
+}
+
+static smla_status
+read_kv_format(const xla_call *call, const char *name, int32_t *format)
+{
+    const smla_xla_span *span = find_attribute(call->frame, name, SMLA_XLA_IS_STRING);
+    if (span == NULL) {
+        return SMLA_OK;
+    }
+    *format = smla_py_find_kv_format(span->text, span->length);
+    if (*format == SMLA_KV_INFER) {
+        return smla_fail(call->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must be \"auto\", \"bfloat16\" or \"fp8_ds_mla\", got \"%.*s\"",
+                         call->op, name, (int)span->length, span->text);
+    }
+    return SMLA_OK;
+}
+
+/* ---- Arrays ---------------------------------------------------------------------------------- */
+
+/* DLPack's name of an element type; for the rest an opaque one, which every operator refuses. */
+static DLDataType
+dtype_of(int type)
+{
+    switch (type) {
+    case SMLA_XLA_PRED: return (DLDataType){kDLBool, 8, 1};
+    case SMLA_XLA_S8: return (DLDataType){kDLInt, 8, 1};
+    case SMLA_XLA_S16: return (DLDataType){kDLInt, 16, 1};
+    case SMLA_XLA_S32: return (DLDataType){kDLInt, 32, 1};
+    case SMLA_XLA_S64: return (DLDataType){kDLInt, 64, 1};
+    case SMLA_XLA_U8: return (DLDataType){kDLUInt, 8, 1};
+    case SMLA_XLA_U16: return (DLDataType){kDLUInt, 16, 1};
+    case SMLA_XLA_U32: return (DLDataType){kDLUInt, 32, 1};
+    case SMLA_XLA_U64: return (DLDataType){kDLUInt, 64, 1};
+    case SMLA_XLA_F16: return (DLDataType){kDLFloat, 16, 1};
+    case SMLA_XLA_F32: return (DLDataType){kDLFloat, 32, 1};
+    case SMLA_XLA_F64: return (DLDataType){kDLFloat, 64, 1};
+    case SMLA_XLA_BF16: return (DLDataType){kDLBfloat, 16, 1};
+    case SMLA_XLA_F8E4M3FN: return (DLDataType){kDLFloat8_e4m3fn, 8, 1};
+    default: return (DLDataType){kDLOpaqueHandle, 8, 1};
+    }
+}
+
+/* The k-th array of a call, counting arguments before results; NULL where there is none. */
+static const smla_xla_buffer *
+find_buffer(const smla_xla_frame *frame, int64_t k)
+{
+    const bool is_argument = k < frame->arguments.size;
+    const smla_xla_buffers *part = is_argument ? &frame->arguments : &frame->results;
+    k -= is_argument ? 0 : frame->arguments.size;
+    return k < part->size && part->kinds[k] == SMLA_XLA_IS_BUFFER ? part->items[k] : NULL;
+}
+
+static int64_t
+count_given(const xla_call *call)
+{
+    return call->frame->arguments.size + call->frame->results.size;
+}
+
+static smla_status
+fail_present(const xla_call *call, int64_t present)
+{
+    return smla_fail(call->error, SMLA_ERROR_VALUE,
+                     "%s: `present` must name the %lld arrays of the call, got bits %#llx",
+                     call->op, (long long)count_given(call), (unsigned long long)present);
+}
+
+/* The arrays of an operator, one after the other. */
+typedef struct array_walk {
+    int64_t present; /* a bit for each: whether the call has it */
+    int num_seen;
+    int64_t num_taken; /* of those that it has */
+} array_walk;
+
+/* Takes the next array of the call, if `present` says that it is there. */
+static smla_status
+take_array(xla_call *call, array_walk *walk, const smla_py_param *param, void *args)
+{
+    const int i = walk->num_seen++;
+    if ((walk->present >> i & 1) == 0) {
+        return SMLA_OK;
+    }
+    const smla_xla_buffer *const buffer = find_buffer(call->frame, walk->num_taken++);
+    if (buffer == NULL || i >= SMLA_MAX_ARRAYS) {
+        return fail_present(call, walk->present);
+    }
+    call->tensors[i] = (DLTensor){
+        .data = buffer->data,
+        .device = {.device_type = kDLCPU, .device_id = 0},
+        .ndim = (int32_t)buffer->rank,
+        .dtype = dtype_of(buffer->type),
+        .shape = buffer->dims,
+    };
+    const DLTensor *const tensor = &call->tensors[i];
+    smla_py_set_field(args, param, &tensor, sizeof tensor);
+    return SMLA_OK;
+}
+
+/* What is read and written is taken twice; the second one, XLA's result, stays. */
+static smla_status
+take_arrays(xla_call *call, const smla_py_operator *op, void *args)
+{
+    const int num_arrays = smla_py_count_arrays(op);
+    array_walk walk = {.present = 0};
+    SMLA_TRY(read_int(call, "present", &walk.present));
+    for (int i = 0; i < num_arrays; i++) {
+        if (op->params[i].kind != SMLA_PY_WORKSPACE) {
+            SMLA_TRY(take_array(call, &walk, &op->params[i], args));
+        }
+    }
+    for (int i = 0; i < num_arrays; i++) {
+        if (op->params[i].kind == SMLA_PY_INOUT) {
+            SMLA_TRY(take_array(call, &walk, &op->params[i], args));
+        }
+    }
+    return walk.num_taken == count_given(call) && walk.present >> walk.num_seen == 0
+               ? SMLA_OK
+               : fail_present(call, walk.present);
+}
+
+/* ---- Operators ------------------------------------------------------------------------------- */
+
+/* Options that are no field of the core's args have no meaning here. */
+static smla_status
+read_options(const xla_call *call, const smla_py_operator *op, void *args)
+{
+    for (int i = 0; i < op->num_params; i++) {
+        const smla_py_param *const param = &op->params[i];
+        void *const field = (char *)args + param->offset;
+        if (param->offset >= op->core_bytes) {
+            continue;
+        }
+        switch (param->kind) {
+        case SMLA_PY_INT: SMLA_TRY(read_int(call, param->name, field)); break;
+        case SMLA_PY_INT32: SMLA_TRY(read_int32(call, param->name, field)); break;
+        case SMLA_PY_FLOAT:
+            SMLA_TRY(read_scalar(call, param->name, SMLA_XLA_F64, field, sizeof(double)));
+            break;
+        case SMLA_PY_KV_FORMAT: SMLA_TRY(read_kv_format(call, param->name, field)); break;
+        default: break;
+        }
+    }
+    return SMLA_OK;
+}
+
+/* With a workspace of plain memory, if the operator needs one. */
+static smla_status
+compute(const xla_call *call, const smla_py_operator *op, void *args)
+{
+    const int64_t bytes = op->workspace_bytes == NULL ? 0 : op->workspace_bytes(args);
+    smla_py_scratch scratch = {.bytes = 0};
+    if (bytes > 0) {
+        const DLTensor *const workspace = smla_py_take_scratch(&scratch, bytes);
+        if (workspace == NULL) {
+            return smla_fail(call->error, SMLA_ERROR_MEMORY,
+                             "%s: no memory for a workspace of %lld bytes", call->op,
+                             (long long)bytes);
+        }
+        smla_py_set_field(args, smla_py_find_workspace(op), &workspace, sizeof workspace);
+    }
+    const smla_status status = op->compute(args, call->error);
+    free(scratch.tensor.data);
+    return status;
+}
+
+static smla_status
+run_table(xla_call *call, const smla_py_operator *op)
+{
+    alignas(max_align_t) unsigned char args[SMLA_PY_MAX_ARGS_BYTES];
+    smla_py_clear_args(op, args);
+    SMLA_TRY(take_arrays(call, op, args));
+    SMLA_TRY(read_options(call, op, args));
+    return compute(call, op, args);
+}
+
+/* ---- Handler --------------------------------------------------------------------------------- */
+
+static smla_status
+run_operator(const smla_xla_frame *frame, smla_error *error)
+{
+    if (frame->arguments.struct_size != sizeof frame->arguments ||
+        frame->results.struct_size != sizeof frame->results ||
+        frame->attributes.struct_size != sizeof frame->attributes) {
+        return smla_fail(error, SMLA_ERROR_RUNTIME,
+                         "sparse_mla: XLA's call frame must be that of version %d.%d, got another",
+                         SMLA_XLA_MAJOR, SMLA_XLA_MINOR);
+    }
+    const smla_xla_span *const name = find_attribute(frame, "operator", SMLA_XLA_IS_STRING);
+    const smla_py_operator *const op =
+        name == NULL ? NULL : smla_py_find_operator(name->text, name->length);
+    if (op != NULL && op->compute != NULL) {
+        xla_call call = {.op = op->name, .frame = frame, .error = error};
+        return run_table(&call, op);
+    }
+    return smla_fail(error, SMLA_ERROR_VALUE,
+                     "sparse_mla: the attribute `operator` must name an operator");
+}
+
+static smla_xla_code
+code_of(smla_status status)
+{
+    switch (status) {
+    case SMLA_ERROR_RUNTIME: return SMLA_XLA_INTERNAL;
+    case SMLA_ERROR_MEMORY: return SMLA_XLA_RESOURCE_EXHAUSTED;
+    default: return SMLA_XLA_INVALID_ARGUMENT;
+    }
+}
+
+static smla_xla_error *
+handle(smla_xla_frame *frame)
+{
+    if (frame->extensions != NULL && frame->extensions->type == SMLA_XLA_EXTENSION_METADATA) {
+        smla_xla_metadata *metadata = ((smla_xla_metadata_extension *)frame->extensions)->metadata;
+        metadata->version.major = SMLA_XLA_MAJOR;
+        metadata->version.minor = SMLA_XLA_MINOR;
+        return NULL;
+    }
+    /* XLA flushes subnormal numbers to zero on its threads. A call is to have the bits of any
+     * other, and threads that it starts inherit what it finds. */
+    fenv_t environment;
+    smla_error error;
+    fegetenv(&environment);
+    fesetenv(FE_DFL_ENV);
+    const smla_status status = run_operator(frame, &error);
+    fesetenv(&environment);
+    if (status == SMLA_OK) {
+        return NULL;
+    }
+    return frame->api->create_error(&(smla_xla_error_args){
+        .struct_size = sizeof(smla_xla_error_args),
+        .message = error.text,
+        .code = code_of(error.status),
+    });
+}
+
+static PyObject *
+xla_handler(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    smla_xla_handler *const handler = handle;
+    void *pointer = NULL;
+    memcpy(&pointer, &handler, sizeof pointer); /* C has no cast from functions to objects */
+    return PyCapsule_New(pointer, NULL, NULL);
+}
+
+PyMethodDef smla_py_xla_functions[] = {
+    {"xla_handler", xla_handler, METH_NOARGS,
+     "xla_handler($module, /)\n--\n\nSee sparse_mla.integrations.jax."},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,304 @@
+/* forward.c: one layer of the step that the builder planned, composed of the public operators.
+ *
+ *   mixed, bf16   indices -> one attention call over all tokens
+ *   direct        indices -> attention over decodes, attention over prefills, both on the cache
+ *   separate      indices -> attention over decodes; per chunk: gather to the workspace ->
+ *                 attention
+ *
+ * Everything is checked before the first byte is written. Padding tokens behind the last query are
+ * attended on the cache, like decodes, wherever they stand.
+ */
+#include <math.h>
+
+#include "core/args.h"
+#include "ops/check.h"
+#include "ops/dispatch.h"
+#include "step/builder.h"
+
+static const char op[] = "forward";
+
+static const DLDataType int32_type = {.code = kDLInt, .bits = 32, .lanes = 1};
+
+typedef struct forward_call {
+    const smla_forward_args *args;
+    const smla_builder *builder;
+    const smla_metadata *metadata;
+    smla_index_map
+        map;           /* for attention that reads positions; without a block table on the others */
+    smla_view indices; /* [T, K]: slots, or positions when there is a map */
+    smla_view workspace; /* attention scratch */
+    smla_error *error;
+} forward_call;
+
+/* ---- Checks -------------------------------------------------------------------------------- */
+
+static smla_status
+check_cache(smla_checker *c, const smla_forward_args *args, const smla_builder *b)
+{
+    smla_kv_view kv;
+    SMLA_TRY(smla_require_kv(c, "kv_cache", args->kv_cache, b->config.kv_format, 0, &kv));
+    if (kv.block_size != b->config.block_size) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `kv_cache` must have pages of block_size = %lld tokens, got %lld", op,
+                         (long long)b->config.block_size, (long long)kv.block_size);
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+check_forward(const smla_forward_args *args, smla_error *error)
+{
+    smla_checker c;
+    smla_open_checker(&c, op, error);
+    const smla_builder *b = args->builder;
+    if (b == NULL || !b->is_built) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `builder` must have built a step, got none",
+                         op);
+    }
+    const int64_t num_tokens = b->metadata.num_actual_tokens;
+    const int64_t num_heads = b->config.num_heads;
+    SMLA_TRY(
+        smla_require_query(&c, args->q, args->q_pe, num_tokens, num_heads, SMLA_RULE_MORE_ROWS));
+    SMLA_TRY(check_cache(&c, args, b));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "topk_indices",
+                                           .tensor = args->topk_indices,
+                                           .dtypes = SMLA_DTYPE_INT32,
+                                           .flags = SMLA_RULE_MORE_ROWS,
+                                           .ndim = 2,
+                                           .shape = {num_tokens, SMLA_ANY}}));
+    if (smla_size(args->topk_indices, 1) > b->config.topk_tokens) {
+        return smla_fail(
+            error, SMLA_ERROR_VALUE,
+            "%s: `topk_indices` must have at most topk_tokens = %lld columns, got %lld", op,
+            (long long)b->config.topk_tokens, (long long)smla_size(args->topk_indices, 1));
+    }
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "attn_sink",
+                                           .tensor = args->attn_sink,
+                                           .dtypes = SMLA_DTYPE_FP32,
+                                           .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = 1,
+                                           .shape = {num_heads}}));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
+                                           .tensor = args->out,
+                                           .dtypes = SMLA_DTYPE_BF16,
+                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS,
+                                           .ndim = 3,
+                                           .shape = {num_tokens, num_heads, SMLA_KV_LORA_RANK}}));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "lse",
+                                           .tensor = args->lse,
+                                           .dtypes = SMLA_DTYPE_FP32,
+                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS |
+                                                    SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = 2,
+                                           .shape = {num_tokens, num_heads}}));
+    if (!isfinite((float)args->softmax_scale)) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `softmax_scale` must be finite, got %g", op,
+                         args->softmax_scale);
+    }
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "block_table",
+                                           .tensor = &b->block_table.tensor,
+                                           .dtypes = SMLA_DTYPE_INT32,
+                                           .flags = SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = 2,
+                                           .shape = {SMLA_ANY, SMLA_ANY}}));
+    SMLA_TRY(smla_require(
+        &c, &(smla_rule){.name = "workspace",
+                         .tensor = b->metadata.num_chunks > 0 ? &b->prefill_workspace.tensor : NULL,
+                         .dtypes = SMLA_DTYPE_BF16,
+                         .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
+                         .ndim = 2,
+                         .shape = {SMLA_ANY, SMLA_HEAD_DIM}}));
+    const smla_backend *backend;
+    SMLA_TRY(smla_find_backend(op, c.device, &backend, error));
+    if (backend != b->backend || c.device.device_id != b->config.device.device_id) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `q` must be on the device of the config, got another one", op);
+    }
+    return smla_require_disjoint(&c);
+}
+
+/* ---- Steps --------------------------------------------------------------------------------- */
+
+/* A [count] int32 vector of the builder's memory. */
+static const DLTensor *
+view_int32(const forward_call *f, smla_view *view, const int32_t *data, int64_t count)
+{
+    smla_make_view(view, (void *)(uintptr_t)data, int32_type, f->builder->config.device, 1, &count);
+    return &view->tensor;
+}
+
+static smla_status
+convert_indices(forward_call *f)
+{
+    const smla_metadata *m = f->metadata;
+    const bool has_workspace = m->num_chunks > 0;
+    const int64_t num_tokens = m->num_actual_tokens;
+    const int64_t shape[2] = {num_tokens, smla_size(f->args->topk_indices, 1)};
+    smla_view req_ids, topk_indices, prefill_ids, starts;
+    smla_make_view(&f->indices, f->builder->indices, int32_type, f->builder->config.device, 2,
+                   shape);
+    const smla_convert_req_index_args args = {
+        .struct_size = sizeof args,
+        .req_id_per_token = view_int32(f, &req_ids, m->req_id_per_token, num_tokens),
+        .block_table = &f->builder->block_table.tensor,
+        .topk_indices = smla_slice_rows(&topk_indices, f->args->topk_indices, 0, num_tokens),
+        .prefill_request_ids =
+            has_workspace ? view_int32(f, &prefill_ids, m->prefill_request_ids, num_tokens) : NULL,
+        .prefill_workspace_starts =
+            has_workspace
+                ? view_int32(f, &starts, m->prefill_workspace_starts, m->split.num_prefills)
+                : NULL,
+        .out = &f->indices.tensor,
+        .block_size = f->builder->config.block_size,
+        .stream = f->args->stream,
+    };
+    return smla_convert_req_index_to_global_index(&args, f->error);
+}
+
+/* Attention that maps positions itself saves the conversion's launch, where all tokens read the
+ * cache. */
+static smla_status
+prepare_indices(forward_call *f)
+{
+    const smla_builder *b = f->builder;
+    if (!b->backend->maps_indices || f->metadata->num_chunks > 0) {
+        return convert_indices(f);
+    }
+    const DLTensor *block_table = &b->block_table.tensor;
+    const int32_t *table = smla_data(block_table);
+    f->map = (smla_index_map){
+        /* A table without columns may have no memory; a map has, and does not read it then. */
+        .block_table = table != NULL ? table : f->metadata->req_id_per_token,
+        .block_table_stride_req = smla_stride(block_table, 0),
+        .block_table_stride_block = smla_stride(block_table, 1),
+        .num_reqs = smla_size(block_table, 0),
+        .num_blocks = smla_size(block_table, 1),
+        .req_id_per_token = f->metadata->req_id_per_token,
+    };
+    smla_slice_rows(&f->indices, f->args->topk_indices, 0, f->metadata->num_actual_tokens);
+    return SMLA_OK;
+}
+
+/* Attention of tokens [start, end) over `kv`: the cache, or the rows of the workspace in use. The
+ * backend plans it; for the decodes that gives the metadata's decode_num_splits again. */
+static smla_status
+attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end)
+{
+    smla_view q, q_pe, indices, out, lse;
+    if (start == end) {
+        return SMLA_OK;
+    }
+    const smla_forward_args *a = f->args;
+    const smla_sparse_attention_args args = {
+        .struct_size = sizeof args,
+        .q = smla_slice_rows(&q, a->q, start, end),
+        .q_pe = a->q_pe == NULL ? NULL : smla_slice_rows(&q_pe, a->q_pe, start, end),
+        .kv = kv,
+        .indices = smla_slice_rows(&indices, &f->indices.tensor, start, end),
+        .attn_sink = a->attn_sink,
+        .out = smla_slice_rows(&out, a->out, start, end),
+        .lse = smla_slice_rows(&lse, a->lse, start, end),
+        .workspace = &f->workspace.tensor,
+        .softmax_scale = a->softmax_scale,
+        .stream = a->stream,
+    };
+    if (f->map.block_table == NULL) {
+        return smla_sparse_attention(&args, f->error);
+    }
+    smla_index_map map = f->map;
+    map.req_id_per_token += start;
+    return smla_attend_positions(&args, &map, f->error);
+}
+
+/* The arguments of one chunk's gather; `views` holds what they point to. */
+static smla_gather_kv_cache_args
+chunk_gather(const forward_call *f, const smla_prefill_chunk *chunk, smla_view views[4])
+{
+    const smla_builder *b = f->builder;
+    const int64_t first_req = f->metadata->split.num_decodes + chunk->req_start;
+    const int64_t num_reqs = chunk->req_end - chunk->req_start;
+    return (smla_gather_kv_cache_args){
+        .struct_size = sizeof(smla_gather_kv_cache_args),
+        .kv_cache = f->args->kv_cache,
+        .block_table =
+            smla_slice_rows(&views[0], &b->block_table.tensor, first_req, first_req + num_reqs),
+        .seq_lens =
+            view_int32(f, &views[1], b->arrays.prefill_seq_lens + chunk->req_start, num_reqs),
+        .workspace_starts =
+            view_int32(f, &views[2], b->arrays.prefill_workspace_starts + chunk->req_start,
+                       num_reqs),
+        .out = smla_slice_rows(&views[3], &b->prefill_workspace.tensor, 0, chunk->tot_seqlen),
+        .kv_format = b->config.kv_format,
+        .stream = f->args->stream,
+    };
+}
+
+static smla_status
+check_chunks(const forward_call *f)
+{
+    for (int64_t i = 0; i < f->metadata->num_chunks; i++) {
+        smla_view views[4];
+        const smla_gather_kv_cache_args args = chunk_gather(f, &f->metadata->chunks[i], views);
+        SMLA_TRY(smla_check_gather_values(&args, f->error));
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+attend_chunks(const forward_call *f)
+{
+    for (int64_t i = 0; i < f->metadata->num_chunks; i++) {
+        const smla_prefill_chunk *chunk = &f->metadata->chunks[i];
+        smla_view views[4];
+        const smla_gather_kv_cache_args gather = chunk_gather(f, chunk, views);
+        SMLA_TRY(smla_gather_kv_cache(&gather, f->error));
+        SMLA_TRY(attend(f, gather.out, chunk->token_start, chunk->token_end));
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+run(forward_call *f)
+{
+    const smla_metadata *m = f->metadata;
+    const DLTensor *cache = f->args->kv_cache;
+    SMLA_TRY(check_chunks(f));
+    SMLA_TRY(prepare_indices(f));
+    if (m->path == SMLA_PATH_MIXED || m->path == SMLA_PATH_BF16) {
+        return attend(f, cache, 0, m->num_actual_tokens);
+    }
+    const int64_t num_decode_tokens = m->split.num_decode_tokens;
+    const int64_t end_of_chunks =
+        m->num_chunks > 0 ? m->chunks[m->num_chunks - 1].token_end : num_decode_tokens;
+    SMLA_TRY(attend(f, cache, 0, num_decode_tokens));
+    SMLA_TRY(attend_chunks(f));
+    /* Path "direct" has no chunks: these are its prefills. Otherwise they are padding tokens. */
+    return attend(f, cache, end_of_chunks, m->num_actual_tokens);
+}
+
+smla_status
+smla_forward(const smla_forward_args *args, smla_error *error)
+{
+    smla_forward_args known;
+    SMLA_TRY(smla_read_args(op, &known, sizeof known, args, error));
+    SMLA_TRY(check_forward(&known, error));
+    forward_call f = {.args = &known,
+                      .builder = known.builder,
+                      .metadata = &known.builder->metadata,
+                      .error = error};
+    const DLDataType bytes = {.code = kDLUInt, .bits = 8, .lanes = 1};
+    smla_make_view(&f.workspace, f.builder->scratch, bytes, f.builder->config.device, 1,
+                   &f.builder->scratch_bytes);
+    if (f.metadata->num_actual_tokens == 0) {
+        return SMLA_OK;
+    }
+    const smla_backend *backend = f.builder->backend;
+    const smla_stream stream = {.device_id = f.builder->config.device.device_id,
+                                .handle = known.stream};
+    SMLA_TRY(backend->begin_use(op, f.builder->mirror, stream, error));
+    const smla_status status = run(&f);
+    /* What was started reads the metadata, also when a later part could not be. */
+    const smla_status ended =
+        backend->end_use(op, f.builder->mirror, stream, status == SMLA_OK ? error : NULL);
+    return status == SMLA_OK ? ended : status;
+}

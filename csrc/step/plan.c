@@ -1,0 +1,166 @@
+/* plan.c: the arithmetic of a step: splits decodes from prefills and packs prefills into chunks
+ * that fit the workspace. Host integers only, no memory; builder.c keeps what comes of it.
+ */
+#include "step/plan.h"
+
+enum { PREFILL_WORKSPACE_FACTOR = 5 };
+
+/* ---- Splitting a batch --------------------------------------------------------------------- */
+
+smla_status
+smla_require_pointer(const char *op, const char *name, const void *pointer, smla_error *error)
+{
+    if (pointer == NULL) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be given, got none", op, name);
+    }
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_query_start_loc(const char *op, const int32_t *query_start_loc, int64_t num_reqs,
+                           int64_t num_actual_tokens, smla_error *error)
+{
+    if (num_reqs < 0) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `num_reqs` must be at least 0, got %lld", op,
+                         (long long)num_reqs);
+    }
+    if (query_start_loc == NULL || query_start_loc[0] != 0) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `query_start_loc` must start with 0, got %d",
+                         op, query_start_loc == NULL ? -1 : query_start_loc[0]);
+    }
+    for (int64_t req = 0; req < num_reqs; req++) {
+        if (query_start_loc[req + 1] < query_start_loc[req]) {
+            return smla_fail(
+                error, SMLA_ERROR_VALUE,
+                "%s: `query_start_loc` must not decrease, got %d after %d at request %lld", op,
+                query_start_loc[req + 1], query_start_loc[req], (long long)req);
+        }
+    }
+    if (num_actual_tokens < query_start_loc[num_reqs]) {
+        return smla_fail(
+            error, SMLA_ERROR_VALUE,
+            "%s: `num_actual_tokens` must be at least query_start_loc[-1] = %d, got %lld", op,
+            query_start_loc[num_reqs], (long long)num_actual_tokens);
+    }
+    return SMLA_OK;
+}
+
+/* Rows without a query are graph padding: they may only close a batch of equal decodes. */
+static smla_status
+check_empty_queries(const char *op, const int32_t *query_start_loc, int64_t num_reqs,
+                    int64_t decode_threshold, smla_error *error)
+{
+    int64_t first_empty = 0;
+    while (first_empty < num_reqs && smla_query_len(query_start_loc, first_empty) > 0) {
+        first_empty++;
+    }
+    for (int64_t req = 0; first_empty < num_reqs && req < num_reqs; req++) {
+        const int32_t len = smla_query_len(query_start_loc, req);
+        const int32_t wanted = req < first_empty ? smla_query_len(query_start_loc, 0) : 0;
+        if (len != wanted || len > decode_threshold) {
+            return smla_fail(
+                error, SMLA_ERROR_VALUE,
+                "%s: `query_start_loc` must have queries without tokens only at the end of "
+                "a batch of decodes of one length, got an empty query at request %lld and "
+                "%d tokens at request %lld",
+                op, (long long)first_empty, len, (long long)req);
+        }
+    }
+    return SMLA_OK;
+}
+
+smla_status
+smla_split_decodes_and_prefills(const int32_t *query_start_loc, int64_t num_reqs,
+                                int64_t num_actual_tokens, int64_t decode_threshold,
+                                int require_uniform, smla_batch_split *split, smla_error *error)
+{
+    static const char op[] = "split_decodes_and_prefills";
+    if (decode_threshold < 1) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `decode_threshold` must be at least 1, got %lld", op,
+                         (long long)decode_threshold);
+    }
+    SMLA_TRY(smla_check_query_start_loc(op, query_start_loc, num_reqs, num_actual_tokens, error));
+    SMLA_TRY(smla_require_pointer(op, "split", split, error));
+    SMLA_TRY(check_empty_queries(op, query_start_loc, num_reqs, decode_threshold, error));
+    int64_t num_decodes = 0;
+    while (num_decodes < num_reqs) {
+        const int32_t len = smla_query_len(query_start_loc, num_decodes);
+        const bool is_like_first = len == smla_query_len(query_start_loc, 0) || len == 0;
+        if (len > decode_threshold || (require_uniform && !is_like_first)) {
+            break;
+        }
+        num_decodes++;
+    }
+    /* Padding tokens past the last query belong to whichever part closes the batch. */
+    const int64_t num_decode_tokens =
+        num_decodes == num_reqs ? num_actual_tokens : query_start_loc[num_decodes];
+    *split = (smla_batch_split){
+        .num_decodes = num_decodes,
+        .num_prefills = num_reqs - num_decodes,
+        .num_decode_tokens = num_decode_tokens,
+        .num_prefill_tokens = num_actual_tokens - num_decode_tokens,
+    };
+    return SMLA_OK;
+}
+
+smla_status
+smla_split_prefill_chunks(const int32_t *seq_lens, int64_t num_reqs, int64_t workspace_tokens,
+                          int64_t *ends, int64_t *num_chunks, smla_error *error)
+{
+    static const char op[] = "split_prefill_chunks";
+    int64_t count = 0;
+    int64_t used = 0;
+    if (num_reqs > 0) {
+        SMLA_TRY(smla_require_pointer(op, "seq_lens", seq_lens, error));
+        SMLA_TRY(smla_require_pointer(op, "ends", ends, error));
+    }
+    SMLA_TRY(smla_require_pointer(op, "num_chunks", num_chunks, error));
+    for (int64_t req = 0; req < num_reqs; req++) {
+        const int64_t len = seq_lens[req];
+        if (len < 0) {
+            return smla_fail(error, SMLA_ERROR_VALUE,
+                             "%s: `seq_lens` must be >= 0, got %lld at request "
+                             "%lld",
+                             op, (long long)len, (long long)req);
+        }
+        if (len > workspace_tokens) {
+            return smla_fail(
+                error, SMLA_ERROR_VALUE,
+                "%s: `seq_lens` must fit the workspace of %lld tokens one by one, got %lld "
+                "at request %lld (raise prefill_workspace_tokens)",
+                op, (long long)workspace_tokens, (long long)len, (long long)req);
+        }
+        if (req > 0 && used + len > workspace_tokens) {
+            ends[count++] = req;
+            used = 0;
+        }
+        used += len;
+    }
+    if (num_reqs > 0) {
+        ends[count++] = num_reqs;
+    }
+    *num_chunks = count;
+    return SMLA_OK;
+}
+
+int64_t
+smla_prefill_workspace_size(int64_t max_model_len)
+{
+    int64_t tokens;
+    return __builtin_mul_overflow(PREFILL_WORKSPACE_FACTOR, max_model_len, &tokens) ? INT64_MAX
+                                                                                    : tokens;
+}
+
+const char *
+smla_path_name(smla_path path)
+{
+    switch (path) {
+    case SMLA_PATH_AUTO: return "auto";
+    case SMLA_PATH_MIXED: return "mixed";
+    case SMLA_PATH_SEPARATE: return "separate";
+    case SMLA_PATH_BF16: return "bf16";
+    case SMLA_PATH_DIRECT: return "direct";
+    }
+    return NULL;
+}

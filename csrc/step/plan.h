@@ -1,0 +1,22 @@
+/* plan.h: what the builder shares with the public planning functions. Defined in plan.c. */
+#ifndef SMLA_PLAN_H
+#define SMLA_PLAN_H
+
+#include "core/backend.h"
+
+/* What is no array has no rule of its own: it must be there. */
+smla_status smla_require_pointer(const char *op, const char *name, const void *pointer,
+                                 smla_error *error);
+
+/* Starts with 0, never falls, and names no more tokens than there are. */
+smla_status smla_check_query_start_loc(const char *op, const int32_t *query_start_loc,
+                                       int64_t num_reqs, int64_t num_actual_tokens,
+                                       smla_error *error);
+
+static inline int32_t
+smla_query_len(const int32_t *query_start_loc, int64_t req)
+{
+    return query_start_loc[req + 1] - query_start_loc[req];
+}
+
+#endif /* SMLA_PLAN_H */
