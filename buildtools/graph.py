@@ -291,10 +291,7 @@ def write_graph(version):
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         graph = Graph(file, version)
-        core = [
-            graph.compile(source, "-DSMLA_BUILD_SHARED")
-            for source in c_files(*CORE)
-        ]
+        core = [graph.compile(source, "-DSMLA_BUILD_SHARED") for source in c_files(*CORE)]
         if graph.cuda:
             core += [
                 graph.compile(source, "-DSMLA_BUILD_SHARED", "-isystem", graph.cuda.include)

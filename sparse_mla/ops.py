@@ -1,7 +1,7 @@
 """The operators: signatures, defaults and documentation. The work is done by the C core.
 
-What is declared below is called as any function; csrc/python/call/operator.c takes the call, and the
-arguments have their C side in a table of csrc/python/ops_*.c.
+What is declared below is called as any function; csrc/python/call/operator.c takes the call, and
+the arguments have their C side in a table of csrc/python/ops/.
 
 What holds for every operator. Arrays are anything that speaks DLPack, or NumPy arrays (ml_dtypes
 included); the last dimension is contiguous unless a docstring says otherwise, all other strides are

@@ -1,4 +1,4 @@
-"""sparse_attention against fp64, within the bounds of the contract (csrc/cpu/attention/attention.c)."""
+"""sparse_attention against fp64, within the bounds of the contract (csrc/cpu/attention/)."""
 
 import re
 

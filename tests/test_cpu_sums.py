@@ -1,5 +1,5 @@
 """Sums that need their precision: rows so long, or of weights so unlike, that a plain sum would
-lose them, and splits whose order shows in the bits (csrc/cpu/attention/attention_kernel.h, attention.c).
+lose them, and splits whose order shows in the bits (csrc/cpu/attention/).
 
 All terms here are exact: logits are integers times ln 2, so weights are powers of two, and values
 are bf16 or e4m3 with a scale that is one. What is left is the order and the precision of the sums.

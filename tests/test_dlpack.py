@@ -1,4 +1,4 @@
-"""The DLPack protocol, corner by corner, with a hand-made producer (csrc/python/arrays/tensor.c)."""
+"""The DLPack protocol, corner by corner, with a hand-made producer (csrc/python/arrays/)."""
 
 import binascii
 import ctypes

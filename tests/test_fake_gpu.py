@@ -1,4 +1,4 @@
-"""Streams, events and arrays on a GPU (csrc/python/arrays/stream.c, pending.c, cupy.c and their kind), on
+"""Streams, events and arrays on a GPU (stream.c, pending.c, cupy.c in csrc/python/arrays/), on
 machines without one: fake_gpu.py. Real ones: test_gpu_streams.py, test_gpu_frameworks.py."""
 
 import ctypes
@@ -1290,7 +1290,7 @@ def test_builds_that_fail(gpu, cupy, monkeypatch, call):
 
 
 def test_the_builder_of_c_takes_what_python_gives(package):
-    core = package.backend._C
+    core = package.ops._C
     with pytest.raises(TypeError, match=r"^MetadataBuilder: takes positional arguments only"):
         core.Builder(1, path="mixed")
     with pytest.raises(TypeError):

@@ -1,4 +1,4 @@
-"""Which stream the work is put on, and that nothing there is raced (csrc/python/arrays/stream.c)."""
+"""Which stream the work is put on, and that nothing there is raced (csrc/python/arrays/)."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor

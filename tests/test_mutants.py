@@ -251,13 +251,13 @@ EVERYTHING = ("test_plan", "test_slow", "test_quick", "_C.abi3")
 @pytest.mark.parametrize(
     ("path", "suite", "outcome", "ran"),
     [
-        ("csrc/step/plan.c", FakeSuite(builds=False), "not built", ""),
-        ("csrc/step/plan.c", FakeSuite(), "explained", ""),
-        ("csrc/step/plan.c", FakeSuite(["test_slow"]), "survived", "test_slow"),
-        ("csrc/step/plan.c", FakeSuite(["_C.abi3"]), "survived", "test_plan.py test_rest.py"),
-        ("csrc/step/plan.c", FakeSuite(EVERYTHING, ["test_plan"]), "caught", "test_quick test_plan"),
+        ("csrc/plan.c", FakeSuite(builds=False), "not built", ""),
+        ("csrc/plan.c", FakeSuite(), "explained", ""),
+        ("csrc/plan.c", FakeSuite(["test_slow"]), "survived", "test_slow"),
+        ("csrc/plan.c", FakeSuite(["_C.abi3"]), "survived", "test_plan.py test_rest.py"),
+        ("csrc/plan.c", FakeSuite(EVERYTHING, ["test_plan"]), "caught", "test_quick test_plan"),
         (
-            "csrc/step/plan.c",
+            "csrc/plan.c",
             FakeSuite(EVERYTHING, ["test_rest.py"]),
             "caught",
             "test_quick test_plan test_plan.py test_slow test_rest.py",
@@ -279,7 +279,7 @@ def test_who_caught_a_fault_of_the_file_goes_first(monkeypatch):
     suite = FakeSuite(["_C.abi3"], ["test_rest.py"])
     for ran in (["test_plan.py", "test_rest.py"], ["test_rest.py"]):
         suite.ran.clear()
-        assert suite.judge(SimpleNamespace(path="csrc/step/plan.c"))[0] == "caught"
+        assert suite.judge(SimpleNamespace(path="csrc/plan.c"))[0] == "caught"
         assert suite.ran == ran
     suite.judge(SimpleNamespace(path="csrc/other.c"))
     assert suite.ran[1:] == ["test_rest.py", "test_plan.py"], "of that file alone"

@@ -202,7 +202,7 @@ def split_chunks(dtype) -> Example:
 def step(path: str, fp8: bool) -> Example:
     """A build and the forward that follows: two decodes and two prefills in two chunks.
 
-    Of the compiled builder: backend.py in front of it makes NumPy arrays of the host's.
+    Of the compiled builder: sparse_mla.backend in front of it makes NumPy arrays of the host's.
     """
     batch = cases.make_batch([1, 1, 3, 2], [9, 4, 12, 10], block_size=4)
     made = engine.make_step(batch, 2, topk=6)

@@ -3,7 +3,7 @@
  * The object keeps alive what the core refers to: the workspace as long as itself, the block table
  * of a step until the next build, whose copy to the device stands behind all forwards of the step.
  * Arrays that it hands out view the persistent buffers and keep the object alive in turn; on a
- * device they carry the event of the build. sparse_mla/backend.py puts names on all of it.
+ * device they carry the event of the build. sparse_mla/backend/ puts names on all of it.
  */
 #include <stdatomic.h>
 #include <stdlib.h>

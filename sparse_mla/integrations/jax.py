@@ -69,8 +69,8 @@ _ATTRIBUTES = {"int": np.int64, "int32": np.int64, "float": np.float64, "kv_form
 
 
 def _call(schema: Schema, values: dict[str, Any]) -> Any:
-    """One custom call, as csrc/python/xla/xla_ffi.c takes it. What is read and written becomes its only
-    result, in place."""
+    """One custom call, as csrc/python/xla/xla_ffi.c takes it. What is read and written becomes its
+    only result, in place."""
     values = schema.part(values)
     given = {}
     for name in schema.names(*READ):

@@ -1,0 +1,157 @@
+"""What an engine asks before it makes a backend."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from sparse_mla import _C
+from sparse_mla.backend.builder import MetadataBuilder
+from sparse_mla.backend.config import HEAD_SIZE, KV_CACHE_DTYPES
+from sparse_mla.backend.layer import SparseMLA
+
+
+class Backend:
+    """What an engine asks a backend about itself before it makes one: a class of facts.
+
+    Attributes
+    ----------
+    name : str
+        "SPARSE_MLA".
+    supported_dtypes, supported_kv_cache_dtypes : list of str
+        Of queries and results, and what `Config.kv_cache_dtype` may be.
+    supported_kernel_block_sizes : str
+        "any": tokens per page.
+    supported_head_sizes : list of int
+        576 values of a key, 512 without RoPE and 64 with it.
+    is_mla, is_sparse : bool
+        True.
+    accept_output_buffer : bool
+        True: `SparseMLA.forward` takes `out`.
+    cudagraph_support : str
+        "UNIFORM_BATCH": decodes of one query length can be captured.
+
+    Source: vLLM's AttentionBackend and its FlashMLASparseBackend.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.Backend.name, sparse_mla.Backend.supported_kv_cache_dtypes
+    ('SPARSE_MLA', ['auto', 'bfloat16', 'fp8_ds_mla'])
+    """
+
+    name: ClassVar[str] = "SPARSE_MLA"
+    supported_dtypes: ClassVar[list[str]] = ["bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
+    supported_kernel_block_sizes: ClassVar[str] = "any"
+    supported_head_sizes: ClassVar[list[int]] = [HEAD_SIZE]
+    is_mla: ClassVar[bool] = True
+    is_sparse: ClassVar[bool] = True
+    accept_output_buffer: ClassVar[bool] = True
+    cudagraph_support: ClassVar[str] = "UNIFORM_BATCH"
+
+    @staticmethod
+    def supports_compute_capability(major: int, minor: int) -> bool:
+        """Whether GPUs of this compute capability are served.
+
+        Parameters
+        ----------
+        major, minor : int
+            9 and 0 for Hopper.
+
+        Returns
+        -------
+        bool: 8.0 and newer by a build with CUDA (`build_info()["cuda"]` names the toolkit), none by
+        a CPU-only one ("none: ...").
+
+        Raises
+        ------
+        TypeError
+            What does not compare with a number.
+
+        Examples
+        --------
+        >>> import sparse_mla
+        >>> sparse_mla.Backend.supports_compute_capability(7, 5)
+        False
+        """
+        has_cuda = not _C.build_info()["cuda"].startswith("none")
+        return has_cuda and (major, minor) >= (8, 0)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int = 1,
+        head_size: int = HEAD_SIZE,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, int, int]:
+        """Shape of the cache array for an engine to allocate.
+
+        Parameters
+        ----------
+        num_blocks, block_size : int
+            Pages, and tokens per page.
+        num_kv_heads, head_size : int
+            1 and 576: MLA has one head of keys.
+        cache_dtype_str : str
+            As `Config.kv_cache_dtype`.
+
+        Returns
+        -------
+        (num_blocks, block_size, row): a row is 576 bf16, or 656 uint8 for "fp8_ds_mla".
+
+        Raises
+        ------
+        ValueError
+            Another number of heads, head size or cache dtype.
+
+        Examples
+        --------
+        >>> import sparse_mla
+        >>> sparse_mla.Backend.get_kv_cache_shape(100, 64, cache_dtype_str="fp8_ds_mla")
+        (100, 64, 656)
+        """
+        rules = {
+            "num_kv_heads": (num_kv_heads, (1,)),
+            "head_size": (head_size, (HEAD_SIZE,)),
+            "cache_dtype_str": (cache_dtype_str, KV_CACHE_DTYPES),
+        }
+        for name, (value, allowed) in rules.items():
+            if value not in allowed:
+                rule = " or ".join(map(repr, allowed))
+                raise ValueError(
+                    f"Backend.get_kv_cache_shape: `{name}` must be {rule}, got {value!r}"
+                )
+        return (num_blocks, block_size, _C.KV_FORMATS.get(cache_dtype_str, head_size))
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        """The class that an engine makes its metadata builder of.
+
+        Returns
+        -------
+        MetadataBuilder.
+
+        Examples
+        --------
+        >>> import sparse_mla
+        >>> sparse_mla.Backend.get_builder_cls().__name__
+        'MetadataBuilder'
+        """
+        return MetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseMLA]:
+        """The class that an engine makes its layers of.
+
+        Returns
+        -------
+        SparseMLA.
+
+        Examples
+        --------
+        >>> import sparse_mla
+        >>> sparse_mla.Backend.get_impl_cls().__name__
+        'SparseMLA'
+        """
+        return SparseMLA
