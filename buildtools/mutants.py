@@ -1,7 +1,7 @@
 """Puts one-line faults into the source, one at a time, and reports which of them no test notices.
 
     make mutants                                   what the last commit and later edits changed
-    make mutants ARGS='csrc/core/rule.c sparse_mla/ops.py'
+    make mutants ARGS='csrc/core/rule.c sparse_mla/flash_mla.py'
     make mutants ARGS='all --count 60 --seed 3'    a sample of all of it
     make mutants ARGS='--again build/mutants/survived.txt --tests "test_cache*,test_errors.c"'
 
@@ -38,7 +38,7 @@ WORK = Path("build/mutants")
 TREE = WORK / "tree"
 SURVIVED = WORK / "survived.txt"
 EXPLAINED = Path("tests/equivalent_mutants.txt")
-SOURCES = ("csrc/**/*.[ch]", "sparse_mla/*.py", "sparse_mla/backend/*.py")
+SOURCES = ("csrc/**/*.[ch]", "sparse_mla/*.py", "sparse_mla/ops/*.py", "sparse_mla/backend/*.py")
 COPIED = re.compile(r"(csrc|sparse_mla|tests|buildtools|examples|docs|benchmarks)/|[^/]+$")
 FAKE_GPU = ("test_fake_gpu.py",)  # the tests that load build/release/tests/fake_gpu.so
 OUTCOMES = ("caught", "survived", "explained", "not built")

@@ -20,7 +20,7 @@
  *
  * Shapes use T query tokens, H heads (1...128), K index columns, R requests, W block table columns,
  * D = 576 = 512 (kv_lora_rank) + 64 (qk_rope_head_dim). The cache formats are drawn in
- * docs/formats.md; sparse_mla/ops.py tells every operator's edge cases.
+ * docs/formats.md; the docstrings of sparse_mla/ops/ tell every operator's edge cases.
  */
 #ifndef SPARSE_MLA_H
 #define SPARSE_MLA_H

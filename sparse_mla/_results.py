@@ -1,6 +1,6 @@
 """What operators return, for frameworks that must know it before the call: shapes and dtypes.
 
-Each function here is the rule of an operator that ops.py declares. Sizes may be symbolic. Only what
+Each function here is the rule of an operator of sparse_mla.ops. Sizes may be symbolic. Only what
 a result's shape hangs on is checked, in the words of the C core; the call itself checks everything.
 """
 

@@ -62,7 +62,7 @@ CACHES = ("kv_cache", "kv", "extra_kv")
 
 
 def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
-    """What the docstrings of ops.py allow."""
+    """What the docstrings of sparse_mla.ops allow."""
     if name == "slot_mapping":
         return ("int32", "int64")
     if name in ("kv_c", "weight") or (name == "x" and row.op == "dynamic_per_tensor_quant"):

@@ -1290,7 +1290,7 @@ def test_builds_that_fail(gpu, cupy, monkeypatch, call):
 
 
 def test_the_builder_of_c_takes_what_python_gives(package):
-    core = package.ops._C
+    core = package.ops.facts._C
     with pytest.raises(TypeError, match=r"^MetadataBuilder: takes positional arguments only"):
         core.Builder(1, path="mixed")
     with pytest.raises(TypeError):

@@ -188,6 +188,8 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     layer = ("_words", "batch", "builder", "config", "facts", "layer")
     ours = {"", "._C", "._results", ".backend", ".flash_mla", ".ops"}
     ours |= {f".backend.{name}" for name in layer}
+    families = ("_declare", "absorption", "attention", "cache", "facts", "planning")
+    ours |= {f".ops.{name}" for name in families}
     assert set(done.stdout.split()) == {f"sparse_mla{name}" for name in ours}
 
 

@@ -1,5 +1,6 @@
 """Operators as frameworks take them over: the table of each (csrc/python/call/operator.h) beside
-its declaration (ops.py). Nothing is written again: a new operator is there once it is declared.
+its declaration (sparse_mla.ops). Nothing is written again: a new operator is there as soon as it is
+declared.
 """
 
 from __future__ import annotations

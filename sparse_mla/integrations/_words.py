@@ -1,5 +1,5 @@
 """What the functions of integrations/torch.py and jax.py say of themselves: the words that are
-their own, and an example. _docs.py adds what ops.py says of the operator.
+their own, and an example. _docs.py adds what sparse_mla.ops says of the operator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-/* operator.c: the type of an operator: what ops.py declares and Python calls.
+/* operator.c: the type of an operator: what sparse_mla/ops/ declares and Python calls.
  *
  * A declaration is a function of Python with names, defaults and a docstring, and nothing to do. An
  * operator takes a call as the declaration would, and hands the arguments to C in the order of its

@@ -4,7 +4,7 @@
  * declaration's check (operator.c) and, through _C.operators(), the schemas of PyTorch and JAX.
  *
  * To add an operator: a function of the core, a table and a row in one of the ops_*.c files, and a
- * declaration in ops.py.
+ * declaration in sparse_mla/ops/.
  */
 #ifndef SMLA_PYTHON_OPERATOR_H
 #define SMLA_PYTHON_OPERATOR_H
@@ -52,7 +52,7 @@ enum {
 typedef struct smla_py_operator smla_py_operator;
 
 struct smla_py_operator {
-    const char *name;  /* as ops.py declares it */
+    const char *name;  /* as Python declares it */
     const char *title; /* in errors, if it is another one */
     const smla_py_param *params;
     int num_params;

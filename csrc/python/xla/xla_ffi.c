@@ -4,7 +4,7 @@
  * Its arrays come in the order of its table (operator.h) without the workspace, and behind them,
  * once more, those that it reads and writes: XLA gives these as an argument and as a result. Bit i
  * of the attribute `present` says whether the i-th one is there. Options that are fields of the
- * core's args are attributes under their names in ops.py. integrations/jax.py writes such calls.
+ * core's args are attributes under their names in Python. integrations/jax.py writes such calls.
  *
  * The handler runs on XLA's threads, possibly several at once, without the GIL; it keeps nothing.
  */

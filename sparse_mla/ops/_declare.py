@@ -1,0 +1,32 @@
+"""How a declaration becomes an operator of C."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from sparse_mla import _C, _results
+
+Array = Any
+Stream = Any
+Declaration = TypeVar("Declaration", bound=Callable[..., Any])
+
+OPERATORS: dict[str, Any] = {}  # that frameworks' integrations take over, by name
+
+
+def operator(results: _results.Rule | None = None) -> Callable[[Declaration], Declaration]:
+    """The operator of C that has the name, parameters and defaults of a declaration.
+
+    `results` tells what it returns; an operator without it is not taken over by integrations.
+    """
+
+    def declare(declaration: Declaration) -> Declaration:
+        made = _C.Operator(declaration, declaration.__name__)
+        functools.update_wrapper(made, declaration)
+        if results is not None:
+            vars(made)["results"] = results
+            OPERATORS[declaration.__name__] = made
+        return cast(Declaration, made)
+
+    return declare

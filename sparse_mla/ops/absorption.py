@@ -1,0 +1,198 @@
+"""The weights that MLA absorbs, their projections, and quantisation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from sparse_mla import _results
+from sparse_mla.ops._declare import Array, Stream, operator
+
+
+def split_kv_b_proj(
+    weight: Array | Callable[[Array], Array],
+    *,
+    num_heads: int,
+    qk_nope_head_dim: int,
+    v_head_dim: int,
+    weight_scale_inv: Array | None = None,
+) -> tuple[Array, Array]:
+    """Split the weight of kv_b_proj into W_UK and W_UV, in bf16.
+
+    Parameters
+    ----------
+    weight : [512, H * (Pn + Pv)] or its transpose, or a callable
+        bf16, fp16 or fp32; or e4m3 (float8_e4m3fn, uint8) with `weight_scale_inv`. Where both
+        readings of a shape fit, it is [512, H * (Pn + Pv)]. A callable (a linear layer, quantised
+        or not) is applied once to the identity matrix [512, 512] and gives the matrix, alone or as
+        the first item of a tuple; a layer with a bias is refused. The identity is a float32 NumPy
+        array or, for a layer with a torch `.weight`, a torch tensor on its device, in its dtype if
+        that is a floating-point type of 16 bits or more, else in bf16.
+    num_heads, qk_nope_head_dim, v_head_dim : int
+        H, Pn and Pv.
+    weight_scale_inv : [ceil(rows / 128), ceil(columns / 128)] fp32, optional
+        One scale per 128 x 128 block of `weight` as it is stored.
+
+    Returns
+    -------
+    (W_UK [512, H, Pn], W_UV [512, H, Pv]), bf16.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        A shape that is not [512, H * (Pn + Pv)] either way, e4m3 without scales.
+        Else as `help(sparse_mla.ops)` says, for every operator.
+
+    Source: vLLM's process_weights_after_loading; the block scales are DeepSeek-V3's.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> sizes = dict(num_heads=2, qk_nope_head_dim=128, v_head_dim=64)
+    >>> w_uk, w_uv = sparse_mla.split_kv_b_proj(np.ones((512, 384), np.float32), **sizes)
+    >>> w_uk.shape, w_uv.shape
+    ((512, 2, 128), (512, 2, 64))
+    """
+    if callable(weight):
+        if weight_scale_inv is not None:
+            raise ValueError(
+                "split_kv_b_proj: `weight_scale_inv` must be None for a callable, got an array"
+            )
+        weight = _layer_weight(weight)
+    return _split_kv_b_proj(weight, weight_scale_inv, num_heads, qk_nope_head_dim, v_head_dim)
+
+
+@operator()
+def _split_kv_b_proj(
+    weight: Array,
+    weight_scale_inv: Array | None,
+    num_heads: int,
+    qk_nope_head_dim: int,
+    v_head_dim: int,
+) -> tuple[Array, Array]:
+    """Of a matrix."""
+
+
+def _layer_weight(layer: Callable[[Array], Any]) -> Array:
+    """The matrix that a layer multiplies with, whatever form it is stored in."""
+    if getattr(layer, "bias", None) is not None:
+        raise ValueError("split_kv_b_proj: `weight` must be a layer without bias, got one with it")
+    torch = sys.modules.get("torch")
+    stored = getattr(layer, "weight", None)
+    if torch is not None and isinstance(stored, torch.Tensor):
+        plain = stored.dtype.is_floating_point and stored.dtype.itemsize > 1
+        dtype = stored.dtype if plain else torch.bfloat16
+        with torch.no_grad():
+            result = layer(torch.eye(512, dtype=dtype, device=stored.device))
+    else:
+        import numpy as np
+
+        result = layer(np.eye(512, dtype=np.float32))
+    return result[0] if isinstance(result, tuple) else result
+
+
+@operator(_results.latents)
+def k_up_proj(
+    q_nope: Array, W_UK: Array, *, out: Array | None = None, stream: Stream = None
+) -> Array:
+    """Absorb W_UK into the query: out[t, h, l] = sum_p q_nope[t, h, p] * W_UK[l, h, p].
+
+    Parameters
+    ----------
+    q_nope : [T, H, Pn] bf16
+        The queries' part without RoPE.
+    W_UK : [512, H, Pn] bf16
+    out : [T, H, 512] bf16, optional
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    out, accumulated in fp32.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        H outside 1 to 128, shapes that do not match; on CUDA no cuBLAS, which is loaded when first
+        needed.
+        Else as `help(sparse_mla.ops)` says, for every operator.
+
+    Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2: W_UK absorbed into W_Q.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes, sparse_mla
+    >>> q, w = np.ones((1, 2, 4), ml_dtypes.bfloat16), np.ones((512, 2, 4), ml_dtypes.bfloat16)
+    >>> sparse_mla.k_up_proj(q, w)[0, 0, 0].item()
+    4.0
+    """
+
+
+@operator(_results.projected_values)
+def v_up_proj(x: Array, W_UV: Array, *, out: Array | None = None, stream: Stream = None) -> Array:
+    """Project the latent output up: out[t, h, v] = sum_l x[t, h, l] * W_UV[l, h, v].
+
+    Parameters
+    ----------
+    x : [T, H, 512] bf16
+        What the attention returned.
+    W_UV : [512, H, Pv] bf16
+    out : [T, H, Pv] bf16, optional
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    out, accumulated in fp32.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        H outside 1 to 128, shapes that do not match; on CUDA no cuBLAS, which is loaded when first
+        needed.
+        Else as `help(sparse_mla.ops)` says, for every operator.
+
+    Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2: W_UV absorbed into W_O.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes, sparse_mla
+    >>> x, w = np.ones((1, 2, 512), ml_dtypes.bfloat16), np.ones((512, 2, 4), ml_dtypes.bfloat16)
+    >>> sparse_mla.v_up_proj(x, w).shape
+    (1, 2, 4)
+    """
+
+
+@operator(_results.quantized)
+def dynamic_per_tensor_quant(
+    x: Array, *, out: Array | None = None, stream: Stream = None
+) -> tuple[Array, Array]:
+    """Quantise an array to e4m3 with one scale.
+
+    scale = max(amax, 1e-10) / 448 and out = e4m3(x / scale), a true division, saturating.
+
+    Parameters
+    ----------
+    x : [...] bf16, fp16 or fp32, any rank up to 8
+        Any strides, the last dimension's included.
+    out : the shape of x, float8_e4m3fn or uint8, optional
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    (out, scale): scale is fp32 without dimensions; x is about out * scale.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        An `out` of another shape, more than 8 dimensions.
+        Else as `help(sparse_mla.ops)` says, for every operator.
+
+    Source: vLLM's dynamic_per_batched_tensor_quant, with a true division.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> out, scale = sparse_mla.dynamic_per_tensor_quant(np.array([0.5, -2.0], np.float32))
+    >>> out.tolist(), round(scale.item() * 448, 4)
+    ([112.0, -448.0], 2.0)
+    """

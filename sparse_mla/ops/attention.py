@@ -1,0 +1,240 @@
+"""Positions to slots, attention over slots, and the merge of partial results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparse_mla import _C, _results
+from sparse_mla.ops._declare import Array, Stream, operator
+
+
+@operator(_results.slots)
+def convert_req_index_to_global_index(
+    req_id_per_token: Array,
+    block_table: Array,
+    topk_indices: Array,
+    *,
+    block_size: int,
+    prefill_request_ids: Array | None = None,
+    prefill_workspace_starts: Array | None = None,
+    valid_counts: bool = False,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Any:
+    """Turn positions inside each request into slots of the cache, or rows of the workspace.
+
+    Position p of request r is slot `block_table[r, p // block_size] * block_size + p % block_size`;
+    for a token with `prefill_request_ids[t] = i >= 0` it is row `prefill_workspace_starts[i] + p`.
+    Negative positions, positions beyond the table and negative table entries give -1. The order is
+    kept.
+
+    Parameters
+    ----------
+    req_id_per_token : [T] int32
+        An id outside 0 to R - 1 is a ValueError on the CPU, and gives a row of -1 on CUDA.
+    block_table : [R, W] int32
+    topk_indices : [T, K] int32
+        Positions as an indexer gives them, -1 = none.
+    block_size : int
+        Tokens per page.
+    prefill_request_ids : [T] int32, optional
+        Number of the prefill request of each token, -1 for decode tokens.
+    prefill_workspace_starts : [prefills] int32, with prefill_request_ids
+        First workspace row of each prefill request.
+    valid_counts : bool
+        Whether to return the number of entries >= 0 per row too.
+    out : [T, K] int32, optional
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    out [T, K] int32, or (out, counts [T] int32) with `valid_counts`.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        A `block_size` below 1, a bad request id (CPU), `prefill_request_ids` without its starts.
+        Else as `help(sparse_mla.ops)` says, for every operator.
+
+    Source: vLLM's triton_convert_req_index_to_global_index.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> table, topk = np.array([[5, 7]], np.int32), np.array([[0, 64, -1, 500]], np.int32)
+    >>> ids = np.zeros(1, np.int32)
+    >>> sparse_mla.convert_req_index_to_global_index(ids, table, topk, block_size=64).tolist()
+    [[320, 448, -1, -1]]
+    """
+
+
+@operator(_results.attended)
+def sparse_attention(
+    q: Array | tuple[Array, Array],
+    kv: Array,
+    indices: Array,
+    *,
+    softmax_scale: float,
+    topk_length: Array | None = None,
+    attn_sink: Array | None = None,
+    extra_kv: Array | None = None,
+    extra_indices: Array | None = None,
+    extra_topk_length: Array | None = None,
+    num_splits: int = 0,
+    kv_format: str | None = None,
+    return_max_logits: bool = False,
+    out: Array | None = None,
+    lse: Array | None = None,
+    max_logits: Array | None = None,
+    workspace: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Array, ...]:
+    """Attend to the cached tokens that `indices` names: one operator for decode and prefill.
+
+    For query t and head h over J = {j : 0 <= indices[t, j] < slots, j < topk_length[t]}::
+
+        s_j = softmax_scale * (q[t, h] . k_j)    lse = ln(sum_J exp(s_j))
+        out = sum_J exp(s_j - lse) * v_j         v_j = the first 512 values of k_j
+
+    An empty J gives out = 0 and lse = -inf. A duplicate counts twice. Excluded entries are not
+    read.
+
+    Parameters
+    ----------
+    q : [T, H, 576] bf16, or a pair ([T, H, 512], [T, H, 64])
+        The pair (ql_nope, q_pe) is read in place.
+    kv : [pages, block_size, row], row = 576 bf16 or 656 bytes
+        A paged cache (also with a head axis), or flat rows [tokens, row].
+    indices : [T, K] int32
+        Slots; negative or out of range = none. Any K, 0 included.
+    softmax_scale : float
+        Multiplies q . k; (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 in DeepSeek's models.
+    topk_length : [T] int32, optional
+        Columns in use, clamped to [0, K].
+    attn_sink : [H] fp32, optional
+        Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
+    extra_kv, extra_indices, extra_topk_length : a cache, [T, K'] and [T] int32, optional
+        A second cache of any format, its index list and lengths: one softmax over both.
+    num_splits : int
+        0 lets the plan choose, and may cut long rows among short ones by the lengths of all lists;
+        1 to 64 cuts the K columns into that many ranges and so fixes the order of the sum: a row's
+        bits do not depend on the rest of the batch then.
+    kv_format : "bfloat16" (or "auto"), "fp8_ds_mla" or None
+        Of `kv`; None takes it from dtype and last dimension, as for `extra_kv` always.
+    return_max_logits : bool
+        Whether to return max_logits too (so does giving `max_logits`).
+    out : [T, H, 512] bf16, optional
+    lse, max_logits : [T, H] fp32, optional
+    workspace : [bytes] uint8, optional
+        Scratch memory of at least `attention_workspace_size` bytes, with any contents. Calls on one
+        stream may share it. Left out, it is taken like `out`.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    (out, lse), or (out, lse, max_logits): lse a natural logarithm, max_logits the largest s_j.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        H outside 1 to 128, `num_splits` outside 0 to 64, a workspace too small.
+        Else as `help(sparse_mla.ops)` says, for every operator.
+
+    Source: FlashMLA's sparse decode and prefill kernels; DeepSeek-V3.2, equation of sparse MLA.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes, sparse_mla
+    >>> q, kv = (np.ones(shape, ml_dtypes.bfloat16) for shape in ((1, 16, 576), (9, 576)))
+    >>> slots = np.array([[0, 3, -1]], np.int32)
+    >>> out, lse = sparse_mla.sparse_attention(q, kv, slots, softmax_scale=1 / 576)
+    >>> out.shape, round(float(lse[0, 0]), 4)
+    ((1, 16, 512), 1.6931)
+    """
+
+
+# For flash_mla.py: the lse of a row without keys is +inf.
+_attention_plus_inf = _C.Operator(vars(sparse_attention)["__wrapped__"], "_attention_plus_inf")
+
+
+@operator()
+def attention_workspace_size(
+    num_tokens: int,
+    num_heads: int,
+    topk: int,
+    *,
+    extra_topk: int = 0,
+    num_splits: int = 0,
+    device: Any,
+) -> int:
+    """Bytes of workspace that `sparse_attention` needs, from shapes alone.
+
+    Parameters
+    ----------
+    num_tokens, num_heads, topk, extra_topk, num_splits : int
+        T, H, K, K' and the argument of the same name. The size grows with each of T, H and K, so
+        one workspace serves every smaller batch.
+    device : "cpu", "cuda" (the first GPU), "cuda:1", or what prints itself so
+
+    Returns
+    -------
+    int, in bytes; 0 where none is needed.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        H outside 1 to 128, `num_splits` outside 0 to 64, a negative size.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.attention_workspace_size(0, 16, 2048, device="cpu") >= 0
+    True
+    """
+
+
+@operator(_results.merged)
+def merge_attn_states(
+    out_a: Array,
+    lse_a: Array,
+    out_b: Array,
+    lse_b: Array,
+    *,
+    out: Array | None = None,
+    lse: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Array, Array]:
+    """Merge two partial results over disjoint key sets, weighted by their softmax sums.
+
+    lse = ln(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
+    An lse of +inf counts as -inf (an empty part); where both are, out is out_a and lse -inf.
+
+    Parameters
+    ----------
+    out_a, out_b : [T, H, V] bf16 or fp32
+    lse_a, lse_b : [T, H] fp32
+        Natural logarithms.
+    out : [T, H, V], the dtype of out_a, optional
+    lse : [T, H] fp32, optional
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    (out, lse).
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        Shapes that differ.
+        Else as `help(sparse_mla.ops)` says, for every operator.
+
+    Source: section 2.2 of "FlashInfer" (arXiv:2501.01005), the attention state's merge operator.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> ones, zero = np.ones((1, 1, 4), np.float32), np.zeros((1, 1), np.float32)
+    >>> out, lse = sparse_mla.merge_attn_states(ones, zero, 3 * ones, zero)
+    >>> out[0, 0, 0].item(), round(lse.item(), 4)
+    (2.0, 0.6931)
+    """

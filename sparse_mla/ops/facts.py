@@ -1,0 +1,63 @@
+"""What this build and this machine have."""
+
+from __future__ import annotations
+
+from os import path
+from typing import Any
+
+from sparse_mla import _C
+
+
+def kernels() -> list[dict[str, Any]]:
+    """The rows of the dispatch table: which kernel serves which arguments.
+
+    Returns
+    -------
+    A list of dicts: device ("cpu", "cuda"), arch (instruction set, or the oldest architecture of
+    GPUs), kv_format, heads, name (the source file), and whether this machine has it available and
+    attention calls may have it selected. Of the rows that fit a call the first serves it; on a GPU,
+    unless the call gives `num_splits`, the one that is estimated to be fastest. A build without
+    CUDA has no rows of it.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> any(row["selected"] for row in sparse_mla.kernels())
+    True
+    """
+    return _C.kernels()
+
+
+def build_info() -> dict[str, Any]:
+    """How this build was made, and what it found on this machine.
+
+    Returns
+    -------
+    A dict: version, core_version, compiler, flags (the build variant), cuda (the toolkit's version
+    and origin; "none: ..." and how to get it in a CPU-only build), cuda_archs (what the kernels
+    were compiled for), dlpack and numpy_api (versions), openmp (its date as an int, 0 = none),
+    cpu_features (instruction sets that there is a kernel for).
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.build_info()["version"] == sparse_mla.__version__
+    True
+    """
+    return _C.build_info()
+
+
+def get_include() -> str:
+    """The folder of sparse_mla.h and dlpack/dlpack.h, for C code that calls the core.
+
+    Returns
+    -------
+    str, a path for a compiler's -I.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.get_include().endswith("include")
+    True
+    """
+    return path.join(path.dirname(path.dirname(__file__)), "include")

@@ -1,0 +1,109 @@
+"""How a batch is cut: integers of the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparse_mla import _C
+
+
+def split_decodes_and_prefills(
+    query_start_loc: Any,
+    num_actual_tokens: int,
+    *,
+    decode_threshold: int = 1,
+    require_uniform: bool = False,
+) -> tuple[int, int, int, int]:
+    """Count the decodes that lead a batch, and what follows them.
+
+    Parameters
+    ----------
+    query_start_loc : [R + 1] integers in host memory
+        Where each request's query tokens start; from 0, never decreasing. Array, list or tuple.
+    num_actual_tokens : int
+        At least query_start_loc[R]; more means padding tokens.
+    decode_threshold : int
+        A leading request with at most so many query tokens is a decode.
+    require_uniform : bool
+        Whether decodes must all have the first one's length. Requests of length 0 may only close a
+        batch of decodes (graph padding).
+
+    Returns
+    -------
+    (num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens).
+
+    Raises
+    ------
+    TypeError, ValueError
+        Starts that decrease or do not begin with 0, more tokens than num_actual_tokens, a request
+        of length 0 anywhere but at the end of a batch of decodes, values beyond int32.
+
+    Source: vLLM's split_decodes_and_prefills.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.split_decodes_and_prefills([0, 1, 2, 9], 9)
+    (2, 1, 2, 7)
+    """
+    return _C.split_decodes_and_prefills(
+        query_start_loc, num_actual_tokens, decode_threshold, require_uniform
+    )
+
+
+def split_prefill_chunks(seq_lens: Any, workspace_tokens: int) -> list[tuple[int, int]]:
+    """Pack requests, in order, into chunks whose lengths together fit the workspace.
+
+    Parameters
+    ----------
+    seq_lens : [R] integers in host memory
+        Array, list or tuple.
+    workspace_tokens : int
+        A request longer than this is a ValueError that names both numbers.
+
+    Returns
+    -------
+    [(start, end), ...]: requests start to end - 1 form a chunk.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A negative length, one longer than the workspace, values beyond int32.
+
+    Source: vLLM's split_prefill_chunks.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.split_prefill_chunks([10, 15, 20, 5], 25)
+    [(0, 2), (2, 4)]
+    """
+    return _C.split_prefill_chunks(seq_lens, workspace_tokens)
+
+
+def get_prefill_workspace_size(max_model_len: int) -> int:
+    """Tokens of the prefill workspace by default: 5 * max_model_len.
+
+    Parameters
+    ----------
+    max_model_len : int
+        Tokens of the longest request.
+
+    Returns
+    -------
+    int, in tokens of 1152 bytes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not an int, or one below 0 or beyond int32.
+
+    Source: vLLM's get_prefill_workspace_size.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.get_prefill_workspace_size(163840)
+    819200
+    """
+    return _C.get_prefill_workspace_size(max_model_len)
