@@ -167,7 +167,8 @@ TIDY_FLAGS := --extra-arg=-UNDEBUG --extra-arg=-fno-openmp
 lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, and the stubs against the extension
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
+	@echo clang-format
+	@$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
 	@! LC_ALL=C.UTF-8 grep -nE '^.{101}' $(C_FILES) # comments, which clang-format leaves alone
 	@echo clang-tidy
 	@sed -n 's/.*"file": "\(.*\)".*/\1/p' compile_commands.json | sort | \

@@ -1,4 +1,5 @@
-/* builder_type.c: the metadata builder as a Python object, and the forward pass of the step it built.
+/* builder_type.c: the metadata builder as a Python object, and the forward pass of the step it
+ * built.
  *
  * The object keeps alive what the core refers to: the workspace as long as itself, the block table
  * of a step until the next build, whose copy to the device stands behind all forwards of the step.

@@ -1,5 +1,5 @@
-/* test_cuda_attention.c: which kernels csrc/cuda/attention/run_attention.c starts for a call, on which of its
- * tokens, and what it refuses. The kernels are not there: they are written down.
+/* test_cuda_attention.c: which kernels csrc/cuda/attention/run_attention.c starts for a call, on
+ * which of its tokens, and what it refuses. The kernels are not there: they are written down.
  */
 #include "cuda/attention/kernels.c"       // NOLINT(bugprone-suspicious-include)
 #include "cuda/attention/run_attention.c" // NOLINT(bugprone-suspicious-include)

@@ -1,5 +1,5 @@
-/* test_cuda_launch.c: csrc/cuda/host/launch.c's choice between a stream's graph and a launch, with a
- * runtime and a driver that are not CUDA's.
+/* test_cuda_launch.c: csrc/cuda/host/launch.c's choice between a stream's graph and a launch, with
+ * a runtime and a driver that are not CUDA's.
  */
 #include <stdlib.h>
 

@@ -1,5 +1,6 @@
-/* test_cuda_mirror.c: csrc/cuda/host/mirror.c's ring of staging buffers and the order that it keeps, and
- * events.c, with a runtime that is not CUDA's. Devices are current as device.c makes them so.
+/* test_cuda_mirror.c: csrc/cuda/host/mirror.c's ring of staging buffers and the order that it
+ * keeps, and events.c, with a runtime that is not CUDA's. Devices are current as device.c makes
+ * them so.
  */
 #include <stdlib.h>
 

@@ -1,5 +1,6 @@
-/* test_cuda_projection.c: how csrc/cuda/absorption/projection_cublas.c finds cuBLAS, what it asks it for, and which
- * products it leaves to a kernel; with a library that is not cuBLAS, but multiplies.
+/* test_cuda_projection.c: how csrc/cuda/absorption/projection_cublas.c finds cuBLAS, what it asks
+ * it for, and which products it leaves to a kernel; with a library that is not cuBLAS, but
+ * multiplies.
  */
 #define _GNU_SOURCE // NOLINT(cert-dcl51-cpp)
 #include <dlfcn.h>

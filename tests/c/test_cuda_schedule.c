@@ -1,6 +1,6 @@
-/* test_cuda_schedule.c: the plans of csrc/cuda/attention/schedule.c and the table of kernels.c, for devices
- * that need not be there. A plan is compared with the best of all that there are, found by a model
- * of the estimated times that takes no short cuts.
+/* test_cuda_schedule.c: the plans of csrc/cuda/attention/schedule.c and the table of kernels.c, for
+ * devices that need not be there. A plan is compared with the best of all that there are, found by
+ * a model of the estimated times that takes no short cuts.
  */
 #include "cuda/attention/kernels.c"  // NOLINT(bugprone-suspicious-include)
 #include "cuda/attention/schedule.c" // NOLINT(bugprone-suspicious-include)

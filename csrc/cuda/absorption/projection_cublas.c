@@ -1,5 +1,5 @@
-/* projection_cublas.c: the up projections, out[t,h,n] = sum_k x[t,h,k] w(k,h,n), through cuBLAS: one
- * batched product per call, a matrix per head, bf16 in and out, fp32 in between.
+/* projection_cublas.c: the up projections, out[t,h,n] = sum_k x[t,h,k] w(k,h,n), through cuBLAS:
+ * one batched product per call, a matrix per head, bf16 in and out, fp32 in between.
  *
  * cuBLAS is no build requirement: the library is looked for at the first projection, and the few
  * functions and constants of its stable C interface that are used here are declared here, as its

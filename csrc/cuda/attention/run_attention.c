@@ -1,5 +1,5 @@
-/* run_attention.c: runs attention as the schedule says: in one piece or two, and with a combine where
- * keys are split; and where splits leave their partial rows.
+/* run_attention.c: runs attention as the schedule says: in one piece or two, and with a combine
+ * where keys are split; and where splits leave their partial rows.
  */
 #include "cuda/attention/schedule.h"
 

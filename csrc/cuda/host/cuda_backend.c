@@ -1,6 +1,6 @@
-/* cuda_backend.c: the CUDA backend as a table. An operator makes its device current, starts its kernels
- * on the caller's stream, and gives the launch's own code back as a status. Nothing waits for the
- * device, except under SPARSE_MLA_CHECK=1.
+/* cuda_backend.c: the CUDA backend as a table. An operator makes its device current, starts its
+ * kernels on the caller's stream, and gives the launch's own code back as a status. Nothing waits
+ * for the device, except under SPARSE_MLA_CHECK=1.
  */
 #include "cuda/host/cuda.h"
 
