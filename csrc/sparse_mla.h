@@ -16,7 +16,8 @@
  *     `{.struct_size = sizeof args}` and every field left out is zero, its default. A library older
  *     than its caller accepts a longer struct when the fields it does not know are zero.
  *   - `stream` is a cudaStream_t on CUDA devices and unused on the CPU.
- *   - No call prints, exits, or keeps global state; all of them may be called from any thread.
+ *   - No call prints or exits. On CUDA calls share caches: launch graphs per stream, a cuBLAS
+ *     handle per device. Any thread may call.
  *
  * Shapes use T query tokens, H heads (1...128), K index columns, R requests, W block table columns,
  * D = 576 = 512 (kv_lora_rank) + 64 (qk_rope_head_dim). The cache formats are drawn in
@@ -338,10 +339,19 @@ typedef struct smla_metadata {
 
 typedef struct smla_builder smla_builder;
 
+/* Makes a builder with all memory that steps within the limits of `config` need. *builder is written
+ * on success alone; smla_builder_destroy frees it. */
 SMLA_API smla_status smla_builder_create(const smla_builder_config *config, smla_builder **builder,
                                          smla_error *error);
+
+/* Plans a step; `metadata` may be NULL. What it is set to is the builder's, and the next step's after
+ * the next build. Arguments that are refused leave the last step as it was; a device that fails while
+ * the step is sent leaves none. One build or forward at a time per builder. */
 SMLA_API smla_status smla_builder_build(smla_builder *builder, const smla_build_args *args,
                                         const smla_metadata **metadata, smla_error *error);
+
+/* Frees the builder and its metadata; it may wait for the device. NULL is allowed. No build or
+ * forward with it may be running. */
 SMLA_API void smla_builder_destroy(smla_builder *builder);
 
 /* Bytes of the bf16 prefill workspace; 0 on paths that have none. */
