@@ -339,14 +339,14 @@ typedef struct smla_metadata {
 
 typedef struct smla_builder smla_builder;
 
-/* Makes a builder with all memory that steps within the limits of `config` need. *builder is written
- * on success alone; smla_builder_destroy frees it. */
+/* Makes a builder with all memory that steps within the limits of `config` need. *builder is set on
+ * success alone; smla_builder_destroy frees it. */
 SMLA_API smla_status smla_builder_create(const smla_builder_config *config, smla_builder **builder,
                                          smla_error *error);
 
-/* Plans a step; `metadata` may be NULL. What it is set to is the builder's, and the next step's after
- * the next build. Arguments that are refused leave the last step as it was; a device that fails while
- * the step is sent leaves none. One build or forward at a time per builder. */
+/* Plans a step; `metadata` may be NULL. What it is set to is the builder's, and the next step's
+ * after the next build. Arguments that are refused leave the last step as it was; a device that
+ * fails while the step is sent leaves none. One build or forward at a time per builder. */
 SMLA_API smla_status smla_builder_build(smla_builder *builder, const smla_build_args *args,
                                         const smla_metadata **metadata, smla_error *error);
 

@@ -89,9 +89,9 @@ extern const smla_py_operator smla_py_absorption_operators[];
 /* The operator of a name that need not end with 0, or NULL. */
 const smla_py_operator *smla_py_find_operator(const char *name, size_t length);
 
-/* One call; args[i] belongs to row i, and is not looked at where the row is no argument. */
+/* One call; values[i] belongs to row i, and is not looked at where the row is no argument. */
 PyObject *smla_py_run(const smla_py_state *state, const smla_py_operator *op,
-                      PyObject *const *args);
+                      PyObject *const *values);
 
 static inline bool
 smla_py_is_array(const smla_py_param *param)
@@ -146,11 +146,11 @@ smla_py_clear_args(const smla_py_operator *op, void *args)
     memcpy(args, &op->core_bytes, sizeof op->core_bytes); /* struct_size */
 }
 
-/* Fills a field of args; a memcpy, for args of all operators share memory. */
+/* Fills a field of args that is a pointer; a memcpy, for args of all operators share memory. */
 static inline void
-smla_py_set_field(void *args, const smla_py_param *param, const void *value, size_t bytes)
+smla_py_set_pointer(void *args, const smla_py_param *param, const void *pointer)
 {
-    memcpy((char *)args + param->offset, value, bytes);
+    memcpy((char *)args + param->offset, &pointer, sizeof(void *));
 }
 
 #endif /* SMLA_PYTHON_OPERATOR_H */

@@ -105,7 +105,7 @@ set_arrays(smla_py_call *call, const smla_py_operator *op, void *args, int *resu
     for (int i = 0; i < call->num_arrays; i++) {
         const smla_py_param *const param = &op->params[i];
         const DLTensor *const view = smla_py_call_view(call, i);
-        smla_py_set_field(args, param, &view, sizeof view);
+        smla_py_set_pointer(args, param, view);
         if (view != NULL && smla_py_is_returned(param)) {
             results[num_results++] = i;
         }
@@ -141,7 +141,7 @@ allocate_workspace(smla_py_call *call, const smla_py_operator *op, void *args,
             return -1;
         }
     }
-    smla_py_set_field(args, param, &view, sizeof view);
+    smla_py_set_pointer(args, param, view);
     return 0;
 }
 
@@ -187,6 +187,6 @@ smla_py_run(const smla_py_state *state, const smla_py_operator *op, PyObject *co
     if (smla_py_settle(&call, &stream) < 0) {
         return NULL;
     }
-    smla_py_set_field(args, &op->params[op->num_params - 1], &stream, sizeof stream);
+    smla_py_set_pointer(args, &op->params[op->num_params - 1], stream);
     return compute(&call, op, args, asks);
 }

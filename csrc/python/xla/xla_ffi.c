@@ -165,8 +165,7 @@ take_array(xla_call *call, array_walk *walk, const smla_py_param *param, void *a
         .dtype = dtype_of(buffer->type),
         .shape = buffer->dims,
     };
-    const DLTensor *const tensor = &call->tensors[i];
-    smla_py_set_field(args, param, &tensor, sizeof tensor);
+    smla_py_set_pointer(args, param, &call->tensors[i]);
     return SMLA_OK;
 }
 
@@ -230,7 +229,7 @@ compute(const xla_call *call, const smla_py_operator *op, void *args)
                              "%s: no memory for a workspace of %lld bytes", call->op,
                              (long long)bytes);
         }
-        smla_py_set_field(args, smla_py_find_workspace(op), &workspace, sizeof workspace);
+        smla_py_set_pointer(args, smla_py_find_workspace(op), workspace);
     }
     const smla_status status = op->compute(args, call->error);
     free(scratch.tensor.data);
