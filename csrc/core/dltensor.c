@@ -18,7 +18,11 @@ unsigned
 smla_dtype(const DLTensor *tensor)
 {
     const DLDataType dtype = tensor->dtype;
-    for (int i = 0; dtype.lanes == 1 && i < SMLA_NUM_DTYPES; i++) {
+    if (dtype.lanes != 1) {
+        return 0;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < SMLA_NUM_DTYPES; i++) {
         if (dtype.code == smla_dtypes[i].code && dtype.bits == smla_dtypes[i].bits) {
             return smla_dtypes[i].dtype;
         }

@@ -1,7 +1,7 @@
 /* operator.h: an operator as a table. Each argument is one row: the name that Python knows, what it
- * is, and which field of the core's args it fills. What depends on the arguments of one operator
- * and no other reads that table: calls from Python (run.c), calls from XLA (xla_ffi.c), the
- * declaration's check (operator.c) and, through _C.operators(), the schemas of PyTorch and JAX.
+ * is, and which field of the core's args it fills. All that handles arguments reads the table:
+ * calls from Python (run.c), calls from XLA (xla_ffi.c), the binding of a declaration's parameters
+ * (operator.c) and, through an operator's attribute `table`, the integrations of PyTorch and JAX.
  *
  * To add an operator: a function of the core, a table and a row in one of the ops_*.c files, and a
  * declaration in sparse_mla/ops/.
@@ -56,8 +56,8 @@ struct smla_py_operator {
     const char *title; /* in errors, if it is another one */
     const smla_py_param *params;
     int num_params;
-    size_t args_bytes;
-    size_t core_bytes; /* of the core's args, which come first in those of the table */
+    size_t args_bytes; /* of the struct that the offsets are of */
+    size_t core_bytes; /* of the core's args, with which it begins */
     /* The operator of the core. Runs without the GIL. */
     smla_status (*compute)(const void *args, smla_error *error);
     /* Allocates the results that the caller left out. Rules are the core's: where a result's shape
@@ -74,8 +74,8 @@ struct smla_py_operator {
 #define SMLA_PY_COUNT_UP_TO(most, table) \
     (SMLA_PY_COUNT(table) + 0 * (int)sizeof(char[SMLA_PY_COUNT(table) <= (most) ? 1 : -1]))
 
-/* The parts of an operator that follow from its table and from its args, whose first field is, or
- * whose only content are, the core's. */
+/* What an operator has of its table, of the core's args and of the struct that the offsets are of:
+ * the same type, or one that begins with it and adds what Python alone has. */
 #define SMLA_PY_TABLE(table, core, args)                                             \
     .params = (table), .num_params = SMLA_PY_COUNT_UP_TO(SMLA_PY_MAX_PARAMS, table), \
     .core_bytes = sizeof(core),                                                      \
