@@ -32,7 +32,7 @@ ENVIRONMENT += LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)"
 ARGS := $(or $(ARGS),tests/test_threads.py)
 endif
 
-C_FILES := $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
+C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh')
 QEMU := qemu-aarch64 -L /usr/aarch64-linux-gnu
 COMPUTE_SANITIZER ?= compute-sanitizer
 

@@ -25,7 +25,15 @@ class Schema:
         self.operator = operator
         self.name: str = operator.__name__
         self.rows: dict[str, str] = dict(operator.table)  # name → kind
-        self.parameters = inspect.signature(operator).parameters
+        self.signature = inspect.signature(operator)
+        self.parameters = self.signature.parameters
+        self.defaults = {
+            n: p.default for n, p in self.parameters.items() if p.default is not p.empty
+        }
+        self.positional = [
+            n for n, p in self.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD
+        ]
+        self.returned = self.names(*ALWAYS, *ASKED)
         self.pair = dict(zip(self.names("pair"), self.names("second"), strict=True))
         self.ask = next(iter(self.names("ask")), None)  # the option that asks for more results
         self.written = next(iter(self.names("input and output")), None)
@@ -37,8 +45,7 @@ class Schema:
     def results(self, values: Mapping[str, Any]) -> dict[str, _results.Result]:
         """Shape and dtype of each result that a call with these arguments may have."""
         rule: _results.Rule = self.operator.results
-        names = self.names(*ALWAYS, *ASKED)
-        return dict(zip(names, rule(_results.Given(self.name, values)), strict=True))
+        return dict(zip(self.returned, rule(_results.Given(self.name, values)), strict=True))
 
     def part(self, values: dict[str, Any]) -> dict[str, Any]:
         """The arguments with both arrays of a pair, the second None where there is one array."""
@@ -66,13 +73,11 @@ class Schema:
         `call` gets all arguments by their names.
         """
         parameters = [p for name, p in self.parameters.items() if self.rows[name] not in left_out]
-        signature = inspect.Signature(
-            parameters, return_annotation=inspect.signature(self.operator).return_annotation
-        )
-        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        required = {p.name for p in parameters if p.default is p.empty}
-        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        known = required | set(defaults)
+        signature = self.signature.replace(parameters=parameters)
+        known = {p.name for p in parameters}
+        defaults = {name: x for name, x in self.defaults.items() if name in known}
+        required = known - set(defaults)
+        positional = self.positional
 
         def function(*args: Any, **kwargs: Any) -> Any:
             given = dict(zip(positional, args, strict=False)) | kwargs

@@ -38,7 +38,7 @@ except ImportError as error:
     ) from error
 
 from sparse_mla import _C
-from sparse_mla.integrations._schema import ALWAYS, ASKED, GIVEN, READ, Schema
+from sparse_mla.integrations._schema import ASKED, GIVEN, READ, Schema
 from sparse_mla.ops import OPERATORS
 
 if TYPE_CHECKING:
@@ -82,9 +82,9 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
         results = {schema.written: (written.shape, written.dtype.name)}
         order = [*schema.names(*READ), schema.written]
     else:
-        asked = () if schema.ask is not None and values[schema.ask] else schema.names(*ASKED)
-        results = {n: x for n, x in schema.results(values).items() if n not in asked}
-        order = [*schema.names(*READ), *schema.names(*ALWAYS, *ASKED)]
+        unasked = () if schema.ask is not None and values[schema.ask] else schema.names(*ASKED)
+        results = {n: x for n, x in schema.results(values).items() if n not in unasked}
+        order = [*schema.names(*READ), *schema.returned]
     present = sum(1 << i for i, name in enumerate(order) if name in given or name in results)
     call = jax.ffi.ffi_call(
         _TARGET,

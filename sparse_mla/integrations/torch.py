@@ -146,6 +146,11 @@ def _one_or_all(results: list[Tensor]) -> Any:
     return None if not results else results[0] if len(results) == 1 else tuple(results)
 
 
+def _named(names: list[str], results: Any) -> dict[str, Tensor]:
+    """The inverse of the former, by their names."""
+    return dict(zip(names, results if isinstance(results, tuple) else (results,), strict=False))
+
+
 def _new(like: Tensor, result: _results.Result) -> Tensor:
     """A tensor of this shape and dtype, where `like` is."""
     shape, dtype = result
@@ -157,18 +162,16 @@ def _register(schema: Schema, variant: str, outputs: list[str], new: list[str]) 
     asked = schema.names(*ASKED)
     options = {schema.ask: True} if schema.ask and not set(asked).isdisjoint(new) else {}
     names = [n for n in schema.parameters if schema.rows[n] not in ("ask", "stream")]
-    returned = [schema.written] if schema.written else schema.names(*ALWAYS, *ASKED)
-    defaults = {n: p.default for n, p in schema.parameters.items() if p.default is not p.empty}
+    returned = [schema.written] if schema.written else schema.returned
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if schema.pair:
             args, kwargs = (), schema.join(dict(zip(names, args, strict=False)) | kwargs)
-        got = schema.operator(*args, **kwargs, **options)
-        results = dict(zip(returned, got if isinstance(got, tuple) else (got,), strict=False))
+        results = _named(returned, schema.operator(*args, **kwargs, **options))
         return _one_or_all([results[name] for name in new])
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        values = defaults | dict(zip(names, args, strict=False)) | kwargs
+        values = schema.defaults | dict(zip(names, args, strict=False)) | kwargs
         results = schema.results(values)
         return _one_or_all([_new(args[0], results[name]) for name in new])
 
@@ -191,12 +194,10 @@ def _take_over(operator: Any) -> Callable[..., Any]:
     always, asked = schema.names(*ALWAYS), schema.names(*ASKED)
     outputs, first = schema.names(*GIVEN), next(iter(schema.parameters))
     ask, written = schema.ask, schema.written
-    returned = [*always, *asked]
     never_given, never_given_asked = schema.names("result"), schema.names("asked result")
-    positional = [n for n, p in schema.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     usual = _register(schema, "", [], [] if written else always)
-    usual_asked = _register(schema, ask, [], returned) if ask else usual
+    usual_asked = _register(schema, ask, [], schema.returned) if ask else usual
     writing = _register(schema, "out", outputs, never_given) if outputs else usual
     writing_asked = writing
     if never_given_asked:
@@ -204,7 +205,7 @@ def _take_over(operator: Any) -> Callable[..., Any]:
         writing_asked = _register(schema, f"{ask}_out", outputs, new)
 
     def run(overload: Any, values: dict[str, Any]) -> Any:
-        return overload(*[values.pop(name) for name in positional], **values)
+        return overload(*[values.pop(name) for name in schema.positional], **values)
 
     def write(values: dict[str, Any], asks: bool) -> Any:
         """With results of the caller: the others that could be are made here."""
@@ -215,12 +216,11 @@ def _take_over(operator: Any) -> Callable[..., Any]:
         given = {name: values[name] for name in outputs if values[name] is not None}
         got = run(writing_asked if asks else writing, values)
         rest = never_given + (never_given_asked if asks else [])
-        given |= dict(zip(rest, got if isinstance(got, tuple) else (got,), strict=False))
-        return _one_or_all([given[name] for name in returned if name in given])
+        given |= _named(rest, got)
+        return _one_or_all([given[name] for name in schema.returned if name in given])
 
     def call(values: dict[str, Any]) -> Any:
-        if schema.pair:
-            values = schema.part(values)
+        values = schema.part(values)
         if written:
             run(usual, dict(values))
             return values[written]

@@ -49,9 +49,7 @@ enum {
     SMLA_PY_MAX_ARGS_BYTES = 192, /* of an operator's args */
 };
 
-typedef struct smla_py_operator smla_py_operator;
-
-struct smla_py_operator {
+typedef struct smla_py_operator {
     const char *name;  /* as Python declares it */
     const char *title; /* in errors, if it is another one */
     const smla_py_param *params;
@@ -68,18 +66,18 @@ struct smla_py_operator {
     int64_t (*workspace_bytes)(const void *args);
     /* For operators without arrays, in place of all of the above. */
     PyObject *(*answer)(const void *args);
-};
+} smla_py_operator;
 
-/* The length of a table of at most `most` rows; more do not compile. */
-#define SMLA_PY_COUNT_UP_TO(most, table) \
-    (SMLA_PY_COUNT(table) + 0 * (int)sizeof(char[SMLA_PY_COUNT(table) <= (most) ? 1 : -1]))
+/* A number that is at most `most`; a larger one does not compile. */
+#define SMLA_PY_AT_MOST(most, number) ((number) + 0 * sizeof(char[(number) <= (most) ? 1 : -1]))
 
 /* What an operator has of its table, of the core's args and of the struct that the offsets are of:
  * the same type, or one that begins with it and adds what Python alone has. */
-#define SMLA_PY_TABLE(table, core, args)                                             \
-    .params = (table), .num_params = SMLA_PY_COUNT_UP_TO(SMLA_PY_MAX_PARAMS, table), \
-    .core_bytes = sizeof(core),                                                      \
-    .args_bytes = sizeof(args) + 0 * sizeof(char[sizeof(args) <= SMLA_PY_MAX_ARGS_BYTES ? 1 : -1])
+#define SMLA_PY_TABLE(table, core, args)                                          \
+    .params = (table),                                                            \
+    .num_params = (int)SMLA_PY_AT_MOST(SMLA_PY_MAX_PARAMS, SMLA_PY_COUNT(table)), \
+    .args_bytes = SMLA_PY_AT_MOST(SMLA_PY_MAX_ARGS_BYTES, sizeof(args)),          \
+    .core_bytes = sizeof(core)
 
 /* By file; each list ends with a null row. */
 extern const smla_py_operator smla_py_cache_operators[];
