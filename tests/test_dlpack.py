@@ -415,6 +415,9 @@ class Undecided:
     def __bool__(self):
         raise ValueError("yes and no")
 
+    def __repr__(self):  # the test's name, which has no address then: pytest-xdist compares names
+        return "Undecided()"
+
 
 @pytest.mark.parametrize(
     ("request_", "error", "text"),
