@@ -36,14 +36,14 @@ enum {
     MIN_HEAD = 1,        /* in segments: the first step may come before the plan is there */
     QUARTER = NUM_SEGMENTS / 4,
     EIGHTH = NUM_SEGMENTS / 8, /* lengths are known to this */
-    NUM_LEVELS = 10,           /* of load: no work, and 0 to 8 eighths */
+    MOST_LEVEL = 9,            /* of load: no work, and 0 to 8 eighths */
 };
 
 enum : uint64_t { ARRIVAL_TAG = 0x9C5F3A61D7E284B0, ARRIVAL_COUNT = 15 /* bits of the count */ };
 
 /* Memory for the plan while it is made. */
 typedef struct cut_scratch {
-    alignas(8) uint8_t counts[NUM_LEVELS][CTA_WARPS]; /* of CTAs of a level of load, by warps */
+    rank_table ctas;                 /* by their levels of load, the highest first */
     uint16_t ranked[ORDER_THREADS];  /* load and number of CTAs, the one with the most load first */
     uint32_t tops[2];                /* the most of what every thread knows */
     uint8_t quarters[ORDER_THREADS]; /* of each work */
@@ -69,15 +69,6 @@ find_problem(const attention_launch &launch, int num_works)
                        launch.max_pieces, num_works};
 }
 
-/* Four bytes each: vectors took three times as long, for all CTAs look at the same memory. */
-static __device__ __forceinline__ bool
-is_key_at(const main_lists &lists, const work_list &list, uint32_t column)
-{
-    uint32_t index;
-    ptx_load_4(list.indices + column, column < lists.topk, NO_INDEX, &index);
-    return index < lists.index_limit && column < list.count;
-}
-
 /* Whether there is a key near the end of a list's first `segments`, of which some are in front. */
 static __device__ __forceinline__ bool
 has_segments(const main_lists &lists, const work_list &list, uint32_t columns, int segments)
@@ -98,9 +89,7 @@ find_quarters(const attention_launch &launch, int num_works, int thread, int num
     const main_lists lists = find_main_lists(launch);
     const uint32_t columns = (uint32_t)launch.split_columns[0];
     uint32_t seen = 0;
-    if (thread < NUM_LEVELS) {
-        *(uint64_t *)scratch->counts[thread] = 0;
-    }
+    clear_level(thread, &scratch->ctas);
     if (thread < 2) {
         scratch->tops[thread] = 0;
     }
@@ -242,28 +231,18 @@ describe_part(int idx, int nth, const piece_place &place, int first_piece, int b
 }
 
 /* The place of a CTA among all of them, from 0 for the one with the most load; equals as they are
- * numbered. `scratch->counts` is 0 before. */
+ * numbered. */
 static __device__ __forceinline__ int
 find_rank(int thread, int level, bool is_cta, int barrier, cut_scratch *scratch)
 {
-    const int warp = thread / SMLA_WARP_LANES;
-    const uint32_t equals =
-        __match_any_sync(0xFFFFFFFFu, level) & __ballot_sync(0xFFFFFFFFu, is_cta);
-    int rank = __popc(equals & ((1u << thread % SMLA_WARP_LANES) - 1));
-    if (is_cta && rank == 0) {
-        scratch->counts[level][warp] = (uint8_t)__popc(equals);
+    const uint32_t place = (uint32_t)(MOST_LEVEL - level);
+    const int rank_in_warp = count_equals(thread, place, is_cta, &scratch->ctas);
+    ptx_barrier(barrier, ORDER_THREADS);
+    if (thread < SMLA_WARP_LANES) {
+        find_first_ranks(thread, &scratch->ctas);
     }
     ptx_barrier(barrier, ORDER_THREADS);
-#pragma unroll
-    for (int i = 0; i < NUM_LEVELS; i++) {
-        uint32_t counts[2];
-        ptx_load_shared_8(ptx_shared_address(scratch->counts[i]), counts);
-        const uint64_t below = ((uint64_t)1 << 8 * warp) - 1; /* warps in front of this one */
-        const uint64_t taken = i > level ? ~(uint64_t)0 : i == level ? below : 0;
-        rank += (int)__dp4a(counts[0] & (uint32_t)taken, 0x01010101u, 0u);
-        rank += (int)__dp4a(counts[1] & (uint32_t)(taken >> 32), 0x01010101u, 0u);
-    }
-    return rank;
+    return rank_of(thread, place, rank_in_warp, &scratch->ctas);
 }
 
 /* Decides what is cut, by all consumers, after find_quarters. It is planned where weights will be,

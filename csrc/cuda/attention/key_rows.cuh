@@ -33,6 +33,9 @@ static_assert(WARP_KEYS * ROPE_CHUNKS == SMLA_WARP_LANES, "one RoPE chunk per la
 static_assert(WARP_KEYS * SMLA_NUM_SCALE_TILES + WARP_KEYS <= SMLA_WARP_LANES,
               "one scale or mask per lane");
 
+/* In place of an entry of a list where there is none: below no limit of indices. */
+enum : uint32_t { NO_INDEX = 0xFFFFFFFFu };
+
 /* ---- Launch -------------------------------------------------------------------------------- */
 
 /* What a kernel reads of a list beside its smla_key_list. */

@@ -23,8 +23,6 @@ enum {
     STREAM_COLUMNS = GATHER_WARPS * SMLA_WARP_LANES, /* that the warps look at together */
 };
 
-enum : uint32_t { NO_INDEX = 0xFFFFFFFFu };
-
 /* The lane's place among STREAM_COLUMNS columns. */
 static __device__ __forceinline__ int
 find_stream_column(int warp, int lane)

@@ -12,7 +12,7 @@
  *
  * Lengths are estimates from a few columns of each work's main list. A wrong estimate costs time.
  * It changes no result, because the bits of a row do not depend on what its CTA did before. Where
- * the last column of every list is a key, all of them are taken for full: there is nothing to
+ * every quarter of every list ends with a key, all lists are taken for full: there is nothing to
  * level, and the order is the fixed one.
  *
  * Launches of one work per CTA, of more than NUM_ROUNDS rounds or of several splits keep the fixed
@@ -26,8 +26,8 @@
 enum {
     NUM_ROUNDS = 4,      /* that are ordered at most */
     ORDER_THREADS = 256, /* all consumers; a grid has no more CTAs */
-    ORDER_SAMPLES = 16,  /* columns of a work that are looked at */
-    FULL_LENGTH = 240,   /* of a work with as many keys as its list has columns */
+    FULL_LENGTH = 8,     /* of a work with as many keys as its list has columns: in eighths */
+    NUM_LEVELS = 32,     /* of what is ranked: a lane for each */
 };
 
 /* What the plan leaves in shared memory, where it stays until the CTA ends. */
@@ -38,11 +38,17 @@ typedef struct work_order {
         seen; /* where works may be cut: a bit for each length; at the end, for what is folded */
 } work_order;
 
+/* For ranks by small numbers: of each number a byte per warp, which first counts the warp's threads
+ * that have it, and then is the rank of the first of them. */
+typedef struct rank_table {
+    alignas(8) uint64_t bytes[NUM_LEVELS];
+} rank_table;
+
 /* Memory for the plan while it is made. */
 typedef struct round_scratch {
-    alignas(16) uint32_t cta_keys[ORDER_THREADS]; /* loads: see make_order_key */
-    uint32_t work_keys[ORDER_THREADS];            /* lengths, the longest first */
-    uint8_t ranked[ORDER_THREADS];                /* works of a round, the longest first */
+    rank_table ctas;               /* by their loads */
+    rank_table works;              /* by their lengths, the longest first */
+    uint8_t ranked[ORDER_THREADS]; /* works of a round, the longest first */
 } round_scratch;
 
 typedef struct order_scratch {
@@ -50,9 +56,8 @@ typedef struct order_scratch {
     uint8_t lengths[NUM_ROUNDS * ORDER_THREADS]; /* of all works */
 } order_scratch;
 
-enum : uint32_t { LAST_ORDER_KEY = 0xFFFFFFFFu }; /* of what is not there */
-
 static_assert((int)ORDER_THREADS == CTA_THREADS, "a consumer thread for each CTA of the grid");
+static_assert((int)FULL_LENGTH * (NUM_ROUNDS - 1) < NUM_LEVELS, "loads are levels");
 
 /* CTAs for a number of works: one per SM, and one that has none where an SM would be idle, or as
  * many as there are SMs where they may get a piece of a work. A CTA without a work waits for no
@@ -155,72 +160,90 @@ find_list(const main_lists &lists, int idx, bool is_on)
                      (uint32_t)min(max((int32_t)length, 0), (int32_t)lists.topk)};
 }
 
-/* Whether the work's list has as many columns as it may, and the last one is a key. */
+/* Whether a column of a list, one below topk, is a key: a load of four bytes, for vectors took three
+ * times as long, where all CTAs look at the same memory. */
 static __device__ __forceinline__ bool
-seems_full(const main_lists &lists, int idx)
+is_key_at(const main_lists &lists, const work_list &list, uint32_t column)
 {
-    const work_list list = find_list(lists, idx, true);
-    uint32_t last;
-    ptx_load_4(list.indices + (lists.topk - 1), lists.topk != 0, 0xFFFFFFFFu, &last);
-    return list.count == lists.topk && last < lists.index_limit;
+    uint32_t index;
+    ptx_load_4(list.indices + column, column < lists.topk, NO_INDEX, &index);
+    return index < lists.index_limit && column < list.count;
 }
 
-/* The length of a work, from 1 to FULL_LENGTH: the part of its list's columns that are keys, by
- * ORDER_SAMPLES of them. Every CTA comes to the same number. All reads are under way at once. */
+/* How many quarters of a work's list end with a key. All reads are under way at once. */
 static __device__ __forceinline__ uint32_t
-estimate_length(const main_lists &lists, int idx)
+count_quarters(const main_lists &lists, int idx)
 {
     const work_list list = find_list(lists, idx, true);
-    const uint32_t count = list.count;
-    uint32_t samples[ORDER_SAMPLES];
+    bool is_key[4];
 #pragma unroll
-    for (uint32_t i = 0; i < ORDER_SAMPLES; i++) {
-        const uint32_t column =
-            (uint32_t)((uint64_t)count * (2 * i + 1) / (2 * ORDER_SAMPLES)); /* below count */
-        ptx_load_4(list.indices + column, count != 0, 0xFFFFFFFFu, &samples[i]);
+    for (uint32_t i = 0; i < 4; i++) {
+        is_key[i] = is_key_at(lists, list, (i + 1) * lists.topk / 4 - 1);
     }
-    uint32_t num_keys = 0;
+    return (uint32_t)is_key[0] + is_key[1] + is_key[2] + is_key[3];
+}
+
+/* The length of a work, to FULL_LENGTH, when `quarters` of its list end with keys: one more column
+ * tells whether it reaches half of the next one. */
+static __device__ __forceinline__ uint32_t
+estimate_length(const main_lists &lists, int idx, uint32_t quarters)
+{
+    const uint32_t column = (uint32_t)((uint64_t)(2 * quarters + 1) * lists.topk / FULL_LENGTH);
+    return 2 * quarters + is_key_at(lists, find_list(lists, idx, true), column);
+}
+
+/* ---- Ranks ---------------------------------------------------------------------------------- */
+
+/* All tables of a kind, to nothing counted: number `thread` of as many threads as levels clears its
+ * own. */
+static __device__ __forceinline__ void
+clear_level(int thread, rank_table *table)
+{
+    if (thread < NUM_LEVELS) {
+        table->bytes[thread] = 0;
+    }
+}
+
+/* The thread's rank among those of its warp with the same level, and the table's count of them. The
+ * table was cleared before. */
+static __device__ __forceinline__ int
+count_equals(int thread, uint32_t level, bool is_on, rank_table *table)
+{
+    const uint32_t equals =
+        __match_any_sync(0xFFFFFFFFu, level) & __ballot_sync(0xFFFFFFFFu, is_on);
+    const int rank = __popc(equals & ((1u << thread % SMLA_WARP_LANES) - 1));
+    if (is_on && rank == 0) {
+        ((uint8_t *)&table->bytes[level])[thread / SMLA_WARP_LANES] = (uint8_t)__popc(equals);
+    }
+    return rank;
+}
+
+/* Turns counts into first ranks, by one warp: the smallest level first, equals as they are
+ * numbered. No rank is above 255, so no byte overflows into the next. */
+static __device__ __forceinline__ void
+find_first_ranks(int lane, rank_table *table)
+{
+    constexpr uint64_t EACH = 0x0101010101010101;
+    const uint64_t counts = table->bytes[lane];
+    const int count = (int)(__dp4a((uint32_t)counts, (uint32_t)EACH, 0u) +
+                            __dp4a((uint32_t)(counts >> 32), (uint32_t)EACH, 0u));
+    int sum = count;
 #pragma unroll
-    for (int i = 0; i < ORDER_SAMPLES; i++) {
-        num_keys += samples[i] < lists.index_limit;
+    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
+        const int below = __shfl_up_sync(0xFFFFFFFFu, sum, step);
+        sum += lane >= step ? below : 0;
     }
-    const float part = (float)count / (float)max((int)lists.topk, 1);
-    const int length = (int)(part * (float)(num_keys * (FULL_LENGTH / ORDER_SAMPLES)));
-    return (uint32_t)min(max(length, 1), (int)FULL_LENGTH);
+    table->bytes[lane] = (counts * EACH << 8) + (count == 0 ? 0 : (uint64_t)(sum - count) * EACH);
+}
+
+/* The rank of a thread that has counted itself, after a barrier behind find_first_ranks. */
+static __device__ __forceinline__ int
+rank_of(int thread, uint32_t level, int rank_in_warp, const rank_table *table)
+{
+    return ((const uint8_t *)&table->bytes[level])[thread / SMLA_WARP_LANES] + rank_in_warp;
 }
 
 /* ---- Plan ----------------------------------------------------------------------------------- */
-
-/* Keys are sorted from the smallest on. The number makes them differ, and decides ties. */
-static __device__ __forceinline__ uint32_t
-make_order_key(uint32_t value, int number)
-{
-    return value << 8 | (uint32_t)number;
-}
-
-/* The places of two keys among the first gridDim.x of their kinds: how many are smaller. The arrays
- * are filled with LAST_ORDER_KEY behind those. */
-static __device__ __forceinline__ void
-find_ranks(const round_scratch *scratch, uint32_t cta_key, uint32_t work_key, uint32_t *cta_rank,
-           uint32_t *work_rank)
-{
-    const uint32_t ctas = ptx_shared_address(scratch->cta_keys);
-    const uint32_t works = ptx_shared_address(scratch->work_keys);
-    *cta_rank = 0;
-    *work_rank = 0;
-#pragma unroll 2
-    for (uint32_t i = 0; i < gridDim.x; i += 4) {
-        uint32_t loads[4];
-        uint32_t lengths[4];
-        ptx_load_shared_16(ctas + 4 * i, loads);
-        ptx_load_shared_16(works + 4 * i, lengths);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            *cta_rank += loads[j] < cta_key;
-            *work_rank += lengths[j] < work_key;
-        }
-    }
-}
 
 /* Which of a round's `count` works CTA number `thread` takes, when its load is `load`, or -1. All
  * consumers take part. */
@@ -230,27 +253,24 @@ share_out_round(int thread, int count, const uint8_t *lengths, uint32_t load, in
 {
     const bool is_cta = thread < (int)gridDim.x;
     const bool is_work = thread < count;
-    uint32_t cta_key = LAST_ORDER_KEY;
-    uint32_t work_key = LAST_ORDER_KEY;
-    if (is_cta) {
-        cta_key = make_order_key(load, thread);
+    const uint32_t level = is_work ? FULL_LENGTH - lengths[thread] : 0;
+    clear_level(thread, &scratch->ctas);
+    clear_level(thread, &scratch->works);
+    ptx_barrier(barrier, ORDER_THREADS);
+    const int cta_in_warp = count_equals(thread, load, is_cta, &scratch->ctas);
+    const int work_in_warp = count_equals(thread, level, is_work, &scratch->works);
+    ptx_barrier(barrier, ORDER_THREADS); /* all are counted */
+    if (thread < 2 * SMLA_WARP_LANES) {
+        find_first_ranks(thread % SMLA_WARP_LANES,
+                         thread < SMLA_WARP_LANES ? &scratch->ctas : &scratch->works);
     }
+    ptx_barrier(barrier, ORDER_THREADS);
+    const int cta_rank = rank_of(thread, load, cta_in_warp, &scratch->ctas);
     if (is_work) {
-        work_key = make_order_key(FULL_LENGTH - lengths[thread], thread);
+        scratch->ranked[rank_of(thread, level, work_in_warp, &scratch->works)] = (uint8_t)thread;
     }
-    scratch->cta_keys[thread] = cta_key;
-    scratch->work_keys[thread] = work_key;
-    ptx_barrier(barrier, ORDER_THREADS); /* all keys are there */
-    uint32_t cta_rank = 0;
-    uint32_t work_rank = 0;
-    if (is_cta) {
-        find_ranks(scratch, cta_key, work_key, &cta_rank, &work_rank);
-    }
-    if (is_work) {
-        scratch->ranked[work_rank] = (uint8_t)thread;
-    }
-    ptx_barrier(barrier, ORDER_THREADS); /* nobody reads keys any more, `ranked` is there */
-    return is_cta && (int)cta_rank < count ? scratch->ranked[cta_rank] : -1;
+    ptx_barrier(barrier, ORDER_THREADS); /* `ranked` is there, and the tables may be cleared */
+    return is_cta && cta_rank < count ? scratch->ranked[cta_rank] : -1;
 }
 
 /* A call: most launches have no order, and what they would jump over costs them up to 2 us, for
@@ -267,12 +287,14 @@ plan_works(const attention_launch &launch, int num_works, int barrier, Memory *s
     bool is_ragged = false;
 #pragma unroll 1
     for (int idx = thread; idx < num_works; idx += ORDER_THREADS) {
-        is_ragged |= !seems_full(lists, idx);
+        const uint32_t quarters = count_quarters(lists, idx);
+        scratch->lengths[idx] = (uint8_t)quarters;
+        is_ragged |= quarters != 4;
     }
     const int to_order = ptx_barrier_or(barrier, ORDER_THREADS, is_ragged) ? num_works : 0;
 #pragma unroll 1
     for (int idx = thread; idx < to_order; idx += ORDER_THREADS) {
-        scratch->lengths[idx] = (uint8_t)estimate_length(lists, idx);
+        scratch->lengths[idx] = (uint8_t)estimate_length(lists, idx, scratch->lengths[idx]);
     }
     ptx_barrier(barrier, ORDER_THREADS);
     uint32_t load = thread < (int)gridDim.x ? scratch->lengths[thread] : 0;
