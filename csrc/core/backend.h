@@ -178,7 +178,6 @@ typedef struct smla_attention_params {
     int64_t max_logits_stride_token;
     int64_t max_logits_stride_head;
     bool empty_lse_is_plus_inf; /* a row without keys gets +inf, not -inf */
-    bool is_planned;            /* num_splits is the backend's own choice for this batch */
     void *workspace;
     int64_t workspace_bytes;
     smla_stream stream;
@@ -196,6 +195,24 @@ typedef struct smla_attention_shape {
      * split count does not need it, and a workspace size then covers every format. */
     const smla_kv_format_info *formats[2];
 } smla_attention_shape;
+
+/* A launch of attention, of some of a call's tokens. */
+typedef struct smla_attention_run {
+    const struct smla_attention_kernel *kernel; /* CUDA's; NULL where none fits */
+    int64_t num_tokens;
+    int num_splits;
+    /* Bytes of the workspace in which the launch may leave parts of rows that it cuts by itself,
+     * which any caller has who has asked for the size; 0: it cuts none. */
+    int64_t cut_bytes;
+} smla_attention_run;
+
+/* How a backend runs attention of a shape. It is asked for it once a call, by the check, and is
+ * given it again with the call. */
+typedef struct smla_attention_plan {
+    int64_t workspace_bytes; /* as attention_workspace_size says */
+    int num_runs;            /* 1 or 2: of the first tokens and of the rest */
+    smla_attention_run runs[2];
+} smla_attention_plan;
 
 /* Columns per split range: ceil(ceil(K / n) / 64) * 64, as the batch-invariance contract says. */
 static inline int64_t
@@ -323,15 +340,16 @@ typedef struct smla_backend {
     smla_status (*gather_kv_cache)(const smla_gather_params *, smla_error *);
     smla_status (*dequantize_kv_cache)(const smla_dequantize_params *, smla_error *);
     smla_status (*convert_req_index)(const smla_convert_params *, smla_error *);
-    /* The split count that the backend takes when the caller leaves it open. */
-    int (*choose_num_splits)(const smla_attention_shape *);
     /* Whether a step's prefills, of this shape, are estimated to take less time on the FP8 cache
      * than on a workspace that `num_rows` rows are gathered to in `num_chunks` calls. */
     bool (*prefers_direct)(const smla_attention_shape *prefills, int64_t num_rows,
                            int64_t num_chunks);
     /* Never falls when num_tokens grows: the size for the largest batch serves all of them. */
     int64_t (*attention_workspace_size)(const smla_attention_shape *);
-    smla_status (*sparse_attention)(const smla_attention_params *, smla_error *);
+    void (*plan_attention)(const smla_attention_shape *, smla_attention_plan *);
+    /* `plan` is of the call's own shape. */
+    smla_status (*sparse_attention)(const smla_attention_params *, const smla_attention_plan *plan,
+                                    smla_error *);
     smla_status (*merge_attn_states)(const smla_merge_params *, smla_error *);
     smla_status (*split_kv_b_proj)(const smla_split_weight_params *, smla_error *);
     smla_status (*up_proj)(const smla_projection_params *, smla_error *);

@@ -369,7 +369,7 @@ require_workspace(smla_checker *c, const DLTensor *workspace, int64_t bytes_need
 
 smla_status
 smla_check_attention(const smla_sparse_attention_args *args, smla_attention_params *params,
-                     const smla_backend **backend, smla_error *error)
+                     smla_attention_plan *plan, const smla_backend **backend, smla_error *error)
 {
     static const char *const main_names[] = {"kv", "indices", "topk_length"};
     static const char *const extra_names[] = {"extra_kv", "extra_indices", "extra_topk_length"};
@@ -418,7 +418,8 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
                                         .device_id = c.device.device_id,
                                         .formats = {params->lists[0].kv.format,
                                                     params->lists[1].kv.format}};
-    SMLA_TRY(require_workspace(&c, args->workspace, (*backend)->attention_workspace_size(&shape)));
+    (*backend)->plan_attention(&shape, plan);
+    SMLA_TRY(require_workspace(&c, args->workspace, plan->workspace_bytes));
     SMLA_TRY(smla_require_disjoint(&c));
 
     const bool is_pair = args->q_pe != NULL;
@@ -447,9 +448,7 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
     params->max_logits_stride_token = smla_stride(args->max_logits, 0);
     params->max_logits_stride_head = smla_stride(args->max_logits, 1);
     params->empty_lse_is_plus_inf = args->lse_empty_is_plus_inf != 0;
-    params->is_planned = args->num_splits == 0;
-    params->num_splits =
-        params->is_planned ? (*backend)->choose_num_splits(&shape) : args->num_splits;
+    params->num_splits = plan->runs[0].num_splits;
     params->workspace = smla_data(args->workspace);
     params->workspace_bytes = args->workspace == NULL ? 0 : smla_size(args->workspace, 0);
     params->stream = smla_stream_of(&c, args->stream);

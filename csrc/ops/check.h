@@ -17,8 +17,8 @@ smla_status smla_check_dequantize(const smla_dequantize_kv_cache_args *args,
 smla_status smla_check_convert(const smla_convert_req_index_args *args, smla_convert_params *params,
                                const smla_backend **backend, smla_error *error);
 smla_status smla_check_attention(const smla_sparse_attention_args *args,
-                                 smla_attention_params *params, const smla_backend **backend,
-                                 smla_error *error);
+                                 smla_attention_params *params, smla_attention_plan *plan,
+                                 const smla_backend **backend, smla_error *error);
 smla_status smla_check_attention_workspace(const smla_attention_workspace_args *args,
                                            smla_attention_shape *shape,
                                            const smla_backend **backend, smla_error *error);

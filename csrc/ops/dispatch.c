@@ -65,10 +65,11 @@ smla_sparse_attention(const smla_sparse_attention_args *args, smla_error *error)
 {
     smla_sparse_attention_args known;
     smla_attention_params params;
+    smla_attention_plan plan;
     const smla_backend *backend;
     SMLA_TRY(smla_read_args("sparse_attention", &known, sizeof known, args, error));
-    SMLA_TRY(smla_check_attention(&known, &params, &backend, error));
-    return backend->sparse_attention(&params, error);
+    SMLA_TRY(smla_check_attention(&known, &params, &plan, &backend, error));
+    return backend->sparse_attention(&params, &plan, error);
 }
 
 smla_status
@@ -76,10 +77,11 @@ smla_attend_positions(const smla_sparse_attention_args *args, const smla_index_m
                       smla_error *error)
 {
     smla_attention_params params;
+    smla_attention_plan plan;
     const smla_backend *backend;
-    SMLA_TRY(smla_check_attention(args, &params, &backend, error));
+    SMLA_TRY(smla_check_attention(args, &params, &plan, &backend, error));
     params.lists[0].map = *map;
-    return backend->sparse_attention(&params, error);
+    return backend->sparse_attention(&params, &plan, error);
 }
 
 smla_status

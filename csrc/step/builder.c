@@ -460,6 +460,8 @@ plan_step(smla_builder *b, const smla_build_args *args, smla_error *error)
                                          .topk = b->config.topk_tokens,
                                          .device_id = stream.device_id,
                                          .formats = {smla_find_kv_format(b->config.kv_format)}};
+    smla_attention_plan plan;
+    b->backend->plan_attention(&decode, &plan);
     b->metadata = (smla_metadata){
         .path = path,
         .num_reqs = args->num_reqs,
@@ -467,7 +469,7 @@ plan_step(smla_builder *b, const smla_build_args *args, smla_error *error)
         .split = split,
         .decode_query_len =
             has_parts && split.num_decodes > 0 ? smla_query_len(args->query_start_loc_cpu, 0) : 0,
-        .decode_num_splits = b->backend->choose_num_splits(&decode),
+        .decode_num_splits = plan.runs[0].num_splits,
         .req_id_per_token = b->arrays.req_id_per_token,
     };
     if (has_workspace) {

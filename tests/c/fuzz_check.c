@@ -135,12 +135,13 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         smla_projection_params projection;
         smla_quant_params quant;
     } p;
+    smla_attention_plan plan;
     switch (number) {
     case 0: return smla_check_cache_write(&a->write, &p.write, backend, e);
     case 1: return smla_check_gather(&a->gather, &p.gather, backend, e);
     case 2: return smla_check_dequantize(&a->dequantize, &p.dequantize, backend, e);
     case 3: return smla_check_convert(&a->convert, &p.convert, backend, e);
-    case 4: return smla_check_attention(&a->attention, &p.attention, backend, e);
+    case 4: return smla_check_attention(&a->attention, &p.attention, &plan, backend, e);
     case 5: return smla_check_merge(&a->merge, &p.merge, backend, e);
     case 6: return smla_check_split_weight(&a->split, &p.split, backend, e);
     case 7: return smla_check_k_up_proj(&a->k_up, &p.projection, backend, e);

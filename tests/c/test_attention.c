@@ -586,13 +586,19 @@ test_plan(void)
                                       .num_heads = 5,
                                       .topk = rows[i].topk,
                                       .extra_topk = rows[i].extra_topk};
-        EXPECT_EQ(smla_cpu_choose_num_splits(&shape), rows[i].num_splits);
+        smla_attention_plan plan;
+        smla_cpu_plan_attention(&shape, &plan);
+        EXPECT_EQ(plan.runs[0].num_splits, rows[i].num_splits);
+        EXPECT_EQ(plan.runs[0].num_tokens, rows[i].num_tokens);
+        EXPECT_EQ(plan.num_runs, 1);
         /* What is promised serves this plan, and those of fewer tokens. */
         const int64_t promised = smla_cpu_attention_workspace_size(&shape);
+        EXPECT_EQ(plan.workspace_bytes, promised);
         shape.num_splits = rows[i].num_splits;
         EXPECT(promised >= smla_cpu_attention_workspace_size(&shape));
         shape.num_splits = 7;
-        EXPECT_EQ(smla_cpu_choose_num_splits(&shape), 7);
+        smla_cpu_plan_attention(&shape, &plan);
+        EXPECT_EQ(plan.runs[0].num_splits, 7);
     }
 }
 

@@ -79,6 +79,34 @@ add_everything(smla_attention_params *params, int64_t extra_topk)
     params->max_logits_stride_token = 17;
 }
 
+/* What a caller asks for: num_splits of params, 0 for a plan of the backend's own. */
+static smla_attention_plan
+plan_call(smla_attention_params *params)
+{
+    const smla_attention_shape shape = {
+        .num_tokens = params->num_tokens,
+        .num_heads = params->num_heads,
+        .topk = params->lists[0].topk,
+        .extra_topk = params->num_lists == 2 ? params->lists[1].topk : 0,
+        .num_splits = params->num_splits,
+        .device_id = params->stream.device_id,
+        .formats = {params->lists[0].kv.format,
+                    params->num_lists == 2 ? params->lists[1].kv.format : NULL},
+    };
+    smla_attention_plan plan;
+    smla_cuda_plan_attention(&shape, &plan);
+    return plan;
+}
+
+static smla_status
+run_call(const smla_attention_params *params)
+{
+    smla_attention_params planned = *params;
+    const smla_attention_plan plan = plan_call(&planned);
+    planned.num_splits = plan.runs[0].num_splits;
+    return smla_cuda_sparse_attention(&planned, &plan, &error);
+}
+
 static void
 expect_launch(int i, const char *launcher, int64_t tokens, int num_splits)
 {
@@ -136,10 +164,11 @@ test_given_splits(void)
         if (cases[i].extra > 0) {
             add_everything(&params, cases[i].extra);
         }
-        EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+        EXPECT_OK(run_call(&params));
         EXPECT_EQ(num_launches, cases[i].splits == 1 ? 1 : 2);
         expect_launch(0, cases[i].launcher, 9, cases[i].splits);
         expect_tokens(&launches[0].params, &params, 0);
+        EXPECT_EQ(launches[0].cut_bytes, 0); /* a row's bits depend on no other row */
         if (cases[i].splits > 1) {
             expect_launch(1, "combine", 9, cases[i].splits);
             expect_tokens(&launches[1].params, &params, 0);
@@ -147,7 +176,7 @@ test_given_splits(void)
         }
     }
     const smla_attention_params params = make_params(0, 64, 2048, 2);
-    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    EXPECT_OK(run_call(&params));
     EXPECT_EQ(num_launches, 0);
 }
 
@@ -157,7 +186,7 @@ test_batches_are_alike(void)
 {
     for (int64_t tokens = 1; tokens <= NUM_TOKENS; tokens += 37) {
         const smla_attention_params params = make_params(tokens, 128, 2048, 8);
-        EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+        EXPECT_OK(run_call(&params));
         EXPECT_EQ(num_launches, 2);
         expect_launch(0, "sm90_small_32", tokens, 8);
     }
@@ -168,21 +197,21 @@ test_formats(void)
 {
     smla_attention_params params = make_params(9, 64, 2048, 2);
     params.lists[1].kv.format = find_format(false); /* not there */
-    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    EXPECT_OK(run_call(&params));
     expect_launch(0, "sm90_fp8_64", 9, 2);
     params = make_params(9, 64, 2048, 2);
     params.lists[0].kv.format = find_format(false);
-    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    EXPECT_OK(run_call(&params));
     expect_launch(0, "sm90_bf16_64", 9, 2);
     params = make_params(9, 64, 2048, 2);
     add_everything(&params, 64);
     params.lists[1].kv.format = find_format(false);
-    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    EXPECT_OK(run_call(&params));
     expect_launch(0, "sm80_mixed_16", 9, 2);
     params = make_params(9, 64, 2048, 2);
     params.stream.device_id = 1;
     devices[1] = a100;
-    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    EXPECT_OK(run_call(&params));
     expect_launch(0, "sm80_fp8_64", 9, 2);
 }
 
@@ -194,8 +223,8 @@ test_no_kernel(void)
     smla_attention_params params = make_params(9, 64, 2048, 2);
     devices[0] = (smla_cuda_device){75, 40, 65536};
     for (int planned = 0; planned < 2; planned++) {
-        params.is_planned = planned;
-        EXPECT_FAIL(smla_cuda_sparse_attention(&params, &error), SMLA_ERROR_RUNTIME,
+        params.num_splits = planned ? 0 : 2;
+        EXPECT_FAIL(run_call(&params), SMLA_ERROR_RUNTIME,
                     "sparse_attention: no kernel for sm_75, 65536 bytes of shared memory, "
                     "fp8_ds_mla and 64 heads; there are: sm_90 fp8_ds_mla, heads 17...128; ");
     }
@@ -211,24 +240,23 @@ test_workspace(void)
         params.workspace = workspace + offset;
         const int64_t padding = (int64_t)(16 - (uintptr_t)params.workspace % 16) % 16;
         params.workspace_bytes = padding + 368 + 45 * 2048; /* 45 rows; states are 360 bytes */
-        EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+        EXPECT_OK(run_call(&params));
         EXPECT_EQ(num_launches, 2);
         num_launches = 0;
         char text[128];
         snprintf(text, sizeof text, "`workspace` must have at least %d bytes, got %d",
                  (int)params.workspace_bytes, (int)params.workspace_bytes - 1);
         params.workspace_bytes--;
-        EXPECT_FAIL(smla_cuda_sparse_attention(&params, &error), SMLA_ERROR_VALUE, text);
+        EXPECT_FAIL(run_call(&params), SMLA_ERROR_VALUE, text);
         params.workspace = NULL;
         params.workspace_bytes = INT64_MAX;
-        EXPECT_FAIL(smla_cuda_sparse_attention(&params, &error), SMLA_ERROR_VALUE,
-                    "at least 92528 bytes, got 0");
+        EXPECT_FAIL(run_call(&params), SMLA_ERROR_VALUE, "at least 92528 bytes, got 0");
         EXPECT_EQ(num_launches, 0);
     }
     smla_attention_params params = make_params(3, 5, 2048, 1);
     params.workspace = NULL;
     params.workspace_bytes = 0;
-    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    EXPECT_OK(run_call(&params));
     EXPECT_EQ(num_launches, 1);
 }
 
@@ -261,18 +289,17 @@ test_failed_launches(void)
     for (int n = 0; n < 2; n++) {
         num_launches = 0;
         num_good_launches = n;
-        EXPECT_FAIL(smla_cuda_sparse_attention(&params, &error), SMLA_ERROR_RUNTIME,
+        EXPECT_FAIL(run_call(&params), SMLA_ERROR_RUNTIME,
                     "sparse_attention: cudaLaunchKernelExC: 719");
         EXPECT_EQ(num_launches, n + 1);
     }
-    params = make_params(67, 128, 2048, 1); /* full waves, a rest in splits, its combine */
-    params.is_planned = true;
-    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    params = make_params(67, 128, 2048, 0); /* full waves, a rest in splits, its combine */
+    EXPECT_OK(run_call(&params));
     EXPECT_EQ(num_launches, 3);
     for (int n = 0; n < 3; n++) {
         num_launches = 0;
         num_good_launches = n;
-        EXPECT_FAIL(smla_cuda_sparse_attention(&params, &error), SMLA_ERROR_RUNTIME, "719");
+        EXPECT_FAIL(run_call(&params), SMLA_ERROR_RUNTIME, "719");
         EXPECT_EQ(num_launches, n + 1);
     }
 }
@@ -287,22 +314,19 @@ check_planned(int64_t tokens, int64_t heads, bool has_everything)
     if (has_everything) {
         add_everything(&params, 512);
     }
-    smla_attention_shape shape = {.num_tokens = tokens,
-                                  .num_heads = heads,
-                                  .topk = 2048,
-                                  .extra_topk = has_everything ? 512 : 0,
-                                  .formats = {find_format(true), NULL}};
-    params.is_planned = true;
-    params.num_splits = smla_cuda_choose_num_splits(&shape);
+    const smla_attention_plan plan = plan_call(&params);
     params.workspace = workspace + 1; /* the worst of starts */
-    params.workspace_bytes = smla_cuda_attention_workspace_size(&shape);
-    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    params.workspace_bytes = plan.workspace_bytes;
+    EXPECT_EQ(plan.runs[0].num_tokens + (plan.num_runs == 2 ? plan.runs[1].num_tokens : 0), tokens);
+    EXPECT_OK(run_call(&params));
     int64_t start = 0;
     for (int i = 0; i < num_launches; i++) {
         const smla_attention_params *const part = &launches[i].params;
         EXPECT(launches[i].combined == NULL);
         EXPECT(part->num_splits >= 1 && part->num_tokens >= 1);
         expect_tokens(part, &params, start);
+        EXPECT(launches[i].cut_bytes >= 0 && launches[i].cut_bytes <= plan.workspace_bytes);
+        EXPECT((launches[i].cut_bytes == 0) == (part->num_splits > 1));
         if (part->num_splits > 1) {
             i++;
             expect_launch(i, "combine", part->num_tokens, part->num_splits);
@@ -329,19 +353,16 @@ test_planned(void)
 static void
 test_known_plans(void)
 {
-    smla_attention_params params = make_params(2, 128, 2048, 16);
-    params.is_planned = true;
-    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    smla_attention_params params = make_params(2, 128, 2048, 0);
+    EXPECT_OK(run_call(&params));
     EXPECT_EQ(num_launches, 2);
     expect_launch(0, "sm90_small_32", 2, 16);
-    params = make_params(66, 128, 2048, 1);
-    params.is_planned = true;
-    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    params = make_params(66, 128, 2048, 0);
+    EXPECT_OK(run_call(&params));
     EXPECT_EQ(num_launches, 1);
     expect_launch(0, "sm90_fp8_64", 66, 1);
-    params = make_params(67, 128, 2048, 1);
-    params.is_planned = true;
-    EXPECT_OK(smla_cuda_sparse_attention(&params, &error));
+    params = make_params(67, 128, 2048, 0);
+    EXPECT_OK(run_call(&params));
     EXPECT_EQ(num_launches, 3);
     expect_launch(0, "sm90_fp8_64", 66, 1);
     expect_launch(1, "sm90_small_16", 1, 16);

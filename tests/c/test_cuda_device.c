@@ -81,9 +81,13 @@ smla_cuda_launch_split_weight(const smla_split_weight_params *params)
 }
 
 smla_status
-smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *error)
+smla_cuda_sparse_attention(const smla_attention_params *params, const smla_attention_plan *plan,
+                           smla_error *error)
 {
     (void)params;
+    if (plan == NULL || plan->num_runs != 1) {
+        abort(); /* the caller's plan was not handed on */
+    }
     return smla_cuda_status("sparse_attention", "a kernel", launch_nothing("attention"), error);
 }
 
@@ -101,7 +105,7 @@ smla_cuda_up_proj(const smla_projection_params *params, smla_error *error)
     {                           \
         abort();                \
     }
-ABSENT(int, smla_cuda_choose_num_splits, const smla_attention_shape *s)
+ABSENT(void, smla_cuda_plan_attention, const smla_attention_shape *s, smla_attention_plan *p)
 ABSENT(bool, smla_cuda_prefers_direct, const smla_attention_shape *s, int64_t r, int64_t c)
 ABSENT(int64_t, smla_cuda_attention_workspace_size, const smla_attention_shape *s)
 ABSENT(int64_t, smla_cuda_kernels, smla_kernel_info *r, int64_t c)
@@ -582,6 +586,7 @@ call_operator(int i, smla_stream stream, int64_t count)
                                          .req_id_per_token = device_zeros,
                                          .stream = stream};
     const smla_attention_params attention = {.num_tokens = count, .stream = stream};
+    const smla_attention_plan plan = {.num_runs = 1};
     const smla_merge_params merge = {.num_tokens = count, .num_heads = 1, .stream = stream};
     const smla_split_weight_params weight = {.nope_dim = count, .stream = stream};
     const smla_projection_params project = {.op = "k_up_proj",
@@ -594,7 +599,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     case 1: return b->gather_kv_cache(&gather, &error);
     case 2: return b->dequantize_kv_cache(&dequantize, &error);
     case 3: return b->convert_req_index(&convert, &error);
-    case 4: return b->sparse_attention(&attention, &error);
+    case 4: return b->sparse_attention(&attention, &plan, &error);
     case 5: return b->merge_attn_states(&merge, &error);
     case 6: return b->split_kv_b_proj(&weight, &error);
     case 7: return b->up_proj(&project, &error);
@@ -680,7 +685,7 @@ test_backend_table(void)
     const smla_backend *const b = &smla_cuda_backend;
     EXPECT(strcmp(b->name, "cuda") == 0 && b->device_type == kDLCUDA && b->maps_indices);
     EXPECT(b->check_device == smla_cuda_check_device);
-    EXPECT(b->choose_num_splits == smla_cuda_choose_num_splits);
+    EXPECT(b->plan_attention == smla_cuda_plan_attention);
     EXPECT(b->prefers_direct == smla_cuda_prefers_direct);
     EXPECT(b->attention_workspace_size == smla_cuda_attention_workspace_size);
     EXPECT(b->kernels == smla_cuda_kernels);

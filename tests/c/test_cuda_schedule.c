@@ -438,6 +438,18 @@ make_problem(smla_row_formats formats, const smla_attention_shape *shape)
     return problem;
 }
 
+/* What a call of the shape is told; its workspace is the one that the caller was told of. */
+static int
+planned_splits(const smla_attention_shape *shape)
+{
+    smla_attention_plan plan;
+    smla_cuda_plan_attention(shape, &plan);
+    if (shape->formats[0] != NULL) {
+        EXPECT_EQ(plan.workspace_bytes, smla_cuda_attention_workspace_size(shape));
+    }
+    return plan.runs[0].num_splits;
+}
+
 static void
 expect_same_plan(const smla_batch_plan *actual, const smla_batch_plan *expected)
 {
@@ -462,7 +474,7 @@ check_plan(smla_row_formats formats, const smla_attention_shape *shape)
     EXPECT(plan.rest >= 1 && plan.rest <= tokens);
     EXPECT(plan.rest == tokens || plan.run.num_splits == 1);
     EXPECT(plan.run.cost > 0);
-    EXPECT_EQ(smla_cuda_choose_num_splits(shape), plan.run.num_splits);
+    EXPECT_EQ(planned_splits(shape), plan.run.num_splits);
     /* Of the whole batch and of its end alone: both share one workspace. */
     const int64_t room = smla_cuda_attention_workspace_size(shape);
     for (int64_t part = tokens;; part = smla_find_plan(&problem, part).rest) {
@@ -621,9 +633,12 @@ test_known_plans(void)
     devices[0] = h200;
     devices[1] = (smla_cuda_device){90, 60, 232448};
     const smla_attention_shape shapes[] = {
-        make_shape(SMLA_ROWS_FP8, 8, 128, 2048, 0),   make_shape(SMLA_ROWS_FP8, 16, 128, 2048, 0),
-        make_shape(SMLA_ROWS_FP8, 8, 64, 2048, 0),    make_shape(SMLA_ROWS_FP8, 8, 128, 512, 0),
-        make_shape(SMLA_ROWS_FP8, 8, 128, 2048, 512), make_shape(SMLA_ROWS_BF16, 8, 128, 2048, 0),
+        make_shape(SMLA_ROWS_FP8, 8, 128, 2048, 0),
+        make_shape(SMLA_ROWS_FP8, 8 + KNOWN_PLANS, 128, 2048, 0),
+        make_shape(SMLA_ROWS_FP8, 8, 64, 2048, 0),
+        make_shape(SMLA_ROWS_FP8, 8, 128, 512, 0),
+        make_shape(SMLA_ROWS_FP8, 8, 128, 2048, 512),
+        make_shape(SMLA_ROWS_BF16, 8, 128, 2048, 0),
     };
     enum { NUM_SHAPES = sizeof shapes / sizeof shapes[0] };
     for (int i = 0; i < 2 * NUM_SHAPES * NUM_SHAPES; i++) {
@@ -644,6 +659,14 @@ test_known_plans(void)
     known_plans[3].plan.run.cost = 0;
     (void)smla_find_plan(&problem, 3);
     known_plans[3].plan.run.cost = 12345;
+    EXPECT_EQ(smla_find_plan(&problem, 3).run.cost, 12345);
+    /* A thread that finds another one at the table plans by itself, and leaves the table alone. */
+    (void)atomic_flag_test_and_set(&known_plans_lock);
+    const smla_batch_plan own = smla_find_plan(&problem, 3);
+    const smla_batch_plan model = model_plan(&problem, 3);
+    expect_same_plan(&own, &model);
+    EXPECT_EQ(known_plans[3].plan.run.cost, 12345);
+    atomic_flag_clear(&known_plans_lock);
     EXPECT_EQ(smla_find_plan(&problem, 3).run.cost, 12345);
     memset(known_plans, 0, sizeof known_plans);
     devices[1] = (smla_cuda_device){0};
@@ -677,25 +700,25 @@ test_columns(void)
 
 /* Where there is no plan, and where the caller has one. */
 static void
-test_choose_num_splits(void)
+test_planned_splits(void)
 {
     devices[0] = h200;
     smla_attention_shape shape = make_shape(SMLA_ROWS_FP8, 1, 128, 2048, 0);
-    const int planned = smla_cuda_choose_num_splits(&shape);
+    const int planned = planned_splits(&shape);
     EXPECT(planned > 1);
     shape.formats[0] = NULL; /* not known yet: as of FP8 */
-    EXPECT_EQ(smla_cuda_choose_num_splits(&shape), planned);
+    EXPECT_EQ(planned_splits(&shape), planned);
     shape.num_splits = 7;
-    EXPECT_EQ(smla_cuda_choose_num_splits(&shape), 7);
+    EXPECT_EQ(planned_splits(&shape), 7);
     shape.num_splits = 0;
     shape.device_id = 1;
-    EXPECT_EQ(smla_cuda_choose_num_splits(&shape), 1);
+    EXPECT_EQ(planned_splits(&shape), 1);
     shape.device_id = 0;
     shape.num_tokens = 0;
-    EXPECT_EQ(smla_cuda_choose_num_splits(&shape), 1);
+    EXPECT_EQ(planned_splits(&shape), 1);
     shape.num_tokens = 1;
     devices[0].compute_capability = 75;
-    EXPECT_EQ(smla_cuda_choose_num_splits(&shape), 1);
+    EXPECT_EQ(planned_splits(&shape), 1);
 }
 
 /* ---- Workspace ----------------------------------------------------------------------------- */
@@ -793,7 +816,7 @@ main(void)
     RUN(test_tuned_plans);
     RUN(test_known_plans);
     RUN(test_columns);
-    RUN(test_choose_num_splits);
+    RUN(test_planned_splits);
     RUN(test_workspace);
     RUN(test_prefers_direct);
     return report("test_cuda_schedule");

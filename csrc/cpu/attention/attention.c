@@ -58,8 +58,8 @@ max_splits(const smla_attention_shape *shape)
     return useful < 1 ? 1 : min_int64(useful, SMLA_MAX_SPLITS);
 }
 
-int
-smla_cpu_choose_num_splits(const smla_attention_shape *shape)
+static int
+choose_num_splits(const smla_attention_shape *shape)
 {
     if (shape->num_splits != 0) {
         return shape->num_splits;
@@ -103,6 +103,16 @@ smla_cpu_attention_workspace_size(const smla_attention_shape *shape)
                                           MAX_PARALLEL_PARTS);
     return SMLA_WORKSPACE_ALIGN + parts * smla_attention_state_bytes(shape->num_heads) +
            smla_max_threads() * thread_bytes(shape->num_heads);
+}
+
+void
+smla_cpu_plan_attention(const smla_attention_shape *shape, smla_attention_plan *plan)
+{
+    *plan = (smla_attention_plan){
+        .workspace_bytes = smla_cpu_attention_workspace_size(shape),
+        .num_runs = 1,
+        .runs[0] = {.num_tokens = shape->num_tokens, .num_splits = choose_num_splits(shape)},
+    };
 }
 
 /* ---- Running ------------------------------------------------------------------------------- */
@@ -198,8 +208,10 @@ run_all(const attention_run *run, int64_t count, void (*task)(const attention_ru
 }
 
 smla_status
-smla_cpu_sparse_attention(const smla_attention_params *params, smla_error *error)
+smla_cpu_sparse_attention(const smla_attention_params *params, const smla_attention_plan *plan,
+                          smla_error *error)
 {
+    (void)plan; /* its split count stands in params */
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa("sparse_attention", &isa, error));
     if (params->num_tokens == 0) {

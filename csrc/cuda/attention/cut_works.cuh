@@ -490,34 +490,26 @@ fold_cut_works(const attention_launch &launch, int heads_per_cta, int barrier, w
 
 /* ---- Launchers ------------------------------------------------------------------------------- */
 
-/* Lets the launch cut its works, if it is one that may: with a plan of the backend's own, one list
- * that is long enough, and room in the workspace that every such call has. */
+/* Lets the launch cut its works, if it may and they are long enough. The room is what its plan has,
+ * not what the workspace has: parts of rows must not depend on that. */
 template <int HEADS>
 static void
-allow_cuts(const smla_attention_params *params, int64_t num_works, attention_launch *launch)
+allow_cuts(const smla_attention_params *params, int64_t cut_bytes, int64_t num_works,
+           attention_launch *launch)
 {
     const int64_t topk = params->lists[0].topk;
     const int64_t num_sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
     const int64_t columns = smla_count_parts(topk, NUM_SEGMENTS * SEGMENT_ALIGN) * SEGMENT_ALIGN;
-    if (!params->is_planned || params->num_splits != 1 || params->num_lists != 1 ||
-        num_works > num_sms || num_sms > MAX_CUT_WORKS ||
+    if (params->num_lists != 1 || num_works > num_sms || num_sms > MAX_CUT_WORKS ||
         topk <= CUT_COST + (MIN_GAIN + 1) * columns) {
         return;
     }
-    const smla_attention_shape shape = {.num_tokens = params->num_tokens,
-                                        .num_heads = params->num_heads,
-                                        .topk = topk,
-                                        .extra_topk = 0,
-                                        .num_splits = 0,
-                                        .device_id = params->stream.device_id,
-                                        .formats = {params->lists[0].kv.format, NULL}};
-    const int64_t size = smla_cuda_attention_workspace_size(&shape);
     const int64_t arrival_bytes = MAX_CUT_WORKS * (int64_t)sizeof(uint64_t);
     const int64_t heads = params->num_heads < HEADS ? params->num_heads : HEADS;
     const int64_t slot_bytes = smla_partial_bytes(2 * heads) / 2;
-    const int64_t num_slots = (size - 2 * SMLA_PARTIAL_ALIGN - arrival_bytes) / slot_bytes;
+    const int64_t num_slots = (cut_bytes - 2 * SMLA_PARTIAL_ALIGN - arrival_bytes) / slot_bytes;
     const int64_t num_pieces = num_slots - num_sms < num_sms ? num_slots - num_sms : num_sms;
-    if (num_pieces < 1 || params->workspace_bytes < size) {
+    if (num_pieces < 1 || params->workspace_bytes < cut_bytes) {
         return;
     }
     uint8_t *const memory = (uint8_t *)params->workspace + smla_partial_padding(params->workspace);

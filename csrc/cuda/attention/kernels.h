@@ -20,6 +20,9 @@ typedef enum smla_row_formats {
     SMLA_ROWS_MIXED = 3, /* one list of each */
 } smla_row_formats;
 
+/* `cut_bytes` as in smla_attention_run; most kernels cut no rows. */
+typedef cudaError_t smla_attention_launcher(const smla_attention_params *params, int64_t cut_bytes);
+
 typedef struct smla_attention_kernel {
     int32_t min_arch; /* compute capability, major * 10 + minor */
     int32_t max_arch;
@@ -36,7 +39,7 @@ typedef struct smla_attention_kernel {
     int32_t ctas_per_sm;   /* at most; for the split schedule */
     int32_t shared_bytes;  /* of one CTA */
     const char *name;      /* source file and variant */
-    cudaError_t (*launch)(const smla_attention_params *params);
+    smla_attention_launcher *launch;
 } smla_attention_kernel;
 
 /* A row without a launcher stands behind the last. */
@@ -127,25 +130,25 @@ enum {
 enum { SMLA_SM90_SMALL_KEYS = 256 };
 
 /* attention_small_sm90.cu, calls with splits alone */
-cudaError_t smla_attend_sm90_small_32(const smla_attention_params *params);
-cudaError_t smla_attend_sm90_small_16(const smla_attention_params *params);
+smla_attention_launcher smla_attend_sm90_small_32;
+smla_attention_launcher smla_attend_sm90_small_16;
 
 /* attention_sm90.cu */
-cudaError_t smla_attend_sm90_fp8_64(const smla_attention_params *params);
-cudaError_t smla_attend_sm90_fp8_32(const smla_attention_params *params);
-cudaError_t smla_attend_sm90_fp8_16(const smla_attention_params *params);
+smla_attention_launcher smla_attend_sm90_fp8_64;
+smla_attention_launcher smla_attend_sm90_fp8_32;
+smla_attention_launcher smla_attend_sm90_fp8_16;
 
 /* attention_bf16_sm90.cu */
-cudaError_t smla_attend_sm90_bf16_64(const smla_attention_params *params);
+smla_attention_launcher smla_attend_sm90_bf16_64;
 
 /* attention_sm80.cu */
-cudaError_t smla_attend_sm80_fp8_64(const smla_attention_params *params);
-cudaError_t smla_attend_sm80_fp8_32(const smla_attention_params *params);
-cudaError_t smla_attend_sm80_fp8_16(const smla_attention_params *params);
-cudaError_t smla_attend_sm80_bf16_64(const smla_attention_params *params);
-cudaError_t smla_attend_sm80_bf16_32(const smla_attention_params *params);
-cudaError_t smla_attend_sm80_bf16_16(const smla_attention_params *params);
-cudaError_t smla_attend_sm80_mixed_16(const smla_attention_params *params);
+smla_attention_launcher smla_attend_sm80_fp8_64;
+smla_attention_launcher smla_attend_sm80_fp8_32;
+smla_attention_launcher smla_attend_sm80_fp8_16;
+smla_attention_launcher smla_attend_sm80_bf16_64;
+smla_attention_launcher smla_attend_sm80_bf16_32;
+smla_attention_launcher smla_attend_sm80_bf16_16;
+smla_attention_launcher smla_attend_sm80_mixed_16;
 
 /* combine.cu: folds the partial rows that the kernel left in the call's workspace. */
 cudaError_t smla_cuda_launch_combine(const smla_attention_params *params,

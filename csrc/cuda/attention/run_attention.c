@@ -1,7 +1,7 @@
-/* run_attention.c: runs attention as the schedule says: in one piece or two, and with a combine
- * where keys are split; and where splits leave their partial rows.
+/* run_attention.c: runs attention as its plan says: in one piece or two, and with a combine where
+ * keys are split; and where splits leave their partial rows.
  */
-#include "cuda/attention/schedule.h"
+#include "cuda/attention/kernels.h"
 
 static smla_row_formats
 formats_of(const smla_attention_params *params)
@@ -68,61 +68,38 @@ slice_tokens(const smla_attention_params *params, int64_t start, int64_t count)
 }
 
 static smla_status
-run_kernel(const smla_attention_kernel *kernel, const smla_attention_params *params,
-           smla_error *error)
+run_kernel(const smla_attention_run *run, const smla_attention_params *params, smla_error *error)
 {
     static const char op[] = "sparse_attention";
     static const char call[] = "cudaLaunchKernelExC";
     SMLA_TRY(require_workspace(params, error));
-    SMLA_TRY(smla_cuda_status(op, call, kernel->launch(params), error));
+    SMLA_TRY(smla_cuda_status(op, call, run->kernel->launch(params, run->cut_bytes), error));
     if (params->num_splits == 1) {
         return SMLA_OK;
     }
-    return smla_cuda_status(op, call, smla_cuda_launch_combine(params, kernel), error);
-}
-
-/* A call whose split count is the backend's own, that of its plan. What does not fill a wave of
- * CTAs any more may be split, after the rest. */
-static smla_status
-run_planned(const smla_split_problem *problem, const smla_attention_params *params,
-            smla_error *error)
-{
-    const smla_batch_plan plan = smla_find_plan(problem, params->num_tokens);
-    const int64_t start = params->num_tokens - plan.rest;
-    if (start == 0) {
-        return run_kernel(plan.run.kernel, params, error);
-    }
-    const smla_attention_params full = slice_tokens(params, 0, start);
-    SMLA_TRY(run_kernel(problem->whole, &full, error));
-    smla_attention_params part = slice_tokens(params, start, plan.rest);
-    const smla_run_plan run = smla_find_plan(problem, plan.rest).run;
-    part.num_splits = run.num_splits;
-    return run_kernel(run.kernel, &part, error);
+    return smla_cuda_status(op, call, smla_cuda_launch_combine(params, run->kernel), error);
 }
 
 smla_status
-smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *error)
+smla_cuda_sparse_attention(const smla_attention_params *params, const smla_attention_plan *plan,
+                           smla_error *error)
 {
     if (params->num_tokens == 0) {
         return SMLA_OK;
     }
-    const smla_cuda_device *const device = smla_cuda_find_device(params->stream.device_id);
-    const smla_attention_shape shape = {
-        .num_heads = params->num_heads,
-        .topk = params->lists[0].topk,
-        .extra_topk = params->num_lists == 2 ? params->lists[1].topk : 0,
-    };
-    const smla_row_formats formats = formats_of(params);
-    smla_split_problem problem;
-    if (!smla_find_problem(device, &shape, formats, &problem)) {
-        return fail_without_kernel(params, device, error);
+    if (plan->runs[0].kernel == NULL) {
+        return fail_without_kernel(params, smla_cuda_find_device(params->stream.device_id), error);
     }
-    if (params->is_planned) {
-        return run_planned(&problem, params, error);
+    if (plan->num_runs == 1) {
+        return run_kernel(&plan->runs[0], params, error);
     }
-    /* a token's bits must not depend on the batch */
-    const smla_attention_kernel *const kernel =
-        smla_find_kernel(device, formats, params->num_heads, params->num_splits,
-                         smla_count_columns(&problem, params->num_splits));
-    return run_kernel(kernel, params, error);
+    int64_t start = 0;
+    for (int i = 0; i < plan->num_runs; i++) {
+        const smla_attention_run *const run = &plan->runs[i];
+        smla_attention_params part = slice_tokens(params, start, run->num_tokens);
+        part.num_splits = run->num_splits;
+        SMLA_TRY(run_kernel(run, &part, error));
+        start += run->num_tokens;
+    }
+    return SMLA_OK;
 }

@@ -4,6 +4,8 @@
  */
 #include "cuda/attention/schedule.h"
 
+#include <stdatomic.h>
+
 /* More CTAs than this many per place on the device gain nothing and cost memory. */
 enum { MAX_WAVES = 3 };
 
@@ -179,14 +181,18 @@ plan_batch(const smla_split_problem *problem, int64_t num_tokens)
     return best;
 }
 
-/* Layers of a model, and steps of a server, ask the same again and again. */
-enum { KNOWN_PLANS = 8 };
+/* Layers of a model, and steps of a server, ask the same again and again. A thread that meets
+ * another one here plans by itself. */
+enum { KNOWN_PLANS = 16 };
 
-static _Thread_local struct {
+typedef struct known_plan {
     smla_split_problem problem; /* of no kernel: nothing is known */
     int64_t num_tokens;
     smla_batch_plan plan;
-} known_plans[KNOWN_PLANS];
+} known_plan;
+
+static known_plan known_plans[KNOWN_PLANS];
+static atomic_flag known_plans_lock = ATOMIC_FLAG_INIT;
 
 static bool
 is_same_problem(const smla_split_problem *a, const smla_split_problem *b)
@@ -198,14 +204,16 @@ is_same_problem(const smla_split_problem *a, const smla_split_problem *b)
 smla_batch_plan
 smla_find_plan(const smla_split_problem *problem, int64_t num_tokens)
 {
-    const int i = (int)(num_tokens % KNOWN_PLANS);
-    if (known_plans[i].num_tokens != num_tokens ||
-        !is_same_problem(&known_plans[i].problem, problem)) {
-        known_plans[i].plan = plan_batch(problem, num_tokens);
-        known_plans[i].problem = *problem;
-        known_plans[i].num_tokens = num_tokens;
+    if (atomic_flag_test_and_set_explicit(&known_plans_lock, memory_order_acquire)) {
+        return plan_batch(problem, num_tokens);
     }
-    return known_plans[i].plan;
+    known_plan *const known = &known_plans[num_tokens % KNOWN_PLANS];
+    if (known->num_tokens != num_tokens || !is_same_problem(&known->problem, problem)) {
+        *known = (known_plan){*problem, num_tokens, plan_batch(problem, num_tokens)};
+    }
+    const smla_batch_plan plan = known->plan;
+    atomic_flag_clear_explicit(&known_plans_lock, memory_order_release);
+    return plan;
 }
 
 bool
@@ -222,20 +230,101 @@ smla_find_problem(const smla_cuda_device *device, const smla_attention_shape *sh
     return problem->whole != NULL;
 }
 
-int
-smla_cuda_choose_num_splits(const smla_attention_shape *shape)
+/* ---- Workspace ------------------------------------------------------------------------------ */
+
+/* The size for pairs of token and split. */
+static int64_t
+parts_bytes(int64_t parts, int64_t num_heads)
 {
-    smla_split_problem problem;
+    return parts == 0 ? 0 : SMLA_PARTIAL_ALIGN + smla_partial_bytes(parts * num_heads);
+}
+
+/* The most pairs of token and split that plan_batch can lead to, for any smaller batch too. */
+static int64_t
+most_parts(const smla_split_problem *problem, int64_t num_tokens)
+{
+    const int64_t useful = max_useful_splits(problem);
+    return useful == 1 ? 0 : min_int64(num_tokens * useful, max_parts(problem));
+}
+
+int64_t
+smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
+{
+    static const smla_row_formats all[] = {SMLA_ROWS_FP8, SMLA_ROWS_BF16, SMLA_ROWS_MIXED};
     if (shape->num_splits != 0) {
-        return shape->num_splits;
+        const bool has_parts = shape->num_splits > 1;
+        return parts_bytes(has_parts ? shape->num_tokens * shape->num_splits : 0, shape->num_heads);
     }
+    const bool is_known = shape->formats[0] != NULL;
+    const smla_row_formats own =
+        is_known ? smla_join_formats(shape->formats[0], shape->formats[1]) : 0;
+    const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
+    int64_t parts = 0;
+    for (int i = 0; i < (is_known ? 1 : 3) && device != NULL; i++) {
+        smla_split_problem problem;
+        if (smla_find_problem(device, shape, is_known ? own : all[i], &problem)) {
+            const int64_t more = most_parts(&problem, shape->num_tokens);
+            parts = more > parts ? more : parts;
+        }
+    }
+    return parts_bytes(parts, shape->num_heads);
+}
+
+/* ---- Plans of calls -------------------------------------------------------------------------- */
+
+static smla_attention_run
+make_run(const smla_split_problem *problem, const smla_attention_kernel *kernel, int64_t num_tokens,
+         int num_splits)
+{
+    const int64_t cut_bytes =
+        num_splits > 1 ? 0 : parts_bytes(most_parts(problem, num_tokens), problem->num_heads);
+    return (smla_attention_run){kernel, num_tokens, num_splits, cut_bytes};
+}
+
+/* What does not fill a wave of CTAs any more may be split, after the rest. */
+static void
+plan_runs(const smla_split_problem *problem, int64_t num_tokens, smla_attention_plan *plan)
+{
+    const smla_batch_plan batch = smla_find_plan(problem, num_tokens);
+    const int64_t start = num_tokens - batch.rest;
+    smla_attention_run *run = plan->runs;
+    smla_run_plan last = batch.run;
+    if (start > 0) {
+        *run++ = make_run(problem, problem->whole, start, 1);
+        last = smla_find_plan(problem, batch.rest).run;
+    }
+    *run++ = make_run(problem, last.kernel, batch.rest, last.num_splits);
+    plan->num_runs = (int)(run - plan->runs);
+}
+
+void
+smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan *plan)
+{
     const smla_row_formats formats = shape->formats[0] == NULL
                                          ? SMLA_ROWS_FP8
                                          : smla_join_formats(shape->formats[0], shape->formats[1]);
     const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
-    return device != NULL && smla_find_problem(device, shape, formats, &problem)
-               ? smla_find_plan(&problem, shape->num_tokens).run.num_splits
-               : 1;
+    const int num_splits = shape->num_splits == 0 ? 1 : shape->num_splits;
+    *plan = (smla_attention_plan){
+        .num_runs = 1,
+        .runs[0] = {.num_tokens = shape->num_tokens, .num_splits = num_splits},
+    };
+    smla_split_problem problem;
+    if (shape->num_splits != 0) {
+        plan->workspace_bytes = smla_cuda_attention_workspace_size(shape);
+    }
+    if (device == NULL || !smla_find_problem(device, shape, formats, &problem)) {
+        return;
+    }
+    if (shape->num_splits == 0) {
+        plan->workspace_bytes =
+            parts_bytes(most_parts(&problem, shape->num_tokens), shape->num_heads);
+        plan_runs(&problem, shape->num_tokens, plan);
+        return;
+    }
+    /* a token's bits must not depend on the batch */
+    plan->runs[0].kernel = smla_find_kernel(device, formats, shape->num_heads, num_splits,
+                                            smla_count_columns(&problem, num_splits));
 }
 
 /* Crossover of FP8 rows and gathered bf16 rows, of an H200 (benchmarks/RESULTS.md). */
@@ -258,35 +347,4 @@ smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows,
     const int64_t tiles = prefills->num_heads / 64 + (prefills->num_heads % 64 > 32);
     const int64_t loss = prefills->num_tokens * prefills->topk * tiles * DIRECT_PS_PER_KEY;
     return loss < num_rows * GATHER_PS_PER_ROW + num_chunks * GATHER_PS_PER_CALL;
-}
-
-/* The most pairs of token and split that plan_batch can lead to, for any smaller batch too. */
-static int64_t
-most_parts(const smla_attention_shape *shape, smla_row_formats formats)
-{
-    const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
-    smla_split_problem problem;
-    if (device == NULL || !smla_find_problem(device, shape, formats, &problem)) {
-        return 0;
-    }
-    const int64_t useful = max_useful_splits(&problem);
-    return useful == 1 ? 0 : min_int64(shape->num_tokens * useful, max_parts(&problem));
-}
-
-int64_t
-smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
-{
-    static const smla_row_formats all[] = {SMLA_ROWS_FP8, SMLA_ROWS_BF16, SMLA_ROWS_MIXED};
-    int64_t parts = 0;
-    if (shape->num_splits > 1) {
-        parts = shape->num_tokens * shape->num_splits;
-    } else if (shape->num_splits == 0 && shape->formats[0] != NULL) {
-        parts = most_parts(shape, smla_join_formats(shape->formats[0], shape->formats[1]));
-    } else if (shape->num_splits == 0) {
-        for (int i = 0; i < 3; i++) {
-            const int64_t more = most_parts(shape, all[i]);
-            parts = more > parts ? more : parts;
-        }
-    }
-    return parts == 0 ? 0 : SMLA_PARTIAL_ALIGN + smla_partial_bytes(parts * shape->num_heads);
 }

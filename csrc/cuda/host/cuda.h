@@ -110,12 +110,13 @@ cudaError_t smla_cuda_launch_up_proj(const smla_projection_params *params);
 
 /* ---- Operators that are more than one launcher --------------------------------------------- */
 
-/* kernels.c: the table of kernels; schedule.c: splits and the workspace; attention.c: the run. */
-int smla_cuda_choose_num_splits(const smla_attention_shape *shape);
+/* kernels.c: the table of kernels; schedule.c: plans and the workspace; run_attention.c: the run. */
+void smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan *plan);
 bool smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows,
                               int64_t num_chunks);
 int64_t smla_cuda_attention_workspace_size(const smla_attention_shape *shape);
-smla_status smla_cuda_sparse_attention(const smla_attention_params *params, smla_error *error);
+smla_status smla_cuda_sparse_attention(const smla_attention_params *params,
+                                       const smla_attention_plan *plan, smla_error *error);
 int64_t smla_cuda_kernels(smla_kernel_info *rows, int64_t capacity);
 
 /* projection.c: cuBLAS. */

@@ -114,14 +114,14 @@ convert_req_index(const smla_convert_params *p, smla_error *error)
 
 /* Indices and lengths are masked by the kernels, in checked mode too: that is their meaning. */
 static smla_status
-sparse_attention(const smla_attention_params *p, smla_error *error)
+sparse_attention(const smla_attention_params *p, const smla_attention_plan *plan, smla_error *error)
 {
     cuda_call call = {.op = "sparse_attention", .stream = p->stream};
     if (p->num_tokens == 0) {
         return SMLA_OK;
     }
     SMLA_TRY(begin_call(&call, error));
-    return end_call(&call, smla_cuda_sparse_attention(p, error), error);
+    return end_call(&call, smla_cuda_sparse_attention(p, plan, error), error);
 }
 
 static smla_status
@@ -180,9 +180,9 @@ const smla_backend smla_cuda_backend = {
     .gather_kv_cache = gather_kv_cache,
     .dequantize_kv_cache = dequantize_kv_cache,
     .convert_req_index = convert_req_index,
-    .choose_num_splits = smla_cuda_choose_num_splits,
     .prefers_direct = smla_cuda_prefers_direct,
     .attention_workspace_size = smla_cuda_attention_workspace_size,
+    .plan_attention = smla_cuda_plan_attention,
     .sparse_attention = sparse_attention,
     .merge_attn_states = merge_attn_states,
     .split_kv_b_proj = split_kv_b_proj,

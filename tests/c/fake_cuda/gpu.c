@@ -133,18 +133,21 @@ attend(const smla_attention_params *params)
     };
     int32_t *slots =
         p.lists[0].map.block_table == NULL ? NULL : map_positions(&p.lists[0], p.num_tokens);
-    p.workspace_bytes = smla_cpu_backend.attention_workspace_size(&shape);
+    smla_attention_plan plan;
+    smla_cpu_backend.plan_attention(&shape, &plan);
+    p.workspace_bytes = plan.workspace_bytes;
     p.workspace = smla_cpu_backend.allocate(0, p.workspace_bytes);
-    EXPECT_EQ(smla_cpu_backend.sparse_attention(&p, NULL), SMLA_OK);
+    EXPECT_EQ(smla_cpu_backend.sparse_attention(&p, &plan, NULL), SMLA_OK);
     smla_cpu_backend.release(0, p.workspace);
     free(slots);
     return cudaSuccess;
 }
 
-#define LAUNCHER(name)                                                  \
-    cudaError_t smla_attend_##name(const smla_attention_params *params) \
-    {                                                                   \
-        return attend(params);                                          \
+#define LAUNCHER(name)                                                                     \
+    cudaError_t smla_attend_##name(const smla_attention_params *params, int64_t cut_bytes) \
+    {                                                                                      \
+        (void)cut_bytes;                                                                   \
+        return attend(params);                                                             \
     }
 
 LAUNCHER(sm90_small_32)

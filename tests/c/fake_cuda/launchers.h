@@ -12,6 +12,7 @@ typedef struct attention_launch {
     const char *launcher;
     smla_attention_params params;
     const smla_attention_kernel *combined; /* the kernel whose rows are combined, or NULL */
+    int64_t cut_bytes;
 } attention_launch;
 
 static attention_launch launches[8];
@@ -20,21 +21,21 @@ static int num_good_launches = -1; /* before one fails; negative: none does */
 
 static inline cudaError_t
 write_launch(const char *launcher, const smla_attention_params *params,
-             const smla_attention_kernel *combined)
+             const smla_attention_kernel *combined, int64_t cut_bytes)
 {
     EXPECT(num_launches < 8);
     if (num_launches < 8) {
-        launches[num_launches++] = (attention_launch){launcher, *params, combined};
+        launches[num_launches++] = (attention_launch){launcher, *params, combined, cut_bytes};
     }
     const bool fails = num_good_launches == 0;
     num_good_launches -= num_good_launches >= 0;
     return fails ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
-#define LAUNCHER(name)                                                  \
-    cudaError_t smla_attend_##name(const smla_attention_params *params) \
-    {                                                                   \
-        return write_launch(#name, params, NULL);                       \
+#define LAUNCHER(name)                                                                     \
+    cudaError_t smla_attend_##name(const smla_attention_params *params, int64_t cut_bytes) \
+    {                                                                                      \
+        return write_launch(#name, params, NULL, cut_bytes);                               \
     }
 
 LAUNCHER(sm90_small_32)
@@ -54,7 +55,7 @@ LAUNCHER(sm80_mixed_16)
 cudaError_t
 smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel)
 {
-    return write_launch("combine", params, kernel);
+    return write_launch("combine", params, kernel, 0);
 }
 
 /* What a row launches, by name. */
@@ -65,7 +66,7 @@ launcher_of(const smla_attention_kernel *kernel)
     const attention_launch first = launches[0];
     const int former = num_launches;
     num_launches = 0;
-    EXPECT_EQ((int)kernel->launch(&params), (int)cudaSuccess);
+    EXPECT_EQ((int)kernel->launch(&params, 0), (int)cudaSuccess);
     const char *const launcher = launches[0].launcher;
     launches[0] = first;
     num_launches = former;

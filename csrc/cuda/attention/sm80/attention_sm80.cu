@@ -97,43 +97,43 @@ launch_attend(const smla_attention_params *params)
 }
 
 cudaError_t
-smla_attend_sm80_fp8_64(const smla_attention_params *params)
+smla_attend_sm80_fp8_64(const smla_attention_params *params, int64_t)
 {
     return launch_attend<64, SMLA_ROWS_FP8>(params);
 }
 
 cudaError_t
-smla_attend_sm80_fp8_32(const smla_attention_params *params)
+smla_attend_sm80_fp8_32(const smla_attention_params *params, int64_t)
 {
     return launch_attend<32, SMLA_ROWS_FP8>(params);
 }
 
 cudaError_t
-smla_attend_sm80_fp8_16(const smla_attention_params *params)
+smla_attend_sm80_fp8_16(const smla_attention_params *params, int64_t)
 {
     return launch_attend<16, SMLA_ROWS_FP8>(params);
 }
 
 cudaError_t
-smla_attend_sm80_bf16_64(const smla_attention_params *params)
+smla_attend_sm80_bf16_64(const smla_attention_params *params, int64_t)
 {
     return launch_attend<64, SMLA_ROWS_BF16>(params);
 }
 
 cudaError_t
-smla_attend_sm80_bf16_32(const smla_attention_params *params)
+smla_attend_sm80_bf16_32(const smla_attention_params *params, int64_t)
 {
     return launch_attend<32, SMLA_ROWS_BF16>(params);
 }
 
 cudaError_t
-smla_attend_sm80_bf16_16(const smla_attention_params *params)
+smla_attend_sm80_bf16_16(const smla_attention_params *params, int64_t)
 {
     return launch_attend<16, SMLA_ROWS_BF16>(params);
 }
 
 cudaError_t
-smla_attend_sm80_mixed_16(const smla_attention_params *params)
+smla_attend_sm80_mixed_16(const smla_attention_params *params, int64_t)
 {
     return launch_attend<16, SMLA_ROWS_MIXED>(params);
 }

@@ -297,7 +297,7 @@ launch_bf16(const smla_attention_params *params)
 }
 
 cudaError_t
-smla_attend_sm90_bf16_64(const smla_attention_params *params)
+smla_attend_sm90_bf16_64(const smla_attention_params *params, int64_t)
 {
     bool is_aligned = is_query_aligned(params);
     for (int i = 0; i < params->num_lists; i++) {

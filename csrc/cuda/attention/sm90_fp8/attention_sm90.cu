@@ -336,7 +336,7 @@ find_span(const smla_kv_view *kv, row_span *span)
 
 template <int HEADS, bool MAXIMA>
 static cudaError_t
-launch_hopper(const smla_attention_params *params, const row_span spans[2])
+launch_hopper(const smla_attention_params *params, int64_t cut_bytes, const row_span spans[2])
 {
     typedef hopper<HEADS, MAXIMA> Shape;
     constexpr int SHARED_BYTES = (int)sizeof(hopper_memory<Shape>);
@@ -362,7 +362,7 @@ launch_hopper(const smla_attention_params *params, const row_span spans[2])
                             params->q_nope_stride_head == SMLA_HEAD_DIM &&
                             params->q_pe_stride_head == SMLA_HEAD_DIM &&
                             params->q_pe_stride_token == params->q_nope_stride_token;
-    allow_cuts<HEADS>(params, launch.num_works, &launch.base);
+    allow_cuts<HEADS>(params, cut_bytes, launch.num_works, &launch.base);
     const int64_t num_ctas = count_hopper_ctas(launch.base, launch.num_works);
     launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
     return smla_launch(attend_hopper<Shape>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
@@ -371,7 +371,7 @@ launch_hopper(const smla_attention_params *params, const row_span spans[2])
 
 template <int HEADS>
 static cudaError_t
-launch_tile(const smla_attention_params *params)
+launch_tile(const smla_attention_params *params, int64_t cut_bytes)
 {
     row_span spans[2];
     bool fits = true;
@@ -379,28 +379,28 @@ launch_tile(const smla_attention_params *params)
         fits = fits && find_span(&params->lists[i].kv, &spans[i]);
     }
     if (!fits) {
-        return HEADS == 64   ? smla_attend_sm80_fp8_64(params)
-               : HEADS == 32 ? smla_attend_sm80_fp8_32(params)
-                             : smla_attend_sm80_fp8_16(params);
+        return HEADS == 64   ? smla_attend_sm80_fp8_64(params, 0)
+               : HEADS == 32 ? smla_attend_sm80_fp8_32(params, 0)
+                             : smla_attend_sm80_fp8_16(params, 0);
     }
-    return params->max_logits == NULL ? launch_hopper<HEADS, false>(params, spans)
-                                      : launch_hopper<HEADS, true>(params, spans);
+    return params->max_logits == NULL ? launch_hopper<HEADS, false>(params, cut_bytes, spans)
+                                      : launch_hopper<HEADS, true>(params, cut_bytes, spans);
 }
 
 cudaError_t
-smla_attend_sm90_fp8_64(const smla_attention_params *params)
+smla_attend_sm90_fp8_64(const smla_attention_params *params, int64_t cut_bytes)
 {
-    return launch_tile<64>(params);
+    return launch_tile<64>(params, cut_bytes);
 }
 
 cudaError_t
-smla_attend_sm90_fp8_32(const smla_attention_params *params)
+smla_attend_sm90_fp8_32(const smla_attention_params *params, int64_t cut_bytes)
 {
-    return launch_tile<32>(params);
+    return launch_tile<32>(params, cut_bytes);
 }
 
 cudaError_t
-smla_attend_sm90_fp8_16(const smla_attention_params *params)
+smla_attend_sm90_fp8_16(const smla_attention_params *params, int64_t cut_bytes)
 {
-    return launch_tile<16>(params);
+    return launch_tile<16>(params, cut_bytes);
 }

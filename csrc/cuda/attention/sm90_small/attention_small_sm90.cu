@@ -268,13 +268,13 @@ launch_small(const smla_attention_params *params)
 }
 
 cudaError_t
-smla_attend_sm90_small_32(const smla_attention_params *params)
+smla_attend_sm90_small_32(const smla_attention_params *params, int64_t)
 {
     return launch_small<32>(params);
 }
 
 cudaError_t
-smla_attend_sm90_small_16(const smla_attention_params *params)
+smla_attend_sm90_small_16(const smla_attention_params *params, int64_t)
 {
     return launch_small<16>(params);
 }
