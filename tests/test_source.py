@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SOURCES = (".c", ".h", ".cu", ".cuh", ".py", ".pyi", ".md")
 CSRC = sorted(path for path in (ROOT / "csrc").rglob("*.[ch]*") if path.is_file())
 
 
@@ -19,6 +20,14 @@ def included_by(path: Path) -> set[Path]:
     """The files of csrc that a file includes: one spelling, from csrc on."""
     names = re.findall(r'^#include "(.*)"', path.read_text(), re.M)
     return {ROOT / "csrc" / name for name in names}
+
+
+def commands() -> dict[str, dict[str, str]]:
+    """What the build compiled, by source file."""
+    database = ROOT / "compile_commands.json"
+    if not database.exists():
+        pytest.skip("no build here")
+    return {entry["file"]: entry for entry in json.loads(database.read_text())}
 
 
 def find_circle(graph: dict[Path, set[Path]]) -> list[str]:
@@ -53,6 +62,44 @@ def test_no_file_includes_itself_by_way_of_others():
     assert find_circle(graph) == []
 
 
+def symbols_of(path: Path) -> tuple[set[str], set[str]]:
+    """What an object file defines for others, and what it takes from them."""
+    table = subprocess.run(
+        ["nm", "-gP", path], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    kinds = [line.split()[:2] for line in table.splitlines()]
+    taken = {name for name, kind in kinds if kind in "Uw"}
+    return {name for name, _ in kinds} - taken, taken
+
+
+def test_no_file_calls_itself_by_way_of_others():
+    output = Path(commands()["csrc/core/error.c"]["output"])
+    folder = ROOT / str(output).removesuffix("csrc/core/error.o")
+    compiled = [path for path in CSRC if path.suffix in (".c", ".cu")]
+    names = {path: path.relative_to(ROOT) for path in compiled}
+    objects = {
+        path: folder / (f"{name}.o" if path.suffix == ".cu" else name.with_suffix(".o"))
+        for path, name in names.items()
+    }
+    symbols = {path: symbols_of(file) for path, file in objects.items() if file.exists()}
+    assert len(symbols) > 40, "objects are found"
+    owners = {name: path for path, (defined, _) in symbols.items() for name in defined}
+    graph = {
+        path: {owners[name] for name in taken if name in owners} - {path}
+        for path, (_, taken) in symbols.items()
+    }
+    assert sum(map(len, graph.values())) > 100, "calls are found"
+    assert find_circle(graph) == []
+
+
+def test_no_file_is_long():
+    folders = [ROOT / name for name in ("csrc", "sparse_mla", "buildtools")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in SOURCES]
+    ours = [path for path in files if "include" not in path.relative_to(ROOT).parts]
+    assert len(ours) > 150
+    assert [path.name for path in ours if len(path.read_text().splitlines()) > 600] == []
+
+
 def test_file_names_are_unique():
     names = Counter(path.name for path in CSRC)
     assert [name for name, count in names.items() if count > 1] == []
@@ -68,11 +115,7 @@ def test_files_begin_with_their_names():
 
 def compiler_of(source: str) -> list[str]:
     """The command that compiled a file, for other text in its place."""
-    database = ROOT / "compile_commands.json"
-    if not database.exists():
-        pytest.skip("no build here")
-    commands = {entry["file"]: entry for entry in json.loads(database.read_text())}
-    command = shlex.split(commands[source]["command"])
+    command = shlex.split(commands()[source]["command"])
     command = command[: command.index("-MMD")]
     return [*command, "-fsyntax-only", "-x", "c", "-"]
 

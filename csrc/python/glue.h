@@ -122,7 +122,7 @@ int smla_py_parse_device(const char *op, const char *name, PyObject *object, DLD
 PyObject *smla_py_device_name(DLDevice device);
 
 /* stream= of every operator: None, an int handle, or an object with `__cuda_stream__`,
- * `cuda_stream` or `ptr`. Defined in stream.c. */
+ * `cuda_stream` or `ptr`. Defined in handle.c. */
 int smla_py_parse_stream(const char *op, PyObject *object, void **stream);
 
 #endif /* SMLA_PYTHON_GLUE_H */

@@ -23,7 +23,7 @@
 #include "cuda/attention/softmax.cuh"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
-#include "cuda/ptx/ptx.cuh"
+#include "cuda/ptx/ptx_sm90.cuh"
 
 enum {
     FLIGHT_VALUES = 64, /* of a thread, that are read at once */

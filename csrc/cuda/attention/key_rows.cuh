@@ -16,7 +16,7 @@
 #include "core/numeric.h"
 #include "cuda/attention/kernels.h"
 #include "cuda/ptx/launch.cuh"
-#include "cuda/ptx/ptx.cuh"
+#include "cuda/ptx/ptx_sm90.cuh"
 
 enum {
     KEYS = SMLA_SM80_KEYS,

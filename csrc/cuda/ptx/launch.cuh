@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #include "cuda/host/cuda.h"
-#include "cuda/ptx/ptx.cuh"
+#include "cuda/ptx/ptx_sm90.cuh"
 
 enum { SMLA_WARP_LANES = 32 };
 

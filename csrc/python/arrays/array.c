@@ -1,8 +1,9 @@
 /* array.c: one array of a call, whoever made it: acquire, check, release.
  *
  * The order is from the cheapest to the most general: types whose exchange API is known, NumPy, our
- * Tensor, CuPy, DLPack's exchange API, __dlpack__, the buffer protocol. numpy.c, cupy.c and
- * dlpack.c read their own; stream.c puts the arrays of a call in order; result.c makes new ones.
+ * Tensor, CuPy, DLPack's exchange API, __dlpack__, the buffer protocol. numpy.c, cupy.c,
+ * exchange_api.c and dlpack.c read their own; stream.c puts the arrays of a call in order; result.c
+ * makes new ones.
  */
 #include "python/arrays/exchange.h"
 
@@ -52,40 +53,6 @@ smla_py_init_arrays(smla_py_state *state)
         return -1;
     }
     return smla_py_init_numpy(state);
-}
-
-int
-smla_py_set_view(const char *op, const char *name, void *data, DLDataType dtype, int ndim,
-                 const int64_t *shape, const int64_t *strides_bytes, smla_py_array *array)
-{
-    if (ndim > SMLA_PY_MAX_RANK) {
-        PyErr_Format(PyExc_ValueError, "%s: `%s` must have at most %d dimensions, got %d", op, name,
-                     SMLA_PY_MAX_RANK, ndim);
-        return -1;
-    }
-    array->view = (DLTensor){.data = data,
-                             .device = {.device_type = kDLCPU, .device_id = 0},
-                             .ndim = ndim,
-                             .dtype = dtype,
-                             .shape = array->shape,
-                             .strides = array->strides};
-    const int64_t element_bytes = smla_py_element_bytes(dtype);
-    int64_t compact = 1;
-    for (int i = ndim - 1; i >= 0; i--) {
-        array->shape[i] = shape[i];
-        array->strides[i] = strides_bytes == NULL ? compact : strides_bytes[i] / element_bytes;
-        compact *= shape[i];
-    }
-    for (int i = 0; compact != 0 && strides_bytes != NULL && i < ndim; i++) {
-        if (shape[i] > 1 && strides_bytes[i] % element_bytes != 0) {
-            PyErr_Format(PyExc_ValueError,
-                         "%s: `%s` must have strides in multiples of its %lld-byte elements, got "
-                         "%lld bytes in dimension %d",
-                         op, name, (long long)element_bytes, (long long)strides_bytes[i], i);
-            return -1;
-        }
-    }
-    return 0;
 }
 
 /* ---- Our Tensor and the buffer protocol ---------------------------------------------------- */
@@ -214,19 +181,6 @@ is_written(smla_py_role role)
 }
 
 int
-smla_py_check_writable(const char *op, const smla_py_array *array)
-{
-    if (!array->is_read_only || !array->is_written) {
-        return 0;
-    }
-    PyObject *got = smla_py_type_name(array->object);
-    PyErr_Format(PyExc_BufferError, "%s: `%s` must be writable, got a read-only %V", op,
-                 array->name, got, "array");
-    Py_XDECREF(got);
-    return -1;
-}
-
-int
 smla_py_acquire(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
                 PyObject *object, smla_py_array *array)
 {
@@ -255,42 +209,4 @@ smla_py_acquire(const smla_py_state *state, const char *op, const char *name, sm
         smla_py_release_array(array);
     }
     return status;
-}
-
-void
-smla_py_release_array(smla_py_array *array)
-{
-    if (array->object == NULL) {
-        return;
-    }
-    if (array->release == SMLA_PY_RELEASE_NOTHING) {
-        Py_CLEAR(array->object);
-        return;
-    }
-    PyObject *type = NULL;
-    PyObject *value = NULL;
-    PyObject *traceback = NULL;
-    const bool is_failing = PyErr_Occurred() != NULL;
-    if (is_failing) { /* deleters may run Python code */
-        PyErr_Fetch(&type, &value, &traceback);
-    }
-    switch (array->release) {
-    case SMLA_PY_RELEASE_LEGACY:
-        if (array->owner.legacy->deleter != NULL) {
-            array->owner.legacy->deleter(array->owner.legacy);
-        }
-        break;
-    case SMLA_PY_RELEASE_VERSIONED:
-        if (array->owner.versioned->deleter != NULL) {
-            array->owner.versioned->deleter(array->owner.versioned);
-        }
-        break;
-    case SMLA_PY_RELEASE_BUFFER: PyBuffer_Release(&array->owner.buffer); break;
-    case SMLA_PY_RELEASE_NOTHING: break;
-    }
-    array->release = SMLA_PY_RELEASE_NOTHING;
-    Py_CLEAR(array->object);
-    if (is_failing) {
-        PyErr_Restore(type, value, traceback);
-    }
 }

@@ -16,12 +16,12 @@ struct smla_py_shared {
     struct smla_py_batch **end;          /* where the next one goes */
     atomic_int num_batches;              /* read without the lock */
     _Atomic(struct smla_py_cupy *) cupy; /* NULL until the first array of cupy comes */
-    _Atomic(struct smla_py_exchange *) exchanges[SMLA_PY_EXCHANGES]; /* dlpack.c */
+    _Atomic(struct smla_py_exchange *) exchanges[SMLA_PY_EXCHANGES]; /* exchange_api.c */
 };
 
 enum { SMLA_PY_NOT_THIS = 1 }; /* a reader's third answer: the object does not speak its protocol */
 
-/* Fills view, shape and strides; strides come in bytes, NULL = compact. -1 with an exception for a
+/* view.c. Fills view, shape and strides; strides come in bytes, NULL = compact. -1 with an exception for a
  * rank or a stride that cannot be expressed. */
 int smla_py_set_view(const char *op, const char *name, void *data, DLDataType dtype, int ndim,
                      const int64_t *shape, const int64_t *strides_bytes, smla_py_array *array);
@@ -58,10 +58,12 @@ int smla_py_cupy_stream(const smla_py_state *state, int32_t device_id, void **ha
 void smla_py_forget_cupy(smla_py_shared *shared);
 void smla_py_forget_exchanges(smla_py_shared *shared);
 
-/* dlpack.c */
+/* exchange_api.c */
 bool smla_py_is_exchanged(const smla_py_state *state, PyObject *object); /* and met before */
 int smla_py_read_exchange_api(const smla_py_state *state, const char *op, const char *name,
                               smla_py_role role, PyObject *object, smla_py_array *array);
+
+/* dlpack.c */
 int smla_py_read_dlpack(const smla_py_state *state, const char *op, const char *name,
                         smla_py_role role, PyObject *object, smla_py_array *array);
 
@@ -69,10 +71,13 @@ int smla_py_read_dlpack(const smla_py_state *state, const char *op, const char *
 int smla_py_export_deferred(const smla_py_state *state, const char *op, smla_stream stream,
                             smla_py_array *array);
 
-/* array.c: BufferError for an output that must not be written. */
+/* view.c: whether the module of the object's type is in this package. */
+bool smla_py_is_type_in_package(const smla_py_state *state, PyObject *object, const char *package);
+
+/* view.c: BufferError for an output that must not be written. */
 int smla_py_check_writable(const char *op, const smla_py_array *array);
 
-/* stream.c: the integer that a stream's owner gives out: 0, -1 with an exception, or
+/* handle.c: the integer that a stream's owner gives out: 0, -1 with an exception, or
  * SMLA_PY_NOT_THIS for something else. */
 int smla_py_read_handle(PyObject *object, void **handle);
 

@@ -7,8 +7,6 @@
 #include "python/arrays/exchange.h"
 #include "python/arrays/tensor.h"
 
-enum { NOT_THERE = 1 }; /* beside 0 = found and -1 = an exception is set */
-
 /* The legacy default stream has two names. */
 static void *
 normal_handle(void *handle)
@@ -23,80 +21,6 @@ handle_number(void *handle)
     return (unsigned long long)(uintptr_t)handle;
 }
 
-/* An int, but no bool; OverflowError for one that no pointer holds. */
-int
-smla_py_read_handle(PyObject *object, void **handle)
-{
-    if (!PyLong_Check(object) || PyBool_Check(object)) {
-        return NOT_THERE;
-    }
-    *handle = PyLong_AsVoidPtr(object);
-    return *handle == NULL && PyErr_Occurred() != NULL ? -1 : 0;
-}
-
-/* CUDA's stream protocol: a method, or a plain attribute, that gives (version, handle). */
-static int
-read_protocol(PyObject *attribute, void **stream)
-{
-    PyObject *pair =
-        PyCallable_Check(attribute) ? PyObject_CallNoArgs(attribute) : Py_NewRef(attribute);
-    if (pair == NULL) {
-        return -1;
-    }
-    int result = NOT_THERE;
-    if (PyTuple_Check(pair) && PyTuple_Size(pair) == 2) {
-        result = smla_py_read_handle(PyTuple_GetItem(pair, 1), stream);
-    }
-    Py_DECREF(pair);
-    return result;
-}
-
-int
-smla_py_parse_stream(const char *op, PyObject *object, void **stream)
-{
-    static const struct {
-        const char *name;
-        int (*read)(PyObject *, void **);
-    } attributes[] = {
-        {"__cuda_stream__", read_protocol},
-        {"cuda_stream", smla_py_read_handle}, /* PyTorch */
-        {"ptr", smla_py_read_handle},         /* CuPy */
-    };
-    *stream = NULL;
-    if (object == Py_None) {
-        return 0;
-    }
-    int result = smla_py_read_handle(object, stream);
-    for (int i = 0; result == NOT_THERE && i < 3; i++) {
-        PyObject *attribute = PyObject_GetAttrString(object, attributes[i].name);
-        if (attribute == NULL) {
-            if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-                return -1;
-            }
-            PyErr_Clear();
-            continue;
-        }
-        result = attributes[i].read(attribute, stream);
-        Py_DECREF(attribute);
-    }
-    if (result == NOT_THERE) {
-        PyObject *got = smla_py_type_name(object);
-        if (got != NULL) {
-            PyErr_Format(PyExc_TypeError,
-                         "%s: `stream` must be None, an int handle or an object with "
-                         "__cuda_stream__, .cuda_stream or .ptr, got %U",
-                         op, got);
-            Py_DECREF(got);
-        }
-    }
-    if (result == -1 && PyErr_ExceptionMatches(PyExc_OverflowError)) {
-        PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "%s: `stream` must be a handle of at most 64 bits, got %R",
-                     op, object);
-    }
-    return result == 0 ? 0 : -1;
-}
-
 /* ---- The streams of producers -------------------------------------------------------------- */
 
 /* Calls module.function(id).attribute of an importer's framework. */
@@ -106,7 +30,7 @@ ask_importer(const smla_py_importer *importer, int32_t device_id, void **handle)
     PyObject *name = PyUnicode_FromString(importer->stream_module);
     PyObject *module = name == NULL ? NULL : PyImport_GetModule(name);
     PyObject *stream = NULL;
-    int result = NOT_THERE;
+    int result = SMLA_PY_NOT_THIS;
     if (module != NULL) {
         stream = PyObject_CallMethod(module, importer->stream_function, "i", (int)device_id);
     }
@@ -121,13 +45,13 @@ ask_importer(const smla_py_importer *importer, int32_t device_id, void **handle)
     return PyErr_Occurred() == NULL ? result : -1;
 }
 
-/* The stream that an array's producer works on now: 0 = found, NOT_THERE = it does not tell. */
+/* The stream that an array's producer works on now: 0 = found, SMLA_PY_NOT_THIS = it does not tell. */
 static int
 find_producer_stream(const smla_py_state *state, const char *op, const smla_py_array *array,
                      void **handle)
 {
     const int32_t device_id = array->view.device.device_id;
-    int result = NOT_THERE;
+    int result = SMLA_PY_NOT_THIS;
     if (array->framework == SMLA_PY_EXCHANGE) {
         result = array->exchange_api->current_work_stream(kDLCUDA, device_id, handle) == 0 ? 0 : -1;
         if (result < 0 && PyErr_Occurred() == NULL) {
@@ -148,24 +72,6 @@ find_producer_stream(const smla_py_state *state, const char *op, const smla_py_a
 }
 
 /* ---- Order --------------------------------------------------------------------------------- */
-
-int
-smla_py_find_backend(const char *op, smla_py_stream *stream)
-{
-    const DLDevice device = {.device_type = kDLCUDA, .device_id = stream->at.device_id};
-    const smla_backend *backend = NULL;
-    smla_error error;
-    if (stream->backend != NULL) {
-        return 0;
-    }
-    if (smla_find_backend(op, device, &backend, &error) != SMLA_OK ||
-        backend->streams->is_capturing(op, stream->at, &stream->is_capturing, &error) != SMLA_OK) {
-        smla_py_raise(&error);
-        return -1;
-    }
-    stream->backend = backend;
-    return 0;
-}
 
 /* Puts the call behind what is now on another stream of its device. A captured call takes no part
  * in the order of now, and cannot wait for work that is not captured: its replays are in the hands
@@ -261,7 +167,7 @@ follow_producers(const smla_py_state *state, const char *op, smla_py_array *arra
         if (result < 0) {
             return -1;
         }
-        if (result == NOT_THERE) {
+        if (result == SMLA_PY_NOT_THIS) {
             array->is_foreign = Py_TYPE(array->object) != state->tensor_type;
             continue;
         }

@@ -334,6 +334,16 @@ find_span(const smla_kv_view *kv, row_span *span)
     return below + above < (int64_t)NO_ROW;
 }
 
+/* CTAs for a number of works: more than one per SM where a CTA has not enough bits. */
+static int64_t
+count_hopper_ctas(const attention_launch &launch, int64_t num_works)
+{
+    const int64_t num_ctas = count_ctas(launch, num_works);
+    return smla_count_parts(num_works, num_ctas) > MAX_WORKS
+               ? smla_count_parts(num_works, MAX_WORKS)
+               : num_ctas;
+}
+
 template <int HEADS, bool MAXIMA>
 static cudaError_t
 launch_hopper(const smla_attention_params *params, int64_t cut_bytes, const row_span spans[2])

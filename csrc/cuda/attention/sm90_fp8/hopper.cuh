@@ -586,16 +586,4 @@ redo_works(const hopper_launch &hopper, int num_parts, const uint32_t *redo,
     }
 }
 
-/* ---- Launchers ----------------------------------------------------------------------------- */
-
-/* CTAs for a number of works: more than one per SM where a CTA has not enough bits. */
-static inline int64_t
-count_hopper_ctas(const attention_launch &launch, int64_t num_works)
-{
-    const int64_t num_ctas = count_ctas(launch, num_works);
-    return smla_count_parts(num_works, num_ctas) > MAX_WORKS
-               ? smla_count_parts(num_works, MAX_WORKS)
-               : num_ctas;
-}
-
 #endif /* SMLA_CUDA_HOPPER_CUH */

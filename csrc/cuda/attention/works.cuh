@@ -1,0 +1,207 @@
+/* works.cuh: what a CTA of an attention kernel does at a time, a work: a tile of heads of one split
+ * of one token, or a part of it; and how a launch that has such works begins.
+ */
+#ifndef SMLA_CUDA_WORKS_CUH
+#define SMLA_CUDA_WORKS_CUH
+
+#include "cuda/attention/key_rows.cuh"
+
+/* ---- Works by number ------------------------------------------------------------------------ */
+
+/* Works are numbered by token, split and tile of heads. Tiles of a token and split are neighbours,
+ * for they gather the same rows: L2 serves all but the first. */
+static __device__ __forceinline__ cta_work
+make_work(const attention_launch &launch, int32_t token, int32_t split, int32_t tile,
+          int heads_per_cta)
+{
+    cta_work work;
+    work.token = token;
+    work.split = split;
+    work.num_segments = launch.num_segments;
+    work.first_head = tile * heads_per_cta;
+    work.num_heads = min((int32_t)launch.params.num_heads - work.first_head, heads_per_cta);
+    work.first_row = NOT_PARTIAL;
+    if (launch.params.num_splits > 1) {
+        work.first_row = (token * launch.params.num_splits + split) * (int)launch.params.num_heads +
+                         work.first_head;
+    }
+    return work;
+}
+
+/* A work by its number, where a token and split has num_tiles. By divisions: the portable kernels
+ * have no registers for divisors that are multiplied with. */
+static __device__ __forceinline__ cta_work
+find_work(const attention_launch &launch, uint32_t num_tiles, int cta, int heads_per_cta)
+{
+    const uint32_t num_splits = (uint32_t)launch.params.num_splits;
+    const uint32_t part = (uint32_t)cta / num_tiles;
+    return make_work(launch, (int32_t)(part / num_splits), (int32_t)(part % num_splits),
+                     (int32_t)((uint32_t)cta % num_tiles), heads_per_cta);
+}
+
+/* The same without a division, for launch.head_tiles: Hopper's launches begin with it. Behind the
+ * last one are works of no heads and no columns: nothing is read for them, and nothing written. */
+static __device__ __forceinline__ cta_work
+find_numbered_work(const attention_launch &launch, int idx, int heads_per_cta)
+{
+    const int part = (int)smla_divide_uint32((uint32_t)idx, launch.head_tiles);
+    const int token = (int)smla_divide_uint32((uint32_t)part, launch.num_splits);
+    cta_work work = make_work(launch, token, part - token * launch.params.num_splits,
+                              idx - part * (int)launch.head_tiles.divisor, heads_per_cta);
+    if (token >= launch.params.num_tokens) {
+        work.token = 0;
+        work.num_segments = 0;
+        work.num_heads = 0;
+    }
+    return work;
+}
+
+/* ---- Parts of works ------------------------------------------------------------------------- */
+
+/* Where a launch may cut works (cut_works.cuh), a work is known by a word: its number, its
+ * segments, and if it is a part of a work, which one of how many. The first part of a work is
+ * its head, the others are pieces, which have numbers over all works. */
+enum {
+    NUM_SEGMENTS = 16, /* of a work: equal numbers of columns */
+    MAX_PARTS = 8,     /* of a work */
+    MAX_CUT_WORKS = 256,
+    WHOLE_WORK = -1, /* instead of such a word: a work of a launch that cuts none */
+};
+
+static __device__ __forceinline__ int
+make_part(int idx, int begin, int end, int nth, int count, int first_piece)
+{
+    return idx | begin << 8 | (end - 1) << 12 | nth << 16 | (count - 1) << 19 | first_piece << 22;
+}
+
+static __device__ __forceinline__ int
+work_of_part(int part)
+{
+    return part & (MAX_CUT_WORKS - 1);
+}
+
+static __device__ __forceinline__ int
+count_parts(int part)
+{
+    return (part >> 19 & (MAX_PARTS - 1)) + 1;
+}
+
+/* Which slot of partial rows the n-th part of the same work has: heads have the first ones. */
+static __device__ __forceinline__ int
+slot_of_part(int part, int n)
+{
+    return n == 0 ? work_of_part(part) : (int)gridDim.x + (part >> 22) + n - 1;
+}
+
+/* Where the partial rows of a part begin. Rows that are done again come in smaller tiles of
+ * heads. */
+static __device__ __forceinline__ int32_t
+find_first_row(const attention_launch &launch, int part, int32_t first_head)
+{
+    const int slot = slot_of_part(part, part >> 16 & (MAX_PARTS - 1));
+    return count_parts(part) == 1
+               ? (int32_t)NOT_PARTIAL
+               : slot * launch.slot_heads + (first_head & (launch.tile_heads - 1));
+}
+
+/* Makes a work the part of itself that the word says. */
+static __device__ __forceinline__ void
+take_part(const attention_launch &launch, int part, cta_work *work)
+{
+    work->split = part >> 8 & (NUM_SEGMENTS - 1);
+    work->num_segments = (part >> 12 & (NUM_SEGMENTS - 1)) + 1 - work->split;
+    work->first_row = find_first_row(launch, part, work->first_head);
+}
+
+/* The same as find_work, of a part of it. */
+static __device__ __forceinline__ cta_work
+find_part(const attention_launch &launch, uint32_t num_tiles, int cta, int part, int heads_per_cta)
+{
+    cta_work work = find_work(launch, num_tiles, cta, heads_per_cta);
+    if (part != WHOLE_WORK) {
+        take_part(launch, part, &work);
+    }
+    return work;
+}
+
+/* The work that nth_work (work_order.cuh) names. */
+static __device__ __forceinline__ cta_work
+find_ordered_work(const attention_launch &launch, int number, int heads_per_cta)
+{
+    const bool is_part = launch.num_segments > 1;
+    cta_work work =
+        find_numbered_work(launch, is_part ? work_of_part(number) : number, heads_per_cta);
+    if (is_part && work.num_heads != 0) {
+        take_part(launch, number, &work);
+    }
+    return work;
+}
+
+/* ---- Launchers ----------------------------------------------------------------------------- */
+
+/* CTAs and columns are counted in 32 bits; no memory holds the arrays of a call that has more. */
+static bool
+is_countable(const smla_attention_params *params, int heads_per_cta)
+{
+    const int64_t tiles = smla_count_parts(params->num_heads, heads_per_cta);
+    bool fits = params->num_tokens <= INT32_MAX / (params->num_splits * tiles);
+    for (int i = 0; i < params->num_lists; i++) {
+        fits = fits && params->lists[i].topk <= INT32_MAX - SMLA_SPLIT_ALIGN;
+    }
+    return fits;
+}
+
+/* What comes before every launch: the counts are looked at, and the kernel gets its shared
+ * memory. */
+static cudaError_t
+prepare_attention(const void *kernel, int shared_bytes, int heads_per_cta,
+                  const smla_attention_params *params, uint64_t *allowed)
+{
+    return is_countable(params, heads_per_cta)
+               ? allow_shared_bytes(kernel, shared_bytes, params->stream.device_id, allowed)
+               : cudaErrorInvalidValue;
+}
+
+/* Whether every row of both parts of the query begins on 16 bytes. */
+static bool
+is_query_aligned(const smla_attention_params *params)
+{
+    return smla_are_rows_aligned(params->q_nope, params->q_nope_stride_token,
+                                 params->q_nope_stride_head, 16) &&
+           smla_are_rows_aligned(params->q_pe, params->q_pe_stride_token, params->q_pe_stride_head,
+                                 16);
+}
+
+template <int HEADS>
+static attention_launch
+make_launch(const smla_attention_params *params)
+{
+    attention_launch launch = {};
+    launch.params = *params;
+    if (params->num_splits > 1) {
+        launch.partials = smla_partials_of(params);
+    }
+    for (int i = 0; i < params->num_lists; i++) {
+        launch.lists[i] = list_facts_of(&params->lists[i]);
+        launch.split_columns[i] =
+            (int32_t)smla_split_columns(params->lists[i].topk, params->num_splits);
+    }
+    launch.num_segments = 1;
+    launch.head_tiles = smla_make_divisor(smla_count_parts(params->num_heads, HEADS));
+    launch.num_splits = smla_make_divisor(params->num_splits);
+    launch.scale_log2 = (float)(params->softmax_scale * 1.4426950408889634074);
+    launch.wgmma_scale_log2 = launch.scale_log2 * WGMMA_CORRECTION;
+    launch.q_is_aligned = is_query_aligned(params);
+    launch.out_is_paired =
+        smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 4);
+    return launch;
+}
+
+/* A work is a tile of heads of one split of one token. */
+static int64_t
+count_works(const attention_launch &launch)
+{
+    return launch.params.num_tokens * launch.params.num_splits * launch.head_tiles.divisor;
+}
+
+#endif /* SMLA_CUDA_WORKS_CUH */

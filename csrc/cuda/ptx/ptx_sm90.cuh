@@ -1,0 +1,346 @@
+/* ptx_sm90.cuh: one PTX instruction per function, of sm_90; on an older GPU what orders grids and
+ * what fetches ahead is nothing.
+ */
+#ifndef SMLA_CUDA_PTX_SM90_CUH
+#define SMLA_CUDA_PTX_SM90_CUH
+
+#include "cuda/ptx/ptx.cuh"
+
+/* The grids in front of this one in the stream are done, and what they wrote is visible:
+ * smla_launch may start it earlier. No instruction where no grid starts early. */
+static __device__ __forceinline__ void
+ptx_wait_for_grids(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+
+/* Once every CTA has said so, or is done, the next grid of the stream may start early. It says
+ * nothing about memory: the next grid waits for the end of this one. */
+static __device__ __forceinline__ void
+ptx_let_next_grid_start(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+#endif
+}
+
+/* Asks for the line to be in L2. Nothing is read: others may still write it. */
+static __device__ __forceinline__ void
+ptx_prefetch_l2(const void *from, bool is_on)
+{
+    if (is_on) {
+        asm volatile("prefetch.global.L2 [%0];" : : "l"(from));
+    }
+}
+
+/* Registers of a thread, for all warps of a warpgroup; the CTA's sum stays what it began with. */
+template <int COUNT>
+static __device__ __forceinline__ void
+ptx_release_registers(void)
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(COUNT));
+}
+
+template <int COUNT>
+static __device__ __forceinline__ void
+ptx_claim_registers(void)
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(COUNT));
+}
+
+/* An mbarrier in shared memory: a phase is over when `arrivals` threads have arrived and all bytes
+ * that were announced have come. */
+static __device__ __forceinline__ void
+ptx_mbarrier_init(uint32_t barrier, int arrivals)
+{
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" : : "r"(barrier), "r"(arrivals) : "memory");
+}
+
+/* Nobody uses the barrier any more: its place is memory like any other only after this, for an SM
+ * keeps the state of barriers elsewhere and may write it back, as it does when contexts change. */
+static __device__ __forceinline__ void
+ptx_mbarrier_end(uint32_t barrier)
+{
+    asm volatile("mbarrier.inval.shared.b64 [%0];" : : "r"(barrier) : "memory");
+}
+
+/* Makes initialised barriers known to bulk copies. */
+static __device__ __forceinline__ void
+ptx_fence_mbarrier_init(void)
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+}
+
+/* Arrives if `is_on`: no branch. What the thread wrote before is visible to those that wait. */
+static __device__ __forceinline__ void
+ptx_mbarrier_arrive(uint32_t barrier, bool is_on)
+{
+    asm volatile("{\n\t"
+                 ".reg .pred on;\n\t"
+                 "setp.ne.b32 on, %1, 0;\n\t"
+                 "@on mbarrier.arrive.shared.b64 _, [%0];\n\t"
+                 "}"
+                 :
+                 : "r"(barrier), "r"((int)is_on)
+                 : "memory");
+}
+
+/* Arrives and announces bytes of bulk copies that complete on the barrier. */
+static __device__ __forceinline__ void
+ptx_mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                 :
+                 : "r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+/* Arrives when all cp.async of this thread so far have written: one of the barrier's arrivals. */
+static __device__ __forceinline__ void
+ptx_mbarrier_arrive_after_copies(uint32_t barrier)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" : : "r"(barrier) : "memory");
+}
+
+/* Waits until the phase of this parity is over; a fresh barrier counts as past phase 1. */
+static __device__ __forceinline__ void
+ptx_mbarrier_wait(uint32_t barrier, uint32_t parity)
+{
+    asm volatile("{\n\t"
+                 ".reg .pred over;\n\t"
+                 "again:\n\t"
+                 "mbarrier.try_wait.parity.shared.b64 over, [%0], %1;\n\t"
+                 "@over bra done;\n\t"
+                 "bra again;\n\t"
+                 "done:\n\t"
+                 "}"
+                 :
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+}
+
+/* One thread of the warp, the same one every time. */
+static __device__ __forceinline__ bool
+ptx_elect(void)
+{
+    uint32_t is_elected;
+    asm volatile("{\n\t"
+                 ".reg .pred mine;\n\t"
+                 "elect.sync _|mine, 0xffffffff;\n\t"
+                 "selp.b32 %0, 1, 0, mine;\n\t"
+                 "}"
+                 : "=r"(is_elected));
+    return is_elected != 0;
+}
+
+/* Copies global to shared memory, both aligned to 16 bytes, past registers and threads. */
+static __device__ __forceinline__ void
+ptx_bulk_copy(uint32_t to_shared, const void *from, uint32_t bytes, uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];"
+                 :
+                 : "r"(to_shared), "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+/* The same to the same place in every CTA of `ctas`, a bit for each of the cluster; completes on
+ * each one's barrier. */
+static __device__ __forceinline__ void
+ptx_bulk_copy_to_all(uint32_t to_shared, const void *from, uint32_t bytes, uint32_t barrier,
+                     uint16_t ctas)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1], %2, [%3], %4;"
+                 :
+                 : "r"(to_shared), "l"(from), "r"(bytes), "r"(barrier), "h"(ctas)
+                 : "memory");
+}
+
+/* The CTA's number in its cluster. */
+static __device__ __forceinline__ uint32_t
+ptx_cluster_rank(void)
+{
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+/* A barrier of all threads of the cluster in two halves, for whole warps. Of what was written
+ * before the first it orders nothing but initialised mbarriers, after ptx_fence_mbarrier_init: to
+ * order all takes 250 cycles more. */
+static __device__ __forceinline__ void
+ptx_cluster_arrive(void)
+{
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" : : : "memory");
+}
+
+static __device__ __forceinline__ void
+ptx_cluster_wait(void)
+{
+    asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
+}
+
+/* What this thread wrote to shared memory is visible to wgmma and to later bulk copies. */
+static __device__ __forceinline__ void
+ptx_fence_async_shared(void)
+{
+    asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
+}
+
+/* Four 8 x 8 matrices of 16 bits, as ldmatrix reads them. */
+static __device__ __forceinline__ void
+ptx_stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3)
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void
+ptx_load_shared_16(uint32_t address, uint32_t words[4])
+{
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address));
+}
+
+/* Zeros if not is_on. No branch. */
+static __device__ __forceinline__ void
+ptx_load_shared_16_if(uint32_t address, bool is_on, uint32_t words[4])
+{
+    words[0] = words[1] = words[2] = words[3] = 0;
+    asm volatile("{\n\t"
+                 ".reg .pred on;\n\t"
+                 "setp.ne.b32 on, %5, 0;\n\t"
+                 "@on ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n\t"
+                 "}"
+                 : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+                 : "r"(address), "r"((int)is_on));
+}
+
+static __device__ __forceinline__ void
+ptx_load_shared_8(uint32_t address, uint32_t words[2])
+{
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(words[0]), "=r"(words[1])
+                 : "r"(address));
+}
+
+static __device__ __forceinline__ uint32_t
+ptx_load_shared_4(uint32_t address)
+{
+    uint32_t word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address));
+    return word;
+}
+
+/* Four e4m3 to f16, exactly: bytes 0, 1 and bytes 2, 3. smla_e4m3x4_to_halves cuts the word with
+ * instructions of its own: 3 % more of the FP8 kernel's. */
+static __device__ __forceinline__ void
+ptx_cvt_f16x4_e4m3x4(uint32_t bytes, uint32_t *low, uint32_t *high)
+{
+    asm("{\n\t"
+        ".reg .b16 first, second;\n\t"
+        "mov.b32 {first, second}, %2;\n\t"
+        "cvt.rn.f16x2.e4m3x2 %0, first;\n\t"
+        "cvt.rn.f16x2.e4m3x2 %1, second;\n\t"
+        "}"
+        : "=r"(*low), "=r"(*high)
+        : "r"(bytes));
+}
+
+static __device__ __forceinline__ uint32_t
+ptx_cvt_f16x2(float low, float high)
+{
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+static __device__ __forceinline__ uint32_t
+ptx_mul_f16x2(uint32_t a, uint32_t b)
+{
+    uint32_t product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+/* Whether the size of one of two f16 is above its limit; NaN is not. */
+static __device__ __forceinline__ bool
+ptx_exceeds_f16x2(uint32_t pair, uint32_t limits)
+{
+    uint32_t is_large;
+    asm("{\n\t"
+        ".reg .pred low, high;\n\t"
+        ".reg .b32 size;\n\t"
+        "abs.f16x2 size, %1;\n\t"
+        "setp.gt.f16x2 low|high, size, %2;\n\t"
+        "or.pred low, low, high;\n\t"
+        "selp.b32 %0, 1, 0, low;\n\t"
+        "}"
+        : "=r"(is_large)
+        : "r"(pair), "r"(limits));
+    return is_large != 0;
+}
+
+static __device__ __forceinline__ uint32_t
+ptx_mul_bf16x2(uint32_t a, uint32_t b)
+{
+    uint32_t product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+/* No instruction: `word` is there from here on, and nothing that depends on it moves above. */
+static __device__ __forceinline__ void
+ptx_pin(uint32_t *word)
+{
+    asm volatile("" : "+r"(*word));
+}
+
+/* No branch. */
+static __device__ __forceinline__ void
+ptx_store_shared_1_if(uint32_t address, uint32_t byte, bool is_on)
+{
+    asm volatile("{\n\t"
+                 ".reg .pred on;\n\t"
+                 "setp.ne.b32 on, %2, 0;\n\t"
+                 "@on st.shared.b8 [%0], %1;\n\t"
+                 "}"
+                 :
+                 : "r"(address), "r"(byte), "r"((int)is_on)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void
+ptx_clear_shared_16(uint32_t address)
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" : : "r"(address), "r"(0) : "memory");
+}
+
+static __device__ __forceinline__ void
+ptx_store_shared_16(uint32_t address, const uint32_t words[4])
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+}
+
+static __device__ __forceinline__ void
+ptx_store_shared_4(uint32_t address, uint32_t word)
+{
+    asm volatile("st.shared.b32 [%0], %1;" : : "r"(address), "r"(word) : "memory");
+}
+
+static __device__ __forceinline__ void
+ptx_store_shared_1(uint32_t address, uint32_t byte)
+{
+    asm volatile("st.shared.b8 [%0], %1;" : : "r"(address), "r"(byte) : "memory");
+}
+
+#endif /* SMLA_CUDA_PTX_SM90_CUH */

@@ -1,0 +1,246 @@
+/* exchange_api.c: arrays in through DLPack's exchange API, a table of C functions that a producer's
+ * type has: no Python code is run for them.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "python/arrays/exchange.h"
+
+/* ---- The exchange API ---------------------------------------------------------------------- */
+
+/* A type and its table, NULL for JAX's arrays, whose type will have none: the first ones that come
+ * are remembered, from the front. */
+typedef struct smla_py_exchange {
+    PyTypeObject *type;
+    const DLPackExchangeAPI *api;
+    bool is_always_writable; /* what PyTorch's tensors are */
+    PyObject *requires_grad; /* the type's, where that answers for every object; else NULL */
+    descrgetfunc ask;        /* it */
+} smla_py_exchange;
+
+void
+smla_py_forget_exchanges(smla_py_shared *shared)
+{
+    for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
+        smla_py_exchange *known = atomic_exchange(&shared->exchanges[i], NULL);
+        if (known != NULL) {
+            Py_DECREF((PyObject *)known->type);
+            Py_XDECREF(known->requires_grad);
+            free(known);
+        }
+    }
+}
+
+static const smla_py_exchange *
+recall_exchange(smla_py_shared *shared, PyTypeObject *type)
+{
+    for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
+        const smla_py_exchange *known =
+            atomic_load_explicit(&shared->exchanges[i], memory_order_acquire);
+        if (known == NULL || known->type == type) {
+            return known;
+        }
+    }
+    return NULL;
+}
+
+bool
+smla_py_is_exchanged(const smla_py_state *state, PyObject *object)
+{
+    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
+    return known != NULL && known->api != NULL;
+}
+
+/* A descriptor with a setter comes before what an object has of that name itself, so it can be
+ * asked without a look-up, in a third of the time; unless the type looks attributes up in its own
+ * way. */
+static void
+find_requires_grad(const smla_py_state *state, smla_py_exchange *met)
+{
+    PyObject *found = PyObject_GetAttr((PyObject *)met->type, state->str_requires_grad);
+    if (found == NULL) {
+        PyErr_Clear();
+        return;
+    }
+    if (PyType_GetSlot(met->type, Py_tp_getattro) == (void *)PyObject_GenericGetAttr &&
+        PyType_GetSlot(Py_TYPE(found), Py_tp_descr_set) != NULL) {
+        met->ask = (descrgetfunc)PyType_GetSlot(Py_TYPE(found), Py_tp_descr_get);
+        met->requires_grad = Py_NewRef(found);
+    }
+    Py_DECREF(found);
+}
+
+static PyObject *
+ask_requires_grad(const smla_py_state *state, PyObject *object)
+{
+    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
+    return known != NULL && known->ask != NULL
+               ? known->ask(known->requires_grad, object, (PyObject *)known->type)
+               : PyObject_GetAttr(object, state->str_requires_grad);
+}
+
+/* Without memory or room it will be looked up again. */
+static void
+remember_exchange(const smla_py_state *state, PyObject *object, const DLPackExchangeAPI *api)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    smla_py_exchange *met = malloc(sizeof *met);
+    if (met == NULL) {
+        return;
+    }
+    *met = (smla_py_exchange){.type = type,
+                              .api = api,
+                              .is_always_writable =
+                                  smla_py_is_type_in_package(state, object, "torch")};
+    find_requires_grad(state, met);
+    for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
+        smla_py_exchange *none = NULL;
+        if (atomic_compare_exchange_strong(&state->shared->exchanges[i], &none, met)) {
+            Py_INCREF((PyObject *)type);
+            return;
+        }
+    }
+    Py_XDECREF(met->requires_grad);
+    free(met);
+}
+
+/* The table of the object's type, of a major version that we know; NULL without an exception where
+ * there is none, NULL with one when the look-up failed. */
+static const DLPackExchangeAPI *
+find_exchange_api(const smla_py_state *state, PyObject *object)
+{
+    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
+    if (known != NULL) {
+        return known->api;
+    }
+    PyObject *capsule = PyObject_GetAttr((PyObject *)Py_TYPE(object), state->str_exchange_api);
+    if (capsule == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            PyErr_Clear();
+            if (smla_py_is_type_in_package(state, object, "jaxlib")) {
+                remember_exchange(state, object, NULL);
+            }
+        }
+        return NULL;
+    }
+    const DLPackExchangeAPIHeader *header = NULL;
+    if (PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
+        header = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    }
+    Py_DECREF(capsule); /* the table is static: it lives as long as the process */
+    while (header != NULL && header->version.major != DLPACK_MAJOR_VERSION) {
+        header = header->prev_api;
+    }
+    if (header != NULL) {
+        remember_exchange(state, object, (const DLPackExchangeAPI *)header);
+    }
+    return (const DLPackExchangeAPI *)header;
+}
+
+/* Imaginary parts, the carriers of the negative bit, lie two apart in every dimension. */
+static bool
+may_be_imaginary(const DLTensor *view)
+{
+    bool may_be = view->dtype.code == kDLFloat;
+    for (int i = 0; may_be && view->strides != NULL && i < view->ndim; i++) {
+        may_be = view->shape[i] <= 1 || view->strides[i] % 2 == 0;
+    }
+    return may_be;
+}
+
+/* The exchange API passes tensors that __dlpack__ refuses; refuse them in the same way. Integers
+ * have neither gradients nor a sign to be kept elsewhere. */
+static int
+check_plain(const smla_py_state *state, const char *op, const char *name, PyObject *object,
+            const DLTensor *view)
+{
+    if (view->dtype.code == kDLInt || view->dtype.code == kDLUInt) {
+        return 0;
+    }
+    PyObject *flag = ask_requires_grad(state, object);
+    if (flag == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear();
+        return 0; /* not PyTorch */
+    }
+    const bool requires_grad = flag == Py_True;
+    Py_DECREF(flag);
+    if (requires_grad) {
+        PyErr_Format(PyExc_BufferError,
+                     "%s: `%s` must not require gradients, got a tensor with requires_grad=True: "
+                     "pass its .detach()",
+                     op, name);
+        return -1;
+    }
+    if (!may_be_imaginary(view)) { /* the question costs as much as the tensor's export */
+        return 0;
+    }
+    flag = PyObject_CallMethodObjArgs(object, state->str_is_neg, NULL);
+    const bool is_neg = flag == Py_True;
+    Py_XDECREF(flag);
+    if (is_neg) {
+        PyErr_Format(PyExc_BufferError,
+                     "%s: `%s` must hold its values as they are, got a tensor with the negative "
+                     "bit: pass its .resolve_neg()",
+                     op, name);
+    }
+    return flag == NULL || is_neg ? -1 : 0;
+}
+
+/* Whether a loan for this call is enough. */
+static bool
+may_lend(const smla_py_state *state, smla_py_role role, PyObject *object)
+{
+    if (role == SMLA_PY_RETAINED || role == SMLA_PY_RETAINED_OUTPUT) {
+        return false;
+    }
+    if (role != SMLA_PY_OUTPUT && role != SMLA_PY_INOUT) {
+        return true;
+    }
+    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
+    return known != NULL ? known->is_always_writable
+                         : smla_py_is_type_in_package(state, object, "torch");
+}
+
+/* Lends the tensor for this call. Takes a share of its memory when it is kept for longer, or when
+ * it is written and may be read-only, which a loan does not tell. */
+static int
+borrow(const smla_py_state *state, const DLPackExchangeAPI *api, smla_py_role role,
+       PyObject *object, DLTensor *view, smla_py_array *array)
+{
+    if (may_lend(state, role, object) && api->dltensor_from_py_object_no_sync != NULL) {
+        return api->dltensor_from_py_object_no_sync(object, view);
+    }
+    DLManagedTensorVersioned *managed = NULL;
+    const int status = api->managed_tensor_from_py_object_no_sync(object, &managed);
+    if (status == 0) {
+        array->release = SMLA_PY_RELEASE_VERSIONED;
+        array->owner.versioned = managed;
+        array->is_read_only = (managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY) != 0;
+        *view = managed->dl_tensor;
+    }
+    return status;
+}
+
+int
+smla_py_read_exchange_api(const smla_py_state *state, const char *op, const char *name,
+                          smla_py_role role, PyObject *object, smla_py_array *array)
+{
+    const DLPackExchangeAPI *api = find_exchange_api(state, object);
+    if (api == NULL) {
+        return PyErr_Occurred() == NULL ? SMLA_PY_NOT_THIS : -1;
+    }
+    DLTensor view;
+    if (borrow(state, api, role, object, &view, array) != 0) {
+        PyErr_Clear(); /* __dlpack__ has the better words */
+        return SMLA_PY_NOT_THIS;
+    }
+    array->framework = SMLA_PY_EXCHANGE;
+    array->exchange_api = api;
+    if (check_plain(state, op, name, object, &view) < 0) {
+        return -1;
+    }
+    return smla_py_copy_view(op, name, &view, array);
+}
