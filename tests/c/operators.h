@@ -58,7 +58,7 @@ array_of(any_args *args, const slot *s)
 static inline const DLTensor *
 zeros(array *a)
 {
-    memset(a->memory + RED_ZONE, 0, a->bytes);
+    memset(a->data, 0, a->bytes);
     return &a->tensor;
 }
 

@@ -1,4 +1,5 @@
-/* testing.h: what the C tests share. Expectations, and arrays inside red zones.
+/* testing.h: what the C tests share. Expectations, and arrays between a red zone and a page that
+ * nobody may read.
  *
  * A program lists its tests in main:  RUN(test_a);  RUN(test_b);  return report("test_x");
  * With SMLA_FIRST_FAILURE in the environment it ends behind the first that fails.
@@ -15,6 +16,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "core/numeric.h"
 #include "sparse_mla.h"
@@ -106,12 +108,19 @@ expect_failure(const char *file, int line, const char *call, smla_status actual,
 
 enum { RED_ZONE = 256, MAX_ARRAYS = 256, MAX_NDIM = 8, RED = 0xA5, POISON = 0xF7 };
 
+#if defined(__x86_64__)
+enum { PAGE = 4096 };
+#else
+enum { PAGE = 65536 }; /* the largest that there is */
+#endif
+
 /* A DLTensor with its own shape and strides; slices share the memory of what they were cut from. */
 typedef struct array {
     DLTensor tensor;
     int64_t shape[MAX_NDIM];
     int64_t strides[MAX_NDIM]; /* elements */
-    uint8_t *memory;           /* red zone, bytes, red zone; NULL for slices */
+    uint8_t *memory;           /* red zone, bytes, up to 63 red ones, guard page; NULL for slices */
+    uint8_t *data;             /* the first of the bytes */
     size_t bytes;
 } array;
 
@@ -139,6 +148,27 @@ remember_array(void)
     return a;
 }
 
+/* Before the guard page, which nobody may read, and aligned to 64 bytes. */
+static inline size_t
+usable_bytes(const array *a)
+{
+    return (RED_ZONE + (a->bytes + 63) / 64 * 64 + PAGE - 1) / PAGE * PAGE;
+}
+
+static inline void
+map_memory(array *a)
+{
+    const size_t usable = usable_bytes(a);
+    a->memory = aligned_alloc(PAGE, usable + PAGE);
+    if (a->memory == NULL || mprotect(a->memory + usable, PAGE, PROT_NONE) != 0) {
+        printf("out of memory\n");
+        exit(2);
+    }
+    a->data = a->memory + usable - (a->bytes + 63) / 64 * 64;
+    memset(a->memory, RED, usable);
+    memset(a->data, POISON, a->bytes);
+}
+
 static inline array *
 new_array(DLDataType dtype, int ndim, const int64_t *shape)
 {
@@ -150,14 +180,8 @@ new_array(DLDataType dtype, int ndim, const int64_t *shape)
         count *= shape[i];
     }
     a->bytes = (size_t)(count * dtype.bits / 8);
-    a->memory = aligned_alloc(64, (2 * RED_ZONE + a->bytes + 63) / 64 * 64);
-    if (a->memory == NULL) {
-        printf("out of memory\n");
-        exit(2);
-    }
-    memset(a->memory, RED, 2 * RED_ZONE + a->bytes);
-    memset(a->memory + RED_ZONE, POISON, a->bytes);
-    a->tensor = (DLTensor){.data = a->memory + RED_ZONE,
+    map_memory(a);
+    a->tensor = (DLTensor){.data = a->data,
                            .device = cpu,
                            .ndim = ndim,
                            .dtype = dtype,
@@ -215,7 +239,7 @@ hash_arrays(int count)
     uint64_t hash = 0xCBF29CE484222325u; /* FNV-1a */
     for (int i = 0; i < count; i++) {
         for (size_t at = 0; arrays[i]->memory != NULL && at < arrays[i]->bytes; at++) {
-            hash = (hash ^ arrays[i]->memory[RED_ZONE + at]) * 0x100000001B3u;
+            hash = (hash ^ arrays[i]->data[at]) * 0x100000001B3u;
         }
     }
     return hash;
@@ -226,13 +250,18 @@ free_arrays(const char *test)
 {
     for (int i = 0; i < num_arrays; i++) {
         array *a = arrays[i];
-        for (size_t at = 0; a->memory != NULL && at < RED_ZONE; at++) {
-            if (a->memory[at] != RED || a->memory[RED_ZONE + a->bytes + at] != RED) {
+        const size_t end = a->memory == NULL ? 0 : usable_bytes(a);
+        for (size_t at = 0; at < end; at++) {
+            const uint8_t *const byte = a->memory + at;
+            if (*byte != RED && (byte < a->data || byte >= a->data + a->bytes)) {
                 fail_at(test, i, "red zone of array", (double)at, 0.0);
                 break;
             }
         }
-        free(a->memory);
+        if (end != 0) {
+            (void)mprotect(a->memory + end, PAGE, PROT_READ | PROT_WRITE);
+            free(a->memory);
+        }
         free(a);
     }
     num_arrays = 0;
