@@ -161,6 +161,7 @@ class Suite:
         self.files = [name for name in files if not name.startswith(left_out)]
         self.seconds = {}
         self.bytes = {}
+        self.objects = set()
         self.idle = set()
         self.catchers = {}  # path → the files of tests that caught one of its faults
 
@@ -207,9 +208,14 @@ class Suite:
         if not self.build():
             return False
         text = (WORK / "output.txt").read_text()
-        objects = set(re.findall(r" cc build/release/obj/csrc/cpu/\w+/(\w+)\.o", text))
-        is_idle = bool(objects) and objects <= self.idle and "obj/tests/" not in text
-        return "no work to do" not in text and not is_idle
+        changed = self.cpu_objects() - self.objects
+        is_idle = bool(changed) and {stem for stem, _ in changed} <= self.idle
+        return "no work to do" not in text and not (is_idle and "obj/tests/" not in text)
+
+    def cpu_objects(self):
+        """What the CPU's kernels are compiled to: name and digest of each."""
+        paths = (TREE / "build/release/obj/csrc/cpu").rglob("*.o")
+        return {(path.stem, hashlib.sha256(path.read_bytes()).digest()) for path in paths}
 
     def find_idle(self):
         """The objects of the CPU's kernels that cannot run here."""
@@ -239,6 +245,7 @@ class Suite:
         if not (self.run(*setup) and self.build()):
             sys.exit(f"error: the copy does not build, see {WORK}/output.txt")
         self.bytes = self.built()
+        self.objects = self.cpu_objects()
         self.idle = self.find_idle()
         record = WORK / "baseline.json"
         paths = {f"tests/c/{stem}.c": stem for stem in self.programs}

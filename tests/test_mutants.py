@@ -285,31 +285,37 @@ def test_who_caught_a_fault_of_the_file_goes_first(monkeypatch):
     assert suite.ran[1:] == ["test_rest.py", "test_plan.py"], "of that file alone"
 
 
-AMX, AVX2 = (
-    "cc build/release/obj/csrc/cpu/attention/attention_amx.o",
-    "cc build/release/obj/csrc/cpu/attention/attention_avx2.o",
-)
-
-
 @pytest.mark.parametrize(
-    ("built", "is_good", "compiles"),
+    ("changed", "output", "is_good", "compiles"),
     [
-        ([], True, True),
-        ([AMX], True, False),
-        ([AMX, AVX2], True, True),
-        ([AVX2], True, True),
-        ([AVX2], False, False),
-        ([AMX, "cc build/release/obj/tests/c/test_cache.o"], True, True),
-        (["ninja: no work to do."], True, False),
+        ([], "cc x.o", True, True),
+        (["attention_amx"], "cc x.o", True, False),
+        (["attention_amx", "attention_avx2"], "cc x.o", True, True),
+        (["attention_avx2"], "cc x.o", True, True),
+        (["attention_avx2"], "cc x.o", False, False),
+        (["attention_amx"], "cc build/release/obj/tests/c/test_cache.o", True, True),
+        ([], "ninja: no work to do.", True, False),
     ],
 )
-def test_what_cannot_run_here_is_no_fault(built, is_good, compiles, tmp_path, monkeypatch):
+def test_what_cannot_run_here_is_no_fault(
+    changed, output, is_good, compiles, tmp_path, monkeypatch
+):
+    """Of the kernels that are compiled again, those count that come out differently."""
     monkeypatch.setattr(mutants, "WORK", tmp_path)
-    (tmp_path / "output.txt").write_text("".join(f"[1/9] {line}\n" for line in built))
-    suite = FakeSuite()
+    monkeypatch.setattr(mutants, "TREE", tmp_path)
+    (tmp_path / "output.txt").write_text(f"[1/9] {output}\n")
+    folder = tmp_path / "build/release/obj/csrc/cpu/attention"
+    folder.mkdir(parents=True)
+    for stem in ("attention_amx", "attention_avx2"):
+        (folder / f"{stem}.o").write_text("before")
+    suite = mutants.Suite("*")
     suite.idle = {"attention_amx"}
+    suite.objects = suite.cpu_objects()
+    assert len(suite.objects) == 2
+    for stem in changed:
+        (folder / f"{stem}.o").write_text("after")
     suite.build = lambda: is_good
-    assert mutants.Suite.compiles(suite) == compiles
+    assert suite.compiles() == compiles
 
 
 def test_a_fault_is_taken_out_again(tmp_path, monkeypatch):

@@ -259,6 +259,23 @@ test_subnormals(void)
     }
 }
 
+/* Weights are 1 at most, so values of 1e38 add up to numbers: logits just above an integer power of
+ * two, whose weights are 2 or 4 times as large by a reference that is one too small. */
+static void
+test_large_values(void)
+{
+    attention_inputs in = make_inputs(bf16, 2, 17, 2);
+    const array *kv = in.lists[0].kv;
+    fill(slice((array *)kv, 2, 0, NOPE, 1), 1e38);
+    fill(slice((array *)kv, 2, NOPE, ROW, 1), 0.2);
+    fill((array *)in.q, 0.0);
+    fill(slice((array *)in.q, 2, ROW - 1, ROW, 1), 10.0);
+    for (int i = 0; i < 4; i++) {
+        SET((array *)in.lists[0].indices, i, i / 2, i % 2);
+    }
+    attend_and_compare(&in, 1);
+}
+
 static void
 test_extra_list(void)
 {
@@ -644,6 +661,7 @@ run_tests(void)
     RUN(test_unselected_nan);
     RUN(test_large_logits);
     RUN(test_subnormals);
+    RUN(test_large_values);
     RUN(test_extra_list);
     RUN(test_duplicates_and_empty_rows);
     RUN(test_one_key);
