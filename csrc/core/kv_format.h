@@ -16,17 +16,19 @@
  *        +------------------------------------+-----------------+-----------------+
  *        value i of the NoPE part = e4m3[i] * scale[i / 128]; the RoPE part is stored as it is
  *
- * A format is one row of smla_kv_formats and one loader per backend. Formats to come (V4: a scale
- * per 64 values, one exponent byte each, kept behind the rows of a page) change the table, not its
- * users: they read sizes and offsets from here. This header compiles as C and as CUDA.
+ * A format is one row of smla_kv_formats, and everything that differs between formats is read from
+ * there: by the check, which also finds the format of an array in it, by the CPU's loaders, by
+ * Python, and at compile time by CUDA's kernels (smla_row). Kernels say which rows they serve, as a
+ * set. This header compiles as C and as CUDA.
  */
 #ifndef SMLA_KV_FORMAT_H
 #define SMLA_KV_FORMAT_H
 
+#include "core/dltensor.h"
 #include "sparse_mla.h"
 
 enum {
-    SMLA_KV_LORA_RANK = 512,    /* NoPE values of a token, and the value size */
+    SMLA_KV_LORA_RANK = 512,    /* latent values of a token, which are also its value */
     SMLA_QK_ROPE_HEAD_DIM = 64, /* RoPE values */
     SMLA_HEAD_DIM = 576,        /* both: what a query is multiplied with */
     SMLA_SCALE_TILE = 128,      /* NoPE values per scale */
@@ -41,41 +43,89 @@ typedef enum smla_nope_type {
     SMLA_NOPE_E4M3 = 2,
 } smla_nope_type;
 
+/* The rows of the table, in order. */
+typedef enum smla_kv_row_number {
+    SMLA_ROW_BFLOAT16,
+    SMLA_ROW_FP8_DS_MLA,
+    SMLA_NUM_KV_FORMATS,
+} smla_kv_row_number;
+
+/* A set of rows: a bit each. */
+typedef uint32_t smla_kv_set;
+
+#define SMLA_KV_SET(number) ((smla_kv_set)1 << (number))
+
 typedef struct smla_kv_format_info {
+    smla_kv_row_number number; /* its place in the table */
     smla_kv_format format;
     const char *name; /* what users write as kv_cache_dtype */
+    unsigned dtypes;  /* SMLA_DTYPE_: element types that an array of it may have */
     smla_nope_type nope_type;
+    int32_t head_dim;     /* of a query that is multiplied with a row */
+    int32_t nope_dim;     /* values of the first part */
+    int32_t rope_dim;     /* bf16 values of the second part */
+    int32_t value_dim;    /* of out */
     int32_t row_bytes;    /* one token */
     int32_t row_elements; /* last dimension of the cache array */
     int32_t alignment;    /* of base and strides, in bytes */
     int32_t num_scales;   /* fp32 scales per token, 0 = none */
+    int32_t scale_tile;   /* values per scale */
     int32_t scale_offset; /* bytes */
     int32_t rope_offset;  /* bytes */
 } smla_kv_format_info;
 
-static const smla_kv_format_info smla_kv_formats[] = {
-    {.format = SMLA_KV_BFLOAT16,
-     .name = "bfloat16",
-     .nope_type = SMLA_NOPE_BF16,
-     .row_bytes = 1152,
-     .row_elements = 576,
-     .alignment = 2,
-     .num_scales = 0,
-     .scale_offset = 0,
-     .rope_offset = 1024},
-    {.format = SMLA_KV_FP8_DS_MLA,
-     .name = "fp8_ds_mla",
-     .nope_type = SMLA_NOPE_E4M3,
-     .row_bytes = 656,
-     .row_elements = 656,
-     .alignment = 16,
-     .num_scales = 4,
-     .scale_offset = 512,
-     .rope_offset = 528},
+#ifdef __cplusplus
+constexpr
+#else
+static const
+#endif
+    smla_kv_format_info smla_kv_formats[SMLA_NUM_KV_FORMATS] = {
+        {.number = SMLA_ROW_BFLOAT16,
+         .format = SMLA_KV_BFLOAT16,
+         .name = "bfloat16",
+         .dtypes = SMLA_DTYPE_BF16,
+         .nope_type = SMLA_NOPE_BF16,
+         .head_dim = 576,
+         .nope_dim = 512,
+         .rope_dim = 64,
+         .value_dim = 512,
+         .row_bytes = 1152,
+         .row_elements = 576,
+         .alignment = 2,
+         .num_scales = 0,
+         .scale_tile = 0,
+         .scale_offset = 0,
+         .rope_offset = 1024},
+        {.number = SMLA_ROW_FP8_DS_MLA,
+         .format = SMLA_KV_FP8_DS_MLA,
+         .name = "fp8_ds_mla",
+         .dtypes = SMLA_DTYPE_BYTES,
+         .nope_type = SMLA_NOPE_E4M3,
+         .head_dim = 576,
+         .nope_dim = 512,
+         .rope_dim = 64,
+         .value_dim = 512,
+         .row_bytes = 656,
+         .row_elements = 656,
+         .alignment = 16,
+         .num_scales = 4,
+         .scale_tile = 128,
+         .scale_offset = 512,
+         .rope_offset = 528},
 };
 
-enum { SMLA_NUM_KV_FORMATS = sizeof smla_kv_formats / sizeof smla_kv_formats[0] };
+#ifdef __cplusplus
+/* What a kernel is compiled for. */
+template <int NUMBER> struct smla_row {
+    static constexpr smla_kv_format_info INFO = smla_kv_formats[NUMBER];
+    static constexpr bool IS_E4M3 = INFO.nope_type == SMLA_NOPE_E4M3;
+    static constexpr int ROW_BYTES = INFO.row_bytes;
+    static constexpr int SCALE_OFFSET = INFO.scale_offset;
+    static constexpr int ROPE_OFFSET = INFO.rope_offset;
+};
+#endif
 
+/* The first row of a format, NULL for a number that is none. */
 static inline const smla_kv_format_info *
 smla_find_kv_format(int32_t format)
 {

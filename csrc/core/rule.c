@@ -333,45 +333,125 @@ smla_require(smla_checker *c, const smla_rule *rule)
 
 /* ---- Caches -------------------------------------------------------------------------------- */
 
+/* Rows of the table, in words: "bfloat16 (576 values a token)", "uint8, int8 or float8_e4m3fn
+ * (fp8_ds_mla, 656 bytes a token)". */
+static void
+describe_rows(smla_kv_set rows, char *text)
+{
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        const smla_kv_format_info *const row = &smla_kv_formats[i];
+        const bool is_bytes = row->dtypes == SMLA_DTYPE_BYTES;
+        if (rows & SMLA_KV_SET(i)) {
+            char dtypes[TEXT_BYTES] = "";
+            describe_dtypes(row->dtypes, dtypes);
+            append(text, "%s%s (%s%s%d %s a token)", text[0] == '\0' ? "" : ", or ", dtypes,
+                   is_bytes ? row->name : "", is_bytes ? ", " : "", row->row_elements,
+                   is_bytes ? "bytes" : "values");
+        }
+    }
+}
+
+/* The rows that an array of this type may be of, by its last dimension too unless that is 0. */
+static smla_kv_set
+find_rows(int32_t kv_format, unsigned dtype, int64_t row_elements)
+{
+    smla_kv_set rows = 0;
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        const smla_kv_format_info *const row = &smla_kv_formats[i];
+        if ((kv_format == SMLA_KV_INFER || (int32_t)row->format == kv_format) &&
+            (row->dtypes & dtype) && (row_elements == 0 || row->row_elements == row_elements)) {
+            rows |= SMLA_KV_SET(i);
+        }
+    }
+    return rows;
+}
+
+static smla_status
+fail_dtype(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format)
+{
+    const smla_kv_format_info *const row = smla_find_kv_format(kv_format);
+    char wanted[TEXT_BYTES] = "";
+    char got[TEXT_BYTES] = "";
+    describe_dtype(tensor, got);
+    if (kv_format == SMLA_KV_INFER) {
+        describe_rows(~(smla_kv_set)0, wanted);
+        return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s, got %s", c->op, name,
+                         wanted, got);
+    }
+    describe_dtypes(row->dtypes, wanted);
+    return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s for format %s, got %s", c->op,
+                     name, wanted, row->name, got);
+}
+
+/* Of no row's size, or of several formats'. */
+static smla_status
+fail_size(const smla_checker *c, const char *name, const DLTensor *tensor, smla_kv_set rows,
+          smla_kv_set of_size)
+{
+    char wanted[TEXT_BYTES] = "";
+    char got[TEXT_BYTES] = "";
+    describe_shape(tensor, got);
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        if ((of_size == 0 ? rows : of_size) & SMLA_KV_SET(i)) {
+            const char *const format = smla_kv_formats[i].name;
+            append(wanted, wanted[0] == '\0' ? "" : " or ");
+            if (of_size == 0) {
+                append(wanted, "%d for format %s", smla_kv_formats[i].row_elements, format);
+            } else {
+                append(wanted, "\"%s\"", format);
+            }
+        }
+    }
+    return of_size == 0 ? smla_fail(c->error, SMLA_ERROR_VALUE,
+                                    "%s: `%s` must have a last dimension of %s, got shape %s",
+                                    c->op, name, wanted, got)
+                        : smla_fail(c->error, SMLA_ERROR_VALUE,
+                                    "%s: `%s` must come with kv_format=%s, got none for shape %s",
+                                    c->op, name, wanted, got);
+}
+
+static const smla_kv_format_info *
+first_row(smla_kv_set rows)
+{
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        if (rows & SMLA_KV_SET(i)) {
+            return &smla_kv_formats[i];
+        }
+    }
+    return &smla_kv_formats[0];
+}
+
+const smla_kv_format_info *
+smla_format_of_cache(const DLTensor *tensor, int32_t kv_format)
+{
+    const bool has_size = tensor != NULL && tensor->shape != NULL && tensor->ndim >= 1 &&
+                          tensor->ndim <= SMLA_MAX_RANK;
+    return first_row(
+        has_size ? find_rows(kv_format, smla_dtype(tensor), smla_size(tensor, tensor->ndim - 1))
+                 : 0);
+}
+
+/* Searches the table: one row, and no other, may have the type and the size of the array. */
 static smla_status
 find_kv_format(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format,
                const smla_kv_format_info **format)
 {
     const unsigned dtype = smla_dtype(tensor);
-    char got[TEXT_BYTES] = "";
-    if (kv_format == SMLA_KV_INFER) {
-        if (dtype == SMLA_DTYPE_BF16) {
-            kv_format = SMLA_KV_BFLOAT16;
-        } else if (dtype & SMLA_DTYPE_BYTES) {
-            kv_format = SMLA_KV_FP8_DS_MLA;
-        } else {
-            describe_dtype(tensor, got);
-            return smla_fail(c->error, SMLA_ERROR_TYPE,
-                             "%s: `%s` must be bfloat16 (576 values a token), or uint8, int8 or "
-                             "float8_e4m3fn (fp8_ds_mla, 656 bytes a token), got %s",
-                             c->op, name, got);
-        }
-    }
-    *format = smla_find_kv_format(kv_format);
-    if (*format == NULL) {
+    if (kv_format != SMLA_KV_INFER && smla_find_kv_format(kv_format) == NULL) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `kv_format` must be a known cache format, got number %d", c->op,
                          (int)kv_format);
     }
-    const bool is_bytes = (*format)->nope_type == SMLA_NOPE_E4M3;
-    if (!(dtype & (is_bytes ? SMLA_DTYPE_BYTES : SMLA_DTYPE_BF16))) {
-        char wanted[TEXT_BYTES] = "";
-        describe_dtypes(is_bytes ? SMLA_DTYPE_BYTES : SMLA_DTYPE_BF16, wanted);
-        describe_dtype(tensor, got);
-        return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s for format %s, got %s",
-                         c->op, name, wanted, (*format)->name, got);
+    const smla_kv_set rows = find_rows(kv_format, dtype, 0);
+    if (rows == 0) {
+        return fail_dtype(c, name, tensor, kv_format);
     }
-    if (smla_size(tensor, tensor->ndim - 1) != (*format)->row_elements) {
-        describe_shape(tensor, got);
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have a last dimension of %d for format %s, got shape %s",
-                         c->op, name, (*format)->row_elements, (*format)->name, got);
+    const int64_t size = smla_size(tensor, tensor->ndim - 1);
+    const smla_kv_set of_size = size == 0 ? 0 : find_rows(kv_format, dtype, size);
+    if (of_size == 0 || (of_size & (of_size - 1)) != 0) {
+        return fail_size(c, name, tensor, rows, of_size);
     }
+    *format = first_row(of_size);
     return SMLA_OK;
 }
 

@@ -56,6 +56,10 @@ smla_open_checker(smla_checker *checker, const char *op, smla_error *error)
 /* Checks one array and remembers it. */
 smla_status smla_require(smla_checker *checker, const smla_rule *rule);
 
+/* The format of a cache, for what is checked before it and has its sizes: where its own check will
+ * find none, the first one of the table. */
+const smla_kv_format_info *smla_format_of_cache(const DLTensor *tensor, int32_t kv_format);
+
 /* Checks a cache, whose shape says its format, and fills `view`. */
 smla_status smla_require_kv(smla_checker *checker, const char *name, const DLTensor *tensor,
                             int32_t kv_format, unsigned flags, smla_kv_view *view);

@@ -45,17 +45,18 @@ smla_check_cache_write(const smla_concat_and_cache_mla_args *args, smla_cache_wr
     smla_checker c;
     smla_kv_view kv;
     smla_open_checker(&c, "concat_and_cache_mla", error);
+    const smla_kv_format_info *const format = smla_format_of_cache(args->kv_cache, args->kv_format);
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "kv_c",
                                            .tensor = args->kv_c,
                                            .dtypes = SMLA_DTYPE_FLOATS,
                                            .ndim = 2,
-                                           .shape = {SMLA_ANY, SMLA_KV_LORA_RANK},
+                                           .shape = {SMLA_ANY, format->nope_dim},
                                            .hint = "tokens, and the values of their latents"}));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "k_pe",
                                            .tensor = args->k_pe,
                                            .dtypes = smla_dtype(args->kv_c),
                                            .ndim = 2,
-                                           .shape = {SMLA_ANY, SMLA_QK_ROPE_HEAD_DIM},
+                                           .shape = {SMLA_ANY, format->rope_dim},
                                            .hint = "tokens, and the RoPE values of their keys"}));
     SMLA_TRY(
         smla_require_kv(&c, "kv_cache", args->kv_cache, args->kv_format, SMLA_RULE_OUTPUT, &kv));
@@ -140,7 +141,7 @@ smla_check_gather(const smla_gather_kv_cache_args *args, smla_gather_params *par
                                            .dtypes = SMLA_DTYPE_BF16,
                                            .flags = SMLA_RULE_OUTPUT,
                                            .ndim = 2,
-                                           .shape = {SMLA_ANY, SMLA_HEAD_DIM}}));
+                                           .shape = {SMLA_ANY, kv.format->head_dim}}));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_gather_params){
         .num_reqs = num_reqs,
@@ -177,10 +178,10 @@ smla_check_dequantize(const smla_dequantize_kv_cache_args *args, smla_dequantize
                      .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
                      .flags = SMLA_RULE_OUTPUT,
                      .ndim = is_flat ? 2 : 3,
-                     .shape = {kv.num_pages, kv.block_size, SMLA_HEAD_DIM}};
+                     .shape = {kv.num_pages, kv.block_size, kv.format->head_dim}};
     if (is_flat) {
         out.shape[0] = smla_kv_num_slots(&kv);
-        out.shape[1] = SMLA_HEAD_DIM;
+        out.shape[1] = kv.format->head_dim;
     }
     SMLA_TRY(smla_require(&c, &out));
     SMLA_TRY(smla_finish_check(&c, backend));
@@ -312,8 +313,8 @@ require_key_list(smla_checker *c, const char *const names[3], const DLTensor *kv
 }
 
 smla_status
-smla_require_query(smla_checker *c, const DLTensor *q, const DLTensor *q_pe, int64_t num_tokens,
-                   int64_t num_heads, unsigned flags)
+smla_require_query(smla_checker *c, const smla_kv_format_info *format, const DLTensor *q,
+                   const DLTensor *q_pe, int64_t num_tokens, int64_t num_heads, unsigned flags)
 {
     const bool is_pair = q_pe != NULL;
     smla_rule rule = {.name = is_pair ? "q[0]" : "q",
@@ -321,7 +322,8 @@ smla_require_query(smla_checker *c, const DLTensor *q, const DLTensor *q_pe, int
                       .dtypes = SMLA_DTYPE_BF16,
                       .flags = flags,
                       .ndim = 3,
-                      .shape = {num_tokens, num_heads, is_pair ? SMLA_KV_LORA_RANK : SMLA_HEAD_DIM},
+                      .shape = {num_tokens, num_heads,
+                                is_pair ? format->nope_dim : format->head_dim},
                       .hint = is_pair ? "a pair has 512 latent values, then 64 of RoPE"
                                       : "tokens, heads, 512 latent and 64 RoPE values"};
     SMLA_TRY(smla_require(c, &rule));
@@ -331,7 +333,7 @@ smla_require_query(smla_checker *c, const DLTensor *q, const DLTensor *q_pe, int
     rule.flags |= SMLA_RULE_OPTIONAL;
     rule.shape[0] = num_tokens != SMLA_ANY ? num_tokens : smla_size(q, 0);
     rule.shape[1] = smla_size(q, 1);
-    rule.shape[2] = SMLA_QK_ROPE_HEAD_DIM;
+    rule.shape[2] = format->rope_dim;
     return smla_require(c, &rule);
 }
 
@@ -376,7 +378,8 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
     smla_checker c;
     smla_open_checker(&c, "sparse_attention", error);
     *params = (smla_attention_params){.num_lists = 1};
-    SMLA_TRY(smla_require_query(&c, args->q, args->q_pe, SMLA_ANY, SMLA_ANY, 0));
+    const smla_kv_format_info *const format = smla_format_of_cache(args->kv, args->kv_format);
+    SMLA_TRY(smla_require_query(&c, format, args->q, args->q_pe, SMLA_ANY, SMLA_ANY, 0));
     const int64_t num_tokens = smla_size(args->q, 0);
     const int64_t num_heads = smla_size(args->q, 1);
     SMLA_TRY(require_key_list(&c, main_names, args->kv, args->kv_format, args->indices,
@@ -404,7 +407,7 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
                                            .dtypes = SMLA_DTYPE_BF16,
                                            .flags = SMLA_RULE_OUTPUT,
                                            .ndim = 3,
-                                           .shape = {num_tokens, num_heads, SMLA_KV_LORA_RANK}}));
+                                           .shape = {num_tokens, num_heads, format->value_dim}}));
     SMLA_TRY(require_state(&c, "lse", args->lse, num_tokens, num_heads, SMLA_RULE_OUTPUT));
     SMLA_TRY(require_state(&c, "max_logits", args->max_logits, num_tokens, num_heads,
                            SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL));
@@ -431,7 +434,7 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
     params->q_nope_stride_head = smla_stride(args->q, 1);
     params->q_pe = smla_data(q_pe);
     if (!is_pair && params->q_pe != NULL) {
-        params->q_pe += SMLA_KV_LORA_RANK;
+        params->q_pe += format->nope_dim;
     }
     params->q_pe_stride_token = smla_stride(q_pe, 0);
     params->q_pe_stride_head = smla_stride(q_pe, 1);

@@ -49,8 +49,10 @@ smla_status smla_require_num_heads(const smla_checker *checker, const char *name
 /* The last step: the backend of the arrays' device, and no output over another array. */
 smla_status smla_finish_check(const smla_checker *checker, const smla_backend **backend);
 
-/* q [T, H, 576], or the pair [T, H, 512] and [T, H, 64]: one rule for attention and forward. */
-smla_status smla_require_query(smla_checker *checker, const DLTensor *q, const DLTensor *q_pe,
-                               int64_t num_tokens, int64_t num_heads, unsigned flags);
+/* q [T, H, 576], or the pair [T, H, 512] and [T, H, 64], as the cache's format has it: one rule for
+ * attention and forward. */
+smla_status smla_require_query(smla_checker *checker, const smla_kv_format_info *format,
+                               const DLTensor *q, const DLTensor *q_pe, int64_t num_tokens,
+                               int64_t num_heads, unsigned flags);
 
 #endif /* SMLA_CHECK_H */

@@ -57,8 +57,10 @@ check_forward(const smla_forward_args *args, smla_error *error)
     }
     const int64_t num_tokens = b->metadata.num_actual_tokens;
     const int64_t num_heads = b->config.num_heads;
-    SMLA_TRY(
-        smla_require_query(&c, args->q, args->q_pe, num_tokens, num_heads, SMLA_RULE_MORE_ROWS));
+    const smla_kv_format_info *const format =
+        smla_format_of_cache(args->kv_cache, b->config.kv_format);
+    SMLA_TRY(smla_require_query(&c, format, args->q, args->q_pe, num_tokens, num_heads,
+                                SMLA_RULE_MORE_ROWS));
     SMLA_TRY(check_cache(&c, args, b));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "topk_indices",
                                            .tensor = args->topk_indices,
@@ -83,7 +85,7 @@ check_forward(const smla_forward_args *args, smla_error *error)
                                            .dtypes = SMLA_DTYPE_BF16,
                                            .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS,
                                            .ndim = 3,
-                                           .shape = {num_tokens, num_heads, SMLA_KV_LORA_RANK}}));
+                                           .shape = {num_tokens, num_heads, format->value_dim}}));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "lse",
                                            .tensor = args->lse,
                                            .dtypes = SMLA_DTYPE_FP32,

@@ -421,9 +421,32 @@ run_tests(void)
     RUN(test_dequantize_strided);
 }
 
+/* What the table says of a row agrees with itself: parts fill the row in order, without a gap. */
+static void
+test_format_table(void)
+{
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        const smla_kv_format_info *const row = &smla_kv_formats[i];
+        const int nope_bytes = row->nope_dim * (row->nope_type == SMLA_NOPE_E4M3 ? 1 : 2);
+        const int element_bytes = row->dtypes == SMLA_DTYPE_BYTES ? 1 : 2;
+        EXPECT_EQ((int)row->number, i);
+        EXPECT(smla_find_kv_format((int32_t)row->format) == row);
+        EXPECT_EQ(row->head_dim, row->nope_dim + row->rope_dim);
+        EXPECT(row->value_dim <= row->head_dim);
+        EXPECT_EQ(row->num_scales * row->scale_tile, row->num_scales == 0 ? 0 : row->nope_dim);
+        EXPECT_EQ(row->scale_offset, row->num_scales == 0 ? 0 : nope_bytes);
+        EXPECT_EQ(row->rope_offset, nope_bytes + 4 * row->num_scales);
+        EXPECT_EQ(row->row_bytes, row->rope_offset + 2 * row->rope_dim);
+        EXPECT_EQ(row->row_bytes, row->row_elements * element_bytes);
+        EXPECT_EQ(row->row_bytes % row->alignment, 0);
+    }
+    EXPECT(smla_find_kv_format(SMLA_KV_INFER) == NULL && smla_find_kv_format(99) == NULL);
+}
+
 int
 main(void)
 {
+    RUN(test_format_table);
     run_on_every_instruction_set(run_tests);
     return report("test_cache");
 }

@@ -7,7 +7,7 @@
 
 #include "fake_cuda/launchers.h"
 
-static const smla_row_formats all_formats[] = {SMLA_ROWS_FP8, SMLA_ROWS_BF16, SMLA_ROWS_MIXED};
+static const smla_kv_set all_formats[] = {SMLA_ROWS_FP8, SMLA_ROWS_BF16, SMLA_ROWS_MIXED};
 
 static const smla_kv_format_info *
 find_format(bool is_fp8)
@@ -24,7 +24,7 @@ test_table(void)
 {
     static const struct {
         const char *launcher, *name, *arch, *heads;
-        smla_row_formats formats;
+        smla_kv_set formats;
         int min_heads, heads_per_cta, max_columns, block_columns, ctas_per_sm, shared_bytes;
     } rows[] = {
         {"sm90_small_32", "attention_small_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
@@ -82,7 +82,7 @@ test_table(void)
 /* Of a device with this much shared memory, not Hopper, the rows of 64 or 32 heads may be left
  * out. */
 static const char *
-expect_whole(const smla_cuda_device *device, smla_row_formats formats, int64_t heads)
+expect_whole(const smla_cuda_device *device, smla_kv_set formats, int64_t heads)
 {
     static char name[32];
     const bool is_hopper = device->compute_capability == 90;
@@ -172,9 +172,18 @@ test_words(void)
     EXPECT_EQ(smla_join_formats(rows_bf16, fp8), SMLA_ROWS_MIXED);
     EXPECT_EQ(smla_join_formats(rows_bf16, rows_bf16), SMLA_ROWS_BF16);
     EXPECT_EQ(smla_join_formats(rows_bf16, NULL), SMLA_ROWS_BF16);
-    EXPECT(strcmp(smla_formats_name(SMLA_ROWS_FP8), "fp8_ds_mla") == 0);
-    EXPECT(strcmp(smla_formats_name(SMLA_ROWS_BF16), "bfloat16") == 0);
-    EXPECT(strcmp(smla_formats_name(SMLA_ROWS_MIXED), "fp8_ds_mla with bfloat16") == 0);
+    char text[SMLA_FORMATS_TEXT];
+    smla_describe_formats(SMLA_ROWS_FP8, text);
+    EXPECT(strcmp(text, "fp8_ds_mla") == 0);
+    smla_describe_formats(SMLA_ROWS_BF16, text);
+    EXPECT(strcmp(text, "bfloat16") == 0);
+    smla_describe_formats(SMLA_ROWS_MIXED, text);
+    EXPECT(strcmp(text, "fp8_ds_mla with bfloat16") == 0);
+    for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
+         kernel++) {
+        smla_describe_formats(kernel->formats, text);
+        EXPECT(strcmp(kernel->formats_name, text) == 0);
+    }
 
     char whole[1024];
     static const char start[] =
@@ -213,7 +222,7 @@ expect_listed(const smla_cuda_device *device, const char *available, const char 
         EXPECT(rows[i].name == smla_attention_kernels[i].name);
         EXPECT(rows[i].arch == text_of(&smla_attention_kernels[i]).arch);
         EXPECT(rows[i].heads == text_of(&smla_attention_kernels[i]).heads);
-        EXPECT(rows[i].kv_format == smla_formats_name(smla_attention_kernels[i].formats));
+        EXPECT(rows[i].kv_format == smla_attention_kernels[i].formats_name);
     }
     EXPECT(((const uint8_t *)&rows[NUM_KERNELS])[0] == POISON);
     memset(rows, POISON, sizeof rows);
@@ -408,7 +417,7 @@ model_plan(const smla_split_problem *p, int64_t tokens)
 /* ---- Plans --------------------------------------------------------------------------------- */
 
 static smla_attention_shape
-make_shape(smla_row_formats formats, int64_t tokens, int64_t heads, int64_t topk, int64_t extra)
+make_shape(smla_kv_set formats, int64_t tokens, int64_t heads, int64_t topk, int64_t extra)
 {
     return (smla_attention_shape){
         .num_tokens = tokens,
@@ -423,7 +432,7 @@ make_shape(smla_row_formats formats, int64_t tokens, int64_t heads, int64_t topk
 }
 
 static smla_split_problem
-make_problem(smla_row_formats formats, const smla_attention_shape *shape)
+make_problem(smla_kv_set formats, const smla_attention_shape *shape)
 {
     smla_split_problem problem;
     memset(&problem, POISON, sizeof problem);
@@ -461,7 +470,7 @@ expect_same_plan(const smla_batch_plan *actual, const smla_batch_plan *expected)
 
 /* What holds for every plan, and that none is better. */
 static void
-check_plan(smla_row_formats formats, const smla_attention_shape *shape)
+check_plan(smla_kv_set formats, const smla_attention_shape *shape)
 {
     const smla_split_problem problem = make_problem(formats, shape);
     const int64_t tokens = shape->num_tokens;
@@ -494,14 +503,14 @@ check_plan(smla_row_formats formats, const smla_attention_shape *shape)
     expect_same_plan(&fresh, &plan);
     if (failures > former && former < MAX_PRINTED) {
         printf("    sm_%d, %d SMs: %s, %d tokens, %d heads, topk %d + %d\n",
-               devices[0].compute_capability, devices[0].num_sms, smla_formats_name(formats),
+               devices[0].compute_capability, devices[0].num_sms, plan.run.kernel->formats_name,
                (int)tokens, (int)shape->num_heads, (int)shape->topk, (int)shape->extra_topk);
     }
 }
 
 /* Bytes for every plan of up to this many tokens, with the alignment's. */
 static int64_t
-model_workspace(smla_row_formats formats, const smla_attention_shape *shape)
+model_workspace(smla_kv_set formats, const smla_attention_shape *shape)
 {
     const smla_split_problem problem = make_problem(formats, shape);
     const int64_t all = shape->num_tokens * model_useful(&problem);
@@ -530,7 +539,7 @@ test_every_size_of_device(void)
     for (int sms = 16; sms <= 160; sms++) {
         for (int draw = 0; draw < 1000; draw++) {
             const int kind = draw % 2 == 0 ? 2 : (int)random_int(8);
-            const smla_row_formats formats = all_formats[draw / 2 % 3];
+            const smla_kv_set formats = all_formats[draw / 2 % 3];
             const int64_t *const topk = some_topks[random_int(NUM_TOPKS)];
             const int64_t extra = topk[1] == 0 && formats == SMLA_ROWS_MIXED ? 64 : topk[1];
             const int64_t few = 1 + random_int(2 * sms);
@@ -570,7 +579,7 @@ static void
 test_tuned_plans(void)
 {
     static const struct {
-        smla_row_formats formats;
+        smla_kv_set formats;
         int tokens, heads, topk, extra;
         const char *launcher;
         int splits, rest, cost;

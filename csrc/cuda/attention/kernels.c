@@ -17,6 +17,7 @@ enum { ANY_ARCH = 999 };
     {.min_arch = 90,                                        \
      .max_arch = 90,                                        \
      .formats = SMLA_ROWS_FP8,                              \
+     .formats_name = "fp8_ds_mla",                          \
      .min_heads = least,                                    \
      .max_heads = 128,                                      \
      .heads_per_cta = heads,                                \
@@ -35,6 +36,7 @@ enum { ANY_ARCH = 999 };
     {.min_arch = 90,                                              \
      .max_arch = 90,                                              \
      .formats = SMLA_ROWS_FP8,                                    \
+     .formats_name = "fp8_ds_mla",                                \
      .min_heads = least,                                          \
      .max_heads = 128,                                            \
      .heads_per_cta = heads,                                      \
@@ -49,10 +51,11 @@ enum { ANY_ARCH = 999 };
      .name = "attention_small_sm90.cu, " #heads " heads per CTA", \
      .launch = smla_attend_sm90_small_##heads}
 
-#define SM80(rows, suffix, least, heads)                    \
+#define SM80(rows, rows_name, suffix, least, heads)         \
     {.min_arch = 80,                                        \
      .max_arch = ANY_ARCH,                                  \
      .formats = rows,                                       \
+     .formats_name = rows_name,                             \
      .min_heads = least,                                    \
      .max_heads = 128,                                      \
      .heads_per_cta = heads,                                \
@@ -73,6 +76,7 @@ const smla_attention_kernel smla_attention_kernels[] = {
     {.min_arch = 90,
      .max_arch = 90,
      .formats = SMLA_ROWS_BF16,
+     .formats_name = "bfloat16",
      .min_heads = 1,
      .max_heads = 128,
      .heads_per_cta = 64,
@@ -83,13 +87,13 @@ const smla_attention_kernel smla_attention_kernels[] = {
      .shared_bytes = SMLA_SM90_SHARED_BYTES,
      .name = "attention_bf16_sm90.cu, 64 heads per CTA",
      .launch = smla_attend_sm90_bf16_64},
-    SM80(SMLA_ROWS_FP8, fp8, 33, 64),
-    SM80(SMLA_ROWS_FP8, fp8, 17, 32),
-    SM80(SMLA_ROWS_FP8, fp8, 1, 16),
-    SM80(SMLA_ROWS_BF16, bf16, 33, 64),
-    SM80(SMLA_ROWS_BF16, bf16, 17, 32),
-    SM80(SMLA_ROWS_BF16, bf16, 1, 16),
-    SM80(SMLA_ROWS_MIXED, mixed, 1, 16),
+    SM80(SMLA_ROWS_FP8, "fp8_ds_mla", fp8, 33, 64),
+    SM80(SMLA_ROWS_FP8, "fp8_ds_mla", fp8, 17, 32),
+    SM80(SMLA_ROWS_FP8, "fp8_ds_mla", fp8, 1, 16),
+    SM80(SMLA_ROWS_BF16, "bfloat16", bf16, 33, 64),
+    SM80(SMLA_ROWS_BF16, "bfloat16", bf16, 17, 32),
+    SM80(SMLA_ROWS_BF16, "bfloat16", bf16, 1, 16),
+    SM80(SMLA_ROWS_MIXED, "fp8_ds_mla with bfloat16", mixed, 1, 16),
     {.launch = NULL},
 };
 
@@ -112,24 +116,18 @@ text_of(const smla_attention_kernel *kernel)
     };
 }
 
-const char *
-smla_formats_name(smla_row_formats formats)
+void
+smla_describe_formats(smla_kv_set formats, char text[SMLA_FORMATS_TEXT])
 {
-    switch (formats) {
-    case SMLA_ROWS_FP8: return "fp8_ds_mla";
-    case SMLA_ROWS_BF16: return "bfloat16";
-    default: return "fp8_ds_mla with bfloat16";
+    size_t length = 0;
+    text[0] = '\0';
+    for (int i = SMLA_NUM_KV_FORMATS - 1; i >= 0 && length < SMLA_FORMATS_TEXT; i--) {
+        if (formats & SMLA_KV_SET(i)) {
+            const int written = snprintf(text + length, SMLA_FORMATS_TEXT - length, "%s%s",
+                                         length == 0 ? "" : " with ", smla_kv_formats[i].name);
+            length += written < 0 ? 0 : (size_t)written;
+        }
     }
-}
-
-smla_row_formats
-smla_join_formats(const smla_kv_format_info *main, const smla_kv_format_info *extra)
-{
-    const bool is_fp8 = main->nope_type == SMLA_NOPE_E4M3;
-    if (extra != NULL && is_fp8 != (extra->nope_type == SMLA_NOPE_E4M3)) {
-        return SMLA_ROWS_MIXED;
-    }
-    return is_fp8 ? SMLA_ROWS_FP8 : SMLA_ROWS_BF16;
 }
 
 static bool
@@ -142,15 +140,15 @@ runs_on(const smla_attention_kernel *kernel, const smla_cuda_device *device)
 
 bool
 smla_fits_kernel(const smla_attention_kernel *kernel, const smla_cuda_device *device,
-                 smla_row_formats formats, int64_t num_heads, int num_splits, int64_t columns)
+                 smla_kv_set formats, int64_t num_heads, int num_splits, int64_t columns)
 {
-    return kernel->formats == formats && num_heads >= kernel->min_heads &&
+    return (formats & ~kernel->formats) == 0 && num_heads >= kernel->min_heads &&
            num_heads <= kernel->max_heads && runs_on(kernel, device) &&
            (kernel->max_columns == 0 || (num_splits > 1 && columns <= kernel->max_columns));
 }
 
 const smla_attention_kernel *
-smla_find_kernel(const smla_cuda_device *device, smla_row_formats formats, int64_t num_heads,
+smla_find_kernel(const smla_cuda_device *device, smla_kv_set formats, int64_t num_heads,
                  int num_splits, int64_t columns)
 {
     for (int i = 0; i < NUM_KERNELS; i++) {
@@ -163,7 +161,7 @@ smla_find_kernel(const smla_cuda_device *device, smla_row_formats formats, int64
 }
 
 const smla_attention_kernel *
-smla_find_whole_kernel(const smla_cuda_device *device, smla_row_formats formats, int64_t num_heads)
+smla_find_whole_kernel(const smla_cuda_device *device, smla_kv_set formats, int64_t num_heads)
 {
     return smla_find_kernel(device, formats, num_heads, 1, 0);
 }
@@ -192,7 +190,7 @@ smla_cuda_kernels(smla_kernel_info *rows, int64_t capacity)
         rows[i] = (smla_kernel_info){
             .device = "cuda",
             .arch = text.arch,
-            .kv_format = smla_formats_name(kernel->formats),
+            .kv_format = kernel->formats_name,
             .heads = text.heads,
             .name = kernel->name,
             .available = device != NULL && runs_on(kernel, device),
@@ -209,9 +207,9 @@ smla_describe_kernels(char *text, size_t size)
     text[0] = '\0';
     for (int i = 0; i < NUM_KERNELS && length < size; i++) {
         const smla_attention_kernel *const kernel = &smla_attention_kernels[i];
-        const int written = snprintf(text + length, size - length, "%s%s %s, heads %s",
-                                     i == 0 ? "" : "; ", text_of(kernel).arch,
-                                     smla_formats_name(kernel->formats), text_of(kernel).heads);
+        const int written =
+            snprintf(text + length, size - length, "%s%s %s, heads %s", i == 0 ? "" : "; ",
+                     text_of(kernel).arch, kernel->formats_name, text_of(kernel).heads);
         length += written < 0 ? 0 : (size_t)written;
     }
 }

@@ -13,12 +13,12 @@ extern "C" {
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* Which row formats the key lists of a call have. */
-typedef enum smla_row_formats {
-    SMLA_ROWS_FP8 = 1,   /* fp8_ds_mla alone */
-    SMLA_ROWS_BF16 = 2,  /* bfloat16 alone */
-    SMLA_ROWS_MIXED = 3, /* one list of each */
-} smla_row_formats;
+/* What a kernel reads: the formats of all lists of its calls. */
+enum {
+    SMLA_ROWS_FP8 = SMLA_KV_SET(SMLA_ROW_FP8_DS_MLA),
+    SMLA_ROWS_BF16 = SMLA_KV_SET(SMLA_ROW_BFLOAT16),
+    SMLA_ROWS_MIXED = SMLA_ROWS_FP8 | SMLA_ROWS_BF16, /* one list of each */
+};
 
 /* `cut_bytes` as in smla_attention_run; most kernels cut no rows. */
 typedef cudaError_t smla_attention_launcher(const smla_attention_params *params, int64_t cut_bytes);
@@ -26,8 +26,8 @@ typedef cudaError_t smla_attention_launcher(const smla_attention_params *params,
 typedef struct smla_attention_kernel {
     int32_t min_arch; /* compute capability, major * 10 + minor */
     int32_t max_arch;
-    smla_row_formats formats;
-    int32_t min_heads; /* of the call */
+    smla_kv_set formats; /* that it serves */
+    int32_t min_heads;   /* of the call */
     int32_t max_heads;
     int32_t heads_per_cta; /* more heads are more CTAs, which gather the same rows */
     int32_t max_columns;   /* of a split, of both lists; 0: any, and calls without splits */
@@ -39,6 +39,7 @@ typedef struct smla_attention_kernel {
     int32_t ctas_per_sm;   /* at most; for the split schedule */
     int32_t shared_bytes;  /* of one CTA */
     const char *name;      /* source file and variant */
+    const char *formats_name;
     smla_attention_launcher *launch;
 } smla_attention_kernel;
 
@@ -47,22 +48,27 @@ extern const smla_attention_kernel smla_attention_kernels[];
 
 /* `columns`: of a split, of both lists. */
 bool smla_fits_kernel(const smla_attention_kernel *kernel, const smla_cuda_device *device,
-                      smla_row_formats formats, int64_t num_heads, int num_splits, int64_t columns);
+                      smla_kv_set formats, int64_t num_heads, int num_splits, int64_t columns);
 
 /* The first row that fits, NULL for none. */
-const smla_attention_kernel *smla_find_kernel(const smla_cuda_device *device,
-                                              smla_row_formats formats, int64_t num_heads,
-                                              int num_splits, int64_t columns);
+const smla_attention_kernel *smla_find_kernel(const smla_cuda_device *device, smla_kv_set formats,
+                                              int64_t num_heads, int num_splits, int64_t columns);
 
 /* The row of a call that is not split. */
 const smla_attention_kernel *smla_find_whole_kernel(const smla_cuda_device *device,
-                                                    smla_row_formats formats, int64_t num_heads);
+                                                    smla_kv_set formats, int64_t num_heads);
 
 /* Of a main list and an extra one, which may be absent (NULL). */
-smla_row_formats smla_join_formats(const smla_kv_format_info *main,
-                                   const smla_kv_format_info *extra);
+static inline smla_kv_set
+smla_join_formats(const smla_kv_format_info *main, const smla_kv_format_info *extra)
+{
+    return SMLA_KV_SET(main->number) | (extra == NULL ? 0 : SMLA_KV_SET(extra->number));
+}
 
-const char *smla_formats_name(smla_row_formats formats);
+enum { SMLA_FORMATS_TEXT = 64 };
+
+/* Their names: "fp8_ds_mla with bfloat16". */
+void smla_describe_formats(smla_kv_set formats, char text[SMLA_FORMATS_TEXT]);
 
 /* The rows in words, for the error of a miss; cut where they do not fit. */
 void smla_describe_kernels(char *text, size_t size);

@@ -3,7 +3,7 @@
  */
 #include "cuda/attention/kernels.h"
 
-static smla_row_formats
+static smla_kv_set
 formats_of(const smla_attention_params *params)
 {
     return smla_join_formats(params->lists[0].kv.format,
@@ -15,13 +15,15 @@ static smla_status
 fail_without_kernel(const smla_attention_params *params, const smla_cuda_device *device,
                     smla_error *error)
 {
+    char formats[SMLA_FORMATS_TEXT];
     char rows[512];
+    smla_describe_formats(formats_of(params), formats);
     smla_describe_kernels(rows, sizeof rows);
     return smla_fail(error, SMLA_ERROR_RUNTIME,
                      "sparse_attention: no kernel for sm_%d, %d bytes of shared memory, %s and "
                      "%lld heads; there are: %s",
-                     device->compute_capability, device->max_shared_bytes,
-                     smla_formats_name(formats_of(params)), (long long)params->num_heads, rows);
+                     device->compute_capability, device->max_shared_bytes, formats,
+                     (long long)params->num_heads, rows);
 }
 
 static smla_status

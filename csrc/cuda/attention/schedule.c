@@ -123,6 +123,7 @@ choose_kernel(const smla_split_problem *problem, int64_t num_tokens, int num_spl
     for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
          kernel++) {
         if (kernel->min_arch != problem->whole->min_arch ||
+            kernel->formats != problem->whole->formats ||
             !smla_fits_kernel(kernel, problem->device, problem->whole->formats, problem->num_heads,
                               num_splits, columns)) {
             continue;
@@ -218,7 +219,7 @@ smla_find_plan(const smla_split_problem *problem, int64_t num_tokens)
 
 bool
 smla_find_problem(const smla_cuda_device *device, const smla_attention_shape *shape,
-                  smla_row_formats formats, smla_split_problem *problem)
+                  smla_kv_set formats, smla_split_problem *problem)
 {
     *problem = (smla_split_problem){
         .device = device,
@@ -247,23 +248,34 @@ most_parts(const smla_split_problem *problem, int64_t num_tokens)
     return useful == 1 ? 0 : min_int64(num_tokens * useful, max_parts(problem));
 }
 
+/* The same where the formats of a call are known. */
+static int64_t
+most_parts_of(const smla_cuda_device *device, const smla_attention_shape *shape,
+              smla_kv_set formats)
+{
+    smla_split_problem problem;
+    return smla_find_problem(device, shape, formats, &problem)
+               ? most_parts(&problem, shape->num_tokens)
+               : 0;
+}
+
 int64_t
 smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
 {
-    static const smla_row_formats all[] = {SMLA_ROWS_FP8, SMLA_ROWS_BF16, SMLA_ROWS_MIXED};
     if (shape->num_splits != 0) {
         const bool has_parts = shape->num_splits > 1;
         return parts_bytes(has_parts ? shape->num_tokens * shape->num_splits : 0, shape->num_heads);
     }
-    const bool is_known = shape->formats[0] != NULL;
-    const smla_row_formats own =
-        is_known ? smla_join_formats(shape->formats[0], shape->formats[1]) : 0;
     const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
     int64_t parts = 0;
-    for (int i = 0; i < (is_known ? 1 : 3) && device != NULL; i++) {
-        smla_split_problem problem;
-        if (smla_find_problem(device, shape, is_known ? own : all[i], &problem)) {
-            const int64_t more = most_parts(&problem, shape->num_tokens);
+    if (device != NULL && shape->formats[0] != NULL) {
+        parts =
+            most_parts_of(device, shape, smla_join_formats(shape->formats[0], shape->formats[1]));
+    } else if (device != NULL) { /* any format in any list */
+        for (int i = 0; i < SMLA_NUM_KV_FORMATS * SMLA_NUM_KV_FORMATS; i++) {
+            const int64_t more = most_parts_of(device, shape,
+                                               SMLA_KV_SET(i / SMLA_NUM_KV_FORMATS) |
+                                                   SMLA_KV_SET(i % SMLA_NUM_KV_FORMATS));
             parts = more > parts ? more : parts;
         }
     }
@@ -300,9 +312,9 @@ plan_runs(const smla_split_problem *problem, int64_t num_tokens, smla_attention_
 void
 smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan *plan)
 {
-    const smla_row_formats formats = shape->formats[0] == NULL
-                                         ? SMLA_ROWS_FP8
-                                         : smla_join_formats(shape->formats[0], shape->formats[1]);
+    const smla_kv_set formats = shape->formats[0] == NULL
+                                    ? SMLA_ROWS_FP8
+                                    : smla_join_formats(shape->formats[0], shape->formats[1]);
     const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
     const int num_splits = shape->num_splits == 0 ? 1 : shape->num_splits;
     *plan = (smla_attention_plan){

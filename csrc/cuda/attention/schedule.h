@@ -32,7 +32,7 @@ typedef struct smla_batch_plan {
 
 /* False where no row fits. */
 bool smla_find_problem(const smla_cuda_device *device, const smla_attention_shape *shape,
-                       smla_row_formats formats, smla_split_problem *problem);
+                       smla_kv_set formats, smla_split_problem *problem);
 
 /* The plan with the shortest estimated time. */
 smla_batch_plan smla_find_plan(const smla_split_problem *problem, int64_t num_tokens);

@@ -40,12 +40,12 @@ enum {
 
 /* ---- Rows out of the cache ----------------------------------------------------------------- */
 
-template <int NOPE, int OUT> struct row_part {
+template <int ROW, int OUT> struct row_part {
     enum {
         COUNT = OUT == SMLA_FLOAT_FP32 ? 4 : 8, /* values of a lane: 16 bytes of out */
         STEP = COUNT * SMLA_WARP_LANES,
         STEPS = SMLA_KV_LORA_RANK / STEP,
-        IN_BYTES = NOPE == SMLA_NOPE_E4M3 ? COUNT : 2 * COUNT,
+        IN_BYTES = smla_row<ROW>::IS_E4M3 ? COUNT : 2 * COUNT,
     };
     uint32_t nope[STEPS][IN_BYTES / 4];
     uint32_t scale_bits[STEPS];
@@ -55,19 +55,19 @@ template <int NOPE, int OUT> struct row_part {
 /* What is read where a row does not exist: zeros. */
 __device__ const uint4 no_row[SMLA_HEAD_DIM * 2 / sizeof(uint4)] = {};
 
-template <int NOPE, int OUT, bool ALIGNED>
+template <int ROW, int OUT, bool ALIGNED>
 __device__ __forceinline__ void
-load_row(const uint8_t *row, const row_offsets &offsets, row_part<NOPE, OUT> *part)
+load_row(const uint8_t *row, const row_offsets &offsets, row_part<ROW, OUT> *part)
 {
-    using layout = row_part<NOPE, OUT>;
-    constexpr bool IN_ALIGNED = ALIGNED || NOPE == SMLA_NOPE_E4M3;
+    using layout = row_part<ROW, OUT>;
+    constexpr bool IN_ALIGNED = ALIGNED || smla_row<ROW>::IS_E4M3;
     const int lane = lane_idx();
 #pragma unroll
     for (int i = 0; i < layout::STEPS; i++) {
         const uint8_t *const from = row + i * layout::IN_BYTES * SMLA_WARP_LANES;
         smla_load_words<layout::IN_BYTES, IN_ALIGNED>(from + lane * layout::IN_BYTES,
                                                       part->nope[i]);
-        if constexpr (NOPE == SMLA_NOPE_E4M3) {
+        if constexpr (smla_row<ROW>::IS_E4M3) {
             const int tile = (i * layout::STEP + lane * layout::COUNT) / SMLA_SCALE_TILE;
             smla_load_words<4, true>(row + offsets.scale + tile * 4, &part->scale_bits[i]);
         }
@@ -112,12 +112,12 @@ upconvert_step(const uint32_t *bytes, float scale, uint32_t *words)
 }
 
 /* The NoPE values of a lane as vectors of out. */
-template <int NOPE, int OUT>
+template <int ROW, int OUT>
 __device__ __forceinline__ void
-upconvert(const row_part<NOPE, OUT> &part, uint32_t (*words)[4])
+upconvert(const row_part<ROW, OUT> &part, uint32_t (*words)[4])
 {
-    using layout = row_part<NOPE, OUT>;
-    if constexpr (NOPE == SMLA_NOPE_E4M3) {
+    using layout = row_part<ROW, OUT>;
+    if constexpr (smla_row<ROW>::IS_E4M3) {
         uint32_t marks = 0;
         bool is_plain = true;
 #pragma unroll
@@ -152,15 +152,15 @@ upconvert(const row_part<NOPE, OUT> &part, uint32_t (*words)[4])
     }
 }
 
-template <int NOPE, int OUT, bool ALIGNED>
+template <int ROW, int OUT, bool ALIGNED>
 __device__ __forceinline__ void
-store_row(const row_part<NOPE, OUT> &part, uint8_t *out)
+store_row(const row_part<ROW, OUT> &part, uint8_t *out)
 {
-    using layout = row_part<NOPE, OUT>;
+    using layout = row_part<ROW, OUT>;
     constexpr int UNIT = OUT == SMLA_FLOAT_FP32 ? 4 : 2;
     const int lane = lane_idx();
     uint32_t words[layout::STEPS][4];
-    upconvert<NOPE, OUT>(part, words);
+    upconvert<ROW, OUT>(part, words);
 #pragma unroll
     for (int i = 0; i < layout::STEPS; i++) {
         smla_store_words<16, ALIGNED, UNIT>(out + (i * SMLA_WARP_LANES + lane) * 16, words[i]);
@@ -175,20 +175,20 @@ store_row(const row_part<NOPE, OUT> &part, uint8_t *out)
 }
 
 /* Lane i knows where row i of a chunk is, and where it goes: null where there is none. */
-template <int NOPE, int OUT, bool ALIGNED>
+template <int ROW, int OUT, bool ALIGNED>
 __device__ __forceinline__ void
 move_chunk(const uint8_t *source, const uint8_t *target, const row_offsets &offsets)
 {
-    row_part<NOPE, OUT> parts[CHUNK_ROWS];
+    row_part<ROW, OUT> parts[CHUNK_ROWS];
 #pragma unroll
     for (int i = 0; i < CHUNK_ROWS; i++) {
-        load_row<NOPE, OUT, ALIGNED>(shuffle_pointer(source, i), offsets, &parts[i]);
+        load_row<ROW, OUT, ALIGNED>(shuffle_pointer(source, i), offsets, &parts[i]);
     }
 #pragma unroll
     for (int i = 0; i < CHUNK_ROWS; i++) {
         uint8_t *const out = shuffle_pointer(target, i);
         if (out != nullptr) {
-            store_row<NOPE, OUT, ALIGNED>(parts[i], out);
+            store_row<ROW, OUT, ALIGNED>(parts[i], out);
         }
     }
 }
@@ -292,7 +292,7 @@ find_position(const gather_args &args, int64_t req, int64_t position)
     return find_row(p.kv, page, position - block * p.kv.block_size);
 }
 
-template <int NOPE, bool ALIGNED>
+template <int ROW, bool ALIGNED>
 __device__ __forceinline__ void
 gather_chunk(const gather_args &args, int64_t req, int64_t chunk)
 {
@@ -308,10 +308,10 @@ gather_chunk(const gather_args &args, int64_t req, int64_t chunk)
         source = find_position(args, req, seq_start + position);
         target = (const uint8_t *)(p.out + (range.workspace_start + position) * p.out_stride_token);
     }
-    move_chunk<NOPE, SMLA_FLOAT_BF16, ALIGNED>(source, target, args.offsets);
+    move_chunk<ROW, SMLA_FLOAT_BF16, ALIGNED>(source, target, args.offsets);
 }
 
-template <int NOPE, bool ALIGNED>
+template <int ROW, bool ALIGNED>
 __global__ void
 __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_SM)
     gather_kernel(const __grid_constant__ gather_args args)
@@ -329,7 +329,7 @@ __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_S
         for (; chunk < ends[num_reqs - 1]; chunk += num_warps) {
             const int req = find_request(ends, num_reqs, chunk);
             const int64_t before = req == 0 ? 0 : ends[req - 1];
-            gather_chunk<NOPE, ALIGNED>(args, first_req + req, chunk - before);
+            gather_chunk<ROW, ALIGNED>(args, first_req + req, chunk - before);
         }
         chunk -= ends[num_reqs - 1];
         __syncthreads(); /* counts used */
@@ -337,16 +337,16 @@ __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_S
 }
 
 struct gather_row {
-    smla_nope_type nope;
+    smla_kv_row_number format;
     bool is_aligned;
     void (*kernel)(gather_args);
 };
 
 const gather_row gather_rows[] = {
-    {SMLA_NOPE_E4M3, true, gather_kernel<SMLA_NOPE_E4M3, true>},
-    {SMLA_NOPE_E4M3, false, gather_kernel<SMLA_NOPE_E4M3, false>},
-    {SMLA_NOPE_BF16, true, gather_kernel<SMLA_NOPE_BF16, true>},
-    {SMLA_NOPE_BF16, false, gather_kernel<SMLA_NOPE_BF16, false>},
+    {SMLA_ROW_FP8_DS_MLA, true, gather_kernel<SMLA_ROW_FP8_DS_MLA, true>},
+    {SMLA_ROW_FP8_DS_MLA, false, gather_kernel<SMLA_ROW_FP8_DS_MLA, false>},
+    {SMLA_ROW_BFLOAT16, true, gather_kernel<SMLA_ROW_BFLOAT16, true>},
+    {SMLA_ROW_BFLOAT16, false, gather_kernel<SMLA_ROW_BFLOAT16, false>},
 };
 
 /* ---- Dequantise ---------------------------------------------------------------------------- */
@@ -357,7 +357,7 @@ struct dequantize_args {
     row_offsets offsets;
 };
 
-template <int NOPE, int OUT, bool ALIGNED>
+template <int ROW, int OUT, bool ALIGNED>
 __global__ void
 __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_SM)
     dequantize_kernel(const __grid_constant__ dequantize_args args)
@@ -379,34 +379,34 @@ __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_S
             source = find_row(p.kv, page, offset);
             target = (const uint8_t *)p.out + at * ELEMENT_BYTES;
         }
-        move_chunk<NOPE, OUT, ALIGNED>(source, target, args.offsets);
+        move_chunk<ROW, OUT, ALIGNED>(source, target, args.offsets);
     }
 }
 
 struct dequantize_row {
-    smla_nope_type nope;
+    smla_kv_row_number format;
     smla_float_type out;
     bool is_aligned;
     void (*kernel)(dequantize_args);
 };
 
 const dequantize_row dequantize_rows[] = {
-    {SMLA_NOPE_E4M3, SMLA_FLOAT_BF16, true,
-     dequantize_kernel<SMLA_NOPE_E4M3, SMLA_FLOAT_BF16, true>},
-    {SMLA_NOPE_E4M3, SMLA_FLOAT_BF16, false,
-     dequantize_kernel<SMLA_NOPE_E4M3, SMLA_FLOAT_BF16, false>},
-    {SMLA_NOPE_E4M3, SMLA_FLOAT_FP32, true,
-     dequantize_kernel<SMLA_NOPE_E4M3, SMLA_FLOAT_FP32, true>},
-    {SMLA_NOPE_E4M3, SMLA_FLOAT_FP32, false,
-     dequantize_kernel<SMLA_NOPE_E4M3, SMLA_FLOAT_FP32, false>},
-    {SMLA_NOPE_BF16, SMLA_FLOAT_BF16, true,
-     dequantize_kernel<SMLA_NOPE_BF16, SMLA_FLOAT_BF16, true>},
-    {SMLA_NOPE_BF16, SMLA_FLOAT_BF16, false,
-     dequantize_kernel<SMLA_NOPE_BF16, SMLA_FLOAT_BF16, false>},
-    {SMLA_NOPE_BF16, SMLA_FLOAT_FP32, true,
-     dequantize_kernel<SMLA_NOPE_BF16, SMLA_FLOAT_FP32, true>},
-    {SMLA_NOPE_BF16, SMLA_FLOAT_FP32, false,
-     dequantize_kernel<SMLA_NOPE_BF16, SMLA_FLOAT_FP32, false>},
+    {SMLA_ROW_FP8_DS_MLA, SMLA_FLOAT_BF16, true,
+     dequantize_kernel<SMLA_ROW_FP8_DS_MLA, SMLA_FLOAT_BF16, true>},
+    {SMLA_ROW_FP8_DS_MLA, SMLA_FLOAT_BF16, false,
+     dequantize_kernel<SMLA_ROW_FP8_DS_MLA, SMLA_FLOAT_BF16, false>},
+    {SMLA_ROW_FP8_DS_MLA, SMLA_FLOAT_FP32, true,
+     dequantize_kernel<SMLA_ROW_FP8_DS_MLA, SMLA_FLOAT_FP32, true>},
+    {SMLA_ROW_FP8_DS_MLA, SMLA_FLOAT_FP32, false,
+     dequantize_kernel<SMLA_ROW_FP8_DS_MLA, SMLA_FLOAT_FP32, false>},
+    {SMLA_ROW_BFLOAT16, SMLA_FLOAT_BF16, true,
+     dequantize_kernel<SMLA_ROW_BFLOAT16, SMLA_FLOAT_BF16, true>},
+    {SMLA_ROW_BFLOAT16, SMLA_FLOAT_BF16, false,
+     dequantize_kernel<SMLA_ROW_BFLOAT16, SMLA_FLOAT_BF16, false>},
+    {SMLA_ROW_BFLOAT16, SMLA_FLOAT_FP32, true,
+     dequantize_kernel<SMLA_ROW_BFLOAT16, SMLA_FLOAT_FP32, true>},
+    {SMLA_ROW_BFLOAT16, SMLA_FLOAT_FP32, false,
+     dequantize_kernel<SMLA_ROW_BFLOAT16, SMLA_FLOAT_FP32, false>},
 };
 
 } /* namespace */
@@ -432,7 +432,7 @@ smla_cuda_launch_gather(const smla_gather_params *p, const smla_cuda_device *dev
                                : few_blocks < one_round ? one_round
                                                         : few_blocks;
     for (const gather_row &row : gather_rows) {
-        if (row.nope == p->kv.format->nope_type && row.is_aligned == is_aligned) {
+        if (row.format == p->kv.format->number && row.is_aligned == is_aligned) {
             return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream);
         }
     }
@@ -449,7 +449,7 @@ smla_cuda_launch_dequantize(const smla_dequantize_params *p)
     const dequantize_args args = {*p, smla_make_divisor(p->kv.block_size), offsets_of(p->kv)};
     const int64_t num_slots = p->kv.num_pages * p->kv.block_size;
     for (const dequantize_row &row : dequantize_rows) {
-        if (row.nope == p->kv.format->nope_type && row.out == p->out_type &&
+        if (row.format == p->kv.format->number && row.out == p->out_type &&
             row.is_aligned == is_aligned) {
             return smla_launch(row.kernel, args,
                                smla_count_parts(num_slots, CHUNK_ROWS * BLOCK_WARPS), BLOCK_THREADS,

@@ -224,13 +224,13 @@ store_scales(const smla_scale *scales, float *to)
     }
 }
 
-template <int TYPE, int NOPE, bool ALIGNED>
+template <int TYPE, int ROW, bool ALIGNED>
 __device__ __forceinline__ void
 write_token(const given_part<TYPE> &part, const row_offsets &offsets, uint8_t *row)
 {
     using layout = given_part<TYPE>;
-    constexpr bool OUT_ALIGNED = ALIGNED || NOPE == SMLA_NOPE_E4M3;
-    constexpr int OUT_BYTES = NOPE == SMLA_NOPE_E4M3 ? layout::COUNT : 2 * layout::COUNT;
+    constexpr bool OUT_ALIGNED = ALIGNED || smla_row<ROW>::IS_E4M3;
+    constexpr int OUT_BYTES = smla_row<ROW>::IS_E4M3 ? layout::COUNT : 2 * layout::COUNT;
     const int lane = lane_idx();
     uint8_t *const nope = row + lane * OUT_BYTES;
     uint32_t pairs[layout::STEPS][layout::COUNT / 2];
@@ -240,7 +240,7 @@ write_token(const given_part<TYPE> &part, const row_offsets &offsets, uint8_t *r
         narrow<TYPE, layout::COUNT>(part.nope[i], pairs[i]);
     }
     narrow<TYPE, 2>(part.rope, &rope);
-    if constexpr (NOPE == SMLA_NOPE_E4M3) {
+    if constexpr (smla_row<ROW>::IS_E4M3) {
         smla_scale scales[layout::STEPS];
         uint32_t bytes[layout::STEPS][layout::COUNT / 4];
         find_scales<TYPE>(pairs, scales);
@@ -272,7 +272,7 @@ min_write_blocks()
     return ALIGNED && TYPE != SMLA_FLOAT_FP32 ? most : FEW_BLOCKS_PER_SM;
 }
 
-template <int TYPE, int NOPE, bool ALIGNED>
+template <int TYPE, int ROW, bool ALIGNED>
 __global__ void
 __launch_bounds__(BLOCK_THREADS, min_write_blocks<TYPE, ALIGNED>())
     write_kernel(const __grid_constant__ write_args args)
@@ -298,7 +298,7 @@ __launch_bounds__(BLOCK_THREADS, min_write_blocks<TYPE, ALIGNED>())
             }
             uint8_t *const row = shuffle_pointer(targets, i);
             if (row != nullptr) {
-                write_token<TYPE, NOPE, ALIGNED>(part, args.offsets, row);
+                write_token<TYPE, ROW, ALIGNED>(part, args.offsets, row);
             }
         }
     }
@@ -306,24 +306,36 @@ __launch_bounds__(BLOCK_THREADS, min_write_blocks<TYPE, ALIGNED>())
 
 struct write_row {
     smla_float_type type;
-    smla_nope_type nope;
+    smla_kv_row_number format;
     bool is_aligned;
     void (*kernel)(write_args);
 };
 
 const write_row write_rows[] = {
-    {SMLA_FLOAT_BF16, SMLA_NOPE_E4M3, true, write_kernel<SMLA_FLOAT_BF16, SMLA_NOPE_E4M3, true>},
-    {SMLA_FLOAT_BF16, SMLA_NOPE_E4M3, false, write_kernel<SMLA_FLOAT_BF16, SMLA_NOPE_E4M3, false>},
-    {SMLA_FLOAT_BF16, SMLA_NOPE_BF16, true, write_kernel<SMLA_FLOAT_BF16, SMLA_NOPE_BF16, true>},
-    {SMLA_FLOAT_BF16, SMLA_NOPE_BF16, false, write_kernel<SMLA_FLOAT_BF16, SMLA_NOPE_BF16, false>},
-    {SMLA_FLOAT_FP16, SMLA_NOPE_E4M3, true, write_kernel<SMLA_FLOAT_FP16, SMLA_NOPE_E4M3, true>},
-    {SMLA_FLOAT_FP16, SMLA_NOPE_E4M3, false, write_kernel<SMLA_FLOAT_FP16, SMLA_NOPE_E4M3, false>},
-    {SMLA_FLOAT_FP16, SMLA_NOPE_BF16, true, write_kernel<SMLA_FLOAT_FP16, SMLA_NOPE_BF16, true>},
-    {SMLA_FLOAT_FP16, SMLA_NOPE_BF16, false, write_kernel<SMLA_FLOAT_FP16, SMLA_NOPE_BF16, false>},
-    {SMLA_FLOAT_FP32, SMLA_NOPE_E4M3, true, write_kernel<SMLA_FLOAT_FP32, SMLA_NOPE_E4M3, true>},
-    {SMLA_FLOAT_FP32, SMLA_NOPE_E4M3, false, write_kernel<SMLA_FLOAT_FP32, SMLA_NOPE_E4M3, false>},
-    {SMLA_FLOAT_FP32, SMLA_NOPE_BF16, true, write_kernel<SMLA_FLOAT_FP32, SMLA_NOPE_BF16, true>},
-    {SMLA_FLOAT_FP32, SMLA_NOPE_BF16, false, write_kernel<SMLA_FLOAT_FP32, SMLA_NOPE_BF16, false>},
+    {SMLA_FLOAT_BF16, SMLA_ROW_FP8_DS_MLA, true,
+     write_kernel<SMLA_FLOAT_BF16, SMLA_ROW_FP8_DS_MLA, true>},
+    {SMLA_FLOAT_BF16, SMLA_ROW_FP8_DS_MLA, false,
+     write_kernel<SMLA_FLOAT_BF16, SMLA_ROW_FP8_DS_MLA, false>},
+    {SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16, true,
+     write_kernel<SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16, true>},
+    {SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16, false,
+     write_kernel<SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16, false>},
+    {SMLA_FLOAT_FP16, SMLA_ROW_FP8_DS_MLA, true,
+     write_kernel<SMLA_FLOAT_FP16, SMLA_ROW_FP8_DS_MLA, true>},
+    {SMLA_FLOAT_FP16, SMLA_ROW_FP8_DS_MLA, false,
+     write_kernel<SMLA_FLOAT_FP16, SMLA_ROW_FP8_DS_MLA, false>},
+    {SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16, true,
+     write_kernel<SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16, true>},
+    {SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16, false,
+     write_kernel<SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16, false>},
+    {SMLA_FLOAT_FP32, SMLA_ROW_FP8_DS_MLA, true,
+     write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_FP8_DS_MLA, true>},
+    {SMLA_FLOAT_FP32, SMLA_ROW_FP8_DS_MLA, false,
+     write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_FP8_DS_MLA, false>},
+    {SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16, true,
+     write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16, true>},
+    {SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16, false,
+     write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16, false>},
 };
 
 } /* namespace */
@@ -345,7 +357,7 @@ smla_cuda_launch_cache_write(const smla_cache_write_params *p)
     const write_args args = {*p, smla_make_divisor(p->kv.block_size), offsets_of(p->kv),
                              run_tokens};
     for (const write_row &row : write_rows) {
-        if (row.type == p->input_type && row.nope == p->kv.format->nope_type &&
+        if (row.type == p->input_type && row.format == p->kv.format->number &&
             row.is_aligned == is_aligned) {
             return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream);
         }

@@ -61,12 +61,12 @@ attend_plus_inf(const void *args, smla_error *error)
     return smla_sparse_attention(&a, error);
 }
 
-enum { ATTENTION_Q, ATTENTION_OUT = 9, ATTENTION_LSE, ATTENTION_MAX_LOGITS };
+enum { ATTENTION_Q, ATTENTION_KV = 2, ATTENTION_OUT = 9, ATTENTION_LSE, ATTENTION_MAX_LOGITS };
 
 static const smla_py_param attention_params[] = {
     [ATTENTION_Q] = {"q", SMLA_PY_PAIR, offsetof(smla_sparse_attention_args, q)},
     {"q_pe", SMLA_PY_SECOND, offsetof(smla_sparse_attention_args, q_pe)},
-    {"kv", SMLA_PY_INPUT, offsetof(smla_sparse_attention_args, kv)},
+    [ATTENTION_KV] = {"kv", SMLA_PY_INPUT, offsetof(smla_sparse_attention_args, kv)},
     {"indices", SMLA_PY_INPUT, offsetof(smla_sparse_attention_args, indices)},
     {"topk_length", SMLA_PY_OPTIONAL, offsetof(smla_sparse_attention_args, topk_length)},
     {"attn_sink", SMLA_PY_OPTIONAL, offsetof(smla_sparse_attention_args, attn_sink)},
@@ -87,10 +87,13 @@ static const smla_py_param attention_params[] = {
 };
 
 static int
-allocate_attention(smla_py_call *call, const void *Py_UNUSED(args), bool asks)
+allocate_attention(smla_py_call *call, const void *args, bool asks)
 {
+    const smla_sparse_attention_args *const a = args;
+    const smla_kv_format_info *const format =
+        smla_format_of_cache(&call->arrays[ATTENTION_KV].view, a->kv_format);
     const int64_t shape[3] = {smla_py_call_dim(call, ATTENTION_Q, 0),
-                              smla_py_call_dim(call, ATTENTION_Q, 1), SMLA_KV_LORA_RANK};
+                              smla_py_call_dim(call, ATTENTION_Q, 1), format->value_dim};
     if (!smla_py_has_rank(call, ATTENTION_Q, 3) || !smla_py_is_head_count(shape[1])) {
         return 0;
     }

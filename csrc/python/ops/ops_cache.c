@@ -61,9 +61,11 @@ allocate_dequantized(smla_py_call *call, const void *args, bool Py_UNUSED(asks))
     if (!is_flat && ndim != 3 && ndim != 4) {
         return 0;
     }
+    const int64_t width =
+        smla_format_of_cache(&call->arrays[KV_CACHE].view, a->core.kv_format)->head_dim;
     int64_t shape[3] = {smla_py_call_dim(call, KV_CACHE, 0), smla_py_call_dim(call, KV_CACHE, 1),
-                        SMLA_HEAD_DIM};
-    shape[1] = is_flat ? SMLA_HEAD_DIM : shape[1];
+                        width};
+    shape[1] = is_flat ? width : shape[1];
     return smla_py_allocate_result(call, OUT, a->dtype, is_flat ? 2 : 3, shape);
 }
 
