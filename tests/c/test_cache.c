@@ -3,6 +3,7 @@
 
 #include <float.h>
 
+#include "core/kv_format.h"
 #include "reference.h"
 
 /* ---- Write --------------------------------------------------------------------------------- */
