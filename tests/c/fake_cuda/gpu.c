@@ -116,8 +116,15 @@ map_positions(smla_key_list *list, int64_t num_tokens)
 /* Writes out and lse at once, with scratch of its own: the workspace is as large as the backend for
  * CUDA says, and what its kernels leave there is no business of Python's. */
 static cudaError_t
-attend(const smla_attention_params *params)
+attend(const smla_attention_params *params, smla_attention_launcher *launcher)
 {
+    const smla_attention_kernel *kernel = smla_attention_kernels;
+    while (kernel->launch != launcher) {
+        kernel++;
+    }
+    const smla_kv_format_info *const extra =
+        params->num_lists == 2 ? params->lists[1].kv.format : NULL;
+    EXPECT((smla_join_formats(params->lists[0].kv.format, extra) & ~kernel->formats) == 0);
     const cudaError_t code = write_launch(params->stream);
     if (code != cudaSuccess) {
         return code;
@@ -147,7 +154,7 @@ attend(const smla_attention_params *params)
     cudaError_t smla_attend_##name(const smla_attention_params *params, int64_t cut_bytes) \
     {                                                                                      \
         (void)cut_bytes;                                                                   \
-        return attend(params);                                                             \
+        return attend(params, smla_attend_##name);                                         \
     }
 
 LAUNCHER(sm90_small_32)
