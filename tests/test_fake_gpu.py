@@ -516,6 +516,20 @@ def test_tensors_are_not_foreign(package, gpu):
     assert (sys.getrefcount(out), sys.getrefcount(lse)) == held
 
 
+def test_tensors_written_beside_as_many_foreign_arrays(package, gpu):
+    """Two of each: both kinds are kept until the work is over."""
+    stream, reader = gpu.new_stream(), gpu.new_stream()
+    out, lse = make_tensors(package, gpu, stream)
+    foreign = [on_gpu(x) for x in STATES[2:]]
+    results = package.merge_attn_states(out, lse, *foreign, stream=stream)
+    assert [x.outstanding for x in foreign] == [1, 1]
+    results[0].__dlpack__(stream=reader)
+    assert gpu.followed(reader) == stream
+    gpu.finish()
+    give_back(package)
+    assert_returned(*foreign)
+
+
 def test_who_writes_a_tensor_last_is_waited_for(package, gpu):
     first, second, reader = (gpu.new_stream() for _ in "abc")
     out, lse = make_tensors(package, gpu, first)
