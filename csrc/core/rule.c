@@ -358,10 +358,10 @@ find_rows(int32_t kv_format, unsigned dtype, int64_t row_elements)
     smla_kv_set rows = 0;
     for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
         const smla_kv_format_info *const row = &smla_kv_formats[i];
-        if ((kv_format == SMLA_KV_INFER || (int32_t)row->format == kv_format) &&
-            (row->dtypes & dtype) && (row_elements == 0 || row->row_elements == row_elements)) {
-            rows |= SMLA_KV_SET(i);
-        }
+        const bool is_one = (kv_format == SMLA_KV_INFER || (int32_t)row->format == kv_format) &
+                            ((row->dtypes & dtype) != 0) &
+                            (row_elements == 0 || row->row_elements == row_elements);
+        rows |= (smla_kv_set)is_one << i;
     }
     return rows;
 }
@@ -383,7 +383,6 @@ fail_dtype(const smla_checker *c, const char *name, const DLTensor *tensor, int3
                      name, wanted, row->name, got);
 }
 
-/* Of no row's size, or of several formats'. */
 static smla_status
 fail_size(const smla_checker *c, const char *name, const DLTensor *tensor, smla_kv_set rows,
           smla_kv_set of_size)
@@ -413,12 +412,7 @@ fail_size(const smla_checker *c, const char *name, const DLTensor *tensor, smla_
 static const smla_kv_format_info *
 first_row(smla_kv_set rows)
 {
-    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
-        if (rows & SMLA_KV_SET(i)) {
-            return &smla_kv_formats[i];
-        }
-    }
-    return &smla_kv_formats[0];
+    return &smla_kv_formats[rows == 0 ? 0 : __builtin_ctz(rows)];
 }
 
 const smla_kv_format_info *
@@ -431,25 +425,31 @@ smla_format_of_cache(const DLTensor *tensor, int32_t kv_format)
                  : 0);
 }
 
+/* Of no format, of no row's type or size, or of several formats'. */
+static smla_status
+fail_format(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format,
+            smla_kv_set of_size)
+{
+    const smla_kv_set rows = find_rows(kv_format, smla_dtype(tensor), 0);
+    if (kv_format != SMLA_KV_INFER && smla_find_kv_format(kv_format) == NULL) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `kv_format` must be a known cache format, got number %d", c->op,
+                         (int)kv_format);
+    }
+    return rows == 0 ? fail_dtype(c, name, tensor, kv_format)
+                     : fail_size(c, name, tensor, rows, of_size);
+}
+
 /* Searches the table: one row, and no other, may have the type and the size of the array. */
 static smla_status
 find_kv_format(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format,
                const smla_kv_format_info **format)
 {
     const unsigned dtype = smla_dtype(tensor);
-    if (kv_format != SMLA_KV_INFER && smla_find_kv_format(kv_format) == NULL) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `kv_format` must be a known cache format, got number %d", c->op,
-                         (int)kv_format);
-    }
-    const smla_kv_set rows = find_rows(kv_format, dtype, 0);
-    if (rows == 0) {
-        return fail_dtype(c, name, tensor, kv_format);
-    }
     const int64_t size = smla_size(tensor, tensor->ndim - 1);
     const smla_kv_set of_size = size == 0 ? 0 : find_rows(kv_format, dtype, size);
     if (of_size == 0 || (of_size & (of_size - 1)) != 0) {
-        return fail_size(c, name, tensor, rows, of_size);
+        return fail_format(c, name, tensor, kv_format, of_size);
     }
     *format = first_row(of_size);
     return SMLA_OK;
