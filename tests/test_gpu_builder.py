@@ -247,9 +247,9 @@ def place_keys_among_bad_pages(rng, tokens: int, topk: int, end: int):
 )
 @pytest.mark.parametrize("path", ["mixed", "direct", "bf16"])
 def test_one_key_among_bad_pages(path, tokens, topk, num_heads):
-    """Of 18 pages the first alone is one. Bad positions change no bit of any row, but where a launch
-    cuts long lists for FP8 rows, which takes them for keys: a part's value is rounded in fp32, so
-    out may be rounded the other way."""
+    """Of 18 pages the first alone is one. Bad positions change no bit of any row, except where a
+    launch cuts long lists of FP8 rows, which takes them for keys: a part's value is rounded in
+    fp32, so out may be rounded the other way."""
     rng = np.random.default_rng([tokens, num_heads])
     layer = Layer(path, num_heads, topk_tokens=topk, max_num_batched_tokens=512, max_model_len=2048)
     batch = cases.make_batch([tokens], [1100], seed=1)
