@@ -99,7 +99,7 @@ void smla_attend_one_key(const smla_attention_params *params, int64_t token, sml
 smla_status smla_cpu_sparse_attention(const smla_attention_params *params,
                                       const smla_attention_plan *plan, smla_error *error);
 
-/* Its split count depends on shapes alone, never on the number of threads: results do not, either. */
+/* Its split count depends on shapes alone, never on the number of threads, nor do results. */
 void smla_cpu_plan_attention(const smla_attention_shape *shape, smla_attention_plan *plan);
 bool smla_cpu_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows,
                              int64_t num_chunks);

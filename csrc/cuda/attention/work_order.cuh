@@ -160,8 +160,8 @@ find_list(const main_lists &lists, int idx, bool is_on)
                      (uint32_t)min(max((int32_t)length, 0), (int32_t)lists.topk)};
 }
 
-/* Whether a column of a list, one below topk, is a key: a load of four bytes, for vectors took three
- * times as long, where all CTAs look at the same memory. */
+/* Whether a column of a list, one below topk, is a key: a load of four bytes, for vectors took
+ * three times as long, where all CTAs look at the same memory. */
 static __device__ __forceinline__ bool
 is_key_at(const main_lists &lists, const work_list &list, uint32_t column)
 {

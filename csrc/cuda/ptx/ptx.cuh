@@ -1,5 +1,5 @@
-/* ptx.cuh: one PTX instruction per function, for what C++ has no words for, of sm_80. What came with
- * sm_90 stands in ptx_sm90.cuh.
+/* ptx.cuh: one PTX instruction per function, for what C++ has no words for, of sm_80. What came
+ * with sm_90 stands in ptx_sm90.cuh.
  *
  * Fragments, with g = lane / 4 and c = lane % 4:
  *   A of m16n8k16  a[0] row g,     columns 2c, 2c+1    a[1] row g + 8, the same columns

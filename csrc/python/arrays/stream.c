@@ -45,7 +45,8 @@ ask_importer(const smla_py_importer *importer, int32_t device_id, void **handle)
     return PyErr_Occurred() == NULL ? result : -1;
 }
 
-/* The stream that an array's producer works on now: 0 = found, SMLA_PY_NOT_THIS = it does not tell. */
+/* The stream that an array's producer works on now: 0 = found, SMLA_PY_NOT_THIS = it does not
+ * tell. */
 static int
 find_producer_stream(const smla_py_state *state, const char *op, const smla_py_array *array,
                      void **handle)
