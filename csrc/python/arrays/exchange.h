@@ -21,8 +21,8 @@ struct smla_py_shared {
 
 enum { SMLA_PY_NOT_THIS = 1 }; /* a reader's third answer: the object does not speak its protocol */
 
-/* view.c. Fills view, shape and strides; strides come in bytes, NULL = compact. -1 with an exception
- * for a rank or a stride that cannot be expressed. */
+/* view.c. Fills view, shape and strides; strides come in bytes, NULL = compact. -1 with an
+ * exception for a rank or a stride that cannot be expressed. */
 int smla_py_set_view(const char *op, const char *name, void *data, DLDataType dtype, int ndim,
                      const int64_t *shape, const int64_t *strides_bytes, smla_py_array *array);
 
