@@ -333,21 +333,19 @@ smla_require(smla_checker *c, const smla_rule *rule)
 
 /* ---- Caches -------------------------------------------------------------------------------- */
 
-/* Rows of the table, in words: "bfloat16 (576 values a token)", "uint8, int8 or float8_e4m3fn
+/* All rows of the table: "bfloat16 (576 values a token), or uint8, int8 or float8_e4m3fn
  * (fp8_ds_mla, 656 bytes a token)". */
 static void
-describe_rows(smla_kv_set rows, char *text)
+describe_rows(char *text)
 {
     for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
         const smla_kv_format_info *const row = &smla_kv_formats[i];
         const bool is_bytes = row->dtypes == SMLA_DTYPE_BYTES;
-        if (rows & SMLA_KV_SET(i)) {
-            char dtypes[TEXT_BYTES] = "";
-            describe_dtypes(row->dtypes, dtypes);
-            append(text, "%s%s (%s%s%d %s a token)", text[0] == '\0' ? "" : ", or ", dtypes,
-                   is_bytes ? row->name : "", is_bytes ? ", " : "", row->row_elements,
-                   is_bytes ? "bytes" : "values");
-        }
+        char dtypes[TEXT_BYTES] = "";
+        describe_dtypes(row->dtypes, dtypes);
+        append(text, "%s%s (%s%s%d %s a token)", i == 0 ? "" : ", or ", dtypes,
+               is_bytes ? row->name : "", is_bytes ? ", " : "", row->row_elements,
+               is_bytes ? "bytes" : "values");
     }
 }
 
@@ -374,7 +372,7 @@ fail_dtype(const smla_checker *c, const char *name, const DLTensor *tensor, int3
     char got[TEXT_BYTES] = "";
     describe_dtype(tensor, got);
     if (kv_format == SMLA_KV_INFER) {
-        describe_rows(~(smla_kv_set)0, wanted);
+        describe_rows(wanted);
         return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s, got %s", c->op, name,
                          wanted, got);
     }
@@ -383,30 +381,39 @@ fail_dtype(const smla_checker *c, const char *name, const DLTensor *tensor, int3
                      name, wanted, row->name, got);
 }
 
+/* Of the right type, but of no row's size: `rows` are those of its type. */
 static smla_status
-fail_size(const smla_checker *c, const char *name, const DLTensor *tensor, smla_kv_set rows,
-          smla_kv_set of_size)
+fail_size(const smla_checker *c, const char *name, const DLTensor *tensor, smla_kv_set rows)
 {
     char wanted[TEXT_BYTES] = "";
     char got[TEXT_BYTES] = "";
-    describe_shape(tensor, got);
     for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
-        if ((of_size == 0 ? rows : of_size) & SMLA_KV_SET(i)) {
-            const char *const format = smla_kv_formats[i].name;
-            append(wanted, wanted[0] == '\0' ? "" : " or ");
-            if (of_size == 0) {
-                append(wanted, "%d for format %s", smla_kv_formats[i].row_elements, format);
-            } else {
-                append(wanted, "\"%s\"", format);
-            }
+        if (rows & SMLA_KV_SET(i)) {
+            append(wanted, "%s%d for format %s", wanted[0] == '\0' ? "" : " or ",
+                   smla_kv_formats[i].row_elements, smla_kv_formats[i].name);
         }
     }
-    return of_size == 0 ? smla_fail(c->error, SMLA_ERROR_VALUE,
-                                    "%s: `%s` must have a last dimension of %s, got shape %s",
-                                    c->op, name, wanted, got)
-                        : smla_fail(c->error, SMLA_ERROR_VALUE,
-                                    "%s: `%s` must come with kv_format=%s, got none for shape %s",
-                                    c->op, name, wanted, got);
+    describe_shape(tensor, got);
+    return smla_fail(c->error, SMLA_ERROR_VALUE,
+                     "%s: `%s` must have a last dimension of %s, got shape %s", c->op, name, wanted,
+                     got);
+}
+
+/* Of a type and size that several rows have. */
+static smla_status
+fail_ambiguous(const smla_checker *c, const char *name, const DLTensor *tensor, smla_kv_set rows)
+{
+    char wanted[TEXT_BYTES] = "";
+    char got[TEXT_BYTES] = "";
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        if (rows & SMLA_KV_SET(i)) {
+            append(wanted, "%s\"%s\"", wanted[0] == '\0' ? "" : " or ", smla_kv_formats[i].name);
+        }
+    }
+    describe_shape(tensor, got);
+    return smla_fail(c->error, SMLA_ERROR_VALUE,
+                     "%s: `%s` must come with kv_format=%s, got none for shape %s", c->op, name,
+                     wanted, got);
 }
 
 static const smla_kv_format_info *
@@ -425,19 +432,17 @@ smla_format_of_cache(const DLTensor *tensor, int32_t kv_format)
                  : 0);
 }
 
-/* Of no format, of no row's type or size, or of several formats'. */
+/* Where no row has the type and the size of the array. */
 static smla_status
-fail_format(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format,
-            smla_kv_set of_size)
+fail_format(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format)
 {
-    const smla_kv_set rows = find_rows(kv_format, smla_dtype(tensor), 0);
     if (kv_format != SMLA_KV_INFER && smla_find_kv_format(kv_format) == NULL) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `kv_format` must be a known cache format, got number %d", c->op,
                          (int)kv_format);
     }
-    return rows == 0 ? fail_dtype(c, name, tensor, kv_format)
-                     : fail_size(c, name, tensor, rows, of_size);
+    const smla_kv_set rows = find_rows(kv_format, smla_dtype(tensor), 0);
+    return rows == 0 ? fail_dtype(c, name, tensor, kv_format) : fail_size(c, name, tensor, rows);
 }
 
 /* Searches the table: one row, and no other, may have the type and the size of the array. */
@@ -445,13 +450,15 @@ static smla_status
 find_kv_format(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format,
                const smla_kv_format_info **format)
 {
-    const unsigned dtype = smla_dtype(tensor);
     const int64_t size = smla_size(tensor, tensor->ndim - 1);
-    const smla_kv_set of_size = size == 0 ? 0 : find_rows(kv_format, dtype, size);
-    if (of_size == 0 || (of_size & (of_size - 1)) != 0) {
-        return fail_format(c, name, tensor, kv_format, of_size);
+    const smla_kv_set rows = size == 0 ? 0 : find_rows(kv_format, smla_dtype(tensor), size);
+    if (rows == 0) {
+        return fail_format(c, name, tensor, kv_format);
     }
-    *format = first_row(of_size);
+    if ((rows & (rows - 1)) != 0) {
+        return fail_ambiguous(c, name, tensor, rows);
+    }
+    *format = first_row(rows);
     return SMLA_OK;
 }
 

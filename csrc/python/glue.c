@@ -1,4 +1,4 @@
-/* glue.c: dtypes, errors and plain options. Arrays are in array.c, streams in stream.c. */
+/* glue.c: dtypes, errors and plain options. Arrays are in array.c, streams in handle.c. */
 #include "python/glue.h"
 
 #include <string.h>

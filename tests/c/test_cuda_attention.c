@@ -14,6 +14,7 @@ smla_cuda_status(const char *op, const char *call, cudaError_t code, smla_error 
 }
 
 #include "fake_cuda/launchers.h"
+#include "fake_cuda/shape.h"
 
 enum { NUM_TOKENS = 700 };
 
@@ -81,18 +82,9 @@ add_everything(smla_attention_params *params, int64_t extra_topk)
 
 /* What a caller asks for: num_splits of params, 0 for a plan of the backend's own. */
 static smla_attention_plan
-plan_call(smla_attention_params *params)
+plan_call(const smla_attention_params *params)
 {
-    const smla_attention_shape shape = {
-        .num_tokens = params->num_tokens,
-        .num_heads = params->num_heads,
-        .topk = params->lists[0].topk,
-        .extra_topk = params->num_lists == 2 ? params->lists[1].topk : 0,
-        .num_splits = params->num_splits,
-        .device_id = params->stream.device_id,
-        .formats = {params->lists[0].kv.format,
-                    params->num_lists == 2 ? params->lists[1].kv.format : NULL},
-    };
+    const smla_attention_shape shape = shape_of(params);
     smla_attention_plan plan;
     smla_cuda_plan_attention(&shape, &plan);
     return plan;
@@ -102,7 +94,7 @@ static smla_status
 run_call(const smla_attention_params *params)
 {
     smla_attention_params planned = *params;
-    const smla_attention_plan plan = plan_call(&planned);
+    const smla_attention_plan plan = plan_call(params);
     planned.num_splits = plan.runs[0].num_splits;
     return smla_cuda_sparse_attention(&planned, &plan, &error);
 }

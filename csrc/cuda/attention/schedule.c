@@ -272,11 +272,11 @@ smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
         parts =
             most_parts_of(device, shape, smla_join_formats(shape->formats[0], shape->formats[1]));
     } else if (device != NULL) { /* any format in any list */
-        for (int i = 0; i < SMLA_NUM_KV_FORMATS * SMLA_NUM_KV_FORMATS; i++) {
-            const int64_t more = most_parts_of(device, shape,
-                                               SMLA_KV_SET(i / SMLA_NUM_KV_FORMATS) |
-                                                   SMLA_KV_SET(i % SMLA_NUM_KV_FORMATS));
-            parts = more > parts ? more : parts;
+        for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+            for (int j = 0; j <= i; j++) {
+                const int64_t more = most_parts_of(device, shape, SMLA_KV_SET(i) | SMLA_KV_SET(j));
+                parts = more > parts ? more : parts;
+            }
         }
     }
     return parts_bytes(parts, shape->num_heads);
@@ -316,27 +316,25 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
                                     ? SMLA_ROWS_FP8
                                     : smla_join_formats(shape->formats[0], shape->formats[1]);
     const smla_cuda_device *const device = smla_cuda_find_device(shape->device_id);
-    const int num_splits = shape->num_splits == 0 ? 1 : shape->num_splits;
+    const bool is_given = shape->num_splits != 0;
     *plan = (smla_attention_plan){
+        .workspace_bytes = is_given ? smla_cuda_attention_workspace_size(shape) : 0,
         .num_runs = 1,
-        .runs[0] = {.num_tokens = shape->num_tokens, .num_splits = num_splits},
+        .runs[0] = {.num_tokens = shape->num_tokens,
+                    .num_splits = is_given ? shape->num_splits : 1},
     };
     smla_split_problem problem;
-    if (shape->num_splits != 0) {
-        plan->workspace_bytes = smla_cuda_attention_workspace_size(shape);
-    }
     if (device == NULL || !smla_find_problem(device, shape, formats, &problem)) {
         return;
     }
-    if (shape->num_splits == 0) {
-        plan->workspace_bytes =
-            parts_bytes(most_parts(&problem, shape->num_tokens), shape->num_heads);
-        plan_runs(&problem, shape->num_tokens, plan);
+    if (is_given) { /* a token's bits must not depend on the batch */
+        plan->runs[0].kernel =
+            smla_find_kernel(device, formats, shape->num_heads, shape->num_splits,
+                             smla_count_columns(&problem, shape->num_splits));
         return;
     }
-    /* a token's bits must not depend on the batch */
-    plan->runs[0].kernel = smla_find_kernel(device, formats, shape->num_heads, num_splits,
-                                            smla_count_columns(&problem, num_splits));
+    plan->workspace_bytes = parts_bytes(most_parts(&problem, shape->num_tokens), shape->num_heads);
+    plan_runs(&problem, shape->num_tokens, plan);
 }
 
 /* Crossover of FP8 rows and gathered bf16 rows, of an H200 (benchmarks/RESULTS.md). */

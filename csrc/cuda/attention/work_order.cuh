@@ -194,8 +194,7 @@ estimate_length(const main_lists &lists, int idx, uint32_t quarters)
 
 /* ---- Ranks ---------------------------------------------------------------------------------- */
 
-/* All tables of a kind, to nothing counted: number `thread` of as many threads as levels clears its
- * own. */
+/* Clears the counts of one level; threads 0 to NUM_LEVELS - 1 together clear the table. */
 static __device__ __forceinline__ void
 clear_level(int thread, rank_table *table)
 {

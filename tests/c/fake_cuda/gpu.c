@@ -17,6 +17,7 @@ smla_cuda_up_proj(const smla_projection_params *params, smla_error *error)
 }
 
 #include "runtime.h"
+#include "shape.h"
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
@@ -122,22 +123,13 @@ attend(const smla_attention_params *params, smla_attention_launcher *launcher)
     while (kernel->launch != launcher) {
         kernel++;
     }
-    const smla_kv_format_info *const extra =
-        params->num_lists == 2 ? params->lists[1].kv.format : NULL;
-    EXPECT((smla_join_formats(params->lists[0].kv.format, extra) & ~kernel->formats) == 0);
+    const smla_attention_shape shape = shape_of(params);
+    EXPECT((smla_join_formats(shape.formats[0], shape.formats[1]) & ~kernel->formats) == 0);
     const cudaError_t code = write_launch(params->stream);
     if (code != cudaSuccess) {
         return code;
     }
     smla_attention_params p = *params;
-    const smla_attention_shape shape = {
-        .num_tokens = p.num_tokens,
-        .num_heads = p.num_heads,
-        .topk = p.lists[0].topk,
-        .extra_topk = p.num_lists == 2 ? p.lists[1].topk : 0,
-        .num_splits = p.num_splits,
-        .formats = {p.lists[0].kv.format, p.num_lists == 2 ? p.lists[1].kv.format : NULL},
-    };
     int32_t *slots =
         p.lists[0].map.block_table == NULL ? NULL : map_positions(&p.lists[0], p.num_tokens);
     smla_attention_plan plan;

@@ -1,0 +1,22 @@
+/* shape.h: what a caller's check asks a backend to plan, from the params of its call. */
+#ifndef SMLA_FAKE_SHAPE_H
+#define SMLA_FAKE_SHAPE_H
+
+#include "core/backend.h"
+
+static inline smla_attention_shape
+shape_of(const smla_attention_params *params)
+{
+    const bool has_extra = params->num_lists == 2;
+    return (smla_attention_shape){
+        .num_tokens = params->num_tokens,
+        .num_heads = params->num_heads,
+        .topk = params->lists[0].topk,
+        .extra_topk = has_extra ? params->lists[1].topk : 0,
+        .num_splits = params->num_splits,
+        .device_id = params->stream.device_id,
+        .formats = {params->lists[0].kv.format, has_extra ? params->lists[1].kv.format : NULL},
+    };
+}
+
+#endif /* SMLA_FAKE_SHAPE_H */
