@@ -115,10 +115,30 @@ static const
 };
 
 #ifdef __cplusplus
+/* How many rows of a set have a RoPE part, or scales. */
+constexpr int
+smla_count_rows(smla_kv_set rows, int32_t smla_kv_format_info::*fact)
+{
+    int count = 0;
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        count += (rows & SMLA_KV_SET(i)) != 0 && smla_kv_formats[i].*fact != 0;
+    }
+    return count;
+}
+
+/* What a kernel of several rows is compiled for. Those of one call all have a RoPE part, or none
+ * does. */
+template <smla_kv_set ROWS> struct smla_rows {
+    static constexpr bool HAVE_ROPE = smla_count_rows(ROWS, &smla_kv_format_info::rope_dim) != 0;
+    static constexpr bool HAVE_SCALES =
+        smla_count_rows(ROWS, &smla_kv_format_info::num_scales) != 0;
+};
+
 /* What a kernel is compiled for. */
 template <int NUMBER> struct smla_row {
     static constexpr smla_kv_format_info INFO = smla_kv_formats[NUMBER];
     static constexpr bool IS_E4M3 = INFO.nope_type == SMLA_NOPE_E4M3;
+    static constexpr bool HAS_ROPE = INFO.rope_dim != 0;
     static constexpr int ROW_BYTES = INFO.row_bytes;
     static constexpr int SCALE_OFFSET = INFO.scale_offset;
     static constexpr int ROPE_OFFSET = INFO.rope_offset;

@@ -134,6 +134,7 @@ pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint smalle
 static bool
 pack_query(const smla_attention_params *params, int64_t token, unit_scalar *packed)
 {
+    const int rope_dim = params->lists[0].kv.format->rope_dim;
     static const uint16_t zeros[SMLA_KV_LORA_RANK] = {0};
     const uint16_t *const nope = params->q_nope + token * params->q_nope_stride_token;
     const uint16_t *const rope = params->q_pe + token * params->q_pe_stride_token;
@@ -150,7 +151,7 @@ pack_query(const smla_attention_params *params, int64_t token, unit_scalar *pack
             rope_rows[i] = exists ? rope + (head + i) * params->q_pe_stride_head : zeros;
         }
         smallest = pack_heads(nope_rows, SMLA_KV_LORA_RANK, lanes, smallest, to);
-        smallest = pack_heads(rope_rows, SMLA_QK_ROPE_HEAD_DIM, lanes, smallest,
+        smallest = pack_heads(rope_rows, rope_dim, lanes, smallest,
                               to + SMLA_KV_LORA_RANK / UNIT_STEP * lanes);
     }
     return !has_subnormal(smallest);
@@ -161,13 +162,12 @@ pack_query(const smla_attention_params *params, int64_t token, unit_scalar *pack
 /* scores[j][z] = q_z . k_j for the keys of the block. Rows past `count` in the last step hold stale
  * numbers; nothing reads their scores. `next` is prefetched on the way. */
 SMLA_INLINE void
-score_block(const thread_scratch *scratch, const unit_scalar *q, int count, const key_block *next,
-            const int rows, const int vectors)
+score_block(const thread_scratch *scratch, const unit_scalar *q, int count, int head_dim,
+            const key_block *next, const int rows, const int vectors)
 {
-    for (int tile = 0; tile < NUM_TILES; tile++) {
-        const int begin = tile * SMLA_SCALE_TILE;
-        const int end =
-            begin + SMLA_SCALE_TILE < SMLA_HEAD_DIM ? begin + SMLA_SCALE_TILE : SMLA_HEAD_DIM;
+    for (int begin = 0; begin < head_dim; begin += SMLA_SCALE_TILE) {
+        const int tile = begin / SMLA_SCALE_TILE;
+        const int end = begin + SMLA_SCALE_TILE < head_dim ? begin + SMLA_SCALE_TILE : head_dim;
         for (int j = 0; j < count; j += rows) {
             for (int i = j; i < j + rows && i < next->count; i++) {
                 prefetch_row(next->rows[i], tile * 256, next->format->row_bytes);
@@ -266,7 +266,7 @@ attend_group(const thread_scratch *scratch, const key_block *block, const key_bl
 {
     vfloat alpha[GROUP_VECTORS];
     const unit_scalar *const q = scratch->q + group.head * (SMLA_HEAD_DIM / UNIT_STEP);
-    score_block(scratch, q, block->count, next, key_rows, vectors);
+    score_block(scratch, q, block->count, block->format->head_dim, next, key_rows, vectors);
     weigh_scores(scratch->scores, block->count, scale_log2, state, group, alpha, vectors);
     add_values(scratch, block->count, block->format->num_scales != 0, alpha,
                state.out + group.head * SMLA_KV_LORA_RANK, value_rows, vectors);

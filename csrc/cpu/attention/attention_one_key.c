@@ -28,6 +28,7 @@ enum { LANES = 8 };
 /* The row as it is multiplied: value d is values[d] * scales[d / 128], or scaled[d] in
  * fp32. */
 typedef struct wide_key {
+    int rope_dim;
     doubles values[SMLA_HEAD_DIM / LANES];
     float scales[NUM_TILES];
     float scaled[SMLA_KV_LORA_RANK];
@@ -74,7 +75,8 @@ static void
 widen_key(const smla_only_key *only, wide_key *key)
 {
     store_scales(load_scales(only->format, only->row), 0, 1, key->scales);
-    for (int d = 0; d < SMLA_HEAD_DIM; d++) {
+    key->rope_dim = only->format->rope_dim;
+    for (int d = 0; d < only->format->head_dim; d++) {
         const float value = load_value(only, d);
         key->values[d / LANES][d % LANES] = (double)value;
         if (d < SMLA_KV_LORA_RANK) {
@@ -101,7 +103,7 @@ find_logit(const smla_attention_params *params, int64_t token, int64_t head, con
         params->q_nope + token * params->q_nope_stride_token + head * params->q_nope_stride_head;
     const uint16_t *const rope =
         params->q_pe + token * params->q_pe_stride_token + head * params->q_pe_stride_head;
-    double sum = dot(rope, key->values + SMLA_KV_LORA_RANK / LANES, SMLA_QK_ROPE_HEAD_DIM);
+    double sum = dot(rope, key->values + SMLA_KV_LORA_RANK / LANES, key->rope_dim);
     for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
         const int begin = tile * SMLA_SCALE_TILE;
         sum += dot(nope + begin, key->values + begin / LANES, SMLA_SCALE_TILE) *

@@ -113,7 +113,7 @@ load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float
         } else {
             smallest = copy_bf16(row, SMLA_KV_LORA_RANK, key, smallest);
         }
-        smallest = copy_bf16(row + format->rope_offset, SMLA_QK_ROPE_HEAD_DIM,
+        smallest = copy_bf16(row + format->rope_offset, format->rope_dim,
                              key + SMLA_KV_LORA_RANK / 2, smallest);
         if (i % 2 == 1) {
             pair_values(key - KEY_STRIDE, key, values + i / 2 * VALUE_STEP);

@@ -88,7 +88,7 @@ load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float
         } else {
             widen_bf16(row, SMLA_KV_LORA_RANK, key);
         }
-        widen_bf16(row + block->format->rope_offset, SMLA_QK_ROPE_HEAD_DIM,
+        widen_bf16(row + block->format->rope_offset, block->format->rope_dim,
                    key + SMLA_KV_LORA_RANK);
     }
     return true;

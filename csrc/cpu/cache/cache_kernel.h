@@ -224,7 +224,7 @@ write_row(const smla_kv_format_info *format, smla_float_type type, const void *n
     } else {
         write_e4m3(values, type, row, row + format->scale_offset);
     }
-    write_bf16(element_at(rope, type, rope_start), type, SMLA_QK_ROPE_HEAD_DIM,
+    write_bf16(element_at(rope, type, rope_start), type, format->rope_dim,
                row + format->rope_offset);
 }
 
@@ -272,7 +272,7 @@ read_row(const smla_kv_format_info *format, const uint8_t *row, smla_float_type 
                       out + t * TILE * bytes);
         }
     }
-    read_bf16(row + format->rope_offset, SMLA_QK_ROPE_HEAD_DIM, type,
+    read_bf16(row + format->rope_offset, format->rope_dim, type,
               out + SMLA_KV_LORA_RANK * bytes);
 }
 

@@ -28,6 +28,9 @@ static_assert(SMLA_SCALE_TILE % WARP_VALUES == 0, "a warp's values have one scal
 template <int HEADS_, int FORMATS_> struct tile {
     static constexpr int HEADS = HEADS_;
     static constexpr int FORMATS = FORMATS_;
+    static constexpr bool HAS_ROPE = smla_rows<FORMATS_>::HAVE_ROPE;
+    static constexpr bool HAS_SCALES = smla_rows<FORMATS_>::HAVE_SCALES;
+    static constexpr int ROW_CHUNKS = NOPE_CHUNKS + (HAS_ROPE ? ROPE_CHUNKS : 0);
     static constexpr int VERSIONS = SMLA_SM80_VERSIONS(FORMATS_); /* of the weights */
     /* score: a warp's part of the HEADS x KEYS scores, and of them 16 x 8 pieces */
     static constexpr int WARP_HEADS = HEADS < 32 ? HEADS : 32;
@@ -76,9 +79,9 @@ start_query(const attention_launch &launch, const cta_work &work, int thread,
     const uint16_t *const rope = params.q_pe + work.token * params.q_pe_stride_token +
                                  work.first_head * params.q_pe_stride_head;
 #pragma unroll 2
-    for (int i = thread; i < Tile::HEADS * ROW_CHUNKS; i += CTA_THREADS) {
-        const int head = i / ROW_CHUNKS;
-        const int chunk = i % ROW_CHUNKS;
+    for (int i = thread; i < Tile::HEADS * Tile::ROW_CHUNKS; i += CTA_THREADS) {
+        const int head = i / Tile::ROW_CHUNKS;
+        const int chunk = i % Tile::ROW_CHUNKS;
         const uint16_t *const from =
             chunk < NOPE_CHUNKS ? nope + head * params.q_nope_stride_head + chunk * 8
                                 : rope + head * params.q_pe_stride_head + (chunk - NOPE_CHUNKS) * 8;
@@ -156,7 +159,7 @@ score_block(shared_memory<Tile> *shared, int thread)
     }
     const int row = lane / 4;
     const int column = first_key + lane % 4 * 2;
-    if (Tile::FORMATS != SMLA_ROWS_BF16) {
+    if (Tile::HAS_SCALES) {
 #pragma unroll
         for (int n = 0; n < Tile::SCORE_N; n++) {
             const float2 scale = *(const float2 *)&shared->scales[group][column + 8 * n];
@@ -169,7 +172,9 @@ score_block(shared_memory<Tile> *shared, int thread)
             }
         }
     }
-    score_step<Tile>(query_address, key_address, NOPE_CHUNKS / 8, group * 32, acc);
+    if constexpr (Tile::HAS_ROPE) {
+        score_step<Tile>(query_address, key_address, NOPE_CHUNKS / 8, group * 32, acc);
+    }
 #pragma unroll
     for (int m = 0; m < Tile::SCORE_M; m++) {
         float (*const scores)[KEYS] = &shared->scores[group][first_head + 16 * m + row];
@@ -274,12 +279,12 @@ store_weights(shared_memory<Tile> *shared, int head, int first_key,
     for (int version = 0; version < Tile::VERSIONS; version++) {
         float scaled[Tile::LANE_KEYS];
         uint32_t words[Tile::LANE_KEYS / 2];
-        if constexpr (Tile::FORMATS != SMLA_ROWS_BF16) {
+        if constexpr (Tile::HAS_SCALES) {
             read_values<Tile::LANE_KEYS>(shared->scales[version], first_key, 0, scaled);
         }
 #pragma unroll
         for (int i = 0; i < Tile::LANE_KEYS; i++) {
-            scaled[i] = Tile::FORMATS == SMLA_ROWS_BF16 ? weights[i] : weights[i] * scaled[i];
+            scaled[i] = Tile::HAS_SCALES ? weights[i] * scaled[i] : weights[i];
         }
 #pragma unroll
         for (int i = 0; i < Tile::LANE_KEYS / 2; i++) {
@@ -531,10 +536,11 @@ find_only_key(const attention_launch &launch, const cta_work &work, const block_
 }
 
 /* A call: inlined, it would cost the loop registers. */
+template <bool ROPE>
 static __device__ __noinline__ void
 attend_only_key(const attention_launch &launch, cta_work work, listed_key only, int thread)
 {
-    attend_one_key(launch, work, only.list, only.slot, thread, CTA_THREADS);
+    attend_one_key<ROPE>(launch, work, only.list, only.slot, thread, CTA_THREADS);
 }
 
 /* ---- All of it ----------------------------------------------------------------------------- */
@@ -554,7 +560,7 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
     key = find_slot(launch, work, plan, 0, (int)threadIdx.x, key);
     listed_key only;
     if (find_only_key<Tile>(launch, work, plan, ptx_forget((int)threadIdx.x), key, shared, &only)) {
-        attend_only_key(launch, work, only, (int)threadIdx.x);
+        attend_only_key<Tile::HAS_ROPE>(launch, work, only, (int)threadIdx.x);
         ptx_cp_async_wait_all();     /* the query, for nothing */
         ptx_barrier(0, CTA_THREADS); /* nobody's copies or reads are under way any more */
         return;

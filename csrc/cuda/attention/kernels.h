@@ -103,7 +103,7 @@ enum {
 };
 
 /* Versions of the weights in shared memory: one per scale tile, or one. */
-#define SMLA_SM80_VERSIONS(formats) ((formats) == SMLA_ROWS_BF16 ? 1 : SMLA_NUM_SCALE_TILES)
+#define SMLA_SM80_VERSIONS(formats) ((formats) & SMLA_ROWS_FP8 ? SMLA_NUM_SCALE_TILES : 1)
 
 /* CTAs that an SM has registers for: the more heads, the more sums each thread holds. */
 #define SMLA_SM80_CTAS_PER_SM(heads) ((heads) == 16 ? 2 : 1)

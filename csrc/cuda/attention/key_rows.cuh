@@ -23,8 +23,7 @@ enum {
     CTA_WARPS = 8,
     WARP_KEYS = KEYS / CTA_WARPS,
     WINDOW = SMLA_WARP_LANES / WARP_KEYS, /* blocks whose indices a warp reads at once */
-    ROW_CHUNKS = SMLA_HEAD_DIM / 8,       /* 16-byte chunks of a bf16 row */
-    NOPE_CHUNKS = SMLA_KV_LORA_RANK / 8,  /* those of the NoPE part */
+    NOPE_CHUNKS = SMLA_KV_LORA_RANK / 8,  /* 16-byte chunks of a bf16 row's NoPE part */
     ROPE_CHUNKS = SMLA_QK_ROPE_HEAD_DIM / 8,
 };
 
@@ -347,9 +346,11 @@ load_bf16_rows(const list_facts &facts, const uint8_t *row, int first_lane, int 
             load_chunk<ALIGNED>(from + 16 * chunk, from != NULL, raw->nope[i][half]);
         }
     }
-    const uint8_t *const rope = row_of_lane(row, first_lane + lane / ROPE_CHUNKS);
-    load_chunk<ALIGNED>(rope + facts.rope_offset + 16 * (lane % ROPE_CHUNKS), rope != NULL,
-                        raw->rope);
+    if constexpr (smla_rows<FORMATS>::HAVE_ROPE) {
+        const uint8_t *const rope = row_of_lane(row, first_lane + lane / ROPE_CHUNKS);
+        load_chunk<ALIGNED>(rope + facts.rope_offset + 16 * (lane % ROPE_CHUNKS), rope != NULL,
+                            raw->rope);
+    }
     const bool is_key = row_of_scale(row, first_lane, lane) != NULL;
     /* 1.0f, also for masked keys: their zeros stay zeros */
     raw->scale_or_mask = has_scale(lane) ? 0x3F800000u : is_key;
@@ -479,9 +480,11 @@ store_rows(const attention_launch &launch, int list, const raw_rows<FORMATS> &ra
                 make_uint4(words[0], words[1], words[2], words[3]);
         }
     }
-    *chunk_of(keys, first_key + lane / ROPE_CHUNKS, NOPE_CHUNKS + lane % ROPE_CHUNKS) =
-        make_uint4(raw.rope[0], raw.rope[1], raw.rope[2], raw.rope[3]);
-    if (FORMATS != SMLA_ROWS_BF16 && has_scale(lane)) {
+    if constexpr (smla_rows<FORMATS>::HAVE_ROPE) {
+        *chunk_of(keys, first_key + lane / ROPE_CHUNKS, NOPE_CHUNKS + lane % ROPE_CHUNKS) =
+            make_uint4(raw.rope[0], raw.rope[1], raw.rope[2], raw.rope[3]);
+    }
+    if (smla_rows<FORMATS>::HAVE_SCALES && has_scale(lane)) {
         scales[lane % SMLA_NUM_SCALE_TILES][first_key + lane / SMLA_NUM_SCALE_TILES] =
             smla_bits_float(raw.scale_or_mask);
     }

@@ -308,7 +308,7 @@ find_listed_key(const attention_launch &launch, const cta_work &work, const list
  * Tensor cores would not give its value as it is: of bf16 rows they add it to 0, and -0 loses its
  * sign; of FP8 rows they take something from its scale. Returns false for other works, and has done
  * nothing. */
-template <typename Memory>
+template <bool ROPE, typename Memory>
 static __device__ __forceinline__ bool
 leave_only_key(const attention_launch &launch, const cta_work &work, int turn, const Memory *shared)
 {
@@ -316,8 +316,8 @@ leave_only_key(const attention_launch &launch, const cta_work &work, int turn, c
     if (!__any_sync(0xFFFFFFFFu, warp >= 0)) { /* tells ptxas that it is the same for all lanes */
         return false;
     }
-    attend_only_key(launch, work, find_listed_key(launch, work, shared->only[turn][warp]),
-                    ptx_forget((int)threadIdx.x));
+    attend_only_key<ROPE>(launch, work, find_listed_key(launch, work, shared->only[turn][warp]),
+                          ptx_forget((int)threadIdx.x));
     __syncwarp(); /* without it, ptxas takes the branches of the loops for those of lanes */
     return true;
 }

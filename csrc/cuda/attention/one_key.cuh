@@ -44,18 +44,20 @@ widen_bf16x8(const uint32_t words[4], float values[LANE_VALUES])
     }
 }
 
-/* `nope` and `rope` are the lane's own addresses. */
-template <bool ALIGNED>
+/* `nope` and `rope` are the lane's own addresses. ROPE: rows and queries have such a part. */
+template <bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
 load_bf16_part(const void *nope, const void *rope, lane_part *part)
 {
     uint32_t words[2][4];
-    uint32_t pair;
+    uint32_t pair = 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         smla_load_words<16, ALIGNED>((const uint16_t *)nope + half * NOPE_HALF, words[half]);
     }
-    smla_load_words<4, ALIGNED>(rope, &pair);
+    if constexpr (ROPE) {
+        smla_load_words<4, ALIGNED>(rope, &pair);
+    }
     widen_bf16x8(words[0], part->nope[0]);
     widen_bf16x8(words[1], part->nope[1]);
     part->rope[0] = smla_low_bf16(pair);
@@ -63,11 +65,14 @@ load_bf16_part(const void *nope, const void *rope, lane_part *part)
 }
 
 /* e4m3 as it is; the row is aligned to 16 bytes. */
+template <bool ROPE>
 static __device__ __forceinline__ void
 load_fp8_part(const uint8_t *nope, const void *rope, lane_part *part)
 {
-    uint32_t pair;
-    smla_load_words<4, true>(rope, &pair);
+    uint32_t pair = 0;
+    if constexpr (ROPE) {
+        smla_load_words<4, true>(rope, &pair);
+    }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         uint32_t words[2];
@@ -82,6 +87,7 @@ load_fp8_part(const uint8_t *nope, const void *rope, lane_part *part)
 }
 
 /* The lane's part of the key, and the scales of its two halves. */
+template <bool ROPE>
 static __device__ __forceinline__ void
 load_key_part(const list_facts &facts, const uint8_t *row, int lane, lane_part *key,
               float scales[2])
@@ -93,15 +99,16 @@ load_key_part(const list_facts &facts, const uint8_t *row, int lane, lane_part *
             (const float *)(row + facts.scale_offset) + LANE_VALUES * lane / SMLA_SCALE_TILE;
         scales[0] = __ldg(from);
         scales[1] = __ldg(from + NOPE_HALF / SMLA_SCALE_TILE);
-        load_fp8_part(row + LANE_VALUES * lane, rope, key);
+        load_fp8_part<ROPE>(row + LANE_VALUES * lane, rope, key);
     } else if (facts.is_aligned) {
-        load_bf16_part<true>(row + 2 * LANE_VALUES * lane, rope, key);
+        load_bf16_part<ROPE, true>(row + 2 * LANE_VALUES * lane, rope, key);
     } else {
-        load_bf16_part<false>(row + 2 * LANE_VALUES * lane, rope, key);
+        load_bf16_part<ROPE, false>(row + 2 * LANE_VALUES * lane, rope, key);
     }
 }
 
 /* The lane's part of a head's query. */
+template <bool ROPE>
 static __device__ __forceinline__ void
 load_query_part(const attention_launch &launch, int32_t token, int32_t head, int lane,
                 lane_part *query)
@@ -112,9 +119,9 @@ load_query_part(const attention_launch &launch, int32_t token, int32_t head, int
     const uint16_t *const rope =
         params.q_pe + token * params.q_pe_stride_token + head * params.q_pe_stride_head + 2 * lane;
     if (launch.q_is_aligned) {
-        load_bf16_part<true>(nope, rope, query);
+        load_bf16_part<ROPE, true>(nope, rope, query);
     } else {
-        load_bf16_part<false>(nope, rope, query);
+        load_bf16_part<ROPE, false>(nope, rope, query);
     }
 }
 
@@ -184,6 +191,7 @@ write_out_part(const smla_attention_params &params, int32_t token, int32_t head,
 /* All results of a work whose only key is `slot` of list `list` (slot_of_index), by `num_threads`
  * threads, whole warps of a CTA, of which this is number `thread`. Whether the key is the only one
  * is for the caller to know: of the split's columns where there are splits. */
+template <bool ROPE>
 static __device__ __forceinline__ void
 attend_one_key(const attention_launch &launch, const cta_work &work, int list, int32_t slot,
                int thread, int num_threads)
@@ -193,7 +201,7 @@ attend_one_key(const attention_launch &launch, const cta_work &work, int list, i
     lane_part key;
     lane_part value;
     float scales[2];
-    load_key_part(launch.lists[list], row_of_slot(launch, list, slot), lane, &key, scales);
+    load_key_part<ROPE>(launch.lists[list], row_of_slot(launch, list, slot), lane, &key, scales);
 #pragma unroll
     for (int i = 0; i < 2 * LANE_VALUES; i++) {
         value.nope[i / LANE_VALUES][i % LANE_VALUES] =
@@ -203,7 +211,7 @@ attend_one_key(const attention_launch &launch, const cta_work &work, int list, i
     for (int head = thread / SMLA_WARP_LANES; head < work.num_heads;
          head += num_threads / SMLA_WARP_LANES) {
         lane_part query;
-        load_query_part(launch, work.token, work.first_head + head, lane, &query);
+        load_query_part<ROPE>(launch, work.token, work.first_head + head, lane, &query);
         const float score = multiply_parts(query, key, scales) * launch.scale_log2;
         const float max_log2 = fmaxf(-INFINITY, score); /* a NaN is no maximum */
         const float sum = ptx_exp2(score - softmax_reference(max_log2));

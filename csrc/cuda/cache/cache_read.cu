@@ -72,7 +72,9 @@ load_row(const uint8_t *row, const row_offsets &offsets, row_part<ROW, OUT> *par
             smla_load_words<4, true>(row + offsets.scale + tile * 4, &part->scale_bits[i]);
         }
     }
-    smla_load_words<4, IN_ALIGNED>(row + offsets.rope + lane * 4, &part->rope);
+    if constexpr (smla_row<ROW>::HAS_ROPE) {
+        smla_load_words<4, IN_ALIGNED>(row + offsets.rope + lane * 4, &part->rope);
+    }
 }
 
 /* A step's values as 16 bytes of out. */
@@ -166,7 +168,9 @@ store_row(const row_part<ROW, OUT> &part, uint8_t *out)
         smla_store_words<16, ALIGNED, UNIT>(out + (i * SMLA_WARP_LANES + lane) * 16, words[i]);
     }
     uint8_t *const rope = out + SMLA_KV_LORA_RANK * UNIT + lane * 2 * UNIT;
-    if constexpr (OUT == SMLA_FLOAT_FP32) {
+    if constexpr (!smla_row<ROW>::HAS_ROPE) {
+        return;
+    } else if constexpr (OUT == SMLA_FLOAT_FP32) {
         const uint32_t words[2] = {part.rope << 16, part.rope & 0xFFFF0000u};
         smla_store_words<8, ALIGNED, UNIT>(rope, words);
     } else {

@@ -72,7 +72,7 @@ find_token(const smla_cache_write_params &p, int64_t token)
             (const uint8_t *)p.k_pe + (token * p.k_pe_stride_token + lane * 2) * BYTES};
 }
 
-template <int TYPE, bool ALIGNED>
+template <int TYPE, int ROW, bool ALIGNED>
 __device__ __forceinline__ void
 load_next(const smla_cache_write_params &p, given_place *place, given_part<TYPE> *part)
 {
@@ -82,7 +82,9 @@ load_next(const smla_cache_write_params &p, given_place *place, given_part<TYPE>
     for (int i = 0; i < layout::STEPS; i++) {
         smla_load_words<16, ALIGNED, BYTES>(place->nope + i * layout::STEP * BYTES, part->nope[i]);
     }
-    smla_load_words<2 * BYTES, ALIGNED, BYTES>(place->rope, part->rope);
+    if constexpr (smla_row<ROW>::HAS_ROPE) {
+        smla_load_words<2 * BYTES, ALIGNED, BYTES>(place->rope, part->rope);
+    }
     place->nope += p.kv_c_stride_token * BYTES;
     place->rope += p.k_pe_stride_token * BYTES;
 }
@@ -239,7 +241,9 @@ write_token(const given_part<TYPE> &part, const row_offsets &offsets, uint8_t *r
     for (int i = 0; i < layout::STEPS; i++) {
         narrow<TYPE, layout::COUNT>(part.nope[i], pairs[i]);
     }
-    narrow<TYPE, 2>(part.rope, &rope);
+    if constexpr (smla_row<ROW>::HAS_ROPE) {
+        narrow<TYPE, 2>(part.rope, &rope);
+    }
     if constexpr (smla_row<ROW>::IS_E4M3) {
         smla_scale scales[layout::STEPS];
         uint32_t bytes[layout::STEPS][layout::COUNT / 4];
@@ -256,7 +260,9 @@ write_token(const given_part<TYPE> &part, const row_offsets &offsets, uint8_t *r
             smla_store_words<OUT_BYTES, ALIGNED>(nope + i * OUT_BYTES * SMLA_WARP_LANES, pairs[i]);
         }
     }
-    smla_store_words<4, OUT_ALIGNED>(row + offsets.rope + lane * 4, &rope);
+    if constexpr (smla_row<ROW>::HAS_ROPE) {
+        smla_store_words<4, OUT_ALIGNED>(row + offsets.rope + lane * 4, &rope);
+    }
 }
 
 /* Blocks that registers must leave room for: sm_120 would spill for one more. */
@@ -288,13 +294,13 @@ __launch_bounds__(BLOCK_THREADS, min_write_blocks<TYPE, ALIGNED>())
         /* Every token is read: its loads do not wait for the slot. */
         given_part<TYPE> next;
         given_place place = find_token<TYPE>(p, first);
-        load_next<TYPE, ALIGNED>(p, &place, &next);
+        load_next<TYPE, ROW, ALIGNED>(p, &place, &next);
         const uint8_t *const targets = find_targets(args, first, num_tokens);
 #pragma unroll 2
         for (int i = 0; i < num_tokens; i++) {
             const given_part<TYPE> part = next;
             if (i + 1 < num_tokens) {
-                load_next<TYPE, ALIGNED>(p, &place, &next);
+                load_next<TYPE, ROW, ALIGNED>(p, &place, &next);
             }
             uint8_t *const row = shuffle_pointer(targets, i);
             if (row != nullptr) {

@@ -119,14 +119,14 @@ take_second_half(uint32_t base, const lane_place &me, bf16_consumer *state)
 
 /* A step of group 0: scores, weights and values of its block, then values of group 1's. Whether it
  * was the work's last. */
-template <bool MAXIMA>
+template <bool ROPE, bool MAXIMA>
 static __device__ __forceinline__ bool
 lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_consumer *state)
 {
     const uint32_t base = find_base(shared);
     lane_place me = find_place_again();
     me.group = 0;
-    score_block(base, me, parity, state);
+    score_block<ROPE>(base, me, parity, state);
     const uint32_t block_bits = load_block_bits(base, me);
     const bool is_last = (block_bits & IS_LAST) != 0;
     wgmma_wait<0>();
@@ -150,14 +150,14 @@ lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_
 }
 
 /* A step of group 1: scores of its block, values of group 0's while they become weights, values. */
-template <bool MAXIMA>
+template <bool ROPE, bool MAXIMA>
 static __device__ __forceinline__ bool
 follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_consumer *state)
 {
     const uint32_t base = find_base(shared);
     lane_place me = find_place_again();
     me.group = 1;
-    score_block(base, me, parity, state);
+    score_block<ROPE>(base, me, parity, state);
     const uint32_t block_bits = load_block_bits(base, me);
     const bool is_last = (block_bits & IS_LAST) != 0;
     wait_for_weights(base, me, parity, 0);
@@ -183,7 +183,7 @@ follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf1
 }
 
 /* All steps of a work: one at least. */
-template <bool MAXIMA>
+template <bool ROPE, bool MAXIMA>
 static __device__ __forceinline__ void
 consume_steps(const bf16_launch &launch, bf16_phase *phase, bf16_memory *shared,
               bf16_consumer *state)
@@ -193,20 +193,20 @@ consume_steps(const bf16_launch &launch, bf16_phase *phase, bf16_memory *shared,
     if (find_place_again().group == 0) {
 #pragma unroll 1
         do {
-            is_last = lead_step<MAXIMA>(launch, phase->step, shared, state);
+            is_last = lead_step<ROPE, MAXIMA>(launch, phase->step, shared, state);
             phase->step ^= 1;
         } while (!is_last);
     } else {
 #pragma unroll 1
         do {
-            is_last = follow_step<MAXIMA>(launch, phase->step, shared, state);
+            is_last = follow_step<ROPE, MAXIMA>(launch, phase->step, shared, state);
             phase->step ^= 1;
         } while (!is_last);
     }
     phase->work ^= 1;
 }
 
-template <bool MAXIMA>
+template <bool ROPE, bool MAXIMA>
 static __device__ __forceinline__ void
 consume(const bf16_launch &launch, bf16_memory *shared)
 {
@@ -220,8 +220,8 @@ consume(const bf16_launch &launch, bf16_memory *shared)
         }
         bf16_consumer state;
         clear_sums(&state);
-        consume_steps<MAXIMA>(launch, &phase, shared, &state);
-        finish_work<MAXIMA>(launch, idx, n & 1, shared, state);
+        consume_steps<ROPE, MAXIMA>(launch, &phase, shared, &state);
+        finish_work<ROPE, MAXIMA>(launch, idx, n & 1, shared, state);
     }
 }
 
@@ -253,8 +253,9 @@ start(const bf16_launch &launch, bf16_memory *shared)
     __syncthreads();
 }
 
-/* MAXIMA: max_logits are wanted. ALIGNED: all rows of q and of the keys are on 16 bytes. */
-template <bool MAXIMA, bool ALIGNED>
+/* ROPE: keys have a RoPE part. MAXIMA: max_logits are wanted. ALIGNED: all rows of q and of the
+ * keys are on 16 bytes. */
+template <bool ROPE, bool MAXIMA, bool ALIGNED>
 __global__ void
 __launch_bounds__(HOPPER_THREADS, 1) attend_bf16(const __grid_constant__ bf16_launch launch)
 {
@@ -264,23 +265,23 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_bf16(const __grid_constant__ bf16_la
     ptx_wait_for_grids();
     if (threadIdx.x >= CONSUMER_THREADS) {
         ptx_release_registers<BF16_GATHER_REGISTERS>();
-        gather<ALIGNED>(launch, shared);
+        gather<ROPE, ALIGNED>(launch, shared);
     } else {
         ptx_claim_registers<BF16_CONSUMER_REGISTERS>();
-        consume<MAXIMA>(launch, shared);
+        consume<ROPE, MAXIMA>(launch, shared);
     }
 }
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-template <bool MAXIMA, bool ALIGNED>
+template <bool ROPE, bool MAXIMA, bool ALIGNED>
 static cudaError_t
 launch_bf16(const smla_attention_params *params)
 {
     constexpr int SHARED_BYTES = (int)sizeof(bf16_memory);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
     static uint64_t allowed;
-    const cudaError_t code = prepare_attention((const void *)attend_bf16<MAXIMA, ALIGNED>,
+    const cudaError_t code = prepare_attention((const void *)attend_bf16<ROPE, MAXIMA, ALIGNED>,
                                                SHARED_BYTES, TILE_HEADS, params, &allowed);
     if (code != cudaSuccess) {
         return code;
@@ -292,21 +293,29 @@ launch_bf16(const smla_attention_params *params)
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
     const int64_t num_ctas = count_ctas(launch.base, launch.num_works);
     launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
-    return smla_launch(attend_bf16<MAXIMA, ALIGNED>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
-                       params->stream);
+    return smla_launch(attend_bf16<ROPE, MAXIMA, ALIGNED>, launch, num_ctas, HOPPER_THREADS,
+                       SHARED_BYTES, params->stream);
 }
 
-cudaError_t
-smla_attend_sm90_bf16_64(const smla_attention_params *params, int64_t)
+/* For what the call wants: one of four kernels. */
+template <bool ROPE>
+static cudaError_t
+launch_any(const smla_attention_params *params)
 {
     bool is_aligned = is_query_aligned(params);
     for (int i = 0; i < params->num_lists; i++) {
         is_aligned = is_aligned && list_facts_of(&params->lists[i]).is_aligned;
     }
     if (!is_aligned) {
-        return params->max_logits == NULL ? launch_bf16<false, false>(params)
-                                          : launch_bf16<true, false>(params);
+        return params->max_logits == NULL ? launch_bf16<ROPE, false, false>(params)
+                                          : launch_bf16<ROPE, true, false>(params);
     }
-    return params->max_logits == NULL ? launch_bf16<false, true>(params)
-                                      : launch_bf16<true, true>(params);
+    return params->max_logits == NULL ? launch_bf16<ROPE, false, true>(params)
+                                      : launch_bf16<ROPE, true, true>(params);
+}
+
+cudaError_t
+smla_attend_sm90_bf16_64(const smla_attention_params *params, int64_t)
+{
+    return launch_any<true>(params);
 }

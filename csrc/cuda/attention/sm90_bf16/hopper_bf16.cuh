@@ -14,7 +14,7 @@ enum {
     HALF_VALUES = SMLA_KV_LORA_RANK / 2, /* of a warpgroup */
     HALF_TILES = HALF_VALUES / 64,
     ROPE_TILE = QUERY_TILES - 1,
-    PIECES = 4,        /* of a block, that come on their own: tiles 0-1, 2-3, 4-6, 7-8 */
+    PIECES = 4,        /* of a block, that come on their own */
     KEY_PIECE = 2,     /* which of them in time brings is_key */
     WEIGHED_KEYS = 32, /* that weights are told of at once */
     BF16_CONSUMER_REGISTERS = 224,
@@ -25,11 +25,12 @@ static_assert(2 * BF16_CONSUMER_REGISTERS + BF16_GATHER_REGISTERS == 3 * 168,
               "setmaxnreg shares out what the launch gave: 168 each");
 static_assert((int)STEP_KEYS == 2 * BLOCK_KEYS, "a step is a block of each warpgroup");
 
-/* First tile of a piece. */
+/* First tile of a piece: of tiles 0-1, 2-3, 4-6, 7-8, or, without RoPE, 0-1, 2-3, 4-5, 6-7. */
+template <bool ROPE>
 static __device__ __forceinline__ constexpr int
 first_tile(int piece)
 {
-    return piece < 3 ? 2 * piece : piece == 3 ? 7 : QUERY_TILES;
+    return !ROPE || piece < 3 ? 2 * piece : piece == 3 ? 7 : QUERY_TILES;
 }
 
 /* The piece that comes i-th. Halves of a block become free one after the other: first the one whose

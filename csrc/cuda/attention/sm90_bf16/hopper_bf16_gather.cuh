@@ -91,7 +91,7 @@ announce_copies(uint32_t barrier)
 /* ---- Query --------------------------------------------------------------------------------- */
 
 /* The query of a work, when the one in front of it is done with. */
-template <bool ALIGNED>
+template <bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
 gather_query(const smla_attention_params &params, const cta_work &work, const bf16_gather &state)
 {
@@ -105,7 +105,7 @@ gather_query(const smla_attention_params &params, const cta_work &work, const bf
                                      (work.first_head + head) * params.q_pe_stride_head;
         const uint32_t to = BF16_AT(state.base, query) + chunk_in_tile(state, flight);
 #pragma unroll
-        for (int tile = 0; tile < QUERY_TILES; tile++) {
+        for (int tile = 0; tile < (ROPE ? QUERY_TILES : ROPE_TILE); tile++) {
             const uint16_t *const from = tile == ROPE_TILE ? rope : nope + tile * 64;
             copy_chunk<ALIGNED>(to + tile * TILE_BYTES, from + gather_lane() % 8 * 8,
                                 head < work.num_heads);
@@ -117,7 +117,7 @@ gather_query(const smla_attention_params &params, const cta_work &work, const bf
 /* ---- Keys ---------------------------------------------------------------------------------- */
 
 /* The warp's rows of a piece of a block; lanes first_lane to first_lane + 15 know where. */
-template <int PIECE, bool ALIGNED>
+template <int PIECE, bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
 copy_piece(const bf16_gather &state, int block, const uint8_t *row, int first_lane)
 {
@@ -128,7 +128,7 @@ copy_piece(const bf16_gather &state, int block, const uint8_t *row, int first_la
         const uint32_t to =
             BF16_AT(state.base, keys) + block * BLOCK_BYTES + chunk_in_tile(state, flight);
 #pragma unroll
-        for (int tile = first_tile(PIECE); tile < first_tile(PIECE + 1); tile++) {
+        for (int tile = first_tile<ROPE>(PIECE); tile < first_tile<ROPE>(PIECE + 1); tile++) {
             copy_chunk<ALIGNED>(to + tile * TILE_BYTES, from + tile * 128 + gather_lane() % 8 * 16,
                                 from != NULL);
         }
@@ -139,7 +139,7 @@ copy_piece(const bf16_gather &state, int block, const uint8_t *row, int first_la
 /* A block, its halves as they become free: the own values of its group first (score_block). is_key
  * comes with piece KEY_PIECE, of the second half: then both are free, and nobody reads the last
  * one. */
-template <int BLOCK, bool ALIGNED>
+template <int BLOCK, bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
 gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, uint32_t last_bit)
 {
@@ -147,8 +147,8 @@ gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, ui
     const uint32_t is_key = (are_keys >> first_lane & ALL_KEYS) | last_bit;
     const uint32_t empty = BF16_AT(state.base, empty) + 16 * BLOCK;
     ptx_mbarrier_wait(empty + 8 * BLOCK, state.phase.step ^ 1);
-    copy_piece<nth_piece(BLOCK, 0), ALIGNED>(state, BLOCK, row, first_lane);
-    copy_piece<nth_piece(BLOCK, 1), ALIGNED>(state, BLOCK, row, first_lane);
+    copy_piece<nth_piece(BLOCK, 0), ROPE, ALIGNED>(state, BLOCK, row, first_lane);
+    copy_piece<nth_piece(BLOCK, 1), ROPE, ALIGNED>(state, BLOCK, row, first_lane);
     ptx_mbarrier_wait(empty + 8 * (BLOCK ^ 1), state.phase.step ^ 1);
     if (gather_lane() == 0) {
         ptx_store_shared_4(BF16_AT(state.base, is_key) + 4 * (GATHER_WARPS * BLOCK + gather_warp()),
@@ -158,8 +158,8 @@ gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, ui
                             true);
     }
     __syncwarp();
-    copy_piece<nth_piece(BLOCK, 2), ALIGNED>(state, BLOCK, row, first_lane);
-    copy_piece<nth_piece(BLOCK, 3), ALIGNED>(state, BLOCK, row, first_lane);
+    copy_piece<nth_piece(BLOCK, 2), ROPE, ALIGNED>(state, BLOCK, row, first_lane);
+    copy_piece<nth_piece(BLOCK, 3), ROPE, ALIGNED>(state, BLOCK, row, first_lane);
 }
 
 /* ---- A work with one key -------------------------------------------------------------------
@@ -200,7 +200,7 @@ prefetch_work(const bf16_launch &launch, int idx)
 /* A list of the CTA's n-th work. Lane l has row l % 16 of the warp's rows of block l / 16. What a
  * work needs beside its rows comes with its first step: its query between the blocks, and behind
  * them what the next work's count will ask for. */
-template <bool ALIGNED>
+template <bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
 gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
             const list_steps &steps, bf16_memory *shared, key_stream *stream, bool *is_first_step,
@@ -215,16 +215,16 @@ gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
         const uint8_t *const row = row_of_slot(launch.base, list, slot);
         const uint32_t are_keys = __ballot_sync(0xFFFFFFFFu, slot >= 0);
         const uint32_t last_bit = is_last_list && left == 1 ? IS_LAST : 0;
-        gather_block<0, ALIGNED>(*state, row, are_keys, last_bit);
+        gather_block<0, ROPE, ALIGNED>(*state, row, are_keys, last_bit);
         if (*is_first_step) {
             begin_count(steps, state->phase.work, shared);
             if (n != 0) {
-                gather_query<ALIGNED>(launch.base.params, work, *state);
+                gather_query<ROPE, ALIGNED>(launch.base.params, work, *state);
             }
         }
         count_step(are_keys, slot >= 0, listed_key{slot, list}, state->phase.work,
                    gather_warp_again, shared);
-        gather_block<1, ALIGNED>(*state, row, are_keys, last_bit);
+        gather_block<1, ROPE, ALIGNED>(*state, row, are_keys, last_bit);
         if (*is_first_step) {
             wait_for_order(launch.is_ordered, BF16_AT(state->base, order.planned));
             prefetch_work(launch,
@@ -237,7 +237,7 @@ gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
 
 /* A launch's first query is on its way before its keys are counted; a work without keys needs
  * none. */
-template <bool ALIGNED>
+template <bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
 gather(const bf16_launch &launch, bf16_memory *shared)
 {
@@ -254,7 +254,7 @@ gather(const bf16_launch &launch, bf16_memory *shared)
         }
         cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
         if (n == 0) {
-            gather_query<ALIGNED>(launch.base.params, work, state);
+            gather_query<ROPE, ALIGNED>(launch.base.params, work, state);
         }
         key_stream stream =
             open_stream(launch.base, work, 0, gather_warp_again(), gather_lane(), 0);
@@ -273,8 +273,8 @@ gather(const bf16_launch &launch, bf16_memory *shared)
                                      find_count(counts, 1, gather_warp_again()));
                 load_next(&stream);
             }
-            gather_list<ALIGNED>(launch, work, n, list, steps, shared, &stream, &is_first_step,
-                                 &state);
+            gather_list<ROPE, ALIGNED>(launch, work, n, list, steps, shared, &stream,
+                                       &is_first_step, &state);
         }
         state.phase.work ^= 1;
     }

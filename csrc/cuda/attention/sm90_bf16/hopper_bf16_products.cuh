@@ -21,6 +21,7 @@ enum {
 /* ---- Scores -------------------------------------------------------------------------------- */
 
 /* Starts the scores of the group's block, piece by piece as they come. */
+template <bool ROPE>
 static __device__ __forceinline__ void
 score_block(uint32_t base, const lane_place &me, uint32_t parity, bf16_consumer *state)
 {
@@ -33,12 +34,12 @@ score_block(uint32_t base, const lane_place &me, uint32_t parity, bf16_consumer 
         ptx_mbarrier_wait(BF16_AT(base, full) + 8 * (me.group * PIECES + piece), parity);
         wgmma_fence();
 #pragma unroll
-        for (int tile = first_tile(piece); tile < first_tile(piece + 1); tile++) {
+        for (int tile = first_tile<ROPE>(piece); tile < first_tile<ROPE>(piece + 1); tile++) {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const int n = (tile * TILE_BYTES + k * 32) >> 4;
                 wgmma_bf16_tiles(state->scores, query + n, keys + n,
-                                 n != first_tile(nth_piece(me.group, 0)) * (TILE_BYTES >> 4));
+                                 n != first_tile<ROPE>(nth_piece(me.group, 0)) * (TILE_BYTES >> 4));
             }
         }
         wgmma_commit();

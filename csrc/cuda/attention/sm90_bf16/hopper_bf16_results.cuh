@@ -119,7 +119,7 @@ write_partial_rows(const bf16_launch &launch, const cta_work &work, const lane_p
 /* The work's results. Lanes of even columns end head row of their warp's, those of odd ones head
  * row + 8. `turn` is 0 and 1 in turn: sums of a work are read after the barrier, when the next
  * one's may come. */
-template <bool MAXIMA>
+template <bool ROPE, bool MAXIMA>
 static __device__ __forceinline__ void
 finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
             const bf16_consumer &state)
@@ -129,7 +129,7 @@ finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
     const int head = 16 * me.warp + 8 * (me.column & 1) + me.row;
     store_sums<MAXIMA>(me, turn, state, shared);
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
-    if (leave_only_key(launch.base, work, turn, shared)) {
+    if (leave_only_key<ROPE>(launch.base, work, turn, shared)) {
         return;
     }
     float factor = 0.0f;

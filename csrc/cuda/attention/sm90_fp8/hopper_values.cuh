@@ -411,7 +411,7 @@ static __device__ __forceinline__ void
 finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
     const cta_work work = shared->place;
-    if (leave_only_key(launch.base, work, shared->work & 1, shared)) {
+    if (leave_only_key<true>(launch.base, work, shared->work & 1, shared)) {
         return;
     }
     if (is_row_lost(shared)) { /* of a work without heads, too, which is not done again */
