@@ -7,7 +7,7 @@ from typing import Any, final
 from numpy import ndarray
 
 __version__: str
-KV_FORMATS: dict[str, int]
+KV_FORMATS: dict[str, dict[int, int]]  # name -> {last dimension of a cache: head size}
 
 @final
 class Tensor:

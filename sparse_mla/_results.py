@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sparse_mla import _C
+
 Result = tuple[tuple[Any, ...], str]  # shape, dtype
 
 
@@ -40,12 +42,23 @@ def none(given: Given) -> tuple[Result, ...]:
     return ()
 
 
+def _head_size(given: Given, name: str, row: Any) -> int:
+    rows = [pair for sizes in _C.KV_FORMATS.values() for pair in sizes.items()]
+    for size, head_size in rows:
+        if size == row:
+            return head_size
+    wanted = " or ".join(str(size) for size, _ in rows)
+    text = f"{given.op}: `{name}` must have a last dimension of {wanted}, got {row}"
+    raise ValueError(text)
+
+
 def dequantized(given: Given) -> tuple[Result, ...]:
     dtype = given.values["dtype"]
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f'{given.op}: `dtype` must be "float32" or "bfloat16", got {dtype!r}')
     sizes = given.sizes("kv_cache", 2, 3, 4)
-    return (((*(sizes[:1] if len(sizes) == 2 else sizes[:2]), 576), dtype),)
+    head_size = _head_size(given, "kv_cache", sizes[-1])
+    return (((*(sizes[:1] if len(sizes) == 2 else sizes[:2]), head_size), dtype),)
 
 
 def slots(given: Given) -> tuple[Result, ...]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +41,15 @@ __all__ = [
 Array = Any
 
 
+def _either(numbers: Iterable[int]) -> str:
+    return " or ".join(map(str, numbers))
+
+
 def __dir__() -> list[str]:
     """What tab completion offers."""
     return __all__
 
 
-HEAD_DIM = _C.KV_FORMATS["bfloat16"]
 HEAD_DIM_V = 512
 # That package's name of a cache format, or ours -> ours. None: by dtype and last dimension.
 KV_FORMATS: dict[str | None, str | None] = {
@@ -59,9 +63,12 @@ LOG2_E = math.log2(math.e)
 DECODE = "flash_mla_with_kvcache"
 PREFILL = "flash_mla_sparse_fwd"
 
+_HEAD_DIMS = sorted({dim for rows in _C.KV_FORMATS.values() for dim in rows.values()}, reverse=True)
+_BF16_ROWS = _C.KV_FORMATS["bfloat16"]
+_BYTE_ROWS = {row for rows in _C.KV_FORMATS.values() for row in rows} - set(_BF16_ROWS)
 _SERVED = (
-    "this library serves sparse MLA of DeepSeek-V3.2: queries and keys of 576 values (512 + 64), "
-    "caches of 656 FP8 bytes or 576 bf16 a token"
+    "this library serves sparse MLA of DeepSeek-V3.2, caches of "
+    f"{_either(_BYTE_ROWS)} FP8 bytes or {_either(_BF16_ROWS)} bf16 a token"
 )
 _DENSE = "dense decoding is not served"
 
@@ -211,6 +218,7 @@ def flash_mla_with_kvcache(
     Parameters
     ----------
     q : [b, s_q, H, 576] bf16
+        As many values a head as a key of the cache has.
     k_cache : [pages, block_size, 1, 656] float8_e4m3fn, uint8 or int8
         Pages may be any multiple of 16 bytes apart. Also [pages, block_size, 1, 576] bf16.
     block_table, cache_seqlens : [b, W] and [b] int32, or None
@@ -221,7 +229,7 @@ def flash_mla_with_kvcache(
         From `get_mla_metadata`.
     num_splits : None
     softmax_scale : float, optional
-        576 ** -0.5 when left out.
+        The head size of q ** -0.5 when left out.
     causal : bool
         False.
     is_fp8_kvcache : bool, optional
@@ -271,7 +279,7 @@ def flash_mla_with_kvcache(
     op = DECODE
     if indices is None:
         raise ValueError(f"{op}: `indices` must be given, {_SERVED}; {_DENSE}, got None")
-    batch, s_q, num_heads, head_dim = _shape(op, "q", q, "[b, s_q, H, 576]")
+    batch, s_q, num_heads, head_dim = _shape(op, "q", q, "[b, s_q, H, D]")
     _check_head_dims(op, "head_dim_v", head_dim, head_dim_v)
     if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         got = type(tile_scheduler_metadata).__name__
@@ -302,7 +310,7 @@ def flash_mla_with_kvcache(
         topk_length = _per_query(op, "topk_length", topk_length, batch, s_q)
     tile_scheduler_metadata.have_initialized = True
     out, lse = ops._attention_plus_inf(
-        _without_grad(q).reshape(batch * s_q, num_heads, HEAD_DIM),
+        _without_grad(q).reshape(batch * s_q, num_heads, head_dim),
         k_cache,
         _join_rows(op, "indices", indices, batch, s_q),
         topk_length=topk_length,
@@ -310,7 +318,7 @@ def flash_mla_with_kvcache(
         extra_kv=extra_k_cache,
         extra_indices=extra_indices,
         extra_topk_length=extra_topk,
-        softmax_scale=HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale,
+        softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
         num_splits=1 if enable_batch_invariant else 0,
         kv_format=KV_FORMATS[kv_format],
     )
@@ -379,9 +387,9 @@ def flash_mla_sparse_fwd(
     ((1, 16, 512), 1.0, 1.6931)
     """
     op = PREFILL
-    num_tokens, _, head_dim = _shape(op, "q", q, "[T, H, 576]")
+    num_tokens, _, head_dim = _shape(op, "q", q, "[T, H, D]")
     _check_head_dims(op, "d_v", head_dim, d_v)
-    num_rows, num_kv_heads, row = _shape(op, "kv", kv, "[S, 1, 576]")
+    num_rows, num_kv_heads, row = _shape(op, "kv", kv, "[S, 1, D]")
     if num_kv_heads != 1:
         raise ValueError(f"{op}: `kv` must have one head, got {num_kv_heads}")
     _check_cache(op, "kv", kv, None)
@@ -429,8 +437,9 @@ def _shape(op: str, name: str, array: Array, rule: str) -> tuple[int, ...]:
 
 
 def _check_head_dims(op: str, v_name: str, head_dim: int, head_dim_v: int) -> None:
-    if head_dim != HEAD_DIM:
-        raise ValueError(f"{op}: `q` must have 576 values a head, {_SERVED}, got {head_dim}")
+    if head_dim not in _HEAD_DIMS:
+        dims = _either(_HEAD_DIMS)
+        raise ValueError(f"{op}: `q` must have {dims} values a head, {_SERVED}, got {head_dim}")
     if head_dim_v != HEAD_DIM_V:
         raise ValueError(f"{op}: `{v_name}` must be 512, {_SERVED}, got {head_dim_v!r}")
 
@@ -438,15 +447,16 @@ def _check_head_dims(op: str, v_name: str, head_dim: int, head_dim_v: int) -> No
 def _check_cache(op: str, name: str, cache: Array, is_fp8: bool | None) -> None:
     """A row that is served, and that is what the caller says."""
     row = (getattr(cache, "shape", None) or (None,))[-1]
-    if row == HEAD_DIM or row == _C.KV_FORMATS["fp8_ds_mla"]:
-        if is_fp8 is not None and bool(is_fp8) != (row != HEAD_DIM):
+    if row in _BF16_ROWS or row in _BYTE_ROWS:
+        if is_fp8 is not None and bool(is_fp8) != (row in _BYTE_ROWS):
             raise ValueError(
                 f"{op}: `is_fp8_kvcache` must agree with a cache of {row} elements a token, "
                 f"got {is_fp8!r}"
             )
     elif row is not None:  # what is no array at all is left to the core
         raise ValueError(
-            f"{op}: `{name}` must have a last dimension of 656 or 576, {_SERVED}, got {row}"
+            f"{op}: `{name}` must have a last dimension of "
+            f"{_either([*_BYTE_ROWS, *_BF16_ROWS])}, {_SERVED}, got {row}"
         )
 
 

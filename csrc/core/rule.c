@@ -333,19 +333,26 @@ smla_require(smla_checker *c, const smla_rule *rule)
 
 /* ---- Caches -------------------------------------------------------------------------------- */
 
-/* All rows of the table: "bfloat16 (576 values a token), or uint8, int8 or float8_e4m3fn
- * (fp8_ds_mla, 656 bytes a token)". */
+/* All rows of the table, those of one type together: "bfloat16 (576 values a token), or uint8, int8
+ * or float8_e4m3fn (fp8_ds_mla, 656 bytes a token)". */
 static void
 describe_rows(char *text)
 {
     for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
         const smla_kv_format_info *const row = &smla_kv_formats[i];
+        const bool is_first = i == 0 || row[-1].dtypes != row->dtypes;
+        const bool is_last = i + 1 == SMLA_NUM_KV_FORMATS || row[1].dtypes != row->dtypes;
         const bool is_bytes = row->dtypes == SMLA_DTYPE_BYTES;
-        char dtypes[TEXT_BYTES] = "";
-        describe_dtypes(row->dtypes, dtypes);
-        append(text, "%s%s (%s%s%d %s a token)", i == 0 ? "" : ", or ", dtypes,
-               is_bytes ? row->name : "", is_bytes ? ", " : "", row->row_elements,
-               is_bytes ? "bytes" : "values");
+        if (is_first) {
+            char dtypes[TEXT_BYTES] = "";
+            describe_dtypes(row->dtypes, dtypes);
+            append(text, "%s%s (", i == 0 ? "" : ", or ", dtypes);
+        }
+        append(text, "%s%s%s%d", is_first ? "" : " or ", is_bytes ? row->name : "",
+               is_bytes ? ", " : "", row->row_elements);
+        if (is_last) {
+            append(text, " %s a token)", is_bytes ? "bytes" : "values");
+        }
     }
 }
 

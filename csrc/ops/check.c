@@ -300,7 +300,7 @@ require_key_list(smla_checker *c, const char *const names[3], const DLTensor *kv
                                           .dtypes = SMLA_DTYPE_INT32,
                                           .ndim = 2,
                                           .shape = {num_tokens, SMLA_ANY},
-                                          .hint = "a row per token of `q` [tokens, heads, 576]"}));
+                                          .hint = "a row per token of `q`"}));
     smla_rule length = int32_vector(names[2], topk_length, num_tokens, SMLA_RULE_OPTIONAL);
     length.hint = "a length per token of `q`";
     SMLA_TRY(smla_require(c, &length));
@@ -317,6 +317,12 @@ smla_require_query(smla_checker *c, const smla_kv_format_info *format, const DLT
                    const DLTensor *q_pe, int64_t num_tokens, int64_t num_heads, unsigned flags)
 {
     const bool is_pair = q_pe != NULL;
+    if (is_pair && format->rope_dim == 0) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `q` must be one array [tokens, heads, %d] for cache rows without a "
+                         "RoPE part, got a pair",
+                         c->op, format->head_dim);
+    }
     smla_rule rule = {.name = is_pair ? "q[0]" : "q",
                       .tensor = q,
                       .dtypes = SMLA_DTYPE_BF16,
@@ -325,7 +331,9 @@ smla_require_query(smla_checker *c, const smla_kv_format_info *format, const DLT
                       .shape = {num_tokens, num_heads,
                                 is_pair ? format->nope_dim : format->head_dim},
                       .hint = is_pair ? "a pair has 512 latent values, then 64 of RoPE"
-                                      : "tokens, heads, 512 latent and 64 RoPE values"};
+                              : format->rope_dim != 0
+                                  ? "tokens, heads, 512 latent and 64 RoPE values"
+                                  : "tokens, heads, and as many values as a cache row"};
     SMLA_TRY(smla_require(c, &rule));
     SMLA_TRY(smla_require_num_heads(c, rule.name, smla_size(q, 1)));
     rule.name = "q[1]";
@@ -335,6 +343,18 @@ smla_require_query(smla_checker *c, const smla_kv_format_info *format, const DLT
     rule.shape[1] = smla_size(q, 1);
     rule.shape[2] = format->rope_dim;
     return smla_require(c, &rule);
+}
+
+/* A query meets rows of both lists: `name` is the second one's cache. */
+static smla_status
+require_same_head_size(const smla_checker *c, const char *name, const smla_attention_params *params)
+{
+    const int32_t wanted = params->lists[0].kv.format->head_dim;
+    const int32_t got = params->lists[1].kv.format->head_dim;
+    return wanted == got ? SMLA_OK
+                         : smla_fail(c->error, SMLA_ERROR_VALUE,
+                                     "%s: `%s` must have keys of %d values, as `kv` has, got %d",
+                                     c->op, name, wanted, got);
 }
 
 static smla_status
@@ -396,6 +416,7 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
                                   args->extra_indices, args->extra_topk_length, num_tokens,
                                   &params->lists[1]));
         params->num_lists = 2;
+        SMLA_TRY(require_same_head_size(&c, extra_names[0], params));
     }
     if (!isfinite((float)args->softmax_scale)) {
         return smla_fail(error, SMLA_ERROR_VALUE, "%s: `softmax_scale` must be finite, got %g",

@@ -198,17 +198,32 @@ smla_py_state_of(PyObject *module)
     return PyModule_GetState(module);
 }
 
-/* KV_FORMATS: name of a cache format -> last dimension of its array, from the core's table. */
+static int
+add_kv_format(PyObject *formats, const smla_kv_format_info *row)
+{
+    PyObject *sizes = PyDict_GetItemString(formats, row->name); /* of a row before it */
+    sizes = sizes == NULL ? PyDict_New() : Py_NewRef(sizes);
+    PyObject *size = PyLong_FromLong(row->row_elements);
+    PyObject *head_size = PyLong_FromLong(row->head_dim);
+    const bool is_added = sizes != NULL && size != NULL && head_size != NULL &&
+                          PyDict_SetItem(sizes, size, head_size) == 0 &&
+                          PyDict_SetItemString(formats, row->name, sizes) == 0;
+    Py_XDECREF(sizes);
+    Py_XDECREF(size);
+    Py_XDECREF(head_size);
+    return is_added ? 0 : -1;
+}
+
+/* KV_FORMATS: name of a cache format -> {last dimension of its array: head size}, from the core's
+ * table. */
 static int
 add_kv_formats(PyObject *module)
 {
     PyObject *formats = PyDict_New();
     for (int i = 0; formats != NULL && i < SMLA_NUM_KV_FORMATS; i++) {
-        PyObject *size = PyLong_FromLong(smla_kv_formats[i].row_elements);
-        if (size == NULL || PyDict_SetItemString(formats, smla_kv_formats[i].name, size) < 0) {
+        if (add_kv_format(formats, &smla_kv_formats[i]) < 0) {
             Py_CLEAR(formats);
         }
-        Py_XDECREF(size);
     }
     const int status = formats == NULL ? -1 : PyModule_AddObjectRef(module, "KV_FORMATS", formats);
     Py_XDECREF(formats);

@@ -37,6 +37,12 @@ check_cache(smla_checker *c, const smla_forward_args *args, const smla_builder *
 {
     smla_kv_view kv;
     SMLA_TRY(smla_require_kv(c, "kv_cache", args->kv_cache, b->config.kv_format, 0, &kv));
+    const smla_kv_format_info *const format = smla_find_kv_format(b->config.kv_format);
+    if (kv.format->number != format->number) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `kv_cache` must have a last dimension of %d, got %d", op,
+                         format->row_elements, kv.format->row_elements);
+    }
     if (kv.block_size != b->config.block_size) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `kv_cache` must have pages of block_size = %lld tokens, got %lld", op,
@@ -57,8 +63,7 @@ check_forward(const smla_forward_args *args, smla_error *error)
     }
     const int64_t num_tokens = b->metadata.num_actual_tokens;
     const int64_t num_heads = b->config.num_heads;
-    const smla_kv_format_info *const format =
-        smla_format_of_cache(args->kv_cache, b->config.kv_format);
+    const smla_kv_format_info *const format = smla_find_kv_format(b->config.kv_format);
     SMLA_TRY(smla_require_query(&c, format, args->q, args->q_pe, num_tokens, num_heads,
                                 SMLA_RULE_MORE_ROWS));
     SMLA_TRY(check_cache(&c, args, b));

@@ -12,7 +12,7 @@ from sparse_mla.backend._words import as_int
 
 KV_CACHE_DTYPES = ("auto", *_C.KV_FORMATS)  # "auto" is bfloat16
 PATHS = ("mixed", "separate", "bf16", "direct")
-HEAD_SIZE = _C.KV_FORMATS["bfloat16"]
+HEAD_SIZE = max(_C.KV_FORMATS["bfloat16"].values())  # with its RoPE part
 
 
 def _check_int(name: str, value: Any, least: int, most: int | None = None) -> int:

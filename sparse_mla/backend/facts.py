@@ -122,7 +122,8 @@ class Backend:
                 raise ValueError(
                     f"Backend.get_kv_cache_shape: `{name}` must be {rule}, got {value!r}"
                 )
-        return (num_blocks, block_size, _C.KV_FORMATS.get(cache_dtype_str, head_size))
+        rows = _C.KV_FORMATS["bfloat16" if cache_dtype_str == "auto" else cache_dtype_str]
+        return (num_blocks, block_size, next(row for row in rows if rows[row] == head_size))
 
     @staticmethod
     def get_builder_cls() -> type[MetadataBuilder]:
