@@ -63,9 +63,15 @@ LOG2_E = math.log2(math.e)
 DECODE = "flash_mla_with_kvcache"
 PREFILL = "flash_mla_sparse_fwd"
 
-_HEAD_DIMS = sorted({dim for rows in _C.KV_FORMATS.values() for dim in rows.values()}, reverse=True)
+# Last dimension of a cache -> values of its keys.
 _BF16_ROWS = _C.KV_FORMATS["bfloat16"]
-_BYTE_ROWS = {row for rows in _C.KV_FORMATS.values() for row in rows} - set(_BF16_ROWS)
+_BYTE_ROWS = {
+    row: dim
+    for name, rows in _C.KV_FORMATS.items()
+    if name != "bfloat16"
+    for row, dim in rows.items()
+}
+_HEAD_DIMS = sorted({*_BF16_ROWS.values(), *_BYTE_ROWS.values()}, reverse=True)
 _SERVED = (
     "this library serves sparse MLA of DeepSeek-V3.2, caches of "
     f"{_either(_BYTE_ROWS)} FP8 bytes or {_either(_BF16_ROWS)} bf16 a token"
@@ -294,13 +300,13 @@ def flash_mla_with_kvcache(
         raise ValueError(f"{op}: `{name}` must be None, {_SERVED}; {_DENSE}, got an array")
     if causal:
         raise ValueError(f"{op}: `causal` must be False with `indices`, got {causal!r}")
-    _check_cache(op, "k_cache", k_cache, is_fp8_kvcache)
+    _check_cache(op, "k_cache", k_cache, head_dim, is_fp8_kvcache)
     if kv_format not in KV_FORMATS:
         rule = ", ".join(repr(name) for name in KV_FORMATS)
         raise ValueError(f"{op}: `kv_format` must be one of {rule} ({_SERVED}), got {kv_format!r}")
     extra_indices = extra_topk = None
     if extra_k_cache is not None:
-        _check_cache(op, "extra_k_cache", extra_k_cache, None)
+        _check_cache(op, "extra_k_cache", extra_k_cache, head_dim, None)
     if extra_indices_in_kvcache is not None:
         name = "extra_indices_in_kvcache"
         extra_indices = _join_rows(op, name, extra_indices_in_kvcache, batch, s_q)
@@ -392,7 +398,7 @@ def flash_mla_sparse_fwd(
     num_rows, num_kv_heads, row = _shape(op, "kv", kv, "[S, 1, D]")
     if num_kv_heads != 1:
         raise ValueError(f"{op}: `kv` must have one head, got {num_kv_heads}")
-    _check_cache(op, "kv", kv, None)
+    _check_cache(op, "kv", kv, head_dim, None)
     wants_statistics = return_log2_lse is not False
     out, lse, *max_logits = ops._attention_plus_inf(
         _without_grad(q),
@@ -444,10 +450,16 @@ def _check_head_dims(op: str, v_name: str, head_dim: int, head_dim_v: int) -> No
         raise ValueError(f"{op}: `{v_name}` must be 512, {_SERVED}, got {head_dim_v!r}")
 
 
-def _check_cache(op: str, name: str, cache: Array, is_fp8: bool | None) -> None:
-    """A row that is served, and that is what the caller says."""
+def _check_cache(op: str, name: str, cache: Array, head_dim: int, is_fp8: bool | None) -> None:
+    """A row that is served, with keys as wide as queries, and that is what the caller says."""
     row = (getattr(cache, "shape", None) or (None,))[-1]
     if row in _BF16_ROWS or row in _BYTE_ROWS:
+        wanted = {**_BYTE_ROWS, **_BF16_ROWS}[row]
+        if head_dim != wanted:
+            raise ValueError(
+                f"{op}: `q` must have {wanted} values a head, as keys of `{name}` have, "
+                f"{_SERVED}, got {head_dim}"
+            )
         if is_fp8 is not None and bool(is_fp8) != (row in _BYTE_ROWS):
             raise ValueError(
                 f"{op}: `is_fp8_kvcache` must agree with a cache of {row} elements a token, "

@@ -395,9 +395,11 @@ fail_size(const smla_checker *c, const char *name, const DLTensor *tensor, smla_
     char wanted[TEXT_BYTES] = "";
     char got[TEXT_BYTES] = "";
     for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        const smla_kv_format_info *const row = &smla_kv_formats[i];
         if (rows & SMLA_KV_SET(i)) {
-            append(wanted, "%s%d for format %s", wanted[0] == '\0' ? "" : " or ",
-                   smla_kv_formats[i].row_elements, smla_kv_formats[i].name);
+            const bool is_last = !(rows >> 1 & SMLA_KV_SET(i)) || row[1].format != row->format;
+            append(wanted, "%s%d%s%s", wanted[0] == '\0' ? "" : " or ", row->row_elements,
+                   is_last ? " for format " : "", is_last ? row->name : "");
         }
     }
     describe_shape(tensor, got);

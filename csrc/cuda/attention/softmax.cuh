@@ -81,4 +81,37 @@ softmax_finish(const Params &params, int64_t token, int64_t head, float max_log2
     return factor;
 }
 
+/* ---- Sums ---------------------------------------------------------------------------------- */
+
+/* A row without its out. */
+typedef struct softmax_row {
+    float max_log2;
+    float sum;
+    float excess; /* how much too large sum is */
+    float unused; /* rows are 16 bytes apart */
+} softmax_row;
+
+/* Sums in pairs: half as deep as a chain at two values, a third at eight, and exact for a power of
+ * two of equal terms. */
+template <int COUNT>
+static __device__ __forceinline__ float
+sum_values(const float *values)
+{
+    if constexpr (COUNT == 1) {
+        return values[0];
+    } else {
+        return sum_values<COUNT / 2>(values) + sum_values<COUNT / 2>(values + COUNT / 2);
+    }
+}
+
+/* Takes `block_sum` into the row, whose sum shrinks by a power of two first. */
+static __device__ __forceinline__ void
+add_to_sum(softmax_row *row, float shrink, float block_sum)
+{
+    const float older = row->sum * shrink;
+    const float term = block_sum - row->excess * shrink;
+    row->sum = older + term;
+    row->excess = (row->sum - older) - term;
+}
+
 #endif /* SMLA_CUDA_SOFTMAX_CUH */
