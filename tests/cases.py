@@ -42,6 +42,15 @@ def _latent_values(rng, n: int, data: str) -> np.ndarray:
     return value.astype(np.float32)
 
 
+def head_dim(fmt: str) -> int:
+    """Values of a key of a format."""
+    return ref.V_DIM if fmt == "bf16_512" else ref.HEAD_DIM
+
+
+def rope_dim(fmt: str) -> int:
+    return head_dim(fmt) - ref.V_DIM
+
+
 def cancel_neighbours(rows: np.ndarray) -> None:
     """Makes every second token of FP8 rows [n, 656] the one before it with values of the other
     sign. Queries without a NoPE part see pairs alike, and the sum of their values is nothing but
@@ -51,8 +60,11 @@ def cancel_neighbours(rows: np.ndarray) -> None:
 
 
 def encode_keys(keys: np.ndarray, fmt: str) -> np.ndarray:
-    """Keys [n, 576] as cached tokens: [n, 656] uint8 for "fp8", [n, 576] bf16 for "bf16"."""
+    """Keys [n, 576] as cached tokens: [n, 656] uint8 for "fp8", [n, 576] bf16 for "bf16", and
+    without their RoPE part, [n, 512], for "bf16_512"."""
     bits = ref.bf16_encode(keys)
+    if fmt == "bf16_512":
+        return np.ascontiguousarray(bits[:, : ref.V_DIM]).view(ref.BF16)
     if fmt == "bf16":
         return bits.view(ref.BF16)
     return ref.quantize_rows(bits[:, : ref.V_DIM], bits[:, ref.V_DIM :])
@@ -61,7 +73,7 @@ def encode_keys(keys: np.ndarray, fmt: str) -> np.ndarray:
 def make_rows(rng, n: int, fmt: str, data: str = "normal") -> np.ndarray:
     """n cached tokens: [n, 656] uint8 for "fp8", [n, 576] bf16 for "bf16"."""
     rows = encode_keys(_latent_values(rng, n, data), fmt)
-    if fmt == "bf16":
+    if fmt != "fp8":
         return rows
     scales = rows[:, 512:528].view(np.float32)
     if data == "pow2":
@@ -192,7 +204,7 @@ class AttentionCase:
         rows = make_rows(rng, self.pages * self.block_size, self.fmt, self.data)
         num_slots = len(rows)
         indices = make_indices(rng, self.T, self.K, num_slots, self.indices)
-        options = {"softmax_scale": self.softmax_scale or ref.HEAD_DIM**-0.5}
+        options = {"softmax_scale": self.softmax_scale or head_dim(self.fmt) ** -0.5}
         topk_length = make_topk_length(rng, self.T, self.K) if self.topk_length else None
         if self.layout == "zero":
             rows = np.tile(rows[: self.block_size], (self.pages, 1))
@@ -204,7 +216,9 @@ class AttentionCase:
             options["attn_sink"] = make_sink(rng, self.H)
         if self.extra:
             options |= self._extra_cache(rng)
-        q = random_bf16(rng, self.T, self.H, ref.HEAD_DIM, std=3 if self.data == "huge" else 1)
+        q = random_bf16(
+            rng, self.T, self.H, head_dim(self.fmt), std=3 if self.data == "huge" else 1
+        )
         if self.data == "monotone":
             q = ref.to_bf16(np.abs(ref.to_f32(q)))
         return AttentionInputs(
@@ -385,6 +399,31 @@ ATTENTION: dict[str, AttentionCase] = {
     "splits_3": AttentionCase(3, 16, 300, num_splits=3, topk_length=True),
     "splits_7_bf16": AttentionCase(3, 16, 1000, fmt="bf16", num_splits=7, pages=20),
     "splits_64": AttentionCase(3, 16, 300, num_splits=64, sink=True, extra="fp8"),
+    # rows without RoPE
+    "h1_512": AttentionCase(1, 1, 1, fmt="bf16_512"),
+    "h5_512": AttentionCase(4, 5, 65, fmt="bf16_512", topk_length=True, sink=True),
+    "h31_k129_512": AttentionCase(2, 31, 129, fmt="bf16_512"),
+    "h127_k191_512": AttentionCase(2, 127, 191, fmt="bf16_512", sink=True),
+    "h64_k2048_512": AttentionCase(2, 64, 2048, fmt="bf16_512", pages=40),
+    "page3_512": AttentionCase(
+        3, 8, 70, fmt="bf16_512", pages=31, block_size=3, layout="interleaved"
+    ),
+    "mqa_512": AttentionCase(3, 8, 70, fmt="bf16_512", layout="mqa"),
+    "flat_512": AttentionCase(3, 8, 70, fmt="bf16_512", layout="flat", q_layout="negative"),
+    "odd_stride_512": AttentionCase(3, 8, 70, fmt="bf16_512", layout="odd_stride"),
+    "q_odd_512": AttentionCase(3, 9, 70, fmt="bf16_512", q_layout="odd_stride"),
+    "q_head_major_512": AttentionCase(3, 9, 70, fmt="bf16_512", q_layout="head_major"),
+    "extra_512": AttentionCase(
+        9, 33, 70, fmt="bf16_512", extra="bf16_512", topk_length=True, sink=True
+    ),
+    "all_masked_512": AttentionCase(3, 8, 70, fmt="bf16_512", indices="all_masked"),
+    "heavy_512": AttentionCase(3, 64, 200, fmt="bf16_512", data="heavy"),
+    "monotone_512": AttentionCase(2, 16, 320, fmt="bf16_512", data="monotone", indices="ordered"),
+    "logits_1e4_512": AttentionCase(3, 16, 200, fmt="bf16_512", data="huge", softmax_scale=1.5),
+    "one_token_k1530_512": AttentionCase(
+        2, 16, 1530, fmt="bf16_512", pages=1, block_size=1, indices="ordered", softmax_scale=1e-3
+    ),
+    "splits_7_512": AttentionCase(3, 16, 1000, fmt="bf16_512", num_splits=7, pages=20),
     "splits_64_masked": AttentionCase(3, 16, 300, num_splits=64, indices="all_masked"),
 }
 

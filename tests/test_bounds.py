@@ -97,9 +97,11 @@ def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
             )
             return TypeError, f"{who} be {formats}, got {dtype}"
         if dtype in ("bfloat16", *BYTES):
-            rows = "576 for format bfloat16" if fp8 else "656 for format fp8_ds_mla"
+            rows = "576 or 512 for format bfloat16" if fp8 else "656 for format fp8_ds_mla"
             return ValueError, f"{who} have a last dimension of {rows}, got shape {list(x.shape)}"
-        known = "bfloat16 (576 values a token), or uint8, int8 or float8_e4m3fn (fp8_ds_mla, 656"
+        known = (
+            "bfloat16 (576 or 512 values a token), or uint8, int8 or float8_e4m3fn (fp8_ds_mla, 656"
+        )
         return TypeError, f"{who} be {known} bytes a token), got {dtype}"
     hint = ""
     if wanted == ("bfloat16",):
@@ -315,13 +317,55 @@ def test_ranks_of_an_array_of_any_rank():
             quantize(Producer(np.ones((1,) * 8, F32), fields={"ndim": ndim}))
 
 
-@pytest.mark.parametrize("width", [575, 577, 655, 657])
+@pytest.mark.parametrize("width", [511, 513, 575, 577, 655, 657])
 def test_rows_of_a_cache_are_as_wide_as_its_format(width):
-    dtype, row, fmt = (BF16, 576, "bfloat16") if width < 600 else (U8, 656, "fp8_ds_mla")
-    assert sparse_mla.dequantize_kv_cache(zeros(2, row, dtype=dtype)).shape == (2, 576)
-    rule = f"must have a last dimension of {row} for format {fmt}, got shape [2, {width}]"
+    is_bf16 = width < 600
+    dtype, rows = (BF16, {576: 576, 512: 512}) if is_bf16 else (U8, {656: 576})
+    for row, head_size in rows.items():
+        assert sparse_mla.dequantize_kv_cache(zeros(2, row, dtype=dtype)).shape == (2, head_size)
+    known = "576 or 512 for format bfloat16" if is_bf16 else "656 for format fp8_ds_mla"
+    rule = f"must have a last dimension of {known}, got shape [2, {width}]"
     with refuses(f"dequantize_kv_cache: `kv_cache` {rule}"):
         sparse_mla.dequantize_kv_cache(zeros(2, width, dtype=dtype))
+
+
+def test_a_cache_sizes_what_goes_with_it():
+    """Rows without RoPE: keys, queries and results are 512 wide, and a second cache has such rows
+    too; a backend's cache has the rows of its model."""
+    rows, indices = zeros(3, 512), np.zeros((2, 1), np.int32)
+    with_rope, no_rope = zeros(3, 576), zeros(2, 0)
+    hint = ": tokens, and the RoPE values of their keys"
+    sparse_mla.concat_and_cache_mla(zeros(2, 512), no_rope, rows, np.arange(2))
+    with refuses(f"concat_and_cache_mla: `k_pe` must have shape [any, 0], got [2, 64]{hint}"):
+        sparse_mla.concat_and_cache_mla(zeros(2, 512), zeros(2, 64), rows, np.arange(2))
+    with refuses(f"concat_and_cache_mla: `k_pe` must have shape [any, 64], got [2, 0]{hint}"):
+        sparse_mla.concat_and_cache_mla(zeros(2, 512), no_rope, with_rope, np.arange(2))
+    options = {"softmax_scale": 1.0}
+    attend = sparse_mla.sparse_attention
+    out, _ = attend(zeros(2, 3, 512), rows, indices, **options)
+    assert out.shape == (2, 3, 512)
+    rule = "got [2, 3, 576]: tokens, heads, and as many values as a cache row"
+    with refuses(f"sparse_attention: `q` must have shape [any, any, 512], {rule}"):
+        attend(zeros(2, 3, 576), rows, indices, **options)
+    rule = "must be one array [tokens, heads, 512] for cache rows without a RoPE part, got a pair"
+    for q_pe in (zeros(2, 3, 0), zeros(2, 3, 64)):
+        with refuses(f"sparse_attention: `q` {rule}"):
+            attend((zeros(2, 3, 512), q_pe), rows, indices, **options)
+    for wide, other, got in (
+        (576, rows, 512),
+        (512, with_rope, 576),
+        (512, zeros(3, 656, dtype=U8), 576),
+    ):
+        kv = zeros(3, wide)
+        rule = f"must have keys of {wide} values, as `kv` has, got {got}"
+        with refuses(f"sparse_attention: `extra_kv` {rule}"):
+            attend(zeros(2, 3, wide), kv, indices, extra_kv=other, extra_indices=indices, **options)
+        attend(zeros(2, 3, wide), kv, indices, extra_kv=kv, extra_indices=indices, **options)
+    out = zeros(4, 512)
+    starts, lens, table = np.zeros(1, np.int32), np.full(1, 3, np.int32), np.zeros((1, 1), np.int32)
+    sparse_mla.gather_kv_cache(zeros(1, 3, 512), table, lens, starts, out=out)
+    with refuses("gather_kv_cache: `out` must have shape [any, 576], got [4, 512]"):
+        sparse_mla.gather_kv_cache(zeros(1, 3, 576), table, lens, starts, out=out)
 
 
 def test_pages_have_a_token_and_one_head():

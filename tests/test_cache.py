@@ -7,13 +7,14 @@ import reference as ref
 from helpers import Guarded, assert_same_bf16, assert_same_bits
 from library import sparse_mla
 
+FORMATS = ["fp8", "bf16", "bf16_512"]
 LAYOUTS = ["paged", "mqa", "flat", "padded", "interleaved", "token_stride"]
 
 
 def filled(layout: str, fmt: str, *, pages=4, block_size=5, seed=0) -> np.ndarray:
     """A writable cache of random bytes; whatever lies between its rows must survive."""
     rng = np.random.default_rng(seed)
-    width, dtype = (656, np.uint8) if fmt == "fp8" else (576, ref.BF16)
+    width, dtype = (656, np.uint8) if fmt == "fp8" else (cases.head_dim(fmt), ref.BF16)
     rows = np.zeros((pages * block_size, width), dtype)
     rows.view(np.uint8)[...] = rng.integers(0, 256, rows.view(np.uint8).shape)
     return cases.lay_out(rows, block_size, layout)
@@ -36,27 +37,28 @@ def check_write(cache, kv_c, k_pe, slots, **options) -> None:
     assert_same_bits(after, storage(cache), "cache storage")
 
 
-@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("slot_dtype", [np.int64, np.int32])
 def test_write_layouts(fmt, layout, slot_dtype):
     rng = np.random.default_rng(1)
     slots = np.array([19, 0, -1, 7, 4, 5, -(2**31), 12], slot_dtype)
-    kv_c, k_pe = cases.random_bf16(rng, 8, 512), cases.random_bf16(rng, 8, 64)
+    kv_c, k_pe = cases.random_bf16(rng, 8, 512), cases.random_bf16(rng, 8, cases.rope_dim(fmt))
     check_write(filled(layout, fmt), kv_c, k_pe, slots)
 
 
-@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_write_dtypes_and_strided_inputs(fmt, dtype):
     """kv_c and k_pe are column slices of one buffer, as the projection leaves them."""
     value = np.random.default_rng(2).standard_t(1.5, (6, 600)).astype(np.float32)
     joint = ref.to_bf16(value) if dtype == "bfloat16" else value.astype(dtype)
     slots = np.array([3, 1, 2, 9, 8, 0], np.int64)
-    check_write(filled("padded", fmt), joint[:, 3:515], joint[:, 515:579], slots)
-    check_write(filled("paged", fmt), joint[::-1, 3:515], joint[::-1, 515:579], slots)
+    end = 515 + cases.rope_dim(fmt)
+    check_write(filled("padded", fmt), joint[:, 3:515], joint[:, 515:end], slots)
+    check_write(filled("paged", fmt), joint[::-1, 3:515], joint[::-1, 515:end], slots)
     one = np.broadcast_to(joint[:1], joint.shape)
-    check_write(filled("paged", fmt), one[:, 3:515], one[:, 515:579], slots)
+    check_write(filled("paged", fmt), one[:, 3:515], one[:, 515:end], slots)
 
 
 def test_write_takes_the_count_from_slot_mapping():
@@ -127,7 +129,8 @@ def test_a_later_token_of_the_same_slot_is_one_of_the_two():
 
 
 def check_gather(cache, table, lens, starts, rows, *, seq_starts=None, row_gap=0) -> None:
-    buffer = Guarded((rows, 576), ref.BF16, row_gap=row_gap)
+    width = 576 if ref.is_fp8(cache) else cache.shape[-1]
+    buffer = Guarded((rows, width), ref.BF16, row_gap=row_gap)
     want = np.ascontiguousarray(buffer.array).view(np.uint16).copy()
     options = {} if seq_starts is None else {"seq_starts": seq_starts}
     got = sparse_mla.gather_kv_cache(cache, table, lens, starts, out=buffer.array, **options)
@@ -146,7 +149,7 @@ def gather_inputs(layout, fmt, block_size=5, seed=10):
     return cache, table[:, :5]
 
 
-@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(
     "layout", ["paged", "mqa", "padded", "interleaved", "token_stride", "negative", "zero"]
 )
@@ -157,7 +160,7 @@ def test_gather_layouts(fmt, layout):
     check_gather(cache, table, lens, starts, 42)
 
 
-@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("row_gap", [0, 8, 1])
 def test_gather_leaves_holes_and_order_alone(fmt, row_gap):
     """Requests in any order, holes between them: rows that belong to nobody stay as they are."""

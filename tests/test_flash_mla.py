@@ -161,11 +161,12 @@ class Prefill:
     sink: bool = False
     topk_length: bool = False
     sm_scale: float = 576**-0.5
+    d_qk: int = 576
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng([self.T, self.H, self.S, self.K])
-        self.q = cases.random_bf16(rng, self.T, self.H, 576, std=0.1)
-        self.kv = peer_rows(rng, self.S, "bf16").reshape(self.S, 1, 576)
+        self.q = cases.random_bf16(rng, self.T, self.H, self.d_qk, std=0.1)
+        self.kv = peer_rows(rng, self.S, "bf16")[:, None, : self.d_qk]
         self.indices = peer_indices(rng, (self.T, 1, self.K), self.S)
         self.indices[self.indices == 0] = self.S + 3  # "numbers >= s_kv" are none too
         self.options: dict = {}
@@ -230,6 +231,7 @@ PREFILLS = {
     "sink": {"sink": True},
     "lengths": {"topk_length": True},
     "sink and lengths": {"sink": True, "topk_length": True, "H": 128},
+    "without RoPE": {"d_qk": 512, "sink": True, "topk_length": True, "sm_scale": 512**-0.5},
     "scale": {"sm_scale": 0.3, "K": 256},
 }
 # what only this library serves: the other one's Hopper kernel refuses lengths in decode, for one
@@ -612,7 +614,8 @@ REFUSED_PREFILLS = {
     "v of 576": ({"d_v": 576}, ValueError, "d_v"),
     "two key heads": ({"kv": zeros(9, 2, 576)}, ValueError, "kv"),
     "flat keys": ({"kv": zeros(9, 576)}, ValueError, "kv"),
-    "V4 keys": ({"kv": zeros(9, 1, 512)}, ValueError, "kv"),
+    "keys of no format": ({"kv": zeros(9, 1, 448)}, ValueError, "kv"),
+    "keys without RoPE": ({"kv": zeros(9, 1, 512)}, ValueError, "q"),
     "flat indices": ({"indices": zeros(5, 64, dtype=np.int32)}, ValueError, "indices"),
     "other tokens": ({"indices": zeros(4, 1, 64, dtype=np.int32)}, ValueError, "indices"),
     "two index heads": ({"indices": zeros(5, 2, 64, dtype=np.int32)}, ValueError, "indices"),

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from itertools import product
 
 import cases
 import numpy as np
@@ -13,6 +14,7 @@ from library import sparse_mla
 
 attend = sparse_mla.sparse_attention
 FORMATS = ["fp8", "bf16"]
+ALL_FORMATS = [*FORMATS, "bf16_512"]
 
 
 def check(case: AttentionInputs, want: ref.Attention | None = None) -> dict:
@@ -28,14 +30,14 @@ def check(case: AttentionInputs, want: ref.Attention | None = None) -> dict:
 # --- shapes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", ALL_FORMATS)
 @pytest.mark.parametrize("num_heads", range(1, 129))
 def test_every_head_count(num_heads, fmt):
     """More than one block of keys, so that the running maximum moves; a sink on every third."""
     check(AttentionCase(2, num_heads, 140, fmt=fmt, pages=3, sink=num_heads % 3 == 0).make())
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", ALL_FORMATS)
 @pytest.mark.parametrize("num_splits", [*range(1, 20), 31, 32, 33, 63, 64])
 def test_split_counts(num_splits, fmt):
     """Ranges of 64 columns, the last ones empty."""
@@ -46,13 +48,13 @@ def test_split_counts(num_splits, fmt):
     )
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", ALL_FORMATS)
 @pytest.mark.parametrize("K", [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 511, 2049])
 def test_widths(K, fmt):
     check(AttentionCase(2, 24, K, fmt=fmt, pages=40).make())
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", ALL_FORMATS)
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64, 100])
 @pytest.mark.parametrize("layout", ["paged", "padded", "interleaved"])
 def test_page_sizes(block_size, layout, fmt):
@@ -62,8 +64,7 @@ def test_page_sizes(block_size, layout, fmt):
     )
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("extra", FORMATS)
+@pytest.mark.parametrize(("fmt", "extra"), [*product(FORMATS, FORMATS), ("bf16_512", "bf16_512")])
 @pytest.mark.parametrize("num_splits", [0, 1, 4])
 @pytest.mark.parametrize("num_heads", [5, 64, 128])
 def test_extra_lists(fmt, extra, num_splits, num_heads):
@@ -74,14 +75,19 @@ def test_extra_lists(fmt, extra, num_splits, num_heads):
     )
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("q_layout", ["pair", "pair_views", "head_major", "odd_stride", "zero"])
+@pytest.mark.parametrize(
+    ("q_layout", "fmt"),
+    [
+        *product(["pair", "pair_views"], FORMATS),
+        *product(["head_major", "odd_stride", "zero"], ALL_FORMATS),
+    ],
+)
 @pytest.mark.parametrize("num_heads", [1, 16, 65])
 def test_query_layouts(q_layout, fmt, num_heads):
     check(AttentionCase(3, num_heads, 150, fmt=fmt, q_layout=q_layout, sink=True).make())
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", ALL_FORMATS)
 @pytest.mark.parametrize("q_layout", ["compact", "odd_stride"])
 @pytest.mark.parametrize("num_heads", [12, 64])
 def test_rows_in_turn(num_heads, q_layout, fmt):
@@ -102,13 +108,14 @@ def test_rows_in_turn(num_heads, q_layout, fmt):
     check(case)
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "bf16_512"])
 @pytest.mark.parametrize("offset", range(8))
-def test_bf16_rows_at_every_alignment(offset):
+def test_bf16_rows_at_every_alignment(offset, fmt):
     """Rows that begin 2 to 14 bytes past a multiple of 16."""
-    case = AttentionCase(2, 20, 150, fmt="bf16").make()
+    case = AttentionCase(2, 20, 150, fmt=fmt).make()
     want = check(case)
     wide = cases.poisoned_storage((*case.kv.shape[:2], 592), ref.BF16)
-    view = wide[..., offset : offset + 576]
+    view = wide[..., offset : offset + case.kv.shape[-1]]
     view[...] = case.kv
     case.kv = view
     for name, x in check(case).items():

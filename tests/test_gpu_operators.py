@@ -35,7 +35,7 @@ def test_index_conversion(T, R, W, K, block_size, prefill):
     check_index(requests, table, topk, block_size, **options)
 
 
-@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+@pytest.mark.parametrize("fmt", ["fp8", "bf16", "bf16_512"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("shift", [0, 1, 4])
 def test_write_of_many_tokens(fmt, dtype, shift):
@@ -45,6 +45,7 @@ def test_write_of_many_tokens(fmt, dtype, shift):
     value = rng.standard_t(2, (tokens, 600)).astype(np.float32)
     joint = ref.to_bf16(value) if dtype == "bfloat16" else value.astype(dtype)
     kv_c, k_pe = joint[:, shift : shift + 512], joint[:, 520 + shift : 584 + shift]
+    k_pe = k_pe[:, : cases.rope_dim(fmt)]
     slots = rng.permutation(pages * 64)[:tokens].astype(np.int64)
     slots[::37] = -1
     cache = cases.lay_out(cases.make_rows(rng, pages * 64, fmt), 64, "padded")
@@ -54,14 +55,15 @@ def test_write_of_many_tokens(fmt, dtype, shift):
     assert_same_bits(cache.view(np.uint8), want.view(np.uint8))
 
 
-@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+@pytest.mark.parametrize("fmt", ["fp8", "bf16", "bf16_512"])
 def test_several_tokens_of_one_slot(fmt):
     """Next to each other and far apart: the row is one of them, whole."""
     rng = np.random.default_rng(3)
     tokens = cases.make_rows(rng, 200, "bf16")
     slots = np.full(200, 5, np.int64)
     slots[100:110] = 6
-    cache = np.zeros((2, 4, 656), np.uint8) if fmt == "fp8" else np.zeros((2, 4, 576), ref.BF16)
+    tokens = np.ascontiguousarray(tokens[:, : cases.head_dim(fmt)])
+    cache = np.zeros_like(cases.make_rows(rng, 8, fmt)).reshape(2, 4, -1)
     sparse_mla.concat_and_cache_mla(tokens[:, :512], tokens[:, 512:], cache, slots)
     rows = ref.bits16(tokens)
     if fmt == "fp8":
@@ -71,7 +73,7 @@ def test_several_tokens_of_one_slot(fmt):
         assert row in {rows[i].tobytes() for i in owners}
 
 
-@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+@pytest.mark.parametrize("fmt", ["fp8", "bf16", "bf16_512"])
 @pytest.mark.parametrize("row_gap", [0, 1, 8])
 def test_gather_of_many_requests(fmt, row_gap):
     """Lengths from 0 to 700, in any order, with holes between them."""
@@ -85,7 +87,7 @@ def test_gather_of_many_requests(fmt, row_gap):
     for r in rng.permutation(300):
         starts[r] = used
         used += int(lens[r]) + int(rng.integers(0, 3))
-    out = Guarded((used, 576), ref.BF16, row_gap=row_gap)
+    out = Guarded((used, cases.head_dim(fmt)), ref.BF16, row_gap=row_gap)
     want = ref.bits16(np.ascontiguousarray(out.array)).copy()
     sparse_mla.gather_kv_cache(cache, table, lens, starts, out=out.array, seq_starts=first)
     ref.gather_kv_cache(cache, table, lens, starts, want, first)

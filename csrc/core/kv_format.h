@@ -1,13 +1,19 @@
 /* kv_format.h: how one token lies in the cache. Box diagrams first, then one table.
  *
  * A cached token is a key of 576 values: 512 NoPE (the compressed latent, which is also the value)
- * and 64 RoPE. A page holds block_size rows, one after another; pages may be any stride apart.
+ * and 64 RoPE; or of the 512 alone. A page holds block_size rows, one after another; pages may be any stride apart.
  *
  * bfloat16, 1152 bytes
  *   byte 0                                                    1024             1152
  *        +-----------------------------------------------------+-----------------+
  *        | 512 x bf16  NoPE                                    | 64 x bf16  RoPE |
  *        +-----------------------------------------------------+-----------------+
+ *
+ * bfloat16, 1024 bytes: of models without RoPE, or whose value is the whole key
+ *   byte 0                                                    1024
+ *        +-----------------------------------------------------+
+ *        | 512 x bf16                                          |
+ *        +-----------------------------------------------------+
  *
  * fp8_ds_mla, 656 bytes
  *   byte 0                                   512               528              656
@@ -46,6 +52,7 @@ typedef enum smla_nope_type {
 /* The rows of the table, in order. */
 typedef enum smla_kv_row_number {
     SMLA_ROW_BFLOAT16,
+    SMLA_ROW_BFLOAT16_512,
     SMLA_ROW_FP8_DS_MLA,
     SMLA_NUM_KV_FORMATS,
 } smla_kv_row_number;
@@ -91,6 +98,22 @@ static const
          .value_dim = 512,
          .row_bytes = 1152,
          .row_elements = 576,
+         .alignment = 2,
+         .num_scales = 0,
+         .scale_tile = 0,
+         .scale_offset = 0,
+         .rope_offset = 1024},
+        {.number = SMLA_ROW_BFLOAT16_512,
+         .format = SMLA_KV_BFLOAT16,
+         .name = "bfloat16",
+         .dtypes = SMLA_DTYPE_BF16,
+         .nope_type = SMLA_NOPE_BF16,
+         .head_dim = 512,
+         .nope_dim = 512,
+         .rope_dim = 0,
+         .value_dim = 512,
+         .row_bytes = 1024,
+         .row_elements = 512,
          .alignment = 2,
          .num_scales = 0,
          .scale_tile = 0,

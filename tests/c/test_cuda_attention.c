@@ -28,7 +28,7 @@ static uint8_t workspace[512];
 static const smla_kv_format_info *
 find_format(bool is_fp8)
 {
-    return &smla_kv_formats[smla_kv_formats[0].nope_type == SMLA_NOPE_E4M3 ? !is_fp8 : is_fp8];
+    return &smla_kv_formats[is_fp8 ? SMLA_ROW_FP8_DS_MLA : SMLA_ROW_BFLOAT16];
 }
 
 /* One list of FP8 rows, slots and no lengths; the workspace is as large as anybody wants. */

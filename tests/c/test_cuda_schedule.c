@@ -7,12 +7,15 @@
 
 #include "fake_cuda/launchers.h"
 
-static const smla_kv_set all_formats[] = {SMLA_ROWS_FP8, SMLA_ROWS_BF16, SMLA_ROWS_MIXED};
+static const smla_kv_set all_formats[] = {SMLA_ROWS_FP8, SMLA_ROWS_BF16, SMLA_ROWS_MIXED,
+                                          SMLA_ROWS_BF16_512};
+
+enum { NUM_SETS = sizeof all_formats / sizeof all_formats[0] };
 
 static const smla_kv_format_info *
 find_format(bool is_fp8)
 {
-    return &smla_kv_formats[smla_kv_formats[0].nope_type == SMLA_NOPE_E4M3 ? !is_fp8 : is_fp8];
+    return &smla_kv_formats[is_fp8 ? SMLA_ROW_FP8_DS_MLA : SMLA_ROW_BFLOAT16];
 }
 
 /* ---- The table ----------------------------------------------------------------------------- */
@@ -39,6 +42,8 @@ test_table(void)
          16, 0, 128, 1, 232448},
         {"sm90_bf16_64", "attention_bf16_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
          SMLA_ROWS_BF16, 1, 64, 0, 128, 1, 232448},
+        {"sm90_bf16_512_64", "attention_bf16_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_BF16_512, 1, 64, 0, 128, 1, 232448},
         {"sm80_fp8_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128", SMLA_ROWS_FP8,
          33, 64, 0, 32, 1, 161664},
         {"sm80_fp8_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128", SMLA_ROWS_FP8,
@@ -51,6 +56,12 @@ test_table(void)
          SMLA_ROWS_BF16, 17, 32, 0, 32, 1, 93440},
         {"sm80_bf16_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128", SMLA_ROWS_BF16,
          1, 16, 0, 32, 2, 65536},
+        {"sm80_bf16_512_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128",
+         SMLA_ROWS_BF16_512, 33, 64, 0, 32, 1, 149376},
+        {"sm80_bf16_512_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128",
+         SMLA_ROWS_BF16_512, 17, 32, 0, 32, 1, 93440},
+        {"sm80_bf16_512_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
+         SMLA_ROWS_BF16_512, 1, 16, 0, 32, 2, 65536},
         {"sm80_mixed_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
          SMLA_ROWS_MIXED, 1, 16, 0, 32, 2, 68608},
     };
@@ -87,20 +98,24 @@ expect_whole(const smla_cuda_device *device, smla_kv_set formats, int64_t heads)
     static char name[32];
     const bool is_hopper = device->compute_capability == 90;
     const int shared = device->max_shared_bytes;
-    const bool is_bf16 = formats == SMLA_ROWS_BF16;
+    const bool is_512 = formats == SMLA_ROWS_BF16_512;
+    const bool is_bf16 = formats == SMLA_ROWS_BF16 || is_512;
     int per_cta = 16;
     if (formats == SMLA_ROWS_MIXED) {
         return "sm80_mixed_16";
     }
     if (is_hopper && is_bf16) {
-        return "sm90_bf16_64";
+        return is_512 ? "sm90_bf16_512_64" : "sm90_bf16_64";
     }
     if (heads > 32 && (is_hopper || shared >= (is_bf16 ? 149376 : 161664))) {
         per_cta = 64;
     } else if (heads > 16 && (is_hopper || shared >= (is_bf16 ? 93440 : 99584))) {
         per_cta = 32;
     }
-    snprintf(name, sizeof name, "sm%d_%s_%d", is_hopper ? 90 : 80, is_bf16 ? "bf16" : "fp8",
+    snprintf(name, sizeof name, "sm%d_%s_%d", is_hopper ? 90 : 80,
+             is_512    ? "bf16_512"
+             : is_bf16 ? "bf16"
+                       : "fp8",
              per_cta);
     return name;
 }
@@ -114,7 +129,7 @@ test_found(void)
     for (size_t a = 0; a < sizeof archs / sizeof archs[0]; a++) {
         for (size_t s = 0; s < sizeof shared / sizeof shared[0]; s++) {
             const smla_cuda_device device = {archs[a], 100, archs[a] == 90 ? 232448 : shared[s]};
-            for (int f = 0; f < 3; f++) {
+            for (int f = 0; f < NUM_SETS; f++) {
                 for (int64_t heads = 1; heads <= 128; heads++) {
                     const smla_attention_kernel *const found =
                         smla_find_whole_kernel(&device, all_formats[f], heads);
@@ -134,7 +149,7 @@ test_found(void)
     const smla_cuda_device old = {75, 40, 65536};
     const smla_cuda_device old_and_large = {79, 40, 232448};
     const smla_cuda_device small = {80, 40, 65535};
-    for (int f = 0; f < 3; f++) {
+    for (int f = 0; f < NUM_SETS; f++) {
         EXPECT(smla_find_whole_kernel(&old, all_formats[f], 16) == NULL);
         EXPECT(smla_find_whole_kernel(&old_and_large, all_formats[f], 16) == NULL);
         EXPECT(smla_find_whole_kernel(&small, all_formats[f], 16) == NULL);
@@ -179,6 +194,8 @@ test_words(void)
     EXPECT(strcmp(text, "bfloat16") == 0);
     smla_describe_formats(SMLA_ROWS_MIXED, text);
     EXPECT(strcmp(text, "fp8_ds_mla with bfloat16") == 0);
+    smla_describe_formats(SMLA_ROWS_BF16_512, text);
+    EXPECT(strcmp(text, "bfloat16 of 512 values") == 0);
     for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
          kernel++) {
         smla_describe_formats(kernel->formats, text);
@@ -211,10 +228,10 @@ test_words(void)
 static void
 expect_listed(const smla_cuda_device *device, const char *available, const char *selected)
 {
-    smla_kernel_info rows[16];
+    smla_kernel_info rows[NUM_KERNELS + 3];
     devices[0] = device == NULL ? (smla_cuda_device){0} : *device;
     memset(rows, POISON, sizeof rows);
-    EXPECT_EQ(smla_cuda_kernels(rows, 16), NUM_KERNELS);
+    EXPECT_EQ(smla_cuda_kernels(rows, NUM_KERNELS + 3), NUM_KERNELS);
     for (int i = 0; i < NUM_KERNELS; i++) {
         EXPECT_EQ(rows[i].available, available[i] == '1');
         EXPECT_EQ(rows[i].selected, selected[i] == '1');
@@ -234,58 +251,58 @@ expect_listed(const smla_cuda_device *device, const char *available, const char 
 static void
 test_listed(void)
 {
-    /*                   small  fp8  bf16  sm80: fp8 bf16 mixed */
+    /*                   small  fp8  bf16, 576 and 512  sm80: fp8 bf16, 576 and 512  mixed */
     expect_listed(&h200,
                   "11"
                   "111"
-                  "1"
+                  "11"
                   "111"
-                  "111"
+                  "111111"
                   "1",
                   "11"
                   "111"
-                  "1"
+                  "11"
                   "000"
-                  "000"
+                  "000000"
                   "1");
     expect_listed(&a100,
                   "00"
                   "000"
-                  "0"
+                  "00"
                   "111"
-                  "111"
+                  "111111"
                   "1",
                   "00"
                   "000"
-                  "0"
+                  "00"
                   "111"
-                  "111"
+                  "111111"
                   "1");
     expect_listed(&rtx4090,
                   "00"
                   "000"
-                  "0"
+                  "00"
                   "011"
-                  "011"
+                  "011011"
                   "1",
                   "00"
                   "000"
-                  "0"
+                  "00"
                   "011"
-                  "011"
+                  "011011"
                   "1");
     expect_listed(NULL,
                   "00"
                   "000"
-                  "0"
+                  "00"
                   "000"
-                  "000"
+                  "000000"
                   "0",
                   "00"
                   "000"
-                  "0"
+                  "00"
                   "000"
-                  "000"
+                  "000000"
                   "0");
 }
 
@@ -424,10 +441,10 @@ make_shape(smla_kv_set formats, int64_t tokens, int64_t heads, int64_t topk, int
         .num_heads = heads,
         .topk = topk,
         .extra_topk = extra,
-        .formats = {find_format(formats != SMLA_ROWS_BF16),
-                    formats == SMLA_ROWS_MIXED ? find_format(false)
-                    : extra > 0                ? find_format(formats == SMLA_ROWS_FP8)
-                                               : NULL},
+        .formats = {&smla_kv_formats[31 - __builtin_clz(formats)],
+                    formats == SMLA_ROWS_MIXED || extra > 0
+                        ? &smla_kv_formats[__builtin_ctz(formats)]
+                        : NULL},
     };
 }
 
@@ -539,7 +556,7 @@ test_every_size_of_device(void)
     for (int sms = 16; sms <= 160; sms++) {
         for (int draw = 0; draw < 1000; draw++) {
             const int kind = draw % 2 == 0 ? 2 : (int)random_int(8);
-            const smla_kv_set formats = all_formats[draw / 2 % 3];
+            const smla_kv_set formats = all_formats[draw / 2 % NUM_SETS];
             const int64_t *const topk = some_topks[random_int(NUM_TOPKS)];
             const int64_t extra = topk[1] == 0 && formats == SMLA_ROWS_MIXED ? 64 : topk[1];
             const int64_t few = 1 + random_int(2 * sms);
@@ -547,6 +564,7 @@ test_every_size_of_device(void)
                 make_shape(formats, draw % 4 < 2 ? few : 1 + random_int(4096),
                            some_heads[random_int(NUM_HEADS)], topk[0], extra);
             devices[0] = (smla_cuda_device){facts[kind][0], sms, facts[kind][1]};
+            memset(known_plans, 0, sizeof known_plans); /* of a device that this one replaces */
             check_plan(formats, &shape);
             EXPECT_EQ(smla_cuda_attention_workspace_size(&shape), model_workspace(formats, &shape));
         }
@@ -613,6 +631,7 @@ test_tuned_plans(void)
         {SMLA_ROWS_BF16, 16, 128, 2048, 0, "sm90_bf16_64", 4, 16, 132},
         {SMLA_ROWS_BF16, 66, 128, 2048, 0, "sm90_bf16_64", 1, 66, 304},
         {SMLA_ROWS_BF16, 140, 64, 2048, 0, "sm90_bf16_64", 1, 8, 400},
+        {SMLA_ROWS_BF16_512, 16, 128, 2048, 0, "sm90_bf16_512_64", 4, 16, 132},
         {SMLA_ROWS_MIXED, 1, 128, 2048, 512, "sm80_mixed_16", 32, 1, 144},
         {SMLA_ROWS_MIXED, 16, 128, 2048, 512, "sm80_mixed_16", 2, 16, 690},
         {SMLA_ROWS_MIXED, 140, 16, 2048, 128, "sm80_mixed_16", 3, 140, 851},

@@ -51,6 +51,22 @@ enum { ANY_ARCH = 999 };
      .name = "attention_small_sm90.cu, " #heads " heads per CTA", \
      .launch = smla_attend_sm90_small_##heads}
 
+#define SM90_BF16(rows, rows_name, suffix)               \
+    {.min_arch = 90,                                     \
+     .max_arch = 90,                                     \
+     .formats = rows,                                    \
+     .formats_name = rows_name,                          \
+     .min_heads = 1,                                     \
+     .max_heads = 128,                                   \
+     .heads_per_cta = 64,                                \
+     .block_columns = SMLA_SM90_KEYS,                    \
+     .block_cost = 16,                                   \
+     .cta_cost = 48,                                     \
+     .ctas_per_sm = 1,                                   \
+     .shared_bytes = SMLA_SM90_SHARED_BYTES,             \
+     .name = "attention_bf16_sm90.cu, 64 heads per CTA", \
+     .launch = smla_attend_sm90_##suffix##_64}
+
 #define SM80(rows, rows_name, suffix, least, heads)         \
     {.min_arch = 80,                                        \
      .max_arch = ANY_ARCH,                                  \
@@ -73,26 +89,17 @@ const smla_attention_kernel smla_attention_kernels[] = {
     SM90_FP8(33, 64, 16, 48),
     SM90_FP8(17, 32, 10, 50),
     SM90_FP8(1, 16, 9, 48),
-    {.min_arch = 90,
-     .max_arch = 90,
-     .formats = SMLA_ROWS_BF16,
-     .formats_name = "bfloat16",
-     .min_heads = 1,
-     .max_heads = 128,
-     .heads_per_cta = 64,
-     .block_columns = SMLA_SM90_KEYS,
-     .block_cost = 16,
-     .cta_cost = 48,
-     .ctas_per_sm = 1,
-     .shared_bytes = SMLA_SM90_SHARED_BYTES,
-     .name = "attention_bf16_sm90.cu, 64 heads per CTA",
-     .launch = smla_attend_sm90_bf16_64},
+    SM90_BF16(SMLA_ROWS_BF16, "bfloat16", bf16),
+    SM90_BF16(SMLA_ROWS_BF16_512, "bfloat16 of 512 values", bf16_512),
     SM80(SMLA_ROWS_FP8, "fp8_ds_mla", fp8, 33, 64),
     SM80(SMLA_ROWS_FP8, "fp8_ds_mla", fp8, 17, 32),
     SM80(SMLA_ROWS_FP8, "fp8_ds_mla", fp8, 1, 16),
     SM80(SMLA_ROWS_BF16, "bfloat16", bf16, 33, 64),
     SM80(SMLA_ROWS_BF16, "bfloat16", bf16, 17, 32),
     SM80(SMLA_ROWS_BF16, "bfloat16", bf16, 1, 16),
+    SM80(SMLA_ROWS_BF16_512, "bfloat16 of 512 values", bf16_512, 33, 64),
+    SM80(SMLA_ROWS_BF16_512, "bfloat16 of 512 values", bf16_512, 17, 32),
+    SM80(SMLA_ROWS_BF16_512, "bfloat16 of 512 values", bf16_512, 1, 16),
     SM80(SMLA_ROWS_MIXED, "fp8_ds_mla with bfloat16", mixed, 1, 16),
     {.launch = NULL},
 };

@@ -17,6 +17,7 @@ extern "C" {
 enum {
     SMLA_ROWS_FP8 = SMLA_KV_SET(SMLA_ROW_FP8_DS_MLA),
     SMLA_ROWS_BF16 = SMLA_KV_SET(SMLA_ROW_BFLOAT16),
+    SMLA_ROWS_BF16_512 = SMLA_KV_SET(SMLA_ROW_BFLOAT16_512),
     SMLA_ROWS_MIXED = SMLA_ROWS_FP8 | SMLA_ROWS_BF16, /* one list of each */
 };
 
@@ -146,6 +147,7 @@ smla_attention_launcher smla_attend_sm90_fp8_16;
 
 /* attention_bf16_sm90.cu */
 smla_attention_launcher smla_attend_sm90_bf16_64;
+smla_attention_launcher smla_attend_sm90_bf16_512_64;
 
 /* attention_sm80.cu */
 smla_attention_launcher smla_attend_sm80_fp8_64;
@@ -154,6 +156,9 @@ smla_attention_launcher smla_attend_sm80_fp8_16;
 smla_attention_launcher smla_attend_sm80_bf16_64;
 smla_attention_launcher smla_attend_sm80_bf16_32;
 smla_attention_launcher smla_attend_sm80_bf16_16;
+smla_attention_launcher smla_attend_sm80_bf16_512_64;
+smla_attention_launcher smla_attend_sm80_bf16_512_32;
+smla_attention_launcher smla_attend_sm80_bf16_512_16;
 smla_attention_launcher smla_attend_sm80_mixed_16;
 
 /* combine.cu: folds the partial rows that the kernel left in the call's workspace. */

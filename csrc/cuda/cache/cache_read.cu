@@ -351,6 +351,8 @@ const gather_row gather_rows[] = {
     {SMLA_ROW_FP8_DS_MLA, false, gather_kernel<SMLA_ROW_FP8_DS_MLA, false>},
     {SMLA_ROW_BFLOAT16, true, gather_kernel<SMLA_ROW_BFLOAT16, true>},
     {SMLA_ROW_BFLOAT16, false, gather_kernel<SMLA_ROW_BFLOAT16, false>},
+    {SMLA_ROW_BFLOAT16_512, true, gather_kernel<SMLA_ROW_BFLOAT16_512, true>},
+    {SMLA_ROW_BFLOAT16_512, false, gather_kernel<SMLA_ROW_BFLOAT16_512, false>},
 };
 
 /* ---- Dequantise ---------------------------------------------------------------------------- */
@@ -411,6 +413,14 @@ const dequantize_row dequantize_rows[] = {
      dequantize_kernel<SMLA_ROW_BFLOAT16, SMLA_FLOAT_FP32, true>},
     {SMLA_ROW_BFLOAT16, SMLA_FLOAT_FP32, false,
      dequantize_kernel<SMLA_ROW_BFLOAT16, SMLA_FLOAT_FP32, false>},
+    {SMLA_ROW_BFLOAT16_512, SMLA_FLOAT_BF16, true,
+     dequantize_kernel<SMLA_ROW_BFLOAT16_512, SMLA_FLOAT_BF16, true>},
+    {SMLA_ROW_BFLOAT16_512, SMLA_FLOAT_BF16, false,
+     dequantize_kernel<SMLA_ROW_BFLOAT16_512, SMLA_FLOAT_BF16, false>},
+    {SMLA_ROW_BFLOAT16_512, SMLA_FLOAT_FP32, true,
+     dequantize_kernel<SMLA_ROW_BFLOAT16_512, SMLA_FLOAT_FP32, true>},
+    {SMLA_ROW_BFLOAT16_512, SMLA_FLOAT_FP32, false,
+     dequantize_kernel<SMLA_ROW_BFLOAT16_512, SMLA_FLOAT_FP32, false>},
 };
 
 } /* namespace */

@@ -326,6 +326,10 @@ const write_row write_rows[] = {
      write_kernel<SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16, true>},
     {SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16, false,
      write_kernel<SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16, false>},
+    {SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16_512, true,
+     write_kernel<SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16_512, true>},
+    {SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16_512, false,
+     write_kernel<SMLA_FLOAT_BF16, SMLA_ROW_BFLOAT16_512, false>},
     {SMLA_FLOAT_FP16, SMLA_ROW_FP8_DS_MLA, true,
      write_kernel<SMLA_FLOAT_FP16, SMLA_ROW_FP8_DS_MLA, true>},
     {SMLA_FLOAT_FP16, SMLA_ROW_FP8_DS_MLA, false,
@@ -334,6 +338,10 @@ const write_row write_rows[] = {
      write_kernel<SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16, true>},
     {SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16, false,
      write_kernel<SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16, false>},
+    {SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16_512, true,
+     write_kernel<SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16_512, true>},
+    {SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16_512, false,
+     write_kernel<SMLA_FLOAT_FP16, SMLA_ROW_BFLOAT16_512, false>},
     {SMLA_FLOAT_FP32, SMLA_ROW_FP8_DS_MLA, true,
      write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_FP8_DS_MLA, true>},
     {SMLA_FLOAT_FP32, SMLA_ROW_FP8_DS_MLA, false,
@@ -342,6 +350,10 @@ const write_row write_rows[] = {
      write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16, true>},
     {SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16, false,
      write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16, false>},
+    {SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16_512, true,
+     write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16_512, true>},
+    {SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16_512, false,
+     write_kernel<SMLA_FLOAT_FP32, SMLA_ROW_BFLOAT16_512, false>},
 };
 
 } /* namespace */

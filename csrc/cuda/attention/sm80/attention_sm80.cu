@@ -133,6 +133,24 @@ smla_attend_sm80_bf16_16(const smla_attention_params *params, int64_t)
 }
 
 cudaError_t
+smla_attend_sm80_bf16_512_64(const smla_attention_params *params, int64_t)
+{
+    return launch_attend<64, SMLA_ROWS_BF16_512>(params);
+}
+
+cudaError_t
+smla_attend_sm80_bf16_512_32(const smla_attention_params *params, int64_t)
+{
+    return launch_attend<32, SMLA_ROWS_BF16_512>(params);
+}
+
+cudaError_t
+smla_attend_sm80_bf16_512_16(const smla_attention_params *params, int64_t)
+{
+    return launch_attend<16, SMLA_ROWS_BF16_512>(params);
+}
+
+cudaError_t
 smla_attend_sm80_mixed_16(const smla_attention_params *params, int64_t)
 {
     return launch_attend<16, SMLA_ROWS_MIXED>(params);

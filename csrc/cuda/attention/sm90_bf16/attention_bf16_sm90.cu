@@ -319,3 +319,9 @@ smla_attend_sm90_bf16_64(const smla_attention_params *params, int64_t)
 {
     return launch_any<true>(params);
 }
+
+cudaError_t
+smla_attend_sm90_bf16_512_64(const smla_attention_params *params, int64_t)
+{
+    return launch_any<false>(params);
+}
