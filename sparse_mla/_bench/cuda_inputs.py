@@ -9,7 +9,7 @@ from sparse_mla._bench.cuda_timing import DEVICE, Array, memory_bytes, torch
 
 BLOCK_SIZE = 64
 FP8_ROW_BYTES = 656
-ROW_BYTES = {"fp8_ds_mla": FP8_ROW_BYTES, "bfloat16": 1152}
+ROW_BYTES = {"fp8_ds_mla": FP8_ROW_BYTES, "bfloat16": 1152, "bfloat16_512": 1024}
 CHUNK_TOKENS = 1 << 18
 FLT_MIN = 2.0**-126
 SOFTMAX_SCALE = (128 + 64) ** -0.5
@@ -21,8 +21,9 @@ MEAN_TOKENS = 32768
 class Inputs:
     """What one call of attention is given, and what its judge must know.
 
-    q [T, H, 576] bf16; kv a paged cache or a workspace [tokens, 576]; indices [T, K] int32, below 0
-    for none, with at least one key per token; sink [H] fp32 or None.
+    q [T, H, 576] bf16, or 512 values where keys have 512; kv a paged cache or a workspace [tokens,
+    576]; indices [T, K] int32, below 0 for none, with at least one key per token; sink [H] fp32 or
+    None.
     """
 
     q: Array
@@ -60,7 +61,9 @@ class Requests:
         """Queries of N(0, 1) values of some requests, counted from `first` on in a ring."""
         requests = (torch.arange(num_reqs, device=DEVICE) + first) % len(self.starts)
         requests = requests.repeat_interleave(query_len)
-        q = torch.randn(len(requests), num_heads, 576, device=DEVICE).bfloat16()
+        row = self.kv.shape[-1]
+        head_dim = 576 if row == FP8_ROW_BYTES else row
+        q = torch.randn(len(requests), num_heads, head_dim, device=DEVICE).bfloat16()
         indices = draw_slots(self.starts[requests], self.lengths[requests], topk)
         return Inputs(q, self.kv, indices, num_reqs=num_reqs, spare=self.spare)
 
@@ -80,11 +83,12 @@ def make_requests(num_reqs: int, kv_format: str, topk: int, num_spare: int = 0) 
 def make_cache(num_tokens: int, kv_format: str) -> Array:
     """[pages, 64, row] of N(0, 1) values; FP8 rows with fp32 scales as a cache write makes them."""
     is_fp8 = kv_format == "fp8_ds_mla"
-    shape = (num_tokens // BLOCK_SIZE, BLOCK_SIZE, FP8_ROW_BYTES if is_fp8 else 576)
     dtype = torch.uint8 if is_fp8 else torch.bfloat16
+    shape = (num_tokens // BLOCK_SIZE, BLOCK_SIZE, ROW_BYTES[kv_format] // dtype.itemsize)
     cache = torch.empty(shape, dtype=dtype, device=DEVICE)
     for rows in cache.view(-1, shape[-1]).split(CHUNK_TOKENS):
-        rows.copy_(encode_keys(torch.randn(len(rows), 576, device=DEVICE), is_fp8))
+        head_dim = 576 if is_fp8 else shape[-1]
+        rows.copy_(encode_keys(torch.randn(len(rows), head_dim, device=DEVICE), is_fp8))
     return cache
 
 

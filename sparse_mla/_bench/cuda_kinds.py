@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from sparse_mla._bench.cuda_inputs import FP8_ROW_BYTES, Inputs, decode_rows, encode_keys
 from sparse_mla._bench.cuda_timing import Array, torch
 
-QK_DEVIATION = 576**0.5  # the standard deviation of q·k where both are N(0, 1)
 ROW_SHARE = 0.02  # of a kind's entries that select a changed row
 SPARE_SHARE = 0.05  # spare slots per entry that serve every kind: two changes, and some more
 FIRST_LATE = 128
@@ -36,7 +35,7 @@ class Kind:
 
 def with_spread(flat: Inputs, nats: float) -> Inputs:
     """softmax_scale·q·k has this standard deviation."""
-    return replace(flat, scale=nats / QK_DEVIATION)
+    return replace(flat, scale=nats / flat.q.shape[-1] ** 0.5)  # where both are N(0, 1)
 
 
 def with_late_keys(flat: Inputs, share: float) -> Inputs:
@@ -69,7 +68,7 @@ def find_heaviest(flat: Inputs, tokens: Array, heads: Array) -> Array:
     """The largest logit [n], in nats, of every (token, head) pair."""
     parts = []
     for t, h in zip(tokens.split(CHUNK_PAIRS), heads.split(CHUNK_PAIRS), strict=True):
-        keys = read_keys(flat, flat.indices[t].flatten()).view(len(t), -1, 576)
+        keys = read_keys(flat, flat.indices[t].flatten()).view(len(t), -1, flat.q.shape[-1])
         logits = torch.bmm(keys, flat.q[t, h].float()[..., None])
         parts.append(flat.scale * logits.squeeze(-1).amax(1))
     return torch.cat(parts)

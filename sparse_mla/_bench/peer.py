@@ -49,13 +49,13 @@ class Peer:
         self, q: Array, kv: Array, indices: Array, scale: float, sink: Array
     ) -> Callable[[], tuple]:
         """Its prefill kernel, which also serves decode on a bf16 cache: kv [..., 576] bf16, taken
-        as flat rows; `sink` [H] fp32 or None."""
+        as flat rows, or [..., 512] where q has 512 values; `sink` [H] fp32 or None."""
         padded = pad_heads(q)
         if sink is not None:
             sink = pad(sink, padded.shape[1], dim=0)
         arguments = {
             "q": padded,
-            "kv": kv.view(-1, 1, 576),
+            "kv": kv.view(-1, 1, q.shape[-1]),
             "indices": indices[:, None],
             "sm_scale": scale,
             "d_v": 512,
