@@ -48,9 +48,14 @@ typedef struct list_facts {
     bool is_aligned; /* every row to 16 bytes */
 } list_facts;
 
-/* wgmma cuts its sums off: where a large product is in front, the 36 steps of a score lose 19 *
- * 2^-24 of it on average, and 45 at most (an H200). With this factor the errors lie around zero. */
+/* wgmma cuts its sums off (an H200): where a large product is in front, the 36 steps of a score of
+ * 576 values lose 20 * 2^-24 of it on average, and 53 at most; 7 where products have both signs.
+ * With this factor the largest errors stay inside the contract's 32. */
 #define WGMMA_CORRECTION (1.0f + 0x1p-20f)
+
+/* The 32 steps of 512 values lose 18 and 43, or 6: 10 * 2^-24 is enough, and nearer to zero where
+ * products have both signs. */
+#define WGMMA_CORRECTION_512 (1.0f + 0x1.4p-21f)
 
 /* The argument of the kernel. What the first instructions ask for stands in front: a launch's
  * arguments are in no cache, and come in lines of 64 bytes, each of them 280 cycles after an

@@ -288,6 +288,9 @@ launch_bf16(const smla_attention_params *params)
     }
     bf16_launch launch = {};
     launch.base = make_launch<TILE_HEADS>(params);
+    if constexpr (!ROPE) {
+        launch.base.wgmma_scale_log2 = launch.base.scale_log2 * WGMMA_CORRECTION_512;
+    }
     launch.num_works = (int32_t)count_works(launch.base);
     launch.out_is_aligned =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
