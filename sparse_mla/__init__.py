@@ -12,70 +12,18 @@ first array. Nothing is copied, and no framework is imported.
 5120
 """
 
-from sparse_mla import flash_mla
+from sparse_mla import backend, flash_mla, ops
 from sparse_mla._C import Tensor, __version__
-from sparse_mla.backend import (
-    Backend,
-    Chunk,
-    CommonAttentionMetadata,
-    Config,
-    Decode,
-    Metadata,
-    MetadataBuilder,
-    Prefill,
-    SparseMLA,
-)
-from sparse_mla.ops import (
-    attention_workspace_size,
-    build_info,
-    concat_and_cache_mla,
-    convert_req_index_to_global_index,
-    dequantize_kv_cache,
-    dynamic_per_tensor_quant,
-    gather_kv_cache,
-    get_include,
-    get_prefill_workspace_size,
-    k_up_proj,
-    kernels,
-    merge_attn_states,
-    sparse_attention,
-    split_decodes_and_prefills,
-    split_kv_b_proj,
-    split_prefill_chunks,
-    v_up_proj,
-)
+from sparse_mla.backend import *
+from sparse_mla.ops.absorption import *
+from sparse_mla.ops.attention import *
+from sparse_mla.ops.cache import *
+from sparse_mla.ops.facts import *
+from sparse_mla.ops.planning import *
 
-__all__ = [
-    "Backend",
-    "Chunk",
-    "CommonAttentionMetadata",
-    "Config",
-    "Decode",
-    "Metadata",
-    "MetadataBuilder",
-    "Prefill",
-    "SparseMLA",
-    "Tensor",
-    "__version__",
-    "attention_workspace_size",
-    "build_info",
-    "concat_and_cache_mla",
-    "convert_req_index_to_global_index",
-    "dequantize_kv_cache",
-    "dynamic_per_tensor_quant",
-    "flash_mla",
-    "gather_kv_cache",
-    "get_include",
-    "get_prefill_workspace_size",
-    "k_up_proj",
-    "kernels",
-    "merge_attn_states",
-    "sparse_attention",
-    "split_decodes_and_prefills",
-    "split_kv_b_proj",
-    "split_prefill_chunks",
-    "v_up_proj",
-]
+__all__ = ["Tensor", "__version__", "flash_mla"]
+__all__ += backend.__all__
+__all__ += ops.__all__
 
 
 def __dir__() -> list[str]:

@@ -130,8 +130,8 @@ typedef struct smla_convert_params {
     smla_stream stream;
 } smla_convert_params;
 
-/* Positions inside a request -> slots, as convert_req_index does it, but where the indices are
- * read: saves its launch on backends whose attention can. Rows and columns as in
+/* Positions inside a request -> slots, as convert_req_index_to_global_index does it, but where the
+ * indices are read: saves its launch on backends whose attention can. Rows and columns as in
  * smla_convert_params. */
 typedef struct smla_index_map {
     const int32_t *block_table; /* [R, W]; NULL = indices are slots already */
@@ -326,20 +326,31 @@ typedef struct smla_stream_ops {
                              smla_error *);
 } smla_stream_ops;
 
+/* The operators that are one call on every backend, with their args and params. A line here is a
+ * public entry point (dispatch.c), its smla_check_<name> (check.h), a slot of smla_backend, and an
+ * smla_cpu_<name> (cpu.h). */
+#define SMLA_OPERATORS(X)                                                                  \
+    X(concat_and_cache_mla, smla_concat_and_cache_mla_args, smla_cache_write_params)       \
+    X(gather_kv_cache, smla_gather_kv_cache_args, smla_gather_params)                      \
+    X(dequantize_kv_cache, smla_dequantize_kv_cache_args, smla_dequantize_params)          \
+    X(convert_req_index_to_global_index, smla_convert_req_index_args, smla_convert_params) \
+    X(merge_attn_states, smla_merge_attn_states_args, smla_merge_params)                   \
+    X(split_kv_b_proj, smla_split_kv_b_proj_args, smla_split_weight_params)                \
+    X(dynamic_per_tensor_quant, smla_dynamic_per_tensor_quant_args, smla_quant_params)
+
+#define SMLA_OPERATOR_SLOT(name, args, params) smla_status (*name)(const params *, smla_error *);
+
 typedef struct smla_backend {
     const char *name;
     DLDeviceType device_type;
     bool maps_indices; /* sparse_attention honours smla_index_map */
     /* SMLA_OK, or why this device cannot be used: number out of range, too old, no driver. */
     smla_status (*check_device)(const char *op, int32_t device_id, smla_error *);
-    smla_status (*concat_and_cache_mla)(const smla_cache_write_params *, smla_error *);
+    SMLA_OPERATORS(SMLA_OPERATOR_SLOT)
     /* The errors that gather_kv_cache would find in the arrays' values, and no work: for callers
      * that must not start before all of it can be finished. Finds nothing where values are on a
      * device. */
-    smla_status (*check_gather)(const smla_gather_params *, smla_error *);
-    smla_status (*gather_kv_cache)(const smla_gather_params *, smla_error *);
-    smla_status (*dequantize_kv_cache)(const smla_dequantize_params *, smla_error *);
-    smla_status (*convert_req_index)(const smla_convert_params *, smla_error *);
+        smla_status (*check_gather)(const smla_gather_params *, smla_error *);
     /* Whether a step's prefills, of this shape, are estimated to take less time on the FP8 cache
      * than on a workspace that `num_rows` rows are gathered to in `num_chunks` calls. */
     bool (*prefers_direct)(const smla_attention_shape *prefills, int64_t num_rows,
@@ -350,10 +361,7 @@ typedef struct smla_backend {
     /* `plan` is of the call's own shape. */
     smla_status (*sparse_attention)(const smla_attention_params *, const smla_attention_plan *plan,
                                     smla_error *);
-    smla_status (*merge_attn_states)(const smla_merge_params *, smla_error *);
-    smla_status (*split_kv_b_proj)(const smla_split_weight_params *, smla_error *);
-    smla_status (*up_proj)(const smla_projection_params *, smla_error *);
-    smla_status (*dynamic_per_tensor_quant)(const smla_quant_params *, smla_error *);
+    smla_status (*up_proj)(const smla_projection_params *, smla_error *); /* k_ and v_up_proj */
     int64_t (*kernels)(smla_kernel_info *rows, int64_t capacity);
     /* Memory of this device, aligned to 64 bytes at least, contents undefined; NULL without it. */
     void *(*allocate)(int32_t device_id, int64_t bytes);

@@ -1,7 +1,8 @@
 /* kv_format.h: how one token lies in the cache. Box diagrams first, then one table.
  *
  * A cached token is a key of 576 values: 512 NoPE (the compressed latent, which is also the value)
- * and 64 RoPE; or of the 512 alone. A page holds block_size rows, one after another; pages may be any stride apart.
+ * and 64 RoPE; or of the 512 alone. A page holds block_size rows, one after another; pages may be
+ * any stride apart.
  *
  * bfloat16, 1152 bytes
  *   byte 0                                                    1024             1152

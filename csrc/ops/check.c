@@ -39,8 +39,9 @@ smla_finish_check(const smla_checker *c, const smla_backend **backend)
 /* ---- Cache --------------------------------------------------------------------------------- */
 
 smla_status
-smla_check_cache_write(const smla_concat_and_cache_mla_args *args, smla_cache_write_params *params,
-                       const smla_backend **backend, smla_error *error)
+smla_check_concat_and_cache_mla(const smla_concat_and_cache_mla_args *args,
+                                smla_cache_write_params *params, const smla_backend **backend,
+                                smla_error *error)
 {
     smla_checker c;
     smla_kv_view kv;
@@ -118,8 +119,8 @@ block_table_rule(const DLTensor *tensor)
 }
 
 smla_status
-smla_check_gather(const smla_gather_kv_cache_args *args, smla_gather_params *params,
-                  const smla_backend **backend, smla_error *error)
+smla_check_gather_kv_cache(const smla_gather_kv_cache_args *args, smla_gather_params *params,
+                           const smla_backend **backend, smla_error *error)
 {
     smla_checker c;
     smla_kv_view kv;
@@ -165,8 +166,9 @@ smla_check_gather(const smla_gather_kv_cache_args *args, smla_gather_params *par
 }
 
 smla_status
-smla_check_dequantize(const smla_dequantize_kv_cache_args *args, smla_dequantize_params *params,
-                      const smla_backend **backend, smla_error *error)
+smla_check_dequantize_kv_cache(const smla_dequantize_kv_cache_args *args,
+                               smla_dequantize_params *params, const smla_backend **backend,
+                               smla_error *error)
 {
     smla_checker c;
     smla_kv_view kv;
@@ -199,8 +201,9 @@ smla_check_dequantize(const smla_dequantize_kv_cache_args *args, smla_dequantize
 /* ---- Indices and attention ----------------------------------------------------------------- */
 
 smla_status
-smla_check_convert(const smla_convert_req_index_args *args, smla_convert_params *params,
-                   const smla_backend **backend, smla_error *error)
+smla_check_convert_req_index_to_global_index(const smla_convert_req_index_args *args,
+                                             smla_convert_params *params,
+                                             const smla_backend **backend, smla_error *error)
 {
     smla_checker c;
     smla_open_checker(&c, "convert_req_index_to_global_index", error);
@@ -515,8 +518,8 @@ smla_check_attention_workspace(const smla_attention_workspace_args *args,
 }
 
 smla_status
-smla_check_merge(const smla_merge_attn_states_args *args, smla_merge_params *params,
-                 const smla_backend **backend, smla_error *error)
+smla_check_merge_attn_states(const smla_merge_attn_states_args *args, smla_merge_params *params,
+                             const smla_backend **backend, smla_error *error)
 {
     smla_checker c;
     smla_open_checker(&c, "merge_attn_states", error);

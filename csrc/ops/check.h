@@ -6,34 +6,20 @@
 #include "core/rule.h"
 
 /* Each checks every rule of its operator and fills `params` and the backend that will run it. */
-smla_status smla_check_cache_write(const smla_concat_and_cache_mla_args *args,
-                                   smla_cache_write_params *params, const smla_backend **backend,
-                                   smla_error *error);
-smla_status smla_check_gather(const smla_gather_kv_cache_args *args, smla_gather_params *params,
-                              const smla_backend **backend, smla_error *error);
-smla_status smla_check_dequantize(const smla_dequantize_kv_cache_args *args,
-                                  smla_dequantize_params *params, const smla_backend **backend,
-                                  smla_error *error);
-smla_status smla_check_convert(const smla_convert_req_index_args *args, smla_convert_params *params,
-                               const smla_backend **backend, smla_error *error);
-smla_status smla_check_attention(const smla_sparse_attention_args *args,
-                                 smla_attention_params *params, smla_attention_plan *plan,
-                                 const smla_backend **backend, smla_error *error);
-smla_status smla_check_attention_workspace(const smla_attention_workspace_args *args,
-                                           smla_attention_shape *shape,
-                                           const smla_backend **backend, smla_error *error);
-smla_status smla_check_merge(const smla_merge_attn_states_args *args, smla_merge_params *params,
-                             const smla_backend **backend, smla_error *error);
-smla_status smla_check_split_weight(const smla_split_kv_b_proj_args *args,
-                                    smla_split_weight_params *params, const smla_backend **backend,
-                                    smla_error *error);
-smla_status smla_check_k_up_proj(const smla_k_up_proj_args *args, smla_projection_params *params,
-                                 const smla_backend **backend, smla_error *error);
-smla_status smla_check_v_up_proj(const smla_v_up_proj_args *args, smla_projection_params *params,
-                                 const smla_backend **backend, smla_error *error);
-smla_status smla_check_quant(const smla_dynamic_per_tensor_quant_args *args,
-                             smla_quant_params *params, const smla_backend **backend,
-                             smla_error *error);
+#define SMLA_DECLARE_CHECK(name, args_type, params_type)                      \
+    smla_status smla_check_##name(const args_type *args, params_type *params, \
+                                  const smla_backend **backend, smla_error *error);
+
+SMLA_OPERATORS(SMLA_DECLARE_CHECK)
+    SMLA_DECLARE_CHECK(k_up_proj, smla_k_up_proj_args, smla_projection_params)
+        SMLA_DECLARE_CHECK(v_up_proj, smla_v_up_proj_args, smla_projection_params)
+            SMLA_DECLARE_CHECK(attention_workspace, smla_attention_workspace_args,
+                               smla_attention_shape)
+
+                smla_status
+    smla_check_attention(const smla_sparse_attention_args *args, smla_attention_params *params,
+                         smla_attention_plan *plan, const smla_backend **backend,
+                         smla_error *error);
 
 /* ---- Parts that several operators share ---------------------------------------------------- */
 

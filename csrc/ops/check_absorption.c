@@ -23,8 +23,8 @@ check_weight_scale(smla_checker *c, const smla_split_kv_b_proj_args *args)
 }
 
 smla_status
-smla_check_split_weight(const smla_split_kv_b_proj_args *args, smla_split_weight_params *params,
-                        const smla_backend **backend, smla_error *error)
+smla_check_split_kv_b_proj(const smla_split_kv_b_proj_args *args, smla_split_weight_params *params,
+                           const smla_backend **backend, smla_error *error)
 {
     smla_checker c;
     smla_open_checker(&c, "split_kv_b_proj", error);
@@ -163,8 +163,9 @@ smla_check_v_up_proj(const smla_v_up_proj_args *args, smla_projection_params *pa
 }
 
 smla_status
-smla_check_quant(const smla_dynamic_per_tensor_quant_args *args, smla_quant_params *params,
-                 const smla_backend **backend, smla_error *error)
+smla_check_dynamic_per_tensor_quant(const smla_dynamic_per_tensor_quant_args *args,
+                                    smla_quant_params *params, const smla_backend **backend,
+                                    smla_error *error)
 {
     smla_checker c;
     smla_open_checker(&c, "dynamic_per_tensor_quant", error);

@@ -6,58 +6,26 @@
 #include "core/args.h"
 #include "ops/check.h"
 
-smla_status
-smla_concat_and_cache_mla(const smla_concat_and_cache_mla_args *args, smla_error *error)
-{
-    smla_concat_and_cache_mla_args known;
-    smla_cache_write_params params;
-    const smla_backend *backend;
-    SMLA_TRY(smla_read_args("concat_and_cache_mla", &known, sizeof known, args, error));
-    SMLA_TRY(smla_check_cache_write(&known, &params, &backend, error));
-    return backend->concat_and_cache_mla(&params, error);
-}
+#define ENTRY_POINT(name, args_type, params_type)                           \
+    smla_status smla_##name(const args_type *args, smla_error *error)       \
+    {                                                                       \
+        args_type known;                                                    \
+        params_type params;                                                 \
+        const smla_backend *backend;                                        \
+        SMLA_TRY(smla_read_args(#name, &known, sizeof known, args, error)); \
+        SMLA_TRY(smla_check_##name(&known, &params, &backend, error));      \
+        return backend->name(&params, error);                               \
+    }
 
-smla_status
-smla_gather_kv_cache(const smla_gather_kv_cache_args *args, smla_error *error)
-{
-    smla_gather_kv_cache_args known;
-    smla_gather_params params;
-    const smla_backend *backend;
-    SMLA_TRY(smla_read_args("gather_kv_cache", &known, sizeof known, args, error));
-    SMLA_TRY(smla_check_gather(&known, &params, &backend, error));
-    return backend->gather_kv_cache(&params, error);
-}
+SMLA_OPERATORS(ENTRY_POINT)
 
-smla_status
-smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *error)
+    smla_status
+    smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *error)
 {
     smla_gather_params params;
     const smla_backend *backend;
-    SMLA_TRY(smla_check_gather(args, &params, &backend, error));
+    SMLA_TRY(smla_check_gather_kv_cache(args, &params, &backend, error));
     return backend->check_gather(&params, error);
-}
-
-smla_status
-smla_dequantize_kv_cache(const smla_dequantize_kv_cache_args *args, smla_error *error)
-{
-    smla_dequantize_kv_cache_args known;
-    smla_dequantize_params params;
-    const smla_backend *backend;
-    SMLA_TRY(smla_read_args("dequantize_kv_cache", &known, sizeof known, args, error));
-    SMLA_TRY(smla_check_dequantize(&known, &params, &backend, error));
-    return backend->dequantize_kv_cache(&params, error);
-}
-
-smla_status
-smla_convert_req_index_to_global_index(const smla_convert_req_index_args *args, smla_error *error)
-{
-    smla_convert_req_index_args known;
-    smla_convert_params params;
-    const smla_backend *backend;
-    SMLA_TRY(
-        smla_read_args("convert_req_index_to_global_index", &known, sizeof known, args, error));
-    SMLA_TRY(smla_check_convert(&known, &params, &backend, error));
-    return backend->convert_req_index(&params, error);
 }
 
 smla_status
@@ -102,28 +70,6 @@ smla_attention_workspace_size(const smla_attention_workspace_args *args, int64_t
 }
 
 smla_status
-smla_merge_attn_states(const smla_merge_attn_states_args *args, smla_error *error)
-{
-    smla_merge_attn_states_args known;
-    smla_merge_params params;
-    const smla_backend *backend;
-    SMLA_TRY(smla_read_args("merge_attn_states", &known, sizeof known, args, error));
-    SMLA_TRY(smla_check_merge(&known, &params, &backend, error));
-    return backend->merge_attn_states(&params, error);
-}
-
-smla_status
-smla_split_kv_b_proj(const smla_split_kv_b_proj_args *args, smla_error *error)
-{
-    smla_split_kv_b_proj_args known;
-    smla_split_weight_params params;
-    const smla_backend *backend;
-    SMLA_TRY(smla_read_args("split_kv_b_proj", &known, sizeof known, args, error));
-    SMLA_TRY(smla_check_split_weight(&known, &params, &backend, error));
-    return backend->split_kv_b_proj(&params, error);
-}
-
-smla_status
 smla_k_up_proj(const smla_k_up_proj_args *args, smla_error *error)
 {
     smla_k_up_proj_args known;
@@ -143,15 +89,4 @@ smla_v_up_proj(const smla_v_up_proj_args *args, smla_error *error)
     SMLA_TRY(smla_read_args("v_up_proj", &known, sizeof known, args, error));
     SMLA_TRY(smla_check_v_up_proj(&known, &params, &backend, error));
     return backend->up_proj(&params, error);
-}
-
-smla_status
-smla_dynamic_per_tensor_quant(const smla_dynamic_per_tensor_quant_args *args, smla_error *error)
-{
-    smla_dynamic_per_tensor_quant_args known;
-    smla_quant_params params;
-    const smla_backend *backend;
-    SMLA_TRY(smla_read_args("dynamic_per_tensor_quant", &known, sizeof known, args, error));
-    SMLA_TRY(smla_check_quant(&known, &params, &backend, error));
-    return backend->dynamic_per_tensor_quant(&params, error);
 }

@@ -30,46 +30,19 @@ what the operator's docstring says. SPARSE_MLA_CHECK=1 in the environment, a deb
 calls synchronise and raise these ValueErrors too; it cannot be used during capture.
 """
 
-from sparse_mla.ops._declare import OPERATORS
+from sparse_mla.ops import absorption, attention, cache, facts, planning
+from sparse_mla.ops._declare import OPERATORS as OPERATORS
+from sparse_mla.ops.absorption import *
 from sparse_mla.ops.absorption import _split_kv_b_proj as _split_kv_b_proj
-from sparse_mla.ops.absorption import (
-    dynamic_per_tensor_quant,
-    k_up_proj,
-    split_kv_b_proj,
-    v_up_proj,
-)
+from sparse_mla.ops.attention import *
 from sparse_mla.ops.attention import _attention_plus_inf as _attention_plus_inf
-from sparse_mla.ops.attention import (
-    attention_workspace_size,
-    convert_req_index_to_global_index,
-    merge_attn_states,
-    sparse_attention,
-)
-from sparse_mla.ops.cache import concat_and_cache_mla, dequantize_kv_cache, gather_kv_cache
-from sparse_mla.ops.facts import build_info, get_include, kernels
-from sparse_mla.ops.planning import (
-    get_prefill_workspace_size,
-    split_decodes_and_prefills,
-    split_prefill_chunks,
-)
+from sparse_mla.ops.cache import *
+from sparse_mla.ops.facts import *
+from sparse_mla.ops.planning import *
 
-__all__ = [
-    "OPERATORS",
-    "attention_workspace_size",
-    "build_info",
-    "concat_and_cache_mla",
-    "convert_req_index_to_global_index",
-    "dequantize_kv_cache",
-    "dynamic_per_tensor_quant",
-    "gather_kv_cache",
-    "get_include",
-    "get_prefill_workspace_size",
-    "k_up_proj",
-    "kernels",
-    "merge_attn_states",
-    "sparse_attention",
-    "split_decodes_and_prefills",
-    "split_kv_b_proj",
-    "split_prefill_chunks",
-    "v_up_proj",
-]
+__all__ = []
+__all__ += absorption.__all__
+__all__ += attention.__all__
+__all__ += cache.__all__
+__all__ += facts.__all__
+__all__ += planning.__all__

@@ -9,6 +9,13 @@ from typing import Any
 from sparse_mla import _results
 from sparse_mla.ops._declare import Array, Stream, operator
 
+__all__ = [
+    "dynamic_per_tensor_quant",
+    "k_up_proj",
+    "split_kv_b_proj",
+    "v_up_proj",
+]
+
 
 def split_kv_b_proj(
     weight: Array | Callable[[Array], Array],

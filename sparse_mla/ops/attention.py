@@ -7,6 +7,13 @@ from typing import Any
 from sparse_mla import _C, _results
 from sparse_mla.ops._declare import Array, Stream, operator
 
+__all__ = [
+    "attention_workspace_size",
+    "convert_req_index_to_global_index",
+    "merge_attn_states",
+    "sparse_attention",
+]
+
 
 @operator(_results.slots)
 def convert_req_index_to_global_index(

@@ -5,6 +5,12 @@ from __future__ import annotations
 from sparse_mla import _results
 from sparse_mla.ops._declare import Array, Stream, operator
 
+__all__ = [
+    "concat_and_cache_mla",
+    "dequantize_kv_cache",
+    "gather_kv_cache",
+]
+
 
 @operator(_results.none)
 def concat_and_cache_mla(

@@ -7,6 +7,12 @@ from typing import Any
 
 from sparse_mla import _C
 
+__all__ = [
+    "build_info",
+    "get_include",
+    "kernels",
+]
+
 
 def kernels() -> list[dict[str, Any]]:
     """The rows of the dispatch table: which kernel serves which arguments.

@@ -6,6 +6,12 @@ from typing import Any
 
 from sparse_mla import _C
 
+__all__ = [
+    "get_prefill_workspace_size",
+    "split_decodes_and_prefills",
+    "split_prefill_chunks",
+]
+
 
 def split_decodes_and_prefills(
     query_start_loc: Any,

@@ -137,16 +137,17 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
     } p;
     smla_attention_plan plan;
     switch (number) {
-    case 0: return smla_check_cache_write(&a->write, &p.write, backend, e);
-    case 1: return smla_check_gather(&a->gather, &p.gather, backend, e);
-    case 2: return smla_check_dequantize(&a->dequantize, &p.dequantize, backend, e);
-    case 3: return smla_check_convert(&a->convert, &p.convert, backend, e);
+    case 0: return smla_check_concat_and_cache_mla(&a->write, &p.write, backend, e);
+    case 1: return smla_check_gather_kv_cache(&a->gather, &p.gather, backend, e);
+    case 2: return smla_check_dequantize_kv_cache(&a->dequantize, &p.dequantize, backend, e);
+    case 3:
+        return smla_check_convert_req_index_to_global_index(&a->convert, &p.convert, backend, e);
     case 4: return smla_check_attention(&a->attention, &p.attention, &plan, backend, e);
-    case 5: return smla_check_merge(&a->merge, &p.merge, backend, e);
-    case 6: return smla_check_split_weight(&a->split, &p.split, backend, e);
+    case 5: return smla_check_merge_attn_states(&a->merge, &p.merge, backend, e);
+    case 6: return smla_check_split_kv_b_proj(&a->split, &p.split, backend, e);
     case 7: return smla_check_k_up_proj(&a->k_up, &p.projection, backend, e);
     case 8: return smla_check_v_up_proj(&a->v_up, &p.projection, backend, e);
-    default: return smla_check_quant(&a->quant, &p.quant, backend, e);
+    default: return smla_check_dynamic_per_tensor_quant(&a->quant, &p.quant, backend, e);
     }
 }
 

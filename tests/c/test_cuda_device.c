@@ -598,7 +598,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     case 0: return b->concat_and_cache_mla(&write, &error);
     case 1: return b->gather_kv_cache(&gather, &error);
     case 2: return b->dequantize_kv_cache(&dequantize, &error);
-    case 3: return b->convert_req_index(&convert, &error);
+    case 3: return b->convert_req_index_to_global_index(&convert, &error);
     case 4: return b->sparse_attention(&attention, &plan, &error);
     case 5: return b->merge_attn_states(&merge, &error);
     case 6: return b->split_kv_b_proj(&weight, &error);

@@ -272,8 +272,7 @@ read_row(const smla_kv_format_info *format, const uint8_t *row, smla_float_type 
                       out + t * TILE * bytes);
         }
     }
-    read_bf16(row + format->rope_offset, format->rope_dim, type,
-              out + SMLA_KV_LORA_RANK * bytes);
+    read_bf16(row + format->rope_offset, format->rope_dim, type, out + SMLA_KV_LORA_RANK * bytes);
 }
 
 #endif /* SMLA_CPU_CACHE_KERNEL_H */

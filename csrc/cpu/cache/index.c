@@ -84,7 +84,7 @@ convert_token(const smla_convert_params *p, int64_t token)
 }
 
 smla_status
-smla_cpu_convert_req_index(const smla_convert_params *p, smla_error *error)
+smla_cpu_convert_req_index_to_global_index(const smla_convert_params *p, smla_error *error)
 {
     SMLA_TRY(smla_cpu_check_convert(p, error));
 #pragma omp parallel for schedule(static) if (p->num_tokens * p->topk >= 1 << 16)

@@ -11,26 +11,16 @@
 #include "core/backend.h"
 #include "core/numeric.h"
 
-/* cache.c */
+#define SMLA_DECLARE_CPU_OPERATOR(name, args_type, params_type) \
+    smla_status smla_cpu_##name(const params_type *params, smla_error *error);
+
+SMLA_OPERATORS(SMLA_DECLARE_CPU_OPERATOR)
+    smla_status smla_cpu_up_proj(const smla_projection_params *params, smla_error *error);
+
+/* cache.c, index.c */
 smla_status smla_cpu_check_cache_write(const smla_cache_write_params *params, smla_error *error);
-smla_status smla_cpu_concat_and_cache_mla(const smla_cache_write_params *params, smla_error *error);
 smla_status smla_cpu_check_gather(const smla_gather_params *params, smla_error *error);
-smla_status smla_cpu_gather_kv_cache(const smla_gather_params *params, smla_error *error);
-smla_status smla_cpu_dequantize_kv_cache(const smla_dequantize_params *params, smla_error *error);
-
-/* index.c */
 smla_status smla_cpu_check_convert(const smla_convert_params *params, smla_error *error);
-smla_status smla_cpu_convert_req_index(const smla_convert_params *params, smla_error *error);
-
-/* merge.c */
-smla_status smla_cpu_merge_attn_states(const smla_merge_params *params, smla_error *error);
-
-/* projection.c */
-smla_status smla_cpu_split_kv_b_proj(const smla_split_weight_params *params, smla_error *error);
-smla_status smla_cpu_up_proj(const smla_projection_params *params, smla_error *error);
-
-/* quant.c */
-smla_status smla_cpu_dynamic_per_tensor_quant(const smla_quant_params *params, smla_error *error);
 
 /* One element of an array of any float type, as fp32, exactly. */
 static inline float

@@ -95,24 +95,19 @@ need_no_order(const char *op, smla_mirror *mirror, smla_stream stream, smla_erro
     return SMLA_OK;
 }
 
+#define FILL_SLOT(name, args_type, params_type) .name = smla_cpu_##name,
+
 const smla_backend smla_cpu_backend = {
     .name = "cpu",
     .device_type = kDLCPU,
     .maps_indices = false,
     .check_device = check_device,
-    .concat_and_cache_mla = smla_cpu_concat_and_cache_mla,
     .check_gather = smla_cpu_check_gather,
-    .gather_kv_cache = smla_cpu_gather_kv_cache,
-    .dequantize_kv_cache = smla_cpu_dequantize_kv_cache,
-    .convert_req_index = smla_cpu_convert_req_index,
     .prefers_direct = smla_cpu_prefers_direct,
     .attention_workspace_size = smla_cpu_attention_workspace_size,
     .plan_attention = smla_cpu_plan_attention,
     .sparse_attention = smla_cpu_sparse_attention,
-    .merge_attn_states = smla_cpu_merge_attn_states,
-    .split_kv_b_proj = smla_cpu_split_kv_b_proj,
     .up_proj = smla_cpu_up_proj,
-    .dynamic_per_tensor_quant = smla_cpu_dynamic_per_tensor_quant,
     .kernels = smla_cpu_kernels,
     .allocate = allocate,
     .release = release,
@@ -122,4 +117,5 @@ const smla_backend smla_cpu_backend = {
     .end_write = need_no_order,
     .begin_use = need_no_order,
     .end_use = need_no_order,
+    SMLA_OPERATORS(FILL_SLOT)
 };

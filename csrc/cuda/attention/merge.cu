@@ -15,7 +15,7 @@
  * Numerics     fp32; weights from e^-|lse_a - lse_b|, so nothing overflows. An lse of +inf counts
  *              as -inf: an empty side has no say, whatever its row holds; with two of them side a
  *              is copied and lse is -inf.
- * Source       merge_attn_states of vLLM, for the convention of +inf.
+ * Source       the operator of this name in vLLM, for the convention of +inf.
  */
 #include "cuda/host/cuda.h"
 #include "cuda/ptx/launch.cuh"

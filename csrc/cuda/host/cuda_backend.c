@@ -98,7 +98,7 @@ dequantize_kv_cache(const smla_dequantize_params *p, smla_error *error)
 }
 
 static smla_status
-convert_req_index(const smla_convert_params *p, smla_error *error)
+convert_req_index_to_global_index(const smla_convert_params *p, smla_error *error)
 {
     cuda_call call = {.op = "convert_req_index_to_global_index", .stream = p->stream};
     if (p->num_tokens == 0) {
@@ -170,24 +170,19 @@ dynamic_per_tensor_quant(const smla_quant_params *p, smla_error *error)
 
 /* ---- The table ----------------------------------------------------------------------------- */
 
+#define FILL_SLOT(name, args_type, params_type) .name = name,
+
 const smla_backend smla_cuda_backend = {
     .name = "cuda",
     .device_type = kDLCUDA,
     .maps_indices = true,
     .check_device = smla_cuda_check_device,
-    .concat_and_cache_mla = concat_and_cache_mla,
     .check_gather = check_gather,
-    .gather_kv_cache = gather_kv_cache,
-    .dequantize_kv_cache = dequantize_kv_cache,
-    .convert_req_index = convert_req_index,
     .prefers_direct = smla_cuda_prefers_direct,
     .attention_workspace_size = smla_cuda_attention_workspace_size,
     .plan_attention = smla_cuda_plan_attention,
     .sparse_attention = sparse_attention,
-    .merge_attn_states = merge_attn_states,
-    .split_kv_b_proj = split_kv_b_proj,
     .up_proj = up_proj,
-    .dynamic_per_tensor_quant = dynamic_per_tensor_quant,
     .kernels = smla_cuda_kernels,
     .allocate = smla_cuda_allocate,
     .release = smla_cuda_release,
@@ -198,4 +193,5 @@ const smla_backend smla_cuda_backend = {
     .begin_use = smla_cuda_begin_use,
     .end_use = smla_cuda_end_use,
     .streams = &smla_cuda_stream_ops,
+    SMLA_OPERATORS(FILL_SLOT)
 };

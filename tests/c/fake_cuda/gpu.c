@@ -62,7 +62,7 @@ smla_cuda_launch_dequantize(const smla_dequantize_params *params)
 cudaError_t
 smla_cuda_launch_convert(const smla_convert_params *params)
 {
-    LAUNCH(convert_req_index, params);
+    LAUNCH(convert_req_index_to_global_index, params);
 }
 
 cudaError_t
@@ -107,7 +107,7 @@ map_positions(smla_key_list *list, int64_t num_tokens)
         .out = slots,
         .out_stride_token = list->topk,
     };
-    EXPECT_EQ(smla_cpu_backend.convert_req_index(&params, NULL), SMLA_OK);
+    EXPECT_EQ(smla_cpu_backend.convert_req_index_to_global_index(&params, NULL), SMLA_OK);
     list->indices = slots;
     list->indices_stride_token = list->topk;
     list->map.block_table = NULL;
