@@ -76,7 +76,6 @@ class Builder:
         block_table: Any,
         num_reqs: int,
         num_actual_tokens: int,
-        stream: Any,
         /,
     ) -> dict[str, Any]: ...
     def forward(

@@ -368,6 +368,17 @@ def test_a_cache_sizes_what_goes_with_it():
         sparse_mla.gather_kv_cache(zeros(1, 3, 576), table, lens, starts, out=out)
 
 
+def test_a_scale_of_minus_one():
+    """C's way to say that a number is none."""
+    q = np.linspace(-1, 1, 2 * 3 * 576).reshape(2, 3, 576).astype(BF16)
+    kv = np.linspace(1, -2, 5 * 576).reshape(5, 576).astype(BF16)
+    indices = np.array([[0, 4, 2], [1, 3, 0]], np.int32)
+    got = sparse_mla.sparse_attention(q, kv, indices, softmax_scale=-1.0)
+    want = sparse_mla.sparse_attention(-q, kv, indices, softmax_scale=1.0)
+    for x, y in zip(got, want, strict=True):
+        assert x.tobytes() == y.tobytes()
+
+
 def test_pages_have_a_token_and_one_head():
     sizes = "[pages, block_size, 576], [pages, block_size, 1, 576] or [tokens, 576]"
     who = "dequantize_kv_cache: `kv_cache` must have"
@@ -1242,6 +1253,14 @@ def builder(path=None, dtype="fp8_ds_mla", workspace=None, device="cpu", **chang
     return _C.Builder(*(LIMITS | changes).values(), dtype, path, device, workspace)
 
 
+def test_a_builder_takes_all_of_its_arguments_and_no_more():
+    all_of_them = (*LIMITS.values(), "fp8_ds_mla", None, "cpu", None)
+    for args in (all_of_them[:-1], (*all_of_them, None), ()):
+        rule = f"takes {len(all_of_them)} positional arguments, got {len(args)}"
+        with refuses(f"MetadataBuilder: {rule}", TypeError):
+            _C.Builder(*args)
+
+
 @pytest.mark.parametrize("name", LIMITS)
 def test_sizes_of_a_builder(name):
     most = 128 if name == "num_heads" else INT32 - 1
@@ -1251,6 +1270,8 @@ def test_sizes_of_a_builder(name):
         "prefill_workspace_tokens",
     )
     builder(**{name: 1})
+    with refuses(f"MetadataBuilder: `{name}` must be an int, got str", TypeError):
+        builder(**{name: "3"})
     for value in (-1, most + 1) if zero_is_default else (0, most + 1):
         with refuses(f"MetadataBuilder: `{name}` must be 1 to {most}, got {value}"):
             builder(**{name: value})
@@ -1302,7 +1323,7 @@ def test_paths_serve_their_caches(dtype):
 def test_heads_that_choose_the_path(heads, path):
     for least, moved in ((0, 0), (32, 0), (heads, None), (heads + 1, None)):
         made = builder(num_heads=heads, min_heads_for_bf16_prefill=least)
-        plan = made.build([0, 1], [1], np.zeros((1, 1), np.int32), 1, 1, None)
+        plan = made.build([0, 1], [1], np.zeros((1, 1), np.int32), 1, 1)
         wanted = path if moved == 0 else ("separate" if least == heads else "mixed")
         assert plan["path"] == wanted
 
@@ -1324,7 +1345,7 @@ def build(lens=(1, 1), seq_lens=None, *, tokens=None, table=(3, 4), num_reqs=Non
     made = builder(**({"path": "separate"} | options))
     num_reqs = len(lens) if num_reqs is None else num_reqs
     tokens = starts[-1] if tokens is None else tokens
-    return made.build(starts, seq_lens, np.zeros(table, np.int32), num_reqs, tokens, None)
+    return made.build(starts, seq_lens, np.zeros(table, np.int32), num_reqs, tokens)
 
 
 BUILDS = {
@@ -1479,8 +1500,7 @@ def test_a_step_is_the_latest_one():
     made = builder("mixed")
     batch = example.batch
     plans = [
-        made.build(batch.query_start_loc, batch.seq_lens, batch.block_table, 1, 1, None)
-        for _ in range(2)
+        made.build(batch.query_start_loc, batch.seq_lens, batch.block_table, 1, 1) for _ in range(2)
     ]
     arguments = (example.q, example.fp8_cache, example.topk_indices, None, None, None)
     assert [plan["generation"] for plan in plans] == [1, 2]

@@ -318,7 +318,7 @@ def test_decode_num_splits(name, path):
         path, "cpu", None,
     )  # fmt: skip
     starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
-    plan = made.build(starts, lens, np.zeros((len(lens), 16), np.int32), len(lens), sum(lens), None)
+    plan = made.build(starts, lens, np.zeros((len(lens), 16), np.int32), len(lens), sum(lens))
     assert plan["decode_num_splits"] == want
     if has_parts and decodes:
         config = engine.config(sparse_mla, path=path, topk_tokens=1024, max_num_seqs=70)

@@ -568,6 +568,7 @@ def test_an_export_that_fails_is_asked_for_once():
                 raise error
 
         x = Failing(np.ones((2, 3), np.float32))
-        with pytest.raises(BufferError, match=r"got from its __dlpack__: no$"):
+        with pytest.raises(BufferError, match=r"got from its __dlpack__: no$") as caught:
             sparse_mla.dynamic_per_tensor_quant(x)
         assert x.asked == times
+        assert caught.value.__cause__ is caught.value.__context__ is error

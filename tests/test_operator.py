@@ -146,6 +146,34 @@ def test_declarations_that_do_not_fit(declaration, name, error, words):
         _C.Operator(declaration, name)
 
 
+def test_declarations_are_let_go():
+    """What is read of them, whether they fit or not, and what a refused call was given."""
+
+    def k_up_proj(q_nope, W_UK, *, out=None, stream=None):
+        """Not the one that users call."""
+
+    defaults = k_up_proj.__kwdefaults__
+    held = sys.getrefcount(defaults)
+    op = _C.Operator(k_up_proj, "k_up_proj")
+    with pytest.raises(ValueError, match="must have the"):
+        _C.Operator(k_up_proj, "sparse_attention")
+    assert sys.getrefcount(defaults) == held
+    given = object()
+    held = sys.getrefcount(given)
+    for _ in range(3):
+        with pytest.raises(TypeError):
+            op(given, given, given)
+        with pytest.raises(TypeError):
+            op(given, given, unknown=given)
+    assert sys.getrefcount(given) == held
+
+
+def test_more_parameters_than_any_operator_has():
+    names = ", ".join(f"p{i}" for i in range(60))
+    with pytest.raises(ValueError, match="must have the 4 parameters of k_up_proj, got 60"):
+        _C.Operator(eval(f"lambda {names}: None"), "k_up_proj")
+
+
 def test_positional_defaults_of_none_are_not_taken():
     """Declared without defaults, a parameter is required, wherever it stands."""
 

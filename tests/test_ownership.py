@@ -363,7 +363,7 @@ def table() -> np.ndarray:
 
 
 def build(builder, block_table, starts=(0, 1, 4), lens=(9, 12)):
-    return builder.build(starts, lens, block_table, 2, 4, None)
+    return builder.build(starts, lens, block_table, 2, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -139,7 +139,7 @@ class Used:
     def build(self, table=None, starts=None):
         starts = self.lengths[0] if starts is None else starts
         table = self.table if table is None else table
-        plan = self.builder.build(starts, self.lengths[1], table, 2, 4, None)
+        plan = self.builder.build(starts, self.lengths[1], table, 2, 4)
         self.generation = plan["generation"]
         return plan
 

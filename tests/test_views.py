@@ -234,7 +234,7 @@ def step(path: str, fp8: bool) -> Example:
             given.get("workspace"),
         )  # fmt: skip
         planned = [given[name] for name in ("query_start_loc_cpu", "seq_lens_cpu", "block_table")]
-        plan = builder.build(*planned, 4, 7, None)
+        plan = builder.build(*planned, 4, 7)
         names = ("q", "kv_cache", "topk_indices", "attn_sink", "out", "lse")
         results = builder.forward(*(given[n] for n in names), 0.1, plan["generation"], None)
         return plan, results

@@ -302,7 +302,7 @@ build_step(smla_py_builder *builder, const char *op, smla_build_args *a, smla_py
 
 PyDoc_STRVAR(builder_build_doc,
              "build($self, query_start_loc_cpu, seq_lens_cpu, block_table, num_reqs, "
-             "num_actual_tokens, stream, /)\n--\n\n"
+             "num_actual_tokens, /)\n--\n\n"
              "Plan a step; see sparse_mla.MetadataBuilder.build. A dict of what was planned.");
 
 static PyObject *
@@ -312,18 +312,17 @@ builder_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
     smla_py_builder *builder = (smla_py_builder *)self;
     const smla_py_state *state = state_of(self);
     smla_build_args a = {.struct_size = sizeof a};
-    smla_py_stream stream = {.is_given = num_args == 6 && args[5] != Py_None};
+    smla_py_stream stream = {.is_given = false};
     int32_t *query_start_loc = NULL;
     int32_t *seq_lens = NULL;
     int64_t num_starts = 0;
     int64_t num_lens = 0;
-    if (smla_py_check_count(op, num_args, 6) < 0 || enter(builder, op) < 0) {
+    if (smla_py_check_count(op, num_args, 5) < 0 || enter(builder, op) < 0) {
         return NULL;
     }
     PyObject *step = NULL;
     if (smla_py_parse_int(op, "num_reqs", args[3], &a.num_reqs) == 0 &&
         smla_py_parse_int(op, "num_actual_tokens", args[4], &a.num_actual_tokens) == 0 &&
-        smla_py_parse_stream(op, args[5], &stream.at.handle) == 0 &&
         smla_py_host_ints(state, op, "query_start_loc_cpu", args[0], &query_start_loc,
                           &num_starts) == 0 &&
         smla_py_host_ints(state, op, "seq_lens_cpu", args[1], &seq_lens, &num_lens) == 0 &&

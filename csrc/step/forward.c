@@ -209,11 +209,10 @@ attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end)
         .softmax_scale = a->softmax_scale,
         .stream = a->stream,
     };
-    if (f->map.block_table == NULL) {
-        return smla_sparse_attention(&args, f->error);
-    }
     smla_index_map map = f->map;
-    map.req_id_per_token += start;
+    if (map.block_table != NULL) {
+        map.req_id_per_token += start;
+    }
     return smla_attend_positions(&args, &map, f->error);
 }
 

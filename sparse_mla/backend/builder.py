@@ -322,7 +322,6 @@ class MetadataBuilder:
             common.block_table,
             num_reqs,
             num_actual_tokens,
-            None,
         )
         decode = prefill = None
         if step["decode_query_len"]:

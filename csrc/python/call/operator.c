@@ -194,15 +194,12 @@ read_declaration(operator_object *op)
     if (defaults != NULL) {
         op->num_positional = read_count(code, "co_argcount");
         op->num_params = op->num_positional + read_count(code, "co_kwonlyargcount");
-        if (PyErr_Occurred() != NULL) { /* no counts */
-            op->num_params = 0;
-        } else if (op->num_params != count_arguments(op->in_c)) {
+        if (PyErr_Occurred() == NULL && op->num_params == count_arguments(op->in_c)) {
+            status = read_params(op, names, defaults);
+        } else if (PyErr_Occurred() == NULL) {
             PyErr_Format(PyExc_ValueError,
                          "Operator: `declaration` must have the %d parameters of %s, got %d",
                          count_arguments(op->in_c), op->in_c->name, op->num_params);
-            op->num_params = 0;
-        } else {
-            status = read_params(op, names, defaults);
         }
     }
     Py_XDECREF(code);
@@ -279,10 +276,8 @@ operator_dealloc(PyObject *self)
     PyObject_GC_UnTrack(self);
     PyObject_ClearWeakRefs(self);
     operator_clear(self);
-    for (int i = 0; i < op->num_params; i++) {
-        Py_XDECREF(op->params[i].name);
-    }
     for (int i = 0; i < SMLA_PY_MAX_PARAMS; i++) {
+        Py_XDECREF(op->params[i].name);
         Py_XDECREF(op->defaults[i]);
     }
     const freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
