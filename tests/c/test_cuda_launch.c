@@ -162,7 +162,7 @@ test_first_and_next(void)
     begin();
     smla_cuda_grid grid = make_grid(&streams[0]);
     expect_graph(&grid);
-    EXPECT_EQ(count_calls("cudaGraphInstantiate"), 40);
+    EXPECT_EQ(count_calls("cudaGraphInstantiate"), MAX_GRAPHS);
     EXPECT_EQ(count_calls("cudaGetLastError"), 0); /* which may be somebody else's */
     EXPECT(strncmp(fake.calls, first_asked, sizeof first_asked - 1) == 0);
     const char *const end = strstr(fake.calls, "cudaGetFuncBySymbol");
@@ -175,22 +175,45 @@ test_first_and_next(void)
     grid.starts_early = true; /* which graphs do not */
     expect_graph(&grid);
     EXPECT_CALLS(STARTED);
-    /* Another kernel, in the same place as the first: each is looked up when it comes. */
-    for (int i = 1; i < 6; i++) {
-        grid.kernel = kernel_at(i % 3);
-        expect_graph(&grid);
-        EXPECT_EQ(count_calls("cudaGetFuncBySymbol"), 1);
-        forget_calls();
-        expect_graph(&grid);
-        EXPECT_CALLS(STARTED);
-    }
-    /* Kernels of other places stay known. */
+    EXPECT_EQ(count_calls("cudaLaunchKernelExC"), 0);
+}
+
+/* A stream's first kernels have a graph each, the rest share the stream's. All but those past the
+ * last place are looked up once. */
+static void
+test_many_kernels(void)
+{
+    begin();
+    smla_cuda_grid grid = make_grid(&streams[0]);
     for (int i = 0; i < 2 * KNOWN_KERNELS; i++) {
-        grid.kernel = &kernels[4096 + i % KNOWN_KERNELS * 16];
+        grid.kernel = &kernels[i % KNOWN_KERNELS * 16];
         expect_graph(&grid);
     }
     EXPECT_EQ(count_calls("cudaGetFuncBySymbol"), KNOWN_KERNELS);
-    EXPECT_EQ(count_calls("cudaLaunchKernelExC"), 0);
+    EXPECT_EQ(graphs_of[0].num_left, MAX_GRAPHS - 1 - MAX_KERNEL_GRAPHS);
+    EXPECT_EQ(graphs_of[0].num_kernels_left, 0);
+    const stream_graph *const stream = atomic_load(&graphs_of[0].first);
+    bool is_taken[MAX_GRAPHS] = {false};
+    for (int i = 0; i < KNOWN_KERNELS; i++) {
+        const struct known_kernel *const known = &stream->known[i];
+        EXPECT(known->kernel == &kernels[i * 16]);
+        EXPECT(known->exec == stream->exec || !is_taken[known->exec - fake.execs]);
+        EXPECT_EQ(known->exec == stream->exec, i == 0 || i > MAX_KERNEL_GRAPHS);
+        is_taken[known->exec - fake.execs] = true;
+    }
+    for (int i = 0; i < 4; i++) { /* in turn at the last place */
+        forget_calls();
+        grid.kernel = &kernels[(KNOWN_KERNELS + i % 2) * 16];
+        expect_graph(&grid);
+        EXPECT_EQ(count_calls("cudaGetFuncBySymbol"), 1);
+        EXPECT(stream->known[KNOWN_KERNELS - 1].exec == stream->exec);
+    }
+    /* Another stream has what is left, and no kernels' graphs any more. */
+    grid = make_grid(&streams[1]);
+    expect_graph(&grid);
+    grid.kernel = &kernels[16];
+    expect_graph(&grid);
+    EXPECT_EQ(graphs_of[0].num_left, MAX_GRAPHS - 2 - MAX_KERNEL_GRAPHS);
 }
 
 /* Every stream has a graph of its own, as long as there are some; then the rest is launched. */
@@ -201,7 +224,7 @@ test_many_streams(void)
     for (int round = 0; round < 2; round++) {
         for (int i = 0; i < 256; i++) {
             const smla_cuda_grid grid = make_grid(&streams[i]);
-            expect_started(&grid, i < 40);
+            expect_started(&grid, i < MAX_GRAPHS);
         }
         EXPECT_EQ(count_calls("cudaGraphCreate"), round == 0);
         /* Streams past the limit are not remembered, and not asked about. */
@@ -209,7 +232,7 @@ test_many_streams(void)
         forget_calls();
     }
     EXPECT_EQ(graphs_of[0].num_streams, 200);
-    bool is_taken[MAX_STREAM_GRAPHS] = {false};
+    bool is_taken[MAX_GRAPHS] = {false};
     for (stream_graph *at = atomic_load(&graphs_of[0].first); at != NULL; at = at->next) {
         if (at->exec != NULL) {
             EXPECT(!is_taken[at->exec - fake.execs]);
@@ -244,8 +267,8 @@ test_devices(void)
     streams[1].context = &fake_contexts[3];
     expect_graph(&grid);
     EXPECT_EQ(count_calls("cudaGraphCreate"), 2);
-    EXPECT_EQ(graphs_of[0].num_left, MAX_STREAM_GRAPHS - 1);
-    EXPECT_EQ(graphs_of[SMLA_CUDA_MAX_DEVICES - 1].num_left, MAX_STREAM_GRAPHS - 1);
+    EXPECT_EQ(graphs_of[0].num_left, MAX_GRAPHS - 1);
+    EXPECT_EQ(graphs_of[SMLA_CUDA_MAX_DEVICES - 1].num_left, MAX_GRAPHS - 1);
     /* One of another context than the device's first stream. */
     grid = make_grid(&streams[2]);
     streams[2].context = &fake_contexts[1];
@@ -431,12 +454,12 @@ test_few_graphs(void)
         {"cudaGraphAddKernelNode", 0, 0},
         {"cudaGraphInstantiate", 0, 0},
         {"cudaGraphInstantiate", 1, 1},
-        {"cudaGraphInstantiate", MAX_STREAM_GRAPHS - 1, MAX_STREAM_GRAPHS - 1},
+        {"cudaGraphInstantiate", MAX_GRAPHS - 1, MAX_GRAPHS - 1},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         begin();
         fail_call(cases[i].call, cases[i].num_good, cudaErrorMemoryAllocation);
-        for (int s = 0; s < MAX_STREAM_GRAPHS; s++) {
+        for (int s = 0; s < MAX_GRAPHS; s++) {
             const smla_cuda_grid grid = make_grid(&streams[s]);
             expect_started(&grid, s < cases[i].num_graphs);
         }
@@ -557,6 +580,7 @@ main(void)
 {
     RUN(test_first_call);
     RUN(test_first_and_next);
+    RUN(test_many_kernels);
     RUN(test_many_streams);
     RUN(test_handles);
     RUN(test_devices);

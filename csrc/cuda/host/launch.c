@@ -2,10 +2,11 @@
  *
  * A launch costs the host 2.5 to 4 us, most of them until the command has left for the GPU. A graph
  * of one kernel has its command there: new parameters and a start cost 1.6 us, and what finds the
- * device idle is done 1.7 us sooner. So every stream has such a graph, which all kernels share. The
- * price: what stands in line waits for the grid in front to end, 1 us that an early start saves;
- * and 100 KiB of device memory a stream. To take it may need an idle device, so the first call on a
- * device takes it for all streams to come.
+ * device idle is done 1.7 us sooner. A graph that changes its kernel takes 2.4 us more. So every
+ * stream has such a graph, and its first kernels one each, while there are some. The price: what
+ * stands in line waits for the grid in front to end, 1 us that an early start saves; and 100 KiB of
+ * device memory a graph. To take it may need an idle device, so the first call on a device takes it
+ * for all graphs to come.
  *
  * Where a graph is not the same as a launch, there is a launch: in a capture, which is to hold the
  * kernel itself; on streams with a priority, an access policy, a memory domain or SMs of their own,
@@ -20,7 +21,7 @@
 
 #include "cuda/host/cuda.h"
 
-enum { KNOWN_KERNELS = 64 };
+enum { KNOWN_KERNELS = 32 };
 
 typedef struct stream_graph {
     struct stream_graph *next;
@@ -28,14 +29,16 @@ typedef struct stream_graph {
     cudaGraphNode_t node;
     cudaGraphExec_t exec; /* NULL: the stream is for launches */
     pthread_mutex_t lock; /* from parameters to start, and over this: */
-    struct {
+    struct known_kernel {
         const void *kernel;
         cudaFunction_t function; /* what it is in the stream's context */
+        cudaGraphExec_t exec;    /* of its own, or the stream's */
     } known[KNOWN_KERNELS];
 } stream_graph;
 
 enum {
-    MAX_STREAM_GRAPHS = 40, /* PyTorch has 32 streams, which it hands out again and again */
+    MAX_GRAPHS = 64,        /* PyTorch has 32 streams, which it hands out again and again */
+    MAX_KERNEL_GRAPHS = 24, /* of those, for kernels that are not a stream's first */
     MAX_STREAMS = 200,      /* that are remembered; the rest is for launches */
 };
 
@@ -44,8 +47,9 @@ static struct device_graphs {
     int num_streams;               /* this and the rest under the lock */
     CUcontext context;             /* of the graphs; NULL: there are none yet */
     cudaGraphNode_t node;          /* what the kernel is called in each of them */
-    cudaGraphExec_t execs[MAX_STREAM_GRAPHS];
-    int num_left; /* of those, without a stream */
+    cudaGraphExec_t execs[MAX_GRAPHS];
+    int num_left;         /* of those, that nobody has yet */
+    int num_kernels_left; /* that may have one */
 } graphs_of[SMLA_CUDA_MAX_DEVICES];
 
 static pthread_mutex_t streams_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -141,7 +145,8 @@ make_graphs(const smla_cuda_grid *grid, struct device_graphs *made)
                                                 .kernelParams = (void *[]){grid->args}};
     bool is_good = cudaGraphCreate(&graph, 0) == cudaSuccess &&
                    cudaGraphAddKernelNode(&made->node, graph, NULL, 0, &params) == cudaSuccess;
-    while (is_good && made->num_left < MAX_STREAM_GRAPHS) {
+    made->num_kernels_left = MAX_KERNEL_GRAPHS;
+    while (is_good && made->num_left < MAX_GRAPHS) {
         is_good = cudaGraphInstantiate(&made->execs[made->num_left], graph, 0) == cudaSuccess;
         made->num_left += is_good;
     }
@@ -167,6 +172,21 @@ take_graph(const smla_cuda_grid *grid, struct device_graphs *graphs, stream_grap
         taker->node = graphs->node;
         taker->exec = graphs->execs[--graphs->num_left];
     }
+}
+
+/* For a kernel that is not the stream's first: one to itself, or the stream's. */
+static cudaGraphExec_t
+take_kernel_graph(const smla_cuda_grid *grid, const stream_graph *stream)
+{
+    struct device_graphs *const graphs = &graphs_of[grid->stream.device_id];
+    cudaGraphExec_t taken = stream->exec;
+    pthread_mutex_lock(&streams_lock);
+    if (graphs->num_kernels_left > 0 && graphs->num_left > 0) {
+        graphs->num_kernels_left--;
+        taken = graphs->execs[--graphs->num_left];
+    }
+    pthread_mutex_unlock(&streams_lock);
+    return taken;
 }
 
 static stream_graph *
@@ -228,29 +248,45 @@ find_graph(const smla_cuda_grid *grid)
     return found == NULL || found->exec == NULL ? NULL : found;
 }
 
-/* Under the graph's lock. NULL: to be launched. */
-static cudaFunction_t
-find_function(stream_graph *graph, const void *kernel)
+/* Where the kernel is, or will be: a stream has few of them, seldom more than there are places. */
+static struct known_kernel *
+find_place(stream_graph *graph, const void *kernel)
 {
-    const int i = (int)((uintptr_t)kernel / 16 % KNOWN_KERNELS);
-    if (graph->known[i].kernel != kernel) {
+    int place = 0;
+    while (place < KNOWN_KERNELS - 1 && graph->known[place].kernel != NULL &&
+           graph->known[place].kernel != kernel) {
+        place++;
+    }
+    return &graph->known[place];
+}
+
+/* Under the graph's lock. NULL: to be launched. */
+static const struct known_kernel *
+find_known(stream_graph *graph, const smla_cuda_grid *grid)
+{
+    struct known_kernel *const known = find_place(graph, grid->kernel);
+    if (known->kernel != grid->kernel) {
         cudaFunction_t function = NULL;
         const enum cudaStreamCaptureMode former = smla_cuda_relax_captures(); /* it may be loaded */
-        const cudaError_t code = cudaGetFuncBySymbol(&function, kernel);
+        const cudaError_t code = cudaGetFuncBySymbol(&function, grid->kernel);
         smla_cuda_restore_captures(former);
         if (code != cudaSuccess) {
             return NULL;
         }
-        graph->known[i].kernel = kernel;
-        graph->known[i].function = function;
+        known->kernel = grid->kernel;
+        known->function = function;
+        if (known->exec == NULL) {
+            known->exec = known == graph->known ? graph->exec : take_kernel_graph(grid, graph);
+        }
     }
-    return graph->known[i].function;
+    return known;
 }
 
 static bool
 start_graph(const smla_cuda_grid *grid, stream_graph *graph)
 {
-    const CUDA_KERNEL_NODE_PARAMS params = {.func = find_function(graph, grid->kernel),
+    const struct known_kernel *const known = find_known(graph, grid);
+    const CUDA_KERNEL_NODE_PARAMS params = {.func = known == NULL ? NULL : known->function,
                                             .gridDimX = grid->num_blocks,
                                             .gridDimY = 1,
                                             .gridDimZ = 1,
@@ -260,8 +296,8 @@ start_graph(const smla_cuda_grid *grid, stream_graph *graph)
                                             .sharedMemBytes = grid->shared_bytes,
                                             .kernelParams = (void *[]){grid->args}};
     return params.func != NULL &&
-           driver.set_params(graph->exec, graph->node, &params) == CUDA_SUCCESS &&
-           cudaGraphLaunch(graph->exec, grid->stream.handle) == cudaSuccess;
+           driver.set_params(known->exec, graph->node, &params) == CUDA_SUCCESS &&
+           cudaGraphLaunch(known->exec, grid->stream.handle) == cudaSuccess;
 }
 
 /* What the graph refuses, a launch accepts, or it names the error. */
