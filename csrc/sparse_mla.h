@@ -20,8 +20,9 @@
  *     handle per device. Any thread may call.
  *
  * Shapes use T query tokens, H heads (1...128), K index columns, R requests, W block table columns,
- * D = 576 = 512 (kv_lora_rank) + 64 (qk_rope_head_dim). The cache formats are drawn in
- * docs/formats.md; the docstrings of sparse_mla/ops/ tell every operator's edge cases.
+ * D = 576 = 512 (kv_lora_rank) + 64 (qk_rope_head_dim), or 512 for rows without RoPE. The cache
+ * formats are drawn in docs/formats.md; the docstrings of sparse_mla/ops/ tell every operator's edge
+ * cases.
  */
 #ifndef SPARSE_MLA_H
 #define SPARSE_MLA_H
@@ -73,7 +74,7 @@ SMLA_API const char *smla_status_name(smla_status status);
 /* How one token is stored. SMLA_KV_INFER takes it from the dtype and the last dimension. */
 typedef enum smla_kv_format {
     SMLA_KV_INFER = 0,
-    SMLA_KV_BFLOAT16 = 1,   /* 576 bf16, 1152 bytes */
+    SMLA_KV_BFLOAT16 = 1,   /* 576 bf16, 1152 bytes; without RoPE 512, 1024 bytes */
     SMLA_KV_FP8_DS_MLA = 2, /* 512 e4m3, 4 fp32 scales, 64 bf16, 656 bytes */
 } smla_kv_format;
 
@@ -101,7 +102,7 @@ typedef struct smla_gather_kv_cache_args {
     const DLTensor *seq_lens;         /* [R] int32 */
     const DLTensor *workspace_starts; /* [R] int32 */
     const DLTensor *seq_starts;       /* [R] int32, optional */
-    const DLTensor *out;              /* out [>= sum of seq_lens, 576] bf16 */
+    const DLTensor *out;              /* out [>= sum of seq_lens, D] bf16 */
     int32_t kv_format;
     void *stream;
 } smla_gather_kv_cache_args;
@@ -112,7 +113,7 @@ SMLA_API smla_status smla_gather_kv_cache(const smla_gather_kv_cache_args *args,
 typedef struct smla_dequantize_kv_cache_args {
     size_t struct_size;
     const DLTensor *kv_cache; /* [pages, block_size, row] */
-    const DLTensor *out;      /* out [pages, block_size, 576] fp32 | bf16 */
+    const DLTensor *out;      /* out [pages, block_size, D] fp32 | bf16 */
     int32_t kv_format;
     void *stream;
 } smla_dequantize_kv_cache_args;
@@ -142,7 +143,7 @@ SMLA_API smla_status smla_convert_req_index_to_global_index(const smla_convert_r
 /* out = softmax(softmax_scale * q k^T) v over the rows named by `indices`; lse is a natural log. */
 typedef struct smla_sparse_attention_args {
     size_t struct_size;
-    const DLTensor *q;                 /* [T, H, 576] bf16, or [T, H, 512] when q_pe is given */
+    const DLTensor *q;                 /* [T, H, D] bf16, or [T, H, 512] when q_pe is given */
     const DLTensor *q_pe;              /* [T, H, 64] bf16, optional */
     const DLTensor *kv;                /* cache [pages, block_size, row], or flat [S, row] */
     const DLTensor *indices;           /* [T, K] int32 slots; negative or out of range = none */

@@ -18,8 +18,9 @@ reads "op: `argument` must RULE, got ACTUAL"; nothing was written then.
 
 Shapes use T query tokens, H heads (1 to 128), K index columns, R requests, W block table columns.
 A slot is `page * block_size + offset`. A cache is [pages, block_size, row], or with an MQA head
-axis [pages, block_size, 1, row], or flat [tokens, row]; row is 576 bf16 ("bfloat16") or 656 bytes
-of uint8, int8 or float8_e4m3fn ("fp8_ds_mla").
+axis [pages, block_size, 1, row], or flat [tokens, row]; row is 576 bf16 ("bfloat16"), 656 bytes of
+uint8, int8 or float8_e4m3fn ("fp8_ds_mla"), or 512 bf16 ("bfloat16" without RoPE: then keys have
+512 values where docstrings say 576, `k_pe` is [tokens, 0], and `q` is no pair).
 
 CUDA. A call enqueues its work on `stream` and returns: it never synchronises, and takes memory for
 nothing but results and workspace that were left out, from the framework's allocator, so that it can

@@ -108,9 +108,9 @@ def sparse_attention(
 
     Parameters
     ----------
-    q : [T, H, 576] bf16, or a pair ([T, H, 512], [T, H, 64])
+    q : [T, H, 576] bf16, or a pair ([T, H, 512], [T, H, 64]); [T, H, 512] for rows of 512
         The pair (ql_nope, q_pe) is read in place.
-    kv : [pages, block_size, row], row = 576 bf16 or 656 bytes
+    kv : [pages, block_size, row], row = 576 bf16, 512 bf16 or 656 bytes
         A paged cache (also with a head axis), or flat rows [tokens, row].
     indices : [T, K] int32
         Slots; negative or out of range = none. Any K, 0 included.

@@ -33,7 +33,7 @@ def concat_and_cache_mla(
         The compressed latents (NoPE part). T is the length of `slot_mapping`.
     k_pe : [>= T, 64], the dtype of kv_c
         The RoPE part of the keys.
-    kv_cache : [pages, block_size, row], row = 576 bf16 or 656 bytes, written
+    kv_cache : [pages, block_size, row], row = 576 bf16, 512 bf16 or 656 bytes, written
         Or with a head axis, or flat.
     slot_mapping : [T] int64 or int32
         Where each token goes. Negative slots are skipped. A slot past the end is a ValueError on
@@ -83,7 +83,7 @@ def gather_kv_cache(
 
     Parameters
     ----------
-    kv_cache : [pages, block_size, row], row = 576 bf16 or 656 bytes
+    kv_cache : [pages, block_size, row], row = 576 bf16, 512 bf16 or 656 bytes
         Or with a head axis, or flat.
     block_table : [R, W] int32
         Page numbers of each request. A bad page is a ValueError on the CPU; on CUDA its rows are
@@ -127,7 +127,7 @@ def dequantize_kv_cache(
 
     Parameters
     ----------
-    kv_cache : [pages, block_size, row], row = 576 bf16 or 656 bytes
+    kv_cache : [pages, block_size, row], row = 576 bf16, 512 bf16 or 656 bytes
         Or with a head axis, or flat.
     kv_format : "bfloat16" (or "auto"), "fp8_ds_mla" or None
         None takes it from the cache's dtype and last dimension.
