@@ -21,8 +21,8 @@
  *
  * Shapes use T query tokens, H heads (1...128), K index columns, R requests, W block table columns,
  * D = 576 = 512 (kv_lora_rank) + 64 (qk_rope_head_dim), or 512 for rows without RoPE. The cache
- * formats are drawn in docs/formats.md; the docstrings of sparse_mla/ops/ tell every operator's edge
- * cases.
+ * formats are drawn in docs/formats.md; the docstrings of sparse_mla/ops/ tell the edge cases of
+ * every operator.
  */
 #ifndef SPARSE_MLA_H
 #define SPARSE_MLA_H
