@@ -435,6 +435,82 @@ def test_foreign_arrays_live_as_objects_too(package, gpu, cupy):
     assert [sys.getrefcount(x) for x in arrays] == held
 
 
+@pytest.mark.parametrize(
+    ("module", "is_torch"),
+    [("torch", True), ("torch.nn", True), ("torchvision", False), ("tor", False)],
+)
+def test_packages_are_told_by_their_whole_name(package, gpu, monkeypatch, module, is_torch):
+    """Only of an old PyTorch the current stream is asked for."""
+    stream = gpu.new_stream()
+    old_torch(monkeypatch, stream)
+    kind = type("Array", (LikeTorch,), {"__module__": module})
+    arrays = [kind(x) for x in STATES]
+    package.merge_attn_states(*arrays)
+    assert gpu.launch == (stream if is_torch else 0, 0)
+
+
+def test_a_producer_that_loses_its_method(package, gpu):
+    class Losing(Producer):
+        looked = 0
+
+        def __getattribute__(self, name):
+            if name == "__dlpack__":
+                Losing.looked += 1
+                if Losing.looked > 1:
+                    raise AttributeError("gone")
+            return super().__getattribute__(name)
+
+    x = Losing(np.ones((2, 2), np.float32), device=(CUDA, 0))
+    with pytest.raises(BufferError, match="gone"):
+        package.dynamic_per_tensor_quant(x)
+    assert Losing.looked == 2
+
+
+def test_one_tensor_and_one_foreign_array_are_kept(package, gpu, cupy):
+    """A Tensor that is written, and an array whose framework frees in another order."""
+    rows = np.zeros((2, 3, 656), np.uint8)
+    out = package.dequantize_kv_cache(on_gpu(rows[0]), dtype="bfloat16")
+    table, ints = exchanged(np.zeros((1, 1), np.int32)), exchanged(np.zeros(1, np.int32))
+    cupy.stream = gpu.new_stream()
+    gpu.set_busy()
+    foreign = CupyArray(rows)
+    held = sys.getrefcount(foreign)
+    package.gather_kv_cache(foreign, table, ints, ints, out=out, stream=gpu.new_stream())
+    assert sys.getrefcount(foreign) == held + 1
+    gpu.finish()
+    give_back(package)
+    assert sys.getrefcount(foreign) == held
+
+
+def test_what_a_call_asks_for_is_let_go(package, gpu):
+    """The table of a type that is met for the first time, and the pair of a stream's protocol."""
+
+    class Fresh(Exchanged):
+        pass
+
+    class Stream:
+        def __init__(self, pair):
+            self.pair = pair
+
+        def __cuda_stream__(self):
+            return self.pair
+
+    x = np.ones((2, 2), np.float32)
+    table, pair = Exchanged.__dlpack_c_exchange_api__, (0, gpu.new_stream())
+    held = sys.getrefcount(table), sys.getrefcount(pair)
+    package.dynamic_per_tensor_quant(Fresh(x, place=(CUDA, 0)))
+    package.dynamic_per_tensor_quant(on_gpu(x), stream=Stream(pair))
+    assert (sys.getrefcount(table), sys.getrefcount(pair)) == held
+    assert gpu.launch == (pair[1], 0)
+
+
+def test_a_slice_says_where_it_begins(package, gpu):
+    out, _ = package.merge_attn_states(*map(on_gpu, STATES))
+    first, part = out.__cuda_array_interface__, out[1:].__cuda_array_interface__
+    assert (first["shape"], part["shape"]) == ((2, 3, 8), (1, 3, 8))
+    assert part["data"][0] == first["data"][0] + 3 * 8 * 4
+
+
 def test_what_is_kept_is_given_back_with_the_module(gpu):
     """After the work, which is waited for."""
     package = load()

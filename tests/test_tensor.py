@@ -205,7 +205,7 @@ def test_buffers_are_what_was_asked_for(request_):
     """A simple buffer has neither shape nor strides: only memory in C's order can be one."""
     flags = REQUESTS[request_]
     for tensor, want in layouts():
-        buffer = Buffer()
+        buffer = Buffer(obj=1)
         if not may_have(want, flags):
             with pytest.raises(BufferError, match="the Tensor is not contiguous"):
                 api.PyObject_GetBuffer(tensor, buffer, flags)
