@@ -11,6 +11,9 @@ from typing import Any
 
 from sparse_mla import _C
 
+# Last dimension of a cache -> values of its keys.
+HEAD_SIZES = {row: size for rows in _C.KV_FORMATS.values() for row, size in rows.items()}
+
 Result = tuple[tuple[Any, ...], str]  # shape, dtype
 
 
@@ -43,11 +46,10 @@ def none(given: Given) -> tuple[Result, ...]:
 
 
 def _head_size(given: Given, name: str, row: Any) -> int:
-    rows = [pair for sizes in _C.KV_FORMATS.values() for pair in sizes.items()]
-    for size, head_size in rows:
-        if size == row:
+    for known, head_size in HEAD_SIZES.items():
+        if known == row:  # which may be symbolic, and no key of a dict then
             return head_size
-    wanted = " or ".join(str(size) for size, _ in rows)
+    wanted = " or ".join(map(str, HEAD_SIZES))
     text = f"{given.op}: `{name}` must have a last dimension of {wanted}, got {row}"
     raise ValueError(text)
 

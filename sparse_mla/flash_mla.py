@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparse_mla import _C, ops
+from sparse_mla._results import HEAD_SIZES
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -63,15 +64,9 @@ LOG2_E = math.log2(math.e)
 DECODE = "flash_mla_with_kvcache"
 PREFILL = "flash_mla_sparse_fwd"
 
-# Last dimension of a cache -> values of its keys.
 _BF16_ROWS = _C.KV_FORMATS["bfloat16"]
-_BYTE_ROWS = {
-    row: dim
-    for name, rows in _C.KV_FORMATS.items()
-    if name != "bfloat16"
-    for row, dim in rows.items()
-}
-_HEAD_DIMS = sorted({*_BF16_ROWS.values(), *_BYTE_ROWS.values()}, reverse=True)
+_BYTE_ROWS = [row for row in HEAD_SIZES if row not in _BF16_ROWS]
+_HEAD_DIMS = sorted(set(HEAD_SIZES.values()), reverse=True)
 _SERVED = (
     "this library serves sparse MLA of DeepSeek-V3.2, caches of "
     f"{_either(_BYTE_ROWS)} FP8 bytes or {_either(_BF16_ROWS)} bf16 a token"
@@ -453,8 +448,8 @@ def _check_head_dims(op: str, v_name: str, head_dim: int, head_dim_v: int) -> No
 def _check_cache(op: str, name: str, cache: Array, head_dim: int, is_fp8: bool | None) -> None:
     """A row that is served, with keys as wide as queries, and that is what the caller says."""
     row = (getattr(cache, "shape", None) or (None,))[-1]
-    if row in _BF16_ROWS or row in _BYTE_ROWS:
-        wanted = {**_BYTE_ROWS, **_BF16_ROWS}[row]
+    if row in HEAD_SIZES:
+        wanted = HEAD_SIZES[row]
         if head_dim != wanted:
             raise ValueError(
                 f"{op}: `q` must have {wanted} values a head, as keys of `{name}` have, "

@@ -350,7 +350,7 @@ typedef struct smla_backend {
     /* The errors that gather_kv_cache would find in the arrays' values, and no work: for callers
      * that must not start before all of it can be finished. Finds nothing where values are on a
      * device. */
-        smla_status (*check_gather)(const smla_gather_params *, smla_error *);
+    smla_status (*check_gather)(const smla_gather_params *, smla_error *);
     /* Whether a step's prefills, of this shape, are estimated to take less time on the FP8 cache
      * than on a workspace that `num_rows` rows are gathered to in `num_chunks` calls. */
     bool (*prefers_direct)(const smla_attention_shape *prefills, int64_t num_rows,

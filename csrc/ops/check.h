@@ -11,15 +11,13 @@
                                   const smla_backend **backend, smla_error *error);
 
 SMLA_OPERATORS(SMLA_DECLARE_CHECK)
-    SMLA_DECLARE_CHECK(k_up_proj, smla_k_up_proj_args, smla_projection_params)
-        SMLA_DECLARE_CHECK(v_up_proj, smla_v_up_proj_args, smla_projection_params)
-            SMLA_DECLARE_CHECK(attention_workspace, smla_attention_workspace_args,
-                               smla_attention_shape)
+SMLA_DECLARE_CHECK(k_up_proj, smla_k_up_proj_args, smla_projection_params)
+SMLA_DECLARE_CHECK(v_up_proj, smla_v_up_proj_args, smla_projection_params)
+SMLA_DECLARE_CHECK(attention_workspace, smla_attention_workspace_args, smla_attention_shape)
 
-                smla_status
-    smla_check_attention(const smla_sparse_attention_args *args, smla_attention_params *params,
-                         smla_attention_plan *plan, const smla_backend **backend,
-                         smla_error *error);
+smla_status smla_check_attention(const smla_sparse_attention_args *args,
+                                 smla_attention_params *params, smla_attention_plan *plan,
+                                 const smla_backend **backend, smla_error *error);
 
 /* ---- Parts that several operators share ---------------------------------------------------- */
 

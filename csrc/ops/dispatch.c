@@ -19,8 +19,8 @@
 
 SMLA_OPERATORS(ENTRY_POINT)
 
-    smla_status
-    smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *error)
+smla_status
+smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *error)
 {
     smla_gather_params params;
     const smla_backend *backend;

@@ -15,7 +15,7 @@
     smla_status smla_cpu_##name(const params_type *params, smla_error *error);
 
 SMLA_OPERATORS(SMLA_DECLARE_CPU_OPERATOR)
-    smla_status smla_cpu_up_proj(const smla_projection_params *params, smla_error *error);
+smla_status smla_cpu_up_proj(const smla_projection_params *params, smla_error *error);
 
 /* cache.c, index.c */
 smla_status smla_cpu_check_cache_write(const smla_cache_write_params *params, smla_error *error);

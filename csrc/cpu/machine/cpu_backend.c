@@ -95,7 +95,8 @@ need_no_order(const char *op, smla_mirror *mirror, smla_stream stream, smla_erro
     return SMLA_OK;
 }
 
-#define FILL_SLOT(name, args_type, params_type) .name = smla_cpu_##name,
+/* Behind another slot. */
+#define FILL_SLOT(name, args_type, params_type) , .name = smla_cpu_##name
 
 const smla_backend smla_cpu_backend = {
     .name = "cpu",
@@ -116,6 +117,5 @@ const smla_backend smla_cpu_backend = {
     .begin_write = begin_write,
     .end_write = need_no_order,
     .begin_use = need_no_order,
-    .end_use = need_no_order,
-    SMLA_OPERATORS(FILL_SLOT)
+    .end_use = need_no_order SMLA_OPERATORS(FILL_SLOT),
 };

@@ -129,12 +129,12 @@ smla_describe_formats(smla_kv_set formats, char text[SMLA_FORMATS_TEXT])
     size_t length = 0;
     text[0] = '\0';
     for (int i = SMLA_NUM_KV_FORMATS - 1; i >= 0 && length < SMLA_FORMATS_TEXT; i--) {
-        const smla_kv_format_info *const row = &smla_kv_formats[i];
-        char size[32] = "";
-        if (i != (int)smla_find_kv_format(row->format)->number) { /* not the first of its name */
-            (void)snprintf(size, sizeof size, " of %d values", row->head_dim);
-        }
         if (formats & SMLA_KV_SET(i)) {
+            const smla_kv_format_info *const row = &smla_kv_formats[i];
+            char size[32] = "";
+            if (i != (int)smla_find_kv_format(row->format)->number) { /* not first of its name */
+                (void)snprintf(size, sizeof size, " of %d values", row->head_dim);
+            }
             const int written = snprintf(text + length, SMLA_FORMATS_TEXT - length, "%s%s%s",
                                          length == 0 ? "" : " with ", row->name, size);
             length += written < 0 ? 0 : (size_t)written;

@@ -170,7 +170,8 @@ dynamic_per_tensor_quant(const smla_quant_params *p, smla_error *error)
 
 /* ---- The table ----------------------------------------------------------------------------- */
 
-#define FILL_SLOT(name, args_type, params_type) .name = name,
+/* Behind another slot. */
+#define FILL_SLOT(name, args_type, params_type) , .name = name
 
 const smla_backend smla_cuda_backend = {
     .name = "cuda",
@@ -192,6 +193,5 @@ const smla_backend smla_cuda_backend = {
     .end_write = smla_cuda_end_write,
     .begin_use = smla_cuda_begin_use,
     .end_use = smla_cuda_end_use,
-    .streams = &smla_cuda_stream_ops,
-    SMLA_OPERATORS(FILL_SLOT)
+    .streams = &smla_cuda_stream_ops SMLA_OPERATORS(FILL_SLOT),
 };

@@ -96,62 +96,19 @@ launch_attend(const smla_attention_params *params)
                        params->stream);
 }
 
-cudaError_t
-smla_attend_sm80_fp8_64(const smla_attention_params *params, int64_t)
-{
-    return launch_attend<64, SMLA_ROWS_FP8>(params);
-}
+#define LAUNCHER(name, heads, rows)                                \
+    cudaError_t name(const smla_attention_params *params, int64_t) \
+    {                                                              \
+        return launch_attend<heads, rows>(params);                 \
+    }
 
-cudaError_t
-smla_attend_sm80_fp8_32(const smla_attention_params *params, int64_t)
-{
-    return launch_attend<32, SMLA_ROWS_FP8>(params);
-}
-
-cudaError_t
-smla_attend_sm80_fp8_16(const smla_attention_params *params, int64_t)
-{
-    return launch_attend<16, SMLA_ROWS_FP8>(params);
-}
-
-cudaError_t
-smla_attend_sm80_bf16_64(const smla_attention_params *params, int64_t)
-{
-    return launch_attend<64, SMLA_ROWS_BF16>(params);
-}
-
-cudaError_t
-smla_attend_sm80_bf16_32(const smla_attention_params *params, int64_t)
-{
-    return launch_attend<32, SMLA_ROWS_BF16>(params);
-}
-
-cudaError_t
-smla_attend_sm80_bf16_16(const smla_attention_params *params, int64_t)
-{
-    return launch_attend<16, SMLA_ROWS_BF16>(params);
-}
-
-cudaError_t
-smla_attend_sm80_bf16_512_64(const smla_attention_params *params, int64_t)
-{
-    return launch_attend<64, SMLA_ROWS_BF16_512>(params);
-}
-
-cudaError_t
-smla_attend_sm80_bf16_512_32(const smla_attention_params *params, int64_t)
-{
-    return launch_attend<32, SMLA_ROWS_BF16_512>(params);
-}
-
-cudaError_t
-smla_attend_sm80_bf16_512_16(const smla_attention_params *params, int64_t)
-{
-    return launch_attend<16, SMLA_ROWS_BF16_512>(params);
-}
-
-cudaError_t
-smla_attend_sm80_mixed_16(const smla_attention_params *params, int64_t)
-{
-    return launch_attend<16, SMLA_ROWS_MIXED>(params);
-}
+LAUNCHER(smla_attend_sm80_fp8_64, 64, SMLA_ROWS_FP8)
+LAUNCHER(smla_attend_sm80_fp8_32, 32, SMLA_ROWS_FP8)
+LAUNCHER(smla_attend_sm80_fp8_16, 16, SMLA_ROWS_FP8)
+LAUNCHER(smla_attend_sm80_bf16_64, 64, SMLA_ROWS_BF16)
+LAUNCHER(smla_attend_sm80_bf16_32, 32, SMLA_ROWS_BF16)
+LAUNCHER(smla_attend_sm80_bf16_16, 16, SMLA_ROWS_BF16)
+LAUNCHER(smla_attend_sm80_bf16_512_64, 64, SMLA_ROWS_BF16_512)
+LAUNCHER(smla_attend_sm80_bf16_512_32, 32, SMLA_ROWS_BF16_512)
+LAUNCHER(smla_attend_sm80_bf16_512_16, 16, SMLA_ROWS_BF16_512)
+LAUNCHER(smla_attend_sm80_mixed_16, 16, SMLA_ROWS_MIXED)

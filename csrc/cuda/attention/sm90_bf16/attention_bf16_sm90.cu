@@ -56,7 +56,7 @@
  *              1.6 GHz that power leaves, start and end of works included, of which these are 4;
  *              T 4096, 32k keys, H 64: 1790 to 1884 us (620 to 653 TFLOP/s), H 128: 3702 to 3858.
  * Numerics     Scores and values are fp32 sums of exact products of bf16, which wgmma cuts off
- *              (WGMMA_CORRECTION). A weight is 2^exponent, an exponent is scale S - ref. Weights
+ *              (wgmma_correction). A weight is 2^exponent, an exponent is scale S - ref. Weights
  *              are rounded to bf16 for the values; their sums are fp32 of unrounded weights and
  *              compensated: equal terms round the same way. ref is the head's maximum in the first
  *              block that has a key. So the heaviest weight there is 1, and those a little below it
@@ -288,9 +288,6 @@ launch_bf16(const smla_attention_params *params)
     }
     bf16_launch launch = {};
     launch.base = make_launch<TILE_HEADS>(params);
-    if constexpr (!ROPE) {
-        launch.base.wgmma_scale_log2 = launch.base.scale_log2 * WGMMA_CORRECTION_512;
-    }
     launch.num_works = (int32_t)count_works(launch.base);
     launch.out_is_aligned =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
