@@ -30,24 +30,28 @@ decode(unsigned magnitude, int mantissa_bits, int bias)
     return ldexp(mantissa + (double)(1u << mantissa_bits), exponent - bias - mantissa_bits);
 }
 
-/* The nearest e4m3 code, ties to even, found by looking at all of them: the definition itself. What
- * is too large goes to the largest. */
+/* The nearest e4m3 code, ties to even. Values grow with their codes, so the nearest is the last
+ * code that is not above `x`, found by halving, or the one behind it. What is too large goes to the
+ * largest. */
 static inline uint8_t
 nearest_e4m3(double x)
 {
     if (isnan(x)) {
         return signbit(x) ? 0xFF : 0x7F;
     }
-    unsigned best = 0;
-    for (unsigned code = 1; code < 0x7Fu; code++) {
-        const double now = fabs(decode(code, 3, 7) - fabs(x));
-        const double before = fabs(decode(best, 3, 7) - fabs(x));
-        if (now < before || (now == before && code % 2 == 0)) {
-            best = code;
+    const unsigned largest = 0x7E;
+    unsigned code = 0;
+    for (unsigned step = 64; step > 0; step /= 2) {
+        if (code + step <= largest && decode(code + step, 3, 7) <= fabs(x)) {
+            code += step;
         }
     }
-    best = isinf(x) ? 0x7E : best;
-    return (uint8_t)(signbit(x) ? best | 0x80u : best);
+    if (code < largest) {
+        const double below = fabs(x) - decode(code, 3, 7);
+        const double above = decode(code + 1, 3, 7) - fabs(x);
+        code += above < below || (above == below && code % 2 == 1);
+    }
+    return (uint8_t)(signbit(x) ? code | 0x80u : code);
 }
 
 /* ---- Cached rows --------------------------------------------------------------------------- */
