@@ -1,11 +1,11 @@
 # Every target prepares what it needs: .venv with the tools of pyproject.toml, then the build.
 #
-#   make demo ARGS='--heads 16'      arguments of a command
-#   make test SANITIZE=1             the same under ASan and UBSan; DEBUG=1 likewise
-#   make test SANITIZE=thread        C tests and tests of threads under ThreadSanitizer (gcc)
-#   make test PYTHON=python3.13      another interpreter, for a .venv that is not there yet
-#   make test SPARSE_MLA_CUDA=off    without CUDA; see buildtools/toolkit.py
-#   make test-gpu PREBUILT=1         with PYTHON's own packages and the extension as it is
+#   make demo ARGS='--heads 16'      pass arguments to a command
+#   make test SANITIZE=1             test under ASan and UBSan; DEBUG=1 tests an unoptimised build
+#   make test SANITIZE=thread        run C tests and tests of threads under ThreadSanitizer (gcc)
+#   make test PYTHON=python3.13      create .venv, if there is none yet, with another interpreter
+#   make test SPARSE_MLA_CUDA=off    build without CUDA; see buildtools/toolkit.py
+#   make test-gpu PREBUILT=1         use PYTHON's own packages and the extension as it is
 
 PYTHON ?= python3
 PREFIX ?= /usr/local
@@ -16,18 +16,20 @@ on = $(filter-out 0,$($(1)))
 PY := $(if $(call on,PREBUILT),$(PYTHON),$(VENV)/bin/python)
 PREPARED := $(if $(call on,PREBUILT),,environment)
 
-# A variant is tested from its own build folder, everything else from the source tree. Safe path
-# keeps `python -m` from preferring the source tree then.
+# A variant is tested from its own build folder, the release build from the source tree.
+# PYTHONSAFEPATH keeps `python -m` from importing the source tree, its current folder, instead.
 SANITIZED := $(if $(filter thread,$(SANITIZE)),thread,$(if $(call on,SANITIZE),sanitize))
 VARIANT := $(or $(if $(call on,DEBUG),debug),$(SANITIZED),$(if $(call on,COVERAGE),coverage),release)
 PACKAGE := $(CURDIR)$(if $(filter-out release,$(VARIANT)),/build/$(VARIANT)/python)
 ENVIRONMENT := PYTHONSAFEPATH=1 PYTHONPATH=$(PACKAGE)
 ifeq ($(VARIANT),sanitize)
-# Python is not instrumented: the runtime comes first; leaks are left to the C tests.
+# Python itself is not instrumented, so the sanitizers' runtimes are preloaded. Only the C tests
+# look for leaks.
 ENVIRONMENT += PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
     LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)"
 else ifeq ($(VARIANT),thread)
-# Python's locks are seen through its calls of pthreads. Its other tests have one thread of their own.
+# ThreadSanitizer sees Python's locks, because they are calls of pthreads. tests/test_threads.py has
+# the Python tests that call the library from several threads.
 ENVIRONMENT += LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)"
 ARGS := $(or $(ARGS),tests/test_threads.py)
 endif
@@ -40,7 +42,7 @@ C_TESTS := $(filter-out fuzz_%,$(notdir $(basename $(wildcard tests/c/*.c))))
 C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 
 .DEFAULT_GOAL := help
-.NOTPARALLEL: # ninja is parallel, and two of them would write one folder
+.NOTPARALLEL: # ninja itself is parallel, and two ninjas would write to one folder
 .PHONY: help environment build demo bench test test-c test-c-aarch64 examples-c test-gpu memcheck \
     racecheck synccheck sanitize coverage measure mutants fuzz lint format frameworks lib \
     install-lib wheel clean
@@ -56,7 +58,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV) || \
 	    { rm -rf $(VENV); echo "no virtual environments? apt install python3-venv" >&2; exit 1; }
 
-# .venv/<group>.txt is what is installed of that group of pyproject.toml.
+# .venv/<group>.txt lists the requirements that are installed for that group of pyproject.toml.
 $(VENV)/%.txt: pyproject.toml buildtools/requirements.py | $(VENV)/bin/python
 	@$(PY) buildtools/requirements.py $* > $@.part
 	$(PY) -m pip install --quiet --disable-pip-version-check -r $@.part
@@ -64,7 +66,7 @@ $(VENV)/%.txt: pyproject.toml buildtools/requirements.py | $(VENV)/bin/python
 
 frameworks: $(VENV)/frameworks.txt ## install PyTorch, JAX and Transformers, for tests and benchmarks
 
-# NVIDIA's compiler too, where this build takes it from PyPI.
+# This installs NVIDIA's compiler too, where this build takes it from PyPI.
 environment: $(VENV)/test.txt
 	@wheels=$$($(PY) buildtools/toolkit.py) && { test -z "$$wheels" || \
 	    $(PY) -m pip install --quiet --disable-pip-version-check $$wheels; }
@@ -96,7 +98,8 @@ test-c: environment ## the C tests alone
 	@for test in $(C_TESTS); do \
 	    echo "tests/c/$$test"; build/$(VARIANT)/tests/$$test || exit 1; done
 
-# As a machine with everything that the emulator knows; one program also as one without BF16.
+# qemu emulates a CPU with every extension that it knows (-cpu max). One program also runs on an
+# emulated CPU without BF16.
 test-c-aarch64: environment ## the C tests, cross-compiled and run under qemu
 	@for tool in aarch64-linux-gnu-gcc qemu-aarch64; do command -v $$tool > /dev/null || { echo \
 	    "no $$tool: apt install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user" >&2; \
@@ -118,14 +121,14 @@ examples-c: lib ## compile and run the C examples against build/lib, as a user w
 test-gpu: build ## the Python tests on the GPU
 	@$(ENVIRONMENT) SMLA_DEVICE=cuda SMLA_EXPECT_ROOT=$(PACKAGE) $(PY) -m pytest $(ARGS)
 
-# Without PyTorch's memory pool, which would hide accesses beyond an array.
+# PyTorch's memory pool is off, because it would hide accesses beyond an array.
 memcheck racecheck synccheck: build ## short GPU tests under compute-sanitizer: bad accesses, races, barriers
 	@$(ENVIRONMENT) SMLA_DEVICE=cuda SMLA_EXPECT_ROOT=$(PACKAGE) PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
 	    $(COMPUTE_SANITIZER) --tool $@ --error-exitcode 1 $(PY) -m pytest -m sanitizer $(ARGS)
 
-# What a call of CUDA returns is tested by the tests; some return errors on purpose.
+# The tests themselves check what CUDA calls return; some calls return errors on purpose.
 memcheck: COMPUTE_SANITIZER += --report-api-errors no
-synccheck: COMPUTE_SANITIZER += --num-cuda-barriers 200000 # its own guess is too low
+synccheck: COMPUTE_SANITIZER += --num-cuda-barriers 200000 # synccheck's own guess is too low
 
 sanitize: ## all tests under ASan and UBSan, which leave CUDA out
 	@$(MAKE) test SANITIZE=1
@@ -133,9 +136,9 @@ sanitize: ## all tests under ASan and UBSan, which leave CUDA out
 coverage: $(VENV)/coverage.txt ## the lines of sparse_mla and csrc, CUDA's kernels aside, that no test reaches
 	@$(MAKE) --no-print-directory measure COVERAGE=1
 
-# The counts of an earlier run go first, because a program adds to those that it finds. Threads may
-# count over each other; that a line was reached stays true. Hot lines are reached 2^32 times, which
-# gcovr takes for an error of gcov unless the threshold is 0.
+# Delete the counts of an earlier run first, because a program adds to the counts that it finds.
+# Threads may overwrite each other's counts, but a line that was reached still shows as reached. Hot
+# lines are reached 2^32 times, which gcovr takes for an error of gcov unless the threshold is 0.
 measure: build
 	@find build/coverage -name '*.gcda' -delete
 	@$(MAKE) --no-print-directory test-c
@@ -146,7 +149,7 @@ measure: build
 	    --gcov-suspicious-hits-threshold 0 --gcov-ignore-parse-errors negative_hits.warn \
 	    build/coverage/obj
 
-# Without CUDA, on a copy in build/mutants.
+# This works without CUDA, on a copy of the source tree in build/mutants.
 mutants: environment ## one-line faults in what the last commit changed, and which of them no test notices
 	@$(PY) buildtools/mutants.py $(ARGS)
 
@@ -160,8 +163,9 @@ fuzz: $(VENV)/test.txt ## libFuzzer on the argument checks, for FUZZ_SECONDS=60
 
 # ---- Quality -----------------------------------------------------------------------------------
 
-# clang-tidy learns from assertions; it comes without an omp.h. It reads what the build compiles as
-# C; nvcc's own warnings are errors with WERROR=1.
+# Assertions stay on (-UNDEBUG), because clang-tidy learns from them. OpenMP is off, because
+# clang-tidy comes without an omp.h. It reads only the files that the build compiles as C; for
+# nvcc's files, nvcc's own warnings are errors with WERROR=1.
 TIDY_FLAGS := --extra-arg=-UNDEBUG --extra-arg=-fno-openmp
 
 lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, and the stubs against the extension
@@ -169,7 +173,7 @@ lint: build $(VENV)/lint.txt ## formatting, ruff, clang-tidy, and the stubs agai
 	$(VENV)/bin/ruff format --check .
 	@echo clang-format
 	@$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
-	@! LC_ALL=C.UTF-8 grep -nE '^.{101}' $(C_FILES) # comments, which clang-format leaves alone
+	@! LC_ALL=C.UTF-8 grep -nE '^.{101}' $(C_FILES) # clang-format leaves long comments alone
 	@echo clang-tidy
 	@sed -n 's/.*"file": "\(.*\)".*/\1/p' compile_commands.json | sort | \
 	    xargs -n 1 -P "$$(nproc)" $(VENV)/bin/clang-tidy --quiet -p . $(TIDY_FLAGS)
@@ -186,14 +190,14 @@ format: $(VENV)/lint.txt ## rewrite Python and C in the project's format
 lib: environment ## build/lib: libsparse_mla.a and .so, headers, pkg-config file
 	@env -u DEBUG -u SANITIZE -u COVERAGE $(PY) setup.py -q ninja --targets=lib
 
-install-lib: lib ## copy them to PREFIX=/usr/local
+install-lib: lib ## copy what lib builds to PREFIX=/usr/local
 	install -d $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig
 	cp -P build/lib/libsparse_mla.* $(DESTDIR)$(PREFIX)/lib
 	cp -R build/lib/include/. $(DESTDIR)$(PREFIX)/include
 	sed -e 's|^prefix=.*|prefix=$(PREFIX)|' -e 's|^libdir=.*|libdir=$${prefix}/lib|' \
 	    build/lib/pkgconfig/sparse_mla.pc > $(DESTDIR)$(PREFIX)/lib/pkgconfig/sparse_mla.pc
 
-wheel: $(VENV)/test.txt ## sdist, and from it in isolation an abi3 wheel, in dist/
+wheel: $(VENV)/test.txt ## build an sdist, and an abi3 wheel from it in isolation, in dist/
 	rm -rf dist
 	@$(PY) setup.py -q sdist
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist dist/*.tar.gz

@@ -1,7 +1,7 @@
 """setuptools' side of the build: the extension `sparse_mla._C`, stable ABI, CPython 3.11 and later.
 
-    python setup.py build_ext --inplace       what `pip install .` does, into the source tree
-    python setup.py ninja --targets=lib       other targets of the graph: lib, tests, fuzz
+    python setup.py build_ext --inplace       build what `pip install .` builds, in the source tree
+    python setup.py ninja --targets=lib       build other targets of the graph: lib, tests, fuzz
 
 Metadata and requirements are in pyproject.toml; sources, flags and variants in buildtools/graph.py.
 """
@@ -19,7 +19,7 @@ import graph
 
 
 def run_ninja(distribution, *targets):
-    """Builds targets; compile_commands.json, for clang-tidy and editors, follows the sources."""
+    """Builds targets, and writes compile_commands.json for clang-tidy and editors."""
     path = graph.write_graph(distribution.get_version())
     ninja = [sys.executable, "-m", "ninja", "-f", path]
     database = subprocess.run([*ninja, "-t", "compdb", "cc"], stdout=subprocess.PIPE, check=True)
@@ -31,7 +31,7 @@ def run_ninja(distribution, *targets):
 class BuildExtension(build_ext):
     def finalize_options(self):
         super().finalize_options()
-        self.force = True  # copy always: another variant's file may be older than the one there
+        self.force = True  # always copy: the file there may be newer and of another variant
 
     def run(self):
         super().run()

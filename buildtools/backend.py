@@ -1,6 +1,7 @@
-"""setuptools' PEP 517 backend, and NVIDIA's compiler wheels when this build wants them.
+"""setuptools' PEP 517 backend, which requires NVIDIA's compiler wheels when a build wants them.
 
-Static requirements would make everybody download them, and extras are unknown to a build.
+Static requirements would make everybody download the wheels, and a build does not learn which
+extras were asked for.
 """
 
 import setuptools.build_meta as setuptools_backend

@@ -1,4 +1,4 @@
-"""One-line faults in C and Python source, for mutants.py: what a test suite has to notice.
+"""One-line faults in C and Python source, for mutants.py. A test suite has to notice them.
 
 A fault replaces one piece of a file's text: a comparison, a sign, a constant, a condition, a whole
 statement. C is cut into tokens, Python parsed by `ast`, so that comments, strings, preprocessor
@@ -24,7 +24,7 @@ class Fault:
     start: int
     end: int
     new: str
-    line: int  # of `start`, from 1
+    line: int  # the line of `start`, counted from 1
     last_line: int
     place: str  # the function around it, "" outside of functions
     before: str  # the line or lines that change, with single spaces
@@ -109,7 +109,7 @@ def c_tokens(text):
 
 
 def c_places(text):
-    """(first line, last line, name) of every function, as clang-format leaves it."""
+    """(first line, last line, name) of every function, in the layout that clang-format gives it."""
     lines = text.split("\n")
     places = []
     for number, line in enumerate(lines, 1):
@@ -162,7 +162,7 @@ def scan(tokens, i, ends):
 
 
 def chooses_one(tokens, i):
-    """Whether tokens[i] is the comparison of `a < b ? a : b`, where `<=` would be the same."""
+    """Whether tokens[i] is the comparison in `a < b ? a : b`, where `<=` gives the same result."""
     question = scan(tokens, i + 1, {"?", ";", ")", ",", "}"})
     if question >= len(tokens) or tokens[question].text != "?":
         return False
@@ -175,7 +175,7 @@ def chooses_one(tokens, i):
 
 
 def removed_statements(tokens):
-    """Calls and assignments, and returns that are not a function's last word."""
+    """Removals of calls and assignments, and of returns inside a function's inner blocks."""
     depth = 0
     for i, token in enumerate(tokens):
         depth += (token.text == "{") - (token.text == "}")
@@ -204,7 +204,7 @@ def is_header(tokens, i):
 
 
 def is_declaration(tokens):
-    """`type name …` or `type *name …`."""
+    """Whether the tokens begin as `type name …` or `type *name …`."""
     rest = iter([*tokens[1:], Token("operator", ";", 0, 0)])
     following = next(token for token in rest if token.text != "*")
     return tokens[0].kind == "name" and following.kind == "name"
@@ -257,7 +257,7 @@ def python_edits(text):
     for line in lines:
         line_starts.append(line_starts[-1] + len(line))
 
-    def offset(line, column):  # ast counts the bytes of a line
+    def offset(line, column):  # ast counts columns in bytes
         return line_starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
     def span(node):

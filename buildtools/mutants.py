@@ -5,16 +5,18 @@
     make mutants ARGS='all --count 60 --seed 3'    a sample of all of it
     make mutants ARGS='--again build/mutants/survived.txt --tests "test_cache*,test_errors.c"'
 
-Works on a copy in build/mutants, without CUDA: its kernels are left out, its host code is tested by
-tests/c/test_cuda_*.c and tests/test_fake_gpu.py. A fault is built; the C programs whose bytes it
-changes are run, and if it changes the extension or the package, pytest. The tests that caught a
-fault of the file before go first, then those that share a word with it, then the short ones. A test
-that runs far longer than it did without a fault has noticed it.
+This works on a copy in build/mutants, without CUDA: CUDA's kernels are left out, and its host code
+is tested by tests/c/test_cuda_*.c and tests/test_fake_gpu.py. Each fault is built. The C programs
+whose bytes it changes are run, and pytest is run if it changes the extension or the package. The
+tests that caught an earlier fault of the same file go first, then the tests that share a word with
+the file's name, then the short ones. A test that runs far longer than it did without a fault counts
+as having noticed the fault.
 
-A fault in a list is three lines, and in tests/equivalent_mutants.txt, of those that no test can
-notice, four: `@ file function`, `- ` the code, `+ ` the fault, `= ` why it changes nothing. A fault
-that leaves every program's bytes alone needs no such explanation. One that does not compile, or is
-in a file that this machine does not compile or cannot run, is none: "not built".
+A fault takes three lines in a list: `@ file function`, `- ` the code, `+ ` the fault. In
+tests/equivalent_mutants.txt, the list of faults that no test can notice, a fourth line `= ` says
+why the fault changes nothing. A fault that leaves every program's bytes alone needs no such
+explanation. A fault is "not built", and does not count, where it does not compile, or where this
+machine does not compile its file or cannot run it.
 """
 
 import argparse
@@ -93,7 +95,7 @@ def faults_in(path):
 
 
 def read_list(path):
-    """The keys of a list's faults, and the explanation of each that has one."""
+    """The keys of a list's faults, each with its explanation, or "" where it has none."""
     found, key = {}, ()
     for line in Path(path).read_text().splitlines():
         mark, _, rest = line.partition(" ")
@@ -108,7 +110,7 @@ def read_list(path):
 
 
 def first_failure():
-    """The test that output.txt tells of, in a few words."""
+    """The first failed test that output.txt names, or a few words where it names none."""
     text = (WORK / "output.txt").read_text(errors="replace")
     found = re.search(r"^(?:FAILED|ERROR) (tests/\S+)", text, re.MULTILINE)
     return found[1] if found else "a test that crashed or took too long"
@@ -141,7 +143,7 @@ def copy_sources():
 
 
 class Suite:
-    """The tests of the copy: how to build them, what they take, which of them a fault concerns."""
+    """The tests of the copy: how to build them, how long they take, which of them to run."""
 
     def __init__(self, pattern):
         patterns = pattern.split(",")
@@ -156,22 +158,23 @@ class Suite:
 
         self.programs = [path.stem for path in selected("tests/c", "test_*.c")]
         files = [path.name for path in selected("tests", "test_*.py")]
-        # test_mutants.py compares the list of explained faults with the source, whatever that does.
+        # test_mutants.py compares the list of explained faults with the text of the source, not
+        # with what the source does.
         left_out = ("test_gpu_", "test_mutants")
         self.files = [name for name in files if not name.startswith(left_out)]
         self.seconds = {}
         self.bytes = {}
         self.objects = set()
         self.idle = set()
-        self.catchers = {}  # path → the files of tests that caught one of its faults
+        self.catchers = {}  # source path → the test files that caught one of its faults
 
     def run(self, *command, limit=None):
-        """Whether a command ends well within `limit` seconds; output.txt has what it printed."""
+        """Whether a command succeeds within `limit` seconds; output.txt has what it printed."""
         environment = os.environ | {
             "SPARSE_MLA_CUDA": "off",
             "PYTHONSAFEPATH": "1",
             "PYTHONPATH": str(TREE.resolve()),
-            "PYTHONDONTWRITEBYTECODE": "1",  # two faults of one second would share bytecode
+            "PYTHONDONTWRITEBYTECODE": "1",  # two faults in one second would share bytecode
             "SMLA_EXPECT_ROOT": str(TREE.resolve()),
             "SMLA_FIRST_FAILURE": "1",
         }
@@ -183,7 +186,7 @@ class Suite:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a test's own children end with it
+                start_new_session=True,  # so that a test's child processes end with it
             )
             try:
                 return process.wait(limit) == 0
@@ -195,7 +198,7 @@ class Suite:
                     process.wait()
 
     def build(self):
-        """Whether programs, library and extension compile; they are in their places then."""
+        """Whether programs, library and extension compile; if so, the extension is put in place."""
         ninja = [sys.executable, "-m", "ninja", "-f", "build/release/build.ninja"]
         good = self.run(*ninja, "lib", "extension", "tests")
         if good:
@@ -203,8 +206,8 @@ class Suite:
         return good
 
     def compiles(self):
-        """Whether the copy's fault does. No fault has been made of what is not compiled here, or of
-        kernels alone that this machine has no instructions for."""
+        """Whether the copy compiles with its fault. The answer is also no where the fault changes
+        nothing that this machine compiles, or only kernels that it has no instructions for."""
         if not self.build():
             return False
         text = (WORK / "output.txt").read_text()
@@ -213,12 +216,12 @@ class Suite:
         return "no work to do" not in text and not (is_idle and "obj/tests/" not in text)
 
     def cpu_objects(self):
-        """What the CPU's kernels are compiled to: name and digest of each."""
+        """The name and the digest of every object file of csrc/cpu."""
         paths = (TREE / "build/release/obj/csrc/cpu").rglob("*.o")
         return {(path.stem, hashlib.sha256(path.read_bytes()).digest()) for path in paths}
 
     def find_idle(self):
-        """The objects of the CPU's kernels that cannot run here."""
+        """The file names, without suffix, of the CPU's kernels that this machine cannot run."""
         program = "import json, sparse_mla; print(json.dumps(sparse_mla.kernels()))"
         if not self.run(sys.executable, "-c", program):
             sys.exit(f"error: the copy's package does not work, see {WORK}/output.txt")
@@ -239,8 +242,8 @@ class Suite:
         return self.run(*command, *(f"tests/{name}" for name in names), limit=limit)
 
     def prepare(self, digests):
-        """Builds the copy, sees all tests pass and measures them: those alone that have changed, if
-        nothing else has."""
+        """Builds the copy, checks that all tests pass, and measures their times. Where only tests
+        have changed since the last time, only those tests are run."""
         setup = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
         if not (self.run(*setup) and self.build()):
             sys.exit(f"error: the copy does not build, see {WORK}/output.txt")
@@ -274,7 +277,7 @@ class Suite:
         record.write_text(json.dumps(known))
 
     def judge(self, fault):
-        """The outcome of a fault that the copy holds, and what is worth knowing about it."""
+        """The outcome of a fault that the copy holds, and what caught or explains the fault."""
         is_python = fault.path.endswith(".py")
         if not is_python and not self.compiles():
             return "not built", ""
@@ -298,7 +301,7 @@ class Suite:
         return "survived", ""
 
     def in_rounds(self, path, programs, files):
-        """Tests in the order in which they are worth running, as lists of one kind each."""
+        """The tests in the order to run them, as lists of either C programs or pytest files."""
         words = set(Path(path).stem.strip("_").split("_"))
 
         def is_close(name):
@@ -341,7 +344,7 @@ def table(results):
             )
             for outcome in OUTCOMES
         ]
-        faults_of_row = sum(row[:3])  # what does not compile is no fault
+        faults_of_row = sum(row[:3])  # a fault that does not compile does not count
         lines.append(f"{name:{width}}  {faults_of_row:6}" + "".join(f"  {n:9}" for n in row))
     return "\n".join(lines)
 

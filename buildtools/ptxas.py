@@ -3,8 +3,9 @@
     python ptxas.py [--title=…] [--strict] [--allow-spills] REPORT nvcc …
 
 REPORT becomes a table of registers, stack, spills and shared memory. A kernel that uses local
-memory, by spilling or by an array with a computed index, fails the compilation: no test would see
-how slow it is. Strict fails it for warnings and advice of ptxas too, a serialised wgmma for one.
+memory, by spilling or by an array with a computed index, fails the compilation, because no test
+would see how slow it is. With --strict, warnings and advice of ptxas fail it too, for example a
+serialised wgmma.
 """
 
 import argparse
@@ -27,7 +28,7 @@ ADVICE = re.compile(r"ptxas (warning|info +: \(C\d+\))")
 
 @dataclass
 class Usage:
-    """One kernel for one architecture, or a function of its own that kernels call."""
+    """One kernel for one architecture, or a function that kernels call without inlining it."""
 
     name: str
     arch: str
@@ -42,7 +43,7 @@ class Usage:
 
 
 def parse(output):
-    """Usages, and the lines that are for people."""
+    """The usages that ptxas reports, and the output lines that people should read."""
     usages, lines = [], []
     entry, arch = None, "-"
     for line in output.splitlines():
@@ -66,7 +67,7 @@ def parse(output):
 
 
 def demangle(usages):
-    """Template arguments instead of mangled names, where binutils is there."""
+    """Gives usages names with template arguments instead of mangled ones, where c++filt exists."""
     if usages and shutil.which("c++filt"):
         names = "\n".join(usage.name for usage in usages)
         names = subprocess.run(["c++filt", "-p"], input=names, capture_output=True, text=True)
@@ -80,7 +81,7 @@ def table(title, usages):
     for u in sorted(usages, key=lambda u: (u.name, u.arch)):
         numbers = (u.registers, u.stack, u.spill_stores, u.spill_loads, u.shared)
         rows.append((u.arch, *map(str, numbers), u.name))
-    rows = list(dict.fromkeys(rows))  # a function may be there once for each of its callers
+    rows = list(dict.fromkeys(rows))  # a function may be listed once for each of its callers
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for arch, *numbers, name in rows:
         cells = (cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True))

@@ -2,8 +2,9 @@
 
     python requirements.py GROUP…
 
-Always those to build and to run; then the named groups of [dependency-groups]. pyproject.toml stays
-the one place that lists them, and any pip can install them.
+The requirements to build and to run always come first, then those of the named groups of
+[dependency-groups]. So pyproject.toml stays the one place that lists them, and any version of pip
+can install them.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""The CUDA toolkit that compiles csrc/cuda: which one, or why none.
+"""Finds the CUDA toolkit that compiles csrc/cuda, or tells why there is none.
 
-SPARSE_MLA_CUDA=auto     CUDA_HOME, nvcc on PATH, /usr/local/cuda, NVIDIA's wheels in site-packages;
-                         a CPU-only build where there is none
-               =system   the first three; without one the build fails
-               =wheel    the wheels; without them the build fails
-               =off      CPU-only
+SPARSE_MLA_CUDA=auto     the first of CUDA_HOME, nvcc on PATH, /usr/local/cuda, and NVIDIA's wheels
+                         in site-packages; a CPU-only build where there is none
+               =system   one of the first three; without one the build fails
+               =wheel    NVIDIA's wheels; without them the build fails
+               =off      a CPU-only build
 """
 
 import os
@@ -32,13 +32,13 @@ HOW_TO_GET_CUDA = (
 class Toolkit:
     nvcc: Path
     version: str
-    origin: str  # what led to it
-    include: Path  # cuda_runtime_api.h
-    lib: Path  # libcudart_static.a
+    origin: str  # how nvcc was found: "CUDA_HOME", "PATH", "PyPI" or a folder
+    include: Path  # folder of cuda_runtime_api.h
+    lib: Path  # folder of libcudart_static.a
 
 
 class Unusable(Exception):
-    """Why an nvcc that exists cannot be taken."""
+    """Tells why an nvcc that exists cannot be used."""
 
 
 def note(text):
@@ -62,7 +62,7 @@ def find_toolkit(mode):
         try:
             return probe(nvcc, origin)
         except Unusable as reason:
-            if origin == "CUDA_HOME":  # was asked for by name
+            if origin == "CUDA_HOME":  # the user asked for this nvcc
                 sys.exit(f"error: CUDA_HOME={os.environ['CUDA_HOME']}: {reason}")
             note(f"{nvcc} ({origin}) is not used: {reason}")
     if mode == "system":
@@ -75,7 +75,7 @@ def find_toolkit(mode):
 
 
 def system_places():
-    """Every nvcc outside site-packages, and what led to it, first choice first."""
+    """Every nvcc outside site-packages, and how it was found; the first choice comes first."""
     if home := os.environ.get("CUDA_HOME"):
         return [(Path(home, "bin/nvcc"), "CUDA_HOME")]
     on_path = [Path(folder, "nvcc") for folder in os.environ.get("PATH", "").split(os.pathsep)]
@@ -98,13 +98,13 @@ def require_wheels_exist():
 
 
 def wheel_places():
-    """NVIDIA's wheels share one folder; the one of CUDA 13 is named after it."""
+    """The nvcc of NVIDIA's wheels, which share one folder: for CUDA 13 that is nvidia/cu13."""
     folders = [Path(folder, "nvidia/cu13/bin/nvcc") for folder in sys.path]
     return [(nvcc, "PyPI") for nvcc in folders if has_wheels() and nvcc.exists()]
 
 
 def probe(nvcc, origin):
-    """Asks an nvcc for its version and its folders: it may be a script that starts another."""
+    """Asks an nvcc for its version and folders, because it may be a script that starts another."""
     release = re.search(r"release (\d+)\.(\d+), V(\S+)", run(nvcc, "--version"))
     if release is None:
         raise Unusable("it does not tell its version")
@@ -146,7 +146,7 @@ def folder_of(file, root, *names):
 
 
 def require_host_compiler():
-    """nvcc's own message about a missing g++ does not name it."""
+    """Exits where nvcc's host compiler is missing; nvcc's own message does not name g++."""
     compiler = os.environ.get("NVCC_CCBIN") or "g++"
     if shutil.which(compiler) is None:
         sys.exit(
@@ -161,8 +161,8 @@ def wheel_requirements():
 
 
 def wanted_wheels():
-    """What pip must install before the build: NVIDIA's wheels where they are asked for, and in
-    auto where a GPU would otherwise stay unused. Elsewhere nobody downloads their 100 MB."""
+    """What pip must install before the build. These are NVIDIA's wheels where they are asked for,
+    and in mode auto where a GPU would otherwise stay unused. Nobody else downloads their 100 MB."""
     mode = selected_mode()
     if mode == "wheel":
         require_wheels_exist()
@@ -174,5 +174,5 @@ def wanted_wheels():
     return wheel_requirements()
 
 
-if __name__ == "__main__":  # for make: what pip has yet to install
+if __name__ == "__main__":  # tells make what pip has yet to install
     print(*([] if wheel_places() else wanted_wheels()))

@@ -1,11 +1,11 @@
 """CUDA graph capture of a layer's decode: captured once, replayed for batches that change.
 
-What is captured is `SparseMLA.forward`. `MetadataBuilder.build` stays outside: it refreshes, in one
-copy, the buffers that the captured kernels read, and these never move. So a step is: put the new
-lengths, slots and indices where the engine keeps them, build, replay. Batches smaller than the
-captured one are padded with requests of length 0, slots -1 and indices -1.
+The graph contains `SparseMLA.forward`. `MetadataBuilder.build` stays outside the graph: it writes,
+in one copy, the buffers that the captured kernels read, and these buffers never move. For each step
+the engine puts the new lengths, slots and indices into its arrays, builds, and replays. Batches
+smaller than the captured one are padded with requests of length 0, slots -1 and indices -1.
 
-Needs a GPU and PyTorch for it; without them it says so and shows nothing.
+The example needs a GPU and PyTorch for it. Without them it says so and ends.
 """
 
 import sys
@@ -43,7 +43,7 @@ sparse_mla.concat_and_cache_mla(
     tokens[:, :512], tokens[:, 512:], cache, torch.arange(PAGES * PAGE, **CUDA)
 )
 
-# What the engine keeps at fixed addresses: a graph remembers addresses, not arrays.
+# The engine keeps these arrays at fixed addresses, because a graph remembers addresses, not arrays.
 q = torch.zeros(BATCH, HEADS, 576, dtype=torch.bfloat16, **CUDA)
 topk_indices = torch.full((BATCH, TOPK), -1, **INT)
 slot_mapping = torch.full((BATCH,), -1, dtype=torch.int64, **CUDA)
@@ -53,7 +53,10 @@ lse = torch.zeros(BATCH, HEADS, **CUDA)
 
 
 def prepare(lengths: list[int]) -> sparse_mla.Metadata:
-    """One query token for each of the requests, padded to BATCH; the plan of the step."""
+    """Fills the arrays with one query token per request, padded to BATCH.
+
+    -> the metadata of the step
+    """
     real = len(lengths)
     q.normal_()
     topk_indices.fill_(-1)
@@ -79,7 +82,7 @@ def forward(metadata: sparse_mla.Metadata) -> None:
 
 
 metadata = prepare([1000] * BATCH)
-forward(metadata)  # kernels are loaded at their first use, which is no part of the graph
+forward(metadata)  # loads the kernels, which must not happen during the capture
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     forward(metadata)

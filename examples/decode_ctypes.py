@@ -2,8 +2,9 @@
 
     make lib && LD_LIBRARY_PATH=build/lib python examples/decode_ctypes.py
 
-Any language with a C interface does the same: a DLTensor describes memory, an args struct names the
-tensors of a call, and a status comes back. The Python package is used at the end only, to compare.
+Any language with a C interface can do the same: a DLTensor describes memory, an args struct names
+the tensors of a call, and the call returns a status. The Python package only gives the workspace's
+size, and the results that the example compares with.
 """
 
 import ctypes
@@ -89,7 +90,7 @@ library = ctypes.CDLL("libsparse_mla.so.0")
 
 
 def call(name: str, args: Structure, **arrays: np.ndarray) -> None:
-    """Fills in the struct's size and tensors, calls, and raises what the library reports."""
+    """Fills in the struct's size and tensors, makes the call, and raises the error it reports."""
     args.struct_size = sizeof(args)
     described = {key: describe(array) for key, array in arrays.items()}
     for key, tensor in described.items():
@@ -103,7 +104,7 @@ def call(name: str, args: Structure, **arrays: np.ndarray) -> None:
 
 rng = np.random.default_rng(0)
 kv_c, k_pe = rng.standard_normal((100, 512), np.float32), rng.standard_normal((100, 64), np.float32)
-# FP8 rows are aligned to 16 bytes, and so is the memory of larger NumPy arrays.
+# FP8 rows must be aligned to 16 bytes, as the memory of larger NumPy arrays is.
 cache, slots = np.zeros((2, 64, 656), np.uint8), np.arange(100)
 call(
     "smla_concat_and_cache_mla",

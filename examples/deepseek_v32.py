@@ -4,20 +4,20 @@
     python examples/deepseek_v32.py --device cuda
 
 A model with the attention's real head sizes and random weights continues prompts of several lengths
-greedily: `sparse_mla.integrations.transformers.ModelRunner` serves them together, prompts in chunks
-among other requests' decodes, once with a bf16 and once with an FP8 cache. Then Transformers runs
-the same tokens, request by request, and every logit is compared. The exit status is 1 if one is
-further off than the bound, 2 % and 10 % of the standard deviation of eager's logits, or if the top
-token differs where eager's first two are further apart than that.
+greedily. `sparse_mla.integrations.transformers.ModelRunner` serves the requests together, with
+chunks of prompts among other requests' decodes, once with a bf16 and once with an FP8 cache. Then
+Transformers runs the same tokens, request by request, and every logit is compared. The bound is 2 %
+(bf16) or 10 % (FP8) of the standard deviation of eager's logits. The exit status is 1 if a logit
+differs by more, or if the top token differs where eager's first two are further apart than that.
 
 Two decisions make the comparison sharp:
 
-- The weights are bf16 numbers, the activations outside the attention fp32. A bf16 model is further
-  from the fp32 one than 2 % in Transformers alone: the row "eager, bf16 model" says how far.
-  `--dtype bfloat16` serves a bf16 model, and adds that to the bounds.
+- The weights are bf16 numbers, and the activations outside the attention are fp32. In Transformers
+  alone a bf16 model differs from the fp32 one by more than 2 %; the row "eager, bf16 model" shows
+  this difference. `--dtype bfloat16` serves a bf16 model, and adds the difference to the bounds.
 - Which keys belong to the top-k is a discontinuous choice: rounding can exchange keys at its edge.
-  Therefore eager runs twice, with its own choice and with ours ("our keys"). Both are judged, by
-  the same bound; the share of other keys is shown.
+  Therefore eager runs twice, with its own choice and with ours ("our keys"). The same bound applies
+  to both, and the share of keys that are not the same is shown.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ BOUNDS = {"bfloat16": 0.02, "fp8_ds_mla": 0.10}  # of the standard deviation of 
 
 
 def make_model(options: argparse.Namespace) -> DeepseekV32ForCausalLM:
-    """A small DeepSeek-V3.2 whose tokens are bytes; the sizes left out are the real ones.
+    """A small DeepSeek-V3.2 whose tokens are bytes. Sizes that are not given are the real ones.
 
-    All experts take part for every token: routing is a discontinuous choice too, but not ours.
+    Every token uses all experts, because routing is a discontinuous choice, too, and no part of
+    sparse_mla.
     """
     config = DeepseekV32Config(
         vocab_size=256,
@@ -73,9 +74,11 @@ def make_model(options: argparse.Namespace) -> DeepseekV32ForCausalLM:
 
 
 def draw_weights(model: DeepseekV32ForCausalLM, generator: torch.Generator) -> None:
-    """Random weights, but an attention and an indexer that look for the same, as trained ones do.
+    """Draws random weights, but for an attention and an indexer that look for the same keys, as
+    trained ones do.
 
-    Embeddings and projections have unit variance, what is added to the residual stream a sixteenth.
+    Embeddings and projections have unit variance. What is added to the residual stream has a
+    sixteenth of that.
     """
     for name, weight in model.named_parameters():
         if weight.ndim > 1:
@@ -84,7 +87,7 @@ def draw_weights(model: DeepseekV32ForCausalLM, generator: torch.Generator) -> N
         if "o_proj" in name or "down_proj" in name:
             weight *= 0.25
             weight[..., 0, :] = 0
-    # The first value of the residual stream is a constant, for the indexer's weights to read.
+    # The first value of the residual stream is a constant, which the indexer's weights read.
     model.model.embed_tokens.weight[:, 0] = 4
     model.lm_head.weight[:, 0] = 0
     for layer in model.model.layers:
@@ -94,10 +97,11 @@ def draw_weights(model: DeepseekV32ForCausalLM, generator: torch.Generator) -> N
 
 
 def align_indexer(attention: torch.nn.Module, generator: torch.Generator) -> None:
-    """Gives the heads a common interest, so that few keys weigh much, and the indexer the same one.
+    """Makes all heads, and the indexer, prefer the same few keys.
 
-    Then a key at the edge of the top-k weighs little. With an indexer drawn at random it weighs as
-    much as any, and keys exchanged there moved a logit by 18 % of the standard deviation.
+    Then a key at the edge of the top-k has little weight. With a random indexer such a key has as
+    much weight as any other, and keys exchanged at the edge moved a logit by 18 % of the standard
+    deviation.
     """
     indexer = attention.indexer
     num_heads, num_pairs = attention.num_heads, indexer.n_heads // 2
@@ -113,7 +117,7 @@ def align_indexer(attention: torch.nn.Module, generator: torch.Generator) -> Non
     rope = torch.cat([torch.arange(0, 64, 2), torch.arange(1, 64, 2)])
     indexer.wk.weight.copy_(torch.cat([kv_a[512:][rope], kv_a[:64]]))
     queries = torch.cat([q[:num_pairs, 128:][:, rope], q[:num_pairs, :64]], dim=1)
-    # relu(x) - relu(-x) = x: pairs of heads have no ties at zero.
+    # relu(x) - relu(-x) = x, so a pair of heads has no ties at zero.
     indexer.wq_b.weight.copy_(torch.cat([queries, -queries]).flatten(0, 1))
     indexer.weights_proj.weight.zero_()
     indexer.weights_proj.weight[:num_pairs, 0] = 1
@@ -121,7 +125,7 @@ def align_indexer(attention: torch.nn.Module, generator: torch.Generator) -> Non
 
 
 def cast(model: DeepseekV32ForCausalLM, dtype: torch.dtype) -> None:
-    """The weights alone: the buffers of RoPE stay fp32, as Transformers loads them."""
+    """Casts the weights alone. The buffers of RoPE stay fp32, as Transformers loads them."""
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
 
@@ -130,7 +134,8 @@ def cast(model: DeepseekV32ForCausalLM, dtype: torch.dtype) -> None:
 def watch_indexers(
     model: DeepseekV32ForCausalLM, hook: Callable[[int, torch.Tensor], torch.Tensor | None]
 ) -> Iterator[None]:
-    """Calls hook(layer, topk_indices [B, S, K]) after every indexer; what it returns is taken."""
+    """Calls hook(layer, topk_indices [B, S, K]) after every indexer. Indices that the hook returns
+    replace the indexer's."""
     handles = [
         layer.self_attn.indexer.register_forward_hook(
             lambda module, args, out, number=number: hook(number, out)
@@ -169,12 +174,12 @@ class Request:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """All that went through the model: the last one generated did not."""
+        """All tokens that went through the model. The last generated token did not."""
         return torch.cat([self.prompt, *self.generated[:-1]])
 
 
 class Engine:
-    """Continuous batching: decodes first, and prompts share what is left of a step's budget."""
+    """Continuous batching: decodes come first, and prompts share the rest of a step's budget."""
 
     def __init__(
         self, model: DeepseekV32ForCausalLM, options: argparse.Namespace, kv_cache_dtype: str
@@ -219,7 +224,7 @@ class Engine:
         self.num_steps += 1
         self.num_chunks += len(prefills)
         self.num_mixed_steps += 0 < len(prefills) < len(step)
-        # A prompt's last token alone counts as a decode: the runner puts it among them.
+        # A prompt's last token, if alone, counts as a decode: the runner puts it among the decodes.
         return dict(sorted(step.items(), key=lambda item: len(item[1]) > 1))
 
     def run(self, step: dict[int, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,7 +232,8 @@ class Engine:
         layers = [[] for _ in self.model.model.layers]
 
         def keep(layer: int, chosen: torch.Tensor) -> None:
-            """Short contexts have fewer than K columns: repeated ones change no set."""
+            """Short contexts have fewer than K columns. Repeated columns do not change the set of
+            keys."""
             repeated = chosen[..., :1].expand(-1, -1, self.options.topk - chosen.shape[-1])
             layers[layer].append(torch.cat([chosen, repeated], dim=-1).flatten(0, 1))
 
@@ -243,9 +249,9 @@ class Engine:
 def run_eager(
     model: DeepseekV32ForCausalLM, tokens: torch.Tensor, chosen: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [n, vocab] of Transformers' attention on its own choice of keys, or on `chosen`.
+    """Runs Transformers' attention on its own choice of keys, or on `chosen`.
 
-    And its own choice [n, layers, n], true for keys that a token attends to.
+    -> logits [n, vocab], and its own choice [n, layers, n], true for keys that a token attends to
     """
     own = []
 
@@ -259,8 +265,8 @@ def run_eager(
 
 
 def visible_only(indices: torch.Tensor) -> torch.Tensor:
-    """[n, layers, K]: a top-k with more columns than visible keys has taken all of these, so that
-    the others may become the token itself."""
+    """The indices [n, layers, K] without keys that a token cannot see. A top-k with more columns
+    than visible keys has taken all of these, so the other columns may become the token itself."""
     own = torch.arange(len(indices), device=indices.device)
     return indices.minimum(own[:, None, None])
 
@@ -271,7 +277,7 @@ def as_mask(indices: torch.Tensor) -> torch.Tensor:
 
 
 def perplexity(logits: list[torch.Tensor], prompts: list[torch.Tensor]) -> float:
-    """Of the prompts, which are real text: of each token after those before it."""
+    """The perplexity of the prompts, which are real text: of each token after those before it."""
     pairs = [(its[: len(p) - 1], p[1:]) for its, p in zip(logits, prompts, strict=True)]
     rows, targets = map(torch.cat, zip(*pairs, strict=True))
     return torch.nn.functional.cross_entropy(rows, targets).exp().item()
@@ -279,7 +285,7 @@ def perplexity(logits: list[torch.Tensor], prompts: list[torch.Tensor]) -> float
 
 @dataclass
 class Comparison:
-    """Logits against eager's; differences in standard deviations of eager's."""
+    """Logits compared with eager's. Differences are in standard deviations of eager's logits."""
 
     largest: float
     rms: float
@@ -318,7 +324,7 @@ def prompt_lengths(options: argparse.Namespace) -> list[int]:
 
 
 def make_prompts(options: argparse.Namespace) -> list[torch.Tensor]:
-    """From an essay of sparse_mla's, each from another place."""
+    """Prompts from an essay that sparse_mla contains, each from another place."""
     text = resources.files("sparse_mla").joinpath("data", "attention.txt").read_bytes()
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(options.device)
     lengths = prompt_lengths(options)
@@ -329,7 +335,7 @@ def make_prompts(options: argparse.Namespace) -> list[torch.Tensor]:
 def continue_greedily(
     model: DeepseekV32ForCausalLM, prompts: list[torch.Tensor], new_tokens: int
 ) -> list[torch.Tensor]:
-    """What Transformers generates on its own."""
+    """The tokens that Transformers generates by itself after each prompt."""
     return [
         model.generate(
             prompt[None],
@@ -343,7 +349,7 @@ def continue_greedily(
 
 @dataclass
 class Report:
-    """What a cache of one format did to the logits."""
+    """How far the logits with a cache of one format are from eager's."""
 
     kv_cache_dtype: str
     against_eager: Comparison
@@ -395,7 +401,7 @@ def judge(
     greedy: list[torch.Tensor],
     options: argparse.Namespace,
 ) -> Report:
-    """Serves the prompts, then has Transformers run the same tokens."""
+    """Serves the prompts, then runs Transformers on the same tokens and compares."""
     served = engine.serve(prompts)
     ours = [torch.cat(request.logits) for request in served]
     keys = [visible_only(torch.cat(request.chosen)) for request in served]

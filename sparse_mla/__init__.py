@@ -2,10 +2,10 @@
 
 Operators write tokens to a paged cache, gather them back, turn positions into slots, attend to the
 slots that an indexer chose, merge partial results, and absorb the up projections. `Config`,
-`MetadataBuilder` and `SparseMLA` put them together for a continuously batching engine.
+`MetadataBuilder` and `SparseMLA` combine these operators for a continuously batching engine.
 
-Any array that speaks DLPack is an array here; what a call returns comes in the framework of its
-first array. Nothing is copied, and no framework is imported.
+Calls take any arrays that support DLPack, and return arrays of the framework of their first array.
+Nothing is copied, and no framework is imported.
 
 >>> import sparse_mla
 >>> sparse_mla.get_prefill_workspace_size(1024)

@@ -23,7 +23,7 @@ def main() -> int:
         status = run(options)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # `| head` has seen enough; the interpreter shall not write on
+    except BrokenPipeError:  # `| head` closed the pipe; the interpreter must not write to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

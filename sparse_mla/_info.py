@@ -1,4 +1,4 @@
-"""`python -m sparse_mla info`: what this build is and what it found on this machine."""
+"""`python -m sparse_mla info` prints what this build is and what it found on this machine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import sparse_mla
 
-# Wheels of CuPy are named by the CUDA version that they are for.
+# CuPy's wheels are named after the CUDA version that they are for.
 WHEELS = {"cupy": ("cupy", "cupy-cuda13x", "cupy-cuda12x")}
 DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 FRAMEWORKS = ("numpy", "ml_dtypes", "torch", "jax", "cupy", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None yet."""
+    """Adds nothing: `info` has no options yet."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def find(name: str) -> str:
-    """A framework's version without importing it."""
+    """A framework's version, found without importing the framework."""
     for wheel in WHEELS.get(name, (name,)):
         try:
             return metadata.version(wheel)
@@ -60,7 +60,7 @@ def find(name: str) -> str:
 
 
 def cpu_name() -> str:
-    """What the kernel calls the processor; the architecture where it does not say."""
+    """Linux's name of the processor, or the architecture where Linux gives no name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             names = (line.split(":", 1)[1] for line in lines if line.startswith("model name"))
@@ -70,7 +70,7 @@ def cpu_name() -> str:
 
 
 def gpu_text(kernels: list[dict[str, Any]]) -> str:
-    """What the driver calls the GPUs, and the architectures of the kernels that they can run."""
+    """The driver's names of the GPUs, and the architectures of the kernels that they can run."""
     runnable = [row["arch"] for row in kernels if row["device"] == "cuda" and row["available"]]
     names = ", ".join(gpu_names())
     if not runnable:
@@ -79,7 +79,7 @@ def gpu_text(kernels: list[dict[str, Any]]) -> str:
 
 
 def gpu_names(folder: Path = DRIVER_FOLDER) -> list[str]:
-    """Of every GPU that NVIDIA's driver has; none where it does not say."""
+    """The name of every GPU that NVIDIA's driver lists; empty where the driver lists none."""
     names = []
     for path in sorted(folder.glob("*/information")):
         try:

@@ -1,8 +1,8 @@
 """The fp64 reference that the demo and the benchmarks judge results by, and its error bounds.
 
-NumPy only, straight from the formulas: out = softmax(softmax_scale q kᵀ) v over the selected rows
-of a cache, read from the cache's own bytes. The bounds are the accuracy promise of the library; an
-error is reported as a fraction of its bound, so that 1.0 is the limit.
+The reference uses NumPy only, straight from the formulas: out = softmax(softmax_scale q kᵀ) v over
+the selected rows of a cache, read from the cache's own bytes. The bounds are the accuracy promise
+of the library. An error is reported as a fraction of its bound, so that 1.0 is the limit.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Fractions:
 
 
 def worse(a: float, b: float) -> float:
-    """The larger one; NaN, which no bound admits, counts as infinite."""
+    """The larger error; NaN counts as infinite, because no bound admits it."""
     return max(np.inf if np.isnan(a) else a, np.inf if np.isnan(b) else b)
 
 
@@ -81,7 +81,7 @@ def judge_row(
     """Judges one query token.
 
     q [H, 576] bf16, keys [n, 576] fp64 (the selected rows), out [H, 512] bf16, lse [H] fp32.
-    `gathered`: the kernel saw these keys rounded to bf16, and may add what that costs.
+    `gathered`: the kernel read these keys rounded to bf16, so the bounds allow for that rounding.
     """
     if len(keys) == 0:
         empty = not out.astype(np.float64).any() and bool(np.isneginf(lse).all())

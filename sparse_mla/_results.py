@@ -1,7 +1,8 @@
 """What operators return, for frameworks that must know it before the call: shapes and dtypes.
 
-Each function here is the rule of an operator of sparse_mla.ops. Sizes may be symbolic. Only what
-a result's shape hangs on is checked, in the words of the C core; the call itself checks everything.
+Each function here is the rule of an operator of sparse_mla.ops. Sizes may be symbolic. A rule
+checks only what a result's shape depends on, with the error texts of the C core; the call itself
+checks everything.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from sparse_mla import _C
 
-# Last dimension of a cache -> values of its keys.
+# Last dimension of a cache -> number of values in each of its keys.
 HEAD_SIZES = {row: size for rows in _C.KV_FORMATS.values() for row, size in rows.items()}
 
 Result = tuple[tuple[Any, ...], str]  # shape, dtype
@@ -25,7 +26,7 @@ class Given:
         self.values = values
 
     def sizes(self, name: str, *ranks: int) -> tuple[Any, ...]:
-        """The shape of an array of one of these ranks, or of any."""
+        """The shape of an array, which must have one of these ranks if any are named."""
         shape: Sequence[Any] = self.values[name].shape
         if ranks and len(shape) not in ranks:
             wanted = " or ".join(str(rank) for rank in ranks)
@@ -41,13 +42,13 @@ Rule = Callable[[Given], tuple[Result, ...]]
 
 
 def none(given: Given) -> tuple[Result, ...]:
-    """All results are arrays of the caller."""
+    """The rule of operators that return an array of the caller only."""
     return ()
 
 
 def _head_size(given: Given, name: str, row: Any) -> int:
     for known, head_size in HEAD_SIZES.items():
-        if known == row:  # which may be symbolic, and no key of a dict then
+        if known == row:  # no lookup in the dict, because `row` may be symbolic
             return head_size
     wanted = " or ".join(map(str, HEAD_SIZES))
     text = f"{given.op}: `{name}` must have a last dimension of {wanted}, got {row}"

@@ -3,15 +3,15 @@
     from sparse_mla import flash_mla                           was: import flash_mla
     from sparse_mla.flash_mla import flash_mla_with_kvcache    was: from flash_mla import ...
 
-Signatures, shapes and results are that package's: natural logarithms, lse +inf and max_logits -inf
-for a query without keys. What it demands and this library does not is gone: any number of heads
-from 1 to 128, any number of indices, any page size, and indices outside the cache count as -1. Its
-other kernels (dense attention, the caches of DeepSeek-V4) are refused by an exception that says so.
-docs/flash_mla.md goes through the names.
+Signatures, shapes and results are those of FlashMLA: natural logarithms, lse +inf and max_logits
+-inf for a query without keys. Its limits are gone where this library does not need them: there may
+be 1 to 128 heads, any number of indices and any page size, and indices outside the cache count as
+-1. A call that needs its other kernels (dense attention, the caches of DeepSeek-V4) raises an
+exception that says so. docs/flash_mla.md describes every name.
 
-Arrays are torch tensors, or of any framework whose arrays have `shape`, `reshape` and `swapaxes`:
-NumPy, cupy, jax. Everything runs on the caller's current stream and can be captured in a graph.
-Leading dimensions are joined as views. Copied, by that framework, are q and indices whose batch and
+Arrays are torch tensors, or arrays of any framework that gives them `shape`, `reshape` and
+`swapaxes`: NumPy, cupy, jax. Everything runs on the caller's current stream and can be captured in
+a graph. Leading dimensions are joined as views. The framework copies q and indices whose batch and
 sequence strides do not join, and the lengths of a decode with more than one query per request.
 
 >>> from sparse_mla import flash_mla
@@ -52,7 +52,7 @@ def __dir__() -> list[str]:
 
 
 HEAD_DIM_V = 512
-# That package's name of a cache format, or ours -> ours. None: by dtype and last dimension.
+# FlashMLA's name of a cache format, or ours -> ours. None: the dtype and last dimension decide.
 KV_FORMATS: dict[str | None, str | None] = {
     None: None,
     "V32": "fp8_ds_mla",
@@ -60,7 +60,7 @@ KV_FORMATS: dict[str | None, str | None] = {
 }
 LOG2_E = math.log2(math.e)
 
-# Operators in error texts.
+# Names of the operators in error texts.
 DECODE = "flash_mla_with_kvcache"
 PREFILL = "flash_mla_sparse_fwd"
 
@@ -79,16 +79,16 @@ _DENSE = "dense decoding is not served"
 
 @dataclass
 class FlashMLASchedMeta:
-    """What `get_mla_metadata` returns, and every decode call takes.
+    """The object that `get_mla_metadata` returns and every decode call takes.
 
-    It plans nothing: attention's schedule comes from shapes alone, at no cost, so one object serves
-    any calls, shapes and lengths, also between graph replays. The fields are there for code that
-    reads, resets or assigns them; nobody looks at what they hold.
+    It plans nothing, because attention's schedule comes from shapes alone, at no cost. So one
+    object serves any calls, shapes and lengths, also between graph replays. The fields exist for
+    code that reads, resets or assigns them; this library does not read them.
 
     Attributes
     ----------
     have_initialized : bool
-        Whether a decode call has taken it.
+        Whether a decode call has taken this object.
     config, tile_scheduler_metadata, num_splits : object
         None, or what the caller assigned.
 
@@ -113,7 +113,7 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
     Parameters
     ----------
     args, kwargs : object
-        What older versions of that package take; not read.
+        Arguments that older versions of FlashMLA take; not read.
 
     Returns
     -------
@@ -142,7 +142,7 @@ def get_mla_decoding_metadata(
     Parameters
     ----------
     seqlens_k : [b] int32
-        This and what follows but `topk` is not read.
+        Not read. Of the other parameters only `topk` is read.
     num_q_tokens_per_head_k, h_k, h_q : int
     is_fp8_kvcache, use_legacy : bool
     topk : int
@@ -155,7 +155,7 @@ def get_mla_decoding_metadata(
     Raises
     ------
     ValueError
-        Without `topk`: dense decoding.
+        `topk` is left out, which asks for dense decoding.
 
     Source: the signature is that of the wheel sgl-flash-mla 1.0.0.
 
@@ -173,7 +173,7 @@ def get_mla_decoding_metadata(
 
 
 def has_legacy() -> bool:
-    """Whether the 656-byte cache of DeepSeek-V3.2, which that package calls legacy, is served.
+    """Whether the 656-byte cache of DeepSeek-V3.2, which FlashMLA calls legacy, is served.
 
     Returns
     -------
@@ -219,9 +219,9 @@ def flash_mla_with_kvcache(
     Parameters
     ----------
     q : [b, s_q, H, 576] bf16
-        As many values a head as a key of the cache has.
+        Each head has as many values as a key of the cache.
     k_cache : [pages, block_size, 1, 656] float8_e4m3fn, uint8 or int8
-        Pages may be any multiple of 16 bytes apart. Also [pages, block_size, 1, 576] bf16.
+        Pages may be any multiple of 16 bytes apart. [pages, block_size, 1, 576] bf16 is taken too.
     block_table, cache_seqlens : [b, W] and [b] int32, or None
         Not read: `indices` are slots already.
     head_dim_v : int
@@ -230,13 +230,13 @@ def flash_mla_with_kvcache(
         From `get_mla_metadata`.
     num_splits : None
     softmax_scale : float, optional
-        The head size of q ** -0.5 when left out.
+        When left out, (the head size of q) ** -0.5.
     causal : bool
         False.
     is_fp8_kvcache : bool, optional
-        Must agree with k_cache; left out, k_cache tells.
+        Must agree with k_cache. When left out, k_cache decides.
     indices : [b, s_q, K] int32
-        page * block_size + offset; -1 = none, as is everything outside the cache.
+        Slots, page * block_size + offset. -1 and any slot outside the cache mean none.
     attn_sink : [H] fp32, optional
         Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
     extra_k_cache, extra_indices_in_kvcache : a cache and [b, s_q, K'] int32, optional
@@ -244,7 +244,8 @@ def flash_mla_with_kvcache(
     topk_length, extra_topk_length : [b] int32, optional
         Columns in use, per request.
     enable_batch_invariant : bool
-        Whether a query's bits must not depend on the rest of the batch: K is not split then.
+        Whether the bits of a query's result must not depend on the rest of the batch. If True, K is
+        not split.
     use_legacy : bool
         Not read: there is one set of kernels.
     kv_format : "V32", "fp8_ds_mla" or "bfloat16", optional
@@ -260,8 +261,8 @@ def flash_mla_with_kvcache(
     Raises
     ------
     TypeError, ValueError
-        Dense decoding (`indices` left out, `causal`), other head sizes and cache formats; else what
-        `sparse_mla.sparse_attention` raises.
+        Dense decoding (`indices` left out, `causal`), other head sizes and cache formats, and the
+        errors of `sparse_mla.sparse_attention`.
 
     Source: the signature is that of FlashMLA and of the wheel sgl-flash-mla 1.0.0.
 
@@ -346,7 +347,7 @@ def flash_mla_sparse_fwd(
     ----------
     q : [T, H, 576] bf16
     kv : [S, 1, 576] bf16
-        Rows may be any distance apart. Also [S, 1, 656] bytes of an FP8 cache.
+        Rows may be any distance apart. [S, 1, 656] bytes of an FP8 cache are taken too.
     indices : [T, 1, K] int32
         Rows of kv; negative or at least S = none.
     sm_scale : float
@@ -359,8 +360,8 @@ def flash_mla_sparse_fwd(
     use_legacy : bool
         Not read: there is one set of kernels.
     return_log2_lse : bool, optional
-        None: natural logarithms. False: None in place of both statistics. True: both in base 2, at
-        the price of a multiplication of each.
+        None: max_logits and lse are natural logarithms. False: both are None. True: both are in
+        base 2, at the price of a multiplication of each.
 
     Returns
     -------
@@ -373,7 +374,7 @@ def flash_mla_sparse_fwd(
     Raises
     ------
     TypeError, ValueError
-        Other head sizes, more than one key head; else what `sparse_mla.sparse_attention` raises.
+        Other head sizes, more than one key head, and the errors of `sparse_mla.sparse_attention`.
 
     Source: the signature is that of FlashMLA and of the wheel sgl-flash-mla 1.0.0.
 
@@ -412,7 +413,7 @@ def flash_mla_sparse_fwd(
 
 
 def _without_grad(array: Array) -> Array:
-    """A torch parameter as its values where gradients are off; else the core refuses it."""
+    """Detaches a torch parameter where gradients are off; else the core refuses the parameter."""
     if getattr(array, "requires_grad", False):
         torch = sys.modules.get("torch")
         if torch is not None and not torch.is_grad_enabled():
@@ -420,7 +421,7 @@ def _without_grad(array: Array) -> Array:
     return array
 
 
-# --- rules that the core cannot see, in this package's names -------------------------------------
+# --- rules that the core cannot see, in FlashMLA's names -----------------------------------------
 
 
 def _shape(op: str, name: str, array: Array, rule: str) -> tuple[int, ...]:
@@ -446,7 +447,7 @@ def _check_head_dims(op: str, v_name: str, head_dim: int, head_dim_v: int) -> No
 
 
 def _check_cache(op: str, name: str, cache: Array, head_dim: int, is_fp8: bool | None) -> None:
-    """A row that is served, with keys as wide as queries, and that is what the caller says."""
+    """Checks that cache rows are of a served size, have keys as wide as queries, and fit is_fp8."""
     row = (getattr(cache, "shape", None) or (None,))[-1]
     if row in HEAD_SIZES:
         wanted = HEAD_SIZES[row]
@@ -460,7 +461,7 @@ def _check_cache(op: str, name: str, cache: Array, head_dim: int, is_fp8: bool |
                 f"{op}: `is_fp8_kvcache` must agree with a cache of {row} elements a token, "
                 f"got {is_fp8!r}"
             )
-    elif row is not None:  # what is no array at all is left to the core
+    elif row is not None:  # the core refuses what is no array at all
         raise ValueError(
             f"{op}: `{name}` must have a last dimension of "
             f"{_either([*_BYTE_ROWS, *_BF16_ROWS])}, {_SERVED}, got {row}"
@@ -468,7 +469,7 @@ def _check_cache(op: str, name: str, cache: Array, head_dim: int, is_fp8: bool |
 
 
 def _join_rows(op: str, name: str, indices: Array, batch: int, s_q: int) -> Array:
-    """[b, s_q, K] -> [b * s_q, K]. In prefill b is the number of tokens, and s_q the one head."""
+    """[b, s_q, K] -> [b * s_q, K]. In prefill b is the number of tokens, and s_q is 1, one head."""
     shape = _shape(op, name, indices, "[b, s_q, K]" if op == DECODE else "[T, 1, K]")
     if shape[0] != batch or shape[1] != s_q:
         raise ValueError(f"{op}: `{name}` must have shape [{batch}, {s_q}, K], got {list(shape)}")
@@ -476,7 +477,7 @@ def _join_rows(op: str, name: str, indices: Array, batch: int, s_q: int) -> Arra
 
 
 def _per_query(op: str, name: str, lengths: Array, batch: int, s_q: int) -> Array:
-    """[b] -> [b * s_q]: attention takes lengths per query token, this package's are per request."""
+    """[b] -> [b * s_q]: attention takes lengths per query token, FlashMLA's are per request."""
     shape = _shape(op, name, lengths, "[b]")
     if shape[0] != batch:
         raise ValueError(f"{op}: `{name}` must have shape [{batch}], got {list(shape)}")

@@ -1,8 +1,8 @@
-"""Inputs: the case tables that tests and benchmarks share.
+"""Inputs: the tables of cases that the tests share.
 
-Everything is made in NumPy from a seed; `helpers.FRAMEWORKS` moves arrays elsewhere. Inputs are
-adversarial by default: cache bytes that no index selects are NaN, indices hold -1, duplicates and
-values past both ends.
+Everything is made in NumPy from a seed; `helpers.FRAMEWORKS` moves arrays to other frameworks.
+Inputs are adversarial by default: cache rows that no index selects are NaN, and index lists hold
+-1, duplicates and values past both ends.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def random_bf16(rng, *shape, std=1.0) -> np.ndarray:
 
 
 def _latent_values(rng, n: int, data: str) -> np.ndarray:
-    """float32 [n, 576] of the wanted character."""
+    """Keys before they are encoded, float32 [n, 576]; `data` names their distribution."""
     value = rng.normal(0, 1, (n, ref.HEAD_DIM))
-    if data == "outlier":  # a few channels and tokens two to three orders above the rest
+    if data == "outlier":  # a few channels and keys are orders of magnitude larger
         value[:, rng.integers(0, ref.HEAD_DIM, 4)] *= 300
         value[rng.integers(0, max(n, 1), max(n // 16, 1))] *= 20
     elif data == "heavy":
@@ -36,14 +36,14 @@ def _latent_values(rng, n: int, data: str) -> np.ndarray:
         value[:, : ref.V_DIM] += np.linspace(-1, 1, max(n, 1))[:n, None]
     elif data == "huge":
         value *= 100
-    elif data == "tiles":  # every 128 values of a row have a size of their own
+    elif data == "tiles":  # each tile of 128 values has its own magnitude
         tiles = value[:, : ref.V_DIM].reshape(n, -1, ref.TILE)
         tiles *= 10.0 ** rng.uniform(-3, 0.5, (*tiles.shape[:2], 1))
     return value.astype(np.float32)
 
 
 def head_dim(fmt: str) -> int:
-    """Values of a key of a format."""
+    """Number of values in a key of format `fmt`."""
     return ref.V_DIM if fmt == "bf16_512" else ref.HEAD_DIM
 
 
@@ -52,16 +52,16 @@ def rope_dim(fmt: str) -> int:
 
 
 def cancel_neighbours(rows: np.ndarray) -> None:
-    """Makes every second token of FP8 rows [n, 656] the one before it with values of the other
-    sign. Queries without a NoPE part see pairs alike, and the sum of their values is nothing but
-    rounding: it shows every order of additions."""
+    """Makes every second FP8 row of [n, 656] the row before it, with its NoPE values negated.
+    Queries without a NoPE part give both keys the same weight, so the exact sum of their values is
+    0. What a kernel adds up is rounding error, which shows the order of its additions."""
     rows[1::2] = rows[: len(rows) // 2 * 2 : 2]
     rows[1::2, : ref.V_DIM] ^= 0x80
 
 
 def encode_keys(keys: np.ndarray, fmt: str) -> np.ndarray:
-    """Keys [n, 576] as cached tokens: [n, 656] uint8 for "fp8", [n, 576] bf16 for "bf16", and
-    without their RoPE part, [n, 512], for "bf16_512"."""
+    """Keys [n, 576] as cache rows: [n, 656] uint8 for "fp8", [n, 576] bf16 for "bf16", and [n, 512]
+    bf16 for "bf16_512", which drops the RoPE part."""
     bits = ref.bf16_encode(keys)
     if fmt == "bf16_512":
         return np.ascontiguousarray(bits[:, : ref.V_DIM]).view(ref.BF16)
@@ -71,14 +71,14 @@ def encode_keys(keys: np.ndarray, fmt: str) -> np.ndarray:
 
 
 def make_rows(rng, n: int, fmt: str, data: str = "normal") -> np.ndarray:
-    """n cached tokens: [n, 656] uint8 for "fp8", [n, 576] bf16 for "bf16"."""
+    """n cache rows with values from `data`, in the shape and dtype of `encode_keys`."""
     rows = encode_keys(_latent_values(rng, n, data), fmt)
     if fmt != "fp8":
         return rows
     scales = rows[:, 512:528].view(np.float32)
     if data == "pow2":
         scales[:] = np.exp2(np.floor(np.log2(scales)))
-    elif data == "wide":  # 1e-30 ... 1e4 mixed inside one row
+    elif data == "wide":  # each row mixes scales from 1e-30 to 1e4
         scales[:] = 10.0 ** rng.uniform(-30, 4, scales.shape)
         scales[np.arange(n), rng.integers(0, 4, n)] = 1e4
     elif data == "subnormal":  # every e4m3 subnormal and both zeros
@@ -95,7 +95,7 @@ def poisoned_storage(shape, dtype) -> np.ndarray:
 
 
 def lay_out(rows: np.ndarray, block_size: int, layout: str) -> np.ndarray:
-    """Tokens [pages * block_size, row] as a cache of the wanted layout, gaps filled with NaN."""
+    """Rows [pages * block_size, width] as a cache of the given layout, its gaps filled with NaN."""
     num_slots, width = rows.shape
     pages = num_slots // block_size
     paged = rows.reshape(pages, block_size, width)
@@ -115,7 +115,7 @@ def lay_out(rows: np.ndarray, block_size: int, layout: str) -> np.ndarray:
         view = poisoned_storage((pages, 3, block_size, width), rows.dtype)[:, 1]
     elif layout == "token_stride":
         view = poisoned_storage((pages, block_size, width + gap), rows.dtype)[..., :width]
-    elif layout == "odd_stride":  # bf16 only: rows start at odd multiples of 2 bytes
+    elif layout == "odd_stride":  # bf16 only: rows are aligned to 2 bytes and no more
         view = poisoned_storage((pages, block_size, width + 1), rows.dtype)[..., 1:]
     else:
         assert layout == "paged", layout
@@ -159,7 +159,7 @@ class AttentionInputs:
         return ref.attention(self.q, self.kv, self.indices, **self.options)
 
     def run(self, op, put=lambda x: x, **more):
-        """op(q, kv, indices, ...) with every array moved by `put`."""
+        """Calls op(q, kv, indices, ...) with every array moved by `put`."""
         move = lambda x: put(x) if isinstance(x, np.ndarray) else x  # noqa: E731
         q = tuple(move(x) for x in self.q) if isinstance(self.q, tuple) else move(self.q)
         options = {name: move(value) for name, value in self.options.items()}
@@ -180,7 +180,7 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One row of the table; `make` gives the arrays."""
+    """The parameters of an attention call; `make` creates its arrays."""
 
     T: int
     H: int
@@ -240,7 +240,7 @@ class AttentionCase:
 
 
 def make_indices(rng, num_tokens, width, num_slots, kind) -> np.ndarray:
-    """[T, K] int32, the rows a slice of a wider array."""
+    """Index lists [T, K] int32, which are a slice of a wider array."""
     storage = np.full((num_tokens, width + 3), 0, np.int32)
     view = storage[:, :width]
     if kind == "all_masked":
@@ -256,19 +256,19 @@ def make_indices(rng, num_tokens, width, num_slots, kind) -> np.ndarray:
     view[(odd > 0.12) & (odd < 0.14)] = INT32_MAX
     view[(odd > 0.14) & (odd < 0.16)] = INT32_MIN
     if width > 4:
-        view[:, width // 2 : width // 2 + 3] = view[:, :1]  # one token four times
+        view[:, width // 2 : width // 2 + 3] = view[:, :1]  # one slot occurs four times
     if num_tokens > 2:
         view[1] = -1
     return view
 
 
 def quarter_of(c):
-    """Which warp of Hopper's kernels has column c: four of every sixteen, others from sixteen to
-    sixteen."""
+    """The gather warp of Hopper's kernels that takes column c. Every warp takes four columns of
+    every sixteen; which four changes from sixteen to sixteen."""
     return (c // 4 + c % 128 // 16 + c % 128 // 64) % 4
 
 
-# Which columns are keys: of columns c, of `width`, with numbers r that are random.
+# Which columns of a list hold keys. c: column numbers, width: their count, r: random numbers.
 KEYS = {
     "all": lambda c, width, r: c >= 0,
     "every second one": lambda c, width, r: c % 2 == 0,
@@ -289,7 +289,7 @@ KEYS = {
 
 
 def make_indices_with_holes(rng, num_tokens, width, num_slots, keys) -> np.ndarray:
-    """[T, K] int32, keys where KEYS[keys] says so."""
+    """Index lists [T, K] int32: slots where KEYS[keys] is true, invalid indices elsewhere."""
     c = np.broadcast_to(np.arange(width), (num_tokens, width))
     slots = rng.integers(0, num_slots, c.shape)
     holes = rng.choice([-1, INT32_MIN, num_slots, INT32_MAX], c.shape)
@@ -311,7 +311,7 @@ def make_sink(rng, num_heads) -> np.ndarray:
 
 
 def hide_unselected(rows, indices, topk_length) -> None:
-    """NaN bytes into every token that no row may read."""
+    """Fills every cache row that no list selects with NaN bytes."""
     flat = rows.reshape(len(rows), 1, -1)
     used = np.zeros(len(rows), bool)
     for t in range(len(indices)):
@@ -379,11 +379,11 @@ ATTENTION: dict[str, AttentionCase] = {
     "logits_1e4_bf16": AttentionCase(3, 16, 200, fmt="bf16", data="huge", softmax_scale=1.5),
     "scale_negative": AttentionCase(3, 16, 100, softmax_scale=-0.05),
     "scale_tiny": AttentionCase(3, 16, 100, softmax_scale=1e-30),
-    "equal_logits": AttentionCase(3, 16, 200, softmax_scale=1e-8),  # lse = ln n, nothing else
+    "equal_logits": AttentionCase(3, 16, 200, softmax_scale=1e-8),  # lse is ln n
     "equal_logits_k2048": AttentionCase(2, 16, 2048, pages=40, softmax_scale=1e-8),
     "equal_logits_bf16": AttentionCase(3, 16, 777, fmt="bf16", softmax_scale=1e-8),
     "one_token": AttentionCase(4, 16, 101, pages=1, block_size=1, softmax_scale=1e-8),
-    # one token K times: equal terms, so every rounding of the running sum goes the same way
+    # one key K times: its terms are equal, so every rounding of the running sum goes the same way
     "one_token_k1530": AttentionCase(
         2, 16, 1530, pages=1, block_size=1, indices="ordered", softmax_scale=1e-3
     ),
@@ -429,7 +429,7 @@ ATTENTION: dict[str, AttentionCase] = {
 
 
 def huge_cases() -> dict[str, AttentionInputs]:
-    """Offsets and slot numbers past 32 bits, on a few kilobytes of memory (zero strides)."""
+    """Offsets past 32 bits and slots up to 2^31 - 2; zero strides keep the memory small."""
     rng = np.random.default_rng(7)
     strided = np.lib.stride_tricks.as_strided
     row = make_rows(rng, 64, "bf16")
@@ -450,7 +450,7 @@ def huge_cases() -> dict[str, AttentionInputs]:
 
 @dataclass
 class Batch:
-    """A step as the engine describes it; host and device arrays are the same on the CPU."""
+    """A step as an engine describes it. Its arrays serve as host arrays and as device arrays."""
 
     query_start_loc: np.ndarray
     seq_lens: np.ndarray
@@ -485,7 +485,7 @@ class Batch:
 
 
 def make_batch(query_lens, seq_lens, *, block_size=64, pad_tokens=0, seed=0) -> Batch:
-    """Pages are drawn at random; spare pages and spare table columns are left over."""
+    """A batch with randomly drawn pages, and with spare pages and spare table columns."""
     rng = np.random.default_rng(seed)
     need = [-(-int(n) // block_size) for n in seq_lens]
     num_pages = sum(need) + 3
@@ -515,7 +515,7 @@ def make_batch(query_lens, seq_lens, *, block_size=64, pad_tokens=0, seed=0) -> 
 
 
 def causal_topk(rng, batch: Batch, width: int) -> np.ndarray:
-    """[T, K] positions inside each token's request, at most its own; unused columns are -1."""
+    """Positions [T, K] in each token's request, up to the token's own; unused columns are -1."""
     indices = np.full((batch.num_actual_tokens, width), -1, np.int32)
     for r in range(batch.num_reqs):
         start, end = batch.query_start_loc[r : r + 2]
@@ -526,7 +526,7 @@ def causal_topk(rng, batch: Batch, width: int) -> np.ndarray:
     return indices
 
 
-# the issue's batch: 5 decodes and 7 prefills that need 3 chunks of a 400-token workspace
+# A batch of 5 decodes and 7 prefills. The prefills need 3 chunks of a 400-token workspace.
 ENGINE_QUERY_LENS = [1, 1, 1, 1, 1, 5, 17, 2, 40, 9, 3, 30]
 ENGINE_SEQ_LENS = [70, 1, 130, 64, 65, 150, 17, 200, 390, 100, 3, 200]
 ENGINE_WORKSPACE = 400
@@ -537,7 +537,7 @@ ENGINE_WORKSPACE = 400
 
 @dataclass
 class Call:
-    """A legal call; tests bend one argument of a copy."""
+    """A valid call of an operator. Tests change one of its arguments at a time."""
 
     op: str
     args: dict
@@ -672,5 +672,5 @@ def _dequantize_call() -> Call:
     return Call("dequantize_kv_cache", {"kv_cache": rows}, {"dtype": "bfloat16"})
 
 
-# What frameworks' own operators cover: those above, and the one that takes no stream.
+# Calls of the operators that PyTorch and JAX get: those above and the one without `stream=`.
 FRAMEWORK_CALLS = {**GOOD_CALLS, "dequantize_kv_cache": _dequantize_call}

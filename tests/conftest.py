@@ -1,4 +1,4 @@
-"""Session rules: what is tested is what was meant, and a demanded framework is never skipped.
+"""Rules of a session: it tests the intended package and never skips a required framework.
 
 SMLA_DEVICE=cuda          the operators' tests run on the GPU, and test_gpu_*.py are collected
 SMLA_EXPECT_ROOT=dir      sparse_mla (and its C module) must be imported from below `dir`
@@ -14,12 +14,12 @@ import importlib.util
 import os
 from pathlib import Path
 
-# The reference multiplies many small matrices: NumPy's BLAS threads only get in each other's way,
-# and in the library's, whose threads this does not touch. Read when NumPy is first imported.
+# The reference multiplies many small matrices, where NumPy's BLAS threads only disturb each other
+# and the library's threads. NumPy reads the variable at its first import; the library ignores it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# JAX would take most of the GPU's memory for itself. Read when its backend starts.
+# Otherwise JAX reserves most of the GPU's memory. Its backend reads the variable when it starts.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are parallel already
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already run in parallel
     os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 import device
@@ -35,7 +35,7 @@ passed: dict[str, int] = dict.fromkeys(REQUIRED, 0)
 
 
 def package_line() -> str:
-    """Where sparse_mla comes from; raises pytest.UsageError when that is not what was asked."""
+    """Says where sparse_mla comes from; raises pytest.UsageError if that is the wrong place."""
     root = os.environ.get("SMLA_EXPECT_ROOT")
     try:
         package = importlib.import_module("sparse_mla")
@@ -56,7 +56,7 @@ def package_line() -> str:
 
 
 def device_line() -> str:
-    """What the operators' tests run on; raises pytest.UsageError when that is not there."""
+    """Says which device the operators' tests use; raises pytest.UsageError if it is missing."""
     if device.DEVICE not in device.KNOWN:
         raise pytest.UsageError(f"SMLA_DEVICE must be cpu or cuda, got {device.DEVICE}")
     if not device.ON_CUDA:
@@ -101,7 +101,7 @@ def pytest_report_header(config) -> list[str]:
 
 
 def version_of(name: str) -> str:
-    """Of the package that holds the module: CuPy's is named after its CUDA."""
+    """Version of the package that holds the module: CuPy's package is named after its CUDA."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -135,7 +135,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 @pytest.fixture(autouse=True)
 def current_device():
-    """Behind every test the first GPU is current again: other tests' arrays lie there."""
+    """Fails a test that leaves another GPU current than the first, which the others use."""
     yield
     cuda = device.import_quietly("torch").cuda if device.ON_CUDA else None
     if cuda is not None and cuda.device_count() > 1:
@@ -158,7 +158,7 @@ def gpu_framework(request) -> helpers.Framework:
 
 @pytest.fixture
 def checked(monkeypatch) -> None:
-    """Calls read the values of arrays on the GPU too."""
+    """Checked mode: calls also read the values of index arrays on the GPU."""
     monkeypatch.setenv("SPARSE_MLA_CHECK", "1")
 
 

@@ -1,12 +1,12 @@
-"""The device that this session tests, SMLA_DEVICE, and how NumPy's arrays come there and back.
+"""The device that this session tests (SMLA_DEVICE), and how NumPy arrays move there and back.
 
-The whole buffer behind an array travels, gaps, red zones and all, and the same strided view is
-taken there, so views of one buffer still share memory. Afterwards the buffer is copied back: what a
-test then finds in its NumPy arrays is what the kernels left in device memory.
+The whole buffer behind an array is copied, with its gaps and red zones, and the array becomes the
+same strided view of the copy. Views of one buffer therefore still share memory. After the call the
+buffer is copied back, so a test finds in its NumPy arrays what the kernels left in device memory.
 
-torch carries the arrays; CuPy those with negative strides, which torch cannot describe. With
-SMLA_DEVICE=torch-cpu everything moves the same way, through torch's CPU memory: a test of this
-file and of library.py, on machines without a GPU.
+torch holds the copies. CuPy describes the views with negative strides, which torch cannot have.
+With SMLA_DEVICE=torch-cpu everything moves the same way through torch's CPU memory, which tests
+this file and library.py on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import reference as ref
 DEVICE = os.environ.get("SMLA_DEVICE", "cpu")
 KNOWN = ("cpu", "cuda", "torch-cpu")
 ON_CUDA = DEVICE == "cuda"
-NAME = "cuda" if ON_CUDA else "cpu"  # as Config and attention_workspace_size take it
-# Bounds of the accuracy contract: tensor cores add in another order, and the kernel of Hopper
-# multiplies e4m3 by its scale in f16 (rows of bf16 have no such allowance: reference.py).
+NAME = "cuda" if ON_CUDA else "cpu"  # for Config and attention_workspace_size
+# Options of the accuracy bounds in reference.py: tensor cores add in another order, and Hopper's
+# kernel multiplies e4m3 by its scale in f16. Calls on bf16 rows alone get no allowance for scales.
 BOUNDS = {"units": 32, "f16_scales": True} if ON_CUDA else {}
-RESIDUE = 256  # addresses on both sides agree modulo this, so alignment travels too
+RESIDUE = 256  # a copy has the address of its original modulo this, so the same alignment
 
 
 @functools.cache
 def import_quietly(name: str):
-    """A framework; what it warns about at import is its own affair."""
+    """Imports a framework and drops the warnings of its import, which do not concern us."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(name)
@@ -42,14 +42,14 @@ def import_quietly(name: str):
 
 
 def address(x) -> int:
-    """Of the first element, in whichever memory."""
+    """Address of the first element, on the host or on the device."""
     if isinstance(x, np.ndarray):
         return x.__array_interface__["data"][0]
     return as_torch(x).data_ptr()
 
 
 def owner_of(x: np.ndarray) -> np.ndarray:
-    """The array whose buffer `x` points into; `x` itself where NumPy does not know."""
+    """The array whose buffer `x` points into; `x` itself if NumPy does not know it."""
     owner = x
     while True:
         base = owner.base
@@ -64,7 +64,7 @@ def owner_of(x: np.ndarray) -> np.ndarray:
 
 
 def memory_of(owner: np.ndarray) -> np.ndarray:
-    """Its bytes, in the order of their addresses."""
+    """The bytes of an array's buffer, in the order of their addresses."""
     low, high = np.lib.array_utils.byte_bounds(owner)
     if not owner.size:
         return np.zeros(0, np.uint8)
@@ -93,7 +93,7 @@ class HostCopy:
 
 
 class DeviceCopy:
-    """A copy of a buffer in the device's memory; its views are torch's or CuPy's arrays."""
+    """A copy of a buffer in the device's memory; its views are torch or CuPy arrays."""
 
     def __init__(self, memory: np.ndarray, residue: int) -> None:
         self.torch = import_quietly("torch")
@@ -137,19 +137,19 @@ def torch_dtype(torch, dtype: np.dtype):
 class Journey:
     """The arrays of one call. Every buffer is copied once, however many arrays view it.
 
-    With `former`, buffers that an earlier call left on the device are taken as they stand there,
-    written anew from their host side.
+    With `former`, buffers that an earlier call left on the device are used again, after the values
+    of their NumPy arrays have been copied to them.
     """
 
     def __init__(self, make_copy=DeviceCopy, former: Journey | None = None) -> None:
         self.make_copy = make_copy
         self.copies = dict(former.copies) if former else {}  # address -> owner, bytes, copy
-        self.moved = {}  # id(NumPy array) -> NumPy array, its view there
+        self.moved = {}  # id(NumPy array) -> NumPy array, its view on the device
         for _, memory, copy in self.copies.values():
             copy.write(memory)
 
     def put(self, x):
-        """NumPy arrays, and tuples of them, moved; everything else as it is."""
+        """Moves a NumPy array or a tuple of them; returns everything else unchanged."""
         if isinstance(x, tuple):
             return tuple(self.put(each) for each in x)
         movable = isinstance(x, np.ndarray) and x.dtype.isnative and x.dtype.kind != "O"
@@ -166,7 +166,7 @@ class Journey:
         return self.moved[id(x)][1]
 
     def fetch(self) -> None:
-        """Device memory back into the NumPy arrays."""
+        """Copies device memory back into the NumPy arrays."""
         for owner, memory, copy in self.copies.values():
             now = copy.read()
             if not np.array_equal(now, memory):
@@ -174,7 +174,7 @@ class Journey:
                 memory[...] = now
 
     def results(self, got):
-        """What a call returned, as NumPy: the caller's own arrays, or copies of new ones."""
+        """The results of a call in NumPy: the caller's own arrays, or copies of new ones."""
         if isinstance(got, tuple):
             return tuple(self.results(x) for x in got)
         for mine, theirs in self.moved.values():
@@ -185,7 +185,7 @@ class Journey:
 
 
 def peek(address: int, count: int, dtype) -> np.ndarray:
-    """A copy of what lies at an address of the device."""
+    """A copy of `count` elements at an address of the device."""
     if not ON_CUDA:
         size = count * np.dtype(dtype).itemsize
         return np.frombuffer(ctypes.string_at(address, size), dtype)
@@ -200,13 +200,13 @@ def is_on_gpu(x) -> bool:
 
 
 def as_torch(x):
-    """Any array of the device as torch's, on the same memory."""
+    """An array of any framework as a torch tensor on the same memory."""
     torch = import_quietly("torch")
     return x if isinstance(x, torch.Tensor) else torch.from_dlpack(x)
 
 
 def host(x) -> np.ndarray:
-    """Any array's values, in NumPy."""
+    """The values of any array, in NumPy."""
     if isinstance(x, np.ndarray) or not hasattr(x, "__dlpack__"):
         return np.asarray(x)
     x = as_torch(x).detach().cpu()

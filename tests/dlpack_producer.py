@@ -1,10 +1,10 @@
 """A hand-made DLPack producer: real capsules over NumPy memory, every corner case on demand.
 
 `Producer(array, ...)` hands out one capsule per `__dlpack__` call and counts deleter calls. It
-keeps the capsules: afterwards one that was consumed ("used_...") must have been deleted exactly
-once by its consumer, and one that was not is still the producer's own. (A capsule destructor would
-do the latter; one written in Python cannot run while an exception is set.) The structs are written
-down here from DLPack's text, independent of the library's header.
+keeps the capsules. In the end the consumer must have deleted the tensor of each consumed capsule
+("used_...") exactly once, and the tensors of the other capsules still belong to the producer.
+(Normally a capsule's destructor deletes those, but one written in Python cannot run while an
+exception is set.) The structs are written here from DLPack's text, not from the library's header.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ api.PyCapsule_GetName.restype = ctypes.c_char_p
 api.PyCapsule_GetName.argtypes = (ctypes.py_object,)
 api.PyCapsule_SetName.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
-# address of a managed tensor -> its producer and what it needs; kept by the producer after its
-# deletion, so that a second deleter call finds it and is counted
+# Address of a managed tensor -> its producer and the objects that it points to. The producer keeps
+# a deleted tensor in `dead`, so that a second deleter call still finds its producer and is counted.
 _alive: dict[int, tuple] = {}
 _owner: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-_names_in_use: list[bytes] = []  # a capsule keeps the pointer of its name, so the bytes stay
+_names_in_use: list[bytes] = []  # a capsule keeps a pointer to its name, so the bytes must live
 
 
 @DELETER
@@ -94,14 +94,14 @@ def _delete(address):
 
 
 def sizes_of(array: np.ndarray, strides=None):
-    """Its shape and strides, or those given, in elements, for a DLTensor, which points to them."""
+    """C arrays of an array's shape and of its strides, or the given ones, in elements."""
     values = strides or [s // array.itemsize for s in array.strides]
     room = ctypes.c_int64 * max(array.ndim, 1)
     return room(*array.shape), room(*values)
 
 
 def fill(tensor: DLTensor, array: np.ndarray, shape, strides) -> None:
-    """The fields of an array in host memory."""
+    """Fills the fields of a DLTensor for an array in host memory."""
     tensor.data = array.__array_interface__["data"][0]
     tensor.device_type, tensor.device_id = CPU, 0
     tensor.ndim = array.ndim
@@ -117,9 +117,9 @@ class Producer:
     versioned      hands out a versioned capsule when the caller's max_version allows it
     old_signature  `__dlpack__` does not know max_version (TypeError, as before DLPack 1.0)
     flags          of the versioned capsule, e.g. READ_ONLY
-    byte_offset    data points that many bytes before the first element
+    byte_offset    number of bytes from `data` to the first element
     null_strides   strides = NULL (compact)
-    device         (type, id); the memory is the host's all the same
+    device         (type, id) that the array claims; its memory is always the host's
     fields         DLTensor fields to overwrite, e.g. {"lanes": 2}
     version        of the versioned capsule
     """
@@ -189,32 +189,32 @@ class Producer:
         return self.consumed - self.deleted
 
     def references(self) -> list[int]:
-        """To its capsules: 3 for the list, the loop and the argument."""
+        """Reference counts of its capsules; 3 are those of the list, the loop and the argument."""
         return [sys.getrefcount(c) for c in self.capsules]
 
     def forget(self) -> None:
-        """Lets go of what was asked and of tensors that were deleted."""
+        """Drops the requests, the capsules and the deleted tensors."""
         for _, managed, *_ in self.dead:
             _owner.pop(ctypes.addressof(managed), None)
         for kept in (self.requests, self.capsules, self.dead):
             kept.clear()
 
     def assert_balanced(self) -> None:
-        if self.outstanding or set(self.references()) - {3}:  # seldom: it takes long beside torch
+        if self.outstanding or set(self.references()) - {3}:  # gc is slow when torch is loaded
             gc.collect()
         assert self.outstanding == 0, f"{self.consumed} consumed, {self.deleted} deleter calls"
         assert set(self.references()) <= {3}, f"references to the capsules: {self.references()}"
 
 
 def assert_returned(*producers: Producer) -> None:
-    """Every tensor was taken at least once, and deleted exactly as often."""
+    """The tensor of every producer was taken at least once and deleted exactly as often."""
     for producer in producers:
         producer.assert_balanced()
         assert producer.consumed >= 1, "the producer's tensor was not taken"
 
 
 class Consumed(Producer):
-    """Gives capsules that someone else has consumed before."""
+    """A producer whose capsules have already been consumed by someone else."""
 
     def capsule(self, versioned: bool):
         capsule = super().capsule(versioned)

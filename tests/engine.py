@@ -1,4 +1,4 @@
-"""The backend layer's test bench: configurations, a filled cache and one step's inputs."""
+"""What the tests of the backend layer share: a Config, filled caches, the inputs of a step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SCALE = (128 + 64) ** -0.5
 
 
 def config(sparse_mla, *, num_heads=32, fp8=True, **changes):
-    """Without a path a GPU's plan would send small prefills another way than a CPU's: it is left to
-    the plan by `path=None` alone."""
+    """A Config. On a GPU it names the path that a CPU's plan would choose, because a GPU's plan
+    chooses another one for small prefills. Only `path=None` leaves the path to the plan."""
     if device.ON_CUDA and sparse_mla is library.sparse_mla and "path" not in changes:
         least = changes.get("min_heads_for_bf16_prefill", 32)
         is_fp8 = changes.get("kv_cache_dtype", "fp8_ds_mla" if fp8 else "auto") == "fp8_ds_mla"
@@ -37,13 +37,13 @@ def config(sparse_mla, *, num_heads=32, fp8=True, **changes):
 
 
 def engine_batch(**options) -> cases.Batch:
-    """The issue's batch: 5 decodes, then 7 prefills that need 3 chunks."""
+    """The batch ENGINE_* of cases.py: 5 decodes, then 7 prefills that need 3 chunks."""
     return cases.make_batch(cases.ENGINE_QUERY_LENS, cases.ENGINE_SEQ_LENS, **options)
 
 
 @dataclass
 class Step:
-    """One layer, one step; the caches hold the same tokens, padded pages, gaps NaN."""
+    """The inputs of one layer in one step. Pages of the FP8 cache are padded with NaN."""
 
     batch: cases.Batch
     q: np.ndarray

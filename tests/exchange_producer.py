@@ -1,8 +1,8 @@
 """A hand-made framework with DLPack's exchange API, as PyTorch has it: a table of C functions on
 the type, which lend tensors for a call, share them for longer, and allocate results.
 
-It counts what it gives out. Arrays may say that they are on a device, but their memory is the
-host's. The structs are written down from DLPack's text, as those of dlpack_producer.py are.
+It counts what it gives out. Arrays may claim to be on a device, but their memory is the host's.
+The structs are written from DLPack's text, as those of dlpack_producer.py are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dlpack_producer import (
     sizes_of,
 )
 
-POISON = 0xFF  # of results' memory
+POISON = 0xFF  # byte that fills the memory of results
 
 DTYPE_OF = {pair: dtype for dtype, pair in DTYPES.items()}
 ALLOCATE = ctypes.CFUNCTYPE(
@@ -55,18 +55,18 @@ class Table(ctypes.Structure):
     )
 
 
-_shared: dict[int, tuple] = {}  # address of a managed tensor -> what it needs, until it is deleted
+_shared: dict[int, tuple] = {}  # address of a managed tensor -> its owner and struct
 
 
 class Exchanged:
-    """An array of that framework. Class attributes count, since results are made in C."""
+    """An array of this framework. The counters are class attributes: results are made in C."""
 
     lent = 0
     shared = 0  # tensors given out with a deleter
     deleted = 0
-    allocated = 0  # results, whose memory is that of an array
-    streams: ClassVar = []  # the current ones, as they were asked for: (device type, id)
-    stream: ClassVar = 0  # the current one's handle; None: the question fails
+    allocated = 0  # results that the table's `allocate` made
+    streams: ClassVar = []  # devices whose stream was asked for: (type, id)
+    stream: ClassVar = 0  # handle of the current stream; None: the query fails
 
     def __init__(self, array: np.ndarray, *, is_read_only=False, place=(CPU, 0)) -> None:
         self.array = array
@@ -85,7 +85,7 @@ class Exchanged:
 
 @DELETER
 def _delete(address):
-    owner, _ = _shared.pop(address)  # a second time is an error that pytest reports
+    owner, _ = _shared.pop(address)  # a second deletion is an error that pytest reports
     owner.outstanding -= 1
     Exchanged.deleted += 1
 
@@ -153,13 +153,13 @@ Exchanged.__dlpack_c_exchange_api__ = api.PyCapsule_New(ctypes.addressof(TABLE),
 
 
 class LikeTorch(Exchanged):
-    """One whose package is known: its arrays are never read-only."""
+    """An array of a package whose arrays the library knows to be always writable."""
 
     __module__ = "torch.of_these_tests"
 
 
 class NoLoans:
-    """While it lasts the table has no function that lends: every tensor is shared."""
+    """A context in which the table has no function that lends, so every tensor is shared."""
 
     def __enter__(self) -> None:
         TABLE.lend = LEND()
@@ -169,7 +169,7 @@ class NoLoans:
 
 
 class NoMemory:
-    """While it lasts results come from another allocator, a function of C that fails."""
+    """A context in which results come from another allocator, a C function that fails."""
 
     def __init__(self, allocator) -> None:
         self.allocator = ctypes.cast(allocator, ALLOCATE)

@@ -1,8 +1,8 @@
 """The package on GPUs made of plain memory: tests/c/fake_cuda/gpu.c under the host files of
 csrc/cuda, and frameworks whose arrays say that they are on a GPU.
 
-`load()` gives a package of its own, beside the one that is imported. Work is over when it is
-started, but events say otherwise while the GPU is busy.
+`load()` gives a second package, besides the one that is imported. All work is done when a call
+returns, but events do not say so while the GPU is set to busy.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dlpack_producer import CUDA, Producer
 import sparse_mla
 
 BUILD = Path(__file__).parents[1] / "build" / sparse_mla.build_info()["flags"]
-EXTENSION = BUILD / "tests" / "fake_gpu.so"  # made with the C tests
-OUT_OF_MEMORY, UNKNOWN_ERROR = 2, 999  # of CUDA
+EXTENSION = BUILD / "tests" / "fake_gpu.so"  # built with the C tests
+OUT_OF_MEMORY, UNKNOWN_ERROR = 2, 999  # CUDA's codes
 
 
 def load() -> ModuleType:
-    """A new package on the fake GPUs."""
+    """Imports a second copy of the package, on the fake GPUs."""
     if not EXTENSION.exists():
         pytest.skip("the C tests are not built: make test-c")
     names = [name for name in sys.modules if name.split(".")[0] == "sparse_mla"]
@@ -44,14 +44,14 @@ def load() -> ModuleType:
 
 
 class Driver:
-    """What the GPUs have been told, and what they answer."""
+    """Controls the fake GPUs, and reports the calls that they got."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(str(EXTENSION))
         for name in ("new_stream", "followed", "launch_stream"):
             getattr(self.library, f"fake_gpu_{name}").restype = ctypes.c_void_p
         self.library.fake_gpu_calls.restype = ctypes.c_char_p
-        self.names: list[bytes] = []  # of calls that fail; C keeps the pointer
+        self.names: list[bytes] = []  # of calls that fail; C points to them
 
     def ask(self, name: str, *arguments):
         return getattr(self.library, f"fake_gpu_{name}")(*arguments)
@@ -67,7 +67,7 @@ class Driver:
         self.ask("set_busy", is_busy)
 
     def finish(self) -> None:
-        """All work is over, and what comes next is as soon as it is started."""
+        """Ends all work; later work ends as soon as it is started."""
         self.set_busy(False)
         self.ask("finish")
 
@@ -75,12 +75,12 @@ class Driver:
         self.ask("capture", ctypes.c_void_p(stream), is_capturing)
 
     def fail(self, call: str | None, num_good=0, code=UNKNOWN_ERROR, keeps=False) -> None:
-        """One call fails after that many good ones, or all from then on. None: of any name."""
+        """Lets `call` (None: any) fail after `num_good` good ones, once or, if `keeps`, always."""
         self.names.append(call.encode() if call else b"")
         self.ask("fail", self.names[-1] or None, num_good, code, keeps)
 
     def allocator(self, has_words: bool):
-        """Of an exchange API: it fails."""
+        """An allocator for an exchange API. It fails, with or without an error text."""
         return getattr(self.library, "fake_gpu_refuse" if has_words else "fake_gpu_refuse_silently")
 
     def followed(self, stream: int) -> int | None:
@@ -94,7 +94,7 @@ class Driver:
 
     @property
     def num_events(self) -> int:
-        """Alive, since the reset."""
+        """Events that are alive, less those that were alive at the reset."""
         return self.ask("num_events") - self.events_before
 
     @property
@@ -106,7 +106,7 @@ class Driver:
         return self.ask("num_failures")
 
     def calls(self) -> list[str]:
-        """CUDA's, since the last look."""
+        """Names of the CUDA calls since the last call of this method."""
         calls = self.ask("calls").decode().replace("~", "").split()
         self.ask("forget_calls")
         return calls
@@ -116,7 +116,7 @@ class Driver:
 
 
 def on_gpu(x: np.ndarray, device_id: int = 0, **options) -> Producer:
-    """An array of a framework that is not known."""
+    """An array of a framework that the library does not know."""
     return Producer(x, device=(CUDA, device_id), **options)
 
 
@@ -143,7 +143,7 @@ class LikeJax(Producer):
 
 
 class LikePythonJax(LikeJax):
-    """One whose type is not compiled, so that it could be a tracer."""
+    """An array of JAX whose type is not compiled, so that it could be a tracer."""
 
     __module__ = "jax.of_these_tests"
 
@@ -165,7 +165,7 @@ class CupyArray:
 
 
 class Cupy(ModuleType):
-    """As much of the package as the extension asks for."""
+    """The part of the package `cupy` that the extension uses."""
 
     ndarray = CupyArray
 

@@ -1,6 +1,6 @@
-"""What the GPU's own tests share: inputs on the device, late inputs, captured graphs.
+"""What the GPU tests share: inputs on the device, inputs that arrive late, captured graphs.
 
-Only test_gpu_*.py import this; they are collected with SMLA_DEVICE=cuda.
+Only test_gpu_*.py import this; they are collected only with SMLA_DEVICE=cuda.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ TORCH = find_framework("torch", "cuda")
 torch = TORCH.module
 put, get = TORCH.put, TORCH.get
 
-DELAY_CYCLES = 100_000_000  # of torch.cuda._sleep: some 50 ms, far longer than any call takes
-RESULTS = ("out", "lse", "max_logits")  # keywords that take the caller's arrays
+DELAY_CYCLES = 100_000_000  # for torch.cuda._sleep: about 50 ms, far longer than any call
+RESULTS = ("out", "lse", "max_logits")  # keywords for the caller's arrays
 
 
 def as_tuple(x) -> tuple:
@@ -26,12 +26,12 @@ def as_tuple(x) -> tuple:
 
 
 def values(results) -> list[np.ndarray]:
-    """Of the results of a call, whichever framework they are in."""
+    """The results of a call in NumPy, whichever framework they are in."""
     return [device.host(x) for x in as_tuple(results)]
 
 
 def assert_same_values(got, want, what: str = "") -> None:
-    """Bit for bit; e4m3 may come as bytes, from a framework that does not know it."""
+    """Compares bit for bit. e4m3 may be uint8, from a framework without that type."""
     for i, pair in enumerate(zip(got, want, strict=True)):
         x, y = (x.view(np.uint8) if x.dtype == ref.E4M3 else x for x in pair)
         assert_same_bits(x, y, f"{what} result {i}")
@@ -41,7 +41,7 @@ def assert_same_values(got, want, what: str = "") -> None:
 
 
 def split_attention() -> cases.Call:
-    """Attention whose rows are cut into ranges and combined: two launches and a workspace."""
+    """Attention whose lists are split and combined: two launches and a workspace."""
     rng = np.random.default_rng(9)
     args = {
         "q": cases.random_bf16(rng, 3, 24, 576),
@@ -63,7 +63,7 @@ CALLS = {**cases.GOOD_CALLS, "sparse_attention in 5 splits": split_attention}
 
 
 def moved(call: cases.Call, framework=TORCH, *, keep_results=False) -> cases.Call:
-    """The call with its arrays in a framework; without arrays for results where it can do so."""
+    """The call with its arrays in a framework; arrays for results are dropped if they can be."""
     if not keep_results and call.op != "gather_kv_cache":
         for name in RESULTS:
             call.kwargs.pop(name, None)
@@ -81,14 +81,14 @@ def inputs(call: cases.Call) -> dict:
 
 
 def outcome(call: cases.Call) -> list[np.ndarray]:
-    """The values of an eager run on the GPU, of a fresh copy of the call's arrays."""
+    """Runs the call eagerly on the GPU; returns its results in NumPy."""
     results = call.run(sparse_mla)
-    torch.cuda.synchronize()  # the call may have a stream of its own
+    torch.cuda.synchronize()  # the call may use another stream
     return values(results)
 
 
 def turned(call: cases.Call, by: int) -> cases.Call:
-    """The call with other values: what is no index is rolled along its first dimension."""
+    """The call with other values: arrays of floats and bytes are rolled along dimension 0."""
     for name, x in inputs(call).items():
         if x.dtype not in (np.int32, np.int64):
             call.set(name, np.roll(x, by, 0))
@@ -99,16 +99,16 @@ def turned(call: cases.Call, by: int) -> cases.Call:
 
 
 def delay(stream=None, *, times: int = 1) -> None:
-    """Nothing that is put on the stream from now on runs for some 50 ms, or several times that."""
+    """Delays all later work of the stream (None: the current one) by `times` times 50 ms."""
     with torch.cuda.stream(stream or torch.cuda.current_stream()):
         for _ in range(times):
             torch.cuda._sleep(DELAY_CYCLES)
 
 
 def come_late(call: cases.Call, stream) -> cases.Call:
-    """The call on arrays of zeros; the real values come on `stream`, after a delay.
+    """The call on arrays of zeros, which `stream` overwrites with the real values after a delay.
 
-    Work on any other stream finds zeros.
+    Work that does not wait for `stream` reads zeros.
     """
     real = inputs(call)
     late = {name: torch.zeros_like(x) for name, x in real.items()}
@@ -130,11 +130,11 @@ def is_busy(stream) -> bool:
 
 
 def capture(run):
-    """-> a graph of what `run` puts on the current stream, and what it returned."""
+    """Returns a graph of the work that `run` puts on the current stream, and its results."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        run()  # first uses of kernels and libraries are no part of the graph
+        run()  # keeps the first use of kernels and libraries out of the graph
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -18,7 +18,7 @@ import reference as ref
 
 RED_ZONE_BYTES = 256
 RED = 0x5C
-NO_NAN = 0x7F  # poison: floats of this byte are 3.4e38, which no result comes near
+NO_NAN = 0x7F  # poison that is no NaN: floats of this byte are 3.4e38, far above any result
 
 
 # --- frameworks ----------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ class Framework:
 
 
 class Torch(Framework):
-    """On the CPU its tensors share NumPy's memory."""
+    """PyTorch. On the CPU its tensors share NumPy's memory."""
 
     name = "torch"
     carriers = (("bfloat16", ref.BF16, np.int16), ("float8_e4m3fn", ref.E4M3, np.uint8))
@@ -99,7 +99,7 @@ class Jax(Framework):
 
 
 class Cupy(Framework):
-    """On GPUs alone. It knows bf16, but not e4m3: such arrays are bytes there."""
+    """CuPy, on GPUs only. It has no e4m3, so arrays of e4m3 become arrays of bytes."""
 
     name = "cupy"
     shares_memory = False
@@ -125,7 +125,7 @@ class Cupy(Framework):
 
 
 class Transformers(Torch):
-    """Models on torch's tensors."""
+    """Transformers, whose models take torch's tensors."""
 
     name = "transformers"
 
@@ -150,13 +150,13 @@ def with_marks(*names: str) -> list:
     ]
 
 
-ALL_FRAMEWORKS = with_marks("numpy", "torch", "jax")  # of the CPU
+ALL_FRAMEWORKS = with_marks("numpy", "torch", "jax")  # on the CPU
 GPU_FRAMEWORKS = with_marks("torch", "cupy", "jax")
 IMPORT_ERRORS: dict[str, str] = {}
 
 
 def find_framework(name: str, *place: str) -> Framework:
-    """The framework, or a skip with the reason; conftest turns it into a failure on request."""
+    """The framework, or a skip with the reason. With SMLA_REQUIRE a skip fails the session."""
     if name not in IMPORT_ERRORS:
         try:
             return FRAMEWORKS[name](*place)
@@ -169,7 +169,7 @@ def find_framework(name: str, *place: str) -> Framework:
 
 
 def run_python(*arguments, stdout=subprocess.PIPE, **environment):
-    """Another Python, with the package that these tests import."""
+    """Runs another Python, which imports the same package as these tests."""
     root = Path(importlib.import_module("sparse_mla").__file__).parents[1]
     folders = [str(root), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, folders)), **environment}
@@ -184,13 +184,13 @@ def run_python(*arguments, stdout=subprocess.PIPE, **environment):
 
 
 def printed_by_python(*arguments, **environment) -> str:
-    """What another Python prints, which has to end well."""
+    """What another Python prints; it has to exit with status 0."""
     run = run_python(*arguments, **environment)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 
 
-# In front of a script for another Python: finds the modules of these tests.
+# Put in front of another Python's script, this lets it import the modules of these tests.
 BESIDE_TESTS = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
 
 
@@ -198,11 +198,11 @@ BESIDE_TESTS = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\
 
 
 class Guarded:
-    """An output buffer between two red zones, poisoned: NaN for floats, 0xA5 bytes for integers,
-    or another byte.
+    """An output buffer between two red zones, filled with poison: NaN for floats, 0xA5 bytes for
+    integers, or the byte `poison`.
 
-    With `row_gap` the rows of the first dimension are that many elements apart from each other;
-    the gaps are red too.
+    `row_gap` is the number of elements between two rows of the first dimension; the gaps are red
+    zones, too.
     """
 
     def __init__(self, shape, dtype, *, row_gap=0, align=64, poison: int | None = None) -> None:
@@ -228,7 +228,7 @@ class Guarded:
             self.array[...] = flat[0]
 
     def check(self, *, written: bool = True) -> np.ndarray:
-        """Red zones intact; with `written`, no element is still poison."""
+        """Checks that red zones are intact and, with `written`, that no element is still poison."""
         assert (self.storage[self.outside] == RED).all(), "a write outside the output"
         if written and self.array.size:
             data = np.ascontiguousarray(self.array)
@@ -276,7 +276,7 @@ def guarded_attention(
 ):
     """Runs a case with guarded outputs; -> {"out", "lse", "max_logits"} as NumPy arrays.
 
-    Results that may be NaN need a `poison` that is not: NO_NAN.
+    Results that may be NaN need a `poison` that is not NaN: NO_NAN.
     """
     shapes = {"out": ((*case.shape, 512), ref.BF16), "lse": (case.shape, np.float32)}
     if max_logits:
@@ -291,14 +291,14 @@ def guarded_attention(
 
 
 def assert_within_bounds(want: ref.Attention, got: dict, **tolerance) -> dict[str, float]:
-    """The bounds of the session's device, or those of `tolerance`."""
+    """Checks `got` against the bounds of the session's device, or those of `tolerance`."""
     ratios = ref.attention_ratios(want, **got, **(device.BOUNDS | tolerance))
     assert max(ratios.values()) <= 1, f"|err| / bound: {ratios}"
     return ratios
 
 
 def assert_right_again(op, case, want: ref.Attention, got: dict) -> None:
-    """A second call has the bits of `got`; one without max_logits is within the bounds, too."""
+    """A second call gives the bits of `got`; a call without max_logits is within the bounds."""
     for name, x in guarded_attention(op, case).items():
         assert_same_bits(x, got[name], f"{name} of the second run")
     assert_within_bounds(want, guarded_attention(op, case, max_logits=False))
@@ -323,7 +323,7 @@ if hasattr(libc, "mallinfo2"):  # glibc 2.33
 
 
 def malloc_bytes() -> int:
-    """What the C library has given out; 0 where it does not count."""
+    """Bytes that the C library has allocated; 0 where it does not count them."""
     if not hasattr(libc, "mallinfo2"):
         return 0
     info = libc.mallinfo2()
@@ -331,8 +331,8 @@ def malloc_bytes() -> int:
 
 
 def assert_keeps_nothing(run, *expected, calls=200) -> None:
-    """Blocks of Python's allocator and bytes of malloc's, over many calls. A leak grows with every
-    round of them, what others need in between does not."""
+    """Counts blocks of Python's allocator and bytes of malloc's over rounds of many calls. A leak
+    grows in every round; what other code allocates in between does not."""
     found = []
     for _ in range(40):
         blocks, num_bytes = sys.getallocatedblocks(), malloc_bytes()
@@ -349,7 +349,7 @@ def assert_keeps_nothing(run, *expected, calls=200) -> None:
 
 
 def assert_error_text(error: BaseException, op: str, arguments) -> None:
-    """``op: `argument` must RULE, got ACTUAL`` with one of the argument names."""
+    """The text is ``op: `argument` must RULE, got ACTUAL``, with one of the argument names."""
     names = "|".join(re.escape(n) for n in arguments)
     pattern = rf"^{re.escape(op)}: `({names})` must .+, got .+"
     text = str(error)
@@ -360,7 +360,7 @@ def assert_error_text(error: BaseException, op: str, arguments) -> None:
 
 
 def run_examples(page: str, word: str) -> None:
-    """Runs the Python blocks of a page below docs/ that mention a word."""
+    """Runs those Python blocks of a page below docs/ that contain `word`."""
     text = (Path(__file__).parents[1] / "docs" / page).read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     chosen = [block for block in blocks if word in block]

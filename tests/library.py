@@ -1,8 +1,8 @@
-"""The library as the operators' tests call it: NumPy arrays in, on the session's device.
+"""The library as the operators' tests call it: on NumPy arrays, and on the session's device.
 
-On the CPU `sparse_mla` here is the package itself. On CUDA each call moves its arrays to the GPU
-and back, failed or not (device.py). Operators that are exact to the byte are compared with the CPU
-backend on the way.
+On the CPU the name `sparse_mla` of this module is the package itself. On CUDA it is a Library,
+whose calls move their arrays to the GPU and back, even if they fail (device.py). Results of
+operators that are exact to the byte are also compared with those of the CPU backend.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sparse_mla as package
 
 
 class Operator:
-    """One of the package's functions, its arrays moved."""
+    """One of the package's functions, which gets its arrays on the device."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -41,7 +41,7 @@ class Operator:
         return results
 
     def compare(self, journey, results, twin, twin_args) -> None:
-        """The CPU backend gives the same bytes, where it does not refuse the values."""
+        """Checks that the CPU backend gives the same bytes, unless it refuses the values."""
         try:
             want = self.function(*twin_args[0], **twin_args[1])
         except ValueError:
@@ -52,7 +52,7 @@ class Operator:
             assert same_but_for_nan(x, np.asarray(y)), f"{self.name}: not what the CPU gives"
         for place, (_, memory, _) in journey.copies.items():
             after = twin.copies[place][2].read()
-            if self.name != "gather_kv_cache":  # whose results were compared, NaN for NaN
+            if self.name != "gather_kv_cache":  # compared above, any NaN equal to any NaN
                 assert np.array_equal(memory, after), f"{self.name}: memory unlike the CPU's"
 
 
@@ -67,7 +67,7 @@ EXACT = (
 
 
 def is_decided(name, args) -> bool:
-    """Not so where two tokens are written to one slot: either may win."""
+    """Whether the result is unique. It is not if two tokens go to one slot: either may win."""
     if name != "concat_and_cache_mla":
         return True
     slots = np.asarray(args[3])
@@ -89,7 +89,7 @@ def same_but_for_nan(x: np.ndarray, y: np.ndarray) -> bool:
 
 
 class MetadataBuilder:
-    """The package's, with the workspace and each step's device arrays moved."""
+    """The package's MetadataBuilder, with the workspace and each step's arrays on the device."""
 
     arrays = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
 
@@ -109,7 +109,7 @@ steps: WeakKeyDictionary = WeakKeyDictionary()
 
 
 class SparseMLA:
-    """The package's, with its weights and every forward's arrays moved."""
+    """The package's SparseMLA, with its weights and the arrays of its calls on the device."""
 
     def __init__(self, config, *, kv_b_proj=None, weight_scale_inv=None) -> None:
         kept = Journey()
@@ -145,7 +145,7 @@ class SparseMLA:
 
 
 class Library:
-    """The package, where what takes arrays moves them."""
+    """The package; its functions and classes that take arrays are replaced by those above."""
 
     operators = (*EXACT, "sparse_attention", "merge_attn_states", "k_up_proj", "v_up_proj")
 
@@ -161,7 +161,7 @@ sparse_mla = package if DEVICE == "cpu" else Library()
 
 
 def refers_to(metadata, got, x: np.ndarray) -> bool:
-    """Whether `got`, an array of `metadata`, is on the memory that the caller's `x` went to."""
+    """Whether `got`, an array of `metadata`, lies in the memory of `x` or of its device copy."""
     if DEVICE == "cpu":
         return np.shares_memory(got, x)
     theirs = steps[metadata].moved[id(x)][1]

@@ -1,7 +1,7 @@
-"""Attention as engines send it, drawn from a seed: sizes, formats, values, lists; and its checks.
+"""Random cases of attention, and their checks. A seed decides sizes, formats, values and lists.
 
-`draw` has the parameters of a case in a form to read, `make` its arrays, `check` runs it. What is
-drawn often is what engines send: compact queries, whole pages, logits of a normal distribution.
+`draw` returns the parameters of a case, `make` its arrays, and `check` runs it. What engines send
+is drawn most often: compact queries, whole pages, logits of a normal distribution.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from cases import INT32_MAX, INT32_MIN, AttentionInputs
 from helpers import NO_NAN, assert_same_bits, assert_within_bounds, guarded_attention
 from library import sparse_mla
 
-POOL = 2048  # rows and queries that all cases choose from
+POOL = 2048  # number of rows, and of queries, that the cases choose from
 MANY_TOKENS = (130, 301)  # more works than a GPU has CTAs
 MANY_TOKENS_SHARE = 0.03
-MAX_KEYS = 4096  # of all tokens, where they are few
+MAX_KEYS = 4096  # of all tokens of a case, if they are few
 MAX_JUDGED = 12  # tokens of a case that the reference computes
 MAX_LATE_KEYS = 32
 LATE_NATS = (9, 20)
 FIRST_LATE = 128
-CHANGED_SHARE = 0.02  # of the slots, for each factor
+CHANGED_SHARE = 0.02  # share of the slots that each factor changes
 ODD_LENGTHS_SHARE = 0.1
-# Of a row's bytes; a bf16 row has two values where an FP8 row has its first scale.
+# Slices of a row's bytes. "scale" is the first scale of an FP8 row, and two values of a bf16 row.
 NAN_BYTES = {
     "value": slice(0, 4),
     "scale": slice(512, 516),
@@ -37,15 +37,15 @@ NAN_BYTES = {
 
 @dataclass(frozen=True)
 class ListDraw:
-    """A cache and the list of its keys."""
+    """Parameters of a cache and of the index lists over it."""
 
     fmt: str
     topk: int
     block_size: int
     layout: str
-    data: str  # as cases.make_rows knows it
-    factors: tuple  # of some rows
-    keys: str | None  # a row of cases.KEYS, None: every token has one of its own
+    data: str  # an argument of cases.make_rows
+    factors: tuple  # each multiplies some of the rows
+    keys: str | None  # a name of cases.KEYS; None: the tokens have different ones
     duplicates: bool
     has_length: bool
 
@@ -61,10 +61,10 @@ class Draw:
     main: ListDraw
     extra: ListDraw | None
     late_keys: int
-    nan: str | None  # what is NaN in one row of one token, of NAN_BYTES
+    nan: str | None  # a name of NAN_BYTES: what is NaN in one key of one token
     sink: bool
     num_splits: int
-    block_tables: bool  # main's indices come from positions, through tables with bad pages
+    block_tables: bool  # main's indices come from positions, by way of tables with bad pages
     row_gap: int
     max_logits: bool
     again: bool
@@ -139,7 +139,7 @@ def query_pool() -> np.ndarray:
 
 
 class List:
-    """A cache's rows and the list of its keys; the slots of `spare` are in no list yet."""
+    """The rows of a cache and the index lists over it. No list has the slots of `spare` yet."""
 
     def __init__(self, rng, drawn: ListDraw, num_tokens: int) -> None:
         self.drawn = drawn
@@ -157,7 +157,7 @@ class List:
             num_used = 1 + num_used // 16
         names = [drawn.keys or [*cases.KEYS][i] for i in rng.integers(0, len(cases.KEYS), 16)]
         self.indices = np.empty((num_tokens, drawn.topk), np.int32)
-        for i, keys in enumerate(names):  # every sixteenth token
+        for i, keys in enumerate(names):  # token i and every sixteenth token after it
             part = self.indices[i::16]
             part[...] = cases.make_indices_with_holes(rng, *part.shape, num_used, keys)
         is_key = (self.indices >= 0) & (self.indices < num_used)
@@ -177,13 +177,13 @@ class List:
         return np.flatnonzero(is_key)
 
     def put_row(self, token: int, column: int, row: np.ndarray) -> None:
-        """This entry selects the row, and no other entry does."""
+        """Makes this entry of a list select `row`, in a slot that no other entry selects."""
         slot = self.spare.pop()
         self.rows[slot] = row
         self.indices[token, column] = slot
 
     def add_late_keys(self, rng, q: np.ndarray, scale: float, count: int) -> None:
-        """Keys that weigh e^9 to e^20 times as much as the list's others, for one head each."""
+        """Changes keys so that each weighs e^9 to e^20 times as much as any other, for one head."""
         for pair in rng.permutation(q.shape[0] * q.shape[1])[:count]:
             token, head = divmod(int(pair), q.shape[1])
             columns = self.key_columns(token)
@@ -199,7 +199,7 @@ class List:
             self.put_row(token, column, cases.encode_keys(key[None], self.drawn.fmt)[0])
 
     def add_nan(self, rng, token: int, what: str) -> bool:
-        """-> whether the token had a key that could be NaN."""
+        """Makes NAN_BYTES[what] of one of the token's keys NaN. False if the token has no key."""
         columns = self.key_columns(token)
         if not len(columns):
             return False
@@ -219,7 +219,7 @@ class List:
 
 
 def make(drawn: Draw) -> tuple[AttentionInputs, int | None]:
-    """-> the inputs, and the token whose results are NaN."""
+    """Returns the inputs, and the token whose results must be NaN, or None."""
     rng = np.random.default_rng([drawn.seed, 1])
     shape = (drawn.num_tokens, drawn.num_heads)
     q = query_pool()[rng.integers(0, POOL, shape)]
@@ -244,7 +244,7 @@ def make(drawn: Draw) -> tuple[AttentionInputs, int | None]:
 def through_block_tables(rng, indices: np.ndarray, num_slots: int, block_size: int) -> np.ndarray:
     """The same keys, as the library finds them from positions of three requests.
 
-    What is no key is a position below 0, past the table or on a page that is bad.
+    An entry that is no key becomes a position below 0, past the table or on a bad page.
     """
     bad_pages = [-1, INT32_MIN, num_slots // block_size, INT32_MAX]
     num_pages = num_slots // block_size
@@ -269,8 +269,8 @@ def through_block_tables(rng, indices: np.ndarray, num_slots: int, block_size: i
 
 
 def check(drawn: Draw) -> None:
-    """Within the bounds where a row is judged, NaN where it must be and nowhere else; for some
-    cases the same bits again, and for a token alone."""
+    """Judged tokens are within the bounds, and NaN is where it must be and nowhere else. Some cases
+    also give the same bits in a second call, and for a token alone."""
     case, nan_token = make(drawn)
     rng = np.random.default_rng([drawn.seed, 2])
     if drawn.block_tables:
@@ -302,7 +302,7 @@ def check(drawn: Draw) -> None:
 
 
 def failure_of(seed: int) -> str | None:
-    """What is wrong with the case of a seed, all of whose parameters are named, or None."""
+    """Runs the case of a seed. Returns its error with all of its parameters, or None."""
     drawn = draw(seed)
     try:
         check(drawn)

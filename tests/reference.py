@@ -1,11 +1,11 @@
 """The fp64 NumPy reference: every operator of the contract, straight from its formula.
 
-Shares nothing with csrc. bf16 and e4m3 are decoded and encoded here by bit arithmetic; ml_dtypes
+It shares nothing with csrc. bf16 and e4m3 are decoded and encoded here by bit arithmetic; ml_dtypes
 only names the dtype of arrays that hold such bits. Planning (splits, chunks, metadata) is in
 `reference_plan.py`, inputs are in `cases.py`.
 
 Shapes use the contract's letters: T tokens, H heads, K indices per token, R requests, W pages per
-request, D = 576 values of a cached token, V = 512 of them the value.
+request, D = 576 values of a key, of which the first V = 512 are its value.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def quantize_rows(kv_c: np.ndarray, k_pe: np.ndarray) -> np.ndarray:
 
 
 def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping) -> None:
-    """Writes one token per entry of slot_mapping into kv_cache (any layout); slot < 0 skipped."""
+    """Writes one token per entry of slot_mapping into kv_cache (any layout); skips slots < 0."""
     n = len(slot_mapping)
     latent, rope = to_bf16_bits(kv_c[:n]), to_bf16_bits(k_pe[:n])
     if is_fp8(kv_cache):
@@ -217,7 +217,7 @@ def convert_req_index_to_global_index(
         if len(prefill_workspace_starts):
             start = np.asarray(prefill_workspace_starts, np.int64)[np.maximum(request, 0)]
             out = np.where((request >= 0) & (out >= 0), start + tok, out)
-    out = np.where(out > 2**31 - 1, -1, out).astype(np.int32)  # no int32 names such a slot
+    out = np.where(out > 2**31 - 1, -1, out).astype(np.int32)  # such a slot does not fit int32
     return out, (out >= 0).sum(1, dtype=np.int32)
 
 
@@ -226,7 +226,7 @@ def convert_req_index_to_global_index(
 
 @dataclass
 class Attention:
-    """fp64 results and the sums that the accuracy bounds are made of; arrays are [T, H(, 512)]."""
+    """fp64 results and the sums of which the accuracy bounds consist; arrays are [T, H(, 512)]."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -234,7 +234,7 @@ class Attention:
     p_abs_v: np.ndarray  # sum_j p_j |v_j|, p with the sink factor        [T, H, 512]
     logit_abs: np.ndarray  # A = max_j sum_d scale |q_d k_jd|             [T, H]
     nope_abs: np.ndarray  # max_j sum_{d < 512} scale |q_d k_jd|          [T, H]
-    f16_scale: np.ndarray  # what 2^-11 multiplies in epsilon             [T, H]
+    f16_scale: np.ndarray  # factor of 2^-11 in the logit error           [T, H]
 
     def lse_tolerance(self, *, units=16, f16_scales=False, gathered=False) -> np.ndarray:
         """E of the contract plus 1e-6. units: 16 on the CPU, 32 on CUDA tensor cores."""
@@ -269,7 +269,7 @@ def join_q(q) -> np.ndarray:
 
 
 def chosen_slots(indices, topk_length, kv, t) -> np.ndarray:
-    """J of token t: the indices inside the cache and before topk_length, in order."""
+    """The list J of token t: its indices inside the cache and before topk_length, in order."""
     row = np.asarray(indices[t], np.int64)
     keep = (row >= 0) & (row < num_slots(kv))
     if topk_length is not None:
@@ -360,7 +360,7 @@ def worst_ratio(got: np.ndarray, want: np.ndarray, tolerance: np.ndarray) -> flo
 def attention_ratios(ref: Attention, out, lse, max_logits=None, **tolerance) -> dict[str, float]:
     """Worst |err| / bound of each result; at most 1 is inside the contract.
 
-    Rows without any key must be exactly 0 and -inf: their tolerance is 0 there.
+    Tokens without any key must give exactly 0 and -inf, so the tolerance of their out is 0.
     """
     empty = np.isneginf(ref.lse)
     out_tolerance = np.where(empty[..., None], 0, ref.out_tolerance(**tolerance))

@@ -1,6 +1,6 @@
 """Reference of the planning half: splits, chunks, the builder's metadata, the forward paths.
 
-Plain Python integers and NumPy, from the contract's numbered list; the numeric half is
+It follows the contract's numbered list in plain Python integers and NumPy. The numeric half is
 `reference.py`.
 """
 
@@ -15,7 +15,7 @@ import reference as ref
 def split_decodes_and_prefills(
     query_start_loc, num_actual_tokens, *, decode_threshold=1, require_uniform=False
 ) -> tuple[int, int, int, int]:
-    """Leading requests of length <= threshold are decodes (all alike when require_uniform)."""
+    """Leading requests of length <= threshold are decodes (of one length if require_uniform)."""
     lens = [int(n) for n in np.diff(np.asarray(query_start_loc, np.int64))]
     if int(query_start_loc[0]) != 0 or min(lens, default=0) < 0:
         raise ValueError("query_start_loc must start at 0 and never decrease")
@@ -128,7 +128,7 @@ def _plan_prefills(plan, batch, start, first, workspace_tokens) -> None:
 
 
 def forward(plan: Plan, q, kv, topk_indices, batch, *, softmax_scale, attn_sink=None):
-    """One layer, one step. Path separate attends to the gathered bf16 rows, as its judge must."""
+    """One layer of a step. Path separate attends to the gathered bf16 rows, as the library does."""
     tokens = batch.num_actual_tokens
     q = tuple(x[:tokens] for x in q) if isinstance(q, tuple) else q[:tokens]
     indices, _ = ref.convert_req_index_to_global_index(
@@ -154,6 +154,6 @@ def forward(plan: Plan, q, kv, topk_indices, batch, *, softmax_scale, attn_sink=
             kv, chunk.block_table, chunk.seq_lens, chunk.workspace_starts, workspace
         )
         parts.append(attend(workspace.view(ref.BF16), chunk.tokens_slice))
-    padding = slice(plan.chunks[-1].tokens_slice.stop, tokens)  # of no request, their indices -1
+    padding = slice(plan.chunks[-1].tokens_slice.stop, tokens)  # no request, indices are -1
     parts.append(attend(kv, padding))
     return ref.Attention.join(parts)

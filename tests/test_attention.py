@@ -30,7 +30,7 @@ def assert_same_results(a: dict, b: dict, what="") -> None:
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_case(name):
-    """Within the bounds, every element written, nothing outside, twice the same bits."""
+    """Results are within the bounds, fill their arrays and nothing else, and repeat every bit."""
     case = ATTENTION[name].make()
     got = guarded_attention(attend, case)
     assert_within_bounds(case.reference(), got)
@@ -54,7 +54,7 @@ def test_every_split_count(num_splits):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_inputs(seed):
-    """On GPUs test_gpu_random.py has more of them."""
+    """test_gpu_random.py runs more of these cases on GPUs."""
     assert random_cases.failure_of(seed) is None
 
 
@@ -66,10 +66,10 @@ def test_offsets_past_32_bits(name):
 
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_a_cache_past_2_gib_is_read_in_place(fmt):
-    """Rows beyond byte 2^31 (and row numbers whose int32 product would wrap) of a real buffer.
+    """Rows beyond byte 2^31 of a real buffer, whose offsets would wrap as an int32 product.
 
-    The pages are zero pages of the kernel until written: little memory is used. On the CPU always;
-    test_gpu_memory.py has the GPU's.
+    Its pages are the kernel's zero pages until they are written, so it takes little memory. This
+    test always runs on the CPU; test_gpu_memory.py has the GPU's.
     """
     rows = cases.make_rows(np.random.default_rng(1), 2, fmt)
     count = 2**31 // rows[0].nbytes + 3
@@ -84,7 +84,7 @@ def test_a_cache_past_2_gib_is_read_in_place(fmt):
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 @pytest.mark.parametrize("K", [128, 2048])
 def test_the_peer_s_tolerance_on_the_peer_s_data(fmt, K):
-    """q, k ~ N(0,1)/10, power-of-two scales: the tighter statement of the contract."""
+    """The contract's tighter bounds, which hold for q, k ~ N(0,1)/10 and power-of-two scales."""
     rng = np.random.default_rng(2)
     case = AttentionCase(2, 64, K, fmt=fmt, pages=40, data="pow2", indices="ordered").make()
     bits = ref.bf16_encode((rng.normal(0, 1, (40 * 64, 576)) / 10).astype(np.float32))
@@ -129,7 +129,7 @@ def test_empty_cache():
 
 
 def test_sink_extremes():
-    """-inf has no effect at all, +inf gives zero, lse never moves."""
+    """A sink of -inf has no effect at all, +inf gives out = 0, and lse does not depend on sinks."""
     case = AttentionCase(2, 6, 70).make()
     plain = guarded_attention(attend, case)
     case.options["attn_sink"] = np.full(6, -np.inf, np.float32)
@@ -143,11 +143,11 @@ def test_sink_extremes():
 
 
 def test_duplicates_count():
-    """The same token n times: lse rises by ln n, out stays the token's value."""
+    """The same key n times: lse rises by ln n, and out stays the key's value."""
     case = AttentionCase(1, 4, 8).make()
     case.indices[...] = ref.chosen_slots(case.indices, None, case.kv, 0)[0]
     assert_within_bounds(case.reference(), got := guarded_attention(attend, case))
-    case.indices[0, 2:] = -1  # not one: it is no row like others (test_one_key_is_its_value)
+    case.indices[0, 2:] = -1  # two keys: a single one is special (test_one_key_is_its_value)
     pair = guarded_attention(attend, case)
     assert np.allclose(got["lse"] - pair["lse"], np.log(4), rtol=0, atol=1e-5)
 
@@ -162,14 +162,14 @@ def spoil_rope_of_query(case) -> None:
 
 
 def spoil_key(case, *columns) -> None:
-    """One that token 2 alone has, in these columns."""
+    """Makes a key NaN that only token 2 selects, in these columns."""
     case.indices[case.indices == 7] = 8
     case.indices[2, list(columns)] = 7
     case.kv.view(np.uint8).reshape(320, -1)[7] = 0xFF
 
 
 SPOILT = {
-    # what: (spoil, heads of token 2 that it reaches)
+    # what: (function that puts NaN there, heads of token 2 that the NaN reaches)
     "q": (spoil_query, [3]),
     "the RoPE part of q": (spoil_rope_of_query, [3]),
     "the first key": (lambda case: spoil_key(case, 0), range(5)),
@@ -183,7 +183,7 @@ SPOILT = {
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 @pytest.mark.parametrize("what", SPOILT)
 def test_nan_reaches_all_results_of_its_rows_and_no_other(what, fmt, num_splits):
-    """out, lse and max_logits, wherever the NaN stands: in a maximum numbers would pass over it."""
+    """A NaN reaches out, lse and max_logits wherever it stands, though a maximum could drop it."""
     spoil, heads = SPOILT[what]
     case = AttentionCase(4, 5, 300, fmt=fmt, num_splits=num_splits, indices="ordered").make()
     case.kv = np.ascontiguousarray(case.kv)
@@ -202,7 +202,7 @@ def test_nan_reaches_all_results_of_its_rows_and_no_other(what, fmt, num_splits)
 
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_a_nan_row_of_q_stays_alone(fmt):
-    """The token's other heads have the bits that they have without it."""
+    """The token's other heads give the same bits as without the NaN."""
     case = AttentionCase(4, 5, 90, fmt=fmt).make()
     clean = guarded_attention(attend, case)
     spoil_query(case)
@@ -215,7 +215,7 @@ def test_a_nan_row_of_q_stays_alone(fmt):
 
 
 def test_masked_indices_equal_their_absence():
-    """Dropping the -1s moves other keys, so the bits may change, the result may not."""
+    """Dropping the -1s moves other keys: bits may change, but results stay within the bounds."""
     case = AttentionCase(1, 9, 150).make()
     keep = (case.indices[0] >= 0) & (case.indices[0] < ref.num_slots(case.kv))
     want = case.reference()
@@ -251,12 +251,12 @@ def test_extra_cache_is_one_softmax_over_both():
 
 
 def half_step(x: np.ndarray) -> np.ndarray:
-    """Half the distance of bf16 numbers of this size."""
+    """Half the distance between neighbouring bf16 numbers of this size."""
     return np.exp2(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-126))) - 8)
 
 
 def assert_is_the_value(case, kv, slot, got) -> None:
-    """Row t of out is the value of slot[t], times the sink's factor for the lse that was given."""
+    """out[t] is the value in slot[t], times the sink's factor that follows from the given lse."""
     value = ref.decode_rows(kv, slot)[:, None, :512]
     sink = case.options.get("attn_sink")
     if sink is None and not ref.is_fp8(kv):
@@ -272,7 +272,7 @@ def assert_is_the_value(case, kv, slot, got) -> None:
 
 
 def place_keys(rng, columns, K, slots, num_slots) -> np.ndarray:
-    """Indices whose row t names slots[t] at columns[t], and else nothing."""
+    """Index lists in which token t has the key slots[t] at columns[t], and no other key."""
     indices = rng.choice([-1, -1, INT32_MIN, INT32_MAX, num_slots], (len(columns), K))
     indices[np.arange(len(columns)), columns] = slots
     return indices.astype(np.int32)
@@ -282,7 +282,7 @@ SOME_COLUMNS = np.array([0, 1, 31, 32, 63, 255, 256, 300, 1023, 2047])
 
 
 def make_one_key_case(rng, fmt, H, K, num_splits=0, data="normal", every=True) -> tuple:
-    """A token for every column, or some columns; the case and the slot of each token."""
+    """Tokens with one key each, in every column or in some; returns the case and their slots."""
     columns = np.arange(K) if K <= 64 and every else SOME_COLUMNS[SOME_COLUMNS < K]
     case = AttentionCase(len(columns), H, K, fmt=fmt, data=data, num_splits=num_splits).make()
     rows = cases.make_rows(rng, 320, fmt, data)
@@ -294,7 +294,7 @@ def make_one_key_case(rng, fmt, H, K, num_splits=0, data="normal", every=True) -
 
 
 def assert_is_the_logit(got: dict) -> None:
-    """lse is the only logit; a GPU takes it from a sum of 2^(logit - ceil(logit))."""
+    """lse is the only logit. A GPU rounds, because it adds up 2^(logit - ceil(logit))."""
     if device.ON_CUDA:
         slack = 4 * 2.0**-24 * (1 + np.abs(got["max_logits"]))
         assert (np.abs(got["lse"] - got["max_logits"]) <= slack).all()
@@ -307,7 +307,7 @@ def assert_is_the_logit(got: dict) -> None:
 @pytest.mark.parametrize("K", [1, 7, 64, 2048])
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_one_key_is_its_value(fmt, K, H, num_splits):
-    """A bf16 row's in every bit, an FP8 row's rounded once; with sinks times their factors."""
+    """out is the value of a bf16 row, or that of an FP8 row rounded once, times a sink's factor."""
     rng = np.random.default_rng([K, H, num_splits])
     lanes_are_columns = device.ON_CUDA
     case, slots = make_one_key_case(rng, fmt, H, K, num_splits, every=lanes_are_columns)
@@ -326,7 +326,7 @@ def test_one_key_is_its_value(fmt, K, H, num_splits):
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("exponent", [-30, -12, -3, 0, 3, 12, 30])
 def test_one_key_under_any_scale(exponent, num_splits):
-    """Mantissas at random, and in one row scales of many sizes."""
+    """Scales have random mantissas, and a third of the rows has scales of many magnitudes."""
     rng = np.random.default_rng(exponent + 100)
     case, slots = make_one_key_case(rng, "fp8", 16, 64, num_splits)
     scales = case.kv.reshape(320, 656)[:, 512:528].view(np.float32)
@@ -343,7 +343,7 @@ def test_one_key_under_any_scale(exponent, num_splits):
 @pytest.mark.parametrize("H", [1, 5, 16, 64, 128])
 @pytest.mark.parametrize("K", [64, 2048])
 def test_one_key_of_any_bits(K, H, layout, num_splits):
-    """Every finite bf16: zeros of both signs, subnormals, the largest. The query has RoPE alone."""
+    """Any finite bf16 value, from zeros to the largest. The query's NoPE part is 0."""
     rng = np.random.default_rng(3)
     case, slots = make_one_key_case(rng, "bf16", H, K, num_splits)
     bits = case.kv.view(np.uint16).reshape(320, 576)
@@ -360,7 +360,7 @@ def test_one_key_of_any_bits(K, H, layout, num_splits):
 @pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_one_key_among_longer_rows(fmt, num_splits):
-    """Rows of 0, 1, 2, 32, 33 and all keys, more than CTAs: no row's count gets into another."""
+    """0, 1, 2, 32, 33 or all keys per token, more tokens than CTAs: no token affects another."""
     rng = np.random.default_rng(11)
     tokens = 900 if device.ON_CUDA else 120
     case = AttentionCase(tokens, 16, 300, fmt=fmt, indices="ordered", num_splits=num_splits).make()
@@ -394,7 +394,7 @@ def test_one_key_in_two_lists(fmt, extra, in_extra, num_splits):
 @pytest.mark.parametrize("num_splits", [1, 2, 5])
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_one_key_before_the_length(fmt, num_splits):
-    """What stands behind topk_length makes no second key; a duplicate does."""
+    """Entries behind topk_length are no second key; a duplicate of the key is one."""
     rng = np.random.default_rng(7)
     case, slots = make_one_key_case(rng, fmt, 16, 64, num_splits)
     case.options["topk_length"] = np.arange(1, 65, dtype=np.int32)
@@ -411,7 +411,7 @@ def test_one_key_before_the_length(fmt, num_splits):
     case.indices[1:, 0] = slots[1:]
     twice = guarded_attention(attend, case)
     assert_within_bounds(want := case.reference(), twice)
-    # a GPU scores FP8 rows with scales of f16, one key alone without
+    # a GPU scores FP8 keys with f16 scales, but a single key without them
     slack = want.lse_tolerance(**device.BOUNDS)[1:] if device.ON_CUDA else 1e-5
     assert (np.abs(twice["lse"] - got["lse"] - np.log(2))[1:] <= slack).all()
 
@@ -419,7 +419,7 @@ def test_one_key_before_the_length(fmt, num_splits):
 @pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_one_key_that_is_not_finite(fmt, num_splits):
-    """NaN makes NaN, a logit of +inf too; one of -inf is as none."""
+    """A NaN key gives NaN, and so does a logit of +inf. A key whose logit is -inf is no key."""
     rng = np.random.default_rng(8)
     case, _ = make_one_key_case(rng, fmt, 4, 64, num_splits)
     case.indices[:] = -1
@@ -450,7 +450,7 @@ def test_one_key_that_is_not_finite(fmt, num_splits):
 @pytest.mark.parametrize("num_splits", [1, 2, 5, 64])
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_batch_invariance(num_splits, fmt):
-    """With num_splits fixed a row's bits do not depend on which other rows are there."""
+    """With a fixed num_splits a token's bits do not depend on the other tokens of the call."""
     case = AttentionCase(
         9, 20, 300, fmt=fmt, num_splits=num_splits, topk_length=True, sink=True
     ).make()
@@ -470,7 +470,7 @@ def test_same_bits_on_every_run(name):
 
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_bits_do_not_depend_on_the_layout(fmt):
-    """The same tokens through every layout of cache and q: one result."""
+    """The same keys and queries give the same bits in every layout of cache and q."""
     fp8_only, bf16_only = (["token_stride"], ["odd_stride"])
     layouts = ["paged", "mqa", "flat", "padded", "interleaved", "negative"]
     layouts += fp8_only if fmt == "fp8" else bf16_only
@@ -531,7 +531,7 @@ OUTPUTS = ("out", "lse", "max_logits")
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("given", range(8))
 def test_any_outputs_may_be_given(given, asked):
-    """Each alone, too: `max_logits=` is returned, and written, though nobody has asked for it."""
+    """Any subset may be given. A given `max_logits=` is written and returned unasked, too."""
     case = AttentionCase(3, 9, 100, sink=True).make()
     want = guarded_attention(attend, case)
     shapes = {"out": ((3, 9, 512), ref.BF16), "lse": ((3, 9), np.float32)}
@@ -551,7 +551,7 @@ def test_any_outputs_may_be_given(given, asked):
 
 @pytest.mark.parametrize("num_splits", [0, 1, 7])
 def test_workspace(num_splits):
-    """A workspace of the promised size and any content serves; less than needed is refused."""
+    """A workspace of the promised size and any content is enough; less than needed is refused."""
     case = AttentionCase(3, 9, 300, num_splits=num_splits, extra="fp8").make()
     want = guarded_attention(attend, case)
     size = sparse_mla.attention_workspace_size(

@@ -1,5 +1,5 @@
-"""The bench's tables of CUDA, made on the CPU with times that are given: inputs as engines send
-them are what their names say, the judge tells right from wrong, tables, summary and plot follow."""
+"""The bench's CUDA tables, made on the CPU with given times: inputs are what their names say, the
+judge tells right results from wrong ones, and tables, summary and plot follow from the results."""
 
 import argparse
 import importlib.util
@@ -27,7 +27,7 @@ from sparse_mla._bench.cuda_kinds import KINDS
 
 NUM_REQS, QUERY_LEN, NUM_HEADS, TOPK = 5, 2, 3, 256
 NUM_SPARE = 4096
-DEVICE_BYTES = 1 << 24  # a quarter is for the cache
+DEVICE_BYTES = 1 << 24  # the cache gets a quarter of them
 FORMATS = ["fp8_ds_mla", "bfloat16"]
 
 
@@ -60,7 +60,7 @@ def attend(inputs):
 
 
 def logits_of(inputs):
-    """[T, H, K] in nats, -inf where there is no key."""
+    """Logits [T, H, K] in nats; -inf where there is no key."""
     keys = cuda_judge.exact_keys(inputs.rows[inputs.indices.clamp(min=0).flatten().long()])
     keys = keys.view(*inputs.indices.shape, 576)
     logits = inputs.scale * (inputs.q.double() @ keys.mT)
@@ -68,7 +68,7 @@ def logits_of(inputs):
 
 
 def changed_entries(flat, inputs):
-    """(token, column) of the entries that select another slot."""
+    """Tokens and columns of the entries that select another slot than those of `flat`."""
     return (flat.indices != inputs.indices).nonzero(as_tuple=True)
 
 
@@ -110,7 +110,7 @@ def test_late_keys_outweigh_all_others(share, flat):
     assert set(tokens.tolist()) == set(inputs.notable)
     logits = logits_of(inputs)
     largest = logits.topk(2, dim=2).values
-    ahead = (largest[..., 0] - largest[..., 1]) > 8.5  # rounding the key to FP8 moves it a little
+    ahead = (largest[..., 0] - largest[..., 1]) > 8.5  # not quite 9: keys are rounded to FP8
     late = ahead.nonzero()
     assert len(late) == len(tokens)
     peaks = logits.argmax(2)[ahead]
@@ -239,7 +239,7 @@ US = {"ours": 20.0, "flat": 10.0, "peer": 30.0, "workspace": 20.0, "direct": 20.
 
 @pytest.fixture
 def given_times(on_cpu, monkeypatch):
-    """By the name of the side; flushed ones are twice as long as rotating ones."""
+    """Sides take the times of US: that much if flushed, half as much if rotating."""
 
     def time_sides(sides, effort, rotating):
         for name, side in sides.items():
@@ -251,7 +251,7 @@ def given_times(on_cpu, monkeypatch):
 
 @pytest.fixture
 def table(given_times, monkeypatch):
-    """Of few rows."""
+    """The table of inputs, with few rows."""
     monkeypatch.setattr(cuda_sent, "TOPK", TOPK)
     rows = cuda_sent.Rows(
         kv_formats=("fp8_ds_mla",),
@@ -266,7 +266,7 @@ def table(given_times, monkeypatch):
 def test_the_table_has_a_row_for_every_kind_of_every_shape(table):
     assert table.failures == []
     shapes = [(row["requests"], row["input"]) for row in table.records]
-    one = [("1 × 1", name) for name in ("flat", "late-2", "nan-row")]  # one list is not ragged
+    one = [("1 × 1", name) for name in ("flat", "late-2", "nan-row")]  # a single list is not ragged
     two = [("2 × 2", name) for name in ("flat", "late-2", "nan-row", "ragged")]
     assert shapes == one + two
     assert all(row["error_over_bound"] <= 1 for row in table.records)
@@ -362,13 +362,13 @@ def test_a_flush_leaves_nothing_in_the_cache(on_cpu, monkeypatch):
 
 
 def make_sides(flat, **times):
-    """Ours over this input, by name."""
+    """One side of our kernels on this input per name."""
     return {name: cuda_sides.make_ours([flat]) for name in times}
 
 
 @pytest.fixture
 def timed(on_cpu, monkeypatch):
-    """Sets what sides take, in place of graphs: a number, or a function that may fail."""
+    """Sets the seconds of sides, which are not timed: a number, or a function that may fail."""
 
     def set_times(**times):
         def time_sides(sides, effort, rotating):
@@ -390,7 +390,7 @@ def fail(_):
 @pytest.mark.torch
 @pytest.mark.parametrize("kv_format", ["bfloat16"])
 def test_sides_fail_alone(flat, timed):
-    """When they are run first, when they are captured, or by what replays leave behind."""
+    """A side fails in its first run, in its capture, or because replays change its results."""
 
     def spoil(side):
         side.owned[0][0] = 3
@@ -443,7 +443,7 @@ def test_sides_are_timed_by_both_methods(rotating, monkeypatch):
 @pytest.mark.torch
 @pytest.mark.parametrize("broken", ["make_requests", "make_ours"])
 def test_rows_that_fail_leave_the_others_their_place(broken, given_times, monkeypatch):
-    """The tables of decodes, prefills and inputs, with each format's requests or calls failing."""
+    """Each format's requests or calls fail in the tables of decodes, prefills and inputs."""
     sizes = {"PREFILL_TOKENS": 5, "PREFILL_TOPK": TOPK, "PREFILL_HEADS": (2,)}
     for name, value in (sizes | {"FULL_PREFILL_KEYS": (512,)}).items():
         monkeypatch.setattr(cuda_attention, name, value)
@@ -497,7 +497,7 @@ def test_kinds_stay_within_the_spare_slots(flat):
 
 
 class FlashMLA(ModuleType):
-    """Its interface on our kernels, for the head counts that it has."""
+    """FlashMLA's interface on our kernels, for the head counts that FlashMLA has."""
 
     def __init__(self, **facts) -> None:
         super().__init__("flash_mla")
@@ -537,13 +537,13 @@ class FlashMLA(ModuleType):
 @each_format
 @pytest.mark.parametrize("num_heads", [3, 64, 65])
 def test_the_peer_s_shapes(kv_format, num_heads, on_cpu, monkeypatch):
-    """Heads are padded on the way in and cut on the way out; the rest is what ours gives."""
+    """Heads are padded in the peer's inputs and cut from its results, which match ours."""
     monkeypatch.setitem(sys.modules, "flash_mla", FlashMLA(__version__="7"))
     found, version = peer.find_peer()
     assert version in ("flash_mla 7", found.describe())
     flat = make_requests(kv_format).draw(NUM_REQS, QUERY_LEN, num_heads, TOPK)
     if kv_format == "fp8_ds_mla":
-        flat.sink = None  # its decode has none
+        flat.sink = None  # the peer's decode takes none
     for sink in (flat.sink, None):
         flat.sink = sink
         ours, theirs = cuda_sides.make_ours([flat]), cuda_sides.make_peer(found, [flat])

@@ -1,8 +1,8 @@
 """Both sides of every rule: the last value that is accepted, the first that is refused, and the
-words of the refusal, which name the argument and what it was (csrc/ops/check.c, rule.c, plan.c,
-builder.c, forward.c, csrc/cpu).
+error text, which names the argument and its value (csrc/ops/check.c, rule.c, plan.c, builder.c,
+forward.c, csrc/cpu).
 
-Dtypes, shapes, ranks and overlaps go through the table of test_views.py, the rest is listed here.
+Dtypes, shapes, ranks and overlaps use the table of test_views.py; other rules are listed here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from test_views import TABLE, Calls, Refused, Row, bytes_of, frozen, int32, outc
 import sparse_mla
 from sparse_mla import _C
 
-INT32, INT64 = 2**31, 2**63  # the first numbers beyond
+INT32, INT64 = 2**31, 2**63  # the first integers that do not fit
 HALF_STEP = 2.0**128 - 2.0**103  # the first number that rounds to infinity as a float32
 BF16, F16, F32, U8 = ref.BF16, np.float16, np.float32, np.uint8
 
@@ -36,13 +36,13 @@ def zeros(*shape: int, dtype=BF16) -> np.ndarray:
 
 
 def refuses(text: str, error: type = ValueError):
-    """One exact text."""
+    """Expects an error with exactly this text."""
     return pytest.raises(error, match=f"^{re.escape(text)}$")
 
 
 # --- dtypes --------------------------------------------------------------------------------------
 
-NAMED = {  # in the order in which texts name them
+NAMED = {  # in the order in which error texts list them
     "bfloat16": BF16,
     "float16": F16,
     "float32": F32,
@@ -62,7 +62,7 @@ CACHES = ("kv_cache", "kv", "extra_kv")
 
 
 def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
-    """What the docstrings of sparse_mla.ops allow."""
+    """The dtypes that the docstrings of sparse_mla.ops allow for an array."""
     if name == "slot_mapping":
         return ("int32", "int64")
     if name in ("kv_c", "weight") or (name == "x" and row.op == "dynamic_per_tensor_quant"):
@@ -85,13 +85,13 @@ def listed(names) -> str:
 
 
 def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
-    """The error of an array of this dtype."""
+    """The error for an array of this dtype."""
     wanted = dtypes_of(row, name)
     who = f"{row.blames.get(name, row.op)}: `{name}` must"
     if name in CACHES:
         x = row.example.arrays[name]
         fp8 = x.dtype != BF16
-        if row.op == "forward":  # whose cache format is the builder's
+        if row.op == "forward":  # the cache format is the builder's
             formats = (
                 f"{listed(BYTES)} for format fp8_ds_mla" if fp8 else "bfloat16 for format bfloat16"
             )
@@ -112,7 +112,7 @@ def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
 
 
 def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
-    """The error of a good dtype that another argument does not have."""
+    """The error if a valid dtype does not fit another argument, or None."""
     other = {"kv_c": "k_pe", "out_a": "out_b"}.get(name)
     plain = row.example.arrays
     if other and plain[name].dtype != NAMED[dtype]:
@@ -126,7 +126,7 @@ def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
 
 
 def of_dtype(x: np.ndarray, dtype) -> np.ndarray:
-    """The bytes where sizes agree, which is another reading of a cache; else values."""
+    """The bytes of `x` as this dtype if the sizes agree, which suits a cache; else its values."""
     if x.dtype.itemsize == np.dtype(dtype).itemsize:
         return x.copy().view(dtype)
     with np.errstate(all="ignore"):
@@ -185,7 +185,7 @@ INTEGERS = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"]
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_host_integers_fit_int32(dtype):
-    """The largest and smallest of each type, where they fit; the first ones that do not."""
+    """The ends of each type and of int32, and the first values beyond int32."""
     split = sparse_mla.split_prefill_chunks
     info = np.iinfo(dtype)
     for value in {info.max, min(info.max, INT32 - 1), min(info.max, INT32)}:
@@ -242,7 +242,7 @@ LARGER = {
 
 
 def resized(x: np.ndarray, d: int, by: int) -> np.ndarray:
-    """One slice of dimension d more, a copy of the last; or one less."""
+    """x with one slice more in dimension d, a copy of the last one; or with one slice less."""
     if by < 0:
         return np.take(x, range(x.shape[d] - 1), axis=d)
     return np.concatenate([x, np.take(x, [-1], axis=d)], axis=d)
@@ -250,7 +250,7 @@ def resized(x: np.ndarray, d: int, by: int) -> np.ndarray:
 
 def is_larger_accepted(row: Row, name: str, d: int, ndim: int) -> bool:
     op = "sparse_attention" if row.op.startswith("_att") else row.op
-    if name in CACHES and ndim == 2:  # whose tokens are one page
+    if name in CACHES and ndim == 2:  # a flat cache is one page
         return d == 0 and op != "forward"
     if name in CACHES:
         return d == 0 or (d == 1 and op != "forward")
@@ -259,9 +259,9 @@ def is_larger_accepted(row: Row, name: str, d: int, ndim: int) -> bool:
 
 @pytest.mark.parametrize(("row", "name"), DEVICE_ARRAYS)
 def test_every_dimension_one_larger_and_one_smaller(row, name):
-    """Accepted, or refused with a text that tells the size; nothing is written then.
+    """The size is accepted, or refused with a text that names it; then no other array is written.
 
-    What may be larger has a least size, which is a rule of its own: see below.
+    Dimensions that may be larger also have a least size. Tests below check that rule.
     """
     calls = Calls(row, name)
     shape = calls.plain.shape
@@ -330,8 +330,8 @@ def test_rows_of_a_cache_are_as_wide_as_its_format(width):
 
 
 def test_a_cache_sizes_what_goes_with_it():
-    """Rows without RoPE: keys, queries and results are 512 wide, and a second cache has such rows
-    too; a backend's cache has the rows of its model."""
+    """The width of cache rows decides that of keys, queries, results and a second cache: 512 values
+    without a RoPE part, else 576."""
     rows, indices = zeros(3, 512), np.zeros((2, 1), np.int32)
     with_rope, no_rope = zeros(3, 576), zeros(2, 0)
     hint = ": tokens, and the RoPE values of their keys"
@@ -369,7 +369,7 @@ def test_a_cache_sizes_what_goes_with_it():
 
 
 def test_a_scale_of_minus_one():
-    """C's way to say that a number is none."""
+    """-1 is a scale like any other, although C uses -1 for numbers that are not given."""
     q = np.linspace(-1, 1, 2 * 3 * 576).reshape(2, 3, 576).astype(BF16)
     kv = np.linspace(1, -2, 5 * 576).reshape(5, 576).astype(BF16)
     indices = np.array([[0, 4, 2], [1, 3, 0]], np.int32)
@@ -393,7 +393,7 @@ def test_pages_have_a_token_and_one_head():
 
 
 def test_tokens_have_rows():
-    """As many rows as slots are enough; of kv_c, then of k_pe one too few."""
+    """kv_c and k_pe need one row per entry of slot_mapping; one row less is refused."""
     cache, slots = zeros(9, 576), np.arange(4)
     write = sparse_mla.concat_and_cache_mla
     write(zeros(4, 512), zeros(4, 64), cache, slots)
@@ -445,7 +445,7 @@ def split_batch(starts=(0, 1), tokens=None, **options):
 COUNT = f"must be 0 to {INT32 - 1}, got "
 SPLITS = "must be 0 (the plan chooses) or 1 to 64, got "
 NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
-    # what: (operator, call, accepted, {refused: text from the argument on; {} is the value})
+    # what: (operator, call, accepted values, {refused value: text from the argument's name on})
     "heads of q": (
         "sparse_attention",
         lambda n: attend(H=n),
@@ -683,7 +683,7 @@ def test_a_chunk_is_full_at_the_workspace_not_before():
 
 @pytest.mark.parametrize("row", [576, 656])
 def test_names_of_formats(row):
-    """All three, and every name that is one letter more or less."""
+    """All three names are known; names with a letter more or less or in capitals are not."""
     kv = zeros(1, row, dtype=BF16 if row == 576 else U8)
     good = ("auto", "bfloat16") if row == 576 else ("fp8_ds_mla",)
     for name in (*good, None):
@@ -758,7 +758,7 @@ def test_a_pair_is_two(count):
 
 
 def test_formats_of_buffers():
-    """Of numbers, in native order; at most 8 dimensions."""
+    """A buffer holds numbers in native byte order and has at most 8 dimensions."""
     quantize = sparse_mla.dynamic_per_tensor_quant
     quantize(memoryview(np.ones((1,) * 8, F32)))
     for prefix, buffer in {
@@ -784,8 +784,8 @@ def test_formats_of_buffers():
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_slots(dtype):
-    """The last slot and any negative one; the first past the end, found before anything is
-    written."""
+    """The last slot and any negative one are accepted. The first slot past the end is refused, and
+    nothing is written."""
     for shape in ((3, 4, 576), (12, 576), (3, 4, 1, 576)):
         cache = zeros(*shape)
         ones = np.ones((2, 512), F32), np.ones((2, 64), F32)
@@ -814,7 +814,7 @@ def test_a_cache_without_slots_takes_no_token():
 
 
 def gather(length=4, start=0, first=0, table=(1, 0), rows=8, **changes):
-    """One request of a cache of 2 pages of 4 ones; a request of length 0 in front of it."""
+    """Gathers a request, behind one of length 0, from 2 pages of 4 ones; -> rows written."""
     cache = np.ones((2, 4, 576), F32).astype(BF16)
     out = zeros(rows, 576)
     arguments = {
@@ -886,7 +886,7 @@ def test_gathers(good, bad, text):
 
 
 def test_requests_of_no_length_touch_nothing():
-    """Whatever their table rows, starts and columns are."""
+    """Table rows and starts of such requests may contain anything."""
     bad = {"block_table": int32([-5], [99]), "seq_lens": int32(0, 0)}
     starts = {"workspace_starts": int32(-7, 100), "seq_starts": int32(-1, INT32 - 1)}
     assert gather(**bad, **starts) == []
@@ -894,7 +894,7 @@ def test_requests_of_no_length_touch_nothing():
 
 
 def test_positions():
-    """To slots, and to rows of the workspace; both end where int32 does."""
+    """Positions become slots, or rows of the workspace; what does not fit int32 becomes -1."""
     most = INT32 - 1
     assert convert((-1, 0, 2, 3, 4, most), [[5]], block_size=4) == [-1, 20, 22, 23, -1, -1]
     assert convert((0, 1, 2), [[0, -1, 3]], block_size=1) == [0, -1, 3]
@@ -942,7 +942,7 @@ def test_requests_and_prefills_of_positions():
 
 
 def test_indices_and_lengths_of_attention():
-    """The last slot and column count, those behind them do not."""
+    """The last slot and the last column count as keys; what lies behind them does not."""
     kv = zeros(2, 3, 576)
     q = zeros(1, 1, 576)
 
@@ -978,7 +978,7 @@ def test_extra_lists_are_whole(given):
 
 
 def test_a_square_weight_is_read_as_it_lies():
-    """[512, 512] fits both readings: rows are latents."""
+    """[512, 512] could be stored either way; it is read with latents as rows."""
     weight = cases.random_bf16(np.random.default_rng(0), 512, 512)
     sizes = {"num_heads": 2, "qk_nope_head_dim": 100, "v_head_dim": 156}
     parts = weight.reshape(512, 2, 256)
@@ -1042,8 +1042,8 @@ PAIRS = [
 
 @pytest.mark.parametrize(("row", "out", "other"), PAIRS)
 def test_neighbours_and_overlaps(row, out, other):
-    """End to end both ways round is the separate arrays' result; one element closer is refused:
-    one byte where one of them is of bytes."""
+    """Two arrays end to end, in either order, give the result of separate arrays. One element
+    closer, which is one byte if one of them holds bytes, they are refused."""
     example = row.example
     want = outcome_of(example, {n: x.copy() for n, x in example.arrays.items()})
     x, y = example.arrays[out], example.arrays[other]
@@ -1060,7 +1060,7 @@ def test_neighbours_and_overlaps(row, out, other):
             sizes = (y.nbytes, x.nbytes) if other_is_in_front else (x.nbytes, y.nbytes)
             middle = -(-sizes[0] // 64) * 64 + (-raw.ctypes.data) % 64
             low, high = middle - sizes[0], middle
-            # the one with the smaller step moves, so that both stay aligned
+            # the array with the smaller step moves, so that both stay aligned
             moves_low = (other_step <= step) == other_is_in_front
             low, high = (low + closer, high) if moves_low else (low, high - closer)
             raw[:] = RED
@@ -1085,7 +1085,7 @@ def error_op(row: Row) -> str:
 
 @pytest.mark.parametrize("shift", [-2, -1, 0, 1, 2])
 def test_columns_of_one_buffer(shift):
-    """Rows of x and of out take turns: x has bytes 0 to 10 of every 16, out five of the others."""
+    """Rows of x and of out alternate: x has the first 10 bytes of every 16, out has 5 others."""
     raw = np.zeros(16 * 4, U8)
     x = np.ndarray((3, 5), F16, raw, 0, (16, 2))
     x[...] = np.arange(15).reshape(3, 5)
@@ -1122,7 +1122,7 @@ def test_rows_that_reach_into_the_next(stride):
 
 @pytest.mark.parametrize("argument", ["kv", "q", "indices", "topk_length", "attn_sink", "out"])
 def test_an_argument_as_workspace(argument):
-    """Its bytes are large enough; they are not free."""
+    """The array is large enough for a workspace, but the call uses it otherwise."""
     kv = np.zeros((4096, 576), BF16)
     arrays = {
         "q": np.zeros((256, 2, 576), BF16),
@@ -1155,8 +1155,8 @@ def at_offset(size: int, offset: int, dtype=U8) -> np.ndarray:
 @pytest.mark.parametrize("offset", [0, 1, 63])
 @pytest.mark.parametrize(("T", "H", "splits"), [(1, 1, 1), (2, 17, 3), (70, 3, 2), (2, 128, 64)])
 def test_workspace_bytes(T, H, splits, offset):
-    """The least that one thread runs in, from the next multiple of 64, is told and enough; one byte
-    less is not. What attention_workspace_size says is enough at any address."""
+    """The error names the least size in which one thread can run, from the next multiple of 64 on;
+    one byte less is refused. What attention_workspace_size returns is enough at any address."""
     case = cases.AttentionCase(T, H, 40, num_splits=splits, pages=1).make()
     want = case.run(sparse_mla.sparse_attention)
 
@@ -1186,7 +1186,7 @@ def test_nothing_needs_no_workspace():
 
 
 def cache_of(stride: int, negative=False) -> Any:
-    """A cache of two pages that far apart, in bytes; the second page is not there."""
+    """A cache of two pages that are `stride` bytes apart; there is no memory for the second."""
     page = np.zeros((2, 4, 656), U8)
     return Producer(page, strides=[-stride if negative else stride, 656, 1])
 
@@ -1196,7 +1196,7 @@ def attend_to(kv):
 
 
 def test_the_end_of_the_address_space():
-    """An array reaches over 2^57 bytes at most, and not below address 0."""
+    """An array may span 2^57 bytes at most and must not reach below address 0."""
     rule = "sparse_attention: `kv` must fit in the address space with its strides, got shape"
     attend_to(cache_of(2**57 - 4 * 656))
     with refuses(f"{rule} [2, 4, 656]"):
@@ -1214,7 +1214,7 @@ def test_the_end_of_the_address_space():
 
 
 def test_sizes_and_memory_of_capsules():
-    """Nothing is read where nothing is; a size below 0 is no size."""
+    """Only an empty array may have a null pointer; a negative size is refused."""
     kv = np.zeros((1, 4, 656), U8)
     q, none = zeros(1, 1, 576), Producer(np.zeros((1, 0), np.int32), fields={"data": None})
     out, lse = sparse_mla.sparse_attention(q, kv, none, softmax_scale=1.0)
@@ -1329,7 +1329,7 @@ def test_heads_that_choose_the_path(heads, path):
 
 
 def test_a_workspace_of_the_caller():
-    """As many rows as were asked for, one at least; without a number all of them."""
+    """The workspace needs prefill_workspace_tokens rows, one at least; for 0 it is used in full."""
     for rows, asked, tokens in ((5, 5, 5), (6, 5, 5), (5, 0, 5), (1, 0, 1)):
         made = builder("separate", workspace=zeros(rows, 576), prefill_workspace_tokens=asked)
         assert made.workspace_bytes == tokens * 1152
@@ -1435,7 +1435,7 @@ def test_a_prefill_as_long_as_the_workspace():
 
 
 FORWARDS = {
-    # what: (arrays to bend, accepted, refused with this text)
+    # what: (accepted arrays, refused arrays, error text)
     "columns of topk": (
         lambda a: {"topk_indices": np.repeat(a["topk_indices"], 2, 1)[:, :6]},
         lambda a: {"topk_indices": np.repeat(a["topk_indices"], 2, 1)[:, :7]},

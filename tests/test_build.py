@@ -1,4 +1,4 @@
-"""Which CUDA toolkit a build takes, and what becomes of ptxas' report; nvcc is a script here."""
+"""Which CUDA toolkit a build takes, and how it reads ptxas' report. nvcc is a script here."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ BUILDTOOLS = Path(__file__).parents[1] / "buildtools"
 
 
 def load(name: str):
-    """By its path: `toolkit` and the like are nobody's names in sys.path."""
+    """Loads a module of buildtools/ by its path, because that folder is not in sys.path."""
     spec = importlib.util.spec_from_file_location(f"buildtools_{name}", BUILDTOOLS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
+    sys.modules[spec.name] = module  # dataclasses look it up there
     spec.loader.exec_module(module)
     return module
 
@@ -43,7 +43,7 @@ def install(root: Path, version: str = "13.0", lib: str = "lib64") -> Path:
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """No toolkit, no driver, Linux on x86-64, and the paths of this test."""
+    """A machine without toolkit and driver: Linux on x86-64, all paths below tmp_path."""
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("SPARSE_MLA_CUDA", raising=False)
     monkeypatch.setenv("NVCC_CCBIN", "/bin/sh")
@@ -147,7 +147,7 @@ def test_wheels_that_pip_is_asked_for(machine, monkeypatch, mode, driver, toolki
     assert all(wheel.startswith("nvidia-") and "==" in wheel for wheel in wheels)
 
 
-# What nvcc 13.0 prints for one kernel and two architectures, and of the function that it calls.
+# What nvcc 13.0 prints for a kernel that calls a function, compiled for two architectures.
 CLEAN = """\
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_Z3addILi2EEvPfi' for 'sm_80'

@@ -42,7 +42,7 @@ def assert_int32(got, want, what) -> None:
 
 
 def assert_metadata(got, batch, plan) -> None:
-    """Everything that the contract fixes, value by value."""
+    """Checks every value that the contract fixes."""
     tokens = batch.num_actual_tokens
     assert got.path == plan.path
     assert got.num_reqs == batch.num_reqs
@@ -94,7 +94,7 @@ def test_engine_batch_has_three_chunks():
 
 
 def test_workspace_starts_are_rebased_per_chunk():
-    """The contract's vector: seq_lens [10, 15, 20, 5] in chunks [0, 2), [2, 4)."""
+    """The contract's example: seq_lens [10, 15, 20, 5] in chunks [0, 2), [2, 4)."""
     batch = cases.make_batch([4, 5, 6, 5], [10, 15, 20, 5])
     got = build(batch, prefill_workspace_tokens=25, max_model_len=25)
     assert host(got.prefill.workspace_starts).tolist() == [0, 10, 0, 20]
@@ -159,7 +159,7 @@ def test_path_choice(num_heads, options, want):
 
 
 def test_buffers_keep_their_addresses():
-    """What a captured graph would read stays where it was, refreshed."""
+    """Arrays that a captured graph reads get new values and keep their addresses."""
     builder = sparse_mla.MetadataBuilder(engine.config(sparse_mla))
     seen = set()
     for round_number in range(5):
@@ -225,8 +225,8 @@ def test_build_options_of_the_engine():
 
 
 def as_tensor(x: np.ndarray):
-    """These int32 numbers as a sparse_mla.Tensor in host memory: positions in pages of one token,
-    which lie in their order, are slots."""
+    """The numbers of `x` as an int32 sparse_mla.Tensor in host memory. An index conversion makes
+    it: where pages have one token and are in order, a position is its own slot."""
     table = np.arange(1000, dtype=np.int32)[None]
     zero = Producer(np.zeros(1, np.int32))
     convert = library.package.convert_req_index_to_global_index
@@ -266,7 +266,7 @@ def test_host_arrays_may_be_any_integers(kind):
 @pytest.mark.skipif(device.ON_CUDA, reason="a GPU's lengths are arrays there")
 @pytest.mark.parametrize("kind", HOST_KINDS)
 def test_lengths_that_the_host_reads_are_given_once(kind):
-    """In place of the device's; sizes follow from them, and metadata shows the caller's own."""
+    """Host lengths replace device arrays: sizes follow, and metadata shows the caller's objects."""
     batch = engine.engine_batch()
     starts, lens = (HOST_KINDS[kind](getattr(batch, name)) for name in LENGTHS)
     common = sparse_mla.CommonAttentionMetadata(starts, lens, batch.slot_mapping, batch.block_table)
@@ -279,7 +279,7 @@ def test_lengths_that_the_host_reads_are_given_once(kind):
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "int64"])
 def test_no_lengths(kind):
-    """An empty list is one of integers, too."""
+    """An empty list counts as a list of integers."""
     batch = cases.make_batch([], [])
     empty = {f"{name}_cpu": HOST_KINDS[kind](getattr(batch, name)) for name in LENGTHS}
     builder = sparse_mla.MetadataBuilder(engine.config(sparse_mla))
@@ -289,7 +289,8 @@ def test_no_lengths(kind):
 # --- splits of decodes ---------------------------------------------------------------------------
 
 SPLIT_STEPS = {
-    # decodes, query tokens of one prefill: what the CPU's 64 parts leave, at most ceil(K / 256)
+    # decodes, query tokens of a prefill after its first. The CPU divides 64 parts among all tokens;
+    # a token gets ceil(K / 256) of them at most.
     "one decode": (1, 0),
     "decodes": (16, 0),
     "a part less": (17, 0),
@@ -307,7 +308,7 @@ SPLIT_STEPS = {
 @pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
 @pytest.mark.parametrize("name", SPLIT_STEPS)
 def test_decode_num_splits(name, path):
-    """Of the decodes where they have a call of their own, else of all tokens."""
+    """The number follows from the decodes if a call serves them alone, else from all tokens."""
     decodes, prefill = SPLIT_STEPS[name]
     lens = [1] * decodes + ([prefill + 1] if prefill else [])
     has_parts = path in ("separate", "direct")
@@ -332,7 +333,7 @@ def test_decode_num_splits(name, path):
 
 
 def bent(name):
-    """CommonAttentionMetadata fields of a good batch, one of them wrong."""
+    """A valid batch, and fields of its CommonAttentionMetadata of which one is wrong."""
     batch = engine.engine_batch()
     loc, lens, slots = (
         x.copy() for x in (batch.query_start_loc, batch.seq_lens, batch.slot_mapping)
@@ -381,7 +382,7 @@ VALUE_ERRORS = {
 
 @pytest.mark.parametrize(("name", "rule"), VALUE_ERRORS.items(), ids=list(VALUE_ERRORS))
 def test_bad_batches(name, rule):
-    """The error comes at the latest from build, and the builder works afterwards."""
+    """The error comes from build at the latest, and the builder works afterwards."""
     builder = sparse_mla.MetadataBuilder(engine.config(sparse_mla))
     batch, fields = bent(name)
     with pytest.raises(ValueError, match=rf"^\w+(\.build)?: {rule}"):
@@ -514,7 +515,7 @@ def test_repr_of_metadata_shows_the_path():
 
 
 def test_caller_workspace_is_used():
-    """The separate path gathers into the workspace it was given."""
+    """The separate path gathers into the workspace that it was given."""
     workspace = np.zeros((cases.ENGINE_WORKSPACE, 576), ref.BF16)
     builder = sparse_mla.MetadataBuilder(engine.config(sparse_mla), workspace=workspace)
     step = engine.make_step(engine.engine_batch(), 32)
@@ -541,7 +542,7 @@ def test_a_workspace_too_small_is_refused():
 
 
 def value_of(x):
-    """Facts may be attributes or, as the seed has them, static methods."""
+    """A fact of the Backend, which may be an attribute or a static method."""
     return x() if callable(x) else x
 
 

@@ -12,7 +12,7 @@ LAYOUTS = ["paged", "mqa", "flat", "padded", "interleaved", "token_stride"]
 
 
 def filled(layout: str, fmt: str, *, pages=4, block_size=5, seed=0) -> np.ndarray:
-    """A writable cache of random bytes; whatever lies between its rows must survive."""
+    """A writable cache of random bytes. The bytes between its rows must not change."""
     rng = np.random.default_rng(seed)
     width, dtype = (656, np.uint8) if fmt == "fp8" else (cases.head_dim(fmt), ref.BF16)
     rows = np.zeros((pages * block_size, width), dtype)
@@ -116,7 +116,7 @@ def test_a_slot_past_the_end_writes_nothing(slot):
 
 
 def test_a_later_token_of_the_same_slot_is_one_of_the_two():
-    """Two tokens for one slot: the row is one of them whole, not a mixture."""
+    """Two tokens for one slot: the row is one of the two in full, not a mixture."""
     rng = np.random.default_rng(9)
     kv_c, k_pe = cases.random_bf16(rng, 2, 512), cases.random_bf16(rng, 2, 64)
     cache = filled("paged", "fp8")
@@ -163,7 +163,7 @@ def test_gather_layouts(fmt, layout):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("row_gap", [0, 8, 1])
 def test_gather_leaves_holes_and_order_alone(fmt, row_gap):
-    """Requests in any order, holes between them: rows that belong to nobody stay as they are."""
+    """Requests in any order with holes between them: rows of no request stay as they are."""
     cache, table = gather_inputs("paged", fmt)
     lens = np.array([3, 10, 1], np.int32)
     starts = np.array([30, 2, 20], np.int32)
@@ -234,7 +234,7 @@ def test_a_bad_gather_writes_nothing(name):
 
 
 def test_write_then_gather_returns_the_rounded_rows():
-    """Round trip through pages: what gather gives is the quantised row, upconverted."""
+    """Round trip through pages: gather returns the quantised rows, upconverted."""
     batch = cases.make_batch([40, 7], [40, 7], block_size=16)
     rng = np.random.default_rng(11)
     rows = cases.make_rows(rng, batch.num_actual_tokens, "bf16")

@@ -1,5 +1,5 @@
-"""Parts of `python -m sparse_mla` that the runs of test_commands.py do not come to: GPUs,
-terminals, wrong results, packages that are not there."""
+"""Parts of `python -m sparse_mla` that the runs of test_commands.py do not reach: GPUs, terminals,
+wrong results, missing packages."""
 
 import argparse
 import builtins
@@ -60,7 +60,7 @@ def test_info_reads_the_driver_s_names(tmp_path):
 
 
 def test_info_line_by_line(monkeypatch, capsys):
-    """Of a CPU's kernel, and of a GPU's that can run or not."""
+    """Two kernels are the CPU's. The third is a GPU's, which can run or cannot."""
     build = {
         "version": "9",
         "compiler": "cc 1",
@@ -205,7 +205,7 @@ def test_the_judge_reads_rows_of_any_dtype_and_stride():
 
 
 def test_the_judge_allows_for_rounded_keys():
-    """The bound of gathered rows is larger by what rounding them to bf16 costs, a step of out."""
+    """Gathered rows have a larger bound, because they are rounded to bf16: a step of out here."""
     rng = np.random.default_rng(4)
     q, keys = cases.random_bf16(rng, 2, 576), rng.normal(0, 1, (9, 576))
     logits = 0.1 * q.astype(np.float64) @ keys.T
@@ -244,7 +244,7 @@ def test_bench_starts_over_with_its_threads(monkeypatch):
 
 @pytest.fixture
 def cuda_tables(monkeypatch):
-    """Tables of CUDA that need no GPU; -> their names as they are measured."""
+    """CUDA tables that need no GPU. Returns the list to which a measured table adds its name."""
     from sparse_mla._bench import (
         cuda_attention,
         cuda_calls,
@@ -284,7 +284,7 @@ def cuda_tables(monkeypatch):
 
 
 def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
-    """One that fails leaves the others their place."""
+    """A table that fails does not stop the others."""
     pytest.importorskip("matplotlib")
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
@@ -363,7 +363,7 @@ def test_bench_prints_failures_and_notes(capsys):
 
 
 def test_bench_tells_wrong_results(monkeypatch):
-    """Of attention beyond its bound, and of bytes that are not what they should be."""
+    """Results are wrong if attention is beyond its bound, or if bytes are not the expected ones."""
     table = timing.Table("T", [], [], [])
     errors = {"ours": _judge.Fractions(out=1.5, lse=0.5), "torch": _judge.Fractions(out=9.0)}
     attention.add_row(table, "bfloat16", 8, 2, errors, {"ours": 2.0, "torch": 3.0})
@@ -489,7 +489,7 @@ def test_the_command_ends_quietly_when_nobody_reads_on(monkeypatch):
     assert (status, redirected) == (1, [77])
 
 
-# --- what few call -------------------------------------------------------------------------------
+# --- rarely used parts ---------------------------------------------------------------------------
 
 
 def test_a_layer_gives_its_weight_once():

@@ -75,7 +75,7 @@ def test_info_names_what_there_is():
 
 
 def test_quick_bench_judges_every_table_and_takes_less_than_a_minute():
-    """On two cores, with PyTorch and JAX beside it: 25 s."""
+    """The bench takes 25 s on two cores, with PyTorch and JAX installed."""
     start = time.monotonic()
     done = run_command("bench", "--device", "cpu", "--quick", "--json")
     seconds = time.monotonic() - start
@@ -147,7 +147,7 @@ def test_bench_says_why_there_is_no_gpu_to_measure():
 @pytest.mark.parametrize("pytorch", [None, "without CUDA", "with CUDA"])
 @pytest.mark.parametrize("gpu", [None, "unusable", "usable"])
 def test_bench_names_first_what_no_installation_cures(gpu, pytorch, monkeypatch):
-    """`gpu` None is a build without CUDA."""
+    """`gpu` None stands for a build without CUDA."""
     rows = [] if gpu is None else [{"device": "cuda", "available": gpu == "usable"}]
     cuda = types.SimpleNamespace(is_available=lambda: pytorch == "with CUDA")
     monkeypatch.setattr(bench, "kernels", lambda device: rows)

@@ -1,8 +1,8 @@
-"""Sums that need their precision: rows so long, or of weights so unlike, that a plain sum would
-lose them, and splits whose order shows in the bits (csrc/cpu/attention/).
+"""Sums that need precision: lists so long, or weights so different, that a plain sum would lose
+light keys, and splits whose order shows in the bits (csrc/cpu/attention/).
 
 All terms here are exact: logits are integers times ln 2, so weights are powers of two, and values
-are bf16 or e4m3 with a scale that is one. What is left is the order and the precision of the sums.
+are bf16, or e4m3 with a scale of one. Results depend only on the order and precision of the sums.
 """
 
 import cases
@@ -13,13 +13,13 @@ from helpers import Guarded, assert_same_bits
 
 import sparse_mla
 
-LN_2 = float(np.log(2))  # as softmax_scale: a logit is q . k in the log2 domain, exactly
+LN_2 = float(np.log(2))  # as softmax_scale it makes q . k the exact logit in the log2 domain
 ISAS = [row["arch"] for row in sparse_mla.kernels() if row["device"] == "cpu" and row["available"]]
 
 
 def exact_keys(logits, values, fmt) -> np.ndarray:
-    """One page of keys: `logits` in the first RoPE value, `values` [n, 512]. For FP8 the values
-    are e4m3, and 448, which every tile must have, makes the scale 1."""
+    """One page of keys: `logits` in the first RoPE value, `values` [n, 512]. For FP8 the values are
+    e4m3 numbers, and each tile gets one value of 448, which makes its scale 1."""
     keys = np.zeros((len(logits), ref.HEAD_DIM), np.float32)
     keys[:, :512] = values
     keys[:, 512] = logits
@@ -31,7 +31,7 @@ def exact_keys(logits, values, fmt) -> np.ndarray:
 
 
 def query(num_tokens: int, factors) -> np.ndarray:
-    """Heads that take a key's logit times these integers."""
+    """Queries whose heads multiply the logit of a key by these integers."""
     q = np.zeros((num_tokens, len(factors), ref.HEAD_DIM), np.float32)
     q[:, :, 512] = factors
     return ref.to_bf16(q)
@@ -53,9 +53,9 @@ FACTORS = (1, 0, 1, 2)  # 0: all weights are 1
 
 
 def assert_heavy_and_light(K, light, fmt, num_splits, at) -> None:
-    """One key of weight 1 in column `at`, K - 1 of weight 2^light.
+    """One key of weight 1 in column `at` and K - 1 keys of weight 2^light.
 
-    A heavy key that begins a block loses nothing. One behind light keys rounds their sum once.
+    If the heavy key begins a block, nothing is lost. Behind light keys it rounds their sum once.
     """
     values = np.zeros((2, 512), np.float32)
     values[0, 0] = values[1, 1] = 448
@@ -68,7 +68,7 @@ def assert_heavy_and_light(K, light, fmt, num_splits, at) -> None:
     assert not got["max_logits"].any()
     rounded = 0 if at % 128 == 0 else 2.0**-24
     error = np.abs(got["lse"][0] - lse)
-    blocks = K / 64 * 2.0**-53  # whose sums are added in double
+    blocks = K / 64 * 2.0**-53  # their sums are added in double
     assert (error <= 2.0**-23 * lse + rounded + blocks).all(), (got["lse"], lse)
     share = ref.to_f32(got["out"])[0, :, :2].astype(np.float64) / 448
     want = np.stack([1 / (1 + rest), rest / (1 + rest)], 1)
@@ -78,12 +78,12 @@ def assert_heavy_and_light(K, light, fmt, num_splits, at) -> None:
 
 LONG = [
     # K, log2 of the light weights, num_splits, the heavy key's column
-    (2**16, -25, 1, 0),  # 127 of them vanish beside 1 in a block, one after the other
+    (2**16, -25, 1, 0),  # the 127 of a block, added to 1 one by one, vanish
     (2**16, -25, 1, 2**15 + 27),
     (2**16, -25, 0, 2**16 - 128),
-    (2**16, -33, 1, 2**15),  # all of a block, too
+    (2**16, -33, 1, 2**15),  # their sum in a block vanishes, too
     (2**16, -33, 0, 2**16 - 1),
-    (2**16, -40, 64, 1024),  # all of a split, too
+    (2**16, -40, 64, 1024),  # their sum in a split vanishes, too
     (2**20, -33, 1, 2**19),
     (2**20, -45, 0, 0),
 ]
@@ -107,8 +107,8 @@ def test_light_keys_are_not_lost_on(isa, monkeypatch):
 
 
 def fold_in_order(logits, values) -> tuple[np.ndarray, np.float32]:
-    """out (bf16 patterns) and lse of parts of one key each: fp32 additions from the first part on.
-    Powers of two commute with their rounding."""
+    """out (bf16 patterns) and lse of parts with one key each, added in fp32 from the first part on.
+    Scaling parts by powers of two does not change how the additions round."""
     weights = np.exp2(np.float32(logits) - np.max(logits))
     total = np.zeros(512, np.float32)
     for weight, value in zip(weights, values, strict=True):
@@ -122,11 +122,11 @@ def fold_in_order(logits, values) -> tuple[np.ndarray, np.float32]:
 @pytest.mark.parametrize("num_splits", [2, 3, 7, 33, 64])
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_splits_are_folded_in_their_order(fmt, num_splits, isa, monkeypatch):
-    """Alone, where parts run in parallel, and in a batch, where some n do and others do not."""
+    """A token alone has parallel parts; in a batch that depends on the number of splits."""
     monkeypatch.setenv("SPARSE_MLA_CPU_ISA", isa)
     rng = np.random.default_rng(num_splits)
     num_tokens, num_keys = 5, 201
-    # Two heavy parts come first, which cancel in places. In another order they swallow the rest.
+    # Two heavy parts come first and cancel in places. In another order they swallow the others.
     values = rng.choice([-1.0, 1.0], (num_keys, 512)) * rng.integers(8, 10, (num_keys, 512)) / 8
     logits = np.array([0.0, 1.0, 26.0])[np.arange(num_keys) % 3]
     kv = exact_keys(logits, values, fmt)
@@ -135,7 +135,7 @@ def test_splits_are_folded_in_their_order(fmt, num_splits, isa, monkeypatch):
     level = rng.integers(0, 2, (num_tokens, num_splits))
     level[:, :2] = 2
     chosen = level + 3 * rng.integers(0, num_keys // 3, level.shape).astype(np.int32)
-    chosen[:, 2:][rng.random((num_tokens, num_splits - 2)) < 0.2] = -1  # empty ranges
+    chosen[:, 2:][rng.random((num_tokens, num_splits - 2)) < 0.2] = -1  # empty splits
     columns = 64 * np.arange(num_splits) + rng.integers(0, 64, num_splits)
     indices[:, columns] = chosen
     q = query(num_tokens, [1] * 18)

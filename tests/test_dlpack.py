@@ -17,7 +17,7 @@ import sparse_mla
 
 
 def has_gpu() -> bool:
-    """Whether a driver is there, and a GPU that it knows."""
+    """Whether there is a driver that finds a GPU."""
     count = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -40,7 +40,7 @@ def with_producer(name, op="sparse_attention", **options):
 
 
 def as_numpy(x) -> np.ndarray:
-    """A result of any kind; our Tensor becomes an array of its dtype, ml_dtypes included."""
+    """A result of any type. A Tensor becomes an array of its dtype, ml_dtypes included."""
     return np.asarray(x)
 
 
@@ -189,7 +189,7 @@ def test_refused_tensors_are_given_back(name):
 
 @pytest.mark.skipif(has_gpu(), reason="a GPU would run on this pointer")
 def test_a_device_that_this_build_lacks():
-    """Everything on cuda:0, and no backend or no GPU: RuntimeError, all tensors given back."""
+    """All arrays are on cuda:0, without backend or GPU: RuntimeError, all tensors given back."""
     call = cases.GOOD_CALLS["sparse_attention"]()
     producers = [Producer(x, device=(CUDA, 0)) for x in call.arrays().values()]
     for name, producer in zip(call.arrays(), producers, strict=True):
@@ -217,7 +217,7 @@ def test_a_consumed_capsule_is_refused(versioned):
 
 
 class Strange:
-    """A `__dlpack__` that gives something else."""
+    """An array whose `__dlpack__` returns `result`, or raises it."""
 
     def __init__(self, result) -> None:
         self.result = result
@@ -241,7 +241,7 @@ def test_dlpack_that_gives_no_capsule(result):
 
 @pytest.mark.parametrize("error", [BufferError, RuntimeError, ValueError, MemoryError])
 def test_dlpack_that_raises(error):
-    """The producer's own error is a BufferError about the argument, or passes with its text."""
+    """The producer's error passes, or becomes a BufferError about the argument, with its text."""
     call = cases.GOOD_CALLS["sparse_attention"]()
     call.args["q"] = Strange(error("the moon is full"))
     with pytest.raises((BufferError, error), match=r"the moon is full"):
@@ -262,7 +262,7 @@ def test_interrupts_pass_through():
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_a_device_that_raises(error):
-    """An interrupt passes through; without a device, the capsule says where the array is."""
+    """An interrupt passes through. After another error the device is taken from the capsule."""
     call = cases.GOOD_CALLS["merge_attn_states"]()
     want = call.run(sparse_mla)
 
@@ -282,7 +282,7 @@ def test_a_device_that_raises(error):
 
 @pytest.mark.parametrize("bad", ["kv", "indices", "attn_sink", "max_logits"])
 def test_every_argument_is_given_back_when_one_is_bad(bad):
-    """All arguments from producers, one of a wrong rank: each deleter runs exactly once."""
+    """Arguments come from producers and one has a wrong rank: each deleter runs exactly once."""
     call = cases.GOOD_CALLS["sparse_attention"]()
     producers = {}
     for name, x in call.arrays().items():
@@ -347,7 +347,7 @@ def test_tensor_buffer_protocol():
 
 
 def test_tensor_of_bf16_in_numpy():
-    """Buffers have no bf16: as an array it is one of ml_dtypes, on the same memory."""
+    """Buffers have no bf16. NumPy gets an array of ml_dtypes on the same memory instead."""
     (out, _), want = our_tensors()
     first, second = np.asarray(out), np.asarray(out)
     assert_same_bits(first, want[0])
@@ -415,7 +415,7 @@ class Undecided:
     def __bool__(self):
         raise ValueError("yes and no")
 
-    def __repr__(self):  # the test's name, which has no address then: pytest-xdist compares names
+    def __repr__(self):  # in the test's name, which must be the same in all xdist workers
         return "Undecided()"
 
 
@@ -469,9 +469,9 @@ def test_an_unused_capsule_keeps_and_frees_its_tensor(version):
 
 
 def test_tensors_leave_nothing():
-    """Neither their memory nor the few hundred bytes of themselves."""
+    """Tensors leave neither their memory nor the few hundred bytes of their objects."""
     (out, lse), _ = our_tensors()
-    for _ in range(2):  # the first time fills caches
+    for _ in range(2):  # the first round fills caches
         tracemalloc.start()
         for _ in range(200):
             _ = out[1:], lse.__dlpack__(), np.asarray(lse)
@@ -481,7 +481,7 @@ def test_tensors_leave_nothing():
 
 
 class Bearer:
-    """Gives a capsule that was made before."""
+    """An array that gives a capsule which was made before."""
 
     def __init__(self, capsule):
         self.capsule = capsule
@@ -495,7 +495,7 @@ class Bearer:
 
 @pytest.mark.parametrize("version", [None, (1, 0)])
 def test_a_capsule_outlives_the_tensor(version):
-    """Whoever takes it over gives the memory back, once."""
+    """The consumer that takes the capsule over gives the memory back, once."""
     (_, lse), want = our_tensors()
     before = sys.getrefcount(lse)
     view = np.from_dlpack(Bearer(lse.__dlpack__(max_version=version)))
@@ -522,7 +522,7 @@ def test_views_outlive_the_tensor():
 
 
 def test_a_tensor_is_an_argument_again():
-    """Its own results go back in: merge of our Tensors gives Tensors."""
+    """Results go back in as arguments, and the merge of Tensors gives Tensors."""
     (out, lse), want = our_tensors()
     merged = sparse_mla.merge_attn_states(out, lse, out, lse)
     plain = sparse_mla.merge_attn_states(*want, *want)
@@ -557,7 +557,7 @@ def test_tensor_of_no_elements():
 
 
 def test_an_export_that_fails_is_asked_for_once():
-    """A TypeError alone may mean that it does not know the question."""
+    """Only after a TypeError, which may mean an unknown keyword, is the producer asked again."""
     for error, times in ((ValueError("no"), 1), (TypeError("no"), 2)):
 
         class Failing(Producer):

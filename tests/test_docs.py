@@ -24,16 +24,16 @@ from helpers import find_framework, run_python, with_marks
 
 import sparse_mla
 
-# Modules that need a framework are there with it; what CI requires is in conftest.py.
+# A module that needs a framework is tested where that is installed; conftest.py can require it.
 FRAMEWORKS = ("torch", "jax", "transformers")
 MODULES = ["sparse_mla", "sparse_mla.flash_mla"] + [
     f"sparse_mla.integrations.{name}" for name in FRAMEWORKS if importlib.util.find_spec(name)
 ]
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's own
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # from PyTorch
 
-# In annotations, what takes a framework's arrays; the rest are ints, names, layers. "cache" stands
-# for one of the shapes of help(sparse_mla.ops).
+# ARRAY finds annotations of a framework's arrays; other parameters are ints, names, layers. "cache"
+# in a description stands for the shapes that help(sparse_mla.ops) lists.
 ARRAY = re.compile(r"\b(?:Array|Tensor)\b")
 SHAPE = re.compile(r"\[[^\]]|\bcache\b|shape of")
 DTYPE = re.compile(r"bf16|fp16|fp32|e4m3|int32|int64|uint8|dtype of|integers|row = |of any format")
@@ -60,7 +60,7 @@ class Public(typing.NamedTuple):
         return found[1] if found else ""
 
     def entries(self) -> dict[str, str]:
-        """Of Parameters and Attributes: name -> its line and description."""
+        """The entries of Parameters and Attributes: name -> its line and description."""
         text = self.section("Parameters") + self.section("Attributes")
         entries = {}
         for names, rest in re.findall(r"^(\w[\w, ]*) : (.*(?:\n +.*)*)", text, re.M):
@@ -116,7 +116,7 @@ def test_begins_with_a_sentence_and_shows_in_help(public):
 
 @each(EXAMPLES)
 def test_has_an_example_and_it_runs(public):
-    """With nothing imported: as a reader would paste it."""
+    """The example runs with nothing imported, as a reader would paste it."""
     example = doctest.DocTestParser().get_doctest(public.doc, {}, public.name, None, None)
     assert example.examples, f"{public.name} has no example"
     report: list[str] = []
@@ -127,7 +127,7 @@ def test_has_an_example_and_it_runs(public):
 
 
 def on_the_cpu(name: str):
-    """JAX makes arrays on a GPU where there is one; in `jit` the operators run on the CPU."""
+    """Makes JAX create arrays on the CPU, where our operators run in `jit`, and not on a GPU."""
     if not name.startswith("sparse_mla.integrations.jax"):
         return contextlib.nullcontext()
     jax = device.import_quietly("jax")
@@ -143,7 +143,7 @@ def test_a_property_is_shown_in_its_class_s_example(public):
 
 @each(CALLABLE)
 def test_parameters_are_those_of_the_signature(public):
-    """A class has those of its constructor, and attributes; what operators make has the latter."""
+    """A class documents the parameters of its constructor, if it has one, and attributes."""
     parameters = {p.name for p in public.parameters()}
     documented = set(public.entries())
     if inspect.isclass(public.obj):

@@ -1,7 +1,7 @@
-"""Bad calls: one clear exception, nothing written, the next call works (csrc/ops/check.c).
+"""A bad call raises one clear error and writes nothing; the next one works (csrc/ops/check.c).
 
-The table bends one argument of a good call. Arguments named in a row are those that the text may
-blame: where two shapes disagree, either is right.
+Each row of the table changes one argument of a good call. It also names the arguments that the
+error text may blame: if two shapes disagree, the text may name either.
 """
 
 import re
@@ -56,7 +56,7 @@ def replaced(x, i, value):
     return x
 
 
-# op -> rows of (case, argument to bend, how, exception, other names that may be blamed)
+# op -> rows of (case, argument to change, how, exception, other names that may be blamed)
 WRITE = [
     ("not an array", "kv_c", lambda x: "kv", TypeError, ()),
     ("None", "kv_cache", lambda x: None, TypeError, ()),
@@ -276,7 +276,7 @@ TABLE = {
     "dynamic_per_tensor_quant": QUANT,
 }
 
-# Found in the arrays' values, which are read on the CPU, and on a GPU when it is asked for.
+# Errors in the values of arrays, which calls check on the CPU, and on a GPU in checked mode.
 VALUE_ROWS = ("slot past the end", "flat cache", "out too short", "bad request", "bad id")
 ROWS = [pytest.param(op, *row, id=f"{op}: {row[0]}") for op, rows in TABLE.items() for row in rows]
 
@@ -396,7 +396,7 @@ def test_write_over_its_own_input():
 
 
 def test_pages_that_overlap_cannot_be_written():
-    """A page stride below the page's size: two slots would share bytes."""
+    """With a page stride below the page's size, two slots would share bytes."""
     raw = np.zeros(3 * 2624, np.uint8)
     cache = np.lib.stride_tricks.as_strided(raw, (3, 4, 656), (1312, 656, 1))
     call = cases.GOOD_CALLS["concat_and_cache_mla"]()

@@ -30,7 +30,7 @@ each_framework = pytest.mark.parametrize("framework", ALL_FRAMEWORKS, indirect=T
 @each_framework
 @pytest.mark.parametrize("name", CASES)
 def test_attention_gives_the_same_bits(framework, name):
-    """Results in the framework of q, on its memory, bit for bit what NumPy arrays give."""
+    """Results are arrays of q's framework, in its memory, with the bits of NumPy's results."""
     case = cases.ATTENTION[name].make()
     want = guarded_attention(sparse_mla.sparse_attention, case)
     results = case.run(sparse_mla.sparse_attention, framework.put, return_max_logits=True)
@@ -41,7 +41,7 @@ def test_attention_gives_the_same_bits(framework, name):
 
 
 def moved(call, framework):
-    """The call with every input array moved; outputs dropped."""
+    """The call with every input array moved, and without output arrays that can be left out."""
     for name in ("out", "lse", "max_logits"):
         if call.op != "gather_kv_cache":
             call.kwargs.pop(name, None)
@@ -71,7 +71,7 @@ WRITABLE = [name for name in ALL_FRAMEWORKS if name.values[0] != "jax"]
 @pytest.mark.parametrize("framework", WRITABLE, indirect=True)
 @pytest.mark.parametrize("op", ["concat_and_cache_mla", "gather_kv_cache", "sparse_attention"])
 def test_outputs_are_written_in_place(framework, op):
-    """The same object comes back, its address unchanged, its memory holds the result."""
+    """The same object comes back at the same address, and its memory holds the result."""
     call, plain = cases.GOOD_CALLS[op](), cases.GOOD_CALLS[op]()
     plain.run(sparse_mla)
     names = {"concat_and_cache_mla": ["kv_cache"], "gather_kv_cache": ["out"]}.get(
@@ -140,7 +140,7 @@ def test_torch_fp8_dtype_is_bytes(torch):
 
 @pytest.mark.torch
 def test_mixed_frameworks_on_the_cpu(torch):
-    """NumPy indices and options with a torch q: the result is q's."""
+    """NumPy indices and options with a torch q, or the reverse: results are of q's framework."""
     case = cases.ATTENTION["topk_length"].make()
     want = guarded_attention(sparse_mla.sparse_attention, case)
     put = find_framework("torch").put
@@ -168,8 +168,8 @@ def test_jax_fp8_cache_and_results_usable_in_jit(jax):
 
 @pytest.mark.jax
 def test_jax_arrays_without_their_slow_dlpack(jax, monkeypatch):
-    """jaxlib's function is called as such, once per array; where it fails, jax's __dlpack__, which
-    calls it with a stream, is the way."""
+    """jaxlib's export function is called directly, once per array. Where it fails, jax's __dlpack__
+    is called, which calls the function with keywords."""
     jaxlib = importlib.import_module("jaxlib._jax")
     export = jaxlib.buffer_to_dlpack_managed_tensor
     case = cases.ATTENTION["h17_k63"].make()
@@ -215,7 +215,7 @@ def test_a_jax_array_over_two_devices_is_no_array(jax):
 
 @pytest.mark.jax
 def test_a_jax_write_is_refused_and_leaves_the_array(jax):
-    """The cache operator's target is an output: immutable arrays cannot be it."""
+    """The cache is an output of the cache write, so it cannot be an immutable array."""
     call = cases.GOOD_CALLS["concat_and_cache_mla"]()
     cache = jax.numpy.zeros((3, 4, 656), jax.numpy.uint8)
     call.args["kv_cache"] = cache
@@ -284,7 +284,7 @@ def test_torch_sparse_and_conj_are_refused(torch):
     "view", [lambda x: x, lambda x: x[:1, :1], lambda x: x[:, :0], lambda x: x[1]]
 )
 def test_torch_imaginary_parts_of_a_conjugate_are_refused(torch, view):
-    """Their values lie in memory with the other sign."""
+    """Memory holds the values of such a view with the opposite sign."""
     call = cases.GOOD_CALLS["merge_attn_states"]()
     call.args["lse_a"] = view(torch.zeros(3, 4, dtype=torch.complex64).conj().imag)
     assert call.args["lse_a"].is_neg()
@@ -328,7 +328,7 @@ def test_foreign_byte_order(name):
 
 
 def test_numpy_subclasses_and_masked_memory():
-    """np.matrix-like views and memmaps are arrays; object arrays are not."""
+    """Objects of a subclass of ndarray are arrays; object arrays are not."""
     call = cases.GOOD_CALLS["sparse_attention"]()
     want = [np.array(x) for x in call.run(sparse_mla)]
 
@@ -355,7 +355,7 @@ def test_uint16_is_never_silently_bf16():
 
 @each_framework
 def test_a_large_cache_is_not_copied(framework):
-    """Two selected tokens of a 256 MiB cache: the call's own memory stays far below it."""
+    """Two keys of a 256 MiB cache are selected: the call's own memory stays far below its size."""
     kv = framework.put(np.zeros((6400, 64, 656), np.uint8))
     call = cases.AttentionCase(1, 4, 2).make()
     q, indices = framework.put(call.q), framework.put(np.array([[5, 400_000]], np.int32))
@@ -376,7 +376,7 @@ def resident_peak() -> int:
 
 
 def test_inputs_are_not_kept():
-    """After the call nothing refers to the arguments; results live on their own."""
+    """After the call nothing refers to the arguments; results have their own memory."""
     call = cases.GOOD_CALLS["sparse_attention"]()
     for name in ("out", "lse", "max_logits"):
         del call.kwargs[name]

@@ -1,7 +1,7 @@
 """Recorded outputs of an independent implementation; see fixtures/README.md.
 
-Our result against fp64 comes first. The peer then agrees within its own bound plus ours: with the
-GPU's 32 units, and, where it rounds scaled keys to bf16, with the allowance of a gathered row.
+Our result is compared with fp64 first. The peer must then agree within its own bound plus ours. Its
+bound has the GPU's 32 units, and the allowance of a gathered row if it rounds scaled keys to bf16.
 """
 
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_ours_agrees_with_the_peer(recorded):
 
 @pytest.mark.parametrize("name", sorted(ROUNDS_SCALED_KEYS))
 def test_ours_does_not_round_scaled_keys(name):
-    """Where the peer spends the error of a rounded key, ours is several times smaller."""
+    """Where the peer rounds scaled keys, its error is at least four times as large as ours."""
     case, peer = load(name)
     want = case.reference()
     got = guarded_attention(sparse_mla.sparse_attention, case)

@@ -1,7 +1,7 @@
-"""sparse_mla.flash_mla: the other package's calls, judged by fp64 within its own tolerances.
+"""sparse_mla.flash_mla: calls as of the package flash_mla, judged by fp64 and its tolerances.
 
 With SMLA_DEVICE=cuda torch's arrays are on the GPU. test_gpu_flash_mla.py runs the same code
-through the other package too.
+through that package, too.
 """
 
 import importlib
@@ -25,7 +25,7 @@ DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
 
 
 class Arrays:
-    """NumPy arrays to a framework's, on the device under test, and back."""
+    """Moves NumPy arrays to a framework, on the device under test, and back."""
 
     def __init__(self, name: str) -> None:
         self.framework = find_framework(name)
@@ -33,7 +33,7 @@ class Arrays:
 
     def put(self, x):
         if not isinstance(x, np.ndarray) or self.framework.name == "numpy":
-            return x  # there already, strides and all
+            return x  # already there, with its strides
         x = self.framework.put(np.ascontiguousarray(x))
         return x.to("cuda") if self.is_torch and ON_GPU else x
 
@@ -60,7 +60,7 @@ def torch_arrays() -> Arrays:
 
 
 def peer_rows(rng, count: int, fmt: str) -> np.ndarray:
-    """Tokens as that package's tests make them: N(0, 1) / 10, scales that are powers of two."""
+    """Cache rows as flash_mla's tests make them: N(0, 1) / 10, scales that are powers of two."""
     bits = ref.bf16_encode((rng.normal(0, 1, (count, 576)) / 10).astype(np.float32))
     if fmt == "bf16":
         return bits.view(ref.BF16)
@@ -81,7 +81,7 @@ def peer_indices(rng, shape, num_slots: int) -> np.ndarray:
 
 @dataclass
 class Decode:
-    """One decode call; `reference` is [b, s_q, H, 512] and [b, H, s_q]."""
+    """A decode call; `reference` returns out [b, s_q, H, 512] and lse [b, H, s_q]."""
 
     b: int = 3
     s_q: int = 2
@@ -152,7 +152,7 @@ class Decode:
 
 @dataclass
 class Prefill:
-    """One prefill call; `reference` is [T, H, 512], [T, H] and [T, H]."""
+    """A prefill call; `reference` returns out [T, H, 512], max_logits [T, H] and lse [T, H]."""
 
     T: int = 5
     H: int = 64
@@ -168,7 +168,7 @@ class Prefill:
         self.q = cases.random_bf16(rng, self.T, self.H, self.d_qk, std=0.1)
         self.kv = peer_rows(rng, self.S, "bf16")[:, None, : self.d_qk]
         self.indices = peer_indices(rng, (self.T, 1, self.K), self.S)
-        self.indices[self.indices == 0] = self.S + 3  # "numbers >= s_kv" are none too
+        self.indices[self.indices == 0] = self.S + 3  # "numbers >= s_kv" are no keys, either
         self.options: dict = {}
         if self.sink:
             self.options["attn_sink"] = rng.normal(0, 3, self.H).astype(np.float32)
@@ -191,7 +191,7 @@ class Prefill:
 
 
 def assert_close(name: str, got, want, absolute: float, relative: float) -> None:
-    """The other package's rule: infinities in the same places, errors and cosine bounded."""
+    """The rule of flash_mla's tests: the same infinities, and errors and cosine within bounds."""
     got, want = (ref.to_f32(x).astype(np.float64) for x in (got, np.asarray(want)))
     assert got.shape == want.shape, name
     infinite = np.isinf(want)
@@ -206,7 +206,7 @@ def assert_close(name: str, got, want, absolute: float, relative: float) -> None
 
 
 def assert_results(got, want) -> None:
-    """(out, ...statistics) of either function."""
+    """Checks (out, *statistics), the results of either function."""
     assert len(got) == len(want)
     assert got[0].dtype == ref.BF16
     assert_close("out", got[0], want[0], 1e-3, 2.01 / 128)
@@ -217,7 +217,7 @@ def assert_results(got, want) -> None:
 
 # --- results -------------------------------------------------------------------------------------
 
-# within what the other package serves, so that both can run them
+# flash_mla serves these cases, too, so that both packages can run them
 DECODES = {
     "plain": {},
     "one query": {"s_q": 1},
@@ -234,7 +234,7 @@ PREFILLS = {
     "without RoPE": {"d_qk": 512, "sink": True, "topk_length": True, "sm_scale": 512**-0.5},
     "scale": {"sm_scale": 0.3, "K": 256},
 }
-# what only this library serves: the other one's Hopper kernel refuses lengths in decode, for one
+# only this library serves these; flash_mla's Hopper kernel refuses lengths in decode, for example
 MORE_DECODES = {
     "lengths": {"topk_length": True, "sink": True, "s_q": 1},
     "lengths of several queries": {"topk_length": True, "s_q": 3},
@@ -266,7 +266,7 @@ def test_prefill(name, arrays):
 
 
 def layer_of_a_model(mla, put, decode: Decode, prefill: Prefill):
-    """Code written for the other package, strided inputs and all; `mla` is the imported module."""
+    """Code as written for flash_mla, with strided inputs; `mla` is the imported module."""
     q, sink = put(decode.q), put(decode.options["attn_sink"])
     wide = put(np.zeros((*decode.q.shape[:3], 600), ref.BF16))
     wide[..., :576] = q
@@ -348,7 +348,7 @@ def test_lengths_are_per_request_in_decode(arrays):
 
 
 def strided_decode_inputs(put, case: Decode) -> dict[str, dict]:
-    """Views of wider memory by what they do to the call; torch and NumPy index alike."""
+    """Arguments that are views of wider memory, by name; torch and NumPy index alike."""
     b, s_q, num_heads, _ = case.q.shape
     wide = put(np.zeros((b, s_q + 1, num_heads + 2, 600), ref.BF16))
     joined = put(np.zeros((b, s_q, num_heads, 600), ref.BF16))
@@ -425,8 +425,8 @@ def test_bytes_of_a_cache_come_in_three_dtypes(dtype, arrays):
 
 
 def test_batch_invariance(arrays):
-    """Requests alone give the bits that they give in batches. K is so large that plans differ: on
-    the CPU it is cut into 4 up to 16 requests, then into 3, from 22 into 2, from 33 not at all."""
+    """Requests give the same bits alone and in a batch. K is so large that usual plans differ: the
+    CPU cuts it into 4 for up to 16 requests, then into 3, into 2 from 22 on, not at all from 33."""
     case = Decode(b=65, s_q=1, H=3, K=1024)
     rng = np.random.default_rng(5)
     case.q[..., :512] = 0
@@ -487,7 +487,7 @@ def test_signatures_take_the_package_s_arguments():
 
 
 def check_signatures(module) -> None:
-    """By position and by name, in this order."""
+    """Arguments can be given by position and by name, in this order."""
     decode = (
         "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits "
         "softmax_scale causal is_fp8_kvcache indices attn_sink extra_k_cache "
@@ -501,7 +501,7 @@ def check_signatures(module) -> None:
 
 @pytest.mark.torch
 def test_parameters_are_taken_where_gradients_are_off(torch_arrays):
-    """A sink that is an nn.Parameter; with gradients on nobody shall think that they flow."""
+    """An nn.Parameter is refused while gradients are on, because no gradient would flow."""
     torch = importlib.import_module("torch")
     put = torch_arrays.put
     decode, prefill = Decode(H=16, sink=True), Prefill(H=16, sink=True)
@@ -536,7 +536,7 @@ def test_parameters_are_taken_where_gradients_are_off(torch_arrays):
 
 @pytest.mark.torch
 def test_one_query_per_request_copies_nothing(torch_arrays):
-    """Between the caller's tensors and the kernel torch only makes views."""
+    """Between the caller's tensors and the kernel, torch makes nothing but views."""
     torch = importlib.import_module("torch")
     dispatch = importlib.import_module("torch.utils._python_dispatch")
     seen = []

@@ -1,4 +1,4 @@
-"""The fixtures that docs/formats.md offers to other implementations, with our own as the first."""
+"""The fixtures that docs/formats.md offers to other implementations, tested on our own."""
 
 import hashlib
 import importlib.util
@@ -16,7 +16,7 @@ SUMS = dict(reversed(line.split("  ")) for line in (FOLDER / "SHA256SUMS").read_
 
 
 def load() -> dict[str, np.ndarray]:
-    """As any language would: NAME.DTYPE.SHAPE.bin, little-endian, in C order."""
+    """Reads files as any language would: NAME.DTYPE.SHAPE.bin, little-endian, in C order."""
     arrays = {}
     for path in FOLDER.glob("*.bin"):
         name, dtype, shape, _ = path.name.split(".")
@@ -61,7 +61,7 @@ def test_they_hold_the_hard_cases(data):
 def test_cache_write(name, data):
     cache = np.zeros_like(data[name])
     sparse_mla.concat_and_cache_mla(data["kv_c"], data["k_pe"], cache, data["slot_mapping"])
-    if name == "cache_bfloat16":  # any NaN is as good as any other there
+    if name == "cache_bfloat16":  # any NaN equals any other there
         assert_same_bf16(cache, ref.bits16(data[name]))
     else:
         assert_same_bits(cache, data[name])
@@ -89,7 +89,7 @@ def test_attention(data):
     inputs = data["q"], data["cache_fp8_ds_mla"], data["indices"]
     out, lse = sparse_mla.sparse_attention(*inputs, **options)
     bounds = {"out": data["out_bound"], "lse": data["lse_bound"]}
-    if device.ON_CUDA:  # with the allowance for scales in f16
+    if device.ON_CUDA:  # bounds that allow for scales in f16
         want = ref.attention(*inputs, **options)
         bounds = {
             "out": want.out_tolerance(**device.BOUNDS),

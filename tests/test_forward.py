@@ -1,4 +1,4 @@
-"""SparseMLA.forward: every path of one step, each within its bound, pairs within the sum."""
+"""SparseMLA.forward: each path of a step is within its bound, two paths within their sum."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ NUM_HEADS = 33
 
 
 def run(step, kv, *, path=None, num_heads=NUM_HEADS, q=None, sink=True, **config):
-    """-> path taken, out and lse with guarded outputs."""
+    """Runs a step with guarded outputs; returns the path taken, and out and lse."""
     if path is not None:
         config["path"] = path
     options = engine.config(sparse_mla, num_heads=num_heads, fp8=ref.is_fp8(kv), **config)
@@ -47,7 +47,7 @@ def step():
 
 @pytest.fixture(scope="module")
 def results(step):
-    """Each path's result and fp64 reference; `separate` is judged on its gathered rows."""
+    """Result and fp64 reference of each path; `separate` is judged on its gathered rows."""
     bf16 = step.bf16_cache(sparse_mla)
     found = {}
     for path in ("mixed", "separate", "direct", "bf16"):
@@ -78,7 +78,7 @@ def test_separate_against_the_fp8_bytes(results, step):
 
 
 def test_the_bf16_cache_is_the_gathered_one(results, step):
-    """Its prefill rows see the very bytes that the separate path gathers."""
+    """Prefills on the bf16 cache read the same bytes that the separate path gathers."""
     prefills = slice(5, None)
     want = results["separate"][1].rows(prefills)
     got = {name: x[prefills] for name, x in results["bf16"][0].items()}
@@ -91,7 +91,7 @@ PAIRS = [(a, b) for i, a in enumerate(GATHERED) for b in list(GATHERED)[i + 1 :]
 
 @pytest.mark.parametrize(("a", "b"), PAIRS)
 def test_pairs_within_the_sum_of_their_bounds(results, step, a, b):
-    """Against one reference, fp64 on the FP8 bytes; gathered paths with their allowance."""
+    """Bounds are from one reference, fp64 on the FP8 bytes; gathered paths have an allowance."""
     common = step.reference("mixed", step.fp8_cache)
     empty = np.isneginf(common.lse)
     for name, bound in (("out", common.out_tolerance), ("lse", common.lse_tolerance)):
@@ -115,7 +115,7 @@ def test_q_as_a_pair(results, step, path, views):
 
 @pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
 def test_rows_past_t_are_left_alone(step, path):
-    """A step's buffers are longer than the step: graph padding."""
+    """Buffers of a captured graph are padded; forward does not write the padding."""
     kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
     tokens = step.batch.num_actual_tokens
     options = engine.config(sparse_mla, num_heads=NUM_HEADS, fp8=path != "bf16", path=path)
@@ -135,7 +135,7 @@ def test_rows_past_t_are_left_alone(step, path):
 
 
 def test_a_larger_workspace_is_used_as_far_as_was_asked(results, step):
-    """Its other rows are the caller's. Chunks are as long as without them."""
+    """The other rows stay the caller's, and chunks are as long as without those rows."""
     asked, most = cases.ENGINE_WORKSPACE, 2 * cases.ENGINE_WORKSPACE + 300
     options = engine.config(sparse_mla, num_heads=NUM_HEADS, path="separate")
     workspace = Guarded((most, 576), ref.BF16, row_gap=24)
@@ -247,7 +247,7 @@ def test_default_paths(num_heads):
 
 
 def test_one_metadata_serves_every_layer(step):
-    """Two layers with caches of their own share metadata and workspace."""
+    """Two layers with different caches share metadata and workspace."""
     options = engine.config(sparse_mla, num_heads=NUM_HEADS)
     metadata = sparse_mla.MetadataBuilder(options).build(step.batch.common(sparse_mla))
     layers = [engine.make_step(step.batch, NUM_HEADS, seed=seed) for seed in (1, 2)]
@@ -311,7 +311,7 @@ def test_layer_without_weights_has_no_projections():
 
 
 def bad_forward(name, step):
-    """Arguments of forward with one of them wrong -> (error, name in the text, arguments)."""
+    """Returns (error, name in the text, arguments of forward), of which one is wrong."""
     q, kv, topk = step.q, step.fp8_cache, step.topk_indices
     other = step.bf16_cache(sparse_mla)
     table = {
@@ -355,7 +355,7 @@ def test_bad_arguments_write_nothing(step, name, path):
 
 @pytest.mark.parametrize("where", ["workspace", "block_table"])
 def test_arrays_that_the_builder_keeps_are_not_the_caller_s_to_reuse(step, where):
-    """q where prefills are gathered to, or out over the pages' numbers."""
+    """q overlaps the workspace into which prefills are gathered, or out the block table."""
     tokens, table = step.batch.num_actual_tokens, step.batch.common(sparse_mla).block_table
     workspace = np.zeros((cases.ENGINE_WORKSPACE, 576), ref.BF16)
     space = np.zeros(max(tokens * NUM_HEADS * 512 * 2, table.nbytes), np.uint8)

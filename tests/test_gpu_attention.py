@@ -1,4 +1,4 @@
-"""sparse_attention on the GPU beyond the shared cases: every tile shape, every hard value."""
+"""sparse_attention on the GPU, beyond the cases of test_attention.py: tile shapes, hard values."""
 
 import functools
 from dataclasses import replace
@@ -18,7 +18,8 @@ ALL_FORMATS = [*FORMATS, "bf16_512"]
 
 
 def check(case: AttentionInputs, want: ref.Attention | None = None) -> dict:
-    """Within the bounds, nothing outside, twice the same bits."""
+    """Asserts that results are within the bounds, that nothing outside them is written, and that a
+    second run gives the same bits."""
     got = guarded_attention(attend, case)
     assert_within_bounds(want or case.reference(), got)
     again = guarded_attention(attend, case)
@@ -33,14 +34,15 @@ def check(case: AttentionInputs, want: ref.Attention | None = None) -> dict:
 @pytest.mark.parametrize("fmt", ALL_FORMATS)
 @pytest.mark.parametrize("num_heads", range(1, 129))
 def test_every_head_count(num_heads, fmt):
-    """More than one block of keys, so that the running maximum moves; a sink on every third."""
+    """There is more than one block of keys, so that the running maximum moves. Every third head
+    count has a sink."""
     check(AttentionCase(2, num_heads, 140, fmt=fmt, pages=3, sink=num_heads % 3 == 0).make())
 
 
 @pytest.mark.parametrize("fmt", ALL_FORMATS)
 @pytest.mark.parametrize("num_splits", [*range(1, 20), 31, 32, 33, 63, 64])
 def test_split_counts(num_splits, fmt):
-    """Ranges of 64 columns, the last ones empty."""
+    """A split is a multiple of 64 columns, so the last of many splits are empty."""
     check(
         AttentionCase(
             2, 17, 1000, fmt=fmt, pages=20, num_splits=num_splits, topk_length=True, sink=True
@@ -91,8 +93,8 @@ def test_query_layouts(q_layout, fmt, num_heads):
 @pytest.mark.parametrize("q_layout", ["compact", "odd_stride"])
 @pytest.mark.parametrize("num_heads", [12, 64])
 def test_rows_in_turn(num_heads, q_layout, fmt):
-    """More tokens than the device has places for CTAs, so that each takes several; some have no
-    keys, and those in front of them must not be felt."""
+    """There are more tokens than the device runs CTAs, so each CTA takes several. Some tokens have
+    no keys; what the CTA's token before them left must not change their results."""
     case = AttentionCase(
         450,
         num_heads,
@@ -111,7 +113,7 @@ def test_rows_in_turn(num_heads, q_layout, fmt):
 @pytest.mark.parametrize("fmt", ["bf16", "bf16_512"])
 @pytest.mark.parametrize("offset", range(8))
 def test_bf16_rows_at_every_alignment(offset, fmt):
-    """Rows that begin 2 to 14 bytes past a multiple of 16."""
+    """Cache rows that begin 0 to 14 bytes past a multiple of 16 give the same bits."""
     case = AttentionCase(2, 20, 150, fmt=fmt).make()
     want = check(case)
     wide = cases.poisoned_storage((*case.kv.shape[:2], 592), ref.BF16)
@@ -174,7 +176,8 @@ def test_a_hundred_runs_give_the_same_bits(fmt):
 @pytest.mark.parametrize("num_splits", [1, 2, 7, 64])
 @pytest.mark.parametrize("num_heads", [16, 128])
 def test_batch_invariance(num_heads, num_splits, fmt):
-    """With num_splits fixed a row has the bits that it has alone, in batches of 3, 64 and 300."""
+    """With num_splits fixed, a token's results have the same bits in batches of 1, 3, 64 and
+    300 tokens."""
     case = AttentionCase(300, num_heads, 200, fmt=fmt, pages=8, num_splits=num_splits).make()
     whole = guarded_attention(attend, case)
     rng = np.random.default_rng(num_splits)
@@ -192,7 +195,8 @@ MOST_HEADS = 128
 
 
 def keys(rng, scales, *, codes="normal", rope=1.0) -> np.ndarray:
-    """A cache [16, 64, 656] of chosen e4m3 bytes, scales [n, 1] or [n, 4], and RoPE part."""
+    """A cache [16, 64, 656] with e4m3 bytes of the kind `codes`, the scales [n, 1] or [n, 4], and
+    a RoPE part: given, or random with standard deviation `rope`."""
     shape = (NUM_TOKENS, 512)
     if codes == "normal":
         value = np.clip(rng.normal(0, 60, shape), -448, 448).astype(np.float32)
@@ -231,9 +235,10 @@ def make(rng, kv, *, q=None, q_std=1.0, indices=None, masked=0.0):
     return AttentionInputs(q, kv, indices, options)
 
 
-@functools.lru_cache(1)  # split counts vary fastest
+@functools.lru_cache(1)  # pytest varies num_splits fastest, so the last case is enough
 def hard_case(name: str, fmt: str, num_heads: int) -> tuple[AttentionInputs, ref.Attention]:
-    """With some of its heads, from the first to the last, odd and even ones; and what is right."""
+    """The case `name` with num_heads of its heads, spread evenly from the first to the last, odd
+    and even ones; and its reference results."""
     case = (SCALES | COURSES)[name](np.random.default_rng(5))
     heads = np.linspace(0, MOST_HEADS - 1, num_heads).round().astype(int)
     case.q = np.ascontiguousarray(case.q[:, heads])
@@ -244,7 +249,8 @@ def hard_case(name: str, fmt: str, num_heads: int) -> tuple[AttentionInputs, ref
 
 
 every_tile = pytest.mark.parametrize("num_heads", [16, 32, 64, MOST_HEADS])
-# Of 1024 columns: whole rows, halves for the kernel of large batches, and two sizes for small ones.
+# 1024 columns in one piece; in splits of 512 for Hopper's kernel for large batches; in splits of
+# 256 and 128 for its kernel for small batches.
 every_split = pytest.mark.parametrize("num_splits", [1, 2, 4, 8])
 
 
@@ -289,7 +295,8 @@ SCALES = {
 
 
 def zero_tiles(kv: np.ndarray, part: slice) -> np.ndarray:
-    """As the cache write leaves tiles of zeros: sign bits alone, the smallest scale."""
+    """Makes the values `part` of all cache rows zeros, as the cache write stores tiles of zeros:
+    bytes of sign bits alone, with the smallest scale."""
     kv[..., part] &= 0x80
     scales = kv[..., 512:528].reshape(-1, 16).view(np.float32)
     scales[:, part.start // 128 : part.stop // 128] = ref.FLT_MIN
@@ -306,7 +313,8 @@ def test_scales(name, num_heads, num_splits):
 
 
 def logits(rng, first_rope, **options) -> AttentionInputs:
-    """Keys whose first RoPE value is given, and queries that look at it: logits of that course."""
+    """Keys with the given first RoPE values, and queries that multiply this value by `look`, so
+    that the logits follow the given course."""
     rope = np.zeros((NUM_TOKENS, 64))
     rope[:, 0] = first_rope
     q = rng.normal(0, 0.1, (2, MOST_HEADS, 576))
@@ -338,7 +346,7 @@ COURSES = {
     "one key three times": lambda rng: make(
         rng, keys(rng, 0.01), indices=np.where(ORDER < 3, 9, -1)
     ),
-    # Next to no error is allowed in lse where all logits are tiny.
+    # Where all logits are tiny, the bounds allow almost no error in lse.
     "a single key, tiny logits": lambda rng: make(
         rng, keys(rng, 0.01), q_std=0.01, indices=np.where(ORDER == 77, 5, -1)
     ),
@@ -348,7 +356,7 @@ COURSES = {
         )
         for part in (0.5, 0.02)
     },
-    # Around the largest weight in f16, relative to the first 128 keys.
+    # Relative to the first 128 keys, these weights are near the largest number of f16.
     **{
         f"later keys 2^{power} as heavy": lambda rng, power=power: logits(
             rng, np.where(ORDER < 128, 0, power * np.log(2)), indices=ORDER
@@ -368,7 +376,8 @@ COURSES = {
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("place", [0, 300, 575])
 def test_a_large_product_among_small_ones(place, fmt, num_heads):
-    """A sum of which every step may be cut off; the scales are powers of two."""
+    """wgmma cuts each step of a sum off instead of rounding it, and one large product among small
+    ones makes that error the largest. The scales are 1, so keys are exact in f16."""
     rng = np.random.default_rng(7)
     case = AttentionCase(64, num_heads, 64, fmt=fmt, pages=1, layout="flat", data="pow2").make()
     parts = [rng.normal(0, 2.0**-6, (64, n, 576)) for n in (num_heads, 1)]
@@ -383,14 +392,15 @@ def test_a_large_product_among_small_ones(place, fmt, num_heads):
 
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
 def test_two_of_many_huge_scores_are_near(num_splits):
-    """Logits of 10,000 and less than f16 keys allow between two: whose values are taken?"""
+    """Logits are about 10,000, and two large ones differ by less than keys rounded to f16 would
+    move them. That rounding must not decide whose value is the result."""
     case = AttentionCase(39, 65, 128, data="huge", softmax_scale=1.0, pages=43, seed=1427726027)
     layout = {"layout": "token_stride", "q_layout": "negative", "topk_length": True}
     check(replace(case, num_splits=num_splits, **layout).make())
 
 
 def e4m3_rows(key: np.ndarray) -> np.ndarray:
-    """[n, 656], with scales of 1."""
+    """FP8 cache rows [n, 656] of bf16 keys [n, 576], with scales of 1."""
     codes = key[:, :512].astype(ref.E4M3).view(np.uint8)
     scales = np.ones((len(key), 4), np.float32).view(np.uint8)
     return np.concatenate([codes, scales, key[:, 512:].view(np.uint8)], 1)
@@ -399,7 +409,8 @@ def e4m3_rows(key: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
 @pytest.mark.parametrize(("K", "seed"), [(64, 2033127097), (128, 1002269185), (209, 1299444815)])
 def test_light_keys_where_heavy_ones_are_zeros(K, seed, num_splits):
-    """One key has nearly all weight, and an eighth of its values are zeros."""
+    """One key has nearly all the weight, and an eighth of its values are zeros. There the result
+    comes from light keys, whose weights would have few bits in f16."""
     case = AttentionCase(8, 65, K, data="subnormal", softmax_scale=1.0, pages=30, seed=seed)
     check(replace(case, num_splits=num_splits).make())
 
@@ -416,7 +427,8 @@ def test_courses_of_logits(name, fmt, num_heads, num_splits):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("num_splits", [1, 6])
 def test_excluded_tokens_are_not_read(fmt, num_splits):
-    """NaN in all tokens but the selected ones, in the columns past topk_length too."""
+    """All cache rows that no list selects are NaN. The lists name some of them in columns past
+    topk_length."""
     case = AttentionCase(
         9, 40, 500, fmt=fmt, pages=40, num_splits=num_splits, topk_length=True, sink=True
     ).make()

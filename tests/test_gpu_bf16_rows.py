@@ -1,8 +1,8 @@
-"""The bf16 kernel of Hopper alone: a softmax reference that seldom moves, works in a row.
+"""Hopper's kernel for bf16 rows: softmax references that seldom move, and works one after another.
 
-Its references come from a work's first 64 keys, and move for keys 2^40 times as heavy. A CTA has
-several works, of any length. test_gpu_attention.py has the shapes and the courses of logits,
-test_gpu_growth.py those that move references.
+A head's reference is its maximum among the work's first 64 keys. It moves where a later key is
+2^40 times as heavy. A CTA takes several works, of any length. test_gpu_attention.py tests shapes
+and courses of logits, test_gpu_growth.py tests the courses that move references.
 """
 
 import cases
@@ -17,7 +17,8 @@ attend = sparse_mla.sparse_attention
 
 
 def check(case: AttentionInputs, **more) -> dict:
-    """Within the bounds, and the same bits without max_logits, which is a kernel of its own."""
+    """Asserts that results are within the bounds, and that a call without max_logits, which runs
+    another instance of the kernel, gives the same bits."""
     got = guarded_attention(attend, case, **more)
     assert_within_bounds(case.reference(), got)
     num_tokens, num_heads = case.shape
@@ -30,7 +31,7 @@ def check(case: AttentionInputs, **more) -> dict:
 
 
 def make(rng, indices, *, T=2, H=64, num_slots=1024, first_rope=None, look=0.0, **options):
-    """Keys whose first RoPE value is `first_rope`, and queries that look at it `look` times."""
+    """Keys whose first RoPE value is `first_rope`, and queries that multiply it by `look`."""
     rows = ref.to_f32(cases.make_rows(rng, num_slots, "bf16"))
     q = rng.normal(0, 0.3, (T, H, 576))
     if first_rope is not None:
@@ -80,7 +81,8 @@ def test_softmax_scales(scale):
 
 
 def test_equal_weights_sum_without_drift():
-    """4096 keys of one weight that is no power of two: every addition would round the same way."""
+    """4096 keys have the same weight, which is no power of two. Added without compensation, all of
+    them would be rounded the same way."""
     rng = np.random.default_rng(6)
     indices = np.where(np.arange(4160) < 64, 0, 1)
     case = make(rng, indices, num_slots=64, first_rope=np.resize([3.0, 2.0], 64), look=11.0)
@@ -89,7 +91,8 @@ def test_equal_weights_sum_without_drift():
 
 @pytest.mark.parametrize("num_heads", [64, 100])
 def test_works_of_every_length_in_a_row(num_heads):
-    """More works than CTAs: whole ones, empty ones, masked ones, and ones that start late."""
+    """There are more works than CTAs. Some are full, some have no columns, some have no keys, and
+    some have their first key in a later block."""
     rng = np.random.default_rng(7)
     T = 450
     indices = rng.integers(0, 1024, (T, 330))
@@ -128,7 +131,7 @@ def test_a_head_of_nan_touches_no_other():
 
 @pytest.mark.parametrize("gap", [1, 2, 8])
 def test_results_at_every_alignment(gap):
-    """Rows of out 2, 4 and 16 bytes further apart than they are long."""
+    """The tokens of out are 2, 4 and 16 bytes further apart than they are long."""
     case = AttentionCase(3, 64, 200, fmt="bf16", pages=8).make()
     want = guarded_attention(attend, case)
     got = guarded_attention(attend, case, row_gap=gap)
@@ -139,7 +142,7 @@ def test_results_at_every_alignment(gap):
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("K", [1, 64, 65, 128, 129, 193, 500])
 def test_two_lists_of_any_length(K, num_splits):
-    """The second list begins a block of its own, and the first may have no key at all."""
+    """The keys of the second list begin a new block, and the first list may have no key at all."""
     for length in (0, K):
         case = AttentionCase(3, 64, K, fmt="bf16", extra="bf16", num_splits=num_splits).make()
         case.options["topk_length"] = np.array([length, K, 0], np.int32)

@@ -1,4 +1,4 @@
-"""The builder's buffers on the GPU: whose streams wait for whom, and what is refused there."""
+"""The builder's buffers on the GPU: which stream waits for which, and which arrays are refused."""
 
 import cases
 import device
@@ -27,7 +27,7 @@ class Layer:
         self.layer = sparse_mla.SparseMLA(self.config)
 
     def place(self, lens, seed: int):
-        """-> a step and its arrays on the device, ready."""
+        """-> a step of these query lengths, its metadata's arrays and the layer's, on the GPU."""
         batch = cases.make_batch(lens, [n + 40 + seed for n in lens], seed=seed)
         step = engine.make_step(batch, HEADS, seed=seed)
         if self.path == "bf16":
@@ -55,7 +55,8 @@ BATCHES = [([1, 1, 30], 1), ([1] * 12, 2), ([1, 5, 40, 3], 3), ([1, 1], 4)]
 @pytest.mark.parametrize("late", ["builds", "forwards", "all"])
 @pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
 def test_steps_on_streams_of_their_own(path, late):
-    """Build on one stream, forward on another, the next build on a third: never out of order."""
+    """A build on one stream, its forward on another, the next build on a third: the device runs
+    them in this order, whichever stream is late."""
     layer = Layer(path)
     placed = [layer.place(*batch) for batch in BATCHES]
     want = [layer.eager(common, arrays) for _, common, arrays in placed]
@@ -79,7 +80,8 @@ def test_steps_on_streams_of_their_own(path, late):
 
 
 def test_many_builds_ahead_of_the_device():
-    """The ring of staging buffers grows, and no build waits: contents stay each step's own."""
+    """The ring of staging buffers grows, so that no build waits and each forward reads the
+    metadata of its own step."""
     layer = Layer("mixed")
     placed = [layer.place(*BATCHES[i % len(BATCHES)]) for i in range(12)]
     want = [layer.eager(common, arrays) for _, common, arrays in placed]
@@ -190,7 +192,8 @@ def test_cuda_means_the_first_device():
 
 @pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
 def test_bad_pages_and_positions_in_a_step_are_harmless(path):
-    """Rows of good requests have their bits; everything is written, nothing else is touched."""
+    """The good request's token has the bits that it has without bad values. Tokens that have no
+    key left have out 0 and lse -inf, and no value of out is NaN or infinite."""
     layer = Layer(path)
     _, common, arrays = layer.place([1, 1, 1, 30], 5)
     want = layer.eager(common, arrays)
@@ -209,7 +212,8 @@ def test_bad_pages_and_positions_in_a_step_are_harmless(path):
 
 @pytest.mark.parametrize("path", ["mixed", "direct", "bf16"])
 def test_one_key_in_a_step_with_bad_pages(path):
-    """Positions of a page that is none make no second key: token 5's out is one row's value."""
+    """Positions on a page that does not exist are no keys, so token 5 still has one key. Its out
+    has the same bits, and on a bf16 cache they are that cache row's value."""
     layer = Layer(path)
     step, common, arrays = layer.place([1, 1, 1, 30], 5)
     slot = 64 * int(step.batch.block_table[3, 0]) + 7
@@ -227,8 +231,9 @@ def test_one_key_in_a_step_with_bad_pages(path):
 
 
 def place_keys_among_bad_pages(rng, tokens: int, topk: int, end: int):
-    """Lists of a key on the first page each, in any column, and none, one, some or nothing but
-    positions of other pages; a third of the lists has no key. -> lists, keys (-1 for none)"""
+    """-> lists [tokens, topk], and the key of each list (-1 for none), for a table in which only
+    the first page exists. Seven of ten lists have one key, a position on that page, in any column.
+    Other columns have -1 or positions on other pages: none, one, some or all of them."""
     keys = np.where(rng.random(tokens) < 0.7, rng.integers(0, 64, tokens), -1)
     share = rng.choice([0, 1 / topk, 0.1, 0.6, 1], (tokens, 1))
     topk_indices = np.where(
@@ -243,13 +248,13 @@ def place_keys_among_bad_pages(rng, tokens: int, topk: int, end: int):
 @pytest.mark.parametrize("num_heads", [1, 16, 64, 128])
 @pytest.mark.parametrize(
     ("tokens", "topk"),
-    [(40, 48), (5, 1024), (450, 1024)],  # one split; several; several works for each CTA
+    [(40, 48), (5, 1024), (450, 1024)],  # one split; several splits; several works per CTA
 )
 @pytest.mark.parametrize("path", ["mixed", "direct", "bf16"])
 def test_one_key_among_bad_pages(path, tokens, topk, num_heads):
-    """Of 18 pages the first alone is one. Bad positions change no bit of any row, except where a
-    launch cuts long lists of FP8 rows, which takes them for keys: a part's value is rounded in
-    fp32, so out may be rounded the other way."""
+    """Of the pages in the block table only the first exists. Positions on the others change no bit
+    of any result, except where a launch cuts long lists of FP8 rows. Such a launch counts them as
+    keys, and rounds the value of a part in fp32, so out may be rounded the other way."""
     rng = np.random.default_rng([tokens, num_heads])
     layer = Layer(path, num_heads, topk_tokens=topk, max_num_batched_tokens=512, max_model_len=2048)
     batch = cases.make_batch([tokens], [1100], seed=1)
@@ -259,7 +264,7 @@ def test_one_key_among_bad_pages(path, tokens, topk, num_heads):
     cache = step.fp8_cache
     if path == "bf16":
         cache = step.bf16_cache(sparse_mla)
-        ref.bits16(cache)[..., :512:9] = 0x8000  # -0
+        ref.bits16(cache)[..., :512:9] = 0x8000  # -0, whose sign out must keep
     names = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
     common = batch.common(sparse_mla, **{n: gpu.put(getattr(batch, n)) for n in names})
     q, kv = gpu.put(step.q), device.Journey().put(cache)
@@ -267,7 +272,7 @@ def test_one_key_among_bad_pages(path, tokens, topk, num_heads):
     good = np.where(bad < 64, bad, -1)
     got = layer.eager(common, (q, kv, gpu.put(bad)))
     want = layer.eager(common, (q, kv, gpu.put(good)))
-    is_cut = path != "bf16" and tokens * num_heads > 450 * 32  # the last wave is not full
+    is_cut = path != "bf16" and tokens * num_heads > 450 * 32  # the last wave of CTAs is not full
     exact = slice(1 if is_cut else 0, None)
     assert_same_values(got[exact], want[exact], "without bad positions")
     out, lse = (x[keys < 0] for x in got)
@@ -288,9 +293,9 @@ def test_one_key_among_bad_pages(path, tokens, topk, num_heads):
 @pytest.mark.parametrize(
     ("num_heads", "tokens", "want"),
     [
-        (HEADS, 40, "direct"),  # few tokens do not pay for a gather
+        (HEADS, 40, "direct"),  # for few tokens a gather costs more than it saves
         (HEADS, 4000, "separate"),
-        (32, 4000, "direct"),  # rows of bf16 pay for 64 heads
+        (32, 4000, "direct"),  # the kernel for bf16 rows takes as long for 32 heads as for 64
     ],
 )
 def test_the_plan_weighs_a_gather_against_slower_rows(num_heads, tokens, want):

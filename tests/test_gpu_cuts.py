@@ -1,6 +1,9 @@
-"""Long rows among short ones, on Hopper: where a batch has no more works than the GPU has SMs, and
-the call leaves the number of splits to the plan, the long rows of an FP8 cache are cut, and CTAs
-with short rows take the pieces. Short rows stay as they are without that, and so do bf16 rows."""
+"""Long index lists among short ones, on Hopper.
+
+Where a batch has no more works than the GPU has SMs, and the call leaves the number of splits to
+the plan, a launch for an FP8 cache cuts the works with long lists. CTAs with short lists take the
+pieces. Tokens that are not cut have the bits of one split, and so do all tokens of a bf16 cache.
+"""
 
 import cases
 import gpu
@@ -21,7 +24,7 @@ WIDTH = 2048
 
 every_format = pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 
-# Name -> lengths of n lists of WIDTH columns.
+# Name -> the lengths of n lists of WIDTH columns.
 LENGTHS = {
     "any": lambda rng, n: rng.integers(1, WIDTH + 1, n),
     "one is long": lambda rng, n: np.where(np.arange(n) == n // 2, WIDTH, 200),
@@ -32,7 +35,7 @@ LENGTHS = {
 
 
 def make(fmt, lengths, num_tokens, num_heads, *, by_length=False, seed=0) -> AttentionInputs:
-    """Lists of keys up to a length, by topk_length or with -1 behind."""
+    """Lists that have keys up to a length, which is their topk_length or has -1 behind it."""
     rng = np.random.default_rng([num_tokens, num_heads, seed])
     length = LENGTHS[lengths](rng, num_tokens).astype(np.int32)
     rows = cases.make_rows(rng, NUM_SLOTS, fmt)
@@ -52,14 +55,14 @@ def make(fmt, lengths, num_tokens, num_heads, *, by_length=False, seed=0) -> Att
 
 
 def cut_rows(got: dict, whole: dict) -> np.ndarray:
-    """The tokens that have other bits than without cuts."""
+    """The tokens whose out has other bits in `got` than in `whole`, which is not cut."""
     differs = got["out"].view(np.uint16) != whole["out"].view(np.uint16)
     return np.flatnonzero(differs.any((1, 2)))
 
 
 def check(case: AttentionInputs, *, max_logits=True, **more) -> np.ndarray:
-    """Within the bounds, the same bits on every run; rows that are not cut have those of one split.
-    -> the tokens that were cut."""
+    """Asserts that results are within the bounds and have the same bits in every run, and that
+    tokens that are not cut have the bits of one split. -> the tokens that were cut."""
     got = guarded_attention(attend, case, max_logits=max_logits, **more)
     for _ in range(5):
         for name, x in guarded_attention(attend, case, max_logits=max_logits, **more).items():
@@ -88,7 +91,8 @@ def test_long_rows_are_cut(lengths, num_tokens, num_heads, fmt):
 
 @every_format
 def test_equal_rows_are_not_cut(fmt):
-    """Nothing is gained, and a row has the bits that it has alone."""
+    """Cuts would gain nothing where all lists are equally long: all tokens have the bits of one
+    split."""
     case = make(fmt, "any", 128, 64)
     for length in (WIDTH, 1024, 100, 0):
         rng = np.random.default_rng(length)
@@ -103,7 +107,8 @@ def test_equal_rows_are_not_cut(fmt):
 @every_format
 @pytest.mark.parametrize("keys", ["half of them", "those of one warp", "few", "the last"])
 def test_holes(keys, fmt):
-    """Entries that are none anywhere: where they hide a row's length, it may stay whole."""
+    """Entries that name no key may stand anywhere in a list. Where they hide its length, the work
+    may stay whole."""
     case = make(fmt, "few are long", 128, 64)
     rng = np.random.default_rng(3)
     case.indices[::4] = cases.make_indices_with_holes(rng, 32, WIDTH, NUM_SLOTS, keys)
@@ -112,8 +117,8 @@ def test_holes(keys, fmt):
 
 @every_format
 def test_parts_of_one_key(fmt):
-    """Ten rows of one key a segment, in the column that is looked at, among short ones; CTAs
-    without a work of their own take them segment by segment. One key's value is exact as ever."""
+    """Among short lists, ten have one key per segment, in the column that the plan looks at. CTAs
+    without a work take these lists segment by segment, so that parts have a single key."""
     num_tokens = 70
     case = make(fmt, "half are empty", num_tokens, 64)
     case.indices[:, 200:] = -1
@@ -128,7 +133,8 @@ def test_parts_of_one_key(fmt):
 @every_format
 @pytest.mark.parametrize("value", [np.nan, 1e30, 0.0])
 def test_rows_whose_numbers_do_not_fit(value, fmt):
-    """Parts with such a key are done again in portable code; a NaN is its token's alone."""
+    """Parts with a key whose numbers do not fit Hopper's kernel for FP8 rows are done again by
+    portable code. A NaN reaches the results of its own token alone."""
     case = make(fmt, "any", 128, 64)
     rows = case.kv.reshape(NUM_SLOTS, -1)
     if fmt == "fp8":
@@ -155,14 +161,14 @@ def test_rows_whose_numbers_do_not_fit(value, fmt):
 
 @every_format
 def test_results_off_the_grid(fmt):
-    """Rows of out that are not on 16 bytes."""
+    """The tokens of out do not begin at multiples of 16 bytes."""
     cut = check(make(fmt, "any", 100, 64), row_gap=1)
     assert (len(cut) > 0) == (fmt == "fp8")
 
 
 @every_format
 def test_any_workspace(fmt):
-    """What a workspace held before is not looked at, and one that was used does again."""
+    """Neither the former contents of a workspace nor an earlier call with it change the results."""
     case = make(fmt, "any", 128, 64)
     want = guarded_attention(attend, case)
     size = sparse_mla.attention_workspace_size(128, 64, WIDTH, device="cuda")
@@ -177,7 +183,7 @@ def test_any_workspace(fmt):
 
 @every_format
 def test_graphs(fmt):
-    """Replays with other lists and lengths have the bits of eager calls."""
+    """Replays with new lists of other lengths give the bits of eager calls."""
     cases_ = [make(fmt, lengths, 128, 64, seed=i) for i, lengths in enumerate(LENGTHS)]
     first = cases_[0]
     q, kv, indices = (gpu.put(x) for x in (first.q, first.kv, first.indices))

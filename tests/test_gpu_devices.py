@@ -16,7 +16,7 @@ if torch.cuda.device_count() < 2:
 
 @pytest.fixture
 def second():
-    """Arrays of cuda:1, while cuda:0 is current."""
+    """The framework that puts arrays on cuda:1, while cuda:0 is the current device."""
     torch.cuda.set_device(0)
     return Torch("cuda:1")
 

@@ -1,6 +1,6 @@
-"""sparse_mla.flash_mla on a GPU: in graphs, and beside the package that it stands in for.
+"""sparse_mla.flash_mla on a GPU: in CUDA graphs, and compared with the package that it replaces.
 
-Where that package (the wheel sgl-flash-mla) is not installed, its tests are skipped.
+Where that package (the wheel sgl-flash-mla) is not installed, the comparisons are skipped.
 """
 
 import helpers

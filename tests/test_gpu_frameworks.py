@@ -1,4 +1,4 @@
-"""Arrays of torch, CuPy and JAX on the GPU: one result for all, in the caller's framework."""
+"""Arrays of torch, CuPy and JAX on the GPU: the same bits, as arrays of the caller's framework."""
 
 import gc
 
@@ -26,7 +26,8 @@ RETURNING = [op for op in CALLS if op not in ("concat_and_cache_mla", "gather_kv
 @each_framework
 @pytest.mark.parametrize("op", RETURNING)
 def test_operators_give_the_same_bits(gpu_framework, op):
-    """Results are the framework's own, or our Tensor where its arrays cannot be written (JAX)."""
+    """Results are arrays of the framework, or Tensors of sparse_mla where the framework's arrays
+    cannot be written (JAX)."""
     want = outcome(moved(CALLS[op]()))
     call = moved(CALLS[op](), gpu_framework)
     results = as_tuple(call.run(sparse_mla))
@@ -50,7 +51,8 @@ def test_attention_gives_the_same_bits(gpu_framework, name):
 @writable
 @pytest.mark.parametrize("op", [op for op in CALLS if op != "dynamic_per_tensor_quant"])
 def test_results_are_written_in_place(gpu_framework, op):
-    """The same object comes back, at its address, with the bits of a new one."""
+    """A given result is returned as the same object, at the same address, with the bits that an
+    allocated result has."""
     want = outcome(moved(CALLS[op]()))
     call = moved(CALLS[op](), gpu_framework, keep_results=True)
     names = {"concat_and_cache_mla": ["kv_cache"], "gather_kv_cache": ["out"]}.get(
@@ -78,7 +80,7 @@ def test_jax_arrays_are_no_results(jax, name):
 
 @pytest.mark.jax
 def test_jax_with_torch_s_memory_for_results(jax):
-    """JAX's arrays in, torch's written: no allocation in the call."""
+    """The inputs are JAX's arrays, the results given torch tensors: the call allocates nothing."""
     want = outcome(moved(CALLS["sparse_attention"]()))
     call = moved(CALLS["sparse_attention"](), find_framework("jax", "cuda"), keep_results=True)
     for name in gpu.RESULTS:
@@ -118,7 +120,7 @@ def test_torch_fp8_dtype_is_bytes():
 
 
 def our_tensors():
-    """Results for JAX's arrays, and what they must hold."""
+    """-> the results of a call with JAX's arrays, and their expected values."""
     framework = find_framework("jax", "cuda")
     case = cases.AttentionCase(3, 4, 20, pages=2).make()
     want = gpu.values(case.run(sparse_mla.sparse_attention, gpu.put))
@@ -145,7 +147,8 @@ def test_tensor_describes_itself():
 
 @each_framework
 def test_tensor_in_frameworks(gpu_framework):
-    """Zero copy, and alive when the Tensor is gone."""
+    """A framework imports a Tensor without a copy, and its memory lives on when the Tensor is
+    gone."""
     (out, lse), want = our_tensors()
     module = gpu_framework.module
     importer = module.dlpack.from_dlpack if gpu_framework.name == "jax" else module.from_dlpack
@@ -240,7 +243,7 @@ def test_requires_grad(name):
 
 
 class Unknown:
-    """A tensor that tells nothing but DLPack."""
+    """A tensor of which only DLPack's two methods are visible."""
 
     def __init__(self, x) -> None:
         self.x = x
@@ -254,7 +257,7 @@ class Unknown:
 
 @pytest.mark.parametrize("op", CALLS)
 def test_unknown_producers(op):
-    """New results are our Tensors; those given are written."""
+    """New results are Tensors of sparse_mla; given results are written."""
     want = outcome(moved(CALLS[op]()))
     call = moved(CALLS[op]())
     for name, x in {**call.args, **call.kwargs}.items():
@@ -270,7 +273,8 @@ def test_unknown_producers(op):
 
 
 def test_unknown_producers_inside_a_capture():
-    """No memory of ours may go into a graph: results and workspace must be given, then serve."""
+    """A graph must not hold memory that sparse_mla allocates. Inside a capture a call refuses to
+    allocate results or the workspace, and works where all of them are given."""
     want = outcome(moved(CALLS["sparse_attention in 5 splits"]()))
     call = moved(CALLS["sparse_attention in 5 splits"](), keep_results=True)
     shape = (3, 24, 400)
@@ -302,7 +306,8 @@ def test_unknown_producers_inside_a_capture():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_a_torch_layer_as_weight(dtype):
-    """The identity is made on the weight's device, in a dtype that the layer can multiply."""
+    """The layer is applied to an identity matrix, which must be on the weight's device and of a
+    dtype that the layer can multiply."""
     rng = np.random.default_rng(6)
     weight = gpu.put(cases.random_bf16(rng, 2 * 256, 512, std=0.05))
 

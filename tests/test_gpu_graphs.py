@@ -17,13 +17,13 @@ import sparse_mla
 
 
 def overwrite(call: cases.Call, other: cases.Call) -> None:
-    """The captured call's input arrays take another call's values, where they are."""
+    """Copies another call's input values into the input arrays of the captured call."""
     for name, x in inputs(call).items():
         x.copy_(other.get(name))
 
 
 def check_replays(op, call, replay, results) -> None:
-    """Three replays with new inputs: the bits of an eager run."""
+    """Asserts that three replays with new inputs give the bits of an eager run."""
     for by in (1, 2, 0):
         other = turned(CALLS[op](), by)
         want = outcome(moved(turned(CALLS[op](), by)))
@@ -59,7 +59,7 @@ def test_cupy_graph(op, keep_results, cupy):
     torch.cuda.synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        call.run(sparse_mla)  # first uses of kernels and libraries are no part of the graph
+        call.run(sparse_mla)  # loads kernels and libraries, which must not happen in the capture
         stream.synchronize()
         stream.begin_capture()
         results = call.run(sparse_mla)
@@ -69,7 +69,8 @@ def test_cupy_graph(op, keep_results, cupy):
 
 
 def test_two_calls_in_one_graph():
-    """The second reads what the first makes: positions to slots, slots to attention."""
+    """The second call reads what the first writes: slots converted from positions go to
+    attention."""
     rng = np.random.default_rng(3)
     table = rng.permutation(40).astype(np.int32).reshape(2, 20)
     topk = rng.integers(-1, 20 * 64, (3, 200)).astype(np.int32)
@@ -99,7 +100,7 @@ ROWS, WIDTH, PAGES = 8, 9, 60
 
 
 def decode_batch(real: int, seed: int, query_len: int) -> cases.Batch:
-    """`real` requests, padded with empty ones to ROWS; the table has WIDTH columns always."""
+    """`real` requests, padded with empty ones to ROWS; the block table always has WIDTH columns."""
     rng = np.random.default_rng(seed)
     pad = ROWS - real
     seq_lens = [int(n) for n in rng.integers(query_len, 300, real)]
@@ -176,7 +177,8 @@ class Engine:
     ],
 )
 def test_a_captured_decode_batch_replays_after_build(path, num_heads, query_len, keep_results):
-    """`build` refreshes what the graph reads: other lengths, pages and fewer real requests."""
+    """A build before each replay writes the metadata that the graph reads: other lengths, other
+    pages, fewer real requests."""
     fixed = Engine(path, num_heads, query_len)
     builder = sparse_mla.MetadataBuilder(fixed.config)
     step = fixed.load(ROWS, 1)
@@ -200,7 +202,8 @@ def test_a_captured_decode_batch_replays_after_build(path, num_heads, query_len,
 
 
 def test_a_build_inside_a_capture_is_refused():
-    """Its copy would be replayed with stale contents. Nothing else is harmed."""
+    """The graph would replay the build's copy with stale contents. The refusal harms neither the
+    capture nor the builder."""
     fixed = Engine("mixed", 16, 1)
     builder = sparse_mla.MetadataBuilder(fixed.config)
     step = fixed.load(ROWS, 1)

@@ -1,7 +1,8 @@
-"""Logits that grow along a row, on the GPU: once, in every block, by head, after a late start.
+"""Logits that grow along an index list, on the GPU: once, in every block, by head, late.
 
-A row is 1024 columns, 16 blocks of 64 keys for the kernel of bf16 rows. The RoPE part of a key has
-its logits, one course in each of its values; a head looks at one of them.
+A list has 1024 columns, which are 16 blocks of 64 keys for the kernel for bf16 rows. The logits are
+in the RoPE parts of the keys: each RoPE value has one course of logits along the list, and a head's
+query multiplies one of these values.
 """
 
 import cases
@@ -24,7 +25,7 @@ K = 1024
 T = 3
 BLOCK = np.arange(K) // 64
 LAST = BLOCK.max()
-LOOK = 24.0  # of a head at its course; softmax_scale undoes it
+LOOK = 24.0  # the query value that multiplies a course; softmax_scale undoes it
 LN_2 = np.log(2)
 
 every_format = pytest.mark.parametrize("fmt", ["fp8", "bf16"])
@@ -33,7 +34,8 @@ every_split = pytest.mark.parametrize("num_splits", [1, 2, 5])
 
 
 def make(fmt, num_heads, courses, num_splits, *, indices=None, sink=False) -> AttentionInputs:
-    """Keys in the order of their columns; courses [n, K] in powers of two, head h has h % n."""
+    """Column j names key j. courses [n, K] are logits as powers of two, and head h has course
+    h % n."""
     courses = np.atleast_2d(courses)
     rng = np.random.default_rng([num_heads, num_splits, len(courses)])
     latent = ref.bf16_encode(rng.normal(0, 0.6, (K, 512)).astype(np.float32))
@@ -58,7 +60,8 @@ def make(fmt, num_heads, courses, num_splits, *, indices=None, sink=False) -> At
 
 
 def check(case: AttentionInputs) -> dict:
-    """Within the bounds, with and without max_logits, and the same bits again."""
+    """Asserts that results are within the bounds, with and without max_logits, and that a second
+    run gives the same bits."""
     want = case.reference()
     got = guarded_attention(attend, case)
     assert_within_bounds(want, got)
@@ -67,7 +70,7 @@ def check(case: AttentionInputs) -> dict:
 
 
 def run(case: AttentionInputs) -> dict:
-    """Results that may be NaN."""
+    """The results, which may be NaN."""
     return guarded_attention(attend, case, poison=NO_NAN)
 
 
@@ -115,7 +118,8 @@ def test_heads_that_grow_in_different_blocks(growth, sink, fmt, num_heads, num_s
 @every_format
 @pytest.mark.parametrize("block", range(1, 16))
 def test_one_head_grows_in_one_block(block, fmt, num_splits):
-    """Head 21 of 64: its neighbours have the bits that they have when it does not grow."""
+    """The logits of head 21 of 64 grow. On a bf16 cache the other heads have the bits that they
+    have where those do not grow."""
     case = make(fmt, 64, [np.zeros(K), np.where(block <= BLOCK, 90.0, 0.0)], num_splits)
     case.q[:, :, 512:514] = 0
     still = check(case)
@@ -146,7 +150,8 @@ def test_some_rows_are_a_hundred_times_the_rest(fmt, num_heads, num_splits):
 
 
 def test_growing_works_in_a_row():
-    """Several works a CTA, of every length: references of the work in front are not felt."""
+    """Each CTA takes several works, of every length. The references of one work must not change
+    the results of the next."""
     rng = np.random.default_rng(5)
     case = make("bf16", 64, EVERY_COURSE * 60, 1)
     rows = rng.integers(0, T, 450)
@@ -173,7 +178,8 @@ def test_growing_works_in_a_row():
 @pytest.mark.parametrize("height", [0, 1000, -1000])
 @pytest.mark.parametrize("first", [63, 64, 128, 192, 1023])
 def test_no_key_in_front(first, height, growth, fmt, num_heads, num_splits):
-    """The logits are far from 0, so a reference of 0 would not do."""
+    """The first key comes late. Logits may be far from 0, so a reference of 0 for the columns in
+    front of it would not do."""
     indices = np.where(np.arange(K) < first, -1, np.arange(K))
     courses = np.stack([height + growth * BLOCK, height - growth * BLOCK])
     check(make(fmt, num_heads, courses, num_splits, indices=indices))
@@ -191,7 +197,8 @@ def test_keys_in_every_third_block(fmt, num_splits):
 @pytest.mark.parametrize("num_heads", [1, 5, 16, 33, 64, 128])
 @pytest.mark.parametrize("position", [0, 63, 64, 127, 128, 255, 256, 500, 1023])
 def test_one_key_is_its_value(position, num_heads, fmt, num_splits):
-    """A bf16 row's in every bit, an FP8 row's within half a bf16 step and 2^-20."""
+    """Where a list has one key, out is the key's value: in every bit for a bf16 row, within half a
+    bf16 step and 2^-20 of the value for an FP8 row."""
     indices = np.where(np.arange(K) == position, position, -1)
     for height in (0.0, 3.7, -1000.0):
         case = make(fmt, num_heads, np.full(K, height), num_splits, indices=indices)
@@ -214,7 +221,8 @@ def test_one_key_is_its_value(position, num_heads, fmt, num_splits):
 @every_format
 @pytest.mark.parametrize("position", [3, 70, 130, 700, 1023])
 def test_a_row_of_nan(position, fmt, num_splits):
-    """In one token's list: that token is NaN, the others have the bits that they have without."""
+    """One token's list names a cache row of NaN. The results of that token are NaN, and the other
+    tokens have the bits that they have without the NaN."""
     indices = np.tile(np.arange(K), (T, 1))
     indices[[0, 2], position] = -1
     case = make(fmt, 100, EVERY_COURSE * 60, num_splits, indices=indices)
@@ -230,7 +238,8 @@ def test_a_row_of_nan(position, fmt, num_splits):
 @every_format
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_head_of_the_query_that_is_bad(bad, fmt, num_splits):
-    """An infinity meets values of both signs and zeros: NaN."""
+    """One head's query has a NaN or an infinity, which meets values of both signs and zeros. The
+    results of that head are NaN."""
     case = make(fmt, 64, EVERY_COURSE * 60, num_splits)
     others = np.ones((T, 64), bool)
     others[1, 5] = False
@@ -250,8 +259,8 @@ def test_a_head_of_the_query_that_is_bad(bad, fmt, num_splits):
 @every_format
 @pytest.mark.parametrize("position", [3, 70, 130, 700, 1023])
 def test_an_infinite_logit(position, fmt, num_splits):
-    """A key with an infinity in its RoPE part: NaN for heads that like it, nothing for those that
-    dislike it."""
+    """A key has an infinity in its RoPE part. Heads for which its logit is +inf have results of
+    NaN. For heads for which its logit is -inf the key has no weight."""
     num_heads = 64
     case = make(fmt, num_heads, [BLOCK * 41.0, np.zeros(K)], num_splits)
     likes = np.arange(num_heads) % 4 == 1
@@ -268,9 +277,9 @@ def test_an_infinite_logit(position, fmt, num_splits):
 
 @every_split
 def test_logits_of_minus_infinity_alone(num_splits):
-    """A head that dislikes all keys infinitely has results as if there were none.
+    """A head whose logits are all -inf has the results of an empty list.
 
-    With FP8 rows a query that is not finite has results of NaN.
+    This holds for bf16 rows; with FP8 rows a query that is not finite has results of NaN.
     """
     case = make("bf16", 64, np.stack([np.zeros(K), np.full(K, 0.5)]), num_splits)
     others = np.ones((T, 64), bool)

@@ -1,7 +1,7 @@
-"""Lists with entries that are none, on the GPU, wherever they stand.
+"""Index lists with holes, which are entries that name no key, on the GPU.
 
-The kernels for Hopper leave such entries out: each of four warps takes the keys of its quarter of
-the columns, and a row ends where the fullest quarter does.
+Hopper's kernels leave such entries out: each of four warps takes the keys of its quarter of the
+columns, and a work ends where the fullest quarter ends.
 """
 
 import cases
@@ -67,15 +67,15 @@ def add_list(case: AttentionInputs, fmt, keys, width, *, ragged=False) -> Attent
 
 
 def hide(kv, indices, length):
-    """NaN bytes into every row that no list names."""
+    """Writes NaN bytes into every cache row that no list names."""
     rows = kv.reshape(NUM_SLOTS, -1)
     assert np.shares_memory(rows, kv)
     cases.hide_unselected(rows, indices, length)
 
 
 def check(case: AttentionInputs) -> dict:
-    """Within the bounds, with and without max_logits; the same bits again, with NaN in all rows
-    that are not selected."""
+    """Asserts that results are within the bounds, with and without max_logits, and that a second
+    run, with NaN in all cache rows that are not selected, gives the same bits."""
     options = case.options
     want = case.reference()
     got = guarded_attention(attend, case)
@@ -123,7 +123,8 @@ def test_fewer_heads(keys, num_heads, fmt):
 @every_format
 @pytest.mark.parametrize("has_extra", [False, True])
 def test_works_in_a_row(has_extra, fmt):
-    """Several works a CTA, of every pattern and length; a row has the bits that it has alone."""
+    """Each CTA takes several works, of every pattern and length. Tokens have the bits that they
+    have in a batch of 40."""
     num_tokens, width = 450, 600
     case = make(fmt, "all", width, 1, num_tokens=num_tokens, ragged=True)
     rng = np.random.default_rng(6)
@@ -145,9 +146,9 @@ def test_works_in_a_row(has_extra, fmt):
 @pytest.mark.parametrize("num_heads", [16, 64, 128])
 @pytest.mark.parametrize("num_tokens", [133, 200, 264, 265, 396, 397, 529, 600])
 def test_bits_in_any_order(num_tokens, num_heads, fmt):
-    """Up to four works a CTA are shared out by their lengths: lists of any length, with entries
-    that are none or without, and rows that are done again. Backwards, the tokens meet other CTAs
-    and other works in front of them."""
+    """A launch of two to four works per CTA orders them by their lengths. Lists have any length,
+    with and without holes, and some have one key or none. With the tokens in reverse order, each
+    work goes to another CTA and follows other works, and its results have the same bits."""
     width = 400
     case = make(fmt, "all", width, 1, num_heads=num_heads, num_tokens=num_tokens, ragged=True)
     rng = np.random.default_rng(num_tokens)
@@ -165,7 +166,8 @@ def test_bits_in_any_order(num_tokens, num_heads, fmt):
 @every_format
 @pytest.mark.parametrize("topk_length", [0, 400])
 def test_order_of_equal_lengths(topk_length, fmt):
-    """Ties everywhere: every work is done, in the place of its own."""
+    """Where all works are equally long, the order has ties everywhere. Every work must be done, and
+    its results must be in its own place."""
     num_tokens = 301
     case = make(fmt, "all", 400, 1, num_tokens=num_tokens)
     case.options["topk_length"] = np.full(num_tokens, topk_length, np.int32)

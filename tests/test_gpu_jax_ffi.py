@@ -1,4 +1,5 @@
-"""sparse_mla.integrations.jax on a machine with a GPU: its calls are the CPU's, and say so."""
+"""sparse_mla.integrations.jax on a machine with a GPU: its calls run on the CPU alone, and refuse
+arrays and programs of the GPU."""
 
 import cases
 import numpy as np
@@ -31,14 +32,14 @@ def test_an_array_of_the_gpu_is_refused(smla, which):
 
 
 def test_a_program_for_the_gpu_is_refused(jax, smla):
-    """By XLA, which finds no such call for CUDA."""
+    """XLA refuses it, because no such call is registered for CUDA."""
     run = jax.jit(lambda *given: smla.sparse_attention(*given, softmax_scale=0.04))
     with pytest.raises(Exception, match=r"(?s)sparse_mla.*CUDA|CUDA.*sparse_mla"):
         jax.block_until_ready(run(*arrays("cuda")))
 
 
 def test_arrays_of_the_cpu_are_computed_there(jax, smla):
-    """Where JAX's default device is the GPU, as here."""
+    """JAX's default device is the GPU here, and the call still runs on the CPU."""
     run = jax.jit(lambda *given: smla.sparse_attention(*given, softmax_scale=0.04))
     out, lse = run(*arrays("cpu"))
     assert {d.platform for x in (out, lse) for d in x.devices()} == {"cpu"}

@@ -1,5 +1,5 @@
-"""How kernels are started (csrc/cuda/host/launch.c): by a graph that a stream's calls share, where
-that is the same as a launch."""
+"""How kernels are started (csrc/cuda/host/launch.c): through graphs that belong to the stream,
+where that has the effect of a launch."""
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ OPS = ["convert_req_index_to_global_index", "merge_attn_states", "sparse_attenti
 
 
 def make_calls(count: int, **kwargs) -> list:
-    """Operators in turn, each call with values of its own."""
+    """`count` calls of the operators OPS in turn, each with other values."""
     calls = [moved(turned(CALLS[OPS[i % len(OPS)]](), i)) for i in range(count)]
     for call in calls:
         call.kwargs.update(kwargs)
@@ -29,14 +29,14 @@ def run_all(calls) -> list:
 
 
 def assert_all_same(results, want) -> None:
-    """Of every call, once the device is done."""
+    """Asserts the values of every call's results, once the device is done."""
     torch.cuda.synchronize()
     for got, expected in zip(results, want, strict=True):
         assert_same_values(gpu.values(got), expected)
 
 
 def find_starts(run) -> set:
-    """In which ways `run` starts kernels."""
+    """The calls of CUDA by which `run` starts kernels."""
     run()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -47,7 +47,7 @@ def find_starts(run) -> set:
 
 
 def test_streams_with_a_priority_have_none():
-    """Of which a graph knows nothing."""
+    """A graph does not take over the stream's priority, so such streams get launches."""
     want = outcome(moved(CALLS[OPS[0]]()))
     call = moved(CALLS[OPS[0]]())
     call.kwargs["stream"] = torch.cuda.Stream(priority=-1)
@@ -64,8 +64,8 @@ def test_captures_hold_the_kernels():
 
 @pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="no kernel for Hopper")
 def test_clusters_are_launched():
-    """A graph would hold the kernels behind them to clusters, and lose the last of an odd number of
-    blocks."""
+    """A graph that has once held a kernel with clusters would start later kernels in clusters too,
+    and lose the last of an odd number of blocks."""
     q = torch.randn(1, 64, 576, device="cuda").bfloat16()
     cache = torch.zeros(32, 64, 656, dtype=torch.uint8, device="cuda")
     indices = torch.arange(2048, dtype=torch.int32, device="cuda")[None]
@@ -87,7 +87,7 @@ def test_every_call_of_a_long_queue_has_its_own_arguments():
     calls = make_calls(240)
     want = [outcome(call) for call in calls]
     for _ in range(2):
-        gpu.delay(times=6)  # a busy host once took 50 ms for the calls
+        gpu.delay(times=6)  # because a busy host once took 50 ms to make the calls
         results = run_all(calls)
         assert is_busy(torch.cuda.current_stream())
         assert_all_same(results, want)
@@ -119,7 +119,8 @@ def test_streams_do_not_wait_for_each_other():
 
 @pytest.mark.cupy
 def test_new_streams_wait_for_nothing(cupy):
-    """Graphs take memory, which may need an idle device: all of it when the first is made."""
+    """Making a graph takes device memory, which may wait for an idle device. So all graphs are
+    made by the first call on the device."""
     (call,) = make_calls(1)
     run_all([call])
     torch.cuda.synchronize()
@@ -135,7 +136,7 @@ def test_new_streams_wait_for_nothing(cupy):
 
 @pytest.mark.cupy
 def test_the_legacy_stream_waits_for_blocking_streams(cupy):
-    """And they for it, as launches have it."""
+    """The legacy stream and blocking streams wait for each other, as with plain launches."""
     mine = cupy.cuda.Stream()
     blocking = torch.cuda.ExternalStream(mine.ptr)
     for first, second in ((blocking, 0), (torch.cuda.default_stream(), blocking)):
@@ -161,8 +162,10 @@ def test_more_streams_than_there_are_graphs(cupy):
 
 
 def run_beside_a_capture(in_thread: bool) -> None:
-    """In the mode that forbids most: the first call on a stream, and those after it."""
-    calls = [call for call in make_calls(6) if call.op != "sparse_attention"]  # which allocates
+    """Makes the first and later calls on a stream during another stream's capture, in the capture
+    mode that forbids most."""
+    # sparse_attention is left out because it allocates its workspace.
+    calls = [call for call in make_calls(6) if call.op != "sparse_attention"]
     want = [outcome(call) for call in calls]
     outs = [tuple(map(torch.empty_like, results)) for results in run_all(calls)]
     torch.cuda.synchronize()
@@ -188,7 +191,7 @@ def run_beside_a_capture(in_thread: bool) -> None:
 
 
 def run_alone(body: str, **environment) -> str:
-    """What `body` prints in a process of its own, where `tests` is this module."""
+    """What `body` prints in a new process, in which `tests` is this module."""
     start = BESIDE_TESTS + "import test_gpu_launch as tests\n"
     return printed_by_python("-c", start + body, **environment)
 
@@ -201,13 +204,13 @@ def run_on_ordinary_streams() -> None:
 
 
 def test_ordinary_streams_have_a_graph():
-    """Where no other test has used up the device's forty."""
+    """Runs in a new process, because other tests may have used up the device's forty graphs."""
     run_alone("tests.run_on_ordinary_streams()")
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_calls_beside_a_capture(in_thread):
-    """Where nothing but these calls can end the capture."""
+    """Runs in a new process, where nothing but these calls can end the capture."""
     run_alone(f"tests.run_beside_a_capture(in_thread={in_thread})")
 
 
@@ -230,7 +233,7 @@ def find_digest(**environment) -> list[str]:
     "environment", [{"SPARSE_MLA_LAUNCH": "plain"}, {"CUDA_LAUNCH_BLOCKING": "1"}], ids=str
 )
 def test_launches_alone_by_environment(environment):
-    """The same bits."""
+    """Environment variables turn graphs off. Plain launches give the same bits."""
     digest, *starts = find_digest()
     plain_digest, *plain_starts = find_digest(**environment)
     assert (starts, plain_starts) == ([GRAPH], [LAUNCH])

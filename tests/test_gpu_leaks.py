@@ -1,4 +1,4 @@
-"""Nothing is kept on the GPU: memory of torch's allocator and of the device over many calls."""
+"""Calls keep nothing on the GPU: memory of torch's allocator and of the device, over many calls."""
 
 import gc
 import os
@@ -17,11 +17,11 @@ from helpers import find_framework
 
 import sparse_mla
 
-ALONE = "PYTEST_XDIST_WORKER" not in os.environ  # else others' memory comes and goes
+ALONE = "PYTEST_XDIST_WORKER" not in os.environ  # other workers take and free device memory
 
 
 def settle() -> int:
-    """Bytes in use on the device, when all work is done and torch has nothing in reserve."""
+    """Bytes in use on the device, after all work is done and torch has freed its reserve."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -30,9 +30,10 @@ def settle() -> int:
 
 
 def measure(run) -> tuple[int, int]:
-    """Bytes in use on the device, and by torch's tensors, after one run among idle streams.
+    """Bytes in use on the device, and by torch's tensors, after one run while all streams are idle.
 
-    A call may keep what its stream still reads until a later call finds it done.
+    This run gives back what earlier calls kept, because a call may keep arrays that its stream
+    still reads until a later call finds the work done.
     """
     settle()
     run()
@@ -40,7 +41,8 @@ def measure(run) -> tuple[int, int]:
 
 
 def run_many(run, count: int) -> None:
-    """As many bytes of torch's after `count` runs as before, and of the device's, if alone."""
+    """Asserts that `count` runs leave no bytes of torch's tensors in use, and hardly any of the
+    device where no other worker uses it."""
     for _ in range(5):
         run()
     device_before, before = measure(run)
@@ -64,7 +66,8 @@ def test_good_calls(op):
 
 @pytest.mark.parametrize("op", CALLS)
 def test_failing_calls(op):
-    """They fail after every array was taken: the last one has a wrong dtype."""
+    """The calls fail after they have borrowed every array, because the last one has a wrong
+    dtype."""
     call = moved(CALLS[op](), keep_results=True)
     arrays = gpu.inputs(call)
     name = list(arrays)[-1]
@@ -113,7 +116,8 @@ def test_captures():
 
 @pytest.mark.jax
 def test_tensors_are_freed():
-    """1 GiB of results per call: kept, they would be more than any device has."""
+    """A call has 1 GiB of results; if they were kept, 200 calls would need more than any device
+    has."""
     framework = find_framework("jax", "cuda")
     q = framework.put(np.zeros((8192, 128, 576), ref.BF16))
     kv = framework.put(np.zeros((64, 656), np.uint8))
@@ -130,13 +134,13 @@ def test_tensors_are_freed():
 
 @pytest.mark.jax
 def test_arrays_that_wait_for_a_busy_stream_are_freed():
-    """Inputs of a call on a stream that does not end soon: kept for so long, and no longer."""
+    """The inputs of calls on a busy stream are kept while it works, and no longer."""
     framework = find_framework("jax", "cuda")
     case = cases.AttentionCase(64, 16, 64, num_splits=1).make()
     options = {**case.options, "num_splits": 1}
     arrays = [framework.put(x) for x in (case.q, case.kv, case.indices)]
     stream = torch.cuda.Stream()
-    # given, for results that are freed wait for the device
+    # The results are given, because freeing allocated results waits for the device.
     out, lse = sparse_mla.sparse_attention(*arrays, **options, stream=stream)
     stream.synchronize()
 
@@ -155,14 +159,14 @@ def test_arrays_that_wait_for_a_busy_stream_are_freed():
         attend()
     waiting = count_references()
     stream.synchronize()
-    attend()  # what is over is noticed by later calls
+    attend()  # gives back what the earlier calls kept, because their work is over
     stream.synchronize()
     assert all(now >= then + 19 for now, then in zip(waiting, last_call_only, strict=True))
     assert count_references() == last_call_only
 
 
 def test_builders_are_freed():
-    """A workspace of 1 GiB each, and steps in flight when they go."""
+    """Each builder has a workspace of 1 GiB, and has steps in flight when it is freed."""
     step = engine.make_step(engine.engine_batch(), 32)
     names = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
     placed = {name: gpu.put(getattr(step.batch, name)) for name in names}

@@ -1,4 +1,4 @@
-"""Memory larger than 32 bits can count, of every array that can be large; up to 12 GiB a test."""
+"""Arrays with more bytes or elements than 32 bits can count. A test takes up to 12 GiB."""
 
 import gc
 
@@ -48,7 +48,8 @@ def far_apart(shape, dtype, stride: int):
 
 
 class LargeCache:
-    """A cache of more than 4 GiB with a few tokens in it, around bytes 2^31 and 2^32 and last."""
+    """A cache of more than 4 GiB with a few cache rows in use: the first, those around bytes 2^31
+    and 2^32, and the last."""
 
     def __init__(self, fmt: str, layout: str) -> None:
         size = 656 if fmt == "fp8" else 1152
@@ -60,7 +61,7 @@ class LargeCache:
             pages = 5 * GIB // size // 64
             self.kv = poisoned_cache(fmt, pages, 64)
             count, step = pages * 64, size
-        else:  # pages of 3 tokens, 600 MiB from each other
+        else:  # pages of 3 tokens, 600 MiB apart
             assert layout == "far pages", layout
             per_page = 600 * (1 << 20) // size
             whole = poisoned_cache(fmt, 17, per_page)
@@ -101,7 +102,7 @@ def test_attention_to_a_large_cache(fmt, layout, num_splits):
     cache = LargeCache(fmt, layout)
     cache.fill()
     n = len(cache.slots)
-    places = np.array([*range(n), -1, n] * 25, np.int32)  # n: past the end
+    places = np.array([*range(n), -1, n] * 25, np.int32)  # n becomes a slot past the end
     places = np.stack([places, places[::-1]])
     slots = np.array([*cache.slots, cache.count, -1], np.int32)[places]
     q = cases.random_bf16(np.random.default_rng(2), 2, 24, 576)
@@ -128,7 +129,7 @@ def test_write_to_a_large_cache(fmt, layout):
         assert_same_bits(got, ref.quantize_rows(bits[:, :512], bits[:, 512:]))
     else:
         assert_same_bits(ref.bits16(got), bits)
-    for slot in cache.slots[1:-1]:  # a neighbour that is nobody's
+    for slot in cache.slots[1:-1]:  # the row in front must be untouched
         neighbour = slot - 1
         if neighbour in cache.slots or neighbour < 0:
             continue
@@ -141,7 +142,7 @@ def test_write_to_a_large_cache(fmt, layout):
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_gather_from_a_large_cache(fmt, layout):
-    """One token from each of the pages, by tables of one column."""
+    """Each request has one page, the only column of its block table, and one token in it."""
     cache = LargeCache(fmt, layout)
     cache.fill()
     pages, offsets = np.divmod(np.array(cache.slots), cache.kv.shape[1])
@@ -160,7 +161,7 @@ def test_gather_from_a_large_cache(fmt, layout):
 
 
 def test_gather_to_rows_beyond_32_bits():
-    """Elements of out past 2^31, bytes past 2^32."""
+    """The gather writes to out past element 2^31 and byte 2^32."""
     rows = cases.make_rows(np.random.default_rng(4), 64, "fp8")
     first = 2**31 // 576 + 5
     out = torch.zeros((first + 64, 576), dtype=torch.bfloat16, device="cuda")
@@ -183,7 +184,7 @@ def test_gather_to_rows_beyond_32_bits():
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("name", ["q", "out", "indices"])
 def test_attention_with_tokens_far_apart(name, num_splits):
-    """Token strides that pass 2^31 elements by the third token."""
+    """Token strides are so large that the third token is past element 2^31."""
     case = cases.AttentionCase(3, 4, 200, pages=8, num_splits=num_splits).make()
     arrays = {
         "q": gpu.put(case.q),
@@ -226,7 +227,8 @@ def test_merge_with_tokens_far_apart():
 
 
 def test_quantiser_of_more_than_2_31_elements():
-    """The largest value is the last one; every part has the bytes of a small array."""
+    """The largest value is the last one, and every part has the bytes that it has in a small
+    array."""
     part = np.random.default_rng(6).normal(0, 1, 1 << 20).astype(np.float32)
     part = np.clip(part, -4, 4)
     count = 2**31 // len(part) + 3
@@ -243,7 +245,7 @@ def test_quantiser_of_more_than_2_31_elements():
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_many_tokens(fmt):
-    """More rows than a grid's second and third dimensions hold, each with its own key."""
+    """There are more tokens than a grid's second and third dimensions hold, each with one key."""
     tokens = 70_000
     rows = cases.make_rows(np.random.default_rng(7), 64, fmt)
     q = cases.random_bf16(np.random.default_rng(8), 8, 2, 576)

@@ -1,4 +1,5 @@
-"""The other operators at sizes that fill a GPU: many blocks, many tokens a block, long rows."""
+"""Operators other than attention at sizes that fill a GPU: many blocks, many tokens per block,
+long rows."""
 
 import cases
 import numpy as np
@@ -16,8 +17,8 @@ from test_merge import states
 @pytest.mark.parametrize(
     ("T", "R", "W", "K", "block_size"),
     [
-        (5000, 7, 30, 70, 16),  # several tokens a block, requests that change inside it
-        (3000, 3000, 4, 33, 64),  # a request a token
+        (5000, 7, 30, 70, 16),  # several tokens per block, and requests that change inside it
+        (3000, 3000, 4, 33, 64),  # one request per token
         (40, 3, 8192, 260, 3),
         (40, 3, 8193, 260, 3),
         (40, 3, 20_000, 2048, 1),
@@ -39,7 +40,7 @@ def test_index_conversion(T, R, W, K, block_size, prefill):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("shift", [0, 1, 4])
 def test_write_of_many_tokens(fmt, dtype, shift):
-    """Inputs `shift` elements off their alignment; a few slots are skipped."""
+    """Inputs begin `shift` elements behind an aligned address; a few slots are negative."""
     rng = np.random.default_rng(2)
     tokens, pages = 3000, 60
     value = rng.standard_t(2, (tokens, 600)).astype(np.float32)
@@ -57,7 +58,8 @@ def test_write_of_many_tokens(fmt, dtype, shift):
 
 @pytest.mark.parametrize("fmt", ["fp8", "bf16", "bf16_512"])
 def test_several_tokens_of_one_slot(fmt):
-    """Next to each other and far apart: the row is one of them, whole."""
+    """Tokens of one slot are neighbours or far apart. The cache row is that of one of them, not a
+    mixture."""
     rng = np.random.default_rng(3)
     tokens = cases.make_rows(rng, 200, "bf16")
     slots = np.full(200, 5, np.int64)
@@ -76,7 +78,7 @@ def test_several_tokens_of_one_slot(fmt):
 @pytest.mark.parametrize("fmt", ["fp8", "bf16", "bf16_512"])
 @pytest.mark.parametrize("row_gap", [0, 1, 8])
 def test_gather_of_many_requests(fmt, row_gap):
-    """Lengths from 0 to 700, in any order, with holes between them."""
+    """Lengths are 0 to 700. Requests are in any order in the workspace, with gaps between them."""
     rng = np.random.default_rng(4)
     lens = rng.integers(0, 60, 300).astype(np.int32)
     lens[[3, 77, 200]] = [0, 700, 650]
@@ -103,7 +105,7 @@ def test_merge_of_many_rows(dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("shape", [(1,), (7,), (1_000_003,), (3, 70_001), (5, 1, 333, 77)])
 def test_quantiser(shape, dtype):
-    """The largest value last, where a block's tail is."""
+    """The largest value is the last, in the tail that does not fill a block."""
     value = np.random.default_rng(5).normal(0, 3, shape).astype(np.float32)
     value.reshape(-1)[-1] = -77.0
     x = ref.to_bf16(value) if dtype == "bfloat16" else value.astype(dtype)

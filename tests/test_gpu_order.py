@@ -1,5 +1,5 @@
-"""Calls in a row on one stream. On Hopper a grid starts before the one in front of it is done and
-waits for it on the device: whatever a call reads or writes must be as if it had not."""
+"""Calls one after another on one stream. On Hopper a grid starts before the grid in front of it is
+done, and waits for it on the device. Results must be the same as without the early start."""
 
 import subprocess
 import sys
@@ -14,11 +14,12 @@ import sparse_mla
 
 CALLS = 12
 TOPK = 512
-SPLITS = [0, 1, 2, 4, 8]  # chosen; written at once; large and small splits, each with a combine
+# 0: the plan chooses. 1: attention writes out itself. 2, 4, 8: large and small splits, combined.
+SPLITS = [0, 1, 2, 4, 8]
 
 
 class Chain:
-    """Calls that share one workspace, each with the out of the one before as its query."""
+    """Calls that share one workspace; the query of each is the out of the call before it."""
 
     def __init__(self, num_tokens: int, num_heads: int, num_splits: int) -> None:
         case = AttentionCase(num_tokens, num_heads, TOPK, pages=20, num_splits=num_splits).make()
@@ -38,7 +39,7 @@ class Chain:
         self.workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
 
     def run(self, after=lambda query: None) -> tuple:
-        """The two outs take turns: a call writes what the call before it reads."""
+        """Makes the calls. Two outs take turns, so a call writes what the call before it reads."""
         query = self.first.clone()
         for i in range(CALLS):
             out = self.out[i % 2]
@@ -57,7 +58,7 @@ class Chain:
         return (*self.out, *self.lse)
 
     def values(self) -> list[np.ndarray]:
-        """Of calls of which none starts before the last one is done."""
+        """The results of calls of which none starts before the one in front of it is done."""
         return gpu.values(self.run(after=lambda query: torch.cuda.synchronize()))
 
 
@@ -68,7 +69,7 @@ def test_calls_that_feed_each_other(num_tokens, num_heads, num_splits):
     want = chain.values()
     for _ in range(3):
         assert_same_values(gpu.values(chain.run()), want)
-    # Outside graphs grids start early on streams with a priority alone.
+    # Outside graphs only streams with a priority let grids start early.
     with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
         for _ in range(3):
             assert_same_values(gpu.values(chain.run()), want)
@@ -80,7 +81,8 @@ def test_calls_that_feed_each_other(num_tokens, num_heads, num_splits):
 
 @pytest.mark.parametrize("num_splits", SPLITS)
 def test_kernels_of_others_in_between(num_splits):
-    """They overwrite the query that a call has just been given; its reader must be done."""
+    """A kernel behind each call overwrites the call's query. It must not do so before the call has
+    read the query."""
     chain = Chain(1, 64, num_splits)
     want = chain.values()
 
@@ -96,7 +98,7 @@ def test_kernels_of_others_in_between(num_splits):
     assert_same_values(gpu.values(results)[2:], want[2:])
 
 
-# Contexts come and go, each with some milliseconds of work.
+# Makes and destroys contexts, each with some milliseconds of work.
 ANOTHER_PROCESS = """
 import ctypes, time
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -114,8 +116,9 @@ while time.monotonic() < end:
 
 @pytest.mark.parametrize("num_heads", [16, 64, 128])
 def test_rows_done_again_beside_other_processes(num_heads):
-    """Kernels are stopped for other contexts at any place. Most rows of this chain do not fit
-    the protocol of Hopper's kernel and are done again, in shared memory that had barriers."""
+    """The GPU stops kernels at any place to run other contexts. Most works of this chain have
+    numbers that do not fit Hopper's kernel and are done again, in shared memory that had barriers
+    before."""
     chain = Chain(40, num_heads, 0)
     want = chain.values()
     graph, results = capture(chain.run)
@@ -135,7 +138,7 @@ def test_rows_done_again_beside_other_processes(num_heads):
 
 @pytest.mark.parametrize("num_splits", SPLITS)
 def test_a_workspace_of_two_streams_in_turn(num_splits):
-    """An event is the only order between them."""
+    """Only events order the two streams."""
     chain = Chain(2, 32, num_splits)
     want = chain.values()
     streams = [torch.cuda.Stream() for _ in range(2)]

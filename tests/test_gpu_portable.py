@@ -1,6 +1,6 @@
-"""The portable kernels, on a GPU that has kernels of its own: the tests of attention once more.
+"""The tests of attention with the portable kernels, on a GPU that has special kernels.
 
-In other processes, because which kernels there are is read once.
+They run in other processes, because a process reads once which kernels it may use.
 """
 
 import pytest
@@ -12,12 +12,12 @@ print({row["arch"] for row in sparse_mla.kernels() if row["device"] == "cuda" an
 """
 
 
-# pytest-benchmark, where it is installed, warns of workers, and warnings are errors.
+# pytest-benchmark, where it is installed, warns in workers of pytest-xdist; warnings are errors.
 WITHOUT = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
 
 
 def run_portable(*arguments: str) -> str:
-    return printed_by_python(*arguments, SPARSE_MLA_CUDA_ARCH="80")  # newer ones' kernels left out
+    return printed_by_python(*arguments, SPARSE_MLA_CUDA_ARCH="80")  # no kernels for newer GPUs
 
 
 def test_no_others_are_left():
@@ -32,7 +32,7 @@ def test_attention(name):
 
 
 def test_one_key_is_its_value():
-    """test_attention.py has the other cases of one key."""
+    """test_attention.py, which runs above, has the other cases of one key."""
     summary = run_portable(
         "-m", "pytest", "-q", *WITHOUT, "tests/test_gpu_growth.py", "-k", "one_key"
     )

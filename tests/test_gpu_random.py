@@ -1,7 +1,7 @@
-"""Random inputs as engines send them, on the GPU, each against the reference (random_cases.py).
+"""Random inputs as engines send them (random_cases.py), on the GPU, compared with the reference.
 
-SMLA_RANDOM_CASES=10000 takes so many seeds from 0 on, 300 by default; SMLA_RANDOM_SEED=4711 runs
-the case of that seed alone.
+SMLA_RANDOM_CASES=10000 runs the cases of seeds 0 to 9999; the default is 300 cases.
+SMLA_RANDOM_SEED=4711 runs the case of that seed alone.
 """
 
 import os
@@ -11,9 +11,9 @@ from random_cases import failure_of
 
 SEED = os.environ.get("SMLA_RANDOM_SEED")
 COUNT = int(os.environ.get("SMLA_RANDOM_CASES", "300"))
-FOUND = [485, 7171]  # light keys below a late one that had too few bits
+FOUND = [485, 7171]  # seeds that failed: keys lighter than a late heavy one had too few bits
 SEEDS = [int(SEED)] if SEED else [*range(COUNT), *(seed for seed in FOUND if seed >= COUNT)]
-SHARDS = min(40, len(SEEDS))  # for the workers of pytest-xdist
+SHARDS = min(40, len(SEEDS))  # tests that the workers of pytest-xdist share
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))

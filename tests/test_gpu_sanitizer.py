@@ -1,7 +1,8 @@
 """A little of everything, for compute-sanitizer's memcheck and racecheck: pytest -m sanitizer.
 
-Every launcher, both formats, one split and several, head counts that fill tiles and that do not,
-odd pages, rows off the 16-byte grid. Small, because a kernel runs a hundred times slower there.
+The tests reach every launcher, FP8 and bf16 rows, one split and several, head counts that fill
+tiles or do not, odd page sizes, and rows that are not aligned to 16 bytes. Inputs are small,
+because compute-sanitizer runs kernels a hundred times slower.
 """
 
 import cases
@@ -55,7 +56,7 @@ def test_odd_attention(name):
 
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_rows_of_few_keys(fmt):
-    """0, 1, 2 or 40 keys, and at least three rows for each CTA."""
+    """Lists have 0, 1, 2 or 40 keys, and each CTA takes at least three works."""
     rng = np.random.default_rng(2)
     case = AttentionCase(600, 16, 40, fmt=fmt, indices="ordered").make()
     num_keys = rng.choice([0, 1, 1, 2, 40], (600, 1))
@@ -65,7 +66,8 @@ def test_rows_of_few_keys(fmt):
 
 
 def test_rows_that_are_cut():
-    """Lists of 1024 entries and of 100, fewer than there are SMs; one row is done again."""
+    """There are fewer tokens than SMs, with lists of 1024 and of 100 entries, so long works are
+    cut. One part has a scale that does not fit and is done again."""
     case = AttentionCase(70, 16, 1024, pages=20).make()
     rng = np.random.default_rng(5)
     case.indices = rng.integers(1, 1280, case.indices.shape).astype(np.int32)
@@ -80,7 +82,7 @@ def test_rows_that_are_cut():
 
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_cache_rows(fmt):
-    """Write and gather, pages of 5 with gaps."""
+    """A write and a gather, with pages of 5 tokens and gaps between them."""
     rng = np.random.default_rng(1)
     cache = cases.lay_out(cases.make_rows(rng, 40, fmt), 5, "interleaved")
     want = cache.copy()

@@ -1,4 +1,5 @@
-"""Which stream the work is put on, and that nothing there is raced (csrc/python/arrays/)."""
+"""Which stream a call's work goes to, and that no other work races with it
+(csrc/python/arrays/)."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
@@ -50,9 +51,10 @@ FORMS = {
 
 
 def check_late_call(op, stream, run) -> None:
-    """`run(call)` returns while the call's inputs are still to come, and reads the real ones."""
+    """Asserts that `run(call)` returns before the call's inputs have been written on `stream`, and
+    that the work reads the written values."""
     want = outcome(moved(CALLS[op]()))
-    run(come_late(moved(CALLS[op]()), stream))  # first uses of libraries may wait
+    run(come_late(moved(CALLS[op]()), stream))  # the first use of a library may wait
     torch.cuda.synchronize()
     call = come_late(moved(CALLS[op]()), stream)
     results = run(call)
@@ -97,7 +99,8 @@ def test_every_operator_on_torch_s_current_stream(op):
 
 @pytest.mark.parametrize("handle", [None, 0, 1, 2])
 def test_default_streams(handle):
-    """0 and 1 name the legacy default stream, which is torch's; 2, a thread's own, waits for it."""
+    """0 and 1 name the legacy default stream, which is torch's default. 2 names the thread's
+    default stream, which waits for the legacy one."""
     stream = torch.cuda.default_stream()
 
     def run(call):
@@ -108,7 +111,7 @@ def test_default_streams(handle):
 
 
 def test_minus_one_names_no_stream():
-    """DLPack's word for no order at all."""
+    """In DLPack -1 asks for no order between streams."""
     call = moved(CALLS["sparse_attention"]())
     call.kwargs["stream"] = -1
     with pytest.raises(ValueError, match=r"sparse_attention: `stream` must .*, got -1"):
@@ -191,7 +194,7 @@ def test_mixed_frameworks_on_one_stream(cupy):
 
 @pytest.mark.cupy
 def test_mixed_frameworks_on_different_streams_are_refused(cupy):
-    """Nobody knows which one the caller means."""
+    """Without stream= it is not known which of the two the caller means."""
     call = half_cupy(cupy)
     torch.cuda.synchronize()
     with (
@@ -205,7 +208,8 @@ def test_mixed_frameworks_on_different_streams_are_refused(cupy):
 @pytest.mark.cupy
 @pytest.mark.parametrize("late", ["torch", "cupy"])
 def test_mixed_frameworks_with_a_stream_given(late, cupy):
-    """torch's values come late on the stream given; CuPy's on its own, which our side waits for."""
+    """torch's values come late on the given stream, CuPy's on CuPy's current stream. The call's
+    stream waits for CuPy's."""
     side, other = torch.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
     want = outcome(moved(CALLS["merge_attn_states"]()))
     call = moved(CALLS["merge_attn_states"]())
@@ -234,7 +238,8 @@ def test_mixed_frameworks_with_a_stream_given(late, cupy):
 
 @pytest.mark.jax
 def test_jax_arrays_dropped_while_the_stream_is_busy(jax):
-    """JAX may give their memory to its next array at once: they must live until they are read."""
+    """JAX may give the memory of freed arrays to its next array at once, so a call must keep its
+    arrays until they have been read."""
     framework = find_framework("jax", "cuda")
     case = cases.AttentionCase(8, 32, 300, pages=40, num_splits=1).make()
     want = [gpu.get(x) for x in case.run(sparse_mla.sparse_attention, gpu.put)]
@@ -253,7 +258,8 @@ def test_jax_arrays_dropped_while_the_stream_is_busy(jax):
 
 
 def test_torch_tensors_dropped_after_the_call():
-    """Freed on the stream that reads them: torch's allocator reuses memory in stream order."""
+    """The tensors are freed on the stream that reads them, and torch's allocator reuses memory in
+    stream order, so nothing needs to be kept."""
     case = cases.AttentionCase(8, 32, 300, pages=40, num_splits=1).make()
     want = [gpu.get(x) for x in case.run(sparse_mla.sparse_attention, gpu.put)]
     stream = torch.cuda.Stream()

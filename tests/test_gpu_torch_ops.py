@@ -1,6 +1,6 @@
-"""torch.ops.sparse_mla on the GPU: the current stream, graphs, and tensors on two devices.
+"""torch.ops.sparse_mla on the GPU: the current stream, CUDA graphs, and tensors on two devices.
 
-That results and errors are those of direct calls, test_torch_ops.py tests here too.
+test_torch_ops.py runs on the GPU too, and compares results and errors with direct calls.
 """
 
 import gpu
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.torch, torch_warns]
 
 @pytest.mark.parametrize("op", CALLS)
 def test_work_goes_to_the_current_stream(op):
-    """The call returns while its inputs are still to come there."""
+    """The call returns before its inputs have been written on that stream."""
     stream = torch.cuda.Stream()
 
     def run(call):
@@ -43,7 +43,8 @@ def test_captured_in_a_graph(op, how, keep_results):
 
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_a_compiled_step_in_a_graph(fmt):
-    """Cache written and attended to, twice; every replay goes on with the cache of the former."""
+    """A step writes the cache and attends to it, twice. Every replay continues with the cache that
+    the replay before it left."""
     torch._dynamo.reset()
     run = torch.compile(step, fullgraph=True, backend="aot_eager")
     given, wanted = (step_inputs(gpu.TORCH, 6, fmt) for _ in range(2))

@@ -1,4 +1,5 @@
-"""Bad values in the GPU's memory: never read back, never harmful, and named when asked for."""
+"""Bad values in arrays on the GPU: the host does not read them, kernels mask them, and
+SPARSE_MLA_CHECK=1 reports them."""
 
 import cases
 import gpu
@@ -18,7 +19,7 @@ POISON = np.full(ref.HEAD_DIM, 0xFFFF, np.uint16)
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 @pytest.mark.parametrize("slot", [20, 2**31 - 1, 2**40, 2**63 - 1, -(2**63)])
 def test_a_slot_outside_is_skipped(fmt, slot):
-    """The other tokens are written; every other byte of the storage is as it was."""
+    """The other tokens are written, and every other byte of the storage stays as it was."""
     rng = np.random.default_rng(8)
     cache = filled("interleaved", fmt)
     want = filled("interleaved", fmt)
@@ -34,8 +35,8 @@ def test_a_slot_outside_is_skipped(fmt, slot):
 def allowed_rows(cache, arrays, rows: int) -> list[list[np.ndarray]]:
     """What each row of out may hold after a gather with bad values.
 
-    A good position's key; zeros from a bad page; zeros or nothing from a position that no page
-    can have. Nothing where no request writes.
+    A good position gives its key, and a position on a bad page gives zeros. A position that is
+    outside the block table gives zeros or is not written. Rows of no request are not written.
     """
     allowed = [[] for _ in range(rows)]
     pages, block_size = cache.shape[:2]
@@ -81,13 +82,14 @@ def test_a_bad_gather_is_harmless(name, fmt):
     )
     got = ref.bits16(np.ascontiguousarray(buffer.check(written=False)))
     for row, found in enumerate(allowed_rows(cache, arrays, 42)):
-        # a row that two requests claim may hold parts of both
+        # A row that two requests write may hold parts of both.
         assert (np.stack(found) == got[row]).any(axis=0).all(), f"{name}: row {row}"
 
 
 @pytest.mark.parametrize("length", [2**31 - 1, -(2**31)])
 def test_absurd_lengths_stay_inside(length):
-    """The largest int32 ends at the table's last column, and at out's last row."""
+    """A gather of the largest length ends with the table's last column and out's last row; one of
+    a negative length writes nothing."""
     cache, table = gather_inputs("paged", "fp8")
     buffer = Guarded((30, 576), ref.BF16)
     lens, starts = np.array([length], np.int32), np.array([7], np.int32)
@@ -158,7 +160,8 @@ def test_the_check_is_read_at_every_call(monkeypatch):
 
 @pytest.mark.usefixtures("checked")
 def test_a_checked_call_cannot_be_captured():
-    """There are no values to look at. The capture goes on without the call."""
+    """Nothing runs during a capture, so there are no values to check. The call is refused, and the
+    capture goes on without it."""
     call = gpu.moved(gpu.CALLS["concat_and_cache_mla"]())
     other = torch.zeros(3, device="cuda")
     refusals = []
@@ -178,7 +181,7 @@ def test_a_checked_call_cannot_be_captured():
 
 @pytest.mark.usefixtures("checked")
 def test_a_checked_call_waits_for_its_stream():
-    """The bad value is still to come when the call is made, and is seen."""
+    """The bad value is written on the stream after the call was made, and the check finds it."""
     stream = torch.cuda.Stream()
     call = gpu.moved(gpu.CALLS["concat_and_cache_mla"]())
     bad = call.args["slot_mapping"].clone()

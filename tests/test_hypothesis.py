@@ -1,4 +1,5 @@
-"""Random shapes, strides and indices against the reference; random arguments against the rules."""
+"""Random shapes, strides and indices compared with the reference; random arguments, which must give
+a result or the error of a rule."""
 
 import os
 
@@ -171,7 +172,7 @@ def test_index_conversion(T, R, W, K, block_size, prefill, seed):
 )
 def test_split(lens, extra, threshold, uniform):
     if lens and not any(lens):
-        return  # only empty requests: not described
+        return  # the result for empty requests alone is not specified
     start = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
     options = {"decode_threshold": threshold, "require_uniform": uniform}
     tokens = int(start[-1]) + extra
@@ -212,7 +213,7 @@ DTYPES = [ref.BF16, ref.E4M3, *map(np.dtype, ("u1", "i1", "u2", "i4", "i8", "f2"
 
 @st.composite
 def any_array(draw):
-    """Small arrays of any rank, dtype and stride; contents are bytes of a seed."""
+    """Small arrays of any rank, dtype and stride, filled with random bytes."""
     widths = [0, 1, 2, 3, 4, 9, 64, 512, 576, 656]
     shape = draw(st.lists(st.sampled_from(widths[:6]), max_size=4))
     if shape:
@@ -265,10 +266,11 @@ def try_call(run) -> None:
 @pytest.mark.parametrize("op", cases.GOOD_CALLS)
 @given(data=st.data())
 def test_one_or_two_arguments_are_anything(op, data):
-    """A good call with up to two arguments replaced by anything: a rule's exception or a result."""
+    """A good call with one or two arguments replaced by anything gives a result or the exception of
+    a rule."""
     call = cases.GOOD_CALLS[op]()
     names = [*call.args, *call.kwargs, "workspace" if op == "sparse_attention" else "out"]
-    if not device.ON_CUDA:  # where an integer is the address of a stream
+    if not device.ON_CUDA:  # on CUDA an integer would be used as the address of a stream
         names.append("stream")
     for _ in range(data.draw(st.integers(1, 2))):
         call.set(data.draw(st.sampled_from(names)), data.draw(anything))

@@ -1,4 +1,4 @@
-"""convert_req_index_to_global_index, exact (csrc/cpu/cache/index.c)."""
+"""convert_req_index_to_global_index, compared exactly (csrc/cpu/cache/index.c)."""
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ def test_prefill_tokens_go_to_the_workspace():
 
 
 def test_prefill_by_hand():
-    """Positions past the block table are none for a prefill token too."""
+    """A position past the block table gives -1 for a prefill token too."""
     got = sparse_mla.convert_req_index_to_global_index(
         np.array([0, 1], np.int32),
         np.array([[7, 3], [5, 6]], np.int32),

@@ -1,4 +1,4 @@
-"""sparse_mla.integrations.jax: calls from compiled programs, with the bits of a direct call."""
+"""sparse_mla.integrations.jax: calls from compiled programs give the bits of direct calls."""
 
 import ctypes
 import doctest
@@ -42,7 +42,7 @@ def smla(place):
 
 
 def plain(op: str) -> cases.Call:
-    """A good call whose results are new."""
+    """A good call without arrays for results, so that the results are new."""
     call = CALLS[op]()
     for name in RESULTS:
         if op != "gather_kv_cache":
@@ -58,14 +58,14 @@ def moved(op: str, place) -> cases.Call:
 
 
 def split_options(call: cases.Call) -> tuple[dict, dict]:
-    """(arrays, options): what a program gets as arguments, and what is fixed in it."""
+    """(arrays, options): the arguments of a program, and the values that are fixed in it."""
     given = {**call.args, **call.kwargs}
     arrays = {name: x for name, x in given.items() if hasattr(x, "shape")}
     return arrays, {name: x for name, x in given.items() if name not in arrays}
 
 
 def jitted(jax, function, call: cases.Call, **jit_options):
-    """The call's arrays, and a program of them."""
+    """-> the call's arrays, and a compiled program that takes them."""
     arrays, options = split_options(call)
     return arrays, jax.jit(lambda arrays: function(**arrays, **options), **jit_options)
 
@@ -113,7 +113,8 @@ def test_attention_against_fp64(place, smla):
 
 
 def test_subnormal_numbers_survive(place, smla):
-    """XLA flushes them to zero on its threads, but not in these calls, nor after them."""
+    """XLA's threads flush subnormal numbers to zero. Calls of sparse_mla on them do not, and after
+    a call XLA computes as before."""
     jax = place.module
     tiny = np.full((64, 8, 512), 1e-40, np.float32)
     lse = np.zeros((64, 8), np.float32)
@@ -159,7 +160,7 @@ def test_index_counts(place, smla):
 
 
 def test_arrays_that_the_program_lays_out_itself(place, smla):
-    """Transposed and cut inside the program: XLA hands dense rows to the call."""
+    """The program transposes and cuts its arrays, and XLA passes dense arrays to the call."""
     jax = place.module
     case = cases.ATTENTION["h17_k63"].make()
     want = case.run(sparse_mla.sparse_attention)
@@ -189,7 +190,7 @@ def test_a_written_array_is_new_unless_it_is_donated(place, smla, op):
     donating = jax.jit(
         lambda written, rest: getattr(smla, op)(**rest, **{name: written}), donate_argnums=0
     )
-    # A copy: an array that JAX took over from NumPy, without one, cannot be given away.
+    # Copied, because JAX cannot donate memory that it shares with NumPy.
     donated = jax.numpy.array(arrays.pop(name), copy=True)
     address = donated.unsafe_buffer_pointer()
     got = donating(donated, rest)
@@ -200,7 +201,7 @@ def test_a_written_array_is_new_unless_it_is_donated(place, smla, op):
 
 
 def decode(jax, smla, cache, inputs):
-    """Steps of a decode in one program, the cache handed from one to the next."""
+    """Decode steps in one program, each of which passes the cache to the next."""
 
     def step(cache, x):
         cache = smla.concat_and_cache_mla(x["latent"], x["rope"], cache, x["slot"])
@@ -211,7 +212,7 @@ def decode(jax, smla, cache, inputs):
 
 
 def test_a_decode_loop_in_one_program(place, smla):
-    """Every step attends to what the former ones wrote."""
+    """Every step attends to the tokens that it and the steps before it have written."""
     jax, rng, steps = place.module, np.random.default_rng(2), 6
     inputs = {
         "latent": cases.random_bf16(rng, steps, 1, 512),
@@ -321,7 +322,8 @@ for run, shards in ((sharded, 2), (attend, 1)):
 
 
 def test_heads_over_two_devices(place):
-    """With shard_map a call per device, on its heads; else XLA gathers what is sharded."""
+    """With shard_map each device makes a call on its heads. Without it XLA gathers the sharded
+    query, and one call computes all heads."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     printed_by_python("-c", BESIDE_TESTS + SHARDED, **flags)
 
@@ -330,7 +332,7 @@ def test_heads_over_two_devices(place):
 
 
 def test_programs_in_many_threads(place, smla):
-    """The handler runs on XLA's threads, each with OpenMP threads of its own."""
+    """The handler runs on several of XLA's threads, each of which uses its own OpenMP threads."""
     case = cases.ATTENTION["h64_k300"].make()
     want = case.run(sparse_mla.sparse_attention)
     arrays = [place.put(x) for x in (case.q, case.kv, case.indices)]
@@ -350,7 +352,7 @@ def test_programs_in_many_threads(place, smla):
 
 
 def test_many_calls_of_one_program(place, smla):
-    """Independent calls, which XLA may run at once."""
+    """The calls do not depend on each other, so XLA may run them at the same time."""
     jax, case = place.module, cases.ATTENTION["h16_k64"].make()
     scale = case.options["softmax_scale"]
 
@@ -367,7 +369,7 @@ def test_many_calls_of_one_program(place, smla):
 
 
 def test_workspace_taken_inside_a_call_is_freed(place, smla):
-    """By calls that fail, too."""
+    """Calls that fail free the workspace, too."""
     case = cases.AttentionCase(16, 64, 300, num_splits=5).make()
     size = sparse_mla.attention_workspace_size(16, 64, 300, num_splits=5, device="cpu")
     assert size > 1 << 20
@@ -473,7 +475,7 @@ def test_options_are_fixed_when_tracing(place, smla):
     ],
 )
 def test_call_sites_of_another_making(place, smla, attributes, text):
-    """The handler trusts no attribute."""
+    """Call sites that the package did not make: the handler checks every attribute."""
     jax = place.module
     x = place.put(cases.random_bf16(np.random.default_rng(1), 2, 4, 16))
     if "present" in attributes:
@@ -484,7 +486,7 @@ def test_call_sites_of_another_making(place, smla, attributes, text):
 
 
 class Buffers(ctypes.Structure):
-    """Arguments or results of a call frame, none of them."""
+    """The arguments or the results of a call frame that has none."""
 
     _fields_ = [("struct_size", ctypes.c_size_t), ("rest", ctypes.c_void_p * 4)]
 
@@ -524,7 +526,8 @@ class Frame(ctypes.Structure):
 
 @pytest.mark.parametrize("grown", [None, "arguments", "results", "attributes"])
 def test_a_call_frame_of_another_layout(grown):
-    """A part that has grown moves what comes after it: nothing of the frame is read then."""
+    """A part of the frame that is larger than in our version moves the parts behind it. The handler
+    refuses such a frame and reads nothing of it."""
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     address = get_pointer(sparse_mla._C.xla_handler(), None)

@@ -1,4 +1,4 @@
-"""Nothing is kept: reference counts, traced allocations and resident memory over many calls."""
+"""Calls keep nothing: reference counts, traced allocations and resident memory over many calls."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ def resident() -> int:
 
 
 def bad_call(op) -> cases.Call:
-    """A call that fails after its arrays were taken: the last array has a wrong dtype."""
+    """A call that fails after it has acquired its arrays: the last one has a wrong dtype."""
     call = cases.GOOD_CALLS[op]()
     name = list(call.arrays())[-1]
     call.set(name, np.zeros(call.get(name).shape, np.int16))
@@ -46,7 +46,8 @@ CALLS = {
 @pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize("op", cases.GOOD_CALLS)
 def test_reference_counts(op, kind):
-    """Arguments, shapes' small integers, strings and None: as many references as before."""
+    """500 calls leave the reference counts of their arguments, and of a dtype, a type, a string and
+    a small integer, as they were."""
     make, run = CALLS[kind]
     call = make(op)()
     arrays = list(call.arrays().values())
@@ -64,7 +65,7 @@ def test_reference_counts(op, kind):
 @pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize("op", cases.GOOD_CALLS)
 def test_traced_memory(op, kind):
-    """Python's and NumPy's allocations: the second thousand calls leave nothing."""
+    """After the first 100 calls, 500 more leave no allocations of Python's or NumPy's behind."""
     make, run = CALLS[kind]
     call = make(op)()
     for _ in range(100):
@@ -85,7 +86,7 @@ def test_traced_memory(op, kind):
 
 
 def test_new_outputs_are_freed():
-    """4 MiB of results per call; kept, 200 calls would be 800 MiB."""
+    """A call has 4 MiB of results. If they were kept, 200 calls would take 800 MiB."""
     case = cases.AttentionCase(32, 128, 1, pages=1).make()
     for _ in range(5):
         case.run(sparse_mla.sparse_attention)
@@ -127,7 +128,7 @@ def test_tensors_of_unknown_producers_are_freed():
 
 
 def test_builders_and_layers_are_freed():
-    """Their persistent buffers: 2 MiB and more each."""
+    """Each builder has persistent buffers of 2 MiB and more."""
     options = {"max_num_batched_tokens": 1 << 19, "max_num_seqs": 512}
     step = engine.make_step(engine.engine_batch(), 32)
 

@@ -50,7 +50,8 @@ def test_states(dtype, shape, spread):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("empty", [-np.inf, np.inf])
 def test_empty_states(dtype, empty):
-    """+inf counts as -inf; an empty side adds nothing; two empty sides keep out_a's rows."""
+    """A state is empty where its lse is -inf, or +inf, which counts as -inf. An empty state adds
+    nothing, and where both states are empty out is out_a."""
     out_a, lse_a, out_b, lse_b = states(DTYPES[dtype], (4, 3))
     lse_a[0], lse_b[1], lse_a[2], lse_b[2] = (empty,) * 4
     out, lse = check(out_a, lse_a, out_b, lse_b)
@@ -84,7 +85,7 @@ def test_lse_of_one_dtype_of_state_only():
 
 
 def test_merge_of_two_halves_is_the_whole():
-    """Attention over a partition of the keys, merged, against fp64 over all of them."""
+    """Attention over two parts of the keys is merged and compared with fp64 attention over all."""
     case = cases.AttentionCase(4, 9, 200, pages=4).make()
     want = case.reference()
     halves = []
@@ -94,8 +95,8 @@ def test_merge_of_two_halves_is_the_whole():
         )
         halves += [out, lse]
     out, lse = sparse_mla.merge_attn_states(*halves)
-    # each half within its bound (their sums of p|v| add up to the whole's), then the merge's own
-    # rounding
+    # Each half may be off by its bound, and their sums of p|v| add up to that of the whole. The
+    # merge adds its own rounding.
     merged, merged_lse, magnitude = ref.merge_attn_states(*halves)
     merge_error = ref.merge_tolerance(merged, magnitude, bf16=True)
     tolerance = 2 * want.out_tolerance(**device.BOUNDS) + merge_error

@@ -1,4 +1,5 @@
-"""The tool that puts faults into the source: which faults it finds, which tests it runs for one."""
+"""buildtools/mutants.py, which puts faults into the source: which faults it finds, and which tests
+it runs for a fault."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ sys.path.pop()
 
 
 def changes(text: str, path: str = "csrc/x.c") -> set[tuple[str, str]]:
-    """Every fault as its line before and after."""
+    """-> for every fault of the text, its line before and after the fault."""
     text = textwrap.dedent(text)
     found = faults.find_faults(path, text)
     for fault in found:
@@ -221,7 +222,8 @@ def test_changed_lines(monkeypatch):
 
 
 class FakeSuite(mutants.Suite):
-    """Compiles nothing; `breaks` are the tests that fail."""
+    """A suite that compiles nothing. A fault changes the bytes of the programs `changed`, and the
+    tests `breaks` fail."""
 
     def __init__(self, changed=(), breaks=(), builds=True):
         self.programs = ["test_plan", "test_slow", "test_quick"]
@@ -300,7 +302,8 @@ def test_who_caught_a_fault_of_the_file_goes_first(monkeypatch):
 def test_what_cannot_run_here_is_no_fault(
     changed, output, is_good, compiles, tmp_path, monkeypatch
 ):
-    """Of the kernels that are compiled again, those count that come out differently."""
+    """A fault is none where it changes only kernels that this machine cannot run. A kernel that was
+    compiled again has changed where its object file has other bytes."""
     monkeypatch.setattr(mutants, "WORK", tmp_path)
     monkeypatch.setattr(mutants, "TREE", tmp_path)
     (tmp_path / "output.txt").write_text(f"[1/9] {output}\n")

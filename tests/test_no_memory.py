@@ -1,6 +1,7 @@
-"""Allocations of Python's that fail, each in turn: a MemoryError, nothing leaked, no other harm.
+"""Each allocation of Python's fails in turn: calls raise MemoryError, leak nothing and do no other
+harm.
 
-What the C library allocates for itself is failed by tests/c/test_memory.c.
+tests/c/test_memory.c does the same for the allocations of the C library.
 """
 
 import _imp
@@ -22,17 +23,18 @@ import sparse_mla
 
 api = pytest.importorskip("_testcapi")
 
-# Python's own clean-up may be what fails, and says so.
+# The allocation that fails may be one of Python's own clean-up, which then gives this warning.
 IN_CLEAN_UP = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-ENOUGH = 12  # calls in a row that do not miss an allocation: there are no more
+ENOUGH = 12  # after so many good calls in a row no allocation is left to fail
 
 
 def fail_each_allocation(call, *expected) -> int:
-    """Calls until nothing fails any more; how often it did. `expected`: what the call raises."""
+    """Makes the call's allocation n fail, for n = 0, 1, 2 and so on, until all allocations have
+    failed. -> the number of calls that raised MemoryError. The call itself may raise `expected`."""
     num_failed, num_good = 0, 0
     outcome = None
     n = 0
-    tracer = sys.gettrace()  # coverage's, which crashes without memory
+    tracer = sys.gettrace()  # that of coverage, which would crash without memory
     while num_good < ENOUGH:
         assert n < 5000, "it never ends"
         outcome = None
@@ -61,7 +63,7 @@ def counts_of(objects) -> list[int]:
 
 
 def bound(call, package=sparse_mla):
-    """A call without an argument, and without Python's own allocations for one."""
+    """The call as a function without arguments, so that Python allocates nothing to pass them."""
     return functools.partial(getattr(package, call.op), *call.args.values(), **call.kwargs)
 
 
@@ -84,7 +86,7 @@ def test_operators(op):
 
 
 def test_a_query_in_two_parts():
-    """As a list, which is read as a tuple."""
+    """The two parts are in a list, which the call copies to a tuple."""
     call = cases.GOOD_CALLS["sparse_attention"]()
     for name in ("out", "lse", "max_logits"):
         call.kwargs.pop(name, None)
@@ -98,7 +100,8 @@ def test_a_query_in_two_parts():
 
 
 def foreign(x) -> SimpleNamespace:
-    """An array of an unknown framework whose exports are written in C: ctypes would crash."""
+    """An array of an unknown framework. NumPy's exports are in C; those of dlpack_producer.py use
+    ctypes, which would crash without memory."""
     return SimpleNamespace(__dlpack__=x.__dlpack__, __dlpack_device__=x.__dlpack_device__)
 
 
@@ -150,7 +153,7 @@ def refusals():
 
 
 class Refusing:
-    """By DLPack."""
+    """An array whose __dlpack__ raises an error."""
 
     def __dlpack__(self, **_):
         raise ValueError("no")
@@ -306,7 +309,8 @@ def test_calls_on_a_gpu(is_busy):
     reason="Python crashes: 3.13's garbage collector meets a dict that got no memory",
 )
 def test_the_import():
-    """The module is made anew each time; one without memory is not left half made."""
+    """Each call makes a new module. An import without memory fails, and leaves no module that lacks
+    a part."""
     spec = importlib.util.spec_from_file_location(
         "sparse_mla._C",
         sparse_mla._C.__file__,
@@ -324,7 +328,7 @@ def test_the_import():
     def check():
         try:
             made.append(make())
-        except SystemError as error:  # CPython 3.11: a type whose name does not fit in memory
+        except SystemError as error:  # from CPython 3.11, where a type's name finds no memory
             assert "failed without setting an exception" in str(error)
             raise MemoryError from None
 

@@ -10,7 +10,7 @@ ALL_BF16 = np.arange(2**16, dtype=np.uint16)
 
 
 def write(kv_c, k_pe, width) -> np.ndarray:
-    """Rows of a fresh one-page cache after concat_and_cache_mla."""
+    """The rows of a new cache of one page after concat_and_cache_mla."""
     n = len(kv_c)
     dtype = np.uint8 if width == ref.FP8_ROW_BYTES else ref.BF16
     cache = np.zeros((1, n, width), dtype)
@@ -30,7 +30,7 @@ def rounding_ties(dtype) -> np.ndarray:
 
 
 def as_rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Every value once in a kv_c [n, 512] and once in a k_pe [n, 64]."""
+    """-> kv_c [n, 512] and k_pe [n, 64], each of which has every value."""
     n = max(-(-len(values) // 64), 1)
     k_pe = np.resize(values, (n, 64))
     return np.resize(values, (n, 512)), k_pe
@@ -59,7 +59,7 @@ def test_inputs_round_to_nearest_even_bf16(dtype):
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_wide_inputs_are_rounded_to_bf16_before_they_are_quantised(dtype):
-    """Double rounding on purpose: the fp8 bytes come from the bf16 value."""
+    """Values are rounded twice on purpose: the FP8 bytes come from the bf16 value."""
     rng = np.random.default_rng(3)
     kv_c = rng.normal(0, 1, (64, 512)).astype(dtype)
     k_pe = rng.normal(0, 1, (64, 64)).astype(dtype)
@@ -69,7 +69,7 @@ def test_wide_inputs_are_rounded_to_bf16_before_they_are_quantised(dtype):
 
 @pytest.mark.parametrize("order", ["sorted", "shuffled"])
 def test_all_bf16_patterns_quantise(order):
-    """Tiles of neighbours (NaN and inf tiles among them), and of mixed exponents."""
+    """Tiles have neighbouring patterns (NaN and infinities among them), or mixed exponents."""
     bits = ALL_BF16 if order == "sorted" else np.random.default_rng(4).permutation(ALL_BF16)
     kv_c = bits.reshape(-1, 512)
     k_pe = kv_c[:, :64].copy()
@@ -78,7 +78,8 @@ def test_all_bf16_patterns_quantise(order):
 
 
 def test_e4m3_ties_go_to_even():
-    """scale is exactly 1 in a tile whose largest value is 448: every tie that bf16 can hold."""
+    """The scale of a tile is exactly 1 where its largest value is 448. Such tiles have every tie
+    between e4m3 numbers that bf16 can hold."""
     ties = ref._E4M3_MIDPOINTS.astype(np.float32)
     ties = ties[ref.bf16_decode(ref.bf16_encode(ties)) == ties]
     assert len(ties) == 126, "all ties between e4m3 neighbours are bf16 numbers"
@@ -92,7 +93,7 @@ def test_e4m3_ties_go_to_even():
 
 
 def test_division_is_true_not_by_a_reciprocal():
-    """Tiles chosen so that x * (1/scale) lands on the other side of a tie than x / scale."""
+    """In the chosen tiles, x * (1/scale) lies on the other side of a tie than x / scale."""
     rng = np.random.default_rng(5)
     value = ref.bf16_decode(ref.bf16_encode(rng.normal(0, 1, (6000, 128)).astype(np.float32)))
     scale = np.abs(value).max(1, keepdims=True) / np.float32(448)
@@ -168,7 +169,7 @@ def test_dequantize_bf16_cache_is_exact():
 
 
 def test_gather_rounds_the_fp32_product_once_to_nearest_even():
-    """Random scales of 24 bits: every rounding case of the product occurs."""
+    """The scales have 24 random bits, so that products are rounded in every way."""
     rng = np.random.default_rng(6)
     rows = rng.integers(0, 256, (1, 300, 656)).astype(np.uint8)
     rows[0, :, 512:528] = rng.uniform(0.001, 2, (300, 4)).astype(np.float32).view(np.uint8)

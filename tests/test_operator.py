@@ -147,7 +147,8 @@ def test_declarations_that_do_not_fit(declaration, name, error, words):
 
 
 def test_declarations_are_let_go():
-    """What is read of them, whether they fit or not, and what a refused call was given."""
+    """An operator keeps no references to what it has read of a declaration, whether that fits or
+    not, nor to the arguments of a refused call."""
 
     def k_up_proj(q_nope, W_UK, *, out=None, stream=None):
         """Not the one that users call."""
@@ -175,7 +176,8 @@ def test_more_parameters_than_any_operator_has():
 
 
 def test_positional_defaults_of_none_are_not_taken():
-    """Declared without defaults, a parameter is required, wherever it stands."""
+    """A parameter that is declared without a default is required, even where the operator's table
+    makes it optional."""
 
     def k_up_proj(q_nope, W_UK, out, stream):
         """All four are required here."""
@@ -189,7 +191,8 @@ def test_positional_defaults_of_none_are_not_taken():
 
 
 def test_a_declaration_that_takes_more_than_c():
-    """Its defaults of positional parameters are not C's: that is a mistake in the package."""
+    """C does not use defaults of positional parameters, so it refuses a call that the declaration
+    takes. Such a declaration is a mistake in the package."""
     answer = object()
 
     def dynamic_per_tensor_quant(x=None, *, out=None, stream=None):
@@ -215,7 +218,8 @@ WRITTEN = {"output", "asked output", "result", "asked result"}
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_the_table_and_the_declaration_are_one(op):
-    """Names and kinds: what is optional in one is so in the other."""
+    """Both have the same names, and what the table makes optional has a default in the
+    declaration."""
     parameters = inspect.signature(op).parameters
     table = dict(op.table)
     assert len(table) == len(op.table)
@@ -234,7 +238,7 @@ def test_the_table_and_the_declaration_are_one(op):
 
 @pytest.mark.parametrize("op", ops.OPERATORS.values())
 def test_results_are_known_before_the_call(op):
-    """The rule of _results.py and a call agree."""
+    """The rules of _results.py give the shapes and dtypes that a call returns."""
     call = cases.FRAMEWORK_CALLS[op.__name__]()
     table = dict(op.table)
     values = {n: x for n, x in (call.args | call.kwargs).items() if table[n] not in WRITTEN}

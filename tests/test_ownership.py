@@ -1,9 +1,12 @@
-"""Who holds what, and until when: arguments until a call ends, good or not; what a builder keeps
-until the next build, or until it is gone; memory of results until the last view is
-(csrc/python/arrays/array.c, builder.c, tensor.c).
+"""How long arrays are held (csrc/python/: array.c, builder_type.c, tensor.c).
 
-Every kind of argument tells in its own way: references to an ndarray, a memoryview that can be
-released, deleters that have run. None of it waits for the garbage collector.
+A call holds its arguments until it ends, with a result or with an error. A builder holds its
+workspace until it is gone, and the block table of a step until the next build. The memory of a
+result lives as long as its last view.
+
+Each kind of argument shows in its own way whether it is held: an ndarray by its reference count, a
+memoryview by whether it can be released, a capsule by its deleter. No test waits for the garbage
+collector.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from test_views import TABLE, int32
 import sparse_mla
 from sparse_mla import _C
 
-# --- what an argument tells ----------------------------------------------------------------------
+# --- whether an argument is held -----------------------------------------------------------------
 
 
 @dataclass
@@ -41,12 +44,12 @@ class Given:
     references: int = 0
 
     def settle(self) -> Given:
-        """Whoever refers to it now may go on to."""
+        """Takes the references that exist now as those that may remain."""
         self.references = self.count()
         return self
 
     def count(self) -> int:
-        """Without the references of the test's own records, one for each capsule."""
+        """The reference count, less one for each capsule that the producer has recorded."""
         return sys.getrefcount(self.x) - len(getattr(self.x, "capsules", ()))
 
     def is_held(self) -> bool:
@@ -72,7 +75,8 @@ def as_buffer(x: np.ndarray) -> Given:
 
 
 def as_capsule(x: np.ndarray, **options) -> Given:
-    """A tensor with a deleter, which must run once; the capsules are the producer's alone."""
+    """A DLPack producer. The deleter of each of its tensors must run once, and nobody else may hold
+    its capsules."""
     producer = Producer(x, **options)
 
     def is_locked() -> bool:
@@ -87,7 +91,7 @@ def as_old_capsule(x: np.ndarray) -> Given:
 
 
 def as_exchanged(x: np.ndarray) -> Given:
-    """Lent for a call, or shared, with a deleter."""
+    """An array that the exchange API lends for a call, or shares, with a deleter."""
     exchanged = Exchanged(x)
     return Given(exchanged, lambda: exchanged.outstanding != 0)
 
@@ -102,7 +106,7 @@ KINDS = {
 
 
 def give(kind: str, x: np.ndarray) -> Given:
-    """As an ndarray where the kind has no word for its dtype."""
+    """`x` as an argument of this kind, or as an ndarray where the kind cannot express its dtype."""
     has_format = x.dtype.isbuiltin == 1 if kind == "buffer" else x.dtype in DTYPES
     return (KINDS[kind] if has_format else as_ndarray)(x).settle()
 
@@ -112,7 +116,7 @@ def held(given: dict[str, Given]) -> list[str]:
 
 
 def ends(run, arguments: dict) -> bool:
-    """Runs to its end, or to an exception, which nobody keeps."""
+    """Whether the run ends without an exception. The exception is not kept."""
     try:
         run(arguments)
     except (TypeError, ValueError, BufferError):
@@ -122,15 +126,16 @@ def ends(run, arguments: dict) -> bool:
 
 # --- calls ---------------------------------------------------------------------------------------
 
-# What an argument may be wrong in: the first is found while arrays are taken, the second when
-# they are checked.
+# Wrong arguments: a call refuses the first while it acquires its arrays, the second when it checks
+# them.
 WRONG = (object(), np.zeros((1, 1, 1, 1, 1), np.complex64))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("title", TABLE)
 def test_arguments_are_let_go(title, kind):
-    """After a good call, and after calls with one argument wrong, each in its turn."""
+    """Nothing is held after a good call, nor after calls in which one argument is wrong, each
+    argument in turn."""
     example = TABLE[title].example
     given = {name: give(kind, x.copy()) for name, x in example.arrays.items()}
     arguments = {name: one.x for name, one in given.items()}
@@ -148,8 +153,9 @@ def test_arguments_are_let_go(title, kind):
 
 @pytest.mark.parametrize(("type_", "is_always_writable"), [(Exchanged, False), (LikeTorch, True)])
 def test_a_loan_is_no_share(type_, is_always_writable):
-    """The exchange API lends arrays for a call, but for those that are written and may not be. What
-    a builder keeps is shared, and so is everything where a table lends nothing."""
+    """The exchange API lends arrays for a call. It shares those that the call writes and that might
+    be read-only, and those that a builder keeps. Where a framework's table has no function for
+    loans, all arrays are shared."""
     call = cases.GOOD_CALLS["merge_attn_states"]()
     arguments = {name: type_(x) for name, x in call.arrays().items()}
     workspace, block_table = (type_(x) for x in (np.zeros((16, 576), cases.ref.BF16), table()))
@@ -177,7 +183,7 @@ def test_a_loan_is_no_share(type_, is_always_writable):
 
 
 RESULTS = {
-    # operator: results that a call without outputs makes
+    # operator -> how many results a call without outputs makes
     "convert_req_index_to_global_index": 1,
     "sparse_attention": 3,
     "merge_attn_states": 2,
@@ -198,7 +204,8 @@ def without_outputs(op: str) -> cases.Call:
 
 @pytest.mark.parametrize("op", RESULTS)
 def test_a_framework_s_memory_for_results(op):
-    """Taken once for each result, written in every byte, and the framework's own object then."""
+    """The framework allocates each result once, the call writes every byte of it, and returns it as
+    the framework's own object."""
     want = cases.GOOD_CALLS[op]()
     for name in ("out", "lse", "max_logits"):
         want.kwargs.pop(name, None)
@@ -218,7 +225,7 @@ def test_a_framework_s_memory_for_results(op):
 
 @pytest.mark.parametrize("op", RESULTS)
 def test_results_of_a_call_that_fails_go_back(op):
-    """Memory was taken before the core has refused."""
+    """The call allocates its results before the core refuses the call, and must give them back."""
     call = without_outputs(op)
     bad = {
         "convert_req_index_to_global_index": ("block_table", np.zeros(3, np.int32)),
@@ -248,14 +255,14 @@ MEMORY = pytest.mark.skipif(
 
 
 def resident() -> int:
-    """In bytes; what malloc keeps for later is given back to the system before."""
+    """Resident memory in bytes, after malloc has returned its free memory to the system."""
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def large_tensor():
-    """[272, 128, 512] bf16, all of them 3: 34 MiB."""
+    """A Tensor [272, 128, 512] bf16, 34 MiB, in which every value is 3."""
     zeros = np.zeros(576, np.uint16).view(cases.ref.BF16)
     q = Producer(np.broadcast_to(zeros, (272, 128, 576)))
     kv = np.full((1, 576), 3, np.float32).astype(cases.ref.BF16)
@@ -265,7 +272,7 @@ def large_tensor():
 
 
 def used_capsule(tensor) -> Producer:
-    """A capsule that a call has consumed; its tensor went with it."""
+    """A view of the tensor, after a call has consumed and freed a capsule of the tensor."""
     capsule = tensor.__dlpack__(max_version=(1, 0))
 
     class Once:
@@ -313,7 +320,8 @@ def test_a_tensor_s_memory_goes_with_its_last_view(keeper):
 
 
 def test_views_hold_the_tensor_itself():
-    """Not each other's views alone, and nothing when they are gone."""
+    """A view holds the Tensor or the view that it was made of, and lets it go when it is gone. Uses
+    of a Tensor that fail hold nothing."""
     out, lse = sparse_mla.sparse_attention(
         Producer(np.zeros((4, 2, 576), np.uint16).view(cases.ref.BF16)),
         np.zeros((1, 576), cases.ref.BF16),
@@ -368,7 +376,8 @@ def build(builder, block_table, starts=(0, 1, 4), lens=(9, 12)):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_builder_holds_its_workspace(kind):
-    """Until it is gone, which the arrays of its plans put off; a refused one is let go at once."""
+    """A builder holds its workspace until it is gone, and the arrays of its plans keep the builder
+    alive. A workspace that is refused is let go at once."""
     memory = np.zeros((16, 576), cases.ref.BF16)
     workspace = give(kind, memory)
     builder = make_builder(workspace.x)
@@ -388,7 +397,8 @@ def test_a_builder_holds_its_workspace(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_builder_holds_the_block_table_of_its_step(kind):
-    """Until the next good build, and no longer; those of failing builds not at all."""
+    """A builder holds the block table of a step until the next good build. It does not hold those
+    of failing builds."""
     builder = make_builder()
     tables = [give(kind, table()) for _ in range(4)]
     lens = [give(kind, int32(9, 12)) for _ in range(2)]
@@ -409,7 +419,7 @@ def test_a_builder_holds_the_block_table_of_its_step(kind):
     for former, latest in ((0, 2), (2, 3)):
         build(builder, tables[latest].x)
         assert [tables[former].is_held(), tables[latest].is_held()] == [False, True]
-    plan = build(builder, tables[3].x)  # the same again
+    plan = build(builder, tables[3].x)  # the same table again
     assert tables[3].is_held()
     ids = plan["prefill_request_ids"]
     del builder, plan
@@ -419,7 +429,7 @@ def test_a_builder_holds_the_block_table_of_its_step(kind):
 
 
 def test_a_builder_is_let_go_by_any_thread():
-    """Made by one thread, used by a second, and dropped by a third with its last array."""
+    """One thread makes the builder, a second uses it, and a third drops it with its last array."""
     workspace = give("capsule", np.zeros((16, 576), cases.ref.BF16))
     block_table = give("capsule", table())
     kept: list[Any] = []
@@ -440,7 +450,8 @@ def test_a_builder_is_let_go_by_any_thread():
 
 
 def test_metadata_holds_what_it_shows():
-    """The layer on top keeps nothing but the step's own arrays."""
+    """Metadata holds the arrays of the step that it shows, and the builder holds the block table.
+    Nothing else is held."""
     batch = cases.make_batch([1, 1, 3, 2], [9, 4, 12, 10])
     names = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
     given = {name: Given(getattr(batch, name)).settle() for name in names}
@@ -454,7 +465,8 @@ def test_metadata_holds_what_it_shows():
 
 
 def test_results_past_a_step_s_tokens_are_zeros_in_dirty_memory():
-    """Of a framework that hands out what others have left behind."""
+    """The framework allocates memory that still has its former contents, so the forward must write
+    the zeros itself."""
     example = TABLE["step, separate"].example
     arrays = {name: Exchanged(x.copy()) for name, x in example.arrays.items()}
     for name in ("query_start_loc_cpu", "seq_lens_cpu"):

@@ -154,7 +154,7 @@ def test_get_include_holds_both_headers():
 
 
 def test_the_headers_compile_alone(tmp_path):
-    """A C user includes the one header; it is C11 and needs only the C library and DLPack."""
+    """A C user includes one header, which is C11 and needs only the C library and DLPack."""
     source = tmp_path / "user.c"
     source.write_text("#include <sparse_mla.h>\nint main(void) { return smla_version() == 0; }\n")
     flags = ["-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only"]
@@ -164,7 +164,8 @@ def test_the_headers_compile_alone(tmp_path):
 
 
 def test_import_loads_no_library_of_cuda():
-    """It works on machines without a driver, and leaves one alone until a device is asked for."""
+    """The import works on machines without a driver, and does not load a driver before a call needs
+    a device."""
     code = (
         "import sparse_mla; "
         "print(*[x for x in open('/proc/self/maps') if any(lib in x for lib in "
@@ -194,7 +195,7 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
 
 
 def test_import_costs_little_beyond_numpy():
-    """9 ms were measured, on top of 175 ms for NumPy and ml_dtypes."""
+    """The import took 9 ms when it was measured, on top of 175 ms for NumPy and ml_dtypes."""
     code = (
         FIRST + "start = time.perf_counter(); import sparse_mla; print(time.perf_counter() - start)"
     )
@@ -224,13 +225,13 @@ def test_info_command():
 
 @pytest.mark.parametrize("cls", ["Tensor", "Metadata"])
 def test_types_are_final_or_plain(cls):
-    """isinstance works, and the type knows its module."""
+    """The types name a module of this package as theirs."""
     assert getattr(sparse_mla, cls).__module__.startswith("sparse_mla")
 
 
 @pytest.mark.parametrize("name", ["numpy._core._multiarray_umath", "ml_dtypes"])
 def test_import_needs_what_it_is_made_of(name):
-    """An ImportError, where NumPy or ml_dtypes is not whole."""
+    """Where a part of NumPy or of ml_dtypes is missing, the import raises an ImportError."""
     program = (
         "import sys, numpy, ml_dtypes\n"
         f"sys.modules[{name!r}] = None\n"

@@ -40,7 +40,8 @@ def test_split_both_storages(size):
 @pytest.mark.parametrize("as_bytes", [True, False])
 @pytest.mark.parametrize("size", [(3, 128, 128), (5, 64, 96)])
 def test_split_block_scaled_fp8(stored, as_bytes, size):
-    """128 x 128 blocks; 5 * 160 outputs leave a partial block at the edge."""
+    """Each block of 128 x 128 weights has a scale. 5 * 160 columns leave a partial block at the
+    edge."""
     rng = np.random.default_rng(1)
     columns = size[0] * (size[1] + size[2])
     shape = (512, columns) if stored == "in_out" else (columns, 512)
@@ -56,7 +57,8 @@ def test_split_block_scaled_fp8(stored, as_bytes, size):
 
 
 def test_split_of_a_quantised_layer_given_as_a_callable():
-    """The layer is applied once, to the identity matrix; one of NumPy's works on the CPU."""
+    """The layer is applied once, to the identity matrix. A layer written with NumPy runs on the CPU
+    alone."""
     size = (3, 128, 128)
     weight = make_weight(*size)
     seen = []
@@ -117,7 +119,8 @@ def test_strided_inputs_give_the_same_bits():
 
 
 def test_strides_that_a_gemm_library_cannot_express():
-    """Backwards and broadcast. On CUDA another kernel takes them, whose sums have another order."""
+    """One input is backwards, one is broadcast. On CUDA another kernel computes them, whose sums
+    have another order."""
     rng = np.random.default_rng(5)
     w_uk, w_uv = ref.split_kv_b_proj(make_weight(4, 128, 128), **dims(4, 128, 128))
     x = cases.random_bf16(rng, 5, 4, 128)

@@ -1,4 +1,5 @@
-"""The reference against things it did not come from: ml_dtypes, hand-worked numbers, vectors."""
+"""The reference compared with independent sources: ml_dtypes, results worked out by hand, test
+vectors."""
 
 import ml_dtypes
 import numpy as np
@@ -84,7 +85,7 @@ def test_merge_is_the_attention_of_the_union():
     indices = np.tile(np.arange(40), (2, 1))
     part = [ref.attention(q, kv, i, softmax_scale=0.05) for i in (indices[:, :13], indices[:, 13:])]
     whole = ref.attention(q, kv, indices, softmax_scale=0.05)
-    # states as fp32: what merging them can lose
+    # The states are rounded to fp32, so the merge is not exact.
     a, b = ((p.out.astype(np.float32), p.lse.astype(np.float32)) for p in part)
     out, lse, _ = ref.merge_attn_states(*a, *b)
     assert np.allclose(out, whole.out, rtol=0, atol=1e-5)
@@ -93,7 +94,7 @@ def test_merge_is_the_attention_of_the_union():
 
 @pytest.mark.parametrize("bad", ["out", "lse"])
 def test_a_wrong_result_is_seen(bad):
-    """worst_ratio is not a test that cannot fail: one perturbed element is above 1."""
+    """The comparison can fail: one element that is changed gives a ratio above 1."""
     rng = np.random.default_rng(5)
     kv = ref.to_bf16(rng.normal(0, 1, (40, 576)))
     q = ref.to_bf16(rng.normal(0, 1, (2, 3, 576)))
@@ -102,7 +103,7 @@ def test_a_wrong_result_is_seen(bad):
     assert max(ref.attention_ratios(want, **result).values()) <= 1
     if bad == "out":
         result["out"] = result["out"].copy()
-        result["out"][1, 2, 300] ^= 0x20  # an eighth of the value's own binade
+        result["out"][1, 2, 300] ^= 0x20  # changes the value by a quarter of its power of two
     else:
         result["lse"][0, 1] += 1e-4
     assert ref.attention_ratios(want, **result)[bad] > 1

@@ -1,4 +1,4 @@
-"""Rules that the source keeps, and that no other test would notice."""
+"""Rules of the source that no other test checks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CSRC = sorted(path for path in (ROOT / "csrc").rglob("*.[ch]*") if path.is_file(
 
 
 def included_by(path: Path) -> set[Path]:
-    """The files of csrc that a file includes: one spelling, from csrc on."""
+    """The files of csrc that a file includes. Every include is spelled from csrc on."""
     names = re.findall(r'^#include "(.*)"', path.read_text(), re.M)
     return {ROOT / "csrc" / name for name in names}
 
 
 def commands() -> dict[str, dict[str, str]]:
-    """What the build compiled, by source file."""
+    """source file -> its entry in compile_commands.json, which the build writes."""
     database = ROOT / "compile_commands.json"
     if not database.exists():
         pytest.skip("no build here")
@@ -31,7 +31,7 @@ def commands() -> dict[str, dict[str, str]]:
 
 
 def find_circle(graph: dict[Path, set[Path]]) -> list[str]:
-    """A circle of files, or nothing."""
+    """The names of files that form a circle in the graph; empty where there is none."""
     done: set[Path] = set()
     way: list[Path] = []
 
@@ -63,7 +63,7 @@ def test_no_file_includes_itself_by_way_of_others():
 
 
 def symbols_of(path: Path) -> tuple[set[str], set[str]]:
-    """What an object file defines for others, and what it takes from them."""
+    """The symbols that an object file defines, and those that it takes from other files."""
     table = subprocess.run(
         ["nm", "-gP", path], stdout=subprocess.PIPE, text=True, check=True
     ).stdout
@@ -114,7 +114,7 @@ def test_files_begin_with_their_names():
 
 
 def compiler_of(source: str) -> list[str]:
-    """The command that compiled a file, for other text in its place."""
+    """The command that compiled a file, changed to check the C text on standard input instead."""
     command = shlex.split(commands()[source]["command"])
     command = command[: command.index("-MMD")]
     return [*command, "-fsyntax-only", "-x", "c", "-"]

@@ -1,5 +1,5 @@
-"""sparse_mla.Tensor: slices with steps, and what buffers and capsules of them say
-(csrc/python/arrays/tensor.c, tensor_export.c). NumPy, sliced alike, is the judge."""
+"""sparse_mla.Tensor: slices with steps, and their buffers and capsules (tensor.c, tensor_export.c
+in csrc/python/arrays/). The expected values are NumPy arrays sliced in the same way."""
 
 import ctypes
 import re
@@ -16,7 +16,7 @@ VERSIONED = b"dltensor_versioned"
 
 
 def make_tensors() -> dict:
-    """Tensors of several dtypes and ranks with their values, by the operators that make them."""
+    """Tensors of several dtypes and ranks, made by operators, with their expected values."""
     rng = np.random.default_rng(0)
     x = rng.normal(0, 1, (7, 3, 5)).astype(np.float32)
     codes, scale = sparse_mla.dynamic_per_tensor_quant(Producer(x))
@@ -60,7 +60,7 @@ def address(tensor) -> int:
 
 
 def assert_shows(tensor, want: np.ndarray) -> None:
-    """Shape, strides, size and values, by every way out."""
+    """Asserts shape, strides, size and values, through every interface of a Tensor."""
     assert (tensor.shape, tensor.ndim, tensor.nbytes) == (want.shape, want.ndim, want.nbytes)
     in_bytes = [s * want.itemsize for n, s in zip(want.shape, tensor.strides, strict=True) if n > 1]
     if want.size:
@@ -89,7 +89,7 @@ def test_tensors_show_their_values(name):
 
 @pytest.mark.parametrize("name", SLICED)
 def test_slices_with_steps(name):
-    """And slices of them, and their rows."""
+    """Slices have the values of NumPy's slices, and so have slices and rows of slices."""
     tensor, want = TENSORS[name]
     for key in SLICES:
         part, values = tensor[key], want[key]
@@ -121,7 +121,8 @@ def test_indices_that_are_none():
 
 @pytest.mark.parametrize("key", SLICES[:7])
 def test_slices_are_arguments(key):
-    """Read with any step, written with a positive one: there, and nowhere else."""
+    """A slice with any step can be read. One with a positive step can be written, and nothing
+    outside it changes."""
     (out, want), (lse, want_lse) = TENSORS["float32, 3-D"], TENSORS["float32"]
     given, arrays = ((x[key], y[key]) * 2 for x, y in ((out, lse), (want, want_lse)))
     merged = sparse_mla.merge_attn_states(*arrays)
@@ -181,7 +182,7 @@ api.PyBuffer_Release.restype = None
 
 
 def may_have(want: np.ndarray, flags: int) -> bool:
-    """Whether an array that lies so can be given to a consumer who asks so."""
+    """Whether memory with the layout of `want` can be given for a request with these flags."""
     flat = {"C": want.flags.c_contiguous, "F": want.flags.f_contiguous}
     if flags & 0x10 == 0:
         return flat["C"]
@@ -191,7 +192,7 @@ def may_have(want: np.ndarray, flags: int) -> bool:
 
 
 def layouts() -> list:
-    """Tensors that lie in all ways, and arrays that lie alike."""
+    """Tensors of all memory layouts, and NumPy arrays of the same layouts."""
     found = [TENSORS[name] for name in HAVE_FORMATS]
     keys = (slice(None, None, 2), slice(None, None, -1), slice(2, 3), slice(3, 3), 4)
     found += [(t[key], x[key]) for t, x in found[:3] for key in keys]
@@ -202,7 +203,8 @@ def layouts() -> list:
 
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_buffers_are_what_was_asked_for(request_):
-    """A simple buffer has neither shape nor strides: only memory in C's order can be one."""
+    """A simple buffer has neither shape nor strides, so only memory in C's order can be given as
+    one."""
     flags = REQUESTS[request_]
     for tensor, want in layouts():
         buffer = Buffer(obj=1)
@@ -246,7 +248,7 @@ def test_buffers_have_no_word_for(name):
 # --- capsules ------------------------------------------------------------------------------------
 
 ASKED = {
-    # what __dlpack__ is given: the error, or the version of the capsule
+    # name -> the arguments of __dlpack__, and the error or the major version of the capsule
     "nothing": ({}, 0),
     "None": ({"max_version": None, "dl_device": None, "copy": None, "stream": None}, 0),
     "an old version": ({"max_version": (0, 8)}, 0),

@@ -1,4 +1,4 @@
-"""Many threads, one result; the GIL is released while the core works."""
+"""Calls from many threads give one result, and the GIL is released while the core works."""
 
 import sys
 import threading
@@ -28,7 +28,7 @@ def _switch_often():
 
 
 def in_threads(work, count=NUM_THREADS) -> list:
-    """work(i) in `count` threads that start together; exceptions come out here."""
+    """Runs work(i) in `count` threads that start together, and raises their exceptions here."""
     barrier = threading.Barrier(count)
 
     def run(i):
@@ -109,7 +109,7 @@ def test_one_builder_per_thread():
 
 
 class Meanwhile(Producer):
-    """An array whose export lets another thread do something: in the midst of a call."""
+    """An array whose export runs `work` in another thread, which is in the middle of a call."""
 
     def __init__(self, x: np.ndarray, work) -> None:
         super().__init__(x)
@@ -123,7 +123,7 @@ class Meanwhile(Producer):
 
 
 class Used:
-    """A builder, one step, and what a second thread was told."""
+    """A builder, one step, and the errors that a second thread got."""
 
     def __init__(self) -> None:
         self.builder = _C.Builder(
@@ -158,7 +158,7 @@ class Used:
 
 
 BUSY = {
-    # what the first thread is in the midst of
+    # the call that the first thread makes
     "build, block table": lambda used, x: used.build(table=x(used.table)),
     "build, lengths": lambda used, x: used.build(starts=x(used.lengths[0])),
     "forward, q": lambda used, x: used.forward(q=x(used.step.q)),
@@ -169,8 +169,8 @@ BUSY = {
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("what", BUSY)
 def test_a_builder_in_use_refuses_a_second_thread(what, fails):
-    """Whatever it asks for; the first one's call is as if nobody had asked. An error in it, and
-    the second thread's, leave the builder to the next."""
+    """A builder in use refuses builds and forwards of a second thread, and the first thread's call
+    is not disturbed. After an error in either thread the builder can be used again."""
     used, undisturbed = Used(), Used()
     undisturbed.build()
     used.build()
@@ -237,7 +237,7 @@ def test_the_gil_is_released():
         time.sleep(0.002)
     thread.join()
     length = span["end"] - span["start"]
-    margin = 0.1 * length  # holding the GIL, only the very ends of the call could see a tick
+    margin = 0.1 * length  # if the call held the GIL, only its very ends could have ticks
     inside = [t for t in ticks if span["start"] + margin < t < span["end"] - margin]
     assert len(inside) >= 5, f"{len(inside)} ticks during a call of {length:.2f} s"
 
@@ -258,5 +258,5 @@ call(sparse_mla)
 
 
 def test_a_child_works_after_its_parent_has():
-    """A child has none of the threads that its parent's calls have made."""
+    """A forked child has none of the threads that its parent's calls have started."""
     printed_by_python("-c", BESIDE_TESTS + FORK)

@@ -1,6 +1,6 @@
-"""torch.ops.sparse_mla: eager, compiled and exported, the bits of a direct call.
+"""torch.ops.sparse_mla: eager, compiled and exported calls give the bits of direct calls.
 
-With SMLA_DEVICE=cuda the tensors are on the GPU; test_gpu_torch_ops.py has streams and graphs.
+With SMLA_DEVICE=cuda the tensors are on the GPU; test_gpu_torch_ops.py tests streams and graphs.
 """
 
 import doctest
@@ -18,14 +18,14 @@ from helpers import assert_error_text, assert_same_bits, find_framework, run_exa
 
 import sparse_mla
 
-# PyTorch's own, of what it imports late and of how it loads a program.
+# PyTorch's own warnings, about modules that it imports late and about how it loads a program.
 torch_warns = pytest.mark.filterwarnings(
     "ignore:`torch.jit:DeprecationWarning", "ignore:The given buffer is not writable:UserWarning"
 )
 pytestmark = [pytest.mark.torch, torch_warns]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 quiet = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning",  # of what PyTorch imports late
+    "ignore::DeprecationWarning",  # about modules that PyTorch imports late
     "ignore:TensorFloat32",  # inductor's advice on a GPU
 )
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=[needs_compiler, quiet])]
@@ -34,7 +34,7 @@ RESULTS = ("out", "lse", "max_logits")
 
 @pytest.fixture
 def place():
-    """torch's tensors where this session tests."""
+    """torch, with tensors on the device of this test session."""
     return find_framework("torch", device.NAME)
 
 
@@ -68,7 +68,7 @@ OVERLOADS = [
 
 
 def moved(op: str, place, *, keep_results: bool = False) -> cases.Call:
-    """A good call with tensors; its results are the caller's with `keep_results`."""
+    """A good call with tensors; with `keep_results` the caller gives the result tensors."""
     call = CALLS[op]()
     if op == "dynamic_per_tensor_quant":
         call.kwargs["out"] = np.zeros((3, 40), np.uint8)
@@ -93,7 +93,7 @@ def assert_same(place, got, want, what: str = "") -> None:
 
 
 def test_every_overload_is_tested(place, smla):
-    """Of the operators that this module registers, and no other."""
+    """OVERLOADS has every overload of the operators that the package registers, and no other."""
     namespace = place.module.ops.sparse_mla
     registered = [(op, name) for op in CALLS for name in getattr(namespace, op).overloads()]
     assert sorted(registered) == sorted(OVERLOADS)
@@ -101,7 +101,8 @@ def test_every_overload_is_tested(place, smla):
 
 @pytest.mark.parametrize(("op", "overload"), OVERLOADS)
 def test_opcheck(place, smla, op, overload):
-    """Schema, fake kernel, and functionalisation with symbolic shapes, on real inputs."""
+    """PyTorch checks the schema, the fake kernel, and functionalisation with symbolic shapes, on
+    real inputs."""
     torch = place.module
     operator = getattr(getattr(torch.ops.sparse_mla, op), overload)
     call = moved(op, place, keep_results=True)
@@ -173,7 +174,7 @@ def test_eager_with_counts(place, smla, keep_results):
 
 @pytest.mark.parametrize("name", cases.ATTENTION)
 def test_eager_attention(place, smla, name):
-    """Every layout, mask and split of the table: torch's own strides reach the kernels."""
+    """The strides of torch's tensors reach the kernels, for every case of cases.ATTENTION."""
     case, journey = cases.ATTENTION[name].make(), device.Journey()
 
     def put(x):  # torch has no negative strides
@@ -211,7 +212,8 @@ def test_compiled_without_a_break(place, smla, op, keep_results, backend):
 
 
 def step(smla, q, latent, rope, cache, table, slots, topk, requests):
-    """Attends before the write, writes, attends after, and writes over it: order shows in all."""
+    """Attends to the cache, writes to it, attends to it again, and overwrites the rows. Any other
+    order gives other results."""
     chosen = smla.convert_req_index_to_global_index(requests, table, topk, block_size=4)
     before = smla.sparse_attention(q, cache, chosen, softmax_scale=0.04)
     smla.concat_and_cache_mla(latent, rope, cache, slots)
@@ -242,10 +244,11 @@ def step_inputs(place, num_tokens: int, fmt: str):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_writes_and_reads_of_a_cache_keep_their_order(place, smla, fmt, backend):
-    """In place, in the caller's cache, and without compiling anew for another number of tokens."""
+    """The caller's cache is written in place, and another number of tokens does not compile the
+    program again."""
     torch = place.module
     run = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
-    for num_tokens in (6, 5, 13):  # not 4 or 8 or 9: equal sizes would count as one
+    for num_tokens in (6, 5, 13):  # not 4, 8 or 9: torch would take equal sizes for one
         wanted, given = (step_inputs(place, num_tokens, fmt) for _ in range(2))
         want = step(sparse_mla, *wanted)
         with torch._dynamo.config.patch(error_on_recompile=num_tokens != 6):
@@ -256,7 +259,7 @@ def test_writes_and_reads_of_a_cache_keep_their_order(place, smla, fmt, backend)
 
 
 def test_a_page_size_that_comes_from_a_shape(place, smla):
-    """Symbolic, as the number of tokens is."""
+    """A page size taken from a shape is symbolic, as the number of tokens is."""
     torch = place.module
 
     def run(requests, table, topk, cache):
@@ -278,7 +281,7 @@ def test_a_page_size_that_comes_from_a_shape(place, smla):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_with_strided_inputs_and_no_tokens(place, smla, backend):
-    """Views inside the function, which a compiler is tempted to lay out its own way."""
+    """The function makes views, which a compiler might lay out in its own way."""
 
     def run(heads, wide, rows, indices):
         q = (heads + 1).transpose(0, 1), wide[:, :, 3:67]
@@ -304,7 +307,8 @@ def test_compiled_with_strided_inputs_and_no_tokens(place, smla, backend):
 
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 def test_exported_saved_and_loaded(place, smla, fmt):
-    """A decode step with a cache for a buffer, exported once, for any number of tokens."""
+    """A decode step whose cache is a buffer of the module is exported once and serves any number of
+    tokens."""
     torch = place.module
 
     class Step(torch.nn.Module):
@@ -342,7 +346,7 @@ def test_exported_saved_and_loaded(place, smla, fmt):
 
 @pytest.mark.parametrize("op", CALLS)
 def test_errors_are_the_direct_call_s(place, smla, op):
-    """The last array has a wrong dtype: the same exception, with the same text."""
+    """The last array has a wrong dtype. Both calls raise the same exception with the same text."""
     texts = []
     for module in (sparse_mla, smla):
         call = moved(op, place)
@@ -356,7 +360,8 @@ def test_errors_are_the_direct_call_s(place, smla, op):
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_bad_values_reach_the_kernels(place, smla, how):
-    """A slot past the end: an error on the CPU, before anything is written; skipped on a GPU."""
+    """A slot past the end is an error on the CPU, before anything is written, and is skipped on a
+    GPU."""
     write = smla.concat_and_cache_mla
     if how == "compiled":
         write = place.module.compile(write, fullgraph=True, backend="aot_eager")
@@ -441,7 +446,7 @@ def test_gradients_are_refused_not_dropped(place, smla, how, name):
 @quiet
 @pytest.mark.parametrize("op", ["k_up_proj", "merge_attn_states"])
 def test_derivatives_of_torch_func_are_refused(place, smla, op):
-    """There tensors carry their gradients in wrappers, which the kernels never see."""
+    """torch.func keeps gradients in wrappers around the tensors, which the kernels never see."""
     torch, call = place.module, moved(op, place)
     x, *rest = call.args.values()
 
@@ -455,7 +460,7 @@ def test_derivatives_of_torch_func_are_refused(place, smla, op):
         torch.func.jvp(run, (x,), (x,))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # it runs one by one
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # calls run one by one
 def test_vmap_runs_one_call_after_the_other(place, smla):
     torch, (q, weight) = place.module, moved("k_up_proj", place).args.values()
     got = torch.vmap(lambda x: smla.k_up_proj(x, weight))(torch.stack([q, q * 2]))
@@ -464,7 +469,8 @@ def test_vmap_runs_one_call_after_the_other(place, smla):
 
 @pytest.mark.parametrize("name", ["kv", "attn_sink", "out"])
 def test_a_tensor_without_memory_is_refused(place, smla, name):
-    """It would send the call to the fake kernel, whose results have no values."""
+    """A tensor of device "meta" would send the call to the fake kernel, whose results have no
+    values."""
     call = moved("sparse_attention", place, keep_results=True)
     call.set(name, call.get(name).to("meta"))
     with pytest.raises(ValueError, match=rf"sparse_attention: `{name}` must be on .*, got meta"):
@@ -472,7 +478,7 @@ def test_a_tensor_without_memory_is_refused(place, smla, name):
 
 
 def test_reference_of_a_compiled_step(place, smla):
-    """Against fp64, not against ourselves."""
+    """The results are compared with fp64, not with direct calls."""
     case = cases.ATTENTION["extra_same"].make()
     run = place.module.compile(smla.sparse_attention, fullgraph=True, backend="aot_eager")
     out, lse, max_logits = case.run(run, place.put, return_max_logits=True)

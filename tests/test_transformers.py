@@ -1,4 +1,5 @@
-"""DeepSeek-V3.2 of Transformers on the paged cache: against its eager attention, and wrong use."""
+"""DeepSeek-V3.2 of Transformers on the paged cache: compared with its eager attention, and used
+wrongly."""
 
 import importlib.util
 import math
@@ -21,7 +22,7 @@ LIMITS = {"num_pages": 12, "max_num_seqs": 3, "max_num_batched_tokens": 100, "ma
 
 @pytest.fixture(scope="module")
 def example():
-    """examples/deepseek_v32.py"""
+    """examples/deepseek_v32.py as a module."""
     find_framework("transformers")
     spec = importlib.util.spec_from_file_location(
         "deepseek_v32_example", ROOT / "examples/deepseek_v32.py"
@@ -39,7 +40,7 @@ def adapter(example):
 
 
 def make_model(example, **sizes):
-    """One layer and 8 heads; the top 20 of up to 150 tokens."""
+    """A model of one layer and 8 heads, which attends to the top 20 of up to 150 tokens."""
     torch = find_framework("torch").module
     config = example.DeepseekV32Config(
         **{
@@ -91,7 +92,7 @@ def assert_close(example, got, want):
     ("kv_cache_dtype", "num_heads"), [("bfloat16", 8), ("fp8_ds_mla", 8), ("fp8_ds_mla", 32)]
 )
 def test_served_logits_are_within_the_bounds(example, kv_cache_dtype, num_heads):
-    """8 heads take path "mixed" of an FP8 cache, 32 "separate" (or "direct")."""
+    """On an FP8 cache 8 heads take path "mixed", and 32 heads "separate" (or "direct")."""
     options = example.parse([*SMALL, f"--heads={num_heads}"])
     model, prompts = example.make_model(options), example.make_prompts(options)
     greedy = example.continue_greedily(model, prompts, options.new_tokens)
@@ -100,17 +101,19 @@ def test_served_logits_are_within_the_bounds(example, kv_cache_dtype, num_heads)
     report = example.judge(model, engine, prompts, greedy, options)
     assert report.within, report
     assert report.against_eager.num_clear > 100
-    # Logits have a standard deviation of about 1; a likelihood moves by two of them at most.
+    # The bound is relative to the logits' standard deviation, about 1. A log likelihood is a logit
+    # less their log-sum-exp, so it moves by two bounds at most.
     shift = math.log(report.perplexity / report.eager_perplexity)
     assert abs(shift) < 2 * example.BOUNDS[kv_cache_dtype]
     assert engine.num_chunks > 2 * len(prompts)
     assert 0 < engine.num_mixed_steps < engine.num_steps
     assert engine.runner.num_free_pages == num_pages
-    assert report.num_greedy_same > report.num_greedy / 2  # texts may part at a near-tie
+    assert report.num_greedy_same > report.num_greedy / 2  # texts may differ from a near-tie on
 
 
 def test_bf16_models_too(example):
-    """Ours and Transformers' roundings, of the same size, differ by √2 of it."""
+    """The roundings of sparse_mla and of Transformers have the same size, so that results differ by
+    √2 of that size."""
     options = example.parse([*SMALL, "--dtype=bfloat16", "--prompts=2"])
     model, prompts = example.make_model(options), example.make_prompts(options)
     greedy = example.continue_greedily(model, prompts, options.new_tokens)
@@ -123,7 +126,7 @@ def test_bf16_models_too(example):
 
 @pytest.mark.parametrize("fault", ["values", "keys", "rope"])
 def test_the_comparison_sees_faults(example, runner, model, tokens, fault):
-    """Eager with weights that changed a little after the runner took them."""
+    """Eager attention runs with weights that were changed a little after the runner took them."""
     got = runner.step({"a": tokens[0, :100]}, all_logits=True)
     want = example.run_eager(model, tokens[0, :100])[0]
     assert_close(example, got, want)
@@ -193,7 +196,8 @@ def test_chunks_and_company_do_not_matter(example, adapter, model, tokens):
 
 
 def test_rows_come_in_the_order_of_the_mapping(runner, tokens):
-    """Also where a decode follows a prefill, and must go first in the batch."""
+    """Rows of logits have the mapping's order, also where a decode follows a prefill and must go
+    first in the batch."""
     torch = find_framework("torch").module
     runner.step({"b": tokens[1, :20]})
     step = {"a": tokens[0, :30], "b": tokens[1, 20:21], "c": tokens[2, :10]}
@@ -203,7 +207,7 @@ def test_rows_come_in_the_order_of_the_mapping(runner, tokens):
     runner.step({"b": tokens[1, :20]})
     last = runner.step(step)
     assert every.shape == (41, 64)
-    torch.testing.assert_close(last, every[[29, 30, 40]])  # fp32, another matrix product
+    torch.testing.assert_close(last, every[[29, 30, 40]])  # the matrix product has another shape
     assert not last.requires_grad
 
 
@@ -226,7 +230,7 @@ def test_what_a_page_held_before_does_not_matter(runner, model, tokens):
     embedding = model.model.embed_tokens.weight
     good = embedding.clone()
     embedding.fill_(float("nan"))
-    for name in "abc":  # all pages
+    for name in "abc":  # together 9 of the 12 pages
         runner.step({name: tokens[0, :100]})
         runner.step({name: tokens[0, 100:150]})
     assert runner.num_free_pages == LIMITS["num_pages"] - 9
@@ -253,7 +257,7 @@ def test_between_steps_the_model_is_as_it_was(example, runner, model, tokens):
     hook.remove()
     assert model.model.layers[0].self_attn is attention
     assert torch.equal(example.run_eager(model, tokens[0])[0], eager)
-    # The step that failed has cached nothing that counts.
+    # What the failed step has cached does not count.
     runner.step({"a": tokens[0, 20:21]})
     assert_close(example, runner.step({"a": tokens[0, 21:50], "b": tokens[1, :20]})[:1], want)
     assert runner.num_free_pages == LIMITS["num_pages"] - 2 - 1

@@ -1,9 +1,9 @@
 """Every array argument of every operator as a view: sliced, backwards, broadcast, overlapping, at
 an offset, the field of a record (csrc/core/rule.c, csrc/python/arrays/array.c).
 
-A table names the operators and their arrays. Each array is taken through the views one at a time,
-by every way in which arrays come: the outcome is that of the contiguous call in every bit, or
-exactly the refusal that the rules of the argument give. Bytes between and around the elements stay.
+A table names the operators and their arrays. Each array in turn is replaced by each view of it, as
+an object of each kind of producer. The outcome has every bit of the contiguous call, or is exactly
+the refusal that the rules of the argument give. Bytes between and around the elements stay.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from sparse_mla import _C, ops
 
 # --- the table -----------------------------------------------------------------------------------
 
-# What may be said of an array argument:
+# The rules of an array argument are some of these words:
 #   strided   the last dimension need not be contiguous
 #   written   an output: positive strides, no element twice
 #   cache     fp8_ds_mla rows: 16-byte alignment of base and strides
-#   scratch   written, with contents that mean nothing
+#   scratch   written, but its contents mean nothing and are not compared
 #   host      integers of any type in host memory
 
 
 @dataclass
 class Example:
-    """A good call: its arrays by name, contiguous, and how to make it of other objects."""
+    """A good call: its contiguous arrays by name, and a function that makes the call with other
+    objects in their place."""
 
     arrays: dict[str, np.ndarray]
     run: Callable[[dict[str, Any]], Any]
@@ -51,11 +52,11 @@ class Row:
     op: str
     make: Callable[[], Example]
     rules: dict[str, str]
-    blames: dict[str, str] = field(default_factory=dict)  # the operator of a text, where not `op`
+    blames: dict[str, str] = field(default_factory=dict)  # array -> who refuses it, if not `op`
 
     @functools.cached_property
     def example(self) -> Example:
-        """One for all tests: they copy its arrays, which nobody can write."""
+        """The example that all tests share. They copy its arrays, which are read-only."""
         example = self.make()
         for x in example.arrays.values():
             x.setflags(write=False)
@@ -117,7 +118,7 @@ def convert() -> Example:
 
 
 def attention(fmt: str, extra: str, *, pair=False, op="sparse_attention", columns=9) -> Example:
-    """Tokens with many keys, one, none and a few."""
+    """Attention of four tokens, which have many keys, one key, none and a few."""
     rng = np.random.default_rng(3)
     q = cases.random_bf16(rng, 4, 3, 576)
     parts = {"q[0]": q[..., :512].copy(), "q[1]": q[..., 512:].copy()} if pair else {"q": q}
@@ -200,9 +201,10 @@ def split_chunks(dtype) -> Example:
 
 
 def step(path: str, fp8: bool) -> Example:
-    """A build and the forward that follows: two decodes and two prefills in two chunks.
+    """A build and its forward: two decodes, and two prefills in two chunks.
 
-    Of the compiled builder: sparse_mla.backend in front of it makes NumPy arrays of the host's.
+    They are calls of the compiled builder, because sparse_mla.backend would make NumPy arrays of
+    the host arrays first.
     """
     batch = cases.make_batch([1, 1, 3, 2], [9, 4, 12, 10], block_size=4)
     made = engine.make_step(batch, 2, topk=6)
@@ -432,7 +434,7 @@ def named_in_table(op: str) -> set[str]:
 
 
 def test_every_array_of_every_operator_has_a_row():
-    """An operator or an array argument that is new here fails until the table has it."""
+    """A new operator or array argument fails this test until the table has it."""
     operators = {n: x for n, x in vars(ops).items() if isinstance(x, _C.Operator)}
     functions = {
         n: x
@@ -463,13 +465,13 @@ def test_tables_name_arrays_that_examples_have():
 
 # --- views ---------------------------------------------------------------------------------------
 
-MARGIN = 1024  # bytes in front of and behind what a view reaches
+MARGIN = 1024  # guard bytes in front of and behind the bytes of a view
 
 
 class Placed:
-    """The elements of `x` in guarded memory, at any strides and offset, both in bytes.
+    """The elements of `x` in guarded memory, with any strides and offset, both in bytes.
 
-    Where elements share memory the last one stays: `values` is what the view reads.
+    Where elements share memory the one written last stays; `values` are those that the view has.
     """
 
     def __init__(self, x: np.ndarray, strides, offset=0) -> None:
@@ -499,8 +501,9 @@ class Placed:
 
 
 def nested(x: np.ndarray, steps=None, order=None, gaps=None) -> list[int]:
-    """Strides where each dimension steps over the ones inside it: `steps` and `gaps`, in bytes, say
-    how much further, `order` which lies outside of which."""
+    """Strides in bytes, with which each dimension steps over the dimensions inside it. `gaps` adds
+    bytes to a dimension's stride, `steps` multiplies it, and `order` lists the dimensions from the
+    outermost to the innermost."""
     strides, span = [0] * x.ndim, x.itemsize
     for d in reversed(order or range(x.ndim)):
         strides[d] = span + (gaps or {}).get(d, 0)
@@ -510,7 +513,7 @@ def nested(x: np.ndarray, steps=None, order=None, gaps=None) -> list[int]:
 
 
 def views_of(x: np.ndarray, rules: str) -> dict[str, tuple[list[int], int]]:
-    """name -> strides and offset."""
+    """name -> strides and offset, in bytes."""
     unit = 16 if "cache" in rules else x.itemsize
     compact = nested(x)
     last = x.ndim - 1
@@ -540,7 +543,8 @@ def views_of(x: np.ndarray, rules: str) -> dict[str, tuple[list[int], int]]:
 
 
 def refusal_of(x: np.ndarray, rules: str) -> str | None:
-    """The rule that a view breaks and what it has, as the error tells it; None where it is good."""
+    """The rule that a view breaks and what the view has instead, in the error's words. None where
+    the view is good."""
     item = x.itemsize
     in_bytes = [s if n > 1 else 0 for n, s in zip(x.shape, x.strides, strict=True)]
     for d, stride in enumerate(in_bytes):
@@ -579,7 +583,7 @@ def refusal_of(x: np.ndarray, rules: str) -> str | None:
 
 
 def ways_in(x: np.ndarray) -> dict[str, Any]:
-    """One view as different objects, all on its memory."""
+    """One view as objects of different kinds, all on the view's memory."""
     ways: dict[str, Any] = {"NumPy": x}
     if x.dtype.isbuiltin == 1:
         ways["buffer"] = memoryview(x)
@@ -596,7 +600,7 @@ def ways_in(x: np.ndarray) -> dict[str, Any]:
 
 
 def frozen(x: Any, given: dict) -> Any:
-    """A result as values that compare; an array of the caller is its name."""
+    """A result as values that can be compared; an array of the caller becomes its name."""
     for name, mine in given.items():
         if x is mine:
             return f"the caller's {name}"
@@ -611,7 +615,7 @@ def frozen(x: Any, given: dict) -> Any:
 
 
 def bytes_of(x: np.ndarray) -> str:
-    """A digest: what pytest prints of a failure stays readable."""
+    """A digest, because pytest prints it for a failure."""
     return hashlib.blake2b(x.tobytes(), digest_size=8).hexdigest()
 
 
@@ -636,24 +640,26 @@ class Calls:
         self.plain = self.example.arrays[name]
 
     def contents(self, arrays: dict[str, np.ndarray]) -> dict[str, str]:
-        """Of all arrays but scratch."""
+        """Digests of all arrays except scratch."""
         rules = self.row.rules
         return {n: bytes_of(x) for n, x in arrays.items() if "scratch" not in rules[n]}
 
     def run(self, view: np.ndarray, given: Any) -> tuple[Any, dict[str, str]]:
-        """The outcome, and what is in the arrays then; `given` is `view` in some form."""
+        """-> the outcome of the call, and the arrays' contents after it. `given` is `view` as an
+        object of some kind."""
         arrays = {n: x if n == self.name else x.copy() for n, x in self.example.arrays.items()}
         outcome = outcome_of(self.example, arrays | {self.name: given})
         return outcome, self.contents(arrays | {self.name: view})
 
     def refused(self, values: np.ndarray, broken: str) -> tuple[Refused, dict[str, str]]:
-        """What is expected where a rule is broken: nothing was written."""
+        """What is expected where a rule is broken: the error, and arrays that were not written."""
         text = f"{self.row.blames.get(self.name, self.row.op)}: `{self.name}` must {broken}"
         return Refused(ValueError, text), self.contents(self.example.arrays | {self.name: values})
 
 
 class Unknown:
-    """NumPy's array as one of an unknown framework: its own capsule has the flag."""
+    """A NumPy array as an array of an unknown framework. NumPy's capsule tells whether it is
+    read-only."""
 
     def __init__(self, x: np.ndarray) -> None:
         self.__dlpack__, self.__dlpack_device__ = x.__dlpack__, x.__dlpack_device__
@@ -690,7 +696,7 @@ def test_views(row, name):
             placed.reset()
     assert {"contiguous", "one further"} <= accepted
     assert refused or (calls.plain.itemsize == 1 and "written" not in rules)
-    # Views whose elements share memory have other values, and the call heeds them.
+    # Views whose elements share memory have other values, which must change the results.
     if "written" not in rules and name != "seq_lens_cpu":
         results = [(got, {n: x for n, x in after.items() if n != name}) for got, after in outcomes]
         assert any(result != results[0] for result in results), "an argument without effect"
@@ -698,7 +704,8 @@ def test_views(row, name):
 
 @pytest.mark.parametrize(("row", "name"), ARGUMENTS)
 def test_read_only_arrays(row, name):
-    """Of every kind of producer: fine where they are read, refused where they are written."""
+    """A call accepts read-only arrays of every kind of producer where it reads them, and refuses
+    them where it writes them."""
     calls = Calls(row, name)
     x = calls.plain.copy()
     want = calls.run(x, x)[0]

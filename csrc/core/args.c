@@ -1,11 +1,11 @@
-/* args.c: args of the caller's version become those of this one. */
+/* args.c: converts args of the caller's version to args of this version. */
 #include "core/args.h"
 
 #include <string.h>
 
 #include "core/error.h"
 
-enum { MAX_ARGS_BYTES = 4096 }; /* of any version to come; a size nobody set is seldom less */
+enum { MAX_ARGS_BYTES = 4096 }; /* enough for every version; an unset size is usually larger */
 
 smla_status
 smla_read_args(const char *op, void *known, size_t known_size, const void *args, smla_error *error)

@@ -1,11 +1,11 @@
-/* args.h: reads an args struct of any age. */
+/* args.h: reads an args struct of any version. */
 #ifndef SMLA_ARGS_H
 #define SMLA_ARGS_H
 
 #include "sparse_mla.h"
 
-/* Copies the caller's struct, which begins with its own size, into one of ours: fields that an
- * older caller does not have are zero; a newer caller's extra fields must be. */
+/* Copies the caller's struct, which begins with its own size, into `known`. Fields that an older
+ * caller does not have become zero. Extra fields of a newer caller must be zero. */
 smla_status smla_read_args(const char *op, void *known, size_t known_size, const void *args,
                            smla_error *error);
 

@@ -1,4 +1,4 @@
-/* backends.c: the backends of this build, and which of them a device belongs to. */
+/* backends.c: the backends of this build, and which backend serves a device. */
 #include "core/backend.h"
 
 static const smla_backend *const backends[] = {

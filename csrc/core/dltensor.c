@@ -1,4 +1,4 @@
-/* dltensor.c: what dltensor.h declares. Integer arithmetic on shapes and strides, nothing else. */
+/* dltensor.c: implements dltensor.h. It is integer arithmetic on shapes and strides only. */
 #include "core/dltensor.h"
 
 const smla_dtype_info smla_dtypes[] = {
@@ -32,9 +32,9 @@ smla_dtype(const DLTensor *tensor)
 
 /* ---- Memory -------------------------------------------------------------------------------- */
 
-enum { MOST_BYTES_LOG2 = 57 }; /* no machine has as many */
+enum { MOST_BYTES_LOG2 = 57 }; /* no machine has 2^57 bytes */
 
-/* Bytes of a compact array, the usual kind; 0 for any other. */
+/* The bytes of a non-empty compact array, the usual kind; 0 for every other array. */
 static int64_t
 count_compact_bytes(const DLTensor *tensor, int64_t element_bytes)
 {
@@ -49,7 +49,7 @@ count_compact_bytes(const DLTensor *tensor, int64_t element_bytes)
     return __builtin_mul_overflow(count, element_bytes, &count) ? 0 : count;
 }
 
-/* Bytes in front of the first element, and from it on. False where they are beyond all memory. */
+/* Counts bytes below the first element's address, and from it on. False if they exceed memory. */
 static bool
 count_strided_bytes(const DLTensor *tensor, int64_t element_bytes, int64_t *below, int64_t *above)
 {
@@ -60,7 +60,7 @@ count_strided_bytes(const DLTensor *tensor, int64_t element_bytes, int64_t *belo
     *above = element_bytes;
     for (int i = tensor->ndim - 1; i >= 0; i--) {
         const int64_t size = tensor->shape[i] > 0 ? tensor->shape[i] : 1;
-        int64_t reach = total; /* a contiguous array's stride */
+        int64_t reach = total; /* the stride, if the array is contiguous */
         if (__builtin_mul_overflow(total, size, &total) || total > most) {
             return false;
         }
@@ -107,7 +107,7 @@ smla_find_byte_range(const DLTensor *tensor, smla_byte_range *range)
     return true;
 }
 
-/* Dimensions of more than one element, smallest stride first. */
+/* The dimensions that have more than one element, smallest stride first. */
 typedef struct layout {
     int ndim;
     int64_t counts[SMLA_MAX_RANK];
@@ -136,7 +136,7 @@ layout_of(const DLTensor *tensor)
     return m;
 }
 
-/* Whether every dimension steps over all that the later ones span: the usual order. */
+/* Whether each stride is at least what the later dimensions span, which is the usual order. */
 static bool
 is_nested(const DLTensor *tensor)
 {
@@ -180,8 +180,8 @@ gcd(int64_t a, int64_t b)
     return a;
 }
 
-/* Bytes of the innermost block: the dimensions whose stride does not leave a gap. What is left of
- * the dimensions adds its strides to `period`, a common divisor of all steps between blocks. */
+/* The bytes of the innermost block: the dimensions whose strides leave no gap. The strides of all
+ * other dimensions go into `period`, the greatest common divisor of steps between blocks. */
 static int64_t
 inner_block(const layout *m, int64_t *period)
 {
@@ -253,7 +253,7 @@ smla_slice_rows(smla_view *view, const DLTensor *tensor, int64_t start, int64_t 
         view->strides[i] = smla_stride(tensor, i);
     }
     view->shape[0] = end - start;
-    /* Not through byte_offset, which cannot go back: strides of inputs may be negative. */
+    /* Move `data`, because the unsigned byte_offset cannot follow an input's negative stride. */
     if (start != 0 && tensor->data != NULL) {
         view->tensor.data =
             (uint8_t *)smla_data(tensor) + start * view->strides[0] * smla_element_bytes(tensor);

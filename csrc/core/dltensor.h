@@ -1,8 +1,8 @@
-/* dltensor.h: reading DLTensors: dtypes, sizes, strides, memory; and making views of them. Every
- * call of every operator reads a dozen of them, several times: what is small is inline.
+/* dltensor.h: reads the dtypes, sizes, strides and memory of DLTensors, and makes views of them.
+ * Every call of an operator reads a dozen arrays several times, so the small functions are inline.
  *
- * Arrays are read as DLPack says, leniently: strides may be NULL (compact), mean nothing for
- * dimensions of one element, and an empty array may have any pointer.
+ * Arrays are read leniently, as DLPack allows. Strides may be NULL, which means compact. The stride
+ * of a dimension of one element has no meaning. An empty array may have any pointer.
  */
 #ifndef SMLA_DLTENSOR_H
 #define SMLA_DLTENSOR_H
@@ -30,7 +30,7 @@ enum {
 
 typedef struct smla_dtype_info {
     unsigned dtype; /* SMLA_DTYPE_... */
-    uint8_t code;   /* DLPack's */
+    uint8_t code;   /* DLPack's type code */
     uint8_t bits;
     const char *name;
 } smla_dtype_info;
@@ -45,7 +45,7 @@ enum { SMLA_ANY = -1 }; /* a dimension of any size */
 static inline void *
 smla_data(const DLTensor *tensor)
 {
-    /* A zero-size array may come with no pointer at all: no arithmetic on NULL. */
+    /* An empty array may have a NULL pointer, which byte_offset must not be added to. */
     if (tensor == NULL || tensor->data == NULL) {
         return NULL;
     }
@@ -72,8 +72,8 @@ smla_is_empty(const DLTensor *tensor)
     return false;
 }
 
-/* Stride in elements: computed where strides are NULL, 0 for a dimension of size 1 and absent
- * arrays (their stride is never used, and producers leave nonsense there). */
+/* The stride in elements, computed if strides are NULL. It is 0 for absent and empty arrays and for
+ * sizes up to 1, because nobody uses it there and producers leave nonsense in it. */
 static inline int64_t
 smla_stride(const DLTensor *tensor, int dim)
 {
@@ -96,25 +96,25 @@ smla_element_bytes(const DLTensor *tensor)
     return ((int64_t)tensor->dtype.bits * tensor->dtype.lanes + 7) / 8;
 }
 
-/* The SMLA_DTYPE_ bit of an array, 0 for any other type. */
+/* The SMLA_DTYPE_ bit of an array's type; 0 for a type that has none. */
 unsigned smla_dtype(const DLTensor *tensor);
 
 /* ---- Memory -------------------------------------------------------------------------------- */
 
-/* The bytes between an array's first and last one, gaps included; NULL and NULL for one that is
- * empty or has no memory. */
+/* All bytes from an array's lowest to its highest, gaps included. Both pointers are NULL if the
+ * array is empty or has no memory. */
 typedef struct smla_byte_range {
     const uint8_t *low;
-    const uint8_t *high; /* one past the last */
-    bool is_compact;     /* not empty, and the strides are those that NULL would mean */
+    const uint8_t *high; /* one past the last byte */
+    bool is_compact;     /* not empty, with the strides that NULL would mean */
 } smla_byte_range;
 
-/* Whether sizes, strides and addresses stay far inside int64, so that nobody need check sums and
- * products of them again; and if so, the range. Sizes of 0 count as 1: an empty array may not be
- * absurd in another one. */
+/* Whether sizes, strides and addresses are so far inside int64 that sums and products of them need
+ * no further check; if so, fills `range`. A size of 0 counts as 1 here, so that the other sizes of
+ * an empty array are checked too. */
 bool smla_find_byte_range(const DLTensor *tensor, smla_byte_range *range);
 
-/* Whether two index tuples may name the same byte. */
+/* Whether two different index tuples may name the same byte. */
 bool smla_overlaps_itself(const DLTensor *tensor);
 
 static inline bool
@@ -123,14 +123,14 @@ smla_is_apart(smla_byte_range a, smla_byte_range b)
     return a.high <= b.low || b.high <= a.low;
 }
 
-/* Whether two arrays share no byte. Exact for whole arrays and for columns of one buffer: blocks
- * that repeat with a common period are disjoint when they are disjoint inside one period. Anything
- * more tangled counts as shared. */
+/* Whether two arrays share no byte. The answer is exact for whole arrays and for columns of one
+ * buffer: blocks that repeat with a common period are disjoint if they are disjoint inside one
+ * period. Arrays of any other layout count as overlapping. */
 bool smla_is_disjoint(const DLTensor *a, const DLTensor *b);
 
 /* ---- Views --------------------------------------------------------------------------------- */
 
-/* A DLTensor with the storage of its own shape and strides. */
+/* A DLTensor together with the memory of its shape and strides. */
 typedef struct smla_view {
     DLTensor tensor;
     int64_t shape[3];

@@ -1,4 +1,4 @@
-/* error.c: how an error is told, and what versions and statuses are called. */
+/* error.c: fills errors, and names the version and the statuses. */
 #include <stdarg.h>
 #include <stdio.h>
 

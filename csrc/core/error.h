@@ -8,12 +8,12 @@
 extern "C" {
 #endif
 
-/* Fills `error` (when there is one) and returns `status`. */
+/* Fills `error`, which may be NULL, and returns `status`. */
 __attribute__((cold, format(printf, 3, 4))) smla_status smla_fail(smla_error *error,
                                                                   smla_status status,
                                                                   const char *format, ...);
 
-/* The one control-flow macro: forward an error. */
+/* The one control-flow macro: returns the status of a call that failed. */
 #define SMLA_TRY(call)                   \
     do {                                 \
         const smla_status try_ = (call); \

@@ -1,8 +1,8 @@
 /* numeric.h: bf16, fp16 and e4m3 <-> float, bit-exact and portable. Compiles as C and as CUDA, for
- * both sides.
+ * host and device.
  *
- * Every conversion that rounds, rounds to nearest even, once. The scalar functions here are the
- * truth for the whole library; vector code elsewhere must agree with them bit for bit.
+ * A conversion rounds at most once, to nearest even. The scalar functions here define the results
+ * of the whole library; vector code elsewhere must agree with them bit for bit.
  */
 #ifndef SMLA_NUMERIC_H
 #define SMLA_NUMERIC_H
@@ -41,7 +41,7 @@ smla_bf16_to_float(uint16_t x)
     return smla_bits_float((uint32_t)x << 16);
 }
 
-/* NaN becomes the quiet NaN of its sign. */
+/* A NaN becomes the quiet NaN of its sign. */
 SMLA_HOST_DEVICE static inline uint16_t
 smla_float_to_bf16(float x)
 {
@@ -68,7 +68,7 @@ smla_half_to_float(uint16_t x)
 }
 
 /* e4m3 (the "fn" variant): 1 sign, 4 exponent bits of bias 7, 3 mantissa bits; no infinity, one NaN
- * per sign (0x7F, 0xFF), largest value 448, smallest 2^-9. */
+ * per sign (0x7F, 0xFF), largest value 448, smallest positive value 2^-9. */
 SMLA_HOST_DEVICE static inline float
 smla_e4m3_to_float(uint8_t x)
 {
@@ -96,8 +96,8 @@ smla_float_to_e4m3(float x)
     if (magnitude >= 0x43E00000u) { /* 448 */
         return (uint8_t)(sign | 0x7Eu);
     }
-    if (magnitude < 0x3C800000u) { /* 2^-6: subnormal, a multiple of 2^-9 */
-        /* 2^14 has an ulp of 2^-9: the addition rounds to nearest even and leaves the multiple. */
+    if (magnitude < 0x3C800000u) { /* below 2^-6: subnormal, a multiple of 2^-9 */
+        /* The ulp at 2^14 is 2^-9: the sum is rounded to nearest even and ends in the multiple. */
         const uint32_t sum = smla_float_bits(smla_bits_float(magnitude) + 0x1p14f);
         return (uint8_t)(sign | (sum & 0xFFu));
     }
@@ -105,7 +105,7 @@ smla_float_to_e4m3(float x)
     return (uint8_t)(sign | ((rounded >> 20) - ((127u - 7u) << 3)));
 }
 
-/* |x| as the quantisers see it: NaN is 0, an infinity is FLT_MAX. */
+/* |x| as quantisers use it: NaN gives 0, an infinity gives FLT_MAX. */
 SMLA_HOST_DEVICE static inline float
 smla_finite_abs(float x)
 {

@@ -1,10 +1,9 @@
-/* builder_type.c: the metadata builder as a Python object, and the forward pass of the step it
- * built.
+/* builder_type.c: the metadata builder as a Python object, and the forward pass of its step.
  *
- * The object keeps alive what the core refers to: the workspace as long as itself, the block table
- * of a step until the next build, whose copy to the device stands behind all forwards of the step.
- * Arrays that it hands out view the persistent buffers and keep the object alive in turn; on a
- * device they carry the event of the build. sparse_mla/backend/ puts names on all of it.
+ * The object keeps alive what the core refers to: the workspace as long as the object lives, and a
+ * step's block table until the next build. The next build's copy to the device comes after all
+ * forwards of the step. Arrays that the object hands out view its persistent buffers and keep it
+ * alive. On a device they carry the build's event. sparse_mla/backend/ is its public interface.
  */
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -15,12 +14,12 @@
 
 typedef struct smla_py_builder {
     PyObject_HEAD smla_builder *core;
-    atomic_flag is_busy;       /* a build or a forward runs, maybe without the GIL */
+    atomic_flag is_busy;       /* a build or a forward runs, possibly without the GIL */
     int64_t generation;        /* counts successful builds */
-    int64_t num_actual_tokens; /* of the last one */
+    int64_t num_actual_tokens; /* of the last build */
     DLDevice device;
-    smla_py_array workspace;      /* absent: the core's own */
-    smla_py_array block_table[2]; /* this step's, and room for the next one's */
+    smla_py_array workspace;      /* absent = the core has its own */
+    smla_py_array block_table[2]; /* one for this step, one for the next */
     int current;
 } smla_py_builder;
 
@@ -30,7 +29,7 @@ state_of(PyObject *self)
     return PyType_GetModuleState(Py_TYPE(self));
 }
 
-/* One thread at a time: a second one gets an exception, not a race. */
+/* Admits one thread at a time. A second thread gets an exception, so that there is no race. */
 static int
 enter(smla_py_builder *builder, const char *op)
 {
@@ -158,7 +157,7 @@ builder_dealloc(PyObject *self)
 {
     smla_py_builder *builder = (smla_py_builder *)self;
     PyTypeObject *type = Py_TYPE(self);
-    Py_BEGIN_ALLOW_THREADS /* a device may be waited for, and its callbacks for us */
+    Py_BEGIN_ALLOW_THREADS /* this may wait for the device, and device callbacks for the GIL */
     smla_builder_destroy(builder->core);
     Py_END_ALLOW_THREADS
     smla_py_release_array(&builder->workspace);
@@ -171,8 +170,8 @@ builder_dealloc(PyObject *self)
 
 /* ---- Build --------------------------------------------------------------------------------- */
 
-/* A persistent int32 buffer cut to `count`: an ndarray on the CPU, else a Tensor. Read-only: what
- * the kernels read is the builder's to write. */
+/* The first `count` entries of a persistent int32 buffer: an ndarray on the CPU, else a Tensor. The
+ * view is read-only, because only the builder may write what the kernels read. */
 static PyObject *
 view_buffer(smla_py_builder *builder, PyObject *event, const int32_t *data, int64_t count)
 {
@@ -239,8 +238,8 @@ check_num_reqs(const char *op, const char *name, int64_t wanted, int64_t got)
     return -1;
 }
 
-/* Lets go of the former step's block table, once the work that is there is over. `event` gets a new
- * reference to that of the build, or NULL where views need none. */
+/* Releases the former step's block table once the work submitted so far is over. `event` becomes a
+ * new reference to the build's event, or stays NULL where views need none. */
 static int
 replace_block_table(smla_py_builder *builder, const char *op, smla_py_stream *stream,
                     PyObject **event)
@@ -265,7 +264,8 @@ replace_block_table(smla_py_builder *builder, const char *op, smla_py_stream *st
     return status;
 }
 
-/* With the host arrays read: block table in, core, block table of the former step out. */
+/* Builds a step from host arrays that are read already: acquires its block table, calls the core,
+ * and releases the former step's block table. */
 static PyObject *
 build_step(smla_py_builder *builder, const char *op, smla_build_args *a, smla_py_stream *stream,
            PyObject *block_table)
@@ -287,7 +287,7 @@ build_step(smla_py_builder *builder, const char *op, smla_build_args *a, smla_py
     Py_BEGIN_ALLOW_THREADS
     status = smla_builder_build(builder->core, a, &metadata, &error);
     Py_END_ALLOW_THREADS
-    if (status != SMLA_OK) { /* the core still has the former step */
+    if (status != SMLA_OK) { /* the core keeps the former step */
         smla_py_release_array(next);
         return smla_py_raise(&error);
     }
@@ -342,7 +342,7 @@ builder_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 
 enum { FWD_Q, FWD_Q_PE, FWD_KV_CACHE, FWD_TOPK, FWD_SINK, FWD_OUT, FWD_LSE };
 
-/* Makes the rows of a new result zero that stand behind the step's tokens. */
+/* Zeroes the rows of a new result from row `num_written` on. */
 static int
 fill_rest(smla_py_call *call, const smla_py_array *array, int64_t num_written)
 {
@@ -368,8 +368,8 @@ fill_rest(smla_py_call *call, const smla_py_array *array, int64_t num_written)
     return 0;
 }
 
-/* Allocates a result of q's number of rows; those behind the step's tokens, which nobody writes,
- * are zero. */
+/* Allocates a result with as many rows as q. Rows after the step's tokens are zeroed, because the
+ * forward does not write them. */
 static int
 allocate_rows(smla_py_call *call, int i, DLDataType dtype, int ndim, const int64_t *shape,
               int64_t num_written)
@@ -389,7 +389,7 @@ allocate_results(smla_py_call *call, int64_t num_written)
     const smla_py_array *q = &call->arrays[FWD_Q];
     const int64_t shape[3] = {smla_py_dim(q, 0), smla_py_dim(q, 1), SMLA_KV_LORA_RANK};
     if (q->view.ndim != 3 || shape[1] > SMLA_MAX_HEADS) {
-        return 0; /* the core words it */
+        return 0; /* the core reports the error */
     }
     if (allocate_rows(call, FWD_OUT, smla_py_bf16, 3, shape, num_written) < 0) {
         return -1;

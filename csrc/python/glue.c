@@ -261,7 +261,7 @@ smla_py_parse_device(const char *op, const char *name, PyObject *object, DLDevic
         device->device_type = (DLDeviceType)type;
         return 0;
     }
-    PyObject *text = PyObject_Str(object); /* torch.device prints itself in the same words */
+    PyObject *text = PyObject_Str(object); /* a torch.device prints as such a name */
     if (text == NULL) {
         return -1;
     }

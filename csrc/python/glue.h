@@ -1,9 +1,8 @@
-/* glue.h: what the files of the extension module share: module state, dtypes, errors, plain
- * options.
+/* glue.h: what all files of the extension module use: module state, dtypes, errors, plain options.
  *
- * Python.h is included here and in no other folder. The source compiles with the limited API of
- * 3.11 and with the full one. Arrays in and results out are in array.h, our own Tensor type in
- * tensor.h.
+ * This is the only file that includes Python.h. The source compiles with the limited API of CPython
+ * 3.11 and with the full API. array.h declares how arrays come in and results go out, tensor.h our
+ * own Tensor type.
  */
 #ifndef SMLA_PYTHON_GLUE_H
 #define SMLA_PYTHON_GLUE_H
@@ -18,12 +17,12 @@ enum { SMLA_PY_MAX_RANK = 8 };
 
 /* ---- Module state -------------------------------------------------------------------------- */
 
-typedef struct smla_py_shared smla_py_shared; /* what changes after the import: pending.c */
+typedef struct smla_py_shared smla_py_shared; /* state that changes after import: exchange.h */
 
 typedef struct smla_py_state {
     PyTypeObject *tensor_type;
     PyTypeObject *builder_type;
-    int bfloat16_type_num; /* NumPy's numbers of the two ml_dtypes types */
+    int bfloat16_type_num; /* NumPy's type numbers of the two ml_dtypes types */
     int float8_type_num;
     smla_py_shared *shared;
     PyObject *max_version;   /* (1, minor) */
@@ -36,7 +35,7 @@ typedef struct smla_py_state {
     PyObject *str_is_neg;
     PyObject *str_module;
     PyObject *str_block_until_ready;
-    PyObject *str_jaxlib; /* the module that has the function named below */
+    PyObject *str_jaxlib; /* module of the function named below */
     PyObject *str_jaxlib_export;
     PyObject *str_sharding;
     PyObject *str_device_set;
@@ -50,14 +49,14 @@ typedef struct smla_py_state {
 
 smla_py_state *smla_py_state_of(PyObject *module);
 
-/* Each adds its part to a new module; -1 with an exception set on failure. */
+/* Each function sets up its part of a new module. 0, or -1 with an exception set. */
 int smla_py_init_shared(smla_py_state *state);
 int smla_py_init_arrays(smla_py_state *state);
 int smla_py_init_tensor(PyObject *module, smla_py_state *state);
 int smla_py_init_builder(PyObject *module, smla_py_state *state);
 int smla_py_init_operator(PyObject *module, smla_py_state *state);
 
-/* Clear waits for what is pending and gives it back; free comes last. */
+/* Clear waits for pending work and releases the arrays that are kept for it. Free comes last. */
 void smla_py_clear_shared(smla_py_state *state);
 void smla_py_free_shared(smla_py_state *state);
 
@@ -66,14 +65,14 @@ extern PyMethodDef smla_py_xla_functions[];
 
 /* ---- Dtypes -------------------------------------------------------------------------------- */
 
-/* One element type, as each of the four worlds calls it. */
+/* One element type under its names in DLPack, NumPy and the buffer protocol. */
 typedef struct smla_py_dtype {
     DLDataType dtype;
     const char *name;   /* NumPy's name */
-    const char *format; /* of the buffer protocol, NULL = it has none */
+    const char *format; /* of the buffer protocol; NULL = it cannot express the type */
 } smla_py_dtype;
 
-/* The table's row, NULL for a type that is not in it. */
+/* The row of the dtype table, or NULL for a type that is not in the table. */
 const smla_py_dtype *smla_py_find_dtype(DLDataType dtype);
 const smla_py_dtype *smla_py_find_dtype_by_name(const char *name);
 
@@ -85,24 +84,24 @@ smla_py_element_bytes(DLDataType dtype)
 
 /* ---- Errors -------------------------------------------------------------------------------- */
 
-/* Sets the exception that a status stands for, with the error's text. Always returns NULL. */
+/* Sets the exception that the error's status stands for, with the error's text. Returns NULL. */
 PyObject *smla_py_raise(const smla_error *error);
 
-/* Sets `type` with a formatted text, the current exception being its cause. */
+/* Sets an exception of `type` with a formatted text. The current exception becomes its cause. */
 void smla_py_raise_from(PyObject *type, const char *format, ...);
 
-/* Gives a reference up whose destructor may run Python code; a current exception survives it. */
+/* Drops a reference whose destructor may run Python code. The current exception stays set. */
 void smla_py_drop(PyObject *object);
 
 /* New string: the name of an object's type, "None" for None. */
 PyObject *smla_py_type_name(PyObject *object);
 
-/* TypeError unless a METH_FASTCALL function got exactly `wanted` arguments. */
+/* 0, or -1 with a TypeError if a function got another number of arguments than `wanted`. */
 int smla_py_check_count(const char *op, Py_ssize_t num_args, Py_ssize_t wanted);
 
 /* ---- Options ------------------------------------------------------------------------------- */
 
-/* Every parser: 0, or -1 with "op: `name` must be ..., got ..." set. */
+/* Every parser returns 0, or -1 with the exception "op: `name` must be ..., got ..." set. */
 int smla_py_parse_int(const char *op, const char *name, PyObject *object, int64_t *value);
 int smla_py_parse_int32(const char *op, const char *name, PyObject *object, int32_t *value);
 int smla_py_parse_float(const char *op, const char *name, PyObject *object, double *value);
@@ -118,7 +117,7 @@ int smla_py_parse_kv_format(const char *op, const char *name, PyObject *object, 
 /* "cpu", "cuda", "cuda:1", or a DLPack pair (type, id). */
 int smla_py_parse_device(const char *op, const char *name, PyObject *object, DLDevice *device);
 
-/* New string, the inverse of the former. */
+/* New string with the name of a device, as smla_py_parse_device reads it. */
 PyObject *smla_py_device_name(DLDevice device);
 
 /* stream= of every operator: None, an int handle, or an object with `__cuda_stream__`,

@@ -1,6 +1,6 @@
-"""sparse_attention beside the PyTorch composition: errors first, then rates and their ratio.
+"""sparse_attention compared with the PyTorch composition: errors, then rates and their ratio.
 
-PyTorch's rate is the better one of all tokens at once and token by token.
+PyTorch's rate is the better one of two calls: all tokens at once, and token by token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Host time of a call: tiny work, so that what is measured is the way into the library and back."""
+"""Host time of a call with tiny work, so that the way into the library and back is measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def measure(effort: Effort, threads: int) -> Table:
 
 
 def find_frameworks() -> dict[str, tuple[Convert, Convert]]:
-    """Input and output converters by framework; JAX arrays cannot be written, NumPy's stand in."""
+    """Converters of inputs and outputs by framework. JAX arrays cannot be written, so outputs are
+    NumPy's there."""
     frameworks: dict[str, tuple[Convert, Convert]] = {"NumPy": (np.asarray, np.asarray)}
     if find_spec("torch") is not None:
         from sparse_mla._bench.composition import from_numpy

@@ -18,7 +18,8 @@ TorchTensor = Any
 
 
 class Composition:
-    """Of NumPy arrays: q [T, H, 576] bf16, kv [S, 656] uint8 or [S, 576] bf16, indices [T, K]."""
+    """Attention over NumPy arrays q [T, H, 576] bf16, kv [S, 656] uint8 or [S, 576] bf16, and
+    indices [T, K]."""
 
     def __init__(
         self,
@@ -28,7 +29,7 @@ class Composition:
         softmax_scale: float,
         dtype: Any,
     ) -> None:
-        self.dtype = dtype  # of products: find_fast_dtype
+        self.dtype = dtype  # the products' dtype, see find_fast_dtype
         self.q = from_numpy(q).to(dtype)
         self.kv = from_numpy(kv)
         self.indices = from_numpy(indices)
@@ -40,7 +41,7 @@ class Composition:
             return self._attend(self.q, self.indices)
 
     def by_token(self) -> tuple[TorchTensor, TorchTensor]:
-        """The same token by token: what is gathered stays in the processor's cache."""
+        """The same token by token, so that gathered rows stay in the processor's cache."""
         with torch.inference_mode():
             parts = [
                 self._attend(self.q[t : t + 1], self.indices[t : t + 1]) for t in range(len(self.q))
@@ -70,8 +71,8 @@ class Composition:
 
 
 def find_fast_dtype() -> Any:
-    """bf16 or fp32: the one whose matrix product takes less time with PyTorch's threads. Without
-    instructions for bf16 it is thirty times slower with it."""
+    """bf16 or fp32: the one whose matrix product takes less time with PyTorch's threads. On
+    processors without bf16 instructions, bf16 is thirty times slower."""
 
     def seconds(dtype: Any) -> float:
         a, b = torch.ones(64, 576, dtype=dtype), torch.ones(576, 2048, dtype=dtype)

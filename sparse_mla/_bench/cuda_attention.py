@@ -1,7 +1,7 @@
-"""sparse_attention on a CUDA device beside FlashMLA and beside the floor; errors first.
+"""sparse_attention on a CUDA device compared with FlashMLA and with the floor; errors come first.
 
-Logits are flat and every entry is valid; `cuda_kinds.py` has the others. Decode rotates over as
-many inputs as the L2 cache cannot hold. Prefill's queries alone are larger than the L2 cache.
+Logits are flat and every entry is valid; `cuda_kinds.py` has other inputs. Decode rotates over more
+inputs than the L2 cache can hold. Prefill's queries alone are larger than the L2 cache.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sparse_mla._bench.peer import Peer
 from sparse_mla._bench.timing import Table
 
 MAX_INPUT_SETS = 128
-MIN_CALLS = 12  # of a replay, so that starting it costs little of each; large batches need less
+MIN_CALLS = 12  # calls per replay, to share the cost of its start; large batches need fewer
 LARGE_BYTES = 1 << 30
 PREFILL_TOKENS = 4096
 PREFILL_TOPK = 2048
@@ -77,7 +77,7 @@ class Work:
     num_tokens: int
     num_heads: int
     topk: int
-    num_keys: int  # that there are
+    num_keys: int  # keys in the cache
     kv_format: str
     labels: dict[str, Any] = field(default_factory=dict)
 
@@ -150,7 +150,7 @@ def measure_decode(effort: CudaEffort, peer: Peer | None) -> Table:
     for kv_format, topk, head_counts, batches in QUICK_DECODES if effort.quick else FULL_DECODES:
         try:
             requests = make_requests(max(num_reqs for num_reqs, _ in batches), kv_format, topk)
-        except Exception as error:  # no memory for it: the other formats may fit
+        except Exception as error:  # for example no memory; other formats may fit
             table.failures.append(f"{kv_format} K {topk}: {describe_error(error)}")
             continue
         for num_heads in head_counts:
@@ -168,7 +168,7 @@ def measure_decode(effort: CudaEffort, peer: Peer | None) -> Table:
                     add_decode(table, work, num_reqs, requests, peer, effort)
                 except Exception as error:  # no memory, or a device that an earlier row has lost
                     table.failures.append(f"{show_labels(labels)}: {describe_error(error)}")
-        del requests  # before the next one is made
+        del requests  # frees its memory before the next one is made
     return table
 
 
@@ -197,8 +197,8 @@ def add_decode(
 
 
 def measure_prefill(effort: CudaEffort, peer: Peer | None) -> Table:
-    """Both of our ways beside the peer's kernel on the bf16 workspace, which its users must gather
-    first: that gather is in no number here."""
+    """Compares both of our ways with the peer's kernel on the bf16 workspace. The peer's users must
+    gather that workspace first; no number here includes the gather."""
     columns = ["kv", "H", "keys", *SIDE_COLUMNS, *(PEER_COLUMNS if peer else [])]
     title = f"Prefill, T = {PREFILL_TOKENS}, K = {PREFILL_TOPK}, with a sink"
     table = Table(title, columns, [], [])

@@ -1,4 +1,4 @@
-"""Host time of calls on device arrays: tiny work, launched faster than it piles up."""
+"""Host time of calls on device arrays. The work is tiny, so it does not pile up on the device."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ CONTEXT = 2000
 BLOCK_SIZE = 64
 PREFILL_TOKENS = 100
 WARM_UP_CALLS = 100
-BATCH_CALLS = 32  # between two waits for the device
-BUILDS = 4  # likewise: each one copies from a ring of staging buffers
+BATCH_CALLS = 32  # calls between two waits for the device
+BUILDS = 4  # builds between two waits: each one copies from a ring of staging buffers
 PYTORCH = "PyTorch"
-LAUNCH = "torch.cuda._sleep(0)"  # in turn with each row: hosts differ, and change their pace
+LAUNCH = "torch.cuda._sleep(0)"  # measured in turn with each row, because hosts change speed
 Call = Callable[[], object]
 
 
@@ -70,7 +70,7 @@ def add_row(
 
 
 def host_seconds(sides: dict[str, Call], batch: int, effort: CudaEffort) -> dict[str, float]:
-    """Per call; the sides in turn, and the device idle again before each of them starts."""
+    """Seconds per call. The sides are measured in turn; the device is idle before each starts."""
     for side in sides.values():
         for _ in range(WARM_UP_CALLS // batch):
             seconds_per_call(side, batch)
@@ -94,7 +94,7 @@ def seconds_per_call(call: Call, count: int) -> float:
 
 
 def find_frameworks(table: Table) -> dict[str, tuple[Convert, Convert]]:
-    """Converters of inputs and of outputs, NumPy's arrays to device arrays of each framework."""
+    """Converters of inputs and of outputs, from NumPy arrays to device arrays of each framework."""
     frameworks: dict[str, tuple[Convert, Convert]] = {PYTORCH: (to_torch, to_torch)}
     for name, module, find in (("CuPy", "cupy", find_cupy), ("JAX, out PyTorch", "jax", find_jax)):
         if find_spec(module) is not None:
@@ -120,8 +120,9 @@ def find_cupy() -> tuple[Convert, Convert]:
 
 
 def find_jax() -> tuple[Convert, Convert]:
-    """JAX arrays cannot be written: PyTorch's stand in for the outputs."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # three quarters of the memory
+    """Converters for JAX. JAX arrays cannot be written, so the outputs are PyTorch's."""
+    # JAX would allocate three quarters of the memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax: Any = import_module("jax")
     device = jax.devices("cuda")[0]
     return lambda array: jax.device_put(array, device).block_until_ready(), to_torch
@@ -178,7 +179,7 @@ def make_yardstick() -> Call:
 
 
 def make_launch() -> Call:
-    """A kernel that ends at once, and hardly anything around its launch."""
+    """A kernel that ends at once, with hardly any host work around its launch."""
     return lambda: torch.cuda._sleep(0)
 
 
@@ -228,7 +229,7 @@ def make_common_and_build() -> Call:
 
 
 def make_forward(num_heads: int) -> Call:
-    """Few requests and keys, so that the device keeps up."""
+    """A forward call with few requests and keys, so that the device keeps up with the host."""
     num_reqs, topk = 4, 64
     config = make_config(num_heads, topk)
     builder, layer = sparse_mla.MetadataBuilder(config), sparse_mla.SparseMLA(config)

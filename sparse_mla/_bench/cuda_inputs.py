@@ -33,8 +33,8 @@ class Inputs:
     sink: Array = None
     num_reqs: int = 1
     spare: int = 0  # the first slot of kv that belongs to no request
-    notable: tuple[int, ...] = ()  # tokens that the judge takes beside those it always takes
-    nan_token: int | None = None  # this one selects a NaN, so its results must be NaN
+    notable: tuple[int, ...] = ()  # tokens that the judge takes in addition
+    nan_token: int | None = None  # the token that selects a NaN; its results must be NaN
 
     @property
     def rows(self) -> Array:
@@ -44,8 +44,8 @@ class Inputs:
 
 @dataclass
 class Requests:
-    """A paged cache [pages, 64, row]; `starts` [R] and `lengths` [R] of the slots that each request
-    owns; from the slot `spare` on they belong to nobody."""
+    """A paged cache [pages, 64, row], and `starts` [R] and `lengths` [R] of the slots that each
+    request owns. Slots from `spare` on belong to no request."""
 
     kv: Array
     starts: Array
@@ -58,7 +58,7 @@ class Requests:
     def draw(
         self, num_reqs: int, query_len: int, num_heads: int, topk: int, first: int = 0
     ) -> Inputs:
-        """Queries of N(0, 1) values of some requests, counted from `first` on in a ring."""
+        """N(0, 1) queries of `num_reqs` requests from `first` on, starting over after the last."""
         requests = (torch.arange(num_reqs, device=DEVICE) + first) % len(self.starts)
         requests = requests.repeat_interleave(query_len)
         row = self.kv.shape[-1]
@@ -69,7 +69,7 @@ class Requests:
 
 
 def make_requests(num_reqs: int, kv_format: str, topk: int, num_spare: int = 0) -> Requests:
-    """Requests with a quarter of the device's memory at most, and spare slots behind them."""
+    """Requests in a quarter of the device's memory at most, and spare slots behind them."""
     affordable = memory_bytes() // 4 // ROW_BYTES[kv_format] // num_reqs
     tokens = max(topk, min(REQUEST_TOKENS, affordable)) // BLOCK_SIZE * BLOCK_SIZE
     least = max(topk, 2 * MEAN_TOKENS * tokens // REQUEST_TOKENS - tokens)
@@ -131,8 +131,8 @@ def upconvert(cache: Array) -> Array:
 
 
 def draw_slots(starts: Array, lengths: Array, topk: int) -> Array:
-    """[T, K] int32: for each token K positions of its request, all over its length and in random
-    order, hardly ever one twice. starts, lengths: [T] of the slots that the request owns."""
+    """[T, K] int32: for each token K slots of its request, spread over the request's length, in
+    random order and hardly ever one twice. starts and lengths [T] give the request's slots."""
     shape = (len(starts), topk)
     columns = torch.arange(topk, device=DEVICE) + torch.rand(shape, device=DEVICE)
     positions = (columns * (lengths[:, None] / topk)).long().minimum(lengths[:, None] - 1)

@@ -1,7 +1,7 @@
 """The fp64 reference and the error bounds for results in device memory, computed there.
 
-The formulas of `_judge.py`, with what the promise allows a GPU: 32 units of 2^-24 in the logits,
-and for FP8 rows the rounding of e4m3 * scale in fp16.
+The formulas are those of `_judge.py`, plus what the accuracy promise allows a GPU: 32 units of
+2^-24 in the logits, and for FP8 rows the rounding of e4m3 * scale in fp16.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ NUM_NOTABLE_TOKENS = 4
 
 
 def judge(inputs: Inputs, results: tuple[Array, Array]) -> float:
-    """The worst error of some of the tokens, as a fraction of its bound; infinite where any value
-    of any token is not finite, or that of a token that selects a NaN is no NaN."""
+    """The worst error of some of the tokens, as a fraction of its bound. It is infinite where any
+    value of any token is not finite, or where the token that selects a NaN has a value that is no
+    NaN."""
     out, lse = results
     if not has_nan_where_due(inputs, out) or not has_nan_where_due(inputs, lse):
         return float("inf")
@@ -30,7 +31,7 @@ def judge(inputs: Inputs, results: tuple[Array, Array]) -> float:
 
 
 def has_nan_where_due(inputs: Inputs, result: Array) -> bool:
-    """Whether all values [T, ...] of the NaN's token are NaN, and all others finite."""
+    """Whether result [T, ...] is NaN for the token that selects a NaN, and finite for others."""
     if inputs.nan_token is None:
         return bool(result.isfinite().all())
     others = torch.arange(len(result), device=result.device) != inputs.nan_token
@@ -38,7 +39,7 @@ def has_nan_where_due(inputs: Inputs, result: Array) -> bool:
 
 
 def pick_tokens(inputs: Inputs) -> list[int]:
-    """The first, the last, some between them, and some of those that are notable."""
+    """The first token, the last, some between them, and some of the notable ones."""
     last = len(inputs.q) - 1
     tokens = {last * i // (NUM_JUDGED_TOKENS - 1) for i in range(NUM_JUDGED_TOKENS)}
     tokens |= set(inputs.notable[:NUM_NOTABLE_TOKENS])

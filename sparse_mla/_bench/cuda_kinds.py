@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from sparse_mla._bench.cuda_inputs import FP8_ROW_BYTES, Inputs, decode_rows, encode_keys
 from sparse_mla._bench.cuda_timing import Array, torch
 
-ROW_SHARE = 0.02  # of a kind's entries that select a changed row
-SPARE_SHARE = 0.05  # spare slots per entry that serve every kind: two changes, and some more
+ROW_SHARE = 0.02  # share of a kind's entries that select a changed row
+SPARE_SHARE = 0.05  # spare slots per entry, enough for every kind: two changes, and some more
 FIRST_LATE = 128
 LATE_NATS = (9.0, 20.0)
-CHUNK_PAIRS = 64  # whose keys are in memory together, 1.2 MB each in bf16
-NAN_BYTE = 0x7F  # of e4m3
+CHUNK_PAIRS = 64  # pairs whose keys are in memory together, 4.7 MB each in fp32
+NAN_BYTE = 0x7F  # a NaN in e4m3
 SHORT_LENGTH = 200
 
 
@@ -27,21 +27,21 @@ class Kind:
     text: str
     make: Callable[[Inputs], Inputs]
     is_usual: bool = True  # trained models and engines send it every day
-    needs_lists: bool = False  # says something of several lists of indices only
+    needs_lists: bool = False  # differs from the flat input only with several index lists
 
 
 # --- logits --------------------------------------------------------------------------------------
 
 
 def with_spread(flat: Inputs, nats: float) -> Inputs:
-    """softmax_scale·q·k has this standard deviation."""
-    return replace(flat, scale=nats / flat.q.shape[-1] ** 0.5)  # where both are N(0, 1)
+    """The standard deviation of softmax_scale·q·k is `nats`."""
+    return replace(flat, scale=nats / flat.q.shape[-1] ** 0.5)  # because q and k are N(0, 1)
 
 
 def with_late_keys(flat: Inputs, share: float) -> Inputs:
-    """For this share of the (token, head) pairs, one at least, a key past the 128th weighs e^9 to
-    e^20 times as much as the heaviest other one. It is the selected key plus a multiple of the
-    query, so the token's other heads hardly notice it."""
+    """For this share of the (token, head) pairs, at least one pair, a key past the 128th weighs e^9
+    to e^20 times as much as the heaviest other key. It is the key of the flat input plus a multiple
+    of the query, so it changes little for the token's other heads."""
     num_tokens, num_heads, _ = flat.q.shape
     num_pairs = max(1, round(share * num_tokens * num_heads))
     pairs = torch.randperm(num_tokens * num_heads, device=flat.q.device)[:num_pairs]
@@ -58,7 +58,7 @@ def with_late_keys(flat: Inputs, share: float) -> Inputs:
 
 
 def draw_late_columns(heads: Array, num_heads: int, topk: int) -> Array:
-    """[n] for heads [n]; each head has columns of its own, so a token's late keys never meet."""
+    """Columns [n] for heads [n]. No two heads share a column, so a token's late keys never meet."""
     width = (topk - FIRST_LATE) // num_heads
     offsets = torch.rand(heads.shape, device=heads.device) * width
     return FIRST_LATE + heads * width + offsets.long().clamp(max=width - 1)
@@ -78,7 +78,7 @@ def find_heaviest(flat: Inputs, tokens: Array, heads: Array) -> Array:
 
 
 def with_changed_rows(flat: Inputs, *changes: Callable[[Array], Array]) -> Inputs:
-    """Each change of keys [n, 576] meets 2 % of the selected rows."""
+    """Applies each change of keys [n, 576] to 2 % of the selected rows."""
     draw = torch.rand(flat.indices.shape, device=flat.q.device) / ROW_SHARE
     inputs, spare = flat, flat.spare
     for number, change in enumerate(changes):
@@ -94,7 +94,7 @@ def scale_keys(factor: float) -> Callable[[Array], Array]:
 
 
 def clear_keys(keys: Array) -> Array:
-    """As the cache write stores zeros: zero bytes, scales FLT_MIN."""
+    """Zero keys. The cache write stores them as zero bytes and scales FLT_MIN."""
     return keys.new_zeros(keys.shape)
 
 
@@ -133,7 +133,7 @@ def put_keys(inputs: Inputs, spare: int, tokens: Array, columns: Array, keys: Ar
 
 
 def keep_columns(is_kept: Callable[[Array], Array]) -> Callable[[Inputs], Inputs]:
-    """All other entries become -1."""
+    """Entries outside the kept columns become -1."""
 
     def make(flat: Inputs) -> Inputs:
         columns = torch.arange(flat.indices.shape[1], device=flat.q.device)
@@ -143,20 +143,20 @@ def keep_columns(is_kept: Callable[[Array], Array]) -> Callable[[Inputs], Inputs
 
 
 def num_lists(inputs: Inputs) -> int:
-    """Lists of their own length: one of every request, or of every token where there is but one
-    request, because a prompt's tokens see one key more each."""
+    """The number of lists that may differ in length: one per request, or one per token where there
+    is only one request, because each token of a prompt sees one key more than the one before."""
     return inputs.num_reqs if inputs.num_reqs > 1 else len(inputs.q)
 
 
 def with_lengths(flat: Inputs, lengths: Array) -> Inputs:
-    """lengths [lists]; entries from there on become -1."""
+    """Entries of a list from its length on become -1; lengths [lists]."""
     lengths = lengths.repeat_interleave(len(flat.q) // len(lengths))
     columns = torch.arange(flat.indices.shape[1], device=flat.q.device)
     return replace(flat, indices=flat.indices.where(columns < lengths[:, None], -1))
 
 
 def with_ragged_lengths(flat: Inputs) -> Inputs:
-    """Uniform from 1 to K in random order; evenly drawn, so that every run has as much to do."""
+    """Lengths from 1 to K, in random order, drawn evenly so that every run has as much work."""
     count, topk = num_lists(flat), flat.indices.shape[1]
     places = torch.randperm(count, device=flat.q.device)
     places = (places + torch.rand(count, device=flat.q.device)) / count
@@ -164,7 +164,7 @@ def with_ragged_lengths(flat: Inputs) -> Inputs:
 
 
 def with_one_long(flat: Inputs) -> Inputs:
-    """The last request has all its entries, the others have 200."""
+    """The last list has all its entries, the others have 200."""
     lengths = torch.full((num_lists(flat),), SHORT_LENGTH, device=flat.q.device)
     lengths[-1] = flat.indices.shape[1]
     return with_lengths(flat, lengths)

@@ -1,5 +1,6 @@
-"""The operators that only move bytes, on a CUDA device beside a copy by PyTorch; bytes are judged
-first, on samples, against the CPU backend. Every one moves far more than the L2 cache holds."""
+"""The operators that only move bytes, on a CUDA device, compared with a copy by PyTorch. Samples of
+the bytes are judged first, against the CPU backend. Every operator moves far more bytes than the L2
+cache holds."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def measure_bytes(effort: CudaEffort) -> Table:
         try:
             for move in make():
                 add_row(table, move, copy, copy_bytes, effort)
-                del move  # its memory, before the next one's
+                del move  # frees its memory before the next move is made
         except Exception as error:  # the other operators go on
             table.failures.append(f"{make.__name__}: {describe_error(error)}")
     return table
@@ -81,14 +82,15 @@ def add_row(
 
 
 def make_copy() -> tuple[Callable[[], object], int]:
-    """An elementwise kernel: in a graph `copy_` is a copy node, which an H200 runs at 2.8 TB/s."""
+    """A copy by an elementwise kernel. In a graph `copy_` would be a copy node, which an H200 runs
+    at 2.8 TB/s."""
     source = torch.randint(1 << 31, (1 << 28,), dtype=torch.int32, device=DEVICE)
     target = torch.empty_like(source)
     return lambda: torch.bitwise_not(source, out=target), 2 * source.nbytes
 
 
 def sample(size: int) -> Array:
-    """Some of 0...size - 1, on the device."""
+    """Some random numbers of 0...size - 1, on the device."""
     return torch.randint(size, (min(size, NUM_SAMPLES),), device=DEVICE)
 
 
@@ -96,8 +98,9 @@ def sample(size: int) -> Array:
 
 
 def move_writes() -> Iterator[Move]:
-    """Tokens follow each other inside a page, as an engine hands slots out; or nowhere, which makes
-    a row of 656 bytes share its last sector of memory with one that comes much later."""
+    """Tokens follow each other inside a page, as an engine hands slots out, or go to random slots.
+    At random slots, a row of 656 bytes shares its last sector of memory with a row that is written
+    much later."""
     kv_c = torch.randn(NUM_TOKENS, 512, device=DEVICE).bfloat16()
     k_pe = torch.randn(NUM_TOKENS, 64, device=DEVICE).bfloat16()
     pages = torch.randperm(NUM_TOKENS // BLOCK_SIZE, device=DEVICE) * BLOCK_SIZE
@@ -208,7 +211,7 @@ def move_merged() -> Iterator[Move]:
         return sparse_mla.merge_attn_states(a, lse_a, b, lse_b, out=out, lse=lse)
 
     def is_right() -> bool:
-        """Against fp64: one rounding of out to bf16, a few of lse in fp32."""
+        """Compares with fp64, within one rounding of out to bf16 and a few of lse in fp32."""
         tokens = sample(len(a))
         exact_lse = torch.logaddexp(lse_a[tokens].double(), lse_b[tokens].double())
         parts = [
@@ -228,7 +231,7 @@ def move_merged() -> Iterator[Move]:
 
 
 def move_quantised() -> Iterator[Move]:
-    """The scale needs every value, so the input is read twice at least."""
+    """The scale needs every value, so the input is read at least twice."""
     x = torch.randn(QUANT_ELEMENTS, device=DEVICE).bfloat16()
     out = torch.zeros(QUANT_ELEMENTS, dtype=torch.float8_e4m3fn, device=DEVICE)
     scales: list[Array] = []
@@ -239,7 +242,7 @@ def move_quantised() -> Iterator[Move]:
         return scale
 
     def is_right() -> bool:
-        amax = x.abs().amax().float().cpu()  # on CUDA a division by 448 multiplies by 1 / 448
+        amax = x.abs().amax().float().cpu()  # on CUDA a division by 448 would multiply by 1 / 448
         scale = amax.clamp_min(1e-10) / 448
         if not math.isclose(float(scales[0]), float(scale), rel_tol=0):
             return False

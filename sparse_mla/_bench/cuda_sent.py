@@ -1,5 +1,5 @@
-"""The table of inputs as engines send them: each kind of `cuda_kinds.py` beside the flat input of
-the same shape, in turn with it and with FlashMLA, the L2 cache flushed before each replay."""
+"""The table of inputs as engines send them. Each kind of `cuda_kinds.py` is measured in turn with
+the flat input of the same shape and with FlashMLA. The L2 cache is flushed before each replay."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from sparse_mla._bench.peer import Peer
 from sparse_mla._bench.timing import Table
 
 TOPK = 2048
-MIN_SPARE = 4096  # slots; shares of few entries vary
+MIN_SPARE = 4096  # slots, because the share of changed rows varies with few entries
 COLUMNS = ["cache", "H", "requests", "input", "µs", "× flat", "error/bound"]
 PEER_COLUMNS = ["FlashMLA µs", "÷ ours", "error/bound"]
 
 
 @dataclass
 class Rows:
-    """What the table has: every kind of every shape."""
+    """The rows of the table: every kind of every shape."""
 
     kv_formats: tuple[str, ...] = ("fp8_ds_mla", "bfloat16")
     head_counts: tuple[int, ...] = (16, 64, 128)
@@ -43,7 +43,7 @@ class Rows:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Rows:
-        """As the command line has it; raises SystemExit with the reason."""
+        """The rows that the command line asks for; SystemExit with the reason if it is wrong."""
         rows = cls(head_counts=(64,), batches=((8, 1), (128, 1))) if options.quick else cls()
         if options.cache:
             rows.kv_formats = tuple(pick("--cache", options.cache, ROW_BYTES))
@@ -90,7 +90,7 @@ def measure_inputs(effort: CudaEffort, peer: Peer | None, rows: Rows) -> Table:
     for kv_format in rows.kv_formats:
         try:
             requests = make_requests(num_reqs, kv_format, TOPK, num_spare)
-        except Exception as error:  # no memory for it: the other format may fit
+        except Exception as error:  # for example no memory; the other formats may fit
             table.failures.append(f"{kv_format}: {describe_error(error)}")
             continue
         for num_heads in rows.head_counts:
@@ -105,7 +105,7 @@ def measure_inputs(effort: CudaEffort, peer: Peer | None, rows: Rows) -> Table:
                     add_shape(table, labels, flat, rows.kinds, peer, effort)
                 except Exception as error:  # no memory, or a device that an earlier row has lost
                     table.failures.append(f"{show_labels(labels)}: {describe_error(error)}")
-        del requests  # before the next one is made
+        del requests  # frees its memory before the next one is made
     table.notes += [f"{name}: {KINDS[name].text}" for name in rows.kinds]
     return table
 
@@ -132,7 +132,8 @@ def add_shape(
 
 
 def make_sides(flat: Inputs, inputs: Inputs, peer: Peer | None) -> dict[str, Side]:
-    """The flat input is measured again with every kind, so that a ratio knows one clock only."""
+    """The flat input is measured again with every kind, so that both times of a ratio have the same
+    clocks."""
     sides = {"ours": make_ours([inputs]), "flat": make_ours([flat])}
     if peer is not None:
         sides["peer"] = make_peer(peer, [inputs])

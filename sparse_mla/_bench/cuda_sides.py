@@ -27,19 +27,19 @@ from sparse_mla._bench.timing import Table
 
 @dataclass
 class Side:
-    """Calls over different inputs, and what is known of the first one's result."""
+    """Calls over different inputs, and what is known about the first call's result."""
 
     calls: Sequence[Callable[[], tuple]]
     read: Callable[[tuple], tuple[Array, Array]]  # what a call returned -> out [T, H, 512], lse
     inputs: Inputs  # of the first call
-    owned: tuple[Array, ...] = ()  # the memory that the first call writes, where it was given
+    owned: tuple[Array, ...] = ()  # the arrays given to the first call to write, if any
     error: float = math.nan  # as a fraction of its bound
-    seconds: float = math.nan  # by rotating inputs
+    seconds: float = math.nan  # with rotating inputs
     flushed_seconds: float = math.nan
     failure: str = ""
 
     def check(self) -> None:
-        """Runs every input once: kernels are loaded, and the first result is judged."""
+        """Runs every call once, which loads the kernels, and judges the first result."""
         for array in self.owned:
             array.fill_(math.inf)
         self.error = judge(self.inputs, self.read(self.calls[0]()))
@@ -51,7 +51,7 @@ class Side:
 
 
 def make_ours(inputs: Sequence[Inputs]) -> Side:
-    """Calls with all of their memory given, as an engine makes them; one workspace for all."""
+    """Calls with all of their memory given, as an engine makes them. They share one workspace."""
     num_tokens, num_heads, _ = inputs[0].q.shape
     topk = inputs[0].indices.shape[1]
     size = sparse_mla.attention_workspace_size(num_tokens, num_heads, topk, device=DEVICE)
@@ -77,7 +77,7 @@ def make_ours(inputs: Sequence[Inputs]) -> Side:
 
 
 def make_peer(peer: Peer, inputs: Sequence[Inputs]) -> Side:
-    """Its decode kernel on FP8 rows, its prefill kernel on bf16 rows."""
+    """Calls of the peer's decode kernel on FP8 rows, or of its prefill kernel on bf16 rows."""
     first = inputs[0]
     num_heads = first.q.shape[1]
     if first.kv.shape[-1] == FP8_ROW_BYTES:
@@ -89,7 +89,7 @@ def make_peer(peer: Peer, inputs: Sequence[Inputs]) -> Side:
 
 
 def measure_sides(sides: Mapping[str, Side], effort: CudaEffort, rotating: bool = True) -> None:
-    """Fills errors and times in. A side that fails leaves the others their numbers. Without
+    """Fills in errors and times. Where a side fails, the others still get their numbers. Without
     `rotating` there are flushed times only."""
     for side in sides.values():
         try:
@@ -101,7 +101,7 @@ def measure_sides(sides: Mapping[str, Side], effort: CudaEffort, rotating: bool 
     before = {name: [a.clone() for a in side.owned] for name, side in live.items()}
     try:
         time_sides(live, effort, rotating)
-    except Exception:  # one of them cannot be captured: which one, each alone will say
+    except Exception:  # a side cannot be captured; time each alone to find out which
         for name, side in live.items():
             try:
                 time_sides({name: side}, effort, rotating)
@@ -123,7 +123,7 @@ def time_sides(sides: Mapping[str, Side], effort: CudaEffort, rotating: bool) ->
 
 
 def same_bits(a: Array, b: Array) -> bool:
-    """As bytes, because a NaN does not equal itself."""
+    """Compares bytes, because a NaN does not equal itself."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
@@ -142,7 +142,7 @@ def show_labels(labels: Mapping[str, Any]) -> str:
 def tell_failures(
     table: Table, labels: Mapping[str, Any], record: dict[str, Any], ours: Side, peer: Side | None
 ) -> None:
-    """A failure of ours is the table's, too; one of the peer is a note."""
+    """Our failure is also a failure of the table; the peer's failure is only a note."""
     if ours.failure:
         record["failure"] = ours.failure
         table.failures.append(f"{show_labels(labels)}: {ours.failure}")
@@ -151,5 +151,5 @@ def tell_failures(
 
 
 def finite(value: float) -> float | None:
-    """As JSON can hold it."""
+    """The value, or None where it is not finite, because JSON cannot hold that."""
     return value if math.isfinite(value) else None

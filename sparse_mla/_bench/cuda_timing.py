@@ -1,10 +1,11 @@
-"""Measures work on a CUDA device: replays of graphs, the sides in turn, timed by events.
+"""Measures work on a CUDA device: replays graphs of the sides in turn, and times them by events.
 
-There are two methods, and the host is in the numbers of neither. Rotating inputs: a side is a list
-of calls over different inputs in one graph, so a call meets the memory that the others left, rows
-cold and code warm; two of them may overlap. Flushed: the graph has one call; before each replay,
-outside the timed interval, come matrix products, as in an engine, and a write of more than the L2
-cache. So every side meets other code in the instruction caches, whatever was measured before it.
+There are two methods, and neither includes host time. With rotating inputs, a side is a list of
+calls over different inputs in one graph. A call finds the caches as the calls before it left them:
+its rows are cold, its code is warm. Two calls may overlap. With flushing, the graph has one call.
+Before each replay, outside the timed interval, come matrix products, as in an engine, and a write
+of more bytes than the L2 cache holds. So every side finds other code in the instruction caches,
+whatever was measured before it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ PEAK_FLOPS = 795e12  # an H200's bf16 matrix product of 8192 x 8192 x 8192
 PEAK_BYTES = 4.3e12  # an H200's device copy, read + written
 WARM_UP_ROUNDS = 3
 MIN_ROUNDS = 5
-ROUNDS_IN_FLIGHT = 8  # before the host waits
+ROUNDS_IN_FLIGHT = 8  # rounds before the host waits
 FLUSH_BYTES = 256 << 20  # or twice the L2 cache, where that is more
-FLUSH_ORDER = 2048  # of the products: enough work for every SM
+FLUSH_ORDER = 2048  # rows and columns of the matrices: enough work for every SM
 
 
 @dataclass
@@ -35,7 +36,7 @@ class CudaEffort:
 
     quick: bool = False
     rounds: int = 50
-    row_seconds: float = 4.0  # of all rounds together, about; there are MIN_ROUNDS at least
+    row_seconds: float = 4.0  # all rounds together, about; at least MIN_ROUNDS are run
     pick: Callable[[list[float]], float] = median
 
     @classmethod
@@ -49,7 +50,7 @@ class CudaEffort:
 
 
 class Replay:
-    """A CUDA graph of calls in a row. Holds what they returned: replays write that memory."""
+    """A CUDA graph of calls in a row. It keeps their results, because replays write to them."""
 
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
         self.num_calls = len(calls)
@@ -58,7 +59,7 @@ class Replay:
             self.results = [call() for call in calls]
 
     def time(self) -> Callable[[], float]:
-        """Starts one replay; the returned function gives its seconds per call, once it is done."""
+        """Starts one replay. The returned function gives its seconds per call, once it is done."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         self.graph.replay()
@@ -71,9 +72,9 @@ def interleave(
     effort: CudaEffort,
     prepare: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Seconds per call of each side. One replay of each in turn, round after round, so that the
-    clocks, which fall under load, are the same for all. `prepare` comes before each replay, on the
-    same stream, and is in no interval."""
+    """Seconds per call of each side. Every round replays each side once, so that the clocks, which
+    fall under load, are the same for all sides. `prepare` runs before each replay, on the same
+    stream, outside the timed interval."""
     replays = {name: Replay(calls) for name, calls in sides.items()}
 
     def start(replay: Replay) -> Callable[[], float]:
@@ -99,14 +100,14 @@ def interleave(
 def interleave_flushed(
     sides: Mapping[str, Sequence[Callable[[], object]]], effort: CudaEffort
 ) -> dict[str, float]:
-    """Seconds of each side's first call, with nothing of it in the L2 cache, and other code in the
-    instruction caches: a kernel that ran there last is up to 9 µs faster than behind another's."""
+    """Seconds of each side's first call, with none of its data in the L2 cache and other code in
+    the instruction caches. A kernel that ran last is up to 9 µs faster than after other kernels."""
     return interleave({name: calls[:1] for name, calls in sides.items()}, effort, make_flush())
 
 
 def make_flush() -> Callable[[], object]:
-    """Products of two kinds, for their code, and a write that leaves nothing else in the L2
-    cache."""
+    """Makes a function that computes products of two dtypes, for their code, and writes so much
+    that nothing else stays in the L2 cache."""
     size = max(FLUSH_BYTES, 2 * l2_bytes())
     written = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     factors = [
@@ -136,7 +137,8 @@ def memory_bytes() -> int:
 
 
 def floor_seconds(flop: float, num_bytes: float) -> float:
-    """No version runs much faster: the larger of arithmetic and memory at this chip's best rate."""
+    """The time that no version can beat by much: the larger of the arithmetic's and the memory's
+    time at this chip's best rates."""
     return max(flop / PEAK_FLOPS, num_bytes / PEAK_BYTES)
 
 

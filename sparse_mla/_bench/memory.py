@@ -1,5 +1,5 @@
-"""The operators that only move bytes: cache write, gather, index conversion, beside a copy; samples
-are judged first, against NumPy."""
+"""The operators that only move bytes (cache write, gather, index conversion), compared with a copy.
+Samples are judged first, against NumPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparse_mla._bench.timing import Effort, Table, interleave
 from sparse_mla._judge import BF16, KV_LORA_RANK, SCALE_TILE, upconvert_rows
 
 BLOCK_SIZE = 64
-NUM_SLOTS = 65536  # more than processors cache
+NUM_SLOTS = 65536  # more than processors' caches hold
 NUM_PAGES = NUM_SLOTS // BLOCK_SIZE
 NUM_QUERIES = 4096
 SAMPLED = slice(None, None, 509)
@@ -24,7 +24,7 @@ SAMPLED = slice(None, None, 509)
 
 @dataclass
 class Move:
-    """An operator over large arrays: its fewest bytes, and whether samples of them are right."""
+    """A call over large arrays, the fewest bytes that it moves, and a check of some results."""
 
     name: str
     call: Callable[[], object]
@@ -83,7 +83,7 @@ def make_write(rng: np.random.Generator, kv_cache: np.ndarray, name: str) -> Mov
 
 
 def make_rows(kv_c: np.ndarray, k_pe: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Cache rows as docs/formats.md has them."""
+    """Cache rows as docs/formats.md describes them."""
     if dtype == BF16:
         return np.concatenate([kv_c, k_pe], axis=1)
     tiles = kv_c.astype(np.float32).reshape(len(kv_c), -1, SCALE_TILE)

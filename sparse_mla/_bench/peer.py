@@ -1,5 +1,5 @@
-"""FlashMLA, where it is importable: the wheel `sgl-flash-mla`, whose kernels for SM90 are asked for
-by `use_legacy=True`. Its inputs are made once: heads padded to 64 or 128, its 4-D shapes."""
+"""FlashMLA, where it can be imported: the wheel `sgl-flash-mla`. `use_legacy=True` asks for its
+SM90 kernels. Its inputs are made once, before the calls: heads padded to 64 or 128, 4-D shapes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Peer:
     def decode(
         self, q: Array, kv_cache: Array, indices: Array, scale: float, num_reqs: int, plan: Any
     ) -> Callable[[], tuple]:
-        """Of q [T, H, 576], kv_cache [pages, 64, 656], indices [T, K]. `plan` is one get_plan(),
-        shared by calls of the same shape; the first of them fills it."""
+        """A call of its decode kernel on q [T, H, 576], kv_cache [pages, 64, 656], indices [T, K].
+        Calls of the same shape share one `plan` of get_plan(); the first of them fills it."""
         num_tokens = len(q)
         arguments = {
             "q": pad_heads(q).view(num_reqs, num_tokens // num_reqs, -1, 576),
@@ -48,8 +48,8 @@ class Peer:
     def attend(
         self, q: Array, kv: Array, indices: Array, scale: float, sink: Array
     ) -> Callable[[], tuple]:
-        """Its prefill kernel, which also serves decode on a bf16 cache: kv [..., 576] bf16, taken
-        as flat rows, or [..., 512] where q has 512 values; `sink` [H] fp32 or None."""
+        """A call of its prefill kernel, which also serves decode on a bf16 cache. kv [..., 576]
+        bf16 is taken as flat rows, or [..., 512] where q has 512 values; sink [H] fp32 or None."""
         padded = pad_heads(q)
         if sink is not None:
             sink = pad(sink, padded.shape[1], dim=0)
@@ -78,7 +78,7 @@ def read_attend(results: tuple, num_heads: int) -> tuple[Array, Array]:
 
 
 def pad_heads(q: Array) -> Array:
-    """q [T, H, 576] with the head count that the peer has kernels for."""
+    """q [T, H, 576] with its heads padded to a number that the peer has kernels for."""
     return pad(q, 64 if q.shape[1] <= 64 else 128, dim=1)
 
 

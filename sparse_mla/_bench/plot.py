@@ -1,5 +1,5 @@
-"""Time against floor, a mark per row, and what inputs cost by their kind, as a small SVG: of this
-run, or of an earlier run's JSON."""
+"""Draws a small SVG of this run, or of an earlier run's JSON: time against floor with a mark per
+row, and what each kind of input costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMATS = {"fp8_ds_mla": "FP8 rows", "bfloat16": "bf16 rows"}
 
 
 def check(path: str) -> None:
-    """Before anything is measured."""
+    """Checks the option --plot before anything is measured."""
     if not path.endswith(".svg"):
         raise SystemExit(f"bench: --plot writes SVG: name a file that ends with .svg, not {path}")
     if find_spec("matplotlib") is None:
@@ -24,8 +24,8 @@ def check(path: str) -> None:
 
 
 def write(path: str, results: dict[str, Any]) -> None:
-    """Results as --json writes them: the tables whose records have `us` and `floor_us`, and those
-    of inputs."""
+    """Draws results in the form that --json writes: the tables whose records have `us` and
+    `floor_us`, and the tables of inputs."""
     tables = {title: list(points(rows)) for title, rows in results.items()}
     tables = {title: rows for title, rows in tables.items() if rows}
     kinds = worst_by_kind(results)
@@ -75,7 +75,7 @@ def draw_floors(axes: Any, tables: dict[str, list[tuple[float, float, float | No
 
 
 def draw_kinds(axes: Any, kinds: dict[str, dict[str, tuple[float, float | None]]]) -> None:
-    """For each kind of input the shape that costs most, as a multiple of our flat time."""
+    """Draws for each kind of input the shape that costs most, as a multiple of our flat time."""
     names = list(dict.fromkeys(name for rows in kinds.values() for name in rows))
     axes.axhline(1, color="0.4", linewidth=1, label="flat")
     for index, (kv_format, rows) in enumerate(kinds.items()):
@@ -100,8 +100,8 @@ def draw_peer(axes: Any, pairs: list[tuple[float, float]], color: str, label: st
 def worst_by_kind(
     results: dict[str, Any],
 ) -> dict[str, dict[str, tuple[float, float | None]]]:
-    """kv_format -> kind -> (ours, FlashMLA's or None): the largest of all shapes, ÷ our flat
-    time."""
+    """kv_format -> kind -> (ours, FlashMLA's or None): the largest time of all shapes, divided by
+    our flat time of the shape."""
     worst: dict[str, dict[str, tuple[float, float | None]]] = {}
     for row in inputs_of(results):
         if not row["flat_us"]:
@@ -116,7 +116,7 @@ def worst_by_kind(
 
 
 def points(rows: Any) -> Iterable[tuple[float, float, float | None]]:
-    """(floor, ours, peer or None) in µs of a table's records; nothing of what is no table."""
+    """(floor, ours, peer or None) in µs of a table's records; nothing if `rows` is no table."""
     for row in rows if isinstance(rows, list) else []:
         if isinstance(row, dict) and "us" in row and "floor_us" in row:
             yield row["floor_us"], row["us"], row.get("peer_us")

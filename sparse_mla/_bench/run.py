@@ -1,4 +1,4 @@
-"""The benchmark's command line: where it ran, then the tables."""
+"""The benchmark's command line, which prints where it runs and then the tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
 }
 CUDA_TABLES = ("decode", "prefill", "inputs", "bytes", "calls")
 CUDA_GROUPS = {"attention": ("decode", "prefill", "inputs")}
-ROW_OPTIONS = ("cache", "heads", "batches", "kinds")  # of --only inputs
+ROW_OPTIONS = ("cache", "heads", "batches", "kinds")  # options of --only inputs
 STDOUT = "-"
 
 
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
             failures[table.title] = table.failures
         if prints_tables:
             table.print()
-        if options.json and prints_tables:  # after every table: a run cut short leaves those
+        if options.json and prints_tables:  # after every table, in case the run is cut short
             write_json(options.json, results)
     if prints_tables:
         print_summary(results)
@@ -120,7 +120,7 @@ def sum_up_earlier(options: argparse.Namespace) -> int:
 
 
 def print_summary(results: dict[str, Any]) -> bool:
-    """Whether there was one."""
+    """Prints the summary, and returns whether there was one."""
     table = summarise(results)
     if table is not None:
         table.print()
@@ -128,7 +128,7 @@ def print_summary(results: dict[str, Any]) -> bool:
 
 
 def row_options(options: argparse.Namespace) -> list[str]:
-    """The names of those that were given."""
+    """The names of the row options that were given."""
     return [name for name in ROW_OPTIONS if getattr(options, name)]
 
 
@@ -148,7 +148,7 @@ def check_cpu(options: argparse.Namespace) -> None:
 
 
 def restart(num_threads: int) -> None:
-    """OpenMP reads its environment when it is loaded, which has happened: start over."""
+    """Starts the process over, because OpenMP read its environment when it was loaded."""
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "sparse_mla", *sys.argv[1:]])
@@ -185,8 +185,8 @@ def check_cuda() -> None:
 
 
 def what_cuda_lacks() -> str:
-    """Why nothing can be measured on CUDA, empty where it can. What no installation cures comes
-    first, so that nobody installs PyTorch to learn that there is no GPU."""
+    """Why nothing can be measured on CUDA; empty where CUDA can be measured. Reasons that no
+    installation cures come first, so that nobody installs PyTorch to learn that there is no GPU."""
     rows = kernels("cuda")
     if not rows:
         return f"no CUDA in this build: {sparse_mla.build_info()['cuda']}"
@@ -201,7 +201,7 @@ def what_cuda_lacks() -> str:
 
 
 def find_rows(options: argparse.Namespace) -> Any:
-    """Of the inputs' table; before anything is measured, for what is wrong is said then."""
+    """The rows of the inputs' table, read before anything is measured to report errors early."""
     from sparse_mla._bench.cuda_sent import Rows
 
     return Rows.of(options)
@@ -226,9 +226,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
     for name in only if options.only else CUDA_TABLES:
         try:
             table = measure[name]()
-        except (
-            Exception
-        ) as error:  # a device that is lost: what was measured is printed all the same
+        except Exception as error:  # the device may be lost; earlier tables are still printed
             table = Table(name, ["-"], [], [], failures=[describe_error(error)])
         yield table
 

@@ -1,6 +1,6 @@
-"""What one line says of many: for each shape the flat input beside the slowest usual one.
+"""Sums up the inputs' table in one line per shape: the flat input beside the slowest usual one.
 
-Made of the records of the inputs' table, of this run or of an earlier run's JSON.
+The lines are made from the table's records, of this run or of an earlier run's JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Record = dict[str, Any]
 
 
 def summarise(results: dict[str, Any]) -> Table | None:
-    """Of results as --json writes them, where they have inputs beside flat ones."""
+    """The summary of results in the form that --json writes; None if they have no flat input."""
     shapes: dict[tuple, list[Record]] = {}
     for record in inputs_of(results):
         shapes.setdefault(tuple(record[key] for key in SHAPE), []).append(record)
@@ -33,7 +33,7 @@ def summarise(results: dict[str, Any]) -> Table | None:
 
 
 def inputs_of(results: dict[str, Any]) -> Iterable[Record]:
-    """The records of measured inputs, in whichever table; a row that failed has no time."""
+    """The records of measured inputs in all tables; rows that failed have no time."""
     for rows in results.values():
         for row in rows if isinstance(rows, list) else []:
             if isinstance(row, dict) and row.get("input") and row.get("us"):

@@ -1,4 +1,4 @@
-"""Measures functions against each other, and tables of the results."""
+"""Measures functions against each other, and prints tables of the results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-SETTLE_SECONDS = 0.02  # idle OpenMP threads spin for a while: let those of the other side sleep
+SETTLE_SECONDS = 0.02  # until the other side's OpenMP threads sleep; idle ones spin for a while
 
 
 @dataclass
@@ -18,9 +18,9 @@ class Effort:
     quick: bool = False
     repeats: int = 60
     min_repeats: int = 5
-    row_seconds: float = 8.0  # of all repeats together, about, unless min_repeats take longer
+    row_seconds: float = 8.0  # all repeats together, about, unless min_repeats take longer
     pick: Callable[[list[float]], float] = median
-    call_seconds: float = 0.02  # of one repeat, at least
+    call_seconds: float = 0.02  # one repeat, at least
 
     @classmethod
     def of(cls, quick: bool, best: bool) -> Effort:
@@ -63,14 +63,14 @@ class Table:
 
 
 def show_progress(text: str) -> None:
-    """In place of the text before; nothing where stderr is a file or a pipe."""
+    """Shows a text in place of the one before; does nothing where stderr is a file or a pipe."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def interleave(sides: Mapping[str, Callable[[], object]], effort: Effort) -> dict[str, float]:
-    """Seconds per call of each function, all of them measured in turn, so that a noisy moment of
-    the machine meets every side. A call that takes longer than a row should is measured once."""
+    """Seconds per call of each function. All are measured in turn, so that a noisy moment of the
+    machine affects every side. A call that takes longer than `row_seconds` is measured once."""
     counts = {}
     samples: dict[str, list[float]] = {}
     for name, side in sides.items():

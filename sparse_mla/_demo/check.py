@@ -1,8 +1,8 @@
 """Judges a sample of every step against fp64 NumPy on the same cache bytes.
 
 Path "separate" reads prefills from a bf16 workspace, so it is judged in two steps: the gather bit
-for bit, then attention on the gathered rows; and once more against the FP8 bytes, with the bound
-that the rounding in between may use.
+for bit, then attention on the gathered rows. It is also judged against the FP8 bytes, with a bound
+that allows for the rounding in between.
 """
 
 from __future__ import annotations

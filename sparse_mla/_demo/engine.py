@@ -17,7 +17,7 @@ from sparse_mla._demo.model import ToyModel
 from sparse_mla._demo.scheduler import Batch, Request
 from sparse_mla._judge import BF16, KV_LORA_RANK
 
-KEY_DIM = 576  # of a cached token: kv_lora_rank + qk_rope_head_dim
+KEY_DIM = 576  # values of a cached key: kv_lora_rank + qk_rope_head_dim
 
 
 @dataclass
@@ -30,8 +30,8 @@ class StepResult:
     out: np.ndarray  # [T, H, 512] bf16
     lse: np.ndarray  # [T, H] fp32
     predicted: np.ndarray  # [T] the next byte, as the model sees it
-    library_seconds: float  # in sparse_mla
-    total_seconds: float  # with the toy model and its top-k
+    library_seconds: float  # time spent in sparse_mla
+    total_seconds: float  # the same plus the toy model and its top-k
 
 
 class Engine:
@@ -44,7 +44,7 @@ class Engine:
         self.kv_cache = np.zeros(shape, np.uint8 if is_fp8 else BF16)
         self.model = model
         self.config = config
-        # The builder would make a workspace of its own; the check wants to look at this one.
+        # Left out, the builder would make its own workspace; the check has to read this one.
         workspace_tokens = config.prefill_workspace_tokens
         if workspace_tokens is None:
             workspace_tokens = sparse_mla.get_prefill_workspace_size(config.max_model_len)
@@ -148,7 +148,7 @@ class Engine:
 
 
 def select_topk(scores: np.ndarray, positions: np.ndarray, topk_indices: np.ndarray) -> None:
-    """Causal top-k of scores [T, L] into topk_indices [T, K], which holds -1."""
+    """Writes the causal top-k of scores [T, L] to topk_indices [T, K], which is filled with -1."""
     topk = topk_indices.shape[1]
     future = np.arange(scores.shape[1]) > positions[:, None]
     scores[future] = -np.inf

@@ -4,7 +4,7 @@ the last few bytes have been seen before ("induction").
 The latent of a token, its cached key and value, has two parts: a code of the bytes *before* it
 (what queries look for) and a code of the byte itself (what they want to know). A query is the code
 of the bytes up to its own token, so it finds the tokens that followed the same bytes. All codes are
-random vectors, nearly orthogonal; heads see them through projections of their own. RoPE adds a mild
+random vectors, nearly orthogonal; each head sees them through its own projection. RoPE adds a mild
 preference for recent tokens. So the keys differ, and which of them are selected matters.
 """
 
@@ -64,7 +64,7 @@ class ToyModel:
         return (values.astype(np.float32).mean(axis=1) @ self.byte_codes.T).argmax(axis=1)
 
     def _context_code(self, text: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Code [T, 384] of the bytes that end at position `last`, zeros before the text."""
+        """Code [T, 384] of the bytes up to position `last`; zero bytes stand before the text."""
         padded = np.concatenate([np.zeros(len(CONTEXT_WEIGHTS), text.dtype), text])
         code = np.zeros((len(last), CONTEXT_CODE_DIM), np.float32)
         for distance, codes in enumerate(self.context_codes):
@@ -73,7 +73,7 @@ class ToyModel:
 
     @staticmethod
     def _rope(positions: np.ndarray) -> np.ndarray:
-        """A constant vector turned by its position: products depend on the distance alone."""
+        """A constant vector, rotated by its position so that products depend on distance alone."""
         frequencies = 10000.0 ** (-np.arange(0, ROPE_DIM, 2) / ROPE_DIM)
         angles = positions[:, None] * frequencies
         turned = np.stack([np.cos(angles) - np.sin(angles), np.sin(angles) + np.cos(angles)], -1)

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def make_requests(options: argparse.Namespace) -> list[Request]:
-    """Requests of one half to all of --context bytes, cut from the text, one every other step."""
+    """Requests of half to all of --context bytes of the text; one arrives every other step."""
     for option in ("requests", "context", "decode", "topk", "block_size", "tokens_per_step"):
         if getattr(options, option) < 1:
             raise ValueError(f"--{option.replace('_', '-')} must be at least 1")
@@ -79,7 +79,7 @@ def make_requests(options: argparse.Namespace) -> list[Request]:
 
 
 def read_text(path: Path | None) -> np.ndarray:
-    """The bytes of a text: the tokens."""
+    """The bytes of a text, which are its tokens."""
     if path is None:
         content = resources.files("sparse_mla").joinpath("data", "attention.txt").read_bytes()
     else:

@@ -1,8 +1,8 @@
 """Continuous batching: requests arrive, are prefilled in chunks, decode, and give their pages back.
 
-vLLM's vocabulary and order: a step has a budget of tokens, decodes take theirs first, prefills
-share the rest, and a request is admitted when the pool has pages for all that it will ever write,
-so nothing is ever preempted.
+Vocabulary and order are vLLM's. A step has a budget of tokens; decodes take their tokens first and
+prefills share the rest. A request is admitted when the pool has pages for all tokens that it will
+ever write, so nothing is ever preempted.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Request:
 
 
 class PagePool:
-    """The free pages of a paged cache, last in first out: a request's pages are soon scattered."""
+    """The free pages of a paged cache, last in first out, so requests' pages are soon scattered."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.free_pages = list(range(num_pages))
-        self.reserved = 0  # promised to admitted requests, not yet allocated
+        self.reserved = 0  # pages promised to admitted requests, not yet allocated
         self.peak = 0
 
     @property
@@ -65,8 +65,8 @@ class PagePool:
 
 @dataclass
 class Batch:
-    """One step: which tokens of which requests run, decodes first. Host arrays, one per builder
-    argument."""
+    """One step: which tokens of which requests run, decodes first. The arrays are in host memory,
+    one for each argument of the builder."""
 
     requests: list[Request]
     query_lens: list[int]
@@ -127,7 +127,7 @@ class Scheduler:
                 budget -= query_len
         if not planned:
             return None
-        # A prompt's last token alone looks like a decode, and must stand among them.
+        # A prompt's last token alone looks like a decode, so it must stand among the decodes.
         planned.sort(key=lambda item: item[0] > 1)
         return self._make_batch(planned)
 

@@ -8,17 +8,20 @@ Paths, visible as `metadata.path` and forced by `Config(path=...)`:
 
     mixed      FP8 cache, all tokens in one attention call; few heads (below 32)
     separate   FP8 cache; decodes on the cache, prefills chunk by chunk on a gathered bf16 workspace
-    direct     FP8 cache; prefills on the cache too, without a workspace. Where the path is left
-               open, a step on "separate" takes it if its prefills do not pay for a gather (Hopper)
+    direct     FP8 cache; prefills on the cache too, without a workspace. Where the config leaves
+               the path open, a "separate" step becomes "direct" if a gather would cost more than
+               it saves its prefills (Hopper)
     bf16       bf16 cache, all tokens in one attention call
 
-On CUDA a step's derived arrays are on the device, in the builder's buffers. Planning needs lengths
-in host memory (`query_start_loc_cpu`, `seq_lens_cpu`) and reads nothing back; `slot_mapping` and
-`block_table` are referenced where the engine keeps them, at fixed addresses if graphs shall replay.
-`build` sends one asynchronous copy on the block table's current stream, and `forward` on another
-stream waits for it there. For a graph, call `build` outside and capture `forward`; then, for every
-step, refresh the engine's arrays, `build` a batch of the captured shape (padded with requests of
-length 0, slots -1 and indices -1), and replay on the stream of that build.
+On CUDA the arrays that a plan derives are on the device, in the builder's buffers. Planning needs
+lengths in host memory (`query_start_loc_cpu`, `seq_lens_cpu`) and reads nothing back from the
+device. `slot_mapping` and `block_table` stay where the engine keeps them; if graphs are replayed,
+their addresses must not change. `build` sends one asynchronous copy on the current stream of the
+block table's framework, and a `forward` on another stream waits for that copy on its own stream.
+
+To use a graph, call `build` outside the capture and capture `forward`. Then, for every step,
+refresh the engine's arrays, `build` a batch of the captured shape (padded with requests of length
+0, slots -1 and indices -1), and replay on the stream of that build.
 """
 
 from sparse_mla.backend.batch import CommonAttentionMetadata

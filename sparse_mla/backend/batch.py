@@ -26,12 +26,12 @@ def _host_array(name: str, value: Any, default: Any) -> np.ndarray[Any, Any]:
                 f"CommonAttentionMetadata: `{name}` must be given for device arrays, got None"
             )
     if isinstance(value, list | tuple) and not value:
-        return np.zeros(0, np.int32)  # NumPy takes it for floats
+        return np.zeros(0, np.int32)  # NumPy would make floats of it
     return np.asarray(value)
 
 
 def _largest(values: np.ndarray[Any, Any]) -> int:
-    """The largest value, at least 0. A third of the time of values.max(initial=0)."""
+    """The largest value, at least 0. It takes a third of the time of values.max(initial=0)."""
     return max(int(values.item(values.argmax())), 0) if values.size else 0
 
 
@@ -50,17 +50,18 @@ class CommonAttentionMetadata(ShortRepr):
     block_table : [>= R, W] int32
         Pages of each request. This and slot_mapping are referenced, never copied.
     query_start_loc_cpu, seq_lens_cpu : [R + 1] and [R] integers in host memory
-        The first two again, as arrays or lists. Left out, the first two themselves, if they are
-        there: on CUDA they must be given. `build` reads them before it returns.
+        The values of query_start_loc and seq_lens, as arrays or lists. They may be left out if
+        those two are in host memory themselves; on CUDA they must be given. `build` reads them
+        before it returns.
     num_reqs, num_actual_tokens : int
-        R, and T, padding tokens included. Left out: as query_start_loc says.
+        R, and T with padding tokens included. When left out, query_start_loc decides.
     max_query_len, max_seq_len : int
-        Upper bounds. Left out: the largest of the batch.
+        Upper bounds. When left out, the largest values of the batch.
 
     Raises
     ------
     ValueError
-        Numbers that the arrays contradict. The rest is checked by `MetadataBuilder.build`.
+        Numbers that the arrays contradict. `MetadataBuilder.build` checks the rest.
 
     Source: vLLM's class of this name.
 
@@ -107,8 +108,8 @@ class CommonAttentionMetadata(ShortRepr):
             self.num_actual_tokens = int(starts[-1])
         else:
             self._given("num_actual_tokens")
-        is_int = starts.dtype.kind in "iu"  # else build says what is wrong
-        query_lens = starts[1:] - starts[:-1] if is_int else np.diff(starts)  # np.diff: 3x slower
+        is_int = starts.dtype.kind in "iu"  # else `build` raises an error
+        query_lens = starts[1:] - starts[:-1] if is_int else np.diff(starts)  # diff is 3x slower
         for name, values in (("max_query_len", query_lens), ("max_seq_len", lens)):
             largest = _largest(values)
             if getattr(self, name) is None:
@@ -120,7 +121,7 @@ class CommonAttentionMetadata(ShortRepr):
                 )
 
     def _given(self, name: str) -> int:
-        """A size that is given, from now on an int."""
+        """A size that the caller gave; stores it as an int."""
         size = as_int("CommonAttentionMetadata", name, getattr(self, name))
         setattr(self, name, size)
         return size

@@ -1,4 +1,4 @@
-"""What a step's plan is, and who makes it."""
+"""A step's plan, and the builder that makes it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Chunk(ShortRepr):
     seq_lens : [n] int32
         Tokens of each request, context and query.
     tokens_slice : slice
-        The chunk's query tokens, in the batch.
+        The chunk's query tokens among those of the batch.
     block_table : [n, W] int32
-        The chunk's rows of the caller's.
+        The chunk's rows of the caller's block table.
     req_start_idx : int
-        Its first request; 0 is the batch's first prefill.
+        The chunk's first request; 0 is the batch's first prefill.
     workspace_starts : [n] int32
         First workspace row of each request.
     chunk_tot_seqlen : int
@@ -58,7 +58,7 @@ class Decode(ShortRepr):
     decode_query_len : int
         Query tokens of each decode, 1 + speculative tokens.
     num_splits : int
-        Ranges that the K columns of a row are cut into, to be attended to in parallel.
+        Number of ranges that the K columns are cut into, to attend to them in parallel.
 
     Source: vLLM's FlashMLASparseMetadata.FP8SeparatePrefillDecode.Decode.
 
@@ -86,7 +86,7 @@ class Prefill(ShortRepr):
     workspace_starts : [prefills] int32
         First workspace row of each request, counted from 0 in each chunk.
     chunks : list of Chunk
-        One attention call each.
+        Each chunk is one attention call.
 
     Source: vLLM's FlashMLASparseMetadata.FP8SeparatePrefillDecode.Prefill.
 
@@ -105,36 +105,37 @@ class Prefill(ShortRepr):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Metadata(ShortRepr):
-    """One step's plan, read by every layer: made by `MetadataBuilder.build`, valid until the next.
+    """One step's plan, which every layer reads. It is valid until `MetadataBuilder.build` is called
+    again.
 
-    Arrays that the engine gave are the engine's own objects. The others view the builder's
-    persistent buffers, read-only, at the same addresses in every step (as `sparse_mla.Tensor` on
-    CUDA, where every framework's from_dlpack takes them).
+    Arrays that the engine gave are the engine's own objects. The others are read-only views of the
+    builder's persistent buffers, at the same addresses in every step. On CUDA they are
+    `sparse_mla.Tensor` objects, which every framework's from_dlpack takes.
 
     Attributes
     ----------
     path : "mixed", "separate", "bf16" or "direct"
         How the step runs, see help(sparse_mla.backend).
     num_reqs, num_actual_tokens : int
-        R, and T, padding tokens included.
+        R, and T with padding tokens included.
     max_query_len, max_seq_len : int
         Upper bounds, in tokens.
     num_decodes, num_prefills : int
-        Requests of either kind; decodes come first.
+        Numbers of requests; decodes come first.
     num_decode_tokens, num_prefill_tokens : int
-        Query tokens of either kind.
+        Query tokens of the decodes and of the prefills.
     block_size, topk_tokens : int
-        Tokens per page, and K, of the config.
+        Tokens per page, and K, from the config.
     query_start_loc : [R + 1] int32
-        The engine's, as are the next two.
+        The engine's array, as are the next two.
     slot_mapping : [>= T] int64 or int32
     block_table : [>= R, W] int32
     req_id_per_token : [T] int32
         The request of each token; 0 for padding tokens.
     decode : Decode or None
-        There on "separate" and "direct" with decodes.
+        The decode part of a step with decodes on "separate" or "direct", else None.
     prefill : Prefill or None
-        There on "separate" with prefills.
+        The prefill part of a step with prefills on "separate", else None.
 
     Source: vLLM's FlashMLASparseMetadata.
 
@@ -191,16 +192,16 @@ def _make_prefill(step: dict[str, Any], block_table: Array) -> Prefill:
 
 
 class MetadataBuilder:
-    """Plans steps. Holds every buffer that a plan needs, sized once for the largest batch.
+    """Plans steps. The builder holds every buffer of a plan, sized once for the largest batch.
 
-    One thread at a time; a second one gets a RuntimeError.
+    Only one thread may use it at a time; a second one gets a RuntimeError.
 
     Parameters
     ----------
     config : Config
     workspace : [tokens, 576] bf16, optional
-        The prefill workspace of path "separate", shared by all layers; left out, the builder's own.
-        It is kept until the builder goes.
+        The prefill workspace of path "separate", which all layers share. When left out, the builder
+        makes its own. The builder keeps it alive as long as it lives itself.
 
     Attributes
     ----------
@@ -211,7 +212,8 @@ class MetadataBuilder:
     Raises
     ------
     TypeError, ValueError, RuntimeError, MemoryError
-        No Config, a workspace that does not fit it, a device that this build lacks, no memory.
+        No Config, a workspace that does not fit the config, a device that this build lacks, no
+        memory.
 
     Source: vLLM's FlashMLASparseMetadataBuilder.
 
@@ -261,26 +263,27 @@ class MetadataBuilder:
     ) -> Metadata:
         """Plan one step.
 
-        Host arrays are read now, the block table is referenced until the next build. On CUDA the
-        plan travels in one copy from pinned memory, on the current stream of the block table's
-        framework (the legacy default stream where it cannot be known). Nothing is synchronised, and
-        the next build may follow at once: the staging memory in flight is left alone. Not to be
-        captured in a graph, see above.
+        Host arrays are read during the call; the block table is referenced until the next build. On
+        CUDA the plan travels in one copy from pinned memory, on the current stream of the block
+        table's framework (the legacy default stream where it cannot be known). Nothing is
+        synchronised. The next build may follow at once, because it leaves staging memory alone that
+        is still in flight. `build` must not be captured in a graph, see help(sparse_mla.backend).
 
         Parameters
         ----------
         common : CommonAttentionMetadata
         common_prefix_len, fast_build : int and bool
-            Accepted as engines pass them. A plan is the same whatever they are.
+            Accepted because engines pass them. They do not change the plan.
 
         Returns
         -------
-        Metadata, valid until the next build of this builder. After an error the former is.
+        Metadata, valid until the next build of this builder. After an error the previous one stays
+        valid.
 
         Raises
         ------
         TypeError
-            What is no CommonAttentionMetadata, a slot_mapping that is no array.
+            `common` is no CommonAttentionMetadata, or its slot_mapping is no array.
         ValueError
             Lengths that are negative, decrease or contradict each other, a batch beyond the config,
             a block table too narrow, prefills before decodes (where the path has both parts), a
@@ -304,7 +307,7 @@ class MetadataBuilder:
         if not isinstance(common, CommonAttentionMetadata):
             wanted = "a CommonAttentionMetadata"
             raise wrong_type("MetadataBuilder.build", "common", wanted, common)
-        # None only says "left out" in the signature: making `common` has filled these in.
+        # Neither is None any more: CommonAttentionMetadata fills in what its caller left out.
         sizes = (common.num_reqs, common.num_actual_tokens)
         num_reqs, num_actual_tokens = cast(tuple[int, int], sizes)
         shape = getattr(common.slot_mapping, "shape", None)
@@ -328,7 +331,7 @@ class MetadataBuilder:
             decode = Decode(step["decode_query_len"], step["decode_num_splits"])
         if step["chunks"]:
             prefill = _make_prefill(step, common.block_table)
-        # A frozen dataclass sets its fields one by one, three times as slow as this.
+        # A frozen dataclass would set its fields one by one, which takes three times as long.
         metadata = object.__new__(Metadata)
         metadata.__dict__.update(
             path=step["path"],

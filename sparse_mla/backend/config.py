@@ -41,22 +41,22 @@ class Config:
     block_size : int
         Tokens per page.
     topk_tokens : int
-        K: columns of topk_indices at most.
+        K, the columns that topk_indices has at most.
     max_num_seqs, max_num_batched_tokens, max_model_len : int
         The largest batch; every persistent buffer is sized by them.
     decode_threshold : int
-        Query tokens of a decode at most: 1 + the number of speculative tokens.
+        Query tokens that a decode has at most: 1 + the number of speculative tokens.
     min_heads_for_bf16_prefill : int
-        With an FP8 cache and fewer heads the path is "mixed", else "separate" (or step by step, see
-        above, "direct").
+        With an FP8 cache and fewer heads the path is "mixed". With more heads it is "separate", or
+        "direct" in some steps, see help(sparse_mla.backend).
     prefill_workspace_tokens : int, optional
         Rows of the bf16 workspace of path "separate"; None = 5 * max_model_len.
     path : "mixed", "separate", "bf16" or "direct", optional
-        Forces a path; one that cannot serve the cache is a ValueError.
+        Forces a path; a path that cannot serve the cache is a ValueError.
     device : str
-        "cpu", "cuda" (the first GPU) or "cuda:1"; a torch.device too. Where the builder's buffers
-        and all arrays of a step are. Whether this build and machine have it is found out by
-        `MetadataBuilder`.
+        "cpu", "cuda" (the first GPU) or "cuda:1"; a torch.device too. The builder's buffers and all
+        arrays of a step are on this device. `MetadataBuilder` finds out whether this build and this
+        machine have it.
 
     Raises
     ------
@@ -140,7 +140,7 @@ class Config:
                 f"got {self.path!r}"
             )
         if not isinstance(self.device, str):
-            object.__setattr__(self, "device", str(self.device))  # torch.device prints itself so
+            object.__setattr__(self, "device", str(self.device))  # str() of a torch.device
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ValueError(
                 f"Config: `device` must be 'cpu', 'cuda' or 'cuda:N', got {self.device!r}"

@@ -1,4 +1,4 @@
-"""What an engine asks before it makes a backend."""
+"""Facts that an engine asks for before it makes a backend."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from sparse_mla.backend.layer import SparseMLA
 
 
 class Backend:
-    """What an engine asks a backend about itself before it makes one: a class of facts.
+    """The facts that an engine asks a backend for before it makes one.
 
     Attributes
     ----------
     name : str
         "SPARSE_MLA".
     supported_dtypes, supported_kv_cache_dtypes : list of str
-        Of queries and results, and what `Config.kv_cache_dtype` may be.
+        The dtypes of queries and results, and the values of `Config.kv_cache_dtype`.
     supported_kernel_block_sizes : str
-        "any": tokens per page.
+        Tokens per page: "any".
     supported_head_sizes : list of int
-        576 values of a key, 512 without RoPE and 64 with it.
+        576 values of a key: 512 without RoPE and 64 with it.
     is_mla, is_sparse : bool
         True.
     accept_output_buffer : bool
@@ -60,13 +60,13 @@ class Backend:
 
         Returns
         -------
-        bool: 8.0 and newer by a build with CUDA (`build_info()["cuda"]` names the toolkit), none by
-        a CPU-only one ("none: ...").
+        bool: True for 8.0 and newer in a build with CUDA (`build_info()["cuda"]` names the
+        toolkit). False for all in a CPU-only build ("none: ...").
 
         Raises
         ------
         TypeError
-            What does not compare with a number.
+            An argument that does not compare with a number.
 
         Examples
         --------
@@ -94,7 +94,7 @@ class Backend:
         num_kv_heads, head_size : int
             1 and 576: MLA has one head of keys.
         cache_dtype_str : str
-            As `Config.kv_cache_dtype`.
+            The cache's format, as in `Config.kv_cache_dtype`.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""One layer of a step."""
+"""One layer's attention in a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class SparseMLA:
     ----------
     config : Config
     kv_b_proj : [512, H * (Pn + Pv)] bf16, fp16, fp32 or e4m3, its transpose, or a layer, optional
-        What `split_kv_b_proj` takes; makes `W_UK` and `W_UV`, which are None without it.
+        The `weight` of `split_kv_b_proj`, from which `W_UK` and `W_UV` are made. They are None
+        without it.
     weight_scale_inv : [ceil(rows / 128), ceil(columns / 128)] fp32, optional
         Block scales of an e4m3 weight.
 
@@ -31,7 +32,7 @@ class SparseMLA:
     Raises
     ------
     TypeError, ValueError
-        No Config; else what `split_kv_b_proj` raises.
+        `config` is no Config, or `split_kv_b_proj` raises.
 
     Source: vLLM's FlashMLASparseImpl.
 
@@ -82,7 +83,7 @@ class SparseMLA:
         lse: Array | None = None,
         stream: Any = None,
     ) -> tuple[Array, Array]:
-        """Attend, by the metadata's path, for all tokens of the step.
+        """Attend for all tokens of the step, on the metadata's path.
 
         Parameters
         ----------
@@ -91,7 +92,7 @@ class SparseMLA:
         topk_indices : [>= T, K] int32
             Positions inside each request, -1 = none, as the indexer gives them.
         metadata : Metadata
-            Of its builder's latest build.
+            The result of its builder's latest build.
         attn_sink : [H] fp32, optional
             Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
         out : [>= T, H, 512] bf16, optional
@@ -101,14 +102,14 @@ class SparseMLA:
 
         Returns
         -------
-        (out, lse) with q's number of rows when they were left out. Only the first
-        num_actual_tokens are written; of arrays that this call made the others are zero.
+        (out, lse), with as many rows as q when they were left out. Only the first
+        num_actual_tokens rows are written; in arrays that this call made, the others are zero.
 
         Raises
         ------
         TypeError, ValueError, BufferError, RuntimeError, MemoryError
-            Metadata that a later build replaced; what `sparse_attention` and `gather_kv_cache`
-            raise, before anything is written.
+            Metadata that a later build replaced, and the errors of `sparse_attention` and
+            `gather_kv_cache`. All are raised before anything is written.
 
         Source: vLLM's FlashMLASparseImpl.forward_mqa.
 
@@ -158,7 +159,7 @@ class SparseMLA:
         Raises
         ------
         TypeError, ValueError, BufferError, RuntimeError, MemoryError
-            A layer without kv_b_proj; else what `sparse_mla.k_up_proj` raises.
+            A layer without kv_b_proj, and the errors of `sparse_mla.k_up_proj`.
 
         Source: see `sparse_mla.k_up_proj`.
 
@@ -189,7 +190,7 @@ class SparseMLA:
         Raises
         ------
         TypeError, ValueError, BufferError, RuntimeError, MemoryError
-            A layer without kv_b_proj; else what `sparse_mla.v_up_proj` raises.
+            A layer without kv_b_proj, and the errors of `sparse_mla.v_up_proj`.
 
         Source: see `sparse_mla.v_up_proj`.
 

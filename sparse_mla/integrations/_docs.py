@@ -1,4 +1,4 @@
-"""Docstrings of functions that repeat an operator for a framework."""
+"""Makes the docstrings of functions that offer an operator to a framework."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _ENTRY = re.compile(r"^(\w[\w, ]*) : .*(?:\n +.*)*\n?", re.MULTILINE)
 
 
 def document(function: Callable[..., Any], operator: Any, framework: str) -> None:
-    """Makes a docstring of the function's own words and of what the operator says: of the
-    parameters that the function has too, results and errors.
+    """Makes a function's docstring from its own words and from the operator's docstring, which
+    describes the parameters that the function has too, the results and the errors.
 
-    The words come first, and their "Returns" in place of the operator's, their example last.
+    The own words come first. Their "Returns", if any, replaces the operator's; their example comes
+    last.
     """
     doc = inspect.getdoc(operator)
     if operator.__doc__ is None or doc is None:  # python -OO
@@ -40,5 +41,5 @@ def document(function: Callable[..., Any], operator: Any, framework: str) -> Non
 
 
 def _section(doc: str, title: str, end: str = "Examples") -> str:
-    """From a section's title up to that of another."""
+    """The text from a section's title up to the title of another section."""
     return doc[doc.index(f"\n{title}\n---") + 1 : doc.index(f"\n{end}\n---")]

@@ -1,6 +1,6 @@
-"""Operators as frameworks take them over: the table of each (csrc/python/call/operator.h) beside
-its declaration (sparse_mla.ops). Nothing is written again: a new operator is there as soon as it is
-declared.
+"""Operators in the form that frameworks need: each operator's table (csrc/python/call/operator.h)
+joined with its declaration (sparse_mla.ops). Nothing is written twice, so a new operator is here as
+soon as it is declared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sparse_mla.integrations._docs import document
 READ = ("input", "optional input", "pair", "second", "input and output")  # kinds of arrays
 ALWAYS = ("output", "result")  # returned by every call
 ASKED = ("asked output", "asked result")  # returned where the call asks for it
-GIVEN = ("output", "asked output", "workspace")  # arrays of the caller, for results
+GIVEN = ("output", "asked output", "workspace")  # arrays that the caller may give to write to
 
 
 class Schema:
@@ -48,7 +48,7 @@ class Schema:
         return dict(zip(self.returned, rule(_results.Given(self.name, values)), strict=True))
 
     def part(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The arguments with both arrays of a pair, the second None where there is one array."""
+        """The arguments with pairs split in two; the second is None where one array is given."""
         for first, second in self.pair.items():
             given = values[first]
             is_pair = isinstance(given, (tuple, list))
@@ -57,7 +57,7 @@ class Schema:
         return values
 
     def join(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The inverse of the former."""
+        """The inverse of `part`."""
         values = dict(values)
         for first, second in self.pair.items():
             rest = values.pop(second, None)
@@ -68,9 +68,9 @@ class Schema:
     def expose(
         self, call: Callable[[dict[str, Any]], Any], left_out: tuple[str, ...], module: str
     ) -> Callable[..., Any]:
-        """A function with the operator's signature, less arguments of the kinds `left_out`.
+        """Makes a function with the operator's signature, without parameters of kinds `left_out`.
 
-        `call` gets all arguments by their names.
+        The function passes all its arguments to `call`, by their names.
         """
         parameters = [p for name, p in self.parameters.items() if self.rows[name] not in left_out]
         signature = self.signature.replace(parameters=parameters)

@@ -1,5 +1,5 @@
-"""What the functions of integrations/torch.py and jax.py say of themselves: the words that are
-their own, and an example. _docs.py adds what sparse_mla.ops says of the operator.
+"""The part of the docstrings of integrations/torch.py and jax.py that is their own: a few words and
+an example for each function. _docs.py adds what sparse_mla.ops says about the operator.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
 """The operators for JAX inside `jit`, on the CPU, through JAX's foreign function interface.
 
-The functions have the names and arguments of `sparse_mla`'s own, less `stream` and `workspace`, and
-less `out` and the like where a result is new: JAX arrays are immutable, XLA plans their memory.
-`concat_and_cache_mla` and `gather_kv_cache` return the array that they write to. It is written in
-place when the caller donates it to `jit`, and XLA copies it first otherwise. Options are Python
-values, fixed when a function is traced; results have the bits of an eager call.
+The functions have the names and arguments of `sparse_mla`'s own, without `stream` and `workspace`.
+Where a result is new they have no `out` and the like either, because JAX arrays are immutable and
+XLA plans their memory. `concat_and_cache_mla` and `gather_kv_cache` return the array that they
+write to. It is written in place when the caller donates it to `jit`; otherwise XLA copies it first.
+Options are Python values, fixed when a function is traced. Results have the same bits as those of
+an eager call.
 
-Ranks that leave a result without a shape are a ValueError while tracing. All other errors come when
-the program runs, as `jax.errors.JaxRuntimeError` with the text of an eager call. `vmap` runs the
-calls one after the other, derivatives do not exist. Arrays on a GPU are a ValueError: eager calls
-of `sparse_mla` take those.
+An array whose rank leaves a result without a shape is a ValueError while tracing. All other errors
+are raised when the program runs, as `jax.errors.JaxRuntimeError` with the text of an eager call.
+`vmap` runs the calls one after the other; there are no derivatives. An array on a GPU is a
+ValueError: call `sparse_mla`'s own functions with it, outside `jit`.
 
-Needs JAX 0.5 or later.
+This module needs JAX 0.5 or later.
 
 >>> import jax, jax.numpy as jnp
 >>> import sparse_mla.integrations.jax as smla
@@ -69,8 +70,8 @@ _ATTRIBUTES = {"int": np.int64, "int32": np.int64, "float": np.float64, "kv_form
 
 
 def _call(schema: Schema, values: dict[str, Any]) -> Any:
-    """One custom call, as csrc/python/xla/xla_ffi.c takes it. What is read and written becomes its
-    only result, in place."""
+    """Makes one custom call in the form that csrc/python/xla/xla_ffi.c takes. An array that is both
+    read and written becomes the call's only result, in place."""
     values = schema.part(values)
     given = {}
     for name in schema.names(*READ):

@@ -1,12 +1,13 @@
 """The operators as PyTorch custom operators: torch.compile and torch.export pass through them.
 
 Importing this module registers `torch.ops.sparse_mla.*` for CPU and CUDA tensors, each with a fake
-kernel. The functions here call them, with the names, arguments and results of `sparse_mla`'s own,
-less `stream`: work goes to PyTorch's current stream. Eager or compiled, they give the same bits.
+kernel. The functions here call these operators. They have the names, arguments and results of
+`sparse_mla`'s own, without `stream`, because work goes to PyTorch's current stream. Eager and
+compiled calls give the same bits.
 
-The operator of a name returns new tensors; its overload `.out` writes those of the caller and says
-so in its schema, as `concat_and_cache_mla` and `gather_kv_cache` always do, so that a compiled
-function keeps the order of writes and reads. A pair of queries is `q` and `q_pe` there.
+An operator returns new tensors. Its overload `.out` writes tensors of the caller and says so in its
+schema, so that a compiled function keeps the order of writes and reads. `concat_and_cache_mla` and
+`gather_kv_cache` always do so. In the schemas a pair of queries is `q` and `q_pe`.
 
 The operators have no backward: while gradients are enabled, a tensor that requires them is a
 BufferError.
@@ -63,7 +64,7 @@ def _is_watched(x: Any) -> bool:
 
 
 def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Registers an operator; `fake` tells what it returns, from tensors without values."""
+    """Registers an operator; `fake` makes results without values from tensors without values."""
     name = schema.partition("(")[0]
     op, _, variant = name.partition(".")
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -71,7 +72,7 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
     names = [argument.name for argument in overload._schema.arguments]
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        """For parameters under no_grad, too: the direct call refuses what requires gradients."""
+        """Detaches parameters, because `kernel` refuses tensors that require gradients."""
         args = tuple([x.detach() if getattr(x, "requires_grad", False) else x for x in args])
         for key, x in kwargs.items():
             if getattr(x, "requires_grad", False):
@@ -88,7 +89,7 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
         return overload.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
 
     def trace(*args: Any, **kwargs: Any) -> Any:
-        """With the rule whose breach would not show in the results."""
+        """Calls `fake`, and checks the one rule whose breach would not show in its results."""
         place = args[0].device
         for key, x in (*zip(names, args, strict=False), *kwargs.items()):
             if isinstance(x, Tensor) and x.device != place:
@@ -118,9 +119,9 @@ _TYPES = {
 
 
 def _declare(schema: Schema, outputs: list[str]) -> str:
-    """The arguments of an overload that writes `outputs`, in PyTorch's words.
+    """The arguments of an overload that writes `outputs`, in PyTorch's schema language.
 
-    An output that every call returns is required: the overload is there to write it.
+    An output that every call returns is required, because the overload exists to write it.
     """
     positional: list[str] = []
     keywords: list[str] = []
@@ -147,7 +148,7 @@ def _one_or_all(results: list[Tensor]) -> Any:
 
 
 def _named(names: list[str], results: Any) -> dict[str, Tensor]:
-    """The inverse of the former, by their names."""
+    """The inverse of `_one_or_all`: the results by their names."""
     return dict(zip(names, results if isinstance(results, tuple) else (results,), strict=False))
 
 
@@ -208,7 +209,7 @@ def _take_over(operator: Any) -> Callable[..., Any]:
         return overload(*[values.pop(name) for name in schema.positional], **values)
 
     def write(values: dict[str, Any], asks: bool) -> Any:
-        """With results of the caller: the others that could be are made here."""
+        """Writes results to the caller's tensors, and makes those that the caller left out."""
         results = schema.results(values)
         for name in outputs:
             if values[name] is None and (name in always or (asks and name in asked)):

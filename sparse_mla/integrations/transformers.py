@@ -7,13 +7,13 @@ that chooses its keys. The rest of the attention is this library's:
     q_a, q_b and kv_a projections, RoPE     the model's
     concat_and_cache_mla                    the new latents to their pages
     indexer                                 the model's; its keys lie in pages of the same numbers
-    k_up_proj, SparseMLA.forward, v_up_proj absorb, attend to the keys chosen, return to the heads
+    k_up_proj, SparseMLA.forward, v_up_proj absorb, attend to the chosen keys, project to the heads
     o_proj                                  the model's
 
 The attention is replaced while a step runs; between steps the model is as it was. On CUDA the work
 goes to torch's current stream, and nothing here waits for the device.
 
-Needs PyTorch, and transformers 5.17 or later.
+This module needs PyTorch, and transformers 5.17 or later.
 
 >>> from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 >>> from sparse_mla.integrations.transformers import ModelRunner
@@ -63,21 +63,21 @@ def __dir__() -> list[str]:
 @dataclass
 class _Request:
     pages: list[int] = field(default_factory=list)
-    num_tokens: int = 0  # that are cached
+    num_tokens: int = 0  # cached tokens
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Requests next to each other with equally many new tokens: one call of the indexer."""
+    """Neighbouring requests with equally many new tokens, which share one call of the indexer."""
 
-    rows: slice  # of the step
+    rows: slice  # the group's tokens among those of the step
     block_table: torch.Tensor  # [B, W]
     slots: torch.Tensor  # [B * S]
     positions: torch.Tensor  # [B, S, 1]
-    is_visible: torch.Tensor  # [B, S, W * block_size] bool: up to the token itself
+    is_visible: torch.Tensor  # [B, S, W * block_size] bool: positions up to the token itself
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """Its part [B, S, ...] of a step's [1, T, ...]."""
+        """The group's part [B, S, ...] of a step's tensor [1, T, ...]."""
         return x[0, self.rows].unflatten(0, self.positions.shape[:2])
 
 
@@ -87,24 +87,24 @@ class _Step:
 
     metadata: sparse_mla.Metadata
     groups: list[_Group]
-    topk_indices: torch.Tensor  # [T, K] int32, each layer's in turn
+    topk_indices: torch.Tensor  # [T, K] int32, written by each layer in turn
 
 
 @dataclass(frozen=True)
 class _IndexKeys:
-    """What the indexer takes for a cache of Transformers: one layer's keys, in pages."""
+    """One layer's index keys, in pages. The indexer takes it for a cache of Transformers."""
 
     pages: torch.Tensor  # [num_pages, block_size, index_head_dim]
     group: _Group
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Writes keys [B, S, D]; -> all of these requests, [B, W * block_size, D]."""
+        """Writes keys [B, S, D]; returns all keys of these requests, [B, W * block_size, D]."""
         self.pages.flatten(0, 1)[self.group.slots] = keys.flatten(0, 1)
         return self.pages[self.group.block_table].flatten(1, 2)
 
 
 class _PagedAttention(torch.nn.Module):
-    """Stands in for one layer's attention, whose weights and indexer it uses."""
+    """Replaces one layer's attention, whose weights and indexer it uses."""
 
     def __init__(self, model: Any, config: sparse_mla.Config, num_pages: int) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _PagedAttention(torch.nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         topk_indices: torch.Tensor,
     ) -> None:
-        """The indexer's choice for the group, to its rows of topk_indices."""
+        """Writes the indexer's choice for the group to the group's rows of topk_indices."""
         chosen = self.model.indexer(
             group.take(hidden_states),
             group.take(q_resid),
@@ -166,7 +166,7 @@ class _PagedAttention(torch.nn.Module):
             group.is_visible,
             None,
             past_key_values=_IndexKeys(self.index_keys, group),
-        )  # [B, S, <= K] positions; where fewer are visible, it fills up with others
+        )  # [B, S, <= K] positions; where fewer are visible, invisible ones fill the rest
         chosen = chosen.masked_fill(chosen > group.positions, -1)
         topk_indices[group.rows, : chosen.shape[2]] = chosen.flatten(0, 1)
 
@@ -174,19 +174,19 @@ class _PagedAttention(torch.nn.Module):
 class ModelRunner:
     """Runs a DeepSeek-V3.2 model over requests whose keys lie in one paged cache.
 
-    One thread at a time, and the model belongs to that thread during a step.
+    Only one thread may use it at a time, and the model belongs to that thread during a step.
 
     Parameters
     ----------
     model : DeepseekV32ForCausalLM
         In eval mode, all of it on one device, in bf16 or fp32. The up projections of its attention
-        are copied (in bf16), so weights that change later do not count.
+        are copied (in bf16), so later changes of these weights have no effect.
     num_pages : int
         Pages of the cache, shared by all requests. A page has `block_size` tokens of every layer.
     max_num_seqs, max_num_batched_tokens : int
-        Requests and tokens of a step at most.
+        Requests and tokens that a step has at most.
     max_model_len : int
-        Tokens of a request at most; not more than the model's max_position_embeddings.
+        Tokens that a request has at most; not more than the model's max_position_embeddings.
     block_size : int
     kv_cache_dtype : "auto" or "bfloat16", or "fp8_ds_mla"
     path : str, optional
@@ -200,8 +200,8 @@ class ModelRunner:
     Raises
     ------
     TypeError, ValueError
-        Another model, one in training mode or on several devices, limits that do not fit it. Sizes
-        that there are no kernels for: `kv_lora_rank` must be 512 and `qk_rope_head_dim` 64.
+        Another model, a model in training mode or on several devices, limits that do not fit the
+        model. Sizes without kernels: `kv_lora_rank` must be 512 and `qk_rope_head_dim` 64.
 
     Source: vLLM's model runner, in small.
 
@@ -296,10 +296,10 @@ class ModelRunner:
         ----------
         tokens : mapping of requests to [n] token ids, integers, n >= 1
             A request is any hashable name; it begins with its first tokens. A prompt may come in
-            any number of chunks, in steps that decode other requests. Ids may be a list, or a
-            tensor (on the model's device it is not read by the host).
+            any number of chunks, in steps that decode other requests. Ids may be a list or a
+            tensor. The host does not read a tensor on a GPU.
         all_logits : bool
-            Logits of every new token, instead of each request's last one.
+            Whether to return logits of every new token, not only of each request's last token.
 
         Returns
         -------
@@ -310,7 +310,7 @@ class ModelRunner:
         TypeError, ValueError
             Ids that are not one-dimensional integers, a batch or a request beyond the limits.
         MemoryError
-            Too few free pages. As after every error, the requests have the tokens that they had.
+            Too few free pages. As after every error, the requests keep the tokens that they had.
 
         Source: vLLM's scheduler output, in small.
 
@@ -337,7 +337,7 @@ class ModelRunner:
         ids = {request: self._check_ids(request, new) for request, new in tokens.items()}
         self._check_limits(ids)
         self._allocate(ids)
-        rows: dict[Hashable, range] = {}  # of the step, decodes first, as the builder wants them
+        rows: dict[Hashable, range] = {}  # of the step; the builder needs decodes first
         num_tokens = 0
         for request in sorted(ids, key=lambda request: len(ids[request]) > 1):
             rows[request] = range(num_tokens, num_tokens + len(ids[request]))
@@ -348,7 +348,7 @@ class ModelRunner:
             logits = self.model(
                 input_ids=torch.cat([ids[request] for request in rows])[None],
                 position_ids=positions[None],
-                # A mask of four dimensions is taken as it is; no layer reads this one.
+                # Transformers takes a mask of four dimensions as it is; no layer reads this one.
                 attention_mask=torch.empty((1, 1, 0, 0), device=self._device),
                 use_cache=False,
                 logits_to_keep=self._put(torch.tensor(wanted)),
@@ -447,7 +447,7 @@ class ModelRunner:
         for request, new in ids.items():
             state = self._state(request)
             num_pages = -(-(state.num_tokens + len(new)) // self.config.block_size)
-            missing[request] = max(num_pages - len(state.pages), 0)  # a step may have failed
+            missing[request] = max(num_pages - len(state.pages), 0)  # pages of a failed step stay
         if sum(missing.values()) > len(self._free_pages):
             raise MemoryError(
                 f"ModelRunner.step: {sum(missing.values())} more pages needed, "
@@ -461,14 +461,14 @@ class ModelRunner:
     # --- a step ----------------------------------------------------------------------------------
 
     def _put(self, x: np.ndarray | torch.Tensor) -> torch.Tensor:
-        """On the device, without waiting for it: copies come from pinned memory."""
+        """Copies to the device without waiting for it, by way of pinned memory."""
         x = torch.as_tensor(x)
         if x.device.type == "cpu" and self._device.type == "cuda":
             x = x.pin_memory()
         return x.to(self._device, non_blocking=True)
 
     def _plan(self, rows: dict[Hashable, range]) -> tuple[torch.Tensor, _Step]:
-        """-> positions [T] of the step's tokens in their requests, and what the layers need."""
+        """Returns positions [T] of the step's tokens in their requests, and what layers need."""
         block_size = self.config.block_size
         states = [self._requests[request] for request in rows]
         contexts = [state.num_tokens for state in states]

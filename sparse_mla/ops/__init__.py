@@ -1,34 +1,34 @@
-"""The operators: signatures, defaults and documentation. The work is done by the C core.
+"""The operators: signatures, defaults and documentation. The C core does the work.
 
-What is declared in this package is called as any function; csrc/python/call/operator.c takes the
-call, and the arguments have their C side in a table of csrc/python/ops/.
+An operator that is declared here is called like any function. csrc/python/call/operator.c takes the
+call, and a table in csrc/python/ops/ describes the arguments to C.
 
-What holds for every operator. Arrays are anything that speaks DLPack, or NumPy arrays (ml_dtypes
-included); the last dimension is contiguous unless a docstring says otherwise, all other strides are
-honoured. Outputs are optional keywords; an array given as output is returned as the same object,
-and one that is not given comes in the framework of the first array. All arrays of a call are on one
-device. `stream` is an int handle or an object with `__cuda_stream__`, `.cuda_stream` or `.ptr`;
-None is the first array's current stream where its framework tells (torch, cupy), else the legacy
-default stream. The CPU ignores it.
+The following holds for every operator. An array is anything that supports DLPack, or a NumPy array
+(ml_dtypes included). Its last dimension is contiguous unless a docstring says otherwise; all other
+strides are honoured. Outputs are optional keywords. An array given as output is returned as the
+same object, and an output that is not given is made in the framework of the first array. All arrays
+of a call are on one device. `stream` is an int handle or an object with `__cuda_stream__`,
+`.cuda_stream` or `.ptr`. None means the first array's current stream where its framework tells it
+(torch, cupy), else the legacy default stream. The CPU ignores `stream`.
 
 Every operator raises TypeError (not an array, or the wrong dtype), ValueError (rank, shape, stride,
 alignment, device, overlap, a bad value), BufferError (an array that cannot be exported, or cannot
 be written: read-only, jax), RuntimeError (a device that this build lacks) and MemoryError. The text
-reads "op: `argument` must RULE, got ACTUAL"; nothing was written then.
+reads "op: `argument` must RULE, got ACTUAL". A call that raises has written nothing.
 
 Shapes use T query tokens, H heads (1 to 128), K index columns, R requests, W block table columns.
 A slot is `page * block_size + offset`. A cache is [pages, block_size, row], or with an MQA head
-axis [pages, block_size, 1, row], or flat [tokens, row]; row is 576 bf16 ("bfloat16"), 656 bytes of
-uint8, int8 or float8_e4m3fn ("fp8_ds_mla"), or 512 bf16 ("bfloat16" without RoPE: then keys have
-512 values where docstrings say 576, `k_pe` is [tokens, 0], and `q` is no pair).
+axis [pages, block_size, 1, row], or flat [tokens, row]. row is 576 bf16 ("bfloat16"), 656 bytes of
+uint8, int8 or float8_e4m3fn ("fp8_ds_mla"), or 512 bf16 ("bfloat16" without RoPE). Without RoPE,
+keys have 512 values where docstrings say 576, `k_pe` is [tokens, 0], and `q` is no pair.
 
-CUDA. A call enqueues its work on `stream` and returns: it never synchronises, and takes memory for
-nothing but results and workspace that were left out, from the framework's allocator, so that it can
-be captured in a graph (where there is no such allocator, give both). Shapes, dtypes, strides and
-addresses are checked as on the CPU. Values in device memory are not read back: where the CPU raises
-a ValueError for a bad slot, page, request id or length, the kernels stay inside the buffers, and do
-what the operator's docstring says. SPARSE_MLA_CHECK=1 in the environment, a debugging aid, makes
-calls synchronise and raise these ValueErrors too; it cannot be used during capture.
+On CUDA a call enqueues its work on `stream` and returns; it never synchronises. It allocates memory
+only for results and workspace that were left out, from the framework's allocator, so it can be
+captured in a graph. Where the framework has no such allocator, give both. Shapes, dtypes, strides
+and addresses are checked as on the CPU. Values in device memory are not read back: where the CPU
+raises a ValueError for a bad slot, page, request id or length, the kernels stay inside the buffers
+and do what the operator's docstring says. SPARSE_MLA_CHECK=1 in the environment is a debugging aid:
+calls then synchronise and raise these ValueErrors too, and cannot be captured.
 """
 
 from sparse_mla.ops import absorption, attention, cache, facts, planning

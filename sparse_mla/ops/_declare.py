@@ -1,4 +1,4 @@
-"""How a declaration becomes an operator of C."""
+"""Turns declarations into operators of C."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ Array = Any
 Stream = Any
 Declaration = TypeVar("Declaration", bound=Callable[..., Any])
 
-OPERATORS: dict[str, Any] = {}  # that frameworks' integrations take over, by name
+OPERATORS: dict[str, Any] = {}  # by name: the operators that integrations take over
 
 
 def operator(results: _results.Rule | None = None) -> Callable[[Declaration], Declaration]:
-    """The operator of C that has the name, parameters and defaults of a declaration.
+    """Makes the operator of C that has the name, parameters and defaults of a declaration.
 
-    `results` tells what it returns; an operator without it is not taken over by integrations.
+    `results` is the rule for what the operator returns. Integrations leave out operators that have
+    no such rule.
     """
 
     def declare(declaration: Declaration) -> Declaration:

@@ -30,12 +30,12 @@ def split_kv_b_proj(
     Parameters
     ----------
     weight : [512, H * (Pn + Pv)] or its transpose, or a callable
-        bf16, fp16 or fp32; or e4m3 (float8_e4m3fn, uint8) with `weight_scale_inv`. Where both
-        readings of a shape fit, it is [512, H * (Pn + Pv)]. A callable (a linear layer, quantised
-        or not) is applied once to the identity matrix [512, 512] and gives the matrix, alone or as
+        bf16, fp16 or fp32; or e4m3 (float8_e4m3fn, uint8) with `weight_scale_inv`. A shape that
+        fits both forms is taken as [512, H * (Pn + Pv)]. A callable (a linear layer, quantised or
+        not) is applied once to the identity matrix [512, 512] and returns the matrix, alone or as
         the first item of a tuple; a layer with a bias is refused. The identity is a float32 NumPy
-        array or, for a layer with a torch `.weight`, a torch tensor on its device, in its dtype if
-        that is a floating-point type of 16 bits or more, else in bf16.
+        array. For a layer with a torch `.weight` it is a torch tensor on the weight's device, in
+        the weight's dtype if that is a floating-point type of 16 bits or more, else in bf16.
     num_heads, qk_nope_head_dim, v_head_dim : int
         H, Pn and Pv.
     weight_scale_inv : [ceil(rows / 128), ceil(columns / 128)] fp32, optional
@@ -49,7 +49,7 @@ def split_kv_b_proj(
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         A shape that is not [512, H * (Pn + Pv)] either way, e4m3 without scales.
-        Else as `help(sparse_mla.ops)` says, for every operator.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
 
     Source: vLLM's process_weights_after_loading; the block scales are DeepSeek-V3's.
 
@@ -78,11 +78,11 @@ def _split_kv_b_proj(
     qk_nope_head_dim: int,
     v_head_dim: int,
 ) -> tuple[Array, Array]:
-    """Of a matrix."""
+    """`split_kv_b_proj` of a matrix: `weight` is no callable here."""
 
 
 def _layer_weight(layer: Callable[[Array], Any]) -> Array:
-    """The matrix that a layer multiplies with, whatever form it is stored in."""
+    """The matrix that a layer multiplies with, in whatever form the layer stores it."""
     if getattr(layer, "bias", None) is not None:
         raise ValueError("split_kv_b_proj: `weight` must be a layer without bias, got one with it")
     torch = sys.modules.get("torch")
@@ -108,7 +108,7 @@ def k_up_proj(
     Parameters
     ----------
     q_nope : [T, H, Pn] bf16
-        The queries' part without RoPE.
+        The part of the queries without RoPE.
     W_UK : [512, H, Pn] bf16
     out : [T, H, 512] bf16, optional
     stream : int handle or stream object, optional
@@ -120,9 +120,9 @@ def k_up_proj(
     Raises
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
-        H outside 1 to 128, shapes that do not match; on CUDA no cuBLAS, which is loaded when first
-        needed.
-        Else as `help(sparse_mla.ops)` says, for every operator.
+        H outside 1 to 128, shapes that do not match; on CUDA a missing cuBLAS, which is loaded when
+        first needed.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
 
     Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2: W_UK absorbed into W_Q.
 
@@ -142,7 +142,7 @@ def v_up_proj(x: Array, W_UV: Array, *, out: Array | None = None, stream: Stream
     Parameters
     ----------
     x : [T, H, 512] bf16
-        What the attention returned.
+        The output of the attention.
     W_UV : [512, H, Pv] bf16
     out : [T, H, Pv] bf16, optional
     stream : int handle or stream object, optional
@@ -154,9 +154,9 @@ def v_up_proj(x: Array, W_UV: Array, *, out: Array | None = None, stream: Stream
     Raises
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
-        H outside 1 to 128, shapes that do not match; on CUDA no cuBLAS, which is loaded when first
-        needed.
-        Else as `help(sparse_mla.ops)` says, for every operator.
+        H outside 1 to 128, shapes that do not match; on CUDA a missing cuBLAS, which is loaded when
+        first needed.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
 
     Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2: W_UV absorbed into W_O.
 
@@ -180,7 +180,7 @@ def dynamic_per_tensor_quant(
     Parameters
     ----------
     x : [...] bf16, fp16 or fp32, any rank up to 8
-        Any strides, the last dimension's included.
+        Any strides, also of the last dimension.
     out : the shape of x, float8_e4m3fn or uint8, optional
     stream : int handle or stream object, optional
 
@@ -192,7 +192,7 @@ def dynamic_per_tensor_quant(
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         An `out` of another shape, more than 8 dimensions.
-        Else as `help(sparse_mla.ops)` says, for every operator.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
 
     Source: vLLM's dynamic_per_batched_tensor_quant, with a true division.
 

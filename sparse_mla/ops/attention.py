@@ -1,4 +1,4 @@
-"""Positions to slots, attention over slots, and the merge of partial results."""
+"""Turns positions into slots, attends to slots, and merges partial results."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def convert_req_index_to_global_index(
 
     Position p of request r is slot `block_table[r, p // block_size] * block_size + p % block_size`;
     for a token with `prefill_request_ids[t] = i >= 0` it is row `prefill_workspace_starts[i] + p`.
-    Negative positions, positions beyond the table and negative table entries give -1. The order is
-    kept.
+    Negative positions, positions beyond the table and negative table entries give -1. The order of
+    the entries is kept.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def convert_req_index_to_global_index(
         An id outside 0 to R - 1 is a ValueError on the CPU, and gives a row of -1 on CUDA.
     block_table : [R, W] int32
     topk_indices : [T, K] int32
-        Positions as an indexer gives them, -1 = none.
+        Positions from an indexer, -1 = none.
     block_size : int
         Tokens per page.
     prefill_request_ids : [T] int32, optional
@@ -49,7 +49,7 @@ def convert_req_index_to_global_index(
     prefill_workspace_starts : [prefills] int32, with prefill_request_ids
         First workspace row of each prefill request.
     valid_counts : bool
-        Whether to return the number of entries >= 0 per row too.
+        Whether to return the number of entries >= 0 of each token too.
     out : [T, K] int32, optional
     stream : int handle or stream object, optional
 
@@ -61,7 +61,7 @@ def convert_req_index_to_global_index(
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         A `block_size` below 1, a bad request id (CPU), `prefill_request_ids` without its starts.
-        Else as `help(sparse_mla.ops)` says, for every operator.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
 
     Source: vLLM's triton_convert_req_index_to_global_index.
 
@@ -123,29 +123,30 @@ def sparse_attention(
     extra_kv, extra_indices, extra_topk_length : a cache, [T, K'] and [T] int32, optional
         A second cache of any format, its index list and lengths: one softmax over both.
     num_splits : int
-        0 lets the plan choose, and may cut long rows among short ones by the lengths of all lists;
-        1 to 64 cuts the K columns into that many ranges and so fixes the order of the sum: a row's
-        bits do not depend on the rest of the batch then.
+        0 lets the plan choose, which may cut long lists among short ones by the lengths of all
+        lists. 1 to 64 cuts the K columns into that many ranges and so fixes the order of the sum:
+        the bits of a token's result then do not depend on the rest of the batch.
     kv_format : "bfloat16" (or "auto"), "fp8_ds_mla" or None
-        Of `kv`; None takes it from dtype and last dimension, as for `extra_kv` always.
+        The format of `kv`. None takes it from the dtype and the last dimension, as is always done
+        for `extra_kv`.
     return_max_logits : bool
-        Whether to return max_logits too (so does giving `max_logits`).
+        Whether to return max_logits too. Giving `max_logits` has the same effect.
     out : [T, H, 512] bf16, optional
     lse, max_logits : [T, H] fp32, optional
     workspace : [bytes] uint8, optional
         Scratch memory of at least `attention_workspace_size` bytes, with any contents. Calls on one
-        stream may share it. Left out, it is taken like `out`.
+        stream may share it. When left out, it is allocated like `out`.
     stream : int handle or stream object, optional
 
     Returns
     -------
-    (out, lse), or (out, lse, max_logits): lse a natural logarithm, max_logits the largest s_j.
+    (out, lse), or (out, lse, max_logits). lse is a natural logarithm, max_logits the largest s_j.
 
     Raises
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         H outside 1 to 128, `num_splits` outside 0 to 64, a workspace too small.
-        Else as `help(sparse_mla.ops)` says, for every operator.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
 
     Source: FlashMLA's sparse decode and prefill kernels; DeepSeek-V3.2, equation of sparse MLA.
 
@@ -160,7 +161,7 @@ def sparse_attention(
     """
 
 
-# For flash_mla.py: the lse of a row without keys is +inf.
+# For flash_mla.py: here the lse of a query row without keys is +inf.
 _attention_plus_inf = _C.Operator(vars(sparse_attention)["__wrapped__"], "_attention_plus_inf")
 
 
@@ -179,9 +180,9 @@ def attention_workspace_size(
     Parameters
     ----------
     num_tokens, num_heads, topk, extra_topk, num_splits : int
-        T, H, K, K' and the argument of the same name. The size grows with each of T, H and K, so
-        one workspace serves every smaller batch.
-    device : "cpu", "cuda" (the first GPU), "cuda:1", or what prints itself so
+        T, H, K, K' and the `num_splits` of `sparse_attention`. The size grows with each of T, H and
+        K, so one workspace serves every smaller batch.
+    device : "cpu", "cuda" (the first GPU), "cuda:1", or an object whose str() is one of these
 
     Returns
     -------
@@ -214,7 +215,7 @@ def merge_attn_states(
     """Merge two partial results over disjoint key sets, weighted by their softmax sums.
 
     lse = ln(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
-    An lse of +inf counts as -inf (an empty part); where both are, out is out_a and lse -inf.
+    An lse of +inf counts as -inf (an empty part); where both are, out is out_a and lse is -inf.
 
     Parameters
     ----------
@@ -233,7 +234,7 @@ def merge_attn_states(
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         Shapes that differ.
-        Else as `help(sparse_mla.ops)` says, for every operator.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
 
     Source: section 2.2 of "FlashInfer" (arXiv:2501.01005), the attention state's merge operator.
 

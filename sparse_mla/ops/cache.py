@@ -1,4 +1,4 @@
-"""Tokens to a cache, and rows of it back."""
+"""Writes tokens to a cache, and reads rows of a cache back."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def concat_and_cache_mla(
     Parameters
     ----------
     kv_c : [>= T, 512] bf16, fp16 or fp32
-        The compressed latents (NoPE part). T is the length of `slot_mapping`.
+        The compressed latents (the part without RoPE). T is the length of `slot_mapping`.
     k_pe : [>= T, 64], the dtype of kv_c
         The RoPE part of the keys.
     kv_cache : [pages, block_size, row], row = 576 bf16, 512 bf16 or 656 bytes, written
-        Or with a head axis, or flat.
+        The cache may also have a head axis, or be flat.
     slot_mapping : [T] int64 or int32
-        Where each token goes. Negative slots are skipped. A slot past the end is a ValueError on
-        the CPU, found before anything is written, and skipped on CUDA.
+        The slot of each token. A token with a negative slot is skipped. A slot past the end is a
+        ValueError on the CPU, before anything is written; on CUDA its token is skipped.
     kv_cache_dtype : "bfloat16" (or "auto"), "fp8_ds_mla" or None
-        None takes it from the cache's dtype and last dimension.
+        None takes the format from the cache's dtype and last dimension.
     stream : int handle or stream object, optional
 
     Returns
@@ -50,7 +50,7 @@ def concat_and_cache_mla(
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         A slot past the end (CPU), a cache of no known format.
-        Else as `help(sparse_mla.ops)` says, for every operator.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
 
     Source: vLLM's operator of this name; row formats in csrc/core/kv_format.h.
 
@@ -84,13 +84,13 @@ def gather_kv_cache(
     Parameters
     ----------
     kv_cache : [pages, block_size, row], row = 576 bf16, 512 bf16 or 656 bytes
-        Or with a head axis, or flat.
+        The cache may also have a head axis, or be flat.
     block_table : [R, W] int32
         Page numbers of each request. A bad page is a ValueError on the CPU; on CUDA its rows are
         written as zeros.
     seq_lens, workspace_starts : [R] int32
         Tokens to gather, and the first row of `out`, per request. Length 0 writes nothing. Rows
-        beyond `out` are a ValueError on the CPU, and left out on CUDA.
+        beyond `out` are a ValueError on the CPU; on CUDA they are left out.
     out : [>= sum of seq_lens, 576] bf16, written
     seq_starts : [R] int32, optional
         First position to gather, per request; 0 when left out.
@@ -103,8 +103,8 @@ def gather_kv_cache(
     Raises
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
-        A bad page, or rows beyond `out` (CPU): found before anything is written.
-        Else as `help(sparse_mla.ops)` says, for every operator.
+        A bad page, or rows beyond `out` (CPU), before anything is written.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
 
     Source: the chunked upconvert-gather of vLLM, cp_gather_and_upconvert_fp8_kv_cache.
 
@@ -128,11 +128,11 @@ def dequantize_kv_cache(
     Parameters
     ----------
     kv_cache : [pages, block_size, row], row = 576 bf16, 512 bf16 or 656 bytes
-        Or with a head axis, or flat.
+        The cache may also have a head axis, or be flat.
     kv_format : "bfloat16" (or "auto"), "fp8_ds_mla" or None
-        None takes it from the cache's dtype and last dimension.
+        None takes the format from the cache's dtype and last dimension.
     dtype : "float32" or "bfloat16"
-        FP8 values are e4m3 * scale, the product in fp32, rounded once when this is bfloat16.
+        An FP8 value is e4m3 * scale. The product is fp32, and is rounded once for "bfloat16".
 
     Returns
     -------
@@ -142,7 +142,7 @@ def dequantize_kv_cache(
     ------
     TypeError, ValueError, BufferError, RuntimeError, MemoryError
         A cache of no known format, another `dtype`.
-        Else as `help(sparse_mla.ops)` says, for every operator.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
 
     Source: the row formats of csrc/core/kv_format.h, drawn in docs/formats.md.
 

@@ -19,11 +19,11 @@ def kernels() -> list[dict[str, Any]]:
 
     Returns
     -------
-    A list of dicts: device ("cpu", "cuda"), arch (instruction set, or the oldest architecture of
-    GPUs), kv_format, heads, name (the source file), and whether this machine has it available and
-    attention calls may have it selected. Of the rows that fit a call the first serves it; on a GPU,
-    unless the call gives `num_splits`, the one that is estimated to be fastest. A build without
-    CUDA has no rows of it.
+    A list of dicts: device ("cpu", "cuda"), arch (instruction set, or the oldest GPU architecture),
+    kv_format, heads, name (the source file), available (whether this machine can run the kernel)
+    and selected (whether attention calls may use it). The first row that fits a call serves it. On
+    a GPU, unless the call gives `num_splits`, the row that is estimated to be fastest serves it. A
+    build without CUDA has no CUDA rows.
 
     Examples
     --------

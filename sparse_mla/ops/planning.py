@@ -1,4 +1,4 @@
-"""How a batch is cut: integers of the host."""
+"""Cuts a batch into decodes, prefills and chunks of prefills; works on integers in host memory."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ def split_decodes_and_prefills(
     decode_threshold: int = 1,
     require_uniform: bool = False,
 ) -> tuple[int, int, int, int]:
-    """Count the decodes that lead a batch, and what follows them.
+    """Count the decodes that lead a batch, and the prefills that follow them.
 
     Parameters
     ----------
     query_start_loc : [R + 1] integers in host memory
-        Where each request's query tokens start; from 0, never decreasing. Array, list or tuple.
+        Where each request's query tokens start: an array, list or tuple that begins with 0 and
+        never decreases.
     num_actual_tokens : int
         At least query_start_loc[R]; more means padding tokens.
     decode_threshold : int
-        A leading request with at most so many query tokens is a decode.
+        A leading request with at most this many query tokens is a decode.
     require_uniform : bool
-        Whether decodes must all have the first one's length. Requests of length 0 may only close a
-        batch of decodes (graph padding).
+        Whether all decodes must be as long as the first one. Requests of length 0 may only stand at
+        the end of a batch of decodes (graph padding).
 
     Returns
     -------
@@ -63,7 +64,7 @@ def split_prefill_chunks(seq_lens: Any, workspace_tokens: int) -> list[tuple[int
     Parameters
     ----------
     seq_lens : [R] integers in host memory
-        Array, list or tuple.
+        An array, list or tuple.
     workspace_tokens : int
         A request longer than this is a ValueError that names both numbers.
 
@@ -88,12 +89,12 @@ def split_prefill_chunks(seq_lens: Any, workspace_tokens: int) -> list[tuple[int
 
 
 def get_prefill_workspace_size(max_model_len: int) -> int:
-    """Tokens of the prefill workspace by default: 5 * max_model_len.
+    """The default size of the prefill workspace in tokens: 5 * max_model_len.
 
     Parameters
     ----------
     max_model_len : int
-        Tokens of the longest request.
+        Tokens that a request has at most.
 
     Returns
     -------
@@ -102,7 +103,7 @@ def get_prefill_workspace_size(max_model_len: int) -> int:
     Raises
     ------
     TypeError, ValueError
-        Not an int, or one below 0 or beyond int32.
+        `max_model_len` is not an int, is below 0, or is beyond int32.
 
     Source: vLLM's get_prefill_workspace_size.
 

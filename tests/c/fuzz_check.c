@@ -1,10 +1,10 @@
-/* fuzz_check.c: libFuzzer on everything that judges arguments: the checker of every operator, args
+/* fuzz_check.c: libFuzzer for all code that checks arguments: the checker of every operator, args
  * structs of any size, the splitters, the metadata builder.
  *
- * Bytes become calls: a good call, then any number of faults. Data pointers are numbers here; the
- * checkers must not follow them. Whatever they are given, they return a status of the enum, and
- * with an error a text that begins with the operator's name. `make fuzz` runs it; test_fuzz_check.c
- * replays it.
+ * The input's bytes become a good call with any number of faults. Data pointers are arbitrary
+ * numbers, which the checkers must not follow. For any input a checker returns a status of the
+ * enum, and with an error a text that begins with the operator's name. `make fuzz` runs this file
+ * with libFuzzer, test_fuzz_check.c without.
  */
 #include "core/args.h"
 #include "ops/check.h"
@@ -40,7 +40,7 @@ read_bits(reader *r)
     return bits;
 }
 
-/* Numbers at the edges of what sizes, strides and counts can be; or any number at all. */
+/* A number at the edge of what sizes, strides and counts can be, or any number. */
 static int64_t
 read_number(reader *r)
 {
@@ -88,7 +88,7 @@ read_number(reader *r)
     return kind < 200 ? (int64_t)(int8_t)read_byte(r) : (int64_t)read_bits(r);
 }
 
-/* A small number most of the time: sizes that a checker lets through. */
+/* Usually a number below `most`, which a checker accepts as a size. */
 static int64_t
 read_count(reader *r, int64_t most)
 {
@@ -208,7 +208,7 @@ add_fault(reader *r, fuzzed *f, const fuzzed *other)
         memcpy(f->strides, other->strides, sizeof f->strides);
         t->ndim = other->tensor.ndim;
         break;
-    case 14: /* one more dimension of one, as the head axis of a cache */
+    case 14: /* one more dimension, such as the head axis of a cache */
         t->ndim += t->ndim < MAX_NDIM ? 1 : 0;
         break;
     default: /* swap two dimensions */
@@ -222,7 +222,7 @@ add_fault(reader *r, fuzzed *f, const fuzzed *other)
     }
 }
 
-/* Scalars of the args, which no array holds. */
+/* Sets the fields of the args that are not arrays. */
 static void
 set_scalars(reader *r, int number, any_args *a)
 {
@@ -245,7 +245,7 @@ set_scalars(reader *r, int number, any_args *a)
 static void
 fuzz_operator(reader *r)
 {
-    static any_args goods[NUM_OPERATORS]; /* made once, alive to the end */
+    static any_args goods[NUM_OPERATORS]; /* made once, and never freed */
     const int number = read_byte(r) % NUM_OPERATORS;
     const operator_case *const op = &operators[number];
     if (goods[number].struct_size == 0) {
@@ -282,7 +282,7 @@ fuzz_operator(reader *r)
 
 /* ---- The rest ------------------------------------------------------------------------------ */
 
-/* A struct of any size in memory of that size; what is read of it is zero or as given. */
+/* An args struct of any size, in memory of that size. */
 static void
 fuzz_struct_size(reader *r)
 {
@@ -290,7 +290,7 @@ fuzz_struct_size(reader *r)
     const size_t size = (size_t)read_byte(r) * 2;
     const size_t claimed = read_byte(r) < 250 ? size : (size_t)read_number(r);
     if (claimed > size && claimed <= 4096) {
-        return; /* a lie that nothing could find out */
+        return; /* a wrong size that the library cannot notice */
     }
     uint8_t *bytes = calloc(1, size + sizeof claimed);
     if (bytes == NULL) {
@@ -328,7 +328,7 @@ fuzz_workspace_size(reader *r)
 
 enum { MAX_REQS = 12 };
 
-/* Sequences that mostly grow, or lengths. */
+/* Fills `starts` with numbers that usually grow, as query_start_loc does. */
 static void
 read_starts(reader *r, int32_t *starts, int64_t count)
 {
@@ -376,7 +376,7 @@ fuzz_splits(reader *r)
     }
 }
 
-/* Buffers of the builder are real: its counts are small, or refused. */
+/* The builder really allocates, so its counts are small, or so large that they are refused. */
 static int64_t
 read_config_count(reader *r, int64_t most)
 {
@@ -440,7 +440,7 @@ fuzz_builder(reader *r)
                                                                               : read_count(r, 70)};
         const smla_metadata *m = NULL;
         status = smla_builder_build(builder, &args, &m, &e);
-        /* The splitters word their own errors. */
+        /* Errors of the splitters begin with the names of the splitters. */
         require_sound(status == SMLA_OK || strncmp(e.text, "split_", 6) != 0
                           ? "MetadataBuilder.build"
                           : "split_",

@@ -1,5 +1,5 @@
-/* instruction_sets.h: tests once per instruction set of the machine, for kernels that are compiled
- * for each. Included first: setenv is POSIX.
+/* instruction_sets.h: runs tests once per instruction set of the machine, for kernels that are
+ * compiled for each one. It is included first, because it asks for POSIX, which has setenv.
  */
 #ifndef SMLA_INSTRUCTION_SETS_H
 #define SMLA_INSTRUCTION_SETS_H

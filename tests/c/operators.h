@@ -1,5 +1,5 @@
-/* operators.h: every operator with a good call and what is known of its arrays, so that tests can
- * break one thing at a time in all of them.
+/* operators.h: every operator, with a good call and the rules of its arrays, so that tests can
+ * break one thing at a time in each of them.
  */
 #ifndef SMLA_OPERATORS_H
 #define SMLA_OPERATORS_H
@@ -16,7 +16,7 @@ enum {
     CACHE = 1 << 4, /* an fp8_ds_mla cache: 16-byte alignment */
 };
 
-/* One array of an args struct. `fixed` has bit i where dimension i may not be larger by one. */
+/* One array of an args struct. Bit i of `fixed` is set where dimension i may not grow by one. */
 typedef struct slot {
     const char *name;
     size_t offset;
@@ -54,7 +54,7 @@ array_of(any_args *args, const slot *s)
     return (const DLTensor **)(void *)((uint8_t *)args + s->offset);
 }
 
-/* Zeros, which are good values of any index array, and good numbers. */
+/* Fills an array with zeros, which are good values of index arrays and of all others. */
 static inline const DLTensor *
 zeros(array *a)
 {

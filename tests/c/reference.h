@@ -1,7 +1,7 @@
 /* reference.h: the contract in double precision, as plainly as it can be written.
  *
- * Rows are read from the same bytes as the library reads, scales and e4m3 values multiplied
- * exactly. Bounds come from the rounding model of the contract; no tolerance is chosen here.
+ * Cache rows are read from the bytes that the library reads, and e4m3 values are multiplied by
+ * their scales exactly. Bounds come from the contract's rounding model; no tolerance is chosen.
  */
 #ifndef SMLA_REFERENCE_H
 #define SMLA_REFERENCE_H
@@ -18,7 +18,7 @@ enum {
     ROPE_AT = 528
 };
 
-/* The value of a small float: what its standard says. */
+/* The value of a small float, as its standard defines it. */
 static inline double
 decode(unsigned magnitude, int mantissa_bits, int bias)
 {
@@ -30,9 +30,9 @@ decode(unsigned magnitude, int mantissa_bits, int bias)
     return ldexp(mantissa + (double)(1u << mantissa_bits), exponent - bias - mantissa_bits);
 }
 
-/* The nearest e4m3 code, ties to even. Values grow with their codes, so the nearest is the last
- * code that is not above `x`, found by halving, or the one behind it. What is too large goes to the
- * largest. */
+/* The nearest e4m3 code; ties go to even. Values grow with their codes, so the nearest code is the
+ * last one whose value is not above |x|, which is found by halving, or the one behind it. Numbers
+ * beyond the largest value get the largest code. */
 static inline uint8_t
 nearest_e4m3(double x)
 {
@@ -62,8 +62,7 @@ is_fp8(const array *kv)
     return kv->tensor.dtype.bits == 8;
 }
 
-/* Slots of a cache of any of the shapes: [pages, block, row], [pages, block, 1, row], [slots,
- * row]. */
+/* Slots of a cache of shape [pages, block, row], [pages, block, 1, row] or [slots, row]. */
 static inline int64_t
 num_slots(const array *kv)
 {
@@ -80,7 +79,7 @@ row_of(const array *kv, int64_t slot)
     return (uint8_t *)kv->tensor.data + offset * (kv->tensor.dtype.bits / 8);
 }
 
-/* Value `i` of a row, exactly. */
+/* Value `i` of a cache row, exactly. */
 static inline double
 row_value(const array *kv, const uint8_t *row, int i)
 {
@@ -94,7 +93,7 @@ row_value(const array *kv, const uint8_t *row, int i)
     return read_value(e4m3, row + i) * scale;
 }
 
-/* Random rows for reading: FP8 codes of any kind but NaN, and scales that are no powers of two. */
+/* Fills a cache with random rows: FP8 codes except NaN, and scales that are no powers of two. */
 static inline array *
 fill_cache(array *kv)
 {
@@ -119,7 +118,7 @@ fill_cache(array *kv)
 
 /* ---- Attention ----------------------------------------------------------------------------- */
 
-/* Optional arrays are NULL. A second list is given by its own kv. */
+/* Optional arrays may be NULL. There is a second list where its kv is not NULL. */
 typedef struct key_list {
     const array *kv;
     const array *indices;
@@ -170,7 +169,7 @@ query_value(const attention_inputs *in, int64_t token, int64_t head, int i)
     return GET(in->q_pe, token, head, i - NOPE);
 }
 
-/* The slot of column k of a list, -1 when it names no key. */
+/* The slot in column k of a list, or -1 where the column names no key. */
 static inline int64_t
 key_slot(const key_list *list, int64_t token, int64_t k)
 {
@@ -179,8 +178,8 @@ key_slot(const key_list *list, int64_t token, int64_t k)
     return slot < 0 || slot >= num_slots(list->kv) || (double)k >= length ? -1 : slot;
 }
 
-/* One token and head: three passes over the keys (largest logit, sum, values). `magnitude` is A,
- * the largest sum of |softmax_scale q k|. */
+/* Attention of one token and head, in three passes over the keys: largest logit, sum, values.
+ * `magnitude` is A, the largest sum of |softmax_scale q k|. */
 static inline attention_row
 reference_attention(const attention_inputs *in, reference_key *const keys[2], int64_t token,
                     int64_t head)
@@ -239,7 +238,7 @@ reference_attention(const attention_inputs *in, reference_key *const keys[2], in
     return result;
 }
 
-/* Every element of out and lse (and max_logits) against the reference. */
+/* Compares every element of out and lse, and of max_logits if given, with the reference. */
 static inline void
 expect_attention(const attention_inputs *in, const array *out, const array *lse,
                  const array *max_logits)

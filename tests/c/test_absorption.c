@@ -73,8 +73,7 @@ test_split(void)
     }
 }
 
-/* Scales of a weight whose blocks end inside a head, and the view [in, out] of [out, in]
- * storage. */
+/* A weight whose scale blocks end inside a head, stored as [out, in] and seen as [in, out]. */
 static void
 test_split_blocks(void)
 {
@@ -88,13 +87,13 @@ test_split_blocks(void)
     w.scale = transpose(w.scale, 0, 1);
     EXPECT_OK(run_split(&w));
     expect_split(&w, false);
-    w.weight->tensor.dtype = uint8; /* the same bytes by another name */
+    w.weight->tensor.dtype = uint8; /* the same bytes under another dtype */
     EXPECT_OK(run_split(&w));
     w.weight->tensor.dtype = e4m3;
     expect_split(&w, false);
 }
 
-/* Both results in memory of another order, heads outermost, with room around every row. */
+/* Both results have gaps around their rows, and w_uk has its heads outermost. */
 static void
 test_split_strided(void)
 {
@@ -135,7 +134,7 @@ test_split_errors(void)
 
 /* ---- Up projections ------------------------------------------------------------------------ */
 
-/* fp32 sums of `inner` products, then one rounding to bf16. */
+/* The bound: fp32 sums of `inner` products, then one rounding to bf16. */
 static void
 expect_projected(const array *x, const array *w, const array *out, bool latent_is_inner)
 {
@@ -211,7 +210,7 @@ test_v_up_proj(void)
     EXPECT_OK(run_k_up(ARRAY(bf16, 3, 2, 0), ARRAY(bf16, NOPE, 2, 0), ARRAY(bf16, 3, 2, NOPE)));
 }
 
-/* Subnormals that matter because what they meet is huge, in one token and in all of the weight. */
+/* Subnormal numbers that matter because their factors are huge: in one token, or in the weight. */
 static void
 test_projected_subnormals(void)
 {
@@ -239,7 +238,7 @@ run_quant(const array *x, const array *out, const array *scale)
     return smla_dynamic_per_tensor_quant(&args, &error);
 }
 
-/* [n] and [n] */
+/* x and out are vectors [n]. */
 static void
 expect_quantised(const array *x, const array *out, const array *scale)
 {
@@ -292,7 +291,7 @@ test_quant_special_values(void)
     expect_quantised(x, out, scale);
 }
 
-/* Any rank up to 8, a scalar and nothing at all among them. */
+/* Any rank up to 8; a scalar, and an array without elements. */
 static void
 test_quant_ranks(void)
 {
@@ -314,7 +313,7 @@ test_quant_ranks(void)
     EXPECT_FAIL(run_quant(x, out, ARRAY(fp32, 2)), SMLA_ERROR_VALUE, "`scale` must hold one value");
 }
 
-/* Rows with gaps in x, in out or in both; the gaps are whole rows, so that strides divide. */
+/* Rows with gaps in x, in out or in both. Gaps are whole rows, so that strides divide evenly. */
 static void
 test_quant_padded(void)
 {
@@ -352,11 +351,11 @@ test_quant_dims(void)
         int64_t shape[4];
     } rows[] = {
         {{24, 8, 8, 1}, {24, 8, 8, 1}, 1, {48}},
-        {{48, 16, 7, 2}, {24, 8, 7, 1}, 1, {48}},    /* elements at a distance */
-        {{24, 8, 8, 1}, {48, 16, 16, 1}, 2, {6, 8}}, /* gaps behind rows of one, */
-        {{48, 16, 16, 1}, {24, 8, 8, 1}, 2, {6, 8}},
-        {{48, 16, 16, 1}, {96, 32, 32, 1}, 2, {6, 8}}, /* of both, */
-        {{25, 8, 8, 1}, {24, 8, 8, 1}, 2, {2, 24}},    /* and behind planes */
+        {{48, 16, 7, 2}, {24, 8, 7, 1}, 1, {48}},      /* gaps behind elements of x */
+        {{24, 8, 8, 1}, {48, 16, 16, 1}, 2, {6, 8}},   /* gaps behind rows of out */
+        {{48, 16, 16, 1}, {24, 8, 8, 1}, 2, {6, 8}},   /* gaps behind rows of x */
+        {{48, 16, 16, 1}, {96, 32, 32, 1}, 2, {6, 8}}, /* gaps behind rows of both */
+        {{25, 8, 8, 1}, {24, 8, 8, 1}, 2, {2, 24}},    /* gaps behind planes of x */
         {{-24, -8, -8, -1}, {24, 8, 8, 1}, 1, {48}},
         {{24, -8, 8, 1}, {24, 8, 8, 1}, 3, {2, 3, 8}},
     };

@@ -1,11 +1,11 @@
-/* test_args.c: args structs of another age, and calls without anything.
+/* test_args.c: args structs of older and newer callers, and calls with NULL.
  *
  * Structs are put into memory of exactly their size, so that AddressSanitizer sees a read past
  * them.
  */
 #include "operators.h"
 
-/* A copy of `size` bytes of the args, the rest of them zero or `tail`. */
+/* A copy of the args in a struct of `size` bytes. Bytes behind the known ones are `tail`. */
 static any_args *
 resize(const any_args *args, size_t known, size_t size, int tail)
 {
@@ -26,11 +26,11 @@ test_struct_size(void)
         const operator_case *op = &operators[i];
         const any_args good = op->make();
         const size_t known = op->args_bytes;
-        /* A newer caller, who uses nothing that is new to us. */
+        /* A newer caller, who uses none of the fields that are new to us. */
         any_args *args = resize(&good, known, known + 24, 0);
         EXPECT_OK(op->call(args, &error));
         free(args);
-        args = resize(&good, known, 4096, 0); /* the most that we believe */
+        args = resize(&good, known, 4096, 0); /* the largest size that is accepted */
         EXPECT_OK(op->call(args, &error));
         free(args);
         args = resize(&good, known, known + 24, 0);
@@ -39,11 +39,11 @@ test_struct_size(void)
                     "args must use fields that this version (0.1.0) knows");
         EXPECT(strncmp(error.text, op->name, strlen(op->name)) == 0);
         free(args);
-        /* An older caller, who has no stream. */
+        /* An older caller, whose struct ends before the stream. */
         args = resize(&good, known, known - sizeof(void *), 0);
         EXPECT_OK(op->call(args, &error));
         free(args);
-        /* Nothing but a size: the first array is missing. */
+        /* A struct that holds nothing but its size, so the first array is missing. */
         args = resize(&good, known, sizeof(size_t), 0);
         EXPECT_FAIL(op->call(args, &error), SMLA_ERROR_VALUE, "` must be given, got none");
         free(args);
@@ -59,7 +59,7 @@ test_bad_struct_size(void)
         const operator_case *op = &operators[i];
         any_args args = op->make();
         for (size_t k = 0; k < sizeof sizes / sizeof sizes[0]; k++) {
-            args.struct_size = sizes[k]; /* nobody set it */
+            args.struct_size = sizes[k]; /* as where the caller has not set it */
             EXPECT_FAIL(op->call(&args, &error), SMLA_ERROR_VALUE,
                         "`struct_size` must be set to sizeof args");
             EXPECT(strncmp(error.text, op->name, strlen(op->name)) == 0);
@@ -70,7 +70,7 @@ test_bad_struct_size(void)
     }
 }
 
-/* The calls that are no operators: every pointer that they need, left out. */
+/* Calls that are no operators, without the pointers that they need. */
 static void
 test_null(void)
 {

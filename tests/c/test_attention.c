@@ -1,5 +1,5 @@
-/* test_attention.c: sparse_attention against the double-precision reference, and its promises about
- * bits: the same for any number of threads, for any batch around a row, and on every run.
+/* test_attention.c: sparse_attention compared with the double-precision reference, and its promise
+ * of equal bits: for any number of threads, in any batch, and in every run.
  *
  * All tests run once per instruction set of the machine.
  */
@@ -68,7 +68,7 @@ make_args(const attention_inputs *in, int num_splits, const outputs *o, const ar
                                         .num_splits = num_splits};
 }
 
-/* A workspace of exactly the size asked for, so that a byte too many meets a red zone. */
+/* The workspace has exactly the size asked for, so that a byte too many meets a red zone. */
 static void
 attend(const attention_inputs *in, int num_splits, const outputs *o)
 {
@@ -85,7 +85,7 @@ attend_and_compare(const attention_inputs *in, int num_splits)
     expect_attention(in, o.out, o.lse, o.max_logits);
 }
 
-/* Slots with duplicates, and now and then -1 or a slot past the end. */
+/* Slots with duplicates; some are negative or past the end. */
 static array *
 random_slots(int64_t tokens, int64_t topk, int64_t slots)
 {
@@ -99,7 +99,7 @@ random_slots(int64_t tokens, int64_t topk, int64_t slots)
     return a;
 }
 
-/* [pages, block, row] with room behind every page; flat when `pages` is 0. */
+/* [pages, block, row] with a gap behind every page; flat when `pages` is 0. */
 static array *
 make_cache(DLDataType dtype, int64_t pages, int64_t block)
 {
@@ -146,8 +146,7 @@ test_shapes(void)
     }
 }
 
-/* Queries with strides of their own, also backwards, or as a pair; padded and interleaved
- * outputs. */
+/* Queries with gaps, backwards, or as a pair; padded and interleaved outputs. */
 static void
 test_strides(void)
 {
@@ -191,13 +190,13 @@ test_sinks(void)
         }
         in.attn_sink = sink;
         in.lists[0].topk_length =
-            VECTOR(int32, 10, 0, 4); /* token 1 is empty: zero, whatever sink is */
+            VECTOR(int32, 10, 0, 4); /* token 1 has no keys: out is 0 for any sink */
         attend_and_compare(&in, 0);
         attend_and_compare(&in, 2);
     }
 }
 
-/* Rows that nobody selects hold NaN in values and scales; so does the room behind the pages. */
+/* Cache rows that no list selects hold NaN in values and scales. */
 static void
 test_unselected_nan(void)
 {
@@ -218,7 +217,7 @@ test_unselected_nan(void)
     }
 }
 
-/* Logits of many hundreds, where exp overflows without its reference. */
+/* Logits of many hundreds, whose exp overflows where the maximum is not subtracted first. */
 static void
 test_large_logits(void)
 {
@@ -231,8 +230,8 @@ test_large_logits(void)
     attend_and_compare(&in, 0);
 }
 
-/* Subnormals that matter because what they meet is huge: in the query, in a bf16 row, and as a
- * product under a huge scale. Units that flush them must notice. */
+/* Subnormal numbers that matter because their factors are huge: in the query, in a bf16 row, and as
+ * a product under a huge scale. Multiply units that flush them must notice. */
 static void
 test_subnormals(void)
 {
@@ -259,8 +258,8 @@ test_subnormals(void)
     }
 }
 
-/* Weights are 1 at most, so values of 1e38 add up to numbers: logits just above an integer power of
- * two, whose weights are 2 or 4 times as large by a reference that is one too small. */
+/* Weights are at most 1, so sums of values of 1e38 stay finite. Logits are just above an integer
+ * power of two; a reference that is one too small would make weights 2 or 4 times as large. */
 static void
 test_large_values(void)
 {
@@ -292,7 +291,7 @@ test_extra_list(void)
     attend_and_compare(&in, 0);
 }
 
-/* Every column a duplicate of one slot; nothing but masked columns. */
+/* One token has the same slot in every column, the other has masked columns alone. */
 static void
 test_duplicates_and_empty_rows(void)
 {
@@ -309,7 +308,7 @@ test_duplicates_and_empty_rows(void)
 
 /* ---- One key ------------------------------------------------------------------------------- */
 
-/* A key in one column of a row; its neighbours are none. */
+/* Puts a key into one column of a token's list; the other columns name none. */
 static void
 set_one_key(const array *indices, int64_t token, int64_t column, int64_t slot, int64_t slots)
 {
@@ -319,8 +318,8 @@ set_one_key(const array *indices, int64_t token, int64_t column, int64_t slot, i
     SET(indices, (double)slot, token, column);
 }
 
-/* The value of a row times the sink's factor, rounded to bf16 once; where there is no sink a bf16
- * row's in every bit. */
+/* out is the value of a cache row times the sink's factor, rounded to bf16 once. Without a sink it
+ * has every bit of a bf16 row's value. */
 static void
 expect_value(const attention_inputs *in, const key_list *list, int64_t token, int64_t slot,
              const outputs *o)
@@ -344,7 +343,7 @@ expect_value(const attention_inputs *in, const key_list *list, int64_t token, in
     }
 }
 
-/* With the key in list `l`, at 4 columns. */
+/* Four tokens with one key each, in list `l`, at four columns. */
 static void
 attend_one_key(attention_inputs in, int l, int num_splits)
 {
@@ -397,7 +396,7 @@ test_one_key_in_two_lists(void)
     }
 }
 
-/* Signed zeros, subnormals and the largest numbers of bf16, under a query that has RoPE alone. */
+/* Values are signed zeros, subnormals and the largest bf16 numbers; the query has RoPE alone. */
 static void
 test_one_key_of_any_bits(void)
 {
@@ -439,7 +438,7 @@ test_one_key_under_any_scale(void)
     }
 }
 
-/* NaN makes NaN, a logit of +inf too, and one of -inf is as none. */
+/* A logit of NaN or +inf gives results of NaN, and a logit of -inf counts as no key. */
 static void
 test_one_key_that_is_not_finite(void)
 {
@@ -497,7 +496,7 @@ test_same_bits_on_any_threads(void)
             const outputs o = make_outputs(3, 4);
             attend(&in, splits[i], &o);
             first = threads == 1 ? o : first;
-            if (threads == 1 && splits[i] % 3 == 0) { /* the reference takes its time */
+            if (threads == 1 && splits[i] % 3 == 0) { /* not always: the reference is slow */
                 expect_attention(&in, o.out, o.lse, o.max_logits);
             }
             EXPECT(is_same(o.out, first.out));
@@ -509,7 +508,7 @@ test_same_bits_on_any_threads(void)
     }
 }
 
-/* With num_splits fixed, a row's bits do not depend on the rows around it. */
+/* With num_splits fixed, a token's bits do not depend on the other tokens. */
 static void
 test_batch_invariance(void)
 {
@@ -536,7 +535,7 @@ static void
 test_nothing_to_do(void)
 {
     attention_inputs in = make_inputs(uint8, 2, 3, 4);
-    in.lists[0].indices = ARRAY(int32, 2, 0); /* K = 0: every row is empty */
+    in.lists[0].indices = ARRAY(int32, 2, 0); /* K = 0: no token has keys */
     attend_and_compare(&in, 0);
     in.q = ARRAY(bf16, 0, 3, ROW);
     in.lists[0].indices = ARRAY(int32, 0, 4);
@@ -561,7 +560,7 @@ test_workspace(void)
     args.workspace = &o.out->tensor;
     EXPECT_FAIL(smla_sparse_attention(&args, &error), SMLA_ERROR_TYPE,
                 "`workspace` must be uint8 or int8, got bfloat16");
-    /* An odd address, of exactly the size asked for. */
+    /* A workspace at an odd address, of exactly the size asked for. */
     const int64_t bytes = workspace_bytes(&in, 0);
     const array *odd = slice(ARRAY(uint8, bytes + 1), 0, 1, bytes + 1, 1);
     args.workspace = &odd->tensor;
@@ -569,7 +568,7 @@ test_workspace(void)
     expect_attention(&in, o.out, o.lse, o.max_logits);
 }
 
-/* A call without one learns how much it needs: of both lists, whose columns make two splits. */
+/* A call without a workspace is told its size, for both lists: together they make two splits. */
 static void
 test_workspace_of_two_lists(void)
 {
@@ -608,7 +607,7 @@ test_plan(void)
         EXPECT_EQ(plan.runs[0].num_splits, rows[i].num_splits);
         EXPECT_EQ(plan.runs[0].num_tokens, rows[i].num_tokens);
         EXPECT_EQ(plan.num_runs, 1);
-        /* What is promised serves this plan, and those of fewer tokens. */
+        /* The promised size is enough for the plan's splits. */
         const int64_t promised = smla_cpu_attention_workspace_size(&shape);
         EXPECT_EQ(plan.workspace_bytes, promised);
         shape.num_splits = rows[i].num_splits;
@@ -619,7 +618,7 @@ test_plan(void)
     }
 }
 
-/* The size never falls when the batch grows, so that a builder's serves every step. */
+/* The size never falls when the batch grows, so that a builder's workspace serves every step. */
 static void
 test_workspace_of_growing_batches(void)
 {

@@ -19,7 +19,7 @@ write_cache(const array *kv_c, const array *k_pe, const array *kv_cache, const a
     return smla_concat_and_cache_mla(&args, &error);
 }
 
-/* The bytes of a token: the contract once more, in doubles. */
+/* The cache row of a token, computed from the contract in doubles. */
 static void
 encode_token(const array *kv_c, const array *k_pe, int64_t token, bool fp8, uint8_t *row)
 {
@@ -71,7 +71,7 @@ expect_untouched(const array *cache, int64_t slot)
     }
 }
 
-/* Caches of every shape and of padded strides; `format` 0 is bf16, 1 uint8, 2 e4m3. */
+/* A cache. `format` 0 is bf16, 1 uint8, 2 e4m3; `shape` 0 to 2 are the ranks, 3 has gaps. */
 static array *
 make_cache(int format, int shape, int64_t pages, int64_t block)
 {
@@ -86,7 +86,7 @@ make_cache(int format, int shape, int64_t pages, int64_t block)
     if (shape == 2) {
         return ARRAY(dtype, pages * block, row);
     }
-    /* Every other page of a buffer with room behind every token and page. */
+    /* Every other page of a buffer with gaps behind every token and page. */
     array *buffer = ARRAY(dtype, 2 * pages, block + 1, row + 16);
     return slice(slice(slice(buffer, 2, 0, row, 1), 1, 0, block, 1), 0, 0, 2 * pages, 2);
 }
@@ -115,7 +115,7 @@ test_write(void)
         for (int shape = 0; shape < 4; shape++) {
             for (int type = 0; type < 3; type++) {
                 const array *cache = make_cache(format, shape, 3, 5);
-                /* More rows than slots, and rows with room behind them. */
+                /* More rows than slots, and gaps behind the rows of kv_c. */
                 const array *kv_c = slice(make_input(type, 9, NOPE + 8), 1, 0, NOPE, 1);
                 const array *k_pe = make_input(type, 10, ROPE);
                 const array *slots = VECTOR(int64, 3, -1, 14, 0, 7, -5, 2);
@@ -148,7 +148,7 @@ test_write_keeps_padding(void)
     EXPECT(is_poison(slice(buffer, 0, 1, 4, 2)));
 }
 
-/* The last token of a slot wins, on any number of threads: 200 tokens are enough to share out. */
+/* The last token of a slot wins, on any number of threads. 200 tokens are enough for several. */
 static void
 test_write_duplicates(void)
 {
@@ -177,7 +177,7 @@ test_write_special_values(void)
     SET(kv_c, -0.0, 0, 3);     /* a zero tile: the smallest scale, sign bits kept */
     SET(kv_c, INFINITY, 1, 0); /* counts as FLT_MAX */
     SET(kv_c, -INFINITY, 1, 1);
-    SET(kv_c, NAN, 2, 0); /* no part in amax */
+    SET(kv_c, NAN, 2, 0); /* does not count for amax */
     SET(kv_c, -NAN, 2, 1);
     SET(kv_c, 3.0, 2, 2);
     SET(kv_c, 1e-38, 3, 0);     /* amax / 448 below FLT_MIN */
@@ -234,7 +234,7 @@ run_gather(const gather *g)
     return smla_gather_kv_cache(&args, &error);
 }
 
-/* A cached row as bf16: the product in fp32, then one rounding; bf16 bits are copied. */
+/* A cache row as bf16: products are fp32, then rounded once; bf16 bits are copied. */
 static void
 expect_row(const array *cache, int64_t slot, const uint8_t *actual)
 {
@@ -357,8 +357,8 @@ test_dequantize(void)
     }
 }
 
-/* Every second page and token of a buffer with room behind rows: the bits of a contiguous result,
- * and the buffer's poison everywhere else. */
+/* out is every second page and token of a buffer with gaps behind rows. It gets the bits of a
+ * contiguous result, and the rest of the buffer stays poison. */
 static void
 expect_strided_out(const array *cache, bool is_flat, DLDataType dtype)
 {
@@ -383,7 +383,7 @@ expect_strided_out(const array *cache, bool is_flat, DLDataType dtype)
     EXPECT(is_poison(slice(buffer, token_dim, 1, is_flat ? 24 : 9, 2)));
     EXPECT(is_flat || is_poison(slice(buffer, 1, 8, 9, 1)));
     EXPECT(is_flat || is_poison(slice(buffer, 0, 1, 6, 2)));
-    /* Rows that reach into the next one, backwards ones, and values apart are refused. */
+    /* Rows that overlap, rows that go backwards, and values with gaps are refused. */
     out->strides[token_dim] = ROW - 1;
     EXPECT_FAIL(smla_dequantize_kv_cache(&args, &error), SMLA_ERROR_VALUE,
                 "dequantize_kv_cache: `out` must have elements that do not overlap");
@@ -422,7 +422,7 @@ run_tests(void)
     RUN(test_dequantize_strided);
 }
 
-/* What the table says of a row agrees with itself: parts fill the row in order, without a gap. */
+/* The facts of each table entry agree: the parts of a row fill it in order, without a gap. */
 static void
 test_format_table(void)
 {
@@ -431,7 +431,7 @@ test_format_table(void)
         const int nope_bytes = row->nope_dim * (row->nope_type == SMLA_NOPE_E4M3 ? 1 : 2);
         const int element_bytes = row->dtypes == SMLA_DTYPE_BYTES ? 1 : 2;
         EXPECT_EQ((int)row->number, i);
-        const bool is_next = i > 0 && row[-1].format == row->format; /* of one format, in a row */
+        const bool is_next = i > 0 && row[-1].format == row->format; /* neighbours of one format */
         const int first = (int)smla_find_kv_format((int32_t)row->format)->number;
         EXPECT(is_next ? first < i : first == i);
         EXPECT(!is_next || strcmp(row->name, row[-1].name) == 0);

@@ -1,5 +1,5 @@
-/* test_cuda_launch.c: csrc/cuda/host/launch.c's choice between a stream's graph and a launch, with
- * a runtime and a driver that are not CUDA's.
+/* test_cuda_launch.c: how csrc/cuda/host/launch.c chooses between a stream's graph and a launch, on
+ * the fake runtime and driver of runtime.h.
  */
 #include <stdlib.h>
 
@@ -28,7 +28,7 @@ static int test_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *at
 
 static bool has_memory = true;
 static bool has_mutexes = true;
-static int num_live; /* allocations */
+static int num_live; /* live allocations */
 
 static void *
 test_calloc(size_t count, size_t size)
@@ -50,7 +50,7 @@ test_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes)
     return has_mutexes ? pthread_mutex_init(mutex, attributes) : 1;
 }
 
-/* The one variable that is set. */
+/* The one environment variable that is set. */
 static const char *env_name;
 static char env_text[8];
 
@@ -60,7 +60,7 @@ test_getenv(const char *name)
     return env_name != NULL && strcmp(name, env_name) == 0 ? env_text : NULL;
 }
 
-/* What a launch asks, where the stream's graph is not known, known, or not asked for. */
+/* The calls that look for a stream's graph, and those of a start through a known graph. */
 #define ASKED   "cuStreamIsCapturing cuStreamGetId "
 #define STARTED ASKED "cuGraphExecKernelNodeSetParams cudaGraphLaunch "
 
@@ -68,7 +68,7 @@ enum { NUM_TEST_KERNELS = 8 };
 
 static char kernels[NUM_TEST_KERNELS * 2048]; /* addresses of kernels */
 
-/* Kernels that share a place among those that a graph knows: 64 of them, 16 bytes each. */
+/* The address of kernel i. */
 static const void *
 kernel_at(int i)
 {
@@ -89,7 +89,7 @@ make_grid(struct CUstream_st *stream)
                             .stream = {.device_id = 0, .handle = stream}};
 }
 
-/* As if the process began: without graphs, and with new streams. */
+/* Resets the state to that of a new process: no graphs, and new streams. */
 static void
 begin(void)
 {
@@ -114,7 +114,7 @@ begin(void)
     forget_calls();
 }
 
-/* The kernel was started, as the grid says, once. */
+/* Launches the grid, and expects that its kernel was started once, as the grid says. */
 static void
 expect_started(const smla_cuda_grid *grid, bool is_graph)
 {
@@ -148,7 +148,7 @@ expect_launch(const smla_cuda_grid *grid)
     expect_started(grid, false);
 }
 
-/* Of a stream that has not been seen: all of it beside other threads' captures. */
+/* The calls for a stream that has not been seen. They do not disturb other threads' captures. */
 static const char first_asked[] =
     ASKED "cudaStreamGetPriority~ policy~ domain~ cudaGetDriverEntryPointByVersion~ "
           "cuStreamGetGreenCtx~ cuStreamGetCtx~ cudaGraphCreate~ cudaGraphAddKernelNode~ "
@@ -163,7 +163,7 @@ test_first_and_next(void)
     smla_cuda_grid grid = make_grid(&streams[0]);
     expect_graph(&grid);
     EXPECT_EQ(count_calls("cudaGraphInstantiate"), MAX_GRAPHS);
-    EXPECT_EQ(count_calls("cudaGetLastError"), 0); /* which may be somebody else's */
+    EXPECT_EQ(count_calls("cudaGetLastError"), 0); /* an error there may be somebody else's */
     EXPECT(strncmp(fake.calls, first_asked, sizeof first_asked - 1) == 0);
     const char *const end = strstr(fake.calls, "cudaGetFuncBySymbol");
     EXPECT(end != NULL && strcmp(end, "cudaGetFuncBySymbol~ cuGraphExecKernelNodeSetParams "
@@ -172,14 +172,14 @@ test_first_and_next(void)
     grid.num_blocks = 8;
     grid.block_threads = 128;
     grid.shared_bytes = 0;
-    grid.starts_early = true; /* which graphs do not */
+    grid.starts_early = true; /* graphs ignore this */
     expect_graph(&grid);
     EXPECT_CALLS(STARTED);
     EXPECT_EQ(count_calls("cudaLaunchKernelExC"), 0);
 }
 
-/* A stream's first kernels have a graph each, the rest share the stream's. All but those past the
- * last place are looked up once. */
+/* A stream's first kernels have a graph each, the others share the stream's graph. A kernel is
+ * looked up once, unless it shares the last place with others. */
 static void
 test_many_kernels(void)
 {
@@ -201,14 +201,14 @@ test_many_kernels(void)
         EXPECT_EQ(known->exec == stream->exec, i == 0 || i > MAX_KERNEL_GRAPHS);
         is_taken[known->exec - fake.execs] = true;
     }
-    for (int i = 0; i < 4; i++) { /* in turn at the last place */
+    for (int i = 0; i < 4; i++) { /* two kernels take turns in the last place */
         forget_calls();
         grid.kernel = &kernels[(KNOWN_KERNELS + i % 2) * 16];
         expect_graph(&grid);
         EXPECT_EQ(count_calls("cudaGetFuncBySymbol"), 1);
         EXPECT(stream->known[KNOWN_KERNELS - 1].exec == stream->exec);
     }
-    /* Another stream has what is left, and no kernels' graphs any more. */
+    /* Another stream gets a graph of those left, and no graphs for its kernels. */
     grid = make_grid(&streams[1]);
     expect_graph(&grid);
     grid.kernel = &kernels[16];
@@ -216,7 +216,7 @@ test_many_kernels(void)
     EXPECT_EQ(graphs_of[0].num_left, MAX_GRAPHS - 2 - MAX_KERNEL_GRAPHS);
 }
 
-/* Every stream has a graph of its own, as long as there are some; then the rest is launched. */
+/* Each stream gets a graph as long as there are some. Kernels on the others are launched. */
 static void
 test_many_streams(void)
 {
@@ -227,7 +227,7 @@ test_many_streams(void)
             expect_started(&grid, i < MAX_GRAPHS);
         }
         EXPECT_EQ(count_calls("cudaGraphCreate"), round == 0);
-        /* Streams past the limit are not remembered, and not asked about. */
+        /* Streams past the limit are not remembered, and nothing is asked about them. */
         EXPECT_EQ(count_calls("cudaStreamGetPriority"), round == 0 ? 200 : 0);
         forget_calls();
     }
@@ -241,7 +241,7 @@ test_many_streams(void)
     }
 }
 
-/* A handle may be given out again; an id is not. */
+/* CUDA may use a stream's handle again, but never its id. */
 static void
 test_handles(void)
 {
@@ -269,7 +269,7 @@ test_devices(void)
     EXPECT_EQ(count_calls("cudaGraphCreate"), 2);
     EXPECT_EQ(graphs_of[0].num_left, MAX_GRAPHS - 1);
     EXPECT_EQ(graphs_of[SMLA_CUDA_MAX_DEVICES - 1].num_left, MAX_GRAPHS - 1);
-    /* One of another context than the device's first stream. */
+    /* A stream of another context than that of the device's first stream. */
     grid = make_grid(&streams[2]);
     streams[2].context = &fake_contexts[1];
     expect_launch(&grid);
@@ -280,7 +280,7 @@ test_devices(void)
 
 /* ---- Launches ------------------------------------------------------------------------------ */
 
-/* A stream that is not ordinary has its kernels launched, and is asked about once. */
+/* Kernels on a stream that is not ordinary are launched; the stream is asked about once. */
 static void
 expect_plain_stream(struct CUstream_st *stream)
 {
@@ -309,7 +309,7 @@ test_streams_of_their_own(void)
     }
 }
 
-/* What cannot be asked is taken as a no. */
+/* Where a question fails, the stream gets no graph. */
 static void
 test_questions_that_fail(void)
 {
@@ -320,7 +320,7 @@ test_questions_that_fail(void)
         fail_call(calls[i], 0, cudaErrorUnknown);
         expect_plain_stream(&streams[0]);
     }
-    /* These two are asked again, and the stream is not given up. */
+    /* These two questions are asked again by each call, so the stream gets its graph later. */
     static const char *const again[] = {"cuStreamIsCapturing", "cuStreamGetId"};
     for (size_t i = 0; i < 2; i++) {
         begin();
@@ -329,7 +329,7 @@ test_questions_that_fail(void)
         expect_launch(&grid);
         expect_graph(&grid);
     }
-    /* A driver without such streams, or that cannot be asked for the question. */
+    /* A driver that lacks the function for streams with their own SMs lacks such streams. */
     begin();
     smla_cuda_grid grid = make_grid(&streams[0]);
     fake.lacks = "cuStreamGetGreenCtx";
@@ -371,7 +371,7 @@ test_clusters(void)
     expect_graph(&grid);
 }
 
-/* Wishes of the environment, and drivers that lack a call. */
+/* Variables of the environment, and drivers that lack a function. */
 static void
 test_prepare(void)
 {
@@ -408,8 +408,8 @@ test_prepare(void)
 
 /* ---- Failures ------------------------------------------------------------------------------ */
 
-/* What a graph refuses is launched, the runtime's memory of the refusal is cleared, and the next
- * call tries again. */
+/* A kernel that a graph refuses is launched, the runtime's last error is cleared, and the next call
+ * tries the graph again. */
 static void
 test_refused_graphs(void)
 {
@@ -428,7 +428,7 @@ test_refused_graphs(void)
         expect_graph(&grid);
         expect_graph(&other);
     }
-    /* And what a launch refuses, too, is told. */
+    /* The error of a launch that fails as well is returned. */
     begin();
     const smla_cuda_grid grid = make_grid(&streams[0]);
     expect_graph(&grid);
@@ -442,7 +442,7 @@ test_refused_graphs(void)
     EXPECT_EQ(fake.num_starts, former);
 }
 
-/* Graphs that cannot be made: those that could serve the first streams. */
+/* Where not all graphs can be made, those that could be made serve the first streams. */
 static void
 test_few_graphs(void)
 {
@@ -467,7 +467,7 @@ test_few_graphs(void)
     }
 }
 
-/* Nothing to remember the stream in: this call is launched, the next one tries again. */
+/* Without memory to remember the stream, this call is launched, and the next one tries again. */
 static void
 test_no_memory(void)
 {
@@ -487,7 +487,7 @@ test_no_memory(void)
 
 /* ---- One device ---------------------------------------------------------------------------- */
 
-/* Where there is no other device, no stream is of one. */
+/* With one device no stream is of another one, so streams are not asked. */
 static void
 test_one_device(void)
 {
@@ -563,7 +563,7 @@ test_threads(void)
     EXPECT_EQ(graphs_of[0].num_streams, NUM_SHARED_STREAMS);
 }
 
-/* The process's first call looks for the driver. It comes first in main. */
+/* The process's first call looks up the driver's functions, so this test comes first in main. */
 static void
 test_first_call(void)
 {

@@ -1,6 +1,5 @@
-/* test_cuda_mirror.c: csrc/cuda/host/mirror.c's ring of staging buffers and the order that it
- * keeps, and events.c, with a runtime that is not CUDA's. Devices are current as device.c makes
- * them so.
+/* test_cuda_mirror.c: the ring of staging buffers of csrc/cuda/host/mirror.c and the order that it
+ * keeps, and events.c, on the fake runtime of runtime.h. device.c makes devices current.
  */
 #include <stdlib.h>
 
@@ -20,9 +19,9 @@ static void test_free(void *memory);
 
 #include "fake_cuda/runtime.h"
 
-static int num_good_allocations = -1; /* on the host, before one fails; negative: none does */
+static int num_good_allocations = -1; /* on the host, before one fails; negative: none fails */
 
-static int num_live; /* allocations on the host */
+static int num_live; /* live allocations on the host */
 
 static bool
 fails_now(void)
@@ -61,7 +60,7 @@ static const char op[] = "MetadataBuilder.build";
 static struct CUstream_st streams[4];
 
 /* Two devices, of which 0 is current; streams 0 to 2 are of device 1, stream 3 is of device 0. The
- * driver's calls and the facts are known from the first time on. */
+ * driver's functions and the devices' facts have been looked up. */
 static void
 begin(void)
 {
@@ -108,7 +107,7 @@ destroy_all(smla_mirror *mirror)
     EXPECT_EQ((int)fake_mode, (int)cudaStreamCaptureModeGlobal);
 }
 
-/* One build on a stream, of bytes that hold `value`; returns the buffer. */
+/* One build on a stream, in which every byte is `value`; returns the staging buffer. */
 static void *
 write_all(smla_mirror *mirror, int stream, int value)
 {
@@ -161,7 +160,7 @@ test_memory(void)
     smla_cuda_release(1, NULL);
     EXPECT_CALLS("");
     EXPECT_EQ(fake.num_memory, 0);
-    smla_cuda_release(0, smla_cuda_allocate(0, 0)); /* has an address all the same */
+    smla_cuda_release(0, smla_cuda_allocate(0, 0)); /* 0 bytes have an address, too */
     EXPECT_CALLS("cudaMalloc~ cudaFree~ ");
     fail_call("cudaMalloc", 0, cudaErrorMemoryAllocation);
     EXPECT(smla_cuda_allocate(1, BYTES) == NULL);
@@ -190,7 +189,7 @@ test_create(void)
     }
     EXPECT_EQ(count_buffers(mirror), FIRST_BUFFERS);
     EXPECT_EQ(fake.num_streams, 0);
-    /* The block goes first, and every upload is waited for. */
+    /* The block is freed first, and every upload is waited for. */
     smla_cuda_destroy_mirror(mirror);
     EXPECT_CALLS("cuCtxPushCurrent cudaFree@1~ cudaEventDestroy@1~ "
                  "cudaEventSynchronize@1~ cudaEventDestroy@1~ cudaFreeHost@1~ "
@@ -203,7 +202,7 @@ test_create(void)
     destroy_all(mirror);
 }
 
-/* The n-th call fails, of CUDA or of malloc: no mirror, and nothing is left behind. */
+/* The n-th call of CUDA or of malloc fails: there is no mirror, and nothing is left behind. */
 static void
 test_create_fails(void)
 {
@@ -214,7 +213,7 @@ test_create_fails(void)
         smla_mirror *const mirror = smla_cuda_create_mirror(1, BYTES);
         is_over = fake.num_good >= 0;
         fake.num_good = -1;
-        /* cudaStreamDestroy and cuCtxPopCurrent have nothing to fail for */
+        /* errors of cudaStreamDestroy and cuCtxPopCurrent do not matter */
         EXPECT_EQ(mirror != NULL, is_over || num_calls == 5 || num_calls == 13);
         destroy_all(mirror);
     }
@@ -231,7 +230,7 @@ test_create_fails(void)
     destroy_all(NULL);
 }
 
-/* With its device lost, a mirror is destroyed all the same. */
+/* A mirror whose device is lost can still be destroyed. */
 static void
 test_destroy_fails(void)
 {
@@ -263,7 +262,7 @@ test_wrap(void)
         EXPECT(i < 2 || buffers[i] != buffers[i - 2]);
     }
     EXPECT_EQ(count_buffers(mirror), 3);
-    /* Lent and not sent: lent again. */
+    /* A buffer that was lent and not sent is lent again. */
     void *host[2] = {NULL};
     EXPECT_OK(smla_cuda_begin_write(op, mirror, stream_at(0), &host[0], &error));
     EXPECT_OK(smla_cuda_begin_write(op, mirror, stream_at(0), &host[1], &error));
@@ -271,7 +270,7 @@ test_wrap(void)
     destroy_all(mirror);
 }
 
-/* While it does not, each build has a new buffer, and none that is on its way is touched. */
+/* While the device is behind, each build gets a new buffer, and no buffer on its way is touched. */
 static void
 test_growth(void)
 {
@@ -290,7 +289,7 @@ test_growth(void)
     }
     EXPECT_EQ(count_calls("cudaHostAlloc"), NUM_BUILDS - 3);
     EXPECT_EQ(count_calls("cudaEventSynchronize") + count_calls("cudaStreamSynchronize"), 0);
-    /* The oldest is done: it is taken. The next one is not, whatever others are: one more. */
+    /* The oldest buffer is taken once it is done. While the next one is not, the ring grows. */
     event_of(mirror, 0)->is_pending = false;
     EXPECT(write_all(mirror, 0, 30) == buffers[0]);
     event_of(mirror, 1)->is_pending = false;
@@ -300,7 +299,7 @@ test_growth(void)
     }
     EXPECT_EQ(count_buffers(mirror), NUM_BUILDS + 1);
     EXPECT_EQ(*(const uint8_t *)buffers[1], 1);
-    /* All of them done: they are taken in the order in which they were sent. */
+    /* Once all are done, they are taken in the order in which they were sent. */
     EXPECT_EQ((int)cudaStreamSynchronize(&streams[0]), (int)cudaSuccess);
     for (int i = 1; i < NUM_BUILDS; i++) {
         EXPECT(write_all(mirror, 0, 40 + i) == buffers[i]);
@@ -311,7 +310,7 @@ test_growth(void)
     destroy_all(mirror);
 }
 
-/* A ring that cannot grow says so, and is as good as before. */
+/* A ring that cannot grow reports an error, and works as before. */
 static void
 test_growth_fails(void)
 {
@@ -353,7 +352,7 @@ test_write_fails(void)
     };
     static const struct {
         const char *call, *text;
-        bool is_sent; /* the buffer is on its way without an event: that is waited for */
+        bool is_sent; /* the buffer is on its way without an event, so its stream is waited for */
     } ends[] = {
         {"cuCtxPushCurrent", "cuCtxPushCurrent failed", false},
         {"cudaStreamGetId", "cudaStreamGetId failed", false},
@@ -416,14 +415,14 @@ waits_for(int stream, const smla_mirror *mirror)
     return streams[stream].waits_for == ((const cuda_mirror *)mirror)->newest;
 }
 
-/* Builds and uses on one stream need no waits. One on another waits for the newest of all. */
+/* Builds and uses on one stream need no waits. On another stream they wait for the newest event. */
 static void
 test_order(void)
 {
     begin();
     smla_mirror *const mirror = create(BYTES);
     const cuda_mirror *const m = (const cuda_mirror *)mirror;
-    EXPECT_OK(smla_cuda_begin_use(op, mirror, stream_at(2), &error)); /* of zeros */
+    EXPECT_OK(smla_cuda_begin_use(op, mirror, stream_at(2), &error)); /* before the first build */
     EXPECT_EQ(count_calls("cudaStreamWaitEvent"), 0);
     (void)write_all(mirror, 0, 1);
     forget_calls();
@@ -437,7 +436,7 @@ test_order(void)
     (void)write_all(mirror, 0, 2);
     EXPECT_EQ(count_calls("cudaStreamWaitEvent"), 0);
     EXPECT(m->newest == m->last->sent);
-    /* A use elsewhere, behind the upload. */
+    /* A use on another stream waits for the upload. */
     const cudaEvent_t upload = m->newest;
     forget_calls();
     EXPECT_OK(smla_cuda_begin_use(op, mirror, stream_at(1), &error));
@@ -446,7 +445,7 @@ test_order(void)
     EXPECT(streams[1].waits_for == upload && waits_for(1, mirror));
     EXPECT_OK(smla_cuda_end_use(op, mirror, stream_at(1), &error));
     EXPECT(m->newest == m->used && m->used->stream == &streams[1]);
-    /* The next upload, behind that use, before its copy. */
+    /* The next upload waits for that use, before its copy. */
     forget_calls();
     const cudaEvent_t use = m->newest;
     (void)write_all(mirror, 0, 3);
@@ -458,7 +457,7 @@ test_order(void)
     const cudaEvent_t second = m->newest;
     (void)write_all(mirror, 2, 4);
     EXPECT(streams[2].waits_for == second);
-    /* A stream is its id: the same handle with another one is another stream. */
+    /* A stream is known by its id: the same handle with another id is another stream. */
     streams[2].id = 99;
     streams[2].waits_for = NULL;
     EXPECT_OK(smla_cuda_begin_use(op, mirror, stream_at(2), &error));
@@ -466,7 +465,7 @@ test_order(void)
     destroy_all(mirror);
 }
 
-/* A capture is left alone: it neither waits nor is waited for. */
+/* A use that is captured neither waits nor is waited for. */
 static void
 test_captured_use(void)
 {
@@ -545,7 +544,7 @@ test_events(void)
     EXPECT_CALLS("cuCtxPushCurrent cudaStreamWaitEvent@1 cuCtxPopCurrent@1 ");
     EXPECT(streams[1].waits_for == event->handle);
     fail_call("cudaEventQuery", 0, cudaErrorLaunchFailure);
-    EXPECT(ops->is_done(event)); /* the device has failed: nothing is to come */
+    EXPECT(ops->is_done(event)); /* the device has failed, so nothing more will come */
     forget_calls();
     ops->finish(event);
     EXPECT_CALLS("cudaEventSynchronize~ ");
@@ -588,7 +587,7 @@ test_events_fail(void)
                 "an event must fit in memory, got none");
     for (int i = 0; i < 2; i++) {
         const char *const at = i == 0 ? "cuCtxPushCurrent" : NULL;
-        const int later = i; /* the guard's own call, then the one behind it */
+        const int later = i; /* first the guard's call fails, then the call behind it */
         fail_call(at, later, cudaErrorUnknown);
         EXPECT_FAIL(ops->wait(op, stream_at(0), event, &error), SMLA_ERROR_RUNTIME,
                     i == 0 ? "cuCtxPushCurrent" : "cudaStreamWaitEvent");

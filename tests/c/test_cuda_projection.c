@@ -1,6 +1,5 @@
-/* test_cuda_projection.c: how csrc/cuda/absorption/projection_cublas.c finds cuBLAS, what it asks
- * it for, and which products it leaves to a kernel; with a library that is not cuBLAS, but
- * multiplies.
+/* test_cuda_projection.c: how csrc/cuda/absorption/projection_cublas.c finds cuBLAS, how it calls
+ * cuBLAS, and which products it leaves to a kernel. A fake cuBLAS in this file multiplies.
  */
 #define _GNU_SOURCE // NOLINT(cert-dcl51-cpp)
 #include <dlfcn.h>
@@ -31,7 +30,7 @@ static char *test_getenv(const char *name);
 
 #include "fake_cuda/runtime.h"
 
-static smla_projection_params launched; /* by the kernel */
+static smla_projection_params launched; /* the kernel's last params */
 
 cudaError_t
 smla_cuda_launch_up_proj(const smla_projection_params *params)
@@ -48,9 +47,9 @@ struct cublasContext {
     int device_id;
 };
 
-static int num_handles; /* alive */
+static int num_handles; /* live handles */
 
-/* Calls are written down beside those of the runtime; the one that fail_call names fails. */
+/* Calls are recorded together with those of the runtime. The one that fail_call names fails. */
 static int
 create_fake(cublas_handle *handle)
 {
@@ -167,9 +166,9 @@ test_dlsym(void *library, const char *name)
     return NULL;
 }
 
-/* ---- Where it lies ------------------------------------------------------------------------- */
+/* ---- Where the library is ------------------------------------------------------------------ */
 
-static const char *present; /* the one path that can be opened; "+" in front: it is loaded */
+static const char *present; /* the one path that can be opened; "+" in front: loaded already */
 static const char *self;    /* the file that the code was loaded from, or NULL */
 static char tried[8 * PATH_BYTES];
 static const char *variable; /* SPARSE_MLA_CUBLAS */
@@ -212,7 +211,7 @@ test_getenv(const char *name)
     return text;
 }
 
-/* A process that has not multiplied yet, with a library on its path. */
+/* The state of a process that has not multiplied yet, with a library on its path. */
 static void
 start(void)
 {
@@ -249,7 +248,7 @@ static uint16_t x_memory[ROOM];
 static uint16_t w_memory[ROOM];
 static uint16_t out_memory[ROOM];
 
-/* Sizes and strides, in the middle of arrays, so that strides may be negative. */
+/* Sizes and strides. Arrays begin in the middle of their memory, as strides may be negative. */
 typedef struct layout {
     int64_t num_tokens, num_heads, inner, outer;
     int64_t x_token, x_head;
@@ -312,18 +311,18 @@ test_layouts(void)
     static const layout layouts[] = {
         {3, 2, 4, 5, 8, 4, 10, 5, 1, 10, 5, false},  /* all compact */
         {3, 2, 4, 5, 8, 4, 1, 4, 8, 10, 5, false},   /* w transposed */
-        {3, 2, 4, 5, 8, 4, 1, 20, 4, 10, 5, false},  /* with rows that touch */
+        {3, 2, 4, 5, 8, 4, 1, 20, 4, 10, 5, false},  /* w transposed, without gaps */
         {3, 2, 4, 5, 4, 12, 10, 5, 1, 5, 15, false}, /* heads first */
         {3, 2, 4, 5, 20, 9, 17, 6, 1, 13, 6, false}, /* gaps */
         {3, 2, 4, 5, 8, 0, 5, 0, 1, 10, 5, false},   /* one x and one w for all heads */
         {1, 2, 4, 5, 0, 4, 10, 5, 1, 0, 5, false},   /* one token: strides mean nothing */
-        {1, 2, 4, 5, -7, 4, 10, 5, 1, -3, 5, false}, /* likewise */
+        {1, 2, 4, 5, -7, 4, 10, 5, 1, -3, 5, false}, /* one token: strides mean nothing */
         {3, 2, 1, 5, 2, 1, -9, 5, 1, 10, 5, false},  /* sums of one term */
-        {3, 2, 1, 5, 2, 1, 0, 10, 2, 10, 5, false},  /* and outputs that are apart */
+        {3, 2, 1, 5, 2, 1, 0, 10, 2, 10, 5, false},  /* sums of one term, gaps in w */
         {3, 2, 4, 1, 8, 4, 2, 1, -9, 2, 1, false},   /* one output */
-        {3, 2, 4, 1, 8, 4, 1, 4, 0, 2, 1, false},    /* and sums that are compact */
+        {3, 2, 4, 1, 8, 4, 1, 4, 0, 2, 1, false},    /* one output, w without gaps */
         {3, 2, 1, 1, 2, 1, 0, 1, 0, 2, 1, false},    /* one of everything */
-        {3, 2, 4, 5, 4, 12, 5, 20, 1, 5, 15, false}, /* columns that touch */
+        {3, 2, 4, 5, 4, 12, 5, 20, 1, 5, 15, false}, /* heads first, w without gaps */
         {3, 2, 4, 5, 8, 4, 20, 10, 2, 10, 5, true},  /* w with no unit stride */
         {3, 2, 4, 5, 8, 4, 4, 20, 1, 10, 5, true},   /* w whose rows overlap */
         {3, 2, 4, 5, 8, 4, 1, 20, 3, 10, 5, true},   /* w whose columns overlap */
@@ -382,7 +381,7 @@ test_one_handle_per_device(void)
     EXPECT_EQ(fake_mode, cudaStreamCaptureModeGlobal);
 }
 
-/* The lock is free, and captures are as they were, after each of them. */
+/* After each failed call the lock is free, and captures are as they were. */
 static void
 test_calls_that_fail(void)
 {
@@ -453,7 +452,7 @@ test_places(void)
         expect_tried(places[i].tried);
     }
     start();
-    variable = ""; /* as if it were not there */
+    variable = ""; /* counts as not set */
     EXPECT_OK(smla_cuda_up_proj(&p, &error));
     expect_tried(LOADED "libcublas.so.13 ");
 }
@@ -475,7 +474,7 @@ test_no_library(void)
                     "libcublas.so.13 and libcublas.so.12, loaded by the process");
         expect_tried(ON_PATH);
         EXPECT_CALLS("");
-        present = "libcublas.so.12"; /* installed by now */
+        present = "libcublas.so.12"; /* installed meanwhile */
         EXPECT_OK(smla_cuda_up_proj(&p, &error));
     }
     start();

@@ -1,7 +1,7 @@
-/* test_errors.c: one thing wrong at a time, for every array of every operator. The status, the name
- * of the argument in the text, and nothing written; and the same call without the fault works.
+/* test_errors.c: one fault at a time, in every array of every operator. The call gives the status
+ * and a text that names the array, and writes nothing. The same call without the fault works.
  */
-#include "core/rule.h" /* in front of the global `error` */
+#include "core/rule.h" /* in front of testing.h, which has a global `error` */
 
 #include "operators.h"
 
@@ -36,7 +36,7 @@ expect_text(const operator_case *op, const broken *b, const char *name, smla_sta
     snprintf(text, sizeof text, "%s: `%s` must %s", op->name, name, rule);
     EXPECT_FAIL(op->call(&b->args, &error), status, text);
     EXPECT(strncmp(error.text, text, strlen(text)) == 0);
-    EXPECT_EQ(op->call(&b->args, NULL), status); /* a caller may not want the text */
+    EXPECT_EQ(op->call(&b->args, NULL), status); /* a caller need not ask for the text */
 }
 
 static void
@@ -124,7 +124,7 @@ wrong_shape(const operator_case *op, const any_args *good, const slot *s)
         if (s->fixed & 1u << dim) {
             break_slot(&b, op, good, s);
             b.shape[dim]++;
-            expect_text(op, &b, s->name, SMLA_ERROR_VALUE, "h"); /* have shape, hold one value */
+            expect_text(op, &b, s->name, SMLA_ERROR_VALUE, "h"); /* "have shape" or "hold one" */
         }
     }
 }
@@ -152,7 +152,7 @@ wrong_memory(const operator_case *op, const any_args *good, const slot *s)
     }
 }
 
-/* Where sizes, strides and addresses leave the integers that could hold them. */
+/* Sizes, strides and addresses that overflow the integers that hold them. */
 static void
 wrong_extent(const operator_case *op, const any_args *good, const slot *s)
 {
@@ -198,7 +198,7 @@ wrong_last_stride(const operator_case *op, const any_args *good, const slot *s)
     }
 }
 
-/* Outputs that name an element twice, or go backwards. */
+/* Outputs that have an element twice, or go backwards. */
 static void
 wrong_output(const operator_case *op, const any_args *good, const slot *s)
 {
@@ -233,7 +233,7 @@ wrong_device(const operator_case *op, const any_args *good, const slot *s)
     } else {
         expect_text(op, &b, op->slots[1].name, SMLA_ERROR_VALUE, "be on cuda:1 like ");
     }
-    break_slot(&b, op, good, s); /* pinned memory is the CPU's */
+    break_slot(&b, op, good, s); /* pinned memory counts as the CPU's */
     b.tensor.device = (DLDevice){.device_type = kDLCUDAHost, .device_id = 1};
     EXPECT_OK(op->call(&b.args, &error));
 }
@@ -292,8 +292,8 @@ test_device(void)
     for_every_array(wrong_device);
 }
 
-/* All arrays on a device that is not there, whatever the build: a GPU of an absurd number, and a
- * kind that no build knows. */
+/* All arrays are on a device that no build has: a GPU with an absurd number, and a device of an
+ * unknown kind. */
 static void
 test_other_devices(void)
 {
@@ -378,7 +378,7 @@ test_workspace_size_values(void)
                 "attention_workspace_size: `bytes` must be given, got none");
 }
 
-/* As many arrays as a call may have, and one more, which is not written behind the others. */
+/* A checker takes as many arrays as a call may have. It refuses one more, and does not write it. */
 static void
 test_most_arrays(void)
 {

@@ -1,8 +1,8 @@
 /* test_forward.c: one layer of a batch of 5 decodes and 7 prefills over 3 chunks, on every path.
  *
- * mixed and direct are judged by the bounds of attention itself. On path separate the gather is
- * byte exact (test_cache.c), so the bound is that of attention over the gathered rows, which
- * `expected_rows` makes: a cache of the FP8 one's values rounded to bf16.
+ * The bounds are those of attention over the cache. On path separate the gather is exact to the
+ * byte (test_cache.c), so prefills have the bounds of attention over the gathered rows. These are
+ * the cache's FP8 values rounded to bf16; `expected_rows` makes them.
  */
 #include "reference.h"
 
@@ -57,7 +57,7 @@ make_batch(void)
     return b;
 }
 
-/* Global slots by the definition: what the reference attends to. */
+/* The slots that the reference attends to, by the definition of the index conversion. */
 static array *
 global_indices(const batch *b)
 {
@@ -136,7 +136,7 @@ expected_rows(const array *cache)
     return rows;
 }
 
-/* Tokens [start, end) of the step against the reference over `cache`. */
+/* Compares tokens [start, end) of the step with the reference over `cache`. */
 static void
 expect_tokens(const batch *b, const array *cache, int64_t start, int64_t end)
 {
@@ -177,7 +177,7 @@ test_one_call_paths(void)
     }
 }
 
-/* Twice: in the builder's workspace, and in one of the caller with room behind its rows. */
+/* With the builder's workspace, and with one of the caller's that has gaps behind its rows. */
 static void
 test_separate(void)
 {
@@ -207,7 +207,7 @@ test_separate(void)
     }
 }
 
-/* The same step with a pair of queries, rows from the last to the first, gives the same bits. */
+/* The same step with q as a pair, whose tokens lie backwards in memory, gives the same bits. */
 static void
 test_strided_query(void)
 {
@@ -232,7 +232,7 @@ test_strided_query(void)
     smla_builder_destroy(builder);
 }
 
-/* Decodes padded for a graph: tokens that belong to no request, whose indices are -1. */
+/* A step padded for a graph: tokens that belong to no request, whose indices are -1. */
 static void
 test_padded_tokens(void)
 {
@@ -290,14 +290,14 @@ test_errors(void)
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "`out` must not overlap `q`");
     bad.softmax_scale = NAN;
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "`softmax_scale` must be finite, got");
-    SET(b.block_table, PAGES, DECODES, 0); /* found before the decodes are attended */
+    SET(b.block_table, PAGES, DECODES, 0); /* found before any attention runs */
     EXPECT_REFUSED(SMLA_ERROR_VALUE,
                    "`block_table` must name pages of the cache (0 to 119), got 120");
 #undef EXPECT_REFUSED
     smla_builder_destroy(builder);
 }
 
-/* A step without tokens writes nothing; a builder that never built is refused. */
+/* A step without tokens writes nothing. */
 static void
 test_empty_step(void)
 {

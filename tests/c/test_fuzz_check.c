@@ -1,5 +1,5 @@
-/* test_fuzz_check.c: replays fuzz_check.c without libFuzzer: the files that are named on the
- * command line (inputs that once failed), or a corpus made of a random generator.
+/* test_fuzz_check.c: runs fuzz_check.c without libFuzzer, on the files named on the command line
+ * (inputs that once failed) or on random inputs.
  */
 #include "fuzz_check.c" // NOLINT(bugprone-suspicious-include): one program, with its own main
 
@@ -12,7 +12,7 @@ test_random_inputs(void)
         uint8_t input[MAX_INPUT];
         const size_t size = (size_t)random_int(MAX_INPUT);
         for (size_t at = 0; at < size; at++) {
-            /* Small bytes are edges: without them a fault would hardly ever be one of these. */
+            /* Small bytes choose edge values, so half of the bytes are small. */
             const uint64_t bits = random_bits() >> 20;
             input[at] = (uint8_t)(bits & 1 ? bits >> 1 : bits >> 1 & 31);
         }

@@ -1,4 +1,4 @@
-/* test_index.c: convert_req_index_to_global_index against its definition. */
+/* test_index.c: convert_req_index_to_global_index compared with its definition. */
 #include "testing.h"
 
 typedef struct convert {
@@ -70,7 +70,7 @@ random_indices(int64_t tokens, int64_t topk, int64_t low, int64_t high)
     return a;
 }
 
-/* Positions before, inside and past the table; table rows with holes; strided everything. */
+/* Positions before, inside and past the block table, which has holes; all arrays are strided. */
 static convert
 make_case(int64_t tokens, int64_t topk, int64_t block_size)
 {

@@ -1,4 +1,4 @@
-/* test_merge.c: merge_attn_states against doubles, and where one side or both are empty. */
+/* test_merge.c: merge_attn_states compared with doubles, also where states are empty. */
 #include "testing.h"
 
 typedef struct merge {
@@ -29,7 +29,7 @@ make_merge(DLDataType dtype, int64_t tokens, int64_t heads, int64_t value_dim)
                    .lse = ARRAY(fp32, tokens, heads)};
 }
 
-/* Weights rounded once each, two products and a sum in fp32, then the rounding of the output. */
+/* The bound: rounded weights, two products and a sum in fp32, and the rounding of the output. */
 static void
 expect_merged(const merge *m)
 {
@@ -80,7 +80,7 @@ test_strides(void)
     EXPECT(is_poison(slice(buffer, 2, 0, 3, 1)));
 }
 
-/* An empty side has no say, whatever its rows hold; +inf is how some kernels write empty. */
+/* An empty state adds nothing, whatever its values are. Some kernels mark it by an lse of +inf. */
 static void
 test_empty_sides(void)
 {
@@ -105,7 +105,7 @@ test_empty_sides(void)
     }
 }
 
-/* Far apart: the lesser side vanishes without overflow. */
+/* Where the lse are far apart, the smaller state vanishes without overflow. */
 static void
 test_extreme_lse(void)
 {

@@ -1,5 +1,5 @@
-/* test_numeric.c: conversions against plain double arithmetic, every code and the ties between
- * them. */
+/* test_numeric.c: conversions compared with plain double arithmetic, for every code and the ties
+ * between codes. */
 #include "reference.h"
 
 static void
@@ -20,7 +20,7 @@ test_bf16_values(void)
     }
 }
 
-/* Halfway between neighbours goes to the even one; one ulp of fp32 beside it goes the near way. */
+/* A tie goes to the even code. One ulp of fp32 above or below it goes to the nearer code. */
 static void
 test_bf16_ties(void)
 {

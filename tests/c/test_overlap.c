@@ -1,5 +1,5 @@
 /* test_overlap.c: which arrays may lie in one buffer. Columns, rows and pages of one buffer are
- * disjoint; whatever shares a byte with an output is refused.
+ * disjoint; an array that shares a byte with an output is refused.
  */
 #include "core/dltensor.h"
 #include "operators.h"
@@ -39,7 +39,7 @@ test_columns(void)
     const array *b = buffer_of(3, 2, 16);
     const array *a = slice(b, 2, 0, 4, 1);
     const array *lse = column(buffer_of(3, 2, 1), 0);
-    /* Everything in one buffer: three blocks of values and three columns of states. */
+    /* All arrays are in one buffer: three blocks of values and three columns of states. */
     EXPECT_OK(merge(a, column(b, 12), slice(b, 2, 4, 8, 1), column(b, 13), slice(b, 2, 8, 12, 1),
                     column(b, 14)));
     /* One column too far to the left, and to the right. */
@@ -55,7 +55,7 @@ test_columns(void)
                 "`out` must not overlap `lse`"); /* two outputs */
 }
 
-/* Each of four steps is as long as no memory is; together they come back to where they began. */
+/* Strides that are longer than any memory, but whose sums may wrap around to a valid address. */
 static void
 test_steps_that_go_round(void)
 {
@@ -98,7 +98,7 @@ test_rows_and_heads(void)
     EXPECT_OK(merge(even, lse_a, even, lse_a, odd, lse)); /* inputs may be one array */
 }
 
-/* Two arrays end to end, then one element closer. */
+/* Two arrays that touch, then two that overlap by one element. */
 static void
 test_neighbours(void)
 {
@@ -117,7 +117,7 @@ test_neighbours(void)
     EXPECT_OK(merge(none, lse_a, none, lse_a, none, lse));
 }
 
-/* Two layers that share every page: one is read while the other is written. */
+/* Two layers share every page of a buffer: one layer is read while the other is written. */
 static void
 test_interleaved_pages(void)
 {
@@ -175,7 +175,7 @@ mark(const array *view, const array *line, uint8_t *marks, uint8_t self, uint8_t
     return good;
 }
 
-/* What the call accepts shares no byte, for sure: found out element by element. */
+/* Arrays that the call accepts share no byte, which is found out here element by element. */
 static void
 test_random_views(void)
 {
@@ -198,7 +198,7 @@ test_random_views(void)
         bool good = mark(views[0], line, marks, 1, 0);
         good = mark(views[1], line, marks, 2, 1) && good;
         uint8_t own[LINE] = {0};
-        for (int64_t at = 0; at < 12; at++) { /* the output alone: no element twice */
+        for (int64_t at = 0; at < 12; at++) { /* the output must not have an element twice */
             const float *element = AT(views[1], at / 6, at / 2 % 3, at % 2);
             good = good && own[element - (const float *)line->tensor.data]++ == 0;
         }

@@ -1,5 +1,5 @@
-/* test_plan.c: splitting and chunking with the vectors of the contract, and what a builder makes of
- * them on every path.
+/* test_plan.c: splitting and chunking with the contract's test vectors, and the metadata that a
+ * builder makes on every path.
  */
 #include "testing.h"
 
@@ -176,7 +176,7 @@ test_path(void)
     smla_builder_destroy(NULL);
 }
 
-/* The rebasing vector of the contract, behind one decode. */
+/* The contract's test vector of chunks, in which workspace starts count from 0, behind a decode. */
 static void
 test_separate_metadata(void)
 {
@@ -204,7 +204,7 @@ test_separate_metadata(void)
     for (int t = 17; t < 64; t++) {
         EXPECT_EQ(m->req_id_per_token[t], 0); /* zero behind the step, to the end of the buffer */
     }
-    /* The same buffers, smaller: what the last step left is gone. */
+    /* A smaller step in the same buffers: nothing of the last step is left. */
     const int32_t *ids_before = m->req_id_per_token;
     args = make_build(2, STARTS(2, 2), (int32_t[]){40, 9}, 4);
     EXPECT_OK(smla_builder_build(builder, &args, &m, &error));
@@ -219,7 +219,7 @@ test_separate_metadata(void)
     smla_builder_destroy(builder);
 }
 
-/* Speculative decoding, padded for a graph: rows without a query and tokens without a request. */
+/* Speculative decodes padded for a graph: requests without a query, tokens without a request. */
 static void
 test_padded_decodes(void)
 {
@@ -240,7 +240,7 @@ test_padded_decodes(void)
     smla_builder_destroy(builder);
 }
 
-/* A build that fails leaves the last one as it was. */
+/* A build that fails leaves the metadata of the last one as it was. */
 static void
 test_build_errors(void)
 {
@@ -336,7 +336,7 @@ test_config_errors(void)
     bad.workspace = &ARRAY(bf16, 10, 576)->tensor;
     bad.prefill_workspace_tokens = 11;
     EXPECT_REFUSED(SMLA_ERROR_VALUE, "`workspace` must have shape [>= 11, 576], got [10, 576]");
-    /* More than there is memory, or even integers for. */
+    /* Buffers that are too large for memory, and whose sizes are too large for int64. */
     bad.max_num_batched_tokens = INT32_MAX;
     bad.topk_tokens = INT32_MAX;
     EXPECT_REFUSED(SMLA_ERROR_MEMORY, "MetadataBuilder: ");

@@ -1,11 +1,11 @@
-/* testing.h: what the C tests share. Expectations, and arrays between a red zone and a page that
- * nobody may read.
+/* testing.h: what the C tests share: expectations, and arrays between a red zone and a page that
+ * cannot be read.
  *
  * A program lists its tests in main:  RUN(test_a);  RUN(test_b);  return report("test_x");
- * With SMLA_FIRST_FAILURE in the environment it ends behind the first that fails.
- * Arrays live until the test that made them ends, when their red zones are checked. New arrays hold
- * POISON, so that an element nobody wrote is seen. A call that EXPECT_FAIL expects to fail must
- * leave the bytes of every array alone.
+ * With SMLA_FIRST_FAILURE in the environment it ends after the first test that fails.
+ * Arrays live until the test that made them ends, and then their red zones are checked. New arrays
+ * hold POISON, which shows the elements that no call has written. A call in EXPECT_FAIL must leave
+ * the bytes of every array alone.
  */
 #ifndef SMLA_TESTING_H
 #define SMLA_TESTING_H
@@ -24,19 +24,19 @@
 
 /* ---- Expectations -------------------------------------------------------------------------- */
 
-enum { MAX_PRINTED = 10 }; /* failures of one test that are worth reading */
+enum { MAX_PRINTED = 10 }; /* failures per test that are printed */
 
-static int failures; /* of the running test */
+static int failures; /* failures of the running test */
 static int num_passed;
 static int num_failed;
-static smla_error error; /* of the last call */
+static smla_error error; /* the error of the last call */
 
 static inline void
 fail_at(const char *file, int line, const char *what, double actual, double expected)
 {
     if (failures++ < MAX_PRINTED) {
         printf("%s:%d: %s: got %.10g, expected %.10g\n", file, line, what, actual, expected);
-        fflush(stdout); /* a sanitizer may end the program */
+        fflush(stdout); /* because a sanitizer may end the program */
     }
 }
 
@@ -57,7 +57,7 @@ expect_near(const char *file, int line, const char *what, double actual, double 
         }                                                      \
     } while (0)
 
-/* For integers: both sides are exact as doubles up to 2^53, and compared as they are. */
+/* For integers. They are compared as they are, and printed as doubles, exactly up to 2^53. */
 #define EXPECT_EQ(actual, expected)                                                     \
     do {                                                                                \
         if ((actual) != (expected)) {                                                   \
@@ -65,7 +65,7 @@ expect_near(const char *file, int line, const char *what, double actual, double 
         }                                                                               \
     } while (0)
 
-/* Equal, both NaN, or at most `bound` apart. */
+/* The two numbers are equal, both NaN, or at most `bound` apart. */
 #define EXPECT_NEAR(actual, expected, bound) \
     expect_near(__FILE__, __LINE__, #actual, actual, expected, bound)
 
@@ -78,7 +78,7 @@ expect_near(const char *file, int line, const char *what, double actual, double 
         }                                                                  \
     } while (0)
 
-/* The call fails with this status and a text that holds `part`, and writes nothing. */
+/* The call fails with this status and a text that contains `part`, and writes nothing. */
 #define EXPECT_FAIL(call, status, part)                                              \
     do {                                                                             \
         memset(&error, 0, sizeof error);                                             \
@@ -112,16 +112,16 @@ enum { RED_ZONE = 256, MAX_ARRAYS = 256, MAX_NDIM = 8, RED = 0xA5, POISON = 0xF7
 #if defined(__x86_64__)
 enum { PAGE = 4096 };
 #else
-enum { PAGE = 65536 }; /* the largest that there is */
+enum { PAGE = 65536 }; /* the largest page size of other machines */
 #endif
 
-/* A DLTensor with its own shape and strides; slices share the memory of what they were cut from. */
+/* A DLTensor with its own shape and strides. Slices share the memory of the array they are of. */
 typedef struct array {
     DLTensor tensor;
     int64_t shape[MAX_NDIM];
     int64_t strides[MAX_NDIM]; /* elements */
-    uint8_t *memory;           /* red zone, bytes, up to 63 red ones, guard page; NULL for slices */
-    uint8_t *data;             /* the first of the bytes */
+    uint8_t *memory; /* red zone, the bytes, up to 63 red bytes, guard page; NULL for slices */
+    uint8_t *data;   /* the first of the bytes */
     size_t bytes;
 } array;
 
@@ -149,14 +149,14 @@ remember_array(void)
     return a;
 }
 
-/* Before the guard page, which nobody may read, and aligned to 64 bytes. */
+/* Bytes in front of the guard page: the red zone and the array, whose bytes end near that page. */
 static inline size_t
 usable_bytes(const array *a)
 {
     return (RED_ZONE + (a->bytes + 63) / 64 * 64 + PAGE - 1) / PAGE * PAGE;
 }
 
-/* Not from the heap: LeakSanitizer reads all of that, the last page too. */
+/* The memory is not from the heap, because LeakSanitizer reads all of the heap, guard pages too. */
 static inline void
 map_memory(array *a)
 {
@@ -210,7 +210,7 @@ view_of(const array *a)
     return view;
 }
 
-/* a[..., start:stop:step, ...] along `dim`; a negative step starts at the last one and goes
+/* a[..., start:stop:step, ...] along `dim`; a negative step starts at the last element and goes
  * down. */
 static inline array *
 slice(const array *a, int dim, int64_t start, int64_t stop, int64_t step)
@@ -236,7 +236,7 @@ transpose(const array *a, int dim_0, int dim_1)
     return view;
 }
 
-/* Of the bytes of the first `count` arrays. */
+/* A hash of the bytes of the first `count` arrays. */
 static inline uint64_t
 hash_arrays(int count)
 {
@@ -295,7 +295,7 @@ static inline double
 read_value(DLDataType dtype, const void *element)
 {
     uint64_t bits = 0;
-    memcpy(&bits, element, dtype.bits / 8u); /* little-endian, as the whole library */
+    memcpy(&bits, element, dtype.bits / 8u); /* little-endian, as everywhere in the library */
     if (dtype.code == kDLBfloat) {
         return smla_bf16_to_float((uint16_t)bits);
     }
@@ -312,7 +312,7 @@ read_value(DLDataType dtype, const void *element)
     return (double)bits;
 }
 
-/* fp16 is written through its bits by the tests that need it. */
+/* Does not write fp16: tests that need fp16 write its bits. */
 static inline void
 write_value(DLDataType dtype, void *element, double value)
 {
@@ -340,15 +340,15 @@ random_bits(void)
     return random_state;
 }
 
-/* 0 to n - 1. */
+/* A random integer from 0 to n - 1. */
 static inline int64_t
 random_int(int64_t n)
 {
     return (int64_t)(random_bits() >> 16) % n;
 }
 
-/* Normal enough: the sum of twelve uniforms. Now and then ten times as large, as activations
- * are. */
+/* A sum of twelve uniform numbers, which is nearly normal. One in 50 is ten times as large, as
+ * outliers of activations are. */
 static inline double
 random_normal(void)
 {
@@ -359,7 +359,7 @@ random_normal(void)
     return random_int(50) == 0 ? 10.0 * sum : sum;
 }
 
-/* Moves on to the next element in row-major order, from the last one to the first. */
+/* Moves on to the next element in row-major order; the first element follows the last one. */
 static inline void
 next_index(const array *a, int64_t index[MAX_NDIM])
 {
@@ -427,7 +427,7 @@ vector(DLDataType dtype, int64_t count, const int64_t *values)
 
 #define VECTOR(dtype, ...) vector(dtype, COUNT(__VA_ARGS__), (int64_t[]){__VA_ARGS__})
 
-/* Whether nobody wrote to any element. */
+/* Whether every element still holds POISON. */
 static inline bool
 is_poison(const array *a)
 {

@@ -1,9 +1,8 @@
 /* projection.c: absorption. Splits kv_b_proj into W_UK and W_UV, and cuts the up projections into
- * tasks.
+ * tasks, which projection_kernel.h computes.
  *
- * Both up projections are out[t,h,n] = sum_k x[t,h,k] w(k,h,n), bf16 in and out, fp32 in between;
- * they differ in which dimension of the weight is summed. The work itself is in
- * projection_kernel.h.
+ * Both up projections are out[t,h,n] = sum_k x[t,h,k] w(k,h,n), bf16 in and out, fp32 in between.
+ * They differ in which dimension of the weight is summed.
  */
 #include "cpu/absorption/projection.h"
 #include "core/numeric.h"

@@ -1,5 +1,5 @@
-/* projection.h: what the up projections' files share. One scheduler (projection.c), one kernel
- * (projection_kernel.h), compiled once per instruction set into a smla_projection_isa.
+/* projection.h: what the up projections' files share. There is one scheduler (projection.c) and one
+ * kernel (projection_kernel.h), which is compiled into a smla_projection_isa per instruction set.
  */
 #ifndef SMLA_CPU_PROJECTION_H
 #define SMLA_CPU_PROJECTION_H
@@ -7,17 +7,17 @@
 #include "core/backend.h"
 
 enum {
-    SMLA_PROJECTION_TOKENS = 64, /* that share one packing of the weight */
-    /* Outputs of a head. Reads 256 bytes of a weight's row at a time: with 128 bytes, the
-     * v_up_proj of a decode is a fifth slower. */
+    SMLA_PROJECTION_TOKENS = 64, /* tokens that share one unpacking of the weight */
+    /* Outputs of one head. A task then reads 256 bytes of a weight row at a time; with 128 bytes
+     * the v_up_proj of a decode is a fifth slower. */
     SMLA_PROJECTION_OUTER = 128,
 };
 
 /* A task: a block of outputs of one head, for some tokens. */
 typedef struct smla_projection_block {
     int64_t head;
-    int64_t outer;  /* first */
-    int64_t token;  /* first */
+    int64_t outer;  /* first output */
+    int64_t token;  /* first token */
     int num_outer;  /* 1...SMLA_PROJECTION_OUTER */
     int num_tokens; /* 1...SMLA_PROJECTION_TOKENS */
 } smla_projection_block;
@@ -37,7 +37,7 @@ extern const smla_projection_isa smla_projection_neon;
 extern const smla_projection_isa smla_projection_neonbf16;
 #endif
 
-/* Which dimension of the weight lies in contiguous memory: n (v_up_proj), or else k (k_up_proj). */
+/* Whether dimension n of the weight is contiguous (v_up_proj); else k is (k_up_proj). */
 static inline bool
 smla_outer_is_contiguous(const smla_projection_params *params)
 {

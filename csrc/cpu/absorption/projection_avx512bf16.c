@@ -1,7 +1,7 @@
 /* projection_avx512bf16.c: the projection kernel on AVX-512 BF16. */
 #define SMLA_SIMD_WIDTH 16
 
-enum { VECTORS = 4 }; /* of outputs per step; 4 times that is the number of accumulators */
+enum { VECTORS = 4 }; /* vectors of outputs per step, which has 4 * VECTORS accumulators */
 
 #include "cpu/absorption/projection_bf16.h"
 

@@ -1,11 +1,11 @@
 /* projection_bf16.h: the multiply unit of AVX-512 BF16 and of NEON with BF16: two values of the sum
  * per step.
  *
- * Both take subnormal inputs as zero and flush subnormal results. Neither can happen to what this
- * unit accepts: a bf16 of at least 2^-56 is a multiple of 2^-63 (8 significant bits), so every
- * product is a multiple of 2^-126, and so is every sum of them, rounded or not. Nothing between 0
- * and 2^-126, the least normal number, can arise. Zeros are fine; a token's row or a block of the
- * weight that holds anything else below 2^-56 is refused, and is computed on the fp32 unit.
+ * Both machines take subnormal inputs as zero and flush subnormal results to zero. Neither happens
+ * with values that this unit accepts. A bf16 of at least 2^-56 is a multiple of 2^-63 (8
+ * significant bits), so all products and sums, rounded or not, are multiples of 2^-126, the
+ * smallest normal number. Zeros are accepted too. A token's row or a block of the weight that holds
+ * any other value below 2^-56 is refused, and is computed on the fp32 unit.
  */
 #ifndef SMLA_CPU_PROJECTION_BF16_H
 #define SMLA_CPU_PROJECTION_BF16_H
@@ -29,14 +29,14 @@ multiply_add(vfloat sum, unit_scalar a, unit_vector b)
     return dot_pairs(sum, a, b);
 }
 
-/* 2 * WIDTH values of a token. */
+/* Stores 2 * WIDTH values of a token. */
 SMLA_INLINE void
 store_tokens(vuint words, unit_scalar *x)
 {
     *(vuint *)x = words;
 }
 
-/* Values k and k + 1 of WIDTH outputs. */
+/* Stores values k and k + 1 of WIDTH outputs. */
 SMLA_INLINE void
 store_weights(vuint words, unit_scalar *panel, int stride)
 {

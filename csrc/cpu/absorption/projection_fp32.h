@@ -1,7 +1,7 @@
 /* projection_fp32.h: the multiply unit of instruction sets without a bf16 product: fp32 FMA, one
  * value of the sum per step.
  *
- * A unit fixes how values of x and w lie in scratch. Words of two bf16 go in, k and k + 1.
+ * A unit decides how values of x and w lie in scratch. Its input is words of two bf16, k and k + 1.
  */
 #ifndef SMLA_CPU_PROJECTION_FP32_H
 #define SMLA_CPU_PROJECTION_FP32_H
@@ -24,7 +24,7 @@ multiply_add(vfloat sum, unit_scalar a, unit_vector b)
     return multiply_add_float(sum, a, b);
 }
 
-/* 2 * WIDTH values of a token. */
+/* Stores 2 * WIDTH values of a token. */
 SMLA_INLINE void
 store_tokens(vuint words, unit_scalar *x)
 {
@@ -34,7 +34,7 @@ store_tokens(vuint words, unit_scalar *x)
     *(vuint *)(x + WIDTH) = interleave_second(even, odd);
 }
 
-/* Values k and k + 1 of WIDTH outputs; the next row of the panel is `stride` further. */
+/* Stores values k and k + 1 of WIDTH outputs; rows of the panel are `stride` elements apart. */
 SMLA_INLINE void
 store_weights(vuint words, unit_scalar *panel, int stride)
 {
@@ -42,7 +42,7 @@ store_weights(vuint words, unit_scalar *panel, int stride)
     *(vuint *)(panel + stride) = words & 0xFFFF0000u;
 }
 
-/* Every value suits this unit. */
+/* This unit accepts every value. */
 SMLA_INLINE vuint
 track_smallest(vuint smallest, vuint words)
 {

@@ -7,19 +7,19 @@
  *                                                     for all tokens of the block
  *              x     [4 tokens][INNER_BLOCK / step]   1 KiB
  *              sums  [64 tokens][128 outputs] fp32    32 KiB
- *              On the stack. Lanes are outputs; a step of 4 tokens and VECTORS vectors of outputs
- *              is 4 VECTORS accumulators.
- * Roofline     2 * T * H * 512 * 128 FLOP. A decode reads a byte of weight for T of them: memory
- *              binds at first, the multiply unit from T = 32 or so. GFLOP/s of one Zen 5 core (CPU
- *              time, one thread, H 128 for T 1 and 32, 16 for T 512, 2026-11-20), k_up and v_up: T
- *              1 33, 32 (33 GB/s); T 32 277, 260; T 512 376, 408 of 521 (peak). fp32 at T 512:
- *              AVX-512 209, 228 of 270, AVX2 103, 109 of 135, SSE2 41, 43. Tried: steps of 6 x 4
- *              lose 2 to 20 %, of 8 x 2 up to 20 % at T <= 3; prefetching the weight loses 5 to 15
- *              %; 128 tokens per unpacking would win 5 % at T 512, for twice the sums on the stack.
- * Numerics     Products are exact (above 2^-126). They are summed in fp32 in chains of INNER_BLOCK
- *              values, the chains one after another: at most 128 + k / 64 roundings deep, where one
- *              chain would be 512. One rounding to bf16. The order depends on k alone: a row of the
- *              result does not depend on the other rows, nor on the number of threads.
+ *              It lies on the stack. Lanes are outputs. A step of 4 tokens and VECTORS vectors of
+ *              outputs has 4 VECTORS accumulators.
+ * Roofline     2 * T * H * 512 * 128 FLOP, T of them per byte of weight: memory binds at small T,
+ *              the multiply unit from about T = 32. GFLOP/s of k_up, v_up on one Zen 5 core (CPU
+ *              time, one thread, H 128 for T 1 and 32, H 16 for T 512, 2026-11-20): T 1: 33, 32 (33
+ *              GB/s); T 32: 277, 260; T 512: 376, 408 of a peak of 521. fp32 at T 512: AVX-512 209,
+ *              228 of 270, AVX2 103, 109 of 135, SSE2 41, 43. Tried: steps of 6 x 4 lose 2 to 20 %;
+ *              steps of 8 x 2 lose up to 20 % at T <= 3; prefetching the weight loses 5 to 15 %;
+ *              128 tokens per unpacking gain 5 % at T 512, but need twice the sums on the stack.
+ * Numerics     Products are exact above 2^-126. They are summed in fp32 in chains of INNER_BLOCK
+ *              values, and the chains one after another: at most 128 + k / 64 roundings deep, where
+ *              one chain would have 512. The result is rounded to bf16 once. The order of the sums
+ *              depends on k alone, never on other rows of the result or the number of threads.
  * Source       register blocking (GotoBLAS).
  *
  * The including file defines SMLA_SIMD_WIDTH and VECTORS, and includes a multiply unit.
@@ -65,7 +65,7 @@ pad_row(const uint16_t *row, int count, int capacity, uint16_t *copy)
 
 /* ---- Unpacking ----------------------------------------------------------------------------- */
 
-/* Rows of the weight are outputs, k runs inside a row. */
+/* Unpacks a weight whose rows are outputs; k runs inside a row. */
 static vuint
 unpack_inner_rows(const uint16_t *w, int64_t stride_outer, int num_inner, int num_outer,
                   vuint smallest, unit_scalar *panel)
@@ -97,7 +97,7 @@ unpack_inner_rows(const uint16_t *w, int64_t stride_outer, int num_inner, int nu
     return smallest;
 }
 
-/* Rows of the weight are values of k, outputs run inside a row. */
+/* Unpacks a weight whose rows are values of k; outputs run inside a row. */
 static vuint
 unpack_outer_rows(const uint16_t *w, int64_t stride_inner, int num_inner, int num_outer,
                   vuint smallest, unit_scalar *panel)
@@ -121,7 +121,7 @@ unpack_outer_rows(const uint16_t *w, int64_t stride_inner, int num_inner, int nu
     return smallest;
 }
 
-/* A piece of the weight -> panel [num_inner / UNIT_STEP][OUTER_BLOCK], zeros up to whole steps. */
+/* Unpacks a piece of the weight to panel [num_inner / UNIT_STEP][OUTER_BLOCK], zero-padded. */
 static vuint
 unpack_weights(const smla_projection_params *params, const smla_projection_block *block,
                int64_t inner, int num_inner, vuint smallest, unit_scalar *panel)
@@ -137,7 +137,7 @@ unpack_weights(const smla_projection_params *params, const smla_projection_block
                              panel);
 }
 
-/* One row of x, zeros up to whole vectors. */
+/* Unpacks one row of x, with zeros up to whole vectors. */
 SMLA_INLINE vuint
 load_token(const uint16_t *row, int num_inner, vuint smallest, unit_scalar *x)
 {
@@ -208,7 +208,7 @@ store_row(const float *sums, int num_outer, uint16_t *out)
 
 /* ---- A block ------------------------------------------------------------------------------- */
 
-/* Bit t of the result: the unit cannot do token t of the block exactly, its outputs are garbage. */
+/* Bit t of the result: the unit cannot compute token t exactly, so its outputs are garbage. */
 static uint64_t
 project_block(const smla_projection_params *params, const smla_projection_block *block)
 {
@@ -253,8 +253,8 @@ project_block(const smla_projection_params *params, const smla_projection_block 
     return is_exact(smallest_weight) ? refused : UINT64_MAX;
 }
 
-/* Computes refused tokens again on another instruction set. Whether one is refused depends on its
- * own row and on the weight, never on other tokens. */
+/* Computes refused tokens again on another instruction set. Whether a token is refused depends on
+ * its own row and on the weight, never on other tokens. */
 SMLA_INLINE void
 redo_refused(const smla_projection_params *params, smla_projection_block block, uint64_t refused,
              const smla_projection_isa *isa)

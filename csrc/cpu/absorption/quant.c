@@ -2,8 +2,8 @@
  *
  *   scale = max(amax, 1e-10) / 448,  out = satE4M3(x / scale)
  *
- * NaN has no part in amax and an infinity counts as FLT_MAX, as in the cache write. The arrays are
- * cut into pieces of rows; pieces that are contiguous in x and in out go to cache_kernel.h.
+ * amax ignores NaN and takes an infinity as FLT_MAX, as the cache write does. The arrays are cut
+ * into pieces of rows. Pieces that are contiguous in x and in out go to cache_kernel.h.
  */
 #include "cpu/cache/cache.h"
 #include "cpu/machine/cpu.h"
@@ -15,8 +15,8 @@
 enum { PIECE = 4096 }; /* elements */
 
 typedef struct quant_piece {
-    int64_t x; /* first element */
-    int64_t out;
+    int64_t x;   /* first element in x */
+    int64_t out; /* first element in out */
     int64_t count;
 } quant_piece;
 
@@ -79,7 +79,7 @@ quantize(const smla_cache_isa *cache, const smla_quant_params *p, quant_piece pi
     }
 }
 
-/* ---- All of them --------------------------------------------------------------------------- */
+/* ---- All pieces ---------------------------------------------------------------------------- */
 
 smla_status
 smla_cpu_dynamic_per_tensor_quant(const smla_quant_params *params, smla_error *error)

@@ -1,12 +1,12 @@
-/* attention_amx.c: the attention kernel on AMX-BF16, beside AVX-512 BF16. */
+/* attention_amx.c: the attention kernel on AMX-BF16, and on AVX-512 BF16 for all but products. */
 #define SMLA_SIMD_WIDTH 16
 
 enum {
-    /* Tiles have 16 rows, and a tile of heads serves two of them. */
-    KEY_ROWS_1 = 32,   /* keys per step, for a group of one vector of heads */
-    KEY_ROWS_2 = 32,   /* and of two */
-    VALUE_ROWS_1 = 32, /* dimensions per step */
-    VALUE_ROWS_2 = 32,
+    /* A tile has 16 rows, and a tile of heads is multiplied with two tiles of rows. */
+    KEY_ROWS_1 = 32,   /* keys per step, if a group is one vector of heads */
+    KEY_ROWS_2 = 32,   /* keys per step, if a group is two vectors of heads */
+    VALUE_ROWS_1 = 32, /* dimensions per step, if a group is one vector */
+    VALUE_ROWS_2 = 32, /* dimensions per step, if a group is two vectors */
 };
 
 #include "cpu/attention/unit_bf16.h"
@@ -16,7 +16,7 @@ enum {
 #include "cpu/attention/attention_finish.h"
 #include "cpu/attention/attention_kernel.h"
 
-/* The fp32 kernel has the same lanes and groups, so it can take over a part. */
+/* The fp32 kernel has the same lanes and groups, so it runs the parts that are refused here. */
 static void
 run_part(const smla_attention_params *params, int64_t token, int split, uint8_t *scratch,
          smla_attention_state state)

@@ -3,10 +3,10 @@
 
 enum {
     /* Rows times vectors is the number of accumulators; SSE2 has 16 registers. */
-    KEY_ROWS_1 = 8,   /* keys per step, for a group of one vector of heads */
-    KEY_ROWS_2 = 4,   /* and of two */
-    VALUE_ROWS_1 = 8, /* dimensions per step */
-    VALUE_ROWS_2 = 4,
+    KEY_ROWS_1 = 8,   /* keys per step, if a group is one vector of heads */
+    KEY_ROWS_2 = 4,   /* keys per step, if a group is two vectors of heads */
+    VALUE_ROWS_1 = 8, /* dimensions per step, if a group is one vector */
+    VALUE_ROWS_2 = 4, /* dimensions per step, if a group is two vectors */
 };
 
 #include "cpu/attention/unit_fp32.h"
@@ -20,7 +20,7 @@ static void
 run_part(const smla_attention_params *params, int64_t token, int split, uint8_t *scratch,
          smla_attention_state state)
 {
-    (void)try_part(params, token, split, scratch, state); /* this unit refuses nothing */
+    (void)try_part(params, token, split, scratch, state); /* the fp32 unit refuses no part */
 }
 
 const smla_attention_isa smla_attention_base = {

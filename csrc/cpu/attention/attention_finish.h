@@ -2,16 +2,15 @@
  * set.
  *
  * fold adds a second state to a first one; finish divides, applies the sink, and rounds to bf16
- * once. The rescaling factors are powers of two (attention_kernel.h), so folding loses nothing but
- * the rounding of its additions. It is included after attention_kernel.h, whose groups of heads it
- * knows.
+ * once. The rescaling factors are powers of two (attention_kernel.h), so folding rounds only in its
+ * additions. Both use the head groups of attention_kernel.h.
  */
 #ifndef SMLA_CPU_ATTENTION_FINISH_H
 #define SMLA_CPU_ATTENTION_FINISH_H
 
 #include "cpu/attention/attention_kernel.h"
 
-/* Multiplies out of a group by one factor per head, and adds that of a second state. */
+/* total = total * total_factor + part * part_factor, for one group's out; one factor per head. */
 static void
 fold_group(float *total, const vfloat *total_factor, const float *part, const vfloat *part_factor,
            int vectors)
@@ -52,7 +51,7 @@ fold(smla_head_range heads, smla_attention_state total, smla_attention_state par
     }
 }
 
-/* Writes lse and max_logits of one head; gives what its out is multiplied with. */
+/* Writes lse and max_logits of one head, and returns the factor that its out is multiplied with. */
 static float
 finish_head(const smla_attention_params *params, int64_t token, int64_t head, double sum,
             double max_log2)
@@ -79,8 +78,8 @@ finish_head(const smla_attention_params *params, int64_t token, int64_t head, do
     return (float)factor;
 }
 
-/* Scaled and rounded to bf16 in place: row d of the result overwrites row d / 2 of out, which has
- * been read by then. */
+/* Scales a group's out and rounds it to bf16 in place. Row d of the result overwrites a half of row
+ * d / 2 of out, which has been read by then. */
 static void
 round_group(float *out, const vfloat *factor, int vectors)
 {

@@ -1,7 +1,7 @@
 /* attention_kernel.h: sparse MLA attention of one part, for one instruction set.
  *
  * Computes     s_j = softmax_scale * log2(e) * (q . k_j),  w_j = 2^(s_j - ref),
- *              out = sum_j w_j v_j,  sum = sum_j w_j   over the part's keys, then (finish)
+ *              out = sum_j w_j v_j,  sum = sum_j w_j   over the part's keys; then finish computes
  *              out / sum * sink factor, lse = (ref + log2(sum)) * ln 2
  * Shapes       q [H][576] bf16, rows of the cache by slot, out [H][512] bf16, lse [H] fp32
  * Scratch      q       [group][576 / step][group heads]   packed once per part
@@ -10,29 +10,29 @@
  *              scores  [BLOCK_KEYS][group heads] fp32, then the weights
  *              probs   [BLOCK_KEYS / step][group heads]   weights * scale of one value tile
  *              state   out [group][512][group heads] fp32, sum, max
- *              Lanes are heads. A group is one or two vectors of them: 2 * WIDTH heads share the
- *              block in L2, and their slices of q and probs stay in L1.
- * Roofline     2 * T * H * K * 1088 FLOP, T * K * 656 bytes (1152 for bf16 rows): the multiply unit
+ *              Lanes are heads. A group is one or two vectors of heads, which read the block in
+ *              L2 together; their slices of q and probs stay in L1.
+ * Roofline     2 * T * H * K * 1088 FLOP, T * K * 656 bytes (1152 for bf16 rows). The multiply unit
  *              binds, down to H = 16, where dequantising a key (once for all heads) and the loads
  *              that broadcast it cost a third. A step of R rows and V vectors has R V multiply-adds
  *              and R + V loads. GFLOP/s of one Zen 5 core (4.3 GHz; CPU time, one thread, T 8,
- *              K 2048, fp8_ds_mla, 2026-11-20) at H 16, 64, 128: bf16 products 316, 443, 467 of
- *              521 (peak); fp32 with AVX-512 138, 199, 218 of 270, AVX2 84, 111, 112 of 135, SSE2
- *              28, 34, 35.
- * Numerics     Products are exact. The dot product is summed in chunks of CHUNK_DIMS dimensions,
- *              chunks inside a tile of 128, tiles times the row's fp32 scale: about 28 roundings
- *              deep at most, where one chain would be 576. A scale never multiplies a rounded key:
- *              it meets the fp32 tile sum on the way in, and the weight on the way out (rounded to
- *              bf16 once by the bf16 unit). ref is the running maximum rounded up to an integer, so
- *              every rescaling is by a power of two, exact, however often the maximum moves. `sum`
- *              is fp32 inside a block and double across blocks. A part whose logits are all -inf,
- *              or that is empty, gives sum 0: out 0, lse -inf. NaN in a row reaches the results of
- *              that token.
+ *              K 2048, fp8_ds_mla, 2026-11-20) at H 16, 64, 128: bf16 products 316, 443, 467 of a
+ *              peak of 521; fp32 with AVX-512 138, 199, 218 of 270, with AVX2 84, 111, 112 of 135,
+ *              with SSE2 28, 34, 35.
+ * Numerics     Products are exact. A dot product is summed in chunks of CHUNK_DIMS dimensions, then
+ *              chunks inside a tile of 128, then tiles times the row's fp32 scales: about 28
+ *              roundings deep at most, where one chain would have 576. A scale never multiplies a
+ *              rounded key: it multiplies the fp32 tile sum of a score, and the weight of a value
+ *              (which the bf16 unit rounds to bf16 once). ref is the running maximum rounded up to
+ *              an integer, so rescaling by a power of two is exact however often the maximum grows.
+ *              `sum` is fp32 inside a block and double across blocks. A part without keys, or whose
+ *              logits are all -inf, gives sum 0: out 0, lse -inf. A NaN in a cache row reaches the
+ *              results of the token.
  * Source       online softmax (FlashAttention), register blocking (GotoBLAS); the absorbed scales,
  *              the power-of-two reference and heads as lanes are ours.
  *
- * The including file defines SMLA_SIMD_WIDTH and the four row counts, and includes a unit_*.h and
- * attention_lanes.h or attention_tiles.h, which multiply.
+ * The including file defines SMLA_SIMD_WIDTH and the four row counts. It includes a unit_*.h, and
+ * attention_lanes.h or attention_tiles.h, which compute the products.
  */
 #ifndef SMLA_CPU_ATTENTION_KERNEL_H
 #define SMLA_CPU_ATTENTION_KERNEL_H
@@ -42,7 +42,7 @@
 enum {
     GROUP_VECTORS = 2,
     GROUP_HEADS = GROUP_VECTORS * WIDTH,
-    NUM_TILES = SMLA_NUM_SCALE_TILES + 1, /* four with a scale, and RoPE */
+    NUM_TILES = SMLA_NUM_SCALE_TILES + 1, /* four with a scale, and the RoPE tile */
 };
 
 _Static_assert(SMLA_HEAD_ALIGN % WIDTH == 0, "a state must hold whole vectors of heads");
@@ -60,9 +60,9 @@ typedef struct thread_scratch {
     float *scales; /* [NUM_TILES][BLOCK_KEYS] */
 } thread_scratch;
 
-/* A run of heads that are processed together. */
+/* Consecutive heads that are processed together. */
 typedef struct head_group {
-    int64_t head; /* first */
+    int64_t head; /* first head */
     int vectors;  /* 1 or 2 */
 } head_group;
 
@@ -107,8 +107,8 @@ group_at(int64_t head, int64_t num_heads)
 
 /* ---- Query --------------------------------------------------------------------------------- */
 
-/* Heads [lane, lane + WIDTH) of a group: `count` values of each row, from `lanes` rows apart in
- * `packed` on. */
+/* Transposes `count` values of WIDTH query rows. A row of `packed` is one step of values for the
+ * `lanes` heads of the group. */
 SMLA_INLINE vuint
 pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint smallest,
            unit_scalar *packed)
@@ -129,8 +129,8 @@ pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint smalle
     return smallest;
 }
 
-/* Transposes a token's query into [group][k][group heads]; lanes past the last head are 0. False
- * when the unit cannot do it exactly. */
+/* Transposes a token's query into [group][k][group heads]; lanes past the last head are 0. Returns
+ * whether the unit can compute with it exactly. */
 static bool
 pack_query(const smla_attention_params *params, int64_t token, unit_scalar *packed)
 {
@@ -140,7 +140,7 @@ pack_query(const smla_attention_params *params, int64_t token, unit_scalar *pack
     const uint16_t *const rope = params->q_pe + token * params->q_pe_stride_token;
     vuint smallest = splat_bits(0xFFFFFFFFu);
     for (int64_t head = 0; head < params->num_heads; head += WIDTH) {
-        const int64_t first = head / GROUP_HEADS * GROUP_HEADS; /* of the group */
+        const int64_t first = head / GROUP_HEADS * GROUP_HEADS; /* first head of the group */
         const int lanes = group_at(first, params->num_heads).vectors * WIDTH;
         unit_scalar *const to = packed + first * (SMLA_HEAD_DIM / UNIT_STEP) + (head - first);
         const uint16_t *nope_rows[WIDTH];
@@ -159,8 +159,8 @@ pack_query(const smla_attention_params *params, int64_t token, unit_scalar *pack
 
 /* ---- Scores -------------------------------------------------------------------------------- */
 
-/* scores[j][z] = q_z . k_j for the keys of the block. Rows past `count` in the last step hold stale
- * numbers; nothing reads their scores. `next` is prefetched on the way. */
+/* scores[j][z] = q_z . k_j for the keys of the block. Keys past `count` in the last step are stale,
+ * but nothing reads their scores. The rows of `next` are prefetched on the way. */
 SMLA_INLINE void
 score_block(const thread_scratch *scratch, const unit_scalar *q, int count, int head_dim,
             const key_block *next, const int rows, const int vectors)
@@ -182,22 +182,22 @@ score_block(const thread_scratch *scratch, const unit_scalar *q, int count, int 
 
 /* ---- Softmax ------------------------------------------------------------------------------- */
 
-/* The power-of-two reference of a maximum: an integer at least as large, -inf for -inf. */
+/* The log2 of a maximum's reference: an integer that is at least as large, or -inf for -inf. */
 SMLA_INLINE vfloat
 reference_of(vfloat max_log2)
 {
     return ceil_lanes(max_log2);
 }
 
-/* The same as something that can be subtracted: 0 for -inf. */
+/* reference_of, but 0 for -inf, so that it can be subtracted. */
 SMLA_INLINE vfloat
 finite_reference_of(vfloat max_log2)
 {
     return (vfloat)((vint)reference_of(max_log2) & (max_log2 != -INFINITY));
 }
 
-/* Scores -> weights 2^(s - ref), in place. Updates the maximum and the sum of the group's heads,
- * and gives the factor by which older sums shrink. */
+/* Replaces scores by weights 2^(s - ref). Updates the maximum and the sum of the group's heads, and
+ * sets `alpha` to the factors by which older sums shrink. */
 SMLA_INLINE void
 weigh_scores(float *scores, int count, float scale_log2, smla_attention_state state,
              head_group group, vfloat *alpha, const int vectors)
@@ -215,7 +215,7 @@ weigh_scores(float *scores, int count, float scale_log2, smla_attention_state st
             new_max = max_lanes(new_max, *s);
         }
         const vfloat reference = finite_reference_of(new_max);
-        /* Compensated: equal terms all round the same way, and lse has no room for that. */
+        /* Compensated sum: equal terms all round the same way, and lse must not lose that much. */
         vfloat block_sum = {0};
         vfloat excess = {0}; /* how much too large block_sum is */
         for (int j = 0; j < count; j++) {
@@ -283,7 +283,7 @@ clear(int64_t num_heads, smla_attention_state state)
     memset(state.out, 0, (size_t)heads * SMLA_KV_LORA_RANK * sizeof(float));
 }
 
-/* False when the unit cannot do the part exactly; the state is then garbage. */
+/* Returns false if the unit cannot compute the part exactly; the state is then garbage. */
 static bool
 try_part(const smla_attention_params *params, int64_t token, int split, uint8_t *memory,
          smla_attention_state state)
@@ -320,7 +320,7 @@ try_part(const smla_attention_params *params, int64_t token, int split, uint8_t 
                 attend_group(&scratch, block, next, scale_log2, group, state, KEY_ROWS_2,
                              VALUE_ROWS_2, 2);
             }
-            next = &no_block; /* one group's worth of prefetches is enough */
+            next = &no_block; /* the first group has prefetched it */
         }
         current = 1 - current;
     }

@@ -1,5 +1,5 @@
-/* attention_lanes.h: the two products of the attention kernel in vectors of heads, by multiply_add
- * of the unit: a scalar of the row times a vector of heads.
+/* attention_lanes.h: the two products of the attention kernel in vectors of heads. The unit's
+ * multiply_add multiplies a scalar of a key or value with a vector of heads.
  */
 #ifndef SMLA_CPU_ATTENTION_LANES_H
 #define SMLA_CPU_ATTENTION_LANES_H
@@ -8,15 +8,15 @@
 #include "cpu/machine/simd.h"
 
 enum {
-    CHUNK_DIMS = 16, /* depth of the innermost sum of a score */
+    CHUNK_DIMS = 16, /* dimensions per innermost sum of a score */
     VALUE_DEPTH = 1, /* steps of keys that add_value_rows takes at a time */
 };
 
 _Static_assert(16 % VALUE_ROWS_1 == 0 && 16 % VALUE_ROWS_2 == 0, "whole steps of value chunks");
 
 /* scores[r][z] (+)= scale[r] * sum_k keys[r][k] * q[k][z] over one tile of `dims` dimensions, for
- * `rows` keys. A chunk starts from zero: that bounds the depth of the sum, and takes the latency of
- * the multiply-add off the critical path. */
+ * `rows` keys. Each chunk's sum starts from zero, which bounds the depth of the sum and takes the
+ * latency of the multiply-add off the critical path. */
 SMLA_INLINE void
 score_rows(const unit_scalar *keys, const unit_scalar *q, int dims, const float *scale, bool first,
            float *scores, const int rows, const int vectors)
@@ -64,7 +64,7 @@ score_rows(const unit_scalar *keys, const unit_scalar *q, int dims, const float 
     }
 }
 
-/* Value rows lie as the unit has left them. */
+/* Nothing to do: values stay where the unit has put them. */
 SMLA_INLINE void
 arrange_values(unit_scalar *values, int count)
 {

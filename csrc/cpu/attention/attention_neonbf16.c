@@ -3,10 +3,10 @@
 
 enum {
     /* Rows times vectors is the number of accumulators; there are 32 registers. */
-    KEY_ROWS_1 = 16,   /* keys per step, for a group of one vector of heads */
-    KEY_ROWS_2 = 8,    /* and of two */
-    VALUE_ROWS_1 = 16, /* dimensions per step */
-    VALUE_ROWS_2 = 8,
+    KEY_ROWS_1 = 16,   /* keys per step, if a group is one vector of heads */
+    KEY_ROWS_2 = 8,    /* keys per step, if a group is two vectors of heads */
+    VALUE_ROWS_1 = 16, /* dimensions per step, if a group is one vector */
+    VALUE_ROWS_2 = 8,  /* dimensions per step, if a group is two vectors */
 };
 
 #include "cpu/attention/unit_bf16.h"
@@ -16,7 +16,7 @@ enum {
 #include "cpu/attention/attention_finish.h"
 #include "cpu/attention/attention_kernel.h"
 
-/* The fp32 kernel has the same lanes and groups, so it can take over a part. */
+/* The fp32 kernel has the same lanes and groups, so it runs the parts that are refused here. */
 static void
 run_part(const smla_attention_params *params, int64_t token, int split, uint8_t *scratch,
          smla_attention_state state)

@@ -1,25 +1,25 @@
-/* attention_tiles.h: the two products of the attention kernel in AMX tiles, on what unit_bf16.h
- * lays out.
+/* attention_tiles.h: the two products of the attention kernel in AMX tiles, with the operands that
+ * unit_bf16.h lays out.
  *
  * A product multiplies 32 rows (keys, or dimensions of the values) with one or two vectors of
- * heads, 16 pairs of bf16 deep per step. A tile is 16 x 64 bytes:
+ * heads. A step is 16 pairs of bf16 deep. A tile is 16 x 64 bytes:
  *   0 1   sums of rows 0...15 with vector 0, 1      4   rows 0...15     6   pairs of vector 0
  *   2 3   sums of rows 16...31                      5   rows 16...31    7   pairs of vector 1
- * A key is a row of pairs already, and queries and probs are rows of heads; only the values have to
- * be turned, from rows of dimensions into rows of keys: 64 shuffles for 16 x 32 of them, once per
- * block.
+ * A key already is a row of pairs, and queries and probs already are rows of heads. Only the values
+ * must be transposed, from rows of dimensions to rows of keys: 64 shuffles per 16 x 32 values, once
+ * per block.
  *
- * Roofline     tdpbf16ps takes 16 cycles for 8192 multiply-adds, 16 times what vdpbf16ps does on
- *              the same core. Per key and 128 heads that is 272 cycles; tile loads, 8 cycles each
- *              (3 for 2 products, or 4 for 4), hide behind it. Turning adds 64 cycles per key,
- *              whatever the number of heads, and what is no product stays: softmax, probs, scales.
+ * Roofline     tdpbf16ps takes 16 cycles for 8192 multiply-adds, 16 times the rate of vdpbf16ps on
+ *              the same core. A key and 128 heads take 272 cycles, which hide the tile loads of 8
+ *              cycles each (3 loads per 2 products, or 4 per 4). Transposing adds 64 cycles per key
+ *              for any number of heads; softmax, probs and scales take their time as before.
  *              Measured on a Xeon with AMX, one thread: FP8 rows 147 GFLOP/s at 16 heads and 197 at
- *              128 (AVX-512 BF16 there 56 and 67), so the products no longer bind.
- * Numerics     A step sums the products of even and odd values, 16 each, adds both, and adds that
- *              to the tile: with the 4 steps of a scale tile 21 roundings deep, where lanes have
- *              24. All are to nearest, and the order is fixed.
+ *              128 (AVX-512 BF16 there: 56 and 67), so the products no longer bind.
+ * Numerics     A step sums 16 products of even values and 16 of odd values, adds both sums, and
+ *              adds the result to the tile. The 4 steps of a scale tile are 21 roundings deep,
+ *              where lanes have 24. All roundings are to nearest, and the order is fixed.
  *
- * GCC's tile loads do not tell the compiler that they read memory: barriers do.
+ * GCC's tile loads do not tell the compiler that they read memory; finish_stores does.
  */
 #ifndef SMLA_CPU_ATTENTION_TILES_H
 #define SMLA_CPU_ATTENTION_TILES_H
@@ -40,7 +40,7 @@ _Static_assert(KEY_ROWS_1 == 32 && KEY_ROWS_2 == 32, "two tiles of keys");
 _Static_assert(VALUE_ROWS_1 == 32 && VALUE_ROWS_2 == 32, "two tiles of dimensions");
 _Static_assert((int)VALUE_STEP == (int)WIDTH, "the pairs of a value chunk must lie in a row");
 
-/* What ldtilecfg reads. */
+/* The operand of ldtilecfg. */
 typedef struct tile_config {
     uint8_t palette;
     uint8_t start_row;
@@ -51,7 +51,7 @@ typedef struct tile_config {
 
 _Static_assert(sizeof(tile_config) == 64, "the processor's layout");
 
-/* Eight tiles of full size, for the calling thread, until release_tiles. */
+/* Gives the calling thread eight tiles of full size, until release_tiles. */
 SMLA_INLINE void
 configure_tiles(void)
 {
@@ -63,22 +63,22 @@ configure_tiles(void)
     _tile_loadconfig(&config);
 }
 
-/* Without tiles in use a thread is switched faster. */
+/* Linux switches threads faster that use no tiles. */
 SMLA_INLINE void
 release_tiles(void)
 {
     _tile_release();
 }
 
-/* Stores before it are in memory for the tile loads after it. */
+/* A compiler barrier: tile loads after it see the stores before it. */
 SMLA_INLINE void
 finish_stores(void)
 {
     __asm__ volatile("" ::: "memory");
 }
 
-/* sums += rows . heads over `steps` steps. `rows_bytes` separates two rows of a tile, `rows_16` the
- * 16 rows of tile 4 from those of tile 5, and `rows_step` one step from the next. */
+/* sums += rows . heads over `steps` steps. Rows of a tile are `rows_bytes` bytes apart. The rows of
+ * tile 5 lie `rows_16` elements after those of tile 4; steps are `rows_step` elements apart. */
 SMLA_INLINE void
 multiply_tiles(const unit_scalar *rows, int rows_bytes, int rows_16, int rows_step,
                const unit_scalar *heads, int steps, const int vectors)
@@ -99,7 +99,7 @@ multiply_tiles(const unit_scalar *rows, int rows_bytes, int rows_16, int rows_st
     }
 }
 
-/* Sums of 32 rows, one row after the other. */
+/* Loads the sums of 32 rows, which lie one row after another. */
 SMLA_INLINE void
 load_sums(const float *from, const int vectors)
 {
@@ -148,8 +148,8 @@ score_rows(const unit_scalar *keys, const unit_scalar *q, int dims, const float 
     }
 }
 
-/* Turns the value pairs of a block, 16 dimensions of 16 pairs at a time, in place: a row of a tile
- * is a dimension. Pairs past `count` keys become zeros. */
+/* Transposes the value pairs of a block in place, 16 dimensions of 16 pairs at a time. A row of a
+ * tile is then a dimension. Pairs past `count` keys become zeros. */
 SMLA_INLINE void
 arrange_values(unit_scalar *values, int count)
 {

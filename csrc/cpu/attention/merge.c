@@ -7,7 +7,7 @@
 #include "core/numeric.h"
 #include "cpu/machine/cpu.h"
 
-/* An empty side says -inf; +inf is how some kernels write the same. */
+/* An empty side has lse -inf; some kernels write +inf instead. */
 static double
 read_lse(const smla_merge_params *p, int side, int64_t token, int64_t head)
 {
@@ -36,7 +36,7 @@ merge_row(const smla_merge_params *p, int64_t token, int64_t head)
         token * p->out_in_stride_token[1] + head * p->out_in_stride_head[1],
     };
     float *merged = p->lse + token * p->lse_stride_token + head * p->lse_stride_head;
-    /* An empty side has no say at all, whatever its rows hold; with two of them, side 0 is
+    /* An empty side is ignored, whatever its rows hold. If both sides are empty, side 0 is
      * copied. */
     if (isinf(lse[0]) || isinf(lse[1])) {
         const int side = isinf(lse[1]) ? 0 : 1;

@@ -1,4 +1,4 @@
-/* bf16_avx512.h: what AVX-512 BF16 and VBMI do to pairs of bf16; see bf16_pairs.h. */
+/* bf16_avx512.h: the functions of bf16_pairs.h on AVX-512 BF16 and VBMI. */
 #ifndef SMLA_CPU_BF16_AVX512_H
 #define SMLA_CPU_BF16_AVX512_H
 
@@ -6,7 +6,7 @@
 
 #include "cpu/machine/simd.h"
 
-/* Two FMAs, each rounded to nearest. */
+/* The instruction does two FMAs per lane, each rounded to nearest. */
 SMLA_INLINE vfloat
 dot_pairs(vfloat sum, uint32_t a, vuint b)
 {
@@ -58,7 +58,7 @@ any_half_below(vuint x, int limit)
     return _mm512_cmplt_epu16_mask((__m512i)x, _mm512_set1_epi16((short)limit)) != 0;
 }
 
-/* bf16 of the 128 magnitudes of e4m3, high bytes and low bytes. */
+/* The 128 magnitudes of e4m3 as bf16: a table of their high bytes and one of their low bytes. */
 static const uint8_t e4m3_high[128] __attribute__((aligned(64))) = {
     0x00, 0x3B, 0x3B, 0x3B, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C, 0x3C,
     0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D, 0x3D,
@@ -80,7 +80,7 @@ static const uint8_t e4m3_low[128] __attribute__((aligned(64))) = {
     0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xA0, 0xB0, 0xC0, 0xD0, 0xE0, 0xC0,
 };
 
-/* 4 * WIDTH values by two byte look-ups (vpermi2b ignores the sign bit of its index). */
+/* Widens 4 * WIDTH values by two byte look-ups; vpermi2b ignores the sign bit of its index. */
 SMLA_INLINE void
 widen_e4m3(const uint8_t *bytes, uint32_t *out)
 {
@@ -89,8 +89,8 @@ widen_e4m3(const uint8_t *bytes, uint32_t *out)
     const __m512i low_0 = _mm512_load_si512(e4m3_low);
     const __m512i low_1 = _mm512_load_si512(e4m3_low + 64);
     const __m512i sign = _mm512_set1_epi8((char)0x80);
-    /* Unpacking works inside 128-bit lanes: deal the 8-byte words out so that it leaves them in
-     * order. */
+    /* Unpacking works inside 128-bit lanes, so permute the 8-byte words first: its results are then
+     * in order. */
     const __m512i deal = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const __m512i x = _mm512_permutexvar_epi64(deal, _mm512_loadu_si512(bytes));
     const __m512i low = _mm512_permutex2var_epi8(low_0, x, low_1);

@@ -1,7 +1,7 @@
-/* bf16_neon.h: what NEON with BF16 does to pairs of bf16; see bf16_pairs.h.
+/* bf16_neon.h: the functions of bf16_pairs.h on NEON with BF16.
  *
- * BFMMLA would multiply twice as much per instruction, but 2 x 2 blocks: lanes would no longer be
- * heads.
+ * BFMMLA would multiply twice as much per instruction, but it multiplies 2 x 2 blocks, so lanes
+ * would no longer be heads.
  */
 #ifndef SMLA_CPU_BF16_NEON_H
 #define SMLA_CPU_BF16_NEON_H
@@ -11,8 +11,8 @@
 #include "cpu/machine/narrow.h"
 #include "cpu/machine/simd.h"
 
-/* Rounds the sum of both products to odd, and what is added to it too: each less than an ulp off.
- * By lane: a broadcast from memory would cost a slot of the vector units. */
+/* Rounds the sum of both products to odd, and its sum with `sum` too: each is less than an ulp off.
+ * Multiplies by a lane, because a broadcast from memory would cost a slot of the vector units. */
 SMLA_INLINE vfloat
 dot_pairs(vfloat sum, uint32_t a, vuint b)
 {

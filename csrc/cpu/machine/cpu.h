@@ -1,9 +1,9 @@
-/* cpu.h: the operators of the CPU backend, one file each; backend.c puts them into the table.
+/* cpu.h: the operators of the CPU backend; cpu_backend.c puts them into the table.
  *
- * Every function takes params that check.c has made and looks at values only: slots, pages and
- * request ids are checked here, before anything is written. Work is shared out by OpenMP where it
- * is large; no result depends on the number of threads. The CUDA backend's checked mode borrows the
- * check functions, with copies of its arrays.
+ * Every function takes params that check.c has made. Only values inside arrays (slots, pages,
+ * request ids) are left to check, before anything is written. OpenMP shares out large work; no
+ * result depends on the number of threads. The CUDA backend's checked mode calls the check
+ * functions on host copies of its arrays.
  */
 #ifndef SMLA_CPU_H
 #define SMLA_CPU_H
@@ -17,7 +17,7 @@
 SMLA_OPERATORS(SMLA_DECLARE_CPU_OPERATOR)
 smla_status smla_cpu_up_proj(const smla_projection_params *params, smla_error *error);
 
-/* cache.c, index.c */
+/* Defined in cache.c and index.c. */
 smla_status smla_cpu_check_cache_write(const smla_cache_write_params *params, smla_error *error);
 smla_status smla_cpu_check_gather(const smla_gather_params *params, smla_error *error);
 smla_status smla_cpu_check_convert(const smla_convert_params *params, smla_error *error);

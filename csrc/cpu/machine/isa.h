@@ -1,7 +1,7 @@
 /* isa.h: the instruction sets that kernels are compiled for, and which one a call runs on.
  *
- * A kernel text is compiled once per instruction set (attention_avx2.c, projection_avx2.c, ...).
- * One table holds them all, so attention, projections and cache are always on the same row of it.
+ * Each kernel is compiled once per instruction set (attention_avx2.c, projection_avx2.c, ...). One
+ * table holds all of them, so attention, projections and cache always use the same table entry.
  */
 #ifndef SMLA_CPU_ISA_H
 #define SMLA_CPU_ISA_H
@@ -15,19 +15,19 @@ struct smla_projection_isa;
 typedef struct smla_cpu_isa {
     const char *name;
     bool (*is_supported)(void);
-    bool (*is_slow)(void); /* where the next supported row is faster; NULL: nowhere */
+    bool (*is_slow)(void); /* true where the next supported entry is faster; NULL = never */
     const struct smla_attention_isa *attention;
     const char *attention_source;
     const struct smla_projection_isa *projection;
     const struct smla_cache_isa *cache;
 } smla_cpu_isa;
 
-/* The fastest first. */
+/* The table, fastest entry first. */
 extern const smla_cpu_isa smla_cpu_isas[];
 extern const int smla_cpu_num_isas;
 
-/* The first supported row that is not slow, or the one that the environment variable
- * SPARSE_MLA_CPU_ISA names (for tests). `op` is who asks. */
+/* Chooses the first supported entry that is not slow, or the entry that the environment variable
+ * SPARSE_MLA_CPU_ISA names (for tests). Errors name the operator `op`. */
 smla_status smla_cpu_choose_isa(const char *op, const smla_cpu_isa **chosen, smla_error *error);
 
 #endif /* SMLA_CPU_ISA_H */

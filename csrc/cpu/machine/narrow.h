@@ -1,9 +1,9 @@
-/* narrow.h: bf16, fp16 and e4m3 <-> fp32, a quad of vectors at a time; every value is what
- * numeric.h makes of it, bit for bit.
+/* narrow.h: converts bf16, fp16 and e4m3 <-> fp32, a quad of four vectors at a time. Every result
+ * is bit for bit that of numeric.h.
  *
- * 4 WIDTH values in a row are dealt out like cards, value 4 j + k to lane j of vector k. Then four
- * e4m3 are the bytes of one 32-bit lane, two bf16 its halves, and shifts take the place of widening
- * and narrowing, which GCC 12 does byte by byte. Memory needs no alignment.
+ * 4 WIDTH values in a row are dealt out like cards: value 4 j + k goes to lane j of vector k. So
+ * four e4m3 are the bytes of a 32-bit lane and two bf16 are its halves. Shifts replace widening and
+ * narrowing, which GCC 12 does byte by byte. Memory needs no alignment.
  */
 #ifndef SMLA_CPU_NARROW_H
 #define SMLA_CPU_NARROW_H
@@ -32,9 +32,9 @@ store_words(vuint words, void *memory, int index)
 
 /* ---- Lanes --------------------------------------------------------------------------------- */
 
-/* A finite float with `exponent_bits` below its sign, here 0, at the top of the lane -> fp32. A
- * subnormal, read as if it had an implicit one, is 2^-bias (1 + m) and should be 2^(1 - bias) m: no
- * subnormal fp32 is touched, which costs an assist on many cores. */
+/* Widens a finite float to fp32. It lies at the top of the lane: sign 0, then `exponent_bits`. A
+ * subnormal is read with an implicit one, as 2^-bias (1 + m), and corrected to 2^(1 - bias) m. This
+ * uses no subnormal fp32, which would cost an assist on many cores. */
 SMLA_INLINE vuint
 widen_magnitude(vuint magnitude, const int exponent_bits)
 {
@@ -45,8 +45,8 @@ widen_magnitude(vuint magnitude, const int exponent_bits)
     return (vuint)select_lanes(is_subnormal, subnormal, normal);
 }
 
-/* The upper byte of every lane, times `scale`. A NaN byte is its own NaN even if scale is another:
- * which of two a product gives would be the compiler's choice. */
+/* The upper byte of every lane, times `scale`. A NaN byte gives its own NaN even if `scale` is NaN:
+ * which of two NaNs a product returns depends on the compiler. */
 SMLA_INLINE vfloat
 e4m3_to_float(vuint x, float scale)
 {
@@ -73,7 +73,7 @@ bf16_to_float(vuint x)
     return (vfloat)(x & 0xFFFF0000u);
 }
 
-/* The byte lies at the bottom of its lane. */
+/* The result is the lowest byte of each lane. */
 SMLA_INLINE vuint
 round_to_e4m3(vfloat x)
 {
@@ -83,7 +83,7 @@ round_to_e4m3(vfloat x)
     const vint is_subnormal = magnitude < 0x3C800000; /* 2^-6 */
     const vint clamped = (magnitude & ~is_large) | (is_large & 0x43E00000);
     const vint normal = ((clamped + 0x7FFFF + (clamped >> 20 & 1)) >> 20) - ((127 - 7) << 3);
-    /* 2^14 has an ulp of 2^-9: the addition rounds to nearest even and leaves the multiple. */
+    /* The ulp at 2^14 is 2^-9: the sum is rounded to nearest even and ends in the multiple. */
     const vint subnormal = (vint)((vfloat)magnitude + 0x1p14f) - 0x46800000;
     const vint code = (is_subnormal & subnormal) | (~is_subnormal & normal) | (is_nan & 0x7F);
     return (vuint)code | ((vuint)x >> 24 & 0x80u);

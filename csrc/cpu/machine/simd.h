@@ -1,7 +1,7 @@
 /* simd.h: vectors of SMLA_SIMD_WIDTH floats: 2^x, rounding to bf16, interleaving, transposition.
  *
- * GCC's vector extension, so one text serves SSE2, AVX2, AVX-512 and NEON (but for one function):
- * `a * b + c` becomes one FMA where there is one (-ffp-contract=fast), and a scalar operand is
+ * Except in one function this is GCC's vector extension, so one text serves SSE2, AVX2, AVX-512 and
+ * NEON. `a * b + c` becomes one FMA on machines with FMA (-ffp-contract=fast). A scalar operand is
  * broadcast. The file that includes this one defines SMLA_SIMD_WIDTH as 4, 8 or 16.
  */
 #ifndef SMLA_CPU_SIMD_H
@@ -20,10 +20,10 @@ typedef float vfloat __attribute__((vector_size(4 * SMLA_SIMD_WIDTH), may_alias)
 typedef int32_t vint __attribute__((vector_size(4 * SMLA_SIMD_WIDTH), may_alias));
 typedef uint32_t vuint __attribute__((vector_size(4 * SMLA_SIMD_WIDTH), may_alias));
 
-/* Kernels are generic code with constant arguments: the compiler must see through every call. */
+/* Kernels are generic code with constant arguments, so the compiler must inline every call. */
 #define SMLA_INLINE static inline __attribute__((always_inline))
 
-/* An aligned load or store is a dereference of one of these. */
+/* Dereferencing the result is an aligned load. */
 SMLA_INLINE const vfloat *
 as_vectors(const float *x)
 {
@@ -42,7 +42,7 @@ splat_bits(uint32_t x)
     return x + (vuint){0};
 }
 
-/* sum + a * b. On NEON by lane: a broadcast from memory would cost a slot of the vector units. */
+/* sum + a * b. NEON multiplies by a lane: a broadcast would cost a slot of the vector units. */
 SMLA_INLINE vfloat
 multiply_add_float(vfloat sum, float a, vfloat b)
 {
@@ -62,14 +62,14 @@ select_lanes(vint mask, vfloat a, vfloat b)
     return (vfloat)((mask & (vint)a) | (~mask & (vint)b));
 }
 
-/* The larger of two; a NaN in `x` is passed over. */
+/* The larger value per lane; a NaN in `x` is ignored. */
 SMLA_INLINE vfloat
 max_lanes(vfloat best, vfloat x)
 {
     return select_lanes(x > best, x, best);
 }
 
-/* 2^x for x <= 127, error below 1 ulp. Exact for integers; 0 below -126 and for -inf; NaN stays.
+/* 2^x for x <= 127, error below 1 ulp. Exact for integers; 0 below -126 and for -inf; NaN for NaN.
  * 2^x = 2^n * 2^f with n = round(x): the polynomial is minimax in relative error on [-1/2, 1/2]
  * (2^-28.9), with the constant term fixed to 1. */
 SMLA_INLINE vfloat
@@ -84,12 +84,12 @@ exp2_lanes(vfloat x)
     p = p * f + 0x1.ebfbdcp-3f;
     p = p * f + 0x1.62e430p-1f;
     p = p * f + 1.0f;
-    /* A product, not an addition to the exponent field: NaN must come out as NaN. */
+    /* Multiply instead of adding to the exponent field, so that NaN stays NaN. */
     const vfloat power = (vfloat)(((vuint)shifted << 23) + (127u << 23));
     return (vfloat)((vint)(p * power) & ~(x < -126.0f));
 }
 
-/* An integer in [x, x + 1), or x itself where |x| >= 2^22 (and +-inf). */
+/* An integer in [x, x + 1), or x itself where |x| >= 2^22, +-inf included. */
 SMLA_INLINE vfloat
 ceil_lanes(vfloat x)
 {
@@ -129,7 +129,7 @@ round_to_bf16(vfloat x)
 #define SMLA_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vuint){__VA_ARGS__})
 #endif
 
-/* The first halves of two vectors, lane by lane: a0 b0 a1 b1 ... */
+/* Interleaves the first halves of two vectors: a0 b0 a1 b1 ... */
 SMLA_INLINE vuint
 interleave_first(vuint a, vuint b)
 {
@@ -154,7 +154,7 @@ interleave_second(vuint a, vuint b)
 #endif
 }
 
-/* Of two vectors in a row, every second lane from the first on: what interleaving undoes. */
+/* Lanes 0, 2, 4 ... of `a` followed by `b`; with odd_lanes the inverse of interleaving. */
 SMLA_INLINE vuint
 even_lanes(vuint a, vuint b)
 {
@@ -180,8 +180,8 @@ odd_lanes(vuint a, vuint b)
 }
 
 /* Transposes a WIDTH x WIDTH square. Interleaving rows i and i + WIDTH / 2 into rows 2i and 2i + 1
- * rotates the bits of an element's index (row, column) left by one; log2(WIDTH) times swaps
- * them. */
+ * rotates the bits of an element's index (row, column) left by one. After log2(WIDTH) rotations row
+ * and column are swapped. */
 SMLA_INLINE void
 transpose(vuint *square)
 {

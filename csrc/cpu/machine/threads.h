@@ -1,4 +1,4 @@
-/* threads.h: OpenMP's run-time library, or the one thread of a build without it. */
+/* threads.h: thread numbers from OpenMP's run-time library; one thread in a build without it. */
 #ifndef SMLA_CPU_THREADS_H
 #define SMLA_CPU_THREADS_H
 
@@ -6,7 +6,7 @@
 #include <omp.h>
 #endif
 
-/* Threads that the next parallel region may have. */
+/* The largest number of threads that the next parallel region may have. */
 static inline int
 smla_max_threads(void)
 {
@@ -17,7 +17,7 @@ smla_max_threads(void)
 #endif
 }
 
-/* Number of the calling thread inside a parallel region. */
+/* The number of the calling thread inside a parallel region. */
 static inline int
 smla_thread_idx(void)
 {

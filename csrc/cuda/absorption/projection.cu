@@ -1,17 +1,17 @@
 /* projection.cu: the up projections of arrays whose strides cuBLAS cannot express: rows that
- * overlap, are repeated (broadcast), or run backwards; and sums of no terms. projection.c sends
- * everything else to cuBLAS.
+ * overlap, are repeated (broadcast), or run backwards; and sums of no terms. projection_cublas.c
+ * sends everything else to cuBLAS.
  *
  * Computes     out[t,h,n] = sum_k x[t,h,k] w(k,h,n)
  * Shapes       x [T, H, k], w [k, H, n] in any order of dimensions, bf16, any strides, zero and
  *              negative ones included; out [T, H, n] bf16, last dimension contiguous
  * Shared mem   none
- * Roles        A block makes 128 outputs of one token and head, a thread one of them. No barriers.
- * Roofline     None: right for any strides, not fast. 2 k operations and 4 k bytes of cached loads
- *              an output, without reuse in registers or tensor cores.
- * Numerics     Products and sums in fp32, in the order of k, one rounding to bf16; no terms: 0. The
- *              last bit may differ from cuBLAS's, which sums in another order.
- * Source       the formula; ours.
+ * Roles        A block computes 128 outputs of one token and head, one per thread. No barriers.
+ * Roofline     None: the kernel is right for any strides, not fast. An output takes 2 k operations
+ *              and 4 k bytes of cached loads, without reuse in registers or tensor cores.
+ * Numerics     Products and sums in fp32, in the order of k, rounded once to bf16; a sum of no
+ *              terms is 0. The last bit may differ from cuBLAS's, which sums in another order.
+ * Source       The formula; the kernel is ours.
  */
 #include "cuda/host/cuda.h"
 #include "cuda/ptx/launch.cuh"

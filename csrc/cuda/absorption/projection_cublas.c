@@ -1,18 +1,18 @@
 /* projection_cublas.c: the up projections, out[t,h,n] = sum_k x[t,h,k] w(k,h,n), through cuBLAS:
- * one batched product per call, a matrix per head, bf16 in and out, fp32 in between.
+ * one batched product per call, with a matrix per head, bf16 in and out, fp32 in between.
  *
- * cuBLAS is no build requirement: the library is looked for at the first projection, and the few
- * functions and constants of its stable C interface that are used here are declared here, as its
+ * A build does not need cuBLAS: the library is looked for at the first projection. This file
+ * declares the few functions and constants of its stable C interface that it uses, as its
  * documentation gives them.
  *
- * One handle per device, made at the first projection on it and kept until the process ends (when
- * the driver may be gone already). A handle serves one thread at a time, so a call holds a lock
- * while it sets the stream and starts the product: microseconds, on the host.
+ * Each device has one handle, made at the first projection on it and kept until the process ends
+ * (when the driver may be gone already). A handle serves one thread at a time, so a call holds a
+ * lock while it sets the stream and starts the product, which takes microseconds on the host.
  *
- * The handles have no workspace. cuBLAS's own would be allocated behind the caller's back, once
- * more for every captured graph, and would be shared by whatever streams and graphs run at a time.
- * A product that may not have one does not split its sum among blocks either, so that each element
- * is summed in one order: the same bits on every run. Batches of heads fill the device without.
+ * The handles have no workspace. cuBLAS would allocate one behind the caller's back, once more for
+ * every captured graph, and streams and graphs that run at the same time would share it. Without a
+ * workspace a product does not split its sums among blocks either, so each element is summed in one
+ * order: the same bits on every run. Batches of heads fill the device without splits.
  *
  * What cuBLAS cannot express is left to projection.cu: rows that overlap, repeat or run backwards,
  * and sums of no terms.
@@ -61,13 +61,13 @@ typedef struct cublas_library {
 static const char *const sonames[] = {"libcublas.so.13", "libcublas.so.12"};
 enum { NUM_SONAMES = sizeof sonames / sizeof sonames[0] };
 
-/* The NVIDIA wheels' folders, seen from the folder that this package is installed in. */
+/* Paths in the NVIDIA wheels, seen from the folder that this package is installed in. */
 static const char *const wheel_paths[] = {"nvidia/cu13/lib/libcublas.so.13",
                                           "nvidia/cublas/lib/libcublas.so.12"};
 
 enum { PATH_BYTES = 4096 };
 
-/* "<folder that holds the package>/<path>", from the file that this function was loaded from. */
+/* Writes "<folder that holds the package>/<path>" to `text`; this library is in the package. */
 static bool
 find_beside_package(const char *path, char *text)
 {
@@ -83,8 +83,8 @@ find_beside_package(const char *path, char *text)
                     path) < PATH_BYTES;
 }
 
-/* One that the process has loaded already (PyTorch, CuPy, JAX), else one that the system or the
- * NVIDIA wheels have. */
+/* Opens the cuBLAS that the process has loaded already (for PyTorch, CuPy, JAX), else that of the
+ * system, else that of the NVIDIA wheels. */
 static void *
 open_anywhere(void)
 {
@@ -109,7 +109,7 @@ find_functions(const char *op, void *library, cublas_library *cublas, smla_error
 {
     const struct {
         const char *name;
-        void *function; /* points to a pointer to it */
+        void *function; /* address of the function pointer to fill */
     } functions[] = {
         {"cublasCreate_v2", (void *)&cublas->create},
         {"cublasDestroy_v2", (void *)&cublas->destroy},
@@ -160,7 +160,7 @@ load_cublas(const char *op, cublas_library *cublas, smla_error *error)
 
 /* ---- Handles ------------------------------------------------------------------------------- */
 
-/* The process's library and its handles. All of it under the lock. */
+/* The process's library and its handles. The lock guards them all. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bool is_loaded;
 static cublas_library cublas;
@@ -188,7 +188,7 @@ load_once(const char *op, smla_error *error)
     return SMLA_OK;
 }
 
-/* The current device's handle. The sums of a product stay fp32 until the end. */
+/* The current device's handle. Its math mode keeps the sums of a product in fp32 until the end. */
 static smla_status
 find_handle(const char *op, int32_t device_id, cublas_handle *handle, smla_error *error)
 {
@@ -215,9 +215,9 @@ typedef struct cublas_matrix {
     int64_t ld;
 } cublas_matrix;
 
-/* Describes element (row, column) at row * row_stride + column * column_stride; false where the
- * matrix has no unit stride, or columns that overlap. The stride of a single row or column means
- * nothing. */
+/* Describes a matrix whose element (row, column) is at row * row_stride + column * column_stride.
+ * False where neither stride is 1, or rows or columns overlap. The stride of a single row or column
+ * means nothing. */
 static bool
 describe_matrix(int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride,
                 cublas_matrix *matrix)
@@ -254,7 +254,7 @@ describe_product(const smla_projection_params *p, cublas_product *product)
            product->out.operation == CUBLAS_AS_IS;
 }
 
-/* Setting the stream brings the handle's own workspace back: it is taken away after. */
+/* Setting the stream restores the handle's workspace, so the workspace is removed after that. */
 static smla_status
 multiply(const smla_projection_params *p, const cublas_product *product, smla_error *error)
 {
@@ -281,7 +281,7 @@ smla_cuda_up_proj(const smla_projection_params *p, smla_error *error)
     if (!describe_product(p, &product)) {
         return smla_cuda_status(p->op, "cudaLaunchKernelExC", smla_cuda_launch_up_proj(p), error);
     }
-    /* The first products allocate: a handle, and code that is loaded when it is first needed. */
+    /* The first products allocate memory, for a handle and for code that is loaded on first use. */
     const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
     pthread_mutex_lock(&lock);
     const smla_status status = multiply(p, &product, error);

@@ -2,29 +2,29 @@
  *
  * Computes     quant   scale = max(amax, 1e-10) / 448,  out = e4m3(x / scale)
  *              split   w_uk[l,h,i] = bf16(weight[l, h (Pn + Pv) + i] * scale of its block),
- *                      w_uv[l,h,i] the same of column h (Pn + Pv) + Pn + i
+ *                      w_uv[l,h,i] the same for column h (Pn + Pv) + Pn + i
  * Shapes       x, out of any rank up to 8, any strides: bf16, fp16 or fp32 -> bytes; scale, one
  *              fp32. weight, element (l, o) of [512, H (Pn + Pv)] in either storage order: bf16,
  *              fp16, fp32 or e4m3; its scales one fp32 per 128 x 128 block, any strides; w_uk
  *              [512, H, Pn], w_uv [512, H, Pv] bf16, the last dimension contiguous
  * Shared mem   amax: 32 bytes, the maxima of warps. split: 4224 bytes, a tile of 32 x 32 words,
- *              rows 33 apart so that columns are read without conflicts
- * Roles        amax: a grid that fills the device once, threads 16 bytes at a time, 4 loads ahead;
- *              the maximum of a block goes into scale by an atomic maximum. quantize: a thread has
- *              2 vectors, last blocks of x first: what amax read last is still in L2. split: one
- *              block a tile, read along the shorter stride, written along the columns. Barriers
- *              (__syncthreads): maxima written; tile written | tile read.
- * Roofline     quant: memory: x twice, out once: 5 bytes an element of bf16, 9 of fp32, 1.2 and 2.1
- *              ps at 4.3 TB/s, less what L2 (60 MB) keeps. quantize alone moves 3 and 5 bytes; in
- *              that time 132 SMs of 128 lanes at 1.75 GHz run 20 and 34 instructions, it has about
- *              12 and 15 (sm_90a). Reached on an H200, 2^28 elements of bf16, both kernels: 93 % of
- *              4.3 TB/s (2026-11-20, that operator of `python -m sparse_mla bench --device cuda
+ *              with rows 33 words apart so that columns are read without bank conflicts
+ * Roles        amax: the grid fills the device once. A thread reads 16 bytes at a time, 4 loads
+ *              ahead; a block's maximum goes into scale by atomicMax. quantize: a thread has 2
+ *              vectors. The last blocks of x come first, because L2 still has what amax read last.
+ *              split: a block per tile, read along the shorter stride, written along the columns.
+ *              Barriers (__syncthreads): maxima written; tile written | tile read.
+ * Roofline     quant: memory, x twice and out once: 5 bytes per element of bf16, 9 of fp32, 1.2 and
+ *              2.1 ps at 4.3 TB/s, less what L2 (60 MB) keeps. quantize alone moves 3 and 5 bytes;
+ *              in that time 132 SMs of 128 lanes at 1.75 GHz run 20 and 34 instructions; it has
+ *              about 12 and 15 (sm_90a). amax and quantize reach 93 % of 4.3 TB/s on an H200, 2^28
+ *              bf16 values (2026-11-20, this operator of `python -m sparse_mla bench --device cuda
  *              --only bytes`, replayed without the copy). split runs once a model.
- * Numerics     Every byte is what the CPU gives. NaN has no part in amax and an infinity counts as
- *              FLT_MAX. Division by 448 never falls when amax grows, so the largest scale is the
- *              scale of the largest value, and a maximum does not depend on the order: the bits are
- *              the same on every run. An empty x has scale 1e-10 / 448. split: products in fp32,
- *              one rounding; of inf * 0 the NaN's sign is the device's.
+ * Numerics     Every byte is what the CPU gives. NaN is left out of amax, and an infinity counts as
+ *              FLT_MAX. A quotient by 448 never falls when amax grows, so the largest scale is the
+ *              scale of the largest value. A maximum does not depend on the order, so the bits are
+ *              the same on every run. An empty x has scale 1e-10 / 448. split: products are fp32
+ *              and are rounded once; the NaN of inf * 0 has the sign that the device gives.
  * Source       dynamic_per_batched_tensor_quant of vLLM, for the formula.
  */
 #include "cuda/host/cuda.h"
@@ -41,16 +41,16 @@ enum {
     AMAX_UNROLL = 4,
     QUANTIZE_UNROLL = 2,
     TILE_SIDE = 32,
-    TILE_ROWS = 8, /* of threads */
+    TILE_ROWS = 8, /* rows of threads */
 };
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
 /* ---- Units --------------------------------------------------------------------------------- */
 
-/* x and out as units of COUNT elements that are contiguous in both; sizes[last] and strides count
- * units in the last dimension, elements elsewhere. What a single row has left over, fewer than
- * COUNT, is the tail. */
+/* x and out as units of COUNT elements that are contiguous in both. The last dimension counts
+ * units: sizes[last] is a number of units, and its strides lead from unit to unit. `tail` is the
+ * number of elements that a single row has left over, fewer than COUNT. */
 struct quant_args {
     const void *x;
     uint8_t *out;
@@ -107,7 +107,7 @@ load_unit(const void *x, int64_t index, uint32_t *words)
     }
 }
 
-/* A value for every element, at least 4: zeros after the last. */
+/* Converts a unit to at least 4 floats; zeros follow the last element. */
 template <int TYPE, int COUNT>
 __device__ __forceinline__ void
 widen_unit(const uint32_t *words, float *values)
@@ -136,7 +136,7 @@ widen_unit(const uint32_t *words, float *values)
 
 /* ---- amax ---------------------------------------------------------------------------------- */
 
-/* The largest of the block, for its first thread. */
+/* The largest amax of the block, for its first thread. */
 __device__ __forceinline__ float
 max_of_block(float amax)
 {
@@ -155,7 +155,7 @@ max_of_block(float amax)
     return smla_bits_float(largest);
 }
 
-/* `scale` holds 0. */
+/* `scale` holds 0 before the launch. */
 template <int TYPE, int COUNT>
 __global__ void
 __launch_bounds__(BLOCK_THREADS, AMAX_BLOCKS_PER_SM)
@@ -180,7 +180,7 @@ __launch_bounds__(BLOCK_THREADS, AMAX_BLOCKS_PER_SM)
             widen_unit<TYPE, COUNT>(words[i], values);
 #pragma unroll
             for (int k = 0; k < COUNT; k++) {
-                amax = fmaxf(amax, fabsf(values[k])); /* passes over NaN */
+                amax = fmaxf(amax, fabsf(values[k])); /* ignores NaN */
             }
         }
     }
@@ -246,7 +246,7 @@ __launch_bounds__(BLOCK_THREADS) quantize_kernel(const __grid_constant__ quant_a
 
 struct quant_row {
     smla_float_type type;
-    int32_t count; /* elements of a unit */
+    int32_t count; /* elements per unit */
     void (*find_amax)(quant_args);
     void (*quantize)(quant_args);
 };
@@ -260,7 +260,7 @@ const quant_row quant_rows[] = {
     {SMLA_FLOAT_FP32, 1, amax_kernel<SMLA_FLOAT_FP32, 1>, quantize_kernel<SMLA_FLOAT_FP32, 1>},
 };
 
-/* Whether units of `count` are contiguous, aligned, and fill every row. */
+/* Whether units of `count` elements are contiguous, aligned, and fill every row. */
 bool
 has_units(const smla_quant_params *p, int32_t count)
 {
@@ -275,7 +275,7 @@ has_units(const smla_quant_params *p, int32_t count)
     return good;
 }
 
-/* `p` has no dimension that could be merged, and no size of 0. */
+/* smla_merge_dims has merged the dimensions of `p`, and no size is 0. */
 quant_args
 make_quant_args(const smla_quant_params *p, int32_t count)
 {
@@ -392,7 +392,7 @@ smla_cuda_launch_quant(const smla_quant_params *params, const smla_cuda_device *
         if (row.type != params->type || row.count != count) {
             continue;
         }
-        /* A block at least: it is who writes the scale of nothing, and the tail. */
+        /* At least one block, which writes the scale of an empty x, and the tail. */
         const cudaError_t found = smla_launch(row.find_amax, args,
                                               amax_blocks < 1             ? 1
                                               : amax_blocks < most_blocks ? amax_blocks

@@ -3,20 +3,20 @@
  * Computes     out = sum_s f_s out_s / sum_s f_s sum_s * sink factor, f_s = 2^(ref_s - ref)
  * Shapes       partial rows (kernels.h); out [T][H][512] bf16, lse and max_logits [T][H] fp32, any
  *              strides
- * Shared mem   none is used. What is asked for keeps CTAs from being stacked on the few SMs that
- *              the grid in front leaves first, or has left free, while others are idle. Nothing is
- *              asked for where they fit beside attention_small_sm90.cu and wait there.
+ * Shared mem   none is used. A launch asks for some to keep its CTAs from crowding on the few SMs
+ *              that the grid in front leaves first, or has left free, while other SMs are idle. It
+ *              asks for none where its CTAs wait beside those of attention_small_sm90.cu.
  * Roles        One CTA per token and head, of 64 threads for up to 8 splits, 128 for up to 16, 256
- *              for more: a thread asks for 64 values at once, its own of all splits. Every warp
- *              finds the factors of the splits by itself, from states that lie one to a lane.
- *              Nothing is waited for.
- * Roofline     2056 bytes in per split, or half of it (kernels.h), 1024 out. Small batches wait for
- *              one read, for values are asked for before the states are known; where an SM has
- *              several rows, instructions bind.
+ *              for more. A thread asks for 64 values at once: its own values of up to 32 splits.
+ *              Every warp computes the factors of the splits by itself, from states that its lanes
+ *              read. There are no barriers.
+ * Roofline     Per row 2056 bytes in per split, or half of that (kernels.h), and 1024 out. Small
+ *              batches wait for one read only, because values are asked for before the states are
+ *              known. Where an SM has several rows, instructions bind.
  * Numerics     f_s is a power of two, so rescaling loses nothing. Values are summed in the order of
- *              the splits, sums along a fixed tree: the same bits on every run. Splits without keys
- *              have f_s = 0; their out was never written and is not looked at. Of one key the value
- *              is right to 2^-22 before it is rounded.
+ *              the splits, sums along a fixed tree, so every run gives the same bits. A split
+ *              without keys has f_s = 0; its out was never written and is not used. The value of a
+ *              row with one key is right to 2^-22 before it is rounded.
  * Source       split-KV decoding (Flash-Decoding); the exact factors are ours.
  */
 #include "cuda/attention/kernels.h"
@@ -26,19 +26,19 @@
 #include "cuda/ptx/ptx_sm90.cuh"
 
 enum {
-    FLIGHT_VALUES = 64, /* of a thread, that are read at once */
-    MAX_SHARE = 8,      /* CTAs of an SM: more need not be spread */
+    FLIGHT_VALUES = 64, /* values that a thread reads at once */
+    MAX_SHARE = 8,      /* CTAs per SM: where there are more, they need not be spread */
 };
 
-/* Of attention's parameters what is needed here, in lines of 64 bytes, the first of which begins 16
- * bytes in front: a line is in no cache when a launch begins, and takes 280 cycles to come. Each of
- * the first two has something that find_row asks for, so they are there before the grids in front
- * are done. */
+/* The part of attention's parameters that is needed here. Blank lines separate lines of 64 bytes;
+ * the first begins 16 bytes in front of the struct. No line is in a cache when a launch begins, and
+ * one takes 280 cycles to come. find_row needs something of the first and the second line, so both
+ * are there before the grids in front are done. */
 typedef struct combine_launch {
     smla_partial_rows partials;
     int64_t num_rows;
     int32_t num_splits;
-    bool out_is_aligned; /* every row to 16 bytes */
+    bool out_is_aligned; /* every row is aligned to 16 bytes */
     bool empty_lse_is_plus_inf;
     uint16_t *out;
     float *lse;
@@ -60,29 +60,29 @@ static_assert(offsetof(combine_launch, num_heads) == 48 &&
                   offsetof(combine_launch, attn_sink_stride) == 112,
               "the lines are as they seem");
 
-/* A kernel for up to SPLITS splits; split s is number s / FLIGHT of lane s % FLIGHT. */
+/* A kernel for up to SPLITS splits. Lane s % FLIGHT has split s as its number s / FLIGHT. */
 template <bool HALF_, int SPLITS> struct combination {
     static constexpr bool HALF = HALF_;
     static constexpr int FLIGHT = SPLITS < SMLA_WARP_LANES ? SPLITS : SMLA_WARP_LANES;
     static constexpr int LANE_SPLITS = SPLITS / FLIGHT;
-    static constexpr int VALUES = FLIGHT_VALUES / FLIGHT; /* of a thread */
+    static constexpr int VALUES = FLIGHT_VALUES / FLIGHT; /* per thread */
     static constexpr int THREADS = SMLA_KV_LORA_RANK / VALUES;
     static constexpr int WORDS = HALF ? VALUES / 2 : VALUES;
-    /* of the bound, which gives a thread its registers */
+    /* for __launch_bounds__, which sets the registers of a thread */
     static constexpr int CTAS_PER_SM =
         HALF && LANE_SPLITS == 1 ? SMLA_COMBINE_CTAS(SMLA_SM_REGISTERS, SPLITS) : 1;
 };
 
-/* What the lanes of a warp know of a row: for their splits what values are multiplied with, and in
- * all of them the maximum and the sum of the whole. */
+/* What the lanes of a warp know of a row. Each lane has the factors of its own splits' values; all
+ * lanes have the maximum and the sum of the whole row. */
 template <typename Shape> struct whole_row {
     float factor[Shape::LANE_SPLITS];
-    float float_factor[Shape::LANE_SPLITS]; /* HALF: of splits that have fp32 after all, or 0 */
+    float float_factor[Shape::LANE_SPLITS]; /* HALF: of splits that have fp32 after all; else 0 */
     float max_log2;
     float sum;
 };
 
-/* Where the row of split 0 is. */
+/* Where a row's state and values of split 0 are. */
 typedef struct partial_place {
     const float *states;
     const float *values;
@@ -131,13 +131,13 @@ fold_states(const partial_place &place, int lane)
     return row;
 }
 
-/* A thread's values of a split, as vectors are read. */
+/* A thread's values of a split, aligned for reads by vectors. */
 template <int WORDS> struct alignas(WORDS < 4 ? 4 * WORDS : 16) split_values {
     uint32_t words[WORDS];
 };
 
-/* Those of FLIGHT splits, asked for before anything is known of them: of a split without keys they
- * are anything. */
+/* A thread's values of FLIGHT splits. They are asked for before the states are known, so the values
+ * of a split without keys may be anything. */
 template <typename Shape> struct flight {
     split_values<Shape::WORDS> splits[Shape::FLIGHT];
 };
@@ -168,7 +168,7 @@ find_value(const uint32_t *words, int value)
     }
 }
 
-/* total += factor * values, of these splits. */
+/* total += factor * values, for the splits of a flight. */
 template <typename Shape>
 static __device__ __forceinline__ void
 fold_flight(const flight<Shape> &values, float factors, float total[Shape::VALUES])
@@ -184,7 +184,7 @@ fold_flight(const flight<Shape> &values, float factors, float total[Shape::VALUE
     }
 }
 
-/* HALF: the same of the rows that were done again, and are of fp32. */
+/* HALF: the same for partial rows that were done again, which are fp32. */
 template <typename Shape>
 static __device__ __forceinline__ void
 fold_floats(const partial_place &place, const whole_row<Shape> &row, float total[Shape::VALUES])
@@ -217,7 +217,7 @@ has_floats(const whole_row<Shape> &row)
     return __any_sync(0xFFFFFFFFu, has);
 }
 
-/* Where a row is. */
+/* A row's token and head, and where its partial rows are. */
 typedef struct row_place {
     int64_t token;
     int64_t head;
@@ -247,7 +247,7 @@ combine_row(const combine_launch &launch, const row_place &place)
     float total[Shape::VALUES];
 #pragma unroll
     for (int i = 0; i < Shape::VALUES; i++) {
-        total[i] = -0.0f; /* plus x is x: a single key's -0 keeps its sign */
+        total[i] = -0.0f; /* -0 + x is x, so a single key's -0 keeps its sign */
     }
     const float sink = softmax_sink(launch, place.head);
     load_flight<Shape>(place.partials, 0, &values);
@@ -255,7 +255,7 @@ combine_row(const combine_launch &launch, const row_place &place)
         fold_states<Shape>(place.partials, (int)threadIdx.x % SMLA_WARP_LANES);
     float factor = softmax_finish(launch, place.token, place.head, row.max_log2, row.sum, sink,
                                   threadIdx.x == 0);
-    factor = row.sum == 0.0f ? -0.0f : factor; /* a row without keys is +0 */
+    factor = row.sum == 0.0f ? -0.0f : factor; /* makes a row without keys +0 */
 #pragma unroll
     for (int i = 0; i < Shape::LANE_SPLITS; i++) {
         if (i > 0) {
@@ -298,8 +298,8 @@ __launch_bounds__(Shape::THREADS, Shape::CTAS_PER_SM)
     }
 }
 
-/* Where CTAs come as those in front leave: shared memory that lets an SM have its share of them,
- * and two in any case. */
+/* The shared memory to ask for where CTAs start as those in front leave: so much that an SM takes
+ * no more than its share of the CTAs, or two if the share is less. */
 static int
 find_shared_bytes(const smla_attention_params *params, const smla_attention_kernel *kernel,
                   const smla_cuda_device *device)

@@ -1,27 +1,27 @@
-/* cut_works.cuh: long rows among short ones, in launches of one work per SM or fewer, for the large
- * kernels for FP8 rows.
+/* cut_works.cuh: cuts long works where other works are short, in launches of at most one work per
+ * SM, for the large kernels for FP8 rows.
  *
- * Such a launch takes as long as its longest row, while SMs with shorter ones, and those without,
- * are idle. Here the longest rows are cut: their own CTA keeps the head, and each of the others may
- * take one piece of a row behind its own work. Head and pieces leave partial rows, as splits do,
- * and the CTA that leaves the last one of a row folds them.
+ * Such a launch takes as long as its longest work, while SMs with shorter works or without any are
+ * idle. Here the longest works are cut. A work's own CTA keeps the head of the work, and each other
+ * CTA may take one piece of a work after its own work. Head and pieces leave partial rows, as
+ * splits do, and the CTA that finishes the last part of a work folds them.
  *
- * A row has NUM_SEGMENTS segments of columns, and its length is the number of those that have keys,
- * as if entries that are none stood at the end of its list. All CTAs look at the same columns and
- * come to the same plan, as in work_order.cuh. They are ranked by their loads. Each of the long
- * rows gets a team of CTAs with short rows: the longest row the CTA with the shortest, and so on,
- * and when all long rows have one, each a second one. A piece costs its CTA cut_cost segments more.
- * The budget is the least number of segments that every team can be done with: longer rows keep as
- * many, and leave the rest to the team.
+ * A work has NUM_SEGMENTS segments of columns. Its length is the number of segments that have keys,
+ * as if entries that are no keys stood at the end of its list. All CTAs look at the same columns
+ * and come to the same plan, as in work_order.cuh. The CTAs are ranked by their loads. Each long
+ * work gets a team of CTAs with short works: the longest gets the CTA with the least load, and so
+ * on, and once all have one CTA, each gets a second one. A piece costs its CTA cut_cost segments
+ * more. The budget is the least number of segments with which all teams can finish: a longer work
+ * keeps so many, and leaves the rest to its team.
  *
- * So the parts of a row depend on all lists of the call, and on nothing else. Calls that say how
- * many splits a row has are not cut, for a row's bits must not depend on the others there. Nor are
- * calls where all lists have the same quarters, as most have: they only pay for the look.
+ * So the parts of a work depend on all lists of the call, and on nothing else. Calls that say how
+ * many splits a row has are not cut, because there a row's bits must not depend on other tokens.
+ * Calls whose lists all have the same number of quarters, as in most calls, are not cut, either.
+ * They only pay for the look.
  *
- * Parts are counted as they arrive, in a word of the workspace for each work. Nobody has cleared
- * the workspace, so the first part to come finds anything in the word, and leaves a tag with its
- * count of one. The last one leaves 0. Memory that is by chance equal to the tag would be taken for
- * a count: one word in 2^60 is.
+ * Each work has a word of the workspace that counts its finished parts. The workspace was not
+ * cleared, so the first part finds an arbitrary word, and writes a tag with a count of one. The
+ * last part writes 0. A word that equals the tag by chance would be taken for a count: one in 2^60.
  */
 #ifndef SMLA_CUDA_CUT_WORKS_CUH
 #define SMLA_CUDA_CUT_WORKS_CUH
@@ -30,34 +30,34 @@
 #include "cuda/attention/work_order.cuh"
 
 enum {
-    SEGMENT_ALIGN = 128, /* columns: then a first step lies in the head */
-    CUT_COST = 384,      /* of a piece, in columns: what it takes to begin and to end one */
-    MIN_GAIN = 2,        /* in segments: less is not worth the cuts */
-    MIN_HEAD = 1,        /* in segments: the first step may come before the plan is there */
+    SEGMENT_ALIGN = 128, /* columns; so a work's first step lies in its head */
+    CUT_COST = 384,      /* columns: what it costs to begin and to end a piece */
+    MIN_GAIN = 2,        /* segments: a smaller gain is not worth the cuts */
+    MIN_HEAD = 1,        /* segments: the first step may begin before the plan is made */
     QUARTER = NUM_SEGMENTS / 4,
-    EIGHTH = NUM_SEGMENTS / 8, /* lengths are known to this */
-    MOST_LEVEL = 9,            /* of load: no work, and 0 to 8 eighths */
+    EIGHTH = NUM_SEGMENTS / 8, /* the resolution of lengths */
+    MOST_LEVEL = 9,            /* of load; 0: no work, 1 to 9: 0 to 8 eighths */
 };
 
 enum : uint64_t { ARRIVAL_TAG = 0x9C5F3A61D7E284B0, ARRIVAL_COUNT = 15 /* bits of the count */ };
 
 /* Memory for the plan while it is made. */
 typedef struct cut_scratch {
-    rank_table ctas;                 /* by their levels of load, the highest first */
-    uint16_t ranked[ORDER_THREADS];  /* load and number of CTAs, the one with the most load first */
-    uint32_t tops[2];                /* the most of what every thread knows */
-    uint8_t quarters[ORDER_THREADS]; /* of each work */
+    rank_table ctas;                 /* ranks CTAs by level of load, the highest first */
+    uint16_t ranked[ORDER_THREADS];  /* load << 8 | number of a CTA, the most load first */
+    uint32_t tops[2];                /* for find_top, of each pass */
+    uint8_t quarters[ORDER_THREADS]; /* quarters per work */
 } cut_scratch;
 
 static_assert((int)MAX_CUT_WORKS == (int)ORDER_THREADS, "a thread for each work");
 
 /* ---- Lengths -------------------------------------------------------------------------------- */
 
-/* What a plan reads of its launch: a copy, as main_lists is. */
+/* What a plan needs of its launch, copied as in main_lists. */
 typedef struct cut_problem {
     main_lists lists;
-    uint32_t columns; /* of a segment */
-    int cost;         /* of a piece, in segments */
+    uint32_t columns; /* per segment */
+    int cost;         /* cut_cost, in segments */
     int max_pieces;
     int num_works;
 } cut_problem;
@@ -69,16 +69,17 @@ find_problem(const attention_launch &launch, int num_works)
                        launch.max_pieces, num_works};
 }
 
-/* Whether there is a key near the end of a list's first `segments`, of which some are in front. */
+/* Whether the last one of a list's first `segments` segments has a key in its middle column. */
 static __device__ __forceinline__ bool
 has_segments(const main_lists &lists, const work_list &list, uint32_t columns, int segments)
 {
     return is_key_at(lists, list, (uint32_t)(segments - 1) * columns + columns / 2);
 }
 
-/* Begins a plan: finds how many quarters the works of `thread`, one of num_threads, have: to the
- * last one that ends with a key. order->seen tells of all, after a barrier: mostly they are the
- * same ones, and there is nothing to plan. A call, for the code behind it is waited for. */
+/* Begins a plan: finds how many quarters the works of `thread`, one of num_threads, have, up to the
+ * last one that ends with a key. After a barrier, order->seen has a bit for each number found.
+ * Usually there is one, and nothing to plan. Not inlined, because all launches wait for the code
+ * behind it. */
 template <typename Memory>
 static __device__ __noinline__ void
 find_quarters(const attention_launch &launch, int num_works, int thread, int num_threads,
@@ -115,7 +116,7 @@ find_quarters(const attention_launch &launch, int num_works, int thread, int num
     }
 }
 
-/* Whether works have different lengths, after find_quarters and a barrier. */
+/* Whether works differ in length; called after find_quarters and a barrier. */
 static __device__ __forceinline__ bool
 are_works_ragged(const work_order &order)
 {
@@ -134,15 +135,15 @@ find_length(const cut_problem &problem, int idx, const cut_scratch *scratch)
 
 /* ---- Plan ----------------------------------------------------------------------------------- */
 
-/* The load of a CTA of a level if it got a piece of no segments: of its own work, and of a piece's
- * cost, which counts less where the CTA has nothing to end before. */
+/* The load that a CTA of a level would have with a piece of no segments: its own work's, and the
+ * cost of a piece. The cost is only 1 where the CTA has no own work to end before. */
 static __device__ __forceinline__ int
 find_load(const cut_problem &problem, int level)
 {
     return level == 0 ? 1 : max(EIGHTH * (level - 1), 1) + problem.cost;
 }
 
-/* The load of the CTA of a rank, from 0 for the one with the most. */
+/* The load of the CTA of a rank. Rank 0 has the most. */
 static __device__ __forceinline__ int
 load_of_rank(const cut_scratch *scratch, int rank)
 {
@@ -155,7 +156,7 @@ cta_of_rank(const cut_scratch *scratch, int rank)
     return (int)(scratch->ranked[rank] & 0xFF);
 }
 
-/* The most of all threads' values, which are not negative. `top` is 0 before. */
+/* The largest of all threads' values, which are not negative. `top` is 0 before the call. */
 static __device__ __forceinline__ int
 find_top(int value, int barrier, uint32_t *top)
 {
@@ -167,8 +168,8 @@ find_top(int value, int barrier, uint32_t *top)
     return (int)*(volatile uint32_t *)top;
 }
 
-/* Who takes pieces of whom: the works of ranks below num_long are cut, and each has as many
- * helpers, every num_long-th from the end of the ranks. */
+/* Which CTAs take pieces of which works: the works of ranks below num_long are cut, and each has
+ * num_helpers helpers, every num_long-th CTA from the end of the ranks. */
 typedef struct cut_teams {
     int num_long;
     int num_helpers;
@@ -180,7 +181,7 @@ rank_of_helper(const cut_teams &teams, int rank, int i)
     return (int)gridDim.x - 1 - rank - i * teams.num_long;
 }
 
-/* The least number of segments that a work of a rank and its helpers can be done with. */
+/* The least budget with which the work of a rank and its helpers can finish, in segments. */
 static __device__ __forceinline__ int
 find_team_load(const cut_problem &problem, const cut_teams &teams, int rank,
                const cut_scratch *scratch)
@@ -195,12 +196,12 @@ find_team_load(const cut_problem &problem, const cut_teams &teams, int rank,
     return least;
 }
 
-/* What a work of a rank leaves to its helpers in front of number `helper`, and to that one, where
- * all have `budget` segments at most. */
+/* What find_piece finds: the piece that a helper takes of a rank's work, where no CTA has more than
+ * `budget` segments. All sizes are in segments. */
 typedef struct piece_place {
-    int before;
-    int size;
-    int count; /* of all pieces of the work */
+    int before; /* all pieces in front of this one */
+    int size;   /* this piece */
+    int count;  /* number of pieces of the work */
 } piece_place;
 
 static __device__ __forceinline__ piece_place
@@ -221,7 +222,7 @@ find_piece(const cut_problem &problem, const cut_teams &teams, int rank, int hel
     return place;
 }
 
-/* The word of a part of a work whose head has `budget` segments. */
+/* The word of the nth part of a work whose head has `budget` segments. */
 static __device__ __forceinline__ int
 describe_part(int idx, int nth, const piece_place &place, int first_piece, int budget)
 {
@@ -230,8 +231,7 @@ describe_part(int idx, int nth, const piece_place &place, int first_piece, int b
     return make_part(idx, begin, end, nth, place.count + 1, first_piece);
 }
 
-/* The place of a CTA among all of them, from 0 for the one with the most load; equals as they are
- * numbered. */
+/* The rank of CTA number `thread`, from 0 for the most load. CTAs of one level keep their order. */
 static __device__ __forceinline__ int
 find_rank(int thread, int level, bool is_cta, int barrier, cut_scratch *scratch)
 {
@@ -245,8 +245,8 @@ find_rank(int thread, int level, bool is_cta, int barrier, cut_scratch *scratch)
     return rank_of(thread, place, rank_in_warp, &scratch->ctas);
 }
 
-/* Decides what is cut, by all consumers, after find_quarters. It is planned where weights will be,
- * before there are any. A call: few launches come here. */
+/* Decides which works are cut. All consumers call it, after find_quarters. Its scratch lies where
+ * the weights will be. Not inlined: few launches come here. */
 template <typename Memory>
 static __device__ __noinline__ void
 plan_cuts(const attention_launch &launch, int num_works, int barrier, Memory *shared)
@@ -263,8 +263,8 @@ plan_cuts(const attention_launch &launch, int num_works, int barrier, Memory *sh
         scratch->ranked[my_rank] = (uint16_t)(find_load(problem, level) << 8 | thread);
     }
     ptx_barrier(barrier, ORDER_THREADS);
-    /* From here on a thread has the work of its rank. One helper each first: that tells which works
-     * are the long ones. */
+    /* From here on thread i has the work of rank i. At first each of the longer works has one
+     * helper: that tells which works are long. */
     const int length =
         thread < num_ctas ? load_of_rank(scratch, thread) - problem.cost : -problem.cost;
     cut_teams teams = {num_ctas, 1};
@@ -296,17 +296,17 @@ plan_cuts(const attention_launch &launch, int num_works, int barrier, Memory *sh
                                                            place, rank * teams.num_helpers, budget);
         }
     }
-    ptx_barrier(barrier, ORDER_THREADS); /* nobody reads the scratch any more */
+    ptx_barrier(barrier, ORDER_THREADS); /* no thread reads the scratch any more */
 }
 
-/* ---- Parts that have come -------------------------------------------------------------------- */
+/* ---- Finished parts -------------------------------------------------------------------------- */
 
 enum {
-    FOLD_HEADS = SMLA_WARP_LANES / MAX_PARTS, /* of a warp: a lane for each of their parts */
+    FOLD_HEADS = SMLA_WARP_LANES / MAX_PARTS, /* heads per warp: a lane for each of their parts */
 };
 
-/* Counts a part of a work, whose partial rows this thread knows to be there. Whether it is the last
- * one, and all the others' are there. */
+/* Counts a part of a work; this thread knows that the part's partial rows are written. Returns
+ * whether it is the last part: then the partial rows of all parts are written. */
 static __device__ __forceinline__ bool
 count_arrival(unsigned long long *word, uint32_t num_parts)
 {
@@ -325,15 +325,15 @@ count_arrival(unsigned long long *word, uint32_t num_parts)
     }
 }
 
-/* What a lane knows of one part of one head: what its values are multiplied with, as halves or as
- * floats, of which one is 0. */
+/* The factor of the values of one part of one head: `half` if the values are f16, `whole` if they
+ * are fp32. The other one is 0. */
 typedef struct part_factor {
     float half;
     float whole;
 } part_factor;
 
-/* The factors of FOLD_HEADS heads from `first_head` on, and what the sum of their lane's head is
- * multiplied with at the end; lse and max_logits are written. */
+/* Returns the lane's factor for one part of one of FOLD_HEADS heads from `first_head` on. `weight`
+ * becomes the factor of the folded values of its head. Writes lse and max_logits. */
 static __device__ __forceinline__ part_factor
 fold_states(const attention_launch &launch, const cta_work &work, int part, int first_head,
             int lane, float *weight)
@@ -369,8 +369,8 @@ fold_states(const attention_launch &launch, const cta_work &work, int part, int 
     return part_factor{is_half && factor != 0.0f ? factor * unit : 0.0f, is_half ? 0.0f : factor};
 }
 
-/* values += the n-th parts of the heads times their factors: a lane's values of each (one_key.cuh).
- * What has a factor of 0 may be anything, and is not read. */
+/* values += the lane's values (one_key.cuh) of the n-th part of each head, times the part's factor.
+ * A part with factor 0 is not read, and may hold anything. */
 template <bool HALF>
 static __device__ __forceinline__ void
 fold_parts(const attention_launch &launch, int part, int n, int first_head, int lane, float factors,
@@ -408,7 +408,7 @@ fold_parts(const attention_launch &launch, int part, int n, int first_head, int 
     }
 }
 
-/* Folds the parts of a work in their order, by the consumers. */
+/* Folds the parts of a work in their order. All consumers call it. */
 static __device__ __forceinline__ void
 fold_work(const attention_launch &launch, int part, int heads_per_cta)
 {
@@ -422,7 +422,7 @@ fold_work(const attention_launch &launch, int part, int heads_per_cta)
         lane_part values[FOLD_HEADS];
 #pragma unroll
         for (int i = 0; i < FOLD_HEADS * 2 * LANE_VALUES; i++) {
-            /* plus x is x: a single key's -0 keeps its sign */
+            /* -0 + x is x, so a single key's -0 keeps its sign */
             values[i / (2 * LANE_VALUES)].nope[i / LANE_VALUES % 2][i % LANE_VALUES] = -0.0f;
         }
         const part_factor factor = fold_states(launch, work, part, first_head, lane, &weight);
@@ -445,14 +445,14 @@ fold_work(const attention_launch &launch, int part, int heads_per_cta)
     }
 }
 
-/* What is planned: whether the CTA's first work is cut, and whether any of its works is a part of
- * one. */
+/* Whether the plan cuts the CTA's first work. */
 static __device__ __forceinline__ bool
 is_first_cut(const attention_launch &launch, const work_order &order)
 {
     return launch.num_segments > 1 && count_parts(nth_work(true, 0, &order, 0)) > 1;
 }
 
+/* Whether the plan gives the CTA any part of a cut work. */
 static __device__ __forceinline__ bool
 has_parts(const attention_launch &launch, const work_order &order)
 {
@@ -460,14 +460,14 @@ has_parts(const attention_launch &launch, const work_order &order)
            (launch.num_segments > 1 && nth_work(true, 0, &order, 1) >= 0);
 }
 
-/* When the CTA has left all it has: counts its parts, and folds the works of which they are the
- * last ones. Not a call: with one more, ptxas keeps other things in registers, and the kernel's
- * loop is longer. */
+/* When the CTA has done all its works: counts its parts, and folds the works whose last parts they
+ * are. Inlined: with one more call, ptxas keeps other values in registers, and the kernel's loop
+ * gets longer. */
 static __device__ __forceinline__ void
 fold_cut_works(const attention_launch &launch, int heads_per_cta, int barrier, work_order *order)
 {
     const int thread = ptx_forget((int)threadIdx.x);
-    ptx_barrier(barrier, ORDER_THREADS); /* all partial rows are written */
+    ptx_barrier(barrier, ORDER_THREADS); /* all partial rows of the CTA are written */
     if (thread < SMLA_WARP_LANES) {
         const int part = thread < 2 ? order->works[thread] : -1;
         const bool is_last =
@@ -490,8 +490,8 @@ fold_cut_works(const attention_launch &launch, int heads_per_cta, int barrier, w
 
 /* ---- Launchers ------------------------------------------------------------------------------- */
 
-/* Lets the launch cut its works, if it may and they are long enough. The room is what its plan has,
- * not what the workspace has: parts of rows must not depend on that. */
+/* Lets the launch cut its works, if it may and if they are long enough. The room for parts is the
+ * plan's cut_bytes, not the whole workspace: its size must not change the parts. */
 template <int HEADS>
 static void
 allow_cuts(const smla_attention_params *params, int64_t cut_bytes, int64_t num_works,

@@ -4,18 +4,18 @@
  * Shapes       out_a, out_b, out [T, H, V] bf16 or fp32; lse_a, lse_b, lse [T, H] fp32; tokens and
  *              heads any stride apart
  * Shared mem   none
- * Roles        A thread makes 16 bytes of a row of out (one element where rows are not aligned),
- *              and the weights of that row anew; the first of a row writes lse. No barriers.
- * Roofline     Memory: 2 rows read, 1 written, 3072 bytes for V 512 in bf16, 0.71 ns at 4.3 TB/s.
- *              In the time of a thread's 48 bytes 132 SMs of 128 lanes at 1.75 GHz run 330
- *              instructions; it has about 150, two exponentials and a logarithm among them.
- *              Reached on an H200, V 512 in bf16: 4.3 TB/s, 100 % (2026-11-20, that operator of
+ * Roles        A thread computes 16 bytes of a row of out at a time (one element where rows are not
+ *              aligned) and the row's weights. A row's first thread writes lse. No barriers.
+ * Roofline     Memory binds: 2 rows read, 1 written, 3072 bytes for V 512 in bf16, 0.71 ns at 4.3
+ *              TB/s. While memory moves 48 bytes, 132 SMs of 128 lanes at 1.75 GHz execute 330
+ *              instructions. A thread needs about 150 for them, with two exponentials and a
+ *              logarithm. Reached on an H200, V 512 in bf16: 4.3 TB/s, 100 % (2026-11-20, merge in
  *              `python -m sparse_mla bench --device cuda --only bytes`, replayed without the copy);
- *              88 % with 72 registers and 3 blocks an SM instead of 64 and 4.
- * Numerics     fp32; weights from e^-|lse_a - lse_b|, so nothing overflows. An lse of +inf counts
- *              as -inf: an empty side has no say, whatever its row holds; with two of them side a
- *              is copied and lse is -inf.
- * Source       the operator of this name in vLLM, for the convention of +inf.
+ *              88 % with 72 registers and 3 blocks per SM instead of 64 and 4.
+ * Numerics     fp32; weights come from e^-|lse_a - lse_b|, so nothing overflows. A side with an lse
+ *              of -inf or +inf is empty, and what its row holds does not count. If both sides are
+ *              empty, side a is copied and lse is -inf.
+ * Source       vLLM's merge_attn_states, for the convention of +inf.
  */
 #include "cuda/host/cuda.h"
 #include "cuda/ptx/launch.cuh"
@@ -25,8 +25,8 @@ namespace {
 
 enum {
     BLOCK_THREADS = 256,
-    BLOCKS_PER_SM = 4, /* at least: 64 registers */
-    UNROLL = 2,        /* vectors of a thread */
+    BLOCKS_PER_SM = 4, /* at least, so a thread has 64 registers */
+    UNROLL = 2,        /* vectors per thread at a time */
 };
 
 struct merge_args {
@@ -43,7 +43,7 @@ struct merge_weights {
     bool b_is_empty;
 };
 
-/* An empty side says -inf; +inf is how some kernels write the same. */
+/* The lse of an empty side is -inf. Some kernels write +inf for it. */
 __device__ __forceinline__ float
 read_lse(const smla_merge_params &p, int side, int64_t token, int64_t head)
 {
@@ -52,7 +52,7 @@ read_lse(const smla_merge_params &p, int side, int64_t token, int64_t head)
     return isinf(lse) ? -INFINITY : lse;
 }
 
-/* Of two empty sides, b alone is called empty. */
+/* If both sides are empty, only b is marked as empty. */
 __device__ __forceinline__ merge_weights
 weigh(float a, float b)
 {
@@ -62,7 +62,7 @@ weigh(float a, float b)
     if (isinf(a)) {
         return {b, 0.0f, 1.0f, true, false};
     }
-    const float lower = expf(-fabsf(a - b)); /* of the smaller side, where the larger has 1 */
+    const float lower = expf(-fabsf(a - b)); /* weight of the smaller side if the larger has 1 */
     const float sum = 1.0f + lower;
     const float lse = fmaxf(a, b) + log1pf(lower);
     const float weight = 1.0f / sum;
@@ -83,7 +83,7 @@ store_lse(const smla_merge_params &p, int64_t token, int64_t head, float lse)
     p.lse[token * p.lse_stride_token + head * p.lse_stride_head] = lse;
 }
 
-/* The bits of COUNT elements, as they are. */
+/* Loads the bits of COUNT elements, unconverted. */
 template <int TYPE, int COUNT>
 __device__ __forceinline__ void
 load_bits(const void *array, int64_t index, uint32_t *words)
@@ -97,7 +97,7 @@ load_bits(const void *array, int64_t index, uint32_t *words)
     }
 }
 
-/* Element i of them. */
+/* Element i of what load_bits loaded, as a float. */
 template <int TYPE>
 __device__ __forceinline__ float
 take_value(const uint32_t *words, int i)
@@ -132,7 +132,7 @@ store_values(void *array, int64_t index, const float *values)
     }
 }
 
-/* COUNT values from `start` on, and as many `step` after them. */
+/* Merges UNROLL vectors of COUNT values, `step` apart, of which the first begins at `start`. */
 template <int TYPE, int COUNT>
 __device__ __forceinline__ void
 merge_values(const smla_merge_params &p, int64_t token, int64_t head, int64_t start, int64_t step)
@@ -161,7 +161,7 @@ merge_values(const smla_merge_params &p, int64_t token, int64_t head, int64_t st
         for (int k = 0; k < COUNT; k++) {
             const float a = take_value<TYPE>(words[0][i], k);
             const float b = take_value<TYPE>(words[1][i], k);
-            /* Not a product with 0: the row of an empty side may hold NaN. */
+            /* No product with a weight of 0, because the row of an empty side may hold NaN. */
             values[k] = merged.a_is_empty ? b : merged.b_is_empty ? a : merged.a * a + merged.b * b;
         }
         store_values<TYPE, COUNT>(p.out, row + start + i * step, values);
@@ -197,7 +197,7 @@ __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
 
 struct merge_row {
     smla_float_type type;
-    int32_t count; /* elements of a thread */
+    int32_t count; /* elements per vector */
     void (*kernel)(merge_args);
 };
 

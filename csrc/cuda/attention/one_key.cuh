@@ -1,17 +1,17 @@
 /* one_key.cuh: a work with exactly one key, without tensor cores, for every attention kernel.
  *
- * Kernels round weights to bf16 or f16, for FP8 rows after they have been multiplied by the scale.
- * Where a single key has all of the weight, its value would be off by a step. Here its value is
- * multiplied in fp32, and rounded once: out is a bf16 row's value in every bit, and an FP8 row's
- * within half a step of bf16 and 2^-20 of it.
+ * The kernels round weights to bf16 or f16; with FP8 rows they multiply them by the scale first.
+ * Where a single key has all of the weight, its value would be off by a step. Here the value is
+ * multiplied in fp32, and rounded once. So out is a bf16 row's value in every bit, and an FP8 row's
+ * value within half a step of bf16 and 2^-20 of the value.
  *
  * Roles        Warps take the work's heads in turn. Lanes share the dimensions: lane l has values
- *              8 l to 8 l + 7 of each half of the NoPE part, and 2 l, 2 l + 1 of the RoPE part. No
- *              shared memory, no barrier: any warps of a CTA can do it, beside others.
- * Numerics     A score is 8 + 8 + 2 products deep, then 5 sums of lanes. The row is that of the
- *              kernels: max_log2, sum = 2^(max_log2 - reference), out = sum * value in fp32. Its
- *              quotient out / sum is the value to 2^-22, in the combine kernel as well as here.
- *              Logits of -inf and NaN give what they give there.
+ *              8 l to 8 l + 7 of each half of the NoPE part, and 2 l, 2 l + 1 of the RoPE part. It
+ *              needs no shared memory and no barrier, so any warps of a CTA can run it.
+ * Numerics     A lane's part of a score is 8 + 8 + 2 products deep; 5 sums over lanes follow. The
+ *              unfinished row is like the kernels': max_log2, sum = 2^(max_log2 - reference), out =
+ *              sum * value in fp32. out / sum is the value to 2^-22, here and in the combine
+ *              kernel. Logits of -inf and NaN give what they give in the kernels.
  */
 #ifndef SMLA_CUDA_ONE_KEY_CUH
 #define SMLA_CUDA_ONE_KEY_CUH
@@ -22,13 +22,13 @@
 
 enum {
     NOPE_HALF = SMLA_KV_LORA_RANK / 2,
-    LANE_VALUES = NOPE_HALF / SMLA_WARP_LANES, /* of a half */
+    LANE_VALUES = NOPE_HALF / SMLA_WARP_LANES, /* per half */
 };
 
 static_assert(LANE_VALUES == 8, "16 bytes of bf16");
 static_assert(SMLA_QK_ROPE_HEAD_DIM == 2 * SMLA_WARP_LANES, "a pair per lane");
 
-/* A lane's part of a query or of a key, whose scale stays beside it. */
+/* A lane's part of a query or of a key. A key's scales are kept apart from it. */
 typedef struct lane_part {
     float nope[2][LANE_VALUES];
     float rope[2];
@@ -44,7 +44,7 @@ widen_bf16x8(const uint32_t words[4], float values[LANE_VALUES])
     }
 }
 
-/* `nope` and `rope` are the lane's own addresses. ROPE: rows and queries have such a part. */
+/* `nope` and `rope` are the lane's own addresses. ROPE: cache rows and queries have a RoPE part. */
 template <bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
 load_bf16_part(const void *nope, const void *rope, lane_part *part)
@@ -64,7 +64,7 @@ load_bf16_part(const void *nope, const void *rope, lane_part *part)
     part->rope[1] = smla_high_bf16(pair);
 }
 
-/* e4m3 as it is; the row is aligned to 16 bytes. */
+/* Loads e4m3 values without their scale. The cache row is aligned to 16 bytes. */
 template <bool ROPE>
 static __device__ __forceinline__ void
 load_fp8_part(const uint8_t *nope, const void *rope, lane_part *part)
@@ -125,7 +125,7 @@ load_query_part(const attention_launch &launch, int32_t token, int32_t head, int
     }
 }
 
-/* q . k, in all lanes. */
+/* Returns q . k, in all lanes. */
 static __device__ __forceinline__ float
 multiply_parts(const lane_part &query, const lane_part &key, const float scales[2])
 {
@@ -146,7 +146,7 @@ multiply_parts(const lane_part &query, const lane_part &key, const float scales[
     return sum;
 }
 
-/* value * weight, in fp32 for the combine kernel. */
+/* Writes value * weight in fp32, for the combine kernel. */
 static __device__ __forceinline__ void
 write_partial_part(const attention_launch &launch, int64_t row, int lane, const lane_part &value,
                    float weight)
@@ -163,7 +163,7 @@ write_partial_part(const attention_launch &launch, int64_t row, int lane, const 
     }
 }
 
-/* value * weight, rounded once; of weight 0 zeros without a sign, whatever the value. */
+/* Writes value * weight, rounded once. If the weight is 0 it writes +0, whatever the value is. */
 static __device__ __forceinline__ void
 write_out_part(const smla_attention_params &params, int32_t token, int32_t head, int lane,
                const lane_part &value, float weight)
@@ -188,9 +188,9 @@ write_out_part(const smla_attention_params &params, int32_t token, int32_t head,
     }
 }
 
-/* All results of a work whose only key is `slot` of list `list` (slot_of_index), by `num_threads`
- * threads, whole warps of a CTA, of which this is number `thread`. Whether the key is the only one
- * is for the caller to know: of the split's columns where there are splits. */
+/* Writes all results of a work whose only key is `slot` of list `list` (slot_of_index). It takes
+ * `num_threads` threads, whole warps of a CTA; this is number `thread`. The caller must know that
+ * the key is the only one in the work's columns. */
 template <bool ROPE>
 static __device__ __forceinline__ void
 attend_one_key(const attention_launch &launch, const cta_work &work, int list, int32_t slot,
@@ -213,7 +213,7 @@ attend_one_key(const attention_launch &launch, const cta_work &work, int list, i
         lane_part query;
         load_query_part<ROPE>(launch, work.token, work.first_head + head, lane, &query);
         const float score = multiply_parts(query, key, scales) * launch.scale_log2;
-        const float max_log2 = fmaxf(-INFINITY, score); /* a NaN is no maximum */
+        const float max_log2 = fmaxf(-INFINITY, score); /* a NaN never is the maximum */
         const float sum = ptx_exp2(score - softmax_reference(max_log2));
         if (work.first_row == NOT_PARTIAL) {
             const float sink = softmax_sink(params, work.first_head + head);

@@ -1,8 +1,8 @@
-/* softmax.cuh: the arithmetic of a softmax row that is not finished, for the kernels that make such
- * rows and the one that folds them.
+/* softmax.cuh: the arithmetic of an unfinished softmax row, for the kernels that make such rows and
+ * the one that folds them.
  *
  * A row is (max_log2, sum, out): the largest score so far in the log2 domain, and sum and out as
- * multiples of 2^reference(max_log2). The reference is an integer, the maximum rounded up: every
+ * multiples of 2^reference(max_log2). The reference is an integer, the maximum rounded up. So every
  * rescaling is by a power of two and exact, however often the maximum moves.
  */
 #ifndef SMLA_CUDA_SOFTMAX_CUH
@@ -12,14 +12,14 @@
 #include "core/numeric.h"
 #include "cuda/ptx/launch.cuh"
 
-/* An integer that can be subtracted from the scores: 0 where there are none. */
+/* The reference: an integer to subtract from the scores; 0 where there are no scores. */
 static __device__ __forceinline__ float
 softmax_reference(float max_log2)
 {
     return max_log2 == -INFINITY ? 0.0f : ceilf(max_log2);
 }
 
-/* 2^(reference of an older maximum - reference), 0 for an older row without scores. */
+/* 2^(reference of an older maximum - reference); 0 for an older row without scores. */
 static __device__ __forceinline__ float
 softmax_rescale(float older_max_log2, float reference)
 {
@@ -27,8 +27,8 @@ softmax_rescale(float older_max_log2, float reference)
     return exponent < -126.0f ? 0.0f : smla_bits_float((uint32_t)((int32_t)exponent + 127) << 23);
 }
 
-/* ln of sum * 2^reference. The integer part of log2 is exact, so one rounding of the result's own
- * size remains. */
+/* ln(sum * 2^reference). The integer part of log2 is exact, so only one rounding remains, in the
+ * last place of the result. */
 static __device__ __forceinline__ float
 softmax_lse(float sum, float reference)
 {
@@ -40,8 +40,8 @@ softmax_lse(float sum, float reference)
     return fmaf(integer, ln_2_high, fmaf(integer, ln_2_low, logf(mantissa)));
 }
 
-/* The sink of a head, where there are any. What a kernel's parameters name as smla_attention_params
- * does is all that this and softmax_finish need of them. */
+/* The sink of a head; 0 if the call has no sinks. Params may be any struct in which the fields that
+ * this function and softmax_finish use are named as in smla_attention_params. */
 template <typename Params>
 static __device__ __forceinline__ float
 softmax_sink(const Params &params, int64_t head)
@@ -53,7 +53,7 @@ softmax_sink(const Params &params, int64_t head)
     return smla_bits_float(sink);
 }
 
-/* Gives the factor that turns the out of a row into the result, and writes lse and max_logits if
+/* Returns the factor that turns the out of a row into the result, and writes lse and max_logits if
  * `writes`. A row without keys (or with nothing but logits of -inf) has sum 0. */
 template <typename Params>
 static __device__ __forceinline__ float
@@ -83,16 +83,16 @@ softmax_finish(const Params &params, int64_t token, int64_t head, float max_log2
 
 /* ---- Sums ---------------------------------------------------------------------------------- */
 
-/* A row without its out. */
+/* An unfinished row, without its out. */
 typedef struct softmax_row {
     float max_log2;
     float sum;
-    float excess; /* how much too large sum is */
-    float unused; /* rows are 16 bytes apart */
+    float excess; /* by how much sum is too large */
+    float unused; /* pads the row to 16 bytes */
 } softmax_row;
 
-/* Sums in pairs: half as deep as a chain at two values, a third at eight, and exact for a power of
- * two of equal terms. */
+/* Sums in pairs. This is half as deep as a chain for two values, a third as deep for eight, and
+ * exact where COUNT, a power of two, values are equal. */
 template <int COUNT>
 static __device__ __forceinline__ float
 sum_values(const float *values)
@@ -104,7 +104,7 @@ sum_values(const float *values)
     }
 }
 
-/* Takes `block_sum` into the row, whose sum shrinks by a power of two first. */
+/* Adds `block_sum` to the row, whose sum is first multiplied by `shrink`, a power of two. */
 static __device__ __forceinline__ void
 add_to_sum(softmax_row *row, float shrink, float block_sum)
 {

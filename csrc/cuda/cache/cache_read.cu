@@ -8,22 +8,22 @@
  *              it
  * Shared mem   gather: 16 KiB, the running count of chunks of 2048 requests, and 64 bytes of sums.
  *              dequantize: none
- * Roles        A warp moves chunks of CHUNK_ROWS rows, all read before the first is written; lane i
- *              finds row i, and every lane moves 16 bytes of the wider side at a time, so that one
- *              instruction of the warp covers consecutive bytes. gather: chunks are of one request
- *              and dealt out in turn to all warps of the grid, which find them by counting: the
- *              host does not know the lengths. Barriers (__syncthreads): sums written | counts
- *              written | counts used.
- * Roofline     Memory. Bytes a token, floor at 4.3 TB/s, and the share of that rate reached on an
+ * Roles        A warp moves chunks of CHUNK_ROWS rows and reads all rows of a chunk before it
+ *              writes the first. Lane i finds row i. Every lane moves 16 bytes of the wider side at
+ *              a time, so that one instruction of the warp covers consecutive bytes. gather: a
+ *              chunk belongs to one request, and chunks are dealt out in turn to all warps of the
+ *              grid. The warps find theirs by counting, because the host does not know the lengths.
+ *              Barriers (__syncthreads): sums written | counts written | counts used.
+ * Roofline     Memory. Bytes per token, floor at 4.3 TB/s, and the share of that rate reached on an
  *              H200 with a million tokens, pages shuffled (2026-11-20, commit f9bb2e3,
  *              `python -m sparse_mla bench --device cuda --only bytes`):
  *                gather fp8_ds_mla               656 + 1152   0.42 ns   88 %
  *                gather bfloat16                1152 + 1152   0.54 ns   92 %
  *                dequantize fp8_ds_mla -> bf16   656 + 1152   0.42 ns   94 %
- * Numerics     the product in fp32, one rounding; every number is the CPU's, a NaN byte keeps its
- *              sign. gather writes no row outside of out, and zeros for a position whose page does
- *              not exist: before the first, beyond the table, or a number that the cache does not
- *              have. Rows that two requests share hold parts of either.
+ * Numerics     Products are fp32 and rounded once. Every number equals the CPU's, and a NaN byte
+ *              keeps its sign. gather writes no row outside of out. It writes zeros for a position
+ *              without a page: before the first, beyond the table, or with a page number that the
+ *              cache does not have. Output rows that two requests share hold parts of either.
  * Source       cp_gather_and_upconvert_fp8_kv_cache of vLLM, for what is computed. The schedule
  *              that needs no lengths on the host is ours.
  */
@@ -32,17 +32,17 @@
 namespace {
 
 enum {
-    CHUNK_ROWS = 2,         /* that a warp reads together */
+    CHUNK_ROWS = 2,         /* rows that a warp reads together */
     SEGMENT_REQS = 2048,    /* requests whose chunks are counted at a time */
     READ_BLOCKS_PER_SM = 2, /* at least */
-    GATHER_CHUNKS = 4,      /* of a warp, at least, before blocks are fewer */
+    GATHER_CHUNKS = 4,      /* chunks per warp in grids of more than one round */
 };
 
 /* ---- Rows out of the cache ----------------------------------------------------------------- */
 
 template <int ROW, int OUT> struct row_part {
     enum {
-        COUNT = OUT == SMLA_FLOAT_FP32 ? 4 : 8, /* values of a lane: 16 bytes of out */
+        COUNT = OUT == SMLA_FLOAT_FP32 ? 4 : 8, /* values per lane: 16 bytes of out */
         STEP = COUNT * SMLA_WARP_LANES,
         STEPS = SMLA_KV_LORA_RANK / STEP,
         IN_BYTES = smla_row<ROW>::IS_E4M3 ? COUNT : 2 * COUNT,
@@ -52,7 +52,7 @@ template <int ROW, int OUT> struct row_part {
     uint32_t rope;
 };
 
-/* What is read where a row does not exist: zeros. */
+/* Zeros, which are read where a row does not exist. */
 __device__ const uint4 no_row[SMLA_HEAD_DIM * 2 / sizeof(uint4)] = {};
 
 template <int ROW, int OUT, bool ALIGNED>
@@ -77,12 +77,12 @@ load_row(const uint8_t *row, const row_offsets &offsets, row_part<ROW, OUT> *par
     }
 }
 
-/* A step's values as 16 bytes of out. */
+/* The values of one step as 16 bytes of out. */
 template <int OUT, bool PLAIN>
 __device__ __forceinline__ void
 upconvert_step(const uint32_t *bytes, float scale, uint32_t *words)
 {
-    constexpr int COUNT = OUT == SMLA_FLOAT_FP32 ? 1 : 2; /* words of bytes */
+    constexpr int COUNT = OUT == SMLA_FLOAT_FP32 ? 1 : 2; /* words of e4m3 */
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         if constexpr (PLAIN || OUT == SMLA_FLOAT_FP32) {
@@ -178,7 +178,7 @@ store_row(const row_part<ROW, OUT> &part, uint8_t *out)
     }
 }
 
-/* Lane i knows where row i of a chunk is, and where it goes: null where there is none. */
+/* Moves a chunk. Lane i gives the source and target of row i; a missing row has target null. */
 template <int ROW, int OUT, bool ALIGNED>
 __device__ __forceinline__ void
 move_chunk(const uint8_t *source, const uint8_t *target, const row_offsets &offsets)
@@ -222,7 +222,7 @@ find_range(const smla_gather_params &p, int64_t req)
     return {start, first, end > first ? end - first : 0};
 }
 
-/* ends[i] = chunks of the requests first_req ... first_req + i. */
+/* ends[i] = number of chunks of the requests first_req ... first_req + i. */
 __device__ __forceinline__ void
 count_chunks(const smla_gather_params &p, int64_t first_req, int num_reqs, int64_t *ends,
              int64_t *warp_sums)
@@ -275,7 +275,7 @@ find_request(const int64_t *ends, int num_reqs, int64_t chunk)
     return low;
 }
 
-/* The row of a position of a request. */
+/* The cache row of a position of a request, or no_row. */
 __device__ __forceinline__ const uint8_t *
 find_position(const gather_args &args, int64_t req, int64_t position)
 {
@@ -324,7 +324,7 @@ __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_S
     __shared__ int64_t ends[SEGMENT_REQS];
     __shared__ int64_t warp_sums[BLOCK_WARPS];
     const int64_t num_warps = (int64_t)gridDim.x * BLOCK_WARPS;
-    /* Neighbouring chunks to different blocks: the last round, which is not full, reaches all. */
+    /* Neighbouring chunks go to different CTAs, so that the last, partial round reaches all. */
     int64_t chunk = (int64_t)(threadIdx.x / SMLA_WARP_LANES) * gridDim.x + blockIdx.x;
     for (int64_t first_req = 0; first_req < args.p.num_reqs; first_req += SEGMENT_REQS) {
         const int64_t left = args.p.num_reqs - first_req;
@@ -437,7 +437,7 @@ smla_cuda_launch_gather(const smla_gather_params *p, const smla_cuda_device *dev
         has_aligned_rows(p->kv) &&
         smla_is_multiple(p->out, p->out_stride_token * (int64_t)sizeof(uint16_t), 16);
     const gather_args args = {*p, smla_make_divisor(p->kv.block_size), offsets_of(p->kv)};
-    /* Blocks that start in order keep to neighbouring pages: more than a round of them. */
+    /* Use more CTAs than one round: those that start in order keep to neighbouring pages. */
     const int64_t num_chunks = smla_count_parts(p->out_tokens, CHUNK_ROWS) + p->num_reqs;
     const int64_t all_blocks = smla_count_parts(num_chunks, BLOCK_WARPS);
     const int64_t one_round = (int64_t)device->num_sms * READ_BLOCKS_PER_SM;

@@ -1,5 +1,5 @@
-/* cache_rows.cuh: what the kernels that write cache rows and those that read them share: how warps
- * are counted, and where a row and its parts are.
+/* cache_rows.cuh: what the kernels that write cache rows and those that read them share: block
+ * sizes, lanes, and where a row and its parts are.
  */
 #ifndef SMLA_CUDA_CACHE_ROWS_CUH
 #define SMLA_CUDA_CACHE_ROWS_CUH
@@ -13,7 +13,7 @@ namespace {
 enum {
     BLOCK_WARPS = 8,
     BLOCK_THREADS = BLOCK_WARPS * SMLA_WARP_LANES,
-    FEW_BLOCKS_PER_SM = 2, /* of kernels that need more addresses or registers */
+    FEW_BLOCKS_PER_SM = 2, /* for kernels that need more addresses or registers */
 };
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;

@@ -5,22 +5,22 @@
  * Shapes       kv_c [T, 512], k_pe [T, 64] bf16, fp16 or fp32, rows any stride apart; slot_mapping
  *              [T] int32 or int64, any stride; a cache row as kv_format.h draws it
  * Shared mem   none
- * Roles        A warp writes a run of 1 to 4 tokens, a lane 16 bytes of the wider side at a time,
- *              so that one instruction of the warp covers consecutive bytes. The next token's loads
- *              are in flight while one is written; lane i finds the row of token i. No barriers.
- * Roofline     Memory. Bytes a token, floor at 4.3 TB/s, and the share of that rate reached on an
+ * Roles        A warp writes a run of 1 to 4 tokens, a lane 16 bytes of the wider side at a time:
+ *              one instruction of the warp covers consecutive bytes. The next token's loads are in
+ *              flight meanwhile. Lane i finds the row of token i. No barriers.
+ * Roofline     Memory. Bytes per token, floor at 4.3 TB/s, and the share of that rate reached on an
  *              H200 with a million tokens, pages shuffled | slots shuffled (2026-11-20, commit
  *              f9bb2e3, `python -m sparse_mla bench --device cuda --only bytes`):
  *                bf16 -> fp8_ds_mla   1160 +  656   0.42 ns   92 | 82 %
  *                bf16 -> bfloat16     1160 + 1152   0.54 ns   89 | 87 %
  *              A row of fp8_ds_mla is 20.5 sectors. If its neighbour is not written soon after it,
- *              the sector that they share is read to be completed, once a row (ncu: 38.98 million
- *              sectors read, not 38.01): shuffled slots are slower for any number of warps tried.
- *              Loads that leave L1 or L2 first: 2 to 14 points less.
- * Numerics     every byte is what the CPU's write gives, which divides; smla_scale_of_tile and
- *              smla_quantize_moderate_bf16x4 say why it is. A slot outside the cache is skipped. A
- *              token yields to another one of the same slot among the 31 after it; of those farther
- *              apart a row may hold parts of both.
+ *              the sector that both share is read in order to complete it, once per row (ncu: 38.98
+ *              million sectors read, not 38.01). So shuffled slots are slower with any number of
+ *              warps tried. Loads that L1 or L2 evicts first reach 2 to 14 points less.
+ * Numerics     Every byte is that of the CPU's write, which divides; smla_scale_of_tile and
+ *              smla_quantize_moderate_bf16x4 say why. A token whose slot is outside the cache is
+ *              skipped. A token yields to a token of the same slot among the 31 after it. If two
+ *              such tokens are farther apart, their row may hold parts of both.
  * Source       concat_and_cache_mla of vLLM, for the format.
  */
 #include "cuda/cache/cache_rows.cuh"
@@ -28,8 +28,8 @@
 namespace {
 
 enum {
-    MAX_RUN_TOKENS = 4, /* that a warp writes in turn */
-    MIN_RUNS = 1 << 14, /* before a warp takes a second token */
+    MAX_RUN_TOKENS = 4, /* tokens that a warp writes in turn */
+    MIN_RUNS = 1 << 14, /* runs in the grid before a warp takes a second token */
     WRITE_BLOCKS_PER_SM = 4,
 };
 
@@ -42,14 +42,14 @@ struct write_args {
     int32_t run_tokens;
 };
 
-/* A lane's part of a token, as it was given: 16 bytes at a time, then two values of rope. */
+/* A lane's part of a token as given: 16 bytes per step, then two values of rope. */
 template <int TYPE> struct given_part {
     enum {
         ELEMENT_BYTES = TYPE == SMLA_FLOAT_FP32 ? 4 : 2,
         COUNT = 16 / ELEMENT_BYTES,
         STEP = COUNT * SMLA_WARP_LANES,
         STEPS = SMLA_KV_LORA_RANK / STEP,
-        TILE_LANES = SMLA_SCALE_TILE / COUNT, /* that share a scale */
+        TILE_LANES = SMLA_SCALE_TILE / COUNT, /* lanes that share a scale */
     };
     uint32_t nope[STEPS][4];
     uint32_t rope[ELEMENT_BYTES / 2];
@@ -89,7 +89,7 @@ load_next(const smla_cache_write_params &p, given_place *place, given_part<TYPE>
     place->rope += p.k_pe_stride_token * BYTES;
 }
 
-/* `COUNT` values as bf16, two to a word. */
+/* Converts `COUNT` values to bf16, two per word. */
 template <int TYPE, int COUNT>
 __device__ __forceinline__ void
 narrow(const uint32_t *given, uint32_t *pairs)
@@ -117,8 +117,8 @@ read_slot(const smla_cache_write_params &p, int64_t token)
                              : ((const int32_t *)p.slot_mapping)[at];
 }
 
-/* Lane i: where token first + i of a run goes, null where it is not written: its slot is outside
- * the cache, or one of the next 31 tokens has the same. */
+/* Gives lane i the target row of token first + i of a run. The target is null where the token is
+ * not written: its slot is outside the cache, or one of the next 31 tokens has the same slot. */
 __device__ __forceinline__ uint8_t *
 find_targets(const write_args &args, int64_t first, int num_tokens)
 {
@@ -131,7 +131,7 @@ find_targets(const write_args &args, int64_t first, int num_tokens)
     bool yields = false;
     for (int i = 0; i < num_tokens; i++) {
         const int64_t own = __shfl_sync(ALL_LANES, slot, i);
-        const int64_t other = lane > i ? slot : behind; /* of a token 1 to 31 after it */
+        const int64_t other = lane > i ? slot : behind; /* slot of a token 1 to 31 after token i */
         const bool is_taken = __any_sync(ALL_LANES, lane != i && other == own);
         yields = lane == i ? is_taken : yields;
     }
@@ -142,7 +142,7 @@ find_targets(const write_args &args, int64_t first, int num_tokens)
     return find_row(p.kv, page, slot - page * p.kv.block_size);
 }
 
-/* The scales of a lane's steps. */
+/* Finds the scale of each of a lane's steps. */
 template <int TYPE>
 __device__ __forceinline__ void
 find_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], smla_scale *scales)
@@ -159,7 +159,7 @@ find_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], smla_scale *sc
                 largest[j] = smla_max_bf16x2(largest[j], smla_abs_bf16x2(pairs[i + j][k]));
             }
         }
-        /* One step in the lower halves, one in the upper. */
+        /* Step i is in the lower half, step i + 1 in the upper half. */
         uint32_t both = smla_max_bf16x2(__byte_perm(largest[0], largest[1], 0x5410),
                                         __byte_perm(largest[0], largest[1], 0x7632));
 #pragma unroll
@@ -169,7 +169,7 @@ find_scales(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], smla_scale *sc
         const float amax[2] = {smla_low_bf16(both), smla_high_bf16(both)};
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-            /* Of NaN alone 0. */
+            /* The amax of a tile of NaN alone is 0. */
             const float bounded = fminf(fmaxf(amax[j], 0.0f), FLT_MAX);
             scales[i + j] = smla_make_scale(smla_scale_of_tile(bounded));
         }
@@ -207,7 +207,7 @@ quantize_token(const uint32_t (*pairs)[given_part<TYPE>::COUNT / 2], const smla_
     }
 }
 
-/* Lanes 0 ... STEPS - 1 of a tile's have its scale of that step. */
+/* Of the lanes that share a tile, lane i stores the scale of step i, for i < STEPS. */
 template <int TYPE>
 __device__ __forceinline__ void
 store_scales(const smla_scale *scales, float *to)
@@ -265,7 +265,7 @@ write_token(const given_part<TYPE> &part, const row_offsets &offsets, uint8_t *r
     }
 }
 
-/* Blocks that registers must leave room for: sm_120 would spill for one more. */
+/* Blocks per SM that registers must leave room for. sm_120 would spill with one block more. */
 template <int TYPE, bool ALIGNED>
 constexpr int
 min_write_blocks()
@@ -291,7 +291,7 @@ __launch_bounds__(BLOCK_THREADS, min_write_blocks<TYPE, ALIGNED>())
         const int64_t first = run * args.run_tokens;
         const int64_t left = p.num_tokens - first;
         const int num_tokens = left < args.run_tokens ? (int)left : args.run_tokens;
-        /* Every token is read: its loads do not wait for the slot. */
+        /* Every token is read, even one that is not written: its loads do not wait for the slot. */
         given_part<TYPE> next;
         given_place place = find_token<TYPE>(p, first);
         load_next<TYPE, ROW, ALIGNED>(p, &place, &next);

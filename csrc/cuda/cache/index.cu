@@ -2,25 +2,25 @@
  *
  * Computes     out[t,k] = block_table[req_id[t], tok / block_size] * block_size + tok % block_size
  *              for tok = topk_indices[t,k], or prefill_workspace_starts[id] + tok where the token
- *              belongs to prefill id >= 0; counts[t] = entries of row t that are >= 0
+ *              belongs to prefill id >= 0; counts[t] = entries of out[t] that are >= 0
  * Shapes       topk_indices, out [T, K] int32, rows any stride apart; req_id_per_token,
  *              prefill_request_ids, counts [T], prefill_workspace_starts, block_table [R, W] int32,
  *              any strides
- * Shared mem   where W is at most 8192: what find_block_start says of the row of block_table in
- *              use, W + 1 words; 64 bytes of maps and 16 of counts
- * Roles        A block takes 1 to 4 tokens in turn, its threads 4 columns at a time, 2 such vectors
- *              a tile; the next tile's loads are in flight while one is converted. A new request
- *              has its row of block_table staged; barriers (__syncthreads): maps written, counts
- *              cleared | former row used | row staged | maps used, counts complete.
- * Roofline     Memory: 8 bytes an element, 1.9 ps at 4.3 TB/s, in which 132 SMs of 128 lanes at
- *              1.75 GHz run 55 instructions; the loop has about 25. Reached on an H200: 83 % of
- *              that rate, 32768 tokens of 2048 columns (2026-11-20, this operator of `python -m
- *              sparse_mla bench --device cuda --only bytes`, replayed without the copy). Staging
- *              is for the look-ups: 32 lanes at random take 32 tag look-ups of L1, but 3 to 4
- *              passes of shared memory.
- * Numerics     Integers, exact. -1 where tok is negative or beyond the table, its page negative,
- *              its request or prefill id out of range, its workspace start negative, or the result
- *              above int32. Order is kept. A count is a sum of integers, the same in any order.
+ * Shared mem   what find_block_start gives for the row of block_table in use, W + 1 words, where W
+ *              is at most 8192; 64 bytes of maps and 16 of counts
+ * Roles        A CTA takes 1 to 4 tokens in turn, a thread 4 columns at a time and 2 such vectors
+ *              per tile. The next tile's loads are in flight while a tile is converted. A new
+ *              request's row of block_table is staged. Barriers (__syncthreads): maps written,
+ *              counts cleared | former row used | row staged | maps used, counts complete.
+ * Roofline     Memory: 8 bytes per element, 1.9 ps at 4.3 TB/s. In this time 132 SMs of 128 lanes
+ *              at 1.75 GHz run 55 instructions; the loop has about 25. Reached on an H200: 83 % of
+ *              that rate, with 32768 tokens of 2048 columns (2026-11-20, this operator of `python
+ *              -m sparse_mla bench --device cuda --only bytes`, replayed without the copy). Staging
+ *              is for the look-ups: 32 lanes that look up random entries take 32 tag look-ups of
+ *              L1, but 3 to 4 passes of shared memory.
+ * Numerics     Integers, exact. -1 where tok is negative or beyond the table, its page or workspace
+ *              start is negative, its request or prefill id is out of range, or the result is above
+ *              int32. The order is kept. A count is a sum of integers, the same in any order.
  * Source       convert_req_index_to_global_index of vLLM, for the rules.
  */
 #include "cuda/host/cuda.h"
@@ -30,10 +30,10 @@ namespace {
 
 enum {
     BLOCK_THREADS = 256,
-    BLOCKS_PER_SM = 4,          /* at least: 64 registers */
-    MAX_TOKENS = 4,             /* of a block */
-    MIN_BLOCKS = 1024,          /* before a block takes a second token */
-    MAX_STAGED_PAGES = 1 << 13, /* 32 KiB */
+    BLOCKS_PER_SM = 4,          /* at least, which leaves 64 registers */
+    MAX_TOKENS = 4,             /* per CTA */
+    MIN_BLOCKS = 1024,          /* CTAs in the grid before one takes a second token */
+    MAX_STAGED_PAGES = 1 << 13, /* 32 KiB of table entries */
 };
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
@@ -44,10 +44,10 @@ struct convert_args {
     int32_t tokens_per_block;
 };
 
-/* How the indices of a token are read. */
+/* How the indices of a token are converted. */
 struct token_map {
-    int64_t req;             /* -1 = it has none, nothing is converted */
-    int64_t workspace_start; /* -1 = slots of the cache */
+    int64_t req;             /* -1: the token has none, and its results are -1 */
+    int64_t workspace_start; /* -1: the results are slots of the cache */
 };
 
 __device__ __forceinline__ token_map
@@ -73,8 +73,8 @@ find_map(const smla_convert_params &p, int64_t token)
     return start < 0 ? none : token_map{req, start};
 }
 
-/* Where the keys of every block of a request begin, and NOWHERE behind them for positions beyond
- * the table: staged[block] + tok % block_size is the index of tok, negative where there is none. */
+/* The index of a block's first key, or NOWHERE. `staged` holds those of a request's blocks and then
+ * NOWHERE: staged[block] + tok % block_size is the index of tok, and negative where it has none. */
 constexpr uint32_t NOWHERE = 0x80000000u;
 
 __device__ __forceinline__ uint32_t
@@ -90,7 +90,7 @@ find_block_start(const smla_convert_params &p, const token_map &map, int64_t blo
     return page < 0 || start > INT32_MAX ? NOWHERE : (uint32_t)start;
 }
 
-/* The whole block calls. */
+/* All threads of the CTA call this. */
 __device__ __forceinline__ void
 stage_row(const smla_convert_params &p, const token_map &map, uint32_t *staged)
 {
@@ -101,7 +101,7 @@ stage_row(const smla_convert_params &p, const token_map &map, uint32_t *staged)
     __syncthreads(); /* row staged */
 }
 
-/* The converted index, or -1 when the entry names no key. */
+/* The converted index, or -1 where tok names no key. */
 template <bool STAGED>
 __device__ __forceinline__ int32_t
 convert_one(const convert_args &args, const token_map &map, const uint32_t *staged, int32_t tok)
@@ -110,17 +110,17 @@ convert_one(const convert_args &args, const token_map &map, const uint32_t *stag
     const uint32_t offset = (uint32_t)tok - block * (uint32_t)args.block_size.divisor;
     const uint32_t start = STAGED ? staged[min(block, (uint32_t)args.p.num_blocks)]
                                   : find_block_start(args.p, map, block);
-    /* A sum above int32 is negative too, as it stands; the sign of tok makes it -1. */
+    /* A sum above int32 is negative: max() makes it -1. So do the sign bits of a negative tok. */
     return max((int32_t)(start + offset), -1) | tok >> 31;
 }
 
-/* What a thread has of a tile: UNROLL vectors of a token, BLOCK_THREADS vectors apart. */
+/* A thread's part of a tile: UNROLL vectors of a token, BLOCK_THREADS vectors apart. */
 template <int WIDTH> struct tile_part {
     enum { UNROLL = WIDTH == 4 ? 2 : 4, STEP = BLOCK_THREADS * WIDTH };
     uint32_t words[UNROLL][WIDTH];
 };
 
-/* A token of the block, and the first column that a thread has of a tile. */
+/* A token of the CTA, and the first column of a thread's part of a tile. */
 struct tile_place {
     int token;
     int64_t column;
@@ -142,7 +142,7 @@ load_tile(const smla_convert_params &p, int64_t first, const tile_place &place,
     }
 }
 
-/* -> the entries >= 0 that this thread wrote. */
+/* Returns the number of entries >= 0 that this thread wrote. */
 template <int WIDTH, bool STAGED>
 __device__ __forceinline__ int32_t
 convert_tile(const convert_args &args, int64_t first, const tile_place &place, const token_map &map,
@@ -182,7 +182,7 @@ __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
     const smla_convert_params &p = args.p;
     const bool has_counts = p.counts != nullptr;
     const int64_t step = (int64_t)gridDim.x * args.tokens_per_block;
-    token_map staged_map = {-2, -2}; /* nobody's */
+    token_map staged_map = {-2, -2}; /* no token's map */
     for (int64_t first = (int64_t)blockIdx.x * args.tokens_per_block; first < p.num_tokens;
          first += step) {
         const int64_t left = p.num_tokens - first;
@@ -256,7 +256,7 @@ smla_cuda_launch_convert(const smla_convert_params *p)
         p->topk % 4 == 0 &&
         smla_is_multiple(p->topk_indices, p->topk_indices_stride_token * 4, 16) &&
         smla_is_multiple(p->out, p->out_stride_token * 4, 16);
-    /* A look-up past L1 moves 8 entries: staging 4 for each index costs no more than they do. */
+    /* A look-up beyond L1 moves 8 entries, so staging 4 per index costs no more than look-ups. */
     const bool is_staged = p->num_blocks <= MAX_STAGED_PAGES && p->num_blocks / 4 <= p->topk;
     const convert_args args = {*p, smla_make_divisor(p->block_size), tokens_per_block};
     for (const convert_row &row : convert_rows) {

@@ -1,9 +1,9 @@
-/* checked.c: SPARSE_MLA_CHECK=1, a debugging aid. A call waits for its stream, brings the arrays
- * that hold slots, pages, lengths and request ids to the host, and has the CPU backend judge them,
- * so that the errors are the CPU's, text and all. Afterwards it waits again: what its kernels did
- * wrong is reported by the call that started them.
+/* checked.c: checked mode, a debugging aid that SPARSE_MLA_CHECK=1 turns on. A call waits for its
+ * stream, copies the arrays that hold slots, pages, lengths and request ids to the host, and has
+ * the CPU backend check them, so that errors have the CPU's text. After its work the call waits
+ * again, so that the call that started a faulty kernel is the one to report it.
  *
- * Attention has nothing to judge: an index that names no key is masked everywhere.
+ * Attention has no values to check, because an index that names no key is masked everywhere.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -42,13 +42,13 @@ smla_cuda_end_checked(const char *op, smla_stream stream, smla_error *error)
 
 /* ---- Device arrays on the host ------------------------------------------------------------- */
 
-/* An array of up to two dimensions, in elements; strides may be zero or negative. */
+/* An array of up to two dimensions, strides in elements. A stride may be zero or negative. */
 typedef struct device_array {
-    const void *data; /* where index 0 is: on the device, and once read on the host */
+    const void *data; /* address of index 0: on the device, after read_array on the host */
     int64_t element_bytes;
     int64_t counts[2];
     int64_t strides[2];
-    void *memory; /* of the host's copy */
+    void *memory; /* the host's copy, to be freed */
 } device_array;
 
 static device_array
@@ -60,7 +60,7 @@ int32_vector(const int32_t *data, int64_t count, int64_t stride)
                           .strides = {stride, 0}};
 }
 
-/* Copies everything between the array's first and last byte, so that strides stay as they are. */
+/* Copies the bytes from the lowest to the highest element, so that strides stay as they are. */
 static smla_status
 read_array(const char *op, smla_stream stream, device_array *a, smla_error *error)
 {

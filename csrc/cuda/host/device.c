@@ -1,8 +1,8 @@
-/* device.c: devices and their facts, the guard that makes one current, error texts, and captures.
+/* device.c: facts about devices, error texts, the device guard, captures, and checks of streams.
  *
- * Errors are taken from return codes alone: what cudaGetLastError would say may be somebody else's
- * and is left to them. Nothing here needs a driver to be loaded; without one every question has the
- * answer "no device".
+ * Errors come from return codes alone. What cudaGetLastError holds may belong to somebody else's
+ * call, so it is left there. No driver needs to be loaded; without one every query answers "no
+ * device".
  */
 #include <cudaTypedefs.h>
 #include <pthread.h>
@@ -16,11 +16,11 @@ enum { MIN_COMPUTE_CAPABILITY = 80 };
 
 /* ---- Facts --------------------------------------------------------------------------------- */
 
-/* What a process learns about a device, each thing once, under the lock. */
+/* What the process knows about a device. Each fact is found once, under slots_lock. */
 typedef struct device_slot {
-    atomic_bool is_known; /* the facts are written: read them without the lock */
+    atomic_bool is_known; /* the facts are written and may be read without the lock */
     smla_cuda_device facts;
-    CUcontext primary; /* NULL before the guard needs it */
+    CUcontext primary; /* NULL until a guard needs it */
 } device_slot;
 
 static device_slot slots[SMLA_CUDA_MAX_DEVICES];
@@ -33,8 +33,8 @@ smla_cuda_is_set(const char *name)
     return value != NULL && value[0] != '\0' && strcmp(value, "0") != 0;
 }
 
-/* SPARSE_MLA_CUDA_ARCH=80 in the environment leaves the kernels of newer architectures out: to test
- * the portable ones where others would be taken, and to compare. */
+/* SPARSE_MLA_CUDA_ARCH=80 in the environment leaves out the kernels of newer architectures. It
+ * serves to test the portable kernels where others would be chosen, and to compare. */
 static int32_t
 cap_capability(int32_t capability)
 {
@@ -106,7 +106,7 @@ smla_cuda_find_device(int32_t device_id)
     return find_facts(device_id, &device) == cudaSuccess ? device : NULL;
 }
 
-/* Why the driver shows no device at all. */
+/* Reports why the driver shows no device at all. */
 static smla_status
 report_driver(const char *op, cudaError_t code, smla_error *error)
 {
@@ -137,7 +137,7 @@ report_driver(const char *op, cudaError_t code, smla_error *error)
     return smla_cuda_status(op, "cudaGetDeviceCount", code, error);
 }
 
-/* Why a device that could not be asked about cannot be. */
+/* Reports why the facts of a device could not be read. */
 static smla_status
 report_device(const char *op, int32_t device_id, cudaError_t code, smla_error *error)
 {
@@ -235,18 +235,18 @@ smla_cuda_status(const char *op, const char *call, cudaError_t code, smla_error 
 
 /* ---- Guard --------------------------------------------------------------------------------- */
 
-/* A device that is not current is made so by pushing its primary context, which the driver can do
- * and the runtime cannot. cudaSetDevice, there and back, would leave a context on the device that
- * it goes back to (half a gigabyte on one that the process may never use), and would lose a context
- * that somebody else made. */
+/* A device becomes current when its primary context is pushed, which the driver can do and the
+ * runtime cannot. cudaSetDevice, there and back, would leave a context on the device that it goes
+ * back to (half a gigabyte on a device that the process may never use). It would also lose a
+ * current context that somebody else made. */
 typedef struct driver_calls {
     PFN_cuDeviceGet_v2000 get_device;
     PFN_cuDevicePrimaryCtxRetain_v7000 retain_primary;
     PFN_cuCtxPushCurrent_v4000 push_context;
-    PFN_cuCtxPopCurrent_v4000 pop_context; /* the last one found: not NULL says all are */
+    PFN_cuCtxPopCurrent_v4000 pop_context; /* found last: where it is not NULL, all are found */
 } driver_calls;
 
-static driver_calls driver; /* under the lock, and constant once the first push has happened */
+static driver_calls driver; /* written under slots_lock, constant after the first push */
 
 cudaError_t
 smla_cuda_find_driver_calls(const smla_cuda_driver_call *calls, int count, unsigned version)
@@ -279,8 +279,8 @@ find_driver(void)
     return driver.pop_context != NULL ? cudaSuccess : smla_cuda_find_driver_calls(calls, 4, 12000);
 }
 
-/* The device's primary context, retained until the process ends. Under the lock. Error numbers of
- * the driver and the runtime are the same. */
+/* Finds the device's primary context, which stays retained until the process ends. The caller holds
+ * slots_lock. An error number means the same in the driver and the runtime. */
 static cudaError_t
 find_primary(int32_t device_id, CUcontext *primary)
 {
@@ -368,11 +368,11 @@ smla_cuda_restore_captures(enum cudaStreamCaptureMode former)
 
 /* ---- Streams ------------------------------------------------------------------------------- */
 
-/* Whether there is a stream of another device to be had. */
+/* Whether the process sees several devices, so that a stream may belong to another one. */
 static bool
 has_several_devices(void)
 {
-    static atomic_int num_devices; /* 0 before it is known */
+    static atomic_int num_devices; /* 0 until it is known */
     int count = atomic_load_explicit(&num_devices, memory_order_relaxed);
     if (count == 0 && cudaGetDeviceCount(&count) == cudaSuccess) {
         atomic_store_explicit(&num_devices, count, memory_order_relaxed);
@@ -380,8 +380,8 @@ has_several_devices(void)
     return count > 1;
 }
 
-/* The default streams are every device's own. Of a stream that captures the question would end the
- * capture. */
+/* Default streams pass, because every device has them. A capturing stream passes, because
+ * cudaStreamGetDevice would end its capture. */
 smla_status
 smla_cuda_check_stream(const char *op, smla_stream stream, smla_error *error)
 {

@@ -1,7 +1,7 @@
-/* events.c: order between streams, and the question whether work is over, as smla_stream_ops asks.
+/* events.c: the functions of smla_stream_ops: order between streams, and whether work is over.
  *
- * Events carry no time and are recorded once. They are asked about and given up at any moment, in
- * the middle of another thread's capture too, so captures are relaxed for as long as that takes.
+ * Events have no timing and are recorded once. A caller may query or destroy an event at any
+ * moment, even while another thread captures a graph, so these calls relax captures.
  */
 #include <stdlib.h>
 

@@ -1,17 +1,17 @@
 /* launch.c: how kernels are started.
  *
- * A launch costs the host 2.5 to 4 us, most of them until the command has left for the GPU. A graph
- * of one kernel has its command there: new parameters and a start cost 1.6 us, and what finds the
- * device idle is done 1.7 us sooner. A graph that changes its kernel takes 2.4 us more. So every
- * stream has such a graph, and its first kernels one each, while there are some. The price: what
- * stands in line waits for the grid in front to end, 1 us that an early start saves; and 100 KiB of
- * device memory a graph. To take it may need an idle device, so the first call on a device takes it
- * for all graphs to come.
+ * A launch costs the host 2.5 to 4 us. Most of this time passes until the command has left for the
+ * GPU. A graph of one kernel has its command there already: new parameters and a start cost 1.6 us,
+ * and work that finds the device idle is done 1.7 us sooner. A graph that changes its kernel takes
+ * 2.4 us more. So every stream has a graph, and its first kernels have one each while graphs are
+ * left. This has a price: a kernel waits for the grid in front of it to end, where an early start
+ * would save 1 us, and a graph takes 100 KiB of device memory. Taking memory may need an idle
+ * device, so the first call on a device makes all graphs.
  *
- * Where a graph is not the same as a launch, there is a launch: in a capture, which is to hold the
- * kernel itself; on streams with a priority, an access policy, a memory domain or SMs of their own,
- * of which graphs know nothing; for clusters, to which a graph would hold later kernels, too; and
- * where somebody watches single launches.
+ * Where a graph would not do the same as a launch, the kernel is launched: in a capture, which is
+ * to hold the kernel itself; on streams with a priority, an access policy, a memory domain or
+ * reserved SMs, which a graph ignores; where a kernel has clusters, because the graph would launch
+ * later kernels in clusters, too; and where a tool or the user watches single launches.
  */
 #include <cudaTypedefs.h>
 #include <pthread.h>
@@ -25,31 +25,31 @@ enum { KNOWN_KERNELS = 32 };
 
 typedef struct stream_graph {
     struct stream_graph *next;
-    unsigned long long stream_id; /* never used again, as handles are */
+    unsigned long long stream_id; /* ids are never used again, unlike handles */
     cudaGraphNode_t node;
-    cudaGraphExec_t exec; /* NULL: the stream is for launches */
-    pthread_mutex_t lock; /* from parameters to start, and over this: */
+    cudaGraphExec_t exec; /* NULL: kernels on this stream are launched */
+    pthread_mutex_t lock; /* held from new parameters to the start; guards `known` */
     struct known_kernel {
         const void *kernel;
-        cudaFunction_t function; /* what it is in the stream's context */
-        cudaGraphExec_t exec;    /* of its own, or the stream's */
+        cudaFunction_t function; /* the kernel in the stream's context */
+        cudaGraphExec_t exec;    /* the kernel's graph, or the stream's */
     } known[KNOWN_KERNELS];
 } stream_graph;
 
 enum {
-    MAX_GRAPHS = 64,        /* PyTorch has 32 streams, which it hands out again and again */
-    MAX_KERNEL_GRAPHS = 24, /* of those, for kernels that are not a stream's first */
-    MAX_STREAMS = 200,      /* that are remembered; the rest is for launches */
+    MAX_GRAPHS = 64,        /* per device; PyTorch has 32 streams and reuses them */
+    MAX_KERNEL_GRAPHS = 24, /* of these, for kernels that are not a stream's first */
+    MAX_STREAMS = 200,      /* remembered per device; on others kernels are launched */
 };
 
 static struct device_graphs {
-    _Atomic(stream_graph *) first; /* streams come in at the front and stay */
-    int num_streams;               /* this and the rest under the lock */
-    CUcontext context;             /* of the graphs; NULL: there are none yet */
-    cudaGraphNode_t node;          /* what the kernel is called in each of them */
+    _Atomic(stream_graph *) first; /* streams are added at the front and stay */
+    int num_streams;               /* from here on: under streams_lock */
+    CUcontext context;             /* of the graphs; NULL until they are made */
+    cudaGraphNode_t node;          /* the kernel's node, the same in each graph */
     cudaGraphExec_t execs[MAX_GRAPHS];
-    int num_left;         /* of those, that nobody has yet */
-    int num_kernels_left; /* that may have one */
+    int num_left;         /* graphs that nobody has taken yet */
+    int num_kernels_left; /* kernels that may still take one */
 } graphs_of[SMLA_CUDA_MAX_DEVICES];
 
 static pthread_mutex_t streams_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -72,13 +72,13 @@ launch(const smla_cuda_grid *grid)
 
 /* ---- Graphs -------------------------------------------------------------------------------- */
 
-/* The driver's own: the runtime takes 0.04 us more for a question, and 0.2 for parameters, to look
- * the kernel up. Graphs are started by the runtime, which profilers watch. */
+/* Functions of the driver. The runtime's take 0.04 us longer for a query and 0.2 us for parameters,
+ * to look the kernel up. The runtime starts graphs, because profilers watch it. */
 static struct {
     PFN_cuStreamIsCapturing_v10000 is_capturing;
     PFN_cuStreamGetId_v12000 get_id;
     PFN_cuStreamGetCtx_v9020 get_context;
-    PFN_cuGraphExecKernelNodeSetParams_v12000 set_params; /* NULL: no graphs */
+    PFN_cuGraphExecKernelNodeSetParams_v12000 set_params; /* NULL: graphs are not used */
 } driver;
 
 static cudaError_t
@@ -93,8 +93,8 @@ find_driver(void)
     return smla_cuda_find_driver_calls(calls, 4, 12000);
 }
 
-/* SPARSE_MLA_LAUNCH=plain in the environment: to compare. A profiler that is injected shows a graph
- * as one thing without a name. */
+/* Turns graphs off (no set_params) where SPARSE_MLA_LAUNCH=plain asks for it, to compare, and where
+ * a profiler is injected, which shows a graph as one item without a name. */
 static void
 prepare_graphs(void)
 {
@@ -105,7 +105,7 @@ prepare_graphs(void)
     }
 }
 
-/* Whether the stream has SMs of its own. A driver that lacks the question lacks such streams. */
+/* Whether SMs are reserved for the stream. A driver without the query has no such streams. */
 static bool
 has_own_sms(cudaStream_t stream)
 {
@@ -116,7 +116,7 @@ has_own_sms(cudaStream_t stream)
            (get_context(stream, &context) != CUDA_SUCCESS || context != NULL);
 }
 
-/* Whether kernels in a graph do as kernels launched on this stream. */
+/* Whether a kernel in a graph runs on this stream as a launched kernel does. */
 static bool
 is_ordinary(cudaStream_t stream)
 {
@@ -132,8 +132,8 @@ is_ordinary(cudaStream_t stream)
            domain.memSyncDomain == cudaLaunchMemSyncDomainDefault && !has_own_sms(stream);
 }
 
-/* In the current context. Any kernel will do at first. The graph stays: its node is what executable
- * ones know. */
+/* Makes all graphs, in the current context. They begin with the caller's kernel, but any would do.
+ * The template `graph` is kept, because its node names the kernel in the executable graphs. */
 static void
 make_graphs(const smla_cuda_grid *grid, struct device_graphs *made)
 {
@@ -155,8 +155,8 @@ make_graphs(const smla_cuda_grid *grid, struct device_graphs *made)
     }
 }
 
-/* Under the lock, for an ordinary stream. Contexts do not share functions: streams of another than
- * the first one's are for launches. */
+/* Gives an ordinary stream a graph. The caller holds streams_lock. Contexts do not share functions,
+ * so streams of another context than the first stream's get no graph. */
 static void
 take_graph(const smla_cuda_grid *grid, struct device_graphs *graphs, stream_graph *taker)
 {
@@ -174,7 +174,7 @@ take_graph(const smla_cuda_grid *grid, struct device_graphs *graphs, stream_grap
     }
 }
 
-/* For a kernel that is not the stream's first: one to itself, or the stream's. */
+/* The graph for a kernel after the stream's first: a new one if any is left, else the stream's. */
 static cudaGraphExec_t
 take_kernel_graph(const smla_cuda_grid *grid, const stream_graph *stream)
 {
@@ -199,7 +199,7 @@ find_stream(int32_t device_id, unsigned long long stream_id)
     return at;
 }
 
-/* Under the lock. NULL where there are too many. */
+/* Adds the stream. The caller holds streams_lock. NULL where there are too many streams. */
 static stream_graph *
 add_stream(const smla_cuda_grid *grid, unsigned long long stream_id)
 {
@@ -225,7 +225,7 @@ add_stream(const smla_cuda_grid *grid, unsigned long long stream_id)
     return added;
 }
 
-/* The graph of the grid's stream; NULL: to be launched. */
+/* The graph of the grid's stream; NULL where the kernel must be launched. */
 static stream_graph *
 find_graph(const smla_cuda_grid *grid)
 {
@@ -248,7 +248,7 @@ find_graph(const smla_cuda_grid *grid)
     return found == NULL || found->exec == NULL ? NULL : found;
 }
 
-/* Where the kernel is, or will be: a stream has few of them, seldom more than there are places. */
+/* The kernel's place, a free one, or else the last. A stream seldom has that many kernels. */
 static struct known_kernel *
 find_place(stream_graph *graph, const void *kernel)
 {
@@ -260,14 +260,14 @@ find_place(stream_graph *graph, const void *kernel)
     return &graph->known[place];
 }
 
-/* Under the graph's lock. NULL: to be launched. */
+/* The caller holds the graph's lock. NULL where the kernel must be launched. */
 static const struct known_kernel *
 find_known(stream_graph *graph, const smla_cuda_grid *grid)
 {
     struct known_kernel *const known = find_place(graph, grid->kernel);
     if (known->kernel != grid->kernel) {
         cudaFunction_t function = NULL;
-        const enum cudaStreamCaptureMode former = smla_cuda_relax_captures(); /* it may be loaded */
+        const enum cudaStreamCaptureMode former = smla_cuda_relax_captures(); /* for a first load */
         const cudaError_t code = cudaGetFuncBySymbol(&function, grid->kernel);
         smla_cuda_restore_captures(former);
         if (code != cudaSuccess) {
@@ -300,7 +300,7 @@ start_graph(const smla_cuda_grid *grid, stream_graph *graph)
            cudaGraphLaunch(known->exec, grid->stream.handle) == cudaSuccess;
 }
 
-/* What the graph refuses, a launch accepts, or it names the error. */
+/* If the graph refuses the kernel, a launch starts it or returns the error. */
 cudaError_t
 smla_cuda_launch(const smla_cuda_grid *grid)
 {

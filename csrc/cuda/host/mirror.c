@@ -1,22 +1,22 @@
 /* mirror.c: memory that the CUDA backend owns: a builder's buffers, and its mirror.
  *
  * A mirror is a block of device memory and a ring of pinned staging buffers. A build fills the
- * oldest buffer and sends it in one copy; the event behind that copy says when the buffer may be
- * filled again. That is asked, never waited for: while the oldest is still on its way the ring
- * grows by one.
+ * oldest buffer and sends it in one copy. The event recorded behind this copy tells when the buffer
+ * may be filled again. A build queries the event and never waits for it: while the oldest buffer is
+ * still on its way, the ring grows by one.
  *
- * Order. Each upload and each use of the block comes after the one before it. On one stream it does
- * by itself; on another one, that stream is told to wait for the event of the one before. So events
- * complete in the order of the ring, the oldest buffer is the first to be free, and one event, the
- * newest, stands for all that went before. Streams are told apart by their ids, which are never
- * given out twice; no handle is kept past the call that brought it.
+ * Order. Each upload and each use of the block comes after the one before it. Within one stream
+ * this holds by itself. Another stream is told to wait for the event of the upload or use before.
+ * So events complete in the order of the ring, the oldest buffer is the first to be free, and the
+ * newest event stands for all uploads and uses before it. Streams are told apart by their ids,
+ * which are never given out twice. No stream handle is kept past the call that brought it.
  *
- * Captures. A use that is being captured is part of a graph: it runs when the graph is replayed, in
- * the order of the stream that replays it. So a replay belongs on the stream of the builds, or
- * behind an event of the caller's, and a capture is left alone here. A build cannot be captured at
- * all: its staging buffer would be somebody else's by the time of the replay.
+ * Captures. A use that is being captured is part of a graph. It runs when the graph is replayed, in
+ * the order of the stream that replays it, so order_use does nothing in a capture. The caller must
+ * replay on the stream of the builds, or order the replay by an event. A build cannot be captured,
+ * because its staging buffer would hold another build's data by the time of the replay.
  *
- * One thread at a time per mirror, as per builder.
+ * A mirror is used by one thread at a time, as its builder is.
  */
 #include <stdlib.h>
 
@@ -48,8 +48,8 @@ smla_cuda_allocate(int32_t device_id, int64_t bytes)
     return memory;
 }
 
-/* cudaFree waits for the work that uses the memory. It fails where the driver has been shut down
- * before us, at the interpreter's exit: then there is nothing left to free. */
+/* cudaFree waits for the work that uses the memory. It fails where the driver was shut down before
+ * us, at the interpreter's exit. Then nothing is left to free. */
 void
 smla_cuda_release(int32_t device_id, void *memory)
 {
@@ -66,21 +66,21 @@ smla_cuda_release(int32_t device_id, void *memory)
 /* ---- The ring ------------------------------------------------------------------------------ */
 
 typedef struct staging {
-    struct staging *next; /* in a circle: behind the newest comes the oldest */
+    struct staging *next; /* circular: the oldest buffer follows the newest */
     void *host;
     cudaEvent_t sent;
 } staging;
 
 typedef struct cuda_mirror {
-    smla_mirror base; /* first: the address of the one is that of the other */
+    smla_mirror base; /* first member, so that both structs have the same address */
     int32_t device_id;
-    staging *last;      /* the buffer that was sent last; the next build's is the one behind it */
-    cudaEvent_t used;   /* behind the last use */
-    cudaEvent_t newest; /* of the last upload or use; NULL before the first */
-    unsigned long long newest_stream; /* its stream's id */
+    staging *last;      /* the buffer sent last; the next build fills the one after it */
+    cudaEvent_t used;   /* recorded behind the last use */
+    cudaEvent_t newest; /* event of the last upload or use; NULL before the first */
+    unsigned long long newest_stream; /* the id of its stream */
 } cuda_mirror;
 
-enum { FIRST_BUFFERS = 3 }; /* one filled, one on its way, one to spare */
+enum { FIRST_BUFFERS = 3 }; /* one being filled, one on its way, one to spare */
 
 static void
 free_staging(staging *buffer)
@@ -95,7 +95,7 @@ free_staging(staging *buffer)
     free(buffer);
 }
 
-/* Puts a new buffer where the oldest is looked for. */
+/* Puts a new buffer behind the one sent last, where the next build looks for the oldest. */
 static cudaError_t
 grow_ring(cuda_mirror *m)
 {
@@ -122,8 +122,8 @@ grow_ring(cuda_mirror *m)
     return cudaSuccess;
 }
 
-/* Zeros the block before anybody can use it: on a stream of its own, so that no other is waited
- * for and none need wait. */
+/* Zeros the block before anybody can use it. A new stream does this: it waits for no other stream,
+ * and no other stream needs to wait for it. */
 static cudaError_t
 clear_block(const cuda_mirror *m)
 {
@@ -152,7 +152,7 @@ fill_mirror(cuda_mirror *m)
     return good;
 }
 
-/* The block first: freeing it waits for the uploads too, so that nothing is waited for twice. */
+/* Frees the block first: cudaFree waits for the uploads, too, so nothing is waited for twice. */
 static void
 empty_mirror(cuda_mirror *m)
 {
@@ -205,7 +205,7 @@ smla_cuda_destroy_mirror(smla_mirror *mirror)
     if (m == NULL) {
         return;
     }
-    /* Without a device (the driver is shut down, or lost) the calls fail and do no harm. */
+    /* Where the device is gone (driver shut down, or lost), the calls fail and do no harm. */
     smla_cuda_guard guard = {0};
     (void)smla_cuda_enter(memory_op, m->device_id, &guard, NULL);
     const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
@@ -224,7 +224,7 @@ find_id(const char *op, smla_stream stream, unsigned long long *id, smla_error *
                             error);
 }
 
-/* Puts what comes next on the stream behind the newest upload or use. */
+/* Makes later work on the stream wait for the newest upload or use. */
 static smla_status
 wait_for_newest(const char *op, const cuda_mirror *m, smla_stream stream, unsigned long long id,
                 smla_error *error)
@@ -266,7 +266,7 @@ refuse_capture(const char *op, smla_stream stream, smla_error *error)
     return SMLA_OK;
 }
 
-/* Leaves a buffer that may be filled behind the one sent last. */
+/* Makes sure that the buffer after the one sent last may be filled. */
 static smla_status
 find_free_buffer(const char *op, cuda_mirror *m, smla_error *error)
 {
@@ -311,7 +311,7 @@ send_buffer(const char *op, cuda_mirror *m, smla_stream stream, smla_error *erro
                                               cudaMemcpyHostToDevice, handle),
                               error));
     const smla_status status = record_newest(op, m, stream, id, buffer->sent, error);
-    if (status != SMLA_OK) { /* no event to ask: the one case that waits */
+    if (status != SMLA_OK) { /* no event tells when the copy is done, so wait here */
         (void)cudaStreamSynchronize(handle);
         return status;
     }

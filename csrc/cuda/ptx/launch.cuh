@@ -12,8 +12,8 @@ enum { SMLA_WARP_LANES = 32 };
 
 /* ---- Launch -------------------------------------------------------------------------------- */
 
-/* Whether kernels can wait for the grids in front of them: there is code for the very device, of
- * sm_90 or later. PTX of sm_80 that a newer device compiles has no word for it. */
+/* Whether kernels can wait for the grids in front of them. Only code for the very device, of sm_90
+ * or later, can: PTX of sm_80 that a newer device compiles lacks the instruction. */
 static inline bool
 can_start_early(int32_t compute_capability)
 {
@@ -25,12 +25,12 @@ can_start_early(int32_t compute_capability)
     return can;
 }
 
-/* Starts a kernel that takes one struct by value. The grid is cut to what the hardware numbers:
- * kernels loop over the blocks that are missing. No blocks, no launch.
+/* Starts a kernel that takes one struct by value. The grid has at most as many blocks as the
+ * hardware can number; kernels loop over the others. With no blocks nothing is launched.
  *
- * Where it can, the grid starts before the one in front of it in the stream is done. So every
- * thread of every kernel must pass ptx_wait_for_grids before it reads what others wrote, writes
- * what others read, or ends: who does not wait is no order for those behind it. */
+ * Where the device can, the grid starts before the one in front of it in the stream is done. So
+ * every thread of every kernel must pass ptx_wait_for_grids before it reads what other grids wrote,
+ * writes what they read, or ends. Without the wait, later grids could overtake earlier ones. */
 template <typename Args>
 static cudaError_t
 smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int block_threads,
@@ -52,10 +52,10 @@ smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int bloc
     return smla_cuda_launch(&grid);
 }
 
-/* More than 48 KiB of shared memory has to be asked for, once per kernel and device: a fact that
- * does not change, so it is remembered. Two threads may both ask; that does no harm. What SMs make
- * of their memory is left to the driver: asked for all of it as shared, the portable kernels, whose
- * rows come through L1, took up to 12 % longer, and no other gained. */
+/* Asks for more than 48 KiB of shared memory, once per kernel and device: `allowed` has a bit per
+ * device. Two threads may both ask, which does no harm. The driver decides how an SM divides its
+ * memory into shared memory and L1. With all of it shared, the portable kernels, whose rows come
+ * through L1, took up to 12 % longer, and no other kernel gained. */
 static inline cudaError_t
 allow_shared_bytes(const void *kernel, int shared_bytes, int32_t device_id, uint64_t *allowed)
 {
@@ -63,7 +63,7 @@ allow_shared_bytes(const void *kernel, int shared_bytes, int32_t device_id, uint
     if (__atomic_load_n(allowed, __ATOMIC_ACQUIRE) & bit) {
         return cudaSuccess;
     }
-    /* The kernel may be loaded here, which a capture in the default mode forbids. */
+    /* This may load the kernel, which a capture in the default mode forbids. */
     const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();
     const cudaError_t code =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -82,14 +82,14 @@ smla_count_parts(int64_t size, int64_t part)
     return size / part + (size % part != 0);
 }
 
-/* Whether an address or a stride in bytes keeps what it is added to on vectors of `bytes`. */
+/* Whether an address and a stride in bytes are multiples of `bytes`. */
 static inline bool
 smla_is_multiple(const void *address, int64_t stride_bytes, int64_t bytes)
 {
     return (uintptr_t)address % (uintptr_t)bytes == 0 && stride_bytes % bytes == 0;
 }
 
-/* Whether every row of [tokens][heads] of 2-byte elements begins on a vector of `bytes`. */
+/* Whether every row of [tokens][heads] of 2-byte elements begins at a multiple of `bytes`. */
 static inline bool
 smla_are_rows_aligned(const void *rows, int64_t stride_token, int64_t stride_head, int64_t bytes)
 {
@@ -98,8 +98,8 @@ smla_are_rows_aligned(const void *rows, int64_t stride_token, int64_t stride_hea
 
 /* ---- Division ------------------------------------------------------------------------------ */
 
-/* A divisor that is known at launch. magic = ceil(2^64 / divisor), so that the upper half of
- * n * magic is n / divisor for every n below 2^32 (Lemire, Kaser, Kurz, 2019); 1 has no magic. */
+/* A divisor known at launch. magic = ceil(2^64 / divisor), so that for every n below 2^32 the upper
+ * half of n * magic is n / divisor (Lemire, Kaser, Kurz, 2019). Divisor 1 has magic 0. */
 typedef struct smla_divisor {
     int64_t divisor;
     uint64_t magic;
@@ -120,14 +120,14 @@ smla_divide_uint32(uint32_t n, const smla_divisor &by)
     return by.magic == 0 ? n : (uint32_t)(sum >> 32);
 }
 
-/* A call: a hundred instructions, which hardly any work needs. */
+/* Not inlined, because it takes a hundred instructions and hardly any work needs it. */
 static __device__ __noinline__ int64_t
 smla_divide_large(int64_t n, int64_t divisor)
 {
     return n / divisor;
 }
 
-/* n >= 0; a division only where 32 bits do not hold n. */
+/* n / by.divisor for n >= 0. It divides only where n does not fit in 32 bits. */
 static __device__ __forceinline__ int64_t
 smla_divide(int64_t n, const smla_divisor &by)
 {
@@ -136,8 +136,8 @@ smla_divide(int64_t n, const smla_divisor &by)
 
 /* ---- Vectors ------------------------------------------------------------------------------- */
 
-/* One instruction each, where it stands: left to the compiler, loads sink behind the branch of
- * their only use, and the store of a vector may become stores of its parts. */
+/* Each function is one instruction that stays in place. The compiler would let loads sink behind
+ * the branch of their only use, and might split the store of a vector into stores of its parts. */
 static __device__ __forceinline__ void
 smla_load_vector_4(const void *from, uint32_t *words)
 {
@@ -169,7 +169,7 @@ smla_store_vector_4(void *to, const uint32_t *words)
                  : "memory");
 }
 
-/* To global or shared memory. No branch. */
+/* Stores to global or shared memory if `is_on`, without a branch. */
 static __device__ __forceinline__ void
 smla_store_vector_4_if(void *to, const uint32_t *words, bool is_on)
 {
@@ -199,8 +199,8 @@ smla_store_vector_1(void *to, const uint32_t *words)
     asm volatile("st.global.u32 [%0], %1;" : : "l"(to), "r"(words[0]) : "memory");
 }
 
-/* BYTES bytes of an input <-> 32-bit words. Aligned: one instruction of 4, 8 or 16 bytes. Else in
- * units of `UNIT` bytes, 2 or 4, which the address must be a multiple of. */
+/* Load and store BYTES bytes as 32-bit words. ALIGNED takes one instruction of 4, 8 or 16 bytes.
+ * Else units of `UNIT` bytes are moved, 2 or 4, and the address must be a multiple of UNIT. */
 template <int BYTES, bool ALIGNED, int UNIT = 2>
 static __device__ __forceinline__ void
 smla_load_words(const void *from, uint32_t *words)

@@ -1,8 +1,8 @@
-/* numeric.cuh: bf16, fp16 and e4m3 <-> float for kernels: several values an instruction.
+/* numeric.cuh: bf16, fp16 and e4m3 <-> float for kernels: several values per instruction.
  *
- * numeric.h is the truth. What stands here gives the same bits in fewer instructions: the usual
- * values go one short way, the rare ones (NaN, scales at the ends of the range) are told apart by a
- * test of a whole word and go through numeric.h.
+ * numeric.h defines the results. The functions here give the same bits in fewer instructions. Usual
+ * values take one short path. A test of a whole word finds the rare values (NaN, scales at the ends
+ * of the range), which go through numeric.h.
  */
 #ifndef SMLA_CUDA_NUMERIC_CUH
 #define SMLA_CUDA_NUMERIC_CUH
@@ -13,7 +13,7 @@
 
 /* ---- One instruction each ------------------------------------------------------------------ */
 
-/* Nearest even; the sign of a NaN is lost. */
+/* Rounds to nearest even; the sign of a NaN is lost. */
 static __device__ __forceinline__ uint32_t
 smla_cvt_bf16x2(float low, float high)
 {
@@ -39,7 +39,7 @@ smla_abs_bf16x2(uint32_t x)
     return pair;
 }
 
-/* The larger of each half; a number passes over NaN, of two NaN one is left. */
+/* The larger value in each half. A number is chosen over a NaN; two NaN give a NaN. */
 static __device__ __forceinline__ uint32_t
 smla_max_bf16x2(uint32_t a, uint32_t b)
 {
@@ -48,7 +48,7 @@ smla_max_bf16x2(uint32_t a, uint32_t b)
     return pair;
 }
 
-/* Within a unit in the last place. */
+/* 1 / x, off by at most a unit in the last place. */
 static __device__ __forceinline__ float
 smla_rcp(float x)
 {
@@ -58,7 +58,7 @@ smla_rcp(float x)
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-/* Nearest even, saturated at +-448, infinities included; the sign of a NaN is lost. */
+/* Rounds to nearest even and saturates at +-448, infinities included; the sign of a NaN is lost. */
 static __device__ __forceinline__ uint32_t
 smla_cvt_e4m3x2(float low, float high)
 {
@@ -91,13 +91,13 @@ smla_high_bf16(uint32_t pair)
     return smla_bits_float(pair & 0xFFFF0000u);
 }
 
-/* Two fp16. */
+/* Converts two fp16. */
 static __device__ __forceinline__ void
 smla_halves_to_floats(uint32_t halves, float floats[2])
 {
     const uint16_t low = (uint16_t)halves;
     const uint16_t high = (uint16_t)(halves >> 16);
-    /* Above 0x7C00, infinity, the sum reaches the sign bit of its half. */
+    /* Above 0x7C00 (infinity) is NaN: the sum carries into the sign bit of its half. */
     if (((halves & 0x7FFF7FFFu) + 0x03FF03FFu) & 0x80008000u) {
         floats[0] = smla_half_to_float(low);
         floats[1] = smla_half_to_float(high);
@@ -115,7 +115,7 @@ smla_round_rare_floats(float low, float high)
     return smla_float_to_bf16(low) | (uint32_t)smla_float_to_bf16(high) << 16;
 }
 
-/* smla_float_to_bf16 of both. */
+/* smla_float_to_bf16 of both values. */
 static __device__ __forceinline__ uint32_t
 smla_floats_to_bf16x2(float low, float high)
 {
@@ -125,8 +125,8 @@ smla_floats_to_bf16x2(float low, float high)
 
 /* ---- From e4m3 ----------------------------------------------------------------------------- */
 
-/* A NaN stays what it is, the value's before the scale's: which of them a product gives would be
- * the hardware's choice. */
+/* value * scale. A NaN stays what it is, and the value's NaN goes before the scale's, because the
+ * hardware would choose which NaN a product gives. */
 static __device__ __forceinline__ float
 smla_scale_value(float value, float scale)
 {
@@ -136,9 +136,9 @@ smla_scale_value(float value, float scale)
     return isnan(scale) ? smla_bits_float(smla_float_bits(scale) | 0x00400000u) : value * scale;
 }
 
-/* Four e4m3, no NaN, as fp16, times SMLA_E4M3_UNIT = 1 where an instruction does it. Elsewhere
- * exponent and mantissa keep their bits, and fp16 reads the exponent with a bias of 15 instead of
- * 7, subnormal or not: / 256. */
+/* smla_e4m3x4_to_halves gives four e4m3 (no NaN) as fp16, divided by SMLA_E4M3_UNIT. The unit is 1
+ * where an instruction converts. Elsewhere exponent and mantissa keep their bits, and fp16 reads
+ * the exponent with a bias of 15 instead of 7, which divides by 256, subnormal values included. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #define SMLA_E4M3_UNIT 1.0f
 #else
@@ -152,29 +152,29 @@ smla_e4m3x4_to_halves(uint32_t bytes, uint32_t halves[2])
     halves[0] = smla_cvt_halves((uint16_t)bytes);
     halves[1] = smla_cvt_halves((uint16_t)(bytes >> 16));
 #else
-    const uint32_t low = __byte_perm(bytes, 0, 0x1404); /* bytes 0, 1 on top of their halves */
+    const uint32_t low = __byte_perm(bytes, 0, 0x1404); /* bytes 0, 1 as upper bytes of halves */
     const uint32_t high = __byte_perm(bytes, 0, 0x3424);
     halves[0] = (low & 0x80008000u) | (low >> 1 & 0x3F803F80u);
     halves[1] = (high & 0x80008000u) | (high >> 1 & 0x3F803F80u);
 #endif
 }
 
-/* The top bit of a byte is set where it is NaN; the other bits are any. */
+/* The top bit of each result byte is set if the byte is NaN; the other bits mean nothing. */
 static __device__ __forceinline__ uint32_t
 smla_mark_nan_e4m3x4(uint32_t bytes)
 {
     return (bytes & 0x7F7F7F7Fu) + 0x01010101u;
 }
 
-/* Whether no product with it can be NaN. */
+/* Whether no product of a number with this scale can be NaN. */
 static __device__ __forceinline__ bool
 smla_is_plain_scale(float scale)
 {
     return fabsf(scale * SMLA_E4M3_UNIT) <= FLT_MAX;
 }
 
-/* Four e4m3, no NaN, times a plain scale. One rounding: scale times its unit and fp16 -> fp32 are
- * exact. */
+/* Four e4m3 (no NaN) times a plain scale. Each product is rounded once, because scale *
+ * SMLA_E4M3_UNIT and fp16 -> fp32 are exact. */
 static __device__ __forceinline__ void
 smla_scale_plain_e4m3x4(uint32_t bytes, float scale, float products[4])
 {
@@ -211,30 +211,30 @@ smla_scale_rare_e4m3x4_to_bf16(uint32_t bytes, float scale)
 /* A scale that many values are divided by. */
 typedef struct smla_scale {
     float scale;
-    float reciprocal; /* correctly rounded, of a moderate scale */
-    float rest;       /* what the true reciprocal has beyond that */
+    float reciprocal; /* correctly rounded if the scale is moderate */
+    float rest;       /* the true reciprocal minus `reciprocal` */
     bool is_moderate;
 } smla_scale;
 
 static __device__ __forceinline__ smla_scale
 smla_make_scale(float scale)
 {
-    /* One step of Newton's, what nvcc makes of 1 / x without the ends of the range. */
+    /* One Newton step, as in nvcc's code for 1 / x, but without the ends of the range. */
     const float first = smla_rcp(scale);
     const float reciprocal = fmaf(first, fmaf(-scale, first, 1.0f), first);
     return smla_scale{scale, reciprocal, fmaf(-scale, reciprocal, 1.0f) * reciprocal,
                       scale >= 0x1p-60f && scale <= 0x1p60f};
 }
 
-/* A quotient, closer to x / divisor; `reciprocal` is that of the divisor. */
+/* A better quotient x / divisor. `reciprocal` is that of the divisor. */
 static __device__ __forceinline__ float
 smla_correct_quotient(float quotient, float x, float divisor, float reciprocal)
 {
     return fmaf(fmaf(-divisor, quotient, x), reciprocal, quotient);
 }
 
-/* The scale of a tile of bf16 values; amax is the largest, or FLT_MAX. The quotient is that of a
- * division for every such amax that the lower bound leaves. */
+/* The scale of a tile of bf16 values. amax is the largest absolute value, or FLT_MAX. The quotient
+ * has the bits of a division for every such amax whose scale is not the lower bound. */
 static __device__ __forceinline__ float
 smla_scale_of_tile(float amax)
 {
@@ -244,11 +244,11 @@ smla_scale_of_tile(float amax)
     return fmaxf(quotient, FLT_MIN);
 }
 
-/* x / scale, rounded as a division rounds, for every quotient that is not 0 as e4m3, of a moderate
- * scale and |x| <= 448 scale. The first quotient is off by less than two units, the second is one
- * of the two neighbours of the true one; from there a correctly rounded reciprocal and an exact
- * remainder give the rounded quotient (Markstein, 1990). The remainder is exact because nothing
- * underflows: it is a multiple of 2^-23 scale times 2^-33. */
+/* x / scale, rounded as a division rounds, for a moderate scale, |x| <= 448 scale and every
+ * quotient that is not 0 as e4m3. The first quotient is off by less than two units in the last
+ * place. The second is one of the two neighbours of the true quotient; from there a correctly
+ * rounded reciprocal and an exact remainder give the rounded quotient (Markstein, 1990). The
+ * remainder is exact because nothing underflows: it is a multiple of 2^-23 scale times 2^-33. */
 static __device__ __forceinline__ float
 smla_divide_moderate(float x, const smla_scale &by)
 {
@@ -263,7 +263,7 @@ smla_divide_rare_x4(float4 x, float scale)
     return make_float4(x.x / scale, x.y / scale, x.z / scale, x.w / scale);
 }
 
-/* Four quotients as e4m3 without signs that can be relied on: those of 0 and NaN are lost. */
+/* Four quotients as e4m3. The signs of 0 and NaN are lost, so callers set all signs. */
 static __device__ __forceinline__ uint32_t
 smla_floats_to_e4m3x4(const float quotients[4])
 {
@@ -277,7 +277,7 @@ smla_floats_to_e4m3x4(const float quotients[4])
 #endif
 }
 
-/* The signs of four values on top of their bytes; the other bits are any. */
+/* The sign of each value as the top bit of its byte; the other bits mean nothing. */
 static __device__ __forceinline__ uint32_t
 smla_signs_of_floats(const float x[4])
 {
@@ -292,7 +292,7 @@ smla_signs_of_bf16(const uint32_t pairs[2])
     return __byte_perm(pairs[0], pairs[1], 0x7531);
 }
 
-/* smla_float_to_e4m3(x / scale) of four values with |x| <= 448 scale, NaN or infinite. */
+/* smla_float_to_e4m3(x / scale) of four values, where |x| <= 448 scale or x is NaN or infinite. */
 static __device__ __forceinline__ uint32_t
 smla_quantize_x4(const float x[4], uint32_t signs, const smla_scale &by)
 {
@@ -312,9 +312,9 @@ smla_quantize_x4(const float x[4], uint32_t signs, const smla_scale &by)
     return smla_floats_to_e4m3x4(quotients) | (signs & 0x80808080u);
 }
 
-/* The same of bf16 and a moderate scale of smla_scale_of_tile. Of 8 bits over 8 bits no quotient
- * but a tie is near a tie, and a product with 48 bits of the reciprocal falls on the same side of
- * one as the division: tried for every pair of mantissas. */
+/* smla_quantize_x4 for bf16 and a moderate scale of smla_scale_of_tile. A quotient of 8-bit
+ * mantissas is a tie or far from one. So a product with 48 bits of the reciprocal lies on the
+ * division's side of each tie, which was tried for every pair of mantissas. */
 static __device__ __forceinline__ uint32_t
 smla_quantize_moderate_bf16x4(const uint32_t pairs[2], const smla_scale &by)
 {
@@ -327,7 +327,7 @@ smla_quantize_moderate_bf16x4(const uint32_t pairs[2], const smla_scale &by)
     return smla_floats_to_e4m3x4(quotients) | (smla_signs_of_bf16(pairs) & 0x80808080u);
 }
 
-/* The same of any scale. */
+/* smla_quantize_x4 for bf16 and any scale. */
 static __device__ __noinline__ uint32_t
 smla_quantize_rare_bf16x4(uint32_t low, uint32_t high, float scale)
 {

@@ -1,29 +1,29 @@
-/* ptx.cuh: one PTX instruction per function, for what C++ has no words for, of sm_80. What came
- * with sm_90 stands in ptx_sm90.cuh.
+/* ptx.cuh: one PTX instruction per function, for what C++ cannot express. All are of sm_80; those
+ * of sm_90 are in ptx_sm90.cuh.
  *
  * Fragments, with g = lane / 4 and c = lane % 4:
  *   A of m16n8k16  a[0] row g,     columns 2c, 2c+1    a[1] row g + 8, the same columns
  *                  a[2] row g, columns 2c+8, 2c+9      a[3] row g + 8, the same columns
  *   B              b[0] rows 2c, 2c+1 of column g      b[1] rows 2c+8, 2c+9 of column g
  *   C, D           d[0], d[1] row g, columns 2c, 2c+1  d[2], d[3] row g + 8, the same columns
- * ldmatrix reads four 8 x 8 matrices of bf16: lane l gives the address of row l % 8 of matrix
- * l / 8, 16 bytes, and receives elements 2c, 2c+1 of row g of each; with .trans, elements g of rows
- * 2c, 2c+1.
+ * ldmatrix reads four 8 x 8 matrices of bf16. Lane l gives the address of row l % 8 (16 bytes) of
+ * matrix l / 8. It receives elements 2c, 2c+1 of row g of each matrix, or with .trans element g of
+ * rows 2c and 2c+1.
  */
 #ifndef SMLA_CUDA_PTX_CUH
 #define SMLA_CUDA_PTX_CUH
 
 #include <stdint.h>
 
-/* Where shared memory lies in its own window: the address that the instructions below take. */
+/* The address inside the window of shared memory, which the instructions below take. */
 static __device__ __forceinline__ uint32_t
 ptx_shared_address(const void *pointer)
 {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-/* No instruction: the same value, but the compiler does not know it. What is computed from it in a
- * loop is computed there again, instead of being kept in registers that the loop needs. */
+/* Returns x without an instruction, but the compiler does not know that it is x. So a loop computes
+ * anew what depends on it, instead of keeping the results in registers that the loop needs. */
 static __device__ __forceinline__ int
 ptx_forget(int x)
 {
@@ -31,7 +31,7 @@ ptx_forget(int x)
     return x;
 }
 
-/* The thread's number in its CTA, read anew: it keeps no register over a loop. */
+/* The thread index, read anew by each call, so that it occupies no register across a loop. */
 static __device__ __forceinline__ uint32_t
 ptx_thread(void)
 {
@@ -58,7 +58,7 @@ ptx_ldmatrix_x4_trans(uint32_t address, uint32_t r[4])
                  : "memory");
 }
 
-/* d += a * b: bf16 products, subnormals kept, fp32 sums. */
+/* d += a * b: bf16 products that keep subnormals, fp32 sums. */
 static __device__ __forceinline__ void
 ptx_mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2])
 {
@@ -68,7 +68,7 @@ ptx_mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-/* a * b + c of two bf16, one rounding, subnormals kept. */
+/* a * b + c of two pairs of bf16, rounded once; subnormals are kept. */
 static __device__ __forceinline__ uint32_t
 ptx_fma_bf16x2(uint32_t a, uint32_t b, uint32_t c)
 {
@@ -77,7 +77,7 @@ ptx_fma_bf16x2(uint32_t a, uint32_t b, uint32_t c)
     return d;
 }
 
-/* The larger of the absolute values, or NaN, of two bf16; the sign is anything's. */
+/* The larger absolute value in each half, or NaN. The sign bits mean nothing. */
 static __device__ __forceinline__ uint32_t
 ptx_max_abs_bf16x2(uint32_t a, uint32_t b)
 {
@@ -86,7 +86,7 @@ ptx_max_abs_bf16x2(uint32_t a, uint32_t b)
     return d;
 }
 
-/* 2^x to two units in the last place; results below 2^-126 are 0; 2^-inf = 0. */
+/* 2^x, off by at most two units in the last place. Results below 2^-126 are 0, and so is 2^-inf. */
 static __device__ __forceinline__ float
 ptx_exp2(float x)
 {
@@ -95,7 +95,7 @@ ptx_exp2(float x)
     return y;
 }
 
-/* x = x * a + b if `is_on` is not 0. No branch. */
+/* x = x * a + b if `is_on` is not 0, without a branch. */
 static __device__ __forceinline__ void
 ptx_fma_if(float *x, float a, float b, uint32_t is_on)
 {
@@ -108,14 +108,14 @@ ptx_fma_if(float *x, float a, float b, uint32_t is_on)
         : "f"(a), "f"(b), "r"(is_on));
 }
 
-/* x *= factor, in the order of other asm volatile: not before a wait for what writes x. */
+/* x *= factor. Being volatile, it stays behind an earlier wait for what writes x. */
 static __device__ __forceinline__ void
 ptx_scale(float *x, float factor)
 {
     asm volatile("mul.rn.f32 %0, %0, %1;" : "+f"(*x) : "f"(factor));
 }
 
-/* sum += a * b if b is not 0: then `a` may be anything, even NaN. No branch. */
+/* sum += a * b if b is not 0, without a branch. If b is 0, `a` may be anything, even NaN. */
 static __device__ __forceinline__ void
 ptx_fma_unless_zero(float *sum, float a, float b)
 {
@@ -128,8 +128,8 @@ ptx_fma_unless_zero(float *sum, float a, float b)
         : "f"(a), "f"(b));
 }
 
-/* Global memory that no one writes meanwhile, read once: kept out of L1. Zeros unless `is_on`, and
- * then the address is not looked at. */
+/* Loads global memory that nobody writes meanwhile and that is read once, so L1 does not keep it.
+ * Unless `is_on`, it gives zeros and does not use the address. */
 static __device__ __forceinline__ void
 ptx_load_16(const void *from, bool is_on, uint32_t words[4])
 {
@@ -160,7 +160,7 @@ ptx_load_8(const void *from, bool is_on, uint32_t words[2])
                  : "l"(from), "r"((int)is_on));
 }
 
-/* The same of what other CTAs of the grid have written: from L2. */
+/* ptx_load_16 for memory that other CTAs of the grid have written: it comes from L2. */
 static __device__ __forceinline__ void
 ptx_load_16_of_grid(const void *from, bool is_on, uint32_t words[4])
 {
@@ -178,7 +178,7 @@ ptx_load_16_of_grid(const void *from, bool is_on, uint32_t words[4])
                  : "memory");
 }
 
-/* `otherwise` in place of zero. */
+/* ptx_load_16 for 4 bytes, with `otherwise` in place of zero. */
 static __device__ __forceinline__ void
 ptx_load_4(const void *from, bool is_on, uint32_t otherwise, uint32_t *word)
 {
@@ -192,7 +192,7 @@ ptx_load_4(const void *from, bool is_on, uint32_t otherwise, uint32_t *word)
     *word = otherwise;
 }
 
-/* The same of what is read again soon: through L1. */
+/* ptx_load_4 for memory that is read again soon: it goes through L1. */
 static __device__ __forceinline__ void
 ptx_load_4_cached(const void *from, bool is_on, uint32_t otherwise, uint32_t *word)
 {
@@ -206,8 +206,8 @@ ptx_load_4_cached(const void *from, bool is_on, uint32_t otherwise, uint32_t *wo
     *word = otherwise;
 }
 
-/* 16 bytes from global to shared memory, past the registers. They are there for this thread after
- * its ptx_cp_async_wait_all, for others after a barrier that follows. */
+/* Copies 16 bytes from global to shared memory, past the registers. They are visible to this thread
+ * after its ptx_cp_async_wait_all, and to other threads after a later barrier. */
 static __device__ __forceinline__ void
 ptx_cp_async_16(uint32_t to_shared, const void *from)
 {
@@ -217,7 +217,7 @@ ptx_cp_async_16(uint32_t to_shared, const void *from)
                  : "memory");
 }
 
-/* Zeros unless `is_on`, and then the address is not looked at. L2 gets the whole line. */
+/* ptx_cp_async_16, but zeros unless `is_on`: `from` is not used then. L2 gets the whole line. */
 static __device__ __forceinline__ void
 ptx_cp_async_16_or_zero(uint32_t to_shared, const void *from, bool is_on)
 {
@@ -235,14 +235,14 @@ ptx_cp_async_wait_all(void)
 
 /* ---- Barriers ------------------------------------------------------------------------------ */
 
-/* Named barrier `id`, of `num_threads` of the CTA: what they wrote before is visible to all. */
+/* Named barrier `id` of `num_threads` threads. What they wrote before is then visible to all. */
 static __device__ __forceinline__ void
 ptx_barrier(int id, int num_threads)
 {
     asm volatile("barrier.sync.aligned %0, %1;" : : "r"(id), "r"(num_threads) : "memory");
 }
 
-/* As ptx_barrier; whether any thread's `is_set`. */
+/* ptx_barrier, which returns whether `is_set` holds in any thread. */
 static __device__ __forceinline__ bool
 ptx_barrier_or(int id, int num_threads, bool is_set)
 {
@@ -259,7 +259,7 @@ ptx_barrier_or(int id, int num_threads, bool is_set)
     return any != 0;
 }
 
-/* As ptx_barrier; how many threads' `is_set`. */
+/* ptx_barrier, which returns in how many threads `is_set` holds. */
 static __device__ __forceinline__ int
 ptx_barrier_count(int id, int num_threads, bool is_set)
 {

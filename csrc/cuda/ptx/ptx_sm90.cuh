@@ -1,13 +1,13 @@
-/* ptx_sm90.cuh: one PTX instruction per function, of sm_90; on an older GPU what orders grids and
- * what fetches ahead is nothing.
+/* ptx_sm90.cuh: one PTX instruction of sm_90 per function. On an older GPU the functions that order
+ * grids do nothing.
  */
 #ifndef SMLA_CUDA_PTX_SM90_CUH
 #define SMLA_CUDA_PTX_SM90_CUH
 
 #include "cuda/ptx/ptx.cuh"
 
-/* The grids in front of this one in the stream are done, and what they wrote is visible:
- * smla_launch may start it earlier. No instruction where no grid starts early. */
+/* Waits until the grids in front of this one in the stream are done and what they wrote is visible,
+ * because smla_launch may start a grid earlier. No instruction where no grid starts early. */
 static __device__ __forceinline__ void
 ptx_wait_for_grids(void)
 {
@@ -16,8 +16,8 @@ ptx_wait_for_grids(void)
 #endif
 }
 
-/* Once every CTA has said so, or is done, the next grid of the stream may start early. It says
- * nothing about memory: the next grid waits for the end of this one. */
+/* Once every CTA has called this, or is done, the next grid of the stream may start early. It makes
+ * no memory visible: the next grid waits for the end of this one. */
 static __device__ __forceinline__ void
 ptx_let_next_grid_start(void)
 {
@@ -26,7 +26,7 @@ ptx_let_next_grid_start(void)
 #endif
 }
 
-/* Asks for the line to be in L2. Nothing is read: others may still write it. */
+/* Brings the line into L2 if `is_on`. Nothing is read, so others may still write the line. */
 static __device__ __forceinline__ void
 ptx_prefetch_l2(const void *from, bool is_on)
 {
@@ -35,7 +35,7 @@ ptx_prefetch_l2(const void *from, bool is_on)
     }
 }
 
-/* Registers of a thread, for all warps of a warpgroup; the CTA's sum stays what it began with. */
+/* Sets the registers per thread for all warps of a warpgroup; the CTA's total stays the same. */
 template <int COUNT>
 static __device__ __forceinline__ void
 ptx_release_registers(void)
@@ -50,30 +50,30 @@ ptx_claim_registers(void)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(COUNT));
 }
 
-/* An mbarrier in shared memory: a phase is over when `arrivals` threads have arrived and all bytes
- * that were announced have come. */
+/* Initialises an mbarrier in shared memory. A phase is over when `arrivals` threads have arrived
+ * and all announced bytes have come. */
 static __device__ __forceinline__ void
 ptx_mbarrier_init(uint32_t barrier, int arrivals)
 {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" : : "r"(barrier), "r"(arrivals) : "memory");
 }
 
-/* Nobody uses the barrier any more: its place is memory like any other only after this, for an SM
- * keeps the state of barriers elsewhere and may write it back, as it does when contexts change. */
+/* Ends a barrier that nobody uses any more. Its memory may be used again only after this, because
+ * an SM keeps the state of barriers elsewhere and may write it back when contexts change. */
 static __device__ __forceinline__ void
 ptx_mbarrier_end(uint32_t barrier)
 {
     asm volatile("mbarrier.inval.shared.b64 [%0];" : : "r"(barrier) : "memory");
 }
 
-/* Makes initialised barriers known to bulk copies. */
+/* Makes initialised barriers visible to bulk copies. */
 static __device__ __forceinline__ void
 ptx_fence_mbarrier_init(void)
 {
     asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
 }
 
-/* Arrives if `is_on`: no branch. What the thread wrote before is visible to those that wait. */
+/* Arrives if `is_on`, without a branch. Waiting threads then see what the thread wrote before. */
 static __device__ __forceinline__ void
 ptx_mbarrier_arrive(uint32_t barrier, bool is_on)
 {
@@ -97,14 +97,14 @@ ptx_mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes)
                  : "memory");
 }
 
-/* Arrives when all cp.async of this thread so far have written: one of the barrier's arrivals. */
+/* Arrives, as one of the `arrivals`, when all earlier cp.async of this thread have written. */
 static __device__ __forceinline__ void
 ptx_mbarrier_arrive_after_copies(uint32_t barrier)
 {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" : : "r"(barrier) : "memory");
 }
 
-/* Waits until the phase of this parity is over; a fresh barrier counts as past phase 1. */
+/* Waits until the phase of this parity is over. On a fresh barrier parity 1 counts as over. */
 static __device__ __forceinline__ void
 ptx_mbarrier_wait(uint32_t barrier, uint32_t parity)
 {
@@ -121,7 +121,7 @@ ptx_mbarrier_wait(uint32_t barrier, uint32_t parity)
                  : "memory");
 }
 
-/* One thread of the warp, the same one every time. */
+/* True in one thread of the warp, the same one every time. */
 static __device__ __forceinline__ bool
 ptx_elect(void)
 {
@@ -135,7 +135,7 @@ ptx_elect(void)
     return is_elected != 0;
 }
 
-/* Copies global to shared memory, both aligned to 16 bytes, past registers and threads. */
+/* Copies from global to shared memory, both aligned to 16 bytes, past registers and threads. */
 static __device__ __forceinline__ void
 ptx_bulk_copy(uint32_t to_shared, const void *from, uint32_t bytes, uint32_t barrier)
 {
@@ -146,8 +146,8 @@ ptx_bulk_copy(uint32_t to_shared, const void *from, uint32_t bytes, uint32_t bar
                  : "memory");
 }
 
-/* The same to the same place in every CTA of `ctas`, a bit for each of the cluster; completes on
- * each one's barrier. */
+/* ptx_bulk_copy to the same place in every CTA of `ctas`, which has a bit per CTA of the cluster.
+ * The copy completes on the barrier of each of these CTAs. */
 static __device__ __forceinline__ void
 ptx_bulk_copy_to_all(uint32_t to_shared, const void *from, uint32_t bytes, uint32_t barrier,
                      uint16_t ctas)
@@ -159,7 +159,7 @@ ptx_bulk_copy_to_all(uint32_t to_shared, const void *from, uint32_t bytes, uint3
                  : "memory");
 }
 
-/* The CTA's number in its cluster. */
+/* The index of the CTA in its cluster. */
 static __device__ __forceinline__ uint32_t
 ptx_cluster_rank(void)
 {
@@ -168,9 +168,9 @@ ptx_cluster_rank(void)
     return rank;
 }
 
-/* A barrier of all threads of the cluster in two halves, for whole warps. Of what was written
- * before the first it orders nothing but initialised mbarriers, after ptx_fence_mbarrier_init: to
- * order all takes 250 cycles more. */
+/* The two halves of a barrier of all threads of the cluster, for whole warps. Of earlier writes it
+ * orders only initialised mbarriers, after ptx_fence_mbarrier_init: to order all writes takes 250
+ * cycles more. */
 static __device__ __forceinline__ void
 ptx_cluster_arrive(void)
 {
@@ -183,14 +183,14 @@ ptx_cluster_wait(void)
     asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
 }
 
-/* What this thread wrote to shared memory is visible to wgmma and to later bulk copies. */
+/* Makes what this thread wrote to shared memory visible to wgmma and to later bulk copies. */
 static __device__ __forceinline__ void
 ptx_fence_async_shared(void)
 {
     asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
 }
 
-/* Four 8 x 8 matrices of 16 bits, as ldmatrix reads them. */
+/* Stores four 8 x 8 matrices of 16-bit elements in the layout that ldmatrix reads. */
 static __device__ __forceinline__ void
 ptx_stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3)
 {
@@ -208,7 +208,7 @@ ptx_load_shared_16(uint32_t address, uint32_t words[4])
                  : "r"(address));
 }
 
-/* Zeros if not is_on. No branch. */
+/* Gives zeros unless `is_on`, without a branch. */
 static __device__ __forceinline__ void
 ptx_load_shared_16_if(uint32_t address, bool is_on, uint32_t words[4])
 {
@@ -238,8 +238,8 @@ ptx_load_shared_4(uint32_t address)
     return word;
 }
 
-/* Four e4m3 to f16, exactly: bytes 0, 1 and bytes 2, 3. smla_e4m3x4_to_halves cuts the word with
- * instructions of its own: 3 % more of the FP8 kernel's. */
+/* Converts four e4m3 to f16 exactly: bytes 0, 1 to `low`, bytes 2, 3 to `high`.
+ * smla_e4m3x4_to_halves cuts the word by extra instructions: 3 % more in the FP8 kernel. */
 static __device__ __forceinline__ void
 ptx_cvt_f16x4_e4m3x4(uint32_t bytes, uint32_t *low, uint32_t *high)
 {
@@ -269,7 +269,7 @@ ptx_mul_f16x2(uint32_t a, uint32_t b)
     return product;
 }
 
-/* Whether the size of one of two f16 is above its limit; NaN is not. */
+/* Whether the absolute value of either f16 is above its limit; that of a NaN is not. */
 static __device__ __forceinline__ bool
 ptx_exceeds_f16x2(uint32_t pair, uint32_t limits)
 {
@@ -295,14 +295,14 @@ ptx_mul_bf16x2(uint32_t a, uint32_t b)
     return product;
 }
 
-/* No instruction: `word` is there from here on, and nothing that depends on it moves above. */
+/* No instruction. `word` is computed by here, and nothing that depends on it moves further up. */
 static __device__ __forceinline__ void
 ptx_pin(uint32_t *word)
 {
     asm volatile("" : "+r"(*word));
 }
 
-/* No branch. */
+/* Stores if `is_on`, without a branch. */
 static __device__ __forceinline__ void
 ptx_store_shared_1_if(uint32_t address, uint32_t byte, bool is_on)
 {

@@ -1,11 +1,11 @@
 /* wgmma.cuh: the warpgroup MMA of Hopper: D[64][N] += A[64][16] * B[16][N].
  *
  * Warp w of the warpgroup has rows 16w to 16w + 15 of A and D. With g = lane / 4, c = lane % 4:
- *   A   a[0] row g, columns 2c, 2c+1      a[1] row g + 8, the same
- *       a[2] row g, columns 2c+8, 2c+9    a[3] row g + 8, the same
- *   D   d[4j], d[4j+1] row g, columns 8j+2c, 8j+2c+1; d[4j+2], d[4j+3] row g + 8, the same
- * B is in shared memory, named by a descriptor. Registers of a product under way must not be
- * touched: fence, multiply, commit, wait.
+ *   A   a[0] row g, columns 2c, 2c+1      a[1] row g + 8, same columns
+ *       a[2] row g, columns 2c+8, 2c+9    a[3] row g + 8, same columns
+ *   D   d[4j], d[4j+1] row g, columns 8j+2c, 8j+2c+1; d[4j+2], d[4j+3] row g + 8, same columns
+ * B is in shared memory, and a descriptor names its place. The registers of a product under way
+ * must not be touched. The order of calls is fence, multiply, commit, wait.
  */
 #ifndef SMLA_CUDA_WGMMA_CUH
 #define SMLA_CUDA_WGMMA_CUH
@@ -18,10 +18,10 @@ enum { /* swizzle of B in shared memory: the span in which 16-byte chunks are pe
        WGMMA_SWIZZLE_32 = 3,
 };
 
-/* stride_bytes: between groups of eight rows. The address is a multiple of 16; adding n to a
- * descriptor moves it by 16 n bytes. Every lane must ask for the same: the lower half comes from a
- * reduction, so that it is known to be the warp's and stays in uniform registers, where products
- * want it. */
+/* Groups of eight rows are `stride_bytes` apart. The address is a multiple of 16; adding n to a
+ * descriptor moves it by 16 n bytes. Every lane must pass the same arguments. The lower half comes
+ * from a reduction, so that the compiler knows it to be uniform in the warp and keeps it in uniform
+ * registers, where products want it. */
 static __device__ __forceinline__ uint64_t
 wgmma_descriptor(uint32_t address, int stride_bytes, int swizzle)
 {
@@ -30,7 +30,7 @@ wgmma_descriptor(uint32_t address, int stride_bytes, int swizzle)
     return (uint64_t)high << 32 | __reduce_max_sync(0xFFFFFFFFu, low);
 }
 
-/* Registers written before are seen by products after. */
+/* Products after this fence see the registers that were written before it. */
 static __device__ __forceinline__ void
 wgmma_fence(void)
 {
@@ -81,7 +81,7 @@ wgmma_wait(void)
 
 /* ---- Products ------------------------------------------------------------------------------- */
 
-/* B_ROWS_FIRST: B is stored with its N columns contiguous. is_sum: else D is overwritten. */
+/* B_ROWS_FIRST: the N columns of B are contiguous. Unless `is_sum`, D is overwritten. */
 template <bool B_ROWS_FIRST>
 static __device__ __forceinline__ void
 wgmma_f16(float (&d)[8], const uint32_t a[4], uint64_t b, bool is_sum)
@@ -171,8 +171,8 @@ wgmma_bf16(float (&d)[32], const uint32_t a[4], uint64_t b, bool is_sum)
 
 /* ---- Rows of 64 bf16 as they lie in tiles of [rows][128 bytes], swizzled by 128 bytes -------- */
 
-/* The descriptor of B with its N columns contiguous, 64 a tile: `tile_bytes` between tiles, 1024
- * between groups of eight rows. */
+/* The descriptor of B with contiguous N columns, 64 per tile. Tiles are `tile_bytes` apart, groups
+ * of eight rows 1024 bytes. */
 static __device__ __forceinline__ uint64_t
 wgmma_descriptor_of_tiles(uint32_t address, int tile_bytes)
 {
@@ -181,7 +181,7 @@ wgmma_descriptor_of_tiles(uint32_t address, int tile_bytes)
     return (uint64_t)high << 32 | __reduce_max_sync(0xFFFFFFFFu, low);
 }
 
-/* A and B both in shared memory, rows of 16 contiguous bf16. */
+/* A and B are both in shared memory, in rows of 16 contiguous bf16. */
 static __device__ __forceinline__ void
 wgmma_bf16_tiles(float (&d)[32], uint64_t a, uint64_t b, bool is_sum)
 {
@@ -196,7 +196,7 @@ wgmma_bf16_tiles(float (&d)[32], uint64_t a, uint64_t b, bool is_sum)
                  : "l"(a), "l"(b), "r"((int)is_sum));
 }
 
-/* D += A * B, B with its N columns contiguous; A in registers, or in shared memory. */
+/* D += A * B with contiguous N columns of B. A is in registers, or in shared memory. */
 static __device__ __forceinline__ void
 wgmma_bf16_rows_first(float (&d)[128], const uint32_t a[4], uint64_t b)
 {

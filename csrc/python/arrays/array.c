@@ -1,9 +1,9 @@
-/* array.c: one array of a call, whoever made it: acquire, check, release.
+/* array.c: acquires one array of a call, whichever framework made it.
  *
- * The order is from the cheapest to the most general: types whose exchange API is known, NumPy, our
- * Tensor, CuPy, DLPack's exchange API, __dlpack__, the buffer protocol. numpy.c, cupy.c,
- * exchange_api.c and dlpack.c read their own; stream.c puts the arrays of a call in order; result.c
- * makes new ones.
+ * The readers are tried from the cheapest to the most general: types whose exchange API is known,
+ * NumPy, our Tensor, CuPy, DLPack's exchange API, __dlpack__, the buffer protocol. numpy.c, cupy.c,
+ * exchange_api.c and dlpack.c are readers, view.c is common to all readers. stream.c puts the
+ * arrays of a call in order, result.c makes new ones.
  */
 #include "python/arrays/exchange.h"
 
@@ -118,7 +118,7 @@ read_buffer(const char *op, const char *name, PyObject *object, smla_py_array *a
 
 /* ---- Acquire and release ------------------------------------------------------------------- */
 
-/* Of types that need no look for an attribute. */
+/* Reads arrays whose type is recognised without looking up an attribute. */
 static int
 read_by_type(const smla_py_state *state, const char *op, const char *name, PyObject *object,
              smla_py_array *array)

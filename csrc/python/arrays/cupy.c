@@ -1,14 +1,14 @@
 /* cupy.c: CuPy's arrays, its current stream and its allocator.
  *
- * CuPy has no exchange API, and its __dlpack__ asks the driver about the pointer each time. Five of
- * an array's attributes say the same in a fifth of the time. CuPy is never imported: what is needed
- * of it is looked up when its first array comes, and kept.
+ * CuPy has no exchange API, and its __dlpack__ asks the driver about the pointer each time. Reading
+ * five attributes of an array gives the same facts in a fifth of the time. CuPy is never imported:
+ * what we use of it is looked up when the first CuPy array comes, and kept.
  */
 #include <stdlib.h>
 
 #include "python/arrays/exchange.h"
 
-/* Never changes once it is published. */
+/* What we use of CuPy. It never changes once smla_py_shared points to it. */
 typedef struct smla_py_cupy {
     PyObject *type;               /* cupy.ndarray */
     PyObject *empty;              /* cupy.empty */
@@ -34,7 +34,7 @@ smla_py_forget_cupy(smla_py_shared *shared)
     free_cupy(atomic_exchange(&shared->cupy, NULL));
 }
 
-/* NULL, with an exception or without, if any of it is not there. */
+/* NULL, with or without an exception set, if any of the objects is missing. */
 static smla_py_cupy *
 look_up_cupy(PyObject *module)
 {
@@ -54,7 +54,7 @@ look_up_cupy(PyObject *module)
         };
         for (size_t i = 0; is_whole && i < sizeof names / sizeof names[0]; i++) {
             *names[i].slot = PyObject_GetAttrString(names[i].owner, names[i].name);
-            is_whole = *names[i].slot != NULL; /* a further look-up could clear the exception */
+            is_whole = *names[i].slot != NULL; /* stop: a next look-up may clear the exception */
         }
     }
     Py_XDECREF(cuda);
@@ -84,7 +84,7 @@ smla_py_meet_cupy(const smla_py_state *state, PyObject *object)
     Py_XDECREF(name);
     smla_py_cupy *cupy = module == NULL ? NULL : look_up_cupy(module);
     Py_XDECREF(module);
-    PyErr_Clear(); /* whatever this is, __dlpack__ may still speak for it */
+    PyErr_Clear(); /* __dlpack__ may still be able to read the object */
     if (cupy == NULL) {
         return SMLA_PY_NOT_THIS;
     }
@@ -190,7 +190,7 @@ call_empty(const smla_py_state *state, const smla_py_cupy *cupy, const smla_py_a
     return made;
 }
 
-/* The same with another device current, as `with cupy.cuda.Device(id):` has it. */
+/* Calls cupy.empty with another current device, as inside `with cupy.cuda.Device(device_id):`. */
 static PyObject *
 call_empty_on(const smla_py_state *state, const smla_py_cupy *cupy, const smla_py_array *array,
               int32_t device_id)
@@ -209,7 +209,7 @@ call_empty_on(const smla_py_state *state, const smla_py_cupy *cupy, const smla_p
             Py_CLEAR(made);
         }
         Py_XDECREF(left);
-        if (type != NULL) { /* what went wrong first */
+        if (type != NULL) { /* the first error counts */
             PyErr_Restore(type, value, traceback);
         }
     }
@@ -218,14 +218,14 @@ call_empty_on(const smla_py_state *state, const smla_py_cupy *cupy, const smla_p
     return made;
 }
 
-/* CuPy allocates on its current device, which is nearly always that of the arrays: looking at what
- * came costs less than asking before. */
+/* CuPy allocates on its current device, which is nearly always the device of the call's arrays.
+ * Checking the new array's device costs less than asking for the current device first. */
 int
 smla_py_new_cupy(const smla_py_state *state, const char *op, smla_py_array *array)
 {
     const smla_py_cupy *cupy = atomic_load_explicit(&state->shared->cupy, memory_order_acquire);
     const int32_t device_id = array->view.device.device_id;
-    if (array->view.dtype.code == kDLFloat8_e4m3fn) { /* CuPy has none: its bytes */
+    if (array->view.dtype.code == kDLFloat8_e4m3fn) { /* CuPy lacks e4m3: use uint8 */
         array->view.dtype = (DLDataType){kDLUInt, 8, 1};
     }
     array->object = call_empty(state, cupy, array);

@@ -1,11 +1,11 @@
-/* dlpack.c: arrays in through __dlpack__, with either capsule.
+/* dlpack.c: reads arrays through __dlpack__, with either kind of capsule.
  *
- * A producer that tells its current stream is asked for memory without any order, which stream.c
- * makes. One that does not gets the stream of the call as an explicit integer (None means the
- * legacy stream to some and no order to others), so its export waits until that stream is known.
+ * A producer that tells its current stream exports without ordering; stream.c orders its stream.
+ * Any other producer gets the call's stream as an explicit integer: None means the legacy stream to
+ * some producers and no order to others. Its export is deferred until the call's stream is known.
  *
- * A capsule is renamed as soon as its name is known, so from there on its deleter is ours to call,
- * once, whatever happens next: smla_py_release_array does it.
+ * A capsule is renamed as soon as its name is known. From then on we must call its deleter once,
+ * whatever happens next; smla_py_release_array does so.
  */
 #include "python/arrays/exchange.h"
 
@@ -17,7 +17,7 @@ static const smla_py_importer importers[] = {
      .module = "jax.dlpack",
      .function = "from_dlpack",
      .is_immutable = true},
-    {.package = "torch", /* from before the exchange API */
+    {.package = "torch", /* versions without the exchange API */
      .package_alt = "torch",
      .module = "torch.utils.dlpack",
      .function = "from_dlpack",
@@ -38,8 +38,8 @@ find_importer(const smla_py_state *state, PyObject *object)
     return NULL;
 }
 
-/* 1 for a tracer: it stands for an array that does not exist yet. Concrete arrays are of a compiled
- * type, which its module tells faster than Tracer, an abstract base class, would. */
+/* 1 for a jax tracer, which stands for an array that does not exist yet. Concrete arrays have a
+ * jaxlib type, and looking for that is faster than isinstance of Tracer, an abstract base class. */
 static int
 is_tracer(const smla_py_state *state, PyObject *object)
 {
@@ -61,7 +61,7 @@ is_tracer(const smla_py_state *state, PyObject *object)
     return result;
 }
 
-/* jax: refuse what has no memory or must not be written, and wait for what is still computed. */
+/* For jax: refuses tracers and arrays to be written, then waits until `object` is computed. */
 static int
 prepare_immutable(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
                   PyObject *object)
@@ -98,7 +98,7 @@ prepare_immutable(const smla_py_state *state, const char *op, const char *name, 
 
 /* ---- Capsules ------------------------------------------------------------------------------ */
 
-/* From here on the deleter is ours. */
+/* Takes a capsule over: from here on we call its deleter. */
 static int
 consume(const char *op, const char *name, PyObject *capsule, smla_py_array *array)
 {
@@ -148,14 +148,14 @@ export_capsule(const smla_py_state *state, PyObject *method)
 {
     PyObject *capsule = PyObject_Call(method, state->empty_tuple, state->dlpack_kwargs);
     if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
-        PyErr_Clear(); /* a producer from before max_version */
+        PyErr_Clear(); /* an older producer, which does not know max_version */
         capsule = PyObject_CallNoArgs(method);
     }
     return capsule;
 }
 
-/* What jax's __dlpack__ comes to for an array on one device, after microseconds of Python. NULL
- * where jaxlib has it no more, or where it fails: __dlpack__ has the words then. */
+/* Calls what jax's __dlpack__ calls for an array on one device, without its microseconds of Python.
+ * NULL if jaxlib no longer has it or it fails; __dlpack__ then words the error. */
 static PyObject *
 export_from_jaxlib(const smla_py_state *state, PyObject *object)
 {
@@ -183,8 +183,8 @@ export_immutable(const smla_py_state *state, PyObject *object, PyObject *method)
     return capsule != NULL || PyErr_Occurred() != NULL ? capsule : export_capsule(state, method);
 }
 
-/* In DLPack's numbers: -1 = no order, 1 = the legacy default stream, 2 = the thread's, else a
- * handle. */
+/* `number` is DLPack's: -1 = no order, 1 = the legacy default stream, 2 = the default stream of the
+ * thread, else a handle. */
 static PyObject *
 export_for_stream(const smla_py_state *state, PyObject *method, PyObject *number)
 {
@@ -192,7 +192,7 @@ export_for_stream(const smla_py_state *state, PyObject *method, PyObject *number
         Py_BuildValue("{s:O,s:O}", "stream", number, "max_version", state->max_version);
     PyObject *capsule = kwargs == NULL ? NULL : PyObject_Call(method, state->empty_tuple, kwargs);
     if (capsule == NULL && kwargs != NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
-        PyErr_Clear(); /* a producer from before max_version, but never one without order */
+        PyErr_Clear(); /* an older producer: drop max_version, but never the stream */
         if (PyDict_DelItemString(kwargs, "max_version") == 0) {
             capsule = PyObject_Call(method, state->empty_tuple, kwargs);
         }
@@ -201,7 +201,7 @@ export_for_stream(const smla_py_state *state, PyObject *method, PyObject *number
     return capsule;
 }
 
-/* The producer's words, as a BufferError about the argument. */
+/* Raises the producer's error text as a BufferError about the argument. */
 static void
 raise_export_error(const char *op, const char *name)
 {
@@ -218,7 +218,7 @@ raise_export_error(const char *op, const char *name)
     Py_XDECREF(text);
 }
 
-/* Takes over what a __dlpack__ gave: NULL with its exception, or something. */
+/* Takes over what __dlpack__ returned: a capsule, or NULL with an exception set. */
 static int
 finish_export(const char *op, const char *name, PyObject *capsule, smla_py_array *array)
 {
@@ -247,8 +247,8 @@ smla_py_export_deferred(const smla_py_state *state, const char *op, smla_stream 
     return finish_export(op, array->name, capsule, array);
 }
 
-/* 1 and the device for an array in CUDA memory, 0 for all others, -1 with an exception. What the
- * answer lacks, __dlpack__ will say better. */
+/* 1 and the device for an array in CUDA memory, 0 for all others, -1 with an exception. A malformed
+ * __dlpack_device__ counts as 0, because __dlpack__ words the error better. */
 static int
 is_on_cuda(const smla_py_state *state, PyObject *object, DLDevice *device)
 {
@@ -268,7 +268,7 @@ is_on_cuda(const smla_py_state *state, PyObject *object, DLDevice *device)
     return is_read && type == kDLCUDA;
 }
 
-/* Exports an array of a framework whose memory may change under us, at once or later. */
+/* Exports an array of a framework whose arrays are mutable, at once or deferred. */
 static int
 export_mutable(const smla_py_state *state, const char *op, const char *name, PyObject *object,
                PyObject *method, smla_py_array *array)

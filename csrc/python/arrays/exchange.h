@@ -1,4 +1,4 @@
-/* exchange.h: how the files of array.c share the work: one reader per kind of producer. */
+/* exchange.h: what array.c and its readers share. There is one reader per kind of producer. */
 #ifndef SMLA_PYTHON_EXCHANGE_H
 #define SMLA_PYTHON_EXCHANGE_H
 
@@ -9,24 +9,24 @@
 
 enum { SMLA_PY_EXCHANGES = 4 };
 
-/* What changes after the import, one for each module. */
+/* The state that changes after the import, one struct per module object. */
 struct smla_py_shared {
-    pthread_mutex_t lock; /* nobody runs Python code, or waits for anything, while holding it */
-    struct smla_py_batch *first;         /* pending.c */
-    struct smla_py_batch **end;          /* where the next one goes */
-    atomic_int num_batches;              /* read without the lock */
-    _Atomic(struct smla_py_cupy *) cupy; /* NULL until the first array of cupy comes */
+    pthread_mutex_t lock;        /* the holder neither runs Python code nor waits for anything */
+    struct smla_py_batch *first; /* oldest batch, see pending.c */
+    struct smla_py_batch **end;  /* where the next batch is linked */
+    atomic_int num_batches;      /* read without the lock */
+    _Atomic(struct smla_py_cupy *) cupy; /* NULL until the first CuPy array comes */
     _Atomic(struct smla_py_exchange *) exchanges[SMLA_PY_EXCHANGES]; /* exchange_api.c */
 };
 
-enum { SMLA_PY_NOT_THIS = 1 }; /* a reader's third answer: the object does not speak its protocol */
+enum { SMLA_PY_NOT_THIS = 1 }; /* a reader's third result: it cannot read this type */
 
-/* view.c. Fills view, shape and strides; strides come in bytes, NULL = compact. -1 with an
- * exception for a rank or a stride that cannot be expressed. */
+/* view.c: fills view, shape and strides. `strides_bytes` NULL = compact. -1 with an exception for a
+ * rank above SMLA_PY_MAX_RANK or a stride that is no multiple of the element size. */
 int smla_py_set_view(const char *op, const char *name, void *data, DLDataType dtype, int ndim,
                      const int64_t *shape, const int64_t *strides_bytes, smla_py_array *array);
 
-/* Copies a producer's DLTensor into the struct's own storage. */
+/* Copies a producer's DLTensor into the storage of `array`. */
 int smla_py_copy_view(const char *op, const char *name, const DLTensor *source,
                       smla_py_array *array);
 
@@ -39,17 +39,17 @@ int smla_py_read_ndarray(const smla_py_state *state, const char *op, const char 
 int smla_py_new_ndarray(const smla_py_state *state, DLDataType dtype, int ndim,
                         const int64_t *shape, smla_py_array *array);
 
-/* What a dtype object of NumPy's stands for; 0, or -1 with an exception. */
+/* Translates a NumPy dtype object; 0, or -1 with an exception. */
 int smla_py_read_descr(const smla_py_state *state, const char *op, const char *name,
                        PyObject *descr, DLDataType *dtype);
 
-/* New dtype object. */
+/* New NumPy dtype object. */
 PyObject *smla_py_new_descr(const smla_py_state *state, DLDataType dtype);
 
 /* cupy.c */
 bool smla_py_is_cupy(const smla_py_state *state, PyObject *object);
 
-/* The same question where the answer may have to be found out first: 0 = a cupy array. */
+/* Looks CuPy up if `object` comes from it. 0 = a CuPy array, else SMLA_PY_NOT_THIS. */
 int smla_py_meet_cupy(const smla_py_state *state, PyObject *object);
 int smla_py_read_cupy(const smla_py_state *state, const char *op, const char *name,
                       PyObject *object, smla_py_array *array);
@@ -59,7 +59,7 @@ void smla_py_forget_cupy(smla_py_shared *shared);
 void smla_py_forget_exchanges(smla_py_shared *shared);
 
 /* exchange_api.c */
-bool smla_py_is_exchanged(const smla_py_state *state, PyObject *object); /* and met before */
+bool smla_py_is_exchanged(const smla_py_state *state, PyObject *object); /* by a type met before */
 int smla_py_read_exchange_api(const smla_py_state *state, const char *op, const char *name,
                               smla_py_role role, PyObject *object, smla_py_array *array);
 
@@ -67,18 +67,18 @@ int smla_py_read_exchange_api(const smla_py_state *state, const char *op, const 
 int smla_py_read_dlpack(const smla_py_state *state, const char *op, const char *name,
                         smla_py_role role, PyObject *object, smla_py_array *array);
 
-/* Finishes a deferred array: its producer makes `stream` wait for what it has still to do. */
+/* Reads a deferred array. Its producer makes `stream` wait for the work it has still to do. */
 int smla_py_export_deferred(const smla_py_state *state, const char *op, smla_stream stream,
                             smla_py_array *array);
 
 /* view.c: whether the module of the object's type is in this package. */
 bool smla_py_is_type_in_package(const smla_py_state *state, PyObject *object, const char *package);
 
-/* view.c: BufferError for an output that must not be written. */
+/* view.c: 0, or -1 with a BufferError for a read-only array that the call writes. */
 int smla_py_check_writable(const char *op, const smla_py_array *array);
 
-/* handle.c: the integer that a stream's owner gives out: 0, -1 with an exception, or
- * SMLA_PY_NOT_THIS for something else. */
+/* handle.c: reads a stream handle from an int. 0, -1 with an exception, or SMLA_PY_NOT_THIS for an
+ * object that is no int. */
 int smla_py_read_handle(PyObject *object, void **handle);
 
 #endif /* SMLA_PYTHON_EXCHANGE_H */

@@ -1,5 +1,5 @@
-/* exchange_api.c: arrays in through DLPack's exchange API, a table of C functions that a producer's
- * type has: no Python code is run for them.
+/* exchange_api.c: reads arrays through DLPack's exchange API, a table of C functions that the type
+ * of a producer's arrays carries. Exports through it run no Python code.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -8,14 +8,14 @@
 
 /* ---- The exchange API ---------------------------------------------------------------------- */
 
-/* A type and its table, NULL for JAX's arrays, whose type will have none: the first ones that come
- * are remembered, from the front. */
+/* A type and its exchange API, which is NULL for JAX's array type: that one has none. The first
+ * types that come are remembered in smla_py_shared.exchanges, which is filled from the front. */
 typedef struct smla_py_exchange {
     PyTypeObject *type;
     const DLPackExchangeAPI *api;
-    bool is_always_writable; /* what PyTorch's tensors are */
-    PyObject *requires_grad; /* the type's, where that answers for every object; else NULL */
-    descrgetfunc ask;        /* it */
+    bool is_always_writable; /* true of PyTorch's tensors */
+    PyObject *requires_grad; /* the type's descriptor if it decides for all objects, else NULL */
+    descrgetfunc ask;        /* __get__ of that descriptor */
 } smla_py_exchange;
 
 void
@@ -51,9 +51,9 @@ smla_py_is_exchanged(const smla_py_state *state, PyObject *object)
     return known != NULL && known->api != NULL;
 }
 
-/* A descriptor with a setter comes before what an object has of that name itself, so it can be
- * asked without a look-up, in a third of the time; unless the type looks attributes up in its own
- * way. */
+/* A descriptor with a setter takes precedence over an attribute of the object itself. Calling its
+ * __get__ therefore replaces the look-up and takes a third of the time. A type with its own
+ * tp_getattro is excepted. */
 static void
 find_requires_grad(const smla_py_state *state, smla_py_exchange *met)
 {
@@ -79,7 +79,7 @@ ask_requires_grad(const smla_py_state *state, PyObject *object)
                : PyObject_GetAttr(object, state->str_requires_grad);
 }
 
-/* Without memory or room it will be looked up again. */
+/* Remembers a type. Without memory or a free place, the type is looked up again the next time. */
 static void
 remember_exchange(const smla_py_state *state, PyObject *object, const DLPackExchangeAPI *api)
 {
@@ -104,8 +104,8 @@ remember_exchange(const smla_py_state *state, PyObject *object, const DLPackExch
     free(met);
 }
 
-/* The table of the object's type, of a major version that we know; NULL without an exception where
- * there is none, NULL with one when the look-up failed. */
+/* The exchange API of the object's type, in the major version that we know. NULL without an
+ * exception if there is none, NULL with an exception if the look-up failed. */
 static const DLPackExchangeAPI *
 find_exchange_api(const smla_py_state *state, PyObject *object)
 {
@@ -137,7 +137,7 @@ find_exchange_api(const smla_py_state *state, PyObject *object)
     return (const DLPackExchangeAPI *)header;
 }
 
-/* Imaginary parts, the carriers of the negative bit, lie two apart in every dimension. */
+/* Only imaginary parts carry PyTorch's negative bit, and all of their strides are even. */
 static bool
 may_be_imaginary(const DLTensor *view)
 {
@@ -148,8 +148,8 @@ may_be_imaginary(const DLTensor *view)
     return may_be;
 }
 
-/* The exchange API passes tensors that __dlpack__ refuses; refuse them in the same way. Integers
- * have neither gradients nor a sign to be kept elsewhere. */
+/* Refuses tensors that __dlpack__ refuses but the exchange API passes. Integers have neither
+ * gradients nor a negative bit. */
 static int
 check_plain(const smla_py_state *state, const char *op, const char *name, PyObject *object,
             const DLTensor *view)
@@ -174,7 +174,7 @@ check_plain(const smla_py_state *state, const char *op, const char *name, PyObje
                      op, name);
         return -1;
     }
-    if (!may_be_imaginary(view)) { /* the question costs as much as the tensor's export */
+    if (!may_be_imaginary(view)) { /* is_neg() costs as much as the tensor's export */
         return 0;
     }
     flag = PyObject_CallMethodObjArgs(object, state->str_is_neg, NULL);
@@ -189,7 +189,7 @@ check_plain(const smla_py_state *state, const char *op, const char *name, PyObje
     return flag == NULL || is_neg ? -1 : 0;
 }
 
-/* Whether a loan for this call is enough. */
+/* Whether it is enough to borrow the tensor for this call, without a share of its memory. */
 static bool
 may_lend(const smla_py_state *state, smla_py_role role, PyObject *object)
 {
@@ -204,8 +204,8 @@ may_lend(const smla_py_state *state, smla_py_role role, PyObject *object)
                          : smla_py_is_type_in_package(state, object, "torch");
 }
 
-/* Lends the tensor for this call. Takes a share of its memory when it is kept for longer, or when
- * it is written and may be read-only, which a loan does not tell. */
+/* Borrows the tensor for this call. Takes a share of its memory instead if the tensor is kept for
+ * longer, or is written and may be read-only, because a borrowed DLTensor has no such flag. */
 static int
 borrow(const smla_py_state *state, const DLPackExchangeAPI *api, smla_py_role role,
        PyObject *object, DLTensor *view, smla_py_array *array)
@@ -234,7 +234,7 @@ smla_py_read_exchange_api(const smla_py_state *state, const char *op, const char
     }
     DLTensor view;
     if (borrow(state, api, role, object, &view, array) != 0) {
-        PyErr_Clear(); /* __dlpack__ has the better words */
+        PyErr_Clear(); /* __dlpack__ words the error better */
         return SMLA_PY_NOT_THIS;
     }
     array->framework = SMLA_PY_EXCHANGE;

@@ -1,8 +1,7 @@
-/* handle.c: a stream as the caller gives it, in whichever form: its handle and its backend.
- */
+/* handle.c: reads a stream in any of the forms that callers give, and finds its backend. */
 #include "python/arrays/exchange.h"
 
-/* An int, but no bool; OverflowError for one that no pointer holds. */
+/* Accepts an int but no bool. OverflowError for an int that does not fit a pointer. */
 int
 smla_py_read_handle(PyObject *object, void **handle)
 {

@@ -1,7 +1,7 @@
 /* numpy.c: every use of NumPy's C-API: ndarrays in, new ndarrays, and views of our memory.
  *
- * NumPy arrays are read here rather than through DLPack because DLPack has no way to carry
- * ml_dtypes' bfloat16 and float8_e4m3fn out of NumPy, and because it is twenty times as fast.
+ * NumPy arrays are not read through DLPack, because NumPy cannot export ml_dtypes' bfloat16 and
+ * float8_e4m3fn through it, and because reading them here is twenty times as fast.
  */
 #include "python/arrays/exchange.h"
 
@@ -46,7 +46,7 @@ smla_py_init_numpy(smla_py_state *state)
     return status;
 }
 
-/* What a NumPy dtype is in DLPack's words; false for types that DLPack has no words for. */
+/* Translates a NumPy dtype to DLPack's; false for a type that DLPack cannot express. */
 static bool
 read_dtype(const smla_py_state *state, const PyArray_Descr *descr, DLDataType *dtype)
 {
@@ -75,7 +75,7 @@ read_dtype(const smla_py_state *state, const PyArray_Descr *descr, DLDataType *d
     return false;
 }
 
-/* NumPy's number of a dtype, or -1. */
+/* NumPy's type number of a dtype, or -1. */
 static int
 find_numpy_type(const smla_py_state *state, DLDataType dtype)
 {

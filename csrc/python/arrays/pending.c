@@ -1,12 +1,12 @@
-/* pending.c: events behind the work of calls, and what must stay alive until they have passed.
+/* pending.c: events behind the work of calls, and arrays kept alive until their event has passed.
  *
- * A call returns while the device still works. Most producers free memory in the order of the very
- * stream that the call went to, so nothing can be reused too early. Arrays of the others are kept
- * in a list with an event, and given back by a later call that finds the event passed, or at the
- * end.
+ * A call returns while the device still works. Most producers free memory in the order of the
+ * call's stream, so that nothing is reused too early. Arrays of the other producers are kept in a
+ * list, together with an event. A later call that finds the event passed releases them. Clearing
+ * the module waits for the events that are left and releases their arrays.
  *
- * An event in Python's hands is a capsule: it is shared by the Tensors that a call wrote and by
- * what it keeps, and the last of them destroys it.
+ * As a Python object an event is a capsule. The Tensors that a call wrote and the batch of arrays
+ * that it kept share the capsule; the last owner destroys the event.
  */
 #include <stdlib.h>
 
@@ -91,7 +91,7 @@ smla_py_set_event(const smla_py_state *state, PyObject **slot, PyObject *event)
 
 /* ---- The list ------------------------------------------------------------------------------ */
 
-/* What one call left behind. Of an array only what its release needs is valid. */
+/* The arrays kept for one call. Only those of their fields that the release needs are valid. */
 typedef struct smla_py_batch {
     struct smla_py_batch *next;
     PyObject *event;
@@ -123,7 +123,7 @@ add_batch(smla_py_shared *shared, smla_py_batch *batch)
     pthread_mutex_unlock(&shared->lock);
 }
 
-/* Takes the oldest batch off the list, if its work is over or nobody cares; else NULL. */
+/* Takes the oldest batch off the list. NULL if there is none, or it must be done and is not. */
 static smla_py_batch *
 remove_batch(smla_py_shared *shared, bool must_be_done)
 {
@@ -157,7 +157,7 @@ smla_py_release_pending(const smla_py_state *state)
     smla_py_shared *shared = state->shared;
     while (atomic_load_explicit(&shared->num_batches, memory_order_relaxed) > 0) {
         smla_py_batch *batch = remove_batch(shared, true);
-        if (batch == NULL) { /* in use; what came later is too, or soon will not be */
+        if (batch == NULL) { /* the oldest is in use; a later call looks at the rest */
             return;
         }
         free_batch(batch);
@@ -209,7 +209,7 @@ is_written_tensor(const smla_py_state *state, const smla_py_array *array)
     return array->is_written && is_tensor(state, array);
 }
 
-/* Moves what the foreign arrays hold to a batch. They keep their objects, which may be results. */
+/* Moves the memory of the foreign arrays to a batch. Their objects stay, as they may be results. */
 static int
 keep_foreign(const smla_py_state *state, smla_py_array *arrays, int num_arrays, int num_foreign,
              PyObject *event)

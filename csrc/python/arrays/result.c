@@ -1,9 +1,9 @@
 /* result.c: results in the caller's framework, and host integers.
  *
- * NumPy, CuPy and exchange API frameworks allocate for themselves. For the others the result is
- * written into a Tensor of ours, which their from_dlpack takes over when the call is done; where
- * nobody takes it, the Tensor is the result. On a device jax is among the latter: taking over would
- * cost more than the call.
+ * NumPy, CuPy and frameworks with the exchange API allocate results themselves. For the others a
+ * result is written into a Tensor of ours, which the framework's from_dlpack takes over after the
+ * call. The Tensor itself is the result where no framework takes it over. jax on a device is such a
+ * case, because taking over would cost more than the call.
  */
 #include <stdlib.h>
 
@@ -19,7 +19,7 @@ is_host(DLDevice device)
 
 /* ---- Allocate ------------------------------------------------------------------------------ */
 
-/* Called by the exchange API's allocator, where there may be no GIL. */
+/* The exchange API's allocator calls this on failure, possibly without the GIL. */
 static void
 set_allocator_error(void *context, const char *kind, const char *message)
 {
@@ -51,8 +51,8 @@ allocate_by_exchange_api(const char *op, const DLPackExchangeAPI *api, smla_py_a
     return 0;
 }
 
-/* Memory of a device is not taken while a graph is captured: its address would go into the graph,
- * and nobody would keep it. */
+/* No device memory is allocated while a graph is captured: its address would go into the graph, but
+ * nobody would keep the memory. */
 static int
 allocate_tensor(const smla_py_state *state, const char *op, smla_py_stream *stream,
                 smla_py_array *array)
@@ -130,14 +130,14 @@ smla_py_allocate(const smla_py_state *state, const char *op, const char *name,
 
 /* ---- Hand out ------------------------------------------------------------------------------ */
 
-/* Gives our Tensor to a framework that is imported already. */
+/* Lets a framework take our Tensor over. Returns the Tensor itself if `module` is not imported. */
 static PyObject *
 import_tensor(const smla_py_importer *importer, PyObject *tensor)
 {
     PyObject *name = PyUnicode_FromString(importer->module);
     PyObject *module = name == NULL ? NULL : PyImport_GetModule(name);
     Py_XDECREF(name);
-    if (module == NULL) { /* the framework's arrays exist, but not its importer */
+    if (module == NULL) { /* the framework is imported, but not this module of it */
         return PyErr_Occurred() == NULL ? Py_NewRef(tensor) : NULL;
     }
     PyObject *function = PyObject_GetAttrString(module, importer->function);
@@ -161,7 +161,7 @@ smla_py_result(smla_py_array *array)
 
 /* ---- Host integers ------------------------------------------------------------------------- */
 
-/* Element `i` of a 1-D integer array; one of uint64 beyond int64 is negative here. */
+/* Element `i` of a 1-D integer array. A uint64 value beyond int64 comes out negative. */
 static int64_t
 read_int(const smla_py_array *array, int64_t i)
 {

@@ -1,20 +1,20 @@
-/* stream.c: which stream a call's work goes to, and what it waits for there.
+/* stream.c: which stream a call's work goes to, and what that work waits for.
  *
- * The caller's stream comes in whichever form; without one, the first array whose producer tells
- * its current stream decides. Work of other producers is put in front of the call on the device:
- * the host waits for nothing. The CPU has no use for any of it.
+ * If the caller gives no stream, the first array whose producer tells its current stream decides.
+ * The call waits for the work of other producers on the device; the host waits for nothing. Calls
+ * on the CPU need none of this.
  */
 #include "python/arrays/exchange.h"
 #include "python/arrays/tensor.h"
 
-/* The legacy default stream has two names. */
+/* The legacy default stream has two handles, 0 and 1: use 0. */
 static void *
 normal_handle(void *handle)
 {
     return handle == (void *)1 ? NULL : handle;
 }
 
-/* As it is passed to stream=. */
+/* A handle as the number that callers pass as stream=. */
 static unsigned long long
 handle_number(void *handle)
 {
@@ -23,7 +23,7 @@ handle_number(void *handle)
 
 /* ---- The streams of producers -------------------------------------------------------------- */
 
-/* Calls module.function(id).attribute of an importer's framework. */
+/* Asks an importer's framework for its current stream on a device. */
 static int
 ask_importer(const smla_py_importer *importer, int32_t device_id, void **handle)
 {
@@ -45,8 +45,8 @@ ask_importer(const smla_py_importer *importer, int32_t device_id, void **handle)
     return PyErr_Occurred() == NULL ? result : -1;
 }
 
-/* The stream that an array's producer works on now: 0 = found, SMLA_PY_NOT_THIS = it does not
- * tell. */
+/* The current stream of an array's producer: 0 = found, SMLA_PY_NOT_THIS = the producer does not
+ * tell it. */
 static int
 find_producer_stream(const smla_py_state *state, const char *op, const smla_py_array *array,
                      void **handle)
@@ -74,9 +74,9 @@ find_producer_stream(const smla_py_state *state, const char *op, const smla_py_a
 
 /* ---- Order --------------------------------------------------------------------------------- */
 
-/* Puts the call behind what is now on another stream of its device. A captured call takes no part
- * in the order of now, and cannot wait for work that is not captured: its replays are in the hands
- * of whoever starts them. */
+/* Makes the call wait for the work that is on another stream of its device now. A captured call
+ * runs later, when its graph is replayed, so it cannot wait for work that is not captured: whoever
+ * starts a replay must order it. */
 static int
 order_behind(const char *op, const char *name, void *producer, smla_py_stream *stream)
 {
@@ -85,8 +85,8 @@ order_behind(const char *op, const char *name, void *producer, smla_py_stream *s
     smla_event *event = NULL;
     smla_error error;
     bool is_captured = false;
-    if (stream->is_capturing && producer == NULL) { /* the legacy stream, which is never captured,
-                                                     * must not even be asked during a capture */
+    if (stream->is_capturing && producer == NULL) { /* the legacy stream is never captured, and
+                                                     * must not be asked during a capture */
         return 0;
     }
     smla_status status = ops->is_capturing(op, other, &is_captured, &error);
@@ -123,7 +123,7 @@ fail_mixed(const char *op, const smla_py_array *leader, const smla_py_array *arr
     return -1;
 }
 
-/* Arrays of one producer, seen one after another, are asked once. */
+/* The producer asked last: consecutive arrays of one producer cause only one question. */
 typedef struct producer {
     const smla_py_array *asked;
     int result;
@@ -149,9 +149,9 @@ is_in_place(const smla_py_array *array, const smla_py_stream *stream)
            array->view.device.device_id == stream->at.device_id;
 }
 
-/* Arrays whose producers tell their stream: the first decides, unless the caller has; the call is
- * put behind the others. The rest is marked as freed by rules of its own, Tensors excepted, whose
- * memory outlives all work on the device. */
+/* If the caller gave no stream, the first producer that tells its stream decides. Otherwise, the
+ * call waits for producers on other streams. Arrays that are not freed in the order of the call's
+ * stream are marked as foreign, except Tensors: their memory outlives all work on the device. */
 static int
 follow_producers(const smla_py_state *state, const char *op, smla_py_array *arrays, int num_arrays,
                  smla_py_stream *stream)
@@ -183,7 +183,7 @@ follow_producers(const smla_py_state *state, const char *op, smla_py_array *arra
             return fail_mixed(op, leader, array, stream->at.handle, p.handle);
         }
         array->is_foreign = true;
-        if (last_ordered != p.asked) { /* else done for a neighbour */
+        if (last_ordered != p.asked) { /* else the call waits for it already */
             last_ordered = p.asked;
             if (smla_py_find_backend(op, stream) < 0 ||
                 order_behind(op, array->name, p.handle, stream) < 0) {
@@ -194,7 +194,7 @@ follow_producers(const smla_py_state *state, const char *op, smla_py_array *arra
     return 0;
 }
 
-/* A Tensor's contents are there when the event of the call that wrote them has passed. */
+/* Makes the stream wait for the call that writes the Tensor, unless the stream is captured. */
 static int
 wait_for_tensor(const smla_py_state *state, const char *op, const smla_py_array *array,
                 smla_py_stream *stream)

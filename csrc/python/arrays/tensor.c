@@ -1,6 +1,6 @@
-/* tensor.c: sparse_mla.Tensor: owns or views memory of any device.
+/* tensor.c: makes objects of sparse_mla.Tensor, which own or view memory of any device.
  *
- * It is what callers get where their framework cannot take a result over. It computes nothing.
+ * Callers get a Tensor where their framework cannot take a result over. A Tensor computes nothing.
  */
 #include "python/arrays/tensor.h"
 
@@ -57,7 +57,7 @@ smla_py_tensor_new(const smla_py_state *state, const smla_backend *backend, DLDe
     tensor->backend = backend;
     if (smla_py_is_on_host(tensor)) {
         tensor->memory = backend->allocate(device.device_id, is_empty ? 1 : bytes);
-    } else { /* a device may be waited for, and its callbacks for us */
+    } else { /* this may wait for the device, and device callbacks for the GIL */
         Py_BEGIN_ALLOW_THREADS
         tensor->memory = backend->allocate(device.device_id, is_empty ? 1 : bytes);
         Py_END_ALLOW_THREADS

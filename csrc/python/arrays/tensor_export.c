@@ -1,4 +1,4 @@
-/* tensor_export.c: how a Tensor leaves: DLPack capsules, ndarrays, buffers, the CUDA interface. */
+/* tensor_export.c: exports Tensors by DLPack, as ndarrays, as buffers, by the CUDA interface. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -7,7 +7,7 @@
 
 /* ---- DLPack out ---------------------------------------------------------------------------- */
 
-/* Any thread may call these, with or without the GIL. */
+/* Any thread may call the deleters, with or without the GIL. */
 static void
 drop_context(void *context)
 {
@@ -90,7 +90,7 @@ export_versioned(smla_py_tensor *tensor, bool is_copied)
     return capsule;
 }
 
-/* Copies the elements of dimension `dim` and below; `to` is compact and returned advanced. */
+/* Copies dimension `dim` and all inner ones to the compact memory at `to`. Returns its end. */
 static char *
 copy_elements(const smla_py_tensor *tensor, int dim, const char *from, char *to)
 {
@@ -151,7 +151,7 @@ order_consumer(PyObject *self, const char *op, void *handle)
     return status;
 }
 
-/* None is what consumers from before versions say: 0. */
+/* The major version that a consumer asks for. None is 0: the consumer does not know versions. */
 static int
 parse_version(PyObject *object, int *major)
 {
@@ -261,7 +261,7 @@ describe_memory(const smla_py_tensor *tensor, const char *typestr)
                          PyBool_FromLong(tensor->is_read_only), "stream", 1);
 }
 
-/* Its stream is the legacy default one, which is made to wait: no handle is kept. */
+/* Makes the legacy default stream wait, and names that stream: so no stream handle is kept. */
 PyObject *
 smla_py_tensor_cuda_interface(PyObject *self, void *Py_UNUSED(closure))
 {
@@ -294,7 +294,7 @@ smla_py_tensor_cuda_interface(PyObject *self, void *Py_UNUSED(closure))
 
 /* ---- NumPy and buffers --------------------------------------------------------------------- */
 
-/* Host code cannot read device memory. */
+/* -1 with an exception for a Tensor in device memory, which host code cannot read. */
 static int
 require_host(const smla_py_tensor *tensor, PyObject *exception)
 {
@@ -335,7 +335,7 @@ tensor_array(PyObject *self, PyObject *args, PyObject *kwargs)
     if (ndarray == NULL || (dtype == Py_None && copy == Py_None)) {
         return ndarray;
     }
-    /* NumPy's own decides whether that takes a copy, and whether it may. */
+    /* ndarray.__array__ decides whether this takes a copy, and whether a copy is allowed. */
     PyObject *method = PyObject_GetAttrString(ndarray, "__array__");
     PyObject *positional = Py_BuildValue("(O)", dtype);
     PyObject *keywords = Py_BuildValue("{s:O}", "copy", copy);
@@ -349,8 +349,8 @@ tensor_array(PyObject *self, PyObject *args, PyObject *kwargs)
     return converted;
 }
 
-/* In the order of C, where the last dimension is the innermost, or of Fortran, where the first
- * is. */
+/* Whether the elements are contiguous, with the last dimension innermost (C) or the first
+ * (Fortran). */
 static bool
 is_compact(const smla_py_tensor *tensor, bool is_fortran)
 {

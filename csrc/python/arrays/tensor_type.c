@@ -1,5 +1,4 @@
-/* tensor_type.c: sparse_mla.Tensor as Python sees it: attributes, slices, and the type itself.
- */
+/* tensor_type.c: sparse_mla.Tensor as Python sees it: attributes, slices and the type itself. */
 #include "python/arrays/tensor.h"
 
 #include <string.h>
@@ -13,7 +12,7 @@ tensor_dealloc(PyObject *self)
     PyTypeObject *type = Py_TYPE(self);
     if (tensor->memory != NULL && smla_py_is_on_host(tensor)) {
         tensor->backend->release(tensor->view.device.device_id, tensor->memory);
-    } else if (tensor->memory != NULL) { /* as in smla_py_tensor_new */
+    } else if (tensor->memory != NULL) { /* without the GIL, as in smla_py_tensor_new */
         Py_BEGIN_ALLOW_THREADS
         tensor->backend->release(tensor->view.device.device_id, tensor->memory);
         Py_END_ALLOW_THREADS
@@ -92,7 +91,7 @@ tensor_length(PyObject *self)
     return (Py_ssize_t)tensor->shape[0];
 }
 
-/* tensor[a:b:c]: where it starts, how long it is, and its step. */
+/* Reads the slice of tensor[a:b:c]: its start, its length and its step. */
 static int
 read_slice(PyObject *key, Py_ssize_t length, Py_ssize_t *start, Py_ssize_t *count, Py_ssize_t *step)
 {

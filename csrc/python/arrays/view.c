@@ -1,5 +1,4 @@
-/* view.c: what all readers of arrays share: a producer's memory as a DLTensor, and its end.
- */
+/* view.c: what all readers of arrays share: a producer's memory as a DLTensor, and its release. */
 #include <string.h>
 
 #include "python/arrays/exchange.h"
@@ -85,7 +84,7 @@ smla_py_is_type_in_package(const smla_py_state *state, PyObject *object, const c
     return result;
 }
 
-/* ---- What may be written, and the end ------------------------------------------------------- */
+/* ---- Check and release ---------------------------------------------------------------------- */
 
 int
 smla_py_check_writable(const char *op, const smla_py_array *array)

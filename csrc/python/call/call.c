@@ -21,7 +21,7 @@ int
 smla_py_add(smla_py_call *call, const char *name, smla_py_role role, PyObject *object)
 {
     int status = -1;
-    if (call->num_arrays == SMLA_MAX_ARRAYS) { /* a mistake in the package */
+    if (call->num_arrays == SMLA_MAX_ARRAYS) { /* a mistake in an operator's table */
         PyErr_Format(PyExc_SystemError, "%s: a call has at most %d arrays", call->op,
                      SMLA_MAX_ARRAYS);
     } else {
@@ -103,13 +103,13 @@ smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim, c
 int
 smla_py_keep_call(smla_py_call *call, smla_status status)
 {
-    if (status != SMLA_OK && status != SMLA_ERROR_RUNTIME) { /* found before anything started */
+    if (status != SMLA_OK && status != SMLA_ERROR_RUNTIME) { /* no work was submitted */
         return 0;
     }
     const int kept =
         smla_py_keep(call->state, call->op, call->arrays, call->num_arrays, &call->stream);
     if (kept < 0 && status != SMLA_OK) {
-        PyErr_Clear(); /* the core's own words come first */
+        PyErr_Clear(); /* the core's error counts */
     }
     return kept;
 }

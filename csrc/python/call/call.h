@@ -1,9 +1,9 @@
 /* call.h: one operator call: its arrays, its results, its answer.
  *
- * The call lives on its caller's stack: open it, take its stream, add its arrays, settle their
- * order, allocate the results that are missing, run the core without the GIL, finish. Closing
- * releases whatever was borrowed, exactly once, on success and on failure alike; on a device, not
- * before the work is over. run.c does so for every operator, builder.c for a layer.
+ * The call lives on its caller's stack. The steps are: open it, take its stream, add its arrays,
+ * settle their order, allocate the missing results, run the core without the GIL, finish. Closing
+ * releases whatever was borrowed, exactly once, on success and on failure. What a device still
+ * uses is released after the work. run.c does this for operators, builder_type.c for a layer.
  */
 #ifndef SMLA_PYTHON_CALL_H
 #define SMLA_PYTHON_CALL_H
@@ -28,36 +28,36 @@ typedef struct smla_py_call {
 /* Starts a call without arrays. */
 void smla_py_open(smla_py_call *call, const smla_py_state *state, const char *op);
 
-/* Reads stream= of the caller. */
+/* Reads the argument stream= of the caller. */
 int smla_py_take_stream(smla_py_call *call, PyObject *object);
 
 /* Appends an array. On failure the call is closed. */
 int smla_py_add(smla_py_call *call, const char *name, smla_py_role role, PyObject *object);
 
-/* Appends two arrays: q and nothing, or the two of a tuple or list. On failure the call is
- * closed. */
+/* Appends two arrays: `query` and an absent array, or the two items of a tuple or list. On failure
+ * the call is closed. */
 int smla_py_add_query(smla_py_call *call, PyObject *query);
 
 void smla_py_close(smla_py_call *call);
 
-/* With all arrays of the caller added: decides the stream, and puts the call in order on it. Until
- * then only the framework and the device of an array are known. On failure the call is closed. */
+/* Call this when all arrays of the caller are added. It decides the stream and orders the call on
+ * it. Before, only an array's framework and device are known. On failure the call is closed. */
 int smla_py_settle(smla_py_call *call, void **stream);
 
-/* Appends an array that is not there. On failure the call is closed. */
+/* Appends an absent array. On failure the call is closed. */
 int smla_py_add_absent(smla_py_call *call, const char *name);
 
-/* Allocates array `i` like array 0, unless the caller gave it. */
+/* Allocates array `i` in the framework and on the device of array 0, unless the caller gave it. */
 int smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim,
                             const int64_t *shape);
 
-/* Sees to it that the arrays outlive the work, once the core has returned `status`. */
+/* Keeps the arrays alive until the work is over. Call this once the core has returned `status`. */
 int smla_py_keep_call(smla_py_call *call, smla_status status);
 
-/* Closes the call after a failure; NULL. */
+/* Closes the call after a failure. Returns NULL. */
 PyObject *smla_py_fail(smla_py_call *call);
 
-/* Closes the call and gives its answer: an exception, the one result, or a tuple of results. */
+/* Closes the call and returns its answer: NULL with an exception, one result, or a tuple. */
 PyObject *smla_py_finish(smla_py_call *call, smla_status status, const smla_error *error,
                          const int *results, int num_results);
 

@@ -1,29 +1,29 @@
-/* operator.c: the type of an operator: what sparse_mla/ops/ declares and Python calls.
+/* operator.c: the type of the operators that sparse_mla/ops/ declares and Python calls.
  *
- * A declaration is a function of Python with names, defaults and a docstring, and nothing to do. An
- * operator takes a call as the declaration would, and hands the arguments to C in the order of its
- * table. The interpreter takes twice as long, for it fills in one by one the keywords that a call
- * leaves out: a dozen of attention's. A call that does not fit is given to the declaration, to be
- * refused in the interpreter's words.
+ * A declaration is a Python function with names, defaults, a docstring and an empty body. An
+ * operator binds arguments as the declaration would, and passes them to C in the order of its
+ * table. The interpreter takes twice as long, because it fills in one by one the keywords that a
+ * call leaves out: a dozen for attention. A call that does not fit is passed to the declaration, so
+ * that the interpreter raises its own error.
  */
 #include <stddef.h>
 #include <string.h>
 
 #include "python/call/operator.h"
-/* behind Python.h */
+/* must come after Python.h */
 #include <structmember.h>
 
-/* In the limited API from 3.12 on, and the same before. */
+/* The limited API has these since 3.12. They are the same in 3.11. */
 #ifndef Py_TPFLAGS_HAVE_VECTORCALL
 #define Py_TPFLAGS_HAVE_VECTORCALL (1UL << 11)
 typedef PyObject *(*vectorcallfunc)(PyObject *, PyObject *const *, size_t, PyObject *);
 #define PyVectorcall_NARGS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1))))
 #endif
 
-/* In the order of the declaration. */
+/* A parameter of the declaration. */
 typedef struct declared_param {
     PyObject *name; /* interned */
-    int place;      /* among the arguments of C */
+    int place;      /* row in the operator's table */
 } declared_param;
 
 typedef struct operator_object {
@@ -31,19 +31,19 @@ typedef struct operator_object {
     const smla_py_state *state;
     const smla_py_operator *in_c;
     PyObject *declaration;
-    PyObject *dict; /* as a function has them */
+    PyObject *dict; /* an operator has a dict and weak references, as functions do */
     PyObject *weak_references;
     int num_params;
     int num_positional;
     int num_required;
     declared_param params[SMLA_PY_MAX_PARAMS];
-    PyObject *defaults[SMLA_PY_MAX_PARAMS]; /* by place; NULL where a call must have a value */
+    PyObject *defaults[SMLA_PY_MAX_PARAMS]; /* by place; NULL = a call must give a value */
 } operator_object;
 
 /* ---- Calls --------------------------------------------------------------------------------- */
 
-/* Position in the declaration, from `start` on, or -1. Keywords of a call are interned, nearly
- * always. */
+/* Position of a keyword in the declaration, from `start` on, or -1. Pointers are compared first,
+ * because the keywords of a call are nearly always interned. */
 static int
 find_param(const operator_object *op, PyObject *name, int start)
 {
@@ -60,7 +60,7 @@ find_param(const operator_object *op, PyObject *name, int start)
     return -1;
 }
 
-/* Whether the call fits; `values` are borrowed, in C's order. No keyword comes twice. */
+/* Whether the call fits. `values` are borrowed, in table order. A keyword never comes twice. */
 static bool
 bind(const operator_object *op, PyObject *const *args, Py_ssize_t num_args, PyObject *keywords,
      PyObject **values)
@@ -76,7 +76,7 @@ bind(const operator_object *op, PyObject *const *args, Py_ssize_t num_args, PyOb
     }
     for (Py_ssize_t i = 0; i < num_keywords; i++) {
         const int param = find_param(op, PyTuple_GetItem(keywords, i), (int)num_args);
-        if (param < 0) { /* unknown, or given by place, too */
+        if (param < 0) { /* unknown, or given by position, too */
             return false;
         }
         PyObject **const value = &values[op->params[param].place];
@@ -86,7 +86,7 @@ bind(const operator_object *op, PyObject *const *args, Py_ssize_t num_args, PyOb
     return num_required == op->num_required;
 }
 
-/* The TypeError of a call that does not fit. */
+/* Calls the declaration, which raises the TypeError of a call that does not fit. */
 static PyObject *
 refuse(const operator_object *op, PyObject *const *args, Py_ssize_t num_args, PyObject *keywords)
 {
@@ -124,7 +124,7 @@ operator_vectorcall(PyObject *self, PyObject *const *args, size_t num_args_and_f
 
 /* ---- Declarations -------------------------------------------------------------------------- */
 
-/* Place of a name among the arguments of C. */
+/* The table row of a parameter, or -1 with an exception. */
 static int
 find_place(const smla_py_operator *in_c, PyObject *name)
 {
@@ -158,7 +158,7 @@ read_count(PyObject *code, const char *name)
     return (int)count;
 }
 
-/* Defaults are those of keywords alone. */
+/* Reads names and defaults. Only keyword-only parameters have defaults. */
 static int
 read_params(operator_object *op, PyObject *names, PyObject *defaults)
 {
@@ -292,21 +292,21 @@ operator_repr(PyObject *self)
                                 ((const operator_object *)self)->in_c->name);
 }
 
-/* As an attribute of a class it stays what it is; with it, help() and inspect see a routine. */
+/* __get__ makes help() and inspect see a routine. It makes no bound method of an operator. */
 static PyObject *
 operator_get(PyObject *self, PyObject *Py_UNUSED(object), PyObject *Py_UNUSED(type))
 {
     return Py_NewRef(self);
 }
 
-/* Pickled by name, as functions are. */
+/* Operators are pickled by name, as functions are. */
 static PyObject *
 operator_reduce(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
     return PyObject_GetAttrString(self, "__qualname__");
 }
 
-/* What the table says of a row, in a word. */
+/* The name of a row's kind. */
 static const char *
 name_kind(int kind)
 {

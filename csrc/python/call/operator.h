@@ -1,9 +1,9 @@
-/* operator.h: an operator as a table. Each argument is one row: the name that Python knows, what it
- * is, and which field of the core's args it fills. All that handles arguments reads the table:
+/* operator.h: an operator as a table. Each argument is one row: its name in Python, its kind, and
+ * the field of the core's args that it fills. All code that handles arguments reads the table:
  * calls from Python (run.c), calls from XLA (xla_ffi.c), the binding of a declaration's parameters
  * (operator.c) and, through an operator's attribute `table`, the integrations of PyTorch and JAX.
  *
- * To add an operator: a function of the core, a table and a row in one of the ops_*.c files, and a
+ * A new operator needs a function of the core, a table and a row in one of the ops_*.c files, and a
  * declaration in sparse_mla/ops/.
  */
 #ifndef SMLA_PYTHON_OPERATOR_H
@@ -14,14 +14,14 @@
 
 #include "python/call/call.h"
 
-/* Arrays have the kinds of smla_py_role and some more. */
+/* The kind of a table row. The values of smla_py_role are kinds of arrays, too. */
 typedef enum smla_py_kind {
     /* arrays that a caller gives */
     SMLA_PY_PAIR = SMLA_PY_NUM_ROLES, /* one array, or a tuple of two: the next row is the second */
     SMLA_PY_ASKED_OUTPUT,             /* None or written; returned where it is given or asked for */
     SMLA_PY_WORKSPACE,                /* None or written; not returned */
-    /* arrays without an argument of their own */
-    SMLA_PY_SECOND, /* of a pair */
+    /* arrays without an argument in Python */
+    SMLA_PY_SECOND, /* second array of a pair */
     SMLA_PY_RESULT, /* always new */
     SMLA_PY_ASKED_RESULT,
     /* options */
@@ -31,17 +31,17 @@ typedef enum smla_py_kind {
     SMLA_PY_KV_FORMAT, /* int32_t: None or the name of a cache format */
     SMLA_PY_FLOATS,    /* DLDataType: "float32" or "bfloat16" */
     SMLA_PY_DEVICE,    /* DLDevice */
-    SMLA_PY_ASK,       /* no field: whether to return what is marked as asked for */
+    SMLA_PY_ASK,       /* no field: whether to return the asked output or result */
     SMLA_PY_STREAM,    /* void *; the last row where there are arrays */
-    /* the same without an argument: always that of the arrays */
+    /* as SMLA_PY_STREAM, but without an argument: always the stream of the arrays */
     SMLA_PY_ARRAYS_STREAM,
 } smla_py_kind;
 
-/* A row. Arrays come first, those that are read before those that are only written. */
+/* A table row. Arrays come first; arrays that are read come before arrays that are only written. */
 typedef struct smla_py_param {
     const char *name;
-    int kind;      /* a role or a kind */
-    size_t offset; /* of a const DLTensor *, or of what the kind says */
+    int kind;      /* smla_py_role or smla_py_kind */
+    size_t offset; /* of a field: const DLTensor *, or the type in the kind's comment */
 } smla_py_param;
 
 enum {
@@ -51,43 +51,43 @@ enum {
 
 typedef struct smla_py_operator {
     const char *name;  /* as Python declares it */
-    const char *title; /* in errors, if it is another one */
+    const char *title; /* the name in errors; NULL = `name` */
     const smla_py_param *params;
     int num_params;
-    size_t args_bytes; /* of the struct that the offsets are of */
-    size_t core_bytes; /* of the core's args, with which it begins */
+    size_t args_bytes; /* size of the struct that the offsets refer to */
+    size_t core_bytes; /* size of the core's args, with which that struct begins */
     /* The operator of the core. Runs without the GIL. */
     smla_status (*compute)(const void *args, smla_error *error);
-    /* Allocates the results that the caller left out. Rules are the core's: where a result's shape
-     * cannot be known, because an input is malformed, it is left absent, and the core reports that
-     * input first. NULL: all of them are given. */
+    /* Allocates the results that the caller left out. If a malformed input leaves a result's shape
+     * unknown, the result stays absent, because the core reports the input first. NULL = the
+     * operator has no results to allocate. */
     int (*allocate)(smla_py_call *call, const void *args, bool asks);
-    /* Of an operator with a workspace: what a call needs whose other arrays are set, 0 for none. */
+    /* Bytes of workspace that a call needs, once its other arrays are set. NULL = no workspace. */
     int64_t (*workspace_bytes)(const void *args);
-    /* For operators without arrays, in place of all of the above. */
+    /* For operators without arrays, instead of the functions above. */
     PyObject *(*answer)(const void *args);
 } smla_py_operator;
 
 /* A number that is at most `most`; a larger one does not compile. */
 #define SMLA_PY_AT_MOST(most, number) ((number) + 0 * sizeof(char[(number) <= (most) ? 1 : -1]))
 
-/* What an operator has of its table, of the core's args and of the struct that the offsets are of:
- * the same type, or one that begins with it and adds what Python alone has. */
+/* The fields of an operator that follow from its table. The table's offsets refer to `args`: the
+ * core's args, `core`, or a struct that begins with them and adds options that only Python has. */
 #define SMLA_PY_TABLE(table, core, args)                                          \
     .params = (table),                                                            \
     .num_params = (int)SMLA_PY_AT_MOST(SMLA_PY_MAX_PARAMS, SMLA_PY_COUNT(table)), \
     .args_bytes = SMLA_PY_AT_MOST(SMLA_PY_MAX_ARGS_BYTES, sizeof(args)),          \
     .core_bytes = sizeof(core)
 
-/* By file; each list ends with a null row. */
+/* The operators of each ops_*.c file. Each list ends with a row without a name. */
 extern const smla_py_operator smla_py_cache_operators[];
 extern const smla_py_operator smla_py_attention_operators[];
 extern const smla_py_operator smla_py_absorption_operators[];
 
-/* The operator of a name that need not end with 0, or NULL. */
+/* The operator of a name, which need not end with 0. NULL if there is none. */
 const smla_py_operator *smla_py_find_operator(const char *name, size_t length);
 
-/* One call; values[i] belongs to row i, and is not looked at where the row is no argument. */
+/* Runs one call. values[i] belongs to row i, and is ignored where the row is no argument. */
 PyObject *smla_py_run(const smla_py_state *state, const smla_py_operator *op,
                       PyObject *const *values);
 
@@ -97,7 +97,7 @@ smla_py_is_array(const smla_py_param *param)
     return param->kind < SMLA_PY_INT;
 }
 
-/* Whether calls of Python have an argument for it. */
+/* Whether a call from Python has an argument for the row. */
 static inline bool
 smla_py_is_argument(const smla_py_param *param)
 {
@@ -105,7 +105,7 @@ smla_py_is_argument(const smla_py_param *param)
            (param->kind >= SMLA_PY_INT && param->kind <= SMLA_PY_STREAM);
 }
 
-/* Whether it is an array that a call returns, if it has one. */
+/* Whether the row is an array that a call returns if the array is present. */
 static inline bool
 smla_py_is_returned(const smla_py_param *param)
 {
@@ -125,7 +125,7 @@ smla_py_count_arrays(const smla_py_operator *op)
     return count;
 }
 
-/* Of an operator that has one. */
+/* The workspace's row, for an operator that has one. */
 static inline const smla_py_param *
 smla_py_find_workspace(const smla_py_operator *op)
 {
@@ -136,15 +136,15 @@ smla_py_find_workspace(const smla_py_operator *op)
     return param;
 }
 
-/* Makes memory for any operator's args those of this one, without arrays and options. */
+/* Clears `args` and sets its struct_size, so that it is this operator's args without any value. */
 static inline void
 smla_py_clear_args(const smla_py_operator *op, void *args)
 {
     memset(args, 0, op->args_bytes);
-    memcpy(args, &op->core_bytes, sizeof op->core_bytes); /* struct_size */
+    memcpy(args, &op->core_bytes, sizeof op->core_bytes);
 }
 
-/* Fills a field of args that is a pointer; a memcpy, for args of all operators share memory. */
+/* Fills a pointer field of args: by memcpy, because the args of all operators share memory. */
 static inline void
 smla_py_set_pointer(void *args, const smla_py_param *param, const void *pointer)
 {

@@ -41,7 +41,7 @@ parse_floats(const char *op, const char *name, PyObject *object, DLDataType *dty
     return 0;
 }
 
-/* Fills the field of an option; `asks` is what is asked for beyond the usual results. */
+/* Fills the field of an option. Sets `asks` if the caller asks for the optional result. */
 static int
 read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, void *args,
             bool *asks)
@@ -66,7 +66,7 @@ add_array(smla_py_call *call, const smla_py_param *param, PyObject *object)
 {
     switch (param->kind) {
     case SMLA_PY_PAIR: return smla_py_add_query(call, object);
-    case SMLA_PY_SECOND: return 0; /* has come with the first */
+    case SMLA_PY_SECOND: return 0; /* added together with the first */
     case SMLA_PY_RESULT:
     case SMLA_PY_ASKED_RESULT: return smla_py_add_absent(call, param->name);
     case SMLA_PY_ASKED_OUTPUT:
@@ -75,8 +75,8 @@ add_array(smla_py_call *call, const smla_py_param *param, PyObject *object)
     }
 }
 
-/* Options before arrays: what is wrong with them is found with less to undo. On failure the call is
- * closed. */
+/* Reads the options before the arrays, because after a wrong option there is no array to release.
+ * On failure the call is closed. */
 static int
 read_arguments(smla_py_call *call, const smla_py_operator *op, PyObject *const *values, void *args,
                bool *asks)
@@ -97,7 +97,7 @@ read_arguments(smla_py_call *call, const smla_py_operator *op, PyObject *const *
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
-/* Fills the fields of all arrays, and lists those that the call returns. */
+/* Fills the fields of all arrays, and lists the arrays that the call returns. */
 static int
 set_arrays(smla_py_call *call, const smla_py_operator *op, void *args, int *results)
 {
@@ -113,8 +113,8 @@ set_arrays(smla_py_call *call, const smla_py_operator *op, void *args, int *resu
     return num_results;
 }
 
-/* Workspace that the caller did not give: plain memory on the CPU, in `scratch`; like the results
- * elsewhere, and a Tensor, which nobody else holds, until the work is over. */
+/* Takes the workspace if the caller gave none: `scratch` on the CPU, an array like the results on
+ * CUDA. A Tensor is marked foreign, because nothing else keeps it until the work is over. */
 static int
 allocate_workspace(smla_py_call *call, const smla_py_operator *op, void *args,
                    smla_py_scratch *scratch)
@@ -147,7 +147,7 @@ allocate_workspace(smla_py_call *call, const smla_py_operator *op, void *args,
 
 /* ---- Run ----------------------------------------------------------------------------------- */
 
-/* Allocates what is missing, computes, and answers. Closes the call. */
+/* Allocates the missing arrays, computes, closes the call and returns its answer. */
 static PyObject *
 compute(smla_py_call *call, const smla_py_operator *op, void *args, bool asks)
 {

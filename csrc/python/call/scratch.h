@@ -7,8 +7,8 @@
 #include "core/backend.h"
 #include "core/dltensor.h"
 
-/* Bytes to take for a call whose other arrays are set. 0 where it needs none, and where its arrays
- * are malformed: the call finds the same fault, with better words. */
+/* Bytes of workspace that a call needs, once its other arrays are set. 0 if it needs none or if its
+ * arrays are malformed: the call itself words that error better. */
 static inline int64_t
 smla_py_workspace_bytes(const smla_sparse_attention_args *a)
 {
@@ -28,13 +28,13 @@ smla_py_workspace_bytes(const smla_sparse_attention_args *a)
     return smla_attention_workspace_size(&needs, &bytes, NULL) == SMLA_OK ? bytes : 0;
 }
 
-/* Plain memory, for the CPU: taking it costs nothing until it is touched. */
+/* Plain memory for calls on the CPU. Allocating it costs nothing until it is touched. */
 typedef struct smla_py_scratch {
     DLTensor tensor; /* the caller frees tensor.data */
     int64_t bytes;
 } smla_py_scratch;
 
-/* The scratch as an array; NULL where there is no memory. */
+/* Allocates the scratch and returns it as an array; NULL without memory. */
 static inline const DLTensor *
 smla_py_take_scratch(smla_py_scratch *scratch, int64_t bytes)
 {

@@ -29,8 +29,8 @@ static const smla_py_param split_params[] = {
     {"stream", SMLA_PY_ARRAYS_STREAM, offsetof(split_args, core.stream)},
 };
 
-/* The results' shapes come from numbers of the caller: they must fit the weight before memory is
- * taken for them. */
+/* The shapes of the results come from numbers of the caller. Check that these fit the weight before
+ * memory is allocated for them. */
 static int
 check_weight_shape(const smla_py_call *call, const split_args *a)
 {
@@ -110,7 +110,7 @@ static const smla_py_param v_up_params[] = {
     {"stream", SMLA_PY_STREAM, offsetof(smla_v_up_proj_args, stream)},
 };
 
-/* out [T, H, width] of x [T, H, ...] and a weight. */
+/* Allocates out [T, H, width] for x [T, H, ...] and a weight. */
 static int
 allocate_projected(smla_py_call *call, int64_t width)
 {

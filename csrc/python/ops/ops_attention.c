@@ -52,7 +52,7 @@ attend(const void *args, smla_error *error)
     return smla_sparse_attention(args, error);
 }
 
-/* For flash_mla.py. */
+/* Attention for flash_mla.py: lse is +inf for a query without keys. */
 static smla_status
 attend_plus_inf(const void *args, smla_error *error)
 {

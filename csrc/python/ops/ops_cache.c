@@ -1,4 +1,4 @@
-/* ops_cache.c: write tokens to a cache, gather them back, look at them. */
+/* ops_cache.c: write tokens to a cache, gather them from it, dequantize a cache. */
 #include "python/call/operator.h"
 
 static smla_status

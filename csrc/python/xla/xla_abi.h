@@ -1,10 +1,10 @@
 /* xla_abi.h: what a handler of custom calls must know of XLA: the call frame, in plain C.
  *
- * JAX hands a frame to a registered function: arrays, results and attributes of one call. This is
- * the part of that ABI which handlers read, in our names, so that no header of jaxlib is needed to
- * build and any jaxlib serves at run time. Every struct begins with its size; inside a major
- * version XLA only appends fields, and a change that moves one raises the major version. XLA checks
- * a handler's version when it is registered. Source of the layout: openxla/xla,
+ * JAX passes a frame to a registered function: the arrays, results and attributes of one call. This
+ * file has the part of the frame's ABI that handlers read, under our own names. So the build needs
+ * no header of jaxlib, and any jaxlib serves at run time. Every struct begins with its size. Inside
+ * a major version XLA only appends fields; a change that moves a field raises the major version.
+ * XLA checks a handler's version when the handler is registered. Source of the layout: openxla/xla,
  * xla/ffi/api/c_api.h.
  */
 #ifndef SMLA_XLA_ABI_H
@@ -15,8 +15,8 @@
 
 enum { SMLA_XLA_MAJOR = 0, SMLA_XLA_MINOR = 1 }; /* the version described here */
 
-/* A chain of extras at the head of most structs. XLA asks a handler what it is by a frame with the
- * metadata extension instead of a call. */
+/* Most structs have a chain of extensions after their size. To ask for a handler's version, XLA
+ * calls it with a frame that has the metadata extension and no call. */
 enum { SMLA_XLA_EXTENSION_METADATA = 1 };
 
 typedef struct smla_xla_extension {
@@ -34,7 +34,7 @@ typedef struct smla_xla_version {
 
 typedef struct smla_xla_metadata {
     size_t struct_size;
-    smla_xla_version version; /* out: what the handler was written for */
+    smla_xla_version version; /* out: the version that the handler was written for */
 } smla_xla_metadata;
 
 typedef struct smla_xla_metadata_extension {
@@ -69,7 +69,7 @@ typedef struct smla_xla_api {
 
 /* ---- Arrays: dense, the last dimension contiguous -------------------------------------------- */
 
-/* Of an element: the types that operators take, or are often given. */
+/* The element types that operators take or are often given. */
 typedef enum smla_xla_type {
     SMLA_XLA_PRED = 1,
     SMLA_XLA_S8 = 2,
@@ -110,7 +110,7 @@ typedef struct smla_xla_buffers { /* arguments or results */
 
 enum { SMLA_XLA_IS_SCALAR = 3, SMLA_XLA_IS_STRING = 4 };
 
-typedef struct smla_xla_span { /* not terminated */
+typedef struct smla_xla_span { /* a string that need not end with 0 */
     const char *text;
     size_t length;
 } smla_xla_span;
@@ -136,7 +136,7 @@ typedef struct smla_xla_frame {
     smla_xla_extension *extensions;
     const smla_xla_api *api; /* may be NULL with the metadata extension */
     void *context;
-    int stage; /* a lone handler is called in one only, the execution */
+    int stage; /* a single handler is called in the execution stage only */
     smla_xla_buffers arguments;
     smla_xla_buffers results;
     smla_xla_attributes attributes;

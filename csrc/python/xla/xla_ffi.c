@@ -1,12 +1,12 @@
 /* xla_ffi.c: the operators as XLA custom calls, for JAX inside jit on the CPU.
  *
- * One handler serves all operators: the attribute `operator` names the one that a call site is for.
- * Its arrays come in the order of its table (operator.h) without the workspace, and behind them,
- * once more, those that it reads and writes: XLA gives these as an argument and as a result. Bit i
- * of the attribute `present` says whether the i-th one is there. Options that are fields of the
- * core's args are attributes under their names in Python. integrations/jax.py writes such calls.
+ * One handler serves all operators: the attribute `operator` names a call site's operator. Arrays
+ * come in the order of the operator's table (operator.h), without the workspace. Arrays that are
+ * read and written come once more at the end, because XLA gives them as argument and as result. Bit
+ * i of the attribute `present` says whether the i-th array is there. Options that are fields of the
+ * core's args are attributes under their Python names. integrations/jax.py writes the calls.
  *
- * The handler runs on XLA's threads, possibly several at once, without the GIL; it keeps nothing.
+ * The handler runs on XLA's threads, possibly on several at once, without the GIL. It has no state.
  */
 #include <fenv.h>
 #include <stdalign.h>
@@ -31,7 +31,7 @@ spells(const smla_xla_span *span, const char *text)
     return span->length == strlen(text) && memcmp(span->text, text, span->length) == 0;
 }
 
-/* The value, NULL where there is none of this name and kind. */
+/* The value of an attribute; NULL if there is none of this name and kind. */
 static const void *
 find_attribute(const smla_xla_frame *frame, const char *name, int kind)
 {
@@ -92,7 +92,7 @@ read_kv_format(const xla_call *call, const char *name, int32_t *format)
 
 /* ---- Arrays ---------------------------------------------------------------------------------- */
 
-/* DLPack's name of an element type; for the rest an opaque one, which every operator refuses. */
+/* An element type in DLPack's terms. An unlisted type becomes opaque: every operator refuses it. */
 static DLDataType
 dtype_of(int type)
 {
@@ -139,11 +139,11 @@ fail_present(const xla_call *call, int64_t present)
                      call->op, (long long)count_given(call), (unsigned long long)present);
 }
 
-/* The arrays of an operator, one after the other. */
+/* The state of a walk over the arrays of an operator. */
 typedef struct array_walk {
-    int64_t present; /* a bit for each: whether the call has it */
+    int64_t present; /* bit i: whether the call has array i */
     int num_seen;
-    int64_t num_taken; /* of those that it has */
+    int64_t num_taken; /* of the arrays that the call has */
 } array_walk;
 
 /* Takes the next array of the call, if `present` says that it is there. */
@@ -169,7 +169,7 @@ take_array(xla_call *call, array_walk *walk, const smla_py_param *param, void *a
     return SMLA_OK;
 }
 
-/* What is read and written is taken twice; the second one, XLA's result, stays. */
+/* Takes arrays that are read and written twice: the second, XLA's result, replaces the first. */
 static smla_status
 take_arrays(xla_call *call, const smla_py_operator *op, void *args)
 {
@@ -193,7 +193,7 @@ take_arrays(xla_call *call, const smla_py_operator *op, void *args)
 
 /* ---- Operators ------------------------------------------------------------------------------- */
 
-/* Options that are no field of the core's args have no meaning here. */
+/* Reads the options. Those that are no field of the core's args have no meaning in XLA's calls. */
 static smla_status
 read_options(const xla_call *call, const smla_py_operator *op, void *args)
 {
@@ -216,7 +216,7 @@ read_options(const xla_call *call, const smla_py_operator *op, void *args)
     return SMLA_OK;
 }
 
-/* With a workspace of plain memory, if the operator needs one. */
+/* Runs the operator, with a workspace of plain memory if it needs one. */
 static smla_status
 compute(const xla_call *call, const smla_py_operator *op, void *args)
 {
@@ -288,8 +288,8 @@ handle(smla_xla_frame *frame)
         metadata->version.minor = SMLA_XLA_MINOR;
         return NULL;
     }
-    /* XLA flushes subnormal numbers to zero on its threads. A call is to have the bits of any
-     * other, and threads that it starts inherit what it finds. */
+    /* XLA's threads flush subnormal numbers to zero. Restore the default mode, so that results have
+     * the bits of an eager call. Threads that the call starts inherit the mode. */
     fenv_t environment;
     smla_error error;
     fegetenv(&environment);
@@ -311,7 +311,7 @@ xla_handler(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     smla_xla_handler *const handler = handle;
     void *pointer = NULL;
-    memcpy(&pointer, &handler, sizeof pointer); /* C has no cast from functions to objects */
+    memcpy(&pointer, &handler, sizeof pointer); /* C cannot cast a function pointer to void * */
     return PyCapsule_New(pointer, NULL, NULL);
 }
 

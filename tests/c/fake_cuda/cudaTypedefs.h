@@ -1,4 +1,4 @@
-/* cudaTypedefs.h: likewise, the part of CUDA's driver that is called. */
+/* cudaTypedefs.h: the part of CUDA's driver that csrc/cuda calls; see cuda_runtime_api.h. */
 #ifndef SMLA_FAKE_CUDA_TYPEDEFS_H
 #define SMLA_FAKE_CUDA_TYPEDEFS_H
 

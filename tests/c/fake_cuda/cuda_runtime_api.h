@@ -1,6 +1,6 @@
 /* cuda_runtime_api.h: the part of CUDA's runtime that the host files of csrc/cuda use, for tests of
- * a build without a toolkit. With one, its own headers are taken, so that the two are kept alike.
- * Numbers are CUDA's, for they are told in error texts.
+ * a build without a toolkit. A build with a toolkit tests with CUDA's headers, so the two must
+ * agree. Numbers are CUDA's, because error texts contain them.
  */
 #ifndef SMLA_FAKE_CUDA_RUNTIME_API_H
 #define SMLA_FAKE_CUDA_RUNTIME_API_H

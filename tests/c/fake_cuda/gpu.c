@@ -1,14 +1,14 @@
 /* gpu.c: a GPU made of plain memory, for Python's tests of what the extension does with streams,
- * events and arrays on a device. csrc/cuda's host files run as they are, on runtime.h. Kernels are
- * the CPU's, and are over when they are started. buildtools/graph.py makes an extension of it that
- * tests/fake_gpu.py loads. The functions at the end are what Python calls through ctypes.
+ * events and arrays on a device. The host files of csrc/cuda run unchanged, on runtime.h. Kernels
+ * are those of the CPU backend, and are done when their launch returns. buildtools/graph.py makes
+ * an extension of it, which tests/fake_gpu.py loads. Python calls the functions at the end.
  */
 #include "cuda/attention/kernels.h"
 
 static cudaError_t write_launch(smla_stream stream);
 
-/* In place of projection.c, which is cuBLAS's. In front of testing.h, which has an `error` of its
- * own. */
+/* Replaces the function of projection_cublas.c. It stands in front of testing.h, which has a
+ * global `error`. */
 smla_status
 smla_cuda_up_proj(const smla_projection_params *params, smla_error *error)
 {
@@ -21,7 +21,7 @@ smla_cuda_up_proj(const smla_projection_params *params, smla_error *error)
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-static void *launch_stream; /* of the last launch */
+static void *launch_stream; /* the stream of the last launch */
 static int launch_device;
 
 static cudaError_t
@@ -32,7 +32,7 @@ write_launch(smla_stream stream)
     return answer("launch");
 }
 
-/* A launcher whose kernel is an operator of the CPU's. */
+/* The body of a launcher, whose kernel is an operator of the CPU backend. */
 #define LAUNCH(operator, params)                                                            \
     do {                                                                                    \
         const cudaError_t code_ = write_launch((params)->stream);                           \
@@ -86,7 +86,7 @@ smla_cuda_launch_split_weight(const smla_split_weight_params *params)
 
 /* ---- Attention ----------------------------------------------------------------------------- */
 
-/* Positions as slots, in new memory: the CPU's kernel does not map them itself. */
+/* Maps positions to slots in new memory, because the CPU's kernel does not map them. */
 static int32_t *
 map_positions(smla_key_list *list, int64_t num_tokens)
 {
@@ -114,8 +114,8 @@ map_positions(smla_key_list *list, int64_t num_tokens)
     return slots;
 }
 
-/* Writes out and lse at once, with scratch of its own: the workspace is as large as the backend for
- * CUDA says, and what its kernels leave there is no business of Python's. */
+/* Writes out and lse at once. It allocates its scratch, because the call's workspace has the size
+ * that CUDA's kernels need. */
 static cudaError_t
 attend(const smla_attention_params *params, smla_attention_launcher *launcher)
 {
@@ -200,7 +200,7 @@ PYTHON_API int
 fake_gpu_refuse_silently(DLTensor *prototype, DLManagedTensorVersioned **out, void *context,
                          void (*set_error)(void *context, const char *kind, const char *message));
 
-/* Two H200s that are idle. What is alive stays so: the extension frees it in its own time. */
+/* Two idle H200s. Live memory and events stay alive, because the extension frees them later. */
 void
 fake_gpu_reset(void)
 {
@@ -233,7 +233,7 @@ fake_gpu_forget_calls(void)
     forget_calls();
 }
 
-/* A call fails after that many good ones, or all from then on. `call` lives on. */
+/* A call fails after num_good good ones; with `keeps` later ones, too. `call` is not copied. */
 void
 fake_gpu_fail(const char *call, int num_good, int code, bool keeps)
 {
@@ -241,7 +241,7 @@ fake_gpu_fail(const char *call, int num_good, int code, bool keeps)
     fake.keeps_failing = keeps;
 }
 
-/* Whether events that are recorded from now on are not over. */
+/* Sets whether events that are recorded from now on are pending. */
 void
 fake_gpu_set_busy(bool is_busy)
 {
@@ -258,7 +258,7 @@ fake_gpu_finish(void)
     }
 }
 
-/* Never freed. */
+/* The stream is never freed. */
 void *
 fake_gpu_new_stream(int device_id)
 {
@@ -275,8 +275,8 @@ fake_gpu_capture(void *stream, bool is_capturing)
     find_fake_stream(stream)->is_capturing = is_capturing;
 }
 
-/* The stream of the event that this one was told last to wait for; NULL is none, and 1 the legacy
- * stream. */
+/* The stream of the event that this stream was last told to wait for; NULL is none, and 1 is the
+ * legacy stream. */
 void *
 fake_gpu_followed(void *stream)
 {
@@ -308,7 +308,7 @@ fake_gpu_num_memory(void)
     return fake.num_memory;
 }
 
-/* Expectations of runtime.h and of this file that were not met; they are printed. */
+/* How many expectations of runtime.h and of this file were not met; each is printed. */
 int
 fake_gpu_num_failures(void)
 {

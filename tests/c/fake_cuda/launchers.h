@@ -1,5 +1,5 @@
-/* launchers.h: what kernels.c's table and attention.c start, made to be written down, and devices
- * as the schedule asks for them. Included once in a program.
+/* launchers.h: launchers that record their calls, for the table of kernels.c and run_attention.c,
+ * and devices for schedule.c. Included once in a program.
  */
 #ifndef SMLA_FAKE_LAUNCHERS_H
 #define SMLA_FAKE_LAUNCHERS_H
@@ -11,13 +11,13 @@
 typedef struct attention_launch {
     const char *launcher;
     smla_attention_params params;
-    const smla_attention_kernel *combined; /* the kernel whose rows are combined, or NULL */
+    const smla_attention_kernel *combined; /* the kernel whose partial rows are combined, or NULL */
     int64_t cut_bytes;
 } attention_launch;
 
 static attention_launch launches[8];
 static int num_launches;
-static int num_good_launches = -1; /* before one fails; negative: none does */
+static int num_good_launches = -1; /* before one fails; negative: none fails */
 
 static inline cudaError_t
 write_launch(const char *launcher, const smla_attention_params *params,
@@ -62,7 +62,7 @@ smla_cuda_launch_combine(const smla_attention_params *params, const smla_attenti
     return write_launch("combine", params, kernel, 0);
 }
 
-/* What a row launches, by name. */
+/* The name of a row's launcher. */
 static inline const char *
 launcher_of(const smla_attention_kernel *kernel)
 {
@@ -79,7 +79,7 @@ launcher_of(const smla_attention_kernel *kernel)
 
 enum { NUM_DEVICES = 2 };
 
-static smla_cuda_device devices[NUM_DEVICES]; /* of no SMs: not there */
+static smla_cuda_device devices[NUM_DEVICES]; /* a device without SMs does not exist */
 
 static const smla_cuda_device h200 = {.compute_capability = 90,
                                       .num_sms = 132,

@@ -1,5 +1,5 @@
-/* library_types.h: the part of CUDA's that csrc/cuda/absorption/projection_cublas.c uses; see
- * cuda_runtime_api.h. */
+/* library_types.h: the part of CUDA's header that projection_cublas.c in csrc/cuda/absorption uses;
+ * see cuda_runtime_api.h. */
 #ifndef SMLA_FAKE_LIBRARY_TYPES_H
 #define SMLA_FAKE_LIBRARY_TYPES_H
 

@@ -1,10 +1,10 @@
 /* runtime.h: a CUDA runtime and driver made of plain memory, for tests of the host files of
  * csrc/cuda. Included once in a program, behind the files that it tests.
  *
- * Every call is written down as its name, with "@1" behind it where device 1 is current and "~"
- * where captures are relaxed; EXPECT_CALLS compares. A call that fail_call names fails. Streams are
- * what the test makes of them; work is never done by itself: an event is ready once the test says
- * so, or once somebody waits for it. Memory holds POISON before it is written.
+ * Every call is recorded as its name, with "@1" behind it where device 1 is current and "~" where
+ * captures are relaxed; EXPECT_CALLS compares the record. A call that fail_call names fails. The
+ * test sets the state of streams. A pending event becomes ready when the test says so, or when the
+ * host waits for it. Memory holds POISON before it is written.
  */
 #ifndef SMLA_FAKE_RUNTIME_H
 #define SMLA_FAKE_RUNTIME_H
@@ -26,20 +26,20 @@ struct CUstream_st {
     int device_id;
     int priority;
     size_t policy_bytes;
-    bool is_remote; /* memory domain */
+    bool is_remote; /* the memory domain is the remote one */
     bool is_capturing;
     struct CUctx_st *context;
     struct CUgreenCtx_st *own_sms;
     struct CUevent_st *waits_for;      /* the last event that it was told to wait for */
-    const struct CUstream_st *follows; /* where that was recorded */
+    const struct CUstream_st *follows; /* the stream where that event was recorded */
 };
 
 struct CUevent_st {
-    const struct CUstream_st *stream; /* where it was recorded last */
+    const struct CUstream_st *stream; /* the stream where the event was recorded last */
     bool is_pending;
 };
 
-/* A kernel on its way: as a graph's node, or started. */
+/* A kernel's launch, or the parameters of a graph's node. */
 typedef struct fake_start {
     bool is_graph;
     const void *kernel;
@@ -57,23 +57,23 @@ struct CUgraphExec_st {
 
 static struct {
     int num_devices;
-    int current;    /* device */
-    int capability; /* of every device, as the other facts */
+    int current;    /* the current device */
+    int capability; /* of every device, like the facts below */
     int num_sms;
     int shared_bytes;
     int driver_version;
     const char *lacks;   /* a call that the driver does not have */
-    bool has_no_address; /* and says that it has, at no address */
+    bool has_no_address; /* the driver says that it has that call, at address NULL */
 
-    const char *fails;  /* a call; NULL: any */
-    int num_good;       /* calls of it before one fails; negative: none does */
-    bool keeps_failing; /* and all behind that one */
+    const char *fails;  /* the call that fails; NULL: any call */
+    int num_good;       /* calls of it before one fails; negative: none fails */
+    bool keeps_failing; /* all later ones fail, too */
     cudaError_t code;
 
     bool is_busy; /* events are not ready when they are recorded */
     int num_memory, num_host, num_events, num_streams; /* alive */
     struct CUevent_st *events[FAKE_EVENTS];            /* alive */
-    unsigned long long num_ids;                        /* of streams that were created */
+    unsigned long long num_ids;                        /* ids given to streams so far */
 
     struct CUgraphExec_st execs[FAKE_EXECS];
     int num_execs;
@@ -88,9 +88,9 @@ static struct CUctx_st fake_contexts[FAKE_DEVICES] = {{0}, {1}, {2}, {3}};
 static struct CUstream_st fake_default_stream = {.id = 1, .context = &fake_contexts[0]};
 static _Thread_local enum cudaStreamCaptureMode fake_mode;
 static pthread_mutex_t fake_lock = PTHREAD_MUTEX_INITIALIZER;
-static void (*fake_watch)(const char *call); /* or NULL: sees every call */
+static void (*fake_watch)(const char *call); /* NULL, or a function that sees every call */
 
-/* One H200, and nothing that has happened. */
+/* Resets everything: one H200, and no call has been made. */
 static inline void
 reset_fake(void)
 {
@@ -132,7 +132,7 @@ count_calls(const char *name)
     return count;
 }
 
-/* The calls since the last look, each followed by a space. */
+/* Compares the calls since the last comparison, each followed by a space. */
 #define EXPECT_CALLS(expected)                                                     \
     do {                                                                           \
         if (strcmp(fake.calls, expected) != 0) {                                   \
@@ -142,7 +142,7 @@ count_calls(const char *name)
         forget_calls();                                                            \
     } while (0)
 
-/* For what watches calls: that somebody holds the lock. */
+/* For fake_watch: expects that a thread holds the lock. */
 static inline void
 expect_held(pthread_mutex_t *lock)
 {
@@ -224,7 +224,7 @@ cudaGetDevice(int *device)
     if (fails) {
         return answer("cudaGetDevice");
     }
-    *device = fake.current; /* asked everywhere: not written down */
+    *device = fake.current; /* not recorded, because it is called everywhere */
     return cudaSuccess;
 }
 
@@ -260,7 +260,7 @@ fake_retain_primary(CUcontext *context, CUdevice device)
     return result;
 }
 
-static int fake_former; /* the device under the one that was pushed: pushes do not nest here */
+static int fake_former; /* the device that was current before the push; pushes do not nest */
 
 static inline CUresult
 fake_push_context(CUcontext context)
@@ -647,7 +647,7 @@ fake_set_params(CUgraphExec exec, CUgraphNode node, const CUDA_KERNEL_NODE_PARAM
                                    .num_blocks = params->gridDimX,
                                    .block_threads = params->blockDimX,
                                    .shared_bytes = params->sharedMemBytes};
-        sched_yield(); /* another thread may come in between */
+        sched_yield(); /* lets another thread come in between */
     }
     return result;
 }
@@ -673,7 +673,7 @@ cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned ver
 {
     static const struct {
         const char *name;
-        unsigned version; /* from when on it is as it is called */
+        unsigned version; /* the first version of CUDA with this signature */
         void *function;
     } calls[] = {
         {"cuDeviceGet", 2000, (void *)fake_get_device},

@@ -1,4 +1,4 @@
-/* shape.h: what a caller's check asks a backend to plan, from the params of its call. */
+/* shape.h: the shape that a check asks a backend to plan, made from the params of its call. */
 #ifndef SMLA_FAKE_SHAPE_H
 #define SMLA_FAKE_SHAPE_H
 

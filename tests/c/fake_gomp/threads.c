@@ -29,7 +29,7 @@ typedef struct member {
 static atomic_int wanted_threads;
 static _Thread_local member self;
 
-/* GCC's calls; no header declares them. */
+/* Functions that GCC's code calls; no header declares them. */
 void GOMP_parallel(void (*work)(void *), void *data, unsigned num_threads, unsigned flags);
 bool GOMP_loop_nonmonotonic_dynamic_start(long start, long end, long step, long chunk, long *first,
                                           long *stop);
@@ -116,7 +116,7 @@ GOMP_loop_nonmonotonic_dynamic_start(long start, long end, long step, long chunk
 bool
 GOMP_loop_nonmonotonic_dynamic_next(long *first, long *stop)
 {
-    /* Relaxed: it must not order what the iterations do, or races between them would be hidden. */
+    /* Relaxed, because this must not order the iterations, or their races would be hidden. */
     const long taken =
         atomic_fetch_add_explicit(&self.team->taken, self.chunk, memory_order_relaxed);
     const long last = self.start + (taken + self.chunk) * self.step;

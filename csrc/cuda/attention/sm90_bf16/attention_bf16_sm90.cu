@@ -1,78 +1,77 @@
 /* attention_bf16_sm90.cu: sparse MLA attention over bf16 rows for Hopper, with wgmma.
  *
- * Computes     as attention_sm80.cu: S = Q K^T, P = 2^(scale S - ref), O = P V, with heads as M:
- *              64 of them a CTA, fewer are rows of zeros
- * Shapes       as attention_sm80.cu, caches of bf16 alone
- * Shared mem   query  [9][64][128 B] bf16     64 dimensions a tile, 128-byte swizzle
- *              keys   [2][9][64][128 B] bf16  the same: a block of 64 keys for each warpgroup; its
- *                                             first 512 dimensions are its values, as wgmma reads
- *                                             B with either dimension contiguous
- *              probs  [64][128 B] bf16        weights of group 1 for the other group; those of
- *                                             group 0 lie in the RoPE tile of its block, which is
- *                                             not needed after the scores
+ * Computes     as attention_sm80.cu: S = Q K^T, P = 2^(scale S - ref), O = P V, with heads as M: 64
+ *              per CTA. Missing heads are rows of zeros.
+ * Shapes       as attention_sm80.cu, with caches of bf16 alone
+ * Shared mem   query  [9][64][128 B] bf16     64 dimensions per tile, 128-byte swizzle
+ *              keys   [2][9][64][128 B] bf16  the same: a block of 64 keys per warpgroup. A block's
+ *                                             first 512 dimensions are also its values, because
+ *                                             wgmma reads B with either dimension contiguous.
+ *              probs  [64][128 B] bf16        weights of group 1, for group 0. Those of group 0 lie
+ *                                             in the RoPE tile of its block, which is not needed
+ *                                             after the scores.
  *              sums, maxima, references, mbarriers, is_key, counts of keys
  *              232,064 bytes of the 232,448 that an SM has
- * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile), or
+ * Roles        One CTA per SM. CTA i takes works i, i + grid, ... (token, split, head tile), or
  *              behind the first one those that level the loads (work_order.cuh). Where an SM would
  *              be idle, a CTA without work runs ahead through the code (count_ctas).
- *              4 gather warps   56 registers. Indices -> rows, by cp.async of 16 bytes: a bulk copy
- *                               cannot swizzle. Each has 16 rows of every block, and takes them
- *                               from its quarter of the columns; entries that are none are left
- *                               out (key_stream.cuh). They run ahead as far as blocks are free,
- *                               into the next work too, whose keys they count before its first
- *                               step: so they know the last one, and tell it with is_key. A work
- *                               without keys is one step without keys.
- *              2 warpgroups     224 registers. A step is a block each. A warpgroup scores its own
- *                               block, all heads, and adds 256 of the 512 values of both blocks;
- *                               its own weights come from registers, the other's from shared
- *                               memory, told of by halves so that products start early.
+ *              4 gather warps   56 registers. They bring cache rows by index, with cp.async of 16
+ *                               bytes, because a bulk copy cannot swizzle. Each brings 16 rows of
+ *                               every block, from its quarter of the columns, and leaves out
+ *                               entries that are no keys (key_stream.cuh). They run ahead as far as
+ *                               blocks are free, into the next work, too. They count a work's keys
+ *                               before its first step, so they know its last step, and mark it in
+ *                               is_key. A work without keys is one step without keys.
+ *              2 warpgroups     224 registers. A step is one block per group. A group scores its
+ *                               own block for all heads, and adds 256 of the 512 values of both
+ *                               blocks. Its own weights come from registers, the other group's from
+ *                               shared memory, in two halves so that products start early.
  *                group 0        scores, weights and values of its block, values of the other's
- *                group 1        scores of its block, values of the other's, weights, own values:
+ *                group 1        scores of its block, values of the other's, own weights and values:
  *                               so the groups fill each other's gaps, and group 0's block, which
  *                               is used first, is free first
  *              mbarriers        arrivals | waited for by
- *              full[block][piece]   128 gather threads, when their copies have come (the third:
- *                                   and 4 for is_key, IS_LAST) | the block's group. Four pieces,
- *                                   along the dimensions, so that scores begin with the first.
+ *              full[block][piece]   128 gather threads, when their copies have come (third piece:
+ *                                   also 4 for is_key, IS_LAST) | the block's group. Four pieces
+ *                                   divide the dimensions, so that scores begin with the first.
  *              empty[block][group]  128 threads of the group: its values are added | gather warps
  *              weighed[group][half] 128 threads of the group: weights of 32 keys | the other group
  *              query_full           128 gather threads | consumers
  *              query_empty          256 consumers, after their last scores | gather warps
- *              planned              a consumer thread, which has left the order | gather warps
- *              scored               128 threads of group 0, which have scored its block | the same,
- *                                   before weights replace its RoPE tile
+ *              planned              a consumer thread, which has written the order | gather warps
+ *              scored               128 threads of group 0, which have scored its block | the same
+ *                                   threads, before weights replace the block's RoPE tile
  *              barriers         CONSUMERS 256 threads, where a work ends; GATHER 128 threads, where
  *                               its keys are counted
- *              What one group knows of the other's block it knows from its weights: that it has
- *              come, and the references (hopper_bf16_products.cuh). A block that is full again was
- *              freed by both groups: so nobody reads the weights that group 1 replaces.
- *              cp.async tells its mbarrier when the bytes are in shared memory. PTX asks for a
- *              proxy fence before wgmma reads them; every consumer would wait 150 to 200 cycles for
- *              it at every piece, and FlashMLA, which loads alike, has none.
- * Roofline     2 * H * 1088 FLOP and 1152 bytes per key. 64 heads, per key and SM, in cycles: 34
- *              of wgmma; 37 of shared memory (scores 2304 bytes: A and B of 64 x 64 x 16 products
- *              both come from there; values 1152; weights 128; rows 1152); 32 of L2 (a gather
- *              without products; 62 of HBM where no row is shared). Measured: 44 at the clock of
- *              1.6 GHz that power leaves, start and end of works included, of which these are 4;
- *              T 4096, 32k keys, H 64: 1790 to 1884 us (620 to 653 TFLOP/s), H 128: 3702 to 3858.
- * Numerics     Scores and values are fp32 sums of exact products of bf16, which wgmma cuts off
- *              (wgmma_correction). A weight is 2^exponent, an exponent is scale S - ref. Weights
- *              are rounded to bf16 for the values; their sums are fp32 of unrounded weights and
- *              compensated: equal terms round the same way. ref is the head's maximum in the first
- *              block that has a key. So the heaviest weight there is 1, and those a little below it
- *              round by least. Where a later block has an exponent above 40, its maximum is the
- *              head's ref from there on, and what was added up is multiplied by 2^(difference).
- *              Values up to 2^76 may meet weights of 2^40. Keys lighter than the heaviest by 2^126
- *              may not count. A work with one key gets its results another way (one_key.cuh), where
- *              it ends: a value of -0 added to 0 would lose its sign.
- *              A logit of NaN or +inf makes out and lse of its head NaN, one of -inf has no weight;
- *              other heads have the bits that they have without it. Masked rows are zeros and have
+ *              A group learns from the other's weights that the other's block has come, and its
+ *              references (hopper_bf16_products.cuh). A block that is full again was freed by both
+ *              groups, so no thread still reads the weights that group 1 replaces.
+ *              cp.async arrives when its bytes are in shared memory. PTX asks for a proxy fence
+ *              before wgmma reads them. It is left out, because every consumer would wait 150 to
+ *              200 cycles for it at every piece; FlashMLA loads in the same way, without a fence.
+ * Roofline     2 * H * 1088 FLOP and 1152 bytes per key. 64 heads, in cycles per key and SM: 34 of
+ *              wgmma; 37 of shared memory (scores 2304 bytes, because A and B of products of 64 x
+ *              64 x 16 both come from there; values 1152; weights 128; rows 1152); 32 of L2 (a
+ *              gather without products; 62 of HBM where no row is shared). Measured: 44 at the
+ *              clock of 1.6 GHz that power leaves, of which start and end of works are 4; T 4096,
+ *              32k keys, H 64: 1790 to 1884 us (620 to 653 TFLOP/s), H 128: 3702 to 3858 us.
+ * Numerics     Scores and values are fp32 sums of exact products of bf16. wgmma cuts these sums off
+ *              (wgmma_correction). A weight is 2^(scale S - ref). Weights are rounded to bf16 for
+ *              the values. Their sums are fp32 sums of unrounded weights, compensated so that equal
+ *              terms round the same way. ref is the head's maximum in the first block that has a
+ *              key: the heaviest weight there is 1, and the weights just below it round by least.
+ *              Where a later block has an exponent above 40, its maximum is the head's ref from
+ *              there on, and what was added up is multiplied by 2^(older ref - newer ref). Values
+ *              up to 2^76 may meet weights of 2^40. Keys lighter than the heaviest by 2^126 may not
+ *              count. A work with one key gets its results from one_key.cuh when it ends, because a
+ *              value of -0 that is added to 0 would lose its sign.
+ *              A logit of NaN or +inf makes out and lse of its head NaN; a logit of -inf has weight
+ *              0. The bits of other heads do not change. Masked cache rows are zeros and have
  *              weight 0. A row's bits depend on its query, keys, num_splits, H and the device, not
  *              on T.
- * Source       the tiles, and that two warpgroups share one block's values: FlashMLA's sparse
+ * Source       The tiles, and two warpgroups that share a block's values: FlashMLA's sparse
  *              prefill, studied, not copied; online softmax (FlashAttention), warp roles (CUTLASS).
- *              References that seldom move, the order of the groups and weights told of by halves
- *              are ours.
+ *              References that seldom move, the order of the groups and weights in halves are ours.
  */
 #include "cuda/attention/sm90_bf16/hopper_bf16_gather.cuh"
 #include "cuda/attention/sm90_bf16/hopper_bf16_products.cuh"
@@ -97,14 +96,14 @@ clear_sums(bf16_consumer *state)
     state->is_late = INT32_MAX;
 }
 
-/* Where shared memory is: computed anew, else dozens of descriptors are kept over the loops. */
+/* Recomputes where shared memory is; otherwise dozens of descriptors are kept over the loops. */
 static __device__ __forceinline__ uint32_t
 find_base(const bf16_memory *shared)
 {
     return (uint32_t)ptx_forget((int)ptx_shared_address(shared));
 }
 
-/* What follows the first half of the own block's weights, in both groups. */
+/* What both groups do after the first half of their own block's weights. */
 static __device__ __forceinline__ void
 take_second_half(uint32_t base, const lane_place &me, bf16_consumer *state)
 {
@@ -117,8 +116,8 @@ take_second_half(uint32_t base, const lane_place &me, bf16_consumer *state)
     free_values(base, me.group, me.group);
 }
 
-/* A step of group 0: scores, weights and values of its block, then values of group 1's. Whether it
- * was the work's last. */
+/* A step of group 0: scores, weights and values of its block, then values of group 1's block.
+ * Returns whether it was the work's last step. */
 template <bool ROPE, bool MAXIMA>
 static __device__ __forceinline__ bool
 lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_consumer *state)
@@ -134,7 +133,7 @@ lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
     find_exponents<MAXIMA, true>(launch.base.wgmma_scale_log2, me, block_bits, shared, state);
     weigh_half(0, state);
-    ptx_mbarrier_wait(BF16_AT(base, scored), parity); /* weights replace a tile of keys */
+    ptx_mbarrier_wait(BF16_AT(base, scored), parity); /* the weights replace a tile of keys */
     store_half(base, me, 0, *state);
     add_own_half(base, me, 0, state);
     publish_half(base, me, 0);
@@ -149,7 +148,8 @@ lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_
     return is_last;
 }
 
-/* A step of group 1: scores of its block, values of group 0's while they become weights, values. */
+/* A step of group 1: scores of its block, values of group 0's block while the scores become
+ * weights, then values of its own block. Returns as lead_step does. */
 template <bool ROPE, bool MAXIMA>
 static __device__ __forceinline__ bool
 follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_consumer *state)
@@ -165,7 +165,7 @@ follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf1
     add_other_half(base, me, 0, state);
     wait_for_weights(base, me, parity, 1);
     add_other_half(base, me, 1, state);
-    wgmma_wait<2>(); /* the scores */
+    wgmma_wait<2>(); /* the scores are done */
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
     const bool has_moved =
         find_exponents<MAXIMA, false>(launch.base.wgmma_scale_log2, me, block_bits, shared, state);
@@ -182,7 +182,7 @@ follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf1
     return is_last;
 }
 
-/* All steps of a work: one at least. */
+/* All steps of a work, of which there is at least one. */
 template <bool ROPE, bool MAXIMA>
 static __device__ __forceinline__ void
 consume_steps(const bf16_launch &launch, bf16_phase *phase, bf16_memory *shared,
@@ -253,8 +253,8 @@ start(const bf16_launch &launch, bf16_memory *shared)
     __syncthreads();
 }
 
-/* ROPE: keys have a RoPE part. MAXIMA: max_logits are wanted. ALIGNED: all rows of q and of the
- * keys are on 16 bytes. */
+/* ROPE: keys have a RoPE part. MAXIMA: max_logits are wanted. ALIGNED: all rows of q and all cache
+ * rows begin at multiples of 16 bytes. */
 template <bool ROPE, bool MAXIMA, bool ALIGNED>
 __global__ void
 __launch_bounds__(HOPPER_THREADS, 1) attend_bf16(const __grid_constant__ bf16_launch launch)
@@ -297,7 +297,7 @@ launch_bf16(const smla_attention_params *params)
                        SHARED_BYTES, params->stream);
 }
 
-/* For what the call wants: one of four kernels. */
+/* Launches the one of four kernels that suits the call. */
 template <bool ROPE>
 static cudaError_t
 launch_any(const smla_attention_params *params)

@@ -1,11 +1,11 @@
-/* hopper_bf16_gather.cuh: the gather warps of attention_bf16_sm90.cu: queries, and indices -> rows
- * of the cache -> blocks in shared memory, ahead of the consumers.
+/* hopper_bf16_gather.cuh: the gather warps of attention_bf16_sm90.cu. Ahead of the consumers, they
+ * bring queries and, by index, cache rows to shared memory.
  *
- * A warp has 16 rows of every block. A thread copies 16 bytes of a tile's row at a time: lane l has
- * chunk l % 8 of row l / 8 of four, so that eight lanes have a row's 128 bytes, and four such
- * flights are the warp's rows. Entries of a list that are none have no place in a block
- * (key_stream.cuh). Behind the last key, and where an index names no row after all, a row is filled
- * with zeros, and nothing is read.
+ * A warp has 16 rows of every block. A thread copies 16 bytes of a tile's row at a time. In a
+ * flight of four rows, lane l copies chunk l % 8 of row l / 8, so that eight lanes copy a row's 128
+ * bytes. Four flights are the warp's rows. Entries of a list that are no keys take no place in a
+ * block (key_stream.cuh). Behind the last key, and where an index names no cache row after all, a
+ * row of the block is filled with zeros, and nothing is read.
  */
 #ifndef SMLA_CUDA_HOPPER_BF16_GATHER_CUH
 #define SMLA_CUDA_HOPPER_BF16_GATHER_CUH
@@ -14,9 +14,9 @@
 
 enum {
     WARP_ROWS = BLOCK_KEYS / GATHER_WARPS,
-    FLIGHT_ROWS = SMLA_WARP_LANES / 8, /* of one instruction */
+    FLIGHT_ROWS = SMLA_WARP_LANES / 8, /* rows per copy instruction of a warp */
     ROW_FLIGHTS = WARP_ROWS / FLIGHT_ROWS,
-    BF16_COUNT_LOADS = 16, /* indices of a lane that are counted at once: those of 2048 columns */
+    BF16_COUNT_LOADS = 16, /* indices per lane that are counted at once: those of 2048 columns */
 };
 
 static_assert(2 * WARP_ROWS == SMLA_WARP_LANES, "a lane knows one row of a step");
@@ -24,8 +24,8 @@ static_assert((int)TILE_HEADS == (int)BLOCK_KEYS, "a warp's heads are as many as
 
 /* What a gather thread keeps. */
 typedef struct bf16_gather {
-    uint32_t base; /* of shared memory */
-    uint32_t to;   /* of the thread's chunk in a tile, for even flights; odd ones flip bit 6 */
+    uint32_t base; /* address of shared memory */
+    uint32_t to;   /* offset of the thread's chunk in a tile in even flights; odd ones flip bit 6 */
     bf16_phase phase;
 } bf16_gather;
 
@@ -41,7 +41,7 @@ gather_warp(void)
     return (int)(threadIdx.x / SMLA_WARP_LANES) - CONSUMER_WARPS;
 }
 
-/* Computed anew where it is called, with what comes of it: kept, it would cost the copies
+/* gather_warp, recomputed at each call: keeping it, and what depends on it, would cost the copies
  * registers. */
 static __device__ __forceinline__ int
 gather_warp_again(void)
@@ -49,7 +49,7 @@ gather_warp_again(void)
     return (int)((uint32_t)ptx_forget((int)threadIdx.x) / SMLA_WARP_LANES) - CONSUMER_WARPS;
 }
 
-/* Where the thread's chunk of its row in a flight lies in a tile. */
+/* The offset in a tile of the thread's chunk of its row in a flight. */
 static __device__ __forceinline__ uint32_t
 chunk_in_tile(const bf16_gather &state, int flight)
 {
@@ -58,8 +58,8 @@ chunk_in_tile(const bf16_gather &state, int flight)
 
 /* ---- Copies -------------------------------------------------------------------------------- */
 
-/* 16 bytes of a row, zeros for none: past the registers, or through them where rows are not on 16
- * bytes. */
+/* Copies 16 bytes of a row, or zeros if not is_on. Aligned bytes bypass the registers; others pass
+ * through them. */
 template <bool ALIGNED>
 static __device__ __forceinline__ void
 copy_chunk(uint32_t to, const void *from, bool is_on)
@@ -75,7 +75,7 @@ copy_chunk(uint32_t to, const void *from, bool is_on)
     }
 }
 
-/* Arrives for what this thread has copied, when it has come. */
+/* Arrives at the mbarrier when what this thread has copied is in shared memory. */
 template <bool ALIGNED>
 static __device__ __forceinline__ void
 announce_copies(uint32_t barrier)
@@ -90,7 +90,7 @@ announce_copies(uint32_t barrier)
 
 /* ---- Query --------------------------------------------------------------------------------- */
 
-/* The query of a work, when the one in front of it is done with. */
+/* Copies the query of a work, when the consumers no longer need the one before. */
 template <bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
 gather_query(const smla_attention_params &params, const cta_work &work, const bf16_gather &state)
@@ -116,7 +116,7 @@ gather_query(const smla_attention_params &params, const cta_work &work, const bf
 
 /* ---- Keys ---------------------------------------------------------------------------------- */
 
-/* The warp's rows of a piece of a block; lanes first_lane to first_lane + 15 know where. */
+/* Copies the warp's rows of a piece of a block. 16 lanes from first_lane on have the addresses. */
 template <int PIECE, bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
 copy_piece(const bf16_gather &state, int block, const uint8_t *row, int first_lane)
@@ -136,9 +136,9 @@ copy_piece(const bf16_gather &state, int block, const uint8_t *row, int first_la
     announce_copies<ALIGNED>(BF16_AT(state.base, full) + 8 * (block * PIECES + PIECE));
 }
 
-/* A block, its halves as they become free: the own values of its group first (score_block). is_key
- * comes with piece KEY_PIECE, of the second half: then both are free, and nobody reads the last
- * one. */
+/* Copies a block, each half when it becomes free: first the half whose values the block's group
+ * adds (nth_piece). is_key comes with piece KEY_PIECE, which is in the second half. Then both
+ * halves are free, and no thread reads the last is_key. */
 template <int BLOCK, bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
 gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, uint32_t last_bit)
@@ -164,12 +164,12 @@ gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, ui
 
 /* ---- A work with one key -------------------------------------------------------------------
  *
- * Places without a key are counted between the two blocks of a step. The warps have waited for the
- * first block's place then, so all consumers have left the work before the last one, which had the
- * same `turn`. Group 1 sees the counts when it waits for the second block, and group 0 behind the
- * barrier where a work ends. */
+ * Places without a key are counted between the two blocks of a step. By then the warps have waited
+ * until the first block was free, so all consumers are done with work n - 2, which had the same
+ * `turn` as this work n. Group 1 sees the counts when it has waited for the second block, and group
+ * 0 after the barrier at the end of a work. */
 
-/* In the first step of a work. */
+/* Begins the count of a work's keys, in its first step. */
 static __device__ __forceinline__ void
 begin_count(const list_steps &steps, uint32_t turn, bf16_memory *shared)
 {
@@ -184,7 +184,7 @@ begin_count(const list_steps &steps, uint32_t turn, bf16_memory *shared)
 
 /* ---- Works --------------------------------------------------------------------------------- */
 
-/* The indices of work number idx to L2; -1 is none. */
+/* Asks for the indices of work number idx to be in L2; -1 is no work. */
 static __device__ __forceinline__ void
 prefetch_work(const bf16_launch &launch, int idx)
 {
@@ -197,9 +197,9 @@ prefetch_work(const bf16_launch &launch, int idx)
     }
 }
 
-/* A list of the CTA's n-th work. Lane l has row l % 16 of the warp's rows of block l / 16. What a
- * work needs beside its rows comes with its first step: its query between the blocks, and behind
- * them what the next work's count will ask for. */
+/* Gathers a list of the CTA's n-th work. Lane l has row l % 16 of the warp's rows of block l / 16.
+ * The first step of a work brings its query, too, between the blocks. Behind them it prefetches the
+ * indices that the next work's count will read. */
 template <bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
 gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
@@ -235,8 +235,8 @@ gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
     }
 }
 
-/* A launch's first query is on its way before its keys are counted; a work without keys needs
- * none. */
+/* Gathers all works of the CTA. The first work's query is asked for before its keys are counted. A
+ * work without keys needs no query. */
 template <bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
 gather(const bf16_launch &launch, bf16_memory *shared)
@@ -258,7 +258,7 @@ gather(const bf16_launch &launch, bf16_memory *shared)
         }
         key_stream stream =
             open_stream(launch.base, work, 0, gather_warp_again(), gather_lane(), 0);
-        load_next(&stream); /* on its way with those that are counted */
+        load_next(&stream); /* comes together with the indices that are counted */
         key_counts *const counts = &shared->num_keys[state.phase.work];
         count_work<BF16_COUNT_LOADS>(launch.base, work, gather_warp_again(), gather_lane(),
                                      BARRIER_GATHER, counts);

@@ -6,21 +6,21 @@
 
 #include "cuda/attention/sm90_bf16/hopper_bf16.cuh"
 
-/* Above this exponent of a weight its head's reference moves. */
+/* If the exponent of a weight is above this, the reference of its head moves. */
 #define MAX_EXPONENT 40.0f
 
-/* The reference of a head that has had no key: its logits are their own exponents. No other
+/* The reference of a head that has had no key yet: its logits are their own exponents. No other
  * reference has these bits. */
 #define NO_REFERENCE (-0.0f)
 
 enum {
-    HALF_SCORES = WEIGHED_KEYS / 2, /* of a thread: two keys of every eight, for two heads */
+    HALF_SCORES = WEIGHED_KEYS / 2, /* per thread: two keys of every eight, for two heads */
     HALF_PROBS = WEIGHED_KEYS / 4,
 };
 
 /* ---- Scores -------------------------------------------------------------------------------- */
 
-/* Starts the scores of the group's block, piece by piece as they come. */
+/* Starts the products of the scores of the group's block, piece by piece as the pieces come. */
 template <bool ROPE>
 static __device__ __forceinline__ void
 score_block(uint32_t base, const lane_place &me, uint32_t parity, bf16_consumer *state)
@@ -48,7 +48,7 @@ score_block(uint32_t base, const lane_place &me, uint32_t parity, bf16_consumer 
 
 /* ---- Masks --------------------------------------------------------------------------------- */
 
-/* What is in all words of is_key of the group's block, which has come: ALL_KEYS, IS_LAST. */
+/* The bits in all words of is_key of the group's block, which has come: ALL_KEYS, IS_LAST. */
 static __device__ __forceinline__ uint32_t
 load_block_bits(uint32_t base, const lane_place &me)
 {
@@ -57,7 +57,7 @@ load_block_bits(uint32_t base, const lane_place &me)
     return words[0] & words[1] & words[2] & words[3];
 }
 
-/* Whether keys 0 to 31 (half 0) or 32 to 63 (1) of the group's block are there, a bit each. */
+/* A bit for each of keys 0 to 31 (half 0) or 32 to 63 (1) of the group's block that is there. */
 static __device__ __forceinline__ uint32_t
 load_is_key(const bf16_memory *shared, int group, int half)
 {
@@ -65,7 +65,7 @@ load_is_key(const bf16_memory *shared, int group, int half)
     return __byte_perm(words[0], words[1], 0x5410);
 }
 
-/* -inf in place of scores of keys that are not there. */
+/* Puts -inf in place of the scores of keys that are not there. */
 static __device__ __forceinline__ void
 mask_scores(const bf16_memory *shared, const lane_place &me, float (&scores)[BLOCK_KEYS / 2])
 {
@@ -80,7 +80,7 @@ mask_scores(const bf16_memory *shared, const lane_place &me, float (&scores)[BLO
     }
 }
 
-/* The largest of the thread's scores of row row (piece 0) or row + 8 (1). */
+/* The largest of the thread's scores of head `row` (piece 0) or row + 8 (piece 1). */
 static __device__ __forceinline__ float
 find_top(const float (&scores)[BLOCK_KEYS / 2], int piece)
 {
@@ -97,25 +97,25 @@ find_top(const float (&scores)[BLOCK_KEYS / 2], int piece)
  * Blocks are weighed one after the other: A0 by group 0, B0 by group 1, A1 by group 0, and so on.
  * The references in shared memory are those of the block that was weighed last, and only the group
  * whose turn it is may move them. Its turn begins when it has waited for the first weights of the
- * block in front, and ends when it tells of its own: all exponents of its 64 keys are looked at
- * before its first weights. So a group reads references that nobody writes, and writes references
- * that nobody reads:
+ * block before, and ends when it publishes its own first weights. It has looked at all exponents of
+ * its 64 keys by then. So no thread writes references while others read them:
  *
- *   group 0: wait for B(n-1) | read, follow, add B(n-1) | move, follow, weigh An | tell of An
+ *   group 0: wait for B(n-1) | read, follow, add B(n-1) | move, follow, weigh An | publish An
  *   group 1:                              wait for An | read, follow, add An | move, weigh Bn | ...
  *
- * A warp has 16 heads, in both groups the same ones, and a head has four lanes of it. So all of
- * this is a matter of one warp: maxima need two shuffles, and branches are the warp's.
+ * Warp w of either group has the same 16 heads, and a head has four lanes of the warp. So each warp
+ * does all of this alone: a maximum takes two shuffles, and branches are the warp's.
  *
- * Each group remembers the references that its own out, sums and maxima go with. To follow is to
- * compare them with those in shared memory, and to multiply by 2^(older - newer) where they differ.
- * There is no flag that could be lost or found twice. Group 1 moves references while it adds values
- * of An; it follows when those are added, before it adds its own. A work begins with no references,
- * in registers; its first block always writes them, so none of the work in front is read. When it
- * ends, group 0 has followed group 1's last block, and both remember the same.
+ * Each group remembers the references that its own out, sums and maxima are relative to. To follow
+ * is to compare these with the references in shared memory, and to multiply by 2^(older - newer)
+ * where they differ. There is no flag that could be lost or found twice. Group 1 moves references
+ * while it adds values of An; it follows when they are added, before it adds its own values. A work
+ * begins without references in registers. Its first block always writes those in shared memory, so
+ * no reference of the work before is used. When the work ends, group 0 has followed group 1's last
+ * block, and both groups remember the same references.
  *
  * A reference may lie below the maximum, but by MAX_EXPONENT at most. So references seldom move,
- * and a block that moves none costs a look at its exponents and at the references.
+ * and a block that moves none costs only a look at its exponents and at the references.
  */
 
 static __device__ __forceinline__ bool
@@ -124,15 +124,15 @@ has_reference(float reference)
     return smla_float_bits(reference) != smla_float_bits(NO_REFERENCE);
 }
 
-/* Where the references of heads row and row + 8 are: the second is 8 behind the first. */
+/* The address of the reference of head `row`. That of head row + 8 is 8 places behind it. */
 static __device__ __forceinline__ volatile float *
 find_references(bf16_memory *shared, const lane_place &me)
 {
     return &shared->reference[16 * me.warp + me.row];
 }
 
-/* The bits of the largest exponent of each head, compared as integers, three at once: right where
- * it is positive. Infinity is above all numbers. What NaN does here does not matter. */
+/* The bits of the largest exponent of each head. They are compared as integers, three at once: this
+ * is right where it is positive. Infinity is above all numbers. What NaN gives does not matter. */
 static __device__ __forceinline__ void
 find_highest(const float (&exponents)[BLOCK_KEYS / 2], int32_t highest[2])
 {
@@ -147,16 +147,16 @@ find_highest(const float (&exponents)[BLOCK_KEYS / 2], int32_t highest[2])
     }
 }
 
-/* Moves references to the block's maxima where exponents are too large, or heads have had no key,
- * and makes the exponents go with them. Whether any has moved: what was added up does not follow
- * yet. */
+/* Moves references to the block's maxima where exponents are too large or a head has had no key,
+ * and makes the exponents relative to them. Returns whether any reference has moved. What was added
+ * up does not follow yet. */
 static __device__ __forceinline__ bool
 move_references(const lane_place &me, const int32_t highest[2], bf16_memory *shared,
                 bf16_consumer *state)
 {
     const bool any_late = __any_sync(0xFFFFFFFFu, state->is_late != 0);
     bool any_moves = false;
-    __syncwarp(); /* all lanes have read the references that one of four writes */
+    __syncwarp(); /* all lanes have read the references, which one lane of four writes */
 #pragma unroll
     for (int piece = 0; piece < 2; piece++) {
         const float top = max_of_lanes(any_late ? find_top(state->scores, piece)
@@ -169,7 +169,7 @@ move_references(const lane_place &me, const int32_t highest[2], bf16_memory *sha
             state->scores[i + 2 * piece] -= rise;
             state->scores[i + 2 * piece + 1] -= rise;
         }
-        if (me.column == 0) { /* + 0 makes 0 of -0, which is NO_REFERENCE */
+        if (me.column == 0) { /* + 0 turns -0, which is NO_REFERENCE, into 0 */
             find_references(shared, me)[8 * piece] = moves ? older + rise + 0.0f : older;
         }
         any_moves |= moves;
@@ -178,9 +178,9 @@ move_references(const lane_place &me, const int32_t highest[2], bf16_memory *sha
     return __any_sync(0xFFFFFFFFu, any_moves);
 }
 
-/* Makes all that the thread has added up follow the references in shared memory. Nothing is in
- * flight that adds to out. WAITS: but scores are, and ptxas accepts no change of out before a wait
- * for those. */
+/* Makes all that the thread has added up follow the references in shared memory. No product that
+ * adds to out is under way. WAITS: products of scores are, and ptxas accepts no change of out
+ * before a wait for them. */
 template <bool WAITS>
 static __device__ __forceinline__ void
 follow_references(const lane_place &me, bf16_memory *shared, bf16_consumer *state)
@@ -191,7 +191,7 @@ follow_references(const lane_place &me, bf16_memory *shared, bf16_consumer *stat
     for (int piece = 0; piece < 2; piece++) {
         const float newer = find_references(shared, me)[8 * piece];
         const float shift = state->reference[piece] - newer;
-        factors[piece] = ptx_exp2(fminf(shift, 0.0f)); /* above 0 there was no reference, nor sum */
+        factors[piece] = ptx_exp2(fminf(shift, 0.0f)); /* shift > 0: no reference, no sum */
         state->sum[piece] *= factors[piece];
         state->excess[piece] *= factors[piece];
         state->top[piece] += shift;
@@ -210,7 +210,7 @@ follow_references(const lane_place &me, bf16_memory *shared, bf16_consumer *stat
     }
 }
 
-/* The same where the other group has moved any. */
+/* Follows the references if the other group has moved any. */
 template <bool WAITS>
 static __device__ __forceinline__ void
 follow_other_group(const lane_place &me, bf16_memory *shared, bf16_consumer *state)
@@ -226,8 +226,8 @@ follow_other_group(const lane_place &me, bf16_memory *shared, bf16_consumer *sta
     }
 }
 
-/* Scores -> exponents of weights. Whether that has moved references; if the group FOLLOWS at once,
- * it has. block_bits: load_block_bits. */
+/* Scores -> exponents of weights. Returns whether references have moved; a group that FOLLOWS has
+ * followed them already. block_bits: load_block_bits. */
 template <bool MAXIMA, bool FOLLOWS>
 static __device__ __forceinline__ bool
 find_exponents(float score_scale, const lane_place &me, uint32_t block_bits, bf16_memory *shared,
@@ -260,7 +260,7 @@ find_exponents(float score_scale, const lane_place &me, uint32_t block_bits, bf1
 
 /* ---- Weights ------------------------------------------------------------------------------- */
 
-/* Exponents of half a block -> weights, and in bf16 as A of the next products. */
+/* Exponents of half a block -> weights, and the weights in bf16 as A of the next products. */
 static __device__ __forceinline__ void
 weigh_half(int half, bf16_consumer *state)
 {
@@ -275,7 +275,7 @@ weigh_half(int half, bf16_consumer *state)
     }
 }
 
-/* Takes the weights of the block. Compensated: equal terms round the same way. */
+/* Adds the block's weights to the sums, compensated: equal terms round the same way. */
 static __device__ __forceinline__ void
 add_to_sums(bf16_consumer *state)
 {
@@ -294,14 +294,14 @@ add_to_sums(bf16_consumer *state)
     }
 }
 
-/* Where a group's weights are for the other one. */
+/* Where a group leaves its weights for the other group. */
 static __device__ __forceinline__ uint32_t
 find_probs(uint32_t base, int group)
 {
     return group == 0 ? BF16_AT(base, keys) + ROPE_TILE * TILE_BYTES : BF16_AT(base, probs);
 }
 
-/* Weights of half a block to shared memory. */
+/* Stores the weights of half a block in shared memory. */
 static __device__ __forceinline__ void
 store_half(uint32_t base, const lane_place &me, int half, const bf16_consumer &state)
 {
@@ -314,7 +314,7 @@ store_half(uint32_t base, const lane_place &me, int half, const bf16_consumer &s
     }
 }
 
-/* Tells the other group of them: the fence is for wgmma. */
+/* Publishes the stored half to the other group. The fence makes it visible to wgmma. */
 static __device__ __forceinline__ void
 publish_half(uint32_t base, const lane_place &me, int half)
 {
@@ -324,7 +324,7 @@ publish_half(uint32_t base, const lane_place &me, int half)
 
 /* ---- Values -------------------------------------------------------------------------------- */
 
-/* The group's values of a block, as B. */
+/* The descriptor of the group's values of a block, as B. */
 static __device__ __forceinline__ uint64_t
 describe_values(uint32_t base, int block, int group)
 {
@@ -353,14 +353,14 @@ add_own_half(uint32_t base, const lane_place &me, int half, bf16_consumer *state
     wgmma_commit();
 }
 
-/* Waits for weights of the other group: those of half a block. */
+/* Waits for the other group's weights of half a block. */
 static __device__ __forceinline__ void
 wait_for_weights(uint32_t base, const lane_place &me, uint32_t parity, int half)
 {
     ptx_mbarrier_wait(BF16_AT(base, weighed) + 16 * (me.group ^ 1) + 8 * half, parity);
 }
 
-/* Starts the same for the other group's block. */
+/* Starts out += weights * values for half the keys of the other group's block. */
 static __device__ __forceinline__ void
 add_other_half(uint32_t base, const lane_place &me, int half, bf16_consumer *state)
 {

@@ -6,7 +6,7 @@
 
 #include "cuda/attention/sm90_bf16/hopper_bf16.cuh"
 
-/* The group's sums, and maxima, of all heads. */
+/* Stores the group's sums and maxima of all heads. */
 template <bool MAXIMA>
 static __device__ __forceinline__ void
 store_sums(const lane_place &me, int turn, const bf16_consumer &state, bf16_memory *shared)
@@ -29,9 +29,9 @@ store_sums(const lane_place &me, int turn, const bf16_consumer &state, bf16_memo
     }
 }
 
-/* Ends a head by both groups' sums; both groups need the factor of its out. Rows are finished and
- * combined in units of 2^integer. Sum and out both meet `unit`, so its rounding is felt in lse
- * alone. */
+/* Ends a head with both groups' sums. Returns the factor of its out, which both groups need. Rows
+ * are finished and combined in units of 2^integer. Both sum and out are multiplied by `unit`, so
+ * its rounding affects lse alone. */
 template <bool MAXIMA>
 static __device__ __forceinline__ float
 finish_head(const bf16_launch &launch, const cta_work &work, int head, int turn, float reference,
@@ -47,7 +47,7 @@ finish_head(const bf16_launch &launch, const cta_work &work, int head, int turn,
     return leave_head(launch.base, work, head, integer, top, sum, writes) * unit;
 }
 
-/* Four words of each of a row's four lanes: word i of lane c becomes word c of lane i. */
+/* Transposes four words of a row's four lanes: word i of lane c becomes word c of lane i. */
 static __device__ __forceinline__ void
 turn_words(int column, uint32_t words[4])
 {
@@ -65,7 +65,7 @@ turn_words(int column, uint32_t words[4])
     }
 }
 
-/* out * factor, rounded once: a lane has 2 values of every 8, and writes 8 of every 32. */
+/* Writes out * factor, rounded once. A lane has 2 values of every 8, and writes 8 of every 32. */
 template <bool ALIGNED>
 static __device__ __forceinline__ void
 write_out_rows(const smla_attention_params &params, const cta_work &work, const lane_place &me,
@@ -116,9 +116,9 @@ write_partial_rows(const bf16_launch &launch, const cta_work &work, const lane_p
     }
 }
 
-/* The work's results. Lanes of even columns end head row of their warp's, those of odd ones head
- * row + 8. `turn` is 0 and 1 in turn: sums of a work are read after the barrier, when the next
- * one's may come. */
+/* Writes the work's results. Lanes of even columns end head `row` of their warp, lanes of odd
+ * columns head row + 8. `turn` alternates between 0 and 1: the sums of a work are read after the
+ * barrier, when the other group may already store those of the next work. */
 template <bool ROPE, bool MAXIMA>
 static __device__ __forceinline__ void
 finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,

@@ -1,79 +1,79 @@
 /* attention_sm90.cu: sparse MLA attention over FP8 rows for Hopper, with wgmma.
  *
- * Computes     as attention_sm80.cu, transposed: S^T = K Q^T, P = 2^(scale S - ref),
- *              O^T = V^T P^T, with keys as A in registers and heads as N
- * Shapes       as attention_sm80.cu, caches of fp8_ds_mla alone
+ * Computes     the same as attention_sm80.cu, transposed: S^T = K Q^T, P = 2^(scale S - ref),
+ *              O^T = V^T P^T, with keys as operand A in registers and heads as dimension N
+ * Shapes       as attention_sm80.cu, but caches of fp8_ds_mla only
  * Shared mem   query   [9][HEADS][128 B]     f16 (RoPE: bf16) times powers of two; 64 dimensions a
  *                      tile, permuted (store_query_words), 128-byte swizzle
- *              probs   [2][64][HEADS] f16    a block of keys per warpgroup, swizzled (wgmma.cuh)
- *              ring    [GRANULES]            16 rows of 656 bytes as they are in the cache, their
- *                      scales as f16, is_key and mbarriers: 10,656 bytes
+ *              probs   [2][64][HEADS] f16    a block's weights per warpgroup, swizzled (wgmma.cuh)
+ *              ring    [GRANULES]            a granule: 16 rows of 656 bytes as in the cache, with
+ *                      their scales as f16, is_key and mbarriers, 10,656 bytes together
  *              sums, references, shifts, factors, counts of keys
- *              64 heads: 13 granules, nearly all of the 232,448 bytes that an SM has
- * Roles        One CTA per SM; CTA i has works i, i + grid, ... (token, split, head tile), or
- *              behind the first one those that level the loads (work_order.cuh). Where an SM would
- *              be idle, a CTA without work runs ahead through the code (count_ctas). Where lists
- *              differ in length, and there are no more works than SMs, long works are cut, and
- *              CTAs with short ones take the pieces (cut_works.cuh).
- *              4 gather warps   24 registers. Indices -> keys -> rows: each has a quarter of the
- *                               columns, leaves out the entries that are none (key_stream.cuh), and
- *                               brings 4 rows of every granule, one bulk copy per row. Runs ahead,
- *                               into the next work too, whose query comes first, a quarter by each.
- *              2 warpgroups     240 registers. Blocks of 64 keys in turn. For each of its blocks:
- *                               scores, then values of the other's older block while its own
- *                               scores become weights, then values of its own. A warpgroup has
- *                               all heads and 256 of the 512 values. Where weights outgrow f16, the
- *                               references move first (hopper_growth.cuh).
- *              mbarriers        arrivals | waited for by
+ *              64 heads: 13 granules; the total is nearly all of the 232,448 bytes that an SM has
+ * Roles        One CTA per SM. CTA i takes works i, i + grid, ... (token, split, head tile), or
+ *              after the first one those that level the loads (work_order.cuh). Where an SM would
+ *              be idle, a CTA without works runs ahead through the code (count_ctas). Where lists
+ *              differ in length and there are no more works than SMs, long works are cut, and
+ *              CTAs with short works take the pieces (cut_works.cuh).
+ *              4 gather warps   24 registers. Indices -> keys -> rows: each warp has a quarter of
+ *                               the columns, leaves out the entries that are no keys
+ *                               (key_stream.cuh), and brings 4 rows of every granule, one bulk copy
+ *                               per row. It runs ahead, and first brings a quarter of a new query.
+ *              2 warpgroups     240 registers. They take blocks of 64 keys in turn. For each of its
+ *                               blocks, a group finds the scores, adds values of the other group's
+ *                               older block while its own scores become weights, and adds values
+ *                               of its own block. It has all heads and 256 of the 512 values. Where
+ *                               weights exceed f16, references move first (hopper_growth.cuh).
+ *              mbarriers        arrivals | waiting threads
  *              full[granule]    128 gather threads and the bytes they announce | consumers
- *              empty[granule]   256 consumers, values converted | gather warps
+ *              empty[granule]   256 consumers, which have converted the values | gather warps
  *              weighed[group]   128 threads of the group: weights and scales | the other group
- *              added[group]     128 threads of the other group | before new weights
- *              query_free       256 consumers, last scores of a row | gather warps
+ *              added[group]     128 threads of the other group | the group, before new weights
+ *              query_free       256 consumers, after a work's last scores | gather warps
  *              query_full       a thread of each gather warp, and its bytes | consumers
- *              counted          a thread of those who count: how many steps the work has |
- *                               consumers, in a launch's first work gather warps, too
- *              planned          a consumer thread, which has left the order, or where works may
- *                               be cut all 256 | gather warps
+ *              counted          one thread, when a work's number of steps is known | consumers, and
+ *                               for a launch's first work gather warps, too
+ *              planned          the consumer thread that has stored the order, or all 256 consumers
+ *                               where works may be cut | gather warps
  *              Most threads arrive for themselves: it costs nothing, and racecheck can follow it.
- *              barriers         CONSUMERS 256 threads, GROUP + g 128 threads, GATHER 128 threads; 0
- *                               in rows done again
- *              A row whose numbers do not fit (below) is marked and done again at the end by the
- *              code of attention_sm80.cu, for which shared memory is then free.
+ *              named barriers   CONSUMERS 256 threads, GROUP + g 128 threads, GATHER 128 threads;
+ *                               barrier 0 where works are done again
+ *              A work whose numbers do not fit (see Numerics) is marked and done again at the end
+ *              by the code of attention_sm80.cu, because shared memory is free then.
  * Roofline     2 * H * 1088 FLOP and 656 bytes per key. 64 heads, per key and SM: 34 cycles of
  *              wgmma, 40 of HBM, 42 of shared memory. Measured on an H200, 64 heads, K 2048: 128
- *              tokens 72 us, 256 tokens 144 us (509 TFLOP/s), about 52 cycles per key of a further
- *              row, its start and end included. No unit is saturated: issue slots and latencies
- *              bind, with two warps per scheduler (README.md).
- * Numerics     e4m3 is exact in f16; times its scale / E, rounded to f16, where E is a power of two
- *              for the work, from the first step's scales (find_key_exponent). Scales up to 146 E
- *              fit, which is 2^9 times the first ones where these are usual; below 2^-5 E products
- *              lose bits, and may be off by 2^-25 E. E is at most 2^3, so that is nothing. Query: a
- *              power of two per work, so its f16 are exact in heads whose largest value is within
- *              2^13 of the tile's. Weights are f16, relative to ref: the first step's maximum,
- *              rounded up, lies at 4, or higher where few keys or none come later
- *              (find_row_headroom). Where a warp's 16 keys of a later step have 65,504 and more
- *              together, ref moves to their maximum in the same way, by an integer, and what was
- *              added is scaled by a power of two, exactly. Sums are fp32 of unrounded weights.
- *              Masked rows are zeros; their weights of 1 are taken from sums. A key with NaN makes
- *              all results NaN, a score of +inf its head's. A head whose q is not finite has
- *              results of NaN, and no influence on others. Whatever does not fit marks the row:
- *              scales above 146 E, E above 2^3, scores of 2^11 and more, heads smaller by 2^13,
- *              scores of -inf alone in the first of several steps. A work with one key gives its
- *              value as it is (one_key.cuh). Partial rows are rounded to f16: means of values,
- *              relative to E, so by 2^-11, or where they are small by 2^-25 E.
- *              A row's bits depend on its query, keys, num_splits, H and the device, not on T;
- *              where the plan chooses num_splits, on the lengths of all lists, too: works are cut.
- * Source       keys as A from registers, the granule ring, the order of the two warpgroups: our own
- *              studies; online softmax (FlashAttention), warp roles (CUTLASS). References that move
- *              only where they must, between two blocks, are ours, too.
+ *              tokens 72 us, 256 tokens 144 us (509 TFLOP/s), which is about 52 cycles per key of
+ *              a CTA's second work, with its start and end. No unit is saturated: issue slots and
+ *              latencies bind, with two warps per scheduler (README.md).
+ * Numerics     e4m3 is exact in f16. A value times its scale / E is rounded to f16, where E is a
+ *              power of two per work, found from the first step's scales (find_key_exponent).
+ *              Scales up to 146 E fit, 2^9 times the first ones where these are usual. Below 2^-5 E
+ *              products lose bits and may be off by 2^-25 E, which is negligible, as E is at most
+ *              2^3. The query's power of two is one per work, so its f16 are exact in heads whose
+ *              largest value is within 2^13 of the tile's. Weights are f16, relative to ref: the
+ *              first step's maximum, rounded up, has weight 4, or more where few keys or none come
+ *              later (find_row_headroom). Where the weights of a warp's 16 keys add up to 65,504 or
+ *              more in a later step, ref moves by an integer to the maximum, as in the first step,
+ *              and earlier sums are scaled by a power of two, exactly. Sums are fp32, of unrounded
+ *              weights. Masked rows are zeros, and their weights of 1 are subtracted from the sums.
+ *              NaN in a key makes all results NaN, a score of +inf those of its head. A head whose
+ *              q is not finite has NaN results and no influence on other heads. A work is lost and
+ *              done again where scales are above 146 E, E above 2^3, scores 2^11 or more, heads
+ *              smaller by 2^13 than the largest, or all scores of the first of several steps -inf.
+ *              A work with one key gives that key's value (one_key.cuh). Partial rows are means of
+ *              values relative to E, rounded to f16: off by 2^-11, if small by 2^-25 E. A query
+ *              row's bits depend on its query, keys, num_splits, H and the device, not on T; where
+ *              the plan chooses num_splits, also on the lengths of all lists, as works may be cut.
+ * Source       keys as A from registers, the granule ring, the order of the two warpgroups, and
+ *              references that move only where they must, between two blocks, are our own; online
+ *              softmax is FlashAttention's, warp roles are CUTLASS's.
  */
 #include "cuda/attention/sm90_fp8/hopper_gather.cuh"
 #include "cuda/attention/sm90_fp8/hopper_query.cuh"
 #include "cuda/attention/sm90_fp8/hopper_scores.cuh"
 #include "cuda/attention/sm90_fp8/hopper_values.cuh"
 
-/* ---- Consumers: a row ---------------------------------------------------------------------- */
+/* ---- Consumers: a work --------------------------------------------------------------------- */
 
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -88,7 +88,7 @@ clear_out(consumer<Shape> *state)
     }
 }
 
-/* How many steps the work has, when its keys are counted. */
+/* Waits until the work's keys are counted, and adds its number of steps to state->phase. */
 template <typename Shape>
 static __device__ __forceinline__ void
 take_steps(hopper_memory<Shape> *shared, consumer<Shape> *state)
@@ -98,8 +98,8 @@ take_steps(hopper_memory<Shape> *shared, consumer<Shape> *state)
     state->phase += ONE_STEP * (uint32_t)*(const volatile int32_t *)&shared->num_steps[turn];
 }
 
-/* All steps of a row whose query is there. The work behind it is found while the last products are
- * under way. */
+/* Runs all steps of a work whose query is in shared memory. Finds the next work while the last
+ * products are under way. */
 template <typename Shape>
 static __device__ __forceinline__ void
 consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consumer<Shape> *state,
@@ -112,7 +112,7 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
                                   find_weights(shared, me.group ^ 1)};
 #pragma unroll
     for (int i = 0; i < Shape::HEADS / 2; i++) {
-        state->scores[i] = 0.0f; /* else the last row's keep their registers until here */
+        state->scores[i] = 0.0f; /* else the last work's scores keep registers until here */
     }
     clear_out(state);
 #pragma unroll 1
@@ -123,7 +123,7 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
             take_steps(shared, state);
             find_references(launch, find_place_again(), shared, state);
             clear_sums(find_place_again(), shared);
-            if (find_place_again().group == 1) { /* which has to wait for weights anyway */
+            if (find_place_again().group == 1) { /* it has to wait for weights anyway */
                 leave_sinks(launch.base.params, find_place_again(), shared);
             }
         }
@@ -146,11 +146,11 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     state->phase ^= BLOCK_PARITY;
 }
 
-/* Finds how many steps the CTA's first work has: its keys are counted by group 0, which waits
- * for a query anyway and has as many warps as gather. Where works may be cut, group 1 looks for
- * long lists among short ones meanwhile; the gather warps count again what is cut. Group 1 meets
- * at a barrier of its own, for racecheck takes barriers of some threads right only where the
- * others have one, too. */
+/* Finds how many steps the CTA's first work has. Group 0 counts the keys: it waits for a query
+ * anyway, and it has as many warps as there are gather warps. Where works may be cut, group 1 looks
+ * for long lists among short ones meanwhile, and gather warps count the keys of cut works again.
+ * Group 1 has a barrier, too, because racecheck understands a barrier of one group only if the
+ * other group also has one. */
 template <typename Shape>
 static __device__ __forceinline__ void
 begin_works(const hopper_launch &launch, hopper_memory<Shape> *shared)
@@ -169,7 +169,7 @@ begin_works(const hopper_launch &launch, hopper_memory<Shape> *shared)
         }
     }
     if (may_be_cut) {
-        ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* all have looked */
+        ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* all quarters are found */
         if (are_works_ragged(shared->order)) {
             plan_cuts(launch.base, launch.num_works, BARRIER_CONSUMERS, shared);
         }
@@ -182,14 +182,14 @@ begin_works(const hopper_launch &launch, hopper_memory<Shape> *shared)
     ptx_mbarrier_arrive(ptx_shared_address(&shared->order.planned), may_be_cut);
 }
 
-/* Rows in turn. Where one ends, and out is not staged, the groups meet as the next one begins. */
+/* Does the CTA's works in turn. Unless out is staged, the groups meet only as the next begins. */
 template <typename Shape>
 static __device__ __forceinline__ void
 consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
     consumer<Shape> state = {};
     state.own = BLOCK_GRANULES * GRANULE_BYTES * find_place().group;
-    ptx_wait_for_grids(); /* from here on memory of others is read and written */
+    ptx_wait_for_grids(); /* memory of other grids is read and written only from here on */
     ptx_let_next_grid_start();
     begin_works(launch, shared);
     order_works(launch, BARRIER_CONSUMERS, shared);
@@ -205,9 +205,9 @@ consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
-/* Barriers, and what is known before the first work. A launch's arguments are in no cache: every
- * warp asks for a line of them, so that they come together, and not one after the other where they
- * are needed. */
+/* Initialises the barriers and all that is known before the first work. A launch's arguments are in
+ * no cache. So every warp asks for one line of them here: the lines arrive together, and not one
+ * after the other where they are needed. */
 template <typename Shape>
 static __device__ __forceinline__ void
 start(const hopper_launch &launch, hopper_memory<Shape> *shared)
@@ -234,24 +234,24 @@ start(const hopper_launch &launch, hopper_memory<Shape> *shared)
         ptx_fence_mbarrier_init();
     }
     if (thread == 0) {
-        shared->work = -1;       /* in front of the first */
-        shared->key_unit = 1.0f; /* for works without keys, which find none */
+        shared->work = -1;       /* begin_work counts it up: the first work is number 0 */
+        shared->key_unit = 1.0f; /* until store_query finds the first work's */
         shared->has_grown[0] = shared->has_grown[1] = 0;
     }
     if (thread < MAX_WORKS / 32) {
         shared->redo[thread] = 0;
     }
-    ((uint32_t *)shared->probs)[warp] = argument; /* for nobody: else it would not be asked for */
+    ((uint32_t *)shared->probs)[warp] = argument; /* nobody reads it, but it keeps the load alive */
     __syncthreads();
 }
 
-/* All barriers, of which many lie where rows are done again. `planned` lies behind that. */
+/* Ends all mbarriers but `planned`, because redo_works reuses the memory of many of them. */
 template <typename Shape>
 static __device__ __forceinline__ void
 end_barriers(hopper_memory<Shape> *shared)
 {
     const int thread = ptx_forget((int)threadIdx.x);
-    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody waits any more */
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody waits at an mbarrier any more */
     if (thread < Shape::GRANULES) {
         ptx_mbarrier_end(ptx_shared_address(&shared->ring[thread].full));
         ptx_mbarrier_end(ptx_shared_address(&shared->ring[thread].empty));
@@ -296,11 +296,11 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
 
 #define LARGEST_HALF      65504.0f
 #define SMALLEST_HEADROOM (-14.0f) /* where no key comes later */
-#define LARGEST_HEADROOM  (-2.0f)  /* sums take the 1 of a key that is none, and give it back */
+#define LARGEST_HEADROOM  (-2.0f)  /* sums gain and lose 1 per absent key: less than the maximum */
 
-/* The first step's maximum lies at 2^-headroom in f16, and every other weight may be off by 2^-25:
- * together no more than 2^-10 of the sum. What is light is felt where heavy keys have zeros, so no
- * more is left free than later keys may need, and nothing where there are none. */
+/* The first step's maximum has weight 2^-headroom, and every other weight may be off by 2^-25 in
+ * f16: together, by no more than 2^-10 of the sum. Light keys matter where heavy keys have values
+ * of 0. So only what later keys may need is left free above the maximum: nothing without them. */
 static float
 find_headroom(const smla_attention_params *params)
 {
@@ -315,8 +315,8 @@ find_headroom(const smla_attention_params *params)
     return headroom;
 }
 
-/* False where rows are not found by 32 bits, which count 16 bytes: more than 64 GiB between
- * them. */
+/* Finds where the rows of a cache lie. Returns false where they span more than 64 GiB: offsets have
+ * 32 bits, in units of 16 bytes. */
 static bool
 find_span(const smla_kv_view *kv, row_span *span)
 {
@@ -334,7 +334,7 @@ find_span(const smla_kv_view *kv, row_span *span)
     return below + above < (int64_t)NO_ROW;
 }
 
-/* CTAs for a number of works: more than one per SM where a CTA has not enough bits. */
+/* CTAs for a number of works: more than one per SM where a CTA has too few redo bits. */
 static int64_t
 count_hopper_ctas(const attention_launch &launch, int64_t num_works)
 {

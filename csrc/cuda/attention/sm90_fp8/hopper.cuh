@@ -1,5 +1,5 @@
-/* hopper.cuh: what all roles of attention_sm90.cu share: the shape of a kernel, its shared memory,
- * its argument, its works, and what a consumer thread keeps. The kernel's file explains them.
+/* hopper.cuh: what all warp roles of attention_sm90.cu share: template parameters, shared memory,
+ * kernel argument, works, consumer state. attention_sm90.cu explains them.
  */
 #ifndef SMLA_CUDA_HOPPER_CUH
 #define SMLA_CUDA_HOPPER_CUH
@@ -14,21 +14,21 @@
 
 enum : uint32_t { NO_ROW = 0xFFFFFFFFu };
 
-/* Of FP8 rows, in the log2 domain: what f16 takes from larger scores, 2^-12 of them, would decide
- * which key is the heaviest. Such rows are done again, exactly. */
+/* Limit of a score of FP8 rows, in the log2 domain. f16 rounds away 2^-12 of a score, and with
+ * larger scores this error would decide which key is the heaviest. Such works are done again. */
 #define MAX_SCORE 0x1p11f
 
-/* How far a maximum lies from its reference, in powers of two, where one step is to go, and where
- * at most SHORT_STEPS are (find_row_headroom). A warp's 16 keys together must still fit f16. */
+/* A new reference minus the maximum rounded up, as an exponent: in a work's last step, and where at
+ * most SHORT_STEPS are left. The weights of a warp's 16 keys together must still fit f16. */
 #define ONE_STEP_HEADROOM (-11.0f)
 #define SHORT_HEADROOM    (-8.0f)
 
 enum {
     SHORT_STEPS = 8,
     GRANULE_KEYS = 16,
-    GATHER_KEYS = GRANULE_KEYS / GATHER_WARPS, /* of a warp */
-    BLOCK_GRANULES = 4,                        /* keys of a warpgroup: 64 */
-    STEP_GRANULES = 2 * BLOCK_GRANULES,        /* both blocks */
+    GATHER_KEYS = GRANULE_KEYS / GATHER_WARPS, /* keys per gather warp in a granule */
+    BLOCK_GRANULES = 4,                        /* the block of a warpgroup: 64 keys */
+    STEP_GRANULES = 2 * BLOCK_GRANULES,        /* the blocks of both warpgroups */
     STEP_KEYS = SMLA_SM90_KEYS,
     FP8_ROW_BYTES = smla_row<SMLA_ROW_FP8_DS_MLA>::ROW_BYTES,
     SCALE_OFFSET = smla_row<SMLA_ROW_FP8_DS_MLA>::SCALE_OFFSET,
@@ -40,25 +40,25 @@ enum {
     HOPPER_THREADS = CONSUMER_THREADS + GATHER_WARPS * SMLA_WARP_LANES,
     CONSUMER_REGISTERS = 240,
     GATHER_REGISTERS = 24,
-    FP8_COUNT_LOADS = 8,    /* indices of a lane that gather warps count at once */
-    FIRST_COUNT_LOADS = 16, /* and consumers, who count a launch's first work */
+    FP8_COUNT_LOADS = 8,    /* indices per lane that gather warps load at once to count keys */
+    FIRST_COUNT_LOADS = 16, /* the same for consumers, who count a launch's first work */
     QUERY_TILES = SMLA_HEAD_DIM / 64,
-    MAX_WORKS = 512,    /* of a CTA: bits of redo */
-    CONSTANT_LINE = 64, /* bytes of arguments that come together */
+    MAX_WORKS = 512,    /* works per CTA: one redo bit each */
+    CONSTANT_LINE = 64, /* bytes: kernel arguments arrive in such lines */
     /* named barriers */
     BARRIER_CONSUMERS = 1,
     BARRIER_GROUP = 2,
     BARRIER_GATHER = 4,
-    /* exponents */
-    TOP_SCALE_EXPONENT = 6,  /* of the largest scale / E that fits: 448 times 2^7 is below 2^16 */
-    LOW_SCALE_EXPONENT = -2, /* of the first keys' largest scale / E, where E stays fine */
-    FINE_UNIT_EXPONENT = -2, /* of E: below it 2^-25 E, which a product may be off by, is nothing */
-    USUAL_UNIT_EXPONENT = -9, /* of E, where the first keys have no scale that tells */
-    MAX_KEY_EXPONENT = 40,
-    MAX_UNIT_EXPONENT = 3, /* of E: 2^-25 of it is a quarter of 1e-6 */
+    /* exponents; E is the unit of a work's scales and values (find_key_exponent) */
+    TOP_SCALE_EXPONENT = 6,   /* of the largest scale / E that fits f16: 448 times 2^7 < 2^16 */
+    LOW_SCALE_EXPONENT = -2,  /* of the first keys' largest scale / E, if E may be that large */
+    FINE_UNIT_EXPONENT = -2,  /* of E: up to it a product's error of 2^-25 E is negligible */
+    USUAL_UNIT_EXPONENT = -9, /* of E, where the first keys' scales tell nothing */
+    MAX_KEY_EXPONENT = 40,    /* the exponent of E is clamped to this and its negative */
+    MAX_UNIT_EXPONENT = 3,    /* of E: 2^-25 E is then a quarter of 1e-6 */
     MAX_QUERY_EXPONENT = 80,
-    QUERY_EXPONENT = 14, /* of the largest value of the query in f16 */
-    MAX_HEAD_RATIO = 13, /* of head maxima, in powers of two */
+    QUERY_EXPONENT = 14, /* of the query's largest value in f16 */
+    MAX_HEAD_RATIO = 13, /* between the largest values of two heads of a tile, as an exponent */
 };
 
 static_assert((int)STEP_KEYS == STEP_GRANULES * GRANULE_KEYS, "kernels.h says so");
@@ -67,26 +67,26 @@ static_assert(HOPPER_THREADS == 384 && 2 * CONSUMER_REGISTERS + GATHER_REGISTERS
 
 template <int HEADS_, bool MAXIMA_> struct hopper {
     static constexpr int HEADS = HEADS_;
-    static constexpr bool MAXIMA = MAXIMA_; /* max_logits are wanted */
+    static constexpr bool MAXIMA = MAXIMA_; /* the caller wants max_logits */
     static constexpr int GRANULES = HEADS == 64 ? (MAXIMA ? 12 : 13) : 16;
     static constexpr int CHUNKS = HEADS / 16;
-    static constexpr int SLOTS = HEADS < 32 ? 32 : HEADS; /* one or more for each lane */
-    static constexpr int PROB_BYTES = HEADS * 2;          /* of a key */
+    static constexpr int SLOTS = HEADS < 32 ? 32 : HEADS; /* of sums per warp: 1 or 2 per lane */
+    static constexpr int PROB_BYTES = HEADS * 2;          /* weights of one key */
     static constexpr int PROBS_SWIZZLE = HEADS == 64   ? WGMMA_SWIZZLE_128
                                          : HEADS == 32 ? WGMMA_SWIZZLE_64
                                                        : WGMMA_SWIZZLE_32;
-    /* what redoes rows: tiles of 32 heads at most, for its registers */
+    /* Lost works are done again in tiles of at most 32 heads: larger ones need more registers. */
     static constexpr int REDO_TILES = HEADS == 64 ? 2 : 1;
     typedef tile<HEADS_ / REDO_TILES, SMLA_ROWS_FP8> Portable;
 };
 
-/* 16 rows as they are in the cache, and what is known of them: one address for all. */
+/* 16 cache rows as they lie in the cache, and all that belongs to them: one address finds it. */
 typedef struct ring_granule {
     alignas(16) uint8_t rows[GRANULE_KEYS][FP8_ROW_BYTES];
     alignas(16) uint16_t scales[SMLA_NUM_SCALE_TILES][GRANULE_KEYS]; /* relative to E */
     uint64_t full;
     uint64_t empty;
-    uint32_t is_key; /* four bits in the byte of each gather warp */
+    uint32_t is_key; /* byte w: four bits, for the rows of gather warp w */
 } ring_granule;
 
 enum { GRANULE_BYTES = sizeof(ring_granule) };
@@ -95,13 +95,13 @@ template <typename Shape> struct hopper_memory {
     alignas(1024) uint8_t query[QUERY_TILES][Shape::HEADS][128];
     alignas(1024) uint8_t probs[2][64][Shape::PROB_BYTES];
     alignas(1024) ring_granule ring[Shape::GRANULES];
-    alignas(16) float sums[CONSUMER_WARPS][Shape::SLOTS]; /* slot_of_sum; first maxima */
+    alignas(16) float sums[CONSUMER_WARPS][Shape::SLOTS]; /* slot_of_sum; at first, maxima */
     alignas(16) float tops[Shape::MAXIMA ? CONSUMER_WARPS : 1][Shape::MAXIMA ? Shape::SLOTS : 1];
     alignas(16) float reference[Shape::HEADS];
-    alignas(16) float factor[2][Shape::HEADS]; /* each group's own; until they are known, sinks */
-    int32_t work;                              /* its number among those of the CTA */
-    cta_work place;     /* what it is, but for its columns: kept here, for divisions are slow */
-    float score_scale;  /* of scores, in the log2 domain */
+    alignas(16) float factor[2][Shape::HEADS]; /* of out, per group; before that, the sinks */
+    int32_t work;                              /* number of the present work among the CTA's */
+    cta_work place;     /* the present work without its columns, kept because divisions are slow */
+    float score_scale;  /* multiplies a score, gives its logit in the log2 domain */
     float key_unit;     /* E */
     float inv_key_unit; /* 1 / E */
     uint32_t query_max[CONSUMER_WARPS];
@@ -111,22 +111,22 @@ template <typename Shape> struct hopper_memory {
     uint64_t query_full;
     uint64_t query_free;
     uint64_t counted;
-    int32_t num_steps[2];                             /* of works in turn, as what follows */
-    alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* add_absent */
-    listed_index only[2][GATHER_WARPS];               /* a gather warp's key, if it has but one */
+    int32_t num_steps[2]; /* of a work; in these four, works use elements 0 and 1 in turn */
+    alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* places without a key (add_absent) */
+    listed_index only[2][GATHER_WARPS];               /* a gather warp's key, if it has only one */
     alignas(16) key_counts num_keys[2];
-    /* by group: whether its weights have outgrown f16, and what it has raised the references by */
+    /* Per group: by how much it has raised the references, and whether its weights exceed f16. */
     alignas(8) float shift[2][Shape::HEADS];
     alignas(4) uint8_t has_grown[4];
-    alignas(8) uint8_t is_lost[CONSUMER_WARPS]; /* a number of the row did not fit */
+    alignas(8) uint8_t is_lost[CONSUMER_WARPS]; /* a number of the work did not fit */
     uint32_t redo[MAX_WORKS / 32];
     work_order order;
 };
 
-/* The rows of a list. */
+/* Where the cache rows of a list lie. */
 typedef struct row_span {
-    const uint8_t *lowest;
-    uint32_t bias; /* of the row of slot 0, in 16 bytes above the lowest */
+    const uint8_t *lowest; /* row in memory */
+    uint32_t bias;         /* from there to the row of slot 0, in units of 16 bytes */
 } row_span;
 
 /* The argument of the kernel. */
@@ -134,18 +134,18 @@ typedef struct hopper_launch {
     attention_launch base;
     row_span lists[2];
     int32_t num_works;
-    float headroom;      /* exponent that the first keys' maximum is below the reference */
-    float max_weight;    /* of a head, a warp's 16 keys together: below that each fits f16 */
-    bool out_is_aligned; /* every row to 16 bytes */
-    bool fetches_query;  /* gather warps do: q is aligned too, and out not staged in its place */
-    bool query_is_dense; /* heads of a token lie one behind the other, both parts together */
+    float headroom;      /* upper limit of find_row_headroom */
+    float max_weight;    /* limit of a head's weights over a warp's 16 keys: below, each fits f16 */
+    bool out_is_aligned; /* every row of out is aligned to 16 bytes */
+    bool fetches_query;  /* gather warps fetch it: q and out are aligned, so out is not staged */
+    bool query_is_dense; /* a token's heads are contiguous, both parts of each head together */
     bool is_ordered;     /* CTAs take works in the order of work_order.cuh */
 } hopper_launch;
 
 /* ---- Works --------------------------------------------------------------------------------- */
 
-/* The work behind the CTA's present one, or that which it is a part of; of no heads: there is
- * none. */
+/* The CTA's next work, or if that is a part, the whole work. It has no heads where there is no next
+ * work. */
 template <typename Shape>
 static __device__ __forceinline__ cta_work
 find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
@@ -160,13 +160,13 @@ find_next(const hopper_launch &launch, const hopper_memory<Shape> *shared)
     return next;
 }
 
-/* Makes it the present one. Others know after the next barrier. */
+/* Makes `next` the present work. Other threads see it after the next barrier. */
 template <typename Shape>
 static __device__ __forceinline__ void
 begin_work(const hopper_launch &launch, const cta_work &next, hopper_memory<Shape> *shared)
 {
-    const int thread = ptx_forget((int)threadIdx.x);
-    if (thread == 0) { /* not a comparison kept over the loop */
+    const int thread = ptx_forget((int)threadIdx.x); /* recomputed: keeping it costs a register */
+    if (thread == 0) {
         shared->work++;
         shared->place.token = next.token;
         shared->place.first_head = next.first_head;
@@ -184,8 +184,8 @@ begin_work(const hopper_launch &launch, const cta_work &next, hopper_memory<Shap
     __syncwarp();
 }
 
-/* Tells of a work's steps, by one thread. The consumers have taken the last work's before its
- * query's place became free. */
+/* One thread tells the consumers how many steps a work has. They have taken the number of the
+ * previous work already: they do so before they free the place of its query. */
 template <typename Shape>
 static __device__ __forceinline__ void
 publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shared)
@@ -196,13 +196,13 @@ publish_steps(const list_steps &steps, uint32_t turn, hopper_memory<Shape> *shar
 
 /* ---- Consumers: state ---------------------------------------------------------------------- */
 
-/* Which part of everything a thread has. */
+/* A consumer thread's place, which decides on its parts of tiles and fragments. */
 typedef struct lane_place {
     int group;  /* warpgroup */
-    int warp;   /* of the group */
-    int lane;   /* of the warp */
-    int row;    /* lane / 4: of fragments */
-    int column; /* lane % 4 */
+    int warp;   /* number in its group */
+    int lane;   /* number in its warp */
+    int row;    /* lane / 4: fragment row */
+    int column; /* lane % 4: fragment column */
 } lane_place;
 
 static __device__ __forceinline__ lane_place
@@ -219,20 +219,20 @@ find_place(void)
     return place_of_thread(threadIdx.x);
 }
 
-/* Computed anew where it is called: kept over the loop it would cost the loop registers. */
+/* find_place, recomputed at each call: keeping the result live over the loop costs registers. */
 static __device__ __forceinline__ lane_place
 find_place_again(void)
 {
     return place_of_thread((uint32_t)ptx_forget((int)threadIdx.x));
 }
 
-/* Where things are in shared memory, computed anew where it is asked for. */
+/* Addresses in shared memory, recomputed at each call of find_addresses. */
 typedef struct hopper_addresses {
     uint32_t ring;
-    uint32_t empty; /* of the first granule */
+    uint32_t empty; /* barrier of the first granule */
     uint32_t weighed;
     uint32_t added;
-    uint32_t probs; /* of the own group */
+    uint32_t probs; /* weights of the own group */
 } hopper_addresses;
 
 template <typename Shape>
@@ -248,32 +248,32 @@ find_addresses(hopper_memory<Shape> *shared, int group)
     return at;
 }
 
-/* Whether the keys of rows row and row + 8 of the warp's granule are there: 0 if not, and if so one
- * bit (find_key_masks) or all of them (wait_for_granule). */
+/* Whether rows `row` and row + 8 of the warp's granule have keys: 0 if not. If so, one bit is set
+ * (find_key_masks) or all of them (wait_for_granule). */
 typedef struct key_masks {
     uint32_t first;
     uint32_t second;
 } key_masks;
 
-/* What a consumer thread keeps over a row. */
+/* What a consumer thread keeps in registers during a work. */
 template <typename Shape> struct consumer {
     float out[4][Shape::HEADS / 2];
     float scores[Shape::HEADS / 2];
-    float even_sum; /* of an even chunk, until the next one's is there */
+    float even_sum; /* of an even chunk of heads, until the odd chunk's sum is there */
     float even_top;
-    bool has_grown[Shape::CHUNKS < 2 ? 1 : Shape::CHUNKS / 2]; /* sums of a pair, left out */
-    uint32_t raw[2][8];                                        /* values of a granule */
+    bool has_grown[Shape::CHUNKS < 2 ? 1 : Shape::CHUNKS / 2]; /* the pair's sum was left out */
+    uint32_t raw[2][8];                                        /* a granule's values, as bytes */
     uint32_t scale[2][2];
-    uint32_t a[2][16]; /* the same as A */
-    uint32_t key_bits; /* is_key of the warp's granule of the group's block */
-    int own;           /* where in the ring the group's block begins, in bytes */
-    uint32_t phase;    /* parities: of its full barrier, its number, the query; steps to go */
+    uint32_t a[2][16]; /* the same values as operand A of wgmma */
+    uint32_t key_bits; /* is_key of the warp's granule in the group's block */
+    int own;           /* where the group's block begins in the ring, in bytes */
+    uint32_t phase;    /* parities of `full` barriers, block and query; above them, steps to go */
 };
 
 enum { RING_PARITY = 1, BLOCK_PARITY = 2, QUERY_PARITY = 4, ONE_STEP = 8 };
 
-/* Where the other group's older block begins. In group 0's first step there is none: any rows that
- * are there, for their weights are 0. */
+/* Where the other group's older block begins in the ring. In group 0's first step there is no such
+ * block: the own block stands in for it, with weights of 0 (clear_weights). */
 template <typename Shape>
 static __device__ __forceinline__ int
 find_other(const consumer<Shape> &state, bool has_other)
@@ -282,7 +282,7 @@ find_other(const consumer<Shape> &state, bool has_other)
     return other < 0 ? other + Shape::GRANULES * GRANULE_BYTES : other;
 }
 
-/* Where granule i of the block that begins at `first` is. */
+/* Where granule i of the block that begins at `first` lies in the ring, in bytes. */
 template <typename Shape>
 static __device__ __forceinline__ int
 find_granule(int first, int i)
@@ -292,7 +292,7 @@ find_granule(int first, int i)
     return first + i * GRANULE_BYTES - (wraps ? Shape::GRANULES * GRANULE_BYTES : 0);
 }
 
-/* Marks the row. */
+/* Marks the present work as lost if `is_lost`. */
 template <typename Shape>
 static __device__ __forceinline__ void
 lose_row(hopper_memory<Shape> *shared, bool is_lost)
@@ -314,8 +314,8 @@ find_key_masks(const lane_place &me, uint32_t key_bits)
     return key_masks{key_bits & 1u << bit, key_bits & 0x10000u << bit};
 }
 
-/* Of the keys that fold_pair adds up, those that are not there: of the warp's 16, or where a lane
- * and lane ^ 4 keep half each, of those in rows as even or odd as the lane's. */
+/* The number of absent keys among those that fold_pair adds up. These are the warp's 16 keys, or
+ * with one chunk, where lanes l and l ^ 4 keep half each, the 8 in rows of the lane's parity. */
 template <typename Shape>
 static __device__ __forceinline__ float
 count_absent(const lane_place &me, uint32_t key_bits)
@@ -324,7 +324,7 @@ count_absent(const lane_place &me, uint32_t key_bits)
                                      : 8 - __popc(key_bits & 0x05050505u << (me.row & 1)));
 }
 
-/* The warp's granule of the own block, once its rows are there. */
+/* Waits for the rows of the warp's granule in the own block. Returns the granule's address. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
 wait_for_rows(const hopper_addresses &at, const lane_place &me, const consumer<Shape> &state)
@@ -341,7 +341,7 @@ power_of_two(int exponent)
     return smla_bits_float((uint32_t)(exponent + 127) << 23);
 }
 
-/* Two bf16. */
+/* 2^exponent twice, as two bf16. */
 static __device__ __forceinline__ uint32_t
 two_powers_of_two(int exponent)
 {
@@ -350,7 +350,7 @@ two_powers_of_two(int exponent)
 
 /* ---- Scales --------------------------------------------------------------------------------- */
 
-/* The exponent of a scale, 0 for NaN and infinities. */
+/* The exponent bits of a scale, 0 for NaN and infinities. */
 static __device__ __forceinline__ uint32_t
 exponent_of_scale(uint32_t scale)
 {
@@ -358,13 +358,13 @@ exponent_of_scale(uint32_t scale)
     return exponent == 0xFF ? 0 : exponent;
 }
 
-/* The largest scale / E that fits, as two f16: 448 * 146 is below 65,504. What has an exponent up
- * to TOP_SCALE_EXPONENT fits, even rounded up. */
+/* 146, the largest scale / E that fits, as two f16: 448 * 146 is below 65,504. Scales / E with an
+ * exponent up to TOP_SCALE_EXPONENT fit even when they are rounded up. */
 enum : uint32_t { LARGEST_SCALES = 0x58905890u };
 
 /* ---- e4m3 to f16 --------------------------------------------------------------------------- */
 
-/* Four values times a scale that stands twice in its word: bytes 0, 1 and bytes 2, 3. */
+/* Four values times two scales: bytes 0 and 2 times the low half of `scale`, 1 and 3 the high. */
 static __device__ __forceinline__ void
 scale_e4m3x4(uint32_t bytes, uint32_t scale, uint32_t *low, uint32_t *high)
 {
@@ -373,8 +373,8 @@ scale_e4m3x4(uint32_t bytes, uint32_t scale, uint32_t *low, uint32_t *high)
     *high = ptx_mul_f16x2(*high, scale);
 }
 
-/* A of 16 dimensions of a score: four bytes of row `row` and four of row + 8, each times its
- * scale. */
+/* Operand A for 16 dimensions of scores: four bytes of row `row` and four of row + 8, each times
+ * the scale of its row. */
 static __device__ __forceinline__ void
 convert_key_step(uint32_t upper, uint32_t lower, const uint32_t scale[2], uint32_t a[4])
 {
@@ -388,7 +388,7 @@ convert_key_step(uint32_t upper, uint32_t lower, const uint32_t scale[2], uint32
 
 /* ---- Over rows of fragments ---------------------------------------------------------------- */
 
-/* The head of a chunk that reduce_half leaves a thread with: lanes l and l ^ 4 have the same. */
+/* The head of a chunk whose value reduce_half leaves in a lane: lanes l and l ^ 4 have the same. */
 static __device__ __forceinline__ int
 head_of_sum(const lane_place &me)
 {
@@ -403,8 +403,8 @@ merge_pair(float a, float b)
     return IS_MAX ? fmaxf(a, b) : a + b;
 }
 
-/* Four heads' values over four of the eight rows of a warp: one head's (head_of_sum) per lane. Lane
- * ^ 4 has the other four rows. */
+/* Merges four heads' values over four of a warp's eight fragment rows. Each lane gets the result of
+ * one head (head_of_sum), and lane ^ 4 the same head's result over the other four rows. */
 template <bool IS_MAX>
 static __device__ __forceinline__ float
 reduce_half(const float values[4], int lane)
@@ -421,8 +421,8 @@ reduce_half(const float values[4], int lane)
     return merge_pair<IS_MAX>(odd ? half_1 : half_0, __shfl_xor_sync(0xFFFFFFFFu, give, 8));
 }
 
-/* Over all of them: leave(head, value) for every head, several chunks at once, whose shuffles need
- * not wait for each other. */
+/* The same over all eight rows: calls leave(head, value) for every head. It handles several chunks
+ * at once, so that their shuffles need not wait for each other. */
 template <bool IS_MAX, int CHUNKS, typename Leave>
 static __device__ __forceinline__ void
 leave_rows(float (&values)[CHUNKS][4], const lane_place &me, Leave leave)
@@ -463,14 +463,14 @@ leave_rows(float (&values)[CHUNKS][4], const lane_place &me, Leave leave)
     }
 }
 
-/* The larger of a score of rows row and row + 8, those without a key left out. */
+/* The larger of two scores, of rows `row` and row + 8. Rows without a key are left out. */
 static __device__ __forceinline__ float
 max_of_keys(key_masks is_key, float a, float b)
 {
     return fmaxf(is_key.first ? a : -INFINITY, is_key.second ? b : -INFINITY);
 }
 
-/* The same of the maxima of a warp's scores times a scale. */
+/* leave_rows for the maxima of a warp's scores times `scale`, over rows that have a key. */
 template <int SCORES, typename Leave>
 static __device__ __forceinline__ void
 leave_tops(const float (&scores)[SCORES], float scale, key_masks is_key, const lane_place &me,
@@ -487,7 +487,7 @@ leave_tops(const float (&scores)[SCORES], float scale, key_masks is_key, const l
 
 /* ---- The query's power of two -------------------------------------------------------------- */
 
-/* Its exponent, from the bits of the largest value as a bf16; is_lost where none fits. */
+/* The exponent for a query whose largest value has these bf16 bits. Sets is_lost if none fits. */
 static __device__ __forceinline__ int
 find_query_exponent(uint32_t query_max, bool *is_lost)
 {
@@ -499,15 +499,15 @@ find_query_exponent(uint32_t query_max, bool *is_lost)
 
 /* ---- Consumers: the end of a work ---------------------------------------------------------- */
 
-/* Ends a head: lse and max_logits, or the state of the partial row, if `writes`. sum and out are
- * multiples of 2^reference, and `top` is a score that is not below the largest one rounded down.
- * Returns what out is multiplied with, 0 where there are no keys. */
+/* Ends a head: if `writes`, writes lse and max_logits, or the state of the partial row. sum and out
+ * are multiples of 2^reference. `top` is a score that is not below the largest one rounded down.
+ * Returns the factor of out, which is 0 where there are no keys. */
 static __device__ __forceinline__ float
 leave_head(const attention_launch &launch, const cta_work &work, int head, float reference,
            float top, float sum, bool writes)
 {
     top = sum == 0.0f ? -INFINITY : top;
-    /* they shall be multiples of 2^(reference of the maximum) */
+    /* makes sum and out multiples of 2^ceil(top), the reference that softmax.cuh expects */
     const float shift = sum == 0.0f ? 1.0f : power_of_two((int)(reference - ceilf(top)));
     float factor = shift;
     sum *= shift;
@@ -522,15 +522,15 @@ leave_head(const attention_launch &launch, const cta_work &work, int head, float
     return sum == 0.0f ? 0.0f : factor;
 }
 
-/* Where a partial row of halves (kernels.h) begins. */
+/* Where a head's partial row of halves (kernels.h) begins. */
 static __device__ __forceinline__ uint16_t *
 find_halves(const attention_launch &launch, const cta_work &work, int head)
 {
     return (uint16_t *)(launch.partials.out + ((int64_t)work.first_row + head) * SMLA_KV_LORA_RANK);
 }
 
-/* As leave_head, for a partial row of halves, which are means of values in units of `unit`: none is
- * above the largest value. */
+/* Like leave_head, for a partial row of halves. The halves are means of the keys' values in units
+ * of `unit`, so none is above the largest value. */
 static __device__ __forceinline__ void
 leave_halves(const attention_launch &launch, const cta_work &work, int head, float reference,
              float top, float sum, float unit)
@@ -545,7 +545,7 @@ leave_halves(const attention_launch &launch, const cta_work &work, int head, flo
     launch.partials.out[row * SMLA_KV_LORA_RANK + SMLA_HALF_UNIT] = whole * unit;
 }
 
-/* Marks the CTA's work of this number: it has to be done again. */
+/* Marks the CTA's work of this number, which redo_works will do again. */
 static __device__ __forceinline__ void
 mark_work(int number, int thread, uint32_t redo[MAX_WORKS / 32])
 {
@@ -554,8 +554,8 @@ mark_work(int number, int thread, uint32_t redo[MAX_WORKS / 32])
     }
 }
 
-/* The marked works, by the portable code, in the shared memory that nobody uses any more: all that
- * is in front of `redo`. A work is `num_parts` of that code's tiles. */
+/* Does the marked works again with the portable code, in the shared memory in front of `redo`,
+ * which nobody uses any more. A work is `num_parts` head tiles of the portable code. */
 template <typename Portable>
 static __device__ __forceinline__ void
 redo_works(const hopper_launch &hopper, int num_parts, const uint32_t *redo,

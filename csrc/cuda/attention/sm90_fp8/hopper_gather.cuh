@@ -1,5 +1,5 @@
-/* hopper_gather.cuh: the gather warps of attention_sm90.cu: indices -> rows of the cache ->
- * granules of the ring, ahead of the consumers.
+/* hopper_gather.cuh: the gather warps of attention_sm90.cu. They turn indices into cache rows, and
+ * copy these to granules of the ring, ahead of the consumers.
  */
 #ifndef SMLA_CUDA_HOPPER_GATHER_CUH
 #define SMLA_CUDA_HOPPER_GATHER_CUH
@@ -8,8 +8,8 @@
 
 /* ---- Gather -------------------------------------------------------------------------------- */
 
-/* Where the row that an index names begins, in 16 bytes from the lowest row of its cache; the first
- * one is `bias` above that. Arithmetic modulo 2^32: strides may be negative. */
+/* Where the cache row of an index begins, in units of 16 bytes from the lowest row, or NO_ROW. Slot
+ * 0 begins at `bias`. Arithmetic is modulo 2^32, because strides may be negative. */
 static __device__ __forceinline__ uint32_t
 find_row_offset(const attention_launch &launch, uint32_t bias, int list, int32_t token,
                 int32_t index)
@@ -26,12 +26,12 @@ find_row_offset(const attention_launch &launch, uint32_t bias, int list, int32_t
            offset * (uint32_t)(kv.token_stride_bytes >> 4) + bias;
 }
 
-/* What a gather warp keeps: little, for it has 24 registers. */
+/* What a gather warp keeps in registers. It is little, because a thread has 24 registers. */
 typedef struct gather_state {
-    uint32_t base;   /* of shared memory */
-    uint32_t rows;   /* of the warp's rows in the ring's first granule */
-    uint32_t slot;   /* of the ring */
-    uint32_t parity; /* of its empty barrier */
+    uint32_t base;   /* address of shared memory */
+    uint32_t rows;   /* address of the warp's rows in the ring's first granule */
+    uint32_t slot;   /* number of the next granule in the ring */
+    uint32_t parity; /* of that granule's `empty` */
 } gather_state;
 
 static __device__ __forceinline__ int
@@ -46,11 +46,11 @@ find_gather_lane(void)
     return (int)(ptx_thread() % SMLA_WARP_LANES);
 }
 
-/* Zeros in place of rows that are not there. `to` has the warp's four. */
+/* Writes zeros in place of absent rows. `to` is the address of the warp's four rows. */
 static __device__ __forceinline__ void
 clear_rows(uint32_t to, uint32_t is_key)
 {
-    constexpr int REST = FP8_ROW_BYTES / 16 - SMLA_WARP_LANES; /* lanes with a second piece */
+    constexpr int REST = FP8_ROW_BYTES / 16 - SMLA_WARP_LANES; /* lanes that clear 16 bytes more */
     const int lane = find_gather_lane();
 #pragma unroll
     for (int i = 0; i < GATHER_KEYS; i++) {
@@ -62,20 +62,20 @@ clear_rows(uint32_t to, uint32_t is_key)
             }
         }
     }
-    ptx_fence_async_shared(); /* before a later bulk copy to the same place */
+    ptx_fence_async_shared(); /* a later bulk copy to the same place comes after the zeros */
     __syncwarp();
 }
 
-/* The warp's four rows of a granule, from `from`, once its last ones are not needed any more; lanes
- * first_lane to first_lane + 3 know where. All addresses are the warp's, not a lane's, and known
- * before the wait: from there on the ring waits for the warp. */
+/* Copies the warp's four rows of a granule, once its previous rows are not needed any more. Lanes
+ * first_lane to first_lane + 3 have the rows' offsets from `from`. All addresses are uniform and
+ * computed before the wait, because any instruction after it delays the ring. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int first_lane,
           uint32_t is_key)
 {
     typedef hopper_memory<Shape> memory;
-    const uint32_t slot = __shfl_sync(0xFFFFFFFFu, state.slot, 0); /* known to be the warp's */
+    const uint32_t slot = __shfl_sync(0xFFFFFFFFu, state.slot, 0); /* now known to be uniform */
     const uint32_t granule = state.base + (uint32_t)offsetof(memory, ring) + slot * GRANULE_BYTES;
     const uint32_t to = state.rows + slot * GRANULE_BYTES;
     const uint32_t full = granule + (uint32_t)offsetof(ring_granule, full);
@@ -93,7 +93,7 @@ copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int f
         rows[i] = from + (uint64_t)offsets[i] * 16;
     }
     const bool is_elected = ptx_elect();
-    /* each way waits for itself, as late as it can */
+    /* each branch has its own wait, as late as possible */
     if (is_key == 15) {
         ptx_mbarrier_wait(empty, state.parity);
         if (is_elected) {
@@ -122,7 +122,7 @@ copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int f
     __syncwarp();
 }
 
-/* Counts the keys of a work that is not the first, by all gather warps. */
+/* All gather warps count the keys of a work. For a launch's first work, consumers do it. */
 template <typename Shape>
 static __device__ __forceinline__ void
 count_keys_of(const hopper_launch &launch, const cta_work &work, uint32_t turn,
@@ -132,8 +132,8 @@ count_keys_of(const hopper_launch &launch, const cta_work &work, uint32_t turn,
                                 BARRIER_GATHER, &shared->num_keys[turn]);
 }
 
-/* The same of the CTA's works that are parts: of its first work, where that is cut, and of the
- * piece behind it. */
+/* Counts the keys of the CTA's parts of works: of its first work, if that is cut, and of the piece
+ * after it. */
 template <typename Shape>
 static __device__ __forceinline__ void
 count_parts_of(const hopper_launch &launch, hopper_memory<Shape> *shared)
@@ -150,7 +150,7 @@ count_parts_of(const hopper_launch &launch, hopper_memory<Shape> *shared)
     }
 }
 
-/* A step of a work: lane l's index is that of key l % 4 of the warp's four in granule l / 4. */
+/* Gathers a step of a work. Lane l has the index of the warp's key l % 4 in granule l / 4. */
 template <typename Shape>
 static __device__ __forceinline__ void
 gather_step(const hopper_launch &launch, const cta_work &work, int list, uint32_t index,
@@ -173,7 +173,7 @@ gather_step(const hopper_launch &launch, const cta_work &work, int list, uint32_
     }
 }
 
-/* Steps [begin, end) of a list of a work, whose keys are counted. */
+/* Gathers steps [begin, end) of one list of a work, after the work's keys are counted. */
 template <typename Shape>
 static __device__ __forceinline__ void
 gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t begin, int32_t end,
@@ -195,8 +195,8 @@ gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t
     }
 }
 
-/* The warp's heads of a work's query as they are in memory, to the place of the last one, which
- * nobody multiplies any more. */
+/* Copies the warp's heads of a work's query, as they lie in memory, to the place of the previous
+ * query, which nobody multiplies any more. */
 template <typename Shape>
 static __device__ __forceinline__ void
 fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base)
@@ -230,10 +230,10 @@ fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base)
     __syncwarp();
 }
 
-/* A launch's first work, as far as it goes without its list: the query, and the first step where
- * the warp's first 32 columns have all of it, either because all of them are keys, or because there
- * are no others. Whether the step has begun. Straight code, in the order of what is waited for:
- * neither it nor its data are in any cache. Meanwhile consumers count. */
+/* Begins a launch's first work, as far as the warp's first 32 columns allow: fetches the query, and
+ * gathers the first step if they hold all its keys, either because all 32 are keys or because the
+ * warp has no others. Returns whether it did. The code is straight, in the order of its waits,
+ * because neither code nor data are in any cache yet. Consumers count the keys meanwhile. */
 template <typename Shape>
 static __device__ __forceinline__ bool
 begin_launch(const hopper_launch &launch, const cta_work &work, hopper_memory<Shape> *shared,
@@ -265,17 +265,17 @@ begin_launch(const hopper_launch &launch, const cta_work &work, hopper_memory<Sh
     return has_step;
 }
 
-/* All works of the CTA. The keys of a work are counted while the first rows of the one in front of
- * it are on their way, for the consumers have to store a query then; with few heads, where the
- * memory binds, and behind a launch's first work, whose order may not be known before, after its
- * last ones. Where works may be cut, all is known when the first one's keys are counted. */
+/* Gathers all works of the CTA. With 64 heads, the keys of a work are counted after the first step
+ * of the previous work, because the consumers store a query then. They are counted after its last
+ * step where there are fewer heads, because memory binds there, and after a launch's first work,
+ * because the order may not be known earlier. Keys of cut works are counted before the loop. */
 template <typename Shape>
 static __device__ __forceinline__ void
 gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
     enum { FIRST_STEP, MAIN_LIST, EXTRA_LIST, NUM_PARTS };
     gather_state state;
-    /* through a shuffle: else the address is computed again and again */
+    /* the shuffles keep ptxas from computing the address again and again */
     state.base = __shfl_sync(0xFFFFFFFFu, ptx_shared_address(shared), 0);
     state.rows = state.base + (uint32_t)offsetof(hopper_memory<Shape>, ring) +
                  __shfl_sync(0xFFFFFFFFu, find_gather_warp(), 0) * (GATHER_KEYS * FP8_ROW_BYTES);
@@ -328,7 +328,7 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
         work = find_ordered_work(launch.base, idx, Shape::HEADS);
         has_begun = false;
         ptx_mbarrier_wait(state.base + (uint32_t)offsetof(hopper_memory<Shape>, query_free), turn);
-        if (ptx_elect()) { /* the consumers have left the work before, which had the same turn */
+        if (ptx_elect()) { /* consumers are done with the work before, which used this element */
             shared->num_absent[turn ^ 1][find_gather_warp()] = 0;
         }
         if (launch.fetches_query) {

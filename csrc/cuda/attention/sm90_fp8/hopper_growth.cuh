@@ -1,31 +1,31 @@
-/* hopper_growth.cuh: what attention_sm90.cu does where weights outgrow f16: the references move.
+/* hopper_growth.cuh: how attention_sm90.cu moves its references where weights exceed f16.
  *
  * Both groups add blocks of keys in one order: 0, 1, 2, 3, ... Group g weighs blocks g, g + 2, ...,
  * and tells the other group (`weighed`) before either of them multiplies the weights. So a
  * reference may move between two blocks, if everything that was added before is scaled:
- *   - the group that finds too large weights in its block raises the references of its heads by
- *     whole numbers (`shift`), scales the sums of both groups and its own part of `out`, which is
- *     exact, weighs the block again, and only then tells of it. The sums are nobody else's at that
- *     time: the other group has told of the block before, and waits for this one before the next.
- *   - the other group finds has_grown set when it has waited for the block. It scales its part of
- *     `out`, and clears has_grown. The first group may set it again with its next block, for which
- *     it waits (`added`) until the other one is through with this block.
+ *   - The group that finds too large weights in its block raises the references by whole numbers
+ *     (`shift`), scales the sums of both groups and its own part of `out`, which is exact, and
+ *     weighs the block again. Only then it arrives at `weighed`. The other group does not touch the
+ *     sums meanwhile: it has weighed its last block, and waits for this one before its next.
+ *   - The other group finds has_grown set when it has waited for the block. It scales its part of
+ *     `out` and clears has_grown. The first group may set has_grown again with its next block, but
+ *     before that it waits (`added`) until the other group has added this block.
  */
 #ifndef SMLA_CUDA_HOPPER_GROWTH_CUH
 #define SMLA_CUDA_HOPPER_GROWTH_CUH
 
 #include "cuda/attention/sm90_fp8/hopper_scores.cuh"
 
-/* 2^-shift, where shift is an integer that is not negative, or infinite. scale_out has ptx_exp2 for
- * it; here that would cost the kernel 12 bytes of spills. */
+/* 2^-shift, where shift is an integer that is not negative, or infinite. scale_out uses ptx_exp2
+ * instead, which here would cost the kernel 12 bytes of spills. */
 static __device__ __forceinline__ float
 scale_of_shift(float shift)
 {
     return shift < 127.0f ? power_of_two(-(int)shift) : 0.0f;
 }
 
-/* What a group says of its weights: not 0 where they have outgrown f16. The same for all threads;
- * is_any tells the compiler so. */
+/* Not 0 where a group's weights exceed f16. All threads read the same value; is_any tells the
+ * compiler so. */
 template <typename Shape>
 static __device__ __forceinline__ uint8_t
 load_has_grown(const hopper_memory<Shape> *shared, int group)
@@ -40,8 +40,8 @@ is_any(uint8_t has_grown)
     return __any_sync(0xFFFFFFFFu, has_grown != 0);
 }
 
-/* out * 2^-shift, of the thread's heads. That is exact, for ptx_exp2 of an integer is a power of
- * two, or 0. Nothing may be under way to `out`. */
+/* Multiplies `out` of the thread's heads by 2^-shift. This is exact, because ptx_exp2 of an integer
+ * is a power of two or 0. No products into `out` may be under way. */
 template <typename Shape>
 static __device__ __forceinline__ void
 scale_out(const float *shift, const lane_place &me, consumer<Shape> *state)
@@ -63,8 +63,8 @@ scale_out(const float *shift, const lane_place &me, consumer<Shape> *state)
     }
 }
 
-/* Raises the references to the maxima of the block's scores, as find_references would place them,
- * and leaves in `shift` by how much. */
+/* Raises the references to where find_references would place them for the maxima of this block, and
+ * stores in `shift` by how much. */
 template <typename Shape>
 static __device__ __forceinline__ void
 move_references(const hopper_launch &launch, const lane_place &me, hopper_memory<Shape> *shared,
@@ -89,7 +89,7 @@ move_references(const hopper_launch &launch, const lane_place &me, hopper_memory
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
 }
 
-/* The sums of all warps, by one group. */
+/* One group scales the sums of all warps by 2^-shift, and moves their maxima. */
 template <typename Shape>
 static __device__ __forceinline__ void
 scale_sums(const lane_place &me, hopper_memory<Shape> *shared)
@@ -106,14 +106,14 @@ scale_sums(const lane_place &me, hopper_memory<Shape> *shared)
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
 }
 
-/* weigh_chunk again, with exponents smaller by `shift`, for both chunks of a pair. The sum is taken
- * where it was left out before. */
+/* Does weigh_chunk again for both chunks of a pair, with exponents smaller by `shift`. Adds the sum
+ * only where weigh_chunk has left it out. */
 template <typename Shape>
 static __device__ __forceinline__ void
 weigh_pair_again(uint32_t probs, const lane_place &me, int pair, hopper_memory<Shape> *shared,
                  consumer<Shape> *state)
 {
-    constexpr int COUNT = Shape::CHUNKS == 1 ? 1 : 2; /* of chunks */
+    constexpr int COUNT = Shape::CHUNKS == 1 ? 1 : 2; /* chunks per pair */
     const key_masks is_key = find_key_masks(me, state->key_bits);
     float half[COUNT];
 #pragma unroll
@@ -141,8 +141,8 @@ weigh_pair_again(uint32_t probs, const lane_place &me, int pair, hopper_memory<S
     }
 }
 
-/* For a group whose weights are too large, and that has not told of them. Nothing may be under way
- * to its `out`. */
+/* Raises the references for a group with too large weights, and then tells the other group that the
+ * block is weighed. No products into the group's `out` may be under way. */
 template <typename Shape>
 static __device__ __forceinline__ void
 raise_references(const hopper_launch &launch, const hopper_addresses &at, const lane_place &me,
@@ -160,13 +160,13 @@ raise_references(const hopper_launch &launch, const hopper_addresses &at, const 
     scale_out(shared->shift[me.group], me, state);
 }
 
-/* For the other group, when it has waited for such weights. */
+/* Lets the other group follow, when it has waited for such a block. */
 template <typename Shape>
 static __device__ __forceinline__ void
 follow_references(const lane_place &me, hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
     scale_out(shared->shift[me.group ^ 1], me, state);
-    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS); /* everyone has seen it */
+    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS); /* all have read has_grown */
     if (SMLA_WARP_LANES * me.warp + me.lane == 0) {
         shared->has_grown[me.group ^ 1] = 0;
     }

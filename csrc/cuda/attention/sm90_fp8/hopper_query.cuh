@@ -1,5 +1,5 @@
-/* hopper_query.cuh: how a work begins in attention_sm90.cu: its query in shared memory, permuted
- * and scaled, and the powers of two that its scales and values are taken relative to.
+/* hopper_query.cuh: how consumers begin a work of attention_sm90.cu: they store its query in shared
+ * memory, permuted and scaled, and find the powers of two that are its units.
  */
 #ifndef SMLA_CUDA_HOPPER_QUERY_CUH
 #define SMLA_CUDA_HOPPER_QUERY_CUH
@@ -8,13 +8,13 @@
 
 /* ---- Consumers: query ---------------------------------------------------------------------- */
 
-/* A lane's part of the query: 16 bytes of two heads in every 64-dimension tile, so that eight lanes
- * read the 128 bytes of a head there. Row j is head query_head(me, j). */
+/* A lane's part of the query: 16 bytes per 64-dimension tile of two heads each, so that eight lanes
+ * read a head's 128 bytes of a tile. words[j] is of head query_head(me, j). */
 typedef struct query_part {
     uint32_t words[2][QUERY_TILES][4];
 } query_part;
 
-enum { PIECES = 8 }; /* of 16 bytes, in a tile's row */
+enum { PIECES = 8 }; /* pieces of 16 bytes in a head's row of a tile */
 
 static __device__ __forceinline__ int
 query_head(const lane_place &me, int j)
@@ -22,9 +22,9 @@ query_head(const lane_place &me, int j)
     return 8 * (4 * me.group + me.warp) + 4 * j + me.lane / PIECES;
 }
 
-/* Copies the query to where the gather warps would have fetched it: one that is not aligned, or
- * where out may be staged there. A loop, because little code shall lie between pieces of code that
- * every launch executes. */
+/* Copies the query to where gather warps put it otherwise: they do not fetch it if q is not aligned
+ * or if out may be staged there. This is a loop, so that other launches jump over little code: they
+ * wait for memory after a long jump. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_query(const smla_attention_params &params, const cta_work &work, hopper_memory<Shape> *shared)
@@ -48,8 +48,8 @@ copy_query(const smla_attention_params &params, const cta_work &work, hopper_mem
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 }
 
-/* The lane's part of the query. Heads that are not there are zeros. Straight code, for all is
- * waiting for it. */
+/* Reads the lane's part of the query. Absent heads are zeros. The code has no branches, because
+ * everything waits for it. */
 template <typename Shape>
 static __device__ __forceinline__ void
 read_query(const cta_work &work, const lane_place &me, const hopper_memory<Shape> *shared,
@@ -74,7 +74,7 @@ wait_for_query(hopper_memory<Shape> *shared, const consumer<Shape> &state)
     ptx_mbarrier_wait(ptx_shared_address(&shared->query_full), (state.phase & QUERY_PARITY) != 0);
 }
 
-/* The largest absolute value, as the bits of a bf16, of a head: in all of its lanes. */
+/* The largest absolute value of a head, as bf16 bits, in all lanes that hold parts of the head. */
 static __device__ __forceinline__ uint32_t
 find_head_max(const uint32_t words[QUERY_TILES][4])
 {
@@ -93,9 +93,9 @@ find_head_max(const uint32_t words[QUERY_TILES][4])
     return value;
 }
 
-/* Four of the eight words, two dimensions each, of 16 neighbouring dimensions. Word i of the eight
- * goes to chunk i of a tile's row, and there to word `column`: the order in which score_block has
- * bytes of rows. Tile 2t + h has dimensions 128t + 32c + 16h + 0...15 in columns c, RoPE's 16c. */
+/* Stores four of the eight words (two dimensions each) of 16 neighbouring dimensions. Word i of the
+ * eight becomes word `column` of chunk i of a tile's row: the order in which score_block has bytes.
+ * Column c of tile 2t + h has dimensions 128t + 32c + 16h + 0...15, of RoPE's tile 16c + 0...15. */
 template <typename Shape>
 static __device__ __forceinline__ void
 store_query_words(hopper_memory<Shape> *shared, int tile, int head, int first, int column,
@@ -139,7 +139,7 @@ store_rope(hopper_memory<Shape> *shared, int head, int piece, const uint32_t par
     store_query_words(shared, QUERY_TILES - 1, head, piece % 2 * 4, piece / 2, words);
 }
 
-/* The largest exponent of a scale among the warp's keys of the work's first 128, 0 for none. */
+/* The largest scale exponent among the warp's keys of the work's first step, 0 without keys. */
 static __device__ __forceinline__ uint32_t
 find_scale_max(const lane_place &me, uint32_t granule)
 {
@@ -150,7 +150,7 @@ find_scale_max(const lane_place &me, uint32_t granule)
     return __reduce_max_sync(0xFFFFFFFFu, max(exponent_of_scale(a), exponent_of_scale(b)));
 }
 
-/* Zeros in place of the weights of the block before group 1's first. */
+/* Clears the weights that group 0 multiplies in its first step, when group 1 has no block yet. */
 template <typename Shape>
 static __device__ __forceinline__ void
 clear_weights(const lane_place &me, hopper_memory<Shape> *shared)
@@ -162,7 +162,7 @@ clear_weights(const lane_place &me, hopper_memory<Shape> *shared)
     }
 }
 
-/* Leaves the largest value of the warp's heads for the others. Gives both heads' maxima. */
+/* Stores the largest finite value of the warp's heads for other warps. Finds both heads' maxima. */
 template <typename Shape>
 static __device__ __forceinline__ void
 publish_query_max(const lane_place &me, const query_part &part, hopper_memory<Shape> *shared,
@@ -180,7 +180,7 @@ publish_query_max(const lane_place &me, const query_part &part, hopper_memory<Sh
     }
 }
 
-/* The largest of what the warps left. */
+/* The largest of the values that the warps have stored. */
 static __device__ __forceinline__ uint32_t
 max_of_warps(const uint32_t *values, int count)
 {
@@ -192,10 +192,10 @@ max_of_warps(const uint32_t *values, int count)
     return top;
 }
 
-/* The exponent of E, which scales and values are relative to, or a bound of it where that is too
- * small. Products below 2^-14 E lose bits, and scales from 2^7 E on do not fit: so E is large, to
- * leave room for later keys' scales, as long as 2^-25 of it is too little to be felt. A row of
- * zeros, whose scales are FLT_MIN, tells nothing. */
+/* The exponent of E, the unit of scales and values, clamped to +-MAX_KEY_EXPONENT. Products below
+ * 2^-14 E lose bits, and scales from 2^7 E on do not fit. So E is large, to leave room for the
+ * scales of later keys, as long as 2^-25 E is negligible. First keys that are all zeros, with
+ * scales of FLT_MIN, tell nothing. */
 static __device__ __forceinline__ int
 find_key_exponent(uint32_t scale_max)
 {
@@ -208,8 +208,8 @@ find_key_exponent(uint32_t scale_max)
     return min(max(exponent, -(int)MAX_KEY_EXPONENT), (int)MAX_KEY_EXPONENT);
 }
 
-/* The NoPE part to shared memory, relative to a power of two, whose exponent it gives. NaN is the
- * reference of heads that are not finite: whatever happens, their results are NaN. */
+/* Stores the NoPE part in shared memory, relative to a power of two, and returns its exponent.
+ * Heads that are not finite get NaN as their reference, so their results are NaN in any case. */
 template <typename Shape>
 static __device__ __forceinline__ int
 store_all_nope(const lane_place &me, const query_part &part, const uint32_t head_max[2],
@@ -233,8 +233,8 @@ store_all_nope(const lane_place &me, const query_part &part, const uint32_t head
     return exponent;
 }
 
-/* The query to shared memory, and from it and the scales of the first 128 keys, which come last,
- * the powers of two of the work. After it everyone may multiply. */
+/* Stores the query in shared memory, and finds the work's powers of two from it and from the scales
+ * of the first 128 keys, which arrive last. All consumers may multiply afterwards. */
 template <typename Shape>
 static __device__ __forceinline__ void
 store_query(const hopper_launch &launch, const lane_place &me, const cta_work &next,
@@ -250,7 +250,7 @@ store_query(const hopper_launch &launch, const lane_place &me, const cta_work &n
     read_query(next, me, shared, &part);
     uint32_t head_max[2];
     publish_query_max(me, part, shared, head_max);
-    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody is at the last row any more */
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* nobody is at the last work any more */
     begin_work(launch, next, shared);
     if (me.group == 1) {
         clear_weights(me, shared);

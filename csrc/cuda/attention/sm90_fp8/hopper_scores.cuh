@@ -1,5 +1,5 @@
-/* hopper_scores.cuh: the first product of attention_sm90.cu, and what becomes of it: scores of a
- * block of keys, then weights in shared memory and their sums.
+/* hopper_scores.cuh: the first product of attention_sm90.cu: the scores of a block of keys, and how
+ * they become weights in shared memory and sums of weights.
  */
 #ifndef SMLA_CUDA_HOPPER_SCORES_CUH
 #define SMLA_CUDA_HOPPER_SCORES_CUH
@@ -8,9 +8,9 @@
 
 /* ---- Consumers: scores --------------------------------------------------------------------- */
 
-/* The scales of the warp's keys, of which none may be too large: f16 of scale / E, to the table
- * that values are multiplied from, and here (low half row, high half row + 8) of scale tile
- * `column`. */
+/* Rounds scale / E of the warp's keys to f16, for the granule's table, which values are multiplied
+ * with. Marks the work as lost if a scale is too large. Returns the scales of tile `column`: row
+ * `row` in the low half, row + 8 in the high half. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
 take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule)
@@ -35,7 +35,7 @@ take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule
     return pair;
 }
 
-/* Multiplies two steps of 16 dimensions: A in a, B from `tile` of the query at `step`. */
+/* Starts two products of 16 dimensions: A in `a`, B at `step` and step + 1 of the query's tile. */
 template <typename Shape, bool IS_ROPE>
 static __device__ __forceinline__ void
 multiply_scores(uint64_t query, int tile, int step, uint32_t a[16],
@@ -54,7 +54,7 @@ multiply_scores(uint64_t query, int tile, int step, uint32_t a[16],
     wgmma_commit();
 }
 
-/* Bytes of rows row and row + 8 for a 64-dimension tile. */
+/* Loads the bytes of rows `row` and row + 8 for a 64-dimension tile of the query. */
 static __device__ __forceinline__ void
 load_nope_words(uint32_t nope, int tile, uint32_t words[8])
 {
@@ -63,8 +63,8 @@ load_nope_words(uint32_t nope, int tile, uint32_t words[8])
     ptx_load_shared_16(from + 8 * FP8_ROW_BYTES, words + 4);
 }
 
-/* Starts scores = q . k / units for the group's block: 64 keys, a granule per warp. The last groups
- * of products are under way afterwards. */
+/* Starts scores = q . k / units for the group's block: 64 keys, a granule per warp. The last
+ * products are still under way on return. */
 template <typename Shape>
 static __device__ __forceinline__ void
 score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
@@ -101,7 +101,7 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
 #pragma unroll
         for (int step = 0; step < 4; step += 2) {
             if (tile + step == 0) {
-                wgmma_wait<0>(); /* the last values: with wait<1> ptxas takes `out` for under way */
+                wgmma_wait<0>(); /* for values: after wait<1> ptxas takes `out` for under way */
             } else {
                 wgmma_wait<1>();
             }
@@ -137,16 +137,16 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
 
 /* ---- Consumers: weights -------------------------------------------------------------------- */
 
-/* Where a lane keeps what it knows of a head of a pair of chunks. Of 16 heads, lanes l and l ^ 4
- * keep half each (add_up_head). */
+/* The slot of a lane's sum for a pair of chunks. With 16 heads there is one chunk, and lanes l and
+ * l ^ 4 keep half of a head's sum each (add_up_head). */
 static __device__ __forceinline__ int
 slot_of_sum(const lane_place &me, int pair)
 {
     return 32 * pair + (me.lane & 4 ? 16 : 0) + head_of_sum(me);
 }
 
-/* Of a pair of chunks, which share a slot: half of the lanes have a head of one, half of the other.
- * `even` and `odd` are reduce_half's results; of 16 heads there is one chunk, `odd`. */
+/* Merges what reduce_half left in lanes l and l ^ 4 for a pair of chunks: half of the lanes get a
+ * head of the even chunk, half of the odd. With 16 heads there is only `odd`, left as it is. */
 template <bool IS_MAX, typename Shape>
 static __device__ __forceinline__ float
 fold_pair(float even, float odd, const lane_place &me)
@@ -167,8 +167,8 @@ ends_pair(int chunk)
     return Shape::CHUNKS == 1 || chunk % 2 == 1;
 }
 
-/* The exponent that a maximum which has a reference found lies below it, first or later. What is
- * left free above is for keys that come, and where these are few, light keys keep more bits. */
+/* A new reference minus the maximum rounded up: a negative exponent. It leaves range for heavier
+ * keys that come later, and less of it where few come, so that light keys keep more bits. */
 template <typename Shape>
 static __device__ __forceinline__ float
 find_row_headroom(const hopper_launch &launch, const consumer<Shape> &state)
@@ -179,7 +179,7 @@ find_row_headroom(const hopper_launch &launch, const consumer<Shape> &state)
     return fminf(launch.headroom, of_row);
 }
 
-/* reference[head] from the scores of the first 128 keys. */
+/* Finds reference[head] from the scores of the first 128 keys. */
 template <typename Shape>
 static __device__ __forceinline__ void
 find_references(const hopper_launch &launch, const lane_place &me, hopper_memory<Shape> *shared,
@@ -197,10 +197,10 @@ find_references(const hopper_launch &launch, const lane_place &me, hopper_memory
         for (int warp = 1; warp < CONSUMER_WARPS; warp++) {
             top = fmaxf(top, shared->sums[warp][thread]);
         }
-        /* without a key, or with logits of -inf alone, which the portable code knows better */
+        /* top is -inf without a key, or if all logits are -inf, which the portable code handles */
         const float found =
             top == -INFINITY ? 0.0f : ceilf(top) + find_row_headroom(launch, *state);
-        const float otherwise = shared->reference[thread]; /* NaN: of store_query */
+        const float otherwise = shared->reference[thread]; /* 0, or NaN from store_all_nope */
         lose_row(shared, !isnan(otherwise) &&
                              (top == -INFINITY ? state->phase >= 2 * ONE_STEP
                                                : fabsf(top) >= MAX_SCORE && top < INFINITY));
@@ -209,8 +209,8 @@ find_references(const hopper_launch &launch, const lane_place &me, hopper_memory
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 }
 
-/* Scores -> exponents of weights. Where there is no key, the row is zeros and its score stays 0:
- * the weight will be 1, times values of 0, and weigh_chunk takes it from the sums. */
+/* Turns scores into exponents of weights. Without a key, a row is zeros and its score stays 0: its
+ * weight will be 1, times values of 0, and weigh_chunk subtracts it from the sums. */
 template <typename Shape>
 static __device__ __forceinline__ void
 find_exponents(hopper_memory<Shape> *shared, const lane_place &me, consumer<Shape> *state)
@@ -228,7 +228,7 @@ find_exponents(hopper_memory<Shape> *shared, const lane_place &me, consumer<Shap
     }
 }
 
-/* Exponents of a chunk -> weights, and their sums over the lane's keys, for reduce_half. */
+/* Turns a chunk's exponents into weights, and adds up the lane's two keys, for reduce_half. */
 static __device__ __forceinline__ void
 exp_chunk(const float x[8], float e[8], float sums[4])
 {
@@ -243,7 +243,7 @@ exp_chunk(const float x[8], float e[8], float sums[4])
     }
 }
 
-/* Weights of a chunk to the group's slot of probs. */
+/* Stores the weights of a chunk in the group's block of probs. */
 template <typename Shape>
 static __device__ __forceinline__ void
 store_weights(uint32_t probs, const lane_place &me, int chunk, const float e[8])
@@ -258,10 +258,10 @@ store_weights(uint32_t probs, const lane_place &me, int chunk, const float e[8])
                     ptx_cvt_f16x2(e[6], e[7]));
 }
 
-/* Weights of 16 heads: to the group's slot of probs, and into the sums. Where those of a warp's
- * keys together might be too large for f16, the group has grown: its references will be raised
- * before anybody multiplies these weights, and the sum is left for that (raise_references). NaN
- * is not too large. */
+/* Turns the exponents of a chunk of 16 heads into weights, stores these in probs, and adds them to
+ * the sums. Where the sum over a warp's keys shows that weights may be too large for f16, has_grown
+ * is set and the sum is left out: raise_references will raise the references and add the sum,
+ * before anybody multiplies these weights. NaN is not too large. */
 template <typename Shape>
 static __device__ __forceinline__ void
 weigh_chunk(const hopper_launch &launch, const hopper_addresses &at, const lane_place &me,

@@ -9,7 +9,7 @@
 
 /* ---- Consumers: values --------------------------------------------------------------------- */
 
-/* Where a lane finds its part of a granule at the head of the ring. */
+/* Addresses of a lane's part of the ring's first granule. */
 typedef struct value_place {
     uint32_t values;
     uint32_t scales;
@@ -27,15 +27,15 @@ find_values(const hopper_addresses &at, const lane_place &me)
     return place;
 }
 
-/* The same number, known to be the warp's and not a lane's: what follows from it stays in uniform
- * registers. */
+/* Returns `place`, which is the same in all lanes, so that ptxas knows this: what is computed from
+ * it stays in uniform registers. */
 static __device__ __forceinline__ int
 make_uniform(int place)
 {
     return (int)__reduce_max_sync(0xFFFFFFFFu, (uint32_t)place);
 }
 
-/* The lane's values of a granule: 8 dimensions of keys 2 column, 2 column + 1 and 8 further. */
+/* Loads the lane's 8 dimensions of a granule's keys 2c, 2c + 1, 2c + 8, 2c + 9 (c: its column). */
 template <typename Shape>
 static __device__ __forceinline__ void
 load_values(const value_place &place, int granule, int buffer, consumer<Shape> *state)
@@ -54,8 +54,8 @@ release_granule(uint32_t empty, int granule, bool is_on)
     ptx_mbarrier_arrive(empty + granule, is_on);
 }
 
-/* raw -> A of the four products of a granule: rows of product b are dimensions 2b and 2b + 1 of
- * every eight. */
+/* Converts raw values to operand A of a granule's four products. The rows of product b are
+ * dimensions 2b and 2b + 1 of every eight. */
 template <typename Shape>
 static __device__ __forceinline__ void
 convert_values(int buffer, consumer<Shape> *state)
@@ -73,13 +73,13 @@ convert_values(int buffer, consumer<Shape> *state)
     }
 }
 
-/* Weights in shared memory: of the group's own block, and of the other's. Kept over the steps. */
+/* Descriptors of the weights of the own and of the other group, kept over the steps. */
 typedef struct weight_tiles {
     uint64_t own;
     uint64_t other;
 } weight_tiles;
 
-/* The weights that a group left. */
+/* The descriptor of a group's weights in shared memory. */
 template <typename Shape>
 static __device__ __forceinline__ uint64_t
 find_weights(hopper_memory<Shape> *shared, int group)
@@ -88,7 +88,7 @@ find_weights(hopper_memory<Shape> *shared, int group)
                             Shape::PROBS_SWIZZLE);
 }
 
-/* out += values of a granule * its weights. */
+/* Starts out += values of a granule * its weights. */
 template <typename Shape>
 static __device__ __forceinline__ void
 add_values(uint64_t weights, int granule, int buffer, consumer<Shape> *state)
@@ -102,9 +102,9 @@ add_values(uint64_t weights, int granule, int buffer, consumer<Shape> *state)
     wgmma_commit();
 }
 
-/* Waits for the weights of the other group's older block, and has its first values ready. The last
- * scores of a row leave the query's place to the next one. Where the other group has raised the
- * references, this one follows. Returns where that block begins. */
+/* Waits for the weights of the other group's older block, and converts that block's first values.
+ * If the other group has raised the references, this group follows. After a work's last scores the
+ * query's place is free for the next query. Returns where the other group's block begins. */
 template <typename Shape>
 static __device__ __forceinline__ int
 meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
@@ -113,11 +113,11 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
     const value_place place = find_values(at, me);
     const int other = make_uniform(find_other<Shape>(*state, has_other));
     ptx_mbarrier_wait(at.weighed + 8 * (me.group ^ 1), (state->phase >> 1 ^ me.group ^ 1) & 1);
-    const uint8_t has_grown = load_has_grown(shared, me.group ^ 1); /* on its way with the values */
+    const uint8_t has_grown = load_has_grown(shared, me.group ^ 1); /* loaded with the values */
     load_values(place, find_granule<Shape>(other, 0), 0, state);
     load_values(place, find_granule<Shape>(other, 1), 1, state);
     if (is_any(has_grown)) {
-        wgmma_wait<0>(); /* the scores, too: ptxas wants nothing under way */
+        wgmma_wait<0>(); /* for scores, too, because ptxas wants nothing under way */
         follow_references(find_place_again(), shared, state);
     }
     convert_values(0, state);
@@ -125,13 +125,13 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
     for (int i = 0; i < 16; i++) {
         ptx_pin(&state->a[0][i]);
     }
-    wgmma_wait<0>(); /* the scores */
+    wgmma_wait<0>(); /* for the scores */
     ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), state->phase < 2 * ONE_STEP);
     return other;
 }
 
-/* Makes the group's weights visible to wgmma of both, unless some are too large: whether they
- * are. */
+/* Makes the group's weights visible to wgmma of both groups, unless some are too large for f16.
+ * Returns whether some are. */
 template <typename Shape>
 static __device__ __forceinline__ bool
 publish_weights(const hopper_addresses &at, const lane_place &me, const consumer<Shape> &state)
@@ -147,16 +147,16 @@ publish_weights(const hopper_addresses &at, const lane_place &me, const consumer
     return has_grown;
 }
 
-/* In which batch of values a chunk of 16 heads gets its weights: the best of the orders that were
- * measured (README.md). */
+/* During which batch of values (one per granule of a step) a chunk of 16 heads gets its weights.
+ * This is the best of the orders that were measured (README.md). */
 static constexpr __device__ __forceinline__ int
 batch_of_chunk(int chunk)
 {
     return chunk < 2 ? 0 : 2;
 }
 
-/* The other group's older block, at `other`, and the own one, eight granules; meanwhile own scores
- * become weights. `has_other` is false in group 0's first block, where probs[1] is zero. */
+/* Adds the other group's older block, at `other`, then the own block, and turns own scores into
+ * weights meanwhile. `has_other` is false in group 0's first step, where probs[1] is zero. */
 template <typename Shape>
 static __device__ __forceinline__ void
 add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopper_addresses &at,
@@ -165,7 +165,7 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
 {
     const value_place place = find_values(at, me);
     const int own = make_uniform(state->own);
-    /* a lane's number, or each barrier's address would be worked out beside its granule's */
+    /* not uniform: else ptxas computes each barrier's address apart from that of its granule */
     const uint32_t empty = (uint32_t)ptx_forget((int)at.empty);
     bool has_grown = false;
 #pragma unroll
@@ -196,7 +196,7 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
                    batch & 1, state);
         if (batch == 0) {
             find_exponents(shared, me, state);
-            /* the group's block before this one; before group 1's first one there are zeros */
+            /* the other group has added this group's last block, or the zeros before group 1's */
             ptx_mbarrier_wait(at.added + 8 * me.group, (state->phase >> 1 ^ me.group ^ 1) & 1);
         }
 #pragma unroll
@@ -207,7 +207,7 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
         }
         if (batch == 3) {
             has_grown = publish_weights(at, me, *state);
-            /* the first of the own granules: from here on all of them are known to have come */
+            /* the own block: behind the group's barrier, all of its granules have arrived */
             load_values(place, find_granule<Shape>(own, 0), 0, state);
         }
     }
@@ -216,7 +216,7 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
     state->own += (STEP_GRANULES - (wraps ? Shape::GRANULES : 0)) * GRANULE_BYTES;
 }
 
-/* The sum of a head's weights, and its maximum where that is wanted. */
+/* Adds up a head's weights, and finds its maximum where max_logits are wanted. */
 template <typename Shape>
 static __device__ __forceinline__ void
 add_up_head(const hopper_memory<Shape> *shared, int head, float *sum, float *top)
@@ -235,7 +235,7 @@ add_up_head(const hopper_memory<Shape> *shared, int head, float *sum, float *top
     }
 }
 
-/* The heads' sinks to where their factors will be, for find_factors cannot wait for memory. */
+/* Stores sinks where the heads' factors will be, because find_factors has no time to load them. */
 template <typename Shape>
 static __device__ __forceinline__ void
 leave_sinks(const smla_attention_params &params, const lane_place &me, hopper_memory<Shape> *shared)
@@ -249,9 +249,9 @@ leave_sinks(const smla_attention_params &params, const lane_place &me, hopper_me
     }
 }
 
-/* What out of each head is multiplied with, by each group for itself, in place of its sink; for a
- * partial row what makes it means of values. No more than that: lse can wait (leave_heads), out can
- * not. */
+/* Replaces each head's sink by the factor of its `out`, in each group's own copy. For a partial row
+ * the factor makes `out` means of values. Nothing more is done here, because `out` waits for it;
+ * lse comes later (leave_heads). */
 template <typename Shape>
 static __device__ __forceinline__ void
 find_factors(const hopper_launch &launch, int group, hopper_memory<Shape> *shared)
@@ -277,8 +277,8 @@ find_factors(const hopper_launch &launch, int group, hopper_memory<Shape> *share
     ptx_barrier(BARRIER_GROUP + group, GROUP_THREADS);
 }
 
-/* lse and max_logits of the heads, or the states of their partial rows: by group 0, whose results
- * are the first to be written. */
+/* Writes lse and max_logits of the heads, or the states of their partial rows. The threads of group
+ * 0 do this, because that group is the first to have written its results. */
 template <typename Shape>
 static __device__ __forceinline__ void
 leave_heads(const hopper_launch &launch, const cta_work &work, const hopper_memory<Shape> *shared)
@@ -297,7 +297,7 @@ leave_heads(const hopper_launch &launch, const cta_work &work, const hopper_memo
     }
 }
 
-/* Group 0 has still to add the values of group 1's last block; meanwhile, its factors. */
+/* Adds the values of group 1's last block to group 0's `out`, and finds its factors meanwhile. */
 template <typename Shape>
 static __device__ __forceinline__ void
 add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
@@ -327,7 +327,7 @@ add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
 
 /* ---- Consumers: results -------------------------------------------------------------------- */
 
-/* Where a row of `out` begins. */
+/* Where a head's row of `out` begins. */
 static __device__ __forceinline__ uint16_t *
 find_out(const smla_attention_params &params, const cta_work &work, int head)
 {
@@ -335,7 +335,7 @@ find_out(const smla_attention_params &params, const cta_work &work, int head)
            (work.first_head + head) * params.out_stride_head;
 }
 
-/* A thread's eight values of a head, as bf16, or for a partial row as f16. */
+/* Rounds a thread's eight values of a head to bf16, or to f16 for a partial row. */
 template <typename Shape, bool IS_PARTIAL>
 static __device__ __forceinline__ void
 round_values(const consumer<Shape> &state, int j, int i, float factor, uint32_t words[4])
@@ -348,8 +348,8 @@ round_values(const consumer<Shape> &state, int j, int i, float factor, uint32_t 
     }
 }
 
-/* Rows of results, of f16 for partial rows, else of bf16: the first head's begins at `to`. A thread
- * has heads 2 column and 2 column + 1 of every eight. */
+/* Writes the heads' rows, of f16 for partial rows and else of bf16. The first head's row begins at
+ * `to`. A thread has heads 2 column and 2 column + 1 of every eight. */
 template <bool IS_PARTIAL, typename Shape>
 static __device__ __forceinline__ void
 write_out(uint16_t *to, int64_t stride_head, int num_heads, const lane_place &me,
@@ -380,7 +380,7 @@ write_out(uint16_t *to, int64_t stride_head, int num_heads, const lane_place &me
     }
 }
 
-/* What write_out left in shared memory, where rows of out are not aligned. */
+/* Copies to `out` what write_out has staged in shared memory, where rows of out are not aligned. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_out(const hopper_launch &launch, const cta_work &work, const hopper_memory<Shape> *shared)
@@ -394,7 +394,7 @@ copy_out(const hopper_launch &launch, const cta_work &work, const hopper_memory<
     }
 }
 
-/* Whether some thread lost the row. All of them know before they leave their last weights. */
+/* Whether a warp has marked the work as lost. It does so before it publishes its last weights. */
 template <typename Shape>
 static __device__ __forceinline__ bool
 is_row_lost(const hopper_memory<Shape> *shared)
@@ -405,7 +405,7 @@ is_row_lost(const hopper_memory<Shape> *shared)
     return (flags[0] | flags[1]) != 0;
 }
 
-/* The results of a row, or its mark if a thread lost it: then it has no results here. */
+/* Writes the results of a work, or marks it to be done again if it is lost. */
 template <typename Shape>
 static __device__ __forceinline__ void
 finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
@@ -414,7 +414,7 @@ finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const cons
     if (leave_only_key<true>(launch.base, work, shared->work & 1, shared)) {
         return;
     }
-    if (is_row_lost(shared)) { /* of a work without heads, too, which is not done again */
+    if (is_row_lost(shared)) { /* may be a work without heads, which redo_works leaves out */
         mark_work(shared->work, ptx_forget((int)threadIdx.x), shared->redo);
         return;
     }
@@ -429,7 +429,7 @@ finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const cons
                          find_place_again(), shared, state);
         if (!is_aligned) {
             copy_out(launch, work, shared);
-            ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* the next query comes there */
+            ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* the next query goes there */
         }
     }
     leave_heads(launch, work, shared);

@@ -4,52 +4,52 @@
  * Computes     as attention_sm90.cu, transposed: S^T = K Q^T, P = 2^(scale S - ref),
  *              O^T = V^T P^T, with keys as A in registers and heads as N
  * Shapes       as attention_sm90.cu; a split has SMLA_SM90_SMALL_KEYS columns of both lists at most
- * Shared mem   query   [9][HEADS][128 B]   f16 (RoPE: bf16) times a power of two; 64 dimensions a
+ * Shared mem   query   [9][HEADS][128 B]   f16 (RoPE: bf16) times a power of two; 64 dimensions per
  *                      tile, permuted (store_words), 128-byte swizzle
  *              probs   [256][HEADS] f16    swizzled (wgmma.cuh)
- *              rows    [16][16][656 B]     granules of rows as they are in the cache
+ *              rows    [16][16][656 B]     granules of cache rows as they are in the cache
  *              scales  [16][4][16] f16, maxima of scores and query, sums by granule, masks
  *              32 heads: 228,288 bytes of the 232,448 that an SM has
- * Roles        One CTA for a token, split and head tile; 16 warps, four warpgroups, 96 registers:
- *              the combine kernel's CTAs come beside. A CTA without work keeps an SM for them.
- *              Half of the warps ask for rows, 32 each, half for the query, which they store
- *              meanwhile. Then every warp scores the 16 rows of its granule as they come, those of
- *              the first warpgroup first, and a warpgroup adds 128 of the 512 values. No pipeline:
- *              other CTAs of the device are ahead or behind. CTAs of neighbouring head tiles, which
- *              need the same rows, are a cluster of two: each asks for half of them, for both.
+ * Roles        One CTA per token, split and head tile; 16 warps, four warpgroups, 96 registers, so
+ *              that CTAs of the combine kernel fit beside it. A CTA without work makes an idle SM
+ *              look the same to them (keep_sm). Half of the warps ask for rows, 32 each, while
+ *              the other half store the query. Then every warp scores the 16 rows of its granule
+ *              when they have come, the first warpgroup first, and a warpgroup adds 128 of the 512
+ *              values. A CTA has no pipeline: other CTAs are ahead or behind. Two neighbouring head
+ *              tiles, which need the same rows, are a cluster: each asks for half, for both.
  *              mbarriers          arrivals | waited for by
  *              arrived[granule]   16 lanes that ask for its rows | the warp that scores it
- *              maxima             256 threads of the query | the same
- *              stored             256 threads of the query | all
+ *              maxima             256 threads of the query | the same threads
+ *              stored             256 threads of the query | all threads
  *              barriers           threads; what they see after it
  *              cluster            all; mbarriers of both CTAs
  *              3 __syncthreads    512; all rows, maxima of the scores, exponents of the scales
- *              4 and vote         512; weights, their sums, scales; whether a thread lost the row
- *              A lost row is done again by half of the threads and the code of attention_sm80.cu.
- * Roofline     Latencies in a row: index, row, scores, values. wgmma with A in registers takes 32
- *              cycles for 64 x 16 of A, however few the heads, so 18 cycles per key for scores and
- *              16 for values; 16 to bring a row to an SM. Measured on an H200, 128 CTAs of 32 heads
- *              and 256 keys, in us: until the query is stored 2.0, until weights are there 4.3
- *              more, values 2.8, partial rows 0.5 (README.md).
+ *              4 and vote         512; weights, their sums, scales; whether the work is lost
+ *              Half of the threads do a lost work (Numerics) again by code of attention_sm80.cu.
+ * Roofline     Latencies one after the other: index, row, scores, values. wgmma with A in registers
+ *              takes 32 cycles for 64 x 16 of A, however few the heads, so 18 cycles per key for
+ *              scores and 16 for values; 16 to bring a row to an SM. Measured on an H200, 128 CTAs
+ *              of 32 heads and 256 keys: the query is stored after 2.0 us, the weights 4.3 us
+ *              later; values take 2.8 us and partial rows 0.5 us (README.md).
  * Numerics     as attention_sm90.cu, but the reference is the maximum of all keys of the split, so
- *              no score is too large; the largest weight is 2^WEIGHT_EXPONENT. Scores are relative
+ *              no score is too large. The largest weight is 2^WEIGHT_EXPONENT. Scores are relative
  *              to the largest scale of the warp's keys, values to that of all keys of the split.
  *              Products of much smaller scales lose bits, and may be off by 2^-25 of the unit;
- *              scales above 2^9, where that might be felt, mark the row. A NaN among scales or
- *              bytes makes its score NaN, and so all results. Partial rows are rounded to f16:
- *              means of values, relative to the largest scale, so by 2^-11, or where they are small
- *              by 2^-25 of the unit. A split with one key is marked, too: the portable code gives
- *              its value as it is.
+ *              where that might be felt, with scales above 2^9, the work is lost. A NaN among
+ *              scales or bytes makes its score NaN, and so all results. Partial rows are means of
+ *              values in f16, relative to the largest scale. They are off by 2^-11, or where they
+ *              are small by 2^-25 of the unit. A work with one key is lost, too, because the
+ *              portable code gives its value as it is.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       as attention_sm90.cu; split-KV decoding (Flash-Decoding)
  */
 #include "cuda/attention/sm90_small/small_products.cuh"
 
 enum {
-    BOUND_THREADS = 640, /* as if for so many: the other registers are for the combine kernel */
+    BOUND_THREADS = 640, /* for __launch_bounds__: other registers are the combine kernel's */
     THREAD_REGISTERS = 96,
-    REDO_REGISTERS = 168, /* of a thread that does rows again */
-    REST_REGISTERS = 24,  /* of the others */
+    REDO_REGISTERS = 168, /* per thread that does works again */
+    REST_REGISTERS = 24,  /* per other thread */
     KEEP_NS = 2000,       /* the combine kernel comes 1.0 to 1.7 us after the wait for the grids */
     NAP_NS = 500,
 };
@@ -62,7 +62,7 @@ static_assert(CTA_THREADS * REDO_REGISTERS + (SMALL_THREADS - CTA_THREADS) * RES
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
-/* Of head `lane`, a multiple of 2^reference. */
+/* The sum of head `lane`'s weights, as a multiple of 2^reference. */
 template <typename Shape>
 static __device__ __forceinline__ float
 find_sum(const small_memory<Shape> *shared, int lane)
@@ -75,8 +75,8 @@ find_sum(const small_memory<Shape> *shared, int lane)
     return sum;
 }
 
-/* Means of values, as f16 in units of the values' power of two: none is above the largest value.
- * `inverse` is 1 / sum of head `lane`. */
+/* Writes means of values, as f16 in units of the values' power of two. No mean is above the largest
+ * value. `inverse` is 1 / sum of head `lane`. */
 template <typename Shape>
 static __device__ __forceinline__ void
 write_small_row(const attention_launch &launch, const cta_work &work, const lane_place &me,
@@ -100,7 +100,7 @@ write_small_row(const attention_launch &launch, const cta_work &work, const lane
     }
 }
 
-/* A lost row, by the portable code and half of the threads, with the registers of the others. */
+/* Does a lost work again: half of the threads run the portable code with the others' registers. */
 template <typename Shape>
 static __device__ __forceinline__ void
 redo_small_row(const attention_launch &launch, const cta_work &work, void *memory)
@@ -124,7 +124,7 @@ redo_small_row(const attention_launch &launch, const cta_work &work, void *memor
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
-/* The maxima of the scores of a warp that has keys, or of one that has none. */
+/* Scores the warp's keys, if it has any. Stores the scores' maxima and the keys' exponent. */
 template <typename Shape>
 static __device__ __forceinline__ void
 score_row(const attention_launch &launch, int num_granules, small_memory<Shape> *shared,
@@ -148,8 +148,8 @@ score_row(const attention_launch &launch, int num_granules, small_memory<Shape> 
     shared->key_exponent[warp] = has_keys ? state->key_exponent : (int)NO_EXPONENT;
 }
 
-/* For a CTA without work, in a cluster of such: keeps its SM from the combine kernel until that has
- * come beside the CTAs with work. An SM that is idle would take four times its share of rows. */
+/* For a CTA without work, in a cluster of such CTAs: occupies its SM until the combine kernel has
+ * come beside the CTAs with work. An idle SM would take four times its share of rows. */
 static __device__ __forceinline__ void
 keep_sm(void)
 {
@@ -160,8 +160,8 @@ keep_sm(void)
     }
 }
 
-/* The compiler knows the size of the clusters: the barrier would look for it in memory that no
- * cache has yet. */
+/* The compiler knows the size of the clusters. Otherwise the cluster's barrier would look for it in
+ * memory that is in no cache yet. */
 template <typename Shape>
 __global__ void
 __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(BOUND_THREADS, 1)
@@ -187,7 +187,7 @@ __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(BOUND_THREADS, 1)
     }
     clear_tops(shared);
     __syncwarp();
-    ptx_cluster_arrive(); /* fetch_row waits: a partner's copies complete on its barriers, too */
+    ptx_cluster_arrive(); /* fetch_row waits: copies complete on the partner's mbarriers, too */
     const int num_granules = count_granules(launch);
     small_state state = {};
     float scores[Shape::HEADS / 2] = {};
@@ -206,7 +206,7 @@ __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(BOUND_THREADS, 1)
         if (leaves_state) {
             leave_halves(launch, work, me.lane, state.reference, state.top, 0.0f, 0.0f);
         }
-        return; /* no key, no partial row */
+        return; /* no key, so no partial row */
     }
     small_output<Shape> output;
     add_small_values(shared, num_granules, me, &output);
@@ -221,7 +221,7 @@ __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(BOUND_THREADS, 1)
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* CTAs without work keep the SMs that would be idle: see keep_sm. */
+/* Counts CTAs without work, too, for SMs that would be idle (keep_sm). */
 static int64_t
 count_small_ctas(const attention_launch &launch, int partners)
 {
@@ -258,7 +258,7 @@ launch_shape(const smla_attention_params *params)
                        SMALL_THREADS, SHARED_BYTES, params->stream, PARTNERS > 1);
 }
 
-/* The head tiles of a token and split, two and two, need the same rows. */
+/* Two head tiles of a token and split, which need the same rows, are a cluster. */
 template <int HEADS>
 static cudaError_t
 launch_small(const smla_attention_params *params)

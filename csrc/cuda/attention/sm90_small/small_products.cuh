@@ -1,4 +1,4 @@
-/* small_products.cuh: the products of attention_small_sm90.cu: scores, the weights that they
+/* small_products.cuh: the products of attention_small_sm90.cu: scores, the weights that the scores
  * become, and values.
  */
 #ifndef SMLA_CUDA_SMALL_PRODUCTS_CUH
@@ -8,7 +8,7 @@
 
 /* ---- Scores -------------------------------------------------------------------------------- */
 
-/* The scales of the warp's keys, and their power of two. */
+/* Loads the scales of the warp's keys, and finds their power of two. */
 static __device__ __forceinline__ void
 find_key_exponent(uint32_t rows, const lane_place &me, small_state *state)
 {
@@ -24,8 +24,8 @@ find_key_exponent(uint32_t rows, const lane_place &me, small_state *state)
     state->is_lost |= largest > 1 && exponent < -(int)MAX_KEY_EXPONENT;
 }
 
-/* f16 of the lane's two scales / 2^exponent; only where the exponent is at its bound they may be
- * too large. */
+/* The lane's two scales / 2^exponent, as f16. They can be too large only where the exponent is at
+ * its bound. */
 static __device__ __forceinline__ uint32_t
 round_scales(int exponent, small_state *state)
 {
@@ -35,7 +35,7 @@ round_scales(int exponent, small_state *state)
     return pair;
 }
 
-/* Four steps. */
+/* Makes the A of four steps of 16 dimensions. */
 static __device__ __forceinline__ void
 convert_keys(const uint32_t words[8], const uint32_t scale[2], uint32_t a[16])
 {
@@ -45,7 +45,7 @@ convert_keys(const uint32_t words[8], const uint32_t scale[2], uint32_t a[16])
     }
 }
 
-/* The RoPE part: bf16 as it is, times `factor`, a power of two. */
+/* The A of the RoPE part: the row's bf16 times `factor`, a power of two. */
 static __device__ __forceinline__ void
 scale_rope(uint32_t from, uint32_t factor, uint32_t a[16])
 {
@@ -64,7 +64,7 @@ scale_rope(uint32_t from, uint32_t factor, uint32_t a[16])
     }
 }
 
-/* scores += A * the query's `tile`. */
+/* scores += A * tile `tile` of the query. */
 template <typename Shape, bool IS_ROPE>
 static __device__ __forceinline__ void
 multiply_keys(uint64_t query, int tile, const uint32_t a[16], float (&scores)[Shape::HEADS / 2])
@@ -82,7 +82,7 @@ multiply_keys(uint64_t query, int tile, const uint32_t a[16], float (&scores)[Sh
     wgmma_commit();
 }
 
-/* scores = q . k / (the query's power of two * that of the warp's keys). */
+/* scores = q . k / (the query's power of two * the power of two of the warp's keys). */
 template <typename Shape>
 static __device__ __forceinline__ void
 score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me, small_state *state,
@@ -102,7 +102,7 @@ score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me, sma
             scale[0] = __byte_perm(pair, pair, 0x1010);
             scale[1] = __byte_perm(pair, pair, 0x3232);
         }
-        wgmma_wait<1>(); /* the products of this A */
+        wgmma_wait<1>(); /* the products of this A are done */
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             ptx_pin(&words[i]);
@@ -123,7 +123,7 @@ score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me, sma
 
 /* ---- Weights ------------------------------------------------------------------------------- */
 
-/* Integers in the order of floats, and back. */
+/* An integer that is ordered as the floats are; float_of_order is the inverse. */
 static __device__ __forceinline__ int32_t
 order_of_float(float x)
 {
@@ -137,7 +137,7 @@ float_of_order(int32_t order)
     return smla_bits_float((uint32_t)(order ^ (order >> 31 & 0x7FFFFFFF)));
 }
 
-/* Before any score. */
+/* Called before there are any scores. */
 template <typename Shape>
 static __device__ __forceinline__ void
 clear_tops(small_memory<Shape> *shared)
@@ -147,7 +147,7 @@ clear_tops(small_memory<Shape> *shared)
     }
 }
 
-/* The maxima of the warp's scores. A NaN is none: the weights will show it. */
+/* Raises the heads' maxima by the warp's scores. A NaN is no maximum: the weights will show it. */
 template <typename Shape>
 static __device__ __forceinline__ void
 raise_tops(small_memory<Shape> *shared, const lane_place &me, const small_state &state,
@@ -158,7 +158,7 @@ raise_tops(small_memory<Shape> *shared, const lane_place &me, const small_state 
     });
 }
 
-/* From the maxima of all scores the reference of head `lane`, and the power of two of all keys. */
+/* Finds the reference of head `lane`, from the maxima of all scores, and all keys' power of two. */
 template <typename Shape>
 static __device__ __forceinline__ void
 find_small_reference(const small_memory<Shape> *shared, int num_granules, int lane,
@@ -172,13 +172,13 @@ find_small_reference(const small_memory<Shape> *shared, int num_granules, int la
     state->key_exponent =
         __reduce_max_sync(0xFFFFFFFFu, shared->key_exponent[lane % SMALL_GRANULES]);
     state->is_lost |= state->key_exponent > MAX_UNIT_EXPONENT;
-    /* one key alone is left to the portable code, which gives its value as it is */
+    /* a work with one key is left to the portable code, which gives its value as it is */
     const uint32_t is_key = lane < num_granules ? shared->is_key[lane] : 0;
     state->is_lost |= __reduce_add_sync(0xFFFFFFFFu, __popc(is_key)) == 1;
 }
 
-/* Weights of the warp's keys and their sums, and the scales that their values are multiplied
- * with. */
+/* Stores the weights of the warp's keys, their sums, and the scales that the keys' values are
+ * multiplied with. */
 template <typename Shape>
 static __device__ __forceinline__ void
 weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_state *state,
@@ -222,7 +222,7 @@ weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_st
 
 /* ---- Values -------------------------------------------------------------------------------- */
 
-/* A thread's values of a granule: 4 dimensions of keys 2 column, 2 column + 1 and 8 further. */
+/* A thread's values of a granule: 4 dimensions of keys 2 column + 0, 1, 8 and 9. */
 typedef struct small_values {
     uint32_t raw[4];
     uint32_t scale[2];
@@ -245,7 +245,7 @@ load_small_values(const small_memory<Shape> *shared, int granule, const lane_pla
                       values->scale);
 }
 
-/* -> A of two products: rows of product b are dimensions 2b and 2b + 1 of every four. */
+/* Values -> A of two products. Rows of product b are dimensions 2b and 2b + 1 of every four. */
 static __device__ __forceinline__ void
 convert_small_values(const small_values &values, uint32_t a[8])
 {
@@ -261,14 +261,14 @@ convert_small_values(const small_values &values, uint32_t a[8])
     }
 }
 
-/* The values of a warp for all heads, and what add_small_values has under way for them. */
+/* A warp's values of out for all heads, and the operands that add_small_values has prepared. */
 template <typename Shape> struct small_output {
     float out[2][Shape::HEADS / 2];
     small_values values[2]; /* of the next granules */
     uint32_t a[2][8];
 };
 
-/* The products of four granules. */
+/* Starts the products of four granules. */
 template <typename Shape>
 static __device__ __forceinline__ void
 add_four_granules(const small_memory<Shape> *shared, int first, const lane_place &me,
@@ -278,7 +278,7 @@ add_four_granules(const small_memory<Shape> *shared, int first, const lane_place
     for (int i = 0; i < GROUP_GRANULES; i++) {
         small_values *const values = &output->values[i % 2];
         uint32_t *const a = output->a[i % 2];
-        wgmma_wait<1>(); /* the products of this A */
+        wgmma_wait<1>(); /* the products of this A are done */
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             ptx_pin(&values->raw[j]);
@@ -293,8 +293,8 @@ add_four_granules(const small_memory<Shape> *shared, int first, const lane_place
     }
 }
 
-/* out = values * weights, of 128 values per warpgroup. Granules come in fours, as a split's
- * columns do in 64. After it the last products are under way. */
+/* out = values * weights, 128 values per warpgroup. Granules come in fours, because a split's
+ * columns come in multiples of 64. On return the last products are under way. */
 template <typename Shape>
 static __device__ __forceinline__ void
 add_small_values(const small_memory<Shape> *shared, int num_granules, const lane_place &me,
@@ -313,7 +313,7 @@ add_small_values(const small_memory<Shape> *shared, int num_granules, const lane
 #pragma unroll 1
     for (; first < num_granules - GROUP_GRANULES; first += GROUP_GRANULES) {
         add_four_granules(shared, first, me, probs, output);
-        wgmma_wait<0>(); /* ptxas keeps none under way around a loop */
+        wgmma_wait<0>(); /* ptxas keeps no products under way around a loop */
     }
     add_four_granules(shared, first, me, probs, output);
 }
