@@ -1,8 +1,8 @@
-"""Every file of examples/ runs and finds its own assertions true. C examples: `make examples-c`;
-deepseek_v32.py, which takes minutes: test_transformers.py, at a smaller size.
+"""Every script and notebook of examples/ runs, and its own assertions hold. `make examples-c` runs
+the C examples. test_transformers.py runs deepseek_v32.py, which takes minutes, at a smaller size.
 
-A new script or notebook is tested by being there. What it imports, at the left margin, is what its
-test needs: a framework that is missing is skipped, or a failure where SMLA_REQUIRE demands it.
+A new script or notebook is tested as soon as it exists. Its imports at the left margin say what its
+test needs: a missing framework skips the test, or fails it if SMLA_REQUIRE demands the framework.
 """
 
 import json
@@ -23,8 +23,9 @@ EXAMPLES = sorted(
 )
 NEEDS_A_GPU = {"cuda_graph.py"}
 LONG = {"deepseek_v32.py"}
-VARIANT = sparse_mla.build_info()["flags"]  # another one rounds in other places
-LIBRARY = ROOT / "build" / VARIANT.removeprefix("release") / "lib"  # made with the C tests
+C_EXAMPLES = sorted((ROOT / "examples" / "c").glob("*.[ch]"))
+VARIANT = sparse_mla.build_info()["flags"]  # others round in other places
+LIBRARY = ROOT / "build" / VARIANT.removeprefix("release") / "lib"  # built with the C tests
 
 
 def source_of(path: Path) -> str:
@@ -74,6 +75,15 @@ def test_examples_are_found():
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_the_readme_names_it(path):
     assert f"examples/{path.name}" in (ROOT / "README.md").read_text()
+
+
+def test_c_examples_are_found():
+    assert {"decode.c", "cache.c", "prefill.c", "step.c"} <= {p.name for p in C_EXAMPLES}
+
+
+@pytest.mark.parametrize("path", C_EXAMPLES, ids=lambda path: path.name)
+def test_the_index_names_the_c_example(path):
+    assert f"[{path.name}]({path.name})" in (path.parent / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
