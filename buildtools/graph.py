@@ -3,10 +3,10 @@
 One table of flags per concern; folders are globbed, so a new file needs no edit here. setup.py and
 the Makefile ask for targets by name: extension, lib, tests, fuzz.
 
-Environment: CC, AR, CFLAGS, LDFLAGS as everywhere. DEBUG=1, SANITIZE=1, SANITIZE=thread (gcc),
-COVERAGE=1, FUZZ=1 (clang) or AARCH64=1 (a cross compiler) choose a variant, which has its own
-folder under build/. WERROR=1 turns warnings into errors.
-SPARSE_MLA_CUDA chooses the CUDA toolkit, see toolkit.py, and SPARSE_MLA_CUDA_ARCHS="80 90a" what it
+Environment: CC, AR, CFLAGS and LDFLAGS have their usual meaning. DEBUG=1, SANITIZE=1,
+SANITIZE=thread (gcc), COVERAGE=1, FUZZ=1 (clang) or AARCH64=1 (a cross compiler) choose a variant,
+which has its own folder under build/. WERROR=1 turns warnings into errors. SPARSE_MLA_CUDA chooses
+the CUDA toolkit, see toolkit.py. SPARSE_MLA_CUDA_ARCHS="80 90a" chooses the architectures that it
 compiles for. ALLOW_SPILLS=1 lets kernels use local memory.
 """
 
@@ -23,7 +23,8 @@ from pathlib import Path
 
 import toolkit
 
-# Without contraction to FMA the plain C files round alike on every machine; kernel files opt in.
+# Without contraction to FMA the plain C files round alike on every machine. Kernel files turn
+# contraction on.
 COMMON_FLAGS = """
     -std=c11 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Icsrc
     -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes
@@ -40,7 +41,8 @@ VARIANTS = {  # flags to compile and to link with
     "aarch64": "-O2",
 }
 # Without exceptions, run-time types and guarded statics these objects need no C++ library, so that
-# any C program can link them. One ptxas at a time (no --threads), or their reports would mix.
+# any C program can link them. nvcc runs one ptxas at a time (no --threads), because the reports of
+# several would mix.
 CUDA_FLAGS = """
     -std=c++17 -lineinfo -compress-mode=size -Icsrc -Xptxas=-v
     -Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics
@@ -50,7 +52,7 @@ CUDA_VARIANTS = {  # the other variants are CPU-only; kernels are optimised in b
     "release": "-O3 -DNDEBUG",
     "debug": "-O0 -g",
 }
-SHARED = ["-shared", "-Wl,--exclude-libs,ALL"]  # what comes from archives stays inside
+SHARED = ["-shared", "-Wl,--exclude-libs,ALL"]  # do not export symbols of archives
 GLUE_FLAGS = """
     -DPy_LIMITED_API=0x030B0000
     -DNPY_TARGET_VERSION=NPY_2_0_API_VERSION -DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION
@@ -71,12 +73,13 @@ VARIANT = chosen_variant()
 BUILD = Path("build", VARIANT)
 LIB = Path("build/lib") if VARIANT == "release" else BUILD / "lib"
 EXTENSION = BUILD / "_C.abi3.so"
-THREADS = Path("tests/c/fake_gomp/threads.c")  # what ThreadSanitizer understands of OpenMP
+THREADS = Path("tests/c/fake_gomp/threads.c")  # OpenMP as ThreadSanitizer understands it
 
-# Kernel files end in their instruction set: attention_avx2.c. Those of other machines are left out;
-# the core learns from SMLA_HAVE_X86_ISA or SMLA_HAVE_ARM_ISA which are there.
+# The name of a kernel file ends in its instruction set: attention_avx2.c. Kernel files of other
+# machines are left out. SMLA_HAVE_X86_ISA or SMLA_HAVE_ARM_ISA tells the core which are compiled.
 MACHINE = "aarch64" if VARIANT == "aarch64" else platform.machine()
-# Fuzzing is about what comes before them: instrumented by clang they would take minutes to compile.
+# Fuzzing tests the checks that come before the kernels. Clang would take minutes to compile the
+# kernels with instrumentation.
 OPTIMISED = {"release": " -O3", "aarch64": " -O3", "fuzz": " -fno-sanitize=all"}
 KERNEL = "-ffp-contract=fast" + OPTIMISED.get(VARIANT, "")
 AVX512 = f"{KERNEL} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma"
@@ -102,8 +105,8 @@ def suffix(source):
     return source.stem.rpartition("_")[2]
 
 
-# Code for sm_80 runs on every 8.x, its PTX on all that is newer. Code for sm_90a runs on Hopper and
-# nowhere else; files that end in _sm90 hold nothing for others.
+# Code for sm_80 runs on GPUs of compute capability 8.x, and its PTX on all newer GPUs. Code for
+# sm_90a runs on Hopper only. Files whose names end in _sm90 have no code for other GPUs.
 CUDA_ARCHS = os.environ.get("SPARSE_MLA_CUDA_ARCHS", "").split() or ["80", "90a"]
 ARCHS_BY_SUFFIX = {"sm90": ["90a"]}
 
@@ -118,7 +121,7 @@ CORE = ("csrc/core", "csrc/ops", "csrc/step", "csrc/cpu")
 
 
 def package_include(package, folder):
-    """The header folder of a package, found without importing it: tvm_ffi would load torch."""
+    """The header folder of a package, found without an import, because tvm_ffi would load torch."""
     spec = importlib.util.find_spec(package)
     if spec is None or not (path := Path(spec.origin).parent / folder).is_dir():
         sys.exit(f"error: the build needs {package}, see build-system.requires in pyproject.toml")
@@ -142,7 +145,7 @@ def public_headers():
 
 
 def c_compiler():
-    """$CC, else the compiler that built Python, else what there is."""
+    """$CC, else the compiler that built Python, else the first of cc, gcc and clang."""
     for command in (os.environ.get("CC"), sysconfig.get_config_var("CC"), "cc", "gcc", "clang"):
         if command and shutil.which(shlex.split(command)[0]):
             return command
@@ -172,7 +175,7 @@ def code_flags(archs):
 
 
 def find_cuda():
-    """The toolkit, or None; and what build_info() says of it."""
+    """The toolkit, or None, and what build_info() says about it."""
     mode = toolkit.selected_mode()
     found = toolkit.find_toolkit(mode) if VARIANT in CUDA_VARIANTS else None
     if found:
@@ -198,7 +201,8 @@ def check_header_version(version):
 
 
 def module_flags(cc, version, cuda_facts):
-    """Flags of module.c alone: the facts of build_info(), and PyInit__C has no prototype."""
+    """Flags for module.c alone: the facts of build_info(), and no warning that PyInit__C has no
+    prototype."""
     banner = subprocess.run([*shlex.split(cc), "--version"], text=True, capture_output=True).stdout
     facts = {
         "SMLA_VERSION_STRING": version,
@@ -210,8 +214,9 @@ def module_flags(cc, version, cuda_facts):
 
 
 def nvcc_command(cuda, include):
-    """nvcc as buildtools/ptxas.py runs it; `$report` is a variable of the edge."""
-    # The version is printed in the report, and it makes a toolkit's update compile anew.
+    """nvcc as buildtools/ptxas.py runs it; `$report` is a variable of the ninja edge."""
+    # The title shows the version in the report, and makes ninja compile again after an update of
+    # the toolkit.
     command = [sys.executable, "buildtools/ptxas.py", f"--title=nvcc {cuda.version}"]
     command += ["--strict"] if is_on("WERROR") else []
     command += ["--allow-spills"] if is_on("ALLOW_SPILLS") or VARIANT != "release" else []
@@ -305,8 +310,10 @@ def write_graph(version):
         archive = graph.add("ar", LIB / "libsparse_mla.a", core)
         glue = add_extension(graph, archive, version)
         add_library(graph, core, archive, version)
-        # A cross compiler has no Python to load it.
-        add_programs(graph, archive, [] if VARIANT == "aarch64" else [add_fake_gpu(graph, glue)])
+        libraries = []
+        if VARIANT != "aarch64":  # with a cross compiler there is no Python that could load them
+            libraries = [add_fake_gpu(graph, glue), add_ranges(graph, archive)]
+        add_programs(graph, archive, libraries)
     return path
 
 
@@ -317,14 +324,15 @@ def add_extension(graph, archive, version):
         graph.compile(source, *GLUE_FLAGS.split(), *include, *own_flags.get(source.stem, ()))
         for source in c_files("csrc/python")
     ]
-    # The core's symbols stay inside: a libsparse_mla in the same process must not replace them.
+    # SHARED hides the core's symbols, because a libsparse_mla in the same process must not replace
+    # them.
     graph.name("extension", [graph.add("link", EXTENSION, [*glue, archive], SHARED)])
     return glue
 
 
 def add_fake_gpu(graph, glue):
-    """The extension once more, for tests/fake_gpu.py: csrc/cuda's host files on a runtime that is
-    made of plain memory, and the CPU's kernels in place of CUDA's. cuBLAS is left out."""
+    """Links the extension once more, for tests/fake_gpu.py: csrc/cuda's host files run on a CUDA
+    runtime made of plain memory, and the CPU's kernels replace CUDA's. cuBLAS is left out."""
     flags = ["-DSMLA_HAVE_CUDA=1", "-isystem", "tests/c/fake_cuda"]
     core = [source for source in c_files(*CORE, "csrc/cuda") if suffix(source) != "cublas"]
     core.append(Path("tests/c/fake_cuda/gpu.c"))
@@ -335,6 +343,12 @@ def add_fake_gpu(graph, glue):
         for source in core
     ]
     return graph.add("link", BUILD / "tests" / "fake_gpu.so", [*glue, *objects], SHARED)
+
+
+def add_ranges(graph, archive):
+    """Links the library of tests/test_ranges.py."""
+    ranges = graph.compile(Path("tests/c/ranges/ranges.c"))
+    return graph.add("link", BUILD / "tests" / "ranges.so", [ranges, archive], SHARED)
 
 
 def add_library(graph, core, archive, version):
@@ -349,9 +363,9 @@ def add_library(graph, core, archive, version):
 
 
 def add_programs(graph, archive, others):
-    """tests/c: fuzz_*.c are libFuzzer targets, the others programs of their own that assert().
-    Those of csrc/cuda's host files bring a CUDA runtime of their own. Without a toolkit they bring
-    its headers, too. `others` are built with the tests."""
+    """Links the programs of tests/c: fuzz_*.c are libFuzzer targets, the others are test programs
+    that assert(). The tests of csrc/cuda's host files contain a fake CUDA runtime. Without a
+    toolkit they also take its headers from tests/c/fake_cuda. `others` are built with the tests."""
     cuda_headers = graph.cuda.include if graph.cuda else "tests/c/fake_cuda"
     programs = {"tests": [*others], "fuzz": []}
     for source in c_files("tests/c", pattern="*.c"):

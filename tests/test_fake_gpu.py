@@ -1,5 +1,5 @@
-"""Streams, events and arrays on a GPU (stream.c, pending.c, cupy.c in csrc/python/arrays/), on
-machines without one: fake_gpu.py. Real ones: test_gpu_streams.py, test_gpu_frameworks.py."""
+"""Streams, events and arrays on a GPU (stream.c, pending.c, cupy.c in csrc/python/arrays/), on the
+fake GPUs of fake_gpu.py. test_gpu_streams.py and test_gpu_frameworks.py run on real ones."""
 
 import ctypes
 import gc
@@ -29,18 +29,18 @@ from helpers import assert_keeps_nothing, assert_same_bits, assert_within_bounds
 
 import sparse_mla
 
-LEGACY = 1  # the name of the default stream in DLPack's numbers
+LEGACY = 1  # DLPack's number for the default stream
 
 
 @pytest.fixture(scope="module")
 def package():
-    gc.collect()  # packages of other tests, and what they have kept
+    gc.collect()  # frees packages of other tests, and what they have kept
     return load()
 
 
 @pytest.fixture
 def gpu(package):
-    """The driver, with nothing under way."""
+    """The driver of the fake GPUs, with no work under way."""
     driver = Driver()
     driver.reset()
     give_back(package)
@@ -53,14 +53,14 @@ def gpu(package):
 
 
 def give_back(package) -> None:
-    """What was kept for work that is over by now. The call itself keeps nothing."""
+    """Releases what was kept for work that is over by now. The call itself keeps nothing."""
     Exchanged.stream = 0
     package.dynamic_per_tensor_quant(exchanged(np.ones((1, 1), np.float32)))
 
 
 @pytest.fixture(scope="module")
 def met_cupy(package):
-    """The one that the package meets, and keeps."""
+    """The CuPy module that the package meets first, and keeps."""
     return Cupy()
 
 
@@ -90,7 +90,7 @@ WANT = sparse_mla.merge_attn_states(*STATES)
 
 
 def read(x) -> np.ndarray:
-    """A Tensor's values, whose memory is the host's all the same."""
+    """The values of a Tensor on a fake GPU, whose memory is the host's."""
     capsule = x.__dlpack__(stream=-1)
     tensor = Legacy.from_address(api.PyCapsule_GetPointer(capsule, NAMES[False])).tensor
     dtype = DTYPE_OF[tensor.code, tensor.bits]
@@ -108,7 +108,7 @@ def assert_merged(results, get=read) -> None:
 
 
 def test_unknown_producers_are_told_the_stream(package, gpu):
-    """They have no stream of their own: the call's, and as a number, where None could mean two."""
+    """Unknown producers get the call's stream, as a number: None could mean two streams."""
     stream = gpu.new_stream()
     for given, number in [(None, LEGACY), (0, LEGACY), (1, LEGACY), (2, 2), (stream, stream)]:
         arrays = [on_gpu(x) for x in STATES]
@@ -179,7 +179,7 @@ def test_the_stream_of_cupy(package, gpu, cupy):
 
 
 def old_torch(monkeypatch, handle, taken=None):
-    """The modules that arrays from before the exchange API are asked about."""
+    """Installs the modules that arrays without exchange API need; returns the devices asked for."""
     devices: list[int] = []
 
     def current_stream(device_id):
@@ -195,7 +195,7 @@ def old_torch(monkeypatch, handle, taken=None):
 
 
 def test_the_stream_of_an_old_torch(package, gpu, monkeypatch):
-    """It is asked for memory without any order, since the stream is its own."""
+    """An old torch need not wait for other work, because the call is on its current stream."""
     stream = gpu.new_stream()
     devices = old_torch(monkeypatch, stream)
     arrays = [LikeTorch(x) for x in STATES]
@@ -241,7 +241,7 @@ def test_a_stream_that_is_no_number_tells_nothing(package, gpu, monkeypatch):
 
 
 def test_arrays_of_jax(package, gpu):
-    """They are waited for on the host, and results stay Tensors."""
+    """The host waits for JAX's arrays, and results stay Tensors."""
     arrays = [LikeJax(x) for x in STATES]
     results = package.merge_attn_states(*arrays, stream=gpu.new_stream())
     assert [x.waits for x in arrays] == [1] * 4
@@ -306,7 +306,7 @@ def test_a_call_behind_the_legacy_stream(package, gpu, exchange):
     ],
 )
 def test_calls_of_cuda_that_fail(package, gpu, exchange, call, num_good):
-    """Before the launch, all of them."""
+    """Each of these calls fails before any work has been launched."""
     exchange.stream = gpu.new_stream()
     arrays = [*map(exchanged, STATES[:2]), *map(on_gpu, STATES[2:])]
     gpu.fail(call, num_good)
@@ -330,14 +330,14 @@ def test_arrays_on_two_devices_are_refused(package, gpu, exchange):
 def test_minus_one_names_no_stream(package, gpu):
     with pytest.raises(ValueError, match=r"^merge_attn_states: `stream` must be .*, got -1, which"):
         package.merge_attn_states(*map(on_gpu, STATES), stream=-1)
-    sparse_mla.merge_attn_states(*STATES, stream=-1)  # means nothing to the CPU
+    sparse_mla.merge_attn_states(*STATES, stream=-1)  # -1 means nothing to the CPU
 
 
 # --- captures ------------------------------------------------------------------------------------
 
 
 def test_a_capture_takes_no_part_in_order(package, gpu, exchange):
-    """What is not captured cannot be waited for, and is not asked."""
+    """A capture cannot wait for work outside of it, so no event is recorded for such work."""
     stream = gpu.new_stream()
     gpu.capture(stream)
     for other in (0, gpu.new_stream()):
@@ -371,7 +371,7 @@ def test_arrays_of_a_capture_outside_of_it(package, gpu, exchange):
 
 
 def test_results_inside_a_capture_must_be_given(package, gpu):
-    """Their address would go into the graph, and nobody would keep the memory."""
+    """Addresses of new results would go into the graph, and nobody would keep their memory."""
     stream = gpu.new_stream()
     gpu.capture(stream)
     with pytest.raises(ValueError) as info:
@@ -386,7 +386,7 @@ def test_results_inside_a_capture_must_be_given(package, gpu):
     package.merge_attn_states(*arrays, out=results[0], lse=results[1], stream=stream)
     assert_merged(results, lambda x: x.array)
     assert gpu.num_events == 0
-    assert_returned(*arrays, *results)  # at once: replays are in the hands of who starts them
+    assert_returned(*arrays, *results)  # at once: the caller keeps arrays for replays
 
 
 # --- what is kept while the device works ---------------------------------------------------------
@@ -410,7 +410,7 @@ def test_foreign_arrays_live_until_the_work_is_over(package, gpu):
 
 
 def test_the_oldest_work_is_looked_at_first(package, gpu):
-    """What came later is not over either, or soon will not be needed."""
+    """Arrays of later calls are kept as long as those of an earlier call whose work goes on."""
     gpu.set_busy()
     first = on_gpu(np.ones((2, 2), np.float32))
     package.dynamic_per_tensor_quant(first)
@@ -423,7 +423,7 @@ def test_the_oldest_work_is_looked_at_first(package, gpu):
 
 
 def test_foreign_arrays_live_as_objects_too(package, gpu, cupy):
-    """CuPy frees in the order of its own stream, which is not that of the call."""
+    """CuPy frees memory in the order of its own stream, which is not the stream of the call."""
     cupy.stream = gpu.new_stream()
     gpu.set_busy()
     arrays = [CupyArray(x) for x in STATES]
@@ -440,7 +440,7 @@ def test_foreign_arrays_live_as_objects_too(package, gpu, cupy):
     [("torch", True), ("torch.nn", True), ("torchvision", False), ("tor", False)],
 )
 def test_packages_are_told_by_their_whole_name(package, gpu, monkeypatch, module, is_torch):
-    """Only of an old PyTorch the current stream is asked for."""
+    """Only for arrays of an old PyTorch the current stream is asked for."""
     stream = gpu.new_stream()
     old_torch(monkeypatch, stream)
     kind = type("Array", (LikeTorch,), {"__module__": module})
@@ -467,7 +467,7 @@ def test_a_producer_that_loses_its_method(package, gpu):
 
 
 def test_one_tensor_and_one_foreign_array_are_kept(package, gpu, cupy):
-    """A Tensor that is written, and an array whose framework frees in another order."""
+    """A Tensor that the call writes, and an array whose framework frees in another order."""
     rows = np.zeros((2, 3, 656), np.uint8)
     out = package.dequantize_kv_cache(on_gpu(rows[0]), dtype="bfloat16")
     table, ints = exchanged(np.zeros((1, 1), np.int32)), exchanged(np.zeros(1, np.int32))
@@ -483,7 +483,7 @@ def test_one_tensor_and_one_foreign_array_are_kept(package, gpu, cupy):
 
 
 def test_what_a_call_asks_for_is_let_go(package, gpu):
-    """The table of a type that is met for the first time, and the pair of a stream's protocol."""
+    """A call keeps no reference to a new type's exchange table or to a `__cuda_stream__` pair."""
 
     class Fresh(Exchanged):
         pass
@@ -512,7 +512,7 @@ def test_a_slice_says_where_it_begins(package, gpu):
 
 
 def test_what_is_kept_is_given_back_with_the_module(gpu):
-    """After the work, which is waited for."""
+    """The end of the module waits for the work first."""
     package = load()
     gpu.set_busy()
     arrays = [on_gpu(x) for x in STATES]
@@ -525,7 +525,7 @@ def test_what_is_kept_is_given_back_with_the_module(gpu):
 
 
 def test_the_core_s_own_error_comes_first(package, gpu):
-    """Of a launch that fails, and of the event behind it, which fails as well."""
+    """A launch fails, and so does the event behind it: the error is that of the launch."""
     package.merge_attn_states(*map(on_gpu, STATES))
     gpu.finish()
     gpu.calls()
@@ -564,7 +564,7 @@ def test_refusals_keep_nothing(package, gpu):
 
 
 def make_tensors(package, gpu, stream: int):
-    """Results whose work is on its way."""
+    """Results whose work is still under way."""
     gpu.set_busy()
     results = package.merge_attn_states(*map(on_gpu, STATES), stream=stream)
     gpu.calls()
@@ -585,7 +585,7 @@ def test_a_tensor_s_readers_wait_for_its_writer(package, gpu):
 
 
 def test_tensors_are_not_foreign(package, gpu):
-    """Their memory outlives all work on the device."""
+    """Memory of Tensors outlives all work on the device, so calls keep no reference to Tensors."""
     out, lse = make_tensors(package, gpu, gpu.new_stream())
     held = sys.getrefcount(out), sys.getrefcount(lse)
     package.merge_attn_states(out, lse, out, lse)
@@ -593,7 +593,7 @@ def test_tensors_are_not_foreign(package, gpu):
 
 
 def test_tensors_written_beside_as_many_foreign_arrays(package, gpu):
-    """Two of each: both kinds are kept until the work is over."""
+    """Two Tensors and two foreign arrays: both kinds are kept until the work is over."""
     stream, reader = gpu.new_stream(), gpu.new_stream()
     out, lse = make_tensors(package, gpu, stream)
     foreign = [on_gpu(x) for x in STATES[2:]]
@@ -746,7 +746,7 @@ def test_an_allocator_that_fails(package, gpu, exchange, has_words, words):
 
 
 def test_results_beside_a_foreign_leader_are_foreign(package, gpu, exchange):
-    """They come from the allocator of a framework that works on another stream than the call."""
+    """Results come from the allocator of a framework that is on another stream than the call."""
     exchange.stream = gpu.new_stream()
     gpu.set_busy()
     results = package.merge_attn_states(*map(exchanged, STATES), stream=gpu.new_stream())
@@ -826,7 +826,7 @@ def test_an_array_of_cupy_with_odd_attributes(package, gpu, cupy, name, value, e
     "place", ["get_current_stream", "empty", "Device", "__enter__", "__exit__"]
 )
 def test_a_cupy_that_fails(gpu, monkeypatch, place):
-    """Of a package that has not met CuPy yet, since it keeps what it has found."""
+    """Each case has a new package, because a package keeps what it has found of CuPy."""
     package, module = load(), Cupy()
     monkeypatch.setitem(sys.modules, "cupy", module)
 
@@ -848,7 +848,7 @@ def test_a_cupy_that_fails(gpu, monkeypatch, place):
 
 
 def test_what_went_wrong_first_is_raised(gpu, monkeypatch):
-    """An allocation that fails inside of `with Device`, whose end then fails as well."""
+    """An allocation fails as if inside `with Device`: its error is raised after the exit."""
     package, module = load(), Cupy()
     monkeypatch.setitem(sys.modules, "cupy", module)
     working = module.empty
@@ -867,7 +867,7 @@ def test_what_went_wrong_first_is_raised(gpu, monkeypatch):
 
 @pytest.mark.parametrize("name", ["ndarray", "empty", "cuda", "Device", "get_current_stream"])
 def test_a_cupy_that_lacks_a_name_is_not_cupy(gpu, monkeypatch, name):
-    """Its arrays are those of an unknown framework then."""
+    """Arrays of such a module count as arrays of an unknown framework."""
     package, module = load(), Cupy()
     monkeypatch.setitem(sys.modules, "cupy", module)
     if name in ("Device", "get_current_stream"):
@@ -943,7 +943,7 @@ def test_an_export_that_fails(package, gpu):
 
 
 def test_an_export_that_knows_no_version_and_fails(package, gpu):
-    """It is asked twice, with an order both times."""
+    """The producer is asked twice, with a stream both times."""
 
     class Old(Producer):
         def __dlpack__(self, **request):
@@ -974,7 +974,7 @@ def test_the_device_that_is_not_there(package, gpu):
 
 
 def moved(op: str, put) -> cases.Call:
-    """A call without outputs that it need not have, its arrays elsewhere."""
+    """A call without the outputs that can be left out, with its arrays moved by `put`."""
     call = cases.GOOD_CALLS[op]()
     for name in ("out", "lse", "max_logits"):
         if op != "gather_kv_cache":
@@ -992,7 +992,7 @@ def in_a_tuple(results) -> tuple:
 
 @pytest.mark.parametrize("op", cases.GOOD_CALLS)
 def test_operators(package, gpu, op):
-    """The CPU's bits, since the kernels are the CPU's."""
+    """Results have the CPU's bits, because the fake GPUs run the CPU's kernels."""
     want = in_a_tuple(moved(op, np.asarray).run(sparse_mla))
     call = moved(op, on_gpu)
     stream = call.kwargs["stream"] = gpu.new_stream()
@@ -1004,7 +1004,7 @@ def test_operators(package, gpu, op):
 
 @pytest.mark.parametrize("op", cases.GOOD_CALLS)
 def test_operators_whose_launch_fails(package, gpu, op):
-    """Whatever was taken for the call is given back."""
+    """Everything that was taken for the call is given back."""
     memory = gpu.num_memory
     call = moved(op, on_gpu)
     gpu.fail("launch")
@@ -1021,7 +1021,7 @@ def test_operators_whose_launch_fails(package, gpu, op):
 
 @pytest.mark.parametrize("op", cases.GOOD_CALLS)
 def test_operators_without_memory(package, gpu, op):
-    """For each result and for the workspace in turn."""
+    """Memory runs out at each result and at the workspace in turn."""
     num_results = 0
     memory = gpu.num_memory
     while True:
@@ -1048,7 +1048,7 @@ def test_operators_without_memory(package, gpu, op):
 
 
 def test_a_workspace_of_the_call_s_own_lives_until_the_work_is_over(package, gpu):
-    """Nobody else holds it."""
+    """The caller does not hold such a workspace."""
     memory = gpu.num_memory
     call = moved("sparse_attention", on_gpu)
     call.kwargs.pop("return_max_logits", None)
@@ -1075,7 +1075,7 @@ FRAMEWORKS = {
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_references_to_small_things(package, gpu, cupy, monkeypatch, name):
-    """Numbers of streams and devices, dtypes, modules: as many as before."""
+    """Numbers, dtypes, modules and arrays have as many references after calls as before."""
     devices = old_torch(monkeypatch, 0)
     arrays = [FRAMEWORKS[name](x) for x in STATES]
     core = ModuleType("jax.core")
@@ -1130,7 +1130,7 @@ def test_types_are_forgotten_with_the_module(gpu, monkeypatch):
 
 
 def test_steps_keep_nothing(package, gpu, cupy):
-    """Builds, and forwards whose results are new."""
+    """Neither builds nor forwards with new results keep anything."""
     step = small_step()
     config = make_config(package, "separate")
     builder, layer = package.MetadataBuilder(config), package.SparseMLA(config)
@@ -1192,7 +1192,7 @@ def small_step(num_heads=HEADS, lens=(1, 2, 30)):
 
 @pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
 def test_a_step_of_a_layer(package, gpu, cupy, path):
-    """Within its bound, through mirrors and a workspace in the GPU's memory."""
+    """The step is within its bound, with mirrors and a workspace in the GPU's memory."""
     step = engine.make_step(engine.engine_batch(), HEADS)
     kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
     config = make_config(package, path, 1)
@@ -1258,7 +1258,7 @@ def test_builds_and_forwards_on_streams_in_turn(package, gpu, cupy, path):
 
 
 def test_small_prefills_go_to_the_fp8_cache(package, gpu, cupy):
-    """Where the plan is open: a gather would not pay for them. The CPU always gathers."""
+    """A GPU's plan does not gather small prefills, because that would not pay. A CPU's does."""
     paths = {}
     for name, lens in {"small": (1, 3), "large": (1, 250)}.items():
         step = engine.make_step(cases.make_batch(lens, lens), 32)
@@ -1298,8 +1298,8 @@ def test_arrays_on_another_gpu_than_the_builder_s(package, gpu, cupy):
 
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_a_block_table_lives_until_the_next_one_s_work_is_over(package, gpu, cupy, is_busy):
-    """A producer that frees by rules of its own: its table is kept through the forwards of the
-    step, and behind the copy of the next build."""
+    """The table of an unknown producer is kept for the forwards of its step, and after that until
+    the copy of the next build is over."""
     step = small_step()
     builder = package.MetadataBuilder(make_config(package, "mixed"))
 
@@ -1327,7 +1327,7 @@ def test_a_block_table_lives_until_the_next_one_s_work_is_over(package, gpu, cup
 
 
 def test_a_block_table_that_cannot_be_had(package, gpu, cupy):
-    """It is let go, and the former step stays."""
+    """The object is released, and the former step stays valid."""
 
     class Table(Producer):
         shape = (3, 4)
@@ -1353,7 +1353,7 @@ def test_a_block_table_that_cannot_be_had(package, gpu, cupy):
     ["cudaMalloc", "cudaHostAlloc", "cudaEventRecord", "copy to device", "cudaStreamWaitEvent"],
 )
 def test_builds_that_fail(gpu, cupy, monkeypatch, call):
-    """The one after it is right again; whatever was taken is given back."""
+    """A build that fails gives back all that it took, and the next build is right again."""
     package = load()
     monkeypatch.setitem(sys.modules, "cupy", Cupy())
     step = small_step()
@@ -1385,3 +1385,12 @@ def test_the_builder_of_c_takes_what_python_gives(package):
         core.Builder(1, path="mixed")
     with pytest.raises(TypeError):
         core.Builder(1, 2)
+
+
+def test_cpu_features_name_no_gpu(package):
+    rows = package.kernels()
+    assert any(row["device"] == "cuda" and row["available"] for row in rows)
+    assert package.build_info()["cpu_features"] == sparse_mla.build_info()["cpu_features"]
+    assert {row["arch"] for row in rows if row["device"] == "cuda"}.isdisjoint(
+        package.build_info()["cpu_features"]
+    )

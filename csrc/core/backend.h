@@ -27,8 +27,10 @@ typedef struct smla_stream {
     void *handle; /* cudaStream_t; unused on the CPU */
 } smla_stream;
 
-/* A paged cache. Slot s lives at base + s / block_size * page_stride_bytes + s % block_size *
- * token_stride_bytes; a flat array is one page. */
+/* A paged cache. The token at `offset` of `page` has its row at base + page * page_stride_bytes +
+ * offset * token_stride_bytes, and its scales at scales + page * page_stride_bytes + offset *
+ * scale_token_stride_bytes: inside the row, or behind all rows of the page, as the format says. A
+ * flat array is one page. */
 typedef struct smla_kv_view {
     uint8_t *base;
     int64_t num_pages;
@@ -36,18 +38,28 @@ typedef struct smla_kv_view {
     int64_t page_stride_bytes;
     int64_t token_stride_bytes;
     const smla_kv_format_info *format;
+    uint8_t *scales; /* of no meaning in formats without scales */
+    int64_t scale_token_stride_bytes;
 } smla_kv_view;
 
-static inline uint8_t *
-smla_kv_row_at(const smla_kv_view *kv, int64_t page, int64_t offset)
+/* A token's row in the cache, and its scales. */
+typedef struct smla_kv_token {
+    uint8_t *row; /* NULL: no such token */
+    uint8_t *scales;
+} smla_kv_token;
+
+static inline smla_kv_token
+smla_kv_token_at(const smla_kv_view *kv, int64_t page, int64_t offset)
 {
-    return kv->base + page * kv->page_stride_bytes + offset * kv->token_stride_bytes;
+    const int64_t start = page * kv->page_stride_bytes;
+    return (smla_kv_token){kv->base + start + offset * kv->token_stride_bytes,
+                           kv->scales + start + offset * kv->scale_token_stride_bytes};
 }
 
-static inline uint8_t *
-smla_kv_row(const smla_kv_view *kv, int64_t slot)
+static inline smla_kv_token
+smla_kv_slot(const smla_kv_view *kv, int64_t slot)
 {
-    return smla_kv_row_at(kv, slot / kv->block_size, slot % kv->block_size);
+    return smla_kv_token_at(kv, slot / kv->block_size, slot % kv->block_size);
 }
 
 static inline int64_t
@@ -130,9 +142,9 @@ typedef struct smla_convert_params {
     smla_stream stream;
 } smla_convert_params;
 
-/* Positions inside a request -> slots, as convert_req_index_to_global_index does it, but where the
- * indices are read: saves its launch on backends whose attention can. Rows and columns as in
- * smla_convert_params. */
+/* Maps positions inside a request to slots where attention reads them, by the rules of
+ * convert_req_index_to_global_index: this saves a call of that operator, and its output's memory.
+ * Rows and columns are those of smla_convert_params. */
 typedef struct smla_index_map {
     const int32_t *block_table; /* [R, W]; NULL = indices are slots already */
     int64_t block_table_stride_req;
@@ -142,16 +154,26 @@ typedef struct smla_index_map {
     const int32_t *req_id_per_token; /* [T], contiguous */
 } smla_index_map;
 
-/* One list of keys: attention takes a main one and an optional extra one. */
+/* One list of keys: attention takes a main one and an optional extra one. Token t's keys stand in
+ * columns begin[t] to end[t] - 1 of its row of `indices`. A negative index is no key. */
 typedef struct smla_key_list {
     smla_kv_view kv;
-    const int32_t *indices; /* [T, K] */
+    const int32_t *indices; /* [T, K]; NULL: column j has index j (dense attention) */
     int64_t indices_stride_token;
-    int64_t topk;               /* K */
-    const int32_t *topk_length; /* [T] or NULL */
-    int64_t topk_length_stride;
-    smla_index_map map; /* of positions; kv.block_size is the page size */
+    int64_t topk;       /* K */
+    const int32_t *end; /* [T], clamped to 0...K; NULL: K. The operator's topk_length */
+    int64_t end_stride;
+    smla_index_map map;   /* of positions; kv.block_size is the page size */
+    const int32_t *begin; /* [T], clamped to 0...K; NULL: 0 */
+    int64_t begin_stride;
 } smla_key_list;
+
+/* Whether a list needs a kernel that serves dense columns and `begin`. */
+static inline bool
+smla_has_ranges(const smla_key_list *list)
+{
+    return list->indices == NULL || list->begin != NULL;
+}
 
 typedef struct smla_attention_params {
     int64_t num_tokens;
@@ -194,6 +216,7 @@ typedef struct smla_attention_shape {
     /* Of the main and the extra list. While the main one is not known yet, NULL: the choice of a
      * split count does not need it, and a workspace size then covers every format. */
     const smla_kv_format_info *formats[2];
+    bool has_ranges; /* smla_has_ranges of any list */
 } smla_attention_shape;
 
 /* A launch of attention, of some of a call's tokens. */
@@ -343,7 +366,6 @@ typedef struct smla_stream_ops {
 typedef struct smla_backend {
     const char *name;
     DLDeviceType device_type;
-    bool maps_indices; /* sparse_attention honours smla_index_map */
     /* SMLA_OK, or why this device cannot be used: number out of range, too old, no driver. */
     smla_status (*check_device)(const char *op, int32_t device_id, smla_error *);
     SMLA_OPERATORS(SMLA_OPERATOR_SLOT)

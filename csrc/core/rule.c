@@ -1,4 +1,4 @@
-/* rule.c: enforces what rule.h states, and words the errors.
+/* rule.c: enforces the rules of rule.h, and words the errors.
  *
  * Texts read "op: `argument` must RULE, got ACTUAL". Nothing here depends on Python or on a device.
  */
@@ -10,7 +10,7 @@
 
 enum { TEXT_BYTES = 160 };
 
-/* Appends to `text`, a buffer of TEXT_BYTES; what does not fit is cut. */
+/* Appends to `text`, a buffer of TEXT_BYTES, and cuts off text that does not fit. */
 __attribute__((format(printf, 2, 3))) static void
 append(char *text, const char *format, ...)
 {
@@ -116,7 +116,7 @@ report_missing(const smla_checker *c, const char *name)
     return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must be given, got none", c->op, name);
 }
 
-/* What most often is behind a wrong dtype. */
+/* A hint at the usual cause of a wrong dtype. */
 static const char *
 dtype_hint(const smla_rule *rule)
 {
@@ -144,8 +144,8 @@ check_dtype(const smla_checker *c, const smla_rule *rule)
                      wanted, got, dtype_hint(rule));
 }
 
-/* Rank within what fixed arrays hold, no negative sizes, addresses that exist: what every later
- * step relies on. */
+/* Checks what every later step relies on: a rank of at most SMLA_MAX_RANK, no negative sizes, and
+ * addresses that exist. */
 static smla_status
 check_sane(const smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range *range)
 {
@@ -161,7 +161,7 @@ check_sane(const smla_checker *c, const char *name, const DLTensor *tensor, smla
     }
     const bool fits = smla_find_byte_range(tensor, range);
     if (fits && range->is_compact && tensor->data != NULL) {
-        return SMLA_OK; /* the usual array */
+        return SMLA_OK; /* most arrays return here */
     }
     for (int i = 0; i < tensor->ndim; i++) {
         if (tensor->shape[i] < 0) {
@@ -229,7 +229,7 @@ check_last_stride(const smla_checker *c, const char *name, const DLTensor *tenso
     return SMLA_OK;
 }
 
-/* Alignments are powers of two. */
+/* `alignment` is a power of two. */
 static smla_status
 check_alignment(const smla_checker *c, const char *name, const DLTensor *tensor, int64_t alignment)
 {
@@ -298,7 +298,7 @@ static smla_status
 remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range range,
          unsigned flags)
 {
-    if (c->num_arrays == SMLA_MAX_ARRAYS) { /* a mistake in the operator's check */
+    if (c->num_arrays == SMLA_MAX_ARRAYS) { /* only if an operator's check is wrong */
         return smla_fail(c->error, SMLA_ERROR_RUNTIME, "%s: a call has at most %d arrays, got `%s`",
                          c->op, SMLA_MAX_ARRAYS, name);
     }
@@ -333,8 +333,8 @@ smla_require(smla_checker *c, const smla_rule *rule)
 
 /* ---- Caches -------------------------------------------------------------------------------- */
 
-/* All rows of the table, those of one type together: "bfloat16 (576 values a token), or uint8, int8
- * or float8_e4m3fn (fp8_ds_mla, 656 bytes a token)". */
+/* Describes the entries of smla_kv_formats, grouped by dtype: "bfloat16 (576 values a token), or
+ * uint8, int8 or float8_e4m3fn (fp8_ds_mla, 656 bytes a token)". */
 static void
 describe_rows(char *text)
 {
@@ -356,7 +356,7 @@ describe_rows(char *text)
     }
 }
 
-/* The rows that an array of this type may be of, by its last dimension too unless that is 0. */
+/* The table entries that fit a dtype and a last dimension; 0 stands for any last dimension. */
 static smla_kv_set
 find_rows(int32_t kv_format, unsigned dtype, int64_t row_elements)
 {
@@ -388,7 +388,7 @@ fail_dtype(const smla_checker *c, const char *name, const DLTensor *tensor, int3
                      name, wanted, row->name, got);
 }
 
-/* Of the right type, but of no row's size: `rows` are those of its type. */
+/* Reports a last dimension that fits none of the table entries `rows`, which fit the dtype. */
 static smla_status
 fail_size(const smla_checker *c, const char *name, const DLTensor *tensor, smla_kv_set rows)
 {
@@ -408,7 +408,7 @@ fail_size(const smla_checker *c, const char *name, const DLTensor *tensor, smla_
                      got);
 }
 
-/* Of a type and size that several rows have. */
+/* Reports a dtype and a last dimension that fit several table entries. */
 static smla_status
 fail_ambiguous(const smla_checker *c, const char *name, const DLTensor *tensor, smla_kv_set rows)
 {
@@ -441,7 +441,7 @@ smla_format_of_cache(const DLTensor *tensor, int32_t kv_format)
                  : 0);
 }
 
-/* Where no row has the type and the size of the array. */
+/* Reports a dtype and a last dimension that fit no table entry. */
 static smla_status
 fail_format(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format)
 {
@@ -454,7 +454,7 @@ fail_format(const smla_checker *c, const char *name, const DLTensor *tensor, int
     return rows == 0 ? fail_dtype(c, name, tensor, kv_format) : fail_size(c, name, tensor, rows);
 }
 
-/* Searches the table: one row, and no other, may have the type and the size of the array. */
+/* Finds the one table entry that fits the array's dtype and last dimension. */
 static smla_status
 find_kv_format(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format,
                const smla_kv_format_info **format)
@@ -536,6 +536,8 @@ smla_require_kv(smla_checker *c, const char *name, const DLTensor *tensor, int32
         SMLA_TRY(check_output(c, name, tensor));
     }
     view->base = smla_data(tensor);
+    view->scales = view->base == NULL ? NULL : view->base + view->format->scale_offset;
+    view->scale_token_stride_bytes = view->token_stride_bytes;
     return remember(c, name, tensor, range, flags);
 }
 

@@ -310,8 +310,8 @@ require_key_list(smla_checker *c, const char *const names[3], const DLTensor *kv
     list->indices = smla_data(indices);
     list->indices_stride_token = smla_stride(indices, 0);
     list->topk = smla_size(indices, 1);
-    list->topk_length = smla_data(topk_length);
-    list->topk_length_stride = smla_stride(topk_length, 0);
+    list->end = smla_data(topk_length);
+    list->end_stride = smla_stride(topk_length, 0);
     return SMLA_OK;
 }
 

@@ -1,6 +1,7 @@
 /* module.c: the module sparse_mla._C: its state, planning on host integers, and introspection. */
 #include <numpy/numpyconfig.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "core/kv_format.h"
 #include "python/arrays/array.h"
@@ -136,7 +137,7 @@ kernels(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return list;
 }
 
-/* Instruction sets for which this machine has a kernel: what the dispatch table found out. */
+/* New list: the names of the instruction sets that have a kernel which this machine can run. */
 static PyObject *
 list_cpu_features(void)
 {
@@ -145,7 +146,7 @@ list_cpu_features(void)
     num_rows = num_rows < MAX_KERNELS ? num_rows : MAX_KERNELS;
     PyObject *features = PyList_New(0);
     for (int64_t i = 0; features != NULL && i < num_rows; i++) {
-        if (!rows[i].available) {
+        if (!rows[i].available || strcmp(rows[i].device, "cpu") != 0) {
             continue;
         }
         PyObject *name = PyUnicode_FromString(rows[i].arch);
@@ -201,7 +202,7 @@ smla_py_state_of(PyObject *module)
 static int
 add_kv_format(PyObject *formats, const smla_kv_format_info *row)
 {
-    PyObject *sizes = PyDict_GetItemString(formats, row->name); /* of a row before it */
+    PyObject *sizes = PyDict_GetItemString(formats, row->name); /* from an earlier row */
     sizes = sizes == NULL ? PyDict_New() : Py_NewRef(sizes);
     PyObject *size = PyLong_FromLong(row->row_elements);
     PyObject *head_size = PyLong_FromLong(row->head_dim);
@@ -214,8 +215,8 @@ add_kv_format(PyObject *formats, const smla_kv_format_info *row)
     return is_added ? 0 : -1;
 }
 
-/* KV_FORMATS: name of a cache format -> {last dimension of its array: head size}, from the core's
- * table. */
+/* Adds KV_FORMATS: name of a cache format -> {last dimension of a cache array: head size}, from the
+ * core's table. */
 static int
 add_kv_formats(PyObject *module)
 {

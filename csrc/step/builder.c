@@ -166,7 +166,6 @@ allocate_buffers(smla_builder *b, smla_error *error)
                                           .topk = config->topk_tokens,
                                           .device_id = device_id};
     const bool has_workspace = config->path == SMLA_PATH_SEPARATE;
-    const bool converts = has_workspace || !backend->maps_indices;
     int64_t index_bytes;
     if (__builtin_mul_overflow(config->max_num_batched_tokens * (int64_t)sizeof *b->indices,
                                config->topk_tokens, &index_bytes)) {
@@ -174,11 +173,11 @@ allocate_buffers(smla_builder *b, smla_error *error)
     }
     b->scratch_bytes = backend->attention_workspace_size(&largest);
     b->mirror = backend->create_mirror(device_id, step_bytes(config));
-    b->indices = converts ? backend->allocate(device_id, index_bytes) : NULL;
+    b->indices = has_workspace ? backend->allocate(device_id, index_bytes) : NULL;
     b->scratch = backend->allocate(device_id, b->scratch_bytes);
     b->chunks = malloc((size_t)config->max_num_seqs * sizeof *b->chunks);
     b->chunk_ends = malloc((size_t)config->max_num_seqs * sizeof *b->chunk_ends);
-    bool good = b->mirror != NULL && (b->indices != NULL || !converts) && b->scratch != NULL &&
+    bool good = b->mirror != NULL && (b->indices != NULL || !has_workspace) && b->scratch != NULL &&
                 b->chunks != NULL && b->chunk_ends != NULL;
     if (good && has_workspace && config->workspace == NULL) {
         const int64_t shape[2] = {config->prefill_workspace_tokens, SMLA_HEAD_DIM};

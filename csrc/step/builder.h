@@ -27,8 +27,7 @@ struct smla_builder {
 
     /* Persistent device buffers, sized for the largest batch. */
     smla_mirror *mirror; /* what a build writes: the arrays of smla_step_arrays */
-    int32_t *indices;    /* [max_num_batched_tokens, topk_tokens], converted; NULL = no path
-                            converts */
+    int32_t *indices;    /* [max_num_batched_tokens, topk_tokens]; NULL unless path "separate" */
     uint8_t *scratch;    /* attention workspace */
     int64_t scratch_bytes;
     uint16_t *own_workspace;     /* [prefill_workspace_tokens, 576] bf16, or NULL */

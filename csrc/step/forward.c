@@ -138,7 +138,6 @@ static smla_status
 convert_indices(forward_call *f)
 {
     const smla_metadata *m = f->metadata;
-    const bool has_workspace = m->num_chunks > 0;
     const int64_t num_tokens = m->num_actual_tokens;
     const int64_t shape[2] = {num_tokens, smla_size(f->args->topk_indices, 1)};
     smla_view req_ids, topk_indices, prefill_ids, starts;
@@ -149,12 +148,9 @@ convert_indices(forward_call *f)
         .req_id_per_token = view_int32(f, &req_ids, m->req_id_per_token, num_tokens),
         .block_table = &f->builder->block_table.tensor,
         .topk_indices = smla_slice_rows(&topk_indices, f->args->topk_indices, 0, num_tokens),
-        .prefill_request_ids =
-            has_workspace ? view_int32(f, &prefill_ids, m->prefill_request_ids, num_tokens) : NULL,
+        .prefill_request_ids = view_int32(f, &prefill_ids, m->prefill_request_ids, num_tokens),
         .prefill_workspace_starts =
-            has_workspace
-                ? view_int32(f, &starts, m->prefill_workspace_starts, m->split.num_prefills)
-                : NULL,
+            view_int32(f, &starts, m->prefill_workspace_starts, m->split.num_prefills),
         .out = &f->indices.tensor,
         .block_size = f->builder->config.block_size,
         .stream = f->args->stream,
@@ -162,16 +158,15 @@ convert_indices(forward_call *f)
     return smla_convert_req_index_to_global_index(&args, f->error);
 }
 
-/* Attention that maps positions itself saves the conversion's launch, where all tokens read the
- * cache. */
+/* Where all tokens read the cache, attention maps positions itself. Tokens that read a workspace
+ * need other numbers, and one call converts the indices of all tokens. */
 static smla_status
 prepare_indices(forward_call *f)
 {
-    const smla_builder *b = f->builder;
-    if (!b->backend->maps_indices || f->metadata->num_chunks > 0) {
+    if (f->metadata->num_chunks > 0) {
         return convert_indices(f);
     }
-    const DLTensor *block_table = &b->block_table.tensor;
+    const DLTensor *block_table = &f->builder->block_table.tensor;
     const int32_t *table = smla_data(block_table);
     f->map = (smla_index_map){
         /* A table without columns may have no memory; a map has, and does not read it then. */

@@ -1,5 +1,5 @@
-/* test_cuda_attention.c: which kernels csrc/cuda/attention/run_attention.c starts for a call, on
- * which of its tokens, and what it refuses. The kernels are not there: they are written down.
+/* test_cuda_attention.c: which kernels csrc/cuda/attention/run_attention.c starts for a call, for
+ * which of its tokens, and which calls it refuses. No kernel runs; their launchers record calls.
  */
 #include "cuda/attention/kernels.c"       // NOLINT(bugprone-suspicious-include)
 #include "cuda/attention/run_attention.c" // NOLINT(bugprone-suspicious-include)
@@ -18,7 +18,7 @@ smla_cuda_status(const char *op, const char *call, cudaError_t code, smla_error 
 
 enum { NUM_TOKENS = 700 };
 
-/* Arrays are addresses alone, and strides differ. */
+/* The arrays serve as addresses alone, and every stride is another number. */
 static uint16_t q_nope[NUM_TOKENS * 5], q_pe[NUM_TOKENS * 7], out[NUM_TOKENS * 11];
 static float lse[NUM_TOKENS * 13], max_logits[NUM_TOKENS * 17];
 static int32_t indices[2][NUM_TOKENS * 23], lengths[2][NUM_TOKENS * 29], requests[2][NUM_TOKENS];
@@ -31,7 +31,7 @@ find_format(bool is_fp8)
     return &smla_kv_formats[is_fp8 ? SMLA_ROW_FP8_DS_MLA : SMLA_ROW_BFLOAT16];
 }
 
-/* One list of FP8 rows, slots and no lengths; the workspace is as large as anybody wants. */
+/* One list of FP8 rows, with slots and without lengths. The workspace is always large enough. */
 static smla_attention_params
 make_params(int64_t tokens, int64_t heads, int64_t topk, int num_splits)
 {
@@ -60,7 +60,7 @@ make_params(int64_t tokens, int64_t heads, int64_t topk, int num_splits)
     };
 }
 
-/* All the arrays that a call may have. */
+/* Adds all other arrays that a call may have. */
 static void
 add_everything(smla_attention_params *params, int64_t extra_topk)
 {
@@ -71,8 +71,8 @@ add_everything(smla_attention_params *params, int64_t extra_topk)
         smla_key_list *const list = &params->lists[i];
         list->indices = indices[i];
         list->indices_stride_token = 19 + 4 * i;
-        list->topk_length = lengths[i];
-        list->topk_length_stride = 25 + 4 * i;
+        list->end = lengths[i];
+        list->end_stride = 25 + 4 * i;
         list->map.block_table = block_table;
         list->map.req_id_per_token = requests[i];
     }
@@ -80,7 +80,7 @@ add_everything(smla_attention_params *params, int64_t extra_topk)
     params->max_logits_stride_token = 17;
 }
 
-/* What a caller asks for: num_splits of params, 0 for a plan of the backend's own. */
+/* The plan for the num_splits of params; for 0 the backend chooses the number. */
 static smla_attention_plan
 plan_call(const smla_attention_params *params)
 {
@@ -110,7 +110,7 @@ expect_launch(int i, const char *launcher, int64_t tokens, int num_splits)
     }
 }
 
-/* The arrays of a launch are those of the call, from this token on. */
+/* The arrays of a launch are those of the call, from token `start` on. */
 static void
 expect_tokens(const smla_attention_params *part, const smla_attention_params *call, int64_t start)
 {
@@ -124,8 +124,8 @@ expect_tokens(const smla_attention_params *part, const smla_attention_params *ca
         const smla_key_list *const own = &part->lists[i];
         const smla_key_list *const all = &call->lists[i];
         EXPECT(own->indices == all->indices + start * (19 + 4 * i));
-        EXPECT(own->topk_length ==
-               (all->topk_length == NULL ? NULL : all->topk_length + start * (25 + 4 * i)));
+        EXPECT(own->end ==
+               (all->end == NULL ? NULL : all->end + start * (25 + 4 * i)));
         EXPECT(own->map.req_id_per_token ==
                (all->map.block_table == NULL ? NULL : all->map.req_id_per_token + start));
         EXPECT(own->map.block_table == all->map.block_table);
@@ -160,7 +160,7 @@ test_given_splits(void)
         EXPECT_EQ(num_launches, cases[i].splits == 1 ? 1 : 2);
         expect_launch(0, cases[i].launcher, 9, cases[i].splits);
         expect_tokens(&launches[0].params, &params, 0);
-        EXPECT_EQ(launches[0].cut_bytes, 0); /* a row's bits depend on no other row */
+        EXPECT_EQ(launches[0].cut_bytes, 0); /* a token's bits depend on no other token */
         if (cases[i].splits > 1) {
             expect_launch(1, "combine", 9, cases[i].splits);
             expect_tokens(&launches[1].params, &params, 0);
@@ -172,7 +172,7 @@ test_given_splits(void)
     EXPECT_EQ(num_launches, 0);
 }
 
-/* A split count that was given holds for the whole batch, however large, and so do its kernels. */
+/* A given number of splits, and its kernels, serve the whole batch, however large that is. */
 static void
 test_batches_are_alike(void)
 {
@@ -188,7 +188,7 @@ static void
 test_formats(void)
 {
     smla_attention_params params = make_params(9, 64, 2048, 2);
-    params.lists[1].kv.format = find_format(false); /* not there */
+    params.lists[1].kv.format = find_format(false); /* of a list that is absent */
     EXPECT_OK(run_call(&params));
     expect_launch(0, "sm90_fp8_64", 9, 2);
     params = make_params(9, 64, 2048, 2);
@@ -223,7 +223,7 @@ test_no_kernel(void)
     EXPECT_EQ(num_launches, 0);
 }
 
-/* The last byte of the workspace, wherever it starts. */
+/* The workspace is checked to the last byte, wherever it starts. */
 static void
 test_workspace(void)
 {
@@ -231,7 +231,7 @@ test_workspace(void)
         smla_attention_params params = make_params(3, 5, 2048, 3);
         params.workspace = workspace + offset;
         const int64_t padding = (int64_t)(16 - (uintptr_t)params.workspace % 16) % 16;
-        params.workspace_bytes = padding + 368 + 45 * 2048; /* 45 rows; states are 360 bytes */
+        params.workspace_bytes = padding + 368 + 45 * 2048; /* 45 rows, states of 360 bytes */
         EXPECT_OK(run_call(&params));
         EXPECT_EQ(num_launches, 2);
         num_launches = 0;
@@ -252,7 +252,7 @@ test_workspace(void)
     EXPECT_EQ(num_launches, 1);
 }
 
-/* What the splits leave lies in the workspace, aligned, one array behind the other. */
+/* The partial rows of the splits are arrays in the workspace, aligned, one behind the other. */
 static void
 test_partial_rows(void)
 {
@@ -273,7 +273,7 @@ test_partial_rows(void)
     EXPECT_EQ((int)SMLA_HALF_UNIT, 256); /* 512 halves in front of it */
 }
 
-/* What a launch says is told, and nothing is started behind it. */
+/* The error of a failed launch is reported, and nothing is launched behind it. */
 static void
 test_failed_launches(void)
 {
@@ -285,7 +285,7 @@ test_failed_launches(void)
                     "sparse_attention: cudaLaunchKernelExC: 719");
         EXPECT_EQ(num_launches, n + 1);
     }
-    params = make_params(67, 128, 2048, 0); /* full waves, a rest in splits, its combine */
+    params = make_params(67, 128, 2048, 0); /* full waves, the rest in splits, its combine */
     EXPECT_OK(run_call(&params));
     EXPECT_EQ(num_launches, 3);
     for (int n = 0; n < 3; n++) {
@@ -298,7 +298,7 @@ test_failed_launches(void)
 
 /* ---- Plans --------------------------------------------------------------------------------- */
 
-/* Every token is computed once, by a kernel of its plan, in the memory that was promised. */
+/* Every token is computed once, by a kernel of the plan, in a workspace of the promised size. */
 static void
 check_planned(int64_t tokens, int64_t heads, bool has_everything)
 {
@@ -307,7 +307,7 @@ check_planned(int64_t tokens, int64_t heads, bool has_everything)
         add_everything(&params, 512);
     }
     const smla_attention_plan plan = plan_call(&params);
-    params.workspace = workspace + 1; /* the worst of starts */
+    params.workspace = workspace + 1; /* the start that needs most padding */
     params.workspace_bytes = plan.workspace_bytes;
     EXPECT_EQ(plan.runs[0].num_tokens + (plan.num_runs == 2 ? plan.runs[1].num_tokens : 0), tokens);
     EXPECT_OK(run_call(&params));
@@ -341,7 +341,7 @@ test_planned(void)
     }
 }
 
-/* Three plans of an H200, as they are. */
+/* Three plans of an H200, as they are now. */
 static void
 test_known_plans(void)
 {

@@ -1,6 +1,6 @@
-/* test_cuda_device.c: which devices csrc/cuda/host/device.c lets a call use and how it makes them
- * current, what it says of errors, the values that checked.c looks at, and how backend.c puts a
- * call together; with a runtime that is not CUDA's, and operators that do nothing.
+/* test_cuda_device.c: which devices csrc/cuda/host/device.c lets a call use, how it makes them
+ * current and words errors; which values checked.c reads; and how cuda_backend.c puts a call
+ * together. The runtime is that of runtime.h, and operators do nothing.
  */
 #include <stdlib.h>
 
@@ -13,8 +13,8 @@ static void test_free(void *memory);
 #undef getenv
 #define malloc      test_malloc
 #define free        test_free
-#define slots       slot_array  /* device.c has slots, too, */
-#define free_arrays free_copies /* and testing.h these */
+#define slots       slot_array  /* device.c has `slots`, too */
+#define free_arrays free_copies /* testing.h has `free_arrays`, too */
 #include "cuda/host/checked.c"  // NOLINT(bugprone-suspicious-include)
 #undef malloc
 #undef free
@@ -22,7 +22,7 @@ static void test_free(void *memory);
 #undef free_arrays
 #include "cuda/host/cuda_backend.c" // NOLINT(bugprone-suspicious-include)
 
-/* ---- Operators that do nothing: in front of testing.h, which has an `error` of its own ------ */
+/* ---- Operators that do nothing, in front of testing.h, which has a global `error` ----------- */
 
 static cudaError_t launch_code;
 static const smla_cuda_device *launch_device;
@@ -97,7 +97,7 @@ smla_cuda_up_proj(const smla_projection_params *params, smla_error *error)
     return smla_cuda_status(params->op, "a kernel", launch_nothing("up_proj"), error);
 }
 
-/* The rest of the table is other tests' matter. */
+/* Other tests cover the rest of the backend's table. */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 #define ABSENT(type, name, ...) \
@@ -123,14 +123,14 @@ ABSENT(smla_status, smla_cuda_end_use, const char *o, smla_mirror *m, smla_strea
 const smla_stream_ops smla_cuda_stream_ops = {.record = NULL};
 #pragma GCC diagnostic pop
 
-/* What the CPU backend is shown. */
+/* What the checks of the CPU backend get. */
 static smla_status cpu_status;
 static smla_cache_write_params seen_write;
 static smla_gather_params seen_gather;
 static smla_convert_params seen_convert;
-static int64_t seen_sum; /* of the values of the arrays */
+static int64_t seen_sum; /* the sum of the arrays' values */
 static const int32_t device_zeros[4];
-static int num_device_arrays; /* that it was shown, instead of copies */
+static int num_device_arrays; /* arrays that the checks got instead of copies */
 
 static int64_t
 sum_of(const int32_t *data, int64_t count, int64_t stride)
@@ -195,7 +195,7 @@ launch_nothing(const char *name)
     return launch_code;
 }
 
-/* The one variable that is set. */
+/* The one environment variable that is set. */
 static const char *env_name;
 static const char *env_text;
 
@@ -208,7 +208,7 @@ test_getenv(const char *name)
 static bool has_memory = true;
 static size_t asked_bytes;
 
-static int num_live; /* copies of arrays */
+static int num_live; /* live copies of arrays */
 
 static void *
 test_malloc(size_t size)
@@ -235,7 +235,7 @@ set_env(const char *name, const char *text)
 static const char op[] = "some_op";
 static struct CUstream_st streams[2];
 
-/* As if the process began, but for the driver's calls: two devices, 0 is current. */
+/* The state of a new process that knows the driver's functions: two devices, 0 is current. */
 static void
 begin(void)
 {
@@ -251,7 +251,7 @@ begin(void)
 
 /* ---- Facts --------------------------------------------------------------------------------- */
 
-/* What is learnt once is learnt under the lock. */
+/* Facts that are read once are read under the lock. */
 static void
 expect_locked(const char *call)
 {
@@ -286,7 +286,7 @@ test_facts(void)
     EXPECT(smla_cuda_find_device(2) == NULL);
     EXPECT(smla_cuda_find_device(-1) == NULL);
     EXPECT(smla_cuda_find_device(SMLA_CUDA_MAX_DEVICES) == NULL);
-    for (int n = 0; n < 4; n++) { /* a fact that cannot be had is asked for again */
+    for (int n = 0; n < 4; n++) { /* a fact that could not be read is asked for again */
         begin();
         fail_call("cudaDeviceGetAttribute", n, cudaErrorUnknown);
         EXPECT(smla_cuda_find_device(0) == NULL);
@@ -433,7 +433,7 @@ test_status(void)
 
 /* ---- The guard ----------------------------------------------------------------------------- */
 
-/* Nothing is known of the driver when this runs: it comes first in main. */
+/* The driver's functions must not be known when this runs, so it comes first in main. */
 static void
 test_guard(void)
 {
@@ -465,7 +465,7 @@ test_guard(void)
     EXPECT_OK(smla_cuda_enter(op, 1, &guard, &error)); /* retained once */
     smla_cuda_leave(&guard);
     EXPECT_CALLS("cuCtxPushCurrent cuCtxPopCurrent@1 ");
-    fake.current = 1; /* there and back from another one */
+    fake.current = 1; /* from another device to device 0, and back */
     EXPECT_OK(smla_cuda_enter(op, 0, &guard, &error));
     EXPECT_EQ(fake.current, 0);
     smla_cuda_leave(&guard);
@@ -487,7 +487,7 @@ test_guard(void)
         EXPECT_FAIL(smla_cuda_enter(op, 1, &guard, &error), SMLA_ERROR_RUNTIME, cases[i].text);
         EXPECT(!guard.is_pushed);
         EXPECT_EQ(fake.current, 0);
-        EXPECT_OK(smla_cuda_enter(op, 1, &guard, &error)); /* and again */
+        EXPECT_OK(smla_cuda_enter(op, 1, &guard, &error)); /* the next call works */
         smla_cuda_leave(&guard);
     }
     begin();
@@ -498,14 +498,14 @@ test_guard(void)
 
 /* ---- Streams ------------------------------------------------------------------------------- */
 
-/* Nothing is known of the number of devices when this runs. */
+/* The number of devices must not be known when this runs. */
 static void
 test_check_stream(void)
 {
     const smla_stream own = {.device_id = 0, .handle = &streams[0]};
     const smla_stream foreign = {.device_id = 0, .handle = &streams[1]};
     begin();
-    fail_call("cudaGetDeviceCount", 0, cudaErrorUnknown); /* not remembered */
+    fail_call("cudaGetDeviceCount", 0, cudaErrorUnknown); /* a failure is not remembered */
     EXPECT_OK(smla_cuda_check_stream(op, foreign, &error));
     void *const defaults[] = {NULL, cudaStreamLegacy, cudaStreamPerThread};
     forget_calls();
@@ -519,7 +519,7 @@ test_check_stream(void)
                 "some_op: `stream` must be a stream of the arrays' device, cuda:0, got one of "
                 "cuda:1");
     EXPECT_CALLS("cudaStreamIsCapturing cudaStreamGetDevice~ ");
-    streams[1].is_capturing = true; /* cannot be asked */
+    streams[1].is_capturing = true; /* such a stream cannot be asked */
     EXPECT_OK(smla_cuda_check_stream(op, foreign, &error));
     EXPECT_CALLS("cudaStreamIsCapturing ");
     streams[1].is_capturing = false;
@@ -565,7 +565,7 @@ static const char *const launch_names[NUM_OPERATORS] = {"write",        "gather"
                                                         "convert",      "attention", "merge",
                                                         "split_weight", "up_proj",   "quant"};
 
-/* Of one token, or request; or of nothing, but for the last. */
+/* Calls an operator for `count` tokens, requests or the like; the last one ignores `count`. */
 static smla_status
 call_operator(int i, smla_stream stream, int64_t count)
 {
@@ -607,7 +607,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     }
 }
 
-/* Every operator runs with its device current, on its stream's device, and says why not. */
+/* Every operator runs with its stream's device current, or reports why it cannot. */
 static void
 test_operators(void)
 {
@@ -665,7 +665,7 @@ test_operators(void)
     EXPECT_CALLS("");
 }
 
-/* A device that is current already may be too old all the same. */
+/* A device that is current already may still be too old. */
 static void
 test_old_device(void)
 {
@@ -678,12 +678,12 @@ test_old_device(void)
     }
 }
 
-/* What the table names of other files. */
+/* The functions of other files that the backend's table names. */
 static void
 test_backend_table(void)
 {
     const smla_backend *const b = &smla_cuda_backend;
-    EXPECT(strcmp(b->name, "cuda") == 0 && b->device_type == kDLCUDA && b->maps_indices);
+    EXPECT(strcmp(b->name, "cuda") == 0 && b->device_type == kDLCUDA);
     EXPECT(b->check_device == smla_cuda_check_device);
     EXPECT(b->plan_attention == smla_cuda_plan_attention);
     EXPECT(b->prefers_direct == smla_cuda_prefers_direct);
@@ -697,7 +697,7 @@ test_backend_table(void)
     EXPECT(b->streams == &smla_cuda_stream_ops);
 }
 
-/* SPARSE_MLA_CHECK=1 */
+/* Operators with SPARSE_MLA_CHECK=1. */
 static void
 test_checked_operators(void)
 {
@@ -717,7 +717,7 @@ test_checked_operators(void)
         const char *const end = strstr(fake.calls, launch_names[i]);
         EXPECT(end != NULL && strstr(end, "cudaStreamSynchronize@1 cuCtxPopCurrent@1 ") != NULL);
         EXPECT_EQ(num_device_arrays, 0);
-        /* what the CPU says of the values */
+        /* the CPU's check refuses the values */
         cpu_status = SMLA_ERROR_VALUE;
         forget_calls();
         if (reads) {
@@ -744,7 +744,7 @@ test_checked_operators(void)
             snprintf(text, sizeof text, "%s: cudaMemcpyAsync failed", operator_names[i]);
             EXPECT_FAIL(call_operator(i, stream, 1), SMLA_ERROR_RUNTIME, text);
         }
-        /* a failed launch is told as such, and not waited for */
+        /* a failed launch is reported as such, and the stream is not waited for */
         launch_code = cudaErrorInvalidValue;
         forget_calls();
         EXPECT_FAIL(call_operator(i, stream, 1), SMLA_ERROR_RUNTIME, "(code 1)");
@@ -764,7 +764,7 @@ test_checked_operators(void)
     EXPECT_EQ(num_live, 0);
 }
 
-/* Arrays of any strides arrive with their values, in as few bytes as they span. */
+/* Arrays of any strides are copied with their values, and no more bytes than they span. */
 static void
 test_read_arrays(void)
 {
@@ -774,7 +774,7 @@ test_read_arrays(void)
     begin();
     cpu_status = SMLA_OK;
     for (int s = 0; s < 5; s++) {
-        /* exactly the bytes that are spanned: ASan sees one more */
+        /* Arrays are exactly the bytes that they span, so that ASan sees a read of one more. */
         const int64_t stride = strides[s];
         const int64_t reach = stride < 0 ? -stride : stride;
         const int64_t count = (R - 1) * reach + 1;
@@ -822,7 +822,7 @@ test_read_arrays(void)
         EXPECT(seen_gather.seq_starts != params.seq_starts);
         EXPECT_EQ((int64_t)asked_bytes, 4 * count);
     }
-    /* What is not there stays away. */
+    /* Arrays that are absent are not copied. */
     const smla_gather_params none = {.num_blocks = W, .stream = stream};
     seen_gather.seq_starts = device_zeros;
     seen_gather.block_table = device_zeros;
@@ -841,7 +841,7 @@ test_read_arrays(void)
                                              .prefill_workspace_starts_stride = 1,
                                              .stream = stream};
     EXPECT_OK(smla_cuda_check_convert(&no_prefills, &error));
-    EXPECT_CALLS("copy to host cudaStreamSynchronize "); /* the ids alone */
+    EXPECT_CALLS("copy to host cudaStreamSynchronize "); /* only the ids are copied */
 
     const smla_convert_params convert = {.num_tokens = 2,
                                          .num_prefills = 3,

@@ -1,6 +1,6 @@
 /* test_cuda_schedule.c: the plans of csrc/cuda/attention/schedule.c and the table of kernels.c, for
- * devices that need not be there. A plan is compared with the best of all that there are, found by
- * a model of the estimated times that takes no short cuts.
+ * devices that the machine need not have. A plan is compared with the best of all plans, which a
+ * model of the estimated times finds without short cuts.
  */
 #include "cuda/attention/kernels.c"  // NOLINT(bugprone-suspicious-include)
 #include "cuda/attention/schedule.c" // NOLINT(bugprone-suspicious-include)
@@ -20,8 +20,8 @@ find_format(bool is_fp8)
 
 /* ---- The table ----------------------------------------------------------------------------- */
 
-/* Rows as they are to be tried. Shared memory of attention_sm80.cu: query and keys, weights, scores
- * of four groups of warps, and what is small. */
+/* The rows in the order in which they are tried. attention_sm80.cu has in shared memory: query and
+ * keys, weights, scores of four groups of warps, and small arrays. */
 static void
 test_table(void)
 {
@@ -77,7 +77,7 @@ test_table(void)
         EXPECT(strcmp(text_of(kernel).heads, rows[i].heads) == 0);
         EXPECT_EQ(kernel->min_arch, is_hopper ? 90 : 80);
         EXPECT_EQ(kernel->max_arch, is_hopper ? 90 : 999);
-        EXPECT_EQ(kernel->formats, rows[i].formats);
+        EXPECT_EQ(kernel->formats, rows[i].formats | (is_hopper ? 0 : SMLA_ROWS_RANGED));
         EXPECT_EQ(kernel->min_heads, rows[i].min_heads);
         EXPECT_EQ(kernel->max_heads, 128);
         EXPECT_EQ(kernel->heads_per_cta, rows[i].heads_per_cta);
@@ -90,8 +90,8 @@ test_table(void)
     }
 }
 
-/* Of a device with this much shared memory, not Hopper, the rows of 64 or 32 heads may be left
- * out. */
+/* The launcher of a call that is not split. Devices with little shared memory, Hopper excepted, do
+ * without the rows of 64 or 32 heads. */
 static const char *
 expect_whole(const smla_cuda_device *device, smla_kv_set formats, int64_t heads)
 {
@@ -142,7 +142,7 @@ test_found(void)
             }
         }
     }
-    /* Hopper that hides an SM's last byte takes the portable rows. */
+    /* A Hopper device that lacks one byte of shared memory takes the portable rows. */
     const smla_cuda_device less = {90, 132, 232447};
     EXPECT(strcmp(launcher_of(smla_find_whole_kernel(&less, SMLA_ROWS_FP8, 64)), "sm80_fp8_64") ==
            0);
@@ -156,7 +156,7 @@ test_found(void)
     }
 }
 
-/* With a number of splits that the caller gave: the first row that fits. */
+/* Where the caller gives the number of splits, the first row that fits is taken. */
 static void
 test_first_row(void)
 {
@@ -216,7 +216,7 @@ test_words(void)
     EXPECT_EQ(num_rows, (int)NUM_KERNELS);
     EXPECT(strncmp(whole, start, sizeof start - 1) == 0);
     EXPECT(strcmp(whole + length - (sizeof end - 1), end) == 0);
-    for (size_t size = 1; size < length + 3; size++) { /* cut, and ended, inside its room */
+    for (size_t size = 1; size < length + 3; size++) { /* cut and terminated inside its room */
         array *const room = ARRAY(uint8, (int64_t)size);
         smla_describe_kernels(room->tensor.data, size);
         EXPECT(strncmp(room->tensor.data, whole, size - 1) == 0);
@@ -314,7 +314,7 @@ ceil_of(int64_t n, int64_t by)
     return n / by + (n % by > 0);
 }
 
-/* Columns of a split, of both lists, each a multiple of 64. */
+/* Columns per split; those of each list are rounded up to a multiple of 64. */
 static int64_t
 model_columns(const smla_split_problem *p, int splits)
 {
@@ -339,7 +339,7 @@ model_tiles(const smla_split_problem *p, const smla_attention_kernel *row)
     return ceil_of(p->num_heads, row->heads_per_cta);
 }
 
-/* Registers left for CTAs of the combine kernel, of 64 to 256 threads with 64 registers each. */
+/* Whether CTAs of the combine kernel, of 64 to 256 threads with 64 registers each, fit beside. */
 static bool
 model_is_beside(const smla_split_problem *p, int64_t tokens, int splits, int64_t ctas)
 {
@@ -374,7 +374,7 @@ model_fits(const smla_split_problem *p, const smla_attention_kernel *row, int sp
            row->shared_bytes <= p->device->max_shared_bytes && (row->max_columns == 0 || is_small);
 }
 
-/* The first of the best rows for a number of splits. */
+/* The row with the lowest cost for a number of splits; the first where several have it. */
 static smla_run_plan
 model_run(const smla_split_problem *p, int64_t tokens, int splits)
 {
@@ -397,15 +397,15 @@ model_useful(const smla_split_problem *p)
     return longest <= 64 ? 1 : longest > 64 * 63 ? 64 : ceil_of(longest, 64);
 }
 
-/* Pairs of token and split in three waves. */
+/* Pairs of token and split whose CTAs fill three waves. */
 static int64_t
 model_parts(const smla_split_problem *p)
 {
     return 3 * model_places(p, p->whole) / model_tiles(p, p->whole);
 }
 
-/* All of it in one piece, full waves and the rest, and every split count that three waves allow:
- * the first of the best in this order. */
+/* The plan with the lowest cost: the batch in one piece, full waves and a rest, or any number of
+ * splits that three waves allow; the first in this order where several have it. */
 static smla_batch_plan
 model_plan(const smla_split_problem *p, int64_t tokens)
 {
@@ -464,7 +464,7 @@ make_problem(smla_kv_set formats, const smla_attention_shape *shape)
     return problem;
 }
 
-/* What a call of the shape is told; its workspace is the one that the caller was told of. */
+/* The number of splits of a call of this shape; its workspace has the size that callers ask for. */
 static int
 planned_splits(const smla_attention_shape *shape)
 {
@@ -485,7 +485,7 @@ expect_same_plan(const smla_batch_plan *actual, const smla_batch_plan *expected)
     EXPECT_EQ(actual->rest, expected->rest);
 }
 
-/* What holds for every plan, and that none is better. */
+/* Checks what holds for every plan, and that no other plan is better. */
 static void
 check_plan(smla_kv_set formats, const smla_attention_shape *shape)
 {
@@ -495,13 +495,14 @@ check_plan(smla_kv_set formats, const smla_attention_shape *shape)
     const smla_batch_plan plan = smla_find_plan(&problem, tokens);
     const smla_batch_plan model = model_plan(&problem, tokens);
     expect_same_plan(&plan, &model);
-    EXPECT(plan.run.kernel != NULL && plan.run.kernel->formats == formats);
+    EXPECT(plan.run.kernel != NULL &&
+           (plan.run.kernel->formats & ~(smla_kv_set)SMLA_ROWS_RANGED) == formats);
     EXPECT(plan.run.num_splits >= 1 && plan.run.num_splits <= SMLA_MAX_SPLITS);
     EXPECT(plan.rest >= 1 && plan.rest <= tokens);
     EXPECT(plan.rest == tokens || plan.run.num_splits == 1);
     EXPECT(plan.run.cost > 0);
     EXPECT_EQ(planned_splits(shape), plan.run.num_splits);
-    /* Of the whole batch and of its end alone: both share one workspace. */
+    /* The plans of the whole batch and of its rest share one workspace. */
     const int64_t room = smla_cuda_attention_workspace_size(shape);
     for (int64_t part = tokens;; part = smla_find_plan(&problem, part).rest) {
         const smla_batch_plan end = smla_find_plan(&problem, part);
@@ -512,7 +513,7 @@ check_plan(smla_kv_set formats, const smla_attention_shape *shape)
             break;
         }
     }
-    /* The plan again, and as if it had never been asked for. */
+    /* The plan is the same when it is known already, and when it is made anew. */
     const smla_batch_plan known = smla_find_plan(&problem, tokens);
     memset(known_plans, 0, sizeof known_plans);
     const smla_batch_plan fresh = smla_find_plan(&problem, tokens);
@@ -525,7 +526,7 @@ check_plan(smla_kv_set formats, const smla_attention_shape *shape)
     }
 }
 
-/* Bytes for every plan of up to this many tokens, with the alignment's. */
+/* Bytes that any plan of up to this many tokens needs, with those for alignment. */
 static int64_t
 model_workspace(smla_kv_set formats, const smla_attention_shape *shape)
 {
@@ -546,11 +547,11 @@ enum { NUM_TOPKS = sizeof some_topks / sizeof some_topks[0] };
 static const int64_t some_heads[] = {1, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96, 127, 128};
 enum { NUM_HEADS = sizeof some_heads / sizeof some_heads[0] };
 
-/* Every number of SMs, on devices of many kinds, with all else drawn by lot. */
+/* Every number of SMs, on devices of several kinds; everything else is random. */
 static void
 test_every_size_of_device(void)
 {
-    /* the last four: just room, or not, for two CTAs of bf16 rows, and of others, on an SM */
+    /* The last four kinds just lack or have room for two CTAs per SM, of bf16 and of FP8 rows. */
     static const int facts[][2] = {{80, 166912}, {89, 101376}, {90, 232448}, {100, 232448},
                                    {80, 132095}, {80, 132096}, {80, 138239}, {80, 138240}};
     for (int sms = 16; sms <= 160; sms++) {
@@ -564,7 +565,7 @@ test_every_size_of_device(void)
                 make_shape(formats, draw % 4 < 2 ? few : 1 + random_int(4096),
                            some_heads[random_int(NUM_HEADS)], topk[0], extra);
             devices[0] = (smla_cuda_device){facts[kind][0], sms, facts[kind][1]};
-            memset(known_plans, 0, sizeof known_plans); /* of a device that this one replaces */
+            memset(known_plans, 0, sizeof known_plans); /* they are of the device before */
             check_plan(formats, &shape);
             EXPECT_EQ(smla_cuda_attention_workspace_size(&shape), model_workspace(formats, &shape));
         }
@@ -592,7 +593,7 @@ test_every_batch(void)
     }
 }
 
-/* Plans of an H200 as they are: whoever tunes the table or the estimates sees here what changes. */
+/* Plans of an H200 as they are now. Whoever tunes the table or the estimates sees what changes. */
 static void
 test_tuned_plans(void)
 {
@@ -654,7 +655,7 @@ test_tuned_plans(void)
     }
 }
 
-/* Plans that share a place among the known ones, in turns. */
+/* Plans that share a place in the table of known plans are asked for in turns. */
 static void
 test_known_plans(void)
 {
@@ -679,11 +680,11 @@ test_known_plans(void)
         const smla_batch_plan model = model_plan(&problem, shape->num_tokens);
         expect_same_plan(&plan, &model);
     }
-    /* Nothing is known at first, not even of no tokens. */
+    /* At first no plan is known, not even that of 0 tokens. */
     memset(known_plans, 0, sizeof known_plans);
     const smla_split_problem problem = make_problem(SMLA_ROWS_FP8, &shapes[0]);
     EXPECT(smla_find_plan(&problem, 0).run.kernel != NULL);
-    /* What is known is not planned again. */
+    /* A plan that is known is not made again. */
     known_plans[3].plan.run.cost = 0;
     (void)smla_find_plan(&problem, 3);
     known_plans[3].plan.run.cost = 12345;
@@ -726,7 +727,7 @@ test_columns(void)
     }
 }
 
-/* Where there is no plan, and where the caller has one. */
+/* The number of splits where there is no plan, and where the caller gives it. */
 static void
 test_planned_splits(void)
 {
@@ -734,7 +735,7 @@ test_planned_splits(void)
     smla_attention_shape shape = make_shape(SMLA_ROWS_FP8, 1, 128, 2048, 0);
     const int planned = planned_splits(&shape);
     EXPECT(planned > 1);
-    shape.formats[0] = NULL; /* not known yet: as of FP8 */
+    shape.formats[0] = NULL; /* not known yet: planned as FP8 */
     EXPECT_EQ(planned_splits(&shape), planned);
     shape.num_splits = 7;
     EXPECT_EQ(planned_splits(&shape), 7);
@@ -747,6 +748,28 @@ test_planned_splits(void)
     shape.num_tokens = 1;
     devices[0].compute_capability = 75;
     EXPECT_EQ(planned_splits(&shape), 1);
+}
+
+/* Lists with dense columns or a `begin` are for kernels that serve them, on Hopper too. */
+static void
+test_ranged_lists(void)
+{
+    devices[0] = h200;
+    for (int num_splits = 0; num_splits <= 2; num_splits++) {
+        for (int f = 0; f < NUM_SETS; f++) {
+            smla_attention_shape shape =
+                make_shape(all_formats[f], 8, 64, 2048, all_formats[f] == SMLA_ROWS_MIXED ? 64 : 0);
+            smla_attention_plan plan;
+            shape.num_splits = num_splits;
+            shape.has_ranges = true;
+            smla_cuda_plan_attention(&shape, &plan);
+            for (int i = 0; i < plan.num_runs; i++) {
+                EXPECT(plan.runs[i].kernel != NULL && plan.runs[i].kernel->min_arch == 80);
+            }
+            EXPECT(plan.workspace_bytes == smla_cuda_attention_workspace_size(&shape));
+            EXPECT(num_splits == 1 || plan.workspace_bytes > 0);
+        }
+    }
 }
 
 /* ---- Workspace ----------------------------------------------------------------------------- */
@@ -793,7 +816,7 @@ test_workspace(void)
 
 /* ---- Direct prefills ----------------------------------------------------------------------- */
 
-/* 38 ps per key and 64 heads against 650 per row and 8,000,000 per call. */
+/* 38 ps per key and tile of 64 heads against 650 ps per gathered row and 8,000,000 per call. */
 static void
 test_prefers_direct(void)
 {
@@ -812,7 +835,7 @@ test_prefers_direct(void)
         EXPECT(smla_cuda_prefers_direct(&shape, 1, 19 * cases[i].tiles));
         EXPECT(smla_cuda_prefers_direct(&shape, 0, 19 * cases[i].tiles + 1));
     }
-    for (int heads = 1; heads <= 32; heads++) { /* nothing is lost, whatever is won */
+    for (int heads = 1; heads <= 32; heads++) { /* FP8 rows lose nothing, so any gather is a loss */
         const smla_attention_shape shape = make_shape(SMLA_ROWS_FP8, 4096, heads, 2048, 0);
         EXPECT(smla_cuda_prefers_direct(&shape, 1, 0));
         EXPECT(smla_cuda_prefers_direct(&shape, 0, 1));
@@ -820,12 +843,12 @@ test_prefers_direct(void)
     }
     smla_attention_shape shape = make_shape(SMLA_ROWS_FP8, 1, 64, 1, 0);
     EXPECT(smla_cuda_prefers_direct(&shape, 1000, 1));
-    shape.device_id = 1; /* not there */
+    shape.device_id = 1; /* no such device */
     EXPECT(!smla_cuda_prefers_direct(&shape, 1000, 1));
     shape.device_id = 0;
     devices[0] = a100;
     EXPECT(!smla_cuda_prefers_direct(&shape, 1000, 1));
-    devices[0] = (smla_cuda_device){100, 148, 232448}; /* the portable kernels */
+    devices[0] = (smla_cuda_device){100, 148, 232448}; /* has the portable kernels alone */
     EXPECT(!smla_cuda_prefers_direct(&shape, 1000, 1));
     devices[0] = (smla_cuda_device){75, 40, 65536};
     EXPECT(!smla_cuda_prefers_direct(&shape, 1000, 1));
@@ -845,6 +868,7 @@ main(void)
     RUN(test_known_plans);
     RUN(test_columns);
     RUN(test_planned_splits);
+    RUN(test_ranged_lists);
     RUN(test_workspace);
     RUN(test_prefers_direct);
     return report("test_cuda_schedule");

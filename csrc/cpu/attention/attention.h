@@ -83,6 +83,7 @@ extern const smla_attention_isa smla_attention_neonbf16;
 
 typedef struct smla_only_key {
     const uint8_t *row;
+    const uint8_t *scales;
     const smla_kv_format_info *format;
 } smla_only_key;
 

@@ -1,8 +1,10 @@
-/* attention_block.h: which keys a part reads, block by block.
+/* attention_block.h: which keys a part reads, block by block: from columns to indices, slots and
+ * rows.
  *
  * The cursor walks a split's columns of the main list, then of the extra list, and drops every
- * entry that is masked: past topk_length, negative, or past the last slot. Rows of dropped entries
- * are never touched, not even by a prefetch. A block holds rows of one list, in column order.
+ * entry that is masked: outside begin...end, negative, past the last slot, or on a page that the
+ * block table does not have. Rows of dropped entries are never touched, not even by a prefetch. A
+ * block holds keys of one list, in column order.
  */
 #ifndef SMLA_CPU_ATTENTION_BLOCK_H
 #define SMLA_CPU_ATTENTION_BLOCK_H
@@ -16,6 +18,7 @@ enum { MAX_BLOCK_KEYS = 128 };
 
 typedef struct key_block {
     const uint8_t *rows[MAX_BLOCK_KEYS];
+    const uint8_t *scales[MAX_BLOCK_KEYS];
     const smla_kv_format_info *format;
     int count;
 } key_block;
@@ -29,6 +32,14 @@ typedef struct key_cursor {
     int64_t end;
 } key_cursor;
 
+/* values[token], clamped to 0...most; `otherwise` without an array. */
+static inline int64_t
+read_bound(const int32_t *values, int64_t stride, int64_t token, int64_t most, int64_t otherwise)
+{
+    const int64_t value = values == NULL ? otherwise : values[token * stride];
+    return value < 0 ? 0 : value < most ? value : most;
+}
+
 static inline void
 enter_list(key_cursor *cursor, int list)
 {
@@ -38,14 +49,13 @@ enter_list(key_cursor *cursor, int list)
         return;
     }
     const smla_key_list *const keys = &cursor->params->lists[list];
-    int64_t length = keys->topk;
-    if (keys->topk_length != NULL) {
-        const int64_t given = keys->topk_length[cursor->token * keys->topk_length_stride];
-        length = given < 0 ? 0 : given < length ? given : length;
-    }
-    const int64_t columns = smla_split_columns(keys->topk, cursor->params->num_splits);
-    cursor->column = cursor->split * columns;
-    cursor->end = cursor->column + columns < length ? cursor->column + columns : length;
+    const int64_t topk = keys->topk;
+    const int64_t begin = read_bound(keys->begin, keys->begin_stride, cursor->token, topk, 0);
+    const int64_t end = read_bound(keys->end, keys->end_stride, cursor->token, topk, topk);
+    const int64_t columns = smla_split_columns(topk, cursor->params->num_splits);
+    const int64_t first = cursor->split * columns;
+    cursor->column = first < begin ? begin : first;
+    cursor->end = first + columns < end ? first + columns : end;
 }
 
 static inline key_cursor
@@ -56,6 +66,36 @@ start_cursor(const smla_attention_params *params, int64_t token, int split)
     return cursor;
 }
 
+/* The row of position `index` of the token's request. */
+static inline smla_kv_token
+map_index(const smla_key_list *keys, int64_t token, int64_t index)
+{
+    const smla_index_map *const map = &keys->map;
+    const int64_t req = map->req_id_per_token[token];
+    const int64_t block = index / keys->kv.block_size;
+    const int64_t offset = index % keys->kv.block_size;
+    if (req < 0 || req >= map->num_reqs || block >= map->num_blocks) {
+        return (smla_kv_token){NULL, NULL};
+    }
+    const int64_t page =
+        map->block_table[req * map->block_table_stride_req + block * map->block_table_stride_block];
+    return page < 0 || page >= keys->kv.num_pages || page * keys->kv.block_size + offset > INT32_MAX
+               ? (smla_kv_token){NULL, NULL}
+               : smla_kv_token_at(&keys->kv, page, offset);
+}
+
+static inline smla_kv_token
+find_key(const smla_key_list *keys, int64_t token, int64_t column)
+{
+    const int64_t index =
+        keys->indices == NULL ? column : keys->indices[token * keys->indices_stride_token + column];
+    if (index >= 0 && keys->map.block_table != NULL) {
+        return map_index(keys, token, index);
+    }
+    return index < 0 || index >= smla_kv_num_slots(&keys->kv) ? (smla_kv_token){NULL, NULL}
+                                                              : smla_kv_slot(&keys->kv, index);
+}
+
 /* Takes up to `capacity` keys; a block of 0 keys is the end. */
 static inline void
 next_block(key_cursor *cursor, int capacity, key_block *block)
@@ -63,14 +103,13 @@ next_block(key_cursor *cursor, int capacity, key_block *block)
     block->count = 0;
     while (cursor->list < cursor->params->num_lists) {
         const smla_key_list *const keys = &cursor->params->lists[cursor->list];
-        const int32_t *const indices = keys->indices + cursor->token * keys->indices_stride_token;
-        const int64_t num_slots = smla_kv_num_slots(&keys->kv);
         int64_t column = cursor->column;
         int count = 0;
         for (; column < cursor->end && count < capacity; column++) {
-            const int64_t slot = indices[column];
-            if (slot >= 0 && slot < num_slots) {
-                block->rows[count++] = smla_kv_row(&keys->kv, slot);
+            const smla_kv_token key = find_key(keys, cursor->token, column);
+            if (key.row != NULL) {
+                block->rows[count] = key.row;
+                block->scales[count++] = key.scales;
             }
         }
         cursor->column = column;
@@ -89,11 +128,11 @@ next_block(key_cursor *cursor, int capacity, key_block *block)
 typedef uint32_t scale_bits __attribute__((vector_size(4 * SMLA_NUM_SCALE_TILES)));
 
 static inline scale_bits
-load_scales(const smla_kv_format_info *format, const uint8_t *row)
+load_scales(const smla_kv_format_info *format, const uint8_t *scales)
 {
     scale_bits bits = (scale_bits){0} + 0x3F800000u;
     if (format->num_scales != 0) {
-        memcpy(&bits, row + format->scale_offset, sizeof bits);
+        memcpy(&bits, scales, sizeof bits);
     }
     return bits;
 }

@@ -46,7 +46,7 @@ smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only
             if (count > 1) {
                 return false;
             }
-            *only = (smla_only_key){.row = block.rows[0], .format = block.format};
+            *only = (smla_only_key){block.rows[0], block.scales[0], block.format};
         }
     }
     return count == 1;
@@ -74,7 +74,7 @@ load_value(const smla_only_key *only, int d)
 static void
 widen_key(const smla_only_key *only, wide_key *key)
 {
-    store_scales(load_scales(only->format, only->row), 0, 1, key->scales);
+    store_scales(load_scales(only->format, only->scales), 0, 1, key->scales);
     key->rope_dim = only->format->rope_dim;
     for (int d = 0; d < only->format->head_dim; d++) {
         const float value = load_value(only, d);

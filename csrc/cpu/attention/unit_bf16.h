@@ -1,21 +1,21 @@
 /* unit_bf16.h: the multiply unit of AVX-512 BF16, of AMX-BF16 and of NEON with BF16: two values of
  * the dot product per step.
  *
- * Here a query, a key or a value is a row of bf16 pairs, one pair per 32-bit element. Keys pair two
- * neighbouring dimensions; values pair two neighbouring keys, so they are a second copy of the
- * block. bf16 holds every e4m3 value exactly, and scales stay out of it.
+ * Here a query, a key or a value is a row of bf16 pairs, one pair per 32-bit element. A key's pair
+ * is two neighbouring dimensions. A value's pair is one dimension of two neighbouring keys, so the
+ * values are a second copy of the block. bf16 holds every e4m3 value exactly, without its scale.
  *
- * All of them take subnormal inputs as zero and flush subnormal results, NEON those of single
- * products too. When that can be seen:
+ * All these machines take subnormal inputs as zero and flush subnormal results to zero, NEON those
+ * of single products too. The effects are:
  *   - A subnormal bf16 (below 2^-126) in q or in a bf16 row would vanish although its partner may
  *     be 1e38. Such queries and blocks are refused, and the part is run again on the fp32 unit.
- *   - What is flushed in a step, two products and two sums, is less than 2^-124. What it is
- *     multiplied with afterwards, the row's scale, is refused above 2^64, which leaves less than
- *     576 * 2^-61 of a logit, times softmax_scale. (NaN and infinite scales are refused with them.)
- *   - weight * scale below 2^-126 becomes zero, an error below 2^-126 * 448 per key in out: nothing
- *     against the 1e-6 that the contract allows. The same holds for a bf16 value row, with 3e38 in
- *     place of 448 and weights that are at most 1: a weight is 0 below 2^-126 in every unit.
- * What is refused depends on the part's own rows, so batch invariance holds.
+ *   - A step flushes less than 2^-124, in two products and two sums. This error is multiplied with
+ *     the row's scale. Scales above 2^64, NaN and infinity are refused, so the error of a logit is
+ *     less than 576 * 2^-61, times softmax_scale.
+ *   - weight * scale below 2^-126 becomes zero, an error below 2^-126 * 448 per key in out, where
+ *     the contract allows 1e-6. A bf16 row has 3e38 in place of 448, but no scale: its weights are
+ *     at most 1, and a weight below 2^-126 is 0 in every unit.
+ * Whether a part is refused depends on its own query and rows alone, so batch invariance holds.
  */
 #ifndef SMLA_CPU_UNIT_BF16_H
 #define SMLA_CPU_UNIT_BF16_H
@@ -34,9 +34,9 @@ typedef vuint unit_vector;
 enum {
     UNIT_STEP = 2,                       /* values of a dot product per multiply-add */
     BLOCK_KEYS = 128,                    /* with q and out of 128 heads: 0.7 MiB of L2 */
-    KEY_STRIDE = SMLA_HEAD_DIM / 2 + 16, /* 19 cache lines: an odd number visits every set */
-    /* Element d of value pair j is values[d / 16 * VALUE_CHUNK + d % 16 + j * VALUE_STEP]: one
-     * cache line feeds 16 dimensions, and the next pair's line follows. */
+    KEY_STRIDE = SMLA_HEAD_DIM / 2 + 16, /* 19 cache lines: an odd number uses every set */
+    /* Element d of value pair j is values[d / 16 * VALUE_CHUNK + d % 16 + j * VALUE_STEP]. One
+     * cache line holds 16 dimensions, and the line of the next pair follows. */
     VALUE_CHUNK = (BLOCK_KEYS / 2 + 1) * 16,
     VALUE_STEP = 16,
     VALUE_ELEMENTS = SMLA_KV_LORA_RANK / 16 * VALUE_CHUNK,
@@ -48,7 +48,7 @@ multiply_add(vfloat sum, unit_scalar a, unit_vector b)
     return dot_pairs(sum, a, b);
 }
 
-/* Query values k and k + 1 of WIDTH heads. */
+/* Stores query values k and k + 1 of WIDTH heads. */
 SMLA_INLINE void
 store_query(vuint words, unit_scalar *q, int stride)
 {
@@ -79,7 +79,7 @@ value_at(uint32_t *values, int dim)
     return values + dim / 16 * VALUE_CHUNK + dim % 16;
 }
 
-/* Value pair = keys `even` and `odd`, dimension by dimension. */
+/* Pairs the values of keys `even` and `odd`, dimension by dimension. */
 SMLA_INLINE void
 pair_values(const uint32_t *even, const uint32_t *odd, uint32_t *values)
 {
@@ -91,8 +91,8 @@ pair_values(const uint32_t *even, const uint32_t *odd, uint32_t *values)
     }
 }
 
-/* Dequantises the block's rows, all but the scales, which go to scales[tile][key]. False when the
- * unit cannot do these rows exactly. */
+/* Widens the block's rows without their scales, which go to scales[tile][key]. Returns whether the
+ * unit can compute with these rows exactly. */
 static bool
 load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float *scales)
 {
@@ -103,7 +103,7 @@ load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float
     for (int i = 0; i < block->count; i++) {
         const uint8_t *const row = block->rows[i];
         uint32_t *const key = keys + i * KEY_STRIDE;
-        const scale_bits bits = load_scales(format, row);
+        const scale_bits bits = load_scales(format, block->scales[i]);
         too_large |= (scale_bits)((bits & 0x7FFFFFFFu) > 0x5F800000u); /* 2^64 */
         store_scales(bits, i, BLOCK_KEYS, scales);
         if (format->nope_type == SMLA_NOPE_E4M3) {

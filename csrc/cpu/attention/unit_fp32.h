@@ -1,8 +1,8 @@
 /* unit_fp32.h: the multiply unit of instruction sets without a bf16 product: fp32 FMA, one value of
  * the dot product per step.
  *
- * A unit fixes how queries, keys, values and probabilities lie in scratch, and how keys get there.
- * Here a key row is 576 floats and serves as the value row as well.
+ * A unit decides how queries, keys, values and probabilities lie in scratch, and how keys get
+ * there. Here a key is a row of 576 floats, which serves as its value too.
  */
 #ifndef SMLA_CPU_UNIT_FP32_H
 #define SMLA_CPU_UNIT_FP32_H
@@ -20,11 +20,11 @@ typedef vfloat unit_vector;
 enum {
     UNIT_STEP = 1,   /* values of a dot product per multiply-add */
     BLOCK_KEYS = 64, /* 64 * 2368 B of keys leave room for q and out in 1 MiB of L2 */
-    KEY_STRIDE = SMLA_HEAD_DIM + 16, /* 37 cache lines: an odd number visits every set */
+    KEY_STRIDE = SMLA_HEAD_DIM + 16, /* 37 cache lines: an odd number uses every set */
     /* Element d of value row j is values[d / 16 * VALUE_CHUNK + d % 16 + j * VALUE_STEP]. */
     VALUE_CHUNK = 16,
     VALUE_STEP = KEY_STRIDE,
-    VALUE_ELEMENTS = 0, /* values are the keys */
+    VALUE_ELEMENTS = 0, /* the keys serve as values */
 };
 
 SMLA_INLINE vfloat
@@ -33,7 +33,7 @@ multiply_add(vfloat sum, unit_scalar a, unit_vector b)
     return multiply_add_float(sum, a, b);
 }
 
-/* Query values k and k + 1 of WIDTH heads; those of the next value are `stride` further. */
+/* Stores query values k and k + 1 of WIDTH heads; rows of `q` are `stride` elements apart. */
 SMLA_INLINE void
 store_query(vuint words, unit_scalar *q, int stride)
 {
@@ -41,7 +41,7 @@ store_query(vuint words, unit_scalar *q, int stride)
     *(vuint *)(q + stride) = words & 0xFFFF0000u;
 }
 
-/* Every value suits this unit. */
+/* This unit accepts every value. */
 SMLA_INLINE vuint
 track_smallest(vuint smallest, vuint words)
 {
@@ -73,8 +73,8 @@ widen_e4m3(const uint8_t *bytes, int count, float *out)
     }
 }
 
-/* Dequantises the block's rows, all but the scales, which go to scales[tile][key]. False when the
- * unit cannot do these rows exactly. */
+/* Widens the block's rows without their scales, which go to scales[tile][key]. Returns whether the
+ * unit can compute with these rows exactly, which this unit always can. */
 static bool
 load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float *scales)
 {
@@ -82,7 +82,7 @@ load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float
     for (int i = 0; i < block->count; i++) {
         const uint8_t *const row = block->rows[i];
         float *const key = keys + i * KEY_STRIDE;
-        store_scales(load_scales(block->format, row), i, BLOCK_KEYS, scales);
+        store_scales(load_scales(block->format, block->scales[i]), i, BLOCK_KEYS, scales);
         if (block->format->nope_type == SMLA_NOPE_E4M3) {
             widen_e4m3(row, SMLA_KV_LORA_RANK, key);
         } else {

@@ -23,7 +23,7 @@ write_token(const smla_cache_isa *cache, const smla_cache_write_params *p, int64
             int64_t slot)
 {
     cache->write_row(p->kv.format, p->input_type, p->kv_c, token * p->kv_c_stride_token, p->k_pe,
-                     token * p->k_pe_stride_token, smla_kv_row(&p->kv, slot));
+                     token * p->k_pe_stride_token, smla_kv_slot(&p->kv, slot));
 }
 
 smla_status
@@ -170,8 +170,8 @@ smla_cpu_gather_kv_cache(const smla_gather_params *p, smla_error *error)
         for (int64_t i = 0; i < r.seq_len; i++) {
             const int64_t position = r.seq_start + i;
             const int64_t page = read_page(p, req, position / p->kv.block_size);
-            const uint8_t *row = smla_kv_row_at(&p->kv, page, position % p->kv.block_size);
-            isa->cache->read_row(p->kv.format, row, SMLA_FLOAT_BF16, p->out,
+            const smla_kv_token key = smla_kv_token_at(&p->kv, page, position % p->kv.block_size);
+            isa->cache->read_row(p->kv.format, key, SMLA_FLOAT_BF16, p->out,
                                  (r.workspace_start + i) * p->out_stride_token);
         }
     }
@@ -190,9 +190,8 @@ smla_cpu_dequantize_kv_cache(const smla_dequantize_params *p, smla_error *error)
     for (int64_t slot = 0; slot < num_slots; slot++) {
         const int64_t page = slot / p->kv.block_size;
         const int64_t offset = slot % p->kv.block_size;
-        const uint8_t *row = smla_kv_row_at(&p->kv, page, offset);
-        isa->cache->read_row(p->kv.format, row, p->out_type, p->out,
-                             page * p->out_stride_page + offset * p->out_stride_token);
+        isa->cache->read_row(p->kv.format, smla_kv_token_at(&p->kv, page, offset), p->out_type,
+                             p->out, page * p->out_stride_page + offset * p->out_stride_token);
     }
     return SMLA_OK;
 }

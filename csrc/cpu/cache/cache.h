@@ -10,9 +10,9 @@
 typedef struct smla_cache_isa {
     /* NoPE [512] and RoPE [64] of bf16, fp16 or fp32 -> a cache row. */
     void (*write_row)(const smla_kv_format_info *format, smla_float_type type, const void *nope,
-                      int64_t nope_start, const void *rope, int64_t rope_start, uint8_t *row);
+                      int64_t nope_start, const void *rope, int64_t rope_start, smla_kv_token to);
     /* A cache row -> [576] of bf16 or fp32. */
-    void (*read_row)(const smla_kv_format_info *format, const uint8_t *row, smla_float_type type,
+    void (*read_row)(const smla_kv_format_info *format, smla_kv_token from, smla_float_type type,
                      void *out, int64_t out_start);
     /* The largest smla_finite_abs; 0 of no values. */
     float (*find_amax)(const void *x, smla_float_type type, int64_t start, int64_t count);

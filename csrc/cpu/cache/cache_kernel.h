@@ -216,16 +216,16 @@ write_e4m3(const uint8_t *values, smla_float_type type, uint8_t *bytes, uint8_t 
 
 static void
 write_row(const smla_kv_format_info *format, smla_float_type type, const void *nope,
-          int64_t nope_start, const void *rope, int64_t rope_start, uint8_t *row)
+          int64_t nope_start, const void *rope, int64_t rope_start, smla_kv_token to)
 {
     const uint8_t *const values = element_at(nope, type, nope_start);
     if (format->nope_type == SMLA_NOPE_BF16) {
-        write_bf16(values, type, SMLA_KV_LORA_RANK, row);
+        write_bf16(values, type, SMLA_KV_LORA_RANK, to.row);
     } else {
-        write_e4m3(values, type, row, row + format->scale_offset);
+        write_e4m3(values, type, to.row, to.scales);
     }
     write_bf16(element_at(rope, type, rope_start), type, format->rope_dim,
-               row + format->rope_offset);
+               to.row + format->rope_offset);
 }
 
 /* ---- Read ---------------------------------------------------------------------------------- */
@@ -259,20 +259,21 @@ read_e4m3(const uint8_t *bytes, const uint8_t *scale_bytes, smla_float_type type
 }
 
 static void
-read_row(const smla_kv_format_info *format, const uint8_t *row, smla_float_type type, void *array,
+read_row(const smla_kv_format_info *format, smla_kv_token from, smla_float_type type, void *array,
          int64_t start)
 {
     const int64_t bytes = element_bytes(type);
     uint8_t *const out = (uint8_t *)array + start * bytes;
     if (format->nope_type == SMLA_NOPE_BF16) {
-        read_bf16(row, SMLA_KV_LORA_RANK, type, out);
+        read_bf16(from.row, SMLA_KV_LORA_RANK, type, out);
     } else {
         for (int t = 0; t < SMLA_NUM_SCALE_TILES; t++) {
-            read_e4m3(row + t * TILE, row + format->scale_offset + t * (int)sizeof(float), type,
+            read_e4m3(from.row + t * TILE, from.scales + t * (int)sizeof(float), type,
                       out + t * TILE * bytes);
         }
     }
-    read_bf16(row + format->rope_offset, format->rope_dim, type, out + SMLA_KV_LORA_RANK * bytes);
+    read_bf16(from.row + format->rope_offset, format->rope_dim, type,
+              out + SMLA_KV_LORA_RANK * bytes);
 }
 
 #endif /* SMLA_CPU_CACHE_KERNEL_H */

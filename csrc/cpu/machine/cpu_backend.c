@@ -1,4 +1,4 @@
-/* cpu_backend.c: the CPU backend as a table, and its manners at a fork. */
+/* cpu_backend.c: the table of the CPU backend, and what the backend does before a fork. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,9 +11,9 @@
 #include "cpu/machine/cpu.h"
 
 /* GCC's OpenMP keeps its threads between parallel regions. A child process inherits the memory of
- * that pool but none of its threads, and would wait for them for ever in its first region. So the
- * pool is given back before every fork; the next region, on either side, makes it again. (LLVM's
- * OpenMP looks after itself.) */
+ * this pool but none of its threads, and would wait for them for ever in its first region. So the
+ * pool is released before every fork, and the next region of parent or child makes a new one.
+ * LLVM's OpenMP handles forks itself. */
 #if defined(_OPENMP) && defined(__GNUC__) && !defined(__clang__)
 static void
 give_back_threads(void)
@@ -33,7 +33,7 @@ enum { CACHE_LINE_BYTES = 64 };
 static smla_status
 check_device(const char *op, int32_t device_id, smla_error *error)
 {
-    (void)op, (void)device_id, (void)error; /* there is one, and it works */
+    (void)op, (void)device_id, (void)error; /* there is one CPU, and it works */
     return SMLA_OK;
 }
 
@@ -41,8 +41,8 @@ static void *
 allocate(int32_t device_id, int64_t bytes)
 {
     (void)device_id;
-    /* aligned_alloc wants a multiple of the alignment; large blocks are committed page by page as
-     * they are first touched, so an unused workspace costs address space alone. */
+    /* aligned_alloc wants a multiple of the alignment. Large blocks are committed page by page when
+     * they are first touched, so an unused workspace costs only address space. */
     const size_t lines = ((size_t)bytes + CACHE_LINE_BYTES - 1) / CACHE_LINE_BYTES;
     return aligned_alloc(CACHE_LINE_BYTES, (lines > 0 ? lines : 1) * CACHE_LINE_BYTES);
 }
@@ -95,13 +95,12 @@ need_no_order(const char *op, smla_mirror *mirror, smla_stream stream, smla_erro
     return SMLA_OK;
 }
 
-/* Behind another slot. */
+/* A slot that follows another slot. */
 #define FILL_SLOT(name, args_type, params_type) , .name = smla_cpu_##name
 
 const smla_backend smla_cpu_backend = {
     .name = "cpu",
     .device_type = kDLCPU,
-    .maps_indices = false,
     .check_device = check_device,
     .check_gather = smla_cpu_check_gather,
     .prefers_direct = smla_cpu_prefers_direct,

@@ -24,8 +24,10 @@ static_assert((int)GROUPS == (int)SMLA_NUM_SCALE_TILES,
               "a group of dimensions has one scale per key");
 static_assert(SMLA_SCALE_TILE % WARP_VALUES == 0, "a warp's values have one scale per key");
 
-/* Everything that depends on the number of heads in a CTA. */
-template <int HEADS_, int FORMATS_> struct tile {
+/* Everything that depends on the number of heads in a CTA. RANGED: lists may have dense columns and
+ * a `begin`. */
+template <int HEADS_, int FORMATS_, bool RANGED_ = false> struct tile {
+    static constexpr bool RANGED = RANGED_;
     static constexpr int HEADS = HEADS_;
     static constexpr int FORMATS = FORMATS_;
     static constexpr bool HAS_ROPE = smla_rows<FORMATS_>::HAVE_ROPE;
@@ -486,7 +488,7 @@ find_only_key(const attention_launch &launch, const cta_work &work, const block_
     int count = ptx_barrier_count(0, CTA_THREADS, slot >= 0);
 #pragma unroll 1
     for (int32_t window = 1; count <= 1 && window * WINDOW < plan.num_blocks; window++) {
-        const int32_t index = read_index(launch, work, plan, window, thread);
+        const int32_t index = read_index<Tile::RANGED>(launch, work, plan, window, thread);
         slot = find_slot(launch, work, plan, window, thread, index);
         if (slot >= 0) {
             mine = listed_key{slot, list_of(plan, block_of_lane(window, thread))};
@@ -524,8 +526,9 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
     const cta_work work = find_part(launch, num_tiles, cta, part, Tile::HEADS);
     start_rows<Tile>((int)threadIdx.x, shared);
     start_query<Tile>(launch, work, (int)threadIdx.x, shared);
-    const block_plan plan = plan_blocks(launch, work);
-    int32_t key = read_index(launch, work, plan, 0, (int)threadIdx.x); /* later its slot */
+    const block_plan plan = plan_blocks<Tile::RANGED>(launch, work);
+    int32_t key =
+        read_index<Tile::RANGED>(launch, work, plan, 0, (int)threadIdx.x); /* later its slot */
     key = find_slot(launch, work, plan, 0, (int)threadIdx.x, key);
     listed_key only;
     if (find_only_key<Tile>(launch, work, plan, ptx_forget((int)threadIdx.x), key, shared, &only)) {
@@ -550,7 +553,7 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
         }
         load_rows<Tile::FORMATS>(launch, plan, block + 1, row, thread, &raw);
         if (block % WINDOW == 1) {
-            key = read_index(launch, work, plan, block / WINDOW + 1, thread);
+            key = read_index<Tile::RANGED>(launch, work, plan, block / WINDOW + 1, thread);
         }
         if (any) {
             score_block<Tile>(shared, ptx_forget(thread));

@@ -70,7 +70,7 @@ enum { ANY_ARCH = 999 };
 #define SM80(rows, rows_name, suffix, least, heads)         \
     {.min_arch = 80,                                        \
      .max_arch = ANY_ARCH,                                  \
-     .formats = rows,                                       \
+     .formats = (rows) | SMLA_ROWS_RANGED,                  \
      .formats_name = rows_name,                             \
      .min_heads = least,                                    \
      .max_heads = 128,                                      \
@@ -178,14 +178,14 @@ smla_find_whole_kernel(const smla_cuda_device *device, smla_kv_set formats, int6
     return smla_find_kernel(device, formats, num_heads, 1, 0);
 }
 
-/* Whether any number of heads takes this row. */
+/* Whether index lists with any number of heads take this row. */
 static bool
 is_chosen(const smla_attention_kernel *kernel, const smla_cuda_device *device)
 {
+    const smla_kv_set formats = kernel->formats & ~(smla_kv_set)SMLA_ROWS_RANGED;
     const int num_splits = kernel->max_columns == 0 ? 1 : 2;
     for (int32_t heads = kernel->min_heads; heads <= kernel->max_heads; heads++) {
-        if (smla_find_kernel(device, kernel->formats, heads, num_splits, kernel->max_columns) ==
-            kernel) {
+        if (smla_find_kernel(device, formats, heads, num_splits, kernel->max_columns) == kernel) {
             return true;
         }
     }

@@ -19,6 +19,8 @@ enum {
     SMLA_ROWS_BF16 = SMLA_KV_SET(SMLA_ROW_BFLOAT16),
     SMLA_ROWS_BF16_512 = SMLA_KV_SET(SMLA_ROW_BFLOAT16_512),
     SMLA_ROWS_MIXED = SMLA_ROWS_FP8 | SMLA_ROWS_BF16, /* one list of each */
+    /* Not a format: lists with dense columns or a `begin` (smla_has_ranges). */
+    SMLA_ROWS_RANGED = SMLA_KV_SET(SMLA_NUM_KV_FORMATS),
 };
 
 /* `cut_bytes` as in smla_attention_run; most kernels cut no rows. */

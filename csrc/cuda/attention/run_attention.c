@@ -46,8 +46,9 @@ require_workspace(const smla_attention_params *params, smla_error *error)
 static void
 skip_tokens(smla_key_list *keys, int64_t count)
 {
-    keys->indices += count * keys->indices_stride_token;
-    keys->topk_length += keys->topk_length == NULL ? 0 : count * keys->topk_length_stride;
+    keys->indices += keys->indices == NULL ? 0 : count * keys->indices_stride_token;
+    keys->begin += keys->begin == NULL ? 0 : count * keys->begin_stride;
+    keys->end += keys->end == NULL ? 0 : count * keys->end_stride;
     keys->map.req_id_per_token += keys->map.block_table == NULL ? 0 : count;
 }
 

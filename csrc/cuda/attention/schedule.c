@@ -1,12 +1,12 @@
-/* schedule.c: into how many splits the keys of a call are cut, and by which kernel: estimated
- * times, and the plans that have the shortest. What depends on it, the size of the workspace, is
- * here too.
+/* schedule.c: how many splits the keys of a call are cut into, and which kernel runs them. The file
+ * estimates the time of each plan and takes the shortest. The size of the workspace depends on the
+ * plans, so it is computed here, too.
  */
 #include "cuda/attention/schedule.h"
 
 #include <stdatomic.h>
 
-/* More CTAs than this many per place on the device gain nothing and cost memory. */
+/* A split call with more waves of CTAs than this gains nothing and costs memory. */
 enum { MAX_WAVES = 3 };
 
 static int64_t
@@ -15,7 +15,7 @@ min_int64(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* CTAs that the device runs at once. */
+/* Places for CTAs: how many CTAs of the kernel the device runs at once. */
 static int64_t
 count_places(const smla_cuda_device *device, const smla_attention_kernel *kernel)
 {
@@ -27,8 +27,8 @@ count_places(const smla_cuda_device *device, const smla_attention_kernel *kernel
     return device->num_sms * min_int64(kernel->ctas_per_sm, fit < 1 ? 1 : fit);
 }
 
-/* n / by, rounded up. The schedule divides a hundred times in a call, and 32 bits take a third of
- * the time. */
+/* n / by, rounded up. The schedule divides a hundred times per call, and a 32-bit division takes a
+ * third of the time of a 64-bit one. */
 static int64_t
 divide_up(int64_t n, int64_t by)
 {
@@ -46,14 +46,14 @@ smla_count_columns(const smla_split_problem *problem, int num_splits)
     return units * SMLA_SPLIT_ALIGN;
 }
 
-/* CTAs of a token and split. */
+/* CTAs per token and split. */
 static int64_t
 count_tiles(const smla_split_problem *problem, const smla_attention_kernel *kernel)
 {
     return divide_up(problem->num_heads, kernel->heads_per_cta);
 }
 
-/* Splits beyond this have no columns of their own. */
+/* Splits beyond this number have no columns. */
 static int64_t
 max_useful_splits(const smla_split_problem *problem)
 {
@@ -63,7 +63,7 @@ max_useful_splits(const smla_split_problem *problem)
     return useful < 1 ? 1 : min_int64(useful, SMLA_MAX_SPLITS);
 }
 
-/* Pairs of token and split that a chosen split count above 1 may lead to, for any batch. */
+/* The most pairs of token and split that a plan with several splits may have, for any batch. */
 static int64_t
 max_parts(const smla_split_problem *problem)
 {
@@ -71,9 +71,9 @@ max_parts(const smla_split_problem *problem)
            count_tiles(problem, problem->whole);
 }
 
-/* The costs below are in sixteenths of 128 keys of the largest tile of attention_sm90.cu. */
+/* The costs below are in sixteenths of attention_sm90.cu's time for 128 keys in 64 heads. */
 
-/* Of the combine kernel, and of the partial rows that it reads. */
+/* The cost of the combine kernel, and of the partial rows that it reads. */
 static int64_t
 find_combine_cost(const smla_split_problem *problem, const smla_attention_kernel *kernel,
                   int64_t num_tokens, int num_splits)
@@ -88,8 +88,8 @@ find_combine_cost(const smla_split_problem *problem, const smla_attention_kernel
     return 12 + 6 * sixteens + num_tokens * num_splits * problem->num_heads / 512;
 }
 
-/* Kernels that start before the grid in front of them is done do so where there is room: beside the
- * combine kernel, or on SMs that it leaves free. */
+/* The cost of starting late. A kernel starts before the grid in front of it is done where there is
+ * room, beside the combine kernel's CTAs or on SMs that they leave free. */
 static int64_t
 find_late_cost(const smla_split_problem *problem, const smla_attention_kernel *kernel,
                int64_t num_tokens, int num_splits, int64_t num_ctas, int64_t places)
@@ -113,8 +113,7 @@ estimate_cost(const smla_split_problem *problem, const smla_attention_kernel *ke
            find_late_cost(problem, kernel, num_tokens, num_splits, ctas, places);
 }
 
-/* With this many splits: the row that is estimated to take the shortest time, the first when
- * equal. */
+/* The kernel with the shortest estimated time for this many splits; of equals, the first row. */
 static smla_run_plan
 choose_kernel(const smla_split_problem *problem, int64_t num_tokens, int num_splits)
 {
@@ -160,7 +159,7 @@ plan_whole(const smla_split_problem *problem, int64_t num_tokens)
     return plan;
 }
 
-/* The plan with the shortest estimated time, the one with fewer splits when equal. */
+/* The plan with the shortest estimated time; of equals, the one with fewer splits. */
 static smla_batch_plan
 plan_batch(const smla_split_problem *problem, int64_t num_tokens)
 {
@@ -171,7 +170,7 @@ plan_batch(const smla_split_problem *problem, int64_t num_tokens)
     for (int splits = 2; splits <= most; splits++) {
         const int64_t fewer = smla_count_columns(problem, splits);
         if (fewer == columns) {
-            continue; /* more CTAs, none of them shorter */
+            continue; /* there are more CTAs, but none of them is shorter */
         }
         columns = fewer;
         const smla_run_plan run = choose_kernel(problem, num_tokens, splits);
@@ -182,12 +181,12 @@ plan_batch(const smla_split_problem *problem, int64_t num_tokens)
     return best;
 }
 
-/* Layers of a model, and steps of a server, ask the same again and again. A thread that meets
- * another one here plans by itself. */
+/* The latest plans, because layers of a model and steps of a server ask for the same ones again and
+ * again. A thread that finds the table locked plans without it. */
 enum { KNOWN_PLANS = 16 };
 
 typedef struct known_plan {
-    smla_split_problem problem; /* of no kernel: nothing is known */
+    smla_split_problem problem; /* `whole` is NULL in an empty entry */
     int64_t num_tokens;
     smla_batch_plan plan;
 } known_plan;
@@ -221,9 +220,10 @@ bool
 smla_find_problem(const smla_cuda_device *device, const smla_attention_shape *shape,
                   smla_kv_set formats, smla_split_problem *problem)
 {
+    const smla_kv_set needed = formats | (shape->has_ranges ? SMLA_ROWS_RANGED : 0);
     *problem = (smla_split_problem){
         .device = device,
-        .whole = smla_find_whole_kernel(device, formats, shape->num_heads),
+        .whole = smla_find_whole_kernel(device, needed, shape->num_heads),
         .num_heads = shape->num_heads,
         .topk = shape->topk,
         .extra_topk = shape->extra_topk,
@@ -233,14 +233,14 @@ smla_find_problem(const smla_cuda_device *device, const smla_attention_shape *sh
 
 /* ---- Workspace ------------------------------------------------------------------------------ */
 
-/* The size for pairs of token and split. */
+/* Workspace bytes for `parts` pairs of token and split. */
 static int64_t
 parts_bytes(int64_t parts, int64_t num_heads)
 {
     return parts == 0 ? 0 : SMLA_PARTIAL_ALIGN + smla_partial_bytes(parts * num_heads);
 }
 
-/* The most pairs of token and split that plan_batch can lead to, for any smaller batch too. */
+/* The most pairs of token and split that plan_batch may choose for this batch or a smaller one. */
 static int64_t
 most_parts(const smla_split_problem *problem, int64_t num_tokens)
 {
@@ -248,7 +248,7 @@ most_parts(const smla_split_problem *problem, int64_t num_tokens)
     return useful == 1 ? 0 : min_int64(num_tokens * useful, max_parts(problem));
 }
 
-/* The same where the formats of a call are known. */
+/* most_parts of a call with these formats; 0 where no kernel serves them. */
 static int64_t
 most_parts_of(const smla_cuda_device *device, const smla_attention_shape *shape,
               smla_kv_set formats)
@@ -293,7 +293,7 @@ make_run(const smla_split_problem *problem, const smla_attention_kernel *kernel,
     return (smla_attention_run){kernel, num_tokens, num_splits, cut_bytes};
 }
 
-/* What does not fill a wave of CTAs any more may be split, after the rest. */
+/* Fills in the runs of a plan: tokens in full waves of CTAs, then the rest, which may be split. */
 static void
 plan_runs(const smla_split_problem *problem, int64_t num_tokens, smla_attention_plan *plan)
 {
@@ -329,22 +329,24 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
     }
     if (is_given) { /* a token's bits must not depend on the batch */
         plan->runs[0].kernel =
-            smla_find_kernel(device, formats, shape->num_heads, shape->num_splits,
-                             smla_count_columns(&problem, shape->num_splits));
+            shape->has_ranges
+                ? problem.whole
+                : smla_find_kernel(device, formats, shape->num_heads, shape->num_splits,
+                                   smla_count_columns(&problem, shape->num_splits));
         return;
     }
     plan->workspace_bytes = parts_bytes(most_parts(&problem, shape->num_tokens), shape->num_heads);
     plan_runs(&problem, shape->num_tokens, plan);
 }
 
-/* Crossover of FP8 rows and gathered bf16 rows, of an H200 (benchmarks/RESULTS.md). */
+/* Times that decide between FP8 rows and gathered bf16 rows: an H200's (benchmarks/RESULTS.md). */
 enum {
-    DIRECT_PS_PER_KEY = 38,       /* what the FP8 kernel takes longer per key of 33 to 64 heads */
+    DIRECT_PS_PER_KEY = 38,       /* extra time of the FP8 kernel per key, 33 to 64 heads */
     GATHER_PS_PER_ROW = 650,      /* 656 bytes in, 1152 out */
-    GATHER_PS_PER_CALL = 8000000, /* its launch, and one more of attention */
+    GATHER_PS_PER_CALL = 8000000, /* one launch of the gather, one more of attention */
 };
 
-/* Up to 32 heads the kernels are equal, for the one of bf16 rows pays for 64. */
+/* Up to 32 heads the kernels take equal time, because the one for bf16 rows always computes 64. */
 bool
 smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows, int64_t num_chunks)
 {

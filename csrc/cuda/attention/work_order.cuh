@@ -1,22 +1,22 @@
 /* work_order.cuh: which works a CTA of Hopper's kernels takes, one after the other.
  *
- * A row takes as long as it has keys, so where lists differ in length a CTA that takes every
- * gridDim.x-th work may meet two long rows, and all others wait for it at the end. Here every CTA
- * works out one order for the whole grid, and takes its own part of it. All CTAs read the same
- * lists and come to the same order, so they need no memory in common and no messages.
+ * A work's time depends on its number of keys. Where lists differ in length, a CTA that takes every
+ * gridDim.x-th work may meet two long works, and all other CTAs wait for it at the end. Here every
+ * CTA computes one order for the whole grid, and takes its own part of it. All CTAs read the same
+ * lists and come to the same order, so they need no common memory and no messages.
  *
- * Works are taken in rounds of gridDim.x. In the first round CTA c takes work c, so that nothing
+ * Works are taken in rounds of gridDim.x. In the first round CTA c takes work c, so that no CTA
  * waits for the order when a launch starts. In each further round the CTA with the least load so
- * far takes the longest work of the round, the next one the next longest, and so on. In a last
- * round that is not full the CTAs with the largest loads take none.
+ * far takes the longest work of the round, the CTA with the second least load takes the second
+ * longest, and so on. In a last round that is not full, the CTAs with the largest loads take none.
  *
- * Lengths are estimates from a few columns of each work's main list. A wrong estimate costs time.
+ * Lengths are estimated from a few columns of each work's main list. A wrong estimate costs time.
  * It changes no result, because the bits of a row do not depend on what its CTA did before. Where
- * every quarter of every list ends with a key, all lists are taken for full: there is nothing to
- * level, and the order is the fixed one.
+ * every quarter of every list ends with a key, all lists are taken for full. There is nothing to
+ * level then, and the order is the fixed one.
  *
- * Launches of one work per CTA, of more than NUM_ROUNDS rounds or of several splits keep the fixed
- * order: work n * gridDim.x + c is the n-th of CTA c. Many rounds level the loads by themselves.
+ * The fixed order is: work n * gridDim.x + c is the n-th of CTA c. Launches of one work per CTA, of
+ * more than NUM_ROUNDS rounds or of several splits keep it. Many rounds level the loads anyway.
  */
 #ifndef SMLA_CUDA_WORK_ORDER_CUH
 #define SMLA_CUDA_WORK_ORDER_CUH
@@ -24,30 +24,30 @@
 #include "cuda/attention/attend.cuh"
 
 enum {
-    NUM_ROUNDS = 4,      /* that are ordered at most */
-    ORDER_THREADS = 256, /* all consumers; a grid has no more CTAs */
-    FULL_LENGTH = 8,     /* of a work with as many keys as its list has columns: in eighths */
-    NUM_LEVELS = 32,     /* of what is ranked: a lane for each */
+    NUM_ROUNDS = 4,      /* the most rounds that are ordered */
+    ORDER_THREADS = 256, /* all consumers; an ordered grid has no more CTAs */
+    FULL_LENGTH = 8,     /* length, in eighths, of a work whose list is full of keys */
+    NUM_LEVELS = 32,     /* levels of loads or lengths, a lane for each */
 };
 
-/* What the plan leaves in shared memory, where it stays until the CTA ends. */
+/* The result of the plan, in shared memory. It stays there until the CTA ends. */
 typedef struct work_order {
-    alignas(8) uint64_t planned;   /* `works` is there: one arrival, or all consumers' */
-    int32_t works[1 + NUM_ROUNDS]; /* the CTA's, as nth_work gives them; the first by start_order */
-    uint32_t
-        seen; /* where works may be cut: a bit for each length; at the end, for what is folded */
+    alignas(8) uint64_t planned;   /* mbarrier of `works`: 1 arrival, or each consumer's */
+    int32_t works[1 + NUM_ROUNDS]; /* of the CTA, as nth_work returns them */
+    /* Where works may be cut: a bit for each length found; at the end, for each work to fold. */
+    uint32_t seen;
 } work_order;
 
-/* For ranks by small numbers: of each number a byte per warp, which first counts the warp's threads
- * that have it, and then is the rank of the first of them. */
+/* Ranks threads by a small number, their level. Each level has a byte per warp, which first counts
+ * the warp's threads of this level, and then is the rank of the first of them. */
 typedef struct rank_table {
     alignas(8) uint64_t bytes[NUM_LEVELS];
 } rank_table;
 
-/* Memory for the plan while it is made. */
+/* Memory for one round while the plan is made. */
 typedef struct round_scratch {
-    rank_table ctas;               /* by their loads */
-    rank_table works;              /* by their lengths, the longest first */
+    rank_table ctas;               /* ranks CTAs by load */
+    rank_table works;              /* ranks works by length, the longest first */
     uint8_t ranked[ORDER_THREADS]; /* works of a round, the longest first */
 } round_scratch;
 
@@ -59,10 +59,10 @@ typedef struct order_scratch {
 static_assert((int)ORDER_THREADS == CTA_THREADS, "a consumer thread for each CTA of the grid");
 static_assert((int)FULL_LENGTH * (NUM_ROUNDS - 1) < NUM_LEVELS, "loads are levels");
 
-/* CTAs for a number of works: one per SM, and one that has none where an SM would be idle, or as
- * many as there are SMs where they may get a piece of a work. A CTA without a work waits for no
- * memory, so it is the first to execute every piece of the kernel's code, and fetches it for the
- * others, from memory to the L2 cache: behind other kernels 2 us of a small call. */
+/* CTAs for a number of works: one per SM, if all SMs have works or may get pieces of works. Else
+ * one per work, and one CTA without a work on an idle SM. This CTA waits for no memory, so it is
+ * the first to execute each part of the kernel's code, and brings the code from memory to L2 for
+ * the others. Behind other kernels that saves 2 us of a small call. */
 static inline int64_t
 count_ctas(const attention_launch &launch, int64_t num_works)
 {
@@ -70,7 +70,7 @@ count_ctas(const attention_launch &launch, int64_t num_works)
     return num_works < num_sms && launch.num_segments == 1 ? num_works + 1 : num_sms;
 }
 
-/* Whether a launch has an order of its own. */
+/* Whether CTAs take their works from `work_order`, and not in the fixed order. */
 static inline bool
 has_order(const attention_launch &launch, int64_t num_works, int64_t num_ctas)
 {
@@ -78,8 +78,8 @@ has_order(const attention_launch &launch, int64_t num_works, int64_t num_ctas)
                                        num_works > num_ctas && num_works <= NUM_ROUNDS * num_ctas);
 }
 
-/* Before any other call, by one thread. A work that may be cut is whole as long as no plan says
- * otherwise, and the only one. */
+/* One thread calls this first. A work that may be cut stays whole, and the CTA's only work, unless
+ * a plan says otherwise. */
 static __device__ __forceinline__ void
 start_order(const attention_launch &launch, work_order *order)
 {
@@ -93,10 +93,10 @@ start_order(const attention_launch &launch, work_order *order)
     order->seen = 0;
 }
 
-/* The n-th work of the CTA, counted from 0, or -1 behind the last one; number 0 may be a work
- * that is none (find_numbered_work). n may be one more than that of the last work. With an
- * order, wait_for_order comes before any n above 0, and where works may be cut before that, too:
- * then it is a part (attend.cuh). */
+/* The CTA's n-th work, counted from 0, or -1 behind the last one. Work 0 may be an empty work
+ * (find_numbered_work). n may be one more than the last work's. With an order, callers pass
+ * wait_for_order before they ask for n above 0, and for any n where works may be cut; there the
+ * result is the word of a part (works.cuh). */
 static __device__ __forceinline__ int
 nth_work(bool is_ordered, int num_works, const work_order *order, int n)
 {
@@ -107,7 +107,7 @@ nth_work(bool is_ordered, int num_works, const work_order *order, int n)
     return n == 0 || idx < num_works ? idx : -1;
 }
 
-/* For the gather warps. Consumers meet at a barrier when they have made the plan. */
+/* Only gather warps need this: consumers meet at a barrier when they have made the plan. */
 static __device__ __forceinline__ void
 wait_for_order(bool is_ordered, uint32_t planned)
 {
@@ -118,8 +118,8 @@ wait_for_order(bool is_ordered, uint32_t planned)
 
 /* ---- Lengths -------------------------------------------------------------------------------- */
 
-/* The main lists of a launch without splits. A copy, made at once: a function that is called reads
- * its kernel's arguments as slowly as memory, each of them again behind every barrier. */
+/* The main lists of a launch without splits. They are copied at once, because a function that is
+ * not inlined reads its kernel's arguments as slowly as memory, and again behind every barrier. */
 typedef struct main_lists {
     const int32_t *indices;
     const int32_t *topk_length;
@@ -127,7 +127,7 @@ typedef struct main_lists {
     int64_t length_stride;
     uint32_t topk;
     uint32_t index_limit;
-    smla_divisor head_tiles; /* works of a list */
+    smla_divisor head_tiles; /* works per list */
 } main_lists;
 
 static __device__ __forceinline__ main_lists
@@ -135,15 +135,15 @@ find_main_lists(const attention_launch &launch)
 {
     const smla_key_list &keys = launch.params.lists[0];
     return main_lists{keys.indices,
-                      keys.topk_length,
+                      keys.end,
                       keys.indices_stride_token,
-                      keys.topk_length_stride,
+                      keys.end_stride,
                       (uint32_t)keys.topk,
                       launch.lists[0].index_limit,
                       launch.head_tiles};
 }
 
-/* The list of a work, and how long topk_length says that it is. */
+/* The list of a work, and its length. */
 typedef struct work_list {
     const int32_t *indices;
     uint32_t count; /* not above topk */
@@ -160,8 +160,8 @@ find_list(const main_lists &lists, int idx, bool is_on)
                      (uint32_t)min(max((int32_t)length, 0), (int32_t)lists.topk)};
 }
 
-/* Whether a column of a list, one below topk, is a key: a load of four bytes, for vectors took
- * three times as long, where all CTAs look at the same memory. */
+/* Whether a column of a list is a key. It loads four bytes, because vectors took three times as
+ * long where all CTAs read the same memory. */
 static __device__ __forceinline__ bool
 is_key_at(const main_lists &lists, const work_list &list, uint32_t column)
 {
@@ -170,7 +170,7 @@ is_key_at(const main_lists &lists, const work_list &list, uint32_t column)
     return index < lists.index_limit && column < list.count;
 }
 
-/* How many quarters of a work's list end with a key. All reads are under way at once. */
+/* How many quarters of a work's list end with a key. The four loads are under way together. */
 static __device__ __forceinline__ uint32_t
 count_quarters(const main_lists &lists, int idx)
 {
@@ -183,8 +183,8 @@ count_quarters(const main_lists &lists, int idx)
     return (uint32_t)is_key[0] + is_key[1] + is_key[2] + is_key[3];
 }
 
-/* The length of a work, to FULL_LENGTH, when `quarters` of its list end with keys: one more column
- * tells whether it reaches half of the next one. */
+/* The length of a work, 0 to FULL_LENGTH, if `quarters` of its list's quarters end with keys. One
+ * more column tells whether the keys reach the middle of the next quarter. */
 static __device__ __forceinline__ uint32_t
 estimate_length(const main_lists &lists, int idx, uint32_t quarters)
 {
@@ -203,8 +203,8 @@ clear_level(int thread, rank_table *table)
     }
 }
 
-/* The thread's rank among those of its warp with the same level, and the table's count of them. The
- * table was cleared before. */
+/* Returns the thread's rank among the threads of its warp with the same level, and writes their
+ * count to the table, which was cleared before. */
 static __device__ __forceinline__ int
 count_equals(int thread, uint32_t level, bool is_on, rank_table *table)
 {
@@ -217,8 +217,8 @@ count_equals(int thread, uint32_t level, bool is_on, rank_table *table)
     return rank;
 }
 
-/* Turns counts into first ranks, by one warp: the smallest level first, equals as they are
- * numbered. No rank is above 255, so no byte overflows into the next. */
+/* Turns counts into first ranks, in one warp. The smallest level comes first; threads of one level
+ * keep their order. No rank is above 255, so no byte overflows into the next. */
 static __device__ __forceinline__ void
 find_first_ranks(int lane, rank_table *table)
 {
@@ -235,7 +235,7 @@ find_first_ranks(int lane, rank_table *table)
     table->bytes[lane] = (counts * EACH << 8) + (count == 0 ? 0 : (uint64_t)(sum - count) * EACH);
 }
 
-/* The rank of a thread that has counted itself, after a barrier behind find_first_ranks. */
+/* The rank of a thread after count_equals, find_first_ranks and a barrier. */
 static __device__ __forceinline__ int
 rank_of(int thread, uint32_t level, int rank_in_warp, const rank_table *table)
 {
@@ -244,8 +244,8 @@ rank_of(int thread, uint32_t level, int rank_in_warp, const rank_table *table)
 
 /* ---- Plan ----------------------------------------------------------------------------------- */
 
-/* Which of a round's `count` works CTA number `thread` takes, when its load is `load`, or -1. All
- * consumers take part. */
+/* Which of a round's `count` works CTA number `thread` takes if its load is `load`; -1 for none.
+ * All consumer threads call it. */
 static __device__ __forceinline__ int
 share_out_round(int thread, int count, const uint8_t *lengths, uint32_t load, int barrier,
                 round_scratch *scratch)
@@ -268,12 +268,12 @@ share_out_round(int thread, int count, const uint8_t *lengths, uint32_t load, in
     if (is_work) {
         scratch->ranked[rank_of(thread, level, work_in_warp, &scratch->works)] = (uint8_t)thread;
     }
-    ptx_barrier(barrier, ORDER_THREADS); /* `ranked` is there, and the tables may be cleared */
+    ptx_barrier(barrier, ORDER_THREADS); /* `ranked` is written, and the tables may be cleared */
     return is_cta && cta_rank < count ? scratch->ranked[cta_rank] : -1;
 }
 
-/* A call: most launches have no order, and what they would jump over costs them up to 2 us, for
- * code that lies behind a jump is not fetched ahead. */
+/* Not inlined: most launches have no order, and jumping over the code would cost them up to 2 us,
+ * because code that lies behind a jump is not fetched ahead. */
 template <typename Memory>
 static __device__ __noinline__ void
 plan_works(const attention_launch &launch, int num_works, int barrier, Memory *shared)
@@ -314,11 +314,11 @@ plan_works(const attention_launch &launch, int num_works, int barrier, Memory *s
         }
     }
     ptx_mbarrier_arrive(ptx_shared_address(&order->planned), thread == (int)blockIdx.x);
-    ptx_barrier(barrier, ORDER_THREADS); /* nobody reads the scratch any more */
+    ptx_barrier(barrier, ORDER_THREADS); /* no thread reads the scratch any more */
 }
 
-/* Makes the plan of an ordered launch, by all consumers, who meet at `barrier`, when memory of
- * other grids may be read. It is made where weights will be, before there are any. */
+/* Makes the plan of an ordered launch. All consumers call it when memory of other grids may be
+ * read, and meet at `barrier`. Its scratch lies where the weights will be. */
 template <typename Launch, typename Memory>
 static __device__ __forceinline__ void
 order_works(const Launch &launch, int barrier, Memory *shared)

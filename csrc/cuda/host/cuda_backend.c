@@ -1,6 +1,6 @@
 /* cuda_backend.c: the CUDA backend as a table. An operator makes its device current, starts its
- * kernels on the caller's stream, and gives the launch's own code back as a status. Nothing waits
- * for the device, except under SPARSE_MLA_CHECK=1.
+ * kernels on the caller's stream, and turns the error code of the launch into a status. Nothing
+ * waits for the device, except in checked mode (SPARSE_MLA_CHECK=1).
  */
 #include "cuda/host/cuda.h"
 
@@ -14,7 +14,7 @@ typedef struct cuda_call {
     smla_cuda_guard guard;
 } cuda_call;
 
-/* Every begin that returned SMLA_OK is followed by end_call. */
+/* An end_call must follow every begin_call that returned SMLA_OK. */
 static smla_status
 begin_call(cuda_call *call, smla_error *error)
 {
@@ -42,7 +42,7 @@ end_call(const cuda_call *call, smla_status status, smla_error *error)
     return status;
 }
 
-/* The end of an operator that is one launch. */
+/* Ends the call of an operator that consists of one launch. */
 static smla_status
 end_launch(const cuda_call *call, cudaError_t code, smla_error *error)
 {
@@ -64,7 +64,7 @@ concat_and_cache_mla(const smla_cache_write_params *p, smla_error *error)
                              : end_call(&call, status, error);
 }
 
-/* Values stay on the device; checked mode looks at them when the gather itself comes. */
+/* Finds nothing: the values are on the device. In checked mode gather_kv_cache reads them. */
 static smla_status
 check_gather(const smla_gather_params *p, smla_error *error)
 {
@@ -112,7 +112,7 @@ convert_req_index_to_global_index(const smla_convert_params *p, smla_error *erro
 
 /* ---- Attention ----------------------------------------------------------------------------- */
 
-/* Indices and lengths are masked by the kernels, in checked mode too: that is their meaning. */
+/* Kernels mask indices and lengths out of range, in checked mode, too: they are valid input. */
 static smla_status
 sparse_attention(const smla_attention_params *p, const smla_attention_plan *plan, smla_error *error)
 {
@@ -159,7 +159,7 @@ up_proj(const smla_projection_params *p, smla_error *error)
     return end_call(&call, smla_cuda_up_proj(p, error), error);
 }
 
-/* An array without elements has a scale all the same: there is always something to do. */
+/* There is no early return, because an array without elements has a scale, too. */
 static smla_status
 dynamic_per_tensor_quant(const smla_quant_params *p, smla_error *error)
 {
@@ -170,13 +170,12 @@ dynamic_per_tensor_quant(const smla_quant_params *p, smla_error *error)
 
 /* ---- The table ----------------------------------------------------------------------------- */
 
-/* Behind another slot. */
+/* The line follows another initializer, so it begins with the comma. */
 #define FILL_SLOT(name, args_type, params_type) , .name = name
 
 const smla_backend smla_cuda_backend = {
     .name = "cuda",
     .device_type = kDLCUDA,
-    .maps_indices = true,
     .check_device = smla_cuda_check_device,
     .check_gather = check_gather,
     .prefers_direct = smla_cuda_prefers_direct,

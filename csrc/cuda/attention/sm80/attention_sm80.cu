@@ -82,7 +82,7 @@ template <int HEADS, int FORMATS>
 static cudaError_t
 launch_attend(const smla_attention_params *params)
 {
-    typedef tile<HEADS, FORMATS> Tile;
+    typedef tile<HEADS, FORMATS, true> Tile;
     constexpr int SHARED_BYTES = (int)sizeof(shared_memory<Tile>);
     static_assert(SHARED_BYTES == SMLA_SM80_SHARED_BYTES(HEADS, FORMATS), "kernels.h says so");
     static uint64_t allowed;

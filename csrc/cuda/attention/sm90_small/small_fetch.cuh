@@ -1,5 +1,5 @@
-/* small_fetch.cuh: how a CTA of attention_small_sm90.cu begins: its shape and shared memory, and in
- * it the rows and the query.
+/* small_fetch.cuh: how a CTA of attention_small_sm90.cu begins: its shape, its shared memory, and
+ * how rows and query come there.
  */
 #ifndef SMLA_CUDA_SMALL_FETCH_CUH
 #define SMLA_CUDA_SMALL_FETCH_CUH
@@ -12,17 +12,17 @@ enum {
     SMALL_WARPS = SMALL_GRANULES,
     SMALL_THREADS = SMALL_WARPS * SMLA_WARP_LANES,
     SMALL_GROUPS = SMALL_THREADS / GROUP_THREADS,
-    GROUP_GRANULES = SMALL_GRANULES / SMALL_GROUPS, /* that a warpgroup scores */
+    GROUP_GRANULES = SMALL_GRANULES / SMALL_GROUPS, /* granules that a warpgroup scores */
     QUERY_WARPS = SMALL_WARPS / 2,                  /* the others fetch rows */
     QUERY_THREADS = QUERY_WARPS * SMLA_WARP_LANES,
-    HEAD_LANES = 8, /* that share 128 values of a head, or its RoPE part */
-    WARP_HEADS = SMLA_WARP_LANES / HEAD_LANES,                    /* in a part of the query */
-    PART_HEADS = WARP_HEADS * QUERY_WARPS / SMLA_NUM_SCALE_TILES, /* of all warps */
+    HEAD_LANES = 8, /* lanes that share 128 values of a head, or its RoPE part */
+    WARP_HEADS = SMLA_WARP_LANES / HEAD_LANES,                    /* per warp in a query part */
+    PART_HEADS = WARP_HEADS * QUERY_WARPS / SMLA_NUM_SCALE_TILES, /* heads of a query part */
     FETCH_KEYS = GRANULE_KEYS * GROUP_GRANULES / (SMALL_WARPS - QUERY_WARPS), /* see find_fetch */
     ROW_VECTORS = FP8_ROW_BYTES / 16,
-    SCALE_BYTES = SMLA_NUM_SCALE_TILES * GRANULE_KEYS * 2, /* of a granule, in f16 */
-    WEIGHT_EXPONENT = 8,                                   /* of the largest weight */
-    NO_EXPONENT = -1000,                                   /* of a granule without keys */
+    SCALE_BYTES = SMLA_NUM_SCALE_TILES * GRANULE_KEYS * 2, /* per granule, in f16 */
+    WEIGHT_EXPONENT = 8,                                   /* exponent of the largest weight */
+    NO_EXPONENT = -1000,                                   /* key_exponent of a keyless granule */
 };
 
 static_assert(FETCH_KEYS * SMALL_GROUPS == SMLA_WARP_LANES, "all are fetched, a row per lane");
@@ -32,11 +32,11 @@ static_assert((int)SMALL_GROUPS == (int)SMLA_NUM_SCALE_TILES,
 
 template <int HEADS_, int PARTNERS_> struct small {
     static constexpr int HEADS = HEADS_;
-    static constexpr int PARTNERS = PARTNERS_; /* CTAs of a cluster */
+    static constexpr int PARTNERS = PARTNERS_; /* CTAs per cluster */
     static constexpr int QUERY_PARTS = HEADS / PART_HEADS;
-    static constexpr int PROB_BYTES = HEADS * 2; /* of a key */
+    static constexpr int PROB_BYTES = HEADS * 2; /* per key */
     static constexpr int PROBS_SWIZZLE = HEADS == 32 ? WGMMA_SWIZZLE_64 : WGMMA_SWIZZLE_32;
-    /* what does rows again: 16 heads, for its registers */
+    /* does works again, with 16 heads because of its registers */
     typedef tile<16, SMLA_ROWS_FP8> Portable;
     static constexpr int REDO_TILES = HEADS / Portable::HEADS;
 };
@@ -46,33 +46,33 @@ template <typename Shape> struct small_memory {
     alignas(1024) uint8_t probs[SMALL_KEYS][Shape::PROB_BYTES];
     alignas(128) uint8_t rows[SMALL_GRANULES][GRANULE_ROW_BYTES];
     alignas(128) uint8_t scales[SMALL_GRANULES][SCALE_BYTES];
-    int32_t tops[Shape::HEADS]; /* of the scores, as order_of_float */
+    int32_t tops[Shape::HEADS]; /* maxima of the scores, as order_of_float */
     float sums[SMALL_GRANULES][Shape::HEADS];
     uint16_t query_max[SMLA_NUM_SCALE_TILES][Shape::HEADS];
     int32_t key_exponent[SMALL_GRANULES];
     uint16_t is_key[SMALL_GRANULES]; /* a bit for each row that is there */
     uint64_t arrived[SMALL_GRANULES];
-    uint64_t maxima; /* of the query's heads are there, */
-    uint64_t stored; /* the query is */
+    uint64_t maxima; /* mbarrier of query_max */
+    uint64_t stored; /* mbarrier of the query */
 };
 
-/* What a thread finds out about the row, step by step. */
+/* What a thread finds out about its work, step by step. */
 typedef struct small_state {
-    key_masks is_key;   /* of rows row and row + 8 of the warp's granule: all bits or none */
-    float scale[2];     /* of those rows, in scale tile `column` */
-    float score_factor; /* of the scores, in the log2 domain */
-    float top;          /* score of head `lane` */
-    float reference;    /* that its weights are relative to */
+    key_masks is_key;   /* for rows `row` and row + 8 of the warp's granule: all bits or none */
+    float scale[2];     /* of these rows, in scale tile `column` */
+    float score_factor; /* factor from scores to the log2 domain */
+    float top;          /* largest score of head `lane` */
+    float reference;    /* of head `lane`: its weights are relative to 2^reference */
     int query_exponent;
-    int key_exponent; /* of the warp's keys, later of all */
+    int key_exponent; /* of the warp's keys, later of all keys */
     bool is_bad;      /* head `lane` has a query that is not finite */
     bool is_lost;
 } small_state;
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* What a lane fetches: a row of the columns that a split may have, of the main list, then of the
- * extra one. Nothing of it needs memory, so it is known before the grids in front are done. */
+/* Where the index of a lane's row is. A split's columns of the main list come first, then those of
+ * the extra one. This needs no memory access, so it is known before the grids in front are done. */
 typedef struct key_place {
     int list;
     int32_t column;
@@ -88,18 +88,18 @@ count_granules(const attention_launch &launch)
     return columns / GRANULE_KEYS;
 }
 
-/* Which row a lane of a warp fetches. Rows come about in the order in which they are asked for, so
- * each warp asks for some of the first warpgroup's keys, then of the second's: scores begin when a
- * quarter of the rows is there. */
+/* The row of a granule that a lane fetches. Rows come roughly in the order of the requests, so each
+ * warp asks for some of the first warpgroup's keys, then of the second's, and so on. Scores begin
+ * when a quarter of the rows is there. */
 typedef struct fetch_place {
     int granule;
-    int key; /* of the granule */
+    int key; /* number in the granule */
 } fetch_place;
 
 static __device__ __forceinline__ fetch_place
 find_fetch(int warp, int lane)
 {
-    const int first = (warp - QUERY_WARPS) * FETCH_KEYS; /* of a warpgroup's keys */
+    const int first = (warp - QUERY_WARPS) * FETCH_KEYS; /* first one of each warpgroup's keys */
     fetch_place place;
     place.granule = lane / FETCH_KEYS * GROUP_GRANULES + first / GRANULE_KEYS;
     place.key = first % GRANULE_KEYS + lane % FETCH_KEYS;
@@ -128,8 +128,8 @@ find_key_row(const attention_launch &launch, const cta_work &work, const key_pla
     const smla_key_list &keys = launch.params.lists[place.list];
     int32_t length = INT32_MAX;
     uint32_t index;
-    if (keys.topk_length != NULL) {
-        length = keys.topk_length[work.token * keys.topk_length_stride];
+    if (keys.end != NULL) {
+        length = keys.end[work.token * keys.end_stride];
     }
     ptx_load_4(place.index, place.is_on, NO_ROW, &index);
     return row_of_slot(launch, place.list,
@@ -137,14 +137,14 @@ find_key_row(const attention_launch &launch, const cta_work &work, const key_pla
                                      place.column < length ? (int32_t)index : -1));
 }
 
-/* Starts the copies of a warp's rows, one per lane; of partners each asks for every other row, for
- * both. Zeros where there is no row. */
+/* Starts the copies of a warp's rows, one per lane. Of two partners, each asks for every other row,
+ * for both. Zeros are stored where there is no row. */
 template <typename Shape>
 static __device__ __forceinline__ void
 copy_rows(const uint8_t *row, int num_granules, int warp, int lane, small_memory<Shape> *shared)
 {
     const fetch_place at = find_fetch(warp, lane);
-    const int number = lane % FETCH_KEYS; /* of the warp's lanes for this granule */
+    const int number = lane % FETCH_KEYS; /* of the lane among the warp's lanes for this granule */
     const uint32_t rows =
         ptx_shared_address(shared->rows[at.granule]) + (at.key - number) * FP8_ROW_BYTES;
     const uint32_t arrived = ptx_shared_address(&shared->arrived[at.granule]);
@@ -175,7 +175,7 @@ copy_rows(const uint8_t *row, int num_granules, int warp, int lane, small_memory
     }
 }
 
-/* Waits for the rows of the warp's granule. Gives masks of all bits or none. */
+/* Waits for the rows of the warp's granule. Returns masks of all bits or none. */
 template <typename Shape>
 static __device__ __forceinline__ key_masks
 wait_for_granule(const small_memory<Shape> *shared, int warp, const lane_place &me)
@@ -187,10 +187,10 @@ wait_for_granule(const small_memory<Shape> *shared, int warp, const lane_place &
 
 /* ---- Query --------------------------------------------------------------------------------- */
 
-/* What a lane has of the query: of a head in each part, of number `head` of the first part and
- * PART_HEADS further of each that follows, the dimensions 32 column + 8 piece to + 7 of a scale
- * tile, and 16 on; of one of these heads 16 column + 8 piece to + 7 of the RoPE part. So eight
- * lanes ask for whole sectors: what counts is the lines of an instruction, 8 here. */
+/* What a lane has of the query: a head in each query part, `head` in the first and PART_HEADS more
+ * in each further one. Of these heads it has 8 dimensions of a scale tile from 32 column + 8 piece
+ * on, and 8 from 16 further on; of rope_head 8 dimensions of the RoPE part from 16 column + 8 piece
+ * on. So eight lanes ask for whole sectors, and a load takes 8 lines, which is what counts. */
 typedef struct query_lane {
     int tile;
     int head;
@@ -205,7 +205,7 @@ find_query_lane(int warp, int lane)
     query_lane at;
     at.tile = warp % SMLA_NUM_SCALE_TILES;
     at.head = WARP_HEADS * (warp / SMLA_NUM_SCALE_TILES) + lane / HEAD_LANES;
-    at.rope_head = at.head + PART_HEADS * at.tile; /* of the part of the tile's number */
+    at.rope_head = at.head + PART_HEADS * at.tile; /* the lane's head in part number `tile` */
     at.column = lane % HEAD_LANES / 2;
     at.piece = lane % 2;
     return at;
@@ -216,7 +216,7 @@ template <typename Shape> struct small_query {
     uint32_t rope[4];
 };
 
-/* Where it is in memory; of nope the first part. */
+/* Where a lane's query is in memory; nope is that of its first head. */
 typedef struct query_place {
     const uint16_t *nope;
     const uint16_t *rope;
@@ -235,8 +235,8 @@ find_query(const smla_attention_params &params, const cta_work &work, const quer
     return place;
 }
 
-/* To L2, while the grids in front are running: of the splits of a token, which need the same query,
- * each asks for some parts. What those grids still write, L2 will have. */
+/* Asks for the query to be in L2, while the grids in front are running. The splits of a token need
+ * the same query, so each asks for some parts. L2 will have what those grids still write. */
 template <typename Shape>
 static __device__ __forceinline__ void
 prefetch_query(const smla_attention_params &params, const cta_work &work, const query_place &place,
@@ -273,8 +273,8 @@ load_query(const smla_attention_params &params, const query_place &place, const 
     }
 }
 
-/* The larger of the two bf16 of `pair` and those of some words, by absolute value; signs are
- * anything, of NaN one is left. */
+/* In both bf16, the largest absolute value of `pair` and some words, or a NaN if there is one.
+ * Signs may be anything. */
 template <int WORDS>
 static __device__ __forceinline__ uint32_t
 max_of_words(uint32_t pair, const uint32_t (&words)[WORDS])
@@ -286,8 +286,8 @@ max_of_words(uint32_t pair, const uint32_t (&words)[WORDS])
     return pair;
 }
 
-/* The largest absolute values, as the bits of bf16, of what eight lanes have of each head to where
- * find_query_exponent looks for them; two parts at once. */
+/* Stores the largest absolute value that eight lanes have of each head, as the bits of a bf16,
+ * where find_query_exponent looks for it. Two parts are reduced at once. */
 template <typename Shape>
 static __device__ __forceinline__ void
 store_maxima(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,
@@ -316,8 +316,8 @@ store_maxima(small_memory<Shape> *shared, const small_query<Shape> &query, const
     }
 }
 
-/* 8 dimensions of a head in a 64-dimension tile: word i of 16 dimensions goes to chunk i, of 8, and
- * there to word `column`, the order in which score_keys has bytes of rows. */
+/* Stores 8 dimensions of a head in a 64-dimension tile. Word i of 16 dimensions goes to chunk i of
+ * 8, and there to word `column`: the order in which score_keys has the bytes of rows. */
 template <typename Shape>
 static __device__ __forceinline__ void
 store_words(small_memory<Shape> *shared, int tile, int head, const query_lane &at,
@@ -330,7 +330,7 @@ store_words(small_memory<Shape> *shared, int tile, int head, const query_lane &a
     }
 }
 
-/* The query's power of two, from the maxima of all heads; lane `head` looks at each of them. */
+/* The query's power of two, from the maxima of all heads; lane `head` looks at that head's. */
 template <typename Shape>
 static __device__ __forceinline__ void
 find_query_exponent(const small_memory<Shape> *shared, int lane, small_state *state)
@@ -349,7 +349,7 @@ find_query_exponent(const small_memory<Shape> *shared, int lane, small_state *st
         is_lost || (head_max != 0 && (head_max >> 7) + MAX_HEAD_RATIO < query_max >> 7);
 }
 
-/* The query times its power of two to shared memory: f16, and bf16 as it came. */
+/* Stores the query times its power of two: the NoPE part as f16, the RoPE part as bf16. */
 template <typename Shape>
 static __device__ __forceinline__ void
 store_values(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,
@@ -394,7 +394,7 @@ store_query(small_memory<Shape> *shared, const small_query<Shape> &query, const 
 
 /* ---- Both ---------------------------------------------------------------------------------- */
 
-/* From here on memory of others is read and written. The combine kernel may come. */
+/* From here on the CTA may access memory of other grids, and the combine kernel may come. */
 static __device__ __forceinline__ void
 wait_for_others(void)
 {
@@ -402,9 +402,9 @@ wait_for_others(void)
     ptx_let_next_grid_start();
 }
 
-/* Half of the warps ask for rows, which takes as long as rows take to come; the others ask for the
- * query and store it meanwhile. After it the query is there, rows are on their way. The two ask for
- * different parameters, too, and need not wait for each other's. */
+/* Half of the warps ask for rows, which takes as long as rows take to come. Meanwhile the others
+ * ask for the query and store it. Afterwards the query is there, and rows are on their way. The two
+ * halves ask for different parameters, so neither waits for those of the other. */
 template <typename Shape>
 static __device__ __forceinline__ void
 fetch_row(const attention_launch &launch, const cta_work &work, int num_granules,
@@ -426,7 +426,7 @@ fetch_row(const attention_launch &launch, const cta_work &work, int num_granules
     }
     const query_lane at = find_query_lane(warp, lane);
     const query_place place = find_query(launch.params, work, at);
-    if (Shape::HEADS > 16) { /* a short one is there before the rows are */
+    if (Shape::HEADS > 16) { /* a shorter query is there before the rows are */
         prefetch_query<Shape>(launch.params, work, place, at);
     }
     wait_for_others();

@@ -1,0 +1,185 @@
+/* key_source.cuh: from a work's columns to indices, slots and rows, for every attention kernel: the
+ * argument of the kernels, and the rules by which an entry of a list is a key.
+ */
+#ifndef SMLA_CUDA_KEY_SOURCE_CUH
+#define SMLA_CUDA_KEY_SOURCE_CUH
+
+#include "cuda/attention/kernels.h"
+#include "cuda/ptx/launch.cuh"
+#include "cuda/ptx/ptx_sm90.cuh"
+
+/* In place of an entry of a list where there is none: below no limit of indices. */
+enum : uint32_t { NO_INDEX = 0xFFFFFFFFu };
+
+/* ---- Launch -------------------------------------------------------------------------------- */
+
+/* What a kernel reads of a list beside its smla_key_list. */
+typedef struct list_facts {
+    smla_divisor block_size;
+    int64_t num_slots;
+    uint32_t index_limit; /* no index from here on names a slot */
+    int32_t scale_offset;
+    int32_t rope_offset;
+    bool is_fp8;
+    bool is_aligned; /* every row to 16 bytes */
+} list_facts;
+
+/* What scores from wgmma are multiplied with, which cuts its sums off (an H200): where a large
+ * product is in front, the 36 steps of a score of 576 values lose 20 * 2^-24 of it on average, and
+ * 53 at most; 7 where products have both signs. With 16 the largest errors stay inside the
+ * contract's 32. The 32 steps of 512 values lose 18 and 43, or 6: 10 are enough, and nearer to zero
+ * where products have both signs. */
+static inline float
+wgmma_correction(int32_t head_dim)
+{
+    return head_dim == SMLA_HEAD_DIM ? 1.0f + 0x1p-20f : 1.0f + 0x1.4p-21f;
+}
+
+/* The argument of the kernel. What the first instructions ask for stands in front: a launch's
+ * arguments are in no cache, and come in lines of 64 bytes, each of them 280 cycles after an
+ * instruction has needed it. */
+typedef struct attention_launch {
+    smla_divisor head_tiles; /* CTAs of a token and split */
+    smla_divisor num_splits;
+    int32_t split_columns[2]; /* of a split's range, in each list; or of a segment's */
+    int32_t num_segments;     /* of a work that may be cut (cut_works.cuh), else 1 */
+    bool q_is_aligned;        /* every row of both parts to 16 bytes */
+    bool out_is_paired;       /* every row to 4 bytes */
+    float scale_log2;         /* softmax_scale * log2(e) */
+    float wgmma_scale_log2;   /* the same for scores from wgmma: wgmma_correction */
+    smla_attention_params params;
+    smla_partial_rows partials; /* unused with one split, unless works are cut */
+    list_facts lists[2];
+    uint64_t *arrivals; /* where works are cut: of each of them, a word (cut_works.cuh) */
+    int32_t slot_heads; /* rows of a slot: as many heads as a work may have */
+    int32_t tile_heads; /* of the kernel's tiles */
+    int32_t cut_cost;   /* of a piece of a cut work, in segments */
+    int32_t max_pieces; /* that there are slots for */
+} attention_launch;
+
+/* Of slots where indices are slots, else of the positions that a block table has. */
+static uint32_t
+index_limit_of(const smla_key_list *list)
+{
+    const int64_t limit = list->map.block_table == NULL
+                              ? smla_kv_num_slots(&list->kv)
+                              : list->map.num_blocks * list->kv.block_size;
+    return limit < 0x80000000LL ? (uint32_t)limit : 0x80000000u;
+}
+
+static list_facts
+list_facts_of(const smla_key_list *list)
+{
+    const smla_kv_view *const kv = &list->kv;
+    list_facts facts = {};
+    facts.block_size = smla_make_divisor(kv->block_size);
+    facts.num_slots = smla_kv_num_slots(kv);
+    facts.index_limit = index_limit_of(list);
+    facts.scale_offset = kv->format->scale_offset;
+    facts.rope_offset = kv->format->rope_offset;
+    facts.is_fp8 = kv->format->nope_type == SMLA_NOPE_E4M3;
+    facts.is_aligned =
+        smla_is_multiple(kv->base, kv->page_stride_bytes, 16) && kv->token_stride_bytes % 16 == 0;
+    return facts;
+}
+
+/* What a CTA works on. */
+typedef struct cta_work {
+    int32_t token;
+    int32_t split;        /* or the first segment of a work that may be cut */
+    int32_t num_segments; /* from there on; a split is one */
+    int32_t first_head;
+    int32_t num_heads; /* of the tile; the rest is rows of zeros */
+    int32_t
+        first_row; /* of its partial rows (kernels.h); NOT_PARTIAL: it has all of a token's keys */
+} cta_work;
+
+enum { NOT_PARTIAL = -1 };
+
+/* ---- Columns ------------------------------------------------------------------------------- */
+
+/* A work's columns of a list. */
+typedef struct column_range {
+    int32_t begin;
+    int32_t end;
+} column_range;
+
+/* RANGED: lists may have dense columns and a `begin`. */
+template <bool RANGED = false>
+static __device__ __forceinline__ column_range
+find_columns(const attention_launch &launch, const cta_work &work, int list)
+{
+    const smla_key_list &keys = launch.params.lists[list];
+    int64_t length = keys.topk;
+    if (keys.end != NULL) {
+        const int64_t given = keys.end[work.token * keys.end_stride];
+        length = given < length ? given : length;
+    }
+    int64_t begin = (int64_t)work.split * launch.split_columns[list];
+    const int64_t end = begin + (int64_t)work.num_segments * launch.split_columns[list];
+    const int64_t last = end < length ? end : length;
+    if (RANGED && keys.begin != NULL) {
+        const int64_t first = keys.begin[work.token * keys.begin_stride];
+        begin = begin < first ? first : begin;
+    }
+    return begin < last ? column_range{(int32_t)begin, (int32_t)last} : column_range{0, 0};
+}
+
+/* The index in a column of a list. A dense one has none in memory. */
+template <bool RANGED>
+static __device__ __forceinline__ int32_t
+read_column(const smla_key_list &keys, int32_t token, int32_t column)
+{
+    if (RANGED && keys.indices == NULL) {
+        return column;
+    }
+    return __ldg(keys.indices + token * keys.indices_stride_token + column);
+}
+
+/* ---- Slots and rows ------------------------------------------------------------------------ */
+
+/* The slot of position `index` of the token's request, -1 for none: the rules of
+ * convert_req_index_to_global_index. */
+static __device__ __forceinline__ int64_t
+map_index(const smla_index_map &map, const smla_divisor &block_size, int32_t token, int32_t index)
+{
+    const int64_t req = map.req_id_per_token[token];
+    const int64_t block = smla_divide_uint32((uint32_t)index, block_size);
+    if (req < 0 || req >= map.num_reqs || block >= map.num_blocks) {
+        return -1;
+    }
+    const int64_t page =
+        map.block_table[req * map.block_table_stride_req + block * map.block_table_stride_block];
+    const int64_t slot = page * block_size.divisor + (index - block * block_size.divisor);
+    return page < 0 || slot > INT32_MAX ? -1 : slot;
+}
+
+/* The slot that an index of a list names, negative for none. */
+static __device__ __forceinline__ int32_t
+slot_of_index(const attention_launch &launch, int list, int32_t token, int32_t index)
+{
+    const smla_index_map &map = launch.params.lists[list].map;
+    const list_facts &facts = launch.lists[list];
+    if (index < 0) {
+        return -1;
+    }
+    const int64_t slot =
+        map.block_table == NULL ? index : map_index(map, facts.block_size, token, index);
+    return slot < facts.num_slots ? (int32_t)slot : -1;
+}
+
+/* The row of a slot, NULL for none. */
+static __device__ __forceinline__ const uint8_t *
+row_of_slot(const attention_launch &launch, int list, int32_t slot)
+{
+    const smla_kv_view &kv = launch.params.lists[list].kv;
+    const smla_divisor &block_size = launch.lists[list].block_size;
+    if (slot < 0) {
+        return NULL;
+    }
+    const int64_t page = smla_divide_uint32((uint32_t)slot, block_size);
+    const int64_t offset = slot - page * block_size.divisor;
+    return kv.base + page * kv.page_stride_bytes + offset * kv.token_stride_bytes;
+}
+
+#endif /* SMLA_CUDA_KEY_SOURCE_CUH */
