@@ -1,6 +1,5 @@
 /* args.h: reads an args struct of any version. */
-#ifndef SMLA_ARGS_H
-#define SMLA_ARGS_H
+#pragma once
 
 #include "sparse_mla.h"
 
@@ -8,5 +7,3 @@
  * caller does not have become zero. Extra fields of a newer caller must be zero. */
 smla_status smla_read_args(const char *op, void *known, size_t known_size, const void *args,
                            smla_error *error);
-
-#endif /* SMLA_ARGS_H */

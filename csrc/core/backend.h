@@ -5,8 +5,7 @@
  * Sizes are counts, strides are in elements of the pointed-to type unless the name ends in _bytes,
  * and every one of them is int64. Shapes use the letters of sparse_mla.h.
  */
-#ifndef SMLA_BACKEND_H
-#define SMLA_BACKEND_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -413,5 +412,3 @@ smla_status smla_find_backend(const char *op, DLDevice device, const smla_backen
 #ifdef __cplusplus
 }
 #endif
-
-#endif /* SMLA_BACKEND_H */

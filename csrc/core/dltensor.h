@@ -4,8 +4,7 @@
  * Arrays are read leniently, as DLPack allows. Strides may be NULL, which means compact. The stride
  * of a dimension of one element has no meaning. An empty array may have any pointer.
  */
-#ifndef SMLA_DLTENSOR_H
-#define SMLA_DLTENSOR_H
+#pragma once
 
 #include <dlpack/dlpack.h>
 #include <stdbool.h>
@@ -144,5 +143,3 @@ void smla_make_view(smla_view *view, void *data, DLDataType dtype, DLDevice devi
 /* Fills `view` with rows [start, end) of a tensor of up to three dimensions. */
 const DLTensor *smla_slice_rows(smla_view *view, const DLTensor *tensor, int64_t start,
                                 int64_t end);
-
-#endif /* SMLA_DLTENSOR_H */

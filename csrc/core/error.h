@@ -1,6 +1,5 @@
 /* error.h: how functions of the core fail. Compiles as C and as CUDA. */
-#ifndef SMLA_ERROR_H
-#define SMLA_ERROR_H
+#pragma once
 
 #include "sparse_mla.h"
 
@@ -25,5 +24,3 @@ __attribute__((cold, format(printf, 3, 4))) smla_status smla_fail(smla_error *er
 #ifdef __cplusplus
 }
 #endif
-
-#endif /* SMLA_ERROR_H */

@@ -28,8 +28,7 @@
  * Python, and at compile time by CUDA's kernels (smla_row). Kernels say which rows they serve, as a
  * set. This header compiles as C and as CUDA.
  */
-#ifndef SMLA_KV_FORMAT_H
-#define SMLA_KV_FORMAT_H
+#pragma once
 
 #include "core/dltensor.h"
 #include "sparse_mla.h"
@@ -180,5 +179,3 @@ smla_find_kv_format(int32_t format)
     }
     return NULL;
 }
-
-#endif /* SMLA_KV_FORMAT_H */

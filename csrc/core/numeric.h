@@ -4,8 +4,7 @@
  * A conversion rounds at most once, to nearest even. The scalar functions here define the results
  * of the whole library; vector code elsewhere must agree with them bit for bit.
  */
-#ifndef SMLA_NUMERIC_H
-#define SMLA_NUMERIC_H
+#pragma once
 
 #include <math.h>
 #include <stdint.h>
@@ -115,5 +114,3 @@ smla_finite_abs(float x)
     }
     return smla_bits_float(magnitude == 0x7F800000u ? 0x7F7FFFFFu : magnitude);
 }
-
-#endif /* SMLA_NUMERIC_H */

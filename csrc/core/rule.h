@@ -4,8 +4,7 @@
  * args struct, so the first wrong array is reported. smla_require_disjoint comes last, when all
  * arrays are known. Nothing here knows what an operator computes.
  */
-#ifndef SMLA_RULE_H
-#define SMLA_RULE_H
+#pragma once
 
 #include "core/backend.h"
 #include "core/dltensor.h"
@@ -70,5 +69,3 @@ DLDevice smla_normal_device(DLDevice device);
 
 /* Checks that no output shares memory with another array. */
 smla_status smla_require_disjoint(const smla_checker *checker);
-
-#endif /* SMLA_RULE_H */

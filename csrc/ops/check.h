@@ -1,6 +1,5 @@
 /* check.h: Args -> Params, one function per operator. Defined in check.c and check_absorption.c. */
-#ifndef SMLA_CHECK_H
-#define SMLA_CHECK_H
+#pragma once
 
 #include "core/backend.h"
 #include "core/rule.h"
@@ -38,5 +37,3 @@ smla_status smla_finish_check(const smla_checker *checker, const smla_backend **
 smla_status smla_require_query(smla_checker *checker, const smla_kv_format_info *format,
                                const DLTensor *q, const DLTensor *q_pe, int64_t num_tokens,
                                int64_t num_heads, unsigned flags);
-
-#endif /* SMLA_CHECK_H */

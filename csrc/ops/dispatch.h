@@ -1,8 +1,7 @@
 /* dispatch.h: entry points that are not public, of which forward.c composes a layer, beside public
  * ones. Args are of this version.
  */
-#ifndef SMLA_DISPATCH_H
-#define SMLA_DISPATCH_H
+#pragma once
 
 #include "core/backend.h"
 
@@ -12,5 +11,3 @@ smla_status smla_attend_positions(const smla_sparse_attention_args *args, const 
 
 /* The errors that a gather would find, array values included, and no work. */
 smla_status smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *error);
-
-#endif /* SMLA_DISPATCH_H */

@@ -1,8 +1,7 @@
 /* quant_dims.h: the array of dynamic_per_tensor_quant with the fewest dimensions, for every
  * backend. Compiles as C and as CUDA.
  */
-#ifndef SMLA_QUANT_DIMS_H
-#define SMLA_QUANT_DIMS_H
+#pragma once
 
 #include "core/backend.h"
 
@@ -50,5 +49,3 @@ smla_merge_dims(const smla_quant_params *p)
     merged.ndim = last + 1;
     return merged;
 }
-
-#endif /* SMLA_QUANT_DIMS_H */

@@ -4,8 +4,7 @@
  * 3.11 and with the full API. array.h declares how arrays come in and results go out, tensor.h our
  * own Tensor type.
  */
-#ifndef SMLA_PYTHON_GLUE_H
-#define SMLA_PYTHON_GLUE_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -123,5 +122,3 @@ PyObject *smla_py_device_name(DLDevice device);
 /* stream= of every operator: None, an int handle, or an object with `__cuda_stream__`,
  * `cuda_stream` or `ptr`. Defined in handle.c. */
 int smla_py_parse_stream(const char *op, PyObject *object, void **stream);
-
-#endif /* SMLA_PYTHON_GLUE_H */

@@ -1,7 +1,6 @@
 /* builder.h: inside the metadata builder, for builder.c, which fills it, and forward.c, which reads
  * it. */
-#ifndef SMLA_BUILDER_H
-#define SMLA_BUILDER_H
+#pragma once
 
 #include "core/backend.h"
 #include "core/dltensor.h"
@@ -37,5 +36,3 @@ struct smla_builder {
     smla_prefill_chunk *chunks; /* [max_num_seqs] */
     int64_t *chunk_ends;        /* [max_num_seqs] */
 };
-
-#endif /* SMLA_BUILDER_H */

@@ -1,6 +1,5 @@
 /* plan.h: what the builder shares with the public planning functions. Defined in plan.c. */
-#ifndef SMLA_PLAN_H
-#define SMLA_PLAN_H
+#pragma once
 
 #include "core/backend.h"
 
@@ -18,5 +17,3 @@ smla_query_len(const int32_t *query_start_loc, int64_t req)
 {
     return query_start_loc[req + 1] - query_start_loc[req];
 }
-
-#endif /* SMLA_PLAN_H */

@@ -1,8 +1,7 @@
 /* instruction_sets.h: runs tests once per instruction set of the machine, for kernels that are
  * compiled for each one. It is included first, because it asks for POSIX, which has setenv.
  */
-#ifndef SMLA_INSTRUCTION_SETS_H
-#define SMLA_INSTRUCTION_SETS_H
+#pragma once
 
 #define _POSIX_C_SOURCE 200809L // NOLINT(cert-dcl51-cpp)
 
@@ -22,5 +21,3 @@ run_on_every_instruction_set(void (*tests)(void))
     }
     unsetenv("SPARSE_MLA_CPU_ISA");
 }
-
-#endif /* SMLA_INSTRUCTION_SETS_H */

@@ -1,8 +1,7 @@
 /* operators.h: every operator, with a good call and the rules of its arrays, so that tests can
  * break one thing at a time in each of them.
  */
-#ifndef SMLA_OPERATORS_H
-#define SMLA_OPERATORS_H
+#pragma once
 
 #include <stddef.h>
 
@@ -300,5 +299,3 @@ static const operator_case operators[] = {
 };
 
 enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };
-
-#endif /* SMLA_OPERATORS_H */

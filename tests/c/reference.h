@@ -3,8 +3,7 @@
  * Cache rows are read from the bytes that the library reads, and e4m3 values are multiplied by
  * their scales exactly. Bounds come from the contract's rounding model; no tolerance is chosen.
  */
-#ifndef SMLA_REFERENCE_H
-#define SMLA_REFERENCE_H
+#pragma once
 
 #include "testing.h"
 
@@ -259,5 +258,3 @@ expect_attention(const attention_inputs *in, const array *out, const array *lse,
     free(keys[0]);
     free(keys[1]);
 }
-
-#endif /* SMLA_REFERENCE_H */

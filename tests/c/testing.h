@@ -7,8 +7,7 @@
  * hold POISON, which shows the elements that no call has written. A call in EXPECT_FAIL must leave
  * the bytes of every array alone.
  */
-#ifndef SMLA_TESTING_H
-#define SMLA_TESTING_H
+#pragma once
 
 #include <fcntl.h>
 #include <inttypes.h>
@@ -475,5 +474,3 @@ report(const char *program)
     printf("%s: %d passed, %d failed\n", program, num_passed, num_failed);
     return num_failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }
-
-#endif /* SMLA_TESTING_H */

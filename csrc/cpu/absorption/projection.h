@@ -1,8 +1,7 @@
 /* projection.h: what the up projections' files share. There is one scheduler (projection.c) and one
  * kernel (projection_kernel.h), which is compiled into a smla_projection_isa per instruction set.
  */
-#ifndef SMLA_CPU_PROJECTION_H
-#define SMLA_CPU_PROJECTION_H
+#pragma once
 
 #include "core/backend.h"
 
@@ -43,5 +42,3 @@ smla_outer_is_contiguous(const smla_projection_params *params)
 {
     return params->w_stride_outer == 1 || params->outer_dim <= 1;
 }
-
-#endif /* SMLA_CPU_PROJECTION_H */

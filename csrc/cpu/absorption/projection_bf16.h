@@ -7,8 +7,7 @@
  * smallest normal number. Zeros are accepted too. A token's row or a block of the weight that holds
  * any other value below 2^-56 is refused, and is computed on the fp32 unit.
  */
-#ifndef SMLA_CPU_PROJECTION_BF16_H
-#define SMLA_CPU_PROJECTION_BF16_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -49,5 +48,3 @@ is_exact(vuint smallest)
 {
     return !any_half_below(smallest, 0x2380 - 1); /* 2^-56 */
 }
-
-#endif /* SMLA_CPU_PROJECTION_BF16_H */

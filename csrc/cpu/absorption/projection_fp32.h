@@ -3,8 +3,7 @@
  *
  * A unit decides how values of x and w lie in scratch. Its input is words of two bf16, k and k + 1.
  */
-#ifndef SMLA_CPU_PROJECTION_FP32_H
-#define SMLA_CPU_PROJECTION_FP32_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -56,5 +55,3 @@ is_exact(vuint smallest)
     (void)smallest;
     return true;
 }
-
-#endif /* SMLA_CPU_PROJECTION_FP32_H */

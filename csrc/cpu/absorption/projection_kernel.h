@@ -22,10 +22,10 @@
  *              depends on k alone, never on other rows of the result or the number of threads.
  * Source       register blocking (GotoBLAS).
  *
- * The including file defines SMLA_SIMD_WIDTH and VECTORS, and includes a multiply unit.
+ * The including file defines SMLA_SIMD_WIDTH and VECTORS, includes a multiply unit, and names its
+ * table of functions (SMLA_PROJECTION) and that of its fp32 unit (SMLA_PROJECTION_FP32).
  */
-#ifndef SMLA_CPU_PROJECTION_KERNEL_H
-#define SMLA_CPU_PROJECTION_KERNEL_H
+#pragma once
 
 #include <string.h>
 
@@ -277,4 +277,10 @@ redo_refused(const smla_projection_params *params, smla_projection_block block, 
     }
 }
 
-#endif /* SMLA_CPU_PROJECTION_KERNEL_H */
+static void
+run_block(const smla_projection_params *params, smla_projection_block block)
+{
+    redo_refused(params, block, project_block(params, &block), &SMLA_PROJECTION_FP32);
+}
+
+const smla_projection_isa SMLA_PROJECTION = {.run_block = run_block};

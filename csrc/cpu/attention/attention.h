@@ -5,8 +5,7 @@
  * *state*; the states of a token are folded in the order of their splits, and finished into out,
  * lse and max_logits. A token with one key goes another way (attention_one_key.c).
  */
-#ifndef SMLA_CPU_ATTENTION_H
-#define SMLA_CPU_ATTENTION_H
+#pragma once
 
 #include "core/backend.h"
 
@@ -110,5 +109,3 @@ bool smla_cpu_prefers_direct(const smla_attention_shape *prefills, int64_t num_r
 int64_t smla_cpu_attention_workspace_size(const smla_attention_shape *shape);
 
 int64_t smla_cpu_kernels(smla_kernel_info *rows, int64_t capacity);
-
-#endif /* SMLA_CPU_ATTENTION_H */

@@ -1,5 +1,7 @@
 /* attention_avx512bf16.c: the attention kernel on AVX-512 BF16 and VBMI. */
-#define SMLA_SIMD_WIDTH 16
+#define SMLA_ATTENTION      smla_attention_avx512bf16
+#define SMLA_ATTENTION_FP32 smla_attention_avx512
+#define SMLA_SIMD_WIDTH     16
 
 enum {
     /* Rows times vectors is the number of accumulators; there are 32 registers. */
@@ -14,21 +16,3 @@ enum {
 #include "cpu/attention/attention_lanes.h"
 
 #include "cpu/attention/attention_finish.h"
-#include "cpu/attention/attention_kernel.h"
-
-/* The fp32 kernel has the same lanes and groups, so it runs the parts that are refused here. */
-static void
-run_part(const smla_attention_params *params, int64_t token, int split, uint8_t *scratch,
-         smla_attention_state state)
-{
-    if (!try_part(params, token, split, scratch, state)) {
-        smla_attention_avx512.run_part(params, token, split, scratch, state);
-    }
-}
-
-const smla_attention_isa smla_attention_avx512bf16 = {
-    .scratch_bytes = scratch_bytes,
-    .run_part = run_part,
-    .fold = fold,
-    .finish = finish,
-};

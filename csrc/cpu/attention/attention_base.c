@@ -1,5 +1,7 @@
 /* attention_base.c: the attention kernel on any machine: 128-bit vectors (SSE2, NEON). */
-#define SMLA_SIMD_WIDTH 4
+#define SMLA_ATTENTION      smla_attention_base
+#define SMLA_ATTENTION_FP32 smla_attention_base
+#define SMLA_SIMD_WIDTH     4
 
 enum {
     /* Rows times vectors is the number of accumulators; SSE2 has 16 registers. */
@@ -14,18 +16,3 @@ enum {
 #include "cpu/attention/attention_lanes.h"
 
 #include "cpu/attention/attention_finish.h"
-#include "cpu/attention/attention_kernel.h"
-
-static void
-run_part(const smla_attention_params *params, int64_t token, int split, uint8_t *scratch,
-         smla_attention_state state)
-{
-    (void)try_part(params, token, split, scratch, state); /* the fp32 unit refuses no part */
-}
-
-const smla_attention_isa smla_attention_base = {
-    .scratch_bytes = scratch_bytes,
-    .run_part = run_part,
-    .fold = fold,
-    .finish = finish,
-};

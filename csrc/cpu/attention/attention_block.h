@@ -6,8 +6,7 @@
  * block table does not have. Rows of dropped entries are never touched, not even by a prefetch. A
  * block holds keys of one list, in column order.
  */
-#ifndef SMLA_CPU_ATTENTION_BLOCK_H
-#define SMLA_CPU_ATTENTION_BLOCK_H
+#pragma once
 
 #include <assert.h>
 #include <string.h>
@@ -169,5 +168,3 @@ prefetch_block(const key_block *block)
         }
     }
 }
-
-#endif /* SMLA_CPU_ATTENTION_BLOCK_H */

@@ -1,12 +1,12 @@
 /* attention_finish.h: states of parts -> out, lse and max_logits of a token, for one instruction
- * set.
+ * set, and the table of its functions. The including file names that table (SMLA_ATTENTION), and
+ * the table of the fp32 unit with the same lanes and groups (SMLA_ATTENTION_FP32).
  *
  * fold adds a second state to a first one; finish divides, applies the sink, and rounds to bf16
  * once. The rescaling factors are powers of two (attention_kernel.h), so folding rounds only in its
  * additions. Both use the head groups of attention_kernel.h.
  */
-#ifndef SMLA_CPU_ATTENTION_FINISH_H
-#define SMLA_CPU_ATTENTION_FINISH_H
+#pragma once
 
 #include "cpu/attention/attention_kernel.h"
 
@@ -121,4 +121,22 @@ finish(const smla_attention_params *params, int64_t token, smla_head_range heads
     }
 }
 
-#endif /* SMLA_CPU_ATTENTION_FINISH_H */
+/* Computes a part that the unit refuses again with the fp32 unit, which refuses none. */
+static void
+run_part(const smla_attention_params *params, int64_t token, int split, uint8_t *scratch,
+         smla_attention_state state)
+{
+    begin_products();
+    const bool is_exact = try_part(params, token, split, scratch, state);
+    end_products();
+    if (!is_exact) {
+        SMLA_ATTENTION_FP32.run_part(params, token, split, scratch, state);
+    }
+}
+
+const smla_attention_isa SMLA_ATTENTION = {
+    .scratch_bytes = scratch_bytes,
+    .run_part = run_part,
+    .fold = fold,
+    .finish = finish,
+};

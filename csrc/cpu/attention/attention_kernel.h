@@ -34,8 +34,7 @@
  * The including file defines SMLA_SIMD_WIDTH and the four row counts. It includes a unit_*.h, and
  * attention_lanes.h or attention_tiles.h, which compute the products.
  */
-#ifndef SMLA_CPU_ATTENTION_KERNEL_H
-#define SMLA_CPU_ATTENTION_KERNEL_H
+#pragma once
 
 #include "cpu/attention/attention.h"
 
@@ -326,5 +325,3 @@ try_part(const smla_attention_params *params, int64_t token, int split, uint8_t 
     }
     return true;
 }
-
-#endif /* SMLA_CPU_ATTENTION_KERNEL_H */

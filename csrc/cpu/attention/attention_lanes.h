@@ -1,8 +1,7 @@
 /* attention_lanes.h: the two products of the attention kernel in vectors of heads. The unit's
  * multiply_add multiplies a scalar of a key or value with a vector of heads.
  */
-#ifndef SMLA_CPU_ATTENTION_LANES_H
-#define SMLA_CPU_ATTENTION_LANES_H
+#pragma once
 
 #include "cpu/attention/attention_block.h"
 #include "cpu/machine/simd.h"
@@ -11,6 +10,17 @@ enum {
     CHUNK_DIMS = 16, /* dimensions per innermost sum of a score */
     VALUE_DEPTH = 1, /* steps of keys that add_value_rows takes at a time */
 };
+
+/* Vectors need no preparation, unlike attention_tiles.h. */
+SMLA_INLINE void
+begin_products(void)
+{
+}
+
+SMLA_INLINE void
+end_products(void)
+{
+}
 
 _Static_assert(16 % VALUE_ROWS_1 == 0 && 16 % VALUE_ROWS_2 == 0, "whole steps of value chunks");
 
@@ -109,5 +119,3 @@ add_value_rows(const unit_scalar *values, const unit_scalar *probs, int steps, c
         }
     }
 }
-
-#endif /* SMLA_CPU_ATTENTION_LANES_H */

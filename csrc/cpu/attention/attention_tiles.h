@@ -21,8 +21,7 @@
  *
  * GCC's tile loads do not tell the compiler that they read memory; finish_stores does.
  */
-#ifndef SMLA_CPU_ATTENTION_TILES_H
-#define SMLA_CPU_ATTENTION_TILES_H
+#pragma once
 
 #include <immintrin.h>
 
@@ -51,9 +50,9 @@ typedef struct tile_config {
 
 _Static_assert(sizeof(tile_config) == 64, "the processor's layout");
 
-/* Gives the calling thread eight tiles of full size, until release_tiles. */
+/* Gives the calling thread eight tiles of full size, until end_products. */
 SMLA_INLINE void
-configure_tiles(void)
+begin_products(void)
 {
     static const tile_config config __attribute__((aligned(64))) = {
         .palette = 1,
@@ -65,7 +64,7 @@ configure_tiles(void)
 
 /* Linux switches threads faster that use no tiles. */
 SMLA_INLINE void
-release_tiles(void)
+end_products(void)
 {
     _tile_release();
 }
@@ -186,5 +185,3 @@ add_value_rows(const unit_scalar *values, const unit_scalar *probs, int steps, c
                    steps / VALUE_DEPTH, vectors);
     store_sums(out, vectors);
 }
-
-#endif /* SMLA_CPU_ATTENTION_TILES_H */

@@ -17,8 +17,7 @@
  *     at most 1, and a weight below 2^-126 is 0 in every unit.
  * Whether a part is refused depends on its own query and rows alone, so batch invariance holds.
  */
-#ifndef SMLA_CPU_UNIT_BF16_H
-#define SMLA_CPU_UNIT_BF16_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -142,5 +141,3 @@ pack_probs(const float *weights, const float *scale, int count, int vectors, uni
         }
     }
 }
-
-#endif /* SMLA_CPU_UNIT_BF16_H */

@@ -4,8 +4,7 @@
  * A unit decides how queries, keys, values and probabilities lie in scratch, and how keys get
  * there. Here a key is a row of 576 floats, which serves as its value too.
  */
-#ifndef SMLA_CPU_UNIT_FP32_H
-#define SMLA_CPU_UNIT_FP32_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -105,5 +104,3 @@ pack_probs(const float *weights, const float *scale, int count, int vectors, uni
         }
     }
 }
-
-#endif /* SMLA_CPU_UNIT_FP32_H */

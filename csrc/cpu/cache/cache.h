@@ -1,8 +1,7 @@
 /* cache.h: the conversions behind cache.c and quant.c. One kernel (cache_kernel.h), compiled once
  * per instruction set into a smla_cache_isa.
  */
-#ifndef SMLA_CPU_CACHE_H
-#define SMLA_CPU_CACHE_H
+#pragma once
 
 #include "core/backend.h"
 
@@ -26,5 +25,3 @@ extern const smla_cache_isa smla_cache_base;
 extern const smla_cache_isa smla_cache_avx2;
 extern const smla_cache_isa smla_cache_avx512;
 #endif
-
-#endif /* SMLA_CPU_CACHE_H */

@@ -22,8 +22,7 @@
  *
  * The including file defines SMLA_SIMD_WIDTH.
  */
-#ifndef SMLA_CPU_CACHE_KERNEL_H
-#define SMLA_CPU_CACHE_KERNEL_H
+#pragma once
 
 #include <float.h>
 #include <string.h>
@@ -275,5 +274,3 @@ read_row(const smla_kv_format_info *format, smla_kv_token from, smla_float_type 
     read_bf16(from.row + format->rope_offset, format->rope_dim, type,
               out + SMLA_KV_LORA_RANK * bytes);
 }
-
-#endif /* SMLA_CPU_CACHE_KERNEL_H */

@@ -1,6 +1,5 @@
 /* bf16_avx512.h: the functions of bf16_pairs.h on AVX-512 BF16 and VBMI. */
-#ifndef SMLA_CPU_BF16_AVX512_H
-#define SMLA_CPU_BF16_AVX512_H
+#pragma once
 
 #include <immintrin.h>
 
@@ -99,5 +98,3 @@ widen_e4m3(const uint8_t *bytes, uint32_t *out)
     _mm512_store_si512(out, _mm512_unpacklo_epi8(low, high));
     _mm512_store_si512(out + WIDTH, _mm512_unpackhi_epi8(low, high));
 }
-
-#endif /* SMLA_CPU_BF16_AVX512_H */

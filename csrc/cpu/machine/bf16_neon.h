@@ -3,8 +3,7 @@
  * BFMMLA would multiply twice as much per instruction, but it multiplies 2 x 2 blocks, so lanes
  * would no longer be heads.
  */
-#ifndef SMLA_CPU_BF16_NEON_H
-#define SMLA_CPU_BF16_NEON_H
+#pragma once
 
 #include <arm_neon.h>
 
@@ -55,5 +54,3 @@ widen_e4m3(const uint8_t *bytes, uint32_t *out)
 {
     store_bf16(load_e4m3(bytes, 1.0f), out);
 }
-
-#endif /* SMLA_CPU_BF16_NEON_H */

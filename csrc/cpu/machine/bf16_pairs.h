@@ -8,8 +8,7 @@
  *   widen_e4m3                 4 * WIDTH e4m3 -> bf16, in order
  * Both dot products take subnormal inputs as zero and flush subnormal results to zero.
  */
-#ifndef SMLA_CPU_BF16_PAIRS_H
-#define SMLA_CPU_BF16_PAIRS_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -28,5 +27,3 @@ track_smallest(vuint smallest, vuint words)
 {
     return min_halves(smallest, (vuint)((vhalves)(words & 0x7FFF7FFFu) - 1));
 }
-
-#endif /* SMLA_CPU_BF16_PAIRS_H */

@@ -5,8 +5,7 @@
  * result depends on the number of threads. The CUDA backend's checked mode calls the check
  * functions on host copies of its arrays.
  */
-#ifndef SMLA_CPU_H
-#define SMLA_CPU_H
+#pragma once
 
 #include "core/backend.h"
 #include "core/numeric.h"
@@ -34,5 +33,3 @@ smla_cpu_load_float(const void *array, smla_float_type type, int64_t index)
     }
     return 0.0f;
 }
-
-#endif /* SMLA_CPU_H */

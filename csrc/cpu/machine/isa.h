@@ -3,8 +3,7 @@
  * Each kernel is compiled once per instruction set (attention_avx2.c, projection_avx2.c, ...). One
  * table holds all of them, so attention, projections and cache always use the same table entry.
  */
-#ifndef SMLA_CPU_ISA_H
-#define SMLA_CPU_ISA_H
+#pragma once
 
 #include "core/backend.h"
 
@@ -29,5 +28,3 @@ extern const int smla_cpu_num_isas;
 /* Chooses the first supported entry that is not slow, or the entry that the environment variable
  * SPARSE_MLA_CPU_ISA names (for tests). Errors name the operator `op`. */
 smla_status smla_cpu_choose_isa(const char *op, const smla_cpu_isa **chosen, smla_error *error);
-
-#endif /* SMLA_CPU_ISA_H */

@@ -5,8 +5,7 @@
  * four e4m3 are the bytes of a 32-bit lane and two bf16 are its halves. Shifts replace widening and
  * narrowing, which GCC 12 does byte by byte. Memory needs no alignment.
  */
-#ifndef SMLA_CPU_NARROW_H
-#define SMLA_CPU_NARROW_H
+#pragma once
 
 #include "cpu/machine/simd.h"
 
@@ -158,5 +157,3 @@ store_float(quad x, void *floats)
         store_words(interleave_second(even[i], odd[i]), floats, 2 * i + 1);
     }
 }
-
-#endif /* SMLA_CPU_NARROW_H */

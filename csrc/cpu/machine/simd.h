@@ -4,8 +4,7 @@
  * NEON. `a * b + c` becomes one FMA on machines with FMA (-ffp-contract=fast). A scalar operand is
  * broadcast. The file that includes this one defines SMLA_SIMD_WIDTH as 4, 8 or 16.
  */
-#ifndef SMLA_CPU_SIMD_H
-#define SMLA_CPU_SIMD_H
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -199,5 +198,3 @@ transpose(vuint *square)
         }
     }
 }
-
-#endif /* SMLA_CPU_SIMD_H */

@@ -1,6 +1,5 @@
 /* threads.h: thread numbers from OpenMP's run-time library; one thread in a build without it. */
-#ifndef SMLA_CPU_THREADS_H
-#define SMLA_CPU_THREADS_H
+#pragma once
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -27,5 +26,3 @@ smla_thread_idx(void)
     return 0;
 #endif
 }
-
-#endif /* SMLA_CPU_THREADS_H */

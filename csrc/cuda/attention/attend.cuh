@@ -3,8 +3,7 @@
  * The kernel of attention_sm80.cu is nothing else. attention_sm90.cu gives its eight consumer warps
  * to it for the rows that its own protocol does not hold.
  */
-#ifndef SMLA_CUDA_ATTEND_CUH
-#define SMLA_CUDA_ATTEND_CUH
+#pragma once
 
 #include "cuda/attention/one_key.cuh"
 #include "cuda/attention/softmax.cuh"
@@ -574,5 +573,3 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
     ptx_barrier(0, CTA_THREADS); /* factor is visible */
     write_results<Tile>(launch, done, (int)threadIdx.x, shared, out);
 }
-
-#endif /* SMLA_CUDA_ATTEND_CUH */

@@ -23,8 +23,7 @@
  * cleared, so the first part finds an arbitrary word, and writes a tag with a count of one. The
  * last part writes 0. A word that equals the tag by chance would be taken for a count: one in 2^60.
  */
-#ifndef SMLA_CUDA_CUT_WORKS_CUH
-#define SMLA_CUDA_CUT_WORKS_CUH
+#pragma once
 
 #include "cuda/attention/key_stream.cuh"
 #include "cuda/attention/work_order.cuh"
@@ -524,5 +523,3 @@ allow_cuts(const smla_attention_params *params, int64_t cut_bytes, int64_t num_w
     launch->partials.out =
         (float *)(memory + arrival_bytes + smla_partial_state_bytes(num_slots * heads));
 }
-
-#endif /* SMLA_CUDA_CUT_WORKS_CUH */

@@ -2,8 +2,7 @@
  * A kernel is one row of the table in kernels.c; its launcher stands at the foot of its .cu file.
  * Compiles as C and as CUDA.
  */
-#ifndef SMLA_CUDA_KERNELS_H
-#define SMLA_CUDA_KERNELS_H
+#pragma once
 
 #include "cuda/host/cuda.h"
 
@@ -226,5 +225,3 @@ smla_partials_of(const smla_attention_params *params)
 #ifdef __cplusplus
 }
 #endif
-
-#endif /* SMLA_CUDA_KERNELS_H */

@@ -10,8 +10,7 @@
  *
  * e4m3 goes to shared memory as bf16, exactly, without its scale; NaN stays NaN.
  */
-#ifndef SMLA_CUDA_KEY_ROWS_CUH
-#define SMLA_CUDA_KEY_ROWS_CUH
+#pragma once
 
 #include "core/numeric.h"
 #include "cuda/attention/key_source.cuh"
@@ -352,5 +351,3 @@ sees_key(const raw_rows<FORMATS> &raw, int thread)
 {
     return !has_scale(thread % SMLA_WARP_LANES) && raw.scale_or_mask != 0;
 }
-
-#endif /* SMLA_CUDA_KEY_ROWS_CUH */

@@ -1,8 +1,7 @@
 /* key_source.cuh: from a work's columns to indices, slots and rows, for every attention kernel: the
  * argument of the kernels, and the rules by which an entry of a list is a key.
  */
-#ifndef SMLA_CUDA_KEY_SOURCE_CUH
-#define SMLA_CUDA_KEY_SOURCE_CUH
+#pragma once
 
 #include "cuda/attention/kernels.h"
 #include "cuda/ptx/launch.cuh"
@@ -181,5 +180,3 @@ row_of_slot(const attention_launch &launch, int list, int32_t slot)
     const int64_t offset = slot - page * block_size.divisor;
     return kv.base + page * kv.page_stride_bytes + offset * kv.token_stride_bytes;
 }
-
-#endif /* SMLA_CUDA_KEY_SOURCE_CUH */

@@ -13,8 +13,7 @@
  * warps add up the places without a key, too, and with the last step the consumers know all of
  * them.
  */
-#ifndef SMLA_CUDA_KEY_STREAM_CUH
-#define SMLA_CUDA_KEY_STREAM_CUH
+#pragma once
 
 #include "cuda/attention/attend.cuh"
 
@@ -321,5 +320,3 @@ leave_only_key(const attention_launch &launch, const cta_work &work, int turn, c
     __syncwarp(); /* without it, ptxas takes the branches of the loops for those of lanes */
     return true;
 }
-
-#endif /* SMLA_CUDA_KEY_STREAM_CUH */

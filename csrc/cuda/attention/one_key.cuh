@@ -13,8 +13,7 @@
  *              sum * value in fp32. out / sum is the value to 2^-22, here and in the combine
  *              kernel. Logits of -inf and NaN give what they give in the kernels.
  */
-#ifndef SMLA_CUDA_ONE_KEY_CUH
-#define SMLA_CUDA_ONE_KEY_CUH
+#pragma once
 
 #include "cuda/attention/key_rows.cuh"
 #include "cuda/attention/softmax.cuh"
@@ -231,5 +230,3 @@ attend_one_key(const attention_launch &launch, const cta_work &work, int list, i
         }
     }
 }
-
-#endif /* SMLA_CUDA_ONE_KEY_CUH */

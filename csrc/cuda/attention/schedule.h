@@ -1,8 +1,7 @@
 /* schedule.h: how many splits the keys of a batch are cut into, and which kernel runs them. Pure
  * functions of shapes and of the device's facts.
  */
-#ifndef SMLA_CUDA_SCHEDULE_H
-#define SMLA_CUDA_SCHEDULE_H
+#pragma once
 
 #include "cuda/attention/kernels.h"
 
@@ -39,5 +38,3 @@ smla_batch_plan smla_find_plan(const smla_split_problem *problem, int64_t num_to
 
 /* The columns of a split in both lists together (smla_split_columns). */
 int64_t smla_count_columns(const smla_split_problem *problem, int num_splits);
-
-#endif /* SMLA_CUDA_SCHEDULE_H */

@@ -5,8 +5,7 @@
  * multiples of 2^reference(max_log2). The reference is an integer, the maximum rounded up. So every
  * rescaling is by a power of two and exact, however often the maximum moves.
  */
-#ifndef SMLA_CUDA_SOFTMAX_CUH
-#define SMLA_CUDA_SOFTMAX_CUH
+#pragma once
 
 #include "core/backend.h"
 #include "core/numeric.h"
@@ -113,5 +112,3 @@ add_to_sum(softmax_row *row, float shrink, float block_sum)
     row->sum = older + term;
     row->excess = (row->sum - older) - term;
 }
-
-#endif /* SMLA_CUDA_SOFTMAX_CUH */

@@ -18,8 +18,7 @@
  * The fixed order is: work n * gridDim.x + c is the n-th of CTA c. Launches of one work per CTA, of
  * more than NUM_ROUNDS rounds or of several splits keep it. Many rounds level the loads anyway.
  */
-#ifndef SMLA_CUDA_WORK_ORDER_CUH
-#define SMLA_CUDA_WORK_ORDER_CUH
+#pragma once
 
 #include "cuda/attention/attend.cuh"
 
@@ -327,5 +326,3 @@ order_works(const Launch &launch, int barrier, Memory *shared)
         plan_works(launch.base, launch.num_works, barrier, shared);
     }
 }
-
-#endif /* SMLA_CUDA_WORK_ORDER_CUH */

@@ -1,8 +1,7 @@
 /* works.cuh: what a CTA of an attention kernel does at a time, a work: a tile of heads of one split
  * of one token, or a part of it; and how a launch that has such works begins.
  */
-#ifndef SMLA_CUDA_WORKS_CUH
-#define SMLA_CUDA_WORKS_CUH
+#pragma once
 
 #include "cuda/attention/key_rows.cuh"
 
@@ -204,5 +203,3 @@ count_works(const attention_launch &launch)
 {
     return launch.params.num_tokens * launch.params.num_splits * launch.head_tiles.divisor;
 }
-
-#endif /* SMLA_CUDA_WORKS_CUH */

@@ -1,8 +1,7 @@
 /* cache_rows.cuh: what the kernels that write cache rows and those that read them share: block
  * sizes, lanes, and where a row and its parts are.
  */
-#ifndef SMLA_CUDA_CACHE_ROWS_CUH
-#define SMLA_CUDA_CACHE_ROWS_CUH
+#pragma once
 
 #include "cuda/host/cuda.h"
 #include "cuda/ptx/launch.cuh"
@@ -55,5 +54,3 @@ shuffle_pointer(const uint8_t *pointer, int lane)
 }
 
 } /* namespace */
-
-#endif /* SMLA_CUDA_CACHE_ROWS_CUH */

@@ -4,8 +4,7 @@
  * work on params->stream.handle and returns the launch's error code. cuda_backend.c has made the
  * device current. A launcher never allocates, synchronises or reads array values back.
  */
-#ifndef SMLA_CUDA_H
-#define SMLA_CUDA_H
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -152,5 +151,3 @@ smla_status smla_cuda_end_use(const char *op, smla_mirror *mirror, smla_stream s
 #ifdef __cplusplus
 }
 #endif
-
-#endif /* SMLA_CUDA_H */

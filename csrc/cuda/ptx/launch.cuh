@@ -1,6 +1,5 @@
 /* launch.cuh: how kernels are started, and the index arithmetic and vector access they share. */
-#ifndef SMLA_CUDA_LAUNCH_CUH
-#define SMLA_CUDA_LAUNCH_CUH
+#pragma once
 
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -249,5 +248,3 @@ smla_store_words(void *to, const uint32_t *words)
         }
     }
 }
-
-#endif /* SMLA_CUDA_LAUNCH_CUH */

@@ -4,8 +4,7 @@
  * values take one short path. A test of a whole word finds the rare values (NaN, scales at the ends
  * of the range), which go through numeric.h.
  */
-#ifndef SMLA_CUDA_NUMERIC_CUH
-#define SMLA_CUDA_NUMERIC_CUH
+#pragma once
 
 #include <float.h>
 
@@ -336,5 +335,3 @@ smla_quantize_rare_bf16x4(uint32_t low, uint32_t high, float scale)
     const uint32_t pairs[2] = {low, high};
     return smla_floats_to_e4m3x4(quotients) | (smla_signs_of_bf16(pairs) & 0x80808080u);
 }
-
-#endif /* SMLA_CUDA_NUMERIC_CUH */

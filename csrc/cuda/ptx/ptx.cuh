@@ -10,8 +10,7 @@
  * matrix l / 8. It receives elements 2c, 2c+1 of row g of each matrix, or with .trans element g of
  * rows 2c and 2c+1.
  */
-#ifndef SMLA_CUDA_PTX_CUH
-#define SMLA_CUDA_PTX_CUH
+#pragma once
 
 #include <stdint.h>
 
@@ -274,5 +273,3 @@ ptx_barrier_count(int id, int num_threads, bool is_set)
                  : "memory");
     return count;
 }
-
-#endif /* SMLA_CUDA_PTX_CUH */

@@ -1,8 +1,7 @@
 /* ptx_sm90.cuh: one PTX instruction of sm_90 per function. On an older GPU the functions that order
  * grids do nothing.
  */
-#ifndef SMLA_CUDA_PTX_SM90_CUH
-#define SMLA_CUDA_PTX_SM90_CUH
+#pragma once
 
 #include "cuda/ptx/ptx.cuh"
 
@@ -342,5 +341,3 @@ ptx_store_shared_1(uint32_t address, uint32_t byte)
 {
     asm volatile("st.shared.b8 [%0], %1;" : : "r"(address), "r"(byte) : "memory");
 }
-
-#endif /* SMLA_CUDA_PTX_SM90_CUH */

@@ -7,8 +7,7 @@
  * B is in shared memory, and a descriptor names its place. The registers of a product under way
  * must not be touched. The order of calls is fence, multiply, commit, wait.
  */
-#ifndef SMLA_CUDA_WGMMA_CUH
-#define SMLA_CUDA_WGMMA_CUH
+#pragma once
 
 #include <stdint.h>
 
@@ -224,5 +223,3 @@ wgmma_bf16_rows_first(float (&d)[128], uint64_t a, uint64_t b)
                  : WGMMA_SUMS_128(d, 0)
                  : "l"(a), "l"(b));
 }
-
-#endif /* SMLA_CUDA_WGMMA_CUH */

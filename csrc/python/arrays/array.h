@@ -3,8 +3,7 @@
  * smla_py_release_array gives back what smla_py_acquire or smla_py_allocate took, exactly once.
  * call.h groups the arrays of one operator call.
  */
-#ifndef SMLA_PYTHON_ARRAY_H
-#define SMLA_PYTHON_ARRAY_H
+#pragma once
 
 #include "python/glue.h"
 
@@ -155,5 +154,3 @@ int smla_py_host_ints(const smla_py_state *state, const char *op, const char *na
 /* New ndarray over the memory of `view`. The ndarray keeps `owner` alive. */
 PyObject *smla_py_numpy_view(const smla_py_state *state, PyObject *owner, const DLTensor *view,
                              bool is_writable);
-
-#endif /* SMLA_PYTHON_ARRAY_H */

@@ -1,6 +1,5 @@
 /* exchange.h: what array.c and its readers share. There is one reader per kind of producer. */
-#ifndef SMLA_PYTHON_EXCHANGE_H
-#define SMLA_PYTHON_EXCHANGE_H
+#pragma once
 
 #include "python/arrays/array.h"
 
@@ -80,5 +79,3 @@ int smla_py_check_writable(const char *op, const smla_py_array *array);
 /* handle.c: reads a stream handle from an int. 0, -1 with an exception, or SMLA_PY_NOT_THIS for an
  * object that is no int. */
 int smla_py_read_handle(PyObject *object, void **handle);
-
-#endif /* SMLA_PYTHON_EXCHANGE_H */

@@ -1,6 +1,5 @@
 /* tensor.h: sparse_mla.Tensor, our array type, for frameworks that cannot take a result over. */
-#ifndef SMLA_PYTHON_TENSOR_H
-#define SMLA_PYTHON_TENSOR_H
+#pragma once
 
 #include "python/glue.h"
 
@@ -55,5 +54,3 @@ extern PyMethodDef smla_py_tensor_methods[];
 PyObject *smla_py_tensor_cuda_interface(PyObject *self, void *closure);
 int smla_py_tensor_getbuffer(PyObject *self, Py_buffer *buffer, int flags);
 void smla_py_tensor_releasebuffer(PyObject *self, Py_buffer *buffer);
-
-#endif /* SMLA_PYTHON_TENSOR_H */

@@ -5,8 +5,7 @@
  * releases whatever was borrowed, exactly once, on success and on failure. What a device still
  * uses is released after the work. run.c does this for operators, builder_type.c for a layer.
  */
-#ifndef SMLA_PYTHON_CALL_H
-#define SMLA_PYTHON_CALL_H
+#pragma once
 
 #include "core/kv_format.h"
 #include "core/rule.h"
@@ -84,5 +83,3 @@ smla_py_is_head_count(int64_t num_heads)
 {
     return num_heads >= 1 && num_heads <= SMLA_MAX_HEADS;
 }
-
-#endif /* SMLA_PYTHON_CALL_H */

@@ -6,8 +6,7 @@
  * A new operator needs a function of the core, a table and a row in one of the ops_*.c files, and a
  * declaration in sparse_mla/ops/.
  */
-#ifndef SMLA_PYTHON_OPERATOR_H
-#define SMLA_PYTHON_OPERATOR_H
+#pragma once
 
 #include <stddef.h>
 #include <string.h>
@@ -150,5 +149,3 @@ smla_py_set_pointer(void *args, const smla_py_param *param, const void *pointer)
 {
     memcpy((char *)args + param->offset, &pointer, sizeof(void *));
 }
-
-#endif /* SMLA_PYTHON_OPERATOR_H */

@@ -1,6 +1,5 @@
 /* scratch.h: the workspace of an attention call whose caller gave none. */
-#ifndef SMLA_PYTHON_SCRATCH_H
-#define SMLA_PYTHON_SCRATCH_H
+#pragma once
 
 #include <stdlib.h>
 
@@ -48,5 +47,3 @@ smla_py_take_scratch(smla_py_scratch *scratch, int64_t bytes)
     };
     return scratch->tensor.data == NULL ? NULL : &scratch->tensor;
 }
-
-#endif /* SMLA_PYTHON_SCRATCH_H */

@@ -7,8 +7,7 @@
  * XLA checks a handler's version when the handler is registered. Source of the layout: openxla/xla,
  * xla/ffi/api/c_api.h.
  */
-#ifndef SMLA_XLA_ABI_H
-#define SMLA_XLA_ABI_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -143,5 +142,3 @@ typedef struct smla_xla_frame {
 } smla_xla_frame;
 
 typedef smla_xla_error *smla_xla_handler(smla_xla_frame *frame);
-
-#endif /* SMLA_XLA_ABI_H */

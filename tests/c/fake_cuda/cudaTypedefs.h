@@ -1,6 +1,5 @@
 /* cudaTypedefs.h: the part of CUDA's driver that csrc/cuda calls; see cuda_runtime_api.h. */
-#ifndef SMLA_FAKE_CUDA_TYPEDEFS_H
-#define SMLA_FAKE_CUDA_TYPEDEFS_H
+#pragma once
 
 #include "cuda_runtime_api.h"
 
@@ -46,5 +45,3 @@ typedef CUresult (*PFN_cuStreamGetCtx_v9020)(CUstream stream, CUcontext *context
 typedef CUresult (*PFN_cuStreamGetGreenCtx_v12040)(CUstream stream, CUgreenCtx *context);
 typedef CUresult (*PFN_cuGraphExecKernelNodeSetParams_v12000)(
     CUgraphExec exec, CUgraphNode node, const CUDA_KERNEL_NODE_PARAMS *params);
-
-#endif /* SMLA_FAKE_CUDA_TYPEDEFS_H */

@@ -2,8 +2,7 @@
  * a build without a toolkit. A build with a toolkit tests with CUDA's headers, so the two must
  * agree. Numbers are CUDA's, because error texts contain them.
  */
-#ifndef SMLA_FAKE_CUDA_RUNTIME_API_H
-#define SMLA_FAKE_CUDA_RUNTIME_API_H
+#pragma once
 
 #include <stddef.h>
 
@@ -189,5 +188,3 @@ cudaError_t cudaGraphAddKernelNode(cudaGraphNode_t *node, cudaGraph_t graph,
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph,
                                  unsigned long long flags);
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
-
-#endif /* SMLA_FAKE_CUDA_RUNTIME_API_H */

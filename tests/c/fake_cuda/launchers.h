@@ -1,8 +1,7 @@
 /* launchers.h: launchers that record their calls, for the table of kernels.c and run_attention.c,
  * and devices for schedule.c. Included once in a program.
  */
-#ifndef SMLA_FAKE_LAUNCHERS_H
-#define SMLA_FAKE_LAUNCHERS_H
+#pragma once
 
 #include "cuda/attention/kernels.h"
 
@@ -96,5 +95,3 @@ smla_cuda_find_device(int32_t device_id)
 {
     return device_id < NUM_DEVICES && devices[device_id].num_sms != 0 ? &devices[device_id] : NULL;
 }
-
-#endif /* SMLA_FAKE_LAUNCHERS_H */

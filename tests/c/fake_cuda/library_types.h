@@ -1,11 +1,8 @@
 /* library_types.h: the part of CUDA's header that projection_cublas.c in csrc/cuda/absorption uses;
  * see cuda_runtime_api.h. */
-#ifndef SMLA_FAKE_LIBRARY_TYPES_H
-#define SMLA_FAKE_LIBRARY_TYPES_H
+#pragma once
 
 typedef enum cudaDataType_t {
     CUDA_R_32F = 0,
     CUDA_R_16BF = 14,
 } cudaDataType_t;
-
-#endif /* SMLA_FAKE_LIBRARY_TYPES_H */

@@ -6,8 +6,7 @@
  * test sets the state of streams. A pending event becomes ready when the test says so, or when the
  * host waits for it. Memory holds POISON before it is written.
  */
-#ifndef SMLA_FAKE_RUNTIME_H
-#define SMLA_FAKE_RUNTIME_H
+#pragma once
 
 #include <cudaTypedefs.h>
 #include <pthread.h>
@@ -699,5 +698,3 @@ cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned ver
     }
     return code;
 }
-
-#endif /* SMLA_FAKE_RUNTIME_H */

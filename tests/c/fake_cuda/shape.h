@@ -1,6 +1,5 @@
 /* shape.h: the shape that a check asks a backend to plan, made from the params of its call. */
-#ifndef SMLA_FAKE_SHAPE_H
-#define SMLA_FAKE_SHAPE_H
+#pragma once
 
 #include "core/backend.h"
 
@@ -18,5 +17,3 @@ shape_of(const smla_attention_params *params)
         .formats = {params->lists[0].kv.format, has_extra ? params->lists[1].kv.format : NULL},
     };
 }
-
-#endif /* SMLA_FAKE_SHAPE_H */

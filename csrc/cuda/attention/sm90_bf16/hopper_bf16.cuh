@@ -1,8 +1,7 @@
 /* hopper_bf16.cuh: what all roles of attention_bf16_sm90.cu share: shared memory, the kernel's
  * argument, and what a consumer thread keeps. The kernel's file explains them.
  */
-#ifndef SMLA_CUDA_HOPPER_BF16_CUH
-#define SMLA_CUDA_HOPPER_BF16_CUH
+#pragma once
 
 #include "cuda/attention/sm90_fp8/hopper.cuh"
 
@@ -101,5 +100,3 @@ max_of_lanes(float x)
 
 /* The address of a member of bf16_memory, which begins at `base`. */
 #define BF16_AT(base, member) ((base) + (uint32_t)offsetof(bf16_memory, member))
-
-#endif /* SMLA_CUDA_HOPPER_BF16_CUH */

@@ -7,8 +7,7 @@
  * block (key_stream.cuh). Behind the last key, and where an index names no cache row after all, a
  * row of the block is filled with zeros, and nothing is read.
  */
-#ifndef SMLA_CUDA_HOPPER_BF16_GATHER_CUH
-#define SMLA_CUDA_HOPPER_BF16_GATHER_CUH
+#pragma once
 
 #include "cuda/attention/sm90_bf16/hopper_bf16.cuh"
 
@@ -279,5 +278,3 @@ gather(const bf16_launch &launch, bf16_memory *shared)
         state.phase.work ^= 1;
     }
 }
-
-#endif /* SMLA_CUDA_HOPPER_BF16_GATHER_CUH */

@@ -1,8 +1,7 @@
 /* hopper_bf16_products.cuh: the loop of attention_bf16_sm90.cu: scores of a block of keys, their
  * references, weights, and values of both groups' blocks.
  */
-#ifndef SMLA_CUDA_HOPPER_BF16_PRODUCTS_CUH
-#define SMLA_CUDA_HOPPER_BF16_PRODUCTS_CUH
+#pragma once
 
 #include "cuda/attention/sm90_bf16/hopper_bf16.cuh"
 
@@ -374,5 +373,3 @@ add_other_half(uint32_t base, const lane_place &me, int half, bf16_consumer *sta
     }
     wgmma_commit();
 }
-
-#endif /* SMLA_CUDA_HOPPER_BF16_PRODUCTS_CUH */

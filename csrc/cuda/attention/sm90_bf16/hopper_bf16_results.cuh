@@ -1,8 +1,7 @@
 /* hopper_bf16_results.cuh: what a work of attention_bf16_sm90.cu leaves behind: results, or partial
  * rows.
  */
-#ifndef SMLA_CUDA_HOPPER_BF16_RESULTS_CUH
-#define SMLA_CUDA_HOPPER_BF16_RESULTS_CUH
+#pragma once
 
 #include "cuda/attention/sm90_bf16/hopper_bf16.cuh"
 
@@ -148,5 +147,3 @@ finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
         write_out_rows<false>(launch.base.params, work, me, factors, state);
     }
 }
-
-#endif /* SMLA_CUDA_HOPPER_BF16_RESULTS_CUH */

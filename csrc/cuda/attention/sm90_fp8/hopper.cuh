@@ -1,8 +1,7 @@
 /* hopper.cuh: what all warp roles of attention_sm90.cu share: template parameters, shared memory,
  * kernel argument, works, consumer state. attention_sm90.cu explains them.
  */
-#ifndef SMLA_CUDA_HOPPER_CUH
-#define SMLA_CUDA_HOPPER_CUH
+#pragma once
 
 #include <stddef.h>
 
@@ -585,5 +584,3 @@ redo_works(const hopper_launch &hopper, int num_parts, const uint32_t *redo,
         }
     }
 }
-
-#endif /* SMLA_CUDA_HOPPER_CUH */

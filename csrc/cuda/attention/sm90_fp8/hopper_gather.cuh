@@ -1,8 +1,7 @@
 /* hopper_gather.cuh: the gather warps of attention_sm90.cu. They turn indices into cache rows, and
  * copy these to granules of the ring, ahead of the consumers.
  */
-#ifndef SMLA_CUDA_HOPPER_GATHER_CUH
-#define SMLA_CUDA_HOPPER_GATHER_CUH
+#pragma once
 
 #include "cuda/attention/sm90_fp8/hopper.cuh"
 
@@ -336,5 +335,3 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
         }
     }
 }
-
-#endif /* SMLA_CUDA_HOPPER_GATHER_CUH */

@@ -11,8 +11,7 @@
  *     `out` and clears has_grown. The first group may set has_grown again with its next block, but
  *     before that it waits (`added`) until the other group has added this block.
  */
-#ifndef SMLA_CUDA_HOPPER_GROWTH_CUH
-#define SMLA_CUDA_HOPPER_GROWTH_CUH
+#pragma once
 
 #include "cuda/attention/sm90_fp8/hopper_scores.cuh"
 
@@ -171,5 +170,3 @@ follow_references(const lane_place &me, hopper_memory<Shape> *shared, consumer<S
         shared->has_grown[me.group ^ 1] = 0;
     }
 }
-
-#endif /* SMLA_CUDA_HOPPER_GROWTH_CUH */

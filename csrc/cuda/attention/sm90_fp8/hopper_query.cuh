@@ -1,8 +1,7 @@
 /* hopper_query.cuh: how consumers begin a work of attention_sm90.cu: they store its query in shared
  * memory, permuted and scaled, and find the powers of two that are its units.
  */
-#ifndef SMLA_CUDA_HOPPER_QUERY_CUH
-#define SMLA_CUDA_HOPPER_QUERY_CUH
+#pragma once
 
 #include "cuda/attention/sm90_fp8/hopper.cuh"
 
@@ -282,5 +281,3 @@ store_query(const hopper_launch &launch, const lane_place &me, const cta_work &n
     ptx_fence_async_shared();
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
 }
-
-#endif /* SMLA_CUDA_HOPPER_QUERY_CUH */

@@ -1,8 +1,7 @@
 /* hopper_scores.cuh: the first product of attention_sm90.cu: the scores of a block of keys, and how
  * they become weights in shared memory and sums of weights.
  */
-#ifndef SMLA_CUDA_HOPPER_SCORES_CUH
-#define SMLA_CUDA_HOPPER_SCORES_CUH
+#pragma once
 
 #include "cuda/attention/sm90_fp8/hopper.cuh"
 
@@ -312,5 +311,3 @@ clear_sums(const lane_place &me, hopper_memory<Shape> *shared)
         }
     }
 }
-
-#endif /* SMLA_CUDA_HOPPER_SCORES_CUH */

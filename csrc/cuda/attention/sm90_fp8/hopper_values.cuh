@@ -1,8 +1,7 @@
 /* hopper_values.cuh: the second product of attention_sm90.cu, values times weights, and what a work
  * leaves behind: results, partial rows, or a mark that it has to be done again.
  */
-#ifndef SMLA_CUDA_HOPPER_VALUES_CUH
-#define SMLA_CUDA_HOPPER_VALUES_CUH
+#pragma once
 
 #include "cuda/attention/sm90_fp8/hopper_growth.cuh"
 #include "cuda/attention/sm90_fp8/hopper_query.cuh"
@@ -434,5 +433,3 @@ finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const cons
     }
     leave_heads(launch, work, shared);
 }
-
-#endif /* SMLA_CUDA_HOPPER_VALUES_CUH */

@@ -1,8 +1,7 @@
 /* small_fetch.cuh: how a CTA of attention_small_sm90.cu begins: its shape, its shared memory, and
  * how rows and query come there.
  */
-#ifndef SMLA_CUDA_SMALL_FETCH_CUH
-#define SMLA_CUDA_SMALL_FETCH_CUH
+#pragma once
 
 #include "cuda/attention/sm90_fp8/hopper.cuh"
 
@@ -441,5 +440,3 @@ fetch_row(const attention_launch &launch, const cta_work &work, int num_granules
     store_query(shared, query, at, lane, state);
     ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
 }
-
-#endif /* SMLA_CUDA_SMALL_FETCH_CUH */

@@ -1,8 +1,7 @@
 /* small_products.cuh: the products of attention_small_sm90.cu: scores, the weights that the scores
  * become, and values.
  */
-#ifndef SMLA_CUDA_SMALL_PRODUCTS_CUH
-#define SMLA_CUDA_SMALL_PRODUCTS_CUH
+#pragma once
 
 #include "cuda/attention/sm90_small/small_fetch.cuh"
 
@@ -317,5 +316,3 @@ add_small_values(const small_memory<Shape> *shared, int num_granules, const lane
     }
     add_four_granules(shared, first, me, probs, output);
 }
-
-#endif /* SMLA_CUDA_SMALL_PRODUCTS_CUH */
