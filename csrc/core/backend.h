@@ -264,7 +264,7 @@ typedef struct smla_merge_params {
     smla_stream stream;
 } smla_merge_params;
 
-typedef struct smla_split_weight_params {
+typedef struct smla_split_kv_b_proj_params {
     int64_t num_heads;
     int64_t nope_dim;   /* Pn */
     int64_t value_dim;  /* Pv */
@@ -282,7 +282,7 @@ typedef struct smla_split_weight_params {
     int64_t w_uv_stride_in;
     int64_t w_uv_stride_head;
     smla_stream stream;
-} smla_split_weight_params;
+} smla_split_kv_b_proj_params;
 
 /* out[t,h,n] = sum_k x[t,h,k] * w(k,h,n): both up projections, told apart by the strides of w. */
 typedef struct smla_projection_params {
@@ -333,19 +333,22 @@ typedef struct smla_event smla_event;
 /* Order between streams: for callers that bring arrays together whose producers work on streams of
  * their own, and that must know when memory is no longer in use. */
 typedef struct smla_stream_ops {
-    /* Whether the stream records a graph, which is run later, instead of working now. */
-    smla_status (*is_capturing)(const char *op, smla_stream, bool *answer, smla_error *);
+    /* Whether the stream records a graph, to be run later, instead of working now. */
+    smla_status (*is_capturing)(const char *op, smla_stream stream, bool *answer,
+                                smla_error *error);
     /* Makes an event behind all work that the stream has been given. */
-    smla_status (*record)(const char *op, smla_stream, smla_event **, smla_error *);
-    /* Work given to the stream from now on starts behind the event. */
-    smla_status (*wait)(const char *op, smla_stream, const smla_event *, smla_error *);
-    /* Whether the work before the event is over; true as well where the device has failed. */
-    bool (*is_done)(const smla_event *);
+    smla_status (*record)(const char *op, smla_stream stream, smla_event **event,
+                          smla_error *error);
+    /* Work that the stream is given from now on starts behind the event. */
+    smla_status (*wait)(const char *op, smla_stream stream, const smla_event *event,
+                        smla_error *error);
+    /* Whether the work before the event is over; true as well if the device has failed. */
+    bool (*is_done)(const smla_event *event);
     /* Waits for the event on the host. */
-    void (*finish)(const smla_event *);
-    void (*destroy)(smla_event *);
-    smla_status (*fill_zero)(const char *op, smla_stream, void *memory, int64_t bytes,
-                             smla_error *);
+    void (*finish)(const smla_event *event);
+    void (*destroy)(smla_event *event);
+    smla_status (*fill_zero)(const char *op, smla_stream stream, void *memory, int64_t bytes,
+                             smla_error *error);
 } smla_stream_ops;
 
 /* The operators that are one call on every backend, with their args and params. A line here is a
@@ -357,47 +360,56 @@ typedef struct smla_stream_ops {
     X(dequantize_kv_cache, smla_dequantize_kv_cache_args, smla_dequantize_params)          \
     X(convert_req_index_to_global_index, smla_convert_req_index_args, smla_convert_params) \
     X(merge_attn_states, smla_merge_attn_states_args, smla_merge_params)                   \
-    X(split_kv_b_proj, smla_split_kv_b_proj_args, smla_split_weight_params)                \
+    X(split_kv_b_proj, smla_split_kv_b_proj_args, smla_split_kv_b_proj_params)             \
     X(dynamic_per_tensor_quant, smla_dynamic_per_tensor_quant_args, smla_quant_params)
 
-#define SMLA_OPERATOR_SLOT(name, args, params) smla_status (*name)(const params *, smla_error *);
+#define SMLA_OPERATOR_SLOT(name, args_type, params_type) \
+    smla_status (*name)(const params_type *params, smla_error *error);
 
+/* Every slot is required, unless it says "Optional". */
 typedef struct smla_backend {
     const char *name;
     DLDeviceType device_type;
     /* SMLA_OK, or why this device cannot be used: number out of range, too old, no driver. */
-    smla_status (*check_device)(const char *op, int32_t device_id, smla_error *);
+    smla_status (*check_device)(const char *op, int32_t device_id, smla_error *error);
     SMLA_OPERATORS(SMLA_OPERATOR_SLOT)
-    /* The errors that gather_kv_cache would find in the arrays' values, and no work: for callers
-     * that must not start before all of it can be finished. Finds nothing where values are on a
-     * device. */
-    smla_status (*check_gather)(const smla_gather_params *, smla_error *);
+    /* Finds the errors in values of arrays that gather_kv_cache would find, and does no other work:
+     * for callers that must not start before all of their work can be finished. Finds nothing if
+     * the values are on a device. */
+    smla_status (*check_gather)(const smla_gather_params *params, smla_error *error);
     /* Whether a step's prefills, of this shape, are estimated to take less time on the FP8 cache
      * than on a workspace that `num_rows` rows are gathered to in `num_chunks` calls. */
     bool (*prefers_direct)(const smla_attention_shape *prefills, int64_t num_rows,
                            int64_t num_chunks);
-    /* Never falls when num_tokens grows: the size for the largest batch serves all of them. */
-    int64_t (*attention_workspace_size)(const smla_attention_shape *);
-    void (*plan_attention)(const smla_attention_shape *, smla_attention_plan *);
-    /* `plan` is of the call's own shape. */
-    smla_status (*sparse_attention)(const smla_attention_params *, const smla_attention_plan *plan,
-                                    smla_error *);
-    smla_status (*up_proj)(const smla_projection_params *, smla_error *); /* k_ and v_up_proj */
+    /* Never falls when num_tokens grows: the size for the largest batch serves all batches. */
+    int64_t (*attention_workspace_size)(const smla_attention_shape *shape);
+    void (*plan_attention)(const smla_attention_shape *shape, smla_attention_plan *plan);
+    /* `plan` is the plan of the call's own shape. */
+    smla_status (*sparse_attention)(const smla_attention_params *params,
+                                    const smla_attention_plan *plan, smla_error *error);
+    /* k_up_proj and v_up_proj */
+    smla_status (*up_proj)(const smla_projection_params *params, smla_error *error);
+    /* Fills up to `capacity` rows, and returns how many there are. */
     int64_t (*kernels)(smla_kernel_info *rows, int64_t capacity);
-    /* Memory of this device, aligned to 64 bytes at least, contents undefined; NULL without it. */
+    /* Memory of this device, aligned to 64 bytes at least, contents undefined; NULL if there is not
+     * enough. */
     void *(*allocate)(int32_t device_id, int64_t bytes);
     void (*release)(int32_t device_id, void *memory);
-    /* A mirror, zeros on both sides; NULL without memory. */
+    /* A mirror with zeros on both sides; NULL if there is not enough memory. */
     smla_mirror *(*create_mirror)(int32_t device_id, int64_t bytes);
-    void (*destroy_mirror)(smla_mirror *);
-    /* `bytes` of host memory with undefined contents; nothing is written if end_write never
-     * comes. */
-    smla_status (*begin_write)(const char *op, smla_mirror *, smla_stream, void **host,
-                               smla_error *);
-    smla_status (*end_write)(const char *op, smla_mirror *, smla_stream, smla_error *);
-    smla_status (*begin_use)(const char *op, smla_mirror *, smla_stream, smla_error *);
-    smla_status (*end_use)(const char *op, smla_mirror *, smla_stream, smla_error *);
-    const smla_stream_ops *streams; /* NULL: every call is over when it returns */
+    void (*destroy_mirror)(smla_mirror *mirror);
+    /* Lends the mirror's bytes on the host, contents undefined. Nothing is sent unless end_write
+     * follows. */
+    smla_status (*begin_write)(const char *op, smla_mirror *mirror, smla_stream stream, void **host,
+                               smla_error *error);
+    smla_status (*end_write)(const char *op, smla_mirror *mirror, smla_stream stream,
+                             smla_error *error);
+    smla_status (*begin_use)(const char *op, smla_mirror *mirror, smla_stream stream,
+                             smla_error *error);
+    smla_status (*end_use)(const char *op, smla_mirror *mirror, smla_stream stream,
+                           smla_error *error);
+    /* Optional: NULL means that every call is over when it returns. */
+    const smla_stream_ops *streams;
 } smla_backend;
 
 extern const smla_backend smla_cpu_backend;

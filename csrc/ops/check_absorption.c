@@ -23,8 +23,9 @@ check_weight_scale(smla_checker *c, const smla_split_kv_b_proj_args *args)
 }
 
 smla_status
-smla_check_split_kv_b_proj(const smla_split_kv_b_proj_args *args, smla_split_weight_params *params,
-                           const smla_backend **backend, smla_error *error)
+smla_check_split_kv_b_proj(const smla_split_kv_b_proj_args *args,
+                           smla_split_kv_b_proj_params *params, const smla_backend **backend,
+                           smla_error *error)
 {
     smla_checker c;
     smla_open_checker(&c, "split_kv_b_proj", error);
@@ -66,7 +67,7 @@ smla_check_split_kv_b_proj(const smla_split_kv_b_proj_args *args, smla_split_wei
     }
     SMLA_TRY(smla_finish_check(&c, backend));
     const int in_dim = is_in_out ? 0 : 1;
-    *params = (smla_split_weight_params){
+    *params = (smla_split_kv_b_proj_params){
         .num_heads = num_heads,
         .nope_dim = nope_dim,
         .value_dim = value_dim,

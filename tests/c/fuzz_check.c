@@ -131,7 +131,7 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         smla_convert_params convert;
         smla_attention_params attention;
         smla_merge_params merge;
-        smla_split_weight_params split;
+        smla_split_kv_b_proj_params split;
         smla_projection_params projection;
         smla_quant_params quant;
     } p;

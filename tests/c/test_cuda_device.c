@@ -30,14 +30,14 @@ static const smla_cuda_device *launch_device;
 static cudaError_t launch_nothing(const char *name);
 
 cudaError_t
-smla_cuda_launch_cache_write(const smla_cache_write_params *params)
+smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *params)
 {
     (void)params;
     return launch_nothing("write");
 }
 
 cudaError_t
-smla_cuda_launch_gather(const smla_gather_params *params, const smla_cuda_device *device)
+smla_cuda_launch_gather_kv_cache(const smla_gather_params *params, const smla_cuda_device *device)
 {
     (void)params;
     launch_device = device;
@@ -45,28 +45,29 @@ smla_cuda_launch_gather(const smla_gather_params *params, const smla_cuda_device
 }
 
 cudaError_t
-smla_cuda_launch_dequantize(const smla_dequantize_params *params)
+smla_cuda_launch_dequantize_kv_cache(const smla_dequantize_params *params)
 {
     (void)params;
     return launch_nothing("dequantize");
 }
 
 cudaError_t
-smla_cuda_launch_convert(const smla_convert_params *params)
+smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *params)
 {
     (void)params;
     return launch_nothing("convert");
 }
 
 cudaError_t
-smla_cuda_launch_merge(const smla_merge_params *params)
+smla_cuda_launch_merge_attn_states(const smla_merge_params *params)
 {
     (void)params;
     return launch_nothing("merge");
 }
 
 cudaError_t
-smla_cuda_launch_quant(const smla_quant_params *params, const smla_cuda_device *device)
+smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
+                                          const smla_cuda_device *device)
 {
     (void)params;
     launch_device = device;
@@ -74,7 +75,7 @@ smla_cuda_launch_quant(const smla_quant_params *params, const smla_cuda_device *
 }
 
 cudaError_t
-smla_cuda_launch_split_weight(const smla_split_weight_params *params)
+smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params)
 {
     (void)params;
     return launch_nothing("split_weight");
@@ -588,7 +589,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     const smla_attention_params attention = {.num_tokens = count, .stream = stream};
     const smla_attention_plan plan = {.num_runs = 1};
     const smla_merge_params merge = {.num_tokens = count, .num_heads = 1, .stream = stream};
-    const smla_split_weight_params weight = {.nope_dim = count, .stream = stream};
+    const smla_split_kv_b_proj_params weight = {.nope_dim = count, .stream = stream};
     const smla_projection_params project = {.op = "k_up_proj",
                                             .num_tokens = 1,
                                             .outer_dim = count,
@@ -655,7 +656,7 @@ test_operators(void)
     EXPECT_OK(smla_cuda_backend.merge_attn_states(&no_heads, &error));
     const smla_projection_params no_tokens = {.op = op, .outer_dim = 1, .stream = {2, NULL}};
     EXPECT_OK(smla_cuda_backend.up_proj(&no_tokens, &error));
-    const smla_split_weight_params no_keys = {.value_dim = 1, .stream = stream};
+    const smla_split_kv_b_proj_params no_keys = {.value_dim = 1, .stream = stream};
     forget_calls();
     EXPECT_OK(smla_cuda_backend.split_kv_b_proj(&no_keys, &error));
     EXPECT_EQ(count_calls("split_weight"), 1);

@@ -12,7 +12,7 @@
 /* ---- kv_b_proj -> W_UK, W_UV --------------------------------------------------------------- */
 
 static uint16_t
-read_weight(const smla_split_weight_params *p, int64_t latent, int64_t column)
+read_weight(const smla_split_kv_b_proj_params *p, int64_t latent, int64_t column)
 {
     const int64_t at = latent * p->stride_in + column * p->stride_out;
     if (p->type == SMLA_FLOAT_BF16 && p->scale == NULL) {
@@ -27,7 +27,7 @@ read_weight(const smla_split_weight_params *p, int64_t latent, int64_t column)
 }
 
 smla_status
-smla_cpu_split_kv_b_proj(const smla_split_weight_params *p, smla_error *error)
+smla_cpu_split_kv_b_proj(const smla_split_kv_b_proj_params *p, smla_error *error)
 {
     (void)error;
 #pragma omp parallel for schedule(static)

@@ -300,13 +300,13 @@ make_quant_args(const smla_quant_params *p, int32_t count)
 /* ---- split --------------------------------------------------------------------------------- */
 
 struct split_args {
-    smla_split_weight_params p;
+    smla_split_kv_b_proj_params p;
     int64_t num_columns;
     smla_divisor head_columns; /* Pn + Pv */
 };
 
 __device__ __forceinline__ uint16_t
-read_weight(const smla_split_weight_params &p, int64_t latent, int64_t column)
+read_weight(const smla_split_kv_b_proj_params &p, int64_t latent, int64_t column)
 {
     const int64_t at = latent * p.stride_in + column * p.stride_out;
     if (p.type == SMLA_FLOAT_BF16 && p.scale == nullptr) {
@@ -324,7 +324,7 @@ read_weight(const smla_split_weight_params &p, int64_t latent, int64_t column)
 __device__ __forceinline__ void
 write_weight(const split_args &args, int64_t latent, int64_t column, uint16_t value)
 {
-    const smla_split_weight_params &p = args.p;
+    const smla_split_kv_b_proj_params &p = args.p;
     const int64_t head = smla_divide(column, args.head_columns);
     const int64_t i = column - head * args.head_columns.divisor;
     if (i < p.nope_dim) {
@@ -369,7 +369,8 @@ __launch_bounds__(TILE_SIDE *TILE_ROWS) split_kernel(const __grid_constant__ spl
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
 cudaError_t
-smla_cuda_launch_quant(const smla_quant_params *params, const smla_cuda_device *device)
+smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
+                                          const smla_cuda_device *device)
 {
     quant_args args = {};
     args.scale = params->scale;
@@ -407,7 +408,7 @@ smla_cuda_launch_quant(const smla_quant_params *params, const smla_cuda_device *
 }
 
 cudaError_t
-smla_cuda_launch_split_weight(const smla_split_weight_params *p)
+smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *p)
 {
     const int64_t head_columns = p->nope_dim + p->value_dim;
     if (head_columns == 0) {

@@ -226,7 +226,7 @@ is_aligned(const smla_merge_params *p, int64_t element_bytes)
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_merge(const smla_merge_params *p)
+smla_cuda_launch_merge_attn_states(const smla_merge_params *p)
 {
     if (p->num_tokens == 0 || p->num_heads == 0) {
         return cudaSuccess;

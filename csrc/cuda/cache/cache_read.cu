@@ -428,7 +428,7 @@ const dequantize_row dequantize_rows[] = {
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
 cudaError_t
-smla_cuda_launch_gather(const smla_gather_params *p, const smla_cuda_device *device)
+smla_cuda_launch_gather_kv_cache(const smla_gather_params *p, const smla_cuda_device *device)
 {
     if (p->num_reqs == 0 || p->out_tokens == 0) {
         return cudaSuccess;
@@ -454,7 +454,7 @@ smla_cuda_launch_gather(const smla_gather_params *p, const smla_cuda_device *dev
 }
 
 cudaError_t
-smla_cuda_launch_dequantize(const smla_dequantize_params *p)
+smla_cuda_launch_dequantize_kv_cache(const smla_dequantize_params *p)
 {
     const int64_t element_bytes = p->out_type == SMLA_FLOAT_FP32 ? 4 : 2;
     const bool is_aligned = has_aligned_rows(p->kv) &&

@@ -361,7 +361,7 @@ const write_row write_rows[] = {
 /* ---- Launcher ------------------------------------------------------------------------------ */
 
 cudaError_t
-smla_cuda_launch_cache_write(const smla_cache_write_params *p)
+smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *p)
 {
     const int64_t element_bytes = p->input_type == SMLA_FLOAT_FP32 ? 4 : 2;
     const bool is_aligned = has_aligned_rows(p->kv) &&

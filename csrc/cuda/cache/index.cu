@@ -246,7 +246,7 @@ const convert_row convert_rows[] = {
 } /* namespace */
 
 cudaError_t
-smla_cuda_launch_convert(const smla_convert_params *p)
+smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *p)
 {
     const int64_t tokens = p->num_tokens / MIN_BLOCKS;
     const int32_t tokens_per_block = tokens < 1            ? 1

@@ -89,20 +89,21 @@ cudaError_t smla_cuda_launch(const smla_cuda_grid *grid);
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
 /* cache_write.cu and cache_read.cu */
-cudaError_t smla_cuda_launch_cache_write(const smla_cache_write_params *params);
-cudaError_t smla_cuda_launch_gather(const smla_gather_params *params,
-                                    const smla_cuda_device *device);
-cudaError_t smla_cuda_launch_dequantize(const smla_dequantize_params *params);
+cudaError_t smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *params);
+cudaError_t smla_cuda_launch_gather_kv_cache(const smla_gather_params *params,
+                                             const smla_cuda_device *device);
+cudaError_t smla_cuda_launch_dequantize_kv_cache(const smla_dequantize_params *params);
 
 /* index.cu */
-cudaError_t smla_cuda_launch_convert(const smla_convert_params *params);
+cudaError_t smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *params);
 
 /* merge.cu */
-cudaError_t smla_cuda_launch_merge(const smla_merge_params *params);
+cudaError_t smla_cuda_launch_merge_attn_states(const smla_merge_params *params);
 
 /* quant.cu */
-cudaError_t smla_cuda_launch_quant(const smla_quant_params *params, const smla_cuda_device *device);
-cudaError_t smla_cuda_launch_split_weight(const smla_split_weight_params *params);
+cudaError_t smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
+                                                      const smla_cuda_device *device);
+cudaError_t smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params);
 
 /* projection.cu: the up projections of arrays whose strides cuBLAS cannot express. */
 cudaError_t smla_cuda_launch_up_proj(const smla_projection_params *params);

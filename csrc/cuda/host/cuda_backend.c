@@ -60,7 +60,7 @@ concat_and_cache_mla(const smla_cache_write_params *p, smla_error *error)
     }
     SMLA_TRY(begin_call(&call, error));
     const smla_status status = call.is_checked ? smla_cuda_check_cache_write(p, error) : SMLA_OK;
-    return status == SMLA_OK ? end_launch(&call, smla_cuda_launch_cache_write(p), error)
+    return status == SMLA_OK ? end_launch(&call, smla_cuda_launch_concat_and_cache_mla(p), error)
                              : end_call(&call, status, error);
 }
 
@@ -82,8 +82,9 @@ gather_kv_cache(const smla_gather_params *p, smla_error *error)
     }
     SMLA_TRY(begin_call(&call, error));
     const smla_status status = call.is_checked ? smla_cuda_check_gather(p, error) : SMLA_OK;
-    return status == SMLA_OK ? end_launch(&call, smla_cuda_launch_gather(p, call.device), error)
-                             : end_call(&call, status, error);
+    return status == SMLA_OK
+               ? end_launch(&call, smla_cuda_launch_gather_kv_cache(p, call.device), error)
+               : end_call(&call, status, error);
 }
 
 static smla_status
@@ -94,7 +95,7 @@ dequantize_kv_cache(const smla_dequantize_params *p, smla_error *error)
         return SMLA_OK;
     }
     SMLA_TRY(begin_call(&call, error));
-    return end_launch(&call, smla_cuda_launch_dequantize(p), error);
+    return end_launch(&call, smla_cuda_launch_dequantize_kv_cache(p), error);
 }
 
 static smla_status
@@ -106,8 +107,9 @@ convert_req_index_to_global_index(const smla_convert_params *p, smla_error *erro
     }
     SMLA_TRY(begin_call(&call, error));
     const smla_status status = call.is_checked ? smla_cuda_check_convert(p, error) : SMLA_OK;
-    return status == SMLA_OK ? end_launch(&call, smla_cuda_launch_convert(p), error)
-                             : end_call(&call, status, error);
+    return status == SMLA_OK
+               ? end_launch(&call, smla_cuda_launch_convert_req_index_to_global_index(p), error)
+               : end_call(&call, status, error);
 }
 
 /* ---- Attention ----------------------------------------------------------------------------- */
@@ -132,20 +134,20 @@ merge_attn_states(const smla_merge_params *p, smla_error *error)
         return SMLA_OK;
     }
     SMLA_TRY(begin_call(&call, error));
-    return end_launch(&call, smla_cuda_launch_merge(p), error);
+    return end_launch(&call, smla_cuda_launch_merge_attn_states(p), error);
 }
 
 /* ---- Absorption ---------------------------------------------------------------------------- */
 
 static smla_status
-split_kv_b_proj(const smla_split_weight_params *p, smla_error *error)
+split_kv_b_proj(const smla_split_kv_b_proj_params *p, smla_error *error)
 {
     cuda_call call = {.op = "split_kv_b_proj", .stream = p->stream};
     if (p->nope_dim == 0 && p->value_dim == 0) {
         return SMLA_OK;
     }
     SMLA_TRY(begin_call(&call, error));
-    return end_launch(&call, smla_cuda_launch_split_weight(p), error);
+    return end_launch(&call, smla_cuda_launch_split_kv_b_proj(p), error);
 }
 
 static smla_status
@@ -165,7 +167,7 @@ dynamic_per_tensor_quant(const smla_quant_params *p, smla_error *error)
 {
     cuda_call call = {.op = "dynamic_per_tensor_quant", .stream = p->stream};
     SMLA_TRY(begin_call(&call, error));
-    return end_launch(&call, smla_cuda_launch_quant(p, call.device), error);
+    return end_launch(&call, smla_cuda_launch_dynamic_per_tensor_quant(p, call.device), error);
 }
 
 /* ---- The table ----------------------------------------------------------------------------- */

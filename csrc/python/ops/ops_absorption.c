@@ -13,7 +13,7 @@ typedef struct split_args {
 } split_args;
 
 static smla_status
-split_weight(const void *args, smla_error *error)
+split_kv_b_proj(const void *args, smla_error *error)
 {
     return smla_split_kv_b_proj(&((const split_args *)args)->core, error);
 }
@@ -166,7 +166,7 @@ const smla_py_operator smla_py_absorption_operators[] = {
     {.name = "_split_kv_b_proj",
      .title = "split_kv_b_proj",
      SMLA_PY_TABLE(split_params, smla_split_kv_b_proj_args, split_args),
-     .compute = split_weight,
+     .compute = split_kv_b_proj,
      .allocate = allocate_weights},
     {.name = "k_up_proj",
      SMLA_PY_TABLE(k_up_params, smla_k_up_proj_args, smla_k_up_proj_args),

@@ -41,45 +41,46 @@ write_launch(smla_stream stream)
     } while (0)
 
 cudaError_t
-smla_cuda_launch_cache_write(const smla_cache_write_params *params)
+smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *params)
 {
     LAUNCH(concat_and_cache_mla, params);
 }
 
 cudaError_t
-smla_cuda_launch_gather(const smla_gather_params *params, const smla_cuda_device *device)
+smla_cuda_launch_gather_kv_cache(const smla_gather_params *params, const smla_cuda_device *device)
 {
     (void)device;
     LAUNCH(gather_kv_cache, params);
 }
 
 cudaError_t
-smla_cuda_launch_dequantize(const smla_dequantize_params *params)
+smla_cuda_launch_dequantize_kv_cache(const smla_dequantize_params *params)
 {
     LAUNCH(dequantize_kv_cache, params);
 }
 
 cudaError_t
-smla_cuda_launch_convert(const smla_convert_params *params)
+smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *params)
 {
     LAUNCH(convert_req_index_to_global_index, params);
 }
 
 cudaError_t
-smla_cuda_launch_merge(const smla_merge_params *params)
+smla_cuda_launch_merge_attn_states(const smla_merge_params *params)
 {
     LAUNCH(merge_attn_states, params);
 }
 
 cudaError_t
-smla_cuda_launch_quant(const smla_quant_params *params, const smla_cuda_device *device)
+smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
+                                          const smla_cuda_device *device)
 {
     (void)device;
     LAUNCH(dynamic_per_tensor_quant, params);
 }
 
 cudaError_t
-smla_cuda_launch_split_weight(const smla_split_weight_params *params)
+smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params)
 {
     LAUNCH(split_kv_b_proj, params);
 }

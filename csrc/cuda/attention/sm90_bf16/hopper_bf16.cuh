@@ -100,3 +100,22 @@ max_of_lanes(float x)
 
 /* The address of a member of bf16_memory, which begins at `base`. */
 #define BF16_AT(base, member) ((base) + (uint32_t)offsetof(bf16_memory, member))
+
+/* The mbarriers that there are several of; bf16_memory says who arrives and who waits. */
+static __device__ __forceinline__ uint32_t
+full_barrier(uint32_t base, int block, int piece)
+{
+    return BF16_AT(base, full) + 8 * (block * PIECES + piece);
+}
+
+static __device__ __forceinline__ uint32_t
+empty_barrier(uint32_t base, int block, int group)
+{
+    return BF16_AT(base, empty) + 16 * block + 8 * group;
+}
+
+static __device__ __forceinline__ uint32_t
+weighed_barrier(uint32_t base, int group, int half)
+{
+    return BF16_AT(base, weighed) + 16 * group + 8 * half;
+}

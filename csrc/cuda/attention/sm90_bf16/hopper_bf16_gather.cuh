@@ -132,7 +132,7 @@ copy_piece(const bf16_gather &state, int block, const uint8_t *row, int first_la
                                 from != NULL);
         }
     }
-    announce_copies<ALIGNED>(BF16_AT(state.base, full) + 8 * (block * PIECES + PIECE));
+    announce_copies<ALIGNED>(full_barrier(state.base, block, PIECE));
 }
 
 /* Copies a block, each half when it becomes free: first the half whose values the block's group
@@ -144,17 +144,14 @@ gather_block(const bf16_gather &state, const uint8_t *row, uint32_t are_keys, ui
 {
     const int first_lane = BLOCK * WARP_ROWS;
     const uint32_t is_key = (are_keys >> first_lane & ALL_KEYS) | last_bit;
-    const uint32_t empty = BF16_AT(state.base, empty) + 16 * BLOCK;
-    ptx_mbarrier_wait(empty + 8 * BLOCK, state.phase.step ^ 1);
+    ptx_mbarrier_wait(empty_barrier(state.base, BLOCK, BLOCK), state.phase.step ^ 1);
     copy_piece<nth_piece(BLOCK, 0), ROPE, ALIGNED>(state, BLOCK, row, first_lane);
     copy_piece<nth_piece(BLOCK, 1), ROPE, ALIGNED>(state, BLOCK, row, first_lane);
-    ptx_mbarrier_wait(empty + 8 * (BLOCK ^ 1), state.phase.step ^ 1);
+    ptx_mbarrier_wait(empty_barrier(state.base, BLOCK, BLOCK ^ 1), state.phase.step ^ 1);
     if (gather_lane() == 0) {
         ptx_store_shared_4(BF16_AT(state.base, is_key) + 4 * (GATHER_WARPS * BLOCK + gather_warp()),
                            is_key);
-        ptx_mbarrier_arrive(BF16_AT(state.base, full) +
-                                8 * (BLOCK * PIECES + nth_piece(BLOCK, KEY_PIECE)),
-                            true);
+        ptx_mbarrier_arrive(full_barrier(state.base, BLOCK, nth_piece(BLOCK, KEY_PIECE)), true);
     }
     __syncwarp();
     copy_piece<nth_piece(BLOCK, 2), ROPE, ALIGNED>(state, BLOCK, row, first_lane);

@@ -30,7 +30,7 @@ score_block(uint32_t base, const lane_place &me, uint32_t parity, bf16_consumer 
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const int piece = nth_piece(me.group, i);
-        ptx_mbarrier_wait(BF16_AT(base, full) + 8 * (me.group * PIECES + piece), parity);
+        ptx_mbarrier_wait(full_barrier(base, me.group, piece), parity);
         wgmma_fence();
 #pragma unroll
         for (int tile = first_tile<ROPE>(piece); tile < first_tile<ROPE>(piece + 1); tile++) {
@@ -318,7 +318,7 @@ static __device__ __forceinline__ void
 publish_half(uint32_t base, const lane_place &me, int half)
 {
     ptx_fence_async_shared();
-    ptx_mbarrier_arrive(BF16_AT(base, weighed) + 16 * me.group + 8 * half, true);
+    ptx_mbarrier_arrive(weighed_barrier(base, me.group, half), true);
 }
 
 /* ---- Values -------------------------------------------------------------------------------- */
@@ -336,7 +336,7 @@ describe_values(uint32_t base, int block, int group)
 static __device__ __forceinline__ void
 free_values(uint32_t base, int block, int group)
 {
-    ptx_mbarrier_arrive(BF16_AT(base, empty) + 16 * block + 8 * group, true);
+    ptx_mbarrier_arrive(empty_barrier(base, block, group), true);
 }
 
 /* Starts out += weights * values for half the keys of the group's own block. */
@@ -356,7 +356,7 @@ add_own_half(uint32_t base, const lane_place &me, int half, bf16_consumer *state
 static __device__ __forceinline__ void
 wait_for_weights(uint32_t base, const lane_place &me, uint32_t parity, int half)
 {
-    ptx_mbarrier_wait(BF16_AT(base, weighed) + 16 * (me.group ^ 1) + 8 * half, parity);
+    ptx_mbarrier_wait(weighed_barrier(base, me.group ^ 1, half), parity);
 }
 
 /* Starts out += weights * values for half the keys of the other group's block. */

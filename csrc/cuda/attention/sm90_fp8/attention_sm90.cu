@@ -118,7 +118,7 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
 #pragma unroll 1
     for (;;) {
         score_block(shared, at, find_place(), state);
-        if (state->phase < ONE_STEP) {
+        if (!has_steps_left(*state)) {
             wgmma_wait<0>();
             take_steps(shared, state);
             find_references(launch, find_place_again(), shared, state);
@@ -129,8 +129,8 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
         }
         const int other = meet_other_block(shared, at, find_place(), has_other, state);
         add_blocks(launch, shared, at, find_place(), weights, other, has_other, state);
-        state->phase -= ONE_STEP;
-        if (state->phase < ONE_STEP) {
+        finish_step(state);
+        if (!has_steps_left(*state)) {
             break;
         }
         has_other = true;

@@ -17,13 +17,7 @@ enum : uint32_t { NO_ROW = 0xFFFFFFFFu };
  * larger scores this error would decide which key is the heaviest. Such works are done again. */
 #define MAX_SCORE 0x1p11f
 
-/* A new reference minus the maximum rounded up, as an exponent: in a work's last step, and where at
- * most SHORT_STEPS are left. The weights of a warp's 16 keys together must still fit f16. */
-#define ONE_STEP_HEADROOM (-11.0f)
-#define SHORT_HEADROOM    (-8.0f)
-
 enum {
-    SHORT_STEPS = 8,
     GRANULE_KEYS = 16,
     GATHER_KEYS = GRANULE_KEYS / GATHER_WARPS, /* keys per gather warp in a granule */
     BLOCK_GRANULES = 4,                        /* the block of a warpgroup: 64 keys */
@@ -271,6 +265,21 @@ template <typename Shape> struct consumer {
 
 enum { RING_PARITY = 1, BLOCK_PARITY = 2, QUERY_PARITY = 4, ONE_STEP = 8 };
 
+template <typename Shape>
+static __device__ __forceinline__ void
+finish_step(consumer<Shape> *state)
+{
+    state->phase -= ONE_STEP;
+}
+
+/* Whether at least `count` steps of the work are to go. */
+template <typename Shape>
+static __device__ __forceinline__ bool
+has_steps_left(const consumer<Shape> &state, uint32_t count = 1)
+{
+    return state.phase >= count * ONE_STEP;
+}
+
 /* Where the other group's older block begins in the ring. In group 0's first step there is no such
  * block: the own block stands in for it, with weights of 0 (clear_weights). */
 template <typename Shape>
@@ -291,10 +300,10 @@ find_granule(int first, int i)
     return first + i * GRANULE_BYTES - (wraps ? Shape::GRANULES * GRANULE_BYTES : 0);
 }
 
-/* Marks the present work as lost if `is_lost`. */
+/* Marks the present work to be computed again if `is_lost`. */
 template <typename Shape>
 static __device__ __forceinline__ void
-lose_row(hopper_memory<Shape> *shared, bool is_lost)
+mark_for_redo(hopper_memory<Shape> *shared, bool is_lost)
 {
     const uint32_t warp = (uint32_t)ptx_forget((int)threadIdx.x) / SMLA_WARP_LANES;
     ptx_store_shared_1_if(ptx_shared_address(&shared->is_lost[warp]), 1, is_lost);

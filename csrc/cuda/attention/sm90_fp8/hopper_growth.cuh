@@ -80,7 +80,7 @@ move_references(const hopper_launch &launch, const lane_place &me, hopper_memory
             fmaxf(fmaxf(tops[0][head], tops[1][head]), fmaxf(tops[2][head], tops[3][head]));
         const float shift = fmaxf(ceilf(top) + find_row_headroom(launch, state), 0.0f);
         const float reference = shift < INFINITY ? shared->reference[head] + shift : NAN;
-        lose_row(shared, fabsf(reference) >= MAX_SCORE);
+        mark_for_redo(shared, fabsf(reference) >= MAX_SCORE);
         shared->reference[head] = reference;
         shared->shift[me.group][head] = shift;
         shared->has_grown[me.group] = 1;

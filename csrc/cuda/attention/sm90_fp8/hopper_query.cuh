@@ -228,7 +228,7 @@ store_all_nope(const lane_place &me, const query_part &part, const uint32_t head
             store_nope(shared, head, me.lane % PIECES, part.words[j], power_of_two(-exponent));
         }
     }
-    lose_row(shared, is_lost);
+    mark_for_redo(shared, is_lost);
     return exponent;
 }
 
@@ -270,9 +270,10 @@ store_query(const hopper_launch &launch, const lane_place &me, const cta_work &n
     }
     const float score_scale =
         launch.base.wgmma_scale_log2 * power_of_two(exponent) * power_of_two(key_exponent);
-    lose_row(shared, !(fabsf(score_scale) <= 0x1p100f) ||
-                         (fabsf(score_scale) < 0x1p-100f && launch.base.scale_log2 != 0.0f) ||
-                         key_exponent > MAX_UNIT_EXPONENT || key_exponent == -MAX_KEY_EXPONENT);
+    mark_for_redo(shared, !(fabsf(score_scale) <= 0x1p100f) ||
+                              (fabsf(score_scale) < 0x1p-100f && launch.base.scale_log2 != 0.0f) ||
+                              key_exponent > MAX_UNIT_EXPONENT ||
+                              key_exponent == -MAX_KEY_EXPONENT);
     if (ptx_forget((int)threadIdx.x) == 0) {
         shared->score_scale = score_scale;
         shared->key_unit = power_of_two(key_exponent);

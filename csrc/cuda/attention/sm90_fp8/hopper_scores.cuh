@@ -5,6 +5,12 @@
 
 #include "cuda/attention/sm90_fp8/hopper.cuh"
 
+/* A new reference minus the maximum rounded up, as an exponent: in a work's last step, and where at
+ * most SHORT_STEPS are left. The weights of a warp's 16 keys together must still fit f16. */
+#define ONE_STEP_HEADROOM (-11.0f)
+#define SHORT_HEADROOM    (-8.0f)
+enum { SHORT_STEPS = 8 };
+
 /* ---- Consumers: scores --------------------------------------------------------------------- */
 
 /* Rounds scale / E of the warp's keys to f16, for the granule's table, which values are multiplied
@@ -19,7 +25,7 @@ take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule
     const float a = smla_bits_float(ptx_load_shared_4(from));
     const float b = smla_bits_float(ptx_load_shared_4(from + 8 * FP8_ROW_BYTES));
     const uint32_t pair = ptx_cvt_f16x2(a * inv_unit, b * inv_unit);
-    lose_row(shared, ptx_exceeds_f16x2(pair, LARGEST_SCALES));
+    mark_for_redo(shared, ptx_exceeds_f16x2(pair, LARGEST_SCALES));
     const uint32_t to = granule + (uint32_t)offsetof(ring_granule, scales) +
                         me.column * (GRANULE_KEYS * 2) + (4 * (me.row >> 1) + (me.row & 1)) * 2;
     asm volatile("{\n\t"
@@ -172,9 +178,9 @@ template <typename Shape>
 static __device__ __forceinline__ float
 find_row_headroom(const hopper_launch &launch, const consumer<Shape> &state)
 {
-    const float of_row = state.phase < 2 * ONE_STEP                   ? ONE_STEP_HEADROOM
-                         : state.phase < (SHORT_STEPS + 1) * ONE_STEP ? SHORT_HEADROOM
-                                                                      : 0.0f;
+    const float of_row = !has_steps_left(state, 2)                 ? ONE_STEP_HEADROOM
+                         : !has_steps_left(state, SHORT_STEPS + 1) ? SHORT_HEADROOM
+                                                                   : 0.0f;
     return fminf(launch.headroom, of_row);
 }
 
@@ -200,9 +206,9 @@ find_references(const hopper_launch &launch, const lane_place &me, hopper_memory
         const float found =
             top == -INFINITY ? 0.0f : ceilf(top) + find_row_headroom(launch, *state);
         const float otherwise = shared->reference[thread]; /* 0, or NaN from store_all_nope */
-        lose_row(shared, !isnan(otherwise) &&
-                             (top == -INFINITY ? state->phase >= 2 * ONE_STEP
-                                               : fabsf(top) >= MAX_SCORE && top < INFINITY));
+        mark_for_redo(shared, !isnan(otherwise) &&
+                                  (top == -INFINITY ? has_steps_left(*state, 2)
+                                                    : fabsf(top) >= MAX_SCORE && top < INFINITY));
         shared->reference[thread] = top < INFINITY ? found + otherwise : NAN;
     }
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);

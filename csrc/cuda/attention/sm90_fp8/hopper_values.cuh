@@ -125,7 +125,7 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
         ptx_pin(&state->a[0][i]);
     }
     wgmma_wait<0>(); /* for the scores */
-    ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), state->phase < 2 * ONE_STEP);
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), !has_steps_left(*state, 2));
     return other;
 }
 
@@ -396,7 +396,7 @@ copy_out(const hopper_launch &launch, const cta_work &work, const hopper_memory<
 /* Whether a warp has marked the work as lost. It does so before it publishes its last weights. */
 template <typename Shape>
 static __device__ __forceinline__ bool
-is_row_lost(const hopper_memory<Shape> *shared)
+is_marked_for_redo(const hopper_memory<Shape> *shared)
 {
     uint32_t flags[2];
     static_assert(CONSUMER_WARPS == sizeof flags, "a byte for each warp");
@@ -413,7 +413,7 @@ finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const cons
     if (leave_only_key<true>(launch.base, work, shared->work & 1, shared)) {
         return;
     }
-    if (is_row_lost(shared)) { /* may be a work without heads, which redo_works leaves out */
+    if (is_marked_for_redo(shared)) { /* may be a work without heads, which redo_works leaves out */
         mark_work(shared->work, ptx_forget((int)threadIdx.x), shared->redo);
         return;
     }
