@@ -23,16 +23,11 @@ typedef struct list_facts {
     bool is_aligned; /* every row to 16 bytes */
 } list_facts;
 
-/* What scores from wgmma are multiplied with, which cuts its sums off (an H200): where a large
- * product is in front, the 36 steps of a score of 576 values lose 20 * 2^-24 of it on average, and
- * 53 at most; 7 where products have both signs. With 16 the largest errors stay inside the
- * contract's 32. The 32 steps of 512 values lose 18 and 43, or 6: 10 are enough, and nearer to zero
- * where products have both signs. */
-static inline float
-wgmma_correction(int32_t head_dim)
-{
-    return head_dim == SMLA_HEAD_DIM ? 1.0f + 0x1p-20f : 1.0f + 0x1.4p-21f;
-}
+/* The factor for scores of FP8 rows from wgmma, which cuts off every sum (an H200): if a large
+ * product comes first, the 36 steps of a score lose 20 * 2^-24 of it on average, and 53 at most; if
+ * products have both signs, 7. With this factor the largest errors stay inside the contract's 32.
+ * Scores of bf16 rows are two sums of at most 20 steps, whose loss is inside the contract as it is. */
+#define WGMMA_CORRECTION (1.0f + 0x1p-20f)
 
 /* The argument of the kernel. What the first instructions ask for stands in front: a launch's
  * arguments are in no cache, and come in lines of 64 bytes, each of them 280 cycles after an
@@ -45,7 +40,7 @@ typedef struct attention_launch {
     bool q_is_aligned;        /* every row of both parts to 16 bytes */
     bool out_is_paired;       /* every row to 4 bytes */
     float scale_log2;         /* softmax_scale * log2(e) */
-    float wgmma_scale_log2;   /* the same for scores from wgmma: wgmma_correction */
+    float wgmma_scale_log2;   /* scale_log2 * WGMMA_CORRECTION */
     smla_attention_params params;
     smla_partial_rows partials; /* unused with one split, unless works are cut */
     list_facts lists[2];

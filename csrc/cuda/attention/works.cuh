@@ -189,8 +189,7 @@ make_launch(const smla_attention_params *params)
     launch.head_tiles = smla_make_divisor(smla_count_parts(params->num_heads, HEADS));
     launch.num_splits = smla_make_divisor(params->num_splits);
     launch.scale_log2 = (float)(params->softmax_scale * 1.4426950408889634074);
-    launch.wgmma_scale_log2 =
-        launch.scale_log2 * wgmma_correction(params->lists[0].kv.format->head_dim);
+    launch.wgmma_scale_log2 = launch.scale_log2 * WGMMA_CORRECTION;
     launch.q_is_aligned = is_query_aligned(params);
     launch.out_is_paired =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 4);

@@ -55,10 +55,11 @@
  *              gather without products; 62 of HBM where no row is shared). Measured: 44 at the
  *              clock of 1.6 GHz that power leaves, of which start and end of works are 4; T 4096,
  *              32k keys, H 64: 1790 to 1884 us (620 to 653 TFLOP/s), H 128: 3702 to 3858 us.
- * Numerics     Scores and values are fp32 sums of exact products of bf16. wgmma cuts these sums off
- *              (wgmma_correction). A weight is 2^(scale S - ref). Weights are rounded to bf16 for
- *              the values. Their sums are fp32 sums of unrounded weights, compensated so that equal
- *              terms round the same way. ref is the head's maximum in the first block that has a
+ * Numerics     Scores and values are fp32 sums of exact products of bf16. wgmma cuts these sums
+ *              off, so a score is two sums of 16 to 20 steps: one of 36 would lose too much. A
+ *              weight is 2^(scale S - ref). Weights are rounded to bf16 for the values. Their sums
+ *              are fp32 sums of unrounded weights, compensated so that equal terms round the same
+ *              way. ref is the head's maximum in the first block that has a
  *              key: the heaviest weight there is 1, and the weights just below it round by least.
  *              Where a later block has an exponent above 40, its maximum is the head's ref from
  *              there on, and what was added up is multiplied by 2^(older ref - newer ref). Values
@@ -128,10 +129,12 @@ lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_
     score_block<ROPE>(base, me, parity, state);
     const uint32_t block_bits = load_block_bits(base, me);
     const bool is_last = (block_bits & IS_LAST) != 0;
+    wgmma_wait<PIECES / 2>();
+    begin_exponents(launch.base.scale_log2, state);
     wgmma_wait<0>();
     ptx_mbarrier_arrive(BF16_AT(base, scored), true);
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
-    find_exponents<MAXIMA, true>(launch.base.wgmma_scale_log2, me, block_bits, shared, state);
+    find_exponents<MAXIMA, true>(launch.base.scale_log2, me, block_bits, shared, state);
     weigh_half(0, state);
     ptx_mbarrier_wait(BF16_AT(base, scored), parity); /* the weights replace a tile of keys */
     store_half(base, me, 0, *state);
@@ -165,10 +168,12 @@ follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf1
     add_other_half(base, me, 0, state);
     wait_for_weights(base, me, parity, 1);
     add_other_half(base, me, 1, state);
+    wgmma_wait<2 + PIECES / 2>(); /* the first halves of the scores are done */
+    begin_exponents(launch.base.scale_log2, state);
     wgmma_wait<2>(); /* the scores are done */
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
     const bool has_moved =
-        find_exponents<MAXIMA, false>(launch.base.wgmma_scale_log2, me, block_bits, shared, state);
+        find_exponents<MAXIMA, false>(launch.base.scale_log2, me, block_bits, shared, state);
     weigh_half(0, state);
     store_half(base, me, 0, *state);
     wgmma_wait<0>();

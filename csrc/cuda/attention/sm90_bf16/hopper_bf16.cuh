@@ -74,9 +74,10 @@ typedef struct bf16_launch {
 
 /* What a consumer thread keeps during a work, for heads `row` and row + 8 of its warp. */
 typedef struct bf16_consumer {
-    float out[HALF_VALUES / 2]; /* D of wgmma: 64 heads, 256 values */
-    float scores[BLOCK_KEYS / 2];
-    uint32_t probs[BLOCK_KEYS / 4]; /* A of wgmma */
+    float out[HALF_VALUES / 2];        /* D of wgmma: 64 heads, 256 values */
+    float scores[BLOCK_KEYS / 2];      /* first over half of the values alone */
+    float more_scores[BLOCK_KEYS / 2]; /* over the other half */
+    uint32_t probs[BLOCK_KEYS / 4];    /* A of wgmma */
     float sum[2];
     float excess[2];    /* by how much sum is too large */
     float top[2];       /* the largest logit, minus the reference */

@@ -19,7 +19,8 @@ enum {
 
 /* ---- Scores -------------------------------------------------------------------------------- */
 
-/* Starts the products of the scores of the group's block, piece by piece as the pieces come. */
+/* Starts the products of the scores of the group's block, piece by piece as the pieces come. Two
+ * sums of half the values lose half as much as one: wgmma cuts each addition off. */
 template <bool ROPE>
 static __device__ __forceinline__ void
 score_block(uint32_t base, const lane_place &me, uint32_t parity, bf16_consumer *state)
@@ -37,8 +38,9 @@ score_block(uint32_t base, const lane_place &me, uint32_t parity, bf16_consumer 
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const int n = (tile * TILE_BYTES + k * 32) >> 4;
-                wgmma_bf16_tiles(state->scores, query + n, keys + n,
-                                 n != first_tile<ROPE>(nth_piece(me.group, 0)) * (TILE_BYTES >> 4));
+                const int first = first_tile<ROPE>(nth_piece(me.group, i / 2 * 2));
+                wgmma_bf16_tiles(i < 2 ? state->scores : state->more_scores, query + n, keys + n,
+                                 n != first * (TILE_BYTES >> 4));
             }
         }
         wgmma_commit();
@@ -225,8 +227,18 @@ follow_other_group(const lane_place &me, bf16_memory *shared, bf16_consumer *sta
     }
 }
 
-/* Scores -> exponents of weights. Returns whether references have moved; a group that FOLLOWS has
- * followed them already. block_bits: load_block_bits. */
+/* Takes the first half of each score into its exponent, while the other half is under way. */
+static __device__ __forceinline__ void
+begin_exponents(float score_scale, bf16_consumer *state)
+{
+#pragma unroll
+    for (int i = 0; i < BLOCK_KEYS / 2; i++) {
+        state->scores[i] = fmaf(state->scores[i], score_scale, -state->reference[i / 2 % 2]);
+    }
+}
+
+/* Scores -> exponents of weights, after begin_exponents. Returns whether references have moved; a
+ * group that FOLLOWS has followed them already. block_bits: load_block_bits. */
 template <bool MAXIMA, bool FOLLOWS>
 static __device__ __forceinline__ bool
 find_exponents(float score_scale, const lane_place &me, uint32_t block_bits, bf16_memory *shared,
@@ -234,7 +246,7 @@ find_exponents(float score_scale, const lane_place &me, uint32_t block_bits, bf1
 {
 #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i++) {
-        state->scores[i] = fmaf(state->scores[i], score_scale, -state->reference[i / 2 % 2]);
+        state->scores[i] = fmaf(state->more_scores[i], score_scale, state->scores[i]);
     }
     if ((block_bits & ALL_KEYS) != ALL_KEYS) {
         mask_scores(shared, me, state->scores);
