@@ -110,6 +110,41 @@ def test_files_begin_with_their_names():
         assert path.read_text().startswith(f"/* {path.name}: "), path
 
 
+def code_of(path: Path) -> str:
+    """A C file without its comments and strings."""
+    return re.sub(r'/\*.*?\*/|"(?:\\.|[^"\\])*"', " ", path.read_text(), flags=re.S)
+
+
+def files_with(pattern: str) -> set[str]:
+    return {path.name for path in CSRC if re.search(pattern, code_of(path))}
+
+
+def test_the_library_never_prints_and_never_exits():
+    assert "rule.c" in files_with(r"\bvsnprintf\("), "calls are found"
+    assert files_with(r"\b(f?printf|puts|perror|abort|_?exit)\(") == set()
+
+
+def test_assembly_stands_where_instructions_are_wrapped():
+    folder = ROOT / "csrc" / "cuda" / "ptx"
+    wrappers = {path.name for path in folder.glob("*.cuh")}
+    others = {"attention_tiles.h", "isa.c"}
+    assert files_with(r"\basm\b|__asm__") == wrappers | others
+
+
+def test_headers_are_included_once():
+    headers = [path for path in CSRC if path.suffix in (".h", ".cuh")]
+    public = [path.name for path in headers if "#pragma once\n" not in path.read_text()]
+    assert public == ["sparse_mla.h"], "which has a guard that every compiler knows"
+
+
+# A trailing comment that reads on from its identifier has no noun: `int size; /* of a page */`.
+NO_NOUN = r"[;,{] +/\* (of|that|which|whose|from|by|with|behind|beside|for) "
+
+
+def test_trailing_comments_name_their_noun():
+    assert [p.name for p in CSRC if re.search(NO_NOUN, p.read_text())] == []
+
+
 # --- limits --------------------------------------------------------------------------------------
 
 

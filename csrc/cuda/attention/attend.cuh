@@ -1,7 +1,6 @@
-/* attend.cuh: the CTA of attention_sm80.cu, which describes it, as code that other kernels can run.
- *
- * The kernel of attention_sm80.cu is nothing else. attention_sm90.cu gives its eight consumer warps
- * to it for the rows that its own protocol does not hold.
+/* attend.cuh: what a CTA of attention_sm80.cu does for a work, as code that other kernels can run.
+ * attention_sm80.cu describes it, and its kernel contains nothing else. Hopper's kernels for FP8
+ * rows run it with eight warps for works whose numbers do not fit their own code.
  */
 #pragma once
 
@@ -14,8 +13,8 @@ enum {
     CTA_THREADS = CTA_WARPS * SMLA_WARP_LANES,
     GROUPS = SMLA_SM80_GROUPS,
     ROW_BYTES = SMLA_HEAD_DIM * 2,
-    SEGMENT_BYTES = 128,                         /* eight chunks: what the swizzle stays in */
-    WARP_VALUES = SMLA_KV_LORA_RANK / CTA_WARPS, /* of out */
+    SEGMENT_BYTES = 128,                         /* eight chunks, within which the swizzle moves them */
+    WARP_VALUES = SMLA_KV_LORA_RANK / CTA_WARPS, /* values of out per warp */
     PROB_ROW_BYTES = KEYS * 2,
 };
 
@@ -23,8 +22,8 @@ static_assert((int)GROUPS == (int)SMLA_NUM_SCALE_TILES,
               "a group of dimensions has one scale per key");
 static_assert(SMLA_SCALE_TILE % WARP_VALUES == 0, "a warp's values have one scale per key");
 
-/* Everything that depends on the number of heads in a CTA. RANGED: lists may have dense columns and
- * a `begin`. */
+/* Everything that depends on the number of heads per CTA and on the formats. RANGED: lists may have
+ * dense columns and a `begin`. */
 template <int HEADS_, int FORMATS_, bool RANGED_ = false> struct tile {
     static constexpr bool RANGED = RANGED_;
     static constexpr int HEADS = HEADS_;
@@ -32,17 +31,17 @@ template <int HEADS_, int FORMATS_, bool RANGED_ = false> struct tile {
     static constexpr bool HAS_ROPE = smla_rows<FORMATS_>::HAVE_ROPE;
     static constexpr bool HAS_SCALES = smla_rows<FORMATS_>::HAVE_SCALES;
     static constexpr int ROW_CHUNKS = NOPE_CHUNKS + (HAS_ROPE ? ROPE_CHUNKS : 0);
-    static constexpr int VERSIONS = SMLA_SM80_VERSIONS(FORMATS_); /* of the weights */
-    /* score: a warp's part of the HEADS x KEYS scores, and of them 16 x 8 pieces */
+    static constexpr int VERSIONS = SMLA_SM80_VERSIONS(FORMATS_); /* copies of the weights */
+    /* score: a warp's part of the HEADS x KEYS scores, and how many 16 x 8 pieces it has */
     static constexpr int WARP_HEADS = HEADS < 32 ? HEADS : 32;
     static constexpr int WARPS_ALONG_HEADS = HEADS / WARP_HEADS;
     static constexpr int WARP_COLUMNS = KEYS * WARPS_ALONG_HEADS / 2;
     static constexpr int SCORE_M = WARP_HEADS / 16;
     static constexpr int SCORE_N = WARP_COLUMNS / 8;
-    /* weigh: lanes of a head, keys of a lane */
+    /* weigh: lanes per head, keys per lane */
     static constexpr int LANES = CTA_THREADS / HEADS;
     static constexpr int LANE_KEYS = KEYS / LANES;
-    /* add: 16 x 8 pieces of a warp's part of out */
+    /* add: how many 16 x 8 pieces a warp's part of out has */
     static constexpr int OUT_M = HEADS / 16;
     static constexpr int OUT_N = WARP_VALUES / 8;
 };
@@ -60,7 +59,8 @@ template <typename Tile> struct shared_memory {
 
 /* ---- Query --------------------------------------------------------------------------------- */
 
-/* Starts the copy of the tile's query; it is there after ptx_cp_async_wait_all and a barrier. */
+/* Starts to copy the tile's query. The copy is complete after ptx_cp_async_wait_all and a
+ * barrier. */
 template <typename Tile>
 static __device__ __forceinline__ void
 start_query(const attention_launch &launch, const cta_work &work, int thread,
@@ -93,15 +93,15 @@ start_query(const attention_launch &launch, const cta_work &work, int thread,
 
 /* ---- Score --------------------------------------------------------------------------------- */
 
-/* Partial scores are written two keys at a time by lanes of eight heads, and read by lanes along a
- * head: the XOR puts both on all banks. */
+/* Partial scores are written, two keys at a time, by lanes of eight heads, and are read by lanes of
+ * one head. With this XOR, both the writes and the reads are on all banks. */
 static __device__ __forceinline__ int
 score_flip(int row)
 {
     return (row & 3) << 3 ^ (row & 1) << 2;
 }
 
-/* One step of 16 dimensions: chunks `flip_bytes / 16` and the next of segment `segment`. The
+/* Multiplies 16 dimensions: chunk flip_bytes / 16 of segment `segment`, and the next chunk. Both
  * addresses are those of chunk 0 or 1 of the lane's rows in segment 0. */
 template <typename Tile>
 static __device__ __forceinline__ void
@@ -129,7 +129,7 @@ score_step(uint32_t query_address, uint32_t key_address, int segment, int flip_b
     }
 }
 
-/* scores[group] = the group's share of q . k, for a warp's heads and keys. */
+/* scores[group] = the group's share of q . k, for the warp's heads and keys. */
 template <typename Tile>
 static __device__ __forceinline__ void
 score_block(shared_memory<Tile> *shared, int thread)
@@ -140,7 +140,7 @@ score_block(shared_memory<Tile> *shared, int thread)
     const int half = warp / GROUPS;
     const int first_head = Tile::WARPS_ALONG_HEADS == 2 ? half * Tile::WARP_HEADS : 0;
     const int first_key = Tile::WARPS_ALONG_HEADS == 2 ? 0 : half * Tile::WARP_COLUMNS;
-    /* ldmatrix, A: matrices are (rows 0-7, 8-15) x (chunk 0, 1), rows first; B: chunks first. */
+    /* ldmatrix of A: rows 0-7 and 8-15 of chunk 0, then of chunk 1; of B: by rows, then chunks */
     const int head = first_head + lane % 16;
     const int key = first_key + lane % 8 + lane / 16 * 8;
     const uint32_t query_address = ptx_shared_address(chunk_of(shared->query, head, lane / 16));
@@ -171,7 +171,7 @@ score_block(shared_memory<Tile> *shared, int thread)
 #pragma unroll
     for (int m = 0; m < Tile::SCORE_M; m++) {
         float (*const scores)[KEYS] = &shared->scores[group][first_head + 16 * m + row];
-        const int flip = score_flip(row); /* of row + 8, too */
+        const int flip = score_flip(row); /* the same for row + 8 */
 #pragma unroll
         for (int n = 0; n < Tile::SCORE_N; n++) {
             const int at = (column + 8 * n) ^ flip;
@@ -183,7 +183,7 @@ score_block(shared_memory<Tile> *shared, int thread)
 
 /* ---- Weigh --------------------------------------------------------------------------------- */
 
-/* LANE_KEYS values from shared memory, in pieces of 16 bytes at most; `flip` swaps the pieces. */
+/* Reads COUNT values from shared memory, at most 16 bytes at a time. `flip` swaps these pieces. */
 template <int COUNT>
 static __device__ __forceinline__ void
 read_values(const float *row, int first, int flip, float values[COUNT])
@@ -204,7 +204,7 @@ read_values(const float *row, int first, int flip, float values[COUNT])
     }
 }
 
-/* The scores of a lane's keys: their partial sums, two and two. */
+/* Adds up the partial scores of a lane's keys, in pairs. */
 template <typename Tile>
 static __device__ __forceinline__ void
 read_scores(const shared_memory<Tile> *shared, int head, int first_key,
@@ -238,7 +238,7 @@ store_shared(void *to, const uint32_t words[COUNT])
     }
 }
 
-/* probs[version] = bf16(weight * scale) of a lane's keys. */
+/* probs[version] = bf16(weight * scale), for the lane's keys of a head. */
 template <typename Tile>
 static __device__ __forceinline__ void
 store_weights(shared_memory<Tile> *shared, int head, int first_key,
@@ -264,7 +264,7 @@ store_weights(shared_memory<Tile> *shared, int head, int first_key,
     }
 }
 
-/* By the thread that finishes the row: there may be no block, and no barrier before that. */
+/* The thread that finishes a row also starts it, because no barrier may lie between the two. */
 template <typename Tile>
 static __device__ __forceinline__ void
 start_rows(int thread, shared_memory<Tile> *shared)
@@ -274,8 +274,8 @@ start_rows(int thread, shared_memory<Tile> *shared)
     }
 }
 
-/* Scores -> weights, for the lane's keys of its head; the row moves on, and factor says what older
- * sums are multiplied with. */
+/* Turns the scores of the lane's keys into weights. Updates the softmax row of the lane's head, and
+ * stores the factor by which older sums are multiplied. */
 template <typename Tile>
 static __device__ __forceinline__ void
 weigh_block(shared_memory<Tile> *shared, float scale_log2, int thread)
@@ -319,7 +319,7 @@ weigh_block(shared_memory<Tile> *shared, float scale_log2, int thread)
 
 /* ---- Add ----------------------------------------------------------------------------------- */
 
-/* out *= factor of its head. Mostly all are 1: the integer reference seldom moves. */
+/* out *= factor of its head. Usually all factors are 1: the integer reference seldom moves. */
 template <typename Tile>
 static __device__ __forceinline__ void
 shrink_out(const shared_memory<Tile> *shared, int lane, float out[Tile::OUT_M][Tile::OUT_N][4])
@@ -347,7 +347,7 @@ shrink_out(const shared_memory<Tile> *shared, int lane, float out[Tile::OUT_M][T
     }
 }
 
-/* out += weights * values, for a warp's values of all heads. */
+/* out += weights * values, for all heads and the warp's values. */
 template <typename Tile>
 static __device__ __forceinline__ void
 add_block(shared_memory<Tile> *shared, int thread, float out[Tile::OUT_M][Tile::OUT_N][4])
@@ -384,7 +384,7 @@ add_block(shared_memory<Tile> *shared, int thread, float out[Tile::OUT_M][Tile::
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
-/* One split: out * factor, rounded once. */
+/* Writes results, out * factor, rounded once. For works that have all keys of their token. */
 template <typename Tile>
 static __device__ __forceinline__ void
 write_out(const attention_launch &launch, const cta_work &work, int head, int first_value,
@@ -405,7 +405,7 @@ write_out(const attention_launch &launch, const cta_work &work, int head, int fi
     }
 }
 
-/* More splits: as it is, for the combine kernel. */
+/* Writes a part of a partial row, as it is; the combine kernel or fold_work folds it. */
 template <typename Tile>
 static __device__ __forceinline__ void
 write_partial(float *to, const float out[Tile::OUT_N][4], int piece)
@@ -416,7 +416,8 @@ write_partial(float *to, const float out[Tile::OUT_N][4], int piece)
     }
 }
 
-/* Leaves in `factor` what write_out multiplies with; with splits, 0 where a row stays unwritten. */
+/* Writes lse and max_logits, or the partial row's state. Leaves in `factor` what write_out
+ * multiplies with; for a partial row, 0 if its out is not to be written. */
 template <typename Tile>
 static __device__ __forceinline__ void
 finish_rows(const attention_launch &launch, const cta_work &work, int thread,
@@ -469,15 +470,15 @@ write_results(const attention_launch &launch, const cta_work &work, int thread,
 
 /* ---- One key ------------------------------------------------------------------------------- */
 
-/* A key of a work. */
+/* A key of a work, by its slot. */
 typedef struct listed_key {
     int32_t slot;
     int32_t list;
 } listed_key;
 
-/* Whether the work has exactly one key, which it then leaves in `only`, for all threads. `slot` is
- * the thread's of window 0; mostly that has more keys, and no other window is read. Nobody reads
- * is_key yet, so it passes on the key. */
+/* Whether the work has exactly one key, which is then in `only` in all threads. `slot` is the
+ * thread's slot of window 0. Usually this window has more keys, and no other one is read. The key
+ * goes through is_key, which nobody reads yet. */
 template <typename Tile>
 static __device__ __forceinline__ bool
 find_only_key(const attention_launch &launch, const cta_work &work, const block_plan &plan,
@@ -505,7 +506,7 @@ find_only_key(const attention_launch &launch, const cta_work &work, const block_
     return true;
 }
 
-/* A call: inlined, it would cost the loop registers. */
+/* Not inlined, because it would cost the loop registers. */
 template <bool ROPE>
 static __device__ __noinline__ void
 attend_only_key(const attention_launch &launch, cta_work work, listed_key only, int thread)
@@ -515,8 +516,8 @@ attend_only_key(const attention_launch &launch, cta_work work, listed_key only, 
 
 /* ---- All of it ----------------------------------------------------------------------------- */
 
-/* The work of CTA number `cta` where a token and split has `num_tiles`, or a part of it, by threads
- * 0 to 255 of a CTA. Barrier 0 is theirs. */
+/* Does work number `cta`, or a part of it, with threads 0 to 255 of a CTA, which alone use barrier
+ * 0. A token and split has num_tiles works. */
 template <typename Tile>
 static __device__ __forceinline__ void
 attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part,
@@ -532,8 +533,8 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
     listed_key only;
     if (find_only_key<Tile>(launch, work, plan, ptx_forget((int)threadIdx.x), key, shared, &only)) {
         attend_only_key<Tile::HAS_ROPE>(launch, work, only, (int)threadIdx.x);
-        ptx_cp_async_wait_all();     /* the query, for nothing */
-        ptx_barrier(0, CTA_THREADS); /* nobody's copies or reads are under way any more */
+        ptx_cp_async_wait_all();     /* the query, which is not needed */
+        ptx_barrier(0, CTA_THREADS); /* no thread copies or reads any more */
         return;
     }
     const uint8_t *row = find_row(launch, plan, 0, (int)threadIdx.x, key);
@@ -541,7 +542,7 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
     load_rows<Tile::FORMATS>(launch, plan, 0, row, (int)threadIdx.x, &raw);
 
     float out[Tile::OUT_M][Tile::OUT_N][4] = {};
-    ptx_cp_async_wait_all(); /* the query, for this thread; for all after the first barrier */
+    ptx_cp_async_wait_all(); /* the query: this thread's copies; all of it after the first barrier */
     for (int32_t block = 0; block < plan.num_blocks; block++) {
         const int thread = ptx_forget((int)threadIdx.x);
         store_rows<Tile::FORMATS>(launch, list_of(plan, block), raw, thread, shared->keys,

@@ -1,14 +1,15 @@
-/* key_rows.cuh: how a CTA of attention_sm80.cu gets its keys: from columns (key_source.cuh) to rows
- * in registers, and to bf16 in shared memory.
+/* key_rows.cuh: how a CTA of attention_sm80.cu loads its keys: from columns (key_source.cuh) to
+ * cache rows in registers, and from there to bf16 in shared memory.
  *
- * A block is SMLA_SM80_KEYS columns of one list, a warp's share of it 4 keys in a row. Indices are
- * read and turned into row addresses for a window of 8 blocks at a time: lane l has key l % 4 of
- * the window's block l / 4. That runs a window ahead of the rows, and the rows, in registers, run
- * one block ahead of what is multiplied. A key that is masked (a negative index, one past the last
- * slot, one outside the list's range, one without a page) has no row: nothing of it is read, zeros
- * are stored, and is_key tells the softmax.
+ * A block is SMLA_SM80_KEYS columns of one list, and each warp has 4 neighbouring columns of it. A
+ * warp reads indices for a window of 8 blocks at once, and turns them into row addresses: lane l
+ * has the warp's column l % 4 of the window's block l / 4. Indices are read one window ahead of the
+ * cache rows, and rows are loaded into registers one block ahead of the products. A masked key (a
+ * negative index, one past the last slot, one outside the list's range, or one without a page) has
+ * no cache row. Nothing is read for it, zeros are stored in its place, and is_key tells the
+ * softmax.
  *
- * e4m3 goes to shared memory as bf16, exactly, without its scale; NaN stays NaN.
+ * e4m3 goes to shared memory as bf16, exactly, without its scale. NaN stays NaN.
  */
 #pragma once
 
@@ -31,9 +32,9 @@ static_assert(WARP_KEYS * SMLA_NUM_SCALE_TILES + WARP_KEYS <= SMLA_WARP_LANES,
 
 /* ---- Swizzle ------------------------------------------------------------------------------- */
 
-/* Rows of bf16 in shared memory, 1152 bytes apart: a multiple of 128, so chunk c of every row would
- * fall on the same banks. Chunk c lies at c ^ row % 8 instead: eight rows' chunk c, and eight
- * neighbouring chunks of a row, are on all 32 banks. */
+/* The address of a chunk of a bf16 row in shared memory. Rows are 1152 bytes apart, a multiple of
+ * 128, so chunk c of all rows would fall on the same banks. Therefore it lies at c ^ row % 8. Then
+ * chunk c of eight rows is on all 32 banks, and so are eight neighbouring chunks of a row. */
 static __device__ __forceinline__ uint4 *
 chunk_of(uint16_t (*rows)[SMLA_HEAD_DIM], int row, int chunk)
 {
@@ -42,7 +43,7 @@ chunk_of(uint16_t (*rows)[SMLA_HEAD_DIM], int row, int chunk)
 
 /* ---- Indices ------------------------------------------------------------------------------- */
 
-/* The blocks of a CTA: those of its columns of the main list, then those of the extra one. */
+/* The blocks of a work: first those of the main list, then those of the extra list. */
 typedef struct block_plan {
     int32_t num_main;
     int32_t num_blocks;
@@ -73,14 +74,14 @@ list_of(const block_plan &plan, int32_t block)
     return block < plan.num_main ? 0 : 1;
 }
 
-/* The block whose indices a lane reads in a window, and its list. */
+/* The block that the lane's index in a window belongs to. */
 static __device__ __forceinline__ int32_t
 block_of_lane(int32_t window, int thread)
 {
     return window * WINDOW + thread % SMLA_WARP_LANES / WARP_KEYS;
 }
 
-/* The index of the lane's key in its block of a window; negative for none. */
+/* Reads the lane's index in a window. Returns -1 behind the last column of a list. */
 template <bool RANGED>
 static __device__ __forceinline__ int32_t
 read_index(const attention_launch &launch, const cta_work &work, const block_plan &plan,
@@ -98,7 +99,7 @@ read_index(const attention_launch &launch, const cta_work &work, const block_pla
     return column < columns.end ? read_column<RANGED>(keys, work.token, column) : -1;
 }
 
-/* The slot that the lane's index in a window names, negative for none. */
+/* The slot that the lane's index in a window names; negative if it names none. */
 static __device__ __forceinline__ int32_t
 find_slot(const attention_launch &launch, const cta_work &work, const block_plan &plan,
           int32_t window, int thread, int32_t index)
@@ -107,7 +108,7 @@ find_slot(const attention_launch &launch, const cta_work &work, const block_plan
     return slot_of_index(launch, list, work.token, index);
 }
 
-/* The row of the lane's slot in a window, NULL for none. */
+/* The cache row of the lane's slot in a window; NULL for a negative slot. */
 static __device__ __forceinline__ const uint8_t *
 find_row(const attention_launch &launch, const block_plan &plan, int32_t window, int thread,
          int32_t slot)
@@ -117,9 +118,10 @@ find_row(const attention_launch &launch, const block_plan &plan, int32_t window,
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* What a lane holds of its warp's rows, as they are in memory: chunks 32 h + lane of the NoPE part
- * of every key, chunk lane % 8 of the RoPE part of key lane / 8, and, lanes below 16, scale
- * lane % 4 of key lane / 4; the other lanes, whether key lane % 4 is there. */
+/* The bytes of its warp's four cache rows that a lane holds, as they are in memory: chunks lane and
+ * 32 + lane of the NoPE part of every key, and chunk lane % 8 of the RoPE part of key lane / 8. A
+ * lane below 16 also has scale lane % 4 of key lane / 4; the others know whether key lane % 4
+ * exists. */
 template <int FORMATS> struct raw_rows {
     uint32_t nope[WARP_KEYS][2][FORMATS == SMLA_ROWS_FP8 ? 2 : 4];
     uint32_t rope[4];
@@ -138,7 +140,7 @@ has_scale(int lane)
     return lane < WARP_KEYS * SMLA_NUM_SCALE_TILES;
 }
 
-/* The row that the lane takes a scale or a mask from. */
+/* The cache row from which the lane takes a scale or a mask. */
 static __device__ __forceinline__ const uint8_t *
 row_of_scale(const uint8_t *row, int first_lane, int lane)
 {
@@ -160,7 +162,7 @@ load_chunk(const uint8_t *from, bool is_on, uint32_t words[4])
     }
 }
 
-/* The rows of the warp's keys are with lanes first_lane to first_lane + 3. */
+/* Lanes first_lane to first_lane + 3 have the addresses of the warp's cache rows in `row`. */
 template <int FORMATS>
 static __device__ __forceinline__ void
 load_fp8_rows(const list_facts &facts, const uint8_t *row, int first_lane, int lane,
@@ -203,7 +205,7 @@ load_bf16_rows(const list_facts &facts, const uint8_t *row, int first_lane, int 
                             raw->rope);
     }
     const bool is_key = row_of_scale(row, first_lane, lane) != NULL;
-    /* 1.0f, also for masked keys: their zeros stay zeros */
+    /* the scale is 1.0f, also for masked keys: their zeros stay zeros */
     raw->scale_or_mask = has_scale(lane) ? 0x3F800000u : is_key;
 }
 
@@ -213,8 +215,8 @@ is_fp8_list(const attention_launch &launch, int formats, int list)
     return formats == SMLA_ROWS_FP8 || (formats == SMLA_ROWS_MIXED && launch.lists[list].is_fp8);
 }
 
-/* Asks for a block's rows; `row` is that of the lane in the block's window. The branches are the
- * same for all threads of the CTA. */
+/* Starts to load a block's cache rows. `row` is the lane's own cache row in the block's window. All
+ * threads of the CTA take the same branches. */
 template <int FORMATS>
 static __device__ __forceinline__ void
 load_rows(const attention_launch &launch, const block_plan &plan, int32_t block, const uint8_t *row,
@@ -240,9 +242,10 @@ load_rows(const attention_launch &launch, const block_plan &plan, int32_t block,
 
 /* ---- e4m3 to bf16 -------------------------------------------------------------------------- */
 
-/* Two e4m3, in bytes 0 and 2, to bf16. With its exponent and mantissa at the top of bf16's a value
- * is 2^-120 too small, subnormal or not; the product is exact, and adding -0 keeps the sign of a
- * zero. A NaN comes out as 480, which is no e4m3 otherwise. */
+/* Widens two e4m3, in bytes 0 and 2, to bf16. A value's bits become the last bits of bf16's
+ * exponent and the first of its mantissa, which makes it 2^-120 too small, even if it is subnormal.
+ * The product is exact, and adding -0 keeps a zero's sign. NaN becomes 480, which e4m3 does not
+ * have. */
 static __device__ __forceinline__ uint32_t
 widen_e4m3x2(uint32_t bytes)
 {
@@ -260,7 +263,7 @@ widen_e4m3x8(const uint32_t bytes[2])
                       widen_e4m3x2(__byte_perm(bytes[1], 0, 0x4342)));
 }
 
-/* Not zero when one of eight e4m3 is NaN: 0x7F or 0xFF. */
+/* Returns a number other than 0 if one of eight e4m3 is NaN: 0x7F or 0xFF. */
 static __device__ __forceinline__ uint32_t
 find_e4m3_nans(const uint32_t bytes[2])
 {
@@ -269,7 +272,7 @@ find_e4m3_nans(const uint32_t bytes[2])
     return (sum_0 | sum_1) & 0x80808080u;
 }
 
-/* 480 -> NaN, in two bf16. */
+/* Turns 480 into NaN, in two bf16. */
 static __device__ __forceinline__ uint32_t
 restore_nans(uint32_t pair)
 {
@@ -287,7 +290,7 @@ restore_chunk(uint4 chunk)
 
 /* ---- Storing ------------------------------------------------------------------------------- */
 
-/* The warp's four rows of e4m3. */
+/* Stores the NoPE parts of the warp's four FP8 rows. */
 template <int FORMATS>
 static __device__ __forceinline__ void
 store_fp8_nope(const raw_rows<FORMATS> &raw, uint16_t (*keys)[SMLA_HEAD_DIM], int first_key,
@@ -303,7 +306,7 @@ store_fp8_nope(const raw_rows<FORMATS> &raw, uint16_t (*keys)[SMLA_HEAD_DIM], in
                 widen_e4m3x8(raw.nope[i][half]);
         }
     }
-    if (nans != 0) { /* rare: over what this very thread has written */
+    if (nans != 0) { /* rare: corrects the chunks that this thread has just stored */
 #pragma unroll 1
         for (int i = 0; i < 2 * WARP_KEYS; i++) {
             uint4 *const chunk =
@@ -313,7 +316,7 @@ store_fp8_nope(const raw_rows<FORMATS> &raw, uint16_t (*keys)[SMLA_HEAD_DIM], in
     }
 }
 
-/* Puts the rows, their scales and their masks where the CTA multiplies them. */
+/* Stores the warp's rows, scales and masks in shared memory, where the CTA multiplies them. */
 template <int FORMATS>
 static __device__ __forceinline__ void
 store_rows(const attention_launch &launch, int list, const raw_rows<FORMATS> &raw, int thread,
@@ -339,12 +342,12 @@ store_rows(const attention_launch &launch, int list, const raw_rows<FORMATS> &ra
         scales[lane % SMLA_NUM_SCALE_TILES][first_key + lane / SMLA_NUM_SCALE_TILES] =
             smla_bits_float(raw.scale_or_mask);
     }
-    if (lane >= SMLA_WARP_LANES - WARP_KEYS) { /* of those that know, the last */
+    if (lane >= SMLA_WARP_LANES - WARP_KEYS) { /* the last four of the lanes that have masks */
         is_key[first_key + lane % WARP_KEYS] = (int32_t)raw.scale_or_mask;
     }
 }
 
-/* Whether the lane knows of a key in the block: every key is known to some lane. */
+/* Whether the lane has the mask of a key that exists. Each key's mask is in some lane. */
 template <int FORMATS>
 static __device__ __forceinline__ bool
 sees_key(const raw_rows<FORMATS> &raw, int thread)

@@ -1,5 +1,5 @@
-/* key_source.cuh: from a work's columns to indices, slots and rows, for every attention kernel: the
- * argument of the kernels, and the rules by which an entry of a list is a key.
+/* key_source.cuh: how every attention kernel gets from a work's columns to indices, slots and cache
+ * rows. Contains the kernels' argument, and the rules by which an entry of a list is a key.
  */
 #pragma once
 
@@ -7,51 +7,51 @@
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/ptx_sm90.cuh"
 
-/* In place of an entry of a list where there is none: below no limit of indices. */
+/* The index that stands for an absent entry of a list. No index_limit is above it. */
 enum : uint32_t { NO_INDEX = 0xFFFFFFFFu };
 
 /* ---- Launch -------------------------------------------------------------------------------- */
 
-/* What a kernel reads of a list beside its smla_key_list. */
+/* What a kernel reads about a list, besides its smla_key_list. */
 typedef struct list_facts {
     smla_divisor block_size;
     int64_t num_slots;
-    uint32_t index_limit; /* no index from here on names a slot */
+    uint32_t index_limit; /* indices from this one on name no slot */
     int32_t scale_offset;
     int32_t rope_offset;
     bool is_fp8;
-    bool is_aligned; /* every row to 16 bytes */
+    bool is_aligned; /* every cache row is aligned to 16 bytes */
 } list_facts;
 
-/* The factor for scores of FP8 rows from wgmma, which cuts off every sum (an H200): if a large
- * product comes first, the 36 steps of a score lose 20 * 2^-24 of it on average, and 53 at most; if
- * products have both signs, 7. With this factor the largest errors stay inside the contract's 32.
- * Scores of bf16 rows are two sums of at most 20 steps, whose loss is inside the contract as it is. */
+/* Corrects scores of FP8 rows from wgmma, which cuts off every sum. Measured on an H200: if a large
+ * product comes first, the 36 steps of a score lose 20 * 2^-24 of it on average and 53 * 2^-24 at
+ * most; if products have both signs, 7 * 2^-24. With this factor the largest errors stay below the
+ * contract's 32 * 2^-24. Scores of bf16 rows need none: two sums of at most 20 steps lose less. */
 #define WGMMA_CORRECTION (1.0f + 0x1p-20f)
 
-/* The argument of the kernel. What the first instructions ask for stands in front: a launch's
- * arguments are in no cache, and come in lines of 64 bytes, each of them 280 cycles after an
- * instruction has needed it. */
+/* The argument of the kernels. Fields that the first instructions read come first. A launch's
+ * arguments are in no cache. They come in lines of 64 bytes, each 280 cycles after an instruction
+ * first needs it. */
 typedef struct attention_launch {
-    smla_divisor head_tiles; /* CTAs of a token and split */
+    smla_divisor head_tiles; /* works per token and split */
     smla_divisor num_splits;
-    int32_t split_columns[2]; /* of a split's range, in each list; or of a segment's */
-    int32_t num_segments;     /* of a work that may be cut (cut_works.cuh), else 1 */
-    bool q_is_aligned;        /* every row of both parts to 16 bytes */
-    bool out_is_paired;       /* every row to 4 bytes */
+    int32_t split_columns[2]; /* columns per split in each list; per segment where works may be cut */
+    int32_t num_segments;     /* segments per work where works may be cut (cut_works.cuh), else 1 */
+    bool q_is_aligned;        /* every row of q_nope and q_pe is aligned to 16 bytes */
+    bool out_is_paired;       /* every row of out is aligned to 4 bytes */
     float scale_log2;         /* softmax_scale * log2(e) */
     float wgmma_scale_log2;   /* scale_log2 * WGMMA_CORRECTION */
     smla_attention_params params;
     smla_partial_rows partials; /* unused with one split, unless works are cut */
     list_facts lists[2];
-    uint64_t *arrivals; /* where works are cut: of each of them, a word (cut_works.cuh) */
-    int32_t slot_heads; /* rows of a slot: as many heads as a work may have */
-    int32_t tile_heads; /* of the kernel's tiles */
-    int32_t cut_cost;   /* of a piece of a cut work, in segments */
-    int32_t max_pieces; /* that there are slots for */
+    uint64_t *arrivals; /* where works may be cut: a word per work (cut_works.cuh) */
+    int32_t slot_heads; /* rows per slot of partial rows: the most heads that a work has */
+    int32_t tile_heads; /* heads per tile of the kernel */
+    int32_t cut_cost;   /* cost of one piece of a cut work, in segments */
+    int32_t max_pieces; /* pieces that the workspace has slots for */
 } attention_launch;
 
-/* Of slots where indices are slots, else of the positions that a block table has. */
+/* The number of slots, or, if a block table maps positions to slots, the number of positions. */
 static uint32_t
 index_limit_of(const smla_key_list *list)
 {
@@ -77,22 +77,22 @@ list_facts_of(const smla_key_list *list)
     return facts;
 }
 
-/* What a CTA works on. */
+/* A work, or a part of one (works.cuh). */
 typedef struct cta_work {
     int32_t token;
-    int32_t split;        /* or the first segment of a work that may be cut */
-    int32_t num_segments; /* from there on; a split is one */
+    int32_t split;        /* or the first segment, if the work may be cut */
+    int32_t num_segments; /* segments from there on; a split counts as one */
     int32_t first_head;
-    int32_t num_heads; /* of the tile; the rest is rows of zeros */
+    int32_t num_heads; /* heads of the tile; its other rows are zeros */
     int32_t
-        first_row; /* of its partial rows (kernels.h); NOT_PARTIAL: it has all of a token's keys */
+        first_row; /* number of the first partial row (kernels.h), or NOT_PARTIAL */
 } cta_work;
 
-enum { NOT_PARTIAL = -1 };
+enum { NOT_PARTIAL = -1 }; /* the work has all keys of its token, and writes results */
 
 /* ---- Columns ------------------------------------------------------------------------------- */
 
-/* A work's columns of a list. */
+/* The columns of a work in one list: [begin, end). */
 typedef struct column_range {
     int32_t begin;
     int32_t end;
@@ -119,7 +119,7 @@ find_columns(const attention_launch &launch, const cta_work &work, int list)
     return begin < last ? column_range{(int32_t)begin, (int32_t)last} : column_range{0, 0};
 }
 
-/* The index in a column of a list. A dense one has none in memory. */
+/* The index in a column of a list. A dense list has no indices in memory: column j has index j. */
 template <bool RANGED>
 static __device__ __forceinline__ int32_t
 read_column(const smla_key_list &keys, int32_t token, int32_t column)
@@ -132,8 +132,8 @@ read_column(const smla_key_list &keys, int32_t token, int32_t column)
 
 /* ---- Slots and rows ------------------------------------------------------------------------ */
 
-/* The slot of position `index` of the token's request, -1 for none: the rules of
- * convert_req_index_to_global_index. */
+/* The slot of position `index` of the token's request, or -1 if there is none. The rules are those
+ * of convert_req_index_to_global_index. */
 static __device__ __forceinline__ int64_t
 map_index(const smla_index_map &map, const smla_divisor &block_size, int32_t token, int32_t index)
 {
@@ -148,7 +148,7 @@ map_index(const smla_index_map &map, const smla_divisor &block_size, int32_t tok
     return page < 0 || slot > INT32_MAX ? -1 : slot;
 }
 
-/* The slot that an index of a list names, negative for none. */
+/* The slot that an index of a list names; negative if it names none. */
 static __device__ __forceinline__ int32_t
 slot_of_index(const attention_launch &launch, int list, int32_t token, int32_t index)
 {
@@ -162,7 +162,7 @@ slot_of_index(const attention_launch &launch, int list, int32_t token, int32_t i
     return slot < facts.num_slots ? (int32_t)slot : -1;
 }
 
-/* The row of a slot, NULL for none. */
+/* The cache row of a slot; NULL for a negative slot. */
 static __device__ __forceinline__ const uint8_t *
 row_of_slot(const attention_launch &launch, int list, int32_t slot)
 {

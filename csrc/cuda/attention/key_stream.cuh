@@ -1,17 +1,18 @@
-/* key_stream.cuh: the index lists of a work for the gather warps of Hopper's kernels, without the
- * entries that are none: a row is as long as its keys, wherever they stand.
+/* key_stream.cuh: gives the gather warps of Hopper's kernels the keys of a work's index lists, and
+ * leaves out the entries that are no keys. So a work is as long as its keys, wherever they stand.
  *
  * Every warp has a quarter of the columns, four of every sixteen, and takes the keys of its quarter
- * in their order, so no warp waits for another. Which four changes from sixteen to sixteen, so that
- * lists with a pattern (every second entry, every second page) still give the warps as many keys
- * each. A step has 32 keys of each warp; a work has the steps that its fullest quarter needs, and
- * one at least. The warps count their keys ahead, for the consumers have to know the last step.
+ * in their order. So no warp waits for another. Each sixteen has another four, so that lists with a
+ * pattern (every second entry, every second page) still give all warps the same number of keys. A
+ * step has 32 keys of each warp. A work has as many steps as its fullest quarter needs, and at
+ * least one. The warps count their keys ahead, because the consumers must know which step is the
+ * last.
  *
- * The count takes an entry for a key if it is not negative and below index_limit. One that names no
- * slot for another reason (a bad page in the block table) takes a key's place in a step, and is
- * masked there. A work with exactly one key gets its results another way (one_key.cuh), so the
- * warps add up the places without a key, too, and with the last step the consumers know all of
- * them.
+ * The count takes an entry for a key if its index is not negative and below index_limit. An index
+ * that names no slot for another reason (a bad page in the block table) takes a key's place in a
+ * step, and is masked there. A work with exactly one key is computed by one_key.cuh. So the warps
+ * also add up the places without a key, and the consumers know them all when the last step has
+ * come.
  */
 #pragma once
 
@@ -19,10 +20,10 @@
 
 enum {
     GATHER_WARPS = 4,
-    STREAM_COLUMNS = GATHER_WARPS * SMLA_WARP_LANES, /* that the warps look at together */
+    STREAM_COLUMNS = GATHER_WARPS * SMLA_WARP_LANES, /* columns that all gather warps read at once */
 };
 
-/* The lane's place among STREAM_COLUMNS columns. */
+/* The lane's column among STREAM_COLUMNS columns. */
 static __device__ __forceinline__ int
 find_stream_column(int warp, int lane)
 {
@@ -30,15 +31,15 @@ find_stream_column(int warp, int lane)
     return 16 * (lane / 4) + 4 * four + lane % 4;
 }
 
-/* What a warp keeps of the list that it reads. */
+/* What a lane keeps about the list that its warp reads. */
 typedef struct key_stream {
-    const int32_t *at; /* the lane's next index */
+    const int32_t *at; /* address of the lane's next index */
     int32_t left;      /* columns from there to the end */
-    uint32_t next;     /* that index, asked for ahead */
-    uint32_t held;     /* the keys that wait for their step: in lanes below num_held */
-    uint32_t over;     /* those that are more than a step's */
+    uint32_t next;     /* the index at `at`, loaded ahead */
+    uint32_t held;     /* a key that waits for its step; only lanes below num_held have one */
+    uint32_t over;     /* a key for which that step has no place */
     int32_t num_held;
-    int32_t to_come; /* keys that have not been taken from the list */
+    int32_t to_come; /* keys of the warp that are still in the list */
 } key_stream;
 
 static __device__ __forceinline__ void
@@ -47,7 +48,7 @@ load_next(key_stream *stream)
     ptx_load_4(stream->at, stream->left > 0, NO_INDEX, &stream->next);
 }
 
-/* At the first of the warp's columns in a list, of which num_keys are keys. */
+/* Opens a stream at the first of the warp's columns in a list, num_keys of which are keys. */
 static __device__ __forceinline__ key_stream
 open_stream(const attention_launch &launch, const cta_work &work, int list, int warp, int lane,
             int32_t num_keys)
@@ -65,7 +66,7 @@ open_stream(const attention_launch &launch, const cta_work &work, int list, int 
     return stream;
 }
 
-/* The first of the lane's indices of a list. It is in L1 then. */
+/* Loads the lane's first index in a list. It stays in L1. */
 static __device__ __forceinline__ uint32_t
 load_first(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
 {
@@ -75,7 +76,7 @@ load_first(const attention_launch &launch, const cta_work &work, int list, int w
     return index;
 }
 
-/* The warp's keys of a list; LOADS indices of a lane at once. They are in L1 then, for
+/* Counts the warp's keys in a list. A lane loads LOADS indices at once, and they stay in L1 for
  * take_step. */
 template <int LOADS>
 static __device__ __forceinline__ uint32_t
@@ -105,7 +106,7 @@ count_keys(const attention_launch &launch, const cta_work &work, int list, int w
 
 /* ---- Steps of a work ------------------------------------------------------------------------ */
 
-/* Calls the warp's share of a work's indices to L2, in lines of 128 bytes, before they are
+/* Prefetches the warp's share of a work's indices to L2, in lines of 128 bytes, before they are
  * counted. */
 static __device__ __forceinline__ void
 prefetch_keys(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
@@ -120,14 +121,15 @@ prefetch_keys(const attention_launch &launch, const cta_work &work, int list, in
     }
 }
 
-/* Steps of the lists of a work. */
+/* The numbers of steps that a work has in its lists. */
 typedef struct list_steps {
     int32_t main;
     int32_t extra;
-    uint32_t num_keys; /* of both; without any, one step of the main list has none */
+    uint32_t num_keys; /* keys of both lists; if there are none, main is 1, a step without keys */
 } list_steps;
 
-/* Takes what the gather warps have counted in a list: the steps that hold the most keys of one. */
+/* Returns how many steps a list needs for the warp with the most keys. Adds all keys to
+ * num_keys. */
 static __device__ __forceinline__ int32_t
 steps_of_keys(const uint32_t counts[GATHER_WARPS], uint32_t *num_keys)
 {
@@ -138,12 +140,12 @@ steps_of_keys(const uint32_t counts[GATHER_WARPS], uint32_t *num_keys)
                      SMLA_WARP_LANES);
 }
 
-/* The counts of a work: num_keys[list][warp], in shared memory. */
+/* How many keys each gather warp has in each list of a work: [list][warp], in shared memory. */
 typedef uint32_t key_counts[2][GATHER_WARPS];
 
-/* Of a work, by all gather warps: each counts the keys of its quarter, and they meet at a barrier.
- * Works have two `counts` in turn: one's are read as the work begins, when the next one's may
- * come. */
+/* Counts the keys of a work. Each of GATHER_WARPS warps counts its quarter, and all meet at a
+ * barrier. Works use two `counts` in turn: those of one work are read when it begins, and at that
+ * time those of the next work may be written. */
 template <int LOADS>
 static __device__ __forceinline__ void
 count_work(const attention_launch &launch, const cta_work &work, int warp, int lane, int barrier,
@@ -156,15 +158,15 @@ count_work(const attention_launch &launch, const cta_work &work, int warp, int l
     ptx_barrier(barrier, GATHER_WARPS * SMLA_WARP_LANES);
 }
 
-/* What a warp has counted in a list: through a shuffle, for then it is known to be the warp's, as
- * all that follows from it. */
+/* How many keys a warp has in a list. The shuffle lets ptxas know that this number, and all that
+ * depends on it, is the same in all lanes. */
 static __device__ __forceinline__ int32_t
 find_count(const key_counts *counts, int list, int warp)
 {
     return __shfl_sync(0xFFFFFFFFu, (int32_t)(*counts)[list][warp], 0);
 }
 
-/* What all have counted. */
+/* The steps of a work, from the counts of all gather warps. */
 static __device__ __forceinline__ list_steps
 find_steps(const attention_launch &launch, const key_counts *counts)
 {
@@ -179,7 +181,8 @@ find_steps(const attention_launch &launch, const key_counts *counts)
 
 /* ---- Keys of a step ------------------------------------------------------------------------- */
 
-/* The place of the n-th bit that is set, from 0 on; anything if there are not so many. */
+/* The place of the n-th set bit, counted from 0. If there is no such bit, the result is
+ * arbitrary. */
 static __device__ __forceinline__ int
 find_nth_bit(uint32_t bits, int n)
 {
@@ -196,8 +199,9 @@ find_nth_bit(uint32_t bits, int n)
     return place;
 }
 
-/* Takes the lanes' next indices that are keys, behind those that are held. The next ones are asked
- * for last, into the register of these: a move out of another would wait for them. */
+/* Takes the keys among the lanes' next indices, and puts them behind those that are held. Loads the
+ * following indices last, to the same register: moving them from another one would wait for
+ * them. */
 static __device__ __forceinline__ void
 take_keys(key_stream *stream, uint32_t limit, int lane)
 {
@@ -223,7 +227,7 @@ take_keys(key_stream *stream, uint32_t limit, int lane)
     load_next(stream);
 }
 
-/* The keys of the warp's next step, one a lane, NO_INDEX for none. */
+/* Takes the keys of the warp's next step, one per lane. A lane without a key gets NO_INDEX. */
 static __device__ __forceinline__ uint32_t
 take_step(key_stream *stream, uint32_t limit, int lane)
 {
@@ -239,8 +243,8 @@ take_step(key_stream *stream, uint32_t limit, int lane)
 
 /* ---- A work with one key -------------------------------------------------------------------- */
 
-/* Adds the places without a key in a step of the warp to those of the work, in shared memory. Only
- * this warp writes there. The addition is atomic because nobody waits for such a one. */
+/* Adds the places without a key in a step to the warp's sum for the work, in shared memory. Only
+ * this warp writes there. The addition is atomic because no thread waits for an atomic addition. */
 static __device__ __forceinline__ void
 add_absent(uint32_t is_key, uint32_t *num_absent)
 {
@@ -251,8 +255,8 @@ add_absent(uint32_t is_key, uint32_t *num_absent)
     }
 }
 
-/* Which gather warp has the only key of a work; -1 if the work has none or several. For consumers,
- * when the last step has come. num_absent and num_steps are in shared memory. */
+/* The gather warp that has the only key of a work; -1 if the work has none or several. Consumers
+ * call it when the last step has come. num_absent and num_steps are in shared memory. */
 static __device__ __forceinline__ int
 warp_of_only_key(const uint32_t (&num_absent)[GATHER_WARPS], const int32_t *num_steps)
 {
@@ -268,9 +272,9 @@ warp_of_only_key(const uint32_t (&num_absent)[GATHER_WARPS], const int32_t *num_
     return sum + 1 == GATHER_WARPS * places ? only : -1;
 }
 
-/* In every step of a gather warp, of whose places are_keys says which have a key. A key that is the
- * warp's only one in its step, and the lane's, may be the work's only one: what is known of it is
- * left in `only`. The warp's number is asked for only here, for mostly nobody needs it. */
+/* Gather warps call this in every step; are_keys says which places have a key. The only key of the
+ * warp in a step may be the only one of the work, so its lane (is_mine) stores it in `only`. The
+ * warp's number is found only here, because usually nobody needs it. */
 template <typename Key, typename Memory>
 static __device__ __forceinline__ void
 count_step(uint32_t are_keys, bool is_mine, const Key &key, uint32_t turn, int (*find_warp)(void),
@@ -281,11 +285,11 @@ count_step(uint32_t are_keys, bool is_mine, const Key &key, uint32_t turn, int (
         if (__popc(are_keys) == 1 && is_mine) {
             shared->only[turn][find_warp()] = key;
         }
-        __syncwarp(); /* lane 0 arrives for all of them */
+        __syncwarp(); /* lane 0 may arrive for the whole warp after this */
     }
 }
 
-/* An entry of a list, where its slot is not at hand. */
+/* A key of a work, by its index; listed_key has the slot. */
 typedef struct listed_index {
     int32_t index;
     int32_t list;
@@ -303,20 +307,20 @@ find_listed_key(const attention_launch &launch, const cta_work &work, const list
     return listed_key{slot_of_index(launch, key.list, work.token, key.index), key.list};
 }
 
-/* Writes the results of a work with exactly one key, by the code of one_key.cuh and all consumers.
- * Tensor cores would not give its value as it is: of bf16 rows they add it to 0, and -0 loses its
- * sign; of FP8 rows they take something from its scale. Returns false for other works, and has done
- * nothing. */
+/* Writes the results of a work with exactly one key, with all consumers and the code of
+ * one_key.cuh. Tensor cores would change the key's value: they add that of a bf16 row to 0, so -0
+ * loses its sign, and that of an FP8 row loses bits of its scale. For other works it only returns
+ * false. */
 template <bool ROPE, typename Memory>
 static __device__ __forceinline__ bool
 leave_only_key(const attention_launch &launch, const cta_work &work, int turn, const Memory *shared)
 {
     const int warp = warp_of_only_key(shared->num_absent[turn], &shared->num_steps[turn]);
-    if (!__any_sync(0xFFFFFFFFu, warp >= 0)) { /* tells ptxas that it is the same for all lanes */
+    if (!__any_sync(0xFFFFFFFFu, warp >= 0)) { /* tells ptxas that all lanes agree */
         return false;
     }
     attend_only_key<ROPE>(launch, work, find_listed_key(launch, work, shared->only[turn][warp]),
                           ptx_forget((int)threadIdx.x));
-    __syncwarp(); /* without it, ptxas takes the branches of the loops for those of lanes */
+    __syncwarp(); /* without it, ptxas believes that lanes diverge in the loops */
     return true;
 }

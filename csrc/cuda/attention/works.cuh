@@ -1,5 +1,5 @@
-/* works.cuh: what a CTA of an attention kernel does at a time, a work: a tile of heads of one split
- * of one token, or a part of it; and how a launch that has such works begins.
+/* works.cuh: works, which a CTA of an attention kernel takes one at a time. A work is a head tile
+ * of one split of one token, or a part of this. Also begins the launches of kernels with works.
  */
 #pragma once
 
@@ -7,8 +7,8 @@
 
 /* ---- Works by number ------------------------------------------------------------------------ */
 
-/* Works are numbered by token, split and tile of heads. Tiles of a token and split are neighbours,
- * for they gather the same rows: L2 serves all but the first. */
+/* Works are numbered by token, then split, then head tile. The head tiles of a token and split are
+ * neighbours because they gather the same cache rows: L2 serves all but the first. */
 static __device__ __forceinline__ cta_work
 make_work(const attention_launch &launch, int32_t token, int32_t split, int32_t tile,
           int heads_per_cta)
@@ -27,8 +27,8 @@ make_work(const attention_launch &launch, int32_t token, int32_t split, int32_t 
     return work;
 }
 
-/* A work by its number, where a token and split has num_tiles. By divisions: the portable kernels
- * have no registers for divisors that are multiplied with. */
+/* Finds a work by its number. A token and split has num_tiles works. The function divides, because
+ * the portable kernels have no registers for divisors that they could multiply with. */
 static __device__ __forceinline__ cta_work
 find_work(const attention_launch &launch, uint32_t num_tiles, int cta, int heads_per_cta)
 {
@@ -38,8 +38,8 @@ find_work(const attention_launch &launch, uint32_t num_tiles, int cta, int heads
                      (int32_t)((uint32_t)cta % num_tiles), heads_per_cta);
 }
 
-/* The same without a division, for launch.head_tiles: Hopper's launches begin with it. Behind the
- * last one are works of no heads and no columns: nothing is read for them, and nothing written. */
+/* find_work without divisions, for launch.head_tiles, because Hopper's launches begin with it. A
+ * number behind the last work gives one without heads and columns: nothing is read or written. */
 static __device__ __forceinline__ cta_work
 find_numbered_work(const attention_launch &launch, int idx, int heads_per_cta)
 {
@@ -57,14 +57,14 @@ find_numbered_work(const attention_launch &launch, int idx, int heads_per_cta)
 
 /* ---- Parts of works ------------------------------------------------------------------------- */
 
-/* Where a launch may cut works (cut_works.cuh), a work is known by a word: its number, its
- * segments, and if it is a part of a work, which one of how many. The first part of a work is
- * its head, the others are pieces, which have numbers over all works. */
+/* Where a launch may cut works (cut_works.cuh), a word describes each part of a work: the work's
+ * number, the part's segments, which part of how many it is, and the number of the work's first
+ * piece. The first part of a work is its head. The others are pieces, numbered over all works. */
 enum {
-    NUM_SEGMENTS = 16, /* of a work: equal numbers of columns */
-    MAX_PARTS = 8,     /* of a work */
+    NUM_SEGMENTS = 16, /* segments per work, with equal numbers of columns */
+    MAX_PARTS = 8,     /* the most parts per work */
     MAX_CUT_WORKS = 256,
-    WHOLE_WORK = -1, /* instead of such a word: a work of a launch that cuts none */
+    WHOLE_WORK = -1, /* stands for the word in a launch that cuts no works */
 };
 
 static __device__ __forceinline__ int
@@ -85,15 +85,16 @@ count_parts(int part)
     return (part >> 19 & (MAX_PARTS - 1)) + 1;
 }
 
-/* Which slot of partial rows the n-th part of the same work has: heads have the first ones. */
+/* The slot of partial rows of the work's n-th part. Heads of works have the first gridDim.x
+ * slots. */
 static __device__ __forceinline__ int
 slot_of_part(int part, int n)
 {
     return n == 0 ? work_of_part(part) : (int)gridDim.x + (part >> 22) + n - 1;
 }
 
-/* Where the partial rows of a part begin. Rows that are done again come in smaller tiles of
- * heads. */
+/* The first partial row of a part. Works that are done again come in smaller head tiles, which may
+ * begin in the middle of the slot. */
 static __device__ __forceinline__ int32_t
 find_first_row(const attention_launch &launch, int part, int32_t first_head)
 {
@@ -103,7 +104,7 @@ find_first_row(const attention_launch &launch, int part, int32_t first_head)
                : slot * launch.slot_heads + (first_head & (launch.tile_heads - 1));
 }
 
-/* Makes a work the part of itself that the word says. */
+/* Reduces a work to the part that the word `part` describes. */
 static __device__ __forceinline__ void
 take_part(const attention_launch &launch, int part, cta_work *work)
 {
@@ -112,7 +113,7 @@ take_part(const attention_launch &launch, int part, cta_work *work)
     work->first_row = find_first_row(launch, part, work->first_head);
 }
 
-/* The same as find_work, of a part of it. */
+/* Finds a work by its number, and reduces it to a part unless `part` is WHOLE_WORK. */
 static __device__ __forceinline__ cta_work
 find_part(const attention_launch &launch, uint32_t num_tiles, int cta, int part, int heads_per_cta)
 {
@@ -123,7 +124,7 @@ find_part(const attention_launch &launch, uint32_t num_tiles, int cta, int part,
     return work;
 }
 
-/* The work that nth_work (work_order.cuh) names. */
+/* The work or part of a work that nth_work (work_order.cuh) names. */
 static __device__ __forceinline__ cta_work
 find_ordered_work(const attention_launch &launch, int number, int heads_per_cta)
 {
@@ -138,7 +139,7 @@ find_ordered_work(const attention_launch &launch, int number, int heads_per_cta)
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* CTAs and columns are counted in 32 bits; no memory holds the arrays of a call that has more. */
+/* Whether 32 bits can count works and columns. No memory holds the arrays of a larger call. */
 static bool
 is_countable(const smla_attention_params *params, int heads_per_cta)
 {
@@ -150,8 +151,7 @@ is_countable(const smla_attention_params *params, int heads_per_cta)
     return fits;
 }
 
-/* What comes before every launch: the counts are looked at, and the kernel gets its shared
- * memory. */
+/* Prepares a launch: checks the counts, and allows the kernel its shared memory. */
 static cudaError_t
 prepare_attention(const void *kernel, int shared_bytes, int heads_per_cta,
                   const smla_attention_params *params, uint64_t *allowed)
@@ -161,7 +161,7 @@ prepare_attention(const void *kernel, int shared_bytes, int heads_per_cta,
                : cudaErrorInvalidValue;
 }
 
-/* Whether every row of both parts of the query begins on 16 bytes. */
+/* Whether every row of q_nope and q_pe is aligned to 16 bytes. */
 static bool
 is_query_aligned(const smla_attention_params *params)
 {
@@ -196,7 +196,6 @@ make_launch(const smla_attention_params *params)
     return launch;
 }
 
-/* A work is a tile of heads of one split of one token. */
 static int64_t
 count_works(const attention_launch &launch)
 {

@@ -330,6 +330,21 @@ ptx_store_shared_16(uint32_t address, const uint32_t words[4])
                  : "memory");
 }
 
+/* Stores the halves of a pair 4 bytes apart. */
+static __device__ __forceinline__ void
+ptx_store_shared_halves(uint32_t address, uint32_t pair)
+{
+    asm volatile("{\n\t"
+                 ".reg .b16 low, high;\n\t"
+                 "mov.b32 {low, high}, %1;\n\t"
+                 "st.shared.b16 [%0], low;\n\t"
+                 "st.shared.b16 [%0 + 4], high;\n\t"
+                 "}"
+                 :
+                 : "r"(address), "r"(pair)
+                 : "memory");
+}
+
 static __device__ __forceinline__ void
 ptx_store_shared_4(uint32_t address, uint32_t word)
 {

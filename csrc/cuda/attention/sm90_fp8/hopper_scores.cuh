@@ -28,15 +28,7 @@ take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule
     mark_for_redo(shared, ptx_exceeds_f16x2(pair, LARGEST_SCALES));
     const uint32_t to = granule + (uint32_t)offsetof(ring_granule, scales) +
                         me.column * (GRANULE_KEYS * 2) + (4 * (me.row >> 1) + (me.row & 1)) * 2;
-    asm volatile("{\n\t"
-                 ".reg .b16 low, high;\n\t"
-                 "mov.b32 {low, high}, %1;\n\t"
-                 "st.shared.b16 [%0], low;\n\t"
-                 "st.shared.b16 [%0 + 4], high;\n\t"
-                 "}"
-                 :
-                 : "r"(to), "r"(pair)
-                 : "memory");
+    ptx_store_shared_halves(to, pair);
     return pair;
 }
 
