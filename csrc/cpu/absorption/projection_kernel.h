@@ -89,8 +89,8 @@ unpack_inner_rows(const uint16_t *w, int64_t stride_outer, int num_inner, int nu
             transpose(square);
 #pragma GCC unroll 16
             for (int i = 0; i < WIDTH; i++) {
-                store_weights(square[i], panel + (k + 2 * i) / UNIT_STEP * OUTER_BLOCK + n,
-                              OUTER_BLOCK);
+                store_pairs(square[i], panel + (k + 2 * i) / UNIT_STEP * OUTER_BLOCK + n,
+                            OUTER_BLOCK);
             }
         }
     }
@@ -115,7 +115,7 @@ unpack_outer_rows(const uint16_t *w, int64_t stride_inner, int num_inner, int nu
             const vuint high = __builtin_convertvector(*(const vhalf *)(odd + n), vuint);
             const vuint words = low | high << 16;
             smallest = track_smallest(smallest, words);
-            store_weights(words, panel + k / UNIT_STEP * OUTER_BLOCK + n, OUTER_BLOCK);
+            store_pairs(words, panel + k / UNIT_STEP * OUTER_BLOCK + n, OUTER_BLOCK);
         }
     }
     return smallest;

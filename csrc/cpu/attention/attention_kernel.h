@@ -36,6 +36,8 @@
  */
 #pragma once
 
+#include <math.h>
+
 #include "cpu/attention/attention.h"
 
 enum {
@@ -122,7 +124,7 @@ pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint smalle
         transpose(square);
 #pragma GCC unroll 16
         for (int i = 0; i < WIDTH; i++) {
-            store_query(square[i], packed + (k + 2 * i) / UNIT_STEP * lanes, lanes);
+            store_pairs(square[i], packed + (k + 2 * i) / UNIT_STEP * lanes, lanes);
         }
     }
     return smallest;
@@ -153,7 +155,7 @@ pack_query(const smla_attention_params *params, int64_t token, unit_scalar *pack
         smallest = pack_heads(rope_rows, rope_dim, lanes, smallest,
                               to + SMLA_KV_LORA_RANK / UNIT_STEP * lanes);
     }
-    return !has_subnormal(smallest);
+    return is_exact(smallest);
 }
 
 /* ---- Scores -------------------------------------------------------------------------------- */
