@@ -31,8 +31,9 @@
  * Source       online softmax (FlashAttention), register blocking (GotoBLAS); the absorbed scales,
  *              the power-of-two reference and heads as lanes are ours.
  *
- * The including file defines SMLA_SIMD_WIDTH and the four row counts. It includes a unit_*.h, and
- * attention_lanes.h or attention_tiles.h, which compute the products.
+ * The including file defines SMLA_SIMD_WIDTH and the rows per step: KEY_ROWS_1 keys and VALUE_ROWS_1
+ * dimensions if a group is one vector of heads, KEY_ROWS_2 and VALUE_ROWS_2 if it is two. It
+ * includes a unit_*.h, and attention_lanes.h or attention_tiles.h, which compute the products.
  */
 #pragma once
 
@@ -43,7 +44,6 @@
 enum {
     GROUP_VECTORS = 2,
     GROUP_HEADS = GROUP_VECTORS * WIDTH,
-    NUM_TILES = SMLA_NUM_SCALE_TILES + 1, /* four with a scale, and the RoPE tile */
 };
 
 _Static_assert(SMLA_HEAD_ALIGN % WIDTH == 0, "a state must hold whole vectors of heads");
