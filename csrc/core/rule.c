@@ -233,12 +233,12 @@ static smla_status
 check_last_stride(const smla_checker *c, const char *name, const DLTensor *tensor)
 {
     const int last = tensor->ndim - 1;
-    const bool has_stride = last >= 0 && tensor->shape[last] > 1 && !smla_is_empty(tensor);
-    if (has_stride && smla_stride(tensor, last) != 1) {
+    const int64_t stride = last >= 0 ? smla_stride(tensor, last) : 1;
+    if (stride != 1 && tensor->shape[last] > 1 && !smla_is_empty(tensor)) {
         return smla_fail(
             c->error, SMLA_ERROR_VALUE,
             "%s: `%s` must have a contiguous last dimension (stride 1), got stride %lld", c->op,
-            name, (long long)smla_stride(tensor, last));
+            name, (long long)stride);
     }
     return SMLA_OK;
 }

@@ -31,8 +31,8 @@
  * Source       online softmax (FlashAttention), register blocking (GotoBLAS); the absorbed scales,
  *              the power-of-two reference and heads as lanes are ours.
  *
- * The including file defines SMLA_SIMD_WIDTH and the rows per step: KEY_ROWS_1 keys and VALUE_ROWS_1
- * dimensions if a group is one vector of heads, KEY_ROWS_2 and VALUE_ROWS_2 if it is two. It
+ * The including file defines SMLA_SIMD_WIDTH and the rows per step: KEY_ROWS_1 keys or VALUE_ROWS_1
+ * dimensions if a group is one vector of heads, KEY_ROWS_2 or VALUE_ROWS_2 if it is two. It
  * includes a unit_*.h, and attention_lanes.h or attention_tiles.h, which compute the products.
  */
 #pragma once

@@ -3,7 +3,7 @@
  * bf16_avx512.h and bf16_neon.h both define these functions:
  *   multiply_add               sum + a.even * b.even + a.odd * b.odd, with pair `a` in every lane
  *   round_to_pairs             two vectors of floats -> a vector of pairs, one value from each
- *   interleave_halves          WIDTH 16-bit halves of each, a b a b ..., from half 0 or half WIDTH on
+ *   interleave_halves          WIDTH 16-bit halves of each, a b a b ..., from half 0 or WIDTH on
  *   min_halves, any_half_below compare unsigned 16-bit halves
  *   widen_e4m3                 4 * WIDTH e4m3 -> bf16, in order
  * Both dot products take subnormal inputs as zero and flush subnormal results to zero.

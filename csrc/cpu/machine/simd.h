@@ -1,7 +1,8 @@
 /* simd.h: vectors of SMLA_SIMD_WIDTH floats: 2^x, rounding to bf16, interleaving, transposition.
  *
- * This is GCC's vector extension, so one text serves SSE2, AVX2, AVX-512 and NEON. `a * b + c` becomes one FMA on machines with FMA (-ffp-contract=fast). A scalar operand is
- * broadcast. The file that includes this one defines SMLA_SIMD_WIDTH as 4, 8 or 16.
+ * This is GCC's vector extension, so one text serves SSE2, AVX2, AVX-512 and NEON. `a * b + c`
+ * becomes one FMA on machines with FMA (-ffp-contract=fast). A scalar operand is broadcast. The
+ * file that includes this one defines SMLA_SIMD_WIDTH as 4, 8 or 16.
  */
 #pragma once
 
