@@ -10,92 +10,102 @@
 
 enum { TEXT_BYTES = 160 };
 
-/* Appends to `text`, a buffer of TEXT_BYTES, and cuts off text that does not fit. */
+/* A part of an error's text, by value: functions that describe something return one. */
+typedef struct part {
+    char text[TEXT_BYTES];
+} part;
+
+/* Cuts off text that does not fit. */
 __attribute__((format(printf, 2, 3))) static void
-append(char *text, const char *format, ...)
+append(part *to, const char *format, ...)
 {
-    const size_t used = strlen(text);
+    const size_t used = strlen(to->text);
     va_list values;
     va_start(values, format);
-    vsnprintf(text + used, TEXT_BYTES - used, format, values);
+    vsnprintf(to->text + used, TEXT_BYTES - used, format, values);
     va_end(values);
 }
 
 /* ---- Wording ------------------------------------------------------------------------------- */
 
-static void
-describe_dtype(const DLTensor *tensor, char *text)
+static part
+describe_dtype(const DLTensor *tensor)
 {
     static const char *const kinds[] = {"int",    "uint",    "float", "opaque",
                                         "bfloat", "complex", "bool"};
     const unsigned dtype = smla_dtype(tensor);
+    part got = {""};
     for (int i = 0; i < SMLA_NUM_DTYPES; i++) {
         if (smla_dtypes[i].dtype == dtype) {
-            append(text, "%s", smla_dtypes[i].name);
-            return;
+            append(&got, "%s", smla_dtypes[i].name);
+            return got;
         }
     }
     if (tensor->dtype.code == kDLBool) {
-        append(text, "bool");
+        append(&got, "bool");
     } else if (tensor->dtype.code < sizeof kinds / sizeof kinds[0]) {
-        append(text, "%s%d", kinds[tensor->dtype.code], tensor->dtype.bits);
+        append(&got, "%s%d", kinds[tensor->dtype.code], tensor->dtype.bits);
     } else {
-        append(text, "DLPack type code %d of %d bits", tensor->dtype.code, tensor->dtype.bits);
+        append(&got, "DLPack type code %d of %d bits", tensor->dtype.code, tensor->dtype.bits);
     }
     if (tensor->dtype.lanes != 1) {
-        append(text, "x%d", tensor->dtype.lanes);
+        append(&got, "x%d", tensor->dtype.lanes);
     }
+    return got;
 }
 
-static void
-describe_dtypes(unsigned wanted, char *text)
+static part
+describe_dtypes(unsigned dtypes)
 {
+    part wanted = {""};
     for (int i = 0; i < SMLA_NUM_DTYPES; i++) {
-        if (wanted & smla_dtypes[i].dtype) {
-            wanted &= ~smla_dtypes[i].dtype;
-            append(text, "%s%s", text[0] == '\0' ? "" : (wanted == 0 ? " or " : ", "),
+        if (dtypes & smla_dtypes[i].dtype) {
+            dtypes &= ~smla_dtypes[i].dtype;
+            append(&wanted, "%s%s", wanted.text[0] == '\0' ? "" : (dtypes == 0 ? " or " : ", "),
                    smla_dtypes[i].name);
         }
-        if (wanted == 0) {
-            return;
-        }
     }
+    return wanted;
 }
 
-static void
-describe_shape(const DLTensor *tensor, char *text)
+static part
+describe_shape(const DLTensor *tensor)
 {
-    append(text, "[");
+    part got = {"["};
     for (int i = 0; i < tensor->ndim; i++) {
-        append(text, "%s%lld", i == 0 ? "" : ", ", (long long)tensor->shape[i]);
+        append(&got, "%s%lld", i == 0 ? "" : ", ", (long long)tensor->shape[i]);
     }
-    append(text, "]");
+    append(&got, "]");
+    return got;
 }
 
-static void
-describe_rule_shape(const smla_rule *rule, char *text)
+static part
+describe_rule_shape(const smla_rule *rule)
 {
-    append(text, "[");
+    part wanted = {"["};
     for (int i = 0; i < rule->ndim; i++) {
-        append(text, "%s", i == 0 ? "" : ", ");
+        append(&wanted, "%s", i == 0 ? "" : ", ");
         if (rule->shape[i] == SMLA_ANY) {
-            append(text, "any");
+            append(&wanted, "any");
         } else {
             const bool minimum = i == 0 && (rule->flags & SMLA_RULE_MORE_ROWS);
-            append(text, "%s%lld", minimum ? ">= " : "", (long long)rule->shape[i]);
+            append(&wanted, "%s%lld", minimum ? ">= " : "", (long long)rule->shape[i]);
         }
     }
-    append(text, "]");
+    append(&wanted, "]");
+    return wanted;
 }
 
-static void
-describe_device(DLDevice device, char *text)
+static part
+describe_device(DLDevice device)
 {
+    part name = {""};
     switch (device.device_type) {
-    case kDLCPU: append(text, "cpu"); break;
-    case kDLCUDA: append(text, "cuda:%d", device.device_id); break;
-    default: append(text, "DLPack device type %d:%d", (int)device.device_type, device.device_id);
+    case kDLCPU: append(&name, "cpu"); break;
+    case kDLCUDA: append(&name, "cuda:%d", device.device_id); break;
+    default: append(&name, "DLPack device type %d:%d", (int)device.device_type, device.device_id);
     }
+    return name;
 }
 
 DLDevice
@@ -108,13 +118,29 @@ smla_normal_device(DLDevice device)
     return device;
 }
 
-/* ---- Rules --------------------------------------------------------------------------------- */
+/* ---- What is no array ---------------------------------------------------------------------- */
 
-static smla_status
-report_missing(const smla_checker *c, const char *name)
+smla_status
+smla_require_pointer(const char *op, const char *name, const void *pointer, smla_error *error)
 {
-    return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must be given, got none", c->op, name);
+    if (pointer == NULL) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be given, got none", op, name);
+    }
+    return SMLA_OK;
 }
+
+smla_status
+smla_require_count(const char *op, const char *name, int64_t value, int64_t least, int64_t most,
+                   smla_error *error)
+{
+    if (value < least || value > most) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be %lld to %lld, got %lld", op,
+                         name, (long long)least, (long long)most, (long long)value);
+    }
+    return SMLA_OK;
+}
+
+/* ---- Rules --------------------------------------------------------------------------------- */
 
 /* A hint at the usual cause of a wrong dtype. */
 static const char *
@@ -136,12 +162,9 @@ check_dtype(const smla_checker *c, const smla_rule *rule)
     if (smla_dtype(rule->tensor) & rule->dtypes) {
         return SMLA_OK;
     }
-    char wanted[TEXT_BYTES] = "";
-    char got[TEXT_BYTES] = "";
-    describe_dtypes(rule->dtypes, wanted);
-    describe_dtype(rule->tensor, got);
     return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s, got %s%s", c->op, rule->name,
-                     wanted, got, dtype_hint(rule));
+                     describe_dtypes(rule->dtypes).text, describe_dtype(rule->tensor).text,
+                     dtype_hint(rule));
 }
 
 /* Checks what every later step relies on: a rank of at most SMLA_MAX_RANK, no negative sizes, and
@@ -165,10 +188,9 @@ check_sane(const smla_checker *c, const char *name, const DLTensor *tensor, smla
     }
     for (int i = 0; i < tensor->ndim; i++) {
         if (tensor->shape[i] < 0) {
-            char got[TEXT_BYTES] = "";
-            describe_shape(tensor, got);
             return smla_fail(c->error, SMLA_ERROR_VALUE,
-                             "%s: `%s` must have sizes >= 0, got shape %s", c->op, name, got);
+                             "%s: `%s` must have sizes >= 0, got shape %s", c->op, name,
+                             describe_shape(tensor).text);
         }
     }
     if (tensor->data == NULL && !smla_is_empty(tensor)) {
@@ -176,11 +198,9 @@ check_sane(const smla_checker *c, const char *name, const DLTensor *tensor, smla
                          "%s: `%s` must have memory, got a null pointer", c->op, name);
     }
     if (!fits) {
-        char got[TEXT_BYTES] = "";
-        describe_shape(tensor, got);
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `%s` must fit in the address space with its strides, got shape %s",
-                         c->op, name, got);
+                         c->op, name, describe_shape(tensor).text);
     }
     return SMLA_OK;
 }
@@ -203,24 +223,18 @@ check_shape(const smla_checker *c, const smla_rule *rule)
     if (good) {
         return SMLA_OK;
     }
-    char wanted[TEXT_BYTES] = "";
-    char got[TEXT_BYTES] = "";
-    describe_rule_shape(rule, wanted);
-    describe_shape(tensor, got);
     const bool has_hint = rule->hint != NULL;
     return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must have shape %s, got %s%s%s", c->op,
-                     rule->name, wanted, got, has_hint ? ": " : "", has_hint ? rule->hint : "");
+                     rule->name, describe_rule_shape(rule).text, describe_shape(tensor).text,
+                     has_hint ? ": " : "", has_hint ? rule->hint : "");
 }
 
 static smla_status
 check_last_stride(const smla_checker *c, const char *name, const DLTensor *tensor)
 {
     const int last = tensor->ndim - 1;
-    const int64_t stride = last >= 0 ? smla_stride(tensor, last) : 0;
-    if (stride == 0 && (last < 0 || tensor->shape[last] <= 1)) {
-        return SMLA_OK;
-    }
-    if (stride != 1 && !smla_is_empty(tensor)) {
+    const int64_t stride = last >= 0 ? smla_stride(tensor, last) : 1;
+    if (stride != 1 && tensor->shape[last] > 1 && !smla_is_empty(tensor)) {
         return smla_fail(
             c->error, SMLA_ERROR_VALUE,
             "%s: `%s` must have a contiguous last dimension (stride 1), got stride %lld", c->op,
@@ -263,12 +277,9 @@ check_device(smla_checker *c, const char *name, const DLTensor *tensor)
     if (is_same_device(device, c->device)) {
         return SMLA_OK;
     }
-    char wanted[TEXT_BYTES] = "";
-    char got[TEXT_BYTES] = "";
-    describe_device(c->device, wanted);
-    describe_device(device, got);
     return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must be on %s like `%s`, got %s", c->op,
-                     name, wanted, c->arrays[0].name, got);
+                     name, describe_device(c->device).text, c->arrays[0].name,
+                     describe_device(device).text);
 }
 
 static smla_status
@@ -294,10 +305,15 @@ check_output(const smla_checker *c, const char *name, const DLTensor *tensor)
     return SMLA_OK;
 }
 
+/* The end of every array's check. */
 static smla_status
 remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range range,
          unsigned flags)
 {
+    SMLA_TRY(check_device(c, name, tensor));
+    if (!range.is_compact && (flags & SMLA_RULE_OUTPUT)) {
+        SMLA_TRY(check_output(c, name, tensor));
+    }
     if (c->num_arrays == SMLA_MAX_ARRAYS) { /* only if an operator's check is wrong */
         return smla_fail(c->error, SMLA_ERROR_RUNTIME, "%s: a call has at most %d arrays, got `%s`",
                          c->op, SMLA_MAX_ARRAYS, name);
@@ -314,7 +330,9 @@ smla_status
 smla_require(smla_checker *c, const smla_rule *rule)
 {
     if (rule->tensor == NULL) {
-        return rule->flags & SMLA_RULE_OPTIONAL ? SMLA_OK : report_missing(c, rule->name);
+        return rule->flags & SMLA_RULE_OPTIONAL
+                   ? SMLA_OK
+                   : smla_require_pointer(c->op, rule->name, NULL, c->error);
     }
     smla_byte_range range;
     SMLA_TRY(check_sane(c, rule->name, rule->tensor, &range));
@@ -324,10 +342,6 @@ smla_require(smla_checker *c, const smla_rule *rule)
         SMLA_TRY(check_last_stride(c, rule->name, rule->tensor));
     }
     SMLA_TRY(check_alignment(c, rule->name, rule->tensor, smla_element_bytes(rule->tensor)));
-    SMLA_TRY(check_device(c, rule->name, rule->tensor));
-    if (!range.is_compact && (rule->flags & SMLA_RULE_OUTPUT)) {
-        SMLA_TRY(check_output(c, rule->name, rule->tensor));
-    }
     return remember(c, rule->name, rule->tensor, range, rule->flags);
 }
 
@@ -335,25 +349,25 @@ smla_require(smla_checker *c, const smla_rule *rule)
 
 /* Describes the entries of smla_kv_formats, grouped by dtype: "bfloat16 (576 values a token), or
  * uint8, int8 or float8_e4m3fn (fp8_ds_mla, 656 bytes a token)". */
-static void
-describe_rows(char *text)
+static part
+describe_rows(void)
 {
+    part wanted = {""};
     for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
         const smla_kv_format_info *const row = &smla_kv_formats[i];
         const bool is_first = i == 0 || row[-1].dtypes != row->dtypes;
         const bool is_last = i + 1 == SMLA_NUM_KV_FORMATS || row[1].dtypes != row->dtypes;
         const bool is_bytes = row->dtypes == SMLA_DTYPE_BYTES;
         if (is_first) {
-            char dtypes[TEXT_BYTES] = "";
-            describe_dtypes(row->dtypes, dtypes);
-            append(text, "%s%s (", i == 0 ? "" : ", or ", dtypes);
+            append(&wanted, "%s%s (", i == 0 ? "" : ", or ", describe_dtypes(row->dtypes).text);
         }
-        append(text, "%s%s%s%d", is_first ? "" : " or ", is_bytes ? row->name : "",
+        append(&wanted, "%s%s%s%d", is_first ? "" : " or ", is_bytes ? row->name : "",
                is_bytes ? ", " : "", row->row_elements);
         if (is_last) {
-            append(text, " %s a token)", is_bytes ? "bytes" : "values");
+            append(&wanted, " %s a token)", is_bytes ? "bytes" : "values");
         }
     }
+    return wanted;
 }
 
 /* The table entries that fit a dtype and a last dimension; 0 stands for any last dimension. */
@@ -375,54 +389,47 @@ static smla_status
 fail_dtype(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format)
 {
     const smla_kv_format_info *const row = smla_find_kv_format(kv_format);
-    char wanted[TEXT_BYTES] = "";
-    char got[TEXT_BYTES] = "";
-    describe_dtype(tensor, got);
+    const part got = describe_dtype(tensor);
     if (kv_format == SMLA_KV_INFER) {
-        describe_rows(wanted);
         return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s, got %s", c->op, name,
-                         wanted, got);
+                         describe_rows().text, got.text);
     }
-    describe_dtypes(row->dtypes, wanted);
     return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s for format %s, got %s", c->op,
-                     name, wanted, row->name, got);
+                     name, describe_dtypes(row->dtypes).text, row->name, got.text);
 }
 
 /* Reports a last dimension that fits none of the table entries `rows`, which fit the dtype. */
 static smla_status
 fail_size(const smla_checker *c, const char *name, const DLTensor *tensor, smla_kv_set rows)
 {
-    char wanted[TEXT_BYTES] = "";
-    char got[TEXT_BYTES] = "";
+    part wanted = {""};
     for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
         const smla_kv_format_info *const row = &smla_kv_formats[i];
         if (rows & SMLA_KV_SET(i)) {
             const bool is_last = !(rows >> 1 & SMLA_KV_SET(i)) || row[1].format != row->format;
-            append(wanted, "%s%d%s%s", wanted[0] == '\0' ? "" : " or ", row->row_elements,
+            append(&wanted, "%s%d%s%s", wanted.text[0] == '\0' ? "" : " or ", row->row_elements,
                    is_last ? " for format " : "", is_last ? row->name : "");
         }
     }
-    describe_shape(tensor, got);
     return smla_fail(c->error, SMLA_ERROR_VALUE,
-                     "%s: `%s` must have a last dimension of %s, got shape %s", c->op, name, wanted,
-                     got);
+                     "%s: `%s` must have a last dimension of %s, got shape %s", c->op, name,
+                     wanted.text, describe_shape(tensor).text);
 }
 
 /* Reports a dtype and a last dimension that fit several table entries. */
 static smla_status
 fail_ambiguous(const smla_checker *c, const char *name, const DLTensor *tensor, smla_kv_set rows)
 {
-    char wanted[TEXT_BYTES] = "";
-    char got[TEXT_BYTES] = "";
+    part wanted = {""};
     for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
         if (rows & SMLA_KV_SET(i)) {
-            append(wanted, "%s\"%s\"", wanted[0] == '\0' ? "" : " or ", smla_kv_formats[i].name);
+            append(&wanted, "%s\"%s\"", wanted.text[0] == '\0' ? "" : " or ",
+                   smla_kv_formats[i].name);
         }
     }
-    describe_shape(tensor, got);
     return smla_fail(c->error, SMLA_ERROR_VALUE,
                      "%s: `%s` must come with kv_format=%s, got none for shape %s", c->op, name,
-                     wanted, got);
+                     wanted.text, describe_shape(tensor).text);
 }
 
 static const smla_kv_format_info *
@@ -477,7 +484,6 @@ read_pages(const smla_checker *c, const char *name, const DLTensor *tensor, smla
 {
     const int64_t element_bytes = smla_element_bytes(tensor);
     const bool has_head_axis = tensor->ndim == 4 && tensor->shape[2] == 1;
-    char got[TEXT_BYTES] = "";
     if (tensor->ndim == 2) {
         const bool empty = tensor->shape[0] == 0;
         view->num_pages = empty ? 0 : 1;
@@ -490,19 +496,17 @@ read_pages(const smla_checker *c, const char *name, const DLTensor *tensor, smla
         view->page_stride_bytes = smla_stride(tensor, 0) * element_bytes;
         view->token_stride_bytes = smla_stride(tensor, 1) * element_bytes;
     } else {
-        describe_shape(tensor, got);
         return smla_fail(
             c->error, SMLA_ERROR_VALUE,
             "%s: `%s` must have shape [pages, block_size, %d], [pages, block_size, 1, %d] "
             "or [tokens, %d], got %s",
             c->op, name, view->format->row_elements, view->format->row_elements,
-            view->format->row_elements, got);
+            view->format->row_elements, describe_shape(tensor).text);
     }
     if (view->block_size < 1) {
-        describe_shape(tensor, got);
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `%s` must have at least one token per page, got shape %s", c->op,
-                         name, got);
+                         name, describe_shape(tensor).text);
     }
     return SMLA_OK;
 }
@@ -511,9 +515,7 @@ smla_status
 smla_require_kv(smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format,
                 unsigned flags, smla_kv_view *view)
 {
-    if (tensor == NULL) {
-        return report_missing(c, name);
-    }
+    SMLA_TRY(smla_require_pointer(c->op, name, tensor, c->error));
     smla_byte_range range;
     SMLA_TRY(check_sane(c, name, tensor, &range));
     SMLA_TRY(find_kv_format(c, name, tensor, kv_format, &view->format));
@@ -530,10 +532,6 @@ smla_require_kv(smla_checker *c, const char *name, const DLTensor *tensor, int32
             "%lld and %lld",
             c->op, name, (long long)alignment, (long long)view->page_stride_bytes,
             (long long)view->token_stride_bytes);
-    }
-    SMLA_TRY(check_device(c, name, tensor));
-    if (!range.is_compact && (flags & SMLA_RULE_OUTPUT)) {
-        SMLA_TRY(check_output(c, name, tensor));
     }
     view->base = smla_data(tensor);
     view->scales = view->base == NULL ? NULL : view->base + view->format->scale_offset;

@@ -69,3 +69,12 @@ DLDevice smla_normal_device(DLDevice device);
 
 /* Checks that no output shares memory with another array. */
 smla_status smla_require_disjoint(const smla_checker *checker);
+
+/* ---- What is no array ---------------------------------------------------------------------- */
+
+smla_status smla_require_pointer(const char *op, const char *name, const void *pointer,
+                                 smla_error *error);
+
+/* Checks that a number is in least...most. */
+smla_status smla_require_count(const char *op, const char *name, int64_t value, int64_t least,
+                               int64_t most, smla_error *error);

@@ -94,28 +94,30 @@ smla_check_concat_and_cache_mla(const smla_concat_and_cache_mla_args *args,
     return SMLA_OK;
 }
 
-/* An int32 vector of `count` entries. */
-static smla_rule
-int32_vector(const char *name, const DLTensor *tensor, int64_t count, unsigned flags)
+/* Checks an int32 vector of `count` entries. */
+static smla_status
+require_vector(smla_checker *c, const char *name, const DLTensor *tensor, int64_t count,
+               unsigned flags, const char *hint)
 {
-    return (smla_rule){.name = name,
-                       .tensor = tensor,
-                       .dtypes = SMLA_DTYPE_INT32,
-                       .flags = flags | SMLA_RULE_ANY_LAST_STRIDE,
-                       .ndim = 1,
-                       .shape = {count}};
+    return smla_require(c, &(smla_rule){.name = name,
+                                        .tensor = tensor,
+                                        .dtypes = SMLA_DTYPE_INT32,
+                                        .flags = flags | SMLA_RULE_ANY_LAST_STRIDE,
+                                        .ndim = 1,
+                                        .shape = {count},
+                                        .hint = hint});
 }
 
-static smla_rule
-block_table_rule(const DLTensor *tensor)
+smla_status
+smla_require_block_table(smla_checker *c, const DLTensor *tensor)
 {
-    return (smla_rule){.name = "block_table",
-                       .tensor = tensor,
-                       .dtypes = SMLA_DTYPE_INT32,
-                       .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                       .ndim = 2,
-                       .shape = {SMLA_ANY, SMLA_ANY},
-                       .hint = "a row of page numbers per request"};
+    return smla_require(c, &(smla_rule){.name = "block_table",
+                                        .tensor = tensor,
+                                        .dtypes = SMLA_DTYPE_INT32,
+                                        .flags = SMLA_RULE_ANY_LAST_STRIDE,
+                                        .ndim = 2,
+                                        .shape = {SMLA_ANY, SMLA_ANY},
+                                        .hint = "a row of page numbers per request"});
 }
 
 smla_status
@@ -126,17 +128,12 @@ smla_check_gather_kv_cache(const smla_gather_kv_cache_args *args, smla_gather_pa
     smla_kv_view kv;
     smla_open_checker(&c, "gather_kv_cache", error);
     SMLA_TRY(smla_require_kv(&c, "kv_cache", args->kv_cache, args->kv_format, 0, &kv));
-    const smla_rule block_table = block_table_rule(args->block_table);
-    SMLA_TRY(smla_require(&c, &block_table));
+    SMLA_TRY(smla_require_block_table(&c, args->block_table));
     const int64_t num_reqs = smla_size(args->block_table, 0);
-    const smla_rule vectors[] = {
-        int32_vector("seq_lens", args->seq_lens, num_reqs, 0),
-        int32_vector("workspace_starts", args->workspace_starts, num_reqs, 0),
-        int32_vector("seq_starts", args->seq_starts, num_reqs, SMLA_RULE_OPTIONAL),
-    };
-    for (int i = 0; i < 3; i++) {
-        SMLA_TRY(smla_require(&c, &vectors[i]));
-    }
+    SMLA_TRY(require_vector(&c, "seq_lens", args->seq_lens, num_reqs, 0, NULL));
+    SMLA_TRY(require_vector(&c, "workspace_starts", args->workspace_starts, num_reqs, 0, NULL));
+    SMLA_TRY(
+        require_vector(&c, "seq_starts", args->seq_starts, num_reqs, SMLA_RULE_OPTIONAL, NULL));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
                                            .tensor = args->out,
                                            .dtypes = SMLA_DTYPE_BF16,
@@ -207,11 +204,9 @@ smla_check_convert_req_index_to_global_index(const smla_convert_req_index_args *
 {
     smla_checker c;
     smla_open_checker(&c, "convert_req_index_to_global_index", error);
-    const smla_rule req_id = int32_vector("req_id_per_token", args->req_id_per_token, SMLA_ANY, 0);
-    SMLA_TRY(smla_require(&c, &req_id));
+    SMLA_TRY(require_vector(&c, "req_id_per_token", args->req_id_per_token, SMLA_ANY, 0, NULL));
     const int64_t num_tokens = smla_size(args->req_id_per_token, 0);
-    const smla_rule block_table = block_table_rule(args->block_table);
-    SMLA_TRY(smla_require(&c, &block_table));
+    SMLA_TRY(smla_require_block_table(&c, args->block_table));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "topk_indices",
                                            .tensor = args->topk_indices,
                                            .dtypes = SMLA_DTYPE_INT32,
@@ -219,27 +214,20 @@ smla_check_convert_req_index_to_global_index(const smla_convert_req_index_args *
                                            .shape = {num_tokens, SMLA_ANY},
                                            .hint = "a row per entry of `req_id_per_token`"}));
     const int64_t topk = smla_size(args->topk_indices, 1);
-    const smla_rule prefill[] = {
-        int32_vector("prefill_request_ids", args->prefill_request_ids, num_tokens,
-                     SMLA_RULE_OPTIONAL),
-        int32_vector("prefill_workspace_starts", args->prefill_workspace_starts, SMLA_ANY,
-                     args->prefill_request_ids == NULL ? SMLA_RULE_OPTIONAL : 0),
-    };
-    SMLA_TRY(smla_require(&c, &prefill[0]));
-    SMLA_TRY(smla_require(&c, &prefill[1]));
+    SMLA_TRY(require_vector(&c, "prefill_request_ids", args->prefill_request_ids, num_tokens,
+                            SMLA_RULE_OPTIONAL, NULL));
+    SMLA_TRY(require_vector(&c, "prefill_workspace_starts", args->prefill_workspace_starts,
+                            SMLA_ANY, args->prefill_request_ids == NULL ? SMLA_RULE_OPTIONAL : 0,
+                            NULL));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
                                            .tensor = args->out,
                                            .dtypes = SMLA_DTYPE_INT32,
                                            .flags = SMLA_RULE_OUTPUT,
                                            .ndim = 2,
                                            .shape = {num_tokens, topk}}));
-    const smla_rule counts =
-        int32_vector("counts", args->counts, num_tokens, SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL);
-    SMLA_TRY(smla_require(&c, &counts));
-    if (args->block_size < 1 || args->block_size > INT32_MAX) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `block_size` must be 1 to %d, got %lld",
-                         c.op, INT32_MAX, (long long)args->block_size);
-    }
+    SMLA_TRY(require_vector(&c, "counts", args->counts, num_tokens,
+                            SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL, NULL));
+    SMLA_TRY(smla_require_count(c.op, "block_size", args->block_size, 1, INT32_MAX, error));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_convert_params){
         .num_tokens = num_tokens,
@@ -304,9 +292,8 @@ require_key_list(smla_checker *c, const char *const names[3], const DLTensor *kv
                                           .ndim = 2,
                                           .shape = {num_tokens, SMLA_ANY},
                                           .hint = "a row per token of `q`"}));
-    smla_rule length = int32_vector(names[2], topk_length, num_tokens, SMLA_RULE_OPTIONAL);
-    length.hint = "a length per token of `q`";
-    SMLA_TRY(smla_require(c, &length));
+    SMLA_TRY(require_vector(c, names[2], topk_length, num_tokens, SMLA_RULE_OPTIONAL,
+                            "a length per token of `q`"));
     list->indices = smla_data(indices);
     list->indices_stride_token = smla_stride(indices, 0);
     list->topk = smla_size(indices, 1);
@@ -360,9 +347,9 @@ require_same_head_size(const smla_checker *c, const char *name, const smla_atten
                                      c->op, name, wanted, got);
 }
 
-static smla_status
-require_state(smla_checker *c, const char *name, const DLTensor *tensor, int64_t num_tokens,
-              int64_t num_heads, unsigned flags)
+smla_status
+smla_require_state(smla_checker *c, const char *name, const DLTensor *tensor, int64_t num_tokens,
+                   int64_t num_heads, unsigned flags)
 {
     return smla_require(c, &(smla_rule){.name = name,
                                         .tensor = tensor,
@@ -383,13 +370,12 @@ require_workspace(smla_checker *c, const DLTensor *workspace, int64_t bytes_need
                          "%s: `workspace` must have at least %lld bytes, got none", c->op,
                          (long long)bytes_needed);
     }
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = "workspace",
-                                          .tensor = workspace,
-                                          .dtypes = SMLA_DTYPE_UINT8 | SMLA_DTYPE_INT8,
-                                          .flags = SMLA_RULE_OUTPUT,
-                                          .ndim = 1,
-                                          .shape = {SMLA_ANY}}));
-    return SMLA_OK;
+    return smla_require(c, &(smla_rule){.name = "workspace",
+                                        .tensor = workspace,
+                                        .dtypes = SMLA_DTYPE_UINT8 | SMLA_DTYPE_INT8,
+                                        .flags = SMLA_RULE_OUTPUT,
+                                        .ndim = 1,
+                                        .shape = {SMLA_ANY}});
 }
 
 smla_status
@@ -432,9 +418,9 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
                                            .flags = SMLA_RULE_OUTPUT,
                                            .ndim = 3,
                                            .shape = {num_tokens, num_heads, format->value_dim}}));
-    SMLA_TRY(require_state(&c, "lse", args->lse, num_tokens, num_heads, SMLA_RULE_OUTPUT));
-    SMLA_TRY(require_state(&c, "max_logits", args->max_logits, num_tokens, num_heads,
-                           SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL));
+    SMLA_TRY(smla_require_state(&c, "lse", args->lse, num_tokens, num_heads, SMLA_RULE_OUTPUT));
+    SMLA_TRY(smla_require_state(&c, "max_logits", args->max_logits, num_tokens, num_heads,
+                                SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL));
     SMLA_TRY(smla_find_backend(c.op, c.device, backend, error));
     const smla_attention_shape shape = {.num_tokens = num_tokens,
                                         .num_heads = num_heads,
@@ -489,22 +475,10 @@ smla_check_attention_workspace(const smla_attention_workspace_args *args,
 {
     smla_checker c;
     smla_open_checker(&c, "attention_workspace_size", error);
-    const struct {
-        const char *name;
-        int64_t value;
-    } counts[] = {{"num_tokens", args->num_tokens},
-                  {"topk", args->topk},
-                  {"extra_topk", args->extra_topk}};
-    for (int i = 0; i < 3; i++) {
-        if (counts[i].value < 0 || counts[i].value > INT32_MAX) {
-            return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be 0 to %d, got %lld", c.op,
-                             counts[i].name, INT32_MAX, (long long)counts[i].value);
-        }
-    }
-    if (args->num_heads < 1 || args->num_heads > SMLA_MAX_HEADS) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `num_heads` must be 1 to %d, got %lld", c.op,
-                         SMLA_MAX_HEADS, (long long)args->num_heads);
-    }
+    SMLA_TRY(smla_require_count(c.op, "num_tokens", args->num_tokens, 0, INT32_MAX, error));
+    SMLA_TRY(smla_require_count(c.op, "topk", args->topk, 0, INT32_MAX, error));
+    SMLA_TRY(smla_require_count(c.op, "extra_topk", args->extra_topk, 0, INT32_MAX, error));
+    SMLA_TRY(smla_require_count(c.op, "num_heads", args->num_heads, 1, SMLA_MAX_HEADS, error));
     SMLA_TRY(check_num_splits(&c, args->num_splits));
     const DLDevice device = smla_normal_device(args->device);
     SMLA_TRY(smla_find_backend(c.op, device, backend, error));
@@ -533,16 +507,17 @@ smla_check_merge_attn_states(const smla_merge_attn_states_args *args, smla_merge
         out.shape[i] = smla_size(args->out_a, i);
     }
     out.dtypes = smla_dtype(args->out_a);
-    SMLA_TRY(require_state(&c, "lse_a", args->lse_a, out.shape[0], out.shape[1], 0));
+    SMLA_TRY(smla_require_state(&c, "lse_a", args->lse_a, out.shape[0], out.shape[1], 0));
     out.name = "out_b";
     out.tensor = args->out_b;
     SMLA_TRY(smla_require(&c, &out));
-    SMLA_TRY(require_state(&c, "lse_b", args->lse_b, out.shape[0], out.shape[1], 0));
+    SMLA_TRY(smla_require_state(&c, "lse_b", args->lse_b, out.shape[0], out.shape[1], 0));
     out.name = "out";
     out.tensor = args->out;
     out.flags = SMLA_RULE_OUTPUT;
     SMLA_TRY(smla_require(&c, &out));
-    SMLA_TRY(require_state(&c, "lse", args->lse, out.shape[0], out.shape[1], SMLA_RULE_OUTPUT));
+    SMLA_TRY(
+        smla_require_state(&c, "lse", args->lse, out.shape[0], out.shape[1], SMLA_RULE_OUTPUT));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_merge_params){
         .num_tokens = out.shape[0],

@@ -29,6 +29,12 @@ smla_stream smla_stream_of(const smla_checker *checker, void *handle);
 smla_status smla_require_num_heads(const smla_checker *checker, const char *name,
                                    int64_t num_heads);
 
+smla_status smla_require_block_table(smla_checker *checker, const DLTensor *tensor);
+
+/* lse or max_logits: fp32 [tokens, heads]. */
+smla_status smla_require_state(smla_checker *checker, const char *name, const DLTensor *tensor,
+                               int64_t num_tokens, int64_t num_heads, unsigned flags);
+
 /* The last step: the backend of the arrays' device, and no output over another array. */
 smla_status smla_finish_check(const smla_checker *checker, const smla_backend **backend);
 

@@ -6,7 +6,7 @@
 #include "core/args.h"
 #include "ops/check.h"
 
-#define ENTRY_POINT(name, args_type, params_type)                           \
+#define ENTRY_POINT_TO(slot, name, args_type, params_type)                  \
     smla_status smla_##name(const args_type *args, smla_error *error)       \
     {                                                                       \
         args_type known;                                                    \
@@ -14,10 +14,14 @@
         const smla_backend *backend;                                        \
         SMLA_TRY(smla_read_args(#name, &known, sizeof known, args, error)); \
         SMLA_TRY(smla_check_##name(&known, &params, &backend, error));      \
-        return backend->name(&params, error);                               \
+        return backend->slot(&params, error);                               \
     }
 
+#define ENTRY_POINT(name, args_type, params_type) ENTRY_POINT_TO(name, name, args_type, params_type)
+
 SMLA_OPERATORS(ENTRY_POINT)
+ENTRY_POINT_TO(up_proj, k_up_proj, smla_k_up_proj_args, smla_projection_params)
+ENTRY_POINT_TO(up_proj, v_up_proj, smla_v_up_proj_args, smla_projection_params)
 
 smla_status
 smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *error)
@@ -31,13 +35,10 @@ smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *erro
 smla_status
 smla_sparse_attention(const smla_sparse_attention_args *args, smla_error *error)
 {
+    static const smla_index_map no_map = {.block_table = NULL};
     smla_sparse_attention_args known;
-    smla_attention_params params;
-    smla_attention_plan plan;
-    const smla_backend *backend;
     SMLA_TRY(smla_read_args("sparse_attention", &known, sizeof known, args, error));
-    SMLA_TRY(smla_check_attention(&known, &params, &plan, &backend, error));
-    return backend->sparse_attention(&params, &plan, error);
+    return smla_attend_positions(&known, &no_map, error);
 }
 
 smla_status
@@ -61,32 +62,7 @@ smla_attention_workspace_size(const smla_attention_workspace_args *args, int64_t
     const smla_backend *backend;
     SMLA_TRY(smla_read_args("attention_workspace_size", &known, sizeof known, args, error));
     SMLA_TRY(smla_check_attention_workspace(&known, &shape, &backend, error));
-    if (bytes == NULL) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "attention_workspace_size: `bytes` must be given, got none");
-    }
+    SMLA_TRY(smla_require_pointer("attention_workspace_size", "bytes", bytes, error));
     *bytes = backend->attention_workspace_size(&shape);
     return SMLA_OK;
-}
-
-smla_status
-smla_k_up_proj(const smla_k_up_proj_args *args, smla_error *error)
-{
-    smla_k_up_proj_args known;
-    smla_projection_params params;
-    const smla_backend *backend;
-    SMLA_TRY(smla_read_args("k_up_proj", &known, sizeof known, args, error));
-    SMLA_TRY(smla_check_k_up_proj(&known, &params, &backend, error));
-    return backend->up_proj(&params, error);
-}
-
-smla_status
-smla_v_up_proj(const smla_v_up_proj_args *args, smla_error *error)
-{
-    smla_v_up_proj_args known;
-    smla_projection_params params;
-    const smla_backend *backend;
-    SMLA_TRY(smla_read_args("v_up_proj", &known, sizeof known, args, error));
-    SMLA_TRY(smla_check_v_up_proj(&known, &params, &backend, error));
-    return backend->up_proj(&params, error);
 }

@@ -5,7 +5,8 @@
 
 #include "core/backend.h"
 
-/* sparse_attention of positions: `map` makes them slots. */
+/* sparse_attention of positions: `map` makes them slots. Without a block table in the map, they are
+ * slots already. */
 smla_status smla_attend_positions(const smla_sparse_attention_args *args, const smla_index_map *map,
                                   smla_error *error);
 

@@ -39,11 +39,8 @@ check_config_counts(const smla_builder_config *config, smla_error *error)
         {"prefill_workspace_tokens", config->prefill_workspace_tokens, INT32_MAX},
     };
     for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
-        if (counts[i].value < 1 || counts[i].value > counts[i].most) {
-            return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be 1 to %lld, got %lld",
-                             create_op, counts[i].name, (long long)counts[i].most,
-                             (long long)counts[i].value);
-        }
+        SMLA_TRY(smla_require_count(create_op, counts[i].name, counts[i].value, 1, counts[i].most,
+                                    error));
     }
     return SMLA_OK;
 }

@@ -91,23 +91,13 @@ check_forward(const smla_forward_args *args, smla_error *error)
                                            .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS,
                                            .ndim = 3,
                                            .shape = {num_tokens, num_heads, format->value_dim}}));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "lse",
-                                           .tensor = args->lse,
-                                           .dtypes = SMLA_DTYPE_FP32,
-                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS |
-                                                    SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = 2,
-                                           .shape = {num_tokens, num_heads}}));
+    SMLA_TRY(smla_require_state(&c, "lse", args->lse, num_tokens, num_heads,
+                                SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS));
     if (!isfinite((float)args->softmax_scale)) {
         return smla_fail(error, SMLA_ERROR_VALUE, "%s: `softmax_scale` must be finite, got %g", op,
                          args->softmax_scale);
     }
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "block_table",
-                                           .tensor = &b->block_table.tensor,
-                                           .dtypes = SMLA_DTYPE_INT32,
-                                           .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, SMLA_ANY}}));
+    SMLA_TRY(smla_require_block_table(&c, &b->block_table.tensor));
     SMLA_TRY(smla_require(
         &c, &(smla_rule){.name = "workspace",
                          .tensor = b->metadata.num_chunks > 0 ? &b->prefill_workspace.tensor : NULL,

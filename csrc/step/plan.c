@@ -3,18 +3,11 @@
  */
 #include "step/plan.h"
 
+#include "core/rule.h"
+
 enum { PREFILL_WORKSPACE_FACTOR = 5 };
 
 /* ---- Splitting a batch --------------------------------------------------------------------- */
-
-smla_status
-smla_require_pointer(const char *op, const char *name, const void *pointer, smla_error *error)
-{
-    if (pointer == NULL) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be given, got none", op, name);
-    }
-    return SMLA_OK;
-}
 
 smla_status
 smla_check_query_start_loc(const char *op, const int32_t *query_start_loc, int64_t num_reqs,

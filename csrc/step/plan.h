@@ -3,10 +3,6 @@
 
 #include "core/backend.h"
 
-/* What is no array has no rule of its own: it must be there. */
-smla_status smla_require_pointer(const char *op, const char *name, const void *pointer,
-                                 smla_error *error);
-
 /* Starts with 0, never falls, and names no more tokens than there are. */
 smla_status smla_check_query_start_loc(const char *op, const int32_t *query_start_loc,
                                        int64_t num_reqs, int64_t num_actual_tokens,

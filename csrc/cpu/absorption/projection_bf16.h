@@ -9,38 +9,15 @@
  */
 #pragma once
 
-#include <stdbool.h>
-
 #include "cpu/machine/bf16_pairs.h"
-#include "cpu/machine/simd.h"
 
-typedef uint32_t unit_scalar;
-typedef vuint unit_vector;
-
-enum {
-    UNIT_STEP = 2,     /* values of the sum per multiply-add */
-    INNER_BLOCK = 128, /* values per chain: 32 KiB of bf16 for 128 outputs */
-};
-
-SMLA_INLINE vfloat
-multiply_add(vfloat sum, unit_scalar a, unit_vector b)
-{
-    return dot_pairs(sum, a, b);
-}
+enum { INNER_BLOCK = 128 }; /* values per chain: 32 KiB of bf16 for 128 outputs */
 
 /* Stores 2 * WIDTH values of a token. */
 SMLA_INLINE void
 store_tokens(vuint words, unit_scalar *x)
 {
     *(vuint *)x = words;
-}
-
-/* Stores values k and k + 1 of WIDTH outputs. */
-SMLA_INLINE void
-store_weights(vuint words, unit_scalar *panel, int stride)
-{
-    (void)stride;
-    *(vuint *)panel = words;
 }
 
 SMLA_INLINE bool

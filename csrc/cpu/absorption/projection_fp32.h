@@ -5,23 +5,9 @@
  */
 #pragma once
 
-#include <stdbool.h>
+#include "cpu/machine/fp32_values.h"
 
-#include "cpu/machine/simd.h"
-
-typedef float unit_scalar;
-typedef vfloat unit_vector;
-
-enum {
-    UNIT_STEP = 1,    /* values of the sum per multiply-add */
-    INNER_BLOCK = 64, /* values per chain: 32 KiB of fp32 for 128 outputs */
-};
-
-SMLA_INLINE vfloat
-multiply_add(vfloat sum, unit_scalar a, unit_vector b)
-{
-    return multiply_add_float(sum, a, b);
-}
+enum { INNER_BLOCK = 64 }; /* values per chain: 32 KiB of fp32 for 128 outputs */
 
 /* Stores 2 * WIDTH values of a token. */
 SMLA_INLINE void
@@ -31,27 +17,4 @@ store_tokens(vuint words, unit_scalar *x)
     const vuint odd = words & 0xFFFF0000u;
     *(vuint *)x = interleave_first(even, odd);
     *(vuint *)(x + WIDTH) = interleave_second(even, odd);
-}
-
-/* Stores values k and k + 1 of WIDTH outputs; rows of the panel are `stride` elements apart. */
-SMLA_INLINE void
-store_weights(vuint words, unit_scalar *panel, int stride)
-{
-    *(vuint *)panel = words << 16;
-    *(vuint *)(panel + stride) = words & 0xFFFF0000u;
-}
-
-/* This unit accepts every value. */
-SMLA_INLINE vuint
-track_smallest(vuint smallest, vuint words)
-{
-    (void)words;
-    return smallest;
-}
-
-SMLA_INLINE bool
-is_exact(vuint smallest)
-{
-    (void)smallest;
-    return true;
 }

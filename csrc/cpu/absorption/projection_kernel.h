@@ -89,8 +89,8 @@ unpack_inner_rows(const uint16_t *w, int64_t stride_outer, int num_inner, int nu
             transpose(square);
 #pragma GCC unroll 16
             for (int i = 0; i < WIDTH; i++) {
-                store_weights(square[i], panel + (k + 2 * i) / UNIT_STEP * OUTER_BLOCK + n,
-                              OUTER_BLOCK);
+                store_pairs(square[i], panel + (k + 2 * i) / UNIT_STEP * OUTER_BLOCK + n,
+                            OUTER_BLOCK);
             }
         }
     }
@@ -115,7 +115,7 @@ unpack_outer_rows(const uint16_t *w, int64_t stride_inner, int num_inner, int nu
             const vuint high = __builtin_convertvector(*(const vhalf *)(odd + n), vuint);
             const vuint words = low | high << 16;
             smallest = track_smallest(smallest, words);
-            store_weights(words, panel + k / UNIT_STEP * OUTER_BLOCK + n, OUTER_BLOCK);
+            store_pairs(words, panel + k / UNIT_STEP * OUTER_BLOCK + n, OUTER_BLOCK);
         }
     }
     return smallest;
@@ -253,34 +253,22 @@ project_block(const smla_projection_params *params, const smla_projection_block 
     return is_exact(smallest_weight) ? refused : UINT64_MAX;
 }
 
-/* Computes refused tokens again on another instruction set. Whether a token is refused depends on
- * its own row and on the weight, never on other tokens. */
-SMLA_INLINE void
-redo_refused(const smla_projection_params *params, smla_projection_block block, uint64_t refused,
-             const smla_projection_isa *isa)
-{
-    if (refused == 0) {
-        return;
-    }
-    if (refused == UINT64_MAX) {
-        isa->run_block(params, block);
-        return;
-    }
-    const int64_t first = block.token;
-    const int num_tokens = block.num_tokens;
-    block.num_tokens = 1;
-    for (int t = 0; t < num_tokens; t++) {
-        if (refused >> t & 1) {
-            block.token = first + t;
-            isa->run_block(params, block);
-        }
-    }
-}
-
+/* Computes refused tokens again on the fp32 unit, which refuses none. Whether a token is refused
+ * depends on its own row and on the weight, never on other tokens. */
 static void
 run_block(const smla_projection_params *params, smla_projection_block block)
 {
-    redo_refused(params, block, project_block(params, &block), &SMLA_PROJECTION_FP32);
+    uint64_t refused = project_block(params, &block);
+    if (refused == UINT64_MAX) {
+        SMLA_PROJECTION_FP32.run_block(params, block);
+        return;
+    }
+    const int64_t first = block.token;
+    block.num_tokens = 1;
+    for (; refused != 0; refused &= refused - 1) {
+        block.token = first + __builtin_ctzll(refused);
+        SMLA_PROJECTION_FP32.run_block(params, block);
+    }
 }
 
 const smla_projection_isa SMLA_PROJECTION = {.run_block = run_block};

@@ -97,10 +97,8 @@ smla_cpu_attention_workspace_size(const smla_attention_shape *shape)
         return 0;
     }
     const int64_t splits = max_splits(shape);
-    const int64_t parts = splits == 1
-                              ? 0
-                              : min_int64(min_int64(shape->num_tokens, MAX_PARALLEL_PARTS) * splits,
-                                          MAX_PARALLEL_PARTS);
+    const int64_t parts =
+        splits == 1 ? 0 : min_int64(shape->num_tokens * splits, MAX_PARALLEL_PARTS);
     return SMLA_WORKSPACE_ALIGN + parts * smla_attention_state_bytes(shape->num_heads) +
            smla_max_threads() * thread_bytes(shape->num_heads);
 }

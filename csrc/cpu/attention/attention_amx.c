@@ -3,13 +3,8 @@
 #define SMLA_ATTENTION_FP32 smla_attention_avx512
 #define SMLA_SIMD_WIDTH     16
 
-enum {
-    /* A tile has 16 rows, and a tile of heads is multiplied with two tiles of rows. */
-    KEY_ROWS_1 = 32,   /* keys per step, if a group is one vector of heads */
-    KEY_ROWS_2 = 32,   /* keys per step, if a group is two vectors of heads */
-    VALUE_ROWS_1 = 32, /* dimensions per step, if a group is one vector */
-    VALUE_ROWS_2 = 32, /* dimensions per step, if a group is two vectors */
-};
+/* A tile has 16 rows, and a tile of heads is multiplied with two tiles of rows. */
+enum { KEY_ROWS_1 = 32, KEY_ROWS_2 = 32, VALUE_ROWS_1 = 32, VALUE_ROWS_2 = 32 };
 
 #include "cpu/attention/unit_bf16.h"
 

@@ -3,13 +3,8 @@
 #define SMLA_ATTENTION_FP32 smla_attention_avx512
 #define SMLA_SIMD_WIDTH     16
 
-enum {
-    /* Rows times vectors is the number of accumulators; there are 32 registers. */
-    KEY_ROWS_1 = 8,    /* keys per step, if a group is one vector of heads */
-    KEY_ROWS_2 = 8,    /* keys per step, if a group is two vectors of heads */
-    VALUE_ROWS_1 = 16, /* dimensions per step, if a group is one vector */
-    VALUE_ROWS_2 = 8,  /* dimensions per step, if a group is two vectors */
-};
+/* Rows times vectors is the number of accumulators; there are 32 registers. */
+enum { KEY_ROWS_1 = 8, KEY_ROWS_2 = 8, VALUE_ROWS_1 = 16, VALUE_ROWS_2 = 8 };
 
 #include "cpu/attention/unit_bf16.h"
 

@@ -13,7 +13,10 @@
 
 #include "core/backend.h"
 
-enum { MAX_BLOCK_KEYS = 128 };
+enum {
+    MAX_BLOCK_KEYS = 128,
+    NUM_TILES = SMLA_NUM_SCALE_TILES + 1, /* four with a scale, and the RoPE tile */
+};
 
 typedef struct key_block {
     const uint8_t *rows[MAX_BLOCK_KEYS];

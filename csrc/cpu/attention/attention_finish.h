@@ -8,6 +8,7 @@
  */
 #pragma once
 
+#include "core/numeric.h"
 #include "cpu/attention/attention_kernel.h"
 
 /* total = total * total_factor + part * part_factor, for one group's out; one factor per head. */
@@ -127,9 +128,9 @@ run_part(const smla_attention_params *params, int64_t token, int split, uint8_t 
          smla_attention_state state)
 {
     begin_products();
-    const bool is_exact = try_part(params, token, split, scratch, state);
+    const bool is_done = try_part(params, token, split, scratch, state);
     end_products();
-    if (!is_exact) {
+    if (!is_done) {
         SMLA_ATTENTION_FP32.run_part(params, token, split, scratch, state);
     }
 }

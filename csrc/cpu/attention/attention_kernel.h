@@ -31,17 +31,19 @@
  * Source       online softmax (FlashAttention), register blocking (GotoBLAS); the absorbed scales,
  *              the power-of-two reference and heads as lanes are ours.
  *
- * The including file defines SMLA_SIMD_WIDTH and the four row counts. It includes a unit_*.h, and
- * attention_lanes.h or attention_tiles.h, which compute the products.
+ * The including file defines SMLA_SIMD_WIDTH and the rows per step: KEY_ROWS_1 keys or VALUE_ROWS_1
+ * dimensions if a group is one vector of heads, KEY_ROWS_2 or VALUE_ROWS_2 if it is two. It
+ * includes a unit_*.h, and attention_lanes.h or attention_tiles.h, which compute the products.
  */
 #pragma once
+
+#include <math.h>
 
 #include "cpu/attention/attention.h"
 
 enum {
     GROUP_VECTORS = 2,
     GROUP_HEADS = GROUP_VECTORS * WIDTH,
-    NUM_TILES = SMLA_NUM_SCALE_TILES + 1, /* four with a scale, and the RoPE tile */
 };
 
 _Static_assert(SMLA_HEAD_ALIGN % WIDTH == 0, "a state must hold whole vectors of heads");
@@ -122,7 +124,7 @@ pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint smalle
         transpose(square);
 #pragma GCC unroll 16
         for (int i = 0; i < WIDTH; i++) {
-            store_query(square[i], packed + (k + 2 * i) / UNIT_STEP * lanes, lanes);
+            store_pairs(square[i], packed + (k + 2 * i) / UNIT_STEP * lanes, lanes);
         }
     }
     return smallest;
@@ -153,7 +155,7 @@ pack_query(const smla_attention_params *params, int64_t token, unit_scalar *pack
         smallest = pack_heads(rope_rows, rope_dim, lanes, smallest,
                               to + SMLA_KV_LORA_RANK / UNIT_STEP * lanes);
     }
-    return !has_subnormal(smallest);
+    return is_exact(smallest);
 }
 
 /* ---- Scores -------------------------------------------------------------------------------- */

@@ -15,8 +15,6 @@
 #include "cpu/attention/attention.h"
 #include "cpu/attention/attention_block.h"
 
-enum { NUM_TILES = SMLA_NUM_SCALE_TILES + 1 }; /* four with a scale, and RoPE */
-
 /* Lanes are dimensions. */
 typedef uint16_t halves __attribute__((vector_size(16), aligned(2), may_alias));
 typedef uint32_t words __attribute__((vector_size(32)));

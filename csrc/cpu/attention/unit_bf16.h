@@ -19,19 +19,11 @@
  */
 #pragma once
 
-#include <stdbool.h>
-
-#include "core/numeric.h"
 #include "cpu/attention/attention_block.h"
 #include "cpu/machine/bf16_pairs.h"
 #include "cpu/machine/narrow.h"
-#include "cpu/machine/simd.h"
-
-typedef uint32_t unit_scalar;
-typedef vuint unit_vector;
 
 enum {
-    UNIT_STEP = 2,                       /* values of a dot product per multiply-add */
     BLOCK_KEYS = 128,                    /* with q and out of 128 heads: 0.7 MiB of L2 */
     KEY_STRIDE = SMLA_HEAD_DIM / 2 + 16, /* 19 cache lines: an odd number uses every set */
     /* Element d of value pair j is values[d / 16 * VALUE_CHUNK + d % 16 + j * VALUE_STEP]. One
@@ -41,24 +33,11 @@ enum {
     VALUE_ELEMENTS = SMLA_KV_LORA_RANK / 16 * VALUE_CHUNK,
 };
 
-SMLA_INLINE vfloat
-multiply_add(vfloat sum, unit_scalar a, unit_vector b)
-{
-    return dot_pairs(sum, a, b);
-}
-
-/* Stores query values k and k + 1 of WIDTH heads. */
-SMLA_INLINE void
-store_query(vuint words, unit_scalar *q, int stride)
-{
-    (void)stride;
-    *(vuint *)q = words;
-}
-
+/* Whether no value is subnormal. */
 SMLA_INLINE bool
-has_subnormal(vuint smallest)
+is_exact(vuint smallest)
 {
-    return any_half_below(smallest, 0x80 - 1);
+    return !any_half_below(smallest, 0x80 - 1);
 }
 
 SMLA_INLINE vuint
@@ -85,8 +64,8 @@ pair_values(const uint32_t *even, const uint32_t *odd, uint32_t *values)
     for (int d = 0; d < SMLA_KV_LORA_RANK; d += 2 * WIDTH) {
         const vuint a = *(const vuint *)(even + d / 2);
         const vuint b = *(const vuint *)(odd + d / 2);
-        *(vuint *)value_at(values, d) = interleave_halves_first(a, b);
-        *(vuint *)value_at(values, d + WIDTH) = interleave_halves_second(a, b);
+        *(vuint *)value_at(values, d) = interleave_halves(a, b, 0);
+        *(vuint *)value_at(values, d + WIDTH) = interleave_halves(a, b, WIDTH);
     }
 }
 
@@ -121,7 +100,7 @@ load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float
         }
     }
     const uint32_t refused = too_large[0] | too_large[1] | too_large[2] | too_large[3];
-    return !has_subnormal(smallest) && refused == 0;
+    return is_exact(smallest) && refused == 0;
 }
 
 /* probs[j/2][z] = the pair weights[j][z] * scale[j], weights[j + 1][z] * scale[j + 1], for the

@@ -6,18 +6,11 @@
  */
 #pragma once
 
-#include <stdbool.h>
-
-#include "core/numeric.h"
 #include "cpu/attention/attention_block.h"
+#include "cpu/machine/fp32_values.h"
 #include "cpu/machine/narrow.h"
-#include "cpu/machine/simd.h"
-
-typedef float unit_scalar;
-typedef vfloat unit_vector;
 
 enum {
-    UNIT_STEP = 1,   /* values of a dot product per multiply-add */
     BLOCK_KEYS = 64, /* 64 * 2368 B of keys leave room for q and out in 1 MiB of L2 */
     KEY_STRIDE = SMLA_HEAD_DIM + 16, /* 37 cache lines: an odd number uses every set */
     /* Element d of value row j is values[d / 16 * VALUE_CHUNK + d % 16 + j * VALUE_STEP]. */
@@ -25,35 +18,6 @@ enum {
     VALUE_STEP = KEY_STRIDE,
     VALUE_ELEMENTS = 0, /* the keys serve as values */
 };
-
-SMLA_INLINE vfloat
-multiply_add(vfloat sum, unit_scalar a, unit_vector b)
-{
-    return multiply_add_float(sum, a, b);
-}
-
-/* Stores query values k and k + 1 of WIDTH heads; rows of `q` are `stride` elements apart. */
-SMLA_INLINE void
-store_query(vuint words, unit_scalar *q, int stride)
-{
-    *(vuint *)q = words << 16;
-    *(vuint *)(q + stride) = words & 0xFFFF0000u;
-}
-
-/* This unit accepts every value. */
-SMLA_INLINE vuint
-track_smallest(vuint smallest, vuint words)
-{
-    (void)words;
-    return smallest;
-}
-
-SMLA_INLINE bool
-has_subnormal(vuint smallest)
-{
-    (void)smallest;
-    return false;
-}
 
 SMLA_INLINE void
 widen_bf16(const uint8_t *bytes, int count, float *out)

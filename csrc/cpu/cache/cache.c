@@ -18,14 +18,6 @@ read_slot(const smla_cache_write_params *p, int64_t token)
                               : ((const int32_t *)p->slot_mapping)[at];
 }
 
-static void
-write_token(const smla_cache_isa *cache, const smla_cache_write_params *p, int64_t token,
-            int64_t slot)
-{
-    cache->write_row(p->kv.format, p->input_type, p->kv_c, token * p->kv_c_stride_token, p->k_pe,
-                     token * p->k_pe_stride_token, smla_kv_slot(&p->kv, slot));
-}
-
 smla_status
 smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
 {
@@ -53,7 +45,8 @@ write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int s
     for (int64_t token = 0; token < p->num_tokens; token++) {
         const int64_t slot = read_slot(p, token);
         if (slot >= 0 && slot / NEIGHBOURS % num_shares == share) {
-            write_token(cache, p, token, slot);
+            cache->write_row(p->kv.format, p->input_type, p->kv_c, token * p->kv_c_stride_token,
+                             p->k_pe, token * p->k_pe_stride_token, smla_kv_slot(&p->kv, slot));
         }
     }
 }

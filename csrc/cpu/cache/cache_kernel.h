@@ -20,7 +20,7 @@
  * Source       concat_and_cache_mla and cp_gather_and_upconvert_fp8_kv_cache of vLLM, for the
  *              formats.
  *
- * The including file defines SMLA_SIMD_WIDTH.
+ * The including file defines SMLA_SIMD_WIDTH, and names its table of functions (SMLA_CACHE).
  */
 #pragma once
 
@@ -274,3 +274,10 @@ read_row(const smla_kv_format_info *format, smla_kv_token from, smla_float_type 
     read_bf16(from.row + format->rope_offset, format->rope_dim, type,
               out + SMLA_KV_LORA_RANK * bytes);
 }
+
+const smla_cache_isa SMLA_CACHE = {
+    .write_row = write_row,
+    .read_row = read_row,
+    .find_amax = find_amax,
+    .quantize = quantize,
+};

@@ -7,7 +7,7 @@
 
 /* The instruction does two FMAs per lane, each rounded to nearest. */
 SMLA_INLINE vfloat
-dot_pairs(vfloat sum, uint32_t a, vuint b)
+multiply_add(vfloat sum, uint32_t a, vuint b)
 {
     const __m512i pair = _mm512_set1_epi32((int)a);
     return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pair, (__m512bh)b);
@@ -31,18 +31,6 @@ interleave_halves(vuint a, vuint b, const int begin)
     const __m512i both_lanes = _mm512_mullo_epi32(lane, _mm512_set1_epi32(0x10001));
     const __m512i from = _mm512_add_epi16(first, both_lanes);
     return (vuint)_mm512_permutex2var_epi16((__m512i)a, from, (__m512i)b);
-}
-
-SMLA_INLINE vuint
-interleave_halves_first(vuint a, vuint b)
-{
-    return interleave_halves(a, b, 0);
-}
-
-SMLA_INLINE vuint
-interleave_halves_second(vuint a, vuint b)
-{
-    return interleave_halves(a, b, WIDTH);
 }
 
 SMLA_INLINE vuint

@@ -13,7 +13,7 @@
 /* Rounds the sum of both products to odd, and its sum with `sum` too: each is less than an ulp off.
  * Multiplies by a lane, because a broadcast from memory would cost a slot of the vector units. */
 SMLA_INLINE vfloat
-dot_pairs(vfloat sum, uint32_t a, vuint b)
+multiply_add(vfloat sum, uint32_t a, vuint b)
 {
     return vbfdotq_lane_f32(sum, (bfloat16x8_t)b, vcreate_bf16(a), 0);
 }
@@ -26,15 +26,10 @@ round_to_pairs(vfloat even, vfloat odd)
 }
 
 SMLA_INLINE vuint
-interleave_halves_first(vuint a, vuint b)
+interleave_halves(vuint a, vuint b, const int begin)
 {
-    return (vuint)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b);
-}
-
-SMLA_INLINE vuint
-interleave_halves_second(vuint a, vuint b)
-{
-    return (vuint)vzip2q_u16((uint16x8_t)a, (uint16x8_t)b);
+    return (vuint)(begin == 0 ? vzip1q_u16((uint16x8_t)a, (uint16x8_t)b)
+                              : vzip2q_u16((uint16x8_t)a, (uint16x8_t)b));
 }
 
 SMLA_INLINE vuint

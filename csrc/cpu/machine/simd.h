@@ -1,17 +1,13 @@
 /* simd.h: vectors of SMLA_SIMD_WIDTH floats: 2^x, rounding to bf16, interleaving, transposition.
  *
- * Except in one function this is GCC's vector extension, so one text serves SSE2, AVX2, AVX-512 and
- * NEON. `a * b + c` becomes one FMA on machines with FMA (-ffp-contract=fast). A scalar operand is
- * broadcast. The file that includes this one defines SMLA_SIMD_WIDTH as 4, 8 or 16.
+ * This is GCC's vector extension, so one text serves SSE2, AVX2, AVX-512 and NEON. `a * b + c`
+ * becomes one FMA on machines with FMA (-ffp-contract=fast). A scalar operand is broadcast. The
+ * file that includes this one defines SMLA_SIMD_WIDTH as 4, 8 or 16.
  */
 #pragma once
 
 #include <stdint.h>
 #include <string.h>
-
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#endif
 
 enum { WIDTH = SMLA_SIMD_WIDTH };
 
@@ -39,19 +35,6 @@ SMLA_INLINE vuint
 splat_bits(uint32_t x)
 {
     return x + (vuint){0};
-}
-
-/* sum + a * b. NEON multiplies by a lane: a broadcast would cost a slot of the vector units. */
-SMLA_INLINE vfloat
-multiply_add_float(vfloat sum, float a, vfloat b)
-{
-#if defined(__aarch64__)
-    uint32_t bits;
-    memcpy(&bits, &a, sizeof bits);
-    return vfmaq_lane_f32(sum, b, vcreate_f32(bits), 0);
-#else
-    return b * a + sum;
-#endif
 }
 
 /* mask ? a : b, for a mask of all ones or all zeros per lane, as comparisons give. */
@@ -128,54 +111,47 @@ round_to_bf16(vfloat x)
 #define SMLA_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vuint){__VA_ARGS__})
 #endif
 
+#if SMLA_SIMD_WIDTH == 16
+#define SMLA_FIRST  0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define SMLA_SECOND 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define SMLA_EVEN   0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define SMLA_ODD    1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#elif SMLA_SIMD_WIDTH == 8
+#define SMLA_FIRST  0, 8, 1, 9, 2, 10, 3, 11
+#define SMLA_SECOND 4, 12, 5, 13, 6, 14, 7, 15
+#define SMLA_EVEN   0, 2, 4, 6, 8, 10, 12, 14
+#define SMLA_ODD    1, 3, 5, 7, 9, 11, 13, 15
+#else
+#define SMLA_FIRST  0, 4, 1, 5
+#define SMLA_SECOND 2, 6, 3, 7
+#define SMLA_EVEN   0, 2, 4, 6
+#define SMLA_ODD    1, 3, 5, 7
+#endif
+
 /* Interleaves the first halves of two vectors: a0 b0 a1 b1 ... */
 SMLA_INLINE vuint
 interleave_first(vuint a, vuint b)
 {
-#if SMLA_SIMD_WIDTH == 16
-    return SMLA_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-#elif SMLA_SIMD_WIDTH == 8
-    return SMLA_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-#else
-    return SMLA_SHUFFLE(a, b, 0, 4, 1, 5);
-#endif
+    return SMLA_SHUFFLE(a, b, SMLA_FIRST);
 }
 
 SMLA_INLINE vuint
 interleave_second(vuint a, vuint b)
 {
-#if SMLA_SIMD_WIDTH == 16
-    return SMLA_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#elif SMLA_SIMD_WIDTH == 8
-    return SMLA_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-#else
-    return SMLA_SHUFFLE(a, b, 2, 6, 3, 7);
-#endif
+    return SMLA_SHUFFLE(a, b, SMLA_SECOND);
 }
 
 /* Lanes 0, 2, 4 ... of `a` followed by `b`; with odd_lanes the inverse of interleaving. */
 SMLA_INLINE vuint
 even_lanes(vuint a, vuint b)
 {
-#if SMLA_SIMD_WIDTH == 16
-    return SMLA_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-#elif SMLA_SIMD_WIDTH == 8
-    return SMLA_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
-#else
-    return SMLA_SHUFFLE(a, b, 0, 2, 4, 6);
-#endif
+    return SMLA_SHUFFLE(a, b, SMLA_EVEN);
 }
 
 SMLA_INLINE vuint
 odd_lanes(vuint a, vuint b)
 {
-#if SMLA_SIMD_WIDTH == 16
-    return SMLA_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#elif SMLA_SIMD_WIDTH == 8
-    return SMLA_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
-#else
-    return SMLA_SHUFFLE(a, b, 1, 3, 5, 7);
-#endif
+    return SMLA_SHUFFLE(a, b, SMLA_ODD);
 }
 
 /* Transposes a WIDTH x WIDTH square. Interleaving rows i and i + WIDTH / 2 into rows 2i and 2i + 1
