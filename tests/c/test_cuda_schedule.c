@@ -75,11 +75,9 @@ test_table(void)
         EXPECT(strcmp(kernel->name, rows[i].name) == 0);
         EXPECT(strcmp(text_of(kernel).arch, rows[i].arch) == 0);
         EXPECT(strcmp(text_of(kernel).heads, rows[i].heads) == 0);
-        EXPECT_EQ(kernel->min_arch, is_hopper ? 90 : 80);
-        EXPECT_EQ(kernel->max_arch, is_hopper ? 90 : 999);
+        EXPECT_EQ(kernel->arch, is_hopper ? 90 : 80);
         EXPECT_EQ(kernel->formats, rows[i].formats | (is_hopper ? 0 : SMLA_ROWS_RANGED));
         EXPECT_EQ(kernel->min_heads, rows[i].min_heads);
-        EXPECT_EQ(kernel->max_heads, 128);
         EXPECT_EQ(kernel->heads_per_cta, rows[i].heads_per_cta);
         EXPECT_EQ(kernel->max_columns, rows[i].max_columns);
         EXPECT_EQ(kernel->block_columns, rows[i].block_columns);
@@ -199,7 +197,7 @@ test_words(void)
     for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
          kernel++) {
         smla_describe_formats(kernel->formats, text);
-        EXPECT(strcmp(kernel->formats_name, text) == 0);
+        EXPECT(strcmp(text_of(kernel).formats, text) == 0);
     }
 
     char whole[1024];
@@ -239,7 +237,7 @@ expect_listed(const smla_cuda_device *device, const char *available, const char 
         EXPECT(rows[i].name == smla_attention_kernels[i].name);
         EXPECT(rows[i].arch == text_of(&smla_attention_kernels[i]).arch);
         EXPECT(rows[i].heads == text_of(&smla_attention_kernels[i]).heads);
-        EXPECT(rows[i].kv_format == smla_attention_kernels[i].formats_name);
+        EXPECT(rows[i].kv_format == text_of(&smla_attention_kernels[i]).formats);
     }
     EXPECT(((const uint8_t *)&rows[NUM_KERNELS])[0] == POISON);
     memset(rows, POISON, sizeof rows);
@@ -369,7 +367,7 @@ static bool
 model_fits(const smla_split_problem *p, const smla_attention_kernel *row, int splits)
 {
     const bool is_small = splits > 1 && model_columns(p, splits) <= row->max_columns;
-    return row->formats == p->whole->formats && row->min_arch == p->whole->min_arch &&
+    return row->formats == p->whole->formats && row->arch == p->whole->arch &&
            row->min_heads <= p->num_heads && p->num_heads <= 128 &&
            row->shared_bytes <= p->device->max_shared_bytes && (row->max_columns == 0 || is_small);
 }
@@ -521,7 +519,7 @@ check_plan(smla_kv_set formats, const smla_attention_shape *shape)
     expect_same_plan(&fresh, &plan);
     if (failures > former && former < MAX_PRINTED) {
         printf("    sm_%d, %d SMs: %s, %d tokens, %d heads, topk %d + %d\n",
-               devices[0].compute_capability, devices[0].num_sms, plan.run.kernel->formats_name,
+               devices[0].compute_capability, devices[0].num_sms, text_of(plan.run.kernel).formats,
                (int)tokens, (int)shape->num_heads, (int)shape->topk, (int)shape->extra_topk);
     }
 }
@@ -764,7 +762,7 @@ test_ranged_lists(void)
             shape.has_ranges = true;
             smla_cuda_plan_attention(&shape, &plan);
             for (int i = 0; i < plan.num_runs; i++) {
-                EXPECT(plan.runs[i].kernel != NULL && plan.runs[i].kernel->min_arch == 80);
+                EXPECT(plan.runs[i].kernel != NULL && plan.runs[i].kernel->arch == 80);
             }
             EXPECT(plan.workspace_bytes == smla_cuda_attention_workspace_size(&shape));
             EXPECT(num_splits == 1 || plan.workspace_bytes > 0);

@@ -121,8 +121,7 @@ choose_kernel(const smla_split_problem *problem, int64_t num_tokens, int num_spl
     smla_run_plan best = {.num_splits = num_splits, .cost = INT64_MAX};
     for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
          kernel++) {
-        if (kernel->min_arch != problem->whole->min_arch ||
-            kernel->formats != problem->whole->formats ||
+        if (kernel->arch != problem->whole->arch || kernel->formats != problem->whole->formats ||
             !smla_fits_kernel(kernel, problem->device, problem->whole->formats, problem->num_heads,
                               num_splits, columns)) {
             continue;
@@ -353,7 +352,7 @@ smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows,
     const smla_cuda_device *const device = smla_cuda_find_device(prefills->device_id);
     const smla_attention_kernel *const kernel =
         device == NULL ? NULL : smla_find_whole_kernel(device, SMLA_ROWS_FP8, prefills->num_heads);
-    if (kernel == NULL || kernel->min_arch < 90) {
+    if (kernel == NULL || kernel->arch < 90) {
         return false;
     }
     const int64_t tiles = prefills->num_heads / 64 + (prefills->num_heads % 64 > 32);
