@@ -48,16 +48,14 @@ read_facts(int32_t device_id, smla_cuda_device *facts)
 {
     int major = 0;
     int minor = 0;
-    int num_sms = 0;
-    int shared_bytes = 0;
     const struct {
         enum cudaDeviceAttr name;
         int *value;
     } attributes[] = {
         {cudaDevAttrComputeCapabilityMajor, &major},
         {cudaDevAttrComputeCapabilityMinor, &minor},
-        {cudaDevAttrMultiProcessorCount, &num_sms},
-        {cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared_bytes},
+        {cudaDevAttrMultiProcessorCount, &facts->num_sms},
+        {cudaDevAttrMaxSharedMemoryPerBlockOptin, &facts->max_shared_bytes},
     };
     for (int i = 0; i < 4; i++) {
         const cudaError_t code =
@@ -66,25 +64,17 @@ read_facts(int32_t device_id, smla_cuda_device *facts)
             return code;
         }
     }
-    *facts = (smla_cuda_device){.compute_capability = cap_capability(major * 10 + minor),
-                                .num_sms = num_sms,
-                                .max_shared_bytes = shared_bytes};
+    facts->compute_capability = cap_capability(major * 10 + minor);
     return cudaSuccess;
-}
-
-static device_slot *
-find_slot(int32_t device_id)
-{
-    return device_id >= 0 && device_id < SMLA_CUDA_MAX_DEVICES ? &slots[device_id] : NULL;
 }
 
 static cudaError_t
 find_facts(int32_t device_id, const smla_cuda_device **facts)
 {
-    device_slot *slot = find_slot(device_id);
-    if (slot == NULL) {
+    if (device_id < 0 || device_id >= SMLA_CUDA_MAX_DEVICES) {
         return cudaErrorInvalidDevice;
     }
+    device_slot *const slot = &slots[device_id];
     *facts = &slot->facts;
     if (atomic_load_explicit(&slot->is_known, memory_order_acquire)) {
         return cudaSuccess;
@@ -279,15 +269,12 @@ find_driver(void)
     return driver.pop_context != NULL ? cudaSuccess : smla_cuda_find_driver_calls(calls, 4, 12000);
 }
 
-/* Finds the device's primary context, which stays retained until the process ends. The caller holds
- * slots_lock. An error number means the same in the driver and the runtime. */
+/* Finds the primary context of a device that exists. It stays retained until the process ends. The
+ * caller holds slots_lock. An error number means the same in the driver and the runtime. */
 static cudaError_t
 find_primary(int32_t device_id, CUcontext *primary)
 {
-    device_slot *slot = find_slot(device_id);
-    if (slot == NULL) {
-        return cudaErrorInvalidDevice;
-    }
+    device_slot *slot = &slots[device_id];
     if (slot->primary == NULL) {
         CUdevice device = 0;
         const cudaError_t code = find_driver();

@@ -305,15 +305,14 @@ cudaError_t
 smla_cuda_launch(const smla_cuda_grid *grid)
 {
     stream_graph *const graph = find_graph(grid);
-    if (graph == NULL) {
-        return launch(grid);
+    if (graph != NULL) {
+        pthread_mutex_lock(&graph->lock);
+        const bool is_started = start_graph(grid, graph);
+        pthread_mutex_unlock(&graph->lock);
+        if (is_started) {
+            return cudaSuccess;
+        }
+        (void)cudaGetLastError();
     }
-    pthread_mutex_lock(&graph->lock);
-    const bool is_started = start_graph(grid, graph);
-    pthread_mutex_unlock(&graph->lock);
-    if (is_started) {
-        return cudaSuccess;
-    }
-    (void)cudaGetLastError();
     return launch(grid);
 }
