@@ -105,10 +105,7 @@ open_anywhere(void)
 static smla_status
 find_functions(const char *op, void *library, smla_error *error)
 {
-    const struct {
-        const char *name;
-        void *function; /* address of the function pointer to fill */
-    } functions[] = {
+    const smla_cuda_symbol functions[] = {
         {"cublasCreate_v2", (void *)&cublas.create},
         {"cublasDestroy_v2", (void *)&cublas.destroy},
         {"cublasSetMathMode", (void *)&cublas.set_math_mode},

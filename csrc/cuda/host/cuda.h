@@ -60,15 +60,14 @@ smla_status smla_cuda_is_capturing(const char *op, smla_stream stream, bool *is_
 enum cudaStreamCaptureMode smla_cuda_relax_captures(void);
 void smla_cuda_restore_captures(enum cudaStreamCaptureMode former);
 
-/* An entry point of the driver; `function` is the address of the function pointer to fill. */
-typedef struct smla_cuda_driver_call {
+/* A function of a library; `function` is the address of the function pointer to fill. */
+typedef struct smla_cuda_symbol {
     const char *name;
     void *function;
-} smla_cuda_driver_call;
+} smla_cuda_symbol;
 
 /* Fills the function pointers as of CUDA `version` (12040 = 12.4), or returns an error. */
-cudaError_t smla_cuda_find_driver_calls(const smla_cuda_driver_call *calls, int count,
-                                        unsigned version);
+cudaError_t smla_cuda_find_driver_calls(const smla_cuda_symbol *calls, int count, unsigned version);
 
 /* ---- Launches: launch.c -------------------------------------------------------------------- */
 

@@ -239,7 +239,7 @@ typedef struct driver_calls {
 static driver_calls driver; /* written under slots_lock, constant after the first push */
 
 cudaError_t
-smla_cuda_find_driver_calls(const smla_cuda_driver_call *calls, int count, unsigned version)
+smla_cuda_find_driver_calls(const smla_cuda_symbol *calls, int count, unsigned version)
 {
     for (int i = 0; i < count; i++) {
         void *address = NULL;
@@ -260,7 +260,7 @@ smla_cuda_find_driver_calls(const smla_cuda_driver_call *calls, int count, unsig
 static cudaError_t
 find_driver(void)
 {
-    const smla_cuda_driver_call calls[] = {
+    const smla_cuda_symbol calls[] = {
         {"cuDeviceGet", (void *)&driver.get_device},
         {"cuDevicePrimaryCtxRetain", (void *)&driver.retain_primary},
         {"cuCtxPushCurrent", (void *)&driver.push_context},
