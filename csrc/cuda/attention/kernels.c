@@ -10,7 +10,7 @@
 
 #include "cuda/attention/kernels.h"
 
-/* A kernel for calls of `least` heads and more, `heads` of them per CTA; the other fields follow. */
+/* A kernel for calls of `least` heads and more, `heads` of them per CTA. The rest follows. */
 #define ROW(file, stem, rows, least, heads, ...) \
     {.formats = rows,                            \
      .min_heads = least,                         \
