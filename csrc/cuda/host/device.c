@@ -68,13 +68,19 @@ read_facts(int32_t device_id, smla_cuda_device *facts)
     return cudaSuccess;
 }
 
+static device_slot *
+find_slot(int32_t device_id)
+{
+    return device_id >= 0 && device_id < SMLA_CUDA_MAX_DEVICES ? &slots[device_id] : NULL;
+}
+
 static cudaError_t
 find_facts(int32_t device_id, const smla_cuda_device **facts)
 {
-    if (device_id < 0 || device_id >= SMLA_CUDA_MAX_DEVICES) {
+    device_slot *slot = find_slot(device_id);
+    if (slot == NULL) {
         return cudaErrorInvalidDevice;
     }
-    device_slot *const slot = &slots[device_id];
     *facts = &slot->facts;
     if (atomic_load_explicit(&slot->is_known, memory_order_acquire)) {
         return cudaSuccess;
@@ -269,12 +275,15 @@ find_driver(void)
     return driver.pop_context != NULL ? cudaSuccess : smla_cuda_find_driver_calls(calls, 4, 12000);
 }
 
-/* Finds the primary context of a device that exists. It stays retained until the process ends. The
- * caller holds slots_lock. An error number means the same in the driver and the runtime. */
+/* Finds the device's primary context, which stays retained until the process ends. The caller holds
+ * slots_lock. An error number means the same in the driver and the runtime. */
 static cudaError_t
 find_primary(int32_t device_id, CUcontext *primary)
 {
-    device_slot *slot = &slots[device_id];
+    device_slot *slot = find_slot(device_id);
+    if (slot == NULL) {
+        return cudaErrorInvalidDevice;
+    }
     if (slot->primary == NULL) {
         CUdevice device = 0;
         const cudaError_t code = find_driver();
