@@ -222,7 +222,7 @@ start(void)
         handles[i] = NULL;
     }
     EXPECT_EQ(num_handles, 0);
-    is_loaded = false;
+    cublas.status_name = NULL;
     missing = NULL;
     variable = NULL;
     present = "libcublas.so.13";

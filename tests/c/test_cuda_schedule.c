@@ -75,11 +75,9 @@ test_table(void)
         EXPECT(strcmp(kernel->name, rows[i].name) == 0);
         EXPECT(strcmp(text_of(kernel).arch, rows[i].arch) == 0);
         EXPECT(strcmp(text_of(kernel).heads, rows[i].heads) == 0);
-        EXPECT_EQ(kernel->min_arch, is_hopper ? 90 : 80);
-        EXPECT_EQ(kernel->max_arch, is_hopper ? 90 : 999);
+        EXPECT_EQ(kernel->arch, is_hopper ? 90 : 80);
         EXPECT_EQ(kernel->formats, rows[i].formats | (is_hopper ? 0 : SMLA_ROWS_RANGED));
         EXPECT_EQ(kernel->min_heads, rows[i].min_heads);
-        EXPECT_EQ(kernel->max_heads, 128);
         EXPECT_EQ(kernel->heads_per_cta, rows[i].heads_per_cta);
         EXPECT_EQ(kernel->max_columns, rows[i].max_columns);
         EXPECT_EQ(kernel->block_columns, rows[i].block_columns);
@@ -199,7 +197,7 @@ test_words(void)
     for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
          kernel++) {
         smla_describe_formats(kernel->formats, text);
-        EXPECT(strcmp(kernel->formats_name, text) == 0);
+        EXPECT(strcmp(text_of(kernel).formats, text) == 0);
     }
 
     char whole[1024];
@@ -239,7 +237,7 @@ expect_listed(const smla_cuda_device *device, const char *available, const char 
         EXPECT(rows[i].name == smla_attention_kernels[i].name);
         EXPECT(rows[i].arch == text_of(&smla_attention_kernels[i]).arch);
         EXPECT(rows[i].heads == text_of(&smla_attention_kernels[i]).heads);
-        EXPECT(rows[i].kv_format == smla_attention_kernels[i].formats_name);
+        EXPECT(rows[i].kv_format == text_of(&smla_attention_kernels[i]).formats);
     }
     EXPECT(((const uint8_t *)&rows[NUM_KERNELS])[0] == POISON);
     memset(rows, POISON, sizeof rows);
@@ -316,14 +314,14 @@ ceil_of(int64_t n, int64_t by)
 
 /* Columns per split; those of each list are rounded up to a multiple of 64. */
 static int64_t
-model_columns(const smla_split_problem *p, int splits)
+model_columns(const split_problem *p, int splits)
 {
     return 64 *
            (ceil_of(ceil_of(p->topk, splits), 64) + ceil_of(ceil_of(p->extra_topk, splits), 64));
 }
 
 static int64_t
-model_places(const smla_split_problem *p, const smla_attention_kernel *row)
+model_places(const split_problem *p, const smla_attention_kernel *row)
 {
     int64_t per_sm = 1;
     while (per_sm < row->ctas_per_sm &&
@@ -334,14 +332,14 @@ model_places(const smla_split_problem *p, const smla_attention_kernel *row)
 }
 
 static int64_t
-model_tiles(const smla_split_problem *p, const smla_attention_kernel *row)
+model_tiles(const split_problem *p, const smla_attention_kernel *row)
 {
     return ceil_of(p->num_heads, row->heads_per_cta);
 }
 
 /* Whether CTAs of the combine kernel, of 64 to 256 threads with 64 registers each, fit beside. */
 static bool
-model_is_beside(const smla_split_problem *p, int64_t tokens, int splits, int64_t ctas)
+model_is_beside(const split_problem *p, int64_t tokens, int splits, int64_t ctas)
 {
     const int threads = splits <= 8 ? 64 : splits <= 16 ? 128 : 256;
     return splits <= 32 && ctas <= p->device->num_sms &&
@@ -349,8 +347,7 @@ model_is_beside(const smla_split_problem *p, int64_t tokens, int splits, int64_t
 }
 
 static int64_t
-model_cost(const smla_split_problem *p, const smla_attention_kernel *row, int64_t tokens,
-           int splits)
+model_cost(const split_problem *p, const smla_attention_kernel *row, int64_t tokens, int splits)
 {
     const int64_t places = model_places(p, row);
     const int64_t ctas = tokens * model_tiles(p, row) * splits;
@@ -366,19 +363,19 @@ model_cost(const smla_split_problem *p, const smla_attention_kernel *row, int64_
 }
 
 static bool
-model_fits(const smla_split_problem *p, const smla_attention_kernel *row, int splits)
+model_fits(const split_problem *p, const smla_attention_kernel *row, int splits)
 {
     const bool is_small = splits > 1 && model_columns(p, splits) <= row->max_columns;
-    return row->formats == p->whole->formats && row->min_arch == p->whole->min_arch &&
+    return row->formats == p->whole->formats && row->arch == p->whole->arch &&
            row->min_heads <= p->num_heads && p->num_heads <= 128 &&
            row->shared_bytes <= p->device->max_shared_bytes && (row->max_columns == 0 || is_small);
 }
 
 /* The row with the lowest cost for a number of splits; the first where several have it. */
-static smla_run_plan
-model_run(const smla_split_problem *p, int64_t tokens, int splits)
+static run_plan
+model_run(const split_problem *p, int64_t tokens, int splits)
 {
-    smla_run_plan best = {.num_splits = splits};
+    run_plan best = {.num_splits = splits};
     for (int i = 0; i < NUM_KERNELS; i++) {
         const smla_attention_kernel *const row = &smla_attention_kernels[i];
         const int64_t cost = model_fits(p, row, splits) ? model_cost(p, row, tokens, splits) : 0;
@@ -391,7 +388,7 @@ model_run(const smla_split_problem *p, int64_t tokens, int splits)
 }
 
 static int64_t
-model_useful(const smla_split_problem *p)
+model_useful(const split_problem *p)
 {
     const int64_t longest = p->topk > p->extra_topk ? p->topk : p->extra_topk;
     return longest <= 64 ? 1 : longest > 64 * 63 ? 64 : ceil_of(longest, 64);
@@ -399,17 +396,17 @@ model_useful(const smla_split_problem *p)
 
 /* Pairs of token and split whose CTAs fill three waves. */
 static int64_t
-model_parts(const smla_split_problem *p)
+model_parts(const split_problem *p)
 {
     return 3 * model_places(p, p->whole) / model_tiles(p, p->whole);
 }
 
 /* The plan with the lowest cost: the batch in one piece, full waves and a rest, or any number of
  * splits that three waves allow; the first in this order where several have it. */
-static smla_batch_plan
-model_plan(const smla_split_problem *p, int64_t tokens)
+static batch_plan
+model_plan(const split_problem *p, int64_t tokens)
 {
-    smla_batch_plan best = {.run = model_run(p, tokens, 1), .rest = tokens};
+    batch_plan best = {.run = model_run(p, tokens, 1), .rest = tokens};
     const int64_t tiles = model_tiles(p, p->whole);
     const int64_t places = model_places(p, p->whole);
     const int64_t waves = tokens * tiles / places;
@@ -423,9 +420,9 @@ model_plan(const smla_split_problem *p, int64_t tokens)
         }
     }
     for (int splits = 2; splits <= model_useful(p) && splits * tokens <= model_parts(p); splits++) {
-        const smla_run_plan run = model_run(p, tokens, splits);
+        const run_plan run = model_run(p, tokens, splits);
         if (run.cost < best.run.cost) {
-            best = (smla_batch_plan){.run = run, .rest = tokens};
+            best = (batch_plan){.run = run, .rest = tokens};
         }
     }
     return best;
@@ -448,12 +445,12 @@ make_shape(smla_kv_set formats, int64_t tokens, int64_t heads, int64_t topk, int
     };
 }
 
-static smla_split_problem
+static split_problem
 make_problem(smla_kv_set formats, const smla_attention_shape *shape)
 {
-    smla_split_problem problem;
+    split_problem problem;
     memset(&problem, POISON, sizeof problem);
-    if (!smla_find_problem(&devices[0], shape, formats, &problem)) {
+    if (!find_problem(&devices[0], shape, formats, &problem)) {
         printf("no kernel for sm_%d\n", devices[0].compute_capability);
         exit(2);
     }
@@ -477,7 +474,7 @@ planned_splits(const smla_attention_shape *shape)
 }
 
 static void
-expect_same_plan(const smla_batch_plan *actual, const smla_batch_plan *expected)
+expect_same_plan(const batch_plan *actual, const batch_plan *expected)
 {
     EXPECT(actual->run.kernel == expected->run.kernel);
     EXPECT_EQ(actual->run.num_splits, expected->run.num_splits);
@@ -489,11 +486,11 @@ expect_same_plan(const smla_batch_plan *actual, const smla_batch_plan *expected)
 static void
 check_plan(smla_kv_set formats, const smla_attention_shape *shape)
 {
-    const smla_split_problem problem = make_problem(formats, shape);
+    const split_problem problem = make_problem(formats, shape);
     const int64_t tokens = shape->num_tokens;
     const int former = failures;
-    const smla_batch_plan plan = smla_find_plan(&problem, tokens);
-    const smla_batch_plan model = model_plan(&problem, tokens);
+    const batch_plan plan = find_plan(&problem, tokens);
+    const batch_plan model = model_plan(&problem, tokens);
     expect_same_plan(&plan, &model);
     EXPECT(plan.run.kernel != NULL &&
            (plan.run.kernel->formats & ~(smla_kv_set)SMLA_ROWS_RANGED) == formats);
@@ -504,8 +501,8 @@ check_plan(smla_kv_set formats, const smla_attention_shape *shape)
     EXPECT_EQ(planned_splits(shape), plan.run.num_splits);
     /* The plans of the whole batch and of its rest share one workspace. */
     const int64_t room = smla_cuda_attention_workspace_size(shape);
-    for (int64_t part = tokens;; part = smla_find_plan(&problem, part).rest) {
-        const smla_batch_plan end = smla_find_plan(&problem, part);
+    for (int64_t part = tokens;; part = find_plan(&problem, part).rest) {
+        const batch_plan end = find_plan(&problem, part);
         const int64_t rows = part * end.run.num_splits * shape->num_heads;
         EXPECT(end.run.num_splits == 1 ||
                SMLA_PARTIAL_ALIGN - 1 + smla_partial_bytes(rows) <= room);
@@ -514,14 +511,14 @@ check_plan(smla_kv_set formats, const smla_attention_shape *shape)
         }
     }
     /* The plan is the same when it is known already, and when it is made anew. */
-    const smla_batch_plan known = smla_find_plan(&problem, tokens);
+    const batch_plan known = find_plan(&problem, tokens);
     memset(known_plans, 0, sizeof known_plans);
-    const smla_batch_plan fresh = smla_find_plan(&problem, tokens);
+    const batch_plan fresh = find_plan(&problem, tokens);
     expect_same_plan(&known, &plan);
     expect_same_plan(&fresh, &plan);
     if (failures > former && former < MAX_PRINTED) {
         printf("    sm_%d, %d SMs: %s, %d tokens, %d heads, topk %d + %d\n",
-               devices[0].compute_capability, devices[0].num_sms, plan.run.kernel->formats_name,
+               devices[0].compute_capability, devices[0].num_sms, text_of(plan.run.kernel).formats,
                (int)tokens, (int)shape->num_heads, (int)shape->topk, (int)shape->extra_topk);
     }
 }
@@ -530,7 +527,7 @@ check_plan(smla_kv_set formats, const smla_attention_shape *shape)
 static int64_t
 model_workspace(smla_kv_set formats, const smla_attention_shape *shape)
 {
-    const smla_split_problem problem = make_problem(formats, shape);
+    const split_problem problem = make_problem(formats, shape);
     const int64_t all = shape->num_tokens * model_useful(&problem);
     const int64_t most = model_parts(&problem);
     const int64_t rows = (all < most ? all : most) * shape->num_heads;
@@ -642,8 +639,8 @@ test_tuned_plans(void)
         const smla_attention_shape shape =
             make_shape(plans[i].formats, plans[i].tokens, plans[i].heads, plans[i].topk,
                        plans[i].extra);
-        const smla_split_problem problem = make_problem(plans[i].formats, &shape);
-        const smla_batch_plan plan = smla_find_plan(&problem, shape.num_tokens);
+        const split_problem problem = make_problem(plans[i].formats, &shape);
+        const batch_plan plan = find_plan(&problem, shape.num_tokens);
         const bool is_same = strcmp(launcher_of(plan.run.kernel), plans[i].launcher) == 0 &&
                              plan.run.num_splits == plans[i].splits && plan.rest == plans[i].rest &&
                              plan.run.cost == plans[i].cost;
@@ -673,30 +670,30 @@ test_known_plans(void)
     for (int i = 0; i < 2 * NUM_SHAPES * NUM_SHAPES; i++) {
         const smla_attention_shape *const shape =
             &shapes[i / 2 % NUM_SHAPES * (i / 24 + 1) % NUM_SHAPES];
-        smla_split_problem problem =
+        split_problem problem =
             make_problem(smla_join_formats(shape->formats[0], shape->formats[1]), shape);
         problem.device = &devices[i % 2];
-        const smla_batch_plan plan = smla_find_plan(&problem, shape->num_tokens);
-        const smla_batch_plan model = model_plan(&problem, shape->num_tokens);
+        const batch_plan plan = find_plan(&problem, shape->num_tokens);
+        const batch_plan model = model_plan(&problem, shape->num_tokens);
         expect_same_plan(&plan, &model);
     }
     /* At first no plan is known, not even that of 0 tokens. */
     memset(known_plans, 0, sizeof known_plans);
-    const smla_split_problem problem = make_problem(SMLA_ROWS_FP8, &shapes[0]);
-    EXPECT(smla_find_plan(&problem, 0).run.kernel != NULL);
+    const split_problem problem = make_problem(SMLA_ROWS_FP8, &shapes[0]);
+    EXPECT(find_plan(&problem, 0).run.kernel != NULL);
     /* A plan that is known is not made again. */
     known_plans[3].plan.run.cost = 0;
-    (void)smla_find_plan(&problem, 3);
+    (void)find_plan(&problem, 3);
     known_plans[3].plan.run.cost = 12345;
-    EXPECT_EQ(smla_find_plan(&problem, 3).run.cost, 12345);
+    EXPECT_EQ(find_plan(&problem, 3).run.cost, 12345);
     /* A thread that finds another one at the table plans by itself, and leaves the table alone. */
     (void)atomic_flag_test_and_set(&known_plans_lock);
-    const smla_batch_plan own = smla_find_plan(&problem, 3);
-    const smla_batch_plan model = model_plan(&problem, 3);
+    const batch_plan own = find_plan(&problem, 3);
+    const batch_plan model = model_plan(&problem, 3);
     expect_same_plan(&own, &model);
     EXPECT_EQ(known_plans[3].plan.run.cost, 12345);
     atomic_flag_clear(&known_plans_lock);
-    EXPECT_EQ(smla_find_plan(&problem, 3).run.cost, 12345);
+    EXPECT_EQ(find_plan(&problem, 3).run.cost, 12345);
     memset(known_plans, 0, sizeof known_plans);
     devices[1] = (smla_cuda_device){0};
 }
@@ -718,9 +715,9 @@ test_columns(void)
                                     INT64_C(1) << 40};
     for (int splits = 1; splits <= SMLA_MAX_SPLITS; splits++) {
         for (int i = 0; i < 12; i++) {
-            const smla_split_problem problem = {.topk = topks[i], .extra_topk = topks[11 - i]};
-            EXPECT_EQ(smla_count_columns(&problem, splits), model_columns(&problem, splits));
-            EXPECT_EQ(smla_count_columns(&problem, splits),
+            const split_problem problem = {.topk = topks[i], .extra_topk = topks[11 - i]};
+            EXPECT_EQ(count_columns(&problem, splits), model_columns(&problem, splits));
+            EXPECT_EQ(count_columns(&problem, splits),
                       smla_split_columns(topks[i], splits) +
                           smla_split_columns(topks[11 - i], splits));
         }
@@ -764,7 +761,7 @@ test_ranged_lists(void)
             shape.has_ranges = true;
             smla_cuda_plan_attention(&shape, &plan);
             for (int i = 0; i < plan.num_runs; i++) {
-                EXPECT(plan.runs[i].kernel != NULL && plan.runs[i].kernel->min_arch == 80);
+                EXPECT(plan.runs[i].kernel != NULL && plan.runs[i].kernel->arch == 80);
             }
             EXPECT(plan.workspace_bytes == smla_cuda_attention_workspace_size(&shape));
             EXPECT(num_splits == 1 || plan.workspace_bytes > 0);

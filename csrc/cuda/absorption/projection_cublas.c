@@ -46,15 +46,18 @@ typedef int (*cublas_gemm)(cublas_handle handle, int op_a, int op_b, int64_t m, 
                            cudaDataType_t c_type, int64_t c_ld, long long c_stride,
                            int64_t batch_count, int compute_type, int algorithm);
 
-typedef struct cublas_library {
+/* The process's library and its handles. The lock guards them all. */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static cublas_handle handles[SMLA_CUDA_MAX_DEVICES];
+static struct {
     int (*create)(cublas_handle *handle);
     int (*destroy)(cublas_handle handle);
     int (*set_math_mode)(cublas_handle handle, int mode);
     int (*set_stream)(cublas_handle handle, cudaStream_t stream);
     int (*set_workspace)(cublas_handle handle, void *workspace, size_t bytes);
     cublas_gemm gemm;
-    const char *(*status_name)(int status);
-} cublas_library;
+    const char *(*status_name)(int status); /* found last: where it is not NULL, all are found */
+} cublas;
 
 /* ---- Loading ------------------------------------------------------------------------------- */
 
@@ -72,15 +75,10 @@ static bool
 find_beside_package(const char *path, char *text)
 {
     Dl_info self;
-    if (dladdr(sonames, &self) == 0 || self.dli_fname == NULL) {
-        return false;
-    }
-    const char *slash = strrchr(self.dli_fname, '/');
-    if (slash == NULL) {
-        return false;
-    }
-    return snprintf(text, PATH_BYTES, "%.*s/../%s", (int)(slash - self.dli_fname), self.dli_fname,
-                    path) < PATH_BYTES;
+    const bool is_known = dladdr(sonames, &self) != 0 && self.dli_fname != NULL;
+    const char *const slash = is_known ? strrchr(self.dli_fname, '/') : NULL;
+    return slash != NULL && snprintf(text, PATH_BYTES, "%.*s/../%s", (int)(slash - self.dli_fname),
+                                     self.dli_fname, path) < PATH_BYTES;
 }
 
 /* Opens the cuBLAS that the process has loaded already (for PyTorch, CuPy, JAX), else that of the
@@ -105,19 +103,16 @@ open_anywhere(void)
 }
 
 static smla_status
-find_functions(const char *op, void *library, cublas_library *cublas, smla_error *error)
+find_functions(const char *op, void *library, smla_error *error)
 {
-    const struct {
-        const char *name;
-        void *function; /* address of the function pointer to fill */
-    } functions[] = {
-        {"cublasCreate_v2", (void *)&cublas->create},
-        {"cublasDestroy_v2", (void *)&cublas->destroy},
-        {"cublasSetMathMode", (void *)&cublas->set_math_mode},
-        {"cublasSetStream_v2", (void *)&cublas->set_stream},
-        {"cublasSetWorkspace_v2", (void *)&cublas->set_workspace},
-        {"cublasGemmStridedBatchedEx_64", (void *)&cublas->gemm},
-        {"cublasGetStatusName", (void *)&cublas->status_name},
+    const smla_cuda_symbol functions[] = {
+        {"cublasCreate_v2", (void *)&cublas.create},
+        {"cublasDestroy_v2", (void *)&cublas.destroy},
+        {"cublasSetMathMode", (void *)&cublas.set_math_mode},
+        {"cublasSetStream_v2", (void *)&cublas.set_stream},
+        {"cublasSetWorkspace_v2", (void *)&cublas.set_workspace},
+        {"cublasGemmStridedBatchedEx_64", (void *)&cublas.gemm},
+        {"cublasGetStatusName", (void *)&cublas.status_name},
     };
     for (size_t i = 0; i < sizeof functions / sizeof functions[0]; i++) {
         void *const symbol = dlsym(library, functions[i].name);
@@ -133,20 +128,17 @@ find_functions(const char *op, void *library, cublas_library *cublas, smla_error
 }
 
 static smla_status
-load_cublas(const char *op, cublas_library *cublas, smla_error *error)
+load_cublas(const char *op, smla_error *error)
 {
     const char *path = getenv("SPARSE_MLA_CUBLAS");
-    if (path != NULL && path[0] != '\0') {
-        /* The user's choice of what to load: NOLINTNEXTLINE(clang-analyzer-optin.taint.*) */
-        void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-        if (library == NULL) {
-            return smla_fail(error, SMLA_ERROR_RUNTIME,
-                             "%s: SPARSE_MLA_CUBLAS must be the path of libcublas.so, got %s: %s",
-                             op, path, dlerror());
-        }
-        return find_functions(op, library, cublas, error);
+    const bool is_named = path != NULL && path[0] != '\0';
+    /* The user's choice of what to load: NOLINTNEXTLINE(clang-analyzer-optin.taint.*) */
+    void *const library = is_named ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : open_anywhere();
+    if (library == NULL && is_named) {
+        return smla_fail(error, SMLA_ERROR_RUNTIME,
+                         "%s: SPARSE_MLA_CUBLAS must be the path of libcublas.so, got %s: %s", op,
+                         path, dlerror());
     }
-    void *library = open_anywhere();
     if (library == NULL) {
         return smla_fail(
             error, SMLA_ERROR_RUNTIME,
@@ -155,16 +147,10 @@ load_cublas(const char *op, cublas_library *cublas, smla_error *error)
             "install nvidia-cublas`, import torch first, or set SPARSE_MLA_CUBLAS to its path",
             op, sonames[0], sonames[1]);
     }
-    return find_functions(op, library, cublas, error);
+    return find_functions(op, library, error);
 }
 
 /* ---- Handles ------------------------------------------------------------------------------- */
-
-/* The process's library and its handles. The lock guards them all. */
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static bool is_loaded;
-static cublas_library cublas;
-static cublas_handle handles[SMLA_CUDA_MAX_DEVICES];
 
 static smla_status
 report(const char *op, const char *call, int code, smla_error *error)
@@ -178,16 +164,6 @@ report(const char *op, const char *call, int code, smla_error *error)
                      is_memory ? ": is there device memory left?" : "");
 }
 
-static smla_status
-load_once(const char *op, smla_error *error)
-{
-    if (!is_loaded) {
-        SMLA_TRY(load_cublas(op, &cublas, error));
-        is_loaded = true;
-    }
-    return SMLA_OK;
-}
-
 /* The current device's handle. Its math mode keeps the sums of a product in fp32 until the end. */
 static smla_status
 find_handle(const char *op, int32_t device_id, cublas_handle *handle, smla_error *error)
@@ -196,7 +172,9 @@ find_handle(const char *op, int32_t device_id, cublas_handle *handle, smla_error
     if (*handle != NULL) {
         return SMLA_OK;
     }
-    SMLA_TRY(load_once(op, error));
+    if (cublas.status_name == NULL) {
+        SMLA_TRY(load_cublas(op, error));
+    }
     SMLA_TRY(report(op, "cublasCreate", cublas.create(handle), error));
     const int code = cublas.set_math_mode(*handle, CUBLAS_NO_REDUCED_PRECISION_REDUCTION);
     if (code != CUBLAS_SUCCESS) {

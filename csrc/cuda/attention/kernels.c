@@ -10,78 +10,40 @@
 
 #include "cuda/attention/kernels.h"
 
-enum { ANY_ARCH = 999 };
+/* A kernel for calls of `least` heads and more, `heads` of them per CTA. The rest follows. */
+#define ROW(file, stem, rows, least, heads, ...) \
+    {.formats = rows,                            \
+     .min_heads = least,                         \
+     .heads_per_cta = heads,                     \
+     .name = file ", " #heads " heads per CTA",  \
+     .launch = smla_attend_##stem##_##heads,     \
+     __VA_ARGS__}
 
-/* Kernels for calls of `least` heads and more, `heads` of them per CTA. */
-#define SM90_FP8(least, heads, cost, start)                 \
-    {.min_arch = 90,                                        \
-     .max_arch = 90,                                        \
-     .formats = SMLA_ROWS_FP8,                              \
-     .formats_name = "fp8_ds_mla",                          \
-     .min_heads = least,                                    \
-     .max_heads = 128,                                      \
-     .heads_per_cta = heads,                                \
-     .block_columns = SMLA_SM90_KEYS,                       \
-     .block_cost = cost,                                    \
-     .cta_cost = start,                                     \
-     .leaves_halves = true,                                 \
-     .ctas_per_sm = 1,                                      \
-     .shared_bytes = SMLA_SM90_SHARED_BYTES,                \
-     .name = "attention_sm90.cu, " #heads " heads per CTA", \
-     .launch = smla_attend_sm90_fp8_##heads}
+#define SM90(file, stem, rows, least, heads, ...)                     \
+    ROW(file, stem, rows, least, heads, .arch = 90, .ctas_per_sm = 1, \
+        .shared_bytes = SMLA_SM90_SHARED_BYTES, __VA_ARGS__)
+
+#define SM90_FP8(least, heads, cost, start)                                      \
+    SM90("attention_sm90.cu", sm90_fp8, SMLA_ROWS_FP8, least, heads,             \
+         .block_columns = SMLA_SM90_KEYS, .block_cost = cost, .cta_cost = start, \
+         .leaves_halves = true)
 
 /* For splits of few columns. A key takes a shade longer, the start much less, and columns need not
  * fill blocks. */
-#define SM90_SMALL(least, heads, start)                           \
-    {.min_arch = 90,                                              \
-     .max_arch = 90,                                              \
-     .formats = SMLA_ROWS_FP8,                                    \
-     .formats_name = "fp8_ds_mla",                                \
-     .min_heads = least,                                          \
-     .max_heads = 128,                                            \
-     .heads_per_cta = heads,                                      \
-     .max_columns = SMLA_SM90_SMALL_KEYS,                         \
-     .block_columns = SMLA_SPLIT_ALIGN,                           \
-     .block_cost = 9,                                             \
-     .cta_cost = start,                                           \
-     .leaves_halves = true,                                       \
-     .leaves_room = true,                                         \
-     .ctas_per_sm = 1,                                            \
-     .shared_bytes = SMLA_SM90_SHARED_BYTES,                      \
-     .name = "attention_small_sm90.cu, " #heads " heads per CTA", \
-     .launch = smla_attend_sm90_small_##heads}
+#define SM90_SMALL(least, heads, start)                                                           \
+    SM90("attention_small_sm90.cu", sm90_small, SMLA_ROWS_FP8, least, heads,                      \
+         .max_columns = SMLA_SM90_SMALL_KEYS, .block_columns = SMLA_SPLIT_ALIGN, .block_cost = 9, \
+         .cta_cost = start, .leaves_halves = true, .leaves_room = true)
 
-#define SM90_BF16(rows, rows_name, suffix)               \
-    {.min_arch = 90,                                     \
-     .max_arch = 90,                                     \
-     .formats = rows,                                    \
-     .formats_name = rows_name,                          \
-     .min_heads = 1,                                     \
-     .max_heads = 128,                                   \
-     .heads_per_cta = 64,                                \
-     .block_columns = SMLA_SM90_KEYS,                    \
-     .block_cost = 16,                                   \
-     .cta_cost = 48,                                     \
-     .ctas_per_sm = 1,                                   \
-     .shared_bytes = SMLA_SM90_SHARED_BYTES,             \
-     .name = "attention_bf16_sm90.cu, 64 heads per CTA", \
-     .launch = smla_attend_sm90_##suffix##_64}
+#define SM90_BF16(rows, stem)                                                          \
+    SM90("attention_bf16_sm90.cu", stem, rows, 1, 64, .block_columns = SMLA_SM90_KEYS, \
+         .block_cost = 16, .cta_cost = 48)
 
-#define SM80(rows, rows_name, suffix, least, heads)         \
-    {.min_arch = 80,                                        \
-     .max_arch = ANY_ARCH,                                  \
-     .formats = (rows) | SMLA_ROWS_RANGED,                  \
-     .formats_name = rows_name,                             \
-     .min_heads = least,                                    \
-     .max_heads = 128,                                      \
-     .heads_per_cta = heads,                                \
-     .block_columns = SMLA_SM80_KEYS,                       \
-     .block_cost = 16,                                      \
-     .cta_cost = 32,                                        \
-     .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(heads),           \
-     .shared_bytes = SMLA_SM80_SHARED_BYTES(heads, rows),   \
-     .name = "attention_sm80.cu, " #heads " heads per CTA", \
-     .launch = smla_attend_sm80_##suffix##_##heads}
+#define SM80(rows, stem, least, heads)                                                 \
+    ROW("attention_sm80.cu", stem, (rows) | SMLA_ROWS_RANGED, least, heads,            \
+        .arch = SMLA_PORTABLE_ARCH, .block_columns = SMLA_SM80_KEYS, .block_cost = 16, \
+        .cta_cost = 32, .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(heads),                   \
+        .shared_bytes = SMLA_SM80_SHARED_BYTES(heads, rows))
 
 const smla_attention_kernel smla_attention_kernels[] = {
     SM90_SMALL(17, 32, 32),
@@ -89,18 +51,18 @@ const smla_attention_kernel smla_attention_kernels[] = {
     SM90_FP8(33, 64, 16, 48),
     SM90_FP8(17, 32, 10, 50),
     SM90_FP8(1, 16, 9, 48),
-    SM90_BF16(SMLA_ROWS_BF16, "bfloat16", bf16),
-    SM90_BF16(SMLA_ROWS_BF16_512, "bfloat16 of 512 values", bf16_512),
-    SM80(SMLA_ROWS_FP8, "fp8_ds_mla", fp8, 33, 64),
-    SM80(SMLA_ROWS_FP8, "fp8_ds_mla", fp8, 17, 32),
-    SM80(SMLA_ROWS_FP8, "fp8_ds_mla", fp8, 1, 16),
-    SM80(SMLA_ROWS_BF16, "bfloat16", bf16, 33, 64),
-    SM80(SMLA_ROWS_BF16, "bfloat16", bf16, 17, 32),
-    SM80(SMLA_ROWS_BF16, "bfloat16", bf16, 1, 16),
-    SM80(SMLA_ROWS_BF16_512, "bfloat16 of 512 values", bf16_512, 33, 64),
-    SM80(SMLA_ROWS_BF16_512, "bfloat16 of 512 values", bf16_512, 17, 32),
-    SM80(SMLA_ROWS_BF16_512, "bfloat16 of 512 values", bf16_512, 1, 16),
-    SM80(SMLA_ROWS_MIXED, "fp8_ds_mla with bfloat16", mixed, 1, 16),
+    SM90_BF16(SMLA_ROWS_BF16, sm90_bf16),
+    SM90_BF16(SMLA_ROWS_BF16_512, sm90_bf16_512),
+    SM80(SMLA_ROWS_FP8, sm80_fp8, 33, 64),
+    SM80(SMLA_ROWS_FP8, sm80_fp8, 17, 32),
+    SM80(SMLA_ROWS_FP8, sm80_fp8, 1, 16),
+    SM80(SMLA_ROWS_BF16, sm80_bf16, 33, 64),
+    SM80(SMLA_ROWS_BF16, sm80_bf16, 17, 32),
+    SM80(SMLA_ROWS_BF16, sm80_bf16, 1, 16),
+    SM80(SMLA_ROWS_BF16_512, sm80_bf16_512, 33, 64),
+    SM80(SMLA_ROWS_BF16_512, sm80_bf16_512, 17, 32),
+    SM80(SMLA_ROWS_BF16_512, sm80_bf16_512, 1, 16),
+    SM80(SMLA_ROWS_MIXED, sm80_mixed, 1, 16),
     {.launch = NULL},
 };
 
@@ -109,6 +71,7 @@ enum { NUM_KERNELS = sizeof smla_attention_kernels / sizeof smla_attention_kerne
 /* What kernels() prints of a row; the texts live as long as the library. */
 typedef struct row_text {
     const char *arch;
+    const char *formats;
     const char *heads;
 } row_text;
 
@@ -116,7 +79,12 @@ static row_text
 text_of(const smla_attention_kernel *kernel)
 {
     return (row_text){
-        .arch = kernel->min_arch == 90 ? "sm_90" : "sm_80+",
+        .arch = kernel->arch == 90 ? "sm_90" : "sm_80+",
+        .formats = (kernel->formats & SMLA_ROWS_MIXED) == SMLA_ROWS_MIXED
+                       ? "fp8_ds_mla with bfloat16"
+                   : kernel->formats & SMLA_ROWS_FP8  ? "fp8_ds_mla"
+                   : kernel->formats & SMLA_ROWS_BF16 ? "bfloat16"
+                                                      : "bfloat16 of 512 values",
         .heads = kernel->min_heads == 33   ? "33...128"
                  : kernel->min_heads == 17 ? "17...128"
                                            : "1...128",
@@ -145,8 +113,8 @@ smla_describe_formats(smla_kv_set formats, char text[SMLA_FORMATS_TEXT])
 static bool
 runs_on(const smla_attention_kernel *kernel, const smla_cuda_device *device)
 {
-    return device->compute_capability >= kernel->min_arch &&
-           device->compute_capability <= kernel->max_arch &&
+    const int32_t arch = device->compute_capability;
+    return (kernel->arch == SMLA_PORTABLE_ARCH ? arch >= kernel->arch : arch == kernel->arch) &&
            device->max_shared_bytes >= kernel->shared_bytes;
 }
 
@@ -155,7 +123,7 @@ smla_fits_kernel(const smla_attention_kernel *kernel, const smla_cuda_device *de
                  smla_kv_set formats, int64_t num_heads, int num_splits, int64_t columns)
 {
     return (formats & ~kernel->formats) == 0 && num_heads >= kernel->min_heads &&
-           num_heads <= kernel->max_heads && runs_on(kernel, device) &&
+           num_heads <= SMLA_MAX_HEADS && runs_on(kernel, device) &&
            (kernel->max_columns == 0 || (num_splits > 1 && columns <= kernel->max_columns));
 }
 
@@ -178,18 +146,15 @@ smla_find_whole_kernel(const smla_cuda_device *device, smla_kv_set formats, int6
     return smla_find_kernel(device, formats, num_heads, 1, 0);
 }
 
-/* Whether index lists with any number of heads take this row. */
+/* Whether index lists with any number of heads take this row. It is enough to ask for the row's
+ * least number, because more heads only add other rows that fit. */
 static bool
 is_chosen(const smla_attention_kernel *kernel, const smla_cuda_device *device)
 {
     const smla_kv_set formats = kernel->formats & ~(smla_kv_set)SMLA_ROWS_RANGED;
     const int num_splits = kernel->max_columns == 0 ? 1 : 2;
-    for (int32_t heads = kernel->min_heads; heads <= kernel->max_heads; heads++) {
-        if (smla_find_kernel(device, formats, heads, num_splits, kernel->max_columns) == kernel) {
-            return true;
-        }
-    }
-    return false;
+    return smla_find_kernel(device, formats, kernel->min_heads, num_splits, kernel->max_columns) ==
+           kernel;
 }
 
 int64_t
@@ -202,7 +167,7 @@ smla_cuda_kernels(smla_kernel_info *rows, int64_t capacity)
         rows[i] = (smla_kernel_info){
             .device = "cuda",
             .arch = text.arch,
-            .kv_format = kernel->formats_name,
+            .kv_format = text.formats,
             .heads = text.heads,
             .name = kernel->name,
             .available = device != NULL && runs_on(kernel, device),
@@ -218,10 +183,9 @@ smla_describe_kernels(char *text, size_t size)
     size_t length = 0;
     text[0] = '\0';
     for (int i = 0; i < NUM_KERNELS && length < size; i++) {
-        const smla_attention_kernel *const kernel = &smla_attention_kernels[i];
-        const int written =
-            snprintf(text + length, size - length, "%s%s %s, heads %s", i == 0 ? "" : "; ",
-                     text_of(kernel).arch, kernel->formats_name, text_of(kernel).heads);
+        const row_text row = text_of(&smla_attention_kernels[i]);
+        const int written = snprintf(text + length, size - length, "%s%s %s, heads %s",
+                                     i == 0 ? "" : "; ", row.arch, row.formats, row.heads);
         length += written < 0 ? 0 : (size_t)written;
     }
 }

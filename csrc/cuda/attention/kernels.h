@@ -25,12 +25,12 @@ enum {
 /* `cut_bytes` as in smla_attention_run; most kernels cut no rows. */
 typedef cudaError_t smla_attention_launcher(const smla_attention_params *params, int64_t cut_bytes);
 
+enum { SMLA_PORTABLE_ARCH = 80 }; /* its kernels run on newer devices, too */
+
 typedef struct smla_attention_kernel {
-    int32_t min_arch; /* compute capability, major * 10 + minor */
-    int32_t max_arch;
-    smla_kv_set formats; /* that it serves */
-    int32_t min_heads;   /* of the call */
-    int32_t max_heads;
+    int32_t arch;          /* the compute capability, major * 10 + minor */
+    smla_kv_set formats;   /* that it serves */
+    int32_t min_heads;     /* of the call */
     int32_t heads_per_cta; /* more heads are more CTAs, which gather the same rows */
     int32_t max_columns;   /* of a split, of both lists; 0: any, and calls without splits */
     int32_t block_columns; /* keys that a CTA takes at once */
@@ -41,7 +41,6 @@ typedef struct smla_attention_kernel {
     int32_t ctas_per_sm;   /* at most; for the split schedule */
     int32_t shared_bytes;  /* of one CTA */
     const char *name;      /* source file and variant */
-    const char *formats_name;
     smla_attention_launcher *launch;
 } smla_attention_kernel;
 

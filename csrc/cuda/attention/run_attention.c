@@ -3,13 +3,6 @@
  */
 #include "cuda/attention/kernels.h"
 
-static smla_kv_set
-formats_of(const smla_attention_params *params)
-{
-    return smla_join_formats(params->lists[0].kv.format,
-                             params->num_lists == 2 ? params->lists[1].kv.format : NULL);
-}
-
 /* A miss says what there is. */
 static smla_status
 fail_without_kernel(const smla_attention_params *params, const smla_cuda_device *device,
@@ -17,7 +10,9 @@ fail_without_kernel(const smla_attention_params *params, const smla_cuda_device 
 {
     char formats[SMLA_FORMATS_TEXT];
     char rows[512];
-    smla_describe_formats(formats_of(params), formats);
+    const smla_kv_format_info *const extra =
+        params->num_lists == 2 ? params->lists[1].kv.format : NULL;
+    smla_describe_formats(smla_join_formats(params->lists[0].kv.format, extra), formats);
     smla_describe_kernels(rows, sizeof rows);
     return smla_fail(error, SMLA_ERROR_RUNTIME,
                      "sparse_attention: no kernel for sm_%d, %d bytes of shared memory, %s and "

@@ -2,9 +2,33 @@
  * estimates the time of each plan and takes the shortest. The size of the workspace depends on the
  * plans, so it is computed here, too.
  */
-#include "cuda/attention/schedule.h"
-
 #include <stdatomic.h>
+
+#include "cuda/attention/kernels.h"
+
+/* What a schedule depends on. */
+typedef struct split_problem {
+    const smla_cuda_device *device;
+    const smla_attention_kernel *whole; /* runs the call when it is not split */
+    int64_t num_heads;
+    int64_t topk;
+    int64_t extra_topk;
+} split_problem;
+
+/* A way to run a batch, and its estimated time, which is counted in waves of CTAs. */
+typedef struct run_plan {
+    const smla_attention_kernel *kernel;
+    int num_splits;
+    int64_t cost;
+} run_plan;
+
+/* A plan for a batch. `rest` is the number of tokens in the batch's last run. If it is less than
+ * all, the tokens in front run unsplit in full waves of CTAs, and the last `rest` tokens have a
+ * plan of their own: that is estimated to take less time than one more wave. */
+typedef struct batch_plan {
+    run_plan run;
+    int64_t rest;
+} batch_plan;
 
 /* A split call with more waves of CTAs than this gains nothing and costs memory. */
 enum { MAX_WAVES = 3 };
@@ -38,8 +62,9 @@ divide_up(int64_t n, int64_t by)
     return n / by + (n % by != 0);
 }
 
-int64_t
-smla_count_columns(const smla_split_problem *problem, int num_splits)
+/* The columns of a split in both lists together (smla_split_columns). */
+static int64_t
+count_columns(const split_problem *problem, int num_splits)
 {
     const int64_t units = divide_up(divide_up(problem->topk, num_splits), SMLA_SPLIT_ALIGN) +
                           divide_up(divide_up(problem->extra_topk, num_splits), SMLA_SPLIT_ALIGN);
@@ -48,24 +73,24 @@ smla_count_columns(const smla_split_problem *problem, int num_splits)
 
 /* CTAs per token and split. */
 static int64_t
-count_tiles(const smla_split_problem *problem, const smla_attention_kernel *kernel)
+count_tiles(const split_problem *problem, const smla_attention_kernel *kernel)
 {
     return divide_up(problem->num_heads, kernel->heads_per_cta);
 }
 
 /* Splits beyond this number have no columns. */
 static int64_t
-max_useful_splits(const smla_split_problem *problem)
+max_useful_splits(const split_problem *problem)
 {
     const int64_t columns =
         problem->topk > problem->extra_topk ? problem->topk : problem->extra_topk;
-    const int64_t useful = (columns + SMLA_SPLIT_ALIGN - 1) / SMLA_SPLIT_ALIGN;
+    const int64_t useful = divide_up(columns, SMLA_SPLIT_ALIGN);
     return useful < 1 ? 1 : min_int64(useful, SMLA_MAX_SPLITS);
 }
 
 /* The most pairs of token and split that a plan with several splits may have, for any batch. */
 static int64_t
-max_parts(const smla_split_problem *problem)
+max_parts(const split_problem *problem)
 {
     return MAX_WAVES * count_places(problem->device, problem->whole) /
            count_tiles(problem, problem->whole);
@@ -75,7 +100,7 @@ max_parts(const smla_split_problem *problem)
 
 /* The cost of the combine kernel, and of the partial rows that it reads. */
 static int64_t
-find_combine_cost(const smla_split_problem *problem, const smla_attention_kernel *kernel,
+find_combine_cost(const split_problem *problem, const smla_attention_kernel *kernel,
                   int64_t num_tokens, int num_splits)
 {
     if (num_splits == 1) {
@@ -91,7 +116,7 @@ find_combine_cost(const smla_split_problem *problem, const smla_attention_kernel
 /* The cost of starting late. A kernel starts before the grid in front of it is done where there is
  * room, beside the combine kernel's CTAs or on SMs that they leave free. */
 static int64_t
-find_late_cost(const smla_split_problem *problem, const smla_attention_kernel *kernel,
+find_late_cost(const split_problem *problem, const smla_attention_kernel *kernel,
                int64_t num_tokens, int num_splits, int64_t num_ctas, int64_t places)
 {
     const bool is_beside =
@@ -101,8 +126,8 @@ find_late_cost(const smla_split_problem *problem, const smla_attention_kernel *k
 }
 
 static int64_t
-estimate_cost(const smla_split_problem *problem, const smla_attention_kernel *kernel,
-              int64_t num_tokens, int num_splits, int64_t columns)
+estimate_cost(const split_problem *problem, const smla_attention_kernel *kernel, int64_t num_tokens,
+              int num_splits, int64_t columns)
 {
     const int64_t places = count_places(problem->device, kernel);
     const int64_t ctas = num_tokens * count_tiles(problem, kernel) * num_splits;
@@ -114,15 +139,14 @@ estimate_cost(const smla_split_problem *problem, const smla_attention_kernel *ke
 }
 
 /* The kernel with the shortest estimated time for this many splits; of equals, the first row. */
-static smla_run_plan
-choose_kernel(const smla_split_problem *problem, int64_t num_tokens, int num_splits)
+static run_plan
+choose_kernel(const split_problem *problem, int64_t num_tokens, int num_splits)
 {
-    const int64_t columns = smla_count_columns(problem, num_splits);
-    smla_run_plan best = {.num_splits = num_splits, .cost = INT64_MAX};
+    const int64_t columns = count_columns(problem, num_splits);
+    run_plan best = {.num_splits = num_splits, .cost = INT64_MAX};
     for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
          kernel++) {
-        if (kernel->min_arch != problem->whole->min_arch ||
-            kernel->formats != problem->whole->formats ||
+        if (kernel->arch != problem->whole->arch || kernel->formats != problem->whole->formats ||
             !smla_fits_kernel(kernel, problem->device, problem->whole->formats, problem->num_heads,
                               num_splits, columns)) {
             continue;
@@ -136,12 +160,12 @@ choose_kernel(const smla_split_problem *problem, int64_t num_tokens, int num_spl
     return best;
 }
 
-static smla_batch_plan plan_batch(const smla_split_problem *problem, int64_t num_tokens);
+static batch_plan plan_batch(const split_problem *problem, int64_t num_tokens);
 
-static smla_batch_plan
-plan_whole(const smla_split_problem *problem, int64_t num_tokens)
+static batch_plan
+plan_whole(const split_problem *problem, int64_t num_tokens)
 {
-    smla_batch_plan plan = {.run = choose_kernel(problem, num_tokens, 1), .rest = num_tokens};
+    batch_plan plan = {.run = choose_kernel(problem, num_tokens, 1), .rest = num_tokens};
     const int64_t tiles = count_tiles(problem, problem->whole);
     const int64_t places = count_places(problem->device, problem->whole);
     const int64_t full = num_tokens * tiles / places * places / tiles;
@@ -149,7 +173,7 @@ plan_whole(const smla_split_problem *problem, int64_t num_tokens)
     if (full == 0 || rest == 0) {
         return plan;
     }
-    const int64_t columns = smla_count_columns(problem, 1);
+    const int64_t columns = count_columns(problem, 1);
     const int64_t cost = estimate_cost(problem, problem->whole, full, 1, columns) +
                          plan_batch(problem, rest).run.cost;
     if (cost < plan.run.cost) {
@@ -160,22 +184,22 @@ plan_whole(const smla_split_problem *problem, int64_t num_tokens)
 }
 
 /* The plan with the shortest estimated time; of equals, the one with fewer splits. */
-static smla_batch_plan
-plan_batch(const smla_split_problem *problem, int64_t num_tokens)
+static batch_plan
+plan_batch(const split_problem *problem, int64_t num_tokens)
 {
     const int64_t useful = max_useful_splits(problem);
     const int64_t most = num_tokens == 0 ? 1 : min_int64(useful, max_parts(problem) / num_tokens);
-    smla_batch_plan best = plan_whole(problem, num_tokens);
-    int64_t columns = smla_count_columns(problem, 1);
+    batch_plan best = plan_whole(problem, num_tokens);
+    int64_t columns = count_columns(problem, 1);
     for (int splits = 2; splits <= most; splits++) {
-        const int64_t fewer = smla_count_columns(problem, splits);
+        const int64_t fewer = count_columns(problem, splits);
         if (fewer == columns) {
             continue; /* there are more CTAs, but none of them is shorter */
         }
         columns = fewer;
-        const smla_run_plan run = choose_kernel(problem, num_tokens, splits);
+        const run_plan run = choose_kernel(problem, num_tokens, splits);
         if (run.cost < best.run.cost) {
-            best = (smla_batch_plan){.run = run, .rest = num_tokens};
+            best = (batch_plan){.run = run, .rest = num_tokens};
         }
     }
     return best;
@@ -186,23 +210,24 @@ plan_batch(const smla_split_problem *problem, int64_t num_tokens)
 enum { KNOWN_PLANS = 16 };
 
 typedef struct known_plan {
-    smla_split_problem problem; /* `whole` is NULL in an empty entry */
+    split_problem problem; /* `whole` is NULL in an empty entry */
     int64_t num_tokens;
-    smla_batch_plan plan;
+    batch_plan plan;
 } known_plan;
 
 static known_plan known_plans[KNOWN_PLANS];
 static atomic_flag known_plans_lock = ATOMIC_FLAG_INIT;
 
 static bool
-is_same_problem(const smla_split_problem *a, const smla_split_problem *b)
+is_same_problem(const split_problem *a, const split_problem *b)
 {
     return a->device == b->device && a->whole == b->whole && a->num_heads == b->num_heads &&
            a->topk == b->topk && a->extra_topk == b->extra_topk;
 }
 
-smla_batch_plan
-smla_find_plan(const smla_split_problem *problem, int64_t num_tokens)
+/* The plan with the shortest estimated time. */
+static batch_plan
+find_plan(const split_problem *problem, int64_t num_tokens)
 {
     if (atomic_flag_test_and_set_explicit(&known_plans_lock, memory_order_acquire)) {
         return plan_batch(problem, num_tokens);
@@ -211,17 +236,18 @@ smla_find_plan(const smla_split_problem *problem, int64_t num_tokens)
     if (known->num_tokens != num_tokens || !is_same_problem(&known->problem, problem)) {
         *known = (known_plan){*problem, num_tokens, plan_batch(problem, num_tokens)};
     }
-    const smla_batch_plan plan = known->plan;
+    const batch_plan plan = known->plan;
     atomic_flag_clear_explicit(&known_plans_lock, memory_order_release);
     return plan;
 }
 
-bool
-smla_find_problem(const smla_cuda_device *device, const smla_attention_shape *shape,
-                  smla_kv_set formats, smla_split_problem *problem)
+/* Returns false where no row of the kernel table fits. */
+static bool
+find_problem(const smla_cuda_device *device, const smla_attention_shape *shape, smla_kv_set formats,
+             split_problem *problem)
 {
     const smla_kv_set needed = formats | (shape->has_ranges ? SMLA_ROWS_RANGED : 0);
-    *problem = (smla_split_problem){
+    *problem = (split_problem){
         .device = device,
         .whole = smla_find_whole_kernel(device, needed, shape->num_heads),
         .num_heads = shape->num_heads,
@@ -242,7 +268,7 @@ parts_bytes(int64_t parts, int64_t num_heads)
 
 /* The most pairs of token and split that plan_batch may choose for this batch or a smaller one. */
 static int64_t
-most_parts(const smla_split_problem *problem, int64_t num_tokens)
+most_parts(const split_problem *problem, int64_t num_tokens)
 {
     const int64_t useful = max_useful_splits(problem);
     return useful == 1 ? 0 : min_int64(num_tokens * useful, max_parts(problem));
@@ -253,10 +279,9 @@ static int64_t
 most_parts_of(const smla_cuda_device *device, const smla_attention_shape *shape,
               smla_kv_set formats)
 {
-    smla_split_problem problem;
-    return smla_find_problem(device, shape, formats, &problem)
-               ? most_parts(&problem, shape->num_tokens)
-               : 0;
+    split_problem problem;
+    return find_problem(device, shape, formats, &problem) ? most_parts(&problem, shape->num_tokens)
+                                                          : 0;
 }
 
 int64_t
@@ -285,7 +310,7 @@ smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
 /* ---- Plans of calls -------------------------------------------------------------------------- */
 
 static smla_attention_run
-make_run(const smla_split_problem *problem, const smla_attention_kernel *kernel, int64_t num_tokens,
+make_run(const split_problem *problem, const smla_attention_kernel *kernel, int64_t num_tokens,
          int num_splits)
 {
     const int64_t cut_bytes =
@@ -295,15 +320,15 @@ make_run(const smla_split_problem *problem, const smla_attention_kernel *kernel,
 
 /* Fills in the runs of a plan: tokens in full waves of CTAs, then the rest, which may be split. */
 static void
-plan_runs(const smla_split_problem *problem, int64_t num_tokens, smla_attention_plan *plan)
+plan_runs(const split_problem *problem, int64_t num_tokens, smla_attention_plan *plan)
 {
-    const smla_batch_plan batch = smla_find_plan(problem, num_tokens);
+    const batch_plan batch = find_plan(problem, num_tokens);
     const int64_t start = num_tokens - batch.rest;
     smla_attention_run *run = plan->runs;
-    smla_run_plan last = batch.run;
+    run_plan last = batch.run;
     if (start > 0) {
         *run++ = make_run(problem, problem->whole, start, 1);
-        last = smla_find_plan(problem, batch.rest).run;
+        last = find_plan(problem, batch.rest).run;
     }
     *run++ = make_run(problem, last.kernel, batch.rest, last.num_splits);
     plan->num_runs = (int)(run - plan->runs);
@@ -323,8 +348,8 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
         .runs[0] = {.num_tokens = shape->num_tokens,
                     .num_splits = is_given ? shape->num_splits : 1},
     };
-    smla_split_problem problem;
-    if (device == NULL || !smla_find_problem(device, shape, formats, &problem)) {
+    split_problem problem;
+    if (device == NULL || !find_problem(device, shape, formats, &problem)) {
         return;
     }
     if (is_given) { /* a token's bits must not depend on the batch */
@@ -332,7 +357,7 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
             shape->has_ranges
                 ? problem.whole
                 : smla_find_kernel(device, formats, shape->num_heads, shape->num_splits,
-                                   smla_count_columns(&problem, shape->num_splits));
+                                   count_columns(&problem, shape->num_splits));
         return;
     }
     plan->workspace_bytes = parts_bytes(most_parts(&problem, shape->num_tokens), shape->num_heads);
@@ -353,7 +378,7 @@ smla_cuda_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows,
     const smla_cuda_device *const device = smla_cuda_find_device(prefills->device_id);
     const smla_attention_kernel *const kernel =
         device == NULL ? NULL : smla_find_whole_kernel(device, SMLA_ROWS_FP8, prefills->num_heads);
-    if (kernel == NULL || kernel->min_arch < 90) {
+    if (kernel == NULL || kernel->arch < 90) {
         return false;
     }
     const int64_t tiles = prefills->num_heads / 64 + (prefills->num_heads % 64 > 32);

@@ -11,12 +11,6 @@
 #include "cpu/machine/cpu.h"
 #include "cuda/host/cuda.h"
 
-bool
-smla_cuda_is_checked(void)
-{
-    return smla_cuda_is_set("SPARSE_MLA_CHECK");
-}
-
 smla_status
 smla_cuda_begin_checked(const char *op, smla_stream stream, smla_error *error)
 {
@@ -44,7 +38,7 @@ smla_cuda_end_checked(const char *op, smla_stream stream, smla_error *error)
 
 /* An array of up to two dimensions, strides in elements. A stride may be zero or negative. */
 typedef struct device_array {
-    const void *data; /* address of index 0: on the device, after read_array on the host */
+    void *pointer; /* address of the pointer to index 0, which read_array points to the copy */
     int64_t element_bytes;
     int64_t counts[2];
     int64_t strides[2];
@@ -52,10 +46,10 @@ typedef struct device_array {
 } device_array;
 
 static device_array
-int32_vector(const int32_t *data, int64_t count, int64_t stride)
+int32_vector(const int32_t **pointer, int64_t count, int64_t stride)
 {
-    return (device_array){.data = data,
-                          .element_bytes = sizeof *data,
+    return (device_array){.pointer = (void *)pointer,
+                          .element_bytes = sizeof **pointer,
                           .counts = {count, 1},
                           .strides = {stride, 0}};
 }
@@ -64,6 +58,11 @@ int32_vector(const int32_t *data, int64_t count, int64_t stride)
 static smla_status
 read_array(const char *op, smla_stream stream, device_array *a, smla_error *error)
 {
+    const uint8_t *data = NULL;
+    memcpy((void *)&data, a->pointer, sizeof data);
+    if (data == NULL || a->counts[0] == 0 || a->counts[1] == 0) {
+        return SMLA_OK;
+    }
     int64_t low = 0;
     int64_t high = 0;
     for (int i = 0; i < 2; i++) {
@@ -71,18 +70,16 @@ read_array(const char *op, smla_stream stream, device_array *a, smla_error *erro
         low += reach < 0 ? reach : 0;
         high += reach > 0 ? reach : 0;
     }
-    if (a->data == NULL || a->counts[0] == 0 || a->counts[1] == 0) {
-        return SMLA_OK;
-    }
     const size_t bytes = (size_t)((high - low + 1) * a->element_bytes);
-    const uint8_t *first = (const uint8_t *)a->data + low * a->element_bytes;
+    const uint8_t *first = data + low * a->element_bytes;
     a->memory = malloc(bytes);
     if (a->memory == NULL) {
         return smla_fail(
             error, SMLA_ERROR_MEMORY,
             "%s: SPARSE_MLA_CHECK must find %zu bytes for a copy of an array, got none", op, bytes);
     }
-    a->data = (const uint8_t *)a->memory - low * a->element_bytes;
+    data = (const uint8_t *)a->memory - low * a->element_bytes;
+    memcpy(a->pointer, (const void *)&data, sizeof data);
     SMLA_TRY(smla_cuda_status(op, "cudaMemcpyAsync",
                               cudaMemcpyAsync(a->memory, first, bytes, cudaMemcpyDeviceToHost,
                                               (cudaStream_t)stream.handle),
@@ -113,14 +110,13 @@ free_arrays(const device_array *arrays, int count)
 smla_status
 smla_cuda_check_cache_write(const smla_cache_write_params *p, smla_error *error)
 {
-    device_array slots = {.data = p->slot_mapping,
+    smla_cache_write_params host = *p;
+    device_array slots = {.pointer = (void *)&host.slot_mapping,
                           .element_bytes = p->slots_are_int64 ? 8 : 4,
                           .counts = {p->num_tokens, 1},
                           .strides = {p->slot_stride, 0}};
     smla_status status = read_array("concat_and_cache_mla", p->stream, &slots, error);
     if (status == SMLA_OK) {
-        smla_cache_write_params host = *p;
-        host.slot_mapping = slots.data;
         status = smla_cpu_check_cache_write(&host, error);
     }
     free_arrays(&slots, 1);
@@ -130,50 +126,39 @@ smla_cuda_check_cache_write(const smla_cache_write_params *p, smla_error *error)
 smla_status
 smla_cuda_check_gather(const smla_gather_params *p, smla_error *error)
 {
-    enum { BLOCK_TABLE, SEQ_LENS, WORKSPACE_STARTS, SEQ_STARTS, NUM_ARRAYS };
-    device_array arrays[NUM_ARRAYS] = {
-        [BLOCK_TABLE] = {.data = p->block_table,
-                         .element_bytes = sizeof *p->block_table,
-                         .counts = {p->num_reqs, p->num_blocks},
-                         .strides = {p->block_table_stride_req, p->block_table_stride_block}},
-        [SEQ_LENS] = int32_vector(p->seq_lens, p->num_reqs, p->seq_lens_stride),
-        [WORKSPACE_STARTS] =
-            int32_vector(p->workspace_starts, p->num_reqs, p->workspace_starts_stride),
-        [SEQ_STARTS] = int32_vector(p->seq_starts, p->num_reqs, p->seq_starts_stride),
+    smla_gather_params host = *p;
+    device_array arrays[] = {
+        {.pointer = (void *)&host.block_table,
+         .element_bytes = sizeof *p->block_table,
+         .counts = {p->num_reqs, p->num_blocks},
+         .strides = {p->block_table_stride_req, p->block_table_stride_block}},
+        int32_vector(&host.seq_lens, p->num_reqs, p->seq_lens_stride),
+        int32_vector(&host.workspace_starts, p->num_reqs, p->workspace_starts_stride),
+        int32_vector(&host.seq_starts, p->num_reqs, p->seq_starts_stride),
     };
-    smla_status status = read_arrays("gather_kv_cache", p->stream, arrays, NUM_ARRAYS, error);
+    smla_status status = read_arrays("gather_kv_cache", p->stream, arrays, 4, error);
     if (status == SMLA_OK) {
-        smla_gather_params host = *p;
-        host.block_table = arrays[BLOCK_TABLE].data;
-        host.seq_lens = arrays[SEQ_LENS].data;
-        host.workspace_starts = arrays[WORKSPACE_STARTS].data;
-        host.seq_starts = arrays[SEQ_STARTS].data;
         status = smla_cpu_check_gather(&host, error);
     }
-    free_arrays(arrays, NUM_ARRAYS);
+    free_arrays(arrays, 4);
     return status;
 }
 
 smla_status
 smla_cuda_check_convert(const smla_convert_params *p, smla_error *error)
 {
-    enum { REQ_IDS, PREFILL_IDS, PREFILL_STARTS, NUM_ARRAYS };
-    device_array arrays[NUM_ARRAYS] = {
-        [REQ_IDS] = int32_vector(p->req_id_per_token, p->num_tokens, p->req_id_stride),
-        [PREFILL_IDS] =
-            int32_vector(p->prefill_request_ids, p->num_tokens, p->prefill_request_ids_stride),
-        [PREFILL_STARTS] = int32_vector(p->prefill_workspace_starts, p->num_prefills,
-                                        p->prefill_workspace_starts_stride),
+    smla_convert_params host = *p;
+    device_array arrays[] = {
+        int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
+        int32_vector(&host.prefill_request_ids, p->num_tokens, p->prefill_request_ids_stride),
+        int32_vector(&host.prefill_workspace_starts, p->num_prefills,
+                     p->prefill_workspace_starts_stride),
     };
     smla_status status =
-        read_arrays("convert_req_index_to_global_index", p->stream, arrays, NUM_ARRAYS, error);
+        read_arrays("convert_req_index_to_global_index", p->stream, arrays, 3, error);
     if (status == SMLA_OK) {
-        smla_convert_params host = *p;
-        host.req_id_per_token = arrays[REQ_IDS].data;
-        host.prefill_request_ids = arrays[PREFILL_IDS].data;
-        host.prefill_workspace_starts = arrays[PREFILL_STARTS].data;
         status = smla_cpu_check_convert(&host, error);
     }
-    free_arrays(arrays, NUM_ARRAYS);
+    free_arrays(arrays, 3);
     return status;
 }

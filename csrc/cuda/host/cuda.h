@@ -60,15 +60,14 @@ smla_status smla_cuda_is_capturing(const char *op, smla_stream stream, bool *is_
 enum cudaStreamCaptureMode smla_cuda_relax_captures(void);
 void smla_cuda_restore_captures(enum cudaStreamCaptureMode former);
 
-/* An entry point of the driver; `function` is the address of the function pointer to fill. */
-typedef struct smla_cuda_driver_call {
+/* A function of a library; `function` is the address of the function pointer to fill. */
+typedef struct smla_cuda_symbol {
     const char *name;
     void *function;
-} smla_cuda_driver_call;
+} smla_cuda_symbol;
 
 /* Fills the function pointers as of CUDA `version` (12040 = 12.4), or returns an error. */
-cudaError_t smla_cuda_find_driver_calls(const smla_cuda_driver_call *calls, int count,
-                                        unsigned version);
+cudaError_t smla_cuda_find_driver_calls(const smla_cuda_symbol *calls, int count, unsigned version);
 
 /* ---- Launches: launch.c -------------------------------------------------------------------- */
 
@@ -125,7 +124,6 @@ smla_status smla_cuda_up_proj(const smla_projection_params *params, smla_error *
 /* checked.c: checked mode (SPARSE_MLA_CHECK=1 in the environment), a debugging aid. A call waits
  * for its stream before and after its work, and reads the arrays that hold slots, pages, lengths
  * and request ids. Values that a kernel would mask are then ValueErrors, as on the CPU. */
-bool smla_cuda_is_checked(void);
 smla_status smla_cuda_begin_checked(const char *op, smla_stream stream, smla_error *error);
 smla_status smla_cuda_end_checked(const char *op, smla_stream stream, smla_error *error);
 smla_status smla_cuda_check_cache_write(const smla_cache_write_params *params, smla_error *error);

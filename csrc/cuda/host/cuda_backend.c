@@ -21,7 +21,7 @@ begin_call(cuda_call *call, smla_error *error)
     SMLA_TRY(smla_cuda_check_device(call->op, call->stream.device_id, error));
     call->device = smla_cuda_find_device(call->stream.device_id);
     SMLA_TRY(smla_cuda_enter(call->op, call->stream.device_id, &call->guard, error));
-    call->is_checked = smla_cuda_is_checked();
+    call->is_checked = smla_cuda_is_set("SPARSE_MLA_CHECK");
     smla_status status = smla_cuda_check_stream(call->op, call->stream, error);
     if (status == SMLA_OK && call->is_checked) {
         status = smla_cuda_begin_checked(call->op, call->stream, error);

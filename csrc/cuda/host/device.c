@@ -48,16 +48,14 @@ read_facts(int32_t device_id, smla_cuda_device *facts)
 {
     int major = 0;
     int minor = 0;
-    int num_sms = 0;
-    int shared_bytes = 0;
     const struct {
         enum cudaDeviceAttr name;
         int *value;
     } attributes[] = {
         {cudaDevAttrComputeCapabilityMajor, &major},
         {cudaDevAttrComputeCapabilityMinor, &minor},
-        {cudaDevAttrMultiProcessorCount, &num_sms},
-        {cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared_bytes},
+        {cudaDevAttrMultiProcessorCount, &facts->num_sms},
+        {cudaDevAttrMaxSharedMemoryPerBlockOptin, &facts->max_shared_bytes},
     };
     for (int i = 0; i < 4; i++) {
         const cudaError_t code =
@@ -66,9 +64,7 @@ read_facts(int32_t device_id, smla_cuda_device *facts)
             return code;
         }
     }
-    *facts = (smla_cuda_device){.compute_capability = cap_capability(major * 10 + minor),
-                                .num_sms = num_sms,
-                                .max_shared_bytes = shared_bytes};
+    facts->compute_capability = cap_capability(major * 10 + minor);
     return cudaSuccess;
 }
 
@@ -249,7 +245,7 @@ typedef struct driver_calls {
 static driver_calls driver; /* written under slots_lock, constant after the first push */
 
 cudaError_t
-smla_cuda_find_driver_calls(const smla_cuda_driver_call *calls, int count, unsigned version)
+smla_cuda_find_driver_calls(const smla_cuda_symbol *calls, int count, unsigned version)
 {
     for (int i = 0; i < count; i++) {
         void *address = NULL;
@@ -270,7 +266,7 @@ smla_cuda_find_driver_calls(const smla_cuda_driver_call *calls, int count, unsig
 static cudaError_t
 find_driver(void)
 {
-    const smla_cuda_driver_call calls[] = {
+    const smla_cuda_symbol calls[] = {
         {"cuDeviceGet", (void *)&driver.get_device},
         {"cuDevicePrimaryCtxRetain", (void *)&driver.retain_primary},
         {"cuCtxPushCurrent", (void *)&driver.push_context},

@@ -84,7 +84,7 @@ static struct {
 static cudaError_t
 find_driver(void)
 {
-    const smla_cuda_driver_call calls[] = {
+    const smla_cuda_symbol calls[] = {
         {"cuStreamIsCapturing", (void *)&driver.is_capturing},
         {"cuStreamGetId", (void *)&driver.get_id},
         {"cuStreamGetCtx", (void *)&driver.get_context},
@@ -110,7 +110,7 @@ static bool
 has_own_sms(cudaStream_t stream)
 {
     PFN_cuStreamGetGreenCtx_v12040 get_context = NULL;
-    const smla_cuda_driver_call call = {"cuStreamGetGreenCtx", (void *)&get_context};
+    const smla_cuda_symbol call = {"cuStreamGetGreenCtx", (void *)&get_context};
     CUgreenCtx context = NULL;
     return smla_cuda_find_driver_calls(&call, 1, 12040) == cudaSuccess &&
            (get_context(stream, &context) != CUDA_SUCCESS || context != NULL);
@@ -305,15 +305,14 @@ cudaError_t
 smla_cuda_launch(const smla_cuda_grid *grid)
 {
     stream_graph *const graph = find_graph(grid);
-    if (graph == NULL) {
-        return launch(grid);
+    if (graph != NULL) {
+        pthread_mutex_lock(&graph->lock);
+        const bool is_started = start_graph(grid, graph);
+        pthread_mutex_unlock(&graph->lock);
+        if (is_started) {
+            return cudaSuccess;
+        }
+        (void)cudaGetLastError();
     }
-    pthread_mutex_lock(&graph->lock);
-    const bool is_started = start_graph(grid, graph);
-    pthread_mutex_unlock(&graph->lock);
-    if (is_started) {
-        return cudaSuccess;
-    }
-    (void)cudaGetLastError();
     return launch(grid);
 }
