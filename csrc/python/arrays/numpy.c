@@ -147,17 +147,16 @@ smla_py_read_descr(const smla_py_state *state, const char *op, const char *name,
 }
 
 int
-smla_py_read_ndarray(const smla_py_state *state, const char *op, const char *name, PyObject *object,
-                     smla_py_array *array)
+smla_py_read_ndarray(const smla_py_state *state, const char *op, smla_py_array *array)
 {
-    PyArrayObject *ndarray = (PyArrayObject *)object;
+    PyArrayObject *ndarray = (PyArrayObject *)array->object;
     DLDataType dtype;
-    if (read_native_dtype(state, op, name, PyArray_DESCR(ndarray), &dtype) < 0) {
+    if (read_native_dtype(state, op, array->name, PyArray_DESCR(ndarray), &dtype) < 0) {
         return -1;
     }
     array->framework = SMLA_PY_NUMPY;
     array->is_read_only = !PyArray_ISWRITEABLE(ndarray);
-    return smla_py_set_view(op, name, PyArray_DATA(ndarray), dtype, PyArray_NDIM(ndarray),
+    return smla_py_set_view(op, PyArray_DATA(ndarray), dtype, PyArray_NDIM(ndarray),
                             (const int64_t *)PyArray_DIMS(ndarray),
                             (const int64_t *)PyArray_STRIDES(ndarray), array);
 }
