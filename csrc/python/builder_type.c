@@ -23,12 +23,6 @@ typedef struct smla_py_builder {
     int current;
 } smla_py_builder;
 
-static const smla_py_state *
-state_of(PyObject *self)
-{
-    return PyType_GetModuleState(Py_TYPE(self));
-}
-
 /* Admits one thread at a time. A second thread gets an exception, so that there is no race. */
 static int
 enter(smla_py_builder *builder, const char *op)
@@ -119,8 +113,7 @@ builder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (parse_config(op, args, &config) < 0) {
         return NULL;
     }
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    smla_py_builder *builder = (smla_py_builder *)allocate(type, 0);
+    smla_py_builder *builder = (smla_py_builder *)PyType_GenericAlloc(type, 0);
     if (builder == NULL) {
         return NULL;
     }
@@ -163,8 +156,7 @@ builder_dealloc(PyObject *self)
     smla_py_release_array(&builder->workspace);
     smla_py_release_array(&builder->block_table[0]);
     smla_py_release_array(&builder->block_table[1]);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
+    PyObject_Free(self);
     Py_DECREF((PyObject *)type);
 }
 
@@ -187,8 +179,8 @@ view_buffer(smla_py_builder *builder, PyObject *event, const int32_t *data, int6
                            .strides = &stride};
     PyObject *self = (PyObject *)builder;
     return builder->device.device_type == kDLCPU
-               ? smla_py_numpy_view(state_of(self), self, &view, false)
-               : smla_py_tensor_view(state_of(self), self, &view, event, true);
+               ? smla_py_numpy_view(smla_py_type_state(self), self, &view, false)
+               : smla_py_tensor_view(smla_py_type_state(self), self, &view, event, true);
 }
 
 static PyObject *
@@ -244,7 +236,7 @@ static int
 replace_block_table(smla_py_builder *builder, const char *op, smla_py_stream *stream,
                     PyObject **event)
 {
-    const smla_py_state *state = state_of((PyObject *)builder);
+    const smla_py_state *state = smla_py_type_state((PyObject *)builder);
     smla_py_array *former = &builder->block_table[builder->current];
     const smla_py_array *next = &builder->block_table[1 - builder->current];
     int status = 0;
@@ -270,7 +262,7 @@ static PyObject *
 build_step(smla_py_builder *builder, const char *op, smla_build_args *a, smla_py_stream *stream,
            PyObject *block_table)
 {
-    const smla_py_state *state = state_of((PyObject *)builder);
+    const smla_py_state *state = smla_py_type_state((PyObject *)builder);
     smla_py_array *next = &builder->block_table[1 - builder->current];
     if (smla_py_acquire(state, op, "block_table", SMLA_PY_RETAINED, block_table, next) < 0) {
         return NULL;
@@ -310,7 +302,7 @@ builder_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
     static const char op[] = "MetadataBuilder.build";
     smla_py_builder *builder = (smla_py_builder *)self;
-    const smla_py_state *state = state_of(self);
+    const smla_py_state *state = smla_py_type_state(self);
     smla_build_args a = {.struct_size = sizeof a};
     smla_py_stream stream = {.is_given = false};
     int32_t *query_start_loc = NULL;
@@ -346,10 +338,7 @@ enum { FWD_Q, FWD_Q_PE, FWD_KV_CACHE, FWD_TOPK, FWD_SINK, FWD_OUT, FWD_LSE };
 static int
 fill_rest(smla_py_call *call, const smla_py_array *array, int64_t num_written)
 {
-    int64_t row_bytes = smla_py_element_bytes(array->view.dtype);
-    for (int d = 1; d < array->view.ndim; d++) {
-        row_bytes *= array->shape[d];
-    }
+    const int64_t row_bytes = smla_py_bytes(&array->view) / array->shape[0];
     char *rest = (char *)array->view.data + array->view.byte_offset + num_written * row_bytes;
     const int64_t bytes = (array->shape[0] - num_written) * row_bytes;
     if (array->view.device.device_type == kDLCPU) {
@@ -448,7 +437,7 @@ builder_forward(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
     smla_forward_args a = {.struct_size = sizeof a, .builder = builder->core};
     int64_t generation = 0;
     smla_py_call call;
-    smla_py_open(&call, state_of(self), op);
+    smla_py_open(&call, smla_py_type_state(self), op);
     if (smla_py_check_count(op, num_args, 9) < 0 ||
         smla_py_parse_float(op, "softmax_scale", args[6], &a.softmax_scale) < 0 ||
         smla_py_parse_int(op, "generation", args[7], &generation) < 0 ||
@@ -509,19 +498,9 @@ static PyType_Slot builder_slots[] = {
     {Py_tp_getset, builder_getset},   {0, NULL},
 };
 
-static PyType_Spec builder_spec = {
+PyType_Spec smla_py_builder_spec = {
     .name = "sparse_mla._C.Builder",
     .basicsize = sizeof(smla_py_builder),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = builder_slots,
 };
-
-int
-smla_py_init_builder(PyObject *module, smla_py_state *state)
-{
-    state->builder_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &builder_spec, NULL);
-    if (state->builder_type == NULL) {
-        return -1;
-    }
-    return PyModule_AddObjectRef(module, "Builder", (PyObject *)state->builder_type);
-}

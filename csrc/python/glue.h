@@ -20,7 +20,6 @@ typedef struct smla_py_shared smla_py_shared; /* state that changes after import
 
 typedef struct smla_py_state {
     PyTypeObject *tensor_type;
-    PyTypeObject *builder_type;
     int bfloat16_type_num; /* NumPy's type numbers of the two ml_dtypes types */
     int float8_type_num;
     smla_py_shared *shared;
@@ -46,14 +45,21 @@ typedef struct smla_py_state {
     PyObject *str_dtype;
 } smla_py_state;
 
-smla_py_state *smla_py_state_of(PyObject *module);
+/* The state of the module that defines the object's type. */
+static inline const smla_py_state *
+smla_py_type_state(PyObject *object)
+{
+    return PyType_GetModuleState(Py_TYPE(object));
+}
 
 /* Each function sets up its part of a new module. 0, or -1 with an exception set. */
 int smla_py_init_shared(smla_py_state *state);
 int smla_py_init_arrays(smla_py_state *state);
-int smla_py_init_tensor(PyObject *module, smla_py_state *state);
-int smla_py_init_builder(PyObject *module, smla_py_state *state);
-int smla_py_init_operator(PyObject *module, smla_py_state *state);
+
+/* The module's types. */
+extern PyType_Spec smla_py_tensor_spec;
+extern PyType_Spec smla_py_builder_spec;
+extern PyType_Spec smla_py_operator_spec;
 
 /* Clear waits for pending work and releases the arrays that are kept for it. Free comes last. */
 void smla_py_clear_shared(smla_py_state *state);
@@ -73,12 +79,16 @@ typedef struct smla_py_dtype {
 
 /* The row of the dtype table, or NULL for a type that is not in the table. */
 const smla_py_dtype *smla_py_find_dtype(DLDataType dtype);
-const smla_py_dtype *smla_py_find_dtype_by_name(const char *name);
 
+/* The bytes of all elements. */
 static inline int64_t
-smla_py_element_bytes(DLDataType dtype)
+smla_py_bytes(const DLTensor *view)
 {
-    return ((int64_t)dtype.bits * dtype.lanes + 7) / 8;
+    int64_t bytes = smla_element_bytes(view);
+    for (int i = 0; i < view->ndim; i++) {
+        bytes *= view->shape[i];
+    }
+    return bytes;
 }
 
 /* ---- Errors -------------------------------------------------------------------------------- */
@@ -94,6 +104,9 @@ void smla_py_drop(PyObject *object);
 
 /* New string: the name of an object's type, "None" for None. */
 PyObject *smla_py_type_name(PyObject *object);
+
+/* New tuple of ints. */
+PyObject *smla_py_int_tuple(const int64_t *values, int count);
 
 /* 0, or -1 with a TypeError if a function got another number of arguments than `wanted`. */
 int smla_py_check_count(const char *op, Py_ssize_t num_args, Py_ssize_t wanted);

@@ -175,13 +175,7 @@ smla_py_cupy_stream(const smla_py_state *state, int32_t device_id, void **handle
 static PyObject *
 call_empty(const smla_py_state *state, const smla_py_cupy *cupy, const smla_py_array *array)
 {
-    PyObject *shape = PyTuple_New(array->view.ndim);
-    for (int i = 0; shape != NULL && i < array->view.ndim; i++) {
-        PyObject *size = PyLong_FromLongLong(array->shape[i]);
-        if (size == NULL || PyTuple_SetItem(shape, i, size) < 0) { /* steals */
-            Py_CLEAR(shape);
-        }
-    }
+    PyObject *shape = smla_py_int_tuple(array->shape, array->view.ndim);
     PyObject *descr = shape == NULL ? NULL : smla_py_new_descr(state, array->view.dtype);
     PyObject *made =
         descr == NULL ? NULL : PyObject_CallFunctionObjArgs(cupy->empty, shape, descr, NULL);

@@ -70,15 +70,11 @@ allocate_tensor(const smla_py_state *state, const char *op, smla_py_stream *stre
         return -1;
     }
     if (stream->is_capturing) {
-        int64_t bytes = smla_py_element_bytes(array->view.dtype);
-        for (int i = 0; i < array->view.ndim; i++) {
-            bytes *= array->shape[i];
-        }
         PyErr_Format(
             PyExc_ValueError,
             "%s: `%s` must be given inside a capture (%lld bytes), got None: the framework "
             "of its arrays has no allocator",
-            op, array->name, (long long)bytes);
+            op, array->name, (long long)smla_py_bytes(&array->view));
         return -1;
     }
     array->object = smla_py_tensor_new(state, backend, device, array->view.dtype, array->view.ndim,

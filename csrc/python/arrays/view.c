@@ -20,7 +20,7 @@ smla_py_set_view(const char *op, void *data, DLDataType dtype, int ndim, const i
                              .dtype = dtype,
                              .shape = array->shape,
                              .strides = array->strides};
-    const int64_t element_bytes = smla_py_element_bytes(dtype);
+    const int64_t element_bytes = smla_element_bytes(&array->view);
     int64_t compact = 1;
     for (int i = ndim - 1; i >= 0; i--) {
         array->shape[i] = shape[i];

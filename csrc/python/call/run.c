@@ -32,13 +32,14 @@ parse_floats(const char *op, const char *name, PyObject *object, DLDataType *dty
     if (text == NULL) {
         return -1;
     }
-    if (strcmp(text, "float32") != 0 && strcmp(text, "bfloat16") != 0) {
-        PyErr_Format(PyExc_ValueError, "%s: `%s` must be \"float32\" or \"bfloat16\", got %R", op,
-                     name, object);
-        return -1;
+    const bool is_fp32 = strcmp(text, "float32") == 0;
+    *dtype = is_fp32 ? smla_py_fp32 : smla_py_bf16;
+    if (is_fp32 || strcmp(text, "bfloat16") == 0) {
+        return 0;
     }
-    *dtype = smla_py_find_dtype_by_name(text)->dtype;
-    return 0;
+    PyErr_Format(PyExc_ValueError, "%s: `%s` must be \"float32\" or \"bfloat16\", got %R", op, name,
+                 object);
+    return -1;
 }
 
 /* Fills the field of an option. Sets `asks` if the caller asks for the optional result. */
