@@ -18,6 +18,28 @@ enum { SMLA_PY_MAX_RANK = 8 };
 
 typedef struct smla_py_shared smla_py_shared; /* state that changes after import: exchange.h */
 
+/* The names that calls look up, interned once: X(field of the state, text). */
+#define SMLA_PY_NAMES(X)                                                  \
+    X(str_dlpack, "__dlpack__")                                           \
+    X(str_dlpack_device, "__dlpack_device__")                             \
+    X(str_exchange_api, "__dlpack_c_exchange_api__")                      \
+    X(str_requires_grad, "requires_grad")                                 \
+    X(str_is_neg, "is_neg")                                               \
+    X(str_module, "__module__")                                           \
+    X(str_block_until_ready, "block_until_ready")                         \
+    X(str_jaxlib, "jaxlib._jax") /* module of the function named below */ \
+    X(str_jaxlib_export, "buffer_to_dlpack_managed_tensor")               \
+    X(str_sharding, "sharding")                                           \
+    X(str_device_set, "device_set")                                       \
+    X(str_data, "data")                                                   \
+    X(str_ptr, "ptr")                                                     \
+    X(str_device_id, "device_id")                                         \
+    X(str_shape, "shape")                                                 \
+    X(str_strides, "strides")                                             \
+    X(str_dtype, "dtype")
+
+#define SMLA_PY_NAME_FIELD(field, text) PyObject *field;
+
 typedef struct smla_py_state {
     PyTypeObject *tensor_type;
     int bfloat16_type_num; /* NumPy's type numbers of the two ml_dtypes types */
@@ -26,23 +48,7 @@ typedef struct smla_py_state {
     PyObject *max_version;   /* (1, minor) */
     PyObject *dlpack_kwargs; /* {"max_version": max_version} */
     PyObject *empty_tuple;
-    PyObject *str_dlpack; /* interned attribute names */
-    PyObject *str_dlpack_device;
-    PyObject *str_exchange_api;
-    PyObject *str_requires_grad;
-    PyObject *str_is_neg;
-    PyObject *str_module;
-    PyObject *str_block_until_ready;
-    PyObject *str_jaxlib; /* module of the function named below */
-    PyObject *str_jaxlib_export;
-    PyObject *str_sharding;
-    PyObject *str_device_set;
-    PyObject *str_data;
-    PyObject *str_ptr;
-    PyObject *str_device_id;
-    PyObject *str_shape;
-    PyObject *str_strides;
-    PyObject *str_dtype;
+    SMLA_PY_NAMES(SMLA_PY_NAME_FIELD)
 } smla_py_state;
 
 /* The state of the module that defines the object's type. */

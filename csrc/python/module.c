@@ -264,34 +264,16 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
     return 0;
 }
 
+#define NAME_SLOT(field, text) &state->field,
+
 static int
 module_clear(PyObject *module)
 {
     smla_py_state *state = PyModule_GetState(module);
     smla_py_clear_shared(state);
-    PyObject **const owned[] = {
-        (PyObject **)&state->tensor_type,
-        &state->max_version,
-        &state->dlpack_kwargs,
-        &state->empty_tuple,
-        &state->str_dlpack,
-        &state->str_dlpack_device,
-        &state->str_exchange_api,
-        &state->str_requires_grad,
-        &state->str_is_neg,
-        &state->str_module,
-        &state->str_block_until_ready,
-        &state->str_jaxlib,
-        &state->str_jaxlib_export,
-        &state->str_sharding,
-        &state->str_device_set,
-        &state->str_data,
-        &state->str_ptr,
-        &state->str_device_id,
-        &state->str_shape,
-        &state->str_strides,
-        &state->str_dtype,
-    };
+    PyObject **const owned[] = {(PyObject **)&state->tensor_type, &state->max_version,
+                                &state->dlpack_kwargs, &state->empty_tuple,
+                                SMLA_PY_NAMES(NAME_SLOT)};
     for (size_t i = 0; i < sizeof owned / sizeof owned[0]; i++) {
         Py_CLEAR(*owned[i]);
     }

@@ -12,31 +12,15 @@
 
 #include "python/arrays/tensor.h"
 
+#define NAME_SLOT(field, text) {&state->field, text},
+
 int
 smla_py_init_arrays(smla_py_state *state)
 {
     const struct {
         PyObject **slot;
         const char *text;
-    } names[] = {
-        {&state->str_dlpack, "__dlpack__"},
-        {&state->str_dlpack_device, "__dlpack_device__"},
-        {&state->str_exchange_api, "__dlpack_c_exchange_api__"},
-        {&state->str_requires_grad, "requires_grad"},
-        {&state->str_is_neg, "is_neg"},
-        {&state->str_module, "__module__"},
-        {&state->str_block_until_ready, "block_until_ready"},
-        {&state->str_jaxlib, "jaxlib._jax"},
-        {&state->str_jaxlib_export, "buffer_to_dlpack_managed_tensor"},
-        {&state->str_sharding, "sharding"},
-        {&state->str_device_set, "device_set"},
-        {&state->str_data, "data"},
-        {&state->str_ptr, "ptr"},
-        {&state->str_device_id, "device_id"},
-        {&state->str_shape, "shape"},
-        {&state->str_strides, "strides"},
-        {&state->str_dtype, "dtype"},
-    };
+    } names[] = {SMLA_PY_NAMES(NAME_SLOT)};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         *names[i].slot = PyUnicode_InternFromString(names[i].text);
         if (*names[i].slot == NULL) {
@@ -49,10 +33,7 @@ smla_py_init_arrays(smla_py_state *state)
         return -1;
     }
     state->dlpack_kwargs = Py_BuildValue("{s:O}", "max_version", state->max_version);
-    if (state->dlpack_kwargs == NULL) {
-        return -1;
-    }
-    return smla_py_init_numpy(state);
+    return state->dlpack_kwargs == NULL ? -1 : smla_py_init_numpy(state);
 }
 
 /* ---- Our Tensor and the buffer protocol ---------------------------------------------------- */
