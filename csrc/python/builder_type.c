@@ -375,9 +375,9 @@ allocate_rows(smla_py_call *call, int i, DLDataType dtype, int ndim, const int64
 static int
 allocate_results(smla_py_call *call, int64_t num_written)
 {
-    const smla_py_array *q = &call->arrays[FWD_Q];
-    const int64_t shape[3] = {smla_py_dim(q, 0), smla_py_dim(q, 1), SMLA_KV_LORA_RANK};
-    if (q->view.ndim != 3 || shape[1] > SMLA_MAX_HEADS) {
+    const int64_t shape[3] = {smla_py_call_dim(call, FWD_Q, 0), smla_py_call_dim(call, FWD_Q, 1),
+                              SMLA_KV_LORA_RANK};
+    if (!smla_py_has_rank(call, FWD_Q, 3) || shape[1] > SMLA_MAX_HEADS) {
         return 0; /* the core reports the error */
     }
     if (allocate_rows(call, FWD_OUT, smla_py_bf16, 3, shape, num_written) < 0) {
@@ -389,6 +389,7 @@ allocate_results(smla_py_call *call, int64_t num_written)
 static PyObject *
 run_forward(smla_py_call *call, smla_forward_args *a)
 {
+    static const int results[] = {FWD_OUT, FWD_LSE};
     smla_error error;
     smla_status status;
     a->q = smla_py_view(&call->arrays[FWD_Q]);
@@ -401,19 +402,7 @@ run_forward(smla_py_call *call, smla_forward_args *a)
     Py_BEGIN_ALLOW_THREADS
     status = smla_forward(a, &error);
     Py_END_ALLOW_THREADS
-    const int kept = smla_py_keep_call(call, status);
-    if (status != SMLA_OK) {
-        return smla_py_raise(&error);
-    }
-    if (kept < 0) {
-        return NULL;
-    }
-    PyObject *out = smla_py_result(&call->arrays[FWD_OUT]);
-    PyObject *lse = out == NULL ? NULL : smla_py_result(&call->arrays[FWD_LSE]);
-    PyObject *results = lse == NULL ? NULL : PyTuple_Pack(2, out, lse);
-    Py_XDECREF(out);
-    Py_XDECREF(lse);
-    return results;
+    return smla_py_finish(call, status, &error, results, SMLA_PY_COUNT(results));
 }
 
 PyDoc_STRVAR(builder_forward_doc,
@@ -455,13 +444,12 @@ builder_forward(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
         for (int i = 0; status == 0 && i < SMLA_PY_COUNT(arrays); i++) {
             status = smla_py_add(&call, arrays[i].name, arrays[i].role, args[1 + i]);
         }
-        if (status == 0 && smla_py_settle(&call, &a.stream) == 0) {
-            if (allocate_results(&call, builder->num_actual_tokens) == 0) {
-                results = run_forward(&call, &a);
-            }
-            smla_py_close(&call);
+        if (status == 0 && smla_py_settle(&call, &a.stream) == 0 &&
+            allocate_results(&call, builder->num_actual_tokens) == 0) {
+            results = run_forward(&call, &a);
         }
     }
+    smla_py_close(&call);
     leave(builder);
     return results;
 }

@@ -1,5 +1,5 @@
-/* exchange.h: what array.c and its readers share. There is one reader per kind of producer. It reads
- * `array->object`, and its errors call that `array->name`. */
+/* exchange.h: what array.c and its readers share. There is one reader per kind of producer.
+ * It reads `array->object`, and its errors call that `array->name`. */
 #pragma once
 
 #include "python/arrays/array.h"
