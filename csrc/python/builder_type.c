@@ -134,10 +134,7 @@ builder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         Py_BEGIN_ALLOW_THREADS
         status = smla_builder_create(&config, &builder->core, &error);
         Py_END_ALLOW_THREADS
-        if (status != SMLA_OK) {
-            smla_py_raise(&error);
-            result = -1;
-        }
+        result = smla_py_check(status, &error);
     }
     if (result < 0) {
         Py_CLEAR(builder);
@@ -339,7 +336,7 @@ static int
 fill_rest(smla_py_call *call, const smla_py_array *array, int64_t num_written)
 {
     const int64_t row_bytes = smla_py_bytes(&array->view) / array->shape[0];
-    char *rest = (char *)array->view.data + array->view.byte_offset + num_written * row_bytes;
+    char *rest = (char *)smla_data(&array->view) + num_written * row_bytes;
     const int64_t bytes = (array->shape[0] - num_written) * row_bytes;
     if (array->view.device.device_type == kDLCPU) {
         memset(rest, 0, (size_t)bytes);
@@ -349,12 +346,8 @@ fill_rest(smla_py_call *call, const smla_py_array *array, int64_t num_written)
     if (smla_py_find_backend(call->op, &call->stream) < 0) {
         return -1;
     }
-    if (call->stream.backend->streams->fill_zero(call->op, call->stream.at, rest, bytes, &error) !=
-        SMLA_OK) {
-        smla_py_raise(&error);
-        return -1;
-    }
-    return 0;
+    const smla_stream_ops *const ops = call->stream.backend->streams;
+    return smla_py_check(ops->fill_zero(call->op, call->stream.at, rest, bytes, &error), &error);
 }
 
 /* Allocates a result with as many rows as q. Rows after the step's tokens are zeroed, because the

@@ -43,6 +43,16 @@ smla_py_raise(const smla_error *error)
     return NULL;
 }
 
+int
+smla_py_check(smla_status status, const smla_error *error)
+{
+    if (status == SMLA_OK) {
+        return 0;
+    }
+    smla_py_raise(error);
+    return -1;
+}
+
 void
 smla_py_raise_from(PyObject *type, const char *format, ...)
 {
@@ -218,8 +228,7 @@ smla_py_parse_kv_format(const char *op, const char *name, PyObject *object, int3
     if (*format != SMLA_KV_INFER) {
         return 0;
     }
-    PyErr_Format(PyExc_ValueError,
-                 "%s: `%s` must be \"auto\", \"bfloat16\" or \"fp8_ds_mla\", got %R", op, name,
+    PyErr_Format(PyExc_ValueError, "%s: `%s` must be " SMLA_PY_KV_FORMAT_NAMES ", got %R", op, name,
                  object);
     return -1;
 }

@@ -102,6 +102,9 @@ smla_py_bytes(const DLTensor *view)
 /* Sets the exception that the error's status stands for, with the error's text. Returns NULL. */
 PyObject *smla_py_raise(const smla_error *error);
 
+/* 0, or -1 with the exception set if `status` is an error. */
+int smla_py_check(smla_status status, const smla_error *error);
+
 /* Sets an exception of `type` with a formatted text. The current exception becomes its cause. */
 void smla_py_raise_from(PyObject *type, const char *format, ...);
 
@@ -128,6 +131,9 @@ int smla_py_parse_flag(PyObject *object, bool *value);
 /* "auto" (a synonym of "bfloat16") or the name of a cache format -> smla_kv_format; SMLA_KV_INFER
  * for any other text. */
 int32_t smla_py_find_kv_format(const char *text, size_t length);
+
+/* The names that smla_py_find_kv_format knows, for errors. */
+#define SMLA_PY_KV_FORMAT_NAMES "\"auto\", \"bfloat16\" or \"fp8_ds_mla\""
 
 /* None, "auto" or the name of a cache format -> smla_kv_format. */
 int smla_py_parse_kv_format(const char *op, const char *name, PyObject *object, int32_t *format);

@@ -102,31 +102,11 @@ prepare_immutable(const smla_py_state *state, const char *op, smla_py_role role,
 static int
 consume(const char *op, PyObject *capsule, smla_py_array *array)
 {
-    const DLTensor *view = NULL;
-    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+    const bool is_versioned = PyCapsule_IsValid(capsule, "dltensor_versioned");
+    if (is_versioned) {
         array->owner.versioned = PyCapsule_GetPointer(capsule, "dltensor_versioned");
-        array->release = SMLA_PY_RELEASE_VERSIONED;
-        if (PyCapsule_SetName(capsule, "used_dltensor_versioned") < 0) {
-            array->release = SMLA_PY_RELEASE_NOTHING;
-            return -1;
-        }
-        const DLManagedTensorVersioned *managed = array->owner.versioned;
-        if (managed->version.major != DLPACK_MAJOR_VERSION) {
-            PyErr_Format(PyExc_BufferError, "%s: `%s` must come by DLPack version %d, got %u.%u",
-                         op, array->name, DLPACK_MAJOR_VERSION, (unsigned)managed->version.major,
-                         (unsigned)managed->version.minor);
-            return -1;
-        }
-        array->is_read_only = (managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY) != 0;
-        view = &managed->dl_tensor;
     } else if (PyCapsule_IsValid(capsule, "dltensor")) {
         array->owner.legacy = PyCapsule_GetPointer(capsule, "dltensor");
-        array->release = SMLA_PY_RELEASE_LEGACY;
-        if (PyCapsule_SetName(capsule, "used_dltensor") < 0) {
-            array->release = SMLA_PY_RELEASE_NOTHING;
-            return -1;
-        }
-        view = &array->owner.legacy->dl_tensor;
     } else {
         PyErr_Format(PyExc_BufferError,
                      "%s: `%s` must give a fresh DLPack capsule from __dlpack__, got %R%s", op,
@@ -134,7 +114,23 @@ consume(const char *op, PyObject *capsule, smla_py_array *array)
                      PyCapsule_CheckExact(capsule) ? ", which was consumed before" : "");
         return -1;
     }
-    return smla_py_copy_view(op, view, array);
+    const char *const name = is_versioned ? "used_dltensor_versioned" : "used_dltensor";
+    if (PyCapsule_SetName(capsule, name) < 0) {
+        return -1;
+    }
+    array->release = is_versioned ? SMLA_PY_RELEASE_VERSIONED : SMLA_PY_RELEASE_LEGACY;
+    if (!is_versioned) {
+        return smla_py_copy_view(op, &array->owner.legacy->dl_tensor, array);
+    }
+    const DLManagedTensorVersioned *managed = array->owner.versioned;
+    if (managed->version.major != DLPACK_MAJOR_VERSION) {
+        PyErr_Format(PyExc_BufferError, "%s: `%s` must come by DLPack version %d, got %u.%u", op,
+                     array->name, DLPACK_MAJOR_VERSION, (unsigned)managed->version.major,
+                     (unsigned)managed->version.minor);
+        return -1;
+    }
+    array->is_read_only = (managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY) != 0;
+    return smla_py_copy_view(op, &managed->dl_tensor, array);
 }
 
 static bool

@@ -254,19 +254,13 @@ smla_py_host_ints(const smla_py_state *state, const char *op, const char *name, 
                   int32_t **values, int64_t *count)
 {
     const bool is_sequence = PyList_Check(object) || PyTuple_Check(object);
-    smla_py_array array;
-    if (is_sequence) {
-        *count = PySequence_Size(object);
-    } else {
-        if (smla_py_acquire(state, op, name, SMLA_PY_INPUT, object, &array) < 0) {
-            return -1;
-        }
-        if (check_host_vector(op, name, &array) < 0) {
-            smla_py_release_array(&array);
-            return -1;
-        }
-        *count = array.shape[0];
+    smla_py_array array = {.object = NULL};
+    if (!is_sequence && (smla_py_acquire(state, op, name, SMLA_PY_INPUT, object, &array) < 0 ||
+                         check_host_vector(op, name, &array) < 0)) {
+        smla_py_release_array(&array);
+        return -1;
     }
+    *count = is_sequence ? PySequence_Size(object) : array.shape[0];
     int status = -1;
     *values = malloc((size_t)(*count > 0 ? *count : 1) * sizeof **values);
     if (*values == NULL) {
@@ -276,9 +270,7 @@ smla_py_host_ints(const smla_py_state *state, const char *op, const char *name, 
     } else {
         status = copy_array(op, name, &array, *values);
     }
-    if (!is_sequence) {
-        smla_py_release_array(&array);
-    }
+    smla_py_release_array(&array);
     if (status < 0) {
         free(*values);
         *values = NULL;

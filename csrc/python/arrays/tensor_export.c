@@ -32,18 +32,13 @@ delete_versioned(DLManagedTensorVersioned *managed)
     free(managed);
 }
 
+/* A capsule that was consumed has another name. */
 static void
-destroy_legacy_capsule(PyObject *capsule)
+destroy_capsule(PyObject *capsule)
 {
-    if (PyCapsule_IsValid(capsule, "dltensor")) { /* nobody consumed it */
+    if (PyCapsule_IsValid(capsule, "dltensor")) {
         delete_legacy(PyCapsule_GetPointer(capsule, "dltensor"));
-    }
-}
-
-static void
-destroy_versioned_capsule(PyObject *capsule)
-{
-    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+    } else if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
         delete_versioned(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
     }
 }
@@ -63,7 +58,7 @@ export_legacy(smla_py_tensor *tensor)
     managed->dl_tensor = tensor->view;
     managed->manager_ctx = Py_NewRef((PyObject *)tensor);
     managed->deleter = delete_legacy;
-    PyObject *capsule = PyCapsule_New(managed, "dltensor", destroy_legacy_capsule);
+    PyObject *capsule = PyCapsule_New(managed, "dltensor", destroy_capsule);
     if (capsule == NULL) {
         delete_legacy(managed);
     }
@@ -83,7 +78,7 @@ export_versioned(smla_py_tensor *tensor, bool is_copied)
     managed->dl_tensor = tensor->view;
     managed->manager_ctx = Py_NewRef((PyObject *)tensor);
     managed->deleter = delete_versioned;
-    PyObject *capsule = PyCapsule_New(managed, "dltensor_versioned", destroy_versioned_capsule);
+    PyObject *capsule = PyCapsule_New(managed, "dltensor_versioned", destroy_capsule);
     if (capsule == NULL) {
         delete_versioned(managed);
     }
@@ -186,13 +181,11 @@ tensor_dlpack(PyObject *self, PyObject *args, PyObject *kwargs)
     PyObject *dl_device = Py_None;
     PyObject *copy = Py_None;
     void *handle = NULL;
+    int major = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__", names, &stream,
                                      &max_version, &dl_device, &copy) ||
-        smla_py_parse_stream("__dlpack__", stream, &handle) < 0) {
-        return NULL;
-    }
-    int major = 0;
-    if (parse_version(max_version, &major) < 0) {
+        smla_py_parse_stream("__dlpack__", stream, &handle) < 0 ||
+        parse_version(max_version, &major) < 0) {
         return NULL;
     }
     if (dl_device != Py_None) {
