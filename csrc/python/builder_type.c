@@ -23,12 +23,6 @@ typedef struct smla_py_builder {
     int current;
 } smla_py_builder;
 
-static const smla_py_state *
-state_of(PyObject *self)
-{
-    return PyType_GetModuleState(Py_TYPE(self));
-}
-
 /* Admits one thread at a time. A second thread gets an exception, so that there is no race. */
 static int
 enter(smla_py_builder *builder, const char *op)
@@ -119,8 +113,7 @@ builder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (parse_config(op, args, &config) < 0) {
         return NULL;
     }
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    smla_py_builder *builder = (smla_py_builder *)allocate(type, 0);
+    smla_py_builder *builder = (smla_py_builder *)PyType_GenericAlloc(type, 0);
     if (builder == NULL) {
         return NULL;
     }
@@ -141,10 +134,7 @@ builder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         Py_BEGIN_ALLOW_THREADS
         status = smla_builder_create(&config, &builder->core, &error);
         Py_END_ALLOW_THREADS
-        if (status != SMLA_OK) {
-            smla_py_raise(&error);
-            result = -1;
-        }
+        result = smla_py_check(status, &error);
     }
     if (result < 0) {
         Py_CLEAR(builder);
@@ -163,8 +153,7 @@ builder_dealloc(PyObject *self)
     smla_py_release_array(&builder->workspace);
     smla_py_release_array(&builder->block_table[0]);
     smla_py_release_array(&builder->block_table[1]);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
+    PyObject_Free(self);
     Py_DECREF((PyObject *)type);
 }
 
@@ -187,8 +176,8 @@ view_buffer(smla_py_builder *builder, PyObject *event, const int32_t *data, int6
                            .strides = &stride};
     PyObject *self = (PyObject *)builder;
     return builder->device.device_type == kDLCPU
-               ? smla_py_numpy_view(state_of(self), self, &view, false)
-               : smla_py_tensor_view(state_of(self), self, &view, event, true);
+               ? smla_py_numpy_view(smla_py_type_state(self), self, &view, false)
+               : smla_py_tensor_view(smla_py_type_state(self), self, &view, event, true);
 }
 
 static PyObject *
@@ -244,7 +233,7 @@ static int
 replace_block_table(smla_py_builder *builder, const char *op, smla_py_stream *stream,
                     PyObject **event)
 {
-    const smla_py_state *state = state_of((PyObject *)builder);
+    const smla_py_state *state = smla_py_type_state((PyObject *)builder);
     smla_py_array *former = &builder->block_table[builder->current];
     const smla_py_array *next = &builder->block_table[1 - builder->current];
     int status = 0;
@@ -270,7 +259,7 @@ static PyObject *
 build_step(smla_py_builder *builder, const char *op, smla_build_args *a, smla_py_stream *stream,
            PyObject *block_table)
 {
-    const smla_py_state *state = state_of((PyObject *)builder);
+    const smla_py_state *state = smla_py_type_state((PyObject *)builder);
     smla_py_array *next = &builder->block_table[1 - builder->current];
     if (smla_py_acquire(state, op, "block_table", SMLA_PY_RETAINED, block_table, next) < 0) {
         return NULL;
@@ -310,7 +299,7 @@ builder_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
     static const char op[] = "MetadataBuilder.build";
     smla_py_builder *builder = (smla_py_builder *)self;
-    const smla_py_state *state = state_of(self);
+    const smla_py_state *state = smla_py_type_state(self);
     smla_build_args a = {.struct_size = sizeof a};
     smla_py_stream stream = {.is_given = false};
     int32_t *query_start_loc = NULL;
@@ -346,11 +335,8 @@ enum { FWD_Q, FWD_Q_PE, FWD_KV_CACHE, FWD_TOPK, FWD_SINK, FWD_OUT, FWD_LSE };
 static int
 fill_rest(smla_py_call *call, const smla_py_array *array, int64_t num_written)
 {
-    int64_t row_bytes = smla_py_element_bytes(array->view.dtype);
-    for (int d = 1; d < array->view.ndim; d++) {
-        row_bytes *= array->shape[d];
-    }
-    char *rest = (char *)array->view.data + array->view.byte_offset + num_written * row_bytes;
+    const int64_t row_bytes = smla_py_bytes(&array->view) / array->shape[0];
+    char *rest = (char *)smla_data(&array->view) + num_written * row_bytes;
     const int64_t bytes = (array->shape[0] - num_written) * row_bytes;
     if (array->view.device.device_type == kDLCPU) {
         memset(rest, 0, (size_t)bytes);
@@ -360,12 +346,8 @@ fill_rest(smla_py_call *call, const smla_py_array *array, int64_t num_written)
     if (smla_py_find_backend(call->op, &call->stream) < 0) {
         return -1;
     }
-    if (call->stream.backend->streams->fill_zero(call->op, call->stream.at, rest, bytes, &error) !=
-        SMLA_OK) {
-        smla_py_raise(&error);
-        return -1;
-    }
-    return 0;
+    const smla_stream_ops *const ops = call->stream.backend->streams;
+    return smla_py_check(ops->fill_zero(call->op, call->stream.at, rest, bytes, &error), &error);
 }
 
 /* Allocates a result with as many rows as q. Rows after the step's tokens are zeroed, because the
@@ -386,9 +368,9 @@ allocate_rows(smla_py_call *call, int i, DLDataType dtype, int ndim, const int64
 static int
 allocate_results(smla_py_call *call, int64_t num_written)
 {
-    const smla_py_array *q = &call->arrays[FWD_Q];
-    const int64_t shape[3] = {smla_py_dim(q, 0), smla_py_dim(q, 1), SMLA_KV_LORA_RANK};
-    if (q->view.ndim != 3 || shape[1] > SMLA_MAX_HEADS) {
+    const int64_t shape[3] = {smla_py_call_dim(call, FWD_Q, 0), smla_py_call_dim(call, FWD_Q, 1),
+                              SMLA_KV_LORA_RANK};
+    if (!smla_py_has_rank(call, FWD_Q, 3) || shape[1] > SMLA_MAX_HEADS) {
         return 0; /* the core reports the error */
     }
     if (allocate_rows(call, FWD_OUT, smla_py_bf16, 3, shape, num_written) < 0) {
@@ -400,6 +382,7 @@ allocate_results(smla_py_call *call, int64_t num_written)
 static PyObject *
 run_forward(smla_py_call *call, smla_forward_args *a)
 {
+    static const int results[] = {FWD_OUT, FWD_LSE};
     smla_error error;
     smla_status status;
     a->q = smla_py_view(&call->arrays[FWD_Q]);
@@ -412,19 +395,7 @@ run_forward(smla_py_call *call, smla_forward_args *a)
     Py_BEGIN_ALLOW_THREADS
     status = smla_forward(a, &error);
     Py_END_ALLOW_THREADS
-    const int kept = smla_py_keep_call(call, status);
-    if (status != SMLA_OK) {
-        return smla_py_raise(&error);
-    }
-    if (kept < 0) {
-        return NULL;
-    }
-    PyObject *out = smla_py_result(&call->arrays[FWD_OUT]);
-    PyObject *lse = out == NULL ? NULL : smla_py_result(&call->arrays[FWD_LSE]);
-    PyObject *results = lse == NULL ? NULL : PyTuple_Pack(2, out, lse);
-    Py_XDECREF(out);
-    Py_XDECREF(lse);
-    return results;
+    return smla_py_finish(call, status, &error, results, SMLA_PY_COUNT(results));
 }
 
 PyDoc_STRVAR(builder_forward_doc,
@@ -448,7 +419,7 @@ builder_forward(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
     smla_forward_args a = {.struct_size = sizeof a, .builder = builder->core};
     int64_t generation = 0;
     smla_py_call call;
-    smla_py_open(&call, state_of(self), op);
+    smla_py_open(&call, smla_py_type_state(self), op);
     if (smla_py_check_count(op, num_args, 9) < 0 ||
         smla_py_parse_float(op, "softmax_scale", args[6], &a.softmax_scale) < 0 ||
         smla_py_parse_int(op, "generation", args[7], &generation) < 0 ||
@@ -466,13 +437,12 @@ builder_forward(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
         for (int i = 0; status == 0 && i < SMLA_PY_COUNT(arrays); i++) {
             status = smla_py_add(&call, arrays[i].name, arrays[i].role, args[1 + i]);
         }
-        if (status == 0 && smla_py_settle(&call, &a.stream) == 0) {
-            if (allocate_results(&call, builder->num_actual_tokens) == 0) {
-                results = run_forward(&call, &a);
-            }
-            smla_py_close(&call);
+        if (status == 0 && smla_py_settle(&call, &a.stream) == 0 &&
+            allocate_results(&call, builder->num_actual_tokens) == 0) {
+            results = run_forward(&call, &a);
         }
     }
+    smla_py_close(&call);
     leave(builder);
     return results;
 }
@@ -509,19 +479,9 @@ static PyType_Slot builder_slots[] = {
     {Py_tp_getset, builder_getset},   {0, NULL},
 };
 
-static PyType_Spec builder_spec = {
+PyType_Spec smla_py_builder_spec = {
     .name = "sparse_mla._C.Builder",
     .basicsize = sizeof(smla_py_builder),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = builder_slots,
 };
-
-int
-smla_py_init_builder(PyObject *module, smla_py_state *state)
-{
-    state->builder_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &builder_spec, NULL);
-    if (state->builder_type == NULL) {
-        return -1;
-    }
-    return PyModule_AddObjectRef(module, "Builder", (PyObject *)state->builder_type);
-}

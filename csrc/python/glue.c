@@ -17,25 +17,12 @@ static const smla_py_dtype dtypes[] = {
     {{kDLUInt, 64, 1}, "uint64", "Q"},      {{kDLBool, 8, 1}, "bool", "?"},
 };
 
-enum { NUM_DTYPES = sizeof dtypes / sizeof dtypes[0] };
-
 const smla_py_dtype *
 smla_py_find_dtype(DLDataType dtype)
 {
-    for (int i = 0; i < NUM_DTYPES; i++) {
+    for (size_t i = 0; i < sizeof dtypes / sizeof dtypes[0]; i++) {
         if (dtypes[i].dtype.code == dtype.code && dtypes[i].dtype.bits == dtype.bits &&
             dtypes[i].dtype.lanes == dtype.lanes) {
-            return &dtypes[i];
-        }
-    }
-    return NULL;
-}
-
-const smla_py_dtype *
-smla_py_find_dtype_by_name(const char *name)
-{
-    for (int i = 0; i < NUM_DTYPES; i++) {
-        if (strcmp(dtypes[i].name, name) == 0) {
             return &dtypes[i];
         }
     }
@@ -54,6 +41,16 @@ smla_py_raise(const smla_error *error)
     };
     PyErr_SetString(*exceptions[error->status], error->text);
     return NULL;
+}
+
+int
+smla_py_check(smla_status status, const smla_error *error)
+{
+    if (status == SMLA_OK) {
+        return 0;
+    }
+    smla_py_raise(error);
+    return -1;
 }
 
 void
@@ -101,6 +98,19 @@ PyObject *
 smla_py_type_name(PyObject *object)
 {
     return object == Py_None ? PyUnicode_FromString("None") : PyType_GetName(Py_TYPE(object));
+}
+
+PyObject *
+smla_py_int_tuple(const int64_t *values, int count)
+{
+    PyObject *tuple = PyTuple_New(count);
+    for (int i = 0; tuple != NULL && i < count; i++) {
+        PyObject *value = PyLong_FromLongLong(values[i]);
+        if (value == NULL || PyTuple_SetItem(tuple, i, value) < 0) { /* steals */
+            Py_CLEAR(tuple);
+        }
+    }
+    return tuple;
 }
 
 int
@@ -218,8 +228,7 @@ smla_py_parse_kv_format(const char *op, const char *name, PyObject *object, int3
     if (*format != SMLA_KV_INFER) {
         return 0;
     }
-    PyErr_Format(PyExc_ValueError,
-                 "%s: `%s` must be \"auto\", \"bfloat16\" or \"fp8_ds_mla\", got %R", op, name,
+    PyErr_Format(PyExc_ValueError, "%s: `%s` must be " SMLA_PY_KV_FORMAT_NAMES ", got %R", op, name,
                  object);
     return -1;
 }

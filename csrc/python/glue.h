@@ -18,42 +18,54 @@ enum { SMLA_PY_MAX_RANK = 8 };
 
 typedef struct smla_py_shared smla_py_shared; /* state that changes after import: exchange.h */
 
+/* The names that calls look up, interned once: X(field of the state, text). */
+#define SMLA_PY_NAMES(X)                                                  \
+    X(str_dlpack, "__dlpack__")                                           \
+    X(str_dlpack_device, "__dlpack_device__")                             \
+    X(str_exchange_api, "__dlpack_c_exchange_api__")                      \
+    X(str_requires_grad, "requires_grad")                                 \
+    X(str_is_neg, "is_neg")                                               \
+    X(str_module, "__module__")                                           \
+    X(str_block_until_ready, "block_until_ready")                         \
+    X(str_jaxlib, "jaxlib._jax") /* module of the function named below */ \
+    X(str_jaxlib_export, "buffer_to_dlpack_managed_tensor")               \
+    X(str_sharding, "sharding")                                           \
+    X(str_device_set, "device_set")                                       \
+    X(str_data, "data")                                                   \
+    X(str_ptr, "ptr")                                                     \
+    X(str_device_id, "device_id")                                         \
+    X(str_shape, "shape")                                                 \
+    X(str_strides, "strides")                                             \
+    X(str_dtype, "dtype")
+
+#define SMLA_PY_NAME_FIELD(field, text) PyObject *field;
+
 typedef struct smla_py_state {
     PyTypeObject *tensor_type;
-    PyTypeObject *builder_type;
     int bfloat16_type_num; /* NumPy's type numbers of the two ml_dtypes types */
     int float8_type_num;
     smla_py_shared *shared;
     PyObject *max_version;   /* (1, minor) */
     PyObject *dlpack_kwargs; /* {"max_version": max_version} */
     PyObject *empty_tuple;
-    PyObject *str_dlpack; /* interned attribute names */
-    PyObject *str_dlpack_device;
-    PyObject *str_exchange_api;
-    PyObject *str_requires_grad;
-    PyObject *str_is_neg;
-    PyObject *str_module;
-    PyObject *str_block_until_ready;
-    PyObject *str_jaxlib; /* module of the function named below */
-    PyObject *str_jaxlib_export;
-    PyObject *str_sharding;
-    PyObject *str_device_set;
-    PyObject *str_data;
-    PyObject *str_ptr;
-    PyObject *str_device_id;
-    PyObject *str_shape;
-    PyObject *str_strides;
-    PyObject *str_dtype;
+    SMLA_PY_NAMES(SMLA_PY_NAME_FIELD)
 } smla_py_state;
 
-smla_py_state *smla_py_state_of(PyObject *module);
+/* The state of the module that defines the object's type. */
+static inline const smla_py_state *
+smla_py_type_state(PyObject *object)
+{
+    return PyType_GetModuleState(Py_TYPE(object));
+}
 
 /* Each function sets up its part of a new module. 0, or -1 with an exception set. */
 int smla_py_init_shared(smla_py_state *state);
 int smla_py_init_arrays(smla_py_state *state);
-int smla_py_init_tensor(PyObject *module, smla_py_state *state);
-int smla_py_init_builder(PyObject *module, smla_py_state *state);
-int smla_py_init_operator(PyObject *module, smla_py_state *state);
+
+/* The module's types. */
+extern PyType_Spec smla_py_tensor_spec;
+extern PyType_Spec smla_py_builder_spec;
+extern PyType_Spec smla_py_operator_spec;
 
 /* Clear waits for pending work and releases the arrays that are kept for it. Free comes last. */
 void smla_py_clear_shared(smla_py_state *state);
@@ -73,18 +85,25 @@ typedef struct smla_py_dtype {
 
 /* The row of the dtype table, or NULL for a type that is not in the table. */
 const smla_py_dtype *smla_py_find_dtype(DLDataType dtype);
-const smla_py_dtype *smla_py_find_dtype_by_name(const char *name);
 
+/* The bytes of all elements. */
 static inline int64_t
-smla_py_element_bytes(DLDataType dtype)
+smla_py_bytes(const DLTensor *view)
 {
-    return ((int64_t)dtype.bits * dtype.lanes + 7) / 8;
+    int64_t bytes = smla_element_bytes(view);
+    for (int i = 0; i < view->ndim; i++) {
+        bytes *= view->shape[i];
+    }
+    return bytes;
 }
 
 /* ---- Errors -------------------------------------------------------------------------------- */
 
 /* Sets the exception that the error's status stands for, with the error's text. Returns NULL. */
 PyObject *smla_py_raise(const smla_error *error);
+
+/* 0, or -1 with the exception set if `status` is an error. */
+int smla_py_check(smla_status status, const smla_error *error);
 
 /* Sets an exception of `type` with a formatted text. The current exception becomes its cause. */
 void smla_py_raise_from(PyObject *type, const char *format, ...);
@@ -94,6 +113,9 @@ void smla_py_drop(PyObject *object);
 
 /* New string: the name of an object's type, "None" for None. */
 PyObject *smla_py_type_name(PyObject *object);
+
+/* New tuple of ints. */
+PyObject *smla_py_int_tuple(const int64_t *values, int count);
 
 /* 0, or -1 with a TypeError if a function got another number of arguments than `wanted`. */
 int smla_py_check_count(const char *op, Py_ssize_t num_args, Py_ssize_t wanted);
@@ -109,6 +131,9 @@ int smla_py_parse_flag(PyObject *object, bool *value);
 /* "auto" (a synonym of "bfloat16") or the name of a cache format -> smla_kv_format; SMLA_KV_INFER
  * for any other text. */
 int32_t smla_py_find_kv_format(const char *text, size_t length);
+
+/* The names that smla_py_find_kv_format knows, for errors. */
+#define SMLA_PY_KV_FORMAT_NAMES "\"auto\", \"bfloat16\" or \"fp8_ds_mla\""
 
 /* None, "auto" or the name of a cache format -> smla_kv_format. */
 int smla_py_parse_kv_format(const char *op, const char *name, PyObject *object, int32_t *format);

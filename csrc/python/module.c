@@ -26,7 +26,7 @@ split_decodes_and_prefills(PyObject *module, PyObject *const *args, Py_ssize_t n
         smla_py_parse_int(op, "num_actual_tokens", args[1], &num_tokens) < 0 ||
         smla_py_parse_int(op, "decode_threshold", args[2], &decode_threshold) < 0 ||
         smla_py_parse_flag(args[3], &require_uniform) < 0 ||
-        smla_py_host_ints(smla_py_state_of(module), op, "query_start_loc", args[0],
+        smla_py_host_ints(PyModule_GetState(module), op, "query_start_loc", args[0],
                           &query_start_loc, &count) < 0) {
         return NULL;
     }
@@ -62,7 +62,7 @@ split_prefill_chunks(PyObject *module, PyObject *const *args, Py_ssize_t num_arg
     int64_t count = 0;
     if (smla_py_check_count(op, num_args, 2) < 0 ||
         smla_py_parse_int(op, "workspace_tokens", args[1], &workspace_tokens) < 0 ||
-        smla_py_host_ints(smla_py_state_of(module), op, "seq_lens", args[0], &seq_lens, &count) <
+        smla_py_host_ints(PyModule_GetState(module), op, "seq_lens", args[0], &seq_lens, &count) <
             0) {
         return NULL;
     }
@@ -193,12 +193,6 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-smla_py_state *
-smla_py_state_of(PyObject *module)
-{
-    return PyModule_GetState(module);
-}
-
 static int
 add_kv_format(PyObject *formats, const smla_kv_format_info *row)
 {
@@ -231,13 +225,27 @@ add_kv_formats(PyObject *module)
     return status;
 }
 
+/* Adds a type under the last part of its name. Keeps a reference in `slot`, unless that is NULL. */
+static int
+add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)
+{
+    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    const int status = type == NULL ? -1 : PyModule_AddType(module, type);
+    if (slot != NULL) {
+        *slot = (PyTypeObject *)Py_XNewRef((PyObject *)type);
+    }
+    Py_XDECREF((PyObject *)type);
+    return status;
+}
+
 static int
 module_exec(PyObject *module)
 {
-    smla_py_state *state = smla_py_state_of(module);
+    smla_py_state *state = PyModule_GetState(module);
     if (smla_py_init_shared(state) < 0 || smla_py_init_arrays(state) < 0 ||
-        smla_py_init_tensor(module, state) < 0 || smla_py_init_builder(module, state) < 0 ||
-        smla_py_init_operator(module, state) < 0) {
+        add_type(module, &smla_py_tensor_spec, &state->tensor_type) < 0 ||
+        add_type(module, &smla_py_builder_spec, NULL) < 0 ||
+        add_type(module, &smla_py_operator_spec, NULL) < 0) {
         return -1;
     }
     if (add_kv_formats(module) < 0 || PyModule_AddFunctions(module, smla_py_xla_functions) < 0 ||
@@ -250,42 +258,22 @@ module_exec(PyObject *module)
 static int
 module_traverse(PyObject *module, visitproc visit, void *arg)
 {
-    smla_py_state *state = smla_py_state_of(module);
+    smla_py_state *state = PyModule_GetState(module);
     Py_VISIT((PyObject *)state->tensor_type);
-    Py_VISIT((PyObject *)state->builder_type);
     Py_VISIT(state->dlpack_kwargs);
     return 0;
 }
 
+#define NAME_SLOT(field, text) &state->field,
+
 static int
 module_clear(PyObject *module)
 {
-    smla_py_state *state = smla_py_state_of(module);
+    smla_py_state *state = PyModule_GetState(module);
     smla_py_clear_shared(state);
-    PyObject **const owned[] = {
-        (PyObject **)&state->tensor_type,
-        (PyObject **)&state->builder_type,
-        &state->max_version,
-        &state->dlpack_kwargs,
-        &state->empty_tuple,
-        &state->str_dlpack,
-        &state->str_dlpack_device,
-        &state->str_exchange_api,
-        &state->str_requires_grad,
-        &state->str_is_neg,
-        &state->str_module,
-        &state->str_block_until_ready,
-        &state->str_jaxlib,
-        &state->str_jaxlib_export,
-        &state->str_sharding,
-        &state->str_device_set,
-        &state->str_data,
-        &state->str_ptr,
-        &state->str_device_id,
-        &state->str_shape,
-        &state->str_strides,
-        &state->str_dtype,
-    };
+    PyObject **const owned[] = {(PyObject **)&state->tensor_type, &state->max_version,
+                                &state->dlpack_kwargs, &state->empty_tuple,
+                                SMLA_PY_NAMES(NAME_SLOT)};
     for (size_t i = 0; i < sizeof owned / sizeof owned[0]; i++) {
         Py_CLEAR(*owned[i]);
     }
@@ -296,7 +284,7 @@ static void
 module_free(void *module)
 {
     module_clear(module);
-    smla_py_free_shared(smla_py_state_of(module));
+    smla_py_free_shared(PyModule_GetState(module));
 }
 
 static PyModuleDef_Slot module_slots[] = {

@@ -12,31 +12,15 @@
 
 #include "python/arrays/tensor.h"
 
+#define NAME_SLOT(field, text) {&state->field, text},
+
 int
 smla_py_init_arrays(smla_py_state *state)
 {
     const struct {
         PyObject **slot;
         const char *text;
-    } names[] = {
-        {&state->str_dlpack, "__dlpack__"},
-        {&state->str_dlpack_device, "__dlpack_device__"},
-        {&state->str_exchange_api, "__dlpack_c_exchange_api__"},
-        {&state->str_requires_grad, "requires_grad"},
-        {&state->str_is_neg, "is_neg"},
-        {&state->str_module, "__module__"},
-        {&state->str_block_until_ready, "block_until_ready"},
-        {&state->str_jaxlib, "jaxlib._jax"},
-        {&state->str_jaxlib_export, "buffer_to_dlpack_managed_tensor"},
-        {&state->str_sharding, "sharding"},
-        {&state->str_device_set, "device_set"},
-        {&state->str_data, "data"},
-        {&state->str_ptr, "ptr"},
-        {&state->str_device_id, "device_id"},
-        {&state->str_shape, "shape"},
-        {&state->str_strides, "strides"},
-        {&state->str_dtype, "dtype"},
-    };
+    } names[] = {SMLA_PY_NAMES(NAME_SLOT)};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         *names[i].slot = PyUnicode_InternFromString(names[i].text);
         if (*names[i].slot == NULL) {
@@ -49,20 +33,17 @@ smla_py_init_arrays(smla_py_state *state)
         return -1;
     }
     state->dlpack_kwargs = Py_BuildValue("{s:O}", "max_version", state->max_version);
-    if (state->dlpack_kwargs == NULL) {
-        return -1;
-    }
-    return smla_py_init_numpy(state);
+    return state->dlpack_kwargs == NULL ? -1 : smla_py_init_numpy(state);
 }
 
 /* ---- Our Tensor and the buffer protocol ---------------------------------------------------- */
 
 static int
-read_tensor(const char *op, const char *name, PyObject *object, smla_py_array *array)
+read_tensor(const char *op, smla_py_array *array)
 {
-    const smla_py_tensor *tensor = (const smla_py_tensor *)object;
+    const smla_py_tensor *tensor = (const smla_py_tensor *)array->object;
     array->is_read_only = tensor->is_read_only;
-    return smla_py_copy_view(op, name, &tensor->view, array);
+    return smla_py_copy_view(op, &tensor->view, array);
 }
 
 static bool
@@ -86,18 +67,18 @@ read_buffer_format(const Py_buffer *buffer, DLDataType *dtype)
 }
 
 static int
-read_buffer(const char *op, const char *name, PyObject *object, smla_py_array *array)
+read_buffer(const char *op, smla_py_array *array)
 {
-    if (!PyObject_CheckBuffer(object) || smla_py_is_numpy_scalar(object)) {
+    if (!PyObject_CheckBuffer(array->object) || smla_py_is_numpy_scalar(array->object)) {
         return SMLA_PY_NOT_THIS;
     }
     Py_buffer *buffer = &array->owner.buffer;
-    if (PyObject_GetBuffer(object, buffer, PyBUF_RECORDS_RO) < 0) {
+    if (PyObject_GetBuffer(array->object, buffer, PyBUF_RECORDS_RO) < 0) {
         if (PyErr_ExceptionMatches(PyExc_Exception)) {
-            PyObject *got = smla_py_type_name(object);
+            PyObject *got = smla_py_type_name(array->object);
             smla_py_raise_from(PyExc_BufferError,
                                "%s: `%s` must give a strided buffer, got a refusal from %V", op,
-                               name, got, "its type");
+                               array->name, got, "its type");
             Py_XDECREF(got);
         }
         return -1;
@@ -107,56 +88,54 @@ read_buffer(const char *op, const char *name, PyObject *object, smla_py_array *a
     DLDataType dtype;
     if (!read_buffer_format(buffer, &dtype)) {
         PyErr_Format(PyExc_TypeError, "%s: `%s` must have a plain numeric format, got \"%s\"", op,
-                     name, buffer->format);
+                     array->name, buffer->format);
         return -1;
     }
     _Static_assert(sizeof(Py_ssize_t) == sizeof(int64_t), "sizes are passed as they are");
-    return smla_py_set_view(op, name, buffer->buf, dtype, buffer->ndim,
-                            (const int64_t *)buffer->shape, (const int64_t *)buffer->strides,
-                            array);
+    return smla_py_set_view(op, buffer->buf, dtype, buffer->ndim, (const int64_t *)buffer->shape,
+                            (const int64_t *)buffer->strides, array);
 }
 
 /* ---- Acquire and release ------------------------------------------------------------------- */
 
 /* Reads arrays whose type is recognised without looking up an attribute. */
 static int
-read_by_type(const smla_py_state *state, const char *op, const char *name, PyObject *object,
-             smla_py_array *array)
+read_by_type(const smla_py_state *state, const char *op, smla_py_array *array)
 {
-    if (smla_py_is_ndarray(object)) {
-        return smla_py_read_ndarray(state, op, name, object, array);
+    if (smla_py_is_ndarray(array->object)) {
+        return smla_py_read_ndarray(state, op, array);
     }
-    if (Py_TYPE(object) == state->tensor_type) {
-        return read_tensor(op, name, object, array);
+    if (Py_TYPE(array->object) == state->tensor_type) {
+        return read_tensor(op, array);
     }
-    if (smla_py_is_cupy(state, object)) {
-        return smla_py_read_cupy(state, op, name, object, array);
+    if (smla_py_is_cupy(state, array->object)) {
+        return smla_py_read_cupy(state, op, array);
     }
     return SMLA_PY_NOT_THIS;
 }
 
 static int
-read_any(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
-         PyObject *object, smla_py_array *array)
+read_any(const smla_py_state *state, const char *op, smla_py_role role, smla_py_array *array)
 {
+    PyObject *const object = array->object;
     int status = SMLA_PY_NOT_THIS;
     if (!smla_py_is_exchanged(state, object)) {
-        status = read_by_type(state, op, name, object, array);
+        status = read_by_type(state, op, array);
     }
     if (status == SMLA_PY_NOT_THIS) {
-        status = smla_py_read_exchange_api(state, op, name, role, object, array);
+        status = smla_py_read_exchange_api(state, op, role, array);
     }
     if (status == SMLA_PY_NOT_THIS) {
         status = smla_py_meet_cupy(state, object);
         if (status == 0) {
-            return smla_py_read_cupy(state, op, name, object, array);
+            return smla_py_read_cupy(state, op, array);
         }
     }
     if (status == SMLA_PY_NOT_THIS) {
-        status = smla_py_read_dlpack(state, op, name, role, object, array);
+        status = smla_py_read_dlpack(state, op, role, array);
     }
     if (status == SMLA_PY_NOT_THIS) {
-        status = read_buffer(op, name, object, array);
+        status = read_buffer(op, array);
     }
     if (status == SMLA_PY_NOT_THIS) {
         PyObject *got = smla_py_type_name(object);
@@ -166,7 +145,7 @@ read_any(const smla_py_state *state, const char *op, const char *name, smla_py_r
             PyErr_Format(
                 PyExc_TypeError,
                 "%s: `%s` must be an array that speaks DLPack (or a NumPy array), got %U%s", op,
-                name, got, is_data ? ": make an array of it" : "");
+                array->name, got, is_data ? ": make an array of it" : "");
             Py_DECREF(got);
         }
         return -1;
@@ -201,7 +180,7 @@ smla_py_acquire(const smla_py_state *state, const char *op, const char *name, sm
         return 0;
     }
     array->object = Py_NewRef(object);
-    int status = read_any(state, op, name, role, object, array);
+    int status = read_any(state, op, role, array);
     if (status == 0) {
         status = smla_py_check_writable(op, array);
     }

@@ -140,12 +140,6 @@ smla_py_view(const smla_py_array *array)
     return array->object == NULL ? NULL : &array->view;
 }
 
-static inline int64_t
-smla_py_dim(const smla_py_array *array, int dim)
-{
-    return array->object != NULL && dim < array->view.ndim ? array->shape[dim] : 0;
-}
-
 /* Copies a list, tuple or array of integers to new int32 values in host memory, which the caller
  * frees. A value that does not fit is a ValueError. */
 int smla_py_host_ints(const smla_py_state *state, const char *op, const char *name,

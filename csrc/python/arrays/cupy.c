@@ -124,9 +124,9 @@ read_memory(const smla_py_state *state, PyObject *object, void **data, DLDevice 
 }
 
 int
-smla_py_read_cupy(const smla_py_state *state, const char *op, const char *name, PyObject *object,
-                  smla_py_array *array)
+smla_py_read_cupy(const smla_py_state *state, const char *op, smla_py_array *array)
 {
+    PyObject *const object = array->object;
     void *data = NULL;
     DLDevice device;
     DLDataType dtype;
@@ -136,13 +136,13 @@ smla_py_read_cupy(const smla_py_state *state, const char *op, const char *name, 
     PyObject *shape = descr == NULL ? NULL : PyObject_GetAttr(object, state->str_shape);
     PyObject *strides = shape == NULL ? NULL : PyObject_GetAttr(object, state->str_strides);
     int status = -1;
-    if (strides != NULL && smla_py_read_descr(state, op, name, descr, &dtype) == 0 &&
+    if (strides != NULL && smla_py_read_descr(state, op, array->name, descr, &dtype) == 0 &&
         read_memory(state, object, &data, &device) == 0) {
         const int ndim = (int)PyTuple_Size(shape);
         const int num_read = ndim < SMLA_PY_MAX_RANK ? ndim : SMLA_PY_MAX_RANK;
         if (read_ints(shape, num_read, sizes) == 0 &&
             read_ints(strides, num_read, strides_bytes) == 0) {
-            status = smla_py_set_view(op, name, data, dtype, ndim, sizes, strides_bytes, array);
+            status = smla_py_set_view(op, data, dtype, ndim, sizes, strides_bytes, array);
         }
     }
     Py_XDECREF(descr);
@@ -175,13 +175,7 @@ smla_py_cupy_stream(const smla_py_state *state, int32_t device_id, void **handle
 static PyObject *
 call_empty(const smla_py_state *state, const smla_py_cupy *cupy, const smla_py_array *array)
 {
-    PyObject *shape = PyTuple_New(array->view.ndim);
-    for (int i = 0; shape != NULL && i < array->view.ndim; i++) {
-        PyObject *size = PyLong_FromLongLong(array->shape[i]);
-        if (size == NULL || PyTuple_SetItem(shape, i, size) < 0) { /* steals */
-            Py_CLEAR(shape);
-        }
-    }
+    PyObject *shape = smla_py_int_tuple(array->shape, array->view.ndim);
     PyObject *descr = shape == NULL ? NULL : smla_py_new_descr(state, array->view.dtype);
     PyObject *made =
         descr == NULL ? NULL : PyObject_CallFunctionObjArgs(cupy->empty, shape, descr, NULL);
@@ -229,8 +223,7 @@ smla_py_new_cupy(const smla_py_state *state, const char *op, smla_py_array *arra
         array->view.dtype = (DLDataType){kDLUInt, 8, 1};
     }
     array->object = call_empty(state, cupy, array);
-    if (array->object == NULL ||
-        smla_py_read_cupy(state, op, array->name, array->object, array) < 0) {
+    if (array->object == NULL || smla_py_read_cupy(state, op, array) < 0) {
         return -1;
     }
     if (array->view.device.device_id == device_id) {
@@ -238,6 +231,5 @@ smla_py_new_cupy(const smla_py_state *state, const char *op, smla_py_array *arra
     }
     Py_CLEAR(array->object);
     array->object = call_empty_on(state, cupy, array, device_id);
-    return array->object == NULL ? -1
-                                 : smla_py_read_cupy(state, op, array->name, array->object, array);
+    return array->object == NULL ? -1 : smla_py_read_cupy(state, op, array);
 }

@@ -63,10 +63,10 @@ is_tracer(const smla_py_state *state, PyObject *object)
 
 /* For jax: refuses tracers and arrays to be written, then waits until `object` is computed. */
 static int
-prepare_immutable(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
-                  PyObject *object)
+prepare_immutable(const smla_py_state *state, const char *op, smla_py_role role,
+                  const smla_py_array *array)
 {
-    const int traced = is_tracer(state, object);
+    const int traced = is_tracer(state, array->object);
     if (traced < 0) {
         return -1;
     }
@@ -74,24 +74,24 @@ prepare_immutable(const smla_py_state *state, const char *op, const char *name, 
         PyErr_Format(PyExc_BufferError,
                      "%s: `%s` must be a concrete array, got a jax tracer: inside jax.jit call "
                      "sparse_mla.integrations.jax (on the CPU), else call it outside",
-                     op, name);
+                     op, array->name);
         return -1;
     }
     if (role == SMLA_PY_OUTPUT) {
         PyErr_Format(PyExc_BufferError,
                      "%s: `%s` must be writable, got a jax array, which is immutable: leave `%s` "
                      "out and use the array that the call returns",
-                     op, name, name);
+                     op, array->name, array->name);
         return -1;
     }
     if (role == SMLA_PY_INOUT || role == SMLA_PY_RETAINED_OUTPUT) {
         PyErr_Format(PyExc_BufferError,
                      "%s: `%s` must be writable, got a jax array, which is immutable: keep it in "
                      "a NumPy array",
-                     op, name);
+                     op, array->name);
         return -1;
     }
-    PyObject *ready = PyObject_CallMethodObjArgs(object, state->str_block_until_ready, NULL);
+    PyObject *ready = PyObject_CallMethodObjArgs(array->object, state->str_block_until_ready, NULL);
     Py_XDECREF(ready);
     return ready == NULL ? -1 : 0;
 }
@@ -100,41 +100,37 @@ prepare_immutable(const smla_py_state *state, const char *op, const char *name, 
 
 /* Takes a capsule over: from here on we call its deleter. */
 static int
-consume(const char *op, const char *name, PyObject *capsule, smla_py_array *array)
+consume(const char *op, PyObject *capsule, smla_py_array *array)
 {
-    const DLTensor *view = NULL;
-    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+    const bool is_versioned = PyCapsule_IsValid(capsule, "dltensor_versioned");
+    if (is_versioned) {
         array->owner.versioned = PyCapsule_GetPointer(capsule, "dltensor_versioned");
-        array->release = SMLA_PY_RELEASE_VERSIONED;
-        if (PyCapsule_SetName(capsule, "used_dltensor_versioned") < 0) {
-            array->release = SMLA_PY_RELEASE_NOTHING;
-            return -1;
-        }
-        const DLManagedTensorVersioned *managed = array->owner.versioned;
-        if (managed->version.major != DLPACK_MAJOR_VERSION) {
-            PyErr_Format(PyExc_BufferError, "%s: `%s` must come by DLPack version %d, got %u.%u",
-                         op, name, DLPACK_MAJOR_VERSION, (unsigned)managed->version.major,
-                         (unsigned)managed->version.minor);
-            return -1;
-        }
-        array->is_read_only = (managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY) != 0;
-        view = &managed->dl_tensor;
     } else if (PyCapsule_IsValid(capsule, "dltensor")) {
         array->owner.legacy = PyCapsule_GetPointer(capsule, "dltensor");
-        array->release = SMLA_PY_RELEASE_LEGACY;
-        if (PyCapsule_SetName(capsule, "used_dltensor") < 0) {
-            array->release = SMLA_PY_RELEASE_NOTHING;
-            return -1;
-        }
-        view = &array->owner.legacy->dl_tensor;
     } else {
         PyErr_Format(PyExc_BufferError,
                      "%s: `%s` must give a fresh DLPack capsule from __dlpack__, got %R%s", op,
-                     name, capsule,
+                     array->name, capsule,
                      PyCapsule_CheckExact(capsule) ? ", which was consumed before" : "");
         return -1;
     }
-    return smla_py_copy_view(op, name, view, array);
+    const char *const name = is_versioned ? "used_dltensor_versioned" : "used_dltensor";
+    if (PyCapsule_SetName(capsule, name) < 0) {
+        return -1;
+    }
+    array->release = is_versioned ? SMLA_PY_RELEASE_VERSIONED : SMLA_PY_RELEASE_LEGACY;
+    if (!is_versioned) {
+        return smla_py_copy_view(op, &array->owner.legacy->dl_tensor, array);
+    }
+    const DLManagedTensorVersioned *managed = array->owner.versioned;
+    if (managed->version.major != DLPACK_MAJOR_VERSION) {
+        PyErr_Format(PyExc_BufferError, "%s: `%s` must come by DLPack version %d, got %u.%u", op,
+                     array->name, DLPACK_MAJOR_VERSION, (unsigned)managed->version.major,
+                     (unsigned)managed->version.minor);
+        return -1;
+    }
+    array->is_read_only = (managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY) != 0;
+    return smla_py_copy_view(op, &managed->dl_tensor, array);
 }
 
 static bool
@@ -220,15 +216,15 @@ raise_export_error(const char *op, const char *name)
 
 /* Takes over what __dlpack__ returned: a capsule, or NULL with an exception set. */
 static int
-finish_export(const char *op, const char *name, PyObject *capsule, smla_py_array *array)
+finish_export(const char *op, PyObject *capsule, smla_py_array *array)
 {
     if (capsule == NULL) {
         if (!is_fatal()) {
-            raise_export_error(op, name);
+            raise_export_error(op, array->name);
         }
         return -1;
     }
-    const int status = consume(op, name, capsule, array);
+    const int status = consume(op, capsule, array);
     smla_py_drop(capsule);
     return status;
 }
@@ -244,7 +240,7 @@ smla_py_export_deferred(const smla_py_state *state, const char *op, smla_stream 
     Py_XDECREF(method);
     Py_XDECREF(number);
     array->is_deferred = false;
-    return finish_export(op, array->name, capsule, array);
+    return finish_export(op, capsule, array);
 }
 
 /* 1 and the device for an array in CUDA memory, 0 for all others, -1 with an exception. A malformed
@@ -270,16 +266,15 @@ is_on_cuda(const smla_py_state *state, PyObject *object, DLDevice *device)
 
 /* Exports an array of a framework whose arrays are mutable, at once or deferred. */
 static int
-export_mutable(const smla_py_state *state, const char *op, const char *name, PyObject *object,
-               PyObject *method, smla_py_array *array)
+export_mutable(const smla_py_state *state, const char *op, PyObject *method, smla_py_array *array)
 {
     DLDevice device;
-    const int on_cuda = is_on_cuda(state, object, &device);
+    const int on_cuda = is_on_cuda(state, array->object, &device);
     if (on_cuda < 0) {
         return -1;
     }
     if (!on_cuda) {
-        return finish_export(op, name, export_capsule(state, method), array);
+        return finish_export(op, export_capsule(state, method), array);
     }
     if (array->importer == NULL || array->importer->stream_module == NULL) {
         array->is_deferred = true;
@@ -289,13 +284,14 @@ export_mutable(const smla_py_state *state, const char *op, const char *name, PyO
     PyObject *no_order = PyLong_FromLong(-1);
     PyObject *capsule = no_order == NULL ? NULL : export_for_stream(state, method, no_order);
     Py_XDECREF(no_order);
-    return finish_export(op, name, capsule, array);
+    return finish_export(op, capsule, array);
 }
 
 int
-smla_py_read_dlpack(const smla_py_state *state, const char *op, const char *name, smla_py_role role,
-                    PyObject *object, smla_py_array *array)
+smla_py_read_dlpack(const smla_py_state *state, const char *op, smla_py_role role,
+                    smla_py_array *array)
 {
+    PyObject *const object = array->object;
     PyObject *method = PyObject_GetAttr(object, state->str_dlpack);
     if (method == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
@@ -308,11 +304,11 @@ smla_py_read_dlpack(const smla_py_state *state, const char *op, const char *name
     array->framework = array->importer == NULL ? SMLA_PY_UNKNOWN : SMLA_PY_IMPORTER;
     int status = -1;
     if (array->importer == NULL || !array->importer->is_immutable) {
-        status = export_mutable(state, op, name, object, method, array);
-    } else if (prepare_immutable(state, op, name, role, object) == 0) {
-        status = finish_export(op, name, export_immutable(state, object, method), array);
+        status = export_mutable(state, op, method, array);
+    } else if (prepare_immutable(state, op, role, array) == 0) {
+        status = finish_export(op, export_immutable(state, object, method), array);
     } else if (!PyErr_ExceptionMatches(PyExc_BufferError) && !is_fatal()) {
-        raise_export_error(op, name);
+        raise_export_error(op, array->name);
     }
     Py_DECREF(method);
     return status;

@@ -1,4 +1,5 @@
-/* exchange.h: what array.c and its readers share. There is one reader per kind of producer. */
+/* exchange.h: what array.c and its readers share. There is one reader per kind of producer.
+ * It reads `array->object`, and its errors call that `array->name`. */
 #pragma once
 
 #include "python/arrays/array.h"
@@ -22,19 +23,17 @@ enum { SMLA_PY_NOT_THIS = 1 }; /* a reader's third result: it cannot read this t
 
 /* view.c: fills view, shape and strides. `strides_bytes` NULL = compact. -1 with an exception for a
  * rank above SMLA_PY_MAX_RANK or a stride that is no multiple of the element size. */
-int smla_py_set_view(const char *op, const char *name, void *data, DLDataType dtype, int ndim,
-                     const int64_t *shape, const int64_t *strides_bytes, smla_py_array *array);
+int smla_py_set_view(const char *op, void *data, DLDataType dtype, int ndim, const int64_t *shape,
+                     const int64_t *strides_bytes, smla_py_array *array);
 
 /* Copies a producer's DLTensor into the storage of `array`. */
-int smla_py_copy_view(const char *op, const char *name, const DLTensor *source,
-                      smla_py_array *array);
+int smla_py_copy_view(const char *op, const DLTensor *source, smla_py_array *array);
 
 /* numpy.c */
 int smla_py_init_numpy(smla_py_state *state);
 bool smla_py_is_ndarray(PyObject *object);
 bool smla_py_is_numpy_scalar(PyObject *object);
-int smla_py_read_ndarray(const smla_py_state *state, const char *op, const char *name,
-                         PyObject *object, smla_py_array *array);
+int smla_py_read_ndarray(const smla_py_state *state, const char *op, smla_py_array *array);
 int smla_py_new_ndarray(const smla_py_state *state, DLDataType dtype, int ndim,
                         const int64_t *shape, smla_py_array *array);
 
@@ -50,8 +49,7 @@ bool smla_py_is_cupy(const smla_py_state *state, PyObject *object);
 
 /* Looks CuPy up if `object` comes from it. 0 = a CuPy array, else SMLA_PY_NOT_THIS. */
 int smla_py_meet_cupy(const smla_py_state *state, PyObject *object);
-int smla_py_read_cupy(const smla_py_state *state, const char *op, const char *name,
-                      PyObject *object, smla_py_array *array);
+int smla_py_read_cupy(const smla_py_state *state, const char *op, smla_py_array *array);
 int smla_py_new_cupy(const smla_py_state *state, const char *op, smla_py_array *array);
 int smla_py_cupy_stream(const smla_py_state *state, int32_t device_id, void **handle);
 void smla_py_forget_cupy(smla_py_shared *shared);
@@ -59,12 +57,12 @@ void smla_py_forget_exchanges(smla_py_shared *shared);
 
 /* exchange_api.c */
 bool smla_py_is_exchanged(const smla_py_state *state, PyObject *object); /* by a type met before */
-int smla_py_read_exchange_api(const smla_py_state *state, const char *op, const char *name,
-                              smla_py_role role, PyObject *object, smla_py_array *array);
+int smla_py_read_exchange_api(const smla_py_state *state, const char *op, smla_py_role role,
+                              smla_py_array *array);
 
 /* dlpack.c */
-int smla_py_read_dlpack(const smla_py_state *state, const char *op, const char *name,
-                        smla_py_role role, PyObject *object, smla_py_array *array);
+int smla_py_read_dlpack(const smla_py_state *state, const char *op, smla_py_role role,
+                        smla_py_array *array);
 
 /* Reads a deferred array. Its producer makes `stream` wait for the work it has still to do. */
 int smla_py_export_deferred(const smla_py_state *state, const char *op, smla_stream stream,

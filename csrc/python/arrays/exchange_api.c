@@ -151,13 +151,13 @@ may_be_imaginary(const DLTensor *view)
 /* Refuses tensors that __dlpack__ refuses but the exchange API passes. Integers have neither
  * gradients nor a negative bit. */
 static int
-check_plain(const smla_py_state *state, const char *op, const char *name, PyObject *object,
+check_plain(const smla_py_state *state, const char *op, const smla_py_array *array,
             const DLTensor *view)
 {
     if (view->dtype.code == kDLInt || view->dtype.code == kDLUInt) {
         return 0;
     }
-    PyObject *flag = ask_requires_grad(state, object);
+    PyObject *flag = ask_requires_grad(state, array->object);
     if (flag == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
             return -1;
@@ -171,20 +171,20 @@ check_plain(const smla_py_state *state, const char *op, const char *name, PyObje
         PyErr_Format(PyExc_BufferError,
                      "%s: `%s` must not require gradients, got a tensor with requires_grad=True: "
                      "pass its .detach()",
-                     op, name);
+                     op, array->name);
         return -1;
     }
     if (!may_be_imaginary(view)) { /* is_neg() costs as much as the tensor's export */
         return 0;
     }
-    flag = PyObject_CallMethodObjArgs(object, state->str_is_neg, NULL);
+    flag = PyObject_CallMethodObjArgs(array->object, state->str_is_neg, NULL);
     const bool is_neg = flag == Py_True;
     Py_XDECREF(flag);
     if (is_neg) {
         PyErr_Format(PyExc_BufferError,
                      "%s: `%s` must hold its values as they are, got a tensor with the negative "
                      "bit: pass its .resolve_neg()",
-                     op, name);
+                     op, array->name);
     }
     return flag == NULL || is_neg ? -1 : 0;
 }
@@ -207,14 +207,14 @@ may_lend(const smla_py_state *state, smla_py_role role, PyObject *object)
 /* Borrows the tensor for this call. Takes a share of its memory instead if the tensor is kept for
  * longer, or is written and may be read-only, because a borrowed DLTensor has no such flag. */
 static int
-borrow(const smla_py_state *state, const DLPackExchangeAPI *api, smla_py_role role,
-       PyObject *object, DLTensor *view, smla_py_array *array)
+borrow(const smla_py_state *state, const DLPackExchangeAPI *api, smla_py_role role, DLTensor *view,
+       smla_py_array *array)
 {
-    if (may_lend(state, role, object) && api->dltensor_from_py_object_no_sync != NULL) {
-        return api->dltensor_from_py_object_no_sync(object, view);
+    if (may_lend(state, role, array->object) && api->dltensor_from_py_object_no_sync != NULL) {
+        return api->dltensor_from_py_object_no_sync(array->object, view);
     }
     DLManagedTensorVersioned *managed = NULL;
-    const int status = api->managed_tensor_from_py_object_no_sync(object, &managed);
+    const int status = api->managed_tensor_from_py_object_no_sync(array->object, &managed);
     if (status == 0) {
         array->release = SMLA_PY_RELEASE_VERSIONED;
         array->owner.versioned = managed;
@@ -225,22 +225,22 @@ borrow(const smla_py_state *state, const DLPackExchangeAPI *api, smla_py_role ro
 }
 
 int
-smla_py_read_exchange_api(const smla_py_state *state, const char *op, const char *name,
-                          smla_py_role role, PyObject *object, smla_py_array *array)
+smla_py_read_exchange_api(const smla_py_state *state, const char *op, smla_py_role role,
+                          smla_py_array *array)
 {
-    const DLPackExchangeAPI *api = find_exchange_api(state, object);
+    const DLPackExchangeAPI *api = find_exchange_api(state, array->object);
     if (api == NULL) {
         return PyErr_Occurred() == NULL ? SMLA_PY_NOT_THIS : -1;
     }
     DLTensor view;
-    if (borrow(state, api, role, object, &view, array) != 0) {
+    if (borrow(state, api, role, &view, array) != 0) {
         PyErr_Clear(); /* __dlpack__ words the error better */
         return SMLA_PY_NOT_THIS;
     }
     array->framework = SMLA_PY_EXCHANGE;
     array->exchange_api = api;
-    if (check_plain(state, op, name, object, &view) < 0) {
+    if (check_plain(state, op, array, &view) < 0) {
         return -1;
     }
-    return smla_py_copy_view(op, name, &view, array);
+    return smla_py_copy_view(op, &view, array);
 }

@@ -147,17 +147,16 @@ smla_py_read_descr(const smla_py_state *state, const char *op, const char *name,
 }
 
 int
-smla_py_read_ndarray(const smla_py_state *state, const char *op, const char *name, PyObject *object,
-                     smla_py_array *array)
+smla_py_read_ndarray(const smla_py_state *state, const char *op, smla_py_array *array)
 {
-    PyArrayObject *ndarray = (PyArrayObject *)object;
+    PyArrayObject *ndarray = (PyArrayObject *)array->object;
     DLDataType dtype;
-    if (read_native_dtype(state, op, name, PyArray_DESCR(ndarray), &dtype) < 0) {
+    if (read_native_dtype(state, op, array->name, PyArray_DESCR(ndarray), &dtype) < 0) {
         return -1;
     }
     array->framework = SMLA_PY_NUMPY;
     array->is_read_only = !PyArray_ISWRITEABLE(ndarray);
-    return smla_py_set_view(op, name, PyArray_DATA(ndarray), dtype, PyArray_NDIM(ndarray),
+    return smla_py_set_view(op, PyArray_DATA(ndarray), dtype, PyArray_NDIM(ndarray),
                             (const int64_t *)PyArray_DIMS(ndarray),
                             (const int64_t *)PyArray_STRIDES(ndarray), array);
 }
@@ -170,11 +169,7 @@ int
 smla_py_new_ndarray(const smla_py_state *state, DLDataType dtype, int ndim, const int64_t *shape,
                     smla_py_array *array)
 {
-    npy_intp dims[SMLA_PY_MAX_RANK] = {0};
-    for (int i = 0; i < ndim; i++) {
-        dims[i] = shape[i];
-    }
-    array->object = PyArray_SimpleNew(ndim, dims, find_numpy_type(state, dtype));
+    array->object = PyArray_SimpleNew(ndim, (const npy_intp *)shape, find_numpy_type(state, dtype));
     if (array->object == NULL) {
         return -1;
     }
@@ -197,14 +192,13 @@ smla_py_numpy_view(const smla_py_state *state, PyObject *owner, const DLTensor *
         PyErr_SetString(PyExc_BufferError, "NumPy has no dtype for this tensor");
         return NULL;
     }
-    npy_intp dims[SMLA_PY_MAX_RANK] = {0};
     npy_intp strides[SMLA_PY_MAX_RANK] = {0};
     for (int i = 0; i < view->ndim; i++) {
-        dims[i] = view->shape[i];
-        strides[i] = view->strides[i] * smla_py_element_bytes(view->dtype);
+        strides[i] = view->strides[i] * smla_element_bytes(view);
     }
-    PyObject *ndarray = PyArray_New(&PyArray_Type, view->ndim, dims, type_num, strides, view->data,
-                                    0, is_writable ? NPY_ARRAY_WRITEABLE : 0, NULL);
+    PyObject *ndarray =
+        PyArray_New(&PyArray_Type, view->ndim, (const npy_intp *)view->shape, type_num, strides,
+                    view->data, 0, is_writable ? NPY_ARRAY_WRITEABLE : 0, NULL);
     if (ndarray == NULL) {
         return NULL;
     }

@@ -57,11 +57,7 @@ int
 smla_py_wait(const char *op, const smla_backend *backend, smla_stream stream, PyObject *event)
 {
     smla_error error;
-    if (backend->streams->wait(op, stream, event_of(event), &error) != SMLA_OK) {
-        smla_py_raise(&error);
-        return -1;
-    }
-    return 0;
+    return smla_py_check(backend->streams->wait(op, stream, event_of(event), &error), &error);
 }
 
 bool
@@ -198,15 +194,10 @@ smla_py_free_shared(smla_py_state *state)
 /* ---- After the work ------------------------------------------------------------------------ */
 
 static bool
-is_tensor(const smla_py_state *state, const smla_py_array *array)
-{
-    return Py_TYPE(array->object) == state->tensor_type;
-}
-
-static bool
 is_written_tensor(const smla_py_state *state, const smla_py_array *array)
 {
-    return array->is_written && is_tensor(state, array);
+    return array->object != NULL && array->is_written &&
+           Py_TYPE(array->object) == state->tensor_type;
 }
 
 /* Moves the memory of the foreign arrays to a batch. Their objects stay, as they may be results. */
@@ -243,10 +234,8 @@ smla_py_keep(const smla_py_state *state, const char *op, smla_py_array *arrays, 
     int num_tensors = 0;
     int num_foreign = 0;
     for (int i = 0; stream->is_cuda && i < num_arrays; i++) {
-        if (arrays[i].object != NULL) {
-            num_tensors += is_written_tensor(state, &arrays[i]);
-            num_foreign += arrays[i].is_foreign;
-        }
+        num_tensors += is_written_tensor(state, &arrays[i]);
+        num_foreign += arrays[i].object != NULL && arrays[i].is_foreign;
     }
     if (num_tensors + num_foreign == 0) {
         return 0;
@@ -262,7 +251,7 @@ smla_py_keep(const smla_py_state *state, const char *op, smla_py_array *arrays, 
         return -1;
     }
     for (int i = 0; num_tensors > 0 && i < num_arrays; i++) {
-        if (arrays[i].object != NULL && is_written_tensor(state, &arrays[i])) {
+        if (is_written_tensor(state, &arrays[i])) {
             smla_py_set_event(state, smla_py_tensor_event(arrays[i].object), event);
         }
     }

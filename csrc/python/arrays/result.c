@@ -70,15 +70,11 @@ allocate_tensor(const smla_py_state *state, const char *op, smla_py_stream *stre
         return -1;
     }
     if (stream->is_capturing) {
-        int64_t bytes = smla_py_element_bytes(array->view.dtype);
-        for (int i = 0; i < array->view.ndim; i++) {
-            bytes *= array->shape[i];
-        }
         PyErr_Format(
             PyExc_ValueError,
             "%s: `%s` must be given inside a capture (%lld bytes), got None: the framework "
             "of its arrays has no allocator",
-            op, array->name, (long long)bytes);
+            op, array->name, (long long)smla_py_bytes(&array->view));
         return -1;
     }
     array->object = smla_py_tensor_new(state, backend, device, array->view.dtype, array->view.ndim,
@@ -258,19 +254,13 @@ smla_py_host_ints(const smla_py_state *state, const char *op, const char *name, 
                   int32_t **values, int64_t *count)
 {
     const bool is_sequence = PyList_Check(object) || PyTuple_Check(object);
-    smla_py_array array;
-    if (is_sequence) {
-        *count = PySequence_Size(object);
-    } else {
-        if (smla_py_acquire(state, op, name, SMLA_PY_INPUT, object, &array) < 0) {
-            return -1;
-        }
-        if (check_host_vector(op, name, &array) < 0) {
-            smla_py_release_array(&array);
-            return -1;
-        }
-        *count = array.shape[0];
+    smla_py_array array = {.object = NULL};
+    if (!is_sequence && (smla_py_acquire(state, op, name, SMLA_PY_INPUT, object, &array) < 0 ||
+                         check_host_vector(op, name, &array) < 0)) {
+        smla_py_release_array(&array);
+        return -1;
     }
+    *count = is_sequence ? PySequence_Size(object) : array.shape[0];
     int status = -1;
     *values = malloc((size_t)(*count > 0 ? *count : 1) * sizeof **values);
     if (*values == NULL) {
@@ -280,9 +270,7 @@ smla_py_host_ints(const smla_py_state *state, const char *op, const char *name, 
     } else {
         status = copy_array(op, name, &array, *values);
     }
-    if (!is_sequence) {
-        smla_py_release_array(&array);
-    }
+    smla_py_release_array(&array);
     if (status < 0) {
         free(*values);
         *values = NULL;

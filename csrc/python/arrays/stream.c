@@ -104,11 +104,7 @@ order_behind(const char *op, const char *name, void *producer, smla_py_stream *s
         status = ops->wait(op, stream->at, event, &error);
         ops->destroy(event);
     }
-    if (status != SMLA_OK) {
-        smla_py_raise(&error);
-        return -1;
-    }
-    return 0;
+    return smla_py_check(status, &error);
 }
 
 static int

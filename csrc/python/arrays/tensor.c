@@ -11,8 +11,7 @@
 static smla_py_tensor *
 new_tensor(const smla_py_state *state, const DLTensor *view)
 {
-    allocfunc allocate = (allocfunc)PyType_GetSlot(state->tensor_type, Py_tp_alloc);
-    smla_py_tensor *tensor = (smla_py_tensor *)allocate(state->tensor_type, 0);
+    smla_py_tensor *tensor = (smla_py_tensor *)PyType_GenericAlloc(state->tensor_type, 0);
     if (tensor == NULL) {
         return NULL;
     }
@@ -36,20 +35,17 @@ PyObject *
 smla_py_tensor_new(const smla_py_state *state, const smla_backend *backend, DLDevice device,
                    DLDataType dtype, int ndim, const int64_t *shape)
 {
-    int64_t bytes = smla_py_element_bytes(dtype);
-    bool is_empty = false;
-    for (int i = 0; i < ndim; i++) {
-        is_empty |= shape[i] == 0;
-    }
+    const DLTensor view = {.device = device,
+                           .ndim = ndim,
+                           .dtype = dtype,
+                           .shape = (int64_t *)shape};
+    const bool is_empty = smla_is_empty(&view);
+    int64_t bytes = smla_element_bytes(&view);
     for (int i = 0; !is_empty && i < ndim; i++) {
         if (__builtin_mul_overflow(bytes, shape[i], &bytes) || bytes > INT64_MAX / 2) {
             return PyErr_NoMemory();
         }
     }
-    const DLTensor view = {.device = device,
-                           .ndim = ndim,
-                           .dtype = dtype,
-                           .shape = (int64_t *)shape};
     smla_py_tensor *tensor = new_tensor(state, &view);
     if (tensor == NULL) {
         return NULL;

@@ -27,22 +27,6 @@ PyObject *smla_py_tensor_view(const smla_py_state *state, PyObject *base, const 
 /* The slot of a tensor's event. A view shares the slot of the tensor that it views. */
 PyObject **smla_py_tensor_event(PyObject *self);
 
-static inline const smla_py_state *
-smla_py_tensor_state(PyObject *tensor)
-{
-    return PyType_GetModuleState(Py_TYPE(tensor));
-}
-
-static inline int64_t
-smla_py_tensor_bytes(const smla_py_tensor *tensor)
-{
-    int64_t bytes = smla_py_element_bytes(tensor->view.dtype);
-    for (int i = 0; i < tensor->view.ndim; i++) {
-        bytes *= tensor->shape[i];
-    }
-    return bytes;
-}
-
 static inline bool
 smla_py_is_on_host(const smla_py_tensor *tensor)
 {

@@ -32,18 +32,13 @@ delete_versioned(DLManagedTensorVersioned *managed)
     free(managed);
 }
 
+/* A capsule that was consumed has another name. */
 static void
-destroy_legacy_capsule(PyObject *capsule)
+destroy_capsule(PyObject *capsule)
 {
-    if (PyCapsule_IsValid(capsule, "dltensor")) { /* nobody consumed it */
+    if (PyCapsule_IsValid(capsule, "dltensor")) {
         delete_legacy(PyCapsule_GetPointer(capsule, "dltensor"));
-    }
-}
-
-static void
-destroy_versioned_capsule(PyObject *capsule)
-{
-    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+    } else if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
         delete_versioned(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
     }
 }
@@ -63,7 +58,7 @@ export_legacy(smla_py_tensor *tensor)
     managed->dl_tensor = tensor->view;
     managed->manager_ctx = Py_NewRef((PyObject *)tensor);
     managed->deleter = delete_legacy;
-    PyObject *capsule = PyCapsule_New(managed, "dltensor", destroy_legacy_capsule);
+    PyObject *capsule = PyCapsule_New(managed, "dltensor", destroy_capsule);
     if (capsule == NULL) {
         delete_legacy(managed);
     }
@@ -83,7 +78,7 @@ export_versioned(smla_py_tensor *tensor, bool is_copied)
     managed->dl_tensor = tensor->view;
     managed->manager_ctx = Py_NewRef((PyObject *)tensor);
     managed->deleter = delete_versioned;
-    PyObject *capsule = PyCapsule_New(managed, "dltensor_versioned", destroy_versioned_capsule);
+    PyObject *capsule = PyCapsule_New(managed, "dltensor_versioned", destroy_capsule);
     if (capsule == NULL) {
         delete_versioned(managed);
     }
@@ -94,7 +89,7 @@ export_versioned(smla_py_tensor *tensor, bool is_copied)
 static char *
 copy_elements(const smla_py_tensor *tensor, int dim, const char *from, char *to)
 {
-    const int64_t element_bytes = smla_py_element_bytes(tensor->view.dtype);
+    const int64_t element_bytes = smla_element_bytes(&tensor->view);
     if (dim == tensor->view.ndim) {
         memcpy(to, from, (size_t)element_bytes);
         return to + element_bytes;
@@ -113,7 +108,7 @@ copy_tensor(const smla_py_tensor *tensor)
                                            "only: let the consumer make one");
         return NULL;
     }
-    PyObject *copy = smla_py_tensor_new(smla_py_tensor_state((PyObject *)tensor), &smla_cpu_backend,
+    PyObject *copy = smla_py_tensor_new(smla_py_type_state((PyObject *)tensor), &smla_cpu_backend,
                                         tensor->view.device, tensor->view.dtype, tensor->view.ndim,
                                         tensor->shape);
     if (copy != NULL) {
@@ -129,7 +124,7 @@ copy_tensor(const smla_py_tensor *tensor)
 static int
 order_consumer(PyObject *self, const char *op, void *handle)
 {
-    const smla_py_state *state = smla_py_tensor_state(self);
+    const smla_py_state *state = smla_py_type_state(self);
     PyObject *event = smla_py_take_event(state, smla_py_tensor_event(self));
     if (event == NULL) {
         return 0;
@@ -186,13 +181,11 @@ tensor_dlpack(PyObject *self, PyObject *args, PyObject *kwargs)
     PyObject *dl_device = Py_None;
     PyObject *copy = Py_None;
     void *handle = NULL;
+    int major = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__", names, &stream,
                                      &max_version, &dl_device, &copy) ||
-        smla_py_parse_stream("__dlpack__", stream, &handle) < 0) {
-        return NULL;
-    }
-    int major = 0;
-    if (parse_version(max_version, &major) < 0) {
+        smla_py_parse_stream("__dlpack__", stream, &handle) < 0 ||
+        parse_version(max_version, &major) < 0) {
         return NULL;
     }
     if (dl_device != Py_None) {
@@ -239,26 +232,17 @@ tensor_dlpack_device(PyObject *self, PyObject *Py_UNUSED(ignored))
 static PyObject *
 describe_memory(const smla_py_tensor *tensor, const char *typestr)
 {
-    const Py_ssize_t ndim = tensor->view.ndim;
-    const int64_t element_bytes = smla_py_element_bytes(tensor->view.dtype);
-    PyObject *shape = PyTuple_New(ndim);
-    PyObject *strides = shape == NULL ? NULL : PyTuple_New(ndim);
-    for (Py_ssize_t i = 0; strides != NULL && i < ndim; i++) {
-        PyObject *size = PyLong_FromLongLong(tensor->shape[i]);
-        PyObject *stride = PyLong_FromLongLong(tensor->strides[i] * element_bytes);
-        if (size == NULL || stride == NULL || PyTuple_SetItem(shape, i, size) < 0 ||
-            PyTuple_SetItem(strides, i, stride) < 0) { /* both steal */
-            Py_CLEAR(strides);
-        }
-    }
-    if (strides == NULL) {
-        Py_XDECREF(shape);
-        return NULL;
+    const int ndim = tensor->view.ndim;
+    int64_t strides_bytes[SMLA_PY_MAX_RANK];
+    for (int i = 0; i < ndim; i++) {
+        strides_bytes[i] = tensor->strides[i] * smla_element_bytes(&tensor->view);
     }
     void *data = (char *)tensor->view.data + tensor->view.byte_offset;
-    return Py_BuildValue("{s:i,s:N,s:N,s:s,s:(NN),s:i}", "version", 3, "shape", shape, "strides",
-                         strides, "typestr", typestr, "data", PyLong_FromVoidPtr(data),
-                         PyBool_FromLong(tensor->is_read_only), "stream", 1);
+    return Py_BuildValue("{s:i,s:N,s:N,s:s,s:(NN),s:i}", "version", 3, "shape",
+                         smla_py_int_tuple(tensor->shape, ndim), "strides",
+                         smla_py_int_tuple(strides_bytes, ndim), "typestr", typestr, "data",
+                         PyLong_FromVoidPtr(data), PyBool_FromLong(tensor->is_read_only), "stream",
+                         1);
 }
 
 /* Makes the legacy default stream wait, and names that stream: so no stream handle is kept. */
@@ -331,7 +315,7 @@ tensor_array(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     PyObject *ndarray =
-        smla_py_numpy_view(smla_py_tensor_state(self), self, &tensor->view, !tensor->is_read_only);
+        smla_py_numpy_view(smla_py_type_state(self), self, &tensor->view, !tensor->is_read_only);
     if (ndarray == NULL || (dtype == Py_None && copy == Py_None)) {
         return ndarray;
     }
@@ -359,7 +343,7 @@ is_compact(const smla_py_tensor *tensor, bool is_fortran)
     for (int i = 0; i < ndim; i++) {
         const int d = is_fortran ? i : ndim - 1 - i;
         if (tensor->shape[d] > 1 && tensor->strides[d] != compact) {
-            return smla_py_tensor_bytes(tensor) == 0;
+            return smla_is_empty(&tensor->view);
         }
         compact *= tensor->shape[d];
     }
@@ -409,7 +393,7 @@ smla_py_tensor_getbuffer(PyObject *self, Py_buffer *buffer, int flags)
         PyErr_NoMemory();
         return -1;
     }
-    const int64_t element_bytes = smla_py_element_bytes(tensor->view.dtype);
+    const int64_t element_bytes = smla_element_bytes(&tensor->view);
     for (int i = 0; i < tensor->view.ndim; i++) {
         sizes[i] = (Py_ssize_t)tensor->shape[i];
         sizes[SMLA_PY_MAX_RANK + i] = (Py_ssize_t)(tensor->strides[i] * element_bytes);
@@ -417,7 +401,7 @@ smla_py_tensor_getbuffer(PyObject *self, Py_buffer *buffer, int flags)
     *buffer = (Py_buffer){
         .buf = (char *)tensor->view.data + tensor->view.byte_offset,
         .obj = Py_NewRef(self),
-        .len = (Py_ssize_t)smla_py_tensor_bytes(tensor),
+        .len = (Py_ssize_t)smla_py_bytes(&tensor->view),
         .itemsize = (Py_ssize_t)element_bytes,
         .readonly = tensor->is_read_only,
         .ndim = tensor->view.ndim,

@@ -19,38 +19,24 @@ tensor_dealloc(PyObject *self)
     }
     Py_XDECREF(tensor->event);
     Py_XDECREF(tensor->base);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
+    PyObject_Free(self);
     Py_DECREF((PyObject *)type);
 }
 
 /* ---- Attributes and slices ----------------------------------------------------------------- */
 
 static PyObject *
-int_tuple(const int64_t *values, int count)
-{
-    PyObject *tuple = PyTuple_New(count);
-    for (int i = 0; tuple != NULL && i < count; i++) {
-        PyObject *value = PyLong_FromLongLong(values[i]);
-        if (value == NULL || PyTuple_SetItem(tuple, i, value) < 0) { /* steals */
-            Py_CLEAR(tuple);
-        }
-    }
-    return tuple;
-}
-
-static PyObject *
 get_shape(PyObject *self, void *Py_UNUSED(closure))
 {
     const smla_py_tensor *tensor = (smla_py_tensor *)self;
-    return int_tuple(tensor->shape, tensor->view.ndim);
+    return smla_py_int_tuple(tensor->shape, tensor->view.ndim);
 }
 
 static PyObject *
 get_strides(PyObject *self, void *Py_UNUSED(closure))
 {
     const smla_py_tensor *tensor = (smla_py_tensor *)self;
-    return int_tuple(tensor->strides, tensor->view.ndim);
+    return smla_py_int_tuple(tensor->strides, tensor->view.ndim);
 }
 
 static PyObject *
@@ -77,7 +63,7 @@ get_ndim(PyObject *self, void *Py_UNUSED(closure))
 static PyObject *
 get_nbytes(PyObject *self, void *Py_UNUSED(closure))
 {
-    return PyLong_FromLongLong(smla_py_tensor_bytes((smla_py_tensor *)self));
+    return PyLong_FromLongLong(smla_py_bytes(&((smla_py_tensor *)self)->view));
 }
 
 static Py_ssize_t
@@ -132,14 +118,14 @@ tensor_subscript(PyObject *self, PyObject *key)
                                 : read_index(key, length, &start)) < 0) {
         return NULL;
     }
-    PyObject *result = smla_py_tensor_view(smla_py_tensor_state(self), self, &tensor->view, NULL,
+    PyObject *result = smla_py_tensor_view(smla_py_type_state(self), self, &tensor->view, NULL,
                                            tensor->is_read_only);
     if (result == NULL) {
         return NULL;
     }
     smla_py_tensor *part = (smla_py_tensor *)result;
     if (count > 0 || !is_slice) {
-        const int64_t element_bytes = smla_py_element_bytes(tensor->view.dtype);
+        const int64_t element_bytes = smla_element_bytes(&tensor->view);
         part->view.data = (char *)part->view.data + start * tensor->strides[0] * element_bytes;
     }
     if (is_slice) {
@@ -162,7 +148,7 @@ tensor_repr(PyObject *self)
     PyObject *device = get_device(self, NULL);
     PyObject *values = NULL;
     if (smla_py_is_on_host(tensor)) {
-        values = smla_py_numpy_view(smla_py_tensor_state(self), self, &tensor->view, false);
+        values = smla_py_numpy_view(smla_py_type_state(self), self, &tensor->view, false);
         if (values == NULL) {
             PyErr_Clear(); /* no NumPy dtype: the values are left out */
         }
@@ -239,19 +225,9 @@ static PyType_Slot tensor_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec tensor_spec = {
+PyType_Spec smla_py_tensor_spec = {
     .name = "sparse_mla.Tensor",
     .basicsize = sizeof(smla_py_tensor),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = tensor_slots,
 };
-
-int
-smla_py_init_tensor(PyObject *module, smla_py_state *state)
-{
-    state->tensor_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &tensor_spec, NULL);
-    if (state->tensor_type == NULL) {
-        return -1;
-    }
-    return PyModule_AddObjectRef(module, "Tensor", (PyObject *)state->tensor_type);
-}

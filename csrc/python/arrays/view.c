@@ -6,12 +6,12 @@
 /* ---- Views ---------------------------------------------------------------------------------- */
 
 int
-smla_py_set_view(const char *op, const char *name, void *data, DLDataType dtype, int ndim,
-                 const int64_t *shape, const int64_t *strides_bytes, smla_py_array *array)
+smla_py_set_view(const char *op, void *data, DLDataType dtype, int ndim, const int64_t *shape,
+                 const int64_t *strides_bytes, smla_py_array *array)
 {
     if (ndim > SMLA_PY_MAX_RANK) {
-        PyErr_Format(PyExc_ValueError, "%s: `%s` must have at most %d dimensions, got %d", op, name,
-                     SMLA_PY_MAX_RANK, ndim);
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must have at most %d dimensions, got %d", op,
+                     array->name, SMLA_PY_MAX_RANK, ndim);
         return -1;
     }
     array->view = (DLTensor){.data = data,
@@ -20,7 +20,7 @@ smla_py_set_view(const char *op, const char *name, void *data, DLDataType dtype,
                              .dtype = dtype,
                              .shape = array->shape,
                              .strides = array->strides};
-    const int64_t element_bytes = smla_py_element_bytes(dtype);
+    const int64_t element_bytes = smla_element_bytes(&array->view);
     int64_t compact = 1;
     for (int i = ndim - 1; i >= 0; i--) {
         array->shape[i] = shape[i];
@@ -32,7 +32,7 @@ smla_py_set_view(const char *op, const char *name, void *data, DLDataType dtype,
             PyErr_Format(PyExc_ValueError,
                          "%s: `%s` must have strides in multiples of its %lld-byte elements, got "
                          "%lld bytes in dimension %d",
-                         op, name, (long long)element_bytes, (long long)strides_bytes[i], i);
+                         op, array->name, (long long)element_bytes, (long long)strides_bytes[i], i);
             return -1;
         }
     }
@@ -40,12 +40,12 @@ smla_py_set_view(const char *op, const char *name, void *data, DLDataType dtype,
 }
 
 int
-smla_py_copy_view(const char *op, const char *name, const DLTensor *source, smla_py_array *array)
+smla_py_copy_view(const char *op, const DLTensor *source, smla_py_array *array)
 {
     if (source->ndim < 0 || source->ndim > SMLA_PY_MAX_RANK ||
         (source->ndim > 0 && source->shape == NULL)) {
-        PyErr_Format(PyExc_ValueError, "%s: `%s` must have at most %d dimensions, got %d", op, name,
-                     SMLA_PY_MAX_RANK, (int)source->ndim);
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must have at most %d dimensions, got %d", op,
+                     array->name, SMLA_PY_MAX_RANK, (int)source->ndim);
         return -1;
     }
     array->view = *source;

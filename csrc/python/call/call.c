@@ -7,6 +7,7 @@ smla_py_open(smla_py_call *call, const smla_py_state *state, const char *op)
     call->state = state;
     call->op = op;
     call->stream = (smla_py_stream){.backend = NULL};
+    call->asks = false;
     call->num_arrays = 0;
 }
 
@@ -20,20 +21,15 @@ smla_py_take_stream(smla_py_call *call, PyObject *object)
 int
 smla_py_add(smla_py_call *call, const char *name, smla_py_role role, PyObject *object)
 {
-    int status = -1;
     if (call->num_arrays == SMLA_MAX_ARRAYS) { /* a mistake in an operator's table */
         PyErr_Format(PyExc_SystemError, "%s: a call has at most %d arrays", call->op,
                      SMLA_MAX_ARRAYS);
-    } else {
-        status = smla_py_acquire(call->state, call->op, name, role, object,
-                                 &call->arrays[call->num_arrays]);
-    }
-    if (status < 0) {
-        smla_py_close(call);
         return -1;
     }
-    call->num_arrays++;
-    return 0;
+    const int status =
+        smla_py_acquire(call->state, call->op, name, role, object, &call->arrays[call->num_arrays]);
+    call->num_arrays += status == 0;
+    return status;
 }
 
 int
@@ -51,7 +47,6 @@ smla_py_add_query(smla_py_call *call, PyObject *query)
     }
     PyObject *items = PySequence_Tuple(query); /* another thread may change a list */
     if (items == NULL) {
-        smla_py_close(call);
         return -1;
     }
     int status = -1;
@@ -64,7 +59,6 @@ smla_py_add_query(smla_py_call *call, PyObject *query)
         PyErr_Format(PyExc_TypeError,
                      "%s: `q` must be an array or the pair (ql_nope, q_pe), got %zd items",
                      call->op, PyTuple_Size(items));
-        smla_py_close(call);
     }
     Py_DECREF(items);
     return status;
@@ -81,13 +75,10 @@ smla_py_close(smla_py_call *call)
 int
 smla_py_settle(smla_py_call *call, void **stream)
 {
-    if (smla_py_settle_arrays(call->state, call->op, call->arrays, call->num_arrays,
-                              &call->stream) < 0) {
-        smla_py_close(call);
-        return -1;
-    }
+    const int status =
+        smla_py_settle_arrays(call->state, call->op, call->arrays, call->num_arrays, &call->stream);
     *stream = call->stream.at.handle;
-    return 0;
+    return status;
 }
 
 int
@@ -100,8 +91,9 @@ smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim, c
                             &call->stream, dtype, ndim, shape, &call->arrays[i]);
 }
 
-int
-smla_py_keep_call(smla_py_call *call, smla_status status)
+/* Keeps the arrays alive until the work is over. */
+static int
+keep_arrays(smla_py_call *call, smla_status status)
 {
     if (status != SMLA_OK && status != SMLA_ERROR_RUNTIME) { /* no work was submitted */
         return 0;
@@ -115,18 +107,11 @@ smla_py_keep_call(smla_py_call *call, smla_status status)
 }
 
 PyObject *
-smla_py_fail(smla_py_call *call)
-{
-    smla_py_close(call);
-    return NULL;
-}
-
-PyObject *
 smla_py_finish(smla_py_call *call, smla_status status, const smla_error *error, const int *results,
                int num_results)
 {
     PyObject *answer = NULL;
-    const int kept = smla_py_keep_call(call, status);
+    const int kept = keep_arrays(call, status);
     if (status != SMLA_OK) {
         smla_py_raise(error);
     } else if (kept < 0) {
@@ -142,6 +127,5 @@ smla_py_finish(smla_py_call *call, smla_status status, const smla_error *error, 
             }
         }
     }
-    smla_py_close(call);
     return answer;
 }

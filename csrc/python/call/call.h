@@ -1,9 +1,10 @@
 /* call.h: one operator call: its arrays, its results, its answer.
  *
  * The call lives on its caller's stack. The steps are: open it, take its stream, add its arrays,
- * settle their order, allocate the missing results, run the core without the GIL, finish. Closing
- * releases whatever was borrowed, exactly once, on success and on failure. What a device still
- * uses is released after the work. run.c does this for operators, builder_type.c for a layer.
+ * settle their order, allocate the missing results, run the core without the GIL, finish. Its
+ * caller then closes it, on success and on failure: that releases whatever was borrowed. What a
+ * device still uses is released after the work. run.c does this for operators, builder_type.c for
+ * a layer.
  */
 #pragma once
 
@@ -20,6 +21,7 @@ typedef struct smla_py_call {
     const smla_py_state *state;
     const char *op;
     smla_py_stream stream;
+    bool asks; /* for the optional result */
     int num_arrays;
     smla_py_array arrays[SMLA_MAX_ARRAYS];
 } smla_py_call;
@@ -30,46 +32,36 @@ void smla_py_open(smla_py_call *call, const smla_py_state *state, const char *op
 /* Reads the argument stream= of the caller. */
 int smla_py_take_stream(smla_py_call *call, PyObject *object);
 
-/* Appends an array. On failure the call is closed. */
+/* Appends an array. */
 int smla_py_add(smla_py_call *call, const char *name, smla_py_role role, PyObject *object);
 
-/* Appends two arrays: `query` and an absent array, or the two items of a tuple or list. On failure
- * the call is closed. */
+/* Appends two arrays: `query` and an absent array, or the two items of a tuple or list. */
 int smla_py_add_query(smla_py_call *call, PyObject *query);
 
 void smla_py_close(smla_py_call *call);
 
 /* Call this when all arrays of the caller are added. It decides the stream and orders the call on
- * it. Before, only an array's framework and device are known. On failure the call is closed. */
+ * it. Before, only an array's framework and device are known. */
 int smla_py_settle(smla_py_call *call, void **stream);
 
-/* Appends an absent array. On failure the call is closed. */
+/* Appends an absent array. */
 int smla_py_add_absent(smla_py_call *call, const char *name);
 
 /* Allocates array `i` in the framework and on the device of array 0, unless the caller gave it. */
 int smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim,
                             const int64_t *shape);
 
-/* Keeps the arrays alive until the work is over. Call this once the core has returned `status`. */
-int smla_py_keep_call(smla_py_call *call, smla_status status);
-
-/* Closes the call after a failure. Returns NULL. */
-PyObject *smla_py_fail(smla_py_call *call);
-
-/* Closes the call and returns its answer: NULL with an exception, one result, or a tuple. */
+/* Call this once the core has returned `status`. It keeps the arrays alive until the work is over,
+ * and returns the call's answer: NULL with an exception, one result, or a tuple. */
 PyObject *smla_py_finish(smla_py_call *call, smla_status status, const smla_error *error,
                          const int *results, int num_results);
 
-static inline const DLTensor *
-smla_py_call_view(const smla_py_call *call, int i)
-{
-    return smla_py_view(&call->arrays[i]);
-}
-
+/* The size of a dimension of array `i`; 0 where there is none. */
 static inline int64_t
 smla_py_call_dim(const smla_py_call *call, int i, int dim)
 {
-    return smla_py_dim(&call->arrays[i], dim);
+    const smla_py_array *const array = &call->arrays[i];
+    return array->object != NULL && dim < array->view.ndim ? array->shape[dim] : 0;
 }
 
 static inline bool

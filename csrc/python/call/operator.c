@@ -231,8 +231,7 @@ operator_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                      name);
         return NULL;
     }
-    const allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    operator_object *op = (operator_object *)allocate(type, 0);
+    operator_object *op = (operator_object *)PyType_GenericAlloc(type, 0);
     if (op == NULL) {
         return NULL;
     }
@@ -280,8 +279,7 @@ operator_dealloc(PyObject *self)
         Py_XDECREF(op->params[i].name);
         Py_XDECREF(op->defaults[i]);
     }
-    const freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
+    PyObject_GC_Del(self);
     Py_DECREF((PyObject *)type);
 }
 
@@ -376,19 +374,10 @@ static PyType_Slot operator_slots[] = {
     {Py_tp_getset, operator_getset},   {0, NULL},
 };
 
-static PyType_Spec operator_spec = {
+PyType_Spec smla_py_operator_spec = {
     .name = "sparse_mla._C.Operator",
     .basicsize = sizeof(operator_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
              Py_TPFLAGS_IMMUTABLETYPE,
     .slots = operator_slots,
 };
-
-int
-smla_py_init_operator(PyObject *module, smla_py_state *Py_UNUSED(state))
-{
-    PyObject *type = PyType_FromModuleAndSpec(module, &operator_spec, NULL);
-    const int status = type == NULL ? -1 : PyModule_AddObjectRef(module, "Operator", type);
-    Py_XDECREF(type);
-    return status;
-}

@@ -60,7 +60,7 @@ typedef struct smla_py_operator {
     /* Allocates the results that the caller left out. If a malformed input leaves a result's shape
      * unknown, the result stays absent, because the core reports the input first. NULL = the
      * operator has no results to allocate. */
-    int (*allocate)(smla_py_call *call, const void *args, bool asks);
+    int (*allocate)(smla_py_call *call, const void *args);
     /* Bytes of workspace that a call needs, once its other arrays are set. NULL = no workspace. */
     int64_t (*workspace_bytes)(const void *args);
     /* For operators without arrays, instead of the functions above. */
@@ -77,6 +77,13 @@ typedef struct smla_py_operator {
     .num_params = (int)SMLA_PY_AT_MOST(SMLA_PY_MAX_PARAMS, SMLA_PY_COUNT(table)), \
     .args_bytes = SMLA_PY_AT_MOST(SMLA_PY_MAX_ARGS_BYTES, sizeof(args)),          \
     .core_bytes = sizeof(core)
+
+/* Defines compute_<name>, the core's operator as smla_py_operator.compute. */
+#define SMLA_PY_COMPUTE(name)                                              \
+    static smla_status compute_##name(const void *args, smla_error *error) \
+    {                                                                      \
+        return smla_##name(args, error);                                   \
+    }
 
 /* The operators of each ops_*.c file. Each list ends with a row without a name. */
 extern const smla_py_operator smla_py_cache_operators[];

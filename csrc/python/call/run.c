@@ -32,19 +32,19 @@ parse_floats(const char *op, const char *name, PyObject *object, DLDataType *dty
     if (text == NULL) {
         return -1;
     }
-    if (strcmp(text, "float32") != 0 && strcmp(text, "bfloat16") != 0) {
-        PyErr_Format(PyExc_ValueError, "%s: `%s` must be \"float32\" or \"bfloat16\", got %R", op,
-                     name, object);
-        return -1;
+    const bool is_fp32 = strcmp(text, "float32") == 0;
+    *dtype = is_fp32 ? smla_py_fp32 : smla_py_bf16;
+    if (is_fp32 || strcmp(text, "bfloat16") == 0) {
+        return 0;
     }
-    *dtype = smla_py_find_dtype_by_name(text)->dtype;
-    return 0;
+    PyErr_Format(PyExc_ValueError, "%s: `%s` must be \"float32\" or \"bfloat16\", got %R", op, name,
+                 object);
+    return -1;
 }
 
-/* Fills the field of an option. Sets `asks` if the caller asks for the optional result. */
+/* Fills the field of an option, in `args` or in the call. */
 static int
-read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, void *args,
-            bool *asks)
+read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, void *args)
 {
     const char *const op = call->op;
     void *const field = (char *)args + param->offset;
@@ -55,7 +55,7 @@ read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, vo
     case SMLA_PY_KV_FORMAT: return smla_py_parse_kv_format(op, param->name, object, field);
     case SMLA_PY_FLOATS: return parse_floats(op, param->name, object, field);
     case SMLA_PY_DEVICE: return smla_py_parse_device(op, param->name, object, field);
-    case SMLA_PY_ASK: return smla_py_parse_flag(object, asks);
+    case SMLA_PY_ASK: return smla_py_parse_flag(object, &call->asks);
     case SMLA_PY_STREAM: return smla_py_take_stream(call, object);
     default: return 0;
     }
@@ -75,15 +75,13 @@ add_array(smla_py_call *call, const smla_py_param *param, PyObject *object)
     }
 }
 
-/* Reads the options before the arrays, because after a wrong option there is no array to release.
- * On failure the call is closed. */
+/* Reads the options first, because after a wrong option there is no array to release. */
 static int
-read_arguments(smla_py_call *call, const smla_py_operator *op, PyObject *const *values, void *args,
-               bool *asks)
+read_arguments(smla_py_call *call, const smla_py_operator *op, PyObject *const *values, void *args)
 {
     const int num_arrays = smla_py_count_arrays(op);
     for (int i = num_arrays; i < op->num_params; i++) {
-        if (read_option(call, &op->params[i], values[i], args, asks) < 0) {
+        if (read_option(call, &op->params[i], values[i], args) < 0) {
             return -1;
         }
     }
@@ -104,7 +102,7 @@ set_arrays(smla_py_call *call, const smla_py_operator *op, void *args, int *resu
     int num_results = 0;
     for (int i = 0; i < call->num_arrays; i++) {
         const smla_py_param *const param = &op->params[i];
-        const DLTensor *const view = smla_py_call_view(call, i);
+        const DLTensor *const view = smla_py_view(&call->arrays[i]);
         smla_py_set_pointer(args, param, view);
         if (view != NULL && smla_py_is_returned(param)) {
             results[num_results++] = i;
@@ -147,20 +145,25 @@ allocate_workspace(smla_py_call *call, const smla_py_operator *op, void *args,
 
 /* ---- Run ----------------------------------------------------------------------------------- */
 
-/* Allocates the missing arrays, computes, closes the call and returns its answer. */
+/* Settles the stream, allocates the missing arrays, computes and returns the call's answer. */
 static PyObject *
-compute(smla_py_call *call, const smla_py_operator *op, void *args, bool asks)
+compute(smla_py_call *call, const smla_py_operator *op, void *args)
 {
+    void *stream = NULL;
     int results[SMLA_MAX_ARRAYS];
     smla_error error;
     smla_status status;
     smla_py_scratch scratch = {.bytes = 0};
-    if (op->allocate != NULL && op->allocate(call, args, asks) < 0) {
-        return smla_py_fail(call);
+    if (smla_py_settle(call, &stream) < 0) {
+        return NULL;
+    }
+    smla_py_set_pointer(args, &op->params[op->num_params - 1], stream);
+    if (op->allocate != NULL && op->allocate(call, args) < 0) {
+        return NULL;
     }
     const int num_results = set_arrays(call, op, args, results);
     if (op->workspace_bytes != NULL && allocate_workspace(call, op, args, &scratch) < 0) {
-        return smla_py_fail(call);
+        return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
     status = op->compute(args, &error);
@@ -174,19 +177,12 @@ smla_py_run(const smla_py_state *state, const smla_py_operator *op, PyObject *co
 {
     alignas(max_align_t) unsigned char args[SMLA_PY_MAX_ARGS_BYTES];
     smla_py_call call;
-    bool asks = false;
+    PyObject *answer = NULL;
     smla_py_clear_args(op, args);
     smla_py_open(&call, state, op->title == NULL ? op->name : op->title);
-    if (read_arguments(&call, op, values, args, &asks) < 0) {
-        return NULL;
+    if (read_arguments(&call, op, values, args) == 0) {
+        answer = op->answer != NULL ? op->answer(args) : compute(&call, op, args);
     }
-    if (op->answer != NULL) {
-        return op->answer(args);
-    }
-    void *stream = NULL;
-    if (smla_py_settle(&call, &stream) < 0) {
-        return NULL;
-    }
-    smla_py_set_pointer(args, &op->params[op->num_params - 1], stream);
-    return compute(&call, op, args, asks);
+    smla_py_close(&call);
+    return answer;
 }

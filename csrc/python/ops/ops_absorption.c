@@ -12,11 +12,7 @@ typedef struct split_args {
     int64_t value_dim;
 } split_args;
 
-static smla_status
-split_kv_b_proj(const void *args, smla_error *error)
-{
-    return smla_split_kv_b_proj(&((const split_args *)args)->core, error);
-}
+SMLA_PY_COMPUTE(split_kv_b_proj)
 
 static const smla_py_param split_params[] = {
     {"weight", SMLA_PY_INPUT, offsetof(split_args, core.weight)},
@@ -65,7 +61,7 @@ check_weight_shape(const smla_py_call *call, const split_args *a)
 }
 
 static int
-allocate_weights(smla_py_call *call, const void *args, bool Py_UNUSED(asks))
+allocate_weights(smla_py_call *call, const void *args)
 {
     enum { WEIGHT = 0, W_UK = 2, W_UV };
     const split_args *const a = args;
@@ -84,11 +80,7 @@ allocate_weights(smla_py_call *call, const void *args, bool Py_UNUSED(asks))
 
 /* ---- Up projections ------------------------------------------------------------------------ */
 
-static smla_status
-project_keys(const void *args, smla_error *error)
-{
-    return smla_k_up_proj(args, error);
-}
+SMLA_PY_COMPUTE(k_up_proj)
 
 static const smla_py_param k_up_params[] = {
     {"q_nope", SMLA_PY_INPUT, offsetof(smla_k_up_proj_args, q_nope)},
@@ -97,11 +89,7 @@ static const smla_py_param k_up_params[] = {
     {"stream", SMLA_PY_STREAM, offsetof(smla_k_up_proj_args, stream)},
 };
 
-static smla_status
-project_values(const void *args, smla_error *error)
-{
-    return smla_v_up_proj(args, error);
-}
+SMLA_PY_COMPUTE(v_up_proj)
 
 static const smla_py_param v_up_params[] = {
     {"x", SMLA_PY_INPUT, offsetof(smla_v_up_proj_args, x)},
@@ -124,24 +112,20 @@ allocate_projected(smla_py_call *call, int64_t width)
 }
 
 static int
-allocate_latents(smla_py_call *call, const void *Py_UNUSED(args), bool Py_UNUSED(asks))
+allocate_latents(smla_py_call *call, const void *Py_UNUSED(args))
 {
     return allocate_projected(call, SMLA_KV_LORA_RANK);
 }
 
 static int
-allocate_values(smla_py_call *call, const void *Py_UNUSED(args), bool Py_UNUSED(asks))
+allocate_values(smla_py_call *call, const void *Py_UNUSED(args))
 {
     return allocate_projected(call, smla_py_call_dim(call, 1, 2));
 }
 
 /* ---- Quantisation -------------------------------------------------------------------------- */
 
-static smla_status
-quantize(const void *args, smla_error *error)
-{
-    return smla_dynamic_per_tensor_quant(args, error);
-}
+SMLA_PY_COMPUTE(dynamic_per_tensor_quant)
 
 static const smla_py_param quant_params[] = {
     {"x", SMLA_PY_INPUT, offsetof(smla_dynamic_per_tensor_quant_args, x)},
@@ -151,7 +135,7 @@ static const smla_py_param quant_params[] = {
 };
 
 static int
-allocate_quantized(smla_py_call *call, const void *Py_UNUSED(args), bool Py_UNUSED(asks))
+allocate_quantized(smla_py_call *call, const void *Py_UNUSED(args))
 {
     enum { X, OUT, SCALE };
     const smla_py_array *const x = &call->arrays[X];
@@ -166,20 +150,20 @@ const smla_py_operator smla_py_absorption_operators[] = {
     {.name = "_split_kv_b_proj",
      .title = "split_kv_b_proj",
      SMLA_PY_TABLE(split_params, smla_split_kv_b_proj_args, split_args),
-     .compute = split_kv_b_proj,
+     .compute = compute_split_kv_b_proj,
      .allocate = allocate_weights},
     {.name = "k_up_proj",
      SMLA_PY_TABLE(k_up_params, smla_k_up_proj_args, smla_k_up_proj_args),
-     .compute = project_keys,
+     .compute = compute_k_up_proj,
      .allocate = allocate_latents},
     {.name = "v_up_proj",
      SMLA_PY_TABLE(v_up_params, smla_v_up_proj_args, smla_v_up_proj_args),
-     .compute = project_values,
+     .compute = compute_v_up_proj,
      .allocate = allocate_values},
     {.name = "dynamic_per_tensor_quant",
      SMLA_PY_TABLE(quant_params, smla_dynamic_per_tensor_quant_args,
                    smla_dynamic_per_tensor_quant_args),
-     .compute = quantize,
+     .compute = compute_dynamic_per_tensor_quant,
      .allocate = allocate_quantized},
     {.name = NULL},
 };

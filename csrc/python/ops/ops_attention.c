@@ -1,16 +1,11 @@
 /* ops_attention.c: positions to slots, attention over slots, merge of partial results. */
 #include "python/call/operator.h"
-#include "python/call/scratch.h"
 
 static const DLDataType int32 = {kDLInt, 32, 1};
 
 /* ---- Positions to slots -------------------------------------------------------------------- */
 
-static smla_status
-convert_index(const void *args, smla_error *error)
-{
-    return smla_convert_req_index_to_global_index(args, error);
-}
+SMLA_PY_COMPUTE(convert_req_index_to_global_index)
 
 enum { CONVERT_TOPK = 2, CONVERT_OUT = 5, CONVERT_COUNTS };
 
@@ -32,7 +27,7 @@ static const smla_py_param convert_params[] = {
 };
 
 static int
-allocate_converted(smla_py_call *call, const void *Py_UNUSED(args), bool asks)
+allocate_converted(smla_py_call *call, const void *Py_UNUSED(args))
 {
     if (!smla_py_has_rank(call, CONVERT_TOPK, 2)) {
         return 0;
@@ -41,16 +36,12 @@ allocate_converted(smla_py_call *call, const void *Py_UNUSED(args), bool asks)
     if (smla_py_allocate_result(call, CONVERT_OUT, int32, 2, shape) < 0) {
         return -1;
     }
-    return asks ? smla_py_allocate_result(call, CONVERT_COUNTS, int32, 1, shape) : 0;
+    return call->asks ? smla_py_allocate_result(call, CONVERT_COUNTS, int32, 1, shape) : 0;
 }
 
 /* ---- Attention ----------------------------------------------------------------------------- */
 
-static smla_status
-attend(const void *args, smla_error *error)
-{
-    return smla_sparse_attention(args, error);
-}
+SMLA_PY_COMPUTE(sparse_attention)
 
 /* Attention for flash_mla.py: lse is +inf for a query without keys. */
 static smla_status
@@ -87,7 +78,7 @@ static const smla_py_param attention_params[] = {
 };
 
 static int
-allocate_attention(smla_py_call *call, const void *args, bool asks)
+allocate_attention(smla_py_call *call, const void *args)
 {
     const smla_sparse_attention_args *const a = args;
     const smla_kv_format_info *const format =
@@ -101,13 +92,30 @@ allocate_attention(smla_py_call *call, const void *args, bool asks)
         smla_py_allocate_result(call, ATTENTION_LSE, smla_py_fp32, 2, shape) < 0) {
         return -1;
     }
-    return asks ? smla_py_allocate_result(call, ATTENTION_MAX_LOGITS, smla_py_fp32, 2, shape) : 0;
+    return call->asks ? smla_py_allocate_result(call, ATTENTION_MAX_LOGITS, smla_py_fp32, 2, shape)
+                      : 0;
 }
 
+/* 0 if the call needs no workspace or if its arrays are malformed: the call itself words that error
+ * better. */
 static int64_t
 attention_workspace_bytes(const void *args)
 {
-    return smla_py_workspace_bytes(args);
+    const smla_sparse_attention_args *const a = args;
+    if (a->workspace != NULL || a->out == NULL) {
+        return 0;
+    }
+    const smla_attention_workspace_args needs = {
+        .struct_size = sizeof needs,
+        .num_tokens = smla_size(a->q, 0),
+        .num_heads = smla_size(a->q, 1),
+        .topk = smla_size(a->indices, 1),
+        .extra_topk = a->extra_indices == NULL ? 0 : smla_size(a->extra_indices, 1),
+        .num_splits = a->num_splits,
+        .device = a->out->device,
+    };
+    int64_t bytes = 0;
+    return smla_attention_workspace_size(&needs, &bytes, NULL) == SMLA_OK ? bytes : 0;
 }
 
 static const smla_py_param workspace_size_params[] = {
@@ -132,11 +140,7 @@ answer_workspace_size(const void *args)
 
 /* ---- Merge --------------------------------------------------------------------------------- */
 
-static smla_status
-merge_states(const void *args, smla_error *error)
-{
-    return smla_merge_attn_states(args, error);
-}
+SMLA_PY_COMPUTE(merge_attn_states)
 
 enum { MERGE_OUT_A, MERGE_OUT = 4, MERGE_LSE };
 
@@ -151,7 +155,7 @@ static const smla_py_param merge_params[] = {
 };
 
 static int
-allocate_merged(smla_py_call *call, const void *Py_UNUSED(args), bool Py_UNUSED(asks))
+allocate_merged(smla_py_call *call, const void *Py_UNUSED(args))
 {
     const DLDataType dtype = call->arrays[MERGE_OUT_A].view.dtype;
     const bool is_state = (dtype.code == smla_py_bf16.code && dtype.bits == smla_py_bf16.bits) ||
@@ -170,11 +174,11 @@ allocate_merged(smla_py_call *call, const void *Py_UNUSED(args), bool Py_UNUSED(
 const smla_py_operator smla_py_attention_operators[] = {
     {.name = "convert_req_index_to_global_index",
      SMLA_PY_TABLE(convert_params, smla_convert_req_index_args, smla_convert_req_index_args),
-     .compute = convert_index,
+     .compute = compute_convert_req_index_to_global_index,
      .allocate = allocate_converted},
     {.name = "sparse_attention",
      SMLA_PY_TABLE(attention_params, smla_sparse_attention_args, smla_sparse_attention_args),
-     .compute = attend,
+     .compute = compute_sparse_attention,
      .allocate = allocate_attention,
      .workspace_bytes = attention_workspace_bytes},
     {.name = "_attention_plus_inf",
@@ -189,7 +193,7 @@ const smla_py_operator smla_py_attention_operators[] = {
      .answer = answer_workspace_size},
     {.name = "merge_attn_states",
      SMLA_PY_TABLE(merge_params, smla_merge_attn_states_args, smla_merge_attn_states_args),
-     .compute = merge_states,
+     .compute = compute_merge_attn_states,
      .allocate = allocate_merged},
     {.name = NULL},
 };

@@ -1,11 +1,7 @@
 /* ops_cache.c: write tokens to a cache, gather them from it, dequantize a cache. */
 #include "python/call/operator.h"
 
-static smla_status
-write_cache(const void *args, smla_error *error)
-{
-    return smla_concat_and_cache_mla(args, error);
-}
+SMLA_PY_COMPUTE(concat_and_cache_mla)
 
 static const smla_py_param write_params[] = {
     {"kv_c", SMLA_PY_INPUT, offsetof(smla_concat_and_cache_mla_args, kv_c)},
@@ -16,11 +12,7 @@ static const smla_py_param write_params[] = {
     {"stream", SMLA_PY_STREAM, offsetof(smla_concat_and_cache_mla_args, stream)},
 };
 
-static smla_status
-gather_cache(const void *args, smla_error *error)
-{
-    return smla_gather_kv_cache(args, error);
-}
+SMLA_PY_COMPUTE(gather_kv_cache)
 
 static const smla_py_param gather_params[] = {
     {"kv_cache", SMLA_PY_INPUT, offsetof(smla_gather_kv_cache_args, kv_cache)},
@@ -37,11 +29,7 @@ typedef struct dequantize_args {
     DLDataType dtype;
 } dequantize_args;
 
-static smla_status
-dequantize_cache(const void *args, smla_error *error)
-{
-    return smla_dequantize_kv_cache(&((const dequantize_args *)args)->core, error);
-}
+SMLA_PY_COMPUTE(dequantize_kv_cache)
 
 static const smla_py_param dequantize_params[] = {
     {"kv_cache", SMLA_PY_INPUT, offsetof(dequantize_args, core.kv_cache)},
@@ -52,7 +40,7 @@ static const smla_py_param dequantize_params[] = {
 };
 
 static int
-allocate_dequantized(smla_py_call *call, const void *args, bool Py_UNUSED(asks))
+allocate_dequantized(smla_py_call *call, const void *args)
 {
     enum { KV_CACHE, OUT };
     const dequantize_args *const a = args;
@@ -74,13 +62,13 @@ allocate_dequantized(smla_py_call *call, const void *args, bool Py_UNUSED(asks))
 const smla_py_operator smla_py_cache_operators[] = {
     {.name = "concat_and_cache_mla",
      SMLA_PY_TABLE(write_params, smla_concat_and_cache_mla_args, smla_concat_and_cache_mla_args),
-     .compute = write_cache},
+     .compute = compute_concat_and_cache_mla},
     {.name = "gather_kv_cache",
      SMLA_PY_TABLE(gather_params, smla_gather_kv_cache_args, smla_gather_kv_cache_args),
-     .compute = gather_cache},
+     .compute = compute_gather_kv_cache},
     {.name = "dequantize_kv_cache",
      SMLA_PY_TABLE(dequantize_params, smla_dequantize_kv_cache_args, dequantize_args),
-     .compute = dequantize_cache,
+     .compute = compute_dequantize_kv_cache,
      .allocate = allocate_dequantized},
     {.name = NULL},
 };

@@ -84,8 +84,8 @@ read_kv_format(const xla_call *call, const char *name, int32_t *format)
     *format = smla_py_find_kv_format(span->text, span->length);
     if (*format == SMLA_KV_INFER) {
         return smla_fail(call->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must be \"auto\", \"bfloat16\" or \"fp8_ds_mla\", got \"%.*s\"",
-                         call->op, name, (int)span->length, span->text);
+                         "%s: `%s` must be " SMLA_PY_KV_FORMAT_NAMES ", got \"%.*s\"", call->op,
+                         name, (int)span->length, span->text);
     }
     return SMLA_OK;
 }
