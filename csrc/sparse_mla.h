@@ -52,7 +52,7 @@ typedef enum smla_status {
     SMLA_OK = 0,
     SMLA_ERROR_TYPE = 1,   /* wrong dtype */
     SMLA_ERROR_VALUE = 2,  /* rank, shape, stride, alignment, device mismatch, overlap, bad value */
-    SMLA_ERROR_BUFFER = 3, /* for bindings: an array cannot be exported or written */
+    SMLA_ERROR_BUFFER = 3, /* bindings only: an array cannot be exported or written */
     SMLA_ERROR_RUNTIME = 4, /* a device failure, or a device that this build lacks */
     SMLA_ERROR_MEMORY = 5,  /* out of host memory */
 } smla_status;
@@ -177,7 +177,7 @@ typedef struct smla_attention_workspace_args {
     int64_t num_heads;
     int64_t topk;
     int64_t extra_topk; /* 0 without extra_indices */
-    int32_t num_splits; /* that of the call */
+    int32_t num_splits; /* as in the call of attention */
     DLDevice device;
 } smla_attention_workspace_args;
 
@@ -275,7 +275,7 @@ SMLA_API int64_t smla_prefill_workspace_size(int64_t max_model_len);
 
 /* How a step runs: which attention calls it makes, and over which rows. */
 typedef enum smla_path {
-    SMLA_PATH_AUTO = 0,     /* by cache format and heads; a SEPARATE step may run as DIRECT */
+    SMLA_PATH_AUTO = 0,     /* cache format and heads decide; a SEPARATE step may run as DIRECT */
     SMLA_PATH_MIXED = 1,    /* FP8 cache, all tokens in one attention call */
     SMLA_PATH_SEPARATE = 2, /* FP8 decodes; prefills through upconvert-gather and bf16 attention */
     SMLA_PATH_BF16 = 3,     /* bf16 cache, all tokens in one attention call */

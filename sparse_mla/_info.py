@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import sparse_mla
+from sparse_mla import ops
 
 # CuPy's wheels are named after the CUDA version that they are for.
 WHEELS = {"cupy": ("cupy", "cupy-cuda13x", "cupy-cuda12x")}
@@ -18,12 +20,20 @@ FRAMEWORKS = ("numpy", "ml_dtypes", "torch", "jax", "cupy", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds nothing: `info` has no options yet."""
+    parser.add_argument(
+        "--plan",
+        nargs=3,
+        type=int,
+        metavar=("TOKENS", "HEADS", "TOPK"),
+        help="how sparse_attention would run such a call: kernel, splits, workspace",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    build = sparse_mla.build_info()
     kernels = sparse_mla.kernels()
+    if options.plan is not None:
+        return print_plans(kernels, *options.plan)
+    build = sparse_mla.build_info()
     devices = sorted({row["device"] for row in kernels})
     print(f"sparse_mla {sparse_mla.__version__}")
     print(f"  python      {platform.python_version()}, {platform.system()} {platform.machine()}")
@@ -40,12 +50,45 @@ def run(options: argparse.Namespace) -> int:
     columns = ("device", "arch", "kv_format", "heads", "name")
     rows = [columns, *(tuple(str(row[column]) for column in columns) for row in kernels)]
     marks = [" ", *("*" if r["selected"] else " " if r["available"] else "-" for r in kernels)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    for mark, row in zip(marks, rows, strict=True):
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print(f"{mark} {'  '.join(cells)}".rstrip())
+    for mark, line in zip(marks, aligned(rows), strict=True):
+        print(f"{mark} {line}".rstrip())
     if "-" in marks:
         print("- = this machine cannot run it")
+    return 0
+
+
+def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """A line for each row of a table, with columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def print_plans(kernels: list[dict[str, Any]], num_tokens: int, num_heads: int, topk: int) -> int:
+    """One line for each run of each plan: a call may run in two parts."""
+    rows = [("device", "kv_format", "tokens", "splits", "kernel", "workspace")]
+    for device in sorted({row["device"] for row in kernels if row["available"]}):
+        try:
+            plans = ops._attention_plans(num_tokens, num_heads, topk, device=device)
+        except ValueError as error:
+            print(f"info: {error}", file=sys.stderr)
+            return 2
+        for plan in plans:
+            rows += [
+                (
+                    device,
+                    f"{plan['kv_format']} of {plan['head_dim']} values",
+                    str(tokens),
+                    str(splits),
+                    str(name),
+                    f"{plan['workspace_bytes']} bytes",
+                )
+                for tokens, splits, name in plan["runs"]
+            ]
+    print(f"sparse_attention of {num_tokens} tokens, {num_heads} heads, {topk} indices each")
+    print("\n".join(aligned(rows)))
     return 0
 
 

@@ -6,6 +6,7 @@ import builtins
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_info_line_by_line(monkeypatch, capsys):
     for gpu, has_gpu in ((H100, True), (OLD, False)):
         rows = [row, plain, row | gpu | {"selected": False}]
         monkeypatch.setattr(sparse_mla, "kernels", lambda rows=rows: rows)
-        assert _info.run(argparse.Namespace()) == 0
+        assert _info.run(argparse.Namespace(plan=None)) == 0
         assert capsys.readouterr().out.splitlines() == [
             f"sparse_mla {sparse_mla.__version__}",
             f"  python      {python}",
@@ -101,8 +102,32 @@ def test_info_line_by_line(monkeypatch, capsys):
             *([] if has_gpu else ["- = this machine cannot run it"]),
         ]
     monkeypatch.setattr(sparse_mla, "kernels", lambda: [row])
-    _info.run(argparse.Namespace())
+    _info.run(argparse.Namespace(plan=None))
     assert "gpu" not in capsys.readouterr().out
+
+
+def test_info_prints_the_plan_of_a_call(capsys):
+    assert _info.run(argparse.Namespace(plan=[8, 64, 2048])) == 0
+    title, heading, *lines = capsys.readouterr().out.splitlines()
+    assert title == "sparse_attention of 8 tokens, 64 heads, 2048 indices each"
+    assert heading.split() == ["device", "kv_format", "tokens", "splits", "kernel", "workspace"]
+    chosen = {row["name"] for row in sparse_mla.kernels() if row["selected"]}
+    size = sparse_mla.attention_workspace_size(8, 64, 2048, device="cpu")
+    on_cpu = [re.split(r"  +", line) for line in lines if line.startswith("cpu ")]
+    assert [row[1] for row in on_cpu] == [
+        "bfloat16 of 576 values",
+        "bfloat16 of 512 values",
+        "fp8_ds_mla of 576 values",
+    ]
+    for row in on_cpu:
+        assert row[2] == "8" and row[3] == "8", "64 parts are shared out among 8 tokens"
+        assert row[4] in chosen and row[5] == f"{size} bytes"
+
+
+def test_info_says_what_is_wrong_with_a_plan_s_numbers(capsys):
+    assert _info.run(argparse.Namespace(plan=[8, 129, 2048])) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "`num_heads` must be 1 to 128, got 129" in printed.err
 
 
 def test_info_names_the_architecture_of_a_processor_without_a_name(monkeypatch):

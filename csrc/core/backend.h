@@ -1,9 +1,9 @@
-/* backend.h: what kernels read. Params of every operator, and the table a backend fills. Compiles
- * as C and as CUDA.
+/* backend.h: the params of every operator, which kernels read, and the function table of a backend.
+ * Compiles as C and as CUDA.
  *
- * check.c turns the caller's args into these structs; below this line nothing is validated again.
- * Sizes are counts, strides are in elements of the pointed-to type unless the name ends in _bytes,
- * and every one of them is int64. Shapes use the letters of sparse_mla.h.
+ * check.c turns the caller's args into params; the layers below it validate nothing again. Sizes
+ * are counts. Strides are in elements of the pointed-to type unless the name ends in _bytes. Sizes
+ * and strides are int64. Shapes use the letters of sparse_mla.h.
  */
 #pragma once
 
@@ -28,8 +28,8 @@ typedef struct smla_stream {
 
 /* A paged cache. The token at `offset` of `page` has its row at base + page * page_stride_bytes +
  * offset * token_stride_bytes, and its scales at scales + page * page_stride_bytes + offset *
- * scale_token_stride_bytes: inside the row, or behind all rows of the page, as the format says. A
- * flat array is one page. */
+ * scale_token_stride_bytes. The format decides whether scales lie inside the row or after all rows
+ * of the page. A flat array is one page. */
 typedef struct smla_kv_view {
     uint8_t *base;
     int64_t num_pages;
@@ -37,13 +37,13 @@ typedef struct smla_kv_view {
     int64_t page_stride_bytes;
     int64_t token_stride_bytes;
     const smla_kv_format_info *format;
-    uint8_t *scales; /* of no meaning in formats without scales */
+    uint8_t *scales; /* not used in formats without scales */
     int64_t scale_token_stride_bytes;
 } smla_kv_view;
 
-/* A token's row in the cache, and its scales. */
+/* The cache row of a token, and its scales. */
 typedef struct smla_kv_token {
-    uint8_t *row; /* NULL: no such token */
+    uint8_t *row; /* NULL: the token is not in the cache */
     uint8_t *scales;
 } smla_kv_token;
 
@@ -141,11 +141,11 @@ typedef struct smla_convert_params {
     smla_stream stream;
 } smla_convert_params;
 
-/* Maps positions inside a request to slots where attention reads them, by the rules of
- * convert_req_index_to_global_index: this saves a call of that operator, and its output's memory.
- * Rows and columns are those of smla_convert_params. */
+/* With this map, attention itself turns positions inside a request into slots, by the rules of
+ * convert_req_index_to_global_index. This saves a call of that operator and the memory of its
+ * output. R and W are as in smla_convert_params. */
 typedef struct smla_index_map {
-    const int32_t *block_table; /* [R, W]; NULL = indices are slots already */
+    const int32_t *block_table; /* [R, W]; NULL: indices are slots already */
     int64_t block_table_stride_req;
     int64_t block_table_stride_block;
     int64_t num_reqs;                /* R */
@@ -153,16 +153,16 @@ typedef struct smla_index_map {
     const int32_t *req_id_per_token; /* [T], contiguous */
 } smla_index_map;
 
-/* One list of keys: attention takes a main one and an optional extra one. Token t's keys stand in
- * columns begin[t] to end[t] - 1 of its row of `indices`. A negative index is no key. */
+/* A list of keys. Attention takes a main list and an optional extra list. The keys of token t are
+ * in columns begin[t] to end[t] - 1 of its row of `indices`. A negative index is no key. */
 typedef struct smla_key_list {
     smla_kv_view kv;
     const int32_t *indices; /* [T, K]; NULL: column j has index j (dense attention) */
     int64_t indices_stride_token;
     int64_t topk;       /* K */
-    const int32_t *end; /* [T], clamped to 0...K; NULL: K. The operator's topk_length */
+    const int32_t *end; /* topk_length: [T], clamped to 0...K; NULL: K */
     int64_t end_stride;
-    smla_index_map map;   /* of positions; kv.block_size is the page size */
+    smla_index_map map;   /* turns positions into slots; the page size is kv.block_size */
     const int32_t *begin; /* [T], clamped to 0...K; NULL: 0 */
     int64_t begin_stride;
 } smla_key_list;
@@ -198,13 +198,13 @@ typedef struct smla_attention_params {
     float *max_logits; /* [T, H] or NULL */
     int64_t max_logits_stride_token;
     int64_t max_logits_stride_head;
-    bool empty_lse_is_plus_inf; /* a row without keys gets +inf, not -inf */
+    bool empty_lse_is_plus_inf; /* lse of a row without keys: +inf, not -inf */
     void *workspace;
     int64_t workspace_bytes;
     smla_stream stream;
 } smla_attention_params;
 
-/* Attention's shape, all that a workspace and a split-KV schedule depend on. */
+/* The shape of attention: all that the workspace size and the number of splits depend on. */
 typedef struct smla_attention_shape {
     int64_t num_tokens;
     int64_t num_heads;
@@ -212,27 +212,27 @@ typedef struct smla_attention_shape {
     int64_t extra_topk;
     int num_splits; /* 0 = the plan chooses */
     int32_t device_id;
-    /* Of the main and the extra list. While the main one is not known yet, NULL: the choice of a
-     * split count does not need it, and a workspace size then covers every format. */
+    /* The formats of the main and the extra list. The main format is NULL while it is not known:
+     * the choice of a split count does not need it, and the workspace size covers all formats. */
     const smla_kv_format_info *formats[2];
-    bool has_ranges; /* smla_has_ranges of any list */
+    bool has_ranges; /* smla_has_ranges of at least one list */
 } smla_attention_shape;
 
-/* A launch of attention, of some of a call's tokens. */
+/* A launch of attention for all tokens of a call, or for some of them. */
 typedef struct smla_attention_run {
-    const struct smla_attention_kernel *kernel; /* CUDA's; NULL where none fits */
+    const struct smla_attention_kernel *kernel; /* NULL on the CPU, and if no kernel fits */
     int64_t num_tokens;
     int num_splits;
-    /* Bytes of the workspace in which the launch may leave parts of rows that it cuts by itself,
-     * which any caller has who has asked for the size; 0: it cuts none. */
+    /* Bytes of workspace for the partial rows of a launch that cuts long works by itself. Every
+     * caller that asked for the workspace size has them. 0: the launch cuts no works. */
     int64_t cut_bytes;
 } smla_attention_run;
 
-/* How a backend runs attention of a shape. It is asked for it once a call, by the check, and is
- * given it again with the call. */
+/* How a backend runs attention of a shape. The check asks the backend for the plan once per call,
+ * and sparse_attention of the backend takes it as an argument. */
 typedef struct smla_attention_plan {
-    int64_t workspace_bytes; /* as attention_workspace_size says */
-    int num_runs;            /* 1 or 2: of the first tokens and of the rest */
+    int64_t workspace_bytes; /* what attention_workspace_size returns */
+    int num_runs;            /* 1, or 2: the first tokens and the rest */
     smla_attention_run runs[2];
 } smla_attention_plan;
 
@@ -248,7 +248,7 @@ typedef struct smla_merge_params {
     int64_t num_tokens;
     int64_t num_heads;
     int64_t value_dim;
-    smla_float_type type;  /* of out_a, out_b and out: bf16 or fp32 */
+    smla_float_type type;  /* element type of out_a, out_b and out: bf16 or fp32 */
     const void *out_in[2]; /* [T, H, V] */
     int64_t out_in_stride_token[2];
     int64_t out_in_stride_head[2];
@@ -284,7 +284,7 @@ typedef struct smla_split_kv_b_proj_params {
     smla_stream stream;
 } smla_split_kv_b_proj_params;
 
-/* out[t,h,n] = sum_k x[t,h,k] * w(k,h,n): both up projections, told apart by the strides of w. */
+/* out[t,h,n] = sum_k x[t,h,k] * w(k,h,n): both up projections, which differ in the strides of w. */
 typedef struct smla_projection_params {
     const char *op; /* "k_up_proj" or "v_up_proj", for errors */
     int64_t num_tokens;
@@ -318,42 +318,42 @@ typedef struct smla_quant_params {
 
 /* ---- The backend table --------------------------------------------------------------------- */
 
-/* Memory on the device whose contents the host writes anew for every step: the builder's metadata.
- * The host fills what `begin_write` lends, then `end_write` sends all of it, in order on a stream.
- * Work that reads the device's side stands between `begin_use` and `end_use`, so that steps on
- * different streams cannot overtake each other. Backends embed this struct in one of their own. */
+/* Device memory that the host writes anew for every step: the builder's metadata. The host fills
+ * the memory that `begin_write` lends. Then `end_write` sends all of it in the order of a stream.
+ * Work that reads the device memory is started between `begin_use` and `end_use`, so that steps on
+ * different streams cannot overtake each other. A backend embeds this struct in a larger one. */
 typedef struct smla_mirror {
-    void *device; /* fixed for the mirror's life */
+    void *device; /* the same address for the mirror's whole life */
     int64_t bytes;
 } smla_mirror;
 
-/* A place in the work of a stream. */
+/* A point in the work of a stream. */
 typedef struct smla_event smla_event;
 
-/* Order between streams: for callers that bring arrays together whose producers work on streams of
- * their own, and that must know when memory is no longer in use. */
+/* Order between streams. A caller needs it if the producers of its arrays work on different
+ * streams, or if it must know when memory is no longer in use. */
 typedef struct smla_stream_ops {
-    /* Whether the stream records a graph, to be run later, instead of working now. */
+    /* Whether the stream captures work into a graph instead of running it. */
     smla_status (*is_capturing)(const char *op, smla_stream stream, bool *answer,
                                 smla_error *error);
-    /* Makes an event behind all work that the stream has been given. */
+    /* Makes an event that follows all work given to the stream so far. */
     smla_status (*record)(const char *op, smla_stream stream, smla_event **event,
                           smla_error *error);
-    /* Work that the stream is given from now on starts behind the event. */
+    /* Makes work that is given to the stream from now on wait for the event. */
     smla_status (*wait)(const char *op, smla_stream stream, const smla_event *event,
                         smla_error *error);
-    /* Whether the work before the event is over; true as well if the device has failed. */
+    /* Whether the work before the event is done. Also true if the device has failed. */
     bool (*is_done)(const smla_event *event);
-    /* Waits for the event on the host. */
+    /* Makes the host wait for the event. */
     void (*finish)(const smla_event *event);
     void (*destroy)(smla_event *event);
     smla_status (*fill_zero)(const char *op, smla_stream stream, void *memory, int64_t bytes,
                              smla_error *error);
 } smla_stream_ops;
 
-/* The operators that are one call on every backend, with their args and params. A line here is a
- * public entry point (dispatch.c), its smla_check_<name> (check.h), a slot of smla_backend, and an
- * smla_cpu_<name> (cpu.h). */
+/* The operators that are one call on every backend, with their args and params. A line here makes
+ * a public entry point (dispatch.c) and a slot of smla_backend, and declares smla_check_<name>
+ * (check.h) and smla_cpu_<name> (cpu.h). */
 #define SMLA_OPERATORS(X)                                                                  \
     X(concat_and_cache_mla, smla_concat_and_cache_mla_args, smla_cache_write_params)       \
     X(gather_kv_cache, smla_gather_kv_cache_args, smla_gather_params)                      \
@@ -370,36 +370,38 @@ typedef struct smla_stream_ops {
 typedef struct smla_backend {
     const char *name;
     DLDeviceType device_type;
-    /* SMLA_OK, or why this device cannot be used: number out of range, too old, no driver. */
+    /* SMLA_OK, or why the device cannot be used: bad number, too old, no driver. */
     smla_status (*check_device)(const char *op, int32_t device_id, smla_error *error);
     SMLA_OPERATORS(SMLA_OPERATOR_SLOT)
-    /* Finds the errors in values of arrays that gather_kv_cache would find, and does no other work:
-     * for callers that must not start before all of their work can be finished. Finds nothing if
-     * the values are on a device. */
+    /* Finds the errors in array values that gather_kv_cache would find, and does no other work.
+     * forward calls it for all chunks before the first chunk starts. Finds nothing if the values
+     * are on a device. */
     smla_status (*check_gather)(const smla_gather_params *params, smla_error *error);
-    /* Whether a step's prefills, of this shape, are estimated to take less time on the FP8 cache
-     * than on a workspace that `num_rows` rows are gathered to in `num_chunks` calls. */
+    /* Whether prefills of this shape are estimated to take less time on the FP8 cache than on a
+     * workspace to which `num_chunks` calls gather `num_rows` rows. */
     bool (*prefers_direct)(const smla_attention_shape *prefills, int64_t num_rows,
                            int64_t num_chunks);
-    /* Never falls when num_tokens grows: the size for the largest batch serves all batches. */
+    /* Never falls when num_tokens grows, so the size for the largest batch serves all batches. */
     int64_t (*attention_workspace_size)(const smla_attention_shape *shape);
     void (*plan_attention)(const smla_attention_shape *shape, smla_attention_plan *plan);
-    /* `plan` is the plan of the call's own shape. */
+    /* The name in `kernels` of the kernel that a run starts; NULL if no kernel can run it. */
+    const char *(*kernel_name)(const smla_attention_run *run);
+    /* `plan` is what plan_attention returned for the call's shape. */
     smla_status (*sparse_attention)(const smla_attention_params *params,
                                     const smla_attention_plan *plan, smla_error *error);
     /* k_up_proj and v_up_proj */
     smla_status (*up_proj)(const smla_projection_params *params, smla_error *error);
-    /* Fills up to `capacity` rows, and returns how many there are. */
+    /* Fills up to `capacity` rows, and returns how many rows there are. */
     int64_t (*kernels)(smla_kernel_info *rows, int64_t capacity);
-    /* Memory of this device, aligned to 64 bytes at least, contents undefined; NULL if there is not
-     * enough. */
+    /* Memory of this device, aligned to at least 64 bytes. Its contents are undefined. NULL if
+     * there is not enough memory. */
     void *(*allocate)(int32_t device_id, int64_t bytes);
     void (*release)(int32_t device_id, void *memory);
-    /* A mirror with zeros on both sides; NULL if there is not enough memory. */
+    /* A mirror that is zero on host and device; NULL if there is not enough memory. */
     smla_mirror *(*create_mirror)(int32_t device_id, int64_t bytes);
     void (*destroy_mirror)(smla_mirror *mirror);
-    /* Lends the mirror's bytes on the host, contents undefined. Nothing is sent unless end_write
-     * follows. */
+    /* Lends the mirror's bytes on the host, whose contents are undefined. Nothing is sent unless
+     * end_write follows. */
     smla_status (*begin_write)(const char *op, smla_mirror *mirror, smla_stream stream, void **host,
                                smla_error *error);
     smla_status (*end_write)(const char *op, smla_mirror *mirror, smla_stream stream,
@@ -408,7 +410,7 @@ typedef struct smla_backend {
                              smla_error *error);
     smla_status (*end_use)(const char *op, smla_mirror *mirror, smla_stream stream,
                            smla_error *error);
-    /* Optional: NULL means that every call is over when it returns. */
+    /* Optional. NULL means that the work of every call is done when the call returns. */
     const smla_stream_ops *streams;
 } smla_backend;
 

@@ -1,8 +1,8 @@
-/* kv_format.h: how one token lies in the cache. Box diagrams first, then one table.
+/* kv_format.h: how one token lies in the cache, in box diagrams and in one table.
  *
- * A cached token is a key of 576 values: 512 NoPE (the compressed latent, which is also the value)
- * and 64 RoPE; or of the 512 alone. A page holds block_size rows, one after another; pages may be
- * any stride apart.
+ * A cached token is a key of 576 values: 512 NoPE values (the compressed latent, which is also the
+ * value) and 64 RoPE values. In one format it is the 512 values alone. A page holds block_size
+ * rows, one after another. The stride between pages is arbitrary.
  *
  * bfloat16, 1152 bytes
  *   byte 0                                                    1024             1152
@@ -10,7 +10,7 @@
  *        | 512 x bf16  NoPE                                    | 64 x bf16  RoPE |
  *        +-----------------------------------------------------+-----------------+
  *
- * bfloat16, 1024 bytes: of models without RoPE, or whose value is the whole key
+ * bfloat16, 1024 bytes: for models without RoPE, or whose value is the whole key
  *   byte 0                                                    1024
  *        +-----------------------------------------------------+
  *        | 512 x bf16                                          |
@@ -23,10 +23,10 @@
  *        +------------------------------------+-----------------+-----------------+
  *        value i of the NoPE part = e4m3[i] * scale[i / 128]; the RoPE part is stored as it is
  *
- * A format is one row of smla_kv_formats, and everything that differs between formats is read from
- * there: by the check, which also finds the format of an array in it, by the CPU's loaders, by
- * Python, and at compile time by CUDA's kernels (smla_row). Kernels say which rows they serve, as a
- * set. This header compiles as C and as CUDA.
+ * A format is one entry of the table smla_kv_formats, which has everything that differs between
+ * formats. The check reads it, and finds the format of an array in it. The CPU's loaders and Python
+ * read it, too, and CUDA's kernels read it at compile time (smla_row). A kernel has the set of
+ * table entries that it serves. This header compiles as C and as CUDA.
  */
 #pragma once
 
@@ -34,14 +34,14 @@
 #include "sparse_mla.h"
 
 enum {
-    SMLA_KV_LORA_RANK = 512,    /* latent values of a token, which are also its value */
-    SMLA_QK_ROPE_HEAD_DIM = 64, /* RoPE values */
-    SMLA_HEAD_DIM = 576,        /* both: what a query is multiplied with */
+    SMLA_KV_LORA_RANK = 512,    /* latent values of a key, which are also its value */
+    SMLA_QK_ROPE_HEAD_DIM = 64, /* RoPE values of a key */
+    SMLA_HEAD_DIM = 576,        /* all values of a key */
     SMLA_SCALE_TILE = 128,      /* NoPE values per scale */
     SMLA_NUM_SCALE_TILES = 4,   /* 512 / 128 */
     SMLA_MAX_HEADS = 128,
     SMLA_MAX_SPLITS = 64,
-    SMLA_SPLIT_ALIGN = 64, /* a split range is a multiple of this many columns */
+    SMLA_SPLIT_ALIGN = 64, /* columns; the range of a split is a multiple of it */
 };
 
 typedef enum smla_nope_type {
@@ -49,7 +49,7 @@ typedef enum smla_nope_type {
     SMLA_NOPE_E4M3 = 2,
 } smla_nope_type;
 
-/* The rows of the table, in order. */
+/* The entries of the table, in order. */
 typedef enum smla_kv_row_number {
     SMLA_ROW_BFLOAT16,
     SMLA_ROW_BFLOAT16_512,
@@ -57,24 +57,24 @@ typedef enum smla_kv_row_number {
     SMLA_NUM_KV_FORMATS,
 } smla_kv_row_number;
 
-/* A set of rows: a bit each. */
+/* A set of table entries: one bit per entry. */
 typedef uint32_t smla_kv_set;
 
 #define SMLA_KV_SET(number) ((smla_kv_set)1 << (number))
 
 typedef struct smla_kv_format_info {
-    smla_kv_row_number number; /* its place in the table */
+    smla_kv_row_number number; /* index of the table entry */
     smla_kv_format format;
     const char *name; /* what users write as kv_cache_dtype */
-    unsigned dtypes;  /* SMLA_DTYPE_: element types that an array of it may have */
+    unsigned dtypes;  /* SMLA_DTYPE_: allowed element types of the array */
     smla_nope_type nope_type;
-    int32_t head_dim;     /* of a query that is multiplied with a row */
-    int32_t nope_dim;     /* values of the first part */
-    int32_t rope_dim;     /* bf16 values of the second part */
-    int32_t value_dim;    /* of out */
-    int32_t row_bytes;    /* one token */
+    int32_t head_dim;     /* values of a key and of a query */
+    int32_t nope_dim;     /* values of the NoPE part, which comes first */
+    int32_t rope_dim;     /* bf16 values of the RoPE part */
+    int32_t value_dim;    /* values per head of out */
+    int32_t row_bytes;    /* bytes per token */
     int32_t row_elements; /* last dimension of the cache array */
-    int32_t alignment;    /* of base and strides, in bytes */
+    int32_t alignment;    /* bytes; base and strides are multiples of it */
     int32_t num_scales;   /* fp32 scales per token, 0 = none */
     int32_t scale_tile;   /* values per scale */
     int32_t scale_offset; /* bytes */
@@ -138,7 +138,7 @@ static const
 };
 
 #ifdef __cplusplus
-/* How many rows of a set have a RoPE part, or scales. */
+/* How many table entries of a set have a RoPE part, or scales: those whose `fact` is not 0. */
 constexpr int
 smla_count_rows(smla_kv_set rows, int32_t smla_kv_format_info::*fact)
 {
@@ -149,15 +149,15 @@ smla_count_rows(smla_kv_set rows, int32_t smla_kv_format_info::*fact)
     return count;
 }
 
-/* What a kernel of several rows is compiled for. Those of one call all have a RoPE part, or none
- * does. */
+/* Compile-time facts of a kernel that serves several table entries. The formats of one call either
+ * all have a RoPE part, or none has. */
 template <smla_kv_set ROWS> struct smla_rows {
     static constexpr bool HAVE_ROPE = smla_count_rows(ROWS, &smla_kv_format_info::rope_dim) != 0;
     static constexpr bool HAVE_SCALES =
         smla_count_rows(ROWS, &smla_kv_format_info::num_scales) != 0;
 };
 
-/* What a kernel is compiled for. */
+/* Compile-time facts of one table entry. */
 template <int NUMBER> struct smla_row {
     static constexpr smla_kv_format_info INFO = smla_kv_formats[NUMBER];
     static constexpr bool IS_E4M3 = INFO.nope_type == SMLA_NOPE_E4M3;
@@ -168,7 +168,7 @@ template <int NUMBER> struct smla_row {
 };
 #endif
 
-/* The first row of a format, NULL for a number that is none. */
+/* The first table entry of a format; NULL if `format` is not one. */
 static inline const smla_kv_format_info *
 smla_find_kv_format(int32_t format)
 {

@@ -31,7 +31,7 @@ enum { SMLA_MAX_ARRAYS = 16 };
 typedef struct smla_checker {
     const char *op;
     smla_error *error;
-    DLDevice device; /* of the first array */
+    DLDevice device; /* device of the first array */
     int num_arrays;
     struct {
         const char *name;

@@ -1,10 +1,9 @@
-/* check.c: every argument rule of every operator, once. Args (arrays as the caller gave them)
- * become Params (flat sizes, strides, typed pointers); below this file nothing is validated again.
+/* check.c: the argument rules of all operators but absorption's, which are in check_absorption.c.
+ * Args (arrays as the caller gave them) become params (flat sizes, strides, typed pointers). The
+ * layers below validate nothing again.
  *
- * Those of absorption are in check_absorption.c.
- *
- * Values inside arrays (slots, page numbers, request ids) are left to the backends: the CPU reads
- * and reports them, a GPU kernel masks them.
+ * Only values inside arrays (slots, page numbers, request ids) are left to the backends. The CPU
+ * reports bad values, a GPU kernel masks them.
  */
 #include "ops/check.h"
 
@@ -279,7 +278,7 @@ check_num_splits(const smla_checker *c, int64_t num_splits)
     return SMLA_OK;
 }
 
-/* A cache with its index list; the names say which of the two lists. */
+/* Checks a cache with its index list. `names` are the arguments of the main or the extra list. */
 static smla_status
 require_key_list(smla_checker *c, const char *const names[3], const DLTensor *kv, int32_t kv_format,
                  const DLTensor *indices, const DLTensor *topk_length, int64_t num_tokens,
@@ -335,7 +334,7 @@ smla_require_query(smla_checker *c, const smla_kv_format_info *format, const DLT
     return smla_require(c, &rule);
 }
 
-/* A query meets rows of both lists: `name` is the second one's cache. */
+/* A query is multiplied with keys of both lists. `name` is the cache of the extra list. */
 static smla_status
 require_same_head_size(const smla_checker *c, const char *name, const smla_attention_params *params)
 {

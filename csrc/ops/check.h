@@ -4,7 +4,7 @@
 #include "core/backend.h"
 #include "core/rule.h"
 
-/* Each checks every rule of its operator and fills `params` and the backend that will run it. */
+/* Each checks the args of its operator, fills `params`, and finds the backend for the call. */
 #define SMLA_DECLARE_CHECK(name, args_type, params_type)                      \
     smla_status smla_check_##name(const args_type *args, params_type *params, \
                                   const smla_backend **backend, smla_error *error);
@@ -20,7 +20,7 @@ smla_status smla_check_attention(const smla_sparse_attention_args *args,
 
 /* ---- Parts that several operators share ---------------------------------------------------- */
 
-/* Of an array whose dtype has been checked. */
+/* The element type of an array whose dtype has been checked. */
 smla_float_type smla_float_type_of(const DLTensor *tensor);
 
 /* The caller's stream on the device of the arrays. */
@@ -31,15 +31,15 @@ smla_status smla_require_num_heads(const smla_checker *checker, const char *name
 
 smla_status smla_require_block_table(smla_checker *checker, const DLTensor *tensor);
 
-/* lse or max_logits: fp32 [tokens, heads]. */
+/* Checks lse or max_logits: fp32 [tokens, heads]. */
 smla_status smla_require_state(smla_checker *checker, const char *name, const DLTensor *tensor,
                                int64_t num_tokens, int64_t num_heads, unsigned flags);
 
-/* The last step: the backend of the arrays' device, and no output over another array. */
+/* The last step: finds the backend of the device, and refuses outputs that overlap an array. */
 smla_status smla_finish_check(const smla_checker *checker, const smla_backend **backend);
 
-/* q [T, H, 576], or the pair [T, H, 512] and [T, H, 64], as the cache's format has it: one rule for
- * attention and forward. */
+/* Checks q [T, H, 576], or the pair [T, H, 512] and [T, H, 64], by the sizes of the cache's format.
+ * Attention and forward share this rule. */
 smla_status smla_require_query(smla_checker *checker, const smla_kv_format_info *format,
                                const DLTensor *q, const DLTensor *q_pe, int64_t num_tokens,
                                int64_t num_heads, unsigned flags);

@@ -55,7 +55,7 @@ smla_check_split_kv_b_proj(const smla_split_kv_b_proj_args *args,
     const int64_t rows = smla_size(args->weight, 0);
     const int64_t columns = smla_size(args->weight, 1);
     const int64_t wanted = num_heads * (nope_dim + value_dim);
-    /* [512, H * (Pn + Pv)] comes first where both readings fit. */
+    /* If both layouts fit, the weight is taken as [512, H * (Pn + Pv)]. */
     const bool is_in_out = rows == SMLA_KV_LORA_RANK && columns == wanted;
     if (!is_in_out && !(rows == wanted && columns == SMLA_KV_LORA_RANK)) {
         return smla_fail(
@@ -89,7 +89,7 @@ smla_check_split_kv_b_proj(const smla_split_kv_b_proj_args *args,
     return SMLA_OK;
 }
 
-/* What the two up projections share: x [T, H, k], w [512, H, .] and out [T, H, n]. */
+/* Checks either up projection: x [T, H, k], w [512, H, n or k] and out [T, H, n]. */
 static smla_status
 check_up_proj(smla_checker *c, const char *x_name, const DLTensor *x, const char *w_name,
               const DLTensor *w, const DLTensor *out, bool latent_is_inner,
@@ -196,7 +196,7 @@ smla_check_dynamic_per_tensor_quant(const smla_dynamic_per_tensor_quant_args *ar
                              c.op, (long long)p.shape[i], i, (long long)args->out->shape[i]);
         }
     }
-    /* One value, in whatever rank the caller's framework gives a scalar. */
+    /* A scale is one value, of any rank, because frameworks differ in the rank of a scalar. */
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "scale",
                                            .tensor = args->scale,
                                            .dtypes = SMLA_DTYPE_FP32,

@@ -1,5 +1,5 @@
-/* dispatch.c: the public entry points. Each copies the caller's args, has check.c turn them into
- * params, and hands these to the backend of the device.
+/* dispatch.c: the public entry points. Each copies the caller's args, lets check.c turn them into
+ * params, and passes the params to the backend of the device.
  */
 #include "ops/dispatch.h"
 
@@ -64,5 +64,19 @@ smla_attention_workspace_size(const smla_attention_workspace_args *args, int64_t
     SMLA_TRY(smla_check_attention_workspace(&known, &shape, &backend, error));
     SMLA_TRY(smla_require_pointer("attention_workspace_size", "bytes", bytes, error));
     *bytes = backend->attention_workspace_size(&shape);
+    return SMLA_OK;
+}
+
+smla_status
+smla_find_attention_plan(const smla_attention_workspace_args *args,
+                         const smla_kv_format_info *format, smla_attention_plan *plan,
+                         const smla_backend **backend, smla_error *error)
+{
+    smla_attention_workspace_args known;
+    smla_attention_shape shape;
+    SMLA_TRY(smla_read_args("attention_workspace_size", &known, sizeof known, args, error));
+    SMLA_TRY(smla_check_attention_workspace(&known, &shape, backend, error));
+    shape.formats[0] = format;
+    (*backend)->plan_attention(&shape, plan);
     return SMLA_OK;
 }

@@ -1,14 +1,19 @@
-/* dispatch.h: entry points that are not public, of which forward.c composes a layer, beside public
- * ones. Args are of this version.
+/* dispatch.h: entry points that are not public. forward.c composes a layer of these and of public
+ * ones.
  */
 #pragma once
 
 #include "core/backend.h"
 
-/* sparse_attention of positions: `map` makes them slots. Without a block table in the map, they are
- * slots already. */
+/* sparse_attention whose indices are positions, which `map` turns into slots. If the map has no
+ * block table, the indices are slots already. Args must have the size of this version. */
 smla_status smla_attend_positions(const smla_sparse_attention_args *args, const smla_index_map *map,
                                   smla_error *error);
 
-/* The errors that a gather would find, array values included, and no work. */
+/* How sparse_attention would run calls of this shape on cache rows of `format`. */
+smla_status smla_find_attention_plan(const smla_attention_workspace_args *args,
+                                     const smla_kv_format_info *format, smla_attention_plan *plan,
+                                     const smla_backend **backend, smla_error *error);
+
+/* Finds the errors that a gather would find, also in array values. Does no other work. */
 smla_status smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *error);

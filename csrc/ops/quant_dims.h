@@ -1,5 +1,5 @@
-/* quant_dims.h: the array of dynamic_per_tensor_quant with the fewest dimensions, for every
- * backend. Compiles as C and as CUDA.
+/* quant_dims.h: merges the dimensions of dynamic_per_tensor_quant's arrays, for every backend.
+ * Compiles as C and as CUDA.
  */
 #pragma once
 
@@ -15,15 +15,15 @@ smla_count_elements(const smla_quant_params *p)
     return count;
 }
 
-/* Whether stepping `outer` is `size` steps of `inner`; a product could overflow. */
+/* Whether outer is inner * size, without the product, which could overflow. */
 static inline bool
 smla_dim_continues(int64_t outer, int64_t inner, int64_t size)
 {
     return outer % size == 0 && outer / size == inner;
 }
 
-/* The same elements in the same order with the fewest dimensions, one at least: contiguous arrays
- * become a single row. No size may be 0. */
+/* The same elements in the same order with the fewest dimensions, but at least one. Contiguous
+ * arrays become a single row. No size may be 0. */
 static inline smla_quant_params
 smla_merge_dims(const smla_quant_params *p)
 {

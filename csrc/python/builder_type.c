@@ -16,7 +16,7 @@ typedef struct smla_py_builder {
     PyObject_HEAD smla_builder *core;
     atomic_flag is_busy;       /* a build or a forward runs, possibly without the GIL */
     int64_t generation;        /* counts successful builds */
-    int64_t num_actual_tokens; /* of the last build */
+    int64_t num_actual_tokens; /* tokens of the last build */
     DLDevice device;
     smla_py_array workspace;      /* absent = the core has its own */
     smla_py_array block_table[2]; /* one for this step, one for the next */

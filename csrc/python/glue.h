@@ -80,7 +80,7 @@ extern PyMethodDef smla_py_xla_functions[];
 typedef struct smla_py_dtype {
     DLDataType dtype;
     const char *name;   /* NumPy's name */
-    const char *format; /* of the buffer protocol; NULL = it cannot express the type */
+    const char *format; /* the buffer protocol's; NULL = it cannot express the type */
 } smla_py_dtype;
 
 /* The row of the dtype table, or NULL for a type that is not in the table. */

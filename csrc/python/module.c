@@ -196,7 +196,7 @@ static PyMethodDef functions[] = {
 static int
 add_kv_format(PyObject *formats, const smla_kv_format_info *row)
 {
-    PyObject *sizes = PyDict_GetItemString(formats, row->name); /* from an earlier row */
+    PyObject *sizes = PyDict_GetItemString(formats, row->name); /* sizes of earlier rows */
     sizes = sizes == NULL ? PyDict_New() : Py_NewRef(sizes);
     PyObject *size = PyLong_FromLong(row->row_elements);
     PyObject *head_size = PyLong_FromLong(row->head_dim);

@@ -1,15 +1,17 @@
 /* builder.c: the metadata builder. Chooses the path once, plans every step with plan.c, and keeps
  * the result in buffers that are made once, for the largest batch.
  *
- * Which kernels run is forward.c's and the backend's business.
+ * forward.c and the backend decide which kernels run.
  */
 #include "step/builder.h"
 
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "core/args.h"
 #include "core/rule.h"
+#include "step/arena.h"
 #include "step/plan.h"
 
 enum { DEFAULT_MIN_HEADS_FOR_BF16_PREFILL = 32 };
@@ -45,8 +47,8 @@ check_config_counts(const smla_builder_config *config, smla_error *error)
     return SMLA_OK;
 }
 
-/* The path that serves every batch of this configuration. A step's prefills may still go another
- * way where the config leaves it open (prefers_direct). */
+/* Chooses the path that serves every batch of this configuration. If the config leaves the path
+ * open, a step on path "separate" may still become "direct" (prefers_direct). */
 static smla_status
 choose_path(smla_builder_config *config, smla_error *error)
 {
@@ -75,8 +77,8 @@ choose_path(smla_builder_config *config, smla_error *error)
     return SMLA_OK;
 }
 
-/* The caller's workspace says how many tokens it holds; a number given beside it may ask for
- * less. */
+/* Takes the caller's workspace. It is used for as many tokens as it has rows, or for `tokens_asked`
+ * tokens if the caller gave that number. */
 static smla_status
 adopt_workspace(smla_builder *b, int64_t tokens_asked, smla_error *error)
 {
@@ -114,41 +116,30 @@ report_no_memory(const smla_builder_config *config, smla_error *error)
         (long long)config->prefill_workspace_tokens);
 }
 
-/* Entries of the mirror's arrays: those of prefills have none on paths that do not read them. */
-typedef struct step_sizes {
-    int64_t tokens;
-    int64_t prefill_tokens;
-    int64_t prefills;
-} step_sizes;
+enum { NUM_STEP_ARRAYS = sizeof(smla_step_arrays) / sizeof(int32_t *) };
 
-static step_sizes
-find_step_sizes(const smla_builder_config *config)
+/* Lists the arrays in the mirror. Arrays for prefills are empty on paths that do not read them. */
+static void
+list_step_arrays(const smla_builder_config *config, smla_arena_row rows[NUM_STEP_ARRAYS])
 {
     const bool has_workspace = config->path == SMLA_PATH_SEPARATE;
-    return (step_sizes){
-        .tokens = config->max_num_batched_tokens,
-        .prefill_tokens = has_workspace ? config->max_num_batched_tokens : 0,
-        .prefills = has_workspace ? config->max_num_seqs : 0,
-    };
+    const int64_t tokens = config->max_num_batched_tokens;
+    const int64_t prefills = has_workspace ? config->max_num_seqs : 0;
+    rows[0] = (smla_arena_row){offsetof(smla_step_arrays, req_id_per_token), tokens};
+    rows[1] = (smla_arena_row){offsetof(smla_step_arrays, prefill_request_ids),
+                               has_workspace ? tokens : 0};
+    rows[2] = (smla_arena_row){offsetof(smla_step_arrays, prefill_seq_lens), prefills};
+    rows[3] = (smla_arena_row){offsetof(smla_step_arrays, prefill_workspace_starts), prefills};
 }
 
-static int64_t
-step_bytes(const smla_builder_config *config)
-{
-    const step_sizes sizes = find_step_sizes(config);
-    return (sizes.tokens + sizes.prefill_tokens + 2 * sizes.prefills) * (int64_t)sizeof(int32_t);
-}
-
-/* The mirror's memory, of either side, cut into its arrays. */
+/* Cuts the mirror's memory, on the host or on the device, into its arrays. */
 static smla_step_arrays
 cut_step(const smla_builder_config *config, int32_t *memory)
 {
-    const step_sizes sizes = find_step_sizes(config);
+    smla_arena_row rows[NUM_STEP_ARRAYS];
     smla_step_arrays arrays;
-    arrays.req_id_per_token = memory;
-    arrays.prefill_request_ids = arrays.req_id_per_token + sizes.tokens;
-    arrays.prefill_seq_lens = arrays.prefill_request_ids + sizes.prefill_tokens;
-    arrays.prefill_workspace_starts = arrays.prefill_seq_lens + sizes.prefills;
+    list_step_arrays(config, rows);
+    smla_cut_arena(rows, NUM_STEP_ARRAYS, memory, &arrays);
     return arrays;
 }
 
@@ -163,13 +154,15 @@ allocate_buffers(smla_builder *b, smla_error *error)
                                           .topk = config->topk_tokens,
                                           .device_id = device_id};
     const bool has_workspace = config->path == SMLA_PATH_SEPARATE;
+    smla_arena_row rows[NUM_STEP_ARRAYS];
     int64_t index_bytes;
     if (__builtin_mul_overflow(config->max_num_batched_tokens * (int64_t)sizeof *b->indices,
                                config->topk_tokens, &index_bytes)) {
         return report_no_memory(config, error);
     }
     b->scratch_bytes = backend->attention_workspace_size(&largest);
-    b->mirror = backend->create_mirror(device_id, step_bytes(config));
+    list_step_arrays(config, rows);
+    b->mirror = backend->create_mirror(device_id, smla_arena_bytes(rows, NUM_STEP_ARRAYS));
     b->indices = has_workspace ? backend->allocate(device_id, index_bytes) : NULL;
     b->scratch = backend->allocate(device_id, b->scratch_bytes);
     b->chunks = malloc((size_t)config->max_num_seqs * sizeof *b->chunks);
@@ -333,8 +326,8 @@ check_seq_lens(const smla_builder *b, const smla_build_args *args, smla_error *e
     return SMLA_OK;
 }
 
-/* The scheduler puts decodes first. A query short enough to be a decode behind one that is too long
- * says that it did not. */
+/* The scheduler must put decodes first, so no query that is short enough for a decode may follow a
+ * longer one. */
 static smla_status
 check_order(const smla_builder *b, const smla_build_args *args, smla_error *error)
 {
@@ -367,7 +360,7 @@ fill_req_ids(const smla_builder *b, const smla_build_args *args, int32_t *req_id
            (size_t)(b->config.max_num_batched_tokens - used) * sizeof *req_id_per_token);
 }
 
-/* Request ids, lengths and chunks of the prefills. Workspace starts count from 0 in every chunk. */
+/* Fills in the arrays and the chunks of prefills. Workspace starts count from 0 in each chunk. */
 static void
 fill_prefill(smla_builder *b, const smla_build_args *args, int64_t num_decodes, int64_t num_chunks,
              const smla_step_arrays *arrays)
@@ -442,7 +435,7 @@ plan_step(smla_builder *b, const smla_build_args *args, smla_error *error)
     const smla_stream stream = {.device_id = b->config.device.device_id, .handle = args->stream};
     void *memory = NULL;
     SMLA_TRY(b->backend->begin_write(build_op, b->mirror, stream, &memory, error));
-    /* From here on what the last build left is replaced. */
+    /* From here on the metadata of the last build is overwritten. */
     b->is_built = false;
     const smla_step_arrays host = cut_step(&b->config, memory);
     fill_req_ids(b, args, host.req_id_per_token);

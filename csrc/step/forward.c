@@ -5,8 +5,8 @@
  *   separate      indices -> attention over decodes; per chunk: gather to the workspace ->
  *                 attention
  *
- * Everything is checked before the first byte is written. Padding tokens behind the last query are
- * attended on the cache, like decodes, wherever they stand.
+ * Everything is checked before the first byte is written. Padding tokens after the last query
+ * attend to the cache, like decodes, even if they follow prefills.
  */
 #include <math.h>
 
@@ -23,9 +23,8 @@ typedef struct forward_call {
     const smla_forward_args *args;
     const smla_builder *builder;
     const smla_metadata *metadata;
-    smla_index_map
-        map;           /* for attention that reads positions; without a block table on the others */
-    smla_view indices; /* [T, K]: slots, or positions when there is a map */
+    smla_index_map map;  /* no block table: `indices` are slots */
+    smla_view indices;   /* [T, K]: slots, or positions if `map` has a block table */
     smla_view workspace; /* attention scratch */
     smla_error *error;
 } forward_call;
@@ -116,7 +115,7 @@ check_forward(const smla_forward_args *args, smla_error *error)
 
 /* ---- Steps --------------------------------------------------------------------------------- */
 
-/* A [count] int32 vector of the builder's memory. */
+/* Makes a view [count] of int32 in the builder's memory. */
 static const DLTensor *
 view_int32(const forward_call *f, smla_view *view, const int32_t *data, int64_t count)
 {
@@ -148,8 +147,8 @@ convert_indices(forward_call *f)
     return smla_convert_req_index_to_global_index(&args, f->error);
 }
 
-/* Where all tokens read the cache, attention maps positions itself. Tokens that read a workspace
- * need other numbers, and one call converts the indices of all tokens. */
+/* If all tokens read the cache, attention itself maps positions to slots. Tokens that read the
+ * workspace need row numbers of it instead, so one call converts the indices of all tokens. */
 static smla_status
 prepare_indices(forward_call *f)
 {
@@ -159,7 +158,7 @@ prepare_indices(forward_call *f)
     const DLTensor *block_table = &f->builder->block_table.tensor;
     const int32_t *table = smla_data(block_table);
     f->map = (smla_index_map){
-        /* A table without columns may have no memory; a map has, and does not read it then. */
+        /* A table without columns may be NULL. The map must not be, but its memory is not read. */
         .block_table = table != NULL ? table : f->metadata->req_id_per_token,
         .block_table_stride_req = smla_stride(block_table, 0),
         .block_table_stride_block = smla_stride(block_table, 1),
@@ -171,8 +170,8 @@ prepare_indices(forward_call *f)
     return SMLA_OK;
 }
 
-/* Attention of tokens [start, end) over `kv`: the cache, or the rows of the workspace in use. The
- * backend plans it; for the decodes that gives the metadata's decode_num_splits again. */
+/* Runs attention of tokens [start, end) over `kv`: the cache, or the workspace rows in use. The
+ * backend plans the call; the plan of the decodes has decode_num_splits of the metadata. */
 static smla_status
 attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end)
 {
@@ -201,7 +200,7 @@ attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end)
     return smla_attend_positions(&args, &map, f->error);
 }
 
-/* The arguments of one chunk's gather; `views` holds what they point to. */
+/* The arguments of one chunk's gather. They point to arrays in `views`. */
 static smla_gather_kv_cache_args
 chunk_gather(const forward_call *f, const smla_prefill_chunk *chunk, smla_view views[4])
 {
@@ -263,7 +262,7 @@ run(forward_call *f)
         m->num_chunks > 0 ? m->chunks[m->num_chunks - 1].token_end : num_decode_tokens;
     SMLA_TRY(attend(f, cache, 0, num_decode_tokens));
     SMLA_TRY(attend_chunks(f));
-    /* Path "direct" has no chunks: these are its prefills. Otherwise they are padding tokens. */
+    /* The tokens left are prefills on path "direct", which has no chunks, else padding tokens. */
     return attend(f, cache, end_of_chunks, m->num_actual_tokens);
 }
 
@@ -288,7 +287,7 @@ smla_forward(const smla_forward_args *args, smla_error *error)
                                 .handle = known.stream};
     SMLA_TRY(backend->begin_use(op, f.builder->mirror, stream, error));
     const smla_status status = run(&f);
-    /* What was started reads the metadata, also when a later part could not be. */
+    /* Also after an error, because calls that were started before it read the metadata. */
     const smla_status ended =
         backend->end_use(op, f.builder->mirror, stream, status == SMLA_OK ? error : NULL);
     return status == SMLA_OK ? ended : status;

@@ -1,5 +1,5 @@
-/* plan.c: the arithmetic of a step: splits decodes from prefills and packs prefills into chunks
- * that fit the workspace. Host integers only, no memory; builder.c keeps what comes of it.
+/* plan.c: the arithmetic of a step. It splits decodes from prefills, and packs prefills into chunks
+ * that fit the workspace. It computes with host integers only; builder.c keeps the results.
  */
 #include "step/plan.h"
 
@@ -38,7 +38,7 @@ smla_check_query_start_loc(const char *op, const int32_t *query_start_loc, int64
     return SMLA_OK;
 }
 
-/* Rows without a query are graph padding: they may only close a batch of equal decodes. */
+/* Empty queries are graph padding: they may only end a batch of decodes of equal length. */
 static smla_status
 check_empty_queries(const char *op, const int32_t *query_start_loc, int64_t num_reqs,
                     int64_t decode_threshold, smla_error *error)
@@ -85,7 +85,7 @@ smla_split_decodes_and_prefills(const int32_t *query_start_loc, int64_t num_reqs
         }
         num_decodes++;
     }
-    /* Padding tokens past the last query belong to whichever part closes the batch. */
+    /* Padding tokens after the last query belong to the part that ends the batch. */
     const int64_t num_decode_tokens =
         num_decodes == num_reqs ? num_actual_tokens : query_start_loc[num_decodes];
     *split = (smla_batch_split){

@@ -3,7 +3,7 @@
 
 #include "core/backend.h"
 
-/* Starts with 0, never falls, and names no more tokens than there are. */
+/* Checks that it starts with 0, never falls, and ends with at most num_actual_tokens. */
 smla_status smla_check_query_start_loc(const char *op, const int32_t *query_start_loc,
                                        int64_t num_reqs, int64_t num_actual_tokens,
                                        smla_error *error);

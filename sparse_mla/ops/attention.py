@@ -201,6 +201,10 @@ def attention_workspace_size(
     """
 
 
+# For `python -m sparse_mla info --plan`: kernels, splits and workspace for each row format.
+_attention_plans = _C.Operator(vars(attention_workspace_size)["__wrapped__"], "_attention_plans")
+
+
 @operator(_results.merged)
 def merge_attn_states(
     out_a: Array,

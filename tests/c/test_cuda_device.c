@@ -109,6 +109,7 @@ smla_cuda_up_proj(const smla_projection_params *params, smla_error *error)
 ABSENT(void, smla_cuda_plan_attention, const smla_attention_shape *s, smla_attention_plan *p)
 ABSENT(bool, smla_cuda_prefers_direct, const smla_attention_shape *s, int64_t r, int64_t c)
 ABSENT(int64_t, smla_cuda_attention_workspace_size, const smla_attention_shape *s)
+ABSENT(const char *, smla_cuda_kernel_name, const smla_attention_run *r)
 ABSENT(int64_t, smla_cuda_kernels, smla_kernel_info *r, int64_t c)
 ABSENT(void *, smla_cuda_allocate, int32_t d, int64_t b)
 ABSENT(void, smla_cuda_release, int32_t d, void *m)
@@ -689,6 +690,7 @@ test_backend_table(void)
     EXPECT(b->plan_attention == smla_cuda_plan_attention);
     EXPECT(b->prefers_direct == smla_cuda_prefers_direct);
     EXPECT(b->attention_workspace_size == smla_cuda_attention_workspace_size);
+    EXPECT(b->kernel_name == smla_cuda_kernel_name);
     EXPECT(b->kernels == smla_cuda_kernels);
     EXPECT(b->allocate == smla_cuda_allocate && b->release == smla_cuda_release);
     EXPECT(b->create_mirror == smla_cuda_create_mirror);

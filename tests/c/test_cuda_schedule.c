@@ -235,6 +235,8 @@ expect_listed(const smla_cuda_device *device, const char *available, const char 
         EXPECT_EQ(rows[i].selected, selected[i] == '1');
         EXPECT(strcmp(rows[i].device, "cuda") == 0);
         EXPECT(rows[i].name == smla_attention_kernels[i].name);
+        const smla_attention_run run = {.kernel = &smla_attention_kernels[i]};
+        EXPECT(rows[i].name == smla_cuda_kernel_name(&run));
         EXPECT(rows[i].arch == text_of(&smla_attention_kernels[i]).arch);
         EXPECT(rows[i].heads == text_of(&smla_attention_kernels[i]).heads);
         EXPECT(rows[i].kv_format == text_of(&smla_attention_kernels[i]).formats);
@@ -244,6 +246,8 @@ expect_listed(const smla_cuda_device *device, const char *available, const char 
     EXPECT_EQ(smla_cuda_kernels(rows, 3), NUM_KERNELS);
     EXPECT(((const uint8_t *)&rows[3])[0] == POISON);
     EXPECT_EQ(smla_cuda_kernels(NULL, 0), NUM_KERNELS);
+    const smla_attention_run none = {.kernel = NULL};
+    EXPECT(smla_cuda_kernel_name(&none) == NULL);
 }
 
 static void

@@ -1,21 +1,21 @@
-/* attention.c: how work is cut among threads, and where scratch lies.
+/* attention.c: how attention is divided among threads, and where their scratch lies.
  *
- * A token with n splits is n parts (attention.h). Parts are folded in the order 0, 1, ..., n - 1 in
- * either schedule, so both give the same bits on any number of threads:
+ * A token with n splits has n parts (attention.h). Both schedules fold them in the order 0, 1, ...,
+ * n - 1, so they give the same bits on any number of threads:
  *   - few parts in all (a small decode): parts run in parallel and leave their states in the
  *     workspace; then groups of heads of a token run in parallel and fold them;
  *   - otherwise tokens run in parallel, each on one thread, part after part.
  *
  * Workspace: [states of all parts, in the first schedule] [scratch of thread 0] [thread 1] ...
- * Scratch of a thread: [total state] [part state] [the kernel's own].
+ * Scratch of a thread: [total state] [part state] [kernel scratch].
  */
 #include "cpu/attention/attention.h"
 #include "cpu/machine/isa.h"
 #include "cpu/machine/threads.h"
 
 enum {
-    MAX_PARALLEL_PARTS = 64,     /* the first schedule: enough for 64 cores, 17 MB of states */
-    MIN_COLUMNS_PER_SPLIT = 256, /* a part packs the whole query: less does not pay for that */
+    MAX_PARALLEL_PARTS = 64, /* limit of the first schedule: enough for 64 cores, 17 MB of states */
+    MIN_COLUMNS_PER_SPLIT = 256, /* each part packs the whole query, so short parts do not pay */
 };
 
 int64_t
@@ -46,7 +46,7 @@ min_int64(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Splits that a token of the shape can have at most. */
+/* The most splits that a token can have. */
 static int64_t
 max_splits(const smla_attention_shape *shape)
 {
@@ -74,10 +74,10 @@ smla_cpu_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows, 
     (void)prefills;
     (void)num_rows;
     (void)num_chunks;
-    return false; /* a gathered row is widened once, not for every token */
+    return false; /* a workspace is faster: its rows are widened once, not per token */
 }
 
-/* Of any instruction set: forcing another one needs no other workspace. */
+/* Scratch per thread, enough for every instruction set, because tests may force any of them. */
 static int64_t
 thread_bytes(int64_t num_heads)
 {
@@ -113,13 +113,22 @@ smla_cpu_plan_attention(const smla_attention_shape *shape, smla_attention_plan *
     };
 }
 
+const char *
+smla_cpu_kernel_name(const smla_attention_run *run)
+{
+    (void)run; /* one instruction set runs them all */
+    const smla_cpu_isa *isa = NULL;
+    (void)smla_cpu_choose_isa("kernels", &isa, NULL);
+    return isa == NULL ? NULL : isa->attention_source;
+}
+
 /* ---- Running ------------------------------------------------------------------------------- */
 
 typedef struct attention_run {
     const smla_attention_params *params;
     const smla_attention_isa *isa;
-    uint8_t *parts;   /* states of the parts, when they run in parallel */
-    uint8_t *threads; /* scratch */
+    uint8_t *parts;   /* states of the parts if parts run in parallel */
+    uint8_t *threads; /* scratch of all threads */
     int64_t state_bytes;
     int64_t thread_bytes;
     int64_t fold_tasks_per_token;
@@ -138,7 +147,7 @@ state_at(const attention_run *run, uint8_t *memory)
     return smla_attention_state_at(memory, run->params->num_heads);
 }
 
-/* All parts of a token on one thread. The first one is the total that the others are added to. */
+/* Runs all parts of a token on one thread. The first part's state is the total of the others. */
 static void
 run_token(const attention_run *run, int64_t token)
 {
@@ -168,13 +177,13 @@ run_part(const attention_run *run, int64_t part)
     const int64_t token = part / num_splits;
     uint8_t *const kernel_scratch = thread_scratch_of(run) + 2 * run->state_bytes;
     smla_only_key key;
-    if (!smla_find_only_key(run->params, token, &key)) { /* else fold_heads does without states */
+    if (!smla_find_only_key(run->params, token, &key)) { /* otherwise fold_heads needs no state */
         run->isa->run_part(run->params, token, (int)(part % num_splits), kernel_scratch,
                            state_at(run, run->parts + part * run->state_bytes));
     }
 }
 
-/* The same sums as run_token's, for some heads of a token. */
+/* Folds the parts of a token for some of its heads, with the same sums as run_token. */
 static void
 fold_heads(const attention_run *run, int64_t task)
 {
@@ -209,7 +218,7 @@ smla_status
 smla_cpu_sparse_attention(const smla_attention_params *params, const smla_attention_plan *plan,
                           smla_error *error)
 {
-    (void)plan; /* its split count stands in params */
+    (void)plan; /* params has the plan's number of splits */
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa("sparse_attention", &isa, error));
     if (params->num_tokens == 0) {

@@ -3,22 +3,22 @@
  *
  * A *part* is one split of one token: the keys of the split's column range. Running it leaves a
  * *state*; the states of a token are folded in the order of their splits, and finished into out,
- * lse and max_logits. A token with one key goes another way (attention_one_key.c).
+ * lse and max_logits. A token with one key has no states (attention_one_key.c).
  */
 #pragma once
 
 #include "core/backend.h"
 
 enum {
-    SMLA_HEAD_ALIGN = 16, /* heads of a state and of scratch: a multiple of every vector width */
-    SMLA_FOLD_HEADS = 32, /* a multiple of every kernel's head group */
+    SMLA_HEAD_ALIGN = 16, /* states and scratch have a multiple of this many heads: whole vectors */
+    SMLA_FOLD_HEADS = 32, /* heads per fold task: whole groups of heads of every kernel */
     SMLA_WORKSPACE_ALIGN = 64,
 };
 
-/* What softmax knows after some keys, before the division:
+/* The state of softmax after some keys, before the division:
  *   out[d][h] = sum_j 2^(s_jh - ref_h) * v_jd,  sum[h] = sum_j 2^(s_jh - ref_h)
- * with s in the log2 domain and ref a power-of-two reference that only depends on max_log2[h]. The
- * layout of out is the kernel's own affair. */
+ * with s in the log2 domain and ref_h the log2 of a power-of-two reference, which depends on
+ * max_log2[h] only. Only the kernel knows the layout of out. */
 typedef struct smla_attention_state {
     double *sum;     /* [padded heads] */
     float *max_log2; /* [padded heads] */
@@ -47,22 +47,22 @@ smla_attention_state_at(uint8_t *memory, int64_t num_heads)
     return (smla_attention_state){.sum = sum, .max_log2 = max_log2, .out = max_log2 + heads};
 }
 
-/* The kernel of one instruction set. `heads` cuts folding into tasks: it begins at a multiple of
- * SMLA_FOLD_HEADS. */
+/* The heads of a fold task: `begin` is a multiple of SMLA_FOLD_HEADS. */
 typedef struct smla_head_range {
     int64_t begin;
     int64_t end;
 } smla_head_range;
 
+/* The kernel of one instruction set. */
 typedef struct smla_attention_isa {
-    /* Scratch of one thread. */
+    /* Bytes of scratch for one thread. */
     int64_t (*scratch_bytes)(int64_t num_heads);
-    /* Computes split `split` of token `token` from nothing into `state`. */
+    /* Computes one part. What `state` contains before does not matter. */
     void (*run_part)(const smla_attention_params *params, int64_t token, int split,
                      uint8_t *scratch, smla_attention_state state);
     /* total += part. */
     void (*fold)(smla_head_range heads, smla_attention_state total, smla_attention_state part);
-    /* Writes the token's rows of the outputs; the state is used up. */
+    /* Writes the token's rows of the outputs. Overwrites the state. */
     void (*finish)(const smla_attention_params *params, int64_t token, smla_head_range heads,
                    smla_attention_state state);
 } smla_attention_isa;
@@ -86,26 +86,27 @@ typedef struct smla_only_key {
     const smla_kv_format_info *format;
 } smla_only_key;
 
-/* Whether the token has exactly one key, over its lists and splits; a duplicate is a second one.
- * The search ends where a second key is found: mostly in column 1. */
+/* Whether the token has exactly one key in all its lists and splits. A duplicate is a second key.
+ * The search ends at the second key, which is usually in column 1. */
 bool smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only_key *only);
 
-/* Writes all results of some heads of such a token, which needs no state. */
+/* Writes all results of some heads of a token with one key. */
 void smla_attend_one_key(const smla_attention_params *params, int64_t token, smla_head_range heads,
                          const smla_only_key *only);
 
 /* ---- What the CPU backend exports ---------------------------------------------------------- */
 
+const char *smla_cpu_kernel_name(const smla_attention_run *run);
 smla_status smla_cpu_sparse_attention(const smla_attention_params *params,
                                       const smla_attention_plan *plan, smla_error *error);
 
-/* Its split count depends on shapes alone, never on the number of threads, nor do results. */
+/* The split count depends on shapes alone. No result depends on the number of threads. */
 void smla_cpu_plan_attention(const smla_attention_shape *shape, smla_attention_plan *plan);
 bool smla_cpu_prefers_direct(const smla_attention_shape *prefills, int64_t num_rows,
                              int64_t num_chunks);
 
-/* Enough for every thread of this process. Grows with num_tokens and stops growing at 64: the size
- * for the largest batch serves every smaller one. */
+/* Enough for every thread of this process. The size never falls when num_tokens grows, and no
+ * longer grows from 64 parts on, so the size for the largest batch serves all batches. */
 int64_t smla_cpu_attention_workspace_size(const smla_attention_shape *shape);
 
 int64_t smla_cpu_kernels(smla_kernel_info *rows, int64_t capacity);

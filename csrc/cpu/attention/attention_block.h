@@ -1,9 +1,9 @@
-/* attention_block.h: which keys a part reads, block by block: from columns to indices, slots and
- * rows.
+/* attention_block.h: finds the keys of a part, block by block: from columns to indices, slots and
+ * cache rows.
  *
- * The cursor walks a split's columns of the main list, then of the extra list, and drops every
- * entry that is masked: outside begin...end, negative, past the last slot, or on a page that the
- * block table does not have. Rows of dropped entries are never touched, not even by a prefetch. A
+ * The cursor walks a split's columns of the main list, then of the extra list. It drops every
+ * masked index: one outside begin...end, negative, past the last slot, or on a page that the block
+ * table does not have. The rows of dropped indices are never touched, not even by a prefetch. A
  * block holds keys of one list, in column order.
  */
 #pragma once
@@ -15,7 +15,7 @@
 
 enum {
     MAX_BLOCK_KEYS = 128,
-    NUM_TILES = SMLA_NUM_SCALE_TILES + 1, /* four with a scale, and the RoPE tile */
+    NUM_TILES = SMLA_NUM_SCALE_TILES + 1, /* four tiles with a scale, and the RoPE tile */
 };
 
 typedef struct key_block {
@@ -30,11 +30,11 @@ typedef struct key_cursor {
     int64_t token;
     int split;
     int list;
-    int64_t column; /* next one of the current list */
+    int64_t column; /* next column of the current list */
     int64_t end;
 } key_cursor;
 
-/* values[token], clamped to 0...most; `otherwise` without an array. */
+/* values[token], clamped to 0...most; `otherwise` if there is no array. */
 static inline int64_t
 read_bound(const int32_t *values, int64_t stride, int64_t token, int64_t most, int64_t otherwise)
 {
@@ -68,7 +68,7 @@ start_cursor(const smla_attention_params *params, int64_t token, int split)
     return cursor;
 }
 
-/* The row of position `index` of the token's request. */
+/* The cache row of position `index` in the token's request. */
 static inline smla_kv_token
 map_index(const smla_key_list *keys, int64_t token, int64_t index)
 {
@@ -98,7 +98,7 @@ find_key(const smla_key_list *keys, int64_t token, int64_t column)
                                                               : smla_kv_slot(&keys->kv, index);
 }
 
-/* Takes up to `capacity` keys; a block of 0 keys is the end. */
+/* Fills the block with up to `capacity` keys. A block of 0 keys is the end. */
 static inline void
 next_block(key_cursor *cursor, int capacity, key_block *block)
 {
@@ -126,7 +126,7 @@ next_block(key_cursor *cursor, int capacity, key_block *block)
     }
 }
 
-/* Scales of one key, {tile 0, ..., tile 3}: 1 for a format without scales. */
+/* Scales of one key, {tile 0, ..., tile 3}. They are 1 in a format without scales. */
 typedef uint32_t scale_bits __attribute__((vector_size(4 * SMLA_NUM_SCALE_TILES)));
 
 static inline scale_bits
@@ -139,7 +139,7 @@ load_scales(const smla_kv_format_info *format, const uint8_t *scales)
     return bits;
 }
 
-/* Puts them where the kernel reads them: scales[tile][key], and 1 for the RoPE part. */
+/* Stores a key's scales where the kernel reads them: scales[tile][key], 1 for the RoPE tile. */
 static inline void
 store_scales(scale_bits bits, int key, int stride, float *scales)
 {
@@ -151,7 +151,7 @@ store_scales(scale_bits bits, int key, int stride, float *scales)
     scales[SMLA_NUM_SCALE_TILES * stride + key] = 1.0f;
 }
 
-/* Bytes [begin, begin + 256) of a row, into L2: a block does not fit L1. */
+/* Prefetches bytes [begin, begin + 256) of a row into L2, because a block does not fit L1. */
 static inline void
 prefetch_row(const uint8_t *row, int begin, int row_bytes)
 {
@@ -161,7 +161,7 @@ prefetch_row(const uint8_t *row, int begin, int row_bytes)
     }
 }
 
-/* For the first block of a part, which no block before it has prefetched. */
+/* Prefetches the first block of a part. Each later block is prefetched during the one before. */
 static inline void
 prefetch_block(const key_block *block)
 {

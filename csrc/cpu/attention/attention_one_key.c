@@ -1,13 +1,13 @@
 /* attention_one_key.c: tokens that have exactly one key, on every instruction set.
  *
- * Such a token's out is the value of its key, rounded once: in every bit that of a bf16 row. The
- * kernels round weights to bf16, and would be off by a step of it. So these tokens never reach
- * them: what is left of attention is one dot product per head.
+ * The out of such a token is the value of its key, rounded once. If the row is bf16, out has its
+ * bits. The kernels round weights to bf16, and would be off by a step of bf16, so these tokens do
+ * not reach them. What is left to compute is one dot product per head.
  *
  * Numerics     The dot product is summed in double; the logit is rounded to fp32. A value is the
  *              fp32 product of e4m3 and its scale, as in a gather, times the sink's factor if there
- *              is one. A logit that is NaN or +inf makes its row NaN; one of -inf is no key. The
- *              kernels do the same.
+ *              is one. A logit of NaN or +inf makes the row of out NaN. A key with logit -inf is
+ *              no key. The kernels do the same.
  */
 #include <math.h>
 
@@ -23,8 +23,8 @@ typedef double doubles __attribute__((vector_size(64)));
 
 enum { LANES = 8 };
 
-/* The row as it is multiplied: value d is values[d] * scales[d / 128], or scaled[d] in
- * fp32. */
+/* A key, converted for products: value d is values[d] * scales[d / 128], which is scaled[d] if
+ * computed in fp32. */
 typedef struct wide_key {
     int rope_dim;
     doubles values[SMLA_HEAD_DIM / LANES];
@@ -110,7 +110,7 @@ find_logit(const smla_attention_params *params, int64_t token, int64_t head, con
     return (float)((double)params->softmax_scale * sum);
 }
 
-/* Writes lse and max_logits of one head; gives what the value is multiplied with. */
+/* Writes lse and max_logits of one head. Returns the factor of the value in out. */
 static float
 finish_head(const smla_attention_params *params, int64_t token, int64_t head, float logit)
 {
@@ -134,7 +134,7 @@ finish_head(const smla_attention_params *params, int64_t token, int64_t head, fl
     return (float)(factor / (1.0 + exp(sink - max_logit)));
 }
 
-/* value * factor, rounded once more; of factor 0 zeros without a sign. */
+/* out = value * factor, rounded to bf16. A factor of 0 gives zeros without a sign. */
 static void
 round_value(const float *value, float factor, uint16_t *out)
 {
@@ -149,7 +149,7 @@ smla_attend_one_key(const smla_attention_params *params, int64_t token, smla_hea
 {
     wide_key key;
     uint16_t rounded[SMLA_KV_LORA_RANK];
-    float rounded_factor = 1.0f; /* what `rounded` was multiplied with: most heads have the same */
+    float rounded_factor = 1.0f; /* the factor in `rounded`; most heads have the same */
     widen_key(only, &key);
     round_value(key.scaled, rounded_factor, rounded);
     for (int64_t head = heads.begin; head < heads.end; head++) {

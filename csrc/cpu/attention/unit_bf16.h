@@ -24,7 +24,7 @@
 #include "cpu/machine/narrow.h"
 
 enum {
-    BLOCK_KEYS = 128,                    /* with q and out of 128 heads: 0.7 MiB of L2 */
+    BLOCK_KEYS = 128,                    /* 0.7 MiB of L2, with q and out of 128 heads */
     KEY_STRIDE = SMLA_HEAD_DIM / 2 + 16, /* 19 cache lines: an odd number uses every set */
     /* Element d of value pair j is values[d / 16 * VALUE_CHUNK + d % 16 + j * VALUE_STEP]. One
      * cache line holds 16 dimensions, and the line of the next pair follows. */

@@ -1,7 +1,7 @@
 /* cache.c: writes tokens into the cache, gathers them back, and dequantises whole caches.
  *
- * Here slots and pages are checked and rows are shared out; what becomes of one row is in
- * cache_kernel.h.
+ * This file checks slots and pages, and divides the rows among threads. cache_kernel.h converts one
+ * row.
  */
 #include "cpu/cache/cache.h"
 #include "cpu/machine/cpu.h"
@@ -34,9 +34,9 @@ smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
     return SMLA_OK;
 }
 
-/* A slot belongs to one share, which takes its tokens in order: where a slot is named twice the
- * last token wins, for any number of shares. Neighbours stay together, they have cache lines in
- * common. */
+/* Writes the tokens of one share in order. All tokens of a slot are in the same share, so the last
+ * token of a slot wins, for any number of shares. Neighbouring slots are in one share, too, because
+ * they have cache lines in common. */
 static void
 write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int share,
             int num_shares)
@@ -155,8 +155,8 @@ smla_cpu_gather_kv_cache(const smla_gather_params *p, smla_error *error)
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa("gather_kv_cache", &isa, error));
     SMLA_TRY(smla_cpu_check_gather(p, error));
-    /* Requests in order, rows of one request shared out: where two requests are given the same rows
-     * of the workspace, the later request wins. */
+    /* Requests run in order, and threads divide the rows of one request. So if two requests have
+     * the same rows of the workspace, the later request wins. */
     for (int64_t req = 0; req < p->num_reqs; req++) {
         const gather_request r = read_request(p, req);
 #pragma omp parallel for schedule(static) if (r.seq_len >= 64)

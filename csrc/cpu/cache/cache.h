@@ -1,11 +1,11 @@
-/* cache.h: the conversions behind cache.c and quant.c. One kernel (cache_kernel.h), compiled once
- * per instruction set into a smla_cache_isa.
+/* cache.h: the conversions that cache.c and quant.c use. One kernel (cache_kernel.h) is compiled
+ * once per instruction set into a smla_cache_isa.
  */
 #pragma once
 
 #include "core/backend.h"
 
-/* The kernel of one instruction set. An array comes with its type and the element to start at. */
+/* The kernel of one instruction set. An array comes with its type and its first element. */
 typedef struct smla_cache_isa {
     /* NoPE [512] and RoPE [64] of bf16, fp16 or fp32 -> a cache row. */
     void (*write_row)(const smla_kv_format_info *format, smla_float_type type, const void *nope,
@@ -13,7 +13,7 @@ typedef struct smla_cache_isa {
     /* A cache row -> [576] of bf16 or fp32. */
     void (*read_row)(const smla_kv_format_info *format, smla_kv_token from, smla_float_type type,
                      void *out, int64_t out_start);
-    /* The largest smla_finite_abs; 0 of no values. */
+    /* The largest smla_finite_abs of the values; 0 if there are none. */
     float (*find_amax)(const void *x, smla_float_type type, int64_t start, int64_t count);
     /* out[i] = e4m3(x[start + i] / scale) */
     void (*quantize)(const void *x, smla_float_type type, int64_t start, int64_t count, float scale,

@@ -1,22 +1,22 @@
-/* cache_kernel.h: a cache row written and read, a float array quantised, for one instruction set.
+/* cache_kernel.h: writes and reads a cache row, quantises an array, for one instruction set.
  *
  * Computes     write     nope, rope -> bf16; fp8_ds_mla: per tile of 128 values of nope
  *                        scale = max(amax / 448, FLT_MIN), byte = e4m3(x / scale)
  *              read      e4m3 * scale, as fp32 or rounded once more to bf16; bf16 parts unchanged
- *              find_amax, quantize: both halves of `write` for an array and a scale of any kind
+ *              find_amax, quantize: the halves of `write`, for an array of any length and any scale
  * Shapes       nope [512], rope [64], x [count] of bf16, fp16 or fp32, contiguous; a row as
  *              kv_format.h draws it; out [576] bf16 or fp32, or [count] bytes
- * Roofline     Memory, or where values are divided, the divider: 32 zmm divisions of a row take 57
- *              ns. GB/s read and written by one Zen 5 core (CPU time, one thread, 256 rows in L2,
- *              2026-11-20), AVX-512, AVX2, SSE2; a copy moves 220, and 50 of 32768 rows:
+ * Roofline     Memory binds, or the divider where values are divided: the 32 zmm divisions of a row
+ *              take 57 ns. GB/s read and written by one Zen 5 core (CPU time, one thread, 256 rows
+ *              in L2, 2026-11-20) with AVX-512, AVX2, SSE2. A copy moves 220 (50 for 32768 rows):
  *                write  bf16 -> fp8_ds_mla  13, 8.4, 4.3      fp32 -> fp8_ds_mla  17, 10, 6.0
  *                read   fp8_ds_mla -> bf16  25, 12, 5.7       fp8_ds_mla -> fp32  62, 32, 15
  *                quant  bf16                25, 12, 6.5       fp32                42, 19, 11
- *              Tried: GCC 12 widens and narrows vectors of bytes one by one, which halves reads and
- *              AVX2; tile after tile, a write waits for the chain maximum, scale, broadcast: -30 %.
+ *              Tried: byte vectors of GCC 12, which converts them byte by byte, halve reads and
+ *              AVX2. A write tile after tile waits for maximum, scale and broadcast: -30 %.
  * Numerics     Every byte is what the functions of numeric.h give, for every input: true divisions,
- *              NaN with its sign, infinities as FLT_MAX in amax. No sum is taken, so no order
- *              matters. A NaN byte under a NaN scale is the byte's NaN.
+ *              NaN with its sign, infinities as FLT_MAX in amax. There are no sums, so no order
+ *              matters. A NaN byte with a NaN scale gives the NaN of the byte.
  * Source       concat_and_cache_mla and cp_gather_and_upconvert_fp8_kv_cache of vLLM, for the
  *              formats.
  *
@@ -62,7 +62,7 @@ load_quad(const void *values, smla_float_type type)
     }
 }
 
-/* A quad of which `count` values exist, zeros after them. */
+/* Loads a quad of which `count` values exist. The others are zeros. */
 SMLA_INLINE quad
 load_part(const void *values, smla_float_type type, int64_t count)
 {
@@ -81,7 +81,7 @@ magnitude_of(quad x)
     return x;
 }
 
-/* max(best, |x|) per lane over the four vectors of x; NaN is passed over. */
+/* max(best, |x|) per lane over the four vectors of x; NaN is ignored. */
 SMLA_INLINE vfloat
 max_of_quad(vfloat best, quad x)
 {
@@ -90,7 +90,7 @@ max_of_quad(vfloat best, quad x)
     return max_lanes(max_lanes(pair, m.v[2]), m.v[3]);
 }
 
-/* Folds the lower and the upper half of both into one vector: a, b, a, b ... */
+/* Folds the upper half of each vector into its lower half. Lanes of the result: a, b, a, b ... */
 SMLA_INLINE vfloat
 fold_max(vfloat a, vfloat b)
 {
@@ -98,7 +98,7 @@ fold_max(vfloat a, vfloat b)
                      (vfloat)interleave_second((vuint)a, (vuint)b));
 }
 
-/* The largest lane of each vector, infinity as FLT_MAX. */
+/* The largest lane of each vector, infinity as FLT_MAX. Comments give the vector of each lane. */
 SMLA_INLINE void
 finish_max(quad x, float *largest)
 {
@@ -162,7 +162,7 @@ quantize(const void *x, smla_float_type type, int64_t start, int64_t count, floa
 
 /* ---- Write --------------------------------------------------------------------------------- */
 
-/* Rounded to bf16; bf16 keeps its bits, NaN included. */
+/* Writes values rounded to bf16. Values that are bf16 keep their bits, NaN included. */
 static void
 write_bf16(const uint8_t *values, smla_float_type type, int count, uint8_t *out)
 {
@@ -175,7 +175,7 @@ write_bf16(const uint8_t *values, smla_float_type type, int count, uint8_t *out)
     }
 }
 
-/* Values that are rounded to bf16 first. */
+/* Loads values, rounded to bf16. */
 SMLA_INLINE quad
 load_rounded(const uint8_t *values, smla_float_type type, int64_t index)
 {
@@ -189,7 +189,7 @@ load_rounded(const uint8_t *values, smla_float_type type, int64_t index)
     return x;
 }
 
-/* All maxima first: from one to its scale is a long chain. */
+/* Computes all maxima first, because the way from a maximum to its scale is a long chain. */
 static void
 write_e4m3(const uint8_t *values, smla_float_type type, uint8_t *bytes, uint8_t *scale_bytes)
 {
@@ -229,7 +229,7 @@ write_row(const smla_kv_format_info *format, smla_float_type type, const void *n
 
 /* ---- Read ---------------------------------------------------------------------------------- */
 
-/* bf16 values, whose bits stay. */
+/* Reads bf16 values, exactly. */
 static void
 read_bf16(const uint8_t *halves, int count, smla_float_type type, uint8_t *out)
 {

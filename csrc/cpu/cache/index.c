@@ -65,7 +65,7 @@ convert_token(const smla_convert_params *p, int64_t token)
     const int32_t *blocks = p->block_table + req * p->block_table_stride_req;
     const int32_t *in = p->topk_indices + token * p->topk_indices_stride_token;
     int32_t *out = p->out + token * p->out_stride_token;
-    int64_t workspace_start = -1; /* slots of the cache */
+    int64_t workspace_start = -1; /* negative: slots of the cache */
     if (p->prefill_request_ids != NULL) {
         const int64_t prefill = p->prefill_request_ids[token * p->prefill_request_ids_stride];
         if (prefill >= 0) {

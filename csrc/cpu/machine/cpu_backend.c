@@ -106,6 +106,7 @@ const smla_backend smla_cpu_backend = {
     .prefers_direct = smla_cpu_prefers_direct,
     .attention_workspace_size = smla_cpu_attention_workspace_size,
     .plan_attention = smla_cpu_plan_attention,
+    .kernel_name = smla_cpu_kernel_name,
     .sparse_attention = smla_cpu_sparse_attention,
     .up_proj = smla_cpu_up_proj,
     .kernels = smla_cpu_kernels,

@@ -1,6 +1,6 @@
 /* attend.cuh: what a CTA of attention_sm80.cu does for a work, as code that other kernels can run.
  * attention_sm80.cu describes it, and its kernel contains nothing else. Hopper's kernels for FP8
- * rows run it with eight warps for works whose numbers do not fit their own code.
+ * rows run it with eight warps for works that they have to do again.
  */
 #pragma once
 
@@ -13,7 +13,7 @@ enum {
     CTA_THREADS = CTA_WARPS * SMLA_WARP_LANES,
     GROUPS = SMLA_SM80_GROUPS,
     ROW_BYTES = SMLA_HEAD_DIM * 2,
-    SEGMENT_BYTES = 128,                         /* eight chunks, within which the swizzle moves them */
+    SEGMENT_BYTES = 128,                         /* eight chunks, which the swizzle permutes */
     WARP_VALUES = SMLA_KV_LORA_RANK / CTA_WARPS, /* values of out per warp */
     PROB_ROW_BYTES = KEYS * 2,
 };
@@ -31,8 +31,8 @@ template <int HEADS_, int FORMATS_, bool RANGED_ = false> struct tile {
     static constexpr bool HAS_ROPE = smla_rows<FORMATS_>::HAVE_ROPE;
     static constexpr bool HAS_SCALES = smla_rows<FORMATS_>::HAVE_SCALES;
     static constexpr int ROW_CHUNKS = NOPE_CHUNKS + (HAS_ROPE ? ROPE_CHUNKS : 0);
-    static constexpr int VERSIONS = SMLA_SM80_VERSIONS(FORMATS_); /* copies of the weights */
-    /* score: a warp's part of the HEADS x KEYS scores, and how many 16 x 8 pieces it has */
+    static constexpr int VERSIONS = SMLA_SM80_VERSIONS(FORMATS_); /* weights per key and head */
+    /* score: a warp's part of the HEADS x KEYS scores, and its counts of 16 x 8 pieces */
     static constexpr int WARP_HEADS = HEADS < 32 ? HEADS : 32;
     static constexpr int WARPS_ALONG_HEADS = HEADS / WARP_HEADS;
     static constexpr int WARP_COLUMNS = KEYS * WARPS_ALONG_HEADS / 2;
@@ -41,7 +41,7 @@ template <int HEADS_, int FORMATS_, bool RANGED_ = false> struct tile {
     /* weigh: lanes per head, keys per lane */
     static constexpr int LANES = CTA_THREADS / HEADS;
     static constexpr int LANE_KEYS = KEYS / LANES;
-    /* add: how many 16 x 8 pieces a warp's part of out has */
+    /* add: counts of 16 x 8 pieces in a warp's part of out */
     static constexpr int OUT_M = HEADS / 16;
     static constexpr int OUT_N = WARP_VALUES / 8;
 };
@@ -59,8 +59,7 @@ template <typename Tile> struct shared_memory {
 
 /* ---- Query --------------------------------------------------------------------------------- */
 
-/* Starts to copy the tile's query. The copy is complete after ptx_cp_async_wait_all and a
- * barrier. */
+/* Starts to copy the tile's query, which is there after ptx_cp_async_wait_all and a barrier. */
 template <typename Tile>
 static __device__ __forceinline__ void
 start_query(const attention_launch &launch, const cta_work &work, int thread,
@@ -94,7 +93,7 @@ start_query(const attention_launch &launch, const cta_work &work, int thread,
 /* ---- Score --------------------------------------------------------------------------------- */
 
 /* Partial scores are written, two keys at a time, by lanes of eight heads, and are read by lanes of
- * one head. With this XOR, both the writes and the reads are on all banks. */
+ * one head. XOR with this number puts both the writes and the reads on all banks. */
 static __device__ __forceinline__ int
 score_flip(int row)
 {
@@ -140,7 +139,8 @@ score_block(shared_memory<Tile> *shared, int thread)
     const int half = warp / GROUPS;
     const int first_head = Tile::WARPS_ALONG_HEADS == 2 ? half * Tile::WARP_HEADS : 0;
     const int first_key = Tile::WARPS_ALONG_HEADS == 2 ? 0 : half * Tile::WARP_COLUMNS;
-    /* ldmatrix of A: rows 0-7 and 8-15 of chunk 0, then of chunk 1; of B: by rows, then chunks */
+    /* ldmatrix reads, of A, rows 0-7 and 8-15 of chunk 0, then both of chunk 1; of B, chunks 0 and
+     * 1 of rows 0-7, then both of rows 8-15. */
     const int head = first_head + lane % 16;
     const int key = first_key + lane % 8 + lane / 16 * 8;
     const uint32_t query_address = ptx_shared_address(chunk_of(shared->query, head, lane / 16));
@@ -264,7 +264,7 @@ store_weights(shared_memory<Tile> *shared, int head, int first_key,
     }
 }
 
-/* The thread that finishes a row also starts it, because no barrier may lie between the two. */
+/* The thread that finishes a row also starts it, so the two need no barrier between them. */
 template <typename Tile>
 static __device__ __forceinline__ void
 start_rows(int thread, shared_memory<Tile> *shared)
@@ -275,7 +275,7 @@ start_rows(int thread, shared_memory<Tile> *shared)
 }
 
 /* Turns the scores of the lane's keys into weights. Updates the softmax row of the lane's head, and
- * stores the factor by which older sums are multiplied. */
+ * stores the factor by which the head's older sums are multiplied. */
 template <typename Tile>
 static __device__ __forceinline__ void
 weigh_block(shared_memory<Tile> *shared, float scale_log2, int thread)
@@ -384,7 +384,7 @@ add_block(shared_memory<Tile> *shared, int thread, float out[Tile::OUT_M][Tile::
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
-/* Writes results, out * factor, rounded once. For works that have all keys of their token. */
+/* Writes results: out * factor, rounded once. The work has all keys of its token. */
 template <typename Tile>
 static __device__ __forceinline__ void
 write_out(const attention_launch &launch, const cta_work &work, int head, int first_value,
@@ -416,8 +416,7 @@ write_partial(float *to, const float out[Tile::OUT_N][4], int piece)
     }
 }
 
-/* Writes lse and max_logits, or the partial row's state. Leaves in `factor` what write_out
- * multiplies with; for a partial row, 0 if its out is not to be written. */
+/* Finishes rows. `factor` becomes write_out's factor, or 0 for partial rows without an out. */
 template <typename Tile>
 static __device__ __forceinline__ void
 finish_rows(const attention_launch &launch, const cta_work &work, int thread,
@@ -477,8 +476,8 @@ typedef struct listed_key {
 } listed_key;
 
 /* Whether the work has exactly one key, which is then in `only` in all threads. `slot` is the
- * thread's slot of window 0. Usually this window has more keys, and no other one is read. The key
- * goes through is_key, which nobody reads yet. */
+ * thread's slot of window 0. Usually this window has more than one key, and no other window is
+ * read. The key goes through is_key, which nobody reads yet. */
 template <typename Tile>
 static __device__ __forceinline__ bool
 find_only_key(const attention_launch &launch, const cta_work &work, const block_plan &plan,
@@ -506,7 +505,7 @@ find_only_key(const attention_launch &launch, const cta_work &work, const block_
     return true;
 }
 
-/* Not inlined, because it would cost the loop registers. */
+/* Not inlined, because inlined code would cost the loop registers. */
 template <bool ROPE>
 static __device__ __noinline__ void
 attend_only_key(const attention_launch &launch, cta_work work, listed_key only, int thread)
@@ -516,8 +515,8 @@ attend_only_key(const attention_launch &launch, cta_work work, listed_key only, 
 
 /* ---- All of it ----------------------------------------------------------------------------- */
 
-/* Does work number `cta`, or a part of it, with threads 0 to 255 of a CTA, which alone use barrier
- * 0. A token and split has num_tiles works. */
+/* Does work number `cta`, or a part of it; there are num_tiles works per token and split. Threads 0
+ * to 255 of a CTA call it, and only they use barrier 0. */
 template <typename Tile>
 static __device__ __forceinline__ void
 attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part,
@@ -542,7 +541,7 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
     load_rows<Tile::FORMATS>(launch, plan, 0, row, (int)threadIdx.x, &raw);
 
     float out[Tile::OUT_M][Tile::OUT_N][4] = {};
-    ptx_cp_async_wait_all(); /* the query: this thread's copies; all of it after the first barrier */
+    ptx_cp_async_wait_all(); /* this thread's part of the query; all of it after a barrier */
     for (int32_t block = 0; block < plan.num_blocks; block++) {
         const int thread = ptx_forget((int)threadIdx.x);
         store_rows<Tile::FORMATS>(launch, list_of(plan, block), raw, thread, shared->keys,

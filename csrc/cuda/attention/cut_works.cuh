@@ -35,7 +35,7 @@ enum {
     MIN_HEAD = 1,        /* segments: the first step may begin before the plan is made */
     QUARTER = NUM_SEGMENTS / 4,
     EIGHTH = NUM_SEGMENTS / 8, /* the resolution of lengths */
-    MOST_LEVEL = 9,            /* of load; 0: no work, 1 to 9: 0 to 8 eighths */
+    MOST_LEVEL = 9,            /* the highest load; 0: no work, 1 to 9: 0 to 8 eighths */
 };
 
 enum : uint64_t { ARRIVAL_TAG = 0x9C5F3A61D7E284B0, ARRIVAL_COUNT = 15 /* bits of the count */ };
@@ -44,7 +44,7 @@ enum : uint64_t { ARRIVAL_TAG = 0x9C5F3A61D7E284B0, ARRIVAL_COUNT = 15 /* bits o
 typedef struct cut_scratch {
     rank_table ctas;                 /* ranks CTAs by level of load, the highest first */
     uint16_t ranked[ORDER_THREADS];  /* load << 8 | number of a CTA, the most load first */
-    uint32_t tops[2];                /* for find_top, of each pass */
+    uint32_t tops[2];                /* find_top's maximum in each pass */
     uint8_t quarters[ORDER_THREADS]; /* quarters per work */
 } cut_scratch;
 

@@ -1,16 +1,16 @@
-/* kernels.c: the attention kernels, one row each.
+/* kernels.c: the table of attention kernels.
  *
- * The table is the whole choice: of the rows that fit the device, the formats of the caches, the
- * number of heads and the columns of a split, the first where the caller gave the number of splits,
- * else the one that schedule.c estimates to take the shortest time. Kernels of one architecture
- * stand above the portable ones, those for few columns above those for any, and then those with the
- * most heads per CTA.
+ * An entry fits a call by the device, the formats of the caches, the number of heads and the
+ * columns per split. If the caller gave the number of splits, the first entry that fits is taken,
+ * else the fitting entry with the shortest time that schedule.c estimates. Kernels of one
+ * architecture are above the portable ones. Of each architecture, kernels for few columns are above
+ * the others. Below that, kernels with more heads per CTA are above those with fewer.
  */
 #include <stdio.h>
 
 #include "cuda/attention/kernels.h"
 
-/* A kernel for calls of `least` heads and more, `heads` of them per CTA. The rest follows. */
+/* A kernel for calls with at least `least` heads. A CTA takes `heads` of them. */
 #define ROW(file, stem, rows, least, heads, ...) \
     {.formats = rows,                            \
      .min_heads = least,                         \
@@ -28,8 +28,8 @@
          .block_columns = SMLA_SM90_KEYS, .block_cost = cost, .cta_cost = start, \
          .leaves_halves = true)
 
-/* For splits of few columns. A key takes a shade longer, the start much less, and columns need not
- * fill blocks. */
+/* A kernel for splits of few columns. A key takes a little longer than in SM90_FP8, the start takes
+ * much less time, and columns need not fill blocks. */
 #define SM90_SMALL(least, heads, start)                                                           \
     SM90("attention_small_sm90.cu", sm90_small, SMLA_ROWS_FP8, least, heads,                      \
          .max_columns = SMLA_SM90_SMALL_KEYS, .block_columns = SMLA_SPLIT_ALIGN, .block_cost = 9, \
@@ -68,7 +68,7 @@ const smla_attention_kernel smla_attention_kernels[] = {
 
 enum { NUM_KERNELS = sizeof smla_attention_kernels / sizeof smla_attention_kernels[0] - 1 };
 
-/* What kernels() prints of a row; the texts live as long as the library. */
+/* What kernels() reports of a table entry. The texts live as long as the library. */
 typedef struct row_text {
     const char *arch;
     const char *formats;
@@ -100,7 +100,7 @@ smla_describe_formats(smla_kv_set formats, char text[SMLA_FORMATS_TEXT])
         if (formats & SMLA_KV_SET(i)) {
             const smla_kv_format_info *const row = &smla_kv_formats[i];
             char size[32] = "";
-            if (i != (int)smla_find_kv_format(row->format)->number) { /* not first of its name */
+            if (i != (int)smla_find_kv_format(row->format)->number) { /* not first of that name */
                 (void)snprintf(size, sizeof size, " of %d values", row->head_dim);
             }
             const int written = snprintf(text + length, SMLA_FORMATS_TEXT - length, "%s%s%s",
@@ -146,8 +146,8 @@ smla_find_whole_kernel(const smla_cuda_device *device, smla_kv_set formats, int6
     return smla_find_kernel(device, formats, num_heads, 1, 0);
 }
 
-/* Whether index lists with any number of heads take this row. It is enough to ask for the row's
- * least number, because more heads only add other rows that fit. */
+/* Whether calls with index lists take this table entry, for any number of heads. It is enough to
+ * ask for the entry's least number, because with more heads only more entries fit. */
 static bool
 is_chosen(const smla_attention_kernel *kernel, const smla_cuda_device *device)
 {
@@ -155,6 +155,12 @@ is_chosen(const smla_attention_kernel *kernel, const smla_cuda_device *device)
     const int num_splits = kernel->max_columns == 0 ? 1 : 2;
     return smla_find_kernel(device, formats, kernel->min_heads, num_splits, kernel->max_columns) ==
            kernel;
+}
+
+const char *
+smla_cuda_kernel_name(const smla_attention_run *run)
+{
+    return run->kernel == NULL ? NULL : run->kernel->name;
 }
 
 int64_t

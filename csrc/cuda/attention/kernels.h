@@ -1,5 +1,5 @@
-/* kernels.h: what is known about the attention kernels, and what they leave to the combine kernel.
- * A kernel is one row of the table in kernels.c; its launcher stands at the foot of its .cu file.
+/* kernels.h: the facts about attention kernels, and the partial rows for the combine kernel. Each
+ * kernel is an entry of the table in kernels.c. Its launcher is at the end of its .cu file.
  * Compiles as C and as CUDA.
  */
 #pragma once
@@ -12,54 +12,54 @@ extern "C" {
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* What a kernel reads: the formats of all lists of its calls. */
+/* Sets of formats. A kernel serves calls in which the formats of all lists are in its set. */
 enum {
     SMLA_ROWS_FP8 = SMLA_KV_SET(SMLA_ROW_FP8_DS_MLA),
     SMLA_ROWS_BF16 = SMLA_KV_SET(SMLA_ROW_BFLOAT16),
     SMLA_ROWS_BF16_512 = SMLA_KV_SET(SMLA_ROW_BFLOAT16_512),
-    SMLA_ROWS_MIXED = SMLA_ROWS_FP8 | SMLA_ROWS_BF16, /* one list of each */
+    SMLA_ROWS_MIXED = SMLA_ROWS_FP8 | SMLA_ROWS_BF16, /* one list of each format */
     /* Not a format: lists with dense columns or a `begin` (smla_has_ranges). */
     SMLA_ROWS_RANGED = SMLA_KV_SET(SMLA_NUM_KV_FORMATS),
 };
 
-/* `cut_bytes` as in smla_attention_run; most kernels cut no rows. */
+/* `cut_bytes` is as in smla_attention_run. Most kernels cut no works. */
 typedef cudaError_t smla_attention_launcher(const smla_attention_params *params, int64_t cut_bytes);
 
 enum { SMLA_PORTABLE_ARCH = 80 }; /* its kernels run on newer devices, too */
 
 typedef struct smla_attention_kernel {
     int32_t arch;          /* the compute capability, major * 10 + minor */
-    smla_kv_set formats;   /* that it serves */
-    int32_t min_heads;     /* of the call */
-    int32_t heads_per_cta; /* more heads are more CTAs, which gather the same rows */
-    int32_t max_columns;   /* of a split, of both lists; 0: any, and calls without splits */
+    smla_kv_set formats;   /* formats that the kernel serves */
+    int32_t min_heads;     /* fewest heads of a call */
+    int32_t heads_per_cta; /* a call with more heads takes more CTAs, which gather the same rows */
+    int32_t max_columns;   /* most columns per split, in both lists; 0: any, also unsplit calls */
     int32_t block_columns; /* keys that a CTA takes at once */
-    int32_t block_cost;    /* time of such a block, 16 with the most heads */
-    int32_t cta_cost;      /* of starting and ending a CTA, likewise */
-    bool leaves_halves;    /* partial rows of f16 */
-    bool leaves_room;      /* beside its CTA, for some of the combine kernel's */
-    int32_t ctas_per_sm;   /* at most; for the split schedule */
-    int32_t shared_bytes;  /* of one CTA */
+    int32_t block_cost;    /* time per block; 16 with the most heads */
+    int32_t cta_cost;      /* time to start and end a CTA, in the same unit */
+    bool leaves_halves;    /* its partial rows are f16 */
+    bool leaves_room;      /* an SM has room for CTAs of the combine kernel beside its CTA */
+    int32_t ctas_per_sm;   /* at most; the split schedule uses it */
+    int32_t shared_bytes;  /* bytes per CTA */
     const char *name;      /* source file and variant */
     smla_attention_launcher *launch;
 } smla_attention_kernel;
 
-/* A row without a launcher stands behind the last. */
+/* The table ends with an entry without a launcher. */
 extern const smla_attention_kernel smla_attention_kernels[];
 
-/* `columns`: of a split, of both lists. */
+/* Whether the kernel serves a call with this many columns per split, in both lists. */
 bool smla_fits_kernel(const smla_attention_kernel *kernel, const smla_cuda_device *device,
                       smla_kv_set formats, int64_t num_heads, int num_splits, int64_t columns);
 
-/* The first row that fits, NULL for none. */
+/* The first table entry that fits, or NULL. */
 const smla_attention_kernel *smla_find_kernel(const smla_cuda_device *device, smla_kv_set formats,
                                               int64_t num_heads, int num_splits, int64_t columns);
 
-/* The row of a call that is not split. */
+/* The first table entry that fits an unsplit call, or NULL. */
 const smla_attention_kernel *smla_find_whole_kernel(const smla_cuda_device *device,
                                                     smla_kv_set formats, int64_t num_heads);
 
-/* Of a main list and an extra one, which may be absent (NULL). */
+/* The formats of the main list and the extra list, which may be absent (NULL). */
 static inline smla_kv_set
 smla_join_formats(const smla_kv_format_info *main, const smla_kv_format_info *extra)
 {
@@ -68,29 +68,29 @@ smla_join_formats(const smla_kv_format_info *main, const smla_kv_format_info *ex
 
 enum { SMLA_FORMATS_TEXT = 64 };
 
-/* Their names: "fp8_ds_mla with bfloat16". */
+/* Writes the names of the formats, such as "fp8_ds_mla with bfloat16". */
 void smla_describe_formats(smla_kv_set formats, char text[SMLA_FORMATS_TEXT]);
 
-/* The rows in words, for the error of a miss; cut where they do not fit. */
+/* Describes the table, for the error when no kernel fits. Text beyond `size` is cut off. */
 void smla_describe_kernels(char *text, size_t size);
 
-enum { SMLA_RESERVED_SHARED_BYTES = 1024 }; /* of every CTA, by the driver */
+enum { SMLA_RESERVED_SHARED_BYTES = 1024 }; /* reserved by the driver in every CTA */
 
 enum {
     SMLA_SM_REGISTERS = 65536,
-    SMLA_ROOM_REGISTERS = 16384, /* of an SM, that attention leaves to the combine kernel */
-    SMLA_COMBINE_REGISTERS = 64, /* of a thread of the combine kernel, for halves in 32 splits */
+    SMLA_ROOM_REGISTERS = 16384, /* per SM; attention leaves them to the combine kernel */
+    SMLA_COMBINE_REGISTERS = 64, /* per thread of the combine kernel, for halves in 32 splits */
 };
 
-/* Threads of a CTA of the combine kernel that folds a row of halves. */
+/* Threads per CTA of the combine kernel, which folds one row of halves. */
 #define SMLA_COMBINE_THREADS(splits) ((splits) <= 8 ? 64 : (splits) <= 16 ? 128 : 256)
 
-/* Such CTAs that an SM has registers for. */
+/* CTAs of the combine kernel that so many registers are enough for. */
 #define SMLA_COMBINE_CTAS(registers, splits) \
     ((registers) / SMLA_COMBINE_REGISTERS / SMLA_COMBINE_THREADS(splits))
 
-/* Whether a kernel that leaves room leaves enough for the combine kernel's CTAs, one per row of
- * out: they come early, and wait beside those of attention. */
+/* Whether the CTAs of the combine kernel, one per row of out, fit beside a kernel that leaves room.
+ * They start early, and wait beside the CTAs of attention. */
 static inline bool
 smla_fits_beside(int64_t num_ctas, int64_t num_rows, int num_splits, int num_sms)
 {
@@ -99,25 +99,25 @@ smla_fits_beside(int64_t num_ctas, int64_t num_rows, int num_splits, int num_sms
 }
 
 enum {
-    SMLA_SM80_KEYS = 32,  /* keys of a block */
-    SMLA_SM80_GROUPS = 4, /* of warps, that cut the 576 dimensions of a score among them */
+    SMLA_SM80_KEYS = 32,  /* keys per block */
+    SMLA_SM80_GROUPS = 4, /* groups of warps, which share the 576 dimensions of a score */
 };
 
-/* Versions of the weights in shared memory: one per scale tile, or one. */
+/* Versions of the weights in shared memory: one per scale tile for FP8 rows, else one. */
 #define SMLA_SM80_VERSIONS(formats) ((formats) & SMLA_ROWS_FP8 ? SMLA_NUM_SCALE_TILES : 1)
 
-/* CTAs that an SM has registers for: the more heads, the more sums each thread holds. */
+/* CTAs per SM. Registers limit them: with more heads each thread holds more sums. */
 #define SMLA_SM80_CTAS_PER_SM(heads) ((heads) == 16 ? 2 : 1)
 
-/* Shared memory of attention_sm80.cu: query and keys, weights, scores, scales, masks, factors and
- * rows. */
+/* Bytes of shared memory of attention_sm80.cu: query and keys, weights, scores, scales, masks,
+ * factors and rows. */
 #define SMLA_SM80_SHARED_BYTES(heads, formats)                                                     \
     (((heads) + SMLA_SM80_KEYS) * SMLA_HEAD_DIM * 2 +                                              \
      SMLA_SM80_VERSIONS(formats) * (heads) * SMLA_SM80_KEYS * 2 +                                  \
      SMLA_SM80_GROUPS * (heads) * SMLA_SM80_KEYS * 4 + SMLA_NUM_SCALE_TILES * SMLA_SM80_KEYS * 4 + \
      SMLA_SM80_KEYS * 4 + ((heads) < 32 ? 32 : (heads)) * 4 + (heads) * 16)
 
-/* Columns that a split has, of both lists. */
+/* Columns per split, in both lists. */
 static inline int64_t
 smla_columns_of_split(const smla_attention_params *params)
 {
@@ -127,16 +127,16 @@ smla_columns_of_split(const smla_attention_params *params)
                : columns + smla_split_columns(params->lists[1].topk, params->num_splits);
 }
 
-/* attention_sm90.cu: all that an SM has. */
+/* The kernels for Hopper take all shared memory that a CTA can have. */
 enum {
     SMLA_SM90_SHARED_BYTES = 232448,
-    SMLA_SM90_KEYS = 128, /* keys of a step */
+    SMLA_SM90_KEYS = 128, /* keys per step of attention_sm90.cu */
 };
 
-/* attention_small_sm90.cu: keys of a CTA, which are in shared memory all at once. */
+/* attention_small_sm90.cu: the most keys per CTA, which are all in shared memory at once. */
 enum { SMLA_SM90_SMALL_KEYS = 256 };
 
-/* attention_small_sm90.cu, calls with splits alone */
+/* attention_small_sm90.cu, for split calls only */
 smla_attention_launcher smla_attend_sm90_small_32;
 smla_attention_launcher smla_attend_sm90_small_16;
 
@@ -167,20 +167,20 @@ cudaError_t smla_cuda_launch_combine(const smla_attention_params *params,
 
 /* ---- Partial rows -------------------------------------------------------------------------- */
 
-/* What the splits leave in the workspace, element (token * num_splits + split) * num_heads + head
- * of each array. The out of a row with sum 0 is not written.
+/* The partial rows that splits leave in the workspace: element (token * num_splits + split) *
+ * num_heads + head of each array. The out of a partial row with sum 0 is not written.
  *
- * Hopper's kernels for FP8 rows leave halves, for what they write and the combine kernel reads is
- * what binds small batches: the row is 512 f16, then as float number SMLA_HALF_UNIT what they are
- * multiples of, and its sum is stored negative. Rows that they do again are of fp32, and so say
- * their sums. */
+ * Hopper's kernels for FP8 rows leave halves, because the bytes of partial rows bind small batches.
+ * Such a row is 512 f16, and then, as float number SMLA_HALF_UNIT, the unit that the f16 are
+ * multiples of. Its sum is stored negative. Rows that these kernels compute again are fp32, and
+ * their sums are positive. */
 typedef struct smla_partial_rows {
     float *state; /* [T * splits * H][2]: max_log2, sum (softmax.cuh) */
     float *out;   /* [T * splits * H][512] */
 } smla_partial_rows;
 
 enum {
-    SMLA_PARTIAL_ALIGN = 16, /* what vector accesses need */
+    SMLA_PARTIAL_ALIGN = 16, /* bytes, for vector accesses */
     SMLA_HALF_UNIT = SMLA_KV_LORA_RANK / 2,
 };
 
@@ -198,7 +198,7 @@ smla_partial_bytes(int64_t num_rows)
            num_rows * SMLA_KV_LORA_RANK * (int64_t)sizeof(float);
 }
 
-/* Bytes at the head of the workspace that its alignment wastes. */
+/* Bytes at the start of the workspace that alignment wastes. */
 static inline int64_t
 smla_partial_padding(const void *workspace)
 {

@@ -2,12 +2,11 @@
  * cache rows in registers, and from there to bf16 in shared memory.
  *
  * A block is SMLA_SM80_KEYS columns of one list, and each warp has 4 neighbouring columns of it. A
- * warp reads indices for a window of 8 blocks at once, and turns them into row addresses: lane l
+ * warp reads the indices of 8 blocks, a window, at once, and turns them into row addresses: lane l
  * has the warp's column l % 4 of the window's block l / 4. Indices are read one window ahead of the
- * cache rows, and rows are loaded into registers one block ahead of the products. A masked key (a
- * negative index, one past the last slot, one outside the list's range, or one without a page) has
- * no cache row. Nothing is read for it, zeros are stored in its place, and is_key tells the
- * softmax.
+ * cache rows, and rows are loaded into registers one block ahead of the products. A masked key (its
+ * index is negative, past the last slot, outside the list's range or without a page) has no cache
+ * row: nothing is read for it, zeros are stored in its place, and is_key tells the softmax.
  *
  * e4m3 goes to shared memory as bf16, exactly, without its scale. NaN stays NaN.
  */
@@ -118,10 +117,9 @@ find_row(const attention_launch &launch, const block_plan &plan, int32_t window,
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* The bytes of its warp's four cache rows that a lane holds, as they are in memory: chunks lane and
- * 32 + lane of the NoPE part of every key, and chunk lane % 8 of the RoPE part of key lane / 8. A
- * lane below 16 also has scale lane % 4 of key lane / 4; the others know whether key lane % 4
- * exists. */
+/* What a lane holds of its warp's four cache rows, as they are in memory: of every key chunks lane
+ * and 32 + lane of the NoPE part, and of key lane / 8 chunk lane % 8 of the RoPE part. Lanes below
+ * 16 also have scale lane % 4 of key lane / 4; the others know whether key lane % 4 exists. */
 template <int FORMATS> struct raw_rows {
     uint32_t nope[WARP_KEYS][2][FORMATS == SMLA_ROWS_FP8 ? 2 : 4];
     uint32_t rope[4];
@@ -242,10 +240,9 @@ load_rows(const attention_launch &launch, const block_plan &plan, int32_t block,
 
 /* ---- e4m3 to bf16 -------------------------------------------------------------------------- */
 
-/* Widens two e4m3, in bytes 0 and 2, to bf16. A value's bits become the last bits of bf16's
- * exponent and the first of its mantissa, which makes it 2^-120 too small, even if it is subnormal.
- * The product is exact, and adding -0 keeps a zero's sign. NaN becomes 480, which e4m3 does not
- * have. */
+/* Widens two e4m3, in bytes 0 and 2, to bf16. With its bits at the end of bf16's exponent and the
+ * start of its mantissa, a value is 2^120 times too small, subnormal or not. The product with 2^120
+ * is exact; adding -0 keeps a zero's sign. NaN becomes 480, a number that e4m3 does not have. */
 static __device__ __forceinline__ uint32_t
 widen_e4m3x2(uint32_t bytes)
 {

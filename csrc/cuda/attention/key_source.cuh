@@ -7,7 +7,7 @@
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/ptx_sm90.cuh"
 
-/* The index that stands for an absent entry of a list. No index_limit is above it. */
+/* The index that stands for an absent entry of a list. It is not below any index_limit. */
 enum : uint32_t { NO_INDEX = 0xFFFFFFFFu };
 
 /* ---- Launch -------------------------------------------------------------------------------- */
@@ -23,10 +23,10 @@ typedef struct list_facts {
     bool is_aligned; /* every cache row is aligned to 16 bytes */
 } list_facts;
 
-/* Corrects scores of FP8 rows from wgmma, which cuts off every sum. Measured on an H200: if a large
- * product comes first, the 36 steps of a score lose 20 * 2^-24 of it on average and 53 * 2^-24 at
- * most; if products have both signs, 7 * 2^-24. With this factor the largest errors stay below the
- * contract's 32 * 2^-24. Scores of bf16 rows need none: two sums of at most 20 steps lose less. */
+/* Corrects scores of FP8 rows from wgmma, which truncates every sum. Measured on an H200: if a
+ * large product comes first, the 36 steps of a score lose 20 * 2^-24 of it on average and up to
+ * 53 * 2^-24; if products have both signs, 7 * 2^-24. This factor keeps the largest errors below
+ * the contract's 32 * 2^-24. Scores of bf16 rows need none: sums of at most 20 steps lose less. */
 #define WGMMA_CORRECTION (1.0f + 0x1p-20f)
 
 /* The argument of the kernels. Fields that the first instructions read come first. A launch's
@@ -35,7 +35,7 @@ typedef struct list_facts {
 typedef struct attention_launch {
     smla_divisor head_tiles; /* works per token and split */
     smla_divisor num_splits;
-    int32_t split_columns[2]; /* columns per split in each list; per segment where works may be cut */
+    int32_t split_columns[2]; /* per list: columns per split, or per segment if works may be cut */
     int32_t num_segments;     /* segments per work where works may be cut (cut_works.cuh), else 1 */
     bool q_is_aligned;        /* every row of q_nope and q_pe is aligned to 16 bytes */
     bool out_is_paired;       /* every row of out is aligned to 4 bytes */
@@ -45,7 +45,7 @@ typedef struct attention_launch {
     smla_partial_rows partials; /* unused with one split, unless works are cut */
     list_facts lists[2];
     uint64_t *arrivals; /* where works may be cut: a word per work (cut_works.cuh) */
-    int32_t slot_heads; /* rows per slot of partial rows: the most heads that a work has */
+    int32_t slot_heads; /* rows per slot of partial rows: the most heads that a work may have */
     int32_t tile_heads; /* heads per tile of the kernel */
     int32_t cut_cost;   /* cost of one piece of a cut work, in segments */
     int32_t max_pieces; /* pieces that the workspace has slots for */
@@ -83,9 +83,8 @@ typedef struct cta_work {
     int32_t split;        /* or the first segment, if the work may be cut */
     int32_t num_segments; /* segments from there on; a split counts as one */
     int32_t first_head;
-    int32_t num_heads; /* heads of the tile; its other rows are zeros */
-    int32_t
-        first_row; /* number of the first partial row (kernels.h), or NOT_PARTIAL */
+    int32_t num_heads; /* heads in the tile; the tile's other rows are zeros */
+    int32_t first_row; /* number of the first partial row (kernels.h), or NOT_PARTIAL */
 } cta_work;
 
 enum { NOT_PARTIAL = -1 }; /* the work has all keys of its token, and writes results */

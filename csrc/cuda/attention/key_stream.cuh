@@ -5,14 +5,12 @@
  * in their order. So no warp waits for another. Each sixteen has another four, so that lists with a
  * pattern (every second entry, every second page) still give all warps the same number of keys. A
  * step has 32 keys of each warp. A work has as many steps as its fullest quarter needs, and at
- * least one. The warps count their keys ahead, because the consumers must know which step is the
- * last.
+ * least one. The warps count keys ahead, because the consumers must know which step is the last.
  *
  * The count takes an entry for a key if its index is not negative and below index_limit. An index
  * that names no slot for another reason (a bad page in the block table) takes a key's place in a
  * step, and is masked there. A work with exactly one key is computed by one_key.cuh. So the warps
- * also add up the places without a key, and the consumers know them all when the last step has
- * come.
+ * also add up the places without a key, and with the last step the consumers know the sums.
  */
 #pragma once
 
@@ -20,7 +18,7 @@
 
 enum {
     GATHER_WARPS = 4,
-    STREAM_COLUMNS = GATHER_WARPS * SMLA_WARP_LANES, /* columns that all gather warps read at once */
+    STREAM_COLUMNS = GATHER_WARPS * SMLA_WARP_LANES, /* columns that the warps read at once */
 };
 
 /* The lane's column among STREAM_COLUMNS columns. */
@@ -106,7 +104,7 @@ count_keys(const attention_launch &launch, const cta_work &work, int list, int w
 
 /* ---- Steps of a work ------------------------------------------------------------------------ */
 
-/* Prefetches the warp's share of a work's indices to L2, in lines of 128 bytes, before they are
+/* Prefetches the warp's share of a list to L2, in lines of 128 bytes, before its keys are
  * counted. */
 static __device__ __forceinline__ void
 prefetch_keys(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
@@ -121,15 +119,14 @@ prefetch_keys(const attention_launch &launch, const cta_work &work, int list, in
     }
 }
 
-/* The numbers of steps that a work has in its lists. */
+/* How many steps a work has in each list. */
 typedef struct list_steps {
     int32_t main;
     int32_t extra;
     uint32_t num_keys; /* keys of both lists; if there are none, main is 1, a step without keys */
 } list_steps;
 
-/* Returns how many steps a list needs for the warp with the most keys. Adds all keys to
- * num_keys. */
+/* The steps of a list: what the warp with the most keys needs. Adds the list's keys to num_keys. */
 static __device__ __forceinline__ int32_t
 steps_of_keys(const uint32_t counts[GATHER_WARPS], uint32_t *num_keys)
 {
@@ -181,8 +178,7 @@ find_steps(const attention_launch &launch, const key_counts *counts)
 
 /* ---- Keys of a step ------------------------------------------------------------------------- */
 
-/* The place of the n-th set bit, counted from 0. If there is no such bit, the result is
- * arbitrary. */
+/* The place of the n-th set bit, counted from 0; an arbitrary number if there is no such bit. */
 static __device__ __forceinline__ int
 find_nth_bit(uint32_t bits, int n)
 {
@@ -199,9 +195,8 @@ find_nth_bit(uint32_t bits, int n)
     return place;
 }
 
-/* Takes the keys among the lanes' next indices, and puts them behind those that are held. Loads the
- * following indices last, to the same register: moving them from another one would wait for
- * them. */
+/* Takes the keys among the lanes' next indices, behind those that are held. The following indices
+ * are loaded last, into the same register, because a move from another one would wait for them. */
 static __device__ __forceinline__ void
 take_keys(key_stream *stream, uint32_t limit, int lane)
 {
@@ -285,7 +280,7 @@ count_step(uint32_t are_keys, bool is_mine, const Key &key, uint32_t turn, int (
         if (__popc(are_keys) == 1 && is_mine) {
             shared->only[turn][find_warp()] = key;
         }
-        __syncwarp(); /* lane 0 may arrive for the whole warp after this */
+        __syncwarp(); /* these writes come before lane 0 arrives for the warp */
     }
 }
 
@@ -307,10 +302,9 @@ find_listed_key(const attention_launch &launch, const cta_work &work, const list
     return listed_key{slot_of_index(launch, key.list, work.token, key.index), key.list};
 }
 
-/* Writes the results of a work with exactly one key, with all consumers and the code of
- * one_key.cuh. Tensor cores would change the key's value: they add that of a bf16 row to 0, so -0
- * loses its sign, and that of an FP8 row loses bits of its scale. For other works it only returns
- * false. */
+/* Writes the results of a work with exactly one key: all consumers run the code of one_key.cuh.
+ * Tensor cores would change the key's value. They add bf16 values to 0, so -0 loses its sign, and
+ * FP8 values lose bits of their scale. Returns false for other works, and does nothing then. */
 template <bool ROPE, typename Memory>
 static __device__ __forceinline__ bool
 leave_only_key(const attention_launch &launch, const cta_work &work, int turn, const Memory *shared)

@@ -1,9 +1,9 @@
-/* run_attention.c: runs attention as its plan says: in one piece or two, and with a combine where
- * keys are split; and where splits leave their partial rows.
+/* run_attention.c: runs attention as its plan says, in one launch or two. If a launch has splits,
+ * the combine kernel then folds their partial rows, which lie in the caller's workspace.
  */
 #include "cuda/attention/kernels.h"
 
-/* A miss says what there is. */
+/* The error when no kernel fits. It lists the kernels that there are. */
 static smla_status
 fail_without_kernel(const smla_attention_params *params, const smla_cuda_device *device,
                     smla_error *error)

@@ -86,7 +86,7 @@ softmax_finish(const Params &params, int64_t token, int64_t head, float max_log2
 typedef struct softmax_row {
     float max_log2;
     float sum;
-    float excess; /* by how much sum is too large */
+    float excess; /* the amount by which sum is too large */
     float unused; /* pads the row to 16 bytes */
 } softmax_row;
 

@@ -32,7 +32,7 @@ enum {
 /* The result of the plan, in shared memory. It stays there until the CTA ends. */
 typedef struct work_order {
     alignas(8) uint64_t planned;   /* mbarrier of `works`: 1 arrival, or each consumer's */
-    int32_t works[1 + NUM_ROUNDS]; /* of the CTA, as nth_work returns them */
+    int32_t works[1 + NUM_ROUNDS]; /* what nth_work returns for the CTA */
     /* Where works may be cut: a bit for each length found; at the end, for each work to fold. */
     uint32_t seen;
 } work_order;
@@ -52,7 +52,7 @@ typedef struct round_scratch {
 
 typedef struct order_scratch {
     round_scratch round;
-    uint8_t lengths[NUM_ROUNDS * ORDER_THREADS]; /* of all works */
+    uint8_t lengths[NUM_ROUNDS * ORDER_THREADS]; /* one per work */
 } order_scratch;
 
 static_assert((int)ORDER_THREADS == CTA_THREADS, "a consumer thread for each CTA of the grid");

@@ -1,5 +1,5 @@
-/* works.cuh: works, which a CTA of an attention kernel takes one at a time. A work is a head tile
- * of one split of one token, or a part of this. Also begins the launches of kernels with works.
+/* works.cuh: works. A work is what a CTA of an attention kernel takes at a time: one head tile of
+ * one split of one token, or a part of that. Also prepares the launches of these kernels.
  */
 #pragma once
 
@@ -27,8 +27,8 @@ make_work(const attention_launch &launch, int32_t token, int32_t split, int32_t 
     return work;
 }
 
-/* Finds a work by its number. A token and split has num_tiles works. The function divides, because
- * the portable kernels have no registers for divisors that they could multiply with. */
+/* Finds a work by its number. There are num_tiles works per token and split. The function divides,
+ * because the portable kernels have no registers for divisors that they could multiply with. */
 static __device__ __forceinline__ cta_work
 find_work(const attention_launch &launch, uint32_t num_tiles, int cta, int heads_per_cta)
 {
@@ -38,8 +38,9 @@ find_work(const attention_launch &launch, uint32_t num_tiles, int cta, int heads
                      (int32_t)((uint32_t)cta % num_tiles), heads_per_cta);
 }
 
-/* find_work without divisions, for launch.head_tiles, because Hopper's launches begin with it. A
- * number behind the last work gives one without heads and columns: nothing is read or written. */
+/* find_work for launch.head_tiles, without divisions: Hopper's launches begin with it. A number
+ * behind the last work gives a work without heads and columns, for which nothing is read or
+ * written. */
 static __device__ __forceinline__ cta_work
 find_numbered_work(const attention_launch &launch, int idx, int heads_per_cta)
 {
@@ -85,8 +86,7 @@ count_parts(int part)
     return (part >> 19 & (MAX_PARTS - 1)) + 1;
 }
 
-/* The slot of partial rows of the work's n-th part. Heads of works have the first gridDim.x
- * slots. */
+/* The slot of partial rows of a work's n-th part. Head parts have the first gridDim.x slots. */
 static __device__ __forceinline__ int
 slot_of_part(int part, int n)
 {
@@ -94,7 +94,7 @@ slot_of_part(int part, int n)
 }
 
 /* The first partial row of a part. Works that are done again come in smaller head tiles, which may
- * begin in the middle of the slot. */
+ * begin in the middle of a slot. */
 static __device__ __forceinline__ int32_t
 find_first_row(const attention_launch &launch, int part, int32_t first_head)
 {
@@ -139,7 +139,7 @@ find_ordered_work(const attention_launch &launch, int number, int heads_per_cta)
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* Whether 32 bits can count works and columns. No memory holds the arrays of a larger call. */
+/* Whether 32 bits can count the works and columns. No memory holds the arrays of larger calls. */
 static bool
 is_countable(const smla_attention_params *params, int heads_per_cta)
 {

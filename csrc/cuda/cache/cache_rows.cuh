@@ -12,7 +12,7 @@ namespace {
 enum {
     BLOCK_WARPS = 8,
     BLOCK_THREADS = BLOCK_WARPS * SMLA_WARP_LANES,
-    FEW_BLOCKS_PER_SM = 2, /* for kernels that need more addresses or registers */
+    FEW_BLOCKS_PER_SM = 2, /* kernels that need more addresses or registers have so few */
 };
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;

@@ -183,6 +183,7 @@ const smla_backend smla_cuda_backend = {
     .prefers_direct = smla_cuda_prefers_direct,
     .attention_workspace_size = smla_cuda_attention_workspace_size,
     .plan_attention = smla_cuda_plan_attention,
+    .kernel_name = smla_cuda_kernel_name,
     .sparse_attention = sparse_attention,
     .up_proj = up_proj,
     .kernels = smla_cuda_kernels,

@@ -38,14 +38,14 @@ typedef struct stream_graph {
 
 enum {
     MAX_GRAPHS = 64,        /* per device; PyTorch has 32 streams and reuses them */
-    MAX_KERNEL_GRAPHS = 24, /* of these, for kernels that are not a stream's first */
+    MAX_KERNEL_GRAPHS = 24, /* part of MAX_GRAPHS, for kernels that are not a stream's first */
     MAX_STREAMS = 200,      /* remembered per device; on others kernels are launched */
 };
 
 static struct device_graphs {
     _Atomic(stream_graph *) first; /* streams are added at the front and stay */
-    int num_streams;               /* from here on: under streams_lock */
-    CUcontext context;             /* of the graphs; NULL until they are made */
+    int num_streams;               /* streams_lock guards this and the fields below */
+    CUcontext context;             /* the graphs' context; NULL until they are made */
     cudaGraphNode_t node;          /* the kernel's node, the same in each graph */
     cudaGraphExec_t execs[MAX_GRAPHS];
     int num_left;         /* graphs that nobody has taken yet */
@@ -199,12 +199,12 @@ find_stream(int32_t device_id, unsigned long long stream_id)
     return at;
 }
 
-/* Adds the stream. The caller holds streams_lock. NULL where there are too many streams. */
+/* Adds the stream, if no other thread has. NULL: too many. The caller holds streams_lock. */
 static stream_graph *
 add_stream(const smla_cuda_grid *grid, unsigned long long stream_id)
 {
     struct device_graphs *const graphs = &graphs_of[grid->stream.device_id];
-    stream_graph *added = find_stream(grid->stream.device_id, stream_id); /* by another thread */
+    stream_graph *added = find_stream(grid->stream.device_id, stream_id);
     if (added != NULL || graphs->num_streams == MAX_STREAMS) {
         return added;
     }
@@ -267,7 +267,7 @@ find_known(stream_graph *graph, const smla_cuda_grid *grid)
     struct known_kernel *const known = find_place(graph, grid->kernel);
     if (known->kernel != grid->kernel) {
         cudaFunction_t function = NULL;
-        const enum cudaStreamCaptureMode former = smla_cuda_relax_captures(); /* for a first load */
+        const enum cudaStreamCaptureMode former = smla_cuda_relax_captures(); /* code may load */
         const cudaError_t code = cudaGetFuncBySymbol(&function, grid->kernel);
         smla_cuda_restore_captures(former);
         if (code != cudaSuccess) {

@@ -78,7 +78,7 @@ typedef struct smla_py_array {
 /* The stream that a call's work goes to. All zeros = the legacy default stream, not given. */
 typedef struct smla_py_stream {
     smla_stream at;              /* device and handle */
-    bool is_given;               /* by the caller; else stream.c takes it from a producer */
+    bool is_given;               /* the caller gave it; else stream.c takes it from a producer */
     bool is_cuda;                /* an array of the call is in CUDA memory */
     bool is_capturing;           /* valid once `backend` is set */
     const smla_backend *backend; /* NULL = not looked up yet */

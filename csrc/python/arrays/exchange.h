@@ -56,7 +56,7 @@ void smla_py_forget_cupy(smla_py_shared *shared);
 void smla_py_forget_exchanges(smla_py_shared *shared);
 
 /* exchange_api.c */
-bool smla_py_is_exchanged(const smla_py_state *state, PyObject *object); /* by a type met before */
+bool smla_py_is_exchanged(const smla_py_state *state, PyObject *object); /* type was met before */
 int smla_py_read_exchange_api(const smla_py_state *state, const char *op, smla_py_role role,
                               smla_py_array *array);
 

@@ -21,7 +21,7 @@ typedef struct smla_py_call {
     const smla_py_state *state;
     const char *op;
     smla_py_stream stream;
-    bool asks; /* for the optional result */
+    bool asks; /* the caller wants the optional result */
     int num_arrays;
     smla_py_array arrays[SMLA_MAX_ARRAYS];
 } smla_py_call;

@@ -37,7 +37,7 @@ typedef struct operator_object {
     int num_positional;
     int num_required;
     declared_param params[SMLA_PY_MAX_PARAMS];
-    PyObject *defaults[SMLA_PY_MAX_PARAMS]; /* by place; NULL = a call must give a value */
+    PyObject *defaults[SMLA_PY_MAX_PARAMS]; /* one per place; NULL = a call must give a value */
 } operator_object;
 
 /* ---- Calls --------------------------------------------------------------------------------- */

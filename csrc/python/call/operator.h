@@ -40,12 +40,12 @@ typedef enum smla_py_kind {
 typedef struct smla_py_param {
     const char *name;
     int kind;      /* smla_py_role or smla_py_kind */
-    size_t offset; /* of a field: const DLTensor *, or the type in the kind's comment */
+    size_t offset; /* the field's: const DLTensor *, or the type in the kind's comment */
 } smla_py_param;
 
 enum {
     SMLA_PY_MAX_PARAMS = 20,
-    SMLA_PY_MAX_ARGS_BYTES = 192, /* of an operator's args */
+    SMLA_PY_MAX_ARGS_BYTES = 192, /* the largest args of an operator */
 };
 
 typedef struct smla_py_operator {

@@ -1,4 +1,5 @@
 /* ops_attention.c: positions to slots, attention over slots, merge of partial results. */
+#include "ops/dispatch.h"
 #include "python/call/operator.h"
 
 static const DLDataType int32 = {kDLInt, 32, 1};
@@ -138,6 +139,46 @@ answer_workspace_size(const void *args)
     return PyLong_FromLongLong(bytes);
 }
 
+static PyObject *
+list_runs(const smla_backend *backend, const smla_attention_plan *plan)
+{
+    PyObject *list = PyList_New(plan->num_runs);
+    for (int i = 0; list != NULL && i < plan->num_runs; i++) {
+        const smla_attention_run *const run = &plan->runs[i];
+        PyObject *const item = Py_BuildValue("(Liz)", (long long)run->num_tokens, run->num_splits,
+                                             backend->kernel_name(run));
+        if (item == NULL || PyList_SetItem(list, i, item) < 0) { /* steals */
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+/* For `python -m sparse_mla info --plan`: a dict for each row format. */
+static PyObject *
+answer_plans(const void *args)
+{
+    PyObject *list = PyList_New(SMLA_NUM_KV_FORMATS);
+    for (int i = 0; list != NULL && i < SMLA_NUM_KV_FORMATS; i++) {
+        const smla_kv_format_info *const format = &smla_kv_formats[i];
+        const smla_backend *backend;
+        smla_attention_plan plan;
+        smla_error error;
+        if (smla_find_attention_plan(args, format, &plan, &backend, &error) != SMLA_OK) {
+            Py_DECREF(list);
+            return smla_py_raise(&error);
+        }
+        PyObject *const item =
+            Py_BuildValue("{s:s,s:i,s:L,s:N}", "kv_format", format->name, "head_dim",
+                          format->head_dim, "workspace_bytes", (long long)plan.workspace_bytes,
+                          "runs", list_runs(backend, &plan));
+        if (item == NULL || PyList_SetItem(list, i, item) < 0) { /* steals */
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
 /* ---- Merge --------------------------------------------------------------------------------- */
 
 SMLA_PY_COMPUTE(merge_attn_states)
@@ -191,6 +232,11 @@ const smla_py_operator smla_py_attention_operators[] = {
      SMLA_PY_TABLE(workspace_size_params, smla_attention_workspace_args,
                    smla_attention_workspace_args),
      .answer = answer_workspace_size},
+    {.name = "_attention_plans",
+     .title = "attention_workspace_size",
+     SMLA_PY_TABLE(workspace_size_params, smla_attention_workspace_args,
+                   smla_attention_workspace_args),
+     .answer = answer_plans},
     {.name = "merge_attn_states",
      SMLA_PY_TABLE(merge_params, smla_merge_attn_states_args, smla_merge_attn_states_args),
      .compute = compute_merge_attn_states,

@@ -143,7 +143,7 @@ fail_present(const xla_call *call, int64_t present)
 typedef struct array_walk {
     int64_t present; /* bit i: whether the call has array i */
     int num_seen;
-    int64_t num_taken; /* of the arrays that the call has */
+    int64_t num_taken; /* arrays that were taken so far */
 } array_walk;
 
 /* Takes the next array of the call, if `present` says that it is there. */

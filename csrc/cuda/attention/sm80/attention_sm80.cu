@@ -7,53 +7,53 @@
  *              one or two caches by index [T][K] (key_rows.cuh); out [T][H][512] bf16, lse and
  *              max_logits [T][H] fp32, any strides. With splits: partial rows (kernels.h).
  * Shared mem   query    [HEADS][576] bf16      16-byte chunk c of row r at c ^ r % 8
- *              keys     [32][576] bf16         the same; keys and values in one
+ *              keys     [32][576] bf16         the same layout; a row is both key and value
  *              probs    [VERSIONS][HEADS][32]  bf16, chunk c of row r at c ^ r / 2 % 4
  *              scores   [4][HEADS][32] fp32    partial sums, key j of row r at j ^ score_flip(r)
  *              scales   [4][32] fp32, is_key [32], factor [HEADS], rows [HEADS]
  *              FP8 rows: 161,664 bytes with 64 heads (A100 has 163 KiB), 99,584 with 32 (sm_86, 89
- *              and 120 have 99 KiB), 68,608 with 16: two CTAs on an SM of A100 and H200.
- * Roles        A CTA is (token, head tile, split). All 8 warps do everything, in four phases of a
- *              block of 32 keys, each closed by a barrier of all 256 threads:
+ *              and 120 have 99 KiB), 68,608 with 16: two CTAs per SM of A100 and H200.
+ * Roles        A CTA takes one (token, head tile, split). All 8 warps do everything. A block of 32
+ *              keys has four phases, each of which ends at a barrier of all 256 threads:
  *                store    registers -> keys, scales, is_key. The barrier makes the block visible
- *                         and tells everyone whether a key is there at all; else the block is
- *                         over. After it the next block's rows are asked for.
- *                score    warp = (group of dimensions, half of the tile): group t takes scale
- *                         tile t and a quarter of the RoPE part. Then partial scores are visible.
+ *                         and tells all threads whether it has a key; if not, the block is over.
+ *                         Then the loads of the next block's rows start.
+ *                score    warp = (group of dimensions, half of the tile): group t takes scale tile
+ *                         t and a quarter of the RoPE part. Then partial scores are visible.
  *                weigh    4, 8 or 16 lanes per head: sum of the partial scores, online softmax.
  *                         Then probs and factor are visible.
  *                add      warp = 64 of the 512 values, all heads, out in registers. Then nobody
  *                         reads the block any more.
- *              Registers of a thread: 32, 64 or 128 for out, 21 (FP8) or 37 for the rows under way.
+ *              Registers per thread: 32, 64 or 128 for out, 21 (FP8) or 37 for rows being loaded.
  * Roofline     2 * H * 1088 FLOP and 656 bytes per key (1152 for bf16 rows). H 64, 256 tokens,
- *              K 2048 on an H200: 92 us of wgmma, 150 us of mma.sync (62 % of its rate), 80 us of
- *              HBM. What binds is shared memory, in cycles per key and 64 heads: 36 for operands
- *              of the scores, 16 for their partial sums, 16 for operands of the values, 13 for
- *              stores, beside 54 of mma and 60 of issue slots, in phases that one CTA cannot
- *              overlap: 110 to 125, 275 us. H 16: 42 cycles of shared memory per key, 40 of HBM,
- *              two CTAs an SM: 120 to 130 us. Measured: 475 and 213 us (benchmarks/RESULTS.md): no
- *              unit is busier than 66 % (ncu), the phases wait for each other.
- * Numerics     e4m3 is exact in bf16, so no rounded key exists: the row's fp32 scale meets the fp32
- *              sum of its 128 products, and the weight on its way to bf16, once per scale tile
- *              (VERSIONS). Sums of scores are 8 + 1 mma deep, then 4 partial sums in fp32. The
- *              row's sum takes the unrounded weights: out is off by 2^-9 sum_j p_j |v_j| for their
- *              rounding and 2^-9 |out| for its own, half of what the contract allows, while lse is
- *              off by no rounding to bf16 at all. It is compensated: equal terms round the same
- *              way. ref is an integer (softmax.cuh). A masked key has weight 0 and a row of zeros,
- *              so bytes of unselected rows never meet a product; NaN in a selected row reaches the
- *              results of the token. No key: out 0, lse and max_logits -inf.
- *              weight * scale is finite for scales below 0x1.FFp127 and loses bits only below
- *              2^-126; a score overflows where fp32 does, before softmax_scale, as on the CPU.
- *              A work with one key goes another way (one_key.cuh): its value is rounded once.
- *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
- * Source       online softmax (FlashAttention), XOR swizzle and ldmatrix (CUTLASS's ideas). The cut
- *              by scale tile, weights in four versions and the integer reference are ours.
+ *              K 2048 on an H200: 92 us of wgmma, 150 us of mma.sync (62 % of wgmma's rate), 80 us
+ *              of HBM. Shared memory binds. Cycles per key and 64 heads: 36 for operands of the
+ *              scores, 16 for their partial sums, 16 for operands of the values, 13 for stores;
+ *              besides, 54 of mma and 60 of issue slots. One CTA cannot overlap its phases: 110 to
+ *              125 cycles, 275 us. H 16: 42 cycles of shared memory per key, 40 of HBM, two CTAs
+ *              per SM: 120 to 130 us. Measured: 475 and 213 us (benchmarks/RESULTS.md). No unit is
+ *              busier than 66 % (ncu): the phases wait for each other.
+ * Numerics     e4m3 is exact in bf16, so keys are not rounded. A cache row's fp32 scale multiplies
+ *              the fp32 sum of its 128 products, and the weight, which is then rounded to bf16,
+ *              once per scale tile (VERSIONS). Sums of scores are 8 + 1 mma deep, then 4 partial
+ *              sums in fp32. A query row's sum adds unrounded weights. So out is off by 2^-9 sum_j
+ *              p_j |v_j| from rounding weights and 2^-9 |out| from rounding out, half of what the
+ *              contract allows. No rounding to bf16 affects lse. The sum is compensated, because
+ *              equal terms round the same way. ref is an integer (softmax.cuh). A masked key has
+ *              weight 0 and a row of zeros, so bytes of unselected rows never meet a product. NaN
+ *              in a selected row reaches the token's results. No key: out 0, lse and max_logits
+ *              -inf. weight * scale is finite for scales below 0x1.FFp127, and loses bits only
+ *              below 2^-126. A score overflows where fp32 does, before softmax_scale, as on the
+ *              CPU. A work with one key gives its value, rounded once (one_key.cuh). A row's bits
+ *              depend on its query, keys, num_splits, H and the device, not on T.
+ * Source       online softmax (FlashAttention), XOR swizzle and ldmatrix (CUTLASS's ideas). Groups
+ *              by scale tile, four versions of the weights and the integer reference are ours.
  */
 #include "cuda/attention/attend.cuh"
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
-/* CTAs that registers must leave room for. On sm_100 a second one of mixed rows would spill. */
+/* CTAs per SM for which registers must suffice. On sm_100, two CTAs of mixed rows would spill. */
 template <typename Tile>
 static constexpr int
 min_ctas_per_sm()

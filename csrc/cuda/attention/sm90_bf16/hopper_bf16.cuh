@@ -14,7 +14,7 @@ enum {
     HALF_TILES = HALF_VALUES / 64,
     ROPE_TILE = QUERY_TILES - 1,
     PIECES = 4,        /* pieces of a block, each with an mbarrier */
-    KEY_PIECE = 2,     /* which piece, in order of time, brings is_key */
+    KEY_PIECE = 2,     /* is_key comes with this piece, in order of time */
     WEIGHED_KEYS = 32, /* keys whose weights are published at once */
     BF16_CONSUMER_REGISTERS = 224,
     BF16_GATHER_REGISTERS = 56,
@@ -79,7 +79,7 @@ typedef struct bf16_consumer {
     float more_scores[BLOCK_KEYS / 2]; /* over the other half */
     uint32_t probs[BLOCK_KEYS / 4];    /* A of wgmma */
     float sum[2];
-    float excess[2];    /* by how much sum is too large */
+    float excess[2];    /* the amount by which sum is too large */
     float top[2];       /* the largest logit, minus the reference */
     float reference[2]; /* out, sum and top are relative to it */
     int32_t is_late;    /* INT32_MAX while one of the two heads has no reference, then 0 */

@@ -43,14 +43,14 @@ enum {
     BARRIER_GROUP = 2,
     BARRIER_GATHER = 4,
     /* exponents; E is the unit of a work's scales and values (find_key_exponent) */
-    TOP_SCALE_EXPONENT = 6,   /* of the largest scale / E that fits f16: 448 times 2^7 < 2^16 */
-    LOW_SCALE_EXPONENT = -2,  /* of the first keys' largest scale / E, if E may be that large */
-    FINE_UNIT_EXPONENT = -2,  /* of E: up to it a product's error of 2^-25 E is negligible */
-    USUAL_UNIT_EXPONENT = -9, /* of E, where the first keys' scales tell nothing */
+    TOP_SCALE_EXPONENT = 6,   /* the largest scale / E that fits f16: 448 times 2^7 < 2^16 */
+    LOW_SCALE_EXPONENT = -2,  /* the first keys' largest scale / E, if E may be that large */
+    FINE_UNIT_EXPONENT = -2,  /* up to this E, a product's error of 2^-25 E is negligible */
+    USUAL_UNIT_EXPONENT = -9, /* the E to take where the first keys' scales tell nothing */
     MAX_KEY_EXPONENT = 40,    /* the exponent of E is clamped to this and its negative */
-    MAX_UNIT_EXPONENT = 3,    /* of E: 2^-25 E is then a quarter of 1e-6 */
+    MAX_UNIT_EXPONENT = 3,    /* the largest E: 2^-25 E is then a quarter of 1e-6 */
     MAX_QUERY_EXPONENT = 80,
-    QUERY_EXPONENT = 14, /* of the query's largest value in f16 */
+    QUERY_EXPONENT = 14, /* the query's largest value in f16 */
     MAX_HEAD_RATIO = 13, /* between the largest values of two heads of a tile, as an exponent */
 };
 
@@ -63,7 +63,7 @@ template <int HEADS_, bool MAXIMA_> struct hopper {
     static constexpr bool MAXIMA = MAXIMA_; /* the caller wants max_logits */
     static constexpr int GRANULES = HEADS == 64 ? (MAXIMA ? 12 : 13) : 16;
     static constexpr int CHUNKS = HEADS / 16;
-    static constexpr int SLOTS = HEADS < 32 ? 32 : HEADS; /* of sums per warp: 1 or 2 per lane */
+    static constexpr int SLOTS = HEADS < 32 ? 32 : HEADS; /* sums per warp: 1 or 2 per lane */
     static constexpr int PROB_BYTES = HEADS * 2;          /* weights of one key */
     static constexpr int PROBS_SWIZZLE = HEADS == 64   ? WGMMA_SWIZZLE_128
                                          : HEADS == 32 ? WGMMA_SWIZZLE_64
@@ -91,7 +91,7 @@ template <typename Shape> struct hopper_memory {
     alignas(16) float sums[CONSUMER_WARPS][Shape::SLOTS]; /* slot_of_sum; at first, maxima */
     alignas(16) float tops[Shape::MAXIMA ? CONSUMER_WARPS : 1][Shape::MAXIMA ? Shape::SLOTS : 1];
     alignas(16) float reference[Shape::HEADS];
-    alignas(16) float factor[2][Shape::HEADS]; /* of out, per group; before that, the sinks */
+    alignas(16) float factor[2][Shape::HEADS]; /* out's factors per group; at first, the sinks */
     int32_t work;                              /* number of the present work among the CTA's */
     cta_work place;     /* the present work without its columns, kept because divisions are slow */
     float score_scale;  /* multiplies a score, gives its logit in the log2 domain */
@@ -104,7 +104,7 @@ template <typename Shape> struct hopper_memory {
     uint64_t query_full;
     uint64_t query_free;
     uint64_t counted;
-    int32_t num_steps[2]; /* of a work; in these four, works use elements 0 and 1 in turn */
+    int32_t num_steps[2]; /* steps per work; works use elements 0 and 1 of these four in turn */
     alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* places without a key (add_absent) */
     listed_index only[2][GATHER_WARPS];               /* a gather warp's key, if it has only one */
     alignas(16) key_counts num_keys[2];
@@ -119,7 +119,7 @@ template <typename Shape> struct hopper_memory {
 /* Where the cache rows of a list lie. */
 typedef struct row_span {
     const uint8_t *lowest; /* row in memory */
-    uint32_t bias;         /* from there to the row of slot 0, in units of 16 bytes */
+    uint32_t bias;         /* distance from there to the row of slot 0, in units of 16 bytes */
 } row_span;
 
 /* The argument of the kernel. */
@@ -252,7 +252,7 @@ typedef struct key_masks {
 template <typename Shape> struct consumer {
     float out[4][Shape::HEADS / 2];
     float scores[Shape::HEADS / 2];
-    float even_sum; /* of an even chunk of heads, until the odd chunk's sum is there */
+    float even_sum; /* an even chunk's sum, until the odd chunk's sum is there */
     float even_top;
     bool has_grown[Shape::CHUNKS < 2 ? 1 : Shape::CHUNKS / 2]; /* the pair's sum was left out */
     uint32_t raw[2][8];                                        /* a granule's values, as bytes */

@@ -30,7 +30,7 @@ typedef struct gather_state {
     uint32_t base;   /* address of shared memory */
     uint32_t rows;   /* address of the warp's rows in the ring's first granule */
     uint32_t slot;   /* number of the next granule in the ring */
-    uint32_t parity; /* of that granule's `empty` */
+    uint32_t parity; /* phase to wait for at the next granule's `empty` */
 } gather_state;
 
 static __device__ __forceinline__ int

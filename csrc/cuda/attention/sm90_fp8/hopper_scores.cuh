@@ -98,7 +98,7 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
 #pragma unroll
         for (int step = 0; step < 4; step += 2) {
             if (tile + step == 0) {
-                wgmma_wait<0>(); /* for values: after wait<1> ptxas takes `out` for under way */
+                wgmma_wait<0>(); /* `out` is done: after wait<1> ptxas takes it for under way */
             } else {
                 wgmma_wait<1>();
             }

@@ -116,7 +116,7 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
     load_values(place, find_granule<Shape>(other, 0), 0, state);
     load_values(place, find_granule<Shape>(other, 1), 1, state);
     if (is_any(has_grown)) {
-        wgmma_wait<0>(); /* for scores, too, because ptxas wants nothing under way */
+        wgmma_wait<0>(); /* waits for scores, too: ptxas wants nothing under way */
         follow_references(find_place_again(), shared, state);
     }
     convert_values(0, state);
@@ -124,7 +124,7 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
     for (int i = 0; i < 16; i++) {
         ptx_pin(&state->a[0][i]);
     }
-    wgmma_wait<0>(); /* for the scores */
+    wgmma_wait<0>(); /* the scores are complete */
     ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), !has_steps_left(*state, 2));
     return other;
 }

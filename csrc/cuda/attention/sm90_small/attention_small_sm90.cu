@@ -46,7 +46,7 @@
 #include "cuda/attention/sm90_small/small_products.cuh"
 
 enum {
-    BOUND_THREADS = 640, /* for __launch_bounds__: other registers are the combine kernel's */
+    BOUND_THREADS = 640, /* __launch_bounds__ gets it: other registers are the combine kernel's */
     THREAD_REGISTERS = 96,
     REDO_REGISTERS = 168, /* per thread that does works again */
     REST_REGISTERS = 24,  /* per other thread */

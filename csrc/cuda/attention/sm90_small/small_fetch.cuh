@@ -57,13 +57,13 @@ template <typename Shape> struct small_memory {
 
 /* What a thread finds out about its work, step by step. */
 typedef struct small_state {
-    key_masks is_key;   /* for rows `row` and row + 8 of the warp's granule: all bits or none */
-    float scale[2];     /* of these rows, in scale tile `column` */
+    key_masks is_key;   /* rows `row` and row + 8 of the warp's granule: all bits or none */
+    float scale[2];     /* the two rows' scales in tile `column` */
     float score_factor; /* factor from scores to the log2 domain */
     float top;          /* largest score of head `lane` */
-    float reference;    /* of head `lane`: its weights are relative to 2^reference */
+    float reference;    /* weights of head `lane` are relative to 2^reference */
     int query_exponent;
-    int key_exponent; /* of the warp's keys, later of all keys */
+    int key_exponent; /* first for the warp's keys, later for all keys */
     bool is_bad;      /* head `lane` has a query that is not finite */
     bool is_lost;
 } small_state;
@@ -143,7 +143,7 @@ static __device__ __forceinline__ void
 copy_rows(const uint8_t *row, int num_granules, int warp, int lane, small_memory<Shape> *shared)
 {
     const fetch_place at = find_fetch(warp, lane);
-    const int number = lane % FETCH_KEYS; /* of the lane among the warp's lanes for this granule */
+    const int number = lane % FETCH_KEYS; /* the lane's place among its granule's lanes */
     const uint32_t rows =
         ptx_shared_address(shared->rows[at.granule]) + (at.key - number) * FP8_ROW_BYTES;
     const uint32_t arrived = ptx_shared_address(&shared->arrived[at.granule]);

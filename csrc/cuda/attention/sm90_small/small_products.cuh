@@ -263,7 +263,7 @@ convert_small_values(const small_values &values, uint32_t a[8])
 /* A warp's values of out for all heads, and the operands that add_small_values has prepared. */
 template <typename Shape> struct small_output {
     float out[2][Shape::HEADS / 2];
-    small_values values[2]; /* of the next granules */
+    small_values values[2]; /* the next two granules, not converted yet */
     uint32_t a[2][8];
 };
 
