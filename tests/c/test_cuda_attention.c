@@ -124,8 +124,7 @@ expect_tokens(const smla_attention_params *part, const smla_attention_params *ca
         const smla_key_list *const own = &part->lists[i];
         const smla_key_list *const all = &call->lists[i];
         EXPECT(own->indices == all->indices + start * (19 + 4 * i));
-        EXPECT(own->end ==
-               (all->end == NULL ? NULL : all->end + start * (25 + 4 * i)));
+        EXPECT(own->end == (all->end == NULL ? NULL : all->end + start * (25 + 4 * i)));
         EXPECT(own->map.req_id_per_token ==
                (all->map.block_table == NULL ? NULL : all->map.req_id_per_token + start));
         EXPECT(own->map.block_table == all->map.block_table);
