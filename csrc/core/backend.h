@@ -43,7 +43,7 @@ typedef struct smla_kv_view {
 
 /* The cache row of a token, and its scales. */
 typedef struct smla_kv_token {
-    uint8_t *row; /* NULL: the token is not in the cache */
+    uint8_t *row;
     uint8_t *scales;
 } smla_kv_token;
 

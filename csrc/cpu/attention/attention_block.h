@@ -68,34 +68,32 @@ start_cursor(const smla_attention_params *params, int64_t token, int split)
     return cursor;
 }
 
-/* The cache row of position `index` in the token's request. */
-static inline smla_kv_token
+/* The slot of position `index` in the token's request, -1 if there is none: the rules of
+ * convert_req_index_to_global_index. */
+static inline int64_t
 map_index(const smla_key_list *keys, int64_t token, int64_t index)
 {
     const smla_index_map *const map = &keys->map;
     const int64_t req = map->req_id_per_token[token];
     const int64_t block = index / keys->kv.block_size;
-    const int64_t offset = index % keys->kv.block_size;
     if (req < 0 || req >= map->num_reqs || block >= map->num_blocks) {
-        return (smla_kv_token){NULL, NULL};
+        return -1;
     }
     const int64_t page =
         map->block_table[req * map->block_table_stride_req + block * map->block_table_stride_block];
-    return page < 0 || page >= keys->kv.num_pages || page * keys->kv.block_size + offset > INT32_MAX
-               ? (smla_kv_token){NULL, NULL}
-               : smla_kv_token_at(&keys->kv, page, offset);
+    const int64_t slot = page * keys->kv.block_size + index % keys->kv.block_size;
+    return page < 0 || slot > INT32_MAX ? -1 : slot;
 }
 
-static inline smla_kv_token
-find_key(const smla_key_list *keys, int64_t token, int64_t column)
+/* The slot that a column names, negative if it names none. */
+static inline int64_t
+find_slot(const smla_key_list *keys, int64_t token, int64_t column)
 {
     const int64_t index =
         keys->indices == NULL ? column : keys->indices[token * keys->indices_stride_token + column];
-    if (index >= 0 && keys->map.block_table != NULL) {
-        return map_index(keys, token, index);
-    }
-    return index < 0 || index >= smla_kv_num_slots(&keys->kv) ? (smla_kv_token){NULL, NULL}
-                                                              : smla_kv_slot(&keys->kv, index);
+    const bool is_mapped = index >= 0 && keys->map.block_table != NULL;
+    const int64_t slot = is_mapped ? map_index(keys, token, index) : index;
+    return slot < smla_kv_num_slots(&keys->kv) ? slot : -1;
 }
 
 /* Fills the block with up to `capacity` keys. A block of 0 keys is the end. */
@@ -108,8 +106,9 @@ next_block(key_cursor *cursor, int capacity, key_block *block)
         int64_t column = cursor->column;
         int count = 0;
         for (; column < cursor->end && count < capacity; column++) {
-            const smla_kv_token key = find_key(keys, cursor->token, column);
-            if (key.row != NULL) {
+            const int64_t slot = find_slot(keys, cursor->token, column);
+            if (slot >= 0) {
+                const smla_kv_token key = smla_kv_slot(&keys->kv, slot);
                 block->rows[count] = key.row;
                 block->scales[count++] = key.scales;
             }
