@@ -447,7 +447,7 @@ def test_every_array_of_every_operator_has_a_row():
         for n, x in vars(ops).items()
         if inspect.isfunction(x) and x.__module__.startswith(ops.__name__) and not n.startswith("_")
     }
-    for name, op in (operators | functions).items():
+    for name in operators | functions:
         declared = getattr(ops, DECLARED_AS.get(name, name))
         assert array_parameters(declared) == named_in_table(name), name
         assert (name in WITHOUT_ARRAYS) == (not named_in_table(name)), name
