@@ -68,7 +68,8 @@ def aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 def print_plans(kernels: list[dict[str, Any]], num_tokens: int, num_heads: int, topk: int) -> int:
     """One line for each run of each plan: a call may run in two parts."""
-    rows = [("device", "kv_format", "tokens", "splits", "kernel", "workspace")]
+    heading = ("device", "kv_format", "tokens", "splits", "kernel", "workspace")
+    rows: list[tuple[str, ...]] = [heading]
     for device in sorted({row["device"] for row in kernels if row["available"]}):
         try:
             plans = ops._attention_plans(num_tokens, num_heads, topk, device=device)
