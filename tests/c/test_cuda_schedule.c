@@ -359,6 +359,8 @@ model_cost(const split_problem *p, const smla_attention_kernel *row, int64_t tok
     int64_t cost = ceil_of(ctas, places) * (blocks * row->block_cost + row->cta_cost);
     if (splits > 1 && row->leaves_halves) {
         cost += 12 + 6 * ceil_of(splits, 16) + tokens * splits * p->num_heads / 512;
+    } else if (splits > 1 && row->arch == 90) {
+        cost += 12 + splits + tokens * splits * p->num_heads / 256;
     } else if (splits > 1) {
         cost += 16 + splits;
     }
@@ -629,11 +631,14 @@ test_tuned_plans(void)
         {SMLA_ROWS_FP8, 8, 128, 2048, 512, "sm90_fp8_32", 4, 8, 132},
         {SMLA_ROWS_FP8, 5, 17, 256, 0, "sm90_small_16", 4, 5, 55},
         {SMLA_ROWS_FP8, 20, 24, 1024, 0, "sm90_small_32", 6, 20, 82},
-        {SMLA_ROWS_BF16, 1, 128, 2048, 0, "sm90_bf16_64", 16, 1, 96},
-        {SMLA_ROWS_BF16, 16, 128, 2048, 0, "sm90_bf16_64", 4, 16, 132},
+        {SMLA_ROWS_BF16, 1, 128, 2048, 0, "sm90_bf16_64", 16, 1, 100},
+        {SMLA_ROWS_BF16, 8, 64, 2048, 0, "sm90_bf16_64", 8, 8, 116},
+        {SMLA_ROWS_BF16, 16, 64, 1024, 0, "sm90_bf16_64", 4, 16, 112},
+        {SMLA_ROWS_BF16, 64, 64, 512, 0, "sm90_bf16_64", 1, 64, 112},
+        {SMLA_ROWS_BF16, 16, 128, 2048, 0, "sm90_bf16_64", 4, 16, 160},
         {SMLA_ROWS_BF16, 66, 128, 2048, 0, "sm90_bf16_64", 1, 66, 304},
-        {SMLA_ROWS_BF16, 140, 64, 2048, 0, "sm90_bf16_64", 1, 8, 400},
-        {SMLA_ROWS_BF16_512, 16, 128, 2048, 0, "sm90_bf16_512_64", 4, 16, 132},
+        {SMLA_ROWS_BF16, 140, 64, 2048, 0, "sm90_bf16_64", 1, 8, 420},
+        {SMLA_ROWS_BF16_512, 16, 128, 2048, 0, "sm90_bf16_512_64", 4, 16, 160},
         {SMLA_ROWS_MIXED, 1, 128, 2048, 512, "sm80_mixed_16", 32, 1, 144},
         {SMLA_ROWS_MIXED, 16, 128, 2048, 512, "sm80_mixed_16", 2, 16, 690},
         {SMLA_ROWS_MIXED, 140, 16, 2048, 128, "sm80_mixed_16", 3, 140, 851},

@@ -106,11 +106,15 @@ find_combine_cost(const split_problem *problem, const smla_attention_kernel *ker
     if (num_splits == 1) {
         return 0;
     }
-    if (!kernel->leaves_halves) {
+    if (kernel->arch == SMLA_PORTABLE_ARCH) {
         return 16 + num_splits;
     }
+    const int64_t num_rows = num_tokens * num_splits * problem->num_heads;
+    if (!kernel->leaves_halves) {
+        return 12 + num_splits + num_rows / 256;
+    }
     const int sixteens = (num_splits + 15) / 16;
-    return 12 + 6 * sixteens + num_tokens * num_splits * problem->num_heads / 512;
+    return 12 + 6 * sixteens + num_rows / 512;
 }
 
 /* The cost of starting late. A kernel starts before the grid in front of it is done where there is
