@@ -36,7 +36,7 @@
  *                                   divide the dimensions, so that scores begin with the first.
  *              empty[block][group]  128 threads of the group: its values are added | gather warps
  *              weighed[group][half] 128 threads of the group: weights of 32 keys | the other group
- *              query_full           128 gather threads | consumers
+ *              query_full           128 threads, gather warps or group 1 | consumers
  *              query_empty          256 consumers, after their last scores | gather warps
  *              planned              a consumer thread, which has written the order | gather warps
  *              scored               128 threads of group 0, which have scored its block | the same
@@ -211,11 +211,17 @@ consume_steps(const bf16_launch &launch, bf16_phase *phase, bf16_memory *shared,
     phase->work ^= 1;
 }
 
-template <bool ROPE, bool MAXIMA>
+template <bool ROPE, bool MAXIMA, bool ALIGNED>
 static __device__ __forceinline__ void
 consume(const bf16_launch &launch, bf16_memory *shared)
 {
     bf16_phase phase = {};
+    const int follower = (int)threadIdx.x - GROUP_THREADS; /* a thread of group 1 */
+    if (follower >= 0) {
+        const cta_work first = find_numbered_work(launch.base, (int)blockIdx.x, TILE_HEADS);
+        copy_query<ROPE, ALIGNED>(launch.base.params, first, ptx_shared_address(shared),
+                                  follower / SMLA_WARP_LANES);
+    }
     order_works(launch, BARRIER_CONSUMERS, shared);
 #pragma unroll 1
     for (int n = 0;; n++) {
@@ -273,7 +279,7 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_bf16(const __grid_constant__ bf16_la
         gather<ROPE, ALIGNED>(launch, shared);
     } else {
         ptx_claim_registers<BF16_CONSUMER_REGISTERS>();
-        consume<ROPE, MAXIMA>(launch, shared);
+        consume<ROPE, MAXIMA, ALIGNED>(launch, shared);
     }
 }
 

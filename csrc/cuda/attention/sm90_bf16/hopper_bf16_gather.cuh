@@ -48,11 +48,19 @@ gather_warp_again(void)
     return (int)((uint32_t)ptx_forget((int)threadIdx.x) / SMLA_WARP_LANES) - CONSUMER_WARPS;
 }
 
+/* The offset in a tile of the thread's chunk in even flights, in the n-th of four warps. */
+static __device__ __forceinline__ uint32_t
+first_chunk_in_tile(int warp)
+{
+    const int row = gather_lane() / 8;
+    return (warp * WARP_ROWS + row) * 128 + ((gather_lane() % 8) ^ row) * 16;
+}
+
 /* The offset in a tile of the thread's chunk of its row in a flight. */
 static __device__ __forceinline__ uint32_t
-chunk_in_tile(const bf16_gather &state, int flight)
+chunk_in_tile(uint32_t first_chunk, int flight)
 {
-    return (state.to ^ (flight & 1) * 64) + flight * (FLIGHT_ROWS * 128);
+    return (first_chunk ^ (flight & 1) * 64) + flight * (FLIGHT_ROWS * 128);
 }
 
 /* ---- Copies -------------------------------------------------------------------------------- */
@@ -89,20 +97,22 @@ announce_copies(uint32_t barrier)
 
 /* ---- Query --------------------------------------------------------------------------------- */
 
-/* Copies the query of a work, when the consumers no longer need the one before. */
+/* Copies the query of a work; `warp` is the number of the calling warp among four. Group 1 brings
+ * the CTA's first query, because it is idle while the gather warps read the first indices. The
+ * gather warps bring the others. */
 template <bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
-gather_query(const smla_attention_params &params, const cta_work &work, const bf16_gather &state)
+copy_query(const smla_attention_params &params, const cta_work &work, uint32_t base, int warp)
 {
-    ptx_mbarrier_wait(BF16_AT(state.base, query_empty), state.phase.work ^ 1);
 #pragma unroll 1
     for (int flight = 0; flight < ROW_FLIGHTS; flight++) {
-        const int head = gather_warp() * WARP_ROWS + flight * FLIGHT_ROWS + gather_lane() / 8;
+        const int head = warp * WARP_ROWS + flight * FLIGHT_ROWS + gather_lane() / 8;
         const uint16_t *const nope = params.q_nope + work.token * params.q_nope_stride_token +
                                      (work.first_head + head) * params.q_nope_stride_head;
         const uint16_t *const rope = params.q_pe + work.token * params.q_pe_stride_token +
                                      (work.first_head + head) * params.q_pe_stride_head;
-        const uint32_t to = BF16_AT(state.base, query) + chunk_in_tile(state, flight);
+        const uint32_t to =
+            BF16_AT(base, query) + chunk_in_tile(first_chunk_in_tile(warp), flight);
 #pragma unroll
         for (int tile = 0; tile < (ROPE ? QUERY_TILES : ROPE_TILE); tile++) {
             const uint16_t *const from = tile == ROPE_TILE ? rope : nope + tile * 64;
@@ -110,7 +120,7 @@ gather_query(const smla_attention_params &params, const cta_work &work, const bf
                                 head < work.num_heads);
         }
     }
-    announce_copies<ALIGNED>(BF16_AT(state.base, query_full));
+    announce_copies<ALIGNED>(BF16_AT(base, query_full));
 }
 
 /* ---- Keys ---------------------------------------------------------------------------------- */
@@ -125,7 +135,7 @@ copy_piece(const bf16_gather &state, int block, const uint8_t *row, int first_la
         const uint8_t *const from =
             row_of_lane(row, first_lane + flight * FLIGHT_ROWS + gather_lane() / 8);
         const uint32_t to =
-            BF16_AT(state.base, keys) + block * BLOCK_BYTES + chunk_in_tile(state, flight);
+            BF16_AT(state.base, keys) + block * BLOCK_BYTES + chunk_in_tile(state.to, flight);
 #pragma unroll
         for (int tile = first_tile<ROPE>(PIECE); tile < first_tile<ROPE>(PIECE + 1); tile++) {
             copy_chunk<ALIGNED>(to + tile * TILE_BYTES, from + tile * 128 + gather_lane() % 8 * 16,
@@ -215,7 +225,9 @@ gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
         if (*is_first_step) {
             begin_count(steps, state->phase.work, shared);
             if (n != 0) {
-                gather_query<ROPE, ALIGNED>(launch.base.params, work, *state);
+                ptx_mbarrier_wait(BF16_AT(state->base, query_empty), state->phase.work ^ 1);
+                copy_query<ROPE, ALIGNED>(launch.base.params, work, state->base,
+                                          gather_warp_again());
             }
         }
         count_step(are_keys, slot >= 0, listed_key{slot, list}, state->phase.work,
@@ -231,17 +243,14 @@ gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
     }
 }
 
-/* Gathers all works of the CTA. The first work's query is asked for before its keys are counted. A
- * work without keys needs no query. */
+/* Gathers all works of the CTA. A work without keys needs no query. */
 template <bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
 gather(const bf16_launch &launch, bf16_memory *shared)
 {
     bf16_gather state = {};
-    const int row = gather_lane() / 8;
     state.base = ptx_shared_address(shared);
-    state.to = (gather_warp() * WARP_ROWS + row) * 128 + ((gather_lane() % 8) ^ row) * 16;
-    prefetch_work(launch, (int)blockIdx.x);
+    state.to = first_chunk_in_tile(gather_warp());
 #pragma unroll 1
     for (int n = 0;; n++) {
         const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, n);
@@ -249,9 +258,6 @@ gather(const bf16_launch &launch, bf16_memory *shared)
             break;
         }
         cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
-        if (n == 0) {
-            gather_query<ROPE, ALIGNED>(launch.base.params, work, state);
-        }
         key_stream stream =
             open_stream(launch.base, work, 0, gather_warp_again(), gather_lane(), 0);
         load_next(&stream); /* comes together with the indices that are counted */
