@@ -97,23 +97,22 @@ typedef struct column_range {
     int32_t end;
 } column_range;
 
-/* RANGED: lists may have dense columns and a `begin`. */
+/* RANGED: lists may have dense columns and a `begin`. The sums are below 2^32, because a launch has
+ * less than 2^31 columns (is_countable). */
 template <bool RANGED = false>
 static __device__ __forceinline__ column_range
 find_columns(const attention_launch &launch, const cta_work &work, int list)
 {
     const smla_key_list &keys = launch.params.lists[list];
-    int64_t length = keys.topk;
+    uint32_t length = (uint32_t)keys.topk;
     if (keys.end != NULL) {
-        const int64_t given = keys.end[work.token * keys.end_stride];
-        length = given < length ? given : length;
+        length = min(length, (uint32_t)max(keys.end[work.token * keys.end_stride], 0));
     }
-    int64_t begin = (int64_t)work.split * launch.split_columns[list];
-    const int64_t end = begin + (int64_t)work.num_segments * launch.split_columns[list];
-    const int64_t last = end < length ? end : length;
+    const uint32_t columns = (uint32_t)launch.split_columns[list];
+    uint32_t begin = work.split * columns;
+    const uint32_t last = min(begin + work.num_segments * columns, length);
     if (RANGED && keys.begin != NULL) {
-        const int64_t first = keys.begin[work.token * keys.begin_stride];
-        begin = begin < first ? first : begin;
+        begin = max(begin, (uint32_t)max(keys.begin[work.token * keys.begin_stride], 0));
     }
     return begin < last ? column_range{(int32_t)begin, (int32_t)last} : column_range{0, 0};
 }

@@ -74,14 +74,12 @@ load_first(const attention_launch &launch, const cta_work &work, int list, int w
     return index;
 }
 
-/* Counts the warp's keys in a list. A lane loads LOADS indices at once, and they stay in L1 for
- * take_step. */
+/* Counts the warp's keys in a list whose stream was just opened. A lane loads LOADS indices at
+ * once, and they stay in L1 for take_step. */
 template <int LOADS>
 static __device__ __forceinline__ uint32_t
-count_keys(const attention_launch &launch, const cta_work &work, int list, int warp, int lane)
+count_keys(const key_stream &stream, uint32_t limit)
 {
-    const key_stream stream = open_stream(launch, work, list, warp, lane, 0);
-    const uint32_t limit = launch.lists[list].index_limit;
     const int32_t *at = stream.at;
     uint32_t count = 0;
 #pragma unroll 1
@@ -140,17 +138,23 @@ steps_of_keys(const uint32_t counts[GATHER_WARPS], uint32_t *num_keys)
 /* How many keys each gather warp has in each list of a work: [list][warp], in shared memory. */
 typedef uint32_t key_counts[2][GATHER_WARPS];
 
-/* Counts the keys of a work. Each of GATHER_WARPS warps counts its quarter, and all meet at a
- * barrier. Works use two `counts` in turn: those of one work are read when it begins, and at that
- * time those of the next work may be written. */
+/* Counts the keys of a work, whose main list has the stream `main`. Each of GATHER_WARPS warps
+ * counts its quarter, and all meet at a barrier. Works use two `counts` in turn: those of one work
+ * are read when it begins, and at that time those of the next work may be written. */
 template <int LOADS>
 static __device__ __forceinline__ void
-count_work(const attention_launch &launch, const cta_work &work, int warp, int lane, int barrier,
-           key_counts *counts)
+count_work(const attention_launch &launch, const cta_work &work, const key_stream &main, int warp,
+           int lane, int barrier, key_counts *counts)
 {
+    key_stream stream = main;
+    int list = 0;
 #pragma unroll 1
-    for (int list = 0; list < launch.params.num_lists; list++) {
-        (*counts)[list][warp] = count_keys<LOADS>(launch, work, list, warp, lane);
+    for (;;) {
+        (*counts)[list][warp] = count_keys<LOADS>(stream, launch.lists[list].index_limit);
+        if (++list == launch.params.num_lists) {
+            break;
+        }
+        stream = open_stream(launch, work, list, warp, lane, 0);
     }
     ptx_barrier(barrier, GATHER_WARPS * SMLA_WARP_LANES);
 }

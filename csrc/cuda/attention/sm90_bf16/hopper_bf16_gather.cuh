@@ -111,8 +111,7 @@ copy_query(const smla_attention_params &params, const cta_work &work, uint32_t b
                                      (work.first_head + head) * params.q_nope_stride_head;
         const uint16_t *const rope = params.q_pe + work.token * params.q_pe_stride_token +
                                      (work.first_head + head) * params.q_pe_stride_head;
-        const uint32_t to =
-            BF16_AT(base, query) + chunk_in_tile(first_chunk_in_tile(warp), flight);
+        const uint32_t to = BF16_AT(base, query) + chunk_in_tile(first_chunk_in_tile(warp), flight);
 #pragma unroll
         for (int tile = 0; tile < (ROPE ? QUERY_TILES : ROPE_TILE); tile++) {
             const uint16_t *const from = tile == ROPE_TILE ? rope : nope + tile * 64;
@@ -262,7 +261,7 @@ gather(const bf16_launch &launch, bf16_memory *shared)
             open_stream(launch.base, work, 0, gather_warp_again(), gather_lane(), 0);
         load_next(&stream); /* comes together with the indices that are counted */
         key_counts *const counts = &shared->num_keys[state.phase.work];
-        count_work<BF16_COUNT_LOADS>(launch.base, work, gather_warp_again(), gather_lane(),
+        count_work<BF16_COUNT_LOADS>(launch.base, work, stream, gather_warp_again(), gather_lane(),
                                      BARRIER_GATHER, counts);
         const list_steps steps = find_steps(launch.base, counts);
         stream.to_come = find_count(counts, 0, gather_warp_again());

@@ -159,7 +159,8 @@ begin_works(const hopper_launch &launch, hopper_memory<Shape> *shared)
     const bool may_be_cut = launch.base.num_segments > 1;
     if (me.group == 0) {
         const cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
-        count_work<FIRST_COUNT_LOADS>(launch.base, work, me.warp, me.lane, BARRIER_GROUP,
+        const key_stream stream = open_stream(launch.base, work, 0, me.warp, me.lane, 0);
+        count_work<FIRST_COUNT_LOADS>(launch.base, work, stream, me.warp, me.lane, BARRIER_GROUP,
                                       &shared->num_keys[0]);
     } else {
         ptx_barrier(BARRIER_GROUP + 1, GROUP_THREADS);

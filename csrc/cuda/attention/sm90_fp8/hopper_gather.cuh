@@ -127,7 +127,9 @@ static __device__ __forceinline__ void
 count_keys_of(const hopper_launch &launch, const cta_work &work, uint32_t turn,
               hopper_memory<Shape> *shared)
 {
-    count_work<FP8_COUNT_LOADS>(launch.base, work, find_gather_warp(), find_gather_lane(),
+    const key_stream stream =
+        open_stream(launch.base, work, 0, find_gather_warp(), find_gather_lane(), 0);
+    count_work<FP8_COUNT_LOADS>(launch.base, work, stream, find_gather_warp(), find_gather_lane(),
                                 BARRIER_GATHER, &shared->num_keys[turn]);
 }
 
