@@ -11,29 +11,23 @@ import ctypes
 import importlib.machinery
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
-import pytest
 from dlpack_producer import CUDA, Producer
+from helpers import find_c_test
 
-import sparse_mla
-
-BUILD = Path(__file__).parents[1] / "build" / sparse_mla.build_info()["flags"]
-EXTENSION = BUILD / "tests" / "fake_gpu.so"  # built with the C tests
 OUT_OF_MEMORY, UNKNOWN_ERROR = 2, 999  # CUDA's codes
 
 
 def load() -> ModuleType:
     """Imports a second copy of the package, on the fake GPUs."""
-    if not EXTENSION.exists():
-        pytest.skip("the C tests are not built: make test-c")
+    extension = str(find_c_test("fake_gpu"))
     names = [name for name in sys.modules if name.split(".")[0] == "sparse_mla"]
     former = {name: sys.modules.pop(name) for name in names}
     try:
-        loader = importlib.machinery.ExtensionFileLoader("sparse_mla._C", str(EXTENSION))
-        spec = importlib.util.spec_from_file_location("sparse_mla._C", EXTENSION, loader=loader)
+        loader = importlib.machinery.ExtensionFileLoader("sparse_mla._C", extension)
+        spec = importlib.util.spec_from_file_location("sparse_mla._C", extension, loader=loader)
         sys.modules["sparse_mla._C"] = core = importlib.util.module_from_spec(spec)
         loader.exec_module(core)
         return importlib.import_module("sparse_mla")
@@ -47,7 +41,7 @@ class Driver:
     """Controls the fake GPUs, and reports the calls that they got."""
 
     def __init__(self) -> None:
-        self.library = ctypes.CDLL(str(EXTENSION))
+        self.library = ctypes.CDLL(str(find_c_test("fake_gpu")))
         for name in ("new_stream", "followed", "launch_stream"):
             getattr(self.library, f"fake_gpu_{name}").restype = ctypes.c_void_p
         self.library.fake_gpu_calls.restype = ctypes.c_char_p

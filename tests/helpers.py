@@ -16,9 +16,20 @@ import numpy as np
 import pytest
 import reference as ref
 
+import sparse_mla
+
+BUILD = Path(__file__).parents[1] / "build" / sparse_mla.build_info()["flags"]
 RED_ZONE_BYTES = 256
 RED = 0x5C
 NO_NAN = 0x7F  # poison that is no NaN: floats of this byte are 3.4e38, far above any result
+
+
+def find_c_test(name: str) -> Path:
+    """A library that `make test-c` builds; without it, the test is skipped."""
+    library = BUILD / "tests" / f"{name}.so"
+    if not library.exists():
+        pytest.skip("the C tests are not built: make test-c")
+    return library
 
 
 # --- frameworks ----------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from pathlib import Path
 
 import cases
 import numpy as np
@@ -17,12 +16,9 @@ import pytest
 import reference as ref
 from device import DEVICE, ON_CUDA, Journey, address
 from dlpack_producer import CPU, CUDA, DTYPES, DLTensor
-from helpers import Guarded, assert_same_bits, assert_within_bounds
+from helpers import Guarded, assert_same_bits, assert_within_bounds, find_c_test
 
 import sparse_mla
-
-BUILD = Path(__file__).parents[1] / "build" / sparse_mla.build_info()["flags"]
-LIBRARY = BUILD / "tests" / "ranges.so"
 
 
 class Ranges(ctypes.Structure):
@@ -36,9 +32,7 @@ class Ranges(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def library():
-    if not LIBRARY.exists():
-        pytest.skip("the C tests are not built: make test-c")
-    library = ctypes.CDLL(str(LIBRARY))
+    library = ctypes.CDLL(str(find_c_test("ranges")))
     library.test_attend.argtypes = (
         ctypes.POINTER(ctypes.POINTER(DLTensor)),
         ctypes.c_double,

@@ -245,15 +245,21 @@ find_plan(const split_problem *problem, int64_t num_tokens)
     return plan;
 }
 
-/* Returns false where no row of the kernel table fits. */
+/* What a kernel must serve for a call of the shape with these formats. */
+static smla_kv_set
+find_needs(const smla_attention_shape *shape, smla_kv_set formats)
+{
+    return formats | (shape->has_ranges ? SMLA_ROWS_RANGED : 0);
+}
+
+/* Returns false where no row of the kernel table serves what the call needs. */
 static bool
-find_problem(const smla_cuda_device *device, const smla_attention_shape *shape, smla_kv_set formats,
+find_problem(const smla_cuda_device *device, const smla_attention_shape *shape, smla_kv_set needs,
              split_problem *problem)
 {
-    const smla_kv_set needed = formats | (shape->has_ranges ? SMLA_ROWS_RANGED : 0);
     *problem = (split_problem){
         .device = device,
-        .whole = smla_find_whole_kernel(device, needed, shape->num_heads),
+        .whole = smla_find_whole_kernel(device, needs, shape->num_heads),
         .num_heads = shape->num_heads,
         .topk = shape->topk,
         .extra_topk = shape->extra_topk,
@@ -284,8 +290,9 @@ most_parts_of(const smla_cuda_device *device, const smla_attention_shape *shape,
               smla_kv_set formats)
 {
     split_problem problem;
-    return find_problem(device, shape, formats, &problem) ? most_parts(&problem, shape->num_tokens)
-                                                          : 0;
+    return find_problem(device, shape, find_needs(shape, formats), &problem)
+               ? most_parts(&problem, shape->num_tokens)
+               : 0;
 }
 
 int64_t
@@ -352,16 +359,14 @@ smla_cuda_plan_attention(const smla_attention_shape *shape, smla_attention_plan 
         .runs[0] = {.num_tokens = shape->num_tokens,
                     .num_splits = is_given ? shape->num_splits : 1},
     };
+    const smla_kv_set needs = find_needs(shape, formats);
     split_problem problem;
-    if (device == NULL || !find_problem(device, shape, formats, &problem)) {
+    if (device == NULL || !find_problem(device, shape, needs, &problem)) {
         return;
     }
     if (is_given) { /* a token's bits must not depend on the batch */
-        plan->runs[0].kernel =
-            shape->has_ranges
-                ? problem.whole
-                : smla_find_kernel(device, formats, shape->num_heads, shape->num_splits,
-                                   count_columns(&problem, shape->num_splits));
+        plan->runs[0].kernel = smla_find_kernel(device, needs, shape->num_heads, shape->num_splits,
+                                                count_columns(&problem, shape->num_splits));
         return;
     }
     plan->workspace_bytes = parts_bytes(most_parts(&problem, shape->num_tokens), shape->num_heads);
