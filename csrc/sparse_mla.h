@@ -184,7 +184,8 @@ typedef struct smla_attention_workspace_args {
 SMLA_API smla_status smla_attention_workspace_size(const smla_attention_workspace_args *args,
                                                    int64_t *bytes, smla_error *error);
 
-/* Merges two partial results over disjoint keys by softmax weight. An lse +inf counts as -inf. */
+/* Merges two partial results over disjoint keys by softmax weight. An lse +inf counts as -inf. The
+ * parts have been computed without the sink, which is no part of lse either. */
 typedef struct smla_merge_attn_states_args {
     size_t struct_size;
     const DLTensor *out_a; /* [T, H, V] bf16 | fp32 */
@@ -194,6 +195,7 @@ typedef struct smla_merge_attn_states_args {
     const DLTensor *out;   /* out, the shape and dtype of out_a */
     const DLTensor *lse;   /* out [T, H] fp32 */
     void *stream;
+    const DLTensor *attn_sink; /* [>= H] fp32, optional: out *= 1 / (1 + exp(sink - lse)) */
 } smla_merge_attn_states_args;
 
 SMLA_API smla_status smla_merge_attn_states(const smla_merge_attn_states_args *args,

@@ -378,8 +378,10 @@ def attention_ratios(ref: Attention, out, lse, max_logits=None, **tolerance) -> 
 # --- merge, absorption, quantiser ----------------------------------------------------------------
 
 
-def merge_attn_states(out_a, lse_a, out_b, lse_b) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """-> (out, lse, sum of weight |state|), fp64; +inf counts as -inf."""
+def merge_attn_states(
+    out_a, lse_a, out_b, lse_b, attn_sink=None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """-> (out, lse, sum of weight |state| without the sink), fp64; +inf counts as -inf."""
     a, b = (to_f32(np.asarray(x)).astype(np.float64) for x in (out_a, out_b))
     la, lb = (np.where(np.isposinf(x), -np.inf, np.asarray(x, np.float64)) for x in (lse_a, lse_b))
     top = np.maximum(la, lb)
@@ -389,12 +391,18 @@ def merge_attn_states(out_a, lse_a, out_b, lse_b) -> tuple[np.ndarray, np.ndarra
     wb = np.where(both_empty, 0, np.exp(lb - safe))
     lse = np.where(both_empty, -np.inf, safe + np.log(wa + wb))
     wa, wb = ((w / (wa + wb))[..., None] for w in (wa, wb))
-    return wa * a + wb * b, lse, wa * np.abs(a) + wb * np.abs(b)
+    factor = np.ones_like(lse)
+    if attn_sink is not None:
+        sink = np.asarray(attn_sink, np.float64)[: lse.shape[1]]
+        with np.errstate(over="ignore"):
+            factor = np.where(both_empty, 1, 1 / (1 + np.exp(sink - np.where(both_empty, 0, lse))))
+    return factor[..., None] * (wa * a + wb * b), lse, wa * np.abs(a) + wb * np.abs(b)
 
 
 def merge_tolerance(out, magnitude, *, bf16: bool) -> np.ndarray:
     """One rounding of the result (2^-8 relative for bf16, 2^-24 for fp32) and eight fp32 steps:
-    two exp of a rounded difference, a sum, a division, two products, an addition."""
+    two exp of a rounded difference, a sum, a division, two products, an addition. A sink's factor
+    adds two, and its exponent d at most |d| / (2 + e^d + e^-d) < 0.23 steps."""
     return (2.0**-8 if bf16 else 2.0**-24) * np.abs(out) + 16 * 2.0**-24 * magnitude + 1e-37
 
 

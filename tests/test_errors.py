@@ -234,6 +234,8 @@ MERGE = [
     ("lse dtype", "lse_a", lambda x: x.astype(np.float64), TypeError, ()),
     ("lse shape", "lse_b", lambda x: x[:, :3], ValueError, ()),
     ("lse of rank 3", "lse_a", lambda x: x[..., None], ValueError, ()),
+    ("few sinks", "attn_sink", lambda _: zeros(3, dtype=np.float32), ValueError, ()),
+    ("bf16 sinks", "attn_sink", lambda _: zeros(4), TypeError, ()),
     ("out dtype", "out", lambda x: x.astype(np.float32), TypeError, ()),
     ("out shape", "out", lambda x: x[:2], ValueError, ()),
     ("new lse shape", "lse", lambda x: x[:2], ValueError, ()),

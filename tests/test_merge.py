@@ -22,10 +22,12 @@ def states(dtype, shape=(5, 7), spread=3.0, seed=0):
     return *state(), *state()
 
 
-def merge(out_a, lse_a, out_b, lse_b, row_gap=0):
+def merge(out_a, lse_a, out_b, lse_b, attn_sink=None, row_gap=0):
     out = Guarded(out_a.shape, out_a.dtype, row_gap=row_gap)
     lse = Guarded(lse_a.shape, np.float32, row_gap=row_gap)
-    result = sparse_mla.merge_attn_states(out_a, lse_a, out_b, lse_b, out=out.array, lse=lse.array)
+    result = sparse_mla.merge_attn_states(
+        out_a, lse_a, out_b, lse_b, attn_sink=attn_sink, out=out.array, lse=lse.array
+    )
     assert result[0] is out.array
     assert result[1] is lse.array
     return out.check(), lse.check()
@@ -70,6 +72,63 @@ def test_strided_inputs(dtype):
     check(out_a[::2, 1:], lse_a[::2, 1:], out_b[1::2, :4], lse_b[1::2, :4])
     one = np.broadcast_to(out_b[:1], out_b.shape)
     check(out_a, lse_a, one, np.broadcast_to(lse_b[:1], lse_b.shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("extra", [0, 3])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 200.0, 1e4])
+def test_sinks(dtype, extra, spread):
+    """A sink is as likely as the merged keys, far more and far less likely, and infinite."""
+    state = states(DTYPES[dtype], (9, 7), spread, seed=1)
+    lse = np.maximum(state[1], state[3])[0]
+    sink = lse + np.array([0, 3, -3, 50, -50, np.inf, -np.inf], np.float32)
+    sink = np.append(sink, np.full(extra, np.nan, np.float32))
+    out, merged = check(*state, sink, row_gap=8)
+    plain, plain_lse = merge(*state)
+    assert_same_bits(merged, plain_lse, "lse has no part of the sink")
+    assert (ref.to_f32(out[:, 5]) == 0).all()
+    assert_same_bits(out[:, 6], plain[:, 6], "a sink of -inf")
+    assert not np.array_equal(out[0, 0].view(np.uint8), plain[0, 0].view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks_of_empty_states(dtype):
+    """A single state is scaled. Where both are empty, out is out_a whatever the sink is."""
+    state = states(DTYPES[dtype], (4, 3), seed=2)
+    out_a, lse_a, out_b, lse_b = state
+    lse_a[0], lse_b[1], lse_a[2], lse_b[2] = -np.inf, np.inf, np.inf, -np.inf
+    out_a[0, 0, 0] = out_b[1, 0, 0] = np.nan
+    for sink in ([0.5, -1, 2], [np.inf, -np.inf, 0]):
+        out, lse = merge(*state, np.array(sink, np.float32))
+        want, want_lse, magnitude = ref.merge_attn_states(
+            np.nan_to_num(ref.to_f32(out_a)), lse_a, np.nan_to_num(ref.to_f32(out_b)), lse_b, sink
+        )
+        tolerance = ref.merge_tolerance(want, magnitude, bf16=out.dtype == ref.BF16)
+        assert ref.worst_ratio(out, want, tolerance) <= 1
+        assert ref.worst_ratio(lse, want_lse, ref.merge_lse_tolerance(want_lse)) <= 1
+        assert_same_bits(out[2], out_a[2], "neither")
+
+
+def test_parts_with_a_sink_are_the_whole():
+    """Attention over three parts without a sink, merged with it, is attention with the sink."""
+    case = cases.AttentionCase(4, 9, 200, pages=4).make()
+    assert case.options.get("attn_sink") is None
+    sink = np.random.default_rng(5).normal(3, 2, 12).astype(np.float32)
+    want = sparse_mla.sparse_attention(
+        case.q, case.kv, case.indices, **case.options, attn_sink=sink[:9]
+    )
+    parts = []
+    for columns in (slice(0, 50), slice(50, 120), slice(120, None)):
+        out, lse = sparse_mla.sparse_attention(
+            case.q, case.kv, case.indices[:, columns], **case.options
+        )
+        parts += [ref.to_f32(out), lse]
+    first = sparse_mla.merge_attn_states(*parts[:4])
+    out, lse = sparse_mla.merge_attn_states(*first, *parts[4:], attn_sink=sink)
+    reference = case.reference()
+    tolerance = 3 * reference.out_tolerance(**device.BOUNDS)
+    assert ref.worst_ratio(out, ref.to_f32(want[0]), tolerance) <= 1
+    assert ref.worst_ratio(lse, want[1], 2 * reference.lse_tolerance(**device.BOUNDS)) <= 1
 
 
 def test_lse_of_one_dtype_of_state_only():

@@ -31,7 +31,7 @@ OPERATORS = {
         "num_tokens num_heads topk",
         "extra_topk= num_splits= device",
     ),
-    "merge_attn_states": ("out_a lse_a out_b lse_b", "out= lse= stream="),
+    "merge_attn_states": ("out_a lse_a out_b lse_b", "attn_sink= out= lse= stream="),
     "split_kv_b_proj": (
         "weight",
         "num_heads qk_nope_head_dim v_head_dim weight_scale_inv=",

@@ -147,6 +147,7 @@ def merge(dtype) -> Example:
         states[f"out_{side}"] = out if dtype == ref.BF16 else out.astype(dtype)
         states[f"lse_{side}"] = rng.normal(0, 1, (3, 4)).astype(np.float32)
     states["lse_a"][0, 1] = states["lse_b"][1, 2] = -np.inf
+    states["attn_sink"] = rng.normal(0, 1, 4).astype(np.float32)
     results = {"out": np.zeros((3, 4, 40), dtype), "lse": np.zeros((3, 4), np.float32)}
     return call("merge_attn_states", states | results)
 
@@ -278,7 +279,7 @@ BUILD = dict.fromkeys(
 )
 BUILD["workspace"] = "MetadataBuilder"
 MERGE = dict.fromkeys(("out_a", "out_b"), "") | dict.fromkeys(("lse_a", "lse_b"), "strided")
-MERGE |= {"out": "written", "lse": "strided written"}
+MERGE |= {"attn_sink": "strided", "out": "written", "lse": "strided written"}
 F16, F32, U8 = np.float16, np.float32, np.uint8
 
 TABLE: dict[str, Row] = {

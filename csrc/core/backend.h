@@ -255,6 +255,8 @@ typedef struct smla_merge_params {
     const float *lse_in[2]; /* [T, H] */
     int64_t lse_in_stride_token[2];
     int64_t lse_in_stride_head[2];
+    const float *attn_sink; /* [H] or NULL */
+    int64_t attn_sink_stride;
     void *out; /* [T, H, V] */
     int64_t out_stride_token;
     int64_t out_stride_head;

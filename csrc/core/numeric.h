@@ -114,3 +114,16 @@ smla_finite_abs(float x)
     }
     return smla_bits_float(magnitude == 0x7F800000u ? 0x7F7FFFFFu : magnitude);
 }
+
+/* The smallest power of two s with top * s >= max(amax, floor). In amax NaN counts as 0, and an
+ * infinity as FLT_MAX. amax is no negative number, and floor / top is at least FLT_MIN. The bits of
+ * two floats are apart by the logarithm of their quotient, which is rounded up here: mantissas only
+ * decide whether there is something to round. */
+SMLA_HOST_DEVICE static inline float
+smla_power_of_two_scale(float amax, float top, float floor)
+{
+    const float finite = smla_finite_abs(amax);
+    const uint32_t bits = smla_float_bits(finite > floor ? finite : floor);
+    const uint32_t rounded_up = bits - smla_float_bits(top) + (127u << 23) + 0x7FFFFFu;
+    return smla_bits_float(rounded_up & 0x7F800000u);
+}

@@ -511,6 +511,14 @@ smla_check_merge_attn_states(const smla_merge_attn_states_args *args, smla_merge
     out.tensor = args->out_b;
     SMLA_TRY(smla_require(&c, &out));
     SMLA_TRY(smla_require_state(&c, "lse_b", args->lse_b, out.shape[0], out.shape[1], 0));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "attn_sink",
+                                           .tensor = args->attn_sink,
+                                           .dtypes = SMLA_DTYPE_FP32,
+                                           .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_MORE_ROWS |
+                                                    SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = 1,
+                                           .shape = {out.shape[1]},
+                                           .hint = "at least a sink per head of `out_a`"}));
     out.name = "out";
     out.tensor = args->out;
     out.flags = SMLA_RULE_OUTPUT;
@@ -529,6 +537,8 @@ smla_check_merge_attn_states(const smla_merge_attn_states_args *args, smla_merge
         .lse_in = {smla_data(args->lse_a), smla_data(args->lse_b)},
         .lse_in_stride_token = {smla_stride(args->lse_a, 0), smla_stride(args->lse_b, 0)},
         .lse_in_stride_head = {smla_stride(args->lse_a, 1), smla_stride(args->lse_b, 1)},
+        .attn_sink = smla_data(args->attn_sink),
+        .attn_sink_stride = smla_stride(args->attn_sink, 0),
         .out = smla_data(args->out),
         .out_stride_token = smla_stride(args->out, 0),
         .out_stride_head = smla_stride(args->out, 1),

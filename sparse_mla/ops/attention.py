@@ -212,6 +212,7 @@ def merge_attn_states(
     out_b: Array,
     lse_b: Array,
     *,
+    attn_sink: Array | None = None,
     out: Array | None = None,
     lse: Array | None = None,
     stream: Stream = None,
@@ -220,12 +221,16 @@ def merge_attn_states(
 
     lse = ln(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
     An lse of +inf counts as -inf (an empty part); where both are, out is out_a and lse is -inf.
+    With `attn_sink`, out is multiplied by 1 / (1 + exp(sink - lse)) where lse is not -inf; lse
+    stays. The parts must have been computed without the sink.
 
     Parameters
     ----------
     out_a, out_b : [T, H, V] bf16 or fp32
     lse_a, lse_b : [T, H] fp32
         Natural logarithms.
+    attn_sink : [>= H] fp32, optional
+        -inf has no effect, +inf makes out 0.
     out : [T, H, V], the dtype of out_a, optional
     lse : [T, H] fp32, optional
     stream : int handle or stream object, optional

@@ -144,7 +144,8 @@ make_merge(void)
                                 .out_b = ZEROS(bf16, 3, 2, 4),
                                 .lse_b = ZEROS(fp32, 3, 2),
                                 .out = ZEROS(bf16, 3, 2, 4),
-                                .lse = ZEROS(fp32, 3, 2)}};
+                                .lse = ZEROS(fp32, 3, 2),
+                                .attn_sink = ZEROS(fp32, 2)}};
 }
 
 static inline any_args
@@ -265,6 +266,7 @@ static const operator_case operators[] = {
       {"lse_a", AT_FIELD(merge, lse_a), ANY_STRIDE, 3},
       {"out_b", AT_FIELD(merge, out_b), 0, 7},
       {"lse_b", AT_FIELD(merge, lse_b), ANY_STRIDE, 3},
+      {"attn_sink", AT_FIELD(merge, attn_sink), ANY_STRIDE | OPTIONAL, 0},
       {"out", AT_FIELD(merge, out), OUTPUT, 7},
       {"lse", AT_FIELD(merge, lse), OUTPUT | ANY_STRIDE, 3}}},
     {"split_kv_b_proj",

@@ -2,7 +2,7 @@
 #include "testing.h"
 
 typedef struct merge {
-    array *out_a, *lse_a, *out_b, *lse_b, *out, *lse;
+    array *out_a, *lse_a, *out_b, *lse_b, *out, *lse, *sink;
 } merge;
 
 static smla_status
@@ -14,7 +14,9 @@ run_merge(const merge *m)
                                               .out_b = &m->out_b->tensor,
                                               .lse_b = &m->lse_b->tensor,
                                               .out = &m->out->tensor,
-                                              .lse = &m->lse->tensor};
+                                              .lse = &m->lse->tensor,
+                                              .attn_sink =
+                                                  m->sink == NULL ? NULL : &m->sink->tensor};
     return smla_merge_attn_states(&args, &error);
 }
 
@@ -40,10 +42,11 @@ expect_merged(const merge *m)
             const double lse_b = GET(m->lse_b, t, h);
             const double top = fmax(lse_a, lse_b);
             const double lse = top + log(exp(lse_a - top) + exp(lse_b - top));
+            const double factor = m->sink == NULL ? 1.0 : 1.0 / (1.0 + exp(GET(m->sink, h) - lse));
             EXPECT_NEAR(GET(m->lse, t, h), lse, 0x1p-23 * fabs(lse) + 1e-12);
             for (int64_t i = 0; i < m->out->shape[2]; i++) {
-                const double a = exp(lse_a - lse) * GET(m->out_a, t, h, i);
-                const double b = exp(lse_b - lse) * GET(m->out_b, t, h, i);
+                const double a = factor * exp(lse_a - lse) * GET(m->out_a, t, h, i);
+                const double b = factor * exp(lse_b - lse) * GET(m->out_b, t, h, i);
                 const double rounding = is_bf16 ? 0x1p-8 * fabs(a + b) : 0.0;
                 EXPECT_NEAR(GET(m->out, t, h, i), a + b,
                             3.0 * 0x1p-23 * (fabs(a) + fabs(b)) + rounding);
@@ -63,6 +66,21 @@ test_values(void)
         const merge large = make_merge(dtypes[i], 40, 8, 512);
         EXPECT_OK(run_merge(&large));
         expect_merged(&large);
+    }
+}
+
+/* A sink per head, and more sinks than heads. */
+static void
+test_sinks(void)
+{
+    const DLDataType dtypes[] = {bf16, fp32};
+    for (int i = 0; i < 2; i++) {
+        merge m = make_merge(dtypes[i], 5, 3, 40);
+        m.sink = slice(fill_normal(ARRAY(fp32, 10), 3.0), 0, 0, 10, 3);
+        SET(m.sink, -INFINITY, 1);
+        SET(m.sink, INFINITY, 2);
+        EXPECT_OK(run_merge(&m));
+        expect_merged(&m);
     }
 }
 
@@ -132,6 +150,7 @@ int
 main(void)
 {
     RUN(test_values);
+    RUN(test_sinks);
     RUN(test_strides);
     RUN(test_empty_sides);
     RUN(test_extreme_lse);

@@ -1,6 +1,8 @@
 /* merge.c: softmax-weighted merge of two partial attention results over disjoint key sets.
  *
- *   lse = ln(e^lse_a + e^lse_b),  out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b
+ *   lse = ln(e^lse_a + e^lse_b),  out = f (e^(lse_a - lse) out_a + e^(lse_b - lse) out_b)
+ *
+ * f = 1 / (1 + e^(sink - lse)), or 1 without a sink.
  */
 #include <math.h>
 
@@ -14,6 +16,16 @@ read_lse(const smla_merge_params *p, int side, int64_t token, int64_t head)
     const float lse =
         p->lse_in[side][token * p->lse_in_stride_token[side] + head * p->lse_in_stride_head[side]];
     return isinf(lse) ? -INFINITY : (double)lse;
+}
+
+/* The sink's factor of a row whose merged lse is `lse`. */
+static double
+find_factor(const smla_merge_params *p, int64_t head, double lse)
+{
+    if (p->attn_sink == NULL) {
+        return 1.0;
+    }
+    return 1.0 / (1.0 + exp(p->attn_sink[head * p->attn_sink_stride] - lse));
 }
 
 static void
@@ -36,21 +48,25 @@ merge_row(const smla_merge_params *p, int64_t token, int64_t head)
         token * p->out_in_stride_token[1] + head * p->out_in_stride_head[1],
     };
     float *merged = p->lse + token * p->lse_stride_token + head * p->lse_stride_head;
-    /* An empty side is ignored, whatever its rows hold. If both sides are empty, side 0 is
-     * copied. */
+    /* An empty side is ignored, whatever its rows hold. If both sides are empty, side 0 is copied,
+     * whatever the sink is. */
     if (isinf(lse[0]) || isinf(lse[1])) {
         const int side = isinf(lse[1]) ? 0 : 1;
+        const bool is_scaled = p->attn_sink != NULL && !isinf(lse[side]);
+        const float factor = is_scaled ? (float)find_factor(p, head, lse[side]) : 1.0f;
         *merged = (float)lse[side];
         for (int64_t i = 0; i < p->value_dim; i++) {
-            store_value(p, row + i,
-                        smla_cpu_load_float(p->out_in[side], p->type, rows_in[side] + i));
+            const float value = smla_cpu_load_float(p->out_in[side], p->type, rows_in[side] + i);
+            store_value(p, row + i, is_scaled ? factor * value : value);
         }
         return;
     }
     const double top = fmax(lse[0], lse[1]);
     const double sum = exp(lse[0] - top) + exp(lse[1] - top);
     const double total = top + log(sum);
-    const float weights[2] = {(float)(exp(lse[0] - top) / sum), (float)(exp(lse[1] - top) / sum)};
+    const double factor = find_factor(p, head, total) / sum;
+    const float weights[2] = {(float)(exp(lse[0] - top) * factor),
+                              (float)(exp(lse[1] - top) * factor)};
     *merged = (float)total;
     for (int64_t i = 0; i < p->value_dim; i++) {
         const float a = smla_cpu_load_float(p->out_in[0], p->type, rows_in[0] + i);

@@ -1,8 +1,10 @@
 /* merge.cu: softmax-weighted merge of two partial attention results over disjoint key sets.
  *
- * Computes     lse = ln(e^lse_a + e^lse_b),  out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b
+ * Computes     lse = ln(e^lse_a + e^lse_b),
+ *              out = f (e^(lse_a - lse) out_a + e^(lse_b - lse) out_b),
+ *              f = 1 / (1 + e^(sink - lse)), or 1 without a sink
  * Shapes       out_a, out_b, out [T, H, V] bf16 or fp32; lse_a, lse_b, lse [T, H] fp32; tokens and
- *              heads any stride apart
+ *              heads any stride apart; attn_sink [H] fp32
  * Shared mem   none
  * Roles        A thread computes 16 bytes of a row of out at a time (one element where rows are not
  *              aligned) and the row's weights. A row's first thread writes lse. No barriers.
@@ -14,7 +16,8 @@
  *              88 % with 72 registers and 3 blocks per SM instead of 64 and 4.
  * Numerics     fp32; weights come from e^-|lse_a - lse_b|, so nothing overflows. A side with an lse
  *              of -inf or +inf is empty, and what its row holds does not count. If both sides are
- *              empty, side a is copied and lse is -inf.
+ *              empty, side a is copied and lse is -inf, whatever the sink is. The sink's exponent
+ *              takes the larger lse off first, because that difference is exact where it matters.
  * Source       vLLM's merge_attn_states, for the convention of +inf.
  */
 #include "cuda/host/cuda.h"
@@ -52,29 +55,48 @@ read_lse(const smla_merge_params &p, int side, int64_t token, int64_t head)
     return isinf(lse) ? -INFINITY : lse;
 }
 
+/* e^(sink - lse), by which the sum of all weights grows. lse is top + rest. */
+__device__ __forceinline__ float
+weigh_sink(const smla_merge_params &p, int64_t head, float top, float rest)
+{
+    if (p.attn_sink == NULL || isinf(top)) {
+        return 0.0f;
+    }
+    return expf(__ldg(p.attn_sink + head * p.attn_sink_stride) - top - rest);
+}
+
 /* If both sides are empty, only b is marked as empty. */
 __device__ __forceinline__ merge_weights
-weigh(float a, float b)
+weigh(const smla_merge_params &p, int64_t head, float a, float b)
 {
     if (isinf(b)) {
-        return {a, 1.0f, 0.0f, false, true};
+        return {a, 1.0f / (1.0f + weigh_sink(p, head, a, 0.0f)), 0.0f, false, true};
     }
     if (isinf(a)) {
-        return {b, 0.0f, 1.0f, true, false};
+        return {b, 0.0f, 1.0f / (1.0f + weigh_sink(p, head, b, 0.0f)), true, false};
     }
     const float lower = expf(-fabsf(a - b)); /* weight of the smaller side if the larger has 1 */
     const float sum = 1.0f + lower;
-    const float lse = fmaxf(a, b) + log1pf(lower);
-    const float weight = 1.0f / sum;
+    const float top = fmaxf(a, b);
+    const float rest = log1pf(lower);
+    const float lse = top + rest;
+    const float weight = 1.0f / (sum * (1.0f + weigh_sink(p, head, top, rest)));
     const float lower_weight = lower * weight;
     return a >= b ? merge_weights{lse, weight, lower_weight, false, false}
                   : merge_weights{lse, lower_weight, weight, false, false};
 }
 
+/* weight * value; a weight of 1 leaves NaN as it is. */
+__device__ __forceinline__ float
+scale_value(float weight, float value)
+{
+    return weight == 1.0f ? value : weight * value;
+}
+
 __device__ __forceinline__ merge_weights
 weigh_row(const smla_merge_params &p, int64_t token, int64_t head)
 {
-    return weigh(read_lse(p, 0, token, head), read_lse(p, 1, token, head));
+    return weigh(p, head, read_lse(p, 0, token, head), read_lse(p, 1, token, head));
 }
 
 __device__ __forceinline__ void
@@ -162,7 +184,9 @@ merge_values(const smla_merge_params &p, int64_t token, int64_t head, int64_t st
             const float a = take_value<TYPE>(words[0][i], k);
             const float b = take_value<TYPE>(words[1][i], k);
             /* No product with a weight of 0, because the row of an empty side may hold NaN. */
-            values[k] = merged.a_is_empty ? b : merged.b_is_empty ? a : merged.a * a + merged.b * b;
+            values[k] = merged.a_is_empty   ? scale_value(merged.b, b)
+                        : merged.b_is_empty ? scale_value(merged.a, a)
+                                            : merged.a * a + merged.b * b;
         }
         store_values<TYPE, COUNT>(p.out, row + start + i * step, values);
     }

@@ -183,13 +183,14 @@ answer_plans(const void *args)
 
 SMLA_PY_COMPUTE(merge_attn_states)
 
-enum { MERGE_OUT_A, MERGE_OUT = 4, MERGE_LSE };
+enum { MERGE_OUT_A, MERGE_OUT = 5, MERGE_LSE };
 
 static const smla_py_param merge_params[] = {
     [MERGE_OUT_A] = {"out_a", SMLA_PY_INPUT, offsetof(smla_merge_attn_states_args, out_a)},
     {"lse_a", SMLA_PY_INPUT, offsetof(smla_merge_attn_states_args, lse_a)},
     {"out_b", SMLA_PY_INPUT, offsetof(smla_merge_attn_states_args, out_b)},
     {"lse_b", SMLA_PY_INPUT, offsetof(smla_merge_attn_states_args, lse_b)},
+    {"attn_sink", SMLA_PY_OPTIONAL, offsetof(smla_merge_attn_states_args, attn_sink)},
     [MERGE_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_merge_attn_states_args, out)},
     [MERGE_LSE] = {"lse", SMLA_PY_OUTPUT, offsetof(smla_merge_attn_states_args, lse)},
     {"stream", SMLA_PY_STREAM, offsetof(smla_merge_attn_states_args, stream)},
