@@ -98,6 +98,8 @@ FLAGS_BY_MACHINE = {
 }
 ISA_DEFINES = {"x86_64": ["-DSMLA_HAVE_X86_ISA=1"], "aarch64": ["-DSMLA_HAVE_ARM_ISA=1"]}
 ISA_FLAGS = {"base": KERNEL, **FLAGS_BY_MACHINE.get(MACHINE, {})}
+# These folders' kernels round every product, so that all machines give the same bytes.
+WITHOUT_FMA = {"norm"}
 FOREIGN_ISAS = set().union(*FLAGS_BY_MACHINE.values()) - set(ISA_FLAGS)
 
 
@@ -273,6 +275,8 @@ class Graph:
 
     def compile(self, source, *extra, folder="obj"):
         isa = ISA_FLAGS.get(suffix(source), "").split()
+        if source.parent.name in WITHOUT_FMA:
+            isa.append("-ffp-contract=off")
         return self.add("cc", BUILD / folder / source.with_suffix(".o"), [source], [*extra, *isa])
 
     def compile_cuda(self, source):

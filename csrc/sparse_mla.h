@@ -6,11 +6,12 @@
  *   2. cache                     write tokens into a paged cache, gather them back
  *   3. indices and attention     positions -> slots -> attention -> merge
  *   4. absorption                kv_b_proj split, up projections, per-tensor quantisation
- *   5. planning                  the metadata builder and the forward pass of one layer
+ *   5. norms and RoPE            what DeepSeek V4's layer does around its attention
+ *   6. planning                  the metadata builder and the forward pass of one layer
  *
  * Conventions
  *   - Arrays are `const DLTensor *`, all on one device; NULL means absent. The caller provides the
- *     outputs, which must not overlap other arrays. Strides are honoured. The last dimension must
+ *     outputs, which must not overlap other arrays, except where it says so. Strides are honoured. The last dimension must
  *     be contiguous, except in arrays [T], [R] and [H], block_table, lse, max_logits, weight,
  *     weight_scale_inv and those of dynamic_per_tensor_quant.
  *   - An args struct begins with `struct_size`, which the caller sets to sizeof. Start from
@@ -249,7 +250,53 @@ typedef struct smla_dynamic_per_tensor_quant_args {
 SMLA_API smla_status smla_dynamic_per_tensor_quant(const smla_dynamic_per_tensor_quant_args *args,
                                                    smla_error *error);
 
-/* ---- 5. Planning --------------------------------------------------------------------------- */
+/* ---- 5. Norms and RoPE --------------------------------------------------------------------- */
+
+/* y = bf16(x * rsqrt(mean(x^2) + eps) * weight) for the rows of q and of kv, in fp32. The rows are
+ * usually columns of one buffer. q_out may be q itself, and kv_out kv. */
+typedef struct smla_fused_q_kv_rmsnorm_args {
+    size_t struct_size;
+    const DLTensor *q;         /* [T, any size] bf16 */
+    const DLTensor *kv;        /* [T, 512] bf16 */
+    const DLTensor *q_weight;  /* [size of a row of q] bf16 | fp32 */
+    const DLTensor *kv_weight; /* [512] bf16 | fp32 */
+    const DLTensor *q_out;     /* out, the shape of q, bf16 */
+    const DLTensor *kv_out;    /* out, the shape of kv, bf16 */
+    double eps;                /* finite, >= 0 */
+    void *stream;
+} smla_fused_q_kv_rmsnorm_args;
+
+SMLA_API smla_status smla_fused_q_kv_rmsnorm(const smla_fused_q_kv_rmsnorm_args *args,
+                                             smla_error *error);
+
+/* How the scales of 128 values each are stored. They are powers of two. */
+typedef enum smla_scale_layout {
+    SMLA_SCALES_INFER = 0,   /* the dtype of the array decides */
+    SMLA_SCALES_FP32 = 1,    /* one fp32 per scale */
+    SMLA_SCALES_UE8M0X4 = 2, /* four exponents (2^(e - 127)) per int32, the first in its low byte */
+} smla_scale_layout;
+
+/* Turns the last 64 values of every head back to position 0, then quantises all 512: per 128 values
+ * the scale is the smallest power of two with 448 scale >= max(amax, 1e-10), and a byte is
+ * e4m3(x / scale). A bad position is an error on the CPU; CUDA does not turn that token. Rows of
+ * out_scale from T on, up to the next multiple of 4, become 0. */
+typedef struct smla_fused_inv_rope_fp8_quant_args {
+    size_t struct_size;
+    const DLTensor *o;         /* [T, H, 512] bf16 */
+    const DLTensor *positions; /* [>= T] int64 | int32 */
+    const DLTensor *cos_sin;   /* [max_pos, 64] fp32: 32 cosines, then 32 sines */
+    const DLTensor *out;       /* out [T, G, H / G * 512] e4m3 | uint8; bf16 without out_scale */
+    const DLTensor *out_scale; /* out [>= T, G, H / G * 4] fp32 | [>= T, G, H / G] int32; optional:
+                                * without it the turned values are rounded to bf16 */
+    int64_t groups;            /* G, which divides H */
+    int32_t scale_layout;      /* smla_scale_layout */
+    void *stream;
+} smla_fused_inv_rope_fp8_quant_args;
+
+SMLA_API smla_status smla_fused_inv_rope_fp8_quant(const smla_fused_inv_rope_fp8_quant_args *args,
+                                                   smla_error *error);
+
+/* ---- 6. Planning --------------------------------------------------------------------------- */
 
 typedef struct smla_batch_split {
     int64_t num_decodes;

@@ -15,7 +15,8 @@ from sparse_mla import _C
 # Last dimension of a cache -> number of values in each of its keys.
 HEAD_SIZES = {row: size for rows in _C.KV_FORMATS.values() for row, size in rows.items()}
 
-Result = tuple[tuple[Any, ...], str]  # shape, dtype
+# Shape and dtype; and strides where a new result is not contiguous.
+Result = tuple[tuple[Any, ...], str] | tuple[tuple[Any, ...], str, tuple[Any, ...]]
 
 
 class Given:
@@ -94,3 +95,37 @@ def projected_values(given: Given) -> tuple[Result, ...]:
 def quantized(given: Given) -> tuple[Result, ...]:
     """(out, scale)."""
     return (given.sizes("x"), "float8_e4m3fn"), ((), "float32")
+
+
+def normalized(given: Given) -> tuple[Result, ...]:
+    """(q_out, kv_out)."""
+    return (given.sizes("q", 2), "bfloat16"), (given.sizes("kv", 2), "bfloat16")
+
+
+def turned_back(given: Given) -> tuple[Result, ...]:
+    """(out, out_scale)."""
+    tokens, heads = given.sizes("o", 3)[:2]
+    groups, layout = given.values["groups"], given.values["scale_layout"]
+    if not 1 <= groups <= 128:
+        raise ValueError(f"{given.op}: `groups` must be 1 to 128, got {groups}")
+    if heads % groups != 0:
+        rule = f"have a multiple of {groups} heads (`groups`)"
+        raise ValueError(f"{given.op}: `o` must {rule}, got {heads}")
+    if layout not in ("fp32", "ue8m0x4"):
+        raise ValueError(f'{given.op}: `scale_layout` must be "fp32" or "ue8m0x4", got {layout!r}')
+    quantizes = given.values["quantize"] or given.values.get("out_scale") is not None
+    values = heads // groups * 512
+    columns = heads // groups * (4 if layout == "fp32" else 1)
+    rows = (tokens + 3) // 4 * 4
+    return (
+        (
+            (tokens, groups, values),
+            "float8_e4m3fn" if quantizes else "bfloat16",
+            (values, tokens * values, 1),
+        ),
+        (
+            (tokens, groups, columns),
+            "float32" if layout == "fp32" else "int32",
+            (1, columns * rows, rows),
+        ),
+    )

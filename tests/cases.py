@@ -655,6 +655,36 @@ def _quant_call() -> Call:
     return Call("dynamic_per_tensor_quant", {"x": random_bf16(rng, 3, 40)}, {})
 
 
+def _norm_call() -> Call:
+    rng = np.random.default_rng(10)
+    buffer = random_bf16(rng, 3, 96 + 512)
+    args = {
+        "q": buffer[:, :96],
+        "kv": buffer[:, 96:],
+        "q_weight": random_bf16(rng, 96),
+        "kv_weight": rng.normal(1, 0.1, 512).astype(np.float32),
+    }
+    outputs = {"q_out": np.zeros((3, 96), ref.BF16), "kv_out": np.zeros((3, 512), ref.BF16)}
+    return Call("fused_q_kv_rmsnorm", args, {"eps": 1e-6, **outputs})
+
+
+def _inverse_call() -> Call:
+    rng = np.random.default_rng(11)
+    args = {
+        "o": random_bf16(rng, 3, 4, 512),
+        "positions": np.array([7, 0, 3], np.int64),
+        "cos_sin": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
+    }
+    kwargs = {
+        "groups": 2,
+        "out": np.zeros((3, 2, 1024), np.uint8),
+        "out_scale": np.zeros((3, 2, 8), np.float32),
+    }
+    return Call("fused_inv_rope_fp8_quant", args, kwargs)
+
+
+RESULTS = ("out", "lse", "max_logits", "q_out", "kv_out", "out_scale")  # what callers may give
+
 GOOD_CALLS: dict[str, Callable[[], Call]] = {
     "concat_and_cache_mla": _write_call,
     "gather_kv_cache": _gather_call,
@@ -664,6 +694,8 @@ GOOD_CALLS: dict[str, Callable[[], Call]] = {
     "k_up_proj": _k_up_call,
     "v_up_proj": _v_up_call,
     "dynamic_per_tensor_quant": _quant_call,
+    "fused_q_kv_rmsnorm": _norm_call,
+    "fused_inv_rope_fp8_quant": _inverse_call,
 }
 
 

@@ -63,6 +63,8 @@ EXACT = (
     "dequantize_kv_cache",
     "dynamic_per_tensor_quant",
     "split_kv_b_proj",
+    "fused_q_kv_rmsnorm",
+    "fused_inv_rope_fp8_quant",
 )
 
 

@@ -61,9 +61,13 @@ BITS_HINT = ": view the bits as bfloat16 (ml_dtypes.bfloat16 in NumPy)"
 CACHES = ("kv_cache", "kv", "extra_kv")
 
 
+def is_cache(row: Row, name: str) -> bool:
+    return name in CACHES and row.op != "fused_q_kv_rmsnorm"
+
+
 def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     """The dtypes that the docstrings of sparse_mla.ops allow for an array."""
-    if name == "slot_mapping":
+    if name in ("slot_mapping", "positions"):
         return ("int32", "int64")
     if name in ("kv_c", "weight") or (name == "x" and row.op == "dynamic_per_tensor_quant"):
         floats = ("bfloat16", "float16", "float32")
@@ -74,8 +78,10 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
         return ("uint8", "int8")
     if name == "out" and row.op == "dynamic_per_tensor_quant":
         return ("uint8", "float8_e4m3fn")
-    if name == "out_a":
+    if name in ("out_a", "q_weight", "kv_weight"):
         return ("bfloat16", "float32")
+    if name == "out" and "out_scale" in row.rules:
+        return ("uint8", "float8_e4m3fn")
     plain = row.example.arrays[name].dtype
     return tuple(n for n, dtype in NAMED.items() if dtype == plain)
 
@@ -88,7 +94,7 @@ def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
     """The error for an array of this dtype."""
     wanted = dtypes_of(row, name)
     who = f"{row.blames.get(name, row.op)}: `{name}` must"
-    if name in CACHES:
+    if is_cache(row, name):
         x = row.example.arrays[name]
         fp8 = x.dtype != BF16
         if row.op == "forward":  # the cache format is the builder's
@@ -152,7 +158,7 @@ def test_dtypes(row, name):
     for dtype, number in (NAMED | NEIGHBOURS).items():
         x = of_dtype(calls.plain, np.dtype(number))
         fits = dtype in dtypes_of(row, name) or (
-            name in CACHES and calls.plain.dtype != BF16 and dtype in BYTES
+            is_cache(row, name) and calls.plain.dtype != BF16 and dtype in BYTES
         )
         wanted = follows(row, name, dtype) if fits else wrong_dtype(row, name, dtype)
         got, after = calls.run(x, x)
@@ -232,6 +238,10 @@ LARGER = {
     ("sparse_attention", "extra_indices"): {1},
     ("sparse_attention", "indices"): {1},
     ("sparse_attention", "workspace"): {0},
+    ("merge_attn_states", "attn_sink"): {0},
+    ("fused_inv_rope_fp8_quant", "positions"): {0},
+    ("fused_inv_rope_fp8_quant", "cos_sin"): {0},
+    ("fused_inv_rope_fp8_quant", "out_scale"): {0},
     ("forward", "block_table"): {0, 1},
     ("forward", "q"): {0},
     ("forward", "topk_indices"): {0},
@@ -250,9 +260,9 @@ def resized(x: np.ndarray, d: int, by: int) -> np.ndarray:
 
 def is_larger_accepted(row: Row, name: str, d: int, ndim: int) -> bool:
     op = "sparse_attention" if row.op.startswith("_att") else row.op
-    if name in CACHES and ndim == 2:  # a flat cache is one page
+    if is_cache(row, name) and ndim == 2:  # a flat cache is one page
         return d == 0 and op != "forward"
-    if name in CACHES:
+    if is_cache(row, name):
         return d == 0 or (d == 1 and op != "forward")
     return d in LARGER.get((op, name), set())
 
@@ -288,7 +298,7 @@ def test_ranks_one_larger_and_one_smaller(row, name):
     for x in (plain[..., None], plain[None], plain[0, ...]):
         got, _ = calls.run(x, x)
         is_paged = x.ndim in (2, 3) or (x.ndim == 4 and x.shape[2] == 1)
-        if name in CACHES and is_paged and x.shape[-1] == calls.plain.shape[-1]:
+        if is_cache(row, name) and is_paged and x.shape[-1] == calls.plain.shape[-1]:
             continue  # a cache of another layout
         assert isinstance(got, Refused), x.shape
         who = row.blames.get(name, row.op)
@@ -1053,7 +1063,8 @@ def test_neighbours_and_overlaps(row, out, other):
     first, second = (out, other)
     if both and names[0] == other:
         first, second = other, out
-    text = f"{error_op(row)}: `{first}` must not overlap `{second}`, got arrays that share memory"
+    rule = "be the whole of or not overlap" if first == f"{second}_out" else "not overlap"
+    text = f"{error_op(row)}: `{first}` must {rule} `{second}`, got arrays that share memory"
     raw = np.full(x.nbytes + y.nbytes + 256, RED, U8)
     for closer in (0, min(step, other_step)):
         for other_is_in_front in (True, False):

@@ -401,12 +401,20 @@ def test_bench_tells_wrong_results(monkeypatch):
     monkeypatch.setattr(
         memory, "make_conversion", lambda rng: memory.Move("c", lambda: 0, 1, lambda: False)
     )
-    for name in ("make_write", "make_gather"):
+    rights = memory.make_norm, memory.make_inverse
+    for name in ("make_write", "make_gather", "make_norm", "make_inverse"):
         monkeypatch.setattr(memory, name, lambda *_: memory.Move("m", lambda: 0, 2, lambda: True))
     table = memory.measure(timing.Effort.of(True, False), 1)
     assert table.failures == ["c: wrong values"]
-    assert [row["right"] for row in table.records] == [True] * 4 + [False]
+    assert [row["right"] for row in table.records] == [True] * 4 + [False] + [True] * 2
     assert right(np.random.default_rng(0)).is_right
+    monkeypatch.setattr(memory, "NUM_NORMS", 600)
+    monkeypatch.setattr(memory, "NUM_OUTPUTS", 3)
+    for make in rights:
+        move = make(np.random.default_rng(0))
+        assert not move.is_right(), "nothing is computed before the call"
+        move.call()
+        assert move.is_right()
 
 
 # --- demo ----------------------------------------------------------------------------------------

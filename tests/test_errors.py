@@ -267,7 +267,60 @@ QUANT = [
     ("out dtype", "out", lambda _: zeros(3, 40, dtype=np.float32), TypeError, ()),
 ]
 
+NORM = [
+    ("fp32 q", "q", lambda x: x.astype(np.float32), TypeError, ()),
+    ("fp32 kv", "kv", lambda x: x.astype(np.float32), TypeError, ()),
+    ("q of rank 3", "q", lambda x: x[None], ValueError, ()),
+    ("kv tokens", "kv", lambda x: x[:2], ValueError, ("q",)),
+    ("kv width", "kv", lambda x: x[:, :511], ValueError, ()),
+    ("q_weight width", "q_weight", lambda x: x[:95], ValueError, ("q",)),
+    ("kv_weight width", "kv_weight", lambda _: zeros(513), ValueError, ()),
+    ("fp16 weight", "q_weight", lambda x: x.astype(np.float16), TypeError, ()),
+    ("weight apart", "kv_weight", apart, ValueError, ()),
+    ("weight of rank 2", "kv_weight", lambda x: x[None], ValueError, ()),
+    ("q_out shape", "q_out", lambda x: x[:, :95], ValueError, ()),
+    ("kv_out dtype", "kv_out", lambda x: x.astype(np.float32), TypeError, ()),
+    ("kv_out tokens", "kv_out", lambda x: x[:2], ValueError, ()),
+    ("negative eps", "eps", lambda _: -1e-9, ValueError, ()),
+    ("eps is NaN", "eps", lambda _: np.nan, ValueError, ()),
+    ("eps beyond fp32", "eps", lambda _: 1e39, ValueError, ()),
+    ("eps is text", "eps", lambda _: "1e-6", TypeError, ()),
+]
+
+INVERSE = [
+    ("fp32 o", "o", lambda x: x.astype(np.float32), TypeError, ()),
+    ("width", "o", lambda x: x[..., :448], ValueError, ()),
+    ("rank", "o", lambda x: x[0], ValueError, ()),
+    ("no heads", "o", lambda x: x[:, :0], ValueError, ()),
+    ("129 heads", "o", lambda _: zeros(3, 129, 512), ValueError, ()),
+    ("few positions", "positions", lambda x: x[:2], ValueError, ("o",)),
+    ("int16 positions", "positions", lambda x: x.astype(np.int16), TypeError, ()),
+    ("positions of rank 2", "positions", lambda x: x[None], ValueError, ()),
+    ("position past the end", "positions", lambda x: replaced(x, 1, 8), ValueError, ("cos_sin",)),
+    ("negative position", "positions", lambda x: replaced(x, 2, -1), ValueError, ("cos_sin",)),
+    ("far position", "positions", lambda x: replaced(x, 0, 2**62), ValueError, ("cos_sin",)),
+    ("empty table", "cos_sin", lambda x: x[:0], ValueError, ("positions",)),
+    ("bf16 table", "cos_sin", ref.to_bf16, TypeError, ()),
+    ("table width", "cos_sin", lambda x: x[:, :32], ValueError, ()),
+    ("table apart", "cos_sin", apart, ValueError, ()),
+    ("three groups", "groups", lambda _: 3, ValueError, ("o",)),
+    ("no groups", "groups", lambda _: 0, ValueError, ("o",)),
+    ("minus two groups", "groups", lambda _: -2, ValueError, ("o",)),
+    ("groups are text", "groups", lambda _: "2", TypeError, ()),
+    ("unknown layout", "scale_layout", lambda _: "fp16", ValueError, ()),
+    ("layout is a number", "scale_layout", lambda _: 1, ValueError, ()),
+    ("fp32 scales of ue8m0x4", "scale_layout", lambda _: "ue8m0x4", TypeError, ("out_scale",)),
+    ("bf16 out with scales", "out", lambda x: zeros(*x.shape), TypeError, ()),
+    ("out shape", "out", lambda x: x[..., :512], ValueError, ()),
+    ("out groups", "out", lambda x: x[:, :1], ValueError, ()),
+    ("few rows of scales", "out_scale", lambda x: x[:2], ValueError, ()),
+    ("columns of scales", "out_scale", lambda x: x[..., :7], ValueError, ()),
+    ("dtype of scales", "out_scale", lambda x: x.astype(np.float64), TypeError, ()),
+]
+
 TABLE = {
+    "fused_q_kv_rmsnorm": NORM,
+    "fused_inv_rope_fp8_quant": INVERSE,
     "concat_and_cache_mla": WRITE,
     "gather_kv_cache": GATHER,
     "convert_req_index_to_global_index": INDEX,
@@ -279,7 +332,10 @@ TABLE = {
 }
 
 # Errors in the values of arrays, which calls check on the CPU, and on a GPU in checked mode.
-VALUE_ROWS = ("slot past the end", "flat cache", "out too short", "bad request", "bad id")
+VALUE_ROWS = (
+    "slot past the end", "flat cache", "out too short", "bad request", "bad id",
+    "position past the end", "negative position", "far position", "empty table",
+)  # fmt: skip
 ROWS = [pytest.param(op, *row, id=f"{op}: {row[0]}") for op, rows in TABLE.items() for row in rows]
 
 

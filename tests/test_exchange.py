@@ -42,7 +42,7 @@ def test_attention_gives_the_same_bits(framework, name):
 
 def moved(call, framework):
     """The call with every input array moved, and without output arrays that can be left out."""
-    for name in ("out", "lse", "max_logits"):
+    for name in cases.RESULTS:
         if call.op != "gather_kv_cache":
             call.kwargs.pop(name, None)
     for name in call.arrays():
@@ -69,13 +69,16 @@ WRITABLE = [name for name in ALL_FRAMEWORKS if name.values[0] != "jax"]
 
 
 @pytest.mark.parametrize("framework", WRITABLE, indirect=True)
-@pytest.mark.parametrize("op", ["concat_and_cache_mla", "gather_kv_cache", "sparse_attention"])
+@pytest.mark.parametrize(
+    "op",
+    ["concat_and_cache_mla", "gather_kv_cache", "sparse_attention", "fused_inv_rope_fp8_quant"],
+)
 def test_outputs_are_written_in_place(framework, op):
     """The same object comes back at the same address, and its memory holds the result."""
     call, plain = cases.GOOD_CALLS[op](), cases.GOOD_CALLS[op]()
     plain.run(sparse_mla)
     names = {"concat_and_cache_mla": ["kv_cache"], "gather_kv_cache": ["out"]}.get(
-        op, ["out", "lse", "max_logits"]
+        op, [name for name in cases.RESULTS if name in call.kwargs]
     )
     for name in call.arrays():
         call.set(name, framework.put(call.get(name)))

@@ -39,6 +39,8 @@ def test_all_are_there():
         "convert_req_index_to_global_index",
         "dequantize_kv_cache",
         "dynamic_per_tensor_quant",
+        "fused_inv_rope_fp8_quant",
+        "fused_q_kv_rmsnorm",
         "gather_kv_cache",
         "k_up_proj",
         "merge_attn_states",
@@ -251,5 +253,8 @@ def test_results_are_known_before_the_call(op):
         assert got is values[next(n for n, kind in op.table if kind == "input and output")]
         return
     arrays = got if isinstance(got, tuple) else (got,)
-    assert [(x.shape, str(x.dtype)) for x in arrays] == list(known)
+    assert [(x.shape, str(x.dtype)) for x in arrays] == [result[:2] for result in known]
+    for x, (*_, strides) in zip(arrays, (result for result in known), strict=True):
+        if not isinstance(strides, str):
+            assert x.strides == tuple(n * x.itemsize for n in strides)
     assert len(known) == sum(kind in WRITTEN for _, kind in op.table)

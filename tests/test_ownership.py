@@ -190,12 +190,14 @@ RESULTS = {
     "k_up_proj": 1,
     "v_up_proj": 1,
     "dynamic_per_tensor_quant": 2,
+    "fused_q_kv_rmsnorm": 2,
+    "fused_inv_rope_fp8_quant": 2,
 }
 
 
 def without_outputs(op: str) -> cases.Call:
     call = cases.GOOD_CALLS[op]()
-    for name in ("out", "lse", "max_logits"):
+    for name in cases.RESULTS:
         call.kwargs.pop(name, None)
     for name, x in call.arrays().items():
         call.set(name, Exchanged(x))
@@ -207,7 +209,7 @@ def test_a_framework_s_memory_for_results(op):
     """The framework allocates each result once, the call writes every byte of it, and returns it as
     the framework's own object."""
     want = cases.GOOD_CALLS[op]()
-    for name in ("out", "lse", "max_logits"):
+    for name in cases.RESULTS:
         want.kwargs.pop(name, None)
     want = want.run(sparse_mla)
     allocated = Exchanged.allocated
@@ -234,9 +236,12 @@ def test_results_of_a_call_that_fails_go_back(op):
         "k_up_proj": ("W_UK", np.zeros((512, 5, 128), cases.ref.BF16)),
         "v_up_proj": ("W_UV", np.zeros((512, 5, 128), cases.ref.BF16)),
         "dynamic_per_tensor_quant": ("out", np.zeros((3, 41), np.uint8)),
+        "fused_q_kv_rmsnorm": ("kv_weight", np.zeros(511, np.float32)),
+        "fused_inv_rope_fp8_quant": ("positions", np.zeros(2, np.int64)),
     }
     name, x = bad[op]
-    call.kwargs.setdefault("out", None)
+    if name == "out":
+        call.kwargs.setdefault(name, None)
     call.set(name, Exchanged(x))
     allocated, outstanding = Exchanged.allocated, Exchanged.total_outstanding()
     with pytest.raises(ValueError, match=f"{op}: "):

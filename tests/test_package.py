@@ -39,6 +39,12 @@ OPERATORS = {
     "k_up_proj": ("q_nope W_UK", "out= stream="),
     "v_up_proj": ("x W_UV", "out= stream="),
     "dynamic_per_tensor_quant": ("x", "out= stream="),
+    "rope_table": ("max_pos= R= base= yarn=", "fp32_angles="),
+    "fused_q_kv_rmsnorm": ("q kv q_weight kv_weight", "eps q_out= kv_out= stream="),
+    "fused_inv_rope_fp8_quant": (
+        "o positions cos_sin",
+        "groups scale_layout= quantize= out= out_scale= stream=",
+    ),
     "dequantize_kv_cache": ("kv_cache", "kv_format= dtype="),
     "split_decodes_and_prefills": (
         "query_start_loc num_actual_tokens",
@@ -59,6 +65,11 @@ DEFAULTS = {
     ("split_decodes_and_prefills", "decode_threshold"): 1,
     ("split_decodes_and_prefills", "require_uniform"): False,
     ("dequantize_kv_cache", "dtype"): "float32",
+    ("rope_table", "R"): 64,
+    ("rope_table", "base"): 10000.0,
+    ("rope_table", "fp32_angles"): False,
+    ("fused_inv_rope_fp8_quant", "scale_layout"): "fp32",
+    ("fused_inv_rope_fp8_quant", "quantize"): True,
 }
 ROOT = Path(sparse_mla.__file__).parent
 
@@ -189,7 +200,7 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     layer = ("_words", "batch", "builder", "config", "facts", "layer")
     ours = {"", "._C", "._results", ".backend", ".flash_mla", ".ops"}
     ours |= {f".backend.{name}" for name in layer}
-    families = ("_declare", "absorption", "attention", "cache", "facts", "planning")
+    families = ("_declare", "absorption", "attention", "cache", "facts", "norm", "planning")
     ours |= {f".ops.{name}" for name in families}
     assert set(done.stdout.split()) == {f"sparse_mla{name}" for name in ours}
 

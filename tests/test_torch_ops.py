@@ -29,7 +29,7 @@ quiet = pytest.mark.filterwarnings(
     "ignore:TensorFloat32",  # inductor's advice on a GPU
 )
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=[needs_compiler, quiet])]
-RESULTS = ("out", "lse", "max_logits")
+RESULTS = cases.RESULTS
 
 
 @pytest.fixture
@@ -62,6 +62,8 @@ OVERLOADS = [
         "k_up_proj": ["default", "out"],
         "v_up_proj": ["default", "out"],
         "dynamic_per_tensor_quant": ["default", "out"],
+        "fused_q_kv_rmsnorm": ["default", "out"],
+        "fused_inv_rope_fp8_quant": ["default", "quantize", "out"],
     }.items()
     for overload in overloads
 ]

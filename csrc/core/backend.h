@@ -318,6 +318,68 @@ typedef struct smla_quant_params {
     smla_stream stream;
 } smla_quant_params;
 
+enum {
+    SMLA_V4_HEAD_DIM = 512,   /* values of a head of DeepSeek V4; RoPE turns the last 64 */
+    SMLA_OUTPUT_TILE = 128,   /* values per scale of fused_inv_rope_fp8_quant */
+    SMLA_OUTPUT_SCALES = 4,   /* 512 / 128 */
+    SMLA_NORM_SUMS = 256,     /* partial sums of a row's squares: value i goes to sum i % 256 */
+    SMLA_SCALE_ROW_ALIGN = 4, /* rows of out_scale up to a multiple of this are written */
+};
+
+#define SMLA_OUTPUT_FLOOR 1e-10f /* the least amax of a tile of fused_inv_rope_fp8_quant */
+
+/* Rows for RMSNorm. x and out may be one array. */
+typedef struct smla_norm_rows {
+    int64_t size;
+    const uint16_t *x; /* [T, size] bf16 */
+    int64_t x_stride_token;
+    const void *weight; /* [size] */
+    smla_float_type weight_type;
+    uint16_t *out; /* [T, size] bf16 */
+    int64_t out_stride_token;
+} smla_norm_rows;
+
+/* Every backend adds the squares of a row in the same order. First value i is added to partial sum
+ * i % 256. Then eight neighbouring partial sums become one, as ((0 + 1) + (2 + 3)) +
+ * ((4 + 5) + (6 + 7)). Of these 32 sums, sum l is added to sum l + 16 of the upper half, then the
+ * halves of 16, 8, 4 and 2 sums are. */
+typedef struct smla_q_kv_norm_params {
+    int64_t num_tokens;
+    smla_norm_rows rows[2]; /* q, kv */
+    float eps;
+    smla_stream stream;
+} smla_q_kv_norm_params;
+
+/* The positions of tokens, and the table of their angles. */
+typedef struct smla_rope {
+    const void *positions; /* [>= T] */
+    int64_t positions_stride;
+    bool positions_are_int64;
+    int64_t max_pos;
+    const float *cos_sin; /* [max_pos, 64]: 32 cosines, then 32 sines */
+    int64_t cos_sin_stride_pos;
+} smla_rope;
+
+typedef struct smla_inverse_rope_params {
+    int64_t num_tokens;
+    int64_t num_heads;
+    int64_t group_heads; /* H / G */
+    const uint16_t *o;   /* [T, H, 512] bf16 */
+    int64_t o_stride_token;
+    int64_t o_stride_head;
+    smla_rope rope;
+    void *out; /* [T, G, group_heads * 512] e4m3; bf16 if out_scale is NULL */
+    int64_t out_stride_token;
+    int64_t out_stride_group;
+    void *out_scale; /* [scale_rows, G, group_heads * 4] fp32, or [..., group_heads] int32; NULL */
+    bool scales_are_packed; /* four exponents per int32 */
+    int64_t scale_rows;     /* T, or more: then up to 3 rows of zeros follow */
+    int64_t scale_stride_token;
+    int64_t scale_stride_group;
+    int64_t scale_stride_column;
+    smla_stream stream;
+} smla_inverse_rope_params;
+
 /* ---- The backend table --------------------------------------------------------------------- */
 
 /* Device memory that the host writes anew for every step: the builder's metadata. The host fills
@@ -363,7 +425,9 @@ typedef struct smla_stream_ops {
     X(convert_req_index_to_global_index, smla_convert_req_index_args, smla_convert_params) \
     X(merge_attn_states, smla_merge_attn_states_args, smla_merge_params)                   \
     X(split_kv_b_proj, smla_split_kv_b_proj_args, smla_split_kv_b_proj_params)             \
-    X(dynamic_per_tensor_quant, smla_dynamic_per_tensor_quant_args, smla_quant_params)
+    X(dynamic_per_tensor_quant, smla_dynamic_per_tensor_quant_args, smla_quant_params)     \
+    X(fused_q_kv_rmsnorm, smla_fused_q_kv_rmsnorm_args, smla_q_kv_norm_params)             \
+    X(fused_inv_rope_fp8_quant, smla_fused_inv_rope_fp8_quant_args, smla_inverse_rope_params)
 
 #define SMLA_OPERATOR_SLOT(name, args_type, params_type) \
     smla_status (*name)(const params_type *params, smla_error *error);

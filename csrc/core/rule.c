@@ -322,6 +322,7 @@ remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_ra
     c->arrays[c->num_arrays].tensor = tensor;
     c->arrays[c->num_arrays].range = range;
     c->arrays[c->num_arrays].is_output = (flags & SMLA_RULE_OUTPUT) != 0;
+    c->arrays[c->num_arrays].may_be = NULL;
     c->num_arrays++;
     return SMLA_OK;
 }
@@ -342,7 +343,9 @@ smla_require(smla_checker *c, const smla_rule *rule)
         SMLA_TRY(check_last_stride(c, rule->name, rule->tensor));
     }
     SMLA_TRY(check_alignment(c, rule->name, rule->tensor, smla_element_bytes(rule->tensor)));
-    return remember(c, rule->name, rule->tensor, range, rule->flags);
+    SMLA_TRY(remember(c, rule->name, rule->tensor, range, rule->flags));
+    c->arrays[c->num_arrays - 1].may_be = rule->may_be;
+    return SMLA_OK;
 }
 
 /* ---- Caches -------------------------------------------------------------------------------- */
@@ -541,6 +544,18 @@ smla_require_kv(smla_checker *c, const char *name, const DLTensor *tensor, int32
 
 /* ---- Disjoint ------------------------------------------------------------------------------ */
 
+/* Whether every element of one array is the same element of the other. */
+static bool
+is_same_array(const DLTensor *a, const DLTensor *b)
+{
+    bool same = smla_data(a) == smla_data(b) && a->ndim == b->ndim &&
+                smla_element_bytes(a) == smla_element_bytes(b);
+    for (int i = 0; same && i < a->ndim; i++) {
+        same = a->shape[i] == b->shape[i] && smla_stride(a, i) == smla_stride(b, i);
+    }
+    return same;
+}
+
 smla_status
 smla_require_disjoint(const smla_checker *c)
 {
@@ -554,9 +569,14 @@ smla_require_disjoint(const smla_checker *c)
                 smla_is_disjoint(c->arrays[i].tensor, c->arrays[j].tensor)) {
                 continue;
             }
+            const bool may_be = c->arrays[i].may_be == c->arrays[j].tensor;
+            if (may_be && is_same_array(c->arrays[i].tensor, c->arrays[j].tensor)) {
+                continue;
+            }
             return smla_fail(c->error, SMLA_ERROR_VALUE,
-                             "%s: `%s` must not overlap `%s`, got arrays that share memory", c->op,
-                             c->arrays[i].name, c->arrays[j].name);
+                             "%s: `%s` must %snot overlap `%s`, got arrays that share memory",
+                             c->op, c->arrays[i].name, may_be ? "be the whole of or " : "",
+                             c->arrays[j].name);
         }
     }
     return SMLA_OK;

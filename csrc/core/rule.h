@@ -23,7 +23,8 @@ typedef struct smla_rule {
     unsigned flags;
     int ndim; /* SMLA_ANY: any rank up to SMLA_MAX_RANK, and `shape` is not read */
     int64_t shape[3];
-    const char *hint; /* explains a wrong shape in the error text; NULL = no explanation */
+    const char *hint;       /* explains a wrong shape in the error text; NULL = no explanation */
+    const DLTensor *may_be; /* an input that this output may be; NULL = none */
 } smla_rule;
 
 enum { SMLA_MAX_ARRAYS = 16 };
@@ -38,6 +39,7 @@ typedef struct smla_checker {
         const DLTensor *tensor;
         smla_byte_range range;
         bool is_output;
+        const DLTensor *may_be;
     } arrays[SMLA_MAX_ARRAYS];
 } smla_checker;
 
@@ -67,7 +69,7 @@ smla_status smla_require_kv(smla_checker *checker, const char *name, const DLTen
  * CPU, number 0. */
 DLDevice smla_normal_device(DLDevice device);
 
-/* Checks that no output shares memory with another array. */
+/* Checks that no output shares memory with another array, except with the input that it may be. */
 smla_status smla_require_disjoint(const smla_checker *checker);
 
 /* ---- What is no array ---------------------------------------------------------------------- */

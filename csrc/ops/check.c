@@ -1,4 +1,4 @@
-/* check.c: the argument rules of all operators but absorption's, which are in check_absorption.c.
+/* check.c: the argument rules of all operators but those of check_absorption.c and check_norm.c.
  * Args (arrays as the caller gave them) become params (flat sizes, strides, typed pointers). The
  * layers below validate nothing again.
  *

@@ -1,4 +1,5 @@
-/* check.h: Args -> Params, one function per operator. Defined in check.c and check_absorption.c. */
+/* check.h: Args -> Params, one function per operator. Defined in check.c, check_absorption.c and
+ * check_norm.c. */
 #pragma once
 
 #include "core/backend.h"
@@ -34,6 +35,10 @@ smla_status smla_require_block_table(smla_checker *checker, const DLTensor *tens
 /* Checks lse or max_logits: fp32 [tokens, heads]. */
 smla_status smla_require_state(smla_checker *checker, const char *name, const DLTensor *tensor,
                                int64_t num_tokens, int64_t num_heads, unsigned flags);
+
+/* Checks positions [>= num_tokens] and the table cos_sin [max_pos, 64], and fills `rope`. */
+smla_status smla_require_rope(smla_checker *checker, const DLTensor *positions,
+                              const DLTensor *cos_sin, int64_t num_tokens, smla_rope *rope);
 
 /* The last step: finds the backend of the device, and refuses outputs that overlap an array. */
 smla_status smla_finish_check(const smla_checker *checker, const smla_backend **backend);

@@ -210,6 +210,19 @@ smla_py_find_kv_format(const char *text, size_t length)
     return SMLA_KV_INFER;
 }
 
+int32_t
+smla_py_find_scale_layout(const char *text, size_t length)
+{
+    static const char *const names[] = {[SMLA_SCALES_FP32] = "fp32",
+                                        [SMLA_SCALES_UE8M0X4] = "ue8m0x4"};
+    for (int32_t i = SMLA_SCALES_FP32; i <= SMLA_SCALES_UE8M0X4; i++) {
+        if (length == strlen(names[i]) && memcmp(text, names[i], length) == 0) {
+            return i;
+        }
+    }
+    return SMLA_SCALES_INFER;
+}
+
 int
 smla_py_parse_kv_format(const char *op, const char *name, PyObject *object, int32_t *format)
 {

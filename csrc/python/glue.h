@@ -135,6 +135,11 @@ int32_t smla_py_find_kv_format(const char *text, size_t length);
 /* The names that smla_py_find_kv_format knows, for errors. */
 #define SMLA_PY_KV_FORMAT_NAMES "\"auto\", \"bfloat16\" or \"fp8_ds_mla\""
 
+/* The name of a scale layout -> smla_scale_layout; SMLA_SCALES_INFER for any other text. */
+int32_t smla_py_find_scale_layout(const char *text, size_t length);
+
+#define SMLA_PY_SCALE_LAYOUT_NAMES "\"fp32\" or \"ue8m0x4\""
+
 /* None, "auto" or the name of a cache format -> smla_kv_format. */
 int smla_py_parse_kv_format(const char *op, const char *name, PyObject *object, int32_t *format);
 

@@ -28,6 +28,8 @@ TOPK = 2048
 NUM_QUERIES = 32768
 MERGE_SHAPE = (2048, 128, 512)
 QUANT_ELEMENTS = 1 << 28
+NORM_TOKENS = 65536
+TURNED_TOKENS = 8192
 NUM_SAMPLES = 512
 CALLS_PER_REPLAY = 3
 
@@ -254,6 +256,72 @@ def move_quantised() -> Iterator[Move]:
     yield Move("dynamic_per_tensor_quant, bf16, read twice", call, num_bytes, is_right)
 
 
+# --- norms and RoPE ------------------------------------------------------------------------------
+
+
+def move_norms() -> Iterator[Move]:
+    """q and kv are columns of one buffer, as a fused projection leaves them."""
+    for q_size in (1024, 1536):
+        buffer = torch.randn(NORM_TOKENS, q_size + 512, device=DEVICE).bfloat16()
+        weight = torch.randn(q_size, device=DEVICE).bfloat16()
+        parts = buffer.split([q_size, 512], 1)
+        outs = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in parts]
+        inputs = (*parts, weight, weight[:512])
+
+        def call(inputs: tuple[Array, ...] = inputs, outs: list[Array] = outs) -> object:
+            return sparse_mla.fused_q_kv_rmsnorm(*inputs, eps=1e-6, q_out=outs[0], kv_out=outs[1])
+
+        def is_right(inputs: tuple[Array, ...] = inputs, outs: list[Array] = outs) -> bool:
+            tokens = sample(NORM_TOKENS)
+            rows = [x[tokens].cpu() for x in inputs[:2]]
+            want = sparse_mla.fused_q_kv_rmsnorm(*rows, *[w.cpu() for w in inputs[2:]], eps=1e-6)
+            return all(same_bytes(x[tokens], y) for x, y in zip(outs, want, strict=True))
+
+        num_bytes = 2 * buffer.nbytes
+        yield Move(f"fused_q_kv_rmsnorm, {q_size} + 512", call, num_bytes, is_right)
+
+
+def as_bits(x: Array) -> Array:
+    """Bytes for e4m3, which PyTorch cannot index everywhere."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def move_turned() -> Iterator[Move]:
+    table = torch.from_numpy(sparse_mla.rope_table(TURNED_TOKENS, fp32_angles=True)).to(DEVICE)
+    positions = torch.arange(TURNED_TOKENS, device=DEVICE)
+    for num_heads, options in (
+        (64, {}),
+        (128, {}),
+        (64, {"scale_layout": "ue8m0x4"}),
+        (64, {"quantize": False}),
+    ):
+        o = torch.randn(TURNED_TOKENS, num_heads, 512, device=DEVICE).bfloat16()
+        fixed = {"groups": num_heads // 8, **options}
+        made = sparse_mla.fused_inv_rope_fp8_quant(o, positions, table, **fixed)
+        results = made if isinstance(made, tuple) else (made,)
+        outs = dict(zip(("out", "out_scale"), results, strict=False))
+        given = {**fixed, **outs}
+
+        def call(o: Array = o, given: dict[str, object] = given) -> object:
+            return sparse_mla.fused_inv_rope_fp8_quant(o, positions, table, **given)
+
+        def is_right(
+            o: Array = o,
+            fixed: dict[str, object] = fixed,
+            results: tuple[Array, ...] = results,
+        ) -> bool:
+            tokens = sample(TURNED_TOKENS)
+            given = (o[tokens].cpu(), positions[tokens].cpu(), table.cpu())
+            want = sparse_mla.fused_inv_rope_fp8_quant(*given, **fixed)
+            pairs = zip(results, want if isinstance(want, tuple) else (want,), strict=True)
+            return all(same_bytes(as_bits(x)[tokens], as_bits(y)) for x, y in pairs)
+
+        num_bytes = o.nbytes + sum(x.nbytes for x in results)
+        kind = ", ".join(map(str, options.values())) or "fp32 scales"
+        kind = "bf16" if kind == "False" else kind
+        yield Move(f"fused_inv_rope_fp8_quant, H {num_heads}, {kind}", call, num_bytes, is_right)
+
+
 MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_writes,
     move_gathers,
@@ -261,4 +329,6 @@ MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_indices,
     move_merged,
     move_quantised,
+    move_norms,
+    move_turned,
 )

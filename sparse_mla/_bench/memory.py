@@ -1,5 +1,5 @@
-"""The operators that only move bytes (cache write, gather, index conversion), compared with a copy.
-Samples are judged first, against NumPy."""
+"""The operators that memory binds (cache write, gather, index conversion, norms and RoPE), compared
+with a copy. Samples are judged first, against NumPy."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ BLOCK_SIZE = 64
 NUM_SLOTS = 65536  # more than processors' caches hold
 NUM_PAGES = NUM_SLOTS // BLOCK_SIZE
 NUM_QUERIES = 4096
+NUM_NORMS = 16384
+NUM_OUTPUTS = 1024
 SAMPLED = slice(None, None, 509)
 
 
@@ -38,7 +40,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
     for name, dtype, width in (("fp8_ds_mla", np.uint8, 656), ("bfloat16", BF16, 576)):
         kv_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, width), dtype)
         moves += [make_write(rng, kv_cache, name), make_gather(rng, kv_cache, name)]
-    moves.append(make_conversion(rng))
+    moves += [make_conversion(rng), make_norm(rng), make_inverse(rng)]
 
     columns = ["operator", "sampled bytes", "GB/s", "copy GB/s", "ratio"]
     title = f"Bytes moved (read + written), beside np.copyto in {num_threads} threads"
@@ -130,3 +132,54 @@ def make_conversion(rng: np.random.Generator) -> Move:
 
     num_bytes = topk_indices.nbytes + out.nbytes
     return Move("convert_req_index_to_global_index", convert, num_bytes, is_right)
+
+
+def make_norm(rng: np.random.Generator) -> Move:
+    """DeepSeek V4-Flash's: q of 1024 and kv of 512 values are columns of one buffer."""
+    buffer = rng.standard_normal((NUM_NORMS, 1536), np.float32).astype(BF16)
+    q, kv = buffer[:, :1024], buffer[:, 1024:]
+    weight = rng.standard_normal(1024, np.float32).astype(BF16)
+    outs = np.zeros(q.shape, BF16), np.zeros(kv.shape, BF16)
+
+    def normalize() -> object:
+        return sparse_mla.fused_q_kv_rmsnorm(
+            q, kv, weight, weight[:512], eps=1e-6, q_out=outs[0], kv_out=outs[1]
+        )
+
+    def is_right() -> bool:
+        good = True
+        for x, out in zip((q, kv), outs, strict=True):
+            wide = x[SAMPLED].astype(np.float64)
+            factor = 1 / np.sqrt((wide * wide).mean(1, keepdims=True) + 1e-6)
+            want = wide * factor * weight[: x.shape[1]].astype(np.float64)
+            error = np.abs(out[SAMPLED].astype(np.float64) - want)
+            good = good and bool((error <= 1.02 * 2.0**-8 * np.abs(want) + 1e-38).all())
+        return good
+
+    return Move("fused_q_kv_rmsnorm, 1024 + 512", normalize, 2 * buffer.nbytes, is_right)
+
+
+def make_inverse(rng: np.random.Generator) -> Move:
+    o = rng.standard_normal((NUM_OUTPUTS, 64, 512), np.float32).astype(BF16)
+    positions, table = np.arange(NUM_OUTPUTS), sparse_mla.rope_table(NUM_OUTPUTS)
+    out = np.zeros((8, NUM_OUTPUTS, 4096), np.uint8).swapaxes(0, 1)
+    scale = np.zeros((8, 32, NUM_OUTPUTS), np.float32).transpose(2, 0, 1)
+
+    def turn_back() -> object:
+        return sparse_mla.fused_inv_rope_fp8_quant(
+            o, positions, table, groups=8, out=out, out_scale=scale
+        )
+
+    def is_right() -> bool:
+        """Judges the values that RoPE leaves alone: three of a head's four tiles, and a half."""
+        tiles = o[SAMPLED].reshape(-1, 4, 128).astype(np.float32)
+        by = scale[SAMPLED].reshape(-1, 4, 1)
+        amax = np.abs(tiles[:, :3]).max(2, keepdims=True)
+        fits = (448 * by[:, :3] >= amax) & (224 * by[:, :3] < amax)
+        if not fits.all():
+            return False
+        codes = (tiles / by).astype(ml_dtypes.float8_e4m3fn).reshape(-1, 512)[:, :448]
+        return np.array_equal(out[SAMPLED].reshape(-1, 512)[:, :448], codes.view(np.uint8))
+
+    num_bytes = o.nbytes + out.nbytes + scale.nbytes
+    return Move("fused_inv_rope_fp8_quant, 64 heads", turn_back, num_bytes, is_right)

@@ -203,4 +203,48 @@ WORDS: dict[str, dict[str, str]] = {
     ([112.0, -448.0], 2.0)
         """,
     },
+    "fused_q_kv_rmsnorm": {
+        "torch": """
+    RMSNorm of the rows of q and of kv: `sparse_mla.fused_q_kv_rmsnorm`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> q, kv = torch.full((1, 1536), 3.0, dtype=torch.bfloat16).split([1024, 512], 1)
+    >>> out = smla.fused_q_kv_rmsnorm(q, kv, torch.ones(1024), torch.ones(512), eps=1e-6)
+    >>> [x[0, 0].item() for x in out]
+    [1.0, 1.0]
+        """,
+        "jax": """
+    RMSNorm of the rows of q and of kv: `sparse_mla.fused_q_kv_rmsnorm`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> q, kv = jnp.full((1, 1024), 3, jnp.bfloat16), jnp.full((1, 512), 3, jnp.bfloat16)
+    >>> out = smla.fused_q_kv_rmsnorm(q, kv, jnp.ones(1024), jnp.ones(512), eps=1e-6)
+    >>> [x[0, 0].item() for x in out]
+    [1.0, 1.0]
+        """,
+    },
+    "fused_inv_rope_fp8_quant": {
+        "torch": """
+    Attention's output turned back and quantised: `sparse_mla.fused_inv_rope_fp8_quant`.
+
+    >>> import torch, sparse_mla
+    >>> import sparse_mla.integrations.torch as smla
+    >>> o, table = torch.ones(3, 4, 512).bfloat16(), torch.from_numpy(sparse_mla.rope_table(8))
+    >>> out, scale = smla.fused_inv_rope_fp8_quant(o, torch.tensor([0, 5, 7]), table, groups=2)
+    >>> out.shape, scale.stride(), scale[0, 0, 0].item()
+    (torch.Size([3, 2, 1024]), (1, 32, 4), 0.00390625)
+        """,
+        "jax": """
+    Attention's output turned back and quantised: `sparse_mla.fused_inv_rope_fp8_quant`.
+
+    >>> import jax.numpy as jnp, sparse_mla
+    >>> import sparse_mla.integrations.jax as smla
+    >>> o, table = jnp.ones((3, 4, 512), jnp.bfloat16), jnp.asarray(sparse_mla.rope_table(8))
+    >>> out, scale = smla.fused_inv_rope_fp8_quant(o, jnp.array([0, 5, 7]), table, groups=2)
+    >>> out.shape, scale.shape, scale[0, 0, 0].item()
+    ((3, 2, 1024), (3, 2, 8), 0.00390625)
+        """,
+    },
 }

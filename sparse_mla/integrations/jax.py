@@ -66,7 +66,13 @@ def _require_cpu(op: str, name: str, x: Any) -> None:
         )
 
 
-_ATTRIBUTES = {"int": np.int64, "int32": np.int64, "float": np.float64, "kv_format": str}
+_ATTRIBUTES = {
+    "int": np.int64,
+    "int32": np.int64,
+    "float": np.float64,
+    "kv_format": str,
+    "scales": str,
+}
 
 
 def _call(schema: Schema, values: dict[str, Any]) -> Any:
@@ -89,7 +95,7 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
     present = sum(1 << i for i, name in enumerate(order) if name in given or name in results)
     call = jax.ffi.ffi_call(
         _TARGET,
-        [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results.values()],
+        [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, *_ in results.values()],
         vmap_method="sequential",
         input_output_aliases={list(given).index(schema.written): 0} if schema.written else None,
     )

@@ -115,6 +115,7 @@ _TYPES = {
     "float": "float",
     "kv_format": "str?",
     "floats": "str",
+    "scales": "str",
 }
 
 
@@ -153,15 +154,19 @@ def _named(names: list[str], results: Any) -> dict[str, Tensor]:
 
 
 def _new(like: Tensor, result: _results.Result) -> Tensor:
-    """A tensor of this shape and dtype, where `like` is."""
-    shape, dtype = result
-    return like.new_empty(shape, dtype=getattr(torch, dtype))
+    """A tensor of this shape and dtype, where `like` is. One with strides is a part of its storage,
+    whose other elements are 0."""
+    shape, dtype, *strides = result
+    if not strides:
+        return like.new_empty(shape, dtype=getattr(torch, dtype))
+    size = max(n * stride for n, stride in zip(shape, strides[0], strict=True))
+    return like.new_zeros(size, dtype=getattr(torch, dtype)).as_strided(shape, strides[0])
 
 
 def _register(schema: Schema, variant: str, outputs: list[str], new: list[str]) -> Any:
     """An overload that writes `outputs` of the caller, and returns the results `new`."""
     asked = schema.names(*ASKED)
-    options = {schema.ask: True} if schema.ask and not set(asked).isdisjoint(new) else {}
+    options = {schema.ask: not set(asked).isdisjoint(new)} if schema.ask else {}
     names = [n for n in schema.parameters if schema.rows[n] not in ("ask", "stream")]
     returned = [schema.written] if schema.written else schema.returned
 
@@ -172,7 +177,7 @@ def _register(schema: Schema, variant: str, outputs: list[str], new: list[str]) 
         return _one_or_all([results[name] for name in new])
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        values = schema.defaults | dict(zip(names, args, strict=False)) | kwargs
+        values = schema.defaults | dict(zip(names, args, strict=False)) | kwargs | options
         results = schema.results(values)
         return _one_or_all([_new(args[0], results[name]) for name in new])
 
@@ -210,7 +215,7 @@ def _take_over(operator: Any) -> Callable[..., Any]:
 
     def write(values: dict[str, Any], asks: bool) -> Any:
         """Writes results to the caller's tensors, and makes those that the caller left out."""
-        results = schema.results(values)
+        results = schema.results(values | ({ask: asks} if ask else {}))
         for name in outputs:
             if values[name] is None and (name in always or (asks and name in asked)):
                 values[name] = _new(values[first], results[name])

@@ -134,6 +134,8 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         smla_split_kv_b_proj_params split;
         smla_projection_params projection;
         smla_quant_params quant;
+        smla_q_kv_norm_params norm;
+        smla_inverse_rope_params inverse;
     } p;
     smla_attention_plan plan;
     switch (number) {
@@ -147,7 +149,9 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
     case 6: return smla_check_split_kv_b_proj(&a->split, &p.split, backend, e);
     case 7: return smla_check_k_up_proj(&a->k_up, &p.projection, backend, e);
     case 8: return smla_check_v_up_proj(&a->v_up, &p.projection, backend, e);
-    default: return smla_check_dynamic_per_tensor_quant(&a->quant, &p.quant, backend, e);
+    case 9: return smla_check_dynamic_per_tensor_quant(&a->quant, &p.quant, backend, e);
+    case 10: return smla_check_fused_q_kv_rmsnorm(&a->norm, &p.norm, backend, e);
+    default: return smla_check_fused_inv_rope_fp8_quant(&a->inverse, &p.inverse, backend, e);
     }
 }
 
@@ -234,6 +238,12 @@ set_scalars(reader *r, int number, any_args *a)
         a->attention.num_splits = (int32_t)read_number(r);
         a->attention.kv_format = (int32_t)read_count(r, 4);
         a->attention.extra_kv_format = (int32_t)read_count(r, 4);
+    } else if (number == 10) {
+        const uint64_t bits = read_bits(r);
+        memcpy(&a->norm.eps, &bits, sizeof bits);
+    } else if (number == 11) {
+        a->inverse.groups = read_number(r);
+        a->inverse.scale_layout = (int32_t)read_count(r, 4);
     } else if (number <= 2) {
         const int32_t format = (int32_t)read_count(r, 4);
         a->write.kv_format = number == 0 ? format : a->write.kv_format;

@@ -35,6 +35,8 @@ typedef union any_args {
     smla_k_up_proj_args k_up;
     smla_v_up_proj_args v_up;
     smla_dynamic_per_tensor_quant_args quant;
+    smla_fused_q_kv_rmsnorm_args norm;
+    smla_fused_inv_rope_fp8_quant_args inverse;
 } any_args;
 
 enum { MAX_SLOTS = 14 };
@@ -185,6 +187,31 @@ make_quant(void)
                                 .scale = ZEROS(fp32, 1)}};
 }
 
+static inline any_args
+make_norm(void)
+{
+    return (any_args){.norm = {.struct_size = sizeof(smla_fused_q_kv_rmsnorm_args),
+                               .q = ZEROS(bf16, 3, 10),
+                               .kv = ZEROS(bf16, 3, 512),
+                               .q_weight = ZEROS(fp32, 10),
+                               .kv_weight = ZEROS(bf16, 512),
+                               .q_out = ZEROS(bf16, 3, 10),
+                               .kv_out = ZEROS(bf16, 3, 512),
+                               .eps = 1e-6}};
+}
+
+static inline any_args
+make_inverse(void)
+{
+    return (any_args){.inverse = {.struct_size = sizeof(smla_fused_inv_rope_fp8_quant_args),
+                                  .o = ZEROS(bf16, 3, 4, 512),
+                                  .positions = ZEROS(int64, 3),
+                                  .cos_sin = ZEROS(fp32, 5, 64),
+                                  .out = ZEROS(uint8, 3, 2, 1024),
+                                  .out_scale = ZEROS(fp32, 3, 2, 8),
+                                  .groups = 2}};
+}
+
 #define CALL(member, function)                                                \
     static inline smla_status call_##member(const any_args *a, smla_error *e) \
     {                                                                         \
@@ -201,6 +228,8 @@ CALL(split, smla_split_kv_b_proj)
 CALL(k_up, smla_k_up_proj)
 CALL(v_up, smla_v_up_proj)
 CALL(quant, smla_dynamic_per_tensor_quant)
+CALL(norm, smla_fused_q_kv_rmsnorm)
+CALL(inverse, smla_fused_inv_rope_fp8_quant)
 
 #undef CALL
 #define AT_FIELD(member, field) offsetof(any_args, member.field)
@@ -298,6 +327,25 @@ static const operator_case operators[] = {
      {{"x", AT_FIELD(quant, x), ANY_STRIDE | ANY_RANK, 0},
       {"out", AT_FIELD(quant, out), OUTPUT | ANY_STRIDE | ANY_RANK, 3},
       {"scale", AT_FIELD(quant, scale), OUTPUT | ANY_STRIDE | ANY_RANK, 1}}},
+    {"fused_q_kv_rmsnorm",
+     sizeof(smla_fused_q_kv_rmsnorm_args),
+     call_norm,
+     make_norm,
+     {{"q", AT_FIELD(norm, q), 0, 0},
+      {"kv", AT_FIELD(norm, kv), 0, 3},
+      {"q_weight", AT_FIELD(norm, q_weight), 0, 1},
+      {"kv_weight", AT_FIELD(norm, kv_weight), 0, 1},
+      {"q_out", AT_FIELD(norm, q_out), OUTPUT, 3},
+      {"kv_out", AT_FIELD(norm, kv_out), OUTPUT, 3}}},
+    {"fused_inv_rope_fp8_quant",
+     sizeof(smla_fused_inv_rope_fp8_quant_args),
+     call_inverse,
+     make_inverse,
+     {{"o", AT_FIELD(inverse, o), 0, 4},
+      {"positions", AT_FIELD(inverse, positions), ANY_STRIDE, 0},
+      {"cos_sin", AT_FIELD(inverse, cos_sin), 0, 2},
+      {"out", AT_FIELD(inverse, out), OUTPUT, 7},
+      {"out_scale", AT_FIELD(inverse, out_scale), OUTPUT | ANY_STRIDE | OPTIONAL, 6}}},
 };
 
 enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };

@@ -75,6 +75,20 @@ smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
 }
 
 cudaError_t
+smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *params)
+{
+    (void)params;
+    return launch_nothing("norm");
+}
+
+cudaError_t
+smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params)
+{
+    (void)params;
+    return launch_nothing("turn_back");
+}
+
+cudaError_t
 smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params)
 {
     (void)params;
@@ -130,6 +144,7 @@ static smla_status cpu_status;
 static smla_cache_write_params seen_write;
 static smla_gather_params seen_gather;
 static smla_convert_params seen_convert;
+static smla_rope seen_rope;
 static int64_t seen_sum; /* the sum of the arrays' values */
 static const int32_t device_zeros[4];
 static int num_device_arrays; /* arrays that the checks got instead of copies */
@@ -183,6 +198,22 @@ smla_cpu_check_convert(const smla_convert_params *p, smla_error *error)
     seen_sum += 1000 * sum_of(p->prefill_request_ids, p->num_tokens, p->prefill_request_ids_stride);
     seen_sum += 1000000 * sum_of(p->prefill_workspace_starts, p->num_prefills,
                                  p->prefill_workspace_starts_stride);
+    return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
+}
+
+smla_status
+smla_cpu_check_positions(const char *op, const smla_rope *rope, int64_t num_tokens,
+                         smla_error *error)
+{
+    (void)op;
+    seen_rope = *rope;
+    num_device_arrays += rope->positions == device_zeros;
+    seen_sum = 0;
+    for (int64_t i = 0; i < num_tokens; i++) {
+        const int64_t at = i * rope->positions_stride;
+        seen_sum += rope->positions_are_int64 ? ((const int64_t *)rope->positions)[at]
+                                              : ((const int32_t *)rope->positions)[at];
+    }
     return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
 }
 
@@ -555,19 +586,21 @@ test_captures(void)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-enum { NUM_OPERATORS = 9 };
+enum { NUM_OPERATORS = 11 };
 
 static const char *const operator_names[NUM_OPERATORS] = {
-    "concat_and_cache_mla",    "gather_kv_cache",
-    "dequantize_kv_cache",     "convert_req_index_to_global_index",
-    "sparse_attention",        "merge_attn_states",
-    "split_kv_b_proj",         "k_up_proj",
-    "dynamic_per_tensor_quant"};
+    "concat_and_cache_mla",     "gather_kv_cache",
+    "dequantize_kv_cache",      "convert_req_index_to_global_index",
+    "sparse_attention",         "merge_attn_states",
+    "split_kv_b_proj",          "k_up_proj",
+    "dynamic_per_tensor_quant", "fused_q_kv_rmsnorm",
+    "fused_inv_rope_fp8_quant"};
 static const char *const launch_names[NUM_OPERATORS] = {"write",        "gather",    "dequantize",
                                                         "convert",      "attention", "merge",
-                                                        "split_weight", "up_proj",   "quant"};
+                                                        "split_weight", "up_proj",   "quant",
+                                                        "norm",         "turn_back"};
 
-/* Calls an operator for `count` tokens, requests or the like; the last one ignores `count`. */
+/* Calls an operator for `count` tokens, requests or the like; number 8 ignores `count`. */
 static smla_status
 call_operator(int i, smla_stream stream, int64_t count)
 {
@@ -596,6 +629,10 @@ call_operator(int i, smla_stream stream, int64_t count)
                                             .outer_dim = count,
                                             .stream = stream};
     const smla_quant_params quant = {.stream = stream};
+    const smla_q_kv_norm_params norm = {.num_tokens = count, .stream = stream};
+    const smla_inverse_rope_params turn_back = {.num_tokens = count,
+                                                .rope = {.positions = device_zeros, .max_pos = 1},
+                                                .stream = stream};
     switch (i) {
     case 0: return b->concat_and_cache_mla(&write, &error);
     case 1: return b->gather_kv_cache(&gather, &error);
@@ -605,7 +642,9 @@ call_operator(int i, smla_stream stream, int64_t count)
     case 5: return b->merge_attn_states(&merge, &error);
     case 6: return b->split_kv_b_proj(&weight, &error);
     case 7: return b->up_proj(&project, &error);
-    default: return b->dynamic_per_tensor_quant(&quant, &error);
+    case 8: return b->dynamic_per_tensor_quant(&quant, &error);
+    case 9: return b->fused_q_kv_rmsnorm(&norm, &error);
+    default: return b->fused_inv_rope_fp8_quant(&turn_back, &error);
     }
 }
 
@@ -630,7 +669,7 @@ test_operators(void)
         EXPECT_OK(call_operator(i, stream, 1));
         EXPECT_CALLS(calls);
         EXPECT(launch_device == (i == 1 || i == 8 ? smla_cuda_find_device(1) : NULL));
-        if (i < 8) { /* nothing to do */
+        if (i != 8) { /* nothing to do */
             EXPECT_OK(call_operator(i, stream, 0));
             EXPECT_CALLS("");
         }
@@ -709,12 +748,12 @@ test_checked_operators(void)
     EXPECT_OK(call_operator(4, stream, 1));
     set_env("SPARSE_MLA_CHECK", "1");
     for (int i = 0; i < NUM_OPERATORS; i++) {
-        const bool reads = i == 0 || i == 1 || i == 3;
+        const int num_reads = i == 0 || i == 3 || i == 10 ? 1 : i == 1 ? 3 : 0;
         char text[128];
         forget_calls();
         cpu_status = SMLA_OK;
         EXPECT_OK(call_operator(i, stream, 1));
-        EXPECT_EQ(count_calls("copy to host"), i == 0 || i == 3 ? 1 : i == 1 ? 3 : 0);
+        EXPECT_EQ(count_calls("copy to host"), num_reads);
         EXPECT_EQ(count_calls("cudaStreamSynchronize"), 2 + count_calls("copy to host"));
         EXPECT_EQ(count_calls(launch_names[i]), 1);
         const char *const end = strstr(fake.calls, launch_names[i]);
@@ -723,14 +762,13 @@ test_checked_operators(void)
         /* the CPU's check refuses the values */
         cpu_status = SMLA_ERROR_VALUE;
         forget_calls();
-        if (reads) {
+        if (num_reads > 0) {
             EXPECT_FAIL(call_operator(i, stream, 1), SMLA_ERROR_VALUE, "the CPU's");
         }
         EXPECT_EQ(count_calls(launch_names[i]), 0);
         EXPECT_EQ(fake.current, 0);
         cpu_status = SMLA_OK;
         /* errors of earlier work, of the copies, and of the call's own kernels */
-        const int num_reads = i == 0 || i == 3 ? 1 : i == 1 ? 3 : 0;
         for (int n = 0; n < 2 + num_reads; n++) {
             forget_calls();
             snprintf(text, sizeof text, "%s: %s failed: a text (code 700)", operator_names[i],
@@ -874,6 +912,14 @@ test_read_arrays(void)
         EXPECT_EQ(seen_sum, is_wide ? (INT64_C(1) << 40) + 1 : 4);
         EXPECT_EQ((int)asked_bytes, is_wide ? 24 : 12);
         EXPECT(seen_write.slot_mapping != write.slot_mapping);
+        const smla_rope rope = {.positions = write.slot_mapping,
+                                .positions_stride = 2,
+                                .positions_are_int64 = is_wide,
+                                .max_pos = 7};
+        EXPECT_OK(smla_cuda_check_positions("op", &rope, 2, stream, &error));
+        EXPECT_EQ(seen_sum, is_wide ? (INT64_C(1) << 40) + 1 : 4);
+        EXPECT_EQ((int)asked_bytes, is_wide ? 24 : 12);
+        EXPECT(seen_rope.positions != rope.positions && seen_rope.max_pos == 7);
     }
     EXPECT_EQ(num_live, 0);
 }

@@ -65,9 +65,13 @@ missing(const operator_case *op, const any_args *good, const slot *s)
     break_slot(&b, op, good, s);
     *array_of(&b.args, s) = NULL;
     if (s->flags & OPTIONAL) {
-        /* Without its second half the query of make_attention is too short. */
+        /* Without its second half the query of make_attention is too short. Without scales the
+         * output of make_inverse must be bf16. */
         const bool is_pair = strcmp(s->name, "q[1]") == 0;
-        EXPECT_EQ(op->call(&b.args, &error), is_pair ? SMLA_ERROR_VALUE : SMLA_OK);
+        const bool is_scale = strcmp(s->name, "out_scale") == 0;
+        EXPECT_EQ(op->call(&b.args, &error), is_pair    ? SMLA_ERROR_VALUE
+                                             : is_scale ? SMLA_ERROR_TYPE
+                                                        : SMLA_OK);
     } else if (strcmp(s->name, "workspace") == 0) {
         expect_text(op, &b, s->name, SMLA_ERROR_VALUE, "have at least ");
     } else {

@@ -132,6 +132,15 @@ test_interleaved_pages(void)
                 "dequantize_kv_cache: `out` must not overlap `kv_cache`");
 }
 
+/* Whether an output may be an input of the same shape: its name is the input's with _out. */
+static bool
+may_be(const char *output, const char *input)
+{
+    char name[64];
+    snprintf(name, sizeof name, "%s_out", input);
+    return strcmp(output, name) == 0;
+}
+
 /* Every output of every operator put onto every other array. */
 static void
 test_every_output(void)
@@ -148,6 +157,10 @@ test_every_output(void)
                 DLTensor moved = **array_of(&good, &op->slots[j]);
                 moved.data = (*array_of(&good, &op->slots[k]))->data;
                 *array_of(&bad, &op->slots[j]) = &moved;
+                if (may_be(op->slots[j].name, op->slots[k].name)) {
+                    EXPECT_OK(op->call(&bad, &error));
+                    continue;
+                }
                 EXPECT_FAIL(op->call(&bad, &error), SMLA_ERROR_VALUE, "` must not overlap `");
                 EXPECT(strstr(error.text, op->slots[j].name) != NULL);
             }

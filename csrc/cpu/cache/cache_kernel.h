@@ -29,7 +29,7 @@
 
 #include "core/numeric.h"
 #include "cpu/cache/cache.h"
-#include "cpu/machine/narrow.h"
+#include "cpu/machine/quads.h"
 
 enum {
     TILE = SMLA_SCALE_TILE,
@@ -37,81 +37,6 @@ enum {
 };
 
 _Static_assert(SMLA_QK_ROPE_HEAD_DIM % QUAD == 0, "a row must hold whole quads");
-
-/* ---- Quads of any type --------------------------------------------------------------------- */
-
-static int64_t
-element_bytes(smla_float_type type)
-{
-    return type == SMLA_FLOAT_FP32 ? 4 : 2;
-}
-
-static const uint8_t *
-element_at(const void *array, smla_float_type type, int64_t index)
-{
-    return (const uint8_t *)array + index * element_bytes(type);
-}
-
-SMLA_INLINE quad
-load_quad(const void *values, smla_float_type type)
-{
-    switch (type) {
-    case SMLA_FLOAT_BF16: return load_bf16(values);
-    case SMLA_FLOAT_FP16: return load_half(values);
-    default: return load_float(values);
-    }
-}
-
-/* Loads a quad of which `count` values exist. The others are zeros. */
-SMLA_INLINE quad
-load_part(const void *values, smla_float_type type, int64_t count)
-{
-    uint8_t padded[QUAD * sizeof(float)] = {0};
-    memcpy(padded, values, (size_t)(count * element_bytes(type)));
-    return load_quad(padded, type);
-}
-
-SMLA_INLINE quad
-magnitude_of(quad x)
-{
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) {
-        x.v[k] = (vfloat)((vuint)x.v[k] & 0x7FFFFFFFu);
-    }
-    return x;
-}
-
-/* max(best, |x|) per lane over the four vectors of x; NaN is ignored. */
-SMLA_INLINE vfloat
-max_of_quad(vfloat best, quad x)
-{
-    const quad m = magnitude_of(x);
-    const vfloat pair = max_lanes(max_lanes(best, m.v[0]), m.v[1]);
-    return max_lanes(max_lanes(pair, m.v[2]), m.v[3]);
-}
-
-/* Folds the upper half of each vector into its lower half. Lanes of the result: a, b, a, b ... */
-SMLA_INLINE vfloat
-fold_max(vfloat a, vfloat b)
-{
-    return max_lanes((vfloat)interleave_first((vuint)a, (vuint)b),
-                     (vfloat)interleave_second((vuint)a, (vuint)b));
-}
-
-/* The largest lane of each vector, infinity as FLT_MAX. Comments give the vector of each lane. */
-SMLA_INLINE void
-finish_max(quad x, float *largest)
-{
-    vfloat folded = fold_max(fold_max(x.v[0], x.v[2]), fold_max(x.v[1], x.v[3])); /* 0 1 2 3 ... */
-#pragma GCC unroll 2
-    for (int copies = 1; copies < WIDTH / 4; copies *= 2) {
-        folded = fold_max(folded, folded); /* 0 0 1 1 2 2 3 3 ... */
-    }
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) {
-        largest[k] = smla_finite_abs(folded[k * WIDTH / 4]);
-    }
-}
 
 SMLA_INLINE quad
 divide_quad(quad x, float scale)

@@ -9,6 +9,7 @@
 
 struct smla_attention_isa;
 struct smla_cache_isa;
+struct smla_norm_isa;
 struct smla_projection_isa;
 
 typedef struct smla_cpu_isa {
@@ -19,6 +20,7 @@ typedef struct smla_cpu_isa {
     const char *attention_source;
     const struct smla_projection_isa *projection;
     const struct smla_cache_isa *cache;
+    const struct smla_norm_isa *norm;
 } smla_cpu_isa;
 
 /* The table, fastest entry first. */

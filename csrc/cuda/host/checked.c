@@ -1,6 +1,6 @@
 /* checked.c: checked mode, a debugging aid that SPARSE_MLA_CHECK=1 turns on. A call waits for its
- * stream, copies the arrays that hold slots, pages, lengths and request ids to the host, and has
- * the CPU backend check them, so that errors have the CPU's text. After its work the call waits
+ * stream, copies the arrays that hold slots, pages, lengths, request ids and positions to the host,
+ * and has the CPU backend check them, so that errors have the CPU's text. After its work the call waits
  * again, so that the call that started a faulty kernel is the one to report it.
  *
  * Attention has no values to check, because an index that names no key is masked everywhere.
@@ -160,5 +160,22 @@ smla_cuda_check_convert(const smla_convert_params *p, smla_error *error)
         status = smla_cpu_check_convert(&host, error);
     }
     free_arrays(arrays, 3);
+    return status;
+}
+
+smla_status
+smla_cuda_check_positions(const char *op, const smla_rope *rope, int64_t num_tokens,
+                          smla_stream stream, smla_error *error)
+{
+    smla_rope host = *rope;
+    device_array positions = {.pointer = (void *)&host.positions,
+                              .element_bytes = rope->positions_are_int64 ? 8 : 4,
+                              .counts = {num_tokens, 1},
+                              .strides = {rope->positions_stride, 0}};
+    smla_status status = read_array(op, stream, &positions, error);
+    if (status == SMLA_OK) {
+        status = smla_cpu_check_positions(op, &host, num_tokens, error);
+    }
+    free_arrays(&positions, 1);
     return status;
 }

@@ -104,6 +104,10 @@ cudaError_t smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *p
                                                       const smla_cuda_device *device);
 cudaError_t smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params);
 
+/* rms_norm.cu and inverse_rope.cu */
+cudaError_t smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *params);
+cudaError_t smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params);
+
 /* projection.cu: the up projections of arrays whose strides cuBLAS cannot express. */
 cudaError_t smla_cuda_launch_up_proj(const smla_projection_params *params);
 
@@ -123,13 +127,15 @@ int64_t smla_cuda_kernels(smla_kernel_info *rows, int64_t capacity);
 smla_status smla_cuda_up_proj(const smla_projection_params *params, smla_error *error);
 
 /* checked.c: checked mode (SPARSE_MLA_CHECK=1 in the environment), a debugging aid. A call waits
- * for its stream before and after its work, and reads the arrays that hold slots, pages, lengths
- * and request ids. Values that a kernel would mask are then ValueErrors, as on the CPU. */
+ * for its stream before and after its work, and reads the arrays that hold slots, pages, lengths,
+ * request ids and positions. Values that a kernel would mask are then ValueErrors, as on the CPU. */
 smla_status smla_cuda_begin_checked(const char *op, smla_stream stream, smla_error *error);
 smla_status smla_cuda_end_checked(const char *op, smla_stream stream, smla_error *error);
 smla_status smla_cuda_check_cache_write(const smla_cache_write_params *params, smla_error *error);
 smla_status smla_cuda_check_gather(const smla_gather_params *params, smla_error *error);
 smla_status smla_cuda_check_convert(const smla_convert_params *params, smla_error *error);
+smla_status smla_cuda_check_positions(const char *op, const smla_rope *rope, int64_t num_tokens,
+                                      smla_stream stream, smla_error *error);
 
 /* events.c: order between streams. */
 extern const smla_stream_ops smla_cuda_stream_ops;

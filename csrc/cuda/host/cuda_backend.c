@@ -170,6 +170,36 @@ dynamic_per_tensor_quant(const smla_quant_params *p, smla_error *error)
     return end_launch(&call, smla_cuda_launch_dynamic_per_tensor_quant(p, call.device), error);
 }
 
+/* ---- Norms and RoPE ------------------------------------------------------------------------ */
+
+static smla_status
+fused_q_kv_rmsnorm(const smla_q_kv_norm_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "fused_q_kv_rmsnorm", .stream = p->stream};
+    if (p->num_tokens == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    return end_launch(&call, smla_cuda_launch_fused_q_kv_rmsnorm(p), error);
+}
+
+static smla_status
+fused_inv_rope_fp8_quant(const smla_inverse_rope_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "fused_inv_rope_fp8_quant", .stream = p->stream};
+    if (p->num_tokens == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    const smla_status status =
+        call.is_checked
+            ? smla_cuda_check_positions(call.op, &p->rope, p->num_tokens, p->stream, error)
+            : SMLA_OK;
+    return status == SMLA_OK
+               ? end_launch(&call, smla_cuda_launch_fused_inv_rope_fp8_quant(p), error)
+               : end_call(&call, status, error);
+}
+
 /* ---- The table ----------------------------------------------------------------------------- */
 
 /* The line follows another initializer, so it begins with the comma. */

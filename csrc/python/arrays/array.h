@@ -131,6 +131,14 @@ int smla_py_allocate(const smla_py_state *state, const char *op, const char *nam
                      const smla_py_array *like, smla_py_stream *stream, DLDataType dtype, int ndim,
                      const int64_t *shape, smla_py_array *array);
 
+/* Whether results in the framework of `like` can be views as smla_py_order makes them. */
+bool smla_py_has_ordered_views(const smla_py_array *like);
+
+/* Gives a new array of three dimensions another order: dimension k becomes what dimension order[k]
+ * is. The object that is handed out has the first `rows` rows only. 0, or -1 with an exception. */
+int smla_py_order(const smla_py_state *state, smla_py_array *array, const int order[3],
+                  int64_t rows);
+
 /* New reference: the caller's own object, or the allocated array in its framework's type. */
 PyObject *smla_py_result(smla_py_array *array);
 

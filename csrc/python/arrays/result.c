@@ -6,6 +6,7 @@
  * case, because taking over would cost more than the call.
  */
 #include <stdlib.h>
+#include <string.h>
 
 #include "python/arrays/exchange.h"
 #include "python/arrays/tensor.h"
@@ -122,6 +123,76 @@ smla_py_allocate(const smla_py_state *state, const char *op, const char *name,
         return smla_py_new_cupy(state, op, array);
     default: return allocate_tensor(state, op, stream, array);
     }
+}
+
+/* ---- Other orders of dimensions ------------------------------------------------------------ */
+
+/* Results of frameworks with immutable arrays are contiguous, because such a framework copies other
+ * arrays when it takes them over, or refuses them. */
+bool
+smla_py_has_ordered_views(const smla_py_array *like)
+{
+    switch (like->framework) {
+    case SMLA_PY_IMPORTER: return !like->importer->is_immutable;
+    case SMLA_PY_EXCHANGE: return PyObject_HasAttrString(like->object, "swapaxes") != 0;
+    default: return true;
+    }
+}
+
+/* Replaces `object` by the result of a call, unless that failed. */
+static int
+replace_object(PyObject **object, PyObject *by)
+{
+    if (by == NULL) {
+        return -1;
+    }
+    Py_DECREF(*object);
+    *object = by;
+    return 0;
+}
+
+/* The view of an array with a method `swapaxes`: NumPy's, CuPy's or PyTorch's. */
+static int
+order_object(PyObject **object, const int order[3], int64_t rows, bool is_part)
+{
+    int now[3] = {0, 1, 2}; /* the dimension of the storage that each dimension is */
+    for (int to = 0; to < 2; to++) {
+        int from = to;
+        while (now[from] != order[to]) {
+            from++;
+        }
+        if (from == to) {
+            continue;
+        }
+        now[from] = now[to];
+        now[to] = order[to];
+        if (replace_object(object, PyObject_CallMethod(*object, "swapaxes", "ii", to, from)) < 0) {
+            return -1;
+        }
+    }
+    return is_part ? replace_object(object, PySequence_GetSlice(*object, 0, (Py_ssize_t)rows)) : 0;
+}
+
+int
+smla_py_order(const smla_py_state *state, smla_py_array *array, const int order[3], int64_t rows)
+{
+    int64_t shape[3];
+    int64_t strides[3];
+    for (int k = 0; k < 3; k++) {
+        shape[k] = array->shape[order[k]];
+        strides[k] = array->strides[order[k]];
+    }
+    memcpy(array->shape, shape, sizeof shape);
+    memcpy(array->strides, strides, sizeof strides);
+    if (Py_TYPE(array->object) != state->tensor_type) {
+        return order_object(&array->object, order, rows, rows != shape[0]);
+    }
+    DLTensor view = array->view;
+    shape[0] = rows;
+    view.shape = shape;
+    view.strides = strides;
+    return replace_object(&array->object,
+                          smla_py_tensor_view(state, array->object, &view, NULL, false));
 }
 
 /* ---- Hand out ------------------------------------------------------------------------------ */

@@ -91,6 +91,22 @@ smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim, c
                             &call->stream, dtype, ndim, shape, &call->arrays[i]);
 }
 
+int
+smla_py_allocate_ordered(smla_py_call *call, int i, DLDataType dtype, const int64_t storage[3],
+                         const int order[3], int64_t rows)
+{
+    if (call->arrays[i].object != NULL) {
+        return 0;
+    }
+    if (!smla_py_has_ordered_views(&call->arrays[0])) {
+        const int64_t shape[3] = {rows, storage[order[1]], storage[order[2]]};
+        return smla_py_allocate_result(call, i, dtype, 3, shape);
+    }
+    return smla_py_allocate_result(call, i, dtype, 3, storage) < 0
+               ? -1
+               : smla_py_order(call->state, &call->arrays[i], order, rows);
+}
+
 /* Keeps the arrays alive until the work is over. */
 static int
 keep_arrays(smla_py_call *call, smla_status status)

@@ -51,6 +51,12 @@ int smla_py_add_absent(smla_py_call *call, const char *name);
 int smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim,
                             const int64_t *shape);
 
+/* Allocates array `i` of three dimensions with a storage of its own order: dimension k of the array
+ * is dimension order[k] of `storage`. The call returns its first `rows` rows; the core gets all.
+ * Frameworks whose arrays have no such views get a compact array of `rows` rows. */
+int smla_py_allocate_ordered(smla_py_call *call, int i, DLDataType dtype, const int64_t storage[3],
+                             const int order[3], int64_t rows);
+
 /* Call this once the core has returned `status`. It keeps the arrays alive until the work is over,
  * and returns the call's answer: NULL with an exception, one result, or a tuple. */
 PyObject *smla_py_finish(smla_py_call *call, smla_status status, const smla_error *error,

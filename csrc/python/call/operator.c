@@ -324,6 +324,7 @@ name_kind(int kind)
         [SMLA_PY_FLOAT] = "float",
         [SMLA_PY_KV_FORMAT] = "kv_format",
         [SMLA_PY_FLOATS] = "floats",
+        [SMLA_PY_SCALES] = "scales",
         [SMLA_PY_DEVICE] = "device",
         [SMLA_PY_ASK] = "ask",
         [SMLA_PY_STREAM] = "stream",

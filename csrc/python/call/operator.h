@@ -29,6 +29,7 @@ typedef enum smla_py_kind {
     SMLA_PY_FLOAT,     /* double */
     SMLA_PY_KV_FORMAT, /* int32_t: None or the name of a cache format */
     SMLA_PY_FLOATS,    /* DLDataType: "float32" or "bfloat16" */
+    SMLA_PY_SCALES,    /* int32_t: the name of a scale layout */
     SMLA_PY_DEVICE,    /* DLDevice */
     SMLA_PY_ASK,       /* no field: whether to return the asked output or result */
     SMLA_PY_STREAM,    /* void *; the last row where there are arrays */
@@ -89,6 +90,7 @@ typedef struct smla_py_operator {
 extern const smla_py_operator smla_py_cache_operators[];
 extern const smla_py_operator smla_py_attention_operators[];
 extern const smla_py_operator smla_py_absorption_operators[];
+extern const smla_py_operator smla_py_norm_operators[];
 
 /* The operator of a name, which need not end with 0. NULL if there is none. */
 const smla_py_operator *smla_py_find_operator(const char *name, size_t length);

@@ -12,7 +12,8 @@ smla_py_find_operator(const char *name, size_t length)
 {
     static const smla_py_operator *const lists[] = {smla_py_cache_operators,
                                                     smla_py_attention_operators,
-                                                    smla_py_absorption_operators};
+                                                    smla_py_absorption_operators,
+                                                    smla_py_norm_operators};
     for (int i = 0; i < SMLA_PY_COUNT(lists); i++) {
         for (const smla_py_operator *op = lists[i]; op->name != NULL; op++) {
             if (strlen(op->name) == length && memcmp(op->name, name, length) == 0) {
@@ -42,6 +43,22 @@ parse_floats(const char *op, const char *name, PyObject *object, DLDataType *dty
     return -1;
 }
 
+static int
+parse_scales(const char *op, const char *name, PyObject *object, int32_t *layout)
+{
+    const char *text = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, NULL) : "";
+    if (text == NULL) {
+        return -1;
+    }
+    *layout = smla_py_find_scale_layout(text, strlen(text));
+    if (*layout != SMLA_SCALES_INFER) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "%s: `%s` must be " SMLA_PY_SCALE_LAYOUT_NAMES ", got %R", op,
+                 name, object);
+    return -1;
+}
+
 /* Fills the field of an option, in `args` or in the call. */
 static int
 read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, void *args)
@@ -54,6 +71,7 @@ read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, vo
     case SMLA_PY_FLOAT: return smla_py_parse_float(op, param->name, object, field);
     case SMLA_PY_KV_FORMAT: return smla_py_parse_kv_format(op, param->name, object, field);
     case SMLA_PY_FLOATS: return parse_floats(op, param->name, object, field);
+    case SMLA_PY_SCALES: return parse_scales(op, param->name, object, field);
     case SMLA_PY_DEVICE: return smla_py_parse_device(op, param->name, object, field);
     case SMLA_PY_ASK: return smla_py_parse_flag(object, &call->asks);
     case SMLA_PY_STREAM: return smla_py_take_stream(call, object);

@@ -90,6 +90,19 @@ read_kv_format(const xla_call *call, const char *name, int32_t *format)
     return SMLA_OK;
 }
 
+static smla_status
+read_scales(const xla_call *call, const char *name, int32_t *layout)
+{
+    const smla_xla_span *span = find_attribute(call->frame, name, SMLA_XLA_IS_STRING);
+    *layout =
+        span == NULL ? SMLA_SCALES_INFER : smla_py_find_scale_layout(span->text, span->length);
+    return span == NULL || *layout != SMLA_SCALES_INFER
+               ? SMLA_OK
+               : smla_fail(call->error, SMLA_ERROR_VALUE,
+                           "%s: `%s` must be " SMLA_PY_SCALE_LAYOUT_NAMES ", got \"%.*s\"",
+                           call->op, name, (int)span->length, span->text);
+}
+
 /* ---- Arrays ---------------------------------------------------------------------------------- */
 
 /* An element type in DLPack's terms. An unlisted type becomes opaque: every operator refuses it. */
@@ -210,6 +223,7 @@ read_options(const xla_call *call, const smla_py_operator *op, void *args)
             SMLA_TRY(read_scalar(call, param->name, SMLA_XLA_F64, field, sizeof(double)));
             break;
         case SMLA_PY_KV_FORMAT: SMLA_TRY(read_kv_format(call, param->name, field)); break;
+        case SMLA_PY_SCALES: SMLA_TRY(read_scales(call, param->name, field)); break;
         default: break;
         }
     }

@@ -80,6 +80,18 @@ smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
 }
 
 cudaError_t
+smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *params)
+{
+    LAUNCH(fused_q_kv_rmsnorm, params);
+}
+
+cudaError_t
+smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params)
+{
+    LAUNCH(fused_inv_rope_fp8_quant, params);
+}
+
+cudaError_t
 smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params)
 {
     LAUNCH(split_kv_b_proj, params);

@@ -1,0 +1,24 @@
+/* norm.h: the kernels of norm.c. One text, norm_kernel.h, is compiled once per instruction set into
+ * a smla_norm_isa.
+ */
+#pragma once
+
+#include "core/backend.h"
+
+typedef struct smla_norm_isa {
+    /* out = bf16(x * rsqrt(mean(x^2) + eps) * weight) for one row. out may be x. */
+    void (*normalize)(const uint16_t *x, const void *weight, smla_float_type weight_type,
+                      int64_t size, float eps, uint16_t *out);
+    /* A head [512] whose last 64 values are turned back to position 0 -> bytes, one scale per 128.
+     * `cos_sin` is the table's row [64] of the head's position. */
+    void (*turn_back_to_e4m3)(const uint16_t *x, const float *cos_sin, uint8_t *out,
+                              float scales[SMLA_OUTPUT_SCALES]);
+    /* The same head as bf16. */
+    void (*turn_back_to_bf16)(const uint16_t *x, const float *cos_sin, uint16_t *out);
+} smla_norm_isa;
+
+extern const smla_norm_isa smla_norm_base;
+#if defined(SMLA_HAVE_X86_ISA)
+extern const smla_norm_isa smla_norm_avx2;
+extern const smla_norm_isa smla_norm_avx512;
+#endif

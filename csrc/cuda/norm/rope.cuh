@@ -1,0 +1,70 @@
+/* rope.cuh: RoPE on registers, interleaved pairs (2i, 2i + 1), with the angles of a table.
+ *
+ * Each product is rounded, then the sum, as on the CPU. A turned value that is NaN is positive, as
+ * every NaN that an instruction makes.
+ */
+#pragma once
+
+#include "core/backend.h"
+
+enum { ROPE_PAIRS = 4 }; /* pairs of a thread: 8 values, 16 bytes of bf16 */
+
+/* The cosines and sines of a thread's pairs. */
+struct rope_angles {
+    float cos[ROPE_PAIRS];
+    float sin[ROPE_PAIRS];
+};
+
+static __device__ __forceinline__ int64_t
+rope_position(const smla_rope &rope, int64_t token)
+{
+    const int64_t at = token * rope.positions_stride;
+    return rope.positions_are_int64 ? (int64_t)__ldg((const long long *)rope.positions + at)
+                                    : (int64_t)__ldg((const int32_t *)rope.positions + at);
+}
+
+/* Whether every row of the table begins at a multiple of 16 bytes. */
+static inline bool
+rope_is_aligned(const smla_rope &rope)
+{
+    return (uintptr_t)rope.cos_sin % 16 == 0 && rope.cos_sin_stride_pos % 4 == 0;
+}
+
+/* The angles of pairs `pair`...pair + 3 at the token's position. A position that the table lacks is
+ * not read: its angles are 0. */
+static __device__ __forceinline__ rope_angles
+rope_load(const smla_rope &rope, int64_t token, int pair, bool is_aligned)
+{
+    const int64_t position = rope_position(rope, token);
+    const bool is_known = position >= 0 && position < rope.max_pos;
+    const float *const cos = rope.cos_sin + position * rope.cos_sin_stride_pos + pair;
+    const float *const sin = cos + SMLA_QK_ROPE_HEAD_DIM / 2;
+    if (is_known && is_aligned) {
+        const float4 c = __ldg((const float4 *)cos);
+        const float4 s = __ldg((const float4 *)sin);
+        return {{c.x, c.y, c.z, c.w}, {s.x, s.y, s.z, s.w}};
+    }
+    rope_angles angles;
+#pragma unroll
+    for (int i = 0; i < ROPE_PAIRS; i++) {
+        angles.cos[i] = is_known ? __ldg(cos + i) : 1.0f;
+        angles.sin[i] = is_known ? __ldg(sin + i) : 0.0f;
+    }
+    return angles;
+}
+
+/* Turns a thread's pairs by `angles`, or by their negatives. */
+template <bool IS_INVERSE>
+static __device__ __forceinline__ void
+rope_turn(float x[2 * ROPE_PAIRS], const rope_angles &angles)
+{
+#pragma unroll
+    for (int i = 0; i < ROPE_PAIRS; i++) {
+        const float c = angles.cos[i];
+        const float s = IS_INVERSE ? -angles.sin[i] : angles.sin[i];
+        const float a = x[2 * i];
+        const float b = x[2 * i + 1];
+        x[2 * i] = __fsub_rn(__fmul_rn(a, c), __fmul_rn(b, s));
+        x[2 * i + 1] = __fadd_rn(__fmul_rn(b, c), __fmul_rn(a, s));
+    }
+}
