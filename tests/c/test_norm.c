@@ -17,6 +17,9 @@ test_scales(void)
     static const uint32_t mantissas[] = {0,        1,        0x3FFFFF, 0x400000, 0x400001,
                                          0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF};
     for (int i = 0; i < 6; i++) {
+        if (i == 4) {
+            continue; /* 448 does not go with the least floor */
+        }
         const double top = (double)tops[i % 2];
         const double floor = (double)floors[i / 2];
         for (uint32_t bits = 0; bits < 255u * 9u; bits++) {
