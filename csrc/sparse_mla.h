@@ -11,9 +11,10 @@
  *
  * Conventions
  *   - Arrays are `const DLTensor *`, all on one device; NULL means absent. The caller provides the
- *     outputs, which must not overlap other arrays, except where it says so. Strides are honoured. The last dimension must
- *     be contiguous, except in arrays [T], [R] and [H], block_table, lse, max_logits, weight,
- *     weight_scale_inv and those of dynamic_per_tensor_quant.
+ *     outputs, which must not overlap other arrays unless an args struct says that they may be an
+ *     input. Strides are honoured. The last dimension must be contiguous, except in arrays [T], [R]
+ *     and [H], block_table, lse, max_logits, weight, weight_scale_inv, out_scale and those of
+ *     dynamic_per_tensor_quant.
  *   - An args struct begins with `struct_size`, which the caller sets to sizeof. Start from
  *     `{.struct_size = sizeof args}`: every field left out is zero, its default. A library older
  *     than its caller accepts a longer struct if the fields that it does not know are zero.

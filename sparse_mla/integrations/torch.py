@@ -154,12 +154,12 @@ def _named(names: list[str], results: Any) -> dict[str, Tensor]:
 
 
 def _new(like: Tensor, result: _results.Result) -> Tensor:
-    """A tensor of this shape and dtype, where `like` is. One with strides is a part of its storage,
-    whose other elements are 0."""
+    """A tensor of this shape and dtype, where `like` is. One with strides has groups, dimension 1,
+    first in its storage, whose other elements are 0."""
     shape, dtype, *strides = result
     if not strides:
         return like.new_empty(shape, dtype=getattr(torch, dtype))
-    size = max(n * stride for n, stride in zip(shape, strides[0], strict=True))
+    size = shape[1] * strides[0][1]
     return like.new_zeros(size, dtype=getattr(torch, dtype)).as_strided(shape, strides[0])
 
 

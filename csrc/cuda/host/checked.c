@@ -1,7 +1,7 @@
 /* checked.c: checked mode, a debugging aid that SPARSE_MLA_CHECK=1 turns on. A call waits for its
  * stream, copies the arrays that hold slots, pages, lengths, request ids and positions to the host,
- * and has the CPU backend check them, so that errors have the CPU's text. After its work the call waits
- * again, so that the call that started a faulty kernel is the one to report it.
+ * and has the CPU backend check them, so that errors have the CPU's text. After its work the call
+ * waits again, so that the call that started a faulty kernel is the one to report it.
  *
  * Attention has no values to check, because an index that names no key is masked everywhere.
  */

@@ -128,7 +128,7 @@ smla_status smla_cuda_up_proj(const smla_projection_params *params, smla_error *
 
 /* checked.c: checked mode (SPARSE_MLA_CHECK=1 in the environment), a debugging aid. A call waits
  * for its stream before and after its work, and reads the arrays that hold slots, pages, lengths,
- * request ids and positions. Values that a kernel would mask are then ValueErrors, as on the CPU. */
+ * request ids and positions. Values that a kernel would mask become ValueErrors, as on the CPU. */
 smla_status smla_cuda_begin_checked(const char *op, smla_stream stream, smla_error *error);
 smla_status smla_cuda_end_checked(const char *op, smla_stream stream, smla_error *error);
 smla_status smla_cuda_check_cache_write(const smla_cache_write_params *params, smla_error *error);
