@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import sparse_mla
 from sparse_mla._bench.cuda_inputs import BLOCK_SIZE, make_cache
@@ -296,18 +297,18 @@ def move_turned() -> Iterator[Move]:
         (64, {"quantize": False}),
     ):
         o = torch.randn(TURNED_TOKENS, num_heads, 512, device=DEVICE).bfloat16()
-        fixed = {"groups": num_heads // 8, **options}
+        fixed: dict[str, Any] = {"groups": num_heads // 8, **options}
         made = sparse_mla.fused_inv_rope_fp8_quant(o, positions, table, **fixed)
         results = made if isinstance(made, tuple) else (made,)
         outs = dict(zip(("out", "out_scale"), results, strict=False))
         given = {**fixed, **outs}
 
-        def call(o: Array = o, given: dict[str, object] = given) -> object:
+        def call(o: Array = o, given: dict[str, Any] = given) -> object:
             return sparse_mla.fused_inv_rope_fp8_quant(o, positions, table, **given)
 
         def is_right(
             o: Array = o,
-            fixed: dict[str, object] = fixed,
+            fixed: dict[str, Any] = fixed,
             results: tuple[Array, ...] = results,
         ) -> bool:
             tokens = sample(TURNED_TOKENS)

@@ -90,12 +90,12 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
         order = [*schema.names(*READ), schema.written]
     else:
         unasked = () if schema.ask is not None and values[schema.ask] else schema.names(*ASKED)
-        results = {n: x for n, x in schema.results(values).items() if n not in unasked}
+        results = {n: x[:2] for n, x in schema.results(values).items() if n not in unasked}
         order = [*schema.names(*READ), *schema.returned]
     present = sum(1 << i for i, name in enumerate(order) if name in given or name in results)
     call = jax.ffi.ffi_call(
         _TARGET,
-        [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, *_ in results.values()],
+        [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results.values()],
         vmap_method="sequential",
         input_output_aliases={list(given).index(schema.written): 0} if schema.written else None,
     )
