@@ -71,6 +71,40 @@ def slots(given: Given) -> tuple[Result, ...]:
     return (sizes, "int32"), (sizes[:1], "int32")
 
 
+def global_topk(given: Given) -> tuple[Result, ...]:
+    """(out, lens)."""
+    sizes = given.sizes("topk_indices", 2)
+    return (sizes, "int32"), (sizes[:1], "int32")
+
+
+def combined(given: Given) -> tuple[Result, ...]:
+    """(out, lens)."""
+    num_tokens = given.sizes("topk_indices", 2)[0]
+    align = given.values["align"]
+    if align < 1:
+        raise ValueError(f"{given.op}: `align` must be 1 to {2**31 - 1}, got {align}")
+    width = -(-(given.values["topk"] + given.values["window"]) // align) * align
+    return ((num_tokens, width), "int32"), ((num_tokens,), "int32")
+
+
+def mixed(given: Given) -> tuple[Result, ...]:
+    """(out, lens)."""
+    values = given.values
+    decode, compressed, prefill = (
+        (0, 0) if values[name] is None else given.sizes(name, 2)
+        for name in (
+            "decode_swa_indices",
+            "decode_compressed_indices",
+            "prefill_topk_indices",
+        )
+    )
+    num_tokens = decode[0] + prefill[0]
+    if values["prefill_topk_indices"] is None:
+        (num_tokens,) = given.sizes("req_id_per_token", 1)
+    width = values["window"] + -(-max(values["topk"], compressed[1]) // 4) * 4
+    return ((num_tokens, width), "int32"), ((num_tokens,), "int32")
+
+
 def attended(given: Given) -> tuple[Result, ...]:
     """(out, lse, max_logits)."""
     heads = given.sizes("q", 3)[:2]

@@ -683,12 +683,74 @@ def _inverse_call() -> Call:
     return Call("fused_inv_rope_fp8_quant", args, kwargs)
 
 
-RESULTS = ("out", "lse", "max_logits", "q_out", "kv_out", "out_scale")  # what callers may give
+def int32(*values) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def _global_topk_call() -> Call:
+    args = {
+        "topk_indices": int32([3, 0, -1, 9], [5, 1, 99, 2], [7, 1, 3, 0]),
+        "req_id_per_token": int32(0, 1, 1),
+        "block_table": int32([6, 1], [2, -1]),
+        "block_size": 4,
+        "is_valid": np.array([1, 1, 0], np.uint8),
+    }
+    kwargs = {"out": np.zeros((3, 4), np.int32), "lens": np.zeros(3, np.int32)}
+    return Call("compute_global_topk_indices_and_lens", args, kwargs)
+
+
+def _combine_call() -> Call:
+    args = {
+        "topk_indices": int32([0, -1, 5], [0, -1, 5], [0, 1, 5], [1, 0, 5]),
+        "query_start_loc": int32(3, 5, 7),
+        "seq_lens": int32(6, 9),
+        "gather_lens": int32(4, 4),
+        "window": 3,
+        "ratio": 4,
+        "topk": 2,
+        "M": 8,
+        "N": 3,
+    }
+    kwargs = {"align": 4, "out": np.zeros((4, 8), np.int32), "lens": np.zeros(4, np.int32)}
+    return Call("combine_topk_swa_indices", args, kwargs)
+
+
+def _mixed_call() -> Call:
+    args = {
+        "decode_swa_indices": int32([8, 9, -1], [9, 8, 3]),
+        "decode_compressed_indices": int32([2, -1], [1, 0]),
+        "decode_compressed_lens": int32(1, 2),
+        "prefill_topk_indices": int32([0, 1, 5], [1, 0, 5]),
+        "query_start_loc": int32(0, 2, 4),
+        "seq_lens": int32(4, 9),
+        "req_id_per_token": int32(0, 0, 1, 1),
+        "swa_block_table": int32([4, 0, 0], [2, 5, 6]),
+        "swa_block_size": 4,
+        "compressed_block_table": int32([7], [3]),
+        "compressed_block_size": 4,
+        "window": 3,
+        "ratio": 4,
+        "topk": 2,
+    }
+    kwargs = {
+        "decode_indices_are_local": True,
+        "is_valid": np.array([1, 0], np.uint8),
+        "out": np.zeros((4, 7), np.int32),
+        "lens": np.zeros(4, np.int32),
+    }
+    return Call("build_mixed_sparse_indices", args, kwargs)
+
+
+RESULTS = ("out", "lse", "max_logits", "q_out", "kv_out", "out_scale", "lens")  # callers may give
+
 
 GOOD_CALLS: dict[str, Callable[[], Call]] = {
     "concat_and_cache_mla": _write_call,
     "gather_kv_cache": _gather_call,
     "convert_req_index_to_global_index": _index_call,
+    "compute_global_topk_indices_and_lens": _global_topk_call,
+    "combine_topk_swa_indices": _combine_call,
+    "build_mixed_sparse_indices": _mixed_call,
     "sparse_attention": _attention_call,
     "merge_attn_states": _merge_call,
     "k_up_proj": _k_up_call,

@@ -51,9 +51,10 @@ NAMED = {  # in the order in which error texts list them
     "uint8": U8,
     "int8": np.int8,
     "float8_e4m3fn": ref.E4M3,
+    "bool": np.dtype(bool),
 }
 NEIGHBOURS = {"float64": "f8", "int16": "i2", "uint16": "u2", "uint32": "u4", "uint64": "u8"}
-NEIGHBOURS |= {"bool": "?", "complex64": "c8"}
+NEIGHBOURS |= {"complex64": "c8"}
 NO_NAMES = (ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.int4, ">i4", ">f4", "M8[s]")
 BYTES = ("uint8", "int8", "float8_e4m3fn")
 BF16_HINT = ": nothing is cast here (bfloat16 in NumPy is ml_dtypes.bfloat16)"
@@ -78,6 +79,8 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
         return ("uint8", "int8")
     if name == "out" and row.op == "dynamic_per_tensor_quant":
         return ("uint8", "float8_e4m3fn")
+    if name == "is_valid":
+        return ("uint8", "bool")
     if name in ("out_a", "q_weight", "kv_weight"):
         return ("bfloat16", "float32")
     if name == "out" and "out_scale" in row.rules:
@@ -235,6 +238,17 @@ LARGER = {
     ("gather_kv_cache", "out"): {0},
     ("convert_req_index_to_global_index", "block_table"): {0, 1},
     ("convert_req_index_to_global_index", "prefill_workspace_starts"): {0},
+    ("compute_global_topk_indices_and_lens", "req_id_per_token"): {0},
+    ("compute_global_topk_indices_and_lens", "block_table"): {0, 1},
+    ("compute_global_topk_indices_and_lens", "is_valid"): {0},
+    ("combine_topk_swa_indices", "topk_indices"): {1},
+    ("build_mixed_sparse_indices", "decode_compressed_indices"): {1},
+    ("build_mixed_sparse_indices", "decode_compressed_lens"): {0},
+    ("build_mixed_sparse_indices", "prefill_topk_indices"): {1},
+    ("build_mixed_sparse_indices", "req_id_per_token"): {0},
+    ("build_mixed_sparse_indices", "swa_block_table"): {0, 1},
+    ("build_mixed_sparse_indices", "compressed_block_table"): {0, 1},
+    ("build_mixed_sparse_indices", "is_valid"): {0},
     ("sparse_attention", "extra_indices"): {1},
     ("sparse_attention", "indices"): {1},
     ("sparse_attention", "workspace"): {0},
@@ -249,6 +263,10 @@ LARGER = {
     ("forward", "lse"): {0},
     ("forward", "workspace"): {0},
 }
+
+
+# Dimensions whose sum with this number is the size of another array.
+SUMMANDS = {("build_mixed_sparse_indices", "prefill_topk_indices", 0): 2}
 
 
 def resized(x: np.ndarray, d: int, by: int) -> np.ndarray:
@@ -287,7 +305,8 @@ def test_every_dimension_one_larger_and_one_smaller(row, name):
         assert isinstance(got, Refused), f"{x.shape} for {shape}"
         assert got.error is ValueError, got
         assert re.match(r"[\w.]+: `[\w\[\]]+` must have .+, got ", got.text), got
-        assert str(x.shape[d]) in re.findall(r"\d+", got.text), got
+        size = x.shape[d] + SUMMANDS.get((row.op, name, d), 0)
+        assert {str(x.shape[d]), str(size)} & {*re.findall(r"\d+", got.text)}, got
         assert others_are_untouched(calls, after)
 
 
@@ -454,6 +473,37 @@ def split_batch(starts=(0, 1), tokens=None, **options):
 
 COUNT = f"must be 0 to {INT32 - 1}, got "
 SPLITS = "must be 0 (the plan chooses) or 1 to 64, got "
+# The numbers of the operators that build index lists, with their least values.
+LIST_NUMBERS = {
+    "compute_global_topk_indices_and_lens": {"block_size": 1},
+    "combine_topk_swa_indices": dict.fromkeys(("window", "ratio", "align"), 1)
+    | dict.fromkeys(("M", "N"), 0),
+    "build_mixed_sparse_indices": dict.fromkeys(
+        ("swa_block_size", "compressed_block_size", "window", "ratio"), 1
+    )
+    | {"topk": 0},
+}
+
+
+def index_lists(op: str, **numbers) -> None:
+    """A call without tokens, whose lists may have any width."""
+    good = cases.GOOD_CALLS[op]()
+    empty = np.zeros((0, 3), np.int32)
+    for name in ("topk_indices", "decode_swa_indices", "prefill_topk_indices"):
+        if name in good.args:
+            good.args[name] = empty
+    if op == "build_mixed_sparse_indices":
+        good.args["decode_compressed_indices"] = good.args["decode_compressed_lens"] = None
+    if op == "combine_topk_swa_indices":
+        good.args["query_start_loc"] = np.zeros(3, np.int32)
+    for name in ("out", "lens"):
+        del good.kwargs[name]
+    for name, value in numbers.items():
+        good.set(name, value)
+    out, lens = good.run(sparse_mla)
+    assert out.shape[0] == len(lens) == 0
+
+
 NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
     # what: (operator, call, accepted values, {refused value: text from the argument's name on})
     "heads of q": (
@@ -542,6 +592,20 @@ NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
         {n: f"`block_size` must be 1 to {INT32 - 1}, got {n}" for n in (0, -1, INT32, INT64 - 1)}
         | {n: f"`block_size` must fit int64, got {n}" for n in (INT64, -INT64 - 1)},
     ),
+    **{
+        f"{name} of index lists": (
+            op,
+            lambda n, op=op, name=name: index_lists(op, **{name: n}),
+            (least, INT32 - 1),
+            {
+                n: f"`{name}` must be {least} to {INT32 - 1}, got {n}"
+                for n in (least - 1, INT32, INT64 - 1)
+            }
+            | {n: f"`{name}` must fit int64, got {n}" for n in (INT64, -INT64 - 1)},
+        )
+        for op, names in LIST_NUMBERS.items()
+        for name, least in names.items()
+    },
     "heads of a workspace": (
         "attention_workspace_size",
         lambda n: workspace_size(num_heads=n),

@@ -151,6 +151,79 @@ INDEX = [
     ("out dtype", "out", lambda x: zeros(3, 3, dtype=np.int64), TypeError, ()),
 ]
 
+GLOBAL_TOPK = [
+    ("not an array", "topk_indices", lambda x: 3, TypeError, ()),
+    ("int64 indices", "topk_indices", lambda x: x.astype(np.int64), TypeError, ()),
+    ("indices of rank 1", "topk_indices", lambda x: x[0], ValueError, ()),
+    ("indices apart", "topk_indices", apart, ValueError, ()),
+    ("few requests", "req_id_per_token", lambda x: x[:2], ValueError, ()),
+    ("bad request", "req_id_per_token", lambda x: replaced(x, 1, 2), ValueError, ()),
+    ("table of rank 3", "block_table", lambda x: x[None], ValueError, ()),
+    ("block_size 0", "block_size", lambda _: 0, ValueError, ()),
+    ("block_size 4.5", "block_size", lambda _: 4.5, TypeError, ()),
+    ("few flags", "is_valid", lambda x: x[:2], ValueError, ()),
+    ("flags of int32", "is_valid", lambda x: x.astype(np.int32), TypeError, ()),
+    ("flags of int8", "is_valid", lambda x: x.view(np.int8), TypeError, ()),
+    ("out shape", "out", lambda x: x[:, :3], ValueError, ()),
+    ("out dtype", "out", lambda x: x.astype(np.int64), TypeError, ()),
+    ("lens shape", "lens", lambda x: x[:2], ValueError, ()),
+    ("lens dtype", "lens", lambda x: x.astype(np.int64), TypeError, ()),
+    ("lens zero stride", "lens", broadcast, ValueError, ()),
+]
+
+COMBINE = [
+    ("int64 indices", "topk_indices", lambda x: x.astype(np.int64), TypeError, ()),
+    ("a row too few", "topk_indices", lambda x: x[:3], ValueError, ("out",)),
+    ("topk wider", "topk", lambda _: 4, ValueError, ("topk_indices",)),
+    ("starts of rank 2", "query_start_loc", lambda x: x[None], ValueError, ()),
+    ("few starts", "query_start_loc", lambda x: x[:2], ValueError, ()),
+    ("no starts", "query_start_loc", lambda x: x[:0], ValueError, ()),
+    ("starts decrease", "query_start_loc", lambda x: x[::-1], ValueError, ()),
+    ("too many tokens", "query_start_loc", lambda x: replaced(x, 2, 8), ValueError, ()),
+    ("int64 lengths", "seq_lens", lambda x: x.astype(np.int64), TypeError, ()),
+    ("few lengths", "seq_lens", lambda x: x[:1], ValueError, ("query_start_loc",)),
+    ("few gathered", "gather_lens", lambda x: x[:1], ValueError, ()),
+    ("window 0", "window", lambda _: 0, ValueError, ()),
+    ("ratio 0", "ratio", lambda _: 0, ValueError, ()),
+    ("topk -1", "topk", lambda _: -1, ValueError, ()),
+    ("M -1", "M", lambda _: -1, ValueError, ()),
+    ("N -1", "N", lambda _: -1, ValueError, ()),
+    ("align 0", "align", lambda _: 0, ValueError, ()),
+    ("align text", "align", lambda _: "4", TypeError, ()),
+    ("another align", "align", lambda _: 1, ValueError, ("out",)),
+    ("out dtype", "out", lambda x: x.astype(np.int16), TypeError, ()),
+    ("lens shape", "lens", lambda x: x[:3], ValueError, ()),
+]
+
+MIXED = [
+    ("int64 windows", "decode_swa_indices", lambda x: x.astype(np.int64), TypeError, ()),
+    ("windows of rank 1", "decode_swa_indices", lambda x: x[0], ValueError, ()),
+    ("narrow windows", "decode_swa_indices", lambda x: x[:, :2], ValueError, ()),
+    ("windows without columns", "decode_swa_indices", lambda x: x[:, :0], ValueError, ()),
+    ("few decodes", "decode_compressed_indices", lambda x: x[:1], ValueError, ()),
+    ("few lengths", "decode_compressed_lens", lambda x: x[:1], ValueError, ()),
+    ("narrow top-k", "prefill_topk_indices", lambda x: x[:, :1], ValueError, ()),
+    ("no top-k", "prefill_topk_indices", lambda x: None, ValueError, ()),
+    ("few starts", "query_start_loc", lambda x: x[:2], ValueError, ()),
+    ("starts decrease", "query_start_loc", lambda x: x[::-1], ValueError, ()),
+    ("few seq_lens", "seq_lens", lambda x: x[:1], ValueError, ("query_start_loc",)),
+    ("few requests", "req_id_per_token", lambda x: x[:3], ValueError, ()),
+    ("bad decode", "req_id_per_token", lambda x: replaced(x, 0, 2), ValueError, ()),
+    ("bad prefill", "req_id_per_token", lambda x: replaced(x, 3, -1), ValueError, ()),
+    ("few tables", "swa_block_table", lambda x: x[:1], ValueError, ()),
+    ("few compressed tables", "compressed_block_table", lambda x: x[:1], ValueError, ()),
+    ("no compressed table", "compressed_block_table", lambda x: None, ValueError, ()),
+    ("swa_block_size 0", "swa_block_size", lambda _: 0, ValueError, ()),
+    ("compressed_block_size 0", "compressed_block_size", lambda _: 0, ValueError, ()),
+    ("window 0", "window", lambda _: 0, ValueError, ()),
+    ("ratio 0", "ratio", lambda _: 0, ValueError, ()),
+    ("topk -1", "topk", lambda _: -1, ValueError, ()),
+    ("topk wider", "topk", lambda _: 4, ValueError, ("prefill_topk_indices",)),
+    ("few flags", "is_valid", lambda x: x[:1], ValueError, ()),
+    ("out shape", "out", lambda x: x[:, :6], ValueError, ()),
+    ("lens dtype", "lens", lambda x: x.astype(np.int64), TypeError, ()),
+]
+
 ATTENTION = [
     ("not an array", "q", lambda x: 3.0, TypeError, ()),
     ("fp16 q", "q", lambda x: x.astype(np.float16), TypeError, ()),
@@ -324,6 +397,9 @@ TABLE = {
     "concat_and_cache_mla": WRITE,
     "gather_kv_cache": GATHER,
     "convert_req_index_to_global_index": INDEX,
+    "compute_global_topk_indices_and_lens": GLOBAL_TOPK,
+    "combine_topk_swa_indices": COMBINE,
+    "build_mixed_sparse_indices": MIXED,
     "sparse_attention": ATTENTION,
     "merge_attn_states": MERGE,
     "k_up_proj": K_UP,
@@ -335,6 +411,7 @@ TABLE = {
 VALUE_ROWS = (
     "slot past the end", "flat cache", "out too short", "bad request", "bad id",
     "position past the end", "negative position", "far position", "empty table",
+    "starts decrease", "too many tokens", "bad decode", "bad prefill",
 )  # fmt: skip
 ROWS = [pytest.param(op, *row, id=f"{op}: {row[0]}") for op, rows in TABLE.items() for row in rows]
 

@@ -200,8 +200,8 @@ def test_host_arrays_among_the_gpu_s_are_refused(name):
 
 @pytest.mark.parametrize("op", [op for op in CALLS if op != "dynamic_per_tensor_quant"])
 def test_every_operator_refuses_a_host_array(op):
-    names = list(moved(CALLS[op](), keep_results=True).args)
-    for name in names:
+    args = moved(CALLS[op](), keep_results=True).args
+    for name in (name for name, x in args.items() if hasattr(x, "__dlpack__")):
         call = moved(CALLS[op](), keep_results=True)
         call.set(name, device.host(call.get(name)))
         with pytest.raises(ValueError, match=rf"{call.op}: `\w+` must .*, got"):

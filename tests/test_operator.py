@@ -35,6 +35,9 @@ def words_of(call) -> str:
 def test_all_are_there():
     assert {op.__name__ for op in OPERATORS} == {
         "attention_workspace_size",
+        "build_mixed_sparse_indices",
+        "combine_topk_swa_indices",
+        "compute_global_topk_indices_and_lens",
         "concat_and_cache_mla",
         "convert_req_index_to_global_index",
         "dequantize_kv_cache",
@@ -69,6 +72,14 @@ def test_copies_and_pickles_are_itself(op):
     assert copy.deepcopy(op) is op
 
 
+def fits(op, args) -> bool:
+    try:
+        inspect.signature(op).bind(*args)
+    except TypeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)
 @pytest.mark.parametrize(
     ("args", "kwargs"),
@@ -83,6 +94,8 @@ def test_copies_and_pickles_are_itself(op):
     ids=["nothing", "five", "many", "unknown", "twice", "many unknown"],
 )
 def test_refuses_as_its_declaration(op, args, kwargs):
+    if args and not kwargs and fits(op, args):
+        args = args[:-1]
     words = words_of(lambda: op.__wrapped__(*args, **kwargs))
     assert words.startswith(f"{op.__name__}()")
     assert words_of(lambda: op(*args, **kwargs)) == words
@@ -221,7 +234,7 @@ WRITTEN = {"output", "asked output", "result", "asked result"}
 @pytest.mark.parametrize("op", OPERATORS)
 def test_the_table_and_the_declaration_are_one(op):
     """Both have the same names, and what the table makes optional has a default in the
-    declaration."""
+    declaration, unless it is an input between required arguments, which may be None."""
     parameters = inspect.signature(op).parameters
     table = dict(op.table)
     assert len(table) == len(op.table)
@@ -229,10 +242,13 @@ def test_the_table_and_the_declaration_are_one(op):
     required = {n for n, kind in op.table if kind in ("input", "pair", "input and output")}
     assert required <= {n for n, p in parameters.items() if p.default is p.empty}
     none = {name for name, p in parameters.items() if p.default is None}
+    positional = {name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY}
+    assert not positional & none
     assert none == {
         name
         for name, kind in op.table
-        if kind in ("optional input", "output", "asked output", "workspace", "kv_format", "stream")
+        if kind in ("output", "asked output", "workspace", "kv_format", "stream")
+        or (kind == "optional input" and name not in positional)
     }
     kinds = [kind for _, kind in op.table]
     assert ("ask" in kinds) == any(kind.startswith("asked") for kind in kinds)

@@ -185,6 +185,9 @@ def test_a_loan_is_no_share(type_, is_always_writable):
 RESULTS = {
     # operator -> how many results a call without outputs makes
     "convert_req_index_to_global_index": 1,
+    "compute_global_topk_indices_and_lens": 2,
+    "combine_topk_swa_indices": 2,
+    "build_mixed_sparse_indices": 2,
     "sparse_attention": 3,
     "merge_attn_states": 2,
     "k_up_proj": 1,
@@ -231,6 +234,9 @@ def test_results_of_a_call_that_fails_go_back(op):
     call = without_outputs(op)
     bad = {
         "convert_req_index_to_global_index": ("block_table", np.zeros(3, np.int32)),
+        "compute_global_topk_indices_and_lens": ("block_table", np.zeros(3, np.int32)),
+        "combine_topk_swa_indices": ("seq_lens", np.zeros(3, np.int32)),
+        "build_mixed_sparse_indices": ("swa_block_table", np.zeros(3, np.int32)),
         "sparse_attention": ("attn_sink", np.zeros(5, np.float32)),
         "merge_attn_states": ("lse_b", np.zeros((3, 5), np.float32)),
         "k_up_proj": ("W_UK", np.zeros((512, 5, 128), cases.ref.BF16)),

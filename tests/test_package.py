@@ -22,6 +22,20 @@ OPERATORS = {
         "req_id_per_token block_table topk_indices",
         "block_size prefill_request_ids= prefill_workspace_starts= valid_counts= out= stream=",
     ),
+    "compute_global_topk_indices_and_lens": (
+        "topk_indices req_id_per_token block_table block_size is_valid",
+        "out= lens= stream=",
+    ),
+    "combine_topk_swa_indices": (
+        "topk_indices query_start_loc seq_lens gather_lens window ratio topk M N",
+        "align= out= lens= stream=",
+    ),
+    "build_mixed_sparse_indices": (
+        "decode_swa_indices decode_compressed_indices decode_compressed_lens prefill_topk_indices "
+        "query_start_loc seq_lens req_id_per_token swa_block_table swa_block_size "
+        "compressed_block_table compressed_block_size window ratio topk",
+        "decode_indices_are_local= is_valid= out= lens= stream=",
+    ),
     "sparse_attention": (
         "q kv indices",
         "softmax_scale topk_length= attn_sink= extra_kv= extra_indices= extra_topk_length= "
@@ -62,6 +76,8 @@ DEFAULTS = {
     ("attention_workspace_size", "extra_topk"): 0,
     ("attention_workspace_size", "num_splits"): 0,
     ("convert_req_index_to_global_index", "valid_counts"): False,
+    ("combine_topk_swa_indices", "align"): 128,
+    ("build_mixed_sparse_indices", "decode_indices_are_local"): False,
     ("split_decodes_and_prefills", "decode_threshold"): 1,
     ("split_decodes_and_prefills", "require_uniform"): False,
     ("dequantize_kv_cache", "dtype"): "float32",
@@ -200,8 +216,8 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     layer = ("_words", "batch", "builder", "config", "facts", "layer")
     ours = {"", "._C", "._results", ".backend", ".flash_mla", ".ops"}
     ours |= {f".backend.{name}" for name in layer}
-    families = ("_declare", "absorption", "attention", "cache", "facts", "norm", "planning")
-    ours |= {f".ops.{name}" for name in families}
+    names = "_declare", "absorption", "attention", "cache", "facts", "index", "norm", "planning"
+    ours |= {f".ops.{name}" for name in names}
     assert set(done.stdout.split()) == {f"sparse_mla{name}" for name in ours}
 
 

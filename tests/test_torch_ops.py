@@ -57,6 +57,9 @@ OVERLOADS = [
             "out",
             "valid_counts_out",
         ],
+        "compute_global_topk_indices_and_lens": ["default", "out"],
+        "combine_topk_swa_indices": ["default", "out"],
+        "build_mixed_sparse_indices": ["default", "out"],
         "sparse_attention": ["default", "return_max_logits", "out"],
         "merge_attn_states": ["default", "out"],
         "k_up_proj": ["default", "out"],
@@ -194,7 +197,7 @@ def test_results_that_are_not_given_are_new(place, smla, given):
     call.kwargs["workspace"] = place.put(np.zeros(1 << 20, np.uint8))
     for name in (*RESULTS, "workspace"):
         if name not in given:
-            del call.kwargs[name]
+            call.kwargs.pop(name, None)
     got = call.run(smla)
     assert_same(place, got, want)
     assert all(call.kwargs[name] is got[RESULTS.index(name)] for name in given if name in RESULTS)
@@ -380,6 +383,9 @@ def test_bad_values_reach_the_kernels(place, smla, how):
 RANKS = {
     "dequantize_kv_cache": "kv_cache",
     "convert_req_index_to_global_index": "topk_indices",
+    "compute_global_topk_indices_and_lens": "topk_indices",
+    "combine_topk_swa_indices": "topk_indices",
+    "build_mixed_sparse_indices": "decode_swa_indices",
     "sparse_attention": "q",
     "merge_attn_states": "out_a",
     "k_up_proj": "q_nope",

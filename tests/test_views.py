@@ -117,6 +117,56 @@ def convert() -> Example:
     return call("convert_req_index_to_global_index", arrays, block_size=4, valid_counts=True)
 
 
+def global_topk(dtype) -> Example:
+    arrays = {
+        "topk_indices": int32([3, 0, -1, 9], [5, 1, 99, 2], [7, 1, 3, 0]),
+        "req_id_per_token": int32(0, 1, 1),
+        "block_table": int32([6, 1], [2, -1]),
+        "is_valid": np.array([1, 1, 0], dtype),
+        "out": np.zeros((3, 4), np.int32),
+        "lens": np.zeros(3, np.int32),
+    }
+    return call("compute_global_topk_indices_and_lens", arrays, block_size=4)
+
+
+def combine() -> Example:
+    arrays = {
+        "topk_indices": int32([0, 7, 5], [1, -1, 5], [0, 1, 5], [1, 0, 5]),
+        "query_start_loc": int32(3, 5, 7),
+        "seq_lens": int32(6, 9),
+        "gather_lens": int32(4, 5),
+        "out": np.zeros((4, 8), np.int32),
+        "lens": np.zeros(4, np.int32),
+    }
+    options = {"window": 3, "ratio": 4, "topk": 2, "M": 8, "N": 3, "align": 4}
+    return call("combine_topk_swa_indices", arrays, **options)
+
+
+def mixed(dtype, *, local: bool) -> Example:
+    """Two decodes, and two prefills of a token each."""
+    arrays = {
+        "decode_swa_indices": int32([8, 9, -1], [9, 8, 3]),
+        "decode_compressed_indices": int32([2, 1], [5, 0]),
+        "prefill_topk_indices": int32([0, 1, 5], [1, 0, 5]),
+        "query_start_loc": int32(0, 2, 3, 4),
+        "seq_lens": int32(4, 6, 9),
+        "req_id_per_token": int32(0, 0, 1, 2),
+        "swa_block_table": int32([4, 0, 0], [2, 5, 6], [1, 3, 7]),
+        "compressed_block_table": int32([7, 8], [3, 9], [1, 2]),
+        "out": np.zeros((4, 7), np.int32),
+        "lens": np.zeros(4, np.int32),
+    }
+    if local:
+        arrays["is_valid"] = np.array([1, 0], dtype)
+    else:
+        arrays["decode_compressed_lens"] = int32(1, 2)
+    options = {"swa_block_size": 4, "compressed_block_size": 4, "window": 3, "ratio": 4, "topk": 2}
+    absent = {"decode_compressed_lens": None} if local else {}
+    return call(
+        "build_mixed_sparse_indices", arrays, decode_indices_are_local=local, **options, **absent
+    )
+
+
 def attention(fmt: str, extra: str, *, pair=False, op="sparse_attention", columns=9) -> Example:
     """Attention of four tokens, which have many keys, one key, none and a few."""
     rng = np.random.default_rng(3)
@@ -280,6 +330,16 @@ ATTENTION = {
     "max_logits": "strided written",
     "workspace": "scratch written",
 }
+LISTS = {"out": "written", "lens": "strided written"}
+BATCH = {"query_start_loc": "strided", "seq_lens": "strided"}
+MIXED = BATCH | {
+    "decode_swa_indices": "",
+    "decode_compressed_indices": "",
+    "prefill_topk_indices": "",
+    "req_id_per_token": "strided",
+    "swa_block_table": "strided",
+    "compressed_block_table": "strided",
+}
 WRITE = {"kv_c": "", "k_pe": "", "slot_mapping": "strided"}
 GATHER = {
     "block_table": "strided",
@@ -365,6 +425,35 @@ TABLE: dict[str, Row] = {
             "prefill_workspace_starts": "strided",
             "out": "written",
         },
+    ),
+    **{
+        f"global top-k, {dtype}": Row(
+            "compute_global_topk_indices_and_lens",
+            lambda dtype=dtype: global_topk(dtype),
+            {
+                "topk_indices": "",
+                "req_id_per_token": "strided",
+                "block_table": "strided",
+                "is_valid": "strided",
+            }
+            | LISTS,
+        )
+        for dtype in ("uint8", "bool")
+    },
+    "combine": Row(
+        "combine_topk_swa_indices",
+        combine,
+        {"topk_indices": "", "gather_lens": "strided"} | BATCH | LISTS,
+    ),
+    "mixed, positions": Row(
+        "build_mixed_sparse_indices",
+        lambda: mixed(np.uint8, local=True),
+        MIXED | {"is_valid": "strided"} | LISTS,
+    ),
+    "mixed, slots": Row(
+        "build_mixed_sparse_indices",
+        lambda: mixed(np.uint8, local=False),
+        MIXED | {"decode_compressed_lens": "strided"} | LISTS,
     ),
     "attend fp8": Row(
         "sparse_attention",

@@ -141,6 +141,93 @@ typedef struct smla_convert_params {
     smla_stream stream;
 } smla_convert_params;
 
+/* A block table, and the page size of the cache that it belongs to. */
+typedef struct smla_page_table {
+    const int32_t *block_table; /* [R, W] */
+    int64_t stride_req;
+    int64_t stride_block;
+    int64_t num_blocks; /* W */
+    int64_t block_size;
+} smla_page_table;
+
+typedef struct smla_topk_slots_params {
+    int64_t num_tokens;
+    int64_t topk;
+    int64_t num_reqs;
+    const int32_t *topk_indices; /* [T, K] */
+    int64_t topk_indices_stride_token;
+    const int32_t *req_id_per_token; /* [T] */
+    int64_t req_id_stride;
+    smla_page_table pages;
+    const uint8_t *is_valid; /* [T] or NULL */
+    int64_t is_valid_stride;
+    int32_t *out; /* [T, K] */
+    int64_t out_stride_token;
+    int32_t *lens; /* [T] */
+    int64_t lens_stride;
+    smla_stream stream;
+} smla_topk_slots_params;
+
+/* The queries of a batch: query_start_loc [R + 1] and seq_lens [R]. */
+typedef struct smla_query_batch {
+    int64_t num_reqs;
+    const int32_t *query_start_loc;
+    int64_t query_start_loc_stride;
+    const int32_t *seq_lens;
+    int64_t seq_lens_stride;
+} smla_query_batch;
+
+typedef struct smla_combine_topk_swa_params {
+    int64_t num_tokens;
+    int64_t window;
+    int64_t ratio;
+    int64_t topk;
+    int64_t request_rows; /* M: workspace rows per request */
+    int64_t window_start; /* N: the first of them that holds a token of the window */
+    int64_t width;        /* columns of out */
+    smla_query_batch batch;
+    const int32_t *gather_lens; /* [R] */
+    int64_t gather_lens_stride;
+    const int32_t *topk_indices; /* [T, >= topk] */
+    int64_t topk_indices_stride_token;
+    int32_t *out; /* [T, width] */
+    int64_t out_stride_token;
+    int32_t *lens; /* [T] */
+    int64_t lens_stride;
+    smla_stream stream;
+} smla_combine_topk_swa_params;
+
+typedef struct smla_mixed_indices_params {
+    int64_t num_tokens;
+    int64_t num_decode_tokens; /* Td */
+    int64_t window;
+    int64_t ratio;
+    int64_t topk;
+    int64_t decode_topk;           /* D */
+    int64_t width;                 /* columns of out */
+    bool decode_indices_are_local; /* positions; false: slots */
+    smla_query_batch batch;
+    const int32_t *req_id_per_token; /* [T] */
+    int64_t req_id_stride;
+    smla_page_table swa_pages;
+    smla_page_table compressed_pages;
+    const int32_t *decode_swa_indices; /* [Td, window] */
+    int64_t decode_swa_stride_token;
+    const int32_t *decode_indices; /* [Td, D] */
+    int64_t decode_indices_stride_token;
+    const int32_t *decode_lens; /* [Td] or NULL: D */
+    int64_t decode_lens_stride;
+    const int32_t *prefill_indices; /* [T - Td, >= topk] */
+    int64_t prefill_indices_stride_token;
+    const uint8_t *is_valid; /* [Td] or NULL */
+    int64_t is_valid_stride;
+    int32_t *out; /* [T, width] */
+    int64_t out_stride_token;
+    int32_t *lens; /* [T] */
+    int64_t lens_stride;
+    smla_stream stream;
+} smla_mixed_indices_params;
+
 /* With this map, attention itself turns positions inside a request into slots, by the rules of
  * convert_req_index_to_global_index. This saves a call of that operator and the memory of its
  * output. R and W are as in smla_convert_params. */
@@ -423,6 +510,9 @@ typedef struct smla_stream_ops {
     X(gather_kv_cache, smla_gather_kv_cache_args, smla_gather_params)                      \
     X(dequantize_kv_cache, smla_dequantize_kv_cache_args, smla_dequantize_params)          \
     X(convert_req_index_to_global_index, smla_convert_req_index_args, smla_convert_params) \
+    X(compute_global_topk_indices_and_lens, smla_topk_slots_args, smla_topk_slots_params)  \
+    X(combine_topk_swa_indices, smla_combine_topk_swa_args, smla_combine_topk_swa_params)  \
+    X(build_mixed_sparse_indices, smla_mixed_indices_args, smla_mixed_indices_params)      \
     X(merge_attn_states, smla_merge_attn_states_args, smla_merge_params)                   \
     X(split_kv_b_proj, smla_split_kv_b_proj_args, smla_split_kv_b_proj_params)             \
     X(dynamic_per_tensor_quant, smla_dynamic_per_tensor_quant_args, smla_quant_params)     \

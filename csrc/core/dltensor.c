@@ -10,6 +10,7 @@ const smla_dtype_info smla_dtypes[] = {
     {SMLA_DTYPE_UINT8, kDLUInt, 8, "uint8"},
     {SMLA_DTYPE_INT8, kDLInt, 8, "int8"},
     {SMLA_DTYPE_E4M3, kDLFloat8_e4m3fn, 8, "float8_e4m3fn"},
+    {SMLA_DTYPE_BOOL, kDLBool, 8, "bool"},
 };
 
 _Static_assert(sizeof smla_dtypes / sizeof smla_dtypes[0] == SMLA_NUM_DTYPES, "the table is whole");
@@ -21,7 +22,7 @@ smla_dtype(const DLTensor *tensor)
     if (dtype.lanes != 1) {
         return 0;
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 9
     for (int i = 0; i < SMLA_NUM_DTYPES; i++) {
         if (dtype.code == smla_dtypes[i].code && dtype.bits == smla_dtypes[i].bits) {
             return smla_dtypes[i].dtype;

@@ -22,6 +22,7 @@ enum {
     SMLA_DTYPE_UINT8 = 1 << 5,
     SMLA_DTYPE_INT8 = 1 << 6,
     SMLA_DTYPE_E4M3 = 1 << 7,
+    SMLA_DTYPE_BOOL = 1 << 8,
 
     SMLA_DTYPE_FLOATS = SMLA_DTYPE_BF16 | SMLA_DTYPE_FP16 | SMLA_DTYPE_FP32,
     SMLA_DTYPE_BYTES = SMLA_DTYPE_UINT8 | SMLA_DTYPE_INT8 | SMLA_DTYPE_E4M3,
@@ -34,7 +35,7 @@ typedef struct smla_dtype_info {
     const char *name;
 } smla_dtype_info;
 
-enum { SMLA_NUM_DTYPES = 8 };
+enum { SMLA_NUM_DTYPES = 9 };
 
 extern const smla_dtype_info smla_dtypes[];
 

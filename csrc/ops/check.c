@@ -1,6 +1,6 @@
-/* check.c: the argument rules of all operators but those of check_absorption.c and check_norm.c.
- * Args (arrays as the caller gave them) become params (flat sizes, strides, typed pointers). The
- * layers below validate nothing again.
+/* check.c: the argument rules of all operators but those of check_<family>.c. Args (arrays as the
+ * caller gave them) become params (flat sizes, strides, typed pointers). The layers below validate
+ * nothing again.
  *
  * Only values inside arrays (slots, page numbers, request ids) are left to the backends. The CPU
  * reports bad values, a GPU kernel masks them.
@@ -93,10 +93,9 @@ smla_check_concat_and_cache_mla(const smla_concat_and_cache_mla_args *args,
     return SMLA_OK;
 }
 
-/* Checks an int32 vector of `count` entries. */
-static smla_status
-require_vector(smla_checker *c, const char *name, const DLTensor *tensor, int64_t count,
-               unsigned flags, const char *hint)
+smla_status
+smla_require_vector(smla_checker *c, const char *name, const DLTensor *tensor, int64_t count,
+                    unsigned flags, const char *hint)
 {
     return smla_require(c, &(smla_rule){.name = name,
                                         .tensor = tensor,
@@ -129,10 +128,11 @@ smla_check_gather_kv_cache(const smla_gather_kv_cache_args *args, smla_gather_pa
     SMLA_TRY(smla_require_kv(&c, "kv_cache", args->kv_cache, args->kv_format, 0, &kv));
     SMLA_TRY(smla_require_block_table(&c, args->block_table));
     const int64_t num_reqs = smla_size(args->block_table, 0);
-    SMLA_TRY(require_vector(&c, "seq_lens", args->seq_lens, num_reqs, 0, NULL));
-    SMLA_TRY(require_vector(&c, "workspace_starts", args->workspace_starts, num_reqs, 0, NULL));
+    SMLA_TRY(smla_require_vector(&c, "seq_lens", args->seq_lens, num_reqs, 0, NULL));
     SMLA_TRY(
-        require_vector(&c, "seq_starts", args->seq_starts, num_reqs, SMLA_RULE_OPTIONAL, NULL));
+        smla_require_vector(&c, "workspace_starts", args->workspace_starts, num_reqs, 0, NULL));
+    SMLA_TRY(smla_require_vector(&c, "seq_starts", args->seq_starts, num_reqs, SMLA_RULE_OPTIONAL,
+                                 NULL));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
                                            .tensor = args->out,
                                            .dtypes = SMLA_DTYPE_BF16,
@@ -203,7 +203,8 @@ smla_check_convert_req_index_to_global_index(const smla_convert_req_index_args *
 {
     smla_checker c;
     smla_open_checker(&c, "convert_req_index_to_global_index", error);
-    SMLA_TRY(require_vector(&c, "req_id_per_token", args->req_id_per_token, SMLA_ANY, 0, NULL));
+    SMLA_TRY(
+        smla_require_vector(&c, "req_id_per_token", args->req_id_per_token, SMLA_ANY, 0, NULL));
     const int64_t num_tokens = smla_size(args->req_id_per_token, 0);
     SMLA_TRY(smla_require_block_table(&c, args->block_table));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "topk_indices",
@@ -213,19 +214,19 @@ smla_check_convert_req_index_to_global_index(const smla_convert_req_index_args *
                                            .shape = {num_tokens, SMLA_ANY},
                                            .hint = "a row per entry of `req_id_per_token`"}));
     const int64_t topk = smla_size(args->topk_indices, 1);
-    SMLA_TRY(require_vector(&c, "prefill_request_ids", args->prefill_request_ids, num_tokens,
-                            SMLA_RULE_OPTIONAL, NULL));
-    SMLA_TRY(require_vector(&c, "prefill_workspace_starts", args->prefill_workspace_starts,
-                            SMLA_ANY, args->prefill_request_ids == NULL ? SMLA_RULE_OPTIONAL : 0,
-                            NULL));
+    SMLA_TRY(smla_require_vector(&c, "prefill_request_ids", args->prefill_request_ids, num_tokens,
+                                 SMLA_RULE_OPTIONAL, NULL));
+    SMLA_TRY(smla_require_vector(&c, "prefill_workspace_starts", args->prefill_workspace_starts,
+                                 SMLA_ANY,
+                                 args->prefill_request_ids == NULL ? SMLA_RULE_OPTIONAL : 0, NULL));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
                                            .tensor = args->out,
                                            .dtypes = SMLA_DTYPE_INT32,
                                            .flags = SMLA_RULE_OUTPUT,
                                            .ndim = 2,
                                            .shape = {num_tokens, topk}}));
-    SMLA_TRY(require_vector(&c, "counts", args->counts, num_tokens,
-                            SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL, NULL));
+    SMLA_TRY(smla_require_vector(&c, "counts", args->counts, num_tokens,
+                                 SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL, NULL));
     SMLA_TRY(smla_require_count(c.op, "block_size", args->block_size, 1, INT32_MAX, error));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_convert_params){
@@ -291,8 +292,8 @@ require_key_list(smla_checker *c, const char *const names[3], const DLTensor *kv
                                           .ndim = 2,
                                           .shape = {num_tokens, SMLA_ANY},
                                           .hint = "a row per token of `q`"}));
-    SMLA_TRY(require_vector(c, names[2], topk_length, num_tokens, SMLA_RULE_OPTIONAL,
-                            "a length per token of `q`"));
+    SMLA_TRY(smla_require_vector(c, names[2], topk_length, num_tokens, SMLA_RULE_OPTIONAL,
+                                 "a length per token of `q`"));
     list->indices = smla_data(indices);
     list->indices_stride_token = smla_stride(indices, 0);
     list->topk = smla_size(indices, 1);

@@ -1,5 +1,4 @@
-/* check.h: Args -> Params, one function per operator. Defined in check.c, check_absorption.c and
- * check_norm.c. */
+/* check.h: Args -> Params, one function per operator. Defined in check.c and check_<family>.c. */
 #pragma once
 
 #include "core/backend.h"
@@ -29,6 +28,10 @@ smla_stream smla_stream_of(const smla_checker *checker, void *handle);
 
 smla_status smla_require_num_heads(const smla_checker *checker, const char *name,
                                    int64_t num_heads);
+
+/* Checks an int32 vector of `count` entries. */
+smla_status smla_require_vector(smla_checker *checker, const char *name, const DLTensor *tensor,
+                                int64_t count, unsigned flags, const char *hint);
 
 smla_status smla_require_block_table(smla_checker *checker, const DLTensor *tensor);
 

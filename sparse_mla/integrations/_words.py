@@ -98,6 +98,77 @@ WORDS: dict[str, dict[str, str]] = {
     [[320, 448, -1, -1]]
         """,
     },
+    "compute_global_topk_indices_and_lens": {
+        "torch": """
+    An indexer's choice as slots: `sparse_mla.compute_global_topk_indices_and_lens`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> topk, ids, table = (torch.tensor(x).int() for x in ([[3, 0, -1, 9]], [0], [[6, 1]]))
+    >>> out, lens = smla.compute_global_topk_indices_and_lens(topk, ids, table, 4, None)
+    >>> out.tolist(), lens.tolist()
+    ([[27, 24, -1, -1]], [2])
+        """,
+        "jax": """
+    An indexer's choice as slots: `sparse_mla.compute_global_topk_indices_and_lens`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> topk, ids, table = jnp.array([[3, 0, -1, 9]]), jnp.array([0]), jnp.array([[6, 1]])
+    >>> out, lens = smla.compute_global_topk_indices_and_lens(topk, ids, table, 4, None)
+    >>> out.tolist(), lens.tolist()
+    ([[27, 24, -1, -1]], [2])
+        """,
+    },
+    "combine_topk_swa_indices": {
+        "torch": """
+    Rows of a prefill chunk's workspace: `sparse_mla.combine_topk_swa_indices`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> topk, starts, lens = (torch.tensor(x).int() for x in ([[0, -1], [1, 0]], [7, 9], [9]))
+    >>> out, _ = smla.combine_topk_swa_indices(topk, starts, lens, lens, 3, 4, 2, 20, 10, align=1)
+    >>> out.tolist()
+    [[0, -1, 15, 16, 17], [1, 0, 16, 17, 18]]
+        """,
+        "jax": """
+    Rows of a prefill chunk's workspace: `sparse_mla.combine_topk_swa_indices`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> topk, starts, lens = jnp.array([[0, -1], [1, 0]]), jnp.array([7, 9]), jnp.array([9])
+    >>> out, _ = smla.combine_topk_swa_indices(topk, starts, lens, lens, 3, 4, 2, 20, 10, align=1)
+    >>> out.tolist()
+    [[0, -1, 15, 16, 17], [1, 0, 16, 17, 18]]
+        """,
+    },
+    "build_mixed_sparse_indices": {
+        "torch": """
+    The slots that a batch attends to: `sparse_mla.build_mixed_sparse_indices`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> swa, slots, starts, lens, ids, pages = (
+    ...     torch.tensor(x).int()
+    ...     for x in ([[8, 9, -1]], [[30, 7]], [0, 1, 2], [2, 6], [0, 1], [[4, 0], [2, 5]]))
+    >>> out, lens = smla.build_mixed_sparse_indices(
+    ...     swa, slots, None, None, starts, lens, ids, pages, 4, None, 4, 3, 4, 0)
+    >>> out.tolist(), lens.tolist()
+    ([[8, 9, -1, 30, 7, -1, -1], [11, 20, 21, -1, -1, -1, -1]], [5, 3])
+        """,
+        "jax": """
+    The slots that a batch attends to: `sparse_mla.build_mixed_sparse_indices`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> swa, slots, starts, lens, ids, pages = map(
+    ...     jnp.array, ([[8, 9, -1]], [[30, 7]], [0, 1, 2], [2, 6], [0, 1], [[4, 0], [2, 5]]))
+    >>> out, lens = smla.build_mixed_sparse_indices(
+    ...     swa, slots, None, None, starts, lens, ids, pages, 4, None, 4, 3, 4, 0)
+    >>> out.tolist(), lens.tolist()
+    ([[8, 9, -1, 30, 7, -1, -1], [11, 20, 21, -1, -1, -1, -1]], [5, 3])
+        """,
+    },
     "sparse_attention": {
         "torch": """
     Attention over the tokens that `indices` names: `sparse_mla.sparse_attention`.

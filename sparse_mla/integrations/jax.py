@@ -69,6 +69,7 @@ def _require_cpu(op: str, name: str, x: Any) -> None:
 _ATTRIBUTES = {
     "int": np.int64,
     "int32": np.int64,
+    "flag": np.int64,
     "float": np.float64,
     "kv_format": str,
     "scales": str,

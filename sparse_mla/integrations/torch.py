@@ -25,7 +25,7 @@ BufferError.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -90,12 +90,11 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         """Calls `fake`, and checks the one rule whose breach would not show in its results."""
-        place = args[0].device
-        for key, x in (*zip(names, args, strict=False), *kwargs.items()):
+        given = (*zip(names, args, strict=False), *kwargs.items())
+        first, place = next((key, x.device) for key, x in given if isinstance(x, Tensor))
+        for key, x in given:
             if isinstance(x, Tensor) and x.device != place:
-                raise ValueError(
-                    f"{op}: `{key}` must be on {place} like `{names[0]}`, got {x.device}"
-                )
+                raise ValueError(f"{op}: `{key}` must be on {place} like `{first}`, got {x.device}")
         return fake(*args, **kwargs)
 
     for backend in ("CPU", "CUDA"):
@@ -112,6 +111,7 @@ _TYPES = {
     "pair": "Tensor",
     "int": "SymInt",
     "int32": "int",
+    "flag": "bool",
     "float": "float",
     "kv_format": "str?",
     "floats": "str",
@@ -153,10 +153,11 @@ def _named(names: list[str], results: Any) -> dict[str, Tensor]:
     return dict(zip(names, results if isinstance(results, tuple) else (results,), strict=False))
 
 
-def _new(like: Tensor, result: _results.Result) -> Tensor:
-    """A tensor of this shape and dtype, where `like` is. One with strides has groups, dimension 1,
-    first in its storage, whose other elements are 0."""
+def _new(given: Iterable[Any], result: _results.Result) -> Tensor:
+    """A tensor of this shape and dtype, where the first tensor of `given` is. One with strides has
+    groups, dimension 1, first in its storage, whose other elements are 0."""
     shape, dtype, *strides = result
+    like = next(x for x in given if isinstance(x, Tensor))
     if not strides:
         return like.new_empty(shape, dtype=getattr(torch, dtype))
     size = shape[1] * strides[0][1]
@@ -179,7 +180,7 @@ def _register(schema: Schema, variant: str, outputs: list[str], new: list[str]) 
     def fake(*args: Any, **kwargs: Any) -> Any:
         values = schema.defaults | dict(zip(names, args, strict=False)) | kwargs | options
         results = schema.results(values)
-        return _one_or_all([_new(args[0], results[name]) for name in new])
+        return _one_or_all([_new(args, results[name]) for name in new])
 
     tensors = ", ".join(["Tensor"] * len(new))
     _define(
@@ -198,7 +199,7 @@ def _take_over(operator: Any) -> Callable[..., Any]:
     """Registers all overloads of an operator, and returns a function that calls the right one."""
     schema = Schema(operator)
     always, asked = schema.names(*ALWAYS), schema.names(*ASKED)
-    outputs, first = schema.names(*GIVEN), next(iter(schema.parameters))
+    outputs = schema.names(*GIVEN)
     ask, written = schema.ask, schema.written
     never_given, never_given_asked = schema.names("result"), schema.names("asked result")
 
@@ -216,9 +217,10 @@ def _take_over(operator: Any) -> Callable[..., Any]:
     def write(values: dict[str, Any], asks: bool) -> Any:
         """Writes results to the caller's tensors, and makes those that the caller left out."""
         results = schema.results(values | ({ask: asks} if ask else {}))
+        arguments = [values[name] for name in schema.positional]
         for name in outputs:
             if values[name] is None and (name in always or (asks and name in asked)):
-                values[name] = _new(values[first], results[name])
+                values[name] = _new(arguments, results[name])
         given = {name: values[name] for name in outputs if values[name] is not None}
         got = run(writing_asked if asks else writing, values)
         rest = never_given + (never_given_asked if asks else [])

@@ -129,6 +129,9 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         smla_gather_params gather;
         smla_dequantize_params dequantize;
         smla_convert_params convert;
+        smla_topk_slots_params global_topk;
+        smla_combine_topk_swa_params combine;
+        smla_mixed_indices_params mixed;
         smla_attention_params attention;
         smla_merge_params merge;
         smla_split_kv_b_proj_params split;
@@ -151,7 +154,12 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
     case 8: return smla_check_v_up_proj(&a->v_up, &p.projection, backend, e);
     case 9: return smla_check_dynamic_per_tensor_quant(&a->quant, &p.quant, backend, e);
     case 10: return smla_check_fused_q_kv_rmsnorm(&a->norm, &p.norm, backend, e);
-    default: return smla_check_fused_inv_rope_fp8_quant(&a->inverse, &p.inverse, backend, e);
+    case 11: return smla_check_fused_inv_rope_fp8_quant(&a->inverse, &p.inverse, backend, e);
+    case 12:
+        return smla_check_compute_global_topk_indices_and_lens(&a->global_topk, &p.global_topk,
+                                                               backend, e);
+    case 13: return smla_check_combine_topk_swa_indices(&a->combine, &p.combine, backend, e);
+    default: return smla_check_build_mixed_sparse_indices(&a->mixed, &p.mixed, backend, e);
     }
 }
 
@@ -226,6 +234,15 @@ add_fault(reader *r, fuzzed *f, const fuzzed *other)
     }
 }
 
+/* Leaves most numbers as they are. */
+static void
+set_numbers(reader *r, int64_t *const *numbers, int count)
+{
+    for (int i = 0; i < count; i++) {
+        *numbers[i] = read_byte(r) % 4 == 0 ? read_number(r) : *numbers[i];
+    }
+}
+
 /* Sets the fields of the args that are not arrays. */
 static void
 set_scalars(reader *r, int number, any_args *a)
@@ -244,6 +261,17 @@ set_scalars(reader *r, int number, any_args *a)
     } else if (number == 11) {
         a->inverse.groups = read_number(r);
         a->inverse.scale_layout = (int32_t)read_count(r, 4);
+    } else if (number == 12) {
+        a->global_topk.block_size = read_number(r);
+    } else if (number == 13) {
+        int64_t *const numbers[] = {&a->combine.window, &a->combine.ratio, &a->combine.topk,
+                                    &a->combine.M,      &a->combine.N,     &a->combine.align};
+        set_numbers(r, numbers, 6);
+    } else if (number == 14) {
+        int64_t *const numbers[] = {&a->mixed.swa_block_size, &a->mixed.compressed_block_size,
+                                    &a->mixed.window, &a->mixed.ratio, &a->mixed.topk};
+        set_numbers(r, numbers, 5);
+        a->mixed.decode_indices_are_local = (int32_t)read_count(r, 2);
     } else if (number <= 2) {
         const int32_t format = (int32_t)read_count(r, 4);
         a->write.kv_format = number == 0 ? format : a->write.kv_format;

@@ -12,7 +12,9 @@ enum {
     OUTPUT = 1 << 1,
     ANY_STRIDE = 1 << 2, /* the last dimension need not be contiguous */
     ANY_RANK = 1 << 3,
-    CACHE = 1 << 4, /* an fp8_ds_mla cache: 16-byte alignment */
+    CACHE = 1 << 4,  /* an fp8_ds_mla cache: 16-byte alignment */
+    NEEDED = 1 << 5, /* optional, but the other arrays of the good call do not fit without it */
+    BOOLS = 1 << 6,  /* uint8 or bool */
 };
 
 /* One array of an args struct. Bit i of `fixed` is set where dimension i may not grow by one. */
@@ -29,6 +31,9 @@ typedef union any_args {
     smla_gather_kv_cache_args gather;
     smla_dequantize_kv_cache_args dequantize;
     smla_convert_req_index_args convert;
+    smla_topk_slots_args global_topk;
+    smla_combine_topk_swa_args combine;
+    smla_mixed_indices_args mixed;
     smla_sparse_attention_args attention;
     smla_merge_attn_states_args merge;
     smla_split_kv_b_proj_args split;
@@ -107,6 +112,61 @@ make_convert(void)
                                   .out = ZEROS(int32, 3, 4),
                                   .counts = ZEROS(int32, 3),
                                   .block_size = 16}};
+}
+
+static inline any_args
+make_global_topk(void)
+{
+    return (any_args){.global_topk = {.struct_size = sizeof(smla_topk_slots_args),
+                                      .topk_indices = ZEROS(int32, 3, 4),
+                                      .req_id_per_token = ZEROS(int32, 3),
+                                      .block_table = ZEROS(int32, 2, 3),
+                                      .block_size = 16,
+                                      .is_valid = ZEROS(uint8, 3),
+                                      .out = ZEROS(int32, 3, 4),
+                                      .lens = ZEROS(int32, 3)}};
+}
+
+static inline any_args
+make_combine(void)
+{
+    return (any_args){.combine = {.struct_size = sizeof(smla_combine_topk_swa_args),
+                                  .topk_indices = ZEROS(int32, 3, 4),
+                                  .query_start_loc = ZEROS(int32, 3),
+                                  .seq_lens = ZEROS(int32, 2),
+                                  .gather_lens = ZEROS(int32, 2),
+                                  .window = 5,
+                                  .ratio = 4,
+                                  .topk = 4,
+                                  .M = 20,
+                                  .N = 10,
+                                  .align = 8,
+                                  .out = ZEROS(int32, 3, 16),
+                                  .lens = ZEROS(int32, 3)}};
+}
+
+static inline any_args
+make_mixed(void)
+{
+    return (any_args){.mixed = {.struct_size = sizeof(smla_mixed_indices_args),
+                                .decode_swa_indices = ZEROS(int32, 2, 5),
+                                .decode_compressed_indices = ZEROS(int32, 2, 4),
+                                .decode_compressed_lens = ZEROS(int32, 2),
+                                .prefill_topk_indices = ZEROS(int32, 3, 3),
+                                .query_start_loc = ZEROS(int32, 3),
+                                .seq_lens = ZEROS(int32, 2),
+                                .req_id_per_token = ZEROS(int32, 5),
+                                .swa_block_table = ZEROS(int32, 2, 3),
+                                .swa_block_size = 16,
+                                .compressed_block_table = ZEROS(int32, 2, 3),
+                                .compressed_block_size = 4,
+                                .window = 5,
+                                .ratio = 4,
+                                .topk = 3,
+                                .decode_indices_are_local = 1,
+                                .is_valid = ZEROS(uint8, 2),
+                                .out = ZEROS(int32, 5, 9),
+                                .lens = ZEROS(int32, 5)}};
 }
 
 static inline any_args
@@ -222,6 +282,9 @@ CALL(write, smla_concat_and_cache_mla)
 CALL(gather, smla_gather_kv_cache)
 CALL(dequantize, smla_dequantize_kv_cache)
 CALL(convert, smla_convert_req_index_to_global_index)
+CALL(global_topk, smla_compute_global_topk_indices_and_lens)
+CALL(combine, smla_combine_topk_swa_indices)
+CALL(mixed, smla_build_mixed_sparse_indices)
 CALL(attention, smla_sparse_attention)
 CALL(merge, smla_merge_attn_states)
 CALL(split, smla_split_kv_b_proj)
@@ -346,6 +409,42 @@ static const operator_case operators[] = {
       {"cos_sin", AT_FIELD(inverse, cos_sin), 0, 2},
       {"out", AT_FIELD(inverse, out), OUTPUT, 7},
       {"out_scale", AT_FIELD(inverse, out_scale), OUTPUT | ANY_STRIDE | OPTIONAL, 6}}},
+    {"compute_global_topk_indices_and_lens",
+     sizeof(smla_topk_slots_args),
+     call_global_topk,
+     make_global_topk,
+     {{"topk_indices", AT_FIELD(global_topk, topk_indices), 0, 0},
+      {"req_id_per_token", AT_FIELD(global_topk, req_id_per_token), ANY_STRIDE, 0},
+      {"block_table", AT_FIELD(global_topk, block_table), ANY_STRIDE, 0},
+      {"is_valid", AT_FIELD(global_topk, is_valid), ANY_STRIDE | OPTIONAL | BOOLS, 0},
+      {"out", AT_FIELD(global_topk, out), OUTPUT, 3},
+      {"lens", AT_FIELD(global_topk, lens), OUTPUT | ANY_STRIDE, 1}}},
+    {"combine_topk_swa_indices",
+     sizeof(smla_combine_topk_swa_args),
+     call_combine,
+     make_combine,
+     {{"topk_indices", AT_FIELD(combine, topk_indices), 0, 0},
+      {"query_start_loc", AT_FIELD(combine, query_start_loc), ANY_STRIDE, 1},
+      {"seq_lens", AT_FIELD(combine, seq_lens), ANY_STRIDE, 0},
+      {"gather_lens", AT_FIELD(combine, gather_lens), ANY_STRIDE, 1},
+      {"out", AT_FIELD(combine, out), OUTPUT, 3},
+      {"lens", AT_FIELD(combine, lens), OUTPUT | ANY_STRIDE, 1}}},
+    {"build_mixed_sparse_indices",
+     sizeof(smla_mixed_indices_args),
+     call_mixed,
+     make_mixed,
+     {{"decode_swa_indices", AT_FIELD(mixed, decode_swa_indices), NEEDED, 2},
+      {"decode_compressed_indices", AT_FIELD(mixed, decode_compressed_indices), OPTIONAL, 1},
+      {"decode_compressed_lens", AT_FIELD(mixed, decode_compressed_lens), ANY_STRIDE | OPTIONAL, 0},
+      {"prefill_topk_indices", AT_FIELD(mixed, prefill_topk_indices), NEEDED, 0},
+      {"query_start_loc", AT_FIELD(mixed, query_start_loc), ANY_STRIDE, 1},
+      {"seq_lens", AT_FIELD(mixed, seq_lens), ANY_STRIDE, 0},
+      {"req_id_per_token", AT_FIELD(mixed, req_id_per_token), ANY_STRIDE, 0},
+      {"swa_block_table", AT_FIELD(mixed, swa_block_table), ANY_STRIDE, 0},
+      {"compressed_block_table", AT_FIELD(mixed, compressed_block_table), ANY_STRIDE, 0},
+      {"is_valid", AT_FIELD(mixed, is_valid), ANY_STRIDE | OPTIONAL | BOOLS, 0},
+      {"out", AT_FIELD(mixed, out), OUTPUT, 3},
+      {"lens", AT_FIELD(mixed, lens), OUTPUT | ANY_STRIDE, 1}}},
 };
 
 enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };

@@ -59,6 +59,27 @@ smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *pa
 }
 
 cudaError_t
+smla_cuda_launch_compute_global_topk_indices_and_lens(const smla_topk_slots_params *params)
+{
+    (void)params;
+    return launch_nothing("global_topk");
+}
+
+cudaError_t
+smla_cuda_launch_combine_topk_swa_indices(const smla_combine_topk_swa_params *params)
+{
+    (void)params;
+    return launch_nothing("combine_lists");
+}
+
+cudaError_t
+smla_cuda_launch_build_mixed_sparse_indices(const smla_mixed_indices_params *params)
+{
+    (void)params;
+    return launch_nothing("mixed_lists");
+}
+
+cudaError_t
 smla_cuda_launch_merge_attn_states(const smla_merge_params *params)
 {
     (void)params;
@@ -145,8 +166,12 @@ static smla_cache_write_params seen_write;
 static smla_gather_params seen_gather;
 static smla_convert_params seen_convert;
 static smla_rope seen_rope;
+static smla_topk_slots_params seen_global_topk;
+static smla_combine_topk_swa_params seen_combine;
+static smla_mixed_indices_params seen_mixed;
 static int64_t seen_sum; /* the sum of the arrays' values */
 static const int32_t device_zeros[4];
+static const uint8_t device_flags[4];
 static int num_device_arrays; /* arrays that the checks got instead of copies */
 
 static int64_t
@@ -214,6 +239,53 @@ smla_cpu_check_positions(const char *op, const smla_rope *rope, int64_t num_toke
         seen_sum += rope->positions_are_int64 ? ((const int64_t *)rope->positions)[at]
                                               : ((const int32_t *)rope->positions)[at];
     }
+    return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
+}
+
+static int64_t
+sum_of_flags(const uint8_t *data, int64_t count, int64_t stride)
+{
+    int64_t sum = 0;
+    for (int64_t i = 0; data != NULL && i < count; i++) {
+        sum += data[i * stride];
+    }
+    return sum;
+}
+
+static int64_t
+sum_of_starts(const smla_query_batch *batch)
+{
+    return sum_of(batch->query_start_loc, batch->num_reqs + 1, batch->query_start_loc_stride);
+}
+
+smla_status
+smla_cpu_check_global_topk(const smla_topk_slots_params *p, smla_error *error)
+{
+    seen_global_topk = *p;
+    num_device_arrays += (p->req_id_per_token == device_zeros) + (p->is_valid == device_flags);
+    seen_sum = sum_of(p->req_id_per_token, p->num_tokens, p->req_id_stride);
+    seen_sum += 1000 * sum_of_flags(p->is_valid, p->num_tokens, p->is_valid_stride);
+    return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
+}
+
+smla_status
+smla_cpu_check_combine_topk_swa(const smla_combine_topk_swa_params *p, smla_error *error)
+{
+    seen_combine = *p;
+    num_device_arrays += p->batch.query_start_loc == device_zeros;
+    seen_sum = sum_of_starts(&p->batch);
+    return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
+}
+
+smla_status
+smla_cpu_check_mixed_indices(const smla_mixed_indices_params *p, smla_error *error)
+{
+    seen_mixed = *p;
+    num_device_arrays += (p->batch.query_start_loc == device_zeros) +
+                         (p->req_id_per_token == device_zeros) + (p->is_valid == device_flags);
+    seen_sum = sum_of_starts(&p->batch);
+    seen_sum += 1000 * sum_of(p->req_id_per_token, p->num_tokens, p->req_id_stride);
+    seen_sum += 1000000 * sum_of_flags(p->is_valid, p->num_decode_tokens, p->is_valid_stride);
     return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
 }
 
@@ -586,7 +658,7 @@ test_captures(void)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-enum { NUM_OPERATORS = 11 };
+enum { QUANT = 8, NUM_OPERATORS = 14 };
 
 static const char *const operator_names[NUM_OPERATORS] = {
     "concat_and_cache_mla",     "gather_kv_cache",
@@ -594,13 +666,16 @@ static const char *const operator_names[NUM_OPERATORS] = {
     "sparse_attention",         "merge_attn_states",
     "split_kv_b_proj",          "k_up_proj",
     "dynamic_per_tensor_quant", "fused_q_kv_rmsnorm",
-    "fused_inv_rope_fp8_quant"};
-static const char *const launch_names[NUM_OPERATORS] = {"write",        "gather",    "dequantize",
-                                                        "convert",      "attention", "merge",
-                                                        "split_weight", "up_proj",   "quant",
-                                                        "norm",         "turn_back"};
+    "fused_inv_rope_fp8_quant", "compute_global_topk_indices_and_lens",
+    "combine_topk_swa_indices", "build_mixed_sparse_indices"};
+static const char *const launch_names[NUM_OPERATORS] = {
+    "write",   "gather", "dequantize", "convert",   "attention",   "merge",         "split_weight",
+    "up_proj", "quant",  "norm",       "turn_back", "global_topk", "combine_lists", "mixed_lists"};
 
-/* Calls an operator for `count` tokens, requests or the like; number 8 ignores `count`. */
+/* How many arrays a checked call of an operator copies to the host. */
+static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2, 1, 3};
+
+/* Calls an operator for `count` tokens, requests or the like; QUANT ignores `count`. */
 static smla_status
 call_operator(int i, smla_stream stream, int64_t count)
 {
@@ -633,6 +708,20 @@ call_operator(int i, smla_stream stream, int64_t count)
     const smla_inverse_rope_params turn_back = {.num_tokens = count,
                                                 .rope = {.positions = device_zeros, .max_pos = 1},
                                                 .stream = stream};
+    const smla_topk_slots_params global_topk = {.num_tokens = count,
+                                                .req_id_per_token = device_zeros,
+                                                .is_valid = device_flags,
+                                                .stream = stream};
+    const smla_query_batch batch = {.query_start_loc = device_zeros};
+    const smla_combine_topk_swa_params combine = {.num_tokens = count,
+                                                  .batch = batch,
+                                                  .stream = stream};
+    const smla_mixed_indices_params mixed = {.num_tokens = count,
+                                             .num_decode_tokens = count,
+                                             .batch = batch,
+                                             .req_id_per_token = device_zeros,
+                                             .is_valid = device_flags,
+                                             .stream = stream};
     switch (i) {
     case 0: return b->concat_and_cache_mla(&write, &error);
     case 1: return b->gather_kv_cache(&gather, &error);
@@ -642,9 +731,12 @@ call_operator(int i, smla_stream stream, int64_t count)
     case 5: return b->merge_attn_states(&merge, &error);
     case 6: return b->split_kv_b_proj(&weight, &error);
     case 7: return b->up_proj(&project, &error);
-    case 8: return b->dynamic_per_tensor_quant(&quant, &error);
+    case QUANT: return b->dynamic_per_tensor_quant(&quant, &error);
     case 9: return b->fused_q_kv_rmsnorm(&norm, &error);
-    default: return b->fused_inv_rope_fp8_quant(&turn_back, &error);
+    case 10: return b->fused_inv_rope_fp8_quant(&turn_back, &error);
+    case 11: return b->compute_global_topk_indices_and_lens(&global_topk, &error);
+    case 12: return b->combine_topk_swa_indices(&combine, &error);
+    default: return b->build_mixed_sparse_indices(&mixed, &error);
     }
 }
 
@@ -668,8 +760,8 @@ test_operators(void)
         launch_device = NULL;
         EXPECT_OK(call_operator(i, stream, 1));
         EXPECT_CALLS(calls);
-        EXPECT(launch_device == (i == 1 || i == 8 ? smla_cuda_find_device(1) : NULL));
-        if (i != 8) { /* nothing to do */
+        EXPECT(launch_device == (i == 1 || i == QUANT ? smla_cuda_find_device(1) : NULL));
+        if (i != QUANT) { /* nothing to do */
             EXPECT_OK(call_operator(i, stream, 0));
             EXPECT_CALLS("");
         }
@@ -748,13 +840,13 @@ test_checked_operators(void)
     EXPECT_OK(call_operator(4, stream, 1));
     set_env("SPARSE_MLA_CHECK", "1");
     for (int i = 0; i < NUM_OPERATORS; i++) {
-        const int num_reads = i == 0 || i == 3 || i == 10 ? 1 : i == 1 ? 3 : 0;
+        const int num_reads = num_reads_of[i];
         char text[128];
         forget_calls();
         cpu_status = SMLA_OK;
         EXPECT_OK(call_operator(i, stream, 1));
         EXPECT_EQ(count_calls("copy to host"), num_reads);
-        EXPECT_EQ(count_calls("cudaStreamSynchronize"), 2 + count_calls("copy to host"));
+        EXPECT_EQ(count_calls("cudaStreamSynchronize"), 2 + num_reads);
         EXPECT_EQ(count_calls(launch_names[i]), 1);
         const char *const end = strstr(fake.calls, launch_names[i]);
         EXPECT(end != NULL && strstr(end, "cudaStreamSynchronize@1 cuCtxPopCurrent@1 ") != NULL);
@@ -924,6 +1016,49 @@ test_read_arrays(void)
     EXPECT_EQ(num_live, 0);
 }
 
+/* The arrays of index lists, of which a checked call reads only some. */
+static void
+test_read_batches(void)
+{
+    const smla_stream stream = {.device_id = 0, .handle = &streams[0]};
+    const smla_query_batch batch = {.num_reqs = 2,
+                                    .query_start_loc = (const int32_t[]){1, 99, 3, 99, 5},
+                                    .query_start_loc_stride = 2};
+    begin();
+    cpu_status = SMLA_OK;
+    const smla_topk_slots_params topk = {.num_tokens = 2,
+                                         .req_id_per_token = (const int32_t[]){4, 99, 3},
+                                         .req_id_stride = 2,
+                                         .is_valid = (const uint8_t[]){7, 255, 255, 1},
+                                         .is_valid_stride = 3,
+                                         .stream = stream};
+    EXPECT_OK(smla_cuda_check_global_topk(&topk, &error));
+    EXPECT_EQ(seen_sum, 8007);
+    EXPECT_EQ((int)asked_bytes, 4);
+    EXPECT(seen_global_topk.req_id_per_token != topk.req_id_per_token);
+    EXPECT(seen_global_topk.is_valid != topk.is_valid);
+    const smla_combine_topk_swa_params combine = {.batch = batch, .stream = stream};
+    EXPECT_OK(smla_cuda_check_combine_topk_swa(&combine, &error));
+    EXPECT_EQ(seen_sum, 9);
+    EXPECT_EQ((int)asked_bytes, 20);
+    EXPECT(seen_combine.batch.query_start_loc != batch.query_start_loc);
+    const smla_mixed_indices_params mixed = {.num_tokens = 3,
+                                             .num_decode_tokens = 2,
+                                             .batch = batch,
+                                             .req_id_per_token = (const int32_t[]){1, 2, 3},
+                                             .req_id_stride = 1,
+                                             .is_valid = (const uint8_t[]){1, 1},
+                                             .is_valid_stride = 1,
+                                             .stream = stream};
+    EXPECT_OK(smla_cuda_check_mixed_indices(&mixed, &error));
+    EXPECT_EQ(seen_sum, 2006009);
+    EXPECT_EQ((int)asked_bytes, 2);
+    EXPECT(seen_mixed.batch.query_start_loc != batch.query_start_loc);
+    EXPECT(seen_mixed.req_id_per_token != mixed.req_id_per_token);
+    EXPECT(seen_mixed.is_valid != mixed.is_valid);
+    EXPECT_EQ(num_live, 0);
+}
+
 int
 main(void)
 {
@@ -940,5 +1075,6 @@ main(void)
     RUN(test_backend_table);
     RUN(test_checked_operators);
     RUN(test_read_arrays);
+    RUN(test_read_batches);
     return report("test_cuda_device");
 }

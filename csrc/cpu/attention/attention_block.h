@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "core/backend.h"
+#include "cpu/index/slot.h"
 
 enum {
     MAX_BLOCK_KEYS = 128,
@@ -75,14 +76,12 @@ map_index(const smla_key_list *keys, int64_t token, int64_t index)
 {
     const smla_index_map *const map = &keys->map;
     const int64_t req = map->req_id_per_token[token];
-    const int64_t block = index / keys->kv.block_size;
-    if (req < 0 || req >= map->num_reqs || block >= map->num_blocks) {
+    if (req < 0 || req >= map->num_reqs) {
         return -1;
     }
-    const int64_t page =
-        map->block_table[req * map->block_table_stride_req + block * map->block_table_stride_block];
-    const int64_t slot = page * keys->kv.block_size + index % keys->kv.block_size;
-    return page < 0 || slot > INT32_MAX ? -1 : slot;
+    const smla_page_row row = {map->block_table + req * map->block_table_stride_req,
+                               map->block_table_stride_block, map->num_blocks, keys->kv.block_size};
+    return smla_find_slot(&row, index);
 }
 
 /* The slot that a column names, negative if it names none. */

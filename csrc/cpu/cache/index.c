@@ -2,6 +2,7 @@
  *
  * Order is kept and nothing is compacted: an entry that names no key becomes -1 where it stands.
  */
+#include "cpu/index/slot.h"
 #include "cpu/machine/cpu.h"
 
 smla_status
@@ -42,27 +43,21 @@ smla_cpu_check_convert(const smla_convert_params *p, smla_error *error)
 
 /* The converted index, or -1 when the entry names no key. */
 static int32_t
-convert_one(const smla_convert_params *p, const int32_t *blocks, int64_t workspace_start,
-            int32_t tok)
+convert_one(const smla_page_row *row, int64_t workspace_start, int32_t tok)
 {
-    const int64_t block = tok / p->block_size;
-    if (tok < 0 || block >= p->num_blocks) {
-        return -1;
+    if (workspace_start < 0) {
+        return (int32_t)smla_find_slot(row, tok);
     }
-    const int64_t page = blocks[block * p->block_table_stride_block];
-    if (page < 0) {
-        return -1;
-    }
-    const int64_t index =
-        workspace_start >= 0 ? workspace_start + tok : page * p->block_size + tok % p->block_size;
-    return index <= INT32_MAX ? (int32_t)index : -1;
+    const int64_t index = workspace_start + tok;
+    return smla_find_page(row, tok) >= 0 && index <= INT32_MAX ? (int32_t)index : -1;
 }
 
 static void
 convert_token(const smla_convert_params *p, int64_t token)
 {
     const int64_t req = p->req_id_per_token[token * p->req_id_stride];
-    const int32_t *blocks = p->block_table + req * p->block_table_stride_req;
+    const smla_page_row row = {p->block_table + req * p->block_table_stride_req,
+                               p->block_table_stride_block, p->num_blocks, p->block_size};
     const int32_t *in = p->topk_indices + token * p->topk_indices_stride_token;
     int32_t *out = p->out + token * p->out_stride_token;
     int64_t workspace_start = -1; /* negative: slots of the cache */
@@ -75,7 +70,7 @@ convert_token(const smla_convert_params *p, int64_t token)
     }
     int32_t count = 0;
     for (int64_t k = 0; k < p->topk; k++) {
-        out[k] = convert_one(p, blocks, workspace_start, in[k]);
+        out[k] = convert_one(&row, workspace_start, in[k]);
         count += out[k] >= 0;
     }
     if (p->counts != NULL) {

@@ -88,6 +88,15 @@ read_array(const char *op, smla_stream stream, device_array *a, smla_error *erro
                             cudaStreamSynchronize((cudaStream_t)stream.handle), error);
 }
 
+static device_array
+byte_vector(const uint8_t **pointer, int64_t count, int64_t stride)
+{
+    return (device_array){.pointer = (void *)pointer,
+                          .element_bytes = 1,
+                          .counts = {count, 1},
+                          .strides = {stride, 0}};
+}
+
 static smla_status
 read_arrays(const char *op, smla_stream stream, device_array *arrays, int count, smla_error *error)
 {
@@ -177,5 +186,54 @@ smla_cuda_check_positions(const char *op, const smla_rope *rope, int64_t num_tok
         status = smla_cpu_check_positions(op, &host, num_tokens, error);
     }
     free_arrays(&positions, 1);
+    return status;
+}
+
+smla_status
+smla_cuda_check_global_topk(const smla_topk_slots_params *p, smla_error *error)
+{
+    smla_topk_slots_params host = *p;
+    device_array arrays[] = {
+        int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
+        byte_vector(&host.is_valid, p->num_tokens, p->is_valid_stride),
+    };
+    smla_status status =
+        read_arrays("compute_global_topk_indices_and_lens", p->stream, arrays, 2, error);
+    if (status == SMLA_OK) {
+        status = smla_cpu_check_global_topk(&host, error);
+    }
+    free_arrays(arrays, 2);
+    return status;
+}
+
+smla_status
+smla_cuda_check_combine_topk_swa(const smla_combine_topk_swa_params *p, smla_error *error)
+{
+    smla_combine_topk_swa_params host = *p;
+    device_array starts = int32_vector(&host.batch.query_start_loc, p->batch.num_reqs + 1,
+                                       p->batch.query_start_loc_stride);
+    smla_status status = read_array("combine_topk_swa_indices", p->stream, &starts, error);
+    if (status == SMLA_OK) {
+        status = smla_cpu_check_combine_topk_swa(&host, error);
+    }
+    free_arrays(&starts, 1);
+    return status;
+}
+
+smla_status
+smla_cuda_check_mixed_indices(const smla_mixed_indices_params *p, smla_error *error)
+{
+    smla_mixed_indices_params host = *p;
+    device_array arrays[] = {
+        int32_vector(&host.batch.query_start_loc, p->batch.num_reqs + 1,
+                     p->batch.query_start_loc_stride),
+        int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
+        byte_vector(&host.is_valid, p->num_decode_tokens, p->is_valid_stride),
+    };
+    smla_status status = read_arrays("build_mixed_sparse_indices", p->stream, arrays, 3, error);
+    if (status == SMLA_OK) {
+        status = smla_cpu_check_mixed_indices(&host, error);
+    }
+    free_arrays(arrays, 3);
     return status;
 }

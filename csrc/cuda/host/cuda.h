@@ -96,6 +96,12 @@ cudaError_t smla_cuda_launch_dequantize_kv_cache(const smla_dequantize_params *p
 /* index.cu */
 cudaError_t smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *params);
 
+/* global_topk.cu and window_lists.cu */
+cudaError_t
+smla_cuda_launch_compute_global_topk_indices_and_lens(const smla_topk_slots_params *params);
+cudaError_t smla_cuda_launch_combine_topk_swa_indices(const smla_combine_topk_swa_params *params);
+cudaError_t smla_cuda_launch_build_mixed_sparse_indices(const smla_mixed_indices_params *params);
+
 /* merge.cu */
 cudaError_t smla_cuda_launch_merge_attn_states(const smla_merge_params *params);
 
@@ -136,6 +142,11 @@ smla_status smla_cuda_check_gather(const smla_gather_params *params, smla_error 
 smla_status smla_cuda_check_convert(const smla_convert_params *params, smla_error *error);
 smla_status smla_cuda_check_positions(const char *op, const smla_rope *rope, int64_t num_tokens,
                                       smla_stream stream, smla_error *error);
+smla_status smla_cuda_check_global_topk(const smla_topk_slots_params *params, smla_error *error);
+smla_status smla_cuda_check_combine_topk_swa(const smla_combine_topk_swa_params *params,
+                                             smla_error *error);
+smla_status smla_cuda_check_mixed_indices(const smla_mixed_indices_params *params,
+                                          smla_error *error);
 
 /* events.c: order between streams. */
 extern const smla_stream_ops smla_cuda_stream_ops;

@@ -112,6 +112,49 @@ convert_req_index_to_global_index(const smla_convert_params *p, smla_error *erro
                : end_call(&call, status, error);
 }
 
+static smla_status
+compute_global_topk_indices_and_lens(const smla_topk_slots_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "compute_global_topk_indices_and_lens", .stream = p->stream};
+    if (p->num_tokens == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    const smla_status status = call.is_checked ? smla_cuda_check_global_topk(p, error) : SMLA_OK;
+    return status == SMLA_OK
+               ? end_launch(&call, smla_cuda_launch_compute_global_topk_indices_and_lens(p), error)
+               : end_call(&call, status, error);
+}
+
+static smla_status
+combine_topk_swa_indices(const smla_combine_topk_swa_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "combine_topk_swa_indices", .stream = p->stream};
+    if (p->num_tokens == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    const smla_status status =
+        call.is_checked ? smla_cuda_check_combine_topk_swa(p, error) : SMLA_OK;
+    return status == SMLA_OK
+               ? end_launch(&call, smla_cuda_launch_combine_topk_swa_indices(p), error)
+               : end_call(&call, status, error);
+}
+
+static smla_status
+build_mixed_sparse_indices(const smla_mixed_indices_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "build_mixed_sparse_indices", .stream = p->stream};
+    if (p->num_tokens == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    const smla_status status = call.is_checked ? smla_cuda_check_mixed_indices(p, error) : SMLA_OK;
+    return status == SMLA_OK
+               ? end_launch(&call, smla_cuda_launch_build_mixed_sparse_indices(p), error)
+               : end_call(&call, status, error);
+}
+
 /* ---- Attention ----------------------------------------------------------------------------- */
 
 /* Kernels mask indices and lengths out of range, in checked mode, too: they are valid input. */

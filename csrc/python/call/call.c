@@ -81,13 +81,24 @@ smla_py_settle(smla_py_call *call, void **stream)
     return status;
 }
 
+/* The first array that the caller gave. Every operator with results requires one. */
+static const smla_py_array *
+first_given(const smla_py_call *call)
+{
+    const smla_py_array *array = call->arrays;
+    while (array->object == NULL) {
+        array++;
+    }
+    return array;
+}
+
 int
 smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim, const int64_t *shape)
 {
     if (call->arrays[i].object != NULL) {
         return 0;
     }
-    return smla_py_allocate(call->state, call->op, call->arrays[i].name, &call->arrays[0],
+    return smla_py_allocate(call->state, call->op, call->arrays[i].name, first_given(call),
                             &call->stream, dtype, ndim, shape, &call->arrays[i]);
 }
 

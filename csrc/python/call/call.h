@@ -47,7 +47,8 @@ int smla_py_settle(smla_py_call *call, void **stream);
 /* Appends an absent array. */
 int smla_py_add_absent(smla_py_call *call, const char *name);
 
-/* Allocates array `i` in the framework and on the device of array 0, unless the caller gave it. */
+/* Allocates array `i` in the framework and on the device of the first array that the caller gave,
+ * unless the caller gave array `i`, too. */
 int smla_py_allocate_result(smla_py_call *call, int i, DLDataType dtype, int ndim,
                             const int64_t *shape);
 

@@ -26,6 +26,7 @@ typedef enum smla_py_kind {
     /* options */
     SMLA_PY_INT,       /* int64_t */
     SMLA_PY_INT32,     /* int32_t */
+    SMLA_PY_FLAG,      /* int32_t: 1 where the argument is true */
     SMLA_PY_FLOAT,     /* double */
     SMLA_PY_KV_FORMAT, /* int32_t: None or the name of a cache format */
     SMLA_PY_FLOATS,    /* DLDataType: "float32" or "bfloat16" */
@@ -89,6 +90,7 @@ typedef struct smla_py_operator {
 /* The operators of each ops_*.c file. Each list ends with a row without a name. */
 extern const smla_py_operator smla_py_cache_operators[];
 extern const smla_py_operator smla_py_attention_operators[];
+extern const smla_py_operator smla_py_index_operators[];
 extern const smla_py_operator smla_py_absorption_operators[];
 extern const smla_py_operator smla_py_norm_operators[];
 

@@ -12,6 +12,7 @@ smla_py_find_operator(const char *name, size_t length)
 {
     static const smla_py_operator *const lists[] = {smla_py_cache_operators,
                                                     smla_py_attention_operators,
+                                                    smla_py_index_operators,
                                                     smla_py_absorption_operators,
                                                     smla_py_norm_operators};
     for (int i = 0; i < SMLA_PY_COUNT(lists); i++) {
@@ -59,6 +60,15 @@ parse_scales(const char *op, const char *name, PyObject *object, int32_t *layout
     return -1;
 }
 
+static int
+parse_flag(PyObject *object, int32_t *field)
+{
+    bool is_true = false;
+    const int status = smla_py_parse_flag(object, &is_true);
+    *field = is_true;
+    return status;
+}
+
 /* Fills the field of an option, in `args` or in the call. */
 static int
 read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, void *args)
@@ -68,6 +78,7 @@ read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, vo
     switch (param->kind) {
     case SMLA_PY_INT: return smla_py_parse_int(op, param->name, object, field);
     case SMLA_PY_INT32: return smla_py_parse_int32(op, param->name, object, field);
+    case SMLA_PY_FLAG: return parse_flag(object, field);
     case SMLA_PY_FLOAT: return smla_py_parse_float(op, param->name, object, field);
     case SMLA_PY_KV_FORMAT: return smla_py_parse_kv_format(op, param->name, object, field);
     case SMLA_PY_FLOATS: return parse_floats(op, param->name, object, field);

@@ -66,6 +66,24 @@ smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *pa
 }
 
 cudaError_t
+smla_cuda_launch_compute_global_topk_indices_and_lens(const smla_topk_slots_params *params)
+{
+    LAUNCH(compute_global_topk_indices_and_lens, params);
+}
+
+cudaError_t
+smla_cuda_launch_combine_topk_swa_indices(const smla_combine_topk_swa_params *params)
+{
+    LAUNCH(combine_topk_swa_indices, params);
+}
+
+cudaError_t
+smla_cuda_launch_build_mixed_sparse_indices(const smla_mixed_indices_params *params)
+{
+    LAUNCH(build_mixed_sparse_indices, params);
+}
+
+cudaError_t
 smla_cuda_launch_merge_attn_states(const smla_merge_params *params)
 {
     LAUNCH(merge_attn_states, params);

@@ -1,0 +1,38 @@
+/* slot.h: from the position of a token in its request to the slot of its cache row. Whatever maps
+ * positions on the CPU does so here.
+ */
+#pragma once
+
+#include "core/backend.h"
+
+/* A request's row of a block table. */
+typedef struct smla_page_row {
+    const int32_t *pages;
+    int64_t stride;
+    int64_t num_blocks;
+    int64_t block_size;
+} smla_page_row;
+
+static inline smla_page_row
+smla_page_row_of(const smla_page_table *table, int64_t req)
+{
+    return (smla_page_row){table->block_table + req * table->stride_req, table->stride_block,
+                           table->num_blocks, table->block_size};
+}
+
+/* The page of a position; negative where the row has none. */
+static inline int64_t
+smla_find_page(const smla_page_row *row, int64_t position)
+{
+    const int64_t block = position / row->block_size;
+    return position < 0 || block >= row->num_blocks ? -1 : row->pages[block * row->stride];
+}
+
+/* The slot of a position; -1 where the row has no page for it, or where int32 cannot hold it. */
+static inline int64_t
+smla_find_slot(const smla_page_row *row, int64_t position)
+{
+    const int64_t page = smla_find_page(row, position);
+    const int64_t slot = page * row->block_size + position % row->block_size;
+    return page < 0 || slot > INT32_MAX ? -1 : slot;
+}
