@@ -20,7 +20,8 @@ from sparse_mla._bench.cuda_timing import (
     synchronize,
     torch,
 )
-from sparse_mla._bench.memory import Move
+from sparse_mla._bench.index_lists import make_moves
+from sparse_mla._bench.moves import Move
 from sparse_mla._bench.timing import Table
 
 NUM_TOKENS = 1 << 20
@@ -205,6 +206,12 @@ def move_indices() -> Iterator[Move]:
     yield Move("convert_req_index_to_global_index", call, num_bytes, is_right)
 
 
+def move_lists() -> Iterator[Move]:
+    return make_moves(
+        NUM_QUERIES, lambda x: torch.from_numpy(x).to(DEVICE), lambda x: x.cpu().numpy()
+    )
+
+
 def move_merged() -> Iterator[Move]:
     a, b = (torch.randn(MERGE_SHAPE, device=DEVICE).bfloat16() for _ in range(2))
     lse_a, lse_b = (torch.randn(MERGE_SHAPE[:2], device=DEVICE) for _ in range(2))
@@ -328,6 +335,7 @@ MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_gathers,
     move_dequantised,
     move_indices,
+    move_lists,
     move_merged,
     move_quantised,
     move_norms,

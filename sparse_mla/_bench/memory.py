@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 
 import sparse_mla
 from sparse_mla._bench.attention import TOPK
+from sparse_mla._bench.index_lists import make_moves
+from sparse_mla._bench.moves import Move
 from sparse_mla._bench.timing import Effort, Table, interleave
 from sparse_mla._judge import BF16, KV_LORA_RANK, SCALE_TILE, upconvert_rows
 
@@ -21,17 +22,8 @@ NUM_PAGES = NUM_SLOTS // BLOCK_SIZE
 NUM_QUERIES = 4096
 NUM_NORMS = 16384
 NUM_OUTPUTS = 1024
+NUM_LIST_TOKENS = 8192
 SAMPLED = slice(None, None, 509)
-
-
-@dataclass
-class Move:
-    """A call over large arrays, the fewest bytes that it moves, and a check of some results."""
-
-    name: str
-    call: Callable[[], object]
-    num_bytes: int
-    is_right: Callable[[], bool]
 
 
 def measure(effort: Effort, num_threads: int) -> Table:
@@ -41,6 +33,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
         kv_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, width), dtype)
         moves += [make_write(rng, kv_cache, name), make_gather(rng, kv_cache, name)]
     moves += [make_conversion(rng), make_norm(rng), make_inverse(rng)]
+    moves += make_moves(NUM_LIST_TOKENS, lambda x: x, lambda x: x)
 
     columns = ["operator", "sampled bytes", "GB/s", "copy GB/s", "ratio"]
     title = f"Bytes moved (read + written), beside np.copyto in {num_threads} threads"

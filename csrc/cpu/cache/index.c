@@ -41,15 +41,19 @@ smla_cpu_check_convert(const smla_convert_params *p, smla_error *error)
     return SMLA_OK;
 }
 
-/* The converted index, or -1 when the entry names no key. */
-static int32_t
-convert_one(const smla_page_row *row, int64_t workspace_start, int32_t tok)
+/* The rows of the prefill workspace. Returns how many there are. */
+static int64_t
+find_rows(const smla_page_row *row, int64_t workspace_start, const int32_t *positions,
+          int64_t count, int32_t *rows)
 {
-    if (workspace_start < 0) {
-        return (int32_t)smla_find_slot(row, tok);
+    int64_t num_rows = 0;
+    for (int64_t k = 0; k < count; k++) {
+        const int64_t index = workspace_start + positions[k];
+        const bool is_row = smla_find_page(row, positions[k]) >= 0 && index <= INT32_MAX;
+        rows[k] = is_row ? (int32_t)index : -1;
+        num_rows += is_row;
     }
-    const int64_t index = workspace_start + tok;
-    return smla_find_page(row, tok) >= 0 && index <= INT32_MAX ? (int32_t)index : -1;
+    return num_rows;
 }
 
 static void
@@ -68,13 +72,10 @@ convert_token(const smla_convert_params *p, int64_t token)
                 p->prefill_workspace_starts[prefill * p->prefill_workspace_starts_stride];
         }
     }
-    int32_t count = 0;
-    for (int64_t k = 0; k < p->topk; k++) {
-        out[k] = convert_one(&row, workspace_start, in[k]);
-        count += out[k] >= 0;
-    }
+    const int64_t count = workspace_start < 0 ? smla_find_slots(&row, in, p->topk, out)
+                                              : find_rows(&row, workspace_start, in, p->topk, out);
     if (p->counts != NULL) {
-        p->counts[token * p->counts_stride] = count;
+        p->counts[token * p->counts_stride] = (int32_t)count;
     }
 }
 

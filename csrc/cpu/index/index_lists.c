@@ -186,6 +186,18 @@ smla_cpu_check_mixed_indices(const smla_mixed_indices_params *p, smla_error *err
 
 /* ---- Top-k positions to slots -------------------------------------------------------------- */
 
+/* Moves the slots among `count` entries left. */
+static void
+close_holes(int32_t *slots, int64_t count)
+{
+    int64_t num_slots = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const int32_t slot = slots[i];
+        slots[num_slots] = slot;
+        num_slots += slot >= 0;
+    }
+}
+
 static void
 write_global_topk(const smla_topk_slots_params *p, int64_t token)
 {
@@ -195,9 +207,9 @@ write_global_topk(const smla_topk_slots_params *p, int64_t token)
     if (is_valid_token(p->is_valid, p->is_valid_stride, token)) {
         const smla_page_row row =
             smla_page_row_of(&p->pages, p->req_id_per_token[token * p->req_id_stride]);
-        for (int64_t k = 0; k < p->topk; k++) {
-            out[count] = (int32_t)smla_find_slot(&row, in[k]);
-            count += out[count] >= 0;
+        count = smla_find_slots(&row, in, p->topk, out);
+        if (count < p->topk) {
+            close_holes(out, p->topk);
         }
     }
     clear_columns(out, count, p->topk);
@@ -263,14 +275,12 @@ smla_cpu_combine_topk_swa_indices(const smla_combine_topk_swa_params *p, smla_er
 
 /* ---- Slots of a mixed batch ---------------------------------------------------------------- */
 
-/* Writes the slots of positions where they stand. Returns how many entries are positions. */
 static int64_t
-map_positions(int32_t *out, const int32_t *in, int64_t count, const smla_page_row *row)
+count_positions(const int32_t *entries, int64_t count)
 {
     int64_t num_positions = 0;
     for (int64_t i = 0; i < count; i++) {
-        out[i] = (int32_t)smla_find_slot(row, in[i]);
-        num_positions += in[i] >= 0;
+        num_positions += entries[i] >= 0;
     }
     return num_positions;
 }
@@ -295,7 +305,8 @@ write_decode_indices(const smla_mixed_indices_params *p, int64_t token, int32_t 
     }
     const smla_page_row row =
         smla_page_row_of(&p->compressed_pages, p->req_id_per_token[token * p->req_id_stride]);
-    return map_positions(out, in, p->decode_topk, &row);
+    (void)smla_find_slots(&row, in, p->decode_topk, out);
+    return count_positions(in, p->decode_topk);
 }
 
 static void
@@ -320,7 +331,7 @@ write_prefill_topk(const smla_mixed_indices_params *p, int64_t token, int64_t co
     const int32_t *in = p->prefill_indices + prefill_token * p->prefill_indices_stride_token;
     const smla_page_row row =
         smla_page_row_of(&p->compressed_pages, p->req_id_per_token[token * p->req_id_stride]);
-    map_positions(out, in, count, &row);
+    (void)smla_find_slots(&row, in, count, out);
 }
 
 static void

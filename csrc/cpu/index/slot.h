@@ -36,3 +36,8 @@ smla_find_slot(const smla_page_row *row, int64_t position)
     const int64_t slot = page * row->block_size + position % row->block_size;
     return page < 0 || slot > INT32_MAX ? -1 : slot;
 }
+
+/* smla_find_slot of each position of a list. Returns how many have a slot. The page size must fit
+ * int32. */
+int64_t smla_find_slots(const smla_page_row *row, const int32_t *positions, int64_t count,
+                        int32_t *slots);
