@@ -13,7 +13,7 @@
  *   - Arrays are `const DLTensor *`, all on one device; NULL means absent. The caller provides the
  *     outputs, which must not overlap other arrays unless an args struct says that they may be an
  *     input. Strides are honoured. The last dimension must be contiguous, except in arrays [T], [R]
- *     and [H], block_table, lse, max_logits, weight, weight_scale_inv, out_scale and those of
+ *     and [H], block tables, lse, max_logits, weight, weight_scale_inv, out_scale and those of
  *     dynamic_per_tensor_quant.
  *   - An args struct begins with `struct_size`, which the caller sets to sizeof. Start from
  *     `{.struct_size = sizeof args}`: every field left out is zero, its default. A library older
@@ -185,8 +185,8 @@ typedef struct smla_combine_topk_swa_args {
 SMLA_API smla_status smla_combine_topk_swa_indices(const smla_combine_topk_swa_args *args,
                                                    smla_error *error);
 
-/* Slots for smla_sparse_mla_dsv4: of Td decode tokens, then of prefill tokens. A row is the window's
- * `window` columns, then C = max(topk, D) compressed columns rounded up to 4. */
+/* The slots that a batch attends to: of Td decode tokens, then of prefill tokens. A row is the
+ * window's `window` columns, then max(topk, D) compressed columns, rounded up to a multiple of 4. */
 typedef struct smla_mixed_indices_args {
     size_t struct_size;
     const DLTensor *decode_swa_indices;        /* [Td, window] int32 slots, optional: no decodes */
@@ -205,7 +205,7 @@ typedef struct smla_mixed_indices_args {
     int64_t topk;
     int32_t decode_indices_are_local; /* 1: decode_compressed_indices are positions */
     const DLTensor *is_valid;         /* [>= Td] bool | uint8, optional: all are valid */
-    const DLTensor *out;              /* out [T, window + C] int32, -1 where there is no slot */
+    const DLTensor *out;              /* out [T, columns] int32, -1 where there is no slot */
     const DLTensor *lens;             /* out [T] int32: window + compressed length */
     void *stream;
 } smla_mixed_indices_args;

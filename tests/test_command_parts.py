@@ -20,10 +20,11 @@ import reference as ref
 import sparse_mla
 from sparse_mla import __main__ as command
 from sparse_mla import _info, _judge
-from sparse_mla._bench import attention, memory, plot, timing
+from sparse_mla._bench import attention, index_lists, memory, plot, timing
 from sparse_mla._bench import run as bench
 from sparse_mla._demo import engine, model, scheduler
 from sparse_mla._demo import run as demo
+from sparse_mla.ops import index
 
 # --- info ----------------------------------------------------------------------------------------
 
@@ -404,6 +405,7 @@ def test_bench_tells_wrong_results(monkeypatch):
     rights = memory.make_norm, memory.make_inverse
     for name in ("make_write", "make_gather", "make_norm", "make_inverse"):
         monkeypatch.setattr(memory, name, lambda *_: memory.Move("m", lambda: 0, 2, lambda: True))
+    monkeypatch.setattr(memory, "make_moves", lambda *_: [])
     table = memory.measure(timing.Effort.of(True, False), 1)
     assert table.failures == ["c: wrong values"]
     assert [row["right"] for row in table.records] == [True] * 4 + [False] + [True] * 2
@@ -413,6 +415,16 @@ def test_bench_tells_wrong_results(monkeypatch):
     for make in rights:
         move = make(np.random.default_rng(0))
         assert not move.is_right(), "nothing is computed before the call"
+        move.call()
+        assert move.is_right()
+
+
+def test_moves_of_index_lists_are_judged():
+    """Lists are right only once the call has written them."""
+    moves = list(index_lists.make_moves(64, lambda x: x, lambda x: x))
+    assert {move.name for move in moves} == set(index.__all__)
+    for move in moves:
+        assert not move.is_right()
         move.call()
         assert move.is_right()
 

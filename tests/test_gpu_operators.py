@@ -9,6 +9,16 @@ from helpers import Guarded, assert_same_bf16, assert_same_bits
 from library import sparse_mla
 from test_index import check as check_index
 from test_index import inputs as index_inputs
+from test_index_lists import (
+    COMBINE,
+    GLOBAL,
+    MIXED,
+    gathered,
+    make_batch,
+    mixed_arguments,
+    positions,
+)
+from test_index_lists import check as check_lists
 from test_merge import check as check_merge
 from test_merge import states
 
@@ -34,6 +44,36 @@ def test_index_conversion(T, R, W, K, block_size, prefill):
         options["prefill_request_ids"] = rng.integers(-1, 5, T).astype(np.int32)
         options["prefill_workspace_starts"] = rng.integers(0, 10**6, 5).astype(np.int32)
     check_index(requests, table, topk, block_size, **options)
+
+
+@pytest.mark.parametrize(
+    ("T", "K", "block_size"), [(3000, 70, 16), (40, 512, 64), (7, 3000, 3), (2, 40_001, 64)]
+)
+def test_global_topk(T, K, block_size):
+    """Rows of many tiles, in which entries of every kind are dropped."""
+    rng = np.random.default_rng(8)
+    R, W = 13, 50
+    table = rng.integers(-1, 900, (R, W)).astype(np.int32)
+    ids = rng.integers(0, R, T).astype(np.int32)
+    is_valid = rng.random(T) < 0.9
+    _, lens = check_lists(
+        GLOBAL, positions(rng, T, K, W * block_size), ids, table, block_size, is_valid
+    )
+    assert lens.max() > 0
+
+
+@pytest.mark.parametrize(("decodes", "prefills"), [(500, 0), (0, 60), (200, 30)])
+@pytest.mark.parametrize(("window", "topk"), [(128, 512), (1000, 3)])
+def test_index_lists_of_large_batches(decodes, prefills, window, topk):
+    rng = np.random.default_rng(9)
+    batch = make_batch(rng, decodes, prefills, longest=3000)
+    arguments = mixed_arguments(
+        rng, batch, window=window, ratio=4, topk=topk, decode_topk=topk, local=True
+    )
+    check_lists(MIXED, *arguments, decode_indices_are_local=True)
+    lists = positions(rng, batch.num_tokens, topk, 700)
+    parts = (batch.query_start_loc, batch.seq_lens, gathered(batch, window))
+    check_lists(COMBINE, lists, *parts, window, 4, topk, 1900, 700)
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "bf16", "bf16_512"])

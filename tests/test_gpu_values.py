@@ -11,6 +11,7 @@ from helpers import Guarded, assert_same_bits
 from library import package, sparse_mla
 from test_cache import BAD_GATHERS, filled, gather_inputs, storage
 from test_index import inputs as index_inputs
+from test_index_lists import good_combine, good_global, good_mixed
 
 ZEROS = np.zeros(ref.HEAD_DIM, np.uint16)
 POISON = np.full(ref.HEAD_DIM, 0xFFFF, np.uint16)
@@ -134,6 +135,36 @@ def test_a_bad_prefill_id_gives_minus_one(prefill):
         requests, table, topk, block_size=16, out=out.array, **options
     )
     assert_same_bits(out.check(), want)
+
+
+@pytest.mark.parametrize("request_id", [2, -1, 2**31 - 1, -(2**31)])
+def test_lists_of_a_bad_request_have_no_slots(request_id):
+    arguments = good_global() | {"req_id_per_token": np.array([0, request_id], np.int32)}
+    out, lens = sparse_mla.compute_global_topk_indices_and_lens(*arguments.values())
+    assert out[1].tolist() == [-1, -1]
+    assert lens[1] == 0
+    arguments = good_mixed() | {"req_id_per_token": np.array([request_id, 1, request_id], np.int32)}
+    local = arguments.pop("decode_indices_are_local")
+    out, lens = sparse_mla.build_mixed_sparse_indices(
+        *arguments.values(), decode_indices_are_local=local
+    )
+    assert out.tolist() == [
+        [8, 9, -1, -1, -1, -1, -1],
+        [21, 22, 23, 12, 13, -1, -1],
+        [-1] * 7,
+    ]
+    assert lens.tolist() == [3, 5, 3]
+
+
+def test_starts_that_decrease_do_no_harm():
+    """What the rows hold is not told, but nothing is written around them."""
+    arguments = good_combine()
+    for starts in ([7, 5, 4], [4, 2**31 - 1, -(2**31)], [-(2**31), 2**31 - 1, 0]):
+        arguments["query_start_loc"] = np.array(starts, np.int32)
+        out, lens = Guarded((3, 128), np.int32, row_gap=3), Guarded((3,), np.int32)
+        sparse_mla.combine_topk_swa_indices(*arguments.values(), out=out.array, lens=lens.array)
+        out.check()
+        assert ((lens.check() >= 0) & (lens.array <= 5)).all()
 
 
 # --- checked calls -------------------------------------------------------------------------------

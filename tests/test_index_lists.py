@@ -311,8 +311,10 @@ def test_combine_of_lengths_that_cannot_be():
     lists = positions(np.random.default_rng(2), 6, 8, 50)
     for seq_len in (5, 1, 0, -3, INT32_MIN):
         check(COMBINE, lists, int32(0, 6), int32(seq_len), int32(4), 3, 4, 8, 99, 50, align=1)
-    for gather_len in (0, -9, INT32_MIN, INT32_MAX):
-        check(COMBINE, lists, int32(0, 6), int32(40), int32(gather_len), 3, 4, 8, 99, 50, align=1)
+    for seq_len in (40, INT32_MAX):
+        for gather_len in (0, -9, INT32_MIN, INT32_MAX):
+            lens = int32(seq_len), int32(gather_len)
+            check(COMBINE, lists, int32(0, 6), *lens, 3, 4, 8, 99, 50, align=1)
 
 
 def test_combine_of_strided_arrays():

@@ -228,6 +228,21 @@ def test_a_framework_s_memory_for_results(op):
     assert [one() for one in alive] == [None] * RESULTS[op]
 
 
+def test_results_are_of_the_framework_of_the_first_array_that_is_given():
+    """The first argument may be None."""
+    call = cases.GOOD_CALLS["build_mixed_sparse_indices"]()
+    for name in ("decode_swa_indices", "decode_compressed_indices", "decode_compressed_lens"):
+        call.args[name] = None
+    for name in ("out", "lens"):
+        del call.kwargs[name]
+    want = call.run(sparse_mla)
+    for name, x in call.arrays().items():
+        call.set(name, Exchanged(x))
+    for x, y in zip(call.run(sparse_mla), want, strict=True):
+        assert type(x) is Exchanged
+        assert x.array.tobytes() == y.tobytes()
+
+
 @pytest.mark.parametrize("op", RESULTS)
 def test_results_of_a_call_that_fails_go_back(op):
     """The call allocates its results before the core refuses the call, and must give them back."""

@@ -250,8 +250,8 @@ write_combined(const smla_combine_topk_swa_params *p, int64_t token)
     if (req >= 0) {
         const token_sight sight = find_sight(&p->batch, req, query, p->window, p->ratio, p->topk);
         const int64_t base = p->request_rows * req;
-        const int64_t gather_start = p->batch.seq_lens[req * p->batch.seq_lens_stride] -
-                                     p->gather_lens[req * p->gather_lens_stride];
+        const int64_t seq_len = p->batch.seq_lens[req * p->batch.seq_lens_stride];
+        const int64_t gather_start = seq_len - p->gather_lens[req * p->gather_lens_stride];
         const int64_t first = sight.position - sight.window_len + 1;
         add_base(out, p->topk_indices + token * p->topk_indices_stride_token, sight.topk_len, base);
         write_run(out + sight.topk_len, base + p->window_start + first - gather_start,
