@@ -185,8 +185,9 @@ typedef struct smla_combine_topk_swa_args {
 SMLA_API smla_status smla_combine_topk_swa_indices(const smla_combine_topk_swa_args *args,
                                                    smla_error *error);
 
-/* The slots that a batch attends to: of Td decode tokens, then of prefill tokens. A row is the
- * window's `window` columns, then max(topk, D) compressed columns, rounded up to a multiple of 4. */
+/* The slots that a batch attends to: of Td decode tokens, then of prefill tokens. A row has
+ * `window` columns for the window, then max(topk, D) compressed ones, rounded up to a multiple of
+ * 4. */
 typedef struct smla_mixed_indices_args {
     size_t struct_size;
     const DLTensor *decode_swa_indices;        /* [Td, window] int32 slots, optional: no decodes */

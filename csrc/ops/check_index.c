@@ -149,7 +149,7 @@ smla_check_combine_topk_swa_indices(const smla_combine_topk_swa_args *args,
                                     const smla_backend **backend, smla_error *error)
 {
     smla_checker c;
-    smla_query_batch batch;
+    smla_query_batch batch = {.num_reqs = 0};
     smla_open_checker(&c, "combine_topk_swa_indices", error);
     SMLA_TRY(require_lists(&c, "topk_indices", args->topk_indices, SMLA_ANY, SMLA_ANY, 0, NULL));
     const int64_t num_tokens = smla_size(args->topk_indices, 0);
@@ -239,7 +239,7 @@ smla_check_build_mixed_sparse_indices(const smla_mixed_indices_args *args,
 {
     smla_checker c;
     mixed_sizes sizes = {.num_tokens = 0};
-    smla_query_batch batch;
+    smla_query_batch batch = {.num_reqs = 0};
     smla_open_checker(&c, "build_mixed_sparse_indices", error);
     SMLA_TRY(require_decode_lists(&c, args, &sizes));
     SMLA_TRY(require_lists(&c, "prefill_topk_indices", args->prefill_topk_indices, SMLA_ANY,

@@ -1,5 +1,5 @@
-/* index_lists.c: the index lists of DeepSeek V4's attention: top-k positions to slots, the workspace
- * rows of a prefill chunk, and the slots of a mixed batch.
+/* index_lists.c: the index lists of DeepSeek V4's attention: top-k positions to slots, workspace
+ * rows of a prefill chunk, slots of a mixed batch.
  *
  * A row of a list is written by one thread, from its first column to its last.
  */

@@ -1,17 +1,18 @@
 /* global_topk.cu: an indexer's positions -> slots of the compressed cache, without holes.
  *
  * Computes     out[t] = the slots of the entries of topk_indices[t] that have one, in their order,
- *              then -1; lens[t] = their number. A slot is block_table[req_id[t], pos / block_size] *
- *              block_size + pos % block_size. A row of an invalid token is -1, of length 0.
+ *              then -1; lens[t] = their number. A position's slot is its page,
+ *              block_table[req_id[t], pos / block_size], times block_size, plus pos % block_size. A
+ *              row of an invalid token is -1, of length 0.
  * Shapes       topk_indices, out [T, K] int32, rows any stride apart; req_id_per_token, lens [T]
  *              int32, is_valid [T] bytes, block_table [R, W] int32, any strides
  * Shared mem   256 bytes: how many slots each warp found in each vector of a tile, twice
  * Roles        A CTA takes one token at a time, and its columns in tiles of 1024. A thread takes
  *              column i * 256 + thread of a tile, for i = 0...3, so that loads and stores are whole
- *              lines. Every warp counts its slots by votes and leaves the 4 counts in shared memory.
- *              From all 32 counts each warp finds where its slots go. Barrier (__syncthreads): the
- *              counts of a tile are written. The two halves of the counts take turns, so that one
- *              barrier per tile suffices.
+ *              lines. Every warp counts its slots by votes and leaves the 4 counts in shared
+ *              memory. From all 32 counts each warp finds where its slots go. Barrier
+ *              (__syncthreads): the counts of a tile are written. The two halves of the counts take
+ *              turns, so that one barrier per tile suffices.
  * Roofline     Memory: 8 bytes per entry. At K = 512, the usual length, a launch of few tokens is
  *              latency: load an entry, load its page, vote, meet, store. Not yet measured.
  * Numerics     Integers, exact. An entry has no slot where it is negative or beyond the table, its
