@@ -31,8 +31,10 @@ def make_moves(num_tokens: int, put: Put, get: Callable[[Any], np.ndarray]) -> I
     topk = rng.integers(0, (CONTEXT - query_len) // RATIO, (num_tokens, TOPK)).astype(np.int32)
     starts = np.arange(NUM_REQUESTS + 1, dtype=np.int32) * query_len
     ids = np.repeat(np.arange(NUM_REQUESTS, dtype=np.int32), query_len)
-    tables = [rng.permutation(NUM_REQUESTS * n) for n in (pages, pages // RATIO)]
-    tables = [table.astype(np.int32).reshape(NUM_REQUESTS, -1) for table in tables]
+    tables = [
+        rng.permutation(NUM_REQUESTS * n).astype(np.int32).reshape(NUM_REQUESTS, -1)
+        for n in (pages, pages // RATIO)
+    ]
     lengths = [np.full(NUM_REQUESTS, n, np.int32) for n in (CONTEXT, gather_len)]
 
     tokens = np.arange(num_tokens)[SAMPLED]
@@ -50,9 +52,9 @@ def make_moves(num_tokens: int, put: Put, get: Callable[[Any], np.ndarray]) -> I
         ),
     }
 
-    lists, swa, compressed, at, ends, gathers, requests = map(
-        put, (topk, *tables, starts, *lengths, ids)
-    )
+    lists, at, requests = put(topk), put(starts), put(ids)
+    swa, compressed = (put(table) for table in tables)
+    ends, gathers = (put(x) for x in lengths)
     shape = (WINDOW, RATIO, TOPK)
     arguments: dict[str, tuple[Any, ...]] = {
         "compute_global_topk_indices_and_lens": (lists, requests, compressed, BLOCK_SIZE, None),
