@@ -61,6 +61,13 @@ def dequantized(given: Given) -> tuple[Result, ...]:
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f'{given.op}: `dtype` must be "float32" or "bfloat16", got {dtype!r}')
     sizes = given.sizes("kv_cache", 2, 3, 4)
+    kv_format, block_size = given.values["kv_format"], given.values["block_size"]
+    if len(sizes) == 2 and kv_format in _C.SPLIT_KV_FORMATS:
+        if block_size is None:
+            text = f"{given.op}: `kv_cache` must come with block_size= for pages of {kv_format}"
+            raise ValueError(f"{text} as [pages, bytes], got none for shape {list(sizes)}")
+        (head_size,) = _C.KV_FORMATS[kv_format].values()
+        return (((sizes[0], block_size, head_size), dtype),)
     head_size = _head_size(given, "kv_cache", sizes[-1])
     return (((*(sizes[:1] if len(sizes) == 2 else sizes[:2]), head_size), dtype),)
 

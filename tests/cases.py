@@ -741,6 +741,39 @@ def _mixed_call() -> Call:
     return Call("build_mixed_sparse_indices", args, kwargs)
 
 
+def _insert_call() -> Call:
+    args = {
+        "k": random_bf16(np.random.default_rng(11), 6, 512),
+        "k_cache": np.zeros((3, 4, 512), np.uint8),
+        "slot_mapping": np.array([0, 11, -1, 5, 7], np.int64),
+    }
+    return Call("quantize_and_insert_k_cache", args, {"kv_scale": np.full(1, 0.5, np.float32)})
+
+
+def _insert_index_call() -> Call:
+    args = {
+        "k": random_bf16(np.random.default_rng(12), 6, 128),
+        "k_cache": np.zeros((3, 600), np.uint8),
+        "slot_mapping": np.array([0, 11, -1, 5, 7], np.int64),
+    }
+    options = {"kv_format": "fp8_index", "block_size": 4}
+    return Call("indexer_k_quant_and_cache", args, options)
+
+
+def _gather_last_call() -> Call:
+    pages = np.random.default_rng(13).integers(0, 120, (5, 4, 584)).astype(np.uint8)
+    args = {
+        "out": np.zeros((2, 8, 512), ref.BF16),
+        "k_cache": pages,
+        "seq_lens": np.array([9, 5], np.int32),
+        "gather_lens": np.array([4, 5], np.int32),
+        "block_table": np.array([[4, 0, 2], [1, 3, 0]], np.int32),
+        "block_size": 4,
+        "offset": 2,
+    }
+    return Call("dequantize_and_gather_k_cache", args, {})
+
+
 RESULTS = ("out", "lse", "max_logits", "q_out", "kv_out", "out_scale", "lens")  # callers may give
 
 
@@ -758,6 +791,9 @@ GOOD_CALLS: dict[str, Callable[[], Call]] = {
     "dynamic_per_tensor_quant": _quant_call,
     "fused_q_kv_rmsnorm": _norm_call,
     "fused_inv_rope_fp8_quant": _inverse_call,
+    "quantize_and_insert_k_cache": _insert_call,
+    "indexer_k_quant_and_cache": _insert_index_call,
+    "dequantize_and_gather_k_cache": _gather_last_call,
 }
 
 

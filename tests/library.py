@@ -64,6 +64,9 @@ EXACT = (
     "combine_topk_swa_indices",
     "build_mixed_sparse_indices",
     "dequantize_kv_cache",
+    "quantize_and_insert_k_cache",
+    "indexer_k_quant_and_cache",
+    "dequantize_and_gather_k_cache",
     "dynamic_per_tensor_quant",
     "split_kv_b_proj",
     "fused_q_kv_rmsnorm",
@@ -73,9 +76,14 @@ EXACT = (
 
 def is_decided(name, args) -> bool:
     """Whether the result is unique. It is not if two tokens go to one slot: either may win."""
-    if name != "concat_and_cache_mla":
+    place = {
+        "concat_and_cache_mla": 3,
+        "quantize_and_insert_k_cache": 2,
+        "indexer_k_quant_and_cache": 2,
+    }.get(name)
+    if place is None:
         return True
-    slots = np.asarray(args[3])
+    slots = np.asarray(args[place])
     slots = slots[slots >= 0]
     return len(np.unique(slots)) == len(slots)
 

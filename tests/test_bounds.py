@@ -21,7 +21,17 @@ import pytest
 import reference as ref
 from dlpack_producer import Producer
 from helpers import RED
-from test_views import TABLE, Calls, Refused, Row, bytes_of, frozen, int32, outcome_of
+from test_views import (
+    TABLE,
+    Calls,
+    Refused,
+    Row,
+    bytes_of,
+    frozen,
+    int32,
+    outcome_of,
+    unit_of,
+)
 
 import sparse_mla
 from sparse_mla import _C
@@ -59,7 +69,35 @@ NO_NAMES = (ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.int4, ">
 BYTES = ("uint8", "int8", "float8_e4m3fn")
 BF16_HINT = ": nothing is cast here (bfloat16 in NumPy is ml_dtypes.bfloat16)"
 BITS_HINT = ": view the bits as bfloat16 (ml_dtypes.bfloat16 in NumPy)"
-CACHES = ("kv_cache", "kv", "extra_kv")
+CACHES = ("kv_cache", "k_cache", "kv", "extra_kv")
+BYTE_FORMATS = {
+    "fp8_ds_mla": 656,
+    "fp8_v4": 584,
+    "fp8_e4m3": 512,
+    "fp8_index": 132,
+    "mxfp4_index": 68,
+    "fp8_v41": 528,
+    "fp8_v41_split": 528,
+    "fp4_v41": 288,
+    "fp4_v41_split": 288,
+    "fp8_nope": 528,
+}
+READERS = ("gather_kv_cache", "dequantize_kv_cache", "dequantize_and_gather_k_cache")
+
+
+def known_formats(op: str) -> tuple[str, dict[str, int]]:
+    """The bf16 rows that an operator takes, and the formats of bytes."""
+    if op in READERS:
+        return "576 or 512", BYTE_FORMATS
+    if op == "quantize_and_insert_k_cache":
+        others = ("fp8_ds_mla", "fp8_index", "mxfp4_index")
+        return "512", {n: row for n, row in BYTE_FORMATS.items() if n not in others}
+    return "576 or 512", {"fp8_ds_mla": 656}
+
+
+def byte_rows(op: str) -> str:
+    """The rows of bytes that an operator takes, in the words of an error."""
+    return " or ".join(f"{row} for format {name}" for name, row in known_formats(op)[1].items())
 
 
 def is_cache(row: Row, name: str) -> bool:
@@ -70,10 +108,10 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     """The dtypes that the docstrings of sparse_mla.ops allow for an array."""
     if name in ("slot_mapping", "positions"):
         return ("int32", "int64")
-    if name in ("kv_c", "weight") or (name == "x" and row.op == "dynamic_per_tensor_quant"):
+    if name in ("kv_c", "k", "weight") or (name == "x" and row.op == "dynamic_per_tensor_quant"):
         floats = ("bfloat16", "float16", "float32")
         return (*floats, "uint8", "float8_e4m3fn") if name == "weight" else floats
-    if name in ("lse", "lse_a", "lse_b", "attn_sink", "max_logits", "weight_scale_inv"):
+    if name in ("lse", "lse_a", "lse_b", "attn_sink", "max_logits", "weight_scale_inv", "kv_scale"):
         return ("float32",)
     if name == "workspace" and "attention" in row.op:
         return ("uint8", "int8")
@@ -105,13 +143,18 @@ def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
                 f"{listed(BYTES)} for format fp8_ds_mla" if fp8 else "bfloat16 for format bfloat16"
             )
             return TypeError, f"{who} be {formats}, got {dtype}"
+        if row.op == "indexer_k_quant_and_cache":  # this call names the format
+            return TypeError, f"{who} be {listed(BYTES)} for format fp8_index, got {dtype}"
+        if dtype == "bfloat16" and "kv_scale" in row.rules:  # 512 values, as there were 512 bytes
+            rule = "be left out for format bfloat16, which has no scale of the whole cache"
+            return ValueError, f"{row.op}: `kv_scale` must {rule}, got an array"
+        bf16, byte_formats = known_formats(row.op)
         if dtype in ("bfloat16", *BYTES):
-            rows = "576 or 512 for format bfloat16" if fp8 else "656 for format fp8_ds_mla"
+            rows = f"{bf16} for format bfloat16" if fp8 else byte_rows(row.op)
             return ValueError, f"{who} have a last dimension of {rows}, got shape {list(x.shape)}"
-        known = (
-            "bfloat16 (576 or 512 values a token), or uint8, int8 or float8_e4m3fn (fp8_ds_mla, 656"
-        )
-        return TypeError, f"{who} be {known} bytes a token), got {dtype}"
+        known = " or ".join(f"{name}, {row}" for name, row in byte_formats.items())
+        known = f"bfloat16 ({bf16} values a token), or {listed(BYTES)} ({known} bytes a token)"
+        return TypeError, f"{who} be {known}, got {dtype}"
     hint = ""
     if wanted == ("bfloat16",):
         hint = BITS_HINT if dtype in ("int16", "uint16") else BF16_HINT
@@ -234,6 +277,12 @@ LARGER = {
     ("concat_and_cache_mla", "kv_c"): {0},
     ("concat_and_cache_mla", "k_pe"): {0},
     ("concat_and_cache_mla", "slot_mapping"): {0},  # the example has a row to spare
+    ("quantize_and_insert_k_cache", "k"): {0},
+    ("quantize_and_insert_k_cache", "slot_mapping"): {0},
+    ("indexer_k_quant_and_cache", "k"): {0},
+    ("indexer_k_quant_and_cache", "slot_mapping"): {0},
+    ("dequantize_and_gather_k_cache", "out"): {1},
+    ("dequantize_and_gather_k_cache", "block_table"): {1},
     ("gather_kv_cache", "block_table"): {1},
     ("gather_kv_cache", "out"): {0},
     ("convert_req_index_to_global_index", "block_table"): {0, 1},
@@ -281,7 +330,7 @@ def is_larger_accepted(row: Row, name: str, d: int, ndim: int) -> bool:
     if is_cache(row, name) and ndim == 2:  # a flat cache is one page
         return d == 0 and op != "forward"
     if is_cache(row, name):
-        return d == 0 or (d == 1 and op != "forward")
+        return d == 0 or (d == 1 and op not in ("forward", "dequantize_and_gather_k_cache"))
     return d in LARGER.get((op, name), set())
 
 
@@ -312,6 +361,8 @@ def test_every_dimension_one_larger_and_one_smaller(row, name):
 
 @pytest.mark.parametrize(("row", "name"), DEVICE_ARRAYS)
 def test_ranks_one_larger_and_one_smaller(row, name):
+    if name == "kv_scale":
+        return  # one value of any rank
     calls = Calls(row, name)
     plain = calls.plain.copy()
     for x in (plain[..., None], plain[None], plain[0, ...]):
@@ -352,7 +403,7 @@ def test_rows_of_a_cache_are_as_wide_as_its_format(width):
     dtype, rows = (BF16, {576: 576, 512: 512}) if is_bf16 else (U8, {656: 576})
     for row, head_size in rows.items():
         assert sparse_mla.dequantize_kv_cache(zeros(2, row, dtype=dtype)).shape == (2, head_size)
-    known = "576 or 512 for format bfloat16" if is_bf16 else "656 for format fp8_ds_mla"
+    known = "576 or 512 for format bfloat16" if is_bf16 else byte_rows("dequantize_kv_cache")
     rule = f"must have a last dimension of {known}, got shape [2, {width}]"
     with refuses(f"dequantize_kv_cache: `kv_cache` {rule}"):
         sparse_mla.dequantize_kv_cache(zeros(2, width, dtype=dtype))
@@ -762,9 +813,11 @@ def test_names_of_formats(row):
     good = ("auto", "bfloat16") if row == 576 else ("fp8_ds_mla",)
     for name in (*good, None):
         assert sparse_mla.dequantize_kv_cache(kv, kv_format=name).shape == (1, 576)
-    for name in ("auto", "bfloat16", "fp8_ds_mla"):
-        for bad in (name[:-1], name + "x", name.upper(), ""):
-            rule = f'must be "auto", "bfloat16" or "fp8_ds_mla", got {bad!r}'
+    names = ("auto", "bfloat16", *BYTE_FORMATS)
+    known = ", ".join(f'"{name}"' for name in names[:-1]) + f' or "{names[-1]}"'
+    for name in names:
+        for bad in {name[:-1], name + "x", name.upper(), ""} - {*names}:
+            rule = f"must be {known}, got {bad!r}"
             with refuses(f"dequantize_kv_cache: `kv_format` {rule}"):
                 sparse_mla.dequantize_kv_cache(kv, kv_format=bad)
     for name in {"bfloat16", "fp8_ds_mla"} - set(good):
@@ -1099,10 +1152,6 @@ def put(raw: np.ndarray, start: int, x: np.ndarray) -> np.ndarray:
     view = np.ndarray(x.shape, x.dtype, raw, start)
     view[...] = x
     return view
-
-
-def unit_of(x: np.ndarray, rules: str) -> int:
-    return 16 if "cache" in rules else x.itemsize
 
 
 PAIRS = [

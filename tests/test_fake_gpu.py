@@ -1043,6 +1043,9 @@ def test_operators_without_memory(package, gpu, op):
     assert num_results == {
         "concat_and_cache_mla": 0,
         "gather_kv_cache": 0,
+        "quantize_and_insert_k_cache": 0,
+        "indexer_k_quant_and_cache": 0,
+        "dequantize_and_gather_k_cache": 0,
         "sparse_attention": 4,
         "merge_attn_states": 2,
         "compute_global_topk_indices_and_lens": 2,

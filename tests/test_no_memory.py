@@ -81,7 +81,8 @@ def test_operators(op):
     run()
     before = counts_of(arrays)
     num_failed = fail_each_allocation(run)
-    assert num_failed > 0 or op == "concat_and_cache_mla", "only the write makes nothing"
+    makes_nothing = ("concat_and_cache_mla", "dequantize_and_gather_k_cache")
+    assert num_failed > 0 or op in makes_nothing
     assert counts_of(arrays) == before
 
 

@@ -40,13 +40,16 @@ def test_all_are_there():
         "compute_global_topk_indices_and_lens",
         "concat_and_cache_mla",
         "convert_req_index_to_global_index",
+        "dequantize_and_gather_k_cache",
         "dequantize_kv_cache",
         "dynamic_per_tensor_quant",
         "fused_inv_rope_fp8_quant",
         "fused_q_kv_rmsnorm",
         "gather_kv_cache",
+        "indexer_k_quant_and_cache",
         "k_up_proj",
         "merge_attn_states",
+        "quantize_and_insert_k_cache",
         "sparse_attention",
         "v_up_proj",
     }
@@ -239,7 +242,8 @@ def test_the_table_and_the_declaration_are_one(op):
     table = dict(op.table)
     assert len(table) == len(op.table)
     assert {name for name, kind in op.table if kind not in NO_ARGUMENT} == set(parameters)
-    required = {n for n, kind in op.table if kind in ("input", "pair", "input and output")}
+    needed = ("input", "input or none", "pair", "input and output")
+    required = {n for n, kind in op.table if kind in needed}
     assert required <= {n for n, p in parameters.items() if p.default is p.empty}
     none = {name for name, p in parameters.items() if p.default is None}
     positional = {name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY}
@@ -247,9 +251,11 @@ def test_the_table_and_the_declaration_are_one(op):
     assert none == {
         name
         for name, kind in op.table
-        if kind in ("output", "asked output", "workspace", "kv_format", "stream")
+        if kind in ("output", "asked output", "workspace", "kv_format", "size", "stream")
         or (kind == "optional input" and name not in positional)
     }
+    scales = {name for name, kind in op.table if kind == "scale"}
+    assert scales == {n for n, p in parameters.items() if n.endswith("_scale") and p.default == 1.0}
     kinds = [kind for _, kind in op.table]
     assert ("ask" in kinds) == any(kind.startswith("asked") for kind in kinds)
 

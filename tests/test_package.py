@@ -16,7 +16,7 @@ OPERATORS = {
     "concat_and_cache_mla": ("kv_c k_pe kv_cache slot_mapping", "kv_cache_dtype= stream="),
     "gather_kv_cache": (
         "kv_cache block_table seq_lens workspace_starts",
-        "out seq_starts= stream=",
+        "out seq_starts= kv_scale= kv_format= block_size= stream=",
     ),
     "convert_req_index_to_global_index": (
         "req_id_per_token block_table topk_indices",
@@ -59,7 +59,16 @@ OPERATORS = {
         "o positions cos_sin",
         "groups scale_layout= quantize= out= out_scale= stream=",
     ),
-    "dequantize_kv_cache": ("kv_cache", "kv_format= dtype="),
+    "dequantize_kv_cache": ("kv_cache", "kv_scale= kv_format= block_size= dtype="),
+    "quantize_and_insert_k_cache": (
+        "k k_cache slot_mapping",
+        "kv_scale= kv_format= block_size= stream=",
+    ),
+    "indexer_k_quant_and_cache": ("k k_cache slot_mapping", "kv_format= block_size= stream="),
+    "dequantize_and_gather_k_cache": (
+        "out k_cache seq_lens gather_lens block_table block_size offset",
+        "kv_scale= kv_format= stream=",
+    ),
     "split_decodes_and_prefills": (
         "query_start_loc num_actual_tokens",
         "decode_threshold= require_uniform=",
@@ -86,6 +95,10 @@ DEFAULTS = {
     ("rope_table", "fp32_angles"): False,
     ("fused_inv_rope_fp8_quant", "scale_layout"): "fp32",
     ("fused_inv_rope_fp8_quant", "quantize"): True,
+    ("dequantize_kv_cache", "kv_scale"): 1.0,
+    ("gather_kv_cache", "kv_scale"): 1.0,
+    ("quantize_and_insert_k_cache", "kv_scale"): 1.0,
+    ("dequantize_and_gather_k_cache", "kv_scale"): 1.0,
 }
 ROOT = Path(sparse_mla.__file__).parent
 

@@ -33,7 +33,9 @@ from sparse_mla import _C, ops
 # The rules of an array argument are some of these words:
 #   strided   the last dimension need not be contiguous
 #   written   an output: positive strides, no element twice
-#   cache     fp8_ds_mla rows: 16-byte alignment of base and strides
+#   cache     rows of bytes: 16-byte alignment of base and strides
+#   v4        fp8_v4: pages of 4 contiguous rows of 584 bytes, 8-byte alignment of base and pages
+#   index     fp8_index: pages of 4 rows of 132 bytes, 4-byte alignment
 #   scratch   written, but its contents mean nothing and are not compared
 #   host      integers of any type in host memory
 
@@ -102,6 +104,39 @@ def gather(cache) -> Example:
         "seq_starts": int32(2, 1),
         "out": np.zeros((16, 576), ref.BF16),
     }
+    return call("gather_kv_cache", arrays)
+
+
+def bytes_below(most: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(11).integers(0, most, shape).astype(np.uint8)
+
+
+def one_scale() -> np.ndarray:
+    return np.full(1, 0.37, np.float32)
+
+
+def insert(op: str, k, cache, *, kv_scale=None, **options) -> Example:
+    arrays = {"k": k, "k_cache": cache, "slot_mapping": np.array([0, 11, -1, 5, 7])}
+    if kv_scale is not None:
+        arrays["kv_scale"] = kv_scale
+    return call(op, arrays, **options)
+
+
+def gather_last(cache, **arrays) -> Example:
+    arrays = {
+        "out": np.zeros((2, 8, 512), ref.BF16),
+        "k_cache": cache,
+        "seq_lens": int32(9, 5),
+        "gather_lens": int32(4, 5),
+        "block_table": int32([4, 0, 2], [1, 3, 0]),
+        **arrays,
+    }
+    return call("dequantize_and_gather_k_cache", arrays, block_size=4, offset=2)
+
+
+def gather_scaled() -> Example:
+    example = gather(bytes_below(120, 5, 4, 512))
+    arrays = example.arrays | {"out": np.zeros((16, 512), ref.BF16), "kv_scale": one_scale()}
     return call("gather_kv_cache", arrays)
 
 
@@ -348,6 +383,13 @@ GATHER = {
     "seq_starts": "strided",
     "out": "written",
 }
+INSERT = {"k": "", "slot_mapping": "strided"}
+GATHER_LAST = {
+    "out": "written",
+    "seq_lens": "strided",
+    "gather_lens": "strided",
+    "block_table": "strided",
+}
 STEP = {
     "query_start_loc_cpu": "host",
     "seq_lens_cpu": "host",
@@ -413,6 +455,58 @@ TABLE: dict[str, Row] = {
         "dequantize_kv_cache",
         lambda: call("dequantize_kv_cache", {"kv_cache": rows_of("bf16", 12)}, dtype="bfloat16"),
         {"kv_cache": ""},
+    ),
+    "dequantize, a scale": Row(
+        "dequantize_kv_cache",
+        lambda: call(
+            "dequantize_kv_cache",
+            {"kv_cache": bytes_below(120, 3, 4, 512), "kv_scale": one_scale()},
+        ),
+        {"kv_cache": "cache", "kv_scale": "strided"},
+    ),
+    "dequantize fp8_v4": Row(
+        "dequantize_kv_cache",
+        lambda: call("dequantize_kv_cache", {"kv_cache": bytes_below(120, 3, 4, 584)}),
+        {"kv_cache": "v4"},
+    ),
+    "gather, a scale": Row(
+        "gather_kv_cache", gather_scaled, GATHER | {"kv_cache": "cache", "kv_scale": "strided"}
+    ),
+    "insert fp8_v4": Row(
+        "quantize_and_insert_k_cache",
+        lambda: insert("quantize_and_insert_k_cache", weight(6, 512), bytes_below(256, 3, 4, 584)),
+        INSERT | {"k_cache": "v4 written"},
+    ),
+    "insert, a scale": Row(
+        "quantize_and_insert_k_cache",
+        lambda: insert(
+            "quantize_and_insert_k_cache",
+            weight(6, 512).astype(F16),
+            bytes_below(256, 3, 4, 512),
+            kv_scale=one_scale(),
+        ),
+        INSERT | {"k_cache": "cache written", "kv_scale": "strided"},
+    ),
+    "insert keys of the indexer": Row(
+        "indexer_k_quant_and_cache",
+        lambda: insert(
+            "indexer_k_quant_and_cache",
+            weight(6, 128).astype(F32),
+            bytes_below(256, 3, 600),
+            kv_format="fp8_index",
+            block_size=4,
+        ),
+        INSERT | {"k_cache": "index written"},
+    ),
+    "gather the last of fp8_v4": Row(
+        "dequantize_and_gather_k_cache",
+        lambda: gather_last(bytes_below(120, 5, 4, 584)),
+        GATHER_LAST | {"k_cache": "v4"},
+    ),
+    "gather the last, a scale": Row(
+        "dequantize_and_gather_k_cache",
+        lambda: gather_last(bytes_below(120, 5, 4, 512), kv_scale=one_scale()),
+        GATHER_LAST | {"k_cache": "cache", "kv_scale": "strided"},
     ),
     "convert": Row(
         "convert_req_index_to_global_index",
@@ -651,9 +745,28 @@ def nested(x: np.ndarray, steps=None, order=None, gaps=None) -> list[int]:
     return strides
 
 
+UNITS = {"cache": 16, "v4": 8, "index": 4}  # alignment of caches, in bytes
+SPLIT_ROWS = {"v4": 584, "index": 132}  # bytes per token in split pages
+
+
+def unit_of(x: np.ndarray, rules: str) -> int:
+    return next((unit for rule, unit in UNITS.items() if rule in rules), x.itemsize)
+
+
+def split_pages_refusal(in_bytes: list[int], row: int) -> str | None:
+    """What is wrong with pages of 4 tokens of `row` bytes."""
+    token = in_bytes[1] if len(in_bytes) == 3 else row
+    if token != row:
+        rule = f"have contiguous pages (a token stride of {row} bytes)"
+        return f"{rule}, got a stride of {token}"
+    if in_bytes[0] < 4 * row:
+        return f"have a page stride of at least {4 * row} bytes, got {in_bytes[0]}"
+    return None
+
+
 def views_of(x: np.ndarray, rules: str) -> dict[str, tuple[list[int], int]]:
     """name -> strides and offset, in bytes."""
-    unit = 16 if "cache" in rules else x.itemsize
+    unit = unit_of(x, rules)
     compact = nested(x)
     last = x.ndim - 1
     views = {"contiguous": (compact, 0), "one further": (compact, unit)}
@@ -698,12 +811,16 @@ def refusal_of(x: np.ndarray, rules: str) -> str | None:
         return "be aligned to its elements, got another address" if address % item else None
     if "strided" not in rules and x.shape[-1] > 1 and strides[-1] != 1:
         return f"have a contiguous last dimension (stride 1), got stride {strides[-1]}"
-    unit = 16 if "cache" in rules else item
+    unit = unit_of(x, rules)
     if address % unit:
         off = address % unit
         return f"be aligned to {unit} bytes, got an address that is {off} bytes off"
-    if "cache" in rules:
+    row = next((row for rule, row in SPLIT_ROWS.items() if rule in rules), None)
+    if row and (broken := split_pages_refusal(in_bytes, row)):
+        return broken
+    if any(rule in rules for rule in UNITS):
         page, token = (0, in_bytes[0]) if x.ndim == 2 else in_bytes[:2]
+        page, token = (in_bytes[0], row) if row else (page, token)
         if page % unit or token % unit:
             return (
                 f"have page and token strides in multiples of {unit} bytes, got {page} and {token}"
@@ -836,9 +953,10 @@ def test_views(row, name):
     assert {"contiguous", "one further"} <= accepted
     assert refused or (calls.plain.itemsize == 1 and "written" not in rules)
     # Views whose elements share memory have other values, which must change the results. A vector
-    # that must be contiguous has no such view.
+    # that must be contiguous has no such view, nor have split pages and arrays of one element.
     is_fixed = calls.plain.ndim == 1 and "strided" not in rules and "host" not in rules
-    if "written" not in rules and name != "seq_lens_cpu" and not is_fixed:
+    shares = not any(rule in rules for rule in SPLIT_ROWS) and calls.plain.size > 1
+    if "written" not in rules and name != "seq_lens_cpu" and not is_fixed and shares:
         results = [(got, {n: x for n, x in after.items() if n != name}) for got, after in outcomes]
         assert any(result != results[0] for result in results), "an argument without effect"
 

@@ -74,10 +74,27 @@ typedef enum smla_float_type {
     SMLA_FLOAT_E4M3 = 4,
 } smla_float_type;
 
+/* A scale that a caller gives as a number, or as one fp32 in memory of the device. */
+typedef struct smla_given_scale {
+    const float *pointer; /* NULL: the scale is `value` */
+    float value;
+} smla_given_scale;
+
+/* The scale, where its memory can be read. */
+static inline float
+smla_read_scale(const smla_given_scale *scale)
+{
+    return scale->pointer == NULL ? scale->value : *scale->pointer;
+}
+
+/* concat_and_cache_mla, quantize_and_insert_k_cache and indexer_k_quant_and_cache. In the latter
+ * two the NoPE and RoPE values of a token are parts of one row. */
 typedef struct smla_cache_write_params {
+    const char *op;         /* its name, for errors */
+    const char *cache_name; /* the cache argument's name, for errors */
     int64_t num_tokens;
-    const void *kv_c; /* [T, 512] */
-    const void *k_pe; /* [T, 64] */
+    const void *kv_c; /* [T, NoPE values] */
+    const void *k_pe; /* [T, RoPE values] */
     int64_t kv_c_stride_token;
     int64_t k_pe_stride_token;
     smla_float_type input_type;
@@ -85,10 +102,14 @@ typedef struct smla_cache_write_params {
     int64_t slot_stride;
     bool slots_are_int64;
     smla_kv_view kv;
+    smla_given_scale kv_scale; /* 1 where the format has none for the whole cache */
     smla_stream stream;
 } smla_cache_write_params;
 
+/* gather_kv_cache, whose requests share the rows of out, and dequantize_and_gather_k_cache, where
+ * each request has rows of its own. */
 typedef struct smla_gather_params {
+    const char *op; /* its name, for errors */
     int64_t num_reqs;
     int64_t num_blocks;         /* W: columns of block_table */
     const int32_t *block_table; /* [R, W] */
@@ -96,20 +117,26 @@ typedef struct smla_gather_params {
     int64_t block_table_stride_block;
     const int32_t *seq_lens; /* [R] */
     int64_t seq_lens_stride;
-    const int32_t *workspace_starts; /* [R] */
+    const int32_t *workspace_starts; /* [R] or NULL: each request starts at row `offset` */
     int64_t workspace_starts_stride;
+    int64_t offset;
     const int32_t *seq_starts; /* [R] or NULL */
     int64_t seq_starts_stride;
+    const int32_t *gather_lens; /* [R] or NULL: only so many positions, those before seq_lens[r] */
+    int64_t gather_lens_stride;
     smla_kv_view kv;
-    uint16_t *out; /* [out_tokens, 576] bf16 */
-    int64_t out_tokens;
+    smla_given_scale kv_scale; /* 1 where the format has none for the whole cache */
+    uint16_t *out;             /* [out_tokens, D] bf16, or [R, out_tokens, D] */
+    int64_t out_tokens;        /* rows that a request may be written to */
+    int64_t out_stride_req;    /* 0 where requests share the rows */
     int64_t out_stride_token;
     smla_stream stream;
 } smla_gather_params;
 
 typedef struct smla_dequantize_params {
     smla_kv_view kv;
-    void *out; /* [pages, block_size, 576] */
+    smla_given_scale kv_scale; /* 1 where the format has none for the whole cache */
+    void *out;                 /* [pages, block_size, 576] */
     smla_float_type out_type;
     int64_t out_stride_page;
     int64_t out_stride_token;
@@ -509,6 +536,9 @@ typedef struct smla_stream_ops {
     X(concat_and_cache_mla, smla_concat_and_cache_mla_args, smla_cache_write_params)       \
     X(gather_kv_cache, smla_gather_kv_cache_args, smla_gather_params)                      \
     X(dequantize_kv_cache, smla_dequantize_kv_cache_args, smla_dequantize_params)          \
+    X(quantize_and_insert_k_cache, smla_insert_k_cache_args, smla_cache_write_params)      \
+    X(indexer_k_quant_and_cache, smla_indexer_k_cache_args, smla_cache_write_params)       \
+    X(dequantize_and_gather_k_cache, smla_gather_k_cache_args, smla_gather_params)         \
     X(convert_req_index_to_global_index, smla_convert_req_index_args, smla_convert_params) \
     X(compute_global_topk_indices_and_lens, smla_topk_slots_args, smla_topk_slots_params)  \
     X(combine_topk_swa_indices, smla_combine_topk_swa_args, smla_combine_topk_swa_params)  \

@@ -1,8 +1,8 @@
 /* kv_format.h: how one token lies in the cache, in box diagrams and in one table.
  *
  * A cached token is a key of 576 values: 512 NoPE values (the compressed latent, which is also the
- * value) and 64 RoPE values. In one format it is the 512 values alone. A page holds block_size
- * rows, one after another. The stride between pages is arbitrary.
+ * value) and 64 RoPE values. In formats of 512 values all of them are the value, and the last 64
+ * may be RoPE values. A page holds block_size tokens. The stride between pages is arbitrary.
  *
  * bfloat16, 1152 bytes
  *   byte 0                                                    1024             1152
@@ -23,6 +23,45 @@
  *        +------------------------------------+-----------------+-----------------+
  *        value i of the NoPE part = e4m3[i] * scale[i / 128]; the RoPE part is stored as it is
  *
+ * fp8_v4, 584 bytes, of which 576 and 8 lie apart (split pages, see below)
+ *   data   0                                    448             576
+ *          +-------------------------------------+---------------+
+ *          | 448 x e4m3  NoPE                    | 64 x bf16 RoPE|
+ *          +-------------------------------------+---------------+
+ *   scales 0                              7   8
+ *          +------------------------------+---+
+ *          | 7 x UE8M0, one per 64 values | 0 |
+ *          +------------------------------+---+
+ *
+ * fp8_e4m3, 512 bytes: 512 x e4m3, and one fp32 kv_scale for the whole cache, which is the caller's
+ *
+ * fp8_v41, 528 bytes, and fp8_v41_split, the same bytes in split pages
+ *   byte 0                                             512                 528
+ *        +----------------------------------------------+-------------------+
+ *        | 512 x e4m3                                   | 16 x UE8M0, per 32|
+ *        +----------------------------------------------+-------------------+
+ *
+ * fp4_v41, 288 bytes, and fp4_v41_split, the same bytes in split pages
+ *   byte 0                      256                288
+ *        +------------------------+------------------+
+ *        | 512 x e2m1             | 32 x e4m3, per 16|    two values per byte, the first in the
+ *        +------------------------+------------------+    lower half
+ *
+ * fp8_nope, 528 bytes: fp8_ds_mla without its RoPE part
+ *
+ * The indexer's keys have 128 values, and lie in split pages:
+ *   fp8_index, 132 bytes     data: 128 x e4m3      scales: 1 x fp32
+ *   mxfp4_index, 68 bytes    data: 128 x e2m1      scales: 4 x UE8M0, one per 32 values
+ *
+ * UE8M0 is the exponent field of a power of two: byte e means 2^(e - 127), and 255 is NaN.
+ *
+ * A split page holds the data of all its tokens, then their scales, then padding:
+ *   byte 0                         n * data                    n * (data + scale)       page stride
+ *        +------+------+----------+----------+----------+-----+--------------------+
+ *        | data | data | ...      | scales   | scales   | ... | padding            |
+ *        +------+------+----------+----------+----------+-----+--------------------+
+ *          token 0      1            token 0    token 1            n = block_size
+ *
  * A format is one entry of the table smla_kv_formats, which has everything that differs between
  * formats. The check reads it, and finds the format of an array in it. The CPU's loaders and Python
  * read it, too, and CUDA's kernels read it at compile time (smla_row). A kernel has the set of
@@ -37,8 +76,10 @@ enum {
     SMLA_KV_LORA_RANK = 512,    /* latent values of a key, which are also its value */
     SMLA_QK_ROPE_HEAD_DIM = 64, /* RoPE values of a key */
     SMLA_HEAD_DIM = 576,        /* all values of a key */
-    SMLA_SCALE_TILE = 128,      /* NoPE values per scale */
+    SMLA_INDEX_HEAD_DIM = 128,  /* values of a key of the indexer */
+    SMLA_SCALE_TILE = 128,      /* NoPE values per scale of fp8_ds_mla */
     SMLA_NUM_SCALE_TILES = 4,   /* 512 / 128 */
+    SMLA_MAX_ROW_SCALES = 32,   /* scales per token of any format */
     SMLA_MAX_HEADS = 128,
     SMLA_MAX_SPLITS = 64,
     SMLA_SPLIT_ALIGN = 64, /* columns; the range of a split is a multiple of it */
@@ -47,13 +88,36 @@ enum {
 typedef enum smla_nope_type {
     SMLA_NOPE_BF16 = 1,
     SMLA_NOPE_E4M3 = 2,
+    SMLA_NOPE_E2M1 = 3, /* two values per byte */
 } smla_nope_type;
+
+typedef enum smla_scale_type {
+    SMLA_SCALE_NONE = 0,
+    SMLA_SCALE_FP32 = 1,
+    SMLA_SCALE_UE8M0 = 2,
+    SMLA_SCALE_E4M3 = 3,
+    SMLA_SCALE_CACHE = 4, /* one fp32 for the whole cache, which is not in its rows */
+} smla_scale_type;
+
+typedef enum smla_page_layout {
+    SMLA_PAGE_ROWS = 0,  /* the scales of a token lie in its row */
+    SMLA_PAGE_SPLIT = 1, /* the scales of all tokens of a page lie behind their data */
+} smla_page_layout;
 
 /* The entries of the table, in order. */
 typedef enum smla_kv_row_number {
     SMLA_ROW_BFLOAT16,
     SMLA_ROW_BFLOAT16_512,
     SMLA_ROW_FP8_DS_MLA,
+    SMLA_ROW_FP8_V4,
+    SMLA_ROW_FP8_E4M3,
+    SMLA_ROW_FP8_INDEX,
+    SMLA_ROW_MXFP4_INDEX,
+    SMLA_ROW_FP8_V41,
+    SMLA_ROW_FP8_V41_SPLIT,
+    SMLA_ROW_FP4_V41,
+    SMLA_ROW_FP4_V41_SPLIT,
+    SMLA_ROW_FP8_NOPE,
     SMLA_NUM_KV_FORMATS,
 } smla_kv_row_number;
 
@@ -62,23 +126,40 @@ typedef uint32_t smla_kv_set;
 
 #define SMLA_KV_SET(number) ((smla_kv_set)1 << (number))
 
+/* All entries. */
+#define SMLA_KV_ALL (SMLA_KV_SET(SMLA_NUM_KV_FORMATS) - 1)
+
+/* Entries with NoPE and RoPE values of separate arrays: those that concat_and_cache_mla writes. */
+#define SMLA_KV_CONCAT                                                     \
+    (SMLA_KV_SET(SMLA_ROW_BFLOAT16) | SMLA_KV_SET(SMLA_ROW_BFLOAT16_512) | \
+     SMLA_KV_SET(SMLA_ROW_FP8_DS_MLA))
+
+/* Entries that attention serves. */
+#define SMLA_KV_ATTENTION SMLA_KV_CONCAT
+
 typedef struct smla_kv_format_info {
     smla_kv_row_number number; /* index of the table entry */
     smla_kv_format format;
     const char *name; /* what users write as kv_cache_dtype */
     unsigned dtypes;  /* SMLA_DTYPE_: allowed element types of the array */
     smla_nope_type nope_type;
+    smla_scale_type scale_type;
+    smla_page_layout layout;
     int32_t head_dim;     /* values of a key and of a query */
     int32_t nope_dim;     /* values of the NoPE part, which comes first */
     int32_t rope_dim;     /* bf16 values of the RoPE part */
-    int32_t value_dim;    /* values per head of out */
-    int32_t row_bytes;    /* bytes per token */
+    int32_t value_dim;    /* values per head of out; 0 for keys of the indexer */
+    int32_t row_bytes;    /* bytes per token: data_bytes + scale_bytes */
+    int32_t data_bytes;   /* bytes of the values */
+    int32_t scale_bytes;  /* bytes of the scales, with padding */
     int32_t row_elements; /* last dimension of the cache array */
     int32_t alignment;    /* bytes; base and strides are multiples of it */
-    int32_t num_scales;   /* fp32 scales per token, 0 = none */
+    int32_t num_scales;   /* scales per token, 0 = none */
     int32_t scale_tile;   /* values per scale */
-    int32_t scale_offset; /* bytes */
+    int32_t scale_offset; /* bytes; 0 in split pages */
     int32_t rope_offset;  /* bytes */
+    /* Scales that are powers of two are those of an amax of at least this. 0: other scales. */
+    float least_amax;
 } smla_kv_format_info;
 
 #ifdef __cplusplus
@@ -92,49 +173,253 @@ static const
          .name = "bfloat16",
          .dtypes = SMLA_DTYPE_BF16,
          .nope_type = SMLA_NOPE_BF16,
+         .scale_type = SMLA_SCALE_NONE,
+         .layout = SMLA_PAGE_ROWS,
          .head_dim = 576,
          .nope_dim = 512,
          .rope_dim = 64,
          .value_dim = 512,
          .row_bytes = 1152,
+         .data_bytes = 1152,
+         .scale_bytes = 0,
          .row_elements = 576,
          .alignment = 2,
          .num_scales = 0,
          .scale_tile = 0,
          .scale_offset = 0,
-         .rope_offset = 1024},
+         .rope_offset = 1024,
+         .least_amax = 0},
         {.number = SMLA_ROW_BFLOAT16_512,
          .format = SMLA_KV_BFLOAT16,
          .name = "bfloat16",
          .dtypes = SMLA_DTYPE_BF16,
          .nope_type = SMLA_NOPE_BF16,
+         .scale_type = SMLA_SCALE_NONE,
+         .layout = SMLA_PAGE_ROWS,
          .head_dim = 512,
          .nope_dim = 512,
          .rope_dim = 0,
          .value_dim = 512,
          .row_bytes = 1024,
+         .data_bytes = 1024,
+         .scale_bytes = 0,
          .row_elements = 512,
          .alignment = 2,
          .num_scales = 0,
          .scale_tile = 0,
          .scale_offset = 0,
-         .rope_offset = 1024},
+         .rope_offset = 1024,
+         .least_amax = 0},
         {.number = SMLA_ROW_FP8_DS_MLA,
          .format = SMLA_KV_FP8_DS_MLA,
          .name = "fp8_ds_mla",
          .dtypes = SMLA_DTYPE_BYTES,
          .nope_type = SMLA_NOPE_E4M3,
+         .scale_type = SMLA_SCALE_FP32,
+         .layout = SMLA_PAGE_ROWS,
          .head_dim = 576,
          .nope_dim = 512,
          .rope_dim = 64,
          .value_dim = 512,
          .row_bytes = 656,
+         .data_bytes = 640,
+         .scale_bytes = 16,
          .row_elements = 656,
          .alignment = 16,
          .num_scales = 4,
          .scale_tile = 128,
          .scale_offset = 512,
-         .rope_offset = 528},
+         .rope_offset = 528,
+         .least_amax = 0},
+        {.number = SMLA_ROW_FP8_V4,
+         .format = SMLA_KV_FP8_V4,
+         .name = "fp8_v4",
+         .dtypes = SMLA_DTYPE_BYTES,
+         .nope_type = SMLA_NOPE_E4M3,
+         .scale_type = SMLA_SCALE_UE8M0,
+         .layout = SMLA_PAGE_SPLIT,
+         .head_dim = 512,
+         .nope_dim = 448,
+         .rope_dim = 64,
+         .value_dim = 512,
+         .row_bytes = 584,
+         .data_bytes = 576,
+         .scale_bytes = 8,
+         .row_elements = 584,
+         .alignment = 8,
+         .num_scales = 7,
+         .scale_tile = 64,
+         .scale_offset = 0,
+         .rope_offset = 448,
+         .least_amax = 1e-4f},
+        {.number = SMLA_ROW_FP8_E4M3,
+         .format = SMLA_KV_FP8_E4M3,
+         .name = "fp8_e4m3",
+         .dtypes = SMLA_DTYPE_BYTES,
+         .nope_type = SMLA_NOPE_E4M3,
+         .scale_type = SMLA_SCALE_CACHE,
+         .layout = SMLA_PAGE_ROWS,
+         .head_dim = 512,
+         .nope_dim = 512,
+         .rope_dim = 0,
+         .value_dim = 512,
+         .row_bytes = 512,
+         .data_bytes = 512,
+         .scale_bytes = 0,
+         .row_elements = 512,
+         .alignment = 16,
+         .num_scales = 0,
+         .scale_tile = 0,
+         .scale_offset = 0,
+         .rope_offset = 512,
+         .least_amax = 0},
+        {.number = SMLA_ROW_FP8_INDEX,
+         .format = SMLA_KV_FP8_INDEX,
+         .name = "fp8_index",
+         .dtypes = SMLA_DTYPE_BYTES,
+         .nope_type = SMLA_NOPE_E4M3,
+         .scale_type = SMLA_SCALE_FP32,
+         .layout = SMLA_PAGE_SPLIT,
+         .head_dim = 128,
+         .nope_dim = 128,
+         .rope_dim = 0,
+         .value_dim = 0,
+         .row_bytes = 132,
+         .data_bytes = 128,
+         .scale_bytes = 4,
+         .row_elements = 132,
+         .alignment = 4,
+         .num_scales = 1,
+         .scale_tile = 128,
+         .scale_offset = 0,
+         .rope_offset = 128,
+         .least_amax = 1e-4f},
+        {.number = SMLA_ROW_MXFP4_INDEX,
+         .format = SMLA_KV_MXFP4_INDEX,
+         .name = "mxfp4_index",
+         .dtypes = SMLA_DTYPE_BYTES,
+         .nope_type = SMLA_NOPE_E2M1,
+         .scale_type = SMLA_SCALE_UE8M0,
+         .layout = SMLA_PAGE_SPLIT,
+         .head_dim = 128,
+         .nope_dim = 128,
+         .rope_dim = 0,
+         .value_dim = 0,
+         .row_bytes = 68,
+         .data_bytes = 64,
+         .scale_bytes = 4,
+         .row_elements = 68,
+         .alignment = 4,
+         .num_scales = 4,
+         .scale_tile = 32,
+         .scale_offset = 0,
+         .rope_offset = 64,
+         .least_amax = 6 * 0x1p-126f},
+        {.number = SMLA_ROW_FP8_V41,
+         .format = SMLA_KV_FP8_V41,
+         .name = "fp8_v41",
+         .dtypes = SMLA_DTYPE_BYTES,
+         .nope_type = SMLA_NOPE_E4M3,
+         .scale_type = SMLA_SCALE_UE8M0,
+         .layout = SMLA_PAGE_ROWS,
+         .head_dim = 512,
+         .nope_dim = 512,
+         .rope_dim = 0,
+         .value_dim = 512,
+         .row_bytes = 528,
+         .data_bytes = 512,
+         .scale_bytes = 16,
+         .row_elements = 528,
+         .alignment = 16,
+         .num_scales = 16,
+         .scale_tile = 32,
+         .scale_offset = 512,
+         .rope_offset = 528,
+         .least_amax = 1e-4f},
+        {.number = SMLA_ROW_FP8_V41_SPLIT,
+         .format = SMLA_KV_FP8_V41_SPLIT,
+         .name = "fp8_v41_split",
+         .dtypes = SMLA_DTYPE_BYTES,
+         .nope_type = SMLA_NOPE_E4M3,
+         .scale_type = SMLA_SCALE_UE8M0,
+         .layout = SMLA_PAGE_SPLIT,
+         .head_dim = 512,
+         .nope_dim = 512,
+         .rope_dim = 0,
+         .value_dim = 512,
+         .row_bytes = 528,
+         .data_bytes = 512,
+         .scale_bytes = 16,
+         .row_elements = 528,
+         .alignment = 16,
+         .num_scales = 16,
+         .scale_tile = 32,
+         .scale_offset = 0,
+         .rope_offset = 512,
+         .least_amax = 1e-4f},
+        {.number = SMLA_ROW_FP4_V41,
+         .format = SMLA_KV_FP4_V41,
+         .name = "fp4_v41",
+         .dtypes = SMLA_DTYPE_BYTES,
+         .nope_type = SMLA_NOPE_E2M1,
+         .scale_type = SMLA_SCALE_E4M3,
+         .layout = SMLA_PAGE_ROWS,
+         .head_dim = 512,
+         .nope_dim = 512,
+         .rope_dim = 0,
+         .value_dim = 512,
+         .row_bytes = 288,
+         .data_bytes = 256,
+         .scale_bytes = 32,
+         .row_elements = 288,
+         .alignment = 16,
+         .num_scales = 32,
+         .scale_tile = 16,
+         .scale_offset = 256,
+         .rope_offset = 288,
+         .least_amax = 0},
+        {.number = SMLA_ROW_FP4_V41_SPLIT,
+         .format = SMLA_KV_FP4_V41_SPLIT,
+         .name = "fp4_v41_split",
+         .dtypes = SMLA_DTYPE_BYTES,
+         .nope_type = SMLA_NOPE_E2M1,
+         .scale_type = SMLA_SCALE_E4M3,
+         .layout = SMLA_PAGE_SPLIT,
+         .head_dim = 512,
+         .nope_dim = 512,
+         .rope_dim = 0,
+         .value_dim = 512,
+         .row_bytes = 288,
+         .data_bytes = 256,
+         .scale_bytes = 32,
+         .row_elements = 288,
+         .alignment = 16,
+         .num_scales = 32,
+         .scale_tile = 16,
+         .scale_offset = 0,
+         .rope_offset = 256,
+         .least_amax = 0},
+        {.number = SMLA_ROW_FP8_NOPE,
+         .format = SMLA_KV_FP8_NOPE,
+         .name = "fp8_nope",
+         .dtypes = SMLA_DTYPE_BYTES,
+         .nope_type = SMLA_NOPE_E4M3,
+         .scale_type = SMLA_SCALE_FP32,
+         .layout = SMLA_PAGE_ROWS,
+         .head_dim = 512,
+         .nope_dim = 512,
+         .rope_dim = 0,
+         .value_dim = 512,
+         .row_bytes = 528,
+         .data_bytes = 512,
+         .scale_bytes = 16,
+         .row_elements = 528,
+         .alignment = 16,
+         .num_scales = 4,
+         .scale_tile = 128,
+         .scale_offset = 512,
+         .rope_offset = 528,
+         .least_amax = 0},
 };
 
 #ifdef __cplusplus
@@ -160,6 +445,7 @@ template <smla_kv_set ROWS> struct smla_rows {
 /* Compile-time facts of one table entry. */
 template <int NUMBER> struct smla_row {
     static constexpr smla_kv_format_info INFO = smla_kv_formats[NUMBER];
+    static constexpr bool IS_BF16 = INFO.nope_type == SMLA_NOPE_BF16;
     static constexpr bool IS_E4M3 = INFO.nope_type == SMLA_NOPE_E4M3;
     static constexpr bool HAS_ROPE = INFO.rope_dim != 0;
     static constexpr int ROW_BYTES = INFO.row_bytes;

@@ -1,5 +1,5 @@
-/* numeric.h: bf16, fp16 and e4m3 <-> float, bit-exact and portable. Compiles as C and as CUDA, for
- * host and device.
+/* numeric.h: bf16, fp16, e4m3, e2m1 and UE8M0 <-> float, bit-exact and portable. Compiles as C and
+ * as CUDA, for host and device.
  *
  * A conversion rounds at most once, to nearest even. The scalar functions here define the results
  * of the whole library; vector code elsewhere must agree with them bit for bit.
@@ -11,6 +11,7 @@
 #include <string.h>
 
 #define SMLA_E4M3_MAX 448.0f
+#define SMLA_E2M1_MAX 6.0f
 
 #ifdef __CUDACC__
 #define SMLA_HOST_DEVICE __host__ __device__
@@ -115,15 +116,68 @@ smla_finite_abs(float x)
     return smla_bits_float(magnitude == 0x7F800000u ? 0x7F7FFFFFu : magnitude);
 }
 
+/* e2m1: a sign (8), then the code of 0, 0.5, 1, 1.5, 2, 3, 4 or 6. */
+SMLA_HOST_DEVICE static inline float
+smla_e2m1_to_float(uint8_t x)
+{
+    const uint32_t sign = (uint32_t)(x & 8u) << 28;
+    const uint32_t code = x & 7u;
+    const uint32_t magnitude = code < 2u ? code * 0x3F000000u : (code << 22) + (126u << 23);
+    return smla_bits_float(sign | magnitude);
+}
+
+/* Rounds to nearest, ties to the even code, and saturates at +-6, infinities included. A NaN of any
+ * sign becomes code 7. */
+SMLA_HOST_DEVICE static inline uint8_t
+smla_float_to_e2m1(float x)
+{
+    const uint32_t bits = smla_float_bits(x);
+    const uint32_t magnitude = bits & 0x7FFFFFFFu;
+    if (magnitude > 0x7F800000u) {
+        return 7;
+    }
+    const uint8_t sign = (uint8_t)(bits >> 28 & 8u);
+    if (magnitude >= 0x40C00000u) { /* 6 */
+        return (uint8_t)(sign | 7u);
+    }
+    if (magnitude < 0x3F800000u) { /* below 1: a multiple of 1/2, which is the ulp at 2^22 */
+        const uint32_t sum = smla_float_bits(smla_bits_float(magnitude) + 0x1p22f);
+        return (uint8_t)(sign | (sum & 3u));
+    }
+    const uint32_t rounded = magnitude + 0x1FFFFFu + (magnitude >> 22 & 1u);
+    return (uint8_t)(sign | ((rounded >> 22) - (126u << 1)));
+}
+
+/* UE8M0: byte e is 2^(e - 127), and 255 is NaN. */
+SMLA_HOST_DEVICE static inline float
+smla_ue8m0_to_float(uint8_t e)
+{
+    const uint32_t bits = (uint32_t)e << 23;
+    return smla_bits_float(e == 0 ? 0x00400000u : e == 255u ? 0x7FC00000u : bits);
+}
+
+/* The UE8M0 byte of the smallest power of two s with top * s >= amax. Both are positive, normal and
+ * finite. A mantissa above that of `top` carries into the exponent. */
+SMLA_HOST_DEVICE static inline uint32_t
+smla_power_scale(float amax, float top)
+{
+    const uint32_t bits = smla_float_bits(top);
+    const uint32_t carry = 0x7FFFFFu - (bits & 0x7FFFFFu);
+    return ((smla_float_bits(amax) + carry) >> 23) - ((bits >> 23) - 127u);
+}
+
+/* 1 / 2^(e - 127), for a byte of smla_power_scale: 1 to 253. */
+SMLA_HOST_DEVICE static inline float
+smla_invert_power(uint32_t e)
+{
+    return smla_bits_float((254u - e) << 23);
+}
+
 /* The smallest power of two s with top * s >= max(amax, floor). In amax NaN counts as 0, and an
- * infinity as FLT_MAX. amax is no negative number, and floor / top is at least FLT_MIN. The bits of
- * two floats are apart by the logarithm of their quotient, which is rounded up here: mantissas only
- * decide whether there is something to round. */
+ * infinity as FLT_MAX. amax is no negative number, and floor / top is at least FLT_MIN. */
 SMLA_HOST_DEVICE static inline float
 smla_power_of_two_scale(float amax, float top, float floor)
 {
     const float finite = smla_finite_abs(amax);
-    const uint32_t bits = smla_float_bits(finite > floor ? finite : floor);
-    const uint32_t rounded_up = bits - smla_float_bits(top) + (127u << 23) + 0x7FFFFFu;
-    return smla_bits_float(rounded_up & 0x7F800000u);
+    return smla_bits_float(smla_power_scale(finite > floor ? finite : floor, top) << 23);
 }

@@ -1,109 +1,104 @@
-/* rule.c: enforces the rules of rule.h, and words the errors.
+/* rule.c: enforces the rules of rule.h, and words the errors. kv_rule.c has the rules of caches.
  *
  * Texts read "op: `argument` must RULE, got ACTUAL". Nothing here depends on Python or on a device.
  */
-#include "core/rule.h"
+#include "core/rule_parts.h"
 
+#include <assert.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
-enum { TEXT_BYTES = 160 };
-
-/* A part of an error's text, by value: functions that describe something return one. */
-typedef struct part {
-    char text[TEXT_BYTES];
-} part;
-
-/* Cuts off text that does not fit. */
-__attribute__((format(printf, 2, 3))) static void
-append(part *to, const char *format, ...)
+void
+smla_append(smla_text *to, const char *format, ...)
 {
     const size_t used = strlen(to->text);
     va_list values;
     va_start(values, format);
-    vsnprintf(to->text + used, TEXT_BYTES - used, format, values);
+    vsnprintf(to->text + used, SMLA_TEXT_BYTES - used, format, values);
     va_end(values);
 }
 
 /* ---- Wording ------------------------------------------------------------------------------- */
 
-static part
-describe_dtype(const DLTensor *tensor)
+smla_text
+smla_describe_dtype(const DLTensor *tensor)
 {
     static const char *const kinds[] = {"int",    "uint",    "float", "opaque",
                                         "bfloat", "complex", "bool"};
     const unsigned dtype = smla_dtype(tensor);
-    part got = {""};
+    smla_text got = {""};
     for (int i = 0; i < SMLA_NUM_DTYPES; i++) {
         if (smla_dtypes[i].dtype == dtype) {
-            append(&got, "%s", smla_dtypes[i].name);
+            smla_append(&got, "%s", smla_dtypes[i].name);
             return got;
         }
     }
     if (tensor->dtype.code == kDLBool) {
-        append(&got, "bool");
+        smla_append(&got, "bool");
     } else if (tensor->dtype.code < sizeof kinds / sizeof kinds[0]) {
-        append(&got, "%s%d", kinds[tensor->dtype.code], tensor->dtype.bits);
+        smla_append(&got, "%s%d", kinds[tensor->dtype.code], tensor->dtype.bits);
     } else {
-        append(&got, "DLPack type code %d of %d bits", tensor->dtype.code, tensor->dtype.bits);
+        smla_append(&got, "DLPack type code %d of %d bits", tensor->dtype.code, tensor->dtype.bits);
     }
     if (tensor->dtype.lanes != 1) {
-        append(&got, "x%d", tensor->dtype.lanes);
+        smla_append(&got, "x%d", tensor->dtype.lanes);
     }
     return got;
 }
 
-static part
-describe_dtypes(unsigned dtypes)
+smla_text
+smla_describe_dtypes(unsigned dtypes)
 {
-    part wanted = {""};
+    smla_text wanted = {""};
     for (int i = 0; i < SMLA_NUM_DTYPES; i++) {
         if (dtypes & smla_dtypes[i].dtype) {
             dtypes &= ~smla_dtypes[i].dtype;
-            append(&wanted, "%s%s", wanted.text[0] == '\0' ? "" : (dtypes == 0 ? " or " : ", "),
-                   smla_dtypes[i].name);
+            smla_append(&wanted, "%s%s",
+                        wanted.text[0] == '\0' ? "" : (dtypes == 0 ? " or " : ", "),
+                        smla_dtypes[i].name);
         }
     }
     return wanted;
 }
 
-static part
-describe_shape(const DLTensor *tensor)
+smla_text
+smla_describe_shape(const DLTensor *tensor)
 {
-    part got = {"["};
+    smla_text got = {"["};
     for (int i = 0; i < tensor->ndim; i++) {
-        append(&got, "%s%lld", i == 0 ? "" : ", ", (long long)tensor->shape[i]);
+        smla_append(&got, "%s%lld", i == 0 ? "" : ", ", (long long)tensor->shape[i]);
     }
-    append(&got, "]");
+    smla_append(&got, "]");
     return got;
 }
 
-static part
+static smla_text
 describe_rule_shape(const smla_rule *rule)
 {
-    part wanted = {"["};
+    smla_text wanted = {"["};
     for (int i = 0; i < rule->ndim; i++) {
-        append(&wanted, "%s", i == 0 ? "" : ", ");
+        smla_append(&wanted, "%s", i == 0 ? "" : ", ");
         if (rule->shape[i] == SMLA_ANY) {
-            append(&wanted, "any");
+            smla_append(&wanted, "any");
         } else {
             const bool minimum = i == 0 && (rule->flags & SMLA_RULE_MORE_ROWS);
-            append(&wanted, "%s%lld", minimum ? ">= " : "", (long long)rule->shape[i]);
+            smla_append(&wanted, "%s%lld", minimum ? ">= " : "", (long long)rule->shape[i]);
         }
     }
-    append(&wanted, "]");
+    smla_append(&wanted, "]");
     return wanted;
 }
 
-static part
+static smla_text
 describe_device(DLDevice device)
 {
-    part name = {""};
+    smla_text name = {""};
     switch (device.device_type) {
-    case kDLCPU: append(&name, "cpu"); break;
-    case kDLCUDA: append(&name, "cuda:%d", device.device_id); break;
-    default: append(&name, "DLPack device type %d:%d", (int)device.device_type, device.device_id);
+    case kDLCPU: smla_append(&name, "cpu"); break;
+    case kDLCUDA: smla_append(&name, "cuda:%d", device.device_id); break;
+    default:
+        smla_append(&name, "DLPack device type %d:%d", (int)device.device_type, device.device_id);
     }
     return name;
 }
@@ -163,14 +158,13 @@ check_dtype(const smla_checker *c, const smla_rule *rule)
         return SMLA_OK;
     }
     return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s, got %s%s", c->op, rule->name,
-                     describe_dtypes(rule->dtypes).text, describe_dtype(rule->tensor).text,
-                     dtype_hint(rule));
+                     smla_describe_dtypes(rule->dtypes).text,
+                     smla_describe_dtype(rule->tensor).text, dtype_hint(rule));
 }
 
-/* Checks what every later step relies on: a rank of at most SMLA_MAX_RANK, no negative sizes, and
- * addresses that exist. */
-static smla_status
-check_sane(const smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range *range)
+smla_status
+smla_require_sane(const smla_checker *c, const char *name, const DLTensor *tensor,
+                  smla_byte_range *range)
 {
     *range = (smla_byte_range){.is_compact = false};
     if (tensor->ndim < 0 || tensor->ndim > SMLA_MAX_RANK) {
@@ -190,7 +184,7 @@ check_sane(const smla_checker *c, const char *name, const DLTensor *tensor, smla
         if (tensor->shape[i] < 0) {
             return smla_fail(c->error, SMLA_ERROR_VALUE,
                              "%s: `%s` must have sizes >= 0, got shape %s", c->op, name,
-                             describe_shape(tensor).text);
+                             smla_describe_shape(tensor).text);
         }
     }
     if (tensor->data == NULL && !smla_is_empty(tensor)) {
@@ -200,7 +194,7 @@ check_sane(const smla_checker *c, const char *name, const DLTensor *tensor, smla
     if (!fits) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `%s` must fit in the address space with its strides, got shape %s",
-                         c->op, name, describe_shape(tensor).text);
+                         c->op, name, smla_describe_shape(tensor).text);
     }
     return SMLA_OK;
 }
@@ -212,6 +206,7 @@ check_shape(const smla_checker *c, const smla_rule *rule)
     if (rule->ndim == SMLA_ANY) {
         return SMLA_OK;
     }
+    assert(rule->ndim <= (int)(sizeof rule->shape / sizeof rule->shape[0]));
     bool good = tensor->ndim == rule->ndim;
     for (int i = 0; good && i < rule->ndim; i++) {
         if (rule->shape[i] == SMLA_ANY) {
@@ -225,12 +220,12 @@ check_shape(const smla_checker *c, const smla_rule *rule)
     }
     const bool has_hint = rule->hint != NULL;
     return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must have shape %s, got %s%s%s", c->op,
-                     rule->name, describe_rule_shape(rule).text, describe_shape(tensor).text,
+                     rule->name, describe_rule_shape(rule).text, smla_describe_shape(tensor).text,
                      has_hint ? ": " : "", has_hint ? rule->hint : "");
 }
 
-static smla_status
-check_last_stride(const smla_checker *c, const char *name, const DLTensor *tensor)
+smla_status
+smla_require_last_stride(const smla_checker *c, const char *name, const DLTensor *tensor)
 {
     const int last = tensor->ndim - 1;
     const int64_t stride = last >= 0 ? smla_stride(tensor, last) : 1;
@@ -243,9 +238,9 @@ check_last_stride(const smla_checker *c, const char *name, const DLTensor *tenso
     return SMLA_OK;
 }
 
-/* `alignment` is a power of two. */
-static smla_status
-check_alignment(const smla_checker *c, const char *name, const DLTensor *tensor, int64_t alignment)
+smla_status
+smla_require_alignment(const smla_checker *c, const char *name, const DLTensor *tensor,
+                       int64_t alignment)
 {
     const uintptr_t offset = (uintptr_t)smla_data(tensor) & ((uintptr_t)alignment - 1);
     if (offset != 0 && !smla_is_empty(tensor)) {
@@ -305,10 +300,9 @@ check_output(const smla_checker *c, const char *name, const DLTensor *tensor)
     return SMLA_OK;
 }
 
-/* The end of every array's check. */
-static smla_status
-remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range range,
-         unsigned flags)
+smla_status
+smla_remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range range,
+              unsigned flags)
 {
     SMLA_TRY(check_device(c, name, tensor));
     if (!range.is_compact && (flags & SMLA_RULE_OUTPUT)) {
@@ -336,210 +330,16 @@ smla_require(smla_checker *c, const smla_rule *rule)
                    : smla_require_pointer(c->op, rule->name, NULL, c->error);
     }
     smla_byte_range range;
-    SMLA_TRY(check_sane(c, rule->name, rule->tensor, &range));
+    SMLA_TRY(smla_require_sane(c, rule->name, rule->tensor, &range));
     SMLA_TRY(check_dtype(c, rule));
     SMLA_TRY(check_shape(c, rule));
     if (!range.is_compact && !(rule->flags & SMLA_RULE_ANY_LAST_STRIDE)) {
-        SMLA_TRY(check_last_stride(c, rule->name, rule->tensor));
+        SMLA_TRY(smla_require_last_stride(c, rule->name, rule->tensor));
     }
-    SMLA_TRY(check_alignment(c, rule->name, rule->tensor, smla_element_bytes(rule->tensor)));
-    SMLA_TRY(remember(c, rule->name, rule->tensor, range, rule->flags));
+    SMLA_TRY(smla_require_alignment(c, rule->name, rule->tensor, smla_element_bytes(rule->tensor)));
+    SMLA_TRY(smla_remember(c, rule->name, rule->tensor, range, rule->flags));
     c->arrays[c->num_arrays - 1].may_be = rule->may_be;
     return SMLA_OK;
-}
-
-/* ---- Caches -------------------------------------------------------------------------------- */
-
-/* Describes the entries of smla_kv_formats, grouped by dtype: "bfloat16 (576 values a token), or
- * uint8, int8 or float8_e4m3fn (fp8_ds_mla, 656 bytes a token)". */
-static part
-describe_rows(void)
-{
-    part wanted = {""};
-    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
-        const smla_kv_format_info *const row = &smla_kv_formats[i];
-        const bool is_first = i == 0 || row[-1].dtypes != row->dtypes;
-        const bool is_last = i + 1 == SMLA_NUM_KV_FORMATS || row[1].dtypes != row->dtypes;
-        const bool is_bytes = row->dtypes == SMLA_DTYPE_BYTES;
-        if (is_first) {
-            append(&wanted, "%s%s (", i == 0 ? "" : ", or ", describe_dtypes(row->dtypes).text);
-        }
-        append(&wanted, "%s%s%s%d", is_first ? "" : " or ", is_bytes ? row->name : "",
-               is_bytes ? ", " : "", row->row_elements);
-        if (is_last) {
-            append(&wanted, " %s a token)", is_bytes ? "bytes" : "values");
-        }
-    }
-    return wanted;
-}
-
-/* The table entries that fit a dtype and a last dimension; 0 stands for any last dimension. */
-static smla_kv_set
-find_rows(int32_t kv_format, unsigned dtype, int64_t row_elements)
-{
-    smla_kv_set rows = 0;
-    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
-        const smla_kv_format_info *const row = &smla_kv_formats[i];
-        const bool is_one = (kv_format == SMLA_KV_INFER || (int32_t)row->format == kv_format) &
-                            ((row->dtypes & dtype) != 0) &
-                            (row_elements == 0 || row->row_elements == row_elements);
-        rows |= (smla_kv_set)is_one << i;
-    }
-    return rows;
-}
-
-static smla_status
-fail_dtype(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format)
-{
-    const smla_kv_format_info *const row = smla_find_kv_format(kv_format);
-    const part got = describe_dtype(tensor);
-    if (kv_format == SMLA_KV_INFER) {
-        return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s, got %s", c->op, name,
-                         describe_rows().text, got.text);
-    }
-    return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s for format %s, got %s", c->op,
-                     name, describe_dtypes(row->dtypes).text, row->name, got.text);
-}
-
-/* Reports a last dimension that fits none of the table entries `rows`, which fit the dtype. */
-static smla_status
-fail_size(const smla_checker *c, const char *name, const DLTensor *tensor, smla_kv_set rows)
-{
-    part wanted = {""};
-    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
-        const smla_kv_format_info *const row = &smla_kv_formats[i];
-        if (rows & SMLA_KV_SET(i)) {
-            const bool is_last = !(rows >> 1 & SMLA_KV_SET(i)) || row[1].format != row->format;
-            append(&wanted, "%s%d%s%s", wanted.text[0] == '\0' ? "" : " or ", row->row_elements,
-                   is_last ? " for format " : "", is_last ? row->name : "");
-        }
-    }
-    return smla_fail(c->error, SMLA_ERROR_VALUE,
-                     "%s: `%s` must have a last dimension of %s, got shape %s", c->op, name,
-                     wanted.text, describe_shape(tensor).text);
-}
-
-/* Reports a dtype and a last dimension that fit several table entries. */
-static smla_status
-fail_ambiguous(const smla_checker *c, const char *name, const DLTensor *tensor, smla_kv_set rows)
-{
-    part wanted = {""};
-    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
-        if (rows & SMLA_KV_SET(i)) {
-            append(&wanted, "%s\"%s\"", wanted.text[0] == '\0' ? "" : " or ",
-                   smla_kv_formats[i].name);
-        }
-    }
-    return smla_fail(c->error, SMLA_ERROR_VALUE,
-                     "%s: `%s` must come with kv_format=%s, got none for shape %s", c->op, name,
-                     wanted.text, describe_shape(tensor).text);
-}
-
-static const smla_kv_format_info *
-first_row(smla_kv_set rows)
-{
-    return &smla_kv_formats[rows == 0 ? 0 : __builtin_ctz(rows)];
-}
-
-const smla_kv_format_info *
-smla_format_of_cache(const DLTensor *tensor, int32_t kv_format)
-{
-    const bool has_size = tensor != NULL && tensor->shape != NULL && tensor->ndim >= 1 &&
-                          tensor->ndim <= SMLA_MAX_RANK;
-    return first_row(
-        has_size ? find_rows(kv_format, smla_dtype(tensor), smla_size(tensor, tensor->ndim - 1))
-                 : 0);
-}
-
-/* Reports a dtype and a last dimension that fit no table entry. */
-static smla_status
-fail_format(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format)
-{
-    if (kv_format != SMLA_KV_INFER && smla_find_kv_format(kv_format) == NULL) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `kv_format` must be a known cache format, got number %d", c->op,
-                         (int)kv_format);
-    }
-    const smla_kv_set rows = find_rows(kv_format, smla_dtype(tensor), 0);
-    return rows == 0 ? fail_dtype(c, name, tensor, kv_format) : fail_size(c, name, tensor, rows);
-}
-
-/* Finds the one table entry that fits the array's dtype and last dimension. */
-static smla_status
-find_kv_format(const smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format,
-               const smla_kv_format_info **format)
-{
-    const int64_t size = smla_size(tensor, tensor->ndim - 1);
-    const smla_kv_set rows = size == 0 ? 0 : find_rows(kv_format, smla_dtype(tensor), size);
-    if (rows == 0) {
-        return fail_format(c, name, tensor, kv_format);
-    }
-    if ((rows & (rows - 1)) != 0) {
-        return fail_ambiguous(c, name, tensor, rows);
-    }
-    *format = first_row(rows);
-    return SMLA_OK;
-}
-
-/* [pages, block_size, row], [pages, block_size, 1, row] or flat [S, row] -> sizes and strides. */
-static smla_status
-read_pages(const smla_checker *c, const char *name, const DLTensor *tensor, smla_kv_view *view)
-{
-    const int64_t element_bytes = smla_element_bytes(tensor);
-    const bool has_head_axis = tensor->ndim == 4 && tensor->shape[2] == 1;
-    if (tensor->ndim == 2) {
-        const bool empty = tensor->shape[0] == 0;
-        view->num_pages = empty ? 0 : 1;
-        view->block_size = empty ? 1 : tensor->shape[0];
-        view->page_stride_bytes = 0;
-        view->token_stride_bytes = smla_stride(tensor, 0) * element_bytes;
-    } else if (tensor->ndim == 3 || has_head_axis) {
-        view->num_pages = tensor->shape[0];
-        view->block_size = tensor->shape[1];
-        view->page_stride_bytes = smla_stride(tensor, 0) * element_bytes;
-        view->token_stride_bytes = smla_stride(tensor, 1) * element_bytes;
-    } else {
-        return smla_fail(
-            c->error, SMLA_ERROR_VALUE,
-            "%s: `%s` must have shape [pages, block_size, %d], [pages, block_size, 1, %d] "
-            "or [tokens, %d], got %s",
-            c->op, name, view->format->row_elements, view->format->row_elements,
-            view->format->row_elements, describe_shape(tensor).text);
-    }
-    if (view->block_size < 1) {
-        return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must have at least one token per page, got shape %s", c->op,
-                         name, describe_shape(tensor).text);
-    }
-    return SMLA_OK;
-}
-
-smla_status
-smla_require_kv(smla_checker *c, const char *name, const DLTensor *tensor, int32_t kv_format,
-                unsigned flags, smla_kv_view *view)
-{
-    SMLA_TRY(smla_require_pointer(c->op, name, tensor, c->error));
-    smla_byte_range range;
-    SMLA_TRY(check_sane(c, name, tensor, &range));
-    SMLA_TRY(find_kv_format(c, name, tensor, kv_format, &view->format));
-    SMLA_TRY(read_pages(c, name, tensor, view));
-    if (!range.is_compact) {
-        SMLA_TRY(check_last_stride(c, name, tensor));
-    }
-    const int64_t alignment = view->format->alignment;
-    SMLA_TRY(check_alignment(c, name, tensor, alignment));
-    if (view->page_stride_bytes % alignment != 0 || view->token_stride_bytes % alignment != 0) {
-        return smla_fail(
-            c->error, SMLA_ERROR_VALUE,
-            "%s: `%s` must have page and token strides in multiples of %lld bytes, got "
-            "%lld and %lld",
-            c->op, name, (long long)alignment, (long long)view->page_stride_bytes,
-            (long long)view->token_stride_bytes);
-    }
-    view->base = smla_data(tensor);
-    view->scales = view->base == NULL ? NULL : view->base + view->format->scale_offset;
-    view->scale_token_stride_bytes = view->token_stride_bytes;
-    return remember(c, name, tensor, range, flags);
 }
 
 /* ---- Disjoint ------------------------------------------------------------------------------ */

@@ -57,13 +57,39 @@ smla_open_checker(smla_checker *checker, const char *op, smla_error *error)
 /* Checks one array and remembers it. */
 smla_status smla_require(smla_checker *checker, const smla_rule *rule);
 
-/* A cache's format, for rules of arrays that are checked before the cache. If no format fits, it is
- * the table's first entry, and the check of the cache will report the error. */
+/* ---- Caches: kv_rule.c --------------------------------------------------------------------- */
+
+typedef struct smla_cache_rule {
+    const char *name;
+    const DLTensor *tensor;
+    int32_t kv_format;   /* SMLA_KV_INFER: dtype and last dimension decide */
+    int64_t block_size;  /* tokens per page; 0 = not given */
+    smla_kv_set formats; /* table entries that the operator serves */
+    unsigned flags;      /* SMLA_RULE_OUTPUT or 0 */
+} smla_cache_rule;
+
+/* A cache's format, for what is sized before the cache is checked. If no format fits, it is the
+ * table's first entry, and the check of the cache will report the error. */
 const smla_kv_format_info *smla_format_of_cache(const DLTensor *tensor, int32_t kv_format);
 
+/* The same for rules of arrays that are checked before the cache. A format that the operator does
+ * not serve is an error at once. */
+smla_status smla_find_format(const smla_checker *checker, const smla_cache_rule *rule,
+                             const smla_kv_format_info **format);
+
 /* Checks a cache, finds its format, and fills `view`. */
-smla_status smla_require_kv(smla_checker *checker, const char *name, const DLTensor *tensor,
-                            int32_t kv_format, unsigned flags, smla_kv_view *view);
+smla_status smla_require_kv(smla_checker *checker, const smla_cache_rule *rule, smla_kv_view *view);
+
+/* Checks a scale: a positive number, or an array of one fp32, which the CPU reads. */
+smla_status smla_require_scale(smla_checker *checker, const char *name, const smla_scale_arg *given,
+                               smla_given_scale *scale);
+
+/* Checks the scale of a cache, whose format may have none. */
+smla_status smla_require_kv_scale(smla_checker *checker, const char *name,
+                                  const smla_scale_arg *given, const smla_kv_format_info *format,
+                                  smla_given_scale *scale);
+
+/* ---- Devices and overlaps ------------------------------------------------------------------ */
 
 /* The device that works on memory of `device`. Pinned and managed memory counts as memory of the
  * CPU, number 0. */

@@ -35,64 +35,6 @@ smla_finish_check(const smla_checker *c, const smla_backend **backend)
     return smla_require_disjoint(c);
 }
 
-/* ---- Cache --------------------------------------------------------------------------------- */
-
-smla_status
-smla_check_concat_and_cache_mla(const smla_concat_and_cache_mla_args *args,
-                                smla_cache_write_params *params, const smla_backend **backend,
-                                smla_error *error)
-{
-    smla_checker c;
-    smla_kv_view kv;
-    smla_open_checker(&c, "concat_and_cache_mla", error);
-    const smla_kv_format_info *const format = smla_format_of_cache(args->kv_cache, args->kv_format);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "kv_c",
-                                           .tensor = args->kv_c,
-                                           .dtypes = SMLA_DTYPE_FLOATS,
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, format->nope_dim},
-                                           .hint = "tokens, and the values of their latents"}));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "k_pe",
-                                           .tensor = args->k_pe,
-                                           .dtypes = smla_dtype(args->kv_c),
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, format->rope_dim},
-                                           .hint = "tokens, and the RoPE values of their keys"}));
-    SMLA_TRY(
-        smla_require_kv(&c, "kv_cache", args->kv_cache, args->kv_format, SMLA_RULE_OUTPUT, &kv));
-    const int64_t rows_kv_c = smla_size(args->kv_c, 0);
-    const int64_t rows_k_pe = smla_size(args->k_pe, 0);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "slot_mapping",
-                                           .tensor = args->slot_mapping,
-                                           .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
-                                           .flags = SMLA_RULE_ANY_LAST_STRIDE,
-                                           .ndim = 1,
-                                           .shape = {SMLA_ANY}}));
-    const int64_t num_tokens = smla_size(args->slot_mapping, 0);
-    if (num_tokens > rows_kv_c || num_tokens > rows_k_pe) {
-        return smla_fail(
-            error, SMLA_ERROR_VALUE,
-            "%s: `%s` must have at least one row per entry of `slot_mapping` (%lld), got %lld",
-            c.op, num_tokens > rows_kv_c ? "kv_c" : "k_pe", (long long)num_tokens,
-            (long long)(num_tokens > rows_kv_c ? rows_kv_c : rows_k_pe));
-    }
-    SMLA_TRY(smla_finish_check(&c, backend));
-    *params = (smla_cache_write_params){
-        .num_tokens = num_tokens,
-        .kv_c = smla_data(args->kv_c),
-        .k_pe = smla_data(args->k_pe),
-        .kv_c_stride_token = smla_stride(args->kv_c, 0),
-        .k_pe_stride_token = smla_stride(args->k_pe, 0),
-        .input_type = smla_float_type_of(args->kv_c),
-        .slot_mapping = smla_data(args->slot_mapping),
-        .slot_stride = smla_stride(args->slot_mapping, 0),
-        .slots_are_int64 = smla_dtype(args->slot_mapping) == SMLA_DTYPE_INT64,
-        .kv = kv,
-        .stream = smla_stream_of(&c, args->stream),
-    };
-    return SMLA_OK;
-}
-
 smla_status
 smla_require_vector(smla_checker *c, const char *name, const DLTensor *tensor, int64_t count,
                     unsigned flags, const char *hint)
@@ -116,82 +58,6 @@ smla_require_block_table(smla_checker *c, const DLTensor *tensor)
                                         .ndim = 2,
                                         .shape = {SMLA_ANY, SMLA_ANY},
                                         .hint = "a row of page numbers per request"});
-}
-
-smla_status
-smla_check_gather_kv_cache(const smla_gather_kv_cache_args *args, smla_gather_params *params,
-                           const smla_backend **backend, smla_error *error)
-{
-    smla_checker c;
-    smla_kv_view kv;
-    smla_open_checker(&c, "gather_kv_cache", error);
-    SMLA_TRY(smla_require_kv(&c, "kv_cache", args->kv_cache, args->kv_format, 0, &kv));
-    SMLA_TRY(smla_require_block_table(&c, args->block_table));
-    const int64_t num_reqs = smla_size(args->block_table, 0);
-    SMLA_TRY(smla_require_vector(&c, "seq_lens", args->seq_lens, num_reqs, 0, NULL));
-    SMLA_TRY(
-        smla_require_vector(&c, "workspace_starts", args->workspace_starts, num_reqs, 0, NULL));
-    SMLA_TRY(smla_require_vector(&c, "seq_starts", args->seq_starts, num_reqs, SMLA_RULE_OPTIONAL,
-                                 NULL));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
-                                           .tensor = args->out,
-                                           .dtypes = SMLA_DTYPE_BF16,
-                                           .flags = SMLA_RULE_OUTPUT,
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, kv.format->head_dim}}));
-    SMLA_TRY(smla_finish_check(&c, backend));
-    *params = (smla_gather_params){
-        .num_reqs = num_reqs,
-        .num_blocks = smla_size(args->block_table, 1),
-        .block_table = smla_data(args->block_table),
-        .block_table_stride_req = smla_stride(args->block_table, 0),
-        .block_table_stride_block = smla_stride(args->block_table, 1),
-        .seq_lens = smla_data(args->seq_lens),
-        .seq_lens_stride = smla_stride(args->seq_lens, 0),
-        .workspace_starts = smla_data(args->workspace_starts),
-        .workspace_starts_stride = smla_stride(args->workspace_starts, 0),
-        .seq_starts = smla_data(args->seq_starts),
-        .seq_starts_stride = smla_stride(args->seq_starts, 0),
-        .kv = kv,
-        .out = smla_data(args->out),
-        .out_tokens = smla_size(args->out, 0),
-        .out_stride_token = smla_stride(args->out, 0),
-        .stream = smla_stream_of(&c, args->stream),
-    };
-    return SMLA_OK;
-}
-
-smla_status
-smla_check_dequantize_kv_cache(const smla_dequantize_kv_cache_args *args,
-                               smla_dequantize_params *params, const smla_backend **backend,
-                               smla_error *error)
-{
-    smla_checker c;
-    smla_kv_view kv;
-    smla_open_checker(&c, "dequantize_kv_cache", error);
-    SMLA_TRY(smla_require_kv(&c, "kv_cache", args->kv_cache, args->kv_format, 0, &kv));
-    const bool is_flat = args->kv_cache->ndim == 2;
-    smla_rule out = {.name = "out",
-                     .tensor = args->out,
-                     .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
-                     .flags = SMLA_RULE_OUTPUT,
-                     .ndim = is_flat ? 2 : 3,
-                     .shape = {kv.num_pages, kv.block_size, kv.format->head_dim}};
-    if (is_flat) {
-        out.shape[0] = smla_kv_num_slots(&kv);
-        out.shape[1] = kv.format->head_dim;
-    }
-    SMLA_TRY(smla_require(&c, &out));
-    SMLA_TRY(smla_finish_check(&c, backend));
-    *params = (smla_dequantize_params){
-        .kv = kv,
-        .out = smla_data(args->out),
-        .out_type = smla_float_type_of(args->out),
-        .out_stride_page = is_flat ? 0 : smla_stride(args->out, 0),
-        .out_stride_token = smla_stride(args->out, is_flat ? 0 : 1),
-        .stream = smla_stream_of(&c, args->stream),
-    };
-    return SMLA_OK;
 }
 
 /* ---- Indices and attention ----------------------------------------------------------------- */
@@ -285,7 +151,12 @@ require_key_list(smla_checker *c, const char *const names[3], const DLTensor *kv
                  const DLTensor *indices, const DLTensor *topk_length, int64_t num_tokens,
                  smla_key_list *list)
 {
-    SMLA_TRY(smla_require_kv(c, names[0], kv, kv_format, 0, &list->kv));
+    SMLA_TRY(smla_require_kv(c,
+                             &(smla_cache_rule){.name = names[0],
+                                                .tensor = kv,
+                                                .kv_format = kv_format,
+                                                .formats = SMLA_KV_ATTENTION},
+                             &list->kv));
     SMLA_TRY(smla_require(c, &(smla_rule){.name = names[1],
                                           .tensor = indices,
                                           .dtypes = SMLA_DTYPE_INT32,
@@ -387,7 +258,13 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
     smla_checker c;
     smla_open_checker(&c, "sparse_attention", error);
     *params = (smla_attention_params){.num_lists = 1};
-    const smla_kv_format_info *const format = smla_format_of_cache(args->kv, args->kv_format);
+    const smla_kv_format_info *format = NULL;
+    SMLA_TRY(smla_find_format(&c,
+                              &(smla_cache_rule){.name = main_names[0],
+                                                 .tensor = args->kv,
+                                                 .kv_format = args->kv_format,
+                                                 .formats = SMLA_KV_ATTENTION},
+                              &format));
     SMLA_TRY(smla_require_query(&c, format, args->q, args->q_pe, SMLA_ANY, SMLA_ANY, 0));
     const int64_t num_tokens = smla_size(args->q, 0);
     const int64_t num_heads = smla_size(args->q, 1);

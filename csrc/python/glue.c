@@ -1,6 +1,7 @@
 /* glue.c: dtypes, errors and plain options. Arrays are in array.c, streams in handle.c. */
 #include "python/glue.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "core/kv_format.h"
@@ -195,6 +196,76 @@ smla_py_parse_flag(PyObject *object, bool *value)
     return is_true < 0 ? -1 : 0;
 }
 
+int
+smla_py_parse_size(const char *op, const char *name, PyObject *object, int64_t *value)
+{
+    *value = 0;
+    if (object == Py_None) {
+        return 0;
+    }
+    if (smla_py_parse_int(op, name, object, value) < 0) {
+        return -1;
+    }
+    if (*value < 1) {
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must be at least 1, got %lld", op, name,
+                     (long long)*value);
+        return -1;
+    }
+    return 0;
+}
+
+/* 1 or 0, or -1 with an exception set that is not AttributeError. */
+static int
+has_attribute(PyObject *object, const char *name)
+{
+    PyObject *value = PyObject_GetAttrString(object, name);
+    if (value == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+        return 0;
+    }
+    Py_XDECREF(value);
+    return value == NULL ? -1 : 1;
+}
+
+int
+smla_py_is_number(PyObject *object)
+{
+    if (PyFloat_Check(object) || PyLong_Check(object)) {
+        return 1;
+    }
+    /* Arrays of one value often have __float__, too. */
+    const int is_array = has_attribute(object, "__dlpack__");
+    return is_array == 0 ? has_attribute(object, "__float__") : is_array < 0 ? -1 : 0;
+}
+
+int
+smla_py_parse_scale(const char *op, const char *name, PyObject *object, double *value)
+{
+    if (smla_py_parse_float(op, name, object, value) < 0) {
+        return -1;
+    }
+    if (*value == 0.0) {
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must be a positive normal float32, got 0", op,
+                     name);
+        return -1;
+    }
+    return 0;
+}
+
+void
+smla_py_describe_kv_formats(char text[SMLA_PY_FORMATS_TEXT])
+{
+    size_t length = (size_t)snprintf(text, SMLA_PY_FORMATS_TEXT, "\"auto\"");
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        const smla_kv_format_info *const row = &smla_kv_formats[i];
+        if (smla_find_kv_format((int32_t)row->format) == row && length < SMLA_PY_FORMATS_TEXT) {
+            const bool is_last = i + 1 == SMLA_NUM_KV_FORMATS;
+            length += (size_t)snprintf(text + length, SMLA_PY_FORMATS_TEXT - length, "%s\"%s\"",
+                                       is_last ? " or " : ", ", row->name);
+        }
+    }
+}
+
 int32_t
 smla_py_find_kv_format(const char *text, size_t length)
 {
@@ -241,8 +312,9 @@ smla_py_parse_kv_format(const char *op, const char *name, PyObject *object, int3
     if (*format != SMLA_KV_INFER) {
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "%s: `%s` must be " SMLA_PY_KV_FORMAT_NAMES ", got %R", op, name,
-                 object);
+    char names[SMLA_PY_FORMATS_TEXT];
+    smla_py_describe_kv_formats(names);
+    PyErr_Format(PyExc_ValueError, "%s: `%s` must be %s, got %R", op, name, names, object);
     return -1;
 }
 

@@ -128,12 +128,23 @@ int smla_py_parse_int32(const char *op, const char *name, PyObject *object, int3
 int smla_py_parse_float(const char *op, const char *name, PyObject *object, double *value);
 int smla_py_parse_flag(PyObject *object, bool *value);
 
+/* None -> 0, else a size of at least 1. */
+int smla_py_parse_size(const char *op, const char *name, PyObject *object, int64_t *value);
+
+/* Whether the argument of a scale is a number and no array: 1, 0, or -1 with an exception set. */
+int smla_py_is_number(PyObject *object);
+
+/* A scale that is a number, which must not be 0: a field of 0 is the scale 1. */
+int smla_py_parse_scale(const char *op, const char *name, PyObject *object, double *value);
+
 /* "auto" (a synonym of "bfloat16") or the name of a cache format -> smla_kv_format; SMLA_KV_INFER
  * for any other text. */
 int32_t smla_py_find_kv_format(const char *text, size_t length);
 
-/* The names that smla_py_find_kv_format knows, for errors. */
-#define SMLA_PY_KV_FORMAT_NAMES "\"auto\", \"bfloat16\" or \"fp8_ds_mla\""
+enum { SMLA_PY_FORMATS_TEXT = 256 };
+
+/* Writes the names that smla_py_find_kv_format knows, for errors, each in quotes. */
+void smla_py_describe_kv_formats(char text[SMLA_PY_FORMATS_TEXT]);
 
 /* The name of a scale layout -> smla_scale_layout; SMLA_SCALES_INFER for any other text. */
 int32_t smla_py_find_scale_layout(const char *text, size_t length);

@@ -225,6 +225,40 @@ add_kv_formats(PyObject *module)
     return status;
 }
 
+/* Adds a tuple of the names of the formats in a set. */
+static int
+add_format_names(PyObject *module, const char *name, smla_kv_set rows)
+{
+    PyObject *names = PyList_New(0);
+    for (int i = 0; names != NULL && i < SMLA_NUM_KV_FORMATS; i++) {
+        const smla_kv_format_info *const row = &smla_kv_formats[i];
+        if ((rows & SMLA_KV_SET(i)) == 0 || smla_find_kv_format((int32_t)row->format) != row) {
+            continue; /* not in the set, or a second row of its name */
+        }
+        PyObject *text = PyUnicode_FromString(row->name);
+        if (text == NULL || PyList_Append(names, text) < 0) {
+            Py_CLEAR(names);
+        }
+        Py_XDECREF(text);
+    }
+    PyObject *tuple = names == NULL ? NULL : PyList_AsTuple(names);
+    const int status = tuple == NULL ? -1 : PyModule_AddObjectRef(module, name, tuple);
+    Py_XDECREF(tuple);
+    Py_XDECREF(names);
+    return status;
+}
+
+/* The formats in split pages. */
+static smla_kv_set
+find_split_formats(void)
+{
+    smla_kv_set rows = 0;
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        rows |= smla_kv_formats[i].layout == SMLA_PAGE_SPLIT ? SMLA_KV_SET(i) : 0;
+    }
+    return rows;
+}
+
 /* Adds a type under the last part of its name. Keeps a reference in `slot`, unless that is NULL. */
 static int
 add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)
@@ -248,7 +282,10 @@ module_exec(PyObject *module)
         add_type(module, &smla_py_operator_spec, NULL) < 0) {
         return -1;
     }
-    if (add_kv_formats(module) < 0 || PyModule_AddFunctions(module, smla_py_xla_functions) < 0 ||
+    if (add_kv_formats(module) < 0 ||
+        add_format_names(module, "SPLIT_KV_FORMATS", find_split_formats()) < 0 ||
+        add_format_names(module, "ATTENTION_KV_FORMATS", SMLA_KV_ATTENTION) < 0 ||
+        PyModule_AddFunctions(module, smla_py_xla_functions) < 0 ||
         PyModule_AddFunctions(module, functions) < 0) {
         return -1;
     }

@@ -202,10 +202,16 @@ initialize(smla_builder *b, const smla_builder_config *config, smla_error *error
         known->prefill_workspace_tokens = tokens > INT32_MAX ? INT32_MAX : tokens;
     }
     SMLA_TRY(check_config_counts(known, error));
-    if (smla_find_kv_format(known->kv_format) == NULL) {
+    const smla_kv_format_info *const format = smla_find_kv_format(known->kv_format);
+    if (format == NULL) {
         return smla_fail(error, SMLA_ERROR_VALUE,
                          "%s: `kv_format` must be a known cache format, got %d", create_op,
                          known->kv_format);
+    }
+    if (format->head_dim != SMLA_HEAD_DIM) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `kv_format` must be one of keys of %d values, got %s", create_op,
+                         SMLA_HEAD_DIM, format->name);
     }
     b->plans_path = known->path == SMLA_PATH_AUTO;
     SMLA_TRY(choose_path(known, error));

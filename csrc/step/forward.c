@@ -35,7 +35,12 @@ static smla_status
 check_cache(smla_checker *c, const smla_forward_args *args, const smla_builder *b)
 {
     smla_kv_view kv;
-    SMLA_TRY(smla_require_kv(c, "kv_cache", args->kv_cache, b->config.kv_format, 0, &kv));
+    SMLA_TRY(smla_require_kv(c,
+                             &(smla_cache_rule){.name = "kv_cache",
+                                                .tensor = args->kv_cache,
+                                                .kv_format = b->config.kv_format,
+                                                .formats = SMLA_KV_ALL},
+                             &kv));
     const smla_kv_format_info *const format = smla_find_kv_format(b->config.kv_format);
     if (kv.format->number != format->number) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,

@@ -10,9 +10,12 @@ from typing import Any
 from sparse_mla import _C
 from sparse_mla.backend._words import as_int
 
-KV_CACHE_DTYPES = ("auto", *_C.KV_FORMATS)  # "auto" is bfloat16
 PATHS = ("mixed", "separate", "bf16", "direct")
 HEAD_SIZE = max(_C.KV_FORMATS["bfloat16"].values())  # with its RoPE part
+# "auto" is bfloat16.
+KV_CACHE_DTYPES = (
+    "auto", *(name for name, rows in _C.KV_FORMATS.items() if HEAD_SIZE in rows.values())
+)  # fmt: skip
 
 
 def _check_int(name: str, value: Any, least: int, most: int | None = None) -> int:

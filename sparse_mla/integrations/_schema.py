@@ -6,13 +6,15 @@ soon as it is declared.
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparse_mla import _results
 from sparse_mla.integrations._docs import document
 
-READ = ("input", "optional input", "pair", "second", "input and output")  # kinds of arrays
+# Kinds of arrays. A scale is a float or an array.
+READ = ("input", "optional input", "input or none", "scale", "pair", "second", "input and output")
 ALWAYS = ("output", "result")  # returned by every call
 ASKED = ("asked output", "asked result")  # returned where the call asks for it
 GIVEN = ("output", "asked output", "workspace")  # arrays that the caller may give to write to
@@ -35,6 +37,8 @@ class Schema:
         ]
         self.returned = self.names(*ALWAYS, *ASKED)
         self.pair = dict(zip(self.names("pair"), self.names("second"), strict=True))
+        # A scale's name -> the name of the argument that is its array.
+        self.scales = {name: f"{name}_tensor" for name in self.names("scale")}
         self.ask = next(iter(self.names("ask")), None)  # the option that asks for more results
         self.written = next(iter(self.names("input and output")), None)
 
@@ -48,12 +52,20 @@ class Schema:
         return dict(zip(self.returned, rule(_results.Given(self.name, values)), strict=True))
 
     def part(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The arguments with pairs split in two; the second is None where one array is given."""
+        """The arguments with pairs split in two, where the second is None if one array is given,
+        and with scales split into a number and an array or None."""
         for first, second in self.pair.items():
             given = values[first]
             is_pair = isinstance(given, (tuple, list))
             values = values | {first: given[0] if is_pair else given}
             values[second] = given[1] if is_pair else None
+        for number, array in self.scales.items():
+            given = values[number]
+            is_array = hasattr(given, "shape") and not isinstance(given, numbers.Number)
+            values = values | {
+                number: 1.0 if is_array else given,
+                array: given if is_array else None,
+            }
         return values
 
     def join(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -63,6 +75,10 @@ class Schema:
             rest = values.pop(second, None)
             if rest is not None:
                 values[first] = (values[first], rest)
+        for number, array in self.scales.items():
+            given = values.pop(array, None)
+            if given is not None:
+                values[number] = given
         return values
 
     def expose(

@@ -78,6 +78,89 @@ WORDS: dict[str, dict[str, str]] = {
     (2, 64, 576)
         """,
     },
+    "quantize_and_insert_k_cache": {
+        "torch": """
+    Whole keys to their slots: `sparse_mla.quantize_and_insert_k_cache`. Writes `k_cache`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> cache = torch.zeros((2, 64, 584), dtype=torch.uint8)
+    >>> smla.quantize_and_insert_k_cache(torch.ones(1, 512), cache, torch.tensor([64])) is cache
+    True
+    >>> cache[0].sum().item(), cache[1, 0, 0].item()
+    (0, 120)
+        """,
+        "jax": """
+    The cache after `sparse_mla.quantize_and_insert_k_cache`, in place of a donated `k_cache`.
+
+    Returns
+    -------
+    A new array, the shape and dtype of k_cache.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> cache = jnp.zeros((2, 64, 584), jnp.uint8)
+    >>> cache = smla.quantize_and_insert_k_cache(jnp.ones((1, 512)), cache, jnp.array([64]))
+    >>> int(cache[0].sum()), int(cache[1, 0, 0])
+    (0, 120)
+        """,
+    },
+    "indexer_k_quant_and_cache": {
+        "torch": """
+    The indexer's keys to their slots: `sparse_mla.indexer_k_quant_and_cache`. Writes `k_cache`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> cache = torch.zeros((2, 64, 132), dtype=torch.uint8)
+    >>> smla.indexer_k_quant_and_cache(torch.ones(1, 128), cache, torch.tensor([64])) is cache
+    True
+    >>> cache[0].sum().item(), cache[1, 0, 0].item()
+    (0, 120)
+        """,
+        "jax": """
+    The cache after `sparse_mla.indexer_k_quant_and_cache`, in place of a donated `k_cache`.
+
+    Returns
+    -------
+    A new array, the shape and dtype of k_cache.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> cache = jnp.zeros((2, 64, 132), jnp.uint8)
+    >>> cache = smla.indexer_k_quant_and_cache(jnp.ones((1, 128)), cache, jnp.array([64]))
+    >>> int(cache[0].sum()), int(cache[1, 0, 0])
+    (0, 120)
+        """,
+    },
+    "dequantize_and_gather_k_cache": {
+        "torch": """
+    The last rows of requests to a part of `out`: `sparse_mla.dequantize_and_gather_k_cache`. Writes
+    `out`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> cache = torch.ones((4, 64, 512), dtype=torch.bfloat16)
+    >>> out, table, seven = cache.new_zeros(1, 9, 512), *torch.tensor([[3], [7]]).int()
+    >>> _ = smla.dequantize_and_gather_k_cache(out, cache, seven, None, table[None], 64, 1)
+    >>> out[0, :, 0].int().tolist()
+    [0, 1, 1, 1, 1, 1, 1, 1, 0]
+        """,
+        "jax": """
+    `out` after `sparse_mla.dequantize_and_gather_k_cache`, in place of a donated `out`.
+
+    Returns
+    -------
+    A new array, the shape and dtype of out.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> cache, out = jnp.ones((4, 64, 512), jnp.bfloat16), jnp.zeros((1, 9, 512), jnp.bfloat16)
+    >>> table, seven = jnp.array([[3]]), jnp.array([7])
+    >>> out = smla.dequantize_and_gather_k_cache(out, cache, seven, None, table, 64, 1)
+    >>> out[0, :, 0].astype(int).tolist()
+    [0, 1, 1, 1, 1, 1, 1, 1, 0]
+        """,
+    },
     "convert_req_index_to_global_index": {
         "torch": """
     Positions to slots: `sparse_mla.convert_req_index_to_global_index`.

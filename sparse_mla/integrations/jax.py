@@ -69,8 +69,10 @@ def _require_cpu(op: str, name: str, x: Any) -> None:
 _ATTRIBUTES = {
     "int": np.int64,
     "int32": np.int64,
+    "size": np.int64,
     "flag": np.int64,
     "float": np.float64,
+    "scale": np.float64,
     "kv_format": str,
     "scales": str,
 }
@@ -82,8 +84,9 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
     values = schema.part(values)
     given = {}
     for name in schema.names(*READ):
-        if values[name] is not None:
-            values[name] = given[name] = jax.numpy.asarray(values[name])
+        array = values[schema.scales.get(name, name)]
+        if array is not None:
+            values[name] = given[name] = jax.numpy.asarray(array)
             _require_cpu(schema.name, name, given[name])
     if schema.written is not None:
         written = given[schema.written]
@@ -103,7 +106,7 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
     attributes = {
         name: _ATTRIBUTES[kind](values[name])
         for name, kind in schema.rows.items()
-        if kind in _ATTRIBUTES and values[name] is not None
+        if kind in _ATTRIBUTES and values[name] is not None and name not in given
     }
     outcome = call(*given.values(), operator=schema.name, present=np.int64(present), **attributes)
     return outcome[0] if len(results) == 1 else tuple(outcome)

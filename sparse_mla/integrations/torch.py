@@ -7,7 +7,8 @@ compiled calls give the same bits.
 
 An operator returns new tensors. Its overload `.out` writes tensors of the caller and says so in its
 schema, so that a compiled function keeps the order of writes and reads. `concat_and_cache_mla` and
-`gather_kv_cache` always do so. In the schemas a pair of queries is `q` and `q_pe`.
+`gather_kv_cache` always do so. In the schemas a pair of queries is `q` and `q_pe`, and a scale such
+as `kv_scale` is a float and, where it is a tensor, `kv_scale_tensor`.
 
 The operators have no backward: while gradients are enabled, a tensor that requires them is a
 BufferError.
@@ -108,10 +109,13 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
 _TYPES = {
     "input": "Tensor",
     "optional input": "Tensor?",
+    "input or none": "Tensor?",
+    "scale": "float",
     "pair": "Tensor",
     "int": "SymInt",
     "int32": "int",
     "flag": "bool",
+    "size": "SymInt?",
     "float": "float",
     "kv_format": "str?",
     "floats": "str",
@@ -140,7 +144,8 @@ def _declare(schema: Schema, outputs: list[str]) -> str:
             default = parameter.default
             text += f'="{default}"' if isinstance(default, str) else f"={default}"
         (keywords if parameter.kind is parameter.KEYWORD_ONLY else positional).append(text)
-    keywords += [f"Tensor? {name}=None" for name in schema.pair.values()]
+    seconds = (*schema.pair.values(), *schema.scales.values())
+    keywords += [f"Tensor? {name}=None" for name in seconds]
     return ", ".join([*positional, *(["*", *keywords] if keywords else [])])
 
 
@@ -172,7 +177,7 @@ def _register(schema: Schema, variant: str, outputs: list[str], new: list[str]) 
     returned = [schema.written] if schema.written else schema.returned
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if schema.pair:
+        if schema.pair or schema.scales:
             args, kwargs = (), schema.join(dict(zip(names, args, strict=False)) | kwargs)
         results = _named(returned, schema.operator(*args, **kwargs, **options))
         return _one_or_all([results[name] for name in new])

@@ -7,8 +7,11 @@ from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
     "concat_and_cache_mla",
+    "dequantize_and_gather_k_cache",
     "dequantize_kv_cache",
     "gather_kv_cache",
+    "indexer_k_quant_and_cache",
+    "quantize_and_insert_k_cache",
 ]
 
 
@@ -24,6 +27,7 @@ def concat_and_cache_mla(
 ) -> Array:
     """Write one token per entry of `slot_mapping` into a paged cache.
 
+    The latent and the RoPE part are two arrays; `quantize_and_insert_k_cache` writes whole keys.
     The value is rounded to bf16 first. An fp8_ds_mla row stores, for each tile of 128 values,
     scale = max(amax / 448, FLT_MIN) and e4m3(x / scale), saturating; its RoPE part stays bf16.
 
@@ -74,17 +78,20 @@ def gather_kv_cache(
     *,
     out: Array,
     seq_starts: Array | None = None,
+    kv_scale: float | Array = 1.0,
+    kv_format: str | None = None,
+    block_size: int | None = None,
     stream: Stream = None,
 ) -> Array:
     """Gather the rows of several requests from a paged cache into a flat bf16 workspace.
 
     out[workspace_starts[r] + p] = bf16(row of position p + seq_starts[r]) for p < seq_lens[r];
-    FP8 rows are upconverted as bf16(e4m3 * scale), one rounding.
+    quantised rows are upconverted as bf16(code * scale), one rounding.
 
     Parameters
     ----------
-    kv_cache : [pages, block_size, row], row = 576 bf16, 512 bf16 or 656 bytes
-        The cache may also have a head axis, or be flat.
+    kv_cache : [pages, block_size, row], of any format
+        The cache may also have a head axis, or be flat; split pages may be [pages, bytes].
     block_table : [R, W] int32
         Page numbers of each request. A bad page is a ValueError on the CPU; on CUDA its rows are
         written as zeros.
@@ -92,8 +99,16 @@ def gather_kv_cache(
         Tokens to gather, and the first row of `out`, per request. Length 0 writes nothing. Rows
         beyond `out` are a ValueError on the CPU; on CUDA they are left out.
     out : [>= sum of seq_lens, 576] bf16, written
+        512 values a row for formats of 512 values, 128 for the indexer's.
     seq_starts : [R] int32, optional
         First position to gather, per request; 0 when left out.
+    kv_scale : float, or an array of one fp32
+        The scale of an "fp8_e4m3" cache; 1 for every other format.
+    kv_format : name of a cache format, optional
+        None takes the format from the cache's dtype and last dimension. Rows of 528 and 288 bytes
+        and split pages as [pages, bytes] need it.
+    block_size : int, optional
+        Tokens per page. Only split pages as [pages, bytes] need it.
     stream : int handle or stream object, optional
 
     Returns
@@ -121,22 +136,33 @@ def gather_kv_cache(
 
 @operator(_results.dequantized)
 def dequantize_kv_cache(
-    kv_cache: Array, *, kv_format: str | None = None, dtype: str = "float32"
+    kv_cache: Array,
+    *,
+    kv_scale: float | Array = 1.0,
+    kv_format: str | None = None,
+    block_size: int | None = None,
+    dtype: str = "float32",
 ) -> Array:
     """Every value of a cache as floats, for inspection.
 
     Parameters
     ----------
-    kv_cache : [pages, block_size, row], row = 576 bf16, 512 bf16 or 656 bytes
-        The cache may also have a head axis, or be flat.
-    kv_format : "bfloat16" (or "auto"), "fp8_ds_mla" or None
-        None takes the format from the cache's dtype and last dimension.
+    kv_cache : [pages, block_size, row], of any format
+        The cache may also have a head axis, or be flat; split pages may be [pages, bytes].
+    kv_scale : float, or an array of one fp32
+        The scale of an "fp8_e4m3" cache; 1 for every other format.
+    kv_format : name of a cache format, optional
+        None takes the format from the cache's dtype and last dimension. Rows of 528 and 288 bytes
+        and split pages as [pages, bytes] need it.
+    block_size : int, optional
+        Tokens per page. Only split pages as [pages, bytes] need it.
     dtype : "float32" or "bfloat16"
-        An FP8 value is e4m3 * scale. The product is fp32, and is rounded once for "bfloat16".
+        A quantised value is code * scale. The product is fp32, and is rounded once for "bfloat16".
 
     Returns
     -------
-    [pages, block_size, 576], or [tokens, 576] for a flat cache.
+    [pages, block_size, 576], or [tokens, 576] for a flat cache. Formats of 512 values have 512 in
+    place of 576, and the indexer's formats 128.
 
     Raises
     ------
@@ -151,4 +177,188 @@ def dequantize_kv_cache(
     >>> import numpy as np, sparse_mla
     >>> sparse_mla.dequantize_kv_cache(np.zeros((2, 64, 656), np.uint8)).shape
     (2, 64, 576)
+    """
+
+
+@operator(_results.none)
+def quantize_and_insert_k_cache(
+    k: Array,
+    k_cache: Array,
+    slot_mapping: Array,
+    *,
+    kv_scale: float | Array = 1.0,
+    kv_format: str | None = None,
+    block_size: int | None = None,
+    stream: Stream = None,
+) -> Array:
+    """Write one key of 512 values per entry of `slot_mapping` into a paged cache.
+
+    A key comes after norm and RoPE, and is rounded to bf16 first. Its row is what the format makes
+    of it, byte for byte: docs/formats.md has the rules.
+
+    Parameters
+    ----------
+    k : [>= T, 512] bf16, fp16 or fp32
+        Keys, with their RoPE values last. T is the length of `slot_mapping`.
+    k_cache : [pages, block_size, row], written
+        A cache of 512 values a token: "fp8_v4" (584 bytes), "bfloat16" (512 values), "fp8_e4m3"
+        (512 bytes), "fp8_v41", "fp8_v41_split" or "fp8_nope" (528 bytes), "fp4_v41" or
+        "fp4_v41_split" (288 bytes). It may also have a head axis, or be flat; split pages may be
+        [pages, bytes].
+    slot_mapping : [T] int64 or int32
+        The slot of each token. A token with a negative slot is skipped. A slot past the end is a
+        ValueError on the CPU, before anything is written; on CUDA its token is skipped.
+    kv_scale : float, or an array of one fp32
+        The scale of an "fp8_e4m3" cache: codes are e4m3(x * (1 / kv_scale)). 1 for every other
+        format.
+    kv_format : name of a cache format, optional
+        None takes the format from the cache's dtype and last dimension. Rows of 528 and 288 bytes
+        and split pages as [pages, bytes] need it.
+    block_size : int, optional
+        Tokens per page. Only split pages as [pages, bytes] need it.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    k_cache, the same object.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        A slot past the end (CPU), a format of other rows, a `kv_scale` where none belongs.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: vLLM's operator of this name for DeepSeek V4; formats in csrc/core/kv_format.h.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> cache, k = np.zeros((2, 64, 584), np.uint8), np.full((1, 512), 2, np.float32)
+    >>> _ = sparse_mla.quantize_and_insert_k_cache(k, cache, np.array([65]))
+    >>> page = cache[1].reshape(-1)  # 64 rows of 576 bytes, then 64 rows of 8 scales
+    >>> page[576:578].tolist(), page[64 * 576 + 8 :][:8].tolist()
+    ([120, 120], [120, 120, 120, 120, 120, 120, 120, 0])
+    """
+
+
+@operator(_results.none)
+def indexer_k_quant_and_cache(
+    k: Array,
+    k_cache: Array,
+    slot_mapping: Array,
+    *,
+    kv_format: str | None = None,
+    block_size: int | None = None,
+    stream: Stream = None,
+) -> Array:
+    """Write one key of the indexer per entry of `slot_mapping` into a paged cache.
+
+    A key of 128 values is rounded to bf16 first. "fp8_index" stores e4m3(x / s) and one fp32 scale
+    s = the smallest power of two with 448 s >= max(amax, 1e-4). "mxfp4_index" stores e2m1(x / s)
+    and a scale per 32 values, the smallest power of two with 6 s >= amax.
+
+    Parameters
+    ----------
+    k : [>= T, 128] bf16, fp16 or fp32
+        Keys of the indexer. T is the length of `slot_mapping`.
+    k_cache : [pages, block_size, row], row = 132 or 68 bytes, written
+        The cache may also have a head axis. Its pages are split, and may be [pages, bytes]: so
+        "mxfp4_index" fits into pages of 132 bytes a token.
+    slot_mapping : [T] int64 or int32
+        The slot of each token. A token with a negative slot is skipped. A slot past the end is a
+        ValueError on the CPU, before anything is written; on CUDA its token is skipped.
+    kv_format : "fp8_index", "mxfp4_index" or None
+        None takes the format from the last dimension. Pages as [pages, bytes] need it.
+    block_size : int, optional
+        Tokens per page. Only split pages as [pages, bytes] need it.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    k_cache, the same object.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        A slot past the end (CPU), a format that is not the indexer's.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: vLLM's operator of this name; formats in csrc/core/kv_format.h.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> cache, k = np.zeros((2, 132 * 4), np.uint8), np.full((1, 128), 7, np.float32)
+    >>> how = {"kv_format": "mxfp4_index", "block_size": 4}
+    >>> _ = sparse_mla.indexer_k_quant_and_cache(k, cache, np.array([5]), **how)
+    >>> cache[1, 64:66].tolist(), cache[1, 4 * 64 + 4 :][:4].tolist()
+    ([102, 102], [128, 128, 128, 128])
+    """
+
+
+@operator(_results.none)
+def dequantize_and_gather_k_cache(
+    out: Array,
+    k_cache: Array,
+    seq_lens: Array,
+    gather_lens: Array | None,
+    block_table: Array,
+    block_size: int,
+    offset: int,
+    *,
+    kv_scale: float | Array = 1.0,
+    kv_format: str | None = None,
+    stream: Stream = None,
+) -> Array:
+    """Gather the last rows of each request from a paged cache into a part of `out`.
+
+    out[r, offset + i] = bf16(row of position seq_lens[r] - g + i) for i < g = gather_lens[r].
+    Nothing else in `out` changes.
+
+    Parameters
+    ----------
+    out : [R, M, 512] bf16, written
+        128 values a row for the indexer's formats, 576 for formats of 576 values.
+    k_cache : [pages, block_size, row], of any format
+        The cache may also have a head axis, or be flat; split pages may be [pages, bytes].
+    seq_lens : [R] int32
+        Cached tokens of each request.
+    gather_lens : [R] int32 or None
+        How many of them to gather, the last ones; None gathers all.
+    block_table : [R, W] int32
+        Page numbers of each request. A bad page is a ValueError on the CPU; on CUDA its rows are
+        written as zeros.
+    block_size : int
+        Tokens per page.
+    offset : int
+        The first row of `out` that is written, 0 to M. Rows beyond M are a ValueError on the CPU;
+        on CUDA they are left out.
+    kv_scale : float, or an array of one fp32
+        The scale of an "fp8_e4m3" cache; 1 for every other format.
+    kv_format : name of a cache format, optional
+        None takes the format from the cache's dtype and last dimension. Rows of 528 and 288 bytes
+        and split pages as [pages, bytes] need it.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    out, the same object.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        A bad page, a gather_lens above its seq_lens, or rows beyond `out` (CPU), before anything is
+        written. `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: vLLM's operator of this name for DeepSeek V4.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes, sparse_mla
+    >>> cache = np.arange(8, dtype=np.float32).repeat(512).reshape(2, 4, 512)
+    >>> cache, out = cache.astype(ml_dtypes.bfloat16), np.zeros((1, 5, 512), ml_dtypes.bfloat16)
+    >>> lens, three, table = (np.array(x, np.int32) for x in ([6], [3], [[1, 0]]))
+    >>> _ = sparse_mla.dequantize_and_gather_k_cache(out, cache, lens, three, table, 4, 1)
+    >>> out[0, :, 0].astype(int).tolist()
+    [0, 7, 0, 1, 0]
     """

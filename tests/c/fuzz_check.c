@@ -159,7 +159,10 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         return smla_check_compute_global_topk_indices_and_lens(&a->global_topk, &p.global_topk,
                                                                backend, e);
     case 13: return smla_check_combine_topk_swa_indices(&a->combine, &p.combine, backend, e);
-    default: return smla_check_build_mixed_sparse_indices(&a->mixed, &p.mixed, backend, e);
+    case 14: return smla_check_build_mixed_sparse_indices(&a->mixed, &p.mixed, backend, e);
+    case 15: return smla_check_quantize_and_insert_k_cache(&a->insert, &p.write, backend, e);
+    default:
+        return smla_check_dequantize_and_gather_k_cache(&a->gather_last, &p.gather, backend, e);
     }
 }
 

@@ -30,6 +30,8 @@ typedef union any_args {
     smla_concat_and_cache_mla_args write;
     smla_gather_kv_cache_args gather;
     smla_dequantize_kv_cache_args dequantize;
+    smla_insert_k_cache_args insert;
+    smla_gather_k_cache_args gather_last;
     smla_convert_req_index_args convert;
     smla_topk_slots_args global_topk;
     smla_combine_topk_swa_args combine;
@@ -98,6 +100,27 @@ make_dequantize(void)
     return (any_args){.dequantize = {.struct_size = sizeof(smla_dequantize_kv_cache_args),
                                      .kv_cache = ZEROS(uint8, 2, 4, 656),
                                      .out = ZEROS(fp32, 2, 4, 576)}};
+}
+
+static inline any_args
+make_insert(void)
+{
+    return (any_args){.insert = {.struct_size = sizeof(smla_insert_k_cache_args),
+                                 .k = ZEROS(bf16, 3, 512),
+                                 .k_cache = ZEROS(uint8, 2, 4, 512),
+                                 .slot_mapping = ZEROS(int64, 3)}};
+}
+
+static inline any_args
+make_gather_last(void)
+{
+    return (any_args){.gather_last = {.struct_size = sizeof(smla_gather_k_cache_args),
+                                      .out = ZEROS(bf16, 2, 5, 512),
+                                      .k_cache = ZEROS(uint8, 2, 4, 512),
+                                      .seq_lens = ZEROS(int32, 2),
+                                      .gather_lens = ZEROS(int32, 2),
+                                      .block_table = ZEROS(int32, 2, 3),
+                                      .block_size = 4}};
 }
 
 static inline any_args
@@ -281,6 +304,8 @@ make_inverse(void)
 CALL(write, smla_concat_and_cache_mla)
 CALL(gather, smla_gather_kv_cache)
 CALL(dequantize, smla_dequantize_kv_cache)
+CALL(insert, smla_quantize_and_insert_k_cache)
+CALL(gather_last, smla_dequantize_and_gather_k_cache)
 CALL(convert, smla_convert_req_index_to_global_index)
 CALL(global_topk, smla_compute_global_topk_indices_and_lens)
 CALL(combine, smla_combine_topk_swa_indices)
@@ -445,6 +470,22 @@ static const operator_case operators[] = {
       {"is_valid", AT_FIELD(mixed, is_valid), ANY_STRIDE | OPTIONAL | BOOLS, 0},
       {"out", AT_FIELD(mixed, out), OUTPUT, 3},
       {"lens", AT_FIELD(mixed, lens), OUTPUT | ANY_STRIDE, 1}}},
+    {"quantize_and_insert_k_cache",
+     sizeof(smla_insert_k_cache_args),
+     call_insert,
+     make_insert,
+     {{"k", AT_FIELD(insert, k), 0, 2},
+      {"k_cache", AT_FIELD(insert, k_cache), OUTPUT | CACHE, 4},
+      {"slot_mapping", AT_FIELD(insert, slot_mapping), ANY_STRIDE, 0}}},
+    {"dequantize_and_gather_k_cache",
+     sizeof(smla_gather_k_cache_args),
+     call_gather_last,
+     make_gather_last,
+     {{"k_cache", AT_FIELD(gather_last, k_cache), CACHE, 6},
+      {"out", AT_FIELD(gather_last, out), OUTPUT, 4},
+      {"seq_lens", AT_FIELD(gather_last, seq_lens), ANY_STRIDE, 1},
+      {"gather_lens", AT_FIELD(gather_last, gather_lens), ANY_STRIDE | OPTIONAL, 1},
+      {"block_table", AT_FIELD(gather_last, block_table), ANY_STRIDE, 1}}},
 };
 
 enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };

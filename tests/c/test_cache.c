@@ -428,7 +428,10 @@ test_format_table(void)
 {
     for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
         const smla_kv_format_info *const row = &smla_kv_formats[i];
-        const int nope_bytes = row->nope_dim * (row->nope_type == SMLA_NOPE_E4M3 ? 1 : 2);
+        const int bits[] = {[SMLA_NOPE_BF16] = 16, [SMLA_NOPE_E4M3] = 8, [SMLA_NOPE_E2M1] = 4};
+        const int scale_bytes = row->scale_type == SMLA_SCALE_FP32 ? 4 : 1;
+        const bool is_split = row->layout == SMLA_PAGE_SPLIT;
+        const int nope_bytes = row->nope_dim * bits[row->nope_type] / 8;
         const int element_bytes = row->dtypes == SMLA_DTYPE_BYTES ? 1 : 2;
         EXPECT_EQ((int)row->number, i);
         const bool is_next = i > 0 && row[-1].format == row->format; /* neighbours of one format */
@@ -438,9 +441,16 @@ test_format_table(void)
         EXPECT_EQ(row->head_dim, row->nope_dim + row->rope_dim);
         EXPECT(row->value_dim <= row->head_dim);
         EXPECT_EQ(row->num_scales * row->scale_tile, row->num_scales == 0 ? 0 : row->nope_dim);
-        EXPECT_EQ(row->scale_offset, row->num_scales == 0 ? 0 : nope_bytes);
-        EXPECT_EQ(row->rope_offset, nope_bytes + 4 * row->num_scales);
-        EXPECT_EQ(row->row_bytes, row->rope_offset + 2 * row->rope_dim);
+        EXPECT(row->num_scales <= SMLA_MAX_ROW_SCALES);
+        EXPECT_EQ(row->scale_offset, row->num_scales == 0 || is_split ? 0 : nope_bytes);
+        EXPECT_EQ(row->rope_offset, nope_bytes + (is_split ? 0 : row->scale_bytes));
+        EXPECT_EQ(row->data_bytes, nope_bytes + 2 * row->rope_dim);
+        EXPECT_EQ(row->row_bytes, row->data_bytes + row->scale_bytes);
+        /* fp8_v4 has a byte of padding */
+        EXPECT(row->scale_bytes - scale_bytes * row->num_scales == (i == SMLA_ROW_FP8_V4));
+        EXPECT((row->num_scales == 0) ==
+               (row->scale_type == SMLA_SCALE_NONE || row->scale_type == SMLA_SCALE_CACHE));
+        EXPECT(row->least_amax == 0 || row->scale_type != SMLA_SCALE_E4M3);
         EXPECT_EQ(row->row_bytes, row->row_elements * element_bytes);
         EXPECT_EQ(row->row_bytes % row->alignment, 0);
     }

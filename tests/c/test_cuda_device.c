@@ -37,6 +37,13 @@ smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *params)
 }
 
 cudaError_t
+smla_cuda_launch_insert_k_cache(const smla_cache_write_params *params)
+{
+    (void)params;
+    return launch_nothing("insert");
+}
+
+cudaError_t
 smla_cuda_launch_gather_kv_cache(const smla_gather_params *params, const smla_cuda_device *device)
 {
     (void)params;
@@ -211,6 +218,7 @@ smla_cpu_check_gather(const smla_gather_params *p, smla_error *error)
     seen_sum += 1000 * sum_of(p->seq_lens, p->num_reqs, p->seq_lens_stride);
     seen_sum += 1000000 * sum_of(p->workspace_starts, p->num_reqs, p->workspace_starts_stride);
     seen_sum += 1000000000 * sum_of(p->seq_starts, p->num_reqs, p->seq_starts_stride);
+    seen_sum += 7 * sum_of(p->gather_lens, p->num_reqs, p->gather_lens_stride);
     return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
 }
 
@@ -658,33 +666,45 @@ test_captures(void)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-enum { QUANT = 8, NUM_OPERATORS = 14 };
+enum { QUANT = 8, NUM_OPERATORS = 17 };
 
-static const char *const operator_names[NUM_OPERATORS] = {
-    "concat_and_cache_mla",     "gather_kv_cache",
-    "dequantize_kv_cache",      "convert_req_index_to_global_index",
-    "sparse_attention",         "merge_attn_states",
-    "split_kv_b_proj",          "k_up_proj",
-    "dynamic_per_tensor_quant", "fused_q_kv_rmsnorm",
-    "fused_inv_rope_fp8_quant", "compute_global_topk_indices_and_lens",
-    "combine_topk_swa_indices", "build_mixed_sparse_indices"};
+static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla",
+                                                          "gather_kv_cache",
+                                                          "dequantize_kv_cache",
+                                                          "convert_req_index_to_global_index",
+                                                          "sparse_attention",
+                                                          "merge_attn_states",
+                                                          "split_kv_b_proj",
+                                                          "k_up_proj",
+                                                          "dynamic_per_tensor_quant",
+                                                          "fused_q_kv_rmsnorm",
+                                                          "fused_inv_rope_fp8_quant",
+                                                          "compute_global_topk_indices_and_lens",
+                                                          "combine_topk_swa_indices",
+                                                          "build_mixed_sparse_indices",
+                                                          "quantize_and_insert_k_cache",
+                                                          "indexer_k_quant_and_cache",
+                                                          "dequantize_and_gather_k_cache"};
 static const char *const launch_names[NUM_OPERATORS] = {
-    "write",   "gather", "dequantize", "convert",   "attention",   "merge",         "split_weight",
-    "up_proj", "quant",  "norm",       "turn_back", "global_topk", "combine_lists", "mixed_lists"};
+    "write",         "gather",      "dequantize", "convert", "attention", "merge",
+    "split_weight",  "up_proj",     "quant",      "norm",    "turn_back", "global_topk",
+    "combine_lists", "mixed_lists", "insert",     "insert",  "gather"};
 
 /* How many arrays a checked call of an operator copies to the host. */
-static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2, 1, 3};
+static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2, 1, 3, 1, 1, 3};
 
 /* Calls an operator for `count` tokens, requests or the like; QUANT ignores `count`. */
 static smla_status
 call_operator(int i, smla_stream stream, int64_t count)
 {
     const smla_backend *const b = &smla_cuda_backend;
-    const smla_cache_write_params write = {.num_tokens = count,
+    const smla_cache_write_params write = {.op = operator_names[i],
+                                           .num_tokens = count,
                                            .slot_mapping = device_zeros,
                                            .slot_stride = 1,
                                            .stream = stream};
-    const smla_gather_params gather = {.num_reqs = count,
+    const smla_gather_params gather = {.op = operator_names[i],
+                                       .num_reqs = count,
                                        .num_blocks = 1,
                                        .block_table = device_zeros,
                                        .seq_lens = device_zeros,
@@ -736,7 +756,10 @@ call_operator(int i, smla_stream stream, int64_t count)
     case 10: return b->fused_inv_rope_fp8_quant(&turn_back, &error);
     case 11: return b->compute_global_topk_indices_and_lens(&global_topk, &error);
     case 12: return b->combine_topk_swa_indices(&combine, &error);
-    default: return b->build_mixed_sparse_indices(&mixed, &error);
+    case 13: return b->build_mixed_sparse_indices(&mixed, &error);
+    case 14: return b->quantize_and_insert_k_cache(&write, &error);
+    case 15: return b->indexer_k_quant_and_cache(&write, &error);
+    default: return b->dequantize_and_gather_k_cache(&gather, &error);
     }
 }
 
@@ -760,7 +783,8 @@ test_operators(void)
         launch_device = NULL;
         EXPECT_OK(call_operator(i, stream, 1));
         EXPECT_CALLS(calls);
-        EXPECT(launch_device == (i == 1 || i == QUANT ? smla_cuda_find_device(1) : NULL));
+        EXPECT(launch_device ==
+               (i == 1 || i == QUANT || i == 16 ? smla_cuda_find_device(1) : NULL));
         if (i != QUANT) { /* nothing to do */
             EXPECT_OK(call_operator(i, stream, 0));
             EXPECT_CALLS("");
@@ -934,6 +958,7 @@ test_read_arrays(void)
             sum += 1000 * (int64_t)at_lens[i * stride];
             sum += 1000000 * (int64_t)at_starts[i * stride];
             sum += 1000000000 * (int64_t)at_lens[i * stride];
+            sum += 7 * (int64_t)at_starts[i * stride];
         }
         const smla_gather_params params = {.num_reqs = R,
                                            .num_blocks = W,
@@ -946,6 +971,8 @@ test_read_arrays(void)
                                            .workspace_starts_stride = stride,
                                            .seq_starts = at_lens,
                                            .seq_starts_stride = stride,
+                                           .gather_lens = at_starts,
+                                           .gather_lens_stride = stride,
                                            .stream = stream};
         EXPECT_OK(smla_cuda_check_gather(&params, &error));
         EXPECT_EQ(seen_sum, sum);
@@ -953,6 +980,7 @@ test_read_arrays(void)
         EXPECT(seen_gather.seq_lens != params.seq_lens);
         EXPECT(seen_gather.workspace_starts != params.workspace_starts);
         EXPECT(seen_gather.seq_starts != params.seq_starts);
+        EXPECT(seen_gather.gather_lens != params.gather_lens);
         EXPECT_EQ((int64_t)asked_bytes, 4 * count);
     }
     /* Arrays that are absent are not copied. */

@@ -125,6 +125,69 @@ test_finite_abs(void)
     EXPECT_EQ(smla_float_bits(smla_finite_abs(smla_bits_float(0xFF800001u))), 0u);
 }
 
+static void
+test_e2m1(void)
+{
+    static const float values[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+    for (unsigned code = 0; code < 16; code++) {
+        const float x = smla_e2m1_to_float((uint8_t)code);
+        EXPECT_EQ(signbit(x) != 0, code >> 3);
+        EXPECT_NEAR(fabsf(x), values[code & 7u], 0.0);
+        EXPECT_EQ(smla_float_to_e2m1(x), code);
+    }
+    for (unsigned code = 0; code < 7; code++) {
+        const float tie = (values[code] + values[code + 1]) / 2.0f; /* exact */
+        const unsigned even = code + (code & 1u);
+        for (unsigned sign = 0; sign < 2; sign++) {
+            const float factor = sign != 0 ? -1.0f : 1.0f;
+            EXPECT_EQ(smla_float_to_e2m1(factor * tie), sign << 3 | even);
+            EXPECT_EQ(smla_float_to_e2m1(factor * nextafterf(tie, 0.0f)), sign << 3 | code);
+            EXPECT_EQ(smla_float_to_e2m1(factor * nextafterf(tie, 1e9f)), sign << 3 | (code + 1));
+        }
+    }
+    const float large[] = {6.0f, 6.5f, 100.0f, 3.4e38f, INFINITY};
+    for (size_t i = 0; i < sizeof large / sizeof large[0]; i++) {
+        EXPECT_EQ(smla_float_to_e2m1(large[i]), 7);
+        EXPECT_EQ(smla_float_to_e2m1(-large[i]), 15);
+    }
+    EXPECT_EQ(smla_float_to_e2m1(smla_bits_float(0x7F800001u)), 7);
+    EXPECT_EQ(smla_float_to_e2m1(smla_bits_float(0xFFC00000u)), 7);
+    EXPECT_EQ(smla_float_to_e2m1(-1e-45f), 8);
+}
+
+static void
+test_ue8m0(void)
+{
+    for (int e = 0; e < 255; e++) {
+        EXPECT_NEAR(smla_ue8m0_to_float((uint8_t)e), ldexp(1.0, e - 127), 0.0);
+    }
+    EXPECT(isnan(smla_ue8m0_to_float(255)));
+}
+
+/* For every exponent, mantissas around that of `top`: the scale is large enough, and its half is
+ * not. */
+static void
+test_power_scale(void)
+{
+    static const float tops[] = {SMLA_E4M3_MAX, SMLA_E2M1_MAX};
+    for (int k = 0; k < 2; k++) {
+        const double top = tops[k];
+        const uint32_t mantissa = smla_float_bits(tops[k]) & 0x7FFFFFu;
+        const uint32_t mantissas[] = {0, 1, mantissa - 1, mantissa, mantissa + 1, 0x7FFFFFu};
+        const uint32_t shift = (smla_float_bits(tops[k]) >> 23) - 127u;
+        for (uint32_t exponent = 1 + shift; exponent < 255; exponent++) {
+            for (int i = 0; i < 6; i++) {
+                const float amax = smla_bits_float(exponent << 23 | mantissas[i]);
+                const uint32_t e = smla_power_scale(amax, tops[k]);
+                const double scale = ldexp(1.0, (int)e - 127);
+                EXPECT(e >= 1 && e <= 253);
+                EXPECT(top * scale >= (double)amax && top * scale / 2.0 < (double)amax);
+                EXPECT_NEAR((double)smla_invert_power(e) * scale, 1.0, 0.0);
+            }
+        }
+    }
+}
+
 int
 main(void)
 {
@@ -136,5 +199,8 @@ main(void)
     RUN(test_e4m3_saturates);
     RUN(test_e4m3_random);
     RUN(test_finite_abs);
+    RUN(test_e2m1);
+    RUN(test_ue8m0);
+    RUN(test_power_scale);
     return report("test_numeric");
 }

@@ -26,9 +26,10 @@ smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
         const int64_t slot = read_slot(p, token);
         if (slot >= num_slots) {
             return smla_fail(error, SMLA_ERROR_VALUE,
-                             "concat_and_cache_mla: `slot_mapping` must be below the %lld slots of "
-                             "`kv_cache`, got %lld at token %lld",
-                             (long long)num_slots, (long long)slot, (long long)token);
+                             "%s: `slot_mapping` must be below the %lld slots of `%s`, got %lld at "
+                             "token %lld",
+                             p->op, (long long)num_slots, p->cache_name, (long long)slot,
+                             (long long)token);
         }
     }
     return SMLA_OK;
@@ -42,20 +43,22 @@ write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int s
             int num_shares)
 {
     enum { NEIGHBOURS = 8 };
+    const float kv_scale = smla_read_scale(&p->kv_scale);
     for (int64_t token = 0; token < p->num_tokens; token++) {
         const int64_t slot = read_slot(p, token);
         if (slot >= 0 && slot / NEIGHBOURS % num_shares == share) {
             cache->write_row(p->kv.format, p->input_type, p->kv_c, token * p->kv_c_stride_token,
-                             p->k_pe, token * p->k_pe_stride_token, smla_kv_slot(&p->kv, slot));
+                             p->k_pe, token * p->k_pe_stride_token, kv_scale,
+                             smla_kv_slot(&p->kv, slot));
         }
     }
 }
 
-smla_status
-smla_cpu_concat_and_cache_mla(const smla_cache_write_params *p, smla_error *error)
+static smla_status
+write_tokens(const smla_cache_write_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa("concat_and_cache_mla", &isa, error));
+    SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
     SMLA_TRY(smla_cpu_check_cache_write(p, error));
     const int num_shares = p->num_tokens < 64 ? 1 : smla_max_threads();
     if (num_shares == 1) { /* a parallel region of one thread costs as much as a token */
@@ -69,22 +72,56 @@ smla_cpu_concat_and_cache_mla(const smla_cache_write_params *p, smla_error *erro
     return SMLA_OK;
 }
 
+smla_status
+smla_cpu_concat_and_cache_mla(const smla_cache_write_params *p, smla_error *error)
+{
+    return write_tokens(p, error);
+}
+
+smla_status
+smla_cpu_quantize_and_insert_k_cache(const smla_cache_write_params *p, smla_error *error)
+{
+    return write_tokens(p, error);
+}
+
+smla_status
+smla_cpu_indexer_k_quant_and_cache(const smla_cache_write_params *p, smla_error *error)
+{
+    return write_tokens(p, error);
+}
+
 /* ---- Gather -------------------------------------------------------------------------------- */
 
+/* Positions seq_start ... seq_start + count - 1 of a request go to rows workspace_start ... */
 typedef struct gather_request {
-    int64_t seq_len;
+    int64_t count;
     int64_t seq_start;
     int64_t workspace_start;
 } gather_request;
 
+/* The names of arguments that mean the same in both operators, for errors. */
+typedef struct gather_names {
+    const char *count;
+    const char *seq_start;
+    const char *workspace_start;
+} gather_names;
+
 static gather_request
 read_request(const smla_gather_params *p, int64_t req)
 {
-    return (gather_request){
-        .seq_len = p->seq_lens[req * p->seq_lens_stride],
+    gather_request r = {
+        .count = p->seq_lens[req * p->seq_lens_stride],
         .seq_start = p->seq_starts == NULL ? 0 : p->seq_starts[req * p->seq_starts_stride],
-        .workspace_start = p->workspace_starts[req * p->workspace_starts_stride],
+        .workspace_start = p->workspace_starts == NULL
+                               ? p->offset
+                               : p->workspace_starts[req * p->workspace_starts_stride],
     };
+    if (p->gather_lens != NULL) {
+        const int64_t seq_len = r.count;
+        r.count = p->gather_lens[req * p->gather_lens_stride];
+        r.seq_start = seq_len - r.count;
+    }
+    return r;
 }
 
 static int32_t
@@ -96,31 +133,40 @@ read_page(const smla_gather_params *p, int64_t req, int64_t block)
 static smla_status
 check_request(const smla_gather_params *p, int64_t req, smla_error *error)
 {
-    static const char op[] = "gather_kv_cache";
+    const char *const op = p->op;
+    const gather_names names =
+        p->gather_lens != NULL
+            ? (gather_names){"gather_lens", "gather_lens", "offset"}
+            : (gather_names){"seq_lens", "seq_starts",
+                             p->workspace_starts == NULL ? "offset" : "workspace_starts"};
     const gather_request r = read_request(p, req);
-    if (r.seq_len < 0) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `seq_lens` must be >= 0, got %lld at request %lld", op,
-                         (long long)r.seq_len, (long long)req);
+    if (r.count < 0) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be >= 0, got %lld at request %lld",
+                         op, names.count, (long long)r.count, (long long)req);
     }
-    if (r.seq_len == 0) {
+    if (r.count == 0) {
         return SMLA_OK;
     }
     if (r.seq_start < 0) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `seq_starts` must be >= 0, got %lld at request %lld", op,
-                         (long long)r.seq_start, (long long)req);
+        return p->gather_lens != NULL
+                   ? smla_fail(error, SMLA_ERROR_VALUE,
+                               "%s: `gather_lens` must be at most `seq_lens`, got %lld more at "
+                               "request %lld",
+                               op, (long long)-r.seq_start, (long long)req)
+                   : smla_fail(error, SMLA_ERROR_VALUE,
+                               "%s: `seq_starts` must be >= 0, got %lld at request %lld", op,
+                               (long long)r.seq_start, (long long)req);
     }
-    if (r.workspace_start < 0 || r.workspace_start + r.seq_len > p->out_tokens) {
-        return smla_fail(
-            error, SMLA_ERROR_VALUE,
-            "%s: `workspace_starts` must keep every row inside the %lld rows of `out`, got "
-            "rows %lld to %lld for request %lld",
-            op, (long long)p->out_tokens, (long long)r.workspace_start,
-            (long long)(r.workspace_start + r.seq_len), (long long)req);
+    if (r.workspace_start < 0 || r.workspace_start + r.count > p->out_tokens) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must keep every row inside the %lld rows of `out`, got "
+                         "rows %lld to %lld for request %lld",
+                         op, names.workspace_start, (long long)p->out_tokens,
+                         (long long)r.workspace_start, (long long)(r.workspace_start + r.count),
+                         (long long)req);
     }
     const int64_t first_block = r.seq_start / p->kv.block_size;
-    const int64_t end_block = (r.seq_start + r.seq_len - 1) / p->kv.block_size + 1;
+    const int64_t end_block = (r.seq_start + r.count - 1) / p->kv.block_size + 1;
     if (end_block > p->num_blocks) {
         return smla_fail(
             error, SMLA_ERROR_VALUE,
@@ -149,26 +195,40 @@ smla_cpu_check_gather(const smla_gather_params *p, smla_error *error)
     return SMLA_OK;
 }
 
-smla_status
-smla_cpu_gather_kv_cache(const smla_gather_params *p, smla_error *error)
+static smla_status
+gather_requests(const smla_gather_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa("gather_kv_cache", &isa, error));
+    SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
     SMLA_TRY(smla_cpu_check_gather(p, error));
+    const float kv_scale = smla_read_scale(&p->kv_scale);
     /* Requests run in order, and threads divide the rows of one request. So if two requests have
      * the same rows of the workspace, the later request wins. */
     for (int64_t req = 0; req < p->num_reqs; req++) {
         const gather_request r = read_request(p, req);
-#pragma omp parallel for schedule(static) if (r.seq_len >= 64)
-        for (int64_t i = 0; i < r.seq_len; i++) {
+#pragma omp parallel for schedule(static) if (r.count >= 64)
+        for (int64_t i = 0; i < r.count; i++) {
             const int64_t position = r.seq_start + i;
             const int64_t page = read_page(p, req, position / p->kv.block_size);
             const smla_kv_token key = smla_kv_token_at(&p->kv, page, position % p->kv.block_size);
-            isa->cache->read_row(p->kv.format, key, SMLA_FLOAT_BF16, p->out,
-                                 (r.workspace_start + i) * p->out_stride_token);
+            isa->cache->read_row(p->kv.format, key, kv_scale, SMLA_FLOAT_BF16, p->out,
+                                 req * p->out_stride_req +
+                                     (r.workspace_start + i) * p->out_stride_token);
         }
     }
     return SMLA_OK;
+}
+
+smla_status
+smla_cpu_gather_kv_cache(const smla_gather_params *p, smla_error *error)
+{
+    return gather_requests(p, error);
+}
+
+smla_status
+smla_cpu_dequantize_and_gather_k_cache(const smla_gather_params *p, smla_error *error)
+{
+    return gather_requests(p, error);
 }
 
 /* ---- Dequantise ---------------------------------------------------------------------------- */
@@ -179,12 +239,14 @@ smla_cpu_dequantize_kv_cache(const smla_dequantize_params *p, smla_error *error)
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa("dequantize_kv_cache", &isa, error));
     const int64_t num_slots = smla_kv_num_slots(&p->kv);
+    const float kv_scale = smla_read_scale(&p->kv_scale);
 #pragma omp parallel for schedule(static) if (num_slots >= 64)
     for (int64_t slot = 0; slot < num_slots; slot++) {
         const int64_t page = slot / p->kv.block_size;
         const int64_t offset = slot % p->kv.block_size;
-        isa->cache->read_row(p->kv.format, smla_kv_token_at(&p->kv, page, offset), p->out_type,
-                             p->out, page * p->out_stride_page + offset * p->out_stride_token);
+        isa->cache->read_row(p->kv.format, smla_kv_token_at(&p->kv, page, offset), kv_scale,
+                             p->out_type, p->out,
+                             page * p->out_stride_page + offset * p->out_stride_token);
     }
     return SMLA_OK;
 }

@@ -7,12 +7,14 @@
 
 /* The kernel of one instruction set. An array comes with its type and its first element. */
 typedef struct smla_cache_isa {
-    /* NoPE [512] and RoPE [64] of bf16, fp16 or fp32 -> a cache row. */
+    /* NoPE and RoPE values of bf16, fp16 or fp32 -> a cache row. `kv_scale` is read where the
+     * format has one for the whole cache. */
     void (*write_row)(const smla_kv_format_info *format, smla_float_type type, const void *nope,
-                      int64_t nope_start, const void *rope, int64_t rope_start, smla_kv_token to);
-    /* A cache row -> [576] of bf16 or fp32. */
-    void (*read_row)(const smla_kv_format_info *format, smla_kv_token from, smla_float_type type,
-                     void *out, int64_t out_start);
+                      int64_t nope_start, const void *rope, int64_t rope_start, float kv_scale,
+                      smla_kv_token to);
+    /* A cache row -> its values as bf16 or fp32. */
+    void (*read_row)(const smla_kv_format_info *format, smla_kv_token from, float kv_scale,
+                     smla_float_type type, void *out, int64_t out_start);
     /* The largest smla_finite_abs of the values; 0 if there are none. */
     float (*find_amax)(const void *x, smla_float_type type, int64_t start, int64_t count);
     /* out[i] = e4m3(x[start + i] / scale) */

@@ -1,9 +1,10 @@
-/* narrow.h: converts bf16, fp16 and e4m3 <-> fp32, a quad of four vectors at a time. Every result
- * is bit for bit that of numeric.h.
+/* narrow.h: converts bf16, fp16, e4m3 and e2m1 <-> fp32, a quad of four vectors at a time. Every
+ * result is bit for bit that of numeric.h.
  *
  * 4 WIDTH values in a row are dealt out like cards: value 4 j + k goes to lane j of vector k. So
- * four e4m3 are the bytes of a 32-bit lane and two bf16 are its halves. Shifts replace widening and
- * narrowing, which GCC 12 does byte by byte. Memory needs no alignment.
+ * four e4m3 are the bytes of a 32-bit lane, two bf16 are its halves, and four e2m1 are a 16-bit
+ * lane. Shifts replace widening and narrowing, which GCC 12 does byte by byte. Memory needs no
+ * alignment.
  */
 #pragma once
 
@@ -16,6 +17,7 @@ typedef struct quad {
 } quad;
 
 typedef vuint vuint_unaligned __attribute__((aligned(1)));
+typedef vhalf vhalf_unaligned __attribute__((aligned(1)));
 
 SMLA_INLINE vuint
 load_words(const void *memory, int index)
@@ -47,13 +49,20 @@ widen_magnitude(vuint magnitude, const int exponent_bits)
 /* The upper byte of every lane, times `scale`. A NaN byte gives its own NaN even if `scale` is NaN:
  * which of two NaNs a product returns depends on the compiler. */
 SMLA_INLINE vfloat
-e4m3_to_float(vuint x, float scale)
+e4m3_to_float(vuint x, vfloat scale)
 {
     const vuint magnitude = x & 0x7F000000u;
     const vuint sign = x & 0x80000000u;
     const vint is_nan = magnitude == 0x7F000000u;
     const vfloat value = (vfloat)(widen_magnitude(magnitude, 4) | sign);
     return select_lanes(is_nan, (vfloat)(sign | 0x7FC00000u), value * scale);
+}
+
+/* The upper four bits of every lane. */
+SMLA_INLINE vfloat
+e2m1_to_float(vuint x)
+{
+    return (vfloat)(widen_magnitude(x & 0x70000000u, 2) | (x & 0x80000000u));
 }
 
 /* The upper half of every lane. */
@@ -88,14 +97,44 @@ round_to_e4m3(vfloat x)
     return (vuint)code | ((vuint)x >> 24 & 0x80u);
 }
 
+/* The result is the lowest four bits of each lane. */
+SMLA_INLINE vuint
+round_to_e2m1(vfloat x)
+{
+    const vint magnitude = (vint)x & 0x7FFFFFFF;
+    const vint is_large = magnitude > 0x40C00000; /* 6 */
+    const vint is_nan = magnitude > 0x7F800000;
+    const vint is_below_1 = magnitude < 0x3F800000;
+    const vint clamped = (magnitude & ~is_large) | (is_large & 0x40C00000);
+    const vint normal = ((clamped + 0x1FFFFF + (clamped >> 22 & 1)) >> 22) - (126 << 1);
+    /* The ulp at 2^22 is 1/2: the sum is rounded to nearest even and ends in the code. */
+    const vint below_1 = (vint)((vfloat)magnitude + 0x1p22f) & 3;
+    const vint code = (is_below_1 & below_1) | (~is_below_1 & normal);
+    return (vuint)(code | (is_nan & 7)) | ((vuint)x >> 28 & 8u & ~(vuint)is_nan);
+}
+
 /* ---- Quads --------------------------------------------------------------------------------- */
 
 SMLA_INLINE quad
-load_e4m3(const void *bytes, float scale)
+load_e4m3_by(const void *bytes, vfloat scale)
 {
     const vuint x = load_words(bytes, 0);
     return (quad){{e4m3_to_float(x << 24, scale), e4m3_to_float(x << 16, scale),
                    e4m3_to_float(x << 8, scale), e4m3_to_float(x, scale)}};
+}
+
+SMLA_INLINE quad
+load_e4m3(const void *bytes, float scale)
+{
+    return load_e4m3_by(bytes, splat(scale));
+}
+
+SMLA_INLINE quad
+load_e2m1_by(const void *bytes, vfloat scale)
+{
+    const vuint x = __builtin_convertvector(*(const vhalf_unaligned *)bytes, vuint);
+    return (quad){{e2m1_to_float(x << 28) * scale, e2m1_to_float(x << 24) * scale,
+                   e2m1_to_float(x << 20) * scale, e2m1_to_float(x << 16) * scale}};
 }
 
 SMLA_INLINE quad
@@ -133,6 +172,14 @@ store_e4m3(quad x, void *bytes)
     store_words(round_to_e4m3(x.v[0]) | round_to_e4m3(x.v[1]) << 8 | round_to_e4m3(x.v[2]) << 16 |
                     round_to_e4m3(x.v[3]) << 24,
                 bytes, 0);
+}
+
+SMLA_INLINE void
+store_e2m1(quad x, void *bytes)
+{
+    const vuint words = round_to_e2m1(x.v[0]) | round_to_e2m1(x.v[1]) << 4 |
+                        round_to_e2m1(x.v[2]) << 8 | round_to_e2m1(x.v[3]) << 12;
+    *(vhalf_unaligned *)bytes = __builtin_convertvector(words, vhalf);
 }
 
 SMLA_INLINE void

@@ -3,19 +3,21 @@
  */
 #pragma once
 
+#include <string.h>
+
 #include "core/backend.h"
 #include "core/numeric.h"
 #include "cpu/machine/narrow.h"
 
 /* ---- Quads of any type --------------------------------------------------------------------- */
 
-static int64_t
+SMLA_INLINE int64_t
 element_bytes(smla_float_type type)
 {
     return type == SMLA_FLOAT_FP32 ? 4 : 2;
 }
 
-static const uint8_t *
+SMLA_INLINE const uint8_t *
 element_at(const void *array, smla_float_type type, int64_t index)
 {
     return (const uint8_t *)array + index * element_bytes(type);

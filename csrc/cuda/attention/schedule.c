@@ -310,7 +310,9 @@ smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
     } else if (device != NULL) { /* any format in any list */
         for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
             for (int j = 0; j <= i; j++) {
-                const int64_t more = most_parts_of(device, shape, SMLA_KV_SET(i) | SMLA_KV_SET(j));
+                const smla_kv_set pair = SMLA_KV_SET(i) | SMLA_KV_SET(j);
+                const int64_t more =
+                    pair & ~SMLA_KV_ATTENTION ? 0 : most_parts_of(device, shape, pair);
                 parts = more > parts ? more : parts;
             }
         }

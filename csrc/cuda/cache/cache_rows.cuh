@@ -47,6 +47,19 @@ find_row(const smla_kv_view &kv, int64_t page, int64_t offset)
     return kv.base + page * kv.page_stride_bytes + offset * kv.token_stride_bytes;
 }
 
+/* Where the scales of a token are, for formats that come in split pages. */
+__device__ __forceinline__ uint8_t *
+find_scales_of(const smla_kv_view &kv, int64_t page, int64_t offset)
+{
+    return kv.scales + page * kv.page_stride_bytes + offset * kv.scale_token_stride_bytes;
+}
+
+__device__ __forceinline__ float
+read_given_scale(const smla_given_scale &scale)
+{
+    return scale.pointer == nullptr ? scale.value : __ldg(scale.pointer);
+}
+
 __device__ __forceinline__ uint8_t *
 shuffle_pointer(const uint8_t *pointer, int lane)
 {

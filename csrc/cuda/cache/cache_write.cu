@@ -23,24 +23,13 @@
  *              such tokens are farther apart, their row may hold parts of both.
  * Source       concat_and_cache_mla of vLLM, for the format.
  */
-#include "cuda/cache/cache_rows.cuh"
+#include "cuda/cache/cache_slots.cuh"
 
 namespace {
 
-enum {
-    MAX_RUN_TOKENS = 4, /* tokens that a warp writes in turn */
-    MIN_RUNS = 1 << 14, /* runs in the grid before a warp takes a second token */
-    WRITE_BLOCKS_PER_SM = 4,
-};
+enum { WRITE_BLOCKS_PER_SM = 4 };
 
 /* ---- Write --------------------------------------------------------------------------------- */
-
-struct write_args {
-    smla_cache_write_params p;
-    smla_divisor block_size;
-    row_offsets offsets;
-    int32_t run_tokens;
-};
 
 /* A lane's part of a token as given: 16 bytes per step, then two values of rope. */
 template <int TYPE> struct given_part {
@@ -87,59 +76,6 @@ load_next(const smla_cache_write_params &p, given_place *place, given_part<TYPE>
     }
     place->nope += p.kv_c_stride_token * BYTES;
     place->rope += p.k_pe_stride_token * BYTES;
-}
-
-/* Converts `COUNT` values to bf16, two per word. */
-template <int TYPE, int COUNT>
-__device__ __forceinline__ void
-narrow(const uint32_t *given, uint32_t *pairs)
-{
-#pragma unroll
-    for (int i = 0; i < COUNT / 2; i++) {
-        if constexpr (TYPE == SMLA_FLOAT_FP32) {
-            pairs[i] = smla_floats_to_bf16x2(smla_bits_float(given[2 * i]),
-                                             smla_bits_float(given[2 * i + 1]));
-        } else if constexpr (TYPE == SMLA_FLOAT_FP16) {
-            float floats[2];
-            smla_halves_to_floats(given[i], floats);
-            pairs[i] = smla_floats_to_bf16x2(floats[0], floats[1]);
-        } else {
-            pairs[i] = given[i];
-        }
-    }
-}
-
-__device__ __forceinline__ int64_t
-read_slot(const smla_cache_write_params &p, int64_t token)
-{
-    const int64_t at = token * p.slot_stride;
-    return p.slots_are_int64 ? ((const int64_t *)p.slot_mapping)[at]
-                             : ((const int32_t *)p.slot_mapping)[at];
-}
-
-/* Gives lane i the target row of token first + i of a run. The target is null where the token is
- * not written: its slot is outside the cache, or one of the next 31 tokens has the same slot. */
-__device__ __forceinline__ uint8_t *
-find_targets(const write_args &args, int64_t first, int num_tokens)
-{
-    const smla_cache_write_params &p = args.p;
-    const int lane = lane_idx();
-    const int64_t token = first + lane;
-    const bool sees_behind = lane + 1 < num_tokens && token + SMLA_WARP_LANES < p.num_tokens;
-    const int64_t slot = token < p.num_tokens ? read_slot(p, token) : -1;
-    const int64_t behind = sees_behind ? read_slot(p, token + SMLA_WARP_LANES) : -1;
-    bool yields = false;
-    for (int i = 0; i < num_tokens; i++) {
-        const int64_t own = __shfl_sync(ALL_LANES, slot, i);
-        const int64_t other = lane > i ? slot : behind; /* slot of a token 1 to 31 after token i */
-        const bool is_taken = __any_sync(ALL_LANES, lane != i && other == own);
-        yields = lane == i ? is_taken : yields;
-    }
-    if (lane >= num_tokens || yields || slot < 0 || slot >= p.kv.num_pages * p.kv.block_size) {
-        return nullptr;
-    }
-    const int64_t page = smla_divide(slot, args.block_size);
-    return find_row(p.kv, page, slot - page * p.kv.block_size);
 }
 
 /* Finds the scale of each of a lane's steps. */
@@ -295,14 +231,17 @@ __launch_bounds__(BLOCK_THREADS, min_write_blocks<TYPE, ALIGNED>())
         given_part<TYPE> next;
         given_place place = find_token<TYPE>(p, first);
         load_next<TYPE, ROW, ALIGNED>(p, &place, &next);
-        const uint8_t *const targets = find_targets(args, first, num_tokens);
+        const int64_t slot = find_slots(args, first, num_tokens);
+        const int64_t page = slot < 0 ? 0 : smla_divide(slot, args.block_size);
+        const uint8_t *const target =
+            slot < 0 ? nullptr : find_row(p.kv, page, slot - page * p.kv.block_size);
 #pragma unroll 2
         for (int i = 0; i < num_tokens; i++) {
             const given_part<TYPE> part = next;
             if (i + 1 < num_tokens) {
                 load_next<TYPE, ROW, ALIGNED>(p, &place, &next);
             }
-            uint8_t *const row = shuffle_pointer(targets, i);
+            uint8_t *const row = shuffle_pointer(target, i);
             if (row != nullptr) {
                 write_token<TYPE, ROW, ALIGNED>(part, args.offsets, row);
             }
@@ -367,11 +306,8 @@ smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *p)
     const bool is_aligned = has_aligned_rows(p->kv) &&
                             smla_is_multiple(p->kv_c, p->kv_c_stride_token * element_bytes, 16) &&
                             smla_is_multiple(p->k_pe, p->k_pe_stride_token * element_bytes, 8);
-    const int64_t tokens = p->num_tokens / MIN_RUNS;
-    const int32_t run_tokens = tokens < 1                ? 1
-                               : tokens < MAX_RUN_TOKENS ? (int32_t)tokens
-                                                         : MAX_RUN_TOKENS;
-    const int64_t num_blocks = smla_count_parts(p->num_tokens, (int64_t)run_tokens * BLOCK_WARPS);
+    const int32_t run_tokens = choose_run_tokens(p->num_tokens);
+    const int64_t num_blocks = count_write_blocks(p->num_tokens, run_tokens);
     const write_args args = {*p, smla_make_divisor(p->kv.block_size), offsets_of(p->kv),
                              run_tokens};
     for (const write_row &row : write_rows) {

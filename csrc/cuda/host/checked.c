@@ -124,7 +124,7 @@ smla_cuda_check_cache_write(const smla_cache_write_params *p, smla_error *error)
                           .element_bytes = p->slots_are_int64 ? 8 : 4,
                           .counts = {p->num_tokens, 1},
                           .strides = {p->slot_stride, 0}};
-    smla_status status = read_array("concat_and_cache_mla", p->stream, &slots, error);
+    smla_status status = read_array(p->op, p->stream, &slots, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_cache_write(&host, error);
     }
@@ -144,12 +144,14 @@ smla_cuda_check_gather(const smla_gather_params *p, smla_error *error)
         int32_vector(&host.seq_lens, p->num_reqs, p->seq_lens_stride),
         int32_vector(&host.workspace_starts, p->num_reqs, p->workspace_starts_stride),
         int32_vector(&host.seq_starts, p->num_reqs, p->seq_starts_stride),
+        int32_vector(&host.gather_lens, p->num_reqs, p->gather_lens_stride),
     };
-    smla_status status = read_arrays("gather_kv_cache", p->stream, arrays, 4, error);
+    const int count = (int)(sizeof arrays / sizeof arrays[0]);
+    smla_status status = read_arrays(p->op, p->stream, arrays, count, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_gather(&host, error);
     }
-    free_arrays(arrays, 4);
+    free_arrays(arrays, count);
     return status;
 }
 

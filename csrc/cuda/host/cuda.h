@@ -87,8 +87,9 @@ cudaError_t smla_cuda_launch(const smla_cuda_grid *grid);
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-/* cache_write.cu and cache_read.cu */
+/* cache_write.cu, cache_insert.cu, cache_read.cu and cache_dequantize.cu */
 cudaError_t smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *params);
+cudaError_t smla_cuda_launch_insert_k_cache(const smla_cache_write_params *params);
 cudaError_t smla_cuda_launch_gather_kv_cache(const smla_gather_params *params,
                                              const smla_cuda_device *device);
 cudaError_t smla_cuda_launch_dequantize_kv_cache(const smla_dequantize_params *params);

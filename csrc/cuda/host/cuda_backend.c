@@ -52,16 +52,34 @@ end_launch(const cuda_call *call, cudaError_t code, smla_error *error)
 /* ---- Cache and indices --------------------------------------------------------------------- */
 
 static smla_status
-concat_and_cache_mla(const smla_cache_write_params *p, smla_error *error)
+write_tokens(const smla_cache_write_params *p,
+             cudaError_t (*launch)(const smla_cache_write_params *params), smla_error *error)
 {
-    cuda_call call = {.op = "concat_and_cache_mla", .stream = p->stream};
+    cuda_call call = {.op = p->op, .stream = p->stream};
     if (p->num_tokens == 0) {
         return SMLA_OK;
     }
     SMLA_TRY(begin_call(&call, error));
     const smla_status status = call.is_checked ? smla_cuda_check_cache_write(p, error) : SMLA_OK;
-    return status == SMLA_OK ? end_launch(&call, smla_cuda_launch_concat_and_cache_mla(p), error)
-                             : end_call(&call, status, error);
+    return status == SMLA_OK ? end_launch(&call, launch(p), error) : end_call(&call, status, error);
+}
+
+static smla_status
+concat_and_cache_mla(const smla_cache_write_params *p, smla_error *error)
+{
+    return write_tokens(p, smla_cuda_launch_concat_and_cache_mla, error);
+}
+
+static smla_status
+quantize_and_insert_k_cache(const smla_cache_write_params *p, smla_error *error)
+{
+    return write_tokens(p, smla_cuda_launch_insert_k_cache, error);
+}
+
+static smla_status
+indexer_k_quant_and_cache(const smla_cache_write_params *p, smla_error *error)
+{
+    return write_tokens(p, smla_cuda_launch_insert_k_cache, error);
 }
 
 /* Finds nothing: the values are on the device. In checked mode gather_kv_cache reads them. */
@@ -76,7 +94,7 @@ check_gather(const smla_gather_params *p, smla_error *error)
 static smla_status
 gather_kv_cache(const smla_gather_params *p, smla_error *error)
 {
-    cuda_call call = {.op = "gather_kv_cache", .stream = p->stream};
+    cuda_call call = {.op = p->op, .stream = p->stream};
     if (p->num_reqs == 0) {
         return SMLA_OK;
     }
@@ -85,6 +103,12 @@ gather_kv_cache(const smla_gather_params *p, smla_error *error)
     return status == SMLA_OK
                ? end_launch(&call, smla_cuda_launch_gather_kv_cache(p, call.device), error)
                : end_call(&call, status, error);
+}
+
+static smla_status
+dequantize_and_gather_k_cache(const smla_gather_params *p, smla_error *error)
+{
+    return gather_kv_cache(p, error);
 }
 
 static smla_status

@@ -17,8 +17,10 @@
 typedef enum smla_py_kind {
     /* arrays that a caller gives */
     SMLA_PY_PAIR = SMLA_PY_NUM_ROLES, /* one array, or a tuple of two: the next row is the second */
-    SMLA_PY_ASKED_OUTPUT,             /* None or written; returned where it is given or asked for */
-    SMLA_PY_WORKSPACE,                /* None or written; not returned */
+    SMLA_PY_NULLABLE,                 /* given, but may be None; read */
+    SMLA_PY_SCALE,        /* smla_scale_arg: a float, or an array of one, which is read */
+    SMLA_PY_ASKED_OUTPUT, /* None or written; returned where it is given or asked for */
+    SMLA_PY_WORKSPACE,    /* None or written; not returned */
     /* arrays without an argument in Python */
     SMLA_PY_SECOND, /* second array of a pair */
     SMLA_PY_RESULT, /* always new */
@@ -27,6 +29,7 @@ typedef enum smla_py_kind {
     SMLA_PY_INT,       /* int64_t */
     SMLA_PY_INT32,     /* int32_t */
     SMLA_PY_FLAG,      /* int32_t: 1 where the argument is true */
+    SMLA_PY_SIZE,      /* int64_t: None, which is 0, or at least 1 */
     SMLA_PY_FLOAT,     /* double */
     SMLA_PY_KV_FORMAT, /* int32_t: None or the name of a cache format */
     SMLA_PY_FLOATS,    /* DLDataType: "float32" or "bfloat16" */

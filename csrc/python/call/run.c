@@ -79,6 +79,7 @@ read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, vo
     case SMLA_PY_INT: return smla_py_parse_int(op, param->name, object, field);
     case SMLA_PY_INT32: return smla_py_parse_int32(op, param->name, object, field);
     case SMLA_PY_FLAG: return parse_flag(object, field);
+    case SMLA_PY_SIZE: return smla_py_parse_size(op, param->name, object, field);
     case SMLA_PY_FLOAT: return smla_py_parse_float(op, param->name, object, field);
     case SMLA_PY_KV_FORMAT: return smla_py_parse_kv_format(op, param->name, object, field);
     case SMLA_PY_FLOATS: return parse_floats(op, param->name, object, field);
@@ -90,12 +91,31 @@ read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, vo
     }
 }
 
+/* A scale is an array, or else a number, which goes to its field of `args`. */
 static int
-add_array(smla_py_call *call, const smla_py_param *param, PyObject *object)
+add_scale(smla_py_call *call, const smla_py_param *param, PyObject *object, void *args)
+{
+    const int is_number = smla_py_is_number(object);
+    if (is_number < 0) {
+        return -1;
+    }
+    if (is_number == 0) {
+        return smla_py_add(call, param->name, SMLA_PY_INPUT, object);
+    }
+    smla_scale_arg *const scale = (void *)((char *)args + param->offset);
+    return smla_py_parse_scale(call->op, param->name, object, &scale->value) < 0
+               ? -1
+               : smla_py_add_absent(call, param->name);
+}
+
+static int
+add_array(smla_py_call *call, const smla_py_param *param, PyObject *object, void *args)
 {
     switch (param->kind) {
     case SMLA_PY_PAIR: return smla_py_add_query(call, object);
     case SMLA_PY_SECOND: return 0; /* added together with the first */
+    case SMLA_PY_NULLABLE: return smla_py_add(call, param->name, SMLA_PY_OPTIONAL, object);
+    case SMLA_PY_SCALE: return add_scale(call, param, object, args);
     case SMLA_PY_RESULT:
     case SMLA_PY_ASKED_RESULT: return smla_py_add_absent(call, param->name);
     case SMLA_PY_ASKED_OUTPUT:
@@ -115,7 +135,7 @@ read_arguments(smla_py_call *call, const smla_py_operator *op, PyObject *const *
         }
     }
     for (int i = 0; i < num_arrays; i++) {
-        if (add_array(call, &op->params[i], values[i]) < 0) {
+        if (add_array(call, &op->params[i], values[i], args) < 0) {
             return -1;
         }
     }

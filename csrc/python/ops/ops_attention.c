@@ -154,13 +154,16 @@ list_runs(const smla_backend *backend, const smla_attention_plan *plan)
     return list;
 }
 
-/* For `python -m sparse_mla info --plan`: a dict for each row format. */
+/* For `python -m sparse_mla info --plan`: a dict for each row format of attention. */
 static PyObject *
 answer_plans(const void *args)
 {
-    PyObject *list = PyList_New(SMLA_NUM_KV_FORMATS);
+    PyObject *list = PyList_New(0);
     for (int i = 0; list != NULL && i < SMLA_NUM_KV_FORMATS; i++) {
         const smla_kv_format_info *const format = &smla_kv_formats[i];
+        if ((SMLA_KV_ATTENTION & SMLA_KV_SET(i)) == 0) {
+            continue;
+        }
         const smla_backend *backend;
         smla_attention_plan plan;
         smla_error error;
@@ -172,9 +175,10 @@ answer_plans(const void *args)
             Py_BuildValue("{s:s,s:i,s:L,s:N}", "kv_format", format->name, "head_dim",
                           format->head_dim, "workspace_bytes", (long long)plan.workspace_bytes,
                           "runs", list_runs(backend, &plan));
-        if (item == NULL || PyList_SetItem(list, i, item) < 0) { /* steals */
+        if (item == NULL || PyList_Append(list, item) < 0) {
             Py_CLEAR(list);
         }
+        Py_XDECREF(item);
     }
     return list;
 }

@@ -74,6 +74,24 @@ read_int32(const xla_call *call, const char *name, int32_t *value)
                            call->op, name, (long long)wide);
 }
 
+/* Reads a size that may be left out. */
+static smla_status
+read_size(const xla_call *call, const char *name, int64_t *value)
+{
+    return find_attribute(call->frame, name, SMLA_XLA_IS_SCALAR) == NULL
+               ? SMLA_OK
+               : read_int(call, name, value);
+}
+
+/* Reads a scale that is a number. One that is an array is not an attribute. */
+static smla_status
+read_scale(const xla_call *call, const char *name, smla_scale_arg *scale)
+{
+    return find_attribute(call->frame, name, SMLA_XLA_IS_SCALAR) == NULL
+               ? SMLA_OK
+               : read_scalar(call, name, SMLA_XLA_F64, &scale->value, sizeof scale->value);
+}
+
 static smla_status
 read_kv_format(const xla_call *call, const char *name, int32_t *format)
 {
@@ -83,9 +101,10 @@ read_kv_format(const xla_call *call, const char *name, int32_t *format)
     }
     *format = smla_py_find_kv_format(span->text, span->length);
     if (*format == SMLA_KV_INFER) {
-        return smla_fail(call->error, SMLA_ERROR_VALUE,
-                         "%s: `%s` must be " SMLA_PY_KV_FORMAT_NAMES ", got \"%.*s\"", call->op,
-                         name, (int)span->length, span->text);
+        char names[SMLA_PY_FORMATS_TEXT];
+        smla_py_describe_kv_formats(names);
+        return smla_fail(call->error, SMLA_ERROR_VALUE, "%s: `%s` must be %s, got \"%.*s\"",
+                         call->op, name, names, (int)span->length, span->text);
     }
     return SMLA_OK;
 }
@@ -220,6 +239,8 @@ read_options(const xla_call *call, const smla_py_operator *op, void *args)
         case SMLA_PY_INT: SMLA_TRY(read_int(call, param->name, field)); break;
         case SMLA_PY_FLAG:
         case SMLA_PY_INT32: SMLA_TRY(read_int32(call, param->name, field)); break;
+        case SMLA_PY_SIZE: SMLA_TRY(read_size(call, param->name, field)); break;
+        case SMLA_PY_SCALE: SMLA_TRY(read_scale(call, param->name, field)); break;
         case SMLA_PY_FLOAT:
             SMLA_TRY(read_scalar(call, param->name, SMLA_XLA_F64, field, sizeof(double)));
             break;

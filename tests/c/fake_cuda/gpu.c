@@ -47,6 +47,12 @@ smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *params)
 }
 
 cudaError_t
+smla_cuda_launch_insert_k_cache(const smla_cache_write_params *params)
+{
+    LAUNCH(quantize_and_insert_k_cache, params);
+}
+
+cudaError_t
 smla_cuda_launch_gather_kv_cache(const smla_gather_params *params, const smla_cuda_device *device)
 {
     (void)device;

@@ -1,0 +1,415 @@
+/* kv_rule.c: enforces the rules of caches (rule.h): finds a cache's format, and reads its pages. */
+#include <float.h>
+
+#include "core/rule_parts.h"
+
+/* ---- Wording ------------------------------------------------------------------------------- */
+
+/* Describes table entries, grouped by dtype: "bfloat16 (576 or 512 values a token), or uint8, int8
+ * or float8_e4m3fn (fp8_ds_mla, 656 bytes a token)". */
+static smla_text
+describe_rows(smla_kv_set rows)
+{
+    smla_text wanted = {""};
+    const smla_kv_format_info *last = NULL;
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        const smla_kv_format_info *const row = &smla_kv_formats[i];
+        if ((rows & SMLA_KV_SET(i)) == 0) {
+            continue;
+        }
+        const bool is_bytes = row->dtypes == SMLA_DTYPE_BYTES;
+        if (last == NULL || last->dtypes != row->dtypes) {
+            smla_append(&wanted, "%s%s (", last == NULL ? "" : " values a token), or ",
+                        smla_describe_dtypes(row->dtypes).text);
+        } else {
+            smla_append(&wanted, " or ");
+        }
+        smla_append(&wanted, "%s%s%d", is_bytes ? row->name : "", is_bytes ? ", " : "",
+                    row->row_elements);
+        last = row;
+    }
+    smla_append(&wanted, last != NULL && last->dtypes == SMLA_DTYPE_BYTES ? " bytes a token)"
+                                                                          : " values a token)");
+    return wanted;
+}
+
+/* The names of formats, such as "bfloat16 or fp8_ds_mla". */
+static smla_text
+describe_names(smla_kv_set rows, const char *quote)
+{
+    smla_text names = {""};
+    const smla_kv_format_info *last = NULL;
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        const smla_kv_format_info *const row = &smla_kv_formats[i];
+        if ((rows & SMLA_KV_SET(i)) == 0) {
+            continue;
+        }
+        if (last == NULL || last->format != row->format) { /* a name may have two rows */
+            smla_append(&names, "%s%s%s%s", last == NULL ? "" : " or ", quote, row->name, quote);
+        }
+        last = row;
+    }
+    return names;
+}
+
+/* ---- Formats ------------------------------------------------------------------------------- */
+
+/* The table entries that fit a dtype and a last dimension; 0 stands for any last dimension. */
+static smla_kv_set
+find_rows(int32_t kv_format, unsigned dtype, int64_t row_elements)
+{
+    smla_kv_set rows = 0;
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        const smla_kv_format_info *const row = &smla_kv_formats[i];
+        const bool is_one = (kv_format == SMLA_KV_INFER || (int32_t)row->format == kv_format) &
+                            ((row->dtypes & dtype) != 0) &
+                            (row_elements == 0 || row->row_elements == row_elements);
+        rows |= (smla_kv_set)is_one << i;
+    }
+    return rows;
+}
+
+/* Whether the array is [pages, page bytes]. */
+static bool
+has_whole_pages(const DLTensor *tensor, int32_t kv_format)
+{
+    const smla_kv_format_info *const row = smla_find_kv_format(kv_format);
+    return tensor->ndim == 2 && row != NULL && row->layout == SMLA_PAGE_SPLIT;
+}
+
+/* The table entries that fit an array of at least one dimension. */
+static smla_kv_set
+find_rows_of(const DLTensor *tensor, int32_t kv_format)
+{
+    const int64_t size = smla_size(tensor, tensor->ndim - 1);
+    const unsigned dtype = smla_dtype(tensor);
+    /* vLLM calls the rows of 584 bytes by the name of those of 656 bytes. */
+    const bool is_v4 =
+        kv_format == SMLA_KV_FP8_DS_MLA && size == smla_kv_formats[SMLA_ROW_FP8_V4].row_elements;
+    if (has_whole_pages(tensor, kv_format)) {
+        return find_rows(kv_format, dtype, 0);
+    }
+    return size == 0 ? 0 : find_rows(is_v4 ? SMLA_KV_FP8_V4 : kv_format, dtype, size);
+}
+
+static const smla_kv_format_info *
+first_row(smla_kv_set rows)
+{
+    return &smla_kv_formats[rows == 0 ? 0 : __builtin_ctz(rows)];
+}
+
+const smla_kv_format_info *
+smla_format_of_cache(const DLTensor *tensor, int32_t kv_format)
+{
+    const bool has_size = tensor != NULL && tensor->shape != NULL && tensor->ndim >= 1 &&
+                          tensor->ndim <= SMLA_MAX_RANK;
+    return first_row(has_size ? find_rows_of(tensor, kv_format) : 0);
+}
+
+static smla_status
+fail_dtype(const smla_checker *c, const smla_cache_rule *rule)
+{
+    const smla_kv_format_info *const row = smla_find_kv_format(rule->kv_format);
+    const smla_text got = smla_describe_dtype(rule->tensor);
+    if (rule->kv_format == SMLA_KV_INFER) {
+        return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s, got %s", c->op,
+                         rule->name, describe_rows(rule->formats).text, got.text);
+    }
+    return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s for format %s, got %s", c->op,
+                     rule->name, smla_describe_dtypes(row->dtypes).text, row->name, got.text);
+}
+
+/* Reports a last dimension that fits none of the table entries `rows`, which fit the dtype. */
+static smla_status
+fail_size(const smla_checker *c, const smla_cache_rule *rule, smla_kv_set rows)
+{
+    smla_text wanted = {""};
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        const smla_kv_format_info *const row = &smla_kv_formats[i];
+        if (rows & SMLA_KV_SET(i)) {
+            const bool is_last = !(rows >> 1 & SMLA_KV_SET(i)) || row[1].format != row->format;
+            smla_append(&wanted, "%s%d%s%s", wanted.text[0] == '\0' ? "" : " or ",
+                        row->row_elements, is_last ? " for format " : "", is_last ? row->name : "");
+        }
+    }
+    return smla_fail(c->error, SMLA_ERROR_VALUE,
+                     "%s: `%s` must have a last dimension of %s, got shape %s", c->op, rule->name,
+                     wanted.text, smla_describe_shape(rule->tensor).text);
+}
+
+/* Reports a dtype and a last dimension that fit several table entries. */
+static smla_status
+fail_ambiguous(const smla_checker *c, const smla_cache_rule *rule, smla_kv_set rows)
+{
+    return smla_fail(c->error, SMLA_ERROR_VALUE,
+                     "%s: `%s` must come with kv_format=%s, got none for shape %s", c->op,
+                     rule->name, describe_names(rows, "\"").text,
+                     smla_describe_shape(rule->tensor).text);
+}
+
+/* Reports a dtype and a last dimension that fit no table entry. */
+static smla_status
+fail_format(const smla_checker *c, const smla_cache_rule *rule)
+{
+    if (rule->kv_format != SMLA_KV_INFER && smla_find_kv_format(rule->kv_format) == NULL) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `kv_format` must be a known cache format, got number %d", c->op,
+                         (int)rule->kv_format);
+    }
+    const smla_kv_set rows = find_rows(rule->kv_format, smla_dtype(rule->tensor), 0);
+    if (rows == 0) {
+        return fail_dtype(c, rule);
+    }
+    return fail_size(c, rule, rows & rule->formats ? rows & rule->formats : rows);
+}
+
+/* Reports a format that the operator does not serve. */
+static smla_status
+fail_unserved(const smla_checker *c, const smla_cache_rule *rule, smla_kv_set rows)
+{
+    return smla_fail(c->error, SMLA_ERROR_VALUE,
+                     "%s: `%s` must be of a format that this operator takes (%s), got %s", c->op,
+                     rule->name, describe_names(rule->formats, "").text, first_row(rows)->name);
+}
+
+smla_status
+smla_find_format(const smla_checker *c, const smla_cache_rule *rule,
+                 const smla_kv_format_info **format)
+{
+    *format = smla_format_of_cache(rule->tensor, rule->kv_format);
+    const bool has_rank = rule->tensor != NULL && rule->tensor->ndim >= 1 &&
+                          rule->tensor->ndim <= SMLA_MAX_RANK && rule->tensor->shape != NULL;
+    const smla_kv_set rows = has_rank ? find_rows_of(rule->tensor, rule->kv_format) : 0;
+    if (rows != 0 && (rows & rule->formats) == 0) {
+        return fail_unserved(c, rule, rows);
+    }
+    return SMLA_OK;
+}
+
+/* Finds the one table entry that fits the array. */
+static smla_status
+find_kv_format(const smla_checker *c, const smla_cache_rule *rule,
+               const smla_kv_format_info **format)
+{
+    const smla_kv_set rows =
+        rule->tensor->ndim == 0 ? 0 : find_rows_of(rule->tensor, rule->kv_format);
+    if (rows == 0) {
+        return fail_format(c, rule);
+    }
+    if ((rows & rule->formats) == 0) {
+        return fail_unserved(c, rule, rows);
+    }
+    if ((rows & (rows - 1)) != 0) {
+        return fail_ambiguous(c, rule, rows);
+    }
+    *format = first_row(rows);
+    return SMLA_OK;
+}
+
+/* ---- Pages --------------------------------------------------------------------------------- */
+
+/* [pages, page bytes] -> sizes and strides. */
+static smla_status
+read_whole_pages(const smla_checker *c, const smla_cache_rule *rule, smla_kv_view *view)
+{
+    const DLTensor *const tensor = rule->tensor;
+    if (rule->block_size == 0) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must come with block_size= for pages of %s as [pages, bytes], "
+                         "got none for shape %s",
+                         c->op, rule->name, view->format->name, smla_describe_shape(tensor).text);
+    }
+    if (tensor->shape[1] < rule->block_size * view->format->row_bytes) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have at least %lld bytes per page of %lld tokens of %s, "
+                         "got shape %s",
+                         c->op, rule->name, (long long)(rule->block_size * view->format->row_bytes),
+                         (long long)rule->block_size, view->format->name,
+                         smla_describe_shape(tensor).text);
+    }
+    view->num_pages = tensor->shape[0];
+    view->block_size = rule->block_size;
+    view->page_stride_bytes = smla_stride(tensor, 0);
+    view->token_stride_bytes = view->format->row_bytes;
+    return SMLA_OK;
+}
+
+/* [pages, block_size, row], [pages, block_size, 1, row] or flat [S, row] -> sizes and strides. */
+static smla_status
+read_pages(const smla_checker *c, const smla_cache_rule *rule, smla_kv_view *view)
+{
+    const DLTensor *const tensor = rule->tensor;
+    const int64_t element_bytes = smla_element_bytes(tensor);
+    const bool has_head_axis = tensor->ndim == 4 && tensor->shape[2] == 1;
+    const bool is_split = view->format->layout == SMLA_PAGE_SPLIT;
+    if (tensor->ndim == 2 && !is_split) {
+        const bool empty = tensor->shape[0] == 0;
+        view->num_pages = empty ? 0 : 1;
+        view->block_size = empty ? 1 : tensor->shape[0];
+        view->page_stride_bytes = 0;
+        view->token_stride_bytes = smla_stride(tensor, 0) * element_bytes;
+    } else if (tensor->ndim == 3 || has_head_axis) {
+        view->num_pages = tensor->shape[0];
+        view->block_size = tensor->shape[1];
+        view->page_stride_bytes = smla_stride(tensor, 0) * element_bytes;
+        view->token_stride_bytes = smla_stride(tensor, 1) * element_bytes;
+    } else {
+        const int32_t row = view->format->row_elements;
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have shape [pages, block_size, %d], [pages, block_size, 1, "
+                         "%d] or %s%d%s, got %s",
+                         c->op, rule->name, row, row,
+                         is_split ? "[pages, bytes] with block_size= and kv_format= (tokens of "
+                                  : "[tokens, ",
+                         row, is_split ? " bytes)" : "]", smla_describe_shape(tensor).text);
+    }
+    if (view->block_size < 1) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have at least one token per page, got shape %s", c->op,
+                         rule->name, smla_describe_shape(tensor).text);
+    }
+    const bool is_no_page = tensor->ndim == 2 && view->num_pages == 0;
+    if (rule->block_size != 0 && rule->block_size != view->block_size && !is_no_page) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have pages of block_size = %lld tokens, got %lld", c->op,
+                         rule->name, (long long)rule->block_size, (long long)view->block_size);
+    }
+    return SMLA_OK;
+}
+
+/* A split page is contiguous, and the next one begins behind it. */
+static smla_status
+require_split_pages(const smla_checker *c, const smla_cache_rule *rule, const smla_kv_view *view)
+{
+    const int64_t row_bytes = view->format->row_bytes;
+    if (smla_is_empty(rule->tensor)) {
+        return SMLA_OK;
+    }
+    if (view->block_size > 1 && view->token_stride_bytes != row_bytes) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have contiguous pages (a token stride of %lld bytes), got "
+                         "a stride of %lld",
+                         c->op, rule->name, (long long)row_bytes,
+                         (long long)view->token_stride_bytes);
+    }
+    if (view->num_pages > 1 && view->page_stride_bytes < view->block_size * row_bytes) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must have a page stride of at least %lld bytes, got %lld", c->op,
+                         rule->name, (long long)(view->block_size * row_bytes),
+                         (long long)view->page_stride_bytes);
+    }
+    return SMLA_OK;
+}
+
+/* Sets where rows and scales are. */
+static void
+place_rows(smla_kv_view *view, uint8_t *base)
+{
+    const smla_kv_format_info *const format = view->format;
+    int64_t scale_offset = format->scale_offset;
+    view->scale_token_stride_bytes = view->token_stride_bytes;
+    if (format->layout == SMLA_PAGE_SPLIT) {
+        scale_offset = view->block_size * format->data_bytes;
+        view->token_stride_bytes = format->data_bytes;
+        view->scale_token_stride_bytes = format->scale_bytes;
+    }
+    view->base = base;
+    view->scales = base == NULL ? NULL : base + scale_offset;
+}
+
+smla_status
+smla_require_kv(smla_checker *c, const smla_cache_rule *rule, smla_kv_view *view)
+{
+    const char *const name = rule->name;
+    SMLA_TRY(smla_require_pointer(c->op, name, rule->tensor, c->error));
+    smla_byte_range range;
+    SMLA_TRY(smla_require_sane(c, name, rule->tensor, &range));
+    SMLA_TRY(find_kv_format(c, rule, &view->format));
+    const int64_t alignment = view->format->alignment;
+    const bool is_split = view->format->layout == SMLA_PAGE_SPLIT;
+    if (rule->block_size != 0) {
+        SMLA_TRY(smla_require_count(c->op, "block_size", rule->block_size, 1, INT32_MAX, c->error));
+    }
+    SMLA_TRY(has_whole_pages(rule->tensor, rule->kv_format) ? read_whole_pages(c, rule, view)
+                                                            : read_pages(c, rule, view));
+    if (!range.is_compact) {
+        SMLA_TRY(smla_require_last_stride(c, name, rule->tensor));
+    }
+    SMLA_TRY(smla_require_alignment(c, name, rule->tensor, alignment));
+    SMLA_TRY(is_split ? require_split_pages(c, rule, view) : SMLA_OK);
+    if (view->page_stride_bytes % alignment != 0 || view->token_stride_bytes % alignment != 0) {
+        return smla_fail(
+            c->error, SMLA_ERROR_VALUE,
+            "%s: `%s` must have page and token strides in multiples of %lld bytes, got "
+            "%lld and %lld",
+            c->op, name, (long long)alignment, (long long)view->page_stride_bytes,
+            (long long)view->token_stride_bytes);
+    }
+    place_rows(view, smla_data(rule->tensor));
+    return smla_remember(c, name, rule->tensor, range, rule->flags);
+}
+
+/* ---- Scales -------------------------------------------------------------------------------- */
+
+static smla_status
+check_scale(const smla_checker *c, const char *name, double value)
+{
+    const float scale = (float)value;
+    if (scale >= FLT_MIN && scale <= FLT_MAX) {
+        return SMLA_OK;
+    }
+    return smla_fail(c->error, SMLA_ERROR_VALUE,
+                     "%s: `%s` must be a positive normal float32, got %g", c->op, name, value);
+}
+
+smla_status
+smla_require_scale(smla_checker *c, const char *name, const smla_scale_arg *given,
+                   smla_given_scale *scale)
+{
+    const DLTensor *const tensor = given->tensor;
+    *scale = (smla_given_scale){.pointer = NULL, .value = 1.0f};
+    if (tensor == NULL) {
+        if (given->value != 0) {
+            SMLA_TRY(check_scale(c, name, given->value));
+            scale->value = (float)given->value;
+        }
+        return SMLA_OK;
+    }
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = name,
+                                          .tensor = tensor,
+                                          .dtypes = SMLA_DTYPE_FP32,
+                                          .flags = SMLA_RULE_ANY_LAST_STRIDE,
+                                          .ndim = SMLA_ANY}));
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] != 1) {
+            return smla_fail(c->error, SMLA_ERROR_VALUE,
+                             "%s: `%s` must have one value, or be a float, got shape %s", c->op,
+                             name, smla_describe_shape(tensor).text);
+        }
+    }
+    scale->pointer = smla_data(tensor);
+    return c->device.device_type == kDLCPU ? check_scale(c, name, *scale->pointer) : SMLA_OK;
+}
+
+smla_status
+smla_require_kv_scale(smla_checker *c, const char *name, const smla_scale_arg *given,
+                      const smla_kv_format_info *format, smla_given_scale *scale)
+{
+    *scale = (smla_given_scale){.pointer = NULL, .value = 1.0f};
+    if (format->scale_type == SMLA_SCALE_CACHE) {
+        return smla_require_scale(c, name, given, scale);
+    }
+    if (given->tensor != NULL) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must be left out for format %s, which has no scale of the whole "
+                         "cache, got an array",
+                         c->op, name, format->name);
+    }
+    if (given->value != 0 && given->value != 1) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must be 1 for format %s, which has no scale of the whole cache, "
+                         "got %g",
+                         c->op, name, format->name, given->value);
+    }
+    return SMLA_OK;
+}

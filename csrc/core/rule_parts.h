@@ -1,0 +1,34 @@
+/* rule_parts.h: the parts that rule.c and kv_rule.c make rules and errors of. */
+#pragma once
+
+#include "core/rule.h"
+
+enum { SMLA_TEXT_BYTES = 352 };
+
+/* A part of an error's text, by value: functions that describe something return one. */
+typedef struct smla_text {
+    char text[SMLA_TEXT_BYTES];
+} smla_text;
+
+/* Cuts off text that does not fit. */
+__attribute__((format(printf, 2, 3))) void smla_append(smla_text *to, const char *format, ...);
+
+smla_text smla_describe_dtype(const DLTensor *tensor);
+smla_text smla_describe_dtypes(unsigned dtypes);
+smla_text smla_describe_shape(const DLTensor *tensor);
+
+/* Checks what every later step relies on: a rank of at most SMLA_MAX_RANK, no negative sizes, and
+ * addresses that exist. */
+smla_status smla_require_sane(const smla_checker *c, const char *name, const DLTensor *tensor,
+                              smla_byte_range *range);
+
+smla_status smla_require_last_stride(const smla_checker *c, const char *name,
+                                     const DLTensor *tensor);
+
+/* `alignment` is a power of two. */
+smla_status smla_require_alignment(const smla_checker *c, const char *name, const DLTensor *tensor,
+                                   int64_t alignment);
+
+/* The end of every array's check: the device, and the rules of outputs. */
+smla_status smla_remember(smla_checker *c, const char *name, const DLTensor *tensor,
+                          smla_byte_range range, unsigned flags);

@@ -1,0 +1,98 @@
+/* row_decoder.h: a cache row of any format -> bf16 or fp32, for one instruction set.
+ *
+ * Computes     value = code * scale, the product in fp32, rounded once more for bf16. RoPE values
+ *              and bf16 rows are copied, or widened. kv_format.h draws the rows.
+ * Numerics     Any scale byte is accepted. A NaN code with a NaN scale gives the NaN of the code.
+ *
+ * A file that includes this one is compiled for one instruction set, as for row_encoder.h.
+ */
+#pragma once
+
+#include "cpu/cache/row_encoder.h"
+
+/* Reads bf16 values, exactly. */
+SMLA_INLINE void
+read_bf16(const uint8_t *halves, int count, smla_float_type type, uint8_t *out)
+{
+    if (type == SMLA_FLOAT_BF16) {
+        memcpy(out, halves, (size_t)count * sizeof(uint16_t));
+        return;
+    }
+    for (int i = 0; i < count; i += QUAD) {
+        store_float(load_bf16(halves + 2 * i), out + i * (int)sizeof(float));
+    }
+}
+
+SMLA_INLINE void
+load_row_scales(const smla_kv_format_info *format, const uint8_t *from, float *scales)
+{
+    if (format->scale_type == SMLA_SCALE_FP32) {
+        memcpy(scales, from, (size_t)format->num_scales * sizeof *scales);
+        return;
+    }
+    for (int t = 0; t < format->num_scales; t++) {
+        scales[t] = format->scale_type == SMLA_SCALE_UE8M0 ? smla_ue8m0_to_float(from[t])
+                                                           : smla_e4m3_to_float(from[t]);
+    }
+}
+
+/* Reads the NoPE part of a row that is quantised. */
+SMLA_INLINE void
+decode_nope(const smla_kv_format_info *format, smla_kv_token from, float kv_scale,
+            smla_float_type type, uint8_t *out)
+{
+    float scales[SMLA_MAX_ROW_SCALES];
+    float lanes[ROW_LANES] __attribute__((aligned(64)));
+    load_row_scales(format, from.scales, scales);
+    spread_tiles(scales, format->num_scales, format->scale_tile / 4, lanes);
+    for (int i = 0; i < format->nope_dim / QUAD; i++) {
+        const vfloat scale =
+            format->num_scales != 0 ? *as_vectors(lanes + i * WIDTH) : splat(kv_scale);
+        const quad values = format->nope_type == SMLA_NOPE_E4M3
+                                ? load_e4m3_by(from.row + i * QUAD, scale)
+                                : load_e2m1_by(from.row + i * QUAD / 2, scale);
+        if (type == SMLA_FLOAT_BF16) {
+            store_bf16(values, out + i * QUAD * (int)sizeof(uint16_t));
+        } else {
+            store_float(values, out + i * QUAD * (int)sizeof(float));
+        }
+    }
+}
+
+SMLA_INLINE void
+decode_constant_format(const smla_kv_format_info *format, smla_kv_token from, float kv_scale,
+                       smla_float_type type, uint8_t *out)
+{
+    if (format->nope_type == SMLA_NOPE_BF16) {
+        read_bf16(from.row, format->nope_dim, type, out);
+    } else {
+        decode_nope(format, from, kv_scale, type, out);
+    }
+    read_bf16(from.row + format->rope_offset, format->rope_dim, type,
+              out + format->nope_dim * element_bytes(type));
+}
+
+/* Reads a row of any format: head_dim values. */
+SMLA_INLINE void
+decode_row(const smla_kv_format_info *format, smla_kv_token from, float kv_scale,
+           smla_float_type type, uint8_t *out)
+{
+#define DECODE(number) \
+    case number: decode_constant_format(&smla_kv_formats[number], from, kv_scale, type, out); break
+    switch (format->number) {
+        DECODE(SMLA_ROW_BFLOAT16);
+        DECODE(SMLA_ROW_BFLOAT16_512);
+        DECODE(SMLA_ROW_FP8_DS_MLA);
+        DECODE(SMLA_ROW_FP8_V4);
+        DECODE(SMLA_ROW_FP8_E4M3);
+        DECODE(SMLA_ROW_FP8_INDEX);
+        DECODE(SMLA_ROW_MXFP4_INDEX);
+        DECODE(SMLA_ROW_FP8_V41);
+        DECODE(SMLA_ROW_FP8_V41_SPLIT);
+        DECODE(SMLA_ROW_FP4_V41);
+        DECODE(SMLA_ROW_FP4_V41_SPLIT);
+        DECODE(SMLA_ROW_FP8_NOPE);
+    default: break;
+    }
+#undef DECODE
+}

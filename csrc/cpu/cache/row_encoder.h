@@ -1,0 +1,229 @@
+/* row_encoder.h: bf16 values -> a cache row of any format, for one instruction set.
+ *
+ * Computes     values are rounded to bf16; then per tile of NoPE values, in fp32
+ *                scale = the format's scale for the tile's amax, code = round(x / scale)
+ *              RoPE values and bf16 rows are copied. kv_format.h draws the rows.
+ * Scales       fp32, any   max(amax / 448, FLT_MIN), and a true division
+ *              power of 2  the smallest with top * scale >= max(amax, least_amax), where top is 448
+ *                          or 6: x / scale is exact, as a product with 1 / scale
+ *              e4m3        satE4M3(min(max(amax / 6, 2^-9), 448)), and true divisions
+ *              per cache   x * (1 / kv_scale), both in fp32
+ *              amax leaves out NaN and takes an infinity for FLT_MAX.
+ * Numerics     Every byte is what the functions of numeric.h give, for every input.
+ *
+ * A file that includes this one is compiled for one instruction set, see simd.h. Every function is
+ * inlined with a constant format, so that the compiler folds the format's facts.
+ */
+#pragma once
+
+#include <float.h>
+#include <string.h>
+
+#include "core/backend.h"
+#include "core/numeric.h"
+#include "cpu/machine/quads.h"
+
+enum {
+    ROW_QUADS = SMLA_KV_LORA_RANK / QUAD, /* quads of a row, or more */
+    ROW_LANES = SMLA_KV_LORA_RANK / 4,    /* lanes of them: each has four values */
+};
+
+_Static_assert(SMLA_QK_ROPE_HEAD_DIM % QUAD == 0, "a row must hold whole quads");
+_Static_assert(SMLA_INDEX_HEAD_DIM % QUAD == 0, "a key of the indexer must hold whole quads");
+
+/* ---- Values -------------------------------------------------------------------------------- */
+
+/* Loads values, rounded to bf16. */
+SMLA_INLINE quad
+load_rounded(const uint8_t *values, smla_float_type type, int64_t index)
+{
+    quad x = load_quad(element_at(values, type, index), type);
+    if (type != SMLA_FLOAT_BF16) {
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            x.v[k] = (vfloat)round_upper_half(x.v[k]);
+        }
+    }
+    return x;
+}
+
+/* Writes values rounded to bf16. Values that are bf16 keep their bits, NaN included. */
+SMLA_INLINE void
+write_bf16(const uint8_t *values, smla_float_type type, int count, uint8_t *out)
+{
+    if (type == SMLA_FLOAT_BF16) {
+        memcpy(out, values, (size_t)count * sizeof(uint16_t));
+        return;
+    }
+    for (int i = 0; i < count; i += QUAD) {
+        store_bf16(load_quad(element_at(values, type, i), type), out + i * (int)sizeof(uint16_t));
+    }
+}
+
+/* ---- Scales -------------------------------------------------------------------------------- */
+
+/* Folds the lanes of `best` pair by pair, until there is one lane per tile of `tile_lanes` lanes.
+ * Vectors behind the first `count` are zero. Infinities become FLT_MAX. */
+SMLA_INLINE void
+fold_tiles(vfloat *best, int count, int tile_lanes)
+{
+    for (int lanes = 1; lanes < tile_lanes; lanes *= 2) {
+        const int left = (count + 1) / 2;
+        for (int i = 0; i < left; i++) {
+            const vuint a = (vuint)best[2 * i];
+            const vuint b = 2 * i + 1 < count ? (vuint)best[2 * i + 1] : (vuint){0};
+            best[i] = max_lanes((vfloat)even_lanes(a, b), (vfloat)odd_lanes(a, b));
+        }
+        count = left;
+    }
+    for (int i = 0; i < count; i++) {
+        best[i] = select_lanes(best[i] > FLT_MAX, splat(FLT_MAX), best[i]);
+    }
+}
+
+/* Stores the low byte of each of the first `count` words. */
+SMLA_INLINE void
+store_low_bytes(const uint32_t *words, int count, uint8_t *bytes)
+{
+    for (int t = 0; t < count; t++) {
+        bytes[t] = (uint8_t)words[t];
+    }
+}
+
+/* Turns the maxima of a row's tiles into its scales, which are written, and into the numbers
+ * `factors` that its values are divided by, or multiplied with if scales are powers of two. */
+SMLA_INLINE void
+choose_scales(const smla_kv_format_info *format, const vfloat *largest, float *factors,
+              uint8_t *scales)
+{
+    const int count = format->num_scales;
+    const bool is_power = format->least_amax != 0;
+    const float top = format->nope_type == SMLA_NOPE_E4M3 ? SMLA_E4M3_MAX : SMLA_E2M1_MAX;
+    uint32_t words[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
+    for (int t = 0; t < count; t += WIDTH) {
+        const vfloat amax = largest[t / WIDTH];
+        vfloat factor = amax / top;
+        vuint word;
+        if (is_power) {
+            const vfloat least = max_lanes(splat(format->least_amax), amax);
+            const uint32_t bits = smla_float_bits(top);
+            word =
+                (((vuint)least + (0x7FFFFFu - (bits & 0x7FFFFFu))) >> 23) - ((bits >> 23) - 127u);
+            factor = (vfloat)((254u - word) << 23);
+            word = format->scale_type == SMLA_SCALE_FP32 ? word << 23 : word;
+        } else if (format->scale_type == SMLA_SCALE_E4M3) {
+            factor = max_lanes(factor, splat(0x1p-9f));
+            word = round_to_e4m3(factor); /* saturates */
+            factor = e4m3_to_float(word << 24, splat(1.0f));
+        } else {
+            factor = max_lanes(factor, splat(FLT_MIN));
+            word = (vuint)factor;
+        }
+        *(vuint *)(words + t) = word;
+        *(vfloat *)(factors + t) = factor;
+    }
+    if (format->scale_type == SMLA_SCALE_FP32) {
+        memcpy(scales, words, (size_t)count * sizeof *words);
+        return;
+    }
+    store_low_bytes(words, count, scales);
+    memset(scales + count, 0, (size_t)(format->scale_bytes - count));
+}
+
+/* Gives every lane of a row the number of its tile. */
+SMLA_INLINE void
+spread_tiles(const float *tiles, int count, int tile_lanes, float *lanes)
+{
+    for (int t = 0; t < count; t++) {
+        for (int i = 0; i < tile_lanes; i++) {
+            lanes[t * tile_lanes + i] = tiles[t];
+        }
+    }
+}
+
+/* ---- Rows ---------------------------------------------------------------------------------- */
+
+SMLA_INLINE quad
+scale_quad(quad x, vfloat factor, bool divides)
+{
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+        x.v[k] = divides ? x.v[k] / factor : x.v[k] * factor;
+    }
+    return x;
+}
+
+/* Writes the NoPE part of a row that is quantised. Computes all maxima first, because the way from
+ * a maximum to its scale is a long chain. */
+SMLA_INLINE void
+encode_nope(const smla_kv_format_info *format, smla_float_type type, const uint8_t *values,
+            float kv_scale, smla_kv_token to)
+{
+    const int num_quads = format->nope_dim / QUAD;
+    const int tile_lanes = format->scale_tile / 4;
+    const bool divides = format->least_amax == 0 && format->num_scales != 0;
+    quad x[ROW_QUADS];
+    vfloat best[ROW_QUADS];
+    float factors[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
+    float lanes[ROW_LANES] __attribute__((aligned(64)));
+    for (int i = 0; i < num_quads; i++) {
+        x[i] = load_rounded(values, type, (int64_t)i * QUAD);
+        best[i] = max_of_quad((vfloat){0}, x[i]);
+    }
+    if (format->num_scales != 0) {
+        fold_tiles(best, num_quads, tile_lanes);
+        choose_scales(format, best, factors, to.scales);
+        spread_tiles(factors, format->num_scales, tile_lanes, lanes);
+    }
+    const float inverse = 1.0f / kv_scale;
+    for (int i = 0; i < num_quads; i++) {
+        const vfloat factor =
+            format->num_scales != 0 ? *as_vectors(lanes + i * WIDTH) : splat(inverse);
+        const quad scaled = scale_quad(x[i], factor, divides);
+        if (format->nope_type == SMLA_NOPE_E4M3) {
+            store_e4m3(scaled, to.row + i * QUAD);
+        } else {
+            store_e2m1(scaled, to.row + i * QUAD / 2);
+        }
+    }
+}
+
+/* Writes a row of a constant format from its NoPE values and its RoPE values. */
+SMLA_INLINE void
+encode_constant_format(const smla_kv_format_info *format, smla_float_type type, const uint8_t *nope,
+                       const uint8_t *rope, float kv_scale, smla_kv_token to)
+{
+    if (format->nope_type == SMLA_NOPE_BF16) {
+        write_bf16(nope, type, format->nope_dim, to.row);
+    } else {
+        encode_nope(format, type, nope, kv_scale, to);
+    }
+    write_bf16(rope, type, format->rope_dim, to.row + format->rope_offset);
+}
+
+/* Writes a row of any format. */
+SMLA_INLINE void
+encode_row(const smla_kv_format_info *format, smla_float_type type, const uint8_t *nope,
+           const uint8_t *rope, float kv_scale, smla_kv_token to)
+{
+#define ENCODE(number)                                                                    \
+    case number:                                                                          \
+        encode_constant_format(&smla_kv_formats[number], type, nope, rope, kv_scale, to); \
+        break
+    switch (format->number) {
+        ENCODE(SMLA_ROW_BFLOAT16);
+        ENCODE(SMLA_ROW_BFLOAT16_512);
+        ENCODE(SMLA_ROW_FP8_DS_MLA);
+        ENCODE(SMLA_ROW_FP8_V4);
+        ENCODE(SMLA_ROW_FP8_E4M3);
+        ENCODE(SMLA_ROW_FP8_INDEX);
+        ENCODE(SMLA_ROW_MXFP4_INDEX);
+        ENCODE(SMLA_ROW_FP8_V41);
+        ENCODE(SMLA_ROW_FP8_V41_SPLIT);
+        ENCODE(SMLA_ROW_FP4_V41);
+        ENCODE(SMLA_ROW_FP4_V41_SPLIT);
+        ENCODE(SMLA_ROW_FP8_NOPE);
+    default: break;
+    }
+#undef ENCODE
+}

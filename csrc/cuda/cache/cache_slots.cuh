@@ -1,0 +1,87 @@
+/* cache_slots.cuh: what the kernels that write cache rows share: slots, runs of tokens, and values
+ * of any type as bf16.
+ */
+#pragma once
+
+#include "cuda/cache/cache_rows.cuh"
+
+namespace {
+
+enum {
+    MAX_RUN_TOKENS = 4, /* tokens that a warp writes in turn */
+    MIN_RUNS = 1 << 14, /* runs in the grid before a warp takes a second token */
+};
+
+struct write_args {
+    smla_cache_write_params p;
+    smla_divisor block_size;
+    row_offsets offsets;
+    int32_t run_tokens;
+};
+
+/* Converts `COUNT` values to bf16, two per word. */
+template <int TYPE, int COUNT>
+__device__ __forceinline__ void
+narrow(const uint32_t *given, uint32_t *pairs)
+{
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; i++) {
+        if constexpr (TYPE == SMLA_FLOAT_FP32) {
+            pairs[i] = smla_floats_to_bf16x2(smla_bits_float(given[2 * i]),
+                                             smla_bits_float(given[2 * i + 1]));
+        } else if constexpr (TYPE == SMLA_FLOAT_FP16) {
+            float floats[2];
+            smla_halves_to_floats(given[i], floats);
+            pairs[i] = smla_floats_to_bf16x2(floats[0], floats[1]);
+        } else {
+            pairs[i] = given[i];
+        }
+    }
+}
+
+__device__ __forceinline__ int64_t
+read_slot(const smla_cache_write_params &p, int64_t token)
+{
+    const int64_t at = token * p.slot_stride;
+    return p.slots_are_int64 ? ((const int64_t *)p.slot_mapping)[at]
+                             : ((const int32_t *)p.slot_mapping)[at];
+}
+
+/* Gives lane i the slot of token first + i of a run, or -1 where the token is not written: its slot
+ * is outside the cache, or one of the next 31 tokens has the same slot. */
+__device__ __forceinline__ int64_t
+find_slots(const write_args &args, int64_t first, int num_tokens)
+{
+    const smla_cache_write_params &p = args.p;
+    const int lane = lane_idx();
+    const int64_t token = first + lane;
+    const bool sees_behind = lane + 1 < num_tokens && token + SMLA_WARP_LANES < p.num_tokens;
+    const int64_t slot = token < p.num_tokens ? read_slot(p, token) : -1;
+    const int64_t behind = sees_behind ? read_slot(p, token + SMLA_WARP_LANES) : -1;
+    bool yields = false;
+    for (int i = 0; i < num_tokens; i++) {
+        const int64_t own = __shfl_sync(ALL_LANES, slot, i);
+        const int64_t other = lane > i ? slot : behind; /* slot of a token 1 to 31 after token i */
+        const bool is_taken = __any_sync(ALL_LANES, lane != i && other == own);
+        yields = lane == i ? is_taken : yields;
+    }
+    const bool is_written =
+        lane < num_tokens && !yields && slot >= 0 && slot < p.kv.num_pages * p.kv.block_size;
+    return is_written ? slot : -1;
+}
+
+/* How many tokens a warp writes in turn. */
+int32_t
+choose_run_tokens(int64_t num_tokens)
+{
+    const int64_t tokens = num_tokens / MIN_RUNS;
+    return tokens < 1 ? 1 : tokens < MAX_RUN_TOKENS ? (int32_t)tokens : MAX_RUN_TOKENS;
+}
+
+int64_t
+count_write_blocks(int64_t num_tokens, int32_t run_tokens)
+{
+    return smla_count_parts(num_tokens, (int64_t)run_tokens * BLOCK_WARPS);
+}
+
+} /* namespace */

@@ -1,0 +1,229 @@
+/* row_encoder.cuh: a warp turns a key of 512 or 128 bf16 values into a quantised cache row.
+ *
+ * The rules are those of csrc/cpu/cache/row_encoder.h, and every byte is the CPU's. A kernel brings
+ * the values as a key_part; what it did with them before is its own affair. All lanes of the warp
+ * must call encode_key together.
+ */
+#pragma once
+
+#include "cuda/cache/cache_rows.cuh"
+
+namespace {
+
+/* A lane's share of a key: value STEP * step + COUNT * lane + i is in half i of pairs[step]. */
+template <int ROW> struct key_part {
+    enum {
+        VALUES = smla_row<ROW>::INFO.head_dim,
+        COUNT = VALUES == SMLA_INDEX_HEAD_DIM ? 4 : 8,
+        STEP = COUNT * SMLA_WARP_LANES,
+        STEPS = VALUES / STEP,
+    };
+    static_assert(STEPS == 1 || STEPS == 2, "two steps share the words of a reduction");
+    uint32_t pairs[STEPS][COUNT / 2];
+};
+
+/* The amax of a lane's tile in each step, for tiles of TILE_LANES lanes. NaN counts as 0, and an
+ * infinity as FLT_MAX. */
+template <int ROW, int TILE_LANES>
+__device__ __forceinline__ void
+find_tile_amax(const key_part<ROW> &key, float *amax)
+{
+    using layout = key_part<ROW>;
+    uint32_t largest[2];
+#pragma unroll
+    for (int s = 0; s < layout::STEPS; s++) {
+        largest[s] = smla_abs_bf16x2(key.pairs[s][0]);
+#pragma unroll
+        for (int k = 1; k < layout::COUNT / 2; k++) {
+            largest[s] = smla_max_bf16x2(largest[s], smla_abs_bf16x2(key.pairs[s][k]));
+        }
+    }
+    if (layout::STEPS == 1) {
+        largest[1] = largest[0];
+    }
+    /* Step 0 is in the lower half, step 1 in the upper half. */
+    uint32_t both = smla_max_bf16x2(__byte_perm(largest[0], largest[1], 0x5410),
+                                    __byte_perm(largest[0], largest[1], 0x7632));
+#pragma unroll
+    for (int lanes = TILE_LANES / 2; lanes > 0; lanes /= 2) {
+        both = smla_max_bf16x2(both, __shfl_xor_sync(ALL_LANES, both, lanes));
+    }
+    const float found[2] = {smla_low_bf16(both), smla_high_bf16(both)};
+#pragma unroll
+    for (int s = 0; s < layout::STEPS; s++) {
+        amax[s] = fminf(fmaxf(found[s], 0.0f), FLT_MAX); /* a tile of NaN alone gave NaN */
+    }
+}
+
+/* The codes of a lane's COUNT quotients, in words: e4m3, or e2m1 in the low half of a smaller word.
+ * `signs` are the values' own, because a NaN loses its sign on the way to e4m3. */
+template <int ROW>
+__device__ __forceinline__ void
+round_quotients(const float *quotients, const uint32_t *pairs, uint32_t *codes)
+{
+    constexpr int COUNT = key_part<ROW>::COUNT;
+    if constexpr (smla_row<ROW>::IS_E4M3) {
+#pragma unroll
+        for (int k = 0; k < COUNT / 4; k++) {
+            codes[k] = smla_floats_to_e4m3x4(quotients + 4 * k) |
+                       (smla_signs_of_bf16(pairs + 2 * k) & 0x80808080u);
+        }
+    } else {
+        codes[0] = 0;
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) {
+            codes[0] |= (uint32_t)smla_float_to_e2m1(quotients[k]) << (4 * k);
+        }
+    }
+}
+
+__device__ __forceinline__ float
+value_of_pair(const uint32_t *pairs, int i)
+{
+    return i % 2 == 0 ? smla_low_bf16(pairs[i / 2]) : smla_high_bf16(pairs[i / 2]);
+}
+
+/* x * factor of a lane's values, as codes. */
+template <int ROW>
+__device__ __forceinline__ void
+encode_products(const uint32_t *pairs, float factor, uint32_t *codes)
+{
+    constexpr int COUNT = key_part<ROW>::COUNT;
+    float quotients[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        quotients[i] = value_of_pair(pairs, i) * factor;
+    }
+    round_quotients<ROW>(quotients, pairs, codes);
+}
+
+/* x / scale of a lane's values, as codes. Nearly all scales of e4m3 rows are moderate. e2m1 codes
+ * are divided, because an infinity may have any scale there. */
+template <int ROW>
+__device__ __forceinline__ void
+encode_quotients(const uint32_t *pairs, float scale, uint32_t *codes)
+{
+    constexpr int COUNT = key_part<ROW>::COUNT;
+    if constexpr (smla_row<ROW>::IS_E4M3) {
+        const smla_scale by = smla_make_scale(scale);
+#pragma unroll
+        for (int k = 0; k < COUNT / 4; k++) {
+            codes[k] = by.is_moderate
+                           ? smla_quantize_moderate_bf16x4(pairs + 2 * k, by)
+                           : smla_quantize_rare_bf16x4(pairs[2 * k], pairs[2 * k + 1], scale);
+        }
+    } else {
+        float quotients[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            quotients[i] = value_of_pair(pairs, i) / scale;
+        }
+        round_quotients<ROW>(quotients, pairs, codes);
+    }
+}
+
+/* The scale of a lane's tile in a step. `bits` is what is stored: a byte, or an fp32. Values are
+ * divided by `factor`, or multiplied with it where scales are powers of two. */
+struct tile_scale {
+    uint32_t bits;
+    float factor;
+};
+
+template <int ROW>
+__device__ __forceinline__ tile_scale
+choose_scale(float amax)
+{
+    constexpr smla_kv_format_info INFO = smla_row<ROW>::INFO;
+    if constexpr (INFO.least_amax != 0) {
+        const float top = smla_row<ROW>::IS_E4M3 ? SMLA_E4M3_MAX : SMLA_E2M1_MAX;
+        const uint32_t e = smla_power_scale(fmaxf(amax, INFO.least_amax), top);
+        return {INFO.scale_type == SMLA_SCALE_FP32 ? e << 23 : e, smla_invert_power(e)};
+    } else if constexpr (INFO.scale_type == SMLA_SCALE_E4M3) {
+        const uint8_t code = smla_float_to_e4m3(fmaxf(amax / SMLA_E2M1_MAX, 0x1p-9f));
+        return {code, smla_e4m3_to_float(code)};
+    } else {
+        const float scale = smla_scale_of_tile(amax);
+        return {smla_float_bits(scale), scale};
+    }
+}
+
+/* Stores the scales of the tiles of a step. Four neighbouring scales of a byte share a word. */
+template <int ROW, int TILE_LANES>
+__device__ __forceinline__ void
+store_tile_scales(uint32_t bits, int step, uint8_t *scales)
+{
+    constexpr smla_kv_format_info INFO = smla_row<ROW>::INFO;
+    constexpr int STEP_TILES = SMLA_WARP_LANES / TILE_LANES;
+    const int lane = lane_idx();
+    const int tile = step * STEP_TILES + lane / TILE_LANES;
+    if constexpr (INFO.scale_type == SMLA_SCALE_FP32) {
+        if (lane % TILE_LANES == 0) {
+            smla_store_words<4, true>(scales + 4 * tile, &bits);
+        }
+    } else {
+        static_assert(STEP_TILES % 4 == 0, "the scales of a step fill words");
+        uint32_t word = bits << (8 * (tile % 4));
+        word |= __shfl_xor_sync(ALL_LANES, word, TILE_LANES);
+        word |= __shfl_xor_sync(ALL_LANES, word, 2 * TILE_LANES);
+        if (lane % (4 * TILE_LANES) == 0) {
+            smla_store_words<4, true>(scales + tile, &word);
+        }
+    }
+}
+
+/* Stores a lane's codes of a step. Where the RoPE part begins, lanes store their values instead. */
+template <int ROW>
+__device__ __forceinline__ void
+store_codes(const uint32_t *codes, const uint32_t *pairs, int step, uint8_t *row)
+{
+    using layout = key_part<ROW>;
+    constexpr smla_kv_format_info INFO = smla_row<ROW>::INFO;
+    const int at = step * layout::STEP + lane_idx() * layout::COUNT;
+    if (INFO.rope_dim != 0 && at >= INFO.nope_dim) {
+        uint8_t *const rope = row + INFO.rope_offset + 2 * (at - INFO.nope_dim);
+        smla_store_words<8, true>(rope, pairs);
+        smla_store_words<8, true>(rope + 8, pairs + 2);
+    } else if constexpr (smla_row<ROW>::IS_E4M3) {
+        smla_store_words<layout::COUNT, true>(row + at, codes);
+    } else if constexpr (layout::COUNT == 8) {
+        smla_store_words<4, true>(row + at / 2, codes);
+    } else {
+        *(uint16_t *)(row + at / 2) = (uint16_t)codes[0];
+    }
+}
+
+/* Writes the row of a key. `inverse` is 1 / kv_scale, for formats with one scale per cache. */
+template <int ROW>
+__device__ __forceinline__ void
+encode_key(const key_part<ROW> &key, float inverse, uint8_t *row, uint8_t *scales)
+{
+    using layout = key_part<ROW>;
+    constexpr smla_kv_format_info INFO = smla_row<ROW>::INFO;
+    static_assert(INFO.rope_dim == 0 || layout::COUNT == 8, "a lane has 16 bytes of RoPE values");
+    uint32_t codes[layout::COUNT / 4];
+    if constexpr (INFO.num_scales == 0) {
+#pragma unroll
+        for (int s = 0; s < layout::STEPS; s++) {
+            encode_products<ROW>(key.pairs[s], inverse, codes);
+            store_codes<ROW>(codes, key.pairs[s], s, row);
+        }
+    } else {
+        constexpr int TILE_LANES = INFO.scale_tile / layout::COUNT;
+        float amax[layout::STEPS];
+        find_tile_amax<ROW, TILE_LANES>(key, amax);
+#pragma unroll
+        for (int s = 0; s < layout::STEPS; s++) {
+            const tile_scale scale = choose_scale<ROW>(amax[s]);
+            const bool is_rope = s * layout::STEP + lane_idx() * layout::COUNT >= INFO.nope_dim;
+            if constexpr (INFO.least_amax != 0) {
+                encode_products<ROW>(key.pairs[s], scale.factor, codes);
+            } else {
+                encode_quotients<ROW>(key.pairs[s], scale.factor, codes);
+            }
+            store_codes<ROW>(codes, key.pairs[s], s, row);
+            store_tile_scales<ROW, TILE_LANES>(is_rope ? 0 : scale.bits, s, scales);
+        }
+    }
+}
+
+} /* namespace */

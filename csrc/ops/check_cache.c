@@ -1,0 +1,334 @@
+/* check_cache.c: the argument rules of operators that write cache rows or read them back. */
+#include "core/rule.h"
+#include "ops/check.h"
+
+/* The table entries with keys of `head_dim` values. */
+static smla_kv_set
+formats_of(int32_t head_dim)
+{
+    smla_kv_set formats = 0;
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        formats |= smla_kv_formats[i].head_dim == head_dim ? SMLA_KV_SET(i) : 0;
+    }
+    return formats;
+}
+
+/* ---- Write --------------------------------------------------------------------------------- */
+
+/* Checks that an array has a row per slot. */
+static smla_status
+require_rows(const smla_checker *c, const DLTensor *slot_mapping, const char *name,
+             const DLTensor *rows)
+{
+    if (smla_size(slot_mapping, 0) > smla_size(rows, 0)) {
+        return smla_fail(
+            c->error, SMLA_ERROR_VALUE,
+            "%s: `%s` must have at least one row per entry of `slot_mapping` (%lld), got %lld",
+            c->op, name, (long long)smla_size(slot_mapping, 0), (long long)smla_size(rows, 0));
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+require_slot_mapping(smla_checker *c, const DLTensor *slot_mapping)
+{
+    return smla_require(c, &(smla_rule){.name = "slot_mapping",
+                                        .tensor = slot_mapping,
+                                        .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
+                                        .flags = SMLA_RULE_ANY_LAST_STRIDE,
+                                        .ndim = 1,
+                                        .shape = {SMLA_ANY}});
+}
+
+smla_status
+smla_check_concat_and_cache_mla(const smla_concat_and_cache_mla_args *args,
+                                smla_cache_write_params *params, const smla_backend **backend,
+                                smla_error *error)
+{
+    smla_checker c;
+    smla_kv_view kv;
+    smla_open_checker(&c, "concat_and_cache_mla", error);
+    const smla_cache_rule cache = {.name = "kv_cache",
+                                   .tensor = args->kv_cache,
+                                   .kv_format = args->kv_format,
+                                   .formats = SMLA_KV_CONCAT,
+                                   .flags = SMLA_RULE_OUTPUT};
+    const smla_kv_format_info *format = NULL;
+    SMLA_TRY(smla_find_format(&c, &cache, &format));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "kv_c",
+                                           .tensor = args->kv_c,
+                                           .dtypes = SMLA_DTYPE_FLOATS,
+                                           .ndim = 2,
+                                           .shape = {SMLA_ANY, format->nope_dim},
+                                           .hint = "tokens, and the values of their latents"}));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "k_pe",
+                                           .tensor = args->k_pe,
+                                           .dtypes = smla_dtype(args->kv_c),
+                                           .ndim = 2,
+                                           .shape = {SMLA_ANY, format->rope_dim},
+                                           .hint = "tokens, and the RoPE values of their keys"}));
+    SMLA_TRY(smla_require_kv(&c, &cache, &kv));
+    SMLA_TRY(require_slot_mapping(&c, args->slot_mapping));
+    SMLA_TRY(require_rows(&c, args->slot_mapping, "kv_c", args->kv_c));
+    SMLA_TRY(require_rows(&c, args->slot_mapping, "k_pe", args->k_pe));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_cache_write_params){
+        .op = c.op,
+        .cache_name = cache.name,
+        .num_tokens = smla_size(args->slot_mapping, 0),
+        .kv_c = smla_data(args->kv_c),
+        .k_pe = smla_data(args->k_pe),
+        .kv_c_stride_token = smla_stride(args->kv_c, 0),
+        .k_pe_stride_token = smla_stride(args->k_pe, 0),
+        .input_type = smla_float_type_of(args->kv_c),
+        .slot_mapping = smla_data(args->slot_mapping),
+        .slot_stride = smla_stride(args->slot_mapping, 0),
+        .slots_are_int64 = smla_dtype(args->slot_mapping) == SMLA_DTYPE_INT64,
+        .kv = kv,
+        .kv_scale = {.value = 1.0f},
+        .stream = smla_stream_of(&c, args->stream),
+    };
+    return SMLA_OK;
+}
+
+/* The operators that write whole rows. Their args differ in names only. */
+typedef struct insert_args {
+    const DLTensor *k;
+    const DLTensor *slot_mapping;
+    smla_cache_rule cache;
+    smla_scale_arg kv_scale;
+    void *stream;
+} insert_args;
+
+static smla_status
+check_insert(const char *op, const insert_args *args, int32_t width,
+             smla_cache_write_params *params, const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_kv_view kv;
+    smla_given_scale kv_scale;
+    smla_cache_rule cache = args->cache;
+    const smla_kv_format_info *format = NULL;
+    smla_open_checker(&c, op, error);
+    cache.name = "k_cache";
+    cache.formats = formats_of(width);
+    cache.flags = SMLA_RULE_OUTPUT;
+    SMLA_TRY(smla_find_format(&c, &cache, &format));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "k",
+                                           .tensor = args->k,
+                                           .dtypes = SMLA_DTYPE_FLOATS,
+                                           .ndim = 2,
+                                           .shape = {SMLA_ANY, width},
+                                           .hint = "tokens, and the values of their keys"}));
+    SMLA_TRY(smla_require_kv(&c, &cache, &kv));
+    SMLA_TRY(require_slot_mapping(&c, args->slot_mapping));
+    SMLA_TRY(require_rows(&c, args->slot_mapping, "k", args->k));
+    SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    const uint8_t *const k = smla_data(args->k);
+    *params = (smla_cache_write_params){
+        .op = op,
+        .cache_name = cache.name,
+        .num_tokens = smla_size(args->slot_mapping, 0),
+        .kv_c = k,
+        .k_pe = k == NULL ? NULL : k + kv.format->nope_dim * smla_element_bytes(args->k),
+        .kv_c_stride_token = smla_stride(args->k, 0),
+        .k_pe_stride_token = smla_stride(args->k, 0),
+        .input_type = smla_float_type_of(args->k),
+        .slot_mapping = smla_data(args->slot_mapping),
+        .slot_stride = smla_stride(args->slot_mapping, 0),
+        .slots_are_int64 = smla_dtype(args->slot_mapping) == SMLA_DTYPE_INT64,
+        .kv = kv,
+        .kv_scale = kv_scale,
+        .stream = smla_stream_of(&c, args->stream),
+    };
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_quantize_and_insert_k_cache(const smla_insert_k_cache_args *args,
+                                       smla_cache_write_params *params,
+                                       const smla_backend **backend, smla_error *error)
+{
+    const insert_args insert = {.k = args->k,
+                                .slot_mapping = args->slot_mapping,
+                                .cache = {.tensor = args->k_cache,
+                                          .kv_format = args->kv_format,
+                                          .block_size = args->block_size},
+                                .kv_scale = args->kv_scale,
+                                .stream = args->stream};
+    return check_insert("quantize_and_insert_k_cache", &insert, SMLA_KV_LORA_RANK, params, backend,
+                        error);
+}
+
+smla_status
+smla_check_indexer_k_quant_and_cache(const smla_indexer_k_cache_args *args,
+                                     smla_cache_write_params *params, const smla_backend **backend,
+                                     smla_error *error)
+{
+    const insert_args insert = {.k = args->k,
+                                .slot_mapping = args->slot_mapping,
+                                .cache = {.tensor = args->k_cache,
+                                          .kv_format = args->kv_format,
+                                          .block_size = args->block_size},
+                                .stream = args->stream};
+    return check_insert("indexer_k_quant_and_cache", &insert, SMLA_INDEX_HEAD_DIM, params, backend,
+                        error);
+}
+
+/* ---- Read ---------------------------------------------------------------------------------- */
+
+smla_status
+smla_check_gather_kv_cache(const smla_gather_kv_cache_args *args, smla_gather_params *params,
+                           const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_kv_view kv;
+    smla_given_scale kv_scale;
+    smla_open_checker(&c, "gather_kv_cache", error);
+    SMLA_TRY(smla_require_kv(&c,
+                             &(smla_cache_rule){.name = "kv_cache",
+                                                .tensor = args->kv_cache,
+                                                .kv_format = args->kv_format,
+                                                .block_size = args->block_size,
+                                                .formats = SMLA_KV_ALL},
+                             &kv));
+    SMLA_TRY(smla_require_block_table(&c, args->block_table));
+    const int64_t num_reqs = smla_size(args->block_table, 0);
+    SMLA_TRY(smla_require_vector(&c, "seq_lens", args->seq_lens, num_reqs, 0, NULL));
+    SMLA_TRY(
+        smla_require_vector(&c, "workspace_starts", args->workspace_starts, num_reqs, 0, NULL));
+    SMLA_TRY(smla_require_vector(&c, "seq_starts", args->seq_starts, num_reqs, SMLA_RULE_OPTIONAL,
+                                 NULL));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
+                                           .tensor = args->out,
+                                           .dtypes = SMLA_DTYPE_BF16,
+                                           .flags = SMLA_RULE_OUTPUT,
+                                           .ndim = 2,
+                                           .shape = {SMLA_ANY, kv.format->head_dim}}));
+    SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_gather_params){
+        .op = c.op,
+        .num_reqs = num_reqs,
+        .num_blocks = smla_size(args->block_table, 1),
+        .block_table = smla_data(args->block_table),
+        .block_table_stride_req = smla_stride(args->block_table, 0),
+        .block_table_stride_block = smla_stride(args->block_table, 1),
+        .seq_lens = smla_data(args->seq_lens),
+        .seq_lens_stride = smla_stride(args->seq_lens, 0),
+        .workspace_starts = smla_data(args->workspace_starts),
+        .workspace_starts_stride = smla_stride(args->workspace_starts, 0),
+        .seq_starts = smla_data(args->seq_starts),
+        .seq_starts_stride = smla_stride(args->seq_starts, 0),
+        .kv = kv,
+        .kv_scale = kv_scale,
+        .out = smla_data(args->out),
+        .out_tokens = smla_size(args->out, 0),
+        .out_stride_token = smla_stride(args->out, 0),
+        .stream = smla_stream_of(&c, args->stream),
+    };
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_dequantize_and_gather_k_cache(const smla_gather_k_cache_args *args,
+                                         smla_gather_params *params, const smla_backend **backend,
+                                         smla_error *error)
+{
+    smla_checker c;
+    smla_kv_view kv;
+    smla_given_scale kv_scale;
+    const smla_cache_rule cache = {.name = "k_cache",
+                                   .tensor = args->k_cache,
+                                   .kv_format = args->kv_format,
+                                   .block_size = args->block_size,
+                                   .formats = SMLA_KV_ALL};
+    smla_open_checker(&c, "dequantize_and_gather_k_cache", error);
+    SMLA_TRY(smla_require_kv(&c, &cache, &kv));
+    SMLA_TRY(smla_require_count(c.op, "block_size", args->block_size, 1, INT32_MAX, error));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
+                                           .tensor = args->out,
+                                           .dtypes = SMLA_DTYPE_BF16,
+                                           .flags = SMLA_RULE_OUTPUT,
+                                           .ndim = 3,
+                                           .shape = {SMLA_ANY, SMLA_ANY, kv.format->head_dim},
+                                           .hint = "requests, rows, values of a key"}));
+    const int64_t num_reqs = smla_size(args->out, 0);
+    SMLA_TRY(smla_require_vector(&c, "seq_lens", args->seq_lens, num_reqs, 0, NULL));
+    SMLA_TRY(smla_require_vector(&c, "gather_lens", args->gather_lens, num_reqs, SMLA_RULE_OPTIONAL,
+                                 NULL));
+    SMLA_TRY(smla_require_block_table(&c, args->block_table));
+    if (smla_size(args->block_table, 0) != num_reqs) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `block_table` must have a row per request of `out` (%lld), got %lld",
+                         c.op, (long long)num_reqs, (long long)smla_size(args->block_table, 0));
+    }
+    SMLA_TRY(smla_require_count(c.op, "offset", args->offset, 0, smla_size(args->out, 1), error));
+    SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_gather_params){
+        .op = c.op,
+        .num_reqs = num_reqs,
+        .num_blocks = smla_size(args->block_table, 1),
+        .block_table = smla_data(args->block_table),
+        .block_table_stride_req = smla_stride(args->block_table, 0),
+        .block_table_stride_block = smla_stride(args->block_table, 1),
+        .seq_lens = smla_data(args->seq_lens),
+        .seq_lens_stride = smla_stride(args->seq_lens, 0),
+        .offset = args->offset,
+        .gather_lens = smla_data(args->gather_lens),
+        .gather_lens_stride = smla_stride(args->gather_lens, 0),
+        .kv = kv,
+        .kv_scale = kv_scale,
+        .out = smla_data(args->out),
+        .out_tokens = smla_size(args->out, 1),
+        .out_stride_req = smla_stride(args->out, 0),
+        .out_stride_token = smla_stride(args->out, 1),
+        .stream = smla_stream_of(&c, args->stream),
+    };
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_dequantize_kv_cache(const smla_dequantize_kv_cache_args *args,
+                               smla_dequantize_params *params, const smla_backend **backend,
+                               smla_error *error)
+{
+    smla_checker c;
+    smla_kv_view kv;
+    smla_given_scale kv_scale;
+    smla_open_checker(&c, "dequantize_kv_cache", error);
+    SMLA_TRY(smla_require_kv(&c,
+                             &(smla_cache_rule){.name = "kv_cache",
+                                                .tensor = args->kv_cache,
+                                                .kv_format = args->kv_format,
+                                                .block_size = args->block_size,
+                                                .formats = SMLA_KV_ALL},
+                             &kv));
+    const bool is_flat =
+        args->kv_cache->ndim == 2 && kv.format->layout == SMLA_PAGE_ROWS; /* not [pages, bytes] */
+    smla_rule out = {.name = "out",
+                     .tensor = args->out,
+                     .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
+                     .flags = SMLA_RULE_OUTPUT,
+                     .ndim = is_flat ? 2 : 3,
+                     .shape = {kv.num_pages, kv.block_size, kv.format->head_dim}};
+    if (is_flat) {
+        out.shape[0] = smla_kv_num_slots(&kv);
+        out.shape[1] = kv.format->head_dim;
+    }
+    SMLA_TRY(smla_require(&c, &out));
+    SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_dequantize_params){
+        .kv = kv,
+        .kv_scale = kv_scale,
+        .out = smla_data(args->out),
+        .out_type = smla_float_type_of(args->out),
+        .out_stride_page = is_flat ? 0 : smla_stride(args->out, 0),
+        .out_stride_token = smla_stride(args->out, is_flat ? 0 : 1),
+        .stream = smla_stream_of(&c, args->stream),
+    };
+    return SMLA_OK;
+}
