@@ -8,6 +8,7 @@ import device
 import numpy as np
 import pytest
 import reference as ref
+import row_formats
 from helpers import assert_same_bf16, assert_same_bits
 from library import sparse_mla
 
@@ -65,6 +66,22 @@ def test_cache_write(name, data):
         assert_same_bf16(cache, ref.bits16(data[name]))
     else:
         assert_same_bits(cache, data[name])
+
+
+KEY_FORMATS = [name for name in row_formats.FORMATS if name != "bfloat16"]
+
+
+@pytest.mark.parametrize("name", KEY_FORMATS)
+def test_cache_write_of_whole_keys(name, data):
+    cache = np.zeros_like(data[f"cache_{name}"])
+    keys, slots = data["kv_c"], data["key_slot_mapping"]
+    if row_formats.FORMATS[name].width == 128:
+        keys = keys[:, :128]
+        sparse_mla.indexer_k_quant_and_cache(keys, cache, slots, kv_format=name)
+    else:
+        options = {"kv_scale": 0.25} if name == "fp8_e4m3" else {}
+        sparse_mla.quantize_and_insert_k_cache(keys, cache, slots, kv_format=name, **options)
+    assert_same_bits(cache, data[f"cache_{name}"])
 
 
 def test_gather(data):
