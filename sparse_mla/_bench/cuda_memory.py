@@ -133,6 +133,57 @@ def move_writes() -> Iterator[Move]:
         yield Move(f"concat_and_cache_mla, bf16 → {name}", call, num_bytes, is_right)
 
 
+def split_parts(cache: Array, data_bytes: int) -> Array:
+    """The data and the scales of all tokens of a cache in split pages, side by side."""
+    pages, tokens = cache.flatten(1), cache.shape[0] * BLOCK_SIZE
+    data, scales = pages[:, : BLOCK_SIZE * data_bytes], pages[:, BLOCK_SIZE * data_bytes :]
+    return torch.cat([data.reshape(tokens, -1), scales.reshape(tokens, -1)], dim=1)
+
+
+def move_inserts() -> Iterator[Move]:
+    """Whole keys to slots in shuffled pages, and back from there."""
+    pages = torch.randperm(NUM_TOKENS // BLOCK_SIZE, device=DEVICE)
+    slots = (pages[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=DEVICE)).flatten()
+    table = pages.int().view(NUM_REQUESTS, -1)
+    lengths = torch.full((NUM_REQUESTS,), NUM_TOKENS // NUM_REQUESTS, device=DEVICE).int()
+    for name, width, data_bytes, row, op in (
+        ("fp8_v4", 512, 576, 584, sparse_mla.quantize_and_insert_k_cache),
+        ("fp8_v41_split", 512, 512, 528, sparse_mla.quantize_and_insert_k_cache),
+        ("fp4_v41_split", 512, 256, 288, sparse_mla.quantize_and_insert_k_cache),
+        ("fp8_index", 128, 128, 132, sparse_mla.indexer_k_quant_and_cache),
+    ):
+        k = torch.randn(NUM_TOKENS, width, device=DEVICE).bfloat16()
+        shape = (NUM_TOKENS // BLOCK_SIZE, BLOCK_SIZE, row)
+        cache = torch.zeros(shape, dtype=torch.uint8, device=DEVICE)
+        out = k.new_zeros(NUM_REQUESTS, NUM_TOKENS // NUM_REQUESTS, width)
+
+        def insert(k=k, cache=cache, op=op, name=name) -> object:
+            return op(k, cache, slots, kv_format=name)
+
+        def is_right(k=k, cache=cache, op=op, name=name, data_bytes=data_bytes) -> bool:
+            tokens = sample(NUM_TOKENS)
+            rows = cache.new_zeros((len(tokens), 1, cache.shape[2]), device="cpu")
+            op(k[tokens].cpu(), rows, torch.arange(len(tokens)), kv_format=name)
+            return same_bytes(split_parts(cache, data_bytes)[slots[tokens]], rows[:, 0])
+
+        def gather(cache=cache, out=out, name=name) -> object:
+            return sparse_mla.dequantize_and_gather_k_cache(
+                out, cache, lengths, None, table, BLOCK_SIZE, 0, kv_format=name
+            )
+
+        def is_gathered(k=k, cache=cache, out=out, name=name, data_bytes=data_bytes) -> bool:
+            tokens = sample(NUM_TOKENS)
+            rows = split_parts(cache, data_bytes)[slots[tokens]].cpu()[:, None]
+            want = sparse_mla.dequantize_kv_cache(rows, kv_format=name, dtype="bfloat16")
+            return same_bytes(out.flatten(0, 1)[tokens], want[:, 0])
+
+        num_bytes = k.nbytes + slots.nbytes + cache.nbytes
+        yield Move(f"{op.__name__}, bf16 → {name}", insert, num_bytes, is_right)
+        num_bytes = cache.nbytes + out.nbytes
+        what = f"dequantize_and_gather_k_cache, {name} → bf16"
+        yield Move(what, gather, num_bytes, is_gathered)
+
+
 def move_gathers() -> Iterator[Move]:
     num_pages = NUM_TOKENS // BLOCK_SIZE
     table = torch.randperm(num_pages, device=DEVICE).int().view(NUM_REQUESTS, -1)
@@ -332,6 +383,7 @@ def move_turned() -> Iterator[Move]:
 
 MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_writes,
+    move_inserts,
     move_gathers,
     move_dequantised,
     move_indices,

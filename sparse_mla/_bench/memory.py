@@ -24,6 +24,7 @@ NUM_NORMS = 16384
 NUM_OUTPUTS = 1024
 NUM_LIST_TOKENS = 8192
 SAMPLED = slice(None, None, 509)
+V4_DATA, V4_ROW = 576, 584  # bytes per token of an fp8_v4 cache
 
 
 def measure(effort: Effort, num_threads: int) -> Table:
@@ -32,6 +33,8 @@ def measure(effort: Effort, num_threads: int) -> Table:
     for name, dtype, width in (("fp8_ds_mla", np.uint8, 656), ("bfloat16", BF16, 576)):
         kv_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, width), dtype)
         moves += [make_write(rng, kv_cache, name), make_gather(rng, kv_cache, name)]
+    v4_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, V4_ROW), np.uint8)
+    moves += [make_insert(rng, v4_cache), make_last_gather(rng, v4_cache)]
     moves += [make_conversion(rng), make_norm(rng), make_inverse(rng)]
     moves += make_moves(NUM_LIST_TOKENS, lambda x: x, lambda x: x)
 
@@ -104,6 +107,67 @@ def make_gather(rng: np.random.Generator, kv_cache: np.ndarray, name: str) -> Mo
 
     num_bytes = kv_cache.nbytes + out.nbytes
     return Move(f"gather_kv_cache, {name} → bf16", gather, num_bytes, is_right)
+
+
+def make_insert(rng: np.random.Generator, k_cache: np.ndarray) -> Move:
+    k = rng.standard_normal((NUM_SLOTS, KV_LORA_RANK), np.float32).astype(BF16)
+    slot_mapping = rng.permutation(NUM_SLOTS)
+
+    def insert() -> object:
+        return sparse_mla.quantize_and_insert_k_cache(k, k_cache, slot_mapping)
+
+    def is_right() -> bool:
+        slots = slot_mapping[SAMPLED]
+        data, scales = split_pages(k_cache)
+        want = make_v4_rows(k[SAMPLED])
+        return np.array_equal(np.concatenate([data[slots], scales[slots]], axis=1), want)
+
+    num_bytes = k.nbytes + k_cache.nbytes
+    return Move("quantize_and_insert_k_cache, bf16 → fp8_v4", insert, num_bytes, is_right)
+
+
+def split_pages(k_cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The data and the scales of all tokens of an fp8_v4 cache."""
+    pages = k_cache.reshape(len(k_cache), -1)
+    data, scales = np.split(pages, [BLOCK_SIZE * V4_DATA], axis=1)
+    return data.reshape(-1, V4_DATA), scales.reshape(-1, V4_ROW - V4_DATA)
+
+
+def make_v4_rows(k: np.ndarray) -> np.ndarray:
+    """Data and scales as docs/formats.md describes them, for keys of ordinary size."""
+    tiles = k[:, :448].astype(np.float32).reshape(len(k), 7, 64)
+    mantissa, exponent = np.frexp(np.abs(tiles).max(axis=2))
+    exponent -= 8 + (mantissa <= 0.875)  # 448 = 0.875 * 2**9
+    values = np.ldexp(tiles, -exponent[..., None]).astype(ml_dtypes.float8_e4m3fn)
+    scales = np.zeros((len(k), 8), np.uint8)
+    scales[:, :7] = exponent + 127
+    parts = (values.reshape(len(k), 448), np.ascontiguousarray(k[:, 448:]), scales)
+    return np.concatenate([part.view(np.uint8) for part in parts], axis=1)
+
+
+def make_last_gather(rng: np.random.Generator, k_cache: np.ndarray) -> Move:
+    block_table = rng.permutation(NUM_PAGES).astype(np.int32).reshape(4, -1)
+    seq_lens = np.full(4, NUM_SLOTS // 4, np.int32)
+    out = np.zeros((4, NUM_SLOTS // 4, KV_LORA_RANK), BF16)
+
+    def gather() -> object:
+        return sparse_mla.dequantize_and_gather_k_cache(
+            out, k_cache, seq_lens, None, block_table, BLOCK_SIZE, 0
+        )
+
+    def is_right() -> bool:
+        slots = block_table.reshape(-1, 1) * BLOCK_SIZE + np.arange(BLOCK_SIZE)
+        slots = slots.reshape(-1)[SAMPLED]
+        data, scales = (part[slots] for part in split_pages(k_cache))
+        tiles = data[:, :448].view(ml_dtypes.float8_e4m3fn).astype(np.float32).reshape(-1, 7, 64)
+        values = np.ldexp(tiles, scales[:, :7, None].astype(np.int32) - 127)
+        rope = np.ascontiguousarray(data[:, 448:]).view(BF16)
+        want = np.concatenate([values.reshape(-1, 448).astype(BF16), rope], axis=1)
+        got = out.reshape(-1, KV_LORA_RANK)[SAMPLED]
+        return np.array_equal(got.view(np.uint16), want.view(np.uint16))
+
+    num_bytes = k_cache.nbytes + out.nbytes
+    return Move("dequantize_and_gather_k_cache, fp8_v4 → bf16", gather, num_bytes, is_right)
 
 
 def make_conversion(rng: np.random.Generator) -> Move:
