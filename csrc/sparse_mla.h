@@ -287,16 +287,16 @@ SMLA_API smla_status smla_build_mixed_sparse_indices(const smla_mixed_indices_ar
  * first 512 values of k. A duplicate counts twice. A row without keys has out 0 and lse -inf. */
 typedef struct smla_sparse_attention_args {
     size_t struct_size;
-    const DLTensor *q;                 /* [T, H, D] bf16, or [T, H, 512] when q_pe is given */
+    const DLTensor *q;                 /* [T, H, D] bf16, [T, H, 512] with q_pe; e4m3 if D is 512 */
     const DLTensor *q_pe;              /* [T, H, 64] bf16, optional */
     const DLTensor *kv;                /* cache [pages, block_size, row], or flat [S, row] */
     const DLTensor *indices;           /* [T, K] int32 slots; negative or out of range = none */
     const DLTensor *topk_length;       /* [T] int32, optional: columns in use, clamped to [0, K] */
-    const DLTensor *attn_sink;         /* [H] fp32, optional: out *= 1 / (1 + exp(sink - lse)) */
+    const DLTensor *attn_sink;         /* [>= H] fp32, optional: out *= 1 / (1 + exp(sink - lse)) */
     const DLTensor *extra_kv;          /* a second cache in the same softmax, optional */
     const DLTensor *extra_indices;     /* [T, K'] int32, with extra_kv */
     const DLTensor *extra_topk_length; /* [T] int32, optional */
-    const DLTensor *out;               /* out [T, H, 512] bf16 */
+    const DLTensor *out;               /* out [T, >= H, 512] bf16; further heads stay as they are */
     const DLTensor *lse;               /* out [T, H] fp32: natural log of the softmax sum */
     const DLTensor *max_logits;        /* out [T, H] fp32, optional: the largest scaled logit */
     const DLTensor *workspace;         /* [size below] uint8, not shared with concurrent calls */
@@ -306,6 +306,11 @@ typedef struct smla_sparse_attention_args {
     int32_t extra_kv_format;
     int32_t lse_empty_is_plus_inf; /* 1: lse of a row without keys is +inf, as in FlashMLA */
     void *stream;
+    smla_scale_arg q_scale;        /* an e4m3 query only: it multiplies logits */
+    smla_scale_arg kv_scale;       /* fp8_e4m3 only */
+    smla_scale_arg extra_kv_scale; /* fp8_e4m3 only */
+    int64_t block_size;            /* tokens per page of a kv [pages, page bytes], else 0 */
+    int64_t extra_block_size;
 } smla_sparse_attention_args;
 
 SMLA_API smla_status smla_sparse_attention(const smla_sparse_attention_args *args,

@@ -9,7 +9,7 @@ from numpy import ndarray
 __version__: str
 KV_FORMATS: dict[str, dict[int, int]]  # name -> {last dimension of a cache: head size}
 SPLIT_KV_FORMATS: tuple[str, ...]  # names of formats in split pages
-ATTENTION_KV_FORMATS: tuple[str, ...]  # names of formats that attention serves
+CONCAT_KV_FORMATS: tuple[str, ...]  # names of formats that concat_and_cache_mla writes
 
 @final
 class Tensor:

@@ -55,7 +55,7 @@ HEAD_DIM_V = 512
 KV_FORMATS: dict[str | None, str | None] = {
     None: None,
     "V32": "fp8_ds_mla",
-    **{name: name for name in _C.ATTENTION_KV_FORMATS},
+    **{name: name for name in _C.CONCAT_KV_FORMATS},
 }
 LOG2_E = math.log2(math.e)
 
@@ -63,9 +63,9 @@ LOG2_E = math.log2(math.e)
 DECODE = "flash_mla_with_kvcache"
 PREFILL = "flash_mla_sparse_fwd"
 
-# Last dimension of a cache that attention serves -> number of values in each of its keys.
+# Last dimension of a cache that is served here -> number of values in each of its keys.
 HEAD_SIZES = {
-    row: size for name in _C.ATTENTION_KV_FORMATS for row, size in _C.KV_FORMATS[name].items()
+    row: size for name in _C.CONCAT_KV_FORMATS for row, size in _C.KV_FORMATS[name].items()
 }
 _BF16_ROWS = _C.KV_FORMATS["bfloat16"]
 _BYTE_ROWS = [row for row in HEAD_SIZES if row not in _BF16_ROWS]

@@ -291,6 +291,18 @@ def attention(
 ) -> Attention:
     """out = sum_J exp(s_j - lse) v_j with s_j = scale q.k_j, lse = ln sum_J exp(s_j)."""
     query = join_q(q)
+    keys = []
+    for t in range(len(query)):
+        keys.append(decode_rows(kv, chosen_slots(indices, topk_length, kv, t)))
+        if extra_kv is not None:
+            slots = chosen_slots(extra_indices, extra_topk_length, extra_kv, t)
+            keys[t] = np.concatenate([keys[t], decode_rows(extra_kv, slots)])
+    has_scales = is_fp8(kv) or (extra_kv is not None and is_fp8(extra_kv))
+    return attend_keys(query * float(softmax_scale), keys, attn_sink, has_scales=has_scales)
+
+
+def attend_keys(query, keys, attn_sink=None, *, has_scales=False) -> Attention:
+    """Attention of scaled queries [T, H, D] over a list of keys [n, D] per token, all float64."""
     num_tokens, num_heads, _ = query.shape
     shape = (num_tokens, num_heads)
     ref = Attention(
@@ -302,14 +314,9 @@ def attention(
         nope_abs=np.zeros(shape),
         f16_scale=np.zeros(shape),
     )
-    has_scales = is_fp8(kv) or (extra_kv is not None and is_fp8(extra_kv))
     for t in range(num_tokens):
-        key = decode_rows(kv, chosen_slots(indices, topk_length, kv, t))
-        if extra_kv is not None:
-            slots = chosen_slots(extra_indices, extra_topk_length, extra_kv, t)
-            key = np.concatenate([key, decode_rows(extra_kv, slots)])
-        if len(key):
-            _attend(ref, t, query[t] * float(softmax_scale), key, has_scales)
+        if len(keys[t]):
+            _attend(ref, t, query[t], keys[t], has_scales)
             if attn_sink is not None:
                 _apply_sink(ref, t, np.asarray(attn_sink, np.float64))
     return ref

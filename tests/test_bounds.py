@@ -82,22 +82,29 @@ BYTE_FORMATS = {
     "fp4_v41_split": 288,
     "fp8_nope": 528,
 }
+SCALES = ("q_scale", "kv_scale", "extra_kv_scale")
 READERS = ("gather_kv_cache", "dequantize_kv_cache", "dequantize_and_gather_k_cache")
 
 
-def known_formats(op: str) -> tuple[str, dict[str, int]]:
-    """The bf16 rows that an operator takes, and the formats of bytes."""
+def known_formats(op: str, name: str = "") -> tuple[str, dict[str, int]]:
+    """The bf16 rows that the argument `name` of an operator takes, and the formats of bytes."""
     if op in READERS:
         return "576 or 512", BYTE_FORMATS
     if op == "quantize_and_insert_k_cache":
         others = ("fp8_ds_mla", "fp8_index", "mxfp4_index")
         return "512", {n: row for n, row in BYTE_FORMATS.items() if n not in others}
+    if "attention" in op:
+        others = ("index",) if name == "extra_kv" else ("index", "fp4")
+        return "576 or 512", {
+            n: row for n, row in BYTE_FORMATS.items() if not any(word in n for word in others)
+        }
     return "576 or 512", {"fp8_ds_mla": 656}
 
 
-def byte_rows(op: str) -> str:
+def byte_rows(op: str, name: str = "") -> str:
     """The rows of bytes that an operator takes, in the words of an error."""
-    return " or ".join(f"{row} for format {name}" for name, row in known_formats(op)[1].items())
+    rows = known_formats(op, name)[1]
+    return " or ".join(f"{size} for format {fmt}" for fmt, size in rows.items())
 
 
 def is_cache(row: Row, name: str) -> bool:
@@ -111,8 +118,10 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     if name in ("kv_c", "k", "weight") or (name == "x" and row.op == "dynamic_per_tensor_quant"):
         floats = ("bfloat16", "float16", "float32")
         return (*floats, "uint8", "float8_e4m3fn") if name == "weight" else floats
-    if name in ("lse", "lse_a", "lse_b", "attn_sink", "max_logits", "weight_scale_inv", "kv_scale"):
+    if name in ("lse", "lse_a", "lse_b", "attn_sink", "max_logits", "weight_scale_inv", *SCALES):
         return ("float32",)
+    if name == "q" and "q_scale" in row.rules:
+        return ("bfloat16", "float8_e4m3fn")
     if name == "workspace" and "attention" in row.op:
         return ("uint8", "int8")
     if name == "out" and row.op == "dynamic_per_tensor_quant":
@@ -147,10 +156,14 @@ def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
             return TypeError, f"{who} be {listed(BYTES)} for format fp8_index, got {dtype}"
         if dtype == "bfloat16" and "kv_scale" in row.rules:  # 512 values, as there were 512 bytes
             rule = "be left out for format bfloat16, which has no scale of the whole cache"
-            return ValueError, f"{row.op}: `kv_scale` must {rule}, got an array"
-        bf16, byte_formats = known_formats(row.op)
+            scale = f"{name.removesuffix('kv')}kv_scale" if name == "extra_kv" else "kv_scale"
+            return (
+                ValueError,
+                f"{row.blames.get(name, row.op)}: `{scale}` must {rule}, got an array",
+            )
+        bf16, byte_formats = known_formats(row.op, name)
         if dtype in ("bfloat16", *BYTES):
-            rows = f"{bf16} for format bfloat16" if fp8 else byte_rows(row.op)
+            rows = f"{bf16} for format bfloat16" if fp8 else byte_rows(row.op, name)
             return ValueError, f"{who} have a last dimension of {rows}, got shape {list(x.shape)}"
         known = " or ".join(f"{name}, {row}" for name, row in byte_formats.items())
         known = f"bfloat16 ({bf16} values a token), or {listed(BYTES)} ({known} bytes a token)"
@@ -171,6 +184,9 @@ def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
         got = next(n for n, known in NAMED.items() if known == plain[other].dtype)
         hint = BF16_HINT if dtype == "bfloat16" else ""
         return TypeError, f"{row.op}: `{other}` must be {dtype}, got {got}{hint}"
+    if name == "q" and dtype == "bfloat16" and "q_scale" in plain:
+        rest = "`q_scale` must be left out for a bfloat16 query, got an array"
+        return ValueError, f"sparse_attention: {rest}"
     if name == "weight" and dtype in BYTES and "weight_scale_inv" not in plain:
         rest = "`weight_scale_inv` must be given for an e4m3 weight, got none"
         return ValueError, f"split_kv_b_proj: {rest}"
@@ -284,6 +300,8 @@ LARGER = {
     ("dequantize_and_gather_k_cache", "out"): {1},
     ("dequantize_and_gather_k_cache", "block_table"): {1},
     ("gather_kv_cache", "block_table"): {1},
+    ("sparse_attention", "attn_sink"): {0},
+    ("sparse_attention", "out"): {1},
     ("gather_kv_cache", "out"): {0},
     ("convert_req_index_to_global_index", "block_table"): {0, 1},
     ("convert_req_index_to_global_index", "prefill_workspace_starts"): {0},
@@ -361,7 +379,7 @@ def test_every_dimension_one_larger_and_one_smaller(row, name):
 
 @pytest.mark.parametrize(("row", "name"), DEVICE_ARRAYS)
 def test_ranks_one_larger_and_one_smaller(row, name):
-    if name == "kv_scale":
+    if name in SCALES:
         return  # one value of any rank
     calls = Calls(row, name)
     plain = calls.plain.copy()
@@ -427,7 +445,7 @@ def test_a_cache_sizes_what_goes_with_it():
     rule = "got [2, 3, 576]: tokens, heads, and as many values as a cache row"
     with refuses(f"sparse_attention: `q` must have shape [any, any, 512], {rule}"):
         attend(zeros(2, 3, 576), rows, indices, **options)
-    rule = "must be one array [tokens, heads, 512] for cache rows without a RoPE part, got a pair"
+    rule = "must be one array [tokens, heads, 512] for keys of 512 values, got a pair"
     for q_pe in (zeros(2, 3, 0), zeros(2, 3, 64)):
         with refuses(f"sparse_attention: `q` {rule}"):
             attend((zeros(2, 3, 512), q_pe), rows, indices, **options)

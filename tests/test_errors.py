@@ -288,7 +288,7 @@ ATTENTION = [
     ("splits 1.5", "num_splits", lambda _: 1.5, TypeError, ()),
     ("format", "kv_format", lambda _: "int4", ValueError, ()),
     ("format that is not", "kv_format", lambda _: "bfloat16", (ValueError, TypeError), ("kv",)),
-    ("out shape", "out", lambda x: zeros(3, 5, 512), ValueError, ()),
+    ("out shape", "out", lambda x: zeros(3, 3, 512), ValueError, ()),
     ("out of 511", "out", lambda x: x[..., :511], ValueError, ()),
     ("out dtype", "out", lambda x: zeros(3, 4, 512, dtype=np.float32), TypeError, ()),
     ("out zero stride", "out", broadcast, ValueError, ()),

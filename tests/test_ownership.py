@@ -252,7 +252,7 @@ def test_results_of_a_call_that_fails_go_back(op):
         "compute_global_topk_indices_and_lens": ("block_table", np.zeros(3, np.int32)),
         "combine_topk_swa_indices": ("seq_lens", np.zeros(3, np.int32)),
         "build_mixed_sparse_indices": ("swa_block_table", np.zeros(3, np.int32)),
-        "sparse_attention": ("attn_sink", np.zeros(5, np.float32)),
+        "sparse_attention": ("attn_sink", np.zeros(1, np.float32)),
         "merge_attn_states": ("lse_b", np.zeros((3, 5), np.float32)),
         "k_up_proj": ("W_UK", np.zeros((512, 5, 128), cases.ref.BF16)),
         "v_up_proj": ("W_UV", np.zeros((512, 5, 128), cases.ref.BF16)),

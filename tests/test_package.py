@@ -39,7 +39,8 @@ OPERATORS = {
     "sparse_attention": (
         "q kv indices",
         "softmax_scale topk_length= attn_sink= extra_kv= extra_indices= extra_topk_length= "
-        "num_splits= kv_format= return_max_logits= out= lse= max_logits= workspace= stream=",
+        "q_scale= kv_scale= extra_kv_scale= num_splits= kv_format= extra_kv_format= block_size= "
+        "extra_block_size= return_max_logits= out= lse= max_logits= workspace= stream=",
     ),
     "attention_workspace_size": (
         "num_tokens num_heads topk",
@@ -97,6 +98,9 @@ DEFAULTS = {
     ("fused_inv_rope_fp8_quant", "quantize"): True,
     ("dequantize_kv_cache", "kv_scale"): 1.0,
     ("gather_kv_cache", "kv_scale"): 1.0,
+    ("sparse_attention", "q_scale"): 1.0,
+    ("sparse_attention", "kv_scale"): 1.0,
+    ("sparse_attention", "extra_kv_scale"): 1.0,
     ("quantize_and_insert_k_cache", "kv_scale"): 1.0,
     ("dequantize_and_gather_k_cache", "kv_scale"): 1.0,
 }

@@ -224,6 +224,19 @@ def attention(fmt: str, extra: str, *, pair=False, op="sparse_attention", column
     return call(op, arrays, softmax_scale=0.04, num_splits=2)
 
 
+def scaled_attention(op="sparse_attention") -> Example:
+    """Attention of an e4m3 query over two caches with a scale each."""
+    example = attention("fp8", "bf16", op=op)
+    q = ref.e4m3_encode(np.random.default_rng(4).normal(0, 1, (4, 3, 512)).astype(np.float32))
+    example.arrays |= {
+        "q": q.view(ref.E4M3),
+        "kv": bytes_below(120, 5, 4, 512),
+        "extra_kv": bytes_below(120, 2, 4, 512),
+    }
+    example.arrays |= {name: one_scale() for name in ("q_scale", "kv_scale", "extra_kv_scale")}
+    return example
+
+
 def merge(dtype) -> Example:
     rng = np.random.default_rng(4)
     states = {}
@@ -383,6 +396,11 @@ GATHER = {
     "seq_starts": "strided",
     "out": "written",
 }
+SCALED_ATTENTION = (
+    ATTENTION
+    | {"q": "", "kv": "cache", "extra_kv": "cache"}
+    | dict.fromkeys(("q_scale", "kv_scale", "extra_kv_scale"), "strided")
+)
 INSERT = {"k": "", "slot_mapping": "strided"}
 GATHER_LAST = {
     "out": "written",
@@ -565,10 +583,21 @@ TABLE: dict[str, Row] = {
         ATTENTION | {"q": "", "kv": "", "extra_kv": ""},
         dict.fromkeys((*ATTENTION, "q", "kv", "extra_kv"), "sparse_attention"),
     ),
+    "attend, +inf, scales": Row(
+        "_attention_plus_inf",
+        lambda: scaled_attention("_attention_plus_inf"),
+        SCALED_ATTENTION,
+        dict.fromkeys(SCALED_ATTENTION, "sparse_attention"),
+    ),
     "attend, one column": Row(
         "sparse_attention",
         lambda: attention("fp8", "bf16", columns=1),
         ATTENTION | {"q": "", "kv": "cache", "extra_kv": ""},
+    ),
+    "attend, scales": Row(
+        "sparse_attention",
+        scaled_attention,
+        SCALED_ATTENTION,
     ),
     "merge bf16": Row("merge_attn_states", lambda: merge(ref.BF16), MERGE),
     "merge fp32": Row("merge_attn_states", lambda: merge(F32), MERGE),

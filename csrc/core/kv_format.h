@@ -134,8 +134,13 @@ typedef uint32_t smla_kv_set;
     (SMLA_KV_SET(SMLA_ROW_BFLOAT16) | SMLA_KV_SET(SMLA_ROW_BFLOAT16_512) | \
      SMLA_KV_SET(SMLA_ROW_FP8_DS_MLA))
 
-/* Entries that attention serves. */
-#define SMLA_KV_ATTENTION SMLA_KV_CONCAT
+/* Entries that attention serves in the extra list: all but keys of the indexer. */
+#define SMLA_KV_EXTRA \
+    (SMLA_KV_ALL & ~(SMLA_KV_SET(SMLA_ROW_FP8_INDEX) | SMLA_KV_SET(SMLA_ROW_MXFP4_INDEX)))
+
+/* Entries that attention serves in the main list. */
+#define SMLA_KV_ATTENTION \
+    (SMLA_KV_EXTRA & ~(SMLA_KV_SET(SMLA_ROW_FP4_V41) | SMLA_KV_SET(SMLA_ROW_FP4_V41_SPLIT)))
 
 typedef struct smla_kv_format_info {
     smla_kv_row_number number; /* index of the table entry */
@@ -423,13 +428,27 @@ static const
 };
 
 #ifdef __cplusplus
-/* How many table entries of a set have a RoPE part, or scales: those whose `fact` is not 0. */
+/* How many table entries of a set have keys that are longer than their values. */
 constexpr int
-smla_count_rows(smla_kv_set rows, int32_t smla_kv_format_info::*fact)
+smla_count_rope_rows(smla_kv_set rows)
 {
     int count = 0;
     for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
-        count += (rows & SMLA_KV_SET(i)) != 0 && smla_kv_formats[i].*fact != 0;
+        count += (rows & SMLA_KV_SET(i)) != 0 &&
+                 smla_kv_formats[i].head_dim > smla_kv_formats[i].value_dim;
+    }
+    return count;
+}
+
+/* How many table entries of a set have scales that are one fp32 for 128 values or more. */
+constexpr int
+smla_count_scaled_rows(smla_kv_set rows)
+{
+    int count = 0;
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+        count +=
+            (rows & SMLA_KV_SET(i)) != 0 && (smla_kv_formats[i].scale_type == SMLA_SCALE_FP32 ||
+                                             smla_kv_formats[i].scale_type == SMLA_SCALE_CACHE);
     }
     return count;
 }
@@ -437,9 +456,8 @@ smla_count_rows(smla_kv_set rows, int32_t smla_kv_format_info::*fact)
 /* Compile-time facts of a kernel that serves several table entries. The formats of one call either
  * all have a RoPE part, or none has. */
 template <smla_kv_set ROWS> struct smla_rows {
-    static constexpr bool HAVE_ROPE = smla_count_rows(ROWS, &smla_kv_format_info::rope_dim) != 0;
-    static constexpr bool HAVE_SCALES =
-        smla_count_rows(ROWS, &smla_kv_format_info::num_scales) != 0;
+    static constexpr bool HAVE_ROPE = smla_count_rope_rows(ROWS) != 0;
+    static constexpr bool HAVE_SCALES = smla_count_scaled_rows(ROWS) != 0;
 };
 
 /* Compile-time facts of one table entry. */

@@ -106,6 +106,13 @@ smla_format_of_cache(const DLTensor *tensor, int32_t kv_format)
     return first_row(has_size ? find_rows_of(tensor, kv_format) : 0);
 }
 
+bool
+smla_has_kv_format(const DLTensor *tensor, int32_t kv_format)
+{
+    return tensor->shape != NULL && tensor->ndim >= 1 && tensor->ndim <= SMLA_MAX_RANK &&
+           find_rows_of(tensor, kv_format) != 0;
+}
+
 static smla_status
 fail_dtype(const smla_checker *c, const smla_cache_rule *rule)
 {

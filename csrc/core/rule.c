@@ -73,6 +73,14 @@ smla_describe_shape(const DLTensor *tensor)
     return got;
 }
 
+/* Whether the rule's size of dimension i is the least that is allowed. */
+static bool
+is_minimum(const smla_rule *rule, int i)
+{
+    return (i == 0 && (rule->flags & SMLA_RULE_MORE_ROWS)) ||
+           (i == 1 && (rule->flags & SMLA_RULE_MORE_HEADS));
+}
+
 static smla_text
 describe_rule_shape(const smla_rule *rule)
 {
@@ -82,7 +90,7 @@ describe_rule_shape(const smla_rule *rule)
         if (rule->shape[i] == SMLA_ANY) {
             smla_append(&wanted, "any");
         } else {
-            const bool minimum = i == 0 && (rule->flags & SMLA_RULE_MORE_ROWS);
+            const bool minimum = is_minimum(rule, i);
             smla_append(&wanted, "%s%lld", minimum ? ">= " : "", (long long)rule->shape[i]);
         }
     }
@@ -212,8 +220,8 @@ check_shape(const smla_checker *c, const smla_rule *rule)
         if (rule->shape[i] == SMLA_ANY) {
             continue;
         }
-        const bool minimum = i == 0 && (rule->flags & SMLA_RULE_MORE_ROWS);
-        good = minimum ? tensor->shape[i] >= rule->shape[i] : tensor->shape[i] == rule->shape[i];
+        good = is_minimum(rule, i) ? tensor->shape[i] >= rule->shape[i]
+                                   : tensor->shape[i] == rule->shape[i];
     }
     if (good) {
         return SMLA_OK;

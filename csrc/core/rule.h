@@ -14,6 +14,7 @@ enum {
     SMLA_RULE_OUTPUT = 1 << 1,    /* positive strides, no overlap in itself or with other arrays */
     SMLA_RULE_MORE_ROWS = 1 << 2, /* the rule's shape[0] is a minimum */
     SMLA_RULE_ANY_LAST_STRIDE = 1 << 3, /* the last dimension need not be contiguous */
+    SMLA_RULE_MORE_HEADS = 1 << 4,      /* the rule's shape[1] is a minimum */
 };
 
 typedef struct smla_rule {
@@ -76,6 +77,9 @@ const smla_kv_format_info *smla_format_of_cache(const DLTensor *tensor, int32_t 
  * not serve is an error at once. */
 smla_status smla_find_format(const smla_checker *checker, const smla_cache_rule *rule,
                              const smla_kv_format_info **format);
+
+/* Whether any format fits a cache. */
+bool smla_has_kv_format(const DLTensor *tensor, int32_t kv_format);
 
 /* Checks a cache, finds its format, and fills `view`. */
 smla_status smla_require_kv(smla_checker *checker, const smla_cache_rule *rule, smla_kv_view *view);

@@ -145,32 +145,69 @@ check_num_splits(const smla_checker *c, int64_t num_splits)
     return SMLA_OK;
 }
 
-/* Checks a cache with its index list. `names` are the arguments of the main or the extra list. */
-static smla_status
-require_key_list(smla_checker *c, const char *const names[3], const DLTensor *kv, int32_t kv_format,
-                 const DLTensor *indices, const DLTensor *topk_length, int64_t num_tokens,
-                 smla_key_list *list)
+/* The arguments of the main or the extra list. */
+typedef struct list_args {
+    smla_cache_rule cache;
+    const char *indices_name;
+    const DLTensor *indices;
+    const char *length_name;
+    const DLTensor *topk_length;
+    const char *scale_name;
+    const smla_scale_arg *kv_scale;
+} list_args;
+
+static list_args
+main_list_of(const smla_sparse_attention_args *args)
 {
-    SMLA_TRY(smla_require_kv(c,
-                             &(smla_cache_rule){.name = names[0],
-                                                .tensor = kv,
-                                                .kv_format = kv_format,
-                                                .formats = SMLA_KV_ATTENTION},
-                             &list->kv));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = names[1],
-                                          .tensor = indices,
+    return (list_args){.cache = {.name = "kv",
+                                 .tensor = args->kv,
+                                 .kv_format = args->kv_format,
+                                 .block_size = args->block_size,
+                                 .formats = SMLA_KV_ATTENTION},
+                       .indices_name = "indices",
+                       .indices = args->indices,
+                       .length_name = "topk_length",
+                       .topk_length = args->topk_length,
+                       .scale_name = "kv_scale",
+                       .kv_scale = &args->kv_scale};
+}
+
+static list_args
+extra_list_of(const smla_sparse_attention_args *args)
+{
+    return (list_args){.cache = {.name = "extra_kv",
+                                 .tensor = args->extra_kv,
+                                 .kv_format = args->extra_kv_format,
+                                 .block_size = args->extra_block_size,
+                                 .formats = SMLA_KV_EXTRA},
+                       .indices_name = "extra_indices",
+                       .indices = args->extra_indices,
+                       .length_name = "extra_topk_length",
+                       .topk_length = args->extra_topk_length,
+                       .scale_name = "extra_kv_scale",
+                       .kv_scale = &args->extra_kv_scale};
+}
+
+/* Checks a cache with its index list. */
+static smla_status
+require_key_list(smla_checker *c, const list_args *args, int64_t num_tokens, smla_key_list *list,
+                 smla_given_scale *kv_scale)
+{
+    SMLA_TRY(smla_require_kv(c, &args->cache, &list->kv));
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = args->indices_name,
+                                          .tensor = args->indices,
                                           .dtypes = SMLA_DTYPE_INT32,
                                           .ndim = 2,
                                           .shape = {num_tokens, SMLA_ANY},
                                           .hint = "a row per token of `q`"}));
-    SMLA_TRY(smla_require_vector(c, names[2], topk_length, num_tokens, SMLA_RULE_OPTIONAL,
-                                 "a length per token of `q`"));
-    list->indices = smla_data(indices);
-    list->indices_stride_token = smla_stride(indices, 0);
-    list->topk = smla_size(indices, 1);
-    list->end = smla_data(topk_length);
-    list->end_stride = smla_stride(topk_length, 0);
-    return SMLA_OK;
+    SMLA_TRY(smla_require_vector(c, args->length_name, args->topk_length, num_tokens,
+                                 SMLA_RULE_OPTIONAL, "a length per token of `q`"));
+    list->indices = smla_data(args->indices);
+    list->indices_stride_token = smla_stride(args->indices, 0);
+    list->topk = smla_size(args->indices, 1);
+    list->end = smla_data(args->topk_length);
+    list->end_stride = smla_stride(args->topk_length, 0);
+    return smla_require_kv_scale(c, args->scale_name, args->kv_scale, list->kv.format, kv_scale);
 }
 
 smla_status
@@ -178,23 +215,23 @@ smla_require_query(smla_checker *c, const smla_kv_format_info *format, const DLT
                    const DLTensor *q_pe, int64_t num_tokens, int64_t num_heads, unsigned flags)
 {
     const bool is_pair = q_pe != NULL;
-    if (is_pair && format->rope_dim == 0) {
+    const int32_t rope_dim = format->head_dim - SMLA_KV_LORA_RANK;
+    if (is_pair && rope_dim == 0) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `q` must be one array [tokens, heads, %d] for cache rows without a "
-                         "RoPE part, got a pair",
-                         c->op, format->head_dim);
+                         "%s: `q` must be one array [tokens, heads, %d] for keys of %d values, got "
+                         "a pair",
+                         c->op, format->head_dim, format->head_dim);
     }
     smla_rule rule = {.name = is_pair ? "q[0]" : "q",
                       .tensor = q,
-                      .dtypes = SMLA_DTYPE_BF16,
+                      .dtypes = SMLA_DTYPE_BF16 | (rope_dim == 0 ? SMLA_DTYPE_E4M3 : 0),
                       .flags = flags,
                       .ndim = 3,
                       .shape = {num_tokens, num_heads,
-                                is_pair ? format->nope_dim : format->head_dim},
-                      .hint = is_pair ? "a pair has 512 latent values, then 64 of RoPE"
-                              : format->rope_dim != 0
-                                  ? "tokens, heads, 512 latent and 64 RoPE values"
-                                  : "tokens, heads, and as many values as a cache row"};
+                                is_pair ? SMLA_KV_LORA_RANK : format->head_dim},
+                      .hint = is_pair         ? "a pair has 512 latent values, then 64 of RoPE"
+                              : rope_dim != 0 ? "tokens, heads, 512 latent and 64 RoPE values"
+                                              : "tokens, heads, and as many values as a cache row"};
     SMLA_TRY(smla_require(c, &rule));
     SMLA_TRY(smla_require_num_heads(c, rule.name, smla_size(q, 1)));
     rule.name = "q[1]";
@@ -202,7 +239,7 @@ smla_require_query(smla_checker *c, const smla_kv_format_info *format, const DLT
     rule.flags |= SMLA_RULE_OPTIONAL;
     rule.shape[0] = num_tokens != SMLA_ANY ? num_tokens : smla_size(q, 0);
     rule.shape[1] = smla_size(q, 1);
-    rule.shape[2] = format->rope_dim;
+    rule.shape[2] = rope_dim;
     return smla_require(c, &rule);
 }
 
@@ -216,6 +253,28 @@ require_same_head_size(const smla_checker *c, const char *name, const smla_atten
                          : smla_fail(c->error, SMLA_ERROR_VALUE,
                                      "%s: `%s` must have keys of %d values, as `kv` has, got %d",
                                      c->op, name, wanted, got);
+}
+
+/* Checks the scale of a query. Only an e4m3 query has one. */
+static smla_status
+require_query_scale(smla_checker *c, const DLTensor *q, const smla_scale_arg *given,
+                    smla_given_scale *scale)
+{
+    *scale = (smla_given_scale){.value = 1.0f};
+    if (smla_dtype(q) == SMLA_DTYPE_E4M3) {
+        return smla_require_scale(c, "q_scale", given, scale);
+    }
+    if (given->tensor != NULL) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `q_scale` must be left out for a bfloat16 query, got an array",
+                         c->op);
+    }
+    if (given->value != 0 && given->value != 1) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `q_scale` must be 1 for a bfloat16 query, got %g", c->op,
+                         given->value);
+    }
+    return SMLA_OK;
 }
 
 smla_status
@@ -253,36 +312,33 @@ smla_status
 smla_check_attention(const smla_sparse_attention_args *args, smla_attention_params *params,
                      smla_attention_plan *plan, const smla_backend **backend, smla_error *error)
 {
-    static const char *const main_names[] = {"kv", "indices", "topk_length"};
-    static const char *const extra_names[] = {"extra_kv", "extra_indices", "extra_topk_length"};
+    const list_args main = main_list_of(args);
+    const list_args extra = extra_list_of(args);
     smla_checker c;
     smla_open_checker(&c, "sparse_attention", error);
     *params = (smla_attention_params){.num_lists = 1};
     const smla_kv_format_info *format = NULL;
-    SMLA_TRY(smla_find_format(&c,
-                              &(smla_cache_rule){.name = main_names[0],
-                                                 .tensor = args->kv,
-                                                 .kv_format = args->kv_format,
-                                                 .formats = SMLA_KV_ATTENTION},
-                              &format));
+    if (args->kv != NULL && !smla_has_kv_format(args->kv, args->kv_format)) {
+        return smla_require_kv(&c, &main.cache, &params->lists[0].kv); /* the query depends on it */
+    }
+    SMLA_TRY(smla_find_format(&c, &main.cache, &format));
     SMLA_TRY(smla_require_query(&c, format, args->q, args->q_pe, SMLA_ANY, SMLA_ANY, 0));
     const int64_t num_tokens = smla_size(args->q, 0);
     const int64_t num_heads = smla_size(args->q, 1);
-    SMLA_TRY(require_key_list(&c, main_names, args->kv, args->kv_format, args->indices,
-                              args->topk_length, num_tokens, &params->lists[0]));
+    SMLA_TRY(require_query_scale(&c, args->q, &args->q_scale, &params->q_scale));
+    SMLA_TRY(require_key_list(&c, &main, num_tokens, &params->lists[0], &params->kv_scale[0]));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "attn_sink",
                                            .tensor = args->attn_sink,
                                            .dtypes = SMLA_DTYPE_FP32,
-                                           .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE,
+                                           .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE |
+                                                    SMLA_RULE_MORE_ROWS,
                                            .ndim = 1,
                                            .shape = {num_heads},
                                            .hint = "a value per head of `q`"}));
     if (args->extra_kv != NULL || args->extra_indices != NULL || args->extra_topk_length != NULL) {
-        SMLA_TRY(require_key_list(&c, extra_names, args->extra_kv, args->extra_kv_format,
-                                  args->extra_indices, args->extra_topk_length, num_tokens,
-                                  &params->lists[1]));
+        SMLA_TRY(require_key_list(&c, &extra, num_tokens, &params->lists[1], &params->kv_scale[1]));
         params->num_lists = 2;
-        SMLA_TRY(require_same_head_size(&c, extra_names[0], params));
+        SMLA_TRY(require_same_head_size(&c, extra.cache.name, params));
     }
     if (!isfinite((float)args->softmax_scale)) {
         return smla_fail(error, SMLA_ERROR_VALUE, "%s: `softmax_scale` must be finite, got %g",
@@ -292,7 +348,7 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
                                            .tensor = args->out,
                                            .dtypes = SMLA_DTYPE_BF16,
-                                           .flags = SMLA_RULE_OUTPUT,
+                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_HEADS,
                                            .ndim = 3,
                                            .shape = {num_tokens, num_heads, format->value_dim}}));
     SMLA_TRY(smla_require_state(&c, "lse", args->lse, num_tokens, num_heads, SMLA_RULE_OUTPUT));
@@ -307,7 +363,8 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
                                         .num_splits = args->num_splits,
                                         .device_id = c.device.device_id,
                                         .formats = {params->lists[0].kv.format,
-                                                    params->lists[1].kv.format}};
+                                                    params->lists[1].kv.format},
+                                        .has_e4m3_query = smla_dtype(args->q) == SMLA_DTYPE_E4M3};
     (*backend)->plan_attention(&shape, plan);
     SMLA_TRY(require_workspace(&c, args->workspace, plan->workspace_bytes));
     SMLA_TRY(smla_require_disjoint(&c));
@@ -316,12 +373,13 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
     const DLTensor *q_pe = is_pair ? args->q_pe : args->q;
     params->num_tokens = num_tokens;
     params->num_heads = num_heads;
-    params->q_nope = smla_data(args->q);
+    params->q_nope = shape.has_e4m3_query ? NULL : smla_data(args->q);
+    params->q_e4m3 = shape.has_e4m3_query ? smla_data(args->q) : NULL;
     params->q_nope_stride_token = smla_stride(args->q, 0);
     params->q_nope_stride_head = smla_stride(args->q, 1);
-    params->q_pe = smla_data(q_pe);
+    params->q_pe = shape.has_e4m3_query ? NULL : smla_data(q_pe);
     if (!is_pair && params->q_pe != NULL) {
-        params->q_pe += format->nope_dim;
+        params->q_pe += SMLA_KV_LORA_RANK;
     }
     params->q_pe_stride_token = smla_stride(q_pe, 0);
     params->q_pe_stride_head = smla_stride(q_pe, 1);

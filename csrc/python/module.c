@@ -284,7 +284,7 @@ module_exec(PyObject *module)
     }
     if (add_kv_formats(module) < 0 ||
         add_format_names(module, "SPLIT_KV_FORMATS", find_split_formats()) < 0 ||
-        add_format_names(module, "ATTENTION_KV_FORMATS", SMLA_KV_ATTENTION) < 0 ||
+        add_format_names(module, "CONCAT_KV_FORMATS", SMLA_KV_CONCAT) < 0 ||
         PyModule_AddFunctions(module, smla_py_xla_functions) < 0 ||
         PyModule_AddFunctions(module, functions) < 0) {
         return -1;

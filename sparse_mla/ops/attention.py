@@ -87,8 +87,14 @@ def sparse_attention(
     extra_kv: Array | None = None,
     extra_indices: Array | None = None,
     extra_topk_length: Array | None = None,
+    q_scale: float | Array = 1.0,
+    kv_scale: float | Array = 1.0,
+    extra_kv_scale: float | Array = 1.0,
     num_splits: int = 0,
     kv_format: str | None = None,
+    extra_kv_format: str | None = None,
+    block_size: int | None = None,
+    extra_block_size: int | None = None,
     return_max_logits: bool = False,
     out: Array | None = None,
     lse: Array | None = None,
@@ -100,38 +106,49 @@ def sparse_attention(
 
     For query t and head h over J = {j : 0 <= indices[t, j] < slots, j < topk_length[t]}::
 
-        s_j = softmax_scale * (q[t, h] . k_j)    lse = ln(sum_J exp(s_j))
-        out = sum_J exp(s_j - lse) * v_j         v_j = the first 512 values of k_j
+        s_j = softmax_scale * q_scale * kv_scale * (q[t, h] . k_j)    lse = ln(sum_J exp(s_j))
+        out = sum_J exp(s_j - lse) * kv_scale * v_j       v_j = the first 512 values of k_j
 
     An empty J gives out = 0 and lse = -inf. A duplicate counts twice. Excluded entries are not
     read.
 
     Parameters
     ----------
-    q : [T, H, 576] bf16, or a pair ([T, H, 512], [T, H, 64]); [T, H, 512] for rows of 512
-        The pair (ql_nope, q_pe) is read in place.
-    kv : [pages, block_size, row], row = 576 bf16, 512 bf16 or 656 bytes
-        A paged cache (also with a head axis), or flat rows [tokens, row].
+    q : [T, H, 576] bf16, or a pair ([T, H, 512], [T, H, 64]); [T, H, 512] for keys of 512
+        The pair (ql_nope, q_pe) is read in place. A query of 512 values may be e4m3.
+    kv : [pages, block_size, row]
+        A paged cache (also with a head axis), or flat rows [tokens, row]. Keys have 576 values in
+        rows of 576 bf16 or 656 bytes, and 512 in the formats of DeepSeek V4 and in rows of 512
+        bf16. Split pages also [pages, page_bytes], with `block_size`. FP4 rows can only be
+        `extra_kv`.
     indices : [T, K] int32
         Slots; negative or out of range = none. Any K, 0 included.
     softmax_scale : float
         Multiplies q . k; (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 in DeepSeek's models.
     topk_length : [T] int32, optional
         Columns in use, clamped to [0, K].
-    attn_sink : [H] fp32, optional
+    attn_sink : [>= H] fp32, optional
         Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
     extra_kv, extra_indices, extra_topk_length : a cache, [T, K'] and [T] int32, optional
-        A second cache of any format, its index list and lengths: one softmax over both.
+        A second cache, its index list and lengths: one softmax over both. Its keys have as many
+        values as those of `kv`; formats and page sizes are free.
+    q_scale : float, or an array of one fp32
+        The scale of an e4m3 query; 1 for a bf16 one. An array has the shape of a number, or [1].
+    kv_scale, extra_kv_scale : float, or an array of one fp32
+        The scale of an "fp8_e4m3" cache; 1 for every other format.
     num_splits : int
         0 lets the plan choose, which may cut long lists among short ones by the lengths of all
         lists. 1 to 64 cuts the K columns into that many ranges and so fixes the order of the sum:
         the bits of a token's result then do not depend on the rest of the batch.
-    kv_format : "bfloat16" (or "auto"), "fp8_ds_mla" or None
-        The format of `kv`. None takes it from the dtype and the last dimension, as is always done
-        for `extra_kv`.
+    kv_format, extra_kv_format : str or None
+        The formats of `kv` and `extra_kv`, such as "fp8_v4". None takes them from the dtype and the
+        last dimension; several formats have rows of 528 or 288 bytes.
+    block_size, extra_block_size : int, optional
+        Tokens per page, for caches [pages, page_bytes].
     return_max_logits : bool
         Whether to return max_logits too. Giving `max_logits` has the same effect.
-    out : [T, H, 512] bf16, optional
+    out : [T, >= H, 512] bf16, optional
+        Heads behind the first H stay as they are.
     lse, max_logits : [T, H] fp32, optional
     workspace : [bytes] uint8, optional
         Scratch memory of at least `attention_workspace_size` bytes, with any contents. Calls on one

@@ -206,6 +206,35 @@ test_formats(void)
     expect_launch(0, "sm80_fp8_64", 9, 2);
 }
 
+/* An e4m3 query has a kernel of its own, and all launches of a call begin at their own tokens. */
+static void
+test_e4m3_query(void)
+{
+    static const uint8_t q_e4m3[NUM_TOKENS * 5];
+    smla_attention_params params = make_params(NUM_TOKENS, 64, 2048, 0);
+    params.lists[0].kv.format = &smla_kv_formats[SMLA_ROW_BFLOAT16_512];
+    EXPECT_OK(run_call(&params));
+    EXPECT(strcmp(launches[0].launcher, "sm90_bf16_512_64") == 0);
+    params = make_params(NUM_TOKENS, 64, 2048, 0);
+    params.lists[0].kv.format = &smla_kv_formats[SMLA_ROW_BFLOAT16_512];
+    params.q_e4m3 = q_e4m3;
+    params.q_nope = NULL;
+    params.q_pe = NULL;
+    EXPECT_OK(run_call(&params));
+    EXPECT(num_launches > 1);
+    int64_t start = 0;
+    for (int i = 0; i < num_launches; i++) {
+        const smla_attention_params *const part = &launches[i].params;
+        if (strcmp(launches[i].launcher, "combine") != 0) {
+            EXPECT(strncmp(launches[i].launcher, "sm80_512_", 9) == 0);
+            EXPECT(part->q_nope == NULL && part->q_pe == NULL);
+            EXPECT(part->q_e4m3 == q_e4m3 + start * 5);
+            start += part->num_tokens;
+        }
+    }
+    EXPECT_EQ(start, NUM_TOKENS);
+}
+
 /* ---- Refusals ------------------------------------------------------------------------------ */
 
 static void
@@ -366,6 +395,7 @@ main(void)
     RUN(test_given_splits);
     RUN(test_batches_are_alike);
     RUN(test_formats);
+    RUN(test_e4m3_query);
     RUN(test_no_kernel);
     RUN(test_workspace);
     RUN(test_partial_rows);

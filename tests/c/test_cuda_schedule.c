@@ -8,7 +8,7 @@
 #include "fake_cuda/launchers.h"
 
 static const smla_kv_set all_formats[] = {SMLA_ROWS_FP8, SMLA_ROWS_BF16, SMLA_ROWS_MIXED,
-                                          SMLA_ROWS_BF16_512};
+                                          SMLA_ROWS_BF16_512, SMLA_KV_SET(SMLA_ROW_FP8_V4)};
 
 enum { NUM_SETS = sizeof all_formats / sizeof all_formats[0] };
 
@@ -64,6 +64,12 @@ test_table(void)
          SMLA_ROWS_BF16_512, 1, 16, 0, 32, 2, 65536},
         {"sm80_mixed_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
          SMLA_ROWS_MIXED, 1, 16, 0, 32, 2, 68608},
+        {"sm80_512_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128",
+         SMLA_ROWS_512 | SMLA_ROWS_E4M3_QUERY, 33, 64, 0, 32, 1, 161664},
+        {"sm80_512_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128",
+         SMLA_ROWS_512 | SMLA_ROWS_E4M3_QUERY, 17, 32, 0, 32, 1, 99584},
+        {"sm80_512_16", "attention_sm80.cu, 16 heads per CTA", "sm_80+", "1...128",
+         SMLA_ROWS_512 | SMLA_ROWS_E4M3_QUERY, 1, 16, 0, 32, 2, 68608},
     };
     enum { NUM_ROWS = sizeof rows / sizeof rows[0] };
     EXPECT_EQ((int)NUM_KERNELS, (int)NUM_ROWS);
@@ -98,6 +104,7 @@ expect_whole(const smla_cuda_device *device, smla_kv_set formats, int64_t heads)
     const int shared = device->max_shared_bytes;
     const bool is_512 = formats == SMLA_ROWS_BF16_512;
     const bool is_bf16 = formats == SMLA_ROWS_BF16 || is_512;
+    const bool is_v4 = formats == SMLA_KV_SET(SMLA_ROW_FP8_V4);
     int per_cta = 16;
     if (formats == SMLA_ROWS_MIXED) {
         return "sm80_mixed_16";
@@ -110,8 +117,9 @@ expect_whole(const smla_cuda_device *device, smla_kv_set formats, int64_t heads)
     } else if (heads > 16 && (is_hopper || shared >= (is_bf16 ? 93440 : 99584))) {
         per_cta = 32;
     }
-    snprintf(name, sizeof name, "sm%d_%s_%d", is_hopper ? 90 : 80,
+    snprintf(name, sizeof name, "sm%d_%s_%d", is_hopper && !is_v4 ? 90 : 80,
              is_512    ? "bf16_512"
+             : is_v4   ? "512"
              : is_bf16 ? "bf16"
                        : "fp8",
              per_cta);
@@ -197,14 +205,15 @@ test_words(void)
     for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
          kernel++) {
         smla_describe_formats(kernel->formats, text);
-        EXPECT(strcmp(text_of(kernel).formats, text) == 0);
+        const bool is_any = (kernel->formats & SMLA_ROWS_512) == SMLA_ROWS_512;
+        EXPECT(strcmp(text_of(kernel).formats, is_any ? "any of 512 values" : text) == 0);
     }
 
     char whole[1024];
     static const char start[] =
         "sm_90 fp8_ds_mla, heads 17...128; sm_90 fp8_ds_mla, heads 1...128; sm_90 fp8_ds_mla, "
         "heads 33...128; ";
-    static const char end[] = "; sm_80+ fp8_ds_mla with bfloat16, heads 1...128";
+    static const char end[] = "; sm_80+ any of 512 values, heads 1...128";
     smla_describe_kernels(whole, sizeof whole);
     const size_t length = strlen(whole);
     int num_rows = 1;
@@ -253,59 +262,67 @@ expect_listed(const smla_cuda_device *device, const char *available, const char 
 static void
 test_listed(void)
 {
-    /*                   small  fp8  bf16, 576 and 512  sm80: fp8 bf16, 576 and 512  mixed */
+    /*                   small  fp8  bf16, 576 and 512  sm80: fp8 bf16, 576 and 512  mixed  512 */
     expect_listed(&h200,
                   "11"
                   "111"
                   "11"
                   "111"
                   "111111"
-                  "1",
+                  "1"
+                  "111",
                   "11"
                   "111"
                   "11"
                   "000"
                   "000000"
-                  "1");
+                  "1"
+                  "111");
     expect_listed(&a100,
                   "00"
                   "000"
                   "00"
                   "111"
                   "111111"
-                  "1",
+                  "1"
+                  "111",
                   "00"
                   "000"
                   "00"
                   "111"
                   "111111"
-                  "1");
+                  "1"
+                  "111");
     expect_listed(&rtx4090,
                   "00"
                   "000"
                   "00"
                   "011"
                   "011011"
-                  "1",
+                  "1"
+                  "011",
                   "00"
                   "000"
                   "00"
                   "011"
                   "011011"
-                  "1");
+                  "1"
+                  "011");
     expect_listed(NULL,
                   "00"
                   "000"
                   "00"
                   "000"
                   "000000"
-                  "0",
+                  "0"
+                  "000",
                   "00"
                   "000"
                   "00"
                   "000"
                   "000000"
-                  "0");
+                  "0"
+                  "000");
 }
 
 /* ---- The model ----------------------------------------------------------------------------- */
@@ -499,7 +516,8 @@ check_plan(smla_kv_set formats, const smla_attention_shape *shape)
     const batch_plan model = model_plan(&problem, tokens);
     expect_same_plan(&plan, &model);
     EXPECT(plan.run.kernel != NULL &&
-           (plan.run.kernel->formats & ~(smla_kv_set)SMLA_ROWS_RANGED) == formats);
+           (plan.run.kernel->formats & SMLA_KV_ALL) ==
+               (formats == SMLA_KV_SET(SMLA_ROW_FP8_V4) ? (smla_kv_set)SMLA_ROWS_512 : formats));
     EXPECT(plan.run.num_splits >= 1 && plan.run.num_splits <= SMLA_MAX_SPLITS);
     EXPECT(plan.rest >= 1 && plan.rest <= tokens);
     EXPECT(plan.rest == tokens || plan.run.num_splits == 1);

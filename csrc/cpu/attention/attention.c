@@ -215,10 +215,13 @@ run_all(const attention_run *run, int64_t count, void (*task)(const attention_ru
 }
 
 smla_status
-smla_cpu_sparse_attention(const smla_attention_params *params, const smla_attention_plan *plan,
+smla_cpu_sparse_attention(const smla_attention_params *given, const smla_attention_plan *plan,
                           smla_error *error)
 {
     (void)plan; /* params has the plan's number of splits */
+    smla_attention_params scaled = *given;
+    const smla_attention_params *const params = &scaled;
+    scaled.softmax_scale *= smla_read_scale(&given->q_scale);
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa("sparse_attention", &isa, error));
     if (params->num_tokens == 0) {

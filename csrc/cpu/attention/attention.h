@@ -81,9 +81,9 @@ extern const smla_attention_isa smla_attention_neonbf16;
 /* ---- Tokens with one key (attention_one_key.c) --------------------------------------------- */
 
 typedef struct smla_only_key {
-    const uint8_t *row;
-    const uint8_t *scales;
+    smla_kv_token token;
     const smla_kv_format_info *format;
+    float kv_scale; /* the scale of the whole cache */
 } smla_only_key;
 
 /* Whether the token has exactly one key in all its lists and splits. A duplicate is a second key.
@@ -97,7 +97,7 @@ void smla_attend_one_key(const smla_attention_params *params, int64_t token, sml
 /* ---- What the CPU backend exports ---------------------------------------------------------- */
 
 const char *smla_cpu_kernel_name(const smla_attention_run *run);
-smla_status smla_cpu_sparse_attention(const smla_attention_params *params,
+smla_status smla_cpu_sparse_attention(const smla_attention_params *given,
                                       const smla_attention_plan *plan, smla_error *error);
 
 /* The split count depends on shapes alone. No result depends on the number of threads. */

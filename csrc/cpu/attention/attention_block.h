@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "core/backend.h"
+#include "core/numeric.h"
 #include "cpu/index/slot.h"
 
 enum {
@@ -20,9 +21,9 @@ enum {
 };
 
 typedef struct key_block {
-    const uint8_t *rows[MAX_BLOCK_KEYS];
-    const uint8_t *scales[MAX_BLOCK_KEYS];
+    smla_kv_token keys[MAX_BLOCK_KEYS];
     const smla_kv_format_info *format;
+    float kv_scale; /* the scale of the whole cache */
     int count;
 } key_block;
 
@@ -107,13 +108,12 @@ next_block(key_cursor *cursor, int capacity, key_block *block)
         for (; column < cursor->end && count < capacity; column++) {
             const int64_t slot = find_slot(keys, cursor->token, column);
             if (slot >= 0) {
-                const smla_kv_token key = smla_kv_slot(&keys->kv, slot);
-                block->rows[count] = key.row;
-                block->scales[count++] = key.scales;
+                block->keys[count++] = smla_kv_slot(&keys->kv, slot);
             }
         }
         cursor->column = column;
         block->format = keys->kv.format;
+        block->kv_scale = smla_read_scale(&cursor->params->kv_scale[cursor->list]);
         block->count = count;
         if (column >= cursor->end) {
             enter_list(cursor, cursor->list + 1);
@@ -124,14 +124,23 @@ next_block(key_cursor *cursor, int capacity, key_block *block)
     }
 }
 
-/* Scales of one key, {tile 0, ..., tile 3}. They are 1 in a format without scales. */
+/* Whether the kernels multiply the scales of such rows with sums over tiles of 128 values. Other
+ * rows are multiplied with their scales first: a product of a few bits, which is exact. */
+static inline bool
+has_tile_scales(const smla_kv_format_info *format)
+{
+    return format->scale_type == SMLA_SCALE_FP32 || format->scale_type == SMLA_SCALE_CACHE;
+}
+
+/* Scales of one key, {tile 0, ..., tile 3}. They are 1 where has_tile_scales is false. */
 typedef uint32_t scale_bits __attribute__((vector_size(4 * SMLA_NUM_SCALE_TILES)));
 
 static inline scale_bits
-load_scales(const smla_kv_format_info *format, const uint8_t *scales)
+load_scales(const smla_kv_format_info *format, float kv_scale, const uint8_t *scales)
 {
-    scale_bits bits = (scale_bits){0} + 0x3F800000u;
-    if (format->num_scales != 0) {
+    const float same = format->scale_type == SMLA_SCALE_CACHE ? kv_scale : 1.0f;
+    scale_bits bits = (scale_bits){0} + smla_float_bits(same);
+    if (format->scale_type == SMLA_SCALE_FP32) {
         memcpy(&bits, scales, sizeof bits);
     }
     return bits;
@@ -149,13 +158,20 @@ store_scales(scale_bits bits, int key, int stride, float *scales)
     scales[SMLA_NUM_SCALE_TILES * stride + key] = 1.0f;
 }
 
-/* Prefetches bytes [begin, begin + 256) of a row into L2, because a block does not fit L1. */
+/* Prefetches bytes [begin, begin + 256) of a block's key into L2, because a block does not fit L1.
+ * The scales of a split page come with the first bytes. */
 static inline void
-prefetch_row(const uint8_t *row, int begin, int row_bytes)
+prefetch_key(const key_block *block, int key, int begin)
 {
-    const int end = begin + 256 < row_bytes ? begin + 256 : row_bytes;
+    const smla_kv_format_info *const format = block->format;
+    const bool is_split = format->layout == SMLA_PAGE_SPLIT;
+    const int bytes = is_split ? format->data_bytes : format->row_bytes;
+    const int end = begin + 256 < bytes ? begin + 256 : bytes;
     for (int at = begin; at < end; at += 64) {
-        __builtin_prefetch(row + at, 0, 2);
+        __builtin_prefetch(block->keys[key].row + at, 0, 2);
+    }
+    if (is_split && begin == 0) {
+        __builtin_prefetch(block->keys[key].scales, 0, 2);
     }
 }
 
@@ -165,7 +181,7 @@ prefetch_block(const key_block *block)
 {
     for (int key = 0; key < block->count; key++) {
         for (int begin = 0; begin < block->format->row_bytes; begin += 256) {
-            prefetch_row(block->rows[key], begin, block->format->row_bytes);
+            prefetch_key(block, key, begin);
         }
     }
 }

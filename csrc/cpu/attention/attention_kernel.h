@@ -40,6 +40,7 @@
 #include <math.h>
 
 #include "cpu/attention/attention.h"
+#include "cpu/machine/narrow.h"
 
 enum {
     GROUP_VECTORS = 2,
@@ -130,15 +131,28 @@ pack_heads(const uint16_t *const rows[WIDTH], int count, int lanes, vuint smalle
     return smallest;
 }
 
+/* The query of a head in bf16. An e4m3 query is converted into `buffer`. */
+SMLA_INLINE const uint16_t *
+load_query(const smla_attention_params *params, int64_t token, int64_t head, uint16_t *buffer)
+{
+    const int64_t at = token * params->q_nope_stride_token + head * params->q_nope_stride_head;
+    if (params->q_e4m3 == NULL) {
+        return params->q_nope + at;
+    }
+    for (int d = 0; d < SMLA_KV_LORA_RANK; d += QUAD) {
+        store_bf16(load_e4m3(params->q_e4m3 + at + d, 1.0f), (uint8_t *)(buffer + d));
+    }
+    return buffer;
+}
+
 /* Transposes a token's query into [group][k][group heads]; lanes past the last head are 0. Returns
  * whether the unit can compute with it exactly. */
 static bool
 pack_query(const smla_attention_params *params, int64_t token, unit_scalar *packed)
 {
-    const int rope_dim = params->lists[0].kv.format->rope_dim;
+    const int rope_dim = params->lists[0].kv.format->head_dim - SMLA_KV_LORA_RANK;
     static const uint16_t zeros[SMLA_KV_LORA_RANK] = {0};
-    const uint16_t *const nope = params->q_nope + token * params->q_nope_stride_token;
-    const uint16_t *const rope = params->q_pe + token * params->q_pe_stride_token;
+    uint16_t converted[WIDTH][SMLA_KV_LORA_RANK];
     vuint smallest = splat_bits(0xFFFFFFFFu);
     for (int64_t head = 0; head < params->num_heads; head += WIDTH) {
         const int64_t first = head / GROUP_HEADS * GROUP_HEADS; /* first head of the group */
@@ -148,8 +162,11 @@ pack_query(const smla_attention_params *params, int64_t token, unit_scalar *pack
         const uint16_t *rope_rows[WIDTH];
         for (int i = 0; i < WIDTH; i++) {
             const bool exists = head + i < params->num_heads;
-            nope_rows[i] = exists ? nope + (head + i) * params->q_nope_stride_head : zeros;
-            rope_rows[i] = exists ? rope + (head + i) * params->q_pe_stride_head : zeros;
+            nope_rows[i] = exists ? load_query(params, token, head + i, converted[i]) : zeros;
+            rope_rows[i] = exists && rope_dim != 0
+                               ? params->q_pe + token * params->q_pe_stride_token +
+                                     (head + i) * params->q_pe_stride_head
+                               : zeros;
         }
         smallest = pack_heads(nope_rows, SMLA_KV_LORA_RANK, lanes, smallest, to);
         smallest = pack_heads(rope_rows, rope_dim, lanes, smallest,
@@ -171,7 +188,7 @@ score_block(const thread_scratch *scratch, const unit_scalar *q, int count, int 
         const int end = begin + SMLA_SCALE_TILE < head_dim ? begin + SMLA_SCALE_TILE : head_dim;
         for (int j = 0; j < count; j += rows) {
             for (int i = j; i < j + rows && i < next->count; i++) {
-                prefetch_row(next->rows[i], tile * 256, next->format->row_bytes);
+                prefetch_key(next, i, tile * 256);
             }
             score_rows(scratch->keys + j * KEY_STRIDE + begin / UNIT_STEP,
                        q + begin / UNIT_STEP * vectors * WIDTH, end - begin,
@@ -269,7 +286,7 @@ attend_group(const thread_scratch *scratch, const key_block *block, const key_bl
     const unit_scalar *const q = scratch->q + group.head * (SMLA_HEAD_DIM / UNIT_STEP);
     score_block(scratch, q, block->count, block->format->head_dim, next, key_rows, vectors);
     weigh_scores(scratch->scores, block->count, scale_log2, state, group, alpha, vectors);
-    add_values(scratch, block->count, block->format->num_scales != 0, alpha,
+    add_values(scratch, block->count, has_tile_scales(block->format), alpha,
                state.out + group.head * SMLA_KV_LORA_RANK, value_rows, vectors);
 }
 

@@ -44,7 +44,7 @@ smla_find_only_key(const smla_attention_params *params, int64_t token, smla_only
             if (count > 1) {
                 return false;
             }
-            *only = (smla_only_key){block.rows[0], block.scales[0], block.format};
+            *only = (smla_only_key){block.keys[0], block.format, block.kv_scale};
         }
     }
     return count == 1;
@@ -59,23 +59,41 @@ load_bf16(const uint8_t *bytes)
 }
 
 static float
-load_value(const smla_only_key *only, int d)
+load_code(const smla_kv_format_info *format, const uint8_t *row, int d)
 {
-    if (d >= SMLA_KV_LORA_RANK) {
-        return load_bf16(only->row + only->format->rope_offset +
-                         2 * (ptrdiff_t)(d - SMLA_KV_LORA_RANK));
+    if (d >= format->nope_dim) {
+        return load_bf16(row + format->rope_offset + 2 * (ptrdiff_t)(d - format->nope_dim));
     }
-    return only->format->nope_type == SMLA_NOPE_E4M3 ? smla_e4m3_to_float(only->row[d])
-                                                     : load_bf16(only->row + 2 * (ptrdiff_t)d);
+    switch (format->nope_type) {
+    case SMLA_NOPE_E4M3: return smla_e4m3_to_float(row[d]);
+    case SMLA_NOPE_E2M1: return smla_e2m1_to_float((uint8_t)(row[d / 2] >> d % 2 * 4 & 15));
+    default: return load_bf16(row + 2 * (ptrdiff_t)d);
+    }
+}
+
+/* The scale that value d is multiplied with when it is loaded. */
+static float
+load_inner_scale(const smla_kv_format_info *format, const uint8_t *scales, int d)
+{
+    if (d >= format->nope_dim) {
+        return 1.0f;
+    }
+    switch (format->scale_type) {
+    case SMLA_SCALE_UE8M0: return smla_ue8m0_to_float(scales[d / format->scale_tile]);
+    case SMLA_SCALE_E4M3: return smla_e4m3_to_float(scales[d / format->scale_tile]);
+    default: return 1.0f;
+    }
 }
 
 static void
 widen_key(const smla_only_key *only, wide_key *key)
 {
-    store_scales(load_scales(only->format, only->scales), 0, 1, key->scales);
-    key->rope_dim = only->format->rope_dim;
-    for (int d = 0; d < only->format->head_dim; d++) {
-        const float value = load_value(only, d);
+    const smla_kv_format_info *const format = only->format;
+    store_scales(load_scales(format, only->kv_scale, only->token.scales), 0, 1, key->scales);
+    key->rope_dim = format->head_dim - SMLA_KV_LORA_RANK;
+    for (int d = 0; d < format->head_dim; d++) {
+        const float value =
+            load_code(format, only->token.row, d) * load_inner_scale(format, only->token.scales, d);
         key->values[d / LANES][d % LANES] = (double)value;
         if (d < SMLA_KV_LORA_RANK) {
             key->scaled[d] = value * key->scales[d / SMLA_SCALE_TILE];
@@ -97,11 +115,18 @@ dot(const uint16_t *q, const doubles *values, int count)
 static float
 find_logit(const smla_attention_params *params, int64_t token, int64_t head, const wide_key *key)
 {
-    const uint16_t *const nope =
-        params->q_nope + token * params->q_nope_stride_token + head * params->q_nope_stride_head;
-    const uint16_t *const rope =
-        params->q_pe + token * params->q_pe_stride_token + head * params->q_pe_stride_head;
-    double sum = dot(rope, key->values + SMLA_KV_LORA_RANK / LANES, key->rope_dim);
+    const int64_t at = token * params->q_nope_stride_token + head * params->q_nope_stride_head;
+    uint16_t converted[SMLA_KV_LORA_RANK];
+    for (int d = 0; d < SMLA_KV_LORA_RANK && params->q_e4m3 != NULL; d++) {
+        converted[d] = smla_float_to_bf16(smla_e4m3_to_float(params->q_e4m3[at + d]));
+    }
+    const uint16_t *const nope = params->q_e4m3 != NULL ? converted : params->q_nope + at;
+    double sum = 0.0;
+    if (key->rope_dim != 0) {
+        const uint16_t *const rope =
+            params->q_pe + token * params->q_pe_stride_token + head * params->q_pe_stride_head;
+        sum = dot(rope, key->values + SMLA_KV_LORA_RANK / LANES, key->rope_dim);
+    }
     for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
         const int begin = tile * SMLA_SCALE_TILE;
         sum += dot(nope + begin, key->values + begin / LANES, SMLA_SCALE_TILE) *

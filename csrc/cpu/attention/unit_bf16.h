@@ -8,7 +8,8 @@
  * All these machines take subnormal inputs as zero and flush subnormal results to zero, NEON those
  * of single products too. The effects are:
  *   - A subnormal bf16 (below 2^-126) in q or in a bf16 row would vanish although its partner may
- *     be 1e38. Such queries and blocks are refused, and the part is run again on the fp32 unit.
+ *     be 1e38. Such queries and blocks are refused, and the part is run again on the fp32 unit. So
+ *     are rows that are decoded to bf16, where scales are so small that values may be subnormal.
  *   - A step flushes less than 2^-124, in two products and two sums. This error is multiplied with
  *     the row's scale. Scales above 2^64, NaN and infinity are refused, so the error of a logit is
  *     less than 576 * 2^-61, times softmax_scale.
@@ -20,6 +21,7 @@
 #pragma once
 
 #include "cpu/attention/attention_block.h"
+#include "cpu/attention/key_decoder.h"
 #include "cpu/machine/bf16_pairs.h"
 #include "cpu/machine/narrow.h"
 
@@ -69,29 +71,34 @@ pair_values(const uint32_t *even, const uint32_t *odd, uint32_t *values)
     }
 }
 
-/* Widens the block's rows without their scales, which go to scales[tile][key]. Returns whether the
- * unit can compute with these rows exactly. */
+/* Widens the block's rows. Scales of tiles go to scales[tile][key]. Returns whether the unit can
+ * compute with these rows exactly. */
 static bool
 load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float *scales)
 {
     static const uint32_t zeros[SMLA_KV_LORA_RANK / 2] __attribute__((aligned(64))) = {0};
     const smla_kv_format_info *const format = block->format;
+    bool has_tiny = false;
     vuint smallest = splat_bits(0xFFFFFFFFu);
     scale_bits too_large = {0};
     for (int i = 0; i < block->count; i++) {
-        const uint8_t *const row = block->rows[i];
+        const smla_kv_token token = block->keys[i];
         uint32_t *const key = keys + i * KEY_STRIDE;
-        const scale_bits bits = load_scales(format, block->scales[i]);
+        const scale_bits bits = load_scales(format, block->kv_scale, token.scales);
         too_large |= (scale_bits)((bits & 0x7FFFFFFFu) > 0x5F800000u); /* 2^64 */
         store_scales(bits, i, BLOCK_KEYS, scales);
-        if (format->nope_type == SMLA_NOPE_E4M3) {
+        if (is_decoded(format)) {
+            decode_key(format, token, SMLA_FLOAT_BF16, key);
+            smallest = copy_bf16((const uint8_t *)key, SMLA_KV_LORA_RANK, key, smallest);
+            has_tiny |= has_tiny_scale(format, token.scales);
+        } else if (format->nope_type == SMLA_NOPE_E4M3) {
             for (int d = 0; d < SMLA_KV_LORA_RANK; d += QUAD) {
-                widen_e4m3(row + d, key + d / 2);
+                widen_e4m3(token.row + d, key + d / 2);
             }
         } else {
-            smallest = copy_bf16(row, SMLA_KV_LORA_RANK, key, smallest);
+            smallest = copy_bf16(token.row, SMLA_KV_LORA_RANK, key, smallest);
         }
-        smallest = copy_bf16(row + format->rope_offset, format->rope_dim,
+        smallest = copy_bf16(token.row + format->rope_offset, format->head_dim - SMLA_KV_LORA_RANK,
                              key + SMLA_KV_LORA_RANK / 2, smallest);
         if (i % 2 == 1) {
             pair_values(key - KEY_STRIDE, key, values + i / 2 * VALUE_STEP);
@@ -100,7 +107,7 @@ load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float
         }
     }
     const uint32_t refused = too_large[0] | too_large[1] | too_large[2] | too_large[3];
-    return is_exact(smallest) && refused == 0;
+    return is_exact(smallest) && !has_tiny && refused == 0;
 }
 
 /* probs[j/2][z] = the pair weights[j][z] * scale[j], weights[j + 1][z] * scale[j + 1], for the

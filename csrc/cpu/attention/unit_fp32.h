@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cpu/attention/attention_block.h"
+#include "cpu/attention/key_decoder.h"
 #include "cpu/machine/fp32_values.h"
 #include "cpu/machine/narrow.h"
 
@@ -36,22 +37,25 @@ widen_e4m3(const uint8_t *bytes, int count, float *out)
     }
 }
 
-/* Widens the block's rows without their scales, which go to scales[tile][key]. Returns whether the
- * unit can compute with these rows exactly, which this unit always can. */
+/* Widens the block's rows. Scales of tiles go to scales[tile][key]. Returns whether the unit can
+ * compute with these rows exactly, which this unit always can. */
 static bool
 load_block(const key_block *block, unit_scalar *keys, unit_scalar *values, float *scales)
 {
     (void)values;
+    const smla_kv_format_info *const format = block->format;
     for (int i = 0; i < block->count; i++) {
-        const uint8_t *const row = block->rows[i];
+        const smla_kv_token token = block->keys[i];
         float *const key = keys + i * KEY_STRIDE;
-        store_scales(load_scales(block->format, block->scales[i]), i, BLOCK_KEYS, scales);
-        if (block->format->nope_type == SMLA_NOPE_E4M3) {
-            widen_e4m3(row, SMLA_KV_LORA_RANK, key);
+        store_scales(load_scales(format, block->kv_scale, token.scales), i, BLOCK_KEYS, scales);
+        if (is_decoded(format)) {
+            decode_key(format, token, SMLA_FLOAT_FP32, key);
+        } else if (format->nope_type == SMLA_NOPE_E4M3) {
+            widen_e4m3(token.row, SMLA_KV_LORA_RANK, key);
         } else {
-            widen_bf16(row, SMLA_KV_LORA_RANK, key);
+            widen_bf16(token.row, SMLA_KV_LORA_RANK, key);
         }
-        widen_bf16(row + block->format->rope_offset, block->format->rope_dim,
+        widen_bf16(token.row + format->rope_offset, format->head_dim - SMLA_KV_LORA_RANK,
                    key + SMLA_KV_LORA_RANK);
     }
     return true;

@@ -28,6 +28,7 @@ template <int HEADS_, int FORMATS_, bool RANGED_ = false> struct tile {
     static constexpr bool RANGED = RANGED_;
     static constexpr int HEADS = HEADS_;
     static constexpr int FORMATS = FORMATS_;
+    static constexpr bool CODED = key_types<FORMATS_>::CODED;
     static constexpr bool HAS_ROPE = smla_rows<FORMATS_>::HAVE_ROPE;
     static constexpr bool HAS_SCALES = smla_rows<FORMATS_>::HAVE_SCALES;
     static constexpr int ROW_CHUNKS = NOPE_CHUNKS + (HAS_ROPE ? ROPE_CHUNKS : 0);
@@ -80,6 +81,9 @@ start_query(const attention_launch &launch, const cta_work &work, int thread,
         uint4 *const to = chunk_of(shared->query, head, chunk);
         if (head >= work.num_heads) {
             *to = make_uint4(0, 0, 0, 0);
+        } else if (Tile::CODED && params.q_e4m3 != NULL) {
+            *to = load_e4m3_query(params.q_e4m3 + work.token * params.q_nope_stride_token +
+                                  (work.first_head + head) * params.q_nope_stride_head + chunk * 8);
         } else if (launch.q_is_aligned) {
             ptx_cp_async_16(ptx_shared_address(to), from);
         } else {
@@ -506,11 +510,11 @@ find_only_key(const attention_launch &launch, const cta_work &work, const block_
 }
 
 /* Not inlined, because inlined code would cost the loop registers. */
-template <bool ROPE>
+template <bool ROPE, bool CODED = false>
 static __device__ __noinline__ void
 attend_only_key(const attention_launch &launch, cta_work work, listed_key only, int thread)
 {
-    attend_one_key<ROPE>(launch, work, only.list, only.slot, thread, CTA_THREADS);
+    attend_one_key<ROPE, CODED>(launch, work, only.list, only.slot, thread, CTA_THREADS);
 }
 
 /* ---- All of it ----------------------------------------------------------------------------- */
@@ -531,26 +535,31 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
     key = find_slot(launch, work, plan, 0, (int)threadIdx.x, key);
     listed_key only;
     if (find_only_key<Tile>(launch, work, plan, ptx_forget((int)threadIdx.x), key, shared, &only)) {
-        attend_only_key<Tile::HAS_ROPE>(launch, work, only, (int)threadIdx.x);
+        attend_only_key<Tile::HAS_ROPE, Tile::CODED>(launch, work, only, (int)threadIdx.x);
         ptx_cp_async_wait_all();     /* the query, which is not needed */
         ptx_barrier(0, CTA_THREADS); /* no thread copies or reads any more */
         return;
     }
-    const uint8_t *row = find_row(launch, plan, 0, (int)threadIdx.x, key);
-    raw_rows<Tile::FORMATS> raw;
-    load_rows<Tile::FORMATS>(launch, plan, 0, row, (int)threadIdx.x, &raw);
+    typename key_types<Tile::FORMATS>::place place =
+        find_key<Tile::FORMATS>(launch, plan, 0, (int)threadIdx.x, key);
+    typename key_types<Tile::FORMATS>::rows raw;
+    load_keys<Tile::FORMATS>(launch, plan, 0, place, (int)threadIdx.x, &raw);
+    float scale_log2 = launch.scale_log2;
+    if (Tile::CODED) {
+        scale_log2 *= load_given_scale(launch.params.q_scale);
+    }
 
     float out[Tile::OUT_M][Tile::OUT_N][4] = {};
     ptx_cp_async_wait_all(); /* this thread's part of the query; all of it after a barrier */
     for (int32_t block = 0; block < plan.num_blocks; block++) {
         const int thread = ptx_forget((int)threadIdx.x);
-        store_rows<Tile::FORMATS>(launch, list_of(plan, block), raw, thread, shared->keys,
+        store_keys<Tile::FORMATS>(launch, list_of(plan, block), raw, thread, shared->keys,
                                   shared->scales, shared->is_key);
-        const bool any = ptx_barrier_or(0, CTA_THREADS, sees_key<Tile::FORMATS>(raw, thread));
+        const bool any = ptx_barrier_or(0, CTA_THREADS, sees_key(raw.scale_or_mask, thread));
         if (block % WINDOW == WINDOW - 1) {
-            row = find_row(launch, plan, block / WINDOW + 1, thread, key);
+            place = find_key<Tile::FORMATS>(launch, plan, block / WINDOW + 1, thread, key);
         }
-        load_rows<Tile::FORMATS>(launch, plan, block + 1, row, thread, &raw);
+        load_keys<Tile::FORMATS>(launch, plan, block + 1, place, thread, &raw);
         if (block % WINDOW == 1) {
             key = read_index<Tile::RANGED>(launch, work, plan, block / WINDOW + 1, thread);
         }
@@ -562,7 +571,7 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
         }
         if (any) {
             ptx_barrier(0, CTA_THREADS); /* scores are visible */
-            weigh_block<Tile>(shared, launch.scale_log2, ptx_forget(thread));
+            weigh_block<Tile>(shared, scale_log2, ptx_forget(thread));
             ptx_barrier(0, CTA_THREADS); /* probs and factor are visible */
             add_block<Tile>(shared, ptx_forget(thread), out);
             ptx_barrier(0, CTA_THREADS); /* nobody reads the keys, scales and masks any more */

@@ -39,10 +39,11 @@
     SM90("attention_bf16_sm90.cu", stem, rows, 1, 64, .block_columns = SMLA_SM90_KEYS, \
          .block_cost = 16, .cta_cost = 48)
 
-#define SM80(rows, stem, least, heads)                                                 \
-    ROW("attention_sm80.cu", stem, (rows) | SMLA_ROWS_RANGED, least, heads,            \
-        .arch = SMLA_PORTABLE_ARCH, .block_columns = SMLA_SM80_KEYS, .block_cost = 16, \
-        .cta_cost = 32, .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(heads),                   \
+#define SM80(rows, stem, least, heads)                                                           \
+    ROW("attention_sm80.cu", stem,                                                               \
+        (rows) | SMLA_ROWS_RANGED | ((rows) == SMLA_ROWS_512 ? SMLA_ROWS_E4M3_QUERY : 0), least, \
+        heads, .arch = SMLA_PORTABLE_ARCH, .block_columns = SMLA_SM80_KEYS, .block_cost = 16,    \
+        .cta_cost = 32, .ctas_per_sm = SMLA_SM80_CTAS_PER_SM(heads),                             \
         .shared_bytes = SMLA_SM80_SHARED_BYTES(heads, rows))
 
 const smla_attention_kernel smla_attention_kernels[] = {
@@ -63,6 +64,9 @@ const smla_attention_kernel smla_attention_kernels[] = {
     SM80(SMLA_ROWS_BF16_512, sm80_bf16_512, 17, 32),
     SM80(SMLA_ROWS_BF16_512, sm80_bf16_512, 1, 16),
     SM80(SMLA_ROWS_MIXED, sm80_mixed, 1, 16),
+    SM80(SMLA_ROWS_512, sm80_512, 33, 64),
+    SM80(SMLA_ROWS_512, sm80_512, 17, 32),
+    SM80(SMLA_ROWS_512, sm80_512, 1, 16),
     {.launch = NULL},
 };
 
@@ -80,7 +84,8 @@ text_of(const smla_attention_kernel *kernel)
 {
     return (row_text){
         .arch = kernel->arch == 90 ? "sm_90" : "sm_80+",
-        .formats = (kernel->formats & SMLA_ROWS_MIXED) == SMLA_ROWS_MIXED
+        .formats = (kernel->formats & SMLA_ROWS_512) == SMLA_ROWS_512 ? "any of 512 values"
+                   : (kernel->formats & SMLA_ROWS_MIXED) == SMLA_ROWS_MIXED
                        ? "fp8_ds_mla with bfloat16"
                    : kernel->formats & SMLA_ROWS_FP8  ? "fp8_ds_mla"
                    : kernel->formats & SMLA_ROWS_BF16 ? "bfloat16"

@@ -18,8 +18,11 @@ enum {
     SMLA_ROWS_BF16 = SMLA_KV_SET(SMLA_ROW_BFLOAT16),
     SMLA_ROWS_BF16_512 = SMLA_KV_SET(SMLA_ROW_BFLOAT16_512),
     SMLA_ROWS_MIXED = SMLA_ROWS_FP8 | SMLA_ROWS_BF16, /* one list of each format */
-    /* Not a format: lists with dense columns or a `begin` (smla_has_ranges). */
+    /* keys of 512 values in any format */
+    SMLA_ROWS_512 = SMLA_KV_EXTRA & ~(SMLA_ROWS_FP8 | SMLA_ROWS_BF16),
+    /* Not formats: lists with dense columns or a `begin` (smla_has_ranges), and e4m3 queries. */
     SMLA_ROWS_RANGED = SMLA_KV_SET(SMLA_NUM_KV_FORMATS),
+    SMLA_ROWS_E4M3_QUERY = SMLA_KV_SET(SMLA_NUM_KV_FORMATS + 1),
 };
 
 /* `cut_bytes` is as in smla_attention_run. Most kernels cut no works. */
@@ -104,7 +107,8 @@ enum {
 };
 
 /* Versions of the weights in shared memory: one per scale tile for FP8 rows, else one. */
-#define SMLA_SM80_VERSIONS(formats) ((formats) & SMLA_ROWS_FP8 ? SMLA_NUM_SCALE_TILES : 1)
+#define SMLA_SM80_VERSIONS(formats) \
+    (((formats) & SMLA_ROWS_FP8) != 0 || (formats) == SMLA_ROWS_512 ? SMLA_NUM_SCALE_TILES : 1)
 
 /* CTAs per SM. Registers limit them: with more heads each thread holds more sums. */
 #define SMLA_SM80_CTAS_PER_SM(heads) ((heads) == 16 ? 2 : 1)
@@ -160,6 +164,9 @@ smla_attention_launcher smla_attend_sm80_bf16_512_64;
 smla_attention_launcher smla_attend_sm80_bf16_512_32;
 smla_attention_launcher smla_attend_sm80_bf16_512_16;
 smla_attention_launcher smla_attend_sm80_mixed_16;
+smla_attention_launcher smla_attend_sm80_512_64;
+smla_attention_launcher smla_attend_sm80_512_32;
+smla_attention_launcher smla_attend_sm80_512_16;
 
 /* combine.cu: folds the partial rows that the kernel left in the call's workspace. */
 cudaError_t smla_cuda_launch_combine(const smla_attention_params *params,

@@ -313,6 +313,21 @@ store_fp8_nope(const raw_rows<FORMATS> &raw, uint16_t (*keys)[SMLA_HEAD_DIM], in
     }
 }
 
+/* Stores the lane's scale or mask in shared memory. */
+template <bool HAVE_SCALES>
+static __device__ __forceinline__ void
+store_scale_or_mask(uint32_t scale_or_mask, int first_key, int lane, float (*scales)[KEYS],
+                    int32_t *is_key)
+{
+    if (HAVE_SCALES && has_scale(lane)) {
+        scales[lane % SMLA_NUM_SCALE_TILES][first_key + lane / SMLA_NUM_SCALE_TILES] =
+            smla_bits_float(scale_or_mask);
+    }
+    if (lane >= SMLA_WARP_LANES - WARP_KEYS) { /* the last four of the lanes that have masks */
+        is_key[first_key + lane % WARP_KEYS] = (int32_t)scale_or_mask;
+    }
+}
+
 /* Stores the warp's rows, scales and masks in shared memory, where the CTA multiplies them. */
 template <int FORMATS>
 static __device__ __forceinline__ void
@@ -335,19 +350,13 @@ store_rows(const attention_launch &launch, int list, const raw_rows<FORMATS> &ra
         *chunk_of(keys, first_key + lane / ROPE_CHUNKS, NOPE_CHUNKS + lane % ROPE_CHUNKS) =
             make_uint4(raw.rope[0], raw.rope[1], raw.rope[2], raw.rope[3]);
     }
-    if (smla_rows<FORMATS>::HAVE_SCALES && has_scale(lane)) {
-        scales[lane % SMLA_NUM_SCALE_TILES][first_key + lane / SMLA_NUM_SCALE_TILES] =
-            smla_bits_float(raw.scale_or_mask);
-    }
-    if (lane >= SMLA_WARP_LANES - WARP_KEYS) { /* the last four of the lanes that have masks */
-        is_key[first_key + lane % WARP_KEYS] = (int32_t)raw.scale_or_mask;
-    }
+    store_scale_or_mask<smla_rows<FORMATS>::HAVE_SCALES>(raw.scale_or_mask, first_key, lane, scales,
+                                                         is_key);
 }
 
 /* Whether the lane has the mask of a key that exists. Each key's mask is in some lane. */
-template <int FORMATS>
 static __device__ __forceinline__ bool
-sees_key(const raw_rows<FORMATS> &raw, int thread)
+sees_key(uint32_t scale_or_mask, int thread)
 {
-    return !has_scale(thread % SMLA_WARP_LANES) && raw.scale_or_mask != 0;
+    return !has_scale(thread % SMLA_WARP_LANES) && scale_or_mask != 0;
 }

@@ -17,10 +17,14 @@ typedef struct list_facts {
     smla_divisor block_size;
     int64_t num_slots;
     uint32_t index_limit; /* indices from this one on name no slot */
-    int32_t scale_offset;
-    int32_t rope_offset;
+    int16_t scale_offset;
+    int16_t rope_offset;
     bool is_fp8;
-    bool is_aligned; /* every cache row is aligned to 16 bytes */
+    bool is_aligned;    /* every cache row is aligned to 16 bytes */
+    uint8_t nope_type;  /* smla_nope_type */
+    uint8_t scale_type; /* smla_scale_type */
+    int8_t nope_chunks; /* chunks of eight values in the NoPE part */
+    int8_t scale_shift; /* chunk c has scale c >> scale_shift */
 } list_facts;
 
 /* Corrects scores of FP8 rows from wgmma, which truncates every sum. Measured on an H200: if a
@@ -41,7 +45,6 @@ typedef struct attention_launch {
     bool out_is_paired;       /* every row of out is aligned to 4 bytes */
     float scale_log2;         /* softmax_scale * log2(e) */
     float wgmma_scale_log2;   /* scale_log2 * WGMMA_CORRECTION */
-    smla_attention_params params;
     smla_partial_rows partials; /* unused with one split, unless works are cut */
     list_facts lists[2];
     uint64_t *arrivals; /* where works may be cut: a word per work (cut_works.cuh) */
@@ -49,6 +52,7 @@ typedef struct attention_launch {
     int32_t tile_heads; /* heads per tile of the kernel */
     int32_t cut_cost;   /* cost of one piece of a cut work, in segments */
     int32_t max_pieces; /* pieces that the workspace has slots for */
+    smla_attention_params params;
 } attention_launch;
 
 /* The number of slots, or, if a block table maps positions to slots, the number of positions. */
@@ -69,9 +73,15 @@ list_facts_of(const smla_key_list *list)
     facts.block_size = smla_make_divisor(kv->block_size);
     facts.num_slots = smla_kv_num_slots(kv);
     facts.index_limit = index_limit_of(list);
-    facts.scale_offset = kv->format->scale_offset;
-    facts.rope_offset = kv->format->rope_offset;
+    facts.scale_offset = (int16_t)kv->format->scale_offset;
+    facts.rope_offset = (int16_t)kv->format->rope_offset;
     facts.is_fp8 = kv->format->nope_type == SMLA_NOPE_E4M3;
+    facts.nope_type = (uint8_t)kv->format->nope_type;
+    facts.scale_type = (uint8_t)kv->format->scale_type;
+    facts.nope_chunks = (int8_t)(kv->format->nope_dim / 8);
+    for (int values = 8; values < kv->format->scale_tile; values *= 2) {
+        facts.scale_shift++;
+    }
     facts.is_aligned =
         smla_is_multiple(kv->base, kv->page_stride_bytes, 16) && kv->token_stride_bytes % 16 == 0;
     return facts;
@@ -88,6 +98,13 @@ typedef struct cta_work {
 } cta_work;
 
 enum { NOT_PARTIAL = -1 }; /* the work has all keys of its token, and writes results */
+
+/* A scale that the caller gave as a number or on the device. */
+static __device__ __forceinline__ float
+load_given_scale(const smla_given_scale &scale)
+{
+    return scale.pointer == NULL ? scale.value : __ldg(scale.pointer);
+}
 
 /* ---- Columns ------------------------------------------------------------------------------- */
 

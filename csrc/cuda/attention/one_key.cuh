@@ -15,7 +15,7 @@
  */
 #pragma once
 
-#include "cuda/attention/key_rows.cuh"
+#include "cuda/attention/coded_rows.cuh"
 #include "cuda/attention/softmax.cuh"
 #include "cuda/ptx/numeric.cuh"
 
@@ -106,15 +106,44 @@ load_key_part(const list_facts &facts, const uint8_t *row, int lane, lane_part *
     }
 }
 
+/* load_key_part for keys of 512 values in any format. */
+static __device__ __forceinline__ void
+load_coded_part(const attention_launch &launch, int list, int32_t slot, int lane, lane_part *part,
+                float scales[2])
+{
+    const coded_place key = place_of_slot(launch, list, slot);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int chunk = SMLA_WARP_LANES * half + lane;
+        const uint4 values = decode_chunk(launch.lists[list], chunk,
+                                          load_coded_chunk(launch.lists[list], key, chunk));
+        const uint32_t words[4] = {values.x, values.y, values.z, values.w};
+        widen_bf16x8(words, part->nope[half]);
+        scales[half] = load_tile_scale(launch, list, key, 8 * chunk / SMLA_SCALE_TILE);
+    }
+    part->rope[0] = part->rope[1] = 0.0f;
+}
+
 /* The lane's part of a head's query. */
-template <bool ROPE>
+template <bool ROPE, bool CODED>
 static __device__ __forceinline__ void
 load_query_part(const attention_launch &launch, int32_t token, int32_t head, int lane,
                 lane_part *query)
 {
     const smla_attention_params &params = launch.params;
-    const uint16_t *const nope = params.q_nope + token * params.q_nope_stride_token +
-                                 head * params.q_nope_stride_head + LANE_VALUES * lane;
+    const int64_t at =
+        token * params.q_nope_stride_token + head * params.q_nope_stride_head + LANE_VALUES * lane;
+    if (CODED && params.q_e4m3 != NULL) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const uint4 values = load_e4m3_query(params.q_e4m3 + at + half * NOPE_HALF);
+            const uint32_t words[4] = {values.x, values.y, values.z, values.w};
+            widen_bf16x8(words, query->nope[half]);
+        }
+        query->rope[0] = query->rope[1] = 0.0f;
+        return;
+    }
+    const uint16_t *const nope = params.q_nope + at;
     const uint16_t *const rope =
         params.q_pe + token * params.q_pe_stride_token + head * params.q_pe_stride_head + 2 * lane;
     if (launch.q_is_aligned) {
@@ -189,8 +218,8 @@ write_out_part(const smla_attention_params &params, int32_t token, int32_t head,
 
 /* Writes all results of a work whose only key is `slot` of list `list` (slot_of_index). It takes
  * `num_threads` threads, whole warps of a CTA; this is number `thread`. The caller must know that
- * the key is the only one in the work's columns. */
-template <bool ROPE>
+ * the key is the only one in the work's columns. CODED: the key has 512 values in any format. */
+template <bool ROPE, bool CODED>
 static __device__ __forceinline__ void
 attend_one_key(const attention_launch &launch, const cta_work &work, int list, int32_t slot,
                int thread, int num_threads)
@@ -200,7 +229,14 @@ attend_one_key(const attention_launch &launch, const cta_work &work, int list, i
     lane_part key;
     lane_part value;
     float scales[2];
-    load_key_part<ROPE>(launch.lists[list], row_of_slot(launch, list, slot), lane, &key, scales);
+    float scale_log2 = launch.scale_log2;
+    if constexpr (CODED) {
+        load_coded_part(launch, list, slot, lane, &key, scales);
+        scale_log2 *= load_given_scale(params.q_scale);
+    } else {
+        load_key_part<ROPE>(launch.lists[list], row_of_slot(launch, list, slot), lane, &key,
+                            scales);
+    }
 #pragma unroll
     for (int i = 0; i < 2 * LANE_VALUES; i++) {
         value.nope[i / LANE_VALUES][i % LANE_VALUES] =
@@ -210,8 +246,8 @@ attend_one_key(const attention_launch &launch, const cta_work &work, int list, i
     for (int head = thread / SMLA_WARP_LANES; head < work.num_heads;
          head += num_threads / SMLA_WARP_LANES) {
         lane_part query;
-        load_query_part<ROPE>(launch, work.token, work.first_head + head, lane, &query);
-        const float score = multiply_parts(query, key, scales) * launch.scale_log2;
+        load_query_part<ROPE, CODED>(launch, work.token, work.first_head + head, lane, &query);
+        const float score = multiply_parts(query, key, scales) * scale_log2;
         const float max_log2 = fmaxf(-INFINITY, score); /* a NaN never is the maximum */
         const float sum = ptx_exp2(score - softmax_reference(max_log2));
         if (work.first_row == NOT_PARTIAL) {

@@ -9,7 +9,7 @@ fail_without_kernel(const smla_attention_params *params, const smla_cuda_device 
                     smla_error *error)
 {
     char formats[SMLA_FORMATS_TEXT];
-    char rows[512];
+    char rows[1024];
     const smla_kv_format_info *const extra =
         params->num_lists == 2 ? params->lists[1].kv.format : NULL;
     smla_describe_formats(smla_join_formats(params->lists[0].kv.format, extra), formats);
@@ -53,8 +53,12 @@ slice_tokens(const smla_attention_params *params, int64_t start, int64_t count)
 {
     smla_attention_params part = *params;
     part.num_tokens = count;
-    part.q_nope += start * part.q_nope_stride_token;
-    part.q_pe += start * part.q_pe_stride_token;
+    if (part.q_e4m3 != NULL) {
+        part.q_e4m3 += start * part.q_nope_stride_token;
+    } else {
+        part.q_nope += start * part.q_nope_stride_token;
+        part.q_pe += start * part.q_pe_stride_token;
+    }
     skip_tokens(&part.lists[0], start);
     if (part.num_lists == 2) {
         skip_tokens(&part.lists[1], start);

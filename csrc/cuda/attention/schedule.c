@@ -249,7 +249,8 @@ find_plan(const split_problem *problem, int64_t num_tokens)
 static smla_kv_set
 find_needs(const smla_attention_shape *shape, smla_kv_set formats)
 {
-    return formats | (shape->has_ranges ? SMLA_ROWS_RANGED : 0);
+    return formats | (shape->has_ranges ? SMLA_ROWS_RANGED : 0) |
+           (shape->has_e4m3_query ? SMLA_ROWS_E4M3_QUERY : 0);
 }
 
 /* Returns false where no row of the kernel table serves what the call needs. */
@@ -307,14 +308,14 @@ smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
     if (device != NULL && shape->formats[0] != NULL) {
         parts =
             most_parts_of(device, shape, smla_join_formats(shape->formats[0], shape->formats[1]));
-    } else if (device != NULL) { /* any format in any list */
-        for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
-            for (int j = 0; j <= i; j++) {
-                const smla_kv_set pair = SMLA_KV_SET(i) | SMLA_KV_SET(j);
-                const int64_t more =
-                    pair & ~SMLA_KV_ATTENTION ? 0 : most_parts_of(device, shape, pair);
-                parts = more > parts ? more : parts;
-            }
+    } else if (device != NULL) { /* any formats that a kernel serves */
+        smla_kv_set last = 0;
+        for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
+             kernel++) {
+            const smla_kv_set formats = kernel->formats & SMLA_KV_ALL;
+            const int64_t more = formats == last ? 0 : most_parts_of(device, shape, formats);
+            parts = more > parts ? more : parts;
+            last = formats;
         }
     }
     return parts_bytes(parts, shape->num_heads);

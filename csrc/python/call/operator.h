@@ -49,8 +49,8 @@ typedef struct smla_py_param {
 } smla_py_param;
 
 enum {
-    SMLA_PY_MAX_PARAMS = 20,
-    SMLA_PY_MAX_ARGS_BYTES = 192, /* the largest args of an operator */
+    SMLA_PY_MAX_PARAMS = 24,
+    SMLA_PY_MAX_ARGS_BYTES = 256, /* the largest args of an operator */
 };
 
 typedef struct smla_py_operator {

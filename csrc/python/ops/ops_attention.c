@@ -53,7 +53,7 @@ attend_plus_inf(const void *args, smla_error *error)
     return smla_sparse_attention(&a, error);
 }
 
-enum { ATTENTION_Q, ATTENTION_KV = 2, ATTENTION_OUT = 9, ATTENTION_LSE, ATTENTION_MAX_LOGITS };
+enum { ATTENTION_Q, ATTENTION_KV = 2, ATTENTION_OUT = 12, ATTENTION_LSE, ATTENTION_MAX_LOGITS };
 
 static const smla_py_param attention_params[] = {
     [ATTENTION_Q] = {"q", SMLA_PY_PAIR, offsetof(smla_sparse_attention_args, q)},
@@ -66,6 +66,9 @@ static const smla_py_param attention_params[] = {
     {"extra_indices", SMLA_PY_OPTIONAL, offsetof(smla_sparse_attention_args, extra_indices)},
     {"extra_topk_length", SMLA_PY_OPTIONAL,
      offsetof(smla_sparse_attention_args, extra_topk_length)},
+    {"q_scale", SMLA_PY_SCALE, offsetof(smla_sparse_attention_args, q_scale)},
+    {"kv_scale", SMLA_PY_SCALE, offsetof(smla_sparse_attention_args, kv_scale)},
+    {"extra_kv_scale", SMLA_PY_SCALE, offsetof(smla_sparse_attention_args, extra_kv_scale)},
     [ATTENTION_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_sparse_attention_args, out)},
     [ATTENTION_LSE] = {"lse", SMLA_PY_OUTPUT, offsetof(smla_sparse_attention_args, lse)},
     [ATTENTION_MAX_LOGITS] = {"max_logits", SMLA_PY_ASKED_OUTPUT,
@@ -74,6 +77,9 @@ static const smla_py_param attention_params[] = {
     {"softmax_scale", SMLA_PY_FLOAT, offsetof(smla_sparse_attention_args, softmax_scale)},
     {"num_splits", SMLA_PY_INT32, offsetof(smla_sparse_attention_args, num_splits)},
     {"kv_format", SMLA_PY_KV_FORMAT, offsetof(smla_sparse_attention_args, kv_format)},
+    {"extra_kv_format", SMLA_PY_KV_FORMAT, offsetof(smla_sparse_attention_args, extra_kv_format)},
+    {"block_size", SMLA_PY_SIZE, offsetof(smla_sparse_attention_args, block_size)},
+    {"extra_block_size", SMLA_PY_SIZE, offsetof(smla_sparse_attention_args, extra_block_size)},
     {"return_max_logits", SMLA_PY_ASK, 0},
     {"stream", SMLA_PY_STREAM, offsetof(smla_sparse_attention_args, stream)},
 };

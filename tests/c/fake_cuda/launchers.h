@@ -54,6 +54,9 @@ LAUNCHER(sm80_bf16_512_64)
 LAUNCHER(sm80_bf16_512_32)
 LAUNCHER(sm80_bf16_512_16)
 LAUNCHER(sm80_mixed_16)
+LAUNCHER(sm80_512_64)
+LAUNCHER(sm80_512_32)
+LAUNCHER(sm80_512_16)
 
 cudaError_t
 smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel)

@@ -4,8 +4,9 @@
  *              out = sum_j w_j v_j,  sum = sum_j w_j   over a split's keys, then (softmax.cuh)
  *              out / sum * sink factor, lse = ref * ln 2 + ln(sum)
  * Shapes       q [T][H][512] and [T][H][64] bf16, any strides, 2-byte aligned or better; rows of
- *              one or two caches by index [T][K] (key_rows.cuh); out [T][H][512] bf16, lse and
- *              max_logits [T][H] fp32, any strides. With splits: partial rows (kernels.h).
+ *              one or two caches by index [T][K] (key_rows.cuh), or keys of 512 in any format
+ *              and q of bf16 or e4m3 (coded_rows.cuh); out [T][H][512] bf16, lse and max_logits
+ *              [T][H] fp32, any strides. With splits: partial rows (kernels.h).
  * Shared mem   query    [HEADS][576] bf16      16-byte chunk c of row r at c ^ r % 8
  *              keys     [32][576] bf16         the same layout; a row is both key and value
  *              probs    [VERSIONS][HEADS][32]  bf16, chunk c of row r at c ^ r / 2 % 4
@@ -112,3 +113,6 @@ LAUNCHER(smla_attend_sm80_bf16_512_64, 64, SMLA_ROWS_BF16_512)
 LAUNCHER(smla_attend_sm80_bf16_512_32, 32, SMLA_ROWS_BF16_512)
 LAUNCHER(smla_attend_sm80_bf16_512_16, 16, SMLA_ROWS_BF16_512)
 LAUNCHER(smla_attend_sm80_mixed_16, 16, SMLA_ROWS_MIXED)
+LAUNCHER(smla_attend_sm80_512_64, 64, SMLA_ROWS_512)
+LAUNCHER(smla_attend_sm80_512_32, 32, SMLA_ROWS_512)
+LAUNCHER(smla_attend_sm80_512_16, 16, SMLA_ROWS_512)

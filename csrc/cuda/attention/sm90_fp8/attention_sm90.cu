@@ -215,7 +215,8 @@ start(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
     const int thread = (int)threadIdx.x;
     const int warp = thread / SMLA_WARP_LANES;
-    static_assert(sizeof launch <= CONSTANT_LINE * HOPPER_THREADS / SMLA_WARP_LANES,
+    static_assert(offsetof(hopper_launch, base.params.kv_scale) <=
+                      CONSTANT_LINE * HOPPER_THREADS / SMLA_WARP_LANES,
                   "a line for each warp");
     const uint32_t argument = ((const uint32_t *)&launch)[CONSTANT_LINE / 4 * warp];
     if (thread == CONSUMER_THREADS) {

@@ -124,7 +124,6 @@ typedef struct row_span {
 
 /* The argument of the kernel. */
 typedef struct hopper_launch {
-    attention_launch base;
     row_span lists[2];
     int32_t num_works;
     float headroom;      /* upper limit of find_row_headroom */
@@ -133,6 +132,7 @@ typedef struct hopper_launch {
     bool fetches_query;  /* gather warps fetch it: q and out are aligned, so out is not staged */
     bool query_is_dense; /* a token's heads are contiguous, both parts of each head together */
     bool is_ordered;     /* CTAs take works in the order of work_order.cuh */
+    attention_launch base;
 } hopper_launch;
 
 /* ---- Works --------------------------------------------------------------------------------- */

@@ -1,0 +1,46 @@
+/* key_decoder.h: rows of 512 values whose scales are powers of two or e4m3, for the attention
+ * kernels of one instruction set.
+ *
+ * Such a row is decoded to 512 values. They are exact in bf16 unless they are subnormal, because a
+ * code has up to four bits, and a scale up to four.
+ */
+#pragma once
+
+#include "cpu/cache/row_decoder.h"
+
+/* Whether rows of the format are decoded by this file. */
+SMLA_INLINE bool
+is_decoded(const smla_kv_format_info *format)
+{
+    return format->scale_type == SMLA_SCALE_UE8M0 || format->scale_type == SMLA_SCALE_E4M3;
+}
+
+/* Decodes a row for which is_decoded is true. */
+SMLA_INLINE void
+decode_key(const smla_kv_format_info *format, smla_kv_token token, smla_float_type type, void *key)
+{
+    switch (format->number) {
+    case SMLA_ROW_FP8_V4:
+        decode_constant_format(&smla_kv_formats[SMLA_ROW_FP8_V4], token, 1.0f, type, key);
+        break;
+    case SMLA_ROW_FP8_V41:
+    case SMLA_ROW_FP8_V41_SPLIT: /* the bytes of the other format, in another place */
+        decode_constant_format(&smla_kv_formats[SMLA_ROW_FP8_V41], token, 1.0f, type, key);
+        break;
+    default:
+        decode_constant_format(&smla_kv_formats[SMLA_ROW_FP4_V41], token, 1.0f, type, key);
+        break;
+    }
+}
+
+/* Whether a scale is so small that products with codes may be subnormal: e4m3 codes are at least
+ * 2^-9, and UE8M0 byte 10 is 2^-117. */
+SMLA_INLINE bool
+has_tiny_scale(const smla_kv_format_info *format, const uint8_t *scales)
+{
+    bool is_tiny = false;
+    for (int t = 0; t < format->num_scales && format->scale_type == SMLA_SCALE_UE8M0; t++) {
+        is_tiny |= scales[t] < 10;
+    }
+    return is_tiny;
+}

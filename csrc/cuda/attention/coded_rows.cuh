@@ -1,0 +1,285 @@
+/* coded_rows.cuh: how a CTA of attention_sm80.cu loads keys of 512 values in any format, which is
+ * known when the kernel runs: bf16, e4m3 and e2m1 codes, with scales of any kind.
+ *
+ * A chunk is eight values of a row. Codes whose scales are powers of two or e4m3 become bf16 with
+ * their scales, which is exact unless values are subnormal. The other codes become bf16 without
+ * their scales: one fp32 for 128 values, or one for the whole cache. Such a scale multiplies sums
+ * of products and weights, as in rows of 656 bytes.
+ */
+#pragma once
+
+#include "cuda/attention/key_rows.cuh"
+
+/* Where a key and its scales are; `row` is NULL if there is no key. */
+typedef struct coded_place {
+    const uint8_t *row;
+    const uint8_t *scales;
+} coded_place;
+
+static __device__ __forceinline__ coded_place
+place_of_slot(const attention_launch &launch, int list, int32_t slot)
+{
+    const smla_kv_view &kv = launch.params.lists[list].kv;
+    const smla_divisor &block_size = launch.lists[list].block_size;
+    if (slot < 0) {
+        return coded_place{NULL, NULL};
+    }
+    const int64_t page = smla_divide_uint32((uint32_t)slot, block_size);
+    const int64_t offset = slot - page * block_size.divisor;
+    return coded_place{kv.base + page * kv.page_stride_bytes + offset * kv.token_stride_bytes,
+                       kv.scales + page * kv.page_stride_bytes +
+                           offset * kv.scale_token_stride_bytes};
+}
+
+/* ---- A chunk ------------------------------------------------------------------------------- */
+
+/* A chunk as it is in memory: 16, 8 or 4 bytes, and its scale where that is a byte. */
+typedef struct coded_chunk {
+    uint32_t words[4];
+    uint32_t scale;
+} coded_chunk;
+
+/* Whether the chunk is bf16: in bf16 rows, and in the RoPE part of fp8_v4. */
+static __device__ __forceinline__ bool
+is_plain_chunk(const list_facts &facts, int chunk)
+{
+    return facts.nope_type == SMLA_NOPE_BF16 || chunk >= facts.nope_chunks;
+}
+
+/* Whether scales are multiplied with codes here. */
+static __device__ __forceinline__ bool
+has_inner_scales(const list_facts &facts)
+{
+    return facts.scale_type == SMLA_SCALE_UE8M0 || facts.scale_type == SMLA_SCALE_E4M3;
+}
+
+static __device__ __forceinline__ coded_chunk
+load_coded_chunk(const list_facts &facts, const coded_place &key, int chunk)
+{
+    coded_chunk coded = {};
+    if (key.row == NULL) {
+        return coded;
+    }
+    if (is_plain_chunk(facts, chunk)) {
+        const int first = facts.nope_type == SMLA_NOPE_BF16 ? 0 : facts.nope_chunks;
+        const int offset = facts.nope_type == SMLA_NOPE_BF16 ? 0 : facts.rope_offset;
+        const uint8_t *const from = key.row + offset + 16 * (chunk - first);
+        if (facts.is_aligned) {
+            smla_load_words<16, true>(from, coded.words);
+        } else {
+            smla_load_words<16, false>(from, coded.words);
+        }
+        return coded;
+    }
+    if (facts.nope_type == SMLA_NOPE_E4M3) {
+        smla_load_words<8, true>(key.row + 8 * chunk, coded.words);
+    } else {
+        smla_load_words<4, true>(key.row + 4 * chunk, coded.words);
+    }
+    if (has_inner_scales(facts)) {
+        coded.scale = __ldg(key.scales + (chunk >> facts.scale_shift));
+    }
+    return coded;
+}
+
+/* Widens two e2m1, in bits 0 to 3 and 16 to 19, to bf16. The code's exponent and mantissa, at the
+ * border of bf16's, are the value times 2^-126, subnormal or not. The product is exact. */
+static __device__ __forceinline__ uint32_t
+widen_e2m1x2(uint32_t codes)
+{
+    const uint32_t tiny = (codes & 0x00070007u) << 6 | (codes & 0x00080008u) << 12;
+    return ptx_fma_bf16x2(tiny, 0x7E807E80u, 0x80008000u);
+}
+
+static __device__ __forceinline__ uint4
+widen_e2m1x8(uint32_t codes)
+{
+    return make_uint4(widen_e2m1x2((codes & 0xFu) | (codes & 0xF0u) << 12),
+                      widen_e2m1x2((codes >> 8 & 0xFu) | (codes >> 8 & 0xF0u) << 12),
+                      widen_e2m1x2((codes >> 16 & 0xFu) | (codes >> 16 & 0xF0u) << 12),
+                      widen_e2m1x2((codes >> 24 & 0xFu) | (codes >> 24 & 0xF0u) << 12));
+}
+
+/* The scale in both halves of a word, as bf16, which holds every UE8M0 and e4m3 value. */
+static __device__ __forceinline__ uint32_t
+widen_scale(const list_facts &facts, uint32_t scale)
+{
+    const float value = facts.scale_type == SMLA_SCALE_UE8M0 ? smla_ue8m0_to_float((uint8_t)scale)
+                                                             : smla_e4m3_to_float((uint8_t)scale);
+    const uint32_t half = smla_float_bits(value) >> 16;
+    return half | half << 16;
+}
+
+/* The values of a chunk in bf16, multiplied with their scale where has_inner_scales. */
+static __device__ __forceinline__ uint4
+decode_chunk(const list_facts &facts, int chunk, const coded_chunk &coded)
+{
+    if (is_plain_chunk(facts, chunk)) {
+        return make_uint4(coded.words[0], coded.words[1], coded.words[2], coded.words[3]);
+    }
+    uint4 values;
+    if (facts.nope_type == SMLA_NOPE_E4M3) {
+        values = widen_e4m3x8(coded.words);
+        if (find_e4m3_nans(coded.words) != 0) {
+            values = restore_chunk(values);
+        }
+    } else {
+        values = widen_e2m1x8(coded.words[0]);
+    }
+    if (has_inner_scales(facts)) {
+        const uint32_t scale = widen_scale(facts, coded.scale);
+        values.x = ptx_fma_bf16x2(values.x, scale, 0x80008000u);
+        values.y = ptx_fma_bf16x2(values.y, scale, 0x80008000u);
+        values.z = ptx_fma_bf16x2(values.z, scale, 0x80008000u);
+        values.w = ptx_fma_bf16x2(values.w, scale, 0x80008000u);
+    }
+    return values;
+}
+
+/* The scale of a key that multiplies the sums over scale tile `tile` of 128 values. */
+static __device__ __forceinline__ float
+load_tile_scale(const attention_launch &launch, int list, const coded_place &key, int tile)
+{
+    const list_facts &facts = launch.lists[list];
+    if (key.row == NULL) {
+        return 1.0f;
+    }
+    if (facts.scale_type == SMLA_SCALE_FP32) {
+        return __ldg((const float *)key.scales + tile);
+    }
+    return facts.scale_type == SMLA_SCALE_CACHE ? load_given_scale(launch.params.kv_scale[list])
+                                                : 1.0f;
+}
+
+/* ---- A block ------------------------------------------------------------------------------- */
+
+/* What a lane holds of its warp's four keys: of every key chunks lane and 32 + lane. Its scale or
+ * mask is that of raw_rows. */
+struct coded_rows {
+    coded_chunk chunks[WARP_KEYS][2];
+    uint32_t scale_or_mask;
+};
+
+static __device__ __forceinline__ coded_place
+place_of_lane(const coded_place &key, int lane)
+{
+    return coded_place{row_of_lane(key.row, lane), row_of_lane(key.scales, lane)};
+}
+
+/* Starts to load a block's keys. `key` is the lane's own key in the block's window. */
+static __device__ __forceinline__ void
+load_coded_rows(const attention_launch &launch, int list, const coded_place &key, int first_lane,
+                int lane, coded_rows *rows)
+{
+#pragma unroll
+    for (int i = 0; i < WARP_KEYS; i++) {
+        const coded_place from = place_of_lane(key, first_lane + i);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            rows->chunks[i][half] =
+                load_coded_chunk(launch.lists[list], from, SMLA_WARP_LANES * half + lane);
+        }
+    }
+    const int scaled = has_scale(lane) ? lane / SMLA_NUM_SCALE_TILES : lane % WARP_KEYS;
+    const coded_place from = place_of_lane(key, first_lane + scaled);
+    rows->scale_or_mask =
+        has_scale(lane)
+            ? smla_float_bits(load_tile_scale(launch, list, from, lane % SMLA_NUM_SCALE_TILES))
+            : from.row != NULL;
+}
+
+/* Stores the values of the warp's keys in shared memory. */
+static __device__ __forceinline__ void
+store_coded_values(const list_facts &facts, const coded_rows &rows, int first_key, int lane,
+                   uint16_t (*keys)[SMLA_HEAD_DIM])
+{
+#pragma unroll
+    for (int i = 0; i < WARP_KEYS; i++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int chunk = SMLA_WARP_LANES * half + lane;
+            *chunk_of(keys, first_key + i, chunk) =
+                decode_chunk(facts, chunk, rows.chunks[i][half]);
+        }
+    }
+}
+
+/* ---- Query --------------------------------------------------------------------------------- */
+
+/* Eight e4m3 values at any address, in bf16. */
+static __device__ __forceinline__ uint4
+load_e4m3_query(const uint8_t *from)
+{
+    uint32_t bytes[2] = {};
+    if ((uintptr_t)from % 8 == 0) {
+        smla_load_words<8, true>(from, bytes);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            bytes[i / 4] |= (uint32_t)__ldg(from + i) << 8 * (i % 4);
+        }
+    }
+    const uint4 values = widen_e4m3x8(bytes);
+    return find_e4m3_nans(bytes) == 0 ? values : restore_chunk(values);
+}
+
+/* ---- Keys of any kernel -------------------------------------------------------------------- */
+
+/* How a kernel that serves these formats holds the places and the rows of its keys. */
+template <int FORMATS> struct key_types {
+    static constexpr bool CODED = FORMATS == SMLA_ROWS_512;
+    typedef const uint8_t *place;
+    typedef raw_rows<FORMATS> rows;
+};
+
+template <> struct key_types<SMLA_ROWS_512> {
+    static constexpr bool CODED = true;
+    typedef coded_place place;
+    typedef coded_rows rows;
+};
+
+/* The place of the lane's slot in a window; there is no key for a negative slot. */
+template <int FORMATS>
+static __device__ __forceinline__ typename key_types<FORMATS>::place
+find_key(const attention_launch &launch, const block_plan &plan, int32_t window, int thread,
+         int32_t slot)
+{
+    if constexpr (key_types<FORMATS>::CODED) {
+        return place_of_slot(launch, list_of(plan, block_of_lane(window, thread)), slot);
+    } else {
+        return find_row(launch, plan, window, thread, slot);
+    }
+}
+
+/* Starts to load a block's keys. All threads of the CTA take the same branches. */
+template <int FORMATS>
+static __device__ __forceinline__ void
+load_keys(const attention_launch &launch, const block_plan &plan, int32_t block,
+          const typename key_types<FORMATS>::place &key, int thread,
+          typename key_types<FORMATS>::rows *rows)
+{
+    if constexpr (key_types<FORMATS>::CODED) {
+        if (block < plan.num_blocks) {
+            load_coded_rows(launch, list_of(plan, block), key, block % WINDOW * WARP_KEYS,
+                            thread % SMLA_WARP_LANES, rows);
+        }
+    } else {
+        load_rows<FORMATS>(launch, plan, block, key, thread, rows);
+    }
+}
+
+/* Stores the warp's keys, scales and masks in shared memory, where the CTA multiplies them. */
+template <int FORMATS>
+static __device__ __forceinline__ void
+store_keys(const attention_launch &launch, int list, const typename key_types<FORMATS>::rows &rows,
+           int thread, uint16_t (*keys)[SMLA_HEAD_DIM], float (*scales)[KEYS], int32_t *is_key)
+{
+    if constexpr (key_types<FORMATS>::CODED) {
+        const int lane = thread % SMLA_WARP_LANES;
+        const int first_key = thread / SMLA_WARP_LANES * WARP_KEYS;
+        store_coded_values(launch.lists[list], rows, first_key, lane, keys);
+        store_scale_or_mask<true>(rows.scale_or_mask, first_key, lane, scales, is_key);
+    } else {
+        store_rows<FORMATS>(launch, list, rows, thread, keys, scales, is_key);
+    }
+}
