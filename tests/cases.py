@@ -774,6 +774,7 @@ def _gather_last_call() -> Call:
     return Call("dequantize_and_gather_k_cache", args, {})
 
 
+WRITTEN_OUT = ("gather_kv_cache", "dequantize_and_gather_k_cache")  # their `out` is always given
 RESULTS = ("out", "lse", "max_logits", "q_out", "kv_out", "out_scale", "lens")  # callers may give
 
 

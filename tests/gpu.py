@@ -64,7 +64,7 @@ CALLS = {**cases.GOOD_CALLS, "sparse_attention in 5 splits": split_attention}
 
 def moved(call: cases.Call, framework=TORCH, *, keep_results=False) -> cases.Call:
     """The call with its arrays in a framework; arrays for results are dropped if they can be."""
-    if not keep_results and call.op != "gather_kv_cache":
+    if not keep_results and call.op not in cases.WRITTEN_OUT:
         for name in RESULTS:
             call.kwargs.pop(name, None)
     for name, x in {**call.args, **call.kwargs}.items():

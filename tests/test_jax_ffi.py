@@ -25,7 +25,13 @@ import sparse_mla
 
 pytestmark = pytest.mark.jax
 CALLS = cases.FRAMEWORK_CALLS
-WRITTEN = {"concat_and_cache_mla": "kv_cache", "gather_kv_cache": "out"}
+WRITTEN = {
+    "concat_and_cache_mla": "kv_cache",
+    "quantize_and_insert_k_cache": "k_cache",
+    "indexer_k_quant_and_cache": "k_cache",
+    "gather_kv_cache": "out",
+    "dequantize_and_gather_k_cache": "out",
+}
 RESULTS = ("out", "lse", "max_logits")
 
 
@@ -44,8 +50,8 @@ def smla(place):
 def plain(op: str) -> cases.Call:
     """A good call without arrays for results, so that the results are new."""
     call = CALLS[op]()
-    for name in (*RESULTS, "lens"):
-        if op != "gather_kv_cache":
+    for name in cases.RESULTS:
+        if op not in cases.WRITTEN_OUT:
             call.kwargs.pop(name, None)
     return call
 
@@ -187,8 +193,10 @@ def test_a_written_array_is_new_unless_it_is_donated(place, smla, op):
     assert_same(run(arrays), want)
     assert_same(arrays[name], before, "an array that is not donated")
     rest = {key: x for key, x in arrays.items() if key != name}
+    options = {key: x for key, x in {**call.args, **call.kwargs}.items() if key not in arrays}
     donating = jax.jit(
-        lambda written, rest: getattr(smla, op)(**rest, **{name: written}), donate_argnums=0
+        lambda written, rest: getattr(smla, op)(**options, **rest, **{name: written}),
+        donate_argnums=0,
     )
     # Copied, because JAX cannot donate memory that it shares with NumPy.
     donated = jax.numpy.array(arrays.pop(name), copy=True)
@@ -553,7 +561,7 @@ def test_a_call_frame_of_another_layout(grown):
 
 
 def test_signatures_are_the_operators_less_what_jax_arrays_cannot_be(smla):
-    immutable = {"stream", "workspace", *RESULTS}
+    immutable = {"stream", "workspace", *cases.RESULTS}
     for op in CALLS:
         theirs = inspect.signature(getattr(sparse_mla, op)).parameters
         want = [p for p in theirs if p not in immutable or p == WRITTEN.get(op)]

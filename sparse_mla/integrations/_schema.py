@@ -61,7 +61,8 @@ class Schema:
             values[second] = given[1] if is_pair else None
         for number, array in self.scales.items():
             given = values[number]
-            is_array = hasattr(given, "shape") and not isinstance(given, numbers.Number)
+            # A symbolic number of a compiler is a float here, and nothing more.
+            is_array = not isinstance(given, (int, float, numbers.Number))
             values = values | {
                 number: 1.0 if is_array else given,
                 array: given if is_array else None,
