@@ -77,10 +77,14 @@ has_whole_pages(const DLTensor *tensor, int32_t kv_format)
     return tensor->ndim == 2 && row != NULL && row->layout == SMLA_PAGE_SPLIT;
 }
 
-/* The table entries that fit an array of at least one dimension. */
+/* The table entries that fit an array; none where the array is absent or has no sizes. */
 static smla_kv_set
 find_rows_of(const DLTensor *tensor, int32_t kv_format)
 {
+    if (tensor == NULL || tensor->shape == NULL || tensor->ndim < 1 ||
+        tensor->ndim > SMLA_MAX_RANK) {
+        return 0;
+    }
     const int64_t size = smla_size(tensor, tensor->ndim - 1);
     const unsigned dtype = smla_dtype(tensor);
     /* vLLM calls the rows of 584 bytes by the name of those of 656 bytes. */
@@ -101,16 +105,13 @@ first_row(smla_kv_set rows)
 const smla_kv_format_info *
 smla_format_of_cache(const DLTensor *tensor, int32_t kv_format)
 {
-    const bool has_size = tensor != NULL && tensor->shape != NULL && tensor->ndim >= 1 &&
-                          tensor->ndim <= SMLA_MAX_RANK;
-    return first_row(has_size ? find_rows_of(tensor, kv_format) : 0);
+    return first_row(find_rows_of(tensor, kv_format));
 }
 
 bool
 smla_has_kv_format(const DLTensor *tensor, int32_t kv_format)
 {
-    return tensor->shape != NULL && tensor->ndim >= 1 && tensor->ndim <= SMLA_MAX_RANK &&
-           find_rows_of(tensor, kv_format) != 0;
+    return find_rows_of(tensor, kv_format) != 0;
 }
 
 static smla_status
@@ -183,10 +184,8 @@ smla_status
 smla_find_format(const smla_checker *c, const smla_cache_rule *rule,
                  const smla_kv_format_info **format)
 {
-    *format = smla_format_of_cache(rule->tensor, rule->kv_format);
-    const bool has_rank = rule->tensor != NULL && rule->tensor->ndim >= 1 &&
-                          rule->tensor->ndim <= SMLA_MAX_RANK && rule->tensor->shape != NULL;
-    const smla_kv_set rows = has_rank ? find_rows_of(rule->tensor, rule->kv_format) : 0;
+    const smla_kv_set rows = find_rows_of(rule->tensor, rule->kv_format);
+    *format = first_row(rows);
     if (rows != 0 && (rows & rule->formats) == 0) {
         return fail_unserved(c, rule, rows);
     }
@@ -198,8 +197,7 @@ static smla_status
 find_kv_format(const smla_checker *c, const smla_cache_rule *rule,
                const smla_kv_format_info **format)
 {
-    const smla_kv_set rows =
-        rule->tensor->ndim == 0 ? 0 : find_rows_of(rule->tensor, rule->kv_format);
+    const smla_kv_set rows = find_rows_of(rule->tensor, rule->kv_format);
     if (rows == 0) {
         return fail_format(c, rule);
     }
