@@ -774,7 +774,14 @@ def _gather_last_call() -> Call:
     return Call("dequantize_and_gather_k_cache", args, {})
 
 
-WRITTEN_OUT = ("gather_kv_cache", "dequantize_and_gather_k_cache")  # their `out` is always given
+# The array that an operator writes in place: it is always given, and returned.
+WRITTEN = {
+    "concat_and_cache_mla": "kv_cache",
+    "quantize_and_insert_k_cache": "k_cache",
+    "indexer_k_quant_and_cache": "k_cache",
+    "gather_kv_cache": "out",
+    "dequantize_and_gather_k_cache": "out",
+}
 RESULTS = ("out", "lse", "max_logits", "q_out", "kv_out", "out_scale", "lens")  # callers may give
 
 
@@ -801,6 +808,13 @@ GOOD_CALLS: dict[str, Callable[[], Call]] = {
 def _dequantize_call() -> Call:
     rows = make_rows(np.random.default_rng(9), 20, "fp8").reshape(5, 4, 656)
     return Call("dequantize_kv_cache", {"kv_cache": rows}, {"dtype": "bfloat16"})
+
+
+def given_results(call: Call) -> list[str]:
+    """Names of the given arrays that the call writes and returns, in the order of its results."""
+    if call.op in WRITTEN:
+        return [WRITTEN[call.op]]
+    return [name for name in RESULTS if name in call.kwargs]
 
 
 # Calls of the operators that PyTorch and JAX get: those above and the one without `stream=`.

@@ -64,7 +64,7 @@ CALLS = {**cases.GOOD_CALLS, "sparse_attention in 5 splits": split_attention}
 
 def moved(call: cases.Call, framework=TORCH, *, keep_results=False) -> cases.Call:
     """The call with its arrays in a framework; arrays for results are dropped if they can be."""
-    if not keep_results and call.op not in cases.WRITTEN_OUT:
+    if not keep_results and call.op not in cases.WRITTEN:
         for name in RESULTS:
             call.kwargs.pop(name, None)
     for name, x in {**call.args, **call.kwargs}.items():
@@ -75,7 +75,7 @@ def moved(call: cases.Call, framework=TORCH, *, keep_results=False) -> cases.Cal
 
 def inputs(call: cases.Call) -> dict:
     """The arrays that the call reads."""
-    written = {*RESULTS} | ({"kv_cache"} if call.op == "concat_and_cache_mla" else set())
+    written = {*RESULTS, cases.WRITTEN.get(call.op)}
     pairs = {**call.args, **call.kwargs}.items()
     return {name: x for name, x in pairs if hasattr(x, "__dlpack__") and name not in written}
 

@@ -11,6 +11,7 @@ import dataclasses
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import reference as ref
 from device import DEVICE, HostCopy, Journey, address, host
 
 import sparse_mla as package
@@ -90,6 +91,8 @@ def is_decided(name, args) -> bool:
 
 def same_but_for_nan(x: np.ndarray, y: np.ndarray) -> bool:
     """Bit equality, except that any NaN of a floating-point type equals any NaN."""
+    if x.dtype == np.uint8 and y.dtype == ref.E4M3:  # from a framework without that type
+        y = y.view(np.uint8)
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     if x.dtype.kind in "iub":

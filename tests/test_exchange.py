@@ -43,18 +43,14 @@ def test_attention_gives_the_same_bits(framework, name):
 def moved(call, framework):
     """The call with every input array moved, and without output arrays that can be left out."""
     for name in cases.RESULTS:
-        if call.op not in cases.WRITTEN_OUT:
+        if call.op not in cases.WRITTEN:
             call.kwargs.pop(name, None)
     for name in call.arrays():
         call.set(name, framework.put(call.get(name)))
     return call
 
 
-IN_PLACE = (
-    "concat_and_cache_mla", "gather_kv_cache", "quantize_and_insert_k_cache",
-    "indexer_k_quant_and_cache", "dequantize_and_gather_k_cache",
-)  # fmt: skip
-RETURNING = [op for op in cases.GOOD_CALLS if op not in IN_PLACE]
+RETURNING = [op for op in cases.GOOD_CALLS if op not in cases.WRITTEN]
 
 
 @each_framework
@@ -75,15 +71,13 @@ WRITABLE = [name for name in ALL_FRAMEWORKS if name.values[0] != "jax"]
 @pytest.mark.parametrize("framework", WRITABLE, indirect=True)
 @pytest.mark.parametrize(
     "op",
-    ["concat_and_cache_mla", "gather_kv_cache", "sparse_attention", "fused_inv_rope_fp8_quant"],
+    [*cases.WRITTEN, "sparse_attention", "fused_inv_rope_fp8_quant"],
 )
 def test_outputs_are_written_in_place(framework, op):
     """The same object comes back at the same address, and its memory holds the result."""
     call, plain = cases.GOOD_CALLS[op](), cases.GOOD_CALLS[op]()
     plain.run(sparse_mla)
-    names = {"concat_and_cache_mla": ["kv_cache"], "gather_kv_cache": ["out"]}.get(
-        op, [name for name in cases.RESULTS if name in call.kwargs]
-    )
+    names = cases.given_results(call)
     for name in call.arrays():
         call.set(name, framework.put(call.get(name)))
     outputs = [call.get(name) for name in names]

@@ -980,7 +980,7 @@ def moved(op: str, put) -> cases.Call:
     """A call without the outputs that can be left out, with its arrays moved by `put`."""
     call = cases.GOOD_CALLS[op]()
     for name in cases.RESULTS:
-        if op not in cases.WRITTEN_OUT:
+        if op not in cases.WRITTEN:
             call.kwargs.pop(name, None)
     if op == "sparse_attention":
         call.kwargs["num_splits"] = 3

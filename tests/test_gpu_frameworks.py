@@ -17,7 +17,7 @@ import sparse_mla
 
 each_framework = pytest.mark.parametrize("gpu_framework", GPU_FRAMEWORKS, indirect=True)
 writable = pytest.mark.parametrize("gpu_framework", GPU_FRAMEWORKS[:2], indirect=True)
-RETURNING = [op for op in CALLS if op not in ("concat_and_cache_mla", "gather_kv_cache")]
+RETURNING = [op for op in CALLS if op not in cases.WRITTEN]
 
 
 # --- one result for all --------------------------------------------------------------------------
@@ -55,9 +55,7 @@ def test_results_are_written_in_place(gpu_framework, op):
     allocated result has."""
     want = outcome(moved(CALLS[op]()))
     call = moved(CALLS[op](), gpu_framework, keep_results=True)
-    names = {"concat_and_cache_mla": ["kv_cache"], "gather_kv_cache": ["out"]}.get(
-        op, [name for name in gpu.RESULTS if name in call.kwargs]
-    )
+    names = cases.given_results(call)
     given = [call.get(name) for name in names]
     before = [gpu_framework.address(x) for x in given]
     results = as_tuple(call.run(sparse_mla))
@@ -73,7 +71,7 @@ def test_jax_arrays_are_no_results(jax, name):
     call = moved(CALLS["sparse_attention"](), find_framework("jax", "cuda"), keep_results=True)
     for other in gpu.RESULTS:
         if other != name:
-            call.kwargs.pop(other)
+            call.kwargs.pop(other, None)
     with pytest.raises(BufferError, match=f"sparse_attention: `{name}` .*jax"):
         call.run(sparse_mla)
 
@@ -83,7 +81,7 @@ def test_jax_with_torch_s_memory_for_results(jax):
     """The inputs are JAX's arrays, the results given torch tensors: the call allocates nothing."""
     want = outcome(moved(CALLS["sparse_attention"]()))
     call = moved(CALLS["sparse_attention"](), find_framework("jax", "cuda"), keep_results=True)
-    for name in gpu.RESULTS:
+    for name in cases.given_results(call):
         call.set(name, gpu.put(np.zeros(call.get(name).shape, call.get(name).dtype)))
     results = call.run(sparse_mla)
     assert all(TORCH.owns(x) for x in results)
@@ -265,7 +263,7 @@ def test_unknown_producers(op):
             call.set(name, Unknown(x))
     results = as_tuple(call.run(sparse_mla))
     torch.cuda.synchronize()
-    if op in ("concat_and_cache_mla", "gather_kv_cache"):
+    if op in cases.WRITTEN:
         results = tuple(x.x for x in results)
     else:
         assert all(isinstance(x, sparse_mla.Tensor) for x in results)
@@ -285,7 +283,7 @@ def test_unknown_producers_inside_a_capture():
 
     def run():
         if torch.cuda.is_current_stream_capturing():
-            for name in ("workspace", *gpu.RESULTS):
+            for name in ("workspace", *cases.given_results(call)):
                 kwargs = {**call.kwargs, "workspace": workspace}
                 del kwargs[name]
                 with pytest.raises(ValueError, match=rf"`{name}` must be given .*\d+ bytes"):

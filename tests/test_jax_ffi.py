@@ -25,13 +25,6 @@ import sparse_mla
 
 pytestmark = pytest.mark.jax
 CALLS = cases.FRAMEWORK_CALLS
-WRITTEN = {
-    "concat_and_cache_mla": "kv_cache",
-    "quantize_and_insert_k_cache": "k_cache",
-    "indexer_k_quant_and_cache": "k_cache",
-    "gather_kv_cache": "out",
-    "dequantize_and_gather_k_cache": "out",
-}
 RESULTS = ("out", "lse", "max_logits")
 
 
@@ -51,7 +44,7 @@ def plain(op: str) -> cases.Call:
     """A good call without arrays for results, so that the results are new."""
     call = CALLS[op]()
     for name in cases.RESULTS:
-        if op not in cases.WRITTEN_OUT:
+        if op not in cases.WRITTEN:
             call.kwargs.pop(name, None)
     return call
 
@@ -183,9 +176,9 @@ def test_arrays_that_the_program_lays_out_itself(place, smla):
 # --- what is written -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", WRITTEN)
+@pytest.mark.parametrize("op", cases.WRITTEN)
 def test_a_written_array_is_new_unless_it_is_donated(place, smla, op):
-    jax, name = place.module, WRITTEN[op]
+    jax, name = place.module, cases.WRITTEN[op]
     call = moved(op, place)
     before = np.array(call.get(name))
     want = plain(op).run(sparse_mla)
@@ -564,7 +557,7 @@ def test_signatures_are_the_operators_less_what_jax_arrays_cannot_be(smla):
     immutable = {"stream", "workspace", *cases.RESULTS}
     for op in CALLS:
         theirs = inspect.signature(getattr(sparse_mla, op)).parameters
-        want = [p for p in theirs if p not in immutable or p == WRITTEN.get(op)]
+        want = [p for p in theirs if p not in immutable or p == cases.WRITTEN.get(op)]
         assert list(inspect.signature(getattr(smla, op)).parameters) == want
 
 

@@ -81,7 +81,7 @@ def moved(op: str, place, *, keep_results: bool = False) -> cases.Call:
     if op == "dynamic_per_tensor_quant":
         call.kwargs["out"] = np.zeros((3, 40), np.uint8)
     for name in RESULTS:
-        if not keep_results and op not in cases.WRITTEN_OUT:
+        if not keep_results and op not in cases.WRITTEN:
             call.kwargs.pop(name, None)
     for name, x in {**call.args, **call.kwargs}.items():
         if isinstance(x, np.ndarray):
