@@ -44,6 +44,8 @@ test_table(void)
          SMLA_ROWS_BF16, 1, 64, 0, 128, 1, 232448},
         {"sm90_bf16_512_64", "attention_bf16_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
          SMLA_ROWS_BF16_512, 1, 64, 0, 128, 1, 232448},
+        {"sm90_512_64", "attention_bf16_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_EXACT_512, 1, 64, 0, 128, 1, 232448},
         {"sm80_fp8_64", "attention_sm80.cu, 64 heads per CTA", "sm_80+", "33...128", SMLA_ROWS_FP8,
          33, 64, 0, 32, 1, 161664},
         {"sm80_fp8_32", "attention_sm80.cu, 32 heads per CTA", "sm_80+", "17...128", SMLA_ROWS_FP8,
@@ -109,15 +111,15 @@ expect_whole(const smla_cuda_device *device, smla_kv_set formats, int64_t heads)
     if (formats == SMLA_ROWS_MIXED) {
         return "sm80_mixed_16";
     }
-    if (is_hopper && is_bf16) {
-        return is_512 ? "sm90_bf16_512_64" : "sm90_bf16_64";
+    if (is_hopper && (is_bf16 || is_v4)) {
+        return is_v4 ? "sm90_512_64" : is_512 ? "sm90_bf16_512_64" : "sm90_bf16_64";
     }
     if (heads > 32 && (is_hopper || shared >= (is_bf16 ? 149376 : 161664))) {
         per_cta = 64;
     } else if (heads > 16 && (is_hopper || shared >= (is_bf16 ? 93440 : 99584))) {
         per_cta = 32;
     }
-    snprintf(name, sizeof name, "sm%d_%s_%d", is_hopper && !is_v4 ? 90 : 80,
+    snprintf(name, sizeof name, "sm%d_%s_%d", is_hopper ? 90 : 80,
              is_512    ? "bf16_512"
              : is_v4   ? "512"
              : is_bf16 ? "bf16"
@@ -205,8 +207,11 @@ test_words(void)
     for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
          kernel++) {
         smla_describe_formats(kernel->formats, text);
-        const bool is_any = (kernel->formats & SMLA_ROWS_512) == SMLA_ROWS_512;
-        EXPECT(strcmp(text_of(kernel).formats, is_any ? "any of 512 values" : text) == 0);
+        const smla_kv_set formats = kernel->formats & SMLA_KV_ALL;
+        EXPECT(strcmp(text_of(kernel).formats, formats == SMLA_ROWS_512 ? "any of 512 values"
+                                               : formats == SMLA_ROWS_EXACT_512
+                                                   ? "of 512 values, exact as bfloat16"
+                                                   : text) == 0);
     }
 
     char whole[1024];

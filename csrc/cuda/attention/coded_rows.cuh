@@ -53,17 +53,18 @@ has_inner_scales(const list_facts &facts)
     return facts.scale_type == SMLA_SCALE_UE8M0 || facts.scale_type == SMLA_SCALE_E4M3;
 }
 
+/* Loads a chunk without its scale. It is zeros if there is no row. */
 static __device__ __forceinline__ coded_chunk
-load_coded_chunk(const list_facts &facts, const coded_place &key, int chunk)
+load_codes(const list_facts &facts, const uint8_t *row, int chunk)
 {
     coded_chunk coded = {};
-    if (key.row == NULL) {
+    if (row == NULL) {
         return coded;
     }
     if (is_plain_chunk(facts, chunk)) {
         const int first = facts.nope_type == SMLA_NOPE_BF16 ? 0 : facts.nope_chunks;
         const int offset = facts.nope_type == SMLA_NOPE_BF16 ? 0 : facts.rope_offset;
-        const uint8_t *const from = key.row + offset + 16 * (chunk - first);
+        const uint8_t *const from = row + offset + 16 * (chunk - first);
         if (facts.is_aligned) {
             smla_load_words<16, true>(from, coded.words);
         } else {
@@ -72,11 +73,18 @@ load_coded_chunk(const list_facts &facts, const coded_place &key, int chunk)
         return coded;
     }
     if (facts.nope_type == SMLA_NOPE_E4M3) {
-        smla_load_words<8, true>(key.row + 8 * chunk, coded.words);
+        smla_load_words<8, true>(row + 8 * chunk, coded.words);
     } else {
-        smla_load_words<4, true>(key.row + 4 * chunk, coded.words);
+        smla_load_words<4, true>(row + 4 * chunk, coded.words);
     }
-    if (has_inner_scales(facts)) {
+    return coded;
+}
+
+static __device__ __forceinline__ coded_chunk
+load_coded_chunk(const list_facts &facts, const coded_place &key, int chunk)
+{
+    coded_chunk coded = load_codes(facts, key.row, chunk);
+    if (key.row != NULL && has_inner_scales(facts) && !is_plain_chunk(facts, chunk)) {
         coded.scale = __ldg(key.scales + (chunk >> facts.scale_shift));
     }
     return coded;

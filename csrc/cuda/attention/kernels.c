@@ -54,6 +54,7 @@ const smla_attention_kernel smla_attention_kernels[] = {
     SM90_FP8(1, 16, 9, 48),
     SM90_BF16(SMLA_ROWS_BF16, sm90_bf16),
     SM90_BF16(SMLA_ROWS_BF16_512, sm90_bf16_512),
+    SM90_BF16(SMLA_ROWS_EXACT_512, sm90_512),
     SM80(SMLA_ROWS_FP8, sm80_fp8, 33, 64),
     SM80(SMLA_ROWS_FP8, sm80_fp8, 17, 32),
     SM80(SMLA_ROWS_FP8, sm80_fp8, 1, 16),
@@ -85,6 +86,8 @@ text_of(const smla_attention_kernel *kernel)
     return (row_text){
         .arch = kernel->arch == 90 ? "sm_90" : "sm_80+",
         .formats = (kernel->formats & SMLA_ROWS_512) == SMLA_ROWS_512 ? "any of 512 values"
+                   : (kernel->formats & SMLA_ROWS_512) == SMLA_ROWS_EXACT_512
+                       ? "of 512 values, exact as bfloat16"
                    : (kernel->formats & SMLA_ROWS_MIXED) == SMLA_ROWS_MIXED
                        ? "fp8_ds_mla with bfloat16"
                    : kernel->formats & SMLA_ROWS_FP8  ? "fp8_ds_mla"

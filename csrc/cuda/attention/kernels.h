@@ -20,6 +20,9 @@ enum {
     SMLA_ROWS_MIXED = SMLA_ROWS_FP8 | SMLA_ROWS_BF16, /* one list of each format */
     /* keys of 512 values in any format */
     SMLA_ROWS_512 = SMLA_KV_EXTRA & ~(SMLA_ROWS_FP8 | SMLA_ROWS_BF16),
+    /* those of them that are exact as bf16: no scale is an fp32 */
+    SMLA_ROWS_EXACT_512 = SMLA_ROWS_512 &
+        ~(SMLA_KV_SET(SMLA_ROW_FP8_E4M3) | SMLA_KV_SET(SMLA_ROW_FP8_NOPE)),
     /* Not formats: lists with dense columns or a `begin` (smla_has_ranges), and e4m3 queries. */
     SMLA_ROWS_RANGED = SMLA_KV_SET(SMLA_NUM_KV_FORMATS),
     SMLA_ROWS_E4M3_QUERY = SMLA_KV_SET(SMLA_NUM_KV_FORMATS + 1),
@@ -152,6 +155,7 @@ smla_attention_launcher smla_attend_sm90_fp8_16;
 /* attention_bf16_sm90.cu */
 smla_attention_launcher smla_attend_sm90_bf16_64;
 smla_attention_launcher smla_attend_sm90_bf16_512_64;
+smla_attention_launcher smla_attend_sm90_512_64;
 
 /* attention_sm80.cu */
 smla_attention_launcher smla_attend_sm80_fp8_64;

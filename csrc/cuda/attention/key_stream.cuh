@@ -144,7 +144,7 @@ typedef uint32_t key_counts[2][GATHER_WARPS];
 template <int LOADS>
 static __device__ __forceinline__ void
 count_work(const attention_launch &launch, const cta_work &work, const key_stream &main, int warp,
-           int lane, int barrier, key_counts *counts)
+           int lane, int barrier, int num_threads, key_counts *counts)
 {
     key_stream stream = main;
     int list = 0;
@@ -156,7 +156,7 @@ count_work(const attention_launch &launch, const cta_work &work, const key_strea
         }
         stream = open_stream(launch, work, list, warp, lane, 0);
     }
-    ptx_barrier(barrier, GATHER_WARPS * SMLA_WARP_LANES);
+    ptx_barrier(barrier, num_threads);
 }
 
 /* How many keys a warp has in a list. The shuffle lets ptxas know that this number, and all that
@@ -309,7 +309,7 @@ find_listed_key(const attention_launch &launch, const cta_work &work, const list
 /* Writes the results of a work with exactly one key: all consumers run the code of one_key.cuh.
  * Tensor cores would change the key's value. They add bf16 values to 0, so -0 loses its sign, and
  * FP8 values lose bits of their scale. Returns false for other works, and does nothing then. */
-template <bool ROPE, typename Memory>
+template <bool ROPE, bool CODED, typename Memory>
 static __device__ __forceinline__ bool
 leave_only_key(const attention_launch &launch, const cta_work &work, int turn, const Memory *shared)
 {
@@ -317,8 +317,9 @@ leave_only_key(const attention_launch &launch, const cta_work &work, int turn, c
     if (!__any_sync(0xFFFFFFFFu, warp >= 0)) { /* tells ptxas that all lanes agree */
         return false;
     }
-    attend_only_key<ROPE>(launch, work, find_listed_key(launch, work, shared->only[turn][warp]),
-                          ptx_forget((int)threadIdx.x));
+    attend_only_key<ROPE, CODED>(launch, work,
+                                 find_listed_key(launch, work, shared->only[turn][warp]),
+                                 ptx_forget((int)threadIdx.x));
     __syncwarp(); /* without it, ptxas believes that lanes diverge in the loops */
     return true;
 }

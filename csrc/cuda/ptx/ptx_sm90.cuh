@@ -237,6 +237,14 @@ ptx_load_shared_4(uint32_t address)
     return word;
 }
 
+static __device__ __forceinline__ uint32_t
+ptx_load_shared_1(uint32_t address)
+{
+    uint32_t byte;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(address));
+    return byte;
+}
+
 /* Converts four e4m3 to f16 exactly: bytes 0, 1 to `low`, bytes 2, 3 to `high`.
  * smla_e4m3x4_to_halves cuts the word by extra instructions: 3 % more in the FP8 kernel. */
 static __device__ __forceinline__ void

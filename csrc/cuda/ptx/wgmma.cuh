@@ -68,10 +68,12 @@ wgmma_wait(void)
 #define WGMMA_NAMES_32 \
     WGMMA_NAMES_16     \
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_NAMES_128                                                                \
+#define WGMMA_NAMES_64                                                                 \
     WGMMA_NAMES_32                                                                     \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
-    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63" \
+    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_NAMES_128                                                                \
+    WGMMA_NAMES_64                                                                     \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
     ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109" \
@@ -221,5 +223,36 @@ wgmma_bf16_rows_first(float (&d)[128], uint64_t a, uint64_t b)
                  "%128, %129, sum, 1, 1, 0, 1;\n\t"
                  "}"
                  : WGMMA_SUMS_128(d, 0)
+                 : "l"(a), "l"(b));
+}
+
+/* The same for 128 columns: sums d[FIRST] to d[FIRST + 63]. */
+template <int FIRST>
+static __device__ __forceinline__ void
+wgmma_bf16_rows_first_128(float (&d)[128], const uint32_t a[4], uint64_t b)
+{
+    asm volatile("{\n\t"
+                 ".reg .pred sum;\n\t"
+                 "setp.eq.b32 sum, 0, 0;\n\t"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+                 "{" WGMMA_NAMES_64 "}, "
+                 "{%64, %65, %66, %67}, %68, sum, 1, 1, 1;\n\t"
+                 "}"
+                 : WGMMA_SUMS_64(d, FIRST)
+                 : WGMMA_A(a), "l"(b));
+}
+
+template <int FIRST>
+static __device__ __forceinline__ void
+wgmma_bf16_rows_first_128(float (&d)[128], uint64_t a, uint64_t b)
+{
+    asm volatile("{\n\t"
+                 ".reg .pred sum;\n\t"
+                 "setp.eq.b32 sum, 0, 0;\n\t"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+                 "{" WGMMA_NAMES_64 "}, "
+                 "%64, %65, sum, 1, 1, 0, 1;\n\t"
+                 "}"
+                 : WGMMA_SUMS_64(d, FIRST)
                  : "l"(a), "l"(b));
 }

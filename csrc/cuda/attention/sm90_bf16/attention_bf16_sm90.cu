@@ -74,7 +74,7 @@
  *              prefill, studied, not copied; online softmax (FlashAttention), warp roles (CUTLASS).
  *              References that seldom move, the order of the groups and weights in halves are ours.
  */
-#include "cuda/attention/sm90_bf16/hopper_bf16_gather.cuh"
+#include "cuda/attention/sm90_bf16/hopper_bf16_lists.cuh"
 #include "cuda/attention/sm90_bf16/hopper_bf16_products.cuh"
 #include "cuda/attention/sm90_bf16/hopper_bf16_results.cuh"
 
@@ -105,12 +105,13 @@ find_base(const bf16_memory *shared)
 }
 
 /* What both groups do after the first half of their own block's weights. */
+template <typename Keys>
 static __device__ __forceinline__ void
 take_second_half(uint32_t base, const lane_place &me, bf16_consumer *state)
 {
     weigh_half(1, state);
     store_half(base, me, 1, *state);
-    add_own_half(base, me, 1, state);
+    add_own_half<Keys>(base, me, 1, state);
     publish_half(base, me, 1);
     add_to_sums(state);
     wgmma_wait<0>();
@@ -119,33 +120,35 @@ take_second_half(uint32_t base, const lane_place &me, bf16_consumer *state)
 
 /* A step of group 0: scores, weights and values of its block, then values of group 1's block.
  * Returns whether it was the work's last step. */
-template <bool ROPE, bool MAXIMA>
+template <typename Keys, bool MAXIMA>
 static __device__ __forceinline__ bool
 lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_consumer *state)
 {
     const uint32_t base = find_base(shared);
     lane_place me = find_place_again();
     me.group = 0;
-    score_block<ROPE>(base, me, parity, state);
+    score_block<Keys>(base, me, parity, state);
     const uint32_t block_bits = load_block_bits(base, me);
     const bool is_last = (block_bits & IS_LAST) != 0;
-    wgmma_wait<PIECES / 2>();
-    begin_exponents(launch.base.scale_log2, state);
+    if constexpr (Keys::HALVES_SCORES) {
+        wgmma_wait<PIECES / 2>();
+        begin_exponents(launch.base.scale_log2, state);
+    }
     wgmma_wait<0>();
     ptx_mbarrier_arrive(BF16_AT(base, scored), true);
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
-    find_exponents<MAXIMA, true>(launch.base.scale_log2, me, block_bits, shared, state);
+    find_exponents<Keys, MAXIMA, true>(launch.base, me, block_bits, shared, state);
     weigh_half(0, state);
     ptx_mbarrier_wait(BF16_AT(base, scored), parity); /* the weights replace a tile of keys */
     store_half(base, me, 0, *state);
-    add_own_half(base, me, 0, state);
+    add_own_half<Keys>(base, me, 0, state);
     publish_half(base, me, 0);
-    take_second_half(base, me, state);
+    take_second_half<Keys>(base, me, state);
     wait_for_weights(base, me, parity, 0);
     follow_other_group<false>(me, shared, state);
-    add_other_half(base, me, 0, state);
+    add_other_half<Keys>(base, me, 0, state);
     wait_for_weights(base, me, parity, 1);
-    add_other_half(base, me, 1, state);
+    add_other_half<Keys>(base, me, 1, state);
     wgmma_wait<0>();
     free_values(base, 1, 0);
     return is_last;
@@ -153,27 +156,29 @@ lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_
 
 /* A step of group 1: scores of its block, values of group 0's block while the scores become
  * weights, then values of its own block. Returns as lead_step does. */
-template <bool ROPE, bool MAXIMA>
+template <typename Keys, bool MAXIMA>
 static __device__ __forceinline__ bool
 follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_consumer *state)
 {
     const uint32_t base = find_base(shared);
     lane_place me = find_place_again();
     me.group = 1;
-    score_block<ROPE>(base, me, parity, state);
+    score_block<Keys>(base, me, parity, state);
     const uint32_t block_bits = load_block_bits(base, me);
     const bool is_last = (block_bits & IS_LAST) != 0;
     wait_for_weights(base, me, parity, 0);
     follow_other_group<true>(me, shared, state);
-    add_other_half(base, me, 0, state);
+    add_other_half<Keys>(base, me, 0, state);
     wait_for_weights(base, me, parity, 1);
-    add_other_half(base, me, 1, state);
-    wgmma_wait<2 + PIECES / 2>(); /* the first halves of the scores are done */
-    begin_exponents(launch.base.scale_log2, state);
+    add_other_half<Keys>(base, me, 1, state);
+    if constexpr (Keys::HALVES_SCORES) {
+        wgmma_wait<2 + PIECES / 2>(); /* the first halves of the scores are done */
+        begin_exponents(launch.base.scale_log2, state);
+    }
     wgmma_wait<2>(); /* the scores are done */
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
     const bool has_moved =
-        find_exponents<MAXIMA, false>(launch.base.scale_log2, me, block_bits, shared, state);
+        find_exponents<Keys, MAXIMA, false>(launch.base, me, block_bits, shared, state);
     weigh_half(0, state);
     store_half(base, me, 0, *state);
     wgmma_wait<0>();
@@ -181,14 +186,14 @@ follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf1
     if (has_moved) {
         follow_references<false>(me, shared, state);
     }
-    add_own_half(base, me, 0, state);
+    add_own_half<Keys>(base, me, 0, state);
     publish_half(base, me, 0);
-    take_second_half(base, me, state);
+    take_second_half<Keys>(base, me, state);
     return is_last;
 }
 
 /* All steps of a work, of which there is at least one. */
-template <bool ROPE, bool MAXIMA>
+template <typename Keys, bool MAXIMA>
 static __device__ __forceinline__ void
 consume_steps(const bf16_launch &launch, bf16_phase *phase, bf16_memory *shared,
               bf16_consumer *state)
@@ -198,20 +203,20 @@ consume_steps(const bf16_launch &launch, bf16_phase *phase, bf16_memory *shared,
     if (find_place_again().group == 0) {
 #pragma unroll 1
         do {
-            is_last = lead_step<ROPE, MAXIMA>(launch, phase->step, shared, state);
+            is_last = lead_step<Keys, MAXIMA>(launch, phase->step, shared, state);
             phase->step ^= 1;
         } while (!is_last);
     } else {
 #pragma unroll 1
         do {
-            is_last = follow_step<ROPE, MAXIMA>(launch, phase->step, shared, state);
+            is_last = follow_step<Keys, MAXIMA>(launch, phase->step, shared, state);
             phase->step ^= 1;
         } while (!is_last);
     }
     phase->work ^= 1;
 }
 
-template <bool ROPE, bool MAXIMA, bool ALIGNED>
+template <typename Keys, bool MAXIMA, bool ALIGNED>
 static __device__ __forceinline__ void
 consume(const bf16_launch &launch, bf16_memory *shared)
 {
@@ -219,8 +224,8 @@ consume(const bf16_launch &launch, bf16_memory *shared)
     const int follower = (int)threadIdx.x - GROUP_THREADS; /* a thread of group 1 */
     if (follower >= 0) {
         const cta_work first = find_numbered_work(launch.base, (int)blockIdx.x, TILE_HEADS);
-        copy_query<ROPE, ALIGNED>(launch.base.params, first, ptx_shared_address(shared),
-                                  follower / SMLA_WARP_LANES);
+        copy_query<Keys::ROPE, ALIGNED>(launch.base.params, first, ptx_shared_address(shared),
+                                        follower / SMLA_WARP_LANES);
     }
     order_works(launch, BARRIER_CONSUMERS, shared);
 #pragma unroll 1
@@ -231,24 +236,24 @@ consume(const bf16_launch &launch, bf16_memory *shared)
         }
         bf16_consumer state;
         clear_sums(&state);
-        consume_steps<ROPE, MAXIMA>(launch, &phase, shared, &state);
-        finish_work<ROPE, MAXIMA>(launch, idx, n & 1, shared, state);
+        consume_steps<Keys, MAXIMA>(launch, &phase, shared, &state);
+        finish_work<Keys, MAXIMA>(launch, idx, n & 1, shared, state);
     }
 }
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
+template <typename Keys>
 static __device__ __forceinline__ void
 start(const bf16_launch &launch, bf16_memory *shared)
 {
     const int thread = (int)threadIdx.x;
-    const int gather_threads = GATHER_WARPS * SMLA_WARP_LANES;
     if (thread == CONSUMER_THREADS) {
         for (int block = 0; block < 2; block++) {
             for (int piece = 0; piece < PIECES; piece++) {
-                const bool has_keys = piece == nth_piece(block, KEY_PIECE);
+                const bool has_keys = piece == nth_piece<Keys>(block, KEY_PIECE);
                 ptx_mbarrier_init(ptx_shared_address(&shared->full[block][piece]),
-                                  gather_threads + (has_keys ? GATHER_WARPS : 0));
+                                  Keys::GATHER_THREADS + (has_keys ? GATHER_WARPS : 0));
             }
             for (int half = 0; half < 2; half++) {
                 ptx_mbarrier_init(ptx_shared_address(&shared->empty[block][half]), GROUP_THREADS);
@@ -256,7 +261,7 @@ start(const bf16_launch &launch, bf16_memory *shared)
             }
         }
         ptx_mbarrier_init(ptx_shared_address(&shared->scored), GROUP_THREADS);
-        ptx_mbarrier_init(ptx_shared_address(&shared->query_full), gather_threads);
+        ptx_mbarrier_init(ptx_shared_address(&shared->query_full), GROUP_THREADS);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_empty), CONSUMER_THREADS);
         start_order(launch.base, &shared->order);
         ptx_fence_mbarrier_init();
@@ -264,35 +269,35 @@ start(const bf16_launch &launch, bf16_memory *shared)
     __syncthreads();
 }
 
-/* ROPE: keys have a RoPE part. MAXIMA: max_logits are wanted. ALIGNED: all rows of q and all cache
- * rows begin at multiples of 16 bytes. */
-template <bool ROPE, bool MAXIMA, bool ALIGNED>
+/* Keys: key_kind. MAXIMA: max_logits are wanted. ALIGNED: all rows of q and all cache rows begin at
+ * multiples of 16 bytes. */
+template <typename Keys, bool MAXIMA, bool ALIGNED>
 __global__ void
-__launch_bounds__(HOPPER_THREADS, 1) attend_bf16(const __grid_constant__ bf16_launch launch)
+__launch_bounds__(Keys::THREADS, 1) attend_bf16(const __grid_constant__ bf16_launch launch)
 {
     extern __shared__ __align__(1024) uint8_t memory[];
     bf16_memory *const shared = (bf16_memory *)memory;
-    start(launch, shared);
+    start<Keys>(launch, shared);
     ptx_wait_for_grids();
     if (threadIdx.x >= CONSUMER_THREADS) {
-        ptx_release_registers<BF16_GATHER_REGISTERS>();
-        gather<ROPE, ALIGNED>(launch, shared);
+        ptx_release_registers<Keys::GATHER_REGISTERS>();
+        gather<Keys, ALIGNED>(launch, shared);
     } else {
-        ptx_claim_registers<BF16_CONSUMER_REGISTERS>();
-        consume<ROPE, MAXIMA, ALIGNED>(launch, shared);
+        ptx_claim_registers<Keys::CONSUMER_REGISTERS>();
+        consume<Keys, MAXIMA, ALIGNED>(launch, shared);
     }
 }
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
-template <bool ROPE, bool MAXIMA, bool ALIGNED>
+template <typename Keys, bool MAXIMA, bool ALIGNED>
 static cudaError_t
 launch_bf16(const smla_attention_params *params)
 {
     constexpr int SHARED_BYTES = (int)sizeof(bf16_memory);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
     static uint64_t allowed;
-    const cudaError_t code = prepare_attention((const void *)attend_bf16<ROPE, MAXIMA, ALIGNED>,
+    const cudaError_t code = prepare_attention((const void *)attend_bf16<Keys, MAXIMA, ALIGNED>,
                                                SHARED_BYTES, TILE_HEADS, params, &allowed);
     if (code != cudaSuccess) {
         return code;
@@ -304,35 +309,60 @@ launch_bf16(const smla_attention_params *params)
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
     const int64_t num_ctas = count_ctas(launch.base, launch.num_works);
     launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
-    return smla_launch(attend_bf16<ROPE, MAXIMA, ALIGNED>, launch, num_ctas, HOPPER_THREADS,
+    return smla_launch(attend_bf16<Keys, MAXIMA, ALIGNED>, launch, num_ctas, Keys::THREADS,
                        SHARED_BYTES, params->stream);
 }
 
-/* Launches the one of four kernels that suits the call. */
-template <bool ROPE>
-static cudaError_t
-launch_any(const smla_attention_params *params)
+/* Whether all rows of q and all cache rows begin at multiples of 16 bytes. */
+static bool
+are_rows_aligned(const smla_attention_params *params)
 {
     bool is_aligned = is_query_aligned(params);
     for (int i = 0; i < params->num_lists; i++) {
         is_aligned = is_aligned && list_facts_of(&params->lists[i]).is_aligned;
     }
-    if (!is_aligned) {
-        return params->max_logits == NULL ? launch_bf16<ROPE, false, false>(params)
-                                          : launch_bf16<ROPE, true, false>(params);
-    }
-    return params->max_logits == NULL ? launch_bf16<ROPE, false, true>(params)
-                                      : launch_bf16<ROPE, true, true>(params);
+    return is_aligned;
+}
+
+template <typename Keys, bool ALIGNED>
+static cudaError_t
+launch_any(const smla_attention_params *params)
+{
+    return params->max_logits == NULL ? launch_bf16<Keys, false, ALIGNED>(params)
+                                      : launch_bf16<Keys, true, ALIGNED>(params);
+}
+
+/* Launches the one of four kernels that suits the call. */
+template <bool ROPE>
+static cudaError_t
+launch_bf16_rows(const smla_attention_params *params)
+{
+    typedef key_kind<ROPE, false> Keys;
+    return are_rows_aligned(params) ? launch_any<Keys, true>(params)
+                                    : launch_any<Keys, false>(params);
 }
 
 cudaError_t
 smla_attend_sm90_bf16_64(const smla_attention_params *params, int64_t)
 {
-    return launch_any<true>(params);
+    return launch_bf16_rows<true>(params);
 }
 
 cudaError_t
 smla_attend_sm90_bf16_512_64(const smla_attention_params *params, int64_t)
 {
-    return launch_any<false>(params);
+    return launch_bf16_rows<false>(params);
+}
+
+/* Rows that are not aligned are rare, and gather warps that load them need more registers than there
+ * are. So the portable kernel serves them. */
+cudaError_t
+smla_attend_sm90_512_64(const smla_attention_params *params, int64_t cut_bytes)
+{
+    if (are_rows_aligned(params)) {
+        return launch_any<key_kind<false, true>, true>(params);
+    }
+    return params->num_heads > 32   ? smla_attend_sm80_512_64(params, cut_bytes)
+           : params->num_heads > 16 ? smla_attend_sm80_512_32(params, cut_bytes)
+                                    : smla_attend_sm80_512_16(params, cut_bytes);
 }

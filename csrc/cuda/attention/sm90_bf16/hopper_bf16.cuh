@@ -16,13 +16,27 @@ enum {
     PIECES = 4,        /* pieces of a block, each with an mbarrier */
     KEY_PIECE = 2,     /* is_key comes with this piece, in order of time */
     WEIGHED_KEYS = 32, /* keys whose weights are published at once */
-    BF16_CONSUMER_REGISTERS = 224,
-    BF16_GATHER_REGISTERS = 56,
 };
 
-static_assert(2 * BF16_CONSUMER_REGISTERS + BF16_GATHER_REGISTERS == 3 * 168,
-              "setmaxnreg shares out what the launch gave: 168 each");
 static_assert((int)STEP_KEYS == 2 * BLOCK_KEYS, "a step is a block of each warpgroup");
+
+/* What the kernel's keys are. ROPE: they have a RoPE part behind their values. CODED: lists may have
+ * rows of codes (hopper_coded_gather.cuh). */
+template <bool ROPE_, bool CODED_> struct key_kind {
+    static constexpr bool ROPE = ROPE_;
+    static constexpr bool CODED = CODED_;
+    /* A score is two sums of half the values. With codes there are no registers for two. */
+    static constexpr bool HALVES_SCORES = !CODED;
+    /* Gather warps that share a quarter of the keys: decoding takes two. */
+    static constexpr int TWINS = CODED ? 2 : 1;
+    static constexpr int GATHER_THREADS = TWINS * GATHER_WARPS * SMLA_WARP_LANES;
+    static constexpr int THREADS = CONSUMER_THREADS + GATHER_THREADS;
+    static constexpr int CONSUMER_REGISTERS = CODED ? 200 : 224;
+    static constexpr int GATHER_REGISTERS = 56;
+    static_assert(2 * CONSUMER_REGISTERS + TWINS * GATHER_REGISTERS ==
+                      THREADS / GROUP_THREADS * (CODED ? 128 : 168),
+                  "setmaxnreg shares out what the launch gave: 168 each, or 128");
+};
 
 /* The first tile of a piece: of tiles 0-1, 2-3, 4-6, 7-8, or without RoPE 0-1, 2-3, 4-5, 6-7. */
 template <bool ROPE>
@@ -33,11 +47,13 @@ first_tile(int piece)
 }
 
 /* The piece that comes i-th. The halves of a block become free one after the other, first the half
- * whose values the block's own group adds. */
+ * whose values the block's own group adds. Codes come in the order of their tiles, which needs less
+ * code. */
+template <typename Keys>
 static __device__ __forceinline__ constexpr int
 nth_piece(int block, int i)
 {
-    return block == 0 ? i : (i + PIECES / 2) % PIECES;
+    return block == 0 || Keys::CODED ? i : (i + PIECES / 2) % PIECES;
 }
 
 struct bf16_memory {
@@ -58,6 +74,7 @@ struct bf16_memory {
     alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* [turn][warp]: add_absent */
     int32_t num_steps[2];                             /* [turn] */
     listed_key only[2][GATHER_WARPS]; /* [turn][warp]: the warp's key, if it has only one */
+    int32_t parked[8][2];             /* of the gather warps' streams (park_stream) */
     work_order order;
 };
 

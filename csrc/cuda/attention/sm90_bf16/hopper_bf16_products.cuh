@@ -21,7 +21,7 @@ enum {
 
 /* Starts the products of the scores of the group's block, piece by piece as the pieces come. Two
  * sums of half the values lose half as much as one: wgmma cuts each addition off. */
-template <bool ROPE>
+template <typename Keys>
 static __device__ __forceinline__ void
 score_block(uint32_t base, const lane_place &me, uint32_t parity, bf16_consumer *state)
 {
@@ -30,17 +30,19 @@ score_block(uint32_t base, const lane_place &me, uint32_t parity, bf16_consumer 
         wgmma_descriptor(BF16_AT(base, keys) + me.group * BLOCK_BYTES, 1024, WGMMA_SWIZZLE_128);
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-        const int piece = nth_piece(me.group, i);
+        const int piece = nth_piece<Keys>(me.group, i);
         ptx_mbarrier_wait(full_barrier(base, me.group, piece), parity);
         wgmma_fence();
 #pragma unroll
-        for (int tile = first_tile<ROPE>(piece); tile < first_tile<ROPE>(piece + 1); tile++) {
+        for (int tile = first_tile<Keys::ROPE>(piece); tile < first_tile<Keys::ROPE>(piece + 1);
+             tile++) {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const int n = (tile * TILE_BYTES + k * 32) >> 4;
-                const int first = first_tile<ROPE>(nth_piece(me.group, i / 2 * 2));
-                wgmma_bf16_tiles(i < 2 ? state->scores : state->more_scores, query + n, keys + n,
-                                 n != first * (TILE_BYTES >> 4));
+                const int first = first_tile<Keys::ROPE>(
+                    nth_piece<Keys>(me.group, Keys::HALVES_SCORES ? i / 2 * 2 : 0));
+                wgmma_bf16_tiles(i < 2 || !Keys::HALVES_SCORES ? state->scores : state->more_scores,
+                                 query + n, keys + n, n != first * (TILE_BYTES >> 4));
             }
         }
         wgmma_commit();
@@ -239,14 +241,17 @@ begin_exponents(float score_scale, bf16_consumer *state)
 
 /* Scores -> exponents of weights, after begin_exponents. Returns whether references have moved; a
  * group that FOLLOWS has followed them already. block_bits: load_block_bits. */
-template <bool MAXIMA, bool FOLLOWS>
+template <typename Keys, bool MAXIMA, bool FOLLOWS>
 static __device__ __forceinline__ bool
-find_exponents(float score_scale, const lane_place &me, uint32_t block_bits, bf16_memory *shared,
-               bf16_consumer *state)
+find_exponents(const attention_launch &launch, const lane_place &me, uint32_t block_bits,
+               bf16_memory *shared, bf16_consumer *state)
 {
 #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i++) {
-        state->scores[i] = fmaf(state->more_scores[i], score_scale, state->scores[i]);
+        state->scores[i] =
+            Keys::HALVES_SCORES
+                ? fmaf(state->more_scores[i], launch.scale_log2, state->scores[i])
+                : fmaf(state->scores[i], launch.wgmma_scale_log2, -state->reference[i / 2 % 2]);
     }
     if ((block_bits & ALL_KEYS) != ALL_KEYS) {
         mask_scores(shared, me, state->scores);
@@ -351,7 +356,24 @@ free_values(uint32_t base, int block, int group)
     ptx_mbarrier_arrive(empty_barrier(base, block, group), true);
 }
 
+/* Starts out += weights * values for 16 keys. A kernel with 512 threads has no instruction for 256
+ * values at once, because ptxas wants all of an instruction's registers to fit what a launch gives
+ * every thread. */
+template <typename Keys, typename Weights>
+static __device__ __forceinline__ void
+add_values(bf16_consumer *state, Weights weights, uint64_t values)
+{
+    if constexpr (Keys::THREADS == HOPPER_THREADS) {
+        wgmma_bf16_rows_first(state->out, weights, values);
+    } else {
+        wgmma_bf16_rows_first_128<0>(state->out, weights, values);
+        wgmma_bf16_rows_first_128<64>(state->out, weights,
+                                      values + (HALF_TILES / 2 * TILE_BYTES >> 4));
+    }
+}
+
 /* Starts out += weights * values for half the keys of the group's own block. */
+template <typename Keys>
 static __device__ __forceinline__ void
 add_own_half(uint32_t base, const lane_place &me, int half, bf16_consumer *state)
 {
@@ -359,7 +381,8 @@ add_own_half(uint32_t base, const lane_place &me, int half, bf16_consumer *state
     wgmma_fence();
 #pragma unroll
     for (int k = 2 * half; k < 2 * half + 2; k++) {
-        wgmma_bf16_rows_first(state->out, &state->probs[4 * k], values + (k * 16 * 128 >> 4));
+        add_values<Keys>(state, (const uint32_t *)&state->probs[4 * k],
+                         values + (k * 16 * 128 >> 4));
     }
     wgmma_commit();
 }
@@ -372,6 +395,7 @@ wait_for_weights(uint32_t base, const lane_place &me, uint32_t parity, int half)
 }
 
 /* Starts out += weights * values for half the keys of the other group's block. */
+template <typename Keys>
 static __device__ __forceinline__ void
 add_other_half(uint32_t base, const lane_place &me, int half, bf16_consumer *state)
 {
@@ -381,7 +405,7 @@ add_other_half(uint32_t base, const lane_place &me, int half, bf16_consumer *sta
     wgmma_fence();
 #pragma unroll
     for (int k = 2 * half; k < 2 * half + 2; k++) {
-        wgmma_bf16_rows_first(state->out, probs + (k * 32 >> 4), values + (k * 16 * 128 >> 4));
+        add_values<Keys>(state, probs + (k * 32 >> 4), values + (k * 16 * 128 >> 4));
     }
     wgmma_commit();
 }

@@ -118,7 +118,7 @@ write_partial_rows(const bf16_launch &launch, const cta_work &work, const lane_p
 /* Writes the work's results. Lanes of even columns end head `row` of their warp, lanes of odd
  * columns head row + 8. `turn` alternates between 0 and 1: the sums of a work are read after the
  * barrier, when the other group may already store those of the next work. */
-template <bool ROPE, bool MAXIMA>
+template <typename Keys, bool MAXIMA>
 static __device__ __forceinline__ void
 finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
             const bf16_consumer &state)
@@ -128,7 +128,7 @@ finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
     const int head = 16 * me.warp + 8 * (me.column & 1) + me.row;
     store_sums<MAXIMA>(me, turn, state, shared);
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
-    if (leave_only_key<ROPE>(launch.base, work, turn, shared)) {
+    if (leave_only_key<Keys::ROPE, Keys::CODED>(launch.base, work, turn, shared)) {
         return;
     }
     float factor = 0.0f;

@@ -161,7 +161,7 @@ begin_works(const hopper_launch &launch, hopper_memory<Shape> *shared)
         const cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
         const key_stream stream = open_stream(launch.base, work, 0, me.warp, me.lane, 0);
         count_work<FIRST_COUNT_LOADS>(launch.base, work, stream, me.warp, me.lane, BARRIER_GROUP,
-                                      &shared->num_keys[0]);
+                                      GROUP_THREADS, &shared->num_keys[0]);
     } else {
         ptx_barrier(BARRIER_GROUP + 1, GROUP_THREADS);
         if (may_be_cut) {

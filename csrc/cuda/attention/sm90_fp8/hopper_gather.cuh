@@ -130,7 +130,7 @@ count_keys_of(const hopper_launch &launch, const cta_work &work, uint32_t turn,
     const key_stream stream =
         open_stream(launch.base, work, 0, find_gather_warp(), find_gather_lane(), 0);
     count_work<FP8_COUNT_LOADS>(launch.base, work, stream, find_gather_warp(), find_gather_lane(),
-                                BARRIER_GATHER, &shared->num_keys[turn]);
+                                BARRIER_GATHER, GROUP_THREADS, &shared->num_keys[turn]);
 }
 
 /* Counts the keys of the CTA's parts of works: of its first work, if that is cut, and of the piece

@@ -410,7 +410,7 @@ static __device__ __forceinline__ void
 finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
     const cta_work work = shared->place;
-    if (leave_only_key<true>(launch.base, work, shared->work & 1, shared)) {
+    if (leave_only_key<true, false>(launch.base, work, shared->work & 1, shared)) {
         return;
     }
     if (is_marked_for_redo(shared)) { /* may be a work without heads, which redo_works leaves out */

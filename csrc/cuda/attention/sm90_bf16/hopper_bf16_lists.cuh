@@ -1,0 +1,190 @@
+/* hopper_bf16_lists.cuh: how the gather warps of attention_bf16_sm90.cu go through works, lists and
+ * steps.
+ */
+#pragma once
+
+#include "cuda/attention/sm90_bf16/hopper_coded_gather.cuh"
+
+enum { BF16_COUNT_LOADS = 16 }; /* indices per lane counted at once: those of 2048 columns */
+
+/* ---- A work with one key -------------------------------------------------------------------
+ *
+ * Places without a key are counted between the two blocks of a step. By then the warps have waited
+ * until the first block was free, so all consumers are done with work n - 2, which had the same
+ * `turn` as this work n. Group 1 sees the counts when it has waited for the second block, and group
+ * 0 after the barrier at the end of a work. */
+
+/* Begins the count of a work's keys, in its first step. */
+static __device__ __forceinline__ void
+begin_count(int32_t num_steps, uint32_t turn, bf16_memory *shared)
+{
+    if (threadIdx.x == CONSUMER_THREADS) {
+        shared->num_steps[turn] = num_steps;
+    }
+    if (ptx_elect()) {
+        shared->num_absent[turn][gather_warp_again()] = 0;
+    }
+    __syncwarp();
+}
+
+/* ---- Works --------------------------------------------------------------------------------- */
+
+/* Asks for the indices of work number idx to be in L2; -1 is no work. */
+static __device__ __forceinline__ void
+prefetch_work(const bf16_launch &launch, int idx)
+{
+    if (idx >= 0) {
+        const cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
+#pragma unroll 1
+        for (int list = 0; list < launch.base.params.num_lists; list++) {
+            prefetch_keys(launch.base, work, list, gather_warp_again(), gather_lane());
+        }
+    }
+}
+
+/* What a step of a list needs besides its keys. */
+typedef struct step_context {
+    int n;             /* the work's number among the CTA's */
+    bool is_first;     /* the step is the work's first */
+    int32_t num_steps; /* of the work */
+} step_context;
+
+/* What a gather warp does between the two blocks of a step. The first step of a work begins the
+ * count of its keys and brings its query. */
+template <typename Keys, bool ALIGNED>
+static __device__ __forceinline__ void
+pass_middle(const bf16_launch &launch, const step_context &context, uint32_t are_keys,
+            const listed_key &key, bf16_memory *shared, const bf16_gather &state)
+{
+    if (gather_twin<Keys>() != 0) {
+        return;
+    }
+    if (context.is_first) {
+        begin_count(context.num_steps, state.phase.work, shared);
+        if (context.n != 0) {
+            ptx_mbarrier_wait(BF16_AT(state.base, query_empty), state.phase.work ^ 1);
+            /* Found again, because ptxas would keep it, or the query's address, over all steps. */
+            const cta_work same =
+                find_numbered_work(launch.base,
+                                   ptx_forget(nth_work(launch.is_ordered, launch.num_works,
+                                                       &shared->order, context.n)),
+                                   TILE_HEADS);
+            copy_query<Keys::ROPE, ALIGNED>(launch.base.params, same, state.base,
+                                            gather_warp_again());
+        }
+    }
+    count_step(are_keys, key.slot >= 0, key, state.phase.work, gather_warp_again, shared);
+}
+
+/* Gathers a step of a list. Lane l has row l % 16 of the warp's rows of block l / 16. */
+template <typename Keys, bool ALIGNED>
+static __device__ __forceinline__ void
+gather_step(const bf16_launch &launch, const step_context &context, const listed_key &key,
+            uint32_t last_bit, bf16_memory *shared, key_stream *stream, const bf16_gather &state)
+{
+    const uint32_t are_keys = __ballot_sync(0xFFFFFFFFu, key.slot >= 0);
+    const int list = key.list;
+    const auto between =
+        [&](int32_t slot) { /* what it computes shall not be kept from before */
+                            pass_middle<Keys, ALIGNED>(launch, context,
+                                                       (uint32_t)ptx_forget((int)are_keys),
+                                                       listed_key{slot, list}, shared, state);
+        };
+    if constexpr (Keys::CODED) {
+        const uint8_t nope_type = launch.base.lists[list].nope_type;
+        if (nope_type != SMLA_NOPE_BF16) {
+            volatile coded_keys *const mine = find_coded_keys<Keys>(shared);
+            park_stream(*stream, mine);
+            if (nope_type == SMLA_NOPE_E2M1) {
+                gather_coded_step<true, false, Keys>(launch.base, state, key, are_keys, last_bit,
+                                                     shared, between);
+            } else if (launch.base.lists[list].nope_chunks == SMLA_KV_LORA_RANK / 8) {
+                gather_coded_step<false, false, Keys>(launch.base, state, key, are_keys, last_bit,
+                                                      shared, between);
+            } else {
+                gather_coded_step<false, true, Keys>(launch.base, state, key, are_keys, last_bit,
+                                                     shared, between);
+            }
+            take_back_stream(mine, stream);
+            return;
+        }
+    }
+    const uint8_t *const row = row_of_slot(launch.base, list, key.slot);
+    gather_block<0, Keys, ALIGNED>(state, row, are_keys, last_bit);
+    between(key.slot);
+    gather_block<1, Keys, ALIGNED>(state, row, are_keys, last_bit);
+}
+
+/* Gathers a list of the CTA's n-th work. Behind the work's first step it prefetches the indices that
+ * the next work's count will read. */
+template <typename Keys, bool ALIGNED>
+static __device__ __forceinline__ void
+gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
+            const list_steps &steps, bf16_memory *shared, key_stream *stream, bool *is_first_step,
+            bf16_gather *state)
+{
+    const bool is_last_list = list == 1 || steps.extra == 0;
+    const int32_t num_steps = steps.main + steps.extra;
+#pragma unroll 1
+    for (int32_t left = list == 0 ? steps.main : steps.extra; left > 0; left--) {
+        const uint32_t limit = launch.base.lists[list].index_limit;
+        const uint32_t index = take_step(stream, limit, gather_lane());
+        const int32_t slot = slot_of_index(launch.base, list, work.token, (int32_t)index);
+        gather_step<Keys, ALIGNED>(launch, step_context{n, *is_first_step, num_steps},
+                                   listed_key{slot, list}, is_last_list && left == 1 ? IS_LAST : 0,
+                                   shared, stream, *state);
+        if (*is_first_step) {
+            wait_for_order(launch.is_ordered, BF16_AT(state->base, order.planned));
+            if (gather_twin<Keys>() == 0) {
+                prefetch_work(launch,
+                              nth_work(launch.is_ordered, launch.num_works, &shared->order, n + 1));
+            }
+            *is_first_step = false;
+        }
+        state->phase.step ^= 1;
+    }
+}
+
+/* Gathers all works of the CTA. */
+template <typename Keys, bool ALIGNED>
+static __device__ __forceinline__ void
+gather(const bf16_launch &launch, bf16_memory *shared)
+{
+    bf16_gather state = {};
+    state.base = ptx_shared_address(shared);
+    state.to =
+        first_chunk_in_tile(gather_warp()) + gather_twin<Keys>() * (WARP_ROWS / Keys::TWINS * 128);
+#pragma unroll 1
+    for (int n = 0;; n++) {
+        const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, n);
+        if (idx < 0) {
+            break;
+        }
+        const cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
+        key_stream stream =
+            open_stream(launch.base, work, 0, gather_warp_again(), gather_lane(), 0);
+        load_next(&stream); /* comes together with the indices that are counted */
+        key_counts *const counts = &shared->num_keys[state.phase.work];
+        if (gather_twin<Keys>() == 0) {
+            count_work<BF16_COUNT_LOADS>(launch.base, work, stream, gather_warp_again(),
+                                         gather_lane(), BARRIER_GATHER, Keys::GATHER_THREADS,
+                                         counts);
+        } else {
+            ptx_barrier(BARRIER_GATHER, Keys::GATHER_THREADS);
+        }
+        const list_steps steps = find_steps(launch.base, counts);
+        stream.to_come = find_count(counts, 0, gather_warp_again());
+        bool is_first_step = true;
+#pragma unroll 1
+        for (int list = 0; list < launch.base.params.num_lists; list++) {
+            if (list == 1) {
+                stream = open_stream(launch.base, work, 1, gather_warp_again(), gather_lane(),
+                                     find_count(counts, 1, gather_warp_again()));
+                load_next(&stream);
+            }
+            gather_list<Keys, ALIGNED>(launch, work, n, list, steps, shared, &stream,
+                                       &is_first_step, &state);
+        }
+        state.phase.work ^= 1;
+    }
+}
