@@ -2,7 +2,8 @@
  *
  * Computes     as attention_sm80.cu: S = Q K^T, P = 2^(scale S - ref), O = P V, with heads as M: 64
  *              per CTA. Missing heads are rows of zeros.
- * Shapes       as attention_sm80.cu, with caches of bf16 alone
+ * Shapes       as attention_sm80.cu, with caches of bf16, or of 512 values in any format that is
+ *              exact as bf16 (key_kind)
  * Shared mem   query  [9][64][128 B] bf16     64 dimensions per tile, 128-byte swizzle
  *              keys   [2][9][64][128 B] bf16  the same: a block of 64 keys per warpgroup. A block's
  *                                             first 512 dimensions are also its values, because
@@ -22,7 +23,9 @@
  *                               blocks are free, into the next work, too. They count a work's keys
  *                               before its first step, so they know its last step, and mark it in
  *                               is_key. A work without keys is one step without keys.
- *              2 warpgroups     224 registers. A step is one block per group. A group scores its
+ *                               For rows of codes there are 8, in pairs that share a quarter
+ *                               (hopper_coded_gather.cuh). CTAs have 512 threads then.
+ *              2 warpgroups     224 registers, beside 8 gather warps 200. A step is one block per group. A group scores its
  *                               own block for all heads, and adds 256 of the 512 values of both
  *                               blocks. Its own weights come from registers, the other group's from
  *                               shared memory, in two halves so that products start early.
@@ -56,9 +59,11 @@
  *              clock of 1.6 GHz that power leaves, of which start and end of works are 4; T 4096,
  *              32k keys, H 64: 1790 to 1884 us (620 to 653 TFLOP/s), H 128: 3702 to 3858 us.
  * Numerics     Scores and values are fp32 sums of exact products of bf16. wgmma cuts these sums
- *              off, so a score is two sums of 16 to 20 steps: one of 36 would lose too much. A
- *              weight is 2^(scale S - ref). Weights are rounded to bf16 for the values. Their sums
- *              are fp32 sums of unrounded weights, compensated so that equal terms round the same
+ *              off, so a score is two sums of 16 to 20 steps: one of 36 would lose too much. Beside
+ *              8 gather warps there are registers for one sum of 32 steps, and WGMMA_CORRECTION
+ *              corrects it as for FP8 rows. A weight is 2^(scale S - ref). Weights are rounded to
+ *              bf16 for the values. Their sums are fp32 sums of unrounded weights, compensated so
+ *              that equal terms round the same
  *              way. ref is the head's maximum in the first block that has a
  *              key: the heaviest weight there is 1, and the weights just below it round by least.
  *              Where a later block has an exponent above 40, its maximum is the head's ref from
