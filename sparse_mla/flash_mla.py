@@ -1,4 +1,4 @@
-"""Drop-in for the `flash_mla` package, as far as it serves sparse MLA of DeepSeek-V3.2.
+"""Drop-in for the `flash_mla` package, as far as it serves sparse MLA of DeepSeek-V3.2 and V4.
 
     from sparse_mla import flash_mla                           was: import flash_mla
     from sparse_mla.flash_mla import flash_mla_with_kvcache    was: from flash_mla import ...
@@ -6,8 +6,8 @@
 Signatures, shapes and results are those of FlashMLA: natural logarithms, lse +inf and max_logits
 -inf for a query without keys. Its limits are gone where this library does not need them: there may
 be 1 to 128 heads, any number of indices and any page size, and indices outside the cache count as
--1. A call that needs its other kernels (dense attention, the caches of DeepSeek-V4) raises an
-exception that says so. docs/flash_mla.md describes every name.
+-1. A call that needs its other kernels (dense attention) raises an exception that says so.
+docs/flash_mla.md describes every name.
 
 Arrays are torch tensors, or arrays of any framework that gives them `shape`, `reshape` and
 `swapaxes`: NumPy, cupy, jax. Everything runs on the caller's current stream and can be captured in
@@ -51,28 +51,36 @@ def __dir__() -> list[str]:
 
 
 HEAD_DIM_V = 512
-# FlashMLA's name of a cache format, or ours -> ours. None: the dtype and last dimension decide.
-KV_FORMATS: dict[str | None, str | None] = {
-    None: None,
+# FlashMLA's name of a cache format -> ours. For caches whose `kv_format` is left out, the first
+# format with rows of their size is taken.
+KV_FORMATS = {
     "V32": "fp8_ds_mla",
-    **{name: name for name in _C.CONCAT_KV_FORMATS},
+    "V4": "fp8_v4",
+    "V41": "fp8_v41",
+    "V41_FP4": "fp4_v41",
+    "V32_NO_ROPE": "fp8_nope",
 }
+# Formats whose rows have become records since FlashMLA's older kernels -> their older pages.
+LEGACY_KV_FORMATS = {"fp8_v41": "fp8_v41_split", "fp4_v41": "fp4_v41_split"}
 LOG2_E = math.log2(math.e)
 
 # Names of the operators in error texts.
 DECODE = "flash_mla_with_kvcache"
 PREFILL = "flash_mla_sparse_fwd"
 
-# Last dimension of a cache that is served here -> number of values in each of its keys.
-HEAD_SIZES = {
-    row: size for name in _C.CONCAT_KV_FORMATS for row, size in _C.KV_FORMATS[name].items()
+# Our formats that are served here -> {last dimension of a cache: number of values in a key}.
+_INDEX_HEAD_DIM = 128
+_FORMATS = {
+    name: rows for name, rows in _C.KV_FORMATS.items() if _INDEX_HEAD_DIM not in rows.values()
 }
-_BF16_ROWS = _C.KV_FORMATS["bfloat16"]
-_BYTE_ROWS = [row for row in HEAD_SIZES if row not in _BF16_ROWS]
-_HEAD_DIMS = sorted(set(HEAD_SIZES.values()), reverse=True)
+_BF16_ROWS = _FORMATS["bfloat16"]
+_BYTE_ROWS = dict.fromkeys(row for name in KV_FORMATS.values() for row in _FORMATS[name])
+_EXTRA_BYTE_ROWS = [row for name in _FORMATS if name.startswith("fp4") for row in _FORMATS[name]]
+_HEAD_SIZES = {row: size for rows in _FORMATS.values() for row, size in rows.items()}
+_HEAD_DIMS = sorted(set(_HEAD_SIZES.values()), reverse=True)
 _SERVED = (
-    "this library serves sparse MLA of DeepSeek-V3.2, caches of "
-    f"{_either(_BYTE_ROWS)} FP8 bytes or {_either(_BF16_ROWS)} bf16 a token"
+    "this library serves sparse MLA of DeepSeek-V3.2 and V4, caches of "
+    f"{_either(_BYTE_ROWS)} bytes or {_either(_BF16_ROWS)} bf16 a token"
 )
 _DENSE = "dense decoding is not served"
 
@@ -176,7 +184,7 @@ def get_mla_decoding_metadata(
 
 
 def has_legacy() -> bool:
-    """Whether the 656-byte cache of DeepSeek-V3.2, which FlashMLA calls legacy, is served.
+    """Whether what FlashMLA calls legacy is served: the 656-byte cache, and older pages of V4.1.
 
     Returns
     -------
@@ -221,10 +229,11 @@ def flash_mla_with_kvcache(
 
     Parameters
     ----------
-    q : [b, s_q, H, 576] bf16
+    q : [b, s_q, H, 576] or [b, s_q, H, 512] bf16
         Each head has as many values as a key of the cache.
-    k_cache : [pages, block_size, 1, 656] float8_e4m3fn, uint8 or int8
-        Pages may be any multiple of 16 bytes apart. [pages, block_size, 1, 576] bf16 is taken too.
+    k_cache : [pages, block_size, 1, row] float8_e4m3fn, uint8 or int8
+        Rows of 656 bytes for DeepSeek-V3.2, 584 for V4, 528 for V4.1. Pages may be any multiple of
+        16 bytes apart, of 8 for V4. [pages, block_size, 1, 576 or 512] bf16 is taken too.
     block_table, cache_seqlens : [b, W] and [b] int32, or None
         Not read: `indices` are slots already.
     head_dim_v : int
@@ -243,15 +252,19 @@ def flash_mla_with_kvcache(
     attn_sink : [H] fp32, optional
         Multiplies out by 1 / (1 + exp(sink - lse)); lse is unchanged.
     extra_k_cache, extra_indices_in_kvcache : a cache and [b, s_q, K'] int32, optional
-        A second cache of any format and its indices: one softmax over both.
+        A second cache and its indices: one softmax over both. Its keys have as many values as those
+        of k_cache; its page size is free, and so is its format. It may be FP4, 288 bytes a token.
     topk_length, extra_topk_length : [b] int32, optional
         Columns in use, per request.
     enable_batch_invariant : bool
         Whether the bits of a query's result must not depend on the rest of the batch. If True, K is
         not split.
     use_legacy : bool
-        Not read: there is one set of kernels.
-    kv_format : "V32", "fp8_ds_mla" or "bfloat16", optional
+        Whether pages of V4.1 are those of FlashMLA's older kernels: the scales of all tokens behind
+        their data. For other formats it means nothing.
+    kv_format : "V32", "V32_NO_ROPE", "V4", "V41", "V41_FP4" or a name of this library, optional
+        The format of each cache whose rows have that format's size. Other caches go by their size:
+        656 bytes are V32, 584 are V4, 528 are V41 and 288 are V41_FP4.
     descale_q, descale_k : None
         Scales of dense FP8 decoding.
 
@@ -299,13 +312,10 @@ def flash_mla_with_kvcache(
         raise ValueError(f"{op}: `{name}` must be None, {_SERVED}; {_DENSE}, got an array")
     if causal:
         raise ValueError(f"{op}: `causal` must be False with `indices`, got {causal!r}")
-    _check_cache(op, "k_cache", k_cache, head_dim, is_fp8_kvcache)
-    if kv_format not in KV_FORMATS:
-        rule = ", ".join(repr(name) for name in KV_FORMATS)
-        raise ValueError(f"{op}: `kv_format` must be one of {rule} ({_SERVED}), got {kv_format!r}")
+    row = _check_cache(op, "k_cache", k_cache, head_dim, is_fp8_kvcache)
+    extra_row = _check_cache(op, "extra_k_cache", extra_k_cache, head_dim, None)
+    kv_formats = _find_formats(op, (row, extra_row), kv_format, use_legacy)
     extra_indices = extra_topk = None
-    if extra_k_cache is not None:
-        _check_cache(op, "extra_k_cache", extra_k_cache, head_dim, None)
     if extra_indices_in_kvcache is not None:
         name = "extra_indices_in_kvcache"
         extra_indices = _join_rows(op, name, extra_indices_in_kvcache, batch, s_q)
@@ -325,7 +335,8 @@ def flash_mla_with_kvcache(
         extra_topk_length=extra_topk,
         softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
         num_splits=1 if enable_batch_invariant else 0,
-        kv_format=KV_FORMATS[kv_format],
+        kv_format=kv_formats[0],
+        extra_kv_format=kv_formats[1],
     )
     out = out.reshape(batch, s_q, num_heads, HEAD_DIM_V)
     if s_q == 1:
@@ -348,9 +359,10 @@ def flash_mla_sparse_fwd(
 
     Parameters
     ----------
-    q : [T, H, 576] bf16
-    kv : [S, 1, 576] bf16
-        Rows may be any distance apart. [S, 1, 656] bytes of an FP8 cache are taken too.
+    q : [T, H, 576] or [T, H, 512] bf16
+    kv : [S, 1, 576] or [S, 1, 512] bf16
+        Rows may be any distance apart. [S, 1, 656] and [S, 1, 528] bytes of an FP8 cache are taken
+        too, as V32 and V41.
     indices : [T, 1, K] int32
         Rows of kv; negative or at least S = none.
     sm_scale : float
@@ -398,6 +410,12 @@ def flash_mla_sparse_fwd(
     if num_kv_heads != 1:
         raise ValueError(f"{op}: `kv` must have one head, got {num_kv_heads}")
     _check_cache(op, "kv", kv, head_dim, None)
+    kv_format, _ = _find_formats(op, (row, None), None, False)
+    if kv_format in _C.SPLIT_KV_FORMATS:
+        raise ValueError(
+            f"{op}: `kv` must have rows that stand alone, unlike those of split pages, got {row} "
+            "bytes a token"
+        )
     wants_statistics = return_log2_lse is not False
     out, lse, *max_logits = ops._attention_plus_inf(
         _without_grad(q),
@@ -406,6 +424,7 @@ def flash_mla_sparse_fwd(
         topk_length=topk_length,
         attn_sink=_without_grad(attn_sink),
         softmax_scale=sm_scale,
+        kv_format=kv_format,
         return_max_logits=wants_statistics,
     )
     if not wants_statistics:
@@ -449,26 +468,56 @@ def _check_head_dims(op: str, v_name: str, head_dim: int, head_dim_v: int) -> No
         raise ValueError(f"{op}: `{v_name}` must be 512, {_SERVED}, got {head_dim_v!r}")
 
 
-def _check_cache(op: str, name: str, cache: Array, head_dim: int, is_fp8: bool | None) -> None:
-    """Checks that cache rows are of a served size, have keys as wide as queries, and fit is_fp8."""
+def _check_cache(
+    op: str, name: str, cache: Array, head_dim: int, is_fp8: bool | None
+) -> int | None:
+    """The size of a cache row, which must be served, have a key as wide as queries and fit is_fp8.
+    None for no cache."""
     row = (getattr(cache, "shape", None) or (None,))[-1]
-    if row in HEAD_SIZES:
-        wanted = HEAD_SIZES[row]
-        if head_dim != wanted:
-            raise ValueError(
-                f"{op}: `q` must have {wanted} values a head, as keys of `{name}` have, "
-                f"{_SERVED}, got {head_dim}"
-            )
-        if is_fp8 is not None and bool(is_fp8) != (row in _BYTE_ROWS):
-            raise ValueError(
-                f"{op}: `is_fp8_kvcache` must agree with a cache of {row} elements a token, "
-                f"got {is_fp8!r}"
-            )
-    elif row is not None:  # the core refuses what is no array at all
+    if row is None:  # the core refuses what is no array at all
+        return None
+    taken = [
+        row
+        for row in (*_BYTE_ROWS, *_BF16_ROWS)
+        if name == "extra_k_cache" or row not in _EXTRA_BYTE_ROWS
+    ]
+    if row not in taken:
         raise ValueError(
-            f"{op}: `{name}` must have a last dimension of "
-            f"{_either([*_BYTE_ROWS, *_BF16_ROWS])}, {_SERVED}, got {row}"
+            f"{op}: `{name}` must have a last dimension of {_either(taken)}, {_SERVED}, got {row}"
         )
+    wanted = _HEAD_SIZES[row]
+    if head_dim != wanted:
+        raise ValueError(
+            f"{op}: `q` must have {wanted} values a head, as keys of `{name}` have, {_SERVED}, "
+            f"got {head_dim}"
+        )
+    if is_fp8 is not None and bool(is_fp8) != (row in _BYTE_ROWS):
+        raise ValueError(
+            f"{op}: `is_fp8_kvcache` must agree with a cache of {row} elements a token, "
+            f"got {is_fp8!r}"
+        )
+    return row
+
+
+def _find_formats(
+    op: str, rows: tuple[int | None, ...], kv_format: str | None, use_legacy: bool
+) -> list[str | None]:
+    """Our formats of caches with rows of these sizes. None where the dtype decides."""
+    given = [row for row in rows if row is not None]
+    named = KV_FORMATS.get(kv_format or "", kv_format)
+    if named is not None and named not in _FORMATS:
+        rule = ", ".join(repr(name) for name in KV_FORMATS)
+        raise ValueError(f"{op}: `kv_format` must be one of {rule} ({_SERVED}), got {kv_format!r}")
+    if named is not None and given and not set(given) & set(_FORMATS[named]):
+        raise ValueError(
+            f"{op}: `kv_format` must be the format of a cache, which has {_either(given)} elements "
+            f"a token, got {kv_format!r}, which has {_either(_FORMATS[named])}"
+        )
+    names = [named, *KV_FORMATS.values()] if named is not None else [*KV_FORMATS.values()]
+    found = [next((name for name in names if row in _FORMATS[name]), None) for row in rows]
+    if use_legacy and kv_format not in _FORMATS:
+        found = [LEGACY_KV_FORMATS.get(name or "", name) for name in found]
+    return found
 
 
 def _join_rows(op: str, name: str, indices: Array, batch: int, s_q: int) -> Array:

@@ -584,8 +584,8 @@ REFUSED_DECODES = {
     "dense FP8": ({"descale_q": zeros(1)}, ValueError, "descale_q"),
     "v of 64": ({"head_dim_v": 64}, ValueError, "head_dim_v"),
     "V4 queries": ({"q": zeros(3, 2, 16, 512)}, ValueError, "q"),
-    "V4 cache": ({"k_cache": zeros(2, 64, 1, 584, dtype=np.uint8)}, ValueError, "k_cache"),
-    "V4.1 cache": ({"k_cache": zeros(2, 64, 1, 528, dtype=np.uint8)}, ValueError, "k_cache"),
+    "V4 cache": ({"k_cache": zeros(2, 64, 1, 584, dtype=np.uint8)}, ValueError, "q"),
+    "no format's cache": ({"k_cache": zeros(2, 64, 1, 640, dtype=np.uint8)}, ValueError, "k_cache"),
     "V4 format": ({"kv_format": "V4"}, ValueError, "kv_format"),
     "bf16 of FP8": ({"is_fp8_kvcache": False}, ValueError, "is_fp8_kvcache"),
     "FP8 of bf16": (
@@ -600,7 +600,7 @@ REFUSED_DECODES = {
         {"extra_topk_length": zeros(1, dtype=np.int32)}, ValueError, "extra_topk_length",
     ),
     "extra V4 cache": (
-        {"extra_k_cache": zeros(2, 4, 1, 288, dtype=np.uint8)}, ValueError, "extra_k_cache",
+        {"extra_k_cache": zeros(2, 4, 1, 288, dtype=np.uint8)}, ValueError, "q",
     ),
     "extra indices": (
         {"extra_indices_in_kvcache": zeros(3, 64, dtype=np.int32)},
@@ -654,7 +654,12 @@ def test_refused_prefill(name):
 def test_refusals_say_what_is_served(what):
     by_argument = {argument: changes for changes, _, argument in REFUSED_DECODES.values()}
     assert what in by_argument
-    names = {"indices": "dense", "q": "V4 queries", "k_cache": "V4 cache", "descale_q": "dense FP8"}
+    names = {
+        "indices": "dense",
+        "q": "V4 queries",
+        "k_cache": "no format's cache",
+        "descale_q": "dense FP8",
+    }
     changes, error, _ = REFUSED_DECODES[names[what]]
     case = Decode(H=16, K=64)
     meta, _ = flash_mla.get_mla_metadata()
