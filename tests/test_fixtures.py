@@ -13,22 +13,46 @@ import reference as ref
 from cases import AttentionInputs
 from helpers import assert_within_bounds, guarded_attention
 from library import sparse_mla
+from row_formats import Pages
+from test_v4_attention import Keys, V4Inputs
 
-DATA = np.load(Path(__file__).parent / "fixtures" / "flash_mla_v32_small.npz")
-CASES = sorted({key.split("/")[0] for key in DATA.files})
+DATA: dict[str, np.ndarray] = {}
+for version in ("v32", "v4"):
+    DATA |= np.load(Path(__file__).parent / "fixtures" / f"flash_mla_{version}_small.npz")
+CASES = sorted({key.split("/")[0] for key in DATA})
 ROUNDS_SCALED_KEYS = {"decode_h64_f32scale"}
 
 
 def load(name) -> tuple[AttentionInputs, dict[str, np.ndarray]]:
-    data = {key.split("/")[1]: DATA[key] for key in DATA.files if key.startswith(name + "/")}
+    data = {key.split("/")[1]: x for key, x in DATA.items() if key.startswith(name + "/")}
+    peer = {key: data[key] for key in ("out", "lse", "max_logits") if key in data}
+    peer["lse"] = np.where(np.isposinf(peer["lse"]), -np.inf, peer["lse"])
+    return load_pages(data) if "cache" in data else load_rows(data), peer
+
+
+def load_rows(data: dict[str, np.ndarray]) -> AttentionInputs:
     kv = data["kv"] if data["kv"].dtype == np.uint8 else data["kv"].view(ref.BF16)
     kv = np.frombuffer(aligned(kv), kv.dtype).reshape(kv.shape)
     options = {"softmax_scale": float(data["scale"])}
     options |= {key: data[key] for key in ("attn_sink", "topk_length") if key in data}
-    case = AttentionInputs(data["q"].view(ref.BF16), kv, data["indices"], options)
-    peer = {key: data[key] for key in ("out", "lse", "max_logits") if key in data}
-    peer["lse"] = np.where(np.isposinf(peer["lse"]), -np.inf, peer["lse"])
-    return case, peer
+    return AttentionInputs(data["q"].view(ref.BF16), kv, data["indices"], options)
+
+
+def load_pages(data: dict[str, np.ndarray]) -> V4Inputs:
+    """The window's and the compressed cache of DeepSeek V4, in the peer's pages as they were."""
+    lists = []
+    for prefix in ("", "extra_"):
+        cache, block_size = data[f"{prefix}cache"], int(data[f"{prefix}block_size"])
+        pages = Pages("fp8_v4", "bytes", pages=len(cache), block_size=block_size)
+        pages.memory, pages.stride = aligned(cache), cache.shape[1]
+        pages.cache = pages.memory.reshape(cache.shape)
+        lists.append(Keys(pages, data[f"{prefix}indices"], data[f"{prefix}topk_length"], prefix))
+    options = {"softmax_scale": float(data["scale"]), "attn_sink": data["attn_sink"]}
+    options |= {"extra_kv": lists[1].pages.cache, "extra_indices": lists[1].indices}
+    for keys in lists:
+        options |= keys.options
+    q, indices = data["q"].view(ref.BF16), lists[0].indices
+    return V4Inputs(q, lists[0].pages.cache, indices, options, lists=lists)
 
 
 def aligned(x: np.ndarray) -> np.ndarray:
