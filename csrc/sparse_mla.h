@@ -316,6 +316,31 @@ typedef struct smla_sparse_attention_args {
 SMLA_API smla_status smla_sparse_attention(const smla_sparse_attention_args *args,
                                            smla_error *error);
 
+/* sparse_attention of a DeepSeek V4 layer, with one table of indices for both caches: the first
+ * `window` columns are slots of swa_kv_cache, the others of compressed_kv_cache. A length counts
+ * both parts. Caches are bfloat16, fp8_v4 or fp8_e4m3. The workspace is that of attention, whose
+ * lists have window and K' columns. */
+typedef struct smla_sparse_mla_dsv4_args {
+    size_t struct_size;
+    const DLTensor *query;            /* [T, H, 512] bf16 | e4m3 */
+    const DLTensor *swa_kv_cache;     /* [pages, block_size, row] */
+    const DLTensor *workspace_buffer; /* [attention_workspace_size] uint8, with any contents */
+    const DLTensor *sparse_indices;   /* [T, window + K'] int32; negative or past the end = none */
+    const DLTensor *compressed_kv_cache; /* as swa_kv_cache; where K' is 0, it may be the same */
+    const DLTensor *sparse_topk_lens;    /* [T] int32: columns in use */
+    const DLTensor *seq_lens;            /* [R] int32, optional, not read */
+    smla_scale_arg bmm1_scale;           /* softmax_scale * q_scale * kv_scale; required */
+    smla_scale_arg bmm2_scale;           /* kv_scale; fp8_e4m3 only */
+    const DLTensor *sinks;               /* [>= H] fp32, optional */
+    int64_t window;
+    const DLTensor *cum_seq_lens_q; /* [R + 1] int32, optional, not read */
+    int64_t max_q_len;              /* not read */
+    const DLTensor *out;            /* out [T, >= H, 512] bf16 */
+    void *stream;
+} smla_sparse_mla_dsv4_args;
+
+SMLA_API smla_status smla_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error);
+
 /* The bytes of workspace that smla_sparse_attention needs. They never fall if T, H or K grows. */
 typedef struct smla_attention_workspace_args {
     size_t struct_size;

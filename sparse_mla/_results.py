@@ -118,6 +118,10 @@ def attended(given: Given) -> tuple[Result, ...]:
     return ((*heads, 512), "bfloat16"), (heads, "float32"), (heads, "float32")
 
 
+def attended_dsv4(given: Given) -> tuple[Result, ...]:
+    return (((*given.sizes("query", 3)[:2], 512), "bfloat16"),)
+
+
 def merged(given: Given) -> tuple[Result, ...]:
     """(out, lse)."""
     sizes = given.sizes("out_a", 3)

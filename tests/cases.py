@@ -623,6 +623,27 @@ def _attention_call() -> Call:
     return Call("sparse_attention", args, kwargs)
 
 
+def _dsv4_call() -> Call:
+    rng = np.random.default_rng(20)
+    args = {
+        "query": random_bf16(rng, 3, 4, 512),
+        "swa_kv_cache": random_bf16(rng, 5, 4, 512),
+        "workspace_buffer": None,
+        "sparse_indices": rng.integers(-1, 8, (3, 9)).astype(np.int32),
+        "compressed_kv_cache": random_bf16(rng, 2, 4, 512),
+        "sparse_topk_lens": np.array([9, 4, 0], np.int32),
+        "seq_lens": np.array([9], np.int32),
+    }
+    kwargs = {
+        "bmm1_scale": 0.04,
+        "bmm2_scale": 1.0,
+        "sinks": rng.normal(0, 1, 4).astype(np.float32),
+        "window": 4,
+        "out": np.zeros((3, 4, 512), ref.BF16),
+    }
+    return Call("sparse_mla_dsv4", args, kwargs)
+
+
 def _merge_call() -> Call:
     rng = np.random.default_rng(4)
     args = {
@@ -793,6 +814,7 @@ GOOD_CALLS: dict[str, Callable[[], Call]] = {
     "combine_topk_swa_indices": _combine_call,
     "build_mixed_sparse_indices": _mixed_call,
     "sparse_attention": _attention_call,
+    "sparse_mla_dsv4": _dsv4_call,
     "merge_attn_states": _merge_call,
     "k_up_proj": _k_up_call,
     "v_up_proj": _v_up_call,

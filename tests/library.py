@@ -163,7 +163,14 @@ class SparseMLA:
 class Library:
     """The package; its functions and classes that take arrays are replaced by those above."""
 
-    operators = (*EXACT, "sparse_attention", "merge_attn_states", "k_up_proj", "v_up_proj")
+    operators = (
+        *EXACT,
+        "sparse_attention",
+        "sparse_mla_dsv4",
+        "merge_attn_states",
+        "k_up_proj",
+        "v_up_proj",
+    )
 
     def __init__(self) -> None:
         vars(self).update({name: Operator(name) for name in self.operators})

@@ -69,7 +69,7 @@ NO_NAMES = (ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.int4, ">
 BYTES = ("uint8", "int8", "float8_e4m3fn")
 BF16_HINT = ": nothing is cast here (bfloat16 in NumPy is ml_dtypes.bfloat16)"
 BITS_HINT = ": view the bits as bfloat16 (ml_dtypes.bfloat16 in NumPy)"
-CACHES = ("kv_cache", "k_cache", "kv", "extra_kv")
+CACHES = ("kv_cache", "k_cache", "kv", "extra_kv", "swa_kv_cache", "compressed_kv_cache")
 BYTE_FORMATS = {
     "fp8_ds_mla": 656,
     "fp8_v4": 584,
@@ -82,7 +82,7 @@ BYTE_FORMATS = {
     "fp4_v41_split": 288,
     "fp8_nope": 528,
 }
-SCALES = ("q_scale", "kv_scale", "extra_kv_scale")
+SCALES = ("q_scale", "kv_scale", "extra_kv_scale", "bmm1_scale", "bmm2_scale")
 READERS = ("gather_kv_cache", "dequantize_kv_cache", "dequantize_and_gather_k_cache")
 
 
@@ -93,6 +93,8 @@ def known_formats(op: str, name: str = "") -> tuple[str, dict[str, int]]:
     if op == "quantize_and_insert_k_cache":
         others = ("fp8_ds_mla", "fp8_index", "mxfp4_index")
         return "512", {n: row for n, row in BYTE_FORMATS.items() if n not in others}
+    if op == "sparse_mla_dsv4":
+        return "512", {name: BYTE_FORMATS[name] for name in ("fp8_v4", "fp8_e4m3")}
     if "attention" in op:
         others = ("index",) if name == "extra_kv" else ("index", "fp4")
         return "576 or 512", {
@@ -120,9 +122,9 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
         return (*floats, "uint8", "float8_e4m3fn") if name == "weight" else floats
     if name in ("lse", "lse_a", "lse_b", "attn_sink", "max_logits", "weight_scale_inv", *SCALES):
         return ("float32",)
-    if name == "q" and "q_scale" in row.rules:
+    if name == "query" or (name == "q" and "q_scale" in row.rules):
         return ("bfloat16", "float8_e4m3fn")
-    if name == "workspace" and "attention" in row.op:
+    if name == "workspace_buffer" or (name == "workspace" and "attention" in row.op):
         return ("uint8", "int8")
     if name == "out" and row.op == "dynamic_per_tensor_quant":
         return ("uint8", "float8_e4m3fn")
@@ -154,9 +156,10 @@ def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
             return TypeError, f"{who} be {formats}, got {dtype}"
         if row.op == "indexer_k_quant_and_cache":  # this call names the format
             return TypeError, f"{who} be {listed(BYTES)} for format fp8_index, got {dtype}"
-        if dtype == "bfloat16" and "kv_scale" in row.rules:  # 512 values, as there were 512 bytes
+        scale = {"extra_kv": "extra_kv_scale"}.get(name, "kv_scale")
+        scale = "bmm2_scale" if row.op == "sparse_mla_dsv4" else scale
+        if dtype == "bfloat16" and scale in row.rules:  # 512 values, as there were 512 bytes
             rule = "be left out for format bfloat16, which has no scale of the whole cache"
-            scale = f"{name.removesuffix('kv')}kv_scale" if name == "extra_kv" else "kv_scale"
             return (
                 ValueError,
                 f"{row.blames.get(name, row.op)}: `{scale}` must {rule}, got an array",
@@ -319,6 +322,12 @@ LARGER = {
     ("sparse_attention", "extra_indices"): {1},
     ("sparse_attention", "indices"): {1},
     ("sparse_attention", "workspace"): {0},
+    ("sparse_mla_dsv4", "workspace_buffer"): {0},
+    ("sparse_mla_dsv4", "sparse_indices"): {1},
+    ("sparse_mla_dsv4", "seq_lens"): {0},
+    ("sparse_mla_dsv4", "cum_seq_lens_q"): {0},
+    ("sparse_mla_dsv4", "sinks"): {0},
+    ("sparse_mla_dsv4", "out"): {1},
     ("merge_attn_states", "attn_sink"): {0},
     ("fused_inv_rope_fp8_quant", "positions"): {0},
     ("fused_inv_rope_fp8_quant", "cos_sin"): {0},
@@ -368,6 +377,9 @@ def test_every_dimension_one_larger_and_one_smaller(row, name):
             continue
         if by < 0 and (row.op, name, d) == ("forward", "topk_indices", 1):
             assert not isinstance(got, Refused), "fewer columns than topk_tokens"
+            continue
+        if by < 0 and (row.op, name, d) == ("sparse_mla_dsv4", "query", 1):
+            assert not isinstance(got, Refused), "fewer heads than in out and sinks"
             continue
         assert isinstance(got, Refused), f"{x.shape} for {shape}"
         assert got.error is ValueError, got

@@ -42,6 +42,11 @@ OPERATORS = {
         "q_scale= kv_scale= extra_kv_scale= num_splits= kv_format= extra_kv_format= block_size= "
         "extra_block_size= return_max_logits= out= lse= max_logits= workspace= stream=",
     ),
+    "sparse_mla_dsv4": (
+        "query swa_kv_cache workspace_buffer sparse_indices compressed_kv_cache sparse_topk_lens "
+        "seq_lens",
+        "bmm1_scale bmm2_scale= sinks= window= cum_seq_lens_q= max_q_len= out= stream=",
+    ),
     "attention_workspace_size": (
         "num_tokens num_heads topk",
         "extra_topk= num_splits= device",
@@ -83,6 +88,8 @@ OPERATORS = {
 DEFAULTS = {
     ("sparse_attention", "num_splits"): 0,
     ("sparse_attention", "return_max_logits"): False,
+    ("sparse_mla_dsv4", "bmm2_scale"): 1.0,
+    ("sparse_mla_dsv4", "window"): 128,
     ("attention_workspace_size", "extra_topk"): 0,
     ("attention_workspace_size", "num_splits"): 0,
     ("convert_req_index_to_global_index", "valid_counts"): False,

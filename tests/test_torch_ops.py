@@ -64,6 +64,7 @@ OVERLOADS = [
         "combine_topk_swa_indices": ["default", "out"],
         "build_mixed_sparse_indices": ["default", "out"],
         "sparse_attention": ["default", "return_max_logits", "out"],
+        "sparse_mla_dsv4": ["default", "out"],
         "merge_attn_states": ["default", "out"],
         "k_up_proj": ["default", "out"],
         "v_up_proj": ["default", "out"],
@@ -117,8 +118,10 @@ def test_opcheck(place, smla, op, overload):
     known = {argument.name for argument in operator._schema.arguments}
     kwargs = {name: x for name, x in call.kwargs.items() if name in known}
     for name in [name for name in kwargs if f"{name}_tensor" in known]:
-        kwargs[f"{name}_tensor"] = kwargs.pop(name)  # a scale that is an array
-    report = torch.library.opcheck(operator, tuple(call.args.values()), kwargs)
+        if isinstance(kwargs[name], torch.Tensor):  # a scale that is an array
+            kwargs[f"{name}_tensor"] = kwargs.pop(name)
+    args = tuple(x for name, x in call.args.items() if name in known)
+    report = torch.library.opcheck(operator, args, kwargs)
     assert len(report) == 4
     assert set(report.values()) == {"SUCCESS"}
 
@@ -392,6 +395,7 @@ RANKS = {
     "combine_topk_swa_indices": "topk_indices",
     "build_mixed_sparse_indices": "decode_swa_indices",
     "sparse_attention": "q",
+    "sparse_mla_dsv4": "query",
     "merge_attn_states": "out_a",
     "k_up_proj": "q_nope",
     "v_up_proj": "W_UV",

@@ -243,8 +243,9 @@ smla_make_view(smla_view *view, void *data, DLDataType dtype, DLDevice device, i
     }
 }
 
-const DLTensor *
-smla_slice_rows(smla_view *view, const DLTensor *tensor, int64_t start, int64_t end)
+/* Fills `view` with indices [start, end) of dimension `dim`. */
+static const DLTensor *
+slice(smla_view *view, const DLTensor *tensor, int dim, int64_t start, int64_t end)
 {
     view->tensor = *tensor;
     view->tensor.shape = view->shape;
@@ -253,12 +254,24 @@ smla_slice_rows(smla_view *view, const DLTensor *tensor, int64_t start, int64_t 
         view->shape[i] = tensor->shape[i];
         view->strides[i] = smla_stride(tensor, i);
     }
-    view->shape[0] = end - start;
+    view->shape[dim] = end - start;
     /* Move `data`, because the unsigned byte_offset cannot follow an input's negative stride. */
     if (start != 0 && tensor->data != NULL) {
         view->tensor.data =
-            (uint8_t *)smla_data(tensor) + start * view->strides[0] * smla_element_bytes(tensor);
+            (uint8_t *)smla_data(tensor) + start * view->strides[dim] * smla_element_bytes(tensor);
         view->tensor.byte_offset = 0;
     }
     return &view->tensor;
+}
+
+const DLTensor *
+smla_slice_rows(smla_view *view, const DLTensor *tensor, int64_t start, int64_t end)
+{
+    return slice(view, tensor, 0, start, end);
+}
+
+const DLTensor *
+smla_slice_columns(smla_view *view, const DLTensor *tensor, int64_t start, int64_t end)
+{
+    return slice(view, tensor, 1, start, end);
 }

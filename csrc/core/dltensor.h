@@ -144,3 +144,7 @@ void smla_make_view(smla_view *view, void *data, DLDataType dtype, DLDevice devi
 /* Fills `view` with rows [start, end) of a tensor of up to three dimensions. */
 const DLTensor *smla_slice_rows(smla_view *view, const DLTensor *tensor, int64_t start,
                                 int64_t end);
+
+/* Fills `view` with columns [start, end) of a tensor of two dimensions. */
+const DLTensor *smla_slice_columns(smla_view *view, const DLTensor *tensor, int64_t start,
+                                   int64_t end);

@@ -271,6 +271,9 @@ typedef struct smla_key_list {
     smla_index_map map;   /* turns positions into slots; the page size is kv.block_size */
     const int32_t *begin; /* [T], clamped to 0...K; NULL: 0 */
     int64_t begin_stride;
+    /* Columns of the main list, if end[t] counts them too (sparse_mla_dsv4); 0 in a main list. They
+     * are subtracted before end[t] is clamped. */
+    int64_t end_offset;
 } smla_key_list;
 
 /* Whether a list needs a kernel that serves dense columns and `begin`. */
@@ -298,7 +301,7 @@ typedef struct smla_attention_params {
     uint16_t *out; /* [T, H, 512] bf16 */
     int64_t out_stride_token;
     int64_t out_stride_head;
-    float *lse; /* [T, H] */
+    float *lse; /* [T, H] or NULL */
     int64_t lse_stride_token;
     int64_t lse_stride_head;
     float *max_logits; /* [T, H] or NULL */
@@ -308,12 +311,24 @@ typedef struct smla_attention_params {
     /* Hopper's kernels for FP8 rows read nothing from here on. attention_sm90.cu fetches the rest
      * of their arguments early. */
     smla_given_scale kv_scale[2]; /* main, extra: of formats with a scale of the cache, else 1 */
-    smla_given_scale q_scale;     /* 1 for a bf16 query */
-    const uint8_t *q_e4m3;        /* [T, H, 512] e4m3 with the strides of q_nope; NULL: bf16 */
+    smla_given_scale q_scale; /* multiplies logits; 1 for a bf16 query, but in sparse_mla_dsv4 */
+    smla_given_scale logit_divisor; /* divides logits; 1 but in sparse_mla_dsv4 */
+    const uint8_t *q_e4m3;          /* [T, H, 512] e4m3 with the strides of q_nope; NULL: bf16 */
     void *workspace;
     int64_t workspace_bytes;
+    const char *op;             /* its name, for errors */
+    const char *workspace_name; /* the workspace argument's name, for errors */
     smla_stream stream;
 } smla_attention_params;
+
+/* What q . k is multiplied with, besides the kv_scale of the key's cache, where the scales' memory
+ * can be read. CUDA's find_scale_log2 computes the same. */
+static inline float
+smla_read_logit_scale(const smla_attention_params *params)
+{
+    return params->softmax_scale * smla_read_scale(&params->q_scale) /
+           smla_read_scale(&params->logit_divisor);
+}
 
 /* The shape of attention: all that the workspace size and the number of splits depend on. */
 typedef struct smla_attention_shape {
@@ -326,8 +341,8 @@ typedef struct smla_attention_shape {
     /* The formats of the main and the extra list. The main format is NULL while it is not known:
      * the choice of a split count does not need it, and the workspace size covers all formats. */
     const smla_kv_format_info *formats[2];
-    bool has_ranges; /* smla_has_ranges of at least one list */
-    bool has_e4m3_query;
+    bool has_ranges;      /* smla_has_ranges of at least one list */
+    bool has_query_scale; /* an e4m3 query, or a scale of logits on the device */
 } smla_attention_shape;
 
 /* A launch of attention for all tokens of a call, or for some of them. */

@@ -147,44 +147,38 @@ check_num_splits(const smla_checker *c, int64_t num_splits)
 
 /* The arguments of the main or the extra list. */
 typedef struct list_args {
+    const smla_list_rules *rules;
     smla_cache_rule cache;
-    const char *indices_name;
     const DLTensor *indices;
-    const char *length_name;
     const DLTensor *topk_length;
-    const char *scale_name;
     const smla_scale_arg *kv_scale;
 } list_args;
 
 static list_args
-main_list_of(const smla_sparse_attention_args *args)
+main_list_of(const smla_attention_rules *rules, const smla_sparse_attention_args *args)
 {
-    return (list_args){.cache = {.name = "kv",
+    return (list_args){.rules = &rules->lists[0],
+                       .cache = {.name = rules->lists[0].kv,
                                  .tensor = args->kv,
                                  .kv_format = args->kv_format,
                                  .block_size = args->block_size,
-                                 .formats = SMLA_KV_ATTENTION},
-                       .indices_name = "indices",
+                                 .formats = rules->lists[0].formats},
                        .indices = args->indices,
-                       .length_name = "topk_length",
                        .topk_length = args->topk_length,
-                       .scale_name = "kv_scale",
                        .kv_scale = &args->kv_scale};
 }
 
 static list_args
-extra_list_of(const smla_sparse_attention_args *args)
+extra_list_of(const smla_attention_rules *rules, const smla_sparse_attention_args *args)
 {
-    return (list_args){.cache = {.name = "extra_kv",
+    return (list_args){.rules = &rules->lists[1],
+                       .cache = {.name = rules->lists[1].kv,
                                  .tensor = args->extra_kv,
                                  .kv_format = args->extra_kv_format,
                                  .block_size = args->extra_block_size,
-                                 .formats = SMLA_KV_EXTRA},
-                       .indices_name = "extra_indices",
+                                 .formats = rules->lists[1].formats},
                        .indices = args->extra_indices,
-                       .length_name = "extra_topk_length",
                        .topk_length = args->extra_topk_length,
-                       .scale_name = "extra_kv_scale",
                        .kv_scale = &args->extra_kv_scale};
 }
 
@@ -194,25 +188,27 @@ require_key_list(smla_checker *c, const list_args *args, int64_t num_tokens, sml
                  smla_given_scale *kv_scale)
 {
     SMLA_TRY(smla_require_kv(c, &args->cache, &list->kv));
-    SMLA_TRY(smla_require(c, &(smla_rule){.name = args->indices_name,
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = args->rules->indices,
                                           .tensor = args->indices,
                                           .dtypes = SMLA_DTYPE_INT32,
                                           .ndim = 2,
                                           .shape = {num_tokens, SMLA_ANY},
-                                          .hint = "a row per token of `q`"}));
-    SMLA_TRY(smla_require_vector(c, args->length_name, args->topk_length, num_tokens,
-                                 SMLA_RULE_OPTIONAL, "a length per token of `q`"));
+                                          .hint = "a row per token of the query"}));
+    SMLA_TRY(smla_require_vector(c, args->rules->topk_length, args->topk_length, num_tokens,
+                                 SMLA_RULE_OPTIONAL, "a length per token of the query"));
     list->indices = smla_data(args->indices);
     list->indices_stride_token = smla_stride(args->indices, 0);
     list->topk = smla_size(args->indices, 1);
     list->end = smla_data(args->topk_length);
     list->end_stride = smla_stride(args->topk_length, 0);
-    return smla_require_kv_scale(c, args->scale_name, args->kv_scale, list->kv.format, kv_scale);
+    return smla_require_kv_scale(c, args->rules->kv_scale, args->kv_scale, list->kv.format,
+                                 kv_scale);
 }
 
 smla_status
-smla_require_query(smla_checker *c, const smla_kv_format_info *format, const DLTensor *q,
-                   const DLTensor *q_pe, int64_t num_tokens, int64_t num_heads, unsigned flags)
+smla_require_query(smla_checker *c, const char *name, const smla_kv_format_info *format,
+                   const DLTensor *q, const DLTensor *q_pe, int64_t num_tokens, int64_t num_heads,
+                   unsigned flags)
 {
     const bool is_pair = q_pe != NULL;
     const int32_t rope_dim = format->head_dim - SMLA_KV_LORA_RANK;
@@ -222,7 +218,7 @@ smla_require_query(smla_checker *c, const smla_kv_format_info *format, const DLT
                          "a pair",
                          c->op, format->head_dim, format->head_dim);
     }
-    smla_rule rule = {.name = is_pair ? "q[0]" : "q",
+    smla_rule rule = {.name = is_pair ? "q[0]" : name,
                       .tensor = q,
                       .dtypes = SMLA_DTYPE_BF16 | (rope_dim == 0 ? SMLA_DTYPE_E4M3 : 0),
                       .flags = flags,
@@ -243,35 +239,36 @@ smla_require_query(smla_checker *c, const smla_kv_format_info *format, const DLT
     return smla_require(c, &rule);
 }
 
-/* A query is multiplied with keys of both lists. `name` is the cache of the extra list. */
+/* A query is multiplied with keys of both lists. */
 static smla_status
-require_same_head_size(const smla_checker *c, const char *name, const smla_attention_params *params)
+require_same_head_size(const smla_checker *c, const smla_attention_rules *rules,
+                       const smla_attention_params *params)
 {
     const int32_t wanted = params->lists[0].kv.format->head_dim;
     const int32_t got = params->lists[1].kv.format->head_dim;
     return wanted == got ? SMLA_OK
                          : smla_fail(c->error, SMLA_ERROR_VALUE,
-                                     "%s: `%s` must have keys of %d values, as `kv` has, got %d",
-                                     c->op, name, wanted, got);
+                                     "%s: `%s` must have keys of %d values, as `%s` has, got %d",
+                                     c->op, rules->lists[1].kv, wanted, rules->lists[0].kv, got);
 }
 
-/* Checks the scale of a query. Only an e4m3 query has one. */
+/* Checks the scale of a query. Usually only an e4m3 query has one. */
 static smla_status
-require_query_scale(smla_checker *c, const DLTensor *q, const smla_scale_arg *given,
-                    smla_given_scale *scale)
+require_query_scale(smla_checker *c, const smla_attention_rules *rules, const DLTensor *q,
+                    const smla_scale_arg *given, smla_given_scale *scale)
 {
     *scale = (smla_given_scale){.value = 1.0f};
-    if (smla_dtype(q) == SMLA_DTYPE_E4M3) {
-        return smla_require_scale(c, "q_scale", given, scale);
+    if (smla_dtype(q) == SMLA_DTYPE_E4M3 || rules->any_query_has_scale) {
+        return smla_require_scale(c, rules->q_scale, given, scale);
     }
     if (given->tensor != NULL) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `q_scale` must be left out for a bfloat16 query, got an array",
-                         c->op);
+                         "%s: `%s` must be left out for a bfloat16 query, got an array", c->op,
+                         rules->q_scale);
     }
     if (given->value != 0 && given->value != 1) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `q_scale` must be 1 for a bfloat16 query, got %g", c->op,
+                         "%s: `%s` must be 1 for a bfloat16 query, got %g", c->op, rules->q_scale,
                          given->value);
     }
     return SMLA_OK;
@@ -290,17 +287,18 @@ smla_require_state(smla_checker *c, const char *name, const DLTensor *tensor, in
 }
 
 static smla_status
-require_workspace(smla_checker *c, const DLTensor *workspace, int64_t bytes_needed)
+require_workspace(smla_checker *c, const char *name, const DLTensor *workspace,
+                  int64_t bytes_needed)
 {
     if (workspace == NULL && bytes_needed == 0) {
         return SMLA_OK;
     }
     if (workspace == NULL) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
-                         "%s: `workspace` must have at least %lld bytes, got none", c->op,
+                         "%s: `%s` must have at least %lld bytes, got none", c->op, name,
                          (long long)bytes_needed);
     }
-    return smla_require(c, &(smla_rule){.name = "workspace",
+    return smla_require(c, &(smla_rule){.name = name,
                                         .tensor = workspace,
                                         .dtypes = SMLA_DTYPE_UINT8 | SMLA_DTYPE_INT8,
                                         .flags = SMLA_RULE_OUTPUT,
@@ -312,37 +310,61 @@ smla_status
 smla_check_attention(const smla_sparse_attention_args *args, smla_attention_params *params,
                      smla_attention_plan *plan, const smla_backend **backend, smla_error *error)
 {
-    const list_args main = main_list_of(args);
-    const list_args extra = extra_list_of(args);
+    static const smla_attention_rules rules = {
+        .op = "sparse_attention",
+        .q = "q",
+        .q_scale = "q_scale",
+        .lists = {{"kv", "indices", "topk_length", "kv_scale", SMLA_KV_ATTENTION},
+                  {"extra_kv", "extra_indices", "extra_topk_length", "extra_kv_scale",
+                   SMLA_KV_EXTRA}},
+        .softmax_scale = "softmax_scale",
+        .attn_sink = "attn_sink",
+        .workspace = "workspace",
+    };
+    static const DLTensor *const unread[2] = {NULL, NULL};
+    return smla_check_attention_by(&rules, args, unread, params, plan, backend, error);
+}
+
+smla_status
+smla_check_attention_by(const smla_attention_rules *rules, const smla_sparse_attention_args *args,
+                        const DLTensor *const unread[2], smla_attention_params *params,
+                        smla_attention_plan *plan, const smla_backend **backend, smla_error *error)
+{
+    const list_args main = main_list_of(rules, args);
+    const list_args extra = extra_list_of(rules, args);
     smla_checker c;
-    smla_open_checker(&c, "sparse_attention", error);
+    smla_open_checker(&c, rules->op, error);
     *params = (smla_attention_params){.num_lists = 1};
     const smla_kv_format_info *format = NULL;
     if (args->kv != NULL && !smla_has_kv_format(args->kv, args->kv_format)) {
         return smla_require_kv(&c, &main.cache, &params->lists[0].kv); /* the query depends on it */
     }
     SMLA_TRY(smla_find_format(&c, &main.cache, &format));
-    SMLA_TRY(smla_require_query(&c, format, args->q, args->q_pe, SMLA_ANY, SMLA_ANY, 0));
+    SMLA_TRY(smla_require_query(&c, rules->q, format, args->q, args->q_pe, SMLA_ANY, SMLA_ANY, 0));
     const int64_t num_tokens = smla_size(args->q, 0);
     const int64_t num_heads = smla_size(args->q, 1);
-    SMLA_TRY(require_query_scale(&c, args->q, &args->q_scale, &params->q_scale));
+    SMLA_TRY(require_query_scale(&c, rules, args->q, &args->q_scale, &params->q_scale));
     SMLA_TRY(require_key_list(&c, &main, num_tokens, &params->lists[0], &params->kv_scale[0]));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "attn_sink",
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = rules->attn_sink,
                                            .tensor = args->attn_sink,
                                            .dtypes = SMLA_DTYPE_FP32,
                                            .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE |
                                                     SMLA_RULE_MORE_ROWS,
                                            .ndim = 1,
                                            .shape = {num_heads},
-                                           .hint = "a value per head of `q`"}));
+                                           .hint = "a value per head of the query"}));
     if (args->extra_kv != NULL || args->extra_indices != NULL || args->extra_topk_length != NULL) {
         SMLA_TRY(require_key_list(&c, &extra, num_tokens, &params->lists[1], &params->kv_scale[1]));
-        params->num_lists = 2;
-        SMLA_TRY(require_same_head_size(&c, extra.cache.name, params));
+        SMLA_TRY(require_same_head_size(&c, rules, params));
+        params->num_lists = params->lists[1].topk == 0 ? 1 : 2; /* no columns: no list */
+    }
+    for (int i = 0; i < 2; i++) {
+        SMLA_TRY(smla_require_vector(&c, rules->unread[i], unread[i], SMLA_ANY, SMLA_RULE_OPTIONAL,
+                                     NULL));
     }
     if (!isfinite((float)args->softmax_scale)) {
-        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `softmax_scale` must be finite, got %g",
-                         c.op, args->softmax_scale);
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `%s` must be finite, got %g", c.op,
+                         rules->softmax_scale, args->softmax_scale);
     }
     SMLA_TRY(check_num_splits(&c, args->num_splits));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
@@ -351,33 +373,36 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
                                            .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_HEADS,
                                            .ndim = 3,
                                            .shape = {num_tokens, num_heads, format->value_dim}}));
-    SMLA_TRY(smla_require_state(&c, "lse", args->lse, num_tokens, num_heads, SMLA_RULE_OUTPUT));
+    SMLA_TRY(smla_require_state(&c, "lse", args->lse, num_tokens, num_heads,
+                                SMLA_RULE_OUTPUT | (rules->has_no_lse ? SMLA_RULE_OPTIONAL : 0)));
     SMLA_TRY(smla_require_state(&c, "max_logits", args->max_logits, num_tokens, num_heads,
                                 SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL));
     SMLA_TRY(smla_find_backend(c.op, c.device, backend, error));
-    const smla_attention_shape shape = {.num_tokens = num_tokens,
-                                        .num_heads = num_heads,
-                                        .topk = params->lists[0].topk,
-                                        .extra_topk =
-                                            params->num_lists == 2 ? params->lists[1].topk : 0,
-                                        .num_splits = args->num_splits,
-                                        .device_id = c.device.device_id,
-                                        .formats = {params->lists[0].kv.format,
-                                                    params->lists[1].kv.format},
-                                        .has_e4m3_query = smla_dtype(args->q) == SMLA_DTYPE_E4M3};
+    const bool has_extra = params->num_lists == 2;
+    const bool is_e4m3 = smla_dtype(args->q) == SMLA_DTYPE_E4M3;
+    const smla_attention_shape shape = {
+        .num_tokens = num_tokens,
+        .num_heads = num_heads,
+        .topk = params->lists[0].topk,
+        .extra_topk = has_extra ? params->lists[1].topk : 0,
+        .num_splits = args->num_splits,
+        .device_id = c.device.device_id,
+        .formats = {params->lists[0].kv.format, has_extra ? params->lists[1].kv.format : NULL},
+        .has_query_scale = is_e4m3 || args->q_scale.tensor != NULL,
+    };
     (*backend)->plan_attention(&shape, plan);
-    SMLA_TRY(require_workspace(&c, args->workspace, plan->workspace_bytes));
+    SMLA_TRY(require_workspace(&c, rules->workspace, args->workspace, plan->workspace_bytes));
     SMLA_TRY(smla_require_disjoint(&c));
 
     const bool is_pair = args->q_pe != NULL;
     const DLTensor *q_pe = is_pair ? args->q_pe : args->q;
     params->num_tokens = num_tokens;
     params->num_heads = num_heads;
-    params->q_nope = shape.has_e4m3_query ? NULL : smla_data(args->q);
-    params->q_e4m3 = shape.has_e4m3_query ? smla_data(args->q) : NULL;
+    params->q_nope = is_e4m3 ? NULL : smla_data(args->q);
+    params->q_e4m3 = is_e4m3 ? smla_data(args->q) : NULL;
     params->q_nope_stride_token = smla_stride(args->q, 0);
     params->q_nope_stride_head = smla_stride(args->q, 1);
-    params->q_pe = shape.has_e4m3_query ? NULL : smla_data(q_pe);
+    params->q_pe = is_e4m3 ? NULL : smla_data(q_pe);
     if (!is_pair && params->q_pe != NULL) {
         params->q_pe += SMLA_KV_LORA_RANK;
     }
@@ -386,6 +411,7 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
     params->attn_sink = smla_data(args->attn_sink);
     params->attn_sink_stride = smla_stride(args->attn_sink, 0);
     params->softmax_scale = (float)args->softmax_scale;
+    params->logit_divisor = (smla_given_scale){.value = 1.0f};
     params->out = smla_data(args->out);
     params->out_stride_token = smla_stride(args->out, 0);
     params->out_stride_head = smla_stride(args->out, 1);
@@ -399,6 +425,8 @@ smla_check_attention(const smla_sparse_attention_args *args, smla_attention_para
     params->num_splits = plan->runs[0].num_splits;
     params->workspace = smla_data(args->workspace);
     params->workspace_bytes = args->workspace == NULL ? 0 : smla_size(args->workspace, 0);
+    params->op = rules->op;
+    params->workspace_name = rules->workspace;
     params->stream = smla_stream_of(&c, args->stream);
     return SMLA_OK;
 }

@@ -18,6 +18,41 @@ smla_status smla_check_attention(const smla_sparse_attention_args *args,
                                  smla_attention_params *params, smla_attention_plan *plan,
                                  const smla_backend **backend, smla_error *error);
 
+smla_status smla_check_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args,
+                                       smla_attention_params *params, smla_attention_plan *plan,
+                                       const smla_backend **backend, smla_error *error);
+
+/* The names of a list's arguments in error texts, and the cache formats that it may have. */
+typedef struct smla_list_rules {
+    const char *kv;
+    const char *indices;
+    const char *topk_length;
+    const char *kv_scale;
+    smla_kv_set formats;
+} smla_list_rules;
+
+/* What differs between the checks of sparse_attention and of operators that are calls of it: the
+ * names of arguments in error texts, and a few rules. */
+typedef struct smla_attention_rules {
+    const char *op;
+    const char *q;
+    const char *q_scale;
+    smla_list_rules lists[2]; /* main, extra */
+    const char *softmax_scale;
+    const char *attn_sink;
+    const char *workspace;
+    const char *unread[2];    /* int32 vectors that no kernel reads; NULL: none */
+    bool any_query_has_scale; /* q_scale may belong to a bf16 query, too */
+    bool has_no_lse;          /* lse may be absent */
+} smla_attention_rules;
+
+/* Checks attention's args by these rules. `unread` has the vectors of that name, or NULL. */
+smla_status smla_check_attention_by(const smla_attention_rules *rules,
+                                    const smla_sparse_attention_args *args,
+                                    const DLTensor *const unread[2], smla_attention_params *params,
+                                    smla_attention_plan *plan, const smla_backend **backend,
+                                    smla_error *error);
+
 /* ---- Parts that several operators share ---------------------------------------------------- */
 
 /* The element type of an array whose dtype has been checked. */
@@ -47,7 +82,8 @@ smla_status smla_require_rope(smla_checker *checker, const DLTensor *positions,
 smla_status smla_finish_check(const smla_checker *checker, const smla_backend **backend);
 
 /* Checks q [T, H, 576], or the pair [T, H, 512] and [T, H, 64], by the sizes of the cache's format.
- * Attention and forward share this rule. */
-smla_status smla_require_query(smla_checker *checker, const smla_kv_format_info *format,
-                               const DLTensor *q, const DLTensor *q_pe, int64_t num_tokens,
-                               int64_t num_heads, unsigned flags);
+ * Attention and forward share this rule. A pair is named q[0] and q[1]. */
+smla_status smla_require_query(smla_checker *checker, const char *name,
+                               const smla_kv_format_info *format, const DLTensor *q,
+                               const DLTensor *q_pe, int64_t num_tokens, int64_t num_heads,
+                               unsigned flags);

@@ -54,6 +54,18 @@ smla_attend_positions(const smla_sparse_attention_args *args, const smla_index_m
 }
 
 smla_status
+smla_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error)
+{
+    smla_sparse_mla_dsv4_args known;
+    smla_attention_params params;
+    smla_attention_plan plan;
+    const smla_backend *backend;
+    SMLA_TRY(smla_read_args("sparse_mla_dsv4", &known, sizeof known, args, error));
+    SMLA_TRY(smla_check_sparse_mla_dsv4(&known, &params, &plan, &backend, error));
+    return backend->sparse_attention(&params, &plan, error);
+}
+
+smla_status
 smla_attention_workspace_size(const smla_attention_workspace_args *args, int64_t *bytes,
                               smla_error *error)
 {

@@ -68,7 +68,7 @@ check_forward(const smla_forward_args *args, smla_error *error)
     const int64_t num_tokens = b->metadata.num_actual_tokens;
     const int64_t num_heads = b->config.num_heads;
     const smla_kv_format_info *const format = smla_find_kv_format(b->config.kv_format);
-    SMLA_TRY(smla_require_query(&c, format, args->q, args->q_pe, num_tokens, num_heads,
+    SMLA_TRY(smla_require_query(&c, "q", format, args->q, args->q_pe, num_tokens, num_heads,
                                 SMLA_RULE_MORE_ROWS));
     SMLA_TRY(check_cache(&c, args, b));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "topk_indices",

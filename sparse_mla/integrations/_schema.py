@@ -94,7 +94,7 @@ class Schema:
         known = {p.name for p in parameters}
         defaults = {name: x for name, x in self.defaults.items() if name in known}
         required = known - set(defaults)
-        positional = self.positional
+        positional = [n for n in self.positional if n in known]
 
         def function(*args: Any, **kwargs: Any) -> Any:
             given = dict(zip(positional, args, strict=False)) | kwargs

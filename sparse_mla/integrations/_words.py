@@ -275,6 +275,31 @@ WORDS: dict[str, dict[str, str]] = {
     ((1, 16, 512), 1.6931)
         """,
     },
+    "sparse_mla_dsv4": {
+        "torch": """
+    Attention over the two caches of a DeepSeek V4 layer: `sparse_mla.sparse_mla_dsv4`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> q, cache = torch.zeros(1, 16, 512).bfloat16(), torch.ones(9, 512).bfloat16()
+    >>> slots, lens = torch.tensor([[0, -1, 3, 4]]).int(), torch.tensor([4]).int()
+    >>> smla.sparse_mla_dsv4(
+    ...     q, cache, None, slots, 4 * cache, lens, None, bmm1_scale=0.04, window=2)[0, 0, 0].item()
+    3.0
+        """,
+        "jax": """
+    Attention over the two caches of a DeepSeek V4 layer: `sparse_mla.sparse_mla_dsv4`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> q, cache = jnp.zeros((1, 16, 512), jnp.bfloat16), jnp.ones((9, 512), jnp.bfloat16)
+    >>> slots, lens = jnp.array([[0, -1, 3, 4]]), jnp.array([4])
+    >>> out = smla.sparse_mla_dsv4(
+    ...     q, cache, slots, 4 * cache, lens, None, bmm1_scale=0.04, window=2)
+    >>> float(out[0, 0, 0])
+    3.0
+        """,
+    },
     "merge_attn_states": {
         "torch": """
     Two partial results over disjoint keys as one: `sparse_mla.merge_attn_states`.

@@ -1,6 +1,6 @@
 """The operators for JAX inside `jit`, on the CPU, through JAX's foreign function interface.
 
-The functions have the names and arguments of `sparse_mla`'s own, without `stream` and `workspace`.
+The functions have the names and arguments of `sparse_mla`'s own, without `stream` and workspaces.
 Where a result is new they have no `out` and the like either, because JAX arrays are immutable and
 XLA plans their memory. `concat_and_cache_mla` and `gather_kv_cache` return the array that they
 write to. It is written in place when the caller donates it to `jit`; otherwise XLA copies it first.

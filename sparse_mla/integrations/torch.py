@@ -133,14 +133,15 @@ def _declare(schema: Schema, outputs: list[str]) -> str:
     marks = iter("abcdefgh")
     for name, parameter in schema.parameters.items():
         kind = schema.rows[name]
-        is_optional = parameter.default is not parameter.empty and kind != "output"
+        has_default = parameter.default is not parameter.empty and kind != "output"
+        is_optional = has_default or kind == "workspace"
         if kind == "input and output" or name in outputs:
             text = f"Tensor({next(marks)}!){'?' * is_optional} {name}"
         elif kind in _TYPES:
             text = f"{_TYPES[kind]} {name}"
         else:
             continue
-        if is_optional:
+        if has_default:
             default = parameter.default
             text += f'="{default}"' if isinstance(default, str) else f"={default}"
         (keywords if parameter.kind is parameter.KEYWORD_ONLY else positional).append(text)
@@ -173,13 +174,16 @@ def _register(schema: Schema, variant: str, outputs: list[str], new: list[str]) 
     """An overload that writes `outputs` of the caller, and returns the results `new`."""
     asked = schema.names(*ASKED)
     options = {schema.ask: not set(asked).isdisjoint(new)} if schema.ask else {}
-    names = [n for n in schema.parameters if schema.rows[n] not in ("ask", "stream")]
+    left_out = {"ask", "stream", *(() if outputs else GIVEN)}
+    names = [n for n in schema.parameters if schema.rows[n] not in left_out]
+    # A workspace that is no keyword still has to be given to the operator.
+    absent = dict.fromkeys(n for n in schema.positional if n not in names)
     returned = [schema.written] if schema.written else schema.returned
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if schema.pair or schema.scales:
+        if schema.pair or schema.scales or absent:
             args, kwargs = (), schema.join(dict(zip(names, args, strict=False)) | kwargs)
-        results = _named(returned, schema.operator(*args, **kwargs, **options))
+        results = _named(returned, schema.operator(*args, **kwargs, **options, **absent))
         return _one_or_all([results[name] for name in new])
 
     def fake(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +221,8 @@ def _take_over(operator: Any) -> Callable[..., Any]:
         writing_asked = _register(schema, f"{ask}_out", outputs, new)
 
     def run(overload: Any, values: dict[str, Any]) -> Any:
-        return overload(*[values.pop(name) for name in schema.positional], **values)
+        given = [values.pop(name) for name in schema.positional if name in values]
+        return overload(*given, **values)
 
     def write(values: dict[str, Any], asks: bool) -> Any:
         """Writes results to the caller's tensors, and makes those that the caller left out."""

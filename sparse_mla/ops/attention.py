@@ -12,6 +12,7 @@ __all__ = [
     "convert_req_index_to_global_index",
     "merge_attn_states",
     "sparse_attention",
+    "sparse_mla_dsv4",
 ]
 
 
@@ -180,6 +181,97 @@ def sparse_attention(
 
 # For flash_mla.py: here the lse of a query row without keys is +inf.
 _attention_plus_inf = _C.Operator(vars(sparse_attention)["__wrapped__"], "_attention_plus_inf")
+
+
+@operator(_results.attended_dsv4)
+def sparse_mla_dsv4(
+    query: Array,
+    swa_kv_cache: Array,
+    workspace_buffer: Array | None,
+    sparse_indices: Array,
+    compressed_kv_cache: Array,
+    sparse_topk_lens: Array,
+    seq_lens: Array | None,
+    *,
+    bmm1_scale: float | Array,
+    bmm2_scale: float | Array = 1.0,
+    sinks: Array | None = None,
+    window: int = 128,
+    cum_seq_lens_q: Array | None = None,
+    max_q_len: int | None = None,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Array:
+    """Attend as a layer of DeepSeek V4 does, with one table of slots for its two caches.
+
+    This is `sparse_attention` over the window's tokens, in the first `window` columns, and
+    compressed ones, in the other columns. For query t and head h, over the keys of both caches::
+
+        s_j = bmm1_scale * (query[t, h] . k_j)
+        out[t, h] = bmm2_scale * sum_j exp(s_j) v_j / (exp(sinks[h]) + sum_j exp(s_j))
+
+    Here k_j = v_j are the 512 values of a cache row, without the scale of the whole cache.
+
+    Parameters
+    ----------
+    query : [T, H, 512] bf16 or e4m3
+        The query tokens of a batch, one after the other.
+    swa_kv_cache : [pages, block_size, row], row = 512 bf16, 512 e4m3 or 584 bytes
+        The cache of the sliding window: formats "bfloat16", "fp8_e4m3" and "fp8_v4".
+    workspace_buffer : [bytes] uint8, or None
+        Scratch memory of at least `attention_workspace_size(T, H, window, extra_topk=K')` bytes,
+        with any contents. If it is None, it is allocated like `out`.
+    sparse_indices : [T, window + K'] int32
+        Slots of swa_kv_cache, then slots of compressed_kv_cache, as `build_mixed_sparse_indices`
+        makes them. Negative or out of range = none.
+    compressed_kv_cache : [pages, block_size, row], row = as in swa_kv_cache
+        Pages and format are its own. A layer without compressed tokens has K' = 0 and gives its
+        only cache twice.
+    sparse_topk_lens : [T] int32
+        Columns in use, those of the window included: it has min(length, window) columns, and the
+        compressed part max(length - window, 0).
+    seq_lens, cum_seq_lens_q : [R] and [R + 1] int32, or None
+        Not read, because each row of the table belongs to one query token.
+    bmm1_scale : float, or an array of one fp32
+        softmax_scale * q_scale * kv_scale. An array has the shape of a number, or [1].
+    bmm2_scale : float, or an array of one fp32
+        kv_scale, the scale of each "fp8_e4m3" cache; 1 for other formats.
+    sinks : [>= H] fp32, optional
+    window : int
+        At least 1.
+    max_q_len : int, optional
+        Not read.
+    out : [T, >= H, 512] bf16, optional
+        Heads behind the first H stay as they are.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    out; 0 for a token without keys.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        H outside 1 to 128, a table narrower than `window`, a workspace too small.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: FlashInfer's trtllm_batch_decode_sparse_mla_dsv4, as vLLM's DeepSeek V4 calls it.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes, sparse_mla
+    >>> rng = np.random.default_rng(0)
+    >>> query, cache = (rng.normal(size=(2, 9, 512)).astype(ml_dtypes.bfloat16) for _ in range(2))
+    >>> slots = np.array([[0, 3, 1, -1], [4, -1, 8, 2]], np.int32)
+    >>> lens = np.array([3, 4], np.int32)
+    >>> out = sparse_mla.sparse_mla_dsv4(
+    ...     query, cache, None, slots, cache, lens, None, bmm1_scale=512**-0.5, window=2)
+    >>> same, lse = sparse_mla.sparse_attention(
+    ...     query, cache, slots[:, :2], softmax_scale=512**-0.5,
+    ...     extra_kv=cache, extra_indices=slots[:, 2:], extra_topk_length=lens - 2)
+    >>> out.shape, (out == same).all().item()
+    ((2, 9, 512), True)
+    """
 
 
 @operator()

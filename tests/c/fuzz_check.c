@@ -161,8 +161,9 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
     case 13: return smla_check_combine_topk_swa_indices(&a->combine, &p.combine, backend, e);
     case 14: return smla_check_build_mixed_sparse_indices(&a->mixed, &p.mixed, backend, e);
     case 15: return smla_check_quantize_and_insert_k_cache(&a->insert, &p.write, backend, e);
-    default:
+    case 16:
         return smla_check_dequantize_and_gather_k_cache(&a->gather_last, &p.gather, backend, e);
+    default: return smla_check_sparse_mla_dsv4(&a->dsv4, &p.attention, &plan, backend, e);
     }
 }
 
@@ -275,6 +276,10 @@ set_scalars(reader *r, int number, any_args *a)
                                     &a->mixed.window, &a->mixed.ratio, &a->mixed.topk};
         set_numbers(r, numbers, 5);
         a->mixed.decode_indices_are_local = (int32_t)read_count(r, 2);
+    } else if (number == 17) {
+        const uint64_t bits = read_bits(r);
+        memcpy(&a->dsv4.bmm1_scale.value, &bits, sizeof bits);
+        a->dsv4.window = read_number(r);
     } else if (number <= 2) {
         const int32_t format = (int32_t)read_count(r, 4);
         a->write.kv_format = number == 0 ? format : a->write.kv_format;

@@ -37,6 +37,7 @@ typedef union any_args {
     smla_combine_topk_swa_args combine;
     smla_mixed_indices_args mixed;
     smla_sparse_attention_args attention;
+    smla_sparse_mla_dsv4_args dsv4;
     smla_merge_attn_states_args merge;
     smla_split_kv_b_proj_args split;
     smla_k_up_proj_args k_up;
@@ -221,6 +222,30 @@ make_attention(void)
 }
 
 static inline any_args
+make_dsv4(void)
+{
+    const smla_attention_workspace_args shape = {.struct_size = sizeof shape,
+                                                 .num_tokens = 3,
+                                                 .num_heads = 2,
+                                                 .topk = 5,
+                                                 .extra_topk = 4,
+                                                 .device = cpu};
+    int64_t bytes = 0;
+    EXPECT_OK(smla_attention_workspace_size(&shape, &bytes, &error));
+    return (any_args){.dsv4 = {.struct_size = sizeof(smla_sparse_mla_dsv4_args),
+                               .query = ZEROS(bf16, 3, 2, 512),
+                               .swa_kv_cache = ZEROS(bf16, 2, 4, 512),
+                               .workspace_buffer = ZEROS(uint8, bytes),
+                               .sparse_indices = ZEROS(int32, 3, 9),
+                               .compressed_kv_cache = ZEROS(bf16, 3, 4, 512),
+                               .sparse_topk_lens = ZEROS(int32, 3),
+                               .bmm1_scale = {.value = 1.0},
+                               .sinks = ZEROS(fp32, 2),
+                               .window = 5,
+                               .out = ZEROS(bf16, 3, 2, 512)}};
+}
+
+static inline any_args
 make_merge(void)
 {
     return (any_args){.merge = {.struct_size = sizeof(smla_merge_attn_states_args),
@@ -311,6 +336,7 @@ CALL(global_topk, smla_compute_global_topk_indices_and_lens)
 CALL(combine, smla_combine_topk_swa_indices)
 CALL(mixed, smla_build_mixed_sparse_indices)
 CALL(attention, smla_sparse_attention)
+CALL(dsv4, smla_sparse_mla_dsv4)
 CALL(merge, smla_merge_attn_states)
 CALL(split, smla_split_kv_b_proj)
 CALL(k_up, smla_k_up_proj)
@@ -486,6 +512,18 @@ static const operator_case operators[] = {
       {"seq_lens", AT_FIELD(gather_last, seq_lens), ANY_STRIDE, 1},
       {"gather_lens", AT_FIELD(gather_last, gather_lens), ANY_STRIDE | OPTIONAL, 1},
       {"block_table", AT_FIELD(gather_last, block_table), ANY_STRIDE, 1}}},
+    {"sparse_mla_dsv4",
+     sizeof(smla_sparse_mla_dsv4_args),
+     call_dsv4,
+     make_dsv4,
+     {{"query", AT_FIELD(dsv4, query), 0, 4},
+      {"sparse_indices", AT_FIELD(dsv4, sparse_indices), 0, 1},
+      {"sparse_topk_lens", AT_FIELD(dsv4, sparse_topk_lens), ANY_STRIDE, 1},
+      {"swa_kv_cache", AT_FIELD(dsv4, swa_kv_cache), 0, 4},
+      {"sinks", AT_FIELD(dsv4, sinks), ANY_STRIDE | OPTIONAL, 0},
+      {"compressed_kv_cache", AT_FIELD(dsv4, compressed_kv_cache), 0, 4},
+      {"out", AT_FIELD(dsv4, out), OUTPUT, 5},
+      {"workspace_buffer", AT_FIELD(dsv4, workspace_buffer), OUTPUT, 0}}},
 };
 
 enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };

@@ -57,6 +57,8 @@ make_params(int64_t tokens, int64_t heads, int64_t topk, int num_splits)
         .lse_stride_token = 13,
         .workspace = workspace,
         .workspace_bytes = INT64_MAX,
+        .op = "sparse_attention",
+        .workspace_name = "workspace",
     };
 }
 

@@ -127,11 +127,10 @@ smla_status
 smla_cuda_sparse_attention(const smla_attention_params *params, const smla_attention_plan *plan,
                            smla_error *error)
 {
-    (void)params;
     if (plan == NULL || plan->num_runs != 1) {
         abort(); /* the caller's plan was not handed on */
     }
-    return smla_cuda_status("sparse_attention", "a kernel", launch_nothing("attention"), error);
+    return smla_cuda_status(params->op, "a kernel", launch_nothing("attention"), error);
 }
 
 smla_status
@@ -715,7 +714,9 @@ call_operator(int i, smla_stream stream, int64_t count)
     const smla_convert_params convert = {.num_tokens = count,
                                          .req_id_per_token = device_zeros,
                                          .stream = stream};
-    const smla_attention_params attention = {.num_tokens = count, .stream = stream};
+    const smla_attention_params attention = {.num_tokens = count,
+                                             .op = "sparse_attention",
+                                             .stream = stream};
     const smla_attention_plan plan = {.num_runs = 1};
     const smla_merge_params merge = {.num_tokens = count, .num_heads = 1, .stream = stream};
     const smla_split_kv_b_proj_params weight = {.nope_dim = count, .stream = stream};

@@ -221,9 +221,9 @@ smla_cpu_sparse_attention(const smla_attention_params *given, const smla_attenti
     (void)plan; /* params has the plan's number of splits */
     smla_attention_params scaled = *given;
     const smla_attention_params *const params = &scaled;
-    scaled.softmax_scale *= smla_read_scale(&given->q_scale);
+    scaled.softmax_scale = smla_read_logit_scale(given);
     const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa("sparse_attention", &isa, error));
+    SMLA_TRY(smla_cpu_choose_isa(given->op, &isa, error));
     if (params->num_tokens == 0) {
         return SMLA_OK;
     }
@@ -241,8 +241,8 @@ smla_cpu_sparse_attention(const smla_attention_params *given, const smla_attenti
     const int64_t least = misalignment + part_bytes + run.thread_bytes;
     if (params->workspace == NULL || params->workspace_bytes < least) {
         return smla_fail(error, SMLA_ERROR_VALUE,
-                         "sparse_attention: `workspace` must have at least %lld bytes, got %lld",
-                         (long long)least,
+                         "%s: `%s` must have at least %lld bytes, got %lld", params->op,
+                         params->workspace_name, (long long)least,
                          (long long)(params->workspace == NULL ? 0 : params->workspace_bytes));
     }
     run.parts = (uint8_t *)params->workspace + misalignment;

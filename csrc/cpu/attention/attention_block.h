@@ -36,11 +36,12 @@ typedef struct key_cursor {
     int64_t end;
 } key_cursor;
 
-/* values[token], clamped to 0...most; `otherwise` if there is no array. */
+/* values[token] - offset, clamped to 0...most; `otherwise` if there is no array. */
 static inline int64_t
-read_bound(const int32_t *values, int64_t stride, int64_t token, int64_t most, int64_t otherwise)
+read_bound(const int32_t *values, int64_t stride, int64_t offset, int64_t token, int64_t most,
+           int64_t otherwise)
 {
-    const int64_t value = values == NULL ? otherwise : values[token * stride];
+    const int64_t value = values == NULL ? otherwise : values[token * stride] - offset;
     return value < 0 ? 0 : value < most ? value : most;
 }
 
@@ -54,8 +55,9 @@ enter_list(key_cursor *cursor, int list)
     }
     const smla_key_list *const keys = &cursor->params->lists[list];
     const int64_t topk = keys->topk;
-    const int64_t begin = read_bound(keys->begin, keys->begin_stride, cursor->token, topk, 0);
-    const int64_t end = read_bound(keys->end, keys->end_stride, cursor->token, topk, topk);
+    const int64_t begin = read_bound(keys->begin, keys->begin_stride, 0, cursor->token, topk, 0);
+    const int64_t end =
+        read_bound(keys->end, keys->end_stride, keys->end_offset, cursor->token, topk, topk);
     const int64_t columns = smla_split_columns(topk, cursor->params->num_splits);
     const int64_t first = cursor->split * columns;
     cursor->column = first < begin ? begin : first;

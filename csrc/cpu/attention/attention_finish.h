@@ -62,7 +62,9 @@ finish_head(const smla_attention_params *params, int64_t token, int64_t head, do
     const double reference = (double)finite_reference_of(splat(max_lane))[0];
     const double lse_empty = params->empty_lse_is_plus_inf ? INFINITY : -INFINITY;
     const double lse = sum == 0.0 ? lse_empty : reference * ln_2 + log(sum);
-    params->lse[token * params->lse_stride_token + head * params->lse_stride_head] = (float)lse;
+    if (params->lse != NULL) {
+        params->lse[token * params->lse_stride_token + head * params->lse_stride_head] = (float)lse;
+    }
     if (params->max_logits != NULL) {
         params->max_logits[token * params->max_logits_stride_token +
                            head * params->max_logits_stride_head] =

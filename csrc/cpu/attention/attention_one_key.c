@@ -142,8 +142,10 @@ finish_head(const smla_attention_params *params, int64_t token, int64_t head, fl
     const bool is_key = logit != -INFINITY;
     const float max_logit = logit == INFINITY ? NAN : logit;
     const float lse_empty = params->empty_lse_is_plus_inf ? INFINITY : -INFINITY;
-    params->lse[token * params->lse_stride_token + head * params->lse_stride_head] =
-        is_key ? max_logit : lse_empty;
+    if (params->lse != NULL) {
+        params->lse[token * params->lse_stride_token + head * params->lse_stride_head] =
+            is_key ? max_logit : lse_empty;
+    }
     if (params->max_logits != NULL) {
         params->max_logits[token * params->max_logits_stride_token +
                            head * params->max_logits_stride_head] = max_logit;

@@ -544,10 +544,7 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
         find_key<Tile::FORMATS>(launch, plan, 0, (int)threadIdx.x, key);
     typename key_types<Tile::FORMATS>::rows raw;
     load_keys<Tile::FORMATS>(launch, plan, 0, place, (int)threadIdx.x, &raw);
-    float scale_log2 = launch.scale_log2;
-    if (Tile::CODED) {
-        scale_log2 *= load_given_scale(launch.params.q_scale);
-    }
+    const float scale_log2 = Tile::CODED ? find_scale_log2(launch) : launch.scale_log2;
 
     float out[Tile::OUT_M][Tile::OUT_N][4] = {};
     ptx_cp_async_wait_all(); /* this thread's part of the query; all of it after a barrier */

@@ -23,7 +23,8 @@ enum {
     /* those of them that are exact as bf16: no scale is an fp32 */
     SMLA_ROWS_EXACT_512 = SMLA_ROWS_512 &
         ~(SMLA_KV_SET(SMLA_ROW_FP8_E4M3) | SMLA_KV_SET(SMLA_ROW_FP8_NOPE)),
-    /* Not formats: lists with dense columns or a `begin` (smla_has_ranges), and e4m3 queries. */
+    /* Not formats: lists with dense columns or a `begin` (smla_has_ranges), and e4m3 queries. The
+     * kernels that serve e4m3 queries read q_scale and logit_divisor, for bf16 queries too. */
     SMLA_ROWS_RANGED = SMLA_KV_SET(SMLA_NUM_KV_FORMATS),
     SMLA_ROWS_E4M3_QUERY = SMLA_KV_SET(SMLA_NUM_KV_FORMATS + 1),
 };

@@ -106,6 +106,17 @@ load_given_scale(const smla_given_scale &scale)
     return scale.pointer == NULL ? scale.value : __ldg(scale.pointer);
 }
 
+/* What the kernels that read scales of logits use instead of scale_log2. It is that number, if the
+ * scales are 1. */
+static __device__ __forceinline__ float
+find_scale_log2(const attention_launch &launch)
+{
+    const smla_attention_params &params = launch.params;
+    const float scale = __fdiv_rn(params.softmax_scale * load_given_scale(params.q_scale),
+                                  load_given_scale(params.logit_divisor));
+    return (float)(scale * 1.4426950408889634074);
+}
+
 /* ---- Columns ------------------------------------------------------------------------------- */
 
 /* The columns of a work in one list: [begin, end). */
@@ -113,6 +124,13 @@ typedef struct column_range {
     int32_t begin;
     int32_t end;
 } column_range;
+
+/* The number of columns of a token's list that are in use, not clamped to K. */
+static __device__ __forceinline__ int32_t
+read_length(const smla_key_list &keys, int32_t token)
+{
+    return max(keys.end[token * keys.end_stride], 0) - (int32_t)keys.end_offset;
+}
 
 /* RANGED: lists may have dense columns and a `begin`. The sums are below 2^32, because a launch has
  * less than 2^31 columns (is_countable). */
@@ -123,7 +141,7 @@ find_columns(const attention_launch &launch, const cta_work &work, int list)
     const smla_key_list &keys = launch.params.lists[list];
     uint32_t length = (uint32_t)keys.topk;
     if (keys.end != NULL) {
-        length = min(length, (uint32_t)max(keys.end[work.token * keys.end_stride], 0));
+        length = min(length, (uint32_t)max(read_length(keys, work.token), 0));
     }
     const uint32_t columns = (uint32_t)launch.split_columns[list];
     uint32_t begin = work.split * columns;

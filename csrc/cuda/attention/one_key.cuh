@@ -232,7 +232,7 @@ attend_one_key(const attention_launch &launch, const cta_work &work, int list, i
     float scale_log2 = launch.scale_log2;
     if constexpr (CODED) {
         load_coded_part(launch, list, slot, lane, &key, scales);
-        scale_log2 *= load_given_scale(params.q_scale);
+        scale_log2 = find_scale_log2(launch);
     } else {
         load_key_part<ROPE>(launch.lists[list], row_of_slot(launch, list, slot), lane, &key,
                             scales);

@@ -15,9 +15,9 @@ fail_without_kernel(const smla_attention_params *params, const smla_cuda_device 
     smla_describe_formats(smla_join_formats(params->lists[0].kv.format, extra), formats);
     smla_describe_kernels(rows, sizeof rows);
     return smla_fail(error, SMLA_ERROR_RUNTIME,
-                     "sparse_attention: no kernel for sm_%d, %d bytes of shared memory, %s and "
-                     "%lld heads; there are: %s",
-                     device->compute_capability, device->max_shared_bytes, formats,
+                     "%s: no kernel for sm_%d, %d bytes of shared memory, %s and %lld heads; there "
+                     "are: %s",
+                     params->op, device->compute_capability, device->max_shared_bytes, formats,
                      (long long)params->num_heads, rows);
 }
 
@@ -32,8 +32,8 @@ require_workspace(const smla_attention_params *params, smla_error *error)
     const int64_t given = params->workspace == NULL ? 0 : params->workspace_bytes;
     if (given < least) {
         return smla_fail(error, SMLA_ERROR_VALUE,
-                         "sparse_attention: `workspace` must have at least %lld bytes, got %lld",
-                         (long long)least, (long long)given);
+                         "%s: `%s` must have at least %lld bytes, got %lld", params->op,
+                         params->workspace_name, (long long)least, (long long)given);
     }
     return SMLA_OK;
 }
@@ -64,7 +64,7 @@ slice_tokens(const smla_attention_params *params, int64_t start, int64_t count)
         skip_tokens(&part.lists[1], start);
     }
     part.out += start * part.out_stride_token;
-    part.lse += start * part.lse_stride_token;
+    part.lse += part.lse == NULL ? 0 : start * part.lse_stride_token;
     part.max_logits += part.max_logits == NULL ? 0 : start * part.max_logits_stride_token;
     return part;
 }
@@ -72,7 +72,7 @@ slice_tokens(const smla_attention_params *params, int64_t start, int64_t count)
 static smla_status
 run_kernel(const smla_attention_run *run, const smla_attention_params *params, smla_error *error)
 {
-    static const char op[] = "sparse_attention";
+    const char *const op = params->op;
     static const char call[] = "cudaLaunchKernelExC";
     SMLA_TRY(require_workspace(params, error));
     SMLA_TRY(smla_cuda_status(op, call, run->kernel->launch(params, run->cut_bytes), error));

@@ -250,7 +250,7 @@ static smla_kv_set
 find_needs(const smla_attention_shape *shape, smla_kv_set formats)
 {
     return formats | (shape->has_ranges ? SMLA_ROWS_RANGED : 0) |
-           (shape->has_e4m3_query ? SMLA_ROWS_E4M3_QUERY : 0);
+           (shape->has_query_scale ? SMLA_ROWS_E4M3_QUERY : 0);
 }
 
 /* Returns false where no row of the kernel table serves what the call needs. */

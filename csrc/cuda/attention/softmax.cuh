@@ -62,7 +62,7 @@ softmax_finish(const Params &params, int64_t token, int64_t head, float max_log2
     const float ln_2 = 0x1.62e43p-1f;
     const float empty_lse = params.empty_lse_is_plus_inf ? INFINITY : -INFINITY;
     const float lse = sum == 0.0f ? empty_lse : softmax_lse(sum, softmax_reference(max_log2));
-    if (writes) {
+    if (writes && params.lse != NULL) {
         params.lse[token * params.lse_stride_token + head * params.lse_stride_head] = lse;
     }
     if (writes && params.max_logits != NULL) {

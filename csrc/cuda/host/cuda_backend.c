@@ -185,7 +185,7 @@ build_mixed_sparse_indices(const smla_mixed_indices_params *p, smla_error *error
 static smla_status
 sparse_attention(const smla_attention_params *p, const smla_attention_plan *plan, smla_error *error)
 {
-    cuda_call call = {.op = "sparse_attention", .stream = p->stream};
+    cuda_call call = {.op = p->op, .stream = p->stream};
     if (p->num_tokens == 0) {
         return SMLA_OK;
     }

@@ -106,24 +106,85 @@ allocate_attention(smla_py_call *call, const void *args)
 /* 0 if the call needs no workspace or if its arrays are malformed: the call itself words that error
  * better. */
 static int64_t
-attention_workspace_bytes(const void *args)
+find_workspace_bytes(const DLTensor *q, int64_t topk, int64_t extra_topk, int32_t num_splits,
+                     const DLTensor *out)
 {
-    const smla_sparse_attention_args *const a = args;
-    if (a->workspace != NULL || a->out == NULL) {
+    if (out == NULL) {
         return 0;
     }
     const smla_attention_workspace_args needs = {
         .struct_size = sizeof needs,
-        .num_tokens = smla_size(a->q, 0),
-        .num_heads = smla_size(a->q, 1),
-        .topk = smla_size(a->indices, 1),
-        .extra_topk = a->extra_indices == NULL ? 0 : smla_size(a->extra_indices, 1),
-        .num_splits = a->num_splits,
-        .device = a->out->device,
+        .num_tokens = smla_size(q, 0),
+        .num_heads = smla_size(q, 1),
+        .topk = topk,
+        .extra_topk = extra_topk,
+        .num_splits = num_splits,
+        .device = out->device,
     };
     int64_t bytes = 0;
     return smla_attention_workspace_size(&needs, &bytes, NULL) == SMLA_OK ? bytes : 0;
 }
+
+static int64_t
+attention_workspace_bytes(const void *args)
+{
+    const smla_sparse_attention_args *const a = args;
+    if (a->workspace != NULL) {
+        return 0;
+    }
+    return find_workspace_bytes(a->q, smla_size(a->indices, 1),
+                                a->extra_indices == NULL ? 0 : smla_size(a->extra_indices, 1),
+                                a->num_splits, a->out);
+}
+
+/* ---- Attention of a DeepSeek V4 layer ------------------------------------------------------ */
+
+SMLA_PY_COMPUTE(sparse_mla_dsv4)
+
+enum { DSV4_QUERY, DSV4_OUT = 10 };
+
+static const smla_py_param dsv4_params[] = {
+    [DSV4_QUERY] = {"query", SMLA_PY_INPUT, offsetof(smla_sparse_mla_dsv4_args, query)},
+    {"swa_kv_cache", SMLA_PY_INPUT, offsetof(smla_sparse_mla_dsv4_args, swa_kv_cache)},
+    {"sparse_indices", SMLA_PY_INPUT, offsetof(smla_sparse_mla_dsv4_args, sparse_indices)},
+    {"compressed_kv_cache", SMLA_PY_INPUT,
+     offsetof(smla_sparse_mla_dsv4_args, compressed_kv_cache)},
+    {"sparse_topk_lens", SMLA_PY_INPUT, offsetof(smla_sparse_mla_dsv4_args, sparse_topk_lens)},
+    {"seq_lens", SMLA_PY_NULLABLE, offsetof(smla_sparse_mla_dsv4_args, seq_lens)},
+    {"bmm1_scale", SMLA_PY_SCALE, offsetof(smla_sparse_mla_dsv4_args, bmm1_scale)},
+    {"bmm2_scale", SMLA_PY_SCALE, offsetof(smla_sparse_mla_dsv4_args, bmm2_scale)},
+    {"sinks", SMLA_PY_OPTIONAL, offsetof(smla_sparse_mla_dsv4_args, sinks)},
+    {"cum_seq_lens_q", SMLA_PY_OPTIONAL, offsetof(smla_sparse_mla_dsv4_args, cum_seq_lens_q)},
+    [DSV4_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_sparse_mla_dsv4_args, out)},
+    {"workspace_buffer", SMLA_PY_WORKSPACE, offsetof(smla_sparse_mla_dsv4_args, workspace_buffer)},
+    {"window", SMLA_PY_INT, offsetof(smla_sparse_mla_dsv4_args, window)},
+    {"max_q_len", SMLA_PY_SIZE, offsetof(smla_sparse_mla_dsv4_args, max_q_len)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_sparse_mla_dsv4_args, stream)},
+};
+
+static int
+allocate_dsv4(smla_py_call *call, const void *Py_UNUSED(args))
+{
+    const int64_t shape[3] = {smla_py_call_dim(call, DSV4_QUERY, 0),
+                              smla_py_call_dim(call, DSV4_QUERY, 1), SMLA_V4_HEAD_DIM};
+    if (!smla_py_has_rank(call, DSV4_QUERY, 3) || !smla_py_is_head_count(shape[1])) {
+        return 0;
+    }
+    return smla_py_allocate_result(call, DSV4_OUT, smla_py_bf16, 3, shape);
+}
+
+static int64_t
+dsv4_workspace_bytes(const void *args)
+{
+    const smla_sparse_mla_dsv4_args *const a = args;
+    const int64_t columns = smla_size(a->sparse_indices, 1);
+    if (a->workspace_buffer != NULL || a->window < 0 || columns < a->window) {
+        return 0;
+    }
+    return find_workspace_bytes(a->query, a->window, columns - a->window, 0, a->out);
+}
+
+/* ---- Size of the workspace ----------------------------------------------------------------- */
 
 static const smla_py_param workspace_size_params[] = {
     {"num_tokens", SMLA_PY_INT, offsetof(smla_attention_workspace_args, num_tokens)},
@@ -239,6 +300,11 @@ const smla_py_operator smla_py_attention_operators[] = {
      .compute = attend_plus_inf,
      .allocate = allocate_attention,
      .workspace_bytes = attention_workspace_bytes},
+    {.name = "sparse_mla_dsv4",
+     SMLA_PY_TABLE(dsv4_params, smla_sparse_mla_dsv4_args, smla_sparse_mla_dsv4_args),
+     .compute = compute_sparse_mla_dsv4,
+     .allocate = allocate_dsv4,
+     .workspace_bytes = dsv4_workspace_bytes},
     {.name = "attention_workspace_size",
      SMLA_PY_TABLE(workspace_size_params, smla_attention_workspace_args,
                    smla_attention_workspace_args),

@@ -15,6 +15,6 @@ shape_of(const smla_attention_params *params)
         .num_splits = params->num_splits,
         .device_id = params->stream.device_id,
         .formats = {params->lists[0].kv.format, has_extra ? params->lists[1].kv.format : NULL},
-        .has_e4m3_query = params->q_e4m3 != NULL,
+        .has_query_scale = params->q_e4m3 != NULL || params->q_scale.pointer != NULL,
     };
 }

@@ -128,7 +128,7 @@ find_key_row(const attention_launch &launch, const cta_work &work, const key_pla
     int32_t length = INT32_MAX;
     uint32_t index;
     if (keys.end != NULL) {
-        length = keys.end[work.token * keys.end_stride];
+        length = read_length(keys, work.token);
     }
     ptx_load_4(place.index, place.is_on, NO_ROW, &index);
     return row_of_slot(launch, place.list,
