@@ -12,6 +12,7 @@
 #include "core/args.h"
 #include "core/rule.h"
 #include "step/arena.h"
+#include "step/batch.h"
 #include "step/plan.h"
 
 enum { DEFAULT_MIN_HEADS_FOR_BF16_PREFILL = 32 };
@@ -268,57 +269,30 @@ smla_builder_workspace_bytes(const smla_builder *b)
 
 /* ---- Building a step ----------------------------------------------------------------------- */
 
-static smla_status
-check_batch(const smla_builder *b, const smla_build_args *args, smla_error *error)
+static smla_batch_limits
+limits_of(const smla_builder_config *config)
 {
-    const smla_builder_config *config = &b->config;
-    if (args->num_reqs < 0 || args->num_reqs > config->max_num_seqs) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `num_reqs` must be 0 to max_num_seqs = %lld, got %lld", build_op,
-                         (long long)config->max_num_seqs, (long long)args->num_reqs);
-    }
-    if (args->num_actual_tokens < 0 || args->num_actual_tokens > config->max_num_batched_tokens) {
-        return smla_fail(
-            error, SMLA_ERROR_VALUE,
-            "%s: `num_actual_tokens` must be 0 to max_num_batched_tokens = %lld, got %lld",
-            build_op, (long long)config->max_num_batched_tokens,
-            (long long)args->num_actual_tokens);
-    }
-    if (args->num_reqs == 0 && args->num_actual_tokens > 0) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `num_actual_tokens` must be 0 without requests, got %lld", build_op,
-                         (long long)args->num_actual_tokens);
-    }
-    SMLA_TRY(smla_check_query_start_loc(build_op, args->query_start_loc_cpu, args->num_reqs,
-                                        args->num_actual_tokens, error));
-    smla_checker c;
-    smla_open_checker(&c, build_op, error);
-    return smla_require(&c, &(smla_rule){.name = "block_table",
-                                         .tensor = args->block_table,
-                                         .dtypes = SMLA_DTYPE_INT32,
-                                         .flags = SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
-                                         .ndim = 2,
-                                         .shape = {args->num_reqs, SMLA_ANY}});
+    return (smla_batch_limits){.max_num_seqs = config->max_num_seqs,
+                               .max_num_batched_tokens = config->max_num_batched_tokens,
+                               .max_model_len = config->max_model_len,
+                               .decode_threshold = config->decode_threshold};
 }
 
+/* Checks the block table, which has a page for every token of a request. */
 static smla_status
-check_seq_lens(const smla_builder *b, const smla_build_args *args, smla_error *error)
+check_block_table(const smla_builder *b, const smla_build_args *args, smla_error *error)
 {
+    smla_checker c;
+    smla_open_checker(&c, build_op, error);
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "block_table",
+                                           .tensor = args->block_table,
+                                           .dtypes = SMLA_DTYPE_INT32,
+                                           .flags = SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
+                                           .ndim = 2,
+                                           .shape = {args->num_reqs, SMLA_ANY}}));
     const int64_t num_blocks = smla_size(args->block_table, 1);
-    if (args->num_reqs > 0) {
-        SMLA_TRY(smla_require_pointer(build_op, "seq_lens", args->seq_lens_cpu, error));
-    }
     for (int64_t req = 0; req < args->num_reqs; req++) {
         const int64_t seq_len = args->seq_lens_cpu[req];
-        const int64_t len = smla_query_len(args->query_start_loc_cpu, req);
-        if (seq_len < len || seq_len > b->config.max_model_len) {
-            return smla_fail(
-                error, SMLA_ERROR_VALUE,
-                "%s: `seq_lens` must be query length to max_model_len (%lld to %lld) at "
-                "request %lld, got %lld: context and query together",
-                build_op, (long long)len, (long long)b->config.max_model_len, (long long)req,
-                (long long)seq_len);
-        }
         const int64_t blocks = (seq_len + b->config.block_size - 1) / b->config.block_size;
         if (blocks > num_blocks) {
             return smla_fail(
@@ -330,40 +304,6 @@ check_seq_lens(const smla_builder *b, const smla_build_args *args, smla_error *e
         }
     }
     return SMLA_OK;
-}
-
-/* The scheduler must put decodes first, so no query that is short enough for a decode may follow a
- * longer one. */
-static smla_status
-check_order(const smla_builder *b, const smla_build_args *args, smla_error *error)
-{
-    bool seen_prefill = false;
-    for (int64_t req = 0; req < args->num_reqs; req++) {
-        const int32_t len = smla_query_len(args->query_start_loc_cpu, req);
-        if (seen_prefill && len <= b->config.decode_threshold) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `query_start_loc` must have decodes (at most %lld tokens) before "
-                             "prefills, got %d tokens at request %lld behind a prefill: sort the "
-                             "batch by query length",
-                             build_op, (long long)b->config.decode_threshold, len, (long long)req);
-        }
-        seen_prefill = seen_prefill || len > b->config.decode_threshold;
-    }
-    return SMLA_OK;
-}
-
-static void
-fill_req_ids(const smla_builder *b, const smla_build_args *args, int32_t *req_id_per_token)
-{
-    for (int64_t req = 0; req < args->num_reqs; req++) {
-        for (int32_t t = args->query_start_loc_cpu[req]; t < args->query_start_loc_cpu[req + 1];
-             t++) {
-            req_id_per_token[t] = (int32_t)req;
-        }
-    }
-    const int64_t used = args->query_start_loc_cpu[args->num_reqs];
-    memset(req_id_per_token + used, 0,
-           (size_t)(b->config.max_num_batched_tokens - used) * sizeof *req_id_per_token);
 }
 
 /* Fills in the arrays and the chunks of prefills. Workspace starts count from 0 in each chunk. */
@@ -415,8 +355,13 @@ prefers_direct(const smla_builder *b, const smla_build_args *args, const smla_ba
 static smla_status
 plan_step(smla_builder *b, const smla_build_args *args, smla_error *error)
 {
-    SMLA_TRY(check_batch(b, args, error));
-    SMLA_TRY(check_seq_lens(b, args, error));
+    const smla_batch_limits limits = limits_of(&b->config);
+    const smla_batch batch = {.query_start_loc = args->query_start_loc_cpu,
+                              .seq_lens = args->seq_lens_cpu,
+                              .num_reqs = args->num_reqs,
+                              .num_actual_tokens = args->num_actual_tokens};
+    SMLA_TRY(smla_check_batch(build_op, &limits, &batch, error));
+    SMLA_TRY(check_block_table(b, args, error));
     smla_batch_split split = {0};
     SMLA_TRY(smla_split_decodes_and_prefills(args->query_start_loc_cpu, args->num_reqs,
                                              args->num_actual_tokens, b->config.decode_threshold,
@@ -426,7 +371,7 @@ plan_step(smla_builder *b, const smla_build_args *args, smla_error *error)
     bool has_workspace = path == SMLA_PATH_SEPARATE && split.num_prefills > 0;
     int64_t num_chunks = 0;
     if (has_parts) {
-        SMLA_TRY(check_order(b, args, error));
+        SMLA_TRY(smla_check_batch_order(build_op, &limits, &batch, error));
     }
     if (has_workspace) {
         SMLA_TRY(smla_split_prefill_chunks(args->seq_lens_cpu + split.num_decodes,
@@ -444,7 +389,7 @@ plan_step(smla_builder *b, const smla_build_args *args, smla_error *error)
     /* From here on the metadata of the last build is overwritten. */
     b->is_built = false;
     const smla_step_arrays host = cut_step(&b->config, memory);
-    fill_req_ids(b, args, host.req_id_per_token);
+    smla_fill_req_ids(&limits, &batch, host.req_id_per_token);
     if (has_workspace) {
         fill_prefill(b, args, split.num_decodes, num_chunks, &host);
     }
