@@ -5,16 +5,14 @@
  * forwards of the step. Arrays that the object hands out view its persistent buffers and keep it
  * alive. On a device they carry the build's event. sparse_mla/backend/ is its public interface.
  */
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "python/arrays/tensor.h"
-#include "python/call/call.h"
+#include "python/step_object.h"
 
 typedef struct smla_py_builder {
     PyObject_HEAD smla_builder *core;
-    atomic_flag is_busy;       /* a build or a forward runs, possibly without the GIL */
+    atomic_flag is_busy;
     int64_t generation;        /* counts successful builds */
     int64_t num_actual_tokens; /* tokens of the last build */
     DLDevice device;
@@ -22,24 +20,6 @@ typedef struct smla_py_builder {
     smla_py_array block_table[2]; /* one for this step, one for the next */
     int current;
 } smla_py_builder;
-
-/* Admits one thread at a time. A second thread gets an exception, so that there is no race. */
-static int
-enter(smla_py_builder *builder, const char *op)
-{
-    if (!atomic_flag_test_and_set(&builder->is_busy)) {
-        return 0;
-    }
-    PyErr_Format(PyExc_RuntimeError,
-                 "%s: `builder` must be used by one thread at a time, got a second one", op);
-    return -1;
-}
-
-static void
-leave(smla_py_builder *builder)
-{
-    atomic_flag_clear(&builder->is_busy);
-}
 
 /* ---- Create -------------------------------------------------------------------------------- */
 
@@ -159,25 +139,13 @@ builder_dealloc(PyObject *self)
 
 /* ---- Build --------------------------------------------------------------------------------- */
 
-/* The first `count` entries of a persistent int32 buffer: an ndarray on the CPU, else a Tensor. The
- * view is read-only, because only the builder may write what the kernels read. */
+/* The first `count` entries of a persistent int32 buffer. */
 static PyObject *
 view_buffer(smla_py_builder *builder, PyObject *event, const int32_t *data, int64_t count)
 {
-    if (data == NULL) {
-        return Py_NewRef(Py_None);
-    }
-    int64_t stride = 1;
-    const DLTensor view = {.data = (void *)(uintptr_t)data,
-                           .device = builder->device,
-                           .ndim = 1,
-                           .dtype = {kDLInt, 32, 1},
-                           .shape = &count,
-                           .strides = &stride};
-    PyObject *self = (PyObject *)builder;
-    return builder->device.device_type == kDLCPU
-               ? smla_py_numpy_view(smla_py_type_state(self), self, &view, false)
-               : smla_py_tensor_view(smla_py_type_state(self), self, &view, event, true);
+    const DLDataType int32 = {kDLInt, 32, 1};
+    return smla_py_view_buffer((PyObject *)builder, builder->device, event, int32, data, 1, &count,
+                               1);
 }
 
 static PyObject *
@@ -215,44 +183,6 @@ describe_step(smla_py_builder *builder, PyObject *event, const smla_metadata *m)
         list_chunks(m));
 }
 
-static int
-check_num_reqs(const char *op, const char *name, int64_t wanted, int64_t got)
-{
-    if (wanted == got) {
-        return 0;
-    }
-    PyErr_Format(PyExc_ValueError,
-                 "%s: `%s` must be of the %lld requests of `num_reqs`, got those of %lld", op, name,
-                 (long long)wanted, (long long)got);
-    return -1;
-}
-
-/* Releases the former step's block table once the work submitted so far is over. `event` becomes a
- * new reference to the build's event, or stays NULL where views need none. */
-static int
-replace_block_table(smla_py_builder *builder, const char *op, smla_py_stream *stream,
-                    PyObject **event)
-{
-    const smla_py_state *state = smla_py_type_state((PyObject *)builder);
-    smla_py_array *former = &builder->block_table[builder->current];
-    const smla_py_array *next = &builder->block_table[1 - builder->current];
-    int status = 0;
-    if (stream->is_cuda) {
-        status = smla_py_find_backend(op, stream);
-        if (status == 0 && !stream->is_capturing) {
-            *event = smla_py_record(op, stream);
-            status = *event == NULL ? -1 : 0;
-        }
-        former->is_foreign |= next->is_foreign;
-        if (status == 0) {
-            status = smla_py_keep(state, op, former, 1, stream);
-        }
-    }
-    smla_py_release_array(former);
-    builder->current = 1 - builder->current;
-    return status;
-}
-
 /* Builds a step from host arrays that are read already: acquires its block table, calls the core,
  * and releases the former step's block table. */
 static PyObject *
@@ -281,7 +211,9 @@ build_step(smla_py_builder *builder, const char *op, smla_build_args *a, smla_py
         return smla_py_raise(&error);
     }
     PyObject *event = NULL;
-    const int replaced = replace_block_table(builder, op, stream, &event);
+    smla_py_array *former = &builder->block_table[builder->current];
+    const int replaced = smla_py_replace_step(state, op, former, next, 1, stream, &event);
+    builder->current = 1 - builder->current;
     builder->generation++;
     builder->num_actual_tokens = metadata->num_actual_tokens;
     PyObject *step = replaced < 0 ? NULL : describe_step(builder, event, metadata);
@@ -306,7 +238,8 @@ builder_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
     int32_t *seq_lens = NULL;
     int64_t num_starts = 0;
     int64_t num_lens = 0;
-    if (smla_py_check_count(op, num_args, 5) < 0 || enter(builder, op) < 0) {
+    if (smla_py_check_count(op, num_args, 5) < 0 ||
+        smla_py_enter_builder(&builder->is_busy, op) < 0) {
         return NULL;
     }
     PyObject *step = NULL;
@@ -315,69 +248,21 @@ builder_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
         smla_py_host_ints(state, op, "query_start_loc_cpu", args[0], &query_start_loc,
                           &num_starts) == 0 &&
         smla_py_host_ints(state, op, "seq_lens_cpu", args[1], &seq_lens, &num_lens) == 0 &&
-        check_num_reqs(op, "query_start_loc_cpu", a.num_reqs, num_starts - 1) == 0 &&
-        check_num_reqs(op, "seq_lens_cpu", a.num_reqs, num_lens) == 0) {
+        smla_py_check_num_reqs(op, "query_start_loc_cpu", a.num_reqs, num_starts - 1) == 0 &&
+        smla_py_check_num_reqs(op, "seq_lens_cpu", a.num_reqs, num_lens) == 0) {
         a.query_start_loc_cpu = query_start_loc;
         a.seq_lens_cpu = seq_lens;
         step = build_step(builder, op, &a, &stream, args[2]);
     }
     free(query_start_loc);
     free(seq_lens);
-    leave(builder);
+    smla_py_leave_builder(&builder->is_busy);
     return step;
 }
 
 /* ---- Forward ------------------------------------------------------------------------------- */
 
 enum { FWD_Q, FWD_Q_PE, FWD_KV_CACHE, FWD_TOPK, FWD_SINK, FWD_OUT, FWD_LSE };
-
-/* Zeroes the rows of a new result from row `num_written` on. */
-static int
-fill_rest(smla_py_call *call, const smla_py_array *array, int64_t num_written)
-{
-    const int64_t row_bytes = smla_py_bytes(&array->view) / array->shape[0];
-    char *rest = (char *)smla_data(&array->view) + num_written * row_bytes;
-    const int64_t bytes = (array->shape[0] - num_written) * row_bytes;
-    if (array->view.device.device_type == kDLCPU) {
-        memset(rest, 0, (size_t)bytes);
-        return 0;
-    }
-    smla_error error;
-    if (smla_py_find_backend(call->op, &call->stream) < 0) {
-        return -1;
-    }
-    const smla_stream_ops *const ops = call->stream.backend->streams;
-    return smla_py_check(ops->fill_zero(call->op, call->stream.at, rest, bytes, &error), &error);
-}
-
-/* Allocates a result with as many rows as q. Rows after the step's tokens are zeroed, because the
- * forward does not write them. */
-static int
-allocate_rows(smla_py_call *call, int i, DLDataType dtype, int ndim, const int64_t *shape,
-              int64_t num_written)
-{
-    if (call->arrays[i].object != NULL) {
-        return 0;
-    }
-    if (smla_py_allocate_result(call, i, dtype, ndim, shape) < 0) {
-        return -1;
-    }
-    return num_written < shape[0] ? fill_rest(call, &call->arrays[i], num_written) : 0;
-}
-
-static int
-allocate_results(smla_py_call *call, int64_t num_written)
-{
-    const int64_t shape[3] = {smla_py_call_dim(call, FWD_Q, 0), smla_py_call_dim(call, FWD_Q, 1),
-                              SMLA_KV_LORA_RANK};
-    if (!smla_py_has_rank(call, FWD_Q, 3) || shape[1] > SMLA_MAX_HEADS) {
-        return 0; /* the core reports the error */
-    }
-    if (allocate_rows(call, FWD_OUT, smla_py_bf16, 3, shape, num_written) < 0) {
-        return -1;
-    }
-    return allocate_rows(call, FWD_LSE, smla_py_fp32, 2, shape, num_written);
-}
 
 static PyObject *
 run_forward(smla_py_call *call, smla_forward_args *a)
@@ -423,7 +308,8 @@ builder_forward(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
     if (smla_py_check_count(op, num_args, 9) < 0 ||
         smla_py_parse_float(op, "softmax_scale", args[6], &a.softmax_scale) < 0 ||
         smla_py_parse_int(op, "generation", args[7], &generation) < 0 ||
-        smla_py_take_stream(&call, args[8]) < 0 || enter(builder, op) < 0) {
+        smla_py_take_stream(&call, args[8]) < 0 ||
+        smla_py_enter_builder(&builder->is_busy, op) < 0) {
         return NULL;
     }
     PyObject *results = NULL;
@@ -438,12 +324,12 @@ builder_forward(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
             status = smla_py_add(&call, arrays[i].name, arrays[i].role, args[1 + i]);
         }
         if (status == 0 && smla_py_settle(&call, &a.stream) == 0 &&
-            allocate_results(&call, builder->num_actual_tokens) == 0) {
+            smla_py_allocate_rows(&call, FWD_Q, FWD_OUT, builder->num_actual_tokens) == 0) {
             results = run_forward(&call, &a);
         }
     }
     smla_py_close(&call);
-    leave(builder);
+    smla_py_leave_builder(&builder->is_busy);
     return results;
 }
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 from sparse_mla import _C
-from sparse_mla.backend._words import as_int
+from sparse_mla.backend._words import as_device, check_float, check_int
 
 PATHS = ("mixed", "separate", "bf16", "direct")
 HEAD_SIZE = max(_C.KV_FORMATS["bfloat16"].values())  # with its RoPE part
@@ -16,14 +13,6 @@ HEAD_SIZE = max(_C.KV_FORMATS["bfloat16"].values())  # with its RoPE part
 KV_CACHE_DTYPES = (
     "auto", *(name for name, rows in _C.KV_FORMATS.items() if HEAD_SIZE in rows.values())
 )  # fmt: skip
-
-
-def _check_int(name: str, value: Any, least: int, most: int | None = None) -> int:
-    number = as_int("Config", name, value)
-    if number < least or (most is not None and number > most):
-        rule = {None: f"at least {least}", least: f"{least}"}.get(most, f"{least} to {most}")
-        raise ValueError(f"Config: `{name}` must be {rule}, got {number}")
-    return number
 
 
 @dataclass(frozen=True)
@@ -113,18 +102,11 @@ class Config:
         if self.prefill_workspace_tokens is not None:
             bounds["prefill_workspace_tokens"] = (1, None)
         for name, (least, most) in bounds.items():
-            object.__setattr__(self, name, _check_int(name, getattr(self, name), least, most))
-        self._check_scale()
+            number = check_int("Config", name, getattr(self, name), least, most)
+            object.__setattr__(self, name, number)
+        scale = check_float("Config", "softmax_scale", self.softmax_scale)
+        object.__setattr__(self, "softmax_scale", scale)
         self._check_names()
-
-    def _check_scale(self) -> None:
-        scale = self.softmax_scale
-        if isinstance(scale, str) or not hasattr(scale, "__float__"):
-            got = type(scale).__name__
-            raise TypeError(f"Config: `softmax_scale` must be a float, got {got}")
-        object.__setattr__(self, "softmax_scale", float(scale))
-        if not math.isfinite(self.softmax_scale):
-            raise ValueError(f"Config: `softmax_scale` must be finite, got {self.softmax_scale}")
 
     def _check_names(self) -> None:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -142,9 +124,4 @@ class Config:
                 f"Config: `path` must be {rule} for a {self.kv_cache_dtype} cache, "
                 f"got {self.path!r}"
             )
-        if not isinstance(self.device, str):
-            object.__setattr__(self, "device", str(self.device))  # str() of a torch.device
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise ValueError(
-                f"Config: `device` must be 'cpu', 'cuda' or 'cuda:N', got {self.device!r}"
-            )
+        object.__setattr__(self, "device", as_device("Config", self.device))
