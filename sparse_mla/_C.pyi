@@ -94,6 +94,66 @@ class Builder:
         /,
     ) -> tuple[Any, Any]: ...
 
+@final
+class V4Builder:
+    def __new__(
+        cls,
+        num_heads: int,
+        window: int,
+        topk_tokens: int,
+        block_size: int,
+        swa_block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        decode_threshold: int,
+        prefill_chunk_size: int,
+        softmax_scale: float,
+        q_scale: float,
+        kv_scale: float,
+        compress_ratios: tuple[int, ...],
+        state_block_sizes: tuple[int, ...],
+        kv_cache_dtype: str | None,
+        compressed_kv_cache_dtype: str | None,
+        path: str | None,
+        device: str,
+        workspace: Any,
+        /,
+    ) -> V4Builder: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    def build(
+        self,
+        query_start_loc_cpu: Any,
+        seq_lens_cpu: Any,
+        block_table: Any,
+        slot_mapping: Any,
+        compressed: tuple[Any, ...],
+        states: tuple[Any, ...],
+        num_reqs: int,
+        num_actual_tokens: int,
+        max_seq_len: int,
+        /,
+    ) -> dict[str, Any]: ...
+    def attend(
+        self,
+        q: Any,
+        swa: Any,
+        compressed: Any,
+        topk_indices: Any,
+        attn_sink: Any,
+        out: Any,
+        lse: Any,
+        compress_ratio: int,
+        generation: int,
+        stream: Any,
+        /,
+    ) -> tuple[Any, Any]: ...
+    @classmethod
+    def warm_up(
+        cls, q: Any, out: Any, lse: Any, num_heads: int, stream: Any, /
+    ) -> tuple[Any, Any]: ...
+
 def split_decodes_and_prefills(
     query_start_loc: Any, num_actual_tokens: int, decode_threshold: int, require_uniform: bool, /
 ) -> tuple[int, int, int, int]: ...

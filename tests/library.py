@@ -160,6 +160,58 @@ class SparseMLA:
         return host(self.layer.W_UV)
 
 
+class V4MetadataBuilder:
+    """The package's v4.MetadataBuilder, with the workspace and each step's arrays on the device."""
+
+    def __init__(self, config, *, workspace=None) -> None:
+        self.kept = Journey()
+        self.builder = package.v4.MetadataBuilder(config, workspace=self.kept.put(workspace))
+
+    def build(self, common, **tables):
+        step = Journey(former=self.kept)
+        moved = {name: step.put(getattr(common, name)) for name in MetadataBuilder.arrays}
+        tables = {
+            name: {ratio: step.put(x) for ratio, x in table.items()}
+            if isinstance(table, dict)
+            else step.put(table)
+            for name, table in tables.items()
+        }
+        metadata = self.builder.build(dataclasses.replace(common, **moved), **tables)
+        steps[metadata] = step
+        return metadata
+
+
+class V4SparseMLA:
+    """The package's v4.SparseMLA, with its weights and the arrays of its calls on the device."""
+
+    def __init__(self, config, compress_ratio, weights) -> None:
+        self.kept = Journey()
+        moved = {name: self.kept.put(x) for name, x in vars(weights).items()}
+        weights = dataclasses.replace(weights, **moved)
+        self.layer = package.v4.SparseMLA(config, compress_ratio, weights)
+
+    def attend(self, q, caches, metadata, topk_indices=None, **options):
+        journey = Journey(former=None if metadata is None else steps[metadata])
+        try:
+            options = {name: journey.put(x) for name, x in options.items()}
+            moved = {name: journey.put(x) for name, x in vars(caches).items()}
+            caches = dataclasses.replace(caches, **moved)
+            q, topk_indices = journey.put((q, topk_indices))
+            got = self.layer.attend(q, caches, metadata, topk_indices, **options)
+            return journey.results(got)
+        finally:
+            journey.fetch()
+
+
+class V4Library:
+    """The package's module v4; its classes that take arrays are replaced by those above."""
+
+    MetadataBuilder, SparseMLA = V4MetadataBuilder, V4SparseMLA
+
+    def __getattr__(self, name):
+        return getattr(package.v4, name)
+
+
 class Library:
     """The package; its functions and classes that take arrays are replaced by those above."""
 
@@ -175,6 +227,7 @@ class Library:
     def __init__(self) -> None:
         vars(self).update({name: Operator(name) for name in self.operators})
         self.MetadataBuilder, self.SparseMLA = MetadataBuilder, SparseMLA
+        self.v4 = V4Library()
 
     def __getattr__(self, name):
         return getattr(package, name)

@@ -26,7 +26,7 @@ import sparse_mla
 
 # A module that needs a framework is tested where that is installed; conftest.py can require it.
 FRAMEWORKS = ("torch", "jax", "transformers")
-MODULES = ["sparse_mla", "sparse_mla.flash_mla"] + [
+MODULES = ["sparse_mla", "sparse_mla.flash_mla", "sparse_mla.v4"] + [
     f"sparse_mla.integrations.{name}" for name in FRAMEWORKS if importlib.util.find_spec(name)
 ]
 
@@ -192,6 +192,9 @@ def test_objects_print_what_they_are():
     limits = {"max_num_seqs": 1, "max_num_batched_tokens": 2, "max_model_len": 3}
     config = sparse_mla.Config(4, softmax_scale=0.5, **limits)
     builder = sparse_mla.MetadataBuilder(config)
+    v4_config = sparse_mla.v4.Config(4, **limits)
+    v4_builder = sparse_mla.v4.MetadataBuilder(v4_config)
+    weights = sparse_mla.v4.Weights(*5 * [None])
     starts, lens = np.array([0, 2], np.int32), np.array([3], np.int32)
     slots, table = np.array([5, 6]), np.zeros((1, 1), np.int32)
     common = sparse_mla.CommonAttentionMetadata(starts, lens, slots, table)
@@ -202,6 +205,9 @@ def test_objects_print_what_they_are():
         (common, ["seq_lens=int32[1]", "num_actual_tokens=2"]),
         (builder.build(common), ["path='bf16'", "block_table=int32[1, 1]"]),
         (sparse_mla.flash_mla.FlashMLASchedMeta(), ["have_initialized=False"]),
+        (v4_builder, ["Config(num_heads=4", "workspace_bytes=0"]),
+        (v4_builder.build(common), ["path='direct'", "swa_indices=int32[2, 128]", "layers={}"]),
+        (sparse_mla.v4.SparseMLA(v4_config, 4, weights), ["Config(", "attn_sink=None"]),
     ):
         text = repr(obj)
         assert text.startswith(f"{type(obj).__name__}(")

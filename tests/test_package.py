@@ -1,6 +1,7 @@
 """What an installed sparse_mla consists of: names, signatures, stubs, headers, imports."""
 
 import inspect
+import operator
 import re
 import subprocess
 import sys
@@ -142,10 +143,22 @@ def test_signature(name):
             "forward",
             "self q kv_cache topk_indices metadata attn_sink= out= lse= stream=",
         ),
+        ("v4.MetadataBuilder", "__init__", "self config workspace="),
+        (
+            "v4.MetadataBuilder",
+            "build",
+            "self common compressed= states= index= index_states=",
+        ),
+        ("v4.SparseMLA", "__init__", "self config compress_ratio weights"),
+        (
+            "v4.SparseMLA",
+            "attend",
+            "self q caches metadata topk_indices= out= lse= stream=",
+        ),
     ],
 )
 def test_method_signature(owner, name, want):
-    method = getattr(getattr(sparse_mla, owner), name)
+    method = getattr(operator.attrgetter(owner)(sparse_mla), name)
     assert [
         parameter_text(p) for p in inspect.signature(method).parameters.values()
     ] == want.split()
@@ -242,6 +255,7 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     ours |= {f".backend.{name}" for name in layer}
     names = "_declare", "absorption", "attention", "cache", "facts", "index", "norm", "planning"
     ours |= {f".ops.{name}" for name in names}
+    ours |= {".v4", *(f".v4.{name}" for name in ("builder", "config", "facts", "layer"))}
     assert set(done.stdout.split()) == {f"sparse_mla{name}" for name in ours}
 
 

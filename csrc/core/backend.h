@@ -75,6 +75,8 @@ typedef struct smla_backend {
      * forward calls it for all chunks before the first chunk starts. Finds nothing if the values
      * are on a device. */
     smla_status (*check_gather)(const smla_gather_params *params, smla_error *error);
+    /* Fills the lists of a DeepSeek V4 step. No value of its arrays is an error. */
+    smla_status (*fill_step_lists)(const smla_step_lists_params *params, smla_error *error);
     /* Whether prefills of this shape are estimated to take less time on the FP8 cache than on a
      * workspace to which `num_chunks` calls gather `num_rows` rows. */
     bool (*prefers_direct)(const smla_attention_shape *prefills, int64_t num_rows,

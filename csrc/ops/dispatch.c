@@ -33,6 +33,15 @@ smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *erro
 }
 
 smla_status
+smla_check_gather_k_values(const smla_gather_k_cache_args *args, smla_error *error)
+{
+    smla_gather_params params;
+    const smla_backend *backend;
+    SMLA_TRY(smla_check_dequantize_and_gather_k_cache(args, &params, &backend, error));
+    return backend->check_gather(&params, error);
+}
+
+smla_status
 smla_sparse_attention(const smla_sparse_attention_args *args, smla_error *error)
 {
     static const smla_index_map no_map = {.block_table = NULL};

@@ -17,3 +17,4 @@ smla_status smla_find_attention_plan(const smla_attention_workspace_args *args,
 
 /* Finds the errors that a gather would find, also in array values. Does no other work. */
 smla_status smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *error);
+smla_status smla_check_gather_k_values(const smla_gather_k_cache_args *args, smla_error *error);

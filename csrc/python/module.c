@@ -279,6 +279,7 @@ module_exec(PyObject *module)
     if (smla_py_init_shared(state) < 0 || smla_py_init_arrays(state) < 0 ||
         add_type(module, &smla_py_tensor_spec, &state->tensor_type) < 0 ||
         add_type(module, &smla_py_builder_spec, NULL) < 0 ||
+        add_type(module, &smla_py_v4_builder_spec, NULL) < 0 ||
         add_type(module, &smla_py_operator_spec, NULL) < 0) {
         return -1;
     }

@@ -41,3 +41,6 @@ int smla_py_allocate_rows(smla_py_call *call, int q, int out, int64_t num_writte
 
 /* Zeroes bytes of the device of a call. */
 int smla_py_fill_zero(smla_py_call *call, DLDevice device, void *memory, int64_t bytes);
+
+/* The class method warm_up of the V4 builder. Defined in v4_warm_up.c. */
+PyObject *smla_py_v4_warm_up(PyObject *type, PyObject *const *args, Py_ssize_t num_args);

@@ -87,6 +87,13 @@ smla_cuda_launch_build_mixed_sparse_indices(const smla_mixed_indices_params *par
 }
 
 cudaError_t
+smla_cuda_launch_fill_step_lists(const smla_step_lists_params *params)
+{
+    (void)params;
+    return launch_nothing("step_lists");
+}
+
+cudaError_t
 smla_cuda_launch_merge_attn_states(const smla_merge_params *params)
 {
     (void)params;
@@ -665,7 +672,7 @@ test_captures(void)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-enum { QUANT = 8, NUM_OPERATORS = 17 };
+enum { QUANT = 8, NUM_OPERATORS = 18 };
 
 static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla",
                                                           "gather_kv_cache",
@@ -683,11 +690,12 @@ static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla"
                                                           "build_mixed_sparse_indices",
                                                           "quantize_and_insert_k_cache",
                                                           "indexer_k_quant_and_cache",
-                                                          "dequantize_and_gather_k_cache"};
+                                                          "dequantize_and_gather_k_cache",
+                                                          "MetadataBuilder.build"};
 static const char *const launch_names[NUM_OPERATORS] = {
     "write",         "gather",      "dequantize", "convert", "attention", "merge",
     "split_weight",  "up_proj",     "quant",      "norm",    "turn_back", "global_topk",
-    "combine_lists", "mixed_lists", "insert",     "insert",  "gather"};
+    "combine_lists", "mixed_lists", "insert",     "insert",  "gather",    "step_lists"};
 
 /* How many arrays a checked call of an operator copies to the host. */
 static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2, 1, 3, 1, 1, 3};
@@ -743,6 +751,7 @@ call_operator(int i, smla_stream stream, int64_t count)
                                              .req_id_per_token = device_zeros,
                                              .is_valid = device_flags,
                                              .stream = stream};
+    const smla_step_lists_params step_lists = {.num_rows = count, .stream = stream};
     switch (i) {
     case 0: return b->concat_and_cache_mla(&write, &error);
     case 1: return b->gather_kv_cache(&gather, &error);
@@ -760,7 +769,8 @@ call_operator(int i, smla_stream stream, int64_t count)
     case 13: return b->build_mixed_sparse_indices(&mixed, &error);
     case 14: return b->quantize_and_insert_k_cache(&write, &error);
     case 15: return b->indexer_k_quant_and_cache(&write, &error);
-    default: return b->dequantize_and_gather_k_cache(&gather, &error);
+    case 16: return b->dequantize_and_gather_k_cache(&gather, &error);
+    default: return b->fill_step_lists(&step_lists, &error);
     }
 }
 

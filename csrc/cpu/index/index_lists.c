@@ -10,46 +10,6 @@
 
 enum { MIN_PARALLEL_ENTRIES = 1 << 16 }; /* below, starting threads costs more than they save */
 
-/* ---- Columns ------------------------------------------------------------------------------- */
-
-static void
-clear_columns(int32_t *out, int64_t begin, int64_t end)
-{
-    for (int64_t i = begin; i < end; i++) {
-        out[i] = -1;
-    }
-}
-
-/* Writes first, first + 1, ..., and -1 for what int32 cannot hold and for negative numbers. */
-static void
-write_run(int32_t *out, int64_t first, int64_t count)
-{
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t index = first + i;
-        out[i] = index < 0 || index > INT32_MAX ? -1 : (int32_t)index;
-    }
-}
-
-/* Writes the slots of `count` positions from `first` on, page by page. */
-static void
-write_slots(int32_t *out, const smla_page_row *row, int64_t first, int64_t count)
-{
-    while (count > 0) {
-        const int64_t offset = first % row->block_size;
-        const int64_t left = row->block_size - offset;
-        const int64_t run = left < count ? left : count;
-        const int64_t page = smla_find_page(row, first);
-        if (page < 0) {
-            clear_columns(out, 0, run);
-        } else {
-            write_run(out, page * row->block_size + offset, run);
-        }
-        first += run;
-        count -= run;
-        out += run;
-    }
-}
-
 /* ---- Tokens and requests ------------------------------------------------------------------- */
 
 static bool
@@ -212,7 +172,7 @@ write_global_topk(const smla_topk_slots_params *p, int64_t token)
             close_holes(out, p->topk);
         }
     }
-    clear_columns(out, count, p->topk);
+    smla_clear_columns(out, count, p->topk);
     p->lens[token * p->lens_stride] = (int32_t)count;
 }
 
@@ -254,11 +214,11 @@ write_combined(const smla_combine_topk_swa_params *p, int64_t token)
         const int64_t gather_start = seq_len - p->gather_lens[req * p->gather_lens_stride];
         const int64_t first = sight.position - sight.window_len + 1;
         add_base(out, p->topk_indices + token * p->topk_indices_stride_token, sight.topk_len, base);
-        write_run(out + sight.topk_len, base + p->window_start + first - gather_start,
-                  sight.window_len);
+        smla_write_run(out + sight.topk_len, base + p->window_start + first - gather_start,
+                       sight.window_len);
         len = sight.topk_len + sight.window_len;
     }
-    clear_columns(out, len, p->width);
+    smla_clear_columns(out, len, p->width);
     p->lens[token * p->lens_stride] = (int32_t)len;
 }
 
@@ -300,7 +260,7 @@ write_decode_indices(const smla_mixed_indices_params *p, int64_t token, int32_t 
         return len < 0 ? 0 : len < p->decode_topk ? len : p->decode_topk;
     }
     if (!is_valid_token(p->is_valid, p->is_valid_stride, token)) {
-        clear_columns(out, 0, p->decode_topk);
+        smla_clear_columns(out, 0, p->decode_topk);
         return 0;
     }
     const smla_page_row row =
@@ -316,7 +276,7 @@ write_decode(const smla_mixed_indices_params *p, int64_t token)
     memcpy(out, p->decode_swa_indices + token * p->decode_swa_stride_token,
            (size_t)p->window * sizeof *out);
     const int64_t len = write_decode_indices(p, token, out + p->window);
-    clear_columns(out, p->window + p->decode_topk, p->width);
+    smla_clear_columns(out, p->window + p->decode_topk, p->width);
     p->lens[token * p->lens_stride] = (int32_t)(p->window + len);
 }
 
@@ -343,11 +303,11 @@ write_prefill(const smla_mixed_indices_params *p, int64_t token)
         const int64_t req = p->req_id_per_token[token * p->req_id_stride];
         const smla_page_row swa = smla_page_row_of(&p->swa_pages, req);
         sight = find_sight(&p->batch, req, token, p->window, p->ratio, p->topk);
-        write_slots(out, &swa, sight.position - sight.window_len + 1, sight.window_len);
+        smla_write_slots(out, &swa, sight.position - sight.window_len + 1, sight.window_len);
         write_prefill_topk(p, token, sight.topk_len, out + p->window);
     }
-    clear_columns(out, sight.window_len, p->window);
-    clear_columns(out, p->window + sight.topk_len, p->width);
+    smla_clear_columns(out, sight.window_len, p->window);
+    smla_clear_columns(out, p->window + sight.topk_len, p->width);
     p->lens[token * p->lens_stride] = (int32_t)(p->window + sight.topk_len);
 }
 

@@ -41,3 +41,27 @@ smla_find_slot(const smla_page_row *row, int64_t position)
  * int32. */
 int64_t smla_find_slots(const smla_page_row *row, const int32_t *positions, int64_t count,
                         int32_t *slots);
+
+/* ---- Columns of a list --------------------------------------------------------------------- */
+
+/* Writes -1 to columns begin...end - 1. */
+static inline void
+smla_clear_columns(int32_t *out, int64_t begin, int64_t end)
+{
+    for (int64_t i = begin; i < end; i++) {
+        out[i] = -1;
+    }
+}
+
+/* Writes first, first + 1, ..., and -1 for what int32 cannot hold and for negative numbers. */
+static inline void
+smla_write_run(int32_t *out, int64_t first, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t index = first + i;
+        out[i] = index < 0 || index > INT32_MAX ? -1 : (int32_t)index;
+    }
+}
+
+/* Writes the slots of `count` positions from `first` on, page by page. */
+void smla_write_slots(int32_t *out, const smla_page_row *row, int64_t first, int64_t count);

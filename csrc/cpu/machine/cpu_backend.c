@@ -103,6 +103,7 @@ const smla_backend smla_cpu_backend = {
     .device_type = kDLCPU,
     .check_device = check_device,
     .check_gather = smla_cpu_check_gather,
+    .fill_step_lists = smla_cpu_fill_step_lists,
     .prefers_direct = smla_cpu_prefers_direct,
     .attention_workspace_size = smla_cpu_attention_workspace_size,
     .plan_attention = smla_cpu_plan_attention,

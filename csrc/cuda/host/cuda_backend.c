@@ -179,6 +179,17 @@ build_mixed_sparse_indices(const smla_mixed_indices_params *p, smla_error *error
                : end_call(&call, status, error);
 }
 
+static smla_status
+fill_step_lists(const smla_step_lists_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "MetadataBuilder.build", .stream = p->stream};
+    if (p->num_rows == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    return end_launch(&call, smla_cuda_launch_fill_step_lists(p), error);
+}
+
 /* ---- Attention ----------------------------------------------------------------------------- */
 
 /* Kernels mask indices and lengths out of range, in checked mode, too: they are valid input. */
@@ -277,6 +288,7 @@ const smla_backend smla_cuda_backend = {
     .device_type = kDLCUDA,
     .check_device = smla_cuda_check_device,
     .check_gather = check_gather,
+    .fill_step_lists = fill_step_lists,
     .prefers_direct = smla_cuda_prefers_direct,
     .attention_workspace_size = smla_cuda_attention_workspace_size,
     .plan_attention = smla_cuda_plan_attention,

@@ -90,6 +90,12 @@ smla_cuda_launch_build_mixed_sparse_indices(const smla_mixed_indices_params *par
 }
 
 cudaError_t
+smla_cuda_launch_fill_step_lists(const smla_step_lists_params *params)
+{
+    LAUNCH(fill_step_lists, params);
+}
+
+cudaError_t
 smla_cuda_launch_merge_attn_states(const smla_merge_params *params)
 {
     LAUNCH(merge_attn_states, params);

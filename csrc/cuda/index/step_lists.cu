@@ -1,0 +1,179 @@
+/* step_lists.cu: the lists of a DeepSeek V4 step that depend on block tables and on slot_mapping:
+ * windows, slots of compressed rows and of states.
+ *
+ * Computes     A token t of request b at position p is valid if it belongs to a request and
+ *              slot_mapping[t] >= 0. seen = p + 1, or 0 if it is not valid.
+ *              windows: swa_lens[t] = min(seen, window); swa_indices[t] = the slots of the last
+ *              swa_lens[t] positions, oldest first, then -1
+ *              of each group of `ratio` tokens: slot_mapping[t] = the slot of row p / ratio if t
+ *              is valid and seen % ratio == 0, else -1; state_slot_mapping[t] = the slot of p if t
+ *              is valid, else -1; context_lens[t] = seen / ratio; lens[t] = min(context_lens[t],
+ *              width); indices[t] = the slots of rows 0...lens[t] - 1 for a decode, their numbers
+ *              for a prefill, then -1
+ * Shapes       swa_indices [T, window], indices [T, width] with a stride, vectors [num_rows] int32,
+ *              is_valid [num_rows] bytes; block tables [R, W] int32 and slot_mapping [T], any
+ *              strides; req_id_per_token, positions [T] int32
+ * Shared mem   none
+ * Roles        A CTA takes one token at a time, a thread one column in 256. Its thread 0 writes the
+ *              token's entries of vectors. The last CTAs take 256 rows behind the step's tokens
+ *              at a time, and a thread clears one of them.
+ * Roofline     Memory: 4 bytes per column written, 4 / block size read. A launch of few tokens is
+ *              latency. Not yet measured.
+ * Numerics     Integers, exact, the values of the CPU backend. -1 where the table has no page or
+ *              int32 cannot hold the slot.
+ * Source       The metadata builders of vLLM's DeepSeek V4 backend, for their results; one launch
+ *              for all lists of a step is ours.
+ */
+#include "cuda/index/slot.cuh"
+
+namespace {
+
+enum { BLOCK_THREADS = 256 };
+
+/* A group's tables and divisors; the other fields are those of the params. */
+struct group_tables {
+    page_table pages;
+    page_table state_pages;
+    smla_divisor ratio;
+};
+
+struct step_lists_args {
+    smla_step_lists_params p;
+    page_table swa_pages;
+    group_tables tables[SMLA_MAX_STEP_GROUPS];
+};
+
+__device__ __forceinline__ bool
+has_slot(const smla_step_lists_params &p, int64_t token)
+{
+    const int64_t at = token * p.slot_stride;
+    return (p.slots_are_int64 ? __ldg((const long long *)p.slot_mapping + at)
+                              : (long long)__ldg((const int32_t *)p.slot_mapping + at)) >= 0;
+}
+
+/* What all threads of a CTA know about its token. */
+struct step_token {
+    int64_t token;
+    int64_t req;
+    int32_t position;
+    uint32_t seen;
+    bool is_valid;
+    bool is_decode;
+};
+
+__device__ __forceinline__ step_token
+read_token(const smla_step_lists_params &p, int64_t token)
+{
+    const bool is_valid = token < p.num_query_tokens && has_slot(p, token);
+    const int32_t position = __ldg(p.positions + token);
+    return step_token{token,    __ldg(p.req_id_per_token + token),
+                      position, is_valid ? (uint32_t)position + 1 : 0,
+                      is_valid, token < p.num_decode_tokens};
+}
+
+__device__ __forceinline__ void
+write_window(const step_lists_args &args, const step_token &t)
+{
+    const smla_step_lists_params &p = args.p;
+    const int64_t len = t.seen < p.window ? t.seen : p.window;
+    const int64_t first = t.seen - len;
+    int32_t *const out = p.swa_indices + t.token * p.window;
+    for (int64_t column = threadIdx.x; column < p.window; column += BLOCK_THREADS) {
+        out[column] =
+            column < len ? find_slot(args.swa_pages, t.req, (int32_t)(first + column)) : -1;
+    }
+    if (threadIdx.x == 0) {
+        p.is_valid[t.token] = t.is_valid;
+        p.swa_lens[t.token] = (int32_t)len;
+    }
+}
+
+__device__ __forceinline__ void
+write_group(const smla_step_group &g, const group_tables &tables, const step_token &t)
+{
+    const uint32_t groups = smla_divide_uint32(t.seen, tables.ratio);
+    const int64_t len = groups < g.width ? groups : g.width;
+    if (threadIdx.x == 0) {
+        const bool ends_group = t.is_valid && groups * g.ratio == t.seen;
+        g.slot_mapping[t.token] =
+            ends_group ? find_slot(tables.pages, t.req, (int32_t)groups - 1) : -1;
+        g.context_lens[t.token] = (int32_t)groups;
+        g.lens[t.token] = (int32_t)len;
+        if (g.state_slot_mapping != nullptr) {
+            g.state_slot_mapping[t.token] =
+                t.is_valid ? find_slot(tables.state_pages, t.req, t.position) : -1;
+        }
+    }
+    if (g.indices == nullptr) {
+        return;
+    }
+    int32_t *const out = g.indices + t.token * g.indices_stride_token;
+    for (int64_t column = threadIdx.x; column < g.width; column += BLOCK_THREADS) {
+        int32_t index = -1;
+        if (column < len) {
+            index = t.is_decode ? find_slot(tables.pages, t.req, (int32_t)column) : (int32_t)column;
+        }
+        out[column] = index;
+    }
+}
+
+/* Clears the entries of vectors of a row behind the step's tokens. */
+__device__ __forceinline__ void
+clear_row(const smla_step_lists_params &p, int64_t row)
+{
+    p.is_valid[row] = 0;
+    p.swa_lens[row] = 0;
+    for (int i = 0; i < p.num_groups; i++) {
+        const smla_step_group &g = p.groups[i];
+        g.slot_mapping[row] = -1;
+        g.context_lens[row] = 0;
+        g.lens[row] = 0;
+        if (g.state_slot_mapping != nullptr) {
+            g.state_slot_mapping[row] = -1;
+        }
+    }
+}
+
+/* A CTA's works: the first num_tokens are tokens, the others are parts of the rows behind them. */
+__host__ __device__ __forceinline__ int64_t
+count_works(const smla_step_lists_params &p)
+{
+    return p.num_tokens + (p.num_rows - p.num_tokens + BLOCK_THREADS - 1) / BLOCK_THREADS;
+}
+
+__global__ void
+__launch_bounds__(BLOCK_THREADS) step_lists_kernel(const __grid_constant__ step_lists_args args)
+{
+    ptx_wait_for_grids();
+    const smla_step_lists_params &p = args.p;
+    const int64_t num_works = count_works(p);
+    for (int64_t work = blockIdx.x; work < num_works; work += gridDim.x) {
+        if (work < p.num_tokens) {
+            const step_token token = read_token(p, work);
+            write_window(args, token);
+            for (int i = 0; i < p.num_groups; i++) {
+                write_group(p.groups[i], args.tables[i], token);
+            }
+        } else {
+            const int64_t row = p.num_tokens + (work - p.num_tokens) * BLOCK_THREADS + threadIdx.x;
+            if (row < p.num_rows) {
+                clear_row(p, row);
+            }
+        }
+    }
+}
+
+} /* namespace */
+
+cudaError_t
+smla_cuda_launch_fill_step_lists(const smla_step_lists_params *p)
+{
+    step_lists_args args = {*p, page_table_of(p->swa_pages), {}};
+    for (int i = 0; i < p->num_groups; i++) {
+        const smla_step_group &g = p->groups[i];
+        args.tables[i].pages = page_table_of(g.pages);
+        args.tables[i].state_pages = page_table_of(g.state_pages);
+        args.tables[i].ratio = smla_make_divisor(g.ratio);
+    }
+    return smla_launch(step_lists_kernel, args, count_works(*p), BLOCK_THREADS, 0, p->stream);
+}

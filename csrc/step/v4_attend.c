@@ -1,0 +1,517 @@
+/* v4_attend.c: the attention of one DeepSeek V4 layer in the step that the builder planned, composed
+ * of the public operators.
+ *
+ *   decodes    attention over the sliding window's cache, and over the compressed cache: the rows
+ *              that the indexer chose, or all complete groups
+ *   direct     the same for prefills
+ *   separate   chunks of prefills: both caches to the workspace -> rows of the workspace ->
+ *              attention over it as one page
+ *
+ * Everything is checked before the first byte is written. Padding tokens behind the last query have
+ * empty lists.
+ */
+#include "core/rule.h"
+#include "ops/check.h"
+#include "ops/dispatch.h"
+#include "step/v4_builder.h"
+
+static const char op[] = "attend";
+
+static const DLDataType int32_type = {.code = kDLInt, .bits = 32, .lanes = 1};
+static const DLDataType uint8_type = {.code = kDLUInt, .bits = 8, .lanes = 1};
+
+typedef struct attend_call {
+    const smla_v4_attend_args *args;
+    const smla_v4_builder *b;
+    int group;         /* the layer's ratio in the config; -1: the sliding window only */
+    bool is_indexed;   /* topk_indices choose the compressed rows */
+    smla_view indices; /* [T, K] slots of compressed rows; not used without a group */
+    smla_view lens;    /* [T] */
+    smla_view scratch; /* attention workspace */
+    smla_error *error;
+} attend_call;
+
+/* ---- Checks -------------------------------------------------------------------------------- */
+
+static int64_t
+layer_block_size(const attend_call *call)
+{
+    return call->b->config.block_size / call->args->ratio;
+}
+
+static smla_status
+check_layer(attend_call *call)
+{
+    const smla_v4_attend_args *const args = call->args;
+    const smla_v4_builder *const b = call->b;
+    if (b == NULL || !b->is_built) {
+        return smla_fail(call->error, SMLA_ERROR_VALUE,
+                         "%s: `builder` must have built a step, got none", op);
+    }
+    call->group = args->ratio == 1 ? -1 : smla_v4_find_ratio(&b->config, args->ratio);
+    if (args->ratio != 1 && call->group < 0) {
+        return smla_fail(call->error, SMLA_ERROR_VALUE,
+                         "%s: `compress_ratio` must be 1 or one of the config, got %lld", op,
+                         (long long)args->ratio);
+    }
+    if (call->group >= 0 && !b->metadata.has_group[call->group]) {
+        return smla_fail(call->error, SMLA_ERROR_VALUE,
+                         "%s: `metadata` must have a compressed block table of ratio %lld, got "
+                         "none: give it to MetadataBuilder.build",
+                         op, (long long)args->ratio);
+    }
+    call->is_indexed = args->ratio == SMLA_V4_INDEXED_RATIO;
+    return SMLA_OK;
+}
+
+static smla_status
+check_caches(smla_checker *c, const attend_call *call)
+{
+    const smla_v4_attend_args *const args = call->args;
+    const smla_v4_config *const config = &call->b->config;
+    smla_kv_view kv;
+    SMLA_TRY(smla_require_kv(c,
+                             &(smla_cache_rule){.name = "caches.swa",
+                                                .tensor = args->swa_cache,
+                                                .kv_format = config->kv_format,
+                                                .block_size = config->swa_block_size,
+                                                .formats = SMLA_KV_ATTENTION},
+                             &kv));
+    if (kv.format->head_dim != SMLA_V4_HEAD_DIM) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `caches.swa` must have keys of %d values, got %d", op,
+                         SMLA_V4_HEAD_DIM, kv.format->head_dim);
+    }
+    if (call->group < 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(smla_require_kv(c,
+                             &(smla_cache_rule){.name = "caches.compressed",
+                                                .tensor = args->compressed,
+                                                .kv_format = config->compressed_kv_format,
+                                                .block_size = layer_block_size(call),
+                                                .formats = SMLA_KV_EXTRA},
+                             &kv));
+    if (kv.format->head_dim != SMLA_V4_HEAD_DIM) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `caches.compressed` must have keys of %d values, got %d", op,
+                         SMLA_V4_HEAD_DIM, kv.format->head_dim);
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+check_topk(smla_checker *c, const attend_call *call)
+{
+    const DLTensor *const topk = call->args->topk_indices;
+    const smla_v4_builder *const b = call->b;
+    if (!call->is_indexed) {
+        return topk == NULL ? SMLA_OK
+                            : smla_fail(c->error, SMLA_ERROR_VALUE,
+                                        "%s: `topk_indices` must be None for a layer without an "
+                                        "indexer (compress ratio %lld), got an array",
+                                        op, (long long)call->args->ratio);
+    }
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "topk_indices",
+                                          .tensor = topk,
+                                          .dtypes = SMLA_DTYPE_INT32,
+                                          .flags = SMLA_RULE_MORE_ROWS,
+                                          .ndim = 2,
+                                          .shape = {b->metadata.num_actual_tokens, SMLA_ANY}}));
+    if (smla_size(topk, 1) > b->config.topk_tokens) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `topk_indices` must have at most topk_tokens = %lld columns, got "
+                         "%lld",
+                         op, (long long)b->config.topk_tokens, (long long)smla_size(topk, 1));
+    }
+    return SMLA_OK;
+}
+
+/* Checks the outputs, and that nothing which is written shares memory with another array. */
+static smla_status
+check_outputs(smla_checker *c, const attend_call *call)
+{
+    const smla_v4_attend_args *const args = call->args;
+    const smla_v4_builder *const b = call->b;
+    const int64_t num_tokens = b->metadata.num_actual_tokens;
+    const int64_t num_heads = b->config.num_heads;
+    const bool has_workspace = b->config.path == SMLA_PATH_SEPARATE && b->metadata.num_chunks > 0;
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "attn_sink",
+                                          .tensor = args->attn_sink,
+                                          .dtypes = SMLA_DTYPE_FP32,
+                                          .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_MORE_ROWS |
+                                                   SMLA_RULE_ANY_LAST_STRIDE,
+                                          .ndim = 1,
+                                          .shape = {num_heads},
+                                          .hint = "at least a sink per head"}));
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "out",
+                                          .tensor = args->out,
+                                          .dtypes = SMLA_DTYPE_BF16,
+                                          .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS |
+                                                   SMLA_RULE_MORE_HEADS,
+                                          .ndim = 3,
+                                          .shape = {num_tokens, num_heads, SMLA_V4_HEAD_DIM}}));
+    SMLA_TRY(smla_require_state(c, "lse", args->lse, num_tokens, num_heads,
+                                SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS));
+    SMLA_TRY(smla_require_block_table(c, &b->swa_table.tensor));
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "workspace",
+                                          .tensor = has_workspace ? &b->workspace.tensor : NULL,
+                                          .dtypes = SMLA_DTYPE_BF16,
+                                          .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
+                                          .ndim = 2,
+                                          .shape = {SMLA_ANY, SMLA_V4_HEAD_DIM}}));
+    const smla_backend *backend;
+    SMLA_TRY(smla_finish_check(c, &backend));
+    if (backend != b->backend || c->device.device_id != b->config.device.device_id) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `q` must be on the device of the config, got another one", op);
+    }
+    return SMLA_OK;
+}
+
+static smla_status
+check_attend(attend_call *call)
+{
+    smla_checker c;
+    smla_open_checker(&c, op, call->error);
+    SMLA_TRY(check_layer(call));
+    const smla_v4_config *const config = &call->b->config;
+    const DLTensor *const q = call->args->q;
+    SMLA_TRY(smla_require_query(&c, smla_find_kv_format(SMLA_KV_FP8_V4), q, NULL,
+                                call->b->metadata.num_actual_tokens, config->num_heads,
+                                SMLA_RULE_MORE_ROWS));
+    if (smla_dtype(q) == SMLA_DTYPE_BF16 && config->q_scale != 1) {
+        return smla_fail(call->error, SMLA_ERROR_VALUE,
+                         "%s: `q` must be float8_e4m3fn for a config with q_scale = %g, got "
+                         "bfloat16",
+                         op, config->q_scale);
+    }
+    SMLA_TRY(check_caches(&c, call));
+    SMLA_TRY(check_topk(&c, call));
+    return check_outputs(&c, call);
+}
+
+/* ---- Views --------------------------------------------------------------------------------- */
+
+/* Makes a view [count] of int32 in the builder's memory. */
+static const DLTensor *
+view_vector(const attend_call *call, smla_view *view, const int32_t *data, int64_t count)
+{
+    smla_make_view(view, (void *)(uintptr_t)data, int32_type, call->b->config.device, 1, &count);
+    return &view->tensor;
+}
+
+/* Makes a view [rows, columns] of int32 in the builder's memory. */
+static const DLTensor *
+view_lists(const attend_call *call, smla_view *view, const int32_t *data, int64_t rows,
+           int64_t columns, int64_t stride)
+{
+    const int64_t shape[2] = {rows, columns};
+    smla_make_view(view, (void *)(uintptr_t)data, int32_type, call->b->config.device, 2, shape);
+    view->strides[0] = stride;
+    return &view->tensor;
+}
+
+/* The scale of a cache, if its format has one. */
+static smla_scale_arg
+scale_of(const attend_call *call, int32_t kv_format)
+{
+    const bool has_scale = kv_format == SMLA_KV_FP8_E4M3;
+    return (smla_scale_arg){.value = has_scale ? call->b->config.kv_scale : 1};
+}
+
+/* ---- Attention ----------------------------------------------------------------------------- */
+
+/* What all calls of attention for tokens [start, end) share. `views` holds their arrays. */
+static smla_sparse_attention_args
+attention_of(const attend_call *call, int64_t start, int64_t end, smla_view views[3])
+{
+    const smla_v4_attend_args *const args = call->args;
+    return (smla_sparse_attention_args){
+        .struct_size = sizeof(smla_sparse_attention_args),
+        .q = smla_slice_rows(&views[0], args->q, start, end),
+        .attn_sink = args->attn_sink,
+        .out = smla_slice_rows(&views[1], args->out, start, end),
+        .lse = smla_slice_rows(&views[2], args->lse, start, end),
+        .workspace = &call->scratch.tensor,
+        .softmax_scale = call->b->config.softmax_scale,
+        .q_scale = {.value = call->b->config.q_scale},
+        .stream = args->stream,
+    };
+}
+
+/* Attends of tokens [start, end) over the caches. */
+static smla_status
+attend_caches(const attend_call *call, int64_t start, int64_t end)
+{
+    smla_view views[3];
+    smla_view swa_indices;
+    smla_view swa_lens;
+    smla_view indices;
+    smla_view lens;
+    if (start == end) {
+        return SMLA_OK;
+    }
+    const smla_v4_builder *const b = call->b;
+    const int64_t window = b->config.window;
+    smla_sparse_attention_args args = attention_of(call, start, end, views);
+    args.kv = call->args->swa_cache;
+    args.kv_format = b->config.kv_format;
+    args.block_size = b->config.swa_block_size;
+    args.kv_scale = scale_of(call, b->config.kv_format);
+    args.indices = view_lists(call, &swa_indices, b->lists.swa_indices + start * window,
+                              end - start, window, window);
+    args.topk_length = view_vector(call, &swa_lens, b->lists.swa_lens + start, end - start);
+    if (call->group >= 0) {
+        args.extra_kv = call->args->compressed;
+        args.extra_kv_format = b->config.compressed_kv_format;
+        args.extra_block_size = layer_block_size(call);
+        args.extra_kv_scale = scale_of(call, b->config.compressed_kv_format);
+        args.extra_indices = smla_slice_rows(&indices, &call->indices.tensor, start, end);
+        args.extra_topk_length = smla_slice_rows(&lens, &call->lens.tensor, start, end);
+    }
+    return smla_sparse_attention(&args, call->error);
+}
+
+/* ---- Lists of compressed rows -------------------------------------------------------------- */
+
+/* Turns row numbers of tokens [start, end) into slots, in the builder's buffer. */
+static smla_status
+find_slots(const attend_call *call, const DLTensor *rows, int64_t start, int64_t end)
+{
+    smla_view req_ids, is_valid, in, out, lens;
+    const smla_v4_builder *const b = call->b;
+    const int64_t count = end - start;
+    const smla_topk_slots_args args = {
+        .struct_size = sizeof args,
+        .topk_indices = smla_slice_rows(&in, rows, start, end),
+        .req_id_per_token = view_vector(call, &req_ids, b->step.req_id_per_token + start, count),
+        .block_table = &b->compressed_tables[call->group].tensor,
+        .block_size = layer_block_size(call),
+        .is_valid = &is_valid.tensor,
+        .out = smla_slice_rows(&out, &call->indices.tensor, start, end),
+        .lens = smla_slice_rows(&lens, &call->lens.tensor, start, end),
+        .stream = call->args->stream,
+    };
+    smla_make_view(&is_valid, (uint8_t *)b->lists.is_valid + start, uint8_type, b->config.device, 1,
+                   &count);
+    return count == 0 ? SMLA_OK : smla_compute_global_topk_indices_and_lens(&args, call->error);
+}
+
+/* The rows that tokens attend to by their numbers: [T, K]. Those of decodes are slots already if
+ * the layer has no indexer. */
+static const DLTensor *
+view_rows(const attend_call *call, smla_view *view)
+{
+    const smla_v4_builder *const b = call->b;
+    const int64_t num_tokens = b->metadata.num_actual_tokens;
+    if (call->group < 0) {
+        return view_lists(call, view, b->lists.swa_indices, num_tokens, 0, 1);
+    }
+    if (call->is_indexed) {
+        return smla_slice_rows(view, call->args->topk_indices, 0, num_tokens);
+    }
+    return view_lists(call, view, b->lists.groups[call->group].indices, num_tokens,
+                      b->metadata.widths[call->group], b->columns[call->group]);
+}
+
+/* Attends of tokens [start, end), all decodes or none, over the caches. */
+static smla_status
+attend_tokens(attend_call *call, int64_t start, int64_t end)
+{
+    const smla_v4_builder *const b = call->b;
+    const bool are_slots = !call->is_indexed && end <= b->metadata.split.num_decode_tokens;
+    const int64_t num_tokens = b->metadata.num_actual_tokens;
+    smla_view rows;
+    if (call->group >= 0) {
+        const DLTensor *const numbers = view_rows(call, &rows);
+        if (are_slots) {
+            smla_slice_rows(&call->indices, numbers, 0, num_tokens);
+            view_vector(call, &call->lens, b->lists.groups[call->group].lens, num_tokens);
+        } else {
+            const int64_t columns = smla_size(numbers, 1);
+            view_lists(call, &call->indices, b->indices, num_tokens, columns, columns);
+            view_vector(call, &call->lens, b->index_lens, num_tokens);
+            SMLA_TRY(find_slots(call, numbers, start, end));
+        }
+    }
+    return attend_caches(call, start, end);
+}
+
+/* ---- Path "separate" ----------------------------------------------------------------------- */
+
+typedef struct chunk_views {
+    smla_view workspace;
+    smla_view table;
+    smla_view lens;
+    smla_view gather_lens;
+} chunk_views;
+
+/* The workspace of a chunk: [requests, M, 512]. */
+static const DLTensor *
+view_workspace(const attend_call *call, smla_view *view, const smla_v4_chunk *chunk,
+               const smla_v4_rows *rows)
+{
+    const DLTensor *const memory = &call->b->workspace.tensor;
+    const int64_t shape[3] = {chunk->req_end - chunk->req_start, rows->request_rows,
+                              SMLA_V4_HEAD_DIM};
+    smla_make_view(view, smla_data(memory), memory->dtype, call->b->config.device, 3, shape);
+    view->strides[1] = memory->strides[0];
+    view->strides[0] = memory->strides[0] * rows->request_rows;
+    return &view->tensor;
+}
+
+/* The gather of a chunk's rows of the sliding window. */
+static smla_gather_k_cache_args
+window_gather(const attend_call *call, const smla_v4_chunk *chunk, chunk_views *views)
+{
+    const smla_v4_builder *const b = call->b;
+    const smla_v4_rows rows = smla_v4_workspace_rows(&b->config, call->args->ratio);
+    const int64_t count = chunk->req_end - chunk->req_start;
+    return (smla_gather_k_cache_args){
+        .struct_size = sizeof(smla_gather_k_cache_args),
+        .out = view_workspace(call, &views->workspace, chunk, &rows),
+        .k_cache = call->args->swa_cache,
+        .seq_lens = view_vector(call, &views->lens, b->step.seq_lens + chunk->req_start, count),
+        .gather_lens =
+            view_vector(call, &views->gather_lens, b->step.gather_lens + chunk->req_start, count),
+        .block_table =
+            smla_slice_rows(&views->table, &b->swa_table.tensor, chunk->req_start, chunk->req_end),
+        .block_size = b->config.swa_block_size,
+        .offset = rows.window_start,
+        .kv_scale = scale_of(call, b->config.kv_format),
+        .kv_format = b->config.kv_format,
+        .stream = call->args->stream,
+    };
+}
+
+/* The gather of a chunk's compressed rows. */
+static smla_gather_k_cache_args
+compressed_gather(const attend_call *call, const smla_v4_chunk *chunk, chunk_views *views)
+{
+    const smla_v4_builder *const b = call->b;
+    const smla_v4_rows rows = smla_v4_workspace_rows(&b->config, call->args->ratio);
+    const int64_t count = chunk->req_end - chunk->req_start;
+    const int32_t *const lens = b->step.compressed_lens[call->group] + chunk->req_start;
+    return (smla_gather_k_cache_args){
+        .struct_size = sizeof(smla_gather_k_cache_args),
+        .out = view_workspace(call, &views->workspace, chunk, &rows),
+        .k_cache = call->args->compressed,
+        .seq_lens = view_vector(call, &views->lens, lens, count),
+        .block_table = smla_slice_rows(&views->table, &b->compressed_tables[call->group].tensor,
+                                       chunk->req_start, chunk->req_end),
+        .block_size = layer_block_size(call),
+        .kv_scale = scale_of(call, b->config.compressed_kv_format),
+        .kv_format = b->config.compressed_kv_format,
+        .stream = call->args->stream,
+    };
+}
+
+static smla_status
+gather_chunk(const attend_call *call, const smla_v4_chunk *chunk,
+             smla_status (*gather)(const smla_gather_k_cache_args *args, smla_error *error))
+{
+    chunk_views views;
+    const smla_gather_k_cache_args window = window_gather(call, chunk, &views);
+    SMLA_TRY(gather(&window, call->error));
+    if (call->group < 0) {
+        return SMLA_OK;
+    }
+    const smla_gather_k_cache_args compressed = compressed_gather(call, chunk, &views);
+    return gather(&compressed, call->error);
+}
+
+/* Names the workspace rows of a chunk's tokens, in the builder's buffer. */
+static smla_status
+combine_rows(const attend_call *call, const smla_v4_chunk *chunk, const DLTensor *out,
+             const DLTensor *lens)
+{
+    smla_view rows, topk, starts, seq_lens, gather_lens;
+    const smla_v4_builder *const b = call->b;
+    const smla_v4_rows sizes = smla_v4_workspace_rows(&b->config, call->args->ratio);
+    const int64_t count = chunk->req_end - chunk->req_start;
+    const int64_t first = chunk->req_start;
+    const DLTensor *const numbers = view_rows(call, &rows);
+    const smla_combine_topk_swa_args args = {
+        .struct_size = sizeof args,
+        .topk_indices = smla_slice_rows(&topk, numbers, chunk->token_start, chunk->token_end),
+        .query_start_loc = view_vector(call, &starts, b->step.query_start_loc + first, count + 1),
+        .seq_lens = view_vector(call, &seq_lens, b->step.seq_lens + first, count),
+        .gather_lens = view_vector(call, &gather_lens, b->step.gather_lens + first, count),
+        .window = b->config.window,
+        .ratio = call->args->ratio,
+        .topk = smla_size(numbers, 1),
+        .M = sizes.request_rows,
+        .N = sizes.window_start,
+        .align = SMLA_V4_LIST_ALIGN,
+        .out = out,
+        .lens = lens,
+        .stream = call->args->stream,
+    };
+    return smla_combine_topk_swa_indices(&args, call->error);
+}
+
+static smla_status
+attend_chunk(const attend_call *call, const smla_v4_chunk *chunk)
+{
+    smla_view views[3];
+    smla_view page, out, lens, rows;
+    const smla_v4_builder *const b = call->b;
+    const int64_t num_tokens = chunk->token_end - chunk->token_start;
+    const smla_v4_rows sizes = smla_v4_workspace_rows(&b->config, call->args->ratio);
+    const int64_t columns = smla_size(view_rows(call, &rows), 1) + b->config.window;
+    const int64_t width =
+        (columns + SMLA_V4_LIST_ALIGN - 1) / SMLA_V4_LIST_ALIGN * SMLA_V4_LIST_ALIGN;
+    view_lists(call, &out, b->indices, num_tokens, width, width);
+    view_vector(call, &lens, b->index_lens, num_tokens);
+    SMLA_TRY(gather_chunk(call, chunk, smla_dequantize_and_gather_k_cache));
+    SMLA_TRY(combine_rows(call, chunk, &out.tensor, &lens.tensor));
+    smla_sparse_attention_args args =
+        attention_of(call, chunk->token_start, chunk->token_end, views);
+    args.kv = smla_slice_rows(&page, &b->workspace.tensor, 0,
+                              (chunk->req_end - chunk->req_start) * sizes.request_rows);
+    args.kv_format = SMLA_KV_BFLOAT16;
+    args.indices = &out.tensor;
+    args.topk_length = &lens.tensor;
+    return smla_sparse_attention(&args, call->error);
+}
+
+/* ---- A layer ------------------------------------------------------------------------------- */
+
+static smla_status
+run(attend_call *call)
+{
+    const smla_v4_builder *const b = call->b;
+    const smla_v4_metadata *const m = &b->metadata;
+    const int64_t num_chunks = b->config.path == SMLA_PATH_SEPARATE ? m->num_chunks : 0;
+    for (int64_t i = 0; i < num_chunks; i++) {
+        SMLA_TRY(gather_chunk(call, &b->chunks[i], smla_check_gather_k_values));
+    }
+    SMLA_TRY(attend_tokens(call, 0, m->split.num_decode_tokens));
+    for (int64_t i = 0; i < num_chunks; i++) {
+        SMLA_TRY(attend_chunk(call, &b->chunks[i]));
+    }
+    /* The tokens left are the prefills of path "direct", or else padding. */
+    const int64_t done =
+        num_chunks > 0 ? b->chunks[num_chunks - 1].token_end : m->split.num_decode_tokens;
+    return attend_tokens(call, done, m->num_actual_tokens);
+}
+
+smla_status
+smla_v4_attend(const smla_v4_attend_args *args, smla_error *error)
+{
+    attend_call call = {.args = args, .b = args->builder, .error = error};
+    SMLA_TRY(check_attend(&call));
+    const smla_v4_builder *const b = call.b;
+    if (b->metadata.num_actual_tokens == 0) {
+        return SMLA_OK;
+    }
+    smla_make_view(&call.scratch, b->scratch, uint8_type, b->config.device, 1, &b->scratch_bytes);
+    const smla_stream stream = {.device_id = b->config.device.device_id, .handle = args->stream};
+    SMLA_TRY(b->backend->begin_use(op, b->mirror, stream, error));
+    const smla_status status = run(&call);
+    /* Also after an error, because calls that were started before it read the metadata. */
+    const smla_status ended =
+        b->backend->end_use(op, b->mirror, stream, status == SMLA_OK ? error : NULL);
+    return status == SMLA_OK ? ended : status;
+}

@@ -1,0 +1,460 @@
+"""A DeepSeek V4 step's plan, and the builder that makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from sparse_mla import _C
+from sparse_mla.backend._words import ShortRepr, wrong_type
+from sparse_mla.backend.batch import CommonAttentionMetadata
+from sparse_mla.v4.config import INDEXED_RATIO, Config
+
+Array = Any
+Tables = Mapping[int, Array]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LayerMetadata(ShortRepr):
+    """What layers of one compress ratio, or their indexers, need beside the sliding window.
+    `MetadataBuilder.build` makes it.
+
+    Rows, slots and pages are those of the compressed cache. A token is valid if its entry in the
+    step's slot_mapping is a slot.
+
+    Attributes
+    ----------
+    block_table : [>= R, W] int32
+        The engine's pages of the compressed cache.
+    block_size : int
+        Compressed rows per page: `Config.block_size // ratio`.
+    slot_mapping : [T] int32
+        Where a valid token that ends a group of `ratio` tokens stores its row; -1 for others.
+    state_block_table : [>= R, W] int32 or None
+        The engine's pages of the compressor's states.
+    state_slot_mapping : [T] int32 or None
+        Where a valid token stores its state; -1 for others. None without a table of states.
+    context_lens : [T] int32
+        Complete groups that a token sees, its own included; 0 for tokens that are not valid.
+    decode_indices : [Td, Wc] int32 or None
+        Slots of all these groups for decode tokens, then -1. Wc has room for `max_seq_len`. This
+        and the next two are None where an indexer chooses.
+    decode_lens : [Td] int32 or None
+        Their number.
+    prefill_indices : [Tp, Wc] int32 or None
+        For prefill tokens the numbers 0, 1, ... of these groups, then -1.
+
+    Source: vLLM's metadata of DeepSeek V4's compressed caches.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> lists = dict.fromkeys(sparse_mla.v4.LayerMetadata.__dataclass_fields__) | {"block_size": 64}
+    >>> sparse_mla.v4.LayerMetadata(**lists).block_size
+    64
+    """
+
+    block_table: Array
+    block_size: int
+    slot_mapping: Array
+    state_block_table: Array
+    state_slot_mapping: Array
+    context_lens: Array
+    decode_indices: Array
+    decode_lens: Array
+    prefill_indices: Array
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Chunk(ShortRepr):
+    """Prefill requests that share the workspace. `MetadataBuilder.build` makes it.
+
+    Attributes
+    ----------
+    req_start_idx : int
+        The chunk's first request; 0 is the batch's first prefill.
+    tokens_slice : slice
+        The chunk's query tokens among those of the batch.
+    seq_lens, gather_lens : [n] int32
+        The chunk's entries of `Prefill.seq_lens` and `Prefill.gather_lens`.
+    block_table : [n, W] int32
+        The chunk's rows of the sliding window's block table.
+
+    Source: vLLM's metadata of DeepSeek V4's prefills.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.v4.Chunk(0, slice(1, 5), [4], [4], [[1]]).tokens_slice.stop
+    5
+    """
+
+    req_start_idx: int
+    tokens_slice: slice
+    seq_lens: Array
+    gather_lens: Array
+    block_table: Array
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prefill(ShortRepr):
+    """The prefill part of a step. `MetadataBuilder.build` makes it.
+
+    Attributes
+    ----------
+    seq_lens : [prefills] int32
+        Tokens of each request, context and query.
+    gather_lens : [prefills] int32
+        The tokens that its queries see in the sliding window: the query, and up to `window - 1`
+        tokens in front of it.
+    chunks : list of Chunk
+        Each chunk is one attention call of path "separate".
+
+    Source: vLLM's metadata of DeepSeek V4's prefills.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.v4.Prefill([300], [130], []).gather_lens
+    [130]
+    """
+
+    seq_lens: Array
+    gather_lens: Array
+    chunks: list[Chunk]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Metadata(ShortRepr):
+    """One step's plan, which every layer reads. It is valid until `MetadataBuilder.build` is called
+    again.
+
+    Arrays that the engine gave are the engine's own objects. The others are read-only views of the
+    builder's persistent buffers, at the same addresses in every step. On CUDA they are
+    `sparse_mla.Tensor` objects, which every framework's from_dlpack takes. Behind the T tokens of a
+    step, up to max_num_batched_tokens, slot mappings are -1 and lengths 0.
+
+    Attributes
+    ----------
+    path : "direct" or "separate"
+        How prefills run, see help(sparse_mla.v4).
+    num_reqs, num_actual_tokens : int
+        R, and T with padding tokens included.
+    max_query_len, max_seq_len : int
+        Upper bounds, in tokens.
+    num_decodes, num_prefills : int
+        Numbers of requests; decodes come first.
+    num_decode_tokens, num_prefill_tokens : int
+        Td and Tp: query tokens of the decodes and of the prefills.
+    decode_query_len : int
+        Query tokens of the longest decode; 0 without decodes.
+    block_size, topk_tokens : int
+        Tokens per page of the sliding window's cache, and K, from the config.
+    query_start_loc : [R + 1] int32
+        The engine's array, as are the next two.
+    slot_mapping : [>= T] int64 or int32
+        Slots in the sliding window's cache.
+    block_table : [>= R, W] int32
+        Pages of the sliding window's cache.
+    req_id_per_token : [T] int32
+        The request of each token; 0 for padding tokens.
+    positions : [T] int32
+        Each token's position in its request; 0 for padding tokens.
+    is_valid : [T] bool, which is uint8 0 or 1 in memory
+        Whether a token belongs to a request and has a slot.
+    swa_indices : [T, window] int32
+        Slots of the last tokens that each token sees, oldest first, then -1; all -1 for tokens that
+        are not valid.
+    swa_lens : [T] int32
+        Their number.
+    layers : dict of LayerMetadata
+        By compress ratio, for the ratios whose block tables `build` got.
+    index : LayerMetadata or None
+        The caches of the indexer's keys, whose layers have ratio 4.
+    prefill : Prefill or None
+        The prefill part; None without prefills.
+
+    Source: vLLM's metadata of DeepSeek V4, in the vocabulary of its FlashMLASparseMetadata.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
+    >>> config = sparse_mla.v4.Config(64, window=5, swa_block_size=4, **limits)
+    >>> starts, lens = np.array([0, 1, 4], np.int32), np.array([10, 6], np.int32)
+    >>> slots, table = np.array([37, 23, 8, 9]), np.array([[7, 3, 9], [5, 2, 4]], np.int32)
+    >>> common = sparse_mla.CommonAttentionMetadata(starts, lens, slots, table)
+    >>> metadata = sparse_mla.v4.MetadataBuilder(config).build(common)
+    >>> metadata.positions.tolist(), metadata.swa_lens.tolist()
+    ([9, 3, 4, 5], [5, 4, 5, 5])
+    >>> metadata.swa_indices[0].tolist()
+    [13, 14, 15, 36, 37]
+    """
+
+    path: str
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    decode_query_len: int
+    block_size: int
+    topk_tokens: int
+    query_start_loc: Array
+    slot_mapping: Array
+    block_table: Array
+    req_id_per_token: Array
+    positions: Array
+    is_valid: Array
+    swa_indices: Array
+    swa_lens: Array
+    layers: dict[int, LayerMetadata]
+    index: LayerMetadata | None
+    prefill: Prefill | None
+    _builder: _C.V4Builder = field(repr=False)
+    _generation: int = field(repr=False)
+
+
+# Fields that a build hands over as they are.
+_STEP_FIELDS = (
+    *("path", "num_decodes", "num_prefills", "num_decode_tokens", "num_prefill_tokens"),
+    *("decode_query_len", "req_id_per_token", "positions", "is_valid", "swa_indices", "swa_lens"),
+)
+
+
+def _make_prefill(step: dict[str, Any], block_table: Array) -> Prefill:
+    lens, gather_lens = step["seq_lens"], step["gather_lens"]
+    first = step["num_decodes"]
+    chunks = [
+        Chunk(
+            req_start_idx=start - first,
+            tokens_slice=slice(token_start, token_end),
+            seq_lens=lens[start - first : end - first],
+            gather_lens=gather_lens[start - first : end - first],
+            block_table=block_table[start:end],
+        )
+        for start, end, token_start, token_end in step["chunks"]
+    ]
+    return Prefill(lens, gather_lens, chunks)
+
+
+class MetadataBuilder:
+    """Plans steps. The builder holds every buffer of a plan, sized once for the largest batch.
+
+    Only one thread may use it at a time; a second one gets a RuntimeError.
+
+    Parameters
+    ----------
+    config : Config
+    workspace : [rows, 512] bf16, optional
+        The prefill workspace of path "separate", which all layers share. It has
+        `prefill_chunk_size * M` rows or more, where M is ceil(max_model_len / the smallest ratio) +
+        window + max_num_batched_tokens. When left out, the builder makes its own. The builder keeps
+        it alive as long as it lives itself.
+
+    Attributes
+    ----------
+    config : Config
+    workspace_bytes : int
+        Bytes of the prefill workspace, 0 on path "direct".
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, MemoryError
+        No Config, a workspace that does not fit the config, a device that this build lacks, no
+        memory.
+
+    Source: vLLM's metadata builders of DeepSeek V4.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
+    >>> config = sparse_mla.v4.Config(64, path="separate", **limits)
+    >>> sparse_mla.v4.MetadataBuilder(config).workspace_bytes == 4 * (32 + 128 + 64) * 1024
+    True
+    """
+
+    def __init__(self, config: Config, *, workspace: Array | None = None) -> None:
+        if not isinstance(config, Config):
+            raise wrong_type("MetadataBuilder", "config", "a sparse_mla.v4.Config", config)
+        self.config = config
+        self._builder = _C.V4Builder(
+            config.num_heads,
+            config.window,
+            config.topk_tokens,
+            config.block_size,
+            config.swa_block_size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.max_model_len,
+            config.decode_threshold,
+            config.prefill_chunk_size,
+            config.softmax_scale,
+            config.q_scale,
+            config.kv_scale,
+            config.compress_ratios,
+            tuple(config.state_block_sizes[ratio] for ratio in config.compress_ratios),
+            config.kv_cache_dtype,
+            config.compressed_kv_cache_dtype,
+            config.path,
+            config.device,
+            workspace,
+        )
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the prefill workspace, 0 on path "direct"."""
+        return self._builder.workspace_bytes
+
+    def __repr__(self) -> str:
+        return f"MetadataBuilder({self.config!r}, workspace_bytes={self.workspace_bytes})"
+
+    def build(
+        self,
+        common: CommonAttentionMetadata,
+        *,
+        compressed: Tables | None = None,
+        states: Tables | None = None,
+        index: Array | None = None,
+        index_states: Array | None = None,
+    ) -> Metadata:
+        """Plan one step.
+
+        Host arrays are read during the call; block tables are referenced until the next build. A
+        position that a table has no page for (behind its last column, or an entry below 0) has slot
+        -1. On CUDA the plan travels in one copy from pinned memory, and one kernel makes the lists,
+        on the current stream of the block table's framework (the legacy default stream where it
+        cannot be known). Nothing is synchronised. `build` must not be captured in a graph, see
+        help(sparse_mla.v4).
+
+        Parameters
+        ----------
+        common : CommonAttentionMetadata
+            Its slot_mapping and block_table are those of the sliding window's cache. Decodes come
+            first: requests of at most `decode_threshold` query tokens, of any lengths.
+        compressed : dict of [>= R, W] int32, optional
+            By compress ratio, the pages of the compressed caches.
+        states : dict of [>= R, W] int32, optional
+            By compress ratio, the pages of the compressors' states.
+        index, index_states : [>= R, W] int32, optional
+            The pages of the indexer's keys and of their states. When left out, they are those of
+            ratio 4.
+
+        Returns
+        -------
+        Metadata, valid until the next build of this builder. After an error the previous one stays
+        valid.
+
+        Raises
+        ------
+        TypeError
+            `common` is no CommonAttentionMetadata, or another argument is no array or no dict.
+        ValueError
+            Lengths that are negative, decrease or contradict each other, a batch beyond the config,
+            prefills before decodes, a ratio that is not in the config, states without a compressed
+            cache.
+
+        Source: vLLM's metadata builders of DeepSeek V4.
+
+        Examples
+        --------
+        >>> import numpy as np, sparse_mla
+        >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=1024)
+        >>> config = sparse_mla.v4.Config(64, **limits)
+        >>> starts, lens = np.array([0, 1], np.int32), np.array([384], np.int32)
+        >>> table = np.arange(8, dtype=np.int32)[None]  # one decode of 384 tokens
+        >>> common = sparse_mla.CommonAttentionMetadata(starts, lens, np.array([383]), table)
+        >>> compressed = {128: np.array([[5, 6]], np.int32)}
+        >>> metadata = sparse_mla.v4.MetadataBuilder(config).build(common, compressed=compressed)
+        >>> layer = metadata.layers[128]
+        >>> layer.decode_indices[0, :4].tolist(), layer.decode_lens.tolist()
+        ([10, 11, 12, -1], [3])
+        >>> layer.slot_mapping.tolist()  # token 383 ends the third group
+        [12]
+        """
+        if not isinstance(common, CommonAttentionMetadata):
+            wanted = "a CommonAttentionMetadata"
+            raise wrong_type("MetadataBuilder.build", "common", wanted, common)
+        compressed = self._check_tables("compressed", compressed)
+        states = self._check_tables("states", states)
+        ratios = self.config.compress_ratios
+        if INDEXED_RATIO not in ratios and (index is not None or index_states is not None):
+            raise ValueError(
+                f"MetadataBuilder.build: `index` must be None for a config without compress ratio "
+                f"{INDEXED_RATIO}, got ratios {ratios}"
+            )
+        # None of these is None any more: CommonAttentionMetadata fills in what was left out.
+        sizes = (common.num_reqs, common.num_actual_tokens, common.max_seq_len)
+        num_reqs, num_actual_tokens, max_seq_len = cast(tuple[int, int, int], sizes)
+        step = self._builder.build(
+            common.query_start_loc_cpu,
+            common.seq_lens_cpu,
+            common.block_table,
+            common.slot_mapping,
+            (*(compressed.get(ratio) for ratio in ratios), index),
+            (*(states.get(ratio) for ratio in ratios), index_states),
+            num_reqs,
+            num_actual_tokens,
+            max_seq_len,
+        )
+        groups = dict(zip(ratios, step["groups"], strict=False))
+        layers = {
+            ratio: self._make_layer(ratio, group, compressed[ratio], states.get(ratio))
+            for ratio, group in groups.items()
+            if group is not None
+        }
+        index_layer = None
+        if len(step["groups"]) > len(ratios) and step["groups"][-1] is not None:
+            pages = compressed.get(INDEXED_RATIO) if index is None else index
+            state = states.get(INDEXED_RATIO) if index_states is None else index_states
+            index_layer = self._make_layer(INDEXED_RATIO, step["groups"][-1], pages, state)
+        has_prefills = step["num_prefills"] > 0
+        # A frozen dataclass would set its fields one by one, which takes three times as long.
+        metadata = object.__new__(Metadata)
+        metadata.__dict__.update(
+            {name: step[name] for name in _STEP_FIELDS},
+            num_reqs=num_reqs,
+            num_actual_tokens=num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=max_seq_len,
+            block_size=self.config.swa_block_size,
+            topk_tokens=self.config.topk_tokens,
+            query_start_loc=common.query_start_loc,
+            slot_mapping=common.slot_mapping,
+            block_table=common.block_table,
+            layers=layers,
+            index=index_layer,
+            prefill=_make_prefill(step, common.block_table) if has_prefills else None,
+            _builder=self._builder,
+            _generation=step["generation"],
+        )
+        return metadata
+
+    def _check_tables(self, name: str, tables: Tables | None) -> Tables:
+        if tables is None:
+            return {}
+        if not isinstance(tables, Mapping):
+            raise wrong_type("MetadataBuilder.build", name, "a dict of block tables", tables)
+        known = self.config.compress_ratios
+        for ratio in tables:
+            if ratio not in known:
+                raise ValueError(
+                    f"MetadataBuilder.build: `{name}` must have keys among the compress ratios "
+                    f"{known} of the config, got {ratio!r}"
+                )
+        return {ratio: table for ratio, table in tables.items() if table is not None}
+
+    def _make_layer(
+        self, ratio: int, group: dict[str, Any], block_table: Array, state_block_table: Array
+    ) -> LayerMetadata:
+        return LayerMetadata(
+            block_table=block_table,
+            block_size=self.config.block_size // ratio,
+            state_block_table=state_block_table,
+            **group,
+        )

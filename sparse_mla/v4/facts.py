@@ -1,0 +1,227 @@
+"""Facts that an engine asks for before it makes DeepSeek V4's backend."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from sparse_mla import _C
+from sparse_mla.backend import facts
+from sparse_mla.v4.builder import MetadataBuilder
+from sparse_mla.v4.config import (
+    COMPRESSED_DTYPES,
+    HEAD_SIZE,
+    INDEX_CACHE_DTYPES,
+    KV_CACHE_DTYPES,
+    SYNONYMS,
+)
+from sparse_mla.v4.layer import SparseMLA
+
+INDEX_HEAD_SIZE = 128
+
+
+def _row_of(op: str, cache_dtype_str: str) -> tuple[int, int]:
+    """The last dimension of a cache, and the bytes of a row."""
+    name = SYNONYMS.get(cache_dtype_str, cache_dtype_str)
+    allowed = (*SYNONYMS, *COMPRESSED_DTYPES, *INDEX_CACHE_DTYPES)
+    if cache_dtype_str not in allowed:
+        rule = ", ".join(map(repr, allowed))
+        raise ValueError(f"{op}: `cache_dtype_str` must be one of {rule}, got {cache_dtype_str!r}")
+    wanted = INDEX_HEAD_SIZE if name in INDEX_CACHE_DTYPES else HEAD_SIZE
+    rows = _C.KV_FORMATS[name]
+    row = next(row for row in rows if rows[row] == wanted)
+    return row, row * (2 if name == "bfloat16" else 1)
+
+
+def _rows_per_page(op: str, block_size: int, compress_ratio: int) -> int:
+    ratio = max(compress_ratio, 1)
+    if block_size < 1 or block_size % ratio:
+        raise ValueError(
+            f"{op}: `block_size` must be a multiple of the compress ratio {ratio}, got {block_size}"
+        )
+    return block_size // ratio
+
+
+class Backend:
+    """The facts that an engine asks a backend for before it makes one.
+
+    Attributes
+    ----------
+    name : str
+        "SPARSE_MLA_V4".
+    supported_dtypes, supported_kv_cache_dtypes : list of str
+        The dtypes of results, and the values of `Config.kv_cache_dtype`.
+    supported_kernel_block_sizes : str
+        Tokens per page: "any".
+    supported_head_sizes : list of int
+        512 values of a key, all of which are its value.
+    is_mla, is_sparse : bool
+        True.
+    accept_output_buffer : bool
+        True: `SparseMLA.attend` takes `out`.
+    cudagraph_support : str
+        "UNIFORM_BATCH": decodes of one query length can be captured.
+
+    Source: vLLM's AttentionBackend and its backend of DeepSeek V4.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.v4.Backend.name, sparse_mla.v4.Backend.supported_head_sizes
+    ('SPARSE_MLA_V4', [512])
+    """
+
+    name: ClassVar[str] = "SPARSE_MLA_V4"
+    supported_dtypes: ClassVar[list[str]] = ["bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [*SYNONYMS, *KV_CACHE_DTYPES]
+    supported_kernel_block_sizes: ClassVar[str] = "any"
+    supported_head_sizes: ClassVar[list[int]] = [HEAD_SIZE]
+    is_mla: ClassVar[bool] = True
+    is_sparse: ClassVar[bool] = True
+    accept_output_buffer: ClassVar[bool] = True
+    cudagraph_support: ClassVar[str] = "UNIFORM_BATCH"
+
+    @staticmethod
+    def supports_compute_capability(major: int, minor: int) -> bool:
+        """Whether GPUs of this compute capability are served.
+
+        Parameters
+        ----------
+        major, minor : int
+            9 and 0 for Hopper.
+
+        Returns
+        -------
+        bool, as `sparse_mla.Backend.supports_compute_capability` says.
+
+        Raises
+        ------
+        TypeError
+            An argument that does not compare with a number.
+
+        Examples
+        --------
+        >>> import sparse_mla
+        >>> sparse_mla.v4.Backend.supports_compute_capability(7, 5)
+        False
+        """
+        return facts.Backend.supports_compute_capability(major, minor)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int = 1,
+        head_size: int | None = None,
+        cache_dtype_str: str = "auto",
+        compress_ratio: int = 1,
+    ) -> tuple[int, int, int]:
+        """Shape of a cache array for an engine to allocate.
+
+        Parameters
+        ----------
+        num_blocks, block_size : int
+            Pages, and tokens per page.
+        num_kv_heads : int
+            1: MLA has one head of keys.
+        head_size : int, optional
+            512, or 128 for the indexer's formats.
+        cache_dtype_str : str
+            The cache's format, as in `Config`.
+        compress_ratio : int
+            Tokens per row; 1 for the sliding window's cache.
+
+        Returns
+        -------
+        (num_blocks, block_size // compress_ratio, row): a row is 584 uint8 for "fp8_v4".
+
+        Raises
+        ------
+        ValueError
+            Another number of heads, head size or cache dtype, or a block size that is no multiple
+            of the ratio.
+
+        Examples
+        --------
+        >>> import sparse_mla
+        >>> sparse_mla.v4.Backend.get_kv_cache_shape(100, 256, compress_ratio=4)
+        (100, 64, 584)
+        """
+        op = "Backend.get_kv_cache_shape"
+        if num_kv_heads != 1:
+            raise ValueError(f"{op}: `num_kv_heads` must be 1, got {num_kv_heads!r}")
+        row, _ = _row_of(op, cache_dtype_str)
+        wanted = INDEX_HEAD_SIZE if cache_dtype_str in INDEX_CACHE_DTYPES else HEAD_SIZE
+        if head_size not in (None, wanted):
+            raise ValueError(f"{op}: `head_size` must be {wanted}, got {head_size!r}")
+        return (num_blocks, _rows_per_page(op, block_size, compress_ratio), row)
+
+    @staticmethod
+    def get_page_bytes(
+        block_size: int, cache_dtype_str: str, compress_ratio: int = 1, align: int = 576
+    ) -> int:
+        """Bytes of a page, padded for engines whose caches share pages of one size.
+
+        Parameters
+        ----------
+        block_size : int
+            Tokens per page.
+        cache_dtype_str : str
+            The cache's format, as in `Config`.
+        compress_ratio : int
+            Tokens per row; 1 for the sliding window's cache.
+        align : int
+            The bytes are rounded up to a multiple of this.
+
+        Returns
+        -------
+        int.
+
+        Raises
+        ------
+        ValueError
+            Another cache dtype, a block size that is no multiple of the ratio, an `align` below 1.
+
+        Examples
+        --------
+        >>> import sparse_mla
+        >>> sparse_mla.v4.Backend.get_page_bytes(256, "fp8_v4", 128)
+        1728
+        """
+        op = "Backend.get_page_bytes"
+        if align < 1:
+            raise ValueError(f"{op}: `align` must be at least 1, got {align}")
+        _, row_bytes = _row_of(op, cache_dtype_str)
+        used = _rows_per_page(op, block_size, compress_ratio) * row_bytes
+        return -(-used // align) * align
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        """The class that an engine makes its metadata builder of.
+
+        Returns
+        -------
+        MetadataBuilder.
+
+        Examples
+        --------
+        >>> import sparse_mla
+        >>> sparse_mla.v4.Backend.get_builder_cls().__name__
+        'MetadataBuilder'
+        """
+        return MetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseMLA]:
+        """The class that an engine makes its layers of.
+
+        Returns
+        -------
+        SparseMLA.
+
+        Examples
+        --------
+        >>> import sparse_mla
+        >>> sparse_mla.v4.Backend.get_impl_cls().__name__
+        'SparseMLA'
+        """
+        return SparseMLA

@@ -1,0 +1,226 @@
+"""The attention of one DeepSeek V4 layer in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sparse_mla import _C
+from sparse_mla.backend._words import ShortRepr, check_int, wrong_type
+from sparse_mla.v4.builder import Metadata
+from sparse_mla.v4.config import Config
+
+Array = Any
+
+
+@dataclass(eq=False, repr=False)
+class Caches(ShortRepr):
+    """One layer's caches.
+
+    Parameters
+    ----------
+    swa : [pages, swa_block_size, row] or, of split pages, [pages, page bytes]
+        The sliding window's cache, a row per token; row = 584 uint8 for "fp8_v4".
+    compressed : [pages, block_size // ratio, row] or [pages, page bytes], optional
+        A row per `ratio` tokens; row = 584 uint8 for "fp8_v4".
+    state : [pages, state_block_size, 2 * c * 512] fp32, optional
+        The compressor's scratch rows; c is 2 for ratio 4, else 1.
+    index : [pages, block_size // 4, row] or [pages, page bytes], optional
+        The indexer's keys; row = 132 uint8 for "fp8_index".
+    index_state : [pages, state_block_size, 512] fp32, optional
+        The scratch rows of the indexer's compressor.
+
+    Source: vLLM's KV caches of DeepSeek V4.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> sparse_mla.v4.Caches(np.zeros((2, 64, 584), np.uint8))
+    Caches(swa=uint8[2, 64, 584], compressed=None, state=None, index=None, index_state=None)
+    """
+
+    swa: Array
+    compressed: Array = None
+    state: Array = None
+    index: Array = None
+    index_state: Array = None
+
+
+@dataclass(eq=False, repr=False)
+class Weights(ShortRepr):
+    """One layer's weights outside its dense projections. `attend` reads `attn_sink`.
+
+    Parameters
+    ----------
+    q_norm, kv_norm : [q_lora] and [512] bf16 or fp32
+    attn_sink : [>= H] fp32 or None
+        Multiplies out by 1 / (1 + exp(sink - lse)).
+    cos_sin : [max_pos, 64] fp32
+        The angles of RoPE, as `rope_table` makes them.
+    wo_a, wo_a_scale : [G, N, R] e4m3 with fp32 scales, or bf16 without
+        The output projection of each group.
+    ape : [ratio, c * 512] fp32, optional
+        The compressor's offsets; c is 2 for ratio 4, else 1.
+    compressor_norm : [512] bf16 or fp32, optional
+    index_ape, index_norm : [4, 256] fp32 and [128] bf16 or fp32, optional
+        Those of the indexer's compressor.
+    index_cos_sin : [max_pos, 64] fp32, optional
+        The indexer's angles; None: `cos_sin`.
+
+    Source: the parameters of vLLM's DeepSeek V4 layers.
+
+    Examples
+    --------
+    >>> import numpy as np, sparse_mla
+    >>> sink = np.zeros(64, np.float32)
+    >>> sparse_mla.v4.Weights(None, None, sink, None, None).attn_sink.shape
+    (64,)
+    """
+
+    q_norm: Array
+    kv_norm: Array
+    attn_sink: Array
+    cos_sin: Array
+    wo_a: Array
+    wo_a_scale: Array = None
+    ape: Array = None
+    compressor_norm: Array = None
+    index_ape: Array = None
+    index_norm: Array = None
+    index_cos_sin: Array = None
+
+
+class SparseMLA:
+    """One layer's attention.
+
+    Parameters
+    ----------
+    config : Config
+    compress_ratio : int
+        The layer's ratio: one of the config's, or up to 1 for the sliding window alone.
+    weights : Weights
+
+    Attributes
+    ----------
+    config : Config
+    compress_ratio : int
+    weights : Weights
+
+    Raises
+    ------
+    TypeError, ValueError
+        No Config, no Weights, or a ratio that is not in the config.
+
+    Source: vLLM's attention layers of DeepSeek V4.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
+    >>> config = sparse_mla.v4.Config(64, **limits)
+    >>> weights = sparse_mla.v4.Weights(*5 * [None])
+    >>> sparse_mla.v4.SparseMLA(config, 128, weights).compress_ratio
+    128
+    """
+
+    def __init__(self, config: Config, compress_ratio: int, weights: Weights) -> None:
+        if not isinstance(config, Config):
+            raise wrong_type("SparseMLA", "config", "a sparse_mla.v4.Config", config)
+        if not isinstance(weights, Weights):
+            raise wrong_type("SparseMLA", "weights", "a sparse_mla.v4.Weights", weights)
+        ratio = check_int("SparseMLA", "compress_ratio", compress_ratio, 0)
+        if ratio > 1 and ratio not in config.compress_ratios:
+            raise ValueError(
+                f"SparseMLA: `compress_ratio` must be at most 1 or one of "
+                f"{config.compress_ratios}, got {ratio}"
+            )
+        self.config = config
+        self.compress_ratio = ratio
+        self.weights = weights
+
+    def __repr__(self) -> str:
+        return f"SparseMLA({self.config!r}, {self.compress_ratio}, {self.weights!r})"
+
+    def attend(
+        self,
+        q: Array,
+        caches: Caches,
+        metadata: Metadata | None,
+        topk_indices: Array | None = None,
+        *,
+        out: Array | None = None,
+        lse: Array | None = None,
+        stream: Any = None,
+    ) -> tuple[Array, Array]:
+        """Attend for all tokens of the step, whose rows are in the caches already.
+
+        Parameters
+        ----------
+        q : [>= T, H, 512] bf16 or e4m3
+            RoPE is applied already. e4m3 values are multiplied by `Config.q_scale`.
+        caches : Caches
+            `swa` and, for a ratio above 1, `compressed` are read.
+        metadata : Metadata or None
+            The result of its builder's latest build. None, as engines pass it to warm up: all rows
+            of the results become 0.
+        topk_indices : [>= T, K] int32, optional
+            The rows that the indexer of a layer of ratio 4 chose, as numbers inside each request,
+            -1 = none. Other layers take none.
+        out : [>= T, >= H, 512] bf16, optional
+            Heads behind the first H are left alone.
+        lse : [>= T, H] fp32, optional
+            Natural logarithms, without the sink.
+        stream : int handle or stream object, optional
+
+        Returns
+        -------
+        (out, lse), with as many rows as q when they were left out. Only the first
+        num_actual_tokens rows are written; in arrays that this call made, the others are zero. A
+        padding token has out 0 and lse -inf.
+
+        Raises
+        ------
+        TypeError, ValueError, BufferError, RuntimeError, MemoryError
+            Metadata that a later build replaced or that lacks the layer's block table, and the
+            errors of `sparse_attention` and `dequantize_and_gather_k_cache`. All are raised before
+            anything is written.
+
+        Source: vLLM's attention layers of DeepSeek V4.
+
+        Examples
+        --------
+        >>> import numpy as np, ml_dtypes, sparse_mla
+        >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512)
+        >>> config = sparse_mla.v4.Config(2, kv_cache_dtype="bfloat16", **limits)
+        >>> starts, lens = np.array([0, 1], np.int32), np.array([257], np.int32)
+        >>> table = np.arange(5, dtype=np.int32)[None]  # one decode, position 256
+        >>> common = sparse_mla.CommonAttentionMetadata(starts, lens, np.array([256]), table)
+        >>> pages = {128: np.array([[1, 0]], np.int32)}
+        >>> metadata = sparse_mla.v4.MetadataBuilder(config).build(common, compressed=pages)
+        >>> zeros = np.zeros((5, 64, 512), ml_dtypes.bfloat16)
+        >>> caches = sparse_mla.v4.Caches(zeros, np.zeros((2, 2, 512), ml_dtypes.bfloat16))
+        >>> layer = sparse_mla.v4.SparseMLA(config, 128, sparse_mla.v4.Weights(*5 * [None]))
+        >>> q = np.zeros((1, 2, 512), ml_dtypes.bfloat16)
+        >>> out, lse = layer.attend(q, caches, metadata)  # 128 tokens, 2 compressed rows
+        >>> out.shape, np.exp(lse).round(2).tolist()
+        ((1, 2, 512), [[130.0, 130.0]])
+        """
+        if not isinstance(caches, Caches):
+            raise wrong_type("SparseMLA.attend", "caches", "a sparse_mla.v4.Caches", caches)
+        if metadata is None:
+            return _C.V4Builder.warm_up(q, out, lse, self.config.num_heads, stream)
+        if not isinstance(metadata, Metadata):
+            wanted = "what MetadataBuilder.build returned for this step, or None"
+            raise wrong_type("SparseMLA.attend", "metadata", wanted, metadata)
+        return metadata._builder.attend(
+            q,
+            caches.swa,
+            caches.compressed if self.compress_ratio > 1 else None,
+            topk_indices,
+            self.weights.attn_sink,
+            out,
+            lse,
+            max(self.compress_ratio, 1),
+            metadata._generation,
+            stream,
+        )

@@ -1,0 +1,482 @@
+"""sparse_mla.v4.SparseMLA.attend (csrc/step/v4_attend.c): both paths of every type of layer against
+fp64, over the keys that the contract's rules give each token."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import device
+import numpy as np
+import pytest
+import reference as ref
+import reference_v4 as plan
+from cases import make_sink, random_bf16
+from device import host
+from helpers import assert_same_bits, assert_within_bounds
+from library import sparse_mla
+from row_formats import Pages
+
+import sparse_mla as package
+
+v4 = sparse_mla.v4
+SIZES = plan.Sizes(max_model_len=500, max_num_batched_tokens=96, decode_threshold=2)
+NUM_PAGES = 90
+RATIOS = (1, 4, 16)
+FORMAT_PAIRS = [
+    ("fp8_v4", None),
+    ("bfloat16", None),
+    ("fp8_v4", "fp4_v41_split"),
+    ("bfloat16", "fp8_v41"),
+    ("fp8_e4m3", "fp8_v4"),
+    ("fp8_nope", "fp8_e4m3"),
+]
+KV_SCALE = 0.25  # a power of two, so that rows in bf16 are the same keys
+
+
+def full_table(rng, rows: int, need: int) -> np.ndarray:
+    """A page of its own for every entry that is needed; more columns than that."""
+    pages = rng.permutation(NUM_PAGES)[: rows * need].reshape(rows, need)
+    return np.concatenate([pages, np.full((rows, 1), -1)], 1).astype(np.int32)
+
+
+def make_batch(rng, query_lens, contexts, *, padding=0) -> plan.V4Batch:
+    seq_lens = np.array([n + c for n, c in zip(query_lens, contexts, strict=True)], np.int32)
+    top = int(seq_lens.max(initial=1))
+    slots = rng.integers(0, 99, sum(query_lens) + padding)
+    slots[len(slots) - padding :] = -1
+    rows = len(query_lens)
+    swa_need = -(-top // SIZES.swa_block_size)
+    table = np.full((rows, swa_need + 1), -1, np.int32)
+    for b, n in enumerate(query_lens):  # pages in front of the windows are given back
+        first = max(int(seq_lens[b]) - n - SIZES.window + 1, 0) // SIZES.swa_block_size
+        last = -(-int(seq_lens[b]) // SIZES.swa_block_size)
+        table[b, first:last] = rng.permutation(NUM_PAGES)[: last - first]
+    return plan.V4Batch(
+        list(query_lens), seq_lens, slots, table,
+        compressed={r: full_table(rng, rows, -(-top // SIZES.block_size)) for r in SIZES.ratios},
+        states={}, max_seq_len=top,
+    )  # fmt: skip
+
+
+def make_cache(rng, name: str, block_size: int, layout="paged") -> Pages:
+    cache = Pages(name, layout, pages=NUM_PAGES, block_size=block_size, seed=int(rng.integers(99)))
+    slots = np.arange(NUM_PAGES * block_size)
+    bits = ref.bf16_encode(rng.normal(0, 1, (len(slots), 512)).astype(np.float32))
+    cache.put(slots, *cache.format.encode(bits, KV_SCALE))
+    return cache
+
+
+@dataclass
+class Case:
+    """A layer's inputs in one step."""
+
+    batch: plan.V4Batch
+    config: object
+    layer: object
+    ratio: int
+    swa: Pages
+    compressed: Pages | None
+    q: np.ndarray
+    topk: np.ndarray | None
+    sink: np.ndarray
+
+    @property
+    def caches(self):
+        extra = None if self.compressed is None else self.compressed.cache
+        return v4.Caches(self.swa.cache, extra)
+
+    def build(self, builder=None, **tables):
+        builder = builder or v4.MetadataBuilder(self.config)
+        tables = tables or {"compressed": self.batch.compressed}
+        return builder.build(self.batch.common(sparse_mla), **tables)
+
+    def run(self, builder=None, **options) -> dict:
+        metadata = self.build(builder)
+        out, lse = self.layer.attend(self.q, self.caches, metadata, self.topk, **options)
+        return {"out": out, "lse": lse}
+
+    def keys(self, t: int) -> np.ndarray:
+        """float64 keys of token t."""
+        b, p = self.batch.tokens()[t]
+        if not self.batch.is_valid(t):
+            return np.zeros((0, 512))
+        parts = [self.swa.values(plan.window_of(SIZES, self.batch, t), KV_SCALE)]
+        if self.compressed is not None:
+            rows = list(range((p + 1) // self.ratio))
+            if self.topk is not None:
+                rows = [int(i) for i in self.topk[t] if i >= 0]
+            block_size = SIZES.block_size // self.ratio
+            table = self.batch.compressed[self.ratio][b]
+            slots = [plan.slot(table, i, block_size) for i in rows]
+            assert min(slots, default=0) >= 0
+            parts.append(self.compressed.values(slots, KV_SCALE))
+        keys = np.concatenate(parts)
+        if self.config.path == "separate" and t >= plan.split(SIZES, self.batch)[2]:
+            keys = ref.to_f32(ref.to_bf16(keys))  # what the workspace holds
+        return keys.astype(np.float64)
+
+    def reference(self, *, sink=True) -> ref.Attention:
+        tokens = self.batch.num_tokens
+        query = self.q[:tokens]
+        query = ref.e4m3_decode(query) if query.dtype == ref.E4M3 else ref.to_f32(query)
+        scale = self.config.softmax_scale * self.config.q_scale
+        keys = [self.keys(t) for t in range(tokens)]
+        caches = [self.swa, self.compressed]
+        kinds = ("none", "ue8m0", "e4m3")
+        scales = any(c is not None and c.format.scales not in kinds for c in caches)
+        return ref.attend_keys(
+            query.astype(np.float64) * scale, keys, self.sink if sink else None, has_scales=scales
+        )
+
+
+def choose_rows(rng, batch: plan.V4Batch, ratio: int, width: int) -> np.ndarray:
+    """Rows that an indexer might choose: any order, -1 anywhere, repetitions."""
+    topk = np.full((batch.num_tokens, width), -1, np.int32)
+    for t, (b, p) in enumerate(batch.tokens()):
+        groups = (p + 1) // ratio
+        if b < 0 or groups == 0:
+            continue
+        count = min(groups, width)
+        topk[t, :count] = rng.permutation(groups)[:count]
+        topk[t, rng.random(width) < 0.1] = -1
+    return topk
+
+
+def make_case(
+    ratio,
+    path,
+    lens=(1, 2, 1, 9, 3, 20, 5),
+    contexts=(40, 3, 0, 0, 60, 7, 33),
+    *,
+    formats=("fp8_v4", None),
+    heads=3,
+    padding=2,
+    e4m3=False,
+    layout="paged",
+    seed=0,
+    **changes,
+) -> Case:
+    rng = np.random.default_rng([seed, ratio, len(lens)])
+    batch = make_batch(rng, lens, contexts, padding=padding)
+    main, extra = formats[0], formats[1] or formats[0]
+    has_scale = "fp8_e4m3" in (main, extra)
+    options = SIZES.options() | {
+        "topk_tokens": 16, "kv_cache_dtype": main, "compressed_kv_cache_dtype": extra,
+        "kv_scale": KV_SCALE if has_scale else 1.0, "path": path, "device": device.NAME,
+        "q_scale": 1.25 if e4m3 else 1.0,
+    } | changes  # fmt: skip
+    config = v4.Config(heads, **options)
+    sink = make_sink(rng, heads + 2)
+    q = random_bf16(rng, batch.num_tokens + 1, heads, 512)
+    if e4m3:
+        q = ref.e4m3_encode(ref.to_f32(q)).view(ref.E4M3)
+    compressed = None
+    if ratio > 1:
+        compressed = make_cache(rng, extra, SIZES.block_size // ratio, layout)
+    return Case(
+        batch=batch,
+        config=config,
+        layer=v4.SparseMLA(config, ratio, v4.Weights(None, None, sink, None, None)),
+        ratio=ratio,
+        swa=make_cache(rng, main, SIZES.swa_block_size, layout),
+        compressed=compressed,
+        q=q,
+        topk=choose_rows(rng, batch, ratio, 11) if ratio == 4 else None,
+        sink=sink[:heads],
+    )
+
+
+def check(case: Case, **options) -> dict:
+    got = case.run(**options)
+    tokens = case.batch.num_tokens
+    rest = {name: x[tokens:] for name, x in got.items()}
+    got = {name: x[:tokens] for name, x in got.items()}
+    assert_within_bounds(case.reference(), got)
+    for name, x in rest.items():
+        assert not ref.to_f32(x).any() if name == "out" else not x.any(), "rows behind the step"
+    return got
+
+
+# --- both paths ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["direct", "separate"])
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("formats", FORMAT_PAIRS, ids=str)
+def test_layers(formats, ratio, path):
+    check(make_case(ratio, path, formats=formats))
+
+
+BATCHES = {
+    "one decode": ((1,), (77,), 0),
+    "decodes": ((1, 2, 2, 1), (0, 9, 30, 200), 0),
+    "padded decodes": ((2, 2), (5, 60), 4),
+    "graph padding": ((2, 2, 0, 0), (5, 60, 0, 0), 4),
+    "one prefill": ((40,), (0,), 0),
+    "prefills": ((3, 3, 3, 3, 3, 3, 3), (0, 1, 3, 4, 5, 50, 150), 0),
+    "decodes and a prefill": ((1, 1, 12), (3, 15, 16), 3),
+}
+
+
+@pytest.mark.parametrize("path", ["direct", "separate"])
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches(name, ratio, path):
+    lens, contexts, padding = BATCHES[name]
+    check(make_case(ratio, path, lens, contexts, padding=padding))
+
+
+@pytest.mark.parametrize("path", ["direct", "separate"])
+@pytest.mark.parametrize("heads", [1, 16, 40, 64, 128])
+def test_heads(heads, path):
+    check(make_case(16, path, (1, 5), (30, 30), heads=heads))
+
+
+@pytest.mark.parametrize("path", ["direct", "separate"])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_e4m3_queries(ratio, path):
+    check(make_case(ratio, path, e4m3=True))
+
+
+@pytest.mark.parametrize("path", ["direct", "separate"])
+@pytest.mark.parametrize("layout", ["mqa", "padded", "bytes"])
+def test_layouts(layout, path):
+    check(make_case(4, path, layout=layout))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 4, 99])
+def test_chunks(chunk_size):
+    """The number of chunks changes no bit."""
+    want = check(make_case(4, "separate"))
+    got = check(make_case(4, "separate", prefill_chunk_size=chunk_size))
+    for name in want:
+        assert_same_bits(got[name], want[name], name)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_decodes_do_not_depend_on_the_path(ratio):
+    """Decode tokens are attended to by the same call on both paths."""
+    got = [check(make_case(ratio, path)) for path in ("direct", "separate")]
+    tokens = plan.split(SIZES, make_case(ratio, None).batch)[2]
+    assert tokens == 4
+    for name in got[0]:
+        assert_same_bits(got[0][name][:tokens], got[1][name][:tokens], name)
+
+
+def test_the_default_path_is_direct():
+    assert make_case(16, None).build().path == "direct"
+
+
+def test_padding_tokens_have_no_keys():
+    for path in ("direct", "separate"):
+        for lens, contexts in (((1, 2), (4, 5)), ((1, 7), (4, 5))):
+            got = check(make_case(16, path, lens, contexts, padding=3))
+            assert (host(got["lse"])[-3:] == -np.inf).all()
+            assert (ref.to_f32(got["out"])[-3:] == 0).all()
+
+
+def test_tokens_without_slots_are_padding():
+    """On path "direct", and among decodes on both."""
+    case = make_case(16, "direct")
+    case.batch.slot_mapping[[0, 7]] = -1
+    got = check(case)
+    assert (host(got["lse"])[[0, 7]] == -np.inf).all()
+    case = make_case(16, "separate")
+    case.batch.slot_mapping[2] = -1
+    assert (host(check(case)["lse"])[2] == -np.inf).all()
+
+
+@pytest.mark.parametrize("path", ["direct", "separate"])
+def test_given_results(path):
+    """Further rows and heads of the caller's arrays stay as they are."""
+    case = make_case(4, path)
+    want = check(case)
+    tokens = case.batch.num_tokens
+    out = np.full((tokens + 3, 5, 512), 7, ref.BF16)
+    lse = np.full((tokens + 3, 3), 7, np.float32)
+    got = case.run(out=out, lse=lse)
+    assert got["out"] is out
+    assert got["lse"] is lse
+    assert_same_bits(out[:tokens, :3], want["out"], "out")
+    assert_same_bits(lse[:tokens], want["lse"], "lse")
+    for rest in (out[tokens:], out[:, 3:], lse[tokens:]):
+        assert (ref.to_f32(rest) == 7).all()
+
+
+def test_one_builder_serves_all_layers_and_steps():
+    """Layers of all types read one plan; a new step has the bits of a new builder."""
+    for path in ("direct", "separate"):
+        builders = {}
+        for seed in range(4):
+            lens = [(1, 2, 9), (2,), (1, 1, 1, 30, 4, 5), (5,)][seed]
+            for ratio in RATIOS:
+                case = make_case(ratio, path, lens, [20 * i for i in range(len(lens))], seed=seed)
+                builder = builders.setdefault(path, v4.MetadataBuilder(case.config))
+                got, want = case.run(builder), case.run()
+                for name in got:
+                    assert_same_bits(got[name], want[name], f"{name} of step {seed}")
+
+
+def test_the_caller_s_workspace():
+    case = make_case(4, "separate")
+    want = check(case)
+    rows = 3 * (125 + SIZES.window + SIZES.max_num_batched_tokens)
+    wide = np.full((rows + 2, 520), 3, ref.BF16)
+    builder = v4.MetadataBuilder(case.config, workspace=wide[:, :512])
+    got = case.run(builder)
+    for name in want:
+        assert_same_bits(got[name][: case.batch.num_tokens], want[name], name)
+    assert (ref.to_f32(wide[:, 512:]) == 3).all()
+    assert (ref.to_f32(wide[rows:]) == 3).all()
+    if not device.ON_CUDA:
+        assert (ref.to_f32(wide[:, :512]) != 3).any()
+
+
+def test_a_step_without_requests():
+    case = make_case(16, "separate", (), (), padding=0)
+    got = case.run()
+    assert host(got["out"]).shape == (1, 3, 512)
+    assert not ref.to_f32(got["out"]).any()
+
+
+# --- warm-up -------------------------------------------------------------------------------------
+
+
+def test_warm_up_gives_zeros():
+    case = make_case(4, None)
+    for given in (False, True):
+        out = np.full((len(case.q) + 1, 5, 512), 7, ref.BF16)
+        lse = np.full((3, len(case.q) + 1), 7, np.float32).T
+        options = {"out": out, "lse": lse} if given else {}
+        got = case.layer.attend(case.q, case.caches, None, case.topk, **options)
+        for x in got:
+            x = ref.to_f32(x) if x.dtype == ref.BF16 else x
+            assert not x[: len(case.q), :3].any()
+        if given:
+            assert (ref.to_f32(out[:, 3:]) == 7).all()
+            assert (ref.to_f32(out[len(case.q) :]) == 7).all()
+            assert (lse[len(case.q) :] == 7).all()
+        else:
+            assert got[0].shape == (len(case.q), 3, 512)
+            assert (got[1].shape, got[1].dtype) == ((len(case.q), 3), np.float32)
+
+
+def test_bad_warm_ups():
+    case = make_case(4, None)
+    for q, error, rule in (
+        (case.q[:, :2], ValueError, r"`q` must have shape \[any, 3, 512\], got \[44, 2, 512\]"),
+        (case.q.astype(np.float32), TypeError, "`q` must be bfloat16 or float8_e4m3fn, got float3"),
+    ):
+        with pytest.raises(error, match=f"^attend: {rule}"):
+            case.layer.attend(q, case.caches, None)
+    lse = np.zeros((len(case.q), 2), np.float32)
+    with pytest.raises(ValueError, match=r"^attend: `lse` must have shape"):
+        case.layer.attend(case.q, case.caches, None, lse=lse)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+def bad_calls(case: Case) -> dict:
+    """name -> changed arguments of attend, and the error's text."""
+    tokens = case.batch.num_tokens
+    wrong_pages = make_cache(np.random.default_rng(0), "fp8_v4", 5).cache
+    bf16 = make_cache(np.random.default_rng(0), "bfloat16", SIZES.swa_block_size).cache
+    swa, extra = case.swa.cache, case.compressed.cache
+    wide = np.zeros((tokens, 17), np.int32)
+    return {
+        "short q": ({"q": case.q[: tokens - 1]}, r"`q` must have shape \[>= 43, 3, 512\]"),
+        "heads": ({"q": case.q[:, :2]}, "`q` must have shape"),
+        "q dtype": ({"q": case.q.astype(np.float32)}, "`q` must be bfloat16 or float8_e4m3fn"),
+        "pages": (
+            {"caches": v4.Caches(wrong_pages, extra)},
+            r"`caches.swa` must have pages of",
+        ),
+        "format": ({"caches": v4.Caches(bf16, extra)}, r"`caches.swa` must be uint8, int8"),
+        "no cache": ({"caches": v4.Caches(swa)}, r"`caches.compressed` must be given, got none"),
+        "compressed pages": ({"caches": v4.Caches(swa, swa)}, r"`caches.compressed` must have pag"),
+        "no topk": ({"topk_indices": None}, "`topk_indices` must be given, got none"),
+        "wide topk": ({"topk_indices": wide}, r"`topk_indices` must have at most .* = 16 columns"),
+        "short topk": ({"topk_indices": wide[1:]}, "`topk_indices` must have shape"),
+        "topk dtype": ({"topk_indices": wide.astype(np.int64)}, "`topk_indices` must be int32"),
+        "out": ({"out": np.zeros((tokens, 2, 512), ref.BF16)}, "`out` must have shape"),
+        "lse": ({"lse": np.zeros((tokens, 4), np.float32)}, "`lse` must have shape"),
+        "overlap": ({"out": case.q}, "`out` must not overlap `q`, got arrays that share memory"),
+    }
+
+
+@pytest.mark.parametrize("path", ["direct", "separate"])
+@pytest.mark.parametrize("name", list(bad_calls(make_case(4, None))))
+def test_bad_calls(name, path):
+    """Nothing is written, and the step can be attended to afterwards."""
+    case = make_case(4, path)
+    metadata = case.build()
+    changes, rule = bad_calls(case)[name]
+    out = np.full((len(case.q), 3, 512), 7, ref.BF16)
+    arguments = {
+        "q": case.q, "caches": case.caches, "topk_indices": case.topk, "out": out,
+    } | changes  # fmt: skip
+    with pytest.raises((TypeError, ValueError), match=f"^attend: ({rule})"):
+        case.layer.attend(arguments.pop("q"), arguments.pop("caches"), metadata, **arguments)
+    assert (ref.to_f32(out) == 7).all()
+    case.layer.attend(case.q, case.caches, metadata, case.topk)
+
+
+def test_bad_arguments_of_other_layers():
+    case = make_case(16, "direct")
+    metadata = case.build()
+    with pytest.raises(ValueError, match=r"^attend: `topk_indices` must be None for a layer with"):
+        case.layer.attend(case.q, case.caches, metadata, np.zeros((43, 3), np.int32))
+    with pytest.raises(TypeError, match=r"`caches` must be a sparse_mla\.v4\.Caches, got tuple"):
+        package.v4.SparseMLA(case.config, 16, v4.Weights(*5 * [None])).attend(case.q, (), metadata)
+    with pytest.raises(TypeError, match=r"`metadata` must be what MetadataBuilder.build returned"):
+        package.v4.SparseMLA(case.config, 16, v4.Weights(*5 * [None])).attend(
+            case.q, case.caches, 3
+        )
+    e4m3 = make_case(16, "direct", e4m3=True)
+    bf16 = dataclasses.replace(e4m3, q=make_case(16, "direct").q)
+    with pytest.raises(ValueError, match="`q` must be float8_e4m3fn for a config with q_scale"):
+        bf16.run()
+
+
+def test_a_layer_needs_its_block_table():
+    case = make_case(16, "direct")
+    metadata = case.build(compressed={4: case.batch.compressed[4]})
+    with pytest.raises(ValueError, match="`metadata` must have a compressed block table of ratio"):
+        case.layer.attend(case.q, case.caches, metadata)
+
+
+def test_a_replaced_step_is_refused():
+    case = make_case(16, "direct")
+    builder = v4.MetadataBuilder(case.config)
+    old, new = case.build(builder), case.build(builder)
+    with pytest.raises(ValueError, match=r"`metadata` must come from .* latest build \(number 2\)"):
+        case.layer.attend(case.q, case.caches, old)
+    case.layer.attend(case.q, case.caches, new)
+
+
+@pytest.mark.skipif(device.ON_CUDA, reason="a GPU writes zeros for bad pages")
+@pytest.mark.parametrize("which", ["swa", "compressed"])
+def test_bad_pages_on_the_separate_path(which):
+    """The gather of the last chunk fails before the first token is written."""
+    case = make_case(16, "separate")
+    table = case.batch.block_table if which == "swa" else case.batch.compressed[16]
+    table[6] = NUM_PAGES
+    out = np.full((len(case.q), 3, 512), 7, ref.BF16)
+    with pytest.raises(ValueError, match=r"^dequantize_and_gather_k_cache: `block_table` must"):
+        case.run(out=out)
+    assert (ref.to_f32(out) == 7).all()
+
+
+def test_layers_take_configs_weights_and_known_ratios():
+    config, weights = make_case(16, None).config, v4.Weights(*5 * [None])
+    with pytest.raises(TypeError, match=r"`config` must be a sparse_mla\.v4\.Config, got int"):
+        package.v4.SparseMLA(3, 16, weights)
+    with pytest.raises(TypeError, match=r"`weights` must be a sparse_mla\.v4\.Weights, got None"):
+        package.v4.SparseMLA(config, 16, None)
+    with pytest.raises(ValueError, match=r"`compress_ratio` must be at most 1 or .*, got 128"):
+        package.v4.SparseMLA(config, 128, weights)
+    with pytest.raises(ValueError, match=r"`compress_ratio` must be at least 0, got -1"):
+        package.v4.SparseMLA(config, -1, weights)
+    assert package.v4.SparseMLA(config, 0, weights).compress_ratio == 0
