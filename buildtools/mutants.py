@@ -40,7 +40,13 @@ WORK = Path("build/mutants")
 TREE = WORK / "tree"
 SURVIVED = WORK / "survived.txt"
 EXPLAINED = Path("tests/equivalent_mutants.txt")
-SOURCES = ("csrc/**/*.[ch]", "sparse_mla/*.py", "sparse_mla/ops/*.py", "sparse_mla/backend/*.py")
+SOURCES = (
+    "csrc/**/*.[ch]",
+    "sparse_mla/*.py",
+    "sparse_mla/ops/*.py",
+    "sparse_mla/backend/*.py",
+    "sparse_mla/v4/*.py",
+)
 COPIED = re.compile(r"(csrc|sparse_mla|tests|buildtools|examples|docs|benchmarks)/|[^/]+$")
 FAKE_GPU = ("test_fake_gpu.py",)  # the tests that load build/release/tests/fake_gpu.so
 OUTCOMES = ("caught", "survived", "explained", "not built")
