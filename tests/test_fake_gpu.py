@@ -11,6 +11,7 @@ import engine
 import numpy as np
 import pytest
 import reference as ref
+import test_v4_attend as attend
 from dlpack_producer import CUDA, NAMES, Legacy, Producer, api, assert_returned
 from exchange_producer import DTYPE_OF, Exchanged, NoMemory
 from fake_gpu import (
@@ -1417,3 +1418,132 @@ def test_plans_of_a_gpu_name_its_kernels(package):
         assert plan["workspace_bytes"] <= package.attention_workspace_size(
             300, 64, 2048, device="cuda"
         )
+
+
+# --- DeepSeek V4's builder -----------------------------------------------------------------------
+
+
+class V4Step:
+    """A layer of `package` and the arrays of a step, on a fake GPU."""
+
+    def __init__(self, package, ratio, path, device_id=0) -> None:
+        v4 = package.v4
+        self.case = attend.make_case(ratio, path)
+        fields = vars(self.case.config) | {"device": f"cuda:{device_id}"}
+        self.config = v4.Config(fields.pop("num_heads"), **fields)
+        self.builder = v4.MetadataBuilder(self.config)
+
+        def put(x):
+            return None if x is None else CupyArray(x, device_id)
+
+        extra = self.case.compressed
+        self.caches = v4.Caches(put(self.case.swa.cache), put(extra and extra.cache))
+        weights = v4.Weights(None, None, put(self.case.sink), None, None)
+        self.layer = v4.SparseMLA(self.config, ratio, weights)
+        names = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
+        arrays = {name: put(getattr(self.case.batch, name)) for name in names}
+        self.common = self.case.batch.common(package, **arrays)
+        self.tables = {r: put(x) for r, x in self.case.batch.compressed.items()}
+        self.q, self.topk = put(self.case.q), put(self.case.topk)
+
+    def build(self):
+        return self.builder.build(self.common, compressed=self.tables)
+
+    def attend(self, metadata, **options):
+        return self.layer.attend(self.q, self.caches, metadata, self.topk, **options)
+
+    def check(self, results) -> None:
+        tokens = self.case.batch.num_tokens
+        got = {name: x.array[:tokens] for name, x in zip(("out", "lse"), results, strict=True)}
+        assert_within_bounds(self.case.reference(), got)
+
+
+@pytest.mark.parametrize("path", ["direct", "separate"])
+@pytest.mark.parametrize("ratio", attend.RATIOS)
+def test_a_v4_step_sends_one_copy_and_waits_for_nothing(package, gpu, cupy, ratio, path):
+    step = V4Step(package, ratio, path, 1)
+    cupy.current = 1
+    build_stream, stream = gpu.new_stream(1), gpu.new_stream(1)
+    for _ in range(2):
+        cupy.stream = build_stream
+        gpu.calls()
+        metadata = step.build()
+        calls = [call.split("@")[0] for call in gpu.calls()]
+        assert calls.count("copy") == 1
+        assert not any("Synchronize" in call for call in calls)
+        assert gpu.launch == (build_stream, 1)
+        assert metadata.swa_indices.device == "cuda:1"
+        step.check(step.attend(metadata, stream=stream))
+        assert gpu.launch == (stream, 1)
+        assert gpu.followed(stream) == build_stream
+        calls = [call.split("@")[0] for call in gpu.calls()]
+        assert "copy" not in calls
+        assert not any("Synchronize" in call for call in calls)
+
+
+def test_a_v4_build_waits_for_the_layers_before_it(package, gpu, cupy):
+    step = V4Step(package, 16, "direct")
+    streams = [gpu.new_stream() for _ in range(3)]
+    cupy.stream = streams[0]
+    metadata = step.build()
+    step.attend(metadata, stream=streams[1])
+    cupy.stream = streams[2]
+    step.build()
+    assert gpu.followed(streams[2]) == streams[1]
+
+
+def test_v4_captures(package, gpu, cupy):
+    """A layer may be captured, a build may not."""
+    step = V4Step(package, 4, "direct")
+    cupy.stream = gpu.new_stream()
+    metadata = step.build()
+    want = [x.array.copy() for x in step.attend(metadata)]
+    stream = cupy.stream = gpu.new_stream()
+    gpu.capture(stream)
+    with pytest.raises(ValueError, match=r"build: `stream` must not be capturing a CUDA graph"):
+        step.build()
+    results = step.attend(metadata)
+    zeros = step.layer.attend(step.q, step.caches, None)
+    gpu.capture(stream, False)
+    for x, y in zip(results, want, strict=True):
+        assert x.array.tobytes() == y.tobytes()
+    assert not any(x.array.view(np.uint8).any() for x in zeros)
+
+
+@pytest.mark.parametrize("call", ["copy to device", "launch", "cudaEventRecord"])
+def test_a_v4_build_that_fails_leaves_no_step(package, gpu, cupy, call):
+    step = V4Step(package, 16, "direct")
+    cupy.stream = gpu.new_stream()
+    metadata = step.build()
+    gpu.fail(call)
+    with pytest.raises(RuntimeError, match=r"^MetadataBuilder\.build: .* failed"):
+        step.build()
+    with pytest.raises(ValueError, match=r"^attend: `builder` must have built a step, got none"):
+        step.attend(metadata)
+    step.check(step.attend(step.build()))
+
+
+def test_v4_arrays_on_another_gpu(package, gpu, cupy):
+    step, other = (V4Step(package, 16, "direct", i) for i in range(2))
+    stream = gpu.new_stream()
+    cupy.current = 1
+    with pytest.raises(ValueError, match=r"`block_table` must be on the device of the config"):
+        step.builder.build(other.common)
+    cupy.current = 0
+    metadata = step.build()
+    with pytest.raises(ValueError, match=r"must be on cuda:0 like"):
+        step.builder.build(step.common, compressed=other.tables)
+    step.check(step.attend(metadata, stream=stream))
+
+
+def test_v4_steps_keep_nothing(package, gpu, cupy):
+    step = V4Step(package, 4, "separate")
+    stream = gpu.new_stream()
+
+    def run():
+        step.attend(step.build(), stream=stream)
+        gpu.calls()
+        cupy.reset()
+
+    assert_keeps_nothing(run, calls=30)
+    assert_keeps_nothing(lambda: package.v4.MetadataBuilder(step.config), calls=30)

@@ -16,6 +16,7 @@ import engine
 import numpy as np
 import pytest
 import reference as ref
+import test_v4_attend as attend
 from fake_gpu import Driver, load, on_gpu
 from helpers import assert_keeps_nothing
 
@@ -269,6 +270,28 @@ def test_builds_and_forwards(path):
         assert ref.bits16(x).tobytes() == ref.bits16(y).tobytes() if x.dtype == ref.BF16 else True
         assert x.tobytes() == y.tobytes()
     assert fail_each_allocation(functools.partial(sparse_mla.MetadataBuilder, config)) > 0
+
+
+@IN_CLEAN_UP
+@pytest.mark.parametrize("path", ["direct", "separate"])
+def test_v4_steps(path):
+    case = attend.make_case(4, path, (1, 2, 9), (4, 5, 6))
+    builder = sparse_mla.v4.MetadataBuilder(case.config)
+    arrays = [case.q, case.swa.cache, case.topk, case.batch.block_table]
+    want = case.layer.attend(case.q, case.caches, case.build(builder), case.topk)
+    before = counts_of(arrays[:3])
+    assert fail_each_allocation(functools.partial(case.build, builder)) > 0
+    metadata, caches = case.build(builder), case.caches
+    run = functools.partial(case.layer.attend, case.q, caches, metadata, case.topk)
+    assert fail_each_allocation(run) > 0
+    got = run()
+    assert fail_each_allocation(functools.partial(case.layer.attend, case.q, caches, None)) > 0
+    run = caches = None
+    assert counts_of(arrays[:3]) == before
+    for x, y in zip(got, want, strict=True):
+        assert x.tobytes() == y.tobytes()
+    make = functools.partial(sparse_mla.v4.MetadataBuilder, case.config)
+    assert fail_each_allocation(make) > 0
 
 
 # --- on a GPU ------------------------------------------------------------------------------------

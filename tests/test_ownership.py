@@ -477,6 +477,52 @@ def test_a_builder_is_let_go_by_any_thread():
     assert not block_table.is_held()
 
 
+def make_v4_builder(workspace=None):
+    counts = (2, 3, 4, 32, 4, 4, 8, 16, 1, 4)
+    scales = (0.1, 1.0, 1.0)
+    names = ("fp8_v4", "fp8_v4", "separate", "cpu")
+    return _C.V4Builder(*counts, scales, (4, 16), (4, 8), *names, workspace)
+
+
+def build_v4(builder, arrays, lens=(9, 12)):
+    table, slots, *tables = arrays
+    compressed, states = (*tables[:2], tables[2]), (tables[3], None, None)
+    return builder.build((0, 1, 4), lens, table, slots, compressed, states, 2, 4, 12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_v4_builder_holds_the_arrays_of_its_step(kind):
+    """It holds them until the next good build, and the workspace until it is gone. It does not hold
+    arrays of failing builds."""
+    workspace = give(kind, np.zeros((4 * (4 + 3 + 8), 512), cases.ref.BF16))
+    builder = make_v4_builder(workspace.x)
+
+    def step():
+        memory = [table(), np.arange(4), *(table() for _ in range(4))]
+        return [give(kind, x) for x in memory]
+
+    first, second, bad = step(), step(), step()
+    plan = build_v4(builder, [one.x for one in first])
+    assert all(one.is_held() for one in first)
+    with pytest.raises(ValueError, match=r"^MetadataBuilder\.build: `seq_lens` must"):
+        build_v4(builder, [one.x for one in bad], lens=(9, -1))
+    assert not any(one.is_held() for one in bad)
+    refused = step()
+    with pytest.raises((TypeError, ValueError), match=r"^MetadataBuilder\.build: "):
+        build_v4(builder, [*(one.x for one in refused[:-1]), object()])
+    assert not any(one.is_held() for one in refused)
+    assert all(one.is_held() for one in first)
+    plan = build_v4(builder, [one.x for one in second])
+    assert not any(one.is_held() for one in first)
+    assert all(one.is_held() for one in second)
+    lens = plan["groups"][0]["context_lens"]
+    del builder, plan
+    assert workspace.is_held()
+    assert lens.tolist() == [2, 2, 2, 3]
+    del lens
+    assert not any(one.is_held() for one in (*second, workspace))
+
+
 def test_metadata_holds_what_it_shows():
     """Metadata holds the arrays of the step that it shows, and the builder holds the block table.
     Nothing else is held."""

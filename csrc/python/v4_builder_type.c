@@ -94,6 +94,33 @@ parse_ratios(const char *op, PyObject *ratios, PyObject *state_block_sizes, smla
     return 0;
 }
 
+/* Reads the tuple (softmax_scale, q_scale, kv_scale). Each of them as an argument of its own would
+ * make 20, and CPython 3.11 keeps freed tuples of 20 items without ever using them again. */
+static int
+parse_scales(const char *op, PyObject *object, smla_v4_config *config)
+{
+    const struct {
+        const char *name;
+        double *value;
+    } scales[] = {
+        {"softmax_scale", &config->softmax_scale},
+        {"q_scale", &config->q_scale},
+        {"kv_scale", &config->kv_scale},
+    };
+    if (!PyTuple_Check(object) || PyTuple_Size(object) != SMLA_PY_COUNT(scales)) {
+        PyErr_Format(PyExc_ValueError, "%s: `scales` must be a tuple of %d numbers, got %R", op,
+                     SMLA_PY_COUNT(scales), object);
+        return -1;
+    }
+    for (int i = 0; i < SMLA_PY_COUNT(scales); i++) {
+        PyObject *const number = PyTuple_GetItem(object, i);
+        if (smla_py_parse_float(op, scales[i].name, number, scales[i].value) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 static int
 parse_config(const char *op, PyObject *args, smla_v4_config *config)
 {
@@ -112,18 +139,9 @@ parse_config(const char *op, PyObject *args, smla_v4_config *config)
         {"decode_threshold", &config->decode_threshold},
         {"prefill_chunk_size", &config->prefill_chunk_size},
     };
-    const struct {
-        const char *name;
-        double *value;
-    } scales[] = {
-        {"softmax_scale", &config->softmax_scale},
-        {"q_scale", &config->q_scale},
-        {"kv_scale", &config->kv_scale},
-    };
     enum {
         NUM_SIZES = sizeof sizes / sizeof sizes[0],
-        NUM_SCALES = sizeof scales / sizeof scales[0],
-        REST = NUM_SIZES + NUM_SCALES,
+        REST = NUM_SIZES + 1,
         NUM_ARGS = REST + 7,
     };
     if (smla_py_check_count(op, PyTuple_Size(args), NUM_ARGS) < 0) {
@@ -134,13 +152,8 @@ parse_config(const char *op, PyObject *args, smla_v4_config *config)
             return -1;
         }
     }
-    for (int i = 0; i < NUM_SCALES; i++) {
-        PyObject *const number = PyTuple_GetItem(args, NUM_SIZES + i);
-        if (smla_py_parse_float(op, scales[i].name, number, scales[i].value) < 0) {
-            return -1;
-        }
-    }
-    if (parse_ratios(op, PyTuple_GetItem(args, REST), PyTuple_GetItem(args, REST + 1), config) <
+    if (parse_scales(op, PyTuple_GetItem(args, NUM_SIZES), config) < 0 ||
+        parse_ratios(op, PyTuple_GetItem(args, REST), PyTuple_GetItem(args, REST + 1), config) <
             0 ||
         smla_py_parse_kv_format(op, "kv_cache_dtype", PyTuple_GetItem(args, REST + 2),
                                 &config->kv_format) < 0 ||
@@ -552,7 +565,7 @@ static PyGetSetDef builder_getset[] = {
 PyDoc_STRVAR(builder_doc,
              "V4Builder(num_heads, window, topk_tokens, block_size, swa_block_size, max_num_seqs, "
              "max_num_batched_tokens, max_model_len, decode_threshold, prefill_chunk_size, "
-             "softmax_scale, q_scale, kv_scale, compress_ratios, state_block_sizes, "
+             "scales, compress_ratios, state_block_sizes, "
              "kv_cache_dtype, compressed_kv_cache_dtype, path, device, workspace, /)\n--\n\n"
              "The compiled part of sparse_mla.v4.MetadataBuilder.");
 
