@@ -287,6 +287,16 @@ def test_tokens_without_slots_are_padding():
     assert (host(check(case)["lse"])[2] == -np.inf).all()
 
 
+def test_prefills_without_slots_on_the_separate_path():
+    """They see what their positions see: a token's slot does not change its row."""
+    case = make_case(4, "separate")
+    want = check(case)
+    case.batch.slot_mapping[7] = -1
+    got = case.run()
+    for name, x in want.items():
+        assert_same_bits(got[name][: len(x)], x, name)
+
+
 @pytest.mark.parametrize("path", ["direct", "separate"])
 def test_given_results(path):
     """Further rows and heads of the caller's arrays stay as they are."""

@@ -176,7 +176,8 @@ class SparseMLA:
         -------
         (out, lse), with as many rows as q when they were left out. Only the first
         num_actual_tokens rows are written; in arrays that this call made, the others are zero. A
-        padding token has out 0 and lse -inf.
+        token that is not valid (see `Metadata.is_valid`) has out 0 and lse -inf. Path "separate"
+        does not look at the slots of its prefill tokens: they see what their positions see.
 
         Raises
         ------
