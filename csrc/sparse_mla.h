@@ -439,6 +439,32 @@ typedef struct smla_fused_q_kv_rmsnorm_args {
 SMLA_API smla_status smla_fused_q_kv_rmsnorm(const smla_fused_q_kv_rmsnorm_args *args,
                                              smla_error *error);
 
+/* Before attention, in one launch. Every head of q becomes RMSNorm(q) without a weight, turned by
+ * RoPE of its token's position: in place, or in q_out. The first slots of slot_mapping get the rows
+ * of kv, turned and rounded to bf16, in the cache's format, as quantize_and_insert_k_cache writes
+ * them. T is the number of rows of q_out, or else of q. A bad position or slot is an error on the
+ * CPU; CUDA does not turn that token, or skips that row. */
+typedef struct smla_qnorm_insert_args {
+    size_t struct_size;
+    const DLTensor *q;            /* [>= T, H, 512] bf16; out, if q_out is absent */
+    const DLTensor *q_out;        /* out [T, >= H, 512] bf16, optional, may be q; e4m3 | uint8 and
+                                   * required with q_scale_inv. Heads from H on become 0. */
+    const DLTensor *kv;           /* [>= T, 512] bf16 */
+    const DLTensor *positions;    /* [>= T] int64 | int32 */
+    const DLTensor *cos_sin;      /* [max_pos, 64] fp32: 32 cosines, then 32 sines */
+    const DLTensor *cache;        /* out: a cache of 512 values per token */
+    const DLTensor *slot_mapping; /* [<= T] int64 | int32; negative slots are skipped */
+    double eps;                   /* finite, >= 0 */
+    smla_scale_arg q_scale_inv;   /* if given, q_out = e4m3(value * q_scale_inv) */
+    smla_scale_arg kv_scale;      /* fp8_e4m3 only */
+    int64_t block_size;           /* tokens per page of a cache [pages, page bytes], else 0 */
+    int32_t kv_format;            /* smla_kv_format */
+    void *stream;
+} smla_qnorm_insert_args;
+
+SMLA_API smla_status smla_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_args *args,
+                                                     smla_error *error);
+
 /* How the scales of 128 values each are stored. They are powers of two. */
 typedef enum smla_scale_layout {
     SMLA_SCALES_INFER = 0,   /* the dtype of the array decides */

@@ -147,6 +147,12 @@ def normalized(given: Given) -> tuple[Result, ...]:
     return (given.sizes("q", 2), "bfloat16"), (given.sizes("kv", 2), "bfloat16")
 
 
+def inserted(given: Given) -> tuple[Result, ...]:
+    """q_out, where it is new."""
+    is_bf16 = given.values["q_scale_inv"] is None
+    return ((given.sizes("q", 3), "bfloat16" if is_bf16 else "float8_e4m3fn"),)
+
+
 def turned_back(given: Given) -> tuple[Result, ...]:
     """(out, out_scale)."""
     tokens, heads = given.sizes("o", 3)[:2]

@@ -704,6 +704,20 @@ def _inverse_call() -> Call:
     return Call("fused_inv_rope_fp8_quant", args, kwargs)
 
 
+def _qnorm_insert_call() -> Call:
+    rng = np.random.default_rng(14)
+    args = {
+        "q": random_bf16(rng, 5, 4, 512),
+        "kv": random_bf16(rng, 5, 512),
+        "positions": np.array([7, 0, 3, 3, 1], np.int64),
+        "cos_sin": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
+        "cache": np.zeros((3, 4, 512), np.uint8),
+        "slot_mapping": np.array([0, 11, -1, 5], np.int64),
+    }
+    options = {"kv_scale": np.full(1, 0.5, np.float32), "q_out": np.zeros((5, 5, 512), ref.BF16)}
+    return Call("fused_qnorm_rope_kv_insert", args, {"eps": 1e-6, **options})
+
+
 def int32(*values) -> np.ndarray:
     return np.array(values, np.int32)
 
@@ -795,8 +809,9 @@ def _gather_last_call() -> Call:
     return Call("dequantize_and_gather_k_cache", args, {})
 
 
-# The array that an operator writes in place: it is always given, and returned.
+# The array that an operator writes in place: it is always given, and returned as the last result.
 WRITTEN = {
+    "fused_qnorm_rope_kv_insert": "cache",
     "concat_and_cache_mla": "kv_cache",
     "quantize_and_insert_k_cache": "k_cache",
     "indexer_k_quant_and_cache": "k_cache",
@@ -821,6 +836,7 @@ GOOD_CALLS: dict[str, Callable[[], Call]] = {
     "dynamic_per_tensor_quant": _quant_call,
     "fused_q_kv_rmsnorm": _norm_call,
     "fused_inv_rope_fp8_quant": _inverse_call,
+    "fused_qnorm_rope_kv_insert": _qnorm_insert_call,
     "quantize_and_insert_k_cache": _insert_call,
     "indexer_k_quant_and_cache": _insert_index_call,
     "dequantize_and_gather_k_cache": _gather_last_call,
@@ -834,9 +850,8 @@ def _dequantize_call() -> Call:
 
 def given_results(call: Call) -> list[str]:
     """Names of the given arrays that the call writes and returns, in the order of its results."""
-    if call.op in WRITTEN:
-        return [WRITTEN[call.op]]
-    return [name for name in RESULTS if name in call.kwargs]
+    written = [WRITTEN[call.op]] if call.op in WRITTEN else []
+    return [name for name in RESULTS if name in call.kwargs and name not in written] + written
 
 
 # Calls of the operators that PyTorch and JAX get: those above and the one without `stream=`.

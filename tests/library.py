@@ -72,6 +72,7 @@ EXACT = (
     "split_kv_b_proj",
     "fused_q_kv_rmsnorm",
     "fused_inv_rope_fp8_quant",
+    "fused_qnorm_rope_kv_insert",
 )
 
 
@@ -81,6 +82,7 @@ def is_decided(name, args) -> bool:
         "concat_and_cache_mla": 3,
         "quantize_and_insert_k_cache": 2,
         "indexer_k_quant_and_cache": 2,
+        "fused_qnorm_rope_kv_insert": 5,
     }.get(name)
     if place is None:
         return True

@@ -34,9 +34,14 @@ def yarn_frequency(i: int, size: int, base: float, yarn: dict | None) -> float:
 
 def turn_back(o, positions, cos_sin) -> np.ndarray:
     """o [T, H, 512] bf16 -> fp32, the last 64 values turned back; a NaN made by it is positive."""
-    x = ref.to_f32(np.asarray(o)).copy()
+    return turn(ref.to_f32(np.asarray(o)), positions, cos_sin, -1)
+
+
+def turn(x, positions, cos_sin, sign=1) -> np.ndarray:
+    """x [T, H, 512] fp32, turned by the angles of its positions, or by their negatives."""
+    x = x.copy()
     angles = np.asarray(cos_sin)[np.asarray(positions)[: len(x)]][:, None]
-    cos, sin = angles[..., : ROPE // 2], -angles[..., ROPE // 2 :]
+    cos, sin = angles[..., : ROPE // 2], F32(sign) * angles[..., ROPE // 2 :]
     a, b = x[..., -ROPE::2].copy(), x[..., -ROPE + 1 :: 2].copy()
     with np.errstate(invalid="ignore", over="ignore"):
         turned = a * cos - b * sin, b * cos + a * sin  # NumPy rounds every product
@@ -107,6 +112,14 @@ def rms_norm_bits(x, weight, eps: float) -> np.ndarray:
     """The promised bits: fp32, with the order of the sum that csrc/core/backend.h gives."""
     wide = ref.to_f32(np.asarray(x))
     w = ref.to_f32(np.asarray(weight))
+    with np.errstate(all="ignore"):
+        y = wide * norm_factors(wide, eps) * w
+    assert y.dtype == F32
+    return ref.bf16_encode(np.where(np.isnan(y), F32(np.nan), y))
+
+
+def norm_factors(wide, eps: float) -> np.ndarray:
+    """The factor of each row, [T, 1] fp32."""
     padded = np.zeros((len(wide), -(-wide.shape[1] // 256) * 256), F32)
     with np.errstate(all="ignore"):
         padded[:, : wide.shape[1]] = wide * wide
@@ -118,7 +131,36 @@ def rms_norm_bits(x, weight, eps: float) -> np.ndarray:
         while sums.shape[1] > 1:  # halves
             half = sums.shape[1] // 2
             sums = sums[:, :half] + sums[:, half:]
-        factor = F32(1) / np.sqrt(sums / F32(wide.shape[1]) + F32(eps))
-        y = wide * factor * w
-    assert y.dtype == F32
-    return ref.bf16_encode(np.where(np.isnan(y), F32(np.nan), y))
+        return F32(1) / np.sqrt(sums / F32(wide.shape[1]) + F32(eps))
+
+
+# --- fused_qnorm_rope_kv_insert ------------------------------------------------------------------
+
+
+def queries(q, positions, cos_sin, eps: float) -> np.ndarray:
+    """q [T, H, 512] bf16 -> normalised and turned, fp32 by the promised steps; NaN is positive."""
+    heads = ref.to_f32(np.asarray(q)).reshape(-1, HEAD)
+    with np.errstate(all="ignore"):
+        y = heads * norm_factors(heads, eps)
+    y = np.where(np.isnan(y), F32(np.nan), y)
+    return turn(y.reshape(q.shape), positions, cos_sin)
+
+
+def exact_queries(q, positions, cos_sin, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """-> (value, m) in fp64; m is the larger magnitude of a value's pair before RoPE."""
+    x = ref.to_f32(np.asarray(q)).astype(np.float64)
+    x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+    angles = np.asarray(cos_sin).astype(np.float64)[np.asarray(positions)[: len(x)]][:, None]
+    cos, sin = angles[..., : ROPE // 2], angles[..., ROPE // 2 :]
+    a, b = x[..., -ROPE::2], x[..., -ROPE + 1 :: 2]
+    y, m = x.copy(), np.abs(x)
+    y[..., -ROPE::2], y[..., -ROPE + 1 :: 2] = a * cos - b * sin, b * cos + a * sin
+    m[..., -ROPE::2] = m[..., -ROPE + 1 :: 2] = np.maximum(np.abs(a), np.abs(b))
+    return y, m
+
+
+def key_bits(kv, positions, cos_sin) -> np.ndarray:
+    """kv [T, 512] bf16 -> the bits of the turned keys. Values that do not turn keep theirs."""
+    bits = ref.bf16_encode(turn(ref.to_f32(kv)[:, None], positions, cos_sin)[:, 0])
+    bits[:, : HEAD - ROPE] = ref.bits16(np.ascontiguousarray(kv))[:, : HEAD - ROPE]
+    return bits

@@ -69,7 +69,7 @@ NO_NAMES = (ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.int4, ">
 BYTES = ("uint8", "int8", "float8_e4m3fn")
 BF16_HINT = ": nothing is cast here (bfloat16 in NumPy is ml_dtypes.bfloat16)"
 BITS_HINT = ": view the bits as bfloat16 (ml_dtypes.bfloat16 in NumPy)"
-CACHES = ("kv_cache", "k_cache", "kv", "extra_kv", "swa_kv_cache", "compressed_kv_cache")
+CACHES = ("kv_cache", "k_cache", "cache", "kv", "extra_kv", "swa_kv_cache", "compressed_kv_cache")
 BYTE_FORMATS = {
     "fp8_ds_mla": 656,
     "fp8_v4": 584,
@@ -82,7 +82,7 @@ BYTE_FORMATS = {
     "fp4_v41_split": 288,
     "fp8_nope": 528,
 }
-SCALES = ("q_scale", "kv_scale", "extra_kv_scale", "bmm1_scale", "bmm2_scale")
+SCALES = ("q_scale", "kv_scale", "extra_kv_scale", "bmm1_scale", "bmm2_scale", "q_scale_inv")
 READERS = ("gather_kv_cache", "dequantize_kv_cache", "dequantize_and_gather_k_cache")
 
 
@@ -90,7 +90,7 @@ def known_formats(op: str, name: str = "") -> tuple[str, dict[str, int]]:
     """The bf16 rows that the argument `name` of an operator takes, and the formats of bytes."""
     if op in READERS:
         return "576 or 512", BYTE_FORMATS
-    if op == "quantize_and_insert_k_cache":
+    if op in ("quantize_and_insert_k_cache", "fused_qnorm_rope_kv_insert"):
         others = ("fp8_ds_mla", "fp8_index", "mxfp4_index")
         return "512", {n: row for n, row in BYTE_FORMATS.items() if n not in others}
     if op == "sparse_mla_dsv4":
@@ -110,7 +110,8 @@ def byte_rows(op: str, name: str = "") -> str:
 
 
 def is_cache(row: Row, name: str) -> bool:
-    return name in CACHES and row.op != "fused_q_kv_rmsnorm"
+    rows = ("fused_q_kv_rmsnorm", "fused_qnorm_rope_kv_insert")
+    return name in CACHES and not (name == "kv" and row.op in rows)
 
 
 def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
@@ -124,6 +125,8 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
         return ("float32",)
     if name == "query" or (name == "q" and "q_scale" in row.rules):
         return ("bfloat16", "float8_e4m3fn")
+    if name == "q_out" and "q_scale_inv" in row.rules:
+        return ("uint8", "float8_e4m3fn")
     if name == "workspace_buffer" or (name == "workspace" and "attention" in row.op):
         return ("uint8", "int8")
     if name == "out" and row.op == "dynamic_per_tensor_quant":
@@ -329,6 +332,12 @@ LARGER = {
     ("sparse_mla_dsv4", "sinks"): {0},
     ("sparse_mla_dsv4", "out"): {1},
     ("merge_attn_states", "attn_sink"): {0},
+    ("fused_qnorm_rope_kv_insert", "q"): {0, 1},
+    ("fused_qnorm_rope_kv_insert", "kv"): {0},
+    ("fused_qnorm_rope_kv_insert", "positions"): {0},
+    ("fused_qnorm_rope_kv_insert", "cos_sin"): {0},
+    ("fused_qnorm_rope_kv_insert", "slot_mapping"): {0},
+    ("fused_qnorm_rope_kv_insert", "q_out"): {0, 1},
     ("fused_inv_rope_fp8_quant", "positions"): {0},
     ("fused_inv_rope_fp8_quant", "cos_sin"): {0},
     ("fused_inv_rope_fp8_quant", "out_scale"): {0},

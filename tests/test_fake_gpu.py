@@ -1045,6 +1045,7 @@ def test_operators_without_memory(package, gpu, op):
         "concat_and_cache_mla": 0,
         "gather_kv_cache": 0,
         "quantize_and_insert_k_cache": 0,
+        "fused_qnorm_rope_kv_insert": 0,
         "indexer_k_quant_and_cache": 0,
         "dequantize_and_gather_k_cache": 0,
         "sparse_attention": 4,

@@ -45,6 +45,7 @@ def test_all_are_there():
         "dynamic_per_tensor_quant",
         "fused_inv_rope_fp8_quant",
         "fused_q_kv_rmsnorm",
+        "fused_qnorm_rope_kv_insert",
         "gather_kv_cache",
         "indexer_k_quant_and_cache",
         "k_up_proj",
@@ -232,7 +233,9 @@ def test_annotations_have_a_meaning(op):
 
 
 NO_ARGUMENT = {"second", "result", "asked result", "stream of the arrays"}
-WRITTEN = {"output", "asked output", "result", "asked result"}
+WRITTEN = {"output", "output or first", "asked output", "result", "asked result"}
+NONE = {"output", "output or first", "asked output", "kv_format", "size", "stream"}
+NONE |= {"scale or none"}
 
 
 @pytest.mark.parametrize("op", OPERATORS)
@@ -252,8 +255,7 @@ def test_the_table_and_the_declaration_are_one(op):
     assert none == {
         name
         for name, kind in op.table
-        if kind in ("output", "asked output", "kv_format", "size", "stream")
-        or (kind in ("optional input", "workspace") and name not in positional)
+        if kind in NONE or (kind in ("optional input", "workspace") and name not in positional)
     }
     scales = {name for name, kind in op.table if kind == "scale"}
     given = {n: p.default for n, p in parameters.items() if n.endswith("_scale")}
@@ -273,11 +275,10 @@ def test_results_are_known_before_the_call(op):
     defaults = {n: p.default for n, p in inspect.signature(op).parameters.items()}
     known = op.results(_results.Given(op.__name__, defaults | values))
     got = op(**values)
-    if op.results is _results.none:
-        assert known == ()
-        assert got is values[next(n for n, kind in op.table if kind == "input and output")]
-        return
-    arrays = got if isinstance(got, tuple) else (got,)
+    arrays = list(got) if isinstance(got, tuple) else [got]
+    for name in (n for n, kind in op.table if kind == "input and output"):
+        assert arrays.pop() is values[name]
+    assert (op.results is _results.none) == (not arrays)
     assert [(x.shape, str(x.dtype)) for x in arrays] == [result[:2] for result in known]
     for x, (*_, strides) in zip(arrays, (result for result in known), strict=True):
         if not isinstance(strides, str):

@@ -62,6 +62,10 @@ OPERATORS = {
     "dynamic_per_tensor_quant": ("x", "out= stream="),
     "rope_table": ("max_pos= R= base= yarn=", "fp32_angles="),
     "fused_q_kv_rmsnorm": ("q kv q_weight kv_weight", "eps q_out= kv_out= stream="),
+    "fused_qnorm_rope_kv_insert": (
+        "q kv positions cos_sin cache slot_mapping",
+        "eps q_out= q_scale_inv= kv_scale= kv_format= block_size= stream=",
+    ),
     "fused_inv_rope_fp8_quant": (
         "o positions cos_sin",
         "groups scale_layout= quantize= out= out_scale= stream=",
@@ -110,6 +114,7 @@ DEFAULTS = {
     ("sparse_attention", "kv_scale"): 1.0,
     ("sparse_attention", "extra_kv_scale"): 1.0,
     ("quantize_and_insert_k_cache", "kv_scale"): 1.0,
+    ("fused_qnorm_rope_kv_insert", "kv_scale"): 1.0,
     ("dequantize_and_gather_k_cache", "kv_scale"): 1.0,
 }
 ROOT = Path(sparse_mla.__file__).parent

@@ -71,6 +71,7 @@ OVERLOADS = [
         "dynamic_per_tensor_quant": ["default", "out"],
         "fused_q_kv_rmsnorm": ["default", "out"],
         "fused_inv_rope_fp8_quant": ["default", "quantize", "out"],
+        "fused_qnorm_rope_kv_insert": ["default"],
     }.items()
     for overload in overloads
 ]
@@ -222,6 +223,30 @@ def test_compiled_without_a_break(place, smla, op, keep_results, backend):
     call = moved(op, place, keep_results=keep_results)
     run = place.module.compile(getattr(smla, op), fullgraph=True, backend=backend)
     assert_same(place, run(*call.args.values(), **call.kwargs), want, op)
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("scale", [None, 2.0, "tensor"])
+def test_queries_in_place_or_as_new_codes(place, smla, scale, backend):
+    """Without q_out, q is written, unless a scale asks for e4m3."""
+    torch = place.module
+    wanted, call = (moved("fused_qnorm_rope_kv_insert", place) for _ in range(2))
+    for one in (wanted, call):
+        one.kwargs.pop("q_out")
+        one.kwargs["q_scale_inv"] = torch.full_like(one.kwargs["kv_scale"], 2.0) if scale == "tensor" else scale  # noqa: E501  # fmt: skip
+    before = call.args["q"].clone()
+    want = wanted.run(sparse_mla)
+    run = smla.fused_qnorm_rope_kv_insert
+    if backend is not None:
+        run = torch.compile(run, fullgraph=True, backend=backend)
+    got = run(*call.args.values(), **call.kwargs)
+    assert_same(place, got, want)
+    assert got[0].dtype == (torch.bfloat16 if scale is None else torch.float8_e4m3fn)
+    assert (got[0] is call.args["q"]) == (scale is None)
+    assert got[1] is call.args["cache"]
+    for name, x in wanted.args.items():
+        assert_same(place, call.args[name], x, name)
+    assert torch.equal(call.args["q"], before) == (scale is not None)
 
 
 def step(smla, q, latent, rope, cache, table, slots, topk, requests):

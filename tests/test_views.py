@@ -334,6 +334,21 @@ def inverse(positions, out, scale=None, layout="fp32") -> Example:
     return call("fused_inv_rope_fp8_quant", arrays, groups=2, scale_layout=layout)
 
 
+def insert_queries(positions, cache, q_out=None, **scales) -> Example:
+    rng = np.random.default_rng(13)
+    arrays = {
+        "q": cases.random_bf16(rng, 5 + (q_out is not None), 3, 512),
+        "kv": cases.random_bf16(rng, 6, 512),
+        "positions": np.array([4, 0, 2, 1, 3, 3], positions),
+        "cos_sin": rng.normal(0, 0.7, (5, 64)).astype(np.float32),
+        "cache": cache,
+        "slot_mapping": np.array([0, 11, -1, 5], positions),
+    }
+    if q_out is not None:
+        arrays["q_out"] = np.zeros((5, 4, 512), q_out)
+    return call("fused_qnorm_rope_kv_insert", arrays | scales, eps=1e-6)
+
+
 def split_batch(dtype) -> Example:
     arrays = {"query_start_loc": np.array([0, 1, 2, 5, 9], dtype)}
     return call("split_decodes_and_prefills", arrays, num_actual_tokens=9)
@@ -464,6 +479,7 @@ MERGE |= {"attn_sink": "strided", "out": "written", "lse": "strided written"}
 NORM = {"q": "", "kv": "", "q_weight": "", "kv_weight": "", "q_out": "written"}
 NORM |= {"kv_out": "written"}
 INVERSE = {"o": "", "positions": "strided", "cos_sin": "", "out": "written"}
+QNORM = {"kv": "", "positions": "strided", "cos_sin": "", "slot_mapping": "strided"}
 F16, F32, U8 = np.float16, np.float32, np.uint8
 
 TABLE: dict[str, Row] = {
@@ -684,6 +700,21 @@ TABLE: dict[str, Row] = {
     ),
     "turn back, bf16": Row(
         "fused_inv_rope_fp8_quant", lambda: inverse(np.int64, ref.BF16), INVERSE
+    ),
+    "insert queries": Row(
+        "fused_qnorm_rope_kv_insert",
+        lambda: insert_queries(np.int64, bytes_below(256, 3, 4, 584), ref.BF16),
+        {"q": "", "q_out": "written"} | QNORM | {"cache": "v4 written"},
+    ),
+    "insert queries in place": Row(
+        "fused_qnorm_rope_kv_insert",
+        lambda: insert_queries(np.int32, bytes_below(256, 3, 4, 512), kv_scale=one_scale()),
+        {"q": "written"} | QNORM | {"cache": "cache written", "kv_scale": "strided"},
+    ),
+    "insert queries as codes": Row(
+        "fused_qnorm_rope_kv_insert",
+        lambda: insert_queries(np.int64, bytes_below(256, 3, 4, 584), U8, q_scale_inv=one_scale()),
+        {"q": "", "q_out": "written"} | QNORM | {"cache": "v4 written", "q_scale_inv": "strided"},
     ),
     "step, separate": Row(
         "forward",

@@ -59,6 +59,7 @@ typedef struct smla_stream_ops {
     X(split_kv_b_proj, smla_split_kv_b_proj_args, smla_split_kv_b_proj_params)             \
     X(dynamic_per_tensor_quant, smla_dynamic_per_tensor_quant_args, smla_quant_params)     \
     X(fused_q_kv_rmsnorm, smla_fused_q_kv_rmsnorm_args, smla_q_kv_norm_params)             \
+    X(fused_qnorm_rope_kv_insert, smla_qnorm_insert_args, smla_qnorm_insert_params)        \
     X(fused_inv_rope_fp8_quant, smla_fused_inv_rope_fp8_quant_args, smla_inverse_rope_params)
 
 #define SMLA_OPERATOR_SLOT(name, args_type, params_type) \

@@ -524,6 +524,24 @@ typedef struct smla_rope {
     int64_t cos_sin_stride_pos;
 } smla_rope;
 
+/* fused_qnorm_rope_kv_insert. A row's squares are added in the order above. */
+typedef struct smla_qnorm_insert_params {
+    int64_t num_tokens; /* T: those of q. `insert` has as many tokens or fewer */
+    int64_t num_heads;  /* H */
+    int64_t out_heads;  /* heads of q_out, H or more: those from H on become 0 */
+    const uint16_t *q;  /* [T, H, 512] bf16 */
+    int64_t q_stride_token;
+    int64_t q_stride_head;
+    void *q_out;                /* [T, out_heads, 512]; may be q */
+    smla_float_type q_out_type; /* bf16 or e4m3 */
+    int64_t q_out_stride_token;
+    int64_t q_out_stride_head;
+    smla_given_scale q_scale_inv; /* 1 for bf16 */
+    float eps;
+    smla_rope rope;
+    smla_cache_write_params insert; /* kv: keys of bf16 that are not turned yet */
+} smla_qnorm_insert_params;
+
 typedef struct smla_inverse_rope_params {
     int64_t num_tokens;
     int64_t num_heads;

@@ -74,6 +74,15 @@ smla_status smla_require_block_table(smla_checker *checker, const DLTensor *tens
 smla_status smla_require_state(smla_checker *checker, const char *name, const DLTensor *tensor,
                                int64_t num_tokens, int64_t num_heads, unsigned flags);
 
+/* Checks slot_mapping [any] of int64 or int32. */
+smla_status smla_require_slot_mapping(smla_checker *checker, const DLTensor *slot_mapping);
+
+/* The table entries with keys of `head_dim` values. */
+smla_kv_set smla_formats_of_size(int32_t head_dim);
+
+/* Checks that a norm's epsilon is finite and not negative. */
+smla_status smla_require_eps(const smla_checker *checker, double eps);
+
 /* Checks positions [>= num_tokens] and the table cos_sin [max_pos, 64], and fills `rope`. */
 smla_status smla_require_rope(smla_checker *checker, const DLTensor *positions,
                               const DLTensor *cos_sin, int64_t num_tokens, smla_rope *rope);

@@ -2,9 +2,8 @@
 #include "core/rule.h"
 #include "ops/check.h"
 
-/* The table entries with keys of `head_dim` values. */
-static smla_kv_set
-formats_of(int32_t head_dim)
+smla_kv_set
+smla_formats_of_size(int32_t head_dim)
 {
     smla_kv_set formats = 0;
     for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
@@ -29,8 +28,8 @@ require_rows(const smla_checker *c, const DLTensor *slot_mapping, const char *na
     return SMLA_OK;
 }
 
-static smla_status
-require_slot_mapping(smla_checker *c, const DLTensor *slot_mapping)
+smla_status
+smla_require_slot_mapping(smla_checker *c, const DLTensor *slot_mapping)
 {
     return smla_require(c, &(smla_rule){.name = "slot_mapping",
                                         .tensor = slot_mapping,
@@ -68,7 +67,7 @@ smla_check_concat_and_cache_mla(const smla_concat_and_cache_mla_args *args,
                                            .shape = {SMLA_ANY, format->rope_dim},
                                            .hint = "tokens, and the RoPE values of their keys"}));
     SMLA_TRY(smla_require_kv(&c, &cache, &kv));
-    SMLA_TRY(require_slot_mapping(&c, args->slot_mapping));
+    SMLA_TRY(smla_require_slot_mapping(&c, args->slot_mapping));
     SMLA_TRY(require_rows(&c, args->slot_mapping, "kv_c", args->kv_c));
     SMLA_TRY(require_rows(&c, args->slot_mapping, "k_pe", args->k_pe));
     SMLA_TRY(smla_finish_check(&c, backend));
@@ -111,7 +110,7 @@ check_insert(const char *op, const insert_args *args, int32_t width,
     const smla_kv_format_info *format = NULL;
     smla_open_checker(&c, op, error);
     cache.name = "k_cache";
-    cache.formats = formats_of(width);
+    cache.formats = smla_formats_of_size(width);
     cache.flags = SMLA_RULE_OUTPUT;
     SMLA_TRY(smla_find_format(&c, &cache, &format));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "k",
@@ -121,7 +120,7 @@ check_insert(const char *op, const insert_args *args, int32_t width,
                                            .shape = {SMLA_ANY, width},
                                            .hint = "tokens, and the values of their keys"}));
     SMLA_TRY(smla_require_kv(&c, &cache, &kv));
-    SMLA_TRY(require_slot_mapping(&c, args->slot_mapping));
+    SMLA_TRY(smla_require_slot_mapping(&c, args->slot_mapping));
     SMLA_TRY(require_rows(&c, args->slot_mapping, "k", args->k));
     SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
     SMLA_TRY(smla_finish_check(&c, backend));

@@ -35,8 +35,8 @@ smla_require_rope(smla_checker *c, const DLTensor *positions, const DLTensor *co
     return SMLA_OK;
 }
 
-static smla_status
-check_eps(const smla_checker *c, double eps)
+smla_status
+smla_require_eps(const smla_checker *c, double eps)
 {
     if (!(eps >= 0.0) || !isfinite((float)eps)) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
@@ -106,7 +106,7 @@ smla_check_fused_q_kv_rmsnorm(const smla_fused_q_kv_rmsnorm_args *args,
     rows.shape[1] = SMLA_V4_HEAD_DIM;
     rows.may_be = args->kv;
     SMLA_TRY(smla_require(&c, &rows));
-    SMLA_TRY(check_eps(&c, args->eps));
+    SMLA_TRY(smla_require_eps(&c, args->eps));
     SMLA_TRY(smla_finish_check(&c, backend));
     *params = (smla_q_kv_norm_params){
         .num_tokens = num_tokens,

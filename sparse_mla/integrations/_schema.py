@@ -14,10 +14,12 @@ from sparse_mla import _results
 from sparse_mla.integrations._docs import document
 
 # Kinds of arrays. A scale is a float or an array.
-READ = ("input", "optional input", "input or none", "scale", "pair", "second", "input and output")
-ALWAYS = ("output", "result")  # returned by every call
+SCALES = ("scale", "scale or none")
+READ = ("input", "optional input", "input or none", *SCALES, "pair", "second", "input and output")
+ALWAYS = ("output", "output or first", "result")  # returned by every call
 ASKED = ("asked output", "asked result")  # returned where the call asks for it
-GIVEN = ("output", "asked output", "workspace")  # arrays that the caller may give to write to
+# Arrays that the caller may give to write to.
+GIVEN = ("output", "output or first", "asked output", "workspace")
 
 
 class Schema:
@@ -38,7 +40,7 @@ class Schema:
         self.returned = self.names(*ALWAYS, *ASKED)
         self.pair = dict(zip(self.names("pair"), self.names("second"), strict=True))
         # A scale's name -> the name of the argument that is its array.
-        self.scales = {name: f"{name}_tensor" for name in self.names("scale")}
+        self.scales = {name: f"{name}_tensor" for name in self.names(*SCALES)}
         self.ask = next(iter(self.names("ask")), None)  # the option that asks for more results
         self.written = next(iter(self.names("input and output")), None)
 
@@ -62,7 +64,7 @@ class Schema:
         for number, array in self.scales.items():
             given = values[number]
             # A symbolic number of a compiler is a float here, and nothing more.
-            is_array = not isinstance(given, (int, float, numbers.Number))
+            is_array = given is not None and not isinstance(given, (int, float, numbers.Number))
             values = values | {
                 number: 1.0 if is_array else given,
                 array: given if is_array else None,

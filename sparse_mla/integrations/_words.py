@@ -404,6 +404,38 @@ WORDS: dict[str, dict[str, str]] = {
     [1.0, 1.0]
         """,
     },
+    "fused_qnorm_rope_kv_insert": {
+        "torch": """
+    Queries normalised and turned, keys turned and written: `sparse_mla.fused_qnorm_rope_kv_insert`.
+    Writes `cache`, and `q` where neither `q_out` nor `q_scale_inv` is given.
+
+    >>> import torch, sparse_mla
+    >>> import sparse_mla.integrations.torch as smla
+    >>> q, kv = (torch.full(n, 3.0, dtype=torch.bfloat16) for n in ((1, 2, 512), (1, 512)))
+    >>> cache, table = torch.zeros((2, 64, 584), dtype=torch.uint8), sparse_mla.rope_table(8)
+    >>> position, slot, table = torch.tensor([0]), torch.tensor([64]), torch.from_numpy(table)
+    >>> out = smla.fused_qnorm_rope_kv_insert(q, kv, position, table, cache, slot, eps=1e-6)
+    >>> out[0] is q, q[0, 1, 511].item(), out[1] is cache, cache[1, 0, 0].item()
+    (True, 1.0, True, 124)
+        """,
+        "jax": """
+    Queries normalised and turned, and the cache after the keys were turned and written:
+    `sparse_mla.fused_qnorm_rope_kv_insert`, in place of a donated `cache`.
+
+    Returns
+    -------
+    (q_out, cache): new arrays, the shape of q and the shape and dtype of cache.
+
+    >>> import jax.numpy as jnp, sparse_mla
+    >>> import sparse_mla.integrations.jax as smla
+    >>> q, kv = jnp.full((1, 2, 512), 3, jnp.bfloat16), jnp.full((1, 512), 3, jnp.bfloat16)
+    >>> cache, table = jnp.zeros((2, 64, 584), jnp.uint8), sparse_mla.rope_table(8)
+    >>> arrays = (q, kv, jnp.array([0]), table, cache, jnp.array([64]))
+    >>> q, cache = smla.fused_qnorm_rope_kv_insert(*arrays, eps=1e-6)
+    >>> q[0, 1, 511].item(), int(cache[1, 0, 0])
+    (1.0, 124)
+        """,
+    },
     "fused_inv_rope_fp8_quant": {
         "torch": """
     Attention's output turned back and quantised: `sparse_mla.fused_inv_rope_fp8_quant`.

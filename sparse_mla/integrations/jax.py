@@ -3,7 +3,8 @@
 The functions have the names and arguments of `sparse_mla`'s own, without `stream` and workspaces.
 Where a result is new they have no `out` and the like either, because JAX arrays are immutable and
 XLA plans their memory. `concat_and_cache_mla` and `gather_kv_cache` return the array that they
-write to. It is written in place when the caller donates it to `jit`; otherwise XLA copies it first.
+write to; `fused_qnorm_rope_kv_insert` returns its queries, then that array. The array is written in
+place when the caller donates it to `jit`; otherwise XLA copies it first.
 Options are Python values, fixed when a function is traced. Results have the same bits as those of
 an eager call.
 
@@ -73,6 +74,7 @@ _ATTRIBUTES = {
     "flag": np.int64,
     "float": np.float64,
     "scale": np.float64,
+    "scale or none": np.float64,
     "kv_format": str,
     "scales": str,
 }
@@ -80,7 +82,7 @@ _ATTRIBUTES = {
 
 def _call(schema: Schema, values: dict[str, Any]) -> Any:
     """Makes one custom call in the form that csrc/python/xla/xla_ffi.c takes. An array that is both
-    read and written becomes the call's only result, in place."""
+    read and written becomes the call's last result, in place."""
     values = schema.part(values)
     given = {}
     for name in schema.names(*READ):
@@ -88,20 +90,21 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
         if array is not None:
             values[name] = given[name] = jax.numpy.asarray(array)
             _require_cpu(schema.name, name, given[name])
+    unasked = () if schema.ask is not None and values[schema.ask] else schema.names(*ASKED)
+    results = {n: x[:2] for n, x in schema.results(values).items() if n not in unasked}
+    order = [*schema.names(*READ), *schema.returned]
+    aliases = None
     if schema.written is not None:
         written = given[schema.written]
-        results = {schema.written: (written.shape, written.dtype.name)}
-        order = [*schema.names(*READ), schema.written]
-    else:
-        unasked = () if schema.ask is not None and values[schema.ask] else schema.names(*ASKED)
-        results = {n: x[:2] for n, x in schema.results(values).items() if n not in unasked}
-        order = [*schema.names(*READ), *schema.returned]
+        aliases = {list(given).index(schema.written): len(results)}
+        results[schema.written] = (written.shape, written.dtype.name)
+        order.append(schema.written)
     present = sum(1 << i for i, name in enumerate(order) if name in given or name in results)
     call = jax.ffi.ffi_call(
         _TARGET,
         [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results.values()],
         vmap_method="sequential",
-        input_output_aliases={list(given).index(schema.written): 0} if schema.written else None,
+        input_output_aliases=aliases,
     )
     attributes = {
         name: _ATTRIBUTES[kind](values[name])

@@ -6,9 +6,10 @@ kernel. The functions here call these operators. They have the names, arguments 
 compiled calls give the same bits.
 
 An operator returns new tensors. Its overload `.out` writes tensors of the caller and says so in its
-schema, so that a compiled function keeps the order of writes and reads. `concat_and_cache_mla` and
-`gather_kv_cache` always do so. In the schemas a pair of queries is `q` and `q_pe`, and a scale such
-as `kv_scale` is a float and, where it is a tensor, `kv_scale_tensor`.
+schema, so that a compiled function keeps the order of writes and reads. `concat_and_cache_mla`,
+`gather_kv_cache` and `fused_qnorm_rope_kv_insert` always do so. In the schemas a pair of queries is
+`q` and `q_pe`, and a scale such as `kv_scale` is a float and, where it is a tensor,
+`kv_scale_tensor`.
 
 The operators have no backward: while gradients are enabled, a tensor that requires them is a
 BufferError.
@@ -111,6 +112,7 @@ _TYPES = {
     "optional input": "Tensor?",
     "input or none": "Tensor?",
     "scale": "float",
+    "scale or none": "float?",
     "pair": "Tensor",
     "int": "SymInt",
     "int32": "int",
@@ -133,7 +135,7 @@ def _declare(schema: Schema, outputs: list[str]) -> str:
     marks = iter("abcdefgh")
     for name, parameter in schema.parameters.items():
         kind = schema.rows[name]
-        has_default = parameter.default is not parameter.empty and kind != "output"
+        has_default = parameter.default is not parameter.empty and kind not in ALWAYS
         is_optional = has_default or kind == "workspace"
         if kind == "input and output" or name in outputs:
             text = f"Tensor({next(marks)}!){'?' * is_optional} {name}"
@@ -212,9 +214,11 @@ def _take_over(operator: Any) -> Callable[..., Any]:
     ask, written = schema.ask, schema.written
     never_given, never_given_asked = schema.names("result"), schema.names("asked result")
 
-    usual = _register(schema, "", [], [] if written else always)
+    usual = _register(schema, "", outputs, []) if written else _register(schema, "", [], always)
     usual_asked = _register(schema, ask, [], schema.returned) if ask else usual
-    writing = _register(schema, "out", outputs, never_given) if outputs else usual
+    writing = usual
+    if outputs and not written:
+        writing = _register(schema, "out", outputs, never_given)
     writing_asked = writing
     if never_given_asked:
         new = never_given + never_given_asked
@@ -237,11 +241,22 @@ def _take_over(operator: Any) -> Callable[..., Any]:
         given |= _named(rest, got)
         return _one_or_all([given[name] for name in schema.returned if name in given])
 
+    def update(values: dict[str, Any]) -> Any:
+        """Writes to the array that the caller always gives, and to results. A result that the
+        caller left out is the first argument, if that has the result's dtype."""
+        first = values[schema.positional[0]]
+        for name, (shape, dtype, *_) in schema.results(values).items():
+            if values[name] is None:
+                is_over = first.dtype == getattr(torch, dtype)
+                values[name] = first if is_over else _new((first,), (shape, dtype))
+        run(usual, dict(values))
+        names = [*schema.returned, *schema.names("input and output")]
+        return _one_or_all([values[name] for name in names])
+
     def call(values: dict[str, Any]) -> Any:
         values = schema.part(values)
         if written:
-            run(usual, dict(values))
-            return values[written]
+            return update(values)
         asks = ask is not None and values.pop(ask)
         if any(values[name] is not None for name in outputs):
             return write(values, asks)

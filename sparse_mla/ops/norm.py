@@ -14,6 +14,7 @@ from sparse_mla.ops._declare import Array, Stream, operator
 __all__ = [
     "fused_inv_rope_fp8_quant",
     "fused_q_kv_rmsnorm",
+    "fused_qnorm_rope_kv_insert",
     "rope_table",
 ]
 
@@ -203,6 +204,94 @@ def fused_q_kv_rmsnorm(
     >>> out = sparse_mla.fused_q_kv_rmsnorm(q, kv, ones, 2 * ones[:512], eps=1e-6, q_out=q)
     >>> out[0] is q, out[0][0, 0].item(), out[1][0, 0].item()
     (True, 1.0, 2.0)
+    """
+
+
+@operator(_results.inserted)
+def fused_qnorm_rope_kv_insert(
+    q: Array,
+    kv: Array,
+    positions: Array,
+    cos_sin: Array,
+    cache: Array,
+    slot_mapping: Array,
+    *,
+    eps: float,
+    q_out: Array | None = None,
+    q_scale_inv: float | Array | None = None,
+    kv_scale: float | Array = 1.0,
+    kv_format: str | None = None,
+    block_size: int | None = None,
+    stream: Stream = None,
+) -> tuple[Array, Array]:
+    """Normalise and turn the queries, turn the keys and write them into the cache, in one launch.
+
+    RoPE turns pairs (2i, 2i + 1) of the last 64 values by the angles of the token's position:
+    (a, b) -> (a cos - b sin, b cos + a sin), each product rounded to fp32, then the sum.
+
+    Every head of q is divided by sqrt(mean(x**2) + eps), without a weight, then turned, in fp32,
+    and rounded once to bf16: in place, or into `q_out`. With `q_scale_inv` it becomes
+    e4m3(value * q_scale_inv) instead, saturating, without a rounding to bf16 before.
+
+    The row of token t, turned and rounded to bf16, goes to slot_mapping[t] of the cache, with the
+    bytes of `quantize_and_insert_k_cache`. All devices give the same bytes. A value that the
+    arithmetic makes NaN is the positive quiet NaN.
+
+    Parameters
+    ----------
+    q : [>= T, H, 512] bf16
+        Tokens and heads any stride apart. It is written where neither `q_out` nor `q_scale_inv` is
+        given; then T is its length.
+    kv : [>= T, 512] bf16
+        Keys after their norm, not turned yet. Not written.
+    positions : [>= T] int64 or int32
+        A position that `cos_sin` lacks is a ValueError on the CPU. CUDA does not turn that token.
+    cos_sin : [max_pos, 64] fp32
+        32 cosines, then 32 sines: `rope_table`.
+    cache : [pages, block_size, row], written
+        A cache of 512 values a token, of any format of `quantize_and_insert_k_cache`. It may also
+        have a head axis, or be flat; split pages may be [pages, bytes].
+    slot_mapping : [<= T] int64 or int32
+        The slots of the first tokens. A token with a negative slot is skipped. A slot past the end
+        is a ValueError on the CPU, before anything is written; on CUDA its token is skipped.
+    eps : float
+        Finite, at least 0.
+    q_out : [T, >= H, 512] bf16, or with `q_scale_inv` float8_e4m3fn or uint8, optional
+        May be `q` itself. Heads from H on become 0. `q` stays as it is.
+    q_scale_inv : float, or [1] fp32, optional
+        1 / the scale of e4m3 queries: what `sparse_attention` takes as q_scale is its inverse.
+    kv_scale : float, or an array of one fp32
+        The scale of an "fp8_e4m3" cache; 1 for every other format.
+    kv_format : name of a cache format, optional
+        None takes the format from the cache's dtype and last dimension. Rows of 528 and 288 bytes
+        and split pages as [pages, bytes] need it.
+    block_size : int, optional
+        Tokens per page. Only split pages as [pages, bytes] need it.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    (q_out, cache). Without `q_out`, the first is q itself, or with `q_scale_inv` a new array
+    [T, H, 512] float8_e4m3fn.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        More slots than tokens, H outside 1 to 128, a position outside the table or a slot past the
+        end (CPU), a scale that is not positive or where none belongs, a negative `eps`.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: vLLM's fused insert of DeepSeek V4; RMSNorm is arXiv:1910.07467, RoPE arXiv:2104.09864.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes, sparse_mla
+    >>> q, kv = (np.full(n, 3, ml_dtypes.bfloat16) for n in ((1, 2, 512), (1, 512)))
+    >>> cache, table = np.zeros((2, 64, 584), np.uint8), sparse_mla.rope_table(8)
+    >>> zero, slot = np.array([0]), np.array([65])
+    >>> out, _ = sparse_mla.fused_qnorm_rope_kv_insert(q, kv, zero, table, cache, slot, eps=1e-6)
+    >>> out is q, q[0, 1, 511].item(), cache[1].reshape(-1)[576:578].tolist()
+    (True, 1.0, [124, 124])
     """
 
 

@@ -139,6 +139,7 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         smla_quant_params quant;
         smla_q_kv_norm_params norm;
         smla_inverse_rope_params inverse;
+        smla_qnorm_insert_params qnorm;
     } p;
     smla_attention_plan plan;
     switch (number) {
@@ -163,7 +164,8 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
     case 15: return smla_check_quantize_and_insert_k_cache(&a->insert, &p.write, backend, e);
     case 16:
         return smla_check_dequantize_and_gather_k_cache(&a->gather_last, &p.gather, backend, e);
-    default: return smla_check_sparse_mla_dsv4(&a->dsv4, &p.attention, &plan, backend, e);
+    case 17: return smla_check_sparse_mla_dsv4(&a->dsv4, &p.attention, &plan, backend, e);
+    default: return smla_check_fused_qnorm_rope_kv_insert(&a->qnorm, &p.qnorm, backend, e);
     }
 }
 
@@ -280,6 +282,13 @@ set_scalars(reader *r, int number, any_args *a)
         const uint64_t bits = read_bits(r);
         memcpy(&a->dsv4.bmm1_scale.value, &bits, sizeof bits);
         a->dsv4.window = read_number(r);
+    } else if (number == 18) {
+        const uint64_t bits = read_bits(r);
+        memcpy(&a->qnorm.eps, &bits, sizeof bits);
+        a->qnorm.q_scale_inv.value = (double)read_count(r, 3);
+        a->qnorm.kv_scale.value = (double)read_count(r, 3);
+        a->qnorm.kv_format = (int32_t)read_count(r, 13);
+        a->qnorm.block_size = read_count(r, 6);
     } else if (number <= 2) {
         const int32_t format = (int32_t)read_count(r, 4);
         a->write.kv_format = number == 0 ? format : a->write.kv_format;

@@ -45,6 +45,7 @@ typedef union any_args {
     smla_dynamic_per_tensor_quant_args quant;
     smla_fused_q_kv_rmsnorm_args norm;
     smla_fused_inv_rope_fp8_quant_args inverse;
+    smla_qnorm_insert_args qnorm;
 } any_args;
 
 enum { MAX_SLOTS = 14 };
@@ -320,6 +321,20 @@ make_inverse(void)
                                   .groups = 2}};
 }
 
+static inline any_args
+make_qnorm(void)
+{
+    return (any_args){.qnorm = {.struct_size = sizeof(smla_qnorm_insert_args),
+                                .q = ZEROS(bf16, 3, 2, 512),
+                                .q_out = ZEROS(bf16, 3, 2, 512),
+                                .kv = ZEROS(bf16, 3, 512),
+                                .positions = ZEROS(int64, 3),
+                                .cos_sin = ZEROS(fp32, 5, 64),
+                                .cache = ZEROS(uint8, 2, 4, 512),
+                                .slot_mapping = ZEROS(int64, 3),
+                                .eps = 1e-6}};
+}
+
 #define CALL(member, function)                                                \
     static inline smla_status call_##member(const any_args *a, smla_error *e) \
     {                                                                         \
@@ -344,6 +359,7 @@ CALL(v_up, smla_v_up_proj)
 CALL(quant, smla_dynamic_per_tensor_quant)
 CALL(norm, smla_fused_q_kv_rmsnorm)
 CALL(inverse, smla_fused_inv_rope_fp8_quant)
+CALL(qnorm, smla_fused_qnorm_rope_kv_insert)
 
 #undef CALL
 #define AT_FIELD(member, field) offsetof(any_args, member.field)
@@ -524,6 +540,17 @@ static const operator_case operators[] = {
       {"compressed_kv_cache", AT_FIELD(dsv4, compressed_kv_cache), 0, 4},
       {"out", AT_FIELD(dsv4, out), OUTPUT, 5},
       {"workspace_buffer", AT_FIELD(dsv4, workspace_buffer), OUTPUT, 0}}},
+    {"fused_qnorm_rope_kv_insert",
+     sizeof(smla_qnorm_insert_args),
+     call_qnorm,
+     make_qnorm,
+     {{"q", AT_FIELD(qnorm, q), 0, 4},
+      {"q_out", AT_FIELD(qnorm, q_out), OUTPUT | OPTIONAL, 5},
+      {"kv", AT_FIELD(qnorm, kv), 0, 2},
+      {"positions", AT_FIELD(qnorm, positions), ANY_STRIDE, 0},
+      {"cos_sin", AT_FIELD(qnorm, cos_sin), 0, 2},
+      {"cache", AT_FIELD(qnorm, cache), OUTPUT | CACHE, 4},
+      {"slot_mapping", AT_FIELD(qnorm, slot_mapping), ANY_STRIDE, 1}}},
 };
 
 enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };

@@ -124,6 +124,13 @@ smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params
 }
 
 cudaError_t
+smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params)
+{
+    (void)params;
+    return launch_nothing("insert_queries");
+}
+
+cudaError_t
 smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params)
 {
     (void)params;
@@ -672,7 +679,7 @@ test_captures(void)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-enum { QUANT = 8, NUM_OPERATORS = 18 };
+enum { QUANT = 8, NUM_OPERATORS = 19 };
 
 static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla",
                                                           "gather_kv_cache",
@@ -691,14 +698,16 @@ static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla"
                                                           "quantize_and_insert_k_cache",
                                                           "indexer_k_quant_and_cache",
                                                           "dequantize_and_gather_k_cache",
-                                                          "MetadataBuilder.build"};
+                                                          "MetadataBuilder.build",
+                                                          "fused_qnorm_rope_kv_insert"};
 static const char *const launch_names[NUM_OPERATORS] = {
     "write",         "gather",      "dequantize", "convert", "attention", "merge",
     "split_weight",  "up_proj",     "quant",      "norm",    "turn_back", "global_topk",
-    "combine_lists", "mixed_lists", "insert",     "insert",  "gather",    "step_lists"};
+    "combine_lists", "mixed_lists", "insert",     "insert",  "gather",    "step_lists",
+    "insert_queries"};
 
 /* How many arrays a checked call of an operator copies to the host. */
-static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2, 1, 3, 1, 1, 3};
+static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2, 1, 3, 1, 1, 3, 0, 2};
 
 /* Calls an operator for `count` tokens, requests or the like; QUANT ignores `count`. */
 static smla_status
@@ -741,6 +750,9 @@ call_operator(int i, smla_stream stream, int64_t count)
                                                 .req_id_per_token = device_zeros,
                                                 .is_valid = device_flags,
                                                 .stream = stream};
+    const smla_qnorm_insert_params insert_queries = {.num_tokens = count,
+                                                     .rope = turn_back.rope,
+                                                     .insert = write};
     const smla_query_batch batch = {.query_start_loc = device_zeros};
     const smla_combine_topk_swa_params combine = {.num_tokens = count,
                                                   .batch = batch,
@@ -770,7 +782,8 @@ call_operator(int i, smla_stream stream, int64_t count)
     case 14: return b->quantize_and_insert_k_cache(&write, &error);
     case 15: return b->indexer_k_quant_and_cache(&write, &error);
     case 16: return b->dequantize_and_gather_k_cache(&gather, &error);
-    default: return b->fill_step_lists(&step_lists, &error);
+    case 17: return b->fill_step_lists(&step_lists, &error);
+    default: return b->fused_qnorm_rope_kv_insert(&insert_queries, &error);
     }
 }
 

@@ -1,5 +1,5 @@
-/* test_norm.c: fused_q_kv_rmsnorm and fused_inv_rope_fp8_quant on every instruction set, compared
- * with doubles, and byte for byte where bytes are promised.
+/* test_norm.c: fused_q_kv_rmsnorm, fused_inv_rope_fp8_quant and fused_qnorm_rope_kv_insert on every
+ * instruction set, compared with doubles, and byte for byte where bytes are promised.
  */
 #include "instruction_sets.h"
 
@@ -374,9 +374,176 @@ test_bad_inverses(void)
     EXPECT(is_poison(none.scale));
 }
 
+/* ---- fused_qnorm_rope_kv_insert ------------------------------------------------------------ */
+
+typedef struct queries {
+    array *q, *kv, *positions, *cos_sin, *cache, *slots;
+    const array *q_out; /* NULL: in place */
+    double q_scale_inv;
+} queries;
+
+static smla_status
+insert_queries(const queries *c)
+{
+    const smla_qnorm_insert_args args = {
+        .struct_size = sizeof args,
+        .q = &c->q->tensor,
+        .q_out = c->q_out == NULL ? NULL : &c->q_out->tensor,
+        .kv = &c->kv->tensor,
+        .positions = &c->positions->tensor,
+        .cos_sin = &c->cos_sin->tensor,
+        .cache = &c->cache->tensor,
+        .slot_mapping = &c->slots->tensor,
+        .eps = 1e-6,
+        .q_scale_inv = {.value = c->q_scale_inv},
+    };
+    return smla_fused_qnorm_rope_kv_insert(&args, &error);
+}
+
+/* Tokens whose slots go backwards, but for token 1, which has none. */
+static queries
+make_queries(int64_t tokens, int64_t heads)
+{
+    queries c = {.q = fill_normal(ARRAY(bf16, tokens, heads, 512), 3.0),
+                 .kv = fill_normal(ARRAY(bf16, tokens, 512), 3.0),
+                 .positions = ARRAY(int64, tokens),
+                 .cos_sin = make_angles(20),
+                 .cache = ARRAY(bf16, tokens + 1, 512),
+                 .slots = ARRAY(int64, tokens)};
+    for (int64_t t = 0; t < tokens; t++) {
+        ((int64_t *)c.positions->tensor.data)[t] = t * 7 % 20;
+        ((int64_t *)c.slots->tensor.data)[t] = t == 1 ? -1 : tokens - t;
+    }
+    return c;
+}
+
+/* Value i of 512 values that are turned to position t * 7 % 20. */
+static double
+turn_value(const array *cos_sin, int64_t t, int64_t i, double first, double second)
+{
+    const double cos = GET(cos_sin, t * 7 % 20, (i - 448) / 2);
+    const double sin = GET(cos_sin, t * 7 % 20, 32 + (i - 448) / 2);
+    return i % 2 == 0 ? first * cos - second * sin : second * cos + first * sin;
+}
+
+/* The bound: one rounding to bf16 or e4m3, and 2 % of that to bf16 for the steps in fp32. */
+static void
+expect_queries(const queries *c, const array *x, double unit)
+{
+    for (int64_t row = 0; row < x->shape[0] * x->shape[1]; row++) {
+        const int64_t t = row / x->shape[1];
+        const int64_t h = row % x->shape[1];
+        double sum = 0.0;
+        for (int64_t i = 0; i < 512; i++) {
+            sum += GET(x, t, h, i) * GET(x, t, h, i);
+        }
+        const double factor = 1.0 / sqrt(sum / 512.0 + 1e-6);
+        for (int64_t i = 0; i < 512; i++) {
+            const double a = GET(x, t, h, i - i % 2) * factor;
+            const double b = GET(x, t, h, i - i % 2 + 1) * factor;
+            const double y =
+                i < 448 ? GET(x, t, h, i) * factor : turn_value(c->cos_sin, t, i, a, b);
+            const double scale = c->q_scale_inv == 0.0 ? 1.0 : c->q_scale_inv;
+            const double raw = GET(c->q_out, t, h, i);
+            const double got =
+                (c->q_scale_inv == 0.0 ? raw : (double)smla_e4m3_to_float((uint8_t)raw)) / scale;
+            EXPECT_NEAR(got, y,
+                        (unit + 0.02 * 0x1p-8) * fabs(y) + 0x1p-20 * fmax(fabs(a), fabs(b)) +
+                            (c->q_scale_inv == 0.0 ? 0.0 : 0x1p-10 / scale));
+        }
+    }
+}
+
+/* The rows are exact: fp32 products, each rounded, then their sum. */
+static void
+expect_keys(const queries *c)
+{
+    for (int64_t t = 0; t < c->kv->shape[0]; t++) {
+        if (t == 1) {
+            continue;
+        }
+        for (int64_t i = 0; i < 512; i++) {
+            float want = (float)GET(c->kv, t, i);
+            if (i >= 448) {
+                const int64_t pair = (i - 448) / 2;
+                const volatile float cos = (float)GET(c->cos_sin, t * 7 % 20, pair);
+                const volatile float sin = (float)GET(c->cos_sin, t * 7 % 20, 32 + pair);
+                const volatile float own = want * cos;
+                const volatile float other = (float)GET(c->kv, t, i % 2 == 0 ? i + 1 : i - 1) * sin;
+                want = i % 2 == 0 ? own - other : own + other;
+            }
+            EXPECT_NEAR(GET(c->cache, c->kv->shape[0] - t, i),
+                        smla_bf16_to_float(smla_float_to_bf16(want)), 0.0);
+        }
+    }
+    EXPECT(is_poison(slice(c->cache, 0, 0, 1, 1)));
+}
+
+static void
+test_queries(void)
+{
+    static const int64_t shapes[][2] = {{1, 1}, {5, 3}, {70, 2}};
+    for (int i = 0; i < 3; i++) {
+        const int64_t tokens = shapes[i][0];
+        const int64_t heads = shapes[i][1];
+        queries c = make_queries(tokens, heads);
+        const array *const wide = ARRAY(bf16, tokens, heads + 2, 512 + 7);
+        const array *const padded = slice(wide, 2, 3, 512 + 3, 1);
+        c.q_out = padded;
+        EXPECT_OK(insert_queries(&c));
+        expect_queries(&c, c.q, 0x1p-8);
+        expect_keys(&c);
+        EXPECT(is_poison(slice(wide, 2, 0, 3, 1)) && is_poison(slice(wide, 2, 515, 519, 1)));
+        for (int64_t k = 0; k < 512; k++) {
+            EXPECT_NEAR(GET(padded, 0, heads, k), 0.0, 0.0);
+            EXPECT_NEAR(GET(padded, tokens - 1, heads + 1, k), 0.0, 0.0);
+        }
+        c.q_out = ARRAY(uint8, tokens, heads, 512);
+        c.q_scale_inv = 2.5;
+        EXPECT_OK(insert_queries(&c));
+        expect_queries(&c, c.q, 0x1p-4);
+        /* in place: the bits of q_out */
+        c.q_out = NULL;
+        c.q_scale_inv = 0.0;
+        EXPECT_OK(insert_queries(&c));
+        expect_keys(&c);
+        for (int64_t row = 0; row < tokens * heads; row++) {
+            for (int64_t k = 0; k < 512; k++) {
+                EXPECT_NEAR(GET(c.q, row / heads, row % heads, k),
+                            GET(padded, row / heads, row % heads, k), 0.0);
+            }
+        }
+        free_arrays("test_queries");
+    }
+}
+
+static void
+test_bad_queries(void)
+{
+    queries c = make_queries(3, 2);
+    c.q_out = ARRAY(bf16, 3, 2, 512);
+    ((int64_t *)c.positions->tensor.data)[2] = 20;
+    EXPECT_FAIL(insert_queries(&c), SMLA_ERROR_VALUE,
+                "fused_qnorm_rope_kv_insert: `positions` must be rows of `cos_sin`, which has 20");
+    ((int64_t *)c.positions->tensor.data)[2] = 19;
+    ((int64_t *)c.slots->tensor.data)[2] = 4;
+    EXPECT_FAIL(insert_queries(&c), SMLA_ERROR_VALUE,
+                "`slot_mapping` must be below the 4 slots of `cache`, got 4 at token 2");
+    EXPECT(is_poison(c.q_out) && is_poison(c.cache));
+    c.q_scale_inv = 1.0;
+    EXPECT_FAIL(insert_queries(&c), SMLA_ERROR_TYPE, "`q_out` must be uint8 or float8_e4m3fn");
+    c.q_out = NULL;
+    EXPECT_FAIL(insert_queries(&c), SMLA_ERROR_VALUE, "`q_out` must be given, got none");
+    c.q_scale_inv = -1.0;
+    c.q_out = ARRAY(uint8, 3, 2, 512);
+    EXPECT_FAIL(insert_queries(&c), SMLA_ERROR_VALUE, "`q_scale_inv` must be a positive normal");
+}
+
 static void
 tests(void)
 {
+    RUN(test_queries);
+    RUN(test_bad_queries);
     RUN(test_norms);
     RUN(test_order_of_the_sum);
     RUN(test_bad_norms);

@@ -4,19 +4,11 @@
  * row.
  */
 #include "cpu/cache/cache.h"
+#include "cpu/cache/slot_shares.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
-#include "cpu/machine/threads.h"
 
 /* ---- Write --------------------------------------------------------------------------------- */
-
-static int64_t
-read_slot(const smla_cache_write_params *p, int64_t token)
-{
-    const int64_t at = token * p->slot_stride;
-    return p->slots_are_int64 ? ((const int64_t *)p->slot_mapping)[at]
-                              : ((const int32_t *)p->slot_mapping)[at];
-}
 
 smla_status
 smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
@@ -35,18 +27,15 @@ smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
     return SMLA_OK;
 }
 
-/* Writes the tokens of one share in order. All tokens of a slot are in the same share, so the last
- * token of a slot wins, for any number of shares. Neighbouring slots are in one share, too, because
- * they have cache lines in common. */
+/* Writes the tokens of one share in order. */
 static void
 write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int share,
             int num_shares)
 {
-    enum { NEIGHBOURS = 8 };
     const float kv_scale = smla_read_scale(&p->kv_scale);
     for (int64_t token = 0; token < p->num_tokens; token++) {
         const int64_t slot = read_slot(p, token);
-        if (slot >= 0 && slot / NEIGHBOURS % num_shares == share) {
+        if (is_in_share(slot, share, num_shares)) {
             cache->write_row(p->kv.format, p->input_type, p->kv_c, token * p->kv_c_stride_token,
                              p->k_pe, token * p->k_pe_stride_token, kv_scale,
                              smla_kv_slot(&p->kv, slot));
@@ -60,7 +49,7 @@ write_tokens(const smla_cache_write_params *p, smla_error *error)
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
     SMLA_TRY(smla_cpu_check_cache_write(p, error));
-    const int num_shares = p->num_tokens < 64 ? 1 : smla_max_threads();
+    const int num_shares = count_shares(p);
     if (num_shares == 1) { /* a parallel region of one thread costs as much as a token */
         write_share(isa->cache, p, 0, 1);
         return SMLA_OK;

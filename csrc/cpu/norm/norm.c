@@ -12,14 +12,6 @@ enum { PARALLEL_ROWS = 64 }; /* fewer rows run on one thread */
 
 /* ---- Positions ----------------------------------------------------------------------------- */
 
-static int64_t
-read_position(const smla_rope *rope, int64_t token)
-{
-    const int64_t at = token * rope->positions_stride;
-    return rope->positions_are_int64 ? ((const int64_t *)rope->positions)[at]
-                                     : ((const int32_t *)rope->positions)[at];
-}
-
 smla_status
 smla_cpu_check_positions(const char *op, const smla_rope *rope, int64_t num_tokens,
                          smla_error *error)
@@ -89,12 +81,11 @@ turn_back(const smla_norm_isa *norm, const smla_inverse_rope_params *p, int64_t 
 {
     const uint16_t *const x =
         p->o + token * p->o_stride_token + (group * p->group_heads + head) * p->o_stride_head;
-    const float *const cos_sin =
-        p->rope.cos_sin + read_position(&p->rope, token) * p->rope.cos_sin_stride_pos;
+    const float *const cos_sin = find_angles(&p->rope, token);
     const int64_t out =
         token * p->out_stride_token + group * p->out_stride_group + head * SMLA_V4_HEAD_DIM;
     if (p->out_scale == NULL) {
-        norm->turn_back_to_bf16(x, cos_sin, (uint16_t *)p->out + out);
+        norm->turn_to_bf16(x, cos_sin, true, (uint16_t *)p->out + out);
         return;
     }
     float scales[SMLA_OUTPUT_SCALES];

@@ -13,9 +13,29 @@ typedef struct smla_norm_isa {
      * `cos_sin` is the table's row [64] of the head's position. */
     void (*turn_back_to_e4m3)(const uint16_t *x, const float *cos_sin, uint8_t *out,
                               float scales[SMLA_OUTPUT_SCALES]);
-    /* The same head as bf16. */
-    void (*turn_back_to_bf16)(const uint16_t *x, const float *cos_sin, uint16_t *out);
+    /* A head whose last 64 values are turned to its position, or back from it, as bf16. */
+    void (*turn_to_bf16)(const uint16_t *x, const float *cos_sin, bool is_inverse, uint16_t *out);
+    /* A head that is normalised without a weight, then turned to its position. out may be x. */
+    void (*normalize_head)(const uint16_t *x, const float *cos_sin, float eps, uint16_t *out);
+    /* The same head, times `scale`, as bytes. */
+    void (*normalize_head_to_e4m3)(const uint16_t *x, const float *cos_sin, float eps, float scale,
+                                   uint8_t *out);
 } smla_norm_isa;
+
+static inline int64_t
+read_position(const smla_rope *rope, int64_t token)
+{
+    const int64_t at = token * rope->positions_stride;
+    return rope->positions_are_int64 ? ((const int64_t *)rope->positions)[at]
+                                     : ((const int32_t *)rope->positions)[at];
+}
+
+/* The table's row of a token's position. */
+static inline const float *
+find_angles(const smla_rope *rope, int64_t token)
+{
+    return rope->cos_sin + read_position(rope, token) * rope->cos_sin_stride_pos;
+}
 
 extern const smla_norm_isa smla_norm_base;
 #if defined(SMLA_HAVE_X86_ISA)

@@ -1,17 +1,20 @@
-/* norm_kernel.h: RMSNorm of a row, and the inverse RoPE of a head, for one instruction set.
+/* norm_kernel.h: RMSNorm of a row, and RoPE of a head, for one instruction set.
  *
  * Computes     normalize          out = bf16(x * (1 / sqrt(sum(x^2) / size + eps)) * weight)
  *              turn_back_to_e4m3  x = RoPE of the last 64 values by the negative angles; per tile
  *                                 of 128 values the scale is the smallest power of two with
  *                                 448 scale >= max(amax, 1e-10), and a byte is e4m3(x / scale)
- *              turn_back_to_bf16  bf16(x)
+ *              turn_to_bf16       bf16 of RoPE by the angles, or by their negatives
+ *              normalize_head     bf16 of RoPE of x * (1 / sqrt(sum(x^2) / 512 + eps));
+ *                                 normalize_head_to_e4m3: e4m3 of that times a scale
  * Shapes       rows [size] and heads [512] of bf16, weight [size] bf16 or fp32, contiguous
  * Roofline     Memory binds where rows come from memory, else conversion does.
  * Numerics     fp32. backend.h has the order of a row's sum, which is that of every backend. Each
  *              operation is rounded: there is no FMA. A product with a power of two stands for the
  *              division, because both are exact. A result that is NaN is the positive quiet NaN,
  *              except that values which RoPE does not turn keep their bits, or their sign as e4m3.
- * Source       fused_q_kv_rmsnorm and fused_inv_rope_fp8_quant of vLLM, for the formulas.
+ * Source       fused_q_kv_rmsnorm, fused_inv_rope_fp8_quant and the fused insert of vLLM, for the
+ *              formulas.
  *
  * The including file defines SMLA_SIMD_WIDTH, and names its table of functions (SMLA_NORM).
  */
@@ -98,11 +101,17 @@ scale_quad(quad x, float factor, quad weight)
     return x;
 }
 
+static float
+find_factor(const uint16_t *x, int64_t size, float eps)
+{
+    return 1.0f / sqrtf(sum_squares(x, size) / (float)size + eps);
+}
+
 static void
 normalize(const uint16_t *x, const void *weight, smla_float_type weight_type, int64_t size,
           float eps, uint16_t *out)
 {
-    const float factor = 1.0f / sqrtf(sum_squares(x, size) / (float)size + eps);
+    const float factor = find_factor(x, size, eps);
     int64_t i = 0;
     for (; i + QUAD <= size; i += QUAD) {
         const quad w = load_quad(element_at(weight, weight_type, i), weight_type);
@@ -116,17 +125,17 @@ normalize(const uint16_t *x, const void *weight, smla_float_type weight_type, in
     }
 }
 
-/* ---- Inverse RoPE -------------------------------------------------------------------------- */
+/* ---- RoPE ---------------------------------------------------------------------------------- */
 
-/* Quad `i` of a head, turned back if it is a part of RoPE. */
+/* Turns quad `i` of a head, if it is a part of RoPE. */
 SMLA_INLINE quad
-load_turned(const uint16_t *x, const float *cos_sin, int i)
+turn_part(quad values, const float *cos_sin, bool is_inverse, int i)
 {
-    const quad values = load_bf16(x + (ptrdiff_t)i * QUAD);
-    return i < NOPE_QUADS
-               ? values
-               : turn_quad(values,
-                           negate_angles(load_angles(cos_sin, (i - NOPE_QUADS) * QUAD_PAIRS)));
+    if (i < NOPE_QUADS) {
+        return values;
+    }
+    const quad_angles angles = load_angles(cos_sin, (i - NOPE_QUADS) * QUAD_PAIRS);
+    return turn_quad(values, is_inverse ? negate_angles(angles) : angles);
 }
 
 static void
@@ -137,7 +146,7 @@ turn_back_to_e4m3(const uint16_t *x, const float *cos_sin, uint8_t *out,
     quad best = {{{0}}};
     for (int t = 0; t < SMLA_OUTPUT_SCALES; t++) {
         for (int i = t * TILE_QUADS; i < (t + 1) * TILE_QUADS; i++) {
-            values[i] = load_turned(x, cos_sin, i);
+            values[i] = turn_part(load_bf16(x + (ptrdiff_t)i * QUAD), cos_sin, true, i);
             best.v[t] = max_of_quad(best.v[t], values[i]);
         }
     }
@@ -156,16 +165,58 @@ turn_back_to_e4m3(const uint16_t *x, const float *cos_sin, uint8_t *out,
 }
 
 static void
-turn_back_to_bf16(const uint16_t *x, const float *cos_sin, uint16_t *out)
+turn_to_bf16(const uint16_t *x, const float *cos_sin, bool is_inverse, uint16_t *out)
 {
     memcpy(out, x, NOPE_QUADS * QUAD * sizeof *out);
     for (int i = NOPE_QUADS; i < HEAD_QUADS; i++) {
-        store_bf16(load_turned(x, cos_sin, i), out + (ptrdiff_t)i * QUAD);
+        const quad values = load_bf16(x + (ptrdiff_t)i * QUAD);
+        store_bf16(turn_part(values, cos_sin, is_inverse, i), out + (ptrdiff_t)i * QUAD);
+    }
+}
+
+/* ---- RMSNorm and RoPE ---------------------------------------------------------------------- */
+
+/* Quad `i` of a head that is normalised and turned. */
+SMLA_INLINE quad
+load_normalized(const uint16_t *x, const float *cos_sin, float factor, int i)
+{
+    quad values = load_bf16(x + (ptrdiff_t)i * QUAD);
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+        values.v[k] = unify_nan(values.v[k] * factor);
+    }
+    return turn_part(values, cos_sin, false, i);
+}
+
+static void
+normalize_head(const uint16_t *x, const float *cos_sin, float eps, uint16_t *out)
+{
+    const float factor = find_factor(x, SMLA_V4_HEAD_DIM, eps);
+    for (int i = 0; i < HEAD_QUADS; i++) {
+        store_bf16(load_normalized(x, cos_sin, factor, i), out + (ptrdiff_t)i * QUAD);
+    }
+}
+
+/* No product here makes a new NaN, because `scale` is positive and finite. */
+static void
+normalize_head_to_e4m3(const uint16_t *x, const float *cos_sin, float eps, float scale,
+                       uint8_t *out)
+{
+    const float factor = find_factor(x, SMLA_V4_HEAD_DIM, eps);
+    for (int i = 0; i < HEAD_QUADS; i++) {
+        quad values = load_normalized(x, cos_sin, factor, i);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            values.v[k] *= scale;
+        }
+        store_e4m3(values, out + (ptrdiff_t)i * QUAD);
     }
 }
 
 const smla_norm_isa SMLA_NORM = {
     .normalize = normalize,
     .turn_back_to_e4m3 = turn_back_to_e4m3,
-    .turn_back_to_bf16 = turn_back_to_bf16,
+    .turn_to_bf16 = turn_to_bf16,
+    .normalize_head = normalize_head,
+    .normalize_head_to_e4m3 = normalize_head_to_e4m3,
 };

@@ -78,7 +78,7 @@ __launch_bounds__(BLOCK_THREADS, FEW_BLOCKS_PER_SM)
         given_key<TYPE, ROW> next;
         const uint8_t *from = (const uint8_t *)p.kv_c + first * stride;
         load_key<TYPE, ROW, ALIGNED>(from, &next);
-        const int64_t slot = find_slots(args, first, num_tokens);
+        const int64_t slot = find_slots(p, first, num_tokens);
         const int64_t page = slot < 0 ? 0 : smla_divide(slot, args.block_size);
         const int64_t offset = slot - page * p.kv.block_size;
         const uint8_t *const target = slot < 0 ? nullptr : find_row(p.kv, page, offset);

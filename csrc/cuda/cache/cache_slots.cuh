@@ -50,9 +50,8 @@ read_slot(const smla_cache_write_params &p, int64_t token)
 /* Gives lane i the slot of token first + i of a run, or -1 where the token is not written: its slot
  * is outside the cache, or one of the next 31 tokens has the same slot. */
 __device__ __forceinline__ int64_t
-find_slots(const write_args &args, int64_t first, int num_tokens)
+find_slots(const smla_cache_write_params &p, int64_t first, int num_tokens)
 {
-    const smla_cache_write_params &p = args.p;
     const int lane = lane_idx();
     const int64_t token = first + lane;
     const bool sees_behind = lane + 1 < num_tokens && token + SMLA_WARP_LANES < p.num_tokens;

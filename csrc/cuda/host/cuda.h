@@ -114,8 +114,9 @@ cudaError_t smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *p
                                                       const smla_cuda_device *device);
 cudaError_t smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params);
 
-/* rms_norm.cu and inverse_rope.cu */
+/* rms_norm.cu, qnorm_insert.cu and inverse_rope.cu */
 cudaError_t smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *params);
+cudaError_t smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params);
 cudaError_t smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params);
 
 /* projection.cu: the up projections of arrays whose strides cuBLAS cannot express. */

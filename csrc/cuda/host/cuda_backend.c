@@ -261,6 +261,29 @@ fused_q_kv_rmsnorm(const smla_q_kv_norm_params *p, smla_error *error)
     return end_launch(&call, smla_cuda_launch_fused_q_kv_rmsnorm(p), error);
 }
 
+/* In checked mode, the values that the CPU would refuse are errors before the launch. */
+static smla_status
+check_insert_values(const smla_qnorm_insert_params *p, smla_error *error)
+{
+    const smla_cache_write_params *const insert = &p->insert;
+    SMLA_TRY(smla_cuda_check_positions(insert->op, &p->rope, p->num_tokens, insert->stream, error));
+    return smla_cuda_check_cache_write(insert, error);
+}
+
+static smla_status
+fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *p, smla_error *error)
+{
+    cuda_call call = {.op = p->insert.op, .stream = p->insert.stream};
+    if (p->num_tokens == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    const smla_status status = call.is_checked ? check_insert_values(p, error) : SMLA_OK;
+    return status == SMLA_OK
+               ? end_launch(&call, smla_cuda_launch_fused_qnorm_rope_kv_insert(p), error)
+               : end_call(&call, status, error);
+}
+
 static smla_status
 fused_inv_rope_fp8_quant(const smla_inverse_rope_params *p, smla_error *error)
 {

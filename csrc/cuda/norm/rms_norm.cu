@@ -72,16 +72,6 @@ store_row(uint16_t *out, int64_t left, const uint32_t words[VECTOR_WORDS])
     }
 }
 
-__device__ __forceinline__ void
-widen(const uint32_t words[VECTOR_WORDS], float values[NORM_VECTOR])
-{
-#pragma unroll
-    for (int i = 0; i < VECTOR_WORDS; i++) {
-        values[2 * i] = smla_low_bf16(words[i]);
-        values[2 * i + 1] = smla_high_bf16(words[i]);
-    }
-}
-
 template <bool ALIGNED>
 __device__ __forceinline__ void
 load_weight(const smla_norm_rows &rows, int64_t start, float weight[NORM_VECTOR])
@@ -89,7 +79,7 @@ load_weight(const smla_norm_rows &rows, int64_t start, float weight[NORM_VECTOR]
     if (rows.weight_type == SMLA_FLOAT_BF16) {
         uint32_t words[VECTOR_WORDS];
         load_row<ALIGNED>((const uint16_t *)rows.weight + start, rows.size - start, words);
-        widen(words, weight);
+        norm_widen(words, weight);
         return;
     }
     const float *const from = (const float *)rows.weight + start;
@@ -120,7 +110,7 @@ scale_vector(const smla_norm_rows &rows, uint16_t *out, int64_t start, float fac
     float x[NORM_VECTOR];
     float weight[NORM_VECTOR];
     uint32_t scaled[VECTOR_WORDS];
-    widen(words, x);
+    norm_widen(words, x);
     load_weight<ALIGNED>(rows, start, weight);
 #pragma unroll
     for (int i = 0; i < VECTOR_WORDS; i++) {
@@ -148,13 +138,13 @@ normalize(const smla_norm_rows &rows, int64_t token, float eps)
     }
 #pragma unroll
     for (int i = 0; i < KEPT_VECTORS; i++) {
-        widen(kept[i], values);
+        norm_widen(kept[i], values);
         norm_add_squares(sums, values);
     }
     for (int64_t start = first + KEPT_VECTORS * STEP; start < rows.size; start += STEP) {
         uint32_t words[VECTOR_WORDS];
         load_row<ALIGNED>(x + start, rows.size - start, words);
-        widen(words, values);
+        norm_widen(words, values);
         norm_add_squares(sums, values);
     }
     const float factor = norm_factor(norm_fold_sums(sums), rows.size, eps);

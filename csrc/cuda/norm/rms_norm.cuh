@@ -5,12 +5,23 @@
 
 #include "core/backend.h"
 #include "cuda/ptx/launch.cuh"
+#include "cuda/ptx/numeric.cuh"
 
 enum {
     NORM_VECTOR = SMLA_NORM_SUMS / SMLA_WARP_LANES
 }; /* values per vector: partial sums per lane */
 
 static_assert(NORM_VECTOR == 8, "a vector is 16 bytes of bf16");
+
+static __device__ __forceinline__ void
+norm_widen(const uint32_t words[NORM_VECTOR / 2], float values[NORM_VECTOR])
+{
+#pragma unroll
+    for (int i = 0; i < NORM_VECTOR / 2; i++) {
+        values[2 * i] = smla_low_bf16(words[i]);
+        values[2 * i + 1] = smla_high_bf16(words[i]);
+    }
+}
 
 static __device__ __forceinline__ void
 norm_add_squares(float sums[NORM_VECTOR], const float x[NORM_VECTOR])
@@ -37,8 +48,13 @@ norm_fold_sums(const float sums[NORM_VECTOR])
 }
 
 static __device__ __forceinline__ float
+norm_factor_of_mean(float mean, float eps)
+{
+    return __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
+}
+
+static __device__ __forceinline__ float
 norm_factor(float sum, int64_t size, float eps)
 {
-    const float mean = __fdiv_rn(sum, (float)size);
-    return __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
+    return norm_factor_of_mean(__fdiv_rn(sum, (float)size), eps);
 }

@@ -145,6 +145,15 @@ smla_load_vector_4(const void *from, uint32_t *words)
                  : "l"(from));
 }
 
+/* The same for memory that the thread may write later, which is no read-only data. */
+static __device__ __forceinline__ void
+smla_load_own_vector_4(const void *from, uint32_t *words)
+{
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(from));
+}
+
 static __device__ __forceinline__ void
 smla_load_vector_2(const void *from, uint32_t *words)
 {

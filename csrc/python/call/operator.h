@@ -18,9 +18,13 @@ typedef enum smla_py_kind {
     /* arrays that a caller gives */
     SMLA_PY_PAIR = SMLA_PY_NUM_ROLES, /* one array, or a tuple of two: the next row is the second */
     SMLA_PY_NULLABLE,                 /* given, but may be None; read */
-    SMLA_PY_SCALE,        /* smla_scale_arg: a float, or an array of one, which is read */
-    SMLA_PY_ASKED_OUTPUT, /* None or written; returned where it is given or asked for */
-    SMLA_PY_WORKSPACE,    /* None or written; not returned */
+    SMLA_PY_SCALE,         /* smla_scale_arg: a float, or an array of one, which is read */
+    SMLA_PY_SCALE_OR_NONE, /* the same, or None, which leaves both of its fields empty */
+    SMLA_PY_ASKED_OUTPUT,  /* None or written; returned where it is given or asked for */
+    /* None or written. With None the first array is written and returned in its place, unless
+     * writes_first of the operator says no: then as SMLA_PY_OUTPUT. */
+    SMLA_PY_OVER_FIRST,
+    SMLA_PY_WORKSPACE, /* None or written; not returned */
     /* arrays without an argument in Python */
     SMLA_PY_SECOND, /* second array of a pair */
     SMLA_PY_RESULT, /* always new */
@@ -62,6 +66,9 @@ typedef struct smla_py_operator {
     size_t core_bytes; /* size of the core's args, with which that struct begins */
     /* The operator of the core. Runs without the GIL. */
     smla_status (*compute)(const void *args, smla_error *error);
+    /* Whether the values of a call let it write its first array: see SMLA_PY_OVER_FIRST. NULL = no
+     * call does. */
+    bool (*writes_first)(PyObject *const *values);
     /* Allocates the results that the caller left out. If a malformed input leaves a result's shape
      * unknown, the result stays absent, because the core reports the input first. NULL = the
      * operator has no results to allocate. */
@@ -118,14 +125,15 @@ smla_py_is_argument(const smla_py_param *param)
            (param->kind >= SMLA_PY_INT && param->kind <= SMLA_PY_STREAM);
 }
 
-/* Whether the row is an array that a call returns if the array is present. */
+/* Whether the row is an array that a call returns if the array is present, before those that it
+ * reads and writes. */
 static inline bool
-smla_py_is_returned(const smla_py_param *param)
+smla_py_is_result(const smla_py_param *param)
 {
-    const unsigned returned = 1u << SMLA_PY_OUTPUT | 1u << SMLA_PY_INOUT |
-                              1u << SMLA_PY_ASKED_OUTPUT | 1u << SMLA_PY_RESULT |
-                              1u << SMLA_PY_ASKED_RESULT;
-    return returned >> param->kind & 1;
+    const unsigned results = 1u << SMLA_PY_OUTPUT | 1u << SMLA_PY_OVER_FIRST |
+                             1u << SMLA_PY_ASKED_OUTPUT | 1u << SMLA_PY_RESULT |
+                             1u << SMLA_PY_ASKED_RESULT;
+    return results >> param->kind & 1;
 }
 
 static inline int

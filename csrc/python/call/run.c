@@ -116,9 +116,13 @@ add_array(smla_py_call *call, const smla_py_param *param, PyObject *object, void
     case SMLA_PY_SECOND: return 0; /* added together with the first */
     case SMLA_PY_NULLABLE: return smla_py_add(call, param->name, SMLA_PY_OPTIONAL, object);
     case SMLA_PY_SCALE: return add_scale(call, param, object, args);
+    case SMLA_PY_SCALE_OR_NONE:
+        return object == Py_None ? smla_py_add_absent(call, param->name)
+                                 : add_scale(call, param, object, args);
     case SMLA_PY_RESULT:
     case SMLA_PY_ASKED_RESULT: return smla_py_add_absent(call, param->name);
     case SMLA_PY_ASKED_OUTPUT:
+    case SMLA_PY_OVER_FIRST:
     case SMLA_PY_WORKSPACE: return smla_py_add(call, param->name, SMLA_PY_OUTPUT, object);
     default: return smla_py_add(call, param->name, (smla_py_role)param->kind, object);
     }
@@ -134,7 +138,14 @@ read_arguments(smla_py_call *call, const smla_py_operator *op, PyObject *const *
             return -1;
         }
     }
-    for (int i = 0; i < num_arrays; i++) {
+    int i = 0;
+    if (op->writes_first != NULL && op->writes_first(values)) {
+        if (smla_py_add(call, op->params[i].name, SMLA_PY_INOUT, values[i]) < 0) {
+            return -1;
+        }
+        i++;
+    }
+    for (; i < num_arrays; i++) {
         if (add_array(call, &op->params[i], values[i], args) < 0) {
             return -1;
         }
@@ -144,7 +155,8 @@ read_arguments(smla_py_call *call, const smla_py_operator *op, PyObject *const *
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
-/* Fills the fields of all arrays, and lists the arrays that the call returns. */
+/* Fills the fields of all arrays, and lists the arrays that the call returns: those that are only
+ * written, then those that are read, too. */
 static int
 set_arrays(smla_py_call *call, const smla_py_operator *op, void *args, int *results)
 {
@@ -153,7 +165,14 @@ set_arrays(smla_py_call *call, const smla_py_operator *op, void *args, int *resu
         const smla_py_param *const param = &op->params[i];
         const DLTensor *const view = smla_py_view(&call->arrays[i]);
         smla_py_set_pointer(args, param, view);
-        if (view != NULL && smla_py_is_returned(param)) {
+        if (view != NULL && smla_py_is_result(param)) {
+            results[num_results++] = i;
+        } else if (param->kind == SMLA_PY_OVER_FIRST) {
+            results[num_results++] = 0;
+        }
+    }
+    for (int i = 0; i < call->num_arrays; i++) {
+        if (op->params[i].kind == SMLA_PY_INOUT) {
             results[num_results++] = i;
         }
     }

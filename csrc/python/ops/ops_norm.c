@@ -34,6 +34,48 @@ allocate_normalized(smla_py_call *call, const void *Py_UNUSED(args))
                : smla_py_allocate_result(call, NORM_KV_OUT, smla_py_bf16, 2, kv);
 }
 
+/* ---- Queries and keys ---------------------------------------------------------------------- */
+
+SMLA_PY_COMPUTE(fused_qnorm_rope_kv_insert)
+
+enum { QNORM_Q, QNORM_SCALE_INV = 6, QNORM_Q_OUT = 8 };
+
+static const smla_py_param qnorm_params[] = {
+    [QNORM_Q] = {"q", SMLA_PY_INPUT, offsetof(smla_qnorm_insert_args, q)},
+    {"kv", SMLA_PY_INPUT, offsetof(smla_qnorm_insert_args, kv)},
+    {"positions", SMLA_PY_INPUT, offsetof(smla_qnorm_insert_args, positions)},
+    {"cos_sin", SMLA_PY_INPUT, offsetof(smla_qnorm_insert_args, cos_sin)},
+    {"cache", SMLA_PY_INOUT, offsetof(smla_qnorm_insert_args, cache)},
+    {"slot_mapping", SMLA_PY_INPUT, offsetof(smla_qnorm_insert_args, slot_mapping)},
+    [QNORM_SCALE_INV] = {"q_scale_inv", SMLA_PY_SCALE_OR_NONE,
+                         offsetof(smla_qnorm_insert_args, q_scale_inv)},
+    {"kv_scale", SMLA_PY_SCALE, offsetof(smla_qnorm_insert_args, kv_scale)},
+    [QNORM_Q_OUT] = {"q_out", SMLA_PY_OVER_FIRST, offsetof(smla_qnorm_insert_args, q_out)},
+    {"eps", SMLA_PY_FLOAT, offsetof(smla_qnorm_insert_args, eps)},
+    {"kv_format", SMLA_PY_KV_FORMAT, offsetof(smla_qnorm_insert_args, kv_format)},
+    {"block_size", SMLA_PY_SIZE, offsetof(smla_qnorm_insert_args, block_size)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_qnorm_insert_args, stream)},
+};
+
+static bool
+writes_queries(PyObject *const *values)
+{
+    return values[QNORM_Q_OUT] == Py_None && values[QNORM_SCALE_INV] == Py_None;
+}
+
+/* q_out is new where it is quantised. */
+static int
+allocate_queries(smla_py_call *call, const void *args)
+{
+    const smla_qnorm_insert_args *const a = args;
+    const bool quantizes =
+        call->arrays[QNORM_SCALE_INV].object != NULL || a->q_scale_inv.value != 0;
+    if (!quantizes || !smla_py_has_rank(call, QNORM_Q, 3)) {
+        return 0;
+    }
+    return smla_py_allocate_result(call, QNORM_Q_OUT, e4m3, 3, call->arrays[QNORM_Q].shape);
+}
+
 /* ---- Inverse RoPE -------------------------------------------------------------------------- */
 
 SMLA_PY_COMPUTE(fused_inv_rope_fp8_quant)
@@ -92,6 +134,11 @@ const smla_py_operator smla_py_norm_operators[] = {
      SMLA_PY_TABLE(norm_params, smla_fused_q_kv_rmsnorm_args, smla_fused_q_kv_rmsnorm_args),
      .compute = compute_fused_q_kv_rmsnorm,
      .allocate = allocate_normalized},
+    {.name = "fused_qnorm_rope_kv_insert",
+     SMLA_PY_TABLE(qnorm_params, smla_qnorm_insert_args, smla_qnorm_insert_args),
+     .compute = compute_fused_qnorm_rope_kv_insert,
+     .writes_first = writes_queries,
+     .allocate = allocate_queries},
     {.name = "fused_inv_rope_fp8_quant",
      SMLA_PY_TABLE(inverse_params, smla_fused_inv_rope_fp8_quant_args,
                    smla_fused_inv_rope_fp8_quant_args),

@@ -240,6 +240,7 @@ read_options(const xla_call *call, const smla_py_operator *op, void *args)
         case SMLA_PY_FLAG:
         case SMLA_PY_INT32: SMLA_TRY(read_int32(call, param->name, field)); break;
         case SMLA_PY_SIZE: SMLA_TRY(read_size(call, param->name, field)); break;
+        case SMLA_PY_SCALE_OR_NONE:
         case SMLA_PY_SCALE: SMLA_TRY(read_scale(call, param->name, field)); break;
         case SMLA_PY_FLOAT:
             SMLA_TRY(read_scalar(call, param->name, SMLA_XLA_F64, field, sizeof(double)));

@@ -122,6 +122,15 @@ smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params
 }
 
 cudaError_t
+smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params)
+{
+    const cudaError_t code = write_launch(params->insert.stream);
+    EXPECT(code != cudaSuccess ||
+           smla_cpu_backend.fused_qnorm_rope_kv_insert(params, NULL) == SMLA_OK);
+    return code;
+}
+
+cudaError_t
 smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params)
 {
     LAUNCH(split_kv_b_proj, params);

@@ -1,0 +1,75 @@
+/* qnorm_insert.c: fused_qnorm_rope_kv_insert. norm_kernel.h normalises and turns, cache_kernel.h
+ * writes the rows.
+ */
+#include <string.h>
+
+#include "cpu/cache/cache.h"
+#include "cpu/cache/slot_shares.h"
+#include "cpu/machine/cpu.h"
+#include "cpu/machine/isa.h"
+#include "cpu/norm/norm.h"
+
+enum { PARALLEL_HEADS = 64 }; /* fewer heads run on one thread */
+
+/* Writes one head of q_out. */
+static void
+write_head(const smla_norm_isa *norm, const smla_qnorm_insert_params *p, int64_t token,
+           int64_t head, float q_scale_inv)
+{
+    const int64_t at = token * p->q_out_stride_token + head * p->q_out_stride_head;
+    const bool is_bf16 = p->q_out_type == SMLA_FLOAT_BF16;
+    uint8_t *const out = (uint8_t *)p->q_out + at * (is_bf16 ? 2 : 1);
+    if (head >= p->num_heads) {
+        memset(out, 0, SMLA_V4_HEAD_DIM * (is_bf16 ? 2 : 1));
+        return;
+    }
+    const uint16_t *const x = p->q + token * p->q_stride_token + head * p->q_stride_head;
+    const float *const cos_sin = find_angles(&p->rope, token);
+    if (is_bf16) {
+        norm->normalize_head(x, cos_sin, p->eps, (uint16_t *)(void *)out);
+    } else {
+        norm->normalize_head_to_e4m3(x, cos_sin, p->eps, q_scale_inv, out);
+    }
+}
+
+/* Turns the keys of one share, and writes them in order. */
+static void
+insert_share(const smla_cpu_isa *isa, const smla_qnorm_insert_params *p, int share, int num_shares)
+{
+    const smla_cache_write_params *const insert = &p->insert;
+    const uint16_t *const kv = insert->kv_c;
+    const float kv_scale = smla_read_scale(&insert->kv_scale);
+    for (int64_t token = 0; token < insert->num_tokens; token++) {
+        const int64_t slot = read_slot(insert, token);
+        if (is_in_share(slot, share, num_shares)) {
+            uint16_t key[SMLA_V4_HEAD_DIM];
+            isa->norm->turn_to_bf16(kv + token * insert->kv_c_stride_token,
+                                    find_angles(&p->rope, token), false, key);
+            isa->cache->write_row(insert->kv.format, SMLA_FLOAT_BF16, key, 0, key,
+                                  insert->kv.format->nope_dim, kv_scale,
+                                  smla_kv_slot(&insert->kv, slot));
+        }
+    }
+}
+
+smla_status
+smla_cpu_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *p, smla_error *error)
+{
+    const char *const op = p->insert.op;
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa(op, &isa, error));
+    SMLA_TRY(smla_cpu_check_positions(op, &p->rope, p->num_tokens, error));
+    SMLA_TRY(smla_cpu_check_cache_write(&p->insert, error));
+    const int64_t num_heads = p->num_tokens * p->out_heads;
+    const float q_scale_inv = smla_read_scale(&p->q_scale_inv);
+#pragma omp parallel for schedule(static) if (num_heads >= PARALLEL_HEADS)
+    for (int64_t i = 0; i < num_heads; i++) {
+        write_head(isa->norm, p, i / p->out_heads, i % p->out_heads, q_scale_inv);
+    }
+    const int num_shares = count_shares(&p->insert);
+#pragma omp parallel for schedule(static) if (num_shares > 1)
+    for (int share = 0; share < num_shares; share++) {
+        insert_share(isa, p, share, num_shares);
+    }
+    return SMLA_OK;
+}

@@ -1,0 +1,306 @@
+/* qnorm_insert.cu: the heads of q normalised and turned, and the keys of kv turned and written into
+ * the cache, in one launch.
+ *
+ * Computes     q_out = RoPE of x * (1 / sqrt(sum(x^2) / 512 + eps)) for every head x of q, as bf16,
+ *              or times q_scale_inv as e4m3; 0 for heads that q lacks
+ *              row of a slot = bf16(RoPE(kv)) in the cache's format; row_encoder.cuh has the rules
+ * Shapes       q [T, H, 512] bf16 and q_out [T, >= H, 512], tokens and heads any stride apart; kv
+ *              [T, 512] bf16, rows any stride apart; positions [T] int64 or int32; cos_sin
+ *              [max_pos, 64] fp32; slot_mapping [<= T] int32 or int64; rows as kv_format.h draws
+ *              them. q_out may be q.
+ * Shared mem   none
+ * Roles        First come the keys, a warp each, because their loads depend on each other. All
+ *              other warps have two neighbouring heads of a token: 4 vectors of 16 bytes per lane,
+ *              all loaded before the first is used. The last 8 lanes have the RoPE values, in the
+ *              second vector of a head or a key. No barriers.
+ * Roofline     Memory binds: 2048 bytes per head, and 1024 + 584 per key of fp8_v4; H 64, T 8192:
+ *              253 us at 4.3 TB/s. A lane runs about 80 instructions per vector, of which 32 bytes
+ *              move: 132 SMs of 128 lanes at 1.75 GHz run 220 in that time.
+ * Numerics     fp32, each operation rounded: the bytes of the CPU. params.h has the order of the
+ *              sum. A value that RMSNorm or RoPE makes NaN is the positive quiet NaN. A token with
+ *              a bad position is not turned, one with a bad slot is not written. Of tokens with one
+ *              slot the last of 32 wins, as in cache_insert.cu.
+ * Source       The fused insert of vLLM for DeepSeek V4, for the operator.
+ */
+#include "cuda/cache/cache_slots.cuh"
+#include "cuda/cache/row_encoder.cuh"
+#include "cuda/norm/rms_norm.cuh"
+#include "cuda/norm/rope.cuh"
+
+namespace {
+
+enum {
+    WARP_HEADS = 2,
+    VECTOR_WORDS = NORM_VECTOR / 2,
+    HEAD_VECTORS = SMLA_V4_HEAD_DIM / SMLA_NORM_SUMS, /* per lane */
+    FIRST_ROPE_LANE = SMLA_WARP_LANES - SMLA_QK_ROPE_HEAD_DIM / NORM_VECTOR,
+};
+
+static_assert(HEAD_VECTORS == 2, "a head is two vectors per lane");
+static_assert(NORM_VECTOR == 2 * ROPE_PAIRS, "a lane turns its vector");
+
+struct qnorm_args {
+    smla_qnorm_insert_params p;
+    smla_divisor block_size;
+    smla_divisor head_works; /* warps per token of q_out */
+    int64_t num_works;       /* warps */
+    bool angles_are_aligned;
+};
+
+/* The angles of a lane's vector; lanes without RoPE values get none. */
+__device__ __forceinline__ rope_angles
+load_angles(const qnorm_args &args, int64_t token)
+{
+    const int lane = lane_idx();
+    if (lane < FIRST_ROPE_LANE) {
+        return {};
+    }
+    return rope_load(args.p.rope, token, (lane - FIRST_ROPE_LANE) * ROPE_PAIRS,
+                     args.angles_are_aligned);
+}
+
+/* ---- Heads --------------------------------------------------------------------------------- */
+
+/* Loads 8 values that the same lane may write later. */
+template <bool ALIGNED>
+__device__ __forceinline__ void
+load_vector(const uint16_t *x, uint32_t words[VECTOR_WORDS])
+{
+    if constexpr (ALIGNED) {
+        smla_load_own_vector_4(x, words);
+    } else {
+#pragma unroll
+        for (int i = 0; i < VECTOR_WORDS; i++) {
+            words[i] = x[2 * i] | (uint32_t)x[2 * i + 1] << 16;
+        }
+    }
+}
+
+__device__ __forceinline__ void
+pack_bf16(const float x[NORM_VECTOR], uint32_t words[VECTOR_WORDS])
+{
+#pragma unroll
+    for (int k = 0; k < VECTOR_WORDS; k++) {
+        words[k] = smla_floats_to_bf16x2(x[2 * k], x[2 * k + 1]);
+    }
+}
+
+/* Stores 8 values as bytes. */
+template <bool ALIGNED>
+__device__ __forceinline__ void
+store_e4m3(uint8_t *out, const float x[NORM_VECTOR])
+{
+    const uint32_t bytes[NORM_VECTOR / 4] = {smla_floats_to_e4m3x4(x),
+                                             smla_floats_to_e4m3x4(x + 4)};
+    if constexpr (ALIGNED) {
+        smla_store_words<NORM_VECTOR, true>(out, bytes);
+    } else {
+#pragma unroll
+        for (int i = 0; i < NORM_VECTOR; i++) {
+            out[i] = (uint8_t)(bytes[i / 4] >> 8 * (i % 4));
+        }
+    }
+}
+
+/* Stores vector `i` of a head that begins at element `at` of q_out. */
+template <bool ALIGNED>
+__device__ __forceinline__ void
+store_vector(const smla_qnorm_insert_params &p, int64_t at, int i, float q_scale_inv,
+             float x[NORM_VECTOR])
+{
+    at += i * SMLA_NORM_SUMS + lane_idx() * NORM_VECTOR;
+    if (p.q_out_type == SMLA_FLOAT_BF16) {
+        uint32_t words[VECTOR_WORDS];
+        pack_bf16(x, words);
+        smla_store_words<16, ALIGNED>((uint16_t *)p.q_out + at, words);
+    } else {
+#pragma unroll
+        for (int k = 0; k < NORM_VECTOR; k++) {
+            x[k] = __fmul_rn(x[k], q_scale_inv);
+        }
+        store_e4m3<ALIGNED>((uint8_t *)p.q_out + at, x);
+    }
+}
+
+/* Normalises, turns and stores one head. `exists` is the same for all lanes. */
+template <bool ALIGNED>
+__device__ __forceinline__ void
+finish_head(const smla_qnorm_insert_params &p, int64_t at, bool exists, float q_scale_inv,
+            const rope_angles &angles, const uint32_t words[HEAD_VECTORS][VECTOR_WORDS])
+{
+    float x[HEAD_VECTORS][NORM_VECTOR] = {};
+    if (exists) {
+        float sums[NORM_VECTOR] = {};
+#pragma unroll
+        for (int i = 0; i < HEAD_VECTORS; i++) {
+            norm_widen(words[i], x[i]);
+            norm_add_squares(sums, x[i]);
+        }
+        /* A product with 2^-9 is the division by 512, also where it is rounded. */
+        const float mean = __fmul_rn(norm_fold_sums(sums), 1.0f / SMLA_V4_HEAD_DIM);
+        const float factor = norm_factor_of_mean(mean, p.eps);
+#pragma unroll
+        for (int i = 0; i < HEAD_VECTORS; i++) {
+#pragma unroll
+            for (int k = 0; k < NORM_VECTOR; k++) {
+                x[i][k] = __fmul_rn(x[i][k], factor);
+            }
+        }
+        if (lane_idx() >= FIRST_ROPE_LANE) {
+            rope_turn<false>(x[HEAD_VECTORS - 1], angles);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < HEAD_VECTORS; i++) {
+        store_vector<ALIGNED>(p, at, i, q_scale_inv, x[i]);
+    }
+}
+
+template <bool ALIGNED>
+__device__ __forceinline__ void
+write_heads(const qnorm_args &args, int64_t token, int64_t first_head)
+{
+    const smla_qnorm_insert_params &p = args.p;
+    const uint16_t *const x = p.q + token * p.q_stride_token + first_head * p.q_stride_head;
+    uint32_t words[WARP_HEADS][HEAD_VECTORS][VECTOR_WORDS];
+#pragma unroll
+    for (int h = 0; h < WARP_HEADS; h++) {
+        if (first_head + h < p.num_heads) {
+#pragma unroll
+            for (int i = 0; i < HEAD_VECTORS; i++) {
+                load_vector<ALIGNED>(x + h * p.q_stride_head + i * SMLA_NORM_SUMS +
+                                         lane_idx() * NORM_VECTOR,
+                                     words[h][i]);
+            }
+        }
+    }
+    const rope_angles angles = load_angles(args, token);
+    const float q_scale_inv = read_given_scale(p.q_scale_inv);
+    const int64_t at = token * p.q_out_stride_token + first_head * p.q_out_stride_head;
+#pragma unroll
+    for (int h = 0; h < WARP_HEADS; h++) {
+        if (first_head + h < p.out_heads) {
+            finish_head<ALIGNED>(p, at + h * p.q_out_stride_head, first_head + h < p.num_heads,
+                                 q_scale_inv, angles, words[h]);
+        }
+    }
+}
+
+/* ---- Keys ---------------------------------------------------------------------------------- */
+
+template <int ROW, bool ALIGNED>
+__device__ __forceinline__ void
+insert_key(const qnorm_args &args, int64_t token)
+{
+    constexpr bool IS_BF16 = smla_row<ROW>::INFO.nope_type == SMLA_NOPE_BF16;
+    const smla_cache_write_params &p = args.p.insert;
+    const uint16_t *const from =
+        (const uint16_t *)p.kv_c + token * p.kv_c_stride_token + lane_idx() * NORM_VECTOR;
+    key_part<ROW> key;
+#pragma unroll
+    for (int i = 0; i < HEAD_VECTORS; i++) {
+        smla_load_words<16, ALIGNED>(from + i * SMLA_NORM_SUMS, key.pairs[i]);
+    }
+    const rope_angles angles = load_angles(args, token);
+    const int64_t slot = find_slots(p, token, 1); /* in lane 0 */
+    const int64_t page = slot < 0 ? 0 : smla_divide(slot, args.block_size);
+    const int64_t offset = slot - page * p.kv.block_size;
+    uint8_t *const target = slot < 0 ? nullptr : find_row(p.kv, page, offset);
+    uint8_t *const row = shuffle_pointer(target, 0);
+    uint8_t *const scales = shuffle_pointer(find_scales_of(p.kv, page, offset), 0);
+    if (row == nullptr) { /* the same for all lanes */
+        return;
+    }
+    if (lane_idx() >= FIRST_ROPE_LANE) {
+        float x[NORM_VECTOR];
+        norm_widen(key.pairs[HEAD_VECTORS - 1], x);
+        rope_turn<false>(x, angles);
+        pack_bf16(x, key.pairs[HEAD_VECTORS - 1]);
+    }
+    if constexpr (IS_BF16) {
+#pragma unroll
+        for (int i = 0; i < HEAD_VECTORS; i++) {
+            smla_store_words<16, ALIGNED>((uint16_t *)row + i * SMLA_NORM_SUMS +
+                                              lane_idx() * NORM_VECTOR,
+                                          key.pairs[i]);
+        }
+    } else {
+        encode_key<ROW>(key, 1.0f / read_given_scale(p.kv_scale), row, scales);
+    }
+}
+
+template <int ROW, bool ALIGNED>
+__global__ void
+__launch_bounds__(BLOCK_THREADS) qnorm_kernel(const __grid_constant__ qnorm_args args)
+{
+    ptx_wait_for_grids();
+    const int64_t num_keys = args.p.insert.num_tokens;
+    const int64_t step = (int64_t)gridDim.x * BLOCK_WARPS;
+    int64_t work = (int64_t)blockIdx.x * BLOCK_WARPS + threadIdx.x / SMLA_WARP_LANES;
+    for (; work < args.num_works; work += step) {
+        if (work < num_keys) {
+            insert_key<ROW, ALIGNED>(args, work);
+        } else {
+            const int64_t token = smla_divide(work - num_keys, args.head_works);
+            const int64_t part = work - num_keys - token * args.head_works.divisor;
+            write_heads<ALIGNED>(args, token, part * WARP_HEADS);
+        }
+    }
+}
+
+/* ---- Table --------------------------------------------------------------------------------- */
+
+struct qnorm_row {
+    smla_kv_row_number format;
+    void (*kernels[2])(qnorm_args); /* [0] takes any arrays, [1] aligned ones */
+};
+
+template <int ROW>
+constexpr qnorm_row
+serve(smla_kv_row_number format = (smla_kv_row_number)ROW)
+{
+    return {format, {qnorm_kernel<ROW, false>, qnorm_kernel<ROW, true>}};
+}
+
+const qnorm_row qnorm_rows[] = {
+    serve<SMLA_ROW_FP8_V4>(),   serve<SMLA_ROW_BFLOAT16_512>(),
+    serve<SMLA_ROW_FP8_E4M3>(), serve<SMLA_ROW_FP8_V41>(),
+    serve<SMLA_ROW_FP4_V41>(),  serve<SMLA_ROW_FP8_V41>(SMLA_ROW_FP8_V41_SPLIT),
+    serve<SMLA_ROW_FP8_NOPE>(), serve<SMLA_ROW_FP4_V41>(SMLA_ROW_FP4_V41_SPLIT),
+};
+
+/* Whether all vectors are aligned: 16 bytes of bf16, or 8 bytes of e4m3. Rows of other formats than
+ * bf16 have the alignment that their stores need. */
+bool
+is_aligned(const smla_qnorm_insert_params *p)
+{
+    const int64_t out_bytes = p->q_out_type == SMLA_FLOAT_BF16 ? 2 : 1;
+    const int64_t vector_bytes = NORM_VECTOR * out_bytes;
+    return smla_are_rows_aligned(p->q, p->q_stride_token, p->q_stride_head, 16) &&
+           smla_is_multiple(p->q_out, p->q_out_stride_token * out_bytes, vector_bytes) &&
+           p->q_out_stride_head * out_bytes % vector_bytes == 0 &&
+           smla_is_multiple(p->insert.kv_c, p->insert.kv_c_stride_token * 2, 16) &&
+           (p->insert.kv.format->nope_type != SMLA_NOPE_BF16 || has_aligned_rows(p->insert.kv));
+}
+
+} /* namespace */
+
+cudaError_t
+smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params)
+{
+    qnorm_args args = {};
+    args.p = *params;
+    args.block_size = smla_make_divisor(params->insert.kv.block_size);
+    args.head_works = smla_make_divisor(smla_count_parts(params->out_heads, WARP_HEADS));
+    args.num_works = params->insert.num_tokens + params->num_tokens * args.head_works.divisor;
+    args.angles_are_aligned = rope_is_aligned(params->rope);
+    const int64_t num_blocks = smla_count_parts(args.num_works, BLOCK_WARPS);
+    const bool aligned = is_aligned(params);
+    for (const qnorm_row &row : qnorm_rows) {
+        if (row.format == params->insert.kv.format->number) {
+            return smla_launch(row.kernels[aligned], args, num_blocks, BLOCK_THREADS, 0,
+                               params->insert.stream);
+        }
+    }
+    return cudaErrorInvalidDeviceFunction;
+}
