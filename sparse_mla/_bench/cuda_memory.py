@@ -1,6 +1,6 @@
 """The operators that only move bytes, on a CUDA device, compared with a copy by PyTorch. Samples of
 the bytes are judged first, against the CPU backend. Every operator moves far more bytes than the L2
-cache holds."""
+cache holds, except the calls of 1 and 17 tokens, whose time is that of a launch."""
 
 from __future__ import annotations
 
@@ -381,6 +381,36 @@ def move_turned() -> Iterator[Move]:
         yield Move(f"fused_inv_rope_fp8_quant, H {num_heads}, {kind}", call, num_bytes, is_right)
 
 
+def move_queries() -> Iterator[Move]:
+    """The queries and keys of a step on their way to attention."""
+    for num_heads, num_tokens in ((64, TURNED_TOKENS), (128, TURNED_TOKENS), (64, 1), (64, 17)):
+        table = torch.from_numpy(sparse_mla.rope_table(num_tokens, fp32_angles=True)).to(DEVICE)
+        q = torch.randn(num_tokens, num_heads, 512, device=DEVICE).bfloat16()
+        kv = torch.randn(num_tokens, 512, device=DEVICE).bfloat16()
+        positions = torch.arange(num_tokens, device=DEVICE)
+        shape = (num_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, 584)
+        cache = torch.zeros(shape, dtype=torch.uint8, device=DEVICE)
+        inputs, q_out = (q, kv, positions, table, cache, positions), torch.empty_like(q)
+
+        def call(inputs: tuple[Array, ...] = inputs, q_out: Array = q_out) -> object:
+            return sparse_mla.fused_qnorm_rope_kv_insert(*inputs, eps=1e-6, q_out=q_out)
+
+        def is_right(inputs: tuple[Array, ...] = inputs, q_out: Array = q_out) -> bool:
+            tokens = sample(len(q_out))
+            q, kv, positions = (x[tokens].cpu() for x in inputs[:3])
+            rows = inputs[4].new_zeros((len(tokens), 1, 584), device="cpu")
+            slots = torch.arange(len(tokens))
+            want = sparse_mla.fused_qnorm_rope_kv_insert(
+                q, kv, positions, inputs[3].cpu(), rows, slots, eps=1e-6
+            )
+            written = split_parts(inputs[4], 576)[tokens]
+            return same_bytes(q_out[tokens], want[0]) and same_bytes(written, rows[:, 0])
+
+        num_bytes = 2 * q.nbytes + kv.nbytes + num_tokens * 584
+        name = f"fused_qnorm_rope_kv_insert, H {num_heads}, T {num_tokens}"
+        yield Move(name, call, num_bytes, is_right)
+
+
 MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_writes,
     move_inserts,
@@ -392,4 +422,5 @@ MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_quantised,
     move_norms,
     move_turned,
+    move_queries,
 )

@@ -35,7 +35,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
         moves += [make_write(rng, kv_cache, name), make_gather(rng, kv_cache, name)]
     v4_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, V4_ROW), np.uint8)
     moves += [make_insert(rng, v4_cache), make_last_gather(rng, v4_cache)]
-    moves += [make_conversion(rng), make_norm(rng), make_inverse(rng)]
+    moves += [make_conversion(rng), make_norm(rng), make_inverse(rng), make_queries(rng)]
     moves += make_moves(NUM_LIST_TOKENS, lambda x: x, lambda x: x)
 
     columns = ["operator", "sampled bytes", "GB/s", "copy GB/s", "ratio"]
@@ -240,3 +240,31 @@ def make_inverse(rng: np.random.Generator) -> Move:
 
     num_bytes = o.nbytes + out.nbytes + scale.nbytes
     return Move("fused_inv_rope_fp8_quant, 64 heads", turn_back, num_bytes, is_right)
+
+
+def make_queries(rng: np.random.Generator) -> Move:
+    q = rng.standard_normal((NUM_OUTPUTS, 64, 512), np.float32).astype(BF16)
+    kv = rng.standard_normal((NUM_OUTPUTS, 512), np.float32).astype(BF16)
+    positions, table = np.arange(NUM_OUTPUTS), sparse_mla.rope_table(NUM_OUTPUTS)
+    cache = np.zeros((NUM_OUTPUTS // BLOCK_SIZE + 1, BLOCK_SIZE, V4_ROW), np.uint8)
+    q_out = np.zeros(q.shape, BF16)
+
+    def insert() -> object:
+        return sparse_mla.fused_qnorm_rope_kv_insert(
+            q, kv, positions, table, cache, positions, eps=1e-6, q_out=q_out
+        )
+
+    def is_right() -> bool:
+        """Judges the values that RoPE leaves alone: 448 of a head and of a key."""
+        data, scales = split_pages(cache)
+        rows = make_v4_rows(kv[SAMPLED])
+        written = np.concatenate([data[SAMPLED, :448], scales[SAMPLED]], axis=1)
+        wide = q[SAMPLED].astype(np.float64)
+        want = (wide / np.sqrt((wide * wide).mean(2, keepdims=True) + 1e-6))[..., :448]
+        error = np.abs(q_out[SAMPLED][..., :448].astype(np.float64) - want)
+        return np.array_equal(written, np.delete(rows, np.s_[448:V4_DATA], axis=1)) and bool(
+            (error <= 1.02 * 2.0**-8 * np.abs(want)).all()
+        )
+
+    num_bytes = q.nbytes + q_out.nbytes + kv.nbytes + NUM_OUTPUTS * V4_ROW
+    return Move("fused_qnorm_rope_kv_insert, 64 heads", insert, num_bytes, is_right)
