@@ -202,6 +202,7 @@ insert_key(const qnorm_args &args, int64_t token)
         smla_load_words<16, ALIGNED>(from + i * SMLA_NORM_SUMS, key.pairs[i]);
     }
     const rope_angles angles = load_angles(args, token);
+    const float inverse = 1.0f / read_given_scale(p.kv_scale);
     const int64_t slot = find_slots(p, token, 1); /* in lane 0 */
     const int64_t page = slot < 0 ? 0 : smla_divide(slot, args.block_size);
     const int64_t offset = slot - page * p.kv.block_size;
@@ -225,7 +226,7 @@ insert_key(const qnorm_args &args, int64_t token)
                                           key.pairs[i]);
         }
     } else {
-        encode_key<ROW>(key, 1.0f / read_given_scale(p.kv_scale), row, scales);
+        encode_key<ROW>(key, inverse, row, scales);
     }
 }
 
