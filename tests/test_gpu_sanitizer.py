@@ -11,9 +11,11 @@ import gpu
 import numpy as np
 import pytest
 import reference as ref
+import row_formats
 from cases import AttentionCase
 from helpers import assert_within_bounds, guarded_attention
 from library import sparse_mla
+from test_qnorm_insert import Case, check_all
 
 pytestmark = pytest.mark.sanitizer
 
@@ -23,6 +25,22 @@ def test_operators(op):
     call = gpu.CALLS[op]()
     results = gpu.as_tuple(call.run(sparse_mla))
     assert not any(np.isnan(np.asarray(x, np.float32)).any() for x in results if x.itemsize > 1)
+
+
+@pytest.mark.parametrize("fmt", row_formats.KEY_FORMATS)
+def test_queries_and_keys(fmt):
+    """Rows that are aligned to 16 bytes, and rows that are not."""
+    check_all(Case(5, 3, fmt=fmt, layout="padded"), 1)
+    case = Case(5, 3, fmt=fmt)
+    case.q, case.kv = shifted(case.q), shifted(case.kv)
+    check_all(case)
+
+
+def shifted(x: np.ndarray) -> np.ndarray:
+    """The same array, 2 bytes past a multiple of 16."""
+    wide = np.zeros((*x.shape[:-1], x.shape[-1] + 8), x.dtype)[..., 1 : x.shape[-1] + 1]
+    wide[...] = x
+    return wide
 
 
 def check(case: AttentionCase) -> None:

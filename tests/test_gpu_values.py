@@ -12,6 +12,7 @@ from library import package, sparse_mla
 from test_cache import BAD_GATHERS, filled, gather_inputs, storage
 from test_index import inputs as index_inputs
 from test_index_lists import good_combine, good_global, good_mixed
+from test_qnorm_insert import Case
 
 ZEROS = np.zeros(ref.HEAD_DIM, np.uint16)
 POISON = np.full(ref.HEAD_DIM, 0xFFFF, np.uint16)
@@ -28,6 +29,23 @@ def test_a_slot_outside_is_skipped(fmt, slot):
     sparse_mla.concat_and_cache_mla(kv_c, k_pe, cache, np.array([1, 2, slot, 3], np.int64))
     ref.concat_and_cache_mla(kv_c, k_pe, want, np.array([1, 2, -1, 3], np.int64))
     assert_same_bits(storage(cache), storage(want), "cache storage")
+
+
+@pytest.mark.parametrize("position", [50, -1, 2**31 - 1, 2**62, -(2**63)])
+def test_queries_and_keys_of_a_bad_position_are_not_turned(position):
+    """They are what an angle of 0 makes of them, and all others are as they are without them. A
+    slot outside is skipped."""
+    case, want = Case(9, 3), Case(9, 3)
+    case.positions[[2, 5]] = position
+    case.slots[3] = 2**40
+    still = np.repeat([1, 0], 32).astype(np.float32)
+    want.table = np.concatenate([want.table, still[None]])
+    want.positions[[2, 5]] = len(want.table) - 1
+    want.slots[3] = -1
+    for one in (case, want):
+        one.run()
+    assert_same_bits(case.q, want.q, "queries")
+    assert_same_bits(case.pages.memory, want.pages.memory, "cache")
 
 
 # --- gather --------------------------------------------------------------------------------------
