@@ -5,7 +5,7 @@
  *   1. status and errors         every call returns a status and fills the caller's error
  *   2. cache                     write tokens into a paged cache, gather them back
  *   3. indices and attention     positions -> slots -> attention -> merge
- *   4. absorption                kv_b_proj split, up projections, per-tensor quantisation
+ *   4. absorption                kv_b_proj split, projections, per-tensor quantisation
  *   5. norms and RoPE            what DeepSeek V4's layer does around its attention
  *   6. planning                  the metadata builder and the forward pass of one layer
  *
@@ -13,8 +13,8 @@
  *   - Arrays are `const DLTensor *`, all on one device; NULL means absent. The caller provides the
  *     outputs, which must not overlap other arrays unless an args struct says that they may be an
  *     input. Strides are honoured. The last dimension must be contiguous, except in arrays [T], [R]
- *     and [H], block tables, lse, max_logits, weight, weight_scale_inv, out_scale and those of
- *     dynamic_per_tensor_quant.
+ *     and [H], block tables, lse, max_logits, the weight and scales of split_kv_b_proj, o_scale,
+ *     weight_scale, out_scale and the arrays of dynamic_per_tensor_quant.
  *   - An args struct begins with `struct_size`, which the caller sets to sizeof. Start from
  *     `{.struct_size = sizeof args}`: every field left out is zero, its default. A library older
  *     than its caller accepts a longer struct if the fields that it does not know are zero.
@@ -407,6 +407,23 @@ typedef struct smla_v_up_proj_args {
 } smla_v_up_proj_args;
 
 SMLA_API smla_status smla_v_up_proj(const smla_v_up_proj_args *args, smla_error *error);
+
+/* out[t,g,n] = sum_r o[t,g,r] * weight[g,n,r], rounded once. Either o and weight are bf16 and there
+ * are no scales, or both are e4m3 with scales, R is a multiple of 128 (of 512 for int32 scales), and
+ * every 128 values of r are summed before they are scaled, in fp32. */
+typedef struct smla_grouped_output_projection_args {
+    size_t struct_size;
+    const DLTensor *o;            /* [T, G, R] bf16 | e4m3 | uint8 */
+    const DLTensor *o_scale;      /* [>= T, G, R / 128] fp32 | [>= T, G, R / 512] int32 of four
+                                   * exponents, as fused_inv_rope_fp8_quant writes them; or NULL */
+    const DLTensor *weight;       /* [G, N, R], bf16 or e4m3 as o */
+    const DLTensor *weight_scale; /* [G, ceil(N / 128), R / 128] fp32; or NULL */
+    const DLTensor *out;          /* out [T, G, N] bf16 */
+    void *stream;
+} smla_grouped_output_projection_args;
+
+SMLA_API smla_status smla_grouped_output_projection(const smla_grouped_output_projection_args *args,
+                                                    smla_error *error);
 
 /* One scale for the whole array: max(amax, 1e-10) / 448. out = e4m3(x / scale), saturating. */
 typedef struct smla_dynamic_per_tensor_quant_args {

@@ -137,6 +137,11 @@ def projected_values(given: Given) -> tuple[Result, ...]:
     return (((*given.sizes("x", 3)[:2], columns), "bfloat16"),)
 
 
+def grouped(given: Given) -> tuple[Result, ...]:
+    outputs = given.sizes("weight", 3)[1]
+    return (((*given.sizes("o", 3)[:2], outputs), "bfloat16"),)
+
+
 def quantized(given: Given) -> tuple[Result, ...]:
     """(out, scale)."""
     return (given.sizes("x"), "float8_e4m3fn"), ((), "float32")

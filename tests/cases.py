@@ -671,6 +671,17 @@ def _v_up_call() -> Call:
     return Call("v_up_proj", args, {"out": np.zeros((3, 4, 128), ref.BF16)})
 
 
+def _grouped_call() -> Call:
+    rng = np.random.default_rng(7)
+    args = {
+        "o": rng.integers(0, 120, (3, 2, 256)).astype(np.uint8),
+        "o_scale": rng.uniform(0.5, 2, (3, 2, 2)).astype(np.float32),
+        "weight": rng.integers(0, 120, (2, 130, 256)).astype(np.uint8),
+        "weight_scale": rng.uniform(0.5, 2, (2, 2, 2)).astype(np.float32),
+    }
+    return Call("grouped_output_projection", args, {"out": np.zeros((3, 2, 130), ref.BF16)})
+
+
 def _quant_call() -> Call:
     rng = np.random.default_rng(8)
     return Call("dynamic_per_tensor_quant", {"x": random_bf16(rng, 3, 40)}, {})
@@ -833,6 +844,7 @@ GOOD_CALLS: dict[str, Callable[[], Call]] = {
     "merge_attn_states": _merge_call,
     "k_up_proj": _k_up_call,
     "v_up_proj": _v_up_call,
+    "grouped_output_projection": _grouped_call,
     "dynamic_per_tensor_quant": _quant_call,
     "fused_q_kv_rmsnorm": _norm_call,
     "fused_inv_rope_fp8_quant": _inverse_call,

@@ -76,6 +76,9 @@ EXACT = (
 )
 
 
+PROJECTIONS = ("k_up_proj", "v_up_proj", "grouped_output_projection")
+
+
 def is_decided(name, args) -> bool:
     """Whether the result is unique. It is not if two tokens go to one slot: either may win."""
     place = {
@@ -222,8 +225,7 @@ class Library:
         "sparse_attention",
         "sparse_mla_dsv4",
         "merge_attn_states",
-        "k_up_proj",
-        "v_up_proj",
+        *PROJECTIONS,
     )
 
     def __init__(self) -> None:

@@ -447,6 +447,24 @@ def v_up_proj(x, w_uv):
     return project(x, w_uv, "thl,lhv->thv")
 
 
+def grouped_output_projection(o, o_scale, weight, weight_scale):
+    """fp64 -> (value, sum of magnitudes) [T, G, N]. Scales of o are fp32; None with bf16."""
+
+    def values(x, scale, repeats) -> np.ndarray:
+        if scale is None:
+            return to_f32(x).astype(np.float64)
+        wide = np.asarray(scale, np.float64)
+        for axis, times in repeats:
+            wide = wide.repeat(times, axis)
+        return e4m3_decode(np.asarray(x).view(np.uint8)) * wide[:, : x.shape[1]]
+
+    a = values(o, o_scale, [(2, 128)])
+    w = values(weight, weight_scale, [(2, 128), (1, 128)])
+    a, w = a.swapaxes(0, 1), w.swapaxes(1, 2)
+    with np.errstate(invalid="ignore"):
+        return (a @ w).swapaxes(0, 1), (np.abs(a) @ np.abs(w)).swapaxes(0, 1)
+
+
 def dynamic_per_tensor_quant(x) -> tuple[np.ndarray, np.float32]:
     value = to_f32(x)
     amax = np.maximum(np.abs(value).max(initial=np.float32(0)), np.float32(1e-10))

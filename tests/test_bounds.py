@@ -118,7 +118,13 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     """The dtypes that the docstrings of sparse_mla.ops allow for an array."""
     if name in ("slot_mapping", "positions"):
         return ("int32", "int64")
-    if name in ("kv_c", "k", "weight") or (name == "x" and row.op == "dynamic_per_tensor_quant"):
+    if row.op == "grouped_output_projection":
+        kinds = {"o": ("bfloat16", "uint8", "float8_e4m3fn"), "o_scale": ("float32", "int32")}
+        if name == "weight" and row.example.arrays[name].dtype != BF16:
+            return ("uint8", "float8_e4m3fn")
+        if name in kinds:
+            return kinds[name]
+    elif name in ("kv_c", "k", "weight") or (name == "x" and row.op == "dynamic_per_tensor_quant"):
         floats = ("bfloat16", "float16", "float32")
         return (*floats, "uint8", "float8_e4m3fn") if name == "weight" else floats
     if name in ("lse", "lse_a", "lse_b", "attn_sink", "max_logits", "weight_scale_inv", *SCALES):
@@ -193,10 +199,26 @@ def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
     if name == "q" and dtype == "bfloat16" and "q_scale" in plain:
         rest = "`q_scale` must be left out for a bfloat16 query, got an array"
         return ValueError, f"sparse_attention: {rest}"
+    if row.op == "grouped_output_projection":
+        return unlike_o(row, name, dtype)
     if name == "weight" and dtype in BYTES and "weight_scale_inv" not in plain:
         rest = "`weight_scale_inv` must be given for an e4m3 weight, got none"
         return ValueError, f"split_kv_b_proj: {rest}"
     return None
+
+
+def unlike_o(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
+    """The error for another kind of `o`, or of its scales, which have 8 columns or 2."""
+    was_bf16 = row.example.arrays["o"].dtype == BF16
+    rule = None
+    if name == "o" and was_bf16 != (dtype == "bfloat16"):
+        rule = "given, got none: an e4m3 `o` has" if was_bf16 else "None, got an array: a bf16 `o`"
+        rule = f"be {rule} {'scales' if was_bf16 else 'has no scales'}"
+    if name == "o_scale" and row.example.arrays[name].dtype != NAMED[dtype]:
+        wanted, got = (8, 2) if dtype == "float32" else (2, 8)
+        hint = "a scale per 128 values of `o`, or four of them per int32"
+        rule = f"have shape [>= 3, 2, {wanted}], got [3, 2, {got}]: {hint}"
+    return rule and (ValueError, f"{row.op}: `o_scale` must {rule}")
 
 
 def of_dtype(x: np.ndarray, dtype) -> np.ndarray:
@@ -341,6 +363,7 @@ LARGER = {
     ("fused_inv_rope_fp8_quant", "positions"): {0},
     ("fused_inv_rope_fp8_quant", "cos_sin"): {0},
     ("fused_inv_rope_fp8_quant", "out_scale"): {0},
+    ("grouped_output_projection", "o_scale"): {0},
     ("forward", "block_table"): {0, 1},
     ("forward", "q"): {0},
     ("forward", "topk_indices"): {0},
@@ -621,6 +644,12 @@ NUMBERS: dict[str, tuple[str, Callable, tuple, dict[Any, str]]] = {
         lambda n: sparse_mla.v_up_proj(zeros(1, n, 512), zeros(512, n, 1)),
         (1, 128),
         {n: f"`x` must have 1 to 128 heads, got {n}" for n in (0, 129)},
+    ),
+    "groups of o": (
+        "grouped_output_projection",
+        lambda n: sparse_mla.grouped_output_projection(zeros(1, n, 1), None, zeros(n, 1, 1), None),
+        (1, 128),
+        {n: f"`o` must have 1 to 128 groups, got {n}" for n in (0, 129)},
     ),
     "heads of a weight": (
         "split_kv_b_proj",

@@ -360,6 +360,33 @@ V_UP = [
     ("out shape", "out", lambda x: x[..., :100], ValueError, ()),
 ]
 
+GROUPED = [
+    ("fp16 o", "o", lambda x: x.astype(np.float16), TypeError, ()),
+    ("rank", "o", lambda x: x[0], ValueError, ()),
+    ("no groups", "o", lambda x: x[:, :0], ValueError, ()),
+    ("129 groups", "o", lambda _: zeros(3, 129, 256, dtype=np.uint8), ValueError, ()),
+    ("o apart", "o", apart, ValueError, ()),
+    ("bf16 o with scales", "o", lambda _: zeros(3, 2, 256), ValueError, ("o_scale",)),
+    ("no multiple of 128", "o", lambda x: x[..., :200], ValueError, ("weight",)),
+    ("no o_scale", "o_scale", lambda _: None, ValueError, ()),
+    ("bf16 o_scale", "o_scale", ref.to_bf16, TypeError, ()),
+    ("few rows of o_scale", "o_scale", lambda x: x[:2], ValueError, ()),
+    ("groups of o_scale", "o_scale", lambda x: x[:, :1], ValueError, ()),
+    ("columns of o_scale", "o_scale", lambda x: x[..., :1], ValueError, ()),
+    ("packed o_scale", "o_scale", lambda x: x[..., :1].astype(np.int32), ValueError, ("o",)),
+    ("bf16 weight", "weight", lambda x: zeros(*x.shape), TypeError, ("o",)),
+    ("groups of weight", "weight", lambda x: x[:1], ValueError, ("o",)),
+    ("width of weight", "weight", lambda x: x[..., :128], ValueError, ("o",)),
+    ("weight apart", "weight", apart, ValueError, ()),
+    ("no weight_scale", "weight_scale", lambda _: None, ValueError, ()),
+    ("fp64 weight_scale", "weight_scale", lambda x: x.astype(np.float64), TypeError, ()),
+    ("rows of weight_scale", "weight_scale", lambda x: x[:, :1], ValueError, ()),
+    ("columns of weight_scale", "weight_scale", lambda x: x[..., :1], ValueError, ()),
+    ("out shape", "out", lambda x: x[..., :100], ValueError, ()),
+    ("out dtype", "out", lambda x: x.astype(np.float32), TypeError, ()),
+    ("out zero stride", "out", broadcast, ValueError, ()),
+]
+
 QUANT = [
     ("int32", "x", lambda x: x.astype(np.int32), TypeError, ()),
     ("text", "x", lambda x: "x", TypeError, ()),
@@ -472,6 +499,7 @@ TABLE = {
     "merge_attn_states": MERGE,
     "k_up_proj": K_UP,
     "v_up_proj": V_UP,
+    "grouped_output_projection": GROUPED,
     "dynamic_per_tensor_quant": QUANT,
 }
 

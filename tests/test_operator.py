@@ -47,6 +47,7 @@ def test_all_are_there():
         "fused_q_kv_rmsnorm",
         "fused_qnorm_rope_kv_insert",
         "gather_kv_cache",
+        "grouped_output_projection",
         "indexer_k_quant_and_cache",
         "k_up_proj",
         "merge_attn_states",

@@ -59,6 +59,7 @@ OPERATORS = {
     ),
     "k_up_proj": ("q_nope W_UK", "out= stream="),
     "v_up_proj": ("x W_UV", "out= stream="),
+    "grouped_output_projection": ("o o_scale weight weight_scale", "out= stream="),
     "dynamic_per_tensor_quant": ("x", "out= stream="),
     "rope_table": ("max_pos= R= base= yarn=", "fp32_angles="),
     "fused_q_kv_rmsnorm": ("q kv q_weight kv_weight", "eps q_out= kv_out= stream="),

@@ -68,6 +68,7 @@ OVERLOADS = [
         "merge_attn_states": ["default", "out"],
         "k_up_proj": ["default", "out"],
         "v_up_proj": ["default", "out"],
+        "grouped_output_projection": ["default", "out"],
         "dynamic_per_tensor_quant": ["default", "out"],
         "fused_q_kv_rmsnorm": ["default", "out"],
         "fused_inv_rope_fp8_quant": ["default", "quantize", "out"],
@@ -424,6 +425,7 @@ RANKS = {
     "merge_attn_states": "out_a",
     "k_up_proj": "q_nope",
     "v_up_proj": "W_UV",
+    "grouped_output_projection": "o",
 }
 
 

@@ -304,6 +304,20 @@ def v_up() -> Example:
     return call("v_up_proj", arrays | {"out": np.zeros((3, 2, 40), ref.BF16)})
 
 
+def grouped(scale=None) -> Example:
+    out = {"out": np.zeros((3, 2, 40), ref.BF16)}
+    if scale is None:
+        arrays = {"o": weight(3, 2, 70), "weight": weight(2, 40, 70)}
+        return call("grouped_output_projection", arrays | out, o_scale=None, weight_scale=None)
+    arrays = {
+        "o": codes(3, 2, 1024),
+        "o_scale": scales(3, 2, 8) if scale == F32 else codes(3, 2, 2).astype(scale) << 23,
+        "weight": codes(2, 40, 1024),
+        "weight_scale": scales(2, 1, 8),
+    }
+    return call("grouped_output_projection", arrays | out)
+
+
 def quantize(dtype, out, *shape: int) -> Example:
     x = np.random.default_rng(8).normal(0, 1, shape).astype(np.float32)
     x = ref.to_bf16(x) if dtype == ref.BF16 else x.astype(dtype)
@@ -478,6 +492,8 @@ MERGE = dict.fromkeys(("out_a", "out_b"), "") | dict.fromkeys(("lse_a", "lse_b")
 MERGE |= {"attn_sink": "strided", "out": "written", "lse": "strided written"}
 NORM = {"q": "", "kv": "", "q_weight": "", "kv_weight": "", "q_out": "written"}
 NORM |= {"kv_out": "written"}
+GROUPED = {"o": "", "o_scale": "strided", "weight": "", "weight_scale": "strided"}
+GROUPED |= {"out": "written"}
 INVERSE = {"o": "", "positions": "strided", "cos_sin": "", "out": "written"}
 QNORM = {"kv": "", "positions": "strided", "cos_sin": "", "slot_mapping": "strided"}
 F16, F32, U8 = np.float16, np.float32, np.uint8
@@ -671,6 +687,13 @@ TABLE: dict[str, Row] = {
     ),
     "k_up": Row("k_up_proj", k_up, {"q_nope": "", "W_UK": "", "out": "written"}),
     "v_up": Row("v_up_proj", v_up, {"x": "", "W_UV": "", "out": "written"}),
+    "grouped bf16": Row(
+        "grouped_output_projection", grouped, {"o": "", "weight": "", "out": "written"}
+    ),
+    "grouped e4m3": Row("grouped_output_projection", lambda: grouped(F32), GROUPED),
+    "grouped e4m3, packed scales": Row(
+        "grouped_output_projection", lambda: grouped(np.int32), GROUPED
+    ),
     "quantize bf16": Row(
         "dynamic_per_tensor_quant",
         lambda: quantize(ref.BF16, U8, 3, 5, 7),

@@ -450,20 +450,37 @@ typedef struct smla_split_kv_b_proj_params {
     smla_stream stream;
 } smla_split_kv_b_proj_params;
 
-/* out[t,h,n] = sum_k x[t,h,k] * w(k,h,n): both up projections, which differ in the strides of w. */
+/* The scales of two e4m3 operands. A sum over 128 values of k is multiplied in fp32 by
+ * x_scale * w_scale, a product that is rounded first. */
+typedef struct smla_projection_scales {
+    const void *x;    /* [T, H, k / 128] fp32, or [T, H, k / 512] int32 */
+    bool x_is_packed; /* four exponents per int32, the first in its low byte */
+    int64_t x_stride_token;
+    int64_t x_stride_head;
+    int64_t x_stride_column;
+    const float *w; /* [H, n / 128, k / 128] */
+    int64_t w_stride_head;
+    int64_t w_stride_outer;
+    int64_t w_stride_inner;
+} smla_projection_scales;
+
+/* out[t,h,n] = sum_k x[t,h,k] * w(k,h,n): the up projections, which differ in the strides of w, and
+ * the output projection, whose heads are groups and whose rows of w are contiguous. */
 typedef struct smla_projection_params {
-    const char *op; /* "k_up_proj" or "v_up_proj", for errors */
+    const char *op; /* the operator's name, for errors */
     int64_t num_tokens;
     int64_t num_heads;
     int64_t inner_dim; /* k */
     int64_t outer_dim; /* n */
-    const uint16_t *x; /* [T, H, k] bf16 */
+    bool is_e4m3;  /* x and w are e4m3 with `scales`, k is a multiple of 128, w_stride_inner 1 */
+    const void *x; /* [T, H, k] bf16 | e4m3 */
     int64_t x_stride_token;
     int64_t x_stride_head;
-    const uint16_t *w; /* bf16 */
+    const void *w; /* bf16 | e4m3 */
     int64_t w_stride_inner;
     int64_t w_stride_head;
     int64_t w_stride_outer;
+    smla_projection_scales scales;
     uint16_t *out; /* [T, H, n] bf16 */
     int64_t out_stride_token;
     int64_t out_stride_head;

@@ -12,6 +12,8 @@
 SMLA_OPERATORS(SMLA_DECLARE_CHECK)
 SMLA_DECLARE_CHECK(k_up_proj, smla_k_up_proj_args, smla_projection_params)
 SMLA_DECLARE_CHECK(v_up_proj, smla_v_up_proj_args, smla_projection_params)
+SMLA_DECLARE_CHECK(grouped_output_projection, smla_grouped_output_projection_args,
+                   smla_projection_params)
 SMLA_DECLARE_CHECK(attention_workspace, smla_attention_workspace_args, smla_attention_shape)
 
 smla_status smla_check_attention(const smla_sparse_attention_args *args,

@@ -1,5 +1,5 @@
-/* check_absorption.c: the argument rules of absorption: the split of kv_b_proj, the up projections,
- * and per-tensor quantisation. check.c has the others.
+/* check_absorption.c: the argument rules of absorption: the split of kv_b_proj, the projections, and
+ * per-tensor quantisation. check.c has the others.
  */
 #include "ops/check.h"
 
@@ -160,6 +160,127 @@ smla_check_v_up_proj(const smla_v_up_proj_args *args, smla_projection_params *pa
     smla_open_checker(&c, "v_up_proj", error);
     SMLA_TRY(check_up_proj(&c, "x", args->x, "W_UV", args->w_uv, args->out, true, params, backend));
     params->stream = smla_stream_of(&c, args->stream);
+    return SMLA_OK;
+}
+
+/* Checks that scales are given for e4m3 values, and only for these. */
+static smla_status
+check_scale_is_given(const smla_checker *c, const char *name, const DLTensor *scale, bool is_e4m3)
+{
+    if ((scale != NULL) == is_e4m3) {
+        return SMLA_OK;
+    }
+    return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must be %s: %s", c->op, name,
+                     is_e4m3 ? "given, got none" : "None, got an array",
+                     is_e4m3 ? "an e4m3 `o` has scales" : "a bf16 `o` has no scales");
+}
+
+/* Checks the scales of `o`, which are given for e4m3 values only. */
+static smla_status
+check_o_scale(smla_checker *c, const DLTensor *o, const DLTensor *scale, bool is_e4m3)
+{
+    SMLA_TRY(check_scale_is_given(c, "o_scale", scale, is_e4m3));
+    if (!is_e4m3) {
+        return SMLA_OK;
+    }
+    const int64_t tile = SMLA_SCALE_TILE * (smla_dtype(scale) == SMLA_DTYPE_INT32 ? 4 : 1);
+    if (smla_size(o, 2) % tile != 0) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `o` must have a multiple of %lld values per group, got %lld", c->op,
+                         (long long)tile, (long long)smla_size(o, 2));
+    }
+    return smla_require(
+        c, &(smla_rule){.name = "o_scale",
+                        .tensor = scale,
+                        .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_INT32,
+                        .flags = SMLA_RULE_MORE_ROWS | SMLA_RULE_ANY_LAST_STRIDE,
+                        .ndim = 3,
+                        .shape = {smla_size(o, 0), smla_size(o, 1), smla_size(o, 2) / tile},
+                        .hint = "a scale per 128 values of `o`, or four of them per int32"});
+}
+
+static smla_status
+check_grouped_weight_scale(smla_checker *c, const DLTensor *weight, const DLTensor *scale,
+                           bool is_e4m3)
+{
+    SMLA_TRY(check_scale_is_given(c, "weight_scale", scale, is_e4m3));
+    return smla_require(c, &(smla_rule){.name = "weight_scale",
+                                        .tensor = scale,
+                                        .dtypes = SMLA_DTYPE_FP32,
+                                        .flags = SMLA_RULE_OPTIONAL | SMLA_RULE_ANY_LAST_STRIDE,
+                                        .ndim = 3,
+                                        .shape = {smla_size(weight, 0),
+                                                  (smla_size(weight, 1) + SMLA_SCALE_TILE - 1) /
+                                                      SMLA_SCALE_TILE,
+                                                  smla_size(weight, 2) / SMLA_SCALE_TILE},
+                                        .hint = "a scale per block of 128 x 128 weights"});
+}
+
+smla_status
+smla_check_grouped_output_projection(const smla_grouped_output_projection_args *args,
+                                     smla_projection_params *params, const smla_backend **backend,
+                                     smla_error *error)
+{
+    const unsigned e4m3 = SMLA_DTYPE_E4M3 | SMLA_DTYPE_UINT8;
+    smla_checker c;
+    smla_open_checker(&c, "grouped_output_projection", error);
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "o",
+                                           .tensor = args->o,
+                                           .dtypes = SMLA_DTYPE_BF16 | e4m3,
+                                           .ndim = 3,
+                                           .shape = {SMLA_ANY, SMLA_ANY, SMLA_ANY},
+                                           .hint = "tokens, groups, and the values of a group"}));
+    const int64_t num_tokens = smla_size(args->o, 0);
+    const int64_t num_groups = smla_size(args->o, 1);
+    if (num_groups < 1 || num_groups > SMLA_MAX_HEADS) {
+        return smla_fail(error, SMLA_ERROR_VALUE, "%s: `o` must have 1 to %d groups, got %lld",
+                         c.op, SMLA_MAX_HEADS, (long long)num_groups);
+    }
+    const bool is_e4m3 = (smla_dtype(args->o) & e4m3) != 0;
+    SMLA_TRY(check_o_scale(&c, args->o, args->o_scale, is_e4m3));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "weight",
+                                           .tensor = args->weight,
+                                           .dtypes = is_e4m3 ? e4m3 : SMLA_DTYPE_BF16,
+                                           .ndim = 3,
+                                           .shape = {num_groups, SMLA_ANY, smla_size(args->o, 2)},
+                                           .hint = "groups, outputs, and the values of a group"}));
+    SMLA_TRY(check_grouped_weight_scale(&c, args->weight, args->weight_scale, is_e4m3));
+    const int64_t outer_dim = smla_size(args->weight, 1);
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
+                                           .tensor = args->out,
+                                           .dtypes = SMLA_DTYPE_BF16,
+                                           .flags = SMLA_RULE_OUTPUT,
+                                           .ndim = 3,
+                                           .shape = {num_tokens, num_groups, outer_dim}}));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_projection_params){
+        .op = c.op,
+        .num_tokens = num_tokens,
+        .num_heads = num_groups,
+        .inner_dim = smla_size(args->o, 2),
+        .outer_dim = outer_dim,
+        .is_e4m3 = is_e4m3,
+        .x = smla_data(args->o),
+        .x_stride_token = smla_stride(args->o, 0),
+        .x_stride_head = smla_stride(args->o, 1),
+        .w = smla_data(args->weight),
+        .w_stride_inner = 1,
+        .w_stride_head = smla_stride(args->weight, 0),
+        .w_stride_outer = smla_stride(args->weight, 1),
+        .scales = {.x = smla_data(args->o_scale),
+                   .x_is_packed = is_e4m3 && smla_dtype(args->o_scale) == SMLA_DTYPE_INT32,
+                   .x_stride_token = smla_stride(args->o_scale, 0),
+                   .x_stride_head = smla_stride(args->o_scale, 1),
+                   .x_stride_column = smla_stride(args->o_scale, 2),
+                   .w = smla_data(args->weight_scale),
+                   .w_stride_head = smla_stride(args->weight_scale, 0),
+                   .w_stride_outer = smla_stride(args->weight_scale, 1),
+                   .w_stride_inner = smla_stride(args->weight_scale, 2)},
+        .out = smla_data(args->out),
+        .out_stride_token = smla_stride(args->out, 0),
+        .out_stride_head = smla_stride(args->out, 1),
+        .stream = smla_stream_of(&c, args->stream),
+    };
     return SMLA_OK;
 }
 

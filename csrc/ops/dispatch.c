@@ -20,8 +20,10 @@
 #define ENTRY_POINT(name, args_type, params_type) ENTRY_POINT_TO(name, name, args_type, params_type)
 
 SMLA_OPERATORS(ENTRY_POINT)
-ENTRY_POINT_TO(up_proj, k_up_proj, smla_k_up_proj_args, smla_projection_params)
-ENTRY_POINT_TO(up_proj, v_up_proj, smla_v_up_proj_args, smla_projection_params)
+ENTRY_POINT_TO(projection, k_up_proj, smla_k_up_proj_args, smla_projection_params)
+ENTRY_POINT_TO(projection, v_up_proj, smla_v_up_proj_args, smla_projection_params)
+ENTRY_POINT_TO(projection, grouped_output_projection, smla_grouped_output_projection_args,
+               smla_projection_params)
 
 smla_status
 smla_check_gather_values(const smla_gather_kv_cache_args *args, smla_error *error)

@@ -362,6 +362,28 @@ WORDS: dict[str, dict[str, str]] = {
     (1, 2, 4)
         """,
     },
+    "grouped_output_projection": {
+        "torch": """
+    Groups of heads, each through its own matrix: `sparse_mla.grouped_output_projection`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> o, weight = (torch.ones(shape).bfloat16() for shape in ((3, 2, 8), (2, 4, 8)))
+    >>> z = smla.grouped_output_projection(o, None, weight, None)
+    >>> z.shape, z[0, 0, 0].item()
+    (torch.Size([3, 2, 4]), 8.0)
+        """,
+        "jax": """
+    Groups of heads, each through its own matrix: `sparse_mla.grouped_output_projection`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> o, weight = jnp.ones((3, 2, 8), jnp.bfloat16), jnp.ones((2, 4, 8), jnp.bfloat16)
+    >>> z = smla.grouped_output_projection(o, None, weight, None)
+    >>> z.shape, z[0, 0, 0].item()
+    ((3, 2, 4), 8.0)
+        """,
+    },
     "dynamic_per_tensor_quant": {
         "torch": """
     A tensor as e4m3 and one scale: `sparse_mla.dynamic_per_tensor_quant`.

@@ -11,6 +11,7 @@ from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
     "dynamic_per_tensor_quant",
+    "grouped_output_projection",
     "k_up_proj",
     "split_kv_b_proj",
     "v_up_proj",
@@ -166,6 +167,69 @@ def v_up_proj(x: Array, W_UV: Array, *, out: Array | None = None, stream: Stream
     >>> x, w = np.ones((1, 2, 512), ml_dtypes.bfloat16), np.ones((512, 2, 4), ml_dtypes.bfloat16)
     >>> sparse_mla.v_up_proj(x, w).shape
     (1, 2, 4)
+    """
+
+
+@operator(_results.grouped)
+def grouped_output_projection(
+    o: Array,
+    o_scale: Array | None,
+    weight: Array,
+    weight_scale: Array | None,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Array:
+    """Project each group of heads: out[t, g, n] = sum_r o[t, g, r] * weight[g, n, r].
+
+    For e4m3 the terms are o * o_scale * weight * weight_scale. Every 128 values of r are summed,
+    and the sum is multiplied in fp32 by the product of its two scales, which fp32 must hold. The
+    result is rounded to bf16 once. A token that is 0 gives 0, unless a scale or a weight is
+    infinite or NaN.
+
+    With z the exact result and u = sum_r |o * weight|, scales included, an error is at most
+    2**-8 * |z| + 2**-16 * u. On Hopper larger products of e4m3 run on the FP8 tensor cores, whose
+    sums are coarser: 2**-8 * |z| + 2**-8 * u.
+
+    Parameters
+    ----------
+    o : [T, G, R] bf16, or float8_e4m3fn or uint8
+        G is 1 to 128. For e4m3, R is a multiple of 128, and of 512 if the scales are packed.
+    o_scale : [>= T, G, R / 128] fp32, or [>= T, G, R / 512] int32; None for bf16
+        Any strides. An int32 holds four exponents (scale = 2**(e - 127)), the first in its low
+        byte. `fused_inv_rope_fp8_quant` makes `o` and both kinds of scales.
+    weight : [G, N, R], bf16 or e4m3 as `o`
+        wo_a of DeepSeek V4: N is o_lora_rank.
+    weight_scale : [G, ceil(N / 128), R / 128] fp32; None for bf16
+        One scale per block of 128 x 128 weights. Any strides.
+    out : [T, G, N] bf16, optional
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    out, accumulated in fp32.
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        G outside 1 to 128, shapes that do not match, `o` and `weight` of different types, e4m3
+        without scales, bf16 with scales, R that is no multiple of 128; on CUDA, for bf16, a missing
+        cuBLAS, which is loaded when first needed.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: DeepSeek-V4's grouped output projection ("bhr,hdr->bhd"), with the scales of DeepGEMM.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes, sparse_mla
+    >>> o, weight = np.full((3, 2, 512), 0x38, np.uint8), np.full((2, 4, 512), 0x40, np.uint8)
+    >>> o_scale, weight_scale = np.full((3, 2, 4), 0.5, np.float32), np.ones((2, 1, 4), np.float32)
+    >>> z = sparse_mla.grouped_output_projection(o, o_scale, weight, weight_scale)
+    >>> z.shape, z.dtype.name, z[0, 0, 0].item()
+    ((3, 2, 4), 'bfloat16', 512.0)
+    >>> ones = np.ones((3, 2, 8), ml_dtypes.bfloat16)
+    >>> sparse_mla.grouped_output_projection(ones, None, ones[:2, [0] * 4], None).shape
+    (3, 2, 4)
     """
 
 

@@ -165,7 +165,8 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
     case 16:
         return smla_check_dequantize_and_gather_k_cache(&a->gather_last, &p.gather, backend, e);
     case 17: return smla_check_sparse_mla_dsv4(&a->dsv4, &p.attention, &plan, backend, e);
-    default: return smla_check_fused_qnorm_rope_kv_insert(&a->qnorm, &p.qnorm, backend, e);
+    case 18: return smla_check_fused_qnorm_rope_kv_insert(&a->qnorm, &p.qnorm, backend, e);
+    default: return smla_check_grouped_output_projection(&a->grouped, &p.projection, backend, e);
     }
 }
 

@@ -42,6 +42,7 @@ typedef union any_args {
     smla_split_kv_b_proj_args split;
     smla_k_up_proj_args k_up;
     smla_v_up_proj_args v_up;
+    smla_grouped_output_projection_args grouped;
     smla_dynamic_per_tensor_quant_args quant;
     smla_fused_q_kv_rmsnorm_args norm;
     smla_fused_inv_rope_fp8_quant_args inverse;
@@ -288,6 +289,17 @@ make_v_up(void)
 }
 
 static inline any_args
+make_grouped(void)
+{
+    return (any_args){.grouped = {.struct_size = sizeof(smla_grouped_output_projection_args),
+                                  .o = ZEROS(uint8, 3, 2, 128),
+                                  .o_scale = ZEROS(fp32, 3, 2, 1),
+                                  .weight = ZEROS(uint8, 2, 4, 128),
+                                  .weight_scale = ZEROS(fp32, 2, 1, 1),
+                                  .out = ZEROS(bf16, 3, 2, 4)}};
+}
+
+static inline any_args
 make_quant(void)
 {
     return (any_args){.quant = {.struct_size = sizeof(smla_dynamic_per_tensor_quant_args),
@@ -356,6 +368,7 @@ CALL(merge, smla_merge_attn_states)
 CALL(split, smla_split_kv_b_proj)
 CALL(k_up, smla_k_up_proj)
 CALL(v_up, smla_v_up_proj)
+CALL(grouped, smla_grouped_output_projection)
 CALL(quant, smla_dynamic_per_tensor_quant)
 CALL(norm, smla_fused_q_kv_rmsnorm)
 CALL(inverse, smla_fused_inv_rope_fp8_quant)
@@ -551,6 +564,15 @@ static const operator_case operators[] = {
       {"cos_sin", AT_FIELD(qnorm, cos_sin), 0, 2},
       {"cache", AT_FIELD(qnorm, cache), OUTPUT | CACHE, 4},
       {"slot_mapping", AT_FIELD(qnorm, slot_mapping), ANY_STRIDE, 1}}},
+    {"grouped_output_projection",
+     sizeof(smla_grouped_output_projection_args),
+     call_grouped,
+     make_grouped,
+     {{"o", AT_FIELD(grouped, o), 0, 4},
+      {"o_scale", AT_FIELD(grouped, o_scale), ANY_STRIDE, 6},
+      {"weight", AT_FIELD(grouped, weight), 0, 5},
+      {"weight_scale", AT_FIELD(grouped, weight_scale), ANY_STRIDE, 7},
+      {"out", AT_FIELD(grouped, out), OUTPUT, 7}}},
 };
 
 enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };

@@ -226,6 +226,159 @@ test_projected_subnormals(void)
     }
 }
 
+/* ---- Output projection --------------------------------------------------------------------- */
+
+enum { GROUPS = 2, SCALE_TILE = 128 };
+
+typedef struct grouped {
+    const array *o;
+    const array *o_scale; /* NULL for bf16 */
+    const array *weight;
+    const array *weight_scale;
+    const array *out;
+} grouped;
+
+static smla_status
+run_grouped(const grouped *c)
+{
+    const smla_grouped_output_projection_args args = {
+        .struct_size = sizeof args,
+        .o = &c->o->tensor,
+        .o_scale = c->o_scale == NULL ? NULL : &c->o_scale->tensor,
+        .weight = &c->weight->tensor,
+        .weight_scale = c->weight_scale == NULL ? NULL : &c->weight_scale->tensor,
+        .out = &c->out->tensor};
+    return smla_grouped_output_projection(&args, &error);
+}
+
+/* The factor of a product, from fp32 scales or the exponents of int32 scales; 1 for bf16. */
+static double
+scale_of_product(const grouped *c, int64_t t, int64_t g, int64_t n, int64_t r)
+{
+    const int64_t tile = r / SCALE_TILE;
+    if (c->o_scale == NULL) {
+        return 1.0;
+    }
+    const double w = GET(c->weight_scale, g, n / SCALE_TILE, tile);
+    if (c->o_scale->tensor.dtype.code != kDLInt) {
+        return w * GET(c->o_scale, t, g, tile);
+    }
+    const uint32_t four = (uint32_t)(int32_t)GET(c->o_scale, t, g, tile / 4);
+    return w * exp2((double)(four >> tile % 4 * 8 & 255u) - 127.0);
+}
+
+static void
+expect_grouped(const grouped *c)
+{
+    for (int64_t t = 0; t < c->out->shape[0]; t++) {
+        for (int64_t g = 0; g < c->out->shape[1]; g++) {
+            for (int64_t n = 0; n < c->out->shape[2]; n++) {
+                double sum = 0.0;
+                double magnitude = 0.0;
+                for (int64_t r = 0; r < c->o->shape[2]; r++) {
+                    const double product = GET(c->o, t, g, r) * GET(c->weight, g, n, r) *
+                                           scale_of_product(c, t, g, n, r);
+                    sum += product;
+                    magnitude += fabs(product);
+                }
+                EXPECT_NEAR(GET(c->out, t, g, n), sum, 0x1p-8 * fabs(sum) + 0x1p-16 * magnitude);
+            }
+        }
+    }
+}
+
+/* e4m3 with scales of both layouts, o in a wider array, scales with their columns outermost. */
+static void
+test_grouped_e4m3(void)
+{
+    static const int64_t sizes[][3] = {{1, 130, 512}, {5, 3, 1024}, {67, 257, 512}};
+    for (int i = 0; i < 6; i++) {
+        const int64_t T = sizes[i / 2][0];
+        const int64_t N = sizes[i / 2][1];
+        const int64_t R = sizes[i / 2][2];
+        const bool is_packed = i % 2 == 1;
+        const int64_t columns = R / SCALE_TILE / (is_packed ? 4 : 1);
+        array *scale = is_packed ? ARRAY(int32, columns, GROUPS, T + 1)
+                                 : fill_normal(ARRAY(fp32, columns, GROUPS, T + 1), 1.0);
+        for (int64_t t = 0; is_packed && t < T; t++) {
+            for (int64_t j = 0; j < columns * GROUPS; j++) {
+                SET(scale, 0x7E7D8000 + 3 * t + j, j / GROUPS, j % GROUPS, t);
+            }
+        }
+        array *buffer = ARRAY(bf16, T, GROUPS, N + 1);
+        const grouped c = {.o = slice(fill_normal(ARRAY(e4m3, T, GROUPS, R + 3), 4.0), 2, 3, R + 3,
+                                      1),
+                           .o_scale = transpose(scale, 0, 2),
+                           .weight = fill_normal(ARRAY(e4m3, GROUPS, N, R), 4.0),
+                           .weight_scale =
+                               fill_normal(ARRAY(fp32, GROUPS, (N + 127) / 128, R / 128), 1.0),
+                           .out = slice(buffer, 2, 0, N, 1)};
+        EXPECT_OK(run_grouped(&c));
+        expect_grouped(&c);
+        EXPECT(is_poison(slice(buffer, 2, N, N + 1, 1)));
+    }
+}
+
+static void
+test_grouped_bf16(void)
+{
+    const grouped c = {.o = fill_normal(ARRAY(bf16, 5, GROUPS, 201), 1.0),
+                       .weight = fill_normal(ARRAY(bf16, GROUPS, 130, 201), 1.0),
+                       .out = ARRAY(bf16, 5, GROUPS, 130)};
+    EXPECT_OK(run_grouped(&c));
+    expect_grouped(&c);
+    const grouped one = {.o = fill_normal(ARRAY(bf16, 3, GROUPS, 40), 1.0),
+                         .weight = fill_normal(ARRAY(bf16, GROUPS, 1, 40), 1.0),
+                         .out = ARRAY(bf16, 3, GROUPS, 1)};
+    EXPECT_OK(run_grouped(&one));
+    expect_grouped(&one);
+}
+
+/* No tokens, no outputs; and no values, whose sums are 0. */
+static void
+test_grouped_empty(void)
+{
+    const int64_t sizes[][3] = {{0, 4, 128}, {3, 0, 128}, {3, 4, 0}};
+    for (int i = 0; i < 3; i++) {
+        const int64_t T = sizes[i][0];
+        const int64_t N = sizes[i][1];
+        const int64_t R = sizes[i][2];
+        const grouped c = {.o = fill_normal(ARRAY(e4m3, T, GROUPS, R), 1.0),
+                           .o_scale = fill_normal(ARRAY(fp32, T, GROUPS, R / 128), 1.0),
+                           .weight = fill_normal(ARRAY(e4m3, GROUPS, N, R), 1.0),
+                           .weight_scale = fill_normal(ARRAY(fp32, GROUPS, N > 0, R / 128), 1.0),
+                           .out = ARRAY(bf16, T, GROUPS, N)};
+        EXPECT_OK(run_grouped(&c));
+        expect_grouped(&c);
+    }
+}
+
+static void
+test_grouped_errors(void)
+{
+    const array *const bf16_o = ARRAY(bf16, 3, 2, 128);
+    grouped c = {.o = ARRAY(e4m3, 3, 2, 128),
+                 .weight = ARRAY(e4m3, 2, 4, 128),
+                 .weight_scale = ARRAY(fp32, 2, 1, 1),
+                 .out = ARRAY(bf16, 3, 2, 4)};
+    EXPECT_FAIL(run_grouped(&c), SMLA_ERROR_VALUE,
+                "grouped_output_projection: `o_scale` must be given, got none: an e4m3 `o` has "
+                "scales");
+    c.o_scale = ARRAY(int32, 3, 2, 1);
+    EXPECT_FAIL(run_grouped(&c), SMLA_ERROR_VALUE,
+                "`o` must have a multiple of 512 values per group, got 128");
+    c.o = bf16_o;
+    EXPECT_FAIL(run_grouped(&c), SMLA_ERROR_VALUE,
+                "`o_scale` must be None, got an array: a bf16 `o` has no scales");
+    c.o_scale = NULL;
+    EXPECT_FAIL(run_grouped(&c), SMLA_ERROR_TYPE, "`weight` must be bfloat16, got float8_e4m3fn");
+    c.weight = ARRAY(bf16, 2, 4, 128);
+    EXPECT_FAIL(run_grouped(&c), SMLA_ERROR_VALUE, "`weight_scale` must be None, got an array");
+    c.weight_scale = NULL;
+    c.o = ARRAY(bf16, 3, 129, 1);
+    EXPECT_FAIL(run_grouped(&c), SMLA_ERROR_VALUE, "`o` must have 1 to 128 groups, got 129");
+}
+
 /* ---- Quantisation -------------------------------------------------------------------------- */
 
 static smla_status
@@ -379,6 +532,9 @@ run_kernel_tests(void)
     RUN(test_k_up_proj);
     RUN(test_v_up_proj);
     RUN(test_projected_subnormals);
+    RUN(test_grouped_e4m3);
+    RUN(test_grouped_bf16);
+    RUN(test_grouped_empty);
     RUN(test_quant);
     RUN(test_quant_special_values);
     RUN(test_quant_ranks);
@@ -392,6 +548,7 @@ main(void)
     RUN(test_split_blocks);
     RUN(test_split_strided);
     RUN(test_split_errors);
+    RUN(test_grouped_errors);
     RUN(test_quant_dims);
     run_on_every_instruction_set(run_kernel_tests);
     return report("test_absorption");

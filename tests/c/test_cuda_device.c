@@ -137,6 +137,13 @@ smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params)
     return launch_nothing("split_weight");
 }
 
+cudaError_t
+smla_cuda_launch_projection_e4m3(const smla_projection_params *params)
+{
+    (void)params;
+    return launch_nothing("e4m3_project");
+}
+
 smla_status
 smla_cuda_sparse_attention(const smla_attention_params *params, const smla_attention_plan *plan,
                            smla_error *error)
@@ -148,9 +155,9 @@ smla_cuda_sparse_attention(const smla_attention_params *params, const smla_atten
 }
 
 smla_status
-smla_cuda_up_proj(const smla_projection_params *params, smla_error *error)
+smla_cuda_projection(const smla_projection_params *params, smla_error *error)
 {
-    return smla_cuda_status(params->op, "a kernel", launch_nothing("up_proj"), error);
+    return smla_cuda_status(params->op, "a kernel", launch_nothing("project"), error);
 }
 
 /* Other tests cover the rest of the backend's table. */
@@ -679,7 +686,7 @@ test_captures(void)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-enum { QUANT = 8, NUM_OPERATORS = 19 };
+enum { QUANT = 8, NUM_OPERATORS = 20 };
 
 static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla",
                                                           "gather_kv_cache",
@@ -699,12 +706,13 @@ static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla"
                                                           "indexer_k_quant_and_cache",
                                                           "dequantize_and_gather_k_cache",
                                                           "MetadataBuilder.build",
-                                                          "fused_qnorm_rope_kv_insert"};
+                                                          "fused_qnorm_rope_kv_insert",
+                                                          "grouped_output_projection"};
 static const char *const launch_names[NUM_OPERATORS] = {
     "write",         "gather",      "dequantize", "convert", "attention", "merge",
-    "split_weight",  "up_proj",     "quant",      "norm",    "turn_back", "global_topk",
+    "split_weight",  "project",     "quant",      "norm",    "turn_back", "global_topk",
     "combine_lists", "mixed_lists", "insert",     "insert",  "gather",    "step_lists",
-    "insert_queries"};
+    "insert_queries", "e4m3_project"};
 
 /* How many arrays a checked call of an operator copies to the host. */
 static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2, 1, 3, 1, 1, 3, 0, 2};
@@ -741,6 +749,11 @@ call_operator(int i, smla_stream stream, int64_t count)
                                             .num_tokens = 1,
                                             .outer_dim = count,
                                             .stream = stream};
+    const smla_projection_params project_e4m3 = {.op = operator_names[i],
+                                                 .num_tokens = count,
+                                                 .outer_dim = 1,
+                                                 .is_e4m3 = true,
+                                                 .stream = stream};
     const smla_quant_params quant = {.stream = stream};
     const smla_q_kv_norm_params norm = {.num_tokens = count, .stream = stream};
     const smla_inverse_rope_params turn_back = {.num_tokens = count,
@@ -772,7 +785,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     case 4: return b->sparse_attention(&attention, &plan, &error);
     case 5: return b->merge_attn_states(&merge, &error);
     case 6: return b->split_kv_b_proj(&weight, &error);
-    case 7: return b->up_proj(&project, &error);
+    case 7: return b->projection(&project, &error);
     case QUANT: return b->dynamic_per_tensor_quant(&quant, &error);
     case 9: return b->fused_q_kv_rmsnorm(&norm, &error);
     case 10: return b->fused_inv_rope_fp8_quant(&turn_back, &error);
@@ -783,7 +796,8 @@ call_operator(int i, smla_stream stream, int64_t count)
     case 15: return b->indexer_k_quant_and_cache(&write, &error);
     case 16: return b->dequantize_and_gather_k_cache(&gather, &error);
     case 17: return b->fill_step_lists(&step_lists, &error);
-    default: return b->fused_qnorm_rope_kv_insert(&insert_queries, &error);
+    case 18: return b->fused_qnorm_rope_kv_insert(&insert_queries, &error);
+    default: return b->projection(&project_e4m3, &error);
     }
 }
 
@@ -835,7 +849,7 @@ test_operators(void)
     const smla_merge_params no_heads = {.num_tokens = 1, .stream = {2, NULL}};
     EXPECT_OK(smla_cuda_backend.merge_attn_states(&no_heads, &error));
     const smla_projection_params no_tokens = {.op = op, .outer_dim = 1, .stream = {2, NULL}};
-    EXPECT_OK(smla_cuda_backend.up_proj(&no_tokens, &error));
+    EXPECT_OK(smla_cuda_backend.projection(&no_tokens, &error));
     const smla_split_kv_b_proj_params no_keys = {.value_dim = 1, .stream = stream};
     forget_calls();
     EXPECT_OK(smla_cuda_backend.split_kv_b_proj(&no_keys, &error));

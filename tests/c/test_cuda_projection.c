@@ -33,7 +33,7 @@ static char *test_getenv(const char *name);
 static smla_projection_params launched; /* the kernel's last params */
 
 cudaError_t
-smla_cuda_launch_up_proj(const smla_projection_params *params)
+smla_cuda_launch_projection(const smla_projection_params *params)
 {
     launched = *params;
     return answer("kernel");
@@ -285,17 +285,18 @@ static const layout compact = {3, 2, 4, 5, 8, 4, 10, 5, 1, 10, 5, false};
 static void
 expect_product(const smla_projection_params *p, int row)
 {
+    const uint16_t *const x = p->x;
+    const uint16_t *const w = p->w;
     for (int64_t i = 0; i < p->num_tokens * p->num_heads * p->outer_dim; i++) {
         const int64_t token = i / p->outer_dim / p->num_heads;
         const int64_t head = i / p->outer_dim % p->num_heads;
         const int64_t n = i % p->outer_dim;
         double sum = 0.0;
         for (int64_t k = 0; k < p->inner_dim; k++) {
-            sum +=
-                (double)smla_bf16_to_float(
-                    p->x[token * p->x_stride_token + head * p->x_stride_head + k]) *
-                (double)smla_bf16_to_float(
-                    p->w[k * p->w_stride_inner + head * p->w_stride_head + n * p->w_stride_outer]);
+            sum += (double)smla_bf16_to_float(
+                       x[token * p->x_stride_token + head * p->x_stride_head + k]) *
+                   (double)smla_bf16_to_float(
+                       w[k * p->w_stride_inner + head * p->w_stride_head + n * p->w_stride_outer]);
         }
         const uint16_t got = p->out[token * p->out_stride_token + head * p->out_stride_head + n];
         if (got != smla_float_to_bf16((float)sum)) {
@@ -346,7 +347,7 @@ test_layouts(void)
         const smla_projection_params p = params_of(&layouts[i]);
         memset(out_memory, POISON, sizeof out_memory);
         forget_calls();
-        EXPECT_OK(smla_cuda_up_proj(&p, &error));
+        EXPECT_OK(smla_cuda_projection(&p, &error));
         if (layouts[i].is_kernel) {
             EXPECT_EQ(count_calls("kernel") - count_calls("gemm"), 1);
             EXPECT(launched.x == p.x && launched.w_stride_outer == p.w_stride_outer);
@@ -364,18 +365,18 @@ test_one_handle_per_device(void)
     fake.num_devices = 2;
     smla_projection_params p = params_of(&compact);
     fake_stream = NULL;
-    EXPECT_OK(smla_cuda_up_proj(&p, &error));
+    EXPECT_OK(smla_cuda_projection(&p, &error));
     EXPECT_CALLS("create~ mode~ stream~ workspace~ gemm~ ");
     EXPECT(fake_stream == (cudaStream_t)&fake_default_stream);
     expect_tried("+libcublas.so.13 +libcublas.so.12 libcublas.so.13 ");
-    EXPECT_OK(smla_cuda_up_proj(&p, &error));
+    EXPECT_OK(smla_cuda_projection(&p, &error));
     EXPECT_CALLS("stream~ workspace~ gemm~ ");
     fake.current = p.stream.device_id = 1;
-    EXPECT_OK(smla_cuda_up_proj(&p, &error));
+    EXPECT_OK(smla_cuda_projection(&p, &error));
     EXPECT_CALLS("create@1~ mode@1~ stream@1~ workspace@1~ gemm@1~ ");
     EXPECT_EQ(num_handles, 2);
     fake.current = p.stream.device_id = 0;
-    EXPECT_OK(smla_cuda_up_proj(&p, &error));
+    EXPECT_OK(smla_cuda_projection(&p, &error));
     EXPECT_CALLS("stream~ workspace~ gemm~ ");
     expect_tried("");
     EXPECT_EQ(fake_mode, cudaStreamCaptureModeGlobal);
@@ -405,13 +406,13 @@ test_calls_that_fail(void)
     for (size_t i = 0; i < sizeof failing / sizeof failing[0]; i++) {
         start();
         fail_call(failing[i].call, 0, (cudaError_t)failing[i].code);
-        EXPECT_FAIL(smla_cuda_up_proj(&p, &error), failing[i].status, failing[i].text);
+        EXPECT_FAIL(smla_cuda_projection(&p, &error), failing[i].status, failing[i].text);
         const bool has_hint = strstr(error.text, "memory left") != NULL;
         EXPECT_EQ(has_hint, failing[i].status == SMLA_ERROR_MEMORY);
         const bool has_handle = i > 3;
         EXPECT_EQ(num_handles, has_handle);
         EXPECT_EQ(fake_mode, cudaStreamCaptureModeGlobal);
-        EXPECT_OK(smla_cuda_up_proj(&p, &error));
+        EXPECT_OK(smla_cuda_projection(&p, &error));
         EXPECT_EQ(num_handles, 1);
         EXPECT_EQ(count_calls("create"), has_handle ? 1 : 2);
     }
@@ -419,7 +420,7 @@ test_calls_that_fail(void)
     const layout backwards = {3, 2, 4, 5, -8, 4, 10, 5, 1, 10, 5, true};
     const smla_projection_params q = params_of(&backwards);
     fail_call("kernel", 0, cudaErrorMemoryAllocation);
-    EXPECT_FAIL(smla_cuda_up_proj(&q, &error), SMLA_ERROR_MEMORY,
+    EXPECT_FAIL(smla_cuda_projection(&q, &error), SMLA_ERROR_MEMORY,
                 "k_up_proj: cudaLaunchKernelExC failed: out of memory");
 }
 
@@ -448,12 +449,12 @@ test_places(void)
     for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {
         start();
         present = places[i].present;
-        EXPECT_OK(smla_cuda_up_proj(&p, &error));
+        EXPECT_OK(smla_cuda_projection(&p, &error));
         expect_tried(places[i].tried);
     }
     start();
     variable = ""; /* counts as not set */
-    EXPECT_OK(smla_cuda_up_proj(&p, &error));
+    EXPECT_OK(smla_cuda_projection(&p, &error));
     expect_tried(LOADED "libcublas.so.13 ");
 }
 
@@ -469,17 +470,17 @@ test_no_library(void)
         start();
         present = NULL;
         self = selves[i];
-        EXPECT_FAIL(smla_cuda_up_proj(&p, &error), SMLA_ERROR_RUNTIME,
+        EXPECT_FAIL(smla_cuda_projection(&p, &error), SMLA_ERROR_RUNTIME,
                     "k_up_proj: cuBLAS must be found on CUDA devices, got none: tried "
                     "libcublas.so.13 and libcublas.so.12, loaded by the process");
         expect_tried(ON_PATH);
         EXPECT_CALLS("");
         present = "libcublas.so.12"; /* installed meanwhile */
-        EXPECT_OK(smla_cuda_up_proj(&p, &error));
+        EXPECT_OK(smla_cuda_projection(&p, &error));
     }
     start();
     present = NULL;
-    EXPECT_FAIL(smla_cuda_up_proj(&p, &error), SMLA_ERROR_RUNTIME, "got none");
+    EXPECT_FAIL(smla_cuda_projection(&p, &error), SMLA_ERROR_RUNTIME, "got none");
     expect_tried(ON_PATH WHEEL_13 " " WHEEL_12 " ");
 }
 
@@ -489,11 +490,11 @@ test_a_path_that_is_named(void)
     const smla_projection_params p = params_of(&compact);
     start();
     variable = present = "/mine/libcublas.so";
-    EXPECT_OK(smla_cuda_up_proj(&p, &error));
+    EXPECT_OK(smla_cuda_projection(&p, &error));
     expect_tried("/mine/libcublas.so ");
     start();
     variable = "/none";
-    EXPECT_FAIL(smla_cuda_up_proj(&p, &error), SMLA_ERROR_RUNTIME,
+    EXPECT_FAIL(smla_cuda_projection(&p, &error), SMLA_ERROR_RUNTIME,
                 "k_up_proj: SPARSE_MLA_CUBLAS must be the path of libcublas.so, got /none: no such "
                 "file");
     expect_tried("/none ");
@@ -513,12 +514,12 @@ test_a_library_that_is_too_old(void)
             start();
             variable = is_named ? "libcublas.so.13" : NULL;
             missing = names[i];
-            EXPECT_FAIL(smla_cuda_up_proj(&p, &error), SMLA_ERROR_RUNTIME,
+            EXPECT_FAIL(smla_cuda_projection(&p, &error), SMLA_ERROR_RUNTIME,
                         "k_up_proj: cuBLAS must be of CUDA 12 or newer, got a library without");
             EXPECT(strstr(error.text, names[i]) != NULL);
             EXPECT_CALLS("");
             missing = NULL;
-            EXPECT_OK(smla_cuda_up_proj(&p, &error));
+            EXPECT_OK(smla_cuda_projection(&p, &error));
         }
     }
 }

@@ -1,8 +1,9 @@
-/* projection.c: absorption. Splits kv_b_proj into W_UK and W_UV, and cuts the up projections into
+/* projection.c: absorption. Splits kv_b_proj into W_UK and W_UV, and cuts the projections into
  * tasks, which projection_kernel.h computes.
  *
- * Both up projections are out[t,h,n] = sum_k x[t,h,k] w(k,h,n), bf16 in and out, fp32 in between.
- * They differ in which dimension of the weight is summed.
+ * All projections are out[t,h,n] = sum_k x[t,h,k] w(k,h,n), bf16 out, fp32 in between. The up
+ * projections differ in which dimension of the weight is summed. The grouped output projection, by
+ * groups instead of heads, may have e4m3 values with scales.
  */
 #include "cpu/absorption/projection.h"
 #include "core/numeric.h"
@@ -47,7 +48,7 @@ smla_cpu_split_kv_b_proj(const smla_split_kv_b_proj_params *p, smla_error *error
     return SMLA_OK;
 }
 
-/* ---- Up projections ------------------------------------------------------------------------ */
+/* ---- Projections ------------------------------------------------------------------------ */
 
 static int64_t
 count_blocks(int64_t size, int64_t block)
@@ -62,7 +63,7 @@ block_size(int64_t size, int64_t start, int64_t block)
 }
 
 smla_status
-smla_cpu_up_proj(const smla_projection_params *p, smla_error *error)
+smla_cpu_projection(const smla_projection_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));

@@ -1,4 +1,4 @@
-/* projection.h: what the up projections' files share. There is one scheduler (projection.c) and one
+/* projection.h: what the projections' files share. There is one scheduler (projection.c) and one
  * kernel (projection_kernel.h), which is compiled into a smla_projection_isa per instruction set.
  */
 #pragma once

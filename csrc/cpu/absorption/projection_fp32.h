@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cpu/machine/fp32_values.h"
+#include "cpu/machine/narrow.h"
 
 enum { INNER_BLOCK = 64 }; /* values per chain: 32 KiB of fp32 for 128 outputs */
 
@@ -17,4 +18,11 @@ store_tokens(vuint words, unit_scalar *x)
     const vuint odd = words & 0xFFFF0000u;
     *(vuint *)x = interleave_first(even, odd);
     *(vuint *)(x + WIDTH) = interleave_second(even, odd);
+}
+
+/* Converts 4 * WIDTH e4m3 to bf16, in order. */
+SMLA_INLINE void
+widen_e4m3(const uint8_t *bytes, uint32_t *out)
+{
+    store_bf16(load_e4m3(bytes, 1.0f), out);
 }

@@ -1,8 +1,10 @@
-/* projection_kernel.h: one block of an up projection, for one instruction set.
+/* projection_kernel.h: one block of a projection, for one instruction set.
  *
  * Computes     out[t,h,n] = bf16(sum_k x[t,h,k] w(k,h,n)) for a block of tokens and outputs of a
- *              head
- * Shapes       x [T][H][k], w(k, h, n) with k or n contiguous, out [T][H][n], all bf16
+ *              head. For e4m3: bf16(sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x w), where b is
+ *              a block of 128 values of k
+ * Shapes       x [T][H][k], w(k, h, n) with k or n contiguous, out [T][H][n], all bf16; or x and w
+ *              e4m3 with k contiguous, a multiple of 128
  * Scratch      panel [INNER_BLOCK / step][128 outputs] 32 KiB: a piece of the weight, unpacked once
  *                                                     for all tokens of the block
  *              x     [4 tokens][INNER_BLOCK / step]   1 KiB
@@ -19,7 +21,8 @@
  * Numerics     Products are exact above 2^-126. They are summed in fp32 in chains of INNER_BLOCK
  *              values, and the chains one after another: at most 128 + k / 64 roundings deep, where
  *              one chain would have 512. The result is rounded to bf16 once. The order of the sums
- *              depends on k alone, never on other rows of the result or the number of threads.
+ *              depends on k alone, never on other rows of the result or the number of threads. e4m3
+ *              becomes bf16 exactly, and every chain is multiplied by its scale, in fp32.
  * Source       register blocking (GotoBLAS).
  *
  * The including file defines SMLA_SIMD_WIDTH and VECTORS, includes a multiply unit, and names its
@@ -30,6 +33,8 @@
 #include <string.h>
 
 #include "cpu/absorption/projection.h"
+#include "cpu/machine/narrow.h"
+#include "ops/projection_scale.h"
 
 enum {
     OUTER_BLOCK = SMLA_PROJECTION_OUTER,
@@ -41,9 +46,9 @@ enum {
 
 _Static_assert(OUTER_BLOCK % STEP_OUTER == 0, "a block must hold whole steps of outputs");
 _Static_assert(INNER_BLOCK % (2 * WIDTH) == 0, "a chain must hold whole vectors of pairs");
+_Static_assert(SMLA_SCALE_TILE % INNER_BLOCK == 0, "a chain must have one scale");
+_Static_assert(SMLA_SCALE_TILE % OUTER_BLOCK == 0, "a block must not cross scales");
 _Static_assert(TOKEN_BLOCK == 64, "refused tokens are bits of a uint64_t");
-
-typedef vuint vuint_unaligned __attribute__((aligned(2)));
 
 static int
 round_up(int count, int multiple)
@@ -63,21 +68,36 @@ pad_row(const uint16_t *row, int count, int capacity, uint16_t *copy)
     return copy;
 }
 
+/* `count` values from `at` on as bf16, with zeros up to `capacity`: the values themselves, or a
+ * copy. An e4m3 row has 0 values, or a multiple of 4 * WIDTH. */
+SMLA_INLINE const uint16_t *
+read_row(const void *values, int64_t at, bool is_e4m3, int count, int capacity, uint16_t *copy)
+{
+    if (!is_e4m3 || count == 0) {
+        return pad_row((const uint16_t *)values + at, count, capacity, copy);
+    }
+    const uint8_t *const row = (const uint8_t *)values + at;
+    for (int k = 0; k < count; k += 4 * WIDTH) {
+        widen_e4m3(row + k, (uint32_t *)(void *)(copy + k));
+    }
+    return copy;
+}
+
 /* ---- Unpacking ----------------------------------------------------------------------------- */
 
 /* Unpacks a weight whose rows are outputs; k runs inside a row. */
 static vuint
-unpack_inner_rows(const uint16_t *w, int64_t stride_outer, int num_inner, int num_outer,
+unpack_inner_rows(const smla_projection_params *params, int64_t at, int num_inner, int num_outer,
                   vuint smallest, unit_scalar *panel)
 {
-    uint16_t copies[WIDTH][INNER_BLOCK];
+    uint16_t copies[WIDTH][INNER_BLOCK] __attribute__((aligned(64)));
     const int row_size = round_up(num_inner, 2 * WIDTH);
     for (int n = 0; n < round_up(num_outer, STEP_OUTER); n += WIDTH) {
         const uint16_t *rows[WIDTH];
         for (int i = 0; i < WIDTH; i++) {
             const bool exists = n + i < num_outer;
-            rows[i] = pad_row(exists ? w + (n + i) * stride_outer : w, exists ? num_inner : 0,
-                              row_size, copies[i]);
+            rows[i] = read_row(params->w, exists ? at + (n + i) * params->w_stride_outer : at,
+                               params->is_e4m3, exists ? num_inner : 0, row_size, copies[i]);
         }
         for (int k = 0; k < row_size; k += 2 * WIDTH) {
             vuint square[WIDTH];
@@ -126,24 +146,23 @@ static vuint
 unpack_weights(const smla_projection_params *params, const smla_projection_block *block,
                int64_t inner, int num_inner, vuint smallest, unit_scalar *panel)
 {
-    const uint16_t *const w = params->w + block->head * params->w_stride_head +
-                              inner * params->w_stride_inner +
-                              block->outer * params->w_stride_outer;
-    if (smla_outer_is_contiguous(params)) {
-        return unpack_outer_rows(w, params->w_stride_inner, num_inner, block->num_outer, smallest,
-                                 panel);
+    const int64_t at = block->head * params->w_stride_head + inner * params->w_stride_inner +
+                       block->outer * params->w_stride_outer;
+    if (!params->is_e4m3 && smla_outer_is_contiguous(params)) {
+        return unpack_outer_rows((const uint16_t *)params->w + at, params->w_stride_inner,
+                                 num_inner, block->num_outer, smallest, panel);
     }
-    return unpack_inner_rows(w, params->w_stride_outer, num_inner, block->num_outer, smallest,
-                             panel);
+    return unpack_inner_rows(params, at, num_inner, block->num_outer, smallest, panel);
 }
 
 /* Unpacks one row of x, with zeros up to whole vectors. */
 SMLA_INLINE vuint
-load_token(const uint16_t *row, int num_inner, vuint smallest, unit_scalar *x)
+load_token(const smla_projection_params *params, int64_t at, int num_inner, vuint smallest,
+           unit_scalar *x)
 {
-    uint16_t copy[INNER_BLOCK];
+    uint16_t copy[INNER_BLOCK] __attribute__((aligned(64)));
     const int row_size = round_up(num_inner, 2 * WIDTH);
-    row = pad_row(row, num_inner, row_size, copy);
+    const uint16_t *const row = read_row(params->x, at, params->is_e4m3, num_inner, row_size, copy);
     for (int k = 0; k < row_size; k += 2 * WIDTH) {
         const vuint words = *(const vuint_unaligned *)(row + k);
         smallest = track_smallest(smallest, words);
@@ -154,10 +173,10 @@ load_token(const uint16_t *row, int num_inner, vuint smallest, unit_scalar *x)
 
 /* ---- Sums ---------------------------------------------------------------------------------- */
 
-/* sums[r][n] (+)= sum_k x[r][k] * panel[k][n], for `rows` tokens. */
+/* sums[r][n] (+)= scales[r] * sum_k x[r][k] * panel[k][n], for `rows` tokens. */
 SMLA_INLINE void
-multiply_rows(const unit_scalar *x, const unit_scalar *panel, int steps, int num_outer, bool first,
-              float *sums, const int rows)
+multiply_rows(const unit_scalar *x, const unit_scalar *panel, int steps, int num_outer,
+              const float *scales, bool first, float *sums, const int rows)
 {
     for (int n = 0; n < num_outer; n += STEP_OUTER) {
         vfloat sum[ROWS * VECTORS];
@@ -187,7 +206,7 @@ multiply_rows(const unit_scalar *x, const unit_scalar *panel, int steps, int num
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) {
                 vfloat *const to = (vfloat *)(sums + r * OUTER_BLOCK + n + v * WIDTH);
-                *to = sum[r * VECTORS + v] + (first ? (vfloat){0} : (vfloat)*to);
+                *to = sum[r * VECTORS + v] * scales[r] + (first ? (vfloat){0} : (vfloat)*to);
             }
         }
     }
@@ -215,6 +234,7 @@ project_block(const smla_projection_params *params, const smla_projection_block 
     unit_scalar panel[INNER_BLOCK / UNIT_STEP * OUTER_BLOCK] __attribute__((aligned(64)));
     unit_scalar x[ROWS * X_STRIDE] __attribute__((aligned(64))) = {0};
     float sums[TOKEN_BLOCK * OUTER_BLOCK] __attribute__((aligned(64)));
+    float scales[ROWS];
     vuint smallest_weight = splat_bits(0xFFFFFFFFu);
     uint64_t refused = 0;
     if (params->inner_dim == 0) {
@@ -228,20 +248,24 @@ project_block(const smla_projection_params *params, const smla_projection_block 
         for (int t = 0; t < block->num_tokens; t += ROWS) {
             const int rows = block->num_tokens - t < ROWS ? block->num_tokens - t : ROWS;
             for (int r = 0; r < rows; r++) {
-                const uint16_t *const row = params->x +
-                                            (block->token + t + r) * params->x_stride_token +
-                                            block->head * params->x_stride_head + inner;
+                const int64_t row = (block->token + t + r) * params->x_stride_token +
+                                    block->head * params->x_stride_head + inner;
                 const vuint smallest =
-                    load_token(row, num_inner, splat_bits(0xFFFFFFFFu), x + r * X_STRIDE);
+                    load_token(params, row, num_inner, splat_bits(0xFFFFFFFFu), x + r * X_STRIDE);
+                scales[r] =
+                    params->is_e4m3
+                        ? smla_projection_scale(&params->scales, block->token + t + r, block->head,
+                                                block->outer, inner / SMLA_SCALE_TILE)
+                        : 1.0f;
                 refused |= (uint64_t)!is_exact(smallest) << (t + r);
             }
             const bool first = inner == 0;
             float *const to = sums + t * OUTER_BLOCK;
             switch (rows) {
-            case 1: multiply_rows(x, panel, steps, block->num_outer, first, to, 1); break;
-            case 2: multiply_rows(x, panel, steps, block->num_outer, first, to, 2); break;
-            case 3: multiply_rows(x, panel, steps, block->num_outer, first, to, 3); break;
-            default: multiply_rows(x, panel, steps, block->num_outer, first, to, ROWS); break;
+            case 1: multiply_rows(x, panel, steps, block->num_outer, scales, first, to, 1); break;
+            case 2: multiply_rows(x, panel, steps, block->num_outer, scales, first, to, 2); break;
+            case 3: multiply_rows(x, panel, steps, block->num_outer, scales, first, to, 3); break;
+            default: multiply_rows(x, panel, steps, block->num_outer, scales, first, to, ROWS);
             }
         }
     }

@@ -14,7 +14,7 @@
     smla_status smla_cpu_##name(const params_type *params, smla_error *error);
 
 SMLA_OPERATORS(SMLA_DECLARE_CPU_OPERATOR)
-smla_status smla_cpu_up_proj(const smla_projection_params *params, smla_error *error);
+smla_status smla_cpu_projection(const smla_projection_params *params, smla_error *error);
 smla_status smla_cpu_fill_step_lists(const smla_step_lists_params *params, smla_error *error);
 
 /* Defined in cache.c, index.c, index_lists.c and norm.c. */

@@ -1,10 +1,12 @@
-/* projection.cu: the up projections of arrays whose strides cuBLAS cannot express: rows that
- * overlap, are repeated (broadcast), or run backwards; and sums of no terms. projection_cublas.c
- * sends everything else to cuBLAS.
+/* projection.cu: projections of arrays that faster kernels do not take, because rows overlap, are
+ * repeated (broadcast), run backwards, or are unaligned; and sums of no terms. projection_cublas.c
+ * sends other bf16 arrays to cuBLAS, and projection_e4m3.cu has the kernel of other e4m3 arrays.
  *
- * Computes     out[t,h,n] = sum_k x[t,h,k] w(k,h,n)
- * Shapes       x [T, H, k], w [k, H, n] in any order of dimensions, bf16, any strides, zero and
- *              negative ones included; out [T, H, n] bf16, last dimension contiguous
+ * Computes     out[t,h,n] = sum_k x[t,h,k] w(k,h,n), or for e4m3
+ *              out[t,h,n] = sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x[t,h,k] w(k,h,n), where b
+ *              is a block of 128 values of k
+ * Shapes       x [T, H, k], w [k, H, n] in any order of dimensions, bf16 or e4m3, any strides, zero
+ *              and negative ones included; out [T, H, n] bf16, last dimension contiguous
  * Shared mem   none
  * Roles        A block computes 128 outputs of one token and head, one per thread. No barriers.
  * Roofline     None: the kernel is right for any strides, not fast. An output takes 2 k operations
@@ -16,6 +18,7 @@
 #include "cuda/host/cuda.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
+#include "ops/projection_scale.h"
 
 namespace {
 
@@ -26,6 +29,22 @@ struct project_args {
     smla_divisor parts; /* blocks per token and head */
     smla_divisor num_heads;
 };
+
+/* sum + the products of `count` values from x and w on. */
+__device__ float
+add_products(const smla_projection_params &p, int64_t x, int64_t w, int64_t count, float sum)
+{
+    for (int64_t k = 0; k < count; k++, x++, w += p.w_stride_inner) {
+        if (p.is_e4m3) {
+            const float value = smla_e4m3_to_float(__ldg((const uint8_t *)p.x + x));
+            sum = fmaf(value, smla_e4m3_to_float(__ldg((const uint8_t *)p.w + w)), sum);
+        } else {
+            const float value = smla_bf16_to_float(__ldg((const uint16_t *)p.x + x));
+            sum = fmaf(value, smla_bf16_to_float(__ldg((const uint16_t *)p.w + w)), sum);
+        }
+    }
+    return sum;
+}
 
 __global__ void
 __launch_bounds__(BLOCK_THREADS) project_kernel(const __grid_constant__ project_args args)
@@ -41,12 +60,17 @@ __launch_bounds__(BLOCK_THREADS) project_kernel(const __grid_constant__ project_
         if (outer >= p.outer_dim) {
             continue;
         }
-        const uint16_t *x = p.x + token * p.x_stride_token + head * p.x_stride_head;
-        const uint16_t *w = p.w + head * p.w_stride_head + outer * p.w_stride_outer;
+        const int64_t x = token * p.x_stride_token + head * p.x_stride_head;
+        const int64_t w = head * p.w_stride_head + outer * p.w_stride_outer;
         float sum = 0.0f;
-        for (int64_t k = 0; k < p.inner_dim; k++) {
-            const float value = smla_bf16_to_float(__ldg(x + k));
-            sum = fmaf(value, smla_bf16_to_float(__ldg(w + k * p.w_stride_inner)), sum);
+        if (!p.is_e4m3) {
+            sum = add_products(p, x, w, p.inner_dim, sum);
+        } else {
+            for (int64_t k = 0; k < p.inner_dim; k += SMLA_SCALE_TILE) {
+                const int64_t tile = k / SMLA_SCALE_TILE;
+                const float scale = smla_projection_scale(&p.scales, token, head, outer, tile);
+                sum = fmaf(add_products(p, x + k, w + k, SMLA_SCALE_TILE, 0.0f), scale, sum);
+            }
         }
         p.out[token * p.out_stride_token + head * p.out_stride_head + outer] =
             smla_float_to_bf16(sum);
@@ -56,7 +80,7 @@ __launch_bounds__(BLOCK_THREADS) project_kernel(const __grid_constant__ project_
 } // namespace
 
 cudaError_t
-smla_cuda_launch_up_proj(const smla_projection_params *p)
+smla_cuda_launch_projection(const smla_projection_params *p)
 {
     const int64_t parts = smla_count_parts(p->outer_dim, BLOCK_THREADS);
     const project_args args = {*p, smla_make_divisor(parts), smla_make_divisor(p->num_heads)};

@@ -1,4 +1,4 @@
-/* projection_cublas.c: the up projections, out[t,h,n] = sum_k x[t,h,k] w(k,h,n), through cuBLAS:
+/* projection_cublas.c: projections of bf16, out[t,h,n] = sum_k x[t,h,k] w(k,h,n), through cuBLAS:
  * one batched product per call, with a matrix per head, bf16 in and out, fp32 in between.
  *
  * A build does not need cuBLAS: the library is looked for at the first projection. This file
@@ -253,11 +253,12 @@ multiply(const smla_projection_params *p, const cublas_product *product, smla_er
 }
 
 smla_status
-smla_cuda_up_proj(const smla_projection_params *p, smla_error *error)
+smla_cuda_projection(const smla_projection_params *p, smla_error *error)
 {
     cublas_product product;
     if (!describe_product(p, &product)) {
-        return smla_cuda_status(p->op, "cudaLaunchKernelExC", smla_cuda_launch_up_proj(p), error);
+        return smla_cuda_status(p->op, "cudaLaunchKernelExC", smla_cuda_launch_projection(p),
+                                error);
     }
     /* The first products allocate memory, for a handle and for code that is loaded on first use. */
     const enum cudaStreamCaptureMode former = smla_cuda_relax_captures();

@@ -119,8 +119,11 @@ cudaError_t smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *par
 cudaError_t smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params);
 cudaError_t smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params);
 
-/* projection.cu: the up projections of arrays whose strides cuBLAS cannot express. */
-cudaError_t smla_cuda_launch_up_proj(const smla_projection_params *params);
+/* projection.cu: arrays whose strides neither cuBLAS nor a fast kernel of e4m3 can express. */
+cudaError_t smla_cuda_launch_projection(const smla_projection_params *params);
+
+/* projection_e4m3.cu: projections of e4m3 with scales, by the kernel that suits the arrays. */
+cudaError_t smla_cuda_launch_projection_e4m3(const smla_projection_params *params);
 
 /* ---- Operators that are more than one launcher --------------------------------------------- */
 
@@ -134,8 +137,8 @@ smla_status smla_cuda_sparse_attention(const smla_attention_params *params,
                                        const smla_attention_plan *plan, smla_error *error);
 int64_t smla_cuda_kernels(smla_kernel_info *rows, int64_t capacity);
 
-/* projection_cublas.c: the up projections through cuBLAS, where it can express them. */
-smla_status smla_cuda_up_proj(const smla_projection_params *params, smla_error *error);
+/* projection_cublas.c: the projections of bf16, through cuBLAS where it can express them. */
+smla_status smla_cuda_projection(const smla_projection_params *params, smla_error *error);
 
 /* checked.c: checked mode (SPARSE_MLA_CHECK=1 in the environment), a debugging aid. A call waits
  * for its stream before and after its work, and reads the arrays that hold slots, pages, lengths,

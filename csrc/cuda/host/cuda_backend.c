@@ -229,14 +229,15 @@ split_kv_b_proj(const smla_split_kv_b_proj_params *p, smla_error *error)
 }
 
 static smla_status
-up_proj(const smla_projection_params *p, smla_error *error)
+projection(const smla_projection_params *p, smla_error *error)
 {
     cuda_call call = {.op = p->op, .stream = p->stream};
     if (p->num_tokens == 0 || p->outer_dim == 0) {
         return SMLA_OK;
     }
     SMLA_TRY(begin_call(&call, error));
-    return end_call(&call, smla_cuda_up_proj(p, error), error);
+    return p->is_e4m3 ? end_launch(&call, smla_cuda_launch_projection_e4m3(p), error)
+                      : end_call(&call, smla_cuda_projection(p, error), error);
 }
 
 /* There is no early return, because an array without elements has a scale, too. */
@@ -317,7 +318,7 @@ const smla_backend smla_cuda_backend = {
     .plan_attention = smla_cuda_plan_attention,
     .kernel_name = smla_cuda_kernel_name,
     .sparse_attention = sparse_attention,
-    .up_proj = up_proj,
+    .projection = projection,
     .kernels = smla_cuda_kernels,
     .allocate = smla_cuda_allocate,
     .release = smla_cuda_release,

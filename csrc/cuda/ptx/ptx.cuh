@@ -67,6 +67,16 @@ ptx_mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+/* ptx_mma_bf16 for f16, which keeps subnormals, too. */
+static __device__ __forceinline__ void
+ptx_mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2])
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 /* a * b + c of two pairs of bf16, rounded once; subnormals are kept. */
 static __device__ __forceinline__ uint32_t
 ptx_fma_bf16x2(uint32_t a, uint32_t b, uint32_t c)
@@ -224,6 +234,31 @@ ptx_cp_async_16_or_zero(uint32_t to_shared, const void *from, bool is_on)
                  :
                  : "r"(to_shared), "l"(from), "r"(is_on ? 16 : 0)
                  : "memory");
+}
+
+/* ptx_cp_async_16_or_zero for 4 bytes, which go through L1. */
+static __device__ __forceinline__ void
+ptx_cp_async_4_or_zero(uint32_t to_shared, const void *from, bool is_on)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                 :
+                 : "r"(to_shared), "l"(from), "r"(is_on ? 4 : 0)
+                 : "memory");
+}
+
+/* Closes a group of copies, which may be empty. */
+static __device__ __forceinline__ void
+ptx_cp_async_commit(void)
+{
+    asm volatile("cp.async.commit_group;" : : : "memory");
+}
+
+/* Waits until at most PENDING of this thread's groups are under way. */
+template <int PENDING>
+static __device__ __forceinline__ void
+ptx_cp_async_wait(void)
+{
+    asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");
 }
 
 static __device__ __forceinline__ void

@@ -1,4 +1,4 @@
-/* ops_absorption.c: the split of kv_b_proj, both up projections, per-tensor quantisation. */
+/* ops_absorption.c: the split of kv_b_proj, the projections, per-tensor quantisation. */
 #include "python/call/operator.h"
 
 static const DLDataType e4m3 = {kDLFloat8_e4m3fn, 8, 1};
@@ -123,6 +123,35 @@ allocate_values(smla_py_call *call, const void *Py_UNUSED(args))
     return allocate_projected(call, smla_py_call_dim(call, 1, 2));
 }
 
+/* ---- Output projection --------------------------------------------------------------------- */
+
+SMLA_PY_COMPUTE(grouped_output_projection)
+
+enum { GROUPED_O, GROUPED_WEIGHT = 2, GROUPED_OUT = 4 };
+
+static const smla_py_param grouped_params[] = {
+    [GROUPED_O] = {"o", SMLA_PY_INPUT, offsetof(smla_grouped_output_projection_args, o)},
+    {"o_scale", SMLA_PY_NULLABLE, offsetof(smla_grouped_output_projection_args, o_scale)},
+    [GROUPED_WEIGHT] = {"weight", SMLA_PY_INPUT,
+                        offsetof(smla_grouped_output_projection_args, weight)},
+    {"weight_scale", SMLA_PY_NULLABLE, offsetof(smla_grouped_output_projection_args, weight_scale)},
+    [GROUPED_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_grouped_output_projection_args, out)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_grouped_output_projection_args, stream)},
+};
+
+static int
+allocate_grouped(smla_py_call *call, const void *Py_UNUSED(args))
+{
+    const int64_t shape[3] = {smla_py_call_dim(call, GROUPED_O, 0),
+                              smla_py_call_dim(call, GROUPED_O, 1),
+                              smla_py_call_dim(call, GROUPED_WEIGHT, 1)};
+    if (!smla_py_has_rank(call, GROUPED_O, 3) || !smla_py_has_rank(call, GROUPED_WEIGHT, 3) ||
+        !smla_py_is_head_count(shape[1])) {
+        return 0;
+    }
+    return smla_py_allocate_result(call, GROUPED_OUT, smla_py_bf16, 3, shape);
+}
+
 /* ---- Quantisation -------------------------------------------------------------------------- */
 
 SMLA_PY_COMPUTE(dynamic_per_tensor_quant)
@@ -160,6 +189,11 @@ const smla_py_operator smla_py_absorption_operators[] = {
      SMLA_PY_TABLE(v_up_params, smla_v_up_proj_args, smla_v_up_proj_args),
      .compute = compute_v_up_proj,
      .allocate = allocate_values},
+    {.name = "grouped_output_projection",
+     SMLA_PY_TABLE(grouped_params, smla_grouped_output_projection_args,
+                   smla_grouped_output_projection_args),
+     .compute = compute_grouped_output_projection,
+     .allocate = allocate_grouped},
     {.name = "dynamic_per_tensor_quant",
      SMLA_PY_TABLE(quant_params, smla_dynamic_per_tensor_quant_args,
                    smla_dynamic_per_tensor_quant_args),

@@ -10,10 +10,10 @@ static cudaError_t write_launch(smla_stream stream);
 /* Replaces the function of projection_cublas.c. It stands in front of testing.h, which has a
  * global `error`. */
 smla_status
-smla_cuda_up_proj(const smla_projection_params *params, smla_error *error)
+smla_cuda_projection(const smla_projection_params *params, smla_error *error)
 {
     SMLA_TRY(smla_cuda_status(params->op, "launch", write_launch(params->stream), error));
-    return smla_cpu_backend.up_proj(params, error);
+    return smla_cpu_backend.projection(params, error);
 }
 
 #include "runtime.h"
@@ -134,6 +134,12 @@ cudaError_t
 smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params)
 {
     LAUNCH(split_kv_b_proj, params);
+}
+
+cudaError_t
+smla_cuda_launch_projection_e4m3(const smla_projection_params *params)
+{
+    LAUNCH(projection, params);
 }
 
 /* ---- Attention ----------------------------------------------------------------------------- */

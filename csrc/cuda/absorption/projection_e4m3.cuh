@@ -1,0 +1,115 @@
+/* projection_e4m3.cuh: what the kernels of e4m3 projections share: tiles of results, 16-byte chunks
+ * of rows in shared memory, and the store of results.
+ *
+ * A step is 128 values of k, which have one scale per token and one per 128 outputs. In shared
+ * memory a row of a step is 128 bytes, eight chunks, in an order that its reader chooses.
+ */
+#pragma once
+
+#include "cuda/host/cuda.h"
+#include "cuda/ptx/launch.cuh"
+#include "cuda/ptx/numeric.cuh"
+#include "ops/projection_scale.h"
+
+enum {
+    STEP_VALUES = SMLA_SCALE_TILE, /* bytes per row of a step */
+    CHUNK_BYTES = 16,
+    ROW_CHUNKS = STEP_VALUES / CHUNK_BYTES,
+};
+
+/* The argument of the kernels. */
+typedef struct e4m3_projection {
+    smla_projection_params p;
+    smla_divisor output_tiles; /* per head */
+    smla_divisor token_tiles;  /* per head */
+    int64_t num_tiles;         /* tiles of all heads */
+    int64_t num_steps;
+    bool pairs_are_aligned; /* results of outputs 2 i and 2 i + 1 can be stored as one word */
+} e4m3_projection;
+
+/* The first token and output of a tile. */
+typedef struct result_tile {
+    int64_t head;
+    int64_t token;
+    int64_t outer;
+} result_tile;
+
+static inline e4m3_projection
+make_projection(const smla_projection_params *p, int tile_tokens, int tile_outputs)
+{
+    const int64_t output_tiles = smla_count_parts(p->outer_dim, tile_outputs);
+    const int64_t token_tiles = smla_count_parts(p->num_tokens, tile_tokens);
+    return e4m3_projection{*p,
+                           smla_make_divisor(output_tiles),
+                           smla_make_divisor(token_tiles),
+                           p->num_heads * token_tiles * output_tiles,
+                           p->inner_dim / STEP_VALUES,
+                           smla_are_rows_aligned(p->out, p->out_stride_token, p->out_stride_head,
+                                                 4)};
+}
+
+/* Tiles that run at the same time differ in their outputs first. So they share the rows of their
+ * tokens, and the weight of a head stays in L2. */
+static __device__ __forceinline__ result_tile
+find_tile(const e4m3_projection &args, int64_t number, int tile_tokens, int tile_outputs)
+{
+    const int64_t row = smla_divide(number, args.output_tiles);
+    const int64_t head = smla_divide(row, args.token_tiles);
+    const int64_t column = number - row * args.output_tiles.divisor;
+    return result_tile{head, (row - head * args.token_tiles.divisor) * tile_tokens,
+                       column * tile_outputs};
+}
+
+/* The e4m3 row of the tile's first token, or output. */
+static __device__ __forceinline__ const uint8_t *
+first_token_row(const smla_projection_params &p, const result_tile &tile)
+{
+    return (const uint8_t *)p.x + tile.token * p.x_stride_token + tile.head * p.x_stride_head;
+}
+
+static __device__ __forceinline__ const uint8_t *
+first_weight_row(const smla_projection_params &p, const result_tile &tile)
+{
+    return (const uint8_t *)p.w + tile.head * p.w_stride_head + tile.outer * p.w_stride_outer;
+}
+
+/* Copies one chunk of ROWS rows, by THREADS threads; rows from num_rows on become zeros. `to` is the
+ * address of the first row, `from` that of its step. SWIZZLE is the set of a row number's bits that
+ * change the place of a chunk: they are added to the chunk's number, multiplied by FACTOR, bit by
+ * bit. */
+template <int ROWS, int THREADS, int SWIZZLE, int FACTOR>
+static __device__ __forceinline__ void
+copy_rows(uint32_t to, const uint8_t *from, int64_t stride, int64_t num_rows, int thread)
+{
+    static_assert(THREADS % ROW_CHUNKS == 0 && ROWS % (THREADS / ROW_CHUNKS) == 0,
+                  "all threads copy equally many chunks");
+    const int chunk = thread % ROW_CHUNKS;
+#pragma unroll
+    for (int i = 0; i < ROWS / (THREADS / ROW_CHUNKS); i++) {
+        const int row = thread / ROW_CHUNKS + i * (THREADS / ROW_CHUNKS);
+        const int place = chunk ^ (row & SWIZZLE) * FACTOR;
+        ptx_cp_async_16_or_zero(to + row * STEP_VALUES + place * CHUNK_BYTES,
+                                from + row * stride + chunk * CHUNK_BYTES, row < num_rows);
+    }
+}
+
+/* Stores the results of outputs `outer` and outer + 1, as far as they exist. */
+static __device__ __forceinline__ void
+store_pair(const e4m3_projection &args, int64_t head, int64_t token, int64_t outer, float first,
+           float second)
+{
+    const smla_projection_params &p = args.p;
+    uint16_t *const out = p.out + token * p.out_stride_token + head * p.out_stride_head + outer;
+    const uint32_t pair = smla_cvt_bf16x2(first, second);
+    if (token >= p.num_tokens || outer >= p.outer_dim) {
+        return;
+    }
+    if (args.pairs_are_aligned && outer + 1 < p.outer_dim) {
+        smla_store_vector_1(out, &pair);
+        return;
+    }
+    out[0] = (uint16_t)pair;
+    if (outer + 1 < p.outer_dim) {
+        out[1] = (uint16_t)(pair >> 16);
+    }
+}

@@ -1,0 +1,46 @@
+/* projection_scale.h: reads the scales of a projection's e4m3 operands, for every backend. Compiles
+ * as C and as CUDA.
+ */
+#pragma once
+
+#include <string.h>
+
+#include "core/numeric.h"
+#include "core/params.h"
+
+/* Where the scale of a tile, values 128 tile to 128 tile + 127, of a token's row lies: a fp32, or an
+ * int32 with the exponents of four tiles. */
+SMLA_HOST_DEVICE static inline const uint32_t *
+smla_token_scale_word(const smla_projection_scales *scales, int64_t token, int64_t head,
+                      int64_t tile)
+{
+    const int64_t column = scales->x_is_packed ? tile / 4 : tile;
+    return (const uint32_t *)scales->x + token * scales->x_stride_token +
+           head * scales->x_stride_head + column * scales->x_stride_column;
+}
+
+/* The scale of a tile, from its word. */
+SMLA_HOST_DEVICE static inline float
+smla_scale_of_word(const smla_projection_scales *scales, uint32_t word, int64_t tile)
+{
+    return scales->x_is_packed ? smla_ue8m0_to_float((uint8_t)(word >> tile % 4 * 8))
+                               : smla_bits_float(word);
+}
+
+/* Where the scale of the same tile of the weight rows around `outer` lies. */
+SMLA_HOST_DEVICE static inline const float *
+smla_weight_scale(const smla_projection_scales *scales, int64_t head, int64_t outer, int64_t tile)
+{
+    return scales->w + head * scales->w_stride_head +
+           outer / SMLA_SCALE_TILE * scales->w_stride_outer + tile * scales->w_stride_inner;
+}
+
+/* The factor of a tile's sum, for a token and the weight rows around `outer`. */
+SMLA_HOST_DEVICE static inline float
+smla_projection_scale(const smla_projection_scales *scales, int64_t token, int64_t head,
+                      int64_t outer, int64_t tile)
+{
+    uint32_t word;
+    memcpy(&word, smla_token_scale_word(scales, token, head, tile), sizeof word);
+    return smla_scale_of_word(scales, word, tile) * *smla_weight_scale(scales, head, outer, tile);
+}
