@@ -188,8 +188,8 @@ def grouped_output_projection(
     infinite or NaN.
 
     With z the exact result and u = sum_r |o * weight|, scales included, an error is at most
-    2**-8 * |z| + 2**-16 * u. On Hopper larger products of e4m3 run on the FP8 tensor cores, whose
-    sums are coarser: 2**-8 * |z| + 2**-8 * u.
+    2**-8 * |z| + 2**-16 * u. On Hopper, e4m3 of more than 64 tokens runs on the FP8 tensor cores,
+    whose sums are coarser: 2**-8 * |z| + 2**-8 * u.
 
     Parameters
     ----------

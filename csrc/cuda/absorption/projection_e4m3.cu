@@ -1,5 +1,5 @@
 /* projection_e4m3.cu: projections of e4m3 arrays with scales, by fp16 tensor cores, for every GPU.
- * On Hopper it serves up to SMLA_MOST_EXACT_TOKENS tokens, where the weight's bytes bind.
+ * On Hopper it serves up to MOST_EXACT_TOKENS tokens, where the weight's bytes bind.
  *
  * Computes     out[t,h,n] = sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x[t,h,k] w[h,n,k], where b
  *              is a block of 128 values of k, a step
@@ -285,6 +285,10 @@ smla_cuda_launch_projection_e4m3(const smla_projection_params *p)
         smla_is_multiple(p->w, p->w_stride_outer | p->w_stride_head, CHUNK_BYTES);
     if (!has_chunks) {
         return smla_cuda_launch_projection(p);
+    }
+    const smla_cuda_device *const device = smla_cuda_find_device(p->stream.device_id);
+    if (p->num_tokens > MOST_EXACT_TOKENS && device->compute_capability == 90) {
+        return smla_cuda_launch_projection_e4m3_sm90(p);
     }
     return p->num_tokens <= small_tile::TOKENS ? launch_tiles<small_tile>(p)
                                                : launch_tiles<medium_tile>(p);

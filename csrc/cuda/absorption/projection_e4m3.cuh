@@ -17,6 +17,12 @@ enum {
     ROW_CHUNKS = STEP_VALUES / CHUNK_BYTES,
 };
 
+/* Up to so many tokens Hopper's kernel is not used: FP8 tensor cores would gain nothing. */
+enum { MOST_EXACT_TOKENS = 64 };
+
+/* projection_e4m3_sm90.cu */
+extern "C" cudaError_t smla_cuda_launch_projection_e4m3_sm90(const smla_projection_params *params);
+
 /* The argument of the kernels. */
 typedef struct e4m3_projection {
     smla_projection_params p;

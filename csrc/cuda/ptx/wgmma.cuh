@@ -1,4 +1,4 @@
-/* wgmma.cuh: the warpgroup MMA of Hopper: D[64][N] += A[64][16] * B[16][N].
+/* wgmma.cuh: the warpgroup MMA of Hopper: D[64][N] += A[64][16] * B[16][N], or 32 of e4m3.
  *
  * Warp w of the warpgroup has rows 16w to 16w + 15 of A and D. With g = lane / 4, c = lane % 4:
  *   A   a[0] row g, columns 2c, 2c+1      a[1] row g + 8, same columns
@@ -255,4 +255,22 @@ wgmma_bf16_rows_first_128(float (&d)[128], uint64_t a, uint64_t b)
                  "}"
                  : WGMMA_SUMS_64(d, FIRST)
                  : "l"(a), "l"(b));
+}
+
+/* ---- e4m3 ----------------------------------------------------------------------------------- */
+
+/* D[64][128] += A[64][32] * B[32][128]: A and B are both in shared memory, in rows of 32 contiguous
+ * e4m3. The sums of products have about 14 bits. */
+static __device__ __forceinline__ void
+wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, bool is_sum)
+{
+    asm volatile("{\n\t"
+                 ".reg .pred sum;\n\t"
+                 "setp.ne.b32 sum, %66, 0;\n\t"
+                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+                 "{" WGMMA_NAMES_64 "}, "
+                 "%64, %65, sum, 1, 1;\n\t"
+                 "}"
+                 : WGMMA_SUMS_64(d, 0)
+                 : "l"(a), "l"(b), "r"((int)is_sum));
 }
