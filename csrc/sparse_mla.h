@@ -409,7 +409,7 @@ typedef struct smla_v_up_proj_args {
 SMLA_API smla_status smla_v_up_proj(const smla_v_up_proj_args *args, smla_error *error);
 
 /* out[t,g,n] = sum_r o[t,g,r] * weight[g,n,r], rounded once. Either o and weight are bf16 and there
- * are no scales, or both are e4m3 with scales, R is a multiple of 128 (of 512 for int32 scales), and
+ * are no scales, or both are e4m3 with scales, R is a multiple of 128 (512 for int32 scales), and
  * every 128 values of r are summed before they are scaled, in fp32. */
 typedef struct smla_grouped_output_projection_args {
     size_t struct_size;

@@ -20,7 +20,7 @@ import reference as ref
 import sparse_mla
 from sparse_mla import __main__ as command
 from sparse_mla import _info, _judge
-from sparse_mla._bench import attention, index_lists, memory, plot, timing
+from sparse_mla._bench import attention, index_lists, memory, plot, projection, timing
 from sparse_mla._bench import run as bench
 from sparse_mla._demo import engine, model, scheduler
 from sparse_mla._demo import run as demo
@@ -279,6 +279,7 @@ def cuda_tables(monkeypatch):
         cuda_attention,
         cuda_calls,
         cuda_memory,
+        cuda_projection,
         cuda_sent,
         cuda_timing,
         peer,
@@ -308,6 +309,8 @@ def cuda_tables(monkeypatch):
     monkeypatch.setattr(cuda_attention, "measure_prefill", maker("prefill", record, ["far off"]))
     monkeypatch.setattr(cuda_sent, "measure_inputs", maker("inputs"))
     monkeypatch.setattr(cuda_memory, "measure_bytes", maker("bytes", {"gb": 1.0}))
+    products = maker("projection", {"us": 2.0})
+    monkeypatch.setattr(cuda_projection, "measure_projections", products)
     monkeypatch.setattr(cuda_calls, "measure_calls", maker("calls", {"us": 2.0}))
     monkeypatch.setattr(bench, "what_cuda_lacks", lambda: "")
     return measured
@@ -318,7 +321,7 @@ def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
-    assert cuda_tables == ["decode", "prefill", "inputs", "bytes", "calls"]
+    assert cuda_tables == ["decode", "prefill", "inputs", "bytes", "projection", "calls"]
     printed = capsys.readouterr()
     assert printed.err.endswith("\n2 FAILED\n")
     assert "- device: A GPU, 132 SMs, 50 MiB L2 cache" in printed.out
@@ -346,6 +349,24 @@ def test_bench_measures_some_tables_of_a_gpu(only, names, cuda_tables, capsys):
     assert cuda_tables == names
     results = json.loads(capsys.readouterr().out)
     assert results["command"] == f"python -m sparse_mla bench --json --only {only} --device cuda"
+
+
+@pytest.mark.parametrize("kind", projection.KINDS)
+def test_bench_judges_projections(kind, monkeypatch):
+    """Right results are within their bound, and a result beside it is noticed."""
+    for name, size in {"GROUPS": 2, "INNER": 512, "OUTER": 256}.items():
+        monkeypatch.setattr(projection, name, size)
+    inputs = projection.Inputs(kind, 5, lambda x: x)
+    inputs.call()
+    assert inputs.judge(inputs.out, projection.FINE) <= 1
+    assert inputs.flop() == 2 * 5 * 2 * 512 * 256
+    values = 2 * 5 * 512 + 2 * 256 * 512
+    scales = 4 * (5 * 2 * 4 + 2 * 2 * 4)
+    assert inputs.num_bytes() == 2 * 5 * 2 * 256 + (
+        values + scales if kind == "e4m3" else 2 * values
+    )
+    inputs.out[4, 1, 255] = float(inputs.out[4, 1, 255]) * 1.02 + 1e-3
+    assert inputs.judge(inputs.out, projection.FINE) > 1
 
 
 def test_bench_names_its_commit(monkeypatch):

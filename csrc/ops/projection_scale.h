@@ -8,7 +8,7 @@
 #include "core/numeric.h"
 #include "core/params.h"
 
-/* Where the scale of a tile, values 128 tile to 128 tile + 127, of a token's row lies: a fp32, or an
+/* Where the scale of a tile, values 128 tile to 128 tile + 127, of a token's row lies: fp32, or an
  * int32 with the exponents of four tiles. */
 SMLA_HOST_DEVICE static inline const uint32_t *
 smla_token_scale_word(const smla_projection_scales *scales, int64_t token, int64_t head,

@@ -16,16 +16,17 @@ from typing import Any
 
 import sparse_mla
 from sparse_mla import _info
-from sparse_mla._bench import attention, calls, memory, plot
+from sparse_mla._bench import attention, calls, memory, plot, projection
 from sparse_mla._bench.summary import summarise
 from sparse_mla._bench.timing import Effort, Table
 
 CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "attention": attention.measure,
     "bytes": memory.measure,
+    "projection": projection.measure,
     "calls": calls.measure,
 }
-CUDA_TABLES = ("decode", "prefill", "inputs", "bytes", "calls")
+CUDA_TABLES = ("decode", "prefill", "inputs", "bytes", "projection", "calls")
 CUDA_GROUPS = {"attention": ("decode", "prefill", "inputs")}
 ROW_OPTIONS = ("cache", "heads", "batches", "kinds")  # options of --only inputs
 STDOUT = "-"
@@ -208,7 +209,13 @@ def find_rows(options: argparse.Namespace) -> Any:
 
 
 def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
-    from sparse_mla._bench import cuda_attention, cuda_calls, cuda_memory, cuda_sent
+    from sparse_mla._bench import (
+        cuda_attention,
+        cuda_calls,
+        cuda_memory,
+        cuda_projection,
+        cuda_sent,
+    )
     from sparse_mla._bench.cuda_timing import CudaEffort, describe_error, torch
     from sparse_mla._bench.peer import find_peer
 
@@ -220,6 +227,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         "prefill": lambda: cuda_attention.measure_prefill(effort, peer),
         "inputs": lambda: cuda_sent.measure_inputs(effort, peer, rows),
         "bytes": lambda: cuda_memory.measure_bytes(effort),
+        "projection": lambda: cuda_projection.measure_projections(effort),
         "calls": lambda: cuda_calls.measure_calls(effort),
     }
     only = CUDA_GROUPS.get(options.only, (options.only,))

@@ -3,8 +3,8 @@
  * sends other bf16 arrays to cuBLAS, and projection_e4m3.cu has the kernel of other e4m3 arrays.
  *
  * Computes     out[t,h,n] = sum_k x[t,h,k] w(k,h,n), or for e4m3
- *              out[t,h,n] = sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x[t,h,k] w(k,h,n), where b
- *              is a block of 128 values of k
+ *              out[t,h,n] = sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x[t,h,k] w(k,h,n),
+ *              where b is a block of 128 values of k
  * Shapes       x [T, H, k], w [k, H, n] in any order of dimensions, bf16 or e4m3, any strides, zero
  *              and negative ones included; out [T, H, n] bf16, last dimension contiguous
  * Shared mem   none

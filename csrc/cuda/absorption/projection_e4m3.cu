@@ -1,16 +1,17 @@
 /* projection_e4m3.cu: projections of e4m3 arrays with scales, by fp16 tensor cores, for every GPU.
  * On Hopper it serves up to MOST_EXACT_TOKENS tokens, where the weight's bytes bind.
  *
- * Computes     out[t,h,n] = sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x[t,h,k] w[h,n,k], where b
- *              is a block of 128 values of k, a step
+ * Computes     out[t,h,n] = sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x[t,h,k] w[h,n,k],
+ *              where b is a block of 128 values of k, a step
  * Shapes       x [T, H, k] e4m3, w [H, n, k] e4m3: base and strides are multiples of 16 bytes; the
  *              scales fp32, or x's four exponents per int32, any strides; out [T, H, n] bf16
  * Shared mem   a ring of STEPS steps: [TOKENS + OUTPUTS][128] bytes with chunk j of row i at
  *              j ^ 4 (i % 2), so that the eight lanes of a 128-byte read meet eight banks; a scale
- *              word per token, one scale of the weight. 16 x 64: 8 x 10.1 KiB, 64 x 64: 4 x 16.3 KiB
+ *              word per token, one scale of the weight. Tiles of 16 tokens x 64 outputs have 8
+ *              steps of 10.1 KiB, tiles of 64 x 64 have 4 of 16.3 KiB
  * Roles        128 threads bring a step with cp.async, STEPS - 1 steps ahead, and multiply: four
- *              warps of 16 tokens x 16 outputs, or of 32 x 32. A barrier per step: all have read the
- *              step that is overwritten next, and all see what others have copied.
+ *              warps of 16 tokens x 16 outputs, or of 32 x 32. There is a barrier per step: all
+ *              have read the step that is overwritten next, and all see what others have copied.
  * Roofline     Up to 64 tokens the weight's bytes bind: 8 x 1024 x 4096 take 8 us of an H200's HBM.
  *              Beyond, mma.sync and the conversions of both operands bind.
  * Numerics     e4m3 is exact in fp16 (or 2^-8 of it, see SMLA_E4M3_UNIT), and so are products. A

@@ -79,10 +79,9 @@ first_weight_row(const smla_projection_params &p, const result_tile &tile)
     return (const uint8_t *)p.w + tile.head * p.w_stride_head + tile.outer * p.w_stride_outer;
 }
 
-/* Copies one chunk of ROWS rows, by THREADS threads; rows from num_rows on become zeros. `to` is the
- * address of the first row, `from` that of its step. SWIZZLE is the set of a row number's bits that
- * change the place of a chunk: they are added to the chunk's number, multiplied by FACTOR, bit by
- * bit. */
+/* Copies a step's ROWS rows, by THREADS threads; rows from num_rows on become zeros. `to` is the
+ * address of the first row, `from` that of its values. Chunk j of row i goes to the place
+ * j ^ (i & SWIZZLE) * FACTOR. */
 template <int ROWS, int THREADS, int SWIZZLE, int FACTOR>
 static __device__ __forceinline__ void
 copy_rows(uint32_t to, const uint8_t *from, int64_t stride, int64_t num_rows, int thread)

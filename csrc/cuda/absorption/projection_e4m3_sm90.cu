@@ -1,11 +1,12 @@
 /* projection_e4m3_sm90.cu: projections of many tokens of e4m3 with scales, by Hopper's FP8 tensor
  * cores. projection_e4m3.cu serves fewer tokens, more exactly.
  *
- * Computes     out[t,h,n] = sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x[t,h,k] w[h,n,k], where b
- *              is a block of 128 values of k, a step
+ * Computes     out[t,h,n] = sum_b x_scale[t,h,b] w_scale[h,n/128,b] sum_k x[t,h,k] w[h,n,k],
+ *              where b is a block of 128 values of k, a step
  * Shapes       as projection_e4m3.cu
- * Shared mem   a ring of 6 steps, 192 KiB: tokens [128][128] and weights [128][128] e4m3, swizzled by
- *              128 bytes (wgmma.cuh); a scale word per token, one scale of the weight; mbarriers
+ * Shared mem   a ring of 6 steps, 192 KiB: tokens [128][128] and weights [128][128] e4m3, with a
+ *              swizzle of 128 bytes (wgmma.cuh); a scale word per token, one scale of the weight;
+ *              mbarriers
  * Roles        A CTA per SM, which takes tiles of 128 tokens x 128 outputs i, i + grid, ...
  *              4 copy warps     bring steps with cp.async, as far ahead as the ring is long
  *              2 warpgroups     64 tokens each: products of a step, then sums += factor * products.
@@ -15,10 +16,10 @@
  *              empty[slot]      256 consumers, after their products | copy warps
  * Roofline     2 * T * H * n * k FLOP. A step takes 512 cycles of tensor cores. Operands take 384
  *              cycles of shared memory to read and 256 to write, so that shared memory binds.
- * Numerics     The tensor cores add the products of a step with about 14 bits. The sum is multiplied
- *              by its factor, x_scale * w_scale rounded to fp32, and added in fp32: errors are below
- *              2^-8 sum |x w| instead of 2^-16. NaN reaches its own token's or output's results. The
- *              order of a sum depends on k alone.
+ * Numerics     The tensor cores add the products of a step with about 14 bits. The sum is
+ *              multiplied by its factor, x_scale * w_scale rounded to fp32, and added in fp32:
+ *              errors are below 2^-8 sum |x w| instead of 2^-16. NaN reaches its own token's or
+ *              output's results. The order of a sum depends on k alone.
  * Source       DeepGEMM's sm90_fp8_gemm_1d2d, for sums in registers that a step's products are
  *              promoted to; copies without tensor maps, which take any strides, are ours.
  */
