@@ -84,11 +84,11 @@ class Inputs:
 
 
 def make_peer(torch: Any, o: Any, weight: Any) -> Callable[[], object]:
-    """[T, G, R] x [G, N, R] -> [T, G, N] by one batched product, as PyTorch's users write it."""
-    out = torch.empty(len(o), GROUPS, OUTER, dtype=o.dtype, device=o.device)
+    """[T, G, R] x [G, N, R] -> [G, T, N] by one batched product, with `out` as cuBLAS likes it."""
+    out = torch.empty(GROUPS, len(o), OUTER, dtype=o.dtype, device=o.device)
 
     def multiply() -> object:
-        return torch.bmm(o.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+        return torch.bmm(o.transpose(0, 1), weight.transpose(1, 2), out=out)
 
     return multiply
 
