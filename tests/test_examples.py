@@ -78,7 +78,7 @@ def test_the_readme_names_it(path):
 
 
 def test_c_examples_are_found():
-    assert {"decode.c", "cache.c", "prefill.c", "step.c"} <= {p.name for p in C_EXAMPLES}
+    assert {"decode.c", "cache.c", "prefill.c", "step.c", "v4.c"} <= {p.name for p in C_EXAMPLES}
 
 
 @pytest.mark.parametrize("path", C_EXAMPLES, ids=lambda path: path.name)

@@ -70,18 +70,19 @@ fill_bf16(void *array, size_t bytes)
 }
 
 /* Computes one head by the formula: out = softmax(scale * q k^T) v over the rows of `keys` that
- * `slots` names, where v is the first 512 values of k. Returns how many values of `out` are off by
- * more than allowed * (sum of weight * |v| + |out|). One attention call stays within 1/256 of that:
- * the README's section on accuracy has the whole bound. */
+ * `slots` names, where v is the first 512 of a key's `head_size` values. `sink_weight` is
+ * exp(sink), which the softmax's sum has beside the keys' weights, or 0. Returns how many values of
+ * `out` are off by more than allowed * (sum of weight * |v| + |out|). One attention call stays
+ * within 1/256 of that: the README's section on accuracy has the whole bound. */
 static inline int
-count_wrong(const uint16_t *out, const uint16_t *q, float (*keys)[576], const int32_t *slots,
-            int num_slots, double scale, double allowed)
+count_wrong(const uint16_t *out, const uint16_t *q, const float *keys, int head_size,
+            const int32_t *slots, int num_slots, double scale, double sink_weight, double allowed)
 {
-    double sum = 0, want[512] = {0}, size[512] = {0};
+    double sum = sink_weight, want[512] = {0}, size[512] = {0};
     for (int k = 0; k < num_slots; k++) {
-        const float *const key = keys[slots[k]];
+        const float *const key = keys + (ptrdiff_t)slots[k] * head_size;
         double logit = 0;
-        for (int i = 0; i < 576; i++) {
+        for (int i = 0; i < head_size; i++) {
             logit += (double)from_bf16(q[i]) * key[i];
         }
         const double weight = exp(scale * logit); /* no overflow: these logits are small */

@@ -63,5 +63,6 @@ main(void)
                                                       .out = ARRAY(keys, fp32, PAGES, BLOCK, 576)};
     check(smla_dequantize_kv_cache(&dequantize, &error), &error);
     const int last = HEADS - 1;
-    return verdict(count_wrong(out[last], q[last], keys, chosen, TOPK, scale, 1.0 / 256));
+    return verdict(
+        count_wrong(out[last], q[last], keys[0], 576, chosen, TOPK, scale, 0, 1.0 / 256));
 }

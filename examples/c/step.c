@@ -86,7 +86,7 @@ main(void)
     check(smla_dequantize_kv_cache(&dequantize, &error), &error);
     int wrong = 0;
     for (int t = 0; t < NEW; t++) {
-        wrong += count_wrong(out[t][0], q[t][0], keys, slots[t], TOPK, scale, 1.0 / 256);
+        wrong += count_wrong(out[t][0], q[t][0], keys[0], 576, slots[t], TOPK, scale, 0, 1.0 / 256);
     }
     return verdict(wrong);
 }
