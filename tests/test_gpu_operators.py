@@ -7,6 +7,8 @@ import pytest
 import reference as ref
 from helpers import Guarded, assert_same_bf16, assert_same_bits
 from library import sparse_mla
+from reference_norm import pack_scales
+from test_grouped_projection import Call as Grouped
 from test_index import check as check_index
 from test_index import inputs as index_inputs
 from test_index_lists import (
@@ -165,3 +167,12 @@ def test_projections(T):
         out = Guarded(want.shape, ref.BF16, row_gap=8)
         getattr(sparse_mla, op)(x, w_uk, out=out.array)
         assert ref.worst_ratio(out.check(), want, tolerance) <= 1, op
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaky"])
+@pytest.mark.parametrize("size", [(16, 8, 1024, 4096), (64, 4, 1024, 4096), (1500, 8, 1000, 1024)])
+def test_grouped_projections(size, kind):
+    """The first is V4-Flash's. The last has more tiles than a GPU has SMs."""
+    call = Grouped(*size, kind)
+    call.check()
+    call.check(o_scale=pack_scales(call.o_scale))

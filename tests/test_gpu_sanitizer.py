@@ -15,6 +15,7 @@ import row_formats
 from cases import AttentionCase
 from helpers import assert_within_bounds, guarded_attention
 from library import sparse_mla
+from test_grouped_projection import Call as Grouped
 from test_qnorm_insert import Case, check_all
 
 pytestmark = pytest.mark.sanitizer
@@ -41,6 +42,16 @@ def shifted(x: np.ndarray) -> np.ndarray:
     wide = np.zeros((*x.shape[:-1], x.shape[-1] + 8), x.dtype)[..., 1 : x.shape[-1] + 1]
     wide[...] = x
     return wide
+
+
+@pytest.mark.parametrize("T", [1, 20, 150])
+def test_grouped_projections(T):
+    """Every kernel of e4m3 values, with partial tiles."""
+    call = Grouped(T, 2, 140, 384)
+    call.check()
+    unaligned = np.zeros((T, 2, 388), np.uint8)[..., 1:385]
+    unaligned[...] = call.o
+    call.check(o=unaligned)
 
 
 def check(case: AttentionCase) -> None:
