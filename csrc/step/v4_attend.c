@@ -177,7 +177,7 @@ check_attend(attend_call *call)
     SMLA_TRY(check_layer(call));
     const smla_v4_config *const config = &call->b->config;
     const DLTensor *const q = call->args->q;
-    SMLA_TRY(smla_require_query(&c, smla_find_kv_format(SMLA_KV_FP8_V4), q, NULL,
+    SMLA_TRY(smla_require_query(&c, "q", smla_find_kv_format(SMLA_KV_FP8_V4), q, NULL,
                                 call->b->metadata.num_actual_tokens, config->num_heads,
                                 SMLA_RULE_MORE_ROWS));
     if (smla_dtype(q) == SMLA_DTYPE_BF16 && config->q_scale != 1) {

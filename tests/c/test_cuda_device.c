@@ -709,10 +709,10 @@ static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla"
                                                           "fused_qnorm_rope_kv_insert",
                                                           "grouped_output_projection"};
 static const char *const launch_names[NUM_OPERATORS] = {
-    "write",         "gather",      "dequantize", "convert", "attention", "merge",
-    "split_weight",  "project",     "quant",      "norm",    "turn_back", "global_topk",
-    "combine_lists", "mixed_lists", "insert",     "insert",  "gather",    "step_lists",
-    "insert_queries", "e4m3_project"};
+    "write",     "gather",       "dequantize",    "convert",        "attention",
+    "merge",     "split_weight", "project",       "quant",          "norm",
+    "turn_back", "global_topk",  "combine_lists", "mixed_lists",    "insert",
+    "insert",    "gather",       "step_lists",    "insert_queries", "e4m3_project"};
 
 /* How many arrays a checked call of an operator copies to the host. */
 static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2, 1, 3, 1, 1, 3, 0, 2};
