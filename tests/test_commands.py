@@ -82,9 +82,11 @@ def test_quick_bench_judges_every_table_and_takes_less_than_a_minute():
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "progress is for terminals"
     results = json.loads(done.stdout)
-    attention, moves, calls = [rows for rows in results.values() if isinstance(rows, list)]
+    tables = [rows for rows in results.values() if isinstance(rows, list)]
+    attention, moves, projections, calls = tables
     assert all(0 < row["ours"]["error_over_bound"] <= 1 for row in attention)
     assert all(row["right"] for row in moves)
+    assert all(0 < row["error_over_bound"] <= 1 for row in projections)
     assert all(row["seconds"]["NumPy"] > 0 for row in calls)
     if sparse_mla.build_info()["flags"] == "release":
         assert seconds < 60

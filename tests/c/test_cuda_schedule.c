@@ -267,18 +267,18 @@ expect_listed(const smla_cuda_device *device, const char *available, const char 
 static void
 test_listed(void)
 {
-    /*                   small  fp8  bf16, 576 and 512  sm80: fp8 bf16, 576 and 512  mixed  512 */
+    /* small  fp8  bf16 of 576, of 512, exact 512   sm80: fp8  bf16, 576 and 512  mixed  512 */
     expect_listed(&h200,
                   "11"
                   "111"
-                  "11"
+                  "111"
                   "111"
                   "111111"
                   "1"
                   "111",
                   "11"
                   "111"
-                  "11"
+                  "111"
                   "000"
                   "000000"
                   "1"
@@ -286,14 +286,14 @@ test_listed(void)
     expect_listed(&a100,
                   "00"
                   "000"
-                  "00"
+                  "000"
                   "111"
                   "111111"
                   "1"
                   "111",
                   "00"
                   "000"
-                  "00"
+                  "000"
                   "111"
                   "111111"
                   "1"
@@ -301,14 +301,14 @@ test_listed(void)
     expect_listed(&rtx4090,
                   "00"
                   "000"
-                  "00"
+                  "000"
                   "011"
                   "011011"
                   "1"
                   "011",
                   "00"
                   "000"
-                  "00"
+                  "000"
                   "011"
                   "011011"
                   "1"
@@ -316,14 +316,14 @@ test_listed(void)
     expect_listed(NULL,
                   "00"
                   "000"
-                  "00"
+                  "000"
                   "000"
                   "000000"
                   "0"
                   "000",
                   "00"
                   "000"
-                  "00"
+                  "000"
                   "000"
                   "000000"
                   "0"
@@ -522,7 +522,9 @@ check_plan(smla_kv_set formats, const smla_attention_shape *shape)
     expect_same_plan(&plan, &model);
     EXPECT(plan.run.kernel != NULL &&
            (plan.run.kernel->formats & SMLA_KV_ALL) ==
-               (formats == SMLA_KV_SET(SMLA_ROW_FP8_V4) ? (smla_kv_set)SMLA_ROWS_512 : formats));
+               (formats != SMLA_KV_SET(SMLA_ROW_FP8_V4)    ? formats
+                : problem.device->compute_capability == 90 ? (smla_kv_set)SMLA_ROWS_EXACT_512
+                                                           : (smla_kv_set)SMLA_ROWS_512));
     EXPECT(plan.run.num_splits >= 1 && plan.run.num_splits <= SMLA_MAX_SPLITS);
     EXPECT(plan.rest >= 1 && plan.rest <= tokens);
     EXPECT(plan.rest == tokens || plan.run.num_splits == 1);

@@ -74,7 +74,6 @@ struct bf16_memory {
     alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* [turn][warp]: add_absent */
     int32_t num_steps[2];                             /* [turn] */
     listed_key only[2][GATHER_WARPS]; /* [turn][warp]: the warp's key, if it has only one */
-    int32_t parked[8][2];             /* of the gather warps' streams (park_stream) */
     work_order order;
 };
 

@@ -46,7 +46,7 @@ prefetch_work(const bf16_launch &launch, int idx)
 typedef struct step_context {
     int n;             /* the work's number among the CTA's */
     bool is_first;     /* the step is the work's first */
-    int32_t num_steps; /* of the work */
+    int32_t num_steps; /* the work's */
 } step_context;
 
 /* What a gather warp does between the two blocks of a step. The first step of a work begins the

@@ -37,7 +37,7 @@ typedef struct coded_flight {
 typedef struct coded_keys {
     uint32_t scales[SMLA_MAX_ROW_SCALES / 4][SMLA_WARP_LANES]; /* four scales per word */
     const uint8_t *row[SMLA_WARP_LANES];                       /* NULL if there is no key */
-    const int32_t *at[SMLA_WARP_LANES]; /* of the lane's key_stream, as the next three */
+    const int32_t *at[SMLA_WARP_LANES]; /* a part of the key_stream, as the next three */
     int32_t left[SMLA_WARP_LANES];
     uint32_t held[SMLA_WARP_LANES];
     uint32_t over[SMLA_WARP_LANES];
