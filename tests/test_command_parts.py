@@ -282,6 +282,7 @@ def cuda_tables(monkeypatch):
         cuda_projection,
         cuda_sent,
         cuda_timing,
+        cuda_v4,
         peer,
     )
 
@@ -308,6 +309,7 @@ def cuda_tables(monkeypatch):
     monkeypatch.setattr(cuda_attention, "measure_decode", maker("decode", record))
     monkeypatch.setattr(cuda_attention, "measure_prefill", maker("prefill", record, ["far off"]))
     monkeypatch.setattr(cuda_sent, "measure_inputs", maker("inputs"))
+    monkeypatch.setattr(cuda_v4, "measure_v4", maker("v4", {"us": 3.0}))
     monkeypatch.setattr(cuda_memory, "measure_bytes", maker("bytes", {"gb": 1.0}))
     products = maker("projection", {"us": 2.0})
     monkeypatch.setattr(cuda_projection, "measure_projections", products)
@@ -321,7 +323,7 @@ def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
-    assert cuda_tables == ["decode", "prefill", "inputs", "bytes", "projection", "calls"]
+    assert cuda_tables == ["decode", "prefill", "inputs", "v4", "bytes", "projection", "calls"]
     printed = capsys.readouterr()
     assert printed.err.endswith("\n2 FAILED\n")
     assert "- device: A GPU, 132 SMs, 50 MiB L2 cache" in printed.out

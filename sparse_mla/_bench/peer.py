@@ -42,6 +42,35 @@ class Peer:
         }
         return lambda: self.module.flash_mla_with_kvcache(**arguments)
 
+    def decode_v4(
+        self,
+        q: Array,
+        caches: list[Array],
+        indices: list[Array],
+        scale: float,
+        sink: Array,
+        num_reqs: int,
+    ) -> Callable[[], tuple]:
+        """The same on q [T, H, 512] and two caches [pages, 64, 584], with a plan of its own."""
+        num_tokens = len(q)
+        padded = pad_heads(q)
+        arguments = {
+            "q": padded.view(num_reqs, num_tokens // num_reqs, -1, 512),
+            "k_cache": caches[0].unsqueeze(2),
+            "indices": indices[0].view(num_reqs, num_tokens // num_reqs, -1),
+            "extra_k_cache": caches[1].unsqueeze(2),
+            "extra_indices_in_kvcache": indices[1].view(num_reqs, num_tokens // num_reqs, -1),
+            "attn_sink": pad(sink, padded.shape[1], dim=0),
+            "block_table": None,
+            "cache_seqlens": None,
+            "head_dim_v": 512,
+            "tile_scheduler_metadata": self.get_plan(),
+            "softmax_scale": scale,
+            "is_fp8_kvcache": True,
+            "use_legacy": True,
+        }
+        return lambda: self.module.flash_mla_with_kvcache(**arguments)
+
     def get_plan(self) -> Any:
         return self.module.get_mla_metadata()[0]
 

@@ -26,7 +26,7 @@ CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "projection": projection.measure,
     "calls": calls.measure,
 }
-CUDA_TABLES = ("decode", "prefill", "inputs", "bytes", "projection", "calls")
+CUDA_TABLES = ("decode", "prefill", "inputs", "v4", "bytes", "projection", "calls")
 CUDA_GROUPS = {"attention": ("decode", "prefill", "inputs")}
 ROW_OPTIONS = ("cache", "heads", "batches", "kinds")  # options of --only inputs
 STDOUT = "-"
@@ -215,6 +215,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         cuda_memory,
         cuda_projection,
         cuda_sent,
+        cuda_v4,
     )
     from sparse_mla._bench.cuda_timing import CudaEffort, describe_error, torch
     from sparse_mla._bench.peer import find_peer
@@ -226,6 +227,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         "decode": lambda: cuda_attention.measure_decode(effort, peer),
         "prefill": lambda: cuda_attention.measure_prefill(effort, peer),
         "inputs": lambda: cuda_sent.measure_inputs(effort, peer, rows),
+        "v4": lambda: cuda_v4.measure_v4(effort, peer),
         "bytes": lambda: cuda_memory.measure_bytes(effort),
         "projection": lambda: cuda_projection.measure_projections(effort),
         "calls": lambda: cuda_calls.measure_calls(effort),
