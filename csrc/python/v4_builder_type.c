@@ -1,5 +1,5 @@
-/* v4_builder_type.c: DeepSeek V4's metadata builder as a Python object, and the attention of a layer
- * of its step.
+/* v4_builder_type.c: DeepSeek V4's metadata builder as a Python object, and the attention of a
+ * layer of its step.
  *
  * The object holds the workspace as long as it lives, and slot_mapping and the block tables of a
  * step until the next build. sparse_mla/v4/ is its public interface.

@@ -1,5 +1,5 @@
-/* v4_attend.c: the attention of one DeepSeek V4 layer in the step that the builder planned, composed
- * of the public operators.
+/* v4_attend.c: the attention of one DeepSeek V4 layer in the step that the builder planned,
+ * composed of the public operators.
  *
  *   decodes    attention over the sliding window's cache, and over the compressed cache: the rows
  *              that the indexer chose, or all complete groups

@@ -44,6 +44,7 @@ def measure_projections(effort: CudaEffort) -> Table:
             if worst > 1:
                 table.failures.append(f"{kind} T {num_tokens}: {worst:.3g} × bound")
             peer = make_peer(torch, *(from_numpy(x).to(DEVICE) for x in inputs.wide))
+            peer()  # loads cuBLAS, which must not happen in a capture
             seconds = interleave_flushed({"ours": [inputs.call], "torch": [peer]}, effort)
             add_row(table, inputs, num_tokens, worst, seconds)
     return table

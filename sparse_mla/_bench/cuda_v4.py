@@ -169,7 +169,7 @@ def add_row(
     beside = seconds.get("peer", math.nan)
     row = [str(tokens), str(heads), widths, kind, show_us(seconds["ours"]), f"{error:.3g}"]
     row += [show_us(floor), show_us(beside), show_ratio(beside / seconds["ours"])]
-    record = {"T": tokens, "H": heads, "keys": widths, "input": kind}
+    record = {"T": tokens, "H": heads, "keys": widths, "kind": kind}
     record |= {"us": 1e6 * seconds["ours"], "error_over_bound": error, "floor_us": 1e6 * floor}
     record |= {"peer_us": 1e6 * beside} if beside == beside else {}
     table.add(row, record)

@@ -25,9 +25,9 @@
  *                               is_key. A work without keys is one step without keys.
  *                               For rows of codes there are 8, in pairs that share a quarter
  *                               (hopper_coded_gather.cuh). CTAs have 512 threads then.
- *              2 warpgroups     224 registers, beside 8 gather warps 200. A step is one block per group. A group scores its
- *                               own block for all heads, and adds 256 of the 512 values of both
- *                               blocks. Its own weights come from registers, the other group's from
+ *              2 warpgroups     224 registers, beside 8 gather warps 200. A step is one block per
+ *                               group. A group scores its own block for all heads, and adds 256 of
+ *                               the 512 values of both blocks. Its own weights come from registers, the other group's from
  *                               shared memory, in two halves so that products start early.
  *                group 0        scores, weights and values of its block, values of the other's
  *                group 1        scores of its block, values of the other's, own weights and values:
@@ -359,8 +359,8 @@ smla_attend_sm90_bf16_512_64(const smla_attention_params *params, int64_t)
     return launch_bf16_rows<false>(params);
 }
 
-/* Rows that are not aligned are rare, and gather warps that load them need more registers than there
- * are. So the portable kernel serves them. */
+/* Rows that are not aligned are rare, and gather warps that load them need more registers than
+ * there are. So the portable kernel serves them. */
 cudaError_t
 smla_attend_sm90_512_64(const smla_attention_params *params, int64_t cut_bytes)
 {

@@ -20,8 +20,8 @@ enum {
 
 static_assert((int)STEP_KEYS == 2 * BLOCK_KEYS, "a step is a block of each warpgroup");
 
-/* What the kernel's keys are. ROPE: they have a RoPE part behind their values. CODED: lists may have
- * rows of codes (hopper_coded_gather.cuh). */
+/* What the kernel's keys are. ROPE: they have a RoPE part behind their values. CODED: lists may
+ * have rows of codes (hopper_coded_gather.cuh). */
 template <bool ROPE_, bool CODED_> struct key_kind {
     static constexpr bool ROPE = ROPE_;
     static constexpr bool CODED = CODED_;

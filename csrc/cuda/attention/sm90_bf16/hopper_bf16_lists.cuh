@@ -115,8 +115,8 @@ gather_step(const bf16_launch &launch, const step_context &context, const listed
     gather_block<1, Keys, ALIGNED>(state, row, are_keys, last_bit);
 }
 
-/* Gathers a list of the CTA's n-th work. Behind the work's first step it prefetches the indices that
- * the next work's count will read. */
+/* Gathers a list of the CTA's n-th work. Behind the work's first step it prefetches the indices
+ * that the next work's count will read. */
 template <typename Keys, bool ALIGNED>
 static __device__ __forceinline__ void
 gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,

@@ -3,8 +3,9 @@
  * unless they are subnormal. So the consumers need not know what the cache holds.
  *
  * Two warps, twins, share a quarter of the keys and know the same lists. Each has 8 rows of every
- * block, in two flights of four rows. In a flight, lane l has chunk l % 8 of row l / 8: eight values
- * of each of a half's four tiles. It loads them as they are in memory and stores 16 bytes per tile.
+ * block, in two flights of four rows. In a flight, lane l has chunk l % 8 of row l / 8: eight
+ * values of each of a half's four tiles. It loads them as they are in memory and stores 16 bytes
+ * per tile.
  * A flight loads the next half into the registers that it has just stored. RoPE values, which are
  * bf16 already, are copied. A step begins by asking L2 for all of its rows.
  *
@@ -46,8 +47,8 @@ typedef struct coded_keys {
 
 static_assert(GATHER_WARPS * sizeof(coded_keys) <= TILE_BYTES, "they fit");
 
-/* The warp's keys, in the tiles that keys of 512 values leave free: one for the warps that are first
- * of their twins, one for the others. */
+/* The warp's keys, in the tiles that keys of 512 values leave free: one for the warps that are
+ * first of their twins, one for the others. */
 template <typename Keys>
 static __device__ __forceinline__ volatile coded_keys *
 find_coded_keys(bf16_memory *shared)
@@ -148,8 +149,8 @@ decode_codes(const uint32_t codes[2], uint32_t byte, uint32_t words[4], uint32_t
 
 /* ---- Stores -------------------------------------------------------------------------------- */
 
-/* The scales of the lane's chunks in a half's tiles. A tile of 64 values has one scale in rows with a
- * RoPE part, two in other rows of e4m3, and four in rows of e2m1. */
+/* The scales of the lane's chunks in a half's tiles. A tile of 64 values has one scale in rows with
+ * a RoPE part, two in other rows of e4m3, and four in rows of e2m1. */
 template <bool E2M1, bool ROPE> struct half_scales {
     static constexpr int TILE_SCALES = E2M1 ? 4 : ROPE ? 1 : 2;
     static constexpr int WORD_TILES = 4 / TILE_SCALES;
