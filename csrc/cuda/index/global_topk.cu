@@ -14,7 +14,8 @@
  *              (__syncthreads): the counts of a tile are written. The two halves of the counts take
  *              turns, so that one barrier per tile suffices.
  * Roofline     Memory: 8 bytes per entry. At K = 512, the usual length, a launch of few tokens is
- *              latency: load an entry, load its page, vote, meet, store. Not yet measured.
+ *              latency: load an entry, load its page, vote, meet, store. Measured on an H200, many
+ *              tokens: 1.3 TB/s, a third of a copy.
  * Numerics     Integers, exact. An entry has no slot where it is negative or beyond the table, its
  *              page is negative, or the slot is above int32. A bad request id has no slots.
  * Source       compute_global_topk_indices_and_lens of vLLM, for its arguments; the order-keeping
