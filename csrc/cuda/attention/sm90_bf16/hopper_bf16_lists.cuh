@@ -84,12 +84,11 @@ gather_step(const bf16_launch &launch, const step_context &context, const listed
 {
     const uint32_t are_keys = __ballot_sync(0xFFFFFFFFu, key.slot >= 0);
     const int list = key.list;
-    const auto between =
-        [&](int32_t slot) { /* what it computes shall not be kept from before */
-                            pass_middle<Keys, ALIGNED>(launch, context,
-                                                       (uint32_t)ptx_forget((int)are_keys),
-                                                       listed_key{slot, list}, shared, state);
-        };
+    /* ptx_forget, because what it computes shall not be kept from before */
+    const auto between = [&](int32_t slot) {
+        pass_middle<Keys, ALIGNED>(launch, context, (uint32_t)ptx_forget((int)are_keys),
+                                   listed_key{slot, list}, shared, state);
+    };
     if constexpr (Keys::CODED) {
         const uint8_t nope_type = launch.base.lists[list].nope_type;
         if (nope_type != SMLA_NOPE_BF16) {
