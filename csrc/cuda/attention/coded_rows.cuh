@@ -155,8 +155,9 @@ load_tile_scale(const attention_launch &launch, int list, const coded_place &key
     if (facts.scale_type == SMLA_SCALE_FP32) {
         return __ldg((const float *)key.scales + tile);
     }
-    return facts.scale_type == SMLA_SCALE_CACHE ? load_given_scale(launch.params.kv_scale[list])
-                                                : 1.0f;
+    return facts.scale_type == SMLA_SCALE_CACHE
+               ? smla_load_given_scale(launch.params.kv_scale[list])
+               : 1.0f;
 }
 
 /* ---- A block ------------------------------------------------------------------------------- */

@@ -99,21 +99,14 @@ typedef struct cta_work {
 
 enum { NOT_PARTIAL = -1 }; /* the work has all keys of its token, and writes results */
 
-/* A scale that the caller gave as a number or on the device. */
-static __device__ __forceinline__ float
-load_given_scale(const smla_given_scale &scale)
-{
-    return scale.pointer == NULL ? scale.value : __ldg(scale.pointer);
-}
-
 /* What the kernels that read scales of logits use instead of scale_log2. It is that number, if the
  * scales are 1. */
 static __device__ __forceinline__ float
 find_scale_log2(const attention_launch &launch)
 {
     const smla_attention_params &params = launch.params;
-    const float scale = __fdiv_rn(params.softmax_scale * load_given_scale(params.q_scale),
-                                  load_given_scale(params.logit_divisor));
+    const float scale = __fdiv_rn(params.softmax_scale * smla_load_given_scale(params.q_scale),
+                                  smla_load_given_scale(params.logit_divisor));
     return (float)(scale * 1.4426950408889634074);
 }
 

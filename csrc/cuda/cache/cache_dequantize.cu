@@ -32,7 +32,7 @@ __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_S
     ptx_wait_for_grids();
     constexpr int ELEMENT_BYTES = OUT == SMLA_FLOAT_FP32 ? 4 : 2;
     const smla_dequantize_params &p = args.p;
-    const float kv_scale = read_given_scale(p.kv_scale);
+    const float kv_scale = smla_load_given_scale(p.kv_scale);
     const int64_t num_slots = p.kv.num_pages * p.kv.block_size;
     const int64_t num_warps = (int64_t)gridDim.x * BLOCK_WARPS;
     int64_t warp = (int64_t)blockIdx.x * BLOCK_WARPS + threadIdx.x / SMLA_WARP_LANES;

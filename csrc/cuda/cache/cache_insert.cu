@@ -68,7 +68,7 @@ __launch_bounds__(BLOCK_THREADS, FEW_BLOCKS_PER_SM)
     const smla_cache_write_params &p = args.p;
     const int64_t stride = p.kv_c_stride_token * given_key<TYPE, ROW>::ELEMENT_BYTES;
     const int64_t num_warps = (int64_t)gridDim.x * BLOCK_WARPS;
-    const float inverse = 1.0f / read_given_scale(p.kv_scale);
+    const float inverse = 1.0f / smla_load_given_scale(p.kv_scale);
     int64_t run = (int64_t)blockIdx.x * BLOCK_WARPS + threadIdx.x / SMLA_WARP_LANES;
     for (; run * args.run_tokens < p.num_tokens; run += num_warps) {
         const int64_t first = run * args.run_tokens;

@@ -176,7 +176,7 @@ __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_S
     __shared__ int64_t ends[SEGMENT_REQS];
     __shared__ int64_t warp_sums[BLOCK_WARPS];
     const int64_t num_warps = (int64_t)gridDim.x * BLOCK_WARPS;
-    const float kv_scale = read_given_scale(args.p.kv_scale);
+    const float kv_scale = smla_load_given_scale(args.p.kv_scale);
     /* Neighbouring chunks go to different CTAs, so that the last, partial round reaches all. */
     int64_t chunk = (int64_t)(threadIdx.x / SMLA_WARP_LANES) * gridDim.x + blockIdx.x;
     for (int64_t first_req = 0; first_req < args.p.num_reqs; first_req += SEGMENT_REQS) {

@@ -54,12 +54,6 @@ find_scales_of(const smla_kv_view &kv, int64_t page, int64_t offset)
     return kv.scales + page * kv.page_stride_bytes + offset * kv.scale_token_stride_bytes;
 }
 
-__device__ __forceinline__ float
-read_given_scale(const smla_given_scale &scale)
-{
-    return scale.pointer == nullptr ? scale.value : __ldg(scale.pointer);
-}
-
 __device__ __forceinline__ uint8_t *
 shuffle_pointer(const uint8_t *pointer, int lane)
 {

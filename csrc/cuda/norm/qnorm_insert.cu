@@ -175,7 +175,7 @@ write_heads(const qnorm_args &args, int64_t token, int64_t first_head)
         }
     }
     const rope_angles angles = load_angles(args, token);
-    const float q_scale_inv = read_given_scale(p.q_scale_inv);
+    const float q_scale_inv = smla_load_given_scale(p.q_scale_inv);
     const int64_t at = token * p.q_out_stride_token + first_head * p.q_out_stride_head;
 #pragma unroll
     for (int h = 0; h < WARP_HEADS; h++) {
@@ -202,7 +202,7 @@ insert_key(const qnorm_args &args, int64_t token)
         smla_load_words<16, ALIGNED>(from + i * SMLA_NORM_SUMS, key.pairs[i]);
     }
     const rope_angles angles = load_angles(args, token);
-    const float inverse = 1.0f / read_given_scale(p.kv_scale);
+    const float inverse = 1.0f / smla_load_given_scale(p.kv_scale);
     const int64_t slot = find_slots(p, token, 1); /* in lane 0 */
     const int64_t page = slot < 0 ? 0 : smla_divide(slot, args.block_size);
     const int64_t offset = slot - page * p.kv.block_size;

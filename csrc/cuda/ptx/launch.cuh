@@ -73,6 +73,15 @@ allow_shared_bytes(const void *kernel, int shared_bytes, int32_t device_id, uint
     return code;
 }
 
+/* ---- Scales -------------------------------------------------------------------------------- */
+
+/* A scale that the caller gave as a number or on the device. */
+static __device__ __forceinline__ float
+smla_load_given_scale(const smla_given_scale &scale)
+{
+    return scale.pointer == NULL ? scale.value : __ldg(scale.pointer);
+}
+
 /* ---- Counts -------------------------------------------------------------------------------- */
 
 static inline int64_t
