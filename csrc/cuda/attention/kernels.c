@@ -23,10 +23,9 @@
     ROW(file, stem, rows, least, heads, .arch = 90, .ctas_per_sm = 1, \
         .shared_bytes = SMLA_SM90_SHARED_BYTES, __VA_ARGS__)
 
-#define SM90_FP8(least, heads, cost, start)                                      \
-    SM90("attention_sm90.cu", sm90_fp8, SMLA_ROWS_FP8, least, heads,             \
-         .block_columns = SMLA_SM90_KEYS, .block_cost = cost, .cta_cost = start, \
-         .leaves_halves = true)
+#define SM90_FP8(rows, stem, least, heads, cost, start)                                  \
+    SM90("attention_sm90.cu", stem, rows, least, heads, .block_columns = SMLA_SM90_KEYS, \
+         .block_cost = cost, .cta_cost = start, .leaves_halves = true)
 
 /* A kernel for splits of few columns. A key takes a little longer than in SM90_FP8, the start takes
  * much less time, and columns need not fill blocks. */
@@ -49,9 +48,12 @@
 const smla_attention_kernel smla_attention_kernels[] = {
     SM90_SMALL(17, 32, 32),
     SM90_SMALL(1, 16, 28),
-    SM90_FP8(33, 64, 16, 48),
-    SM90_FP8(17, 32, 10, 50),
-    SM90_FP8(1, 16, 9, 48),
+    SM90_FP8(SMLA_ROWS_FP8, sm90_fp8, 33, 64, 16, 48),
+    SM90_FP8(SMLA_ROWS_FP8, sm90_fp8, 17, 32, 10, 50),
+    SM90_FP8(SMLA_ROWS_FP8, sm90_fp8, 1, 16, 9, 48),
+    SM90_FP8(SMLA_ROWS_V4, sm90_v4, 33, 64, 16, 48),
+    SM90_FP8(SMLA_ROWS_V4, sm90_v4, 17, 32, 10, 50),
+    SM90_FP8(SMLA_ROWS_V4, sm90_v4, 1, 16, 9, 48),
     SM90_BF16(SMLA_ROWS_BF16, sm90_bf16),
     SM90_BF16(SMLA_ROWS_BF16_512, sm90_bf16_512),
     SM90_BF16(SMLA_ROWS_EXACT_512, sm90_512),
@@ -91,6 +93,7 @@ text_of(const smla_attention_kernel *kernel)
                    : (kernel->formats & SMLA_ROWS_MIXED) == SMLA_ROWS_MIXED
                        ? "fp8_ds_mla with bfloat16"
                    : kernel->formats & SMLA_ROWS_FP8  ? "fp8_ds_mla"
+                   : kernel->formats & SMLA_ROWS_V4   ? "fp8_v4"
                    : kernel->formats & SMLA_ROWS_BF16 ? "bfloat16"
                                                       : "bfloat16 of 512 values",
         .heads = kernel->min_heads == 33   ? "33...128"

@@ -15,6 +15,7 @@ extern "C" {
 /* Sets of formats. A kernel serves calls in which the formats of all lists are in its set. */
 enum {
     SMLA_ROWS_FP8 = SMLA_KV_SET(SMLA_ROW_FP8_DS_MLA),
+    SMLA_ROWS_V4 = SMLA_KV_SET(SMLA_ROW_FP8_V4),
     SMLA_ROWS_BF16 = SMLA_KV_SET(SMLA_ROW_BFLOAT16),
     SMLA_ROWS_BF16_512 = SMLA_KV_SET(SMLA_ROW_BFLOAT16_512),
     SMLA_ROWS_MIXED = SMLA_ROWS_FP8 | SMLA_ROWS_BF16, /* one list of each format */
@@ -152,6 +153,9 @@ smla_attention_launcher smla_attend_sm90_small_16;
 smla_attention_launcher smla_attend_sm90_fp8_64;
 smla_attention_launcher smla_attend_sm90_fp8_32;
 smla_attention_launcher smla_attend_sm90_fp8_16;
+smla_attention_launcher smla_attend_sm90_v4_64;
+smla_attention_launcher smla_attend_sm90_v4_32;
+smla_attention_launcher smla_attend_sm90_v4_16;
 
 /* attention_bf16_sm90.cu */
 smla_attention_launcher smla_attend_sm90_bf16_64;

@@ -246,6 +246,16 @@ ptx_cp_async_4_or_zero(uint32_t to_shared, const void *from, bool is_on)
                  : "memory");
 }
 
+/* ptx_cp_async_16_or_zero for 8 bytes, which go through L1. */
+static __device__ __forceinline__ void
+ptx_cp_async_8_or_zero(uint32_t to_shared, const void *from, bool is_on)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
+                 :
+                 : "r"(to_shared), "l"(from), "r"(is_on ? 8 : 0)
+                 : "memory");
+}
+
 /* Closes a group of copies, which may be empty. */
 static __device__ __forceinline__ void
 ptx_cp_async_commit(void)

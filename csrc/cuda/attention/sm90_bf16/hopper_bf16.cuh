@@ -9,6 +9,7 @@ enum {
     TILE_HEADS = 64,
     BLOCK_KEYS = 64,
     TILE_BYTES = BLOCK_KEYS * 128, /* 64 dimensions of a block or of the query */
+    QUERY_TILES = SMLA_HEAD_DIM / 64,
     BLOCK_BYTES = QUERY_TILES * TILE_BYTES,
     HALF_VALUES = SMLA_KV_LORA_RANK / 2, /* per warpgroup */
     HALF_TILES = HALF_VALUES / 64,

@@ -2,14 +2,16 @@
  *
  * Computes     the same as attention_sm80.cu, transposed: S^T = K Q^T, P = 2^(scale S - ref),
  *              O^T = V^T P^T, with keys as operand A in registers and heads as dimension N
- * Shapes       as attention_sm80.cu, but caches of fp8_ds_mla only
+ * Shapes       as attention_sm80.cu, but caches of fp8_ds_mla only, or of fp8_v4 only
  * Shared mem   query   [9][HEADS][128 B]     f16 (RoPE: bf16) times powers of two; 64 dimensions a
- *                      tile, permuted (store_query_words), 128-byte swizzle
+ *                      tile, permuted (store_query_words), 128-byte swizzle; fp8_v4: 8 tiles
  *              probs   [2][64][HEADS] f16    a block's weights per warpgroup, swizzled (wgmma.cuh)
  *              ring    [GRANULES]            a granule: 16 rows of 656 bytes as in the cache, with
- *                      their scales as f16, is_key and mbarriers, 10,656 bytes together
+ *                      their scales as f16, is_key and mbarriers, 10,656 bytes together; fp8_v4:
+ *                      592 bytes per row, of which 8 are its scales, 9,760 together
  *              sums, references, shifts, factors, counts of keys
- *              64 heads: 13 granules; the total is nearly all of the 232,448 bytes that an SM has
+ *              64 heads: 13 granules (fp8_v4: 15); the total is nearly all of the 232,448 bytes
+ *              that an SM has
  * Roles        One CTA per SM. CTA i takes works i, i + grid, ... (token, split, head tile), or
  *              after the first one those that level the loads (work_order.cuh). Where an SM would
  *              be idle, a CTA without works runs ahead through the code (count_ctas). Where lists
@@ -18,14 +20,16 @@
  *              4 gather warps   24 registers. Indices -> keys -> rows: each warp has a quarter of
  *                               the columns, leaves out the entries that are no keys
  *                               (key_stream.cuh), and brings 4 rows of every granule, one bulk copy
- *                               per row. It runs ahead, and first brings a quarter of a new query.
+ *                               per row, and for fp8_v4 a copy of 8 bytes for its scales. It runs
+ *                               ahead, and first brings a quarter of a new query.
  *              2 warpgroups     240 registers. They take blocks of 64 keys in turn. For each of its
  *                               blocks, a group finds the scores, adds values of the other group's
  *                               older block while its own scores become weights, and adds values
  *                               of its own block. It has all heads and 256 of the 512 values. Where
  *                               weights exceed f16, references move first (hopper_growth.cuh).
  *              mbarriers        arrivals | waiting threads
- *              full[granule]    128 gather threads and the bytes they announce | consumers
+ *              full[granule]    128 gather threads and the bytes they announce (fp8_v4: and 16
+ *                               threads' scales) | consumers
  *              empty[granule]   256 consumers, which have converted the values | gather warps
  *              weighed[group]   128 threads of the group: weights and scales | the other group
  *              added[group]     128 threads of the other group | the group, before new weights
@@ -56,6 +60,9 @@
  *              more in a later step, ref moves by an integer to the maximum, as in the first step,
  *              and earlier sums are scaled by a power of two, exactly. Sums are fp32, of unrounded
  *              weights. Masked rows are zeros, and their weights of 1 are subtracted from the sums.
+ *              fp8_v4: scales are powers of two, so a value times scale / E is exact unless it is
+ *              subnormal in f16. A RoPE part is also a value. Its bf16 are divided by E and kept as
+ *              f16 (keep_rope); a work is lost where one is 2^16 E or more. Scores use them as bf16.
  *              NaN in a key makes all results NaN, a score of +inf those of its head. A head whose
  *              q is not finite has NaN results and no influence on other heads. A work is lost and
  *              done again where scales are above 146 E, E above 2^3, scores 2^11 or more, heads
@@ -189,7 +196,7 @@ static __device__ __forceinline__ void
 consume(const hopper_launch &launch, hopper_memory<Shape> *shared)
 {
     consumer<Shape> state = {};
-    state.own = BLOCK_GRANULES * GRANULE_BYTES * find_place().group;
+    state.own = BLOCK_GRANULES * Shape::GRANULE_BYTES * find_place().group;
     ptx_wait_for_grids(); /* memory of other grids is read and written only from here on */
     ptx_let_next_grid_start();
     begin_works(launch, shared);
@@ -221,8 +228,10 @@ start(const hopper_launch &launch, hopper_memory<Shape> *shared)
     const uint32_t argument = ((const uint32_t *)&launch)[CONSTANT_LINE / 4 * warp];
     if (thread == CONSUMER_THREADS) {
         for (int i = 0; i < Shape::GRANULES; i++) {
-            ring_granule *const granule = &shared->ring[i];
-            ptx_mbarrier_init(ptx_shared_address(&granule->full), GATHER_WARPS * SMLA_WARP_LANES);
+            typename Shape::Granule *const granule = &shared->ring[i];
+            ptx_mbarrier_init(ptx_shared_address(&granule->full),
+                              GATHER_WARPS * SMLA_WARP_LANES +
+                                  (Shape::Row::IS_SPLIT ? GRANULE_KEYS : 0));
             ptx_mbarrier_init(ptx_shared_address(&granule->empty), CONSUMER_THREADS);
         }
         ptx_mbarrier_init(ptx_shared_address(&shared->query_full), GATHER_WARPS);
@@ -317,8 +326,9 @@ find_headroom(const smla_attention_params *params)
     return headroom;
 }
 
-/* Finds where the rows of a cache lie. Returns false where they span more than 64 GiB: offsets have
- * 32 bits, in units of 16 bytes. */
+/* Finds where the rows of a cache lie. Returns false where bulk copies cannot bring them, because
+ * they are not aligned, and where they span more than 64 GiB: offsets have 32 bits, in units of 16
+ * bytes. In a split page, the distance from the scales to their row has 32 bits, too. */
 static bool
 find_span(const smla_kv_view *kv, row_span *span)
 {
@@ -333,7 +343,12 @@ find_span(const smla_kv_view *kv, row_span *span)
     }
     span->lowest = kv->base - below * 16;
     span->bias = (uint32_t)below;
-    return below + above < (int64_t)NO_ROW;
+    const int64_t lag = kv->format->layout == SMLA_PAGE_SPLIT
+                            ? kv->token_stride_bytes - kv->scale_token_stride_bytes
+                            : 0;
+    return smla_is_multiple(kv->base, kv->page_stride_bytes, 16) &&
+           kv->token_stride_bytes % 16 == 0 && below + above < (int64_t)NO_ROW && lag >= 0 &&
+           lag * kv->block_size < (int64_t)NO_ROW;
 }
 
 /* CTAs for a number of works: more than one per SM where a CTA has too few redo bits. */
@@ -346,11 +361,20 @@ count_hopper_ctas(const attention_launch &launch, int64_t num_works)
                : num_ctas;
 }
 
-template <int HEADS, bool MAXIMA>
+/* Whether the RoPE parts of queries lie behind their NoPE parts. */
+static bool
+is_pair_dense(const smla_attention_params *params)
+{
+    return params->q_pe == params->q_nope + SMLA_KV_LORA_RANK &&
+           params->q_pe_stride_head == params->q_nope_stride_head &&
+           params->q_pe_stride_token == params->q_nope_stride_token;
+}
+
+template <int ROW, int HEADS, bool MAXIMA>
 static cudaError_t
 launch_hopper(const smla_attention_params *params, int64_t cut_bytes, const row_span spans[2])
 {
-    typedef hopper<HEADS, MAXIMA> Shape;
+    typedef hopper<ROW, HEADS, MAXIMA> Shape;
     constexpr int SHARED_BYTES = (int)sizeof(hopper_memory<Shape>);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
     static uint64_t allowed;
@@ -370,10 +394,8 @@ launch_hopper(const smla_attention_params *params, int64_t cut_bytes, const row_
     launch.out_is_aligned =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
     launch.fetches_query = launch.base.q_is_aligned && launch.out_is_aligned;
-    launch.query_is_dense = params->q_pe == params->q_nope + SMLA_KV_LORA_RANK &&
-                            params->q_nope_stride_head == SMLA_HEAD_DIM &&
-                            params->q_pe_stride_head == SMLA_HEAD_DIM &&
-                            params->q_pe_stride_token == params->q_nope_stride_token;
+    launch.query_is_dense = params->q_nope_stride_head == Shape::Row::INFO.head_dim &&
+                            (Shape::Row::ROPE_IS_VALUE || is_pair_dense(params));
     allow_cuts<HEADS>(params, cut_bytes, launch.num_works, &launch.base);
     const int64_t num_ctas = count_hopper_ctas(launch.base, launch.num_works);
     launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
@@ -381,7 +403,23 @@ launch_hopper(const smla_attention_params *params, int64_t cut_bytes, const row_
                        params->stream);
 }
 
-template <int HEADS>
+/* The portable kernel for calls whose rows no bulk copy brings. */
+template <int ROW, int HEADS>
+static cudaError_t
+launch_portable(const smla_attention_params *params)
+{
+    if constexpr (ring_row<ROW>::ROPE_IS_VALUE) {
+        return HEADS == 64   ? smla_attend_sm80_512_64(params, 0)
+               : HEADS == 32 ? smla_attend_sm80_512_32(params, 0)
+                             : smla_attend_sm80_512_16(params, 0);
+    } else {
+        return HEADS == 64   ? smla_attend_sm80_fp8_64(params, 0)
+               : HEADS == 32 ? smla_attend_sm80_fp8_32(params, 0)
+                             : smla_attend_sm80_fp8_16(params, 0);
+    }
+}
+
+template <int ROW, int HEADS>
 static cudaError_t
 launch_tile(const smla_attention_params *params, int64_t cut_bytes)
 {
@@ -391,28 +429,44 @@ launch_tile(const smla_attention_params *params, int64_t cut_bytes)
         fits = fits && find_span(&params->lists[i].kv, &spans[i]);
     }
     if (!fits) {
-        return HEADS == 64   ? smla_attend_sm80_fp8_64(params, 0)
-               : HEADS == 32 ? smla_attend_sm80_fp8_32(params, 0)
-                             : smla_attend_sm80_fp8_16(params, 0);
+        return launch_portable<ROW, HEADS>(params);
     }
-    return params->max_logits == NULL ? launch_hopper<HEADS, false>(params, cut_bytes, spans)
-                                      : launch_hopper<HEADS, true>(params, cut_bytes, spans);
+    return params->max_logits == NULL ? launch_hopper<ROW, HEADS, false>(params, cut_bytes, spans)
+                                      : launch_hopper<ROW, HEADS, true>(params, cut_bytes, spans);
 }
 
 cudaError_t
 smla_attend_sm90_fp8_64(const smla_attention_params *params, int64_t cut_bytes)
 {
-    return launch_tile<64>(params, cut_bytes);
+    return launch_tile<SMLA_ROW_FP8_DS_MLA, 64>(params, cut_bytes);
 }
 
 cudaError_t
 smla_attend_sm90_fp8_32(const smla_attention_params *params, int64_t cut_bytes)
 {
-    return launch_tile<32>(params, cut_bytes);
+    return launch_tile<SMLA_ROW_FP8_DS_MLA, 32>(params, cut_bytes);
 }
 
 cudaError_t
 smla_attend_sm90_fp8_16(const smla_attention_params *params, int64_t cut_bytes)
 {
-    return launch_tile<16>(params, cut_bytes);
+    return launch_tile<SMLA_ROW_FP8_DS_MLA, 16>(params, cut_bytes);
+}
+
+cudaError_t
+smla_attend_sm90_v4_64(const smla_attention_params *params, int64_t cut_bytes)
+{
+    return launch_tile<SMLA_ROW_FP8_V4, 64>(params, cut_bytes);
+}
+
+cudaError_t
+smla_attend_sm90_v4_32(const smla_attention_params *params, int64_t cut_bytes)
+{
+    return launch_tile<SMLA_ROW_FP8_V4, 32>(params, cut_bytes);
+}
+
+cudaError_t
+smla_attend_sm90_v4_16(const smla_attention_params *params, int64_t cut_bytes)
+{
+    return launch_tile<SMLA_ROW_FP8_V4, 16>(params, cut_bytes);
 }

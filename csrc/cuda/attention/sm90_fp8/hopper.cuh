@@ -23,10 +23,6 @@ enum {
     BLOCK_GRANULES = 4,                        /* the block of a warpgroup: 64 keys */
     STEP_GRANULES = 2 * BLOCK_GRANULES,        /* the blocks of both warpgroups */
     STEP_KEYS = SMLA_SM90_KEYS,
-    FP8_ROW_BYTES = smla_row<SMLA_ROW_FP8_DS_MLA>::ROW_BYTES,
-    SCALE_OFFSET = smla_row<SMLA_ROW_FP8_DS_MLA>::SCALE_OFFSET,
-    ROPE_OFFSET = smla_row<SMLA_ROW_FP8_DS_MLA>::ROPE_OFFSET,
-    GRANULE_ROW_BYTES = GRANULE_KEYS * FP8_ROW_BYTES,
     CONSUMER_WARPS = CTA_WARPS,
     CONSUMER_THREADS = CTA_THREADS,
     GROUP_THREADS = 128,
@@ -35,9 +31,8 @@ enum {
     GATHER_REGISTERS = 24,
     FP8_COUNT_LOADS = 8,    /* indices per lane that gather warps load at once to count keys */
     FIRST_COUNT_LOADS = 16, /* the same for consumers, who count a launch's first work */
-    QUERY_TILES = SMLA_HEAD_DIM / 64,
-    MAX_WORKS = 512,    /* works per CTA: one redo bit each */
-    CONSTANT_LINE = 64, /* bytes: kernel arguments arrive in such lines */
+    MAX_WORKS = 512,        /* works per CTA: one redo bit each */
+    CONSTANT_LINE = 64,     /* bytes: kernel arguments arrive in such lines */
     /* named barriers */
     BARRIER_CONSUMERS = 1,
     BARRIER_GROUP = 2,
@@ -51,6 +46,7 @@ enum {
     MAX_UNIT_EXPONENT = 3,    /* the largest E: 2^-25 E is then a quarter of 1e-6 */
     MAX_QUERY_EXPONENT = 80,
     QUERY_EXPONENT = 14, /* the query's largest value in f16 */
+    ROPE_EXPONENT = 9,   /* a value below 2^16 fits f16, and codes with a scale below 2^7 */
     MAX_HEAD_RATIO = 13, /* between the largest values of two heads of a tile, as an exponent */
 };
 
@@ -58,10 +54,43 @@ static_assert((int)STEP_KEYS == STEP_GRANULES * GRANULE_KEYS, "kernels.h says so
 static_assert(HOPPER_THREADS == 384 && 2 * CONSUMER_REGISTERS + GATHER_REGISTERS == 3 * 168,
               "setmaxnreg shares out what the launch gave: 168 each");
 
-template <int HEADS_, bool MAXIMA_> struct hopper {
+/* A kind of cache row, an entry of smla_kv_formats, and how it lies in the ring. */
+template <int NUMBER> struct ring_row {
+    static constexpr smla_kv_format_info INFO = smla_kv_formats[NUMBER];
+    /* scales of a split page are copied apart from the row, and put behind it */
+    static constexpr bool IS_SPLIT = INFO.layout == SMLA_PAGE_SPLIT;
+    static constexpr int COPY_BYTES = IS_SPLIT ? INFO.data_bytes : INFO.row_bytes;
+    static constexpr int SCALE_BYTES = INFO.scale_bytes;
+    static constexpr int SCALE_OFFSET = IS_SPLIT ? INFO.data_bytes : INFO.scale_offset;
+    static constexpr int ROPE_OFFSET = INFO.rope_offset;
+    /* from row to row: an odd multiple of 16, so that eight rows at one offset are on all banks */
+    static constexpr int PITCH = (INFO.row_bytes + 15) / 32 * 32 + 16;
+    static constexpr int HEAD_BYTES = INFO.head_dim * 2; /* of a query */
+    static constexpr int QUERY_TILES = INFO.head_dim / 64;
+    static constexpr int NOPE_TILES = INFO.nope_dim / 64; /* the tile behind them is RoPE's */
+    static constexpr bool HAS_BYTE_SCALES = INFO.scale_type == SMLA_SCALE_UE8M0;
+    static constexpr int NUM_SCALES = SMLA_KV_LORA_RANK / INFO.scale_tile; /* of a value */
+    static constexpr bool ROPE_IS_VALUE = INFO.value_dim > INFO.nope_dim;
+    static_assert(QUERY_TILES == NOPE_TILES + 1 && PITCH >= INFO.row_bytes, "as in the cache");
+};
+
+/* 16 cache rows as they lie in the cache, and all that belongs to them: one address finds it. */
+template <typename Row> struct ring_granule {
+    alignas(16) uint8_t rows[GRANULE_KEYS][Row::PITCH];
+    alignas(16) uint16_t scales[Row::NUM_SCALES][GRANULE_KEYS]; /* relative to E */
+    uint64_t full;
+    uint64_t empty;
+    uint32_t is_key; /* byte w: four bits, for the rows of gather warp w */
+};
+
+template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
+    typedef ring_row<ROW> Row;
+    typedef ring_granule<Row> Granule;
     static constexpr int HEADS = HEADS_;
     static constexpr bool MAXIMA = MAXIMA_; /* the caller wants max_logits */
-    static constexpr int GRANULES = HEADS == 64 ? (MAXIMA ? 12 : 13) : 16;
+    static constexpr int GRANULES =
+        HEADS < 64 ? 16 : (Row::ROPE_IS_VALUE ? 15 : 13) - (MAXIMA ? 1 : 0);
+    static constexpr int GRANULE_BYTES = (int)sizeof(Granule);
     static constexpr int CHUNKS = HEADS / 16;
     static constexpr int SLOTS = HEADS < 32 ? 32 : HEADS; /* sums per warp: 1 or 2 per lane */
     static constexpr int PROB_BYTES = HEADS * 2;          /* weights of one key */
@@ -70,24 +99,13 @@ template <int HEADS_, bool MAXIMA_> struct hopper {
                                                        : WGMMA_SWIZZLE_32;
     /* Lost works are done again in tiles of at most 32 heads: larger ones need more registers. */
     static constexpr int REDO_TILES = HEADS == 64 ? 2 : 1;
-    typedef tile<HEADS_ / REDO_TILES, SMLA_ROWS_FP8> Portable;
+    typedef tile<HEADS_ / REDO_TILES, Row::ROPE_IS_VALUE ? SMLA_ROWS_512 : SMLA_ROWS_FP8> Portable;
 };
 
-/* 16 cache rows as they lie in the cache, and all that belongs to them: one address finds it. */
-typedef struct ring_granule {
-    alignas(16) uint8_t rows[GRANULE_KEYS][FP8_ROW_BYTES];
-    alignas(16) uint16_t scales[SMLA_NUM_SCALE_TILES][GRANULE_KEYS]; /* relative to E */
-    uint64_t full;
-    uint64_t empty;
-    uint32_t is_key; /* byte w: four bits, for the rows of gather warp w */
-} ring_granule;
-
-enum { GRANULE_BYTES = sizeof(ring_granule) };
-
 template <typename Shape> struct hopper_memory {
-    alignas(1024) uint8_t query[QUERY_TILES][Shape::HEADS][128];
+    alignas(1024) uint8_t query[Shape::Row::QUERY_TILES][Shape::HEADS][128];
     alignas(1024) uint8_t probs[2][64][Shape::PROB_BYTES];
-    alignas(1024) ring_granule ring[Shape::GRANULES];
+    alignas(1024) typename Shape::Granule ring[Shape::GRANULES];
     alignas(16) float sums[CONSUMER_WARPS][Shape::SLOTS]; /* slot_of_sum; at first, maxima */
     alignas(16) float tops[Shape::MAXIMA ? CONSUMER_WARPS : 1][Shape::MAXIMA ? Shape::SLOTS : 1];
     alignas(16) float reference[Shape::HEADS];
@@ -234,7 +252,7 @@ find_addresses(hopper_memory<Shape> *shared, int group)
 {
     hopper_addresses at;
     at.ring = (uint32_t)ptx_forget((int)ptx_shared_address(shared->ring));
-    at.empty = at.ring + (uint32_t)offsetof(ring_granule, empty);
+    at.empty = at.ring + (uint32_t)offsetof(typename Shape::Granule, empty);
     at.weighed = ptx_shared_address(shared->weighed);
     at.added = ptx_shared_address(shared->added);
     at.probs = ptx_shared_address(shared->probs[group]);
@@ -286,8 +304,8 @@ template <typename Shape>
 static __device__ __forceinline__ int
 find_other(const consumer<Shape> &state, bool has_other)
 {
-    const int other = state.own - (has_other ? BLOCK_GRANULES * GRANULE_BYTES : 0);
-    return other < 0 ? other + Shape::GRANULES * GRANULE_BYTES : other;
+    const int other = state.own - (has_other ? BLOCK_GRANULES * Shape::GRANULE_BYTES : 0);
+    return other < 0 ? other + Shape::GRANULES * Shape::GRANULE_BYTES : other;
 }
 
 /* Where granule i of the block that begins at `first` lies in the ring, in bytes. */
@@ -295,9 +313,9 @@ template <typename Shape>
 static __device__ __forceinline__ int
 find_granule(int first, int i)
 {
-    const bool wraps =
-        Shape::GRANULES % BLOCK_GRANULES != 0 && first >= (Shape::GRANULES - i) * GRANULE_BYTES;
-    return first + i * GRANULE_BYTES - (wraps ? Shape::GRANULES * GRANULE_BYTES : 0);
+    const bool wraps = Shape::GRANULES % BLOCK_GRANULES != 0 &&
+                       first >= (Shape::GRANULES - i) * Shape::GRANULE_BYTES;
+    return first + i * Shape::GRANULE_BYTES - (wraps ? Shape::GRANULES * Shape::GRANULE_BYTES : 0);
 }
 
 /* Marks the present work to be computed again if `is_lost`. */
@@ -309,10 +327,11 @@ mark_for_redo(hopper_memory<Shape> *shared, bool is_lost)
     ptx_store_shared_1_if(ptx_shared_address(&shared->is_lost[warp]), 1, is_lost);
 }
 
+template <typename Shape>
 static __device__ __forceinline__ uint32_t
 load_key_bits(uint32_t granule)
 {
-    return ptx_load_shared_4(granule + (uint32_t)offsetof(ring_granule, is_key));
+    return ptx_load_shared_4(granule + (uint32_t)offsetof(typename Shape::Granule, is_key));
 }
 
 static __device__ __forceinline__ key_masks
@@ -338,7 +357,7 @@ static __device__ __forceinline__ uint32_t
 wait_for_rows(const hopper_addresses &at, const lane_place &me, const consumer<Shape> &state)
 {
     const int granule = find_granule<Shape>(state.own, me.warp);
-    ptx_mbarrier_wait(at.ring + granule + (uint32_t)offsetof(ring_granule, full),
+    ptx_mbarrier_wait(at.ring + granule + (uint32_t)offsetof(typename Shape::Granule, full),
                       (state.phase & RING_PARITY) ^ (granule < state.own));
     return at.ring + granule;
 }
@@ -364,6 +383,34 @@ exponent_of_scale(uint32_t scale)
 {
     const uint32_t exponent = scale >> 23 & 0xFF;
     return exponent == 0xFF ? 0 : exponent;
+}
+
+/* Scales c and 4 + c of rows `row` and row + 8, as they are in the ring: exponent bits (c: column).
+ * A byte that is no scale of NoPE values counts as 0. */
+template <typename Row>
+static __device__ __forceinline__ void
+load_byte_scales(uint32_t row, int column, uint32_t scales[2][2])
+{
+    static_assert(Row::INFO.num_scales == 7, "the last of eight is none");
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint32_t from = row + Row::SCALE_OFFSET + 8 * i * Row::PITCH + column;
+        scales[0][i] = ptx_load_shared_1(from);
+        scales[1][i] = ptx_load_shared_1(from + 4);
+        scales[1][i] = column == 3 ? 0 : scales[1][i];
+    }
+}
+
+/* The largest value of a lane's part of a RoPE part, as bf16 bits. NaN is the largest. */
+static __device__ __forceinline__ uint32_t
+find_rope_top(const uint32_t words[8])
+{
+    uint32_t pair = words[0];
+#pragma unroll
+    for (int i = 1; i < 8; i++) {
+        pair = ptx_max_abs_bf16x2(pair, words[i]);
+    }
+    return max(pair & 0x7FFFu, pair >> 16 & 0x7FFFu);
 }
 
 /* 146, the largest scale / E that fits, as two f16: 448 * 146 is below 65,504. Scales / E with an

@@ -7,22 +7,40 @@
 
 /* ---- Gather -------------------------------------------------------------------------------- */
 
-/* Where the cache row of an index begins, in units of 16 bytes from the lowest row, or NO_ROW. Slot
- * 0 begins at `bias`. Arithmetic is modulo 2^32, because strides may be negative. */
-static __device__ __forceinline__ uint32_t
-find_row_offset(const attention_launch &launch, uint32_t bias, int list, int32_t token,
+/* Where the key of an index lies in its cache. */
+typedef struct key_offset {
+    uint32_t row;  /* where its row begins, in units of 16 bytes from the lowest row, or NO_ROW */
+    uint32_t back; /* in split pages: how many bytes of scales lag behind rows (find_scales) */
+} key_offset;
+
+/* Finds the key of an index. Slot 0 begins at `bias`. Arithmetic is modulo 2^32, because strides may
+ * be negative. */
+template <typename Row>
+static __device__ __forceinline__ key_offset
+find_key_offset(const attention_launch &launch, uint32_t bias, int list, int32_t token,
                 int32_t index)
 {
     const smla_kv_view &kv = launch.params.lists[list].kv;
     const smla_divisor &block_size = launch.lists[list].block_size;
     const int32_t slot = slot_of_index(launch, list, token, index);
     if (slot < 0) {
-        return NO_ROW;
+        return key_offset{NO_ROW, 0};
     }
     const uint32_t page = smla_divide_uint32((uint32_t)slot, block_size);
     const uint32_t offset = (uint32_t)slot - page * (uint32_t)block_size.divisor;
-    return page * (uint32_t)(kv.page_stride_bytes >> 4) +
-           offset * (uint32_t)(kv.token_stride_bytes >> 4) + bias;
+    return key_offset{page * (uint32_t)(kv.page_stride_bytes >> 4) +
+                          offset * (uint32_t)(kv.token_stride_bytes >> 4) + bias,
+                      Row::IS_SPLIT
+                          ? offset * (uint32_t)(kv.token_stride_bytes - kv.scale_token_stride_bytes)
+                          : 0};
+}
+
+/* Where the scales of a key in a split page begin. From token to token of a page, scales advance by
+ * less than rows. */
+static __device__ __forceinline__ const uint8_t *
+find_scales(const smla_kv_view &kv, const uint8_t *lowest, const key_offset &key)
+{
+    return lowest + (uint64_t)key.row * 16 + (kv.scales - kv.base) - key.back;
 }
 
 /* What a gather warp keeps in registers. It is little, because a thread has 24 registers. */
@@ -46,15 +64,16 @@ find_gather_lane(void)
 }
 
 /* Writes zeros in place of absent rows. `to` is the address of the warp's four rows. */
+template <typename Row>
 static __device__ __forceinline__ void
 clear_rows(uint32_t to, uint32_t is_key)
 {
-    constexpr int REST = FP8_ROW_BYTES / 16 - SMLA_WARP_LANES; /* lanes that clear 16 bytes more */
+    constexpr int REST = Row::COPY_BYTES / 16 - SMLA_WARP_LANES; /* lanes that clear 16 more */
     const int lane = find_gather_lane();
 #pragma unroll
     for (int i = 0; i < GATHER_KEYS; i++) {
         if (!(is_key >> i & 1)) {
-            const uint32_t at = to + i * FP8_ROW_BYTES + lane * 16;
+            const uint32_t at = to + i * Row::PITCH + lane * 16;
             ptx_clear_shared_16(at);
             if (lane < REST) {
                 ptx_clear_shared_16(at + SMLA_WARP_LANES * 16);
@@ -65,27 +84,46 @@ clear_rows(uint32_t to, uint32_t is_key)
     __syncwarp();
 }
 
+/* Copies the scales of the warp's four keys of a granule, which lie in split pages, behind their
+ * rows. Each of the lanes from first_lane on copies those of its own key. `to` is the address of the
+ * warp's four rows. */
+template <typename Row>
+static __device__ __forceinline__ void
+copy_scales(const smla_kv_view &kv, const uint8_t *from, const key_offset &key, int first_lane,
+            uint32_t to, uint32_t full)
+{
+    const int lane = find_gather_lane();
+    if ((lane & -GATHER_KEYS) == first_lane) {
+        static_assert(Row::SCALE_BYTES == 8, "one copy");
+        ptx_cp_async_8_or_zero(to + lane % GATHER_KEYS * Row::PITCH + Row::SCALE_OFFSET,
+                               find_scales(kv, from, key), key.row != NO_ROW);
+        ptx_mbarrier_arrive_after_copies(full);
+    }
+}
+
 /* Copies the warp's four rows of a granule, once its previous rows are not needed any more. Lanes
- * first_lane to first_lane + 3 have the rows' offsets from `from`. All addresses are uniform and
- * computed before the wait, because any instruction after it delays the ring. */
+ * first_lane to first_lane + 3 have their places; `from` is the lowest row. All addresses are
+ * uniform and computed before the wait, because any instruction after it delays the ring. */
 template <typename Shape>
 static __device__ __forceinline__ void
-copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int first_lane,
-          uint32_t is_key)
+copy_rows(const smla_kv_view &kv, const gather_state &state, const uint8_t *from,
+          const key_offset &key, int first_lane, uint32_t is_key)
 {
     typedef hopper_memory<Shape> memory;
+    typedef typename Shape::Row Row;
     const uint32_t slot = __shfl_sync(0xFFFFFFFFu, state.slot, 0); /* now known to be uniform */
-    const uint32_t granule = state.base + (uint32_t)offsetof(memory, ring) + slot * GRANULE_BYTES;
-    const uint32_t to = state.rows + slot * GRANULE_BYTES;
-    const uint32_t full = granule + (uint32_t)offsetof(ring_granule, full);
-    const uint32_t empty = granule + (uint32_t)offsetof(ring_granule, empty);
+    const uint32_t granule =
+        state.base + (uint32_t)offsetof(memory, ring) + slot * Shape::GRANULE_BYTES;
+    const uint32_t to = state.rows + slot * Shape::GRANULE_BYTES;
+    const uint32_t full = granule + (uint32_t)offsetof(typename Shape::Granule, full);
+    const uint32_t empty = granule + (uint32_t)offsetof(typename Shape::Granule, empty);
     uint32_t offsets[GATHER_KEYS];
 #pragma unroll
     for (int i = 0; i < GATHER_KEYS; i++) {
-        offsets[i] = __shfl_sync(0xFFFFFFFFu, offset, first_lane + i);
+        offsets[i] = __shfl_sync(0xFFFFFFFFu, key.row, first_lane + i);
     }
-    const uint32_t is_key_at =
-        granule + (uint32_t)offsetof(ring_granule, is_key) + (uint32_t)find_gather_warp();
+    const uint32_t is_key_at = granule + (uint32_t)offsetof(typename Shape::Granule, is_key) +
+                               (uint32_t)find_gather_warp();
     const uint8_t *rows[GATHER_KEYS];
 #pragma unroll
     for (int i = 0; i < GATHER_KEYS; i++) {
@@ -98,24 +136,27 @@ copy_rows(const gather_state &state, const uint8_t *from, uint32_t offset, int f
         if (is_elected) {
 #pragma unroll
             for (int i = 0; i < GATHER_KEYS; i++) {
-                ptx_bulk_copy(to + i * FP8_ROW_BYTES, rows[i], FP8_ROW_BYTES, full);
+                ptx_bulk_copy(to + i * Row::PITCH, rows[i], Row::COPY_BYTES, full);
             }
             ptx_store_shared_1(is_key_at, 15);
-            ptx_mbarrier_arrive_expect(full, FP8_ROW_BYTES * GATHER_KEYS);
+            ptx_mbarrier_arrive_expect(full, Row::COPY_BYTES * GATHER_KEYS);
         }
     } else {
         ptx_mbarrier_wait(empty, state.parity);
-        clear_rows(to, is_key);
+        clear_rows<Row>(to, is_key);
         if (is_elected) {
             ptx_store_shared_1(is_key_at, is_key);
-            ptx_mbarrier_arrive_expect(full, FP8_ROW_BYTES * __popc(is_key));
+            ptx_mbarrier_arrive_expect(full, Row::COPY_BYTES * __popc(is_key));
 #pragma unroll
             for (int i = 0; i < GATHER_KEYS; i++) {
                 if (is_key >> i & 1) {
-                    ptx_bulk_copy(to + i * FP8_ROW_BYTES, rows[i], FP8_ROW_BYTES, full);
+                    ptx_bulk_copy(to + i * Row::PITCH, rows[i], Row::COPY_BYTES, full);
                 }
             }
         }
+    }
+    if constexpr (Row::IS_SPLIT) {
+        copy_scales<Row>(kv, from, key, first_lane, to, full);
     }
     ptx_mbarrier_arrive(full, !is_elected);
     __syncwarp();
@@ -157,15 +198,16 @@ static __device__ __forceinline__ void
 gather_step(const hopper_launch &launch, const cta_work &work, int list, uint32_t index,
             uint32_t turn, hopper_memory<Shape> *shared, gather_state *state)
 {
-    const uint32_t offset =
-        find_row_offset(launch.base, launch.lists[list].bias, list, work.token, (int32_t)index);
-    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, offset != NO_ROW);
-    count_step(is_key, offset != NO_ROW, listed_index{(int32_t)index, list}, turn, find_gather_warp,
-               shared);
+    const key_offset key =
+        find_key_offset<typename Shape::Row>(launch.base, launch.lists[list].bias, list, work.token,
+                                             (int32_t)index);
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, key.row != NO_ROW);
+    count_step(is_key, key.row != NO_ROW, listed_index{(int32_t)index, list}, turn,
+               find_gather_warp, shared);
 #pragma unroll 1
     for (int i = 0; i < STEP_GRANULES; i++) {
-        copy_rows<Shape>(*state, launch.lists[list].lowest, offset, i * GATHER_KEYS,
-                         is_key >> i * GATHER_KEYS & 15);
+        copy_rows<Shape>(launch.base.params.lists[list].kv, *state, launch.lists[list].lowest, key,
+                         i * GATHER_KEYS, is_key >> i * GATHER_KEYS & 15);
         state->slot++;
         if (state->slot == Shape::GRANULES) {
             state->slot = 0;
@@ -204,25 +246,28 @@ fetch_query(const hopper_launch &launch, const cta_work &work, uint32_t base)
 {
     typedef hopper_memory<Shape> memory;
     constexpr int WARP_HEADS = Shape::HEADS / GATHER_WARPS;
+    constexpr int HEAD_BYTES = Shape::Row::HEAD_BYTES;
     const smla_attention_params &params = launch.base.params;
     const int first = __shfl_sync(0xFFFFFFFFu, find_gather_warp() * WARP_HEADS, 0);
     const int num_heads = max(min(work.num_heads - first, WARP_HEADS), 0);
     const uint32_t full = base + (uint32_t)offsetof(memory, query_full);
-    const uint32_t to = base + (uint32_t)offsetof(memory, query) + first * (SMLA_HEAD_DIM * 2);
+    const uint32_t to = base + (uint32_t)offsetof(memory, query) + first * HEAD_BYTES;
     const uint16_t *nope = params.q_nope + work.token * params.q_nope_stride_token +
                            (work.first_head + first) * params.q_nope_stride_head;
     const uint16_t *rope = params.q_pe + work.token * params.q_pe_stride_token +
                            (work.first_head + first) * params.q_pe_stride_head;
     if (ptx_elect()) {
-        ptx_mbarrier_arrive_expect(full, num_heads * SMLA_HEAD_DIM * 2);
+        ptx_mbarrier_arrive_expect(full, num_heads * HEAD_BYTES);
         if (launch.query_is_dense && num_heads > 0) {
-            ptx_bulk_copy(to, nope, num_heads * SMLA_HEAD_DIM * 2, full);
+            ptx_bulk_copy(to, nope, num_heads * HEAD_BYTES, full);
         } else {
 #pragma unroll 1
             for (int i = 0; i < num_heads; i++) {
-                ptx_bulk_copy(to + i * (SMLA_HEAD_DIM * 2), nope, SMLA_KV_LORA_RANK * 2, full);
-                ptx_bulk_copy(to + i * (SMLA_HEAD_DIM * 2) + SMLA_KV_LORA_RANK * 2, rope,
-                              (SMLA_HEAD_DIM - SMLA_KV_LORA_RANK) * 2, full);
+                ptx_bulk_copy(to + i * HEAD_BYTES, nope, SMLA_KV_LORA_RANK * 2, full);
+                if constexpr (HEAD_BYTES > SMLA_KV_LORA_RANK * 2) {
+                    ptx_bulk_copy(to + i * HEAD_BYTES + SMLA_KV_LORA_RANK * 2, rope,
+                                  HEAD_BYTES - SMLA_KV_LORA_RANK * 2, full);
+                }
                 nope += params.q_nope_stride_head;
                 rope += params.q_pe_stride_head;
             }
@@ -259,7 +304,9 @@ begin_launch(const hopper_launch &launch, const cta_work &work, hopper_memory<Sh
         const uint32_t moved = __shfl_sync(0xFFFFFFFFu, index, find_nth_bit(is_key, lane));
         index = lane < __popc(is_key) ? moved : NO_INDEX;
     }
-    has_step &= launch.base.params.num_lists == 1;
+    /* with two lists, the first step is the main list's for sure if all of its first entries are */
+    has_step &=
+        launch.base.params.num_lists == 1 || (Shape::Row::ROPE_IS_VALUE && is_key == 0xFFFFFFFFu);
     if (has_step) {
         gather_step(launch, work, 0, index, 0, shared, state);
     }
@@ -278,8 +325,9 @@ gather(const hopper_launch &launch, hopper_memory<Shape> *shared)
     gather_state state;
     /* the shuffles keep ptxas from computing the address again and again */
     state.base = __shfl_sync(0xFFFFFFFFu, ptx_shared_address(shared), 0);
-    state.rows = state.base + (uint32_t)offsetof(hopper_memory<Shape>, ring) +
-                 __shfl_sync(0xFFFFFFFFu, find_gather_warp(), 0) * (GATHER_KEYS * FP8_ROW_BYTES);
+    state.rows =
+        state.base + (uint32_t)offsetof(hopper_memory<Shape>, ring) +
+        __shfl_sync(0xFFFFFFFFu, find_gather_warp(), 0) * (GATHER_KEYS * Shape::Row::PITCH);
     state.slot = 0;
     state.parity = 1;
     shared->num_absent[0][find_gather_warp()] = 0;

@@ -9,9 +9,9 @@
 
 /* A lane's part of the query: 16 bytes per 64-dimension tile of two heads each, so that eight lanes
  * read a head's 128 bytes of a tile. words[j] is of head query_head(me, j). */
-typedef struct query_part {
-    uint32_t words[2][QUERY_TILES][4];
-} query_part;
+template <int TILES> struct query_part {
+    uint32_t words[2][TILES][4];
+};
 
 enum { PIECES = 8 }; /* pieces of 16 bytes in a head's row of a tile */
 
@@ -29,7 +29,7 @@ static __device__ __forceinline__ void
 copy_query(const smla_attention_params &params, const cta_work &work, hopper_memory<Shape> *shared)
 {
     constexpr int NOPE_PIECES = SMLA_KV_LORA_RANK / 8;
-    constexpr int HEAD_PIECES = SMLA_HEAD_DIM / 8;
+    constexpr int HEAD_PIECES = Shape::Row::HEAD_BYTES / 16;
 #pragma unroll 1
     for (int i = ptx_forget((int)threadIdx.x); i < work.num_heads * HEAD_PIECES;
          i += CONSUMER_THREADS) {
@@ -52,15 +52,15 @@ copy_query(const smla_attention_params &params, const cta_work &work, hopper_mem
 template <typename Shape>
 static __device__ __forceinline__ void
 read_query(const cta_work &work, const lane_place &me, const hopper_memory<Shape> *shared,
-           query_part *part)
+           query_part<Shape::Row::QUERY_TILES> *part)
 {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         const int head = query_head(me, j);
-        const uint32_t from = ptx_shared_address(shared->query) + head * (SMLA_HEAD_DIM * 2) +
+        const uint32_t from = ptx_shared_address(shared->query) + head * Shape::Row::HEAD_BYTES +
                               16 * (me.lane % PIECES);
 #pragma unroll
-        for (int tile = 0; tile < QUERY_TILES; tile++) {
+        for (int tile = 0; tile < Shape::Row::QUERY_TILES; tile++) {
             ptx_load_shared_16_if(from + 128 * tile, head < work.num_heads, part->words[j][tile]);
         }
     }
@@ -74,12 +74,13 @@ wait_for_query(hopper_memory<Shape> *shared, const consumer<Shape> &state)
 }
 
 /* The largest absolute value of a head, as bf16 bits, in all lanes that hold parts of the head. */
+template <int TILES>
 static __device__ __forceinline__ uint32_t
-find_head_max(const uint32_t words[QUERY_TILES][4])
+find_head_max(const uint32_t (&words)[TILES][4])
 {
     uint32_t tops[4] = {words[0][0], words[0][1], words[0][2], words[0][3]};
 #pragma unroll
-    for (int i = 4; i < QUERY_TILES * 4; i++) {
+    for (int i = 4; i < TILES * 4; i++) {
         tops[i % 4] = ptx_max_abs_bf16x2(tops[i % 4], words[i / 4][i % 4]);
     }
     const uint32_t pair = ptx_max_abs_bf16x2(ptx_max_abs_bf16x2(tops[0], tops[1]),
@@ -94,7 +95,8 @@ find_head_max(const uint32_t words[QUERY_TILES][4])
 
 /* Stores four of the eight words (two dimensions each) of 16 neighbouring dimensions. Word i of the
  * eight becomes word `column` of chunk i of a tile's row: the order in which score_block has bytes.
- * Column c of tile 2t + h has dimensions 128t + 32c + 16h + 0...15, of RoPE's tile 16c + 0...15. */
+ * Column c of tile 2t + h has dimensions 128t + 32c + 16h + 0...15. Of RoPE's tile, and of a tile
+ * that has no twin before it, it has 16c + 0...15. */
 template <typename Shape>
 static __device__ __forceinline__ void
 store_query_words(hopper_memory<Shape> *shared, int tile, int head, int first, int column,
@@ -109,19 +111,24 @@ store_query_words(hopper_memory<Shape> *shared, int tile, int head, int first, i
 
 template <typename Shape>
 static __device__ __forceinline__ void
-store_nope(hopper_memory<Shape> *shared, int head, int piece, const uint32_t part[QUERY_TILES][4],
-           float factor)
+store_nope(hopper_memory<Shape> *shared, int head, int piece,
+           const uint32_t (&part)[Shape::Row::QUERY_TILES][4], float factor)
 {
+    constexpr int TILES = Shape::Row::NOPE_TILES;
 #pragma unroll
-    for (int tile = 0; tile < QUERY_TILES - 1; tile++) {
+    for (int tile = 0; tile < TILES; tile++) {
         uint32_t words[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const uint32_t pair = part[tile][i];
             words[i] = ptx_cvt_f16x2(smla_low_bf16(pair) * factor, smla_high_bf16(pair) * factor);
         }
-        store_query_words(shared, tile / 2 * 2 + piece / 2 % 2, head, piece % 2 * 4,
-                          tile % 2 * 2 + piece / 4, words);
+        if (TILES % 2 != 0 && tile == TILES - 1) {
+            store_query_words(shared, tile, head, piece % 2 * 4, piece / 2, words);
+        } else {
+            store_query_words(shared, tile / 2 * 2 + piece / 2 % 2, head, piece % 2 * 4,
+                              tile % 2 * 2 + piece / 4, words);
+        }
     }
 }
 
@@ -135,18 +142,54 @@ store_rope(hopper_memory<Shape> *shared, int head, int piece, const uint32_t par
     for (int i = 0; i < 4; i++) {
         words[i] = ptx_mul_bf16x2(part[i], factors);
     }
-    store_query_words(shared, QUERY_TILES - 1, head, piece % 2 * 4, piece / 2, words);
+    store_query_words(shared, Shape::Row::NOPE_TILES, head, piece % 2 * 4, piece / 2, words);
 }
 
-/* The largest scale exponent among the warp's keys of the work's first step, 0 without keys. */
+/* The largest value of the lane's part of a row's RoPE part, as bf16 bits. */
+template <typename Row>
+static __device__ __forceinline__ uint32_t
+rope_of_row(const lane_place &me, uint32_t row)
+{
+    uint32_t words[8];
+    ptx_load_shared_16(row + Row::ROPE_OFFSET + 32 * me.column, words);
+    ptx_load_shared_16(row + Row::ROPE_OFFSET + 32 * me.column + 16, words + 4);
+    return find_rope_top(words);
+}
+
+/* The largest of two scales, as exponent bits, and of the scale with which codes would be as large
+ * as these RoPE values. Those that are not finite are left out. */
+static __device__ __forceinline__ uint32_t
+max_of_scales(uint32_t a, uint32_t b, uint32_t rope)
+{
+    const int of_rope = (int)(rope >> 7) - ROPE_EXPONENT;
+    return max(max(a == 0xFF ? 0 : a, b == 0xFF ? 0 : b),
+               rope >= 0x7F80 ? 0 : (uint32_t)max(of_rope, 0));
+}
+
+/* The largest scale exponent among the warp's keys of the work's first step, 0 without keys. A RoPE
+ * part that is also a value counts like codes with a scale that are as large. */
+template <typename Shape>
 static __device__ __forceinline__ uint32_t
 find_scale_max(const lane_place &me, uint32_t granule)
 {
-    const key_masks is_key = find_key_masks(me, load_key_bits(granule));
-    const uint32_t from = granule + me.row * FP8_ROW_BYTES + SCALE_OFFSET + 4 * me.column;
-    const uint32_t a = is_key.first ? ptx_load_shared_4(from) : 0;
-    const uint32_t b = is_key.second ? ptx_load_shared_4(from + 8 * FP8_ROW_BYTES) : 0;
-    return __reduce_max_sync(0xFFFFFFFFu, max(exponent_of_scale(a), exponent_of_scale(b)));
+    typedef typename Shape::Row Row;
+    const key_masks is_key = find_key_masks(me, load_key_bits<Shape>(granule));
+    const uint32_t row = granule + me.row * Row::PITCH;
+    uint32_t top;
+    if constexpr (Row::HAS_BYTE_SCALES) {
+        uint32_t scales[2][2];
+        load_byte_scales<Row>(row, me.column, scales);
+        const uint32_t a = max_of_scales(scales[0][0], scales[1][0], rope_of_row<Row>(me, row));
+        const uint32_t b =
+            max_of_scales(scales[0][1], scales[1][1], rope_of_row<Row>(me, row + 8 * Row::PITCH));
+        top = max(is_key.first ? a : 0, is_key.second ? b : 0);
+    } else {
+        const uint32_t from = row + Row::SCALE_OFFSET + 4 * me.column;
+        const uint32_t a = is_key.first ? ptx_load_shared_4(from) : 0;
+        const uint32_t b = is_key.second ? ptx_load_shared_4(from + 8 * Row::PITCH) : 0;
+        top = max(exponent_of_scale(a), exponent_of_scale(b));
+    }
+    return __reduce_max_sync(0xFFFFFFFFu, top);
 }
 
 /* Clears the weights that group 0 multiplies in its first step, when group 1 has no block yet. */
@@ -164,8 +207,8 @@ clear_weights(const lane_place &me, hopper_memory<Shape> *shared)
 /* Stores the largest finite value of the warp's heads for other warps. Finds both heads' maxima. */
 template <typename Shape>
 static __device__ __forceinline__ void
-publish_query_max(const lane_place &me, const query_part &part, hopper_memory<Shape> *shared,
-                  uint32_t head_max[2])
+publish_query_max(const lane_place &me, const query_part<Shape::Row::QUERY_TILES> &part,
+                  hopper_memory<Shape> *shared, uint32_t head_max[2])
 {
     uint32_t top = 0;
 #pragma unroll
@@ -211,8 +254,8 @@ find_key_exponent(uint32_t scale_max)
  * Heads that are not finite get NaN as their reference, so their results are NaN in any case. */
 template <typename Shape>
 static __device__ __forceinline__ int
-store_all_nope(const lane_place &me, const query_part &part, const uint32_t head_max[2],
-               hopper_memory<Shape> *shared)
+store_all_nope(const lane_place &me, const query_part<Shape::Row::QUERY_TILES> &part,
+               const uint32_t head_max[2], hopper_memory<Shape> *shared)
 {
     const uint32_t query_max = max_of_warps(shared->query_max, (Shape::HEADS + 7) / 8);
     bool is_lost;
@@ -240,7 +283,7 @@ store_query(const hopper_launch &launch, const lane_place &me, const cta_work &n
             hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
     const hopper_addresses at = find_addresses(shared, me.group);
-    query_part part;
+    query_part<Shape::Row::QUERY_TILES> part;
     if (launch.fetches_query) {
         wait_for_query(shared, *state);
     } else {
@@ -255,7 +298,7 @@ store_query(const hopper_launch &launch, const lane_place &me, const cta_work &n
         clear_weights(me, shared);
     }
     const int exponent = store_all_nope(me, part, head_max, shared);
-    const uint32_t warp_scale = find_scale_max(me, wait_for_rows(at, me, *state));
+    const uint32_t warp_scale = find_scale_max<Shape>(me, wait_for_rows(at, me, *state));
     if (me.lane == 0) {
         shared->scale_max[4 * me.group + me.warp] = warp_scale;
     }
@@ -264,7 +307,8 @@ store_query(const hopper_launch &launch, const lane_place &me, const cta_work &n
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         if (query_head(me, j) < Shape::HEADS) {
-            store_rope(shared, query_head(me, j), me.lane % PIECES, part.words[j][QUERY_TILES - 1],
+            store_rope(shared, query_head(me, j), me.lane % PIECES,
+                       part.words[j][Shape::Row::NOPE_TILES],
                        (uint32_t)(127 - exponent - key_exponent) * 0x00800080u);
         }
     }

@@ -13,23 +13,90 @@ enum { SHORT_STEPS = 8 };
 
 /* ---- Consumers: scores --------------------------------------------------------------------- */
 
-/* Rounds scale / E of the warp's keys to f16, for the granule's table, which values are multiplied
- * with. Marks the work as lost if a scale is too large. Returns the scales of tile `column`: row
- * `row` in the low half, row + 8 in the high half. */
+/* Where the scales of a granule's keys `row` and row + 8 for scale tile `tile` of the values are. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
+find_scale_pair(uint32_t granule, int tile, int row)
+{
+    return granule + (uint32_t)offsetof(typename Shape::Granule, scales) +
+           tile * (GRANULE_KEYS * 2) + (4 * (row >> 1) + (row & 1)) * 2;
+}
+
+/* The scales of rows `row` and row + 8 that a lane has: those of tile `column`, and where a row has
+ * eight tiles, of tile 4 + column. The first row's is in the low half, relative to E, as f16. */
+typedef struct scale_pairs {
+    uint32_t words[2];
+} scale_pairs;
+
+/* Rounds scale / E of the warp's keys to f16, for the granule's table, which values are multiplied
+ * with. Marks the work as lost if a scale is too large. */
+template <typename Shape>
+static __device__ __forceinline__ scale_pairs
 take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule)
 {
-    const uint32_t from = granule + me.row * FP8_ROW_BYTES + SCALE_OFFSET + 4 * me.column;
+    typedef typename Shape::Row Row;
+    scale_pairs pairs;
     const float inv_unit = *(const volatile float *)&shared->inv_key_unit;
-    const float a = smla_bits_float(ptx_load_shared_4(from));
-    const float b = smla_bits_float(ptx_load_shared_4(from + 8 * FP8_ROW_BYTES));
-    const uint32_t pair = ptx_cvt_f16x2(a * inv_unit, b * inv_unit);
-    mark_for_redo(shared, ptx_exceeds_f16x2(pair, LARGEST_SCALES));
-    const uint32_t to = granule + (uint32_t)offsetof(ring_granule, scales) +
-                        me.column * (GRANULE_KEYS * 2) + (4 * (me.row >> 1) + (me.row & 1)) * 2;
-    ptx_store_shared_halves(to, pair);
-    return pair;
+    if constexpr (Row::HAS_BYTE_SCALES) {
+        uint32_t scales[2][2];
+        load_byte_scales<Row>(granule + me.row * Row::PITCH, me.column, scales);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            pairs.words[i] = ptx_cvt_f16x2(smla_bits_float(scales[i][0] << 23) * inv_unit,
+                                           smla_bits_float(scales[i][1] << 23) * inv_unit);
+            ptx_store_shared_halves(find_scale_pair<Shape>(granule, 4 * i + me.column, me.row),
+                                    pairs.words[i]);
+        }
+        mark_for_redo(shared, ptx_exceeds_f16x2(pairs.words[0], LARGEST_SCALES) |
+                                  ptx_exceeds_f16x2(pairs.words[1], LARGEST_SCALES));
+    } else {
+        const uint32_t from = granule + me.row * Row::PITCH + Row::SCALE_OFFSET + 4 * me.column;
+        const float a = smla_bits_float(ptx_load_shared_4(from));
+        const float b = smla_bits_float(ptx_load_shared_4(from + 8 * Row::PITCH));
+        pairs.words[0] = ptx_cvt_f16x2(a * inv_unit, b * inv_unit);
+        mark_for_redo(shared, ptx_exceeds_f16x2(pairs.words[0], LARGEST_SCALES));
+        ptx_store_shared_halves(find_scale_pair<Shape>(granule, me.column, me.row), pairs.words[0]);
+    }
+    return pairs;
+}
+
+/* The scales of the lane's part of the 128 dimensions of tiles 2t and 2t + 1. */
+template <typename Row>
+static __device__ __forceinline__ uint32_t
+scales_of_part(const scale_pairs &pairs, const lane_place &me, int t)
+{
+    if constexpr (Row::HAS_BYTE_SCALES) {
+        /* columns 0 and 1 have dimensions of the first scale, if there are two */
+        const bool is_pair = 2 * t + 1 < Row::NOPE_TILES;
+        const int of_column = is_pair ? me.column >> 1 : 0;
+        return __shfl_sync(0xFFFFFFFFu, pairs.words[t / 2],
+                           (me.lane & 28) | (t % 2 * 2 + of_column));
+    } else {
+        return __shfl_sync(0xFFFFFFFFu, pairs.words[0], (me.lane & 28) | t);
+    }
+}
+
+/* Replaces the lane's RoPE values of a row, which are values, too, by f16 relative to E. Marks the
+ * work as lost if one of them does not fit. */
+template <typename Shape>
+static __device__ __forceinline__ void
+keep_rope(hopper_memory<Shape> *shared, uint32_t to, const uint32_t words[8])
+{
+    const uint32_t unit = smla_float_bits(*(const volatile float *)&shared->inv_key_unit);
+    const uint32_t limit = (127 + 16 + 127 - (unit >> 23)) << 7; /* 2^16 E, as bf16 */
+    const uint32_t inv_unit = __byte_perm(unit, unit, 0x3232);   /* exact: a power of two */
+    const uint32_t top = find_rope_top(words);
+    mark_for_redo(shared, top >= limit && top <= 0x7F80);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t kept[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint32_t pair = ptx_mul_bf16x2(words[4 * half + i], inv_unit);
+            kept[i] = ptx_cvt_f16x2(smla_low_bf16(pair), smla_high_bf16(pair));
+        }
+        ptx_store_shared_16(to + 16 * half, kept);
+    }
 }
 
 /* Starts two products of 16 dimensions: A in `a`, B at `step` and step + 1 of the query's tile. */
@@ -51,13 +118,17 @@ multiply_scores(uint64_t query, int tile, int step, uint32_t a[16],
     wgmma_commit();
 }
 
-/* Loads the bytes of rows `row` and row + 8 for a 64-dimension tile of the query. */
+/* Loads the bytes of rows `row` and row + 8 for a 64-dimension tile of the query. `nope` is where
+ * the lane's column has dimensions of tile 0 (store_query_words). */
+template <typename Row>
 static __device__ __forceinline__ void
 load_nope_words(uint32_t nope, int tile, uint32_t words[8])
 {
-    const uint32_t from = nope + 128 * (tile / 2) + 16 * (tile % 2);
+    const bool is_single = Row::NOPE_TILES % 2 != 0 && tile == Row::NOPE_TILES - 1;
+    const uint32_t from =
+        nope + 128 * (tile / 2) + 16 * (tile % 2) - (is_single ? 16 * (ptx_thread() % 4) : 0);
     ptx_load_shared_16(from, words);
-    ptx_load_shared_16(from + 8 * FP8_ROW_BYTES, words + 4);
+    ptx_load_shared_16(from + 8 * Row::PITCH, words + 4);
 }
 
 /* Starts scores = q . k / units for the group's block: 64 keys, a granule per warp. The last
@@ -67,31 +138,35 @@ static __device__ __forceinline__ void
 score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
             consumer<Shape> *state)
 {
+    typedef typename Shape::Row Row;
     const uint32_t granule = wait_for_rows(at, me, *state);
     const lane_place here = find_place_again();
-    const uint32_t nope = granule + here.row * FP8_ROW_BYTES + 32 * here.column;
-    const uint32_t rope = nope + ROPE_OFFSET;
+    const uint32_t nope = granule + here.row * Row::PITCH + 32 * here.column;
+    const uint32_t rope = nope + Row::ROPE_OFFSET;
     uint32_t words[3][8];
     const uint64_t query =
         wgmma_descriptor(ptx_shared_address(shared->query), 1024, WGMMA_SWIZZLE_128);
-    load_nope_words(nope, 0, words[0]);
-    load_nope_words(nope, 1, words[1]);
-    state->key_bits = load_key_bits(granule);
-    const uint32_t scales = take_scales(shared, me, granule);
+    load_nope_words<Row>(nope, 0, words[0]);
+    load_nope_words<Row>(nope, 1, words[1]);
+    state->key_bits = load_key_bits<Shape>(granule);
+    const scale_pairs scales = take_scales(shared, me, granule);
     uint32_t scale[2];
 #pragma unroll
-    for (int tile = 0; tile < QUERY_TILES - 1; tile++) {
+    for (int tile = 0; tile < Row::NOPE_TILES; tile++) {
         uint32_t a[16];
         uint32_t *const now = words[tile % 3];
-        if (tile < QUERY_TILES - 3) {
-            load_nope_words(nope, tile + 2, words[(tile + 2) % 3]);
+        if (tile < Row::NOPE_TILES - 2) {
+            load_nope_words<Row>(nope, tile + 2, words[(tile + 2) % 3]);
         } else { /* RoPE of rows row and row + 8 */
-            const uint32_t from = rope + (tile - (QUERY_TILES - 3)) * 8 * FP8_ROW_BYTES;
+            const uint32_t from = rope + (tile - (Row::NOPE_TILES - 2)) * 8 * Row::PITCH;
             ptx_load_shared_16(from, words[(tile + 2) % 3]);
             ptx_load_shared_16(from + 16, words[(tile + 2) % 3] + 4);
         }
         if (tile % 2 == 0) {
-            const uint32_t pair = __shfl_sync(0xFFFFFFFFu, scales, (me.lane & 28) | tile / 2);
+            const uint32_t pair =
+                scales_of_part<Row>(scales,
+                                    Row::HAS_BYTE_SCALES ? place_of_thread(ptx_thread()) : me,
+                                    tile / 2);
             scale[0] = __byte_perm(pair, pair, 0x1010);
             scale[1] = __byte_perm(pair, pair, 0x3232);
         }
@@ -115,8 +190,8 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
         }
     }
     wgmma_wait<1>();
-    const uint32_t *const low = words[(QUERY_TILES - 1) % 3];
-    const uint32_t *const high = words[QUERY_TILES % 3];
+    const uint32_t *const low = words[Row::NOPE_TILES % 3];
+    const uint32_t *const high = words[(Row::NOPE_TILES + 1) % 3];
     uint32_t a[16];
 #pragma unroll
     for (int step = 0; step < 4; step += 2) {
@@ -128,7 +203,11 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
             a[4 * j + 2] = low[2 * j + 1];
             a[4 * j + 3] = high[2 * j + 1];
         }
-        multiply_scores<Shape, true>(query, QUERY_TILES - 1, step, a, state->scores);
+        multiply_scores<Shape, true>(query, Row::NOPE_TILES, step, a, state->scores);
+    }
+    if constexpr (Row::ROPE_IS_VALUE) {
+        keep_rope(shared, rope, low);
+        keep_rope(shared, rope + 8 * Row::PITCH, high);
     }
 }
 

@@ -14,15 +14,33 @@ typedef struct value_place {
     uint32_t scales;
 } value_place;
 
+/* Whether the warp's 64 dimensions are RoPE values, which are bf16: those of the last scale tile.
+ * The tile's number is part of the address, because another register for it is not to be had. */
+template <typename Shape>
+static __device__ __forceinline__ bool
+has_rope_values(const value_place &place)
+{
+    constexpr int TILE_BYTES = GRANULE_KEYS * 2;
+    constexpr int TABLE_BYTES = Shape::Row::NUM_SCALES * TILE_BYTES;
+    constexpr uint32_t LAST = TABLE_BYTES - TILE_BYTES;
+    static_assert(offsetof(typename Shape::Granule, scales) % TABLE_BYTES == 0 &&
+                      offsetof(hopper_memory<Shape>, ring) % TABLE_BYTES == 0,
+                  "the table's first address ends with zeros");
+    return Shape::Row::ROPE_IS_VALUE &&
+           __any_sync(0xFFFFFFFFu, (place.scales & LAST) == LAST); /* tells ptxas that all agree */
+}
+
+template <typename Shape>
 static __device__ __forceinline__ value_place
 find_values(const hopper_addresses &at, const lane_place &me)
 {
-    const int tile = 2 * me.group + (me.warp >> 1);
+    typedef typename Shape::Row Row;
+    const int tile = Row::NUM_SCALES == 8 ? 4 * me.group + me.warp : 2 * me.group + (me.warp >> 1);
     value_place place;
     place.values =
-        at.ring + 2 * me.column * FP8_ROW_BYTES + 256 * me.group + 64 * me.warp + 8 * me.row;
-    place.scales = at.ring + (uint32_t)offsetof(ring_granule, scales) + tile * (GRANULE_KEYS * 2) +
-                   me.column * 8;
+        at.ring + 2 * me.column * Row::PITCH + 256 * me.group + 64 * me.warp + 8 * me.row;
+    place.scales = at.ring + (uint32_t)offsetof(typename Shape::Granule, scales) +
+                   tile * (GRANULE_KEYS * 2) + me.column * 8;
     return place;
 }
 
@@ -34,14 +52,15 @@ make_uniform(int place)
     return (int)__reduce_max_sync(0xFFFFFFFFu, (uint32_t)place);
 }
 
-/* Loads the lane's 8 dimensions of a granule's keys 2c, 2c + 1, 2c + 8, 2c + 9 (c: its column). */
+/* Loads the lane's part of a granule's keys 2c, 2c + 1, 2c + 8, 2c + 9 (c: its column): 8 codes, or
+ * 4 of 8 RoPE values. */
 template <typename Shape>
 static __device__ __forceinline__ void
 load_values(const value_place &place, int granule, int buffer, consumer<Shape> *state)
 {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        ptx_load_shared_8(place.values + granule + (i % 2 + 8 * (i / 2)) * FP8_ROW_BYTES,
+        ptx_load_shared_8(place.values + granule + (i % 2 + 8 * (i / 2)) * Shape::Row::PITCH,
                           &state->raw[buffer][2 * i]);
     }
     ptx_load_shared_8(place.scales + granule, state->scale[buffer]);
@@ -53,11 +72,36 @@ release_granule(uint32_t empty, int granule, bool is_on)
     ptx_mbarrier_arrive(empty + granule, is_on);
 }
 
-/* Converts raw values to operand A of a granule's four products. The rows of product b are
- * dimensions 2b and 2b + 1 of every eight. */
+/* convert_values for RoPE values, which are f16 already (keep_rope). Half of the lane's values were
+ * loaded by load_values. The others, from the second half of the row's RoPE part, are loaded here:
+ * to load them earlier takes registers that the other warps do not have. */
 template <typename Shape>
 static __device__ __forceinline__ void
-convert_values(int buffer, consumer<Shape> *state)
+pair_rope_values(const value_place &place, int granule, int buffer, consumer<Shape> *state)
+{
+    uint32_t rest[8];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        ptx_load_shared_8(place.values + granule + (i % 2 + 8 * (i / 2)) * Shape::Row::PITCH + 64,
+                          rest + 2 * i);
+    }
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+        const uint32_t *const words = b < 2 ? state->raw[buffer] : rest;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            uint32_t *const a = &state->a[buffer][4 * b + 2 * i];
+            a[0] = __byte_perm(words[4 * i + b % 2], words[4 * i + 2 + b % 2], 0x5410);
+            a[1] = __byte_perm(words[4 * i + b % 2], words[4 * i + 2 + b % 2], 0x7632);
+        }
+    }
+}
+
+/* Converts raw values to operand A of a granule's four products. The rows of product b are
+ * dimensions 2b and 2b + 1 of every eight (of RoPE values: see load_values). */
+template <typename Shape>
+static __device__ __forceinline__ void
+convert_codes(int buffer, consumer<Shape> *state)
 {
     const uint32_t *const raw = state->raw[buffer];
 #pragma unroll
@@ -69,6 +113,18 @@ convert_values(int buffer, consumer<Shape> *state)
                 __byte_perm(raw[4 * i + b / 2], raw[4 * i + 2 + b / 2], b % 2 ? 0x7362 : 0x5140);
             scale_e4m3x4(bytes, state->scale[buffer][i], &a[2 * i], &a[2 * i + 1]);
         }
+    }
+}
+
+/* Converts values of any kind of the granule at `granule`. */
+template <typename Shape>
+static __device__ __forceinline__ void
+convert_values(const value_place &place, int granule, int buffer, consumer<Shape> *state)
+{
+    if (__builtin_expect(has_rope_values<Shape>(place), false)) {
+        pair_rope_values(place, granule, buffer, state);
+    } else {
+        convert_codes(buffer, state);
     }
 }
 
@@ -109,7 +165,7 @@ static __device__ __forceinline__ int
 meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
                  bool has_other, consumer<Shape> *state)
 {
-    const value_place place = find_values(at, me);
+    const value_place place = find_values<Shape>(at, me);
     const int other = make_uniform(find_other<Shape>(*state, has_other));
     ptx_mbarrier_wait(at.weighed + 8 * (me.group ^ 1), (state->phase >> 1 ^ me.group ^ 1) & 1);
     const uint8_t has_grown = load_has_grown(shared, me.group ^ 1); /* loaded with the values */
@@ -119,7 +175,7 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
         wgmma_wait<0>(); /* waits for scores, too: ptxas wants nothing under way */
         follow_references(find_place_again(), shared, state);
     }
-    convert_values(0, state);
+    convert_values(place, find_granule<Shape>(other, 0), 0, state);
 #pragma unroll
     for (int i = 0; i < 16; i++) {
         ptx_pin(&state->a[0][i]);
@@ -162,7 +218,7 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
            const lane_place &me, const weight_tiles &weights, int other, bool has_other,
            consumer<Shape> *state)
 {
-    const value_place place = find_values(at, me);
+    const value_place place = find_values<Shape>(at, me);
     const int own = make_uniform(state->own);
     /* not uniform: else ptxas computes each barrier's address apart from that of its granule */
     const uint32_t empty = (uint32_t)ptx_forget((int)at.empty);
@@ -184,7 +240,8 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
             for (int i = 0; i < 8; i++) {
                 ptx_pin(&state->raw[batch & 1][i]);
             }
-            convert_values(batch & 1, state);
+            convert_values(place, find_granule<Shape>(first, batch % BLOCK_GRANULES), batch & 1,
+                           state);
         }
         if (batch == BLOCK_GRANULES) {
             ptx_mbarrier_arrive(at.added + 8 * (me.group ^ 1), true);
@@ -210,9 +267,9 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
             load_values(place, find_granule<Shape>(own, 0), 0, state);
         }
     }
-    const bool wraps = state->own >= (Shape::GRANULES - STEP_GRANULES) * GRANULE_BYTES;
+    const bool wraps = state->own >= (Shape::GRANULES - STEP_GRANULES) * Shape::GRANULE_BYTES;
     state->phase ^= wraps ? RING_PARITY : 0;
-    state->own += (STEP_GRANULES - (wraps ? Shape::GRANULES : 0)) * GRANULE_BYTES;
+    state->own += (STEP_GRANULES - (wraps ? Shape::GRANULES : 0)) * Shape::GRANULE_BYTES;
 }
 
 /* Adds up a head's weights, and finds its maximum where max_logits are wanted. */
@@ -303,7 +360,7 @@ add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
                const hopper_addresses &at, const lane_place &me, consumer<Shape> *state)
 {
     const uint64_t weights = find_weights(shared, 1);
-    const value_place place = find_values(at, me);
+    const value_place place = find_values<Shape>(at, me);
     const int other = make_uniform(find_other<Shape>(*state, true));
     ptx_mbarrier_wait(at.weighed + 8, state->phase >> 1 & 1);
     if (is_any(load_has_grown(shared, 1))) {
@@ -316,7 +373,7 @@ add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
             load_values(place, find_granule<Shape>(other, batch + 1), (batch + 1) & 1, state);
         }
         wgmma_wait<0>();
-        convert_values(batch & 1, state);
+        convert_codes(batch & 1, state);
         release_granule(at.empty, find_granule<Shape>(other, batch), true);
         add_values(weights, batch, batch & 1, state);
     }
@@ -347,6 +404,28 @@ round_values(const consumer<Shape> &state, int j, int i, float factor, uint32_t 
     }
 }
 
+/* Where a lane's eight neighbouring values are among the warp's 64. Of RoPE values, lanes of even
+ * rows have some of the first half, after trade_halves. */
+static __device__ __forceinline__ int
+find_eight(const lane_place &me, bool has_rope)
+{
+    return !has_rope ? 8 * me.row : me.row % 2 == 0 ? 4 * me.row : 4 * me.row + 28;
+}
+
+/* A lane has four RoPE values of each half (load_values), and its neighbour the next four. They
+ * trade, so that each has eight neighbouring ones. */
+static __device__ __forceinline__ void
+trade_halves(const lane_place &me, uint32_t words[4])
+{
+    const bool is_odd = me.row % 2 != 0;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, is_odd ? words[i] : words[2 + i], 4);
+        words[i] = is_odd ? got : words[i];
+        words[2 + i] = is_odd ? words[2 + i] : got;
+    }
+}
+
 /* Writes the heads' rows, of f16 for partial rows and else of bf16. The first head's row begins at
  * `to`. A thread has heads 2 column and 2 column + 1 of every eight. */
 template <bool IS_PARTIAL, typename Shape>
@@ -355,7 +434,9 @@ write_out(uint16_t *to, int64_t stride_head, int num_heads, const lane_place &me
           hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
     const int first_head = 2 * me.column;
-    to += first_head * stride_head + 256 * me.group + 64 * me.warp + 8 * me.row;
+    const bool has_rope =
+        Shape::Row::ROPE_IS_VALUE && 4 * me.group + me.warp == Shape::Row::NOPE_TILES;
+    to += first_head * stride_head + 256 * me.group + 64 * me.warp + find_eight(me, has_rope);
     float factors[Shape::HEADS / 8][2];
 #pragma unroll
     for (int j = 0; j < Shape::HEADS / 8; j++) {
@@ -371,6 +452,11 @@ write_out(uint16_t *to, int64_t stride_head, int num_heads, const lane_place &me
             const float factor = factors[j][i];
             uint32_t words[4];
             round_values<Shape, IS_PARTIAL>(state, j, i, factor, words);
+            if constexpr (Shape::Row::ROPE_IS_VALUE) {
+                if (__any_sync(0xFFFFFFFFu, has_rope)) { /* tells ptxas that all lanes agree */
+                    trade_halves(me, words);
+                }
+            }
             smla_store_vector_4_if(to + i * stride_head, words,
                                    (first_head + 8 * j + i < num_heads) &
                                        (!IS_PARTIAL || factor != 0.0f));
@@ -410,7 +496,9 @@ static __device__ __forceinline__ void
 finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
     const cta_work work = shared->place;
-    if (leave_only_key<true, false>(launch.base, work, shared->work & 1, shared)) {
+    if (leave_only_key<!Shape::Row::ROPE_IS_VALUE, Shape::Row::ROPE_IS_VALUE>(launch.base, work,
+                                                                              shared->work & 1,
+                                                                              shared)) {
         return;
     }
     if (is_marked_for_redo(shared)) { /* may be a work without heads, which redo_works leaves out */

@@ -5,7 +5,13 @@
 
 #include "cuda/attention/sm90_fp8/hopper.cuh"
 
+typedef ring_row<SMLA_ROW_FP8_DS_MLA> small_row;
+
 enum {
+    FP8_ROW_BYTES = small_row::PITCH,
+    SCALE_OFFSET = small_row::SCALE_OFFSET,
+    ROPE_OFFSET = small_row::ROPE_OFFSET,
+    QUERY_TILES = small_row::QUERY_TILES,
     SMALL_KEYS = SMLA_SM90_SMALL_KEYS,
     SMALL_GRANULES = SMALL_KEYS / GRANULE_KEYS,
     SMALL_WARPS = SMALL_GRANULES,
@@ -43,7 +49,7 @@ template <int HEADS_, int PARTNERS_> struct small {
 template <typename Shape> struct small_memory {
     alignas(1024) uint8_t query[QUERY_TILES][Shape::HEADS][128];
     alignas(1024) uint8_t probs[SMALL_KEYS][Shape::PROB_BYTES];
-    alignas(128) uint8_t rows[SMALL_GRANULES][GRANULE_ROW_BYTES];
+    alignas(128) uint8_t rows[SMALL_GRANULES][GRANULE_KEYS * FP8_ROW_BYTES];
     alignas(128) uint8_t scales[SMALL_GRANULES][SCALE_BYTES];
     int32_t tops[Shape::HEADS]; /* maxima of the scores, as order_of_float */
     float sums[SMALL_GRANULES][Shape::HEADS];
