@@ -29,10 +29,10 @@
 
 /* A kernel for splits of few columns. A key takes a little longer than in SM90_FP8, the start takes
  * much less time, and columns need not fill blocks. */
-#define SM90_SMALL(least, heads, start)                                                           \
-    SM90("attention_small_sm90.cu", sm90_small, SMLA_ROWS_FP8, least, heads,                      \
-         .max_columns = SMLA_SM90_SMALL_KEYS, .block_columns = SMLA_SPLIT_ALIGN, .block_cost = 9, \
-         .cta_cost = start, .leaves_halves = true, .leaves_room = true)
+#define SM90_SMALL(rows, stem, least, heads, start)                                                \
+    SM90("attention_small_sm90.cu", stem, rows, least, heads, .max_columns = SMLA_SM90_SMALL_KEYS, \
+         .block_columns = SMLA_SPLIT_ALIGN, .block_cost = 9, .cta_cost = start,                    \
+         .leaves_halves = true, .leaves_room = true)
 
 #define SM90_BF16(rows, stem)                                                          \
     SM90("attention_bf16_sm90.cu", stem, rows, 1, 64, .block_columns = SMLA_SM90_KEYS, \
@@ -46,8 +46,10 @@
         .shared_bytes = SMLA_SM80_SHARED_BYTES(heads, rows))
 
 const smla_attention_kernel smla_attention_kernels[] = {
-    SM90_SMALL(17, 32, 32),
-    SM90_SMALL(1, 16, 28),
+    SM90_SMALL(SMLA_ROWS_FP8, sm90_small, 17, 32, 32),
+    SM90_SMALL(SMLA_ROWS_FP8, sm90_small, 1, 16, 28),
+    SM90_SMALL(SMLA_ROWS_V4, sm90_small_v4, 17, 32, 32),
+    SM90_SMALL(SMLA_ROWS_V4, sm90_small_v4, 1, 16, 28),
     SM90_FP8(SMLA_ROWS_FP8, sm90_fp8, 33, 64, 16, 48),
     SM90_FP8(SMLA_ROWS_FP8, sm90_fp8, 17, 32, 10, 50),
     SM90_FP8(SMLA_ROWS_FP8, sm90_fp8, 1, 16, 9, 48),

@@ -8,6 +8,7 @@
 #include "cuda/attention/attend.cuh"
 #include "cuda/attention/cut_works.cuh"
 #include "cuda/attention/key_stream.cuh"
+#include "cuda/attention/sm90_fp8/ring_rows.cuh"
 #include "cuda/attention/work_order.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
@@ -46,33 +47,12 @@ enum {
     MAX_UNIT_EXPONENT = 3,    /* the largest E: 2^-25 E is then a quarter of 1e-6 */
     MAX_QUERY_EXPONENT = 80,
     QUERY_EXPONENT = 14, /* the query's largest value in f16 */
-    ROPE_EXPONENT = 9,   /* a value below 2^16 fits f16, and codes with a scale below 2^7 */
     MAX_HEAD_RATIO = 13, /* between the largest values of two heads of a tile, as an exponent */
 };
 
 static_assert((int)STEP_KEYS == STEP_GRANULES * GRANULE_KEYS, "kernels.h says so");
 static_assert(HOPPER_THREADS == 384 && 2 * CONSUMER_REGISTERS + GATHER_REGISTERS == 3 * 168,
               "setmaxnreg shares out what the launch gave: 168 each");
-
-/* A kind of cache row, an entry of smla_kv_formats, and how it lies in the ring. */
-template <int NUMBER> struct ring_row {
-    static constexpr smla_kv_format_info INFO = smla_kv_formats[NUMBER];
-    /* scales of a split page are copied apart from the row, and put behind it */
-    static constexpr bool IS_SPLIT = INFO.layout == SMLA_PAGE_SPLIT;
-    static constexpr int COPY_BYTES = IS_SPLIT ? INFO.data_bytes : INFO.row_bytes;
-    static constexpr int SCALE_BYTES = INFO.scale_bytes;
-    static constexpr int SCALE_OFFSET = IS_SPLIT ? INFO.data_bytes : INFO.scale_offset;
-    static constexpr int ROPE_OFFSET = INFO.rope_offset;
-    /* from row to row: an odd multiple of 16, so that eight rows at one offset are on all banks */
-    static constexpr int PITCH = (INFO.row_bytes + 15) / 32 * 32 + 16;
-    static constexpr int HEAD_BYTES = INFO.head_dim * 2; /* of a query */
-    static constexpr int QUERY_TILES = INFO.head_dim / 64;
-    static constexpr int NOPE_TILES = INFO.nope_dim / 64; /* the tile behind them is RoPE's */
-    static constexpr bool HAS_BYTE_SCALES = INFO.scale_type == SMLA_SCALE_UE8M0;
-    static constexpr int NUM_SCALES = SMLA_KV_LORA_RANK / INFO.scale_tile; /* of a value */
-    static constexpr bool ROPE_IS_VALUE = INFO.value_dim > INFO.nope_dim;
-    static_assert(QUERY_TILES == NOPE_TILES + 1 && PITCH >= INFO.row_bytes, "as in the cache");
-};
 
 /* 16 cache rows as they lie in the cache, and all that belongs to them: one address finds it. */
 template <typename Row> struct ring_granule {
@@ -373,72 +353,6 @@ static __device__ __forceinline__ uint32_t
 two_powers_of_two(int exponent)
 {
     return (uint32_t)(127 + exponent) * 0x00800080u;
-}
-
-/* ---- Scales --------------------------------------------------------------------------------- */
-
-/* The exponent bits of a scale, 0 for NaN and infinities. */
-static __device__ __forceinline__ uint32_t
-exponent_of_scale(uint32_t scale)
-{
-    const uint32_t exponent = scale >> 23 & 0xFF;
-    return exponent == 0xFF ? 0 : exponent;
-}
-
-/* Scales c and 4 + c of rows `row` and row + 8, as they are in the ring: exponent bits (c: column).
- * A byte that is no scale of NoPE values counts as 0. */
-template <typename Row>
-static __device__ __forceinline__ void
-load_byte_scales(uint32_t row, int column, uint32_t scales[2][2])
-{
-    static_assert(Row::INFO.num_scales == 7, "the last of eight is none");
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const uint32_t from = row + Row::SCALE_OFFSET + 8 * i * Row::PITCH + column;
-        scales[0][i] = ptx_load_shared_1(from);
-        scales[1][i] = ptx_load_shared_1(from + 4);
-        scales[1][i] = column == 3 ? 0 : scales[1][i];
-    }
-}
-
-/* The largest value of a lane's part of a RoPE part, as bf16 bits. NaN is the largest. */
-static __device__ __forceinline__ uint32_t
-find_rope_top(const uint32_t words[8])
-{
-    uint32_t pair = words[0];
-#pragma unroll
-    for (int i = 1; i < 8; i++) {
-        pair = ptx_max_abs_bf16x2(pair, words[i]);
-    }
-    return max(pair & 0x7FFFu, pair >> 16 & 0x7FFFu);
-}
-
-/* 146, the largest scale / E that fits, as two f16: 448 * 146 is below 65,504. Scales / E with an
- * exponent up to TOP_SCALE_EXPONENT fit even when they are rounded up. */
-enum : uint32_t { LARGEST_SCALES = 0x58905890u };
-
-/* ---- e4m3 to f16 --------------------------------------------------------------------------- */
-
-/* Four values times two scales: bytes 0 and 2 times the low half of `scale`, 1 and 3 the high. */
-static __device__ __forceinline__ void
-scale_e4m3x4(uint32_t bytes, uint32_t scale, uint32_t *low, uint32_t *high)
-{
-    ptx_cvt_f16x4_e4m3x4(bytes, low, high);
-    *low = ptx_mul_f16x2(*low, scale);
-    *high = ptx_mul_f16x2(*high, scale);
-}
-
-/* Operand A for 16 dimensions of scores: four bytes of row `row` and four of row + 8, each times
- * the scale of its row. */
-static __device__ __forceinline__ void
-convert_key_step(uint32_t upper, uint32_t lower, const uint32_t scale[2], uint32_t a[4])
-{
-    ptx_cvt_f16x4_e4m3x4(upper, &a[0], &a[2]);
-    ptx_cvt_f16x4_e4m3x4(lower, &a[1], &a[3]);
-    a[0] = ptx_mul_f16x2(a[0], scale[0]);
-    a[1] = ptx_mul_f16x2(a[1], scale[1]);
-    a[2] = ptx_mul_f16x2(a[2], scale[0]);
-    a[3] = ptx_mul_f16x2(a[3], scale[1]);
 }
 
 /* ---- Over rows of fragments ---------------------------------------------------------------- */

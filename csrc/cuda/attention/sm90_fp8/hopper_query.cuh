@@ -145,27 +145,6 @@ store_rope(hopper_memory<Shape> *shared, int head, int piece, const uint32_t par
     store_query_words(shared, Shape::Row::NOPE_TILES, head, piece % 2 * 4, piece / 2, words);
 }
 
-/* The largest value of the lane's part of a row's RoPE part, as bf16 bits. */
-template <typename Row>
-static __device__ __forceinline__ uint32_t
-rope_of_row(const lane_place &me, uint32_t row)
-{
-    uint32_t words[8];
-    ptx_load_shared_16(row + Row::ROPE_OFFSET + 32 * me.column, words);
-    ptx_load_shared_16(row + Row::ROPE_OFFSET + 32 * me.column + 16, words + 4);
-    return find_rope_top(words);
-}
-
-/* The largest of two scales, as exponent bits, and of the scale with which codes would be as large
- * as these RoPE values. Those that are not finite are left out. */
-static __device__ __forceinline__ uint32_t
-max_of_scales(uint32_t a, uint32_t b, uint32_t rope)
-{
-    const int of_rope = (int)(rope >> 7) - ROPE_EXPONENT;
-    return max(max(a == 0xFF ? 0 : a, b == 0xFF ? 0 : b),
-               rope >= 0x7F80 ? 0 : (uint32_t)max(of_rope, 0));
-}
-
 /* The largest scale exponent among the warp's keys of the work's first step, 0 without keys. A RoPE
  * part that is also a value counts like codes with a scale that are as large. */
 template <typename Shape>
@@ -179,9 +158,10 @@ find_scale_max(const lane_place &me, uint32_t granule)
     if constexpr (Row::HAS_BYTE_SCALES) {
         uint32_t scales[2][2];
         load_byte_scales<Row>(row, me.column, scales);
-        const uint32_t a = max_of_scales(scales[0][0], scales[1][0], rope_of_row<Row>(me, row));
-        const uint32_t b =
-            max_of_scales(scales[0][1], scales[1][1], rope_of_row<Row>(me, row + 8 * Row::PITCH));
+        const uint32_t a =
+            max_of_scales(scales[0][0], scales[1][0], rope_of_row<Row>(row, me.column));
+        const uint32_t b = max_of_scales(scales[0][1], scales[1][1],
+                                         rope_of_row<Row>(row + 8 * Row::PITCH, me.column));
         top = max(is_key.first ? a : 0, is_key.second ? b : 0);
     } else {
         const uint32_t from = row + Row::SCALE_OFFSET + 4 * me.column;

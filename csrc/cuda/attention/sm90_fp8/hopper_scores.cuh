@@ -22,12 +22,6 @@ find_scale_pair(uint32_t granule, int tile, int row)
            tile * (GRANULE_KEYS * 2) + (4 * (row >> 1) + (row & 1)) * 2;
 }
 
-/* The scales of rows `row` and row + 8 that a lane has: those of tile `column`, and where a row has
- * eight tiles, of tile 4 + column. The first row's is in the low half, relative to E, as f16. */
-typedef struct scale_pairs {
-    uint32_t words[2];
-} scale_pairs;
-
 /* Rounds scale / E of the warp's keys to f16, for the granule's table, which values are multiplied
  * with. Marks the work as lost if a scale is too large. */
 template <typename Shape>
@@ -60,22 +54,6 @@ take_scales(hopper_memory<Shape> *shared, const lane_place &me, uint32_t granule
     return pairs;
 }
 
-/* The scales of the lane's part of the 128 dimensions of tiles 2t and 2t + 1. */
-template <typename Row>
-static __device__ __forceinline__ uint32_t
-scales_of_part(const scale_pairs &pairs, const lane_place &me, int t)
-{
-    if constexpr (Row::HAS_BYTE_SCALES) {
-        /* columns 0 and 1 have dimensions of the first scale, if there are two */
-        const bool is_pair = 2 * t + 1 < Row::NOPE_TILES;
-        const int of_column = is_pair ? me.column >> 1 : 0;
-        return __shfl_sync(0xFFFFFFFFu, pairs.words[t / 2],
-                           (me.lane & 28) | (t % 2 * 2 + of_column));
-    } else {
-        return __shfl_sync(0xFFFFFFFFu, pairs.words[0], (me.lane & 28) | t);
-    }
-}
-
 /* Replaces the lane's RoPE values of a row, which are values, too, by f16 relative to E. Marks the
  * work as lost if one of them does not fit. */
 template <typename Shape>
@@ -83,20 +61,8 @@ static __device__ __forceinline__ void
 keep_rope(hopper_memory<Shape> *shared, uint32_t to, const uint32_t words[8])
 {
     const uint32_t unit = smla_float_bits(*(const volatile float *)&shared->inv_key_unit);
-    const uint32_t limit = (127 + 16 + 127 - (unit >> 23)) << 7; /* 2^16 E, as bf16 */
-    const uint32_t inv_unit = __byte_perm(unit, unit, 0x3232);   /* exact: a power of two */
-    const uint32_t top = find_rope_top(words);
-    mark_for_redo(shared, top >= limit && top <= 0x7F80);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        uint32_t kept[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint32_t pair = ptx_mul_bf16x2(words[4 * half + i], inv_unit);
-            kept[i] = ptx_cvt_f16x2(smla_low_bf16(pair), smla_high_bf16(pair));
-        }
-        ptx_store_shared_16(to + 16 * half, kept);
-    }
+    mark_for_redo(shared, is_rope_large(find_rope_top(words), 127 - (int)(unit >> 23)));
+    store_rope_halves(to, words, __byte_perm(unit, unit, 0x3232));
 }
 
 /* Starts two products of 16 dimensions: A in `a`, B at `step` and step + 1 of the query's tile. */
@@ -116,19 +82,6 @@ multiply_scores(uint64_t query, int tile, int step, uint32_t a[16],
         }
     }
     wgmma_commit();
-}
-
-/* Loads the bytes of rows `row` and row + 8 for a 64-dimension tile of the query. `nope` is where
- * the lane's column has dimensions of tile 0 (store_query_words). */
-template <typename Row>
-static __device__ __forceinline__ void
-load_nope_words(uint32_t nope, int tile, uint32_t words[8])
-{
-    const bool is_single = Row::NOPE_TILES % 2 != 0 && tile == Row::NOPE_TILES - 1;
-    const uint32_t from =
-        nope + 128 * (tile / 2) + 16 * (tile % 2) - (is_single ? 16 * (ptx_thread() % 4) : 0);
-    ptx_load_shared_16(from, words);
-    ptx_load_shared_16(from + 8 * Row::PITCH, words + 4);
 }
 
 /* Starts scores = q . k / units for the group's block: 64 keys, a granule per warp. The last
@@ -165,7 +118,8 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
         if (tile % 2 == 0) {
             const uint32_t pair =
                 scales_of_part<Row>(scales,
-                                    Row::HAS_BYTE_SCALES ? place_of_thread(ptx_thread()) : me,
+                                    Row::HAS_BYTE_SCALES ? (int)(ptx_thread() % SMLA_WARP_LANES)
+                                                         : me.lane,
                                     tile / 2);
             scale[0] = __byte_perm(pair, pair, 0x1010);
             scale[1] = __byte_perm(pair, pair, 0x3232);

@@ -7,8 +7,10 @@
  * Shared mem   query   [9][HEADS][128 B]   f16 (RoPE: bf16) times a power of two; 64 dimensions per
  *                      tile, permuted (store_words), 128-byte swizzle
  *              probs   [256][HEADS] f16    swizzled (wgmma.cuh)
- *              rows    [16][16][656 B]     granules of cache rows as they are in the cache
- *              scales  [16][4][16] f16, maxima of scores and query, sums by granule, masks
+ *              rows    [16][16][656 B]     granules of cache rows as they are in the cache; fp8_v4:
+ *                      592 bytes per row, of which 8 are its scales
+ *              scales  [16][4][16] f16, maxima of scores and query, sums by granule, masks; fp8_v4:
+ *                      8 query tiles, and 8 scales per row
  *              32 heads: 228,288 bytes of the 232,448 that an SM has
  * Roles        One CTA per token, split and head tile; 16 warps, four warpgroups, 96 registers, so
  *              that CTAs of the combine kernel fit beside it. A CTA without work makes an idle SM
@@ -18,7 +20,8 @@
  *              values. A CTA has no pipeline: other CTAs are ahead or behind. Two neighbouring head
  *              tiles, which need the same rows, are a cluster: each asks for half, for both.
  *              mbarriers          arrivals | waited for by
- *              arrived[granule]   16 lanes that ask for its rows | the warp that scores it
+ *              arrived[granule]   16 lanes that ask for its rows (fp8_v4: twice, the second time
+ *                                 with the scales) | the warp that scores it
  *              maxima             256 threads of the query | the same threads
  *              stored             256 threads of the query | all threads
  *              barriers           threads; what they see after it
@@ -38,7 +41,8 @@
  *              where that might be felt, with scales above 2^9, the work is lost. A NaN among
  *              scales or bytes makes its score NaN, and so all results. Partial rows are means of
  *              values in f16, relative to the largest scale. They are off by 2^-11, or where they
- *              are small by 2^-25 of the unit. A work with one key is lost, too, because the
+ *              are small by 2^-25 of the unit. RoPE values of fp8_v4 become f16 relative to the unit
+ *              once it is known (keep_small_rope). A work with one key is lost, too, because the
  *              portable code gives its value as it is.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       as attention_sm90.cu; split-KV decoding (Flash-Decoding)
@@ -128,7 +132,7 @@ redo_small_row(const attention_launch &launch, const cta_work &work, void *memor
 template <typename Shape>
 static __device__ __forceinline__ void
 score_row(const attention_launch &launch, int num_granules, small_memory<Shape> *shared,
-          small_state *state, float (&scores)[Shape::HEADS / 2])
+          small_state<typename Shape::Row> *state, float (&scores)[Shape::HEADS / 2])
 {
     const lane_place me = find_place();
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
@@ -178,7 +182,8 @@ __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(BOUND_THREADS, 1)
         return;
     }
     if (me.lane == 0) {
-        ptx_mbarrier_init(ptx_shared_address(&shared->arrived[warp]), GRANULE_KEYS);
+        ptx_mbarrier_init(ptx_shared_address(&shared->arrived[warp]),
+                          GRANULE_KEYS * (Shape::Row::IS_SPLIT ? 2 : 1));
         if (warp == 0) {
             ptx_mbarrier_init(ptx_shared_address(&shared->maxima), QUERY_THREADS);
             ptx_mbarrier_init(ptx_shared_address(&shared->stored), QUERY_THREADS);
@@ -189,7 +194,7 @@ __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(BOUND_THREADS, 1)
     __syncwarp();
     ptx_cluster_arrive(); /* fetch_row waits: copies complete on the partner's mbarriers, too */
     const int num_granules = count_granules(launch);
-    small_state state = {};
+    small_state<typename Shape::Row> state = {};
     float scores[Shape::HEADS / 2] = {};
     fetch_row(launch, work, num_granules, shared, &state);
     score_row(launch, num_granules, shared, &state, scores);
@@ -234,11 +239,11 @@ count_small_ctas(const attention_launch &launch, int partners)
                : num_works;
 }
 
-template <int HEADS, int PARTNERS>
+template <int ROW, int HEADS, int PARTNERS>
 static cudaError_t
 launch_shape(const smla_attention_params *params)
 {
-    typedef small<HEADS, PARTNERS> Shape;
+    typedef small<ROW, HEADS, PARTNERS> Shape;
     constexpr int SHARED_BYTES = (int)sizeof(small_memory<Shape>);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
     static_assert(sizeof(shared_memory<typename Shape::Portable>) <=
@@ -259,22 +264,48 @@ launch_shape(const smla_attention_params *params)
 }
 
 /* Two head tiles of a token and split, which need the same rows, are a cluster. */
-template <int HEADS>
+template <int ROW, int HEADS>
 static cudaError_t
 launch_small(const smla_attention_params *params)
 {
-    return smla_count_parts(params->num_heads, HEADS) % 2 == 0 ? launch_shape<HEADS, 2>(params)
-                                                               : launch_shape<HEADS, 1>(params);
+    return smla_count_parts(params->num_heads, HEADS) % 2 == 0
+               ? launch_shape<ROW, HEADS, 2>(params)
+               : launch_shape<ROW, HEADS, 1>(params);
 }
 
 cudaError_t
 smla_attend_sm90_small_32(const smla_attention_params *params, int64_t)
 {
-    return launch_small<32>(params);
+    return launch_small<SMLA_ROW_FP8_DS_MLA, 32>(params);
 }
 
 cudaError_t
 smla_attend_sm90_small_16(const smla_attention_params *params, int64_t)
 {
-    return launch_small<16>(params);
+    return launch_small<SMLA_ROW_FP8_DS_MLA, 16>(params);
+}
+
+/* Whether bulk copies can bring all rows. Rows of fp8_ds_mla are always aligned. */
+static bool
+are_rows_aligned(const smla_attention_params *params)
+{
+    bool are_aligned = true;
+    for (int i = 0; i < params->num_lists; i++) {
+        are_aligned = are_aligned && list_facts_of(&params->lists[i]).is_aligned;
+    }
+    return are_aligned;
+}
+
+cudaError_t
+smla_attend_sm90_small_v4_32(const smla_attention_params *params, int64_t)
+{
+    return are_rows_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 32>(params)
+                                    : smla_attend_sm80_512_32(params, 0);
+}
+
+cudaError_t
+smla_attend_sm90_small_v4_16(const smla_attention_params *params, int64_t)
+{
+    return are_rows_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 16>(params)
+                                    : smla_attend_sm80_512_16(params, 0);
 }

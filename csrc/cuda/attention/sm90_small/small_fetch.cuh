@@ -5,13 +5,7 @@
 
 #include "cuda/attention/sm90_fp8/hopper.cuh"
 
-typedef ring_row<SMLA_ROW_FP8_DS_MLA> small_row;
-
 enum {
-    FP8_ROW_BYTES = small_row::PITCH,
-    SCALE_OFFSET = small_row::SCALE_OFFSET,
-    ROPE_OFFSET = small_row::ROPE_OFFSET,
-    QUERY_TILES = small_row::QUERY_TILES,
     SMALL_KEYS = SMLA_SM90_SMALL_KEYS,
     SMALL_GRANULES = SMALL_KEYS / GRANULE_KEYS,
     SMALL_WARPS = SMALL_GRANULES,
@@ -24,33 +18,33 @@ enum {
     WARP_HEADS = SMLA_WARP_LANES / HEAD_LANES,                    /* per warp in a query part */
     PART_HEADS = WARP_HEADS * QUERY_WARPS / SMLA_NUM_SCALE_TILES, /* heads of a query part */
     FETCH_KEYS = GRANULE_KEYS * GROUP_GRANULES / (SMALL_WARPS - QUERY_WARPS), /* see find_fetch */
-    ROW_VECTORS = FP8_ROW_BYTES / 16,
-    SCALE_BYTES = SMLA_NUM_SCALE_TILES * GRANULE_KEYS * 2, /* per granule, in f16 */
-    WEIGHT_EXPONENT = 8,                                   /* exponent of the largest weight */
-    NO_EXPONENT = -1000,                                   /* key_exponent of a keyless granule */
+    WEIGHT_EXPONENT = 8, /* exponent of the largest weight */
+    NO_EXPONENT = -1000, /* key_exponent of a keyless granule */
 };
 
 static_assert(FETCH_KEYS * SMALL_GROUPS == SMLA_WARP_LANES, "all are fetched, a row per lane");
 static_assert(FETCH_KEYS == 8, "a byte of is_key");
 static_assert((int)SMALL_GROUPS == (int)SMLA_NUM_SCALE_TILES,
-              "the values of a warpgroup have one scale");
+              "the values of a warpgroup have one scale, those of half a group if there are eight");
 
-template <int HEADS_, int PARTNERS_> struct small {
+template <int ROW, int HEADS_, int PARTNERS_> struct small {
+    typedef ring_row<ROW> Row;
+    static constexpr int SCALE_BYTES = Row::NUM_SCALES * GRANULE_KEYS * 2; /* per granule, as f16 */
     static constexpr int HEADS = HEADS_;
     static constexpr int PARTNERS = PARTNERS_; /* CTAs per cluster */
     static constexpr int QUERY_PARTS = HEADS / PART_HEADS;
     static constexpr int PROB_BYTES = HEADS * 2; /* per key */
     static constexpr int PROBS_SWIZZLE = HEADS == 32 ? WGMMA_SWIZZLE_64 : WGMMA_SWIZZLE_32;
     /* does works again, with 16 heads because of its registers */
-    typedef tile<16, SMLA_ROWS_FP8> Portable;
+    typedef tile<16, Row::ROPE_IS_VALUE ? SMLA_ROWS_512 : SMLA_ROWS_FP8> Portable;
     static constexpr int REDO_TILES = HEADS / Portable::HEADS;
 };
 
 template <typename Shape> struct small_memory {
-    alignas(1024) uint8_t query[QUERY_TILES][Shape::HEADS][128];
+    alignas(1024) uint8_t query[Shape::Row::QUERY_TILES][Shape::HEADS][128];
     alignas(1024) uint8_t probs[SMALL_KEYS][Shape::PROB_BYTES];
-    alignas(128) uint8_t rows[SMALL_GRANULES][GRANULE_KEYS * FP8_ROW_BYTES];
-    alignas(128) uint8_t scales[SMALL_GRANULES][SCALE_BYTES];
+    alignas(128) uint8_t rows[SMALL_GRANULES][GRANULE_KEYS * Shape::Row::PITCH];
+    alignas(128) uint8_t scales[SMALL_GRANULES][Shape::SCALE_BYTES];
     int32_t tops[Shape::HEADS]; /* maxima of the scores, as order_of_float */
     float sums[SMALL_GRANULES][Shape::HEADS];
     uint16_t query_max[SMLA_NUM_SCALE_TILES][Shape::HEADS];
@@ -62,9 +56,10 @@ template <typename Shape> struct small_memory {
 };
 
 /* What a thread finds out about its work, step by step. */
-typedef struct small_state {
-    key_masks is_key;   /* rows `row` and row + 8 of the warp's granule: all bits or none */
-    float scale[2];     /* the two rows' scales in tile `column` */
+template <typename Row> struct small_state {
+    key_masks is_key; /* rows `row` and row + 8 of the warp's granule: all bits or none */
+    /* both rows' scales in tile `column`, and in rows of eight tiles in tile 4 + column */
+    float scale[Row::NUM_SCALES / 4][2];
     float score_factor; /* factor from scores to the log2 domain */
     float top;          /* largest score of head `lane` */
     float reference;    /* weights of head `lane` are relative to 2^reference */
@@ -72,7 +67,7 @@ typedef struct small_state {
     int key_exponent; /* first for the warp's keys, later for all keys */
     bool is_bad;      /* head `lane` has a query that is not finite */
     bool is_lost;
-} small_state;
+};
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
@@ -126,8 +121,8 @@ find_key(const attention_launch &launch, const cta_work &work, int warp, int lan
     return place;
 }
 
-/* The row of the lane's key, NULL for none. */
-static __device__ __forceinline__ const uint8_t *
+/* The row of the lane's key and its scales; the row is NULL if there is no key. */
+static __device__ __forceinline__ coded_place
 find_key_row(const attention_launch &launch, const cta_work &work, const key_place &place)
 {
     const smla_key_list &keys = launch.params.lists[place.list];
@@ -137,46 +132,53 @@ find_key_row(const attention_launch &launch, const cta_work &work, const key_pla
         length = read_length(keys, work.token);
     }
     ptx_load_4(place.index, place.is_on, NO_ROW, &index);
-    return row_of_slot(launch, place.list,
-                       slot_of_index(launch, place.list, work.token,
-                                     place.column < length ? (int32_t)index : -1));
+    return place_of_slot(launch, place.list,
+                         slot_of_index(launch, place.list, work.token,
+                                       place.column < length ? (int32_t)index : -1));
 }
 
 /* Starts the copies of a warp's rows, one per lane. Of two partners, each asks for every other row,
- * for both. Zeros are stored where there is no row. */
+ * for both; scales of split pages, each asks for itself. Zeros are stored where there is no row. */
 template <typename Shape>
 static __device__ __forceinline__ void
-copy_rows(const uint8_t *row, int num_granules, int warp, int lane, small_memory<Shape> *shared)
+copy_rows(const coded_place &key, int num_granules, int warp, int lane, small_memory<Shape> *shared)
 {
+    typedef typename Shape::Row Row;
+    constexpr int VECTORS = Row::COPY_BYTES / 16;
     const fetch_place at = find_fetch(warp, lane);
     const int number = lane % FETCH_KEYS; /* the lane's place among its granule's lanes */
     const uint32_t rows =
-        ptx_shared_address(shared->rows[at.granule]) + (at.key - number) * FP8_ROW_BYTES;
+        ptx_shared_address(shared->rows[at.granule]) + (at.key - number) * Row::PITCH;
     const uint32_t arrived = ptx_shared_address(&shared->arrived[at.granule]);
-    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, row != NULL) >> (lane - number) & 0xFF;
+    const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, key.row != NULL) >> (lane - number) & 0xFF;
     if (at.granule >= num_granules) {
         return;
     }
 #pragma unroll 1
     for (uint32_t missing = ~is_key & 0xFF; missing != 0; missing &= missing - 1) {
-        const uint32_t zeros = rows + (__ffs((int)missing) - 1) * FP8_ROW_BYTES;
+        const uint32_t zeros = rows + (__ffs((int)missing) - 1) * Row::PITCH;
 #pragma unroll 1
-        for (int i = number; i < ROW_VECTORS; i += FETCH_KEYS) {
+        for (int i = number; i < VECTORS; i += FETCH_KEYS) {
             ptx_clear_shared_16(zeros + 16 * i);
         }
     }
     if (number == 0) {
         ((uint8_t *)&shared->is_key[at.granule])[at.key / FETCH_KEYS] = (uint8_t)is_key;
-        ptx_mbarrier_arrive_expect(arrived, FP8_ROW_BYTES * __popc(is_key));
+        ptx_mbarrier_arrive_expect(arrived, Row::COPY_BYTES * __popc(is_key));
     }
     ptx_mbarrier_arrive(arrived, number != 0);
-    if (row == NULL) {
+    if constexpr (Row::IS_SPLIT) {
+        ptx_cp_async_8_or_zero(rows + number * Row::PITCH + Row::SCALE_OFFSET, key.scales,
+                               key.row != NULL);
+        ptx_mbarrier_arrive_after_copies(arrived);
+    }
+    if (key.row == NULL) {
         return;
     }
     if (Shape::PARTNERS == 1) {
-        ptx_bulk_copy(rows + number * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived);
+        ptx_bulk_copy(rows + number * Row::PITCH, key.row, Row::COPY_BYTES, arrived);
     } else if (number % 2 == (int)ptx_cluster_rank()) {
-        ptx_bulk_copy_to_all(rows + number * FP8_ROW_BYTES, row, FP8_ROW_BYTES, arrived, 3);
+        ptx_bulk_copy_to_all(rows + number * Row::PITCH, key.row, Row::COPY_BYTES, arrived, 3);
     }
 }
 
@@ -217,7 +219,7 @@ find_query_lane(int warp, int lane)
 }
 
 template <typename Shape> struct small_query {
-    uint32_t nope[Shape::QUERY_PARTS][2][4];
+    uint32_t nope[Shape::QUERY_PARTS][2][4]; /* includes a RoPE part that is a value */
     uint32_t rope[4];
 };
 
@@ -256,7 +258,9 @@ prefetch_query(const smla_attention_params &params, const cta_work &work, const 
         ptx_prefetch_l2(nope, is_on);
         ptx_prefetch_l2(nope + 16, is_on);
     }
-    ptx_prefetch_l2(place.rope, work.split == 0 && at.rope_head < work.num_heads);
+    if constexpr (!Shape::Row::ROPE_IS_VALUE) {
+        ptx_prefetch_l2(place.rope, work.split == 0 && at.rope_head < work.num_heads);
+    }
 }
 
 template <typename Shape, bool ALIGNED>
@@ -273,7 +277,7 @@ load_query(const smla_attention_params &params, const query_place &place, const 
             smla_load_words<16, ALIGNED>(nope + 16, query->nope[part][1]);
         }
     }
-    if (at.rope_head < num_heads) {
+    if (!Shape::Row::ROPE_IS_VALUE && at.rope_head < num_heads) {
         smla_load_words<16, ALIGNED>(place.rope, query->rope);
     }
 }
@@ -325,20 +329,21 @@ store_maxima(small_memory<Shape> *shared, const small_query<Shape> &query, const
  * 8, and there to word `column`: the order in which score_keys has the bytes of rows. */
 template <typename Shape>
 static __device__ __forceinline__ void
-store_words(small_memory<Shape> *shared, int tile, int head, const query_lane &at,
+store_words(small_memory<Shape> *shared, int tile, int head, int column, int piece,
             const uint32_t words[4])
 {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int chunk = (4 * at.piece + i) ^ (head & 7);
-        *(uint32_t *)&shared->query[tile][head][16 * chunk + 4 * at.column] = words[i];
+        const int chunk = (4 * piece + i) ^ (head & 7);
+        *(uint32_t *)&shared->query[tile][head][16 * chunk + 4 * column] = words[i];
     }
 }
 
 /* The query's power of two, from the maxima of all heads; lane `head` looks at that head's. */
 template <typename Shape>
 static __device__ __forceinline__ void
-find_query_exponent(const small_memory<Shape> *shared, int lane, small_state *state)
+find_query_exponent(const small_memory<Shape> *shared, int lane,
+                    small_state<typename Shape::Row> *state)
 {
     uint32_t head_max = 0;
 #pragma unroll
@@ -354,13 +359,18 @@ find_query_exponent(const small_memory<Shape> *shared, int lane, small_state *st
         is_lost || (head_max != 0 && (head_max >> 7) + MAX_HEAD_RATIO < query_max >> 7);
 }
 
-/* Stores the query times its power of two: the NoPE part as f16, the RoPE part as bf16. */
+/* Stores the query times its power of two: the NoPE part as f16, the RoPE part as bf16. Of keys
+ * whose RoPE part is a value, the last 128 dimensions are a tile of each: column c has 16 neighbours
+ * of the NoPE part if c is 0 or 1. */
 template <typename Shape>
 static __device__ __forceinline__ void
 store_values(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,
              int exponent)
 {
+    typedef typename Shape::Row Row;
     const uint32_t factor = two_powers_of_two(-exponent);
+    const bool has_both = Row::ROPE_IS_VALUE && at.tile == SMLA_NUM_SCALE_TILES - 1;
+    const bool is_rope = has_both && at.column >= 2;
     uint32_t words[4];
 #pragma unroll
     for (int part = 0; part < Shape::QUERY_PARTS; part++) {
@@ -370,23 +380,26 @@ store_values(small_memory<Shape> *shared, const small_query<Shape> &query, const
             for (int i = 0; i < 4; i++) {
                 const uint32_t pair = ptx_mul_bf16x2(query.nope[part][half][i], factor);
                 words[i] = ptx_cvt_f16x2(smla_low_bf16(pair), smla_high_bf16(pair));
+                words[i] = is_rope ? pair : words[i];
             }
-            store_words(shared, 2 * at.tile + half, at.head + PART_HEADS * part, at, words);
+            store_words(shared, has_both ? Row::NOPE_TILES - 1 + is_rope : 2 * at.tile + half,
+                        at.head + PART_HEADS * part,
+                        has_both ? 2 * (at.column % 2) + half : at.column, at.piece, words);
         }
     }
-    if (at.rope_head < Shape::HEADS) {
+    if (!Row::ROPE_IS_VALUE && at.rope_head < Shape::HEADS) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             words[i] = ptx_mul_bf16x2(query.rope[i], factor);
         }
-        store_words(shared, QUERY_TILES - 1, at.rope_head, at, words);
+        store_words(shared, Row::NOPE_TILES, at.rope_head, at.column, at.piece, words);
     }
 }
 
 template <typename Shape>
 static __device__ __forceinline__ void
 store_query(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,
-            int lane, small_state *state)
+            int lane, small_state<typename Shape::Row> *state)
 {
     store_maxima(shared, query, at, lane);
     ptx_mbarrier_arrive(ptx_shared_address(&shared->maxima), true);
@@ -413,7 +426,7 @@ wait_for_others(void)
 template <typename Shape>
 static __device__ __forceinline__ void
 fetch_row(const attention_launch &launch, const cta_work &work, int num_granules,
-          small_memory<Shape> *shared, small_state *state)
+          small_memory<Shape> *shared, small_state<typename Shape::Row> *state)
 {
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
@@ -421,10 +434,10 @@ fetch_row(const attention_launch &launch, const cta_work &work, int num_granules
         const key_place at = find_key(launch, work, warp, lane);
         ptx_prefetch_l2(at.index, at.is_on);
         wait_for_others();
-        const uint8_t *const row = find_key_row(launch, work, at);
+        const coded_place key = find_key_row(launch, work, at);
         __syncwarp();
         ptx_cluster_wait();
-        copy_rows(row, num_granules, warp, lane, shared);
+        copy_rows(key, num_granules, warp, lane, shared);
         ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
         find_query_exponent(shared, lane, state);
         return;

@@ -7,31 +7,61 @@
 
 /* ---- Scores -------------------------------------------------------------------------------- */
 
-/* Loads the scales of the warp's keys, and finds their power of two. */
-static __device__ __forceinline__ void
-find_key_exponent(uint32_t rows, const lane_place &me, small_state *state)
+/* Loads the scales of the warp's keys, and finds their power of two. Returns the largest scale's
+ * exponent, or if RoPE values are values, too, that of a scale which would suit them. */
+template <typename Row>
+static __device__ __forceinline__ uint32_t
+load_key_scales(uint32_t rows, const lane_place &me, small_state<Row> *state)
 {
-    const uint32_t from = rows + me.row * FP8_ROW_BYTES + SCALE_OFFSET + 4 * me.column;
-    const uint32_t a = ptx_load_shared_4(from) & state->is_key.first;
-    const uint32_t b = ptx_load_shared_4(from + 8 * FP8_ROW_BYTES) & state->is_key.second;
-    state->scale[0] = smla_bits_float(a);
-    state->scale[1] = smla_bits_float(b);
-    const uint32_t largest =
-        __reduce_max_sync(0xFFFFFFFFu, max(exponent_of_scale(a), exponent_of_scale(b)));
+    const uint32_t row = rows + me.row * Row::PITCH;
+    if constexpr (Row::HAS_BYTE_SCALES) {
+        uint32_t scales[2][2];
+        load_byte_scales<Row>(row, me.column, scales);
+        uint32_t top = 0;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t is_key = i == 0 ? state->is_key.first : state->is_key.second;
+            const uint32_t rope = rope_of_row<Row>(row + 8 * i * Row::PITCH, me.column);
+            top = max(top, is_key & max_of_scales(scales[0][i], scales[1][i], rope));
+            state->is_lost |= is_key != 0 && rope == 0x7F80; /* infinite */
+            state->scale[0][i] = smla_bits_float(is_key & scales[0][i] << 23);
+            state->scale[1][i] = smla_bits_float(is_key & scales[1][i] << 23);
+        }
+        return top;
+    } else {
+        const uint32_t from = row + Row::SCALE_OFFSET + 4 * me.column;
+        const uint32_t a = ptx_load_shared_4(from) & state->is_key.first;
+        const uint32_t b = ptx_load_shared_4(from + 8 * Row::PITCH) & state->is_key.second;
+        state->scale[0][0] = smla_bits_float(a);
+        state->scale[0][1] = smla_bits_float(b);
+        return max(exponent_of_scale(a), exponent_of_scale(b));
+    }
+}
+
+template <typename Row>
+static __device__ __forceinline__ void
+find_key_exponent(uint32_t rows, const lane_place &me, small_state<Row> *state)
+{
+    const uint32_t largest = __reduce_max_sync(0xFFFFFFFFu, load_key_scales(rows, me, state));
     const int exponent = (int)largest - 127 - TOP_SCALE_EXPONENT;
     state->key_exponent = min(max(exponent, -(int)MAX_KEY_EXPONENT), (int)MAX_KEY_EXPONENT);
     state->is_lost |= largest > 1 && exponent < -(int)MAX_KEY_EXPONENT;
 }
 
-/* The lane's two scales / 2^exponent, as f16. They can be too large only where the exponent is at
- * its bound. */
-static __device__ __forceinline__ uint32_t
-round_scales(int exponent, small_state *state)
+/* The lane's scales / 2^exponent, as f16. They can be too large only where the exponent is at its
+ * bound. */
+template <typename Row>
+static __device__ __forceinline__ scale_pairs
+round_scales(int exponent, small_state<Row> *state)
 {
     const float unit = power_of_two(-exponent);
-    const uint32_t pair = ptx_cvt_f16x2(state->scale[0] * unit, state->scale[1] * unit);
-    state->is_lost |= ptx_exceeds_f16x2(pair, LARGEST_SCALES);
-    return pair;
+    scale_pairs pairs;
+#pragma unroll
+    for (int i = 0; i < Row::NUM_SCALES / 4; i++) {
+        pairs.words[i] = ptx_cvt_f16x2(state->scale[i][0] * unit, state->scale[i][1] * unit);
+        state->is_lost |= ptx_exceeds_f16x2(pairs.words[i], LARGEST_SCALES);
+    }
+    return pairs;
 }
 
 /* Makes the A of four steps of 16 dimensions. */
@@ -45,14 +75,15 @@ convert_keys(const uint32_t words[8], const uint32_t scale[2], uint32_t a[16])
 }
 
 /* The A of the RoPE part: the row's bf16 times `factor`, a power of two. */
+template <typename Row>
 static __device__ __forceinline__ void
 scale_rope(uint32_t from, uint32_t factor, uint32_t a[16])
 {
     uint32_t words[2][8];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        ptx_load_shared_16(from + 8 * i * FP8_ROW_BYTES, &words[i][0]);
-        ptx_load_shared_16(from + 8 * i * FP8_ROW_BYTES + 16, &words[i][4]);
+        ptx_load_shared_16(from + 8 * i * Row::PITCH, &words[i][0]);
+        ptx_load_shared_16(from + 8 * i * Row::PITCH + 16, &words[i][4]);
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -84,20 +115,20 @@ multiply_keys(uint64_t query, int tile, const uint32_t a[16], float (&scores)[Sh
 /* scores = q . k / (the query's power of two * the power of two of the warp's keys). */
 template <typename Shape>
 static __device__ __forceinline__ void
-score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me, small_state *state,
-           float (&scores)[Shape::HEADS / 2])
+score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me,
+           small_state<typename Shape::Row> *state, float (&scores)[Shape::HEADS / 2])
 {
+    typedef typename Shape::Row Row;
     const uint64_t query =
         wgmma_descriptor(ptx_shared_address(shared->query), 1024, WGMMA_SWIZZLE_128);
-    const uint32_t row = rows + me.row * FP8_ROW_BYTES + 32 * me.column;
-    const uint32_t pairs = round_scales(state->key_exponent, state);
+    const uint32_t row = rows + me.row * Row::PITCH + 32 * me.column;
+    const scale_pairs pairs = round_scales(state->key_exponent, state);
     uint32_t a[2][16], words[8], scale[2];
-    ptx_load_shared_16(row, words);
-    ptx_load_shared_16(row + 8 * FP8_ROW_BYTES, words + 4);
+    load_nope_words<Row>(row, 0, words);
 #pragma unroll
-    for (int tile = 0; tile < QUERY_TILES - 1; tile++) {
+    for (int tile = 0; tile < Row::NOPE_TILES; tile++) {
         if (tile % 2 == 0) {
-            const uint32_t pair = __shfl_sync(0xFFFFFFFFu, pairs, (me.lane & 28) | tile / 2);
+            const uint32_t pair = scales_of_part<Row>(pairs, me.lane, tile / 2);
             scale[0] = __byte_perm(pair, pair, 0x1010);
             scale[1] = __byte_perm(pair, pair, 0x3232);
         }
@@ -107,16 +138,15 @@ score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me, sma
             ptx_pin(&words[i]);
         }
         convert_keys(words, scale, a[tile % 2]);
-        if (tile + 1 < QUERY_TILES - 1) {
-            const uint32_t next = row + 128 * ((tile + 1) / 2) + 16 * ((tile + 1) % 2);
-            ptx_load_shared_16(next, words);
-            ptx_load_shared_16(next + 8 * FP8_ROW_BYTES, words + 4);
+        if (tile + 1 < Row::NOPE_TILES) {
+            load_nope_words<Row>(row, tile + 1, words);
         }
         multiply_keys<Shape, false>(query, tile, a[tile % 2], scores);
     }
     wgmma_wait<1>();
-    scale_rope(row + ROPE_OFFSET, two_powers_of_two(-state->key_exponent), a[0]);
-    multiply_keys<Shape, true>(query, QUERY_TILES - 1, a[0], scores);
+    uint32_t *const rope = a[Row::NOPE_TILES % 2];
+    scale_rope<Row>(row + Row::ROPE_OFFSET, two_powers_of_two(-state->key_exponent), rope);
+    multiply_keys<Shape, true>(query, Row::NOPE_TILES, rope, scores);
     wgmma_wait<0>();
 }
 
@@ -149,8 +179,8 @@ clear_tops(small_memory<Shape> *shared)
 /* Raises the heads' maxima by the warp's scores. A NaN is no maximum: the weights will show it. */
 template <typename Shape>
 static __device__ __forceinline__ void
-raise_tops(small_memory<Shape> *shared, const lane_place &me, const small_state &state,
-           const float (&scores)[Shape::HEADS / 2])
+raise_tops(small_memory<Shape> *shared, const lane_place &me,
+           const small_state<typename Shape::Row> &state, const float (&scores)[Shape::HEADS / 2])
 {
     leave_tops(scores, state.score_factor, state.is_key, me, [=](int head, float top) {
         atomicMax(&shared->tops[head], order_of_float(fmaxf(top, -INFINITY)));
@@ -161,7 +191,7 @@ raise_tops(small_memory<Shape> *shared, const lane_place &me, const small_state 
 template <typename Shape>
 static __device__ __forceinline__ void
 find_small_reference(const small_memory<Shape> *shared, int num_granules, int lane,
-                     small_state *state)
+                     small_state<typename Shape::Row> *state)
 {
     state->top = float_of_order(shared->tops[lane % Shape::HEADS]);
     const bool is_finite = fabsf(state->top) < INFINITY;
@@ -176,12 +206,30 @@ find_small_reference(const small_memory<Shape> *shared, int num_granules, int la
     state->is_lost |= __reduce_add_sync(0xFFFFFFFFu, __popc(is_key)) == 1;
 }
 
+/* Replaces RoPE values of the warp's keys, which are values, too, by f16 relative to 2^exponent. */
+template <typename Row>
+static __device__ __forceinline__ void
+keep_small_rope(uint32_t rows, int exponent, const lane_place &me, small_state<Row> *state)
+{
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint32_t at =
+            rows + (me.row + 8 * i) * Row::PITCH + Row::ROPE_OFFSET + 32 * me.column;
+        const uint32_t is_key = i == 0 ? state->is_key.first : state->is_key.second;
+        uint32_t words[8];
+        ptx_load_shared_16(at, words);
+        ptx_load_shared_16(at + 16, words + 4);
+        state->is_lost |= is_key != 0 && is_rope_large(find_rope_top(words), exponent);
+        store_rope_halves(at, words, two_powers_of_two(-exponent));
+    }
+}
+
 /* Stores the weights of the warp's keys, their sums, and the scales that the keys' values are
  * multiplied with. */
 template <typename Shape>
 static __device__ __forceinline__ void
-weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_state *state,
-           const float (&scores)[Shape::HEADS / 2])
+weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me,
+           small_state<typename Shape::Row> *state, const float (&scores)[Shape::HEADS / 2])
 {
     float sums[Shape::HEADS / 16][4];
 #pragma unroll
@@ -212,11 +260,20 @@ weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_st
                         pairs[1], pairs[2], pairs[3]);
     }
     leave_rows<false>(sums, me, [=](int head, float sum) { shared->sums[warp][head] = sum; });
-    const uint32_t scales = round_scales(max(state->key_exponent, -(int)MAX_KEY_EXPONENT), state);
-    uint16_t *const to = (uint16_t *)&shared->scales[warp][me.column * GRANULE_KEYS * 2] +
-                         4 * (me.row >> 1) + (me.row & 1);
-    to[0] = (uint16_t)scales;
-    to[2] = (uint16_t)(scales >> 16);
+    typedef typename Shape::Row Row;
+    const int exponent = max(state->key_exponent, -(int)MAX_KEY_EXPONENT);
+    const scale_pairs scales = round_scales(exponent, state);
+#pragma unroll
+    for (int i = 0; i < Row::NUM_SCALES / 4; i++) {
+        uint16_t *const to =
+            (uint16_t *)&shared->scales[warp][(4 * i + me.column) * GRANULE_KEYS * 2] +
+            4 * (me.row >> 1) + (me.row & 1);
+        to[0] = (uint16_t)scales.words[i];
+        to[2] = (uint16_t)(scales.words[i] >> 16);
+    }
+    if constexpr (Row::ROPE_IS_VALUE) {
+        keep_small_rope<Row>(ptx_shared_address(shared->rows[warp]), exponent, me, state);
+    }
 }
 
 /* ---- Values -------------------------------------------------------------------------------- */
@@ -227,21 +284,62 @@ typedef struct small_values {
     uint32_t scale[2];
 } small_values;
 
+/* Whether a warp has RoPE values, of which a word has two. */
+template <typename Row>
+static __device__ __forceinline__ bool
+has_small_rope(const lane_place &me)
+{
+    return Row::ROPE_IS_VALUE &&
+           __any_sync(0xFFFFFFFFu, 4 * me.group + me.warp >= SMALL_WARPS - 2); /* all agree */
+}
+
+/* Where a lane's values are in a granule. */
+template <typename Row>
+static __device__ __forceinline__ uint32_t
+find_small_values(uint32_t rows, const lane_place &me)
+{
+    const uint32_t from = rows + 2 * me.column * Row::PITCH;
+    return has_small_rope<Row>(me) ? from + Row::ROPE_OFFSET + 64 * (me.warp - 2) + 8 * me.row
+                                   : from + 128 * me.group + 32 * me.warp + 4 * me.row;
+}
+
+/* Of RoPE values, loads the first two of the lane's four dimensions. */
 template <typename Shape>
 static __device__ __forceinline__ void
 load_small_values(const small_memory<Shape> *shared, int granule, const lane_place &me,
                   small_values *values)
 {
-    const uint32_t from = ptx_shared_address(shared->rows[granule]) +
-                          2 * me.column * FP8_ROW_BYTES + 128 * me.group + 32 * me.warp +
-                          4 * me.row;
+    typedef typename Shape::Row Row;
+    const uint32_t from = find_small_values<Row>(ptx_shared_address(shared->rows[granule]), me);
+    const int tile = Row::NUM_SCALES == 8 ? 2 * me.group + me.warp / 2 : me.group;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        values->raw[i] = ptx_load_shared_4(from + (i % 2 + 8 * (i / 2)) * FP8_ROW_BYTES);
+        values->raw[i] = ptx_load_shared_4(from + (i % 2 + 8 * (i / 2)) * Row::PITCH);
     }
-    ptx_load_shared_8(ptx_shared_address(shared->scales[granule]) + me.group * (GRANULE_KEYS * 2) +
+    ptx_load_shared_8(ptx_shared_address(shared->scales[granule]) + tile * (GRANULE_KEYS * 2) +
                           8 * me.column,
                       values->scale);
+}
+
+/* RoPE values -> A of two products; the lane's other two dimensions are loaded only here. */
+template <typename Shape>
+static __device__ __forceinline__ void
+pair_small_rope(const small_memory<Shape> *shared, int granule, const lane_place &me,
+                const small_values &values, uint32_t a[8])
+{
+    typedef typename Shape::Row Row;
+    const uint32_t from = find_small_values<Row>(ptx_shared_address(shared->rows[granule]), me) + 4;
+    uint32_t rest[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        rest[i] = ptx_load_shared_4(from + (i % 2 + 8 * (i / 2)) * Row::PITCH);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint32_t *const words = i < 2 ? values.raw : rest;
+        a[2 * i] = __byte_perm(words[i % 2 * 2], words[i % 2 * 2 + 1], 0x5410);
+        a[2 * i + 1] = __byte_perm(words[i % 2 * 2], words[i % 2 * 2 + 1], 0x7632);
+    }
 }
 
 /* Values -> A of two products. Rows of product b are dimensions 2b and 2b + 1 of every four. */
@@ -282,7 +380,11 @@ add_four_granules(const small_memory<Shape> *shared, int first, const lane_place
         for (int j = 0; j < 4; j++) {
             ptx_pin(&values->raw[j]);
         }
-        convert_small_values(*values, a);
+        if (has_small_rope<typename Shape::Row>(me)) {
+            pair_small_rope(shared, first + i, me, *values, a);
+        } else {
+            convert_small_values(*values, a);
+        }
         load_small_values(shared, min(first + i + 2, SMALL_GRANULES - 1), me, values);
         const uint64_t b = probs + (first + i) * (GRANULE_KEYS * Shape::PROB_BYTES >> 4);
         wgmma_fence();
