@@ -62,7 +62,7 @@
  *              weights. Masked rows are zeros, and their weights of 1 are subtracted from the sums.
  *              fp8_v4: scales are powers of two, so a value times scale / E is exact unless it is
  *              subnormal in f16. A RoPE part is also a value. Its bf16 are divided by E and kept as
- *              f16 (keep_rope); a work is lost where one is 2^16 E or more. Scores use them as bf16.
+ *              f16 (keep_rope); a work is lost where one is 2^16 E or more. Scores take the bf16.
  *              NaN in a key makes all results NaN, a score of +inf those of its head. A head whose
  *              q is not finite has NaN results and no influence on other heads. A work is lost and
  *              done again where scales are above 146 E, E above 2^3, scores 2^11 or more, heads

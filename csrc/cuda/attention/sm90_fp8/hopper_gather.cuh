@@ -13,8 +13,8 @@ typedef struct key_offset {
     uint32_t back; /* in split pages: how many bytes of scales lag behind rows (find_scales) */
 } key_offset;
 
-/* Finds the key of an index. Slot 0 begins at `bias`. Arithmetic is modulo 2^32, because strides may
- * be negative. */
+/* Finds the key of an index. Slot 0 begins at `bias`. Arithmetic is modulo 2^32, because strides
+ * may be negative. */
 template <typename Row>
 static __device__ __forceinline__ key_offset
 find_key_offset(const attention_launch &launch, uint32_t bias, int list, int32_t token,
@@ -85,8 +85,8 @@ clear_rows(uint32_t to, uint32_t is_key)
 }
 
 /* Copies the scales of the warp's four keys of a granule, which lie in split pages, behind their
- * rows. Each of the lanes from first_lane on copies those of its own key. `to` is the address of the
- * warp's four rows. */
+ * rows. Each of the lanes from first_lane on copies those of its own key. `to` is the address of
+ * the warp's four rows. */
 template <typename Row>
 static __device__ __forceinline__ void
 copy_scales(const smla_kv_view &kv, const uint8_t *from, const key_offset &key, int first_lane,

@@ -13,7 +13,7 @@ enum { SHORT_STEPS = 8 };
 
 /* ---- Consumers: scores --------------------------------------------------------------------- */
 
-/* Where the scales of a granule's keys `row` and row + 8 for scale tile `tile` of the values are. */
+/* Where a granule has the scales of its keys `row` and row + 8 for scale tile `tile`. */
 template <typename Shape>
 static __device__ __forceinline__ uint32_t
 find_scale_pair(uint32_t granule, int tile, int row)

@@ -41,8 +41,8 @@
  *              where that might be felt, with scales above 2^9, the work is lost. A NaN among
  *              scales or bytes makes its score NaN, and so all results. Partial rows are means of
  *              values in f16, relative to the largest scale. They are off by 2^-11, or where they
- *              are small by 2^-25 of the unit. RoPE values of fp8_v4 become f16 relative to the unit
- *              once it is known (keep_small_rope). A work with one key is lost, too, because the
+ *              are small by 2^-25 of the unit. RoPE values of fp8_v4 become f16 in this unit once
+ *              it is known (keep_small_rope). A work with one key is lost, too, because the
  *              portable code gives its value as it is.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       as attention_sm90.cu; split-KV decoding (Flash-Decoding)

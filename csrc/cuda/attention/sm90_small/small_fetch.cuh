@@ -360,8 +360,8 @@ find_query_exponent(const small_memory<Shape> *shared, int lane,
 }
 
 /* Stores the query times its power of two: the NoPE part as f16, the RoPE part as bf16. Of keys
- * whose RoPE part is a value, the last 128 dimensions are a tile of each: column c has 16 neighbours
- * of the NoPE part if c is 0 or 1. */
+ * whose RoPE part is a value, the last 128 dimensions are a tile of each part: columns 0 and 1 have
+ * NoPE values. */
 template <typename Shape>
 static __device__ __forceinline__ void
 store_values(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,
