@@ -140,7 +140,7 @@ template <int PIECE, typename Keys, bool ALIGNED>
 static __device__ __forceinline__ void
 copy_piece(const bf16_gather &state, int block, const uint8_t *row, int first_lane)
 {
-#pragma unroll(ALIGNED ? ROW_FLIGHTS : 1)
+#pragma unroll
     for (int flight = 0; flight < ROW_FLIGHTS / Keys::TWINS; flight++) {
         const uint8_t *const from =
             row_of_lane(row, first_lane + flight * FLIGHT_ROWS + gather_lane() / 8);
