@@ -5,9 +5,6 @@
  * forwards of the step. Arrays that the object hands out view its persistent buffers and keep it
  * alive. On a device they carry the build's event. sparse_mla/backend/ is its public interface.
  */
-#include <stdlib.h>
-#include <string.h>
-
 #include "python/step_object.h"
 
 typedef struct smla_py_builder {
@@ -24,31 +21,10 @@ typedef struct smla_py_builder {
 /* ---- Create -------------------------------------------------------------------------------- */
 
 static int
-parse_path(const char *op, PyObject *object, int32_t *path)
-{
-    *path = SMLA_PATH_AUTO;
-    if (object == Py_None) {
-        return 0;
-    }
-    const char *text = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, NULL) : "";
-    if (text == NULL) {
-        return -1;
-    }
-    for (int32_t i = SMLA_PATH_MIXED; smla_path_name((smla_path)i) != NULL; i++) {
-        if (strcmp(text, smla_path_name((smla_path)i)) == 0) {
-            *path = i;
-            return 0;
-        }
-    }
-    PyErr_Format(PyExc_ValueError,
-                 "%s: `path` must be None, \"mixed\", \"separate\", \"bf16\" or \"direct\", got %R",
-                 op, object);
-    return -1;
-}
-
-static int
 parse_config(const char *op, PyObject *args, smla_builder_config *config)
 {
+    static const smla_path paths[] = {SMLA_PATH_MIXED, SMLA_PATH_SEPARATE, SMLA_PATH_BF16,
+                                      SMLA_PATH_DIRECT, SMLA_PATH_AUTO};
     const struct {
         const char *name;
         int64_t *value;
@@ -74,7 +50,8 @@ parse_config(const char *op, PyObject *args, smla_builder_config *config)
     }
     if (smla_py_parse_kv_format(op, "kv_cache_dtype", PyTuple_GetItem(args, NUM_SIZES),
                                 &config->kv_format) < 0 ||
-        parse_path(op, PyTuple_GetItem(args, NUM_SIZES + 1), &config->path) < 0) {
+        smla_py_parse_path(op, PyTuple_GetItem(args, NUM_SIZES + 1), paths,
+                           "\"mixed\", \"separate\", \"bf16\" or \"direct\"", &config->path) < 0) {
         return -1;
     }
     return smla_py_parse_device(op, "device", PyTuple_GetItem(args, NUM_SIZES + 2),
@@ -102,13 +79,8 @@ builder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     smla_error error;
     smla_status status = SMLA_OK;
     PyObject *workspace = PyTuple_GetItem(args, PyTuple_Size(args) - 1);
-    int result = smla_py_acquire(PyType_GetModuleState(type), op, "workspace",
-                                 SMLA_PY_RETAINED_OUTPUT, workspace, &builder->workspace);
-    if (result == 0) {
-        smla_py_stream stream = {.backend = NULL};
-        result =
-            smla_py_settle_arrays(PyType_GetModuleState(type), op, &builder->workspace, 1, &stream);
-    }
+    int result =
+        smla_py_take_workspace(PyType_GetModuleState(type), op, workspace, &builder->workspace);
     if (result == 0) {
         config.workspace = smla_py_view(&builder->workspace);
         Py_BEGIN_ALLOW_THREADS
@@ -231,31 +203,24 @@ builder_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
     static const char op[] = "MetadataBuilder.build";
     smla_py_builder *builder = (smla_py_builder *)self;
-    const smla_py_state *state = smla_py_type_state(self);
-    smla_build_args a = {.struct_size = sizeof a};
-    smla_py_stream stream = {.is_given = false};
-    int32_t *query_start_loc = NULL;
-    int32_t *seq_lens = NULL;
-    int64_t num_starts = 0;
-    int64_t num_lens = 0;
+    smla_py_batch batch;
     if (smla_py_check_count(op, num_args, 5) < 0 ||
         smla_py_enter_builder(&builder->is_busy, op) < 0) {
         return NULL;
     }
     PyObject *step = NULL;
-    if (smla_py_parse_int(op, "num_reqs", args[3], &a.num_reqs) == 0 &&
-        smla_py_parse_int(op, "num_actual_tokens", args[4], &a.num_actual_tokens) == 0 &&
-        smla_py_host_ints(state, op, "query_start_loc_cpu", args[0], &query_start_loc,
-                          &num_starts) == 0 &&
-        smla_py_host_ints(state, op, "seq_lens_cpu", args[1], &seq_lens, &num_lens) == 0 &&
-        smla_py_check_num_reqs(op, "query_start_loc_cpu", a.num_reqs, num_starts - 1) == 0 &&
-        smla_py_check_num_reqs(op, "seq_lens_cpu", a.num_reqs, num_lens) == 0) {
-        a.query_start_loc_cpu = query_start_loc;
-        a.seq_lens_cpu = seq_lens;
+    if (smla_py_read_batch(smla_py_type_state(self), op, args, args + 3, &batch) == 0) {
+        smla_build_args a = {
+            .struct_size = sizeof a,
+            .query_start_loc_cpu = batch.query_start_loc,
+            .seq_lens_cpu = batch.seq_lens,
+            .num_reqs = batch.num_reqs,
+            .num_actual_tokens = batch.num_actual_tokens,
+        };
+        smla_py_stream stream = {.is_given = false};
         step = build_step(builder, op, &a, &stream, args[2]);
     }
-    free(query_start_loc);
-    free(seq_lens);
+    smla_py_free_batch(&batch);
     smla_py_leave_builder(&builder->is_busy);
     return step;
 }
@@ -313,12 +278,7 @@ builder_forward(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
         return NULL;
     }
     PyObject *results = NULL;
-    if (generation != builder->generation) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s: `metadata` must come from its builder's latest build (number %lld), got "
-                     "that of build %lld",
-                     op, (long long)builder->generation, (long long)generation);
-    } else {
+    if (smla_py_check_generation(op, builder->generation, generation) == 0) {
         int status = smla_py_add_query(&call, args[0]);
         for (int i = 0; status == 0 && i < SMLA_PY_COUNT(arrays); i++) {
             status = smla_py_add(&call, arrays[i].name, arrays[i].role, args[1 + i]);

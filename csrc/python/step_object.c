@@ -1,6 +1,7 @@
 /* step_object.c: what the Python objects of the metadata builders share. */
 #include "python/step_object.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 int
@@ -34,17 +35,95 @@ smla_py_view_buffer(PyObject *owner, DLDevice device, PyObject *event, DLDataTyp
                : smla_py_tensor_view(smla_py_type_state(owner), owner, &view, event, true);
 }
 
+/* ---- Arguments ----------------------------------------------------------------------------- */
+
 int
-smla_py_check_num_reqs(const char *op, const char *name, int64_t wanted, int64_t got)
+smla_py_parse_path(const char *op, PyObject *object, const smla_path *paths, const char *choices,
+                   int32_t *path)
 {
-    if (wanted == got) {
+    *path = SMLA_PATH_AUTO;
+    if (object == Py_None) {
+        return 0;
+    }
+    const char *text = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, NULL) : "";
+    if (text == NULL) {
+        return -1;
+    }
+    for (int i = 0; paths[i] != SMLA_PATH_AUTO; i++) {
+        if (strcmp(text, smla_path_name(paths[i])) == 0) {
+            *path = paths[i];
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "%s: `path` must be None, %s, got %R", op, choices, object);
+    return -1;
+}
+
+int
+smla_py_take_workspace(const smla_py_state *state, const char *op, PyObject *object,
+                       smla_py_array *workspace)
+{
+    smla_py_stream stream = {.backend = NULL};
+    if (smla_py_acquire(state, op, "workspace", SMLA_PY_RETAINED_OUTPUT, object, workspace) < 0) {
+        return -1;
+    }
+    return smla_py_settle_arrays(state, op, workspace, 1, &stream);
+}
+
+/* Reads a host array that has `num_more` entries more than the batch has requests. */
+static int
+read_host_array(const smla_py_state *state, const char *op, const char *name, PyObject *object,
+                int64_t num_reqs, int64_t num_more, int32_t **values)
+{
+    int64_t count = 0;
+    if (smla_py_host_ints(state, op, name, object, values, &count) < 0) {
+        return -1;
+    }
+    if (count - num_more == num_reqs) {
         return 0;
     }
     PyErr_Format(PyExc_ValueError,
                  "%s: `%s` must be of the %lld requests of `num_reqs`, got those of %lld", op, name,
-                 (long long)wanted, (long long)got);
+                 (long long)num_reqs, (long long)(count - num_more));
     return -1;
 }
+
+int
+smla_py_read_batch(const smla_py_state *state, const char *op, PyObject *const arrays[2],
+                   PyObject *const counts[2], smla_py_batch *batch)
+{
+    *batch = (smla_py_batch){.num_reqs = 0};
+    if (smla_py_parse_int(op, "num_reqs", counts[0], &batch->num_reqs) < 0 ||
+        smla_py_parse_int(op, "num_actual_tokens", counts[1], &batch->num_actual_tokens) < 0 ||
+        read_host_array(state, op, "query_start_loc_cpu", arrays[0], batch->num_reqs, 1,
+                        &batch->query_start_loc) < 0) {
+        return -1;
+    }
+    return read_host_array(state, op, "seq_lens_cpu", arrays[1], batch->num_reqs, 0,
+                           &batch->seq_lens);
+}
+
+void
+smla_py_free_batch(smla_py_batch *batch)
+{
+    free(batch->query_start_loc);
+    free(batch->seq_lens);
+}
+
+int
+smla_py_check_generation(const char *op, int64_t latest, int64_t generation)
+{
+    if (generation == latest) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "%s: `metadata` must come from its builder's latest build (number %lld), got that "
+                 "of build %lld",
+                 op, (long long)latest, (long long)generation);
+    return -1;
+}
+
+/* ---- Steps --------------------------------------------------------------------------------- */
 
 int
 smla_py_replace_step(const smla_py_state *state, const char *op, smla_py_array *former,

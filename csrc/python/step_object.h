@@ -1,5 +1,6 @@
-/* step_object.h: what the Python objects of the metadata builders share: a lock, the arrays that a
- * step holds, views of persistent buffers, and results of which a call writes the first rows.
+/* step_object.h: what the Python objects of the metadata builders share: a lock, their arguments,
+ * the arrays that a step holds, views of persistent buffers, and results of which a call writes the
+ * first rows.
  */
 #pragma once
 
@@ -24,8 +25,32 @@ smla_py_leave_builder(atomic_flag *is_busy)
 PyObject *smla_py_view_buffer(PyObject *owner, DLDevice device, PyObject *event, DLDataType dtype,
                               const void *data, int ndim, const int64_t *shape, int64_t row_stride);
 
-/* Checks that a host array is of as many requests as the batch. */
-int smla_py_check_num_reqs(const char *op, const char *name, int64_t wanted, int64_t got);
+/* Reads path=: None, or the name of one of `paths`, which ends with SMLA_PATH_AUTO. `choices` lists
+ * the names for the error text. */
+int smla_py_parse_path(const char *op, PyObject *object, const smla_path *paths,
+                       const char *choices, int32_t *path);
+
+/* Acquires workspace=, which a builder holds as long as it lives. */
+int smla_py_take_workspace(const smla_py_state *state, const char *op, PyObject *object,
+                           smla_py_array *workspace);
+
+/* A batch that the caller gave, with copies of its host arrays. */
+typedef struct smla_py_batch {
+    int32_t *query_start_loc;
+    int32_t *seq_lens;
+    int64_t num_reqs;
+    int64_t num_actual_tokens;
+} smla_py_batch;
+
+/* Reads a batch: `arrays` are query_start_loc_cpu and seq_lens_cpu, `counts` are num_reqs and
+ * num_actual_tokens. Its caller then frees it, on success and on failure. */
+int smla_py_read_batch(const smla_py_state *state, const char *op, PyObject *const arrays[2],
+                       PyObject *const counts[2], smla_py_batch *batch);
+
+void smla_py_free_batch(smla_py_batch *batch);
+
+/* Checks that the step of a layer's metadata, build number `generation`, is the latest one. */
+int smla_py_check_generation(const char *op, int64_t latest, int64_t generation);
 
 /* Releases the arrays of the former step once the work submitted so far is over. `event` becomes a
  * new reference to the build's event, or stays NULL where views need none. */

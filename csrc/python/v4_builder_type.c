@@ -4,9 +4,6 @@
  * The object holds the workspace as long as it lives, and slot_mapping and the block tables of a
  * step until the next build. sparse_mla/v4/ is its public interface.
  */
-#include <stdlib.h>
-#include <string.h>
-
 #include "python/step_object.h"
 #include "step/v4_builder.h"
 
@@ -33,28 +30,6 @@ static const DLDataType int32 = {kDLInt, 32, 1};
 static const DLDataType boolean = {kDLBool, 8, 1};
 
 /* ---- Create -------------------------------------------------------------------------------- */
-
-static int
-parse_path(const char *op, PyObject *object, int32_t *path)
-{
-    *path = SMLA_PATH_AUTO;
-    if (object == Py_None) {
-        return 0;
-    }
-    const char *text = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, NULL) : "";
-    if (text == NULL) {
-        return -1;
-    }
-    for (int32_t i = SMLA_PATH_SEPARATE; i <= SMLA_PATH_DIRECT; i++) {
-        if (i != SMLA_PATH_BF16 && strcmp(text, smla_path_name((smla_path)i)) == 0) {
-            *path = i;
-            return 0;
-        }
-    }
-    PyErr_Format(PyExc_ValueError, "%s: `path` must be None, \"direct\" or \"separate\", got %R",
-                 op, object);
-    return -1;
-}
 
 /* Reads a tuple with a number per ratio. */
 static int
@@ -124,6 +99,7 @@ parse_scales(const char *op, PyObject *object, smla_v4_config *config)
 static int
 parse_config(const char *op, PyObject *args, smla_v4_config *config)
 {
+    static const smla_path paths[] = {SMLA_PATH_SEPARATE, SMLA_PATH_DIRECT, SMLA_PATH_AUTO};
     const struct {
         const char *name;
         int64_t *value;
@@ -159,22 +135,11 @@ parse_config(const char *op, PyObject *args, smla_v4_config *config)
                                 &config->kv_format) < 0 ||
         smla_py_parse_kv_format(op, "compressed_kv_cache_dtype", PyTuple_GetItem(args, REST + 3),
                                 &config->compressed_kv_format) < 0 ||
-        parse_path(op, PyTuple_GetItem(args, REST + 4), &config->path) < 0) {
+        smla_py_parse_path(op, PyTuple_GetItem(args, REST + 4), paths, "\"direct\" or \"separate\"",
+                           &config->path) < 0) {
         return -1;
     }
     return smla_py_parse_device(op, "device", PyTuple_GetItem(args, REST + 5), &config->device);
-}
-
-static int
-take_workspace(const smla_py_state *state, const char *op, smla_py_v4_builder *builder,
-               PyObject *workspace)
-{
-    smla_py_stream stream = {.backend = NULL};
-    if (smla_py_acquire(state, op, "workspace", SMLA_PY_RETAINED_OUTPUT, workspace,
-                        &builder->workspace) < 0) {
-        return -1;
-    }
-    return smla_py_settle_arrays(state, op, &builder->workspace, 1, &stream);
 }
 
 static PyObject *
@@ -196,7 +161,8 @@ builder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     atomic_flag_clear(&builder->is_busy);
     builder->device = config.device;
     PyObject *const workspace = PyTuple_GetItem(args, PyTuple_Size(args) - 1);
-    int result = take_workspace(PyType_GetModuleState(type), op, builder, workspace);
+    int result =
+        smla_py_take_workspace(PyType_GetModuleState(type), op, workspace, &builder->workspace);
     if (result == 0) {
         smla_error error;
         smla_status status;
@@ -432,31 +398,24 @@ builder_build(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
     static const char op[] = "MetadataBuilder.build";
     smla_py_v4_builder *builder = (smla_py_v4_builder *)self;
-    const smla_py_state *state = smla_py_type_state(self);
     smla_v4_build_args a = {.stream = NULL};
-    int32_t *query_start_loc = NULL;
-    int32_t *seq_lens = NULL;
-    int64_t num_starts = 0;
-    int64_t num_lens = 0;
+    smla_py_batch batch;
     if (smla_py_check_count(op, num_args, 9) < 0 ||
         smla_py_enter_builder(&builder->is_busy, op) < 0) {
         return NULL;
     }
     PyObject *step = NULL;
-    if (smla_py_parse_int(op, "num_reqs", args[6], &a.batch.num_reqs) == 0 &&
-        smla_py_parse_int(op, "num_actual_tokens", args[7], &a.batch.num_actual_tokens) == 0 &&
-        smla_py_parse_int(op, "max_seq_len", args[8], &a.max_seq_len) == 0 &&
-        smla_py_host_ints(state, op, "query_start_loc_cpu", args[0], &query_start_loc,
-                          &num_starts) == 0 &&
-        smla_py_host_ints(state, op, "seq_lens_cpu", args[1], &seq_lens, &num_lens) == 0 &&
-        smla_py_check_num_reqs(op, "query_start_loc_cpu", a.batch.num_reqs, num_starts - 1) == 0 &&
-        smla_py_check_num_reqs(op, "seq_lens_cpu", a.batch.num_reqs, num_lens) == 0) {
-        a.batch.query_start_loc = query_start_loc;
-        a.batch.seq_lens = seq_lens;
+    if (smla_py_read_batch(smla_py_type_state(self), op, args, args + 6, &batch) == 0 &&
+        smla_py_parse_int(op, "max_seq_len", args[8], &a.max_seq_len) == 0) {
+        a.batch = (smla_batch){
+            .query_start_loc = batch.query_start_loc,
+            .seq_lens = batch.seq_lens,
+            .num_reqs = batch.num_reqs,
+            .num_actual_tokens = batch.num_actual_tokens,
+        };
         step = build_step(builder, op, &a, args + 2);
     }
-    free(query_start_loc);
-    free(seq_lens);
+    smla_py_free_batch(&batch);
     smla_py_leave_builder(&builder->is_busy);
     return step;
 }
@@ -516,12 +475,7 @@ builder_attend(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
         return NULL;
     }
     PyObject *results = NULL;
-    if (generation != builder->generation) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s: `metadata` must come from its builder's latest build (number %lld), got "
-                     "that of build %lld",
-                     op, (long long)builder->generation, (long long)generation);
-    } else {
+    if (smla_py_check_generation(op, builder->generation, generation) == 0) {
         int status = 0;
         for (int i = 0; status == 0 && i < SMLA_PY_COUNT(arrays); i++) {
             status = smla_py_add(&call, arrays[i].name, arrays[i].role, args[i]);
