@@ -60,6 +60,18 @@ smla_require_block_table(smla_checker *c, const DLTensor *tensor)
                                         .hint = "a row of page numbers per request"});
 }
 
+smla_page_table
+smla_page_table_of(const DLTensor *tensor, int64_t block_size)
+{
+    return (smla_page_table){
+        .block_table = smla_data(tensor),
+        .stride_req = smla_stride(tensor, 0),
+        .stride_block = smla_stride(tensor, 1),
+        .num_blocks = tensor == NULL ? 0 : smla_size(tensor, 1),
+        .block_size = block_size,
+    };
+}
+
 /* ---- Indices and attention ----------------------------------------------------------------- */
 
 smla_status

@@ -72,6 +72,9 @@ smla_status smla_require_vector(smla_checker *checker, const char *name, const D
 
 smla_status smla_require_block_table(smla_checker *checker, const DLTensor *tensor);
 
+/* A block table that has been checked, or no table for NULL. */
+smla_page_table smla_page_table_of(const DLTensor *tensor, int64_t block_size);
+
 /* Checks lse or max_logits: fp32 [tokens, heads]. */
 smla_status smla_require_state(smla_checker *checker, const char *name, const DLTensor *tensor,
                                int64_t num_tokens, int64_t num_heads, unsigned flags);

@@ -77,18 +77,6 @@ require_columns(const smla_checker *c, const char *name, const DLTensor *tensor,
     return SMLA_OK;
 }
 
-static smla_page_table
-page_table_of(const DLTensor *tensor, int64_t block_size)
-{
-    return (smla_page_table){
-        .block_table = smla_data(tensor),
-        .stride_req = smla_stride(tensor, 0),
-        .stride_block = smla_stride(tensor, 1),
-        .num_blocks = tensor == NULL ? 0 : smla_size(tensor, 1),
-        .block_size = block_size,
-    };
-}
-
 /* ---- Numbers ------------------------------------------------------------------------------- */
 
 static smla_status
@@ -131,7 +119,7 @@ smla_check_compute_global_topk_indices_and_lens(const smla_topk_slots_args *args
         .topk_indices_stride_token = smla_stride(args->topk_indices, 0),
         .req_id_per_token = smla_data(args->req_id_per_token),
         .req_id_stride = smla_stride(args->req_id_per_token, 0),
-        .pages = page_table_of(args->block_table, args->block_size),
+        .pages = smla_page_table_of(args->block_table, args->block_size),
         .is_valid = smla_data(args->is_valid),
         .is_valid_stride = smla_stride(args->is_valid, 0),
         .out = smla_data(args->out),
@@ -287,9 +275,9 @@ smla_check_build_mixed_sparse_indices(const smla_mixed_indices_args *args,
         .batch = batch,
         .req_id_per_token = smla_data(args->req_id_per_token),
         .req_id_stride = smla_stride(args->req_id_per_token, 0),
-        .swa_pages = page_table_of(args->swa_block_table, args->swa_block_size),
+        .swa_pages = smla_page_table_of(args->swa_block_table, args->swa_block_size),
         .compressed_pages =
-            page_table_of(args->compressed_block_table, args->compressed_block_size),
+            smla_page_table_of(args->compressed_block_table, args->compressed_block_size),
         .decode_swa_indices = smla_data(args->decode_swa_indices),
         .decode_swa_stride_token = smla_stride(args->decode_swa_indices, 0),
         .decode_indices = smla_data(args->decode_compressed_indices),

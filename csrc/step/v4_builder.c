@@ -10,6 +10,7 @@
 #include <stdlib.h>
 
 #include "core/rule.h"
+#include "ops/check.h"
 #include "step/arena.h"
 #include "step/plan.h"
 
@@ -365,18 +366,6 @@ check_step(const smla_v4_builder *b, const smla_v4_build_args *args,
 
 /* ---- Building a step ----------------------------------------------------------------------- */
 
-static smla_page_table
-page_table_of(const DLTensor *tensor, int64_t block_size)
-{
-    return (smla_page_table){
-        .block_table = smla_data(tensor),
-        .stride_req = smla_stride(tensor, 0),
-        .stride_block = smla_stride(tensor, 1),
-        .num_blocks = tensor == NULL ? 0 : smla_size(tensor, 1),
-        .block_size = block_size,
-    };
-}
-
 static smla_step_group
 group_of(const smla_v4_builder *b, const smla_v4_metadata *m, const group_source *source, int i)
 {
@@ -385,8 +374,8 @@ group_of(const smla_v4_builder *b, const smla_v4_metadata *m, const group_source
     const int place = smla_v4_find_ratio(&b->config, ratio);
     return (smla_step_group){
         .ratio = ratio,
-        .pages = page_table_of(source->compressed, b->config.block_size / ratio),
-        .state_pages = page_table_of(source->state, b->config.state_block_sizes[place]),
+        .pages = smla_page_table_of(source->compressed, b->config.block_size / ratio),
+        .state_pages = smla_page_table_of(source->state, b->config.state_block_sizes[place]),
         .width = m->widths[i],
         .slot_mapping = lists->slot_mapping,
         .state_slot_mapping = source->state == NULL ? NULL : lists->state_slot_mapping,
@@ -413,7 +402,7 @@ fill_lists(const smla_v4_builder *b, const smla_v4_build_args *args, const smla_
         .slot_stride = smla_stride(args->slot_mapping, 0),
         .slots_are_int64 = smla_dtype(args->slot_mapping) == SMLA_DTYPE_INT64,
         .window = b->config.window,
-        .swa_pages = page_table_of(args->block_table, b->config.swa_block_size),
+        .swa_pages = smla_page_table_of(args->block_table, b->config.swa_block_size),
         .is_valid = (uint8_t *)b->lists.is_valid,
         .swa_indices = b->lists.swa_indices,
         .swa_lens = b->lists.swa_lens,
