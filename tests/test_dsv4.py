@@ -154,9 +154,12 @@ def test_one_cache_twice():
     assert_right(layer, got)
 
 
+def int32(*values) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
 def test_slots_of_a_mixed_batch():
     """What build_mixed_sparse_indices makes is what this operator takes."""
-    int32 = lambda *x: np.array(x, np.int32)  # noqa: E731
     layer = Layer(T=3, W=3, K=4)
     layer.indices, layer.lengths = sparse_mla.build_mixed_sparse_indices(
         int32([8, 9, -1]), int32([2, -1]), None, int32([0, 1], [1, 0]), int32(0, 1, 3), int32(3, 9),

@@ -211,7 +211,8 @@ def test_strides():
     for q in (head_major, case.q[::-1], case.q[:, ::-1], np.broadcast_to(case.q[:1], (9, 4, 512))):
         for kv in (case.kv[::-1], np.broadcast_to(case.kv[:1], (9, 512))):
             one = Case(9, 4)
-            one.q, one.kv, one.positions, one.slots, one.table = q, kv, positions, slots, wide[:, 3:67]  # noqa: E501  # fmt: skip
+            one.q, one.kv, one.positions = q, kv, positions
+            one.slots, one.table = slots, wide[:, 3:67]
             out = np.zeros((4, 9, 512), ref.BF16).swapaxes(0, 1)
             one.check(q_out=out)
             assert_same_bits(ref.bits16(np.ascontiguousarray(out)), ref.bf16_encode(one.want()))
@@ -341,7 +342,13 @@ def test_bad_arguments():
     bf16 = np.zeros((3, 2, 512), ref.BF16)
     case = Case(3, 2)
     refused(case, "`q_out` must be bfloat16, got uint8", TypeError, q_out=codes)
-    refused(case, "`q_out` must be uint8 or float8_e4m3fn, got bfloat16", TypeError, q_out=bf16, q_scale_inv=1.0)  # noqa: E501  # fmt: skip
+    refused(
+        case,
+        "`q_out` must be uint8 or float8_e4m3fn, got bfloat16",
+        TypeError,
+        q_out=bf16,
+        q_scale_inv=1.0,
+    )
     refused(case, "`q_out` must have shape [any, >= 2, 512], got [3, 1, 512]", q_out=bf16[:, :1])
     refused(case, "`eps` must be finite and at least 0, got -1", eps=-1)
     refused(case, "`kv_scale` must be 1 for format fp8_v4", kv_scale=2.0)
@@ -355,11 +362,25 @@ def test_bad_arguments():
     refused(changed(Case(3, 2), q=bf16[:, :0]), "`q` must have")
     refused(changed(Case(3, 2), kv=wrong[:, 0]), "`kv` must be bfloat16, got float32", TypeError)
     refused(changed(Case(3, 2), kv=bf16[:, 0, :500]), "`kv` must have shape [>= 3, 512]")
-    refused(changed(Case(3, 2), positions=np.zeros(2, np.int64)), "`positions` must have shape [>= 3], got [2]")  # noqa: E501  # fmt: skip
-    refused(changed(Case(3, 2), table=angles().astype(np.float64)), "`cos_sin` must be float32", TypeError)  # noqa: E501  # fmt: skip
+    refused(
+        changed(Case(3, 2), positions=np.zeros(2, np.int64)),
+        "`positions` must have shape [>= 3], got [2]",
+    )
+    refused(
+        changed(Case(3, 2), table=angles().astype(np.float64)),
+        "`cos_sin` must be float32",
+        TypeError,
+    )
     refused(changed(Case(3, 2), table=angles()[:, :32]), "`cos_sin` must have shape [any, 64]")
-    refused(changed(Case(3, 2), slots=np.zeros(4, np.int64)), "`slot_mapping` must have at most an entry per token (3), got 4")  # noqa: E501  # fmt: skip
-    refused(changed(Case(3, 2), slots=np.zeros(3, F32)), "`slot_mapping` must be int32 or int64", TypeError)  # noqa: E501  # fmt: skip
+    refused(
+        changed(Case(3, 2), slots=np.zeros(4, np.int64)),
+        "`slot_mapping` must have at most an entry per token (3), got 4",
+    )
+    refused(
+        changed(Case(3, 2), slots=np.zeros(3, F32)),
+        "`slot_mapping` must be int32 or int64",
+        TypeError,
+    )
     index = Case(3, 2, fmt="fp8_index")
     refused(index, "`cache` must be of a format that this operator takes (")
 
@@ -382,7 +403,9 @@ def test_bad_values_write_nothing(out):
     for slot in (10, 2**40):
         case = Case(9, 2, 4)
         case.slots[2] = slot
-        refused(case, f"`slot_mapping` must be below the 10 slots of `cache`, got {slot}", **options)  # noqa: E501  # fmt: skip
+        refused(
+            case, f"`slot_mapping` must be below the 10 slots of `cache`, got {slot}", **options
+        )
     assert not out or not options["q_out"].view(np.uint16).any()
 
 

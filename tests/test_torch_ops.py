@@ -234,7 +234,9 @@ def test_queries_in_place_or_as_new_codes(place, smla, scale, backend):
     wanted, call = (moved("fused_qnorm_rope_kv_insert", place) for _ in range(2))
     for one in (wanted, call):
         one.kwargs.pop("q_out")
-        one.kwargs["q_scale_inv"] = torch.full_like(one.kwargs["kv_scale"], 2.0) if scale == "tensor" else scale  # noqa: E501  # fmt: skip
+        is_tensor = scale == "tensor"
+        q_scale_inv = torch.full_like(one.kwargs["kv_scale"], 2.0) if is_tensor else scale
+        one.kwargs["q_scale_inv"] = q_scale_inv
     before = call.args["q"].clone()
     want = wanted.run(sparse_mla)
     run = smla.fused_qnorm_rope_kv_insert
