@@ -195,8 +195,9 @@ make_mixed(void)
                                 .lens = ZEROS(int32, 5)}};
 }
 
-static inline any_args
-make_attention(void)
+/* A workspace for the good calls of attention. */
+static inline const DLTensor *
+make_workspace(void)
 {
     const smla_attention_workspace_args shape = {.struct_size = sizeof shape,
                                                  .num_tokens = 3,
@@ -206,6 +207,12 @@ make_attention(void)
                                                  .device = cpu};
     int64_t bytes = 0;
     EXPECT_OK(smla_attention_workspace_size(&shape, &bytes, &error));
+    return ZEROS(uint8, bytes);
+}
+
+static inline any_args
+make_attention(void)
+{
     return (any_args){.attention = {.struct_size = sizeof(smla_sparse_attention_args),
                                     .q = ZEROS(bf16, 3, 2, 512),
                                     .q_pe = ZEROS(bf16, 3, 2, 64),
@@ -219,25 +226,17 @@ make_attention(void)
                                     .out = ZEROS(bf16, 3, 2, 512),
                                     .lse = ZEROS(fp32, 3, 2),
                                     .max_logits = ZEROS(fp32, 3, 2),
-                                    .workspace = ZEROS(uint8, bytes),
+                                    .workspace = make_workspace(),
                                     .softmax_scale = 1.0}};
 }
 
 static inline any_args
 make_dsv4(void)
 {
-    const smla_attention_workspace_args shape = {.struct_size = sizeof shape,
-                                                 .num_tokens = 3,
-                                                 .num_heads = 2,
-                                                 .topk = 5,
-                                                 .extra_topk = 4,
-                                                 .device = cpu};
-    int64_t bytes = 0;
-    EXPECT_OK(smla_attention_workspace_size(&shape, &bytes, &error));
     return (any_args){.dsv4 = {.struct_size = sizeof(smla_sparse_mla_dsv4_args),
                                .query = ZEROS(bf16, 3, 2, 512),
                                .swa_kv_cache = ZEROS(bf16, 2, 4, 512),
-                               .workspace_buffer = ZEROS(uint8, bytes),
+                               .workspace_buffer = make_workspace(),
                                .sparse_indices = ZEROS(int32, 3, 9),
                                .compressed_kv_cache = ZEROS(bf16, 3, 4, 512),
                                .sparse_topk_lens = ZEROS(int32, 3),
