@@ -6,6 +6,16 @@
 #include "core/rule.h"
 #include "step/plan.h"
 
+smla_status
+smla_check_config_counts(const char *op, const smla_config_count *counts, size_t num_counts,
+                         smla_error *error)
+{
+    for (size_t i = 0; i < num_counts; i++) {
+        SMLA_TRY(smla_require_count(op, counts[i].name, counts[i].value, 1, counts[i].most, error));
+    }
+    return SMLA_OK;
+}
+
 static smla_status
 check_counts(const char *op, const smla_batch_limits *limits, const smla_batch *batch,
              smla_error *error)

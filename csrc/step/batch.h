@@ -1,5 +1,5 @@
-/* batch.h: the batch of a step as a scheduler gives it, and the rules that every builder has for
- * it. Defined in batch.c. */
+/* batch.h: the batch of a step as a scheduler gives it, and the rules that every builder has for it
+ * and for the counts of a config. Defined in batch.c. */
 #pragma once
 
 #include "core/backend.h"
@@ -19,6 +19,16 @@ typedef struct smla_batch {
     int64_t num_reqs;
     int64_t num_actual_tokens; /* padding behind the last query included */
 } smla_batch;
+
+/* A count of a builder's config, which must be 1 to `most`. */
+typedef struct smla_config_count {
+    const char *name;
+    int64_t value;
+    int64_t most;
+} smla_config_count;
+
+smla_status smla_check_config_counts(const char *op, const smla_config_count *counts,
+                                     size_t num_counts, smla_error *error);
 
 /* Checks the counts, query_start_loc and seq_lens of a batch. */
 smla_status smla_check_batch(const char *op, const smla_batch_limits *limits,

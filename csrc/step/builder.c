@@ -25,11 +25,7 @@ static const char build_op[] = "MetadataBuilder.build";
 static smla_status
 check_config_counts(const smla_builder_config *config, smla_error *error)
 {
-    const struct {
-        const char *name;
-        int64_t value;
-        int64_t most;
-    } counts[] = {
+    const smla_config_count counts[] = {
         {"num_heads", config->num_heads, SMLA_MAX_HEADS},
         {"block_size", config->block_size, INT32_MAX},
         {"topk_tokens", config->topk_tokens, INT32_MAX},
@@ -41,11 +37,7 @@ check_config_counts(const smla_builder_config *config, smla_error *error)
         /* Row numbers of the workspace are int32. */
         {"prefill_workspace_tokens", config->prefill_workspace_tokens, INT32_MAX},
     };
-    for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
-        SMLA_TRY(smla_require_count(create_op, counts[i].name, counts[i].value, 1, counts[i].most,
-                                    error));
-    }
-    return SMLA_OK;
+    return smla_check_config_counts(create_op, counts, sizeof counts / sizeof counts[0], error);
 }
 
 /* Chooses the path that serves every batch of this configuration. If the config leaves the path

@@ -14,11 +14,7 @@ static const char op[] = "MetadataBuilder";
 static smla_status
 check_counts(const smla_v4_config *config, smla_error *error)
 {
-    const struct {
-        const char *name;
-        int64_t value;
-        int64_t most;
-    } counts[] = {
+    const smla_config_count counts[] = {
         {"num_heads", config->num_heads, SMLA_MAX_HEADS},
         {"window", config->window, INT32_MAX / 2},
         {"topk_tokens", config->topk_tokens, INT32_MAX / 2},
@@ -30,9 +26,7 @@ check_counts(const smla_v4_config *config, smla_error *error)
         {"decode_threshold", config->decode_threshold, INT32_MAX},
         {"prefill_chunk_size", config->prefill_chunk_size, INT32_MAX},
     };
-    for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
-        SMLA_TRY(smla_require_count(op, counts[i].name, counts[i].value, 1, counts[i].most, error));
-    }
+    SMLA_TRY(smla_check_config_counts(op, counts, sizeof counts / sizeof counts[0], error));
     return smla_require_count(op, "num_ratios", config->num_ratios, 0, SMLA_V4_MAX_RATIOS, error);
 }
 
