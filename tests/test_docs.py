@@ -68,8 +68,14 @@ class Public(typing.NamedTuple):
         return entries
 
 
+def members_of(cls: type) -> dict[str, typing.Any]:
+    """What the class has of its own, and what it inherits from classes of this package."""
+    ours = [x for x in reversed(cls.__mro__) if x is cls or x.__module__.startswith("sparse_mla")]
+    return {key: value for x in ours for key, value in vars(x).items()}
+
+
 def public_members(owner: type, name: str) -> Iterator[Public]:
-    for key, value in vars(owner).items():
+    for key, value in members_of(owner).items():
         is_shown = inspect.isroutine(value) or inspect.isdatadescriptor(value)
         if is_shown and not key.startswith("_"):
             yield Public(f"{name}.{key}", getattr(value, "__func__", value), owner)
@@ -155,7 +161,7 @@ def test_parameters_are_those_of_the_signature(public):
 
 def attributes_of(cls: type) -> list[str]:
     fields = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
-    return [*fields, *vars(cls), *getattr(cls, "__annotations__", ())]
+    return [*fields, *members_of(cls), *getattr(cls, "__annotations__", ())]
 
 
 @each(CALLABLE)

@@ -389,6 +389,10 @@ def test_page_bytes_are_the_contract_s():
 def test_backend_facts():
     backend = v4.Backend
     assert backend.name == "SPARSE_MLA_V4"
+    assert backend.is_mla
+    assert backend.is_sparse
+    assert backend.supported_head_sizes == [512]
+    assert not backend.supports_compute_capability(7, 5)
     assert backend.get_kv_cache_shape(5, 256, compress_ratio=128) == (5, 2, 584)
     shape = backend.get_kv_cache_shape(5, 256, 1, 128, "fp8_index", compress_ratio=4)
     assert shape == (5, 64, 132)

@@ -10,40 +10,11 @@ from sparse_mla.backend.config import HEAD_SIZE, KV_CACHE_DTYPES
 from sparse_mla.backend.layer import SparseMLA
 
 
-class Backend:
-    """The facts that an engine asks a backend for before it makes one.
+class CommonFacts:
+    """The facts that hold for the backend of any model."""
 
-    Attributes
-    ----------
-    name : str
-        "SPARSE_MLA".
-    supported_dtypes, supported_kv_cache_dtypes : list of str
-        The dtypes of queries and results, and the values of `Config.kv_cache_dtype`.
-    supported_kernel_block_sizes : str
-        Tokens per page: "any".
-    supported_head_sizes : list of int
-        576 values of a key: 512 without RoPE and 64 with it.
-    is_mla, is_sparse : bool
-        True.
-    accept_output_buffer : bool
-        True: `SparseMLA.forward` takes `out`.
-    cudagraph_support : str
-        "UNIFORM_BATCH": decodes of one query length can be captured.
-
-    Source: vLLM's AttentionBackend and its FlashMLASparseBackend.
-
-    Examples
-    --------
-    >>> import sparse_mla
-    >>> sparse_mla.Backend.name, sparse_mla.Backend.supported_kv_cache_dtypes
-    ('SPARSE_MLA', ['auto', 'bfloat16', 'fp8_ds_mla'])
-    """
-
-    name: ClassVar[str] = "SPARSE_MLA"
     supported_dtypes: ClassVar[list[str]] = ["bfloat16"]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
     supported_kernel_block_sizes: ClassVar[str] = "any"
-    supported_head_sizes: ClassVar[list[int]] = [HEAD_SIZE]
     is_mla: ClassVar[bool] = True
     is_sparse: ClassVar[bool] = True
     accept_output_buffer: ClassVar[bool] = True
@@ -76,6 +47,40 @@ class Backend:
         """
         has_cuda = not _C.build_info()["cuda"].startswith("none")
         return has_cuda and (major, minor) >= (8, 0)
+
+
+class Backend(CommonFacts):
+    """The facts that an engine asks a backend for before it makes one.
+
+    Attributes
+    ----------
+    name : str
+        "SPARSE_MLA".
+    supported_dtypes, supported_kv_cache_dtypes : list of str
+        The dtypes of queries and results, and the values of `Config.kv_cache_dtype`.
+    supported_kernel_block_sizes : str
+        Tokens per page: "any".
+    supported_head_sizes : list of int
+        576 values of a key: 512 without RoPE and 64 with it.
+    is_mla, is_sparse : bool
+        True.
+    accept_output_buffer : bool
+        True: `SparseMLA.forward` takes `out`.
+    cudagraph_support : str
+        "UNIFORM_BATCH": decodes of one query length can be captured.
+
+    Source: vLLM's AttentionBackend and its FlashMLASparseBackend.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.Backend.name, sparse_mla.Backend.supported_kv_cache_dtypes
+    ('SPARSE_MLA', ['auto', 'bfloat16', 'fp8_ds_mla'])
+    """
+
+    name: ClassVar[str] = "SPARSE_MLA"
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
+    supported_head_sizes: ClassVar[list[int]] = [HEAD_SIZE]
 
     @staticmethod
     def get_kv_cache_shape(

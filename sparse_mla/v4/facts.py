@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from sparse_mla import _C
-from sparse_mla.backend import facts
+from sparse_mla.backend.facts import CommonFacts
 from sparse_mla.v4.builder import MetadataBuilder
 from sparse_mla.v4.config import (
     COMPRESSED_DTYPES,
@@ -41,7 +41,7 @@ def _rows_per_page(op: str, block_size: int, compress_ratio: int) -> int:
     return block_size // ratio
 
 
-class Backend:
+class Backend(CommonFacts):
     """The facts that an engine asks a backend for before it makes one.
 
     Attributes
@@ -71,40 +71,8 @@ class Backend:
     """
 
     name: ClassVar[str] = "SPARSE_MLA_V4"
-    supported_dtypes: ClassVar[list[str]] = ["bfloat16"]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [*SYNONYMS, *KV_CACHE_DTYPES]
-    supported_kernel_block_sizes: ClassVar[str] = "any"
     supported_head_sizes: ClassVar[list[int]] = [HEAD_SIZE]
-    is_mla: ClassVar[bool] = True
-    is_sparse: ClassVar[bool] = True
-    accept_output_buffer: ClassVar[bool] = True
-    cudagraph_support: ClassVar[str] = "UNIFORM_BATCH"
-
-    @staticmethod
-    def supports_compute_capability(major: int, minor: int) -> bool:
-        """Whether GPUs of this compute capability are served.
-
-        Parameters
-        ----------
-        major, minor : int
-            9 and 0 for Hopper.
-
-        Returns
-        -------
-        bool, as `sparse_mla.Backend.supports_compute_capability` says.
-
-        Raises
-        ------
-        TypeError
-            An argument that does not compare with a number.
-
-        Examples
-        --------
-        >>> import sparse_mla
-        >>> sparse_mla.v4.Backend.supports_compute_capability(7, 5)
-        False
-        """
-        return facts.Backend.supports_compute_capability(major, minor)
 
     @staticmethod
     def get_kv_cache_shape(
