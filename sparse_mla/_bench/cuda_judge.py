@@ -40,10 +40,14 @@ def has_nan_where_due(inputs: Inputs, result: Array) -> bool:
 
 def pick_tokens(inputs: Inputs) -> list[int]:
     """The first token, the last, some between them, and some of the notable ones."""
-    last = len(inputs.q) - 1
-    tokens = {last * i // (NUM_JUDGED_TOKENS - 1) for i in range(NUM_JUDGED_TOKENS)}
-    tokens |= set(inputs.notable[:NUM_NOTABLE_TOKENS])
+    tokens = spread_tokens(len(inputs.q)) | set(inputs.notable[:NUM_NOTABLE_TOKENS])
     return sorted(tokens - {inputs.nan_token})
+
+
+def spread_tokens(num_tokens: int) -> set[int]:
+    """The first token, the last, and some between them."""
+    steps = NUM_JUDGED_TOKENS - 1
+    return {(num_tokens - 1) * i // steps for i in range(NUM_JUDGED_TOKENS)}
 
 
 def exact_keys(rows: Array) -> Array:

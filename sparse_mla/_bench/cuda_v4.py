@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import sparse_mla
-from sparse_mla._bench.cuda_judge import judge_token
+from sparse_mla._bench.cuda_judge import judge_token, spread_tokens
 from sparse_mla._bench.cuda_sides import show_ratio, show_us
 from sparse_mla._bench.cuda_timing import (
     DEVICE,
@@ -25,7 +25,6 @@ from sparse_mla._bench.timing import Table
 WINDOW, BLOCK_SIZE, ROW_BYTES, DIM = 128, 64, 584, 512
 PAGE_UNIT = 576  # FlashMLA wants pages of a multiple of it
 PAGES = (2048, 4096)  # of the window's cache and of the compressed one
-JUDGED_TOKENS = 4
 DECODE = ((64, 512), (128, 1024))  # heads, chosen rows: V4-Flash and V4-Pro
 BATCHES = ((2, 1), (16, 1), (64, 1), (64, 2), (128, 1), (128, 2))
 PREFILL_TOKENS = 4096
@@ -126,9 +125,9 @@ def judge(inputs: Inputs, caches: list[Array], results: tuple[Array, Array]) -> 
     out, lse = results
     if not (out.isfinite().all() and lse.isfinite().all()):
         return math.inf
-    worst, last = 0.0, len(out) - 1
+    worst = 0.0
     rows = [sparse_mla.dequantize_kv_cache(c, dtype="bfloat16").view(-1, DIM) for c in caches]
-    for token in {last * i // (JUDGED_TOKENS - 1) for i in range(JUDGED_TOKENS)}:
+    for token in spread_tokens(len(out)):
         chosen = [(r, x[token]) for r, x in zip(rows, inputs.indices, strict=True)]
         keys = torch.cat([r[x[x >= 0].long()].double() for r, x in chosen])
         given = (inputs.q[token], keys, out[token], lse[token], inputs.scale, inputs.sink)
