@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from sparse_mla import _C
 from sparse_mla.backend._words import ShortRepr, wrong_type
@@ -11,6 +11,49 @@ from sparse_mla.backend.batch import CommonAttentionMetadata
 from sparse_mla.backend.config import Config
 
 Array = Any
+AnyMetadata = TypeVar("AnyMetadata")
+
+# Fields that every builder's step hands over as they are.
+_STEP_FIELDS = (
+    *("path", "num_decodes", "num_prefills", "num_decode_tokens", "num_prefill_tokens"),
+    "req_id_per_token",
+)
+
+
+def check_common(common: CommonAttentionMetadata) -> tuple[int, int, int]:
+    """num_reqs, num_actual_tokens and max_seq_len of what `build` was given."""
+    if not isinstance(common, CommonAttentionMetadata):
+        wanted = "a CommonAttentionMetadata"
+        raise wrong_type("MetadataBuilder.build", "common", wanted, common)
+    # None of these is None any more: CommonAttentionMetadata fills in what its caller left out.
+    sizes = (common.num_reqs, common.num_actual_tokens, common.max_seq_len)
+    return cast(tuple[int, int, int], sizes)
+
+
+def make_metadata(
+    kind: type[AnyMetadata],
+    common: CommonAttentionMetadata,
+    builder: object,
+    step: dict[str, Any],
+    **fields: object,
+) -> AnyMetadata:
+    """Metadata of a step, with what every builder knows of it and these fields."""
+    # A frozen dataclass would set its fields one by one, which takes three times as long.
+    metadata = object.__new__(kind)
+    metadata.__dict__.update(
+        {name: step[name] for name in _STEP_FIELDS},
+        num_reqs=common.num_reqs,
+        num_actual_tokens=common.num_actual_tokens,
+        max_query_len=common.max_query_len,
+        max_seq_len=common.max_seq_len,
+        query_start_loc=common.query_start_loc,
+        slot_mapping=common.slot_mapping,
+        block_table=common.block_table,
+        _builder=builder,
+        _generation=step["generation"],
+        **fields,
+    )
+    return metadata
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -304,12 +347,7 @@ class MetadataBuilder:
         >>> metadata.path, metadata.num_decodes, metadata.prefill.chunks[0].tokens_slice
         ('separate', 1, slice(1, 5, None))
         """
-        if not isinstance(common, CommonAttentionMetadata):
-            wanted = "a CommonAttentionMetadata"
-            raise wrong_type("MetadataBuilder.build", "common", wanted, common)
-        # Neither is None any more: CommonAttentionMetadata fills in what its caller left out.
-        sizes = (common.num_reqs, common.num_actual_tokens)
-        num_reqs, num_actual_tokens = cast(tuple[int, int], sizes)
+        num_reqs, num_actual_tokens, _ = check_common(common)
         shape = getattr(common.slot_mapping, "shape", None)
         if shape is None:
             got = type(common.slot_mapping).__name__
@@ -331,27 +369,13 @@ class MetadataBuilder:
             decode = Decode(step["decode_query_len"], step["decode_num_splits"])
         if step["chunks"]:
             prefill = _make_prefill(step, common.block_table)
-        # A frozen dataclass would set its fields one by one, which takes three times as long.
-        metadata = object.__new__(Metadata)
-        metadata.__dict__.update(
-            path=step["path"],
-            num_reqs=num_reqs,
-            num_actual_tokens=num_actual_tokens,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
-            num_decodes=step["num_decodes"],
-            num_prefills=step["num_prefills"],
-            num_decode_tokens=step["num_decode_tokens"],
-            num_prefill_tokens=step["num_prefill_tokens"],
+        return make_metadata(
+            Metadata,
+            common,
+            self._builder,
+            step,
             block_size=self.config.block_size,
             topk_tokens=self.config.topk_tokens,
-            query_start_loc=common.query_start_loc,
-            slot_mapping=common.slot_mapping,
-            block_table=common.block_table,
-            req_id_per_token=step["req_id_per_token"],
             decode=decode,
             prefill=prefill,
-            _builder=self._builder,
-            _generation=step["generation"],
         )
-        return metadata

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from sparse_mla import _C
 from sparse_mla.backend._words import ShortRepr, wrong_type
 from sparse_mla.backend.batch import CommonAttentionMetadata
+from sparse_mla.backend.builder import check_common, make_metadata
 from sparse_mla.v4.config import INDEXED_RATIO, Config
 
 Array = Any
@@ -219,11 +220,8 @@ class Metadata(ShortRepr):
     _generation: int = field(repr=False)
 
 
-# Fields that a build hands over as they are.
-_STEP_FIELDS = (
-    *("path", "num_decodes", "num_prefills", "num_decode_tokens", "num_prefill_tokens"),
-    *("decode_query_len", "req_id_per_token", "positions", "is_valid", "swa_indices", "swa_lens"),
-)
+# Fields that a build hands over as they are, beside those of every builder.
+_STEP_FIELDS = ("decode_query_len", "positions", "is_valid", "swa_indices", "swa_lens")
 
 
 def _make_prefill(step: dict[str, Any], block_table: Array) -> Prefill:
@@ -375,9 +373,7 @@ class MetadataBuilder:
         >>> layer.slot_mapping.tolist()  # token 383 ends the third group
         [12]
         """
-        if not isinstance(common, CommonAttentionMetadata):
-            wanted = "a CommonAttentionMetadata"
-            raise wrong_type("MetadataBuilder.build", "common", wanted, common)
+        num_reqs, num_actual_tokens, max_seq_len = check_common(common)
         compressed = self._check_tables("compressed", compressed)
         states = self._check_tables("states", states)
         ratios = self.config.compress_ratios
@@ -386,9 +382,6 @@ class MetadataBuilder:
                 f"MetadataBuilder.build: `index` must be None for a config without compress ratio "
                 f"{INDEXED_RATIO}, got ratios {ratios}"
             )
-        # None of these is None any more: CommonAttentionMetadata fills in what was left out.
-        sizes = (common.num_reqs, common.num_actual_tokens, common.max_seq_len)
-        num_reqs, num_actual_tokens, max_seq_len = cast(tuple[int, int, int], sizes)
         step = self._builder.build(
             common.query_start_loc_cpu,
             common.seq_lens_cpu,
@@ -412,26 +405,18 @@ class MetadataBuilder:
             state = states.get(INDEXED_RATIO) if index_states is None else index_states
             index_layer = self._make_layer(INDEXED_RATIO, step["groups"][-1], pages, state)
         has_prefills = step["num_prefills"] > 0
-        # A frozen dataclass would set its fields one by one, which takes three times as long.
-        metadata = object.__new__(Metadata)
-        metadata.__dict__.update(
-            {name: step[name] for name in _STEP_FIELDS},
-            num_reqs=num_reqs,
-            num_actual_tokens=num_actual_tokens,
-            max_query_len=common.max_query_len,
-            max_seq_len=max_seq_len,
+        return make_metadata(
+            Metadata,
+            common,
+            self._builder,
+            step,
+            **{name: step[name] for name in _STEP_FIELDS},
             block_size=self.config.swa_block_size,
             topk_tokens=self.config.topk_tokens,
-            query_start_loc=common.query_start_loc,
-            slot_mapping=common.slot_mapping,
-            block_table=common.block_table,
             layers=layers,
             index=index_layer,
             prefill=_make_prefill(step, common.block_table) if has_prefills else None,
-            _builder=self._builder,
-            _generation=step["generation"],
         )
-        return metadata
 
     def _check_tables(self, name: str, tables: Tables | None) -> Tables:
         if tables is None:
