@@ -239,6 +239,9 @@ class Library:
 
 sparse_mla = package if DEVICE == "cpu" else Library()
 
+# The instruction sets that this machine's CPU has, for SPARSE_MLA_CPU_ISA.
+ISAS = [row["arch"] for row in package.kernels() if row["device"] == "cpu" and row["available"]]
+
 
 def refers_to(metadata, got, x: np.ndarray) -> bool:
     """Whether `got`, an array of `metadata`, lies in the memory of `x` or of its device copy."""

@@ -293,3 +293,26 @@ def random_keys(rng, n: int, width: int) -> np.ndarray:
         chosen = (some > low * 1e-3) & (some < (low + 0.3) * 1e-3)
         bits[chosen] = code
     return bits
+
+
+def random_patterns(rng, n: int, width: int) -> np.ndarray:
+    """Keys as random_keys makes them, and NaN of all payloads, as random bits whose exponents are
+    changed. This is ten times as fast."""
+    bits = rng.integers(0, 2**16, (n, width), np.uint16)
+    tiles = bits.reshape(n, width // 16, 16)
+    # The largest exponent of a tile is any, or near that of 1, and often that of the whole row.
+    shape = (n, width // 16, 1)
+    top = rng.integers(0, 255, shape, np.uint16)
+    top = np.where(rng.random(shape) < 0.5, rng.integers(110, 140, shape, np.uint16), top)
+    top = np.where(rng.random((n, 1, 1)) < 0.5, top[:, :1], top)
+    below = tiles >> 7 & 15
+    tiles &= 0x807F
+    tiles |= (np.maximum(top, below) - below) << 7
+    is_zero = rng.random((n, width // 128, 1)) < 0.03
+    is_zero = is_zero.repeat(8, 1) | (rng.random(shape) < 0.03)
+    tiles &= np.where(is_zero, 0x8000, 0xFFFF).astype(np.uint16)
+    flat = bits.reshape(-1)
+    for kept in (0x807F, 0x8000):  # NaN, then infinities
+        places = rng.integers(0, flat.size, flat.size // 1000)
+        flat[places] = flat[places] & kept | 0x7F80
+    return bits

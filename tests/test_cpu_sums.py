@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import reference as ref
 from helpers import Guarded, assert_same_bits
+from library import ISAS
 
 import sparse_mla
 
 LN_2 = float(np.log(2))  # as softmax_scale it makes q . k the exact logit in the log2 domain
-ISAS = [row["arch"] for row in sparse_mla.kernels() if row["device"] == "cpu" and row["available"]]
 
 
 def exact_keys(logits, values, fmt) -> np.ndarray:

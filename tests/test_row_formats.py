@@ -1,9 +1,12 @@
 """Rows of keys of 512 values and of the indexer's keys: every byte of writers and readers, against
 the reference in row_formats.py and the vectors of docs/formats.md (csrc/cpu/cache, csrc/cuda).
+
+SMLA_RANDOM_ROWS=1000000 sets the number of random rows per format; a GPU gets as many without it.
 """
 
 from __future__ import annotations
 
+import os
 import re
 
 import cases
@@ -13,12 +16,13 @@ import pytest
 import reference as ref
 import row_formats as rows
 from helpers import Guarded, assert_same_bf16, assert_same_bits
-from library import sparse_mla
+from library import ISAS, sparse_mla
 
 FORMATS = list(rows.FORMATS)
 SPLIT = [name for name in FORMATS if rows.FORMATS[name].split]
 LAYOUTS = [(name, layout) for name in FORMATS for layout in rows.layouts_of(name)]
 KV_SCALE = 0.37  # of caches that have one
+RANDOM_ROWS = int(os.environ.get("SMLA_RANDOM_ROWS", 1_000_000 if device.ON_CUDA else 10_000))
 
 
 def writer(name: str):
@@ -216,29 +220,22 @@ def test_write_byte_dtypes(name, dtype):
         check_write(pages, k, np.array([1, 0, 5]))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_many_rows(name):
-    """All kinds of tiles, at once from many threads or warps. On a GPU the CPU's bytes are compared
-    with those of a million rows (library.py), and the reference's with some of them."""
-    count, some = (1_000_000, 20_000) if device.ON_CUDA else (20_000, 20_000)
-    width, block_size = rows.FORMATS[name].width, 64
-    rng = np.random.default_rng(6)
-    bits = rows.random_keys(rng, some, width)
-    keys = np.resize(bits, (count, width))
-    keys[some:] ^= 0x8000  # other keys in rows that only the CPU's are compared with
-    pages = rows.Pages(name, pages=-(-count // block_size), block_size=block_size)
-    slots = rng.permutation(pages.pages * block_size)[:count]
-    write(pages, keys.view(ref.BF16), slots, **scale_of(name))
+def check_many(name: str, bits: np.ndarray, slots: np.ndarray, num_pages: int, some: int) -> None:
+    """Writes and gathers keys. On a GPU library.py compares all bytes with those of the CPU; the
+    reference judges the first `some` keys here."""
+    block_size, scale = 64, scale_of(name)
+    count, width = bits.shape
+    pages = rows.Pages(name, pages=num_pages, block_size=block_size)
+    write(pages, bits.view(ref.BF16), slots, **scale)
     data, scales = pages.get(slots[:some])
-    want = pages.format.encode(bits, KV_SCALE)
+    want = pages.format.encode(bits[:some], KV_SCALE)
     assert_same_bits(data, want[0], f"{name}: data")
     assert_same_bits(scales, want[1], f"{name}: scales")
     out = np.zeros((1, count, width), ref.BF16)
     lens, table = np.array([count], np.int32), np.arange(pages.pages, dtype=np.int32)[None]
     sparse_mla.dequantize_and_gather_k_cache(
-        out, pages.cache, lens, None, table, block_size, 0,
-        kv_format=pages.format.name, **scale_of(name),
-    )  # fmt: skip
+        out, pages.cache, lens, None, table, block_size, 0, kv_format=name, **scale
+    )
     positions = slots[:some][slots[:some] < count]
     got = ref.bits16(out[0][positions])
     values = pages.values(positions, KV_SCALE)
@@ -246,6 +243,32 @@ def test_many_rows(name):
         assert_same_bf16(got, np.where(np.isnan(values), 0x7FC0, ref.bf16_encode(values)), name)
     else:
         assert_same_bf16(got, ref.bf16_encode(values), name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_rows(name):
+    """All kinds of tiles, at once from many threads or warps. On a GPU the reference judges some
+    of the rows."""
+    piece = min(RANDOM_ROWS, 100_000)
+    some = 2_000 if device.ON_CUDA else piece
+    for first in range(0, RANDOM_ROWS, piece):
+        rng = np.random.default_rng([6, first])
+        count = min(piece, RANDOM_ROWS - first)
+        num_pages = -(-count // 64)
+        slots = rng.permutation(num_pages * 64)[:count]
+        bits = rows.random_patterns(rng, count, rows.FORMATS[name].width)
+        check_many(name, bits, slots, num_pages, some)
+
+
+@pytest.mark.skipif(device.ON_CUDA, reason="of the CPU's instruction sets")
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_every_instruction_set(name, isa, monkeypatch):
+    monkeypatch.setenv("SPARSE_MLA_CPU_ISA", isa)
+    rng = np.random.default_rng(7)
+    width, slots = rows.FORMATS[name].width, rng.permutation(2048)[:2000]
+    check_many(name, rows.random_keys(rng, 1000, width), slots[:1000], 32, 1000)
+    check_many(name, rows.random_patterns(rng, 2000, width), slots, 32, 2000)
 
 
 @pytest.mark.parametrize("name", FORMATS)
