@@ -10,6 +10,7 @@
 
 #include "core/dltensor.h"
 #include "core/kv_format.h"
+#include "core/numeric.h"
 #include "sparse_mla.h"
 
 /* Where an operator runs: the device of its arrays, and the caller's stream on it. */
@@ -39,7 +40,7 @@ typedef struct smla_kv_token {
     uint8_t *scales;
 } smla_kv_token;
 
-static inline smla_kv_token
+SMLA_HOST_DEVICE static inline smla_kv_token
 smla_kv_token_at(const smla_kv_view *kv, int64_t page, int64_t offset)
 {
     const int64_t start = page * kv->page_stride_bytes;

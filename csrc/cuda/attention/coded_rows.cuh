@@ -10,27 +10,6 @@
 
 #include "cuda/attention/key_rows.cuh"
 
-/* Where a key and its scales are; `row` is NULL if there is no key. */
-typedef struct coded_place {
-    const uint8_t *row;
-    const uint8_t *scales;
-} coded_place;
-
-static __device__ __forceinline__ coded_place
-place_of_slot(const attention_launch &launch, int list, int32_t slot)
-{
-    const smla_kv_view &kv = launch.params.lists[list].kv;
-    const smla_divisor &block_size = launch.lists[list].block_size;
-    if (slot < 0) {
-        return coded_place{NULL, NULL};
-    }
-    const int64_t page = smla_divide_uint32((uint32_t)slot, block_size);
-    const int64_t offset = slot - page * block_size.divisor;
-    return coded_place{kv.base + page * kv.page_stride_bytes + offset * kv.token_stride_bytes,
-                       kv.scales + page * kv.page_stride_bytes +
-                           offset * kv.scale_token_stride_bytes};
-}
-
 /* ---- A chunk ------------------------------------------------------------------------------- */
 
 /* A chunk as it is in memory: 16, 8 or 4 bytes, and its scale where that is a byte. */
@@ -81,7 +60,7 @@ load_codes(const list_facts &facts, const uint8_t *row, int chunk)
 }
 
 static __device__ __forceinline__ coded_chunk
-load_coded_chunk(const list_facts &facts, const coded_place &key, int chunk)
+load_coded_chunk(const list_facts &facts, const smla_kv_token &key, int chunk)
 {
     coded_chunk coded = load_codes(facts, key.row, chunk);
     if (key.row != NULL && has_inner_scales(facts) && !is_plain_chunk(facts, chunk)) {
@@ -146,7 +125,7 @@ decode_chunk(const list_facts &facts, int chunk, const coded_chunk &coded)
 
 /* The scale of a key that multiplies the sums over scale tile `tile` of 128 values. */
 static __device__ __forceinline__ float
-load_tile_scale(const attention_launch &launch, int list, const coded_place &key, int tile)
+load_tile_scale(const attention_launch &launch, int list, const smla_kv_token &key, int tile)
 {
     const list_facts &facts = launch.lists[list];
     if (key.row == NULL) {
@@ -169,20 +148,21 @@ struct coded_rows {
     uint32_t scale_or_mask;
 };
 
-static __device__ __forceinline__ coded_place
-place_of_lane(const coded_place &key, int lane)
+static __device__ __forceinline__ smla_kv_token
+place_of_lane(const smla_kv_token &key, int lane)
 {
-    return coded_place{row_of_lane(key.row, lane), row_of_lane(key.scales, lane)};
+    return smla_kv_token{(uint8_t *)row_of_lane(key.row, lane),
+                         (uint8_t *)row_of_lane(key.scales, lane)};
 }
 
 /* Starts to load a block's keys. `key` is the lane's own key in the block's window. */
 static __device__ __forceinline__ void
-load_coded_rows(const attention_launch &launch, int list, const coded_place &key, int first_lane,
+load_coded_rows(const attention_launch &launch, int list, const smla_kv_token &key, int first_lane,
                 int lane, coded_rows *rows)
 {
 #pragma unroll
     for (int i = 0; i < WARP_KEYS; i++) {
-        const coded_place from = place_of_lane(key, first_lane + i);
+        const smla_kv_token from = place_of_lane(key, first_lane + i);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             rows->chunks[i][half] =
@@ -190,7 +170,7 @@ load_coded_rows(const attention_launch &launch, int list, const coded_place &key
         }
     }
     const int scaled = has_scale(lane) ? lane / SMLA_NUM_SCALE_TILES : lane % WARP_KEYS;
-    const coded_place from = place_of_lane(key, first_lane + scaled);
+    const smla_kv_token from = place_of_lane(key, first_lane + scaled);
     rows->scale_or_mask =
         has_scale(lane)
             ? smla_float_bits(load_tile_scale(launch, list, from, lane % SMLA_NUM_SCALE_TILES))
@@ -243,7 +223,7 @@ template <int FORMATS> struct key_types {
 
 template <> struct key_types<SMLA_ROWS_512> {
     static constexpr bool CODED = true;
-    typedef coded_place place;
+    typedef smla_kv_token place;
     typedef coded_rows rows;
 };
 

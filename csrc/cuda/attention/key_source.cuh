@@ -188,16 +188,20 @@ slot_of_index(const attention_launch &launch, int list, int32_t token, int32_t i
     return slot < facts.num_slots ? (int32_t)slot : -1;
 }
 
-/* The cache row of a slot; NULL for a negative slot. */
+/* The cache row of a slot and its scales; both are NULL for a negative slot. */
+static __device__ __forceinline__ smla_kv_token
+place_of_slot(const attention_launch &launch, int list, int32_t slot)
+{
+    const smla_divisor &block_size = launch.lists[list].block_size;
+    if (slot < 0) {
+        return smla_kv_token{NULL, NULL};
+    }
+    const int64_t page = smla_divide_uint32((uint32_t)slot, block_size);
+    return smla_kv_token_at(&launch.params.lists[list].kv, page, slot - page * block_size.divisor);
+}
+
 static __device__ __forceinline__ const uint8_t *
 row_of_slot(const attention_launch &launch, int list, int32_t slot)
 {
-    const smla_kv_view &kv = launch.params.lists[list].kv;
-    const smla_divisor &block_size = launch.lists[list].block_size;
-    if (slot < 0) {
-        return NULL;
-    }
-    const int64_t page = smla_divide_uint32((uint32_t)slot, block_size);
-    const int64_t offset = slot - page * block_size.divisor;
-    return kv.base + page * kv.page_stride_bytes + offset * kv.token_stride_bytes;
+    return place_of_slot(launch, list, slot).row;
 }

@@ -111,7 +111,7 @@ static __device__ __forceinline__ void
 load_coded_part(const attention_launch &launch, int list, int32_t slot, int lane, lane_part *part,
                 float scales[2])
 {
-    const coded_place key = place_of_slot(launch, list, slot);
+    const smla_kv_token key = place_of_slot(launch, list, slot);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int chunk = SMLA_WARP_LANES * half + lane;

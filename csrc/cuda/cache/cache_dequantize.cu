@@ -38,13 +38,13 @@ __launch_bounds__(BLOCK_THREADS, ALIGNED ? READ_BLOCKS_PER_SM : FEW_BLOCKS_PER_S
     int64_t warp = (int64_t)blockIdx.x * BLOCK_WARPS + threadIdx.x / SMLA_WARP_LANES;
     for (; warp * CHUNK_ROWS < num_slots; warp += num_warps) {
         const int64_t slot = warp * CHUNK_ROWS + lane_idx();
-        row_place source = find_no_row();
+        smla_kv_token source = find_no_row();
         const uint8_t *target = nullptr;
         if (lane_idx() < CHUNK_ROWS && slot < num_slots) {
             const int64_t page = smla_divide(slot, args.block_size);
             const int64_t offset = slot - page * p.kv.block_size;
             const int64_t at = page * p.out_stride_page + offset * p.out_stride_token;
-            source = find_place(p.kv, page, offset);
+            source = smla_kv_token_at(&p.kv, page, offset);
             target = (const uint8_t *)p.out + at * ELEMENT_BYTES;
         }
         move_chunk<ROW, OUT, ALIGNED>(source, target, args.offsets, kv_scale);

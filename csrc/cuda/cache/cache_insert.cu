@@ -79,18 +79,15 @@ __launch_bounds__(BLOCK_THREADS, FEW_BLOCKS_PER_SM)
         const uint8_t *from = (const uint8_t *)p.kv_c + first * stride;
         load_key<TYPE, ROW, ALIGNED>(from, &next);
         const int64_t slot = find_slots(p, first, num_tokens);
-        const int64_t page = slot < 0 ? 0 : smla_divide(slot, args.block_size);
-        const int64_t offset = slot - page * p.kv.block_size;
-        const uint8_t *const target = slot < 0 ? nullptr : find_row(p.kv, page, offset);
-        const uint8_t *const scales = slot < 0 ? nullptr : find_scales_of(p.kv, page, offset);
+        const smla_kv_token target = find_place(p.kv, args.block_size, slot);
         for (int i = 0; i < num_tokens; i++) {
             const given_key<TYPE, ROW> given = next;
             if (i + 1 < num_tokens) {
                 from += stride;
                 load_key<TYPE, ROW, ALIGNED>(from, &next);
             }
-            uint8_t *const row = shuffle_pointer(target, i);
-            uint8_t *const row_scales = shuffle_pointer(scales, i);
+            uint8_t *const row = shuffle_pointer(target.row, i);
+            uint8_t *const row_scales = shuffle_pointer(target.scales, i);
             if (row != nullptr) { /* the same for all lanes */
                 write_key<TYPE, ROW>(given, inverse, row, row_scales);
             }

@@ -129,7 +129,7 @@ find_seq_start(const smla_gather_params &p, int64_t req)
 }
 
 /* The cache row of a position of a request, or no_row. */
-__device__ __forceinline__ row_place
+__device__ __forceinline__ smla_kv_token
 find_position(const gather_args &args, int64_t req, int64_t position)
 {
     const smla_gather_params &p = args.p;
@@ -145,7 +145,7 @@ find_position(const gather_args &args, int64_t req, int64_t position)
     if (page < 0 || page >= p.kv.num_pages) {
         return find_no_row();
     }
-    return find_place(p.kv, page, position - block * p.kv.block_size);
+    return smla_kv_token_at(&p.kv, page, position - block * p.kv.block_size);
 }
 
 template <int ROW, bool ALIGNED>
@@ -157,7 +157,7 @@ gather_chunk(const gather_args &args, int64_t req, int64_t chunk, float kv_scale
     const int64_t seq_start = find_seq_start(p, req);
     const int64_t at = chunk * CHUNK_ROWS + lane_idx();
     const int64_t position = range.first + at;
-    row_place source = find_no_row();
+    smla_kv_token source = find_no_row();
     const uint8_t *target = nullptr;
     if (lane_idx() < CHUNK_ROWS && at < range.count) {
         source = find_position(args, req, seq_start + position);

@@ -1,5 +1,5 @@
 /* cache_rows.cuh: what the kernels that write cache rows and those that read them share: block
- * sizes, lanes, and where a row and its parts are.
+ * sizes, lanes, and where the parts of a row are.
  */
 #pragma once
 
@@ -39,19 +39,6 @@ bool
 has_aligned_rows(const smla_kv_view &kv)
 {
     return smla_is_multiple(kv.base, kv.page_stride_bytes, 16) && kv.token_stride_bytes % 16 == 0;
-}
-
-__device__ __forceinline__ uint8_t *
-find_row(const smla_kv_view &kv, int64_t page, int64_t offset)
-{
-    return kv.base + page * kv.page_stride_bytes + offset * kv.token_stride_bytes;
-}
-
-/* Where the scales of a token are, for formats that come in split pages. */
-__device__ __forceinline__ uint8_t *
-find_scales_of(const smla_kv_view &kv, int64_t page, int64_t offset)
-{
-    return kv.scales + page * kv.page_stride_bytes + offset * kv.scale_token_stride_bytes;
 }
 
 __device__ __forceinline__ uint8_t *

@@ -69,6 +69,17 @@ find_slots(const smla_cache_write_params &p, int64_t first, int num_tokens)
     return is_written ? slot : -1;
 }
 
+/* Where the row of a slot and its scales are; both are null for a negative slot. */
+__device__ __forceinline__ smla_kv_token
+find_place(const smla_kv_view &kv, const smla_divisor &block_size, int64_t slot)
+{
+    if (slot < 0) {
+        return {nullptr, nullptr};
+    }
+    const int64_t page = smla_divide(slot, block_size);
+    return smla_kv_token_at(&kv, page, slot - page * kv.block_size);
+}
+
 /* How many tokens a warp writes in turn. */
 int32_t
 choose_run_tokens(int64_t num_tokens)

@@ -232,9 +232,7 @@ __launch_bounds__(BLOCK_THREADS, min_write_blocks<TYPE, ALIGNED>())
         given_place place = find_token<TYPE>(p, first);
         load_next<TYPE, ROW, ALIGNED>(p, &place, &next);
         const int64_t slot = find_slots(p, first, num_tokens);
-        const int64_t page = slot < 0 ? 0 : smla_divide(slot, args.block_size);
-        const uint8_t *const target =
-            slot < 0 ? nullptr : find_row(p.kv, page, slot - page * p.kv.block_size);
+        const uint8_t *const target = find_place(p.kv, args.block_size, slot).row;
 #pragma unroll 2
         for (int i = 0; i < num_tokens; i++) {
             const given_part<TYPE> part = next;

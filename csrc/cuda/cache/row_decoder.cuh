@@ -43,22 +43,10 @@ template <int ROW, int OUT> struct row_part {
 /* Zeros, which are read where a row does not exist: they are zeros in every format. */
 __device__ const uint4 no_row[SMLA_HEAD_DIM * 2 / sizeof(uint4)] = {};
 
-/* Where a row and its scales are. */
-struct row_place {
-    const uint8_t *row;
-    const uint8_t *scales;
-};
-
-__device__ __forceinline__ row_place
+__device__ __forceinline__ smla_kv_token
 find_no_row()
 {
-    return {(const uint8_t *)no_row, (const uint8_t *)no_row};
-}
-
-__device__ __forceinline__ row_place
-find_place(const smla_kv_view &kv, int64_t page, int64_t offset)
-{
-    return {find_row(kv, page, offset), find_scales_of(kv, page, offset)};
+    return {(uint8_t *)no_row, (uint8_t *)no_row};
 }
 
 /* Whether a lane's values of a step are RoPE values. */
@@ -287,7 +275,7 @@ store_row(const row_part<ROW, OUT> &part, float kv_scale, uint8_t *out)
 /* Moves a chunk. Lane i gives the source and target of row i; a missing row has target null. */
 template <int ROW, int OUT, bool ALIGNED>
 __device__ __forceinline__ void
-move_chunk(const row_place &source, const uint8_t *target, const row_offsets &offsets,
+move_chunk(const smla_kv_token &source, const uint8_t *target, const row_offsets &offsets,
            float kv_scale)
 {
     row_part<ROW, OUT> parts[CHUNK_ROWS];

@@ -204,11 +204,9 @@ insert_key(const qnorm_args &args, int64_t token)
     const rope_angles angles = load_angles(args, token);
     const float inverse = 1.0f / smla_load_given_scale(p.kv_scale);
     const int64_t slot = find_slots(p, token, 1); /* in lane 0 */
-    const int64_t page = slot < 0 ? 0 : smla_divide(slot, args.block_size);
-    const int64_t offset = slot - page * p.kv.block_size;
-    uint8_t *const target = slot < 0 ? nullptr : find_row(p.kv, page, offset);
-    uint8_t *const row = shuffle_pointer(target, 0);
-    uint8_t *const scales = shuffle_pointer(find_scales_of(p.kv, page, offset), 0);
+    const smla_kv_token target = find_place(p.kv, args.block_size, slot);
+    uint8_t *const row = shuffle_pointer(target.row, 0);
+    uint8_t *const scales = shuffle_pointer(target.scales, 0);
     if (row == nullptr) { /* the same for all lanes */
         return;
     }

@@ -226,7 +226,7 @@ store_rare_rows(const list_facts &facts, const volatile coded_keys *keys, int fi
 /* Loads the scales of the lane's key. */
 template <bool E2M1, bool ROPE>
 static __device__ __forceinline__ void
-load_all_scales(const coded_place &from, uint32_t words[E2M1 ? 8 : 4])
+load_all_scales(const smla_kv_token &from, uint32_t words[E2M1 ? 8 : 4])
 {
 #pragma unroll
     for (int i = 0; i < (E2M1 ? 8 : 4); i += 2) {
@@ -279,7 +279,7 @@ gather_coded_step(const attention_launch &launch, const bf16_gather &state,
     const int lane = gather_lane();
     const int chunk = lane % 8;
     const int first = twin * TWIN_ROWS + lane / 8; /* row of the lane's first flight */
-    const coded_place from = place_of_slot(launch, listed.list, listed.slot);
+    const smla_kv_token from = place_of_slot(launch, listed.list, listed.slot);
     uint32_t loaded_scales[E2M1 ? 8 : 4];
     coded_flight flights[FLIGHTS];
     keys->row[lane] = from.row;

@@ -122,7 +122,7 @@ find_key(const attention_launch &launch, const cta_work &work, int warp, int lan
 }
 
 /* The row of the lane's key and its scales; the row is NULL if there is no key. */
-static __device__ __forceinline__ coded_place
+static __device__ __forceinline__ smla_kv_token
 find_key_row(const attention_launch &launch, const cta_work &work, const key_place &place)
 {
     const smla_key_list &keys = launch.params.lists[place.list];
@@ -141,7 +141,8 @@ find_key_row(const attention_launch &launch, const cta_work &work, const key_pla
  * for both; scales of split pages, each asks for itself. Zeros are stored where there is no row. */
 template <typename Shape>
 static __device__ __forceinline__ void
-copy_rows(const coded_place &key, int num_granules, int warp, int lane, small_memory<Shape> *shared)
+copy_rows(const smla_kv_token &key, int num_granules, int warp, int lane,
+          small_memory<Shape> *shared)
 {
     typedef typename Shape::Row Row;
     constexpr int VECTORS = Row::COPY_BYTES / 16;
@@ -434,7 +435,7 @@ fetch_row(const attention_launch &launch, const cta_work &work, int num_granules
         const key_place at = find_key(launch, work, warp, lane);
         ptx_prefetch_l2(at.index, at.is_on);
         wait_for_others();
-        const coded_place key = find_key_row(launch, work, at);
+        const smla_kv_token key = find_key_row(launch, work, at);
         __syncwarp();
         ptx_cluster_wait();
         copy_rows(key, num_granules, warp, lane, shared);
