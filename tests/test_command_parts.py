@@ -419,7 +419,8 @@ def test_bench_tells_wrong_results(monkeypatch):
     """Results are wrong if attention is beyond its bound, or if bytes are not the expected ones."""
     table = timing.Table("T", [], [], [])
     errors = {"ours": _judge.Fractions(out=1.5, lse=0.5), "torch": _judge.Fractions(out=9.0)}
-    attention.add_row(table, "bfloat16", 8, 2, errors, {"ours": 2.0, "torch": 3.0})
+    labels = {"kv_format": "bfloat16", "H": 8, "T": 2}
+    attention.add_row(table, labels, 10**9, errors, {"ours": 2.0, "torch": 3.0})
     assert table.failures == ["bfloat16 H 8 T 2: 1.5 × bound"]
     assert table.rows[0][-1] == "1.50×"
     assert table.rows[0][3] == "1.5"

@@ -6,13 +6,17 @@ PyTorch's rate is the better one of two calls: all tokens at once, and token by 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 import sparse_mla
 from sparse_mla._bench.timing import Effort, Table, interleave
 from sparse_mla._judge import BF16, KV_LORA_RANK, Fractions, exact_rows, judge_row
+
+if TYPE_CHECKING:
+    from sparse_mla._bench.composition import Composition
 
 TOPK = 2048
 NUM_SLOTS = 16384
@@ -53,16 +57,11 @@ def judge(results: tuple, q: np.ndarray, kv: np.ndarray, indices: np.ndarray) ->
 
 
 def measure(effort: Effort, num_threads: int) -> Table:
-    has_torch = find_spec("torch") is not None
-    if has_torch:
-        from sparse_mla._bench.composition import Composition, find_fast_dtype, torch
+    from sparse_mla._bench.composition import Composition, prepare  # imports PyTorch
 
-        torch.set_num_threads(num_threads)
-        dtype = find_fast_dtype()
+    dtype = prepare(num_threads)
     title = f"Sparse attention, K = {TOPK}, {NUM_SLOTS} cached tokens, {num_threads} threads"
-    columns = ["cache", "H", "T", "error/bound", "GFLOP/s"]
-    columns += ["PyTorch: error/bound", "GFLOP/s", "ratio"] if has_torch else []
-    table = Table(title, columns, [], [])
+    table = make_table(title, ["cache", "H", "T"], dtype is not None)
     rng = np.random.default_rng(0)
     head_counts, token_counts = QUICK if effort.quick else FULL
     for kv_format in ("fp8_ds_mla", "bfloat16"):
@@ -71,40 +70,69 @@ def measure(effort: Effort, num_threads: int) -> Table:
             for num_tokens in token_counts:
                 q = rng.standard_normal((num_tokens, num_heads, 576), np.float32).astype(BF16)
                 indices = rng.integers(NUM_SLOTS, size=(num_tokens, TOPK), dtype=np.int32)
-                ours = make_attention(q, kv, indices)
-                sides: dict[str, Callable[[], object]] = {"ours": ours}
-                errors = {"ours": judge(ours(), q, kv, indices)}
-                if has_torch:
+                peer = None
+                if dtype is not None:
                     peer = Composition(q, kv, indices, SOFTMAX_SCALE, dtype)
-                    sides["torch"] = peer.batched
-                    if num_tokens > 1:
-                        sides["torch by token"] = peer.by_token
-                    errors["torch"] = judge(peer.numpy(), q, kv, indices)
-                seconds = interleave(sides, effort)
-                if "torch by token" in seconds:
-                    seconds["torch"] = min(seconds["torch"], seconds.pop("torch by token"))
-                add_row(table, kv_format, num_heads, num_tokens, errors, seconds)
+                flop = 2 * num_tokens * num_heads * TOPK * (576 + KV_LORA_RANK)
+                measure_row(
+                    table,
+                    {"kv_format": kv_format, "H": num_heads, "T": num_tokens},
+                    flop,
+                    make_attention(q, kv, indices),
+                    peer,
+                    partial(judge, q=q, kv=kv, indices=indices),
+                    effort,
+                )
     return table
+
+
+def make_table(title: str, labels: list[str], has_peer: bool) -> Table:
+    columns = [*labels, "error/bound", "GFLOP/s"]
+    columns += ["PyTorch: error/bound", "GFLOP/s", "ratio"] if has_peer else []
+    return Table(title, columns, [], [])
+
+
+def measure_row(
+    table: Table,
+    labels: dict[str, object],
+    flop: int,
+    ours: Callable[[], tuple],
+    peer: Composition | None,
+    judge_results: Callable[[tuple], Fractions],
+    effort: Effort,
+) -> None:
+    """Judges both sides, then times them. The peer's time is that of its faster call."""
+    sides: dict[str, Callable[[], object]] = {"ours": ours}
+    errors = {"ours": judge_results(ours())}
+    if peer is not None:
+        sides["torch"] = peer.batched
+        if len(peer.q) > 1:
+            sides["torch by token"] = peer.by_token
+        errors["torch"] = judge_results(peer.numpy())
+    seconds = interleave(sides, effort)
+    if "torch by token" in seconds:
+        seconds["torch"] = min(seconds["torch"], seconds.pop("torch by token"))
+    add_row(table, labels, flop, errors, seconds)
 
 
 def add_row(
     table: Table,
-    kv_format: str,
-    num_heads: int,
-    num_tokens: int,
+    labels: dict[str, object],
+    flop: int,
     errors: dict[str, Fractions],
     seconds: dict[str, float],
 ) -> None:
-    flop = 2 * num_tokens * num_heads * TOPK * (576 + KV_LORA_RANK)
-    row = [kv_format, str(num_heads), str(num_tokens)]
-    record: dict[str, object] = {"kv_format": kv_format, "H": num_heads, "T": num_tokens}
+    """`labels` are the first cells: kv_format, H and T, and perhaps others."""
+    row = [str(label) for label in labels.values()]
+    record = dict(labels)
     for side, error in errors.items():
         worst = max(error.out, error.lse)
         rate = flop / seconds[side] / 1e9
         row += [f"{worst:.3g}", f"{rate:.0f}"]
         record[side] = {"error_over_bound": worst, "gflops": rate}
         if side == "ours" and worst > 1:
-            table.failures.append(f"{kv_format} H {num_heads} T {num_tokens}: {worst:.3g} × bound")
+            name = "{kv_format} H {H} T {T}".format(**labels)
+            table.failures.append(f"{name}: {worst:.3g} × bound")
     if "torch" in seconds:
         ratio = seconds["torch"] / seconds["ours"]
         row.append(f"{ratio:.2f}×")

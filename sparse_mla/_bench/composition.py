@@ -70,6 +70,35 @@ class Composition:
         return out.double().numpy(), lse.double().numpy()
 
 
+class V4Composition(Composition):
+    """Attention over q [T, H, 512] bf16 and rows of several caches of fp8_v4 [P, B, 584]. Each has
+    a part of the columns of `indices`."""
+
+    def __init__(
+        self,
+        q: np.ndarray,
+        caches: list[np.ndarray],
+        indices: list[np.ndarray],
+        softmax_scale: float,
+        dtype: Any,
+    ) -> None:
+        super().__init__(q, caches[0], np.concatenate(indices, axis=1), softmax_scale, dtype)
+        self.caches = [from_numpy(cache) for cache in caches]
+        self.widths = [x.shape[1] for x in indices]
+
+    def _gather(self, indices: TorchTensor) -> TorchTensor:
+        parts = zip(self.caches, indices.split(self.widths, dim=1), strict=True)
+        return torch.cat([gather_v4(cache, x, self.dtype) for cache, x in parts], dim=1)
+
+
+def prepare(num_threads: int) -> Any:
+    """Sets PyTorch's threads, and returns the dtype for products. None without PyTorch."""
+    if torch is None:
+        return None
+    torch.set_num_threads(num_threads)
+    return find_fast_dtype()
+
+
 def find_fast_dtype() -> Any:
     """bf16 or fp32: the one whose matrix product takes less time with PyTorch's threads. On
     processors without bf16 instructions, bf16 is thirty times slower."""
@@ -92,6 +121,24 @@ def dequantise(rows: TorchTensor, dtype: Any) -> TorchTensor:
     keys[:, :512] = values.view(-1, 512)
     keys[:, 512:] = rows[:, 528:].view(torch.bfloat16)
     return keys
+
+
+def gather_v4(cache: TorchTensor, indices: TorchTensor, dtype: Any) -> TorchTensor:
+    """Rows of split pages of fp8_v4, [T, K] -> [T, K, 512]. In a page, data of 576 bytes per token
+    come before 8 bytes of scales per token."""
+    num_pages, block_size, _ = cache.shape
+    data = cache.as_strided((num_pages, block_size, 576), (cache.stride(0), 576, 1))
+    at = block_size * 576
+    scales = cache.as_strided((num_pages, block_size, 8), (cache.stride(0), 8, 1), at)
+    slots = indices.clamp(min=0).reshape(-1)
+    place = slots // block_size, slots % block_size
+    rows = data[place]
+    keys = torch.empty(len(rows), 512, dtype=dtype)
+    values = rows[:, :448].view(torch.float8_e4m3fn).float().view(-1, 7, 64)
+    values *= scales[place][:, :7].view(torch.float8_e8m0fnu).float()[..., None]
+    keys[:, :448] = values.view(-1, 448)
+    keys[:, 448:] = rows[:, 448:].view(torch.bfloat16)
+    return keys.view(*indices.shape, 512)
 
 
 def from_numpy(array: np.ndarray) -> TorchTensor:

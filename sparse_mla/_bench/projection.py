@@ -4,7 +4,6 @@ then rates and their ratio."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import ml_dtypes
@@ -94,12 +93,10 @@ def make_peer(torch: Any, o: Any, weight: Any) -> Callable[[], object]:
 
 
 def measure(effort: Effort, num_threads: int) -> Table:
-    has_torch = find_spec("torch") is not None
-    if has_torch:
-        from sparse_mla._bench.composition import find_fast_dtype, from_numpy, torch
+    from sparse_mla._bench.composition import from_numpy, prepare, torch
 
-        torch.set_num_threads(num_threads)
-        dtype = find_fast_dtype()
+    dtype = prepare(num_threads)
+    has_torch = dtype is not None
     title = f"Grouped output projection, {GROUPS} x ({INNER} → {OUTER}), {num_threads} threads"
     columns = ["values", "T", "error/bound", "GFLOP/s"]
     columns += ["PyTorch: GFLOP/s", "ratio"] if has_torch else []

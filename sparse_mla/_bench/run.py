@@ -16,12 +16,13 @@ from typing import Any
 
 import sparse_mla
 from sparse_mla import _info
-from sparse_mla._bench import attention, calls, memory, plot, projection
+from sparse_mla._bench import attention, calls, memory, plot, projection, v4
 from sparse_mla._bench.summary import summarise
 from sparse_mla._bench.timing import Effort, Table
 
 CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "attention": attention.measure,
+    "v4": v4.measure,
     "bytes": memory.measure,
     "projection": projection.measure,
     "calls": calls.measure,
