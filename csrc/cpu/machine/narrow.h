@@ -8,6 +8,7 @@
  */
 #pragma once
 
+#include "core/numeric.h"
 #include "cpu/machine/simd.h"
 
 enum { QUAD = 4 * WIDTH };
@@ -81,36 +82,36 @@ bf16_to_float(vuint x)
     return (vfloat)(x & 0xFFFF0000u);
 }
 
+/* The code of |x| in a format with `mantissa_bits` whose largest value is `top` and whose smallest
+ * normal one is `least`; that of `top` for NaN. For an x of exponent e, the sum with 2^(e + shift)
+ * is rounded to nearest even in units of 2^(e - mantissa_bits), and ends in their number. Values
+ * below `least` have its exponent. */
+SMLA_INLINE vuint
+round_magnitude(vfloat x, float top, float least, const int mantissa_bits)
+{
+    const uint32_t shift = 23u - (uint32_t)mantissa_bits;
+    const vfloat clamped = min_lanes((vfloat)((vuint)x & 0x7FFFFFFFu), splat(top));
+    const vuint exponent = (vuint)max_lanes(splat(least), (vfloat)((vuint)clamped & 0x7F800000u));
+    const vuint sum = (vuint)(clamped + (vfloat)(exponent + (shift << 23)));
+    return (sum - exponent) + (exponent >> shift) -
+           ((shift << 23) + (smla_float_bits(least) >> shift));
+}
+
 /* The result is the lowest byte of each lane. */
 SMLA_INLINE vuint
 round_to_e4m3(vfloat x)
 {
-    const vint magnitude = (vint)x & 0x7FFFFFFF;
-    const vint is_large = magnitude > 0x43E00000; /* 448 */
-    const vint is_nan = magnitude > 0x7F800000;
-    const vint is_subnormal = magnitude < 0x3C800000; /* 2^-6 */
-    const vint clamped = (magnitude & ~is_large) | (is_large & 0x43E00000);
-    const vint normal = ((clamped + 0x7FFFF + (clamped >> 20 & 1)) >> 20) - ((127 - 7) << 3);
-    /* The ulp at 2^14 is 2^-9: the sum is rounded to nearest even and ends in the multiple. */
-    const vint subnormal = (vint)((vfloat)magnitude + 0x1p14f) - 0x46800000;
-    const vint code = (is_subnormal & subnormal) | (~is_subnormal & normal) | (is_nan & 0x7F);
-    return (vuint)code | ((vuint)x >> 24 & 0x80u);
+    const vuint code = round_magnitude(x, SMLA_E4M3_MAX, 0x1p-6f, 3);
+    const vuint is_nan = (vuint)(x != x);
+    return (code - is_nan) | ((vuint)x >> 24 & 0x80u); /* NaN has the code behind that of 448 */
 }
 
-/* The result is the lowest four bits of each lane. */
+/* The result is the lowest four bits of each lane. A NaN has the code of 6, whatever its sign. */
 SMLA_INLINE vuint
 round_to_e2m1(vfloat x)
 {
-    const vint magnitude = (vint)x & 0x7FFFFFFF;
-    const vint is_large = magnitude > 0x40C00000; /* 6 */
-    const vint is_nan = magnitude > 0x7F800000;
-    const vint is_below_1 = magnitude < 0x3F800000;
-    const vint clamped = (magnitude & ~is_large) | (is_large & 0x40C00000);
-    const vint normal = ((clamped + 0x1FFFFF + (clamped >> 22 & 1)) >> 22) - (126 << 1);
-    /* The ulp at 2^22 is 1/2: the sum is rounded to nearest even and ends in the code. */
-    const vint below_1 = (vint)((vfloat)magnitude + 0x1p22f) & 3;
-    const vint code = (is_below_1 & below_1) | (~is_below_1 & normal);
-    return (vuint)(code | (is_nan & 7)) | ((vuint)x >> 28 & 8u & ~(vuint)is_nan);
+    const vuint code = round_magnitude(x, SMLA_E2M1_MAX, 1.0f, 1);
+    return code | ((vuint)x >> 28 & 8u & (vuint)(x == x));
 }
 
 /* ---- Quads --------------------------------------------------------------------------------- */

@@ -9,6 +9,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 enum { WIDTH = SMLA_SIMD_WIDTH };
 
 typedef float vfloat __attribute__((vector_size(4 * SMLA_SIMD_WIDTH), may_alias));
@@ -44,11 +48,35 @@ select_lanes(vint mask, vfloat a, vfloat b)
     return (vfloat)((mask & (vint)a) | (~mask & (vint)b));
 }
 
-/* The larger value per lane; a NaN in `x` is ignored. */
+/* The larger value per lane; a NaN in `x` is ignored. x86 has an instruction for just this, which
+ * GCC does not see in the comparison. */
 SMLA_INLINE vfloat
 max_lanes(vfloat best, vfloat x)
 {
+#if defined(__AVX512F__) && SMLA_SIMD_WIDTH == 16
+    return (vfloat)_mm512_max_ps((__m512)x, (__m512)best);
+#elif defined(__AVX__) && SMLA_SIMD_WIDTH == 8
+    return (vfloat)_mm256_max_ps((__m256)x, (__m256)best);
+#elif defined(__SSE__) && SMLA_SIMD_WIDTH == 4
+    return (vfloat)_mm_max_ps((__m128)x, (__m128)best);
+#else
     return select_lanes(x > best, x, best);
+#endif
+}
+
+/* The smaller value per lane; `most` for a NaN in `x`. */
+SMLA_INLINE vfloat
+min_lanes(vfloat x, vfloat most)
+{
+#if defined(__AVX512F__) && SMLA_SIMD_WIDTH == 16
+    return (vfloat)_mm512_min_ps((__m512)x, (__m512)most);
+#elif defined(__AVX__) && SMLA_SIMD_WIDTH == 8
+    return (vfloat)_mm256_min_ps((__m256)x, (__m256)most);
+#elif defined(__SSE__) && SMLA_SIMD_WIDTH == 4
+    return (vfloat)_mm_min_ps((__m128)x, (__m128)most);
+#else
+    return select_lanes(x < most, x, most);
+#endif
 }
 
 /* 2^x for x <= 127, error below 1 ulp. Exact for integers; 0 below -126 and for -inf; NaN for NaN.
