@@ -8,6 +8,11 @@
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
 
+enum {
+    CACHE_LINE = 64,
+    PREFETCHED_TOKENS = 4, /* how far ahead rows are fetched */
+};
+
 /* ---- Write --------------------------------------------------------------------------------- */
 
 smla_status
@@ -27,6 +32,25 @@ smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
     return SMLA_OK;
 }
 
+/* Starts to fetch the cache lines that a token's row will be written to. Rows lie anywhere, so that
+ * the processor does not foresee them. GCC 12 would remove a call of such a function as one without
+ * effects. */
+static inline __attribute__((always_inline)) void
+prefetch_row(const smla_cache_write_params *p, int64_t token, int share, int num_shares)
+{
+    const int64_t slot = token < p->num_tokens ? read_slot(p, token) : -1;
+    if (!is_in_share(slot, share, num_shares)) {
+        return;
+    }
+    const smla_kv_token to = smla_kv_slot(&p->kv, slot);
+    for (int64_t at = 0; at < p->kv.format->data_bytes; at += CACHE_LINE) {
+        __builtin_prefetch(to.row + at, 1);
+    }
+    if (p->kv.format->scale_bytes != 0) {
+        __builtin_prefetch(to.scales, 1);
+    }
+}
+
 /* Writes the tokens of one share in order. */
 static void
 write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int share,
@@ -35,6 +59,7 @@ write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int s
     const float kv_scale = smla_read_scale(&p->kv_scale);
     for (int64_t token = 0; token < p->num_tokens; token++) {
         const int64_t slot = read_slot(p, token);
+        prefetch_row(p, token + PREFETCHED_TOKENS, share, num_shares);
         if (is_in_share(slot, share, num_shares)) {
             cache->write_row(p->kv.format, p->input_type, p->kv_c, token * p->kv_c_stride_token,
                              p->k_pe, token * p->k_pe_stride_token, kv_scale,
