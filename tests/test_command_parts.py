@@ -430,14 +430,15 @@ def test_bench_tells_wrong_results(monkeypatch):
     monkeypatch.setattr(
         memory, "make_conversion", lambda rng: memory.Move("c", lambda: 0, 1, lambda: False)
     )
-    rights = memory.make_norm, memory.make_inverse, memory.make_queries
-    makers = "write", "gather", "insert", "last_gather", "norm", "inverse", "queries"
+    rights = memory.make_norm, memory.make_inverse, memory.make_queries, memory.make_index_insert
+    makers = "write", "gather", "insert", "last_gather", "index_insert"
+    makers += "norm", "inverse", "queries"
     for name in (f"make_{maker}" for maker in makers):
         monkeypatch.setattr(memory, name, lambda *_: memory.Move("m", lambda: 0, 2, lambda: True))
     monkeypatch.setattr(memory, "make_moves", lambda *_: [])
     table = memory.measure(timing.Effort.of(True, False), 1)
     assert table.failures == ["c: wrong values"]
-    assert [row["right"] for row in table.records] == [True] * 6 + [False] + [True] * 3
+    assert [row["right"] for row in table.records] == [True] * 7 + [False] + [True] * 3
     assert right(np.random.default_rng(0)).is_right
     monkeypatch.setattr(memory, "NUM_NORMS", 600)
     monkeypatch.setattr(memory, "NUM_OUTPUTS", 3)

@@ -25,6 +25,7 @@ NUM_OUTPUTS = 1024
 NUM_LIST_TOKENS = 8192
 SAMPLED = slice(None, None, 509)
 V4_DATA, V4_ROW = 576, 584  # bytes per token of an fp8_v4 cache
+INDEX_DATA, INDEX_ROW = 128, 132  # of an fp8_index cache
 
 
 def measure(effort: Effort, num_threads: int) -> Table:
@@ -35,6 +36,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
         moves += [make_write(rng, kv_cache, name), make_gather(rng, kv_cache, name)]
     v4_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, V4_ROW), np.uint8)
     moves += [make_insert(rng, v4_cache), make_last_gather(rng, v4_cache)]
+    moves += [make_index_insert(rng)]
     moves += [make_conversion(rng), make_norm(rng), make_inverse(rng), make_queries(rng)]
     moves += make_moves(NUM_LIST_TOKENS, lambda x: x, lambda x: x)
 
@@ -126,19 +128,44 @@ def make_insert(rng: np.random.Generator, k_cache: np.ndarray) -> Move:
     return Move("quantize_and_insert_k_cache, bf16 → fp8_v4", insert, num_bytes, is_right)
 
 
-def split_pages(k_cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The data and the scales of all tokens of an fp8_v4 cache."""
+def make_index_insert(rng: np.random.Generator) -> Move:
+    k = rng.standard_normal((NUM_SLOTS, INDEX_DATA), np.float32).astype(BF16)
+    slot_mapping = rng.permutation(NUM_SLOTS)
+    k_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, INDEX_ROW), np.uint8)
+
+    def insert() -> object:
+        return sparse_mla.indexer_k_quant_and_cache(k, k_cache, slot_mapping)
+
+    def is_right() -> bool:
+        slots = slot_mapping[SAMPLED]
+        data, scales = split_pages(k_cache, INDEX_DATA)
+        values, exponent = quantise(k[SAMPLED, None])
+        return np.array_equal(data[slots], values[:, 0].view(np.uint8)) and np.array_equal(
+            scales[slots].view(np.float32), np.ldexp(np.float32(1), exponent)
+        )
+
+    num_bytes = k.nbytes + k_cache.nbytes
+    return Move("indexer_k_quant_and_cache, bf16 → fp8_index", insert, num_bytes, is_right)
+
+
+def split_pages(k_cache: np.ndarray, data_bytes: int = V4_DATA) -> tuple[np.ndarray, np.ndarray]:
+    """The data and the scales of all tokens of a cache of split pages."""
     pages = k_cache.reshape(len(k_cache), -1)
-    data, scales = np.split(pages, [BLOCK_SIZE * V4_DATA], axis=1)
-    return data.reshape(-1, V4_DATA), scales.reshape(-1, V4_ROW - V4_DATA)
+    data, scales = np.split(pages, [BLOCK_SIZE * data_bytes], axis=1)
+    return data.reshape(-1, data_bytes), scales.reshape(-1, k_cache.shape[-1] - data_bytes)
+
+
+def quantise(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tiles [n, count, size] of ordinary values -> e4m3, and exponents [n, count] of scales."""
+    tiles = tiles.astype(np.float32)
+    mantissa, exponent = np.frexp(np.abs(tiles).max(axis=2))
+    exponent -= 8 + (mantissa <= 0.875)  # 448 = 0.875 * 2**9
+    return np.ldexp(tiles, -exponent[..., None]).astype(ml_dtypes.float8_e4m3fn), exponent
 
 
 def make_v4_rows(k: np.ndarray) -> np.ndarray:
     """Data and scales as docs/formats.md describes them, for keys of ordinary size."""
-    tiles = k[:, :448].astype(np.float32).reshape(len(k), 7, 64)
-    mantissa, exponent = np.frexp(np.abs(tiles).max(axis=2))
-    exponent -= 8 + (mantissa <= 0.875)  # 448 = 0.875 * 2**9
-    values = np.ldexp(tiles, -exponent[..., None]).astype(ml_dtypes.float8_e4m3fn)
+    values, exponent = quantise(k[:, :448].reshape(len(k), 7, 64))
     scales = np.zeros((len(k), 8), np.uint8)
     scales[:, :7] = exponent + 127
     parts = (values.reshape(len(k), 448), np.ascontiguousarray(k[:, 448:]), scales)
