@@ -745,6 +745,27 @@ def _global_topk_call() -> Call:
     return Call("compute_global_topk_indices_and_lens", args, kwargs)
 
 
+def _top_k_call() -> Call:
+    """Rows of which one takes all columns, one has none, and two have equal logits."""
+    logits = [[1, 3, np.nan, 3, 0, -0.0, 2], [5, 4, 4, 4, 4, 1, 2], [9, 8, 7, 6, 5, 4, 3]]
+    args = {
+        "logits": np.array(logits, np.float32),
+        "starts": int32(0, 1, 4),
+        "ends": int32(7, 7, 2),
+    }
+    kwargs = {
+        "k": 3,
+        "slots_block_table": int32([6, 1], [2, -1]),
+        "slots_block_size": 4,
+        "req_id_per_token": int32(0, 1, 1),
+        "is_valid": np.array([1, 1, 0], np.uint8),
+        "out": np.zeros((3, 3), np.int32),
+        "slots": np.zeros((3, 3), np.int32),
+        "lens": np.zeros(3, np.int32),
+    }
+    return Call("top_k_per_row", args, kwargs)
+
+
 def _combine_call() -> Call:
     args = {
         "topk_indices": int32([0, -1, 5], [0, -1, 5], [0, 1, 5], [1, 0, 5]),
@@ -829,7 +850,8 @@ WRITTEN = {
     "gather_kv_cache": "out",
     "dequantize_and_gather_k_cache": "out",
 }
-RESULTS = ("out", "lse", "max_logits", "q_out", "kv_out", "out_scale", "lens")  # callers may give
+# Arrays that callers may give.
+RESULTS = ("out", "lse", "max_logits", "q_out", "kv_out", "out_scale", "slots", "lens")
 
 
 GOOD_CALLS: dict[str, Callable[[], Call]] = {
@@ -837,6 +859,7 @@ GOOD_CALLS: dict[str, Callable[[], Call]] = {
     "gather_kv_cache": _gather_call,
     "convert_req_index_to_global_index": _index_call,
     "compute_global_topk_indices_and_lens": _global_topk_call,
+    "top_k_per_row": _top_k_call,
     "combine_topk_swa_indices": _combine_call,
     "build_mixed_sparse_indices": _mixed_call,
     "sparse_attention": _attention_call,

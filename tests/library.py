@@ -62,6 +62,7 @@ EXACT = (
     "gather_kv_cache",
     "convert_req_index_to_global_index",
     "compute_global_topk_indices_and_lens",
+    "top_k_per_row",
     "combine_topk_swa_indices",
     "build_mixed_sparse_indices",
     "dequantize_kv_cache",

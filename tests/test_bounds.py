@@ -139,7 +139,7 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
         return ("uint8", "float8_e4m3fn")
     if name == "is_valid":
         return ("uint8", "bool")
-    if name in ("out_a", "q_weight", "kv_weight"):
+    if name in ("out_a", "q_weight", "kv_weight", "logits"):
         return ("bfloat16", "float32")
     if name == "out" and "out_scale" in row.rules:
         return ("uint8", "float8_e4m3fn")
@@ -190,7 +190,7 @@ def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
 
 def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
     """The error if a valid dtype does not fit another argument, or None."""
-    other = {"kv_c": "k_pe", "out_a": "out_b"}.get(name)
+    other = {"kv_c": "k_pe", "out_a": "out_b", "logits": "values"}.get(name)
     plain = row.example.arrays
     if other and plain[name].dtype != NAMED[dtype]:
         got = next(n for n, known in NAMED.items() if known == plain[other].dtype)
@@ -336,6 +336,12 @@ LARGER = {
     ("compute_global_topk_indices_and_lens", "req_id_per_token"): {0},
     ("compute_global_topk_indices_and_lens", "block_table"): {0, 1},
     ("compute_global_topk_indices_and_lens", "is_valid"): {0},
+    ("top_k_per_row", "logits"): {1},
+    ("top_k_per_row", "starts"): {0},
+    ("top_k_per_row", "ends"): {0},
+    ("top_k_per_row", "slots_block_table"): {0, 1},
+    ("top_k_per_row", "req_id_per_token"): {0},
+    ("top_k_per_row", "is_valid"): {0},
     ("combine_topk_swa_indices", "topk_indices"): {1},
     ("build_mixed_sparse_indices", "decode_compressed_indices"): {1},
     ("build_mixed_sparse_indices", "decode_compressed_lens"): {0},
@@ -589,6 +595,7 @@ SPLITS = "must be 0 (the plan chooses) or 1 to 64, got "
 # The numbers of the operators that build index lists, with their least values.
 LIST_NUMBERS = {
     "compute_global_topk_indices_and_lens": {"block_size": 1},
+    "top_k_per_row": {"k": 1},
     "combine_topk_swa_indices": dict.fromkeys(("window", "ratio", "align"), 1)
     | dict.fromkeys(("M", "N"), 0),
     "build_mixed_sparse_indices": dict.fromkeys(
@@ -605,15 +612,17 @@ def index_lists(op: str, **numbers) -> None:
     for name in ("topk_indices", "decode_swa_indices", "prefill_topk_indices"):
         if name in good.args:
             good.args[name] = empty
+    if op == "top_k_per_row":
+        good.args["logits"] = empty.astype(np.float32)
     if op == "build_mixed_sparse_indices":
         good.args["decode_compressed_indices"] = good.args["decode_compressed_lens"] = None
     if op == "combine_topk_swa_indices":
         good.args["query_start_loc"] = np.zeros(3, np.int32)
-    for name in ("out", "lens"):
-        del good.kwargs[name]
+    for name in ("out", "slots", "lens"):
+        good.kwargs.pop(name, None)
     for name, value in numbers.items():
         good.set(name, value)
-    out, lens = good.run(sparse_mla)
+    out, *_, lens = good.run(sparse_mla)
     assert out.shape[0] == len(lens) == 0
 
 

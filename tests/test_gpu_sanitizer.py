@@ -17,6 +17,9 @@ from helpers import assert_within_bounds, guarded_attention
 from library import sparse_mla
 from test_grouped_projection import Call as Grouped
 from test_qnorm_insert import Case, check_all
+from test_top_k import check as check_top_k
+from test_top_k import make as top_k_rows
+from test_top_k import whole
 
 pytestmark = pytest.mark.sanitizer
 
@@ -42,6 +45,14 @@ def shifted(x: np.ndarray) -> np.ndarray:
     wide = np.zeros((*x.shape[:-1], x.shape[-1] + 8), x.dtype)[..., 1 : x.shape[-1] + 1]
     wide[...] = x
     return wide
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ref.BF16])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 70_000), (2, 9000), (150, 3000)])
+def test_top_k(rows, columns, dtype):
+    """Clusters of several sizes and single CTAs, with partial vectors."""
+    logits = top_k_rows("few distinct", dtype, rows, columns + 1)[:, 1:]
+    check_top_k(logits, *whole(logits), 300)
 
 
 @pytest.mark.parametrize("T", [1, 20, 150])

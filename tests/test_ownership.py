@@ -186,6 +186,7 @@ RESULTS = {
     # operator -> how many results a call without outputs makes
     "convert_req_index_to_global_index": 1,
     "compute_global_topk_indices_and_lens": 2,
+    "top_k_per_row": 3,
     "combine_topk_swa_indices": 2,
     "build_mixed_sparse_indices": 2,
     "sparse_attention": 3,
@@ -252,6 +253,7 @@ def test_results_of_a_call_that_fails_go_back(op):
     bad = {
         "convert_req_index_to_global_index": ("block_table", np.zeros(3, np.int32)),
         "compute_global_topk_indices_and_lens": ("block_table", np.zeros(3, np.int32)),
+        "top_k_per_row": ("slots_block_table", np.zeros(3, np.int32)),
         "combine_topk_swa_indices": ("seq_lens", np.zeros(3, np.int32)),
         "build_mixed_sparse_indices": ("swa_block_table", np.zeros(3, np.int32)),
         "sparse_attention": ("attn_sink", np.zeros(1, np.float32)),

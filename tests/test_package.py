@@ -27,6 +27,11 @@ OPERATORS = {
         "topk_indices req_id_per_token block_table block_size is_valid",
         "out= lens= stream=",
     ),
+    "top_k_per_row": (
+        "logits starts ends",
+        "k slots_block_table= slots_block_size= req_id_per_token= is_valid= out= slots= lens= "
+        "values= stream=",
+    ),
     "combine_topk_swa_indices": (
         "topk_indices query_start_loc seq_lens gather_lens window ratio topk M N",
         "align= out= lens= stream=",

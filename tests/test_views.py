@@ -164,6 +164,23 @@ def global_topk(dtype) -> Example:
     return call("compute_global_topk_indices_and_lens", arrays, block_size=4)
 
 
+def top_k(dtype) -> Example:
+    logits = [[1, 3, 0.5, 3, 0, -1, 2], [5, 4, 4, 4, 4, 1, 2], [9, 8, 7, 6, 5, 4, 3]]
+    arrays = {
+        "logits": np.array(logits, dtype),
+        "starts": int32(0, 1, 4),
+        "ends": int32(7, 3, 7),
+        "slots_block_table": int32([6, 1], [2, -1]),
+        "req_id_per_token": int32(0, 1, 1),
+        "is_valid": np.array([1, 1, 0], np.uint8),
+        "out": np.zeros((3, 3), np.int32),
+        "slots": np.zeros((3, 3), np.int32),
+        "lens": np.zeros(3, np.int32),
+        "values": np.zeros((3, 3), dtype),
+    }
+    return call("top_k_per_row", arrays, k=3, slots_block_size=4)
+
+
 def combine() -> Example:
     arrays = {
         "topk_indices": int32([0, 7, 5], [1, -1, 5], [0, 1, 5], [1, 0, 5]),
@@ -620,6 +637,25 @@ TABLE: dict[str, Row] = {
             | LISTS,
         )
         for dtype in ("uint8", "bool")
+    },
+    **{
+        f"top-k, {np.dtype(dtype)}": Row(
+            "top_k_per_row",
+            lambda dtype=dtype: top_k(dtype),
+            {
+                "logits": "",
+                "starts": "strided",
+                "ends": "strided",
+                "slots_block_table": "strided",
+                "req_id_per_token": "strided",
+                "is_valid": "strided",
+                "out": "written",
+                "slots": "written",
+                "lens": "strided written",
+                "values": "written",
+            },
+        )
+        for dtype in (np.float32, ref.BF16)
     },
     "combine": Row(
         "combine_topk_swa_indices",

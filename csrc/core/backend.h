@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/error.h"
-#include "core/params.h"
+#include "core/params_select.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -53,6 +53,7 @@ typedef struct smla_stream_ops {
     X(dequantize_and_gather_k_cache, smla_gather_k_cache_args, smla_gather_params)         \
     X(convert_req_index_to_global_index, smla_convert_req_index_args, smla_convert_params) \
     X(compute_global_topk_indices_and_lens, smla_topk_slots_args, smla_topk_slots_params)  \
+    X(top_k_per_row, smla_top_k_args, smla_top_k_params)                                   \
     X(combine_topk_swa_indices, smla_combine_topk_swa_args, smla_combine_topk_swa_params)  \
     X(build_mixed_sparse_indices, smla_mixed_indices_args, smla_mixed_indices_params)      \
     X(merge_attn_states, smla_merge_attn_states_args, smla_merge_params)                   \

@@ -171,6 +171,8 @@ typedef struct smla_page_table {
 } smla_page_table;
 
 typedef struct smla_topk_slots_params {
+    const char *op; /* in error texts, like the name of the table */
+    const char *table;
     int64_t num_tokens;
     int64_t topk;
     int64_t num_reqs;

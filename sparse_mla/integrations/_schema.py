@@ -15,7 +15,10 @@ from sparse_mla.integrations._docs import document
 
 # Kinds of arrays. A scale is a float or an array.
 SCALES = ("scale", "scale or none")
-READ = ("input", "optional input", "input or none", *SCALES, "pair", "second", "input and output")
+READ = (
+    *("input", "optional input", "input or none", "asking input", *SCALES),
+    *("pair", "second", "input and output"),
+)
 ALWAYS = ("output", "output or first", "result")  # returned by every call
 ASKED = ("asked output", "asked result")  # returned where the call asks for it
 # Arrays that the caller may give to write to.
@@ -41,12 +44,21 @@ class Schema:
         self.pair = dict(zip(self.names("pair"), self.names("second"), strict=True))
         # A scale's name -> the name of the argument that is its array.
         self.scales = {name: f"{name}_tensor" for name in self.names(*SCALES)}
-        self.ask = next(iter(self.names("ask")), None)  # the option that asks for more results
+        # The option that asks for more results, or the array that does so where it is given.
+        self.ask = next(iter(self.names("ask", "asking input")), None)
+        self.asks_by_array = self.ask is not None and self.rows[self.ask] == "asking input"
         self.written = next(iter(self.names("input and output")), None)
 
     def names(self, *kinds: str) -> list[str]:
         """The rows of these kinds, in the table's order."""
         return [name for name, kind in self.rows.items() if kind in kinds]
+
+    def asks(self, values: Mapping[str, Any]) -> bool:
+        """Whether a call with these arguments asks for more results."""
+        if self.ask is None:
+            return False
+        asking = values[self.ask]
+        return asking is not None if self.asks_by_array else bool(asking)
 
     def results(self, values: Mapping[str, Any]) -> dict[str, _results.Result]:
         """Shape and dtype of each result that a call with these arguments may have."""

@@ -203,6 +203,38 @@ WORDS: dict[str, dict[str, str]] = {
     ([[27, 24, -1, -1]], [2])
         """,
     },
+    "top_k_per_row": {
+        "torch": """
+    The keys with the largest logits: `sparse_mla.top_k_per_row`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> start, end, page, ids = (torch.tensor(x).int() for x in ([0], [4], [[3]], [0]))
+    >>> logits = torch.tensor([[1.0, 3.0, float("nan"), 3.0]])
+    >>> smla.top_k_per_row(logits, start, end, k=2).tolist()
+    [[1, 3]]
+    >>> _, slots, lens = smla.top_k_per_row(
+    ...     logits, start, end, k=2, slots_block_table=page, slots_block_size=4,
+    ...     req_id_per_token=ids)
+    >>> slots.tolist(), lens.tolist()
+    ([[13, 15]], [2])
+        """,
+        "jax": """
+    The keys with the largest logits: `sparse_mla.top_k_per_row`. There is no `values` here.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> start, end, page, ids = (jnp.array(x) for x in ([0], [4], [[3]], [0]))
+    >>> logits = jnp.array([[1.0, 3.0, jnp.nan, 3.0]])
+    >>> smla.top_k_per_row(logits, start, end, k=2).tolist()
+    [[1, 3]]
+    >>> _, slots, lens = smla.top_k_per_row(
+    ...     logits, start, end, k=2, slots_block_table=page, slots_block_size=4,
+    ...     req_id_per_token=ids)
+    >>> slots.tolist(), lens.tolist()
+    ([[13, 15]], [2])
+        """,
+    },
     "combine_topk_swa_indices": {
         "torch": """
     Rows of a prefill chunk's workspace: `sparse_mla.combine_topk_swa_indices`.

@@ -90,7 +90,7 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
         if array is not None:
             values[name] = given[name] = jax.numpy.asarray(array)
             _require_cpu(schema.name, name, given[name])
-    unasked = () if schema.ask is not None and values[schema.ask] else schema.names(*ASKED)
+    unasked = () if schema.asks(values) else schema.names(*ASKED)
     results = {n: x[:2] for n, x in schema.results(values).items() if n not in unasked}
     order = [*schema.names(*READ), *schema.returned]
     aliases = None

@@ -111,6 +111,7 @@ _TYPES = {
     "input": "Tensor",
     "optional input": "Tensor?",
     "input or none": "Tensor?",
+    "asking input": "Tensor?",
     "scale": "float",
     "scale or none": "float?",
     "pair": "Tensor",
@@ -175,7 +176,9 @@ def _new(given: Iterable[Any], result: _results.Result) -> Tensor:
 def _register(schema: Schema, variant: str, outputs: list[str], new: list[str]) -> Any:
     """An overload that writes `outputs` of the caller, and returns the results `new`."""
     asked = schema.names(*ASKED)
-    options = {schema.ask: not set(asked).isdisjoint(new)} if schema.ask else {}
+    options = {}
+    if schema.ask and not schema.asks_by_array:
+        options[schema.ask] = not set(asked).isdisjoint(new)
     left_out = {"ask", "stream", *(() if outputs else GIVEN)}
     names = [n for n in schema.parameters if schema.rows[n] not in left_out]
     # A workspace that is no keyword still has to be given to the operator.
@@ -230,7 +233,7 @@ def _take_over(operator: Any) -> Callable[..., Any]:
 
     def write(values: dict[str, Any], asks: bool) -> Any:
         """Writes results to the caller's tensors, and makes those that the caller left out."""
-        results = schema.results(values | ({ask: asks} if ask else {}))
+        results = schema.results(({ask: asks} if ask else {}) | values)
         arguments = [values[name] for name in schema.positional]
         for name in outputs:
             if values[name] is None and (name in always or (asks and name in asked)):
@@ -257,7 +260,9 @@ def _take_over(operator: Any) -> Callable[..., Any]:
         values = schema.part(values)
         if written:
             return update(values)
-        asks = ask is not None and values.pop(ask)
+        asks = schema.asks(values)
+        if ask and not schema.asks_by_array:
+            del values[ask]
         if any(values[name] is not None for name in outputs):
             return write(values, asks)
         for name in outputs:

@@ -130,6 +130,7 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         smla_dequantize_params dequantize;
         smla_convert_params convert;
         smla_topk_slots_params global_topk;
+        smla_top_k_params top_k;
         smla_combine_topk_swa_params combine;
         smla_mixed_indices_params mixed;
         smla_attention_params attention;
@@ -166,6 +167,7 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         return smla_check_dequantize_and_gather_k_cache(&a->gather_last, &p.gather, backend, e);
     case 17: return smla_check_sparse_mla_dsv4(&a->dsv4, &p.attention, &plan, backend, e);
     case 18: return smla_check_fused_qnorm_rope_kv_insert(&a->qnorm, &p.qnorm, backend, e);
+    case 20: return smla_check_top_k_per_row(&a->top_k, &p.top_k, backend, e);
     default: return smla_check_grouped_output_projection(&a->grouped, &p.projection, backend, e);
     }
 }
@@ -290,6 +292,9 @@ set_scalars(reader *r, int number, any_args *a)
         a->qnorm.kv_scale.value = (double)read_count(r, 3);
         a->qnorm.kv_format = (int32_t)read_count(r, 13);
         a->qnorm.block_size = read_count(r, 6);
+    } else if (number == 20) {
+        int64_t *const numbers[] = {&a->top_k.k, &a->top_k.slots_block_size};
+        set_numbers(r, numbers, 2);
     } else if (number <= 2) {
         const int32_t format = (int32_t)read_count(r, 4);
         a->write.kv_format = number == 0 ? format : a->write.kv_format;

@@ -34,6 +34,7 @@ typedef union any_args {
     smla_gather_k_cache_args gather_last;
     smla_convert_req_index_args convert;
     smla_topk_slots_args global_topk;
+    smla_top_k_args top_k;
     smla_combine_topk_swa_args combine;
     smla_mixed_indices_args mixed;
     smla_sparse_attention_args attention;
@@ -151,6 +152,24 @@ make_global_topk(void)
                                       .is_valid = ZEROS(uint8, 3),
                                       .out = ZEROS(int32, 3, 4),
                                       .lens = ZEROS(int32, 3)}};
+}
+
+static inline any_args
+make_top_k(void)
+{
+    return (any_args){.top_k = {.struct_size = sizeof(smla_top_k_args),
+                                .logits = ZEROS(fp32, 3, 9),
+                                .starts = ZEROS(int32, 3),
+                                .ends = ZEROS(int32, 3),
+                                .k = 4,
+                                .slots_block_table = ZEROS(int32, 2, 3),
+                                .slots_block_size = 16,
+                                .req_id_per_token = ZEROS(int32, 3),
+                                .is_valid = ZEROS(uint8, 3),
+                                .out = ZEROS(int32, 3, 4),
+                                .slots = ZEROS(int32, 3, 4),
+                                .lens = ZEROS(int32, 3),
+                                .values = ZEROS(fp32, 3, 4)}};
 }
 
 static inline any_args
@@ -359,6 +378,7 @@ CALL(insert, smla_quantize_and_insert_k_cache)
 CALL(gather_last, smla_dequantize_and_gather_k_cache)
 CALL(convert, smla_convert_req_index_to_global_index)
 CALL(global_topk, smla_compute_global_topk_indices_and_lens)
+CALL(top_k, smla_top_k_per_row)
 CALL(combine, smla_combine_topk_swa_indices)
 CALL(mixed, smla_build_mixed_sparse_indices)
 CALL(attention, smla_sparse_attention)
@@ -572,6 +592,20 @@ static const operator_case operators[] = {
       {"weight", AT_FIELD(grouped, weight), 0, 5},
       {"weight_scale", AT_FIELD(grouped, weight_scale), ANY_STRIDE, 7},
       {"out", AT_FIELD(grouped, out), OUTPUT, 7}}},
+    {"top_k_per_row",
+     sizeof(smla_top_k_args),
+     call_top_k,
+     make_top_k,
+     {{"logits", AT_FIELD(top_k, logits), 0, 0},
+      {"starts", AT_FIELD(top_k, starts), ANY_STRIDE, 0},
+      {"ends", AT_FIELD(top_k, ends), ANY_STRIDE, 0},
+      {"slots_block_table", AT_FIELD(top_k, slots_block_table), ANY_STRIDE | NEEDED, 0},
+      {"req_id_per_token", AT_FIELD(top_k, req_id_per_token), ANY_STRIDE | NEEDED, 0},
+      {"is_valid", AT_FIELD(top_k, is_valid), ANY_STRIDE | OPTIONAL | BOOLS, 0},
+      {"out", AT_FIELD(top_k, out), OUTPUT, 6},
+      {"slots", AT_FIELD(top_k, slots), OUTPUT | NEEDED, 6},
+      {"lens", AT_FIELD(top_k, lens), OUTPUT | ANY_STRIDE | NEEDED, 1},
+      {"values", AT_FIELD(top_k, values), OUTPUT | OPTIONAL, 0}}},
 };
 
 enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };

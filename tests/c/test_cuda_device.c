@@ -73,6 +73,13 @@ smla_cuda_launch_compute_global_topk_indices_and_lens(const smla_topk_slots_para
 }
 
 cudaError_t
+smla_cuda_launch_top_k_per_row(const smla_top_k_params *params)
+{
+    (void)params;
+    return launch_nothing("top_k");
+}
+
+cudaError_t
 smla_cuda_launch_combine_topk_swa_indices(const smla_combine_topk_swa_params *params)
 {
     (void)params;
@@ -686,7 +693,7 @@ test_captures(void)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-enum { QUANT = 8, NUM_OPERATORS = 20 };
+enum { QUANT = 8, NUM_OPERATORS = 21 };
 
 static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla",
                                                           "gather_kv_cache",
@@ -707,15 +714,17 @@ static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla"
                                                           "dequantize_and_gather_k_cache",
                                                           "MetadataBuilder.build",
                                                           "fused_qnorm_rope_kv_insert",
-                                                          "grouped_output_projection"};
+                                                          "grouped_output_projection",
+                                                          "top_k_per_row"};
 static const char *const launch_names[NUM_OPERATORS] = {
-    "write",     "gather",       "dequantize",    "convert",        "attention",
-    "merge",     "split_weight", "project",       "quant",          "norm",
-    "turn_back", "global_topk",  "combine_lists", "mixed_lists",    "insert",
-    "insert",    "gather",       "step_lists",    "insert_queries", "e4m3_project"};
+    "write",          "gather",       "dequantize", "convert", "attention", "merge",
+    "split_weight",   "project",      "quant",      "norm",    "turn_back", "global_topk",
+    "combine_lists",  "mixed_lists",  "insert",     "insert",  "gather",    "step_lists",
+    "insert_queries", "e4m3_project", "top_k"};
 
 /* How many arrays a checked call of an operator copies to the host. */
-static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2, 1, 3, 1, 1, 3, 0, 2};
+static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2, 1,
+                                                3, 1, 1, 3, 0,        2, [20] = 2};
 
 /* Calls an operator for `count` tokens, requests or the like; QUANT ignores `count`. */
 static smla_status
@@ -759,10 +768,13 @@ call_operator(int i, smla_stream stream, int64_t count)
     const smla_inverse_rope_params turn_back = {.num_tokens = count,
                                                 .rope = {.positions = device_zeros, .max_pos = 1},
                                                 .stream = stream};
-    const smla_topk_slots_params global_topk = {.num_tokens = count,
+    const smla_topk_slots_params global_topk = {.op = operator_names[i],
+                                                .num_tokens = count,
                                                 .req_id_per_token = device_zeros,
                                                 .is_valid = device_flags,
                                                 .stream = stream};
+    smla_top_k_params top_k = {.num_tokens = count, .slots = global_topk, .stream = stream};
+    top_k.slots.out = (int32_t[1]){0};
     const smla_qnorm_insert_params insert_queries = {.num_tokens = count,
                                                      .rope = turn_back.rope,
                                                      .insert = write};
@@ -797,6 +809,7 @@ call_operator(int i, smla_stream stream, int64_t count)
     case 16: return b->dequantize_and_gather_k_cache(&gather, &error);
     case 17: return b->fill_step_lists(&step_lists, &error);
     case 18: return b->fused_qnorm_rope_kv_insert(&insert_queries, &error);
+    case 20: return b->top_k_per_row(&top_k, &error);
     default: return b->projection(&project_e4m3, &error);
     }
 }
@@ -1092,7 +1105,8 @@ test_read_batches(void)
                                     .query_start_loc_stride = 2};
     begin();
     cpu_status = SMLA_OK;
-    const smla_topk_slots_params topk = {.num_tokens = 2,
+    const smla_topk_slots_params topk = {.op = op,
+                                         .num_tokens = 2,
                                          .req_id_per_token = (const int32_t[]){4, 99, 3},
                                          .req_id_stride = 2,
                                          .is_valid = (const uint8_t[]){7, 255, 255, 1},

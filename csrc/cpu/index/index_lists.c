@@ -100,7 +100,7 @@ smla_cpu_check_global_topk(const smla_topk_slots_params *p, smla_error *error)
 {
     for (int64_t token = 0; token < p->num_tokens; token++) {
         if (is_valid_token(p->is_valid, p->is_valid_stride, token)) {
-            SMLA_TRY(check_request_id("compute_global_topk_indices_and_lens", "block_table",
+            SMLA_TRY(check_request_id(p->op, p->table,
                                       p->req_id_per_token[token * p->req_id_stride], p->num_reqs,
                                       token, error));
         }
@@ -158,8 +158,8 @@ close_holes(int32_t *slots, int64_t count)
     }
 }
 
-static void
-write_global_topk(const smla_topk_slots_params *p, int64_t token)
+void
+smla_cpu_write_global_topk(const smla_topk_slots_params *p, int64_t token)
 {
     const int32_t *in = p->topk_indices + token * p->topk_indices_stride_token;
     int32_t *out = p->out + token * p->out_stride_token;
@@ -182,7 +182,7 @@ smla_cpu_compute_global_topk_indices_and_lens(const smla_topk_slots_params *p, s
     SMLA_TRY(smla_cpu_check_global_topk(p, error));
 #pragma omp parallel for schedule(static) if (p->num_tokens * p->topk >= MIN_PARALLEL_ENTRIES)
     for (int64_t token = 0; token < p->num_tokens; token++) {
-        write_global_topk(p, token);
+        smla_cpu_write_global_topk(p, token);
     }
     return SMLA_OK;
 }

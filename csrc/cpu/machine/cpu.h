@@ -29,6 +29,9 @@ smla_status smla_cpu_check_combine_topk_swa(const smla_combine_topk_swa_params *
 smla_status smla_cpu_check_mixed_indices(const smla_mixed_indices_params *params,
                                          smla_error *error);
 
+/* The slots and the length of one token; index_lists.c. */
+void smla_cpu_write_global_topk(const smla_topk_slots_params *params, int64_t token);
+
 /* One element of an array of any float type, as fp32, exactly. */
 static inline float
 smla_cpu_load_float(const void *array, smla_float_type type, int64_t index)

@@ -11,6 +11,7 @@ struct smla_attention_isa;
 struct smla_cache_isa;
 struct smla_norm_isa;
 struct smla_projection_isa;
+struct smla_select_isa;
 
 typedef struct smla_cpu_isa {
     const char *name;
@@ -21,6 +22,7 @@ typedef struct smla_cpu_isa {
     const struct smla_projection_isa *projection;
     const struct smla_cache_isa *cache;
     const struct smla_norm_isa *norm;
+    const struct smla_select_isa *select;
 } smla_cpu_isa;
 
 /* The table, fastest entry first. */

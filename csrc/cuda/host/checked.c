@@ -199,8 +199,7 @@ smla_cuda_check_global_topk(const smla_topk_slots_params *p, smla_error *error)
         int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
         byte_vector(&host.is_valid, p->num_tokens, p->is_valid_stride),
     };
-    smla_status status =
-        read_arrays("compute_global_topk_indices_and_lens", p->stream, arrays, 2, error);
+    smla_status status = read_arrays(p->op, p->stream, arrays, 2, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_global_topk(&host, error);
     }

@@ -103,6 +103,9 @@ smla_cuda_launch_compute_global_topk_indices_and_lens(const smla_topk_slots_para
 cudaError_t smla_cuda_launch_combine_topk_swa_indices(const smla_combine_topk_swa_params *params);
 cudaError_t smla_cuda_launch_build_mixed_sparse_indices(const smla_mixed_indices_params *params);
 
+/* top_k.cu */
+cudaError_t smla_cuda_launch_top_k_per_row(const smla_top_k_params *params);
+
 /* step_lists.cu */
 cudaError_t smla_cuda_launch_fill_step_lists(const smla_step_lists_params *params);
 

@@ -151,6 +151,20 @@ compute_global_topk_indices_and_lens(const smla_topk_slots_params *p, smla_error
 }
 
 static smla_status
+top_k_per_row(const smla_top_k_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "top_k_per_row", .stream = p->stream};
+    if (p->num_tokens == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    const bool has_values = call.is_checked && p->slots.out != NULL;
+    const smla_status status = has_values ? smla_cuda_check_global_topk(&p->slots, error) : SMLA_OK;
+    return status == SMLA_OK ? end_launch(&call, smla_cuda_launch_top_k_per_row(p), error)
+                             : end_call(&call, status, error);
+}
+
+static smla_status
 combine_topk_swa_indices(const smla_combine_topk_swa_params *p, smla_error *error)
 {
     cuda_call call = {.op = "combine_topk_swa_indices", .stream = p->stream};

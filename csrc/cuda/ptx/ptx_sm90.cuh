@@ -182,6 +182,44 @@ ptx_cluster_wait(void)
     asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
 }
 
+/* A barrier of all threads of the cluster, for whole warps. All see what others wrote before. */
+static __device__ __forceinline__ void
+ptx_cluster_sync(void)
+{
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\t"
+                 "barrier.cluster.wait.acquire.aligned;"
+                 :
+                 :
+                 : "memory");
+}
+
+/* Where an address of shared memory lies in CTA `rank` of the cluster. */
+static __device__ __forceinline__ uint32_t
+ptx_cluster_address(uint32_t address, uint32_t rank)
+{
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+/* Load from shared memory of any CTA of the cluster. */
+static __device__ __forceinline__ uint32_t
+ptx_load_cluster_4(uint32_t address)
+{
+    uint32_t word;
+    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+    return word;
+}
+
+static __device__ __forceinline__ void
+ptx_load_cluster_8(uint32_t address, uint32_t words[2])
+{
+    asm volatile("ld.shared::cluster.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(words[0]), "=r"(words[1])
+                 : "r"(address)
+                 : "memory");
+}
+
 /* Makes what this thread wrote to shared memory visible to wgmma and to later bulk copies. */
 static __device__ __forceinline__ void
 ptx_fence_async_shared(void)
@@ -234,6 +272,20 @@ ptx_load_shared_4(uint32_t address)
 {
     uint32_t word;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address));
+    return word;
+}
+
+static __device__ __forceinline__ uint32_t
+ptx_load_shared_2(uint32_t address)
+{
+    uint32_t word;
+    asm volatile("{\n\t"
+                 ".reg .b16 half;\n\t"
+                 "ld.shared.b16 half, [%1];\n\t"
+                 "cvt.u32.u16 %0, half;\n\t"
+                 "}"
+                 : "=r"(word)
+                 : "r"(address));
     return word;
 }
 

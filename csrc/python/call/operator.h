@@ -18,6 +18,7 @@ typedef enum smla_py_kind {
     /* arrays that a caller gives */
     SMLA_PY_PAIR = SMLA_PY_NUM_ROLES, /* one array, or a tuple of two: the next row is the second */
     SMLA_PY_NULLABLE,                 /* given, but may be None; read */
+    SMLA_PY_ASKING,                   /* None or read; asks for the asked outputs where given */
     SMLA_PY_SCALE,         /* smla_scale_arg: a float, or an array of one, which is read */
     SMLA_PY_SCALE_OR_NONE, /* the same, or None, which leaves both of its fields empty */
     SMLA_PY_ASKED_OUTPUT,  /* None or written; returned where it is given or asked for */

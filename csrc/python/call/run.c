@@ -114,6 +114,9 @@ add_array(smla_py_call *call, const smla_py_param *param, PyObject *object, void
     switch (param->kind) {
     case SMLA_PY_PAIR: return smla_py_add_query(call, object);
     case SMLA_PY_SECOND: return 0; /* added together with the first */
+    case SMLA_PY_ASKING:
+        call->asks = object != Py_None;
+        return smla_py_add(call, param->name, SMLA_PY_OPTIONAL, object);
     case SMLA_PY_NULLABLE: return smla_py_add(call, param->name, SMLA_PY_OPTIONAL, object);
     case SMLA_PY_SCALE: return add_scale(call, param, object, args);
     case SMLA_PY_SCALE_OR_NONE:

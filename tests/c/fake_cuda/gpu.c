@@ -78,6 +78,12 @@ smla_cuda_launch_compute_global_topk_indices_and_lens(const smla_topk_slots_para
 }
 
 cudaError_t
+smla_cuda_launch_top_k_per_row(const smla_top_k_params *params)
+{
+    LAUNCH(top_k_per_row, params);
+}
+
+cudaError_t
 smla_cuda_launch_combine_topk_swa_indices(const smla_combine_topk_swa_params *params)
 {
     LAUNCH(combine_topk_swa_indices, params);

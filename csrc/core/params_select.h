@@ -1,0 +1,24 @@
+/* params_select.h: what kernels read that choose keys by their logits. */
+#pragma once
+
+#include "core/params.h"
+
+typedef struct smla_top_k_params {
+    int64_t num_tokens;
+    int64_t num_columns; /* N, below 2^31 */
+    int64_t k;
+    const void *logits; /* [T, N] fp32 or bf16 */
+    bool is_bf16;
+    int64_t logits_stride_token;
+    const int32_t *starts; /* [T] */
+    int64_t starts_stride;
+    const int32_t *ends; /* [T] */
+    int64_t ends_stride;
+    int32_t *out; /* [T, k] */
+    int64_t out_stride_token;
+    void *values; /* [T, k] of the logits' type, or NULL */
+    int64_t values_stride_token;
+    /* What `out` becomes as slots; its own `out` is NULL where none are made. */
+    smla_topk_slots_params slots;
+    smla_stream stream;
+} smla_top_k_params;

@@ -1,0 +1,71 @@
+/* select.h: the kernels of top_k.c. One text, top_k_kernel.h, is compiled once per instruction set
+ * into a smla_select_isa.
+ *
+ * A logit has a key, an integer that grows with it: NaN has key 1 << 16, which is below that of
+ * -inf, and -0 has the key of 0. The low 16 bits of the keys of bf16 logits are 0.
+ */
+#pragma once
+
+#include "core/backend.h"
+
+/* A key has three digits, the first in its upper 11 bits. */
+enum {
+    SMLA_KEY_DIGITS = 3,
+    SMLA_DIGIT_VALUES = 2048,
+    SMLA_MAX_CANDIDATES = 6144, /* bounds the list on the stack, 48 KiB */
+};
+
+/* Neighbouring columns of a row. */
+typedef struct smla_logits {
+    const void *data;
+    bool is_bf16;
+    int64_t count;
+} smla_logits;
+
+/* The keys that a row gives away: all above `key`, and the first `num_equal` that equal it. */
+typedef struct smla_threshold {
+    uint32_t key;
+    int64_t num_equal;
+} smla_threshold;
+
+/* The columns of a row whose keys may be among its largest, in order, and their keys. */
+typedef struct smla_candidates {
+    int64_t count; /* -1: there are too many to list */
+    int32_t columns[SMLA_MAX_CANDIDATES];
+    uint32_t keys[SMLA_MAX_CANDIDATES];
+} smla_candidates;
+
+typedef struct smla_select_isa {
+    /* Adds to counts[d] the number of keys whose digit number `digit` is d, among those whose
+     * digits in front of it are `prefix`. */
+    void (*count_digits)(const smla_logits *logits, int digit, uint32_t prefix,
+                         uint32_t counts[SMLA_DIGIT_VALUES]);
+    /* Lists the columns whose keys are at least `least`, which no missing column's key is. */
+    void (*list_candidates)(const smla_logits *logits, uint32_t least, smla_candidates *found);
+    /* Counts the keys above `key`, and those that equal it. */
+    void (*count_keys)(const smla_logits *logits, uint32_t key, int64_t *num_above,
+                       int64_t *num_equal);
+    /* Writes the columns of the keys that the threshold lets through, in ascending order. The
+     * first column is number `first`. Returns how many it wrote. */
+    int64_t (*take_columns)(const smla_logits *logits, smla_threshold threshold, int32_t first,
+                            int32_t *out);
+} smla_select_isa;
+
+extern const smla_select_isa smla_select_base;
+#if defined(SMLA_HAVE_X86_ISA)
+extern const smla_select_isa smla_select_avx2;
+extern const smla_select_isa smla_select_avx512;
+#endif
+
+/* Where a digit begins in a key, and the bits that it has. */
+static inline int
+smla_digit_shift(int digit)
+{
+    return digit == 0 ? 21 : digit == 1 ? 10 : 0;
+}
+
+static inline uint32_t
+smla_digit_mask(int digit)
+{
+    return digit == 2 ? 1023 : 2047;
+}

@@ -1,0 +1,263 @@
+/* top_k.c: top_k_per_row. Logits become integer keys of the same order. The k-th largest key is
+ * found digit by digit, from counts of the digits' values, and then the columns are taken in their
+ * order. No step depends on the logits' distribution. top_k_kernel.h has the loops over logits.
+ *
+ * Many rows run in parallel, each on one thread. Of few long rows the columns do, in equal chunks.
+ */
+#include <string.h>
+
+#include "cpu/index/slot.h"
+#include "cpu/machine/cpu.h"
+#include "cpu/machine/isa.h"
+#include "cpu/machine/threads.h"
+#include "cpu/select/select.h"
+
+enum {
+    MIN_PARALLEL_LOGITS = 1 << 15, /* below, starting threads costs more than they save */
+    MIN_CHUNK = 1 << 17, /* a loop over so many columns outweighs the start of its threads */
+    MAX_CHUNKS = 16,     /* bounds the counts on the stack */
+};
+
+/* ---- Rows ---------------------------------------------------------------------------------- */
+
+/* The columns of a token, and their chunks. All chunks but the last have `chunk` columns. */
+typedef struct row {
+    smla_logits logits;
+    int64_t k;
+    int num_chunks;
+    int64_t chunk;
+    smla_candidates *found; /* once digit 0 is known; NULL: all columns are looked at */
+} row;
+
+static int64_t
+clamp(int64_t value, int64_t most)
+{
+    return value < 0 ? 0 : value < most ? value : most;
+}
+
+static row
+open_row(const smla_top_k_params *p, int64_t token, bool shares_columns)
+{
+    const int64_t begin = clamp(p->starts[token * p->starts_stride], p->num_columns);
+    const int64_t end = clamp(p->ends[token * p->ends_stride], p->num_columns);
+    const int64_t count = end > begin ? end - begin : 0;
+    const int64_t bytes = p->is_bf16 ? 2 : 4;
+    const int64_t most = count / MIN_CHUNK < MAX_CHUNKS ? count / MIN_CHUNK : MAX_CHUNKS;
+    const int num_chunks = shares_columns && most > 1 ? (int)most : 1;
+    const int64_t first = count > 0 ? token * p->logits_stride_token + begin : 0;
+    return (row){.logits = {.data = count > 0 ? (const uint8_t *)p->logits + first * bytes : NULL,
+                            .is_bf16 = p->is_bf16,
+                            .count = count},
+                 .k = p->k,
+                 .num_chunks = num_chunks,
+                 .chunk = (count + num_chunks - 1) / num_chunks};
+}
+
+static smla_logits
+chunk_of(const row *r, int i)
+{
+    const int64_t first = i * r->chunk;
+    const int64_t left = r->logits.count - first;
+    return (smla_logits){.data =
+                             (const uint8_t *)r->logits.data + first * (r->logits.is_bf16 ? 2 : 4),
+                         .is_bf16 = r->logits.is_bf16,
+                         .count = left < r->chunk ? left : r->chunk};
+}
+
+/* ---- Threshold ----------------------------------------------------------------------------- */
+
+static void
+count_listed_digits(const smla_candidates *found, int digit, uint32_t prefix,
+                    uint32_t total[SMLA_DIGIT_VALUES])
+{
+    const int shift = smla_digit_shift(digit);
+    const int prefix_shift = smla_digit_shift(digit - 1);
+    for (int64_t i = 0; i < found->count; i++) {
+        const uint32_t key = found->keys[i];
+        total[key >> shift & smla_digit_mask(digit)] += key >> prefix_shift == prefix;
+    }
+}
+
+static void
+count_digits(const row *r, const smla_select_isa *isa, int digit, uint32_t prefix,
+             uint32_t total[SMLA_DIGIT_VALUES])
+{
+    memset(total, 0, SMLA_DIGIT_VALUES * sizeof *total);
+    if (r->found != NULL) {
+        count_listed_digits(r->found, digit, prefix, total);
+        return;
+    }
+    if (r->num_chunks == 1) {
+        isa->count_digits(&r->logits, digit, prefix, total);
+        return;
+    }
+    uint32_t counts[MAX_CHUNKS][SMLA_DIGIT_VALUES] = {{0}};
+#pragma omp parallel for schedule(static)
+    for (int i = 0; i < r->num_chunks; i++) {
+        const smla_logits logits = chunk_of(r, i);
+        isa->count_digits(&logits, digit, prefix, counts[i]);
+    }
+    for (int i = 0; i < r->num_chunks; i++) {
+        for (int d = 0; d < SMLA_DIGIT_VALUES; d++) {
+            total[d] += counts[i][d];
+        }
+    }
+}
+
+/* Lists the columns whose first digit is at least `digit`, if they are few. A row of chunks has no
+ * list. Digit 0 belongs to NaN alone, and then nearly all columns are candidates. */
+static void
+list_candidates(row *r, const smla_select_isa *isa, uint32_t digit, smla_candidates *list)
+{
+    if (r->num_chunks == 1 && digit > 0) {
+        isa->list_candidates(&r->logits, digit << smla_digit_shift(0), list);
+        r->found = list->count < 0 ? NULL : list;
+    }
+}
+
+/* The threshold that k keys pass, of a row with more than k columns. It stops at a digit all of
+ * whose keys are taken: then the threshold is the number below them. */
+static smla_threshold
+find_threshold(row *r, const smla_select_isa *isa, smla_candidates *list)
+{
+    const int num_digits = r->logits.is_bf16 ? SMLA_KEY_DIGITS - 1 : SMLA_KEY_DIGITS;
+    uint32_t counts[SMLA_DIGIT_VALUES];
+    uint32_t prefix = 0;
+    int64_t num_left = r->k;
+    int digit = 0;
+    for (;; digit++) {
+        count_digits(r, isa, digit, prefix, counts);
+        uint32_t value = smla_digit_mask(digit);
+        while (counts[value] < num_left) {
+            num_left -= counts[value--];
+        }
+        prefix = prefix * (smla_digit_mask(digit) + 1) + value;
+        if (counts[value] == num_left) {
+            return (smla_threshold){.key = (prefix << smla_digit_shift(digit)) - 1};
+        }
+        if (digit == num_digits - 1) {
+            return (smla_threshold){.key = prefix << smla_digit_shift(digit),
+                                    .num_equal = num_left};
+        }
+        if (digit == 0) {
+            list_candidates(r, isa, value, list);
+        }
+    }
+}
+
+/* ---- Columns ------------------------------------------------------------------------------- */
+
+/* Each chunk writes behind those in front of it, so it must know how many columns they take. */
+static void
+take_chunks(const row *r, const smla_select_isa *isa, smla_threshold threshold, int32_t *out)
+{
+    int64_t above[MAX_CHUNKS];
+    int64_t equal[MAX_CHUNKS];
+    int64_t places[MAX_CHUNKS];
+#pragma omp parallel for schedule(static)
+    for (int i = 0; i < r->num_chunks; i++) {
+        const smla_logits logits = chunk_of(r, i);
+        isa->count_keys(&logits, threshold.key, &above[i], &equal[i]);
+    }
+    int64_t place = 0;
+    int64_t num_equal = threshold.num_equal;
+    for (int i = 0; i < r->num_chunks; i++) {
+        equal[i] = equal[i] < num_equal ? equal[i] : num_equal;
+        num_equal -= equal[i];
+        places[i] = place;
+        place += above[i] + equal[i];
+    }
+#pragma omp parallel for schedule(static)
+    for (int i = 0; i < r->num_chunks; i++) {
+        const smla_logits logits = chunk_of(r, i);
+        const smla_threshold part = {.key = threshold.key, .num_equal = equal[i]};
+        (void)isa->take_columns(&logits, part, (int32_t)(i * r->chunk), out + places[i]);
+    }
+}
+
+/* Every candidate that is taken moves to `out`, whose `k` places they fill. */
+static void
+take_candidates(const smla_candidates *found, smla_threshold threshold, int64_t k, int32_t *out)
+{
+    int64_t num_taken = 0;
+    for (int64_t i = 0; num_taken < k; i++) {
+        const bool is_equal = found->keys[i] == threshold.key && threshold.num_equal > 0;
+        out[num_taken] = found->columns[i];
+        num_taken += found->keys[i] > threshold.key || is_equal;
+        threshold.num_equal -= is_equal;
+    }
+}
+
+static void
+choose_columns(row *r, const smla_select_isa *isa, int32_t *out)
+{
+    smla_candidates list;
+    if (r->logits.count <= r->k) {
+        smla_clear_columns(out, r->logits.count, r->k);
+        smla_write_run(out, 0, r->logits.count);
+        return;
+    }
+    const smla_threshold threshold = find_threshold(r, isa, &list);
+    if (r->found != NULL) {
+        take_candidates(r->found, threshold, r->k, out);
+    } else if (r->num_chunks > 1) {
+        take_chunks(r, isa, threshold, out);
+    } else {
+        (void)isa->take_columns(&r->logits, threshold, 0, out);
+    }
+}
+
+static void
+write_values(const row *r, const int32_t *columns, void *values)
+{
+    for (int64_t i = 0; i < r->k; i++) {
+        const int32_t column = columns[i];
+        if (r->logits.is_bf16) {
+            ((uint16_t *)values)[i] =
+                column < 0 ? 0xFF80u : ((const uint16_t *)r->logits.data)[column];
+        } else {
+            ((uint32_t *)values)[i] =
+                column < 0 ? 0xFF800000u : ((const uint32_t *)r->logits.data)[column];
+        }
+    }
+}
+
+static void
+write_row(const smla_top_k_params *p, int64_t token, bool shares_columns,
+          const smla_select_isa *isa)
+{
+    row r = open_row(p, token, shares_columns);
+    int32_t *const out = p->out + token * p->out_stride_token;
+    choose_columns(&r, isa, out);
+    if (p->values != NULL) {
+        const int64_t first = token * p->values_stride_token * (p->is_bf16 ? 2 : 4);
+        write_values(&r, out, (uint8_t *)p->values + first);
+    }
+    if (p->slots.out != NULL) {
+        smla_cpu_write_global_topk(&p->slots, token);
+    }
+}
+
+/* ---- The operator -------------------------------------------------------------------------- */
+
+smla_status
+smla_cpu_top_k_per_row(const smla_top_k_params *p, smla_error *error)
+{
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa("top_k_per_row", &isa, error));
+    if (p->slots.out != NULL) {
+        SMLA_TRY(smla_cpu_check_global_topk(&p->slots, error));
+    }
+    const bool shares_columns =
+        p->num_tokens < smla_max_threads() && p->num_columns >= 2 * MIN_CHUNK;
+    const int64_t num_serial = shares_columns || p->num_tokens == 1 ? p->num_tokens : 0;
+    const int64_t num_rows = p->num_tokens - num_serial;
+    for (int64_t token = 0; token < num_serial; token++) {
+        write_row(p, token, shares_columns, isa->select);
+    }
+#pragma omp parallel for schedule(dynamic, 1) if (num_rows * p->num_columns >= MIN_PARALLEL_LOGITS)
+    for (int64_t token = 0; token < num_rows; token++) {
+        write_row(p, token, false, isa->select);
+    }
+    return SMLA_OK;
+}

@@ -1,0 +1,194 @@
+/* top_k_kernel.h: counting and taking keys, compiled once per instruction set. A file that includes
+ * this defines SMLA_SELECT, the name of its table.
+ *
+ * The compiler makes vectors of the loops over a block: the keys, and whether any of them matters.
+ * Only blocks with a key that matters are looked at key by key.
+ */
+#pragma once
+
+#include <string.h>
+
+#include "cpu/select/select.h"
+
+enum {
+    BLOCK = 32,
+    NUM_COUNTS =
+        4, /* counters per digit value, so that equal neighbours do not wait for each other */
+};
+
+/* ---- Keys ---------------------------------------------------------------------------------- */
+
+static inline __attribute__((always_inline)) uint32_t
+key_of(uint32_t bits)
+{
+    const uint32_t size = bits & 0x7FFFFFFFu;
+    const uint32_t key = (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
+    const uint32_t ordered = size == 0 ? 0x80000000u : key;
+    return size > 0x7F800000u ? 0x10000u : ordered;
+}
+
+/* The keys of columns i...i + BLOCK - 1; 0, which no logit has, past the last column. */
+static inline __attribute__((always_inline)) void
+load_keys(const smla_logits *logits, int64_t i, uint32_t keys[BLOCK])
+{
+    const int64_t left = logits->count - i;
+    const int64_t count = left < BLOCK ? left : BLOCK;
+    uint32_t bits[BLOCK] = {0};
+    if (logits->is_bf16) {
+        uint16_t halves[BLOCK] = {0};
+        if (count == BLOCK) {
+            memcpy(halves, (const uint16_t *)logits->data + i, sizeof halves);
+        } else {
+            memcpy(halves, (const uint16_t *)logits->data + i, (size_t)count * sizeof halves[0]);
+        }
+        for (int j = 0; j < BLOCK; j++) {
+            bits[j] = (uint32_t)halves[j] << 16;
+        }
+    } else if (count == BLOCK) {
+        memcpy(bits, (const uint32_t *)logits->data + i, sizeof bits);
+    } else {
+        memcpy(bits, (const uint32_t *)logits->data + i, (size_t)count * sizeof bits[0]);
+    }
+    const uint32_t mask = logits->is_bf16 ? 0xFFFF0000u : 0xFFFFFFFFu;
+    for (int j = 0; j < BLOCK; j++) {
+        keys[j] = key_of(bits[j]) & mask;
+    }
+    for (int64_t j = count; j < BLOCK; j++) {
+        keys[j] = 0;
+    }
+}
+
+/* ---- Counting ------------------------------------------------------------------------------ */
+
+static void
+count_first_digits(const smla_logits *logits, uint32_t counts[SMLA_DIGIT_VALUES])
+{
+    uint32_t partial[NUM_COUNTS][SMLA_DIGIT_VALUES] = {{0}};
+    int64_t i = 0;
+    for (; i + BLOCK <= logits->count; i += BLOCK) {
+        uint32_t keys[BLOCK];
+        load_keys(logits, i, keys);
+        for (int j = 0; j < BLOCK; j++) {
+            partial[j % NUM_COUNTS][keys[j] >> 21]++;
+        }
+    }
+    if (i < logits->count) {
+        uint32_t keys[BLOCK];
+        load_keys(logits, i, keys);
+        for (int j = 0; j < logits->count - i; j++) {
+            partial[0][keys[j] >> 21]++;
+        }
+    }
+    for (int j = 0; j < NUM_COUNTS; j++) {
+        for (int d = 0; d < SMLA_DIGIT_VALUES; d++) {
+            counts[d] += partial[j][d];
+        }
+    }
+}
+
+/* A key of a column that does not exist may be counted with prefix 0. This does no harm, because
+ * digits are counted from the largest down, and such keys are the smallest. */
+static void
+count_digits(const smla_logits *logits, int digit, uint32_t prefix,
+             uint32_t counts[SMLA_DIGIT_VALUES])
+{
+    if (digit == 0) {
+        count_first_digits(logits, counts);
+        return;
+    }
+    const int prefix_shift = smla_digit_shift(digit - 1);
+    const int shift = smla_digit_shift(digit);
+    const uint32_t mask = smla_digit_mask(digit);
+    for (int64_t i = 0; i < logits->count; i += BLOCK) {
+        uint32_t keys[BLOCK];
+        uint32_t num_found = 0;
+        load_keys(logits, i, keys);
+        for (int j = 0; j < BLOCK; j++) {
+            num_found += keys[j] >> prefix_shift == prefix;
+        }
+        for (int j = 0; num_found > 0 && j < BLOCK; j++) {
+            if (keys[j] >> prefix_shift == prefix) {
+                counts[keys[j] >> shift & mask]++;
+            }
+        }
+    }
+}
+
+static void
+list_candidates(const smla_logits *logits, uint32_t least, smla_candidates *found)
+{
+    int64_t count = 0;
+    for (int64_t i = 0; i < logits->count; i += BLOCK) {
+        uint32_t keys[BLOCK];
+        uint32_t num_found = 0;
+        load_keys(logits, i, keys);
+        for (int j = 0; j < BLOCK; j++) {
+            num_found += keys[j] >= least;
+        }
+        if (num_found > 0 && count > SMLA_MAX_CANDIDATES - BLOCK) {
+            found->count = -1;
+            return;
+        }
+        for (int j = 0; num_found > 0 && j < BLOCK; j++) {
+            found->columns[count] = (int32_t)(i + j);
+            found->keys[count] = keys[j];
+            count += keys[j] >= least;
+        }
+    }
+    found->count = count;
+}
+
+static void
+count_keys(const smla_logits *logits, uint32_t key, int64_t *num_above, int64_t *num_equal)
+{
+    *num_above = 0;
+    *num_equal = 0;
+    for (int64_t i = 0; i < logits->count; i += BLOCK) {
+        uint32_t keys[BLOCK];
+        uint32_t above = 0;
+        uint32_t equal = 0;
+        load_keys(logits, i, keys);
+        for (int j = 0; j < BLOCK; j++) {
+            above += keys[j] > key;
+            equal += keys[j] == key;
+        }
+        *num_above += above;
+        *num_equal += equal;
+    }
+}
+
+/* ---- Taking -------------------------------------------------------------------------------- */
+
+static int64_t
+take_columns(const smla_logits *logits, smla_threshold threshold, int32_t first, int32_t *out)
+{
+    const uint32_t least = threshold.num_equal > 0 ? threshold.key : threshold.key + 1;
+    int64_t num_taken = 0;
+    int64_t num_equal = 0;
+    for (int64_t i = 0; i < logits->count; i += BLOCK) {
+        uint32_t keys[BLOCK];
+        int32_t columns[BLOCK];
+        uint32_t num_found = 0;
+        int count = 0;
+        load_keys(logits, i, keys);
+        for (int j = 0; j < BLOCK; j++) {
+            num_found += keys[j] >= least;
+        }
+        for (int j = 0; num_found > 0 && j < BLOCK; j++) {
+            const bool is_equal = keys[j] == threshold.key && num_equal < threshold.num_equal;
+            columns[count] = (int32_t)(first + i + j);
+            count += keys[j] > threshold.key || is_equal;
+            num_equal += is_equal;
+        }
+        memcpy(out + num_taken, columns, (size_t)count * sizeof columns[0]);
+        num_taken += count;
+    }
+    return num_taken;
+}
+
+const smla_select_isa SMLA_SELECT = {
+    .count_digits = count_digits,
+    .list_candidates = list_candidates,
+    .count_keys = count_keys,
+    .take_columns = take_columns,
+};

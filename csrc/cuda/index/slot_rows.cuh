@@ -1,0 +1,116 @@
+/* slot_rows.cuh: one row of slots, written by a CTA: the slots of the entries that have one, in
+ * their order, then -1.
+ *
+ * The CTA takes the columns in tiles of 1024. A thread takes columns that are a CTA's width apart,
+ * so that loads and stores are whole lines. Every warp counts its slots by votes and leaves 32
+ * counts per tile, of all warps together, in shared memory. From these counts each warp finds where
+ * its slots go. The two halves of the counts take turns, so that one barrier per tile suffices.
+ */
+#pragma once
+
+#include "cuda/index/slot.cuh"
+
+enum { SLOT_COUNTS = SMLA_WARP_LANES }; /* counts per tile, a lane per count */
+
+/* The request of a token, or -1 if its row has no slots. */
+static __device__ __forceinline__ int64_t
+find_slot_request(const smla_topk_slots_params &p, int64_t token)
+{
+    if (!is_valid_token(p.is_valid, p.is_valid_stride, token)) {
+        return -1;
+    }
+    const int64_t req = __ldg(p.req_id_per_token + token * p.req_id_stride);
+    return req < p.num_reqs ? req : -1;
+}
+
+/* A thread's slots of a tile; -1 where an entry has none. Entries come from L2, because other CTAs
+ * of the grid may have written them. */
+template <int THREADS>
+static __device__ __forceinline__ void
+load_slots(const smla_topk_slots_params &p, const page_table &pages, const int32_t *in,
+           int64_t tile, int64_t req, int32_t *slots)
+{
+    constexpr int UNROLL = SLOT_COUNTS * SMLA_WARP_LANES / THREADS;
+    int32_t entries[UNROLL];
+#pragma unroll
+    for (int i = 0; i < UNROLL; i++) {
+        const int64_t column = tile + i * THREADS + threadIdx.x;
+        entries[i] = column < p.topk ? __ldcg(in + column) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < UNROLL; i++) {
+        slots[i] = find_slot(pages, req, entries[i]);
+    }
+}
+
+/* The sum of the counts in front of each, one per lane. */
+static __device__ __forceinline__ int32_t
+scan_counts(int32_t count, int lane, int32_t *total)
+{
+    constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+    int32_t sum = count;
+#pragma unroll
+    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
+        const int32_t before = __shfl_up_sync(ALL_LANES, sum, step);
+        sum += lane >= step ? before : 0;
+    }
+    *total = __shfl_sync(ALL_LANES, sum, SMLA_WARP_LANES - 1);
+    return sum - count;
+}
+
+/* Appends the slots of a tile to out[begin...], and returns how many there are. All threads of the
+ * CTA call this, tile after tile, with `counts` in turn one and the other half of the counts. */
+template <int THREADS>
+static __device__ __forceinline__ int32_t
+append_slots(const int32_t *slots, int32_t *counts, int32_t *out)
+{
+    constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+    constexpr int WARPS = THREADS / SMLA_WARP_LANES;
+    constexpr int UNROLL = SLOT_COUNTS / WARPS;
+    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    uint32_t votes[UNROLL];
+#pragma unroll
+    for (int i = 0; i < UNROLL; i++) {
+        votes[i] = __ballot_sync(ALL_LANES, slots[i] >= 0);
+        if (lane == 0) {
+            counts[i * WARPS + warp] = __popc(votes[i]);
+        }
+    }
+    __syncthreads(); /* the counts of a tile are written */
+    int32_t total;
+    const int32_t before = scan_counts(counts[lane], lane, &total);
+#pragma unroll
+    for (int i = 0; i < UNROLL; i++) {
+        const int32_t first = __shfl_sync(ALL_LANES, before, i * WARPS + warp);
+        if (slots[i] >= 0) {
+            out[first + __popc(votes[i] & ((1u << lane) - 1))] = slots[i];
+        }
+    }
+    return total;
+}
+
+/* Writes the row and the length of a token. All threads of the CTA call this. `half` is the half of
+ * `counts` whose turn it is. */
+template <int THREADS>
+static __device__ __forceinline__ void
+write_slot_row(const smla_topk_slots_params &p, const page_table &pages, int64_t token,
+               int32_t (*counts)[SLOT_COUNTS], int *half)
+{
+    const int32_t *const in = p.topk_indices + token * p.topk_indices_stride_token;
+    int32_t *const out = p.out + token * p.out_stride_token;
+    const int64_t req = find_slot_request(p, token);
+    int64_t count = 0;
+    for (int64_t tile = 0; req >= 0 && tile < p.topk; tile += SLOT_COUNTS * SMLA_WARP_LANES) {
+        int32_t slots[SLOT_COUNTS * SMLA_WARP_LANES / THREADS];
+        load_slots<THREADS>(p, pages, in, tile, req, slots);
+        count += append_slots<THREADS>(slots, counts[*half], out + count);
+        *half ^= 1;
+    }
+    for (int64_t column = count + threadIdx.x; column < p.topk; column += THREADS) {
+        out[column] = -1;
+    }
+    if (threadIdx.x == 0) {
+        p.lens[token * p.lens_stride] = (int32_t)count;
+    }
+}

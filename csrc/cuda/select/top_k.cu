@@ -1,0 +1,53 @@
+/* top_k.cu: top_k_per_row with one CTA per row, for every GPU, and the choice of clusters. The
+ * kernel and its seven headings are in top_k.cuh.
+ */
+#include "cuda/select/top_k_clusters.h"
+#include "cuda/select/top_k_launch.cuh"
+
+namespace {
+
+template <bool IS_BF16>
+__global__ void
+__launch_bounds__(BLOCK_THREADS, 2) top_k_kernel(const __grid_constant__ top_k_args args)
+{
+    select_rows<IS_BF16, 1>(args);
+}
+
+/* How many CTAs share a row: so many that the keys of a CTA leave room for a second one on the SM,
+ * and that few rows fill the device. A grid of one wave is worth some keys that do not fit. */
+int
+choose_ctas(const smla_top_k_params *p, const smla_cuda_device *device)
+{
+    enum { USUAL_BYTES = 64 << 10, MOST_BYTES = 128 << 10, LEAST_BYTES = 8 << 10 };
+    const int64_t bytes = p->num_columns * (p->is_bf16 ? 2 : 4);
+    const int64_t room = 2 * (int64_t)device->num_sms; /* CTAs of one wave */
+    const int64_t rows = p->num_tokens;
+    int ctas = 1;
+    while (ctas < SMLA_MAX_ROW_CTAS && bytes / ctas > USUAL_BYTES) {
+        ctas *= 2;
+    }
+    if (ctas > 1 && rows * ctas > room && rows * ctas / 2 <= room &&
+        bytes / (ctas / 2) <= MOST_BYTES) {
+        ctas /= 2;
+    }
+    while (ctas < SMLA_MAX_ROW_CTAS && rows * ctas * 2 <= room &&
+           bytes / (2 * ctas) >= LEAST_BYTES) {
+        ctas *= 2;
+    }
+    return ctas;
+}
+
+} // namespace
+
+cudaError_t
+smla_cuda_launch_top_k_per_row(const smla_top_k_params *p)
+{
+    static uint64_t allowed[2];
+    const smla_cuda_device *const device = smla_cuda_find_device(p->stream.device_id);
+    const int ctas = device->compute_capability == 90 ? choose_ctas(p, device) : 1;
+    if (ctas > 1) {
+        return smla_cuda_launch_top_k_clusters(p, ctas);
+    }
+    return p->is_bf16 ? launch_top_k(top_k_kernel<true>, p, 1, &allowed[1])
+                      : launch_top_k(top_k_kernel<false>, p, 1, &allowed[0]);
+}

@@ -1,0 +1,449 @@
+/* top_k.cuh: top_k_per_row: the columns of the k largest logits of each row, exactly.
+ *
+ * Computes     out[t] = the columns starts[t]...ends[t] - 1 with the k largest keys, of equal keys
+ *              the first, in ascending order and counted from starts[t], then -1; values[t] = their
+ *              logits, then -inf; slots[t], lens[t] = the slots of out[t] without holes
+ * Shapes       logits [T, N] fp32 or bf16, values [T, K] alike, out, slots [T, K] int32, rows any
+ *              stride apart; starts, ends, lens [T] int32, any stride
+ * Shared mem   select_memory, 25 KB: counts of digit values, twice, and lists of candidates; then
+ *              the keys of the CTA's part of the row, as much as fits
+ * Roles        A cluster of 1, 2, 4 or 8 CTAs takes one row at a time, a warp a run of columns.
+ *                load     logits -> keys in shared memory, counts of their first digit
+ *                digit 0  found in the counts of all CTAs (find_digit)
+ *                digit 1  counted of keys with digit 0; each warp lists its candidates: the keys
+ *                         whose first digit is not too small
+ *                digit 2  counted of candidates with digits 0 and 1; not of bf16
+ *                place    each warp counts what it takes, and learns what warps before it take
+ *                write    the columns, in order, by votes
+ *              A warp with more candidates than its list has room for looks at all its keys again.
+ *              Barriers (CTA, or cluster): counts are complete; group counts are complete; the
+ *              digit is found; the warps' counts are complete; all CTAs have read them.
+ * Roofline     Memory: the row once. Columns that shared memory has no room for are read from L2
+ *              once more, by digit 1. One row: latency of three digits and their barriers.
+ * Numerics     Integers, exact. The result depends neither on the number of CTAs nor on the order
+ *              of atomics, which only count. Starts and ends are clamped to 0...N.
+ * Source       Radix selection is widely used (RAFT, TensorRT-LLM, SGLang). Ours: counts shared by
+ *              groups through the cluster, and the ordered lists, so that no sort follows.
+ */
+#pragma once
+
+#include "cuda/select/top_k_digits.cuh"
+
+namespace {
+
+struct top_k_args {
+    smla_top_k_params p;
+    page_table pages;      /* the slots' block table */
+    uint32_t memory_steps; /* steps per warp whose keys fit in shared memory */
+};
+
+/* What a warp looks at once digit 0 is known. */
+typedef struct candidates {
+    bool are_listed;
+    uint32_t count; /* entries of the list; or all elements of the warp */
+} candidates;
+
+/* All keys above `key` are taken, and the first `num_equal` that equal it. */
+typedef struct key_threshold {
+    uint32_t key;
+    uint32_t num_equal;
+} key_threshold;
+
+/* ---- Counting ------------------------------------------------------------------------------ */
+
+template <bool IS_BF16>
+__device__ __forceinline__ void
+count_vector(const uint32_t words[4], uint32_t *counts)
+{
+#pragma unroll
+    for (int i = 0; i < (int)logit_vector<IS_BF16>::ELEMENTS; i++) {
+        atomicAdd(&counts[digit_of<0>(logit_vector<IS_BF16>::key(words, i))], 1u);
+    }
+}
+
+/* Brings the warp's part of the row to shared memory, and counts all first digits. */
+template <bool IS_BF16>
+__device__ __forceinline__ void
+load_row(const row_part &part, uint32_t *counts)
+{
+    constexpr uint32_t ELEMENTS = logit_vector<IS_BF16>::ELEMENTS;
+#pragma unroll 1
+    for (uint32_t step = 0; step < COPIES; step++) {
+        start_copy<IS_BF16>(part, step);
+    }
+#pragma unroll 1
+    for (uint32_t step = 0; step < part.memory_steps; step++) {
+        uint32_t words[4];
+        ptx_cp_async_wait<COPIES - 1>();
+        finish_copy<IS_BF16>(part, step, words);
+        start_copy<IS_BF16>(part, step + COPIES);
+        if (vector_of(part, step) * ELEMENTS < part.end) {
+            count_vector<IS_BF16>(words, counts);
+        }
+    }
+#pragma unroll 1
+    for (uint32_t step = part.memory_steps; step < part.num_steps; step += BATCH) {
+        uint32_t words[BATCH][4] = {};
+        load_batch<IS_BF16>(part, step, words);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const uint32_t vector = vector_of(part, step + i);
+            if (step + i < part.num_steps && vector * ELEMENTS < part.end) {
+                count_vector<IS_BF16>(words[i], counts);
+            }
+        }
+    }
+}
+
+/* Counts a digit after the first, of keys that begin with `prefix`. Keys of no logit, which are the
+ * smallest, may be counted with prefix 0; this moves no digit that is found. */
+template <bool IS_BF16, int DIGIT>
+__device__ __forceinline__ void
+count_digit(uint32_t key, uint32_t prefix, uint32_t *counts)
+{
+    if (prefix_of<DIGIT>(key) == prefix) {
+        atomicAdd(&counts[digit_of<DIGIT>(key)], 1u);
+    }
+}
+
+/* Appends the candidates of a step to the warp's list, in order. Returns the list's new length,
+ * with entries beyond its room, which are not written. */
+template <bool IS_BF16>
+__device__ __forceinline__ uint32_t
+list_step(const uint32_t words[4], uint32_t step, uint32_t digit, uint16_t *list, uint32_t length)
+{
+    constexpr uint32_t ELEMENTS = logit_vector<IS_BF16>::ELEMENTS;
+    const uint32_t lane = threadIdx.x % SMLA_WARP_LANES;
+    uint32_t found = 0;
+#pragma unroll
+    for (int i = 0; i < (int)ELEMENTS; i++) {
+        found |= (uint32_t)(digit_of<0>(logit_vector<IS_BF16>::key(words, i)) >= digit) << i;
+    }
+    if (!__any_sync(ALL_LANES, found != 0)) {
+        return length;
+    }
+    const uint32_t sum = scan_lanes(__popc(found));
+    uint32_t place = length + sum - __popc(found);
+#pragma unroll
+    for (uint32_t i = 0; i < ELEMENTS; i++) {
+        if ((found >> i & 1) != 0) {
+            if (place < LIST_ENTRIES) {
+                list[place] = (uint16_t)((step * SMLA_WARP_LANES + lane) * ELEMENTS + i);
+            }
+            place++;
+        }
+    }
+    return length + __shfl_sync(ALL_LANES, sum, SMLA_WARP_LANES - 1);
+}
+
+/* Counts digit 1 of the keys whose digit 0 is `digit`, and lists the warp's candidates. */
+template <bool IS_BF16>
+__device__ __forceinline__ candidates
+count_and_list(const row_part &part, uint32_t digit, uint32_t *counts, uint16_t *list)
+{
+    constexpr uint32_t ELEMENTS = logit_vector<IS_BF16>::ELEMENTS;
+    const uint32_t num_elements = part.num_steps * (SMLA_WARP_LANES * ELEMENTS);
+    uint32_t length = num_elements <= LIST_ELEMENTS ? 0 : LIST_ENTRIES + 1;
+#pragma unroll 1
+    for (uint32_t step = 0; step < part.num_steps; step += BATCH) {
+        uint32_t words[BATCH][4];
+        read_batch<IS_BF16>(part, step, words);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+#pragma unroll
+            for (int j = 0; j < (int)ELEMENTS; j++) {
+                count_digit<IS_BF16, 1>(logit_vector<IS_BF16>::key(words[i], j), digit, counts);
+            }
+            if (length <= LIST_ENTRIES && step + i < part.num_steps) {
+                length = list_step<IS_BF16>(words[i], step + i, digit, list, length);
+            }
+        }
+    }
+    __syncwarp(); /* the list is written */
+    return length <= LIST_ENTRIES ? candidates{true, length} : candidates{false, num_elements};
+}
+
+/* The key of entry `i` of the warp's candidates, and its element; key 0 behind the last one. */
+template <bool IS_BF16>
+__device__ __forceinline__ uint32_t
+read_candidate(const row_part &part, const candidates &found, const uint16_t *list, uint32_t i,
+               uint32_t *element)
+{
+    *element = i >= found.count ? 0 : found.are_listed ? list[i] : i;
+    return i < found.count ? read_key<IS_BF16>(part, *element) : 0;
+}
+
+/* Counts digit 2 of the warp's candidates. */
+template <bool IS_BF16>
+__device__ __forceinline__ void
+count_last_digit(const row_part &part, const candidates &found, const uint16_t *list,
+                 uint32_t prefix, uint32_t *counts)
+{
+    if (found.are_listed) {
+        for (uint32_t i = threadIdx.x % SMLA_WARP_LANES; i < found.count; i += SMLA_WARP_LANES) {
+            count_digit<IS_BF16, 2>(read_key<IS_BF16>(part, list[i]), prefix, counts);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (uint32_t step = 0; step < part.num_steps; step += BATCH) {
+        uint32_t words[BATCH][4];
+        read_batch<IS_BF16>(part, step, words);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+#pragma unroll
+            for (int j = 0; j < (int)logit_vector<IS_BF16>::ELEMENTS; j++) {
+                count_digit<IS_BF16, 2>(logit_vector<IS_BF16>::key(words[i], j), prefix, counts);
+            }
+        }
+    }
+}
+
+/* The number of the warp's keys above the threshold, and of those that equal it. */
+template <bool IS_BF16>
+__device__ __forceinline__ void
+count_taken(const row_part &part, const candidates &found, const uint16_t *list, uint32_t key,
+            uint32_t taken[2])
+{
+    uint32_t above = 0;
+    uint32_t equal = 0;
+    if (found.are_listed) {
+        for (uint32_t i = threadIdx.x % SMLA_WARP_LANES; i < found.count; i += SMLA_WARP_LANES) {
+            const uint32_t candidate = read_key<IS_BF16>(part, list[i]);
+            above += candidate > key;
+            equal += candidate == key;
+        }
+        __syncwarp();
+    } else {
+#pragma unroll 1
+        for (uint32_t step = 0; step < part.num_steps; step += BATCH) {
+            uint32_t words[BATCH][4];
+            read_batch<IS_BF16>(part, step, words);
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+#pragma unroll
+                for (int j = 0; j < (int)logit_vector<IS_BF16>::ELEMENTS; j++) {
+                    const uint32_t candidate = logit_vector<IS_BF16>::key(words[i], j);
+                    above += candidate > key;
+                    equal += candidate == key;
+                }
+            }
+        }
+    }
+    taken[0] = __reduce_add_sync(ALL_LANES, above);
+    taken[1] = __reduce_add_sync(ALL_LANES, equal);
+}
+
+/* ---- Threshold ----------------------------------------------------------------------------- */
+
+/* Once all keys that begin with `prefix` are taken, the threshold is the number below them. */
+template <bool IS_BF16, int CTAS>
+__device__ __forceinline__ key_threshold
+find_threshold(const row_part &part, uint32_t k, select_memory *shared, candidates *found)
+{
+    uint16_t *const list = shared->lists[threadIdx.x / SMLA_WARP_LANES];
+    *found = {false, part.num_steps * (SMLA_WARP_LANES * logit_vector<IS_BF16>::ELEMENTS)};
+    load_row<IS_BF16>(part, shared->counts[0]);
+    find_digit<CTAS>(shared, 0, k);
+    uint32_t prefix = shared->digit;
+    uint32_t num_left = shared->num_left;
+    if (shared->digit_count == num_left) {
+        return {(prefix << 21) - 1, 0};
+    }
+    *found = count_and_list<IS_BF16>(part, prefix, shared->counts[1], list);
+    find_digit<CTAS>(shared, 1, num_left);
+    prefix = prefix << 11 | shared->digit;
+    num_left = shared->num_left;
+    if (shared->digit_count == num_left) {
+        return {(prefix << 10) - 1, 0};
+    }
+    if constexpr (IS_BF16) {
+        return {prefix << 10, num_left};
+    }
+    count_last_digit<IS_BF16>(part, *found, list, prefix, shared->counts[0]);
+    find_digit<CTAS>(shared, 0, num_left);
+    return {prefix << 10 | shared->digit, shared->num_left};
+}
+
+/* ---- Results ------------------------------------------------------------------------------- */
+
+/* A row of the results. */
+typedef struct result_row {
+    const uint8_t *logits; /* column 0 */
+    int32_t *out;
+    uint8_t *values; /* NULL: none are wanted */
+} result_row;
+
+template <bool IS_BF16>
+__device__ __forceinline__ void
+write_column(const result_row &row, uint32_t place, uint32_t column)
+{
+    row.out[place] = (int32_t)column;
+    if (row.values != nullptr && IS_BF16) {
+        ((uint16_t *)row.values)[place] = __ldg((const uint16_t *)row.logits + column);
+    } else if (row.values != nullptr) {
+        ((uint32_t *)row.values)[place] = __ldg((const uint32_t *)row.logits + column);
+    }
+}
+
+/* The row of a token with at most k columns. */
+template <bool IS_BF16, int CTAS>
+__device__ __forceinline__ void
+write_all(const result_row &row, uint32_t count, uint32_t k)
+{
+    const uint32_t first = cluster_rank<CTAS>() * BLOCK_THREADS + threadIdx.x;
+    for (uint64_t place = first; place < k; place += CTAS * BLOCK_THREADS) {
+        if (place < count) {
+            write_column<IS_BF16>(row, (uint32_t)place, (uint32_t)place);
+            continue;
+        }
+        row.out[place] = -1;
+        if (row.values != nullptr && IS_BF16) {
+            ((uint16_t *)row.values)[place] = 0xFF80u;
+        } else if (row.values != nullptr) {
+            ((uint32_t *)row.values)[place] = 0xFF800000u;
+        }
+    }
+}
+
+/* What warps before this one take: keys above the threshold, and keys that equal it. */
+template <int CTAS>
+__device__ __forceinline__ void
+sum_earlier_warps(const select_memory *shared, uint32_t warp, uint32_t before[2])
+{
+    uint32_t above = 0;
+    uint32_t equal = 0;
+#pragma unroll
+    for (uint32_t first = 0; first < CTAS * NUM_WARPS; first += SMLA_WARP_LANES) {
+        const uint32_t other = first + threadIdx.x % SMLA_WARP_LANES;
+        if (other < warp) {
+            uint32_t pair[2];
+            load_pair_of<CTAS>(other / NUM_WARPS, shared->taken[other % NUM_WARPS], pair);
+            above += pair[0];
+            equal += pair[1];
+        }
+    }
+    __syncwarp();
+    before[0] = __reduce_add_sync(ALL_LANES, above);
+    before[1] = __reduce_add_sync(ALL_LANES, equal);
+}
+
+/* Writes the columns that the warp takes, behind those of the warps before it. It takes `taken`
+ * keys: above the threshold, and equal to it, of which the row takes the first num_equal. */
+template <bool IS_BF16>
+__device__ __forceinline__ void
+write_taken(const row_part &part, const candidates &found, const uint16_t *list,
+            const key_threshold &threshold, const uint32_t taken[2], const uint32_t before[2],
+            const result_row &row)
+{
+    const uint32_t lanes_before = (1u << threadIdx.x % SMLA_WARP_LANES) - 1;
+    const uint32_t start = part.first_vector * logit_vector<IS_BF16>::ELEMENTS - part.begin;
+    const uint32_t all_above = before[0] + taken[0];
+    const uint32_t all_equal = min(before[1] + taken[1], threshold.num_equal);
+    uint32_t above = before[0];
+    uint32_t equal = min(before[1], threshold.num_equal);
+#pragma unroll 2
+    for (uint32_t first = 0; above < all_above || equal < all_equal; first += SMLA_WARP_LANES) {
+        uint32_t element;
+        const uint32_t key =
+            read_candidate<IS_BF16>(part, found, list, first + threadIdx.x % SMLA_WARP_LANES,
+                                    &element);
+        const uint32_t above_votes = __ballot_sync(ALL_LANES, key > threshold.key);
+        const uint32_t equal_votes = __ballot_sync(ALL_LANES, key == threshold.key);
+        const uint32_t above_place = above + __popc(above_votes & lanes_before);
+        const uint32_t equal_place =
+            min(equal + __popc(equal_votes & lanes_before), threshold.num_equal);
+        if (key > threshold.key || (key == threshold.key && equal_place < threshold.num_equal)) {
+            write_column<IS_BF16>(row, above_place + equal_place, start + element);
+        }
+        above += __popc(above_votes);
+        equal = min(equal + __popc(equal_votes), threshold.num_equal);
+    }
+}
+
+/* ---- Rows ---------------------------------------------------------------------------------- */
+
+/* The row of a token with more than k columns. */
+template <bool IS_BF16, int CTAS>
+__device__ __forceinline__ void
+select_columns(const top_k_args &args, const result_row &row, uint32_t count, select_memory *shared)
+{
+    const uint32_t cta_warp = threadIdx.x / SMLA_WARP_LANES;
+    const uint32_t warp = cluster_rank<CTAS>() * NUM_WARPS + cta_warp;
+    const row_part part = open_part<IS_BF16>(row.logits, count, warp, CTAS * NUM_WARPS,
+                                             args.memory_steps, ptx_shared_address(shared->keys));
+    candidates found;
+    uint32_t taken[2];
+    uint32_t before[2];
+    clear_counts(shared->counts[0]);
+    __syncthreads(); /* the counts are clear */
+    const key_threshold threshold =
+        find_threshold<IS_BF16, CTAS>(part, (uint32_t)args.p.k, shared, &found);
+    const uint16_t *const list = shared->lists[cta_warp];
+    count_taken<IS_BF16>(part, found, list, threshold.key, taken);
+    if (threadIdx.x % SMLA_WARP_LANES == 0) {
+        shared->taken[cta_warp][0] = taken[0];
+        shared->taken[cta_warp][1] = taken[1];
+    }
+    sync_ctas<CTAS>(); /* the warps' counts are complete */
+    sum_earlier_warps<CTAS>(shared, warp, before);
+    if constexpr (CTAS > 1) {
+        __syncwarp();
+        ptx_cluster_arrive();
+    }
+    write_taken<IS_BF16>(part, found, list, threshold, taken, before, row);
+    if constexpr (CTAS > 1) {
+        __syncwarp();
+        ptx_cluster_wait(); /* no CTA reads this one's counts any more */
+    }
+}
+
+template <bool IS_BF16, int CTAS>
+__device__ __forceinline__ void
+select_row(const top_k_args &args, int64_t token, select_memory *shared, int *slot_half)
+{
+    const smla_top_k_params &p = args.p;
+    const int32_t most = (int32_t)p.num_columns;
+    const int32_t begin = min(max(__ldg(p.starts + token * p.starts_stride), 0), most);
+    const int32_t end = min(max(__ldg(p.ends + token * p.ends_stride), 0), most);
+    const uint32_t count = end > begin ? (uint32_t)(end - begin) : 0;
+    constexpr int BYTES = logit_vector<IS_BF16>::ELEMENT_BYTES;
+    const result_row row = {(const uint8_t *)p.logits +
+                                (token * p.logits_stride_token + begin) * BYTES,
+                            p.out + token * p.out_stride_token,
+                            p.values == nullptr
+                                ? nullptr
+                                : (uint8_t *)p.values + token * p.values_stride_token * BYTES};
+    if (count <= p.k) {
+        write_all<IS_BF16, CTAS>(row, count, (uint32_t)p.k);
+    } else {
+        select_columns<IS_BF16, CTAS>(args, row, count, shared);
+    }
+    if (p.slots.out != nullptr) {
+        sync_ctas<CTAS>(); /* the row of out is written */
+        if (cluster_rank<CTAS>() == 0) {
+            write_slot_row<BLOCK_THREADS>(p.slots, args.pages, token, shared->slot_counts,
+                                          slot_half);
+        }
+    }
+}
+
+/* What the kernels do, each CTA of the cluster for its part of every row. */
+template <bool IS_BF16, int CTAS>
+__device__ __forceinline__ void
+select_rows(const top_k_args &args)
+{
+    extern __shared__ __align__(128) uint8_t memory[];
+    select_memory *const shared = (select_memory *)memory;
+    const int64_t num_clusters = gridDim.x / CTAS;
+    int slot_half = 0;
+    ptx_wait_for_grids();
+    for (int64_t token = blockIdx.x / CTAS; token < args.p.num_tokens; token += num_clusters) {
+        select_row<IS_BF16, CTAS>(args, token, shared, &slot_half);
+        if (token + num_clusters < args.p.num_tokens) {
+            sync_ctas<CTAS>(); /* the row is done; the next one takes its memory */
+        }
+    }
+}
+
+} // namespace

@@ -1,0 +1,17 @@
+/* top_k_clusters.h: the launcher of top_k_sm90.cu, for top_k.cu. */
+#pragma once
+
+#include "cuda/host/cuda.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { SMLA_MAX_ROW_CTAS = 8 }; /* the largest cluster that every Hopper GPU can start */
+
+/* Runs rows on clusters of 2, 4 or 8 CTAs. */
+cudaError_t smla_cuda_launch_top_k_clusters(const smla_top_k_params *params, int ctas);
+
+#ifdef __cplusplus
+}
+#endif
