@@ -20,7 +20,7 @@ import reference as ref
 import sparse_mla
 from sparse_mla import __main__ as command
 from sparse_mla import _info, _judge
-from sparse_mla._bench import attention, index_lists, memory, plot, projection, timing
+from sparse_mla._bench import attention, index_lists, memory, plot, projection, timing, top_k
 from sparse_mla._bench import run as bench
 from sparse_mla._demo import engine, model, scheduler
 from sparse_mla._demo import run as demo
@@ -282,6 +282,7 @@ def cuda_tables(monkeypatch):
         cuda_projection,
         cuda_sent,
         cuda_timing,
+        cuda_top_k,
         cuda_v4,
         peer,
     )
@@ -312,6 +313,7 @@ def cuda_tables(monkeypatch):
     monkeypatch.setattr(cuda_v4, "measure_v4", maker("v4", {"us": 3.0}))
     monkeypatch.setattr(cuda_memory, "measure_bytes", maker("bytes", {"gb": 1.0}))
     products = maker("projection", {"us": 2.0})
+    monkeypatch.setattr(cuda_top_k, "measure_top_k", maker("top_k", {"us": 2.0}))
     monkeypatch.setattr(cuda_projection, "measure_projections", products)
     monkeypatch.setattr(cuda_calls, "measure_calls", maker("calls", {"us": 2.0}))
     monkeypatch.setattr(bench, "what_cuda_lacks", lambda: "")
@@ -323,7 +325,16 @@ def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
-    assert cuda_tables == ["decode", "prefill", "inputs", "v4", "bytes", "projection", "calls"]
+    assert cuda_tables == [
+        "decode",
+        "prefill",
+        "inputs",
+        "v4",
+        "bytes",
+        "projection",
+        "top_k",
+        "calls",
+    ]
     printed = capsys.readouterr()
     assert printed.err.endswith("\n2 FAILED\n")
     assert "- device: A GPU, 132 SMs, 50 MiB L2 cache" in printed.out
@@ -369,6 +380,27 @@ def test_bench_judges_projections(kind, monkeypatch):
     )
     inputs.out[4, 1, 255] = float(inputs.out[4, 1, 255]) * 1.02 + 1e-3
     assert inputs.judge(inputs.out, projection.FINE) > 1
+
+
+@pytest.mark.parametrize("kind", top_k.KINDS)
+def test_bench_judges_top_k(kind):
+    """Right columns are accepted, and another column is noticed."""
+    inputs = top_k.Inputs(kind, (3, 500, 20), lambda x: x, lambda x, n: np.tile(x, (n, 1)))
+    inputs.call()
+    assert inputs.is_right(inputs.out)
+    assert inputs.num_bytes == 4 * 3 * 520
+    columns = set(range(500)) - set(inputs.out[2].tolist())
+    inputs.out[2, 19] = max(columns)
+    assert not inputs.is_right(inputs.out)
+
+
+def test_bench_judges_rows_that_repeat(monkeypatch):
+    monkeypatch.setattr(top_k, "SPREAD", 1000)
+    inputs = top_k.Inputs("random", (5, 500, 20), lambda x: x, lambda x, n: np.tile(x, (n, 1)))
+    assert inputs.logits.shape == (5, 500)
+    inputs.call()
+    assert inputs.is_right(inputs.out)
+    np.testing.assert_array_equal(inputs.out[0], inputs.out[4])
 
 
 def test_bench_names_its_commit(monkeypatch):

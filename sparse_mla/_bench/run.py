@@ -16,7 +16,7 @@ from typing import Any
 
 import sparse_mla
 from sparse_mla import _info
-from sparse_mla._bench import attention, calls, memory, plot, projection, v4
+from sparse_mla._bench import attention, calls, memory, plot, projection, top_k, v4
 from sparse_mla._bench.summary import summarise
 from sparse_mla._bench.timing import Effort, Table
 
@@ -25,9 +25,10 @@ CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "v4": v4.measure,
     "bytes": memory.measure,
     "projection": projection.measure,
+    "top_k": top_k.measure,
     "calls": calls.measure,
 }
-CUDA_TABLES = ("decode", "prefill", "inputs", "v4", "bytes", "projection", "calls")
+CUDA_TABLES = ("decode", "prefill", "inputs", "v4", "bytes", "projection", "top_k", "calls")
 CUDA_GROUPS = {"attention": ("decode", "prefill", "inputs")}
 ROW_OPTIONS = ("cache", "heads", "batches", "kinds")  # options of --only inputs
 STDOUT = "-"
@@ -216,6 +217,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         cuda_memory,
         cuda_projection,
         cuda_sent,
+        cuda_top_k,
         cuda_v4,
     )
     from sparse_mla._bench.cuda_timing import CudaEffort, describe_error, torch
@@ -231,6 +233,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         "v4": lambda: cuda_v4.measure_v4(effort, peer),
         "bytes": lambda: cuda_memory.measure_bytes(effort),
         "projection": lambda: cuda_projection.measure_projections(effort),
+        "top_k": lambda: cuda_top_k.measure_top_k(effort),
         "calls": lambda: cuda_calls.measure_calls(effort),
     }
     only = CUDA_GROUPS.get(options.only, (options.only,))
