@@ -509,6 +509,27 @@ typedef struct smla_fused_inv_rope_fp8_quant_args {
 SMLA_API smla_status smla_fused_inv_rope_fp8_quant(const smla_fused_inv_rope_fp8_quant_args *args,
                                                    smla_error *error);
 
+/* The indexer's queries, quantised: RoPE of the last 64 values, rounded to bf16, then the bytes of
+ * fp8_index, or with out_scale those of mxfp4_index (kv_format.h). out_weights = weights *
+ * fp32(softmax_scale * head_scale), times the scale of fp8_index. A bad position is an error on the
+ * CPU; CUDA does not turn that token. */
+typedef struct smla_index_query_args {
+    size_t struct_size;
+    const DLTensor *q;           /* [T, any heads, 128] bf16 */
+    const DLTensor *weights;     /* [T, heads] bf16 | fp32 */
+    const DLTensor *positions;   /* [>= T] int64 | int32 */
+    const DLTensor *cos_sin;     /* [max_pos, 64] fp32: 32 cosines, then 32 sines */
+    const DLTensor *out;         /* out [T, heads, 128] e4m3 | uint8; [T, heads, 64] uint8 if FP4 */
+    const DLTensor *out_weights; /* out [T, heads] fp32 */
+    const DLTensor *out_scale;   /* out [T, heads, 4] uint8, optional: asks for FP4 */
+    double softmax_scale;        /* finite; usually 128^-0.5 */
+    double head_scale;           /* finite; usually heads^-0.5 */
+    void *stream;
+} smla_index_query_args;
+
+SMLA_API smla_status smla_fused_indexer_q_rope_quant(const smla_index_query_args *args,
+                                                     smla_error *error);
+
 /* ---- 6. Planning --------------------------------------------------------------------------- */
 
 typedef struct smla_batch_split {

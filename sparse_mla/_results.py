@@ -185,3 +185,11 @@ def turned_back(given: Given) -> tuple[Result, ...]:
             (1, columns * rows, rows),
         ),
     )
+
+
+def index_query(given: Given) -> tuple[Result, ...]:
+    """(out, out_weights, out_scale)."""
+    heads = given.sizes("q", 3)[:2]
+    is_fp4 = given.values["use_fp4"] or given.values.get("out_scale") is not None
+    out = ((*heads, 64), "uint8") if is_fp4 else ((*heads, 128), "float8_e4m3fn")
+    return out, (heads, "float32"), ((*heads, 4), "uint8")

@@ -729,6 +729,23 @@ def _qnorm_insert_call() -> Call:
     return Call("fused_qnorm_rope_kv_insert", args, {"eps": 1e-6, **options})
 
 
+def _index_query_call() -> Call:
+    rng = np.random.default_rng(15)
+    args = {
+        "q": random_bf16(rng, 3, 2, 128),
+        "weights": random_bf16(rng, 3, 2),
+        "positions": np.array([7, 0, 3], np.int64),
+        "cos_sin": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
+    }
+    outputs = {
+        "out": np.zeros((3, 2, 64), np.uint8),
+        "out_weights": np.zeros((3, 2), np.float32),
+        "out_scale": np.zeros((3, 2, 4), np.uint8),
+    }
+    scales = {"softmax_scale": 128**-0.5, "head_scale": 2**-0.5}
+    return Call("fused_indexer_q_rope_quant", args, {**scales, "use_fp4": True, **outputs})
+
+
 def int32(*values) -> np.ndarray:
     return np.array(values, np.int32)
 
@@ -820,7 +837,8 @@ def _gather_last_call() -> Call:
     return Call("dequantize_and_gather_k_cache", args, {})
 
 
-# The array that an operator writes in place: it is always given, and returned as the last result.
+# RESULTS: what callers may give. WRITTEN: the array that an operator writes in place; it is always
+# given, and returned as the last result.
 WRITTEN = {
     "fused_qnorm_rope_kv_insert": "cache",
     "concat_and_cache_mla": "kv_cache",
@@ -829,7 +847,7 @@ WRITTEN = {
     "gather_kv_cache": "out",
     "dequantize_and_gather_k_cache": "out",
 }
-RESULTS = ("out", "lse", "max_logits", "q_out", "kv_out", "out_scale", "lens")  # callers may give
+RESULTS = ("out", "lse", "max_logits", "q_out", "kv_out", "out_weights", "out_scale", "lens")
 
 
 GOOD_CALLS: dict[str, Callable[[], Call]] = {
@@ -849,6 +867,7 @@ GOOD_CALLS: dict[str, Callable[[], Call]] = {
     "fused_q_kv_rmsnorm": _norm_call,
     "fused_inv_rope_fp8_quant": _inverse_call,
     "fused_qnorm_rope_kv_insert": _qnorm_insert_call,
+    "fused_indexer_q_rope_quant": _index_query_call,
     "quantize_and_insert_k_cache": _insert_call,
     "indexer_k_quant_and_cache": _insert_index_call,
     "dequantize_and_gather_k_cache": _gather_last_call,

@@ -73,6 +73,7 @@ EXACT = (
     "fused_q_kv_rmsnorm",
     "fused_inv_rope_fp8_quant",
     "fused_qnorm_rope_kv_insert",
+    "fused_indexer_q_rope_quant",
 )
 
 

@@ -484,7 +484,34 @@ QNORM = [
     ("block_size 0", "block_size", lambda _: 0, ValueError, ()),
 ]
 
+INDEX_QUERY = [
+    ("fp32 q", "q", lambda x: x.astype(np.float32), TypeError, ()),
+    ("width", "q", lambda x: x[..., :64], ValueError, ()),
+    ("rank", "q", lambda x: x[0], ValueError, ()),
+    ("no heads", "q", lambda x: x[:, :0], ValueError, ()),
+    ("q apart", "q", apart, ValueError, ()),
+    ("fp16 weights", "weights", lambda x: x.astype(np.float16), TypeError, ()),
+    ("heads of weights", "weights", lambda x: x[:, :1], ValueError, ("q",)),
+    ("tokens of weights", "weights", lambda x: x[:2], ValueError, ("q",)),
+    ("few positions", "positions", lambda x: x[:2], ValueError, ("q",)),
+    ("position past the end", "positions", lambda x: replaced(x, 1, 8), ValueError, ("cos_sin",)),
+    ("negative position", "positions", lambda x: replaced(x, 2, -1), ValueError, ("cos_sin",)),
+    ("bf16 table", "cos_sin", ref.to_bf16, TypeError, ()),
+    ("table width", "cos_sin", lambda x: x[:, :32], ValueError, ()),
+    ("e4m3 out", "out", lambda x: x.view(ref.E4M3), TypeError, ()),
+    ("out width", "out", lambda _: zeros(3, 2, 128, dtype=np.uint8), ValueError, ()),
+    ("out heads", "out", lambda x: x[:, :1], ValueError, ()),
+    ("bf16 weights out", "out_weights", ref.to_bf16, TypeError, ()),
+    ("shape of weights out", "out_weights", lambda x: x[:2], ValueError, ("q",)),
+    ("int32 scales", "out_scale", lambda _: zeros(3, 2, 1, dtype=np.int32), TypeError, ()),
+    ("columns of scales", "out_scale", lambda x: x[..., :3], ValueError, ()),
+    ("softmax_scale is NaN", "softmax_scale", lambda _: np.nan, ValueError, ()),
+    ("head_scale is infinite", "head_scale", lambda _: np.inf, ValueError, ()),
+    ("head_scale is text", "head_scale", lambda _: "1", TypeError, ()),
+]
+
 TABLE = {
+    "fused_indexer_q_rope_quant": INDEX_QUERY,
     "fused_q_kv_rmsnorm": NORM,
     "fused_qnorm_rope_kv_insert": QNORM,
     "fused_inv_rope_fp8_quant": INVERSE,

@@ -43,6 +43,7 @@ def test_all_are_there():
         "dequantize_and_gather_k_cache",
         "dequantize_kv_cache",
         "dynamic_per_tensor_quant",
+        "fused_indexer_q_rope_quant",
         "fused_inv_rope_fp8_quant",
         "fused_q_kv_rmsnorm",
         "fused_qnorm_rope_kv_insert",

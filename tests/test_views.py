@@ -348,6 +348,23 @@ def inverse(positions, out, scale=None, layout="fp32") -> Example:
     return call("fused_inv_rope_fp8_quant", arrays, groups=2, scale_layout=layout)
 
 
+def index_query(positions, weights, fp4: bool) -> Example:
+    rng = np.random.default_rng(14)
+    arrays = {
+        "q": cases.random_bf16(rng, 3, 2, 128),
+        "weights": rng.normal(0, 1, (3, 2)).astype(np.float32),
+        "positions": np.array([4, 0, 2], positions),
+        "cos_sin": rng.normal(0, 0.7, (5, 64)).astype(np.float32),
+        "out": np.zeros((3, 2, 64 if fp4 else 128), np.uint8),
+        "out_weights": np.zeros((3, 2), np.float32),
+    }
+    if weights == ref.BF16:
+        arrays["weights"] = ref.to_bf16(arrays["weights"])
+    if fp4:
+        arrays["out_scale"] = np.zeros((3, 2, 4), np.uint8)
+    return call("fused_indexer_q_rope_quant", arrays, softmax_scale=0.1, head_scale=0.5)
+
+
 def insert_queries(positions, cache, q_out=None, **scales) -> Example:
     rng = np.random.default_rng(13)
     arrays = {
@@ -495,6 +512,8 @@ NORM |= {"kv_out": "written"}
 GROUPED = {"o": "", "o_scale": "strided", "weight": "", "weight_scale": "strided"}
 GROUPED |= {"out": "written"}
 INVERSE = {"o": "", "positions": "strided", "cos_sin": "", "out": "written"}
+INDEX_QUERY = {"q": "", "weights": "", "positions": "strided", "cos_sin": ""}
+INDEX_QUERY |= {"out": "written", "out_weights": "written"}
 QNORM = {"kv": "", "positions": "strided", "cos_sin": "", "slot_mapping": "strided"}
 F16, F32, U8 = np.float16, np.float32, np.uint8
 
@@ -723,6 +742,14 @@ TABLE: dict[str, Row] = {
     ),
     "turn back, bf16": Row(
         "fused_inv_rope_fp8_quant", lambda: inverse(np.int64, ref.BF16), INVERSE
+    ),
+    "index query": Row(
+        "fused_indexer_q_rope_quant", lambda: index_query(np.int64, ref.BF16, False), INDEX_QUERY
+    ),
+    "index query, FP4": Row(
+        "fused_indexer_q_rope_quant",
+        lambda: index_query(np.int32, F32, True),
+        INDEX_QUERY | {"out_scale": "written"},
     ),
     "insert queries": Row(
         "fused_qnorm_rope_kv_insert",

@@ -140,6 +140,7 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         smla_q_kv_norm_params norm;
         smla_inverse_rope_params inverse;
         smla_qnorm_insert_params qnorm;
+        smla_index_query_params index_query;
     } p;
     smla_attention_plan plan;
     switch (number) {
@@ -166,7 +167,9 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         return smla_check_dequantize_and_gather_k_cache(&a->gather_last, &p.gather, backend, e);
     case 17: return smla_check_sparse_mla_dsv4(&a->dsv4, &p.attention, &plan, backend, e);
     case 18: return smla_check_fused_qnorm_rope_kv_insert(&a->qnorm, &p.qnorm, backend, e);
-    default: return smla_check_grouped_output_projection(&a->grouped, &p.projection, backend, e);
+    case 19: return smla_check_grouped_output_projection(&a->grouped, &p.projection, backend, e);
+    default:
+        return smla_check_fused_indexer_q_rope_quant(&a->index_query, &p.index_query, backend, e);
     }
 }
 
@@ -290,6 +293,9 @@ set_scalars(reader *r, int number, any_args *a)
         a->qnorm.kv_scale.value = (double)read_count(r, 3);
         a->qnorm.kv_format = (int32_t)read_count(r, 13);
         a->qnorm.block_size = read_count(r, 6);
+    } else if (number == 20) {
+        const uint64_t bits = read_bits(r);
+        memcpy(&a->index_query.head_scale, &bits, sizeof bits);
     } else if (number <= 2) {
         const int32_t format = (int32_t)read_count(r, 4);
         a->write.kv_format = number == 0 ? format : a->write.kv_format;

@@ -47,6 +47,7 @@ typedef union any_args {
     smla_fused_q_kv_rmsnorm_args norm;
     smla_fused_inv_rope_fp8_quant_args inverse;
     smla_qnorm_insert_args qnorm;
+    smla_index_query_args index_query;
 } any_args;
 
 enum { MAX_SLOTS = 14 };
@@ -347,6 +348,21 @@ make_qnorm(void)
                                 .eps = 1e-6}};
 }
 
+static inline any_args
+make_index_query(void)
+{
+    return (any_args){.index_query = {.struct_size = sizeof(smla_index_query_args),
+                                      .q = ZEROS(bf16, 3, 2, 128),
+                                      .weights = ZEROS(fp32, 3, 2),
+                                      .positions = ZEROS(int64, 3),
+                                      .cos_sin = ZEROS(fp32, 5, 64),
+                                      .out = ZEROS(uint8, 3, 2, 64),
+                                      .out_weights = ZEROS(fp32, 3, 2),
+                                      .out_scale = ZEROS(uint8, 3, 2, 4),
+                                      .softmax_scale = 0.1,
+                                      .head_scale = 0.5}};
+}
+
 #define CALL(member, function)                                                \
     static inline smla_status call_##member(const any_args *a, smla_error *e) \
     {                                                                         \
@@ -373,6 +389,7 @@ CALL(quant, smla_dynamic_per_tensor_quant)
 CALL(norm, smla_fused_q_kv_rmsnorm)
 CALL(inverse, smla_fused_inv_rope_fp8_quant)
 CALL(qnorm, smla_fused_qnorm_rope_kv_insert)
+CALL(index_query, smla_fused_indexer_q_rope_quant)
 
 #undef CALL
 #define AT_FIELD(member, field) offsetof(any_args, member.field)
@@ -573,6 +590,17 @@ static const operator_case operators[] = {
       {"weight", AT_FIELD(grouped, weight), 0, 5},
       {"weight_scale", AT_FIELD(grouped, weight_scale), ANY_STRIDE, 7},
       {"out", AT_FIELD(grouped, out), OUTPUT, 7}}},
+    {"fused_indexer_q_rope_quant",
+     sizeof(smla_index_query_args),
+     call_index_query,
+     make_index_query,
+     {{"q", AT_FIELD(index_query, q), 0, 4},
+      {"weights", AT_FIELD(index_query, weights), 0, 3},
+      {"positions", AT_FIELD(index_query, positions), ANY_STRIDE, 0},
+      {"cos_sin", AT_FIELD(index_query, cos_sin), 0, 2},
+      {"out", AT_FIELD(index_query, out), OUTPUT, 7},
+      {"out_weights", AT_FIELD(index_query, out_weights), OUTPUT, 3},
+      {"out_scale", AT_FIELD(index_query, out_scale), OUTPUT | NEEDED, 7}}},
 };
 
 enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };

@@ -124,6 +124,13 @@ smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params
 }
 
 cudaError_t
+smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *params)
+{
+    (void)params;
+    return launch_nothing("index_query");
+}
+
+cudaError_t
 smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params)
 {
     (void)params;
@@ -686,7 +693,7 @@ test_captures(void)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-enum { QUANT = 8, NUM_OPERATORS = 20 };
+enum { QUANT = 8, NUM_OPERATORS = 21 };
 
 static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla",
                                                           "gather_kv_cache",
@@ -707,15 +714,16 @@ static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla"
                                                           "dequantize_and_gather_k_cache",
                                                           "MetadataBuilder.build",
                                                           "fused_qnorm_rope_kv_insert",
-                                                          "grouped_output_projection"};
+                                                          "grouped_output_projection",
+                                                          "fused_indexer_q_rope_quant"};
 static const char *const launch_names[NUM_OPERATORS] = {
-    "write",     "gather",       "dequantize",    "convert",        "attention",
-    "merge",     "split_weight", "project",       "quant",          "norm",
-    "turn_back", "global_topk",  "combine_lists", "mixed_lists",    "insert",
-    "insert",    "gather",       "step_lists",    "insert_queries", "e4m3_project"};
+    "write",          "gather",       "dequantize", "convert", "attention", "merge",
+    "split_weight",   "project",      "quant",      "norm",    "turn_back", "global_topk",
+    "combine_lists",  "mixed_lists",  "insert",     "insert",  "gather",    "step_lists",
+    "insert_queries", "e4m3_project", "index_query"};
 
 /* How many arrays a checked call of an operator copies to the host. */
-static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2, 1, 3, 1, 1, 3, 0, 2};
+static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2, 1, 3, 1, 1, 3, 0, 2, 0, 1};
 
 /* Calls an operator for `count` tokens, requests or the like; QUANT ignores `count`. */
 static smla_status
@@ -759,6 +767,9 @@ call_operator(int i, smla_stream stream, int64_t count)
     const smla_inverse_rope_params turn_back = {.num_tokens = count,
                                                 .rope = {.positions = device_zeros, .max_pos = 1},
                                                 .stream = stream};
+    const smla_index_query_params index_query = {.num_tokens = count,
+                                                 .rope = turn_back.rope,
+                                                 .stream = stream};
     const smla_topk_slots_params global_topk = {.num_tokens = count,
                                                 .req_id_per_token = device_zeros,
                                                 .is_valid = device_flags,
@@ -797,7 +808,8 @@ call_operator(int i, smla_stream stream, int64_t count)
     case 16: return b->dequantize_and_gather_k_cache(&gather, &error);
     case 17: return b->fill_step_lists(&step_lists, &error);
     case 18: return b->fused_qnorm_rope_kv_insert(&insert_queries, &error);
-    default: return b->projection(&project_e4m3, &error);
+    case 19: return b->projection(&project_e4m3, &error);
+    default: return b->fused_indexer_q_rope_quant(&index_query, &error);
     }
 }
 

@@ -119,6 +119,9 @@ cudaError_t smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *par
 cudaError_t smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params);
 cudaError_t smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params);
 
+/* index_query.cu */
+cudaError_t smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *params);
+
 /* projection.cu: arrays whose strides neither cuBLAS nor a fast kernel of e4m3 can express. */
 cudaError_t smla_cuda_launch_projection(const smla_projection_params *params);
 

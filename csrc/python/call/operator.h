@@ -103,6 +103,7 @@ extern const smla_py_operator smla_py_attention_operators[];
 extern const smla_py_operator smla_py_index_operators[];
 extern const smla_py_operator smla_py_absorption_operators[];
 extern const smla_py_operator smla_py_norm_operators[];
+extern const smla_py_operator smla_py_indexer_operators[];
 
 /* The operator of a name, which need not end with 0. NULL if there is none. */
 const smla_py_operator *smla_py_find_operator(const char *name, size_t length);

@@ -14,7 +14,8 @@ smla_py_find_operator(const char *name, size_t length)
                                                     smla_py_attention_operators,
                                                     smla_py_index_operators,
                                                     smla_py_absorption_operators,
-                                                    smla_py_norm_operators};
+                                                    smla_py_norm_operators,
+                                                    smla_py_indexer_operators};
     for (int i = 0; i < SMLA_PY_COUNT(lists); i++) {
         for (const smla_py_operator *op = lists[i]; op->name != NULL; op++) {
             if (strlen(op->name) == length && memcmp(op->name, name, length) == 0) {
