@@ -746,6 +746,24 @@ def _index_query_call() -> Call:
     return Call("fused_indexer_q_rope_quant", args, {**scales, "use_fp4": True, **outputs})
 
 
+def _logits_call() -> Call:
+    rng = np.random.default_rng(16)
+    pages = rng.integers(0, 120, (5, 4, 132)).astype(np.uint8)
+    pages.reshape(5, -1)[:, 4 * 128 :].view(np.float32)[...] = 0.25
+    args = {
+        "q": rng.integers(0, 120, (3, 2, 128)).astype(np.uint8),
+        "weights": rng.standard_normal((3, 2)).astype(np.float32),
+        "k_cache": pages,
+        "context_lens": np.array([7, 8, 3], np.int32),
+    }
+    options = {
+        "block_table": np.array([[4, 0], [1, 3]], np.int32),
+        "req_id_per_token": np.array([0, 0, 1], np.int32),
+        "out": np.zeros((3, 8), np.float32),
+    }
+    return Call("indexer_logits", args, options)
+
+
 def int32(*values) -> np.ndarray:
     return np.array(values, np.int32)
 
@@ -868,6 +886,7 @@ GOOD_CALLS: dict[str, Callable[[], Call]] = {
     "fused_inv_rope_fp8_quant": _inverse_call,
     "fused_qnorm_rope_kv_insert": _qnorm_insert_call,
     "fused_indexer_q_rope_quant": _index_query_call,
+    "indexer_logits": _logits_call,
     "quantize_and_insert_k_cache": _insert_call,
     "indexer_k_quant_and_cache": _insert_index_call,
     "dequantize_and_gather_k_cache": _gather_last_call,

@@ -227,6 +227,7 @@ class Library:
         "sparse_mla_dsv4",
         "merge_attn_states",
         *PROJECTIONS,
+        "indexer_logits",
     )
 
     def __init__(self) -> None:

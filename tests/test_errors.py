@@ -510,7 +510,36 @@ INDEX_QUERY = [
     ("head_scale is text", "head_scale", lambda _: "1", TypeError, ()),
 ]
 
+LOGITS = [
+    ("fp32 q", "q", lambda x: x.astype(np.float32), TypeError, ()),
+    ("q width", "q", lambda x: x[..., :64], ValueError, ("q_scale",)),
+    ("q rank", "q", lambda x: x[0], ValueError, ()),
+    ("no heads", "q", lambda x: x[:, :0], ValueError, ()),
+    ("q apart", "q", apart, ValueError, ()),
+    ("bf16 weights", "weights", ref.to_bf16, TypeError, ()),
+    ("heads of weights", "weights", lambda x: x[:, :1], ValueError, ("q",)),
+    ("tokens of weights", "weights", lambda x: x[:2], ValueError, ("q",)),
+    ("fp32 keys", "k_cache", lambda x: x.astype(np.float32), TypeError, ()),
+    ("keys of 656", "k_cache", lambda _: zeros(5, 4, 656, dtype=np.uint8), ValueError, ()),
+    ("flat pages", "k_cache", lambda x: x[:, 0], ValueError, ("block_size", "kv_format")),
+    ("int64 lengths", "context_lens", lambda x: x.astype(np.int64), TypeError, ()),
+    ("few lengths", "context_lens", lambda x: x[:2], ValueError, ("q",)),
+    ("int64 table", "block_table", lambda x: x.astype(np.int64), TypeError, ()),
+    ("table rank", "block_table", lambda x: x[0], ValueError, ()),
+    ("few ids", "req_id_per_token", lambda x: x[:2], ValueError, ("q",)),
+    ("bad id", "req_id_per_token", lambda x: replaced(x, 1, 2), ValueError, ("block_table",)),
+    ("starts", "starts", lambda _: zeros(3, dtype=np.int32), ValueError, ()),
+    ("q_scale of e4m3", "q_scale", lambda _: zeros(3, 2, 4, dtype=np.uint8), ValueError, ("q",)),
+    ("fp16 out", "out", lambda x: x.astype(np.float16), TypeError, ()),
+    ("out tokens", "out", lambda x: x[:2], ValueError, ()),
+    ("out apart", "out", apart, ValueError, ()),
+    ("unknown dtype", "dtype", lambda _: "float16", ValueError, ()),
+    ("unknown format", "kv_format", lambda _: "fp5", ValueError, ()),
+    ("block_size", "block_size", lambda _: 5, ValueError, ("k_cache",)),
+]
+
 TABLE = {
+    "indexer_logits": LOGITS,
     "fused_indexer_q_rope_quant": INDEX_QUERY,
     "fused_q_kv_rmsnorm": NORM,
     "fused_qnorm_rope_kv_insert": QNORM,

@@ -50,6 +50,7 @@ def test_all_are_there():
         "gather_kv_cache",
         "grouped_output_projection",
         "indexer_k_quant_and_cache",
+        "indexer_logits",
         "k_up_proj",
         "merge_attn_states",
         "quantize_and_insert_k_cache",

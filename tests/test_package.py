@@ -75,6 +75,11 @@ OPERATORS = {
         "q weights positions cos_sin",
         "softmax_scale head_scale use_fp4= out= out_weights= out_scale= stream=",
     ),
+    "indexer_logits": (
+        "q weights k_cache context_lens",
+        "block_table= req_id_per_token= starts= q_scale= clean= dtype= kv_format= block_size= "
+        "out= stream=",
+    ),
     "dequantize_kv_cache": ("kv_cache", "kv_scale= kv_format= block_size= dtype="),
     "quantize_and_insert_k_cache": (
         "k k_cache slot_mapping",
@@ -114,6 +119,8 @@ DEFAULTS = {
     ("fused_inv_rope_fp8_quant", "scale_layout"): "fp32",
     ("fused_inv_rope_fp8_quant", "quantize"): True,
     ("fused_indexer_q_rope_quant", "use_fp4"): False,
+    ("indexer_logits", "clean"): True,
+    ("indexer_logits", "dtype"): "float32",
     ("dequantize_kv_cache", "kv_scale"): 1.0,
     ("gather_kv_cache", "kv_scale"): 1.0,
     ("sparse_attention", "q_scale"): 1.0,

@@ -26,7 +26,7 @@ CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "projection": projection.measure,
     "calls": calls.measure,
 }
-CUDA_TABLES = ("decode", "prefill", "inputs", "v4", "bytes", "projection", "calls")
+CUDA_TABLES = ("decode", "prefill", "inputs", "v4", "bytes", "projection", "logits", "calls")
 CUDA_GROUPS = {"attention": ("decode", "prefill", "inputs")}
 ROW_OPTIONS = ("cache", "heads", "batches", "kinds")  # options of --only inputs
 STDOUT = "-"
@@ -212,6 +212,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
     from sparse_mla._bench import (
         cuda_attention,
         cuda_calls,
+        cuda_logits,
         cuda_memory,
         cuda_projection,
         cuda_sent,
@@ -230,6 +231,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         "v4": lambda: cuda_v4.measure_v4(effort, peer),
         "bytes": lambda: cuda_memory.measure_bytes(effort),
         "projection": lambda: cuda_projection.measure_projections(effort),
+        "logits": lambda: cuda_logits.measure_logits(effort),
         "calls": lambda: cuda_calls.measure_calls(effort),
     }
     only = CUDA_GROUPS.get(options.only, (options.only,))

@@ -484,6 +484,28 @@ WORDS: dict[str, dict[str, str]] = {
     ('float8_e4m3fn', [[0.001953125, 0.001953125]])
         """,
     },
+    "indexer_logits": {
+        "torch": """
+    The indexer's scores of the keys that tokens see: `sparse_mla.indexer_logits`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> one = torch.ones(1, 2, 128).to(torch.float8_e4m3fn)
+    >>> keys, lens = (one[0], torch.tensor([1.0, 2.0])), torch.tensor([1]).int()
+    >>> smla.indexer_logits(one, torch.ones(1, 2), keys, lens).tolist()
+    [[256.0, -inf]]
+        """,
+        "jax": """
+    The indexer's scores of the keys that tokens see: `sparse_mla.indexer_logits`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> one = jnp.ones((1, 2, 128), jnp.float8_e4m3fn)
+    >>> keys, lens = (one[0], jnp.array([1.0, 2.0])), jnp.array([1])
+    >>> smla.indexer_logits(one, jnp.ones((1, 2)), keys, lens).tolist()
+    [[256.0, -inf]]
+        """,
+    },
     "fused_inv_rope_fp8_quant": {
         "torch": """
     Attention's output turned back and quantised: `sparse_mla.fused_inv_rope_fp8_quant`.

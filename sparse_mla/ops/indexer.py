@@ -1,4 +1,4 @@
-"""The operators that choose keys: the indexer's queries. No arithmetic."""
+"""The operators that choose keys: the indexer's queries, its logits. No arithmetic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from sparse_mla import _results
 from sparse_mla.ops._declare import Array, Stream, operator
 
-__all__ = ["fused_indexer_q_rope_quant"]
+__all__ = ["fused_indexer_q_rope_quant", "indexer_logits"]
 
 
 @operator(_results.index_query)
@@ -63,7 +63,8 @@ def fused_indexer_q_rope_quant(
 
     Returns
     -------
-    (out, out_weights), or with `use_fp4` (out, out_weights, out_scale).
+    (out, out_weights), or with `use_fp4` (out, out_weights, out_scale): q, weights and q_scale of
+    `indexer_logits`.
 
     Raises
     ------
@@ -82,4 +83,88 @@ def fused_indexer_q_rope_quant(
     >>> out, w = sparse_mla.fused_indexer_q_rope_quant(q, w, zero, table, **scales)
     >>> out.dtype.name, out[0, 1, 127].item(), w[0, 1].item() == 2**-10
     ('float8_e4m3fn', 256.0, True)
+    """
+
+
+@operator(_results.logits)
+def indexer_logits(
+    q: Array,
+    weights: Array,
+    k_cache: Array | tuple[Array, Array],
+    context_lens: Array,
+    *,
+    block_table: Array | None = None,
+    req_id_per_token: Array | None = None,
+    starts: Array | None = None,
+    q_scale: Array | None = None,
+    clean: bool = True,
+    dtype: str = "float32",
+    kv_format: str | None = None,
+    block_size: int | None = None,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Array:
+    """Score every key that a token sees: the lightning indexer's logits.
+
+    logit[t, n] = sum_h weights[t, h] * relu(q[t, h] . k_n) for n < context_lens[t], where k_n is
+    dequantised row n of the token's request: one operator for prefills and decodes, any number of
+    heads, any number of query tokens per request. Rows of a request should follow each other,
+    because a tile of keys is then read once for all of them.
+
+    Columns from context_lens[t] on are -inf, and so are those whose key does not exist: a page
+    number or position that the table or the cache lacks. relu passes NaN on, so a NaN in a query, a
+    weight or a key shows in the logits that it takes part in, and in no other.
+
+    The error is at most 2**-18 * u with u = sum_h |weights| * sum_d |q k|. On Hopper, FP8 tensor
+    cores serve e4m3 queries of 32 or 64 heads on FP8 keys (16-byte aligned), with 2**-8 * u,
+    because their sums have 14 bits. To get the precise class there, add a head of weight 0. A row's
+    bits depend on its own query, keys and length alone, not on T, N, other rows or chunks.
+
+    Parameters
+    ----------
+    q : [T, Hi, 128] float8_e4m3fn or uint8, or with `q_scale` [T, Hi, 64] uint8
+        Tokens and heads any stride apart: what `fused_indexer_q_rope_quant` gives.
+    weights : [T, Hi] fp32
+    k_cache : cache of fp8_index or mxfp4_index rows, or the pair (k, scale)
+        Pages with `block_table`, or flat: k [S, 128] float8_e4m3fn or uint8 with scale [S] fp32, or
+        k [S, 64] uint8 with scale [S, 4] uint8. Keys and queries may be of different formats.
+    context_lens : [>= T] int32
+        Keys that a token sees, clamped to 0...N: (position + 1) // ratio, 0 for padding.
+    block_table : [R, W] int32, for pages
+    req_id_per_token : [>= T] int32, for pages
+        For a token with keys, a bad id is a ValueError on the CPU. On CUDA its columns are -inf.
+    starts : [>= T] int32, optional, for flat keys
+        The key of column 0; None is 0.
+    q_scale : [T, Hi, 4] uint8, optional
+        UE8M0 scales of FP4 queries.
+    clean : bool
+        False leaves columns from the context on as they are.
+    dtype : "float32" or "bfloat16"
+        The dtype of a new `out`; bf16 is one more rounding.
+    kv_format, block_size : optional
+        Pages as [pages, bytes] need both.
+    out : [T, N] fp32 or bf16, optional
+        Any N; left out, W * block_size or S columns.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    out
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        No heads, a bad request id (CPU), an argument that belongs to the other kind of keys.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: DeepSeek V3.2's lightning indexer; DeepGEMM's fp8_mqa_logits and fp8_paged_mqa_logits.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes, sparse_mla
+    >>> one = np.ones((1, 2, 128), ml_dtypes.float8_e4m3fn)
+    >>> keys = one[0], np.array([1, -1], np.float32)
+    >>> lens = np.array([2], np.int32)
+    >>> sparse_mla.indexer_logits(one, np.ones((1, 2), np.float32), keys, lens).tolist()
+    [[256.0, 0.0]]
     """

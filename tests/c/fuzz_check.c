@@ -141,6 +141,7 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         smla_inverse_rope_params inverse;
         smla_qnorm_insert_params qnorm;
         smla_index_query_params index_query;
+        smla_logits_params logits;
     } p;
     smla_attention_plan plan;
     switch (number) {
@@ -168,8 +169,9 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
     case 17: return smla_check_sparse_mla_dsv4(&a->dsv4, &p.attention, &plan, backend, e);
     case 18: return smla_check_fused_qnorm_rope_kv_insert(&a->qnorm, &p.qnorm, backend, e);
     case 19: return smla_check_grouped_output_projection(&a->grouped, &p.projection, backend, e);
-    default:
+    case 20:
         return smla_check_fused_indexer_q_rope_quant(&a->index_query, &p.index_query, backend, e);
+    default: return smla_check_indexer_logits(&a->logits, &p.logits, backend, e);
     }
 }
 
@@ -296,6 +298,10 @@ set_scalars(reader *r, int number, any_args *a)
     } else if (number == 20) {
         const uint64_t bits = read_bits(r);
         memcpy(&a->index_query.head_scale, &bits, sizeof bits);
+    } else if (number == 21) {
+        a->logits.kv_format = (int32_t)read_count(r, 13);
+        a->logits.block_size = read_count(r, 6);
+        a->logits.block_table = read_count(r, 4) == 0 ? a->logits.starts : NULL;
     } else if (number <= 2) {
         const int32_t format = (int32_t)read_count(r, 4);
         a->write.kv_format = number == 0 ? format : a->write.kv_format;

@@ -48,6 +48,7 @@ typedef union any_args {
     smla_fused_inv_rope_fp8_quant_args inverse;
     smla_qnorm_insert_args qnorm;
     smla_index_query_args index_query;
+    smla_indexer_logits_args logits;
 } any_args;
 
 enum { MAX_SLOTS = 14 };
@@ -363,6 +364,20 @@ make_index_query(void)
                                       .head_scale = 0.5}};
 }
 
+static inline any_args
+make_logits(void)
+{
+    return (any_args){.logits = {.struct_size = sizeof(smla_indexer_logits_args),
+                                 .q = ZEROS(uint8, 3, 2, 64),
+                                 .weights = ZEROS(fp32, 3, 2),
+                                 .k_cache = ZEROS(uint8, 9, 128),
+                                 .k_scale = ZEROS(fp32, 9),
+                                 .context_lens = ZEROS(int32, 3),
+                                 .starts = ZEROS(int32, 3),
+                                 .q_scale = ZEROS(uint8, 3, 2, 4),
+                                 .out = ZEROS(fp32, 3, 9)}};
+}
+
 #define CALL(member, function)                                                \
     static inline smla_status call_##member(const any_args *a, smla_error *e) \
     {                                                                         \
@@ -390,6 +405,7 @@ CALL(norm, smla_fused_q_kv_rmsnorm)
 CALL(inverse, smla_fused_inv_rope_fp8_quant)
 CALL(qnorm, smla_fused_qnorm_rope_kv_insert)
 CALL(index_query, smla_fused_indexer_q_rope_quant)
+CALL(logits, smla_indexer_logits)
 
 #undef CALL
 #define AT_FIELD(member, field) offsetof(any_args, member.field)
@@ -601,6 +617,18 @@ static const operator_case operators[] = {
       {"out", AT_FIELD(index_query, out), OUTPUT, 7},
       {"out_weights", AT_FIELD(index_query, out_weights), OUTPUT, 3},
       {"out_scale", AT_FIELD(index_query, out_scale), OUTPUT | NEEDED, 7}}},
+    {"indexer_logits",
+     sizeof(smla_indexer_logits_args),
+     call_logits,
+     make_logits,
+     {{"q", AT_FIELD(logits, q), 0, 4},
+      {"weights", AT_FIELD(logits, weights), 0, 3},
+      {"q_scale", AT_FIELD(logits, q_scale), NEEDED, 7},
+      {"k_cache[0]", AT_FIELD(logits, k_cache), 0, 2},
+      {"k_cache[1]", AT_FIELD(logits, k_scale), ANY_STRIDE | NEEDED, 1},
+      {"context_lens", AT_FIELD(logits, context_lens), ANY_STRIDE, 0},
+      {"starts", AT_FIELD(logits, starts), ANY_STRIDE | OPTIONAL, 0},
+      {"out", AT_FIELD(logits, out), OUTPUT, 1}}},
 };
 
 enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };

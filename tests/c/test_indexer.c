@@ -1,5 +1,5 @@
 /* test_indexer.c: the operators that choose keys, on every instruction set: the indexer's queries
- * byte for byte.
+ * byte for byte, its logits within their bound of sums in double.
  */
 #include "instruction_sets.h"
 
@@ -126,11 +126,129 @@ test_bad_queries(void)
     EXPECT_FAIL(quantize(&c), SMLA_ERROR_VALUE, "`q` must have at least one head, got 0");
 }
 
+/* ---- indexer_logits ------------------------------------------------------------------------ */
+
+typedef struct scores {
+    array *q, *weights, *k, *k_scale, *lens, *starts, *q_scale, *table, *req, *out;
+    int32_t leaves_rest;
+} scores;
+
+static smla_status
+score(const scores *c)
+{
+    const smla_indexer_logits_args args = {
+        .struct_size = sizeof args,
+        .q = &c->q->tensor,
+        .weights = &c->weights->tensor,
+        .k_cache = &c->k->tensor,
+        .k_scale = c->k_scale == NULL ? NULL : &c->k_scale->tensor,
+        .context_lens = &c->lens->tensor,
+        .block_table = c->table == NULL ? NULL : &c->table->tensor,
+        .req_id_per_token = c->req == NULL ? NULL : &c->req->tensor,
+        .starts = c->starts == NULL ? NULL : &c->starts->tensor,
+        .q_scale = c->q_scale == NULL ? NULL : &c->q_scale->tensor,
+        .out = &c->out->tensor,
+        .leaves_rest = c->leaves_rest,
+    };
+    return smla_indexer_logits(&args, &error);
+}
+
+/* Random e4m3 codes of both signs, without NaN. */
+static array *
+fill_codes(array *a, int64_t most)
+{
+    for (size_t i = 0; i < a->bytes; i++) {
+        ((uint8_t *)a->tensor.data)[i] = (uint8_t)(random_int(most) | random_int(2) << 7);
+    }
+    return a;
+}
+
+/* A token's row of FP8 scores in double, with the sum of magnitudes. */
+static void
+expect_row(const scores *c, int64_t t, int64_t slot, int64_t column)
+{
+    double sum = 0.0;
+    double magnitude = 0.0;
+    for (int64_t h = 0; h < c->q->shape[1]; h++) {
+        double dot = 0.0;
+        double size = 0.0;
+        for (int64_t d = 0; d < 128; d++) {
+            const double x = (double)smla_e4m3_to_float((uint8_t)GET(c->q, t, h, d)) *
+                             (double)smla_e4m3_to_float((uint8_t)GET(c->k, slot, d)) *
+                             GET(c->k_scale, slot);
+            dot += x;
+            size += fabs(x);
+        }
+        sum += GET(c->weights, t, h) * (dot > 0.0 ? dot : 0.0);
+        magnitude += fabs(GET(c->weights, t, h)) * size;
+    }
+    EXPECT_NEAR(GET(c->out, t, column), sum, 0x1p-18 * magnitude);
+}
+
+static void
+test_scores(void)
+{
+    static const int64_t heads[] = {1, 4, 7, 64};
+    for (int i = 0; i < 4; i++) {
+        scores c = {.q = fill_codes(ARRAY(uint8, 3, heads[i], 128), 100),
+                    .weights = fill_normal(ARRAY(fp32, 3, heads[i]), 1.0),
+                    .k = fill_codes(ARRAY(uint8, 150, 128), 90),
+                    .k_scale = fill_normal(ARRAY(fp32, 150), 0.5),
+                    .lens = ARRAY(int32, 3),
+                    .starts = ARRAY(int32, 3),
+                    .out = ARRAY(fp32, 3, 140)};
+        for (int32_t t = 0; t < 3; t++) {
+            ((int32_t *)c.lens->tensor.data)[t] = 130 - 60 * t;
+            ((int32_t *)c.starts->tensor.data)[t] = 40 * t;
+        }
+        EXPECT_OK(score(&c));
+        for (int64_t t = 0; t < 3; t++) {
+            for (int64_t n = 0; n < 140; n++) {
+                const int64_t slot = 40 * t + n;
+                if (n < 130 - 60 * t && slot < 150) {
+                    expect_row(&c, t, slot, n);
+                } else {
+                    EXPECT(isinf(GET(c.out, t, n)) && GET(c.out, t, n) < 0.0);
+                }
+            }
+        }
+        c.out = ARRAY(fp32, 3, 140);
+        c.leaves_rest = 1;
+        EXPECT_OK(score(&c));
+        EXPECT(is_poison(slice(slice(c.out, 0, 2, 3, 1), 1, 10, 140, 1)));
+        free_arrays("test_scores");
+    }
+}
+
+static void
+test_bad_scores(void)
+{
+    scores c = {.q = fill(ARRAY(uint8, 2, 1, 128), 0.0),
+                .weights = fill(ARRAY(fp32, 2, 1), 1.0),
+                .k = fill(ARRAY(uint8, 3, 4, 132), 0.0),
+                .lens = fill(ARRAY(int32, 2), 5.0),
+                .table = fill(ARRAY(int32, 1, 2), 0.0),
+                .req = fill(ARRAY(int32, 2), 0.0),
+                .out = ARRAY(fp32, 2, 8)};
+    ((int32_t *)c.req->tensor.data)[1] = 1;
+    EXPECT_FAIL(
+        score(&c), SMLA_ERROR_VALUE,
+        "indexer_logits: `req_id_per_token` must be 0 to 0 (rows of `block_table`), got 1 at "
+        "token 1");
+    EXPECT(is_poison(c.out));
+    ((int32_t *)c.lens->tensor.data)[1] = 0; /* then its request is not needed */
+    EXPECT_OK(score(&c));
+    c.starts = c.lens;
+    EXPECT_FAIL(score(&c), SMLA_ERROR_VALUE, "`starts` must be None for keys in pages");
+}
+
 static void
 tests(void)
 {
     RUN(test_queries);
     RUN(test_bad_queries);
+    RUN(test_scores);
+    RUN(test_bad_scores);
 }
 
 int

@@ -10,6 +10,7 @@
 #include "cpu/absorption/projection.h"
 #include "cpu/attention/attention.h"
 #include "cpu/cache/cache.h"
+#include "cpu/indexer/logits.h"
 #include "cpu/norm/norm.h"
 
 #if defined(SMLA_HAVE_X86_ISA)
@@ -104,7 +105,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .attention_source = "attention_amx.c",
      .projection = &smla_projection_avx512bf16,
      .cache = &smla_cache_avx512,
-     .norm = &smla_norm_avx512},
+     .norm = &smla_norm_avx512,
+     .logits = &smla_logits_avx512},
     {.name = "avx512bf16",
      .is_supported = support_avx512bf16,
      .is_slow = is_intel,
@@ -112,21 +114,24 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .attention_source = "attention_avx512bf16.c",
      .projection = &smla_projection_avx512bf16,
      .cache = &smla_cache_avx512,
-     .norm = &smla_norm_avx512},
+     .norm = &smla_norm_avx512,
+     .logits = &smla_logits_avx512},
     {.name = "avx512",
      .is_supported = support_avx512,
      .attention = &smla_attention_avx512,
      .attention_source = "attention_avx512.c",
      .projection = &smla_projection_avx512,
      .cache = &smla_cache_avx512,
-     .norm = &smla_norm_avx512},
+     .norm = &smla_norm_avx512,
+     .logits = &smla_logits_avx512},
     {.name = "avx2",
      .is_supported = support_avx2,
      .attention = &smla_attention_avx2,
      .attention_source = "attention_avx2.c",
      .projection = &smla_projection_avx2,
      .cache = &smla_cache_avx2,
-     .norm = &smla_norm_avx2},
+     .norm = &smla_norm_avx2,
+     .logits = &smla_logits_avx2},
 #elif defined(SMLA_HAVE_ARM_ISA)
     {.name = "neonbf16",
      .is_supported = support_neonbf16,
@@ -134,14 +139,16 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .attention_source = "attention_neonbf16.c",
      .projection = &smla_projection_neonbf16,
      .cache = &smla_cache_base,
-     .norm = &smla_norm_base},
+     .norm = &smla_norm_base,
+     .logits = &smla_logits_base},
     {.name = "neon",
      .is_supported = support_neon,
      .attention = &smla_attention_neon,
      .attention_source = "attention_neon.c",
      .projection = &smla_projection_neon,
      .cache = &smla_cache_base,
-     .norm = &smla_norm_base},
+     .norm = &smla_norm_base,
+     .logits = &smla_logits_base},
 #endif
     {.name = "base",
      .is_supported = support_base,
@@ -149,7 +156,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .attention_source = "attention_base.c",
      .projection = &smla_projection_base,
      .cache = &smla_cache_base,
-     .norm = &smla_norm_base},
+     .norm = &smla_norm_base,
+     .logits = &smla_logits_base},
 };
 
 const int smla_cpu_num_isas = sizeof smla_cpu_isas / sizeof smla_cpu_isas[0];

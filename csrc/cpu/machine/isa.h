@@ -9,6 +9,7 @@
 
 struct smla_attention_isa;
 struct smla_cache_isa;
+struct smla_logits_isa;
 struct smla_norm_isa;
 struct smla_projection_isa;
 
@@ -21,6 +22,7 @@ typedef struct smla_cpu_isa {
     const struct smla_projection_isa *projection;
     const struct smla_cache_isa *cache;
     const struct smla_norm_isa *norm;
+    const struct smla_logits_isa *logits;
 } smla_cpu_isa;
 
 /* The table, fastest entry first. */

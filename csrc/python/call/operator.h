@@ -33,6 +33,7 @@ typedef enum smla_py_kind {
     SMLA_PY_INT,       /* int64_t */
     SMLA_PY_INT32,     /* int32_t */
     SMLA_PY_FLAG,      /* int32_t: 1 where the argument is true */
+    SMLA_PY_UNLESS,    /* int32_t: 1 where the argument is false */
     SMLA_PY_SIZE,      /* int64_t: None, which is 0, or at least 1 */
     SMLA_PY_FLOAT,     /* double */
     SMLA_PY_KV_FORMAT, /* int32_t: None or the name of a cache format */
