@@ -119,7 +119,7 @@ cudaError_t smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *par
 cudaError_t smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params);
 cudaError_t smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params);
 
-/* index_query.cu and logits.cu */
+/* index_query.cu and logits.cu; on Hopper logits_sm90.cu serves what it can. */
 cudaError_t smla_cuda_launch_indexer_logits(const smla_logits_params *params);
 cudaError_t smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *params);
 

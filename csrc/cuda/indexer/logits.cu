@@ -1,4 +1,5 @@
 /* logits.cu: the indexer's logits by fp16 or bf16 tensor cores, for every GPU and every format.
+ * logits_sm90.cu serves FP8 queries of 32 and 64 heads on FP8 keys on Hopper.
  *
  * Computes     out[t,n] = sum_h weights[t,h] * relu(q[t,h] . key n) for n below the token's
  *              context, -inf from there on and for keys that do not exist
@@ -464,6 +465,9 @@ cudaError_t
 smla_cuda_launch_indexer_logits(const smla_logits_params *params)
 {
     static uint64_t allowed[3][3];
+    if (smla_cuda_serves_logits_sm90(params)) {
+        return smla_cuda_launch_logits_sm90(params);
+    }
     logits_args args = {};
     args.p = *params;
     args.page_keys = smla_make_divisor(params->has_pages ? params->pages.block_size : 1);

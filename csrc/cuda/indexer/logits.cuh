@@ -11,6 +11,10 @@
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
 
+/* logits_sm90.cu: whether it serves a call, and its launch. */
+extern "C" bool smla_cuda_serves_logits_sm90(const smla_logits_params *params);
+extern "C" cudaError_t smla_cuda_launch_logits_sm90(const smla_logits_params *params);
+
 /* The argument of the kernels. */
 typedef struct logits_args {
     smla_logits_params p;
