@@ -535,6 +535,53 @@ typedef struct smla_fused_inv_rope_fp8_quant_args {
 SMLA_API smla_status smla_fused_inv_rope_fp8_quant(const smla_fused_inv_rope_fp8_quant_args *args,
                                                    smla_error *error);
 
+/* The indexer's queries, quantised: RoPE of the last 64 values, rounded to bf16, then the bytes of
+ * fp8_index, or with out_scale those of mxfp4_index (kv_format.h). out_weights = weights *
+ * fp32(softmax_scale * head_scale), times the scale of fp8_index. A bad position is an error on the
+ * CPU; CUDA does not turn that token. */
+typedef struct smla_index_query_args {
+    size_t struct_size;
+    const DLTensor *q;           /* [T, any heads, 128] bf16 */
+    const DLTensor *weights;     /* [T, heads] bf16 | fp32 */
+    const DLTensor *positions;   /* [>= T] int64 | int32 */
+    const DLTensor *cos_sin;     /* [max_pos, 64] fp32: 32 cosines, then 32 sines */
+    const DLTensor *out;         /* out [T, heads, 128] e4m3 | uint8; [T, heads, 64] uint8 if FP4 */
+    const DLTensor *out_weights; /* out [T, heads] fp32 */
+    const DLTensor *out_scale;   /* out [T, heads, 4] uint8, optional: asks for FP4 */
+    double softmax_scale;        /* finite; usually 128^-0.5 */
+    double head_scale;           /* finite; usually heads^-0.5 */
+    void *stream;
+} smla_index_query_args;
+
+SMLA_API smla_status smla_fused_indexer_q_rope_quant(const smla_index_query_args *args,
+                                                     smla_error *error);
+
+/* The indexer's scores: out[t,n] = sum_h weights[t,h] * relu(q[t,h] . key n of token t), for n
+ * below context_lens[t], which is clamped to 0...N. Keys are rows of a cache in pages, or k_cache
+ * and k_scale are flat arrays in which starts[t] is the token's key 0. Columns from the context on,
+ * and of keys that do not exist, become -inf. A bad request of a token with keys is an error on the
+ * CPU; on CUDA its row is -inf. */
+typedef struct smla_indexer_logits_args {
+    size_t struct_size;
+    const DLTensor *q;       /* [T, heads, 128] e4m3 | uint8; with q_scale [T, heads, 64] uint8 */
+    const DLTensor *weights; /* [T, heads] fp32 */
+    const DLTensor *k_cache; /* an fp8_index or mxfp4_index cache; flat [S, 128] e4m3 | uint8 or
+                               * [S, 64] uint8 with k_scale */
+    const DLTensor *k_scale; /* [S] fp32, or [S, 4] uint8 for [S, 64]; optional: no flat keys */
+    const DLTensor *context_lens;     /* [>= T] int32 */
+    const DLTensor *block_table;      /* [R, W] int32, for pages */
+    const DLTensor *req_id_per_token; /* [>= T] int32, for pages */
+    const DLTensor *starts;           /* [>= T] int32, optional: 0; for flat keys only */
+    const DLTensor *q_scale;          /* [T, heads, 4] uint8, optional: q is e4m3 */
+    const DLTensor *out;              /* out [T, N] fp32 | bf16 */
+    int32_t leaves_rest;              /* 1: columns from the context on are not written */
+    int32_t kv_format;
+    int64_t block_size; /* a cache [pages, page bytes] needs it; else 0 or the cache's */
+    void *stream;
+} smla_indexer_logits_args;
+
+SMLA_API smla_status smla_indexer_logits(const smla_indexer_logits_args *args, smla_error *error);
+
 /* ---- 6. Planning --------------------------------------------------------------------------- */
 
 typedef struct smla_batch_split {

@@ -194,3 +194,31 @@ def turned_back(given: Given) -> tuple[Result, ...]:
             (1, columns * rows, rows),
         ),
     )
+
+
+def index_query(given: Given) -> tuple[Result, ...]:
+    """(out, out_weights, out_scale)."""
+    heads = given.sizes("q", 3)[:2]
+    is_fp4 = given.values["use_fp4"] or given.values.get("out_scale") is not None
+    out = ((*heads, 64), "uint8") if is_fp4 else ((*heads, 128), "float8_e4m3fn")
+    return out, (heads, "float32"), ((*heads, 4), "uint8")
+
+
+def logits(given: Given) -> tuple[Result, ...]:
+    dtype = given.values["dtype"]
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f'{given.op}: `dtype` must be "float32" or "bfloat16", got {dtype!r}')
+    tokens = given.sizes("q", 3)[0]
+    keys, scales = given.values["k_cache"], given.values.get("k_scale")
+    if isinstance(keys, (tuple, list)):
+        keys, scales = keys
+    if scales is not None:
+        return (((tokens, keys.shape[0]), dtype),)
+    if given.values["block_table"] is None:
+        raise ValueError(f"{given.op}: `block_table` must be given, got none")
+    pages = given.sizes("block_table", 2)[1]
+    block_size = given.values["block_size"] if len(keys.shape) == 2 else keys.shape[1]
+    if block_size is None:
+        text = f"{given.op}: `k_cache` must come with block_size= for pages as [pages, bytes]"
+        raise ValueError(f"{text}, got none for shape {list(keys.shape)}")
+    return (((tokens, pages * block_size), dtype),)

@@ -729,6 +729,41 @@ def _qnorm_insert_call() -> Call:
     return Call("fused_qnorm_rope_kv_insert", args, {"eps": 1e-6, **options})
 
 
+def _index_query_call() -> Call:
+    rng = np.random.default_rng(15)
+    args = {
+        "q": random_bf16(rng, 3, 2, 128),
+        "weights": random_bf16(rng, 3, 2),
+        "positions": np.array([7, 0, 3], np.int64),
+        "cos_sin": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
+    }
+    outputs = {
+        "out": np.zeros((3, 2, 64), np.uint8),
+        "out_weights": np.zeros((3, 2), np.float32),
+        "out_scale": np.zeros((3, 2, 4), np.uint8),
+    }
+    scales = {"softmax_scale": 128**-0.5, "head_scale": 2**-0.5}
+    return Call("fused_indexer_q_rope_quant", args, {**scales, "use_fp4": True, **outputs})
+
+
+def _logits_call() -> Call:
+    rng = np.random.default_rng(16)
+    pages = rng.integers(0, 120, (5, 4, 132)).astype(np.uint8)
+    pages.reshape(5, -1)[:, 4 * 128 :].view(np.float32)[...] = 0.25
+    args = {
+        "q": rng.integers(0, 120, (3, 2, 128)).astype(np.uint8),
+        "weights": rng.standard_normal((3, 2)).astype(np.float32),
+        "k_cache": pages,
+        "context_lens": np.array([7, 8, 3], np.int32),
+    }
+    options = {
+        "block_table": np.array([[4, 0], [1, 3]], np.int32),
+        "req_id_per_token": np.array([0, 0, 1], np.int32),
+        "out": np.zeros((3, 8), np.float32),
+    }
+    return Call("indexer_logits", args, options)
+
+
 def int32(*values) -> np.ndarray:
     return np.array(values, np.int32)
 
@@ -841,7 +876,8 @@ def _gather_last_call() -> Call:
     return Call("dequantize_and_gather_k_cache", args, {})
 
 
-# The array that an operator writes in place: it is always given, and returned as the last result.
+# RESULTS: what callers may give. WRITTEN: the array that an operator writes in place; it is always
+# given, and returned as the last result.
 WRITTEN = {
     "fused_qnorm_rope_kv_insert": "cache",
     "concat_and_cache_mla": "kv_cache",
@@ -851,7 +887,17 @@ WRITTEN = {
     "dequantize_and_gather_k_cache": "out",
 }
 # Arrays that callers may give.
-RESULTS = ("out", "lse", "max_logits", "q_out", "kv_out", "out_scale", "slots", "lens")
+RESULTS = (
+    "out",
+    "lse",
+    "max_logits",
+    "q_out",
+    "kv_out",
+    "out_weights",
+    "out_scale",
+    "slots",
+    "lens",
+)
 
 
 GOOD_CALLS: dict[str, Callable[[], Call]] = {
@@ -872,6 +918,8 @@ GOOD_CALLS: dict[str, Callable[[], Call]] = {
     "fused_q_kv_rmsnorm": _norm_call,
     "fused_inv_rope_fp8_quant": _inverse_call,
     "fused_qnorm_rope_kv_insert": _qnorm_insert_call,
+    "fused_indexer_q_rope_quant": _index_query_call,
+    "indexer_logits": _logits_call,
     "quantize_and_insert_k_cache": _insert_call,
     "indexer_k_quant_and_cache": _insert_index_call,
     "dequantize_and_gather_k_cache": _gather_last_call,

@@ -74,6 +74,7 @@ EXACT = (
     "fused_q_kv_rmsnorm",
     "fused_inv_rope_fp8_quant",
     "fused_qnorm_rope_kv_insert",
+    "fused_indexer_q_rope_quant",
 )
 
 
@@ -227,6 +228,7 @@ class Library:
         "sparse_mla_dsv4",
         "merge_attn_states",
         *PROJECTIONS,
+        "indexer_logits",
     )
 
     def __init__(self) -> None:

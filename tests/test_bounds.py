@@ -118,6 +118,15 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     """The dtypes that the docstrings of sparse_mla.ops allow for an array."""
     if name in ("slot_mapping", "positions"):
         return ("int32", "int64")
+    if row.op == "indexer_logits" and name == "q_scale":
+        return ("uint8",)
+    if row.op == "indexer_logits" and name in ("q", "k_cache[0]", "out"):
+        codes = ("uint8",) if name == "q" and "q_scale" in row.rules else ("uint8", "float8_e4m3fn")
+        return ("bfloat16", "float32") if name == "out" else codes
+    if name == "weights" and row.op == "fused_indexer_q_rope_quant":
+        return ("bfloat16", "float32")
+    if name == "out" and row.op == "fused_indexer_q_rope_quant":
+        return ("uint8",) if "out_scale" in row.rules else ("uint8", "float8_e4m3fn")
     if row.op == "grouped_output_projection":
         kinds = {"o": ("bfloat16", "uint8", "float8_e4m3fn"), "o_scale": ("float32", "int32")}
         if name == "weight" and row.example.arrays[name].dtype != BF16:
@@ -370,6 +379,13 @@ LARGER = {
     ("fused_inv_rope_fp8_quant", "cos_sin"): {0},
     ("fused_inv_rope_fp8_quant", "out_scale"): {0},
     ("grouped_output_projection", "o_scale"): {0},
+    ("indexer_logits", "context_lens"): {0},
+    ("indexer_logits", "req_id_per_token"): {0},
+    ("indexer_logits", "block_table"): {0, 1},
+    ("indexer_logits", "starts"): {0},
+    ("indexer_logits", "out"): {1},
+    ("fused_indexer_q_rope_quant", "positions"): {0},
+    ("fused_indexer_q_rope_quant", "cos_sin"): {0},
     ("forward", "block_table"): {0, 1},
     ("forward", "q"): {0},
     ("forward", "topk_indices"): {0},

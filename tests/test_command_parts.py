@@ -278,6 +278,7 @@ def cuda_tables(monkeypatch):
     from sparse_mla._bench import (
         cuda_attention,
         cuda_calls,
+        cuda_logits,
         cuda_memory,
         cuda_projection,
         cuda_sent,
@@ -315,6 +316,7 @@ def cuda_tables(monkeypatch):
     products = maker("projection", {"us": 2.0})
     monkeypatch.setattr(cuda_top_k, "measure_top_k", maker("top_k", {"us": 2.0}))
     monkeypatch.setattr(cuda_projection, "measure_projections", products)
+    monkeypatch.setattr(cuda_logits, "measure_logits", maker("logits", {"us": 2.0}))
     monkeypatch.setattr(cuda_calls, "measure_calls", maker("calls", {"us": 2.0}))
     monkeypatch.setattr(bench, "what_cuda_lacks", lambda: "")
     return measured
@@ -325,16 +327,9 @@ def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
-    assert cuda_tables == [
-        "decode",
-        "prefill",
-        "inputs",
-        "v4",
-        "bytes",
-        "projection",
-        "top_k",
-        "calls",
-    ]
+    wanted = ["decode", "prefill", "inputs", "v4", "bytes", "projection"]
+    wanted += ["logits", "top_k", "calls"]
+    assert cuda_tables == wanted
     printed = capsys.readouterr()
     assert printed.err.endswith("\n2 FAILED\n")
     assert "- device: A GPU, 132 SMs, 50 MiB L2 cache" in printed.out

@@ -1058,6 +1058,7 @@ def test_operators_without_memory(package, gpu, op):
         "split_kv_b_proj": 2,
         "fused_q_kv_rmsnorm": 2,
         "fused_inv_rope_fp8_quant": 2,
+        "fused_indexer_q_rope_quant": 3,
     }.get(op, 1)
 
 

@@ -16,6 +16,7 @@ from cases import AttentionCase
 from helpers import assert_within_bounds, guarded_attention
 from library import sparse_mla
 from test_grouped_projection import Call as Grouped
+from test_indexer_logits import Paged, assert_logits, bound_of
 from test_qnorm_insert import Case, check_all
 from test_top_k import check as check_top_k
 from test_top_k import make as top_k_rows
@@ -118,6 +119,15 @@ def test_rows_that_are_cut():
     some = np.union1d(np.flatnonzero(case.indices[:, 900] >= 0)[:4], [0])
     want = case.rows(some).reference()
     assert_within_bounds(want, {name: x[some] for name, x in got.items()})
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp4"])
+@pytest.mark.parametrize(("lens", "H"), [((1, 1), 64), ((2, 2), 32), ((40, 1), 64), ((3, 1), 7)])
+def test_logits(lens, H, kind):
+    """Every way in which tokens and keys are shared out, with odd pages and a bad one."""
+    case = Paged(lens, (290, 130), H, kind, kind, block_size=50)
+    case.table[0, 3] = -1
+    assert_logits(case.run(), *case.want(), bound_of(H, kind, kind))
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])

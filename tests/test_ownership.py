@@ -198,6 +198,8 @@ RESULTS = {
     "dynamic_per_tensor_quant": 2,
     "fused_q_kv_rmsnorm": 2,
     "fused_inv_rope_fp8_quant": 2,
+    "fused_indexer_q_rope_quant": 3,
+    "indexer_logits": 1,
 }
 
 
@@ -265,6 +267,8 @@ def test_results_of_a_call_that_fails_go_back(op):
         "dynamic_per_tensor_quant": ("out", np.zeros((3, 41), np.uint8)),
         "fused_q_kv_rmsnorm": ("kv_weight", np.zeros(511, np.float32)),
         "fused_inv_rope_fp8_quant": ("positions", np.zeros(2, np.int64)),
+        "fused_indexer_q_rope_quant": ("positions", np.zeros(2, np.int64)),
+        "indexer_logits": ("context_lens", np.zeros(2, np.int32)),
     }
     name, x = bad[op]
     if name == "out":

@@ -76,6 +76,15 @@ OPERATORS = {
         "o positions cos_sin",
         "groups scale_layout= quantize= out= out_scale= stream=",
     ),
+    "fused_indexer_q_rope_quant": (
+        "q weights positions cos_sin",
+        "softmax_scale head_scale use_fp4= out= out_weights= out_scale= stream=",
+    ),
+    "indexer_logits": (
+        "q weights k_cache context_lens",
+        "block_table= req_id_per_token= starts= q_scale= clean= dtype= kv_format= block_size= "
+        "out= stream=",
+    ),
     "dequantize_kv_cache": ("kv_cache", "kv_scale= kv_format= block_size= dtype="),
     "quantize_and_insert_k_cache": (
         "k k_cache slot_mapping",
@@ -114,6 +123,9 @@ DEFAULTS = {
     ("rope_table", "fp32_angles"): False,
     ("fused_inv_rope_fp8_quant", "scale_layout"): "fp32",
     ("fused_inv_rope_fp8_quant", "quantize"): True,
+    ("fused_indexer_q_rope_quant", "use_fp4"): False,
+    ("indexer_logits", "clean"): True,
+    ("indexer_logits", "dtype"): "float32",
     ("dequantize_kv_cache", "kv_scale"): 1.0,
     ("gather_kv_cache", "kv_scale"): 1.0,
     ("sparse_attention", "q_scale"): 1.0,
@@ -264,7 +276,8 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     layer = ("_words", "batch", "builder", "config", "facts", "layer")
     ours = {"", "._C", "._results", ".backend", ".flash_mla", ".ops"}
     ours |= {f".backend.{name}" for name in layer}
-    names = "_declare", "absorption", "attention", "cache", "facts", "index", "norm", "planning"
+    names = "_declare", "absorption", "attention", "cache", "facts", "index", "indexer", "norm"
+    names = *names, "planning"
     ours |= {f".ops.{name}" for name in names}
     ours |= {".v4", *(f".v4.{name}" for name in ("builder", "config", "facts", "layer"))}
     assert set(done.stdout.split()) == {f"sparse_mla{name}" for name in ours}

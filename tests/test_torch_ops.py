@@ -73,6 +73,8 @@ OVERLOADS = [
         "dynamic_per_tensor_quant": ["default", "out"],
         "fused_q_kv_rmsnorm": ["default", "out"],
         "fused_inv_rope_fp8_quant": ["default", "quantize", "out"],
+        "fused_indexer_q_rope_quant": ["default", "use_fp4", "out"],
+        "indexer_logits": ["default", "out"],
         "fused_qnorm_rope_kv_insert": ["default"],
     }.items()
     for overload in overloads

@@ -70,8 +70,9 @@ def call(op: str, arrays: dict, **options) -> Example:
 
     def run(given: dict) -> Any:
         given = dict(given)
-        if "q[0]" in given:
-            given["q"] = (given.pop("q[0]"), given.pop("q[1]"))
+        for name in ("q", "k_cache"):
+            if f"{name}[0]" in given:
+                given[name] = (given.pop(f"{name}[0]"), given.pop(f"{name}[1]"))
         return function(**given, **options)
 
     return Example(arrays, run)
@@ -365,6 +366,47 @@ def inverse(positions, out, scale=None, layout="fp32") -> Example:
     return call("fused_inv_rope_fp8_quant", arrays, groups=2, scale_layout=layout)
 
 
+def index_query(positions, weights, fp4: bool) -> Example:
+    rng = np.random.default_rng(14)
+    arrays = {
+        "q": cases.random_bf16(rng, 3, 2, 128),
+        "weights": rng.normal(0, 1, (3, 2)).astype(np.float32),
+        "positions": np.array([4, 0, 2], positions),
+        "cos_sin": rng.normal(0, 0.7, (5, 64)).astype(np.float32),
+        "out": np.zeros((3, 2, 64 if fp4 else 128), np.uint8),
+        "out_weights": np.zeros((3, 2), np.float32),
+    }
+    if weights == ref.BF16:
+        arrays["weights"] = ref.to_bf16(arrays["weights"])
+    if fp4:
+        arrays["out_scale"] = np.zeros((3, 2, 4), np.uint8)
+    return call("fused_indexer_q_rope_quant", arrays, softmax_scale=0.1, head_scale=0.5)
+
+
+def logits(fp4: bool, dtype=np.float32, pages: bool = False) -> Example:
+    rng = np.random.default_rng(15)
+    width = 64 if fp4 else 128
+    arrays = {
+        "q": rng.integers(1, 120, (3, 2, width)).astype(np.uint8),
+        "weights": rng.normal(0, 1, (3, 2)).astype(np.float32),
+        "context_lens": np.array([8, 5, 7], np.int32),
+        "out": np.zeros((3, 8), dtype),
+    }
+    if fp4:
+        arrays["q_scale"] = rng.integers(120, 130, (3, 2, 4)).astype(np.uint8)
+    keys = rng.integers(1, 120, (20, width)).astype(np.uint8)
+    scales = rng.integers(120, 130, (20, 4)).astype(np.uint8)
+    scales = scales if fp4 else rng.uniform(0.1, 2, 20).astype(np.float32)
+    if not pages:
+        arrays |= {"k_cache[0]": keys, "k_cache[1]": scales, "starts": int32(3, 3, 9)}
+        return call("indexer_logits", arrays)
+    cache = np.zeros((5, 4, width + 4), np.uint8)
+    cache.reshape(5, -1)[:, : 4 * width] = keys.reshape(5, -1)
+    cache.reshape(5, -1)[:, 4 * width :] = scales.view(np.uint8).reshape(5, -1)
+    arrays |= {"block_table": int32([4, 0], [1, 3]), "req_id_per_token": int32(0, 1, 1)}
+    return call("indexer_logits", arrays, k_cache=cache)
+
+
 def insert_queries(positions, cache, q_out=None, **scales) -> Example:
     rng = np.random.default_rng(13)
     arrays = {
@@ -512,6 +554,10 @@ NORM |= {"kv_out": "written"}
 GROUPED = {"o": "", "o_scale": "strided", "weight": "", "weight_scale": "strided"}
 GROUPED |= {"out": "written"}
 INVERSE = {"o": "", "positions": "strided", "cos_sin": "", "out": "written"}
+INDEX_QUERY = {"q": "", "weights": "", "positions": "strided", "cos_sin": ""}
+INDEX_QUERY |= {"out": "written", "out_weights": "written"}
+LOGITS = {"q": "", "weights": "", "context_lens": "strided", "out": "written"}
+FLAT_KEYS = {"k_cache[0]": "", "starts": "strided"}
 QNORM = {"kv": "", "positions": "strided", "cos_sin": "", "slot_mapping": "strided"}
 F16, F32, U8 = np.float16, np.float32, np.uint8
 
@@ -759,6 +805,27 @@ TABLE: dict[str, Row] = {
     ),
     "turn back, bf16": Row(
         "fused_inv_rope_fp8_quant", lambda: inverse(np.int64, ref.BF16), INVERSE
+    ),
+    "index query": Row(
+        "fused_indexer_q_rope_quant", lambda: index_query(np.int64, ref.BF16, False), INDEX_QUERY
+    ),
+    "index query, FP4": Row(
+        "fused_indexer_q_rope_quant",
+        lambda: index_query(np.int32, F32, True),
+        INDEX_QUERY | {"out_scale": "written"},
+    ),
+    "logits of pages": Row(
+        "indexer_logits",
+        lambda: logits(False, pages=True),
+        LOGITS | {"block_table": "strided", "req_id_per_token": "strided"},
+    ),
+    "logits of flat keys": Row(
+        "indexer_logits", lambda: logits(False), LOGITS | FLAT_KEYS | {"k_cache[1]": "strided"}
+    ),
+    "logits, FP4": Row(
+        "indexer_logits",
+        lambda: logits(True, ref.BF16),
+        LOGITS | FLAT_KEYS | {"k_cache[1]": "", "q_scale": ""},
     ),
     "insert queries": Row(
         "fused_qnorm_rope_kv_insert",

@@ -411,6 +411,42 @@ def move_queries() -> Iterator[Move]:
         yield Move(name, call, num_bytes, is_right)
 
 
+def move_index_queries() -> Iterator[Move]:
+    """The indexer's queries on their way to the logits."""
+    for num_heads, fp4 in ((64, False), (64, True)):
+        table = torch.from_numpy(sparse_mla.rope_table(TURNED_TOKENS, fp32_angles=True)).to(DEVICE)
+        q = torch.randn(TURNED_TOKENS, num_heads, 128, device=DEVICE).bfloat16()
+        weights = torch.randn(TURNED_TOKENS, num_heads, device=DEVICE)
+        inputs = (q, weights, torch.arange(TURNED_TOKENS, device=DEVICE))
+        fixed: dict[str, Any] = {"softmax_scale": 128**-0.5, "head_scale": num_heads**-0.5}
+        fixed["use_fp4"] = fp4
+        results = sparse_mla.fused_indexer_q_rope_quant(*inputs, table, **fixed)
+        given = {**fixed, **dict(zip(("out", "out_weights", "out_scale"), results, strict=False))}
+
+        def call(
+            arrays: tuple[Array, ...] = (*inputs, table), given: dict[str, Any] = given
+        ) -> object:
+            return sparse_mla.fused_indexer_q_rope_quant(*arrays, **given)
+
+        def is_right(
+            inputs: tuple[Array, ...] = inputs,
+            table: Array = table,
+            fixed: dict[str, Any] = fixed,
+            results: tuple[Array, ...] = results,
+        ) -> bool:
+            tokens = sample(TURNED_TOKENS)
+            q, weights, positions = (x[tokens].cpu() for x in inputs)
+            want = sparse_mla.fused_indexer_q_rope_quant(
+                q, weights, positions, table.cpu(), **fixed
+            )
+            pairs = zip(results, want, strict=True)
+            return all(same_bytes(as_bits(x)[tokens], as_bits(y)) for x, y in pairs)
+
+        num_bytes = sum(x.nbytes for x in (q, weights, *results))
+        name = f"fused_indexer_q_rope_quant, H {num_heads}, {'FP4' if fp4 else 'FP8'}"
+        yield Move(name, call, num_bytes, is_right)
+
+
 MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_writes,
     move_inserts,
@@ -423,4 +459,5 @@ MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_norms,
     move_turned,
     move_queries,
+    move_index_queries,
 )

@@ -28,7 +28,17 @@ CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "top_k": top_k.measure,
     "calls": calls.measure,
 }
-CUDA_TABLES = ("decode", "prefill", "inputs", "v4", "bytes", "projection", "top_k", "calls")
+CUDA_TABLES = (
+    "decode",
+    "prefill",
+    "inputs",
+    "v4",
+    "bytes",
+    "projection",
+    "logits",
+    "top_k",
+    "calls",
+)
 CUDA_GROUPS = {"attention": ("decode", "prefill", "inputs")}
 ROW_OPTIONS = ("cache", "heads", "batches", "kinds")  # options of --only inputs
 STDOUT = "-"
@@ -214,6 +224,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
     from sparse_mla._bench import (
         cuda_attention,
         cuda_calls,
+        cuda_logits,
         cuda_memory,
         cuda_projection,
         cuda_sent,
@@ -234,6 +245,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         "bytes": lambda: cuda_memory.measure_bytes(effort),
         "projection": lambda: cuda_projection.measure_projections(effort),
         "top_k": lambda: cuda_top_k.measure_top_k(effort),
+        "logits": lambda: cuda_logits.measure_logits(effort),
         "calls": lambda: cuda_calls.measure_calls(effort),
     }
     only = CUDA_GROUPS.get(options.only, (options.only,))

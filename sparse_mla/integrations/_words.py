@@ -490,6 +490,54 @@ WORDS: dict[str, dict[str, str]] = {
     (1.0, 124)
         """,
     },
+    "fused_indexer_q_rope_quant": {
+        "torch": """
+    The indexer's queries turned and quantised: `sparse_mla.fused_indexer_q_rope_quant`.
+
+    >>> import torch, sparse_mla
+    >>> import sparse_mla.integrations.torch as smla
+    >>> q, w, zero = torch.full((1, 2, 128), 2.0).bfloat16(), torch.ones(1, 2), torch.tensor([0])
+    >>> table = torch.from_numpy(sparse_mla.rope_table(8))
+    >>> out, w = smla.fused_indexer_q_rope_quant(
+    ...     q, w, zero, table, softmax_scale=0.5, head_scale=0.5)
+    >>> out.dtype, w.tolist()
+    (torch.float8_e4m3fn, [[0.001953125, 0.001953125]])
+        """,
+        "jax": """
+    The indexer's queries turned and quantised: `sparse_mla.fused_indexer_q_rope_quant`.
+
+    >>> import jax.numpy as jnp, sparse_mla
+    >>> import sparse_mla.integrations.jax as smla
+    >>> q, w, zero = jnp.full((1, 2, 128), 2, jnp.bfloat16), jnp.ones((1, 2)), jnp.array([0])
+    >>> table = jnp.asarray(sparse_mla.rope_table(8))
+    >>> out, w = smla.fused_indexer_q_rope_quant(
+    ...     q, w, zero, table, softmax_scale=0.5, head_scale=0.5)
+    >>> out.dtype.name, w.tolist()
+    ('float8_e4m3fn', [[0.001953125, 0.001953125]])
+        """,
+    },
+    "indexer_logits": {
+        "torch": """
+    The indexer's scores of the keys that tokens see: `sparse_mla.indexer_logits`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> one = torch.ones(1, 2, 128).to(torch.float8_e4m3fn)
+    >>> keys, lens = (one[0], torch.tensor([1.0, 2.0])), torch.tensor([1]).int()
+    >>> smla.indexer_logits(one, torch.ones(1, 2), keys, lens).tolist()
+    [[256.0, -inf]]
+        """,
+        "jax": """
+    The indexer's scores of the keys that tokens see: `sparse_mla.indexer_logits`.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> one = jnp.ones((1, 2, 128), jnp.float8_e4m3fn)
+    >>> keys, lens = (one[0], jnp.array([1.0, 2.0])), jnp.array([1])
+    >>> smla.indexer_logits(one, jnp.ones((1, 2)), keys, lens).tolist()
+    [[256.0, -inf]]
+        """,
+    },
     "fused_inv_rope_fp8_quant": {
         "torch": """
     Attention's output turned back and quantised: `sparse_mla.fused_inv_rope_fp8_quant`.

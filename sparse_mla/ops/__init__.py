@@ -33,7 +33,7 @@ and do what the operator's docstring says. SPARSE_MLA_CHECK=1 in the environment
 calls then synchronise and raise these ValueErrors too, and cannot be captured.
 """
 
-from sparse_mla.ops import absorption, attention, cache, facts, index, norm, planning
+from sparse_mla.ops import absorption, attention, cache, facts, index, indexer, norm, planning
 from sparse_mla.ops._declare import OPERATORS as OPERATORS
 from sparse_mla.ops.absorption import *
 from sparse_mla.ops.absorption import _split_kv_b_proj as _split_kv_b_proj
@@ -43,6 +43,7 @@ from sparse_mla.ops.attention import _attention_plus_inf as _attention_plus_inf
 from sparse_mla.ops.cache import *
 from sparse_mla.ops.facts import *
 from sparse_mla.ops.index import *
+from sparse_mla.ops.indexer import *
 from sparse_mla.ops.norm import *
 from sparse_mla.ops.planning import *
 
@@ -52,5 +53,6 @@ __all__ += attention.__all__
 __all__ += cache.__all__
 __all__ += facts.__all__
 __all__ += index.__all__
+__all__ += indexer.__all__
 __all__ += norm.__all__
 __all__ += planning.__all__

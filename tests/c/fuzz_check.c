@@ -131,6 +131,8 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         smla_convert_params convert;
         smla_topk_slots_params global_topk;
         smla_top_k_params top_k;
+        smla_index_query_params index_query;
+        smla_logits_params logits;
         smla_combine_topk_swa_params combine;
         smla_mixed_indices_params mixed;
         smla_attention_params attention;
@@ -167,8 +169,11 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         return smla_check_dequantize_and_gather_k_cache(&a->gather_last, &p.gather, backend, e);
     case 17: return smla_check_sparse_mla_dsv4(&a->dsv4, &p.attention, &plan, backend, e);
     case 18: return smla_check_fused_qnorm_rope_kv_insert(&a->qnorm, &p.qnorm, backend, e);
+    case 19: return smla_check_grouped_output_projection(&a->grouped, &p.projection, backend, e);
     case 20: return smla_check_top_k_per_row(&a->top_k, &p.top_k, backend, e);
-    default: return smla_check_grouped_output_projection(&a->grouped, &p.projection, backend, e);
+    case 21:
+        return smla_check_fused_indexer_q_rope_quant(&a->index_query, &p.index_query, backend, e);
+    default: return smla_check_indexer_logits(&a->logits, &p.logits, backend, e);
     }
 }
 
@@ -295,6 +300,13 @@ set_scalars(reader *r, int number, any_args *a)
     } else if (number == 20) {
         int64_t *const numbers[] = {&a->top_k.k, &a->top_k.slots_block_size};
         set_numbers(r, numbers, 2);
+    } else if (number == 21) {
+        const uint64_t bits = read_bits(r);
+        memcpy(&a->index_query.head_scale, &bits, sizeof bits);
+    } else if (number == 22) {
+        a->logits.kv_format = (int32_t)read_count(r, 13);
+        a->logits.block_size = read_count(r, 6);
+        a->logits.block_table = read_count(r, 4) == 0 ? a->logits.starts : NULL;
     } else if (number <= 2) {
         const int32_t format = (int32_t)read_count(r, 4);
         a->write.kv_format = number == 0 ? format : a->write.kv_format;

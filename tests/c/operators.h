@@ -48,6 +48,8 @@ typedef union any_args {
     smla_fused_q_kv_rmsnorm_args norm;
     smla_fused_inv_rope_fp8_quant_args inverse;
     smla_qnorm_insert_args qnorm;
+    smla_index_query_args index_query;
+    smla_indexer_logits_args logits;
 } any_args;
 
 enum { MAX_SLOTS = 14 };
@@ -365,6 +367,35 @@ make_qnorm(void)
                                 .eps = 1e-6}};
 }
 
+static inline any_args
+make_index_query(void)
+{
+    return (any_args){.index_query = {.struct_size = sizeof(smla_index_query_args),
+                                      .q = ZEROS(bf16, 3, 2, 128),
+                                      .weights = ZEROS(fp32, 3, 2),
+                                      .positions = ZEROS(int64, 3),
+                                      .cos_sin = ZEROS(fp32, 5, 64),
+                                      .out = ZEROS(uint8, 3, 2, 64),
+                                      .out_weights = ZEROS(fp32, 3, 2),
+                                      .out_scale = ZEROS(uint8, 3, 2, 4),
+                                      .softmax_scale = 0.1,
+                                      .head_scale = 0.5}};
+}
+
+static inline any_args
+make_logits(void)
+{
+    return (any_args){.logits = {.struct_size = sizeof(smla_indexer_logits_args),
+                                 .q = ZEROS(uint8, 3, 2, 64),
+                                 .weights = ZEROS(fp32, 3, 2),
+                                 .k_cache = ZEROS(uint8, 9, 128),
+                                 .k_scale = ZEROS(fp32, 9),
+                                 .context_lens = ZEROS(int32, 3),
+                                 .starts = ZEROS(int32, 3),
+                                 .q_scale = ZEROS(uint8, 3, 2, 4),
+                                 .out = ZEROS(fp32, 3, 9)}};
+}
+
 #define CALL(member, function)                                                \
     static inline smla_status call_##member(const any_args *a, smla_error *e) \
     {                                                                         \
@@ -392,6 +423,8 @@ CALL(quant, smla_dynamic_per_tensor_quant)
 CALL(norm, smla_fused_q_kv_rmsnorm)
 CALL(inverse, smla_fused_inv_rope_fp8_quant)
 CALL(qnorm, smla_fused_qnorm_rope_kv_insert)
+CALL(index_query, smla_fused_indexer_q_rope_quant)
+CALL(logits, smla_indexer_logits)
 
 #undef CALL
 #define AT_FIELD(member, field) offsetof(any_args, member.field)
@@ -606,6 +639,29 @@ static const operator_case operators[] = {
       {"slots", AT_FIELD(top_k, slots), OUTPUT | NEEDED, 6},
       {"lens", AT_FIELD(top_k, lens), OUTPUT | ANY_STRIDE | NEEDED, 1},
       {"values", AT_FIELD(top_k, values), OUTPUT | OPTIONAL, 0}}},
+    {"fused_indexer_q_rope_quant",
+     sizeof(smla_index_query_args),
+     call_index_query,
+     make_index_query,
+     {{"q", AT_FIELD(index_query, q), 0, 4},
+      {"weights", AT_FIELD(index_query, weights), 0, 3},
+      {"positions", AT_FIELD(index_query, positions), ANY_STRIDE, 0},
+      {"cos_sin", AT_FIELD(index_query, cos_sin), 0, 2},
+      {"out", AT_FIELD(index_query, out), OUTPUT, 7},
+      {"out_weights", AT_FIELD(index_query, out_weights), OUTPUT, 3},
+      {"out_scale", AT_FIELD(index_query, out_scale), OUTPUT | NEEDED, 7}}},
+    {"indexer_logits",
+     sizeof(smla_indexer_logits_args),
+     call_logits,
+     make_logits,
+     {{"q", AT_FIELD(logits, q), 0, 4},
+      {"weights", AT_FIELD(logits, weights), 0, 3},
+      {"q_scale", AT_FIELD(logits, q_scale), NEEDED, 7},
+      {"k_cache[0]", AT_FIELD(logits, k_cache), 0, 2},
+      {"k_cache[1]", AT_FIELD(logits, k_scale), ANY_STRIDE | NEEDED, 1},
+      {"context_lens", AT_FIELD(logits, context_lens), ANY_STRIDE, 0},
+      {"starts", AT_FIELD(logits, starts), ANY_STRIDE | OPTIONAL, 0},
+      {"out", AT_FIELD(logits, out), OUTPUT, 1}}},
 };
 
 enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };

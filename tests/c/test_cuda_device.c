@@ -131,6 +131,20 @@ smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params
 }
 
 cudaError_t
+smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *params)
+{
+    (void)params;
+    return launch_nothing("index_query");
+}
+
+cudaError_t
+smla_cuda_launch_indexer_logits(const smla_logits_params *params)
+{
+    (void)params;
+    return launch_nothing("score_keys");
+}
+
+cudaError_t
 smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params)
 {
     (void)params;
@@ -258,6 +272,13 @@ smla_cpu_check_convert(const smla_convert_params *p, smla_error *error)
     seen_sum += 1000 * sum_of(p->prefill_request_ids, p->num_tokens, p->prefill_request_ids_stride);
     seen_sum += 1000000 * sum_of(p->prefill_workspace_starts, p->num_prefills,
                                  p->prefill_workspace_starts_stride);
+    return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
+}
+
+smla_status
+smla_cpu_check_logits(const smla_logits_params *p, smla_error *error)
+{
+    num_device_arrays += p->context_lens == device_zeros || p->req_id_per_token == device_zeros;
     return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
 }
 
@@ -693,7 +714,7 @@ test_captures(void)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-enum { QUANT = 8, NUM_OPERATORS = 21 };
+enum { QUANT = 8, NUM_OPERATORS = 23 };
 
 static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla",
                                                           "gather_kv_cache",
@@ -715,16 +736,18 @@ static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla"
                                                           "MetadataBuilder.build",
                                                           "fused_qnorm_rope_kv_insert",
                                                           "grouped_output_projection",
-                                                          "top_k_per_row"};
+                                                          "top_k_per_row",
+                                                          "fused_indexer_q_rope_quant",
+                                                          "indexer_logits"};
 static const char *const launch_names[NUM_OPERATORS] = {
-    "write",          "gather",       "dequantize", "convert", "attention", "merge",
-    "split_weight",   "project",      "quant",      "norm",    "turn_back", "global_topk",
-    "combine_lists",  "mixed_lists",  "insert",     "insert",  "gather",    "step_lists",
-    "insert_queries", "e4m3_project", "top_k"};
+    "write",          "gather",       "dequantize", "convert",     "attention", "merge",
+    "split_weight",   "project",      "quant",      "norm",        "turn_back", "global_topk",
+    "combine_lists",  "mixed_lists",  "insert",     "insert",      "gather",    "step_lists",
+    "insert_queries", "e4m3_project", "top_k",      "index_query", "score_keys"};
 
 /* How many arrays a checked call of an operator copies to the host. */
-static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2, 1,
-                                                3, 1, 1, 3, 0,        2, [20] = 2};
+static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2,        1, 3,
+                                                1, 1, 3, 0, 2,        [20] = 2, 1, 2};
 
 /* Calls an operator for `count` tokens, requests or the like; QUANT ignores `count`. */
 static smla_status
@@ -768,6 +791,15 @@ call_operator(int i, smla_stream stream, int64_t count)
     const smla_inverse_rope_params turn_back = {.num_tokens = count,
                                                 .rope = {.positions = device_zeros, .max_pos = 1},
                                                 .stream = stream};
+    const smla_index_query_params index_query = {.num_tokens = count,
+                                                 .rope = turn_back.rope,
+                                                 .stream = stream};
+    const smla_logits_params logits = {.num_tokens = count,
+                                       .num_columns = 1,
+                                       .has_pages = true,
+                                       .context_lens = device_zeros,
+                                       .req_id_per_token = device_zeros,
+                                       .stream = stream};
     const smla_topk_slots_params global_topk = {.op = operator_names[i],
                                                 .num_tokens = count,
                                                 .req_id_per_token = device_zeros,
@@ -809,8 +841,10 @@ call_operator(int i, smla_stream stream, int64_t count)
     case 16: return b->dequantize_and_gather_k_cache(&gather, &error);
     case 17: return b->fill_step_lists(&step_lists, &error);
     case 18: return b->fused_qnorm_rope_kv_insert(&insert_queries, &error);
+    case 19: return b->projection(&project_e4m3, &error);
     case 20: return b->top_k_per_row(&top_k, &error);
-    default: return b->projection(&project_e4m3, &error);
+    case 21: return b->fused_indexer_q_rope_quant(&index_query, &error);
+    default: return b->indexer_logits(&logits, &error);
     }
 }
 

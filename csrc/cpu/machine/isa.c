@@ -10,6 +10,7 @@
 #include "cpu/absorption/projection.h"
 #include "cpu/attention/attention.h"
 #include "cpu/cache/cache.h"
+#include "cpu/indexer/logits.h"
 #include "cpu/norm/norm.h"
 #include "cpu/select/select.h"
 
@@ -106,7 +107,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .projection = &smla_projection_avx512bf16,
      .cache = &smla_cache_avx512,
      .norm = &smla_norm_avx512,
-     .select = &smla_select_avx512},
+     .select = &smla_select_avx512,
+     .logits = &smla_logits_avx512},
     {.name = "avx512bf16",
      .is_supported = support_avx512bf16,
      .is_slow = is_intel,
@@ -115,7 +117,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .projection = &smla_projection_avx512bf16,
      .cache = &smla_cache_avx512,
      .norm = &smla_norm_avx512,
-     .select = &smla_select_avx512},
+     .select = &smla_select_avx512,
+     .logits = &smla_logits_avx512},
     {.name = "avx512",
      .is_supported = support_avx512,
      .attention = &smla_attention_avx512,
@@ -123,7 +126,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .projection = &smla_projection_avx512,
      .cache = &smla_cache_avx512,
      .norm = &smla_norm_avx512,
-     .select = &smla_select_avx512},
+     .select = &smla_select_avx512,
+     .logits = &smla_logits_avx512},
     {.name = "avx2",
      .is_supported = support_avx2,
      .attention = &smla_attention_avx2,
@@ -131,7 +135,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .projection = &smla_projection_avx2,
      .cache = &smla_cache_avx2,
      .norm = &smla_norm_avx2,
-     .select = &smla_select_avx2},
+     .select = &smla_select_avx2,
+     .logits = &smla_logits_avx2},
 #elif defined(SMLA_HAVE_ARM_ISA)
     {.name = "neonbf16",
      .is_supported = support_neonbf16,
@@ -140,7 +145,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .projection = &smla_projection_neonbf16,
      .cache = &smla_cache_base,
      .norm = &smla_norm_base,
-     .select = &smla_select_base},
+     .select = &smla_select_base,
+     .logits = &smla_logits_base},
     {.name = "neon",
      .is_supported = support_neon,
      .attention = &smla_attention_neon,
@@ -148,7 +154,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .projection = &smla_projection_neon,
      .cache = &smla_cache_base,
      .norm = &smla_norm_base,
-     .select = &smla_select_base},
+     .select = &smla_select_base,
+     .logits = &smla_logits_base},
 #endif
     {.name = "base",
      .is_supported = support_base,
@@ -157,7 +164,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .projection = &smla_projection_base,
      .cache = &smla_cache_base,
      .norm = &smla_norm_base,
-     .select = &smla_select_base},
+     .select = &smla_select_base,
+     .logits = &smla_logits_base},
 };
 
 const int smla_cpu_num_isas = sizeof smla_cpu_isas / sizeof smla_cpu_isas[0];

@@ -11,6 +11,7 @@ struct smla_attention_isa;
 struct smla_cache_isa;
 struct smla_norm_isa;
 struct smla_projection_isa;
+struct smla_logits_isa;
 struct smla_select_isa;
 
 typedef struct smla_cpu_isa {
@@ -23,6 +24,7 @@ typedef struct smla_cpu_isa {
     const struct smla_cache_isa *cache;
     const struct smla_norm_isa *norm;
     const struct smla_select_isa *select;
+    const struct smla_logits_isa *logits;
 } smla_cpu_isa;
 
 /* The table, fastest entry first. */

@@ -15,6 +15,8 @@ typedef struct smla_norm_isa {
                               float scales[SMLA_OUTPUT_SCALES]);
     /* A head whose last 64 values are turned to its position, or back from it, as bf16. */
     void (*turn_to_bf16)(const uint16_t *x, const float *cos_sin, bool is_inverse, uint16_t *out);
+    /* A head [128] of the indexer whose last 64 values are turned to its position, as bf16. */
+    void (*turn_index_head)(const uint16_t *x, const float *cos_sin, uint16_t *out);
     /* A head that is normalised without a weight, then turned to its position. out may be x. */
     void (*normalize_head)(const uint16_t *x, const float *cos_sin, float eps, uint16_t *out);
     /* The same head, times `scale`, as bytes. */

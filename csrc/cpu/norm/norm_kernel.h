@@ -5,6 +5,7 @@
  *                                 of 128 values the scale is the smallest power of two with
  *                                 448 scale >= max(amax, 1e-10), and a byte is e4m3(x / scale)
  *              turn_to_bf16       bf16 of RoPE by the angles, or by their negatives
+ *              turn_index_head    the same by the angles, for a head of 128 values
  *              normalize_head     bf16 of RoPE of x * (1 / sqrt(sum(x^2) / 512 + eps));
  *                                 normalize_head_to_e4m3: e4m3 of that times a scale
  * Shapes       rows [size] and heads [512] of bf16, weight [size] bf16 or fp32, contiguous
@@ -175,6 +176,17 @@ turn_to_bf16(const uint16_t *x, const float *cos_sin, bool is_inverse, uint16_t 
     }
 }
 
+static void
+turn_index_head(const uint16_t *x, const float *cos_sin, uint16_t *out)
+{
+    const int nope_dim = SMLA_INDEX_HEAD_DIM - SMLA_QK_ROPE_HEAD_DIM;
+    memcpy(out, x, (size_t)nope_dim * sizeof *out);
+    for (int i = 0; i < ROPE_QUADS; i++) {
+        const ptrdiff_t at = nope_dim + (ptrdiff_t)i * QUAD;
+        store_bf16(turn_quad(load_bf16(x + at), load_angles(cos_sin, i * QUAD_PAIRS)), out + at);
+    }
+}
+
 /* ---- RMSNorm and RoPE ---------------------------------------------------------------------- */
 
 /* Quad `i` of a head that is normalised and turned. */
@@ -218,6 +230,7 @@ const smla_norm_isa SMLA_NORM = {
     .normalize = normalize,
     .turn_back_to_e4m3 = turn_back_to_e4m3,
     .turn_to_bf16 = turn_to_bf16,
+    .turn_index_head = turn_index_head,
     .normalize_head = normalize_head,
     .normalize_head_to_e4m3 = normalize_head_to_e4m3,
 };

@@ -90,23 +90,6 @@ copy_step(const e4m3_projection &args, const result_tile &tile, int64_t step,
 
 /* ---- Products ------------------------------------------------------------------------------ */
 
-/* Any four e4m3 as fp16, divided by SMLA_E4M3_UNIT; NaN becomes NaN. */
-__device__ __forceinline__ void
-widen_e4m3x4(uint32_t bytes, uint32_t *low, uint32_t *high)
-{
-    uint32_t halves[2];
-    smla_e4m3x4_to_halves(bytes, halves);
-    if constexpr (SMLA_E4M3_UNIT != 1.0f) {
-        const uint32_t nan = smla_mark_nan_e4m3x4(bytes) & 0x80808080u;
-        if (nan != 0) {
-            halves[0] |= (__byte_perm(nan, 0, 0x1404) >> 15) * 0x7C00u;
-            halves[1] |= (__byte_perm(nan, 0, 0x3424) >> 15) * 0x7C00u;
-        }
-    }
-    *low = halves[0];
-    *high = halves[1];
-}
-
 /* The lane's chunk of a row in half a step. Lane c of four has values 16 c to 16 c + 15, so that a
  * word is what it needs of both operands for 16 values of k. */
 __device__ __forceinline__ void
@@ -156,13 +139,14 @@ multiply_half(const tile_memory<Shape> *shared, int slot, int half, tile_sums<Sh
         uint32_t b[Shape::COLUMN_TILES][2];
 #pragma unroll
         for (int j = 0; j < Shape::COLUMN_TILES; j++) {
-            widen_e4m3x4(weights[j][word], &b[j][0], &b[j][1]);
+            smla_widen_e4m3x4(weights[j][word], b[j]);
         }
 #pragma unroll
         for (int i = 0; i < Shape::ROW_TILES; i++) {
-            uint32_t a[4];
-            widen_e4m3x4(tokens[i][0][word], &a[0], &a[2]);
-            widen_e4m3x4(tokens[i][1][word], &a[1], &a[3]);
+            uint32_t rows[2][2];
+            smla_widen_e4m3x4(tokens[i][0][word], rows[0]);
+            smla_widen_e4m3x4(tokens[i][1][word], rows[1]);
+            const uint32_t a[4] = {rows[0][0], rows[1][0], rows[0][1], rows[1][1]};
 #pragma unroll
             for (int j = 0; j < Shape::COLUMN_TILES; j++) {
                 ptx_mma_f16(sums->d[i][j], a, b[j]);

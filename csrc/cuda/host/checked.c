@@ -192,6 +192,22 @@ smla_cuda_check_positions(const char *op, const smla_rope *rope, int64_t num_tok
 }
 
 smla_status
+smla_cuda_check_logits(const smla_logits_params *p, smla_error *error)
+{
+    smla_logits_params host = *p;
+    device_array arrays[] = {
+        int32_vector(&host.context_lens, p->num_tokens, p->context_lens_stride),
+        int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
+    };
+    smla_status status = read_arrays("indexer_logits", p->stream, arrays, 2, error);
+    if (status == SMLA_OK) {
+        status = smla_cpu_check_logits(&host, error);
+    }
+    free_arrays(arrays, 2);
+    return status;
+}
+
+smla_status
 smla_cuda_check_global_topk(const smla_topk_slots_params *p, smla_error *error)
 {
     smla_topk_slots_params host = *p;

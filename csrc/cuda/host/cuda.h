@@ -122,6 +122,10 @@ cudaError_t smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *par
 cudaError_t smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params);
 cudaError_t smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params);
 
+/* index_query.cu and logits.cu; on Hopper logits_sm90.cu serves what it can. */
+cudaError_t smla_cuda_launch_indexer_logits(const smla_logits_params *params);
+cudaError_t smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *params);
+
 /* projection.cu: arrays whose strides neither cuBLAS nor a fast kernel of e4m3 can express. */
 cudaError_t smla_cuda_launch_projection(const smla_projection_params *params);
 
@@ -151,6 +155,7 @@ smla_status smla_cuda_end_checked(const char *op, smla_stream stream, smla_error
 smla_status smla_cuda_check_cache_write(const smla_cache_write_params *params, smla_error *error);
 smla_status smla_cuda_check_gather(const smla_gather_params *params, smla_error *error);
 smla_status smla_cuda_check_convert(const smla_convert_params *params, smla_error *error);
+smla_status smla_cuda_check_logits(const smla_logits_params *params, smla_error *error);
 smla_status smla_cuda_check_positions(const char *op, const smla_rope *rope, int64_t num_tokens,
                                       smla_stream stream, smla_error *error);
 smla_status smla_cuda_check_global_topk(const smla_topk_slots_params *params, smla_error *error);

@@ -316,6 +316,38 @@ fused_inv_rope_fp8_quant(const smla_inverse_rope_params *p, smla_error *error)
                : end_call(&call, status, error);
 }
 
+/* ---- Indexer ------------------------------------------------------------------------------- */
+
+static smla_status
+fused_indexer_q_rope_quant(const smla_index_query_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "fused_indexer_q_rope_quant", .stream = p->stream};
+    if (p->num_tokens == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    const smla_status status =
+        call.is_checked
+            ? smla_cuda_check_positions(call.op, &p->rope, p->num_tokens, p->stream, error)
+            : SMLA_OK;
+    return status == SMLA_OK
+               ? end_launch(&call, smla_cuda_launch_fused_indexer_q_rope_quant(p), error)
+               : end_call(&call, status, error);
+}
+
+static smla_status
+indexer_logits(const smla_logits_params *p, smla_error *error)
+{
+    cuda_call call = {.op = "indexer_logits", .stream = p->stream};
+    if (p->num_tokens == 0 || p->num_columns == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    const smla_status status = call.is_checked ? smla_cuda_check_logits(p, error) : SMLA_OK;
+    return status == SMLA_OK ? end_launch(&call, smla_cuda_launch_indexer_logits(p), error)
+                             : end_call(&call, status, error);
+}
+
 /* ---- The table ----------------------------------------------------------------------------- */
 
 /* The line follows another initializer, so it begins with the comma. */

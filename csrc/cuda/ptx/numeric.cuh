@@ -165,6 +165,20 @@ smla_mark_nan_e4m3x4(uint32_t bytes)
     return (bytes & 0x7F7F7F7Fu) + 0x01010101u;
 }
 
+/* smla_e4m3x4_to_halves of any four e4m3; NaN becomes NaN. */
+static __device__ __forceinline__ void
+smla_widen_e4m3x4(uint32_t bytes, uint32_t halves[2])
+{
+    smla_e4m3x4_to_halves(bytes, halves);
+    if constexpr (SMLA_E4M3_UNIT != 1.0f) {
+        const uint32_t nan = smla_mark_nan_e4m3x4(bytes) & 0x80808080u;
+        if (nan != 0) {
+            halves[0] |= (__byte_perm(nan, 0, 0x1404) >> 15) * 0x7C00u;
+            halves[1] |= (__byte_perm(nan, 0, 0x3424) >> 15) * 0x7C00u;
+        }
+    }
+}
+
 /* Whether no product of a number with this scale can be NaN. */
 static __device__ __forceinline__ bool
 smla_is_plain_scale(float scale)

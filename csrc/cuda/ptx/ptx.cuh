@@ -95,6 +95,15 @@ ptx_max_abs_bf16x2(uint32_t a, uint32_t b)
     return d;
 }
 
+/* The larger value, or NaN if either is NaN. */
+static __device__ __forceinline__ float
+ptx_max_nan(float a, float b)
+{
+    float d;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+    return d;
+}
+
 /* 2^x, off by at most two units in the last place. Results below 2^-126 are 0, and so is 2^-inf. */
 static __device__ __forceinline__ float
 ptx_exp2(float x)

@@ -274,3 +274,32 @@ wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, bool is_sum)
                  : WGMMA_SUMS_64(d, 0)
                  : "l"(a), "l"(b), "r"((int)is_sum));
 }
+
+/* The same for 64 and for 32 columns. */
+static __device__ __forceinline__ void
+wgmma_e4m3(float (&d)[32], uint64_t a, uint64_t b, bool is_sum)
+{
+    asm volatile("{\n\t"
+                 ".reg .pred sum;\n\t"
+                 "setp.ne.b32 sum, %34, 0;\n\t"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+                 "{" WGMMA_NAMES_32 "}, "
+                 "%32, %33, sum, 1, 1;\n\t"
+                 "}"
+                 : WGMMA_SUMS_32(d, 0)
+                 : "l"(a), "l"(b), "r"((int)is_sum));
+}
+
+static __device__ __forceinline__ void
+wgmma_e4m3(float (&d)[16], uint64_t a, uint64_t b, bool is_sum)
+{
+    asm volatile("{\n\t"
+                 ".reg .pred sum;\n\t"
+                 "setp.ne.b32 sum, %18, 0;\n\t"
+                 "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
+                 "{" WGMMA_NAMES_16 "}, "
+                 "%16, %17, sum, 1, 1;\n\t"
+                 "}"
+                 : WGMMA_SUMS_16(d, 0)
+                 : "l"(a), "l"(b), "r"((int)is_sum));
+}

@@ -38,30 +38,54 @@ smla_py_add_absent(smla_py_call *call, const char *name)
     return smla_py_add(call, name, SMLA_PY_OPTIONAL, Py_None);
 }
 
-int
-smla_py_add_query(smla_py_call *call, PyObject *query)
+/* The names of a pair's arrays. */
+typedef struct pair_names {
+    const char *whole;
+    const char *items[2];
+    const char *second; /* while it is absent */
+    const char *meaning;
+} pair_names;
+
+static int
+add_pair(smla_py_call *call, const pair_names *names, PyObject *object)
 {
-    if (!PyTuple_Check(query) && !PyList_Check(query)) {
-        const int status = smla_py_add(call, "q", SMLA_PY_INPUT, query);
-        return status < 0 ? -1 : smla_py_add_absent(call, "q_pe");
+    if (!PyTuple_Check(object) && !PyList_Check(object)) {
+        const int status = smla_py_add(call, names->whole, SMLA_PY_INPUT, object);
+        return status < 0 ? -1 : smla_py_add_absent(call, names->second);
     }
-    PyObject *items = PySequence_Tuple(query); /* another thread may change a list */
+    PyObject *items = PySequence_Tuple(object); /* another thread may change a list */
     if (items == NULL) {
         return -1;
     }
     int status = -1;
     if (PyTuple_Size(items) == 2) {
-        status = smla_py_add(call, "q[0]", SMLA_PY_INPUT, PyTuple_GetItem(items, 0));
+        status = smla_py_add(call, names->items[0], SMLA_PY_INPUT, PyTuple_GetItem(items, 0));
         if (status == 0) {
-            status = smla_py_add(call, "q[1]", SMLA_PY_INPUT, PyTuple_GetItem(items, 1));
+            status = smla_py_add(call, names->items[1], SMLA_PY_INPUT, PyTuple_GetItem(items, 1));
         }
     } else {
-        PyErr_Format(PyExc_TypeError,
-                     "%s: `q` must be an array or the pair (ql_nope, q_pe), got %zd items",
-                     call->op, PyTuple_Size(items));
+        PyErr_Format(PyExc_TypeError, "%s: `%s` must be an array or the pair %s, got %zd items",
+                     call->op, names->whole, names->meaning, PyTuple_Size(items));
     }
     Py_DECREF(items);
     return status;
+}
+
+int
+smla_py_add_query(smla_py_call *call, PyObject *query)
+{
+    static const pair_names names = {"q", {"q[0]", "q[1]"}, "q_pe", "(ql_nope, q_pe)"};
+    return add_pair(call, &names, query);
+}
+
+int
+smla_py_add_keys(smla_py_call *call, PyObject *keys)
+{
+    static const pair_names names = {"k_cache",
+                                     {"k_cache[0]", "k_cache[1]"},
+                                     "k_scale",
+                                     "(k, scale)"};
+    return add_pair(call, &names, keys);
 }
 
 void

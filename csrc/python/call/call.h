@@ -38,6 +38,9 @@ int smla_py_add(smla_py_call *call, const char *name, smla_py_role role, PyObjec
 /* Appends two arrays: `query` and an absent array, or the two items of a tuple or list. */
 int smla_py_add_query(smla_py_call *call, PyObject *query);
 
+/* Adds k_cache, which may be a pair of flat keys and their scales. */
+int smla_py_add_keys(smla_py_call *call, PyObject *keys);
+
 void smla_py_close(smla_py_call *call);
 
 /* Call this when all arrays of the caller are added. It decides the stream and orders the call on

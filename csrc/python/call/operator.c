@@ -327,6 +327,7 @@ name_kind(int kind)
         [SMLA_PY_INT] = "int",
         [SMLA_PY_INT32] = "int32",
         [SMLA_PY_FLAG] = "flag",
+        [SMLA_PY_UNLESS] = "flag",
         [SMLA_PY_SIZE] = "size",
         [SMLA_PY_FLOAT] = "float",
         [SMLA_PY_KV_FORMAT] = "kv_format",

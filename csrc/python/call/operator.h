@@ -34,6 +34,7 @@ typedef enum smla_py_kind {
     SMLA_PY_INT,       /* int64_t */
     SMLA_PY_INT32,     /* int32_t */
     SMLA_PY_FLAG,      /* int32_t: 1 where the argument is true */
+    SMLA_PY_UNLESS,    /* int32_t: 1 where the argument is false */
     SMLA_PY_SIZE,      /* int64_t: None, which is 0, or at least 1 */
     SMLA_PY_FLOAT,     /* double */
     SMLA_PY_KV_FORMAT, /* int32_t: None or the name of a cache format */
@@ -104,6 +105,7 @@ extern const smla_py_operator smla_py_attention_operators[];
 extern const smla_py_operator smla_py_index_operators[];
 extern const smla_py_operator smla_py_absorption_operators[];
 extern const smla_py_operator smla_py_norm_operators[];
+extern const smla_py_operator smla_py_indexer_operators[];
 
 /* The operator of a name, which need not end with 0. NULL if there is none. */
 const smla_py_operator *smla_py_find_operator(const char *name, size_t length);

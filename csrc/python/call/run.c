@@ -10,11 +10,9 @@
 const smla_py_operator *
 smla_py_find_operator(const char *name, size_t length)
 {
-    static const smla_py_operator *const lists[] = {smla_py_cache_operators,
-                                                    smla_py_attention_operators,
-                                                    smla_py_index_operators,
-                                                    smla_py_absorption_operators,
-                                                    smla_py_norm_operators};
+    static const smla_py_operator *const lists[] = {
+        smla_py_cache_operators,      smla_py_attention_operators, smla_py_index_operators,
+        smla_py_absorption_operators, smla_py_norm_operators,      smla_py_indexer_operators};
     for (int i = 0; i < SMLA_PY_COUNT(lists); i++) {
         for (const smla_py_operator *op = lists[i]; op->name != NULL; op++) {
             if (strlen(op->name) == length && memcmp(op->name, name, length) == 0) {
@@ -61,11 +59,11 @@ parse_scales(const char *op, const char *name, PyObject *object, int32_t *layout
 }
 
 static int
-parse_flag(PyObject *object, int32_t *field)
+parse_flag(PyObject *object, bool unless, int32_t *field)
 {
     bool is_true = false;
     const int status = smla_py_parse_flag(object, &is_true);
-    *field = is_true;
+    *field = is_true != unless;
     return status;
 }
 
@@ -78,7 +76,8 @@ read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, vo
     switch (param->kind) {
     case SMLA_PY_INT: return smla_py_parse_int(op, param->name, object, field);
     case SMLA_PY_INT32: return smla_py_parse_int32(op, param->name, object, field);
-    case SMLA_PY_FLAG: return parse_flag(object, field);
+    case SMLA_PY_FLAG: return parse_flag(object, false, field);
+    case SMLA_PY_UNLESS: return parse_flag(object, true, field);
     case SMLA_PY_SIZE: return smla_py_parse_size(op, param->name, object, field);
     case SMLA_PY_FLOAT: return smla_py_parse_float(op, param->name, object, field);
     case SMLA_PY_KV_FORMAT: return smla_py_parse_kv_format(op, param->name, object, field);
@@ -112,7 +111,9 @@ static int
 add_array(smla_py_call *call, const smla_py_param *param, PyObject *object, void *args)
 {
     switch (param->kind) {
-    case SMLA_PY_PAIR: return smla_py_add_query(call, object);
+    case SMLA_PY_PAIR:
+        return strcmp(param->name, "q") == 0 ? smla_py_add_query(call, object)
+                                             : smla_py_add_keys(call, object);
     case SMLA_PY_SECOND: return 0; /* added together with the first */
     case SMLA_PY_ASKING:
         call->asks = object != Py_None;

@@ -239,6 +239,10 @@ read_options(const xla_call *call, const smla_py_operator *op, void *args)
         case SMLA_PY_INT: SMLA_TRY(read_int(call, param->name, field)); break;
         case SMLA_PY_FLAG:
         case SMLA_PY_INT32: SMLA_TRY(read_int32(call, param->name, field)); break;
+        case SMLA_PY_UNLESS:
+            SMLA_TRY(read_int32(call, param->name, field));
+            *(int32_t *)field = *(int32_t *)field == 0;
+            break;
         case SMLA_PY_SIZE: SMLA_TRY(read_size(call, param->name, field)); break;
         case SMLA_PY_SCALE_OR_NONE:
         case SMLA_PY_SCALE: SMLA_TRY(read_scale(call, param->name, field)); break;

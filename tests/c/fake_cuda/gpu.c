@@ -128,6 +128,18 @@ smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params
 }
 
 cudaError_t
+smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *params)
+{
+    LAUNCH(fused_indexer_q_rope_quant, params);
+}
+
+cudaError_t
+smla_cuda_launch_indexer_logits(const smla_logits_params *params)
+{
+    LAUNCH(indexer_logits, params);
+}
+
+cudaError_t
 smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params)
 {
     const cudaError_t code = write_launch(params->insert.stream);

@@ -1,0 +1,60 @@
+/* params_indexer.h: the params of the operators that choose keys, which continue params.h. Compiles
+ * as C and as CUDA.
+ */
+#pragma once
+
+#include "core/params.h"
+
+/* fused_indexer_q_rope_quant. The bytes of a head are those of a cache row: of fp8_index, or of
+ * mxfp4_index. The scale of fp8_index goes into the weight. */
+typedef struct smla_index_query_params {
+    int64_t num_tokens;
+    int64_t num_heads;
+    const uint16_t *q; /* [T, heads, 128] bf16 */
+    int64_t q_stride_token;
+    int64_t q_stride_head;
+    const void *weights; /* [T, heads] */
+    smla_float_type weights_type;
+    int64_t weights_stride_token;
+    smla_rope rope;
+    float weight_scale; /* multiplies weights */
+    uint8_t *out;       /* [T, heads, 128] e4m3, or [T, heads, 64] e2m1 */
+    int64_t out_stride_token;
+    int64_t out_stride_head;
+    float *out_weights; /* [T, heads] */
+    int64_t out_weights_stride_token;
+    uint8_t *out_scale; /* [T, heads, 4] UE8M0 of e2m1; NULL: e4m3 */
+    int64_t out_scale_stride_token;
+    int64_t out_scale_stride_head;
+    smla_stream stream;
+} smla_index_query_params;
+
+/* indexer_logits. Flat keys are one page of S rows. */
+typedef struct smla_logits_params {
+    int64_t num_tokens;
+    int64_t num_heads;
+    int64_t num_columns; /* N */
+    const uint8_t *q;    /* [T, heads, 128] e4m3, or [T, heads, 64] e2m1 */
+    int64_t q_stride_token;
+    int64_t q_stride_head;
+    const uint8_t *q_scale; /* [T, heads, 4] UE8M0 of e2m1; NULL: e4m3 */
+    int64_t q_scale_stride_token;
+    int64_t q_scale_stride_head;
+    const float *weights; /* [T, heads] */
+    int64_t weights_stride_token;
+    smla_kv_view kv;       /* fp8_index or mxfp4_index rows */
+    bool has_pages;        /* false: flat keys */
+    smla_page_table pages; /* where keys are in pages */
+    int64_t num_reqs;
+    const int32_t *req_id_per_token; /* [T]; not of flat keys */
+    int64_t req_id_stride;
+    const int32_t *context_lens; /* [T], clamped to 0...N */
+    int64_t context_lens_stride;
+    const int32_t *starts; /* [T]: the key of column 0, or NULL: 0; of flat keys */
+    int64_t starts_stride;
+    void *out; /* [T, N] */
+    smla_float_type out_type;
+    int64_t out_stride_token;
+    bool leaves_rest; /* columns from the context on are not written */
+    smla_stream stream;
+} smla_logits_params;

@@ -1,0 +1,210 @@
+/* logits.c: indexer_logits. logits_kernel.h scores tiles of keys.
+ *
+ * A task is a block of tokens and some columns of their logits. Tokens of a block that follow each
+ * other and have the same keys are a run: a tile of keys is read once for a run. No logit depends
+ * on the tasks.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "cpu/cache/cache.h"
+#include "cpu/indexer/logits.h"
+#include "cpu/machine/cpu.h"
+#include "cpu/machine/isa.h"
+
+enum {
+    BLOCK_TOKENS = 8,
+    TASK_COLUMNS = 8 * SMLA_LOGITS_KEYS,
+    DIM = SMLA_INDEX_HEAD_DIM,
+};
+
+/* ---- Tokens -------------------------------------------------------------------------------- */
+
+/* The columns of a token that have keys: its length clamped to [0, N]. */
+static int64_t
+context_of(const smla_logits_params *p, int64_t token)
+{
+    const int64_t length = p->context_lens[token * p->context_lens_stride];
+    return length < 0 ? 0 : length < p->num_columns ? length : p->num_columns;
+}
+
+/* What names a token's keys: its request, or the key of column 0. */
+static int64_t
+source_of(const smla_logits_params *p, int64_t token)
+{
+    if (p->has_pages) {
+        return p->req_id_per_token[token * p->req_id_stride];
+    }
+    return p->starts == NULL ? 0 : p->starts[token * p->starts_stride];
+}
+
+smla_status
+smla_cpu_check_logits(const smla_logits_params *p, smla_error *error)
+{
+    for (int64_t token = 0; p->has_pages && token < p->num_tokens; token++) {
+        const int64_t request = source_of(p, token);
+        if (context_of(p, token) > 0 && (request < 0 || request >= p->num_reqs)) {
+            return smla_fail(error, SMLA_ERROR_VALUE,
+                             "indexer_logits: `req_id_per_token` must be 0 to %lld (rows of "
+                             "`block_table`), got %lld at token %lld",
+                             (long long)p->num_reqs - 1, (long long)request, (long long)token);
+        }
+    }
+    return SMLA_OK;
+}
+
+/* ---- Keys ---------------------------------------------------------------------------------- */
+
+/* Finds the key of a column. false: there is none. */
+static bool
+find_key(const smla_logits_params *p, int64_t source, int64_t column, smla_kv_token *key)
+{
+    const smla_page_table *const pages = &p->pages;
+    if (!p->has_pages) {
+        const int64_t slot = source + column;
+        *key = smla_kv_token_at(&p->kv, 0, slot < 0 ? 0 : slot);
+        return slot >= 0 && slot < p->kv.block_size;
+    }
+    const int64_t block = column / pages->block_size;
+    if (block >= pages->num_blocks) {
+        return false;
+    }
+    const int64_t page =
+        pages->block_table[source * pages->stride_req + block * pages->stride_block];
+    if (page < 0 || page >= p->kv.num_pages) {
+        return false;
+    }
+    *key = smla_kv_token_at(&p->kv, page, column % pages->block_size);
+    return true;
+}
+
+/* Decodes the keys of columns from `first` on as fp32 [count][128]. Returns a bit per key that
+ * exists. */
+static uint64_t
+read_keys(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t source, int64_t first,
+          int count, float *keys)
+{
+    uint64_t found = 0;
+    for (int n = 0; n < count; n++) {
+        smla_kv_token key;
+        if (find_key(p, source, first + n, &key)) {
+            isa->cache->read_row(p->kv.format, key, 1.0f, SMLA_FLOAT_FP32, keys, (int64_t)n * DIM);
+            found |= (uint64_t)1 << n;
+        }
+    }
+    return found;
+}
+
+/* ---- Scores -------------------------------------------------------------------------------- */
+
+/* Decodes heads of a token as fp32 [count][128]. */
+static void
+read_heads(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t token, int64_t head,
+           int count, float *q)
+{
+    static const float one = 1.0f;
+    const smla_kv_format_info *const format =
+        &smla_kv_formats[p->q_scale == NULL ? SMLA_ROW_FP8_INDEX : SMLA_ROW_MXFP4_INDEX];
+    for (int h = 0; h < count; h++) {
+        uint8_t *const row =
+            (uint8_t *)p->q + token * p->q_stride_token + (head + h) * p->q_stride_head;
+        uint8_t *const scales = p->q_scale == NULL
+                                    ? (uint8_t *)&one
+                                    : (uint8_t *)p->q_scale + token * p->q_scale_stride_token +
+                                          (head + h) * p->q_scale_stride_head;
+        isa->cache->read_row(format, (smla_kv_token){row, scales}, 1.0f, SMLA_FLOAT_FP32, q,
+                             (int64_t)h * DIM);
+    }
+}
+
+static void
+store_logit(const smla_logits_params *p, int64_t token, int64_t column, float logit)
+{
+    const int64_t at = token * p->out_stride_token + column;
+    if (p->out_type == SMLA_FLOAT_BF16) {
+        ((uint16_t *)p->out)[at] = smla_float_to_bf16(logit);
+    } else {
+        ((float *)p->out)[at] = logit;
+    }
+}
+
+/* Stores the logits of `count` columns of a token from its scores. */
+static void
+score_token(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t token, int64_t first,
+            int count, const float *panel, uint64_t found)
+{
+    float q[SMLA_LOGITS_HEADS * DIM] __attribute__((aligned(64)));
+    float sums[SMLA_LOGITS_KEYS] __attribute__((aligned(64))) = {0};
+    for (int64_t head = 0; head < p->num_heads && found != 0; head += SMLA_LOGITS_HEADS) {
+        const int64_t left = p->num_heads - head;
+        const int heads = left < SMLA_LOGITS_HEADS ? (int)left : SMLA_LOGITS_HEADS;
+        read_heads(isa, p, token, head, heads, q);
+        isa->logits->add_heads(q, p->weights + token * p->weights_stride_token + head, heads, panel,
+                               sums);
+    }
+    for (int n = 0; n < count; n++) {
+        store_logit(p, token, first + n, found >> n & 1 ? sums[n] : -INFINITY);
+    }
+}
+
+/* Scores a run, tokens from first_token to end_token - 1, in columns from `first` to end - 1. */
+static void
+score_run(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t first_token,
+          int64_t end_token, int64_t first, int64_t end)
+{
+    float keys[SMLA_LOGITS_KEYS * DIM] __attribute__((aligned(64)));
+    float panel[SMLA_LOGITS_KEYS * DIM] __attribute__((aligned(64)));
+    int64_t longest = 0;
+    for (int64_t token = first_token; token < end_token; token++) {
+        const int64_t context = context_of(p, token);
+        longest = context > longest ? context : longest;
+    }
+    longest = longest < end ? longest : end;
+    memset(keys, 0, sizeof keys);
+    for (int64_t tile = first; tile < longest; tile += SMLA_LOGITS_KEYS) {
+        const int64_t left = longest - tile;
+        const int count = left < SMLA_LOGITS_KEYS ? (int)left : SMLA_LOGITS_KEYS;
+        const uint64_t found = read_keys(isa, p, source_of(p, first_token), tile, count, keys);
+        isa->logits->pack_keys(keys, panel);
+        for (int64_t token = first_token; token < end_token; token++) {
+            const int64_t own = context_of(p, token) - tile;
+            if (own > 0) {
+                score_token(isa, p, token, tile, own < count ? (int)own : count, panel, found);
+            }
+        }
+    }
+    for (int64_t token = first_token; token < end_token && !p->leaves_rest; token++) {
+        const int64_t context = context_of(p, token);
+        for (int64_t n = context > first ? context : first; n < end; n++) {
+            store_logit(p, token, n, -INFINITY);
+        }
+    }
+}
+
+smla_status
+smla_cpu_indexer_logits(const smla_logits_params *p, smla_error *error)
+{
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa("indexer_logits", &isa, error));
+    SMLA_TRY(smla_cpu_check_logits(p, error));
+    const int64_t blocks = (p->num_tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+    const int64_t parts = (p->num_columns + TASK_COLUMNS - 1) / TASK_COLUMNS;
+#pragma omp parallel for schedule(dynamic) if (blocks * parts > 1)
+    for (int64_t task = 0; task < blocks * parts; task++) {
+        const int64_t first = task / blocks * TASK_COLUMNS;
+        const int64_t end =
+            first + TASK_COLUMNS < p->num_columns ? first + TASK_COLUMNS : p->num_columns;
+        int64_t token = task % blocks * BLOCK_TOKENS;
+        const int64_t last =
+            token + BLOCK_TOKENS < p->num_tokens ? token + BLOCK_TOKENS : p->num_tokens;
+        while (token < last) {
+            int64_t next = token + 1;
+            while (next < last && source_of(p, next) == source_of(p, token)) {
+                next++;
+            }
+            score_run(isa, p, token, next, first, end);
+            token = next;
+        }
+    }
+    return SMLA_OK;
+}

@@ -1,0 +1,238 @@
+/* index_query.cu: turns the indexer's queries and quantises them, as the indexer's keys are.
+ *
+ * Computes     x = bf16 of q, its last 64 values turned by the angles of the token's position.
+ *              FP8: per head scale = the smallest power of two with 448 scale >= max(amax, 1e-4),
+ *              out = e4m3(x / scale), out_weights = weights * weight_scale * scale
+ *              FP4: per 32 values scale = the smallest with 6 scale >= max(amax, 6 * 2^-126),
+ *              out = e2m1(x / scale), out_weights = weights * weight_scale
+ * Shapes       q [T, H, 128] bf16, tokens and heads any stride apart; weights [T, H] bf16 or fp32;
+ *              positions [T] int64 or int32; cos_sin [max_pos, 64] fp32; out [T, H, 128] bytes or
+ *              [T, H, 64], scales [T, H, 4] UE8M0, tokens and heads any stride apart
+ * Shared mem   none
+ * Roles        Half a warp has a head: a vector of 16 bytes per lane. A warp has 4 neighbouring
+ *              heads of a token, and loads all of them before it uses the first. The last 8 lanes
+ *              of a half have the RoPE values. No barriers.
+ * Roofline     Memory binds: 256 bytes read and 132 or 72 written per head; H 64, T 8192: 48 us at
+ *              4.3 TB/s.
+ * Numerics     fp32, each operation rounded: the bytes of the CPU. A turned value that is NaN is
+ *              positive, and so is a weight. NaN is left out of amax, an infinity counts as
+ *              FLT_MAX. A token with a bad position is not turned.
+ * Source       vLLM's fused_indexer_q_rope_quant, for the operator.
+ */
+#include <float.h>
+
+#include "cuda/host/cuda.h"
+#include "cuda/norm/rope.cuh"
+#include "cuda/ptx/launch.cuh"
+#include "cuda/ptx/numeric.cuh"
+
+namespace {
+
+enum {
+    BLOCK_THREADS = 256,
+    BLOCK_WARPS = BLOCK_THREADS / SMLA_WARP_LANES,
+    VECTOR = 8, /* values: 16 bytes of bf16 */
+    VECTOR_WORDS = VECTOR / 2,
+    HEAD_LANES = SMLA_INDEX_HEAD_DIM / VECTOR,
+    FIRST_ROPE_LANE = HEAD_LANES - SMLA_QK_ROPE_HEAD_DIM / VECTOR,
+    STEP_HEADS = SMLA_WARP_LANES / HEAD_LANES,
+    STEPS = 2,
+    WARP_HEADS = STEPS * STEP_HEADS,
+};
+
+static_assert(HEAD_LANES == 16 && VECTOR == 2 * ROPE_PAIRS, "a lane turns its vector");
+
+struct query_args {
+    smla_index_query_params p;
+    smla_divisor head_works; /* warps' works per token */
+    int64_t num_works;
+    bool angles_are_aligned;
+};
+
+__device__ __forceinline__ int
+lane_of_head(void)
+{
+    return (int)threadIdx.x % HEAD_LANES;
+}
+
+/* The largest magnitude of the LANES lanes that share a scale. */
+template <int LANES>
+__device__ __forceinline__ float
+find_amax(const float x[VECTOR])
+{
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) {
+        amax = fmaxf(amax, fabsf(x[i])); /* ignores NaN */
+    }
+#pragma unroll
+    for (int lanes = LANES / 2; lanes > 0; lanes /= 2) {
+        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, lanes));
+    }
+    return fminf(amax, FLT_MAX);
+}
+
+/* Stores BYTES bytes of a lane. */
+template <int BYTES, bool ALIGNED>
+__device__ __forceinline__ void
+store_bytes(uint8_t *to, const uint32_t words[BYTES / 4])
+{
+    if constexpr (ALIGNED) {
+        smla_store_words<BYTES, true>(to, words);
+    } else {
+#pragma unroll
+        for (int i = 0; i < BYTES; i++) {
+            to[i] = (uint8_t)(words[i / 4] >> 8 * (i % 4));
+        }
+    }
+}
+
+__device__ __forceinline__ float
+load_weight(const smla_index_query_params &p, int64_t at)
+{
+    return p.weights_type == SMLA_FLOAT_BF16
+               ? smla_bf16_to_float(__ldg((const uint16_t *)p.weights + at))
+               : __ldg((const float *)p.weights + at);
+}
+
+/* Quantises a head. All lanes of the warp call it; `exists` is that of the lane's head. */
+template <bool IS_FP4, bool ALIGNED>
+__device__ __forceinline__ void
+finish_head(const smla_index_query_params &p, int64_t token, int64_t head, bool exists,
+            const uint32_t words[VECTOR_WORDS])
+{
+    constexpr float TOP = IS_FP4 ? SMLA_E2M1_MAX : SMLA_E4M3_MAX;
+    constexpr float FLOOR =
+        smla_kv_formats[IS_FP4 ? SMLA_ROW_MXFP4_INDEX : SMLA_ROW_FP8_INDEX].least_amax;
+    const int lane = lane_of_head();
+    float x[VECTOR];
+#pragma unroll
+    for (int i = 0; i < VECTOR_WORDS; i++) {
+        x[2 * i] = smla_low_bf16(words[i]);
+        x[2 * i + 1] = smla_high_bf16(words[i]);
+    }
+    const uint32_t e = smla_power_scale(fmaxf(find_amax<IS_FP4 ? 4 : HEAD_LANES>(x), FLOOR), TOP);
+    const float inverse = smla_invert_power(e);
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) {
+        x[i] = __fmul_rn(x[i], inverse);
+    }
+    if (!exists) {
+        return;
+    }
+    const int64_t at = token * p.out_stride_token + head * p.out_stride_head;
+    if constexpr (IS_FP4) {
+        uint32_t codes = 0;
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) {
+            codes |= (uint32_t)smla_float_to_e2m1(x[i]) << (4 * i);
+        }
+        store_bytes<VECTOR / 2, ALIGNED>(p.out + at + lane * (VECTOR / 2), &codes);
+        if (lane % 4 == 0) {
+            p.out_scale[token * p.out_scale_stride_token + head * p.out_scale_stride_head +
+                        lane / 4] = (uint8_t)e;
+        }
+    } else {
+        uint32_t codes[VECTOR / 4];
+#pragma unroll
+        for (int k = 0; k < VECTOR / 4; k++) {
+            codes[k] = smla_floats_to_e4m3x4(x + 4 * k) |
+                       (smla_signs_of_bf16(words + 2 * k) & 0x80808080u);
+        }
+        store_bytes<VECTOR, ALIGNED>(p.out + at + lane * VECTOR, codes);
+    }
+    if (lane == 0) {
+        float weight =
+            __fmul_rn(load_weight(p, token * p.weights_stride_token + head), p.weight_scale);
+        if constexpr (!IS_FP4) {
+            weight = __fmul_rn(weight, smla_bits_float(e << 23));
+        }
+        p.out_weights[token * p.out_weights_stride_token + head] =
+            isnan(weight) ? smla_bits_float(0x7FC00000u) : weight;
+    }
+}
+
+template <bool IS_FP4, bool ALIGNED>
+__device__ __forceinline__ void
+quantize_heads(const query_args &args, int64_t token, int64_t first_head)
+{
+    const smla_index_query_params &p = args.p;
+    const int lane = lane_of_head();
+    const int half = (int)threadIdx.x % SMLA_WARP_LANES / HEAD_LANES;
+    uint32_t words[STEPS][VECTOR_WORDS] = {};
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        const int64_t head = first_head + i * STEP_HEADS + half;
+        if (head < p.num_heads) {
+            smla_load_words<16, ALIGNED>(p.q + token * p.q_stride_token + head * p.q_stride_head +
+                                             lane * VECTOR,
+                                         words[i]);
+        }
+    }
+    if (lane >= FIRST_ROPE_LANE) {
+        const rope_angles angles = rope_load(p.rope, token, (lane - FIRST_ROPE_LANE) * ROPE_PAIRS,
+                                             args.angles_are_aligned);
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            float x[VECTOR];
+#pragma unroll
+            for (int k = 0; k < VECTOR_WORDS; k++) {
+                x[2 * k] = smla_low_bf16(words[i][k]);
+                x[2 * k + 1] = smla_high_bf16(words[i][k]);
+            }
+            rope_turn<false>(x, angles);
+#pragma unroll
+            for (int k = 0; k < VECTOR_WORDS; k++) {
+                words[i][k] = smla_floats_to_bf16x2(x[2 * k], x[2 * k + 1]);
+            }
+        }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        const int64_t head = first_head + i * STEP_HEADS + half;
+        finish_head<IS_FP4, ALIGNED>(p, token, head, head < p.num_heads, words[i]);
+        __syncwarp();
+    }
+}
+
+template <bool IS_FP4, bool ALIGNED>
+__global__ void
+__launch_bounds__(BLOCK_THREADS) query_kernel(const __grid_constant__ query_args args)
+{
+    ptx_wait_for_grids();
+    const int64_t step = (int64_t)gridDim.x * BLOCK_WARPS;
+    int64_t work = (int64_t)blockIdx.x * BLOCK_WARPS + threadIdx.x / SMLA_WARP_LANES;
+    for (; work < args.num_works; work += step) {
+        const int64_t token = smla_divide(work, args.head_works);
+        const int64_t part = work - token * args.head_works.divisor;
+        quantize_heads<IS_FP4, ALIGNED>(args, token, part * WARP_HEADS);
+    }
+}
+
+bool
+is_aligned(const smla_index_query_params *p)
+{
+    const int64_t bytes = p->out_scale == NULL ? VECTOR : VECTOR / 2;
+    return smla_are_rows_aligned(p->q, p->q_stride_token, p->q_stride_head, 16) &&
+           smla_is_multiple(p->out, p->out_stride_token, bytes) && p->out_stride_head % bytes == 0;
+}
+
+} /* namespace */
+
+cudaError_t
+smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *params)
+{
+    query_args args = {};
+    args.p = *params;
+    args.head_works = smla_make_divisor(smla_count_parts(params->num_heads, WARP_HEADS));
+    args.num_works = params->num_tokens * args.head_works.divisor;
+    args.angles_are_aligned = rope_is_aligned(params->rope);
+    const bool aligned = is_aligned(params);
+    void (*const kernel)(query_args) =
+        params->out_scale == NULL
+            ? (aligned ? query_kernel<false, true> : query_kernel<false, false>)
+            : (aligned ? query_kernel<true, true> : query_kernel<true, false>);
+    return smla_launch(kernel, args, smla_count_parts(args.num_works, BLOCK_WARPS), BLOCK_THREADS,
+                       0, params->stream);
+}

@@ -1,0 +1,504 @@
+/* logits.cu: the indexer's logits by fp16 or bf16 tensor cores, for every GPU and every format.
+ * logits_sm90.cu serves FP8 queries of 32 and 64 heads on FP8 keys on Hopper.
+ *
+ * Computes     out[t,n] = sum_h weights[t,h] * relu(q[t,h] . key n) for n below the token's
+ *              context, -inf from there on and for keys that do not exist
+ * Shapes       q [T, H, 128] e4m3, or [T, H, 64] e2m1 with UE8M0 scales; weights [T, H] fp32; keys
+ *              in pages or flat, e4m3 with an fp32 scale or e2m1 with UE8M0 scales; out [T, N] fp32
+ *              or bf16. Rows may be at any byte
+ * Shared mem   per token and group of eight heads: the group as fragments of 16 bits, 2 KiB, and
+ *              its weights; up to 66 KiB. Heads that do not fit come in parts, one after the other
+ * Roles        Warp w of four has 32 of 128 keys, as A of m16n8k16, straight from global memory to
+ *              registers. Values of a key are dealt out to lanes in another order than the key's:
+ *              lane c of four has values 16 c to 16 c + 15 of each half, so that a vector is what
+ *              it needs of both operands for 64 values. Keys of the next tile are loaded while a
+ *              tile is multiplied, and the pages of the tile after that are looked up.
+ * Roofline     A decode streams 132 bytes per key. A prefill runs 256 FLOP per key, head and token
+ *              at the rate of mma.sync, about 60 % of the tensor cores'.
+ * Numerics     e4m3 is exact in fp16 (or 2^-8 of it, see SMLA_E4M3_UNIT); where one operand is FP4,
+ *              both are bf16, and e2m1 * 2^e is exact in it. A dot product is summed in fp32 by
+ *              tensor cores, relu passes NaN on, and heads are summed in fp32, by lane first:
+ *              errors are below 2^-18 of the sum of magnitudes. The key's fp32 scale multiplies the
+ *              sum; its sign goes into the key. No order depends on T, N or other rows.
+ * Source       DeepGEMM's fp8_mqa_logits, for the operator; the kernel is ours.
+ */
+#include "cuda/indexer/logits.cuh"
+
+namespace {
+
+enum {
+    BLOCK_THREADS = 128,
+    BLOCK_WARPS = BLOCK_THREADS / SMLA_WARP_LANES,
+    WARP_KEYS = 32,
+    TILE_KEYS = BLOCK_WARPS * WARP_KEYS,
+    GROUP_HEADS = 8,
+    K_STEPS = SMLA_INDEX_HEAD_DIM / 16,
+    MOST_GROUPS = 32, /* in shared memory at a time */
+    MOST_TOKENS = 8,
+    LEAST_CHUNK = 2 * TILE_KEYS,
+    MOST_CHUNK = 64 * TILE_KEYS,
+    WORKS_PER_SM = 12,
+};
+
+constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+
+/* Eight heads as B of m16n8k16: two k-steps per 16 bytes of a lane. */
+struct head_group {
+    uint4 words[K_STEPS / 2][SMLA_WARP_LANES];
+};
+
+constexpr int MOST_SHARED_BYTES =
+    MOST_GROUPS * (int)(sizeof(head_group) + GROUP_HEADS * sizeof(float));
+
+__device__ __forceinline__ int
+lane_idx(void)
+{
+    return (int)threadIdx.x % SMLA_WARP_LANES;
+}
+
+/* ---- Rows ---------------------------------------------------------------------------------- */
+
+/* A lane's values of a row as they come from memory: 16 values of each half. */
+template <bool IS_FP4> struct raw_row {
+    enum { HALF_WORDS = IS_FP4 ? 2 : 4 };
+    uint32_t words[2][HALF_WORDS];
+    uint32_t scales; /* four UE8M0 */
+};
+
+/* 16 values of a row: two words of bf16 per k-step. */
+struct row_fragment {
+    uint32_t pairs[K_STEPS][2];
+};
+
+/* Loads words at any byte. */
+template <int COUNT>
+__device__ __forceinline__ void
+load_bytes(const uint8_t *from, uint32_t words[COUNT])
+{
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        words[i] = 0;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            words[i] |= (uint32_t)__ldg(from + 4 * i + k) << 8 * k;
+        }
+    }
+}
+
+/* Loads the lane's part of a row whose alignment is ALIGNMENT: 16, 4 or 1 bytes. */
+template <bool IS_FP4, int ALIGNMENT>
+__device__ __forceinline__ void
+load_row(const uint8_t *row, const uint8_t *scales, raw_row<IS_FP4> *raw)
+{
+    constexpr int WORDS = raw_row<IS_FP4>::HALF_WORDS;
+    const int c = lane_idx() % 4;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const uint8_t *const from = row + (4 * half + c) * WORDS * 4;
+        if constexpr (ALIGNMENT == 1) {
+            load_bytes<WORDS>(from, raw->words[half]);
+        } else {
+            smla_load_words<4 * WORDS, ALIGNMENT == 16, 4>(from, raw->words[half]);
+        }
+    }
+    raw->scales = 0;
+    if constexpr (IS_FP4) {
+        if constexpr (ALIGNMENT == 1) {
+            load_bytes<1>(scales, &raw->scales);
+        } else {
+            smla_load_words<4, true>(scales, &raw->scales);
+        }
+    }
+}
+
+/* Four e4m3 as two pairs of bf16, exactly. Exponent and mantissa keep their bits, which bf16 reads
+ * as 2^-120 of the value. */
+__device__ __forceinline__ void
+widen_to_bf16(uint32_t bytes, uint32_t pairs[2])
+{
+    constexpr uint32_t UNIT = 0x7B807B80u; /* 2^120 */
+    constexpr uint32_t MINUS_ZERO = 0x80008000u;
+    const uint32_t nan = smla_mark_nan_e4m3x4(bytes) & 0x80808080u;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint32_t high = __byte_perm(bytes, 0, i == 0 ? 0x1404 : 0x3424);
+        const uint32_t small = (high & 0x80008000u) | (high >> 4 & 0x07F007F0u);
+        pairs[i] = ptx_fma_bf16x2(small, UNIT, MINUS_ZERO);
+    }
+    if (nan != 0) {
+        pairs[0] |= (__byte_perm(nan, 0, 0x1404) >> 15 & 0x00010001u) * 0x7FC0u;
+        pairs[1] |= (__byte_perm(nan, 0, 0x3424) >> 15 & 0x00010001u) * 0x7FC0u;
+    }
+}
+
+/* Two e2m1, in the low byte, as a pair of bf16 that is 2^-126 of their values. */
+__device__ __forceinline__ uint32_t
+place_e2m1x2(uint32_t byte)
+{
+    return (byte & 0x07u) << 6 | (byte & 0x08u) << 12 | (byte & 0x70u) << 18 | (byte & 0x80u) << 24;
+}
+
+/* Four e2m1, in the low half, times the scale in both halves of `scale`: exact, or infinite. */
+__device__ __forceinline__ void
+widen_e2m1x4(uint32_t codes, uint32_t scale, uint32_t pairs[2])
+{
+    constexpr uint32_t UNIT = 0x7E807E80u; /* 2^126 */
+    constexpr uint32_t MINUS_ZERO = 0x80008000u;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint32_t value = ptx_fma_bf16x2(place_e2m1x2(codes >> 8 * i), UNIT, MINUS_ZERO);
+        pairs[i] = ptx_fma_bf16x2(value, scale, MINUS_ZERO);
+    }
+}
+
+/* The values of a row: fp16 if IS_HALF, else bf16. `signs` is xor-ed into four e4m3. */
+template <bool IS_HALF, bool IS_FP4>
+__device__ __forceinline__ void
+widen_row(const raw_row<IS_FP4> &raw, uint32_t signs, row_fragment *fragment)
+{
+#pragma unroll
+    for (int s = 0; s < K_STEPS; s++) {
+        const int half = s / 4;
+        const int part = s % 4;
+        if constexpr (IS_FP4) {
+            /* Values 64 half + 16 c...: scale 2 half + c / 2. */
+            const int tile = 2 * half + lane_idx() % 4 / 2;
+            const uint8_t e = (uint8_t)(raw.scales >> 8 * tile);
+            const uint32_t scale = smla_float_bits(smla_ue8m0_to_float(e)) >> 16;
+            widen_e2m1x4(raw.words[half][part / 2] >> 16 * (part % 2), scale | scale << 16,
+                         fragment->pairs[s]);
+        } else if constexpr (IS_HALF) {
+            smla_widen_e4m3x4(raw.words[half][part] ^ signs, fragment->pairs[s]);
+        } else {
+            widen_to_bf16(raw.words[half][part] ^ signs, fragment->pairs[s]);
+        }
+    }
+}
+
+/* ---- Queries ------------------------------------------------------------------------------- */
+
+template <bool IS_HALF, bool IS_FP4>
+__device__ __forceinline__ void
+widen_head(const logits_args &args, int64_t token, int64_t head, row_fragment *fragment)
+{
+    const smla_logits_params &p = args.p;
+    const uint8_t *const row = p.q + token * p.q_stride_token + head * p.q_stride_head;
+    const uint8_t *const scales =
+        p.q_scale + token * p.q_scale_stride_token + head * p.q_scale_stride_head;
+    raw_row<IS_FP4> raw;
+    if (args.q_is_aligned) {
+        load_row<IS_FP4, 16>(row, scales, &raw);
+    } else {
+        load_row<IS_FP4, 1>(row, scales, &raw);
+    }
+    widen_row<IS_HALF>(raw, 0, fragment);
+}
+
+/* Brings part `part` of the heads of all tokens of a work to shared memory. Heads that do not exist
+ * become zeros. */
+template <bool IS_HALF>
+__device__ __forceinline__ void
+bring_heads(const logits_args &args, const logits_work &work, int part, head_group *groups,
+            float *weights)
+{
+    const smla_logits_params &p = args.p;
+    const int count = args.chunk_groups;
+    const int64_t first_head = (int64_t)part * count * GROUP_HEADS;
+    const int num_tokens = (int)(work.end_token - work.first_token);
+    const int lane = lane_idx();
+    for (int i = (int)threadIdx.x / SMLA_WARP_LANES; i < num_tokens * count; i += BLOCK_WARPS) {
+        const int64_t token = work.first_token + i / count;
+        const int64_t head = first_head + i % count * GROUP_HEADS + lane / 4;
+        row_fragment fragment = {};
+        if (head < p.num_heads) {
+            if (!IS_HALF && p.q_scale != NULL) {
+                widen_head<IS_HALF, true>(args, token, head, &fragment);
+            } else {
+                widen_head<IS_HALF, false>(args, token, head, &fragment);
+            }
+        }
+#pragma unroll
+        for (int s = 0; s < K_STEPS; s += 2) {
+            groups[i].words[s / 2][lane] =
+                make_uint4(fragment.pairs[s][0], fragment.pairs[s][1], fragment.pairs[s + 1][0],
+                           fragment.pairs[s + 1][1]);
+        }
+        if (lane < GROUP_HEADS) {
+            const int64_t own = first_head + i % count * GROUP_HEADS + lane;
+            weights[i * GROUP_HEADS + lane] =
+                own < p.num_heads ? __ldg(p.weights + token * p.weights_stride_token + own) : 0.0f;
+        }
+    }
+}
+
+/* ---- Keys ---------------------------------------------------------------------------------- */
+
+/* The lane's key of a warp's 32: lane (g, c) looks up key g + 8 c. */
+__device__ __forceinline__ int
+key_of_lane(void)
+{
+    return lane_idx() / 4 + 8 * (lane_idx() % 4);
+}
+
+__device__ __forceinline__ const uint8_t *
+pointer_of_lane(const uint8_t *pointer, int lane)
+{
+    return (const uint8_t *)__shfl_sync(ALL_LANES, (unsigned long long)pointer, lane);
+}
+
+/* Loads rows g, g + 8, g + 16 and g + 24; rows that do not exist are zeros. */
+template <bool IS_FP4, int ALIGNMENT>
+__device__ __forceinline__ void
+load_keys(const key_place &place, raw_row<IS_FP4> raw[4], float *scale)
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int lane = (lane_idx() & ~3) + i;
+        const uint8_t *const row = pointer_of_lane(place.row, lane);
+        const uint8_t *const scales = IS_FP4 ? pointer_of_lane(place.scales, lane) : NULL;
+        raw[i] = raw_row<IS_FP4>{};
+        if (row != NULL) {
+            load_row<IS_FP4, ALIGNMENT>(row, scales, &raw[i]);
+        }
+    }
+    *scale = 1.0f;
+    if (!IS_FP4 && place.row != NULL) {
+        *scale = __ldg((const float *)place.scales);
+    }
+}
+
+/* sums[i] += weight * relu(q . key i) for the groups of a token. Lane (g, c) adds heads 2 c and
+ * 2 c + 1 of every group, for keys g + 8 i. */
+template <bool IS_HALF>
+__device__ __forceinline__ void
+add_groups(const row_fragment keys[4], const head_group *groups, const float *weights, int count,
+           int64_t heads_left, float sums[4])
+{
+    const int lane = lane_idx();
+#pragma unroll 1
+    for (int j = 0; j < count; j++) {
+        float dots[2][4] = {};
+#pragma unroll
+        for (int s = 0; s < K_STEPS; s += 2) {
+            const uint4 words = groups[j].words[s / 2][lane];
+            const uint32_t b[2][2] = {{words.x, words.y}, {words.z, words.w}};
+#pragma unroll
+            for (int step = 0; step < 2; step++) {
+#pragma unroll
+                for (int m = 0; m < 2; m++) {
+                    const uint32_t a[4] = {keys[2 * m].pairs[s + step][0],
+                                           keys[2 * m + 1].pairs[s + step][0],
+                                           keys[2 * m].pairs[s + step][1],
+                                           keys[2 * m + 1].pairs[s + step][1]};
+                    if constexpr (IS_HALF) {
+                        ptx_mma_f16(dots[m], a, b[step]);
+                    } else {
+                        ptx_mma_bf16(dots[m], a, b[step]);
+                    }
+                }
+            }
+        }
+        const int head = j * GROUP_HEADS + lane % 4 * 2;
+        const float2 weight = *(const float2 *)(weights + head);
+        const bool exists[2] = {head < heads_left, head + 1 < heads_left};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float first = exists[0] ? relu(dots[i / 2][i % 2 * 2]) : 0.0f;
+            const float second = exists[1] ? relu(dots[i / 2][i % 2 * 2 + 1]) : 0.0f;
+            sums[i] = fmaf(weight.x, first, sums[i]);
+            sums[i] = fmaf(weight.y, second, sums[i]);
+        }
+    }
+}
+
+/* Folds the lanes' sums, and stores the logit of the lane's key. */
+__device__ __forceinline__ void
+store_sums(const smla_logits_params &p, int64_t token, int64_t column, int64_t context, bool exists,
+           float scale, float sums[4])
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        sums[i] += __shfl_xor_sync(ALL_LANES, sums[i], 1);
+        sums[i] += __shfl_xor_sync(ALL_LANES, sums[i], 2);
+    }
+    const int c = lane_idx() % 4;
+    const float low = c == 0 ? sums[0] : sums[1];
+    const float high = c == 2 ? sums[2] : sums[3];
+    if (column < context) {
+        store_logit(p, token, column, exists ? (c < 2 ? low : high) * scale : -INFINITY);
+    }
+}
+
+/* ---- Works --------------------------------------------------------------------------------- */
+
+/* Scores a run of tokens. All warps go through the same tiles, because they may share heads. */
+template <bool IS_HALF, bool IS_FP4, int ALIGNMENT>
+__device__ __forceinline__ void
+score_run(const logits_args &args, const logits_work &work, int64_t first_token, int64_t end_token,
+          head_group *groups, float *weights)
+{
+    const smla_logits_params &p = args.p;
+    const int64_t source = source_of(p, first_token);
+    int64_t longest = 0;
+    for (int64_t token = first_token; token < end_token; token++) {
+        const int64_t context = context_of(p, token);
+        longest = context > longest ? context : longest;
+    }
+    longest = smaller_of(longest, work.end);
+    if (work.first >= longest) {
+        return;
+    }
+    int64_t own =
+        work.first + threadIdx.x / SMLA_WARP_LANES * WARP_KEYS + key_of_lane(); /* the column */
+    raw_row<IS_FP4> raw[4];
+    float next_scale;
+    key_place place = find_key(args, source, own);
+    bool next_exists = place.row != NULL;
+    load_keys<IS_FP4, ALIGNMENT>(place, raw, &next_scale);
+    place = find_key(args, source, own + TILE_KEYS);
+#pragma unroll 1
+    for (int64_t tile = work.first; tile < longest; tile += TILE_KEYS, own += TILE_KEYS) {
+        const float scale = next_scale;
+        const bool exists = next_exists;
+        row_fragment keys[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float other = __shfl_sync(ALL_LANES, scale, (lane_idx() & ~3) + i);
+            widen_row<IS_HALF>(raw[i], other < 0.0f ? 0x80808080u : 0, &keys[i]);
+        }
+        next_exists = place.row != NULL;
+        load_keys<IS_FP4, ALIGNMENT>(place, raw, &next_scale);
+        place = find_key(args, source, own + 2 * TILE_KEYS);
+        for (int64_t token = first_token; token < end_token; token++) {
+            const int64_t context = context_of(p, token);
+            if (tile >= context) {
+                continue;
+            }
+            float sums[4] = {};
+            for (int part = 0; part < args.head_chunks; part++) {
+                if (args.head_chunks > 1) {
+                    __syncthreads();
+                    bring_heads<IS_HALF>(args, work, part, groups, weights);
+                    __syncthreads();
+                }
+                const int place_of_token = (int)(token - work.first_token) * args.chunk_groups;
+                const int64_t first_head = (int64_t)part * args.chunk_groups * GROUP_HEADS;
+                add_groups<IS_HALF>(keys, groups + place_of_token,
+                                    weights + place_of_token * GROUP_HEADS, args.chunk_groups,
+                                    p.num_heads - first_head, sums);
+            }
+            if constexpr (IS_HALF && SMLA_E4M3_UNIT != 1.0f) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    sums[i] *= SMLA_E4M3_UNIT * SMLA_E4M3_UNIT;
+                }
+            }
+            store_sums(p, token, own, context, exists, fabsf(scale), sums);
+        }
+    }
+}
+
+template <bool IS_HALF, bool IS_FP4, int ALIGNMENT>
+__global__ void
+__launch_bounds__(BLOCK_THREADS, 2) logits_kernel(const __grid_constant__ logits_args args)
+{
+    extern __shared__ __align__(16) uint8_t memory[];
+    ptx_wait_for_grids();
+    head_group *const groups = (head_group *)memory;
+    float *const weights = (float *)(groups + args.block_tokens * args.chunk_groups);
+    for (int64_t number = blockIdx.x; number < args.num_works; number += gridDim.x) {
+        const logits_work work = find_work(args, number, args.block_tokens);
+        if (args.head_chunks == 1) {
+            bring_heads<IS_HALF>(args, work, 0, groups, weights);
+        }
+        fill_rest(args.p, work, (int)threadIdx.x, BLOCK_THREADS);
+        __syncthreads();
+        int64_t token = work.first_token;
+        while (token < work.end_token) {
+            const int64_t next = end_of_run(args.p, token, work.end_token);
+            score_run<IS_HALF, IS_FP4, ALIGNMENT>(args, work, token, next, groups, weights);
+            token = next;
+        }
+        __syncthreads(); /* the next work's heads overwrite those of this work */
+    }
+}
+
+/* The alignment that kernels can count on: 16 for whole vectors (8 bytes of FP4), 4, or 1. Pages
+ * have 4 at least. */
+int
+alignment_of_keys(const smla_kv_view &kv, bool is_fp4)
+{
+    const int64_t strides = kv.page_stride_bytes | kv.token_stride_bytes;
+    const bool has_words = !is_fp4 || smla_is_multiple(kv.scales, kv.scale_token_stride_bytes, 4);
+    if (has_words && smla_is_multiple(kv.base, strides, is_fp4 ? 8 : 16)) {
+        return 16;
+    }
+    return has_words && smla_is_multiple(kv.base, strides, 4) ? 4 : 1;
+}
+
+/* The kernels of a pair of formats. */
+struct logits_row {
+    int alignments[3]; /* bytes */
+    void (*kernels[3])(logits_args);
+};
+
+template <bool IS_HALF, bool IS_FP4>
+constexpr logits_row
+serve()
+{
+    return {{16, 4, 1},
+            {logits_kernel<IS_HALF, IS_FP4, 16>, logits_kernel<IS_HALF, IS_FP4, 4>,
+             logits_kernel<IS_HALF, IS_FP4, 1>}};
+}
+
+bool
+are_queries_aligned(const smla_logits_params *p)
+{
+    const int64_t bytes = p->q_scale == NULL ? 16 : 8;
+    return smla_is_multiple(p->q, p->q_stride_token | p->q_stride_head, bytes) &&
+           smla_is_multiple(p->q_scale, p->q_scale_stride_token | p->q_scale_stride_head, 4);
+}
+
+} /* namespace */
+
+cudaError_t
+smla_cuda_launch_indexer_logits(const smla_logits_params *params)
+{
+    static uint64_t allowed[3][3];
+    if (smla_cuda_serves_logits_sm90(params)) {
+        return smla_cuda_launch_logits_sm90(params);
+    }
+    logits_args args = {};
+    args.p = *params;
+    args.page_keys = smla_make_divisor(params->has_pages ? params->pages.block_size : 1);
+    const int64_t groups = smla_count_parts(params->num_heads, GROUP_HEADS);
+    args.chunk_groups = (int32_t)(groups < MOST_GROUPS ? groups : (int64_t)MOST_GROUPS);
+    args.head_chunks = (int32_t)smla_count_parts(groups, args.chunk_groups);
+    args.block_tokens = MOST_GROUPS / args.chunk_groups;
+    if (args.block_tokens > MOST_TOKENS) {
+        args.block_tokens = MOST_TOKENS;
+    }
+    const int64_t token_blocks = smla_count_parts(params->num_tokens, args.block_tokens);
+    args.token_blocks = smla_make_divisor(token_blocks);
+    const int64_t num_sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
+    args.chunk_columns = choose_chunk(params->num_columns, token_blocks, WORKS_PER_SM * num_sms,
+                                      LEAST_CHUNK, MOST_CHUNK);
+    args.num_works = token_blocks * smla_count_parts(params->num_columns, args.chunk_columns);
+    args.q_is_aligned = are_queries_aligned(params);
+    const int bytes = args.block_tokens * args.chunk_groups *
+                      (int)(sizeof(head_group) + GROUP_HEADS * sizeof(float));
+    const bool is_fp4 = params->kv.format->number == SMLA_ROW_MXFP4_INDEX;
+    const int kind = is_fp4 ? 2 : params->q_scale != NULL ? 1 : 0;
+    static const logits_row table[3] = {serve<true, false>(), serve<false, false>(),
+                                        serve<false, true>()};
+    int column = 0;
+    while (table[kind].alignments[column] != alignment_of_keys(params->kv, is_fp4)) {
+        column++;
+    }
+    void (*const kernel)(logits_args) = table[kind].kernels[column];
+    const cudaError_t code = allow_shared_bytes((const void *)kernel, MOST_SHARED_BYTES,
+                                                params->stream.device_id, &allowed[kind][column]);
+    return code != cudaSuccess
+               ? code
+               : smla_launch(kernel, args, args.num_works, BLOCK_THREADS, bytes, params->stream);
+}

@@ -1,0 +1,158 @@
+/* logits.cuh: what the kernels of indexer_logits share: works, the keys of a token, and results.
+ *
+ * A work is a block of tokens and a chunk of their columns. Neighbouring tokens of a block with the
+ * same keys are a run, for which a key is read once. No logit depends on the cut into works.
+ */
+#pragma once
+
+#include <math.h>
+
+#include "cuda/host/cuda.h"
+#include "cuda/ptx/launch.cuh"
+#include "cuda/ptx/numeric.cuh"
+
+/* logits_sm90.cu: whether it serves a call, and its launch. */
+extern "C" bool smla_cuda_serves_logits_sm90(const smla_logits_params *params);
+extern "C" cudaError_t smla_cuda_launch_logits_sm90(const smla_logits_params *params);
+
+/* The argument of the kernels. */
+typedef struct logits_args {
+    smla_logits_params p;
+    smla_divisor page_keys;
+    smla_divisor token_blocks; /* works that have the same chunk follow each other */
+    int64_t num_works;
+    int64_t chunk_columns;
+    int32_t head_chunks;  /* parts of the heads that fit in shared memory (logits.cu) */
+    int32_t chunk_groups; /* groups of eight heads per part */
+    int32_t block_tokens; /* tokens per work */
+    bool q_is_aligned;    /* rows of q begin at multiples of 16 bytes */
+} logits_args;
+
+/* A part of the result. Tokens are those from first_token to end_token - 1. */
+typedef struct logits_work {
+    int64_t first_token;
+    int64_t end_token;
+    int64_t first; /* columns */
+    int64_t end;
+} logits_work;
+
+static __device__ __forceinline__ int64_t
+smaller_of(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static __device__ __forceinline__ logits_work
+find_work(const logits_args &args, int64_t number, int block_tokens)
+{
+    const int64_t chunk = smla_divide(number, args.token_blocks);
+    const int64_t token = (number - chunk * args.token_blocks.divisor) * block_tokens;
+    const int64_t first = chunk * args.chunk_columns;
+    return logits_work{token, smaller_of(token + block_tokens, args.p.num_tokens), first,
+                       smaller_of(first + args.chunk_columns, args.p.num_columns)};
+}
+
+/* What names a token's keys: its request, or the key of column 0. */
+static __device__ __forceinline__ int64_t
+source_of(const smla_logits_params &p, int64_t token)
+{
+    if (p.has_pages) {
+        return __ldg(p.req_id_per_token + token * p.req_id_stride);
+    }
+    return p.starts == NULL ? 0 : __ldg(p.starts + token * p.starts_stride);
+}
+
+/* The columns of a token that have keys: its length clamped to [0, N]. */
+static __device__ __forceinline__ int64_t
+context_of(const smla_logits_params &p, int64_t token)
+{
+    const int64_t length = __ldg(p.context_lens + token * p.context_lens_stride);
+    return length < 0 ? 0 : smaller_of(length, p.num_columns);
+}
+
+/* The first token behind `token` that has other keys, or `end`. */
+static __device__ __forceinline__ int64_t
+end_of_run(const smla_logits_params &p, int64_t token, int64_t end)
+{
+    const int64_t source = source_of(p, token);
+    int64_t next = token + 1;
+    while (next < end && source_of(p, next) == source) {
+        next++;
+    }
+    return next;
+}
+
+/* Where the key of a column and its scales are; NULL if it does not exist. */
+typedef struct key_place {
+    const uint8_t *row;
+    const uint8_t *scales;
+} key_place;
+
+static __device__ __forceinline__ key_place
+find_key(const logits_args &args, int64_t source, int64_t column)
+{
+    const smla_logits_params &p = args.p;
+    int64_t page = 0;
+    int64_t offset = source + column;
+    bool exists = offset >= 0 && offset < p.kv.block_size;
+    if (p.has_pages) {
+        const int64_t block = smla_divide_uint32((uint32_t)column, args.page_keys);
+        offset = column - block * args.page_keys.divisor;
+        exists = source >= 0 && source < p.num_reqs && block < p.pages.num_blocks;
+        if (exists) {
+            page = __ldg(p.pages.block_table + source * p.pages.stride_req +
+                         block * p.pages.stride_block);
+        }
+        exists = exists && page >= 0 && page < p.kv.num_pages;
+    }
+    if (!exists) {
+        return key_place{NULL, NULL};
+    }
+    const int64_t start = page * p.kv.page_stride_bytes;
+    return key_place{p.kv.base + start + offset * p.kv.token_stride_bytes,
+                     p.kv.scales + start + offset * p.kv.scale_token_stride_bytes};
+}
+
+static __device__ __forceinline__ void
+store_logit(const smla_logits_params &p, int64_t token, int64_t column, float logit)
+{
+    const int64_t at = token * p.out_stride_token + column;
+    if (p.out_type == SMLA_FLOAT_BF16) {
+        ((uint16_t *)p.out)[at] = (uint16_t)smla_cvt_bf16x2(logit, 0.0f);
+    } else {
+        ((float *)p.out)[at] = logit;
+    }
+}
+
+/* Fills the columns of a work from each token's context on, by `num_threads` threads. */
+static __device__ __forceinline__ void
+fill_rest(const smla_logits_params &p, const logits_work &work, int thread, int num_threads)
+{
+    if (p.leaves_rest) {
+        return;
+    }
+    for (int64_t token = work.first_token; token < work.end_token; token++) {
+        const int64_t context = context_of(p, token);
+        const int64_t from = context > work.first ? context : work.first;
+        for (int64_t n = from + thread; n < work.end; n += num_threads) {
+            store_logit(p, token, n, -INFINITY);
+        }
+    }
+}
+
+/* relu that passes NaN on. */
+static __device__ __forceinline__ float
+relu(float x)
+{
+    return ptx_max_nan(x, 0.0f);
+}
+
+/* The columns per work, so that there are about `works_per_sm` works per SM. */
+static inline int64_t
+choose_chunk(int64_t num_columns, int64_t token_blocks, int64_t num_works, int64_t least,
+             int64_t most)
+{
+    const int64_t chunks = smla_count_parts(num_works, token_blocks);
+    const int64_t columns = smla_count_parts(smla_count_parts(num_columns, chunks), least) * least;
+    return columns < least ? least : columns > most ? most : columns;
+}

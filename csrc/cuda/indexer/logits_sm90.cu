@@ -1,0 +1,502 @@
+/* logits_sm90.cu: the indexer's logits of FP8 queries and keys by Hopper's FP8 tensor cores, for 32
+ * and 64 heads. logits.cu serves all others, more exactly.
+ *
+ * Computes     out[t,n] = |scale_n| sum_h weights[t,h] * relu(+-q[t,h] . key n) for n below the
+ *              token's context, -inf from there on and for keys that do not exist
+ * Shapes       q [T, H, 128] e4m3 and keys of 128 e4m3, all at multiples of 16 bytes; scales fp32;
+ *              weights [T, H] fp32; out [T, N] fp32 or bf16
+ * Shared mem   keys [STAGES][64][128] and two items' queries [tokens * H][128], swizzled by 128
+ *              bytes (wgmma.cuh); scales, weights, items, mbarriers; up to 170 KiB
+ * Roles        A CTA per SM, which takes works i, i + grid... A run of a work's tokens is an item.
+ *              4 copy warps     look up keys and bring a tile of 64 each in turn, with cp.async;
+ *                               they also bring the items' queries, and fill columns without keys
+ *              3 warpgroups     GROUPS 3: each has other tokens and goes through all tiles
+ *                               GROUPS 1: each has the same tokens and every third tile
+ *              mbarriers        arrivals | waiting threads
+ *              full[stage]      32 lanes' copies, and lane 0 | consumers
+ *              empty[stage]     4 warps per warpgroup that reads the tile | the copy warp
+ *              q_full[slot]     128 threads' copies, and the first thread | consumers
+ *              q_empty[slot]    12 warps | copy warps
+ * Roofline     256 FLOP per token, head and key. 64 keys x 128 columns take 256 cycles of tensor
+ *              cores; adding them up takes a warp 2 instructions per column, 128 for a tile, which
+ *              the other warpgroups' products hide. A decode streams 132 bytes per key.
+ * Numerics     The tensor cores add a dot product with about 14 bits, so that errors are below 2^-8
+ *              of the sum of magnitudes. d + |d| is 2 relu(d), exactly, and passes NaN on. A lane
+ *              adds heads 8 j + 2 c and 8 j + 2 c + 1 in order, then four lanes are added: the
+ *              order is the same in all shapes. A negative scale of a key negates its products.
+ * Source       DeepGEMM's sm90_fp8_mqa_logits, for keys as A and queries as B. Three token groups
+ *              per key tile, which read keys from L2 a third as often, and keys without tensor maps
+ *              are ours.
+ */
+#include "cuda/indexer/logits.cuh"
+#include "cuda/ptx/wgmma.cuh"
+
+namespace {
+
+enum {
+    WARPGROUPS = 3,
+    GROUP_THREADS = 128,
+    CONSUMERS = WARPGROUPS * GROUP_THREADS,
+    COPIERS = 128,
+    COPY_WARPS = COPIERS / SMLA_WARP_LANES,
+    COPY_REGISTERS = 104,
+    CONSUMER_REGISTERS = 136,
+    TILE_KEYS = 64,
+    ROW_BYTES = SMLA_INDEX_HEAD_DIM,
+    CHUNK_BYTES = 16,
+    ROW_CHUNKS = ROW_BYTES / CHUNK_BYTES,
+    TILE_BYTES = TILE_KEYS * ROW_BYTES,
+    ROWS_PER_COPY = SMLA_WARP_LANES / ROW_CHUNKS,
+    K_STEPS = ROW_BYTES / 32,
+    SLOTS = 2,
+    WORKS_PER_SM = 24,
+    MOST_CHUNK = 2048,
+};
+
+constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+
+/* How warpgroups share the work. */
+template <int HEADS_, int TOKENS_, int GROUPS_> struct logits_shape {
+    static constexpr int HEADS = HEADS_;
+    static constexpr int TOKENS = TOKENS_;             /* per warpgroup */
+    static constexpr int GROUPS = GROUPS_;             /* token groups: 3, or 1 */
+    static constexpr int PARTS = WARPGROUPS / GROUPS_; /* warpgroups that take tiles in turn */
+    static constexpr int COLUMNS = HEADS * TOKENS;     /* columns per product */
+    static constexpr int BLOCK_TOKENS = TOKENS * GROUPS;
+    static constexpr int BLOCK_ROWS = BLOCK_TOKENS * HEADS;
+    static constexpr int STAGES = GROUPS == 1 ? 16 : 8;
+    static constexpr int LEAST_CHUNK = GROUPS == 1 ? 4 * TILE_KEYS : 8 * TILE_KEYS;
+};
+
+/* A run of tokens and a chunk of their columns. */
+template <typename Shape> struct logits_item {
+    int64_t first_token;
+    int32_t num_tokens;
+    int32_t num_tiles;                     /* 0: there are no more items */
+    int32_t first;                         /* column */
+    int32_t contexts[Shape::BLOCK_TOKENS]; /* at most the chunk's end */
+};
+
+template <typename Shape> struct logits_memory {
+    alignas(1024) uint8_t keys[Shape::STAGES][TILE_KEYS][ROW_BYTES];
+    alignas(1024) uint8_t queries[SLOTS][Shape::BLOCK_ROWS][ROW_BYTES];
+    float scales[Shape::STAGES][TILE_KEYS];
+    float weights[SLOTS][Shape::BLOCK_ROWS];
+    alignas(8) uint64_t found[Shape::STAGES]; /* a bit per key that exists */
+    logits_item<Shape> items[SLOTS];
+    alignas(8) uint64_t full[Shape::STAGES];
+    uint64_t empty[Shape::STAGES];
+    uint64_t q_full[SLOTS];
+    uint64_t q_empty[SLOTS];
+};
+
+/* ---- Copy warps ---------------------------------------------------------------------------- */
+
+/* Brings the queries and weights of an item. */
+template <typename Shape>
+__device__ __forceinline__ void
+bring_queries(const smla_logits_params &p, int64_t first_token, int num_tokens, int slot,
+              logits_memory<Shape> *shared)
+{
+    const int thread = (int)threadIdx.x - CONSUMERS;
+    const int chunk = thread % ROW_CHUNKS;
+    const int num_rows = num_tokens * Shape::HEADS;
+    const uint32_t to = ptx_shared_address(shared->queries[slot]);
+    for (int row = thread / ROW_CHUNKS; row < num_rows; row += COPIERS / ROW_CHUNKS) {
+        const uint8_t *const from = p.q + (first_token + row / Shape::HEADS) * p.q_stride_token +
+                                    row % Shape::HEADS * p.q_stride_head + chunk * CHUNK_BYTES;
+        ptx_cp_async_16_or_zero(to + row * ROW_BYTES + (chunk ^ (row & 7)) * CHUNK_BYTES, from,
+                                true);
+    }
+    for (int row = thread; row < num_rows; row += COPIERS) {
+        ptx_cp_async_4_or_zero(ptx_shared_address(&shared->weights[slot][row]),
+                               p.weights +
+                                   (first_token + row / Shape::HEADS) * p.weights_stride_token +
+                                   row % Shape::HEADS,
+                               true);
+    }
+}
+
+/* Brings the tile of columns `first`... as tile number `count` of the CTA. A warp calls it. */
+template <typename Shape>
+__device__ __forceinline__ void
+bring_keys(const logits_args &args, int64_t source, int64_t first, uint32_t count,
+           logits_memory<Shape> *shared)
+{
+    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+    const int chunk = lane % ROW_CHUNKS;
+    const int stage = (int)(count % Shape::STAGES);
+    const key_place places[2] = {find_key(args, source, first + lane),
+                                 find_key(args, source, first + SMLA_WARP_LANES + lane)};
+    const uint32_t found[2] = {__ballot_sync(ALL_LANES, places[0].row != NULL),
+                               __ballot_sync(ALL_LANES, places[1].row != NULL)};
+    ptx_mbarrier_wait(ptx_shared_address(&shared->empty[stage]), count / Shape::STAGES % 2 ^ 1);
+    const uint32_t to = ptx_shared_address(shared->keys[stage]);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll 4
+        for (int i = 0; i < SMLA_WARP_LANES / ROWS_PER_COPY; i++) {
+            const int lane_of_row = i * ROWS_PER_COPY + lane / ROW_CHUNKS;
+            const int row = half * SMLA_WARP_LANES + lane_of_row;
+            const uint8_t *const from =
+                (const uint8_t *)__shfl_sync(ALL_LANES, (unsigned long long)places[half].row,
+                                             lane_of_row);
+            ptx_cp_async_16_or_zero(to + row * ROW_BYTES + (chunk ^ (row & 7)) * CHUNK_BYTES,
+                                    from + chunk * CHUNK_BYTES, from != NULL);
+        }
+        ptx_cp_async_4_or_zero(ptx_shared_address(
+                                   &shared->scales[stage][half * SMLA_WARP_LANES + lane]),
+                               places[half].scales, places[half].row != NULL);
+    }
+    if (lane == 0) {
+        shared->found[stage] = (uint64_t)found[1] << 32 | found[0];
+    }
+    const uint32_t full = ptx_shared_address(&shared->full[stage]);
+    ptx_mbarrier_arrive_after_copies(full);
+    ptx_mbarrier_arrive(full, lane == 0);
+}
+
+/* Hands an item with `num_tokens` tokens over; without tokens it is the end. */
+template <typename Shape>
+__device__ __forceinline__ void
+hand_over(const logits_args &args, const logits_work &work, int64_t first_token, int num_tokens,
+          int num_tiles, uint32_t item, logits_memory<Shape> *shared)
+{
+    const int slot = (int)(item % SLOTS);
+    const uint32_t full = ptx_shared_address(&shared->q_full[slot]);
+    const bool is_first = threadIdx.x == CONSUMERS;
+    ptx_mbarrier_wait(ptx_shared_address(&shared->q_empty[slot]), item / SLOTS % 2 ^ 1);
+    bring_queries(args.p, first_token, num_tokens, slot, shared);
+    if (is_first) {
+        logits_item<Shape> *const to = &shared->items[slot];
+        to->first_token = first_token;
+        to->num_tokens = num_tokens;
+        to->num_tiles = num_tiles;
+        to->first = (int32_t)work.first;
+        for (int i = 0; i < num_tokens; i++) {
+            to->contexts[i] = (int32_t)smaller_of(context_of(args.p, first_token + i), work.end);
+        }
+    }
+    ptx_mbarrier_arrive_after_copies(full);
+    ptx_mbarrier_arrive(full, is_first);
+}
+
+template <typename Shape>
+__device__ __forceinline__ void
+copy_works(const logits_args &args, logits_memory<Shape> *shared)
+{
+    const smla_logits_params &p = args.p;
+    const uint32_t warp = (threadIdx.x - CONSUMERS) / SMLA_WARP_LANES;
+    uint32_t tiles = 0; /* tiles in the items before */
+    uint32_t items = 0;
+    logits_work work = {};
+    for (int64_t number = blockIdx.x; number < args.num_works; number += gridDim.x) {
+        work = find_work(args, number, Shape::BLOCK_TOKENS);
+        int64_t token = work.first_token;
+        while (token < work.end_token) {
+            const int64_t next = end_of_run(p, token, work.end_token);
+            int64_t longest = 0;
+            for (int64_t t = token; t < next; t++) {
+                const int64_t context = context_of(p, t);
+                longest = context > longest ? context : longest;
+            }
+            longest = smaller_of(longest, work.end);
+            if (longest > work.first) {
+                const int num_tiles = (int)((longest - work.first + TILE_KEYS - 1) / TILE_KEYS);
+                const int64_t source = source_of(p, token);
+                hand_over(args, work, token, (int)(next - token), num_tiles, items, shared);
+                for (uint32_t i = (warp - tiles) % COPY_WARPS; i < (uint32_t)num_tiles;
+                     i += COPY_WARPS) {
+                    bring_keys(args, source, work.first + (int64_t)i * TILE_KEYS, tiles + i,
+                               shared);
+                }
+                tiles += (uint32_t)num_tiles;
+                items++;
+            }
+            token = next;
+        }
+        fill_rest(p, work, (int)threadIdx.x - CONSUMERS, COPIERS);
+    }
+    hand_over(args, work, 0, 0, 0, items, shared);
+}
+
+/* ---- Consumers ----------------------------------------------------------------------------- */
+
+/* Doubles relu, which costs one addition at full rate; a maximum has half the rate. */
+__device__ __forceinline__ float
+double_relu(float x)
+{
+    return x + fabsf(x);
+}
+
+/* What a warpgroup keeps for an item. Lane (g, c) of a warp ends with the logits of key
+ * g + 8 (c % 2) of the warp's 16, for tokens 2 u + c / 2. */
+template <typename Shape> struct token_results {
+    enum { COUNT = (Shape::TOKENS + 1) / 2 };
+    int64_t at[COUNT];       /* column 0 of the token's logits */
+    int32_t contexts[COUNT]; /* 0: no such token */
+};
+
+/* sums[row][token] += weight * 2 relu(d) for the columns of each token. */
+template <typename Shape>
+__device__ __forceinline__ void
+add_columns(const float (&d)[Shape::COLUMNS / 2], const float (&weights)[Shape::COLUMNS / 4],
+            float sums[2][Shape::TOKENS])
+{
+    constexpr int TOKEN_STEPS = Shape::HEADS / 8;
+#pragma unroll
+    for (int j = 0; j < Shape::COLUMNS / 8; j++) {
+        const int t = j / TOKEN_STEPS;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float *const sum = &sums[i / 2][t];
+            const float term = double_relu(d[4 * j + i]);
+            *sum = j % TOKEN_STEPS == 0 && i % 2 == 0 ? weights[2 * j] * term
+                                                      : fmaf(weights[2 * j + i % 2], term, *sum);
+        }
+    }
+}
+
+/* Adds the sums of four lanes. A lane keeps its row, then its tokens. */
+template <typename Shape>
+__device__ __forceinline__ void
+fold_lanes(float sums[2][Shape::TOKENS], float results[token_results<Shape>::COUNT])
+{
+    const int c = (int)threadIdx.x % 4;
+    float rows[Shape::TOKENS];
+#pragma unroll
+    for (int t = 0; t < Shape::TOKENS; t++) {
+        const float keep = c % 2 == 0 ? sums[0][t] : sums[1][t];
+        const float give = c % 2 == 0 ? sums[1][t] : sums[0][t];
+        rows[t] = keep + __shfl_xor_sync(ALL_LANES, give, 1);
+    }
+    if constexpr (Shape::TOKENS == 1) {
+        results[0] = rows[0] + __shfl_xor_sync(ALL_LANES, rows[0], 2);
+    } else {
+#pragma unroll
+        for (int u = 0; u < Shape::TOKENS / 2; u++) {
+            const float keep = c < 2 ? rows[2 * u] : rows[2 * u + 1];
+            const float give = c < 2 ? rows[2 * u + 1] : rows[2 * u];
+            results[u] = keep + __shfl_xor_sync(ALL_LANES, give, 2);
+        }
+    }
+}
+
+/* Multiplies the tile of a stage, and stores its logits. */
+template <typename Shape>
+__device__ __forceinline__ void
+score_tile(const smla_logits_params &p, int stage, uint64_t keys, uint64_t queries,
+           const float (&weights)[Shape::COLUMNS / 4], const token_results<Shape> &to, int column,
+           logits_memory<Shape> *shared)
+{
+    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+    const int warp_row = (int)threadIdx.x % GROUP_THREADS / SMLA_WARP_LANES * 16;
+    const int row = warp_row + lane / 4 + lane % 2 * 8;
+    float d[Shape::COLUMNS / 2];
+    ptx_fence_async_shared(); /* what cp.async wrote is visible to wgmma */
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < K_STEPS; k++) {
+        wgmma_e4m3(d, keys + (uint64_t)(stage * (TILE_BYTES >> 4) + 2 * k), queries + 2 * k,
+                   k != 0);
+    }
+    wgmma_commit();
+    const float scale = shared->scales[stage][row];
+    const bool exists = shared->found[stage] >> row & 1;
+    wgmma_wait<0>();
+    __syncwarp();
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[stage]), lane == 0);
+    const uint32_t negative = __ballot_sync(ALL_LANES, scale < 0.0f);
+    if (negative != 0) { /* lane (g, 0) has key g, lane (g, 1) has key g + 8 */
+        const bool flips[2] = {(negative >> (lane & ~3) & 1) != 0,
+                               (negative >> (lane & ~3) & 2) != 0};
+#pragma unroll
+        for (int i = 0; i < Shape::COLUMNS / 2; i++) {
+            d[i] = flips[i / 2 % 2] ? -d[i] : d[i];
+        }
+    }
+    float sums[2][Shape::TOKENS];
+    float results[token_results<Shape>::COUNT];
+    add_columns<Shape>(d, weights, sums);
+    fold_lanes<Shape>(sums, results);
+    const float factor = 0.5f * fabsf(scale);
+    const int own = column + row;
+#pragma unroll
+    for (int u = 0; u < token_results<Shape>::COUNT; u++) {
+        const float logit = exists ? results[u] * factor : -INFINITY;
+        if (own >= to.contexts[u]) {
+            continue;
+        }
+        if (p.out_type == SMLA_FLOAT_BF16) {
+            ((uint16_t *)p.out)[to.at[u] + own] = (uint16_t)smla_cvt_bf16x2(logit, 0.0f);
+        } else {
+            ((float *)p.out)[to.at[u] + own] = logit;
+        }
+    }
+}
+
+template <typename Shape>
+__device__ __forceinline__ void
+load_item(const smla_logits_params &p, const logits_memory<Shape> *shared, int slot, int group,
+          float (&weights)[Shape::COLUMNS / 4], token_results<Shape> *to)
+{
+    const logits_item<Shape> &item = shared->items[slot];
+    const int c = (int)threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < Shape::COLUMNS / 8; j++) {
+        const float2 pair =
+            *(const float2 *)&shared->weights[slot][group * Shape::COLUMNS + 8 * j + 2 * c];
+        weights[2 * j] = pair.x;
+        weights[2 * j + 1] = pair.y;
+    }
+#pragma unroll
+    for (int u = 0; u < token_results<Shape>::COUNT; u++) {
+        /* With one token per warpgroup two lanes have each logit, and one of them stores it. */
+        const bool is_stored = Shape::TOKENS > 1 || c < 2;
+        const int token = group * Shape::TOKENS + (Shape::TOKENS > 1 ? 2 * u + c / 2 : 0);
+        const bool exists = is_stored && token < item.num_tokens;
+        to->at[u] = (item.first_token + token) * p.out_stride_token;
+        to->contexts[u] = exists ? item.contexts[token] : 0;
+    }
+}
+
+template <typename Shape>
+__device__ __forceinline__ void
+consume_items(const smla_logits_params &p, logits_memory<Shape> *shared)
+{
+    const int warpgroup = (int)threadIdx.x / GROUP_THREADS;
+    const int group = Shape::GROUPS == 1 ? 0 : warpgroup;
+    const uint64_t keys =
+        wgmma_descriptor(ptx_shared_address(shared->keys[0]), 8 * ROW_BYTES, WGMMA_SWIZZLE_128);
+    const uint64_t all_queries =
+        wgmma_descriptor(ptx_shared_address(shared->queries[0][group * Shape::COLUMNS]),
+                         8 * ROW_BYTES, WGMMA_SWIZZLE_128);
+    uint32_t tiles = 0; /* tiles in the items before */
+    for (uint32_t number = 0;; number++) {
+        const int slot = (int)(number % SLOTS);
+        ptx_mbarrier_wait(ptx_shared_address(&shared->q_full[slot]), number / SLOTS % 2);
+        const int num_tiles = shared->items[slot].num_tiles;
+        if (num_tiles == 0) {
+            break;
+        }
+        const bool has_tokens = shared->items[slot].num_tokens > group * Shape::TOKENS;
+        const int first = shared->items[slot].first;
+        const uint64_t queries =
+            all_queries + (uint64_t)(slot * (Shape::BLOCK_ROWS * ROW_BYTES >> 4));
+        float weights[Shape::COLUMNS / 4];
+        token_results<Shape> to;
+        load_item<Shape>(p, shared, slot, group, weights, &to);
+        const uint32_t skipped =
+            Shape::PARTS == 1
+                ? 0
+                : (uint32_t)(warpgroup + WARPGROUPS - tiles % WARPGROUPS) % WARPGROUPS;
+#pragma unroll 1
+        for (uint32_t i = skipped; i < (uint32_t)num_tiles; i += Shape::PARTS) {
+            const uint32_t count = tiles + i;
+            const int stage = (int)(count % Shape::STAGES);
+            ptx_mbarrier_wait(ptx_shared_address(&shared->full[stage]), count / Shape::STAGES % 2);
+            if (has_tokens) {
+                score_tile<Shape>(p, stage, keys, queries, weights, to, first + (int)i * TILE_KEYS,
+                                  shared);
+            } else {
+                __syncwarp();
+                ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[stage]),
+                                    threadIdx.x % SMLA_WARP_LANES == 0);
+            }
+        }
+        tiles += (uint32_t)num_tiles;
+        __syncwarp();
+        ptx_mbarrier_arrive(ptx_shared_address(&shared->q_empty[slot]),
+                            threadIdx.x % SMLA_WARP_LANES == 0);
+    }
+}
+
+/* ---- Kernel -------------------------------------------------------------------------------- */
+
+template <typename Shape>
+__global__ void
+__launch_bounds__(CONSUMERS + COPIERS, 1) logits_sm90(const __grid_constant__ logits_args args)
+{
+    extern __shared__ __align__(1024) uint8_t memory[];
+    logits_memory<Shape> *const shared = (logits_memory<Shape> *)memory;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Shape::STAGES; i++) {
+            ptx_mbarrier_init(ptx_shared_address(&shared->full[i]), SMLA_WARP_LANES + 1);
+            ptx_mbarrier_init(ptx_shared_address(&shared->empty[i]), 4 * Shape::GROUPS);
+        }
+        for (int i = 0; i < SLOTS; i++) {
+            ptx_mbarrier_init(ptx_shared_address(&shared->q_full[i]), COPIERS + 1);
+            ptx_mbarrier_init(ptx_shared_address(&shared->q_empty[i]), 4 * WARPGROUPS);
+        }
+    }
+    __syncthreads();
+    ptx_wait_for_grids();
+    if (threadIdx.x >= CONSUMERS) {
+        ptx_release_registers<COPY_REGISTERS>();
+        copy_works<Shape>(args, shared);
+    } else {
+        ptx_claim_registers<CONSUMER_REGISTERS>();
+        consume_items<Shape>(args.p, shared);
+    }
+}
+
+template <typename Shape>
+cudaError_t
+launch_shape(const smla_logits_params *p)
+{
+    static uint64_t allowed;
+    const int bytes = (int)sizeof(logits_memory<Shape>);
+    const cudaError_t code =
+        allow_shared_bytes((const void *)logits_sm90<Shape>, bytes, p->stream.device_id, &allowed);
+    const int64_t num_sms = smla_cuda_find_device(p->stream.device_id)->num_sms;
+    const int64_t token_blocks = smla_count_parts(p->num_tokens, Shape::BLOCK_TOKENS);
+    logits_args args = {};
+    args.p = *p;
+    args.page_keys = smla_make_divisor(p->has_pages ? p->pages.block_size : 1);
+    args.token_blocks = smla_make_divisor(token_blocks);
+    args.chunk_columns = choose_chunk(p->num_columns, token_blocks, WORKS_PER_SM * num_sms,
+                                      Shape::LEAST_CHUNK, MOST_CHUNK);
+    args.num_works = token_blocks * smla_count_parts(p->num_columns, args.chunk_columns);
+    return code != cudaSuccess ? code
+                               : smla_launch(logits_sm90<Shape>, args,
+                                             args.num_works < num_sms ? args.num_works : num_sms,
+                                             CONSUMERS + COPIERS, bytes, p->stream);
+}
+
+/* Few tokens per request share tiles among the warpgroups; many tokens share a tile. Flat keys
+ * count as one request. */
+template <int HEADS>
+cudaError_t
+launch_heads(const smla_logits_params *p)
+{
+    enum { FEW = 8 };
+    const int64_t num_reqs = p->has_pages ? p->num_reqs : 1;
+    if (p->num_tokens <= num_reqs) {
+        return launch_shape<logits_shape<HEADS, 1, 1>>(p);
+    }
+    if (p->num_tokens <= FEW * num_reqs) {
+        return launch_shape<logits_shape<HEADS, 128 / HEADS, 1>>(p);
+    }
+    return launch_shape<logits_shape<HEADS, 128 / HEADS, 3>>(p);
+}
+
+} // namespace
+
+/* The rule depends on formats, heads and alignment only, so that a row's bits do not depend on
+ * other rows. */
+bool
+smla_cuda_serves_logits_sm90(const smla_logits_params *p)
+{
+    return smla_cuda_find_device(p->stream.device_id)->compute_capability == 90 &&
+           (p->num_heads == 32 || p->num_heads == 64) && p->q_scale == NULL &&
+           p->kv.format->number == SMLA_ROW_FP8_INDEX && p->num_columns < INT32_MAX - MOST_CHUNK &&
+           smla_is_multiple(p->q, p->q_stride_token | p->q_stride_head, CHUNK_BYTES) &&
+           smla_is_multiple(p->kv.base, p->kv.page_stride_bytes | p->kv.token_stride_bytes,
+                            CHUNK_BYTES);
+}
+
+cudaError_t
+smla_cuda_launch_logits_sm90(const smla_logits_params *p)
+{
+    return p->num_heads == 64 ? launch_heads<64>(p) : launch_heads<32>(p);
+}

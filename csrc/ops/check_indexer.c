@@ -1,0 +1,283 @@
+/* check_indexer.c: the argument rules of the operators that choose keys: the indexer's queries
+ * and its logits.
+ */
+#include <math.h>
+
+#include "ops/check.h"
+
+/* The number of heads has no upper limit, because nothing here is sized by it. */
+static smla_status
+require_index_heads(const smla_checker *c, int64_t num_heads)
+{
+    if (num_heads < 1) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `q` must have at least one head, got %lld", c->op,
+                         (long long)num_heads);
+    }
+    return SMLA_OK;
+}
+
+/* ---- fused_indexer_q_rope_quant ------------------------------------------------------------ */
+
+static smla_status
+require_finite(const smla_checker *c, const char *name, double value)
+{
+    if (!isfinite(value)) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must be finite, got %g", c->op, name,
+                         value);
+    }
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_fused_indexer_q_rope_quant(const smla_index_query_args *args,
+                                      smla_index_query_params *params, const smla_backend **backend,
+                                      smla_error *error)
+{
+    smla_checker c;
+    smla_rope rope;
+    smla_open_checker(&c, "fused_indexer_q_rope_quant", error);
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "q",
+                                           .tensor = args->q,
+                                           .dtypes = SMLA_DTYPE_BF16,
+                                           .ndim = 3,
+                                           .shape = {SMLA_ANY, SMLA_ANY, SMLA_INDEX_HEAD_DIM},
+                                           .hint = "tokens, heads, and the values of a head"}));
+    const int64_t num_tokens = smla_size(args->q, 0);
+    const int64_t num_heads = smla_size(args->q, 1);
+    SMLA_TRY(require_index_heads(&c, num_heads));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "weights",
+                                           .tensor = args->weights,
+                                           .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_FP32,
+                                           .ndim = 2,
+                                           .shape = {num_tokens, num_heads},
+                                           .hint = "a weight per head of `q`"}));
+    SMLA_TRY(smla_require_rope(&c, args->positions, args->cos_sin, num_tokens, &rope));
+    const bool is_fp4 = args->out_scale != NULL;
+    const int64_t num_bytes = is_fp4 ? SMLA_INDEX_HEAD_DIM / 2 : SMLA_INDEX_HEAD_DIM;
+    SMLA_TRY(smla_require(
+        &c, &(smla_rule){.name = "out",
+                         .tensor = args->out,
+                         .dtypes = is_fp4 ? SMLA_DTYPE_UINT8 : SMLA_DTYPE_E4M3 | SMLA_DTYPE_UINT8,
+                         .flags = SMLA_RULE_OUTPUT,
+                         .ndim = 3,
+                         .shape = {num_tokens, num_heads, num_bytes},
+                         .hint = is_fp4 ? "two FP4 values per byte" : "tokens, heads, bytes"}));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out_weights",
+                                           .tensor = args->out_weights,
+                                           .dtypes = SMLA_DTYPE_FP32,
+                                           .flags = SMLA_RULE_OUTPUT,
+                                           .ndim = 2,
+                                           .shape = {num_tokens, num_heads},
+                                           .hint = "a weight per head of `q`"}));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out_scale",
+                                           .tensor = args->out_scale,
+                                           .dtypes = SMLA_DTYPE_UINT8,
+                                           .flags = SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL,
+                                           .ndim = 3,
+                                           .shape = {num_tokens, num_heads, 4},
+                                           .hint = "a scale per 32 values of a head"}));
+    SMLA_TRY(require_finite(&c, "softmax_scale", args->softmax_scale));
+    SMLA_TRY(require_finite(&c, "head_scale", args->head_scale));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_index_query_params){
+        .num_tokens = num_tokens,
+        .num_heads = num_heads,
+        .q = smla_data(args->q),
+        .q_stride_token = smla_stride(args->q, 0),
+        .q_stride_head = smla_stride(args->q, 1),
+        .weights = smla_data(args->weights),
+        .weights_type = smla_float_type_of(args->weights),
+        .weights_stride_token = smla_stride(args->weights, 0),
+        .rope = rope,
+        .weight_scale = (float)(args->softmax_scale * args->head_scale),
+        .out = smla_data(args->out),
+        .out_stride_token = smla_stride(args->out, 0),
+        .out_stride_head = smla_stride(args->out, 1),
+        .out_weights = smla_data(args->out_weights),
+        .out_weights_stride_token = smla_stride(args->out_weights, 0),
+        .out_scale = smla_data(args->out_scale),
+        .out_scale_stride_token = smla_stride(args->out_scale, 0),
+        .out_scale_stride_head = smla_stride(args->out_scale, 1),
+        .stream = smla_stream_of(&c, args->stream),
+    };
+    return SMLA_OK;
+}
+
+/* ---- indexer_logits ------------------------------------------------------------------------ */
+
+/* Checks q, its scales and the weights. */
+static smla_status
+require_queries(smla_checker *c, const smla_indexer_logits_args *args)
+{
+    const bool is_fp4 = args->q_scale != NULL;
+    SMLA_TRY(smla_require(
+        c, &(smla_rule){.name = "q",
+                        .tensor = args->q,
+                        .dtypes = is_fp4 ? SMLA_DTYPE_UINT8 : SMLA_DTYPE_E4M3 | SMLA_DTYPE_UINT8,
+                        .ndim = 3,
+                        .shape = {SMLA_ANY, SMLA_ANY,
+                                  is_fp4 ? SMLA_INDEX_HEAD_DIM / 2 : SMLA_INDEX_HEAD_DIM},
+                        .hint = is_fp4 ? "`q_scale` is given, so a byte has two FP4 values"
+                                       : "without `q_scale` a byte is an e4m3 value"}));
+    const int64_t num_tokens = smla_size(args->q, 0);
+    const int64_t num_heads = smla_size(args->q, 1);
+    SMLA_TRY(require_index_heads(c, num_heads));
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "weights",
+                                          .tensor = args->weights,
+                                          .dtypes = SMLA_DTYPE_FP32,
+                                          .ndim = 2,
+                                          .shape = {num_tokens, num_heads},
+                                          .hint = "a weight per head of `q`"}));
+    return smla_require(c, &(smla_rule){.name = "q_scale",
+                                        .tensor = args->q_scale,
+                                        .dtypes = SMLA_DTYPE_UINT8,
+                                        .flags = SMLA_RULE_OPTIONAL,
+                                        .ndim = 3,
+                                        .shape = {num_tokens, num_heads, 4},
+                                        .hint = "a scale per 32 values of a head"});
+}
+
+/* An argument that belongs to the other kind of keys. */
+static smla_status
+require_none(const smla_checker *c, const char *name, bool is_given, const char *keys)
+{
+    return !is_given
+               ? SMLA_OK
+               : smla_fail(c->error, SMLA_ERROR_VALUE,
+                           "%s: `%s` must be None for %s, got another value", c->op, name, keys);
+}
+
+/* Checks flat keys and their scales, and makes them one page. */
+static smla_status
+require_flat_keys(smla_checker *c, const smla_indexer_logits_args *args, smla_kv_view *view)
+{
+    const DLTensor *const keys = args->k_cache;
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "k_cache[0]",
+                                          .tensor = keys,
+                                          .dtypes = SMLA_DTYPE_E4M3 | SMLA_DTYPE_UINT8,
+                                          .ndim = 2,
+                                          .shape = {SMLA_ANY, SMLA_ANY}}));
+    const bool is_fp4 = smla_size(keys, 1) == SMLA_INDEX_HEAD_DIM / 2;
+    const smla_kv_format_info *const format =
+        &smla_kv_formats[is_fp4 ? SMLA_ROW_MXFP4_INDEX : SMLA_ROW_FP8_INDEX];
+    if (smla_size(keys, 1) != format->data_bytes) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `k_cache[0]` must have 128 bytes (FP8) or 64 (FP4) per key, got %lld",
+                         c->op, (long long)smla_size(keys, 1));
+    }
+    const int64_t num_keys = smla_size(keys, 0);
+    SMLA_TRY(
+        smla_require(c, &(smla_rule){.name = "k_cache[1]",
+                                     .tensor = args->k_scale,
+                                     .dtypes = is_fp4 ? SMLA_DTYPE_UINT8 : SMLA_DTYPE_FP32,
+                                     .flags = is_fp4 ? 0 : SMLA_RULE_ANY_LAST_STRIDE,
+                                     .ndim = is_fp4 ? 2 : 1,
+                                     .shape = {num_keys, 4},
+                                     .hint = is_fp4 ? "four scales per key" : "a scale per key"}));
+    if (args->kv_format != SMLA_KV_INFER && args->kv_format != (int32_t)format->format) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `kv_format` must be \"%s\" for keys of %d bytes, got another format",
+                         c->op, format->name, (int)format->data_bytes);
+    }
+    *view = (smla_kv_view){
+        .base = smla_data(keys),
+        .num_pages = 1,
+        .block_size = num_keys,
+        .token_stride_bytes = smla_stride(keys, 0),
+        .format = format,
+        .scales = smla_data(args->k_scale),
+        .scale_token_stride_bytes = smla_stride(args->k_scale, 0) * (is_fp4 ? 1 : 4),
+    };
+    return SMLA_OK;
+}
+
+/* Checks the keys and what says where a token's keys are. */
+static smla_status
+require_keys(smla_checker *c, const smla_indexer_logits_args *args, int64_t num_tokens,
+             smla_kv_view *view)
+{
+    const char *const hint = "an entry per token of `q`";
+    const bool is_flat = args->k_scale != NULL;
+    if (is_flat) {
+        static const char keys[] = "a pair of keys and scales";
+        SMLA_TRY(require_flat_keys(c, args, view));
+        SMLA_TRY(require_none(c, "block_table", args->block_table != NULL, keys));
+        SMLA_TRY(require_none(c, "req_id_per_token", args->req_id_per_token != NULL, keys));
+        SMLA_TRY(require_none(c, "block_size", args->block_size != 0, keys));
+    } else {
+        const smla_cache_rule cache = {.name = "k_cache",
+                                       .tensor = args->k_cache,
+                                       .kv_format = args->kv_format,
+                                       .block_size = args->block_size,
+                                       .formats = smla_formats_of_size(SMLA_INDEX_HEAD_DIM)};
+        SMLA_TRY(smla_require_kv(c, &cache, view));
+        SMLA_TRY(require_none(c, "starts", args->starts != NULL, "keys in pages"));
+    }
+    SMLA_TRY(smla_require_vector(c, "context_lens", args->context_lens, num_tokens,
+                                 SMLA_RULE_MORE_ROWS, hint));
+    if (is_flat) {
+        return smla_require_vector(c, "starts", args->starts, num_tokens,
+                                   SMLA_RULE_OPTIONAL | SMLA_RULE_MORE_ROWS, hint);
+    }
+    SMLA_TRY(smla_require_block_table(c, args->block_table));
+    return smla_require_vector(c, "req_id_per_token", args->req_id_per_token, num_tokens,
+                               SMLA_RULE_MORE_ROWS, hint);
+}
+
+smla_status
+smla_check_indexer_logits(const smla_indexer_logits_args *args, smla_logits_params *params,
+                          const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_kv_view kv;
+    smla_open_checker(&c, "indexer_logits", error);
+    SMLA_TRY(require_queries(&c, args));
+    const int64_t num_tokens = smla_size(args->q, 0);
+    SMLA_TRY(require_keys(&c, args, num_tokens, &kv));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
+                                           .tensor = args->out,
+                                           .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
+                                           .flags = SMLA_RULE_OUTPUT,
+                                           .ndim = 2,
+                                           .shape = {num_tokens, SMLA_ANY},
+                                           .hint = "a row of logits per token"}));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_logits_params){
+        .num_tokens = num_tokens,
+        .num_heads = smla_size(args->q, 1),
+        .num_columns = smla_size(args->out, 1),
+        .q = smla_data(args->q),
+        .q_stride_token = smla_stride(args->q, 0),
+        .q_stride_head = smla_stride(args->q, 1),
+        .q_scale = smla_data(args->q_scale),
+        .q_scale_stride_token = smla_stride(args->q_scale, 0),
+        .q_scale_stride_head = smla_stride(args->q_scale, 1),
+        .weights = smla_data(args->weights),
+        .weights_stride_token = smla_stride(args->weights, 0),
+        .kv = kv,
+        .has_pages = args->block_table != NULL,
+        .num_reqs = args->block_table == NULL ? 0 : smla_size(args->block_table, 0),
+        .req_id_per_token = smla_data(args->req_id_per_token),
+        .req_id_stride = smla_stride(args->req_id_per_token, 0),
+        .context_lens = smla_data(args->context_lens),
+        .context_lens_stride = smla_stride(args->context_lens, 0),
+        .starts = smla_data(args->starts),
+        .starts_stride = smla_stride(args->starts, 0),
+        .out = smla_data(args->out),
+        .out_type = smla_float_type_of(args->out),
+        .out_stride_token = smla_stride(args->out, 0),
+        .leaves_rest = args->leaves_rest != 0,
+        .stream = smla_stream_of(&c, args->stream),
+    };
+    if (args->block_table != NULL) {
+        params->pages = (smla_page_table){
+            .block_table = smla_data(args->block_table),
+            .stride_req = smla_stride(args->block_table, 0),
+            .stride_block = smla_stride(args->block_table, 1),
+            .num_blocks = smla_size(args->block_table, 1),
+            .block_size = kv.block_size,
+        };
+    }
+    return SMLA_OK;
+}

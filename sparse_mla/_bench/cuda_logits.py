@@ -1,0 +1,211 @@
+"""indexer_logits on a CUDA device: causal prefills of flat keys and decodes of pages, beside
+DeepGEMM where its wheel can be imported (`sgl-deep-gemm`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import sparse_mla
+from sparse_mla._bench.cuda_timing import (
+    DEVICE,
+    PEAK_BYTES,
+    PEAK_FLOPS,
+    Array,
+    CudaEffort,
+    describe_error,
+    interleave_flushed,
+    torch,
+)
+from sparse_mla._bench.timing import Table
+
+BLOCK_SIZE, DIM = 64, 128
+PEAK_FP8 = 2 * PEAK_FLOPS
+COARSE, FINE = 2.0**-8, 2.0**-18  # docs/choosing_keys.md
+SAMPLED = 8  # tokens that are judged
+PREFILLS = ((2048, 8192), (4096, 32768), (4096, 131072))
+DECODES = ((1, 32768), (1, 131072), (64, 32768), (128, 32768), (64, 131072))
+QUICK = 1  # rows of each kind
+
+
+@dataclass
+class Work:
+    """A call with its inputs. `source[t]` and `lens[t]` are the keys that token t sees."""
+
+    name: str
+    q: Array
+    weights: Array
+    keys: Array  # [S, 128] e4m3
+    scales: Array  # [S] fp32
+    lens: Array
+    first: Array  # [T]: the token's key 0
+    call: Callable[[], Array]
+    peer: Callable[[Any], Callable[[], object]] | None
+
+    def count(self) -> int:
+        return int(self.lens.sum())
+
+    def floor(self) -> float:
+        heads = self.q.shape[1]
+        bf16 = 1 if self.q.dtype == torch.float8_e4m3fn and heads in (32, 64) else 2
+        read = {int(n) for n in self.first.tolist()}
+        rows = sum(int(self.lens[self.first == n].max()) for n in read)
+        flop = 2 * DIM * heads * self.count() * bf16
+        return max(flop / PEAK_FP8, (rows * (DIM + 4) + 4 * self.count()) / PEAK_BYTES)
+
+    def judge(self, out: Array) -> float:
+        """The worst error of some tokens, as a part of the bound."""
+        heads = self.q.shape[1]
+        bound = COARSE if heads in (32, 64) and torch.cuda.get_device_capability()[0] == 9 else FINE
+        worst = 0.0
+        for t in range(0, len(self.q), max(1, len(self.q) // SAMPLED)):
+            n, first = int(self.lens[t]), int(self.first[t])
+            k = (
+                self.keys[first : first + n].double()
+                * self.scales[first : first + n, None].double()
+            )
+            q, w = self.q[t].double(), self.weights[t].double()
+            want = torch.relu(q @ k.T).T @ w
+            size = (q.abs() @ k.abs().T).T @ w.abs()
+            got = out[t, :n].double()
+            worst = max(worst, float(((got - want).abs() / (bound * size + 1e-30)).max()))
+            if not torch.isneginf(out[t, n:]).all():
+                return float("inf")
+        return worst
+
+
+def make_queries(num_tokens: int, heads: int) -> tuple[Array, Array]:
+    q = torch.randn(num_tokens, heads, DIM, device=DEVICE).to(torch.float8_e4m3fn)
+    return q, torch.randn(num_tokens, heads, device=DEVICE)
+
+
+def make_prefill(num_tokens: int, num_keys: int, heads: int) -> Work:
+    q, weights = make_queries(num_tokens, heads)
+    keys = torch.randn(num_keys, DIM, device=DEVICE).to(torch.float8_e4m3fn)
+    scales = torch.rand(num_keys, device=DEVICE) + 0.5
+    lens = torch.arange(num_keys - num_tokens + 1, num_keys + 1, device=DEVICE).int()
+    out = torch.empty(num_tokens, num_keys, device=DEVICE)
+    first = torch.zeros_like(lens)
+
+    def call() -> Array:
+        return sparse_mla.indexer_logits(q, weights, (keys, scales), lens, out=out)
+
+    def peer(module: Any) -> Callable[[], object]:
+        return lambda: module.fp8_mqa_logits(q, (keys, scales), weights, first, lens)
+
+    name = f"prefill {num_tokens} x {num_keys}"
+    return Work(name, q, weights, keys, scales, lens, first, call, peer)
+
+
+def make_decode(num_reqs: int, context: int, heads: int, next_n: int = 1) -> Work:
+    num_tokens, blocks = num_reqs * next_n, context // BLOCK_SIZE
+    q, weights = make_queries(num_tokens, heads)
+    num_pages = num_reqs * blocks
+    keys = torch.randn(num_pages * BLOCK_SIZE, DIM, device=DEVICE).to(torch.float8_e4m3fn)
+    scales = torch.rand(num_pages * BLOCK_SIZE, device=DEVICE) + 0.5
+    cache = torch.cat(
+        [
+            keys.view(torch.uint8).view(num_pages, -1),
+            scales.view(torch.uint8).view(num_pages, -1),
+        ],
+        1,
+    ).view(num_pages, BLOCK_SIZE, DIM + 4)
+    table = torch.arange(num_pages, device=DEVICE).int().view(num_reqs, blocks)
+    req = torch.arange(num_reqs, device=DEVICE).int().repeat_interleave(next_n)
+    lens = torch.full((num_tokens,), context, device=DEVICE).int()
+    out = torch.empty(num_tokens, context, device=DEVICE)
+
+    def call() -> Array:
+        return sparse_mla.indexer_logits(
+            q, weights, cache, lens, block_table=table, req_id_per_token=req, out=out
+        )
+
+    def peer(module: Any) -> Callable[[], object]:
+        sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+        fused = cache.view(num_pages, BLOCK_SIZE, 1, DIM + 4)
+        query = q.view(num_reqs, next_n, heads, DIM)
+
+        def bind(given: Array) -> Callable[[], object]:
+            plan = module.get_paged_mqa_logits_metadata(given, BLOCK_SIZE, sms)
+            return lambda: module.fp8_paged_mqa_logits(
+                query, fused, weights, given, table, plan, context
+            )
+
+        try:  # lengths are [R, next_n] in later versions, [R] in earlier ones
+            run = bind(lens[:, None])
+            run()
+        except Exception:
+            run = bind(lens)
+        return run
+
+    name = f"decode {num_reqs} x {context}" + (f", {next_n} tokens" if next_n > 1 else "")
+    kept = peer if next_n == 1 else None
+    return Work(name, q, weights, keys, scales, lens, req.long() * context, call, kept)
+
+
+def find_deep_gemm() -> Any:
+    """The module, or None."""
+    try:
+        return import_module("deep_gemm")
+    except Exception:  # a wheel for another CUDA or PyTorch fails in many ways
+        return None
+
+
+def make_works(quick: bool) -> list[partial[Work]]:
+    prefills, decodes = (x[:QUICK] if quick else x for x in (PREFILLS, DECODES))
+    works = [partial(make_prefill, *shape, heads) for heads in (64, 32) for shape in prefills]
+    works += [partial(make_decode, *shape, 64) for shape in decodes]
+    works.append(partial(make_decode, 64, 32768, 65))  # a head more: the precise class
+    return works + [partial(make_decode, 64, 32768, 64, n) for n in ((2,) if quick else (2, 4))]
+
+
+def measure_logits(effort: CudaEffort) -> Table:
+    columns = ["work", "heads", "error/bound", "µs", "TFLOP/s", "floor µs", "DeepGEMM µs", "ratio"]
+    table = Table("Logits of the indexer, FP8, cold", columns, [], [])
+    module = find_deep_gemm()
+    for make in make_works(effort.quick):
+        work = make()
+        heads = work.q.shape[1]
+        worst = work.judge(work.call())
+        if not worst <= 1:
+            table.failures.append(f"{work.name}, {heads} heads: {worst:.3g} × bound")
+        sides = {"ours": [work.call]}
+        if module is not None and work.peer is not None and heads in (32, 64):
+            try:
+                other = work.peer(module)
+                other()
+                sides["DeepGEMM"] = [other]
+            except Exception as error:  # another version has other arguments
+                table.failures.append(f"{work.name}: DeepGEMM: {describe_error(error)}")
+        seconds = interleave_flushed(sides, effort)
+        add_row(table, work, worst, seconds)
+        del work, sides
+        torch.cuda.empty_cache()
+    return table
+
+
+def add_row(table: Table, work: Work, worst: float, seconds: dict[str, float]) -> None:
+    ours, theirs, heads = seconds["ours"], seconds.get("DeepGEMM"), work.q.shape[1]
+    flop, floor = 2 * DIM * heads * work.count(), work.floor()
+    row = [
+        work.name,
+        str(heads),
+        f"{worst:.3g}",
+        f"{1e6 * ours:.1f}",
+        f"{flop / ours / 1e12:.0f}",
+        f"{1e6 * floor:.1f}",
+        "-" if theirs is None else f"{1e6 * theirs:.1f}",
+        "-" if theirs is None else f"{theirs / ours:.2f}×",
+    ]
+    record = {
+        "work": work.name,
+        "heads": heads,
+        "error_over_bound": worst,
+        "us": 1e6 * ours,
+        "floor_us": 1e6 * floor,
+        "deep_gemm_us": None if theirs is None else 1e6 * theirs,
+    }
+    table.add(row, record)
