@@ -73,6 +73,8 @@ EXACT = (
     "fused_q_kv_rmsnorm",
     "fused_inv_rope_fp8_quant",
     "fused_qnorm_rope_kv_insert",
+    "save_partial_states",
+    "compress_norm_rope_store",
 )
 
 
@@ -86,6 +88,8 @@ def is_decided(name, args) -> bool:
         "quantize_and_insert_k_cache": 2,
         "indexer_k_quant_and_cache": 2,
         "fused_qnorm_rope_kv_insert": 5,
+        "save_partial_states": 5,
+        "compress_norm_rope_store": 4,
     }.get(name)
     if place is None:
         return True

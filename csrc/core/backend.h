@@ -1,6 +1,7 @@
 /* backend.h: the function table of a backend. Compiles as C and as CUDA. */
 #pragma once
 
+#include "core/compressor_params.h"
 #include "core/error.h"
 #include "core/params.h"
 
@@ -60,6 +61,8 @@ typedef struct smla_stream_ops {
     X(dynamic_per_tensor_quant, smla_dynamic_per_tensor_quant_args, smla_quant_params)     \
     X(fused_q_kv_rmsnorm, smla_fused_q_kv_rmsnorm_args, smla_q_kv_norm_params)             \
     X(fused_qnorm_rope_kv_insert, smla_qnorm_insert_args, smla_qnorm_insert_params)        \
+    X(save_partial_states, smla_partial_states_args, smla_partial_states_params)           \
+    X(compress_norm_rope_store, smla_compress_args, smla_compress_params)                  \
     X(fused_inv_rope_fp8_quant, smla_fused_inv_rope_fp8_quant_args, smla_inverse_rope_params)
 
 #define SMLA_OPERATOR_SLOT(name, args_type, params_type) \

@@ -15,7 +15,10 @@ from sparse_mla.integrations._docs import document
 
 # Kinds of arrays. A scale is a float or an array.
 SCALES = ("scale", "scale or none")
-READ = ("input", "optional input", "input or none", *SCALES, "pair", "second", "input and output")
+READ = (
+    *("input", "optional input", "input or none", *SCALES, "pair", "second"),
+    *("input, maybe output", "input and output"),
+)
 ALWAYS = ("output", "output or first", "result")  # returned by every call
 ASKED = ("asked output", "asked result")  # returned where the call asks for it
 # Arrays that the caller may give to write to.
@@ -52,6 +55,11 @@ class Schema:
         """Shape and dtype of each result that a call with these arguments may have."""
         rule: _results.Rule = self.operator.results
         return dict(zip(self.returned, rule(_results.Given(self.name, values)), strict=True))
+
+    def maybe_writes(self, values: Mapping[str, Any]) -> bool:
+        """Whether a call writes its arrays of kind "input, maybe output", as its table in C says:
+        where it has the first optional input."""
+        return values[self.names("optional input")[0]] is not None
 
     def part(self, values: dict[str, Any]) -> dict[str, Any]:
         """The arguments with pairs split in two, where the second is None if one array is given,

@@ -140,6 +140,8 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         smla_q_kv_norm_params norm;
         smla_inverse_rope_params inverse;
         smla_qnorm_insert_params qnorm;
+        smla_partial_states_params save;
+        smla_compress_params compress;
     } p;
     smla_attention_plan plan;
     switch (number) {
@@ -166,7 +168,9 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         return smla_check_dequantize_and_gather_k_cache(&a->gather_last, &p.gather, backend, e);
     case 17: return smla_check_sparse_mla_dsv4(&a->dsv4, &p.attention, &plan, backend, e);
     case 18: return smla_check_fused_qnorm_rope_kv_insert(&a->qnorm, &p.qnorm, backend, e);
-    default: return smla_check_grouped_output_projection(&a->grouped, &p.projection, backend, e);
+    case 19: return smla_check_grouped_output_projection(&a->grouped, &p.projection, backend, e);
+    case 20: return smla_check_save_partial_states(&a->save, &p.save, backend, e);
+    default: return smla_check_compress_norm_rope_store(&a->compress, &p.compress, backend, e);
     }
 }
 
@@ -290,6 +294,13 @@ set_scalars(reader *r, int number, any_args *a)
         a->qnorm.kv_scale.value = (double)read_count(r, 3);
         a->qnorm.kv_format = (int32_t)read_count(r, 13);
         a->qnorm.block_size = read_count(r, 6);
+    } else if (number == 21) {
+        const uint64_t bits = read_bits(r);
+        memcpy(&a->compress.eps, &bits, sizeof bits);
+        a->compress.ratio = read_number(r);
+        a->compress.kv_scale.value = (double)read_count(r, 3);
+        a->compress.kv_format = (int32_t)read_count(r, 13);
+        a->compress.block_size = read_count(r, 6);
     } else if (number <= 2) {
         const int32_t format = (int32_t)read_count(r, 4);
         a->write.kv_format = number == 0 ? format : a->write.kv_format;

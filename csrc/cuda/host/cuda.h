@@ -119,6 +119,11 @@ cudaError_t smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *par
 cudaError_t smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *params);
 cudaError_t smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_params *params);
 
+/* compressor.cu */
+cudaError_t smla_cuda_launch_save_partial_states(const smla_partial_states_params *params);
+cudaError_t smla_cuda_launch_compress_norm_rope_store(const smla_compress_params *params,
+                                                      const smla_cuda_device *device);
+
 /* projection.cu: arrays whose strides neither cuBLAS nor a fast kernel of e4m3 can express. */
 cudaError_t smla_cuda_launch_projection(const smla_projection_params *params);
 
@@ -153,6 +158,9 @@ smla_status smla_cuda_check_positions(const char *op, const smla_rope *rope, int
 smla_status smla_cuda_check_global_topk(const smla_topk_slots_params *params, smla_error *error);
 smla_status smla_cuda_check_combine_topk_swa(const smla_combine_topk_swa_params *params,
                                              smla_error *error);
+smla_status smla_cuda_check_partial_states(const smla_partial_states_params *params,
+                                           smla_error *error);
+smla_status smla_cuda_check_compress(const smla_compress_params *params, smla_error *error);
 smla_status smla_cuda_check_mixed_indices(const smla_mixed_indices_params *params,
                                           smla_error *error);
 
