@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import sparse_mla
+from sparse_mla._bench import compressor
 from sparse_mla._bench.cuda_inputs import BLOCK_SIZE, make_cache
 from sparse_mla._bench.cuda_timing import (
     DEVICE,
@@ -411,6 +412,12 @@ def move_queries() -> Iterator[Move]:
         yield Move(name, call, num_bytes, is_right)
 
 
+def move_states() -> Iterator[Move]:
+    return compressor.make_moves(
+        TURNED_TOKENS, lambda x: torch.from_numpy(x).to(DEVICE), lambda x: x.cpu().numpy()
+    )
+
+
 MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_writes,
     move_inserts,
@@ -423,4 +430,5 @@ MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_norms,
     move_turned,
     move_queries,
+    move_states,
 )
