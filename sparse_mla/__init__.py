@@ -19,6 +19,7 @@ from sparse_mla.backend import *
 from sparse_mla.ops.absorption import *
 from sparse_mla.ops.attention import *
 from sparse_mla.ops.cache import *
+from sparse_mla.ops.compressor import *
 from sparse_mla.ops.facts import *
 from sparse_mla.ops.index import *
 from sparse_mla.ops.indexer import *

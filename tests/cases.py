@@ -768,6 +768,37 @@ def int32(*values) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+def _save_states_call() -> Call:
+    rng = np.random.default_rng(15)
+    both = rng.normal(0, 1, (6, 256)).astype(np.float32)
+    args = {
+        "kv": both[:, :128],
+        "score": both[:, 128:],
+        "ape": rng.normal(0, 1, (2, 128)).astype(np.float32),
+        "positions": np.array([4, 5, 0, 1, 2], np.int64),
+        "state": np.zeros((3, 4, 256), np.float32),
+        "slot_mapping": np.array([0, 1, -1, 9, 10], np.int64),
+    }
+    return Call("save_partial_states", args, {})
+
+
+def _compress_call() -> Call:
+    rng = np.random.default_rng(16)
+    args = {
+        "state": rng.normal(0, 1, (3, 4, 1024)).astype(np.float32),
+        "block_table": int32([2, 0], [1, -1]),
+        "req_id_per_token": int32(0, 0, 1, 1, 0),
+        "positions": np.array([4, 5, 0, 1, 0], np.int64),
+        "slot_mapping": np.array([0, 1, 4, 5, -1], np.int64),
+        "cache": np.zeros((3, 4, 512), np.uint8),
+        "kv_slot_mapping": np.array([-1, 7, -1, 2, -1], np.int64),
+        "norm_weight": rng.normal(1, 0.1, 512).astype(np.float32),
+        "cos_sin": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
+    }
+    options = {"eps": 1e-6, "ratio": 2, "kv_scale": np.full(1, 0.5, np.float32)}
+    return Call("compress_norm_rope_store", args, options)
+
+
 def _global_topk_call() -> Call:
     args = {
         "topk_indices": int32([3, 0, -1, 9], [5, 1, 99, 2], [7, 1, 3, 0]),
@@ -879,6 +910,8 @@ def _gather_last_call() -> Call:
 # RESULTS: what callers may give. WRITTEN: the array that an operator writes in place; it is always
 # given, and returned as the last result.
 WRITTEN = {
+    "save_partial_states": "state",
+    "compress_norm_rope_store": "cache",
     "fused_qnorm_rope_kv_insert": "cache",
     "concat_and_cache_mla": "kv_cache",
     "quantize_and_insert_k_cache": "k_cache",
@@ -920,6 +953,8 @@ GOOD_CALLS: dict[str, Callable[[], Call]] = {
     "fused_qnorm_rope_kv_insert": _qnorm_insert_call,
     "fused_indexer_q_rope_quant": _index_query_call,
     "indexer_logits": _logits_call,
+    "save_partial_states": _save_states_call,
+    "compress_norm_rope_store": _compress_call,
     "quantize_and_insert_k_cache": _insert_call,
     "indexer_k_quant_and_cache": _insert_index_call,
     "dequantize_and_gather_k_cache": _gather_last_call,

@@ -75,6 +75,8 @@ EXACT = (
     "fused_inv_rope_fp8_quant",
     "fused_qnorm_rope_kv_insert",
     "fused_indexer_q_rope_quant",
+    "save_partial_states",
+    "compress_norm_rope_store",
 )
 
 
@@ -88,6 +90,8 @@ def is_decided(name, args) -> bool:
         "quantize_and_insert_k_cache": 2,
         "indexer_k_quant_and_cache": 2,
         "fused_qnorm_rope_kv_insert": 5,
+        "save_partial_states": 5,
+        "compress_norm_rope_store": 4,
     }.get(name)
     if place is None:
         return True

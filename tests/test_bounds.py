@@ -90,7 +90,11 @@ def known_formats(op: str, name: str = "") -> tuple[str, dict[str, int]]:
     """The bf16 rows that the argument `name` of an operator takes, and the formats of bytes."""
     if op in READERS:
         return "576 or 512", BYTE_FORMATS
-    if op in ("quantize_and_insert_k_cache", "fused_qnorm_rope_kv_insert"):
+    if op in (
+        "quantize_and_insert_k_cache",
+        "fused_qnorm_rope_kv_insert",
+        "compress_norm_rope_store",
+    ):
         others = ("fp8_ds_mla", "fp8_index", "mxfp4_index")
         return "512", {n: row for n, row in BYTE_FORMATS.items() if n not in others}
     if op == "sparse_mla_dsv4":
@@ -111,12 +115,13 @@ def byte_rows(op: str, name: str = "") -> str:
 
 def is_cache(row: Row, name: str) -> bool:
     rows = ("fused_q_kv_rmsnorm", "fused_qnorm_rope_kv_insert")
+    rows += ("save_partial_states", "compress_norm_rope_store")
     return name in CACHES and not (name == "kv" and row.op in rows)
 
 
 def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     """The dtypes that the docstrings of sparse_mla.ops allow for an array."""
-    if name in ("slot_mapping", "positions"):
+    if name in ("slot_mapping", "kv_slot_mapping", "positions"):
         return ("int32", "int64")
     if row.op == "indexer_logits" and name == "q_scale":
         return ("uint8",)
@@ -148,7 +153,9 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
         return ("uint8", "float8_e4m3fn")
     if name == "is_valid":
         return ("uint8", "bool")
-    if name in ("out_a", "q_weight", "kv_weight", "logits"):
+    if name in ("out_a", "q_weight", "kv_weight", "norm_weight", "logits"):
+        return ("bfloat16", "float32")
+    if name == "kv" and "ape" in row.rules:
         return ("bfloat16", "float32")
     if name == "out" and "out_scale" in row.rules:
         return ("uint8", "float8_e4m3fn")
@@ -200,6 +207,7 @@ def wrong_dtype(row: Row, name: str, dtype: str) -> tuple[type, str]:
 def follows(row: Row, name: str, dtype: str) -> tuple[type, str] | None:
     """The error if a valid dtype does not fit another argument, or None."""
     other = {"kv_c": "k_pe", "out_a": "out_b", "logits": "values"}.get(name)
+    other = "score" if name == "kv" and "ape" in row.rules else other
     plain = row.example.arrays
     if other and plain[name].dtype != NAMED[dtype]:
         got = next(n for n, known in NAMED.items() if known == plain[other].dtype)
@@ -375,6 +383,21 @@ LARGER = {
     ("fused_qnorm_rope_kv_insert", "cos_sin"): {0},
     ("fused_qnorm_rope_kv_insert", "slot_mapping"): {0},
     ("fused_qnorm_rope_kv_insert", "q_out"): {0, 1},
+    ("save_partial_states", "kv"): {0},
+    ("save_partial_states", "score"): {0},
+    ("save_partial_states", "ape"): {0},
+    ("save_partial_states", "positions"): {0},
+    ("save_partial_states", "state"): {0, 1},
+    ("save_partial_states", "slot_mapping"): {0},  # the example has a row to spare
+    ("compress_norm_rope_store", "state"): {0, 1},
+    ("compress_norm_rope_store", "block_table"): {0, 1},
+    ("compress_norm_rope_store", "req_id_per_token"): {0},
+    ("compress_norm_rope_store", "positions"): {0},
+    ("compress_norm_rope_store", "slot_mapping"): {0},
+    ("compress_norm_rope_store", "kv_slot_mapping"): {0},
+    ("compress_norm_rope_store", "cos_sin"): {0},
+    ("compress_norm_rope_store", "kv"): {0},
+    ("compress_norm_rope_store", "score"): {0},
     ("fused_inv_rope_fp8_quant", "positions"): {0},
     ("fused_inv_rope_fp8_quant", "cos_sin"): {0},
     ("fused_inv_rope_fp8_quant", "out_scale"): {0},

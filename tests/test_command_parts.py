@@ -20,7 +20,16 @@ import reference as ref
 import sparse_mla
 from sparse_mla import __main__ as command
 from sparse_mla import _info, _judge
-from sparse_mla._bench import attention, index_lists, memory, plot, projection, timing, top_k
+from sparse_mla._bench import (
+    attention,
+    compressor,
+    index_lists,
+    memory,
+    plot,
+    projection,
+    timing,
+    top_k,
+)
 from sparse_mla._bench import run as bench
 from sparse_mla._demo import engine, model, scheduler
 from sparse_mla._demo import run as demo
@@ -463,6 +472,7 @@ def test_bench_tells_wrong_results(monkeypatch):
     for name in (f"make_{maker}" for maker in makers):
         monkeypatch.setattr(memory, name, lambda *_: memory.Move("m", lambda: 0, 2, lambda: True))
     monkeypatch.setattr(memory, "make_moves", lambda *_: [])
+    monkeypatch.setattr(memory.compressor, "make_moves", lambda *_: [])
     table = memory.measure(timing.Effort.of(True, False), 1)
     assert table.failures == ["c: wrong values"]
     assert [row["right"] for row in table.records] == [True] * 7 + [False] + [True] * 3
@@ -481,6 +491,14 @@ def test_moves_of_index_lists_are_judged():
     moves = list(index_lists.make_moves(64, lambda x: x, lambda x: x))
     assert {move.name for move in moves} == set(index.__all__) - {"top_k_per_row"}
     for move in moves:
+        assert not move.is_right()
+        move.call()
+        assert move.is_right()
+
+
+def test_moves_of_the_compressor_are_judged():
+    """States and rows are right only once the call has written them."""
+    for move in compressor.make_moves(512, lambda x: x, lambda x: x):
         assert not move.is_right()
         move.call()
         assert move.is_right()

@@ -1046,6 +1046,8 @@ def test_operators_without_memory(package, gpu, op):
         "gather_kv_cache": 0,
         "quantize_and_insert_k_cache": 0,
         "fused_qnorm_rope_kv_insert": 0,
+        "save_partial_states": 0,
+        "compress_norm_rope_store": 0,
         "indexer_k_quant_and_cache": 0,
         "dequantize_and_gather_k_cache": 0,
         "sparse_attention": 4,

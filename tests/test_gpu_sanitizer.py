@@ -15,6 +15,7 @@ import row_formats
 from cases import AttentionCase
 from helpers import assert_within_bounds, guarded_attention
 from library import sparse_mla
+from test_compressor import Case as Compressor
 from test_grouped_projection import Call as Grouped
 from test_indexer_logits import Paged, assert_logits, bound_of
 from test_qnorm_insert import Case, check_all
@@ -39,6 +40,16 @@ def test_queries_and_keys(fmt):
     case = Case(5, 3, fmt=fmt)
     case.q, case.kv = shifted(case.q), shifted(case.kv)
     check_all(case)
+
+
+@pytest.mark.parametrize("fmt", row_formats.FORMATS)
+@pytest.mark.parametrize("ratio", [3, 4, 40])
+def test_compressor(fmt, ratio):
+    """States that are aligned to 16 bytes, and states that are not; in two calls and in one."""
+    requests = ((0, ratio + 2), (ratio - 1, 1), (2 * ratio, 3))
+    for fused in (False, True):
+        for gap in (0, 1):
+            Compressor(requests, ratio=ratio, fmt=fmt, gap=gap).check(fused)
 
 
 def shifted(x: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from gpu import torch
 from helpers import Guarded, assert_same_bits
 from library import package, sparse_mla
 from test_cache import BAD_GATHERS, filled, gather_inputs, storage
+from test_compressor import Case as Compressor
 from test_index import inputs as index_inputs
 from test_index_lists import good_combine, good_global, good_mixed
 from test_qnorm_insert import Case
@@ -46,6 +47,61 @@ def test_queries_and_keys_of_a_bad_position_are_not_turned(position):
         one.run()
     assert_same_bits(case.q, want.q, "queries")
     assert_same_bits(case.pages.memory, want.pages.memory, "cache")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("name", "bad", "harmless"),
+    [
+        ("slot_mapping", 2**40, {"slot_mapping": -1}),
+        ("slot_mapping", -(2**63), {"slot_mapping": -1}),
+        ("kv_slot_mapping", 2**40, {"kv_slot_mapping": -1}),
+        ("req_id_per_token", 2**31 - 1, {"kv_slot_mapping": -1}),
+        ("req_id_per_token", -5, {"kv_slot_mapping": -1}),
+    ],
+)
+def test_bad_tokens_of_the_compressor_are_skipped(name, bad, harmless, fused):
+    """Everything else is as without them."""
+    case, want = (Compressor(((0, 17), (6, 9)), padding=0) for _ in range(2))
+    closing = np.flatnonzero(case.arrays["kv_slot_mapping"] >= 0)[1]
+    case.arrays[name][closing] = bad
+    for key, value in harmless.items():
+        want.arrays[key][closing] = value
+    for one in (case, want):
+        if not fused:
+            one.save()
+        one.close(**(one.step if fused else {}))
+    assert_same_bits(case.memory, want.memory, "state")
+    assert_same_bits(case.pages.memory, want.pages.memory, "cache")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("page", ["past the end", 2**31 - 1, -(2**31)])
+def test_a_bad_page_has_no_states(page, fused):
+    case, want = (Compressor(((0, 17),), padding=0) for _ in range(2))
+    case.table[0, 1] = len(case.state) if isinstance(page, str) else page
+    want.table[0, 1] = -1
+    for one in (case, want):
+        if not fused:
+            one.save()
+        one.close(**(one.step if fused else {}))
+    assert_same_bits(case.memory, want.memory, "state")
+    assert_same_bits(case.pages.memory, want.pages.memory, "cache")
+
+
+@pytest.mark.parametrize("position", [800, -1, 2**31 - 1, 2**62, 2**63 - 1, -(2**63)])
+def test_bad_positions_of_the_compressor_stay_inside(position):
+    """The rows of that token are undefined; those of other requests are as without it."""
+    case, want = (Compressor(((0, 8), (0, 8)), padding=0) for _ in range(2))
+    token = int(np.flatnonzero(case.arrays["req_id_per_token"] == 0)[7])
+    case.arrays["positions"][token] = position
+    want.arrays["slot_mapping"][token] = -1
+    for one in (case, want):
+        one.close(**one.step)
+    others = want.arrays["kv_slot_mapping"][want.arrays["req_id_per_token"] == 1]
+    others = others[others >= 0]
+    for got, expected in zip(case.pages.get(others), want.pages.get(others), strict=True):
+        assert_same_bits(got, expected)
 
 
 # --- gather --------------------------------------------------------------------------------------

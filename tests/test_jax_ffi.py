@@ -217,6 +217,36 @@ def test_queries_as_codes(place, smla, scale):
     assert_same(got, want.run(sparse_mla))
 
 
+def test_states_and_rows_in_one_call(place, smla):
+    """With kv, score and ape the new states come first, also in place of donated ones."""
+    jax, call = place.module, moved("compress_norm_rope_store", place)
+    want = plain("compress_norm_rope_store")
+    rng = np.random.default_rng(3)
+    for name, shape in (("kv", (5, 512)), ("score", (5, 512)), ("ape", (2, 512))):
+        want.kwargs[name] = rng.normal(0, 1, shape).astype(np.float32)
+        call.kwargs[name] = place.put(want.kwargs[name])
+    arrays, run = jitted(jax, smla.compress_norm_rope_store, call)
+    state, cache = run(arrays)
+    before = want.args["state"].copy()
+    want_cache = want.run(sparse_mla)
+    assert not np.array_equal(before, want.args["state"])
+    assert_same(cache, want_cache)
+    assert_same(state, want.args["state"])
+    donating = jax.jit(
+        lambda state, cache, rest: smla.compress_norm_rope_store(
+            **{**rest, "state": state, "cache": cache}, eps=1e-6, ratio=2
+        ),
+        donate_argnums=(0, 1),
+    )
+    rest = {n: x for n, x in arrays.items() if n not in ("state", "cache")}
+    copies = [jax.numpy.array(arrays[n], copy=True) for n in ("state", "cache")]
+    places = [x.unsafe_buffer_pointer() for x in copies]
+    got = donating(*copies, rest)
+    assert [x.unsafe_buffer_pointer() for x in got] == places
+    assert_same(got[0], want.args["state"])
+    assert_same(got[1], want_cache)
+
+
 def decode(jax, smla, cache, inputs):
     """Decode steps in one program, each of which passes the cache to the next."""
 

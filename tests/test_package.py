@@ -72,6 +72,12 @@ OPERATORS = {
         "q kv positions cos_sin cache slot_mapping",
         "eps q_out= q_scale_inv= kv_scale= kv_format= block_size= stream=",
     ),
+    "save_partial_states": ("kv score ape positions state slot_mapping", "stream="),
+    "compress_norm_rope_store": (
+        "state block_table req_id_per_token positions slot_mapping cache kv_slot_mapping "
+        "norm_weight cos_sin",
+        "eps ratio kv= score= ape= kv_scale= kv_format= block_size= stream=",
+    ),
     "fused_inv_rope_fp8_quant": (
         "o positions cos_sin",
         "groups scale_layout= quantize= out= out_scale= stream=",
@@ -133,6 +139,7 @@ DEFAULTS = {
     ("sparse_attention", "extra_kv_scale"): 1.0,
     ("quantize_and_insert_k_cache", "kv_scale"): 1.0,
     ("fused_qnorm_rope_kv_insert", "kv_scale"): 1.0,
+    ("compress_norm_rope_store", "kv_scale"): 1.0,
     ("dequantize_and_gather_k_cache", "kv_scale"): 1.0,
 }
 ROOT = Path(sparse_mla.__file__).parent
@@ -276,8 +283,8 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     layer = ("_words", "batch", "builder", "config", "facts", "layer")
     ours = {"", "._C", "._results", ".backend", ".flash_mla", ".ops"}
     ours |= {f".backend.{name}" for name in layer}
-    names = "_declare", "absorption", "attention", "cache", "facts", "index", "indexer", "norm"
-    names = *names, "planning"
+    names = "_declare", "absorption", "attention", "cache", "compressor", "facts", "index"
+    names += "indexer", "norm", "planning"
     ours |= {f".ops.{name}" for name in names}
     ours |= {".v4", *(f".v4.{name}" for name in ("builder", "config", "facts", "layer"))}
     assert set(done.stdout.split()) == {f"sparse_mla{name}" for name in ours}

@@ -76,6 +76,8 @@ OVERLOADS = [
         "fused_indexer_q_rope_quant": ["default", "use_fp4", "out"],
         "indexer_logits": ["default", "out"],
         "fused_qnorm_rope_kv_insert": ["default"],
+        "save_partial_states": ["default"],
+        "compress_norm_rope_store": ["default"],
     }.items()
     for overload in overloads
 ]
@@ -253,6 +255,27 @@ def test_queries_in_place_or_as_new_codes(place, smla, scale, backend):
     for name, x in wanted.args.items():
         assert_same(place, call.args[name], x, name)
     assert torch.equal(call.args["q"], before) == (scale is not None)
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_states_and_rows_in_one_call(place, smla, backend):
+    """With kv, score and ape the states are written, too."""
+    torch = place.module
+    wanted, call = (moved("compress_norm_rope_store", place) for _ in range(2))
+    state = call.args["state"]
+    for one in (wanted, call):
+        generator = torch.Generator().manual_seed(3)
+        kv, score = (torch.randn(5, 512, generator=generator).to(state.device) for _ in range(2))
+        one.kwargs |= {"kv": kv, "score": score, "ape": torch.ones(2, 512, device=state.device)}
+    before = state.clone()
+    want = wanted.run(sparse_mla)
+    run = smla.compress_norm_rope_store
+    if backend is not None:
+        run = torch.compile(run, fullgraph=True, backend=backend)
+    assert run(*call.args.values(), **call.kwargs) is call.args["cache"]
+    assert_same(place, call.args["cache"], want)
+    assert_same(place, state, wanted.args["state"])
+    assert not torch.equal(state, before)
 
 
 def step(smla, q, latent, rope, cache, table, slots, topk, requests):

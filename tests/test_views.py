@@ -422,6 +422,41 @@ def insert_queries(positions, cache, q_out=None, **scales) -> Example:
     return call("fused_qnorm_rope_kv_insert", arrays | scales, eps=1e-6)
 
 
+def save_states(dtype, integers) -> Example:
+    rng = np.random.default_rng(14)
+    as_dtype = ref.to_bf16 if dtype == ref.BF16 else lambda x: x.astype(np.float32)
+    arrays = {
+        "kv": as_dtype(rng.normal(0, 1, (6, 128))),
+        "score": as_dtype(rng.normal(0, 1, (6, 128))),
+        "ape": rng.normal(0, 1, (2, 128)).astype(np.float32),
+        "positions": np.array([4, 5, 0, 1, 2, 2], integers),
+        "state": rng.normal(0, 1, (3, 4, 256)).astype(np.float32),
+        "slot_mapping": np.array([0, 1, -1, 9, 10], integers),
+    }
+    return call("save_partial_states", arrays)
+
+
+def compress(cache, saves=False, **options) -> Example:
+    rng = np.random.default_rng(15)
+    dim = 512
+    arrays = {
+        "state": rng.normal(0, 1, (3, 4, 2 * dim)).astype(np.float32),
+        "block_table": int32([2, 0], [1, -1]),
+        "req_id_per_token": int32(0, 0, 1, 1, 0, 0),
+        "positions": np.array([4, 5, 0, 1, 0, 0]),
+        "slot_mapping": np.array([0, 1, 4, 5, -1]),
+        "cache": cache,
+        "kv_slot_mapping": np.array([-1, 7, -1, 2, -1, -1]),
+        "norm_weight": rng.normal(1, 0.1, dim).astype(np.float32),
+        "cos_sin": rng.normal(0, 0.7, (8, 64)).astype(np.float32),
+    }
+    if saves:
+        arrays |= {"kv": rng.normal(0, 1, (6, dim)), "score": rng.normal(0, 1, (6, dim))}
+        arrays |= {"ape": rng.normal(0, 1, (2, dim))}
+        arrays |= {name: arrays[name].astype(np.float32) for name in ("kv", "score", "ape")}
+    return call("compress_norm_rope_store", arrays | options, eps=1e-6, ratio=2)
+
+
 def split_batch(dtype) -> Example:
     arrays = {"query_start_loc": np.array([0, 1, 2, 5, 9], dtype)}
     return call("split_decodes_and_prefills", arrays, num_actual_tokens=9)
@@ -559,6 +594,11 @@ INDEX_QUERY |= {"out": "written", "out_weights": "written"}
 LOGITS = {"q": "", "weights": "", "context_lens": "strided", "out": "written"}
 FLAT_KEYS = {"k_cache[0]": "", "starts": "strided"}
 QNORM = {"kv": "", "positions": "strided", "cos_sin": "", "slot_mapping": "strided"}
+SAVE = {"kv": "", "score": "", "ape": "", "positions": "strided", "state": "written"}
+SAVE |= {"slot_mapping": "strided"}
+COMPRESS = dict.fromkeys(("block_table", "req_id_per_token", "positions"), "strided")
+COMPRESS |= {"slot_mapping": "strided", "kv_slot_mapping": "strided", "norm_weight": ""}
+COMPRESS |= {"cos_sin": ""}
 F16, F32, U8 = np.float16, np.float32, np.uint8
 
 TABLE: dict[str, Row] = {
@@ -841,6 +881,18 @@ TABLE: dict[str, Row] = {
         "fused_qnorm_rope_kv_insert",
         lambda: insert_queries(np.int64, bytes_below(256, 3, 4, 584), U8, q_scale_inv=one_scale()),
         {"q": "", "q_out": "written"} | QNORM | {"cache": "v4 written", "q_scale_inv": "strided"},
+    ),
+    "save states": Row("save_partial_states", lambda: save_states(F32, np.int64), SAVE),
+    "save states, bf16": Row("save_partial_states", lambda: save_states(ref.BF16, np.int32), SAVE),
+    "compress": Row(
+        "compress_norm_rope_store",
+        lambda: compress(bytes_below(256, 3, 4, 512), kv_scale=one_scale()),
+        {"state": ""} | COMPRESS | {"cache": "cache written", "kv_scale": "strided"},
+    ),
+    "compress and save": Row(
+        "compress_norm_rope_store",
+        lambda: compress(bytes_below(256, 3, 4, 584), saves=True),
+        {"state": "written", "kv": "", "score": "", "ape": ""} | COMPRESS | {"cache": "v4 written"},
     ),
     "step, separate": Row(
         "forward",

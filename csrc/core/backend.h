@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/error.h"
+#include "core/params_compressor.h"
 #include "core/params_indexer.h"
 #include "core/params_select.h"
 
@@ -62,6 +63,8 @@ typedef struct smla_stream_ops {
     X(dynamic_per_tensor_quant, smla_dynamic_per_tensor_quant_args, smla_quant_params)        \
     X(fused_q_kv_rmsnorm, smla_fused_q_kv_rmsnorm_args, smla_q_kv_norm_params)                \
     X(fused_qnorm_rope_kv_insert, smla_qnorm_insert_args, smla_qnorm_insert_params)           \
+    X(save_partial_states, smla_partial_states_args, smla_partial_states_params)              \
+    X(compress_norm_rope_store, smla_compress_args, smla_compress_params)                     \
     X(fused_inv_rope_fp8_quant, smla_fused_inv_rope_fp8_quant_args, smla_inverse_rope_params) \
     X(fused_indexer_q_rope_quant, smla_index_query_args, smla_index_query_params)             \
     X(indexer_logits, smla_indexer_logits_args, smla_logits_params)

@@ -85,6 +85,7 @@ smla_read_scale(const smla_given_scale *scale)
 typedef struct smla_cache_write_params {
     const char *op;         /* its name, for errors */
     const char *cache_name; /* the cache argument's name, for errors */
+    const char *slots_name; /* the name of slot_mapping, for errors */
     int64_t num_tokens;
     const void *kv_c; /* [T, NoPE values] */
     const void *k_pe; /* [T, RoPE values] */

@@ -63,6 +63,7 @@ require_insert(smla_checker *c, const smla_qnorm_insert_args *args, int64_t num_
     *insert = (smla_cache_write_params){
         .op = c->op,
         .cache_name = cache.name,
+        .slots_name = "slot_mapping",
         .num_tokens = smla_size(args->slot_mapping, 0),
         .kv_c = smla_data(args->kv),
         .kv_c_stride_token = smla_stride(args->kv, 0),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import sparse_mla
+from sparse_mla._bench import compressor
 from sparse_mla._bench.cuda_inputs import BLOCK_SIZE, make_cache
 from sparse_mla._bench.cuda_timing import (
     DEVICE,
@@ -447,6 +448,12 @@ def move_index_queries() -> Iterator[Move]:
         yield Move(name, call, num_bytes, is_right)
 
 
+def move_states() -> Iterator[Move]:
+    return compressor.make_moves(
+        TURNED_TOKENS, lambda x: torch.from_numpy(x).to(DEVICE), lambda x: x.cpu().numpy()
+    )
+
+
 MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_writes,
     move_inserts,
@@ -460,4 +467,5 @@ MOVES: tuple[Callable[[], Iterator[Move]], ...] = (
     move_turned,
     move_queries,
     move_index_queries,
+    move_states,
 )

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 import sparse_mla
+from sparse_mla._bench import compressor
 from sparse_mla._bench.attention import TOPK
 from sparse_mla._bench.index_lists import make_moves
 from sparse_mla._bench.moves import Move
@@ -23,6 +24,7 @@ NUM_QUERIES = 4096
 NUM_NORMS = 16384
 NUM_OUTPUTS = 1024
 NUM_LIST_TOKENS = 8192
+NUM_STATES = 4096
 SAMPLED = slice(None, None, 509)
 V4_DATA, V4_ROW = 576, 584  # bytes per token of an fp8_v4 cache
 INDEX_DATA, INDEX_ROW = 128, 132  # of an fp8_index cache
@@ -38,6 +40,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
     moves += [make_insert(rng, v4_cache), make_last_gather(rng, v4_cache)]
     moves += [make_index_insert(rng)]
     moves += [make_conversion(rng), make_norm(rng), make_inverse(rng), make_queries(rng)]
+    moves += compressor.make_moves(NUM_STATES, lambda x: x, lambda x: x)
     moves += make_moves(NUM_LIST_TOKENS, lambda x: x, lambda x: x)
 
     columns = ["operator", "sampled bytes", "GB/s", "copy GB/s", "ratio"]

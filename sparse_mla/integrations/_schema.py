@@ -17,7 +17,7 @@ from sparse_mla.integrations._docs import document
 SCALES = ("scale", "scale or none")
 READ = (
     *("input", "optional input", "input or none", "asking input", *SCALES),
-    *("pair", "second", "input and output"),
+    *("pair", "second", "input, maybe output", "input and output"),
 )
 ALWAYS = ("output", "output or first", "result")  # returned by every call
 ASKED = ("asked output", "asked result")  # returned where the call asks for it
@@ -64,6 +64,11 @@ class Schema:
         """Shape and dtype of each result that a call with these arguments may have."""
         rule: _results.Rule = self.operator.results
         return dict(zip(self.returned, rule(_results.Given(self.name, values)), strict=True))
+
+    def maybe_writes(self, values: Mapping[str, Any]) -> bool:
+        """Whether a call writes its arrays of kind "input, maybe output", as its table in C says:
+        where it has the first optional input."""
+        return values[self.names("optional input")[0]] is not None
 
     def part(self, values: dict[str, Any]) -> dict[str, Any]:
         """The arguments with pairs split in two, where the second is None if one array is given,

@@ -3,8 +3,9 @@
 The functions have the names and arguments of `sparse_mla`'s own, without `stream` and workspaces.
 Where a result is new they have no `out` and the like either, because JAX arrays are immutable and
 XLA plans their memory. `concat_and_cache_mla` and `gather_kv_cache` return the array that they
-write to; `fused_qnorm_rope_kv_insert` returns its queries, then that array. The array is written in
-place when the caller donates it to `jit`; otherwise XLA copies it first.
+write to; `fused_qnorm_rope_kv_insert` returns its queries, then that array, and with `kv`
+`compress_norm_rope_store` returns (state, cache). A written array is written in place when the
+caller donates it to `jit`; otherwise XLA copies it first.
 Options are Python values, fixed when a function is traced. Results have the same bits as those of
 an eager call.
 
@@ -81,8 +82,8 @@ _ATTRIBUTES = {
 
 
 def _call(schema: Schema, values: dict[str, Any]) -> Any:
-    """Makes one custom call in the form that csrc/python/xla/xla_ffi.c takes. An array that is both
-    read and written becomes the call's last result, in place."""
+    """Makes one custom call in the form that csrc/python/xla/xla_ffi.c takes. Arrays that are both
+    read and written become the call's last results, in place."""
     values = schema.part(values)
     given = {}
     for name in schema.names(*READ):
@@ -93,18 +94,21 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
     unasked = () if schema.asks(values) else schema.names(*ASKED)
     results = {n: x[:2] for n, x in schema.results(values).items() if n not in unasked}
     order = [*schema.names(*READ), *schema.returned]
-    aliases = None
-    if schema.written is not None:
-        written = given[schema.written]
-        aliases = {list(given).index(schema.written): len(results)}
-        results[schema.written] = (written.shape, written.dtype.name)
-        order.append(schema.written)
-    present = sum(1 << i for i, name in enumerate(order) if name in given or name in results)
+    aliases = {}
+    for name in schema.names("input, maybe output", "input and output"):
+        order.append(name)
+        if schema.rows[name] == "input and output" or schema.maybe_writes(values):
+            aliases[list(given).index(name)] = len(results)
+            results[name] = (given[name].shape, given[name].dtype.name)
+    read = len(schema.names(*READ))
+    present = sum(
+        1 << i for i, name in enumerate(order) if (name in given if i < read else name in results)
+    )
     call = jax.ffi.ffi_call(
         _TARGET,
         [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results.values()],
         vmap_method="sequential",
-        input_output_aliases=aliases,
+        input_output_aliases=aliases or None,
     )
     attributes = {
         name: _ATTRIBUTES[kind](values[name])

@@ -138,7 +138,7 @@ def _declare(schema: Schema, outputs: list[str]) -> str:
         kind = schema.rows[name]
         has_default = parameter.default is not parameter.empty and kind not in ALWAYS
         is_optional = has_default or kind == "workspace"
-        if kind == "input and output" or name in outputs:
+        if kind in ("input and output", "input, maybe output") or name in outputs:
             text = f"Tensor({next(marks)}!){'?' * is_optional} {name}"
         elif kind in _TYPES:
             text = f"{_TYPES[kind]} {name}"

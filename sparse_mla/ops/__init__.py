@@ -33,7 +33,17 @@ and do what the operator's docstring says. SPARSE_MLA_CHECK=1 in the environment
 calls then synchronise and raise these ValueErrors too, and cannot be captured.
 """
 
-from sparse_mla.ops import absorption, attention, cache, facts, index, indexer, norm, planning
+from sparse_mla.ops import (
+    absorption,
+    attention,
+    cache,
+    compressor,
+    facts,
+    index,
+    indexer,
+    norm,
+    planning,
+)
 from sparse_mla.ops._declare import OPERATORS as OPERATORS
 from sparse_mla.ops.absorption import *
 from sparse_mla.ops.absorption import _split_kv_b_proj as _split_kv_b_proj
@@ -41,6 +51,7 @@ from sparse_mla.ops.attention import *
 from sparse_mla.ops.attention import _attention_plans as _attention_plans
 from sparse_mla.ops.attention import _attention_plus_inf as _attention_plus_inf
 from sparse_mla.ops.cache import *
+from sparse_mla.ops.compressor import *
 from sparse_mla.ops.facts import *
 from sparse_mla.ops.index import *
 from sparse_mla.ops.indexer import *
@@ -51,6 +62,7 @@ __all__ = []
 __all__ += absorption.__all__
 __all__ += attention.__all__
 __all__ += cache.__all__
+__all__ += compressor.__all__
 __all__ += facts.__all__
 __all__ += index.__all__
 __all__ += indexer.__all__

@@ -143,6 +143,8 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         smla_q_kv_norm_params norm;
         smla_inverse_rope_params inverse;
         smla_qnorm_insert_params qnorm;
+        smla_partial_states_params save;
+        smla_compress_params compress;
     } p;
     smla_attention_plan plan;
     switch (number) {
@@ -173,7 +175,9 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
     case 20: return smla_check_top_k_per_row(&a->top_k, &p.top_k, backend, e);
     case 21:
         return smla_check_fused_indexer_q_rope_quant(&a->index_query, &p.index_query, backend, e);
-    default: return smla_check_indexer_logits(&a->logits, &p.logits, backend, e);
+    case 22: return smla_check_indexer_logits(&a->logits, &p.logits, backend, e);
+    case 23: return smla_check_save_partial_states(&a->save, &p.save, backend, e);
+    default: return smla_check_compress_norm_rope_store(&a->compress, &p.compress, backend, e);
     }
 }
 
@@ -307,6 +311,13 @@ set_scalars(reader *r, int number, any_args *a)
         a->logits.kv_format = (int32_t)read_count(r, 13);
         a->logits.block_size = read_count(r, 6);
         a->logits.block_table = read_count(r, 4) == 0 ? a->logits.starts : NULL;
+    } else if (number == 24) {
+        const uint64_t bits = read_bits(r);
+        memcpy(&a->compress.eps, &bits, sizeof bits);
+        a->compress.ratio = read_number(r);
+        a->compress.kv_scale.value = (double)read_count(r, 3);
+        a->compress.kv_format = (int32_t)read_count(r, 13);
+        a->compress.block_size = read_count(r, 6);
     } else if (number <= 2) {
         const int32_t format = (int32_t)read_count(r, 4);
         a->write.kv_format = number == 0 ? format : a->write.kv_format;

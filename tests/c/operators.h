@@ -50,6 +50,8 @@ typedef union any_args {
     smla_qnorm_insert_args qnorm;
     smla_index_query_args index_query;
     smla_indexer_logits_args logits;
+    smla_partial_states_args save;
+    smla_compress_args compress;
 } any_args;
 
 enum { MAX_SLOTS = 14 };
@@ -396,6 +398,38 @@ make_logits(void)
                                  .out = ZEROS(fp32, 3, 9)}};
 }
 
+static inline any_args
+make_save(void)
+{
+    return (any_args){.save = {.struct_size = sizeof(smla_partial_states_args),
+                               .kv = ZEROS(fp32, 3, 128),
+                               .score = ZEROS(fp32, 3, 128),
+                               .ape = ZEROS(fp32, 2, 128),
+                               .positions = ZEROS(int64, 3),
+                               .state = ZEROS(fp32, 2, 4, 256),
+                               .slot_mapping = ZEROS(int64, 2)}};
+}
+
+static inline any_args
+make_compress(void)
+{
+    return (any_args){.compress = {.struct_size = sizeof(smla_compress_args),
+                                   .state = ZEROS(fp32, 2, 4, 1024),
+                                   .block_table = ZEROS(int32, 2, 3),
+                                   .req_id_per_token = ZEROS(int32, 3),
+                                   .positions = ZEROS(int64, 3),
+                                   .slot_mapping = ZEROS(int64, 2),
+                                   .cache = ZEROS(uint8, 2, 4, 512),
+                                   .kv_slot_mapping = ZEROS(int64, 3),
+                                   .norm_weight = ZEROS(fp32, 512),
+                                   .cos_sin = ZEROS(fp32, 5, 64),
+                                   .eps = 1e-6,
+                                   .ratio = 1,
+                                   .kv = ZEROS(fp32, 3, 512),
+                                   .score = ZEROS(fp32, 3, 512),
+                                   .ape = ZEROS(fp32, 1, 512)}};
+}
+
 #define CALL(member, function)                                                \
     static inline smla_status call_##member(const any_args *a, smla_error *e) \
     {                                                                         \
@@ -425,6 +459,8 @@ CALL(inverse, smla_fused_inv_rope_fp8_quant)
 CALL(qnorm, smla_fused_qnorm_rope_kv_insert)
 CALL(index_query, smla_fused_indexer_q_rope_quant)
 CALL(logits, smla_indexer_logits)
+CALL(save, smla_save_partial_states)
+CALL(compress, smla_compress_norm_rope_store)
 
 #undef CALL
 #define AT_FIELD(member, field) offsetof(any_args, member.field)
@@ -662,6 +698,32 @@ static const operator_case operators[] = {
       {"context_lens", AT_FIELD(logits, context_lens), ANY_STRIDE, 0},
       {"starts", AT_FIELD(logits, starts), ANY_STRIDE | OPTIONAL, 0},
       {"out", AT_FIELD(logits, out), OUTPUT, 1}}},
+    {"save_partial_states",
+     sizeof(smla_partial_states_args),
+     call_save,
+     make_save,
+     {{"slot_mapping", AT_FIELD(save, slot_mapping), ANY_STRIDE, 0},
+      {"ape", AT_FIELD(save, ape), 0, 2},
+      {"kv", AT_FIELD(save, kv), 0, 2},
+      {"score", AT_FIELD(save, score), 0, 2},
+      {"positions", AT_FIELD(save, positions), ANY_STRIDE, 0},
+      {"state", AT_FIELD(save, state), OUTPUT, 4}}},
+    {"compress_norm_rope_store",
+     sizeof(smla_compress_args),
+     call_compress,
+     make_compress,
+     {{"norm_weight", AT_FIELD(compress, norm_weight), 0, 1},
+      {"state", AT_FIELD(compress, state), OUTPUT, 4},
+      {"block_table", AT_FIELD(compress, block_table), ANY_STRIDE, 0},
+      {"slot_mapping", AT_FIELD(compress, slot_mapping), ANY_STRIDE, 0},
+      {"req_id_per_token", AT_FIELD(compress, req_id_per_token), ANY_STRIDE, 0},
+      {"positions", AT_FIELD(compress, positions), ANY_STRIDE, 0},
+      {"cos_sin", AT_FIELD(compress, cos_sin), 0, 2},
+      {"cache", AT_FIELD(compress, cache), OUTPUT | CACHE, 4},
+      {"kv_slot_mapping", AT_FIELD(compress, kv_slot_mapping), ANY_STRIDE, 0},
+      {"ape", AT_FIELD(compress, ape), 0, 3},
+      {"kv", AT_FIELD(compress, kv), 0, 2},
+      {"score", AT_FIELD(compress, score), 0, 2}}},
 };
 
 enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };

@@ -152,6 +152,22 @@ smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *para
 }
 
 cudaError_t
+smla_cuda_launch_save_partial_states(const smla_partial_states_params *params)
+{
+    (void)params;
+    return launch_nothing("save_states");
+}
+
+cudaError_t
+smla_cuda_launch_compress_norm_rope_store(const smla_compress_params *params,
+                                          const smla_cuda_device *device)
+{
+    (void)params;
+    launch_device = device;
+    return launch_nothing("compress");
+}
+
+cudaError_t
 smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params)
 {
     (void)params;
@@ -331,6 +347,28 @@ smla_cpu_check_combine_topk_swa(const smla_combine_topk_swa_params *p, smla_erro
     num_device_arrays += p->batch.query_start_loc == device_zeros;
     seen_sum = sum_of_starts(&p->batch);
     return cpu_status == SMLA_OK ? SMLA_OK : smla_fail(error, cpu_status, "the CPU's");
+}
+
+static bool
+is_device_array(const void *array)
+{
+    return array == device_zeros;
+}
+
+smla_status
+smla_cpu_check_partial_states(const smla_partial_states_params *p, smla_error *error)
+{
+    num_device_arrays += is_device_array(p->positions);
+    return smla_cpu_check_cache_write(&p->rows, error);
+}
+
+smla_status
+smla_cpu_check_compress(const smla_compress_params *p, smla_error *error)
+{
+    num_device_arrays += is_device_array(p->rope.positions) + is_device_array(p->req_id_per_token) +
+                         is_device_array(p->table.block_table) +
+                         is_device_array(p->states.rows.slot_mapping);
+    return smla_cpu_check_cache_write(&p->insert, error);
 }
 
 smla_status
@@ -714,7 +752,7 @@ test_captures(void)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-enum { QUANT = 8, NUM_OPERATORS = 23 };
+enum { QUANT = 8, NUM_OPERATORS = 25 };
 
 static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla",
                                                           "gather_kv_cache",
@@ -738,16 +776,19 @@ static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla"
                                                           "grouped_output_projection",
                                                           "top_k_per_row",
                                                           "fused_indexer_q_rope_quant",
-                                                          "indexer_logits"};
+                                                          "indexer_logits",
+                                                          "save_partial_states",
+                                                          "compress_norm_rope_store"};
 static const char *const launch_names[NUM_OPERATORS] = {
-    "write",          "gather",       "dequantize", "convert",     "attention", "merge",
-    "split_weight",   "project",      "quant",      "norm",        "turn_back", "global_topk",
-    "combine_lists",  "mixed_lists",  "insert",     "insert",      "gather",    "step_lists",
-    "insert_queries", "e4m3_project", "top_k",      "index_query", "score_keys"};
+    "write",     "gather",       "dequantize",    "convert",        "attention",
+    "merge",     "split_weight", "project",       "quant",          "norm",
+    "turn_back", "global_topk",  "combine_lists", "mixed_lists",    "insert",
+    "insert",    "gather",       "step_lists",    "insert_queries", "e4m3_project",
+    "top_k",     "index_query",  "score_keys",    "save_states",    "compress"};
 
 /* How many arrays a checked call of an operator copies to the host. */
-static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2,        1, 3,
-                                                1, 1, 3, 0, 2,        [20] = 2, 1, 2};
+static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2, 1, 3, 1,
+                                                1, 3, 0, 2, [20] = 2, 1, 2, 2, 5};
 
 /* Calls an operator for `count` tokens, requests or the like; QUANT ignores `count`. */
 static smla_status
@@ -810,6 +851,13 @@ call_operator(int i, smla_stream stream, int64_t count)
     const smla_qnorm_insert_params insert_queries = {.num_tokens = count,
                                                      .rope = turn_back.rope,
                                                      .insert = write};
+    const smla_partial_states_params save = {.rows = write, .positions = device_zeros};
+    const smla_compress_params compress = {.states = {.rows = write},
+                                           .table = {.block_table = device_zeros, .num_blocks = 1},
+                                           .num_reqs = 1,
+                                           .req_id_per_token = device_zeros,
+                                           .rope = turn_back.rope,
+                                           .insert = write};
     const smla_query_batch batch = {.query_start_loc = device_zeros};
     const smla_combine_topk_swa_params combine = {.num_tokens = count,
                                                   .batch = batch,
@@ -844,7 +892,9 @@ call_operator(int i, smla_stream stream, int64_t count)
     case 19: return b->projection(&project_e4m3, &error);
     case 20: return b->top_k_per_row(&top_k, &error);
     case 21: return b->fused_indexer_q_rope_quant(&index_query, &error);
-    default: return b->indexer_logits(&logits, &error);
+    case 22: return b->indexer_logits(&logits, &error);
+    case 23: return b->save_partial_states(&save, &error);
+    default: return b->compress_norm_rope_store(&compress, &error);
     }
 }
 
@@ -869,7 +919,7 @@ test_operators(void)
         EXPECT_OK(call_operator(i, stream, 1));
         EXPECT_CALLS(calls);
         EXPECT(launch_device ==
-               (i == 1 || i == QUANT || i == 16 ? smla_cuda_find_device(1) : NULL));
+               (i == 1 || i == QUANT || i == 16 || i == 21 ? smla_cuda_find_device(1) : NULL));
         if (i != QUANT) { /* nothing to do */
             EXPECT_OK(call_operator(i, stream, 0));
             EXPECT_CALLS("");

@@ -22,11 +22,11 @@ smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
     for (int64_t token = 0; token < p->num_tokens; token++) {
         const int64_t slot = read_slot(p, token);
         if (slot >= num_slots) {
-            return smla_fail(error, SMLA_ERROR_VALUE,
-                             "%s: `slot_mapping` must be below the %lld slots of `%s`, got %lld at "
-                             "token %lld",
-                             p->op, (long long)num_slots, p->cache_name, (long long)slot,
-                             (long long)token);
+            return smla_fail(
+                error, SMLA_ERROR_VALUE,
+                "%s: `%s` must be below the %lld slots of `%s`, got %lld at token %lld", p->op,
+                p->slots_name, (long long)num_slots, p->cache_name, (long long)slot,
+                (long long)token);
         }
     }
     return SMLA_OK;

@@ -17,7 +17,7 @@ SMLA_OPERATORS(SMLA_DECLARE_CPU_OPERATOR)
 smla_status smla_cpu_projection(const smla_projection_params *params, smla_error *error);
 smla_status smla_cpu_fill_step_lists(const smla_step_lists_params *params, smla_error *error);
 
-/* Defined in cache.c, index.c, index_lists.c, logits.c and norm.c. */
+/* Defined in cache.c, index.c, index_lists.c, logits.c, norm.c and compressor.c. */
 smla_status smla_cpu_check_cache_write(const smla_cache_write_params *params, smla_error *error);
 smla_status smla_cpu_check_gather(const smla_gather_params *params, smla_error *error);
 smla_status smla_cpu_check_convert(const smla_convert_params *params, smla_error *error);
@@ -27,6 +27,9 @@ smla_status smla_cpu_check_global_topk(const smla_topk_slots_params *params, sml
 smla_status smla_cpu_check_combine_topk_swa(const smla_combine_topk_swa_params *params,
                                             smla_error *error);
 smla_status smla_cpu_check_logits(const smla_logits_params *params, smla_error *error);
+smla_status smla_cpu_check_partial_states(const smla_partial_states_params *params,
+                                          smla_error *error);
+smla_status smla_cpu_check_compress(const smla_compress_params *params, smla_error *error);
 smla_status smla_cpu_check_mixed_indices(const smla_mixed_indices_params *params,
                                          smla_error *error);
 

@@ -5,6 +5,26 @@
 
 #include "core/backend.h"
 
+/* What the slices of a pool have so far, by channel; params_compressor.h says what that is. */
+typedef struct smla_pool {
+    float largest[SMLA_POOL_SLICES][SMLA_V4_HEAD_DIM];
+    float weights[SMLA_POOL_SLICES][SMLA_V4_HEAD_DIM];
+    float totals[SMLA_POOL_SLICES][SMLA_V4_HEAD_DIM];
+} smla_pool;
+
+/* Values and scores of `dim` channels of the states that are pooled at a time. */
+typedef struct smla_pool_rows {
+    const float *values[SMLA_POOL_ROWS];
+    const float *scores[SMLA_POOL_ROWS];
+} smla_pool_rows;
+
+/* The weight of a norm, and its epsilon. */
+typedef struct smla_pool_norm {
+    const void *weight; /* [dim] */
+    smla_float_type weight_type;
+    float eps;
+} smla_pool_norm;
+
 typedef struct smla_norm_isa {
     /* out = bf16(x * rsqrt(mean(x^2) + eps) * weight) for one row. out may be x. */
     void (*normalize)(const uint16_t *x, const void *weight, smla_float_type weight_type,
@@ -22,6 +42,14 @@ typedef struct smla_norm_isa {
     /* The same head, times `scale`, as bytes. */
     void (*normalize_head_to_e4m3)(const uint16_t *x, const float *cos_sin, float eps, float scale,
                                    uint8_t *out);
+    /* A state row: values of kv, then score + ape, `width` of each. */
+    void (*save_state)(const void *kv, const void *score, smla_float_type type, const float *ape,
+                       int64_t width, float *row);
+    /* Adds states to a pool, whose largest scores begin as -inf and whose sums begin as 0. */
+    void (*pool_states)(smla_pool *pool, const smla_pool_rows *rows, int64_t dim);
+    /* The pooled values, normalised with a weight, their last 64 turned, as bf16. */
+    void (*finish_pool)(const smla_pool *pool, int64_t dim, const smla_pool_norm *norm,
+                        const float *cos_sin, uint16_t *key);
 } smla_norm_isa;
 
 static inline int64_t

@@ -226,7 +226,12 @@ normalize_head_to_e4m3(const uint16_t *x, const float *cos_sin, float eps, float
     }
 }
 
+#include "cpu/norm/pool_kernel.h"
+
 const smla_norm_isa SMLA_NORM = {
+    .save_state = save_state,
+    .pool_states = pool_states,
+    .finish_pool = finish_pool,
     .normalize = normalize,
     .turn_back_to_e4m3 = turn_back_to_e4m3,
     .turn_to_bf16 = turn_to_bf16,

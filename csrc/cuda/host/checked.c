@@ -97,6 +97,26 @@ byte_vector(const uint8_t **pointer, int64_t count, int64_t stride)
                           .strides = {stride, 0}};
 }
 
+/* The slots of a write, whose pointer read_array sets. */
+static device_array
+slot_vector(smla_cache_write_params *p)
+{
+    return (device_array){.pointer = (void *)&p->slot_mapping,
+                          .element_bytes = p->slots_are_int64 ? 8 : 4,
+                          .counts = {p->num_tokens, 1},
+                          .strides = {p->slot_stride, 0}};
+}
+
+/* Positions, whose pointer is at `pointer`. */
+static device_array
+position_vector(const void **pointer, bool are_int64, int64_t count, int64_t stride)
+{
+    return (device_array){.pointer = (void *)pointer,
+                          .element_bytes = are_int64 ? 8 : 4,
+                          .counts = {count, 1},
+                          .strides = {stride, 0}};
+}
+
 static smla_status
 read_arrays(const char *op, smla_stream stream, device_array *arrays, int count, smla_error *error)
 {
@@ -120,10 +140,7 @@ smla_status
 smla_cuda_check_cache_write(const smla_cache_write_params *p, smla_error *error)
 {
     smla_cache_write_params host = *p;
-    device_array slots = {.pointer = (void *)&host.slot_mapping,
-                          .element_bytes = p->slots_are_int64 ? 8 : 4,
-                          .counts = {p->num_tokens, 1},
-                          .strides = {p->slot_stride, 0}};
+    device_array slots = slot_vector(&host);
     smla_status status = read_array(p->op, p->stream, &slots, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_cache_write(&host, error);
@@ -179,10 +196,8 @@ smla_cuda_check_positions(const char *op, const smla_rope *rope, int64_t num_tok
                           smla_stream stream, smla_error *error)
 {
     smla_rope host = *rope;
-    device_array positions = {.pointer = (void *)&host.positions,
-                              .element_bytes = rope->positions_are_int64 ? 8 : 4,
-                              .counts = {num_tokens, 1},
-                              .strides = {rope->positions_stride, 0}};
+    device_array positions = position_vector(&host.positions, rope->positions_are_int64, num_tokens,
+                                             rope->positions_stride);
     smla_status status = read_array(op, stream, &positions, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_positions(op, &host, num_tokens, error);
@@ -204,6 +219,48 @@ smla_cuda_check_logits(const smla_logits_params *p, smla_error *error)
         status = smla_cpu_check_logits(&host, error);
     }
     free_arrays(arrays, 2);
+    return status;
+}
+
+smla_status
+smla_cuda_check_partial_states(const smla_partial_states_params *p, smla_error *error)
+{
+    smla_partial_states_params host = *p;
+    device_array arrays[] = {
+        slot_vector(&host.rows),
+        position_vector(&host.positions, p->positions_are_int64, p->rows.num_tokens,
+                        p->positions_stride),
+    };
+    smla_status status = read_arrays(p->rows.op, p->rows.stream, arrays, 2, error);
+    if (status == SMLA_OK) {
+        status = smla_cpu_check_partial_states(&host, error);
+    }
+    free_arrays(arrays, 2);
+    return status;
+}
+
+smla_status
+smla_cuda_check_compress(const smla_compress_params *p, smla_error *error)
+{
+    const int64_t num_tokens = p->insert.num_tokens;
+    smla_compress_params host = *p;
+    device_array arrays[] = {
+        slot_vector(&host.states.rows),
+        slot_vector(&host.insert),
+        position_vector(&host.rope.positions, p->rope.positions_are_int64, num_tokens,
+                        p->rope.positions_stride),
+        int32_vector(&host.req_id_per_token, num_tokens, p->req_id_stride),
+        {.pointer = (void *)&host.table.block_table,
+         .element_bytes = sizeof *p->table.block_table,
+         .counts = {p->num_reqs, p->table.num_blocks},
+         .strides = {p->table.stride_req, p->table.stride_block}},
+    };
+    const int count = (int)(sizeof arrays / sizeof arrays[0]);
+    smla_status status = read_arrays(p->insert.op, p->insert.stream, arrays, count, error);
+    if (status == SMLA_OK) {
+        status = smla_cpu_check_compress(&host, error);
+    }
+    free_arrays(arrays, count);
     return status;
 }
 

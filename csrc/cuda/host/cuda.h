@@ -125,6 +125,10 @@ cudaError_t smla_cuda_launch_fused_inv_rope_fp8_quant(const smla_inverse_rope_pa
 /* index_query.cu and logits.cu; on Hopper logits_sm90.cu serves what it can. */
 cudaError_t smla_cuda_launch_indexer_logits(const smla_logits_params *params);
 cudaError_t smla_cuda_launch_fused_indexer_q_rope_quant(const smla_index_query_params *params);
+/* compressor.cu */
+cudaError_t smla_cuda_launch_save_partial_states(const smla_partial_states_params *params);
+cudaError_t smla_cuda_launch_compress_norm_rope_store(const smla_compress_params *params,
+                                                      const smla_cuda_device *device);
 
 /* projection.cu: arrays whose strides neither cuBLAS nor a fast kernel of e4m3 can express. */
 cudaError_t smla_cuda_launch_projection(const smla_projection_params *params);
@@ -161,6 +165,9 @@ smla_status smla_cuda_check_positions(const char *op, const smla_rope *rope, int
 smla_status smla_cuda_check_global_topk(const smla_topk_slots_params *params, smla_error *error);
 smla_status smla_cuda_check_combine_topk_swa(const smla_combine_topk_swa_params *params,
                                              smla_error *error);
+smla_status smla_cuda_check_partial_states(const smla_partial_states_params *params,
+                                           smla_error *error);
+smla_status smla_cuda_check_compress(const smla_compress_params *params, smla_error *error);
 smla_status smla_cuda_check_mixed_indices(const smla_mixed_indices_params *params,
                                           smla_error *error);
 

@@ -300,6 +300,33 @@ fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *p, smla_error *error)
 }
 
 static smla_status
+save_partial_states(const smla_partial_states_params *p, smla_error *error)
+{
+    cuda_call call = {.op = p->rows.op, .stream = p->rows.stream};
+    if (p->rows.num_tokens == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    const smla_status status = call.is_checked ? smla_cuda_check_partial_states(p, error) : SMLA_OK;
+    return status == SMLA_OK ? end_launch(&call, smla_cuda_launch_save_partial_states(p), error)
+                             : end_call(&call, status, error);
+}
+
+static smla_status
+compress_norm_rope_store(const smla_compress_params *p, smla_error *error)
+{
+    cuda_call call = {.op = p->insert.op, .stream = p->insert.stream};
+    if (p->insert.num_tokens == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    const smla_status status = call.is_checked ? smla_cuda_check_compress(p, error) : SMLA_OK;
+    return status == SMLA_OK
+               ? end_launch(&call, smla_cuda_launch_compress_norm_rope_store(p, call.device), error)
+               : end_call(&call, status, error);
+}
+
+static smla_status
 fused_inv_rope_fp8_quant(const smla_inverse_rope_params *p, smla_error *error)
 {
     cuda_call call = {.op = "fused_inv_rope_fp8_quant", .stream = p->stream};

@@ -30,12 +30,11 @@ rope_is_aligned(const smla_rope &rope)
     return (uintptr_t)rope.cos_sin % 16 == 0 && rope.cos_sin_stride_pos % 4 == 0;
 }
 
-/* The angles of pairs `pair`...pair + 3 at the token's position. A position that the table lacks is
- * not read: its angles are 0. */
+/* The angles of pairs `pair`...pair + 3 at a position. A position that the table lacks is not read:
+ * its angles are 0. */
 static __device__ __forceinline__ rope_angles
-rope_load(const smla_rope &rope, int64_t token, int pair, bool is_aligned)
+rope_load_at(const smla_rope &rope, int64_t position, int pair, bool is_aligned)
 {
-    const int64_t position = rope_position(rope, token);
     const bool is_known = position >= 0 && position < rope.max_pos;
     const float *const cos = rope.cos_sin + position * rope.cos_sin_stride_pos + pair;
     const float *const sin = cos + SMLA_QK_ROPE_HEAD_DIM / 2;
@@ -51,6 +50,13 @@ rope_load(const smla_rope &rope, int64_t token, int pair, bool is_aligned)
         angles.sin[i] = is_known ? __ldg(sin + i) : 0.0f;
     }
     return angles;
+}
+
+/* The same at the token's position. */
+static __device__ __forceinline__ rope_angles
+rope_load(const smla_rope &rope, int64_t token, int pair, bool is_aligned)
+{
+    return rope_load_at(rope, rope_position(rope, token), pair, is_aligned);
 }
 
 /* Turns a thread's pairs by `angles`, or by their negatives. */

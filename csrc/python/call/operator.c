@@ -316,6 +316,7 @@ name_kind(int kind)
         [SMLA_PY_PAIR] = "pair",
         [SMLA_PY_NULLABLE] = "input or none",
         [SMLA_PY_ASKING] = "asking input",
+        [SMLA_PY_MAYBE_INOUT] = "input, maybe output",
         [SMLA_PY_SCALE] = "scale",
         [SMLA_PY_SCALE_OR_NONE] = "scale or none",
         [SMLA_PY_ASKED_OUTPUT] = "asked output",

@@ -19,6 +19,8 @@ typedef enum smla_py_kind {
     SMLA_PY_PAIR = SMLA_PY_NUM_ROLES, /* one array, or a tuple of two: the next row is the second */
     SMLA_PY_NULLABLE,                 /* given, but may be None; read */
     SMLA_PY_ASKING,                   /* None or read; asks for the asked outputs where given */
+    /* read, and also written where maybe_writes of the operator says so; never returned */
+    SMLA_PY_MAYBE_INOUT,
     SMLA_PY_SCALE,         /* smla_scale_arg: a float, or an array of one, which is read */
     SMLA_PY_SCALE_OR_NONE, /* the same, or None, which leaves both of its fields empty */
     SMLA_PY_ASKED_OUTPUT,  /* None or written; returned where it is given or asked for */
@@ -71,6 +73,8 @@ typedef struct smla_py_operator {
     /* Whether the values of a call let it write its first array: see SMLA_PY_OVER_FIRST. NULL = no
      * call does. */
     bool (*writes_first)(PyObject *const *values);
+    /* Whether the values of a call let it write its arrays of kind SMLA_PY_MAYBE_INOUT. */
+    bool (*maybe_writes)(PyObject *const *values);
     /* Allocates the results that the caller left out. If a malformed input leaves a result's shape
      * unknown, the result stays absent, because the core reports the input first. NULL = the
      * operator has no results to allocate. */
@@ -106,6 +110,7 @@ extern const smla_py_operator smla_py_index_operators[];
 extern const smla_py_operator smla_py_absorption_operators[];
 extern const smla_py_operator smla_py_norm_operators[];
 extern const smla_py_operator smla_py_indexer_operators[];
+extern const smla_py_operator smla_py_compressor_operators[];
 
 /* The operator of a name, which need not end with 0. NULL if there is none. */
 const smla_py_operator *smla_py_find_operator(const char *name, size_t length);

@@ -12,7 +12,8 @@ smla_py_find_operator(const char *name, size_t length)
 {
     static const smla_py_operator *const lists[] = {
         smla_py_cache_operators,      smla_py_attention_operators, smla_py_index_operators,
-        smla_py_absorption_operators, smla_py_norm_operators,      smla_py_indexer_operators};
+        smla_py_absorption_operators, smla_py_norm_operators,      smla_py_indexer_operators,
+        smla_py_compressor_operators};
     for (int i = 0; i < SMLA_PY_COUNT(lists); i++) {
         for (const smla_py_operator *op = lists[i]; op->name != NULL; op++) {
             if (strlen(op->name) == length && memcmp(op->name, name, length) == 0) {
@@ -142,6 +143,7 @@ read_arguments(smla_py_call *call, const smla_py_operator *op, PyObject *const *
             return -1;
         }
     }
+    const bool maybe_writes = op->maybe_writes != NULL && op->maybe_writes(values);
     int i = 0;
     if (op->writes_first != NULL && op->writes_first(values)) {
         if (smla_py_add(call, op->params[i].name, SMLA_PY_INOUT, values[i]) < 0) {
@@ -150,7 +152,10 @@ read_arguments(smla_py_call *call, const smla_py_operator *op, PyObject *const *
         i++;
     }
     for (; i < num_arrays; i++) {
-        if (add_array(call, &op->params[i], values[i], args) < 0) {
+        const bool is_maybe = op->params[i].kind == SMLA_PY_MAYBE_INOUT;
+        const smla_py_role role = maybe_writes ? SMLA_PY_INOUT : SMLA_PY_INPUT;
+        if ((is_maybe ? smla_py_add(call, op->params[i].name, role, values[i])
+                      : add_array(call, &op->params[i], values[i], args)) < 0) {
             return -1;
         }
     }

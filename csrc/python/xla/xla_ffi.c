@@ -214,7 +214,7 @@ take_arrays(xla_call *call, const smla_py_operator *op, void *args)
         }
     }
     for (int i = 0; i < num_arrays; i++) {
-        if (op->params[i].kind == SMLA_PY_INOUT) {
+        if (op->params[i].kind == SMLA_PY_INOUT || op->params[i].kind == SMLA_PY_MAYBE_INOUT) {
             SMLA_TRY(take_array(call, &walk, &op->params[i], args));
         }
     }

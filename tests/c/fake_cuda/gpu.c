@@ -149,6 +149,25 @@ smla_cuda_launch_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *para
 }
 
 cudaError_t
+smla_cuda_launch_save_partial_states(const smla_partial_states_params *params)
+{
+    const cudaError_t code = write_launch(params->rows.stream);
+    EXPECT(code != cudaSuccess || smla_cpu_backend.save_partial_states(params, NULL) == SMLA_OK);
+    return code;
+}
+
+cudaError_t
+smla_cuda_launch_compress_norm_rope_store(const smla_compress_params *params,
+                                          const smla_cuda_device *device)
+{
+    (void)device;
+    const cudaError_t code = write_launch(params->insert.stream);
+    EXPECT(code != cudaSuccess ||
+           smla_cpu_backend.compress_norm_rope_store(params, NULL) == SMLA_OK);
+    return code;
+}
+
+cudaError_t
 smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *params)
 {
     LAUNCH(split_kv_b_proj, params);

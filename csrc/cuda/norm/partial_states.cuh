@@ -1,0 +1,150 @@
+/* partial_states.cuh: states of DeepSeek V4's compressor: how a thread loads and saves four of
+ * their channels.
+ */
+#pragma once
+
+#include "cuda/cache/cache_slots.cuh"
+
+namespace {
+
+enum {
+    CHANNELS = 4,                       /* channels per thread: 16 bytes of fp32 */
+    PIECE = CHANNELS * SMLA_WARP_LANES, /* channels that a warp saves at a time */
+};
+
+/* Loads four values of kv or of score, as fp32. */
+template <bool ALIGNED>
+__device__ __forceinline__ void
+load_given(const void *rows, int64_t at, bool are_bf16, float x[CHANNELS])
+{
+    if (are_bf16) {
+        uint32_t words[2];
+        smla_load_words<8, ALIGNED>((const uint16_t *)rows + at, words);
+        x[0] = smla_low_bf16(words[0]);
+        x[1] = smla_high_bf16(words[0]);
+        x[2] = smla_low_bf16(words[1]);
+        x[3] = smla_high_bf16(words[1]);
+    } else {
+        uint32_t words[CHANNELS];
+        smla_load_words<16, ALIGNED, 4>((const float *)rows + at, words);
+#pragma unroll
+        for (int i = 0; i < CHANNELS; i++) {
+            x[i] = smla_bits_float(words[i]);
+        }
+    }
+}
+
+/* Loads four values of a saved state. The state is no read-only data, because kernels save it. */
+template <bool ALIGNED>
+__device__ __forceinline__ void
+load_saved(const float *row, float x[CHANNELS])
+{
+    uint32_t words[CHANNELS];
+    if constexpr (ALIGNED) {
+        smla_load_own_vector_4(row, words);
+    } else {
+#pragma unroll
+        for (int i = 0; i < CHANNELS; i++) {
+            words[i] = smla_float_bits(row[i]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < CHANNELS; i++) {
+        x[i] = smla_bits_float(words[i]);
+    }
+}
+
+template <bool ALIGNED>
+__device__ __forceinline__ void
+load_ape(const smla_partial_states_params &p, int64_t place, int64_t channel, float x[CHANNELS])
+{
+    load_given<ALIGNED>(p.ape, place * p.ape_stride + channel, false, x);
+}
+
+template <bool ALIGNED>
+__device__ __forceinline__ void
+store_floats(float *row, const float x[CHANNELS])
+{
+    uint32_t words[CHANNELS];
+#pragma unroll
+    for (int i = 0; i < CHANNELS; i++) {
+        words[i] = smla_float_bits(x[i]);
+    }
+    smla_store_words<16, ALIGNED, 4>(row, words);
+}
+
+/* Stores four channels of a state. A score that is NaN is the positive quiet NaN of the CPU. */
+template <bool ALIGNED>
+__device__ __forceinline__ void
+store_state(float *row, int64_t width, const float values[CHANNELS], const float sums[CHANNELS])
+{
+    float scores[CHANNELS];
+#pragma unroll
+    for (int i = 0; i < CHANNELS; i++) {
+        scores[i] = isnan(sums[i]) ? smla_bits_float(0x7FC00000u) : sums[i];
+    }
+    store_floats<ALIGNED>(row, values);
+    store_floats<ALIGNED>(row + width, scores);
+}
+
+/* Saves four channels of a token. `place` is its position in its group. */
+template <bool ALIGNED>
+__device__ __forceinline__ void
+save_channels(const smla_partial_states_params &p, int64_t token, int64_t place, float *row,
+              int64_t channel)
+{
+    const bool are_bf16 = p.rows.input_type == SMLA_FLOAT_BF16;
+    float values[CHANNELS];
+    float scores[CHANNELS];
+    float ape[CHANNELS];
+    load_given<ALIGNED>(p.rows.kv_c, token * p.rows.kv_c_stride_token + channel, are_bf16, values);
+    load_given<ALIGNED>(p.rows.k_pe, token * p.rows.k_pe_stride_token + channel, are_bf16, scores);
+    load_ape<ALIGNED>(p, place, channel, ape);
+#pragma unroll
+    for (int i = 0; i < CHANNELS; i++) {
+        scores[i] = __fadd_rn(scores[i], ape[i]);
+    }
+    store_state<ALIGNED>(row + channel, p.width, values, scores);
+}
+
+__device__ __forceinline__ int64_t
+position_of(const smla_partial_states_params &p, int64_t token)
+{
+    const int64_t at = token * p.positions_stride;
+    return p.positions_are_int64 ? (int64_t)__ldg((const long long *)p.positions + at)
+                                 : (int64_t)__ldg((const int32_t *)p.positions + at);
+}
+
+__device__ __forceinline__ int64_t
+place_in_group(int64_t position, const smla_divisor &ratio)
+{
+    return position - smla_divide(position, ratio) * ratio.divisor;
+}
+
+/* The slot of a token; -1 if the token is not written. */
+__device__ __forceinline__ int64_t
+valid_slot(const smla_cache_write_params &p, int64_t token)
+{
+    const int64_t slot = read_slot(p, token);
+    return slot < p.kv.num_pages * p.kv.block_size ? slot : -1;
+}
+
+__device__ __forceinline__ float *
+row_of_slot(const smla_kv_view &state, int64_t slot, const smla_divisor &block_size)
+{
+    const int64_t page = smla_divide(slot, block_size);
+    return (float *)find_row(state, page, slot - page * state.block_size);
+}
+
+/* Whether all vectors of states are aligned: 16 bytes, or 8 bytes of bf16. */
+bool
+has_aligned_states(const smla_partial_states_params &p)
+{
+    const int64_t bytes = p.rows.input_type == SMLA_FLOAT_BF16 ? 2 : 4;
+    return has_aligned_rows(p.rows.kv) &&
+           smla_is_multiple(p.rows.kv_c, p.rows.kv_c_stride_token * bytes, CHANNELS * bytes) &&
+           smla_is_multiple(p.rows.k_pe, p.rows.k_pe_stride_token * bytes, CHANNELS * bytes) &&
+           smla_is_multiple(p.ape, p.ape_stride * 4, 16);
+}
+
+} /* namespace */

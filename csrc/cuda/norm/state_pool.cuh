@@ -1,0 +1,99 @@
+/* state_pool.cuh: the softmax of DeepSeek V4's compressor over the states of a group, channel by
+ * channel. params_compressor.h has the order; csrc/cpu/norm/pool_kernel.h has the same operations.
+ */
+#pragma once
+
+#include "core/backend.h"
+#include "core/numeric.h"
+
+namespace {
+
+enum { SLICE_STATES = SMLA_POOL_ROWS / SMLA_POOL_SLICES }; /* states that a slice takes at a time */
+
+static_assert(SLICE_STATES == 2, "a slice takes its states in pairs");
+
+/* The polynomial of exp2_lanes in simd.h, for x <= 0, and each operation rounded as there. */
+__device__ __forceinline__ float
+pool_exp(float score)
+{
+    const float magic = 0x1.8p23f; /* adding it leaves round(x) in the low bits */
+    const float x = __fmul_rn(score, SMLA_LOG2_E);
+    const float shifted = __fadd_rn(x, magic);
+    const float f = __fsub_rn(x, __fsub_rn(shifted, magic));
+    float p = __fadd_rn(__fmul_rn(f, 0x1.41fbbcp-13f), 0x1.5f3e54p-10f);
+    p = __fadd_rn(__fmul_rn(p, f), 0x1.3b2d4cp-7f);
+    p = __fadd_rn(__fmul_rn(p, f), 0x1.c6aee8p-5f);
+    p = __fadd_rn(__fmul_rn(p, f), 0x1.ebfbdcp-3f);
+    p = __fadd_rn(__fmul_rn(p, f), 0x1.62e430p-1f);
+    p = __fadd_rn(__fmul_rn(p, f), 1.0f);
+    const float power = smla_bits_float((smla_float_bits(shifted) << 23) + (127u << 23));
+    return x < -126.0f ? 0.0f : __fmul_rn(p, power);
+}
+
+/* What scores are relative to: the largest one, or 0 while all are -inf. */
+__device__ __forceinline__ float
+base_of(float largest)
+{
+    return largest > -INFINITY ? largest : 0.0f;
+}
+
+/* What a slice has of a channel so far. */
+struct channel_sums {
+    float largest;
+    float weights;
+    float totals;
+};
+
+__device__ __forceinline__ void
+add_states(channel_sums &sums, const float scores[SLICE_STATES], const float values[SLICE_STATES])
+{
+    /* A NaN score is never the largest. */
+    const float largest = fmaxf(fmaxf(sums.largest, scores[0]), scores[1]);
+    const float base = base_of(largest);
+    const float factor = pool_exp(__fsub_rn(sums.largest, base));
+    sums.largest = largest;
+    sums.weights = __fmul_rn(sums.weights, factor);
+    sums.totals = __fmul_rn(sums.totals, factor);
+#pragma unroll
+    for (int i = 0; i < SLICE_STATES; i++) {
+        const float weight = pool_exp(__fsub_rn(scores[i], base));
+        const float value = scores[i] == -INFINITY ? 0.0f : values[i];
+        sums.weights = __fadd_rn(sums.weights, weight);
+        sums.totals = __fadd_rn(sums.totals, __fmul_rn(weight, value));
+    }
+}
+
+/* The sums of the slices, by channel, and the pooled values. */
+template <int DIM> struct pool_memory {
+    alignas(16) float largest[SMLA_POOL_SLICES][DIM];
+    alignas(16) float weights[SMLA_POOL_SLICES][DIM];
+    alignas(16) float totals[SMLA_POOL_SLICES][DIM];
+    alignas(16) float x[DIM];
+};
+
+/* The pooled value of a channel. */
+template <int DIM>
+__device__ __forceinline__ float
+join_slices(const pool_memory<DIM> &memory, int channel)
+{
+    float largest = memory.largest[0][channel];
+#pragma unroll
+    for (int s = 1; s < SMLA_POOL_SLICES; s++) {
+        largest = fmaxf(largest, memory.largest[s][channel]);
+    }
+    const float base = base_of(largest);
+    float weights[SMLA_POOL_SLICES];
+    float totals[SMLA_POOL_SLICES];
+#pragma unroll
+    for (int s = 0; s < SMLA_POOL_SLICES; s++) {
+        const float factor = pool_exp(__fsub_rn(memory.largest[s][channel], base));
+        weights[s] = __fmul_rn(memory.weights[s][channel], factor);
+        totals[s] = __fmul_rn(memory.totals[s][channel], factor);
+    }
+    const float weight =
+        __fadd_rn(__fadd_rn(weights[0], weights[1]), __fadd_rn(weights[2], weights[3]));
+    const float total = __fadd_rn(__fadd_rn(totals[0], totals[1]), __fadd_rn(totals[2], totals[3]));
+    return weight == 0.0f ? 0.0f : __fdiv_rn(total, weight);
+}
+
+} /* namespace */

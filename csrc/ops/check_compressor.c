@@ -1,0 +1,255 @@
+/* check_compressor.c: the argument rules of save_partial_states and compress_norm_rope_store. */
+#include "ops/check.h"
+
+/* ---- Parts --------------------------------------------------------------------------------- */
+
+/* Checks a list of slots, [num_tokens] or longer. */
+static smla_status
+require_slots(smla_checker *c, const char *name, const DLTensor *slots, int64_t num_tokens,
+              unsigned flags)
+{
+    return smla_require(c, &(smla_rule){.name = name,
+                                        .tensor = slots,
+                                        .dtypes = SMLA_DTYPE_INT64 | SMLA_DTYPE_INT32,
+                                        .flags = flags | SMLA_RULE_ANY_LAST_STRIDE,
+                                        .ndim = 1,
+                                        .shape = {num_tokens},
+                                        .hint = "a slot per token"});
+}
+
+/* The widths of a state: the groups of ratio 4 overlap. */
+static int64_t
+width_of(int64_t dim, int64_t ratio)
+{
+    return ratio == SMLA_OVERLAP_RATIO ? 2 * dim : dim;
+}
+
+static smla_status
+require_ape(smla_checker *c, const DLTensor *ape, int64_t ratio, int64_t width)
+{
+    return smla_require(c, &(smla_rule){.name = "ape",
+                                        .tensor = ape,
+                                        .dtypes = SMLA_DTYPE_FP32,
+                                        .ndim = 2,
+                                        .shape = {ratio, width},
+                                        .hint = "a row per position of a group"});
+}
+
+/* Checks kv and score. */
+static smla_status
+require_given(smla_checker *c, const DLTensor *kv, const DLTensor *score, int64_t num_tokens,
+              int64_t width)
+{
+    smla_rule rows = {.name = "kv",
+                      .tensor = kv,
+                      .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
+                      .flags = SMLA_RULE_MORE_ROWS,
+                      .ndim = 2,
+                      .shape = {num_tokens, width},
+                      .hint = "at least a row per slot, and the values of a state"};
+    SMLA_TRY(smla_require(c, &rows));
+    rows.name = "score";
+    rows.tensor = score;
+    rows.dtypes = smla_dtype(kv);
+    return smla_require(c, &rows);
+}
+
+static smla_status
+require_state(smla_checker *c, const DLTensor *state, int64_t width, unsigned flags)
+{
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "state",
+                                          .tensor = state,
+                                          .dtypes = SMLA_DTYPE_FP32,
+                                          .flags = flags,
+                                          .ndim = 3,
+                                          .shape = {SMLA_ANY, SMLA_ANY, 2 * width},
+                                          .hint = "pages, their rows, values and scores"}));
+    if (smla_size(state, 1) < 1) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `state` must have pages of at least 1 row, got 0", c->op);
+    }
+    return SMLA_OK;
+}
+
+static smla_cache_write_params
+rows_of(const smla_checker *c, const DLTensor *kv, const DLTensor *score, const DLTensor *state,
+        const DLTensor *slot_mapping)
+{
+    return (smla_cache_write_params){
+        .op = c->op,
+        .cache_name = "state",
+        .slots_name = "slot_mapping",
+        .num_tokens = smla_size(slot_mapping, 0),
+        .kv_c = smla_data(kv),
+        .k_pe = smla_data(score),
+        .kv_c_stride_token = smla_stride(kv, 0),
+        .k_pe_stride_token = smla_stride(score, 0),
+        .input_type = kv == NULL ? SMLA_FLOAT_FP32 : smla_float_type_of(kv),
+        .slot_mapping = smla_data(slot_mapping),
+        .slot_stride = smla_stride(slot_mapping, 0),
+        .slots_are_int64 = smla_dtype(slot_mapping) == SMLA_DTYPE_INT64,
+        .kv = {.base = smla_data(state),
+               .num_pages = smla_size(state, 0),
+               .block_size = smla_size(state, 1),
+               .page_stride_bytes = smla_stride(state, 0) * (int64_t)sizeof(float),
+               .token_stride_bytes = smla_stride(state, 1) * (int64_t)sizeof(float)},
+    };
+}
+
+/* ---- save_partial_states ------------------------------------------------------------------- */
+
+/* Checks that ape has the rows and columns of a compressor. */
+static smla_status
+require_sizes(const smla_checker *c, int64_t ratio, int64_t width)
+{
+    if (ratio < 1 || ratio > INT32_MAX) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `ape` must have 1 to %d rows, one per position of a group, got %lld",
+                         c->op, INT32_MAX, (long long)ratio);
+    }
+    const int64_t small = width_of(SMLA_INDEX_HEAD_DIM, ratio);
+    const int64_t large = width_of(SMLA_V4_HEAD_DIM, ratio);
+    if (width != small && width != large) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `ape` must have %lld or %lld columns for a ratio of %lld (its rows), "
+                         "got %lld",
+                         c->op, (long long)small, (long long)large, (long long)ratio,
+                         (long long)width);
+    }
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_save_partial_states(const smla_partial_states_args *args,
+                               smla_partial_states_params *params, const smla_backend **backend,
+                               smla_error *error)
+{
+    smla_checker c;
+    smla_open_checker(&c, "save_partial_states", error);
+    SMLA_TRY(require_slots(&c, "slot_mapping", args->slot_mapping, SMLA_ANY, 0));
+    const int64_t num_tokens = smla_size(args->slot_mapping, 0);
+    SMLA_TRY(require_ape(&c, args->ape, SMLA_ANY, SMLA_ANY));
+    const int64_t ratio = smla_size(args->ape, 0);
+    const int64_t width = smla_size(args->ape, 1);
+    SMLA_TRY(require_sizes(&c, ratio, width));
+    SMLA_TRY(require_given(&c, args->kv, args->score, num_tokens, width));
+    SMLA_TRY(require_slots(&c, "positions", args->positions, num_tokens, SMLA_RULE_MORE_ROWS));
+    SMLA_TRY(require_state(&c, args->state, width, SMLA_RULE_OUTPUT));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    *params = (smla_partial_states_params){
+        .rows = rows_of(&c, args->kv, args->score, args->state, args->slot_mapping),
+        .width = width,
+        .ratio = ratio,
+        .ape = smla_data(args->ape),
+        .ape_stride = smla_stride(args->ape, 0),
+        .positions = smla_data(args->positions),
+        .positions_stride = smla_stride(args->positions, 0),
+        .positions_are_int64 = smla_dtype(args->positions) == SMLA_DTYPE_INT64,
+    };
+    params->rows.stream = smla_stream_of(&c, args->stream);
+    return SMLA_OK;
+}
+
+/* ---- compress_norm_rope_store -------------------------------------------------------------- */
+
+/* The number of weights is that of the values of a compressed row. */
+static smla_status
+require_norm_weight(smla_checker *c, const DLTensor *weight)
+{
+    SMLA_TRY(smla_require(c, &(smla_rule){.name = "norm_weight",
+                                          .tensor = weight,
+                                          .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_FP32,
+                                          .ndim = 1,
+                                          .shape = {SMLA_ANY}}));
+    const int64_t dim = smla_size(weight, 0);
+    if (dim != SMLA_V4_HEAD_DIM && dim != SMLA_INDEX_HEAD_DIM) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `norm_weight` must have 512 weights, or 128 for rows of an indexer, "
+                         "got %lld",
+                         c->op, (long long)dim);
+    }
+    return SMLA_OK;
+}
+
+/* Checks kv, score and ape, if one of them is given. */
+static smla_status
+require_step(smla_checker *c, const smla_compress_args *args, int64_t num_tokens, int64_t width)
+{
+    if (args->kv == NULL && args->score == NULL && args->ape == NULL) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(require_ape(c, args->ape, args->ratio, width));
+    return require_given(c, args->kv, args->score, num_tokens, width);
+}
+
+smla_status
+smla_check_compress_norm_rope_store(const smla_compress_args *args, smla_compress_params *params,
+                                    const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_rope rope;
+    smla_kv_view kv;
+    smla_given_scale kv_scale;
+    smla_open_checker(&c, "compress_norm_rope_store", error);
+    SMLA_TRY(require_norm_weight(&c, args->norm_weight));
+    SMLA_TRY(smla_require_count(c.op, "ratio", args->ratio, 1, INT32_MAX, error));
+    const int64_t dim = smla_size(args->norm_weight, 0);
+    const int64_t width = width_of(dim, args->ratio);
+    const smla_cache_rule cache = {.name = "cache",
+                                   .tensor = args->cache,
+                                   .kv_format = args->kv_format,
+                                   .block_size = args->block_size,
+                                   .formats = smla_formats_of_size((int32_t)dim),
+                                   .flags = SMLA_RULE_OUTPUT};
+    SMLA_TRY(require_state(&c, args->state, width, args->kv == NULL ? 0 : SMLA_RULE_OUTPUT));
+    SMLA_TRY(smla_require_block_table(&c, args->block_table));
+    SMLA_TRY(require_slots(&c, "slot_mapping", args->slot_mapping, SMLA_ANY, 0));
+    const int64_t num_tokens = smla_size(args->slot_mapping, 0);
+    SMLA_TRY(smla_require_vector(&c, "req_id_per_token", args->req_id_per_token, num_tokens,
+                                 SMLA_RULE_MORE_ROWS, "an entry per token"));
+    SMLA_TRY(smla_require_rope(&c, args->positions, args->cos_sin, num_tokens, &rope));
+    SMLA_TRY(smla_require_kv(&c, &cache, &kv));
+    SMLA_TRY(require_slots(&c, "kv_slot_mapping", args->kv_slot_mapping, num_tokens,
+                           SMLA_RULE_MORE_ROWS));
+    SMLA_TRY(require_step(&c, args, num_tokens, width));
+    SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
+    SMLA_TRY(smla_require_eps(&c, args->eps));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    const smla_stream stream = smla_stream_of(&c, args->stream);
+    *params = (smla_compress_params){
+        .states = {.rows = rows_of(&c, args->kv, args->score, args->state, args->slot_mapping),
+                   .width = width,
+                   .ratio = args->ratio,
+                   .ape = smla_data(args->ape),
+                   .ape_stride = smla_stride(args->ape, 0),
+                   .positions = rope.positions,
+                   .positions_stride = rope.positions_stride,
+                   .positions_are_int64 = rope.positions_are_int64},
+        .table = {.block_table = smla_data(args->block_table),
+                  .stride_req = smla_stride(args->block_table, 0),
+                  .stride_block = smla_stride(args->block_table, 1),
+                  .num_blocks = smla_size(args->block_table, 1),
+                  .block_size = smla_size(args->state, 1)},
+        .num_reqs = smla_size(args->block_table, 0),
+        .req_id_per_token = smla_data(args->req_id_per_token),
+        .req_id_stride = smla_stride(args->req_id_per_token, 0),
+        .dim = dim,
+        .norm_weight = smla_data(args->norm_weight),
+        .weight_type = smla_float_type_of(args->norm_weight),
+        .eps = (float)args->eps,
+        .rope = rope,
+        .insert = {.op = c.op,
+                   .cache_name = cache.name,
+                   .slots_name = "kv_slot_mapping",
+                   .num_tokens = num_tokens,
+                   .input_type = SMLA_FLOAT_BF16,
+                   .slot_mapping = smla_data(args->kv_slot_mapping),
+                   .slot_stride = smla_stride(args->kv_slot_mapping, 0),
+                   .slots_are_int64 = smla_dtype(args->kv_slot_mapping) == SMLA_DTYPE_INT64,
+                   .kv = kv,
+                   .kv_scale = kv_scale,
+                   .stream = stream},
+    };
+    params->states.rows.stream = stream;
+    return SMLA_OK;
+}
