@@ -380,7 +380,8 @@ finish_row(const compress_args &args, const group &of, const float *pooled)
     const int64_t slot = read_slot(p.insert, of.token);
     const int64_t page = smla_divide(slot, args.block_size);
     const int64_t offset = slot - page * p.insert.kv.block_size;
-    uint8_t *const row = find_row(p.insert.kv, page, offset);
+    const smla_kv_token to = smla_kv_token_at(&p.insert.kv, page, offset);
+    uint8_t *const row = to.row;
     if constexpr (smla_row<ROW>::INFO.nope_type == SMLA_NOPE_BF16) {
 #pragma unroll
         for (int s = 0; s < layout::STEPS; s++) {
@@ -388,7 +389,7 @@ finish_row(const compress_args &args, const group &of, const float *pooled)
         }
     } else {
         const float inverse = 1.0f / smla_load_given_scale(p.insert.kv_scale);
-        encode_key<ROW>(key, inverse, row, find_scales_of(p.insert.kv, page, offset));
+        encode_key<ROW>(key, inverse, row, to.scales);
     }
 }
 

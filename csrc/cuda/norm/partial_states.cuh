@@ -133,7 +133,7 @@ __device__ __forceinline__ float *
 row_of_slot(const smla_kv_view &state, int64_t slot, const smla_divisor &block_size)
 {
     const int64_t page = smla_divide(slot, block_size);
-    return (float *)find_row(state, page, slot - page * state.block_size);
+    return (float *)smla_kv_token_at(&state, page, slot - page * state.block_size).row;
 }
 
 /* Whether all vectors of states are aligned: 16 bytes, or 8 bytes of bf16. */
