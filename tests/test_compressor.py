@@ -78,7 +78,10 @@ class Case:
         order = rng.permutation(len(requests))
         at = [t for r in order for t, token in enumerate(tokens) if token[0] == r]
         requests_of, positions = np.array(tokens, np.int64).reshape(-1, 2)[at].T
-        slots = [compressor.slot_of(self.table[r], p, sbs) for r, p in zip(requests_of, positions, strict=True)]  # noqa: E501  # fmt: skip
+        slots = [
+            compressor.slot_of(self.table[r], p, sbs)
+            for r, p in zip(requests_of, positions, strict=True)
+        ]
         pad = np.full(padding, -1)
         self.arrays: dict[str, Any] = {
             "state": self.state,
@@ -144,7 +147,9 @@ class Case:
         groups = self.groups(memory)
         if groups:
             weight, table = self.arrays["norm_weight"], self.arrays["cos_sin"]
-            bits = [compressor.key_bits(g, weight, table, self.options["eps"]) for g in groups.values()]  # noqa: E501  # fmt: skip
+            bits = [
+                compressor.key_bits(g, weight, table, self.options["eps"]) for g in groups.values()
+            ]
             encoded = self.pages.format.encode(np.array(bits), KV_SCALE)
             self.pages.put(np.array(list(groups)), *encoded)
         after = self.pages.memory.copy()
@@ -231,7 +236,10 @@ def test_fused_is_the_two_calls(ratio, seed):
     sbs = int(rng.integers(1, 9))
     ring = -(-(compressor.overlap(ratio) * ratio + n - 1) // sbs)
     for size in (0, ring):
-        cases = [Case(requests, ratio=ratio, fmt="fp8_index", sbs=sbs, ring=size, seed=seed) for _ in range(2)]  # noqa: E501  # fmt: skip
+        cases = [
+            Case(requests, ratio=ratio, fmt="fp8_index", sbs=sbs, ring=size, seed=seed)
+            for _ in range(2)
+        ]
         cases[0].save()
         cases[0].close()
         cases[1].close(**cases[1].step)
@@ -439,9 +447,13 @@ def test_bad_widths():
     wide = np.zeros((20, 1024), F32)
     state = np.zeros((4, 4, 2048), F32)
     case = changed(Case(ratio=2), kv=wide, score=wide, ape=np.zeros((2, 1024), F32))
-    refused(case, "`ape` must have 128 or 512 columns for a ratio of 2 (its rows), got 1024", save=True)  # noqa: E501  # fmt: skip
+    refused(
+        case, "`ape` must have 128 or 512 columns for a ratio of 2 (its rows), got 1024", save=True
+    )
     case = changed(Case(), kv=wide[:, :512], score=wide[:, :512], ape=np.zeros((4, 512), F32))
-    refused(case, "`ape` must have 256 or 1024 columns for a ratio of 4 (its rows), got 512", save=True)  # noqa: E501  # fmt: skip
+    refused(
+        case, "`ape` must have 256 or 1024 columns for a ratio of 4 (its rows), got 512", save=True
+    )
     refused(Case(ratio=2), "`state` must have shape [any, any, 2048], got [", ratio=4)
     case = changed(Case(), state=state[:, :, :1024])
     refused(case, "`state` must have shape [any, any, 2048], got [4, 4, 1024]")
@@ -486,9 +498,15 @@ def test_bad_arguments():
     refused(changed(Case(), kv_slot_mapping=short), "`kv_slot_mapping` must have shape [>= 18]")
     ids = Case().arrays["req_id_per_token"]
     refused(changed(Case(), req_id_per_token=ids[:3]), "`req_id_per_token` must have shape [>= 18]")
-    refused(changed(Case(), slot_mapping=ids.astype(F32)), "`slot_mapping` must be int32 or int64", TypeError)  # noqa: E501  # fmt: skip
+    refused(
+        changed(Case(), slot_mapping=ids.astype(F32)),
+        "`slot_mapping` must be int32 or int64",
+        TypeError,
+    )
     refused(changed(Case(), cos_sin=angles()[:, :32]), "`cos_sin` must have shape [any, 64]")
-    refused(changed(Case(), cos_sin=angles().astype(np.float64)), "`cos_sin` must be float32", TypeError)  # noqa: E501  # fmt: skip
+    refused(
+        changed(Case(), cos_sin=angles().astype(np.float64)), "`cos_sin` must be float32", TypeError
+    )
     kv = Case().step["kv"][:3]
     refused(changed(Case(), kv=kv), "`kv` must have shape [>= 18, 1024], got [3, 1024]", fused=True)
 
@@ -517,7 +535,12 @@ def test_bad_values_write_nothing(fused):
         )
     case = Case(((0, 8),), padding=0)
     case.table[0, 1] = 99
-    refused(case, "`block_table` must name pages of `state` (0 to 3) or be negative, got 99 for request 0, block 1", fused=fused)  # noqa: E501  # fmt: skip
+    refused(
+        case,
+        "`block_table` must name pages of `state` (0 to 3) or be negative, "
+        "got 99 for request 0, block 1",
+        fused=fused,
+    )
 
 
 @pytest.mark.usefixtures("checked")
@@ -549,7 +572,11 @@ def test_values_that_nothing_reads():
 
 def test_overlaps():
     case = Case()
-    refused(changed(case, kv=case.memory.reshape(-1, 2048)[:18, :1024]), "`state` must not overlap `kv`", fused=True)  # noqa: E501  # fmt: skip
+    refused(
+        changed(case, kv=case.memory.reshape(-1, 2048)[:18, :1024]),
+        "`state` must not overlap `kv`",
+        fused=True,
+    )
     refused(case, "`state` must not overlap `kv`", save=True)
     flat = Case(fmt="bfloat16", layout="flat")
     weight = flat.pages.cache[0]

@@ -173,7 +173,10 @@ def draft(ratio: int, sbs: int, ring: bool, seed: int, most=5, batch=BATCH) -> N
     keep = np.maximum(0, ratio * (length // ratio - drafted.c + 1))
     requests, positions = np.divmod(np.arange(batch * (length - keep)), length - keep)
     positions = positions + keep
-    states = [x.state.reshape(-1, x.state.shape[2])[x.state_slots(requests, positions)] for x in (drafted, plain)]  # noqa: E501  # fmt: skip
+    states = [
+        x.state.reshape(-1, x.state.shape[2])[x.state_slots(requests, positions)]
+        for x in (drafted, plain)
+    ]
     assert_same_bits(states[0], states[1], "the states that the next step needs")
 
 

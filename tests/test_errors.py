@@ -670,7 +670,8 @@ TABLE = {
 
 # Errors in the values of arrays, which calls check on the CPU, and on a GPU in checked mode.
 VALUE_ROWS = (
-    "slot past the end", "flat cache", "out too short", "bad request", "bad id",
+    "slot past the end", "kv slot past the end", "page past the end", "request past the end",
+    "flat cache", "out too short", "bad request", "bad id",
     "position past the end", "negative position", "far position", "empty table",
     "starts decrease", "too many tokens", "bad decode", "bad prefill",
 )  # fmt: skip

@@ -71,7 +71,8 @@ class Work:
             want = torch.relu(q @ k.T).T @ w
             size = (q.abs() @ k.abs().T).T @ w.abs()
             got = out[t, :n].double()
-            worst = max(worst, float(((got - want).abs() / (bound * size + 1e-30)).max()))
+            if n > 0:
+                worst = max(worst, float(((got - want).abs() / (bound * size + 1e-30)).max()))
             if not torch.isneginf(out[t, n:]).all():
                 return float("inf")
         return worst

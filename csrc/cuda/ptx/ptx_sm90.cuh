@@ -176,6 +176,15 @@ ptx_cluster_arrive(void)
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" : : : "memory");
 }
 
+/* ptx_cluster_arrive after all earlier accesses of the thread. Where others read a CTA's memory
+ * before the barrier and the CTA ends behind it, a relaxed arrival would leave a load under way,
+ * and it would fail. */
+static __device__ __forceinline__ void
+ptx_cluster_arrive_release(void)
+{
+    asm volatile("barrier.cluster.arrive.release.aligned;" : : : "memory");
+}
+
 static __device__ __forceinline__ void
 ptx_cluster_wait(void)
 {

@@ -389,7 +389,7 @@ select_columns(const top_k_args &args, const result_row &row, uint32_t count, se
     sum_earlier_warps<CTAS>(shared, warp, before);
     if constexpr (CTAS > 1) {
         __syncwarp();
-        ptx_cluster_arrive();
+        ptx_cluster_arrive_release();
     }
     write_taken<IS_BF16>(part, found, list, threshold, taken, before, row);
     if constexpr (CTAS > 1) {

@@ -20,11 +20,11 @@ template <int NUMBER> struct ring_row {
     static constexpr int ROPE_OFFSET = INFO.rope_offset;
     /* from row to row: an odd multiple of 16, so that eight rows at one offset are on all banks */
     static constexpr int PITCH = (INFO.row_bytes + 15) / 32 * 32 + 16;
-    static constexpr int HEAD_BYTES = INFO.head_dim * 2; /* of a query */
+    static constexpr int HEAD_BYTES = INFO.head_dim * 2; /* bytes in a query */
     static constexpr int QUERY_TILES = INFO.head_dim / 64;
     static constexpr int NOPE_TILES = INFO.nope_dim / 64; /* the tile behind them is RoPE's */
     static constexpr bool HAS_BYTE_SCALES = INFO.scale_type == SMLA_SCALE_UE8M0;
-    static constexpr int NUM_SCALES = SMLA_KV_LORA_RANK / INFO.scale_tile; /* of a value */
+    static constexpr int NUM_SCALES = SMLA_KV_LORA_RANK / INFO.scale_tile; /* tiles of values */
     static constexpr bool ROPE_IS_VALUE = INFO.value_dim > INFO.nope_dim;
     static_assert(QUERY_TILES == NOPE_TILES + 1 && PITCH >= INFO.row_bytes, "as in the cache");
 };
