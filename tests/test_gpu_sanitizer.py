@@ -22,6 +22,8 @@ from test_qnorm_insert import Case, check_all
 from test_top_k import check as check_top_k
 from test_top_k import make as top_k_rows
 from test_top_k import whole
+from test_v4_attention import V4Case
+from test_v4_attention import check as check_v4
 
 pytestmark = pytest.mark.sanitizer
 
@@ -87,6 +89,14 @@ def check(case: AttentionCase) -> None:
 @pytest.mark.parametrize("num_heads", [1, 16, 24, 64, 128])
 def test_attention(num_heads, num_splits, fmt):
     check(AttentionCase(2, num_heads, 330, fmt=fmt, num_splits=num_splits, pages=6, sink=True))
+
+
+@pytest.mark.parametrize("num_splits", [1, 5])
+@pytest.mark.parametrize("num_heads", [1, 16, 24, 64, 128])
+def test_attention_over_v4_rows(num_heads, num_splits):
+    """Pages of 4 and 64 rows are aligned to 16 bytes, as Hopper's kernels want them."""
+    rows = {"extra": "fp8_v4", "extra_K": 200, "extra_block_size": 4}
+    check_v4(V4Case(2, num_heads, 128, **rows, num_splits=num_splits, sink=True))
 
 
 ODD = {

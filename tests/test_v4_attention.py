@@ -79,6 +79,8 @@ def make_keys(rng, num_tokens, width, fmt, *, prefix="", data="normal", lengths=
         keys[rng.random(len(slots)) < 0.2] = 0
     elif data == "spread":  # logits with a deviation of about six
         keys *= 6
+    elif data == "rope":  # the last 64 values of a row are far larger or smaller than the others
+        keys[:, 448:] *= 10.0 ** rng.uniform(-6, 3.5, (len(slots), 1))
     indices = make_indices(rng, num_tokens, width, len(slots), "random")
     selected = slots[np.isin(slots, indices)]
     kv_scale = KV_SCALES[prefix] if cache.format.scales == "cache" else 1.0
@@ -185,12 +187,21 @@ def test_pages(fmt, block_size):
     check(V4Case(extra=fmt, extra_block_size=block_size, extra_layout=layout))
 
 
-@pytest.mark.parametrize("data", ["mixed", "zeros", "spread"])
+@pytest.mark.parametrize("data", ["mixed", "zeros", "spread", "rope"])
 @pytest.mark.parametrize("fmt", KEY_FORMATS)
 def test_data(fmt, data):
     if fmt in MAIN_FORMATS:
         check(V4Case(K=300, fmt=fmt, data=data))
     check(V4Case(K=130, extra=fmt, extra_K=513, data=data, H=40))
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 4])
+@pytest.mark.parametrize("data", ["normal", "mixed", "zeros", "spread", "rope"])
+@pytest.mark.parametrize("num_heads", [1, 17, 40, 128])
+def test_aligned_rows(num_heads, data, num_splits):
+    """Pages that are aligned to 16 bytes, as Hopper's kernels for V4's rows want them."""
+    rows = {"K": 130, "extra": "fp8_v4", "extra_K": 513, "extra_block_size": 2}
+    check(V4Case(H=num_heads, **rows, data=data, num_splits=num_splits, lengths=True))
 
 
 @pytest.mark.parametrize("fmt", MAIN_FORMATS)
