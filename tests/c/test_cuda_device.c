@@ -919,7 +919,7 @@ test_operators(void)
         EXPECT_OK(call_operator(i, stream, 1));
         EXPECT_CALLS(calls);
         EXPECT(launch_device ==
-               (i == 1 || i == QUANT || i == 16 || i == 21 ? smla_cuda_find_device(1) : NULL));
+               (i == 1 || i == QUANT || i == 16 || i == 24 ? smla_cuda_find_device(1) : NULL));
         if (i != QUANT) { /* nothing to do */
             EXPECT_OK(call_operator(i, stream, 0));
             EXPECT_CALLS("");

@@ -34,11 +34,21 @@ test_table(void)
          SMLA_ROWS_FP8, 17, 32, 256, 64, 1, 232448},
         {"sm90_small_16", "attention_small_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
          SMLA_ROWS_FP8, 1, 16, 256, 64, 1, 232448},
+        {"sm90_small_v4_32", "attention_small_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
+         SMLA_ROWS_V4, 17, 32, 256, 64, 1, 232448},
+        {"sm90_small_v4_16", "attention_small_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
+         SMLA_ROWS_V4, 1, 16, 256, 64, 1, 232448},
         {"sm90_fp8_64", "attention_sm90.cu, 64 heads per CTA", "sm_90", "33...128", SMLA_ROWS_FP8,
          33, 64, 0, 128, 1, 232448},
         {"sm90_fp8_32", "attention_sm90.cu, 32 heads per CTA", "sm_90", "17...128", SMLA_ROWS_FP8,
          17, 32, 0, 128, 1, 232448},
         {"sm90_fp8_16", "attention_sm90.cu, 16 heads per CTA", "sm_90", "1...128", SMLA_ROWS_FP8, 1,
+         16, 0, 128, 1, 232448},
+        {"sm90_v4_64", "attention_sm90.cu, 64 heads per CTA", "sm_90", "33...128", SMLA_ROWS_V4, 33,
+         64, 0, 128, 1, 232448},
+        {"sm90_v4_32", "attention_sm90.cu, 32 heads per CTA", "sm_90", "17...128", SMLA_ROWS_V4, 17,
+         32, 0, 128, 1, 232448},
+        {"sm90_v4_16", "attention_sm90.cu, 16 heads per CTA", "sm_90", "1...128", SMLA_ROWS_V4, 1,
          16, 0, 128, 1, 232448},
         {"sm90_bf16_64", "attention_bf16_sm90.cu, 64 heads per CTA", "sm_90", "1...128",
          SMLA_ROWS_BF16, 1, 64, 0, 128, 1, 232448},
@@ -91,7 +101,8 @@ test_table(void)
         EXPECT_EQ(kernel->block_columns, rows[i].block_columns);
         EXPECT_EQ(kernel->ctas_per_sm, rows[i].ctas_per_sm);
         EXPECT_EQ(kernel->shared_bytes, rows[i].shared_bytes);
-        EXPECT_EQ(kernel->leaves_halves, is_hopper && rows[i].formats == SMLA_ROWS_FP8);
+        EXPECT_EQ(kernel->leaves_halves,
+                  is_hopper && (rows[i].formats & ~(SMLA_ROWS_FP8 | SMLA_ROWS_V4)) == 0);
         EXPECT_EQ(kernel->leaves_room, rows[i].max_columns != 0);
     }
 }
@@ -111,8 +122,8 @@ expect_whole(const smla_cuda_device *device, smla_kv_set formats, int64_t heads)
     if (formats == SMLA_ROWS_MIXED) {
         return "sm80_mixed_16";
     }
-    if (is_hopper && (is_bf16 || is_v4)) {
-        return is_v4 ? "sm90_512_64" : is_512 ? "sm90_bf16_512_64" : "sm90_bf16_64";
+    if (is_hopper && is_bf16) {
+        return is_512 ? "sm90_bf16_512_64" : "sm90_bf16_64";
     }
     if (heads > 32 && (is_hopper || shared >= (is_bf16 ? 149376 : 161664))) {
         per_cta = 64;
@@ -121,7 +132,7 @@ expect_whole(const smla_cuda_device *device, smla_kv_set formats, int64_t heads)
     }
     snprintf(name, sizeof name, "sm%d_%s_%d", is_hopper ? 90 : 80,
              is_512    ? "bf16_512"
-             : is_v4   ? "512"
+             : is_v4   ? (is_hopper ? "v4" : "512")
              : is_bf16 ? "bf16"
                        : "fp8",
              per_cta);
@@ -216,8 +227,8 @@ test_words(void)
 
     char whole[1024];
     static const char start[] =
-        "sm_90 fp8_ds_mla, heads 17...128; sm_90 fp8_ds_mla, heads 1...128; sm_90 fp8_ds_mla, "
-        "heads 33...128; ";
+        "sm_90 fp8_ds_mla, heads 17...128; sm_90 fp8_ds_mla, heads 1...128; sm_90 fp8_v4, "
+        "heads 17...128; ";
     static const char end[] = "; sm_80+ any of 512 values, heads 1...128";
     smla_describe_kernels(whole, sizeof whole);
     const size_t length = strlen(whole);
@@ -267,62 +278,62 @@ expect_listed(const smla_cuda_device *device, const char *available, const char 
 static void
 test_listed(void)
 {
-    /* small  fp8  bf16 of 576, of 512, exact 512   sm80: fp8  bf16, 576 and 512  mixed  512 */
+    /* small and large of fp8_ds_mla and fp8_v4  bf16 of 576, of 512, exact 512   sm80: fp8  bf16, 576 and 512  mixed  512 */
     expect_listed(&h200,
-                  "11"
-                  "111"
+                  "1111"
+                  "111111"
                   "111"
                   "111"
                   "111111"
                   "1"
                   "111",
-                  "11"
-                  "111"
+                  "1111"
+                  "111111"
                   "111"
                   "000"
                   "000000"
                   "1"
                   "111");
     expect_listed(&a100,
-                  "00"
-                  "000"
+                  "0000"
+                  "000000"
                   "000"
                   "111"
                   "111111"
                   "1"
                   "111",
-                  "00"
-                  "000"
+                  "0000"
+                  "000000"
                   "000"
                   "111"
                   "111111"
                   "1"
                   "111");
     expect_listed(&rtx4090,
-                  "00"
-                  "000"
+                  "0000"
+                  "000000"
                   "000"
                   "011"
                   "011011"
                   "1"
                   "011",
-                  "00"
-                  "000"
+                  "0000"
+                  "000000"
                   "000"
                   "011"
                   "011011"
                   "1"
                   "011");
     expect_listed(NULL,
-                  "00"
-                  "000"
+                  "0000"
+                  "000000"
                   "000"
                   "000"
                   "000000"
                   "0"
                   "000",
-                  "00"
-                  "000"
+                  "0000"
+                  "000000"
                   "000"
                   "000"
                   "000000"
@@ -522,9 +533,9 @@ check_plan(smla_kv_set formats, const smla_attention_shape *shape)
     expect_same_plan(&plan, &model);
     EXPECT(plan.run.kernel != NULL &&
            (plan.run.kernel->formats & SMLA_KV_ALL) ==
-               (formats != SMLA_KV_SET(SMLA_ROW_FP8_V4)    ? formats
-                : problem.device->compute_capability == 90 ? (smla_kv_set)SMLA_ROWS_EXACT_512
-                                                           : (smla_kv_set)SMLA_ROWS_512));
+               (formats != SMLA_ROWS_V4 || problem.device->compute_capability == 90
+                    ? formats
+                    : (smla_kv_set)SMLA_ROWS_512));
     EXPECT(plan.run.num_splits >= 1 && plan.run.num_splits <= SMLA_MAX_SPLITS);
     EXPECT(plan.rest >= 1 && plan.rest <= tokens);
     EXPECT(plan.rest == tokens || plan.run.num_splits == 1);

@@ -87,6 +87,17 @@ list_facts_of(const smla_key_list *list)
     return facts;
 }
 
+/* Whether all cache rows of a call are aligned to 16 bytes. */
+static inline bool
+are_lists_aligned(const smla_attention_params *params)
+{
+    bool are_aligned = true;
+    for (int i = 0; i < params->num_lists; i++) {
+        are_aligned = are_aligned && list_facts_of(&params->lists[i]).is_aligned;
+    }
+    return are_aligned;
+}
+
 /* A work, or a part of one (works.cuh). */
 typedef struct cta_work {
     int32_t token;

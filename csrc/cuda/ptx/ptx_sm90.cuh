@@ -195,11 +195,8 @@ ptx_cluster_wait(void)
 static __device__ __forceinline__ void
 ptx_cluster_sync(void)
 {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\t"
-                 "barrier.cluster.wait.acquire.aligned;"
-                 :
-                 :
-                 : "memory");
+    ptx_cluster_arrive_release();
+    ptx_cluster_wait();
 }
 
 /* Where an address of shared memory lies in CTA `rank` of the cluster. */

@@ -323,11 +323,7 @@ launch_bf16(const smla_attention_params *params)
 static bool
 are_rows_aligned(const smla_attention_params *params)
 {
-    bool is_aligned = is_query_aligned(params);
-    for (int i = 0; i < params->num_lists; i++) {
-        is_aligned = is_aligned && list_facts_of(&params->lists[i]).is_aligned;
-    }
-    return is_aligned;
+    return is_query_aligned(params) && are_lists_aligned(params);
 }
 
 template <typename Keys, bool ALIGNED>

@@ -326,9 +326,8 @@ find_headroom(const smla_attention_params *params)
     return headroom;
 }
 
-/* Finds where the rows of a cache lie. Returns false where bulk copies cannot bring them, because
- * they are not aligned, and where they span more than 64 GiB: offsets have 32 bits, in units of 16
- * bytes. In a split page, the distance from the scales to their row has 32 bits, too. */
+/* Finds where the rows of a cache lie. Returns false where they span more than 64 GiB: offsets have
+ * 32 bits, in units of 16 bytes. In a split page, the lag of scales behind rows has 32 bits. */
 static bool
 find_span(const smla_kv_view *kv, row_span *span)
 {
@@ -346,9 +345,7 @@ find_span(const smla_kv_view *kv, row_span *span)
     const int64_t lag = kv->format->layout == SMLA_PAGE_SPLIT
                             ? kv->token_stride_bytes - kv->scale_token_stride_bytes
                             : 0;
-    return smla_is_multiple(kv->base, kv->page_stride_bytes, 16) &&
-           kv->token_stride_bytes % 16 == 0 && below + above < (int64_t)NO_ROW && lag >= 0 &&
-           lag * kv->block_size < (int64_t)NO_ROW;
+    return below + above < (int64_t)NO_ROW && lag >= 0 && lag * kv->block_size < (int64_t)NO_ROW;
 }
 
 /* CTAs for a number of works: more than one per SM where a CTA has too few redo bits. */
@@ -424,7 +421,7 @@ static cudaError_t
 launch_tile(const smla_attention_params *params, int64_t cut_bytes)
 {
     row_span spans[2];
-    bool fits = true;
+    bool fits = are_lists_aligned(params);
     for (int i = 0; i < params->num_lists; i++) {
         fits = fits && find_span(&params->lists[i].kv, &spans[i]);
     }

@@ -285,27 +285,17 @@ smla_attend_sm90_small_16(const smla_attention_params *params, int64_t)
     return launch_small<SMLA_ROW_FP8_DS_MLA, 16>(params);
 }
 
-/* Whether bulk copies can bring all rows. Rows of fp8_ds_mla are always aligned. */
-static bool
-are_rows_aligned(const smla_attention_params *params)
-{
-    bool are_aligned = true;
-    for (int i = 0; i < params->num_lists; i++) {
-        are_aligned = are_aligned && list_facts_of(&params->lists[i]).is_aligned;
-    }
-    return are_aligned;
-}
-
+/* Bulk copies bring aligned rows only. Those of fp8_ds_mla always are. */
 cudaError_t
 smla_attend_sm90_small_v4_32(const smla_attention_params *params, int64_t)
 {
-    return are_rows_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 32>(params)
-                                    : smla_attend_sm80_512_32(params, 0);
+    return are_lists_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 32>(params)
+                                     : smla_attend_sm80_512_32(params, 0);
 }
 
 cudaError_t
 smla_attend_sm90_small_v4_16(const smla_attention_params *params, int64_t)
 {
-    return are_rows_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 16>(params)
-                                    : smla_attend_sm80_512_16(params, 0);
+    return are_lists_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 16>(params)
+                                     : smla_attend_sm80_512_16(params, 0);
 }
