@@ -14,8 +14,8 @@ typedef struct value_place {
     uint32_t scales;
 } value_place;
 
-/* Whether the warp's 64 dimensions are RoPE values, which are bf16: those of the last scale tile.
- * The tile's number is part of the address, because another register for it is not to be had. */
+/* Whether the warp's 64 dimensions are RoPE values, which have no scales: those of the last scale
+ * tile. Its number is read from the address, because there is no register to keep it in. */
 template <typename Shape>
 static __device__ __forceinline__ bool
 has_rope_values(const value_place &place)
