@@ -278,7 +278,8 @@ expect_listed(const smla_cuda_device *device, const char *available, const char 
 static void
 test_listed(void)
 {
-    /* small and large of fp8_ds_mla and fp8_v4  bf16 of 576, of 512, exact 512   sm80: fp8  bf16, 576 and 512  mixed  512 */
+    /* sm90: small of fp8_ds_mla and fp8_v4, large of both; bf16 of 576, of 512, exact 512.
+     * sm80: fp8; bf16, 576 and 512; mixed; 512 */
     expect_listed(&h200,
                   "1111"
                   "111111"
