@@ -72,6 +72,15 @@ smla_is_empty(const DLTensor *tensor)
     return false;
 }
 
+/* The address `bytes` after the start of the data. An empty array gives its data pointer, because it
+ * may be any number, and adding to it could overflow. */
+static inline void *
+smla_data_at(const DLTensor *tensor, int64_t bytes)
+{
+    uint8_t *const data = (uint8_t *)smla_data(tensor);
+    return data == NULL || smla_is_empty(tensor) ? data : data + bytes;
+}
+
 /* The stride in elements, computed if strides are NULL. It is 0 for absent and empty arrays and for
  * sizes up to 1, because nobody uses it there and producers leave nonsense in it. */
 static inline int64_t

@@ -308,7 +308,7 @@ require_split_pages(const smla_checker *c, const smla_cache_rule *rule, const sm
 
 /* Sets where rows and scales are. */
 static void
-place_rows(smla_kv_view *view, uint8_t *base)
+place_rows(smla_kv_view *view, const DLTensor *tensor)
 {
     const smla_kv_format_info *const format = view->format;
     int64_t scale_offset = format->scale_offset;
@@ -318,8 +318,8 @@ place_rows(smla_kv_view *view, uint8_t *base)
         view->token_stride_bytes = format->data_bytes;
         view->scale_token_stride_bytes = format->scale_bytes;
     }
-    view->base = base;
-    view->scales = base == NULL ? NULL : base + scale_offset;
+    view->base = smla_data(tensor);
+    view->scales = smla_data_at(tensor, scale_offset);
 }
 
 smla_status
@@ -350,7 +350,7 @@ smla_require_kv(smla_checker *c, const smla_cache_rule *rule, smla_kv_view *view
             c->op, name, (long long)alignment, (long long)view->page_stride_bytes,
             (long long)view->token_stride_bytes);
     }
-    place_rows(view, smla_data(rule->tensor));
+    place_rows(view, rule->tensor);
     return smla_remember(c, name, rule->tensor, range, rule->flags);
 }
 

@@ -125,14 +125,13 @@ check_insert(const char *op, const insert_args *args, int32_t width,
     SMLA_TRY(require_rows(&c, args->slot_mapping, "k", args->k));
     SMLA_TRY(smla_require_kv_scale(&c, "kv_scale", &args->kv_scale, kv.format, &kv_scale));
     SMLA_TRY(smla_finish_check(&c, backend));
-    const uint8_t *const k = smla_data(args->k);
     *params = (smla_cache_write_params){
         .op = op,
         .cache_name = cache.name,
         .slots_name = "slot_mapping",
         .num_tokens = smla_size(args->slot_mapping, 0),
-        .kv_c = k,
-        .k_pe = k == NULL ? NULL : k + kv.format->nope_dim * smla_element_bytes(args->k),
+        .kv_c = smla_data(args->k),
+        .k_pe = smla_data_at(args->k, kv.format->nope_dim * smla_element_bytes(args->k)),
         .kv_c_stride_token = smla_stride(args->k, 0),
         .k_pe_stride_token = smla_stride(args->k, 0),
         .input_type = smla_float_type_of(args->k),

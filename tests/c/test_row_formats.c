@@ -225,10 +225,46 @@ test_rows(void)
     }
 }
 
+/* Empty arrays may lie anywhere: no address is computed from their own, which could overflow. */
+static void
+test_empty(void)
+{
+    void *const last = (void *)(UINTPTR_MAX & ~(uintptr_t)15);
+    for (int n = 0; n < SMLA_NUM_KV_FORMATS; n++) {
+        const smla_kv_format_info *const format = &smla_kv_formats[n];
+        const bool is_bf16 = format->dtypes == SMLA_DTYPE_BF16;
+        array *const cache = ARRAY(is_bf16 ? bf16 : uint8, 0, BLOCK, format->row_elements);
+        array *const k = ARRAY(bf16, 0, format->head_dim);
+        array *const slots = ARRAY(int64, 0);
+        array *const out = ARRAY(fp32, 0, BLOCK, format->head_dim);
+        DLTensor cache_at_last = cache->tensor;
+        DLTensor k_at_last = k->tensor;
+        cache_at_last.data = last;
+        k_at_last.data = last;
+        const smla_dequantize_kv_cache_args read = {.struct_size = sizeof read,
+                                                    .kv_cache = &cache_at_last,
+                                                    .out = &out->tensor,
+                                                    .kv_format = (int32_t)format->format,
+                                                    .kv_scale = scale_for(format)};
+        EXPECT_OK(smla_dequantize_kv_cache(&read, &error));
+        const smla_insert_k_cache_args write = {.struct_size = sizeof write,
+                                                .k = &k_at_last,
+                                                .k_cache = &cache_at_last,
+                                                .slot_mapping = &slots->tensor,
+                                                .kv_scale = scale_for(format),
+                                                .kv_format = (int32_t)format->format};
+        if (format->head_dim != SMLA_HEAD_DIM && format->head_dim != SMLA_INDEX_HEAD_DIM) {
+            EXPECT_OK(smla_quantize_and_insert_k_cache(&write, &error));
+        }
+        free_arrays("test_empty");
+    }
+}
+
 static void
 run_tests(void)
 {
     RUN(test_rows);
+    RUN(test_empty);
 }
 
 int
