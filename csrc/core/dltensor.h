@@ -72,8 +72,8 @@ smla_is_empty(const DLTensor *tensor)
     return false;
 }
 
-/* The address `bytes` after the start of the data. An empty array gives its data pointer, because it
- * may be any number, and adding to it could overflow. */
+/* The address `bytes` after the start of the data. An empty array gives its data pointer, because
+ * that may be any number, and adding to it could overflow. */
 static inline void *
 smla_data_at(const DLTensor *tensor, int64_t bytes)
 {
