@@ -85,6 +85,12 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
     """Makes one custom call in the form that csrc/python/xla/xla_ffi.c takes. Arrays that are both
     read and written become the call's last results, in place."""
     values = schema.part(values)
+    for name, kind in schema.rows.items():
+        if kind not in READ and isinstance(values.get(name), jax.core.Tracer):
+            raise TypeError(
+                f"{schema.name}: `{name}` must be a Python value, got a traced array: give jax.jit "
+                f'static_argnames="{name}", or fix the option outside (functools.partial)'
+            )
     given = {}
     for name in schema.names(*READ):
         array = values[schema.scales.get(name, name)]
