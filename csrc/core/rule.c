@@ -152,9 +152,8 @@ dtype_hint(const smla_rule *rule)
     const DLDataType got = rule->tensor->dtype;
     const bool is_integer = got.code == kDLInt || got.code == kDLUInt;
     if (rule->dtypes == SMLA_DTYPE_BF16) {
-        return is_integer && got.bits == 16
-                   ? ": view the bits as bfloat16 (ml_dtypes.bfloat16 in NumPy)"
-                   : ": nothing is cast here (bfloat16 in NumPy is ml_dtypes.bfloat16)";
+        return is_integer && got.bits == 16 ? ": view the bits as bfloat16"
+                                            : ": nothing is cast here";
     }
     return rule->dtypes == SMLA_DTYPE_INT32 ? ": nothing is cast here, make it int32" : "";
 }

@@ -1,6 +1,10 @@
 /* call.c: opens, fills and finishes operator calls; see call.h. */
 #include "python/call/call.h"
 
+#include <string.h>
+
+#include "python/arrays/exchange.h"
+
 void
 smla_py_open(smla_py_call *call, const smla_py_state *state, const char *op)
 {
@@ -157,6 +161,68 @@ keep_arrays(smla_py_call *call, smla_status status)
     return kept;
 }
 
+/* ---- Hints --------------------------------------------------------------------------------- */
+
+/* What helps a caller of one framework after an error of the core, whose text knows none. */
+typedef struct framework_hint {
+    const char *rule; /* a part of the core's text */
+    const char *numpy;
+    const char *torch;
+    bool is_copy; /* no help for an array that the call writes */
+} framework_hint;
+
+static const framework_hint framework_hints[] = {
+    {": nothing is cast here, make it int32", "", "", false},
+    {": nothing is cast here", " (bfloat16 in NumPy is ml_dtypes.bfloat16)", "", false},
+    {": view the bits as bfloat16", " (ml_dtypes.bfloat16 in NumPy)", "", false},
+    {"must have a contiguous last dimension", ": pass np.ascontiguousarray of it",
+     ": pass its .contiguous()", true},
+};
+
+/* The array that the error's text names, "op: `argument` must ...", or NULL. */
+static const smla_py_array *
+find_blamed(const smla_py_call *call, const smla_error *error)
+{
+    const char *const quote = strchr(error->text, '`');
+    for (int i = 0; quote != NULL && i < call->num_arrays; i++) {
+        const size_t length = strlen(call->arrays[i].name);
+        if (call->arrays[i].object != NULL &&
+            strncmp(quote + 1, call->arrays[i].name, length) == 0 && quote[length + 1] == '`') {
+            return &call->arrays[i];
+        }
+    }
+    return NULL;
+}
+
+static const char *
+find_hint(const smla_py_call *call, const smla_error *error)
+{
+    const smla_py_array *const array = find_blamed(call, error);
+    const framework_hint *hint = framework_hints;
+    const framework_hint *const end = hint + SMLA_PY_COUNT(framework_hints);
+    while (hint < end && strstr(error->text, hint->rule) == NULL) {
+        hint++;
+    }
+    if (array == NULL || hint == end || (array->is_written && hint->is_copy)) {
+        return "";
+    }
+    if (array->framework == SMLA_PY_NUMPY) {
+        return hint->numpy;
+    }
+    return smla_py_is_type_in_package(call->state, array->object, "torch") ? hint->torch : "";
+}
+
+/* Raises an error of the core, with a hint for the framework of the array that it is about. */
+static void
+raise_with_hint(const smla_py_call *call, const smla_error *error)
+{
+    const char *const hint = find_hint(call, error); /* before there is an exception to lose */
+    smla_py_raise(error);
+    if (hint[0] != '\0') {
+        PyErr_Format(PyErr_Occurred(), "%s%s", error->text, hint);
+    }
+}
+
 PyObject *
 smla_py_finish(smla_py_call *call, smla_status status, const smla_error *error, const int *results,
                int num_results)
@@ -164,7 +230,7 @@ smla_py_finish(smla_py_call *call, smla_status status, const smla_error *error, 
     PyObject *answer = NULL;
     const int kept = keep_arrays(call, status);
     if (status != SMLA_OK) {
-        smla_py_raise(error);
+        raise_with_hint(call, error);
     } else if (kept < 0) {
         /* an exception is set */
     } else if (num_results == 1) {
