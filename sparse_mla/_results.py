@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from sparse_mla import _C
 
 # Last dimension of a cache -> number of values in each of its keys.
@@ -37,6 +39,13 @@ class Given:
 
     def dtype(self, name: str) -> str:
         return str(self.values[name].dtype).removeprefix("torch.")
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype, which is a name already or a dtype object of any framework."""
+    if isinstance(dtype, type) or hasattr(dtype, "dtype"):  # np.float32; JAX's are objects
+        dtype = np.dtype(dtype)
+    return str(dtype).removeprefix("torch.")
 
 
 Rule = Callable[[Given], tuple[Result, ...]]

@@ -23,7 +23,11 @@ typedef struct smla_py_shared smla_py_shared; /* state that changes after import
     X(str_dlpack, "__dlpack__")                                           \
     X(str_dlpack_device, "__dlpack_device__")                             \
     X(str_exchange_api, "__dlpack_c_exchange_api__")                      \
+    X(str_numpy_ma, "numpy.ma")                                           \
+    X(str_masked_array, "MaskedArray")                                    \
     X(str_requires_grad, "requires_grad")                                 \
+    X(str_torch, "torch")                                                 \
+    X(str_is_grad_enabled, "is_grad_enabled")                             \
     X(str_is_neg, "is_neg")                                               \
     X(str_module, "__module__")                                           \
     X(str_block_until_ready, "block_until_ready")                         \

@@ -72,7 +72,7 @@ class Schema:
 
     def part(self, values: dict[str, Any]) -> dict[str, Any]:
         """The arguments with pairs split in two, where the second is None if one array is given,
-        and with scales split into a number and an array or None."""
+        with scales split into a number and an array or None, and with dtypes as names."""
         for first, second in self.pair.items():
             given = values[first]
             is_pair = isinstance(given, (tuple, list))
@@ -86,6 +86,8 @@ class Schema:
                 number: 1.0 if is_array else given,
                 array: given if is_array else None,
             }
+        for name in self.names("floats"):
+            values = values | {name: _results.dtype_name(values[name])}
         return values
 
     def join(self, values: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,8 @@
  */
 #include "python/arrays/exchange.h"
 
+#include <string.h>
+
 #include <numpy/arrayobject.h>
 
 /* ---- Types --------------------------------------------------------------------------------- */
@@ -134,6 +136,32 @@ read_native_dtype(const smla_py_state *state, const char *op, const char *name,
     return 0;
 }
 
+PyObject *
+smla_py_dtype_name(const smla_py_state *state, PyObject *object)
+{
+    if (PyUnicode_Check(object)) {
+        return Py_NewRef(object);
+    }
+    if (smla_py_is_type_in_package(state, object, "torch")) { /* it prints as "torch.float32" */
+        PyObject *text = PyObject_Str(object);
+        const char *name = text == NULL ? NULL : PyUnicode_AsUTF8AndSize(text, NULL);
+        const char *const dot = name == NULL ? NULL : strrchr(name, '.');
+        PyObject *result = name == NULL ? NULL : PyUnicode_FromString(dot == NULL ? "" : dot + 1);
+        Py_XDECREF(text);
+        return result;
+    }
+    PyArray_Descr *descr = NULL;
+    DLDataType dtype;
+    if (object == Py_None || !PyArray_DescrConverter(object, &descr)) {
+        PyErr_Clear();
+        return PyUnicode_FromString("");
+    }
+    const bool is_read = PyArray_ISNBO(descr->byteorder) && read_dtype(state, descr, &dtype);
+    const smla_py_dtype *const known = is_read ? smla_py_find_dtype(dtype) : NULL;
+    Py_DECREF((PyObject *)descr);
+    return PyUnicode_FromString(known == NULL ? "" : known->name);
+}
+
 int
 smla_py_read_descr(const smla_py_state *state, const char *op, const char *name, PyObject *descr,
                    DLDataType *dtype)
@@ -146,11 +174,36 @@ smla_py_read_descr(const smla_py_state *state, const char *op, const char *name,
     return read_native_dtype(state, op, name, (PyArray_Descr *)descr, dtype);
 }
 
+/* 1 for an array of numpy.ma, whose mask no operator knows; -1 with an exception set. */
+static int
+is_masked(const smla_py_state *state, PyObject *object)
+{
+    if (Py_TYPE(object) == &PyArray_Type) {
+        return 0;
+    }
+    PyObject *module = PyImport_GetModule(state->str_numpy_ma);
+    PyObject *type = module == NULL ? NULL : PyObject_GetAttr(module, state->str_masked_array);
+    const int status = type == NULL ? 0 : PyObject_IsInstance(object, type);
+    Py_XDECREF(module);
+    Py_XDECREF(type);
+    return PyErr_Occurred() == NULL ? status : -1;
+}
+
 int
 smla_py_read_ndarray(const smla_py_state *state, const char *op, smla_py_array *array)
 {
     PyArrayObject *ndarray = (PyArrayObject *)array->object;
     DLDataType dtype;
+    const int masked = is_masked(state, array->object);
+    if (masked != 0) {
+        if (masked > 0) {
+            PyErr_Format(PyExc_TypeError,
+                         "%s: `%s` must be an array without a mask, got a numpy.ma.MaskedArray: "
+                         "pass its .filled(), or its .data",
+                         op, array->name);
+        }
+        return -1;
+    }
     if (read_native_dtype(state, op, array->name, PyArray_DESCR(ndarray), &dtype) < 0) {
         return -1;
     }

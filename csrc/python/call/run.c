@@ -27,19 +27,21 @@ smla_py_find_operator(const char *name, size_t length)
 /* ---- Arguments ----------------------------------------------------------------------------- */
 
 static int
-parse_floats(const char *op, const char *name, PyObject *object, DLDataType *dtype)
+parse_floats(const smla_py_call *call, const char *name, PyObject *object, DLDataType *dtype)
 {
-    const char *text = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, NULL) : "";
+    PyObject *text = smla_py_dtype_name(call->state, object);
     if (text == NULL) {
         return -1;
     }
-    const bool is_fp32 = strcmp(text, "float32") == 0;
+    const bool is_fp32 = PyUnicode_CompareWithASCIIString(text, "float32") == 0;
+    const bool is_bf16 = PyUnicode_CompareWithASCIIString(text, "bfloat16") == 0;
+    Py_DECREF(text);
     *dtype = is_fp32 ? smla_py_fp32 : smla_py_bf16;
-    if (is_fp32 || strcmp(text, "bfloat16") == 0) {
+    if (is_fp32 || is_bf16) {
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "%s: `%s` must be \"float32\" or \"bfloat16\", got %R", op, name,
-                 object);
+    PyErr_Format(PyExc_ValueError, "%s: `%s` must be \"float32\" or \"bfloat16\", got %R", call->op,
+                 name, object);
     return -1;
 }
 
@@ -82,7 +84,7 @@ read_option(smla_py_call *call, const smla_py_param *param, PyObject *object, vo
     case SMLA_PY_SIZE: return smla_py_parse_size(op, param->name, object, field);
     case SMLA_PY_FLOAT: return smla_py_parse_float(op, param->name, object, field);
     case SMLA_PY_KV_FORMAT: return smla_py_parse_kv_format(op, param->name, object, field);
-    case SMLA_PY_FLOATS: return parse_floats(op, param->name, object, field);
+    case SMLA_PY_FLOATS: return parse_floats(call, param->name, object, field);
     case SMLA_PY_SCALES: return parse_scales(op, param->name, object, field);
     case SMLA_PY_DEVICE: return smla_py_parse_device(op, param->name, object, field);
     case SMLA_PY_ASK: return smla_py_parse_flag(object, &call->asks);
