@@ -435,7 +435,7 @@ def flash_mla_sparse_fwd(
 
 
 def _without_grad(array: Array) -> Array:
-    """Detaches a torch parameter where gradients are off; else the core refuses the parameter."""
+    """Detaches a torch parameter where gradients are off: older PyTorch does not export it."""
     if getattr(array, "requires_grad", False):
         torch = sys.modules.get("torch")
         if torch is not None and not torch.is_grad_enabled():

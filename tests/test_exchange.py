@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import sys
 
 import cases
 import numpy as np
@@ -270,6 +271,147 @@ def test_requires_grad(torch, name):
         call.run(sparse_mla)
     call.set(name, call.get(name).detach())
     call.run(sparse_mla)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_parameters_are_taken_while_gradients_are_off(torch, mode):
+    put = find_framework("torch").put
+    want = moved(cases.GOOD_CALLS["k_up_proj"](), find_framework("torch")).run(sparse_mla)
+    call = cases.GOOD_CALLS["k_up_proj"]()
+    for name in call.arrays():
+        call.set(name, torch.nn.Parameter(put(call.get(name))))
+    with getattr(torch, mode)():
+        got = call.run(sparse_mla)
+    assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+    with pytest.raises(BufferError, match=r"k_up_proj: `.*` .* call under torch.no_grad\(\), or "):
+        call.run(sparse_mla)
+
+
+def attention_in_torch():
+    call = moved(cases.GOOD_CALLS["sparse_attention"](), find_framework("torch"))
+    q, kv, indices = (call.args[name] for name in ("q", "kv", "indices"))
+    return lambda *arrays: sparse_mla.sparse_attention(*arrays, softmax_scale=0.1), (q, kv, indices)
+
+
+def run_on_fake_tensors(torch, attend, arrays):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    attend(*map(mode.from_tensor, arrays))
+
+
+def symbolically_trace(torch, attend, arrays):
+    class Module(torch.nn.Module):
+        def forward(self, q, kv, indices):
+            return attend(q, kv, indices)
+
+    torch.fx.symbolic_trace(Module())
+
+
+def export(torch, attend, arrays):
+    class Module(torch.nn.Module):
+        def forward(self, *arrays):
+            return attend(*arrays)
+
+    torch.export.export(Module(), arrays, strict=False)
+
+
+def run_on_meta(torch, attend, arrays):
+    attend(*(x.to("meta") for x in arrays))
+
+
+def run_in_vmap(torch, attend, arrays):
+    torch.func.vmap(attend)(*(x[None] for x in arrays))
+
+
+def functionalize(torch, attend, arrays):
+    torch.func.functionalize(attend)(*arrays)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "trace",
+    [run_on_fake_tensors, symbolically_trace, export, run_on_meta, run_in_vmap, functionalize],
+)
+def test_traced_calls_of_torch_name_the_integration(torch, trace):
+    attend, arrays = attention_in_torch()
+    with pytest.raises(BufferError) as info:
+        trace(torch, attend, arrays)
+    text = str(info.value)
+    assert text.startswith("sparse_attention: `q` must ")
+    assert text.endswith("torch.func call sparse_mla.integrations.torch")
+    attend(*arrays)  # the next call works
+
+
+# --- what belongs to one framework ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["q", "indices", "out"])
+def test_masked_arrays_are_refused(name):
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    call.set(name, np.ma.masked_array(call.get(name)))
+    with pytest.raises(TypeError, match=rf"`{name}` must be an array without a mask, .*filled"):
+        call.run(sparse_mla)
+    call.set(name, call.get(name).data)
+    call.run(sparse_mla)
+
+
+def test_masked_lengths_on_the_host_are_refused():
+    with pytest.raises(TypeError, match="`seq_lens` must be an array without a mask"):
+        sparse_mla.split_prefill_chunks(np.ma.masked_array([10, 15], mask=[0, 1]), 25)
+
+
+CONTIGUOUS = {"numpy": ": pass np.ascontiguousarray of it", "torch": ": pass its .contiguous()"}
+
+
+@each_framework
+def test_hints_fit_the_framework(framework):
+    w_uk = framework.put(np.zeros((512, 2, 4), np.float32))
+    with pytest.raises(TypeError, match=r"`W_UK` must be bfloat16, got float32") as info:
+        sparse_mla.k_up_proj(framework.put(np.zeros((1, 2, 4), ref.BF16)), w_uk)
+    cast = " (bfloat16 in NumPy is ml_dtypes.bfloat16)" if framework.name == "numpy" else ""
+    assert str(info.value).endswith(f": nothing is cast here{cast}")
+
+
+@each_framework
+def test_a_hint_to_copy_is_for_inputs_only(framework):
+    x = framework.put(np.zeros((3, 2, 8), np.float32))
+    strided, lse = x[:, :, ::2], framework.put(np.zeros((3, 2), np.float32))
+    if framework.name != "jax":  # its slices are contiguous
+        with pytest.raises(ValueError, match=r"`out_a` must have a contiguous") as info:
+            sparse_mla.merge_attn_states(strided, lse, strided, lse)
+        assert str(info.value).endswith(f"got stride 2{CONTIGUOUS.get(framework.name, '')}")
+    if framework.writable:
+        whole = x[:, :, :4]
+        with pytest.raises(ValueError, match=r"`out` must have a contiguous") as info:
+            sparse_mla.merge_attn_states(whole, lse, whole, lse, out=strided)
+        assert str(info.value).endswith("got stride 2")
+
+
+def dtype_objects(name):
+    """The objects that stand for a dtype in the frameworks at hand."""
+    yield name
+    yield np.dtype(ref.BF16 if name == "bfloat16" else name)
+    yield ref.BF16.type if name == "bfloat16" else np.float32
+    for module in ("torch", "jax.numpy"):
+        if module.partition(".")[0] in sys.modules:
+            yield getattr(sys.modules[module], name)
+
+
+@each_framework
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_dtypes_are_names_or_objects(framework, name):
+    cache = framework.put(np.zeros((2, 64, 656), np.uint8))
+    for dtype in dtype_objects(name):
+        values = sparse_mla.dequantize_kv_cache(cache, dtype=dtype)
+        assert str(values.dtype).removeprefix("torch.") == name, f"dtype={dtype!r}"
+
+
+@pytest.mark.parametrize("dtype", [None, float, np.float64, "float64", "torch.float32", 32, object])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(ValueError, match=r'`dtype` must be "float32" or "bfloat16", got '):
+        sparse_mla.dequantize_kv_cache(np.zeros((2, 64, 656), np.uint8), dtype=dtype)
 
 
 @pytest.mark.torch

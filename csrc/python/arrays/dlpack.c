@@ -199,8 +199,10 @@ export_for_stream(const smla_py_state *state, PyObject *method, PyObject *number
 
 /* Raises the producer's error text as a BufferError about the argument. */
 static void
-raise_export_error(const char *op, const char *name)
+raise_export_error(const char *op, const smla_py_array *array)
 {
+    const smla_py_importer *const importer = array->importer;
+    const bool is_torch = importer != NULL && !importer->is_immutable;
     PyObject *type = NULL;
     PyObject *value = NULL;
     PyObject *traceback = NULL;
@@ -209,8 +211,8 @@ raise_export_error(const char *op, const char *name)
     PyErr_Clear();
     PyErr_Restore(type, value, traceback);
     smla_py_raise_from(PyExc_BufferError,
-                       "%s: `%s` must be exportable by DLPack, got from its __dlpack__: %V", op,
-                       name, text, "an error");
+                       "%s: `%s` must be exportable by DLPack, got from its __dlpack__: %V%s", op,
+                       array->name, text, "an error", is_torch ? SMLA_PY_TORCH_HINT : "");
     Py_XDECREF(text);
 }
 
@@ -220,7 +222,7 @@ finish_export(const char *op, PyObject *capsule, smla_py_array *array)
 {
     if (capsule == NULL) {
         if (!is_fatal()) {
-            raise_export_error(op, array->name);
+            raise_export_error(op, array);
         }
         return -1;
     }
@@ -308,7 +310,7 @@ smla_py_read_dlpack(const smla_py_state *state, const char *op, smla_py_role rol
     } else if (prepare_immutable(state, op, role, array) == 0) {
         status = finish_export(op, export_immutable(state, object, method), array);
     } else if (!PyErr_ExceptionMatches(PyExc_BufferError) && !is_fatal()) {
-        raise_export_error(op, array->name);
+        raise_export_error(op, array);
     }
     Py_DECREF(method);
     return status;

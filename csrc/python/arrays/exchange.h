@@ -71,6 +71,13 @@ int smla_py_export_deferred(const smla_py_state *state, const char *op, smla_str
 /* view.c: whether the module of the object's type is in this package. */
 bool smla_py_is_type_in_package(const smla_py_state *state, PyObject *object, const char *package);
 
+/* view.c: whether PyTorch's autograd records what is done now. True if that cannot be known. */
+bool smla_py_records_gradients(const smla_py_state *state);
+
+/* Ends an error about a tensor of PyTorch that has no memory of its own. */
+#define SMLA_PY_TORCH_HINT \
+    ": inside torch.compile, torch.export or torch.func call sparse_mla.integrations.torch"
+
 /* view.c: 0, or -1 with a BufferError for a read-only array that the call writes. */
 int smla_py_check_writable(const char *op, const smla_py_array *array);
 

@@ -79,6 +79,16 @@ ask_requires_grad(const smla_py_state *state, PyObject *object)
                : PyObject_GetAttr(object, state->str_requires_grad);
 }
 
+static void
+refuse_traced(const char *op, const smla_py_array *array)
+{
+    PyObject *got = smla_py_type_name(array->object);
+    PyErr_Format(PyExc_BufferError,
+                 "%s: `%s` must have values, got a %V of a traced program" SMLA_PY_TORCH_HINT, op,
+                 array->name, got, "tensor");
+    Py_XDECREF(got);
+}
+
 /* Remembers a type. Without memory or a free place, the type is looked up again the next time. */
 static void
 remember_exchange(const smla_py_state *state, PyObject *object, const DLPackExchangeAPI *api)
@@ -105,13 +115,21 @@ remember_exchange(const smla_py_state *state, PyObject *object, const DLPackExch
 }
 
 /* The exchange API of the object's type, in the major version that we know. NULL without an
- * exception if there is none, NULL with an exception if the look-up failed. */
+ * exception if there is none, NULL with an exception if the look-up failed. Types that stand for
+ * tensors without values are refused before their export, about which PyTorch would print a warning.
+ * They are never remembered. */
 static const DLPackExchangeAPI *
-find_exchange_api(const smla_py_state *state, PyObject *object)
+find_exchange_api(const smla_py_state *state, const char *op, const smla_py_array *array)
 {
+    PyObject *const object = array->object;
     const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
     if (known != NULL) {
         return known->api;
+    }
+    if (smla_py_is_type_in_package(state, object, "torch._subclasses") ||
+        smla_py_is_type_in_package(state, object, "torch.fx")) {
+        refuse_traced(op, array);
+        return NULL;
     }
     PyObject *capsule = PyObject_GetAttr((PyObject *)Py_TYPE(object), state->str_exchange_api);
     if (capsule == NULL) {
@@ -167,10 +185,10 @@ check_plain(const smla_py_state *state, const char *op, const smla_py_array *arr
     }
     const bool requires_grad = flag == Py_True;
     Py_DECREF(flag);
-    if (requires_grad) {
+    if (requires_grad && smla_py_records_gradients(state)) {
         PyErr_Format(PyExc_BufferError,
                      "%s: `%s` must not require gradients, got a tensor with requires_grad=True: "
-                     "pass its .detach()",
+                     "call under torch.no_grad(), or pass its .detach()",
                      op, array->name);
         return -1;
     }
@@ -224,11 +242,21 @@ borrow(const smla_py_state *state, const DLPackExchangeAPI *api, smla_py_role ro
     return status;
 }
 
+static bool
+has_elements(const DLTensor *view)
+{
+    bool has = true;
+    for (int i = 0; i < view->ndim; i++) {
+        has = has && view->shape[i] != 0;
+    }
+    return has;
+}
+
 int
 smla_py_read_exchange_api(const smla_py_state *state, const char *op, smla_py_role role,
                           smla_py_array *array)
 {
-    const DLPackExchangeAPI *api = find_exchange_api(state, array->object);
+    const DLPackExchangeAPI *api = find_exchange_api(state, op, array);
     if (api == NULL) {
         return PyErr_Occurred() == NULL ? SMLA_PY_NOT_THIS : -1;
     }
@@ -239,6 +267,11 @@ smla_py_read_exchange_api(const smla_py_state *state, const char *op, smla_py_ro
     }
     array->framework = SMLA_PY_EXCHANGE;
     array->exchange_api = api;
+    if (view.data == NULL && has_elements(&view) &&
+        smla_py_is_type_in_package(state, array->object, "torch")) {
+        refuse_traced(op, array); /* a wrapper of torch.func */
+        return -1;
+    }
     if (check_plain(state, op, array, &view) < 0) {
         return -1;
     }

@@ -84,6 +84,19 @@ smla_py_is_type_in_package(const smla_py_state *state, PyObject *object, const c
     return result;
 }
 
+bool
+smla_py_records_gradients(const smla_py_state *state)
+{
+    PyObject *torch = PyImport_GetModule(state->str_torch);
+    PyObject *flag =
+        torch == NULL ? NULL : PyObject_CallMethodObjArgs(torch, state->str_is_grad_enabled, NULL);
+    const bool records = flag != Py_False;
+    Py_XDECREF(torch);
+    Py_XDECREF(flag);
+    PyErr_Clear();
+    return records;
+}
+
 /* ---- Check and release ---------------------------------------------------------------------- */
 
 int
