@@ -148,9 +148,12 @@ def public_headers():
 
 def c_compiler():
     """$CC, else the compiler that built Python, else the first of cc, gcc and clang."""
-    for command in (os.environ.get("CC"), sysconfig.get_config_var("CC"), "cc", "gcc", "clang"):
+    named = os.environ.get("CC", "").strip()
+    for command in [named] if named else [sysconfig.get_config_var("CC"), "cc", "gcc", "clang"]:
         if command and shutil.which(shlex.split(command)[0]):
             return command
+    if named:
+        sys.exit(f"error: CC={named}: there is no such command")
     sys.exit("error: no C compiler: install gcc or clang, or name one in CC")
 
 

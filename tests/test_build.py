@@ -25,6 +25,13 @@ def load(name: str):
 toolkit = load("toolkit")
 
 
+@pytest.fixture
+def graph(monkeypatch):
+    """buildtools/graph.py, which imports toolkit as setup.py lets it."""
+    monkeypatch.syspath_prepend(str(BUILDTOOLS))
+    return load("graph")
+
+
 def install(root: Path, version: str = "13.0", lib: str = "lib64") -> Path:
     """A toolkit whose nvcc answers what the build asks."""
     for folder, file in (("include", "cuda_runtime_api.h"), (lib, "libcudart_static.a")):
@@ -117,6 +124,26 @@ def test_a_missing_host_compiler_is_named(machine, monkeypatch):
     monkeypatch.delenv("NVCC_CCBIN")
     with pytest.raises(SystemExit, match=r"nvcc needs g\+\+.*install g\+\+"):
         toolkit.find_toolkit("auto")
+
+
+@pytest.mark.parametrize("command", ["/nope", "/nope --sysroot=/"])
+def test_a_compiler_that_was_named_is_taken_or_is_an_error(graph, monkeypatch, command):
+    monkeypatch.setenv("CC", command)
+    with pytest.raises(SystemExit, match=f"^error: CC={command}: there is no such command$"):
+        graph.c_compiler()
+    monkeypatch.setenv("CC", "sh -c")
+    assert graph.c_compiler() == "sh -c"
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+def test_no_name_is_the_first_compiler_there_is(graph, monkeypatch, empty):
+    monkeypatch.setenv("CC", empty)
+    monkeypatch.setattr(graph.sysconfig, "get_config_var", lambda name: "/nope")
+    monkeypatch.setattr(graph.shutil, "which", lambda name: name == "gcc" or None)
+    assert graph.c_compiler() == "gcc"
+    monkeypatch.setattr(graph.shutil, "which", lambda name: None)
+    with pytest.raises(SystemExit, match=r"^error: no C compiler"):
+        graph.c_compiler()
 
 
 def test_an_unknown_mode_is_an_error(machine, monkeypatch):

@@ -25,6 +25,7 @@ from sparse_mla._bench import (
     compressor,
     index_lists,
     memory,
+    noise,
     plot,
     projection,
     timing,
@@ -422,7 +423,7 @@ def test_bench_does_not_plot_without_matplotlib(monkeypatch):
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"needs matplotlib: pip install"):
         plot.check("x.svg")
-    with pytest.raises(SystemExit, match=r"no floors to plot"):
+    with pytest.raises(SystemExit, match=r"neither floors nor rates to plot"):
         plot.write("x.svg", {"Calls": [{"us": 1.0}]})
 
 
@@ -433,6 +434,73 @@ def test_bench_s_plot_leaves_out_what_has_no_flat_time():
     ]
     assert plot.worst_by_kind({"Inputs as": rows}) in ({}, {"bfloat16": {"flat": (1.5, 4.0)}})
     assert plot.worst_by_kind({"Inputs": rows}) in ({}, {"bfloat16": {"flat": (1.5, 4.0)}})
+
+
+def test_bench_s_plot_takes_every_rate_of_a_cpu():
+    attention_row = {"kv_format": "bfloat16", "H": 8, "T": 2, "ours": {"gflops": 30.0}}
+    results = {
+        "device": "a CPU, 2 cores",
+        "Attention, K": [attention_row, attention_row | {"torch": {"gflops": 10.0}, "ratio": 3.0}],
+        "Projection": [{"values": "e4m3", "T": 2, "gflops": 5.0, "torch_gflops": 4.0}],
+        "Bytes": [{"operator": "write", "right": True, "gb_s": 2.0, "copy_gb_s": 3.0}],
+        "Calls": [{"operator": "write", "seconds": {"NumPy": 1.0}}],
+    }
+    assert plot.rates(results) == [
+        (
+            "GFLOP/s",
+            "PyTorch",
+            [
+                ("Attention, K", "bfloat16 H 8 T 2", 30.0, None),
+                ("Attention, K", "bfloat16 H 8 T 2", 30.0, 10.0),
+                ("Projection", "e4m3 T 2", 5.0, 4.0),
+            ],
+        ),
+        ("GB/s, read + written", "np.copyto", [("Bytes", "write", 2.0, 3.0)]),
+    ]
+
+
+def test_a_spread_is_the_middle_half_of_the_repeats():
+    assert noise.spread_of([1.0, 9.0, 4.0, 5.0, 3.0]) == pytest.approx((5 - 3) / 4)
+    assert noise.spread_of([2.0, 2.0, 2.0]) == 0
+    table = timing.Table("T", [], [], [])
+    spreads = [0.01, 0.5, 0.03]
+    table.take_spreads(spreads)
+    assert (table.spread, spreads) == ({"median": 0.03, "worst": 0.5}, [])
+    assert table.notes == [
+        "spread: the middle half of a time's repeats covers 3.0% of the time, at most 50.0%"
+    ]
+    table.take_spreads([])
+    assert len(table.notes) == 1
+
+
+def test_repeats_have_their_spread_noted():
+    effort = timing.Effort(repeats=3, call_seconds=0.0)
+    timing.interleave({"a": lambda: None, "b": lambda: None}, effort)
+    assert len(effort.spreads) == 2
+
+
+@pytest.mark.parametrize(("busy", "warns"), [(0.1, False), (0.9, True)])
+def test_bench_warns_on_a_busy_host(busy, warns, monkeypatch, tmp_path):
+    stat = tmp_path / "stat"
+    ticks = iter([[0] * 8, [round(100 * busy), 0, 0, round(100 - 100 * busy), 0, 0, 0, 0]])
+
+    def write_next(seconds=0.0):
+        stat.write_text("cpu  " + " ".join(map(str, next(ticks))) + " 7 7\ncpu0 1 2\n")
+
+    write_next()
+    monkeypatch.setattr(noise, "HOST_TIMES", stat)
+    monkeypatch.setattr(noise.time, "sleep", write_next)
+    monkeypatch.setattr(noise.os, "cpu_count", lambda: 2)
+    assert noise.count_busy_cores() == pytest.approx(2 * busy)
+    text = noise.describe_host(2 * busy)
+    assert text.startswith(f"other programs keep {2 * busy:.1f} of 2 cores busy")
+    assert text.endswith("WARNING, times will be too long") == warns
+
+
+def test_bench_says_so_where_nothing_tells_how_busy_a_host_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(noise, "HOST_TIMES", tmp_path / "nothing")
+    assert noise.count_busy_cores(0.0) is None
+    assert noise.describe_host(None) == "nothing here tells how busy it is"
 
 
 def test_bench_s_efforts():
@@ -520,6 +588,19 @@ def test_the_demo_needs_one_of_everything(option):
     with pytest.raises(ValueError, match=rf"^--{option} must be at least 1$"):
         demo.make_requests(demo_options(f"--{option}", "0"))
     demo.make_requests(demo_options(f"--{option}", "1"))
+
+
+@pytest.mark.parametrize("pages", ["0", "1"])
+def test_the_demo_takes_the_pages_it_was_given(pages):
+    options = demo_options("--requests", "2", "--context", "300", "--block-size", "16")
+    requests = demo.make_requests(options)
+    least = max(-(-len(request.text) // 16) for request in requests)
+    options.pages = int(pages)
+    with pytest.raises(ValueError, match=rf"^--pages must be at least {least}, .*got {pages}$"):
+        demo.make_engine(options, requests)
+    options.pages = least
+    _, scheduler = demo.make_engine(options, requests)
+    assert scheduler.pool.num_pages == least
 
 
 def test_the_demo_needs_a_text(tmp_path):

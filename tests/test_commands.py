@@ -88,6 +88,10 @@ def test_quick_bench_judges_every_table_and_takes_less_than_a_minute():
     assert all(row["right"] for row in [*moves, *chosen])
     assert all(0 < row["error_over_bound"] <= 1 for row in projections)
     assert all(row["seconds"]["NumPy"] > 0 for row in calls)
+    titles = {title for title, rows in results.items() if isinstance(rows, list)}
+    assert set(results["spread"]) == titles
+    assert all(0 < s["median"] <= s["worst"] for s in results["spread"].values())
+    assert re.match(r"other programs keep \d+\.\d of \d+ cores busy", results["host"])
     if sparse_mla.build_info()["flags"] == "release":
         assert seconds < 60
 
@@ -117,6 +121,8 @@ def test_bench_writes_numbers_beside_the_tables(tmp_path):
     done = run_command("bench", *options)
     assert done.returncode == 0, done.stderr
     assert "### Host time per call" in done.stdout
+    assert "\n- host: other programs keep " in done.stdout
+    assert "\n- spread: the middle half of a time's repeats covers " in done.stdout
     assert json.loads(path.read_text())["failures"] == {}
 
 
@@ -124,7 +130,7 @@ def test_bench_writes_numbers_beside_the_tables(tmp_path):
     "options",
     [
         ["--device", "cpu", "--only", "decode"],
-        ["--device", "cpu", "--plot", "plot.svg"],
+        ["--device", "cpu", "--only", "calls", "--plot", "plot.svg"],
         ["--plot", "plot.png"],
         ["--heads", "64"],
         ["--device", "cpu", "--only", "inputs", "--kinds", "flat"],
@@ -179,6 +185,17 @@ def test_bench_plots_an_earlier_run(tmp_path):
     assert "Decode: FlashMLA" in text
     assert text == plots[1].read_text()
     assert len(text) < 100_000
+
+
+def test_bench_plots_the_cpu_s_rates(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.svg"
+    options = ["--device", "cpu", "--quick", "--only", "projection", "--plot", str(path)]
+    done = run_command("bench", *options)
+    assert done.returncode == 0, done.stderr
+    text = path.read_text()
+    assert "Grouped output projection: sparse_mla" in text
+    assert ">GFLOP/s<" in text
 
 
 @pytest.mark.torch

@@ -187,6 +187,36 @@ def test_refused_tensors_are_given_back(name):
     call.run(sparse_mla)
 
 
+@pytest.mark.parametrize(
+    ("code", "bits", "name"),
+    [
+        (6, 8, "bool"),
+        (7, 8, "float8_e3m4"),
+        (10, 8, "float8_e4m3fn"),
+        (12, 8, "float8_e5m2"),
+        (14, 8, "float8_e8m0fnu"),
+        (16, 6, "float6_e3m2fn"),
+        (17, 4, "float4_e2m1fn"),
+        (12, 16, "DLPack type code 12 of 16 bits"),
+        (18, 4, "DLPack type code 18 of 4 bits"),
+    ],
+)
+def test_a_refused_dtype_is_named(code, bits, name):
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    producer = Producer(call.get("indices"), fields={"code": code, "bits": bits})
+    call.set("indices", producer)
+    with pytest.raises(TypeError, match=rf"`indices` must be int32, got {name}\b(?!.*code)"):
+        call.run(sparse_mla)
+
+
+@pytest.mark.parametrize(("offset", "text"), [(1, "1 byte off"), (3, "3 bytes off")])
+def test_a_misaligned_address_is_told_in_bytes(offset, text):
+    call = cases.GOOD_CALLS["sparse_attention"]()
+    call.set("indices", Producer(call.get("indices"), fields={"byte_offset": offset}))
+    with pytest.raises(ValueError, match=f"aligned to 4 bytes, got an address that is {text}$"):
+        call.run(sparse_mla)
+
+
 @pytest.mark.skipif(has_gpu(), reason="a GPU would run on this pointer")
 def test_a_device_that_this_build_lacks():
     """All arrays are on cuda:0, without backend or GPU: RuntimeError, all tensors given back."""

@@ -241,3 +241,28 @@ def test_links_and_paths_of_a_page_lead_somewhere(page):
         assert (page.parent / target).exists(), target
     for path in re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./*-]*)`", text):
         assert any(ROOT.glob(path.rstrip("/"))), path
+
+
+# What vLLM's FlashMLA backend (and its port with ixformer) calls, and readers will search for.
+ENGINE_NAMES = (
+    "_cudagraph_support",
+    "cp_gather_and_upconvert_fp8_kv_cache",
+    "current_workspace_manager",
+    "dsa_convert_req_index_to_global_index",
+    "flash_mla_sparse_prefill",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+    "reshape_attn_output_for_spec_decode",
+    "reshape_query_for_spec_decode",
+    "split_decodes_and_prefills",
+    "split_prefill_chunks",
+    "topk_indices_buffer",
+    "triton_convert_req_index_to_global_index",
+)
+
+
+@pytest.mark.parametrize("name", ENGINE_NAMES)
+def test_a_reader_finds_what_serves_an_engine_s_name(name):
+    """The name is in the first column of a table's row, which says what serves it here."""
+    rows = re.findall(r"^\| (.*?) \| (.+?) \|", (ROOT / "docs/coming_from.md").read_text(), re.M)
+    assert any(re.search(rf"\b{name}\b", first) for first, _ in rows)

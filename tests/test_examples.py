@@ -77,6 +77,18 @@ def test_the_readme_names_it(path):
     assert f"examples/{path.name}" in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.parametrize(
+    "path", [p for p in EXAMPLES if p.suffix == ".ipynb"], ids=lambda path: path.name
+)
+def test_a_notebook_says_what_it_needs(path):
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", source_of(path), re.MULTILINE))
+    dependencies = {"sparse_mla", "numpy", "ml_dtypes"}
+    needed = imported - dependencies - set(sys.stdlib_module_names)
+    first = "".join(json.loads(path.read_text())["cells"][0]["source"])
+    line = re.search(r"^\*\*Needs\*\* .*", first, re.MULTILINE)[0]
+    assert set(re.findall(r"`(\w+)`", line)) - {"sparse_mla"} == needed
+
+
 def test_c_examples_are_found():
     assert {"decode.c", "cache.c", "prefill.c", "step.c", "v4.c"} <= {p.name for p in C_EXAMPLES}
 

@@ -1090,7 +1090,8 @@ def refusal_of(x: np.ndarray, rules: str) -> str | None:
     unit = unit_of(x, rules)
     if address % unit:
         off = address % unit
-        return f"be aligned to {unit} bytes, got an address that is {off} bytes off"
+        bytes_off = "1 byte" if off == 1 else f"{off} bytes"
+        return f"be aligned to {unit} bytes, got an address that is {bytes_off} off"
     row = next((row for rule, row in SPLIT_ROWS.items() if rule in rules), None)
     if row and (broken := split_pages_refusal(in_bytes, row)):
         return broken

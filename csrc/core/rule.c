@@ -24,8 +24,16 @@ smla_append(smla_text *to, const char *format, ...)
 smla_text
 smla_describe_dtype(const DLTensor *tensor)
 {
-    static const char *const kinds[] = {"int",    "uint",    "float", "opaque",
-                                        "bfloat", "complex", "bool"};
+    static const char *const kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex"};
+    /* DLPack's narrow types, from code kDLFloat8_e3m4 on. Each code has its own number of bits. */
+    static const struct {
+        const char *name;
+        uint8_t bits;
+    } narrow[] = {{"float8_e3m4", 8},     {"float8_e4m3", 8},     {"float8_e4m3b11fnuz", 8},
+                  {"float8_e4m3fn", 8},   {"float8_e4m3fnuz", 8}, {"float8_e5m2", 8},
+                  {"float8_e5m2fnuz", 8}, {"float8_e8m0fnu", 8},  {"float6_e2m3fn", 6},
+                  {"float6_e3m2fn", 6},   {"float4_e2m1fn", 4}};
+    const size_t narrow_idx = (size_t)tensor->dtype.code - kDLFloat8_e3m4;
     const unsigned dtype = smla_dtype(tensor);
     smla_text got = {""};
     for (int i = 0; i < SMLA_NUM_DTYPES; i++) {
@@ -38,6 +46,9 @@ smla_describe_dtype(const DLTensor *tensor)
         smla_append(&got, "bool");
     } else if (tensor->dtype.code < sizeof kinds / sizeof kinds[0]) {
         smla_append(&got, "%s%d", kinds[tensor->dtype.code], tensor->dtype.bits);
+    } else if (narrow_idx < sizeof narrow / sizeof narrow[0] &&
+               narrow[narrow_idx].bits == tensor->dtype.bits) {
+        smla_append(&got, "%s", narrow[narrow_idx].name);
     } else {
         smla_append(&got, "DLPack type code %d of %d bits", tensor->dtype.code, tensor->dtype.bits);
     }
@@ -253,8 +264,8 @@ smla_require_alignment(const smla_checker *c, const char *name, const DLTensor *
     if (offset != 0 && !smla_is_empty(tensor)) {
         return smla_fail(
             c->error, SMLA_ERROR_VALUE,
-            "%s: `%s` must be aligned to %lld bytes, got an address that is %lld bytes off", c->op,
-            name, (long long)alignment, (long long)offset);
+            "%s: `%s` must be aligned to %lld bytes, got an address that is %lld byte%s off", c->op,
+            name, (long long)alignment, (long long)offset, offset == 1 ? "" : "s");
     }
     return SMLA_OK;
 }

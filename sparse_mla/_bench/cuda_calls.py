@@ -22,6 +22,7 @@ from sparse_mla._bench.cuda_timing import (
     synchronize,
     torch,
 )
+from sparse_mla._bench.noise import spread_of
 from sparse_mla._bench.timing import Table
 from sparse_mla._judge import BF16
 
@@ -78,6 +79,7 @@ def host_seconds(sides: dict[str, Call], batch: int, effort: CudaEffort) -> dict
     for _ in range(4 * effort.rounds):
         for name, side in sides.items():
             samples[name].append(seconds_per_call(side, batch))
+    effort.spreads += map(spread_of, samples.values())
     return {name: effort.pick(values) for name, values in samples.items()}
 
 

@@ -11,11 +11,13 @@ whatever was measured before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from statistics import median
 from typing import Any
+
+from sparse_mla._bench.noise import spread_of
 
 torch: Any = import_module("torch") if find_spec("torch") is not None else None
 Array = Any
@@ -38,6 +40,7 @@ class CudaEffort:
     rounds: int = 50
     row_seconds: float = 4.0  # all rounds together, about; at least MIN_ROUNDS are run
     pick: Callable[[list[float]], float] = median
+    spreads: list[float] = field(default_factory=list)  # of the times of the current table
 
     @classmethod
     def of(cls, quick: bool, best: bool) -> CudaEffort:
@@ -94,7 +97,9 @@ def interleave(
         if index % ROUNDS_IN_FLIGHT == 0:
             synchronize()
     synchronize()
-    return {name: effort.pick([time() for time in times]) for name, times in samples.items()}
+    seconds = {name: [time() for time in times] for name, times in samples.items()}
+    effort.spreads += map(spread_of, seconds.values())
+    return {name: effort.pick(times) for name, times in seconds.items()}
 
 
 def interleave_flushed(

@@ -1,5 +1,6 @@
-"""Draws a small SVG of this run, or of an earlier run's JSON: time against floor with a mark per
-row, and what each kind of input costs."""
+"""Draws a small SVG of this run, or of an earlier run's JSON. For a GPU: time against floor with a
+mark per row, and what each kind of input costs. For a CPU: rates, beside the other side's.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 from sparse_mla._bench.summary import inputs_of
 
 WIDTH_INCHES, PANEL_INCHES = 7.2, 5.2
+RateRow = tuple[str, str, float, float | None]  # table, row, our rate, the other one's
 FORMATS = {"fp8_ds_mla": "FP8 rows", "bfloat16": "bf16 rows"}
 
 
@@ -25,7 +27,7 @@ def check(path: str) -> None:
 
 def write(path: str, results: dict[str, Any]) -> None:
     """Draws results in the form that --json writes: the tables whose records have `us` and
-    `floor_us`, and the tables of inputs."""
+    `floor_us`, and the tables of inputs; without these, the tables whose records have rates."""
     tables = {title: list(points(rows)) for title, rows in results.items()}
     tables = {title: rows for title, rows in tables.items() if rows}
     kinds = worst_by_kind(results)
@@ -35,9 +37,12 @@ def write(path: str, results: dict[str, Any]) -> None:
     if kinds:
         panels.append(partial(draw_kinds, kinds=kinds))
     if not panels:
-        raise SystemExit(
-            "bench: these results have no floors to plot: they come from --device cuda"
-        )
+        panels = [
+            partial(draw_rates, unit=unit, peer=peer, rows=rows)
+            for unit, peer, rows in rates(results)
+        ]
+    if not panels:
+        raise SystemExit("bench: these results have neither floors nor rates to plot")
     matplotlib: Any = import_module("matplotlib")
     matplotlib.use("svg")
     matplotlib.rcParams.update(
@@ -70,7 +75,7 @@ def draw_floors(axes: Any, tables: dict[str, list[tuple[float, float, float | No
         axes.scatter(floors, times, s=14, color=color, label=f"{name}: sparse_mla")
         pairs = [(floor, peer_time) for floor, _, peer_time in rows if peer_time]
         if pairs:
-            draw_peer(axes, pairs, color, name)
+            draw_peer(axes, pairs, color, f"{name}: FlashMLA")
     axes.set(xscale="log", yscale="log", xlabel="floor, µs", ylabel="measured, µs")
 
 
@@ -86,15 +91,29 @@ def draw_kinds(axes: Any, kinds: dict[str, dict[str, tuple[float, float | None]]
         peers = [peer for _, peer in rows.values()]
         pairs = [(place, time) for place, time in zip(places, peers, strict=True) if time]
         if pairs:
-            draw_peer(axes, pairs, color, label)
+            draw_peer(axes, pairs, color, f"{label}: FlashMLA")
     axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
     axes.set(yscale="log", ylabel="worst time ÷ our flat time of the shape")
+
+
+def draw_rates(axes: Any, unit: str, peer: str, rows: list[RateRow]) -> None:
+    """Draws a column per row: our rate and, as a hollow mark, the other one's."""
+    for index, title in enumerate(dict.fromkeys(title for title, _, _, _ in rows)):
+        color, name = f"C{index}", title.split(",")[0].split(" (")[0]
+        places = [place for place, row in enumerate(rows) if row[0] == title]
+        ours = [rows[place][2] for place in places]
+        axes.scatter(places, ours, s=14, color=color, label=f"{name}: sparse_mla")
+        pairs = [(place, rate) for place in places if (rate := rows[place][3]) is not None]
+        if pairs:
+            draw_peer(axes, pairs, color, f"{name}: {peer}")
+    axes.set_xticks(range(len(rows)), [row[1] for row in rows], rotation=90, fontsize=6)
+    axes.set(yscale="log", ylabel=unit)
 
 
 def draw_peer(axes: Any, pairs: list[tuple[float, float]], color: str, label: str) -> None:
     x, y = zip(*pairs, strict=True)
     hollow = {"facecolors": "none", "edgecolors": color, "linewidths": 0.8}
-    axes.scatter(x, y, s=22, label=f"{label}: FlashMLA", **hollow)
+    axes.scatter(x, y, s=22, label=label, **hollow)
 
 
 def worst_by_kind(
@@ -120,3 +139,28 @@ def points(rows: Any) -> Iterable[tuple[float, float, float | None]]:
     for row in rows if isinstance(rows, list) else []:
         if isinstance(row, dict) and "us" in row and "floor_us" in row:
             yield row["floor_us"], row["us"], row.get("peer_us")
+
+
+def rates(results: dict[str, Any]) -> list[tuple[str, str, list[RateRow]]]:
+    """Unit, the other side's name, and the rows of all tables whose records have such rates."""
+    flops: list[RateRow] = []
+    moved: list[RateRow] = []
+    for title, rows in results.items():
+        for row in rows if isinstance(rows, list) else []:
+            if not isinstance(row, dict):
+                continue
+            if "ours" in row:
+                ours, other = row["ours"]["gflops"], row.get("torch", {}).get("gflops")
+                flops.append((title, label_of(row), ours, other))
+            elif "gflops" in row:
+                flops.append((title, label_of(row), row["gflops"], row.get("torch_gflops")))
+            elif "gb_s" in row:
+                moved.append((title, row["operator"], row["gb_s"], row["copy_gb_s"]))
+    panels = [("GFLOP/s", "PyTorch", flops), ("GB/s, read + written", "np.copyto", moved)]
+    return [panel for panel in panels if panel[2]]
+
+
+def label_of(row: dict[str, Any]) -> str:
+    """The cells that name a row: text and whole numbers."""
+    named = {key: value for key, value in row.items() if isinstance(value, str | int)}
+    return " ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in named.items())

@@ -16,7 +16,7 @@ from typing import Any
 
 import sparse_mla
 from sparse_mla import _info
-from sparse_mla._bench import attention, calls, memory, plot, projection, top_k, v4
+from sparse_mla._bench import attention, calls, memory, noise, plot, projection, top_k, v4
 from sparse_mla._bench.summary import summarise
 from sparse_mla._bench.timing import Effort, Table
 
@@ -28,6 +28,7 @@ CPU_TABLES: dict[str, Callable[[Effort, int], Table]] = {
     "top_k": top_k.measure,
     "calls": calls.measure,
 }
+WITHOUT_RATES = ("top_k", "calls")  # tables of the CPU that --plot cannot show
 CUDA_TABLES = (
     "decode",
     "prefill",
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, default=2, help="of both sides, on the CPU (%(default)s)"
     )
-    parser.add_argument("--plot", metavar="FILE.svg", help="time against floor (cuda)")
+    parser.add_argument("--plot", metavar="FILE.svg", help="time against floor (cuda); rates (cpu)")
     parser.add_argument(
         "--from", dest="source", metavar="FILE", help="sum up this run's --json, measure nothing"
     )
@@ -99,9 +100,12 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(f"- {key}: {value}" for key, value in where.items()), flush=True)
     results: dict[str, Any] = dict(where)
     failures: dict[str, list[str]] = {}
-    results["failures"] = failures
+    spreads: dict[str, dict[str, float]] = {}
+    results["failures"], results["spread"] = failures, spreads
     for table in tables:
         results[table.title] = table.records
+        if table.spread:
+            spreads[table.title] = table.spread
         if table.failures:
             failures[table.title] = table.failures
         if prints_tables:
@@ -156,8 +160,8 @@ def write_json(path: str, results: dict[str, Any]) -> None:
 def check_cpu(options: argparse.Namespace) -> None:
     if options.only and options.only not in CPU_TABLES:
         raise SystemExit(f"bench: --only {options.only} is a table of --device cuda")
-    if options.plot:
-        raise SystemExit("bench: --plot shows time against floor: --device cuda")
+    if options.plot and options.only in WITHOUT_RATES:
+        raise SystemExit(f"bench: --plot shows rates, and --only {options.only} measures none")
 
 
 def restart(num_threads: int) -> None:
@@ -170,7 +174,9 @@ def restart(num_threads: int) -> None:
 def measure_cpu(options: argparse.Namespace) -> Iterator[Table]:
     effort = Effort.of(options.quick, options.best)
     for name in [options.only] if options.only else CPU_TABLES:
-        yield CPU_TABLES[name](effort, options.threads)
+        table = CPU_TABLES[name](effort, options.threads)
+        table.take_spreads(effort.spreads)
+        yield table
 
 
 def describe_cpu(options: argparse.Namespace) -> dict[str, str]:
@@ -254,6 +260,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
             table = measure[name]()
         except Exception as error:  # the device may be lost; earlier tables are still printed
             table = Table(name, ["-"], [], [], failures=[describe_error(error)])
+        table.take_spreads(effort.spreads)
         yield table
 
 
@@ -299,6 +306,7 @@ def describe_run(options: argparse.Namespace, last: str) -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "commit": find_commit(),
         "command": " ".join(command),
+        "host": noise.describe_host(noise.count_busy_cores()),
     }
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from sparse_mla._bench.noise import describe_spreads, spread_of, sum_up_spreads
+
 SETTLE_SECONDS = 0.02  # until the other side's OpenMP threads sleep; idle ones spin for a while
 
 
@@ -21,6 +23,7 @@ class Effort:
     row_seconds: float = 8.0  # all repeats together, about, unless min_repeats take longer
     pick: Callable[[list[float]], float] = median
     call_seconds: float = 0.02  # one repeat, at least
+    spreads: list[float] = field(default_factory=list)  # of the times of the current table
 
     @classmethod
     def of(cls, quick: bool, best: bool) -> Effort:
@@ -40,12 +43,20 @@ class Table:
     records: list[dict[str, object]]  # the numbers, for --json
     failures: list[str] = field(default_factory=list)  # errors beyond their bounds, exceptions
     notes: list[str] = field(default_factory=list)
+    spread: dict[str, float] = field(default_factory=dict)  # "median" and "worst" of its times
 
     def add(self, row: list[str], record: dict[str, object]) -> None:
         """A row that has been measured; on a terminal a line on stderr counts them."""
         self.rows.append(row)
         self.records.append(record)
         show_progress(f"{self.title}: {len(self.rows)} rows")
+
+    def take_spreads(self, spreads: list[float]) -> None:
+        """Moves the spreads of this table's times out of the list."""
+        if spreads:
+            self.spread = sum_up_spreads(spreads)
+            self.notes.append(describe_spreads(self.spread))
+        spreads.clear()
 
     def print(self) -> None:
         show_progress("")
@@ -87,6 +98,7 @@ def interleave(sides: Mapping[str, Callable[[], object]], effort: Effort) -> dic
             time.sleep(SETTLE_SECONDS)
             sides[name]()
             samples[name].append(seconds_per_call(sides[name], counts[name]))
+    effort.spreads += [spread_of(samples[name]) for name in repeated]
     return {name: effort.pick(values) for name, values in samples.items()}
 
 

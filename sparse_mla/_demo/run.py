@@ -92,6 +92,12 @@ def read_text(path: Path | None) -> np.ndarray:
 def make_engine(options: argparse.Namespace, requests: list[Request]) -> tuple[Engine, Scheduler]:
     longest = max(len(request.text) for request in requests)
     all_pages = sum(-(-len(request.text) // options.block_size) for request in requests)
+    least_pages = -(-longest // options.block_size)
+    if options.pages is not None and options.pages < least_pages:
+        raise ValueError(
+            f"--pages must be at least {least_pages}, the pages of the longest request, "
+            f"got {options.pages}"
+        )
     config = sparse_mla.Config(
         options.heads,
         softmax_scale=SOFTMAX_SCALE,
@@ -106,7 +112,7 @@ def make_engine(options: argparse.Namespace, requests: list[Request]) -> tuple[E
     )
     scheduler = Scheduler(
         requests,
-        num_pages=max(options.pages or -(-2 * all_pages // 3), -(-longest // options.block_size)),
+        num_pages=options.pages or max(-(-2 * all_pages // 3), least_pages),
         block_size=options.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
