@@ -9,6 +9,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/log.h"
+
 void
 smla_append(smla_text *to, const char *format, ...)
 {
@@ -374,9 +376,25 @@ is_same_array(const DLTensor *a, const DLTensor *b)
     return same;
 }
 
+/* Adds to the call's line its device, and " q bfloat16[3, 16, 576]," for each array. A forward also
+ * checks the arrays of calls that it is going to make; these are in the lines of those calls. */
+static void
+log_arrays(const smla_checker *c)
+{
+    smla_log_device(c->device);
+    for (int i = 0; i < c->num_arrays; i++) {
+        const DLTensor *const tensor = c->arrays[i].tensor;
+        smla_log_text(" %s %s%s,", c->arrays[i].name, smla_describe_dtype(tensor).text,
+                      smla_describe_shape(tensor).text);
+    }
+}
+
 smla_status
 smla_require_disjoint(const smla_checker *c)
 {
+    if (smla_is_logging && smla_is_logged(c->op)) {
+        log_arrays(c);
+    }
     for (int i = 0; i < c->num_arrays; i++) {
         if (!c->arrays[i].is_output) {
             continue;

@@ -4,10 +4,11 @@
 #include "ops/dispatch.h"
 
 #include "core/args.h"
+#include "core/log.h"
 #include "ops/check.h"
 
 #define ENTRY_POINT_TO(slot, name, args_type, params_type)                  \
-    smla_status smla_##name(const args_type *args, smla_error *error)       \
+    static smla_status run_##name(const args_type *args, smla_error *error) \
     {                                                                       \
         args_type known;                                                    \
         params_type params;                                                 \
@@ -15,6 +16,13 @@
         SMLA_TRY(smla_read_args(#name, &known, sizeof known, args, error)); \
         SMLA_TRY(smla_check_##name(&known, &params, &backend, error));      \
         return backend->slot(&params, error);                               \
+    }                                                                       \
+                                                                            \
+    smla_status smla_##name(const args_type *args, smla_error *error)       \
+    {                                                                       \
+        smla_log_call call;                                                 \
+        smla_begin_log(&call, #name);                                       \
+        return smla_end_log(&call, run_##name(args, error));                \
     }
 
 #define ENTRY_POINT(name, args_type, params_type) ENTRY_POINT_TO(name, name, args_type, params_type)
@@ -52,20 +60,50 @@ smla_sparse_attention(const smla_sparse_attention_args *args, smla_error *error)
     return smla_attend_positions(&known, &no_map, error);
 }
 
-smla_status
-smla_attend_positions(const smla_sparse_attention_args *args, const smla_index_map *map,
-                      smla_error *error)
+/* Adds to the call's line which kernels run, and over how many tokens and splits. */
+static void
+log_plan(const smla_backend *backend, const smla_attention_plan *plan)
+{
+    for (int i = 0; i < plan->num_runs; i++) {
+        const char *const kernel = backend->kernel_name(&plan->runs[i]);
+        smla_log_text(" kernel %s (tokens %lld, splits %d),", kernel == NULL ? "none" : kernel,
+                      (long long)plan->runs[i].num_tokens, plan->runs[i].num_splits);
+    }
+}
+
+static smla_status
+attend(const smla_attention_params *params, const smla_attention_plan *plan,
+       const smla_backend *backend, smla_error *error)
+{
+    if (smla_is_logging) {
+        log_plan(backend, plan);
+    }
+    return backend->sparse_attention(params, plan, error);
+}
+
+static smla_status
+attend_positions(const smla_sparse_attention_args *args, const smla_index_map *map,
+                 smla_error *error)
 {
     smla_attention_params params;
     smla_attention_plan plan;
     const smla_backend *backend;
     SMLA_TRY(smla_check_attention(args, &params, &plan, &backend, error));
     params.lists[0].map = *map;
-    return backend->sparse_attention(&params, &plan, error);
+    return attend(&params, &plan, backend, error);
 }
 
 smla_status
-smla_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error)
+smla_attend_positions(const smla_sparse_attention_args *args, const smla_index_map *map,
+                      smla_error *error)
+{
+    smla_log_call call;
+    smla_begin_log(&call, "sparse_attention");
+    return smla_end_log(&call, attend_positions(args, map, error));
+}
+
+static smla_status
+run_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error)
 {
     smla_sparse_mla_dsv4_args known;
     smla_attention_params params;
@@ -73,7 +111,15 @@ smla_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error)
     const smla_backend *backend;
     SMLA_TRY(smla_read_args("sparse_mla_dsv4", &known, sizeof known, args, error));
     SMLA_TRY(smla_check_sparse_mla_dsv4(&known, &params, &plan, &backend, error));
-    return backend->sparse_attention(&params, &plan, error);
+    return attend(&params, &plan, backend, error);
+}
+
+smla_status
+smla_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error)
+{
+    smla_log_call call;
+    smla_begin_log(&call, "sparse_mla_dsv4");
+    return smla_end_log(&call, run_sparse_mla_dsv4(args, error));
 }
 
 smla_status

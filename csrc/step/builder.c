@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "core/args.h"
+#include "core/log.h"
 #include "core/rule.h"
 #include "step/arena.h"
 #include "step/batch.h"
@@ -416,16 +417,32 @@ plan_step(smla_builder *b, const smla_build_args *args, smla_error *error)
     return SMLA_OK;
 }
 
-smla_status
-smla_builder_build(smla_builder *b, const smla_build_args *args, const smla_metadata **metadata,
-                   smla_error *error)
+static smla_status
+run_build(smla_builder *b, const smla_build_args *args, const smla_metadata **metadata,
+          smla_error *error)
 {
     smla_build_args known;
     SMLA_TRY(smla_require_pointer(build_op, "builder", b, error));
     SMLA_TRY(smla_read_args(build_op, &known, sizeof known, args, error));
     SMLA_TRY(plan_step(b, &known, error));
+    if (smla_is_logging) {
+        const smla_metadata *const m = &b->metadata;
+        smla_log_device(b->config.device);
+        smla_log_text(" requests %lld, tokens %lld, path %s, chunks %lld,", (long long)m->num_reqs,
+                      (long long)m->num_actual_tokens, smla_path_name(m->path),
+                      (long long)m->num_chunks);
+    }
     if (metadata != NULL) {
         *metadata = &b->metadata;
     }
     return SMLA_OK;
+}
+
+smla_status
+smla_builder_build(smla_builder *b, const smla_build_args *args, const smla_metadata **metadata,
+                   smla_error *error)
+{
+    smla_log_call call;
+    smla_begin_log(&call, build_op);
+    return smla_end_log(&call, run_build(b, args, metadata, error));
 }

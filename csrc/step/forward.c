@@ -11,6 +11,7 @@
 #include <math.h>
 
 #include "core/args.h"
+#include "core/log.h"
 #include "ops/check.h"
 #include "ops/dispatch.h"
 #include "step/builder.h"
@@ -271,8 +272,8 @@ run(forward_call *f)
     return attend(f, cache, end_of_chunks, m->num_actual_tokens);
 }
 
-smla_status
-smla_forward(const smla_forward_args *args, smla_error *error)
+static smla_status
+run_forward(const smla_forward_args *args, smla_error *error)
 {
     smla_forward_args known;
     SMLA_TRY(smla_read_args(op, &known, sizeof known, args, error));
@@ -287,6 +288,10 @@ smla_forward(const smla_forward_args *args, smla_error *error)
     if (f.metadata->num_actual_tokens == 0) {
         return SMLA_OK;
     }
+    if (smla_is_logging) {
+        smla_log_text(" path %s, chunks %lld,", smla_path_name(f.metadata->path),
+                      (long long)f.metadata->num_chunks);
+    }
     const smla_backend *backend = f.builder->backend;
     const smla_stream stream = {.device_id = f.builder->config.device.device_id,
                                 .handle = known.stream};
@@ -296,4 +301,12 @@ smla_forward(const smla_forward_args *args, smla_error *error)
     const smla_status ended =
         backend->end_use(op, f.builder->mirror, stream, status == SMLA_OK ? error : NULL);
     return status == SMLA_OK ? ended : status;
+}
+
+smla_status
+smla_forward(const smla_forward_args *args, smla_error *error)
+{
+    smla_log_call call;
+    smla_begin_log(&call, op);
+    return smla_end_log(&call, run_forward(args, error));
 }

@@ -10,6 +10,7 @@
  * Everything is checked before the first byte is written. Padding tokens behind the last query have
  * empty lists.
  */
+#include "core/log.h"
 #include "core/rule.h"
 #include "ops/check.h"
 #include "ops/dispatch.h"
@@ -497,8 +498,8 @@ run(attend_call *call)
     return attend_tokens(call, done, m->num_actual_tokens);
 }
 
-smla_status
-smla_v4_attend(const smla_v4_attend_args *args, smla_error *error)
+static smla_status
+run_attend(const smla_v4_attend_args *args, smla_error *error)
 {
     attend_call call = {.args = args, .b = args->builder, .error = error};
     SMLA_TRY(check_attend(&call));
@@ -514,4 +515,12 @@ smla_v4_attend(const smla_v4_attend_args *args, smla_error *error)
     const smla_status ended =
         b->backend->end_use(op, b->mirror, stream, status == SMLA_OK ? error : NULL);
     return status == SMLA_OK ? ended : status;
+}
+
+smla_status
+smla_v4_attend(const smla_v4_attend_args *args, smla_error *error)
+{
+    smla_log_call call;
+    smla_begin_log(&call, op);
+    return smla_end_log(&call, run_attend(args, error));
 }

@@ -9,6 +9,7 @@
 #include <stddef.h>
 #include <stdlib.h>
 
+#include "core/log.h"
 #include "core/rule.h"
 #include "ops/check.h"
 #include "step/arena.h"
@@ -450,8 +451,8 @@ keep_tables(smla_v4_builder *b, const smla_v4_build_args *args)
     }
 }
 
-smla_status
-smla_v4_builder_build(smla_v4_builder *b, const smla_v4_build_args *args, smla_error *error)
+static smla_status
+run_build(smla_v4_builder *b, const smla_v4_build_args *args, smla_error *error)
 {
     const smla_v4_config *const config = &b->config;
     const smla_batch_limits limits = {.max_num_seqs = config->max_num_seqs,
@@ -484,5 +485,19 @@ smla_v4_builder_build(smla_v4_builder *b, const smla_v4_build_args *args, smla_e
     b->metadata = m;
     keep_tables(b, args);
     b->is_built = true;
+    if (smla_is_logging) {
+        smla_log_device(config->device);
+        smla_log_text(" requests %lld, tokens %lld, path %s, chunks %lld,",
+                      (long long)args->batch.num_reqs, (long long)m.num_actual_tokens,
+                      smla_path_name((smla_path)config->path), (long long)m.num_chunks);
+    }
     return SMLA_OK;
+}
+
+smla_status
+smla_v4_builder_build(smla_v4_builder *b, const smla_v4_build_args *args, smla_error *error)
+{
+    smla_log_call call;
+    smla_begin_log(&call, build_op);
+    return smla_end_log(&call, run_build(b, args, error));
 }
