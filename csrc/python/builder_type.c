@@ -5,6 +5,7 @@
  * forwards of the step. Arrays that the object hands out view its persistent buffers and keep it
  * alive. On a device they carry the build's event. sparse_mla/backend/ is its public interface.
  */
+#include "python/call/unlocked.h"
 #include "python/step_object.h"
 
 typedef struct smla_py_builder {
@@ -235,6 +236,7 @@ run_forward(smla_py_call *call, smla_forward_args *a)
     static const int results[] = {FWD_OUT, FWD_LSE};
     smla_error error;
     smla_status status;
+    smla_py_unlocked unlocked;
     a->q = smla_py_view(&call->arrays[FWD_Q]);
     a->q_pe = smla_py_view(&call->arrays[FWD_Q_PE]);
     a->kv_cache = smla_py_view(&call->arrays[FWD_KV_CACHE]);
@@ -242,9 +244,11 @@ run_forward(smla_py_call *call, smla_forward_args *a)
     a->attn_sink = smla_py_view(&call->arrays[FWD_SINK]);
     a->out = smla_py_view(&call->arrays[FWD_OUT]);
     a->lse = smla_py_view(&call->arrays[FWD_LSE]);
-    Py_BEGIN_ALLOW_THREADS
+    smla_py_unlock(&unlocked);
     status = smla_forward(a, &error);
-    Py_END_ALLOW_THREADS
+    if (smla_py_lock(&unlocked) < 0) {
+        return NULL;
+    }
     return smla_py_finish(call, status, &error, results, SMLA_PY_COUNT(results));
 }
 

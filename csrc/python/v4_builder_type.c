@@ -4,6 +4,7 @@
  * The object holds the workspace as long as it lives, and slot_mapping and the block tables of a
  * step until the next build. sparse_mla/v4/ is its public interface.
  */
+#include "python/call/unlocked.h"
 #include "python/step_object.h"
 #include "step/v4_builder.h"
 
@@ -430,6 +431,7 @@ run_attend(smla_py_call *call, smla_v4_attend_args *a)
     static const int results[] = {AT_OUT, AT_LSE};
     smla_error error;
     smla_status status;
+    smla_py_unlocked unlocked;
     a->q = smla_py_view(&call->arrays[AT_Q]);
     a->swa_cache = smla_py_view(&call->arrays[AT_SWA]);
     a->compressed = smla_py_view(&call->arrays[AT_COMPRESSED]);
@@ -437,9 +439,11 @@ run_attend(smla_py_call *call, smla_v4_attend_args *a)
     a->attn_sink = smla_py_view(&call->arrays[AT_SINK]);
     a->out = smla_py_view(&call->arrays[AT_OUT]);
     a->lse = smla_py_view(&call->arrays[AT_LSE]);
-    Py_BEGIN_ALLOW_THREADS
+    smla_py_unlock(&unlocked);
     status = smla_v4_attend(a, &error);
-    Py_END_ALLOW_THREADS
+    if (smla_py_lock(&unlocked) < 0) {
+        return NULL;
+    }
     return smla_py_finish(call, status, &error, results, SMLA_PY_COUNT(results));
 }
 

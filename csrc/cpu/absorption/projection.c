@@ -9,6 +9,7 @@
 #include "core/numeric.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
+#include "cpu/machine/threads.h"
 
 /* ---- kv_b_proj -> W_UK, W_UV --------------------------------------------------------------- */
 
@@ -70,8 +71,12 @@ smla_cpu_projection(const smla_projection_params *p, smla_error *error)
     const int64_t token_blocks = count_blocks(p->num_tokens, SMLA_PROJECTION_TOKENS);
     const int64_t outer_blocks = count_blocks(p->outer_dim, SMLA_PROJECTION_OUTER);
     const int64_t num_tasks = p->num_heads * outer_blocks * token_blocks;
+    smla_interrupt *const interrupt = smla_find_interrupt();
 #pragma omp parallel for schedule(static) if (num_tasks > 1)
     for (int64_t task = 0; task < num_tasks; task++) {
+        if (smla_is_ended(interrupt)) {
+            continue;
+        }
         const int64_t token = task % token_blocks * SMLA_PROJECTION_TOKENS;
         const int64_t outer = task / token_blocks % outer_blocks * SMLA_PROJECTION_OUTER;
         const smla_projection_block block = {
@@ -83,5 +88,5 @@ smla_cpu_projection(const smla_projection_params *p, smla_error *error)
         };
         isa->projection->run_block(p, block);
     }
-    return SMLA_OK;
+    return smla_check_ended(p->op, interrupt, error);
 }

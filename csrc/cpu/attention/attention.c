@@ -127,6 +127,7 @@ smla_cpu_kernel_name(const smla_attention_run *run)
 typedef struct attention_run {
     const smla_attention_params *params;
     const smla_attention_isa *isa;
+    smla_interrupt *interrupt;
     uint8_t *parts;   /* states of the parts if parts run in parallel */
     uint8_t *threads; /* scratch of all threads */
     int64_t state_bytes;
@@ -210,7 +211,9 @@ run_all(const attention_run *run, int64_t count, void (*task)(const attention_ru
 {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(run->num_threads)
     for (int64_t i = 0; i < count; i++) {
-        task(run, i);
+        if (!smla_is_ended(run->interrupt)) {
+            task(run, i);
+        }
     }
 }
 
@@ -230,6 +233,7 @@ smla_cpu_sparse_attention(const smla_attention_params *given, const smla_attenti
     attention_run run = {
         .params = params,
         .isa = isa->attention,
+        .interrupt = smla_find_interrupt(),
         .state_bytes = smla_attention_state_bytes(params->num_heads),
         .thread_bytes = thread_bytes(params->num_heads),
         .fold_tasks_per_token = (params->num_heads + SMLA_FOLD_HEADS - 1) / SMLA_FOLD_HEADS,
@@ -256,5 +260,5 @@ smla_cpu_sparse_attention(const smla_attention_params *given, const smla_attenti
     } else {
         run_all(&run, params->num_tokens, run_token);
     }
-    return SMLA_OK;
+    return smla_check_ended(params->op, run.interrupt, error);
 }

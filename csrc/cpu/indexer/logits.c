@@ -11,6 +11,7 @@
 #include "cpu/indexer/logits.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
+#include "cpu/machine/threads.h"
 
 enum {
     BLOCK_TOKENS = 8,
@@ -189,8 +190,12 @@ smla_cpu_indexer_logits(const smla_logits_params *p, smla_error *error)
     SMLA_TRY(smla_cpu_check_logits(p, error));
     const int64_t blocks = (p->num_tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
     const int64_t parts = (p->num_columns + TASK_COLUMNS - 1) / TASK_COLUMNS;
+    smla_interrupt *const interrupt = smla_find_interrupt();
 #pragma omp parallel for schedule(dynamic) if (blocks * parts > 1)
     for (int64_t task = 0; task < blocks * parts; task++) {
+        if (smla_is_ended(interrupt)) {
+            continue;
+        }
         const int64_t first = task / blocks * TASK_COLUMNS;
         const int64_t end =
             first + TASK_COLUMNS < p->num_columns ? first + TASK_COLUMNS : p->num_columns;
@@ -206,5 +211,5 @@ smla_cpu_indexer_logits(const smla_logits_params *p, smla_error *error)
             token = next;
         }
     }
-    return SMLA_OK;
+    return smla_check_ended("indexer_logits", interrupt, error);
 }

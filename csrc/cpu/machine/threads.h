@@ -1,5 +1,8 @@
-/* threads.h: thread numbers from OpenMP's run-time library; one thread in a build without it. */
+/* threads.h: thread numbers from OpenMP's run-time library, one thread in a build without it; and
+ * when threads stop. */
 #pragma once
+
+#include "core/interrupt.h"
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -25,4 +28,19 @@ smla_thread_idx(void)
 #else
     return 0;
 #endif
+}
+
+/* Whether the work items that are left must be skipped. Every thread of a parallel region asks
+ * before each of its items. Thread 0 is the one that made the call, and asks the binding, too.
+ * `interrupt` is what smla_find_interrupt returned outside the region. */
+static inline bool
+smla_is_ended(smla_interrupt *interrupt)
+{
+    if (interrupt == NULL) {
+        return false;
+    }
+    if (smla_thread_idx() == 0) {
+        smla_ask(interrupt);
+    }
+    return atomic_load_explicit(&interrupt->is_ended, memory_order_relaxed);
 }

@@ -252,12 +252,15 @@ smla_cpu_top_k_per_row(const smla_top_k_params *p, smla_error *error)
         p->num_tokens < smla_max_threads() && p->num_columns >= 2 * MIN_CHUNK;
     const int64_t num_serial = shares_columns || p->num_tokens == 1 ? p->num_tokens : 0;
     const int64_t num_rows = p->num_tokens - num_serial;
-    for (int64_t token = 0; token < num_serial; token++) {
+    smla_interrupt *const interrupt = smla_find_interrupt();
+    for (int64_t token = 0; token < num_serial && !smla_is_ended(interrupt); token++) {
         write_row(p, token, shares_columns, isa->select);
     }
 #pragma omp parallel for schedule(dynamic, 1) if (num_rows * p->num_columns >= MIN_PARALLEL_LOGITS)
     for (int64_t token = 0; token < num_rows; token++) {
-        write_row(p, token, false, isa->select);
+        if (!smla_is_ended(interrupt)) {
+            write_row(p, token, false, isa->select);
+        }
     }
-    return SMLA_OK;
+    return smla_check_ended("top_k_per_row", interrupt, error);
 }

@@ -4,6 +4,7 @@
 
 #include "python/call/operator.h"
 #include "python/call/scratch.h"
+#include "python/call/unlocked.h"
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
@@ -233,6 +234,7 @@ compute(smla_py_call *call, const smla_py_operator *op, void *args)
     smla_error error;
     smla_status status;
     smla_py_scratch scratch = {.bytes = 0};
+    smla_py_unlocked unlocked;
     if (smla_py_settle(call, &stream) < 0) {
         return NULL;
     }
@@ -244,10 +246,12 @@ compute(smla_py_call *call, const smla_py_operator *op, void *args)
     if (op->workspace_bytes != NULL && allocate_workspace(call, op, args, &scratch) < 0) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
+    smla_py_unlock(&unlocked);
     status = op->compute(args, &error);
     free(scratch.tensor.data);
-    Py_END_ALLOW_THREADS
+    if (smla_py_lock(&unlocked) < 0) {
+        return NULL;
+    }
     return smla_py_finish(call, status, &error, results, num_results);
 }
 
