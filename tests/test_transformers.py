@@ -1,7 +1,6 @@
 """DeepSeek-V3.2 of Transformers on the paged cache: compared with its eager attention, and used
 wrongly."""
 
-import importlib.util
 import math
 import re
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import device
 import pytest
+from deepseek_models import load_example, make_v32
 from helpers import find_framework
 
 pytestmark = pytest.mark.transformers
@@ -22,14 +22,7 @@ LIMITS = {"num_pages": 12, "max_num_seqs": 3, "max_num_batched_tokens": 100, "ma
 
 @pytest.fixture(scope="module")
 def example():
-    """examples/deepseek_v32.py as a module."""
-    find_framework("transformers")
-    spec = importlib.util.spec_from_file_location(
-        "deepseek_v32_example", ROOT / "examples/deepseek_v32.py"
-    )
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example()
 
 
 @pytest.fixture(scope="module")
@@ -39,33 +32,9 @@ def adapter(example):
     return transformers
 
 
-def make_model(example, **sizes):
-    """A model of one layer and 8 heads, which attends to the top 20 of up to 150 tokens."""
-    torch = find_framework("torch").module
-    config = example.DeepseekV32Config(
-        **{
-            "vocab_size": 64,
-            "hidden_size": 96,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 8,
-            "q_lora_rank": 48,
-            "index_topk": 20,
-            "index_n_heads": 8,
-            "max_position_embeddings": 256,
-            "attn_implementation": "eager",
-            **sizes,
-        }
-    )
-    model = example.DeepseekV32ForCausalLM(config).eval().requires_grad_(False)
-    example.draw_weights(model, torch.Generator().manual_seed(0))
-    return model.to(device.NAME)
-
-
 @pytest.fixture
-def model(example):
-    return make_model(example)
+def model():
+    return make_v32()
 
 
 @pytest.fixture
@@ -124,6 +93,22 @@ def test_bf16_models_too(example):
     assert report.against_eager.rms < 1.5 * report.eager_in_bf16.rms
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_our_indexer_in_place_of_the_model_s(example, adapter, model, tokens, dtype):
+    """The bound is that of an FP8 cache, because the keys that quantisation exchanges have as
+    little weight as those at the edge of the top-k. test_transformers_indexer.py judges the
+    choice itself."""
+    example.cast(model, getattr(find_framework("torch").module, dtype))
+    runner = adapter.ModelRunner(model, **LIMITS, index_cache_dtype="fp8_index")
+    got = [
+        runner.step({"a": tokens[0, start:end]}, all_logits=True).float()
+        for start, end in ((0, 70), (70, 71), (71, 72), (72, 150))
+    ]
+    want = example.run_eager(model, tokens[0])[0]
+    comparison = example.compare(got, [want.float()], example.BOUNDS["fp8_ds_mla"])
+    assert comparison.within, comparison
+
+
 @pytest.mark.parametrize("fault", ["values", "keys", "rope"])
 def test_the_comparison_sees_faults(example, runner, model, tokens, fault):
     """Eager attention runs with weights that were changed a little after the runner took them."""
@@ -151,7 +136,7 @@ def test_the_scale_of_yarn(example, adapter, tokens):
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     }
-    model = make_model(example, rope_parameters=rope)
+    model = make_v32(rope_parameters=rope)
     runner = adapter.ModelRunner(model, **LIMITS)
     assert runner.config.softmax_scale == pytest.approx(192**-0.5 * 1.1386**2, rel=1e-3)
     got = runner.step({"a": tokens[0, :100]}, all_logits=True)
@@ -182,10 +167,12 @@ def test_the_script_prints_its_table_and_verdict(example, capsys, monkeypatch):
 # --- steps ---------------------------------------------------------------------------------------
 
 
-def test_chunks_and_company_do_not_matter(example, adapter, model, tokens):
-    alone = adapter.ModelRunner(model, **LIMITS)
+@pytest.mark.parametrize("index_cache_dtype", ["auto", "fp8_index", "mxfp4_index"])
+def test_chunks_and_company_do_not_matter(example, adapter, model, tokens, index_cache_dtype):
+    alone, runner = (
+        adapter.ModelRunner(model, **LIMITS, index_cache_dtype=index_cache_dtype) for _ in range(2)
+    )
     want = alone.step({"a": tokens[0, :90]}, all_logits=True)
-    runner = adapter.ModelRunner(model, **LIMITS)
     got = [
         runner.step({"b": tokens[1, :40], "a": tokens[0, :33]}, all_logits=True)[40:],
         runner.step({"a": tokens[0, 33:34], "b": tokens[1, 40:41]}, all_logits=True)[:1],
@@ -289,15 +276,19 @@ def test_models_that_cannot_be_served(example, adapter, model):
     with pytest.raises(TypeError, match=f"{refused} a DeepseekV32ForCausalLM, .*, got Linear"):
         adapter.ModelRunner(torch.nn.Linear(2, 2), **LIMITS)
     with pytest.raises(ValueError, match=f"{refused} in eval mode, .* call model.eval"):
-        adapter.ModelRunner(make_model(example).train(), **LIMITS)
-    half = make_model(example)
+        adapter.ModelRunner(make_v32().train(), **LIMITS)
+    half = make_v32()
     half.lm_head.to("meta")
     with pytest.raises(ValueError, match=f"{refused} on one device, got one on .*, meta"):
         adapter.ModelRunner(half, **LIMITS)
-    narrow = make_model(example)
+    narrow = make_v32()
     narrow.config.kv_lora_rank = 256
     with pytest.raises(ValueError, match=r"`kv_lora_rank` must be .*512, got 256"):
         adapter.ModelRunner(narrow, **LIMITS)
+    other = make_v32()
+    other.config.index_head_dim = 64
+    with pytest.raises(ValueError, match=r'must be "auto" unless index_head_dim is 128, got .* 64'):
+        adapter.ModelRunner(other, **LIMITS, index_cache_dtype="fp8_index")
 
 
 @pytest.mark.parametrize(
@@ -306,6 +297,7 @@ def test_models_that_cannot_be_served(example, adapter, model):
         ("num_pages", 0, "`num_pages` must be at least 1, got 0"),
         ("max_model_len", 257, "`max_model_len` must be at most .*max_position_embeddings = 256"),
         ("kv_cache_dtype", "fp8", "`kv_cache_dtype` must be"),
+        ("index_cache_dtype", "fp8", '"auto" or one of fp8_index, mxfp4_index, got .fp8.$'),
         ("path", "bf16x", "`path` must be"),
         ("block_size", 0, "`block_size` must be at least 1"),
     ],

@@ -1,49 +1,18 @@
 """The compressor beside Transformers' deepseek_v4 in fp32: the same hidden states, as one prefill
 and as steps."""
 
-import itertools
-
 import device
 import numpy as np
 import pytest
 import reference as ref
 import row_formats as rows
-from helpers import find_framework
+from deepseek_models import V4_HIDDEN, make_v4_part, steps_of
 
 import sparse_mla
 
 pytestmark = pytest.mark.transformers
 
-HIDDEN, TOKENS = 96, 300
-
-
-def make_compressor(name: str, dim: int):
-    """A compressor with random weights: r 4 with groups that overlap, or r 128."""
-    torch = find_framework("torch").module
-    find_framework("transformers")
-    v4 = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
-    config = v4.DeepseekV4Config(
-        hidden_size=HIDDEN,
-        head_dim=dim,
-        q_lora_rank=32,
-        index_n_heads=2,
-        index_topk=8,
-        partial_rotary_factor=64 / dim,
-        num_hidden_layers=2,
-        vocab_size=64,
-    )
-    torch.manual_seed(0)
-    made = getattr(v4, name)(config).eval().requires_grad_(False)
-    for parameter in made.parameters():
-        parameter.normal_(0, 0.2)
-    made.kv_norm.weight.normal_(1, 0.2)
-    return torch, made
-
-
-def steps_of(count: int) -> list[tuple[int, int]]:
-    """A prefill, chunks, and single tokens."""
-    ends = [0, 111, 112, 113, 128, 129, 200, *range(250, 260), count]
-    return list(itertools.pairwise(ends))
+TOKENS = 300
 
 
 @pytest.mark.parametrize("in_steps", [False, True])
@@ -58,8 +27,8 @@ def steps_of(count: int) -> list[tuple[int, int]]:
 def test_rows_are_those_of_transformers(name, ratio, dim, in_steps):
     """Rows of 512 lie in a bf16 cache, so that only one rounding is ours; those of 128 have no
     format without codes, and get the bound of e4m3."""
-    torch, made = make_compressor(name, dim)
-    hidden = torch.randn(1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    torch, made = make_v4_part(name, dim)
+    hidden = torch.randn(1, TOKENS, V4_HIDDEN, generator=torch.Generator().manual_seed(1))
     positions = torch.arange(TOKENS)
     want = made(hidden, torch.randn(1, TOKENS, 32), positions[None], None, 0)[0][0, 0]
     kv, score = made.kv_proj(hidden)[0], made.gate_proj(hidden)[0]

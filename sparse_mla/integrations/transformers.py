@@ -1,12 +1,13 @@
 """DeepSeek-V3.2 of Hugging Face Transformers, served from a paged cache, step by step.
 
 The tokens of a step run through the model as one row, without padding. Embedding, norms, RoPE, MLP,
-MoE and lm_head are Transformers' own, and so are the projections of the attention and the indexer
-that chooses its keys. The rest of the attention is this library's:
+MoE and lm_head are Transformers' own, and so are the projections of the attention and, unless
+`index_cache_dtype` asks for ours, the indexer that chooses its keys. The rest of the attention is
+this library's:
 
     q_a, q_b and kv_a projections, RoPE     the model's
     concat_and_cache_mla                    the new latents to their pages
-    indexer                                 the model's; its keys lie in pages of the same numbers
+    indexer                                 the model's, or ours; keys in pages of the same numbers
     k_up_proj, SparseMLA.forward, v_up_proj absorb, attend to the chosen keys, project to the heads
     o_proj                                  the model's
 
@@ -51,6 +52,14 @@ except ImportError as error:
     ) from error
 
 import sparse_mla
+from sparse_mla.integrations._v32_indexer import (
+    INDEX_HEAD_DIM,
+    Group,
+    ModelIndexer,
+    QuantizedIndexer,
+    Step,
+)
+from sparse_mla.v4.config import INDEX_CACHE_DTYPES
 
 __all__ = ["ModelRunner"]
 
@@ -66,47 +75,12 @@ class _Request:
     num_tokens: int = 0  # cached tokens
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Neighbouring requests with equally many new tokens, which share one call of the indexer."""
-
-    rows: slice  # the group's tokens among those of the step
-    block_table: torch.Tensor  # [B, W]
-    slots: torch.Tensor  # [B * S]
-    positions: torch.Tensor  # [B, S, 1]
-    is_visible: torch.Tensor  # [B, S, W * block_size] bool: positions up to the token itself
-
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """The group's part [B, S, ...] of a step's tensor [1, T, ...]."""
-        return x[0, self.rows].unflatten(0, self.positions.shape[:2])
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What all layers of a step share."""
-
-    metadata: sparse_mla.Metadata
-    groups: list[_Group]
-    topk_indices: torch.Tensor  # [T, K] int32, written by each layer in turn
-
-
-@dataclass(frozen=True)
-class _IndexKeys:
-    """One layer's index keys, in pages. The indexer takes it for a cache of Transformers."""
-
-    pages: torch.Tensor  # [num_pages, block_size, index_head_dim]
-    group: _Group
-
-    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Writes keys [B, S, D]; returns all keys of these requests, [B, W * block_size, D]."""
-        self.pages.flatten(0, 1)[self.group.slots] = keys.flatten(0, 1)
-        return self.pages[self.group.block_table].flatten(1, 2)
-
-
 class _PagedAttention(torch.nn.Module):
     """Replaces one layer's attention, whose weights and indexer it uses."""
 
-    def __init__(self, model: Any, config: sparse_mla.Config, num_pages: int) -> None:
+    def __init__(
+        self, model: Any, config: sparse_mla.Config, num_pages: int, index_cache_dtype: str
+    ) -> None:
         super().__init__()
         self.model = model
         self.mla = sparse_mla.SparseMLA(config, kv_b_proj=model.kv_b_proj)
@@ -114,17 +88,22 @@ class _PagedAttention(torch.nn.Module):
             num_pages, config.block_size, cache_dtype_str=config.kv_cache_dtype
         )
         is_fp8 = config.kv_cache_dtype == "fp8_ds_mla"
-        weight = model.indexer.k_norm.weight
         self.kv_cache = torch.zeros(
-            shape, dtype=torch.uint8 if is_fp8 else torch.bfloat16, device=weight.device
+            shape,
+            dtype=torch.uint8 if is_fp8 else torch.bfloat16,
+            device=model.kv_b_proj.weight.device,
         )
-        self.index_keys = weight.new_zeros((*shape[:2], model.indexer.head_dim))
+        self.indexer: ModelIndexer | QuantizedIndexer
+        if index_cache_dtype == "auto":
+            self.indexer = ModelIndexer(model.indexer, *shape[:2])
+        else:
+            self.indexer = QuantizedIndexer(model.indexer, *shape[:2], index_cache_dtype)
 
     def forward(
         self,
         hidden_states: torch.Tensor,  # [1, T, hidden_size]
         position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos and sin, [1, T, 64]
-        sparse_mla_step: _Step,
+        sparse_mla_step: Step,
         **unused: Any,
     ) -> tuple[torch.Tensor, None]:
         step, model, config = sparse_mla_step, self.model, self.mla.config
@@ -141,34 +120,13 @@ class _PagedAttention(torch.nn.Module):
         sparse_mla.concat_and_cache_mla(
             kv_c[0], k_pe[0, :, 0], self.kv_cache, step.metadata.slot_mapping
         )
-        for group in step.groups:
-            self._choose_keys(group, hidden_states, q_resid, position_embeddings, step.topk_indices)
+        self.indexer.choose(step, hidden_states, q_resid, position_embeddings)
         ql_nope = self.mla.k_up_proj(q_nope[0].bfloat16())
         out, _ = self.mla.forward(
             (ql_nope, q_pe[0].bfloat16()), self.kv_cache, step.topk_indices, step.metadata
         )
         values = self.mla.v_up_proj(out).flatten(1)
         return model.o_proj(values.to(hidden_states.dtype))[None], None
-
-    def _choose_keys(
-        self,
-        group: _Group,
-        hidden_states: torch.Tensor,
-        q_resid: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        topk_indices: torch.Tensor,
-    ) -> None:
-        """Writes the indexer's choice for the group to the group's rows of topk_indices."""
-        chosen = self.model.indexer(
-            group.take(hidden_states),
-            group.take(q_resid),
-            tuple(map(group.take, position_embeddings)),
-            group.is_visible,
-            None,
-            past_key_values=_IndexKeys(self.index_keys, group),
-        )  # [B, S, <= K] positions; where fewer are visible, invisible ones fill the rest
-        chosen = chosen.masked_fill(chosen > group.positions, -1)
-        topk_indices[group.rows, : chosen.shape[2]] = chosen.flatten(0, 1)
 
 
 class ModelRunner:
@@ -189,6 +147,10 @@ class ModelRunner:
         Tokens that a request has at most; not more than the model's max_position_embeddings.
     block_size : int
     kv_cache_dtype : "auto" or "bfloat16", or "fp8_ds_mla"
+    index_cache_dtype : "auto", "fp8_index" or "mxfp4_index"
+        What chooses the keys. "auto" is the model's own indexer, with keys of the model's dtype.
+        The two formats stand for this library's indexer, whose queries and keys are quantised: a
+        key has 132 or 68 bytes.
     path : str, optional
         Forces a path of `sparse_mla.Config`.
 
@@ -201,7 +163,8 @@ class ModelRunner:
     ------
     TypeError, ValueError
         Another model, a model in training mode or on several devices, limits that do not fit the
-        model. Sizes without kernels: `kv_lora_rank` must be 512 and `qk_rope_head_dim` 64.
+        model. Sizes without kernels: `kv_lora_rank` must be 512 and `qk_rope_head_dim` 64, and for
+        this library's indexer `index_head_dim` 128.
 
     Source: vLLM's model runner, in small.
 
@@ -236,6 +199,7 @@ class ModelRunner:
         max_model_len: int,
         block_size: int = 64,
         kv_cache_dtype: str = "auto",
+        index_cache_dtype: str = "auto",
         path: str | None = None,
     ) -> None:
         if not isinstance(model, DeepseekV32ForCausalLM):
@@ -255,6 +219,16 @@ class ModelRunner:
             raise ValueError(
                 "ModelRunner: `max_model_len` must be at most the model's max_position_embeddings "
                 f"= {sizes.max_position_embeddings}, got {max_model_len}"
+            )
+        if index_cache_dtype not in ("auto", *INDEX_CACHE_DTYPES):
+            raise ValueError(
+                'ModelRunner: `index_cache_dtype` must be "auto" or one of '
+                f"{', '.join(INDEX_CACHE_DTYPES)}, got {index_cache_dtype!r}"
+            )
+        if index_cache_dtype != "auto" and sizes.index_head_dim != INDEX_HEAD_DIM:
+            raise ValueError(
+                f'ModelRunner: `index_cache_dtype` must be "auto" unless index_head_dim is '
+                f"{INDEX_HEAD_DIM}, got {index_cache_dtype!r} with {sizes.index_head_dim}"
             )
         self.model = model
         self._check_eval()
@@ -277,8 +251,10 @@ class ModelRunner:
         self._device = torch.device(devices[0])
         self._builder = sparse_mla.MetadataBuilder(self.config)
         self._attentions = [
-            _PagedAttention(layer.self_attn, self.config, num_pages) for layer in model.model.layers
+            _PagedAttention(layer.self_attn, self.config, num_pages, index_cache_dtype)
+            for layer in model.model.layers
         ]
+        self._has_groups = index_cache_dtype == "auto"  # the library's indexer needs none
         self._free_pages = list(range(num_pages))
         self._requests: dict[Hashable, _Request] = {}
 
@@ -467,7 +443,7 @@ class ModelRunner:
             x = x.pin_memory()
         return x.to(self._device, non_blocking=True)
 
-    def _plan(self, rows: dict[Hashable, range]) -> tuple[torch.Tensor, _Step]:
+    def _plan(self, rows: dict[Hashable, range]) -> tuple[torch.Tensor, Step]:
         """Returns positions [T] of the step's tokens in their requests, and what layers need."""
         block_size = self.config.block_size
         states = [self._requests[request] for request in rows]
@@ -493,9 +469,11 @@ class ModelRunner:
         )
         where = self._put(positions)
         width = min(block_size * block_table.shape[1], self.config.topk_tokens)
-        step = _Step(
+        step = Step(
             metadata=self._builder.build(common),
-            groups=self._group(query_lens, seq_lens, common, where),
+            groups=self._group(query_lens, seq_lens, common, where) if self._has_groups else [],
+            block_table=common.block_table,
+            context_lens=where.int() + 1,
             topk_indices=torch.full(
                 (len(positions), width), -1, dtype=torch.int32, device=self._device
             ),
@@ -508,7 +486,7 @@ class ModelRunner:
         seq_lens: np.ndarray,
         common: sparse_mla.CommonAttentionMetadata,
         positions: torch.Tensor,
-    ) -> list[_Group]:
+    ) -> list[Group]:
         block_size = self.config.block_size
         groups, request, row = [], 0, 0
         for query_len, members in groupby(query_lens):
@@ -518,7 +496,7 @@ class ModelRunner:
             its_positions = positions[rows].view(-1, query_len, 1)
             columns = torch.arange(num_pages * block_size, device=self._device)
             groups.append(
-                _Group(
+                Group(
                     rows=rows,
                     block_table=common.block_table[requests, :num_pages],
                     slots=common.slot_mapping[rows],

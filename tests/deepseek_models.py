@@ -1,0 +1,81 @@
+"""Small models of Transformers with random weights: DeepSeek-V3.2, and parts of DeepSeek-V4."""
+
+import functools
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+
+import device
+import pytest
+from helpers import find_framework
+
+V4_HIDDEN = 96
+
+
+@functools.cache
+def load_example():
+    """examples/deepseek_v32.py as a module."""
+    find_framework("transformers")
+    spec = importlib.util.spec_from_file_location(
+        "deepseek_v32_example", Path(__file__).parent.parent / "examples/deepseek_v32.py"
+    )
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_v32(**sizes):
+    """A DeepSeek-V3.2 of one layer and 8 heads, which attends to the top 20 of up to 150 tokens.
+
+    examples/deepseek_v32.py draws its weights.
+    """
+    torch, example = find_framework("torch").module, load_example()
+    config = example.DeepseekV32Config(
+        **{
+            "vocab_size": 64,
+            "hidden_size": 96,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "q_lora_rank": 48,
+            "index_topk": 20,
+            "index_n_heads": 8,
+            "max_position_embeddings": 256,
+            "attn_implementation": "eager",
+            **sizes,
+        }
+    )
+    model = example.DeepseekV32ForCausalLM(config).eval().requires_grad_(False)
+    example.draw_weights(model, torch.Generator().manual_seed(0))
+    return model.to(device.NAME)
+
+
+def make_v4_part(name: str, dim: int):
+    """torch, and a compressor or an indexer: r 4 with groups that overlap, or r 128."""
+    torch = find_framework("torch").module
+    find_framework("transformers")
+    v4 = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    config = v4.DeepseekV4Config(
+        hidden_size=V4_HIDDEN,
+        head_dim=dim,
+        q_lora_rank=32,
+        index_n_heads=8,
+        index_topk=8,
+        partial_rotary_factor=64 / dim,
+        num_hidden_layers=2,
+        vocab_size=64,
+    )
+    torch.manual_seed(0)
+    made = getattr(v4, name)(config).eval().requires_grad_(False)
+    for parameter in made.parameters():
+        parameter.normal_(0, 0.2)
+    made.kv_norm.weight.normal_(1, 0.2)
+    return torch, made
+
+
+def steps_of(count: int) -> list[tuple[int, int]]:
+    """A prefill, chunks, and single tokens."""
+    ends = [0, 111, 112, 113, 128, 129, 200, *range(250, 260), count]
+    return list(itertools.pairwise(ends))
