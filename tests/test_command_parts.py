@@ -635,19 +635,45 @@ def test_the_demo_waits_for_the_first_request():
     assert [plan.next_batch(step) is None for step in range(3)] == [True, True, False]
 
 
-def test_the_demo_s_topk_is_causal_and_takes_the_best():
-    scores = np.array([[5, 9, 7, 8], [1, 2, 3, 4], [9, 0, 5, 7]], np.float32)
-    positions = np.array([0, 2, 3])
-    few = np.full((3, 2), -1, np.int32)
-    engine.select_topk(scores.copy(), positions, few)
-    assert [sorted(row) for row in few.tolist()] == [[-1, 0], [1, 2], [0, 3]]
-    many = np.full((3, 6), -1, np.int32)
-    engine.select_topk(scores.copy(), positions, many)
-    assert many.tolist() == [
-        [0, -1, -1, -1, -1, -1],
-        [0, 1, 2, -1, -1, -1],
-        [0, 1, 2, 3, -1, -1],
-    ]
+def test_the_demo_s_indexer_takes_the_best_keys_up_to_the_token():
+    """Two requests in three steps. Quantisation may exchange a few keys at the edge."""
+    texts = [demo.read_text(None)[start : start + 90] for start in (0, 500)]
+    requests = [scheduler.Request(n, 0, text, prompt_len=88) for n, text in enumerate(texts)]
+    plan = scheduler.Scheduler(
+        requests, num_pages=20, block_size=16, max_num_seqs=2, max_num_batched_tokens=100
+    )
+    config = sparse_mla.Config(
+        2,
+        softmax_scale=0.1,
+        kv_cache_dtype="fp8_ds_mla",
+        block_size=16,
+        topk_tokens=20,
+        max_num_seqs=2,
+        max_num_batched_tokens=100,
+        max_model_len=90,
+    )
+    toy = model.ToyModel(2, 0)
+    made = engine.Engine(toy, config, num_pages=20)
+    same = total = 0
+    for step in range(3):
+        batch = plan.next_batch(step)
+        chosen = made.run_step(batch).topk_indices
+        for request, rows, positions in batch.parts():
+            everything = np.arange(len(request.text))
+            keys = toy.index_keys(request.text, everything).astype(np.float32)
+            context = toy._context_code(request.text, positions) @ toy.w_index
+            q = np.concatenate([context, toy._rope(positions)], axis=1)
+            scores = np.where(everything > positions[:, None], -np.inf, q @ keys.T)
+            best = np.argsort(-scores, axis=1)[:, :20]
+            for its, want, p in zip(chosen[rows], best, positions, strict=True):
+                its = its[its >= 0]
+                assert (np.diff(its) > 0).all()
+                assert len(its) == min(p + 1, 20)
+                assert (its <= p).all()
+                same, total = same + len(np.intersect1d(its, want)), total + len(its)
+        plan.finish(batch)
+    assert total > 2500
+    assert same > 0.97 * total
 
 
 def test_the_demo_s_workspace_is_as_large_as_the_plan_wants():

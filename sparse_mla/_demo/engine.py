@@ -1,8 +1,8 @@
 """How an engine calls the library: one layer, one step at a time.
 
-Everything that lives longer than a step is made once: the cache, the prefill workspace, the
-metadata builder and the output buffers. A step writes the new tokens into the cache, selects the
-top-k positions of every query, and runs the layer.
+Everything that lives longer than a step is made once: the caches, the prefill workspace, the
+metadata builder and the output buffers. A step writes the new tokens into the caches, lets the
+indexer choose the top-k positions of every query, and runs the layer.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 import sparse_mla
-from sparse_mla._demo.model import ToyModel
-from sparse_mla._demo.scheduler import Batch, Request
+from sparse_mla._demo.model import INDEX_DIM, ToyModel
+from sparse_mla._demo.scheduler import Batch
 from sparse_mla._judge import BF16, KV_LORA_RANK
 
 KEY_DIM = 576  # values of a cached key: kv_lora_rank + qk_rope_head_dim
@@ -31,7 +31,7 @@ class StepResult:
     lse: np.ndarray  # [T, H] fp32
     predicted: np.ndarray  # [T] the next byte, as the model sees it
     library_seconds: float  # time spent in sparse_mla
-    total_seconds: float  # the same plus the toy model and its top-k
+    total_seconds: float  # the same plus the toy model
 
 
 class Engine:
@@ -42,6 +42,11 @@ class Engine:
         )
         is_fp8 = config.kv_cache_dtype == "fp8_ds_mla"
         self.kv_cache = np.zeros(shape, np.uint8 if is_fp8 else BF16)
+        index_shape = sparse_mla.v4.Backend.get_kv_cache_shape(
+            num_pages, config.block_size, head_size=INDEX_DIM, cache_dtype_str="fp8_index"
+        )
+        self.index_cache = np.zeros(index_shape, np.uint8)  # in pages of the same numbers
+        self.index_cos_sin = sparse_mla.rope_table(config.max_model_len)
         self.model = model
         self.config = config
         # Left out, the builder would make its own workspace; the check has to read this one.
@@ -51,22 +56,19 @@ class Engine:
         self.workspace = np.zeros((workspace_tokens, KEY_DIM), BF16)
         self.builder = sparse_mla.MetadataBuilder(config, workspace=self.workspace)
         self.layer = sparse_mla.SparseMLA(config, kv_b_proj=model.kv_b_proj)
+        self.topk_indices = np.zeros((num_tokens, config.topk_tokens), np.int32)
         self.out = np.zeros((num_tokens, model.num_heads, KV_LORA_RANK), BF16)
         self.lse = np.zeros((num_tokens, model.num_heads), np.float32)
 
     def run_step(self, batch: Batch) -> StepResult:
         start = time.perf_counter()
-        kv_c, k_pe, q_nope, q_pe = self._project(batch)
-
-        library_start = time.perf_counter()
-        ql_nope = self.layer.k_up_proj(q_nope)  # the absorbed query works on the latent itself
-        sparse_mla.concat_and_cache_mla(kv_c, k_pe, self.kv_cache, batch.slot_mapping)
-        library_seconds = time.perf_counter() - library_start
-
-        topk_indices = self._select_topk(batch, ql_nope, q_pe, kv_c, k_pe)
+        kv_c, k_pe, q_nope, q_pe, *index_inputs = self._project(batch)
 
         library_start = time.perf_counter()
         metadata = self.builder.build(self._describe(batch))  # once per step, for all layers
+        ql_nope = self.layer.k_up_proj(q_nope)  # the absorbed query works on the latent itself
+        sparse_mla.concat_and_cache_mla(kv_c, k_pe, self.kv_cache, batch.slot_mapping)
+        topk_indices = self._select_topk(batch, metadata, *index_inputs)
         out, lse = self.layer.forward(
             (ql_nope, q_pe),
             self.kv_cache,
@@ -76,7 +78,7 @@ class Engine:
             lse=self.lse[: batch.num_tokens],
         )
         values = self.layer.v_up_proj(out)
-        library_seconds += time.perf_counter() - library_start
+        library_seconds = time.perf_counter() - library_start
 
         predicted = self.model.predict(values)
         return StepResult(
@@ -107,11 +109,15 @@ class Engine:
         )
 
     def _project(self, batch: Batch) -> list[np.ndarray]:
-        """The layer's inputs for the batch's tokens: kv_c, k_pe, q_nope, q_pe."""
+        """The layer's inputs for the batch's tokens: kv_c, k_pe, q_nope, q_pe, then the indexer's
+        keys, queries and weights."""
+        model = self.model
         projected = [
             (
-                *self.model.keys(request.text, positions),
-                *self.model.queries(request.text, positions),
+                *model.keys(request.text, positions),
+                *model.queries(request.text, positions),
+                model.index_keys(request.text, positions),
+                *model.index_queries(request.text, positions),
             )
             for request, _, positions in batch.parts()
         ]
@@ -120,41 +126,35 @@ class Engine:
     def _select_topk(
         self,
         batch: Batch,
-        ql_nope: np.ndarray,
-        q_pe: np.ndarray,
-        kv_c: np.ndarray,
-        k_pe: np.ndarray,
+        metadata: sparse_mla.Metadata,
+        keys: np.ndarray,
+        queries: np.ndarray,
+        weights: np.ndarray,
     ) -> np.ndarray:
-        """The indexer: for every query the K positions of its request with the largest q·k, summed
-        over heads, in fp32; -1 fills the rows of shorter contexts."""
-        queries = np.concatenate(
-            [ql_nope.astype(np.float32).sum(axis=1), q_pe.astype(np.float32).sum(axis=1)], axis=1
+        """The lightning indexer: [T, K] positions with the best scores in each token's request, of
+        those up to the token's own; -1 fills the rows of shorter contexts."""
+        positions = np.concatenate([positions for _, _, positions in batch.parts()])
+        lens = (positions + 1).astype(np.int32)
+        sparse_mla.indexer_k_quant_and_cache(keys, self.index_cache, batch.slot_mapping)
+        queries, weights = sparse_mla.fused_indexer_q_rope_quant(
+            queries,
+            weights,
+            positions,
+            self.index_cos_sin,
+            softmax_scale=INDEX_DIM**-0.5,
+            head_scale=queries.shape[1] ** -0.5,
         )
-        keys = np.concatenate([kv_c, k_pe], axis=1).astype(np.float32)
-        topk_indices = np.full((batch.num_tokens, self.config.topk_tokens), -1, np.int32)
-        for request, rows, positions in batch.parts():
-            index_keys = self._remember_keys(request, positions, keys[rows])
-            scores = queries[rows] @ index_keys[: positions[-1] + 1].T
-            select_topk(scores, positions, topk_indices[rows])
+        logits = sparse_mla.indexer_logits(
+            queries,
+            weights,
+            self.index_cache,
+            lens,
+            block_table=batch.block_table,
+            req_id_per_token=metadata.req_id_per_token,
+            clean=False,
+        )
+        topk_indices = self.topk_indices[: batch.num_tokens]
+        sparse_mla.top_k_per_row(
+            logits, np.zeros_like(lens), lens, k=self.config.topk_tokens, out=topk_indices
+        )
         return topk_indices
-
-    @staticmethod
-    def _remember_keys(request: Request, positions: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """The request's keys [len(text), 576] with the new ones written."""
-        if request.index_keys is None:
-            request.index_keys = np.zeros((len(request.text), KEY_DIM), np.float32)
-        request.index_keys[positions] = keys
-        return request.index_keys
-
-
-def select_topk(scores: np.ndarray, positions: np.ndarray, topk_indices: np.ndarray) -> None:
-    """Writes the causal top-k of scores [T, L] to topk_indices [T, K], which is filled with -1."""
-    topk = topk_indices.shape[1]
-    future = np.arange(scores.shape[1]) > positions[:, None]
-    scores[future] = -np.inf
-    if scores.shape[1] <= topk:
-        everything = np.arange(scores.shape[1], dtype=np.int32)
-        topk_indices[:, : scores.shape[1]] = np.where(future, -1, everything)
-        return
-    best = np.argpartition(scores, -topk, axis=1)[:, -topk:]
-    topk_indices[:] = np.where(np.take_along_axis(future, best, axis=1), -1, best)

@@ -5,7 +5,8 @@ The latent of a token, its cached key and value, has two parts: a code of the by
 (what queries look for) and a code of the byte itself (what they want to know). A query is the code
 of the bytes up to its own token, so it finds the tokens that followed the same bytes. All codes are
 random vectors, nearly orthogonal; each head sees them through its own projection. RoPE adds a mild
-preference for recent tokens. So the keys differ, and which of them are selected matters.
+preference for recent tokens. So the keys differ, and which of them are selected matters. The
+indexer, which selects them, sees the same codes through fewer values.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ CONTEXT_CODE_DIM = KV_LORA_RANK - BYTE_CODE_DIM
 # Share of the latest byte, of the one before it, …, in the code of a context.
 CONTEXT_WEIGHTS = np.sqrt(np.array([0.36, 0.25, 0.16, 0.11, 0.07, 0.05], np.float32))
 RECENCY = 0.5
+INDEX_DIM = 128
+INDEX_SHARPNESS = 2.0  # against RECENCY
 SOFTMAX_SCALE = (HEAD_DIM + ROPE_DIM) ** -0.5
 
 
@@ -47,6 +50,9 @@ class ToyModel:
         sharpness = np.linspace(1.5, 3.0, num_heads, dtype=np.float32)
         self.w_q = (w_uk * sharpness[:, None]).reshape(CONTEXT_CODE_DIM, -1)
 
+        w_index = rng.standard_normal((CONTEXT_CODE_DIM, INDEX_DIM - ROPE_DIM), np.float32)
+        self.w_index = w_index * (INDEX_SHARPNESS * CONTEXT_CODE_DIM**-0.5)
+
     def keys(self, text: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """kv_c [T, 512] and k_pe [T, 64] bf16 of the tokens at `positions` of `text`."""
         context = self._context_code(text, positions - 1)
@@ -58,6 +64,24 @@ class ToyModel:
         q_nope = self._context_code(text, positions) @ self.w_q
         q_pe = np.repeat(self._rope(positions)[:, None], self.num_heads, axis=1)
         return q_nope.reshape(-1, self.num_heads, HEAD_DIM).astype(BF16), q_pe.astype(BF16)
+
+    def index_keys(self, text: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """[T, 128], what the indexer compares with: like keys, with fewer values of the context."""
+        context = self._context_code(text, positions - 1) @ self.w_index
+        return np.concatenate([context, self._rope(positions)], axis=1).astype(BF16)
+
+    def index_queries(
+        self, text: np.ndarray, positions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """q [T, 2, 128] bf16 before RoPE, and weights [T, 2] fp32, of two heads.
+
+        Their scores add up to the plain product, because relu(x) - relu(-x) = x.
+        """
+        context = self._context_code(text, positions) @ self.w_index
+        recency = np.full((len(positions), ROPE_DIM), RECENCY, np.float32)
+        q = np.concatenate([context, recency], axis=1)
+        weights = np.tile(np.array([1, -1], np.float32), (len(positions), 1))
+        return np.stack([q, -q], axis=1).astype(BF16), weights
 
     def predict(self, values: np.ndarray) -> np.ndarray:
         """[T, H, 128] up-projected attention output -> the byte [T] that it resembles most."""

@@ -23,7 +23,6 @@ class Request:
     prompt_len: int
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
-    index_keys: np.ndarray | None = None  # [len(text), 576] fp32, what the indexer compares with
 
     @property
     def is_decoding(self) -> bool:
@@ -139,7 +138,6 @@ class Scheduler:
                 self.running.remove(request)
                 self.pool.free(request.pages)
                 request.pages = []
-                request.index_keys = None
 
     def _admit(self, step: int) -> None:
         while self.waiting and self.waiting[0].arrival_step <= step:
