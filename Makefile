@@ -43,7 +43,7 @@ C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja itself is parallel, and two ninjas would write to one folder
-.PHONY: help environment build demo bench test test-c test-c-aarch64 examples-c test-gpu memcheck \
+.PHONY: help environment toolkit build demo bench test test-c test-c-aarch64 examples-c test-gpu memcheck \
     racecheck synccheck sanitize coverage measure mutants fuzz lint format frameworks lib \
     install-lib wheel clean
 
@@ -66,8 +66,10 @@ $(VENV)/%.txt: pyproject.toml buildtools/requirements.py | $(VENV)/bin/python
 
 frameworks: $(VENV)/frameworks.txt ## install PyTorch, JAX and Transformers, for tests and benchmarks
 
-# This installs NVIDIA's compiler too, where this build takes it from PyPI.
-environment: $(VENV)/test.txt
+# toolkit installs NVIDIA's compiler, where this build takes it from PyPI.
+environment: $(VENV)/test.txt toolkit
+
+toolkit: | $(VENV)/bin/python
 	@wheels=$$($(PY) buildtools/toolkit.py) && { test -z "$$wheels" || \
 	    $(PY) -m pip install --quiet --disable-pip-version-check $$wheels; }
 
@@ -112,9 +114,9 @@ test-c-aarch64: environment ## the C tests, cross-compiled and run under qemu
 
 examples-c: lib ## compile and run the C examples against build/lib, as a user would
 	@if command -v $(CXX) > /dev/null; then $(CXX) -std=c++17 -Wall -Wextra -Wpedantic -Werror \
-	    -fsyntax-only -Ibuild/lib/include tests/c/header.cpp; fi
+	    -fsyntax-only -Ibuild/include tests/c/header.cpp; fi
 	@for example in $(C_EXAMPLES); do echo "examples/c/$$example"; \
-	    $(CC) -std=c11 -Wall -Wextra -Werror -Ibuild/lib/include examples/c/$$example.c \
+	    $(CC) -std=c11 -Wall -Wextra -Werror -Ibuild/include examples/c/$$example.c \
 	        -o build/$$example -Lbuild/lib -Wl,-rpath,$(CURDIR)/build/lib -lsparse_mla -lm && \
 	    build/$$example || exit 1; done
 
@@ -187,15 +189,13 @@ format: $(VENV)/lint.txt ## rewrite Python and C in the project's format
 
 # ---- Products ----------------------------------------------------------------------------------
 
-lib: environment ## build/lib: libsparse_mla.a and .so, headers, pkg-config file
+lib: $(VENV)/build.txt toolkit ## build/lib and build/include: the C library, its headers, pkg-config and CMake files
 	@env -u DEBUG -u SANITIZE -u COVERAGE $(PY) setup.py -q ninja --targets=lib
 
 install-lib: lib ## copy what lib builds to PREFIX=/usr/local
-	install -d $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig
-	cp -P build/lib/libsparse_mla.* $(DESTDIR)$(PREFIX)/lib
-	cp -R build/lib/include/. $(DESTDIR)$(PREFIX)/include
-	sed -e 's|^prefix=.*|prefix=$(PREFIX)|' -e 's|^libdir=.*|libdir=$${prefix}/lib|' \
-	    build/lib/pkgconfig/sparse_mla.pc > $(DESTDIR)$(PREFIX)/lib/pkgconfig/sparse_mla.pc
+	install -d $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib
+	cp -R build/include/sparse_mla.h build/include/dlpack $(DESTDIR)$(PREFIX)/include
+	cp -RP build/lib/libsparse_mla.* build/lib/pkgconfig build/lib/cmake $(DESTDIR)$(PREFIX)/lib
 
 wheel: $(VENV)/test.txt ## build an sdist, and an abi3 wheel from it in isolation, in dist/
 	rm -rf dist
@@ -203,4 +203,4 @@ wheel: $(VENV)/test.txt ## build an sdist, and an abi3 wheel from it in isolatio
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist dist/*.tar.gz
 
 clean: ## remove everything built; .venv stays
-	rm -rf build dist *.egg-info sparse_mla/include sparse_mla/_C*.so compile_commands.json
+	rm -rf build dist *.egg-info sparse_mla/include sparse_mla/lib sparse_mla/_C*.so compile_commands.json

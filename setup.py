@@ -36,13 +36,17 @@ class BuildExtension(build_ext):
     def run(self):
         super().run()
         package = Path("sparse_mla") if self.inplace else Path(self.build_lib, "sparse_mla")
-        for name, source in graph.public_headers().items():
-            target = package / "include" / name
-            self.mkpath(str(target.parent))
-            self.copy_file(str(source), str(target))
+        shared = graph.shared_name(self.distribution.get_version())
+        files = [Path("include", name) for name in graph.public_headers()]
+        files += [Path("lib", name) for name in (shared, *graph.CONFIG_FILES)]
+        for file in files:
+            self.mkpath(str((package / file).parent))
+            self.copy_file(str(graph.PREFIX / file), str(package / file))
+        # A wheel has no symbolic links, so what -lsparse_mla finds is a script of the linker.
+        (package / "lib/libsparse_mla.so").write_text(f"INPUT({shared})\n")
 
     def build_extension(self, ext):
-        run_ninja(self.distribution, "extension")
+        run_ninja(self.distribution, "extension", "lib")
         target = self.get_ext_fullpath(ext.name)
         self.mkpath(str(Path(target).parent))
         self.copy_file(str(graph.EXTENSION), target)

@@ -52,7 +52,13 @@ CUDA_VARIANTS = {  # the other variants are CPU-only; kernels are optimised in b
     "release": "-O3 -DNDEBUG",
     "debug": "-O0 -g",
 }
-SHARED = ["-shared", "-Wl,--exclude-libs,ALL"]  # do not export symbols of archives
+# Do not export symbols of archives; stay loaded, because the threads of pool.c do.
+SHARED = ["-shared", "-Wl,--exclude-libs,ALL", "-Wl,-z,nodelete"]
+CONFIG_FILES = (  # of the C library, relative to its lib/
+    "pkgconfig/sparse_mla.pc",
+    "cmake/sparse_mla/sparse_mla-config.cmake",
+    "cmake/sparse_mla/sparse_mla-config-version.cmake",
+)
 GLUE_FLAGS = """
     -DPy_LIMITED_API=0x030B0000
     -DNPY_TARGET_VERSION=NPY_2_0_API_VERSION -DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION
@@ -71,9 +77,9 @@ def chosen_variant():
 
 VARIANT = chosen_variant()
 BUILD = Path("build", VARIANT)
-LIB = Path("build/lib") if VARIANT == "release" else BUILD / "lib"
+PREFIX = Path("build") if VARIANT == "release" else BUILD  # with the C library's include/ and lib/
+LIB = PREFIX / "lib"
 EXTENSION = BUILD / "_C.abi3.so"
-THREADS = Path("tests/c/fake_gomp/threads.c")  # OpenMP as ThreadSanitizer understands it
 
 # The name of a kernel file ends in its instruction set: attention_avx2.c. Kernel files of other
 # machines are left out. SMLA_HAVE_X86_ISA or SMLA_HAVE_ARM_ISA tells the core which are compiled.
@@ -158,12 +164,22 @@ def c_compiler():
 
 
 def openmp_flags(cc):
+    """Flags to compile and to link parallel loops. GCC's run on csrc/cpu/machine/pool.c instead of
+    its OpenMP library, so nothing links that."""
+    program = "#if !defined(__clang__)\n#error\n#endif\n"
+    is_clang = compiles(cc, program, "-fsyntax-only")
+    if not is_clang and compiles(cc, "int x;", "-fopenmp", "-fsyntax-only"):
+        return ["-fopenmp"], ["-pthread"]
     program = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
-    command = [*shlex.split(cc), "-fopenmp", "-x", "c", "-", "-o", os.devnull]
-    if subprocess.run(command, input=program, text=True, capture_output=True).returncode == 0:
-        return ["-fopenmp"]
-    print(f"note: `{cc}` does not link OpenMP programs: the kernels will run on one thread")
-    return []
+    if is_clang and compiles(cc, program, "-fopenmp"):
+        return ["-fopenmp"], ["-fopenmp"]
+    print(f"note: `{cc}` has no OpenMP: the kernels will run on one thread")
+    return ["-Wno-unknown-pragmas"], []
+
+
+def compiles(cc, program, *flags):
+    command = [*shlex.split(cc), *flags, "-x", "c", "-", "-o", os.devnull]
+    return subprocess.run(command, input=program, text=True, capture_output=True).returncode == 0
 
 
 def portable_arch():
@@ -238,9 +254,8 @@ class Graph:
 
         self.cc = c_compiler()
         self.cuda, self.cuda_facts = find_cuda()
-        openmp = openmp_flags(self.cc)
+        openmp, threads = openmp_flags(self.cc)
         flags = [*COMMON_FLAGS.split(), *VARIANTS[VARIANT].split()]
-        flags += openmp or ["-Wno-unknown-pragmas"]
         dlpack = ["-isystem", str(package_include("tvm_ffi", "include"))]
         flags += dlpack
         flags += ISA_DEFINES.get(MACHINE, [])
@@ -248,20 +263,23 @@ class Graph:
         flags += ["-Werror"] if is_on("WERROR") else []
         cflags, ldflags = (os.environ.get(name, "") for name in ("CFLAGS", "LDFLAGS"))
         ar = os.environ.get("AR", "ar")
-        libs = ["-lm"]
+        libs = ["-lm", *threads]
         if self.cuda:
             libs += [f"-L{self.cuda.lib}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
 
         self.writer = Writer(file, width=1000)
         self.writer.variable("builddir", str(BUILD))
         self.writer.variable("cc", f"{self.cc} {shlex.join(flags)} {cflags}")
-        self.compile_rule("cc", "$cc")
+        self.compile_rule("cc", f"$cc {' '.join(openmp)}")
         self.rule("link", f"$cc -o $out $in $extra {ldflags} {shlex.join(libs)}")
         self.rule("ar", f"rm -f $out && {ar} rcs $out $in")
         self.rule("copy", "cp $in $out")
         self.rule("symlink", "ln -sf $$(basename $in) $out")
-        private = shlex.join([*openmp, *libs])
-        self.rule("pkgconfig", f"sed 's|@VERSION@|{version}|; s|@LIBS@|{private}|' $in > $out")
+        private = shlex.join(libs)
+        edits = (
+            f"s|@VERSION@|{version}|; s|@MAJOR@|{version.partition('.')[0]}|; s|@LIBS@|{private}|"
+        )
+        self.rule("fill", f"sed '{edits}' $in > $out")
         if self.cuda:
             self.compile_rule("nvcc", nvcc_command(self.cuda, dlpack))
 
@@ -312,8 +330,6 @@ def write_graph(version):
             core += [
                 graph.compile_cuda(source) for source in sorted(Path("csrc/cuda").rglob("*.cu"))
             ]
-        if VARIANT == "thread":
-            core.append(graph.compile(THREADS))
         archive = graph.add("ar", LIB / "libsparse_mla.a", core)
         glue = add_extension(graph, archive, version)
         add_library(graph, core, archive, version)
@@ -358,14 +374,19 @@ def add_ranges(graph, archive):
     return graph.add("link", BUILD / "tests" / "ranges.so", [ranges, archive], SHARED)
 
 
+def shared_name(version):
+    return f"libsparse_mla.so.{version.partition('.')[0]}"
+
+
 def add_library(graph, core, archive, version):
-    soname = f"libsparse_mla.so.{version.partition('.')[0]}"
+    soname = shared_name(version)
     shared = graph.add("link", LIB / soname, core, [*SHARED, f"-Wl,-soname,{soname}"])
     outputs = [archive, shared, graph.add("symlink", LIB / "libsparse_mla.so", [shared])]
     for name, source in public_headers().items():
-        outputs.append(graph.add("copy", LIB / "include" / name, [source]))
-    config = LIB / "pkgconfig/sparse_mla.pc"
-    outputs.append(graph.add("pkgconfig", config, ["buildtools/sparse_mla.pc.in"]))
+        outputs.append(graph.add("copy", PREFIX / "include" / name, [source]))
+    for name in CONFIG_FILES:
+        template = Path("buildtools", Path(name).name + ".in")
+        outputs.append(graph.add("fill", LIB / name, [template]))
     graph.name("lib", outputs)
 
 

@@ -110,6 +110,7 @@ OPERATORS = {
     "kernels": ("", ""),
     "build_info": ("", ""),
     "get_include": ("", ""),
+    "get_library_dir": ("", ""),
 }
 DEFAULTS = {
     ("sparse_attention", "num_splits"): 0,

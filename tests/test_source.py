@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import sparse_mla
+
 ROOT = Path(__file__).parents[1]
 SOURCES = (".c", ".h", ".cu", ".cuh", ".py", ".pyi", ".md")
 CSRC = sorted(path for path in (ROOT / "csrc").rglob("*.[ch]*") if path.is_file())
@@ -72,7 +74,17 @@ def symbols_of(path: Path) -> tuple[set[str], set[str]]:
     return {name for name, _ in kinds} - taken, taken
 
 
-def test_no_file_calls_itself_by_way_of_others():
+def test_no_file_calls_the_compiler_s_openmp_library():
+    """A file with parallel loops includes threads.h, so that they run on pool.c."""
+    symbols = object_symbols()
+    users = [name for _, names in symbols.values() for name in names]
+    assert "smla_pool_run" in users or "clang" in sparse_mla.build_info()["compiler"]
+    if "smla_pool_run" in users:
+        assert [name for name in users if name.startswith(("GOMP_", "omp_"))] == []
+
+
+def object_symbols() -> dict[Path, tuple[set[str], set[str]]]:
+    """symbols_of every compiled file of csrc."""
     output = Path(commands()["csrc/core/error.c"]["output"])
     folder = ROOT / str(output).removesuffix("csrc/core/error.o")
     compiled = [path for path in CSRC if path.suffix in (".c", ".cu")]
@@ -83,6 +95,11 @@ def test_no_file_calls_itself_by_way_of_others():
     }
     symbols = {path: symbols_of(file) for path, file in objects.items() if file.exists()}
     assert len(symbols) > 40, "objects are found"
+    return symbols
+
+
+def test_no_file_calls_itself_by_way_of_others():
+    symbols = object_symbols()
     owners = {name: path for path, (defined, _) in symbols.items() for name in defined}
     graph = {
         path: {owners[name] for name in taken if name in owners} - {path}
@@ -129,7 +146,7 @@ def test_the_library_prints_nothing_but_its_log_and_never_exits():
 def test_assembly_stands_where_instructions_are_wrapped():
     folder = ROOT / "csrc" / "cuda" / "ptx"
     wrappers = {path.name for path in folder.glob("*.cuh")}
-    others = {"attention_tiles.h", "isa.c"}
+    others = {"attention_tiles.h", "isa.c", "pool.c", "threads.h"}
     assert files_with(r"\basm\b|__asm__") == wrappers | others
 
 

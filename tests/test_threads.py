@@ -10,7 +10,7 @@ import engine
 import numpy as np
 import pytest
 from dlpack_producer import Producer
-from helpers import BESIDE_TESTS, assert_same_bits, printed_by_python
+from helpers import BESIDE_TESTS, assert_same_bits, find_framework, printed_by_python
 
 import sparse_mla
 from sparse_mla import _C
@@ -260,3 +260,34 @@ call(sparse_mla)
 def test_a_child_works_after_its_parent_has():
     """A forked child has none of the threads that its parent's calls have started."""
     printed_by_python("-c", BESIDE_TESTS + FORK)
+
+
+OPENMP_LIBRARIES = """
+import importlib
+for name in {names}:
+    importlib.import_module(name)
+import cases, sparse_mla
+cases.GOOD_CALLS["sparse_attention"]().run(sparse_mla)
+maps = [line.split()[-1] for line in open("/proc/self/maps")]
+print(*sorted({{path for path in maps if "libgomp" in path or "omp.so" in path}}), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize(
+    ("framework", "count"),
+    [
+        ("numpy", 0),
+        pytest.param("torch", 1, marks=pytest.mark.torch),
+        pytest.param("jax", 0, marks=pytest.mark.jax),
+    ],
+)
+def test_a_process_has_no_openmp_library_but_its_framework_s(framework, count, ours_first):
+    find_framework(framework)
+    if "clang" in sparse_mla.build_info()["compiler"]:
+        pytest.skip("clang's own OpenMP library is linked")
+    names = ["sparse_mla", framework][:: 1 if ours_first else -1]
+    code = BESIDE_TESTS + OPENMP_LIBRARIES.format(names=names)
+    libraries = printed_by_python("-c", code).split()
+    assert len(libraries) == count, libraries
+    assert all(f"/{framework}/" in path for path in libraries), libraries

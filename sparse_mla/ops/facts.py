@@ -10,6 +10,7 @@ from sparse_mla import _C
 __all__ = [
     "build_info",
     "get_include",
+    "get_library_dir",
     "kernels",
 ]
 
@@ -67,3 +68,24 @@ def get_include() -> str:
     True
     """
     return path.join(path.dirname(path.dirname(__file__)), "include")
+
+
+def get_library_dir() -> str:
+    """The folder of the C library, libsparse_mla.so, for programs that call the core from C.
+
+    It is another copy of the core than this module's, so both may be used in one process. Below the
+    folder are pkgconfig/ and cmake/. The command `sparse-mla-config` prints flags made of it.
+
+    Returns
+    -------
+    str, a path for a linker's -L and -rpath, and for LD_LIBRARY_PATH.
+
+    Examples
+    --------
+    >>> import ctypes, os, sparse_mla
+    >>> name = f"libsparse_mla.so.{sparse_mla.__version__.split('.')[0]}"
+    >>> library = ctypes.CDLL(os.path.join(sparse_mla.get_library_dir(), name))
+    >>> library.smla_version() > 0
+    True
+    """
+    return path.join(path.dirname(path.dirname(__file__)), "lib")

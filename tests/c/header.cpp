@@ -1,5 +1,5 @@
 // header.cpp: sparse_mla.h in C++17. Compiling it is the test:
-//   c++ -std=c++17 -Wall -Wextra -Wpedantic -Werror -fsyntax-only -Ibuild/lib/include tests/c/header.cpp
+//   c++ -std=c++17 -Wall -Wextra -Wpedantic -Werror -fsyntax-only -Ibuild/include tests/c/header.cpp
 #include <sparse_mla.h>
 
 #include <type_traits>

@@ -6,11 +6,8 @@
 #include "instruction_sets.h"
 
 #include "cpu/attention/attention.h"
+#include "cpu/machine/threads.h"
 #include "reference.h"
-
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 
 typedef struct outputs {
     array *out, *lse, *max_logits;
@@ -468,16 +465,6 @@ test_one_key_that_is_not_finite(void)
 
 /* ---- Bits ---------------------------------------------------------------------------------- */
 
-static void
-set_threads(int count)
-{
-#if defined(_OPENMP)
-    omp_set_num_threads(count);
-#else
-    (void)count;
-#endif
-}
-
 static bool
 is_same(const array *a, const array *b)
 {
@@ -492,7 +479,7 @@ test_same_bits_on_any_threads(void)
         const attention_inputs in = make_inputs(uint8, 3, 4, 700);
         outputs first = make_outputs(3, 4);
         for (int threads = 1; threads <= 4; threads++) {
-            set_threads(threads);
+            smla_set_max_threads(threads);
             const outputs o = make_outputs(3, 4);
             attend(&in, splits[i], &o);
             first = threads == 1 ? o : first;
@@ -503,7 +490,7 @@ test_same_bits_on_any_threads(void)
             EXPECT(is_same(o.lse, first.lse));
             EXPECT(is_same(o.max_logits, first.max_logits));
         }
-        set_threads(2);
+        smla_set_max_threads(2);
         free_arrays("test_same_bits_on_any_threads");
     }
 }

@@ -8,6 +8,7 @@
 #include "cpu/cache/cache.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
+#include "cpu/machine/threads.h"
 #include "ops/quant_dims.h"
 
 /* ---- Pieces -------------------------------------------------------------------------------- */

@@ -8,6 +8,7 @@
 
 #include "core/numeric.h"
 #include "cpu/machine/cpu.h"
+#include "cpu/machine/threads.h"
 
 /* An empty side has lse -inf; some kernels write +inf instead. */
 static double

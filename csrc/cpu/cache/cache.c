@@ -7,6 +7,7 @@
 #include "cpu/cache/slot_shares.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
+#include "cpu/machine/threads.h"
 
 enum {
     CACHE_LINE = 64,

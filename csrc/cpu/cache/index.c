@@ -4,6 +4,7 @@
  */
 #include "cpu/index/slot.h"
 #include "cpu/machine/cpu.h"
+#include "cpu/machine/threads.h"
 
 smla_status
 smla_cpu_check_convert(const smla_convert_params *p, smla_error *error)

@@ -7,6 +7,7 @@
 
 #include "cpu/index/slot.h"
 #include "cpu/machine/cpu.h"
+#include "cpu/machine/threads.h"
 
 enum { MIN_PARALLEL_ENTRIES = 1 << 16 }; /* below, starting threads costs more than they save */
 

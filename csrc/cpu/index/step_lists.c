@@ -5,6 +5,7 @@
  */
 #include "cpu/index/slot.h"
 #include "cpu/machine/cpu.h"
+#include "cpu/machine/threads.h"
 
 enum { MIN_PARALLEL_TOKENS = 256 }; /* below, starting threads costs more than they save */
 

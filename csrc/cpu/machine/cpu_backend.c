@@ -1,32 +1,9 @@
-/* cpu_backend.c: the table of the CPU backend, and what the backend does before a fork. */
+/* cpu_backend.c: the table of the CPU backend. */
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(_OPENMP) && defined(__GNUC__) && !defined(__clang__)
-#include <omp.h>
-#include <pthread.h>
-#endif
-
 #include "cpu/attention/attention.h"
 #include "cpu/machine/cpu.h"
-
-/* GCC's OpenMP keeps its threads between parallel regions. A child process inherits the memory of
- * this pool but none of its threads, and would wait for them for ever in its first region. So the
- * pool is released before every fork, and the next region of parent or child makes a new one.
- * LLVM's OpenMP handles forks itself. */
-#if defined(_OPENMP) && defined(__GNUC__) && !defined(__clang__)
-static void
-give_back_threads(void)
-{
-    (void)omp_pause_resource_all(omp_pause_soft);
-}
-
-__attribute__((constructor)) static void
-watch_forks(void)
-{
-    (void)pthread_atfork(give_back_threads, NULL, NULL);
-}
-#endif
 
 enum { CACHE_LINE_BYTES = 64 };
 

@@ -1,34 +1,75 @@
-/* threads.h: thread numbers from OpenMP's run-time library, one thread in a build without it; and
- * when threads stop. */
+/* threads.h: the threads of parallel loops, and when they stop. A file with `#pragma omp parallel
+ * for` includes it.
+ *
+ * GCC turns such a loop into calls of its OpenMP library. The names below make them calls of pool.c
+ * instead, so a process that has PyTorch's OpenMP library gets no second one. Another compiler's
+ * OpenMP stays as it is, and a build without OpenMP has one thread.
+ */
 #pragma once
 
 #include "core/interrupt.h"
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#if defined(_OPENMP) && defined(__GNUC__) && !defined(__clang__)
+#define SMLA_HAVE_POOL 1
 
-/* The largest number of threads that the next parallel region may have. */
+__asm__(".set GOMP_parallel, smla_pool_run\n\t"
+        ".set GOMP_loop_nonmonotonic_dynamic_start, smla_pool_start_loop\n\t"
+        ".set GOMP_loop_nonmonotonic_dynamic_next, smla_pool_next_chunk\n\t"
+        ".set GOMP_loop_end_nowait, smla_pool_end_loop\n\t"
+        ".set omp_get_num_threads, smla_pool_num_threads\n\t"
+        ".set omp_get_thread_num, smla_thread_idx");
+
+/* The largest number of threads that the next parallel loop may have: OMP_NUM_THREADS, else the
+ * processors that the process may use. */
+int smla_max_threads(void);
+
+/* The number of the calling thread inside a parallel loop. */
+int smla_thread_idx(void);
+
+/* Sets what smla_max_threads returns, for the calls of every thread; for tests. */
+void smla_set_max_threads(int count);
+
+#elif defined(_OPENMP)
+#include <omp.h>
+
 static inline int
 smla_max_threads(void)
 {
-#if defined(_OPENMP)
     return omp_get_max_threads();
-#else
-    return 1;
-#endif
 }
 
-/* The number of the calling thread inside a parallel region. */
 static inline int
 smla_thread_idx(void)
 {
-#if defined(_OPENMP)
     return omp_get_thread_num();
-#else
-    return 0;
-#endif
 }
+
+static inline void
+smla_set_max_threads(int count)
+{
+    omp_set_num_threads(count);
+}
+
+#else
+
+static inline int
+smla_max_threads(void)
+{
+    return 1;
+}
+
+static inline int
+smla_thread_idx(void)
+{
+    return 0;
+}
+
+static inline void
+smla_set_max_threads(int count)
+{
+    (void)count;
+}
+#endif
 
 /* Whether the work items that are left must be skipped. Every thread of a parallel region asks
  * before each of its items. Thread 0 is the one that made the call, and asks the binding, too.

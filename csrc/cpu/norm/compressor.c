@@ -9,6 +9,7 @@
 #include "cpu/cache/slot_shares.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
+#include "cpu/machine/threads.h"
 #include "cpu/norm/norm.h"
 
 static int64_t

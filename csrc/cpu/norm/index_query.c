@@ -6,6 +6,7 @@
 #include "cpu/cache/cache.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
+#include "cpu/machine/threads.h"
 #include "cpu/norm/norm.h"
 
 enum { PARALLEL_HEADS = 256 }; /* fewer heads run on one thread */

@@ -7,6 +7,7 @@
 
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
+#include "cpu/machine/threads.h"
 
 enum { PARALLEL_ROWS = 64 }; /* fewer rows run on one thread */
 

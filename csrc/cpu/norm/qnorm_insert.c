@@ -7,6 +7,7 @@
 #include "cpu/cache/slot_shares.h"
 #include "cpu/machine/cpu.h"
 #include "cpu/machine/isa.h"
+#include "cpu/machine/threads.h"
 #include "cpu/norm/norm.h"
 
 enum { PARALLEL_HEADS = 64 }; /* fewer heads run on one thread */
