@@ -478,7 +478,8 @@ class Batch:
             "num_actual_tokens": self.num_actual_tokens,
             "max_query_len": int(lens.max(initial=0)),
             "max_seq_len": int(self.seq_lens.max(initial=0)),
-        } | changes
+        }
+        arguments |= self.fields | changes
         names = ("query_start_loc", "seq_lens", "slot_mapping", "block_table")
         arrays = [arguments.pop(name) for name in names]
         return sparse_mla.CommonAttentionMetadata(*arrays, **arguments)

@@ -72,6 +72,38 @@ def test_within_its_bound(results, path):
     assert_within_bounds(want, got)
 
 
+@pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
+@pytest.mark.parametrize("slack", [1, 100])
+def test_host_lengths_may_be_upper_bounds(results, step, path, slack):
+    """An engine that does not wait for the device knows only how long its requests can be. The
+    table's pages behind a request's end are what other requests have left there."""
+    pages = step.batch.block_table
+    stale = np.where(pages < 0, pages.max(axis=1, keepdims=True), pages)
+    table = np.concatenate([stale, stale], axis=1).astype(np.int32)
+    bounds = np.minimum(step.batch.seq_lens + slack, cases.ENGINE_WORKSPACE)
+    changes = {"block_table": table, "fields": {"seq_lens_cpu": bounds, "max_seq_len": None}}
+    kv = step.bf16_cache(sparse_mla) if path == "bf16" else step.fp8_cache
+    loose = dataclasses.replace(step, batch=dataclasses.replace(step.batch, **changes))
+    taken, got = run(loose, kv, path=path)
+    assert taken == path
+    exact, want = results[path]
+    assert_within_bounds(want, got)
+    if path != "separate":  # whose chunks are others, and so the splits of their calls
+        for name in got:
+            assert_same_bits(got[name], exact[name], name)
+
+
+def test_pages_up_to_the_bound_are_of_the_cache(step):
+    """A page that a gather may read is checked before anything is written, even if no token of
+    the request lies in it."""
+    if device.ON_CUDA:
+        pytest.skip("a GPU reads zeros there, and no index names them")
+    bounds = np.minimum(step.batch.seq_lens + 64, cases.ENGINE_WORKSPACE)
+    changed = dataclasses.replace(step.batch, fields={"seq_lens_cpu": bounds, "max_seq_len": None})
+    with pytest.raises(ValueError, match="`block_table` must name pages of the cache"):
+        run(dataclasses.replace(step, batch=changed), step.fp8_cache, path="separate")
+
+
 def test_separate_against_the_fp8_bytes(results, step):
     got, _ = results["separate"]
     assert_within_bounds(step.reference("mixed", step.fp8_cache), got, gathered=True)

@@ -1,5 +1,7 @@
 """The builder's buffers on the GPU: which stream waits for which, and which arrays are refused."""
 
+import dataclasses
+
 import cases
 import device
 import engine
@@ -97,6 +99,25 @@ def test_many_builds_ahead_of_the_device():
     stream.synchronize()
     for got, expected in zip(results, want, strict=True):
         assert_same_values(gpu.values(got), expected)
+
+
+@pytest.mark.parametrize("path", ["mixed", "separate", "direct", "bf16"])
+def test_upper_bounds_of_lengths_need_no_synchronisation(path):
+    """Lengths are exact on the device alone, where a kernel in front of the step may write them."""
+    layer = Layer(path)
+    step, common, arrays = layer.place([1, 1, 30], 1)
+    want = layer.eager(common, arrays)
+    bounds = np.minimum(step.batch.seq_lens + 20, 64 * step.batch.block_table.shape[1])
+    common = dataclasses.replace(common, seq_lens_cpu=bounds, max_seq_len=None)
+    builder = sparse_mla.MetadataBuilder(layer.config)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    gpu.delay(stream)
+    with torch.cuda.stream(stream):
+        got = layer.forward(arrays, builder.build(common))
+    assert is_busy(stream), "the step waited for the device"
+    stream.synchronize()
+    assert_same_values(gpu.values(got), want)
 
 
 def test_forward_on_a_given_stream():

@@ -14,10 +14,11 @@ Paths, visible as `metadata.path` and forced by `Config(path=...)`:
     bf16       bf16 cache, all tokens in one attention call
 
 On CUDA the arrays that a plan derives are on the device, in the builder's buffers. Planning needs
-lengths in host memory (`query_start_loc_cpu`, `seq_lens_cpu`) and reads nothing back from the
-device. `slot_mapping` and `block_table` stay where the engine keeps them; if graphs are replayed,
-their addresses must not change. `build` sends one asynchronous copy on the current stream of the
-block table's framework, and a `forward` on another stream waits for that copy on its own stream.
+lengths in host memory (`query_start_loc_cpu`, `seq_lens_cpu`), of which `seq_lens_cpu` may be upper
+bounds, and reads nothing back from the device. `slot_mapping` and `block_table` stay where the
+engine keeps them; if graphs are replayed, their addresses must not change. `build` sends one
+asynchronous copy on the current stream of the block table's framework, and a `forward` on another
+stream waits for that copy on its own stream.
 
 To use a graph, call `build` outside the capture and capture `forward`. Then, for every step,
 refresh the engine's arrays, `build` a batch of the captured shape (padded with requests of length

@@ -52,7 +52,8 @@ class CommonAttentionMetadata(ShortRepr):
     query_start_loc_cpu, seq_lens_cpu : [R + 1] and [R] integers in host memory
         The values of query_start_loc and seq_lens, as arrays or lists. They may be left out if
         those two are in host memory themselves; on CUDA they must be given. `build` reads them
-        before it returns.
+        before it returns. For `sparse_mla.MetadataBuilder`, seq_lens_cpu may be an upper bound, see
+        its `build`; `sparse_mla.v4.MetadataBuilder` derives positions from it and needs the values.
     num_reqs, num_actual_tokens : int
         R, and T with padding tokens included. When left out, query_start_loc decides.
     max_query_len, max_seq_len : int

@@ -312,6 +312,12 @@ class MetadataBuilder:
         synchronised. The next build may follow at once, because it leaves staging memory alone that
         is still in flight. `build` must not be captured in a graph, see help(sparse_mla.backend).
 
+        `seq_lens_cpu` may be an upper bound of `seq_lens`, for engines that do not wait until the
+        device has told them the lengths. Results are right all the same, because topk_indices name
+        the keys. The bounds decide how many rows path "separate" gathers and how it cuts chunks, so
+        loose ones cost time. Up to its bound, a request has columns in the block table; on that
+        path each of them holds a page of the cache, whichever it is. The CPU refuses other pages.
+
         Parameters
         ----------
         common : CommonAttentionMetadata
