@@ -185,6 +185,9 @@ class ModelRunner:
     (torch.Size([1, 50]), 2)
     >>> runner.free("a"), runner.num_free_pages
     (None, 3)
+    >>> runner = ModelRunner(model, num_pages=4, index_cache_dtype="fp8_index", **limits)
+    >>> runner.step({"a": [3, 1, 4]}).shape
+    torch.Size([1, 50])
     """
 
     config: sparse_mla.Config
