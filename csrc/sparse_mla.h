@@ -633,6 +633,57 @@ typedef struct smla_indexer_logits_args {
 
 SMLA_API smla_status smla_indexer_logits(const smla_indexer_logits_args *args, smla_error *error);
 
+/* The k best keys of each token: smla_top_k_per_row of the logits of smla_indexer_logits, which are
+ * kept in `workspace` for a chunk of tokens at a time. The result does not depend on the chunks. A
+ * token with at most k keys takes all of them, and its logits are not computed unless `values` are
+ * wanted. The arguments are those of the two operators. */
+typedef struct smla_lightning_indexer_args {
+    size_t struct_size;
+    const DLTensor *q;
+    const DLTensor *weights;
+    const DLTensor *k_cache;
+    const DLTensor *k_scale;      /* optional: keys are in pages */
+    const DLTensor *context_lens; /* [>= T] int32 */
+    int64_t k;
+    const DLTensor *block_table;      /* pages only */
+    const DLTensor *req_id_per_token; /* pages and slots */
+    const DLTensor *starts;           /* optional: 0; flat keys only */
+    const DLTensor *q_scale;          /* optional: q is e4m3 */
+    DLDataType dtype; /* fp32 | bf16, the logits' and that of `values`; {0} = fp32 */
+    int32_t kv_format;
+    int64_t block_size;
+    const DLTensor *slots_block_table; /* optional: no slots */
+    int64_t slots_block_size;
+    const DLTensor *is_valid; /* optional: all are */
+    const DLTensor *out;      /* out [T, k] int32 */
+    const DLTensor *slots;    /* out [T, k] int32, with slots_block_table */
+    const DLTensor *lens;     /* out [T] int32, with slots_block_table */
+    const DLTensor *values;   /* out [T, k] of `dtype`, optional */
+    int64_t max_logits_bytes; /* at least the logits of a token; 2^29 is usual */
+    /* uint8 with any contents, smla_lightning_indexer_workspace_size bytes. Fewer bytes make
+     * smaller chunks; they must suffice for one token. */
+    const DLTensor *workspace;
+    void *stream;
+} smla_lightning_indexer_args;
+
+SMLA_API smla_status smla_lightning_indexer(const smla_lightning_indexer_args *args,
+                                            smla_error *error);
+
+/* The bytes of workspace of smla_lightning_indexer: at most max_logits_bytes and 128. They never
+ * fall if T or the context grows. */
+typedef struct smla_lightning_workspace_args {
+    size_t struct_size;
+    int64_t num_tokens;
+    int64_t max_context; /* N: the keys of a row of block_table, or the number of flat keys */
+    int64_t k;
+    DLDataType dtype; /* as in the call, like max_logits_bytes */
+    int64_t max_logits_bytes;
+    DLDevice device;
+} smla_lightning_workspace_args;
+
+SMLA_API smla_status smla_lightning_indexer_workspace_size(
+    const smla_lightning_workspace_args *args, int64_t *bytes, smla_error *error);
+
 /* ---- 6. Planning --------------------------------------------------------------------------- */
 
 typedef struct smla_batch_split {

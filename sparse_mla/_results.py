@@ -93,13 +93,22 @@ def global_topk(given: Given) -> tuple[Result, ...]:
     return (sizes, "int32"), (sizes[:1], "int32")
 
 
-def top_k(given: Given) -> tuple[Result, ...]:
+def _chosen(given: Given, num_tokens: Any) -> tuple[Result, ...]:
     """(out, slots, lens)."""
-    num_tokens = given.sizes("logits", 2)[0]
     k = given.values["k"]
     if k < 1:
         raise ValueError(f"{given.op}: `k` must be 1 to {2**31 - 1}, got {k}")
     return ((num_tokens, k), "int32"), ((num_tokens, k), "int32"), ((num_tokens,), "int32")
+
+
+def top_k(given: Given) -> tuple[Result, ...]:
+    """(out, slots, lens)."""
+    return _chosen(given, given.sizes("logits", 2)[0])
+
+
+def lightning(given: Given) -> tuple[Result, ...]:
+    """(out, slots, lens)."""
+    return _chosen(given, given.sizes("q", 3)[0])
 
 
 def combined(given: Given) -> tuple[Result, ...]:

@@ -765,6 +765,22 @@ def _logits_call() -> Call:
     return Call("indexer_logits", args, options)
 
 
+def _lightning_call() -> Call:
+    """Chunks of one token, of which the last takes all its keys."""
+    call = _logits_call()
+    options = call.kwargs | {
+        "k": 4,
+        "slots_block_table": int32([6, 1], [2, -1]),
+        "slots_block_size": 4,
+        "is_valid": np.array([1, 1, 0], np.uint8),
+        "out": np.zeros((3, 4), np.int32),
+        "slots": np.zeros((3, 4), np.int32),
+        "lens": np.zeros(3, np.int32),
+        "max_logits_bytes": 128,
+    }
+    return Call("lightning_indexer", call.args, options)
+
+
 def int32(*values) -> np.ndarray:
     return np.array(values, np.int32)
 
@@ -954,6 +970,7 @@ GOOD_CALLS: dict[str, Callable[[], Call]] = {
     "fused_qnorm_rope_kv_insert": _qnorm_insert_call,
     "fused_indexer_q_rope_quant": _index_query_call,
     "indexer_logits": _logits_call,
+    "lightning_indexer": _lightning_call,
     "save_partial_states": _save_states_call,
     "compress_norm_rope_store": _compress_call,
     "quantize_and_insert_k_cache": _insert_call,

@@ -233,6 +233,7 @@ class Library:
         "merge_attn_states",
         *PROJECTIONS,
         "indexer_logits",
+        "lightning_indexer",
     )
 
     def __init__(self) -> None:

@@ -1054,6 +1054,7 @@ def test_operators_without_memory(package, gpu, op):
         "merge_attn_states": 2,
         "compute_global_topk_indices_and_lens": 2,
         "top_k_per_row": 3,
+        "lightning_indexer": 4,
         "combine_topk_swa_indices": 2,
         "build_mixed_sparse_indices": 2,
         "dynamic_per_tensor_quant": 2,

@@ -53,6 +53,8 @@ def test_all_are_there():
         "indexer_k_quant_and_cache",
         "indexer_logits",
         "k_up_proj",
+        "lightning_indexer",
+        "lightning_indexer_workspace_size",
         "merge_attn_states",
         "quantize_and_insert_k_cache",
         "save_partial_states",

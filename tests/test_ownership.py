@@ -200,6 +200,7 @@ RESULTS = {
     "fused_inv_rope_fp8_quant": 2,
     "fused_indexer_q_rope_quant": 3,
     "indexer_logits": 1,
+    "lightning_indexer": 3,
 }
 
 
@@ -269,6 +270,7 @@ def test_results_of_a_call_that_fails_go_back(op):
         "fused_inv_rope_fp8_quant": ("positions", np.zeros(2, np.int64)),
         "fused_indexer_q_rope_quant": ("positions", np.zeros(2, np.int64)),
         "indexer_logits": ("context_lens", np.zeros(2, np.int32)),
+        "lightning_indexer": ("context_lens", np.zeros(2, np.int32)),
     }
     name, x = bad[op]
     if name == "out":

@@ -91,6 +91,16 @@ OPERATORS = {
         "block_table= req_id_per_token= starts= q_scale= clean= dtype= kv_format= block_size= "
         "out= stream=",
     ),
+    "lightning_indexer": (
+        "q weights k_cache context_lens",
+        "k block_table= req_id_per_token= starts= q_scale= dtype= kv_format= block_size= "
+        "slots_block_table= slots_block_size= is_valid= out= slots= lens= values= "
+        "max_logits_bytes= workspace= stream=",
+    ),
+    "lightning_indexer_workspace_size": (
+        "num_tokens max_context",
+        "k dtype= max_logits_bytes= device",
+    ),
     "dequantize_kv_cache": ("kv_cache", "kv_scale= kv_format= block_size= dtype="),
     "quantize_and_insert_k_cache": (
         "k k_cache slot_mapping",
@@ -133,6 +143,10 @@ DEFAULTS = {
     ("fused_indexer_q_rope_quant", "use_fp4"): False,
     ("indexer_logits", "clean"): True,
     ("indexer_logits", "dtype"): "float32",
+    ("lightning_indexer", "dtype"): "float32",
+    ("lightning_indexer", "max_logits_bytes"): 2**29,
+    ("lightning_indexer_workspace_size", "dtype"): "float32",
+    ("lightning_indexer_workspace_size", "max_logits_bytes"): 2**29,
     ("dequantize_kv_cache", "kv_scale"): 1.0,
     ("gather_kv_cache", "kv_scale"): 1.0,
     ("sparse_attention", "q_scale"): 1.0,

@@ -75,6 +75,7 @@ OVERLOADS = [
         "fused_inv_rope_fp8_quant": ["default", "quantize", "out"],
         "fused_indexer_q_rope_quant": ["default", "use_fp4", "out"],
         "indexer_logits": ["default", "out"],
+        "lightning_indexer": ["default", "slots_block_table", "out"],
         "fused_qnorm_rope_kv_insert": ["default"],
         "save_partial_states": ["default"],
         "compress_norm_rope_store": ["default"],

@@ -3,8 +3,7 @@
 
 #include "core/error.h"
 #include "core/params_compressor.h"
-#include "core/params_indexer.h"
-#include "core/params_select.h"
+#include "core/params_lightning.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -67,7 +66,8 @@ typedef struct smla_stream_ops {
     X(compress_norm_rope_store, smla_compress_args, smla_compress_params)                     \
     X(fused_inv_rope_fp8_quant, smla_fused_inv_rope_fp8_quant_args, smla_inverse_rope_params) \
     X(fused_indexer_q_rope_quant, smla_index_query_args, smla_index_query_params)             \
-    X(indexer_logits, smla_indexer_logits_args, smla_logits_params)
+    X(indexer_logits, smla_indexer_logits_args, smla_logits_params)                           \
+    X(lightning_indexer, smla_lightning_indexer_args, smla_lightning_params)
 
 #define SMLA_OPERATOR_SLOT(name, args_type, params_type) \
     smla_status (*name)(const params_type *params, smla_error *error);
@@ -79,6 +79,10 @@ typedef struct smla_backend {
     /* SMLA_OK, or why the device cannot be used: bad number, too old, no driver. */
     smla_status (*check_device)(const char *op, int32_t device_id, smla_error *error);
     SMLA_OPERATORS(SMLA_OPERATOR_SLOT)
+    /* Chunks of lightning_indexer: the bytes of logits that are worth keeping, and the number of
+     * tokens that a chunk should be a multiple of. */
+    int64_t chunk_logits_bytes;
+    int64_t chunk_tokens;
     /* Finds the errors in array values that gather_kv_cache would find, and does no other work.
      * forward calls it for all chunks before the first chunk starts. Finds nothing if the values
      * are on a device. */

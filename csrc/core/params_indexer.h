@@ -31,6 +31,7 @@ typedef struct smla_index_query_params {
 
 /* indexer_logits. Flat keys are one page of S rows. */
 typedef struct smla_logits_params {
+    const char *op; /* in error texts */
     int64_t num_tokens;
     int64_t num_heads;
     int64_t num_columns; /* N */
@@ -50,6 +51,7 @@ typedef struct smla_logits_params {
     int64_t req_id_stride;
     const int32_t *context_lens; /* [T], clamped to 0...N */
     int64_t context_lens_stride;
+    int64_t least_context; /* a token with a shorter context has no logits; at least 1 */
     const int32_t *starts; /* [T]: the key of column 0, or NULL: 0; of flat keys */
     int64_t starts_stride;
     void *out; /* [T, N] */

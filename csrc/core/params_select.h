@@ -4,13 +4,14 @@
 #include "core/params.h"
 
 typedef struct smla_top_k_params {
+    const char *op; /* in error texts */
     int64_t num_tokens;
     int64_t num_columns; /* N, below 2^31 */
     int64_t k;
-    const void *logits; /* [T, N] fp32 or bf16 */
+    const void *logits; /* [T, N] fp32 or bf16; NULL only if N <= k and there are no values */
     bool is_bf16;
     int64_t logits_stride_token;
-    const int32_t *starts; /* [T] */
+    const int32_t *starts; /* [T] or NULL: 0 */
     int64_t starts_stride;
     const int32_t *ends; /* [T] */
     int64_t ends_stride;

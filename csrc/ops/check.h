@@ -16,6 +16,10 @@ SMLA_DECLARE_CHECK(grouped_output_projection, smla_grouped_output_projection_arg
                    smla_projection_params)
 SMLA_DECLARE_CHECK(attention_workspace, smla_attention_workspace_args, smla_attention_shape)
 
+/* Checks the args, and finds the bytes that the workspace needs. */
+smla_status smla_check_lightning_workspace(const smla_lightning_workspace_args *args,
+                                           int64_t *bytes, smla_error *error);
+
 smla_status smla_check_attention(const smla_sparse_attention_args *args,
                                  smla_attention_params *params, smla_attention_plan *plan,
                                  const smla_backend **backend, smla_error *error);
@@ -91,6 +95,15 @@ smla_status smla_require_eps(const smla_checker *checker, double eps);
 /* Checks positions [>= num_tokens] and the table cos_sin [max_pos, 64], and fills `rope`. */
 smla_status smla_require_rope(smla_checker *checker, const DLTensor *positions,
                               const DLTensor *cos_sin, int64_t num_tokens, smla_rope *rope);
+
+/* Checks the arguments of indexer_logits but for `out`, and fills the rest of `params`. */
+smla_status smla_require_scored(smla_checker *checker, const smla_indexer_logits_args *args,
+                                smla_logits_params *params);
+
+/* Checks the arguments of top_k_per_row from `k` on, and fills all of `params` but the logits.
+ * `values` are of `dtype`. */
+smla_status smla_require_choice(smla_checker *checker, const smla_top_k_args *args,
+                                int64_t num_tokens, unsigned dtype, smla_top_k_params *params);
 
 /* The last step: finds the backend of the device, and refuses outputs that overlap an array. */
 smla_status smla_finish_check(const smla_checker *checker, const smla_backend **backend);

@@ -168,7 +168,7 @@ require_slots(smla_checker *c, const smla_top_k_args *args, int64_t num_tokens)
         SMLA_TRY(require_number(c, "slots_block_size", args->slots_block_size, 1));
     }
     SMLA_TRY(smla_require_vector(c, "req_id_per_token", args->req_id_per_token, num_tokens,
-                                 flags | SMLA_RULE_MORE_ROWS, "an entry per row of `logits`"));
+                                 flags | SMLA_RULE_MORE_ROWS, "an entry per token"));
     return require_is_valid(c, args->is_valid, num_tokens);
 }
 
@@ -183,50 +183,28 @@ require_chosen(smla_checker *c, const char *name, const DLTensor *tensor, unsign
                                         .flags = flags | SMLA_RULE_OUTPUT,
                                         .ndim = 2,
                                         .shape = {num_tokens, k},
-                                        .hint = "`k` columns per row of `logits`"});
+                                        .hint = "`k` columns per token"});
 }
 
 smla_status
-smla_check_top_k_per_row(const smla_top_k_args *args, smla_top_k_params *params,
-                         const smla_backend **backend, smla_error *error)
+smla_require_choice(smla_checker *c, const smla_top_k_args *args, int64_t num_tokens,
+                    unsigned dtype, smla_top_k_params *params)
 {
-    static const char hint[] = "an entry per row of `logits`";
-    smla_checker c;
-    smla_open_checker(&c, "top_k_per_row", error);
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "logits",
-                                           .tensor = args->logits,
-                                           .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
-                                           .ndim = 2,
-                                           .shape = {SMLA_ANY, SMLA_ANY}}));
-    const int64_t num_tokens = smla_size(args->logits, 0);
-    const int64_t num_columns = smla_size(args->logits, 1);
-    const unsigned dtype = smla_dtype(args->logits);
-    if (num_columns > INT32_MAX) {
-        return smla_fail(error, SMLA_ERROR_VALUE,
-                         "%s: `logits` must have at most %d columns, got %lld", c.op, INT32_MAX,
-                         (long long)num_columns);
-    }
-    SMLA_TRY(
-        smla_require_vector(&c, "starts", args->starts, num_tokens, SMLA_RULE_MORE_ROWS, hint));
-    SMLA_TRY(smla_require_vector(&c, "ends", args->ends, num_tokens, SMLA_RULE_MORE_ROWS, hint));
-    SMLA_TRY(require_number(&c, "k", args->k, 1));
-    SMLA_TRY(require_slots(&c, args, num_tokens));
     const unsigned optional = SMLA_RULE_OPTIONAL;
-    SMLA_TRY(require_chosen(&c, "out", args->out, SMLA_DTYPE_INT32, num_tokens, args->k, 0));
+    SMLA_TRY(require_number(c, "k", args->k, 1));
+    SMLA_TRY(require_slots(c, args, num_tokens));
+    SMLA_TRY(require_chosen(c, "out", args->out, SMLA_DTYPE_INT32, num_tokens, args->k, 0));
     SMLA_TRY(
-        require_chosen(&c, "slots", args->slots, SMLA_DTYPE_INT32, num_tokens, args->k, optional));
+        require_chosen(c, "slots", args->slots, SMLA_DTYPE_INT32, num_tokens, args->k, optional));
     SMLA_TRY(
-        smla_require_vector(&c, "lens", args->lens, num_tokens, SMLA_RULE_OUTPUT | optional, NULL));
-    SMLA_TRY(require_chosen(&c, "values", args->values, dtype, num_tokens, args->k, optional));
-    SMLA_TRY(smla_finish_check(&c, backend));
-    const smla_stream stream = smla_stream_of(&c, args->stream);
+        smla_require_vector(c, "lens", args->lens, num_tokens, SMLA_RULE_OUTPUT | optional, NULL));
+    SMLA_TRY(require_chosen(c, "values", args->values, dtype, num_tokens, args->k, optional));
+    const smla_stream stream = smla_stream_of(c, args->stream);
     *params = (smla_top_k_params){
+        .op = c->op,
         .num_tokens = num_tokens,
-        .num_columns = num_columns,
         .k = args->k,
-        .logits = smla_data(args->logits),
         .is_bf16 = dtype == SMLA_DTYPE_BF16,
-        .logits_stride_token = smla_stride(args->logits, 0),
         .starts = smla_data(args->starts),
         .starts_stride = smla_stride(args->starts, 0),
         .ends = smla_data(args->ends),
@@ -235,7 +213,7 @@ smla_check_top_k_per_row(const smla_top_k_args *args, smla_top_k_params *params,
         .out_stride_token = smla_stride(args->out, 0),
         .values = smla_data(args->values),
         .values_stride_token = smla_stride(args->values, 0),
-        .slots = {.op = c.op,
+        .slots = {.op = c->op,
                   .table = "slots_block_table",
                   .num_tokens = num_tokens,
                   .topk = args->k,
@@ -255,6 +233,36 @@ smla_check_top_k_per_row(const smla_top_k_args *args, smla_top_k_params *params,
                   .stream = stream},
         .stream = stream,
     };
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_top_k_per_row(const smla_top_k_args *args, smla_top_k_params *params,
+                         const smla_backend **backend, smla_error *error)
+{
+    static const char hint[] = "an entry per row of `logits`";
+    smla_checker c;
+    smla_open_checker(&c, "top_k_per_row", error);
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "logits",
+                                           .tensor = args->logits,
+                                           .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
+                                           .ndim = 2,
+                                           .shape = {SMLA_ANY, SMLA_ANY}}));
+    const int64_t num_tokens = smla_size(args->logits, 0);
+    const int64_t num_columns = smla_size(args->logits, 1);
+    if (num_columns > INT32_MAX) {
+        return smla_fail(error, SMLA_ERROR_VALUE,
+                         "%s: `logits` must have at most %d columns, got %lld", c.op, INT32_MAX,
+                         (long long)num_columns);
+    }
+    SMLA_TRY(
+        smla_require_vector(&c, "starts", args->starts, num_tokens, SMLA_RULE_MORE_ROWS, hint));
+    SMLA_TRY(smla_require_vector(&c, "ends", args->ends, num_tokens, SMLA_RULE_MORE_ROWS, hint));
+    SMLA_TRY(smla_require_choice(&c, args, num_tokens, smla_dtype(args->logits), params));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    params->num_columns = num_columns;
+    params->logits = smla_data(args->logits);
+    params->logits_stride_token = smla_stride(args->logits, 0);
     return SMLA_OK;
 }
 

@@ -226,27 +226,17 @@ require_keys(smla_checker *c, const smla_indexer_logits_args *args, int64_t num_
 }
 
 smla_status
-smla_check_indexer_logits(const smla_indexer_logits_args *args, smla_logits_params *params,
-                          const smla_backend **backend, smla_error *error)
+smla_require_scored(smla_checker *c, const smla_indexer_logits_args *args,
+                    smla_logits_params *params)
 {
-    smla_checker c;
     smla_kv_view kv;
-    smla_open_checker(&c, "indexer_logits", error);
-    SMLA_TRY(require_queries(&c, args));
+    SMLA_TRY(require_queries(c, args));
     const int64_t num_tokens = smla_size(args->q, 0);
-    SMLA_TRY(require_keys(&c, args, num_tokens, &kv));
-    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
-                                           .tensor = args->out,
-                                           .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
-                                           .flags = SMLA_RULE_OUTPUT,
-                                           .ndim = 2,
-                                           .shape = {num_tokens, SMLA_ANY},
-                                           .hint = "a row of logits per token"}));
-    SMLA_TRY(smla_finish_check(&c, backend));
+    SMLA_TRY(require_keys(c, args, num_tokens, &kv));
     *params = (smla_logits_params){
+        .op = c->op,
         .num_tokens = num_tokens,
         .num_heads = smla_size(args->q, 1),
-        .num_columns = smla_size(args->out, 1),
         .q = smla_data(args->q),
         .q_stride_token = smla_stride(args->q, 0),
         .q_stride_head = smla_stride(args->q, 1),
@@ -258,26 +248,38 @@ smla_check_indexer_logits(const smla_indexer_logits_args *args, smla_logits_para
         .kv = kv,
         .has_pages = args->block_table != NULL,
         .num_reqs = args->block_table == NULL ? 0 : smla_size(args->block_table, 0),
+        .pages = smla_page_table_of(args->block_table, kv.block_size),
         .req_id_per_token = smla_data(args->req_id_per_token),
         .req_id_stride = smla_stride(args->req_id_per_token, 0),
         .context_lens = smla_data(args->context_lens),
         .context_lens_stride = smla_stride(args->context_lens, 0),
+        .least_context = 1,
         .starts = smla_data(args->starts),
         .starts_stride = smla_stride(args->starts, 0),
-        .out = smla_data(args->out),
-        .out_type = smla_float_type_of(args->out),
-        .out_stride_token = smla_stride(args->out, 0),
-        .leaves_rest = args->leaves_rest != 0,
-        .stream = smla_stream_of(&c, args->stream),
+        .stream = smla_stream_of(c, args->stream),
     };
-    if (args->block_table != NULL) {
-        params->pages = (smla_page_table){
-            .block_table = smla_data(args->block_table),
-            .stride_req = smla_stride(args->block_table, 0),
-            .stride_block = smla_stride(args->block_table, 1),
-            .num_blocks = smla_size(args->block_table, 1),
-            .block_size = kv.block_size,
-        };
-    }
+    return SMLA_OK;
+}
+
+smla_status
+smla_check_indexer_logits(const smla_indexer_logits_args *args, smla_logits_params *params,
+                          const smla_backend **backend, smla_error *error)
+{
+    smla_checker c;
+    smla_open_checker(&c, "indexer_logits", error);
+    SMLA_TRY(smla_require_scored(&c, args, params));
+    SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
+                                           .tensor = args->out,
+                                           .dtypes = SMLA_DTYPE_FP32 | SMLA_DTYPE_BF16,
+                                           .flags = SMLA_RULE_OUTPUT,
+                                           .ndim = 2,
+                                           .shape = {params->num_tokens, SMLA_ANY},
+                                           .hint = "a row of logits per token"}));
+    SMLA_TRY(smla_finish_check(&c, backend));
+    params->num_columns = smla_size(args->out, 1);
+    params->out = smla_data(args->out);
+    params->out_type = smla_float_type_of(args->out);
+    params->out_stride_token = smla_stride(args->out, 0);
+    params->leaves_rest = args->leaves_rest != 0;
     return SMLA_OK;
 }

@@ -137,6 +137,17 @@ smla_attention_workspace_size(const smla_attention_workspace_args *args, int64_t
 }
 
 smla_status
+smla_lightning_indexer_workspace_size(const smla_lightning_workspace_args *args, int64_t *bytes,
+                                      smla_error *error)
+{
+    static const char op[] = "lightning_indexer_workspace_size";
+    smla_lightning_workspace_args known;
+    SMLA_TRY(smla_read_args(op, &known, sizeof known, args, error));
+    SMLA_TRY(smla_require_pointer(op, "bytes", bytes, error));
+    return smla_check_lightning_workspace(&known, bytes, error);
+}
+
+smla_status
 smla_find_attention_plan(const smla_attention_workspace_args *args,
                          const smla_kv_format_info *format, smla_attention_plan *plan,
                          const smla_backend **backend, smla_error *error)

@@ -294,6 +294,22 @@ smla_py_find_scale_layout(const char *text, size_t length)
     return SMLA_SCALES_INFER;
 }
 
+bool
+smla_py_find_floats(const char *text, size_t length, DLDataType *dtype)
+{
+    static const struct {
+        const char *name;
+        DLDataType dtype;
+    } known[] = {{"float32", {kDLFloat, 32, 1}}, {"bfloat16", {kDLBfloat, 16, 1}}};
+    for (int i = 0; i < 2; i++) {
+        if (length == strlen(known[i].name) && memcmp(text, known[i].name, length) == 0) {
+            *dtype = known[i].dtype;
+            return true;
+        }
+    }
+    return false;
+}
+
 int
 smla_py_parse_kv_format(const char *op, const char *name, PyObject *object, int32_t *format)
 {

@@ -156,6 +156,11 @@ int32_t smla_py_find_scale_layout(const char *text, size_t length);
 
 #define SMLA_PY_SCALE_LAYOUT_NAMES "\"fp32\" or \"ue8m0x4\""
 
+/* The dtype that a name means; false for any other text. */
+bool smla_py_find_floats(const char *text, size_t length, DLDataType *dtype);
+
+#define SMLA_PY_FLOATS_NAMES "\"float32\" or \"bfloat16\""
+
 /* None, "auto" or the name of a cache format -> smla_kv_format. */
 int smla_py_parse_kv_format(const char *op, const char *name, PyObject *object, int32_t *format);
 

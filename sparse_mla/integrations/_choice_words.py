@@ -111,6 +111,30 @@ WORDS: dict[str, dict[str, str]] = {
     [[256.0, -inf]]
         """,
     },
+    "lightning_indexer": {
+        "torch": """
+    The k best keys of each token, by the indexer's scores: `sparse_mla.lightning_indexer`.
+
+    >>> import torch
+    >>> import sparse_mla.integrations.torch as smla
+    >>> one = torch.ones(1, 2, 128).to(torch.float8_e4m3fn)
+    >>> keys = one[0].repeat(2, 1), torch.tensor([1.0, 3.0, -1.0, 2.0])
+    >>> lens = torch.tensor([4]).int()
+    >>> smla.lightning_indexer(one, torch.ones(1, 2), keys, lens, k=2).tolist()
+    [[1, 3]]
+        """,
+        "jax": """
+    The k best keys of each token, by the indexer's scores: `sparse_mla.lightning_indexer`. There is
+    no `values` here.
+
+    >>> import jax.numpy as jnp
+    >>> import sparse_mla.integrations.jax as smla
+    >>> one = jnp.ones((1, 2, 128), jnp.float8_e4m3fn)
+    >>> keys = jnp.ones((4, 128), jnp.float8_e4m3fn), jnp.array([1.0, 3.0, -1.0, 2.0])
+    >>> smla.lightning_indexer(one, jnp.ones((1, 2)), keys, jnp.array([4]), k=2).tolist()
+    [[1, 3]]
+        """,
+    },
     "top_k_per_row": {
         "torch": """
     The keys with the largest logits: `sparse_mla.top_k_per_row`.

@@ -77,6 +77,7 @@ _ATTRIBUTES = {
     "scale": np.float64,
     "scale or none": np.float64,
     "kv_format": str,
+    "floats": str,
     "scales": str,
 }
 

@@ -1,4 +1,5 @@
-"""The operators that choose keys: the indexer's queries, its logits. No arithmetic."""
+"""The operators that choose keys: the indexer's queries, its logits, and the whole choice. No
+arithmetic."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ from typing import Any
 from sparse_mla import _results
 from sparse_mla.ops._declare import Array, Stream, operator
 
-__all__ = ["fused_indexer_q_rope_quant", "indexer_logits"]
+__all__ = [
+    "fused_indexer_q_rope_quant",
+    "indexer_logits",
+    "lightning_indexer",
+    "lightning_indexer_workspace_size",
+]
 
 
 @operator(_results.index_query)
@@ -167,4 +173,152 @@ def indexer_logits(
     >>> lens = np.array([2], np.int32)
     >>> sparse_mla.indexer_logits(one, np.ones((1, 2), np.float32), keys, lens).tolist()
     [[256.0, 0.0]]
+    """
+
+
+@operator(_results.lightning)
+def lightning_indexer(
+    q: Array,
+    weights: Array,
+    k_cache: Array | tuple[Array, Array],
+    context_lens: Array,
+    *,
+    k: int,
+    block_table: Array | None = None,
+    req_id_per_token: Array | None = None,
+    starts: Array | None = None,
+    q_scale: Array | None = None,
+    dtype: str = "float32",
+    kv_format: str | None = None,
+    block_size: int | None = None,
+    slots_block_table: Array | None = None,
+    slots_block_size: int | None = None,
+    is_valid: Array | None = None,
+    out: Array | None = None,
+    slots: Array | None = None,
+    lens: Array | None = None,
+    values: Array | None = None,
+    max_logits_bytes: int = 2**29,
+    workspace: Array | None = None,
+    stream: Stream = None,
+) -> Array | tuple[Array, Array, Array]:
+    """Choose the k best keys of each token: `top_k_per_row` of `indexer_logits`, in bounded memory.
+
+    The results are bit for bit those of the two calls::
+
+        logits = indexer_logits(q, weights, k_cache, context_lens, ...)  # [T, N] of `dtype`
+        out = top_k_per_row(logits, 0, context_lens, k=k, ...)
+
+    but a matrix of logits exists only for a chunk of tokens at a time. The number of chunks follows
+    from shapes, `max_logits_bytes` and the size of `workspace`, so a call can be captured. No
+    result depends on it.
+
+    A token with at most k keys takes all of them: its keys are not scored, unless `values` are
+    wanted. If N <= k, no token has logits, and the call needs no workspace.
+
+    Parameters
+    ----------
+    q : [T, Hi, 128] float8_e4m3fn or uint8, or with `q_scale` [T, Hi, 64] uint8
+        This and what follows up to `block_size`: see `indexer_logits`.
+    weights : [T, Hi] fp32
+    k_cache : cache of fp8_index or mxfp4_index rows, or the pair (k, scale)
+        Pages, or k [S, 128] float8_e4m3fn or uint8 with scale [S] fp32, or k [S, 64] uint8 with
+        scale [S, 4] uint8. N, the number of columns, is W * block_size or S.
+    context_lens : [>= T] int32
+        Clamped to 0...N.
+    k : int
+        At least 1; may be larger than N.
+    block_table : [R, W] int32, for pages
+    req_id_per_token : [>= T] int32, for pages and for slots
+        The row of `block_table`, and of `slots_block_table`. For a token with keys, a bad id is a
+        ValueError on the CPU.
+    starts : [>= T] int32, optional, for flat keys
+        The key of column 0, from which `out` counts; None is 0.
+    q_scale : [T, Hi, 4] uint8, optional
+    dtype : "float32" or "bfloat16"
+        Of the logits, and so of `values`. bf16 halves the workspace, and rounds before the choice.
+    kv_format, block_size : optional
+        Pages as [pages, bytes] need both.
+    slots_block_table : [R, W] int32, optional
+        The block table of the attention's cache. With it the call returns slots, too. This and what
+        follows up to `values`: see `top_k_per_row`.
+    slots_block_size : int, optional
+    is_valid : [>= T] bool or uint8, optional
+    out : [T, k] int32, optional
+    slots : [T, k] int32, optional
+    lens : [T] int32, optional
+    values : [T, k] fp32 or bf16, as `dtype` says, optional
+        Receives the chosen logits, then -inf.
+    max_logits_bytes : int
+        What the logits of a chunk may take. A token's logits must fit: N values of `dtype`, rounded
+        up to 128 bytes.
+    workspace : [lightning_indexer_workspace_size] uint8, optional
+        Any contents, any alignment. A smaller one makes smaller chunks, down to one token.
+    stream : int handle or stream object, optional
+
+    Returns
+    -------
+    out, or with `slots_block_table` (out, slots, lens)
+
+    Raises
+    ------
+    TypeError, ValueError, BufferError, RuntimeError, MemoryError
+        What `indexer_logits` and `top_k_per_row` raise; `max_logits_bytes` or a workspace that is
+        too small for the logits of a token.
+        `help(sparse_mla.ops)` lists the errors that every operator raises.
+
+    Source: DeepSeek V3.2's lightning indexer.
+
+    Examples
+    --------
+    >>> import numpy as np, ml_dtypes, sparse_mla
+    >>> q = np.ones((1, 2, 128), ml_dtypes.float8_e4m3fn)
+    >>> keys = np.ones((4, 128), ml_dtypes.float8_e4m3fn), np.array([1, 3, -1, 2], np.float32)
+    >>> weights, lens = np.ones((1, 2), np.float32), np.array([4], np.int32)
+    >>> sparse_mla.lightning_indexer(q, weights, keys, lens, k=2).tolist()
+    [[1, 3]]
+    """
+
+
+@operator()
+def lightning_indexer_workspace_size(
+    num_tokens: int,
+    max_context: int,
+    *,
+    k: int,
+    dtype: str = "float32",
+    max_logits_bytes: int = 2**29,
+    device: Any,
+) -> int:
+    """Bytes of workspace that `lightning_indexer` takes, from shapes alone.
+
+    On a GPU it is the logits of all tokens, on the CPU as much as stays in a cache or the logits of
+    8 tokens; in both cases at most `max_logits_bytes` and 128 bytes for alignment.
+
+    Parameters
+    ----------
+    num_tokens, max_context : int
+        T and N of `lightning_indexer`: N is the keys that a row of `block_table` can have, or the
+        number of flat keys. The size never falls if one of them grows, so one workspace serves
+        every smaller batch.
+    k : int
+    dtype : "float32" or "bfloat16"
+    max_logits_bytes : int
+        As in the call.
+    device : "cpu", "cuda" (the first GPU), "cuda:1", or an object whose str() is one of these
+
+    Returns
+    -------
+    int, in bytes; 0 if max_context <= k, because then nothing is scored.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        A negative size, a k below 1, `max_logits_bytes` below the logits of a token.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.lightning_indexer_workspace_size(4096, 2**20, k=2048, device="cpu") // 2**20
+    32
     """

@@ -145,6 +145,7 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         smla_qnorm_insert_params qnorm;
         smla_partial_states_params save;
         smla_compress_params compress;
+        smla_lightning_params lightning;
     } p;
     smla_attention_plan plan;
     switch (number) {
@@ -177,7 +178,8 @@ check_operator(int number, const any_args *a, const smla_backend **backend, smla
         return smla_check_fused_indexer_q_rope_quant(&a->index_query, &p.index_query, backend, e);
     case 22: return smla_check_indexer_logits(&a->logits, &p.logits, backend, e);
     case 23: return smla_check_save_partial_states(&a->save, &p.save, backend, e);
-    default: return smla_check_compress_norm_rope_store(&a->compress, &p.compress, backend, e);
+    case 24: return smla_check_compress_norm_rope_store(&a->compress, &p.compress, backend, e);
+    default: return smla_check_lightning_indexer(&a->lightning, &p.lightning, backend, e);
     }
 }
 
@@ -318,6 +320,15 @@ set_scalars(reader *r, int number, any_args *a)
         a->compress.kv_scale.value = (double)read_count(r, 3);
         a->compress.kv_format = (int32_t)read_count(r, 13);
         a->compress.block_size = read_count(r, 6);
+    } else if (number == 25) {
+        int64_t *const numbers[] = {&a->lightning.k, &a->lightning.slots_block_size,
+                                    &a->lightning.max_logits_bytes};
+        set_numbers(r, numbers, 3);
+        const uint64_t bits = read_bits(r);
+        memcpy(&a->lightning.dtype, &bits, sizeof a->lightning.dtype);
+        a->lightning.kv_format = (int32_t)read_count(r, 13);
+        a->lightning.block_size = read_count(r, 6);
+        a->lightning.block_table = read_count(r, 4) == 0 ? a->lightning.starts : NULL;
     } else if (number <= 2) {
         const int32_t format = (int32_t)read_count(r, 4);
         a->write.kv_format = number == 0 ? format : a->write.kv_format;

@@ -52,9 +52,10 @@ typedef union any_args {
     smla_indexer_logits_args logits;
     smla_partial_states_args save;
     smla_compress_args compress;
+    smla_lightning_indexer_args lightning;
 } any_args;
 
-enum { MAX_SLOTS = 14 };
+enum { MAX_SLOTS = 15 };
 
 typedef struct operator_case {
     const char *name;
@@ -430,6 +431,30 @@ make_compress(void)
                                    .ape = ZEROS(fp32, 1, 512)}};
 }
 
+static inline any_args
+make_lightning(void)
+{
+    return (any_args){.lightning = {.struct_size = sizeof(smla_lightning_indexer_args),
+                                    .q = ZEROS(uint8, 3, 2, 64),
+                                    .weights = ZEROS(fp32, 3, 2),
+                                    .k_cache = ZEROS(uint8, 9, 128),
+                                    .k_scale = ZEROS(fp32, 9),
+                                    .context_lens = ZEROS(int32, 3),
+                                    .k = 4,
+                                    .req_id_per_token = ZEROS(int32, 3),
+                                    .starts = ZEROS(int32, 3),
+                                    .q_scale = ZEROS(uint8, 3, 2, 4),
+                                    .slots_block_table = ZEROS(int32, 2, 3),
+                                    .slots_block_size = 16,
+                                    .is_valid = ZEROS(uint8, 3),
+                                    .out = ZEROS(int32, 3, 4),
+                                    .slots = ZEROS(int32, 3, 4),
+                                    .lens = ZEROS(int32, 3),
+                                    .values = ZEROS(fp32, 3, 4),
+                                    .max_logits_bytes = 512,
+                                    .workspace = ZEROS(uint8, 600)}};
+}
+
 #define CALL(member, function)                                                \
     static inline smla_status call_##member(const any_args *a, smla_error *e) \
     {                                                                         \
@@ -461,6 +486,7 @@ CALL(index_query, smla_fused_indexer_q_rope_quant)
 CALL(logits, smla_indexer_logits)
 CALL(save, smla_save_partial_states)
 CALL(compress, smla_compress_norm_rope_store)
+CALL(lightning, smla_lightning_indexer)
 
 #undef CALL
 #define AT_FIELD(member, field) offsetof(any_args, member.field)
@@ -724,6 +750,25 @@ static const operator_case operators[] = {
       {"ape", AT_FIELD(compress, ape), 0, 3},
       {"kv", AT_FIELD(compress, kv), 0, 2},
       {"score", AT_FIELD(compress, score), 0, 2}}},
+    {"lightning_indexer",
+     sizeof(smla_lightning_indexer_args),
+     call_lightning,
+     make_lightning,
+     {{"q", AT_FIELD(lightning, q), 0, 4},
+      {"weights", AT_FIELD(lightning, weights), 0, 3},
+      {"q_scale", AT_FIELD(lightning, q_scale), NEEDED, 7},
+      {"k_cache[0]", AT_FIELD(lightning, k_cache), 0, 2},
+      {"k_cache[1]", AT_FIELD(lightning, k_scale), ANY_STRIDE | NEEDED, 1},
+      {"context_lens", AT_FIELD(lightning, context_lens), ANY_STRIDE, 0},
+      {"starts", AT_FIELD(lightning, starts), ANY_STRIDE | OPTIONAL, 0},
+      {"slots_block_table", AT_FIELD(lightning, slots_block_table), ANY_STRIDE | NEEDED, 0},
+      {"req_id_per_token", AT_FIELD(lightning, req_id_per_token), ANY_STRIDE | NEEDED, 0},
+      {"is_valid", AT_FIELD(lightning, is_valid), ANY_STRIDE | OPTIONAL | BOOLS, 0},
+      {"out", AT_FIELD(lightning, out), OUTPUT, 7},
+      {"slots", AT_FIELD(lightning, slots), OUTPUT | NEEDED, 7},
+      {"lens", AT_FIELD(lightning, lens), OUTPUT | ANY_STRIDE | NEEDED, 1},
+      {"values", AT_FIELD(lightning, values), OUTPUT | OPTIONAL, 2},
+      {"workspace", AT_FIELD(lightning, workspace), OUTPUT | NEEDED, 0}}},
 };
 
 enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };

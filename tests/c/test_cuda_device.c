@@ -752,7 +752,7 @@ test_captures(void)
 
 /* ---- Operators ----------------------------------------------------------------------------- */
 
-enum { QUANT = 8, NUM_OPERATORS = 25 };
+enum { QUANT = 8, NUM_OPERATORS = 26 };
 
 static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla",
                                                           "gather_kv_cache",
@@ -778,17 +778,18 @@ static const char *const operator_names[NUM_OPERATORS] = {"concat_and_cache_mla"
                                                           "fused_indexer_q_rope_quant",
                                                           "indexer_logits",
                                                           "save_partial_states",
-                                                          "compress_norm_rope_store"};
+                                                          "compress_norm_rope_store",
+                                                          "lightning_indexer"};
 static const char *const launch_names[NUM_OPERATORS] = {
-    "write",     "gather",       "dequantize",    "convert",        "attention",
-    "merge",     "split_weight", "project",       "quant",          "norm",
-    "turn_back", "global_topk",  "combine_lists", "mixed_lists",    "insert",
-    "insert",    "gather",       "step_lists",    "insert_queries", "e4m3_project",
-    "top_k",     "index_query",  "score_keys",    "save_states",    "compress"};
+    "write",          "gather",       "dequantize", "convert",     "attention",  "merge",
+    "split_weight",   "project",      "quant",      "norm",        "turn_back",  "global_topk",
+    "combine_lists",  "mixed_lists",  "insert",     "insert",      "gather",     "step_lists",
+    "insert_queries", "e4m3_project", "top_k",      "index_query", "score_keys", "save_states",
+    "compress",       "top_k"};
 
 /* How many arrays a checked call of an operator copies to the host. */
-static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1, [10] = 1, 2, 1, 3, 1,
-                                                1, 3, 0, 2, [20] = 2, 1, 2, 2, 5};
+static const int num_reads_of[NUM_OPERATORS] = {1, 3, 0, 1,        [10] = 1, 2, 1, 3, 1, 1,
+                                                3, 0, 2, [20] = 2, 1,        2, 2, 5, 4};
 
 /* Calls an operator for `count` tokens, requests or the like; QUANT ignores `count`. */
 static smla_status
@@ -835,7 +836,8 @@ call_operator(int i, smla_stream stream, int64_t count)
     const smla_index_query_params index_query = {.num_tokens = count,
                                                  .rope = turn_back.rope,
                                                  .stream = stream};
-    const smla_logits_params logits = {.num_tokens = count,
+    const smla_logits_params logits = {.op = operator_names[i],
+                                       .num_tokens = count,
                                        .num_columns = 1,
                                        .has_pages = true,
                                        .context_lens = device_zeros,
@@ -848,6 +850,7 @@ call_operator(int i, smla_stream stream, int64_t count)
                                                 .stream = stream};
     smla_top_k_params top_k = {.num_tokens = count, .slots = global_topk, .stream = stream};
     top_k.slots.out = (int32_t[1]){0};
+    const smla_lightning_params lightning = {.logits = logits, .top_k = top_k, .chunk_tokens = 1};
     const smla_qnorm_insert_params insert_queries = {.num_tokens = count,
                                                      .rope = turn_back.rope,
                                                      .insert = write};
@@ -894,7 +897,8 @@ call_operator(int i, smla_stream stream, int64_t count)
     case 21: return b->fused_indexer_q_rope_quant(&index_query, &error);
     case 22: return b->indexer_logits(&logits, &error);
     case 23: return b->save_partial_states(&save, &error);
-    default: return b->compress_norm_rope_store(&compress, &error);
+    case 24: return b->compress_norm_rope_store(&compress, &error);
+    default: return b->lightning_indexer(&lightning, &error);
     }
 }
 
@@ -955,6 +959,32 @@ test_operators(void)
     forget_calls();
     EXPECT_OK(smla_cuda_backend.check_gather(&gather, &error));
     EXPECT_CALLS("");
+}
+
+/* Both launches for each chunk of tokens; the first one that fails is the last. */
+static void
+test_chunks_of_lightning_indexer(void)
+{
+    float matrix[4];
+    const smla_stream stream = {.device_id = 1, .handle = &streams[1]};
+    const smla_lightning_params call = {
+        .logits = {.num_tokens = 5, .out = matrix, .stream = stream},
+        .top_k = {.num_tokens = 5, .logits = matrix, .stream = stream},
+        .chunk_tokens = 2,
+    };
+    begin();
+    EXPECT_OK(smla_cuda_backend.lightning_indexer(&call, &error));
+    forget_calls();
+    EXPECT_OK(smla_cuda_backend.lightning_indexer(&call, &error));
+    EXPECT_CALLS("cuCtxPushCurrent cudaStreamIsCapturing@1 cudaStreamGetDevice@1~ "
+                 "score_keys@1 top_k@1 score_keys@1 top_k@1 score_keys@1 top_k@1 "
+                 "cuCtxPopCurrent@1 ");
+    launch_code = cudaErrorUnknown;
+    EXPECT_FAIL(smla_cuda_backend.lightning_indexer(&call, &error), SMLA_ERROR_RUNTIME,
+                "lightning_indexer: cudaLaunchKernelExC failed: a text (code 999)");
+    launch_code = cudaSuccess;
+    EXPECT_EQ(count_calls("score_keys"), 1);
+    EXPECT_EQ(count_calls("top_k"), 0);
 }
 
 /* A device that is current already may still be too old. */
@@ -1235,6 +1265,7 @@ main(void)
     RUN(test_status);
     RUN(test_captures);
     RUN(test_operators);
+    RUN(test_chunks_of_lightning_indexer);
     RUN(test_old_device);
     RUN(test_backend_table);
     RUN(test_checked_operators);

@@ -388,6 +388,45 @@ test_workspace_size_values(void)
                 "attention_workspace_size: `bytes` must be given, got none");
 }
 
+static void
+test_lightning_workspace_size(void)
+{
+    const smla_lightning_workspace_args good = {.struct_size = sizeof good,
+                                                .num_tokens = 3,
+                                                .max_context = 100,
+                                                .k = 5,
+                                                .max_logits_bytes = 1 << 29,
+                                                .device = cpu};
+    smla_lightning_workspace_args bad = good;
+    int64_t bytes = -7;
+    EXPECT_OK(smla_lightning_indexer_workspace_size(&good, &bytes, &error));
+    EXPECT_EQ(bytes, 3 * 512 + 128); /* a clear dtype is fp32 */
+#define EXPECT_REFUSED(status, part)                                                        \
+    bytes = -7;                                                                             \
+    EXPECT_FAIL(smla_lightning_indexer_workspace_size(&bad, &bytes, &error), status, part); \
+    EXPECT_EQ(bytes, -7);                                                                   \
+    bad = good
+    bad.num_tokens = -1;
+    EXPECT_REFUSED(SMLA_ERROR_VALUE, "lightning_indexer_workspace_size: `num_tokens` must be ");
+    bad.max_context = INT64_MAX;
+    EXPECT_REFUSED(SMLA_ERROR_VALUE, "`max_context` must be ");
+    bad.k = 0;
+    EXPECT_REFUSED(SMLA_ERROR_VALUE, "`k` must be 1 to ");
+    bad.max_logits_bytes = INT64_MIN;
+    EXPECT_REFUSED(SMLA_ERROR_VALUE, "`max_logits_bytes` must be at least 512, ");
+    bad.max_logits_bytes = 511;
+    EXPECT_REFUSED(SMLA_ERROR_VALUE, "for the logits of a token, got 511");
+    bad.dtype = (DLDataType){kDLFloat, 16, 1};
+    EXPECT_REFUSED(SMLA_ERROR_VALUE, "`dtype` must be float32 or bfloat16, got type 2 of 16 bits");
+    bad.dtype = (DLDataType){kDLFloat, 32, 2};
+    EXPECT_REFUSED(SMLA_ERROR_VALUE, "`dtype` must be float32 or bfloat16");
+    bad.device.device_type = kDLMetal;
+    EXPECT_REFUSED(SMLA_ERROR_RUNTIME, "arrays must be on a device of this build");
+#undef EXPECT_REFUSED
+    EXPECT_FAIL(smla_lightning_indexer_workspace_size(&good, NULL, &error), SMLA_ERROR_VALUE,
+                "lightning_indexer_workspace_size: `bytes` must be given, got none");
+}
+
 /* A checker takes as many arrays as a call may have. It refuses one more, and does not write it. */
 static void
 test_most_arrays(void)
@@ -430,6 +469,7 @@ main(void)
     RUN(test_other_devices);
     RUN(test_attention_values);
     RUN(test_workspace_size_values);
+    RUN(test_lightning_workspace_size);
     RUN(test_most_arrays);
     return report("test_errors");
 }

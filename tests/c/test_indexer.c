@@ -1,5 +1,5 @@
 /* test_indexer.c: the operators that choose keys, on every instruction set: the indexer's queries
- * byte for byte, its logits within their bound of sums in double.
+ * byte for byte, its logits within their bound of sums in double, the choice by them.
  */
 #include "instruction_sets.h"
 
@@ -242,6 +242,67 @@ test_bad_scores(void)
     EXPECT_FAIL(score(&c), SMLA_ERROR_VALUE, "`starts` must be None for keys in pages");
 }
 
+/* ---- lightning_indexer --------------------------------------------------------------------- */
+
+/* Makes the call for the tokens of `c` with a workspace of so many bytes. */
+static smla_status
+choose(const scores *c, array *out, array *values, int64_t workspace_bytes)
+{
+    array *const workspace = ARRAY(uint8, workspace_bytes);
+    const smla_lightning_indexer_args args = {
+        .struct_size = sizeof args,
+        .q = &c->q->tensor,
+        .weights = &c->weights->tensor,
+        .k_cache = &c->k->tensor,
+        .k_scale = &c->k_scale->tensor,
+        .context_lens = &c->lens->tensor,
+        .k = out->shape[1],
+        .starts = &c->starts->tensor,
+        .out = &out->tensor,
+        .values = &values->tensor,
+        .max_logits_bytes = 1 << 29,
+        .workspace = &workspace->tensor,
+    };
+    return smla_lightning_indexer(&args, &error);
+}
+
+/* The choice and its logits are those of the two calls, for chunks of every size. */
+static void
+test_choice(void)
+{
+    enum { TOKENS = 11, KEYS = 150, CHOSEN = 20 };
+    scores c = {.q = fill_codes(ARRAY(uint8, TOKENS, 3, 128), 100),
+                .weights = fill_normal(ARRAY(fp32, TOKENS, 3), 1.0),
+                .k = fill_codes(ARRAY(uint8, KEYS, 128), 90),
+                .k_scale = fill_normal(ARRAY(fp32, KEYS), 0.5),
+                .lens = ARRAY(int32, TOKENS),
+                .starts = fill(ARRAY(int32, TOKENS), 0.0),
+                .out = ARRAY(fp32, TOKENS, KEYS)};
+    for (int32_t t = 0; t < TOKENS; t++) {
+        ((int32_t *)c.lens->tensor.data)[t] = KEYS - 14 * t;
+    }
+    array *const want = ARRAY(int32, TOKENS, CHOSEN);
+    array *const want_values = ARRAY(fp32, TOKENS, CHOSEN);
+    const smla_top_k_args select = {.struct_size = sizeof select,
+                                    .logits = &c.out->tensor,
+                                    .starts = &c.starts->tensor,
+                                    .ends = &c.lens->tensor,
+                                    .k = CHOSEN,
+                                    .out = &want->tensor,
+                                    .values = &want_values->tensor};
+    EXPECT_OK(score(&c));
+    EXPECT_OK(smla_top_k_per_row(&select, &error));
+    for (int64_t rows = 1; rows <= TOKENS + 1; rows++) {
+        array *const out = ARRAY(int32, TOKENS, CHOSEN);
+        array *const values = ARRAY(fp32, TOKENS, CHOSEN);
+        EXPECT_OK(choose(&c, out, values, rows * 640 + 128));
+        EXPECT(memcmp(out->tensor.data, want->tensor.data, out->bytes) == 0);
+        EXPECT(memcmp(values->tensor.data, want_values->tensor.data, values->bytes) == 0);
+    }
+    EXPECT_FAIL(choose(&c, want, want_values, 639), SMLA_ERROR_VALUE,
+                "lightning_indexer: `workspace` must have at least ");
+}
+
 static void
 tests(void)
 {
@@ -249,6 +310,7 @@ tests(void)
     RUN(test_bad_queries);
     RUN(test_scores);
     RUN(test_bad_scores);
+    RUN(test_choice);
 }
 
 int

@@ -21,12 +21,12 @@ enum {
 
 /* ---- Tokens -------------------------------------------------------------------------------- */
 
-/* The columns of a token that have keys: its length clamped to [0, N]. */
+/* The columns of a token that are scored: its length clamped to [0, N], or none. */
 static int64_t
 context_of(const smla_logits_params *p, int64_t token)
 {
     const int64_t length = p->context_lens[token * p->context_lens_stride];
-    return length < 0 ? 0 : length < p->num_columns ? length : p->num_columns;
+    return length < p->least_context ? 0 : length < p->num_columns ? length : p->num_columns;
 }
 
 /* What names a token's keys: its request, or the key of column 0. */
@@ -44,11 +44,14 @@ smla_cpu_check_logits(const smla_logits_params *p, smla_error *error)
 {
     for (int64_t token = 0; p->has_pages && token < p->num_tokens; token++) {
         const int64_t request = source_of(p, token);
-        if (context_of(p, token) > 0 && (request < 0 || request >= p->num_reqs)) {
+        const bool has_keys =
+            p->num_columns > 0 && p->context_lens[token * p->context_lens_stride] > 0;
+        if (has_keys && (request < 0 || request >= p->num_reqs)) {
             return smla_fail(error, SMLA_ERROR_VALUE,
-                             "indexer_logits: `req_id_per_token` must be 0 to %lld (rows of "
-                             "`block_table`), got %lld at token %lld",
-                             (long long)p->num_reqs - 1, (long long)request, (long long)token);
+                             "%s: `req_id_per_token` must be 0 to %lld (rows of `block_table`), "
+                             "got %lld at token %lld",
+                             p->op, (long long)p->num_reqs - 1, (long long)request,
+                             (long long)token);
         }
     }
     return SMLA_OK;
@@ -186,7 +189,7 @@ smla_status
 smla_cpu_indexer_logits(const smla_logits_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa("indexer_logits", &isa, error));
+    SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
     SMLA_TRY(smla_cpu_check_logits(p, error));
     const int64_t blocks = (p->num_tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
     const int64_t parts = (p->num_columns + TASK_COLUMNS - 1) / TASK_COLUMNS;

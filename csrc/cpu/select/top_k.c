@@ -38,14 +38,16 @@ clamp(int64_t value, int64_t most)
 static row
 open_row(const smla_top_k_params *p, int64_t token, bool shares_columns)
 {
-    const int64_t begin = clamp(p->starts[token * p->starts_stride], p->num_columns);
+    const int64_t start = p->starts == NULL ? 0 : p->starts[token * p->starts_stride];
+    const int64_t begin = clamp(start, p->num_columns);
     const int64_t end = clamp(p->ends[token * p->ends_stride], p->num_columns);
     const int64_t count = end > begin ? end - begin : 0;
     const int64_t bytes = p->is_bf16 ? 2 : 4;
     const int64_t most = count / MIN_CHUNK < MAX_CHUNKS ? count / MIN_CHUNK : MAX_CHUNKS;
     const int num_chunks = shares_columns && most > 1 ? (int)most : 1;
-    const int64_t first = count > 0 ? token * p->logits_stride_token + begin : 0;
-    return (row){.logits = {.data = count > 0 ? (const uint8_t *)p->logits + first * bytes : NULL,
+    const bool has_logits = count > 0 && p->logits != NULL;
+    const int64_t first = has_logits ? token * p->logits_stride_token + begin : 0;
+    return (row){.logits = {.data = has_logits ? (const uint8_t *)p->logits + first * bytes : NULL,
                             .is_bf16 = p->is_bf16,
                             .count = count},
                  .k = p->k,
@@ -244,7 +246,7 @@ smla_status
 smla_cpu_top_k_per_row(const smla_top_k_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
-    SMLA_TRY(smla_cpu_choose_isa("top_k_per_row", &isa, error));
+    SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
     if (p->slots.out != NULL) {
         SMLA_TRY(smla_cpu_check_global_topk(&p->slots, error));
     }

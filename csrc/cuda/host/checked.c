@@ -214,7 +214,7 @@ smla_cuda_check_logits(const smla_logits_params *p, smla_error *error)
         int32_vector(&host.context_lens, p->num_tokens, p->context_lens_stride),
         int32_vector(&host.req_id_per_token, p->num_tokens, p->req_id_stride),
     };
-    smla_status status = read_arrays("indexer_logits", p->stream, arrays, 2, error);
+    smla_status status = read_arrays(p->op, p->stream, arrays, 2, error);
     if (status == SMLA_OK) {
         status = smla_cpu_check_logits(&host, error);
     }

@@ -375,6 +375,43 @@ indexer_logits(const smla_logits_params *p, smla_error *error)
                              : end_call(&call, status, error);
 }
 
+/* In checked mode, the values that the CPU would refuse are errors before the first launch. */
+static smla_status
+check_lightning_values(const smla_lightning_params *p, smla_error *error)
+{
+    SMLA_TRY(smla_cuda_check_logits(&p->logits, error));
+    return p->top_k.slots.out == NULL ? SMLA_OK
+                                      : smla_cuda_check_global_topk(&p->top_k.slots, error);
+}
+
+static cudaError_t
+launch_lightning_chunk(const smla_lightning_params *p)
+{
+    const cudaError_t code =
+        p->logits.out == NULL ? cudaSuccess : smla_cuda_launch_indexer_logits(&p->logits);
+    return code != cudaSuccess ? code : smla_cuda_launch_top_k_per_row(&p->top_k);
+}
+
+/* Chunks follow each other in the stream: the logits of one overwrite those of the last. */
+static smla_status
+lightning_indexer(const smla_lightning_params *p, smla_error *error)
+{
+    const int64_t num_tokens = p->logits.num_tokens;
+    cuda_call call = {.op = "lightning_indexer", .stream = p->logits.stream};
+    if (num_tokens == 0) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(begin_call(&call, error));
+    const smla_status status = call.is_checked ? check_lightning_values(p, error) : SMLA_OK;
+    cudaError_t code = cudaSuccess;
+    for (int64_t token = 0; status == SMLA_OK && code == cudaSuccess && token < num_tokens;
+         token += p->chunk_tokens) {
+        const smla_lightning_params chunk = smla_lightning_chunk(p, token);
+        code = launch_lightning_chunk(&chunk);
+    }
+    return status == SMLA_OK ? end_launch(&call, code, error) : end_call(&call, status, error);
+}
+
 /* ---- The table ----------------------------------------------------------------------------- */
 
 /* The line follows another initializer, so it begins with the comma. */
@@ -384,6 +421,8 @@ const smla_backend smla_cuda_backend = {
     .name = "cuda",
     .device_type = kDLCUDA,
     .check_device = smla_cuda_check_device,
+    .chunk_logits_bytes = INT64_MAX,
+    .chunk_tokens = 64, /* whole blocks of tokens of every kernel of logits */
     .check_gather = check_gather,
     .fill_step_lists = fill_step_lists,
     .prefers_direct = smla_cuda_prefers_direct,

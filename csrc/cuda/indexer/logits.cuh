@@ -62,12 +62,12 @@ source_of(const smla_logits_params &p, int64_t token)
     return p.starts == NULL ? 0 : __ldg(p.starts + token * p.starts_stride);
 }
 
-/* The columns of a token that have keys: its length clamped to [0, N]. */
+/* The columns of a token that are scored: its length clamped to [0, N], or none. */
 static __device__ __forceinline__ int64_t
 context_of(const smla_logits_params &p, int64_t token)
 {
     const int64_t length = __ldg(p.context_lens + token * p.context_lens_stride);
-    return length < 0 ? 0 : smaller_of(length, p.num_columns);
+    return length < p.least_context ? 0 : smaller_of(length, p.num_columns);
 }
 
 /* The first token behind `token` that has other keys, or `end`. */

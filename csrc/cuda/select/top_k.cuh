@@ -404,7 +404,8 @@ select_row(const top_k_args &args, int64_t token, select_memory *shared, int *sl
 {
     const smla_top_k_params &p = args.p;
     const int32_t most = (int32_t)p.num_columns;
-    const int32_t begin = min(max(__ldg(p.starts + token * p.starts_stride), 0), most);
+    const int32_t start = p.starts == nullptr ? 0 : __ldg(p.starts + token * p.starts_stride);
+    const int32_t begin = min(max(start, 0), most);
     const int32_t end = min(max(__ldg(p.ends + token * p.ends_stride), 0), most);
     const uint32_t count = end > begin ? (uint32_t)(end - begin) : 0;
     constexpr int BYTES = logit_vector<IS_BF16>::ELEMENT_BYTES;

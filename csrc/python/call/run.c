@@ -34,15 +34,17 @@ parse_floats(const smla_py_call *call, const char *name, PyObject *object, DLDat
     if (text == NULL) {
         return -1;
     }
-    const bool is_fp32 = PyUnicode_CompareWithASCIIString(text, "float32") == 0;
-    const bool is_bf16 = PyUnicode_CompareWithASCIIString(text, "bfloat16") == 0;
+    Py_ssize_t length = 0;
+    const char *const letters = PyUnicode_AsUTF8AndSize(text, &length);
+    const bool is_known = letters != NULL && smla_py_find_floats(letters, (size_t)length, dtype);
     Py_DECREF(text);
-    *dtype = is_fp32 ? smla_py_fp32 : smla_py_bf16;
-    if (is_fp32 || is_bf16) {
+    if (is_known) {
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "%s: `%s` must be \"float32\" or \"bfloat16\", got %R", call->op,
-                 name, object);
+    if (letters != NULL) {
+        PyErr_Format(PyExc_ValueError, "%s: `%s` must be " SMLA_PY_FLOATS_NAMES ", got %R",
+                     call->op, name, object);
+    }
     return -1;
 }
 

@@ -1,4 +1,4 @@
-/* scratch.h: the workspace of an attention call whose caller gave none. */
+/* scratch.h: the workspace of a call whose caller gave none. */
 #pragma once
 
 #include <stdlib.h>

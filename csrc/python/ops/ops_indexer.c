@@ -1,6 +1,9 @@
-/* ops_indexer.c: the operators that choose keys: the indexer's queries, its logits. */
+/* ops_indexer.c: the operators that choose keys: the indexer's queries, its logits, both steps of the
+ * choice in one call.
+ */
 #include "python/call/operator.h"
 
+static const DLDataType int32 = {kDLInt, 32, 1};
 static const DLDataType uint8 = {kDLUInt, 8, 1};
 static const DLDataType e4m3 = {kDLFloat8_e4m3fn, 8, 1};
 
@@ -71,26 +74,141 @@ static const smla_py_param logits_params[] = {
     {"stream", SMLA_PY_STREAM, offsetof(logits_args, core.stream)},
 };
 
-/* As many columns as a request's pages have keys, or as there are flat keys. */
+/* As many columns as a request's pages have keys, or as there are flat keys. -1: the arrays are
+ * malformed. */
+static int64_t
+count_columns(const DLTensor *k_cache, const DLTensor *k_scale, const DLTensor *block_table,
+              int64_t block_size)
+{
+    int64_t num_columns = -1;
+    if (k_cache == NULL || k_cache->ndim < 2) {
+        return -1;
+    }
+    if (k_scale != NULL) {
+        return k_cache->ndim == 2 ? k_cache->shape[0] : -1;
+    }
+    const int64_t page_keys = k_cache->ndim == 2 ? block_size : k_cache->shape[1];
+    const bool is_known = block_table != NULL && block_table->ndim == 2 && page_keys <= INT32_MAX;
+    return is_known && !__builtin_mul_overflow(block_table->shape[1], page_keys, &num_columns)
+               ? num_columns
+               : -1;
+}
+
 static int
 allocate_logits(smla_py_call *call, const void *args)
 {
     const logits_args *const a = args;
-    const bool is_flat = call->arrays[LOGITS_K_SCALE].object != NULL;
-    const int ndim = call->arrays[LOGITS_K].view.ndim;
-    const int64_t block_size = ndim == 2 ? a->core.block_size : smla_py_call_dim(call, LOGITS_K, 1);
-    int64_t shape[2] = {smla_py_call_dim(call, LOGITS_Q, 0), smla_py_call_dim(call, LOGITS_K, 0)};
-    const bool is_known =
-        is_flat ? ndim == 2
-                : ndim >= 2 && smla_py_has_rank(call, LOGITS_TABLE, 2) && block_size <= INT32_MAX;
-    if (!smla_py_has_rank(call, LOGITS_Q, 3) || !is_known) {
+    const int64_t shape[2] = {smla_py_call_dim(call, LOGITS_Q, 0),
+                              count_columns(smla_py_view(&call->arrays[LOGITS_K]),
+                                            smla_py_view(&call->arrays[LOGITS_K_SCALE]),
+                                            smla_py_view(&call->arrays[LOGITS_TABLE]),
+                                            a->core.block_size)};
+    return !smla_py_has_rank(call, LOGITS_Q, 3) || shape[1] < 0
+               ? 0
+               : smla_py_allocate_result(call, LOGITS_OUT, a->dtype, 2, shape);
+}
+
+/* ---- Logits and top-k ---------------------------------------------------------------------- */
+
+SMLA_PY_COMPUTE(lightning_indexer)
+
+enum {
+    LIGHTNING_Q,
+    LIGHTNING_K = 2,
+    LIGHTNING_K_SCALE,
+    LIGHTNING_OUT = 11,
+    LIGHTNING_SLOTS,
+    LIGHTNING_LENS
+};
+
+/* `values` is a second array of the workspace's kind, so it stands behind the workspace. */
+static const smla_py_param lightning_params[] = {
+    [LIGHTNING_Q] = {"q", SMLA_PY_INPUT, offsetof(smla_lightning_indexer_args, q)},
+    {"weights", SMLA_PY_INPUT, offsetof(smla_lightning_indexer_args, weights)},
+    [LIGHTNING_K] = {"k_cache", SMLA_PY_PAIR, offsetof(smla_lightning_indexer_args, k_cache)},
+    [LIGHTNING_K_SCALE] = {"k_scale", SMLA_PY_SECOND,
+                           offsetof(smla_lightning_indexer_args, k_scale)},
+    {"context_lens", SMLA_PY_INPUT, offsetof(smla_lightning_indexer_args, context_lens)},
+    {"block_table", SMLA_PY_OPTIONAL, offsetof(smla_lightning_indexer_args, block_table)},
+    {"req_id_per_token", SMLA_PY_OPTIONAL, offsetof(smla_lightning_indexer_args, req_id_per_token)},
+    {"starts", SMLA_PY_OPTIONAL, offsetof(smla_lightning_indexer_args, starts)},
+    {"q_scale", SMLA_PY_OPTIONAL, offsetof(smla_lightning_indexer_args, q_scale)},
+    {"slots_block_table", SMLA_PY_ASKING, offsetof(smla_lightning_indexer_args, slots_block_table)},
+    {"is_valid", SMLA_PY_OPTIONAL, offsetof(smla_lightning_indexer_args, is_valid)},
+    [LIGHTNING_OUT] = {"out", SMLA_PY_OUTPUT, offsetof(smla_lightning_indexer_args, out)},
+    [LIGHTNING_SLOTS] = {"slots", SMLA_PY_ASKED_OUTPUT,
+                         offsetof(smla_lightning_indexer_args, slots)},
+    [LIGHTNING_LENS] = {"lens", SMLA_PY_ASKED_OUTPUT, offsetof(smla_lightning_indexer_args, lens)},
+    {"workspace", SMLA_PY_WORKSPACE, offsetof(smla_lightning_indexer_args, workspace)},
+    {"values", SMLA_PY_WORKSPACE, offsetof(smla_lightning_indexer_args, values)},
+    {"k", SMLA_PY_INT, offsetof(smla_lightning_indexer_args, k)},
+    {"dtype", SMLA_PY_FLOATS, offsetof(smla_lightning_indexer_args, dtype)},
+    {"kv_format", SMLA_PY_KV_FORMAT, offsetof(smla_lightning_indexer_args, kv_format)},
+    {"block_size", SMLA_PY_SIZE, offsetof(smla_lightning_indexer_args, block_size)},
+    {"slots_block_size", SMLA_PY_SIZE, offsetof(smla_lightning_indexer_args, slots_block_size)},
+    {"max_logits_bytes", SMLA_PY_INT, offsetof(smla_lightning_indexer_args, max_logits_bytes)},
+    {"stream", SMLA_PY_STREAM, offsetof(smla_lightning_indexer_args, stream)},
+};
+
+/* Allocates nothing for a number that the core refuses. */
+static int
+allocate_chosen(smla_py_call *call, const void *args)
+{
+    const smla_lightning_indexer_args *const a = args;
+    const int64_t shape[2] = {smla_py_call_dim(call, LIGHTNING_Q, 0), a->k};
+    if (!smla_py_has_rank(call, LIGHTNING_Q, 3) || a->k < 1 || a->k > INT32_MAX) {
         return 0;
     }
-    if (!is_flat &&
-        __builtin_mul_overflow(smla_py_call_dim(call, LOGITS_TABLE, 1), block_size, &shape[1])) {
+    if (smla_py_allocate_result(call, LIGHTNING_OUT, int32, 2, shape) < 0) {
+        return -1;
+    }
+    return !call->asks ? 0
+           : smla_py_allocate_result(call, LIGHTNING_SLOTS, int32, 2, shape) < 0
+               ? -1
+               : smla_py_allocate_result(call, LIGHTNING_LENS, int32, 1, shape);
+}
+
+/* 0 for malformed arguments: the call itself words that error better. */
+static int64_t
+lightning_workspace_bytes(const void *args)
+{
+    const smla_lightning_indexer_args *const a = args;
+    const int64_t max_context =
+        count_columns(a->k_cache, a->k_scale, a->block_table, a->block_size);
+    int64_t bytes = 0;
+    if (a->workspace != NULL || a->out == NULL) {
         return 0;
     }
-    return smla_py_allocate_result(call, LOGITS_OUT, a->dtype, 2, shape);
+    const smla_lightning_workspace_args needs = {
+        .struct_size = sizeof needs,
+        .num_tokens = smla_size(a->q, 0),
+        .max_context = max_context,
+        .k = a->k,
+        .dtype = a->dtype,
+        .max_logits_bytes = a->max_logits_bytes,
+        .device = a->out->device,
+    };
+    return smla_lightning_indexer_workspace_size(&needs, &bytes, NULL) == SMLA_OK ? bytes : 0;
+}
+
+static const smla_py_param lightning_size_params[] = {
+    {"num_tokens", SMLA_PY_INT, offsetof(smla_lightning_workspace_args, num_tokens)},
+    {"max_context", SMLA_PY_INT, offsetof(smla_lightning_workspace_args, max_context)},
+    {"k", SMLA_PY_INT, offsetof(smla_lightning_workspace_args, k)},
+    {"dtype", SMLA_PY_FLOATS, offsetof(smla_lightning_workspace_args, dtype)},
+    {"max_logits_bytes", SMLA_PY_INT, offsetof(smla_lightning_workspace_args, max_logits_bytes)},
+    {"device", SMLA_PY_DEVICE, offsetof(smla_lightning_workspace_args, device)},
+};
+
+static PyObject *
+answer_lightning_size(const void *args)
+{
+    smla_error error;
+    int64_t bytes = 0;
+    if (smla_lightning_indexer_workspace_size(args, &bytes, &error) != SMLA_OK) {
+        return smla_py_raise(&error);
+    }
+    return PyLong_FromLongLong(bytes);
 }
 
 /* ---- List ---------------------------------------------------------------------------------- */
@@ -104,5 +222,14 @@ const smla_py_operator smla_py_indexer_operators[] = {
      SMLA_PY_TABLE(logits_params, smla_indexer_logits_args, logits_args),
      .compute = compute_indexer_logits,
      .allocate = allocate_logits},
+    {.name = "lightning_indexer",
+     SMLA_PY_TABLE(lightning_params, smla_lightning_indexer_args, smla_lightning_indexer_args),
+     .compute = compute_lightning_indexer,
+     .allocate = allocate_chosen,
+     .workspace_bytes = lightning_workspace_bytes},
+    {.name = "lightning_indexer_workspace_size",
+     SMLA_PY_TABLE(lightning_size_params, smla_lightning_workspace_args,
+                   smla_lightning_workspace_args),
+     .answer = answer_lightning_size},
     {.name = NULL},
 };

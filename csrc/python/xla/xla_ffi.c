@@ -122,6 +122,17 @@ read_scales(const xla_call *call, const char *name, int32_t *layout)
                            call->op, name, (int)span->length, span->text);
 }
 
+static smla_status
+read_floats(const xla_call *call, const char *name, DLDataType *dtype)
+{
+    const smla_xla_span *span = find_attribute(call->frame, name, SMLA_XLA_IS_STRING);
+    return span == NULL || smla_py_find_floats(span->text, span->length, dtype)
+               ? SMLA_OK
+               : smla_fail(call->error, SMLA_ERROR_VALUE,
+                           "%s: `%s` must be " SMLA_PY_FLOATS_NAMES ", got \"%.*s\"", call->op,
+                           name, (int)span->length, span->text);
+}
+
 /* ---- Arrays ---------------------------------------------------------------------------------- */
 
 /* An element type in DLPack's terms. An unlisted type becomes opaque: every operator refuses it. */
@@ -250,6 +261,7 @@ read_options(const xla_call *call, const smla_py_operator *op, void *args)
             SMLA_TRY(read_scalar(call, param->name, SMLA_XLA_F64, field, sizeof(double)));
             break;
         case SMLA_PY_KV_FORMAT: SMLA_TRY(read_kv_format(call, param->name, field)); break;
+        case SMLA_PY_FLOATS: SMLA_TRY(read_floats(call, param->name, field)); break;
         case SMLA_PY_SCALES: SMLA_TRY(read_scales(call, param->name, field)); break;
         default: break;
         }
