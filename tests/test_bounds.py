@@ -123,11 +123,12 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     """The dtypes that the docstrings of sparse_mla.ops allow for an array."""
     if name in ("slot_mapping", "kv_slot_mapping", "positions"):
         return ("int32", "int64")
-    if row.op == "indexer_logits" and name == "q_scale":
+    if row.op in ("indexer_logits", "lightning_indexer") and name == "q_scale":
         return ("uint8",)
-    if row.op == "indexer_logits" and name in ("q", "k_cache[0]", "out"):
-        codes = ("uint8",) if name == "q" and "q_scale" in row.rules else ("uint8", "float8_e4m3fn")
-        return ("bfloat16", "float32") if name == "out" else codes
+    if row.op in ("indexer_logits", "lightning_indexer") and name in ("q", "k_cache[0]"):
+        return ("uint8",) if name == "q" and "q_scale" in row.rules else ("uint8", "float8_e4m3fn")
+    if row.op == "indexer_logits" and name == "out":
+        return ("bfloat16", "float32")
     if name == "weights" and row.op == "fused_indexer_q_rope_quant":
         return ("bfloat16", "float32")
     if name == "out" and row.op == "fused_indexer_q_rope_quant":
@@ -147,7 +148,8 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
         return ("bfloat16", "float8_e4m3fn")
     if name == "q_out" and "q_scale_inv" in row.rules:
         return ("uint8", "float8_e4m3fn")
-    if name == "workspace_buffer" or (name == "workspace" and "attention" in row.op):
+    ops = ("sparse_attention", "_attention_plus_inf", "lightning_indexer")
+    if name == "workspace_buffer" or (name == "workspace" and row.op in ops):
         return ("uint8", "int8")
     if name == "out" and row.op == "dynamic_per_tensor_quant":
         return ("uint8", "float8_e4m3fn")
@@ -409,6 +411,13 @@ LARGER = {
     ("indexer_logits", "block_table"): {0, 1},
     ("indexer_logits", "starts"): {0},
     ("indexer_logits", "out"): {1},
+    ("lightning_indexer", "context_lens"): {0},
+    ("lightning_indexer", "req_id_per_token"): {0},
+    ("lightning_indexer", "block_table"): {0, 1},
+    ("lightning_indexer", "starts"): {0},
+    ("lightning_indexer", "slots_block_table"): {0, 1},
+    ("lightning_indexer", "is_valid"): {0},
+    ("lightning_indexer", "workspace"): {0},
     ("fused_indexer_q_rope_quant", "positions"): {0},
     ("fused_indexer_q_rope_quant", "cos_sin"): {0},
     ("forward", "block_table"): {0, 1},

@@ -383,14 +383,14 @@ def index_query(positions, weights, fp4: bool) -> Example:
     return call("fused_indexer_q_rope_quant", arrays, softmax_scale=0.1, head_scale=0.5)
 
 
-def logits(fp4: bool, dtype=np.float32, pages: bool = False) -> Example:
+def scored(fp4: bool, pages: bool) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The arrays that the indexer's logits are made of, and a cache, which is none of them."""
     rng = np.random.default_rng(15)
     width = 64 if fp4 else 128
     arrays = {
         "q": rng.integers(1, 120, (3, 2, width)).astype(np.uint8),
         "weights": rng.normal(0, 1, (3, 2)).astype(np.float32),
         "context_lens": np.array([8, 5, 7], np.int32),
-        "out": np.zeros((3, 8), dtype),
     }
     if fp4:
         arrays["q_scale"] = rng.integers(120, 130, (3, 2, 4)).astype(np.uint8)
@@ -398,13 +398,34 @@ def logits(fp4: bool, dtype=np.float32, pages: bool = False) -> Example:
     scales = rng.integers(120, 130, (20, 4)).astype(np.uint8)
     scales = scales if fp4 else rng.uniform(0.1, 2, 20).astype(np.float32)
     if not pages:
-        arrays |= {"k_cache[0]": keys, "k_cache[1]": scales, "starts": int32(3, 3, 9)}
-        return call("indexer_logits", arrays)
+        return arrays | {"k_cache[0]": keys, "k_cache[1]": scales, "starts": int32(3, 3, 9)}, {}
     cache = np.zeros((5, 4, width + 4), np.uint8)
     cache.reshape(5, -1)[:, : 4 * width] = keys.reshape(5, -1)
     cache.reshape(5, -1)[:, 4 * width :] = scales.view(np.uint8).reshape(5, -1)
     arrays |= {"block_table": int32([4, 0], [1, 3]), "req_id_per_token": int32(0, 1, 1)}
-    return call("indexer_logits", arrays, k_cache=cache)
+    return arrays, {"k_cache": cache}
+
+
+def logits(fp4: bool, dtype=np.float32, pages: bool = False) -> Example:
+    arrays, cache = scored(fp4, pages)
+    return call("indexer_logits", arrays | {"out": np.zeros((3, 8), dtype)}, **cache)
+
+
+def lightning(fp4: bool, dtype=np.float32, pages: bool = False) -> Example:
+    """Tokens come in chunks of two."""
+    arrays, cache = scored(fp4, pages)
+    arrays |= {
+        "req_id_per_token": int32(0, 1, 1),
+        "slots_block_table": int32([6, 1], [2, -1]),
+        "is_valid": np.array([1, 1, 0], np.uint8),
+        "out": np.zeros((3, 3), np.int32),
+        "slots": np.zeros((3, 3), np.int32),
+        "lens": np.zeros(3, np.int32),
+        "values": np.zeros((3, 3), dtype),
+        "workspace": np.zeros(3 * 128, np.uint8),
+    }
+    options = {"k": 3, "slots_block_size": 4, "max_logits_bytes": 2 * 128}
+    return call("lightning_indexer", arrays, dtype=str(np.dtype(dtype)), **cache, **options)
 
 
 def insert_queries(positions, cache, q_out=None, **scales) -> Example:
@@ -593,6 +614,9 @@ INDEX_QUERY = {"q": "", "weights": "", "positions": "strided", "cos_sin": ""}
 INDEX_QUERY |= {"out": "written", "out_weights": "written"}
 LOGITS = {"q": "", "weights": "", "context_lens": "strided", "out": "written"}
 FLAT_KEYS = {"k_cache[0]": "", "starts": "strided"}
+CHOICE = LOGITS | {"req_id_per_token": "strided", "slots_block_table": "strided"}
+CHOICE |= {"is_valid": "strided", "slots": "written", "lens": "strided written"}
+CHOICE |= {"values": "written", "workspace": "scratch written"}
 QNORM = {"kv": "", "positions": "strided", "cos_sin": "", "slot_mapping": "strided"}
 SAVE = {"kv": "", "score": "", "ape": "", "positions": "strided", "state": "written"}
 SAVE |= {"slot_mapping": "strided"}
@@ -867,6 +891,21 @@ TABLE: dict[str, Row] = {
         lambda: logits(True, ref.BF16),
         LOGITS | FLAT_KEYS | {"k_cache[1]": "", "q_scale": ""},
     ),
+    "lightning, pages": Row(
+        "lightning_indexer",
+        lambda: lightning(False, pages=True),
+        CHOICE | {"block_table": "strided"},
+    ),
+    "lightning, flat keys": Row(
+        "lightning_indexer",
+        lambda: lightning(False),
+        CHOICE | FLAT_KEYS | {"k_cache[1]": "strided"},
+    ),
+    "lightning, FP4": Row(
+        "lightning_indexer",
+        lambda: lightning(True, ref.BF16),
+        CHOICE | FLAT_KEYS | {"k_cache[1]": "", "q_scale": ""},
+    ),
     "insert queries": Row(
         "fused_qnorm_rope_kv_insert",
         lambda: insert_queries(np.int64, bytes_below(256, 3, 4, 584), ref.BF16),
@@ -923,6 +962,7 @@ DECLARED_AS = {
 WITHOUT_ARRAYS = {
     "_attention_plans",
     "attention_workspace_size",
+    "lightning_indexer_workspace_size",
     "get_prefill_workspace_size",
     "kernels",
     "build_info",

@@ -1,4 +1,4 @@
-/* check_lightning.c: the argument rules of lightning_indexer, and how it cuts tokens into chunks. */
+/* check_lightning.c: the argument rules of lightning_indexer, and its cut of tokens into chunks. */
 #include "ops/check.h"
 
 enum { ROW_ALIGNMENT = 128 }; /* bytes: rows of logits begin at a cache line of a GPU */

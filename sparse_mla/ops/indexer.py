@@ -252,7 +252,7 @@ def lightning_indexer(
     max_logits_bytes : int
         What the logits of a chunk may take. A token's logits must fit: N values of `dtype`, rounded
         up to 128 bytes.
-    workspace : [lightning_indexer_workspace_size] uint8, optional
+    workspace : [lightning_indexer_workspace_size] uint8 or int8, optional
         Any contents, any alignment. A smaller one makes smaller chunks, down to one token.
     stream : int handle or stream object, optional
 

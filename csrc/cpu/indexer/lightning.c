@@ -1,4 +1,4 @@
-/* lightning.c: lightning_indexer. The logits of a chunk are still in the cache when top-k reads them.
+/* lightning.c: lightning_indexer. The logits of a chunk are still in a cache when top-k reads them.
  */
 #include "cpu/machine/cpu.h"
 

@@ -1,5 +1,5 @@
-/* ops_indexer.c: the operators that choose keys: the indexer's queries, its logits, both steps of the
- * choice in one call.
+/* ops_indexer.c: the operators that choose keys: the indexer's queries, its logits, and logits and
+ * top-k in one call.
  */
 #include "python/call/operator.h"
 
