@@ -25,9 +25,11 @@ import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 from sparse_mla import _C, ops
+from sparse_mla._types import Array as Given
+from sparse_mla._types import FlashFormat, KvFormat, Like, Result
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -203,28 +205,28 @@ def has_legacy() -> bool:
 
 
 def flash_mla_with_kvcache(
-    q: Array,
-    k_cache: Array,
-    block_table: Array | None,
-    cache_seqlens: Array | None,
+    q: Like[Result],
+    k_cache: Given,
+    block_table: Given | None,
+    cache_seqlens: Given | None,
     head_dim_v: int,
     tile_scheduler_metadata: FlashMLASchedMeta,
     num_splits: None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     is_fp8_kvcache: bool | None = None,
-    indices: Array | None = None,
-    attn_sink: Array | None = None,
-    extra_k_cache: Array | None = None,
-    extra_indices_in_kvcache: Array | None = None,
-    topk_length: Array | None = None,
-    extra_topk_length: Array | None = None,
+    indices: Given | None = None,
+    attn_sink: Given | None = None,
+    extra_k_cache: Given | None = None,
+    extra_indices_in_kvcache: Given | None = None,
+    topk_length: Given | None = None,
+    extra_topk_length: Given | None = None,
     enable_batch_invariant: bool = False,
     use_legacy: bool = False,
-    kv_format: str | None = None,
+    kv_format: FlashFormat | KvFormat | None = None,
     descale_q: None = None,
     descale_k: None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Result, Result]:
     """Sparse decoding: each query attends to the cached tokens that `indices` names.
 
     Parameters
@@ -344,17 +346,41 @@ def flash_mla_with_kvcache(
     return out, lse.reshape(batch, s_q, num_heads).swapaxes(1, 2)
 
 
+@overload
 def flash_mla_sparse_fwd(
-    q: Array,
-    kv: Array,
-    indices: Array,
+    q: Like[Result],
+    kv: Given,
+    indices: Given,
     sm_scale: float,
     d_v: int = HEAD_DIM_V,
-    attn_sink: Array | None = None,
-    topk_length: Array | None = None,
+    attn_sink: Given | None = None,
+    topk_length: Given | None = None,
+    use_legacy: bool = False,
+    return_log2_lse: Literal[True] | None = None,
+) -> tuple[Result, Result, Result]: ...
+@overload
+def flash_mla_sparse_fwd(
+    q: Like[Result],
+    kv: Given,
+    indices: Given,
+    sm_scale: float,
+    d_v: int = HEAD_DIM_V,
+    attn_sink: Given | None = None,
+    topk_length: Given | None = None,
     use_legacy: bool = False,
     return_log2_lse: bool | None = None,
-) -> tuple[Array, Array | None, Array | None]:
+) -> tuple[Result, Result | None, Result | None]: ...
+def flash_mla_sparse_fwd(
+    q: Like[Result],
+    kv: Given,
+    indices: Given,
+    sm_scale: float,
+    d_v: int = HEAD_DIM_V,
+    attn_sink: Given | None = None,
+    topk_length: Given | None = None,
+    use_legacy: bool = False,
+    return_log2_lse: bool | None = None,
+) -> tuple[Result, Result | None, Result | None]:
     """Sparse prefill: each query attends to the rows of `kv` that `indices` names.
 
     Parameters

@@ -14,7 +14,7 @@ from sparse_mla._bench.timing import Effort, Table, interleave
 from sparse_mla._judge import BF16
 
 # Converts a NumPy array, an input or an output, into a framework's own.
-Convert = Callable[[np.ndarray], object]
+Convert = Callable[[np.ndarray], Any]
 
 
 def measure(effort: Effort, threads: int) -> Table:

@@ -114,7 +114,7 @@ def to_torch(array: np.ndarray) -> Array:
 def find_cupy() -> tuple[Convert, Convert]:
     cupy: Any = import_module("cupy")
 
-    def to_cupy(array: np.ndarray) -> object:
+    def to_cupy(array: np.ndarray) -> Any:
         return cupy.from_dlpack(to_torch(array))
 
     to_cupy(np.zeros(1, BF16))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 
 from sparse_mla import _C
+from sparse_mla._types import ConcatFormat, Path
 from sparse_mla.backend._words import as_device, check_float, check_int
 
 PATHS = ("mixed", "separate", "bf16", "direct")
@@ -72,7 +73,7 @@ class Config:
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: ConcatFormat = "auto"
     block_size: int = 64
     topk_tokens: int = 2048
     max_num_seqs: int
@@ -81,7 +82,7 @@ class Config:
     decode_threshold: int = 1
     min_heads_for_bf16_prefill: int = 32
     prefill_workspace_tokens: int | None = None
-    path: str | None = None
+    path: Path | None = None
     device: str = "cpu"
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from sparse_mla import _C
+from sparse_mla._types import ConcatFormat
 from sparse_mla.backend.builder import MetadataBuilder
 from sparse_mla.backend.config import HEAD_SIZE, KV_CACHE_DTYPES
 from sparse_mla.backend.layer import SparseMLA
@@ -88,7 +89,7 @@ class Backend(CommonFacts):
         block_size: int,
         num_kv_heads: int = 1,
         head_size: int = HEAD_SIZE,
-        cache_dtype_str: str = "auto",
+        cache_dtype_str: ConcatFormat = "auto",
     ) -> tuple[int, int, int]:
         """Shape of the cache array for an engine to allocate.
 

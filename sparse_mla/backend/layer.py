@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sparse_mla import ops
+from sparse_mla._types import Array as Given
+from sparse_mla._types import Like, Result
 from sparse_mla.backend._words import show, wrong_type
 from sparse_mla.backend.builder import Metadata
 from sparse_mla.backend.config import Config
@@ -73,16 +75,16 @@ class SparseMLA:
 
     def forward(
         self,
-        q: Array | tuple[Array, Array],
-        kv_cache: Array,
-        topk_indices: Array,
+        q: Like[Result] | tuple[Like[Result], Given],
+        kv_cache: Given,
+        topk_indices: Given,
         metadata: Metadata,
         *,
-        attn_sink: Array | None = None,
-        out: Array | None = None,
-        lse: Array | None = None,
+        attn_sink: Given | None = None,
+        out: Given | None = None,
+        lse: Given | None = None,
         stream: Any = None,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Result, Result]:
         """Attend for all tokens of the step, on the metadata's path.
 
         Parameters
@@ -143,7 +145,9 @@ class SparseMLA:
             stream,
         )
 
-    def k_up_proj(self, q_nope: Array, *, out: Array | None = None, stream: Any = None) -> Array:
+    def k_up_proj(
+        self, q_nope: Like[Result], *, out: Given | None = None, stream: Any = None
+    ) -> Result:
         """`sparse_mla.k_up_proj` with this layer's W_UK.
 
         Parameters
@@ -174,7 +178,7 @@ class SparseMLA:
         """
         return ops.k_up_proj(q_nope, self._weight(self.W_UK, "k_up_proj"), out=out, stream=stream)
 
-    def v_up_proj(self, x: Array, *, out: Array | None = None, stream: Any = None) -> Array:
+    def v_up_proj(self, x: Like[Result], *, out: Given | None = None, stream: Any = None) -> Result:
         """`sparse_mla.v_up_proj` with this layer's W_UV.
 
         Parameters

@@ -35,7 +35,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -52,6 +52,7 @@ except ImportError as error:
     ) from error
 
 import sparse_mla
+from sparse_mla._types import ConcatFormat, IndexFormat, Path
 from sparse_mla.integrations._v32_indexer import (
     INDEX_HEAD_DIM,
     Group,
@@ -201,9 +202,9 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         block_size: int = 64,
-        kv_cache_dtype: str = "auto",
-        index_cache_dtype: str = "auto",
-        path: str | None = None,
+        kv_cache_dtype: ConcatFormat = "auto",
+        index_cache_dtype: Literal["auto"] | IndexFormat = "auto",
+        path: Path | None = None,
     ) -> None:
         if not isinstance(model, DeepseekV32ForCausalLM):
             raise TypeError(

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from sparse_mla import _C, _results
+from sparse_mla._types import Array as Array
+from sparse_mla._types import Stream as Stream
 
-Array = Any
-Stream = Any
 Declaration = TypeVar("Declaration", bound=Callable[..., Any])
 
 OPERATORS: dict[str, Any] = {}  # by name: the operators that integrations take over
@@ -25,6 +25,7 @@ def operator(results: _results.Rule | None = None) -> Callable[[Declaration], De
     def declare(declaration: Declaration) -> Declaration:
         made = _C.Operator(declaration, declaration.__name__)
         functools.update_wrapper(made, declaration)
+        vars(made)["__call__"] = made  # IPython shows its signature, beside the operator's
         if results is not None:
             vars(made)["results"] = results
             OPERATORS[declaration.__name__] = made

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sparse_mla import _results
+from sparse_mla._types import Like, Result
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
@@ -19,13 +20,13 @@ __all__ = [
 
 
 def split_kv_b_proj(
-    weight: Array | Callable[[Array], Array],
+    weight: Like[Result] | Callable[[Any], Any],
     *,
     num_heads: int,
     qk_nope_head_dim: int,
     v_head_dim: int,
     weight_scale_inv: Array | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Result, Result]:
     """Split the weight of kv_b_proj into W_UK and W_UV, in bf16.
 
     Parameters
@@ -62,27 +63,28 @@ def split_kv_b_proj(
     >>> w_uk.shape, w_uv.shape
     ((512, 2, 128), (512, 2, 64))
     """
+    matrix: Any = weight
     if callable(weight):
         if weight_scale_inv is not None:
             raise ValueError(
                 "split_kv_b_proj: `weight_scale_inv` must be None for a callable, got an array"
             )
-        weight = _layer_weight(weight)
-    return _split_kv_b_proj(weight, weight_scale_inv, num_heads, qk_nope_head_dim, v_head_dim)
+        matrix = _layer_weight(weight)
+    return _split_kv_b_proj(matrix, weight_scale_inv, num_heads, qk_nope_head_dim, v_head_dim)
 
 
 @operator()
 def _split_kv_b_proj(
-    weight: Array,
+    weight: Like[Result],
     weight_scale_inv: Array | None,
     num_heads: int,
     qk_nope_head_dim: int,
     v_head_dim: int,
-) -> tuple[Array, Array]:
+) -> tuple[Result, Result]:
     """`split_kv_b_proj` of a matrix: `weight` is no callable here."""
 
 
-def _layer_weight(layer: Callable[[Array], Any]) -> Array:
+def _layer_weight(layer: Callable[[Any], Any]) -> Any:
     """The matrix that a layer multiplies with, in whatever form the layer stores it."""
     if getattr(layer, "bias", None) is not None:
         raise ValueError("split_kv_b_proj: `weight` must be a layer without bias, got one with it")
@@ -102,8 +104,8 @@ def _layer_weight(layer: Callable[[Array], Any]) -> Array:
 
 @operator(_results.latents)
 def k_up_proj(
-    q_nope: Array, W_UK: Array, *, out: Array | None = None, stream: Stream = None
-) -> Array:
+    q_nope: Like[Result], W_UK: Array, *, out: Array | None = None, stream: Stream = None
+) -> Result:
     """Absorb W_UK into the query: out[t, h, l] = sum_p q_nope[t, h, p] * W_UK[l, h, p].
 
     Parameters
@@ -137,7 +139,9 @@ def k_up_proj(
 
 
 @operator(_results.projected_values)
-def v_up_proj(x: Array, W_UV: Array, *, out: Array | None = None, stream: Stream = None) -> Array:
+def v_up_proj(
+    x: Like[Result], W_UV: Array, *, out: Array | None = None, stream: Stream = None
+) -> Result:
     """Project the latent output up: out[t, h, v] = sum_l x[t, h, l] * W_UV[l, h, v].
 
     Parameters
@@ -172,14 +176,14 @@ def v_up_proj(x: Array, W_UV: Array, *, out: Array | None = None, stream: Stream
 
 @operator(_results.grouped)
 def grouped_output_projection(
-    o: Array,
+    o: Like[Result],
     o_scale: Array | None,
     weight: Array,
     weight_scale: Array | None,
     *,
     out: Array | None = None,
     stream: Stream = None,
-) -> Array:
+) -> Result:
     """Project each group of heads: out[t, g, n] = sum_r o[t, g, r] * weight[g, n, r].
 
     For e4m3 the terms are o * o_scale * weight * weight_scale. Every 128 values of r are summed,
@@ -235,8 +239,8 @@ def grouped_output_projection(
 
 @operator(_results.quantized)
 def dynamic_per_tensor_quant(
-    x: Array, *, out: Array | None = None, stream: Stream = None
-) -> tuple[Array, Array]:
+    x: Like[Result], *, out: Array | None = None, stream: Stream = None
+) -> tuple[Result, Result]:
     """Quantise an array to e4m3 with one scale.
 
     scale = max(amax, 1e-10) / 448 and out = e4m3(x / scale), a true division, saturating.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 from sparse_mla import _C, _results
+from sparse_mla._types import KvFormat, Like, Result
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
@@ -16,9 +17,35 @@ __all__ = [
 ]
 
 
-@operator(_results.slots)
+@overload
 def convert_req_index_to_global_index(
-    req_id_per_token: Array,
+    req_id_per_token: Like[Result],
+    block_table: Array,
+    topk_indices: Array,
+    *,
+    block_size: int,
+    prefill_request_ids: Array | None = None,
+    prefill_workspace_starts: Array | None = None,
+    valid_counts: Literal[False] = False,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Result: ...
+@overload
+def convert_req_index_to_global_index(
+    req_id_per_token: Like[Result],
+    block_table: Array,
+    topk_indices: Array,
+    *,
+    block_size: int,
+    prefill_request_ids: Array | None = None,
+    prefill_workspace_starts: Array | None = None,
+    valid_counts: Literal[True],
+    out: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, Result]: ...
+@overload
+def convert_req_index_to_global_index(
+    req_id_per_token: Like[Result],
     block_table: Array,
     topk_indices: Array,
     *,
@@ -28,7 +55,20 @@ def convert_req_index_to_global_index(
     valid_counts: bool = False,
     out: Array | None = None,
     stream: Stream = None,
-) -> Any:
+) -> Result | tuple[Result, Result]: ...
+@operator(_results.slots)
+def convert_req_index_to_global_index(
+    req_id_per_token: Like[Result],
+    block_table: Array,
+    topk_indices: Array,
+    *,
+    block_size: int,
+    prefill_request_ids: Array | None = None,
+    prefill_workspace_starts: Array | None = None,
+    valid_counts: bool = False,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Result | tuple[Result, Result]:
     """Turn positions inside each request into slots of the cache, or rows of the workspace.
 
     Position p of request r is slot `block_table[r, p // block_size] * block_size + p % block_size`;
@@ -76,9 +116,9 @@ def convert_req_index_to_global_index(
     """
 
 
-@operator(_results.attended)
+@overload
 def sparse_attention(
-    q: Array | tuple[Array, Array],
+    q: Like[Result] | tuple[Like[Result], Array],
     kv: Array,
     indices: Array,
     *,
@@ -92,8 +132,62 @@ def sparse_attention(
     kv_scale: float | Array = 1.0,
     extra_kv_scale: float | Array = 1.0,
     num_splits: int = 0,
-    kv_format: str | None = None,
-    extra_kv_format: str | None = None,
+    kv_format: KvFormat | None = None,
+    extra_kv_format: KvFormat | None = None,
+    block_size: int | None = None,
+    extra_block_size: int | None = None,
+    return_max_logits: Literal[False] = False,
+    out: Array | None = None,
+    lse: Array | None = None,
+    max_logits: None = None,
+    workspace: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, Result]: ...
+@overload
+def sparse_attention(
+    q: Like[Result] | tuple[Like[Result], Array],
+    kv: Array,
+    indices: Array,
+    *,
+    softmax_scale: float,
+    topk_length: Array | None = None,
+    attn_sink: Array | None = None,
+    extra_kv: Array | None = None,
+    extra_indices: Array | None = None,
+    extra_topk_length: Array | None = None,
+    q_scale: float | Array = 1.0,
+    kv_scale: float | Array = 1.0,
+    extra_kv_scale: float | Array = 1.0,
+    num_splits: int = 0,
+    kv_format: KvFormat | None = None,
+    extra_kv_format: KvFormat | None = None,
+    block_size: int | None = None,
+    extra_block_size: int | None = None,
+    return_max_logits: Literal[True],
+    out: Array | None = None,
+    lse: Array | None = None,
+    max_logits: Array | None = None,
+    workspace: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, Result, Result]: ...
+@overload
+def sparse_attention(
+    q: Like[Result] | tuple[Like[Result], Array],
+    kv: Array,
+    indices: Array,
+    *,
+    softmax_scale: float,
+    topk_length: Array | None = None,
+    attn_sink: Array | None = None,
+    extra_kv: Array | None = None,
+    extra_indices: Array | None = None,
+    extra_topk_length: Array | None = None,
+    q_scale: float | Array = 1.0,
+    kv_scale: float | Array = 1.0,
+    extra_kv_scale: float | Array = 1.0,
+    num_splits: int = 0,
+    kv_format: KvFormat | None = None,
+    extra_kv_format: KvFormat | None = None,
     block_size: int | None = None,
     extra_block_size: int | None = None,
     return_max_logits: bool = False,
@@ -102,7 +196,34 @@ def sparse_attention(
     max_logits: Array | None = None,
     workspace: Array | None = None,
     stream: Stream = None,
-) -> tuple[Array, ...]:
+) -> tuple[Result, ...]: ...
+@operator(_results.attended)
+def sparse_attention(
+    q: Like[Result] | tuple[Like[Result], Array],
+    kv: Array,
+    indices: Array,
+    *,
+    softmax_scale: float,
+    topk_length: Array | None = None,
+    attn_sink: Array | None = None,
+    extra_kv: Array | None = None,
+    extra_indices: Array | None = None,
+    extra_topk_length: Array | None = None,
+    q_scale: float | Array = 1.0,
+    kv_scale: float | Array = 1.0,
+    extra_kv_scale: float | Array = 1.0,
+    num_splits: int = 0,
+    kv_format: KvFormat | None = None,
+    extra_kv_format: KvFormat | None = None,
+    block_size: int | None = None,
+    extra_block_size: int | None = None,
+    return_max_logits: bool = False,
+    out: Array | None = None,
+    lse: Array | None = None,
+    max_logits: Array | None = None,
+    workspace: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, ...]:
     """Attend to the cached tokens that `indices` names: one operator for decode and prefill.
 
     For query t and head h over J = {j : 0 <= indices[t, j] < slots, j < topk_length[t]}::
@@ -185,7 +306,7 @@ _attention_plus_inf = _C.Operator(vars(sparse_attention)["__wrapped__"], "_atten
 
 @operator(_results.attended_dsv4)
 def sparse_mla_dsv4(
-    query: Array,
+    query: Like[Result],
     swa_kv_cache: Array,
     workspace_buffer: Array | None,
     sparse_indices: Array,
@@ -201,7 +322,7 @@ def sparse_mla_dsv4(
     max_q_len: int | None = None,
     out: Array | None = None,
     stream: Stream = None,
-) -> Array:
+) -> Result:
     """Attend as a layer of DeepSeek V4 does, with one table of slots for its two caches.
 
     This is `sparse_attention` over the window's tokens, in the first `window` columns, and
@@ -316,7 +437,7 @@ _attention_plans = _C.Operator(vars(attention_workspace_size)["__wrapped__"], "_
 
 @operator(_results.merged)
 def merge_attn_states(
-    out_a: Array,
+    out_a: Like[Result],
     lse_a: Array,
     out_b: Array,
     lse_b: Array,
@@ -325,7 +446,7 @@ def merge_attn_states(
     out: Array | None = None,
     lse: Array | None = None,
     stream: Stream = None,
-) -> tuple[Array, Array]:
+) -> tuple[Result, Result]:
     """Merge two partial results over disjoint key sets, weighted by their softmax sums.
 
     lse = ln(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sparse_mla import _results
+from sparse_mla._types import ConcatFormat, Float, IndexFormat, KvFormat, Like, Result, Written
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
@@ -19,12 +20,12 @@ __all__ = [
 def concat_and_cache_mla(
     kv_c: Array,
     k_pe: Array,
-    kv_cache: Array,
+    kv_cache: Written,
     slot_mapping: Array,
     *,
-    kv_cache_dtype: str | None = None,
+    kv_cache_dtype: ConcatFormat | None = None,
     stream: Stream = None,
-) -> Array:
+) -> Written:
     """Write one token per entry of `slot_mapping` into a paged cache.
 
     The latent and the RoPE part are two arrays; `quantize_and_insert_k_cache` writes whole keys.
@@ -76,13 +77,13 @@ def gather_kv_cache(
     seq_lens: Array,
     workspace_starts: Array,
     *,
-    out: Array,
+    out: Written,
     seq_starts: Array | None = None,
     kv_scale: float | Array = 1.0,
-    kv_format: str | None = None,
+    kv_format: KvFormat | None = None,
     block_size: int | None = None,
     stream: Stream = None,
-) -> Array:
+) -> Written:
     """Gather the rows of several requests from a paged cache into a flat bf16 workspace.
 
     out[workspace_starts[r] + p] = bf16(row of position p + seq_starts[r]) for p < seq_lens[r];
@@ -136,13 +137,13 @@ def gather_kv_cache(
 
 @operator(_results.dequantized)
 def dequantize_kv_cache(
-    kv_cache: Array,
+    kv_cache: Like[Result],
     *,
     kv_scale: float | Array = 1.0,
-    kv_format: str | None = None,
+    kv_format: KvFormat | None = None,
     block_size: int | None = None,
-    dtype: str = "float32",
-) -> Array:
+    dtype: Float = "float32",
+) -> Result:
     """Every value of a cache as floats, for inspection.
 
     Parameters
@@ -183,14 +184,14 @@ def dequantize_kv_cache(
 @operator(_results.none)
 def quantize_and_insert_k_cache(
     k: Array,
-    k_cache: Array,
+    k_cache: Written,
     slot_mapping: Array,
     *,
     kv_scale: float | Array = 1.0,
-    kv_format: str | None = None,
+    kv_format: KvFormat | None = None,
     block_size: int | None = None,
     stream: Stream = None,
-) -> Array:
+) -> Written:
     """Write one key of 512 values per entry of `slot_mapping` into a paged cache.
 
     A key comes after norm and RoPE, and is rounded to bf16 first. Its row is what the format makes
@@ -244,13 +245,13 @@ def quantize_and_insert_k_cache(
 @operator(_results.none)
 def indexer_k_quant_and_cache(
     k: Array,
-    k_cache: Array,
+    k_cache: Written,
     slot_mapping: Array,
     *,
-    kv_format: str | None = None,
+    kv_format: IndexFormat | None = None,
     block_size: int | None = None,
     stream: Stream = None,
-) -> Array:
+) -> Written:
     """Write one key of the indexer per entry of `slot_mapping` into a paged cache.
 
     A key of 128 values is rounded to bf16 first. "fp8_index" stores e4m3(x / s) and one fp32 scale
@@ -298,7 +299,7 @@ def indexer_k_quant_and_cache(
 
 @operator(_results.none)
 def dequantize_and_gather_k_cache(
-    out: Array,
+    out: Written,
     k_cache: Array,
     seq_lens: Array,
     gather_lens: Array | None,
@@ -307,9 +308,9 @@ def dequantize_and_gather_k_cache(
     offset: int,
     *,
     kv_scale: float | Array = 1.0,
-    kv_format: str | None = None,
+    kv_format: KvFormat | None = None,
     stream: Stream = None,
-) -> Array:
+) -> Written:
     """Gather the last rows of each request from a paged cache into a part of `out`.
 
     out[r, offset + i] = bf16(row of position seq_lens[r] - g + i) for i < g = gather_lens[r].

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sparse_mla import _results
+from sparse_mla._types import KvFormat, Written
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
@@ -17,11 +18,11 @@ def save_partial_states(
     score: Array,
     ape: Array,
     positions: Array,
-    state: Array,
+    state: Written,
     slot_mapping: Array,
     *,
     stream: Stream = None,
-) -> Array:
+) -> Written:
     """Keep what a compressor needs of each token until its group is complete.
 
     Groups have r positions, and D (512 or 128) is the width of a compressed row. With r = 4 groups
@@ -77,7 +78,7 @@ def compress_norm_rope_store(
     req_id_per_token: Array,
     positions: Array,
     slot_mapping: Array,
-    cache: Array,
+    cache: Written,
     kv_slot_mapping: Array,
     norm_weight: Array,
     cos_sin: Array,
@@ -88,10 +89,10 @@ def compress_norm_rope_store(
     score: Array | None = None,
     ape: Array | None = None,
     kv_scale: float | Array = 1.0,
-    kv_format: str | None = None,
+    kv_format: KvFormat | None = None,
     block_size: int | None = None,
     stream: Stream = None,
-) -> Array:
+) -> Written:
     """Pool the states of each group that a step completes, and write them as rows of a cache.
 
     Token t at position p closes a group where (p + 1) % r is 0 and neither of its slots is

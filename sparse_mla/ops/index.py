@@ -7,7 +7,10 @@ chooses rows by their number j, a position in the request's compressed cache.
 
 from __future__ import annotations
 
+from typing import Any, overload
+
 from sparse_mla import _results
+from sparse_mla._types import Like, Result
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
@@ -20,7 +23,7 @@ __all__ = [
 
 @operator(_results.global_topk)
 def compute_global_topk_indices_and_lens(
-    topk_indices: Array,
+    topk_indices: Like[Result],
     req_id_per_token: Array,
     block_table: Array,
     block_size: int,
@@ -29,7 +32,7 @@ def compute_global_topk_indices_and_lens(
     out: Array | None = None,
     lens: Array | None = None,
     stream: Stream = None,
-) -> tuple[Array, Array]:
+) -> tuple[Result, Result]:
     """Turn an indexer's choice into slots of the compressed cache, without holes.
 
     Position p of request r is slot `block_table[r, p // block_size] * block_size + p % block_size`.
@@ -76,9 +79,43 @@ def compute_global_topk_indices_and_lens(
     """
 
 
-@operator(_results.top_k)
+@overload
 def top_k_per_row(
-    logits: Array,
+    logits: Like[Result],
+    starts: Array,
+    ends: Array,
+    *,
+    k: int,
+    slots_block_table: None = None,
+    slots_block_size: int | None = None,
+    req_id_per_token: Array | None = None,
+    is_valid: Array | None = None,
+    out: Array | None = None,
+    slots: Array | None = None,
+    lens: Array | None = None,
+    values: Array | None = None,
+    stream: Stream = None,
+) -> Result: ...
+@overload
+def top_k_per_row(
+    logits: Like[Result],
+    starts: Array,
+    ends: Array,
+    *,
+    k: int,
+    slots_block_table: Array,
+    slots_block_size: int | None = None,
+    req_id_per_token: Array | None = None,
+    is_valid: Array | None = None,
+    out: Array | None = None,
+    slots: Array | None = None,
+    lens: Array | None = None,
+    values: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, Result, Result]: ...
+@overload
+def top_k_per_row(
+    logits: Like[Result],
     starts: Array,
     ends: Array,
     *,
@@ -92,7 +129,24 @@ def top_k_per_row(
     lens: Array | None = None,
     values: Array | None = None,
     stream: Stream = None,
-) -> Array | tuple[Array, Array, Array]:
+) -> Result | tuple[Result, Result, Result]: ...
+@operator(_results.top_k)
+def top_k_per_row(
+    logits: Like[Result],
+    starts: Array,
+    ends: Array,
+    *,
+    k: int,
+    slots_block_table: Array | None = None,
+    slots_block_size: int | None = None,
+    req_id_per_token: Array | None = None,
+    is_valid: Array | None = None,
+    out: Array | None = None,
+    slots: Array | None = None,
+    lens: Array | None = None,
+    values: Array | None = None,
+    stream: Stream = None,
+) -> Result | tuple[Result, Result, Result]:
     """Choose the k keys of each token that have the largest logits, exactly.
 
     Token t chooses among columns `starts[t]` to `ends[t] - 1` of its row, both clamped to 0 to N.
@@ -158,7 +212,7 @@ def top_k_per_row(
 
 @operator(_results.combined)
 def combine_topk_swa_indices(
-    topk_indices: Array,
+    topk_indices: Like[Result],
     query_start_loc: Array,
     seq_lens: Array,
     gather_lens: Array,
@@ -172,7 +226,7 @@ def combine_topk_swa_indices(
     out: Array | None = None,
     lens: Array | None = None,
     stream: Stream = None,
-) -> tuple[Array, Array]:
+) -> tuple[Result, Result]:
     """Name the rows of a prefill chunk's workspace that each token attends to.
 
     The workspace has M rows per request. Those of request b begin at M * b with its compressed
@@ -251,7 +305,7 @@ def build_mixed_sparse_indices(
     out: Array | None = None,
     lens: Array | None = None,
     stream: Stream = None,
-) -> tuple[Array, Array]:
+) -> tuple[Any, Any]:
     """Build the slots that a batch attends to, for decodes and prefills in one array.
 
     A row has `window` columns for the window and C = max(topk, D) compressed columns, rounded up to

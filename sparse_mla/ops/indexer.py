@@ -3,9 +3,10 @@ arithmetic."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal, overload
 
 from sparse_mla import _results
+from sparse_mla._types import Float, KvFormat, Like, Result
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
@@ -16,9 +17,39 @@ __all__ = [
 ]
 
 
-@operator(_results.index_query)
+@overload
 def fused_indexer_q_rope_quant(
-    q: Array,
+    q: Like[Result],
+    weights: Array,
+    positions: Array,
+    cos_sin: Array,
+    *,
+    softmax_scale: float,
+    head_scale: float,
+    use_fp4: Literal[False] = False,
+    out: Array | None = None,
+    out_weights: Array | None = None,
+    out_scale: None = None,
+    stream: Stream = None,
+) -> tuple[Result, Result]: ...
+@overload
+def fused_indexer_q_rope_quant(
+    q: Like[Result],
+    weights: Array,
+    positions: Array,
+    cos_sin: Array,
+    *,
+    softmax_scale: float,
+    head_scale: float,
+    use_fp4: Literal[True],
+    out: Array | None = None,
+    out_weights: Array | None = None,
+    out_scale: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, Result, Result]: ...
+@overload
+def fused_indexer_q_rope_quant(
+    q: Like[Result],
     weights: Array,
     positions: Array,
     cos_sin: Array,
@@ -30,7 +61,22 @@ def fused_indexer_q_rope_quant(
     out_weights: Array | None = None,
     out_scale: Array | None = None,
     stream: Stream = None,
-) -> Any:
+) -> tuple[Result, ...]: ...
+@operator(_results.index_query)
+def fused_indexer_q_rope_quant(
+    q: Like[Result],
+    weights: Array,
+    positions: Array,
+    cos_sin: Array,
+    *,
+    softmax_scale: float,
+    head_scale: float,
+    use_fp4: bool = False,
+    out: Array | None = None,
+    out_weights: Array | None = None,
+    out_scale: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, ...]:
     """Turn the indexer's queries to their positions, and quantise them as its keys are.
 
     RoPE turns pairs (2i, 2i + 1) of the last 64 of a head's 128 values by the angles of the token's
@@ -94,7 +140,7 @@ def fused_indexer_q_rope_quant(
 
 @operator(_results.logits)
 def indexer_logits(
-    q: Array,
+    q: Like[Result],
     weights: Array,
     k_cache: Array | tuple[Array, Array],
     context_lens: Array,
@@ -104,12 +150,12 @@ def indexer_logits(
     starts: Array | None = None,
     q_scale: Array | None = None,
     clean: bool = True,
-    dtype: str = "float32",
-    kv_format: str | None = None,
+    dtype: Float = "float32",
+    kv_format: KvFormat | None = None,
     block_size: int | None = None,
     out: Array | None = None,
     stream: Stream = None,
-) -> Array:
+) -> Result:
     """Score every key that a token sees: the lightning indexer's logits.
 
     logit[t, n] = sum_h weights[t, h] * relu(q[t, h] . k_n) for n < context_lens[t], where k_n is

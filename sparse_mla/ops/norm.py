@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
 from sparse_mla import _results
+from sparse_mla._types import KvFormat, Like, Result, ScaleLayout, Written
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
@@ -153,7 +154,7 @@ def _magnitude(yarn: Mapping[str, float], key: str) -> float:
 
 @operator(_results.normalized)
 def fused_q_kv_rmsnorm(
-    q: Array,
+    q: Like[Result],
     kv: Array,
     q_weight: Array,
     kv_weight: Array,
@@ -162,7 +163,7 @@ def fused_q_kv_rmsnorm(
     q_out: Array | None = None,
     kv_out: Array | None = None,
     stream: Stream = None,
-) -> tuple[Array, Array]:
+) -> tuple[Result, Result]:
     """Normalise the rows of q and of kv: y = bf16(x * rsqrt(mean(x**2) + eps) * weight).
 
     The arithmetic is fp32, with the same bits on every device. If a row's sum of squares overflows
@@ -209,21 +210,21 @@ def fused_q_kv_rmsnorm(
 
 @operator(_results.inserted)
 def fused_qnorm_rope_kv_insert(
-    q: Array,
+    q: Like[Result],
     kv: Array,
     positions: Array,
     cos_sin: Array,
-    cache: Array,
+    cache: Written,
     slot_mapping: Array,
     *,
     eps: float,
     q_out: Array | None = None,
     q_scale_inv: float | Array | None = None,
     kv_scale: float | Array = 1.0,
-    kv_format: str | None = None,
+    kv_format: KvFormat | None = None,
     block_size: int | None = None,
     stream: Stream = None,
-) -> tuple[Array, Array]:
+) -> tuple[Result, Written]:
     """Normalise and turn the queries, turn the keys and write them into the cache, in one launch.
 
     RoPE turns pairs (2i, 2i + 1) of the last 64 values by the angles of the token's position:
@@ -295,19 +296,58 @@ def fused_qnorm_rope_kv_insert(
     """
 
 
-@operator(_results.turned_back)
+@overload
 def fused_inv_rope_fp8_quant(
-    o: Array,
+    o: Like[Result],
     positions: Array,
     cos_sin: Array,
     *,
     groups: int,
-    scale_layout: str = "fp32",
+    scale_layout: ScaleLayout = "fp32",
+    quantize: Literal[True] = True,
+    out: Array | None = None,
+    out_scale: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, Result]: ...
+@overload
+def fused_inv_rope_fp8_quant(
+    o: Like[Result],
+    positions: Array,
+    cos_sin: Array,
+    *,
+    groups: int,
+    scale_layout: ScaleLayout = "fp32",
+    quantize: Literal[False],
+    out: Array | None = None,
+    out_scale: None = None,
+    stream: Stream = None,
+) -> Result: ...
+@overload
+def fused_inv_rope_fp8_quant(
+    o: Like[Result],
+    positions: Array,
+    cos_sin: Array,
+    *,
+    groups: int,
+    scale_layout: ScaleLayout = "fp32",
     quantize: bool = True,
     out: Array | None = None,
     out_scale: Array | None = None,
     stream: Stream = None,
-) -> Any:
+) -> Result | tuple[Result, Result]: ...
+@operator(_results.turned_back)
+def fused_inv_rope_fp8_quant(
+    o: Like[Result],
+    positions: Array,
+    cos_sin: Array,
+    *,
+    groups: int,
+    scale_layout: ScaleLayout = "fp32",
+    quantize: bool = True,
+    out: Array | None = None,
+    out_scale: Array | None = None,
+    stream: Stream = None,
+) -> Result | tuple[Result, Result]:
     """Turn the output of attention back to position 0 and quantise it for the output projection.
 
     The last 64 values of every head are pairs (2i, 2i + 1), which turn by the negative angles of

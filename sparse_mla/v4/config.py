@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from sparse_mla import _C
+from sparse_mla._types import CacheDtypeV4, CompressedDtypeV4, IndexFormat, PathV4
 from sparse_mla.backend._words import as_device, check_float, check_int, wrong_type
 
 HEAD_SIZE = 512
@@ -97,9 +98,9 @@ class Config:
     topk_tokens: int = 512
     index_n_heads: int = 64
     o_groups: int = 8
-    kv_cache_dtype: str = "fp8_v4"
-    compressed_kv_cache_dtype: str | None = None
-    index_cache_dtype: str = "fp8_index"
+    kv_cache_dtype: CacheDtypeV4 = "fp8_v4"
+    compressed_kv_cache_dtype: CompressedDtypeV4 | None = None
+    index_cache_dtype: IndexFormat = "fp8_index"
     q_scale: float = 1.0
     kv_scale: float = 1.0
     block_size: int = 256
@@ -110,7 +111,7 @@ class Config:
     max_model_len: int
     decode_threshold: int = 1
     prefill_chunk_size: int = 4
-    path: str | None = None
+    path: PathV4 | None = None
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -163,7 +164,7 @@ class Config:
 
     def _check_formats(self) -> None:
         main = _check_name("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        extra = self.compressed_kv_cache_dtype
+        extra: str | None = self.compressed_kv_cache_dtype
         if extra is None:
             extra = main
         extra = _check_name("compressed_kv_cache_dtype", extra, COMPRESSED_DTYPES)

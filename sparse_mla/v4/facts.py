@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from sparse_mla import _C
+from sparse_mla._types import CompressedDtypeV4, IndexFormat
 from sparse_mla.backend.facts import CommonFacts
 from sparse_mla.v4.builder import MetadataBuilder
 from sparse_mla.v4.config import (
@@ -80,7 +81,7 @@ class Backend(CommonFacts):
         block_size: int,
         num_kv_heads: int = 1,
         head_size: int | None = None,
-        cache_dtype_str: str = "auto",
+        cache_dtype_str: CompressedDtypeV4 | IndexFormat = "auto",
         compress_ratio: int = 1,
     ) -> tuple[int, int, int]:
         """Shape of a cache array for an engine to allocate.
@@ -125,7 +126,10 @@ class Backend(CommonFacts):
 
     @staticmethod
     def get_page_bytes(
-        block_size: int, cache_dtype_str: str, compress_ratio: int = 1, align: int = 576
+        block_size: int,
+        cache_dtype_str: CompressedDtypeV4 | IndexFormat,
+        compress_ratio: int = 1,
+        align: int = 576,
     ) -> int:
         """Bytes of a page, padded for engines whose caches share pages of one size.
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparse_mla import _C
+from sparse_mla._types import Array as Given
+from sparse_mla._types import Like, Result
 from sparse_mla.backend._words import ShortRepr, check_int, wrong_type
 from sparse_mla.v4.builder import Metadata
 from sparse_mla.v4.config import Config
@@ -143,15 +145,15 @@ class SparseMLA:
 
     def attend(
         self,
-        q: Array,
+        q: Like[Result],
         caches: Caches,
         metadata: Metadata | None,
-        topk_indices: Array | None = None,
+        topk_indices: Given | None = None,
         *,
-        out: Array | None = None,
-        lse: Array | None = None,
+        out: Given | None = None,
+        lse: Given | None = None,
         stream: Any = None,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Result, Result]:
         """Attend for all tokens of the step, whose rows are in the caches already.
 
         Parameters

@@ -1,0 +1,108 @@
+"""What type checkers find in calls, and what Python and IPython show of signatures."""
+
+import importlib.util
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import sparse_mla
+from sparse_mla import _C, _types, ops
+from sparse_mla.v4 import config as v4
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+CALLS = HERE / "typing"
+PACKAGE = Path(sparse_mla.__file__).parent.parent
+
+Errors = list[tuple[str, int]]  # name of a file, line
+
+
+def mypy(tmp_path, *files: Path) -> Errors:
+    """The project's settings leave out the types of optional frameworks."""
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml"]
+    command += ["--cache-dir", tmp_path, "--no-error-summary", "--hide-error-context"]
+    run = subprocess.run([*command, *files], cwd=PACKAGE, capture_output=True, text=True)
+    assert run.returncode in (0, 1), run.stdout + run.stderr
+    found = re.findall(r"^(\S+):(\d+): error: ", run.stdout, re.MULTILINE)
+    return [(Path(file).name, int(line)) for file, line in found]
+
+
+def pyright(tmp_path, *files: Path) -> Errors:
+    if importlib.util.find_spec("basedpyright") is None:
+        pytest.skip("no basedpyright")
+    settings = {"typeCheckingMode": "standard", "include": [str(file) for file in files]}
+    settings["extraPaths"] = [str(PACKAGE)]
+    config = tmp_path / "pyrightconfig.json"
+    config.write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--level", "error"]
+    command += ["--project", config, "--pythonpath", sys.executable]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode in (0, 1), run.stdout + run.stderr
+    report = json.loads(run.stdout)
+    assert report["summary"]["filesAnalyzed"] == len(files)
+    return [
+        (Path(x["file"]).name, x["range"]["start"]["line"] + 1)
+        for x in report["generalDiagnostics"]
+    ]
+
+
+each_checker = pytest.mark.parametrize("check", [mypy, pyright])
+
+
+@each_checker
+def test_wrong_calls_are_found(tmp_path, check):
+    file = CALLS / "wrong_calls.py"
+    lines = enumerate(file.read_text().splitlines(), 1)
+    wrong = [(file.name, number) for number, line in lines if line.endswith("# wrong")]
+    assert len(wrong) == 20
+    assert sorted(set(check(tmp_path, file))) == wrong
+
+
+@each_checker
+def test_right_calls_are_taken(tmp_path, check):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    readme = tmp_path / "readme.py"
+    readme.write_text("\n".join(blocks))
+    files = [CALLS / "right_calls.py", *(ROOT / "examples").glob("*[!2h].py"), readme]
+    assert check(tmp_path, *files) == []
+
+
+@pytest.mark.torch
+def test_results_have_the_type_of_the_first_array(tmp_path):
+    pytest.importorskip("torch")
+    assert pyright(tmp_path, CALLS / "results.py") == []
+
+
+def test_literals_are_the_names_of_formats():
+    assert {*get_args(_types.KvFormat)} == {"auto", *_C.KV_FORMATS}
+    assert {*get_args(_types.ConcatFormat)} == {"auto", *_C.CONCAT_KV_FORMATS}
+    assert {*get_args(_types.IndexFormat)} == {*v4.INDEX_CACHE_DTYPES}
+    assert {*get_args(_types.CacheDtypeV4)} == {*v4.SYNONYMS, *v4.KV_CACHE_DTYPES}
+    assert {*get_args(_types.CompressedDtypeV4)} == {*v4.SYNONYMS, *v4.COMPRESSED_DTYPES}
+    assert {*get_args(_types.PathV4)} == {*v4.PATHS}
+    assert {*get_args(_types.Path)} == {*sparse_mla.backend.config.PATHS}
+    assert {*get_args(_types.FlashFormat)} == {*sparse_mla.flash_mla.KV_FORMATS}
+
+
+@pytest.mark.parametrize("name", sorted(ops.OPERATORS))
+def test_signatures_are_the_declared_ones(name):
+    operator = ops.OPERATORS[name]
+    signature = inspect.signature(operator)
+    assert signature == inspect.signature(operator.__wrapped__)
+    for parameter in signature.parameters.values():
+        assert parameter.annotation is not parameter.empty
+
+
+def test_ipython_shows_the_declared_signature():
+    oinspect = pytest.importorskip("IPython.core.oinspect")
+    shown = oinspect.Inspector(theme_name="nocolor").info(sparse_mla.sparse_attention)
+    assert "kv_format: 'KvFormat | None' = None" in shown["definition"]
+    assert shown["call_def"] is None, "one signature is shown"
+    assert shown["docstring"].startswith("Attend to the cached tokens")

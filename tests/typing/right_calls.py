@@ -1,0 +1,24 @@
+"""Calls that type checkers must take, with results in the framework of the first array."""
+
+import array
+
+import numpy as np
+
+import sparse_mla
+
+x = np.zeros((1, 2, 576), np.float32)
+i = np.zeros((1, 3), np.int32)
+flag = bool(i.any())
+
+out, lse = sparse_mla.sparse_attention(x, x, i, softmax_scale=0.1)
+out, lse, most = sparse_mla.sparse_attention(
+    (x, x), x, i, softmax_scale=1, return_max_logits=True, kv_format="fp8_v4", kv_scale=x
+)
+results = sparse_mla.sparse_attention(x, x, i, softmax_scale=0.1, return_max_logits=flag)
+slots, counts = sparse_mla.convert_req_index_to_global_index(
+    i, i, i, block_size=64, valid_counts=True
+)
+values = sparse_mla.dequantize_kv_cache(x, dtype=np.float32).tolist()
+values = sparse_mla.dequantize_kv_cache(x, dtype=np.dtype("float32")).tolist()
+sparse_mla.sparse_attention(x, x, array.array("i", [1]), softmax_scale=0.1)
+cache: np.ndarray = sparse_mla.concat_and_cache_mla(x, x, x, i, kv_cache_dtype="auto")
