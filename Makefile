@@ -45,7 +45,7 @@ C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 .NOTPARALLEL: # ninja itself is parallel, and two ninjas would write to one folder
 .PHONY: help environment toolkit build demo bench test test-c test-c-aarch64 examples-c test-gpu memcheck \
     racecheck synccheck sanitize coverage measure mutants fuzz lint format frameworks lib \
-    install-lib wheel clean
+    install-lib wheel release clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /  \1 — /p' $(MAKEFILE_LIST)
@@ -201,6 +201,11 @@ wheel: $(VENV)/test.txt ## build an sdist, and an abi3 wheel from it in isolatio
 	rm -rf dist
 	@$(PY) setup.py -q sdist
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist dist/*.tar.gz
+
+RELEASE ?= off $(if $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2> /dev/null),system)
+release: $(VENV)/release.txt environment ## manylinux wheels in dist/, CPU-only and CUDA; RELEASE=off makes the first alone
+	rm -rf dist
+	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) buildtools/release.py $(RELEASE)
 
 clean: ## remove everything built; .venv stays
 	rm -rf build dist *.egg-info sparse_mla/include sparse_mla/lib sparse_mla/_C*.so compile_commands.json

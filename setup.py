@@ -18,9 +18,14 @@ sys.path.insert(0, str(Path(__file__).parent / "buildtools"))
 import graph
 
 
+def public_version(distribution):
+    """The version without what buildtools/release.py adds: +cpu, +cu130."""
+    return distribution.get_version().partition("+")[0]
+
+
 def run_ninja(distribution, *targets):
     """Builds targets, and writes compile_commands.json for clang-tidy and editors."""
-    path = graph.write_graph(distribution.get_version())
+    path = graph.write_graph(public_version(distribution))
     ninja = [sys.executable, "-m", "ninja", "-f", path]
     database = subprocess.run([*ninja, "-t", "compdb", "cc"], stdout=subprocess.PIPE, check=True)
     Path("compile_commands.json").write_bytes(database.stdout)
@@ -36,7 +41,7 @@ class BuildExtension(build_ext):
     def run(self):
         super().run()
         package = Path("sparse_mla") if self.inplace else Path(self.build_lib, "sparse_mla")
-        shared = graph.shared_name(self.distribution.get_version())
+        shared = graph.shared_name(public_version(self.distribution))
         files = [Path("include", name) for name in graph.public_headers()]
         files += [Path("lib", name) for name in (shared, *graph.CONFIG_FILES)]
         for file in files:

@@ -7,7 +7,8 @@ Environment: CC, AR, CFLAGS and LDFLAGS have their usual meaning. DEBUG=1, SANIT
 SANITIZE=thread (gcc), COVERAGE=1, FUZZ=1 (clang) or AARCH64=1 (a cross compiler) choose a variant,
 which has its own folder under build/. WERROR=1 turns warnings into errors. SPARSE_MLA_CUDA chooses
 the CUDA toolkit, see toolkit.py. SPARSE_MLA_CUDA_ARCHS="80 90a" chooses the architectures that it
-compiles for. ALLOW_SPILLS=1 lets kernels use local memory.
+compiles for. SPARSE_MLA_GLIBC=2.28 links for that version of glibc, with ziglang. ALLOW_SPILLS=1
+lets kernels use local memory.
 """
 
 import importlib.util
@@ -52,8 +53,8 @@ CUDA_VARIANTS = {  # the other variants are CPU-only; kernels are optimised in b
     "release": "-O3 -DNDEBUG",
     "debug": "-O0 -g",
 }
-# Do not export symbols of archives; stay loaded, because the threads of pool.c do.
-SHARED = ["-shared", "-Wl,--exclude-libs,ALL", "-Wl,-z,nodelete"]
+SHARED = ["-shared", "-Wl,-z,nodelete"]  # the threads of pool.c stay, so its code has to
+TEST_SHARED = [*SHARED, "-Wl,--exclude-libs,ALL"]  # do not export symbols of archives
 CONFIG_FILES = (  # of the C library, relative to its lib/
     "pkgconfig/sparse_mla.pc",
     "cmake/sparse_mla/sparse_mla-config.cmake",
@@ -182,6 +183,17 @@ def compiles(cc, program, *flags):
     return subprocess.run(command, input=program, text=True, capture_output=True).returncode == 0
 
 
+def linker_for_glibc(cc):
+    """The linker and its own libraries. SPARSE_MLA_GLIBC=2.28 links with ziglang, for machines of
+    that glibc and later. GCC's support library comes first, because the kernels are GCC's."""
+    glibc = os.environ.get("SPARSE_MLA_GLIBC")
+    if not glibc:
+        return "$cc", []
+    command = [*shlex.split(cc), "-print-libgcc-file-name"]
+    libgcc = subprocess.run(command, text=True, stdout=subprocess.PIPE, check=True).stdout.strip()
+    return f"{sys.executable} -m ziglang cc -target {MACHINE}-linux-gnu.{glibc}", [libgcc]
+
+
 def portable_arch():
     """The newest architecture whose PTX later ones accept, or None."""
     return max((arch for arch in CUDA_ARCHS if arch.isdecimal()), key=int, default=None)
@@ -271,7 +283,9 @@ class Graph:
         self.writer.variable("builddir", str(BUILD))
         self.writer.variable("cc", f"{self.cc} {shlex.join(flags)} {cflags}")
         self.compile_rule("cc", f"$cc {' '.join(openmp)}")
-        self.rule("link", f"$cc -o $out $in $extra {ldflags} {shlex.join(libs)}")
+        linker, more_libs = linker_for_glibc(self.cc)
+        libs += more_libs
+        self.rule("link", f"{linker} -o $out $in $extra {ldflags} {shlex.join(libs)}")
         self.rule("ar", f"rm -f $out && {ar} rcs $out $in")
         self.rule("copy", "cp $in $out")
         self.rule("symlink", "ln -sf $$(basename $in) $out")
@@ -347,9 +361,8 @@ def add_extension(graph, archive, version):
         graph.compile(source, *GLUE_FLAGS.split(), *include, *own_flags.get(source.stem, ()))
         for source in c_files("csrc/python")
     ]
-    # SHARED hides the core's symbols, because a libsparse_mla in the same process must not replace
-    # them.
-    graph.name("extension", [graph.add("link", EXTENSION, [*glue, archive], SHARED)])
+    exports = "-Wl,--version-script=buildtools/extension.map"
+    graph.name("extension", [graph.add("link", EXTENSION, [*glue, archive], [*SHARED, exports])])
     return glue
 
 
@@ -365,13 +378,13 @@ def add_fake_gpu(graph, glue):
         else str(BUILD / "obj" / source.with_suffix(".o"))
         for source in core
     ]
-    return graph.add("link", BUILD / "tests" / "fake_gpu.so", [*glue, *objects], SHARED)
+    return graph.add("link", BUILD / "tests" / "fake_gpu.so", [*glue, *objects], TEST_SHARED)
 
 
 def add_ranges(graph, archive):
     """Links the library of tests/test_ranges.py."""
     ranges = graph.compile(Path("tests/c/ranges/ranges.c"))
-    return graph.add("link", BUILD / "tests" / "ranges.so", [ranges, archive], SHARED)
+    return graph.add("link", BUILD / "tests" / "ranges.so", [ranges, archive], TEST_SHARED)
 
 
 def shared_name(version):
@@ -380,7 +393,8 @@ def shared_name(version):
 
 def add_library(graph, core, archive, version):
     soname = shared_name(version)
-    shared = graph.add("link", LIB / soname, core, [*SHARED, f"-Wl,-soname,{soname}"])
+    exports = "-Wl,--version-script=buildtools/library.map"
+    shared = graph.add("link", LIB / soname, core, [*SHARED, exports, f"-Wl,-soname,{soname}"])
     outputs = [archive, shared, graph.add("symlink", LIB / "libsparse_mla.so", [shared])]
     for name, source in public_headers().items():
         outputs.append(graph.add("copy", PREFIX / "include" / name, [source]))

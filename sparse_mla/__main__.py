@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+import sparse_mla
 from sparse_mla import _info
 from sparse_mla._bench import run as bench
 from sparse_mla._demo import run as demo
@@ -13,6 +14,8 @@ from sparse_mla._demo import run as demo
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m sparse_mla", description=__doc__)
+    version = f"sparse_mla {sparse_mla.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
     _info.add_arguments(commands.add_parser("info", help="version, kernels, frameworks found"))
     demo.add_arguments(commands.add_parser("demo", help="continuous batching over a real text"))

@@ -334,6 +334,11 @@ def test_info_command():
         assert word in done.stdout, word
 
 
+def test_version_option():
+    printed = printed_by_python("-m", "sparse_mla", "--version")
+    assert printed == f"sparse_mla {sparse_mla.__version__}\n"
+
+
 @pytest.mark.parametrize("cls", ["Tensor", "Metadata"])
 def test_types_are_final_or_plain(cls):
     """The types name a module of this package as theirs."""
