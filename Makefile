@@ -43,9 +43,9 @@ C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja itself is parallel, and two ninjas would write to one folder
-.PHONY: help environment toolkit build demo bench test test-c test-c-aarch64 examples-c test-gpu memcheck \
-    racecheck synccheck sanitize coverage measure mutants fuzz lint format frameworks lib \
-    install-lib wheel release clean
+.PHONY: help environment toolkit build demo bench test test-c test-c-aarch64 examples-c test-gpu \
+    memcheck racecheck synccheck sanitize coverage measure mutants fuzz lint format frameworks vllm \
+    lib install-lib wheel release clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /  \1 — /p' $(MAKEFILE_LIST)
@@ -65,6 +65,11 @@ $(VENV)/%.txt: pyproject.toml buildtools/requirements.py | $(VENV)/bin/python
 	@mv $@.part $@
 
 frameworks: $(VENV)/frameworks.txt ## install PyTorch, JAX and Transformers, for tests and benchmarks
+
+# vLLM's own requirements would replace PyTorch and bring its GPU packages.
+vllm: $(VENV)/frameworks.txt $(VENV)/vllm-imports.txt ## install vLLM's wheel alone, for tests of the plugin
+	@$(PY) buildtools/requirements.py vllm | grep '^vllm==' > $(VENV)/vllm.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r $(VENV)/vllm.txt
 
 # toolkit installs NVIDIA's compiler, where this build takes it from PyPI.
 environment: $(VENV)/test.txt toolkit

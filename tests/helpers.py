@@ -145,12 +145,24 @@ class Transformers(Torch):
         self.module = device.import_quietly("transformers")
 
 
+class Vllm(Torch):
+    """vLLM, whose layers take torch's tensors. The module is that of its configs, so that a wheel
+    without the packages that it imports counts as not installed."""
+
+    name = "vllm"
+
+    def __init__(self, place: str = "cpu") -> None:
+        super().__init__(place)
+        self.module = device.import_quietly("vllm.config")
+
+
 FRAMEWORKS: dict[str, type[Framework]] = {
     "numpy": Framework,
     "torch": Torch,
     "jax": Jax,
     "cupy": Cupy,
     "transformers": Transformers,
+    "vllm": Vllm,
 }
 
 
