@@ -3,7 +3,7 @@ arithmetic."""
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from sparse_mla import _results
 from sparse_mla._types import Float, KvFormat, Like, Result
@@ -222,9 +222,9 @@ def indexer_logits(
     """
 
 
-@operator(_results.lightning)
+@overload
 def lightning_indexer(
-    q: Array,
+    q: Like[Result],
     weights: Array,
     k_cache: Array | tuple[Array, Array],
     context_lens: Array,
@@ -234,8 +234,60 @@ def lightning_indexer(
     req_id_per_token: Array | None = None,
     starts: Array | None = None,
     q_scale: Array | None = None,
-    dtype: str = "float32",
-    kv_format: str | None = None,
+    dtype: Float = "float32",
+    kv_format: KvFormat | None = None,
+    block_size: int | None = None,
+    slots_block_table: None = None,
+    slots_block_size: int | None = None,
+    is_valid: Array | None = None,
+    out: Array | None = None,
+    slots: Array | None = None,
+    lens: Array | None = None,
+    values: Array | None = None,
+    max_logits_bytes: int = 2**29,
+    workspace: Array | None = None,
+    stream: Stream = None,
+) -> Result: ...
+@overload
+def lightning_indexer(
+    q: Like[Result],
+    weights: Array,
+    k_cache: Array | tuple[Array, Array],
+    context_lens: Array,
+    *,
+    k: int,
+    block_table: Array | None = None,
+    req_id_per_token: Array | None = None,
+    starts: Array | None = None,
+    q_scale: Array | None = None,
+    dtype: Float = "float32",
+    kv_format: KvFormat | None = None,
+    block_size: int | None = None,
+    slots_block_table: Array,
+    slots_block_size: int | None = None,
+    is_valid: Array | None = None,
+    out: Array | None = None,
+    slots: Array | None = None,
+    lens: Array | None = None,
+    values: Array | None = None,
+    max_logits_bytes: int = 2**29,
+    workspace: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Result, Result, Result]: ...
+@overload
+def lightning_indexer(
+    q: Like[Result],
+    weights: Array,
+    k_cache: Array | tuple[Array, Array],
+    context_lens: Array,
+    *,
+    k: int,
+    block_table: Array | None = None,
+    req_id_per_token: Array | None = None,
+    starts: Array | None = None,
+    q_scale: Array | None = None,
+    dtype: Float = "float32",
+    kv_format: KvFormat | None = None,
     block_size: int | None = None,
     slots_block_table: Array | None = None,
     slots_block_size: int | None = None,
@@ -247,7 +299,33 @@ def lightning_indexer(
     max_logits_bytes: int = 2**29,
     workspace: Array | None = None,
     stream: Stream = None,
-) -> Array | tuple[Array, Array, Array]:
+) -> Result | tuple[Result, Result, Result]: ...
+@operator(_results.lightning)
+def lightning_indexer(
+    q: Like[Result],
+    weights: Array,
+    k_cache: Array | tuple[Array, Array],
+    context_lens: Array,
+    *,
+    k: int,
+    block_table: Array | None = None,
+    req_id_per_token: Array | None = None,
+    starts: Array | None = None,
+    q_scale: Array | None = None,
+    dtype: Float = "float32",
+    kv_format: KvFormat | None = None,
+    block_size: int | None = None,
+    slots_block_table: Array | None = None,
+    slots_block_size: int | None = None,
+    is_valid: Array | None = None,
+    out: Array | None = None,
+    slots: Array | None = None,
+    lens: Array | None = None,
+    values: Array | None = None,
+    max_logits_bytes: int = 2**29,
+    workspace: Array | None = None,
+    stream: Stream = None,
+) -> Result | tuple[Result, Result, Result]:
     """Choose the k best keys of each token: `top_k_per_row` of `indexer_logits`, in bounded memory.
 
     The results are bit for bit those of the two calls::
@@ -332,7 +410,7 @@ def lightning_indexer_workspace_size(
     max_context: int,
     *,
     k: int,
-    dtype: str = "float32",
+    dtype: Float = "float32",
     max_logits_bytes: int = 2**29,
     device: Any,
 ) -> int:
