@@ -229,7 +229,7 @@ smla_status
 smla_require_scored(smla_checker *c, const smla_indexer_logits_args *args,
                     smla_logits_params *params)
 {
-    smla_kv_view kv;
+    smla_kv_view kv = {.block_size = 0};
     SMLA_TRY(require_queries(c, args));
     const int64_t num_tokens = smla_size(args->q, 0);
     SMLA_TRY(require_keys(c, args, num_tokens, &kv));

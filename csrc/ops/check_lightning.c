@@ -1,6 +1,8 @@
 /* check_lightning.c: the argument rules of lightning_indexer, and its cut of tokens into chunks. */
 #include "ops/check.h"
 
+#include <assert.h>
+
 enum { ROW_ALIGNMENT = 128 }; /* bytes: rows of logits begin at a cache line of a GPU */
 
 static int64_t
@@ -69,6 +71,7 @@ smla_check_lightning_workspace(const smla_lightning_workspace_args *args, int64_
     }
     SMLA_TRY(
         find_sizes(op, args->max_context, dtype, args->max_logits_bytes, backend, &sizes, error));
+    assert(sizes.row_bytes > 0);
     const bool fits = args->num_tokens <= sizes.most_bytes / sizes.row_bytes;
     *bytes = ROW_ALIGNMENT + (fits ? args->num_tokens * sizes.row_bytes : sizes.most_bytes);
     return SMLA_OK;
@@ -81,6 +84,7 @@ smla_check_lightning_workspace(const smla_lightning_workspace_args *args, int64_
 static int64_t
 choose_chunk_tokens(int64_t num_tokens, int64_t most, int64_t unit)
 {
+    assert(most >= 1 && unit >= 1);
     const int64_t step = most < unit ? 1 : unit;
     const int64_t largest = most / step * step;
     const int64_t num_chunks = (num_tokens + largest - 1) / largest;
@@ -107,6 +111,7 @@ place_matrix(const smla_checker *c, const smla_lightning_indexer_args *args, uns
                          "token, got %lld",
                          c->op, (long long)(padding + sizes.row_bytes), (long long)given);
     }
+    assert(sizes.row_bytes > 0); /* there are columns, more than k */
     const int64_t stride = sizes.row_bytes / (dtype == SMLA_DTYPE_BF16 ? 2 : 4);
     params->chunk_tokens =
         choose_chunk_tokens(num_tokens, room / sizes.row_bytes, backend->chunk_tokens);

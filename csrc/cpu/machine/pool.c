@@ -5,7 +5,7 @@
  * that finds too few idle workers, because other calls have them, runs on fewer threads: no result
  * depends on the number. Loops are not nested, and a parallel region has at most one dynamic loop.
  */
-#define _GNU_SOURCE /* sched_getaffinity */
+#define _GNU_SOURCE /* sched_getaffinity */ // NOLINT(cert-dcl37-c,cert-dcl51-cpp)
 #include "cpu/machine/threads.h"
 
 #if defined(SMLA_HAVE_POOL)

@@ -153,8 +153,8 @@ smla_py_view(const smla_py_array *array)
 int smla_py_host_ints(const smla_py_state *state, const char *op, const char *name,
                       PyObject *object, int32_t **values, int64_t *count);
 
-/* New string: the name of a dtype, which is a name already or a dtype object of NumPy, ml_dtypes, JAX
- * or PyTorch. "" for any other object, NULL with an exception set. */
+/* New string: the name of a dtype, which is a name already or a dtype object of NumPy, ml_dtypes,
+ * JAX or PyTorch. "" for any other object, NULL with an exception set. */
 PyObject *smla_py_dtype_name(const smla_py_state *state, PyObject *object);
 
 /* New ndarray over the memory of `view`. The ndarray keeps `owner` alive. */

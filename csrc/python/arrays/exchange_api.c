@@ -116,8 +116,8 @@ remember_exchange(const smla_py_state *state, PyObject *object, const DLPackExch
 
 /* The exchange API of the object's type, in the major version that we know. NULL without an
  * exception if there is none, NULL with an exception if the look-up failed. Types that stand for
- * tensors without values are refused before their export, about which PyTorch would print a warning.
- * They are never remembered. */
+ * tensors without values are refused before their export, because PyTorch would print a warning
+ * about it. They are never remembered. */
 static const DLPackExchangeAPI *
 find_exchange_api(const smla_py_state *state, const char *op, const smla_py_array *array)
 {
