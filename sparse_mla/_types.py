@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:  # what Python 3.11 lacks
-    from typing_extensions import Buffer, TypeVar
+if TYPE_CHECKING:
+    from typing import overload
+
+    from typing_extensions import Buffer, TypeVar  # what Python 3.11 lacks
 
     # The type of a result. It is Any where nothing is known about the first array.
     Result = TypeVar("Result", default=Any)
@@ -19,6 +21,10 @@ else:
 
     Buffer = memoryview
     Result = TypeVar("Result")
+
+    def overload(function):
+        """typing's own would keep all overloads, and so this package, for good."""
+        return function
 
 
 class SupportsDLPack(Protocol):

@@ -25,11 +25,11 @@ import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from sparse_mla import _C, ops
 from sparse_mla._types import Array as Given
-from sparse_mla._types import FlashFormat, KvFormat, Like, Result
+from sparse_mla._types import FlashFormat, KvFormat, Like, Result, overload
 
 __all__ = [
     "FlashMLASchedMeta",

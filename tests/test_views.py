@@ -967,6 +967,7 @@ WITHOUT_ARRAYS = {
     "kernels",
     "build_info",
     "get_include",
+    "get_library_dir",
     "rope_table",
 }
 
@@ -974,7 +975,8 @@ WITHOUT_ARRAYS = {
 def array_parameters(op) -> set[str]:
     parameters = inspect.signature(op).parameters.values()
     host = ("query_start_loc", "seq_lens")
-    return {p.name for p in parameters if "Array" in p.annotation or p.name in host}
+    words = ("Array", "Like[", "Written")  # of sparse_mla/_types.py
+    return {p.name for p in parameters if any(w in p.annotation for w in words) or p.name in host}
 
 
 def named_in_table(op: str) -> set[str]:

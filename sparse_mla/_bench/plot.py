@@ -4,7 +4,7 @@ mark per row, and what each kind of input costs. For a CPU: rates, beside the ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -110,7 +110,7 @@ def draw_rates(axes: Any, unit: str, peer: str, rows: list[RateRow]) -> None:
     axes.set(yscale="log", ylabel=unit)
 
 
-def draw_peer(axes: Any, pairs: list[tuple[float, float]], color: str, label: str) -> None:
+def draw_peer(axes: Any, pairs: Sequence[tuple[float, float]], color: str, label: str) -> None:
     x, y = zip(*pairs, strict=True)
     hollow = {"facecolors": "none", "edgecolors": color, "linewidths": 0.8}
     axes.scatter(x, y, s=22, label=label, **hollow)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import sparse_mla
+from sparse_mla._types import IndexFormat
 
 INDEX_HEAD_DIM = 128  # Transformers' indexer may have another, this library's may not
 ROPE_DIM = 64
@@ -86,7 +87,7 @@ class ModelIndexer:
 class QuantizedIndexer:
     """The same scores from quantised queries and keys, by this library's operators."""
 
-    def __init__(self, model: Any, num_pages: int, block_size: int, kv_format: str) -> None:
+    def __init__(self, model: Any, num_pages: int, block_size: int, kv_format: IndexFormat) -> None:
         self.model = model
         self.use_fp4 = kv_format == "mxfp4_index"
         shape = sparse_mla.v4.Backend.get_kv_cache_shape(

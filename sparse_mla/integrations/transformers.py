@@ -80,7 +80,7 @@ class _PagedAttention(torch.nn.Module):
     """Replaces one layer's attention, whose weights and indexer it uses."""
 
     def __init__(
-        self, model: Any, config: sparse_mla.Config, num_pages: int, index_cache_dtype: str
+        self, model: Any, config: sparse_mla.Config, num_pages: int, index_cache_dtype: Any
     ) -> None:
         super().__init__()
         self.model = model

@@ -70,7 +70,7 @@ class SparseMLABackend(AttentionBackend):
         block_size: int,
         num_kv_heads: int = 1,
         head_size: int = HEAD_SIZE,
-        cache_dtype_str: str = "auto",
+        cache_dtype_str: Any = "auto",
     ) -> tuple[int, ...]:
         """`sparse_mla.Backend.get_kv_cache_shape`."""
         return sparse_mla.Backend.get_kv_cache_shape(
@@ -241,7 +241,7 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
         num_kv_heads: int,
         alibi_slopes: list[float] | None,
         sliding_window: int | None,
-        kv_cache_dtype: str,
+        kv_cache_dtype: Any,
         logits_soft_cap: float | None,
         attn_type: str,
         kv_sharing_target_layer_name: str | None,
@@ -323,7 +323,7 @@ class SparseMLAImpl(MLAAttentionImpl[SparseMLAMetadata]):
         k_pe: torch.Tensor,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
+        kv_cache_dtype: Any,
         k_scale: torch.Tensor,
         skip_scale: bool = False,
     ) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from sparse_mla import _C, _results
-from sparse_mla._types import KvFormat, Like, Result
+from sparse_mla._types import KvFormat, Like, Result, overload
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [

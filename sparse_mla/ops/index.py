@@ -7,10 +7,10 @@ chooses rows by their number j, a position in the request's compressed cache.
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any
 
 from sparse_mla import _results
-from sparse_mla._types import Like, Result
+from sparse_mla._types import Like, Result, overload
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [

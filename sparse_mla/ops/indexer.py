@@ -3,10 +3,10 @@ arithmetic."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from sparse_mla import _results
-from sparse_mla._types import Float, KvFormat, Like, Result
+from sparse_mla._types import Float, KvFormat, Like, Result, overload
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [

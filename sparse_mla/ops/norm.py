@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 
 from sparse_mla import _results
-from sparse_mla._types import KvFormat, Like, Result, ScaleLayout, Written
+from sparse_mla._types import KvFormat, Like, Result, ScaleLayout, Written, overload
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
