@@ -115,7 +115,9 @@ def test_ctrl_c_ends_a_script(tmp_path):
     script = tmp_path / "script.py"
     folders = [str(Path(sparse_mla.__file__).parents[1]), str(Path(__file__).parent)]
     script.write_text(
-        f"import sys; sys.path[:0] = {folders!r}\n"
+        f"import signal, sys; sys.path[:0] = {folders!r}\n"
+        # A shell that runs its children in the background lets them ignore Ctrl-C.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import test_interrupt\n"
         "call = test_interrupt.attention(2000)\n"
         "print('calling', flush=True)\n"
