@@ -49,8 +49,7 @@ enum {
     ROWS_PER_COPY = SMLA_WARP_LANES / ROW_CHUNKS,
     K_STEPS = ROW_BYTES / 32,
     SLOTS = 2,
-    WORKS_PER_SM = 24,
-    MOST_CHUNK = 2048,
+    MOST_CHUNK = 8192,
 };
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
@@ -66,6 +65,9 @@ template <int HEADS_, int TOKENS_, int GROUPS_> struct logits_shape {
     static constexpr int BLOCK_ROWS = BLOCK_TOKENS * HEADS;
     static constexpr int STAGES = GROUPS == 1 ? 16 : 8;
     static constexpr int LEAST_CHUNK = GROUPS == 1 ? 4 * TILE_KEYS : 8 * TILE_KEYS;
+    /* A decode's work costs a chain of loads, so it has few and long ones. */
+    static constexpr int LARGEST_CHUNK = GROUPS == 1 ? MOST_CHUNK : 2048;
+    static constexpr int WORKS_PER_SM = GROUPS == 1 ? 8 : 24;
 };
 
 /* A run of tokens and a chunk of their columns. */
@@ -454,8 +456,8 @@ launch_shape(const smla_logits_params *p)
     args.p = *p;
     args.page_keys = smla_make_divisor(p->has_pages ? p->pages.block_size : 1);
     args.token_blocks = smla_make_divisor(token_blocks);
-    args.chunk_columns = choose_chunk(p->num_columns, token_blocks, WORKS_PER_SM * num_sms,
-                                      Shape::LEAST_CHUNK, MOST_CHUNK);
+    args.chunk_columns = choose_chunk(p->num_columns, token_blocks, Shape::WORKS_PER_SM * num_sms,
+                                      Shape::LEAST_CHUNK, Shape::LARGEST_CHUNK);
     args.num_works = token_blocks * smla_count_parts(p->num_columns, args.chunk_columns);
     return code != cudaSuccess ? code
                                : smla_launch(logits_sm90<Shape>, args,
