@@ -3,6 +3,7 @@
  */
 #include "instruction_sets.h"
 
+#include "core/interrupt.h"
 #include "core/numeric.h"
 
 /* ---- fused_indexer_q_rope_quant ------------------------------------------------------------ */
@@ -244,7 +245,7 @@ test_bad_scores(void)
 
 /* ---- lightning_indexer --------------------------------------------------------------------- */
 
-/* Makes the call for the tokens of `c` with a workspace of so many bytes. */
+/* Makes the call for the tokens of `c` with a workspace of so many bytes. `values` may be NULL. */
 static smla_status
 choose(const scores *c, array *out, array *values, int64_t workspace_bytes)
 {
@@ -259,7 +260,7 @@ choose(const scores *c, array *out, array *values, int64_t workspace_bytes)
         .k = out->shape[1],
         .starts = &c->starts->tensor,
         .out = &out->tensor,
-        .values = &values->tensor,
+        .values = values == NULL ? NULL : &values->tensor,
         .max_logits_bytes = 1 << 29,
         .workspace = &workspace->tensor,
     };
@@ -303,6 +304,38 @@ test_choice(void)
                 "lightning_indexer: `workspace` must have at least ");
 }
 
+/* A call that was ended names its own operator, not one that it is made of. The interrupt has
+ * ended the calls before they begin, and never asks. */
+static void
+test_ended_calls(void)
+{
+    smla_interrupt interrupt = {.ask_at_ns = INT64_MAX, .is_ended = true};
+    const scores c = {.q = fill(ARRAY(uint8, 2, 1, 128), 0.0),
+                      .weights = fill(ARRAY(fp32, 2, 1), 1.0),
+                      .k = fill(ARRAY(uint8, 9, 128), 0.0),
+                      .k_scale = fill(ARRAY(fp32, 9), 1.0),
+                      .lens = fill(ARRAY(int32, 2), 9.0),
+                      .starts = fill(ARRAY(int32, 2), 0.0),
+                      .out = ARRAY(fp32, 2, 9)};
+    array *const some = ARRAY(int32, 2, 4);
+    array *const all = ARRAY(int32, 2, 9);
+    const smla_top_k_args select = {.struct_size = sizeof select,
+                                    .logits = &c.out->tensor,
+                                    .starts = &c.starts->tensor,
+                                    .ends = &c.lens->tensor,
+                                    .k = 4,
+                                    .out = &some->tensor};
+    EXPECT(smla_set_interrupt(&interrupt) == NULL);
+    EXPECT_FAIL(score(&c), SMLA_ERROR_RUNTIME, "indexer_logits: the call was interrupted");
+    EXPECT_FAIL(smla_top_k_per_row(&select, &error), SMLA_ERROR_RUNTIME,
+                "top_k_per_row: the call was interrupted");
+    EXPECT_FAIL(choose(&c, some, NULL, 512), SMLA_ERROR_RUNTIME,
+                "lightning_indexer: the call was interrupted");
+    EXPECT_FAIL(choose(&c, all, NULL, 512), SMLA_ERROR_RUNTIME, /* which scores nothing */
+                "lightning_indexer: the call was interrupted");
+    EXPECT(smla_set_interrupt(NULL) == &interrupt);
+}
+
 static void
 tests(void)
 {
@@ -311,6 +344,7 @@ tests(void)
     RUN(test_scores);
     RUN(test_bad_scores);
     RUN(test_choice);
+    RUN(test_ended_calls);
 }
 
 int

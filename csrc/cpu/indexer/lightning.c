@@ -12,9 +12,9 @@ smla_cpu_lightning_indexer(const smla_lightning_params *p, smla_error *error)
     for (int64_t token = 0; token < p->logits.num_tokens; token += p->chunk_tokens) {
         const smla_lightning_params chunk = smla_lightning_chunk(p, token);
         if (chunk.logits.out != NULL) {
-            SMLA_TRY(smla_cpu_indexer_logits(&chunk.logits, error));
+            SMLA_TRY(smla_cpu_score_keys(&chunk.logits, error));
         }
-        SMLA_TRY(smla_cpu_top_k_per_row(&chunk.top_k, error));
+        SMLA_TRY(smla_cpu_choose_keys(&chunk.top_k, error));
     }
     return SMLA_OK;
 }

@@ -186,11 +186,10 @@ score_run(const smla_cpu_isa *isa, const smla_logits_params *p, int64_t first_to
 }
 
 smla_status
-smla_cpu_indexer_logits(const smla_logits_params *p, smla_error *error)
+smla_cpu_score_keys(const smla_logits_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
-    SMLA_TRY(smla_cpu_check_logits(p, error));
     const int64_t blocks = (p->num_tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
     const int64_t parts = (p->num_columns + TASK_COLUMNS - 1) / TASK_COLUMNS;
     smla_interrupt *const interrupt = smla_find_interrupt();
@@ -214,5 +213,12 @@ smla_cpu_indexer_logits(const smla_logits_params *p, smla_error *error)
             token = next;
         }
     }
-    return smla_check_ended("indexer_logits", interrupt, error);
+    return smla_check_ended(p->op, interrupt, error);
+}
+
+smla_status
+smla_cpu_indexer_logits(const smla_logits_params *p, smla_error *error)
+{
+    SMLA_TRY(smla_cpu_check_logits(p, error));
+    return smla_cpu_score_keys(p, error);
 }

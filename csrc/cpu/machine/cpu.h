@@ -36,6 +36,11 @@ smla_status smla_cpu_check_mixed_indices(const smla_mixed_indices_params *params
 /* The slots and the length of one token; index_lists.c. */
 void smla_cpu_write_global_topk(const smla_topk_slots_params *params, int64_t token);
 
+/* indexer_logits and top_k_per_row behind their checks, which lightning_indexer makes once for all
+ * chunks; logits.c and top_k.c. */
+smla_status smla_cpu_score_keys(const smla_logits_params *params, smla_error *error);
+smla_status smla_cpu_choose_keys(const smla_top_k_params *params, smla_error *error);
+
 /* One element of an array of any float type, as fp32, exactly. */
 static inline float
 smla_cpu_load_float(const void *array, smla_float_type type, int64_t index)

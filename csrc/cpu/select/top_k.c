@@ -243,13 +243,10 @@ write_row(const smla_top_k_params *p, int64_t token, bool shares_columns,
 /* ---- The operator -------------------------------------------------------------------------- */
 
 smla_status
-smla_cpu_top_k_per_row(const smla_top_k_params *p, smla_error *error)
+smla_cpu_choose_keys(const smla_top_k_params *p, smla_error *error)
 {
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
-    if (p->slots.out != NULL) {
-        SMLA_TRY(smla_cpu_check_global_topk(&p->slots, error));
-    }
     const bool shares_columns =
         p->num_tokens < smla_max_threads() && p->num_columns >= 2 * MIN_CHUNK;
     const int64_t num_serial = shares_columns || p->num_tokens == 1 ? p->num_tokens : 0;
@@ -264,5 +261,14 @@ smla_cpu_top_k_per_row(const smla_top_k_params *p, smla_error *error)
             write_row(p, token, false, isa->select);
         }
     }
-    return smla_check_ended("top_k_per_row", interrupt, error);
+    return smla_check_ended(p->op, interrupt, error);
+}
+
+smla_status
+smla_cpu_top_k_per_row(const smla_top_k_params *p, smla_error *error)
+{
+    if (p->slots.out != NULL) {
+        SMLA_TRY(smla_cpu_check_global_topk(&p->slots, error));
+    }
+    return smla_cpu_choose_keys(p, error);
 }
