@@ -234,7 +234,9 @@ def test_nothing_to_do():
     case.lengths[:] = 9
     assert np.isneginf(np.asarray(case.run())).all()
     case.table = case.table[:, :0]
+    case.req[:] = -1  # a table without columns has no keys to look for
     assert case.run().shape == (3, 0)
+    assert np.isneginf(np.asarray(case.run(out=np.zeros((3, 5), F32)))).all()
 
 
 # --- flat keys -----------------------------------------------------------------------------------

@@ -184,6 +184,9 @@ def test_nothing_to_do():
     case.lengths[:] = 9
     case.table = case.table[:, :0]
     check(case, 5)
+    case.req[:] = -1  # a table without columns has no keys to look for
+    for with_values in (False, True):
+        check(case, 5, with_values=with_values)
     empty = Flat(3, 2, 7)
     empty.k, empty.scale, empty.S = empty.k[:0], empty.scale[:0], 0
     empty.lengths[:] = 9

@@ -39,13 +39,15 @@ source_of(const smla_logits_params *p, int64_t token)
     return p->starts == NULL ? 0 : p->starts[token * p->starts_stride];
 }
 
+/* Only tokens with keys need a good request id. No token has keys beside a block table without
+ * columns. */
 smla_status
 smla_cpu_check_logits(const smla_logits_params *p, smla_error *error)
 {
-    for (int64_t token = 0; p->has_pages && token < p->num_tokens; token++) {
+    const bool has_columns = p->num_columns > 0 && p->pages.num_blocks > 0;
+    for (int64_t token = 0; has_columns && token < p->num_tokens; token++) {
         const int64_t request = source_of(p, token);
-        const bool has_keys =
-            p->num_columns > 0 && p->context_lens[token * p->context_lens_stride] > 0;
+        const bool has_keys = p->context_lens[token * p->context_lens_stride] > 0;
         if (has_keys && (request < 0 || request >= p->num_reqs)) {
             return smla_fail(error, SMLA_ERROR_VALUE,
                              "%s: `req_id_per_token` must be 0 to %lld (rows of `block_table`), "
