@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import sys
@@ -19,6 +20,24 @@ DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 FRAMEWORKS = ("numpy", "ml_dtypes", "torch", "jax", "cupy", "transformers")
 
 
+# The keys of `info --json` -> their values. New releases add keys; they rename and remove none.
+KEYS = {
+    "version": "of this package",
+    "python": "version, system, machine",
+    "backends": "the devices that this build has code for",
+    "build": "compiler, flags, cuda, cuda_archs and versions, as in build_info()",
+    "cpu": "name, instruction_sets",
+    "gpu": "names of the driver's GPUs; archs: the kernels' architectures that they can run",
+    "openmp": "version (0: not in this build), threads",
+    "frameworks": "name -> version, or null where it is not installed",
+    "kernels": "the rows of kernels(), first match first",
+}
+PLAN_KEYS = {
+    "num_tokens, num_heads, topk": "the numbers after --plan",
+    "plans": "device, kv_format, head_dim, workspace_bytes, runs: [{tokens, splits, kernel}, …]",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan",
@@ -27,25 +46,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("TOKENS", "HEADS", "TOPK"),
         help="how sparse_attention would run such a call: kernel, splits, workspace",
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        f"the object's keys:\n{listed(KEYS)}\n\nits keys with --plan:\n{listed(PLAN_KEYS)}"
+    )
+
+
+def listed(keys: dict[str, str]) -> str:
+    return "\n".join(f"  {line}" for line in aligned(list(keys.items())))
 
 
 def run(options: argparse.Namespace) -> int:
-    kernels = sparse_mla.kernels()
-    if options.plan is not None:
-        return print_plans(kernels, *options.plan)
-    build = sparse_mla.build_info()
-    devices = sorted({row["device"] for row in kernels})
-    print(f"sparse_mla {sparse_mla.__version__}")
-    print(f"  python      {platform.python_version()}, {platform.system()} {platform.machine()}")
-    print(f"  backends    {', '.join(devices)}")
-    for key, value in build.items():
-        if key not in ("version", "cpu_features", "openmp"):
-            print(f"  {key:11} {value}")
-    print(f"  cpu         {cpu_name()}: {', '.join(build['cpu_features'])}")
-    if "cuda" in devices:
-        print(f"  gpu         {gpu_text(kernels)}")
-    print(f"  openmp      {openmp_text(build['openmp'])}")
-    print(f"  frameworks  {', '.join(f'{name} {find(name)}' for name in FRAMEWORKS)}")
+    try:
+        found = find_facts() if options.plan is None else find_plans(*options.plan)
+    except ValueError as error:
+        print(f"info: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(found, indent=1))
+    elif options.plan is None:
+        print_facts(found)
+    else:
+        print_plans(found)
+    return 0
+
+
+def find_facts() -> dict[str, Any]:
+    """A value for each of KEYS."""
+    build, kernels = sparse_mla.build_info(), sparse_mla.kernels()
+    sets, openmp = build.pop("cpu_features"), build.pop("openmp")
+    del build["version"]  # ours, a second time
+    archs = [row["arch"] for row in kernels if row["device"] == "cuda" and row["available"]]
+    return {
+        "version": sparse_mla.__version__,
+        "python": {
+            "version": platform.python_version(),
+            "system": platform.system(),
+            "machine": platform.machine(),
+        },
+        "backends": sorted({row["device"] for row in kernels}),
+        "build": build,
+        "cpu": {"name": cpu_name(), "instruction_sets": sets},
+        "gpu": {"names": gpu_names(), "archs": list(dict.fromkeys(archs))},
+        "openmp": {"version": openmp, "threads": num_threads() if openmp else 1},
+        "frameworks": {name: find(name) for name in FRAMEWORKS},
+        "kernels": kernels,
+    }
+
+
+def print_facts(facts: dict[str, Any]) -> None:
+    python, cpu, kernels = facts["python"], facts["cpu"], facts["kernels"]
+    frameworks = (f"{name} {version or '–'}" for name, version in facts["frameworks"].items())
+    print(f"sparse_mla {facts['version']}")
+    print(f"  python      {python['version']}, {python['system']} {python['machine']}")
+    print(f"  backends    {', '.join(facts['backends'])}")
+    for key, value in facts["build"].items():
+        print(f"  {key:11} {value}")
+    print(f"  cpu         {cpu['name']}: {', '.join(cpu['instruction_sets'])}")
+    if "cuda" in facts["backends"]:
+        print(f"  gpu         {gpu_text(**facts['gpu'])}")
+    print(f"  openmp      {openmp_text(**facts['openmp'])}")
+    print(f"  frameworks  {', '.join(frameworks)}")
     print("\nkernels of sparse_attention, first match first (* = taken on this machine)")
     columns = ("device", "arch", "kv_format", "heads", "name")
     rows = [columns, *(tuple(str(row[column]) for column in columns) for row in kernels)]
@@ -54,7 +116,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"{mark} {line}".rstrip())
     if "-" in marks:
         print("- = this machine cannot run it")
-    return 0
 
 
 def aligned(rows: list[tuple[str, ...]]) -> list[str]:
@@ -66,41 +127,52 @@ def aligned(rows: list[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def print_plans(kernels: list[dict[str, Any]], num_tokens: int, num_heads: int, topk: int) -> int:
-    """One line for each run of each plan: a call may run in two parts."""
+def find_plans(num_tokens: int, num_heads: int, topk: int) -> dict[str, Any]:
+    """A value for each of PLAN_KEYS. A call may run in two parts."""
+    devices = sorted({row["device"] for row in sparse_mla.kernels() if row["available"]})
+    plans = [
+        {"device": device, **plan, "runs": [named_run(*run) for run in plan["runs"]]}
+        for device in devices
+        for plan in ops._attention_plans(num_tokens, num_heads, topk, device=device)
+    ]
+    return {"num_tokens": num_tokens, "num_heads": num_heads, "topk": topk, "plans": plans}
+
+
+def named_run(tokens: int, splits: int, kernel: str) -> dict[str, Any]:
+    return {"tokens": tokens, "splits": splits, "kernel": kernel}
+
+
+def print_plans(found: dict[str, Any]) -> None:
+    """One line for each run of each plan."""
     heading = ("device", "kv_format", "tokens", "splits", "kernel", "workspace")
     rows: list[tuple[str, ...]] = [heading]
-    for device in sorted({row["device"] for row in kernels if row["available"]}):
-        try:
-            plans = ops._attention_plans(num_tokens, num_heads, topk, device=device)
-        except ValueError as error:
-            print(f"info: {error}", file=sys.stderr)
-            return 2
-        for plan in plans:
-            rows += [
-                (
-                    device,
-                    f"{plan['kv_format']} of {plan['head_dim']} values",
-                    str(tokens),
-                    str(splits),
-                    str(name),
-                    f"{plan['workspace_bytes']} bytes",
-                )
-                for tokens, splits, name in plan["runs"]
-            ]
-    print(f"sparse_attention of {num_tokens} tokens, {num_heads} heads, {topk} indices each")
+    rows += [
+        (
+            plan["device"],
+            f"{plan['kv_format']} of {plan['head_dim']} values",
+            str(run["tokens"]),
+            str(run["splits"]),
+            run["kernel"],
+            f"{plan['workspace_bytes']} bytes",
+        )
+        for plan in found["plans"]
+        for run in plan["runs"]
+    ]
+    print(
+        f"sparse_attention of {found['num_tokens']} tokens, {found['num_heads']} heads, "
+        f"{found['topk']} indices each"
+    )
     print("\n".join(aligned(rows)))
-    return 0
 
 
-def find(name: str) -> str:
-    """A framework's version, found without importing the framework."""
+def find(name: str) -> str | None:
+    """A framework's version, or None; found without importing the framework."""
     for wheel in WHEELS.get(name, (name,)):
         try:
             return metadata.version(wheel)
         except metadata.PackageNotFoundError:
             pass
-    return "–"
+    return None
 
 
 def cpu_name() -> str:
@@ -113,13 +185,12 @@ def cpu_name() -> str:
         return platform.machine()
 
 
-def gpu_text(kernels: list[dict[str, Any]]) -> str:
+def gpu_text(names: list[str], archs: list[str]) -> str:
     """The driver's names of the GPUs, and the architectures of the kernels that they can run."""
-    runnable = [row["arch"] for row in kernels if row["device"] == "cuda" and row["available"]]
-    names = ", ".join(gpu_names())
-    if not runnable:
-        return f"none that this build can use{f': {names}' if names else ''}"
-    return f"{names or 'unnamed'}: {', '.join(dict.fromkeys(runnable))}"
+    text = ", ".join(names)
+    if not archs:
+        return f"none that this build can use{f': {text}' if text else ''}"
+    return f"{text or 'unnamed'}: {', '.join(archs)}"
 
 
 def gpu_names(folder: Path = DRIVER_FOLDER) -> list[str]:
@@ -140,5 +211,5 @@ def num_threads() -> int:
     return int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0))
 
 
-def openmp_text(version: int) -> str:
-    return f"{version}, {num_threads()} threads" if version else "not in this build: one thread"
+def openmp_text(version: int, threads: int) -> str:
+    return f"{version}, {threads} threads" if version else "not in this build: one thread"
