@@ -193,6 +193,16 @@ def gpu_text(names: list[str], archs: list[str]) -> str:
     return f"{text or 'unnamed'}: {', '.join(archs)}"
 
 
+def what_cuda_lacks() -> str:
+    """Why nothing can run on CUDA here; empty where something can."""
+    rows = [row for row in sparse_mla.kernels() if row["device"] == "cuda"]
+    if not rows:
+        return f"no CUDA in this build: {sparse_mla.build_info()['cuda']}"
+    if not any(row["available"] for row in rows):
+        return "there is no GPU here that this build can use: --device cpu"
+    return ""
+
+
 def gpu_names(folder: Path = DRIVER_FOLDER) -> list[str]:
     """The name of every GPU that NVIDIA's driver lists; empty where the driver lists none."""
     names = []

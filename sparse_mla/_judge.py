@@ -77,11 +77,15 @@ def judge_row(
     *,
     softmax_scale: float,
     gathered: bool = False,
+    units: int = 16,
+    f16_scales: bool = False,
 ) -> Fractions:
     """Judges one query token.
 
     q [H, 576] bf16, keys [n, 576] fp64 (the selected rows), out [H, 512] bf16, lse [H] fp32.
     `gathered`: the kernel read these keys rounded to bf16, so the bounds allow for that rounding.
+    A GPU is allowed 32 `units` of 2^-24 in the logits, and `f16_scales` of FP8 rows: e4m3 times its
+    scale is rounded to fp16.
     """
     if len(keys) == 0:
         empty = not out.astype(np.float64).any() and bool(np.isneginf(lse).all())
@@ -96,7 +100,14 @@ def judge_row(
 
     magnitude = p @ np.abs(values)
     a = (softmax_scale * np.abs(q) @ np.abs(keys).T).max(axis=1)
-    e = 16 * 2.0**-24 * a
+    e = units * 2.0**-24 * a
+    if f16_scales:
+        tiles = (len(q), NUM_TILES, SCALE_TILE), (len(keys), NUM_TILES, SCALE_TILE)
+        nope = q[:, :KV_LORA_RANK]
+        by_tile = np.einsum("htd,ktd->hkt", nope.reshape(tiles[0]), values.reshape(tiles[1]))
+        squares = np.sqrt(nope**2 @ (values**2).T)
+        scaled = softmax_scale * (np.abs(by_tile).sum(axis=2) + 2 * squares)
+        e += 2.0**-11 * scaled.max(axis=1)
     out_bound = 2 * 2.0**-9 * (magnitude + np.abs(exact_out)) + 2 * e[:, None] * magnitude + 1e-6
     lse_bound = e + 1e-6
     if gathered:

@@ -33,6 +33,7 @@ from sparse_mla._bench import (
 )
 from sparse_mla._bench import run as bench
 from sparse_mla._demo import engine, model, scheduler
+from sparse_mla._demo import memory as demo_memory
 from sparse_mla._demo import run as demo
 from sparse_mla.ops import index
 
@@ -710,7 +711,7 @@ def test_the_demo_s_indexer_takes_the_best_keys_up_to_the_token():
         max_model_len=90,
     )
     toy = model.ToyModel(2, 0)
-    made = engine.Engine(toy, config, num_pages=20)
+    made = engine.Engine(toy, config, 20, demo_memory.Memory())
     same = total = 0
     for step in range(3):
         batch = plan.next_batch(step)
@@ -743,7 +744,7 @@ def test_the_demo_s_workspace_is_as_large_as_the_plan_wants():
         max_num_batched_tokens=8,
         max_model_len=64,
     )
-    made = engine.Engine(model.ToyModel(2, 0), config, num_pages=2)
+    made = engine.Engine(model.ToyModel(2, 0), config, 2, demo_memory.Memory())
     assert made.workspace.shape == (sparse_mla.get_prefill_workspace_size(64), 576)
 
 

@@ -158,7 +158,7 @@ def test_bench_names_first_what_no_installation_cures(gpu, pytorch, monkeypatch)
     """`gpu` None stands for a build without CUDA."""
     rows = [] if gpu is None else [{"device": "cuda", "available": gpu == "usable"}]
     cuda = types.SimpleNamespace(is_available=lambda: pytorch == "with CUDA")
-    monkeypatch.setattr(bench, "kernels", lambda device: rows)
+    monkeypatch.setattr(sparse_mla, "kernels", lambda: rows)
     monkeypatch.setattr(bench, "find_spec", lambda name: pytorch)
     monkeypatch.setattr(bench, "import_module", lambda name: types.SimpleNamespace(cuda=cuda))
     after_the_gpu = {None: "needs PyTorch", "without CUDA": "PyTorch sees no GPU", "with CUDA": ""}

@@ -206,11 +206,9 @@ def check_cuda() -> None:
 def what_cuda_lacks() -> str:
     """Why nothing can be measured on CUDA; empty where CUDA can be measured. Reasons that no
     installation cures come first, so that nobody installs PyTorch to learn that there is no GPU."""
-    rows = kernels("cuda")
-    if not rows:
-        return f"no CUDA in this build: {sparse_mla.build_info()['cuda']}"
-    if not any(row["available"] for row in rows):
-        return "there is no GPU here that this build can use: --device cpu"
+    lack = _info.what_cuda_lacks()
+    if lack:
+        return lack
     if find_spec("torch") is None:
         return "--device cuda needs PyTorch, for memory, events and graphs: pip install torch"
     torch: Any = import_module("torch")

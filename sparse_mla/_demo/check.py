@@ -12,7 +12,7 @@ import numpy as np
 import sparse_mla
 from sparse_mla._demo.engine import Engine, StepResult
 from sparse_mla._demo.scheduler import Batch, Request
-from sparse_mla._judge import Fractions, exact_rows, judge_row, upconvert_rows
+from sparse_mla._judge import FP8_ROW_BYTES, Fractions, exact_rows, judge_row, upconvert_rows
 
 
 class Checker:
@@ -20,6 +20,7 @@ class Checker:
         self.engine = engine
         self.rng = np.random.default_rng(seed)
         self.rows_per_part = rows_per_part
+        self.units = 16 if engine.memory.device == "cpu" else 32  # see _judge.py
         self.fractions: dict[str, Fractions] = {}
         self.gathered_rows = 0
         self.wrong_gathered_rows = 0
@@ -30,6 +31,7 @@ class Checker:
 
     def check_step(self, batch: Batch, result: StepResult) -> None:
         """Samples the decodes' rows and the prefills' rows of a step that has just run."""
+        self.kv_cache = self.engine.memory.get(self.engine.kv_cache)
         if result.metadata.prefill is not None:
             self._check_gather(batch, result, result.metadata.prefill.chunks[-1])
         num_decode_tokens = result.metadata.num_decode_tokens
@@ -41,15 +43,17 @@ class Checker:
     def _cache_rows(self, request: Request, positions: np.ndarray) -> np.ndarray:
         block_size = self.engine.config.block_size
         pages = np.array(request.pages)[positions // block_size]
-        return self.engine.kv_cache[pages, positions % block_size]
+        return self.kv_cache[pages, positions % block_size]
 
     def _check_gather(self, batch: Batch, result: StepResult, chunk: sparse_mla.Chunk) -> None:
         """Compares the last chunk, which is what the workspace still holds."""
+        get = self.engine.memory.get
+        workspace = get(self.engine.workspace)
         first = result.metadata.num_decodes + chunk.req_start_idx
-        for r, start in enumerate(np.asarray(chunk.workspace_starts)):
+        for r, start in enumerate(get(chunk.workspace_starts)):
             seq_len = int(batch.seq_lens[first + r])
             rows = self._cache_rows(batch.requests[first + r], np.arange(seq_len))
-            gathered = self.engine.workspace[start : start + seq_len].view(np.uint16)
+            gathered = workspace[start : start + seq_len].view(np.uint16)
             wrong = (upconvert_rows(rows).view(np.uint16) != gathered).any(axis=1)
             self.gathered_rows += seq_len
             self.wrong_gathered_rows += int(wrong.sum())
@@ -77,5 +81,7 @@ class Checker:
             result.lse[token],
             softmax_scale=self.engine.config.softmax_scale,
             gathered=gathered,
+            units=self.units,
+            f16_scales=self.units > 16 and rows.shape[1] == FP8_ROW_BYTES and not gathered,
         )
         self.fractions.setdefault(what, Fractions()).add(fractions)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 import sparse_mla
+from sparse_mla._demo.memory import Memory
 from sparse_mla._demo.model import INDEX_DIM, ToyModel
 from sparse_mla._demo.scheduler import Batch
 from sparse_mla._judge import BF16, KV_LORA_RANK
@@ -22,7 +24,8 @@ KEY_DIM = 576  # values of a cached key: kv_lora_rank + qk_rope_head_dim
 
 @dataclass
 class StepResult:
-    """What a step computed. Arrays are the engine's buffers, valid until the next step."""
+    """What a step computed, in host memory. On the CPU these are the engine's buffers, valid until
+    the next step."""
 
     metadata: sparse_mla.Metadata
     q: tuple[np.ndarray, np.ndarray]  # absorbed: [T, H, 512], [T, H, 64] bf16
@@ -31,44 +34,51 @@ class StepResult:
     lse: np.ndarray  # [T, H] fp32
     predicted: np.ndarray  # [T] the next byte, as the model sees it
     library_seconds: float  # time spent in sparse_mla
-    total_seconds: float  # the same plus the toy model
+    total_seconds: float  # the same plus the toy model, and copies to a GPU and back
 
 
 class Engine:
-    def __init__(self, model: ToyModel, config: sparse_mla.Config, num_pages: int) -> None:
+    def __init__(
+        self, model: ToyModel, config: sparse_mla.Config, num_pages: int, memory: Memory
+    ) -> None:
         num_tokens = config.max_num_batched_tokens
         shape = sparse_mla.Backend.get_kv_cache_shape(
             num_pages, config.block_size, cache_dtype_str=config.kv_cache_dtype
         )
         is_fp8 = config.kv_cache_dtype == "fp8_ds_mla"
-        self.kv_cache = np.zeros(shape, np.uint8 if is_fp8 else BF16)
+        self.kv_cache = memory.zeros(shape, np.uint8 if is_fp8 else BF16)
         index_shape = sparse_mla.v4.Backend.get_kv_cache_shape(
             num_pages, config.block_size, head_size=INDEX_DIM, cache_dtype_str="fp8_index"
         )
-        self.index_cache = np.zeros(index_shape, np.uint8)  # in pages of the same numbers
-        self.index_cos_sin = sparse_mla.rope_table(config.max_model_len)
+        self.index_cache = memory.zeros(index_shape, np.uint8)  # in pages of the same numbers
+        self.index_cos_sin = memory.put(sparse_mla.rope_table(config.max_model_len))
+        self.memory = memory
         self.model = model
         self.config = config
         # Left out, the builder would make its own workspace; the check has to read this one.
         workspace_tokens = config.prefill_workspace_tokens
         if workspace_tokens is None:
             workspace_tokens = sparse_mla.get_prefill_workspace_size(config.max_model_len)
-        self.workspace = np.zeros((workspace_tokens, KEY_DIM), BF16)
+        self.workspace = memory.zeros((workspace_tokens, KEY_DIM), BF16)
         self.builder = sparse_mla.MetadataBuilder(config, workspace=self.workspace)
-        self.layer = sparse_mla.SparseMLA(config, kv_b_proj=model.kv_b_proj)
-        self.topk_indices = np.zeros((num_tokens, config.topk_tokens), np.int32)
-        self.out = np.zeros((num_tokens, model.num_heads, KV_LORA_RANK), BF16)
-        self.lse = np.zeros((num_tokens, model.num_heads), np.float32)
+        self.layer = sparse_mla.SparseMLA(config, kv_b_proj=memory.put(model.kv_b_proj))
+        self.first_keys = memory.zeros((num_tokens,), np.int32)
+        self.topk_indices = memory.zeros((num_tokens, config.topk_tokens), np.int32)
+        self.out = memory.zeros((num_tokens, model.num_heads, KV_LORA_RANK), BF16)
+        self.lse = memory.zeros((num_tokens, model.num_heads), np.float32)
 
     def run_step(self, batch: Batch) -> StepResult:
         start = time.perf_counter()
-        kv_c, k_pe, q_nope, q_pe, *index_inputs = self._project(batch)
+        get, put = self.memory.get, self.memory.put
+        kv_c, k_pe, q_nope, q_pe, *index_inputs = map(put, self._project(batch))
+        common = self._describe(batch)
 
+        self.memory.wait()
         library_start = time.perf_counter()
-        metadata = self.builder.build(self._describe(batch))  # once per step, for all layers
+        metadata = self.builder.build(common)  # once per step, for all layers
         ql_nope = self.layer.k_up_proj(q_nope)  # the absorbed query works on the latent itself
-        sparse_mla.concat_and_cache_mla(kv_c, k_pe, self.kv_cache, batch.slot_mapping)
-        topk_indices = self._select_topk(batch, metadata, *index_inputs)
+        sparse_mla.concat_and_cache_mla(kv_c, k_pe, self.kv_cache, common.slot_mapping)
+        topk_indices = self._select_topk(common, metadata, *index_inputs)
         out, lse = self.layer.forward(
             (ql_nope, q_pe),
             self.kv_cache,
@@ -78,28 +88,29 @@ class Engine:
             lse=self.lse[: batch.num_tokens],
         )
         values = self.layer.v_up_proj(out)
+        self.memory.wait()
         library_seconds = time.perf_counter() - library_start
 
-        predicted = self.model.predict(values)
+        predicted = self.model.predict(get(values))
         return StepResult(
             metadata=metadata,
-            q=(ql_nope, q_pe),
-            topk_indices=topk_indices,
-            out=out,
-            lse=lse,
+            q=(get(ql_nope), get(q_pe)),
+            topk_indices=get(topk_indices),
+            out=get(out),
+            lse=get(lse),
             predicted=predicted,
             library_seconds=library_seconds,
             total_seconds=time.perf_counter() - start,
         )
 
-    @staticmethod
-    def _describe(batch: Batch) -> sparse_mla.CommonAttentionMetadata:
+    def _describe(self, batch: Batch) -> sparse_mla.CommonAttentionMetadata:
         """On the CPU the host arrays are the device arrays."""
+        put = self.memory.put
         return sparse_mla.CommonAttentionMetadata(
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.slot_mapping,
-            batch.block_table,
+            put(batch.query_start_loc),
+            put(batch.seq_lens),
+            put(batch.slot_mapping),
+            put(batch.block_table),
             query_start_loc_cpu=batch.query_start_loc,
             seq_lens_cpu=batch.seq_lens,
             num_reqs=len(batch.requests),
@@ -110,7 +121,7 @@ class Engine:
 
     def _project(self, batch: Batch) -> list[np.ndarray]:
         """The layer's inputs for the batch's tokens: kv_c, k_pe, q_nope, q_pe, then the indexer's
-        keys, queries and weights."""
+        keys, queries, weights, and positions."""
         model = self.model
         projected = [
             (
@@ -118,6 +129,7 @@ class Engine:
                 *model.queries(request.text, positions),
                 model.index_keys(request.text, positions),
                 *model.index_queries(request.text, positions),
+                positions.astype(np.int32),
             )
             for request, _, positions in batch.parts()
         ]
@@ -125,17 +137,17 @@ class Engine:
 
     def _select_topk(
         self,
-        batch: Batch,
+        common: sparse_mla.CommonAttentionMetadata,
         metadata: sparse_mla.Metadata,
-        keys: np.ndarray,
-        queries: np.ndarray,
-        weights: np.ndarray,
-    ) -> np.ndarray:
+        keys: Any,
+        queries: Any,
+        weights: Any,
+        positions: Any,
+    ) -> Any:
         """The lightning indexer: [T, K] positions with the best scores in each token's request, of
         those up to the token's own; -1 fills the rows of shorter contexts."""
-        positions = np.concatenate([positions for _, _, positions in batch.parts()])
-        lens = (positions + 1).astype(np.int32)
-        sparse_mla.indexer_k_quant_and_cache(keys, self.index_cache, batch.slot_mapping)
+        lens, num_tokens = positions + 1, len(positions)
+        sparse_mla.indexer_k_quant_and_cache(keys, self.index_cache, common.slot_mapping)
         queries, weights = sparse_mla.fused_indexer_q_rope_quant(
             queries,
             weights,
@@ -149,12 +161,16 @@ class Engine:
             weights,
             self.index_cache,
             lens,
-            block_table=batch.block_table,
+            block_table=common.block_table,
             req_id_per_token=metadata.req_id_per_token,
             clean=False,
         )
-        topk_indices = self.topk_indices[: batch.num_tokens]
+        topk_indices = self.topk_indices[:num_tokens]
         sparse_mla.top_k_per_row(
-            logits, np.zeros_like(lens), lens, k=self.config.topk_tokens, out=topk_indices
+            logits,
+            self.first_keys[:num_tokens],
+            lens,
+            k=self.config.topk_tokens,
+            out=topk_indices,
         )
         return topk_indices

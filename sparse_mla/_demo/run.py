@@ -13,6 +13,7 @@ import numpy as np
 import sparse_mla
 from sparse_mla._demo.check import Checker
 from sparse_mla._demo.engine import Engine, StepResult
+from sparse_mla._demo.memory import find_memory
 from sparse_mla._demo.model import SOFTMAX_SCALE, ToyModel
 from sparse_mla._demo.scheduler import Batch, Request, Scheduler
 
@@ -21,6 +22,7 @@ BF16_ROW_BYTES = 1152
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="where it runs (%(default)s)")
     add("--text", type=Path, help="file to read (default: an essay that comes with the package)")
     add("--requests", type=int, default=6, help="number of requests (%(default)s)")
     add("--context", type=int, default=3072, help="bytes of the longest request (%(default)s)")
@@ -98,6 +100,7 @@ def make_engine(options: argparse.Namespace, requests: list[Request]) -> tuple[E
             f"--pages must be at least {least_pages}, the pages of the longest request, "
             f"got {options.pages}"
         )
+    memory = find_memory(options.device)
     config = sparse_mla.Config(
         options.heads,
         softmax_scale=SOFTMAX_SCALE,
@@ -109,6 +112,7 @@ def make_engine(options: argparse.Namespace, requests: list[Request]) -> tuple[E
         max_model_len=longest,
         prefill_workspace_tokens=longest,  # small on purpose: a busy step needs several chunks
         path=options.path,
+        device=memory.device,
     )
     scheduler = Scheduler(
         requests,
@@ -121,9 +125,10 @@ def make_engine(options: argparse.Namespace, requests: list[Request]) -> tuple[E
     print(
         f"sparse_mla {sparse_mla.__version__} · {len(requests)} requests of up to {longest} bytes"
         f" · {options.heads} heads · top-{options.topk} · {options.kv_cache_dtype} cache of "
-        f"{scheduler.pool.num_pages} pages × {options.block_size} tokens\n"
+        f"{scheduler.pool.num_pages} pages × {options.block_size} tokens"
+        f" · {memory.name} arrays, {memory.device}\n"
     )
-    return Engine(model, config, scheduler.pool.num_pages), scheduler
+    return Engine(model, config, scheduler.pool.num_pages, memory), scheduler
 
 
 class Table:
