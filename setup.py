@@ -3,7 +3,8 @@
     python setup.py build_ext --inplace       build what `pip install .` builds, in the source tree
     python setup.py ninja --targets=lib       build other targets of the graph: lib, tests, fuzz
 
-Metadata and requirements are in pyproject.toml; sources, flags and variants in buildtools/graph.py.
+Metadata and requirements are in pyproject.toml, the package's page in buildtools/page.py; sources,
+flags and variants in buildtools/graph.py.
 """
 
 import subprocess
@@ -16,6 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).parent / "buildtools"))
 import graph
+import page
 
 
 def public_version(distribution):
@@ -72,6 +74,9 @@ class Ninja(Command):
 
 
 setup(
+    long_description=page.description(),
+    long_description_content_type="text/markdown",
+    project_urls=page.project_urls(),
     cmdclass={"build_ext": BuildExtension, "ninja": Ninja},
     ext_modules=[Extension("sparse_mla._C", sources=[], py_limited_api=True)],
     options={
