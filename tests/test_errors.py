@@ -805,7 +805,7 @@ def test_pages_that_overlap_cannot_be_written():
 
 HINTS = [
     ("int64 indices", "indices", lambda x: x.astype(np.int64), "make it int32"),
-    ("float32 q", "q", lambda x: x.astype(np.float32), "ml_dtypes.bfloat16"),
+    ("float32 q", "q", lambda x: x.astype(np.float32), "nothing is cast here"),
     ("bits of q", "q", lambda x: x.view(np.uint16), "view the bits as bfloat16"),
     ("heads before tokens", "q", lambda x: x.swapaxes(0, 1), "a row per token of the query"),
     ("q without RoPE", "q", lambda x: x[..., :512], "512 latent and 64 RoPE values"),
