@@ -207,7 +207,8 @@ wheel: $(VENV)/test.txt ## build an sdist, and an abi3 wheel from it in isolatio
 	@$(PY) setup.py -q sdist
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist dist/*.tar.gz
 
-RELEASE ?= off $(if $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2> /dev/null),system)
+RELEASE ?= off $(if $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2> /dev/null),system) \
+    $(if $(filter aarch64,$(shell uname -m)),,$(if $(shell command -v aarch64-linux-gnu-gcc),aarch64))
 release: $(VENV)/release.txt environment ## manylinux wheels in dist/, CPU-only and CUDA; RELEASE=off makes the first alone
 	rm -rf dist
 	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) buildtools/release.py $(RELEASE)

@@ -39,7 +39,7 @@ VARIANTS = {  # flags to compile and to link with
     "thread": SANITIZER + "thread",
     "coverage": "-O1 -g --coverage",
     "fuzz": SANITIZER + "address,undefined,fuzzer-no-link",
-    "aarch64": "-O2",
+    "aarch64": "-O2 -DNDEBUG",  # a release, cross-compiled
 }
 # Without exceptions, run-time types and guarded statics these objects need no C++ library, so that
 # any C program can link them. nvcc runs one ptxas at a time (no --threads), because the reports of
@@ -144,6 +144,17 @@ def python_include():
     return path
 
 
+def alias_of_multiarch():
+    """Debian's pyconfig.h includes the one of the target's Python, which is not here. This
+    machine's is its equal in what the stable ABI uses."""
+    folder = BUILD / "multiarch"
+    folder.mkdir(parents=True, exist_ok=True)
+    alias = folder / "aarch64-linux-gnu"
+    alias.unlink(missing_ok=True)
+    alias.symlink_to(Path("/usr/include", sysconfig.get_config_var("MULTIARCH")))
+    return folder
+
+
 def public_headers():
     """Installed name → source of the headers that callers include."""
     dlpack = Path("dlpack/dlpack.h")
@@ -240,7 +251,7 @@ def module_flags(cc, version, cuda_facts):
     facts = {
         "SMLA_VERSION_STRING": version,
         "SMLA_BUILD_COMPILER": banner.partition("\n")[0],
-        "SMLA_BUILD_FLAGS": VARIANT,
+        "SMLA_BUILD_FLAGS": "release" if VARIANT == "aarch64" else VARIANT,
         **cuda_facts,
     }
     return ["-Wno-missing-prototypes", *(f'-D{name}="{fact}"' for name, fact in facts.items())]
@@ -356,6 +367,8 @@ def write_graph(version):
 
 def add_extension(graph, archive, version):
     include = ["-isystem", python_include(), "-isystem", package_include("numpy", "_core/include")]
+    if VARIANT == "aarch64" and sysconfig.get_config_var("MULTIARCH"):
+        include += ["-isystem", alias_of_multiarch()]
     own_flags = {"module": module_flags(graph.cc, version, graph.cuda_facts)}
     glue = [
         graph.compile(source, *GLUE_FLAGS.split(), *include, *own_flags.get(source.stem, ()))

@@ -146,6 +146,36 @@ def test_no_name_is_the_first_compiler_there_is(graph, monkeypatch, empty):
         graph.c_compiler()
 
 
+@pytest.fixture
+def release(monkeypatch):
+    monkeypatch.syspath_prepend(str(BUILDTOOLS))
+    return load("release")
+
+
+def test_a_release_s_wheel_is_for_the_promised_glibc(release):
+    for tags in ("manylinux_2_28_x86_64", "manylinux2014_aarch64.manylinux_2_17_aarch64"):
+        release.require_platform(Path(f"dist/a-1+cpu-cp311-abi3-{tags}.whl"))
+    for tag in ("manylinux_2_34_aarch64", "linux_aarch64"):
+        with pytest.raises(SystemExit, match=rf"-{tag}\.whl is not for glibc 2\.28"):
+            release.require_platform(Path(f"dist/a-1+cpu-cp311-abi3-{tag}.whl"))
+
+
+def test_auditwheel_names_the_platform_of_another_machine_s_wheel(release, monkeypatch):
+    monkeypatch.setattr(release.platform, "machine", lambda: "x86_64")
+    names = [f"a-1+cpu-cp311-abi3-linux_{machine}.whl" for machine in ("x86_64", "aarch64")]
+    found = [release.platform_of(Path(name)) for name in names]
+    assert found == ["manylinux_2_28_x86_64", "auto"]
+
+
+def test_debian_s_headers_of_python_serve_a_cross_compiler(graph, monkeypatch, tmp_path):
+    """Its pyconfig.h includes <aarch64-linux-gnu/python3.x/pyconfig.h>."""
+    monkeypatch.setattr(graph, "BUILD", tmp_path)
+    monkeypatch.setattr(graph.sysconfig, "get_config_var", lambda name: "x86_64-linux-gnu")
+    for _ in range(2):
+        alias = graph.alias_of_multiarch() / "aarch64-linux-gnu"
+        assert alias.readlink() == Path("/usr/include/x86_64-linux-gnu")
+
+
 def test_an_unknown_mode_is_an_error(machine, monkeypatch):
     monkeypatch.setenv("SPARSE_MLA_CUDA", "yes")
     with pytest.raises(SystemExit, match="SPARSE_MLA_CUDA=yes: must be one of auto, system"):
