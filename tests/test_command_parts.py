@@ -329,6 +329,11 @@ def options(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@pytest.mark.parametrize("name", ["--kv-format", "--cache"])
+def test_bench_s_format_has_an_alias(name):
+    assert options(name, "bfloat16").cache == "bfloat16"
+
+
 def test_bench_starts_over_with_its_threads(monkeypatch):
     started = []
     monkeypatch.setenv("OMP_NUM_THREADS", "7")

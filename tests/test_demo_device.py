@@ -22,6 +22,11 @@ def demo_options(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@pytest.mark.parametrize("name", ["--kv-format", "--kv-cache-dtype"])
+def test_the_demo_s_format_has_an_alias(name):
+    assert demo_options(name, "bfloat16").kv_cache_dtype == "bfloat16"
+
+
 def test_the_demo_says_in_one_line_why_there_is_no_gpu():
     done = run_python("-m", "sparse_mla", "demo", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stdout) == (1, "")

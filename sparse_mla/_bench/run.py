@@ -71,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="source", metavar="FILE", help="sum up this run's --json, measure nothing"
     )
     rows = parser.add_argument_group("rows of --only inputs (cuda)")
-    rows.add_argument("--cache", metavar="A,B", help="fp8_ds_mla, bfloat16, bfloat16_512")
+    formats = "fp8_ds_mla, bfloat16, bfloat16_512"
+    rows.add_argument("--kv-format", "--cache", dest="cache", metavar="A,B", help=formats)
     rows.add_argument("--heads", metavar="A,B", help="numbers of heads, as 16,64")
     rows.add_argument("--batches", metavar="A,B", help="requests x tokens, as 8x1,128x2,1x1024")
     rows.add_argument("--kinds", metavar="A,B", help="inputs by their names in the table")

@@ -29,7 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode", type=int, default=16, help="tokens that each request decodes (%(default)s)")
     add("--heads", type=int, default=32, help="query heads, 1 to 128 (%(default)s)")
     add("--topk", type=int, default=2048, help="keys that a query attends to (%(default)s)")
-    add("--kv-cache-dtype", choices=["fp8_ds_mla", "bfloat16"], default="fp8_ds_mla")
+    add(
+        "--kv-format",
+        "--kv-cache-dtype",
+        dest="kv_cache_dtype",
+        choices=["fp8_ds_mla", "bfloat16"],
+        default="fp8_ds_mla",
+        help="the cache's format (%(default)s)",
+    )
     add("--block-size", type=int, default=64, help="tokens per cache page (%(default)s)")
     add("--path", choices=["mixed", "separate", "bf16", "direct"], help="force a path")
     add("--tokens-per-step", type=int, default=512, help="the scheduler's budget (%(default)s)")
