@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/cache/cache_rows.cuh"
+#include "cuda/ptx/e2m1.cuh"
 
 namespace {
 
@@ -161,24 +162,49 @@ upconvert_step(const uint32_t *bytes, float scale, uint32_t *words)
     }
 }
 
+/* Two e2m1 times any scale. */
+__device__ __noinline__ float2
+scale_rare_e2m1x2(uint32_t codes, float scale)
+{
+    return make_float2(smla_scale_value(smla_e2m1_to_float((uint8_t)(codes & 15u)), scale),
+                       smla_scale_value(smla_e2m1_to_float((uint8_t)(codes >> 4 & 15u)), scale));
+}
+
+__device__ __noinline__ uint32_t
+scale_rare_e2m1x2_to_bf16(uint32_t codes, float scale)
+{
+    const float2 products = scale_rare_e2m1x2(codes, scale);
+    return smla_round_rare_floats(products.x, products.y);
+}
+
 /* e2m1 values of one step as words of out. */
 template <int OUT, int COUNT>
 __device__ __forceinline__ void
 upconvert_e2m1(uint32_t codes, float scale, uint32_t *words)
 {
+    const bool is_plain = smla_is_plain_e2m1_scale(scale);
+    float products[8];
+    smla_scale_plain_e2m1x8(codes, scale, products);
 #pragma unroll
     for (int i = 0; i < COUNT; i += 2) {
-        float products[2];
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            const uint8_t code = (uint8_t)(codes >> (4 * (i + k)) & 15u);
-            products[k] = smla_scale_value(smla_e2m1_to_float(code), scale);
-        }
         if constexpr (OUT == SMLA_FLOAT_FP32) {
-            words[i] = smla_float_bits(products[0]);
-            words[i + 1] = smla_float_bits(products[1]);
+            words[i] = smla_float_bits(products[i]);
+            words[i + 1] = smla_float_bits(products[i + 1]);
         } else {
-            words[i / 2] = smla_floats_to_bf16x2(products[0], products[1]);
+            words[i / 2] = smla_cvt_bf16x2(products[i], products[i + 1]);
+        }
+    }
+    if (is_plain) {
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 2) {
+        if constexpr (OUT == SMLA_FLOAT_FP32) {
+            const float2 rare = scale_rare_e2m1x2(codes >> (4 * i), scale);
+            words[i] = smla_float_bits(rare.x);
+            words[i + 1] = smla_float_bits(rare.y);
+        } else {
+            words[i / 2] = scale_rare_e2m1x2_to_bf16(codes >> (4 * i), scale);
         }
     }
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/cache/cache_rows.cuh"
+#include "cuda/ptx/e2m1.cuh"
 
 namespace {
 
@@ -55,25 +56,16 @@ find_tile_amax(const key_part<ROW> &key, float *amax)
     }
 }
 
-/* The codes of a lane's COUNT quotients, in words: e4m3, or e2m1 in the low half of a smaller word.
- * `signs` are the values' own, because a NaN loses its sign on the way to e4m3. */
+/* A lane's COUNT quotients as e4m3. `pairs` are the values, because a NaN loses its sign on the way.
+ */
 template <int ROW>
 __device__ __forceinline__ void
 round_quotients(const float *quotients, const uint32_t *pairs, uint32_t *codes)
 {
-    constexpr int COUNT = key_part<ROW>::COUNT;
-    if constexpr (smla_row<ROW>::IS_E4M3) {
 #pragma unroll
-        for (int k = 0; k < COUNT / 4; k++) {
-            codes[k] = smla_floats_to_e4m3x4(quotients + 4 * k) |
-                       (smla_signs_of_bf16(pairs + 2 * k) & 0x80808080u);
-        }
-    } else {
-        codes[0] = 0;
-#pragma unroll
-        for (int k = 0; k < COUNT; k++) {
-            codes[0] |= (uint32_t)smla_float_to_e2m1(quotients[k]) << (4 * k);
-        }
+    for (int k = 0; k < key_part<ROW>::COUNT / 4; k++) {
+        codes[k] = smla_floats_to_e4m3x4(quotients + 4 * k) |
+                   (smla_signs_of_bf16(pairs + 2 * k) & 0x80808080u);
     }
 }
 
@@ -83,7 +75,7 @@ value_of_pair(const uint32_t *pairs, int i)
     return i % 2 == 0 ? smla_low_bf16(pairs[i / 2]) : smla_high_bf16(pairs[i / 2]);
 }
 
-/* x * factor of a lane's values, as codes. */
+/* x * factor of a lane's values, as e4m3. */
 template <int ROW>
 __device__ __forceinline__ void
 encode_products(const uint32_t *pairs, float factor, uint32_t *codes)
@@ -97,33 +89,35 @@ encode_products(const uint32_t *pairs, float factor, uint32_t *codes)
     round_quotients<ROW>(quotients, pairs, codes);
 }
 
-/* x / scale of a lane's values, as codes. Nearly all scales of e4m3 rows are moderate. e2m1 codes
- * are divided, because an infinity may have any scale there. */
+/* x / scale of a lane's values, as e4m3. Nearly all scales are moderate. */
 template <int ROW>
 __device__ __forceinline__ void
 encode_quotients(const uint32_t *pairs, float scale, uint32_t *codes)
 {
-    constexpr int COUNT = key_part<ROW>::COUNT;
-    if constexpr (smla_row<ROW>::IS_E4M3) {
-        const smla_scale by = smla_make_scale(scale);
+    const smla_scale by = smla_make_scale(scale);
 #pragma unroll
-        for (int k = 0; k < COUNT / 4; k++) {
-            codes[k] = by.is_moderate
-                           ? smla_quantize_moderate_bf16x4(pairs + 2 * k, by)
-                           : smla_quantize_rare_bf16x4(pairs[2 * k], pairs[2 * k + 1], scale);
-        }
-    } else {
-        float quotients[COUNT];
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            quotients[i] = value_of_pair(pairs, i) / scale;
-        }
-        round_quotients<ROW>(quotients, pairs, codes);
+    for (int k = 0; k < key_part<ROW>::COUNT / 4; k++) {
+        codes[k] = by.is_moderate
+                       ? smla_quantize_moderate_bf16x4(pairs + 2 * k, by)
+                       : smla_quantize_rare_bf16x4(pairs[2 * k], pairs[2 * k + 1], scale);
     }
 }
 
-/* The scale of a lane's tile in a step. `bits` is what is stored: a byte, or an fp32. Values are
- * divided by `factor`, or multiplied with it where scales are powers of two. */
+/* x * factor of a lane's values, as e2m1. A lane of a short key has half a word. */
+template <int ROW>
+__device__ __forceinline__ void
+encode_e2m1(const uint32_t *pairs, float factor, uint32_t *codes)
+{
+    float x[8] = {};
+#pragma unroll
+    for (int i = 0; i < key_part<ROW>::COUNT; i++) {
+        x[i] = value_of_pair(pairs, i);
+    }
+    codes[0] = smla_quantize_e2m1x8(x, factor * (1.0f / SMLA_E2M1_UNIT));
+}
+
+/* The scale of a lane's tile in a step. `bits` is what is stored: a byte, or an fp32. e4m3 values
+ * with an fp32 scale are divided by `factor`, all others are multiplied with it. */
 struct tile_scale {
     uint32_t bits;
     float factor;
@@ -139,8 +133,16 @@ choose_scale(float amax)
         const uint32_t e = smla_power_scale(fmaxf(amax, INFO.least_amax), top);
         return {INFO.scale_type == SMLA_SCALE_FP32 ? e << 23 : e, smla_invert_power(e)};
     } else if constexpr (INFO.scale_type == SMLA_SCALE_E4M3) {
-        const uint8_t code = smla_float_to_e4m3(fmaxf(amax / SMLA_E2M1_MAX, 0x1p-9f));
-        return {code, smla_e4m3_to_float(code)};
+        /* amax has 8 bits of mantissa, and a tie times 6 has 7: amax / 6 is a tie or far from one.
+         * The correction makes a quotient that is a tie exact. */
+        const float reciprocal = 1.0f / SMLA_E2M1_MAX;
+        const float quotient =
+            smla_correct_quotient(amax * reciprocal, amax, SMLA_E2M1_MAX, reciprocal);
+        const float least[4] = {fmaxf(quotient, 0x1p-9f)};
+        const uint32_t code = smla_floats_to_e4m3x4(least) & 0x7Fu;
+        float scales[4]; /* the first is that of the tile */
+        smla_scale_plain_e4m3x4(code, 1.0f, scales);
+        return {code, smla_rcp(scales[0])};
     } else {
         const float scale = smla_scale_of_tile(amax);
         return {smla_float_bits(scale), scale};
@@ -215,7 +217,9 @@ encode_key(const key_part<ROW> &key, float inverse, uint8_t *row, uint8_t *scale
         for (int s = 0; s < layout::STEPS; s++) {
             const tile_scale scale = choose_scale<ROW>(amax[s]);
             const bool is_rope = s * layout::STEP + lane_idx() * layout::COUNT >= INFO.nope_dim;
-            if constexpr (INFO.least_amax != 0) {
+            if constexpr (!smla_row<ROW>::IS_E4M3) {
+                encode_e2m1<ROW>(key.pairs[s], scale.factor, codes);
+            } else if constexpr (INFO.least_amax != 0) {
                 encode_products<ROW>(key.pairs[s], scale.factor, codes);
             } else {
                 encode_quotients<ROW>(key.pairs[s], scale.factor, codes);

@@ -1,0 +1,80 @@
+/* e2m1.cuh: e2m1 <-> float for kernels, eight values at a time, by way of fp16.
+ *
+ * An e2m1 times 2^-14 is an fp16: the exponents begin at the same place, subnormal values included,
+ * and bits 9 to 11 are the code. numeric.h defines the results; these functions give the same bits
+ * in fewer instructions.
+ */
+#pragma once
+
+#include <float.h>
+
+#include "cuda/ptx/numeric.cuh"
+
+#define SMLA_E2M1_UNIT 0x1p14f /* an e2m1 over the fp16 that has its bits */
+
+/* Rounds both to fp16; a NaN is the positive one. */
+static __device__ __forceinline__ uint32_t
+smla_cvt_f16x2(float low, float high)
+{
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+/* Both halves within +-limit. A NaN becomes +limit. */
+static __device__ __forceinline__ uint32_t
+smla_clamp_f16x2(uint32_t x, uint32_t limits)
+{
+    uint32_t pair;
+    asm("{\n\t"
+        ".reg .b32 top;\n\t"
+        "min.f16x2 top, %1, %2;\n\t"
+        "max.f16x2 %0, top, %3;\n\t"
+        "}"
+        : "=r"(pair)
+        : "r"(x), "r"(limits), "r"(limits | 0x80008000u));
+    return pair;
+}
+
+/* smla_float_to_e2m1(x[i] / scale) as eight codes, where `factor` is 1 / (scale * SMLA_E2M1_UNIT),
+ * off by at most a few units in the last place, and x[i] has the 8-bit mantissa of a bf16. The
+ * scale has at most 4 bits of mantissa, so that 8 bits hold a tie times the scale. A quotient is
+ * thus a tie or differs from it by 2^-8 of itself. fp16 keeps 11 bits, or 2^-8 of the least tie: a
+ * product near a tie becomes the tie, which the last step rounds to even, and no other does. */
+static __device__ __forceinline__ uint32_t
+smla_quantize_e2m1x8(const float x[8], float factor)
+{
+    const uint32_t six = 0x0E000E00u; /* 6 / SMLA_E2M1_UNIT in both halves */
+    uint32_t codes = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) { /* values i and i + 4, whose codes are 16 bits apart */
+        const uint32_t pair =
+            smla_clamp_f16x2(smla_cvt_f16x2(x[i] * factor, x[i + 4] * factor), six);
+        const uint32_t rounded = pair + 0x00FF00FFu + (pair >> 9 & 0x00010001u);
+        const uint32_t code = rounded >> 9 & 0x00070007u;
+        const uint32_t sign = pair >> 12 & 0x00080008u;
+        codes |= (code | sign) << (4 * i);
+    }
+    return codes;
+}
+
+/* Whether the products of e2m1 with this scale are finite, and so is scale * SMLA_E2M1_UNIT. */
+static __device__ __forceinline__ bool
+smla_is_plain_e2m1_scale(float scale)
+{
+    return fabsf(scale) <= FLT_MAX / SMLA_E2M1_UNIT;
+}
+
+/* Eight e2m1 times a plain scale, each product rounded once. */
+static __device__ __forceinline__ void
+smla_scale_plain_e2m1x8(uint32_t codes, float scale, float products[8])
+{
+    const float by = scale * SMLA_E2M1_UNIT;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint32_t pair = codes >> (4 * i);
+        const uint32_t halves = (pair << 9 & 0x0E000E00u) | (pair << 12 & 0x80008000u);
+        products[i] = smla_cvt_float((uint16_t)halves) * by;
+        products[i + 4] = smla_cvt_float((uint16_t)(halves >> 16)) * by;
+    }
+}
