@@ -9,11 +9,12 @@
  *              positions [T] int64 or int32; cos_sin [max_pos, 64] fp32; out [T, H, 128] bytes or
  *              [T, H, 64], scales [T, H, 4] UE8M0, tokens and heads any stride apart
  * Shared mem   none
- * Roles        Half a warp has a head: a vector of 16 bytes per lane. A warp has 4 neighbouring
+ * Roles        Half a warp has a head: a vector of 16 bytes per lane. A warp has 8 neighbouring
  *              heads of a token, and loads all of them before it uses the first. The last 8 lanes
- *              of a half have the RoPE values. No barriers.
+ *              of a half have the RoPE values. The first 8 lanes have a weight each. No barriers.
  * Roofline     Memory binds: 256 bytes read and 132 or 72 written per head; H 64, T 8192: 48 us at
- *              4.3 TB/s.
+ *              4.3 TB/s. In the time of 8 heads of FP8 an SM issues 670 instructions; a warp runs
+ *              about 500.
  * Numerics     fp32, each operation rounded: the bytes of the CPU. A turned value that is NaN is
  *              positive, and so is a weight. NaN is left out of amax, an infinity counts as
  *              FLT_MAX. A token with a bad position is not turned.
@@ -23,6 +24,7 @@
 
 #include "cuda/host/cuda.h"
 #include "cuda/norm/rope.cuh"
+#include "cuda/ptx/e2m1.cuh"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
 
@@ -36,10 +38,11 @@ enum {
     HEAD_LANES = SMLA_INDEX_HEAD_DIM / VECTOR,
     FIRST_ROPE_LANE = HEAD_LANES - SMLA_QK_ROPE_HEAD_DIM / VECTOR,
     STEP_HEADS = SMLA_WARP_LANES / HEAD_LANES,
-    STEPS = 2,
+    STEPS = 4, /* vectors per lane */
     WARP_HEADS = STEPS * STEP_HEADS,
 };
 
+static_assert(STEPS % 2 == 0, "two steps share the words of a reduction");
 static_assert(HEAD_LANES == 16 && VECTOR == 2 * ROPE_PAIRS, "a lane turns its vector");
 
 struct query_args {
@@ -49,27 +52,58 @@ struct query_args {
     bool angles_are_aligned;
 };
 
+constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+
+__device__ __forceinline__ int
+lane_idx(void)
+{
+    return (int)threadIdx.x % SMLA_WARP_LANES;
+}
+
 __device__ __forceinline__ int
 lane_of_head(void)
 {
     return (int)threadIdx.x % HEAD_LANES;
 }
 
-/* The largest magnitude of the LANES lanes that share a scale. */
-template <int LANES>
-__device__ __forceinline__ float
-find_amax(const float x[VECTOR])
+/* The larger magnitudes of a vector's pairs. NaN counts as nothing. */
+__device__ __forceinline__ uint32_t
+find_largest(const uint32_t words[VECTOR_WORDS])
 {
-    float amax = 0.0f;
+    uint32_t largest = smla_abs_bf16x2(words[0]);
 #pragma unroll
-    for (int i = 0; i < VECTOR; i++) {
-        amax = fmaxf(amax, fabsf(x[i])); /* ignores NaN */
+    for (int k = 1; k < VECTOR_WORDS; k++) {
+        largest = smla_max_bf16x2(largest, smla_abs_bf16x2(words[k]));
     }
+    return largest;
+}
+
+/* The scale bytes of a lane's vectors. Those of two steps are reduced together: step 0 is in the
+ * lower half of a word, step 1 in the upper half. */
+template <bool IS_FP4>
+__device__ __forceinline__ void
+find_scales(const uint32_t words[STEPS][VECTOR_WORDS], uint32_t scales[STEPS])
+{
+    constexpr int LANES = IS_FP4 ? 4 : HEAD_LANES; /* that share a scale */
+    constexpr float TOP = IS_FP4 ? SMLA_E2M1_MAX : SMLA_E4M3_MAX;
+    constexpr float FLOOR =
+        smla_kv_formats[IS_FP4 ? SMLA_ROW_MXFP4_INDEX : SMLA_ROW_FP8_INDEX].least_amax;
 #pragma unroll
-    for (int lanes = LANES / 2; lanes > 0; lanes /= 2) {
-        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, lanes));
+    for (int i = 0; i < STEPS; i += 2) {
+        const uint32_t first = find_largest(words[i]);
+        const uint32_t second = find_largest(words[i + 1]);
+        uint32_t both =
+            smla_max_bf16x2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
+#pragma unroll
+        for (int lanes = LANES / 2; lanes > 0; lanes /= 2) {
+            both = smla_max_bf16x2(both, __shfl_xor_sync(ALL_LANES, both, lanes));
+        }
+        const float found[2] = {smla_low_bf16(both), smla_high_bf16(both)};
+#pragma unroll
+        for (int k = 0; k < 2; k++) { /* values that are all NaN gave NaN, which is no maximum */
+            scales[i + k] = smla_power_scale(fminf(fmaxf(found[k], FLOOR), FLT_MAX), TOP);
+        }
     }
-    return fminf(amax, FLT_MAX);
 }
 
 /* Stores BYTES bytes of a lane. */
@@ -95,60 +129,69 @@ load_weight(const smla_index_query_params &p, int64_t at)
                : __ldg((const float *)p.weights + at);
 }
 
-/* Quantises a head. All lanes of the warp call it; `exists` is that of the lane's head. */
+/* Stores a lane's vector, quantised. `out` is where its head begins. */
 template <bool IS_FP4, bool ALIGNED>
 __device__ __forceinline__ void
-finish_head(const smla_index_query_params &p, int64_t token, int64_t head, bool exists,
-            const uint32_t words[VECTOR_WORDS])
+store_vector(const uint32_t words[VECTOR_WORDS], float inverse, uint8_t *out)
 {
-    constexpr float TOP = IS_FP4 ? SMLA_E2M1_MAX : SMLA_E4M3_MAX;
-    constexpr float FLOOR =
-        smla_kv_formats[IS_FP4 ? SMLA_ROW_MXFP4_INDEX : SMLA_ROW_FP8_INDEX].least_amax;
-    const int lane = lane_of_head();
     float x[VECTOR];
 #pragma unroll
     for (int i = 0; i < VECTOR_WORDS; i++) {
         x[2 * i] = smla_low_bf16(words[i]);
         x[2 * i + 1] = smla_high_bf16(words[i]);
     }
-    const uint32_t e = smla_power_scale(fmaxf(find_amax<IS_FP4 ? 4 : HEAD_LANES>(x), FLOOR), TOP);
-    const float inverse = smla_invert_power(e);
-#pragma unroll
-    for (int i = 0; i < VECTOR; i++) {
-        x[i] = __fmul_rn(x[i], inverse);
-    }
-    if (!exists) {
-        return;
-    }
-    const int64_t at = token * p.out_stride_token + head * p.out_stride_head;
     if constexpr (IS_FP4) {
-        uint32_t codes = 0;
-#pragma unroll
-        for (int i = 0; i < VECTOR; i++) {
-            codes |= (uint32_t)smla_float_to_e2m1(x[i]) << (4 * i);
-        }
-        store_bytes<VECTOR / 2, ALIGNED>(p.out + at + lane * (VECTOR / 2), &codes);
-        if (lane % 4 == 0) {
-            p.out_scale[token * p.out_scale_stride_token + head * p.out_scale_stride_head +
-                        lane / 4] = (uint8_t)e;
-        }
+        const uint32_t codes = smla_quantize_e2m1x8(x, inverse * (1.0f / SMLA_E2M1_UNIT));
+        store_bytes<VECTOR / 2, ALIGNED>(out + lane_of_head() * (VECTOR / 2), &codes);
     } else {
         uint32_t codes[VECTOR / 4];
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) {
+            x[i] = __fmul_rn(x[i], inverse);
+        }
 #pragma unroll
         for (int k = 0; k < VECTOR / 4; k++) {
             codes[k] = smla_floats_to_e4m3x4(x + 4 * k) |
                        (smla_signs_of_bf16(words + 2 * k) & 0x80808080u);
         }
-        store_bytes<VECTOR, ALIGNED>(p.out + at + lane * VECTOR, codes);
+        store_bytes<VECTOR, ALIGNED>(out + lane_of_head() * VECTOR, codes);
     }
-    if (lane == 0) {
-        float weight =
-            __fmul_rn(load_weight(p, token * p.weights_stride_token + head), p.weight_scale);
-        if constexpr (!IS_FP4) {
-            weight = __fmul_rn(weight, smla_bits_float(e << 23));
+}
+
+/* The scale byte of the head whose weight this lane has: head 2 i + h of a warp is step i of half
+ * h. */
+__device__ __forceinline__ uint32_t
+find_scale_of_weight(const uint32_t scales[STEPS])
+{
+    uint32_t found = 0;
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        const uint32_t scale = __shfl_sync(ALL_LANES, scales[i], lane_idx() % 2 * HEAD_LANES);
+        found = lane_idx() / 2 == i ? scale : found;
+    }
+    return found;
+}
+
+/* Turns a lane's vectors. A NaN that this gives is positive, whatever its other bits are. */
+__device__ __forceinline__ void
+turn_vectors(const query_args &args, int64_t token, uint32_t words[STEPS][VECTOR_WORDS])
+{
+    const rope_angles angles =
+        rope_load(args.p.rope, token, (lane_of_head() - FIRST_ROPE_LANE) * ROPE_PAIRS,
+                  args.angles_are_aligned);
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        float x[VECTOR];
+#pragma unroll
+        for (int k = 0; k < VECTOR_WORDS; k++) {
+            x[2 * k] = smla_low_bf16(words[i][k]);
+            x[2 * k + 1] = smla_high_bf16(words[i][k]);
         }
-        p.out_weights[token * p.out_weights_stride_token + head] =
-            isnan(weight) ? smla_bits_float(0x7FC00000u) : weight;
+        rope_turn<false>(x, angles);
+#pragma unroll
+        for (int k = 0; k < VECTOR_WORDS; k++) {
+            words[i][k] = smla_cvt_bf16x2(x[2 * k], x[2 * k + 1]);
+        }
     }
 }
 
@@ -157,42 +200,51 @@ __device__ __forceinline__ void
 quantize_heads(const query_args &args, int64_t token, int64_t first_head)
 {
     const smla_index_query_params &p = args.p;
-    const int lane = lane_of_head();
-    const int half = (int)threadIdx.x % SMLA_WARP_LANES / HEAD_LANES;
+    const int num_heads =
+        (int)(p.num_heads - first_head < WARP_HEADS ? p.num_heads - first_head : WARP_HEADS);
+    const int half = lane_idx() / HEAD_LANES; /* the lane's head in each step */
+    const uint16_t *const q = p.q + token * p.q_stride_token +
+                              (first_head + half) * p.q_stride_head + lane_of_head() * VECTOR;
     uint32_t words[STEPS][VECTOR_WORDS] = {};
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-        const int64_t head = first_head + i * STEP_HEADS + half;
-        if (head < p.num_heads) {
-            smla_load_words<16, ALIGNED>(p.q + token * p.q_stride_token + head * p.q_stride_head +
-                                             lane * VECTOR,
-                                         words[i]);
+        if (i * STEP_HEADS + half < num_heads) {
+            smla_load_words<16, ALIGNED>(q + i * STEP_HEADS * p.q_stride_head, words[i]);
         }
     }
-    if (lane >= FIRST_ROPE_LANE) {
-        const rope_angles angles = rope_load(p.rope, token, (lane - FIRST_ROPE_LANE) * ROPE_PAIRS,
-                                             args.angles_are_aligned);
+    const bool has_weight = lane_idx() < num_heads; /* lane i has that of head i */
+    float weight = 0.0f;
+    if (has_weight) {
+        weight = load_weight(p, token * p.weights_stride_token + first_head + lane_idx());
+    }
+    if (lane_of_head() >= FIRST_ROPE_LANE) {
+        turn_vectors(args, token, words);
+    }
+    __syncwarp();
+    uint32_t scales[STEPS];
+    find_scales<IS_FP4>(words, scales);
+    uint8_t *const out =
+        p.out + token * p.out_stride_token + (first_head + half) * p.out_stride_head;
 #pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            float x[VECTOR];
-#pragma unroll
-            for (int k = 0; k < VECTOR_WORDS; k++) {
-                x[2 * k] = smla_low_bf16(words[i][k]);
-                x[2 * k + 1] = smla_high_bf16(words[i][k]);
-            }
-            rope_turn<false>(x, angles);
-#pragma unroll
-            for (int k = 0; k < VECTOR_WORDS; k++) {
-                words[i][k] = smla_floats_to_bf16x2(x[2 * k], x[2 * k + 1]);
+    for (int i = 0; i < STEPS; i++) {
+        if (i * STEP_HEADS + half < num_heads) {
+            store_vector<IS_FP4, ALIGNED>(words[i], smla_invert_power(scales[i]),
+                                          out + i * STEP_HEADS * p.out_stride_head);
+            if (IS_FP4 && lane_of_head() % 4 == 0) {
+                p.out_scale[token * p.out_scale_stride_token +
+                            (first_head + half + i * STEP_HEADS) * p.out_scale_stride_head +
+                            lane_of_head() / 4] = (uint8_t)scales[i];
             }
         }
     }
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        const int64_t head = first_head + i * STEP_HEADS + half;
-        finish_head<IS_FP4, ALIGNED>(p, token, head, head < p.num_heads, words[i]);
-        __syncwarp();
+    weight = __fmul_rn(weight, p.weight_scale);
+    if constexpr (!IS_FP4) {
+        weight = __fmul_rn(weight, smla_bits_float(find_scale_of_weight(scales) << 23));
+    }
+    if (has_weight) {
+        p.out_weights[token * p.out_weights_stride_token + first_head + lane_idx()] =
+            isnan(weight) ? smla_bits_float(0x7FC00000u) : weight;
     }
 }
 
