@@ -12,21 +12,28 @@ enum {
     PIECE = CHANNELS * SMLA_WARP_LANES, /* channels that a warp saves at a time */
 };
 
-/* Loads four values of kv or of score, as fp32. */
+/* Loads four values of kv or of score as they are: four words of fp32, or two of bf16. */
 template <bool ALIGNED>
 __device__ __forceinline__ void
-load_given(const void *rows, int64_t at, bool are_bf16, float x[CHANNELS])
+load_words_given(const void *rows, int64_t at, bool are_bf16, uint32_t words[CHANNELS])
 {
     if (are_bf16) {
-        uint32_t words[2];
         smla_load_words<8, ALIGNED>((const uint16_t *)rows + at, words);
+    } else {
+        smla_load_words<16, ALIGNED, 4>((const float *)rows + at, words);
+    }
+}
+
+/* What load_words_given has loaded, as fp32. */
+__device__ __forceinline__ void
+widen_given(const uint32_t words[CHANNELS], bool are_bf16, float x[CHANNELS])
+{
+    if (are_bf16) {
         x[0] = smla_low_bf16(words[0]);
         x[1] = smla_high_bf16(words[0]);
         x[2] = smla_low_bf16(words[1]);
         x[3] = smla_high_bf16(words[1]);
     } else {
-        uint32_t words[CHANNELS];
-        smla_load_words<16, ALIGNED, 4>((const float *)rows + at, words);
 #pragma unroll
         for (int i = 0; i < CHANNELS; i++) {
             x[i] = smla_bits_float(words[i]);
@@ -34,12 +41,11 @@ load_given(const void *rows, int64_t at, bool are_bf16, float x[CHANNELS])
     }
 }
 
-/* Loads four values of a saved state. The state is no read-only data, because kernels save it. */
+/* Loads four words of a saved state. The state is no read-only data, because kernels save it. */
 template <bool ALIGNED>
 __device__ __forceinline__ void
-load_saved(const float *row, float x[CHANNELS])
+load_saved(const float *row, uint32_t words[CHANNELS])
 {
-    uint32_t words[CHANNELS];
     if constexpr (ALIGNED) {
         smla_load_own_vector_4(row, words);
     } else {
@@ -48,17 +54,14 @@ load_saved(const float *row, float x[CHANNELS])
             words[i] = smla_float_bits(row[i]);
         }
     }
-#pragma unroll
-    for (int i = 0; i < CHANNELS; i++) {
-        x[i] = smla_bits_float(words[i]);
-    }
 }
 
 template <bool ALIGNED>
 __device__ __forceinline__ void
-load_ape(const smla_partial_states_params &p, int64_t place, int64_t channel, float x[CHANNELS])
+load_ape(const smla_partial_states_params &p, int64_t place, int64_t channel,
+         uint32_t words[CHANNELS])
 {
-    load_given<ALIGNED>(p.ape, place * p.ape_stride + channel, false, x);
+    smla_load_words<16, ALIGNED, 4>(p.ape + place * p.ape_stride + channel, words);
 }
 
 template <bool ALIGNED>
@@ -87,24 +90,60 @@ store_state(float *row, int64_t width, const float values[CHANNELS], const float
     store_floats<ALIGNED>(row + width, scores);
 }
 
+/* Four channels of a state, as loaded. */
+struct state_part {
+    uint32_t values[CHANNELS];
+    uint32_t scores[CHANNELS]; /* those of a token of this step are without ape */
+};
+
+/* Starts the loads of four channels of a token. */
+template <bool ALIGNED>
+__device__ __forceinline__ void
+load_given(const smla_partial_states_params &p, int64_t token, int64_t channel, state_part &part)
+{
+    const bool are_bf16 = p.rows.input_type == SMLA_FLOAT_BF16;
+    load_words_given<ALIGNED>(p.rows.kv_c, token * p.rows.kv_c_stride_token + channel, are_bf16,
+                              part.values);
+    load_words_given<ALIGNED>(p.rows.k_pe, token * p.rows.k_pe_stride_token + channel, are_bf16,
+                              part.scores);
+}
+
+/* The values, and the scores with ape, of what was loaded. */
+__device__ __forceinline__ void
+add_ape(const state_part &part, const uint32_t ape[CHANNELS], bool are_bf16, float values[CHANNELS],
+        float scores[CHANNELS])
+{
+    widen_given(part.values, are_bf16, values);
+    widen_given(part.scores, are_bf16, scores);
+#pragma unroll
+    for (int i = 0; i < CHANNELS; i++) {
+        scores[i] = __fadd_rn(scores[i], smla_bits_float(ape[i]));
+    }
+}
+
+/* Saves four channels of a token from what load_given has loaded. */
+template <bool ALIGNED>
+__device__ __forceinline__ void
+save_given(const smla_partial_states_params &p, const state_part &part,
+           const uint32_t ape[CHANNELS], float *row, int64_t channel)
+{
+    float values[CHANNELS];
+    float scores[CHANNELS];
+    add_ape(part, ape, p.rows.input_type == SMLA_FLOAT_BF16, values, scores);
+    store_state<ALIGNED>(row + channel, p.width, values, scores);
+}
+
 /* Saves four channels of a token. `place` is its position in its group. */
 template <bool ALIGNED>
 __device__ __forceinline__ void
 save_channels(const smla_partial_states_params &p, int64_t token, int64_t place, float *row,
               int64_t channel)
 {
-    const bool are_bf16 = p.rows.input_type == SMLA_FLOAT_BF16;
-    float values[CHANNELS];
-    float scores[CHANNELS];
-    float ape[CHANNELS];
-    load_given<ALIGNED>(p.rows.kv_c, token * p.rows.kv_c_stride_token + channel, are_bf16, values);
-    load_given<ALIGNED>(p.rows.k_pe, token * p.rows.k_pe_stride_token + channel, are_bf16, scores);
+    state_part part;
+    uint32_t ape[CHANNELS];
+    load_given<ALIGNED>(p, token, channel, part);
     load_ape<ALIGNED>(p, place, channel, ape);
-#pragma unroll
-    for (int i = 0; i < CHANNELS; i++) {
-        scores[i] = __fadd_rn(scores[i], ape[i]);
-    }
-    store_state<ALIGNED>(row + channel, p.width, values, scores);
+    save_given<ALIGNED>(p, part, ape, row, channel);
 }
 
 __device__ __forceinline__ int64_t

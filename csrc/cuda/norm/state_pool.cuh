@@ -44,16 +44,21 @@ struct channel_sums {
     float totals;
 };
 
+/* Adds two states. What has been added before, nothing if IS_FIRST, gets a factor: with nothing the
+ * factor is 0, and the sums stay 0. */
+template <bool IS_FIRST>
 __device__ __forceinline__ void
 add_states(channel_sums &sums, const float scores[SLICE_STATES], const float values[SLICE_STATES])
 {
     /* A NaN score is never the largest. */
     const float largest = fmaxf(fmaxf(sums.largest, scores[0]), scores[1]);
     const float base = base_of(largest);
-    const float factor = pool_exp(__fsub_rn(sums.largest, base));
+    if constexpr (!IS_FIRST) {
+        const float factor = pool_exp(__fsub_rn(sums.largest, base));
+        sums.weights = __fmul_rn(sums.weights, factor);
+        sums.totals = __fmul_rn(sums.totals, factor);
+    }
     sums.largest = largest;
-    sums.weights = __fmul_rn(sums.weights, factor);
-    sums.totals = __fmul_rn(sums.totals, factor);
 #pragma unroll
     for (int i = 0; i < SLICE_STATES; i++) {
         const float weight = pool_exp(__fsub_rn(scores[i], base));

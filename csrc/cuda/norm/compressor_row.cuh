@@ -1,0 +1,214 @@
+/* compressor_row.cuh: how the pooled values of a group become a row of the cache; and what the
+ * kernels of the compressor are given. compressor.cuh has the seven headings.
+ */
+#pragma once
+
+#include "cuda/cache/row_encoder.cuh"
+#include "cuda/norm/partial_states.cuh"
+#include "cuda/norm/rms_norm.cuh"
+#include "cuda/norm/rope.cuh"
+
+namespace {
+
+struct compress_args {
+    smla_compress_params p;
+    smla_divisor ratio;
+    smla_divisor state_block_size;
+    smla_divisor block_size;
+    int64_t run_tokens; /* tokens that a CTA or cluster takes at a time */
+    bool angles_are_aligned;
+};
+
+/* The CTA in its cluster. */
+template <int CTAS>
+__device__ __forceinline__ uint32_t
+cluster_rank(void)
+{
+    if constexpr (CTAS == 1) {
+        return 0;
+    } else {
+        return ptx_cluster_rank();
+    }
+}
+
+/* A barrier of all threads of the cluster. */
+template <int CTAS>
+__device__ __forceinline__ void
+sync_ctas(void)
+{
+    if constexpr (CTAS == 1) {
+        __syncthreads();
+    } else {
+        __syncwarp();
+        ptx_cluster_sync();
+    }
+}
+
+/* A group that is being closed. */
+struct group {
+    int64_t token; /* its last one */
+    int64_t position;
+    int32_t req;
+};
+
+/* ---- Rows ---------------------------------------------------------------------------------- */
+
+/* The sum of a row's squares, for every lane. A lane of a row of 128 has half of a partial sum of
+ * eight, and the other half of the 256 partial sums is 0. */
+template <int COUNT, int STEPS>
+__device__ __forceinline__ float
+sum_squares(const float x[STEPS][COUNT])
+{
+    if constexpr (COUNT == NORM_VECTOR) {
+        float sums[NORM_VECTOR] = {};
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) {
+            norm_add_squares(sums, x[s]);
+        }
+        return norm_fold_sums(sums);
+    } else {
+        float squares[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            squares[i] = __fmul_rn(x[0][i], x[0][i]);
+        }
+        float sum = __fadd_rn(__fadd_rn(squares[0], squares[1]), __fadd_rn(squares[2], squares[3]));
+        sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, 1));
+#pragma unroll
+        for (int lanes = SMLA_WARP_LANES / 2; lanes > 1; lanes /= 2) {
+            sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, lanes));
+        }
+        return sum;
+    }
+}
+
+/* Turns the values of a lane, where they are among the last 64. */
+template <int COUNT>
+__device__ __forceinline__ void
+turn_lane(const compress_args &args, int64_t position, float x[COUNT])
+{
+    constexpr int FIRST_LANE = SMLA_WARP_LANES - SMLA_QK_ROPE_HEAD_DIM / COUNT;
+    const int pair = (lane_idx() - FIRST_LANE) * (COUNT / 2);
+    if (pair < 0) {
+        return;
+    }
+    const int first = pair / ROPE_PAIRS * ROPE_PAIRS;
+    rope_angles angles = rope_load_at(args.p.rope, position, first, args.angles_are_aligned);
+    float turned[2 * ROPE_PAIRS] = {};
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        turned[i] = x[i];
+    }
+    if (pair != first) { /* the second half of the angles */
+        angles.cos[0] = angles.cos[2];
+        angles.cos[1] = angles.cos[3];
+        angles.sin[0] = angles.sin[2];
+        angles.sin[1] = angles.sin[3];
+    }
+    rope_turn<false>(turned, angles);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        x[i] = turned[i];
+    }
+}
+
+__device__ __forceinline__ float
+load_weight(const smla_compress_params &p, int i)
+{
+    return p.weight_type == SMLA_FLOAT_BF16
+               ? smla_bf16_to_float(__ldg((const uint16_t *)p.norm_weight + i))
+               : __ldg((const float *)p.norm_weight + i);
+}
+
+/* Brings what a group's row is multiplied with into L2: the weights and the angles. Thread i has
+ * line i of each. */
+__device__ __forceinline__ void
+prefetch_factors(const smla_compress_params &p, int64_t position, int i)
+{
+    enum { LINE = 128 };
+    const int64_t at = (int64_t)i * LINE;
+    const int64_t weight_bytes = p.dim * (p.weight_type == SMLA_FLOAT_BF16 ? 2 : 4);
+    ptx_prefetch_l2((const uint8_t *)p.norm_weight + at, at < weight_bytes);
+    const bool has_angles = position >= 0 && position < p.rope.max_pos;
+    ptx_prefetch_l2((const uint8_t *)(p.rope.cos_sin + position * p.rope.cos_sin_stride_pos) + at,
+                    has_angles && at < SMLA_QK_ROPE_HEAD_DIM * (int64_t)sizeof(float));
+}
+
+/* Two neighbouring values of x, of which each CTA of the cluster has a part of PART. */
+template <int CTAS, int PART>
+__device__ __forceinline__ void
+load_pair(const float *x, int channel, float pair[2])
+{
+    if constexpr (CTAS == 1) {
+        pair[0] = x[channel];
+        pair[1] = x[channel + 1];
+    } else {
+        uint32_t words[2];
+        ptx_load_cluster_8(ptx_cluster_address(ptx_shared_address(x + channel % PART),
+                                               (uint32_t)(channel / PART)),
+                           words);
+        pair[0] = smla_bits_float(words[0]);
+        pair[1] = smla_bits_float(words[1]);
+    }
+}
+
+/* smla_floats_to_bf16x2 of what arithmetic gave: such a NaN is positive. It needs no call. */
+__device__ __forceinline__ uint32_t
+round_products(float low, float high)
+{
+    const uint32_t fix = 0x7FFFu ^ 0x7FC0u; /* the conversion's NaN and the library's */
+    const uint32_t pair = smla_cvt_bf16x2(low, high);
+    return pair ^ (isnan(low) ? fix : 0u) ^ (isnan(high) ? fix << 16 : 0u);
+}
+
+/* Normalises, turns and stores the pooled values of a group. A warp runs it. */
+template <int ROW, int CTAS, bool ALIGNED>
+__device__ __forceinline__ void
+finish_row(const compress_args &args, const group &of, const float *pooled)
+{
+    using layout = key_part<ROW>;
+    constexpr int COUNT = layout::COUNT;
+    const smla_compress_params &p = args.p;
+    const int64_t slot = read_slot(p.insert, of.token);
+    const int64_t page = smla_divide(slot, args.block_size);
+    const int64_t offset = slot - page * p.insert.kv.block_size;
+    const smla_kv_token to = smla_kv_token_at(&p.insert.kv, page, offset);
+    const float inverse = 1.0f / smla_load_given_scale(p.insert.kv_scale);
+    const int at = lane_idx() * COUNT;
+    float x[layout::STEPS][COUNT];
+#pragma unroll
+    for (int s = 0; s < layout::STEPS; s++) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 2) {
+            load_pair<CTAS, layout::VALUES / CTAS>(pooled, s * layout::STEP + at + i, &x[s][i]);
+        }
+    }
+    const float factor = norm_factor(sum_squares<COUNT, layout::STEPS>(x), layout::VALUES, p.eps);
+    layout key;
+#pragma unroll
+    for (int s = 0; s < layout::STEPS; s++) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            x[s][i] =
+                __fmul_rn(__fmul_rn(x[s][i], factor), load_weight(p, s * layout::STEP + at + i));
+        }
+        if (s == layout::STEPS - 1) {
+            turn_lane<COUNT>(args, of.position + 1 - p.states.ratio, x[s]);
+        }
+#pragma unroll
+        for (int k = 0; k < COUNT / 2; k++) {
+            key.pairs[s][k] = round_products(x[s][2 * k], x[s][2 * k + 1]);
+        }
+    }
+    uint8_t *const row = to.row;
+    if constexpr (smla_row<ROW>::INFO.nope_type == SMLA_NOPE_BF16) {
+#pragma unroll
+        for (int s = 0; s < layout::STEPS; s++) {
+            smla_store_words<16, ALIGNED>((uint16_t *)row + s * layout::STEP + at, key.pairs[s]);
+        }
+    } else {
+        encode_key<ROW>(key, inverse, row, to.scales);
+    }
+}
+
+} /* namespace */
