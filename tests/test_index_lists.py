@@ -499,9 +499,11 @@ def test_mixed_of_strided_arrays():
 
 
 def test_lists_are_the_same_for_any_number_of_tokens():
-    """Enough tokens to share out among threads, whose rows are those of the tokens alone."""
+    """Enough tokens to share out among threads, and to give each a warp of its own on GPUs of up to
+    150 multiprocessors, and their rows are those of the tokens alone."""
     rng = np.random.default_rng(14)
-    batch = make_batch(rng, 300, 40)
+    batch = make_batch(rng, 900, 100)
+    assert batch.num_tokens > 2400
     (swa, decode, _, prefill, *rest) = mixed_arguments(
         rng, batch, window=128, ratio=4, topk=64, decode_topk=64, local=True
     )
@@ -513,8 +515,15 @@ def test_lists_are_the_same_for_any_number_of_tokens():
     )  # fmt: skip
     assert_same_bits(alone[0], whole[7:9])
     assert_same_bits(alone[1], lens[7:9])
-    topk, ids = np.tile(decode, (4, 4)), np.tile(rest[2][:some], 4)
+    topk, ids = np.tile(decode, (4, 5)), np.tile(rest[2][:some], 4)
     check(GLOBAL, topk, ids, rest[5], 5, None)
+    prefills = make_batch(rng, 0, 140)
+    assert prefills.num_tokens > 2400
+    lists = positions(rng, prefills.num_tokens, 300, 190)
+    check(
+        COMBINE, lists, prefills.query_start_loc, prefills.seq_lens, gathered(prefills, 16),
+        16, 4, 300, 900, 190, row_gap=4,
+    )  # fmt: skip
 
 
 # --- refusals ------------------------------------------------------------------------------------

@@ -13,12 +13,16 @@
  *              int32, query_start_loc [R + 1], seq_lens, gather_lens [R], req_id_per_token, lens
  *              [T] int32, is_valid [T] bytes, any strides
  * Shared mem   mixed: 32 bytes, the positions that each warp counted
- * Roles        A CTA takes one token at a time, a thread one column in 256. All threads of a CTA
- *              find the token's request, because the loads are broadcast. Barrier (__syncthreads)
- *              of a decode's positions: the counts of all warps are written | are read.
- * Roofline     Memory: 4 to 8 bytes per column. A row of 128 + 512 columns is 3 rounds, so that a
- *              launch of few tokens is latency. Measured on an H200, many tokens: 1.2 TB/s
- *              (combine) and 1.0 (mixed), a quarter of a copy.
+ * Roles        A team takes one token at a time: a CTA if there are few tokens, else a warp. A
+ *              thread has one column at a time, or four neighbours where all rows are aligned, and
+ *              two of these pieces per pass. All threads of a team find the token's request,
+ *              because the loads are broadcast; the entries of the first pass are loaded before.
+ *              Barrier (__syncthreads) of a decode's positions, if a CTA is a team: the counts of
+ *              all warps are written | are read.
+ * Roofline     Memory: 4 to 8 bytes per column; 32768 tokens of 128 + 512 columns, 512 of them
+ *              read, take 36 us at 4.2 TB/s. A team waits for about eight loads one after another,
+ *              4 us, so that a launch of few tokens is latency, and CTAs as teams, 8 per SM, would
+ *              need 120 us for 32768 tokens. As teams, an SM has 32 warps (mixed) or 40 (combine).
  * Numerics     Integers, exact. -1 where an entry is negative, has no page, or int32 cannot hold
  *              the result. A token past the last request, and one of a bad request, has no entries;
  *              combine gives it length 0, mixed `window`. Values are those of the CPU for any input
@@ -33,6 +37,8 @@ namespace {
 enum {
     BLOCK_THREADS = 256,
     NUM_WARPS = BLOCK_THREADS / SMLA_WARP_LANES,
+    SM_TOKENS = 16,  /* tokens per SM at which a warp is a team */
+    PASS_PIECES = 2, /* pieces of a row that a thread has per pass */
 };
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
@@ -42,6 +48,83 @@ __device__ __forceinline__ int32_t
 fit_index(int64_t index)
 {
     return index < 0 || index > INT32_MAX ? -1 : (int32_t)index;
+}
+
+/* ---- Teams --------------------------------------------------------------------------------- */
+
+/* The threads that have a token: THREADS is a warp or a CTA. A piece has COLUMNS columns. */
+template <int THREADS_, int COLUMNS_> struct team {
+    enum {
+        THREADS = THREADS_,
+        COLUMNS = COLUMNS_,
+        BLOCK_TOKENS = BLOCK_THREADS / THREADS,
+        PASS_COLUMNS = PASS_PIECES * THREADS * COLUMNS,
+    };
+    static_assert(COLUMNS == 1 || COLUMNS == 4, "a piece is one word or 16 bytes");
+
+    int32_t pieces[PASS_PIECES][COLUMNS];
+
+    static __device__ __forceinline__ int thread()
+    {
+        return (int)threadIdx.x % THREADS;
+    }
+
+    /* The first column of a piece in its pass. */
+    static __device__ __forceinline__ int column_of(int piece)
+    {
+        return (piece * THREADS + thread()) * COLUMNS;
+    }
+
+    /* Loads the columns of a pass from column `first` on; -1 from column `count` on. With four
+     * columns per piece `count` is a multiple of 4. */
+    __device__ __forceinline__ void load(const int32_t *in, int64_t first, int64_t count)
+    {
+#pragma unroll
+        for (int i = 0; i < PASS_PIECES; i++) {
+            const int64_t column = first + column_of(i);
+#pragma unroll
+            for (int k = 0; k < COLUMNS; k++) {
+                pieces[i][k] = -1;
+            }
+            if (column < count) {
+                smla_load_words<4 * COLUMNS, true>(in + column, (uint32_t *)pieces[i]);
+            }
+        }
+    }
+
+    /* Stores them, up to column `width`, which is a multiple of 4 like `count` above. */
+    __device__ __forceinline__ void store(int32_t *out, int64_t first, int64_t width) const
+    {
+#pragma unroll
+        for (int i = 0; i < PASS_PIECES; i++) {
+            const int64_t column = first + column_of(i);
+            if (column < width) {
+                smla_store_words<4 * COLUMNS, true>(out + column, (const uint32_t *)pieces[i]);
+            }
+        }
+    }
+};
+
+/* Whether rows of `columns` columns divide into pieces of four. An array that is not given does. */
+bool
+has_pieces(const int32_t *rows, int64_t stride_token, int64_t columns)
+{
+    return rows == nullptr || (columns % 4 == 0 && smla_is_multiple(rows, stride_token * 4, 16));
+}
+
+/* The kernel for a number of tokens, of those for CTAs, for CTAs with pieces of four columns, and
+ * for warps with such pieces; and its launch. */
+template <typename Args>
+cudaError_t
+launch_lists(void (*const kernels[3])(Args), const Args &args, bool is_aligned)
+{
+    const int64_t num_tokens = args.p.num_tokens;
+    const smla_stream stream = args.p.stream;
+    const int64_t num_sms = smla_cuda_find_device(stream.device_id)->num_sms;
+    const bool has_warps = is_aligned && num_tokens >= SM_TOKENS * num_sms;
+    return smla_launch(kernels[has_warps ? 2 : is_aligned], args,
+                       has_warps ? smla_count_parts(num_tokens, NUM_WARPS) : num_tokens,
+                       BLOCK_THREADS, 0, stream);
 }
 
 /* ---- Workspace rows of a prefill chunk ----------------------------------------------------- */
@@ -97,28 +180,52 @@ find_combined_row(const combine_args &args, int64_t token)
                         base + p.window_start + first - gather_start};
 }
 
+template <class Team>
+__device__ __forceinline__ void
+write_combined(const combine_args &args, int64_t token)
+{
+    const smla_combine_topk_swa_params &p = args.p;
+    const int32_t *const in = p.topk_indices + token * p.topk_indices_stride_token;
+    int32_t *const out = p.out + token * p.out_stride_token;
+    Team columns;
+    columns.load(in, 0, p.topk);
+    const combined_row row = find_combined_row(args, token);
+#pragma unroll 1
+    for (int64_t first = 0; first < p.width; first += Team::PASS_COLUMNS) {
+        if (first > 0) {
+            columns.load(in, first, p.topk);
+        }
+#pragma unroll
+        for (int i = 0; i < PASS_PIECES; i++) {
+#pragma unroll
+            for (int k = 0; k < Team::COLUMNS; k++) {
+                const int64_t column = first + Team::column_of(i) + k;
+                const int32_t entry = columns.pieces[i][k];
+                int64_t index = -1;
+                if (column < row.topk_len) {
+                    index = entry < 0 ? -1 : row.base + entry;
+                } else if (column < row.len) {
+                    index = row.window_start + (column - row.topk_len);
+                }
+                columns.pieces[i][k] = fit_index(index);
+            }
+        }
+        columns.store(out, first, p.width);
+    }
+    if (Team::thread() == 0) {
+        p.lens[token * p.lens_stride] = (int32_t)row.len;
+    }
+}
+
+template <class Team>
 __global__ void
 __launch_bounds__(BLOCK_THREADS) combine_lists_kernel(const __grid_constant__ combine_args args)
 {
     ptx_wait_for_grids();
-    const smla_combine_topk_swa_params &p = args.p;
-    for (int64_t token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
-        const combined_row row = find_combined_row(args, token);
-        const int32_t *const in = p.topk_indices + token * p.topk_indices_stride_token;
-        int32_t *const out = p.out + token * p.out_stride_token;
-        for (int64_t column = threadIdx.x; column < p.width; column += BLOCK_THREADS) {
-            int32_t index = -1;
-            if (column < row.topk_len) {
-                const int32_t entry = __ldg(in + column);
-                index = entry < 0 ? -1 : fit_index(row.base + entry);
-            } else if (column < row.len) {
-                index = fit_index(row.window_start + (column - row.topk_len));
-            }
-            out[column] = index;
-        }
-        if (threadIdx.x == 0) {
-            p.lens[token * p.lens_stride] = (int32_t)row.len;
-        }
+    const int64_t step = (int64_t)gridDim.x * Team::BLOCK_TOKENS;
+    int64_t token = (int64_t)blockIdx.x * Team::BLOCK_TOKENS + threadIdx.x / Team::THREADS;
+    for (; token < args.p.num_tokens; token += step) {
+        write_combined<Team>(args, token);
     }
 }
 
@@ -139,11 +246,15 @@ read_request(const smla_mixed_indices_params &p, int64_t token)
     return req < p.batch.num_reqs ? req : -1;
 }
 
-/* The sum of a number over the threads of the CTA, which all call this. */
+/* The sum of a number over the threads of the team, which all call this. */
+template <class Team>
 __device__ __forceinline__ int32_t
 add_over_threads(int32_t number, int32_t *counts)
 {
     const int32_t sum = __reduce_add_sync(ALL_LANES, number);
+    if constexpr (Team::THREADS == SMLA_WARP_LANES) {
+        return sum;
+    }
     if (threadIdx.x % SMLA_WARP_LANES == 0) {
         counts[threadIdx.x / SMLA_WARP_LANES] = sum;
     }
@@ -157,29 +268,62 @@ add_over_threads(int32_t number, int32_t *counts)
     return total;
 }
 
-/* Writes the slots of the first `count` positions, and -1 in the other columns up to `width`. Each
- * thread returns how many positions it saw. */
+/* Copies `count` columns, and writes -1 in the others up to `width`. */
+template <class Team>
+__device__ __forceinline__ void
+copy_columns(const int32_t *in, int64_t count, int32_t *out, int64_t width)
+{
+#pragma unroll 1
+    for (int64_t first = 0; first < width; first += Team::PASS_COLUMNS) {
+        Team columns;
+        columns.load(in, first, count);
+        columns.store(out, first, width);
+    }
+}
+
+/* Writes the slots of the first `count` positions of a pass, which are loaded already, and -1 in
+ * the other columns up to `width`. Each thread returns how many positions it saw. */
+template <class Team>
 __device__ __forceinline__ int32_t
-write_slots(const page_table &pages, int64_t req, const int32_t *in, int64_t count, int32_t *out,
-            int64_t width)
+write_pass(const page_table &pages, int64_t req, Team &columns, int64_t first, int64_t count,
+           int32_t *out, int64_t width)
 {
     int32_t num_positions = 0;
-    for (int64_t column = threadIdx.x; column < width; column += BLOCK_THREADS) {
-        const int32_t position = column < count ? __ldg(in + column) : -1;
-        num_positions += position >= 0;
-        out[column] = find_slot(pages, req, position);
+#pragma unroll
+    for (int i = 0; i < PASS_PIECES; i++) {
+#pragma unroll
+        for (int k = 0; k < Team::COLUMNS; k++) {
+            const bool is_seen = first + Team::column_of(i) + k < count;
+            const int32_t position = is_seen ? columns.pieces[i][k] : -1;
+            num_positions += position >= 0;
+            columns.pieces[i][k] = find_slot(pages, req, position);
+        }
+    }
+    columns.store(out, first, width);
+    return num_positions;
+}
+
+/* The same for all passes of a row, whose entries are in columns up to `num_given`. */
+template <class Team>
+__device__ __forceinline__ int32_t
+write_slots(const page_table &pages, int64_t req, Team &columns, const int32_t *in,
+            int64_t num_given, int64_t count, int32_t *out, int64_t width)
+{
+    int32_t num_positions = 0;
+#pragma unroll 1
+    for (int64_t first = 0; first < width; first += Team::PASS_COLUMNS) {
+        if (first > 0) {
+            columns.load(in, first, num_given);
+        }
+        num_positions += write_pass(pages, req, columns, first, count, out, width);
     }
     return num_positions;
 }
 
-/* Writes a row of slots, whose length need not be found. */
+/* The length of a row of slots, which need not be counted. */
 __device__ __forceinline__ int64_t
-copy_slots(const smla_mixed_indices_params &p, int64_t token, const int32_t *in, int32_t *out,
-           int64_t width)
+read_decode_len(const smla_mixed_indices_params &p, int64_t token)
 {
-    for (int64_t column = threadIdx.x; column < width; column += BLOCK_THREADS) {
-        out[column] = column < p.decode_topk ? __ldg(in + column) : -1;
-    }
     if (p.decode_lens == nullptr) {
         return p.decode_topk;
     }
@@ -187,81 +331,115 @@ copy_slots(const smla_mixed_indices_params &p, int64_t token, const int32_t *in,
     return len < 0 ? 0 : len < p.decode_topk ? len : p.decode_topk;
 }
 
-/* Writes the row of a decode, and returns its compressed length. All threads of the CTA call this.
- */
+/* Writes the row of a decode, and returns its compressed length. All threads of the team call
+ * this. */
+template <class Team>
 __device__ __forceinline__ int64_t
 write_decode(const mixed_args &args, int64_t token, int32_t *out, int32_t *counts)
 {
     const smla_mixed_indices_params &p = args.p;
-    const int32_t *const swa = p.decode_swa_indices + token * p.decode_swa_stride_token;
-    for (int64_t column = threadIdx.x; column < p.window; column += BLOCK_THREADS) {
-        out[column] = __ldg(swa + column);
-    }
+    copy_columns<Team>(p.decode_swa_indices + token * p.decode_swa_stride_token, p.window, out,
+                       p.window);
     const int32_t *const in = p.decode_indices + token * p.decode_indices_stride_token;
     if (!p.decode_indices_are_local) {
-        return copy_slots(p, token, in, out + p.window, p.width - p.window);
+        copy_columns<Team>(in, p.decode_topk, out + p.window, p.width - p.window);
+        return read_decode_len(p, token);
     }
+    Team columns;
+    columns.load(in, 0, p.decode_topk);
     const int64_t req = p.decode_topk > 0 && is_valid_token(p.is_valid, p.is_valid_stride, token)
                             ? read_request(p, token)
                             : -1;
-    const int64_t count = req < 0 ? 0 : p.decode_topk;
     const int32_t num_positions =
-        write_slots(args.compressed_pages, req, in, count, out + p.window, p.width - p.window);
-    return add_over_threads(num_positions, counts);
+        write_slots(args.compressed_pages, req, columns, in, p.decode_topk,
+                    req < 0 ? 0 : p.decode_topk, out + p.window, p.width - p.window);
+    return add_over_threads<Team>(num_positions, counts);
 }
 
 /* Writes the row of a prefill, and returns its compressed length. */
+template <class Team>
 __device__ __forceinline__ int64_t
 write_prefill(const mixed_args &args, int64_t token, int32_t *out)
 {
     const smla_mixed_indices_params &p = args.p;
+    const int64_t row = token - p.num_decode_tokens;
+    const int32_t *const in = p.prefill_indices + row * p.prefill_indices_stride_token;
+    Team columns;
+    columns.load(in, 0, p.topk);
     const int64_t end = read_start(p.batch, p.batch.num_reqs);
     const int64_t req = token < end ? read_request(p, token) : -1;
     token_sight sight = {};
     if (req >= 0) {
         sight = find_sight(p.batch, req, token, p.window, args.ratio, p.topk);
     }
-    const int64_t first = sight.position - sight.window_len + 1;
-    for (int64_t column = threadIdx.x; column < p.window; column += BLOCK_THREADS) {
-        const int64_t position = column < sight.window_len ? first + column : -1;
-        out[column] = find_slot(args.swa_pages, req, (int32_t)position);
+    const int64_t start = sight.position - sight.window_len + 1;
+#pragma unroll 1
+    for (int64_t first = 0; first < p.window; first += Team::PASS_COLUMNS) {
+        Team window;
+#pragma unroll
+        for (int i = 0; i < PASS_PIECES; i++) {
+#pragma unroll
+            for (int k = 0; k < Team::COLUMNS; k++) {
+                window.pieces[i][k] = (int32_t)(start + first + Team::column_of(i) + k);
+            }
+        }
+        write_pass(args.swa_pages, req, window, first, sight.window_len, out, p.window);
     }
-    const int64_t row = token - p.num_decode_tokens;
-    write_slots(args.compressed_pages, req,
-                p.prefill_indices + row * p.prefill_indices_stride_token, sight.topk_len,
-                out + p.window, p.width - p.window);
+    write_slots(args.compressed_pages, req, columns, in, p.topk, sight.topk_len, out + p.window,
+                p.width - p.window);
     return sight.topk_len;
 }
 
+template <class Team>
 __global__ void
 __launch_bounds__(BLOCK_THREADS) mixed_lists_kernel(const __grid_constant__ mixed_args args)
 {
     ptx_wait_for_grids();
     __shared__ int32_t counts[NUM_WARPS];
     const smla_mixed_indices_params &p = args.p;
-    for (int64_t token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
+    const int64_t step = (int64_t)gridDim.x * Team::BLOCK_TOKENS;
+    int64_t token = (int64_t)blockIdx.x * Team::BLOCK_TOKENS + threadIdx.x / Team::THREADS;
+    for (; token < p.num_tokens; token += step) {
         int32_t *const out = p.out + token * p.out_stride_token;
-        const int64_t len = token < p.num_decode_tokens ? write_decode(args, token, out, counts)
-                                                        : write_prefill(args, token, out);
-        if (threadIdx.x == 0) {
+        const int64_t len = token < p.num_decode_tokens
+                                ? write_decode<Team>(args, token, out, counts)
+                                : write_prefill<Team>(args, token, out);
+        if (Team::thread() == 0) {
             p.lens[token * p.lens_stride] = (int32_t)(p.window + len);
         }
     }
 }
+
+typedef team<BLOCK_THREADS, 1> cta;
+typedef team<BLOCK_THREADS, 4> aligned_cta;
+typedef team<SMLA_WARP_LANES, 4> aligned_warp;
 
 } /* namespace */
 
 cudaError_t
 smla_cuda_launch_combine_topk_swa_indices(const smla_combine_topk_swa_params *p)
 {
+    static void (*const kernels[])(combine_args) = {combine_lists_kernel<cta>,
+                                                    combine_lists_kernel<aligned_cta>,
+                                                    combine_lists_kernel<aligned_warp>};
     const combine_args args = {*p, smla_make_divisor(p->ratio)};
-    return smla_launch(combine_lists_kernel, args, p->num_tokens, BLOCK_THREADS, 0, p->stream);
+    const bool is_aligned = has_pieces(p->topk_indices, p->topk_indices_stride_token, p->topk) &&
+                            has_pieces(p->out, p->out_stride_token, p->width);
+    return launch_lists(kernels, args, is_aligned);
 }
 
 cudaError_t
 smla_cuda_launch_build_mixed_sparse_indices(const smla_mixed_indices_params *p)
 {
+    static void (*const kernels[])(mixed_args) = {mixed_lists_kernel<cta>,
+                                                  mixed_lists_kernel<aligned_cta>,
+                                                  mixed_lists_kernel<aligned_warp>};
     const mixed_args args = {*p, page_table_of(p->swa_pages), page_table_of(p->compressed_pages),
                              smla_make_divisor(p->ratio)};
-    return smla_launch(mixed_lists_kernel, args, p->num_tokens, BLOCK_THREADS, 0, p->stream);
+    const bool is_aligned =
+        p->window % 4 == 0 && has_pieces(p->out, p->out_stride_token, p->width) &&
+        has_pieces(p->decode_swa_indices, p->decode_swa_stride_token, p->window) &&
+        has_pieces(p->decode_indices, p->decode_indices_stride_token, p->decode_topk) &&
+        has_pieces(p->prefill_indices, p->prefill_indices_stride_token, p->topk);
+    return launch_lists(kernels, args, is_aligned);
 }
