@@ -26,6 +26,7 @@ typedef struct logits_args {
     int32_t chunk_groups; /* groups of eight heads per part */
     int32_t block_tokens; /* tokens per work */
     bool q_is_aligned;    /* rows of q begin at multiples of 16 bytes */
+    bool has_runs;        /* tiles of 64 columns lie in one page each, or keys are flat */
 } logits_args;
 
 /* A part of the result. Tokens are those from first_token to end_token - 1. */
@@ -88,29 +89,43 @@ typedef struct key_place {
     const uint8_t *scales;
 } key_place;
 
-static __device__ __forceinline__ key_place
-find_key(const logits_args &args, int64_t source, int64_t column)
+/* The page that the block table names for a column; -1 where it has no entry. */
+static __device__ __forceinline__ int32_t
+find_page(const logits_args &args, int64_t source, int64_t column)
 {
     const smla_logits_params &p = args.p;
-    int64_t page = 0;
-    int64_t offset = source + column;
-    bool exists = offset >= 0 && offset < p.kv.block_size;
-    if (p.has_pages) {
-        const int64_t block = smla_divide_uint32((uint32_t)column, args.page_keys);
-        offset = column - block * args.page_keys.divisor;
-        exists = source >= 0 && source < p.num_reqs && block < p.pages.num_blocks;
-        if (exists) {
-            page = __ldg(p.pages.block_table + source * p.pages.stride_req +
-                         block * p.pages.stride_block);
-        }
-        exists = exists && page >= 0 && page < p.kv.num_pages;
+    if (!p.has_pages) {
+        return 0;
     }
-    if (!exists) {
+    const int64_t block = smla_divide_uint32((uint32_t)column, args.page_keys);
+    return source >= 0 && source < p.num_reqs && block < p.pages.num_blocks
+               ? __ldg(p.pages.block_table + source * p.pages.stride_req +
+                       block * p.pages.stride_block)
+               : -1;
+}
+
+/* The key of a column in the page that find_page gave. */
+static __device__ __forceinline__ key_place
+place_key(const logits_args &args, int64_t source, int64_t column, int32_t page)
+{
+    const smla_logits_params &p = args.p;
+    int64_t offset = source + column;
+    if (p.has_pages) {
+        offset = (uint32_t)column - smla_divide_uint32((uint32_t)column, args.page_keys) *
+                                        (uint32_t)args.page_keys.divisor;
+    }
+    if (page < 0 || page >= p.kv.num_pages || offset < 0 || offset >= p.kv.block_size) {
         return key_place{NULL, NULL};
     }
     const int64_t start = page * p.kv.page_stride_bytes;
     return key_place{p.kv.base + start + offset * p.kv.token_stride_bytes,
                      p.kv.scales + start + offset * p.kv.scale_token_stride_bytes};
+}
+
+static __device__ __forceinline__ key_place
+find_key(const logits_args &args, int64_t source, int64_t column)
+{
+    return place_key(args, source, column, find_page(args, source, column));
 }
 
 static __device__ __forceinline__ void

@@ -8,8 +8,10 @@
  * Shared mem   keys [STAGES][64][128] and two items' queries [tokens * H][128], swizzled by 128
  *              bytes (wgmma.cuh); scales, weights, items, mbarriers; up to 170 KiB
  * Roles        A CTA per SM, which takes works i, i + grid... A run of a work's tokens is an item.
- *              4 copy warps     look up keys and bring a tile of 64 each in turn, with cp.async;
- *                               they also bring the items' queries, and fill columns without keys
+ *              4 copy warps     bring a tile of 64 keys each in turn, with cp.async, and look up
+ *                               its page a tile ahead; where pages hold whole tiles, or keys are
+ *                               flat, that is one address per tile. They also bring the items'
+ *                               queries, and fill columns without keys
  *              3 warpgroups     GROUPS 3: each has other tokens and goes through all tiles
  *                               GROUPS 1: each has the same tokens and every third tile
  *              mbarriers        arrivals | waiting threads
@@ -19,7 +21,9 @@
  *              q_empty[slot]    12 warps | copy warps
  * Roofline     256 FLOP per token, head and key. 64 keys x 128 columns take 256 cycles of tensor
  *              cores; adding them up takes a warp 2 instructions per column, 128 for a tile, which
- *              the other warpgroups' products hide. A decode streams 132 bytes per key.
+ *              the other warpgroups' products hide. While products write their sums to registers,
+ *              additions run at half their rate, so that 340 cycles per tile are the least; it
+ *              takes 420. A decode streams 132 bytes per key.
  * Numerics     The tensor cores add a dot product with about 14 bits, so that errors are below 2^-8
  *              of the sum of magnitudes. d + |d| is 2 relu(d), exactly, and passes NaN on. A lane
  *              adds heads 8 j + 2 c and 8 j + 2 c + 1 in order, then four lanes are added: the
@@ -83,7 +87,7 @@ template <typename Shape> struct logits_memory {
     alignas(1024) uint8_t keys[Shape::STAGES][TILE_KEYS][ROW_BYTES];
     alignas(1024) uint8_t queries[SLOTS][Shape::BLOCK_ROWS][ROW_BYTES];
     float scales[Shape::STAGES][TILE_KEYS];
-    float weights[SLOTS][Shape::BLOCK_ROWS];
+    alignas(16) float weights[SLOTS][Shape::BLOCK_ROWS];
     alignas(8) uint64_t found[Shape::STAGES]; /* a bit per key that exists */
     logits_item<Shape> items[SLOTS];
     alignas(8) uint64_t full[Shape::STAGES];
@@ -93,6 +97,14 @@ template <typename Shape> struct logits_memory {
 };
 
 /* ---- Copy warps ---------------------------------------------------------------------------- */
+
+/* Where the weight of a column is: a lane's four of 16 columns, 2 c, 2 c + 1, 2 c + 8 and 2 c + 9,
+ * follow each other. */
+__device__ __forceinline__ int
+weight_place(int column)
+{
+    return (column & ~15) | (column >> 1 & 3) << 2 | (column >> 3 & 1) << 1 | (column & 1);
+}
 
 /* Brings the queries and weights of an item. */
 template <typename Shape>
@@ -104,14 +116,16 @@ bring_queries(const smla_logits_params &p, int64_t first_token, int num_tokens, 
     const int chunk = thread % ROW_CHUNKS;
     const int num_rows = num_tokens * Shape::HEADS;
     const uint32_t to = ptx_shared_address(shared->queries[slot]);
+#pragma unroll 2
     for (int row = thread / ROW_CHUNKS; row < num_rows; row += COPIERS / ROW_CHUNKS) {
         const uint8_t *const from = p.q + (first_token + row / Shape::HEADS) * p.q_stride_token +
                                     row % Shape::HEADS * p.q_stride_head + chunk * CHUNK_BYTES;
         ptx_cp_async_16_or_zero(to + row * ROW_BYTES + (chunk ^ (row & 7)) * CHUNK_BYTES, from,
                                 true);
     }
+#pragma unroll 1
     for (int row = thread; row < num_rows; row += COPIERS) {
-        ptx_cp_async_4_or_zero(ptx_shared_address(&shared->weights[slot][row]),
+        ptx_cp_async_4_or_zero(ptx_shared_address(&shared->weights[slot][weight_place(row)]),
                                p.weights +
                                    (first_token + row / Shape::HEADS) * p.weights_stride_token +
                                    row % Shape::HEADS,
@@ -119,20 +133,39 @@ bring_queries(const smla_logits_params &p, int64_t first_token, int num_tokens, 
     }
 }
 
-/* Brings the tile of columns `first`... as tile number `count` of the CTA. A warp calls it. */
+/* Copies 64 keys that follow each other. */
 template <typename Shape>
 __device__ __forceinline__ void
-bring_keys(const logits_args &args, int64_t source, int64_t first, uint32_t count,
-           logits_memory<Shape> *shared)
+copy_run(const logits_args &args, const key_place &first, int stage, logits_memory<Shape> *shared)
+{
+    const smla_kv_view &kv = args.p.kv;
+    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+    const int chunk = lane % ROW_CHUNKS;
+    const int row = lane / ROW_CHUNKS;
+    const uint32_t to = ptx_shared_address(shared->keys[stage][row]);
+    const uint8_t *from = first.row + row * kv.token_stride_bytes + chunk * CHUNK_BYTES;
+#pragma unroll 4
+    for (int i = 0; i < TILE_KEYS / ROWS_PER_COPY; i++) {
+        const int place = chunk ^ ((row + i * ROWS_PER_COPY) & 7);
+        ptx_cp_async_16_or_zero(to + i * ROWS_PER_COPY * ROW_BYTES + place * CHUNK_BYTES, from,
+                                true);
+        from += ROWS_PER_COPY * kv.token_stride_bytes;
+    }
+#pragma unroll
+    for (int key = lane; key < TILE_KEYS; key += SMLA_WARP_LANES) {
+        ptx_cp_async_4_or_zero(ptx_shared_address(&shared->scales[stage][key]),
+                               first.scales + key * kv.scale_token_stride_bytes, true);
+    }
+}
+
+/* Copies 64 keys that lie anywhere; lane i has the places of keys i and i + 32. Keys that do not
+ * exist become zeros. */
+template <typename Shape>
+__device__ __forceinline__ void
+copy_places(const key_place places[2], int stage, logits_memory<Shape> *shared)
 {
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const int chunk = lane % ROW_CHUNKS;
-    const int stage = (int)(count % Shape::STAGES);
-    const key_place places[2] = {find_key(args, source, first + lane),
-                                 find_key(args, source, first + SMLA_WARP_LANES + lane)};
-    const uint32_t found[2] = {__ballot_sync(ALL_LANES, places[0].row != NULL),
-                               __ballot_sync(ALL_LANES, places[1].row != NULL)};
-    ptx_mbarrier_wait(ptx_shared_address(&shared->empty[stage]), count / Shape::STAGES % 2 ^ 1);
     const uint32_t to = ptx_shared_address(shared->keys[stage]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -150,12 +183,75 @@ bring_keys(const logits_args &args, int64_t source, int64_t first, uint32_t coun
                                    &shared->scales[stage][half * SMLA_WARP_LANES + lane]),
                                places[half].scales, places[half].row != NULL);
     }
+}
+
+/* The columns of a tile that a lane looks up: the first one where the tile's keys follow each
+ * other, or its own two. */
+__device__ __forceinline__ int
+own_column(const logits_args &args, int half)
+{
+    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+    return args.has_runs ? half * (TILE_KEYS - 1) : half * SMLA_WARP_LANES + lane;
+}
+
+/* Brings the tile of columns `first`... as tile number `count` of the CTA. A warp calls it;
+ * `pages` are those of its lanes' columns. */
+template <typename Shape>
+__device__ __forceinline__ void
+bring_keys(const logits_args &args, int64_t source, int64_t first, const int32_t pages[2],
+           uint32_t count, logits_memory<Shape> *shared)
+{
+    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+    const int stage = (int)(count % Shape::STAGES);
+    key_place places[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        places[half] = place_key(args, source, first + own_column(args, half), pages[half]);
+    }
+    ptx_mbarrier_wait(ptx_shared_address(&shared->empty[stage]), count / Shape::STAGES % 2 ^ 1);
+    uint32_t found[2] = {__ballot_sync(ALL_LANES, places[0].row != NULL),
+                         __ballot_sync(ALL_LANES, places[1].row != NULL)};
+    if (args.has_runs && found[0] != 0 && found[1] != 0) {
+        copy_run(args, places[0], stage, shared);
+    } else if (!args.has_runs || !args.p.has_pages) {
+        if (args.has_runs) { /* flat keys begin or end inside the tile */
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                places[half] = place_key(args, source, first + half * SMLA_WARP_LANES + lane, 0);
+                found[half] = __ballot_sync(ALL_LANES, places[half].row != NULL);
+            }
+        }
+        copy_places(places, stage, shared);
+    }
     if (lane == 0) {
         shared->found[stage] = (uint64_t)found[1] << 32 | found[0];
     }
     const uint32_t full = ptx_shared_address(&shared->full[stage]);
     ptx_mbarrier_arrive_after_copies(full);
     ptx_mbarrier_arrive(full, lane == 0);
+}
+
+/* Brings a warp's share of an item's tiles. Pages are looked up a tile ahead, because the first keys
+ * can be asked for only when their page has come. `tiles` counts those of the items before. */
+template <typename Shape>
+__device__ __forceinline__ void
+bring_item(const logits_args &args, int64_t source, int64_t first_column, int num_tiles,
+           uint32_t tiles, logits_memory<Shape> *shared)
+{
+    const uint32_t warp = (threadIdx.x - CONSUMERS) / SMLA_WARP_LANES;
+    uint32_t i = (warp - tiles) % COPY_WARPS;
+    int64_t first = first_column + (int64_t)i * TILE_KEYS;
+    int32_t pages[2] = {find_page(args, source, first + own_column(args, 0)),
+                        find_page(args, source, first + own_column(args, 1))};
+    for (; i < (uint32_t)num_tiles; i += COPY_WARPS) {
+        const int64_t ahead = first + COPY_WARPS * TILE_KEYS;
+        const int32_t next[2] = {find_page(args, source, ahead + own_column(args, 0)),
+                                 find_page(args, source, ahead + own_column(args, 1))};
+        bring_keys(args, source, first, pages, tiles + i, shared);
+        first = ahead;
+        pages[0] = next[0];
+        pages[1] = next[1];
+    }
 }
 
 /* Hands an item with `num_tokens` tokens over; without tokens it is the end. */
@@ -188,7 +284,6 @@ __device__ __forceinline__ void
 copy_works(const logits_args &args, logits_memory<Shape> *shared)
 {
     const smla_logits_params &p = args.p;
-    const uint32_t warp = (threadIdx.x - CONSUMERS) / SMLA_WARP_LANES;
     uint32_t tiles = 0; /* tiles in the items before */
     uint32_t items = 0;
     logits_work work = {};
@@ -207,11 +302,7 @@ copy_works(const logits_args &args, logits_memory<Shape> *shared)
                 const int num_tiles = (int)((longest - work.first + TILE_KEYS - 1) / TILE_KEYS);
                 const int64_t source = source_of(p, token);
                 hand_over(args, work, token, (int)(next - token), num_tiles, items, shared);
-                for (uint32_t i = (warp - tiles) % COPY_WARPS; i < (uint32_t)num_tiles;
-                     i += COPY_WARPS) {
-                    bring_keys(args, source, work.first + (int64_t)i * TILE_KEYS, tiles + i,
-                               shared);
-                }
+                bring_item(args, source, work.first, num_tiles, tiles, shared);
                 tiles += (uint32_t)num_tiles;
                 items++;
             }
@@ -235,26 +326,30 @@ double_relu(float x)
  * g + 8 (c % 2) of the warp's 16, for tokens 2 u + c / 2. */
 template <typename Shape> struct token_results {
     enum { COUNT = (Shape::TOKENS + 1) / 2 };
-    int64_t at[COUNT];       /* column 0 of the token's logits */
-    int32_t contexts[COUNT]; /* 0: no such token */
+    uint8_t *at[COUNT];  /* the logit of the lane's key in the first tile */
+    int32_t left[COUNT]; /* columns from there to the end of the token's keys */
 };
 
-/* sums[row][token] += weight * 2 relu(d) for the columns of each token. */
-template <typename Shape>
+/* sums[row][token] += weight * 2 relu(d) for the columns of each token, or 2 relu(-d) in rows that
+ * are `negative`. */
+template <typename Shape, bool HAS_SIGNS>
 __device__ __forceinline__ void
-add_columns(const float (&d)[Shape::COLUMNS / 2], const float (&weights)[Shape::COLUMNS / 4],
-            float sums[2][Shape::TOKENS])
+add_columns(const float (&d)[Shape::COLUMNS / 2], const float4 (&weights)[Shape::COLUMNS / 16],
+            const bool negative[2], float sums[Shape::TOKENS][2])
 {
-    constexpr int TOKEN_STEPS = Shape::HEADS / 8;
+    constexpr int TOKEN_STEPS = Shape::HEADS / 16;
+    constexpr int STEPS = Shape::COLUMNS / 16;
 #pragma unroll
-    for (int j = 0; j < Shape::COLUMNS / 8; j++) {
-        const int t = j / TOKEN_STEPS;
+    for (int s = 0; s < STEPS; s++) {
+        const float w[4] = {weights[s].x, weights[s].y, weights[s].z, weights[s].w};
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float *const sum = &sums[i / 2][t];
-            const float term = double_relu(d[4 * j + i]);
-            *sum = j % TOKEN_STEPS == 0 && i % 2 == 0 ? weights[2 * j] * term
-                                                      : fmaf(weights[2 * j + i % 2], term, *sum);
+        for (int i = 0; i < 8; i++) {
+            float *const sum = &sums[s / TOKEN_STEPS][i / 2 % 2];
+            const float x = d[8 * s + i];
+            const float term = double_relu(HAS_SIGNS && negative[i / 2 % 2] ? -x : x);
+            *sum = s % TOKEN_STEPS == 0 && i < 4 && i % 2 == 0
+                       ? w[0] * term
+                       : fmaf(w[i / 4 * 2 + i % 2], term, *sum);
         }
     }
 }
@@ -262,14 +357,14 @@ add_columns(const float (&d)[Shape::COLUMNS / 2], const float (&weights)[Shape::
 /* Adds the sums of four lanes. A lane keeps its row, then its tokens. */
 template <typename Shape>
 __device__ __forceinline__ void
-fold_lanes(float sums[2][Shape::TOKENS], float results[token_results<Shape>::COUNT])
+fold_lanes(const float sums[Shape::TOKENS][2], float results[token_results<Shape>::COUNT])
 {
     const int c = (int)threadIdx.x % 4;
     float rows[Shape::TOKENS];
 #pragma unroll
     for (int t = 0; t < Shape::TOKENS; t++) {
-        const float keep = c % 2 == 0 ? sums[0][t] : sums[1][t];
-        const float give = c % 2 == 0 ? sums[1][t] : sums[0][t];
+        const float keep = c % 2 == 0 ? sums[t][0] : sums[t][1];
+        const float give = c % 2 == 0 ? sums[t][1] : sums[t][0];
         rows[t] = keep + __shfl_xor_sync(ALL_LANES, give, 1);
     }
     if constexpr (Shape::TOKENS == 1) {
@@ -284,55 +379,67 @@ fold_lanes(float sums[2][Shape::TOKENS], float results[token_results<Shape>::COU
     }
 }
 
-/* Multiplies the tile of a stage, and stores its logits. */
+/* Every lane passes the same value; the compiler then knows that it is the same. */
+__device__ __forceinline__ uint32_t
+same_in_warp(uint32_t x)
+{
+    return __reduce_max_sync(ALL_LANES, x);
+}
+
+/* A descriptor `n` times 16 bytes further on; addresses do not carry into its upper half. */
+__device__ __forceinline__ uint64_t
+moved(uint64_t descriptor, uint32_t n)
+{
+    return (descriptor & 0xFFFFFFFF00000000) | (uint32_t)((uint32_t)descriptor + n);
+}
+
+/* Multiplies the tile of a stage, and stores its logits. `tile` counts from the item's first. */
 template <typename Shape>
 __device__ __forceinline__ void
-score_tile(const smla_logits_params &p, int stage, uint64_t keys, uint64_t queries,
-           const float (&weights)[Shape::COLUMNS / 4], const token_results<Shape> &to, int column,
-           logits_memory<Shape> *shared)
+score_tile(uint32_t stage, uint64_t keys, uint64_t queries,
+           const float4 (&weights)[Shape::COLUMNS / 16], const token_results<Shape> &to,
+           uint32_t tile, uint32_t value_bytes, logits_memory<Shape> *shared)
 {
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const int warp_row = (int)threadIdx.x % GROUP_THREADS / SMLA_WARP_LANES * 16;
     const int row = warp_row + lane / 4 + lane % 2 * 8;
+    const float scale = shared->scales[stage][row];
+    const uint32_t found = ((const uint32_t *)&shared->found[stage])[row / 32];
     float d[Shape::COLUMNS / 2];
     ptx_fence_async_shared(); /* what cp.async wrote is visible to wgmma */
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < K_STEPS; k++) {
-        wgmma_e4m3(d, keys + (uint64_t)(stage * (TILE_BYTES >> 4) + 2 * k), queries + 2 * k,
+        wgmma_e4m3(d, moved(keys, stage * (TILE_BYTES >> 4) + 2 * k), moved(queries, 2 * k),
                    k != 0);
     }
     wgmma_commit();
-    const float scale = shared->scales[stage][row];
-    const bool exists = shared->found[stage] >> row & 1;
     wgmma_wait<0>();
     __syncwarp();
     ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[stage]), lane == 0);
+    float sums[Shape::TOKENS][2];
+    float results[token_results<Shape>::COUNT];
+    add_columns<Shape, false>(d, weights, NULL, sums);
     const uint32_t negative = __ballot_sync(ALL_LANES, scale < 0.0f);
     if (negative != 0) { /* lane (g, 0) has key g, lane (g, 1) has key g + 8 */
-        const bool flips[2] = {(negative >> (lane & ~3) & 1) != 0,
-                               (negative >> (lane & ~3) & 2) != 0};
-#pragma unroll
-        for (int i = 0; i < Shape::COLUMNS / 2; i++) {
-            d[i] = flips[i / 2 % 2] ? -d[i] : d[i];
-        }
+        const bool rows[2] = {(negative >> (lane & ~3) & 1) != 0,
+                              (negative >> (lane & ~3) & 2) != 0};
+        add_columns<Shape, true>(d, weights, rows, sums);
     }
-    float sums[2][Shape::TOKENS];
-    float results[token_results<Shape>::COUNT];
-    add_columns<Shape>(d, weights, sums);
     fold_lanes<Shape>(sums, results);
     const float factor = 0.5f * fabsf(scale);
-    const int own = column + row;
+    const bool exists = found >> row % 32 & 1;
 #pragma unroll
     for (int u = 0; u < token_results<Shape>::COUNT; u++) {
         const float logit = exists ? results[u] * factor : -INFINITY;
-        if (own >= to.contexts[u]) {
+        uint8_t *const at = to.at[u] + tile * (TILE_KEYS * value_bytes);
+        if ((int)(tile * TILE_KEYS) >= to.left[u]) {
             continue;
         }
-        if (p.out_type == SMLA_FLOAT_BF16) {
-            ((uint16_t *)p.out)[to.at[u] + own] = (uint16_t)smla_cvt_bf16x2(logit, 0.0f);
+        if (value_bytes == sizeof(uint16_t)) {
+            *(uint16_t *)at = (uint16_t)smla_cvt_bf16x2(logit, 0.0f);
         } else {
-            ((float *)p.out)[to.at[u] + own] = logit;
+            *(float *)at = logit;
         }
     }
 }
@@ -340,16 +447,17 @@ score_tile(const smla_logits_params &p, int stage, uint64_t keys, uint64_t queri
 template <typename Shape>
 __device__ __forceinline__ void
 load_item(const smla_logits_params &p, const logits_memory<Shape> *shared, int slot, int group,
-          float (&weights)[Shape::COLUMNS / 4], token_results<Shape> *to)
+          uint32_t value_bytes, float4 (&weights)[Shape::COLUMNS / 16], token_results<Shape> *to)
 {
     const logits_item<Shape> &item = shared->items[slot];
-    const int c = (int)threadIdx.x % 4;
+    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+    const int c = lane % 4;
+    const int warp_row = (int)threadIdx.x % GROUP_THREADS / SMLA_WARP_LANES * 16;
+    const int own = item.first + warp_row + lane / 4 + lane % 2 * 8;
+    const float4 *const fours = (const float4 *)&shared->weights[slot][group * Shape::COLUMNS] + c;
 #pragma unroll
-    for (int j = 0; j < Shape::COLUMNS / 8; j++) {
-        const float2 pair =
-            *(const float2 *)&shared->weights[slot][group * Shape::COLUMNS + 8 * j + 2 * c];
-        weights[2 * j] = pair.x;
-        weights[2 * j + 1] = pair.y;
+    for (int s = 0; s < Shape::COLUMNS / 16; s++) {
+        weights[s] = fours[4 * s];
     }
 #pragma unroll
     for (int u = 0; u < token_results<Shape>::COUNT; u++) {
@@ -357,8 +465,9 @@ load_item(const smla_logits_params &p, const logits_memory<Shape> *shared, int s
         const bool is_stored = Shape::TOKENS > 1 || c < 2;
         const int token = group * Shape::TOKENS + (Shape::TOKENS > 1 ? 2 * u + c / 2 : 0);
         const bool exists = is_stored && token < item.num_tokens;
-        to->at[u] = (item.first_token + token) * p.out_stride_token;
-        to->contexts[u] = exists ? item.contexts[token] : 0;
+        to->at[u] = (uint8_t *)p.out +
+                    ((item.first_token + token) * p.out_stride_token + own) * value_bytes;
+        to->left[u] = exists ? item.contexts[token] - own : 0;
     }
 }
 
@@ -366,8 +475,9 @@ template <typename Shape>
 __device__ __forceinline__ void
 consume_items(const smla_logits_params &p, logits_memory<Shape> *shared)
 {
-    const int warpgroup = (int)threadIdx.x / GROUP_THREADS;
-    const int group = Shape::GROUPS == 1 ? 0 : warpgroup;
+    const uint32_t warpgroup = same_in_warp(threadIdx.x / GROUP_THREADS);
+    const int group = Shape::GROUPS == 1 ? 0 : (int)warpgroup;
+    const uint32_t value_bytes = same_in_warp(p.out_type == SMLA_FLOAT_BF16 ? 2 : 4);
     const uint64_t keys =
         wgmma_descriptor(ptx_shared_address(shared->keys[0]), 8 * ROW_BYTES, WGMMA_SWIZZLE_128);
     const uint64_t all_queries =
@@ -377,36 +487,33 @@ consume_items(const smla_logits_params &p, logits_memory<Shape> *shared)
     for (uint32_t number = 0;; number++) {
         const int slot = (int)(number % SLOTS);
         ptx_mbarrier_wait(ptx_shared_address(&shared->q_full[slot]), number / SLOTS % 2);
-        const int num_tiles = shared->items[slot].num_tiles;
+        const uint32_t num_tiles = same_in_warp((uint32_t)shared->items[slot].num_tiles);
         if (num_tiles == 0) {
             break;
         }
-        const bool has_tokens = shared->items[slot].num_tokens > group * Shape::TOKENS;
-        const int first = shared->items[slot].first;
+        const bool has_tokens =
+            (int)same_in_warp((uint32_t)shared->items[slot].num_tokens) > group * Shape::TOKENS;
         const uint64_t queries =
-            all_queries + (uint64_t)(slot * (Shape::BLOCK_ROWS * ROW_BYTES >> 4));
-        float weights[Shape::COLUMNS / 4];
+            moved(all_queries, (uint32_t)(slot * (Shape::BLOCK_ROWS * ROW_BYTES >> 4)));
+        float4 weights[Shape::COLUMNS / 16];
         token_results<Shape> to;
-        load_item<Shape>(p, shared, slot, group, weights, &to);
+        load_item<Shape>(p, shared, slot, group, value_bytes, weights, &to);
         const uint32_t skipped =
-            Shape::PARTS == 1
-                ? 0
-                : (uint32_t)(warpgroup + WARPGROUPS - tiles % WARPGROUPS) % WARPGROUPS;
+            Shape::PARTS == 1 ? 0 : (warpgroup + WARPGROUPS - tiles % WARPGROUPS) % WARPGROUPS;
 #pragma unroll 1
-        for (uint32_t i = skipped; i < (uint32_t)num_tiles; i += Shape::PARTS) {
+        for (uint32_t i = skipped; i < num_tiles; i += Shape::PARTS) {
             const uint32_t count = tiles + i;
-            const int stage = (int)(count % Shape::STAGES);
+            const uint32_t stage = count % Shape::STAGES;
             ptx_mbarrier_wait(ptx_shared_address(&shared->full[stage]), count / Shape::STAGES % 2);
             if (has_tokens) {
-                score_tile<Shape>(p, stage, keys, queries, weights, to, first + (int)i * TILE_KEYS,
-                                  shared);
+                score_tile<Shape>(stage, keys, queries, weights, to, i, value_bytes, shared);
             } else {
                 __syncwarp();
                 ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[stage]),
                                     threadIdx.x % SMLA_WARP_LANES == 0);
             }
         }
-        tiles += (uint32_t)num_tiles;
+        tiles += num_tiles;
         __syncwarp();
         ptx_mbarrier_arrive(ptx_shared_address(&shared->q_empty[slot]),
                             threadIdx.x % SMLA_WARP_LANES == 0);
@@ -455,6 +562,7 @@ launch_shape(const smla_logits_params *p)
     logits_args args = {};
     args.p = *p;
     args.page_keys = smla_make_divisor(p->has_pages ? p->pages.block_size : 1);
+    args.has_runs = !p->has_pages || p->pages.block_size % TILE_KEYS == 0;
     args.token_blocks = smla_make_divisor(token_blocks);
     args.chunk_columns = choose_chunk(p->num_columns, token_blocks, Shape::WORKS_PER_SM * num_sms,
                                       Shape::LEAST_CHUNK, Shape::LARGEST_CHUNK);
