@@ -239,9 +239,11 @@ def test_norm_results_are_new_arrays():
         assert_same_bits(x, y)
 
 
-def test_norm_of_many_tokens():
-    q, kv = rows(8192, 1024)
-    check_norm(q, kv, weights(1024, "bf16"), weights(512, "bf16"))
+@pytest.mark.parametrize("size", [513, 1024, 1800])
+def test_norm_of_many_tokens(size):
+    """Enough for a GPU to give a warp both rows of a token."""
+    q, kv = rows(8192, size)
+    check_norm(q, kv, weights(size, "bf16"), weights(512, "bf16"))
 
 
 # --- fused_inv_rope_fp8_quant --------------------------------------------------------------------

@@ -6,7 +6,8 @@
  *              row of an invalid token is -1, of length 0.
  * Shapes       topk_indices, out [T, K] int32, rows any stride apart; req_id_per_token, lens [T]
  *              int32, is_valid [T] bytes, block_table [R, W] int32, any strides
- * Shared mem   few tokens: 256 bytes, how many slots each warp found in each vector of a tile, twice
+ * Shared mem   few tokens: 256 bytes, how many slots each warp found in each vector of a tile,
+ *              twice
  * Roles        Few tokens: a CTA takes one token at a time; slot_rows.cuh writes its row. Barrier
  *              (__syncthreads): the counts of a tile are written.
  *              Many tokens: a warp takes one token at a time, 32 columns by 32, without barriers.

@@ -4,9 +4,11 @@
  * Shapes       q [T, any size], kv [T, 512], both results: bf16, rows any stride apart; weights
  *              [size] bf16 or fp32. A result may be its input.
  * Shared mem   none
- * Roles        A warp per row; first come the rows of q, then those of kv. A lane has vectors of 8
- *              values, and keeps the first 6 of them between the sum and the product (rows of 1536
- *              values); it reads the rest of a longer row twice. No barriers.
+ * Roles        A warp per token: it loads both rows before it uses the first value. With few
+ *              tokens a warp per row; first come the rows of q, then those of kv. A lane has
+ *              vectors of 8 values, and keeps the first 6 of q and 2 of kv between the sum and the
+ *              product (rows of 1536 and 512 values); it reads the rest of a longer row twice. No
+ *              barriers.
  * Roofline     Memory binds: a row is read and written once, 4 bytes per value; 6144 bytes per
  *              token for q of 1024, 1.4 ns at 4.3 TB/s. A lane runs about 70 instructions per
  *              vector, of which 32 bytes move: 132 SMs of 128 lanes at 1.75 GHz run 220 in that
@@ -26,12 +28,16 @@ namespace {
 enum {
     BLOCK_THREADS = 256,
     BLOCK_WARPS = BLOCK_THREADS / SMLA_WARP_LANES,
-    KEPT_VECTORS = 6,
+    Q_VECTORS = 6,  /* kept by a lane: rows of 1536 values */
+    KV_VECTORS = 2, /* rows of 512 values */
     VECTOR_WORDS = NORM_VECTOR / 2,
+    STEP = SMLA_NORM_SUMS, /* values of a vector per lane */
+    SM_TOKENS = 16,        /* tokens per SM at which a warp has both rows of a token */
 };
 
 struct norm_args {
     smla_q_kv_norm_params p;
+    bool is_split; /* a warp has one row of a token, and first come the rows of q */
 };
 
 /* Loads up to 8 values of which `left` exist; the others are zeros. The loads are ordinary ones,
@@ -121,27 +127,36 @@ scale_vector(const smla_norm_rows &rows, uint16_t *out, int64_t start, float fac
     store_row<ALIGNED>(out + start, rows.size - start, scaled);
 }
 
-template <bool ALIGNED>
+/* Loads the first KEPT vectors of a lane. */
+template <bool ALIGNED, int KEPT>
 __device__ __forceinline__ void
-normalize(const smla_norm_rows &rows, int64_t token, float eps)
+load_kept(const smla_norm_rows &rows, int64_t token, uint32_t kept[KEPT][VECTOR_WORDS])
 {
-    constexpr int64_t STEP = SMLA_NORM_SUMS; /* values of a vector per lane */
+    const int first = (int)threadIdx.x % SMLA_WARP_LANES * NORM_VECTOR;
+    const uint16_t *const x = rows.x + token * rows.x_stride_token + first;
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) {
+        load_row<ALIGNED>(x + i * STEP, rows.size - first - i * STEP, kept[i]);
+    }
+}
+
+/* Normalises a row of which each lane has KEPT vectors. */
+template <bool ALIGNED, int KEPT>
+__device__ __forceinline__ void
+normalize(const smla_norm_rows &rows, int64_t token, float eps,
+          const uint32_t kept[KEPT][VECTOR_WORDS])
+{
     const uint16_t *const x = rows.x + token * rows.x_stride_token;
     uint16_t *const out = rows.out + token * rows.out_stride_token;
     const int64_t first = (int64_t)(threadIdx.x % SMLA_WARP_LANES) * NORM_VECTOR;
     float sums[NORM_VECTOR] = {};
     float values[NORM_VECTOR];
-    uint32_t kept[KEPT_VECTORS][VECTOR_WORDS];
 #pragma unroll
-    for (int i = 0; i < KEPT_VECTORS; i++) {
-        load_row<ALIGNED>(x + first + i * STEP, rows.size - first - i * STEP, kept[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < KEPT_VECTORS; i++) {
+    for (int i = 0; i < KEPT; i++) {
         norm_widen(kept[i], values);
         norm_add_squares(sums, values);
     }
-    for (int64_t start = first + KEPT_VECTORS * STEP; start < rows.size; start += STEP) {
+    for (int64_t start = first + KEPT * STEP; start < rows.size; start += STEP) {
         uint32_t words[VECTOR_WORDS];
         load_row<ALIGNED>(x + start, rows.size - start, words);
         norm_widen(words, values);
@@ -149,12 +164,12 @@ normalize(const smla_norm_rows &rows, int64_t token, float eps)
     }
     const float factor = norm_factor(norm_fold_sums(sums), rows.size, eps);
 #pragma unroll
-    for (int i = 0; i < KEPT_VECTORS; i++) {
+    for (int i = 0; i < KEPT; i++) {
         if (first + i * STEP < rows.size) {
             scale_vector<ALIGNED>(rows, out, first + i * STEP, factor, kept[i]);
         }
     }
-    for (int64_t start = first + KEPT_VECTORS * STEP; start < rows.size; start += STEP) {
+    for (int64_t start = first + KEPT * STEP; start < rows.size; start += STEP) {
         uint32_t words[VECTOR_WORDS];
         load_row<ALIGNED>(x + start, rows.size - start, words);
         scale_vector<ALIGNED>(rows, out, start, factor, words);
@@ -163,15 +178,32 @@ normalize(const smla_norm_rows &rows, int64_t token, float eps)
 
 template <bool ALIGNED>
 __global__ void
-__launch_bounds__(BLOCK_THREADS) norm_kernel(const __grid_constant__ norm_args args)
+__launch_bounds__(BLOCK_THREADS, ALIGNED ? 4 : 3)
+    norm_kernel(const __grid_constant__ norm_args args)
 {
     ptx_wait_for_grids();
     const smla_q_kv_norm_params &p = args.p;
     const int64_t step = (int64_t)gridDim.x * BLOCK_WARPS;
-    int64_t row = (int64_t)blockIdx.x * BLOCK_WARPS + threadIdx.x / SMLA_WARP_LANES;
-    for (; row < 2 * p.num_tokens; row += step) {
-        const bool is_kv = row >= p.num_tokens;
-        normalize<ALIGNED>(p.rows[is_kv], is_kv ? row - p.num_tokens : row, p.eps);
+    const int64_t num_works = args.is_split ? 2 * p.num_tokens : p.num_tokens;
+    int64_t work = (int64_t)blockIdx.x * BLOCK_WARPS + threadIdx.x / SMLA_WARP_LANES;
+    for (; work < num_works; work += step) {
+        const bool has_q = work < p.num_tokens;
+        const bool has_kv = !args.is_split || !has_q;
+        const int64_t token = has_q ? work : work - p.num_tokens;
+        uint32_t q[Q_VECTORS][VECTOR_WORDS];
+        uint32_t kv[KV_VECTORS][VECTOR_WORDS];
+        if (has_q) {
+            load_kept<ALIGNED, Q_VECTORS>(p.rows[0], token, q);
+        }
+        if (has_kv) {
+            load_kept<ALIGNED, KV_VECTORS>(p.rows[1], token, kv);
+        }
+        if (has_q) {
+            normalize<ALIGNED, Q_VECTORS>(p.rows[0], token, p.eps, q);
+        }
+        if (has_kv) {
+            normalize<ALIGNED, KV_VECTORS>(p.rows[1], token, p.eps, kv);
+        }
     }
 }
 
@@ -188,9 +220,11 @@ is_aligned(const smla_norm_rows &rows)
 cudaError_t
 smla_cuda_launch_fused_q_kv_rmsnorm(const smla_q_kv_norm_params *params)
 {
-    const norm_args args = {*params};
-    const int64_t num_blocks = smla_count_parts(2 * params->num_tokens, BLOCK_WARPS);
+    const int64_t num_tokens = params->num_tokens;
+    const int64_t num_sms = smla_cuda_find_device(params->stream.device_id)->num_sms;
+    const norm_args args = {*params, num_tokens < SM_TOKENS * num_sms};
+    const int64_t num_works = args.is_split ? 2 * num_tokens : num_tokens;
     const bool aligned = is_aligned(params->rows[0]) && is_aligned(params->rows[1]);
-    return smla_launch(aligned ? norm_kernel<true> : norm_kernel<false>, args, num_blocks,
-                       BLOCK_THREADS, 0, params->stream);
+    return smla_launch(aligned ? norm_kernel<true> : norm_kernel<false>, args,
+                       smla_count_parts(num_works, BLOCK_WARPS), BLOCK_THREADS, 0, params->stream);
 }
