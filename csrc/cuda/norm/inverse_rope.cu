@@ -8,7 +8,8 @@
  *              any stride apart; scales [T, G, H / G * 4] fp32 or [T, G, H / G] int32, any strides
  * Shared mem   none
  * Roles        A warp has two neighbouring heads of a token: 4 vectors of 16 bytes per lane, all
- *              loaded before the first is used. Half a warp has a tile of 128 values in a vector.
+ *              loaded before the first is used. Half a warp has a tile of 128 values in a vector,
+ *              and the largest values of all four tiles are found together.
  *              The last 8 lanes have the RoPE values, in the second vector of each head. A block
  *              has up to 8 tokens of the same heads, because the scales of tokens are neighbours in
  *              memory. Rows of scales behind the last token are warps of their own. No barriers.
@@ -86,20 +87,16 @@ widen(const uint32_t words[VECTOR_WORDS], float x[VECTOR])
     }
 }
 
-/* The scale of the tile that 16 lanes have, for each of them. */
+/* The largest magnitude of a lane's vector. */
 __device__ __forceinline__ float
-find_scale(const float x[VECTOR])
+find_amax(const float x[VECTOR])
 {
     float amax = 0.0f;
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) {
         amax = fmaxf(amax, fabsf(x[i])); /* ignores NaN */
     }
-#pragma unroll
-    for (int lanes = TILE_LANES / 2; lanes > 0; lanes /= 2) {
-        amax = fmaxf(amax, __shfl_xor_sync(ALL_LANES, amax, lanes));
-    }
-    return smla_power_of_two_scale(amax, SMLA_E4M3_MAX, SMLA_OUTPUT_FLOOR);
+    return amax;
 }
 
 template <bool ALIGNED>
@@ -155,53 +152,99 @@ store_scales(const smla_inverse_rope_params &p, int64_t token, head_place place,
     }
 }
 
-template <bool QUANTIZES, bool ALIGNED>
-__device__ __forceinline__ void
-finish_head(const inverse_args &args, int64_t token, int64_t head, const rope_angles &angles,
-            uint32_t words[HEAD_VECTORS][VECTOR_WORDS])
+/* Whether a lane has RoPE values in a vector of a head. */
+__device__ __forceinline__ bool
+is_turned(int vector)
 {
-    const smla_inverse_rope_params &p = args.p;
-    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
-    const head_place place = find_head(args, head);
-    const int64_t start = token * p.out_stride_token + place.group * p.out_stride_group +
-                          place.head * SMLA_V4_HEAD_DIM + lane * VECTOR;
-    float scales[HEAD_VECTORS];
-#pragma unroll
-    for (int i = 0; i < HEAD_VECTORS; i++) {
-        const int64_t at = start + i * SMLA_WARP_LANES * VECTOR;
-        const bool is_turned = i == HEAD_VECTORS - 1 && lane >= FIRST_ROPE_LANE;
-        float x[VECTOR];
-        widen(words[i], x);
-        if (is_turned) {
-            rope_turn<true>(x, angles);
-        }
-        if constexpr (QUANTIZES) {
-            scales[i] = find_scale(x);
-            store_e4m3<ALIGNED>((uint8_t *)p.out + at, x, scales[i]);
-        } else {
-            if (is_turned) {
-#pragma unroll
-                for (int k = 0; k < VECTOR_WORDS; k++) {
-                    words[i][k] = smla_floats_to_bf16x2(x[2 * k], x[2 * k + 1]);
-                }
-            }
-            smla_store_words<16, ALIGNED>((uint16_t *)p.out + at, words[i]);
-        }
-    }
-    if constexpr (QUANTIZES) {
-        store_scales(p, token, place, scales);
-    }
+    return vector == HEAD_VECTORS - 1 && (int)threadIdx.x % SMLA_WARP_LANES >= FIRST_ROPE_LANE;
+}
+
+/* Where a lane's first vector of a head goes, in elements of out. */
+__device__ __forceinline__ int64_t
+place_of_vector(const smla_inverse_rope_params &p, int64_t token, head_place place)
+{
+    return token * p.out_stride_token + place.group * p.out_stride_group +
+           place.head * SMLA_V4_HEAD_DIM + (int)threadIdx.x % SMLA_WARP_LANES * VECTOR;
 }
 
 /* ---- Heads of a warp ----------------------------------------------------------------------- */
 
+typedef uint32_t head_words[HEAD_VECTORS][VECTOR_WORDS];
+
+/* The lanes exchange the magnitudes of all vectors at once, because each exchange is a wait. */
+template <bool ALIGNED>
+__device__ __forceinline__ void
+quantize_heads(const inverse_args &args, int64_t token, int32_t first_head,
+               const rope_angles &angles, const head_words words[WARP_HEADS])
+{
+    const smla_inverse_rope_params &p = args.p;
+    float x[WARP_HEADS][HEAD_VECTORS][VECTOR];
+    float scales[WARP_HEADS][HEAD_VECTORS];
+#pragma unroll
+    for (int h = 0; h < WARP_HEADS; h++) {
+#pragma unroll
+        for (int i = 0; i < HEAD_VECTORS; i++) {
+            widen(words[h][i], x[h][i]);
+            if (is_turned(i)) {
+                rope_turn<true>(x[h][i], angles);
+            }
+            scales[h][i] = find_amax(x[h][i]);
+        }
+    }
+#pragma unroll
+    for (int lanes = TILE_LANES / 2; lanes > 0; lanes /= 2) {
+#pragma unroll
+        for (int k = 0; k < WARP_HEADS * HEAD_VECTORS; k++) {
+            float &amax = scales[k / HEAD_VECTORS][k % HEAD_VECTORS];
+            amax = fmaxf(amax, __shfl_xor_sync(ALL_LANES, amax, lanes));
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < WARP_HEADS; h++) {
+        if (first_head + h >= p.num_heads) {
+            break;
+        }
+        const head_place place = find_head(args, first_head + h);
+        uint8_t *const out = (uint8_t *)p.out + place_of_vector(p, token, place);
+#pragma unroll
+        for (int i = 0; i < HEAD_VECTORS; i++) {
+            scales[h][i] = smla_power_of_two_scale(scales[h][i], SMLA_E4M3_MAX, SMLA_OUTPUT_FLOOR);
+            store_e4m3<ALIGNED>(out + i * SMLA_WARP_LANES * VECTOR, x[h][i], scales[h][i]);
+        }
+        store_scales(p, token, place, scales[h]);
+    }
+}
+
+template <bool ALIGNED>
+__device__ __forceinline__ void
+round_head(const inverse_args &args, int64_t token, int64_t head, const rope_angles &angles,
+           head_words words)
+{
+    const smla_inverse_rope_params &p = args.p;
+    uint16_t *const out = (uint16_t *)p.out + place_of_vector(p, token, find_head(args, head));
+#pragma unroll
+    for (int i = 0; i < HEAD_VECTORS; i++) {
+        if (is_turned(i)) {
+            float x[VECTOR];
+            widen(words[i], x);
+            rope_turn<true>(x, angles);
+#pragma unroll
+            for (int k = 0; k < VECTOR_WORDS; k++) {
+                words[i][k] = smla_floats_to_bf16x2(x[2 * k], x[2 * k + 1]);
+            }
+        }
+        smla_store_words<16, ALIGNED>(out + i * SMLA_WARP_LANES * VECTOR, words[i]);
+    }
+}
+
+/* A head that is not there has zeros. int32 holds heads, because each has 512 elements of out. */
 template <bool QUANTIZES, bool ALIGNED>
 __device__ __forceinline__ void
-turn_heads(const inverse_args &args, int64_t token, int64_t first_head)
+turn_heads(const inverse_args &args, int64_t token, int32_t first_head)
 {
     const smla_inverse_rope_params &p = args.p;
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
-    uint32_t words[WARP_HEADS][HEAD_VECTORS][VECTOR_WORDS];
+    head_words words[WARP_HEADS] = {};
 #pragma unroll
     for (int h = 0; h < WARP_HEADS; h++) {
         if (first_head + h < p.num_heads) {
@@ -218,17 +261,21 @@ turn_heads(const inverse_args &args, int64_t token, int64_t first_head)
         angles = rope_load(p.rope, token, (lane - FIRST_ROPE_LANE) * ROPE_PAIRS,
                            args.angles_are_aligned);
     }
+    if constexpr (QUANTIZES) {
+        quantize_heads<ALIGNED>(args, token, first_head, angles, words);
+    } else {
 #pragma unroll
-    for (int h = 0; h < WARP_HEADS; h++) {
-        if (first_head + h < p.num_heads) {
-            finish_head<QUANTIZES, ALIGNED>(args, token, first_head + h, angles, words[h]);
+        for (int h = 0; h < WARP_HEADS; h++) {
+            if (first_head + h < p.num_heads) {
+                round_head<ALIGNED>(args, token, first_head + h, angles, words[h]);
+            }
         }
     }
 }
 
 /* Sets the scales of a row behind the last token to 0. */
 __device__ __forceinline__ void
-clear_scales(const inverse_args &args, int64_t row, int64_t first_head)
+clear_scales(const inverse_args &args, int64_t row, int32_t first_head)
 {
     const smla_inverse_rope_params &p = args.p;
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
@@ -243,7 +290,8 @@ clear_scales(const inverse_args &args, int64_t row, int64_t first_head)
 
 template <bool QUANTIZES, bool ALIGNED>
 __global__ void
-__launch_bounds__(BLOCK_THREADS) inverse_kernel(const __grid_constant__ inverse_args args)
+__launch_bounds__(BLOCK_THREADS, QUANTIZES && !ALIGNED ? 3 : 4)
+    inverse_kernel(const __grid_constant__ inverse_args args)
 {
     ptx_wait_for_grids();
     const smla_inverse_rope_params &p = args.p;
@@ -258,9 +306,9 @@ __launch_bounds__(BLOCK_THREADS) inverse_kernel(const __grid_constant__ inverse_
             continue;
         }
         if (token < p.num_tokens) {
-            turn_heads<QUANTIZES, ALIGNED>(args, token, head);
+            turn_heads<QUANTIZES, ALIGNED>(args, token, (int32_t)head);
         } else {
-            clear_scales(args, token, head);
+            clear_scales(args, token, (int32_t)head);
         }
     }
 }
