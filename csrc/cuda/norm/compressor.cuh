@@ -163,23 +163,24 @@ mark_tokens(const compress_args &args, int64_t first, int num_tokens)
     return {__ballot_sync(ALL_LANES, is_closing), __ballot_sync(ALL_LANES, is_lonely)};
 }
 
-/* Brings the CTA's channels of kv and score of neighbouring tokens into L2. A range of bytes that
- * begins between two units begins earlier, in its first unit, and lacks the end of its last. */
+/* Brings kv and score of neighbouring tokens into L2. The CTAs of a cluster divide the rows, and so
+ * do the warps of a CTA, because the lanes of a warp start one after another. A row that begins
+ * between two units begins earlier, in its first unit, and lacks the end of its last. */
 template <int CTAS>
 __device__ __forceinline__ void
 prefetch_tokens(const smla_partial_states_params &p, int64_t first, int num_tokens)
 {
     enum { UNIT = 16 };
+    const int num_warps = (int)blockDim.x / SMLA_WARP_LANES;
+    const int place = lane_idx() * num_warps + (int)threadIdx.x / SMLA_WARP_LANES;
     const int64_t size = p.rows.input_type == SMLA_FLOAT_BF16 ? 2 : 4;
-    const int64_t num_channels = p.width / CTAS;
-    const int64_t channel = (int64_t)cluster_rank<CTAS>() * num_channels;
-    for (int i = (int)threadIdx.x; i < 2 * num_tokens; i += (int)blockDim.x) {
+    for (int i = place * CTAS + (int)cluster_rank<CTAS>(); i < 2 * num_tokens;
+         i += (int)blockDim.x * CTAS) {
         const int64_t token = first + i / 2;
         const uintptr_t from =
-            i % 2 == 0
-                ? (uintptr_t)p.rows.kv_c + (token * p.rows.kv_c_stride_token + channel) * size
-                : (uintptr_t)p.rows.k_pe + (token * p.rows.k_pe_stride_token + channel) * size;
-        ptx_bulk_prefetch_l2((const void *)(from / UNIT * UNIT), (uint32_t)(num_channels * size));
+            i % 2 == 0 ? (uintptr_t)p.rows.kv_c + token * p.rows.kv_c_stride_token * size
+                       : (uintptr_t)p.rows.k_pe + token * p.rows.k_pe_stride_token * size;
+        ptx_bulk_prefetch_l2((const void *)(from / UNIT * UNIT), (uint32_t)(p.width * size));
     }
 }
 
