@@ -1,8 +1,7 @@
-/* compressor.cu: DeepSeek V4's compressor with one CTA per group, for every GPU, and the choice of
- * clusters. The kernels and their seven headings are in compressor.cuh.
+/* compressor.cu: the table of DeepSeek V4's compressor, and its launcher. The kernels and their seven
+ * headings are in compressor.cuh.
  */
 #include "cuda/norm/compressor.cuh"
-#include "cuda/norm/compressor_clusters.h"
 
 namespace {
 
@@ -19,7 +18,7 @@ __launch_bounds__(short_threads(smla_row<ROW>::INFO.head_dim),
                   SHORT_SM_THREADS / short_threads(smla_row<ROW>::INFO.head_dim))
     compress_short_kernel(const __grid_constant__ compress_args args)
 {
-    compress_runs<ROW, 1, SAVES, ALIGNED, 0>(args);
+    compress_runs<ROW, SAVES, ALIGNED, 0>(args);
 }
 
 template <int ROW, bool SAVES, bool ALIGNED>
@@ -28,7 +27,7 @@ __launch_bounds__(smla_row<ROW>::INFO.head_dim, 1)
     compress_long_kernel(const __grid_constant__ compress_args args)
 {
     constexpr bool IS_SMALL = smla_row<ROW>::INFO.head_dim == SMLA_INDEX_HEAD_DIM;
-    compress_runs<ROW, 1, SAVES, ALIGNED, IS_SMALL ? LONG_PAIRS : 1>(args);
+    compress_runs<ROW, SAVES, ALIGNED, IS_SMALL ? LONG_PAIRS : 1>(args);
 }
 
 /* ---- Table --------------------------------------------------------------------------------- */
@@ -70,14 +69,11 @@ smla_cuda_launch_compress_norm_rope_store(const smla_compress_params *params,
     const bool is_bf16 = params->insert.kv.format->nope_type == SMLA_NOPE_BF16;
     const bool aligned =
         has_aligned_states(params->states) && (!is_bf16 || has_aligned_rows(params->insert.kv));
-    if (is_long && aligned && params->dim == SMLA_V4_HEAD_DIM && device->compute_capability == 90) {
-        return smla_cuda_launch_compress_clusters(params, device);
-    }
     const int num_threads = is_long ? (int)params->dim : short_threads((int)params->dim);
     for (const compress_row &row : compress_rows) {
         if (row.format == params->insert.kv.format->number) {
             return launch_compress(row.kernels[is_long][params->states.ape != nullptr][aligned],
-                                   params, device, num_threads, 1);
+                                   params, device, num_threads);
         }
     }
     return cudaErrorInvalidDeviceFunction;

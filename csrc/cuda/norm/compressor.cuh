@@ -10,28 +10,27 @@
  *              ids [T] int32; rows as kv_format.h draws them. D is 512 or 128, c 2 for r 4, else 1.
  * Shared mem   three sums per slice and channel of the CTA, and x: 26 KiB for 512 channels, 6.5 for
  *              128; the marks of a pass, 128 bytes
- * Roles        A CTA, or a cluster whose CTAs divide the channels, takes up to r neighbouring
+ * Roles        A CTA takes up to r neighbouring
  *              tokens, because one of them closes a group. Each warp looks at 32 of them. A thread
  *              has 4 channels of a slice; the slices divide the states of a group. Groups of up to
  *              8 states are short: all their loads are under way before the first is used, for one
  *              slice at a time. Longer groups have LONG_PAIRS pairs of states per thread under
  *              way. On Hopper kv and score of the tokens come into L2 while positions, slots and
  *              pages are read, which takes three loads that wait for each other. Then each thread
- *              has channels, and warp 0 of the first CTA the finished row. A token of the step has
+ *              has channels, and warp 0 the finished row. A token of the step has
  *              its state in kv and score, because another CTA may not have saved it yet. The CTA
  *              that closes a group saves the states that it reads, if they are of that group and
  *              of this step. All others are saved by the CTA that has their token.
  *              Barriers: marked | all threads | marks are in memory; read | all threads | marks may
  *              be written; pooled | all threads | sums are in memory, and x may be written; joined
- *              | all threads of the cluster | x is in memory, and sums may be written; finished |
- *              all threads of a cluster | the x of all CTAs was read.
+ *              | all threads | x is in memory, and sums may be written.
  * Roofline     Memory. A launch that saves moves 16 c D bytes per token of fp32: T 8192, D 512:
  *              32 us for r 4, 16 us for r 128 at 4.3 TB/s, which takes 32 KiB on their way to each
  *              SM. With r 4 half of each state is read once more, from L2; an SM has 5 groups of 32
- *              KiB. A group of 128 reads 512 KiB: clusters of 4 make 256 CTAs of 64 groups, two per
- *              SM. Two states take three exps per channel, of 21 instructions each.
+ *              KiB. A group of 128 reads 512 KiB: 64 groups leave half of the SMs idle, and
+ *              clusters of 4 CTAs with a part of the channels each took longer (56 us for 42).
+ *              Two states take three exps per channel, of 21 instructions each.
  * Numerics     fp32, each operation rounded: the CPU's bytes; params_compressor.h has the order. A
- *              channel's sums never leave its CTA, so clusters do not change the order. A
  *              token with a bad slot, request or position is skipped, a bad page has no states. Of
  *              tokens with one slot any may win, and their row may hold parts of several.
  * Source       The compressor kernels of DeepSeek V4 in vLLM, for the operator. The split is ours.
@@ -49,7 +48,6 @@ enum {
     SHORT_SLICES = 1,              /* slices of a short group that a CTA pools at a time */
     SHORT_SM_THREADS = 640,        /* threads of short groups per SM: 96 registers each */
     LONG_PAIRS = 4,                /* pairs of states that a thread of a long group loads ahead */
-    CLUSTER_CTAS = 4,              /* CTAs that share a long group of 512 channels */
     PASS_STATES = SMLA_POOL_SLICES * SMLA_WARP_LANES,
     MAX_WARPS = 16,
     EARLY_TOKENS = 64, /* tokens of a pass that come into L2 before anything is known of them */
@@ -163,10 +161,9 @@ mark_tokens(const compress_args &args, int64_t first, int num_tokens)
     return {__ballot_sync(ALL_LANES, is_closing), __ballot_sync(ALL_LANES, is_lonely)};
 }
 
-/* Brings kv and score of neighbouring tokens into L2. The CTAs of a cluster divide the rows, and so
- * do the warps of a CTA, because the lanes of a warp start one after another. A row that begins
+/* Brings kv and score of neighbouring tokens into L2. The warps of the CTA divide the rows,
+ * because the lanes of a warp start one after another. A row that begins
  * between two units begins earlier, in its first unit, and lacks the end of its last. */
-template <int CTAS>
 __device__ __forceinline__ void
 prefetch_tokens(const smla_partial_states_params &p, int64_t first, int num_tokens)
 {
@@ -174,8 +171,7 @@ prefetch_tokens(const smla_partial_states_params &p, int64_t first, int num_toke
     const int num_warps = (int)blockDim.x / SMLA_WARP_LANES;
     const int place = lane_idx() * num_warps + (int)threadIdx.x / SMLA_WARP_LANES;
     const int64_t size = p.rows.input_type == SMLA_FLOAT_BF16 ? 2 : 4;
-    for (int i = place * CTAS + (int)cluster_rank<CTAS>(); i < 2 * num_tokens;
-         i += (int)blockDim.x * CTAS) {
+    for (int i = place; i < 2 * num_tokens; i += (int)blockDim.x) {
         const int64_t token = first + i / 2;
         const uintptr_t from =
             i % 2 == 0 ? (uintptr_t)p.rows.kv_c + token * p.rows.kv_c_stride_token * size
@@ -185,14 +181,13 @@ prefetch_tokens(const smla_partial_states_params &p, int64_t first, int num_toke
 }
 
 /* Saves the CTA's channels of the marked tokens. The warps divide the pieces. */
-template <int CTAS, bool ALIGNED>
+template <bool ALIGNED>
 __device__ __forceinline__ void
 save_lonely(const compress_args &args, int64_t first, uint32_t marks)
 {
     const smla_partial_states_params &p = args.p.states;
     const int num_warps = (int)blockDim.x / SMLA_WARP_LANES;
-    const int num_pieces = (int)p.width / (PIECE * CTAS);
-    const int first_piece = (int)cluster_rank<CTAS>() * num_pieces;
+    const int num_pieces = (int)p.width / PIECE;
     int piece = (int)threadIdx.x / SMLA_WARP_LANES; /* counted through all marked tokens */
     for (; marks != 0; marks &= marks - 1) {
         const int64_t token = first + __ffs((int)marks) - 1;
@@ -200,8 +195,7 @@ save_lonely(const compress_args &args, int64_t first, uint32_t marks)
             const int64_t place = place_in_group(position_of(p, token), args.ratio);
             float *const row =
                 row_of_slot(p.rows.kv, read_slot(p.rows, token), args.state_block_size);
-            save_channels<ALIGNED>(p, token, place, row,
-                                   (first_piece + piece) * PIECE + lane_idx() * CHANNELS);
+            save_channels<ALIGNED>(p, token, place, row, piece * PIECE + lane_idx() * CHANNELS);
         }
         piece -= num_pieces;
     }
@@ -405,21 +399,18 @@ pool_long(const compress_args &args, const group &of, int slice, int64_t channel
 /* ---- Groups -------------------------------------------------------------------------------- */
 
 /* PAIRS is 0 for short groups. */
-template <int ROW, int CTAS, bool SAVES, bool ALIGNED, int PAIRS>
+template <int ROW, bool SAVES, bool ALIGNED, int PAIRS>
 __device__ __forceinline__ void
 close_group(const compress_args &args, int64_t token,
-            pool_memory<smla_row<ROW>::INFO.head_dim / CTAS> &memory)
+            pool_memory<smla_row<ROW>::INFO.head_dim> &memory)
 {
     constexpr int DIM = smla_row<ROW>::INFO.head_dim;
-    constexpr int PART = DIM / CTAS;
-    constexpr int SLICE_THREADS = PART / CHANNELS;
+    constexpr int SLICE_THREADS = DIM / CHANNELS;
     const smla_compress_params &p = args.p;
     const group of = {token, position_of(p.states, token), (int32_t)request_of(p, token)};
     prefetch_factors(p, of.position + 1 - p.states.ratio, (int)threadIdx.x);
     const unsigned long long found = PAIRS == 0 ? find_state<SAVES>(args, of, lane_idx()) : 0;
-    const int channel =
-        (int)threadIdx.x % SLICE_THREADS * CHANNELS; /* counted from the first of the CTA */
-    const int first_channel = (int)cluster_rank<CTAS>() * PART;
+    const int channel = (int)threadIdx.x % SLICE_THREADS * CHANNELS;
     int slice = (int)threadIdx.x / SLICE_THREADS;
 #pragma unroll 1
     for (; slice < SMLA_POOL_SLICES; slice += (int)blockDim.x / SLICE_THREADS) {
@@ -429,9 +420,9 @@ close_group(const compress_args &args, int64_t token,
             sums[i] = {-INFINITY, 0.0f, 0.0f};
         }
         if constexpr (PAIRS == 0) {
-            pool_short<DIM, SAVES, ALIGNED>(args, of, found, slice, first_channel + channel, sums);
+            pool_short<DIM, SAVES, ALIGNED>(args, of, found, slice, channel, sums);
         } else {
-            pool_long<SAVES, ALIGNED, PAIRS>(args, of, slice, first_channel + channel, sums);
+            pool_long<SAVES, ALIGNED, PAIRS>(args, of, slice, channel, sums);
         }
 #pragma unroll
         for (int i = 0; i < CHANNELS; i++) {
@@ -440,19 +431,16 @@ close_group(const compress_args &args, int64_t token,
             memory.totals[slice][channel + i] = sums[i].totals;
         }
     }
-    /* Pooled: the sums of all slices are in memory, and a lone CTA's warp 0 is done with the x of
-     * the group before. */
+    /* Pooled: the sums of all slices are in memory, and warp 0 is done with the x of the group
+     * before. */
     __syncthreads();
-    for (int i = (int)threadIdx.x; i < PART; i += (int)blockDim.x) {
-        memory.x[i] = join_slices<PART>(memory, i);
+    for (int i = (int)threadIdx.x; i < DIM; i += (int)blockDim.x) {
+        memory.x[i] = join_slices<DIM>(memory, i);
     }
     /* Joined: x is in memory, and no thread reads the sums any more. */
-    sync_ctas<CTAS>();
-    if (cluster_rank<CTAS>() == 0 && threadIdx.x < SMLA_WARP_LANES) {
-        finish_row<ROW, CTAS, ALIGNED>(args, of, memory.x);
-    }
-    if constexpr (CTAS > 1) {
-        sync_ctas<CTAS>(); /* finished: no CTA's x is read any more */
+    __syncthreads();
+    if (threadIdx.x < SMLA_WARP_LANES) {
+        finish_row<ROW, ALIGNED>(args, of, memory.x);
     }
 }
 
@@ -471,15 +459,15 @@ find_closing(const token_marks *marks, int i, int num_tokens)
 }
 
 /* What the kernels do. */
-template <int ROW, int CTAS, bool SAVES, bool ALIGNED, int PAIRS>
+template <int ROW, bool SAVES, bool ALIGNED, int PAIRS>
 __device__ __forceinline__ void
 compress_runs(const compress_args &args)
 {
-    __shared__ pool_memory<smla_row<ROW>::INFO.head_dim / CTAS> memory;
+    __shared__ pool_memory<smla_row<ROW>::INFO.head_dim> memory;
     __shared__ token_marks marks[MAX_WARPS];
     ptx_wait_for_grids();
-    for (int64_t run = blockIdx.x / CTAS * args.run_tokens; run < args.p.insert.num_tokens;
-         run += (int64_t)(gridDim.x / CTAS) * args.run_tokens) {
+    for (int64_t run = blockIdx.x * args.run_tokens; run < args.p.insert.num_tokens;
+         run += (int64_t)gridDim.x * args.run_tokens) {
         const int64_t left = args.p.insert.num_tokens - run;
         const int num_tokens = (int)(left < args.run_tokens ? left : args.run_tokens);
         for (int pass = 0; pass < num_tokens; pass += (int)blockDim.x) {
@@ -487,7 +475,7 @@ compress_runs(const compress_args &args)
             const int count = rest < (int)blockDim.x ? rest : (int)blockDim.x;
             const int early = count < EARLY_TOKENS ? count : EARLY_TOKENS;
             if (SAVES) {
-                prefetch_tokens<CTAS>(args.p.states, run + pass, early);
+                prefetch_tokens(args.p.states, run + pass, early);
             }
             const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
             const int begin = pass + warp * SMLA_WARP_LANES;
@@ -497,15 +485,14 @@ compress_runs(const compress_args &args)
             }
             __syncthreads(); /* marked: the marks of all warps are in memory */
             if (SAVES) {
-                prefetch_tokens<CTAS>(args.p.states, run + pass + early, count - early);
+                prefetch_tokens(args.p.states, run + pass + early, count - early);
                 for (int i = 0; i < count; i += SMLA_WARP_LANES) {
-                    save_lonely<CTAS, ALIGNED>(args, run + pass + i,
-                                               marks[i / SMLA_WARP_LANES].lonely);
+                    save_lonely<ALIGNED>(args, run + pass + i, marks[i / SMLA_WARP_LANES].lonely);
                 }
             }
             for (int i = find_closing(marks, 0, count); i >= 0;
                  i = find_closing(marks, i + 1, count)) {
-                close_group<ROW, CTAS, SAVES, ALIGNED, PAIRS>(args, run + pass + i, memory);
+                close_group<ROW, SAVES, ALIGNED, PAIRS>(args, run + pass + i, memory);
             }
             __syncthreads(); /* read: the marks may be written */
         }
@@ -514,14 +501,13 @@ compress_runs(const compress_args &args)
 
 /* ---- Launch -------------------------------------------------------------------------------- */
 
-/* A CTA or cluster takes at most a group of tokens, and fewer where that leaves multiprocessors
- * idle. */
+/* A CTA takes at most a group of tokens, and fewer where that leaves multiprocessors idle. */
 cudaError_t
 launch_compress(void (*kernel)(compress_args), const smla_compress_params *params,
-                const smla_cuda_device *device, int num_threads, int ctas)
+                const smla_cuda_device *device, int num_threads)
 {
     const int64_t num_tokens = params->insert.num_tokens;
-    const int64_t share = smla_count_parts(num_tokens * ctas, device->num_sms);
+    const int64_t share = smla_count_parts(num_tokens, device->num_sms);
     const int64_t ratio = params->states.ratio;
     compress_args args = {};
     args.p = *params;
@@ -530,10 +516,9 @@ launch_compress(void (*kernel)(compress_args), const smla_compress_params *param
     args.block_size = smla_make_divisor(params->insert.kv.block_size);
     args.run_tokens = share < ratio ? share : ratio;
     args.angles_are_aligned = rope_is_aligned(params->rope);
-    const int64_t most = INT32_MAX / ctas; /* whole clusters */
     const int64_t num_runs = smla_count_parts(num_tokens, args.run_tokens);
-    return smla_launch(kernel, args, (num_runs < most ? num_runs : most) * ctas, num_threads, 0,
-                       params->insert.stream, ctas > 1);
+    return smla_launch(kernel, args, num_runs < INT32_MAX ? num_runs : INT32_MAX, num_threads, 0,
+                       params->insert.stream);
 }
 
 } /* namespace */

@@ -15,34 +15,9 @@ struct compress_args {
     smla_divisor ratio;
     smla_divisor state_block_size;
     smla_divisor block_size;
-    int64_t run_tokens; /* tokens that a CTA or cluster takes at a time */
+    int64_t run_tokens; /* tokens that a CTA takes at a time */
     bool angles_are_aligned;
 };
-
-/* The CTA in its cluster. */
-template <int CTAS>
-__device__ __forceinline__ uint32_t
-cluster_rank(void)
-{
-    if constexpr (CTAS == 1) {
-        return 0;
-    } else {
-        return ptx_cluster_rank();
-    }
-}
-
-/* A barrier of all threads of the cluster. */
-template <int CTAS>
-__device__ __forceinline__ void
-sync_ctas(void)
-{
-    if constexpr (CTAS == 1) {
-        __syncthreads();
-    } else {
-        __syncwarp();
-        ptx_cluster_sync();
-    }
-}
 
 /* A group that is being closed. */
 struct group {
@@ -134,24 +109,6 @@ prefetch_factors(const smla_compress_params &p, int64_t position, int i)
                     has_angles && at < SMLA_QK_ROPE_HEAD_DIM * (int64_t)sizeof(float));
 }
 
-/* Two neighbouring values of x, of which each CTA of the cluster has a part of PART. */
-template <int CTAS, int PART>
-__device__ __forceinline__ void
-load_pair(const float *x, int channel, float pair[2])
-{
-    if constexpr (CTAS == 1) {
-        pair[0] = x[channel];
-        pair[1] = x[channel + 1];
-    } else {
-        uint32_t words[2];
-        ptx_load_cluster_8(ptx_cluster_address(ptx_shared_address(x + channel % PART),
-                                               (uint32_t)(channel / PART)),
-                           words);
-        pair[0] = smla_bits_float(words[0]);
-        pair[1] = smla_bits_float(words[1]);
-    }
-}
-
 /* smla_floats_to_bf16x2 of what arithmetic gave: such a NaN is positive. It needs no call. */
 __device__ __forceinline__ uint32_t
 round_products(float low, float high)
@@ -162,7 +119,7 @@ round_products(float low, float high)
 }
 
 /* Normalises, turns and stores the pooled values of a group. A warp runs it. */
-template <int ROW, int CTAS, bool ALIGNED>
+template <int ROW, bool ALIGNED>
 __device__ __forceinline__ void
 finish_row(const compress_args &args, const group &of, const float *pooled)
 {
@@ -179,8 +136,8 @@ finish_row(const compress_args &args, const group &of, const float *pooled)
 #pragma unroll
     for (int s = 0; s < layout::STEPS; s++) {
 #pragma unroll
-        for (int i = 0; i < COUNT; i += 2) {
-            load_pair<CTAS, layout::VALUES / CTAS>(pooled, s * layout::STEP + at + i, &x[s][i]);
+        for (int i = 0; i < COUNT; i++) {
+            x[s][i] = pooled[s * layout::STEP + at + i];
         }
     }
     const float factor = norm_factor(sum_squares<COUNT, layout::STEPS>(x), layout::VALUES, p.eps);
