@@ -10,6 +10,7 @@
 PYTHON ?= python3
 PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 60
+FUZZ_CORPUS := tests/fixtures/fuzz_corpus.tar.gz
 VENV := .venv
 ARGS ?=
 on = $(filter-out 0,$($(1)))
@@ -44,8 +45,8 @@ C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja itself is parallel, and two ninjas would write to one folder
 .PHONY: help environment toolkit build demo bench test test-c test-c-aarch64 examples-c test-gpu \
-    memcheck racecheck synccheck sanitize coverage measure mutants fuzz lint format frameworks vllm \
-    lib install-lib wheel release clean
+    memcheck racecheck synccheck sanitize coverage measure mutants fuzz fuzz-corpus lint format \
+    frameworks vllm lib install-lib wheel release clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /  \1 — /p' $(MAKEFILE_LIST)
@@ -165,8 +166,16 @@ fuzz: $(VENV)/test.txt ## libFuzzer on the argument checks, for FUZZ_SECONDS=60
 	    { echo "fuzzing needs clang and its runtime: apt install clang libclang-rt-dev" >&2; exit 1; }
 	@FUZZ=1 CC=clang $(PY) setup.py -q ninja --targets=fuzz
 	@mkdir -p build/fuzz/corpus
+	@tar -xzf $(FUZZ_CORPUS) -C build/fuzz/corpus
 	build/fuzz/fuzz/fuzz_check -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_final_stats=1 \
 	    -artifact_prefix=build/fuzz/ build/fuzz/corpus
+
+# Equal inputs give equal bytes: names are sorted, and neither owners nor times are kept.
+fuzz-corpus: fuzz ## keeps the fewest of the inputs that make fuzz has found
+	@rm -rf build/fuzz/least && mkdir build/fuzz/least
+	build/fuzz/fuzz/fuzz_check -merge=1 -verbosity=0 build/fuzz/least build/fuzz/corpus
+	@tar --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --mtime=@0 \
+	    -cf - -C build/fuzz/least . | gzip -9n > $(FUZZ_CORPUS)
 
 # ---- Quality -----------------------------------------------------------------------------------
 
