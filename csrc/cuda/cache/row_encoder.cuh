@@ -56,8 +56,7 @@ find_tile_amax(const key_part<ROW> &key, float *amax)
     }
 }
 
-/* A lane's COUNT quotients as e4m3. `pairs` are the values, because a NaN loses its sign on the way.
- */
+/* A lane's COUNT quotients as e4m3. `pairs` are the values, because a NaN loses its sign. */
 template <int ROW>
 __device__ __forceinline__ void
 round_quotients(const float *quotients, const uint32_t *pairs, uint32_t *codes)

@@ -84,7 +84,7 @@ template <bool IS_FP4>
 __device__ __forceinline__ void
 find_scales(const uint32_t words[STEPS][VECTOR_WORDS], uint32_t scales[STEPS])
 {
-    constexpr int LANES = IS_FP4 ? 4 : HEAD_LANES; /* that share a scale */
+    constexpr int LANES = IS_FP4 ? 4 : HEAD_LANES; /* lanes that share a scale */
     constexpr float TOP = IS_FP4 ? SMLA_E2M1_MAX : SMLA_E4M3_MAX;
     constexpr float FLOOR =
         smla_kv_formats[IS_FP4 ? SMLA_ROW_MXFP4_INDEX : SMLA_ROW_FP8_INDEX].least_amax;

@@ -1,5 +1,5 @@
-/* compressor.cu: the table of DeepSeek V4's compressor, and its launcher. The kernels and their seven
- * headings are in compressor.cuh.
+/* compressor.cu: the table of DeepSeek V4's compressor, and its launcher. The kernels and their
+ * seven headings are in compressor.cuh.
  */
 #include "cuda/norm/compressor.cuh"
 
