@@ -226,6 +226,35 @@ ptx_load_cluster_8(uint32_t address, uint32_t words[2])
                  : "memory");
 }
 
+/* Stores to shared memory of any CTA of the cluster, and completes bytes of an mbarrier there,
+ * which waits for them as for a bulk copy. No fence is needed. */
+static __device__ __forceinline__ void
+ptx_send_4(uint32_t address, uint32_t word, uint32_t barrier)
+{
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                 :
+                 : "r"(address), "r"(word), "r"(barrier)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void
+ptx_send_16(uint32_t address, const uint32_t words[4], uint32_t barrier)
+{
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "
+                 "[%0], {%1, %2, %3, %4}, [%5];"
+                 :
+                 : "r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]),
+                   "r"(barrier)
+                 : "memory");
+}
+
+/* Adds 1 to a counter in shared memory. */
+static __device__ __forceinline__ void
+ptx_count_shared(uint32_t counter)
+{
+    asm volatile("red.shared.add.u32 [%0], 1;" : : "r"(counter) : "memory");
+}
+
 /* Makes what this thread wrote to shared memory visible to wgmma and to later bulk copies. */
 static __device__ __forceinline__ void
 ptx_fence_async_shared(void)
@@ -415,6 +444,12 @@ static __device__ __forceinline__ void
 ptx_store_shared_4(uint32_t address, uint32_t word)
 {
     asm volatile("st.shared.b32 [%0], %1;" : : "r"(address), "r"(word) : "memory");
+}
+
+static __device__ __forceinline__ void
+ptx_store_shared_2(uint32_t address, uint16_t half)
+{
+    asm volatile("st.shared.b16 [%0], %1;" : : "r"(address), "h"(half) : "memory");
 }
 
 static __device__ __forceinline__ void

@@ -37,6 +37,31 @@ choose_ctas(const smla_top_k_params *p, const smla_cuda_device *device)
     return ctas;
 }
 
+/* The CTAs of a cluster that holds a row in its registers; 0 if none can, or if there are so few
+ * short rows that the time is that of barriers, of which the other kernel has less. */
+int
+choose_held_ctas(const smla_top_k_params *p, const smla_cuda_device *device)
+{
+    enum {
+        LEAST_KEYS = 16 << 10, /* a CTA's, where a row could have fewer CTAs */
+        FEW_ROWS = 16,
+        SHORT_ROW = 64 << 10,
+        MOST_ROWS = 1 << 30, /* the kernel counts rows by 32 bits */
+    };
+    const int64_t keys = count_row_keys(p);
+    const int64_t rows = p->num_tokens;
+    int ctas = 1;
+    while (ctas < SMLA_MAX_ROW_CTAS && keys > (int64_t)SMLA_HELD_KEYS * ctas) {
+        ctas *= 2;
+    }
+    while (ctas < SMLA_MAX_ROW_CTAS && rows * ctas * 2 <= device->num_sms &&
+           keys / (2 * ctas) >= LEAST_KEYS) {
+        ctas *= 2;
+    }
+    const bool are_few = rows < FEW_ROWS && keys <= SHORT_ROW;
+    return keys > (int64_t)SMLA_HELD_KEYS * ctas || rows > MOST_ROWS || are_few ? 0 : ctas;
+}
+
 } // namespace
 
 cudaError_t
@@ -44,7 +69,12 @@ smla_cuda_launch_top_k_per_row(const smla_top_k_params *p)
 {
     static uint64_t allowed[2];
     const smla_cuda_device *const device = smla_cuda_find_device(p->stream.device_id);
-    const int ctas = device->compute_capability == 90 ? choose_ctas(p, device) : 1;
+    const bool is_hopper = device->compute_capability == 90;
+    const int held_ctas = is_hopper ? choose_held_ctas(p, device) : 0;
+    const int ctas = is_hopper ? choose_ctas(p, device) : 1;
+    if (held_ctas > 0) {
+        return smla_cuda_launch_top_k_held(p, held_ctas);
+    }
     if (ctas > 1) {
         return smla_cuda_launch_top_k_clusters(p, ctas);
     }

@@ -31,12 +31,6 @@
 
 namespace {
 
-struct top_k_args {
-    smla_top_k_params p;
-    page_table pages;      /* the slots' block table */
-    uint32_t memory_steps; /* steps per warp whose keys fit in shared memory */
-};
-
 /* What a warp looks at once digit 0 is known. */
 typedef struct candidates {
     bool are_listed;
@@ -267,45 +261,6 @@ find_threshold(const row_part &part, uint32_t k, select_memory *shared, candidat
 
 /* ---- Results ------------------------------------------------------------------------------- */
 
-/* A row of the results. */
-typedef struct result_row {
-    const uint8_t *logits; /* column 0 */
-    int32_t *out;
-    uint8_t *values; /* NULL: none are wanted */
-} result_row;
-
-template <bool IS_BF16>
-__device__ __forceinline__ void
-write_column(const result_row &row, uint32_t place, uint32_t column)
-{
-    row.out[place] = (int32_t)column;
-    if (row.values != nullptr && IS_BF16) {
-        ((uint16_t *)row.values)[place] = __ldg((const uint16_t *)row.logits + column);
-    } else if (row.values != nullptr) {
-        ((uint32_t *)row.values)[place] = __ldg((const uint32_t *)row.logits + column);
-    }
-}
-
-/* The row of a token with at most k columns. */
-template <bool IS_BF16, int CTAS>
-__device__ __forceinline__ void
-write_all(const result_row &row, uint32_t count, uint32_t k)
-{
-    const uint32_t first = cluster_rank<CTAS>() * BLOCK_THREADS + threadIdx.x;
-    for (uint64_t place = first; place < k; place += CTAS * BLOCK_THREADS) {
-        if (place < count) {
-            write_column<IS_BF16>(row, (uint32_t)place, (uint32_t)place);
-            continue;
-        }
-        row.out[place] = -1;
-        if (row.values != nullptr && IS_BF16) {
-            ((uint16_t *)row.values)[place] = 0xFF80u;
-        } else if (row.values != nullptr) {
-            ((uint32_t *)row.values)[place] = 0xFF800000u;
-        }
-    }
-}
-
 /* What warps before this one take: keys above the threshold, and keys that equal it. */
 template <int CTAS>
 __device__ __forceinline__ void
@@ -403,22 +358,12 @@ __device__ __forceinline__ void
 select_row(const top_k_args &args, int64_t token, select_memory *shared, int *slot_half)
 {
     const smla_top_k_params &p = args.p;
-    const int32_t most = (int32_t)p.num_columns;
-    const int32_t start = p.starts == nullptr ? 0 : __ldg(p.starts + token * p.starts_stride);
-    const int32_t begin = min(max(start, 0), most);
-    const int32_t end = min(max(__ldg(p.ends + token * p.ends_stride), 0), most);
-    const uint32_t count = end > begin ? (uint32_t)(end - begin) : 0;
-    constexpr int BYTES = logit_vector<IS_BF16>::ELEMENT_BYTES;
-    const result_row row = {(const uint8_t *)p.logits +
-                                (token * p.logits_stride_token + begin) * BYTES,
-                            p.out + token * p.out_stride_token,
-                            p.values == nullptr
-                                ? nullptr
-                                : (uint8_t *)p.values + token * p.values_stride_token * BYTES};
-    if (count <= p.k) {
-        write_all<IS_BF16, CTAS>(row, count, (uint32_t)p.k);
+    const token_columns columns = load_columns(p, token);
+    const result_row row = open_result<IS_BF16>(p, token, columns);
+    if (columns.count <= p.k) {
+        write_all<IS_BF16, CTAS, BLOCK_THREADS>(row, columns.count, (uint32_t)p.k);
     } else {
-        select_columns<IS_BF16, CTAS>(args, row, count, shared);
+        select_columns<IS_BF16, CTAS>(args, row, columns.count, shared);
     }
     if (p.slots.out != nullptr) {
         sync_ctas<CTAS>(); /* the row of out is written */

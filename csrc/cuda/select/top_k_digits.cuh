@@ -31,30 +31,6 @@ struct select_memory {
 
 /* ---- The cluster --------------------------------------------------------------------------- */
 
-template <int CTAS>
-__device__ __forceinline__ uint32_t
-cluster_rank(void)
-{
-    if constexpr (CTAS == 1) {
-        return 0;
-    } else {
-        return ptx_cluster_rank();
-    }
-}
-
-/* A barrier of all threads of the cluster. */
-template <int CTAS>
-__device__ __forceinline__ void
-sync_ctas(void)
-{
-    if constexpr (CTAS == 1) {
-        __syncthreads();
-    } else {
-        __syncwarp();
-        ptx_cluster_sync();
-    }
-}
-
 /* Loads two words from the place in CTA `rank` that the pointer has in this one. */
 template <int CTAS>
 __device__ __forceinline__ void
@@ -95,19 +71,6 @@ __device__ __forceinline__ uint32_t
 prefix_of(uint32_t key)
 {
     return key >> (DIGIT == 1 ? 21 : 10);
-}
-
-__device__ __forceinline__ uint32_t
-scan_lanes(uint32_t value)
-{
-    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
-    uint32_t sum = value;
-#pragma unroll
-    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
-        const uint32_t before = __shfl_up_sync(ALL_LANES, sum, step);
-        sum += lane >= step ? before : 0;
-    }
-    return sum;
 }
 
 /* Clears one half of the counts. */

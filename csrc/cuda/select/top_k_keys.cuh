@@ -10,11 +10,9 @@
  */
 #pragma once
 
-#include "cuda/index/slot_rows.cuh"
+#include "cuda/select/top_k_rows.cuh"
 
 namespace {
-
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
 enum {
     BLOCK_THREADS = 512,

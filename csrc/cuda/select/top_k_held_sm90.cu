@@ -1,0 +1,80 @@
+/* top_k_held_sm90.cu: top_k_per_row on Hopper, of rows whose keys fit in the registers of a
+ * cluster. The kernel and its seven headings are in held_select.cuh.
+ */
+#include "cuda/select/held_select.cuh"
+#include "cuda/select/top_k_clusters.h"
+
+namespace {
+
+/* The compiler knows the size of the clusters, so the launch needs no attribute for it. */
+template <bool IS_BF16, int CTAS, int THREADS>
+__global__ void
+__cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1024 / THREADS)
+    top_k_held_kernel(const __grid_constant__ top_k_args args)
+{
+    select_held_rows<IS_BF16, CTAS, THREADS>(args);
+}
+
+/* How many clusters run at once. The SMs of a cluster are neighbours, of which some may be missing,
+ * so only the driver knows. A cluster that waits for another would double the time. */
+cudaError_t
+count_clusters(const void *kernel, int ctas, int threads, int bytes, int *clusters)
+{
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)ctas);
+    config.blockDim = dim3((unsigned)threads);
+    config.dynamicSmemBytes = (size_t)bytes;
+    return cudaOccupancyMaxActiveClusters(clusters, kernel, &config);
+}
+
+template <bool IS_BF16, int CTAS, int THREADS>
+cudaError_t
+launch_held(const smla_top_k_params *p)
+{
+    static uint64_t allowed;
+    static int most_clusters; /* the first device's; others are alike */
+    const int bytes =
+        (int)sizeof(held_memory) + THREADS * MOST_KEYS * (int)logit_type<IS_BF16>::BYTES;
+    void (*const kernel)(top_k_args) = top_k_held_kernel<IS_BF16, CTAS, THREADS>;
+    cudaError_t code =
+        allow_shared_bytes((const void *)kernel, bytes, p->stream.device_id, &allowed);
+    int clusters = __atomic_load_n(&most_clusters, __ATOMIC_RELAXED);
+    if (code == cudaSuccess && clusters == 0) {
+        code = count_clusters((const void *)kernel, CTAS, THREADS, bytes, &clusters);
+        __atomic_store_n(&most_clusters, clusters, __ATOMIC_RELAXED);
+    }
+    if (code != cudaSuccess || p->num_tokens == 0) {
+        return code;
+    }
+    top_k_args args = {*p, {}, 0};
+    if (p->slots.out != NULL) {
+        args.pages = page_table_of(p->slots.pages);
+    }
+    /* As many rows for every cluster. */
+    const int64_t rounds = smla_count_parts(p->num_tokens, clusters > 0 ? clusters : 1);
+    return smla_launch(kernel, args, smla_count_parts(p->num_tokens, rounds) * CTAS, THREADS, bytes,
+                       p->stream, CTAS > 1);
+}
+
+template <bool IS_BF16>
+cudaError_t
+launch_ctas(const smla_top_k_params *p, int ctas)
+{
+    switch (ctas) {
+    case 1: /* two CTAs on an SM, if rows are short: one works while the other waits */
+        return p->num_columns <= SMLA_HELD_KEYS / 2 - VECTOR_BYTES
+                   ? launch_held<IS_BF16, 1, 512>(p)
+                   : launch_held<IS_BF16, 1, 1024>(p);
+    case 2: return launch_held<IS_BF16, 2, 1024>(p);
+    case 4: return launch_held<IS_BF16, 4, 1024>(p);
+    default: return launch_held<IS_BF16, 8, 1024>(p);
+    }
+}
+
+} // namespace
+
+cudaError_t
+smla_cuda_launch_top_k_held(const smla_top_k_params *p, int ctas)
+{
+    return p->is_bf16 ? launch_ctas<true>(p, ctas) : launch_ctas<false>(p, ctas);
+}

@@ -1,0 +1,147 @@
+/* top_k_rows.cuh: what the kernels of top_k_per_row share: the columns of a token, the row of
+ * results, and the cluster of CTAs that makes it. / */
+#pragma once
+
+#include "cuda/index/slot_rows.cuh"
+
+namespace {
+
+constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+
+/* ---- The cluster --------------------------------------------------------------------------- */
+
+template <int CTAS>
+__device__ __forceinline__ uint32_t
+cluster_rank(void)
+{
+    if constexpr (CTAS == 1) {
+        return 0;
+    } else {
+        return ptx_cluster_rank();
+    }
+}
+
+/* A barrier of all threads of the cluster. All see what others wrote before. */
+template <int CTAS>
+__device__ __forceinline__ void
+sync_ctas(void)
+{
+    if constexpr (CTAS == 1) {
+        __syncthreads();
+    } else {
+        __syncwarp();
+        ptx_cluster_sync();
+    }
+}
+
+/* The sum of the values of this lane and those below. */
+__device__ __forceinline__ uint32_t
+scan_lanes(uint32_t value)
+{
+    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+    uint32_t sum = value;
+#pragma unroll
+    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
+        const uint32_t before = __shfl_up_sync(ALL_LANES, sum, step);
+        sum += lane >= step ? before : 0;
+    }
+    return sum;
+}
+
+/* ---- Tokens -------------------------------------------------------------------------------- */
+
+struct top_k_args {
+    smla_top_k_params p;
+    page_table pages;      /* the slots' block table */
+    uint32_t memory_steps; /* steps per warp whose keys fit in shared memory; top_k.cuh alone */
+};
+
+/* The keys of the longest row, with those that a vector has before it. */
+inline int64_t
+count_row_keys(const smla_top_k_params *p)
+{
+    enum { VECTOR = 16 };
+    const int64_t bytes = p->is_bf16 ? 2 : 4;
+    const bool is_aligned = smla_is_multiple(p->logits, p->logits_stride_token * bytes, VECTOR);
+    return p->num_columns + (is_aligned ? 0 : VECTOR / bytes - 1);
+}
+
+/* The columns of a token, clamped to 0...N. */
+typedef struct token_columns {
+    uint32_t begin;
+    uint32_t count;
+} token_columns;
+
+__device__ __forceinline__ token_columns
+load_columns(const smla_top_k_params &p, int64_t token)
+{
+    const int32_t most = (int32_t)p.num_columns;
+    const int32_t start = p.starts == nullptr ? 0 : __ldg(p.starts + token * p.starts_stride);
+    const int32_t begin = min(max(start, 0), most);
+    const int32_t end = min(max(__ldg(p.ends + token * p.ends_stride), 0), most);
+    return {(uint32_t)begin, end > begin ? (uint32_t)(end - begin) : 0};
+}
+
+/* ---- Results ------------------------------------------------------------------------------- */
+
+/* A row of the results. */
+typedef struct result_row {
+    const uint8_t *logits; /* column 0 */
+    int32_t *out;
+    uint8_t *values; /* NULL: none are wanted */
+} result_row;
+
+template <bool IS_BF16>
+__device__ __forceinline__ result_row
+open_result(const smla_top_k_params &p, int64_t token, const token_columns &columns)
+{
+    constexpr int BYTES = IS_BF16 ? 2 : 4;
+    uint8_t *const values = (uint8_t *)p.values;
+    return {(const uint8_t *)p.logits + (token * p.logits_stride_token + columns.begin) * BYTES,
+            p.out + token * p.out_stride_token,
+            values == nullptr ? nullptr : values + token * p.values_stride_token * BYTES};
+}
+
+template <bool IS_BF16>
+__device__ __forceinline__ void
+copy_value(const result_row &row, uint32_t place, uint32_t column)
+{
+    if constexpr (IS_BF16) {
+        ((uint16_t *)row.values)[place] = __ldg((const uint16_t *)row.logits + column);
+    } else {
+        ((uint32_t *)row.values)[place] = __ldg((const uint32_t *)row.logits + column);
+    }
+}
+
+template <bool IS_BF16>
+__device__ __forceinline__ void
+write_column(const result_row &row, uint32_t place, uint32_t column)
+{
+    row.out[place] = (int32_t)column;
+    if (row.values != nullptr) {
+        copy_value<IS_BF16>(row, place, column);
+    }
+}
+
+/* The row of a token with at most k columns. */
+template <bool IS_BF16, int CTAS, int THREADS>
+__device__ __forceinline__ void
+write_all(const result_row &row, uint32_t count, uint32_t k)
+{
+    const uint32_t first = cluster_rank<CTAS>() * THREADS + threadIdx.x;
+#pragma unroll 1
+    for (uint64_t place = first; place < k; place += CTAS * THREADS) {
+        if (place < count) {
+            write_column<IS_BF16>(row, (uint32_t)place, (uint32_t)place);
+            continue;
+        }
+        row.out[place] = -1;
+        if (row.values != nullptr && IS_BF16) {
+            ((uint16_t *)row.values)[place] = 0xFF80u;
+        } else if (row.values != nullptr) {
+            ((uint32_t *)row.values)[place] = 0xFF800000u;
+        }
+    }
+}
+
+} // namespace
