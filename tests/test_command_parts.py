@@ -351,6 +351,7 @@ def cuda_tables(monkeypatch):
     from sparse_mla._bench import (
         cuda_attention,
         cuda_calls,
+        cuda_lightning,
         cuda_logits,
         cuda_memory,
         cuda_projection,
@@ -390,6 +391,8 @@ def cuda_tables(monkeypatch):
     monkeypatch.setattr(cuda_top_k, "measure_top_k", maker("top_k", {"us": 2.0}))
     monkeypatch.setattr(cuda_projection, "measure_projections", products)
     monkeypatch.setattr(cuda_logits, "measure_logits", maker("logits", {"us": 2.0}))
+    choices = maker("lightning", {"us": 2.0})
+    monkeypatch.setattr(cuda_lightning, "measure_lightning", choices)
     monkeypatch.setattr(cuda_calls, "measure_calls", maker("calls", {"us": 2.0}))
     monkeypatch.setattr(bench, "what_cuda_lacks", lambda: "")
     return measured
@@ -401,7 +404,7 @@ def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
     wanted = ["decode", "prefill", "inputs", "v4", "bytes", "projection"]
-    wanted += ["logits", "top_k", "calls"]
+    wanted += ["logits", "top_k", "lightning", "calls"]
     assert cuda_tables == wanted
     printed = capsys.readouterr()
     assert printed.err.endswith("\n2 FAILED\n")

@@ -38,6 +38,7 @@ CUDA_TABLES = (
     "projection",
     "logits",
     "top_k",
+    "lightning",
     "calls",
 )
 CUDA_GROUPS = {"attention": ("decode", "prefill", "inputs")}
@@ -229,6 +230,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
     from sparse_mla._bench import (
         cuda_attention,
         cuda_calls,
+        cuda_lightning,
         cuda_logits,
         cuda_memory,
         cuda_projection,
@@ -251,6 +253,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         "projection": lambda: cuda_projection.measure_projections(effort),
         "top_k": lambda: cuda_top_k.measure_top_k(effort),
         "logits": lambda: cuda_logits.measure_logits(effort),
+        "lightning": lambda: cuda_lightning.measure_lightning(effort),
         "calls": lambda: cuda_calls.measure_calls(effort),
     }
     only = CUDA_GROUPS.get(options.only, (options.only,))
