@@ -118,22 +118,16 @@ class QuantizedIndexer:
             head_scale=model.n_heads**-0.5,
             use_fp4=self.use_fp4,
         )
-        logits = sparse_mla.indexer_logits(
+        sparse_mla.lightning_indexer(
             q,
             weights,
             self.keys,
             lens,
+            k=step.topk_indices.shape[1],
+            out=step.topk_indices,
             block_table=step.block_table,
             req_id_per_token=step.metadata.req_id_per_token,
             q_scale=q_scale[0] if q_scale else None,
-            clean=False,
-        )
-        sparse_mla.top_k_per_row(
-            logits,
-            torch.zeros_like(lens),
-            lens,
-            k=step.topk_indices.shape[1],
-            out=step.topk_indices,
         )
 
 

@@ -382,7 +382,8 @@ def _prefill_workspace(config: sparse_mla.Config, device: torch.device) -> torch
     )
     if not gathers or not is_workspace_manager_initialized():
         return None
-    shape = config.prefill_workspace_tokens or 5 * config.max_model_len, HEAD_SIZE
+    usual = sparse_mla.get_prefill_workspace_size(config.max_model_len)
+    shape = config.prefill_workspace_tokens or usual, HEAD_SIZE
     return current_workspace_manager().get_persistent_resource(
         ("sparse_mla prefill workspace", shape),
         lambda: torch.empty(shape, dtype=torch.bfloat16, device=device),
