@@ -3,6 +3,8 @@ it joins, whose logits fill memory of their own."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import sparse_mla
 from sparse_mla._bench.cuda_logits import Work, make_prefill
 from sparse_mla._bench.cuda_timing import (
@@ -72,7 +74,7 @@ def measure_lightning(effort: CudaEffort) -> Table:
             {
                 "ours": [choice.choose],
                 "logits": [choice.work.call],
-                "top-k": [lambda c=choice, x=logits: c.select(x)],
+                "top-k": [partial(choice.select, logits)],
             },
             effort,
         )
@@ -80,7 +82,7 @@ def measure_lightning(effort: CudaEffort) -> Table:
         row = [str(num_tokens), str(num_keys), str(heads), "right" if is_right else "FAIL"]
         row += [f"{1e6 * x:.1f}" for x in (seconds["ours"], floor)]
         row += [f"{1e6 * seconds[name]:.1f}" for name in ("logits", "top-k")]
-        record = {
+        record: dict[str, object] = {
             "tokens": num_tokens,
             "keys": num_keys,
             "heads": heads,
