@@ -46,7 +46,7 @@ C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 .NOTPARALLEL: # ninja itself is parallel, and two ninjas would write to one folder
 .PHONY: help environment toolkit build demo bench test test-c test-c-aarch64 examples-c test-gpu \
     memcheck racecheck synccheck sanitize coverage measure mutants fuzz fuzz-corpus lint format \
-    frameworks vllm lib install-lib wheel release clean
+    frameworks vllm lib install-lib wheel release check-install clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9 -]*\):.*## /  \1 — /p' $(MAKEFILE_LIST)
@@ -221,6 +221,9 @@ RELEASE ?= off $(if $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2> /d
 release: $(VENV)/release.txt environment ## manylinux wheels in dist/, CPU-only and CUDA; RELEASE=off makes the first alone
 	rm -rf dist
 	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) buildtools/release.py $(RELEASE)
+
+check-install: $(VENV)/bin/python ## try the wheels of dist/ in fresh environments: alone, beside PyTorch, beside JAX
+	@$(PY) buildtools/check_install.py $(ARGS)
 
 clean: ## remove everything built; .venv stays
 	rm -rf build dist *.egg-info sparse_mla/include sparse_mla/lib sparse_mla/_C*.so compile_commands.json

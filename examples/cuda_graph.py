@@ -20,8 +20,7 @@ if not torch.cuda.is_available():
 import sparse_mla
 
 BATCH, HEADS, TOPK, PAGE, PAGES = 8, 64, 256, 64, 200
-CUDA = {"device": "cuda"}
-INT = {"device": "cuda", "dtype": torch.int32}
+torch.set_default_device("cuda")
 
 config = sparse_mla.Config(
     HEADS,
@@ -37,19 +36,17 @@ builder = sparse_mla.MetadataBuilder(config)
 layer = sparse_mla.SparseMLA(config)
 
 torch.manual_seed(0)
-cache = torch.zeros(PAGES, PAGE, 656, dtype=torch.uint8, **CUDA)
-tokens = torch.randn(PAGES * PAGE, 576, **CUDA)
-sparse_mla.concat_and_cache_mla(
-    tokens[:, :512], tokens[:, 512:], cache, torch.arange(PAGES * PAGE, **CUDA)
-)
+cache = torch.zeros(PAGES, PAGE, 656, dtype=torch.uint8)
+tokens = torch.randn(PAGES * PAGE, 576)
+sparse_mla.concat_and_cache_mla(tokens[:, :512], tokens[:, 512:], cache, torch.arange(PAGES * PAGE))
 
 # The engine keeps these arrays at fixed addresses, because a graph remembers addresses, not arrays.
-q = torch.zeros(BATCH, HEADS, 576, dtype=torch.bfloat16, **CUDA)
-topk_indices = torch.full((BATCH, TOPK), -1, **INT)
-slot_mapping = torch.full((BATCH,), -1, dtype=torch.int64, **CUDA)
-block_table = torch.randperm(PAGES)[: BATCH * 16].reshape(BATCH, 16).to(**INT)
-out = torch.zeros(BATCH, HEADS, 512, dtype=torch.bfloat16, **CUDA)
-lse = torch.zeros(BATCH, HEADS, **CUDA)
+q = torch.zeros(BATCH, HEADS, 576, dtype=torch.bfloat16)
+topk_indices = torch.full((BATCH, TOPK), -1, dtype=torch.int32)
+slot_mapping = torch.full((BATCH,), -1, dtype=torch.int64)
+block_table = torch.randperm(PAGES, dtype=torch.int32)[: BATCH * 16].reshape(BATCH, 16)
+out = torch.zeros(BATCH, HEADS, 512, dtype=torch.bfloat16)
+lse = torch.zeros(BATCH, HEADS)
 
 
 def prepare(lengths: list[int]) -> sparse_mla.Metadata:
@@ -61,10 +58,11 @@ def prepare(lengths: list[int]) -> sparse_mla.Metadata:
     q.normal_()
     topk_indices.fill_(-1)
     for row, length in enumerate(lengths):
-        chosen = torch.randperm(length, **CUDA)[:TOPK]
+        chosen = torch.randperm(length)[:TOPK]
         topk_indices[row, : len(chosen)] = chosen
-    starts = torch.clamp(torch.arange(BATCH + 1, dtype=torch.int32), max=real)
-    seq_lens = torch.tensor(lengths + [0] * (BATCH - real), dtype=torch.int32)
+    starts = torch.clamp(torch.arange(BATCH + 1, dtype=torch.int32, device="cpu"), max=real)
+    padded = lengths + [0] * (BATCH - real)
+    seq_lens = torch.tensor(padded, dtype=torch.int32, device="cpu")
     common = sparse_mla.CommonAttentionMetadata(
         starts.cuda(),
         seq_lens.cuda(),

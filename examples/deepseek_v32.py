@@ -28,13 +28,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
+from typing import Any, Literal
 
 import torch
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
 from sparse_mla.integrations.transformers import ModelRunner
 
-BOUNDS = {"bfloat16": 0.02, "fp8_ds_mla": 0.10}  # of the standard deviation of eager's logits
+Format = Literal["bfloat16", "fp8_ds_mla"]
+# of the standard deviation of eager's logits
+BOUNDS: dict[Format, float] = {"bfloat16": 0.02, "fp8_ds_mla": 0.10}
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -46,6 +49,7 @@ def make_model(options: argparse.Namespace) -> DeepseekV32ForCausalLM:
     Every token uses all experts, because routing is a discontinuous choice, too, and no part of
     sparse_mla.
     """
+    eager: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     config = DeepseekV32Config(
         vocab_size=256,
         hidden_size=512,
@@ -65,8 +69,7 @@ def make_model(options: argparse.Namespace) -> DeepseekV32ForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         bos_token_id=None,
         eos_token_id=None,
-        attn_implementation="eager",
-        experts_implementation="eager",
+        **eager,
     )
     model = DeepseekV32ForCausalLM(config).eval().requires_grad_(False)
     draw_weights(model, torch.Generator().manual_seed(options.seed))
@@ -90,13 +93,19 @@ def draw_weights(model: DeepseekV32ForCausalLM, generator: torch.Generator) -> N
     # The first value of the residual stream is a constant, which the indexer's weights read.
     model.model.embed_tokens.weight[:, 0] = 4
     model.lm_head.weight[:, 0] = 0
-    for layer in model.model.layers:
-        align_indexer(layer.self_attn, generator)
+    for attention in attentions(model):
+        align_indexer(attention, generator)
     for weight in model.parameters():
         weight.copy_(weight.bfloat16())
 
 
-def align_indexer(attention: torch.nn.Module, generator: torch.Generator) -> None:
+def attentions(model: DeepseekV32ForCausalLM) -> list[Any]:
+    """The attention of each layer. PyTorch says of a module's parts only that they are modules or
+    tensors, so they are Any here."""
+    return [layer.self_attn for layer in model.model.layers]
+
+
+def align_indexer(attention: Any, generator: torch.Generator) -> None:
     """Makes all heads, and the indexer, prefer the same few keys.
 
     Then a key at the edge of the top-k has little weight. With a random indexer such a key has as
@@ -137,10 +146,10 @@ def watch_indexers(
     """Calls hook(layer, topk_indices [B, S, K]) after every indexer. Indices that the hook returns
     replace the indexer's."""
     handles = [
-        layer.self_attn.indexer.register_forward_hook(
+        attention.indexer.register_forward_hook(
             lambda module, args, out, number=number: hook(number, out)
         )
-        for number, layer in enumerate(model.model.layers)
+        for number, attention in enumerate(attentions(model))
     ]
     try:
         yield
@@ -182,10 +191,11 @@ class Engine:
     """Continuous batching: decodes come first, and prompts share the rest of a step's budget."""
 
     def __init__(
-        self, model: DeepseekV32ForCausalLM, options: argparse.Namespace, kv_cache_dtype: str
+        self, model: DeepseekV32ForCausalLM, options: argparse.Namespace, kv_cache_dtype: Format
     ) -> None:
         self.model = model
         self.options = options
+        self.kv_cache_dtype: Format = kv_cache_dtype
         block_size = 64
         lengths = [length + options.new_tokens for length in prompt_lengths(options)]
         self.runner = ModelRunner(
@@ -229,7 +239,7 @@ class Engine:
 
     def run(self, step: dict[int, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """-> logits [tokens, vocab] and the keys chosen [tokens, layers, K]."""
-        layers = [[] for _ in self.model.model.layers]
+        layers: list[list[torch.Tensor]] = [[] for _ in self.model.model.layers]
 
         def keep(layer: int, chosen: torch.Tensor) -> None:
             """Short contexts have fewer than K columns. Repeated columns do not change the set of
@@ -333,9 +343,10 @@ def make_prompts(options: argparse.Namespace) -> list[torch.Tensor]:
 
 
 def continue_greedily(
-    model: DeepseekV32ForCausalLM, prompts: list[torch.Tensor], new_tokens: int
+    model: Any, prompts: list[torch.Tensor], new_tokens: int
 ) -> list[torch.Tensor]:
-    """The tokens that Transformers generates by itself after each prompt."""
+    """The tokens that Transformers generates by itself after each prompt. The model is Any, because
+    the declaration of generate() does not fit Transformers' own models."""
     return [
         model.generate(
             prompt[None],
@@ -351,7 +362,7 @@ def continue_greedily(
 class Report:
     """How far the logits with a cache of one format are from eager's."""
 
-    kv_cache_dtype: str
+    kv_cache_dtype: Format
     against_eager: Comparison
     against_eager_on_our_keys: Comparison
     eager_in_bf16: Comparison  # Transformers' own rounding, not judged
@@ -408,10 +419,11 @@ def judge(
     cast(model, torch.bfloat16)
     in_bf16 = [run_eager(model, request.tokens)[0] for request in served]
     cast(model, torch.float32)
-    free, masks = zip(*(run_eager(model, request.tokens) for request in served), strict=True)
+    eager = [run_eager(model, request.tokens) for request in served]
+    free, masks = [logits for logits, _ in eager], [mask for _, mask in eager]
     pinned = [run_eager(model, r.tokens, its)[0] for r, its in zip(served, keys, strict=True)]
 
-    kv_cache_dtype = engine.runner.config.kv_cache_dtype
+    kv_cache_dtype = engine.kv_cache_dtype
     bound = BOUNDS[kv_cache_dtype]
     eager_in_bf16 = compare(in_bf16, free, bound)
     if options.dtype == "bfloat16":
@@ -446,23 +458,23 @@ def main(arguments: list[str] | None = None) -> int:
         flush=True,
     )
     greedy = continue_greedily(model, prompts, options.new_tokens)
-    is_within = True
+    is_within, steps = True, ""
     for kv_cache_dtype in BOUNDS:
         cast(model, getattr(torch, options.dtype))
         engine = Engine(model, options, kv_cache_dtype)
         report = judge(model, engine, prompts, greedy, options)
         print(*report.rows(), sep="\n", flush=True)
         is_within &= report.within
-    print(
-        f"\n{engine.num_chunks} chunks of prompts in {engine.num_steps} steps, "
-        f"{engine.num_mixed_steps} of them with decodes\n"
-        f"{'within the bounds' if is_within else 'OUTSIDE THE BOUNDS'}"
-    )
+        steps = (
+            f"{engine.num_chunks} chunks of prompts in {engine.num_steps} steps, "
+            f"{engine.num_mixed_steps} of them with decodes"
+        )
+    print(f"\n{steps}\n{'within the bounds' if is_within else 'OUTSIDE THE BOUNDS'}")
     return 0 if is_within else 1
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--device", type=torch.device, default="cpu", help="cpu, cuda or cuda:N (%(default)s)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of activations")

@@ -18,6 +18,7 @@ from sparse_mla.v4 import config as v4
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 CALLS = HERE / "typing"
+EXAMPLES_WITH_TORCH = [ROOT / "examples" / name for name in ("cuda_graph.py", "deepseek_v32.py")]
 PACKAGE = Path(sparse_mla.__file__).parent.parent
 
 Errors = list[tuple[str, int]]  # name of a file, line
@@ -70,8 +71,17 @@ def test_right_calls_are_taken(tmp_path, check):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     readme = tmp_path / "readme.py"
     readme.write_text("\n".join(blocks))
-    files = [CALLS / "right_calls.py", *(ROOT / "examples").glob("*[!2h].py"), readme]
-    assert check(tmp_path, *files) == []
+    alone = {*(ROOT / "examples").glob("*.py")} - {*EXAMPLES_WITH_TORCH}
+    assert check(tmp_path, CALLS / "right_calls.py", *alone, readme) == []
+
+
+@each_checker
+@pytest.mark.torch
+@pytest.mark.transformers
+def test_calls_with_tensors_are_taken(tmp_path, check):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    assert check(tmp_path, *EXAMPLES_WITH_TORCH) == []
 
 
 @pytest.mark.torch

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING
 
 from sparse_mla import _C
+from sparse_mla._format_names import takes_both
 from sparse_mla._types import ConcatFormat, Path
 from sparse_mla.backend._words import as_device, check_float, check_int
 
@@ -16,6 +18,7 @@ KV_CACHE_DTYPES = (
 )  # fmt: skip
 
 
+@takes_both
 @dataclass(frozen=True)
 class Config:
     """What a model and an engine fix once.
@@ -31,6 +34,7 @@ class Config:
     qk_nope_head_dim, v_head_dim : int
         Pn and Pv of the absorbed projections.
     kv_cache_dtype : "auto" or "bfloat16" (576 bf16 a token), or "fp8_ds_mla" (656 bytes)
+        `kv_format` is the same option, and the same attribute.
     block_size : int
         Tokens per page.
     topk_tokens : int
@@ -62,8 +66,9 @@ class Config:
     --------
     >>> import sparse_mla
     >>> limits = dict(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=1024)
-    >>> sparse_mla.Config(16, softmax_scale=192**-0.5, **limits).topk_tokens
-    2048
+    >>> config = sparse_mla.Config(16, softmax_scale=192**-0.5, kv_format="fp8_ds_mla", **limits)
+    >>> config.topk_tokens, config.kv_cache_dtype, config.kv_format
+    (2048, 'fp8_ds_mla', 'fp8_ds_mla')
     """
 
     num_heads: int
@@ -84,6 +89,8 @@ class Config:
     prefill_workspace_tokens: int | None = None
     path: Path | None = None
     device: str = "cpu"
+    if TYPE_CHECKING:
+        kv_format: ConcatFormat = "auto"  # the same option
 
     def __post_init__(self) -> None:
         bounds: dict[str, tuple[int, int | None]] = {

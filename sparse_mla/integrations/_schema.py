@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparse_mla import _results
+from sparse_mla._format_names import rename
 from sparse_mla.integrations._docs import document
 
 # Kinds of arrays. A scale is a float or an array.
@@ -118,6 +119,7 @@ class Schema:
         positional = [n for n in self.positional if n in known]
 
         def function(*args: Any, **kwargs: Any) -> Any:
+            kwargs = rename(kwargs, known)
             given = dict(zip(positional, args, strict=False)) | kwargs
             fits = len(given) == len(args) + len(kwargs)
             if not (fits and all(n in known for n in kwargs) and all(n in given for n in required)):

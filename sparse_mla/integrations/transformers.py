@@ -52,6 +52,7 @@ except ImportError as error:
     ) from error
 
 import sparse_mla
+from sparse_mla._format_names import takes_both
 from sparse_mla._types import ConcatFormat, IndexFormat, Path
 from sparse_mla.integrations._v32_indexer import (
     INDEX_HEAD_DIM,
@@ -130,6 +131,7 @@ class _PagedAttention(torch.nn.Module):
         return model.o_proj(values.to(hidden_states.dtype))[None], None
 
 
+@takes_both
 class ModelRunner:
     """Runs a DeepSeek-V3.2 model over requests whose keys lie in one paged cache.
 
@@ -151,7 +153,7 @@ class ModelRunner:
     index_cache_dtype : "auto", "fp8_index" or "mxfp4_index"
         What chooses the keys. "auto" is the model's own indexer, with keys of the model's dtype.
         The two formats stand for this library's indexer, whose queries and keys are quantised: a
-        key has 132 or 68 bytes.
+        key has 132 or 68 bytes. `kv_format` and `index_kv_format` are the same two options.
     path : str, optional
         Forces a path of `sparse_mla.Config`.
 
@@ -268,7 +270,7 @@ class ModelRunner:
         return len(self._free_pages)
 
     def step(
-        self, tokens: Mapping[Hashable, Sequence[int] | torch.Tensor], *, all_logits: bool = False
+        self, tokens: Mapping[Any, Sequence[int] | torch.Tensor], *, all_logits: bool = False
     ) -> torch.Tensor:
         """Append tokens to requests, run them through the model, and give the next token's logits.
 

@@ -9,7 +9,8 @@ strides are honoured. Outputs are optional keywords. An array given as output is
 same object, and an output that is not given is made in the framework of the first array. All arrays
 of a call are on one device. `stream` is an int handle or an object with `__cuda_stream__`,
 `.cuda_stream` or `.ptr`. None means the first array's current stream where its framework tells it
-(torch, cupy), else the legacy default stream. The CPU ignores `stream`.
+(torch, cupy), else the legacy default stream. The CPU ignores `stream`. `kv_format`, the name of a
+cache's format, may also be written `kv_cache_dtype`, as vLLM does.
 
 Every operator raises TypeError (not an array, or the wrong dtype), ValueError (rank, shape, stride,
 alignment, device, overlap, a bad value), BufferError (an array that cannot be exported, or cannot

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from sparse_mla import _results
-from sparse_mla._types import ConcatFormat, Float, IndexFormat, KvFormat, Like, Result, Written
+from sparse_mla._types import (
+    ConcatFormat,
+    Float,
+    IndexFormat,
+    KvFormat,
+    Like,
+    Result,
+    Written,
+    overload,
+)
 from sparse_mla.ops._declare import Array, Stream, operator
 
 __all__ = [
@@ -16,7 +25,27 @@ __all__ = [
 ]
 
 
-@operator(_results.none)
+@overload
+def concat_and_cache_mla(
+    kv_c: Array,
+    k_pe: Array,
+    kv_cache: Written,
+    slot_mapping: Array,
+    *,
+    kv_format: ConcatFormat | None = None,
+    stream: Stream = None,
+) -> Written: ...
+@overload
+def concat_and_cache_mla(
+    kv_c: Array,
+    k_pe: Array,
+    kv_cache: Written,
+    slot_mapping: Array,
+    *,
+    kv_cache_dtype: ConcatFormat | None = None,
+    stream: Stream = None,
+) -> Written: ...
+@operator(_results.none)  # type: ignore[misc] # it takes either name of the format
 def concat_and_cache_mla(
     kv_c: Array,
     k_pe: Array,
@@ -44,7 +73,8 @@ def concat_and_cache_mla(
         The slot of each token. A token with a negative slot is skipped. A slot past the end is a
         ValueError on the CPU, before anything is written; on CUDA its token is skipped.
     kv_cache_dtype : "bfloat16" (or "auto"), "fp8_ds_mla" or None
-        None takes the format from the cache's dtype and last dimension.
+        None takes the format from the cache's dtype and last dimension. `kv_format` is the same
+        option.
     stream : int handle or stream object, optional
 
     Returns

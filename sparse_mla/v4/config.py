@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING
 
 from sparse_mla import _C
+from sparse_mla._format_names import takes_both
 from sparse_mla._types import CacheDtypeV4, CompressedDtypeV4, IndexFormat, PathV4
 from sparse_mla.backend._words import as_device, check_float, check_int, wrong_type
 
@@ -31,6 +33,7 @@ def _check_name(name: str, value: object, allowed: Sequence[str]) -> str:
     return str(found)
 
 
+@takes_both
 @dataclass(frozen=True)
 class Config:
     """What a model and an engine fix once.
@@ -56,6 +59,8 @@ class Config:
     compressed_kv_cache_dtype : str, optional
         Format of the compressed caches: one of those, "fp4_v41" or "fp4_v41_split". None: the same.
     index_cache_dtype : "fp8_index" or "mxfp4_index"
+        `kv_format`, `compressed_kv_format` and `index_kv_format` are the same options, and the same
+        attributes.
     q_scale, kv_scale : float
         The scale of e4m3 queries, and that of "fp8_e4m3" caches.
     block_size, swa_block_size : int
@@ -88,6 +93,8 @@ class Config:
     >>> config = sparse_mla.v4.Config(64, compress_ratios=[1, 4, 128, 4], **limits)
     >>> config.compress_ratios, config.kv_cache_dtype, config.compressed_kv_cache_dtype
     ((4, 128), 'fp8_v4', 'fp8_v4')
+    >>> config.kv_format, config.compressed_kv_format, config.index_kv_format
+    ('fp8_v4', 'fp8_v4', 'fp8_index')
     """
 
     num_heads: int
@@ -113,6 +120,10 @@ class Config:
     prefill_chunk_size: int = 4
     path: PathV4 | None = None
     device: str = "cpu"
+    if TYPE_CHECKING:  # the same options
+        kv_format: CacheDtypeV4 = "fp8_v4"
+        compressed_kv_format: CompressedDtypeV4 | None = None
+        index_kv_format: IndexFormat = "fp8_index"
 
     def __post_init__(self) -> None:
         for name in (

@@ -22,3 +22,13 @@ values = sparse_mla.dequantize_kv_cache(x, dtype=np.float32).tolist()
 values = sparse_mla.dequantize_kv_cache(x, dtype=np.dtype("float32")).tolist()
 sparse_mla.sparse_attention(x, x, array.array("i", [1]), softmax_scale=0.1)
 cache: np.ndarray = sparse_mla.concat_and_cache_mla(x, x, x, i, kv_cache_dtype="auto")
+cache = sparse_mla.concat_and_cache_mla(x, x, x, i, kv_format="fp8_ds_mla")
+config = sparse_mla.Config(
+    16,
+    softmax_scale=1.0,
+    kv_format="fp8_ds_mla",
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    max_model_len=1024,
+)
+text: str = config.kv_format

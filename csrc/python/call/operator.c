@@ -60,6 +60,24 @@ find_param(const operator_object *op, PyObject *name, int start)
     return -1;
 }
 
+/* As find_param, for a keyword that is no parameter: a cache's format has two names, and operators
+ * take either, as sparse_mla/_format_names.py says. -1 also where the call has both. */
+static int
+find_format(const operator_object *op, PyObject *name, PyObject *keywords, int start)
+{
+    static const char *const names[] = {"kv_format", "kv_cache_dtype"};
+    for (int i = 0; i < 2; i++) {
+        if (PyUnicode_CompareWithASCIIString(name, names[i]) == 0) {
+            PyObject *other = PyUnicode_FromString(names[1 - i]);
+            const int is_once = other == NULL ? -1 : !PySequence_Contains(keywords, other);
+            const int param = is_once == 1 ? find_param(op, other, start) : -1;
+            Py_XDECREF(other);
+            return param;
+        }
+    }
+    return -1;
+}
+
 /* Whether the call fits. `values` are borrowed, in table order. A keyword never comes twice. */
 static bool
 bind(const operator_object *op, PyObject *const *args, Py_ssize_t num_args, PyObject *keywords,
@@ -75,7 +93,11 @@ bind(const operator_object *op, PyObject *const *args, Py_ssize_t num_args, PyOb
         values[op->params[i].place] = args[i];
     }
     for (Py_ssize_t i = 0; i < num_keywords; i++) {
-        const int param = find_param(op, PyTuple_GetItem(keywords, i), (int)num_args);
+        PyObject *const name = PyTuple_GetItem(keywords, i);
+        int param = find_param(op, name, (int)num_args);
+        if (param < 0) {
+            param = find_format(op, name, keywords, (int)num_args);
+        }
         if (param < 0) { /* unknown, or given by position, too */
             return false;
         }
@@ -98,7 +120,11 @@ refuse(const operator_object *op, PyObject *const *args, Py_ssize_t num_args, Py
         status = PyTuple_SetItem(positional, i, Py_NewRef(args[i])); /* steals */
     }
     for (Py_ssize_t i = 0; status == 0 && i < num_keywords; i++) {
-        status = PyDict_SetItem(named, PyTuple_GetItem(keywords, i), args[num_args + i]);
+        PyObject *const name = PyTuple_GetItem(keywords, i);
+        const int param =
+            find_param(op, name, 0) < 0 ? find_format(op, name, keywords, (int)num_args) : -1;
+        status =
+            PyDict_SetItem(named, param < 0 ? name : op->params[param].name, args[num_args + i]);
     }
     PyObject *none = status == 0 ? PyObject_Call(op->declaration, positional, named) : NULL;
     Py_XDECREF(positional);
