@@ -586,7 +586,7 @@ def test_a_call_frame_of_another_layout(grown):
     refuses such a frame and reads nothing of it."""
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    address = get_pointer(sparse_mla._C.xla_handler(), None)
+    address = get_pointer(sparse_mla._C.xla_handlers()["cpu"], None)
     handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(Frame))(address)
     texts = []
 

@@ -1003,7 +1003,7 @@ def test_every_array_of_every_operator_has_a_row():
         "get_prefill_workspace_size",
         "kernels",
         "build_info",
-        "xla_handler",
+        "xla_handlers",
     }
     members = {n for n in vars(_C.Builder) if not n.startswith("_")}
     assert members == {"build", "forward", "workspace_bytes"}

@@ -76,7 +76,7 @@ extern PyType_Spec smla_py_operator_spec;
 void smla_py_clear_shared(smla_py_state *state);
 void smla_py_free_shared(smla_py_state *state);
 
-/* xla_handler(): a capsule with the handler of XLA custom calls, for jax.ffi. */
+/* xla_handlers(): capsules with the handlers of XLA custom calls, by platform, for jax.ffi. */
 extern PyMethodDef smla_py_xla_functions[];
 
 /* ---- Dtypes -------------------------------------------------------------------------------- */

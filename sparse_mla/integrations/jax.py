@@ -1,4 +1,5 @@
-"""The operators for JAX inside `jit`, on the CPU, through JAX's foreign function interface.
+"""The operators for JAX inside `jit`, on CPUs and NVIDIA GPUs, through JAX's foreign function
+interface.
 
 The functions have the names and arguments of `sparse_mla`'s own, without `stream` and workspaces.
 Where a result is new they have no `out` and the like either, because JAX arrays are immutable and
@@ -11,8 +12,8 @@ an eager call.
 
 An array whose rank leaves a result without a shape is a ValueError while tracing. All other errors
 are raised when the program runs, as `jax.errors.JaxRuntimeError` with the text of an eager call.
-`vmap` runs the calls one after the other; there are no derivatives. An array on a GPU is a
-ValueError: call `sparse_mla`'s own functions with it, outside `jit`.
+`vmap` runs the calls one after the other; there are no derivatives. On a GPU a call puts its work
+on XLA's stream, takes its scratch from XLA and waits for nothing.
 
 This module needs JAX 0.5 or later.
 
@@ -56,16 +57,8 @@ def __dir__() -> list[str]:
 
 
 _TARGET = "sparse_mla"
-jax.ffi.register_ffi_target(_TARGET, _C.xla_handler(), platform="cpu")
-
-
-def _require_cpu(op: str, name: str, x: Any) -> None:
-    if not isinstance(x, jax.core.Tracer) and any(d.platform != "cpu" for d in x.devices()):
-        place = ", ".join(sorted(str(d) for d in x.devices()))
-        raise ValueError(
-            f"{op}: `{name}` must be on the CPU, got {place}: on a GPU call sparse_mla.{op}, "
-            "outside jit"
-        )
+for _platform, _handler in _C.xla_handlers().items():
+    jax.ffi.register_ffi_target(_TARGET, _handler, platform=_platform)
 
 
 _ATTRIBUTES = {
@@ -97,7 +90,6 @@ def _call(schema: Schema, values: dict[str, Any]) -> Any:
         array = values[schema.scales.get(name, name)]
         if array is not None:
             values[name] = given[name] = jax.numpy.asarray(array)
-            _require_cpu(schema.name, name, given[name])
     unasked = () if schema.asks(values) else schema.names(*ASKED)
     results = {n: x[:2] for n, x in schema.results(values).items() if n not in unasked}
     order = [*schema.names(*READ), *schema.returned]

@@ -73,7 +73,7 @@ prepare_immutable(const smla_py_state *state, const char *op, smla_py_role role,
     if (traced) {
         PyErr_Format(PyExc_BufferError,
                      "%s: `%s` must be a concrete array, got a jax tracer: inside jax.jit call "
-                     "sparse_mla.integrations.jax (on the CPU), else call it outside",
+                     "sparse_mla.integrations.jax, else call it outside",
                      op, array->name);
         return -1;
     }

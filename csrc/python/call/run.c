@@ -193,33 +193,42 @@ set_arrays(smla_py_call *call, const smla_py_operator *op, void *args, int *resu
     return num_results;
 }
 
+/* The workspace of a call on the CPU: plain memory, NULL if the call needs none. */
+typedef struct plain_workspace {
+    DLTensor tensor;
+    int64_t bytes;
+} plain_workspace;
+
 /* Takes the workspace if the caller gave none: `scratch` on the CPU, an array like the results on
  * CUDA. A Tensor is marked foreign, because nothing else keeps it until the work is over. */
 static int
 allocate_workspace(smla_py_call *call, const smla_py_operator *op, void *args,
-                   smla_py_scratch *scratch)
+                   plain_workspace *scratch)
 {
     static const DLDataType uint8 = {kDLUInt, 8, 1};
     const smla_py_param *const param = smla_py_find_workspace(op);
     const int place = (int)(param - op->params);
     smla_py_array *const workspace = &call->arrays[place];
-    const int64_t bytes = workspace->object != NULL ? 0 : op->workspace_bytes(args);
-    if (bytes == 0) {
+    scratch->bytes = workspace->object != NULL ? 0 : op->workspace_bytes(args);
+    if (scratch->bytes == 0) {
         return 0;
     }
     const DLTensor *view = NULL;
     if (call->arrays[0].view.device.device_type == kDLCUDA) {
-        if (smla_py_allocate_result(call, place, uint8, 1, &bytes) < 0) {
+        if (smla_py_allocate_result(call, place, uint8, 1, &scratch->bytes) < 0) {
             return -1;
         }
         workspace->is_foreign |= Py_TYPE(workspace->object) == call->state->tensor_type;
         view = smla_py_view(workspace);
     } else {
-        view = smla_py_take_scratch(scratch, bytes);
-        if (view == NULL) {
+        void *const memory = smla_py_allocate_scratch(scratch->bytes);
+        if (memory == NULL) {
             PyErr_NoMemory();
             return -1;
         }
+        scratch->tensor =
+            smla_py_view_scratch(memory, call->arrays[0].view.device, &scratch->bytes);
+        view = &scratch->tensor;
     }
     smla_py_set_pointer(args, param, view);
     return 0;
@@ -235,7 +244,7 @@ compute(smla_py_call *call, const smla_py_operator *op, void *args)
     int results[SMLA_MAX_ARRAYS];
     smla_error error;
     smla_status status;
-    smla_py_scratch scratch = {.bytes = 0};
+    plain_workspace scratch = {.bytes = 0};
     smla_py_unlocked unlocked;
     if (smla_py_settle(call, &stream) < 0) {
         return NULL;

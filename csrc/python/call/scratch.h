@@ -5,23 +5,24 @@
 
 #include "core/dltensor.h"
 
-/* Plain memory for calls on the CPU. Allocating it costs nothing until it is touched. */
-typedef struct smla_py_scratch {
-    DLTensor tensor; /* the caller frees tensor.data */
-    int64_t bytes;
-} smla_py_scratch;
-
-/* Allocates the scratch and returns it as an array; NULL without memory. */
-static inline const DLTensor *
-smla_py_take_scratch(smla_py_scratch *scratch, int64_t bytes)
+/* Plain memory for calls on the CPU, which the caller frees. Allocating it costs nothing until it is
+ * touched. NULL without memory. */
+static inline void *
+smla_py_allocate_scratch(int64_t bytes)
 {
-    scratch->bytes = bytes;
-    scratch->tensor = (DLTensor){
-        .data = aligned_alloc(64, ((size_t)bytes + 63) / 64 * 64),
-        .device = {.device_type = kDLCPU, .device_id = 0},
+    const size_t line = 64;
+    return aligned_alloc(line, ((size_t)bytes + line - 1) / line * line);
+}
+
+/* The memory as an array, which keeps the pointer to its size. */
+static inline DLTensor
+smla_py_view_scratch(void *memory, DLDevice device, int64_t *bytes)
+{
+    return (DLTensor){
+        .data = memory,
+        .device = device,
         .ndim = 1,
         .dtype = {.code = kDLUInt, .bits = 8, .lanes = 1},
-        .shape = &scratch->bytes,
+        .shape = bytes,
     };
-    return scratch->tensor.data == NULL ? NULL : &scratch->tensor;
 }

@@ -58,12 +58,69 @@ typedef struct smla_xla_error_args {
     smla_xla_code code;
 } smla_xla_error_args;
 
+/* For an error that one of XLA's functions gave to the handler, which then owns it. */
+typedef struct smla_xla_own_error_args {
+    size_t struct_size;
+    smla_xla_extension *extensions;
+    smla_xla_error *error;
+    const char *message; /* out: valid until the error is destroyed */
+} smla_xla_own_error_args;
+
+/* ---- What a call on a GPU asks XLA for. `context` is the frame's. ----------------------------- */
+
+typedef struct smla_xla_context smla_xla_context;
+
+typedef struct smla_xla_stream_args {
+    size_t struct_size;
+    smla_xla_extension *extensions;
+    smla_xla_context *context;
+    void *stream; /* out: a CUstream */
+} smla_xla_stream_args;
+
+typedef struct smla_xla_device_args {
+    size_t struct_size;
+    smla_xla_extension *extensions;
+    smla_xla_context *context;
+    int32_t device; /* out: its number in this process */
+} smla_xla_device_args;
+
+typedef struct smla_xla_allocate_args {
+    size_t struct_size;
+    smla_xla_extension *extensions;
+    smla_xla_context *context;
+    size_t size;
+    size_t alignment;
+    void *data; /* out */
+} smla_xla_allocate_args;
+
+/* Memory that is freed here may still be used by work that the call has put on its stream: XLA gives
+ * it to later work of this stream only. */
+typedef struct smla_xla_free_args {
+    size_t struct_size;
+    smla_xla_extension *extensions;
+    smla_xla_context *context;
+    size_t size;
+    void *data;
+} smla_xla_free_args;
+
+/* XLA's functions. struct_size says how many an older XLA has: get_device came last. */
 typedef struct smla_xla_api {
     size_t struct_size;
     smla_xla_extension *extensions;
     smla_xla_version version;
     const void *internal;
     smla_xla_error *(*create_error)(smla_xla_error_args *args);
+    void (*get_message)(smla_xla_own_error_args *args);
+    void (*destroy_error)(smla_xla_own_error_args *args);
+    void (*register_handler)(void);
+    smla_xla_error *(*get_stream)(smla_xla_stream_args *args);
+    void (*states[4])(void); /* types and states of handlers */
+    smla_xla_error *(*allocate)(smla_xla_allocate_args *args);
+    smla_xla_error *(*free)(smla_xla_free_args *args);
+    void (*pools[2])(void);   /* XLA's threads */
+    void (*futures[3])(void); /* results that come later */
+    void (*get_run_id)(void);
+    smla_xla_error *(*get_device)(smla_xla_device_args *args);
 } smla_xla_api;
 
 /* ---- Arrays: dense, the last dimension contiguous -------------------------------------------- */
@@ -134,7 +191,7 @@ typedef struct smla_xla_frame {
     size_t struct_size;
     smla_xla_extension *extensions;
     const smla_xla_api *api; /* may be NULL with the metadata extension */
-    void *context;
+    smla_xla_context *context;
     int stage; /* a single handler is called in the execution stage only */
     smla_xla_buffers arguments;
     smla_xla_buffers results;

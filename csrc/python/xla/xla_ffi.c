@@ -1,12 +1,13 @@
-/* xla_ffi.c: the operators as XLA custom calls, for JAX inside jit on the CPU.
+/* xla_ffi.c: the operators as XLA custom calls, for JAX inside jit on CPUs and NVIDIA GPUs.
  *
- * One handler serves all operators: the attribute `operator` names a call site's operator. Arrays
+ * One handler per platform serves all operators: the attribute `operator` names a call site's operator. Arrays
  * come in the order of the operator's table (operator.h), without the workspace. Arrays that are
  * read and written come once more at the end, because XLA gives them as argument and as result. Bit
  * i of the attribute `present` says whether the i-th array is there. Options that are fields of the
  * core's args are attributes under their Python names. integrations/jax.py writes the calls.
  *
- * The handler runs on XLA's threads, possibly on several at once, without the GIL. It has no state.
+ * A handler runs on XLA's threads, possibly on several at once, without the GIL. It has no state. On
+ * a GPU it puts the operator's work on XLA's stream, takes scratch from XLA, and waits for nothing.
  */
 #include <fenv.h>
 #include <stdalign.h>
@@ -20,6 +21,8 @@ typedef struct xla_call {
     const char *op;
     const smla_xla_frame *frame;
     smla_error *error;
+    DLDevice device;
+    void *stream; /* NULL on the CPU */
     DLTensor tensors[SMLA_MAX_ARRAYS];
 } xla_call;
 
@@ -203,7 +206,7 @@ take_array(xla_call *call, array_walk *walk, const smla_py_param *param, void *a
     }
     call->tensors[i] = (DLTensor){
         .data = buffer->data,
-        .device = {.device_type = kDLCPU, .device_id = 0},
+        .device = call->device,
         .ndim = (int32_t)buffer->rank,
         .dtype = dtype_of(buffer->type),
         .shape = buffer->dims,
@@ -232,6 +235,89 @@ take_arrays(xla_call *call, const smla_py_operator *op, void *args)
     return walk.num_taken == count_given(call) && walk.present >> walk.num_seen == 0
                ? SMLA_OK
                : fail_present(call, walk.present);
+}
+
+/* ---- What a call asks XLA for --------------------------------------------------------------- */
+
+/* Turns an error that one of XLA's functions returned into this call's. */
+static smla_status
+fail_in_xla(const xla_call *call, smla_status status, const char *what, smla_xla_error *from_xla)
+{
+    const smla_xla_api *const api = call->frame->api;
+    smla_xla_own_error_args own = {.struct_size = sizeof own, .error = from_xla};
+    api->get_message(&own);
+    smla_fail(call->error, status, "%s: XLA has no %s: %s", call->op, what, own.message);
+    own.struct_size = offsetof(smla_xla_own_error_args, message);
+    api->destroy_error(&own);
+    return status;
+}
+
+/* Finds the GPU and the stream that XLA runs the call on. */
+static smla_status
+find_stream(xla_call *call)
+{
+    const smla_xla_api *const api = call->frame->api;
+    smla_xla_device_args device = {.struct_size = sizeof device, .context = call->frame->context};
+    smla_xla_stream_args stream = {.struct_size = sizeof stream, .context = call->frame->context};
+    if (api->struct_size < sizeof *api) {
+        return smla_fail(call->error, SMLA_ERROR_RUNTIME,
+                         "%s: XLA must tell the device of a call, as newer versions of JAX do",
+                         call->op);
+    }
+    smla_xla_error *failure = api->get_device(&device);
+    if (failure != NULL) {
+        return fail_in_xla(call, SMLA_ERROR_RUNTIME, "device", failure);
+    }
+    failure = api->get_stream(&stream);
+    if (failure != NULL) {
+        return fail_in_xla(call, SMLA_ERROR_RUNTIME, "stream", failure);
+    }
+    call->device = (DLDevice){.device_type = kDLCUDA, .device_id = device.device};
+    call->stream = stream.stream;
+    return SMLA_OK;
+}
+
+/* Allocates `*bytes` of workspace: plain memory on the CPU, else XLA's, which is aligned to 256 bytes
+ * though XLA promises no more than 16. */
+static smla_status
+take_workspace(const xla_call *call, int64_t *bytes, DLTensor *workspace)
+{
+    smla_xla_allocate_args from_xla = {.struct_size = sizeof from_xla,
+                                       .context = call->frame->context,
+                                       .size = (size_t)*bytes,
+                                       .alignment = 16};
+    if (call->device.device_type == kDLCPU) {
+        from_xla.data = smla_py_allocate_scratch(*bytes);
+    } else {
+        smla_xla_error *const failure = call->frame->api->allocate(&from_xla);
+        if (failure != NULL) {
+            return fail_in_xla(call, SMLA_ERROR_MEMORY, "memory for a workspace", failure);
+        }
+    }
+    *workspace = smla_py_view_scratch(from_xla.data, call->device, bytes);
+    return from_xla.data != NULL ? SMLA_OK
+                                 : smla_fail(call->error, SMLA_ERROR_MEMORY,
+                                             "%s: no memory for a workspace of %lld bytes",
+                                             call->op, (long long)*bytes);
+}
+
+static void
+give_workspace_back(const xla_call *call, const DLTensor *workspace)
+{
+    if (call->device.device_type == kDLCPU) {
+        free(workspace->data);
+        return;
+    }
+    smla_xla_free_args args = {.struct_size = sizeof args,
+                               .context = call->frame->context,
+                               .size = (size_t)workspace->shape[0],
+                               .data = workspace->data};
+    smla_xla_error *const failure = call->frame->api->free(&args);
+    if (failure != NULL) { /* the memory is lost to XLA, the results are right */
+        smla_xla_own_error_args own = {.struct_size = offsetof(smla_xla_own_error_args, message),
+                                       .error = failure};
+        call->frame->api->destroy_error(&own);
+    }
 }
 
 /* ---- Operators ------------------------------------------------------------------------------- */
@@ -269,23 +355,21 @@ read_options(const xla_call *call, const smla_py_operator *op, void *args)
     return SMLA_OK;
 }
 
-/* Runs the operator, with a workspace of plain memory if it needs one. */
+/* Runs the operator, with a workspace if it needs one. */
 static smla_status
 compute(const xla_call *call, const smla_py_operator *op, void *args)
 {
-    const int64_t bytes = op->workspace_bytes == NULL ? 0 : op->workspace_bytes(args);
-    smla_py_scratch scratch = {.bytes = 0};
+    int64_t bytes = op->workspace_bytes == NULL ? 0 : op->workspace_bytes(args);
+    DLTensor workspace;
     if (bytes > 0) {
-        const DLTensor *const workspace = smla_py_take_scratch(&scratch, bytes);
-        if (workspace == NULL) {
-            return smla_fail(call->error, SMLA_ERROR_MEMORY,
-                             "%s: no memory for a workspace of %lld bytes", call->op,
-                             (long long)bytes);
-        }
-        smla_py_set_pointer(args, smla_py_find_workspace(op), workspace);
+        SMLA_TRY(take_workspace(call, &bytes, &workspace));
+        smla_py_set_pointer(args, smla_py_find_workspace(op), &workspace);
     }
+    smla_py_set_pointer(args, &op->params[op->num_params - 1], call->stream);
     const smla_status status = op->compute(args, call->error);
-    free(scratch.tensor.data);
+    if (bytes > 0) {
+        give_workspace_back(call, &workspace);
+    }
     return status;
 }
 
@@ -302,7 +386,7 @@ run_table(xla_call *call, const smla_py_operator *op)
 /* ---- Handler --------------------------------------------------------------------------------- */
 
 static smla_status
-run_operator(const smla_xla_frame *frame, smla_error *error)
+run_operator(const smla_xla_frame *frame, bool is_on_gpu, smla_error *error)
 {
     if (frame->arguments.struct_size != sizeof frame->arguments ||
         frame->results.struct_size != sizeof frame->results ||
@@ -315,7 +399,11 @@ run_operator(const smla_xla_frame *frame, smla_error *error)
     const smla_py_operator *const op =
         name == NULL ? NULL : smla_py_find_operator(name->text, name->length);
     if (op != NULL && op->compute != NULL) {
-        xla_call call = {.op = op->name, .frame = frame, .error = error};
+        xla_call call = {.op = op->name,
+                         .frame = frame,
+                         .error = error,
+                         .device = {.device_type = kDLCPU}};
+        SMLA_TRY(is_on_gpu ? find_stream(&call) : SMLA_OK);
         return run_table(&call, op);
     }
     return smla_fail(error, SMLA_ERROR_VALUE,
@@ -333,7 +421,7 @@ code_of(smla_status status)
 }
 
 static smla_xla_error *
-handle(smla_xla_frame *frame)
+handle(smla_xla_frame *frame, bool is_on_gpu)
 {
     if (frame->extensions != NULL && frame->extensions->type == SMLA_XLA_EXTENSION_METADATA) {
         smla_xla_metadata *metadata = ((smla_xla_metadata_extension *)frame->extensions)->metadata;
@@ -347,7 +435,7 @@ handle(smla_xla_frame *frame)
     smla_error error;
     fegetenv(&environment);
     fesetenv(FE_DFL_ENV);
-    const smla_status status = run_operator(frame, &error);
+    const smla_status status = run_operator(frame, is_on_gpu, &error);
     fesetenv(&environment);
     if (status == SMLA_OK) {
         return NULL;
@@ -359,17 +447,35 @@ handle(smla_xla_frame *frame)
     });
 }
 
-static PyObject *
-xla_handler(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+static smla_xla_error *
+handle_on_cpu(smla_xla_frame *frame)
 {
-    smla_xla_handler *const handler = handle;
+    return handle(frame, false);
+}
+
+static smla_xla_error *
+handle_on_gpu(smla_xla_frame *frame)
+{
+    return handle(frame, true);
+}
+
+static PyObject *
+make_capsule(smla_xla_handler *handler)
+{
     void *pointer = NULL;
     memcpy(&pointer, &handler, sizeof pointer); /* C cannot cast a function pointer to void * */
     return PyCapsule_New(pointer, NULL, NULL);
 }
 
+static PyObject *
+xla_handlers(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    return Py_BuildValue("{s:N,s:N}", "cpu", make_capsule(handle_on_cpu), "CUDA",
+                         make_capsule(handle_on_gpu));
+}
+
 PyMethodDef smla_py_xla_functions[] = {
-    {"xla_handler", xla_handler, METH_NOARGS,
-     "xla_handler($module, /)\n--\n\nSee sparse_mla.integrations.jax."},
+    {"xla_handlers", xla_handlers, METH_NOARGS,
+     "xla_handlers($module, /)\n--\n\nSee sparse_mla.integrations.jax."},
     {NULL, NULL, 0, NULL},
 };
