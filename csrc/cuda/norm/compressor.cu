@@ -2,6 +2,7 @@
  * seven headings are in compressor.cuh.
  */
 #include "cuda/norm/compressor.cuh"
+#include "cuda/norm/compressor_parts.h"
 
 namespace {
 
@@ -9,7 +10,7 @@ namespace {
 constexpr int
 short_threads(int dim)
 {
-    return dim / CHANNELS * SHORT_SLICES;
+    return dim / CHANNELS;
 }
 
 template <int ROW, bool SAVES, bool ALIGNED>
@@ -69,11 +70,14 @@ smla_cuda_launch_compress_norm_rope_store(const smla_compress_params *params,
     const bool is_bf16 = params->insert.kv.format->nope_type == SMLA_NOPE_BF16;
     const bool aligned =
         has_aligned_states(params->states) && (!is_bf16 || has_aligned_rows(params->insert.kv));
+    if (is_long && params->dim == SMLA_V4_HEAD_DIM && device->compute_capability == 90) {
+        return smla_cuda_launch_compress_in_parts(params, device, aligned);
+    }
     const int num_threads = is_long ? (int)params->dim : short_threads((int)params->dim);
     for (const compress_row &row : compress_rows) {
         if (row.format == params->insert.kv.format->number) {
             return launch_compress(row.kernels[is_long][params->states.ape != nullptr][aligned],
-                                   params, device, num_threads);
+                                   params, device, num_threads, 1);
         }
     }
     return cudaErrorInvalidDeviceFunction;

@@ -8,28 +8,31 @@
  * Shapes       kv and score [T, c D] fp32 or bf16, ape [r, c D] fp32, state rows [2 c D] fp32, any
  *              strides; positions, slot mappings [T] int32 or int64; block_table [R, W], request
  *              ids [T] int32; rows as kv_format.h draws them. D is 512 or 128, c 2 for r 4, else 1.
- * Shared mem   three sums per slice and channel of the CTA, and x: 26 KiB for 512 channels, 6.5 for
- *              128; the marks of a pass, 128 bytes
+ * Shared mem   three sums per slice and channel of the CTA, and x: 26 KiB for 512 channels, 14 for
+ *              half of them, 6.5 for 128; the marks of a pass, 128 bytes
  * Roles        A CTA takes up to r neighbouring
  *              tokens, because one of them closes a group. Each warp looks at 32 of them. A thread
  *              has 4 channels of a slice; the slices divide the states of a group. Groups of up to
  *              8 states are short: all their loads are under way before the first is used, for one
  *              slice at a time. Longer groups have LONG_PAIRS pairs of states per thread under
- *              way. On Hopper kv and score of the tokens come into L2 while positions, slots and
+ *              way. On Hopper the two CTAs of a cluster divide the 512 channels of a long group:
+ *              each pools and saves its half, and the first one finishes the row. Also there kv and score of the tokens come into L2 while positions, slots and
  *              pages are read, which takes three loads that wait for each other. Then each thread
  *              has channels, and warp 0 the finished row. A token of the step has
  *              its state in kv and score, because another CTA may not have saved it yet. The CTA
  *              that closes a group saves the states that it reads, if they are of that group and
  *              of this step. All others are saved by the CTA that has their token.
  *              Barriers: marked | all threads | marks are in memory; read | all threads | marks may
- *              be written; pooled | all threads | sums are in memory, and x may be written; joined
- *              | all threads | x is in memory, and sums may be written.
+ *              be written; pooled | all threads of the cluster | sums are in memory, and x may be
+ *              written; joined | the same | x is in memory, and sums may be written.
  * Roofline     Memory. A launch that saves moves 16 c D bytes per token of fp32: T 8192, D 512:
  *              32 us for r 4, 16 us for r 128 at 4.3 TB/s, which takes 32 KiB on their way to each
  *              SM. With r 4 half of each state is read once more, from L2; an SM has 5 groups of 32
- *              KiB. A group of 128 reads 512 KiB: 64 groups leave half of the SMs idle, and
- *              clusters of 4 CTAs with a part of the channels each took longer (56 us for 42).
- *              Two states take three exps per channel, of 21 instructions each.
+ *              KiB. It is bound by instructions, 2700 per warp and group; more loads ahead (2 or 4
+ *              slices at a time) leave fewer warps, and took 66 and 77 us for 57. A group of 128
+ *              reads 512 KiB: 64 groups would leave half of the SMs idle. Quarters of the channels
+ *              took longer than halves (45 us for 34). Two states take two exps per channel, of 21
+ *              instructions each.
  * Numerics     fp32, each operation rounded: the CPU's bytes; params_compressor.h has the order. A
  *              token with a bad slot, request or position is skipped, a bad page has no states. Of
  *              tokens with one slot any may win, and their row may hold parts of several.
@@ -37,16 +40,14 @@
  */
 #pragma once
 
-#include "cuda/norm/compressor_row.cuh"
+#include "cuda/norm/compressor_tokens.cuh"
 #include "cuda/norm/state_pool.cuh"
-#include "cuda/ptx/prefetch.cuh"
 
 namespace {
 
 enum {
     SHORT_STATES = SMLA_POOL_ROWS, /* states of the longest group that is short */
-    SHORT_SLICES = 1,              /* slices of a short group that a CTA pools at a time */
-    SHORT_SM_THREADS = 640,        /* threads of short groups per SM: 96 registers each */
+    SHORT_SM_THREADS = 640,        /* threads of short groups per SM: 128 registers each */
     LONG_PAIRS = 4,                /* pairs of states that a thread of a long group loads ahead */
     PASS_STATES = SMLA_POOL_SLICES * SMLA_WARP_LANES,
     MAX_WARPS = 16,
@@ -55,151 +56,6 @@ enum {
 
 static_assert(SHORT_STATES == SMLA_POOL_SLICES * SLICE_STATES, "a slice has one pair of a group");
 static_assert(SMLA_OVERLAP_RATIO == SMLA_POOL_SLICES, "of a pair the second state is the group's");
-
-/* ---- Tokens -------------------------------------------------------------------------------- */
-
-__device__ __forceinline__ int64_t
-request_of(const smla_compress_params &p, int64_t token)
-{
-    return __ldg(p.req_id_per_token + token * p.req_id_stride);
-}
-
-/* What the arrays have for a token. */
-struct token_facts {
-    int64_t position;
-    int64_t req;
-    int64_t state_slot;
-    int64_t row_slot;
-};
-
-/* The loads do not wait for each other. */
-__device__ __forceinline__ token_facts
-read_token(const smla_compress_params &p, int64_t token)
-{
-    return {position_of(p.states, token), request_of(p, token), read_slot(p.states.rows, token),
-            read_slot(p.insert, token)};
-}
-
-__device__ __forceinline__ bool
-is_slot(const smla_kv_view &kv, int64_t slot)
-{
-    return slot >= 0 && slot < kv.num_pages * kv.block_size;
-}
-
-/* The slot of a position that is not negative, by the block table; -1 if it has none. */
-__device__ __forceinline__ int64_t
-find_slot(const compress_args &args, int64_t req, int64_t position)
-{
-    const smla_page_table &table = args.p.table;
-    const int64_t block = smla_divide(position, args.state_block_size);
-    if (block >= table.num_blocks) {
-        return -1;
-    }
-    const int64_t page =
-        __ldg(table.block_table + req * table.stride_req + block * table.stride_block);
-    const bool is_page = page >= 0 && page < args.p.states.rows.kv.num_pages;
-    return is_page ? page * table.block_size + (position - block * table.block_size) : -1;
-}
-
-/* Whether a token closes a group that has a row in the cache. */
-__device__ __forceinline__ bool
-closes_group(const compress_args &args, const token_facts &token)
-{
-    const smla_compress_params &p = args.p;
-    return token.position >= 0 &&
-           place_in_group(token.position, args.ratio) == args.ratio.divisor - 1 && token.req >= 0 &&
-           token.req < p.num_reqs && is_slot(p.states.rows.kv, token.state_slot) &&
-           is_slot(p.insert.kv, token.row_slot);
-}
-
-/* Whether a token of the step is that of a position of request `req`, and its state goes to `slot`.
- * `slot` is what the block table says for that position. */
-__device__ __forceinline__ bool
-is_token_of(const smla_compress_params &p, int64_t token, int64_t req, int64_t position,
-            int64_t slot)
-{
-    return token >= 0 && position_of(p.states, token) == position && request_of(p, token) == req &&
-           read_slot(p.states.rows, token) == slot;
-}
-
-/* Whether the CTA that closes the group of a token saves the state of that token: exactly if
- * find_state marks the state. The token has a slot, and its position is not negative. */
-__device__ __forceinline__ bool
-has_closer(const compress_args &args, int64_t token, const token_facts &facts)
-{
-    const smla_compress_params &p = args.p;
-    const int64_t left = args.ratio.divisor - 1 - place_in_group(facts.position, args.ratio);
-    if (token + left >= p.insert.num_tokens) {
-        return false;
-    }
-    const token_facts closer = read_token(p, token + left);
-    return closer.position == facts.position + left && closes_group(args, closer) &&
-           closer.req == facts.req &&
-           find_slot(args, closer.req, facts.position) == facts.state_slot;
-}
-
-/* What there is to do for up to 32 tokens: bit i is for token first + i. */
-struct token_marks {
-    uint32_t closing; /* close a group */
-    uint32_t lonely;  /* save its state outside of a group */
-};
-
-template <bool SAVES>
-__device__ __forceinline__ token_marks
-mark_tokens(const compress_args &args, int64_t first, int num_tokens)
-{
-    const int64_t token = first + lane_idx();
-    bool is_closing = false;
-    bool is_lonely = false;
-    if (lane_idx() < num_tokens) {
-        const token_facts facts = read_token(args.p, token);
-        is_closing = closes_group(args, facts);
-        is_lonely = SAVES && facts.position >= 0 &&
-                    is_slot(args.p.states.rows.kv, facts.state_slot) &&
-                    !has_closer(args, token, facts);
-    }
-    return {__ballot_sync(ALL_LANES, is_closing), __ballot_sync(ALL_LANES, is_lonely)};
-}
-
-/* Brings kv and score of neighbouring tokens into L2. The warps of the CTA divide the rows,
- * because the lanes of a warp start one after another. A row that begins
- * between two units begins earlier, in its first unit, and lacks the end of its last. */
-__device__ __forceinline__ void
-prefetch_tokens(const smla_partial_states_params &p, int64_t first, int num_tokens)
-{
-    enum { UNIT = 16 };
-    const int num_warps = (int)blockDim.x / SMLA_WARP_LANES;
-    const int place = lane_idx() * num_warps + (int)threadIdx.x / SMLA_WARP_LANES;
-    const int64_t size = p.rows.input_type == SMLA_FLOAT_BF16 ? 2 : 4;
-    for (int i = place; i < 2 * num_tokens; i += (int)blockDim.x) {
-        const int64_t token = first + i / 2;
-        const uintptr_t from =
-            i % 2 == 0 ? (uintptr_t)p.rows.kv_c + token * p.rows.kv_c_stride_token * size
-                       : (uintptr_t)p.rows.k_pe + token * p.rows.k_pe_stride_token * size;
-        ptx_bulk_prefetch_l2((const void *)(from / UNIT * UNIT), (uint32_t)(p.width * size));
-    }
-}
-
-/* Saves the CTA's channels of the marked tokens. The warps divide the pieces. */
-template <bool ALIGNED>
-__device__ __forceinline__ void
-save_lonely(const compress_args &args, int64_t first, uint32_t marks)
-{
-    const smla_partial_states_params &p = args.p.states;
-    const int num_warps = (int)blockDim.x / SMLA_WARP_LANES;
-    const int num_pieces = (int)p.width / PIECE;
-    int piece = (int)threadIdx.x / SMLA_WARP_LANES; /* counted through all marked tokens */
-    for (; marks != 0; marks &= marks - 1) {
-        const int64_t token = first + __ffs((int)marks) - 1;
-        for (; piece < num_pieces; piece += num_warps) {
-            const int64_t place = place_in_group(position_of(p, token), args.ratio);
-            float *const row =
-                row_of_slot(p.rows.kv, read_slot(p.rows, token), args.state_block_size);
-            save_channels<ALIGNED>(p, token, place, row, piece * PIECE + lane_idx() * CHANNELS);
-        }
-        piece -= num_pieces;
-    }
-}
 
 /* ---- Pool ---------------------------------------------------------------------------------- */
 
@@ -285,53 +141,73 @@ add_pair(channel_sums sums[CHANNELS], const float values[SLICE_STATES][CHANNELS]
     }
 }
 
-/* Pools this thread's channels over the only pair of its slice in a short group, and saves what is
- * of this step. Lane j has the code of state j. Where groups overlap, the first state is of the
- * group before. The loads of ape wait for the others, because they need registers and come from
- * L1. */
-template <int DIM, bool SAVES, bool ALIGNED>
-__device__ __forceinline__ void
-pool_short(const compress_args &args, const group &of, unsigned long long found, int slice,
-           int channel, channel_sums sums[CHANNELS])
-{
-    const smla_partial_states_params &p = args.p.states;
-    const int num_states = (int)count_states(args.p);
-    const int num_before = num_states - (int)p.ratio; /* states of the group before */
-    const int own = (int)p.width - DIM + channel;     /* what a state is to its own group */
-    const int64_t first_token = of.token - (num_states - 1 - slice);
+/* Four channels of a slice of a short group, on their way to a thread. Such a slice has one pair of
+ * states. */
+struct slice_load {
     unsigned long long codes[SLICE_STATES];
     state_part parts[SLICE_STATES];
     state_part other; /* what the second state is to the group after its own */
+    bool has_other;
+};
+
+/* How a short group's states are counted. Where groups overlap, the first half is of the group
+ * before. */
+struct short_group {
+    int num_before; /* states of the group before */
+    int own;        /* the first channel of what a state is to its own group */
+};
+
+/* Starts the loads of a slice. Lane j of `found` has the code of state j. */
+template <bool SAVES, bool ALIGNED>
+__device__ __forceinline__ void
+load_slice(const smla_partial_states_params &p, const group &of, const short_group &sizes,
+           unsigned long long found, int slice, int channel, slice_load &load)
+{
+    const int64_t first_token = of.token - (sizes.num_before + p.ratio - 1 - slice);
 #pragma unroll
     for (int k = 0; k < SLICE_STATES; k++) {
         const int state = slice + k * SMLA_POOL_SLICES;
-        codes[k] = __shfl_sync(ALL_LANES, found, state);
-        load_state<SAVES, ALIGNED>(p, first_token + k * SMLA_POOL_SLICES, codes[k],
-                                   state < num_before ? channel : own, parts[k]);
+        load.codes[k] = __shfl_sync(ALL_LANES, found, state);
+        load_state<SAVES, ALIGNED>(p, first_token + k * SMLA_POOL_SLICES, load.codes[k],
+                                   channel + (state < sizes.num_before ? 0 : sizes.own),
+                                   load.parts[k]);
     }
-    const bool has_other = SAVES && num_before != 0 && (codes[1] & 1) != 0;
-    if (has_other) {
-        load_given<ALIGNED>(p, first_token + SMLA_POOL_SLICES, channel, other);
+    load.has_other = SAVES && sizes.num_before != 0 && (load.codes[1] & 1) != 0;
+    if (load.has_other) {
+        load_given<ALIGNED>(p, first_token + SMLA_POOL_SLICES, channel, load.other);
     }
+}
+
+/* Pools a thread's channels over a slice that load_slice has loaded, and saves what is of this step.
+ * The loads of ape wait for the others, because they need registers and come from L1. */
+template <bool SAVES, bool ALIGNED, bool ARE_BF16>
+__device__ __forceinline__ void
+pool_slice(const smla_partial_states_params &p, const short_group &sizes, const slice_load &load,
+           int slice, int channel, channel_sums sums[CHANNELS])
+{
     float values[SLICE_STATES][CHANNELS];
     float scores[SLICE_STATES][CHANNELS];
     uint32_t ape[CHANNELS];
 #pragma unroll
     for (int k = 0; k < SLICE_STATES; k++) {
         const int state = slice + k * SMLA_POOL_SLICES;
-        const bool is_before = state < num_before;
-        const bool is_new = SAVES && (codes[k] & 1) != 0;
-        load_ape_if_new<SAVES, ALIGNED>(p, is_before ? state : state - num_before, codes[k],
-                                        is_before ? channel : own, ape);
-        add_ape(parts[k], ape, is_new && p.rows.input_type == SMLA_FLOAT_BF16, values[k],
-                scores[k]);
+        const bool is_before = state < sizes.num_before;
+        const bool is_new = SAVES && (load.codes[k] & 1) != 0;
+        load_ape_if_new<SAVES, ALIGNED>(p, is_before ? state : state - sizes.num_before,
+                                        load.codes[k], channel + (is_before ? 0 : sizes.own), ape);
+        add_ape(load.parts[k], ape, ARE_BF16 && is_new, values[k], scores[k]);
         if (is_new && !is_before) {
-            store_state<ALIGNED>(row_of_code(codes[k]) + own, p.width, values[k], scores[k]);
+            store_state<ALIGNED>(row_of_code(load.codes[k]) + sizes.own + channel, p.width,
+                                 values[k], scores[k]);
         }
     }
-    if (has_other) {
+    if (load.has_other) {
+        float other_values[CHANNELS];
+        float other_scores[CHANNELS];
         load_ape<ALIGNED>(p, slice, channel, ape);
-        save_given<ALIGNED>(p, other, ape, row_of_code(codes[1]), channel);
+        add_ape(load.other, ape, ARE_BF16, other_values, other_scores);
+        store_state<ALIGNED>(row_of_code(load.codes[1]) + channel, p.width, other_values,
+                             other_scores);
     }
     add_pair<true>(sums, values, scores);
 }
@@ -398,47 +274,118 @@ pool_long(const compress_args &args, const group &of, int slice, int64_t channel
 
 /* ---- Groups -------------------------------------------------------------------------------- */
 
-/* PAIRS is 0 for short groups. */
-template <int ROW, bool SAVES, bool ALIGNED, int PAIRS>
+/* The sums of the channels that a CTA has, and the pooled values of a whole row. */
+template <int DIM, int PARTS> struct row_memory {
+    pool_memory<DIM / PARTS> pool;
+    alignas(16) float x[DIM];
+};
+
+template <int DIM>
 __device__ __forceinline__ void
-close_group(const compress_args &args, int64_t token,
-            pool_memory<smla_row<ROW>::INFO.head_dim> &memory)
+keep_sums(pool_memory<DIM> &memory, int slice, int channel, const channel_sums sums[CHANNELS])
+{
+#pragma unroll
+    for (int i = 0; i < CHANNELS; i++) {
+        memory.largest[slice][channel + i] = sums[i].largest;
+        memory.weights[slice][channel + i] = sums[i].weights;
+        memory.totals[slice][channel + i] = sums[i].totals;
+    }
+}
+
+__device__ __forceinline__ void
+clear_sums(channel_sums sums[CHANNELS])
+{
+#pragma unroll
+    for (int i = 0; i < CHANNELS; i++) {
+        sums[i] = {-INFINITY, 0.0f, 0.0f};
+    }
+}
+
+/* Pools a short group: each thread takes its channels of one slice after the other. */
+template <int DIM, bool SAVES, bool ALIGNED, bool ARE_BF16>
+__device__ __forceinline__ void
+pool_short(const compress_args &args, const group &of, pool_memory<DIM> &memory)
+{
+    const smla_partial_states_params &p = args.p.states;
+    const int channel = (int)threadIdx.x * CHANNELS;
+    const int own = (int)p.width - DIM;
+    const short_group sizes = {own == 0 ? 0 : (int)p.ratio, own};
+    const unsigned long long found = find_state<SAVES>(args, of, lane_idx());
+#pragma unroll 1
+    for (int slice = 0; slice < SMLA_POOL_SLICES; slice++) {
+        slice_load load;
+        channel_sums sums[CHANNELS];
+        load_slice<SAVES, ALIGNED>(p, of, sizes, found, slice, channel, load);
+        clear_sums(sums);
+        pool_slice<SAVES, ALIGNED, ARE_BF16>(p, sizes, load, slice, channel, sums);
+        keep_sums(memory, slice, channel, sums);
+    }
+}
+
+/* Barriers of the CTAs that divide a row's channels. */
+template <int PARTS>
+__device__ __forceinline__ void
+wait_for_parts(void)
+{
+    if constexpr (PARTS > 1) {
+        ptx_cluster_sync();
+    } else {
+        __syncthreads();
+    }
+}
+
+/* Fetches the pooled values of the other CTAs. The first CTA of a cluster runs it. */
+template <int DIM, int PARTS>
+__device__ __forceinline__ void
+fetch_parts(float x[DIM])
+{
+    constexpr int PART = DIM / PARTS;
+    for (int i = PART + (int)threadIdx.x; i < DIM; i += (int)blockDim.x) {
+        const uint32_t there = ptx_cluster_address(ptx_shared_address(&x[i]), i / PART);
+        x[i] = smla_bits_float(ptx_load_cluster_4(there));
+    }
+    __syncthreads();
+}
+
+/* PAIRS is 0 for short groups. */
+template <int ROW, bool SAVES, bool ALIGNED, int PAIRS, int PARTS>
+__device__ __forceinline__ void
+close_group(const compress_args &args, channel_range channels, int64_t token,
+            row_memory<smla_row<ROW>::INFO.head_dim, PARTS> &memory)
 {
     constexpr int DIM = smla_row<ROW>::INFO.head_dim;
-    constexpr int SLICE_THREADS = DIM / CHANNELS;
+    constexpr int SLICE_THREADS = DIM / PARTS / CHANNELS;
     const smla_compress_params &p = args.p;
     const group of = {token, position_of(p.states, token), (int32_t)request_of(p, token)};
     prefetch_factors(p, of.position + 1 - p.states.ratio, (int)threadIdx.x);
-    const unsigned long long found = PAIRS == 0 ? find_state<SAVES>(args, of, lane_idx()) : 0;
-    const int channel = (int)threadIdx.x % SLICE_THREADS * CHANNELS;
-    int slice = (int)threadIdx.x / SLICE_THREADS;
-#pragma unroll 1
-    for (; slice < SMLA_POOL_SLICES; slice += (int)blockDim.x / SLICE_THREADS) {
-        channel_sums sums[CHANNELS];
-#pragma unroll
-        for (int i = 0; i < CHANNELS; i++) {
-            sums[i] = {-INFINITY, 0.0f, 0.0f};
-        }
-        if constexpr (PAIRS == 0) {
-            pool_short<DIM, SAVES, ALIGNED>(args, of, found, slice, channel, sums);
+    if constexpr (PAIRS == 0) {
+        if (p.states.rows.input_type == SMLA_FLOAT_BF16) {
+            pool_short<DIM, SAVES, ALIGNED, true>(args, of, memory.pool);
         } else {
-            pool_long<SAVES, ALIGNED, PAIRS>(args, of, slice, channel, sums);
+            pool_short<DIM, SAVES, ALIGNED, false>(args, of, memory.pool);
         }
-#pragma unroll
-        for (int i = 0; i < CHANNELS; i++) {
-            memory.largest[slice][channel + i] = sums[i].largest;
-            memory.weights[slice][channel + i] = sums[i].weights;
-            memory.totals[slice][channel + i] = sums[i].totals;
-        }
+    } else {
+        const int channel = (int)threadIdx.x % SLICE_THREADS * CHANNELS;
+        const int slice = (int)threadIdx.x / SLICE_THREADS;
+        channel_sums sums[CHANNELS];
+        clear_sums(sums);
+        pool_long<SAVES, ALIGNED, PAIRS>(args, of, slice, channels.first + channel, sums);
+        keep_sums(memory.pool, slice, channel, sums);
     }
     /* Pooled: the sums of all slices are in memory, and warp 0 is done with the x of the group
      * before. */
-    __syncthreads();
-    for (int i = (int)threadIdx.x; i < DIM; i += (int)blockDim.x) {
-        memory.x[i] = join_slices<DIM>(memory, i);
+    wait_for_parts<PARTS>();
+    for (int i = (int)threadIdx.x; i < DIM / PARTS; i += (int)blockDim.x) {
+        memory.x[channels.first + i] = join_slices(memory.pool, i);
     }
     /* Joined: x is in memory, and no thread reads the sums any more. */
-    __syncthreads();
+    wait_for_parts<PARTS>();
+    if (channels.first != 0) {
+        return;
+    }
+    if constexpr (PARTS > 1) {
+        fetch_parts<DIM, PARTS>(memory.x);
+    }
     if (threadIdx.x < SMLA_WARP_LANES) {
         finish_row<ROW, ALIGNED>(args, of, memory.x);
     }
@@ -458,16 +405,19 @@ find_closing(const token_marks *marks, int i, int num_tokens)
     return -1;
 }
 
-/* What the kernels do. */
-template <int ROW, bool SAVES, bool ALIGNED, int PAIRS>
+/* What the kernels do. PARTS CTAs, a cluster, divide the channels of long groups. */
+template <int ROW, bool SAVES, bool ALIGNED, int PAIRS, int PARTS = 1>
 __device__ __forceinline__ void
 compress_runs(const compress_args &args)
 {
-    __shared__ pool_memory<smla_row<ROW>::INFO.head_dim> memory;
+    constexpr int PART = smla_row<ROW>::INFO.head_dim / PARTS;
+    __shared__ row_memory<smla_row<ROW>::INFO.head_dim, PARTS> memory;
     __shared__ token_marks marks[MAX_WARPS];
+    const channel_range channels = {PARTS > 1 ? (int)blockIdx.x % PARTS * PART : 0,
+                                    PARTS > 1 ? PART : (int)args.p.states.width};
     ptx_wait_for_grids();
-    for (int64_t run = blockIdx.x * args.run_tokens; run < args.p.insert.num_tokens;
-         run += (int64_t)gridDim.x * args.run_tokens) {
+    for (int64_t run = blockIdx.x / PARTS * args.run_tokens; run < args.p.insert.num_tokens;
+         run += (int64_t)gridDim.x / PARTS * args.run_tokens) {
         const int64_t left = args.p.insert.num_tokens - run;
         const int num_tokens = (int)(left < args.run_tokens ? left : args.run_tokens);
         for (int pass = 0; pass < num_tokens; pass += (int)blockDim.x) {
@@ -475,7 +425,7 @@ compress_runs(const compress_args &args)
             const int count = rest < (int)blockDim.x ? rest : (int)blockDim.x;
             const int early = count < EARLY_TOKENS ? count : EARLY_TOKENS;
             if (SAVES) {
-                prefetch_tokens(args.p.states, run + pass, early);
+                prefetch_tokens(args.p.states, channels, run + pass, early);
             }
             const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
             const int begin = pass + warp * SMLA_WARP_LANES;
@@ -485,29 +435,35 @@ compress_runs(const compress_args &args)
             }
             __syncthreads(); /* marked: the marks of all warps are in memory */
             if (SAVES) {
-                prefetch_tokens(args.p.states, run + pass + early, count - early);
+                prefetch_tokens(args.p.states, channels, run + pass + early, count - early);
                 for (int i = 0; i < count; i += SMLA_WARP_LANES) {
-                    save_lonely<ALIGNED>(args, run + pass + i, marks[i / SMLA_WARP_LANES].lonely);
+                    save_lonely<ALIGNED>(args, channels, run + pass + i,
+                                         marks[i / SMLA_WARP_LANES].lonely);
                 }
             }
             for (int i = find_closing(marks, 0, count); i >= 0;
                  i = find_closing(marks, i + 1, count)) {
-                close_group<ROW, SAVES, ALIGNED, PAIRS>(args, run + pass + i, memory);
+                close_group<ROW, SAVES, ALIGNED, PAIRS, PARTS>(args, channels, run + pass + i,
+                                                               memory);
             }
             __syncthreads(); /* read: the marks may be written */
         }
+    }
+    if constexpr (PARTS > 1) {
+        ptx_cluster_sync(); /* nobody reads the memory of this CTA any more */
     }
 }
 
 /* ---- Launch -------------------------------------------------------------------------------- */
 
-/* A CTA takes at most a group of tokens, and fewer where that leaves multiprocessors idle. */
+/* A CTA takes at most a group of tokens, and fewer where that leaves multiprocessors idle. `parts`
+ * CTAs divide the channels. */
 cudaError_t
 launch_compress(void (*kernel)(compress_args), const smla_compress_params *params,
-                const smla_cuda_device *device, int num_threads)
+                const smla_cuda_device *device, int num_threads, int parts)
 {
     const int64_t num_tokens = params->insert.num_tokens;
-    const int64_t share = smla_count_parts(num_tokens, device->num_sms);
+    const int64_t share = smla_count_parts(num_tokens, device->num_sms / parts);
     const int64_t ratio = params->states.ratio;
     compress_args args = {};
     args.p = *params;
@@ -517,8 +473,9 @@ launch_compress(void (*kernel)(compress_args), const smla_compress_params *param
     args.run_tokens = share < ratio ? share : ratio;
     args.angles_are_aligned = rope_is_aligned(params->rope);
     const int64_t num_runs = smla_count_parts(num_tokens, args.run_tokens);
-    return smla_launch(kernel, args, num_runs < INT32_MAX ? num_runs : INT32_MAX, num_threads, 0,
-                       params->insert.stream);
+    const int64_t most_runs = INT32_MAX / parts;
+    return smla_launch(kernel, args, (num_runs < most_runs ? num_runs : most_runs) * parts,
+                       num_threads, 0, params->insert.stream, parts > 1);
 }
 
 } /* namespace */

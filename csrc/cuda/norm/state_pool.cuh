@@ -45,7 +45,8 @@ struct channel_sums {
 };
 
 /* Adds two states. What has been added before, nothing if IS_FIRST, gets a factor: with nothing the
- * factor is 0, and the sums stay 0. */
+ * factor is 0, and the sums stay 0. The two weights and the factor are exps of what is relative to
+ * the largest. For the largest itself that is 1, so two exps are enough, and one for a first pair. */
 template <bool IS_FIRST>
 __device__ __forceinline__ void
 add_states(channel_sums &sums, const float scores[SLICE_STATES], const float values[SLICE_STATES])
@@ -53,27 +54,37 @@ add_states(channel_sums &sums, const float scores[SLICE_STATES], const float val
     /* A NaN score is never the largest. */
     const float largest = fmaxf(fmaxf(sums.largest, scores[0]), scores[1]);
     const float base = base_of(largest);
-    if constexpr (!IS_FIRST) {
-        const float factor = pool_exp(__fsub_rn(sums.largest, base));
+    const float of_largest = largest > -INFINITY ? 1.0f : 0.0f;
+    const bool is_first = scores[0] == largest;
+    float weights[SLICE_STATES];
+    if constexpr (IS_FIRST) {
+        const float other = pool_exp(__fsub_rn(is_first ? scores[1] : scores[0], base));
+        weights[0] = is_first ? of_largest : other;
+        weights[1] = is_first ? other : of_largest;
+    } else {
+        const bool is_second = !is_first && scores[1] == largest;
+        const float in_first = pool_exp(__fsub_rn(is_first ? sums.largest : scores[0], base));
+        const float in_second = pool_exp(__fsub_rn(is_second ? sums.largest : scores[1], base));
+        weights[0] = is_first ? of_largest : in_first;
+        weights[1] = is_second ? of_largest : in_second;
+        const float factor = is_first ? in_first : is_second ? in_second : of_largest;
         sums.weights = __fmul_rn(sums.weights, factor);
         sums.totals = __fmul_rn(sums.totals, factor);
     }
     sums.largest = largest;
 #pragma unroll
     for (int i = 0; i < SLICE_STATES; i++) {
-        const float weight = pool_exp(__fsub_rn(scores[i], base));
         const float value = scores[i] == -INFINITY ? 0.0f : values[i];
-        sums.weights = __fadd_rn(sums.weights, weight);
-        sums.totals = __fadd_rn(sums.totals, __fmul_rn(weight, value));
+        sums.weights = __fadd_rn(sums.weights, weights[i]);
+        sums.totals = __fadd_rn(sums.totals, __fmul_rn(weights[i], value));
     }
 }
 
-/* The sums of the slices, by channel, and the pooled values. */
+/* The sums of the slices, by channel. */
 template <int DIM> struct pool_memory {
     alignas(16) float largest[SMLA_POOL_SLICES][DIM];
     alignas(16) float weights[SMLA_POOL_SLICES][DIM];
     alignas(16) float totals[SMLA_POOL_SLICES][DIM];
-    alignas(16) float x[DIM];
 };
 
 /* The pooled value of a channel. */

@@ -1,0 +1,16 @@
+/* compressor_parts.h: the launcher of compressor_sm90.cu, for compressor.cu. */
+#pragma once
+
+#include "cuda/host/cuda.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Long groups of 512 channels, with two CTAs for each. On Hopper only. */
+cudaError_t smla_cuda_launch_compress_in_parts(const smla_compress_params *params,
+                                               const smla_cuda_device *device, bool is_aligned);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,58 @@
+/* compressor_sm90.cu: the compressor's long groups of 512 channels on Hopper, where two CTAs divide
+ * the channels of a group. The kernels and their seven headings are in compressor.cuh.
+ */
+#include "cuda/norm/compressor.cuh"
+#include "cuda/norm/compressor_parts.h"
+
+namespace {
+
+enum {
+    PARTS = 2,
+    PART_PAIRS = 2, /* pairs of states that a thread loads ahead */
+};
+
+/* The compiler knows the size of the clusters, so the launch needs no attribute for it. */
+template <int ROW, bool SAVES, bool ALIGNED>
+__global__ void
+__cluster_dims__(PARTS, 1, 1) __launch_bounds__(smla_row<ROW>::INFO.head_dim / PARTS, 2)
+    compress_parts_kernel(const __grid_constant__ compress_args args)
+{
+    compress_runs<ROW, SAVES, ALIGNED, PART_PAIRS, PARTS>(args);
+}
+
+struct compress_row {
+    smla_kv_row_number format;
+    void (*kernels[2][2])(compress_args); /* [saves][is aligned] */
+};
+
+template <int ROW>
+constexpr compress_row
+serve(smla_kv_row_number format = (smla_kv_row_number)ROW)
+{
+    return {format,
+            {{compress_parts_kernel<ROW, false, false>, compress_parts_kernel<ROW, false, true>},
+             {compress_parts_kernel<ROW, true, false>, compress_parts_kernel<ROW, true, true>}}};
+}
+
+const compress_row compress_rows[] = {
+    serve<SMLA_ROW_FP8_V4>(),   serve<SMLA_ROW_BFLOAT16_512>(),
+    serve<SMLA_ROW_FP8_E4M3>(), serve<SMLA_ROW_FP8_V41>(),
+    serve<SMLA_ROW_FP4_V41>(),  serve<SMLA_ROW_FP8_V41>(SMLA_ROW_FP8_V41_SPLIT),
+    serve<SMLA_ROW_FP8_NOPE>(), serve<SMLA_ROW_FP4_V41>(SMLA_ROW_FP4_V41_SPLIT),
+};
+
+} /* namespace */
+
+cudaError_t
+smla_cuda_launch_compress_in_parts(const smla_compress_params *params,
+                                   const smla_cuda_device *device, bool is_aligned)
+{
+    const int num_threads = (int)params->dim / PARTS;
+    for (const compress_row &row : compress_rows) {
+        if (row.format == params->insert.kv.format->number) {
+            return launch_compress(row.kernels[params->states.ape != nullptr][is_aligned], params,
+                                   device, num_threads, PARTS);
+        }
+    }
+    return cudaErrorInvalidDeviceFunction;
+}
