@@ -10,18 +10,18 @@
  *              ids [T] int32; rows as kv_format.h draws them. D is 512 or 128, c 2 for r 4, else 1.
  * Shared mem   three sums per slice and channel of the CTA, and x: 26 KiB for 512 channels, 14 for
  *              half of them, 6.5 for 128; the marks of a pass, 128 bytes
- * Roles        A CTA takes up to r neighbouring
- *              tokens, because one of them closes a group. Each warp looks at 32 of them. A thread
- *              has 4 channels of a slice; the slices divide the states of a group. Groups of up to
- *              8 states are short: all their loads are under way before the first is used, for one
- *              slice at a time. Longer groups have LONG_PAIRS pairs of states per thread under
- *              way. On Hopper the two CTAs of a cluster divide the 512 channels of a long group:
- *              each pools and saves its half, and the first one finishes the row. Also there kv and score of the tokens come into L2 while positions, slots and
- *              pages are read, which takes three loads that wait for each other. Then each thread
- *              has channels, and warp 0 the finished row. A token of the step has
- *              its state in kv and score, because another CTA may not have saved it yet. The CTA
- *              that closes a group saves the states that it reads, if they are of that group and
- *              of this step. All others are saved by the CTA that has their token.
+ * Roles        A CTA takes up to r neighbouring tokens, because one of them closes a group. Each
+ *              warp looks at 32 of them. A thread has 4 channels of a slice; the slices divide the
+ *              states of a group. Groups of up to 8 states are short: all their loads are under way
+ *              before the first is used, for one slice at a time. Longer groups have LONG_PAIRS
+ *              pairs of states per thread under way. On Hopper kv and score of the tokens come into
+ *              L2 while positions, slots and pages are read, which takes three loads that wait for
+ *              each other; and the two CTAs of a cluster divide the 512 channels of a long group:
+ *              each pools and saves its half, and the first one finishes the row. Then each thread
+ *              has channels, and warp 0 the finished row. A token of the step has its state in kv
+ *              and score, because another CTA may not have saved it yet. The CTA that closes a
+ *              group saves the states that it reads, if they are of that group and of this step.
+ *              All others are saved by the CTA that has their token.
  *              Barriers: marked | all threads | marks are in memory; read | all threads | marks may
  *              be written; pooled | all threads of the cluster | sums are in memory, and x may be
  *              written; joined | the same | x is in memory, and sums may be written.
@@ -47,7 +47,7 @@ namespace {
 
 enum {
     SHORT_STATES = SMLA_POOL_ROWS, /* states of the longest group that is short */
-    SHORT_SM_THREADS = 640,        /* threads of short groups per SM: 128 registers each */
+    SHORT_SM_THREADS = 640,        /* threads of short groups per SM: 96 registers each */
     LONG_PAIRS = 4,                /* pairs of states that a thread of a long group loads ahead */
     PASS_STATES = SMLA_POOL_SLICES * SMLA_WARP_LANES,
     MAX_WARPS = 16,
@@ -178,8 +178,8 @@ load_slice(const smla_partial_states_params &p, const group &of, const short_gro
     }
 }
 
-/* Pools a thread's channels over a slice that load_slice has loaded, and saves what is of this step.
- * The loads of ape wait for the others, because they need registers and come from L1. */
+/* Pools a thread's channels over a slice that load_slice has loaded, and saves what is of this
+ * step. The loads of ape wait for the others, because they need registers and come from L1. */
 template <bool SAVES, bool ALIGNED, bool ARE_BF16>
 __device__ __forceinline__ void
 pool_slice(const smla_partial_states_params &p, const short_group &sizes, const slice_load &load,

@@ -45,8 +45,9 @@ struct channel_sums {
 };
 
 /* Adds two states. What has been added before, nothing if IS_FIRST, gets a factor: with nothing the
- * factor is 0, and the sums stay 0. The two weights and the factor are exps of what is relative to
- * the largest. For the largest itself that is 1, so two exps are enough, and one for a first pair. */
+ * factor is 0, and the sums stay 0. The two weights and the factor are exps of scores relative to
+ * the largest one. The largest itself has the weight 1, so two exps are enough, and one for a first
+ * pair. */
 template <bool IS_FIRST>
 __device__ __forceinline__ void
 add_states(channel_sums &sums, const float scores[SLICE_STATES], const float values[SLICE_STATES])
