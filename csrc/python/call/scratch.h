@@ -5,13 +5,12 @@
 
 #include "core/dltensor.h"
 
-/* Plain memory for calls on the CPU, which the caller frees. Allocating it costs nothing until it is
- * touched. NULL without memory. */
+/* Plain memory for calls on the CPU, which the caller frees. Allocating it costs nothing until it
+ * is touched. NULL without memory. */
 static inline void *
 smla_py_allocate_scratch(int64_t bytes)
 {
-    const size_t line = 64;
-    return aligned_alloc(line, ((size_t)bytes + line - 1) / line * line);
+    return aligned_alloc(64, ((size_t)bytes + 63) / 64 * 64);
 }
 
 /* The memory as an array, which keeps the pointer to its size. */

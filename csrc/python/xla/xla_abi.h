@@ -66,7 +66,7 @@ typedef struct smla_xla_own_error_args {
     const char *message; /* out: valid until the error is destroyed */
 } smla_xla_own_error_args;
 
-/* ---- What a call on a GPU asks XLA for. `context` is the frame's. ----------------------------- */
+/* ---- What a call on a GPU asks XLA for; `context` is the frame's ----------------------------- */
 
 typedef struct smla_xla_context smla_xla_context;
 
@@ -93,8 +93,8 @@ typedef struct smla_xla_allocate_args {
     void *data; /* out */
 } smla_xla_allocate_args;
 
-/* Memory that is freed here may still be used by work that the call has put on its stream: XLA gives
- * it to later work of this stream only. */
+/* Memory that is freed here may still be used by work that the call has put on its stream: XLA
+ * gives it to later work of this stream only. */
 typedef struct smla_xla_free_args {
     size_t struct_size;
     smla_xla_extension *extensions;

@@ -1,13 +1,15 @@
 /* xla_ffi.c: the operators as XLA custom calls, for JAX inside jit on CPUs and NVIDIA GPUs.
  *
- * One handler per platform serves all operators: the attribute `operator` names a call site's operator. Arrays
- * come in the order of the operator's table (operator.h), without the workspace. Arrays that are
- * read and written come once more at the end, because XLA gives them as argument and as result. Bit
- * i of the attribute `present` says whether the i-th array is there. Options that are fields of the
- * core's args are attributes under their Python names. integrations/jax.py writes the calls.
+ * One handler per platform serves all operators: the attribute `operator` names a call site's
+ * operator. Arrays come in the order of the operator's table (operator.h), without the workspace.
+ * Arrays that are read and written come once more at the end, because XLA gives them as argument
+ * and as result. Bit i of the attribute `present` says whether the i-th array is there. Options
+ * that are fields of the core's args are attributes under their Python names. integrations/jax.py
+ * writes the calls.
  *
- * A handler runs on XLA's threads, possibly on several at once, without the GIL. It has no state. On
- * a GPU it puts the operator's work on XLA's stream, takes scratch from XLA, and waits for nothing.
+ * A handler runs on XLA's threads, possibly on several at once, without the GIL. It has no state.
+ * On a GPU it puts the operator's work on XLA's stream, takes scratch from XLA, and waits for
+ * nothing.
  */
 #include <fenv.h>
 #include <stdalign.h>
@@ -277,8 +279,8 @@ find_stream(xla_call *call)
     return SMLA_OK;
 }
 
-/* Allocates `*bytes` of workspace: plain memory on the CPU, else XLA's, which is aligned to 256 bytes
- * though XLA promises no more than 16. */
+/* Allocates `*bytes` of workspace: plain memory on the CPU, else XLA's, which is aligned to 256
+ * bytes though XLA promises no more than 16. */
 static smla_status
 take_workspace(const xla_call *call, int64_t *bytes, DLTensor *workspace)
 {
