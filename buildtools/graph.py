@@ -342,6 +342,7 @@ class Graph:
 def write_graph(version):
     """Writes build.ninja and returns its path."""
     check_header_version(version)
+    c_compiler()  # without one this exits, and an earlier graph stays as it is
     path = BUILD / "build.ninja"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:

@@ -127,10 +127,16 @@ def test_a_missing_host_compiler_is_named(machine, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["/nope", "/nope --sysroot=/"])
-def test_a_compiler_that_was_named_is_taken_or_is_an_error(graph, monkeypatch, command):
+def test_a_compiler_that_was_named_is_taken_or_is_an_error(graph, monkeypatch, tmp_path, command):
     monkeypatch.setenv("CC", command)
     with pytest.raises(SystemExit, match=f"^error: CC={command}: there is no such command$"):
         graph.c_compiler()
+    monkeypatch.setattr(graph, "BUILD", tmp_path)
+    monkeypatch.setattr(graph, "check_header_version", lambda version: None)
+    (tmp_path / "build.ninja").write_text("as before")
+    with pytest.raises(SystemExit):
+        graph.write_graph("0.1.0")
+    assert (tmp_path / "build.ninja").read_text() == "as before"
     monkeypatch.setenv("CC", "sh -c")
     assert graph.c_compiler() == "sh -c"
 
