@@ -1,6 +1,5 @@
 """sparse_mla.integrations.jax: calls from compiled programs give the bits of direct calls."""
 
-import ctypes
 import doctest
 import inspect
 from concurrent.futures import ThreadPoolExecutor
@@ -539,70 +538,6 @@ def test_call_sites_of_another_making(place, smla, attributes, text):
     call = jax.ffi.ffi_call("sparse_mla", jax.ShapeDtypeStruct((2, 4, 512), "bfloat16"))
     with pytest.raises(RuntimeError, match=text):
         jax.block_until_ready(call(x, **attributes))
-
-
-class Buffers(ctypes.Structure):
-    """The arguments or the results of a call frame that has none."""
-
-    _fields_ = [("struct_size", ctypes.c_size_t), ("rest", ctypes.c_void_p * 4)]
-
-
-class Attributes(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("rest", ctypes.c_void_p * 5)]
-
-
-class ErrorArgs(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extensions", ctypes.c_void_p),
-        ("message", ctypes.c_char_p),
-        ("code", ctypes.c_int),
-    ]
-
-
-CreateError = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ErrorArgs))
-
-
-class Api(ctypes.Structure):
-    _fields_ = [("head", ctypes.c_size_t * 6), ("create_error", CreateError)]
-
-
-class Frame(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extensions", ctypes.c_void_p),
-        ("api", ctypes.POINTER(Api)),
-        ("context", ctypes.c_void_p),
-        ("stage", ctypes.c_int),
-        ("arguments", Buffers),
-        ("results", Buffers),
-        ("attributes", Attributes),
-    ]
-
-
-@pytest.mark.parametrize("grown", [None, "arguments", "results", "attributes"])
-def test_a_call_frame_of_another_layout(grown):
-    """A part of the frame that is larger than in our version moves the parts behind it. The handler
-    refuses such a frame and reads nothing of it."""
-    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    address = get_pointer(sparse_mla._C.xla_handlers()["cpu"], None)
-    handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(Frame))(address)
-    texts = []
-
-    def create_error(args):
-        assert args.contents.struct_size >= 28
-        texts.append(args.contents.message.decode())
-        return 1
-
-    api = Api(create_error=CreateError(create_error))
-    frame = Frame(struct_size=ctypes.sizeof(Frame), api=ctypes.pointer(api), stage=3)
-    for name in ("arguments", "results", "attributes"):
-        part = getattr(frame, name)
-        part.struct_size = ctypes.sizeof(part) + 8 * (name == grown)
-    assert handler(ctypes.byref(frame)) == 1
-    wanted = "`operator` must name" if grown is None else "XLA's call frame must be that of version"
-    assert wanted in texts[0]
 
 
 # --- the module ----------------------------------------------------------------------------------
