@@ -9,7 +9,7 @@ import cases
 import numpy as np
 import pytest
 from helpers import assert_same_bits, assert_within_bounds, find_framework
-from test_jax_ffi import CALLS, decode, jitted, moved, plain
+from test_jax_ffi import CALLS, decode, moved, plain, run_through
 
 import sparse_mla
 
@@ -55,14 +55,7 @@ def run_directly(op, framework):
 @pytest.mark.parametrize("op", CALLS)
 def test_the_direct_call_s_bits(place, torch_cuda, smla, op, how):
     want = run_directly(op, torch_cuda)
-    call = moved(op, place)
-    if how == "eager":
-        got = call.run(smla)
-    else:
-        arrays, run = jitted(place.module, getattr(smla, op), call)
-        got = run(arrays)
-        assert "custom-call" in run.lower(arrays).compile().as_text()
-    assert_same(got, want, torch_cuda)
+    assert_same(run_through(place, smla, op, how), want, torch_cuda)
 
 
 @pytest.mark.parametrize("name", cases.ATTENTION)

@@ -78,17 +78,21 @@ def assert_same(got, want, what: str = "") -> None:
 # --- one result for all --------------------------------------------------------------------------
 
 
+def run_through(place, smla, op: str, how: str):
+    """The results of a plain call of this module's operator, eager or in a program."""
+    call = moved(op, place)
+    if how == "eager":
+        return call.run(smla)
+    arrays, run = jitted(place.module, getattr(smla, op), call)
+    assert "custom-call" in run.lower(arrays).compile().as_text()
+    return run(arrays)
+
+
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize("op", CALLS)
 def test_the_direct_call_s_bits(place, smla, op, how):
     want = plain(op).run(sparse_mla)
-    call = moved(op, place)
-    if how == "eager":
-        got = call.run(smla)
-    else:
-        arrays, run = jitted(place.module, getattr(smla, op), call)
-        got = run(arrays)
-        assert "custom-call" in run.lower(arrays).compile().as_text()
+    got = run_through(place, smla, op, how)
     assert all(place.owns(x) for x in (got if isinstance(got, tuple) else (got,)))
     assert_same(got, want, op)
 

@@ -60,22 +60,24 @@ find_param(const operator_object *op, PyObject *name, int start)
     return -1;
 }
 
-/* As find_param, for a keyword that is no parameter: a cache's format has two names, and operators
- * take either, as sparse_mla/_format_names.py says. -1 also where the call has both. */
+/* find_param for keyword `i` of a call. A cache's format has two names, and operators take either,
+ * as sparse_mla/_format_names.py says; -1 where the call has both. */
 static int
-find_format(const operator_object *op, PyObject *name, PyObject *keywords, int start)
+find_keyword(const operator_object *op, PyObject *keywords, Py_ssize_t i, int start)
 {
     static const char *const names[] = {"kv_format", "kv_cache_dtype"};
-    for (int i = 0; i < 2; i++) {
-        if (PyUnicode_CompareWithASCIIString(name, names[i]) == 0) {
-            PyObject *other = PyUnicode_FromString(names[1 - i]);
-            const int is_once = other == NULL ? -1 : !PySequence_Contains(keywords, other);
-            const int param = is_once == 1 ? find_param(op, other, start) : -1;
+    PyObject *const name = PyTuple_GetItem(keywords, i);
+    int param = find_param(op, name, start);
+    for (int k = 0; k < 2 && param < 0; k++) {
+        if (PyUnicode_CompareWithASCIIString(name, names[k]) == 0) {
+            PyObject *other = PyUnicode_FromString(names[1 - k]);
+            const int is_given = other == NULL ? -1 : PySequence_Contains(keywords, other);
+            param = is_given == 0 ? find_param(op, other, start) : -1;
             Py_XDECREF(other);
-            return param;
+            break;
         }
     }
-    return -1;
+    return param;
 }
 
 /* Whether the call fits. `values` are borrowed, in table order. A keyword never comes twice. */
@@ -93,11 +95,7 @@ bind(const operator_object *op, PyObject *const *args, Py_ssize_t num_args, PyOb
         values[op->params[i].place] = args[i];
     }
     for (Py_ssize_t i = 0; i < num_keywords; i++) {
-        PyObject *const name = PyTuple_GetItem(keywords, i);
-        int param = find_param(op, name, (int)num_args);
-        if (param < 0) {
-            param = find_format(op, name, keywords, (int)num_args);
-        }
+        const int param = find_keyword(op, keywords, i, (int)num_args);
         if (param < 0) { /* unknown, or given by position, too */
             return false;
         }
@@ -120,11 +118,9 @@ refuse(const operator_object *op, PyObject *const *args, Py_ssize_t num_args, Py
         status = PyTuple_SetItem(positional, i, Py_NewRef(args[i])); /* steals */
     }
     for (Py_ssize_t i = 0; status == 0 && i < num_keywords; i++) {
-        PyObject *const name = PyTuple_GetItem(keywords, i);
-        const int param =
-            find_param(op, name, 0) < 0 ? find_format(op, name, keywords, (int)num_args) : -1;
-        status =
-            PyDict_SetItem(named, param < 0 ? name : op->params[param].name, args[num_args + i]);
+        const int param = find_keyword(op, keywords, i, (int)num_args);
+        PyObject *const name = param < 0 ? PyTuple_GetItem(keywords, i) : op->params[param].name;
+        status = PyDict_SetItem(named, name, args[num_args + i]);
     }
     PyObject *none = status == 0 ? PyObject_Call(op->declaration, positional, named) : NULL;
     Py_XDECREF(positional);

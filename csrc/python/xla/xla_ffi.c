@@ -241,16 +241,23 @@ take_arrays(xla_call *call, const smla_py_operator *op, void *args)
 
 /* ---- What a call asks XLA for --------------------------------------------------------------- */
 
+/* Destroys an error that one of XLA's functions returned. */
+static void
+destroy_error(const xla_call *call, smla_xla_error *from_xla)
+{
+    call->frame->api->destroy_error(
+        &(smla_xla_own_error_args){.struct_size = offsetof(smla_xla_own_error_args, message),
+                                   .error = from_xla});
+}
+
 /* Turns an error that one of XLA's functions returned into this call's. */
 static smla_status
 fail_in_xla(const xla_call *call, smla_status status, const char *what, smla_xla_error *from_xla)
 {
-    const smla_xla_api *const api = call->frame->api;
     smla_xla_own_error_args own = {.struct_size = sizeof own, .error = from_xla};
-    api->get_message(&own);
+    call->frame->api->get_message(&own);
     smla_fail(call->error, status, "%s: XLA has no %s: %s", call->op, what, own.message);
-    own.struct_size = offsetof(smla_xla_own_error_args, message);
-    api->destroy_error(&own);
+    destroy_error(call, from_xla);
     return status;
 }
 
@@ -316,9 +323,7 @@ give_workspace_back(const xla_call *call, const DLTensor *workspace)
                                .data = workspace->data};
     smla_xla_error *const failure = call->frame->api->free(&args);
     if (failure != NULL) { /* the memory is lost to XLA, the results are right */
-        smla_xla_own_error_args own = {.struct_size = offsetof(smla_xla_own_error_args, message),
-                                       .error = failure};
-        call->frame->api->destroy_error(&own);
+        destroy_error(call, failure);
     }
 }
 
