@@ -99,6 +99,14 @@ def test_attention_over_v4_rows(num_heads, num_splits):
     check_v4(V4Case(2, num_heads, 128, **rows, num_splits=num_splits, sink=True))
 
 
+@pytest.mark.parametrize("num_heads", [64, 128])
+def test_attention_of_middle_batches(num_heads):
+    """The schedule takes Hopper's kernel for few columns with 64 heads (test_gpu_small.py)."""
+    num_tokens = 34 * 64 // num_heads
+    check(AttentionCase(num_tokens, num_heads, 512, pages=6, topk_length=True))
+    check_v4(V4Case(num_tokens, num_heads, 128, extra="fp8_v4", extra_K=384, extra_block_size=4))
+
+
 ODD = {
     "page 3": {"pages": 50, "block_size": 3, "layout": "padded"},
     "page 1": {"pages": 130, "block_size": 1},

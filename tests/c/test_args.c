@@ -133,10 +133,11 @@ test_error(void)
 static void
 test_kernels(void)
 {
-    smla_kernel_info rows[32];
+    enum { MOST = 64 };
+    smla_kernel_info rows[MOST];
     memset(rows, 0xFF, sizeof rows);
-    const int64_t count = smla_kernels(rows, 32);
-    EXPECT(count >= 1 && count <= 32);
+    const int64_t count = smla_kernels(rows, MOST);
+    EXPECT(count >= 1 && count <= MOST);
     int num_selected = 0;
     for (int64_t i = 0; i < count; i++) {
         EXPECT(strlen(rows[i].device) > 0 && strlen(rows[i].arch) > 0 && strlen(rows[i].name) > 0);

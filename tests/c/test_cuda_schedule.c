@@ -34,10 +34,14 @@ test_table(void)
          SMLA_ROWS_FP8, 17, 32, 256, 64, 1, 232448},
         {"sm90_small_16", "attention_small_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
          SMLA_ROWS_FP8, 1, 16, 256, 64, 1, 232448},
+        {"sm90_small_64", "attention_small_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
+         SMLA_ROWS_FP8, 33, 64, 256, 64, 1, 232448},
         {"sm90_small_v4_32", "attention_small_sm90.cu, 32 heads per CTA", "sm_90", "17...128",
          SMLA_ROWS_V4, 17, 32, 256, 64, 1, 232448},
         {"sm90_small_v4_16", "attention_small_sm90.cu, 16 heads per CTA", "sm_90", "1...128",
          SMLA_ROWS_V4, 1, 16, 256, 64, 1, 232448},
+        {"sm90_small_v4_64", "attention_small_sm90.cu, 64 heads per CTA", "sm_90", "33...128",
+         SMLA_ROWS_V4, 33, 64, 256, 64, 1, 232448},
         {"sm90_fp8_64", "attention_sm90.cu, 64 heads per CTA", "sm_90", "33...128", SMLA_ROWS_FP8,
          33, 64, 0, 128, 1, 232448},
         {"sm90_fp8_32", "attention_sm90.cu, 32 heads per CTA", "sm_90", "17...128", SMLA_ROWS_FP8,
@@ -103,7 +107,7 @@ test_table(void)
         EXPECT_EQ(kernel->shared_bytes, rows[i].shared_bytes);
         EXPECT_EQ(kernel->leaves_halves,
                   is_hopper && (rows[i].formats & ~(SMLA_ROWS_FP8 | SMLA_ROWS_V4)) == 0);
-        EXPECT_EQ(kernel->leaves_room, rows[i].max_columns != 0);
+        EXPECT_EQ(kernel->leaves_room, rows[i].max_columns != 0 && rows[i].heads_per_cta < 64);
     }
 }
 
@@ -225,10 +229,10 @@ test_words(void)
                                                    : text) == 0);
     }
 
-    char whole[1024];
+    char whole[2048];
     static const char start[] =
-        "sm_90 fp8_ds_mla, heads 17...128; sm_90 fp8_ds_mla, heads 1...128; sm_90 fp8_v4, "
-        "heads 17...128; ";
+        "sm_90 fp8_ds_mla, heads 17...128; sm_90 fp8_ds_mla, heads 1...128; sm_90 fp8_ds_mla, "
+        "heads 33...128; sm_90 fp8_v4, heads 17...128; ";
     static const char end[] = "; sm_80+ any of 512 values, heads 1...128";
     smla_describe_kernels(whole, sizeof whole);
     const size_t length = strlen(whole);
@@ -281,14 +285,14 @@ test_listed(void)
     /* sm90: small of fp8_ds_mla and fp8_v4, large of both; bf16 of 576, of 512, exact 512.
      * sm80: fp8; bf16, 576 and 512; mixed; 512 */
     expect_listed(&h200,
-                  "1111"
+                  "111111"
                   "111111"
                   "111"
                   "111"
                   "111111"
                   "1"
                   "111",
-                  "1111"
+                  "111111"
                   "111111"
                   "111"
                   "000"
@@ -296,14 +300,14 @@ test_listed(void)
                   "1"
                   "111");
     expect_listed(&a100,
-                  "0000"
+                  "000000"
                   "000000"
                   "000"
                   "111"
                   "111111"
                   "1"
                   "111",
-                  "0000"
+                  "000000"
                   "000000"
                   "000"
                   "111"
@@ -311,14 +315,14 @@ test_listed(void)
                   "1"
                   "111");
     expect_listed(&rtx4090,
-                  "0000"
+                  "000000"
                   "000000"
                   "000"
                   "011"
                   "011011"
                   "1"
                   "011",
-                  "0000"
+                  "000000"
                   "000000"
                   "000"
                   "011"
@@ -326,14 +330,14 @@ test_listed(void)
                   "1"
                   "011");
     expect_listed(NULL,
-                  "0000"
+                  "000000"
                   "000000"
                   "000"
                   "000"
                   "000000"
                   "0"
                   "000",
-                  "0000"
+                  "000000"
                   "000000"
                   "000"
                   "000"
@@ -646,7 +650,7 @@ test_tuned_plans(void)
         {SMLA_ROWS_FP8, 1, 128, 2048, 0, "sm90_small_16", 16, 1, 68},
         {SMLA_ROWS_FP8, 2, 128, 2048, 0, "sm90_small_32", 16, 2, 76},
         {SMLA_ROWS_FP8, 4, 128, 2048, 0, "sm90_small_32", 8, 4, 94},
-        {SMLA_ROWS_FP8, 8, 128, 2048, 0, "sm90_fp8_64", 8, 8, 120},
+        {SMLA_ROWS_FP8, 8, 128, 2048, 0, "sm90_small_64", 8, 8, 116},
         {SMLA_ROWS_FP8, 16, 128, 2048, 0, "sm90_fp8_64", 4, 16, 152},
         {SMLA_ROWS_FP8, 32, 128, 2048, 0, "sm90_fp8_32", 1, 32, 216},
         {SMLA_ROWS_FP8, 33, 128, 2048, 0, "sm90_fp8_32", 1, 33, 216},
@@ -657,6 +661,10 @@ test_tuned_plans(void)
         {SMLA_ROWS_FP8, 128, 128, 2048, 0, "sm90_fp8_64", 1, 128, 614},
         {SMLA_ROWS_FP8, 192, 128, 2048, 0, "sm90_fp8_64", 1, 192, 918},
         {SMLA_ROWS_FP8, 1, 64, 2048, 0, "sm90_small_16", 32, 1, 65},
+        {SMLA_ROWS_FP8, 8, 64, 2048, 0, "sm90_small_32", 8, 8, 94},
+        {SMLA_ROWS_FP8, 12, 64, 2048, 0, "sm90_small_64", 11, 12, 106},
+        {SMLA_ROWS_FP8, 16, 64, 2048, 0, "sm90_small_64", 8, 16, 116},
+        {SMLA_ROWS_FP8, 20, 64, 2048, 0, "sm90_fp8_64", 6, 20, 135},
         {SMLA_ROWS_FP8, 32, 64, 2048, 0, "sm90_fp8_64", 4, 32, 152},
         {SMLA_ROWS_FP8, 1, 16, 2048, 0, "sm90_small_16", 32, 1, 62},
         {SMLA_ROWS_FP8, 64, 16, 2048, 0, "sm90_fp8_16", 2, 64, 148},

@@ -4,7 +4,8 @@
  * columns per split. If the caller gave the number of splits, the first entry that fits is taken,
  * else the fitting entry with the shortest time that schedule.c estimates. Kernels of one
  * architecture are above the portable ones. Of each architecture, kernels for few columns are above
- * the others. Below that, kernels with more heads per CTA are above those with fewer.
+ * the others. Below that, kernels with more heads per CTA are above those with fewer, except for
+ * the one for few columns with 64 heads, which pays only where the batch is known.
  */
 #include <stdio.h>
 
@@ -34,6 +35,13 @@
          .block_columns = SMLA_SPLIT_ALIGN, .block_cost = 9, .cta_cost = start,                    \
          .leaves_halves = true, .leaves_room = true)
 
+/* The same kernel with 64 heads. A CTA takes longer, but a token has half as many CTAs, which may
+ * then fit the device at once. */
+#define SM90_SMALL_64(rows, stem)                                                            \
+    SM90("attention_small_sm90.cu", stem, rows, 33, 64, .max_columns = SMLA_SM90_SMALL_KEYS, \
+         .block_columns = SMLA_SPLIT_ALIGN, .block_cost = 10, .cta_cost = 36,                \
+         .leaves_halves = true)
+
 #define SM90_BF16(rows, stem)                                                          \
     SM90("attention_bf16_sm90.cu", stem, rows, 1, 64, .block_columns = SMLA_SM90_KEYS, \
          .block_cost = 16, .cta_cost = 48)
@@ -48,8 +56,10 @@
 const smla_attention_kernel smla_attention_kernels[] = {
     SM90_SMALL(SMLA_ROWS_FP8, sm90_small, 17, 32, 32),
     SM90_SMALL(SMLA_ROWS_FP8, sm90_small, 1, 16, 28),
+    SM90_SMALL_64(SMLA_ROWS_FP8, sm90_small),
     SM90_SMALL(SMLA_ROWS_V4, sm90_small_v4, 17, 32, 32),
     SM90_SMALL(SMLA_ROWS_V4, sm90_small_v4, 1, 16, 28),
+    SM90_SMALL_64(SMLA_ROWS_V4, sm90_small_v4),
     SM90_FP8(SMLA_ROWS_FP8, sm90_fp8, 33, 64, 16, 48),
     SM90_FP8(SMLA_ROWS_FP8, sm90_fp8, 17, 32, 10, 50),
     SM90_FP8(SMLA_ROWS_FP8, sm90_fp8, 1, 16, 9, 48),
@@ -160,14 +170,16 @@ smla_find_whole_kernel(const smla_cuda_device *device, smla_kv_set formats, int6
 }
 
 /* Whether calls with index lists take this table entry, for any number of heads. It is enough to
- * ask for the entry's least number, because with more heads only more entries fit. */
+ * ask for the entry's least number, because with more heads only more entries fit. Of the entries
+ * for few columns, schedule.c takes each one for some batch. */
 static bool
 is_chosen(const smla_attention_kernel *kernel, const smla_cuda_device *device)
 {
+    if (kernel->max_columns != 0) {
+        return runs_on(kernel, device);
+    }
     const smla_kv_set formats = kernel->formats & ~(smla_kv_set)SMLA_ROWS_RANGED;
-    const int num_splits = kernel->max_columns == 0 ? 1 : 2;
-    return smla_find_kernel(device, formats, kernel->min_heads, num_splits, kernel->max_columns) ==
-           kernel;
+    return smla_find_whole_kernel(device, formats, kernel->min_heads) == kernel;
 }
 
 const char *

@@ -146,8 +146,10 @@ enum {
 enum { SMLA_SM90_SMALL_KEYS = 256 };
 
 /* attention_small_sm90.cu, for split calls only */
+smla_attention_launcher smla_attend_sm90_small_64;
 smla_attention_launcher smla_attend_sm90_small_32;
 smla_attention_launcher smla_attend_sm90_small_16;
+smla_attention_launcher smla_attend_sm90_small_v4_64;
 smla_attention_launcher smla_attend_sm90_small_v4_32;
 smla_attention_launcher smla_attend_sm90_small_v4_16;
 

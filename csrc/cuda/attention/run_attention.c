@@ -9,7 +9,7 @@ fail_without_kernel(const smla_attention_params *params, const smla_cuda_device 
                     smla_error *error)
 {
     char formats[SMLA_FORMATS_TEXT];
-    char rows[1024];
+    char rows[2048];
     const smla_kv_format_info *const extra =
         params->num_lists == 2 ? params->lists[1].kv.format : NULL;
     smla_describe_formats(smla_join_formats(params->lists[0].kv.format, extra), formats);

@@ -39,8 +39,10 @@ write_launch(const char *launcher, const smla_attention_params *params,
 
 LAUNCHER(sm90_small_32)
 LAUNCHER(sm90_small_16)
+LAUNCHER(sm90_small_64)
 LAUNCHER(sm90_small_v4_32)
 LAUNCHER(sm90_small_v4_16)
+LAUNCHER(sm90_small_v4_64)
 LAUNCHER(sm90_fp8_64)
 LAUNCHER(sm90_fp8_32)
 LAUNCHER(sm90_fp8_16)

@@ -454,6 +454,15 @@ leave_tops(const float (&scores)[SCORES], float scale, key_masks is_key, const l
     leave_rows<true>(tops, me, leave);
 }
 
+/* Which bits of a 16-byte piece's number are flipped among a key's weights for HEADS heads, by the
+ * swizzle that spans these weights. */
+template <int HEADS>
+static constexpr __device__ __forceinline__ int
+flip_of_key(int key)
+{
+    return HEADS == 64 ? key & 7 : HEADS == 32 ? key >> 1 & 3 : key >> 2 & 1;
+}
+
 /* ---- The query's power of two -------------------------------------------------------------- */
 
 /* The exponent for a query whose largest value has these bf16 bits. Sets is_lost if none fits. */

@@ -280,10 +280,7 @@ store_weights(uint32_t probs, const lane_place &me, int chunk, const float e[8])
 {
     const int key = 16 * me.warp + (me.lane & 15);
     const int piece = 2 * chunk + (me.lane >> 4);
-    const int flip = Shape::HEADS == 64   ? key & 7
-                     : Shape::HEADS == 32 ? key >> 1 & 3
-                                          : key >> 2 & 1;
-    ptx_stmatrix_x4(probs + key * Shape::PROB_BYTES + (piece ^ flip) * 16,
+    ptx_stmatrix_x4(probs + key * Shape::PROB_BYTES + (piece ^ flip_of_key<Shape::HEADS>(key)) * 16,
                     ptx_cvt_f16x2(e[0], e[1]), ptx_cvt_f16x2(e[2], e[3]), ptx_cvt_f16x2(e[4], e[5]),
                     ptx_cvt_f16x2(e[6], e[7]));
 }

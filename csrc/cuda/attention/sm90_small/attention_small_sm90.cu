@@ -11,14 +11,18 @@
  *                      592 bytes per row, of which 8 are its scales
  *              scales  [16][4][16] f16, maxima of scores and query, sums by granule, masks; fp8_v4:
  *                      8 query tiles, and 8 scales per row
- *              32 heads: 228,288 bytes of the 232,448 that an SM has
+ *              32 heads: 226,304 bytes of the 232,448 that an SM has
+ *              64 heads: all of them. Weights take the place of the query. Rows of 656 bytes are
+ *              cut to 528: half of the RoPE parts lie apart, half are in registers (fetch_rope).
  * Roles        One CTA per token, split and head tile; 16 warps, four warpgroups, 96 registers, so
  *              that CTAs of the combine kernel fit beside it. A CTA without work makes an idle SM
- *              look the same to them (keep_sm). Half of the warps ask for rows, 32 each, while
- *              the other half store the query. Then every warp scores the 16 rows of its granule
- *              when they have come, the first warpgroup first, and a warpgroup adds 128 of the 512
- *              values. A CTA has no pipeline: other CTAs are ahead or behind. Two neighbouring head
- *              tiles, which need the same rows, are a cluster: each asks for half, for both.
+ *              look the same to them (keep_sm). With 64 heads a thread has 128 registers, and the
+ *              combine kernel waits for the CTAs' ends. Half of the warps ask for rows, 32 each,
+ *              while the other half store the query. Then every warp scores the 16 rows of its
+ *              granule when they have come, the first warpgroup first, and a warpgroup adds 128 of
+ *              the 512 values. A CTA has no pipeline: other CTAs are ahead or behind. Two
+ *              neighbouring head tiles, which need the same rows, are a cluster: each asks for
+ *              half, for both.
  *              mbarriers          arrivals | waited for by
  *              arrived[granule]   16 lanes that ask for its rows (fp8_v4: twice, the second time
  *                                 with the scales) | the warp that scores it
@@ -33,7 +37,8 @@
  *              takes 32 cycles for 64 x 16 of A, however few the heads, so 18 cycles per key for
  *              scores and 16 for values; 16 to bring a row to an SM. Measured on an H200, 128 CTAs
  *              of 32 heads and 256 keys: the query is stored after 2.0 us, the weights 4.3 us
- *              later; values take 2.8 us and partial rows 0.5 us (README.md).
+ *              later; values take 2.8 us and partial rows 0.5 us (README.md). 128 CTAs of 64 heads
+ *              wait 8 us for their rows, which are twice as many.
  * Numerics     as attention_sm90.cu, but the reference is the maximum of all keys of the split, so
  *              no score is too large. The largest weight is 2^WEIGHT_EXPONENT. Scores are relative
  *              to the largest scale of the warp's keys, values to that of all keys of the split.
@@ -49,42 +54,61 @@
  */
 #include "cuda/attention/sm90_small/small_products.cuh"
 
+/* How registers are shared out. With fewer than 64 heads, some are left to the combine kernel. */
+template <bool IS_FULL> struct small_registers {
+    static constexpr int PER_THREAD = IS_FULL ? 128 : 96;
+    static constexpr int ROOM = IS_FULL ? 0 : SMLA_ROOM_REGISTERS;
+    static constexpr int BOUND_THREADS = IS_FULL ? 512 : 640; /* __launch_bounds__ gets it */
+    static constexpr int REDO = 168;                          /* per thread that does works again */
+    static constexpr int REST = IS_FULL ? 88 : 24;            /* per other thread */
+    static_assert(SMALL_THREADS * PER_THREAD + ROOM == SMLA_SM_REGISTERS, "all of an SM");
+    static_assert(CTA_THREADS * REDO + (SMALL_THREADS - CTA_THREADS) * REST ==
+                      SMALL_THREADS * PER_THREAD,
+                  "setmaxnreg shares out what the launch gave");
+};
+
 enum {
-    BOUND_THREADS = 640, /* __launch_bounds__ gets it: other registers are the combine kernel's */
-    THREAD_REGISTERS = 96,
-    REDO_REGISTERS = 168, /* per thread that does works again */
-    REST_REGISTERS = 24,  /* per other thread */
-    KEEP_NS = 2000,       /* the combine kernel comes 1.0 to 1.7 us after the wait for the grids */
+    KEEP_NS = 2000, /* the combine kernel comes 1.0 to 1.7 us after the wait for the grids */
     NAP_NS = 500,
 };
 
-static_assert(SMALL_THREADS * THREAD_REGISTERS + SMLA_ROOM_REGISTERS == SMLA_SM_REGISTERS,
-              "the rest is the combine kernel's");
-static_assert(CTA_THREADS * REDO_REGISTERS + (SMALL_THREADS - CTA_THREADS) * REST_REGISTERS ==
-                  SMALL_THREADS * THREAD_REGISTERS,
-              "setmaxnreg shares out what the launch gave");
-
 /* ---- Results ------------------------------------------------------------------------------- */
 
-/* The sum of head `lane`'s weights, as a multiple of 2^reference. */
+/* The sum of a head's weights, as a multiple of 2^reference. */
 template <typename Shape>
 static __device__ __forceinline__ float
-find_sum(const small_memory<Shape> *shared, int lane)
+find_sum(const small_memory<Shape> *shared, int head)
 {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < SMALL_GRANULES; i++) {
-        sum += shared->sums[i][lane % Shape::HEADS];
+        sum += shared->sums[i][head];
     }
     return sum;
 }
 
+/* One warp leaves the states of the partial rows. `sums` are those of the lane's heads. */
+template <typename Shape>
+static __device__ __forceinline__ void
+leave_states(const attention_launch &launch, const cta_work &work, int warp, int lane,
+             const small_state<Shape> &state, const float (&sums)[Shape::HEAD_SETS])
+{
+#pragma unroll
+    for (int set = 0; set < Shape::HEAD_SETS; set++) {
+        const int head = lane + SMLA_WARP_LANES * set;
+        if (warp == 0 && head < work.num_heads) {
+            leave_halves(launch, work, head, state.reference[set], state.top[set], sums[set],
+                         power_of_two(state.key_exponent));
+        }
+    }
+}
+
 /* Writes means of values, as f16 in units of the values' power of two. No mean is above the largest
- * value. `inverse` is 1 / sum of head `lane`. */
+ * value. `inverse` is 1 / sum for each of the lane's heads. */
 template <typename Shape>
 static __device__ __forceinline__ void
 write_small_row(const attention_launch &launch, const cta_work &work, const lane_place &me,
-                float inverse, const float (&out)[2][Shape::HEADS / 2])
+                const float (&inverse)[Shape::HEAD_SETS], const float (&out)[2][Shape::HEADS / 2])
 {
     uint16_t *const to =
         find_halves(launch, work, 2 * me.column) + 128 * me.group + 32 * me.warp + 4 * me.row;
@@ -94,7 +118,7 @@ write_small_row(const attention_launch &launch, const cta_work &work, const lane
         for (int i = 0; i < 2; i++) {
             const int at = 4 * j + i;
             const int head = 8 * j + 2 * me.column + i;
-            const float factor = __shfl_sync(0xFFFFFFFFu, inverse, head);
+            const float factor = __shfl_sync(0xFFFFFFFFu, inverse[8 * j / SMLA_WARP_LANES], head);
             const uint32_t words[2] = {ptx_cvt_f16x2(out[0][at] * factor, out[0][at + 2] * factor),
                                        ptx_cvt_f16x2(out[1][at] * factor, out[1][at + 2] * factor)};
             if (head < work.num_heads) {
@@ -109,11 +133,12 @@ template <typename Shape>
 static __device__ __forceinline__ void
 redo_small_row(const attention_launch &launch, const cta_work &work, void *memory)
 {
+    typedef small_registers<Shape::IS_FULL> registers;
     if (threadIdx.x >= CTA_THREADS) {
-        ptx_release_registers<REST_REGISTERS>();
+        ptx_release_registers<registers::REST>();
         return;
     }
-    ptx_claim_registers<REDO_REGISTERS>();
+    ptx_claim_registers<registers::REDO>();
     typedef typename Shape::Portable Portable;
     const int num_tiles = ((int)launch.params.num_heads + Portable::HEADS - 1) / Portable::HEADS;
     const int part = work.token * launch.params.num_splits + work.split;
@@ -132,13 +157,14 @@ redo_small_row(const attention_launch &launch, const cta_work &work, void *memor
 template <typename Shape>
 static __device__ __forceinline__ void
 score_row(const attention_launch &launch, int num_granules, small_memory<Shape> *shared,
-          small_state<typename Shape::Row> *state, float (&scores)[Shape::HEADS / 2])
+          small_state<Shape> *state, float (&scores)[Shape::HEADS / 2])
 {
     const lane_place me = find_place();
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
     const uint32_t rows = ptx_shared_address(shared->rows[warp]);
     if (me.group * GROUP_GRANULES < num_granules) {
         state->is_key = wait_for_granule(shared, warp, me);
+        load_rope(shared, warp, me, state);
         find_key_exponent(rows, me, state);
         state->score_factor = launch.wgmma_scale_log2 * power_of_two(state->query_exponent) *
                               power_of_two(state->key_exponent);
@@ -168,8 +194,9 @@ keep_sm(void)
  * memory that is in no cache yet. */
 template <typename Shape>
 __global__ void
-__cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(BOUND_THREADS, 1)
-    attend_small(const __grid_constant__ attention_launch launch)
+__cluster_dims__(Shape::PARTNERS, 1, 1)
+    __launch_bounds__(small_registers<Shape::IS_FULL>::BOUND_THREADS, 1)
+        attend_small(const __grid_constant__ attention_launch launch)
 {
     extern __shared__ __align__(1024) uint8_t memory[];
     small_memory<Shape> *const shared = (small_memory<Shape> *)memory;
@@ -194,7 +221,7 @@ __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(BOUND_THREADS, 1)
     __syncwarp();
     ptx_cluster_arrive(); /* fetch_row waits: copies complete on the partner's mbarriers, too */
     const int num_granules = count_granules(launch);
-    small_state<typename Shape::Row> state = {};
+    small_state<Shape> state = {};
     float scores[Shape::HEADS / 2] = {};
     fetch_row(launch, work, num_granules, shared, &state);
     score_row(launch, num_granules, shared, &state, scores);
@@ -206,22 +233,26 @@ __cluster_dims__(Shape::PARTNERS, 1, 1) __launch_bounds__(BOUND_THREADS, 1)
         redo_small_row<Shape>(launch, work, memory);
         return;
     }
-    const bool leaves_state = warp == 0 && me.lane < work.num_heads;
     if (state.key_exponent == NO_EXPONENT) {
-        if (leaves_state) {
-            leave_halves(launch, work, me.lane, state.reference, state.top, 0.0f, 0.0f);
-        }
+        const float none[Shape::HEAD_SETS] = {};
+        leave_states(launch, work, warp, me.lane, state, none);
         return; /* no key, so no partial row */
     }
     small_output<Shape> output;
     add_small_values(shared, num_granules, me, &output);
-    const float sum = find_sum(shared, me.lane);
-    if (leaves_state) {
-        leave_halves(launch, work, me.lane, state.reference, state.top, sum,
-                     power_of_two(state.key_exponent));
+    float sums[Shape::HEAD_SETS];
+#pragma unroll
+    for (int set = 0; set < Shape::HEAD_SETS; set++) {
+        sums[set] = find_sum(shared, head_of_lane<Shape>(me.lane, set));
+    }
+    leave_states(launch, work, warp, me.lane, state, sums);
+    float inverse[Shape::HEAD_SETS];
+#pragma unroll
+    for (int set = 0; set < Shape::HEAD_SETS; set++) {
+        inverse[set] = sums[set] == 0.0f ? 0.0f : smla_rcp(sums[set]);
     }
     wgmma_wait<0>();
-    write_small_row<Shape>(launch, work, me, sum == 0.0f ? 0.0f : smla_rcp(sum), output.out);
+    write_small_row<Shape>(launch, work, me, inverse, output.out);
 }
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
@@ -249,7 +280,7 @@ launch_shape(const smla_attention_params *params)
     static_assert(sizeof(shared_memory<typename Shape::Portable>) <=
                       offsetof(small_memory<Shape>, arrived),
                   "no barriers where rows are done again");
-    constexpr int ROOM_CTAS = SMLA_COMBINE_CTAS(SMLA_ROOM_REGISTERS, 1);
+    constexpr int ROOM_CTAS = SMLA_COMBINE_CTAS(small_registers<Shape::IS_FULL>::ROOM, 1);
     static_assert(SHARED_BYTES + ROOM_CTAS * SMLA_RESERVED_SHARED_BYTES <= SMLA_SM90_SHARED_BYTES,
                   "CTAs of the combine kernel fit beside it");
     static uint64_t allowed;
@@ -259,8 +290,10 @@ launch_shape(const smla_attention_params *params)
         return code;
     }
     const attention_launch launch = make_launch<HEADS>(params);
-    return smla_launch(attend_small<Shape>, launch, count_small_ctas(launch, PARTNERS),
-                       SMALL_THREADS, SHARED_BYTES, params->stream, PARTNERS > 1);
+    const int64_t num_ctas =
+        Shape::IS_FULL ? count_works(launch) : count_small_ctas(launch, PARTNERS);
+    return smla_launch(attend_small<Shape>, launch, num_ctas, SMALL_THREADS, SHARED_BYTES,
+                       params->stream, PARTNERS > 1);
 }
 
 /* Two head tiles of a token and split, which need the same rows, are a cluster. */
@@ -271,6 +304,12 @@ launch_small(const smla_attention_params *params)
     return smla_count_parts(params->num_heads, HEADS) % 2 == 0
                ? launch_shape<ROW, HEADS, 2>(params)
                : launch_shape<ROW, HEADS, 1>(params);
+}
+
+cudaError_t
+smla_attend_sm90_small_64(const smla_attention_params *params, int64_t)
+{
+    return launch_small<SMLA_ROW_FP8_DS_MLA, 64>(params);
 }
 
 cudaError_t
@@ -286,6 +325,13 @@ smla_attend_sm90_small_16(const smla_attention_params *params, int64_t)
 }
 
 /* Bulk copies bring aligned rows only. Those of fp8_ds_mla always are. */
+cudaError_t
+smla_attend_sm90_small_v4_64(const smla_attention_params *params, int64_t)
+{
+    return are_lists_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 64>(params)
+                                     : smla_attend_sm80_512_64(params, 0);
+}
+
 cudaError_t
 smla_attend_sm90_small_v4_32(const smla_attention_params *params, int64_t)
 {

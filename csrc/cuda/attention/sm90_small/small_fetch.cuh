@@ -20,6 +20,7 @@ enum {
     FETCH_KEYS = GRANULE_KEYS * GROUP_GRANULES / (SMALL_WARPS - QUERY_WARPS), /* see find_fetch */
     WEIGHT_EXPONENT = 8, /* exponent of the largest weight */
     NO_EXPONENT = -1000, /* key_exponent of a keyless granule */
+    ROPE_BYTES = SMLA_QK_ROPE_HEAD_DIM * 2,
 };
 
 static_assert(FETCH_KEYS * SMALL_GROUPS == SMLA_WARP_LANES, "all are fetched, a row per lane");
@@ -27,14 +28,37 @@ static_assert(FETCH_KEYS == 8, "a byte of is_key");
 static_assert((int)SMALL_GROUPS == (int)SMLA_NUM_SCALE_TILES,
               "the values of a warpgroup have one scale, those of half a group if there are eight");
 
+/* A row whose codes and scales alone lie together in shared memory (small_memory::ropes). */
+template <int NUMBER> struct short_row : ring_row<NUMBER> {
+    static constexpr int COPY_BYTES = ring_row<NUMBER>::ROPE_OFFSET;
+    static constexpr int PITCH = (COPY_BYTES + 15) / 32 * 32 + 16;
+    static_assert(ring_row<NUMBER>::ROPE_OFFSET + ROPE_BYTES == ring_row<NUMBER>::INFO.row_bytes,
+                  "the RoPE part is the last one");
+};
+
+template <bool IS_SHORT, int NUMBER> struct small_row {
+    typedef ring_row<NUMBER> type;
+};
+template <int NUMBER> struct small_row<true, NUMBER> {
+    typedef short_row<NUMBER> type;
+};
+
 template <int ROW, int HEADS_, int PARTNERS_> struct small {
-    typedef ring_row<ROW> Row;
-    static constexpr int SCALE_BYTES = Row::NUM_SCALES * GRANULE_KEYS * 2; /* per granule, as f16 */
     static constexpr int HEADS = HEADS_;
     static constexpr int PARTNERS = PARTNERS_; /* CTAs per cluster */
+    /* With 64 heads, rows and query fill shared memory, so weights take the place of the query. If
+     * RoPE parts are no values, half of them lie in `ropes`. The others go to the registers of the
+     * warps that score these keys. */
+    static constexpr bool IS_FULL = HEADS == 64;
+    static constexpr bool HAS_SHORT_ROWS = IS_FULL && !ring_row<ROW>::ROPE_IS_VALUE;
+    typedef typename small_row<HAS_SHORT_ROWS, ROW>::type Row;
+    static constexpr int SCALE_BYTES = Row::NUM_SCALES * GRANULE_KEYS * 2; /* per granule, as f16 */
+    static constexpr int HEAD_SETS = IS_FULL ? 2 : 1; /* a lane looks at a head of each set */
     static constexpr int QUERY_PARTS = HEADS / PART_HEADS;
     static constexpr int PROB_BYTES = HEADS * 2; /* per key */
-    static constexpr int PROBS_SWIZZLE = HEADS == 32 ? WGMMA_SWIZZLE_64 : WGMMA_SWIZZLE_32;
+    static constexpr int PROBS_SWIZZLE = HEADS == 64   ? WGMMA_SWIZZLE_128
+                                         : HEADS == 32 ? WGMMA_SWIZZLE_64
+                                                       : WGMMA_SWIZZLE_32;
     /* does works again, with 16 heads because of its registers */
     typedef tile<16, Row::ROPE_IS_VALUE ? SMLA_ROWS_512 : SMLA_ROWS_FP8> Portable;
     static constexpr int REDO_TILES = HEADS / Portable::HEADS;
@@ -42,12 +66,18 @@ template <int ROW, int HEADS_, int PARTNERS_> struct small {
 
 template <typename Shape> struct small_memory {
     alignas(1024) uint8_t query[Shape::Row::QUERY_TILES][Shape::HEADS][128];
-    alignas(1024) uint8_t probs[SMALL_KEYS][Shape::PROB_BYTES];
+    alignas(Shape::IS_FULL ? 16 : 1024)
+        uint8_t probs[Shape::IS_FULL ? 1 : SMALL_KEYS][Shape::IS_FULL ? 16 : Shape::PROB_BYTES];
     alignas(128) uint8_t rows[SMALL_GRANULES][GRANULE_KEYS * Shape::Row::PITCH];
+    /* RoPE parts of the keys that the query's warps score */
+    alignas(128) uint8_t ropes[Shape::HAS_SHORT_ROWS ? QUERY_WARPS : 1]
+                              [Shape::HAS_SHORT_ROWS ? GRANULE_KEYS : 1][ROPE_BYTES];
     alignas(128) uint8_t scales[SMALL_GRANULES][Shape::SCALE_BYTES];
     int32_t tops[Shape::HEADS]; /* maxima of the scores, as order_of_float */
-    float sums[SMALL_GRANULES][Shape::HEADS];
-    uint16_t query_max[SMLA_NUM_SCALE_TILES][Shape::HEADS];
+    union {
+        float sums[SMALL_GRANULES][Shape::HEADS];
+        uint16_t query_max[SMLA_NUM_SCALE_TILES][Shape::HEADS]; /* until all keys have scores */
+    };
     int32_t key_exponent[SMALL_GRANULES];
     uint16_t is_key[SMALL_GRANULES]; /* a bit for each row that is there */
     uint64_t arrived[SMALL_GRANULES];
@@ -55,17 +85,38 @@ template <typename Shape> struct small_memory {
     uint64_t stored; /* mbarrier of the query */
 };
 
+/* Where the weights are: [SMALL_KEYS][PROB_BYTES]. The query's place is free when all keys have
+ * their scores. */
+template <typename Shape>
+static __device__ __forceinline__ uint32_t
+find_probs(const small_memory<Shape> *shared)
+{
+    static_assert(SMALL_KEYS * Shape::PROB_BYTES <=
+                      (Shape::IS_FULL ? sizeof shared->query : sizeof shared->probs),
+                  "weights of all keys");
+    return Shape::IS_FULL ? ptx_shared_address(shared->query) : ptx_shared_address(shared->probs);
+}
+
+/* The head of set `set` that a lane looks at. With 16 heads, two lanes have the same. */
+template <typename Shape>
+static __device__ __forceinline__ int
+head_of_lane(int lane, int set)
+{
+    return Shape::HEADS < SMLA_WARP_LANES ? lane % Shape::HEADS : lane + SMLA_WARP_LANES * set;
+}
+
 /* What a thread finds out about its work, step by step. */
-template <typename Row> struct small_state {
+template <typename Shape> struct small_state {
     key_masks is_key; /* rows `row` and row + 8 of the warp's granule: all bits or none */
     /* both rows' scales in tile `column`, and in rows of eight tiles in tile 4 + column */
-    float scale[Row::NUM_SCALES / 4][2];
-    float score_factor; /* factor from scores to the log2 domain */
-    float top;          /* largest score of head `lane` */
-    float reference;    /* weights of head `lane` are relative to 2^reference */
+    float scale[Shape::Row::NUM_SCALES / 4][2];
+    uint32_t rope[2][Shape::HAS_SHORT_ROWS ? 8 : 1]; /* the lane's part of both rows (fetch_rope) */
+    float score_factor;                              /* factor from scores to the log2 domain */
+    float top[Shape::HEAD_SETS];       /* largest scores of the lane's heads (head_of_lane) */
+    float reference[Shape::HEAD_SETS]; /* weights of these heads are relative to 2^reference */
     int query_exponent;
-    int key_exponent; /* first for the warp's keys, later for all keys */
-    bool is_bad;      /* head `lane` has a query that is not finite */
+    int key_exponent;              /* first for the warp's keys, later for all keys */
+    bool is_bad[Shape::HEAD_SETS]; /* these heads have a query that is not finite */
     bool is_lost;
 };
 
@@ -106,12 +157,11 @@ find_fetch(int warp, int lane)
     return place;
 }
 
+/* `key` is the number of a key among the split's. */
 static __device__ __forceinline__ key_place
-find_key(const attention_launch &launch, const cta_work &work, int warp, int lane)
+find_key(const attention_launch &launch, const cta_work &work, int key)
 {
     const int num_main = launch.split_columns[0];
-    const fetch_place fetch = find_fetch(warp, lane);
-    const int key = fetch.granule * GRANULE_KEYS + fetch.key;
     key_place place;
     place.list = key < num_main ? 0 : 1;
     const smla_key_list &keys = launch.params.lists[place.list];
@@ -121,20 +171,47 @@ find_key(const attention_launch &launch, const cta_work &work, int warp, int lan
     return place;
 }
 
-/* The row of the lane's key and its scales; the row is NULL if there is no key. */
+static __device__ __forceinline__ uint32_t
+load_index(const key_place &place)
+{
+    uint32_t index;
+    ptx_load_4(place.index, place.is_on, NO_ROW, &index);
+    return index;
+}
+
+/* The row of a key and its scales, by its index. The row is NULL if there is no key. */
 static __device__ __forceinline__ smla_kv_token
-find_key_row(const attention_launch &launch, const cta_work &work, const key_place &place)
+find_key_row(const attention_launch &launch, const cta_work &work, const key_place &place,
+             uint32_t index)
 {
     const smla_key_list &keys = launch.params.lists[place.list];
     int32_t length = INT32_MAX;
-    uint32_t index;
     if (keys.end != NULL) {
         length = read_length(keys, work.token);
     }
-    ptx_load_4(place.index, place.is_on, NO_ROW, &index);
     return place_of_slot(launch, place.list,
                          slot_of_index(launch, place.list, work.token,
                                        place.column < length ? (int32_t)index : -1));
+}
+
+/* Whether the RoPE parts of a granule's rows are copied apart, to small_memory::ropes. */
+template <typename Shape>
+static __device__ __forceinline__ bool
+has_rope_copies(int granule)
+{
+    return Shape::HAS_SHORT_ROWS && granule < QUERY_WARPS;
+}
+
+/* Starts the copy of a part of row `number` of a granule. Of two partners one does, for both. */
+template <typename Shape>
+static __device__ __forceinline__ void
+copy_part(uint32_t to, const uint8_t *from, int bytes, int number, uint32_t arrived)
+{
+    if (Shape::PARTNERS == 1) {
+        ptx_bulk_copy(to, from, bytes, arrived);
+    } else if (number % 2 == (int)ptx_cluster_rank()) {
+        ptx_bulk_copy_to_all(to, from, bytes, arrived, 3);
+    }
 }
 
 /* Starts the copies of a warp's rows, one per lane. Of two partners, each asks for every other row,
@@ -165,7 +242,8 @@ copy_rows(const smla_kv_token &key, int num_granules, int warp, int lane,
     }
     if (number == 0) {
         ((uint8_t *)&shared->is_key[at.granule])[at.key / FETCH_KEYS] = (uint8_t)is_key;
-        ptx_mbarrier_arrive_expect(arrived, Row::COPY_BYTES * __popc(is_key));
+        const int rope_bytes = has_rope_copies<Shape>(at.granule) ? (int)ROPE_BYTES : 0;
+        ptx_mbarrier_arrive_expect(arrived, (Row::COPY_BYTES + rope_bytes) * __popc(is_key));
     }
     ptx_mbarrier_arrive(arrived, number != 0);
     if constexpr (Row::IS_SPLIT) {
@@ -176,10 +254,57 @@ copy_rows(const smla_kv_token &key, int num_granules, int warp, int lane,
     if (key.row == NULL) {
         return;
     }
-    if (Shape::PARTNERS == 1) {
-        ptx_bulk_copy(rows + number * Row::PITCH, key.row, Row::COPY_BYTES, arrived);
-    } else if (number % 2 == (int)ptx_cluster_rank()) {
-        ptx_bulk_copy_to_all(rows + number * Row::PITCH, key.row, Row::COPY_BYTES, arrived, 3);
+    if (has_rope_copies<Shape>(at.granule)) { /* first, because these keys are scored first */
+        copy_part<Shape>(ptx_shared_address(&shared->ropes[at.granule][at.key]),
+                         key.row + Row::ROPE_OFFSET, ROPE_BYTES, number, arrived);
+        copy_part<Shape>(rows + number * Row::PITCH, key.row, Row::COPY_BYTES, number, arrived);
+    } else {
+        copy_part<Shape>(rows + number * Row::PITCH, key.row, Row::COPY_BYTES, number, arrived);
+    }
+}
+
+/* Asks for the RoPE parts of the warp's keys, if nobody copies them to shared memory. A lane gets
+ * dimensions from 16 column on of rows `row` and row + 8. Other warps ask for these rows, so the
+ * keys are looked up twice. */
+template <typename Shape>
+static __device__ __forceinline__ void
+fetch_rope(const attention_launch &launch, const cta_work &work, int warp,
+           small_state<Shape> *state)
+{
+    const lane_place me = find_place();
+    key_place place[2];
+    uint32_t index[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        place[i] = find_key(launch, work, GRANULE_KEYS * warp + me.row + 8 * i);
+        index[i] = load_index(place[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint8_t *const row = find_key_row(launch, work, place[i], index[i]).row;
+        const uint8_t *const from = row + Shape::Row::ROPE_OFFSET + 32 * me.column;
+        ptx_load_16(from, row != NULL, &state->rope[i][0]);
+        ptx_load_16(from + 16, row != NULL, &state->rope[i][4]);
+    }
+}
+
+/* Loads the RoPE parts of a warp whose keys have them in shared memory. Those of absent keys may be
+ * anything, because the scores are masked. */
+template <typename Shape>
+static __device__ __forceinline__ void
+load_rope(const small_memory<Shape> *shared, int warp, const lane_place &me,
+          small_state<Shape> *state)
+{
+    if constexpr (Shape::HAS_SHORT_ROWS) {
+        if (warp < QUERY_WARPS) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const uint32_t from =
+                    ptx_shared_address(&shared->ropes[warp][me.row + 8 * i][32 * me.column]);
+                ptx_load_shared_16(from, &state->rope[i][0]);
+                ptx_load_shared_16(from + 16, &state->rope[i][4]);
+            }
+        }
     }
 }
 
@@ -221,7 +346,7 @@ find_query_lane(int warp, int lane)
 
 template <typename Shape> struct small_query {
     uint32_t nope[Shape::QUERY_PARTS][2][4]; /* includes a RoPE part that is a value */
-    uint32_t rope[4];
+    uint32_t rope[Shape::HEAD_SETS][4];
 };
 
 /* Where a lane's query is in memory; nope is that of its first head. */
@@ -260,7 +385,12 @@ prefetch_query(const smla_attention_params &params, const cta_work &work, const 
         ptx_prefetch_l2(nope + 16, is_on);
     }
     if constexpr (!Shape::Row::ROPE_IS_VALUE) {
-        ptx_prefetch_l2(place.rope, work.split == 0 && at.rope_head < work.num_heads);
+#pragma unroll
+        for (int set = 0; set < Shape::HEAD_SETS; set++) {
+            ptx_prefetch_l2(place.rope + SMLA_WARP_LANES * set * params.q_pe_stride_head,
+                            work.split == 0 &&
+                                at.rope_head + SMLA_WARP_LANES * set < work.num_heads);
+        }
     }
 }
 
@@ -278,8 +408,13 @@ load_query(const smla_attention_params &params, const query_place &place, const 
             smla_load_words<16, ALIGNED>(nope + 16, query->nope[part][1]);
         }
     }
-    if (!Shape::Row::ROPE_IS_VALUE && at.rope_head < num_heads) {
-        smla_load_words<16, ALIGNED>(place.rope, query->rope);
+#pragma unroll
+    for (int set = 0; set < Shape::HEAD_SETS; set++) {
+        const int further = SMLA_WARP_LANES * set;
+        if (!Shape::Row::ROPE_IS_VALUE && at.rope_head + further < num_heads) {
+            smla_load_words<16, ALIGNED>(place.rope + further * params.q_pe_stride_head,
+                                         query->rope[set]);
+        }
     }
 }
 
@@ -303,13 +438,13 @@ static __device__ __forceinline__ void
 store_maxima(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,
              int lane)
 {
-    const uint32_t rope = max_of_words(0, query.rope);
 #pragma unroll
     for (int first = 0; first < Shape::QUERY_PARTS; first += 2) {
         uint32_t both = 0;
 #pragma unroll
         for (int part = first; part < first + 2; part++) {
-            uint32_t pair = part == at.tile ? rope : 0;
+            const uint32_t rope = max_of_words(0, query.rope[part / SMLA_NUM_SCALE_TILES]);
+            uint32_t pair = part % SMLA_NUM_SCALE_TILES == at.tile ? rope : 0;
             pair = max_of_words(max_of_words(pair, query.nope[part][0]), query.nope[part][1]);
             pair &= 0x7FFF7FFF;
             both = both >> 16 | max(pair & 0xFFFF, pair >> 16) << 16;
@@ -340,24 +475,32 @@ store_words(small_memory<Shape> *shared, int tile, int head, int column, int pie
     }
 }
 
-/* The query's power of two, from the maxima of all heads; lane `head` looks at that head's. */
+/* The query's power of two, from the maxima of all heads. */
 template <typename Shape>
 static __device__ __forceinline__ void
-find_query_exponent(const small_memory<Shape> *shared, int lane,
-                    small_state<typename Shape::Row> *state)
+find_query_exponent(const small_memory<Shape> *shared, int lane, small_state<Shape> *state)
 {
-    uint32_t head_max = 0;
+    uint32_t head_max[Shape::HEAD_SETS];
+    uint32_t lane_max = 0;
 #pragma unroll
-    for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
-        head_max = max(head_max, (uint32_t)shared->query_max[tile][lane % Shape::HEADS]);
+    for (int set = 0; set < Shape::HEAD_SETS; set++) {
+        const int head = head_of_lane<Shape>(lane, set);
+        head_max[set] = 0;
+#pragma unroll
+        for (int tile = 0; tile < SMLA_NUM_SCALE_TILES; tile++) {
+            head_max[set] = max(head_max[set], (uint32_t)shared->query_max[tile][head]);
+        }
+        state->is_bad[set] = head_max[set] >= 0x7F80;
+        head_max[set] = state->is_bad[set] ? 0 : head_max[set];
+        lane_max = max(lane_max, head_max[set]);
     }
-    state->is_bad = head_max >= 0x7F80;
-    head_max = state->is_bad ? 0 : head_max;
-    const uint32_t query_max = __reduce_max_sync(0xFFFFFFFFu, head_max);
-    bool is_lost;
-    state->query_exponent = find_query_exponent(query_max, &is_lost);
-    state->is_lost =
-        is_lost || (head_max != 0 && (head_max >> 7) + MAX_HEAD_RATIO < query_max >> 7);
+    const uint32_t query_max = __reduce_max_sync(0xFFFFFFFFu, lane_max);
+    state->query_exponent = find_query_exponent(query_max, &state->is_lost);
+#pragma unroll
+    for (int set = 0; set < Shape::HEAD_SETS; set++) {
+        state->is_lost |=
+            head_max[set] != 0 && (head_max[set] >> 7) + MAX_HEAD_RATIO < query_max >> 7;
+    }
 }
 
 /* Stores the query times its power of two: the NoPE part as f16, the RoPE part as bf16. Of keys
@@ -388,19 +531,23 @@ store_values(small_memory<Shape> *shared, const small_query<Shape> &query, const
                         has_both ? 2 * (at.column % 2) + half : at.column, at.piece, words);
         }
     }
-    if (!Row::ROPE_IS_VALUE && at.rope_head < Shape::HEADS) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            words[i] = ptx_mul_bf16x2(query.rope[i], factor);
+    for (int set = 0; set < Shape::HEAD_SETS; set++) {
+        const int head = at.rope_head + SMLA_WARP_LANES * set;
+        if (!Row::ROPE_IS_VALUE && head < Shape::HEADS) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                words[i] = ptx_mul_bf16x2(query.rope[set][i], factor);
+            }
+            store_words(shared, Row::NOPE_TILES, head, at.column, at.piece, words);
         }
-        store_words(shared, Row::NOPE_TILES, at.rope_head, at.column, at.piece, words);
     }
 }
 
 template <typename Shape>
 static __device__ __forceinline__ void
 store_query(small_memory<Shape> *shared, const small_query<Shape> &query, const query_lane &at,
-            int lane, small_state<typename Shape::Row> *state)
+            int lane, small_state<Shape> *state)
 {
     store_maxima(shared, query, at, lane);
     ptx_mbarrier_arrive(ptx_shared_address(&shared->maxima), true);
@@ -427,18 +574,22 @@ wait_for_others(void)
 template <typename Shape>
 static __device__ __forceinline__ void
 fetch_row(const attention_launch &launch, const cta_work &work, int num_granules,
-          small_memory<Shape> *shared, small_state<typename Shape::Row> *state)
+          small_memory<Shape> *shared, small_state<Shape> *state)
 {
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
     if (warp >= QUERY_WARPS) {
-        const key_place at = find_key(launch, work, warp, lane);
+        const fetch_place fetch = find_fetch(warp, lane);
+        const key_place at = find_key(launch, work, fetch.granule * GRANULE_KEYS + fetch.key);
         ptx_prefetch_l2(at.index, at.is_on);
         wait_for_others();
-        const smla_kv_token key = find_key_row(launch, work, at);
+        const smla_kv_token key = find_key_row(launch, work, at, load_index(at));
         __syncwarp();
         ptx_cluster_wait();
         copy_rows(key, num_granules, warp, lane, shared);
+        if constexpr (Shape::HAS_SHORT_ROWS) {
+            fetch_rope(launch, work, warp, state);
+        }
         ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
         find_query_exponent(shared, lane, state);
         return;

@@ -9,10 +9,11 @@
 
 /* Loads the scales of the warp's keys, and finds their power of two. Returns the largest scale's
  * exponent, or if RoPE values are values, too, that of a scale which would suit them. */
-template <typename Row>
+template <typename Shape>
 static __device__ __forceinline__ uint32_t
-load_key_scales(uint32_t rows, const lane_place &me, small_state<Row> *state)
+load_key_scales(uint32_t rows, const lane_place &me, small_state<Shape> *state)
 {
+    typedef typename Shape::Row Row;
     const uint32_t row = rows + me.row * Row::PITCH;
     if constexpr (Row::HAS_BYTE_SCALES) {
         uint32_t scales[2][2];
@@ -38,9 +39,9 @@ load_key_scales(uint32_t rows, const lane_place &me, small_state<Row> *state)
     }
 }
 
-template <typename Row>
+template <typename Shape>
 static __device__ __forceinline__ void
-find_key_exponent(uint32_t rows, const lane_place &me, small_state<Row> *state)
+find_key_exponent(uint32_t rows, const lane_place &me, small_state<Shape> *state)
 {
     const uint32_t largest = __reduce_max_sync(0xFFFFFFFFu, load_key_scales(rows, me, state));
     const int exponent = (int)largest - 127 - TOP_SCALE_EXPONENT;
@@ -50,14 +51,14 @@ find_key_exponent(uint32_t rows, const lane_place &me, small_state<Row> *state)
 
 /* The lane's scales / 2^exponent, as f16. They can be too large only where the exponent is at its
  * bound. */
-template <typename Row>
+template <typename Shape>
 static __device__ __forceinline__ scale_pairs
-round_scales(int exponent, small_state<Row> *state)
+round_scales(int exponent, small_state<Shape> *state)
 {
     const float unit = power_of_two(-exponent);
     scale_pairs pairs;
 #pragma unroll
-    for (int i = 0; i < Row::NUM_SCALES / 4; i++) {
+    for (int i = 0; i < Shape::Row::NUM_SCALES / 4; i++) {
         pairs.words[i] = ptx_cvt_f16x2(state->scale[i][0] * unit, state->scale[i][1] * unit);
         state->is_lost |= ptx_exceeds_f16x2(pairs.words[i], LARGEST_SCALES);
     }
@@ -75,15 +76,22 @@ convert_keys(const uint32_t words[8], const uint32_t scale[2], uint32_t a[16])
 }
 
 /* The A of the RoPE part: the row's bf16 times `factor`, a power of two. */
-template <typename Row>
+template <typename Shape>
 static __device__ __forceinline__ void
-scale_rope(uint32_t from, uint32_t factor, uint32_t a[16])
+scale_rope(uint32_t from, uint32_t factor, const small_state<Shape> &state, uint32_t a[16])
 {
     uint32_t words[2][8];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        ptx_load_shared_16(from + 8 * i * Row::PITCH, &words[i][0]);
-        ptx_load_shared_16(from + 8 * i * Row::PITCH + 16, &words[i][4]);
+        if constexpr (Shape::HAS_SHORT_ROWS) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                words[i][j] = state.rope[i][j];
+            }
+        } else {
+            ptx_load_shared_16(from + 8 * i * Shape::Row::PITCH, &words[i][0]);
+            ptx_load_shared_16(from + 8 * i * Shape::Row::PITCH + 16, &words[i][4]);
+        }
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -116,7 +124,7 @@ multiply_keys(uint64_t query, int tile, const uint32_t a[16], float (&scores)[Sh
 template <typename Shape>
 static __device__ __forceinline__ void
 score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me,
-           small_state<typename Shape::Row> *state, float (&scores)[Shape::HEADS / 2])
+           small_state<Shape> *state, float (&scores)[Shape::HEADS / 2])
 {
     typedef typename Shape::Row Row;
     const uint64_t query =
@@ -145,7 +153,7 @@ score_keys(small_memory<Shape> *shared, uint32_t rows, const lane_place &me,
     }
     wgmma_wait<1>();
     uint32_t *const rope = a[Row::NOPE_TILES % 2];
-    scale_rope<Row>(row + Row::ROPE_OFFSET, two_powers_of_two(-state->key_exponent), rope);
+    scale_rope(row + Row::ROPE_OFFSET, two_powers_of_two(-state->key_exponent), *state, rope);
     multiply_keys<Shape, true>(query, Row::NOPE_TILES, rope, scores);
     wgmma_wait<0>();
 }
@@ -179,25 +187,30 @@ clear_tops(small_memory<Shape> *shared)
 /* Raises the heads' maxima by the warp's scores. A NaN is no maximum: the weights will show it. */
 template <typename Shape>
 static __device__ __forceinline__ void
-raise_tops(small_memory<Shape> *shared, const lane_place &me,
-           const small_state<typename Shape::Row> &state, const float (&scores)[Shape::HEADS / 2])
+raise_tops(small_memory<Shape> *shared, const lane_place &me, const small_state<Shape> &state,
+           const float (&scores)[Shape::HEADS / 2])
 {
     leave_tops(scores, state.score_factor, state.is_key, me, [=](int head, float top) {
         atomicMax(&shared->tops[head], order_of_float(fmaxf(top, -INFINITY)));
     });
 }
 
-/* Finds the reference of head `lane`, from the maxima of all scores, and all keys' power of two. */
+/* Finds the references of the lane's heads, from the maxima of all scores, and all keys' power of
+ * two. */
 template <typename Shape>
 static __device__ __forceinline__ void
 find_small_reference(const small_memory<Shape> *shared, int num_granules, int lane,
-                     small_state<typename Shape::Row> *state)
+                     small_state<Shape> *state)
 {
-    state->top = float_of_order(shared->tops[lane % Shape::HEADS]);
-    const bool is_finite = fabsf(state->top) < INFINITY;
-    const bool is_bad = state->is_bad || state->top == INFINITY;
-    state->is_lost |= !is_bad && is_finite && fabsf(state->top) >= MAX_SCORE;
-    state->reference = is_bad ? NAN : softmax_reference(state->top) - (float)WEIGHT_EXPONENT;
+#pragma unroll
+    for (int set = 0; set < Shape::HEAD_SETS; set++) {
+        const float top = float_of_order(shared->tops[head_of_lane<Shape>(lane, set)]);
+        const bool is_finite = fabsf(top) < INFINITY;
+        const bool is_bad = state->is_bad[set] || top == INFINITY;
+        state->is_lost |= !is_bad && is_finite && fabsf(top) >= MAX_SCORE;
+        state->reference[set] = is_bad ? NAN : softmax_reference(top) - (float)WEIGHT_EXPONENT;
+        state->top[set] = top;
+    }
     state->key_exponent =
         __reduce_max_sync(0xFFFFFFFFu, shared->key_exponent[lane % SMALL_GRANULES]);
     state->is_lost |= state->key_exponent > MAX_UNIT_EXPONENT;
@@ -207,10 +220,11 @@ find_small_reference(const small_memory<Shape> *shared, int num_granules, int la
 }
 
 /* Replaces RoPE values of the warp's keys, which are values, too, by f16 relative to 2^exponent. */
-template <typename Row>
+template <typename Shape>
 static __device__ __forceinline__ void
-keep_small_rope(uint32_t rows, int exponent, const lane_place &me, small_state<Row> *state)
+keep_small_rope(uint32_t rows, int exponent, const lane_place &me, small_state<Shape> *state)
 {
+    typedef typename Shape::Row Row;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const uint32_t at =
@@ -228,8 +242,8 @@ keep_small_rope(uint32_t rows, int exponent, const lane_place &me, small_state<R
  * multiplied with. */
 template <typename Shape>
 static __device__ __forceinline__ void
-weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me,
-           small_state<typename Shape::Row> *state, const float (&scores)[Shape::HEADS / 2])
+weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me, small_state<Shape> *state,
+           const float (&scores)[Shape::HEADS / 2])
 {
     float sums[Shape::HEADS / 16][4];
 #pragma unroll
@@ -238,8 +252,9 @@ weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me,
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             const int head = 16 * chunk + 8 * j + 2 * me.column;
-            const float reference[2] = {__shfl_sync(0xFFFFFFFFu, state->reference, head),
-                                        __shfl_sync(0xFFFFFFFFu, state->reference, head + 1)};
+            const float of_lane = state->reference[16 * chunk / SMLA_WARP_LANES];
+            const float reference[2] = {__shfl_sync(0xFFFFFFFFu, of_lane, head),
+                                        __shfl_sync(0xFFFFFFFFu, of_lane, head + 1)};
             float e[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -255,9 +270,9 @@ weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me,
         }
         const int key = GRANULE_KEYS * warp + (me.lane & 15);
         const int piece = 2 * chunk + (me.lane >> 4);
-        const int flip = Shape::HEADS == 32 ? key >> 1 & 3 : key >> 2 & 1;
-        ptx_stmatrix_x4(ptx_shared_address(&shared->probs[key][(piece ^ flip) * 16]), pairs[0],
-                        pairs[1], pairs[2], pairs[3]);
+        ptx_stmatrix_x4(find_probs(shared) + key * Shape::PROB_BYTES +
+                            (piece ^ flip_of_key<Shape::HEADS>(key)) * 16,
+                        pairs[0], pairs[1], pairs[2], pairs[3]);
     }
     leave_rows<false>(sums, me, [=](int head, float sum) { shared->sums[warp][head] = sum; });
     typedef typename Shape::Row Row;
@@ -272,7 +287,7 @@ weigh_keys(small_memory<Shape> *shared, int warp, const lane_place &me,
         to[2] = (uint16_t)(scales.words[i] >> 16);
     }
     if constexpr (Row::ROPE_IS_VALUE) {
-        keep_small_rope<Row>(ptx_shared_address(shared->rows[warp]), exponent, me, state);
+        keep_small_rope(ptx_shared_address(shared->rows[warp]), exponent, me, state);
     }
 }
 
@@ -401,8 +416,8 @@ static __device__ __forceinline__ void
 add_small_values(const small_memory<Shape> *shared, int num_granules, const lane_place &me,
                  small_output<Shape> *output)
 {
-    const uint64_t probs = wgmma_descriptor(ptx_shared_address(shared->probs),
-                                            8 * Shape::PROB_BYTES, Shape::PROBS_SWIZZLE);
+    const uint64_t probs =
+        wgmma_descriptor(find_probs(shared), 8 * Shape::PROB_BYTES, Shape::PROBS_SWIZZLE);
 #pragma unroll
     for (int i = 0; i < Shape::HEADS / 2; i++) {
         output->out[0][i] = 0.0f;
