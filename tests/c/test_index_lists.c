@@ -1,7 +1,7 @@
 /* test_index_lists.c: the index lists of DeepSeek V4 through the C API: examples by hand, with red
  * zones beside every row. tests/test_index_lists.py compares random batches with a reference.
  */
-#include "testing.h"
+#include "instruction_sets.h"
 
 /* A table of int32 values, row by row. */
 static array *
@@ -138,11 +138,17 @@ test_mixed(void)
                 "`compressed_block_table` must be given, got none");
 }
 
-int
-main(void)
+static void
+run_tests(void)
 {
     RUN(test_global_topk);
     RUN(test_combine);
     RUN(test_mixed);
+}
+
+int
+main(void)
+{
+    run_on_every_instruction_set(run_tests);
     return report("test_index_lists");
 }

@@ -4,6 +4,7 @@
  */
 #include "cpu/index/slot.h"
 #include "cpu/machine/cpu.h"
+#include "cpu/machine/isa.h"
 #include "cpu/machine/threads.h"
 
 smla_status
@@ -58,7 +59,7 @@ find_rows(const smla_page_row *row, int64_t workspace_start, const int32_t *posi
 }
 
 static void
-convert_token(const smla_convert_params *p, int64_t token)
+convert_token(const smla_slot_isa *kernel, const smla_convert_params *p, int64_t token)
 {
     const int64_t req = p->req_id_per_token[token * p->req_id_stride];
     const smla_page_row row = {p->block_table + req * p->block_table_stride_req,
@@ -73,7 +74,7 @@ convert_token(const smla_convert_params *p, int64_t token)
                 p->prefill_workspace_starts[prefill * p->prefill_workspace_starts_stride];
         }
     }
-    const int64_t count = workspace_start < 0 ? smla_find_slots(&row, in, p->topk, out)
+    const int64_t count = workspace_start < 0 ? kernel->find_slots(&row, in, p->topk, out)
                                               : find_rows(&row, workspace_start, in, p->topk, out);
     if (p->counts != NULL) {
         p->counts[token * p->counts_stride] = (int32_t)count;
@@ -83,10 +84,12 @@ convert_token(const smla_convert_params *p, int64_t token)
 smla_status
 smla_cpu_convert_req_index_to_global_index(const smla_convert_params *p, smla_error *error)
 {
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa("convert_req_index_to_global_index", &isa, error));
     SMLA_TRY(smla_cpu_check_convert(p, error));
 #pragma omp parallel for schedule(static) if (p->num_tokens * p->topk >= 1 << 16)
     for (int64_t token = 0; token < p->num_tokens; token++) {
-        convert_token(p, token);
+        convert_token(isa->slots, p, token);
     }
     return SMLA_OK;
 }

@@ -7,6 +7,7 @@
 
 #include "cpu/index/slot.h"
 #include "cpu/machine/cpu.h"
+#include "cpu/machine/isa.h"
 #include "cpu/machine/threads.h"
 
 enum { MIN_PARALLEL_ENTRIES = 1 << 16 }; /* below, starting threads costs more than they save */
@@ -160,7 +161,8 @@ close_holes(int32_t *slots, int64_t count)
 }
 
 void
-smla_cpu_write_global_topk(const smla_topk_slots_params *p, int64_t token)
+smla_cpu_write_global_topk(const smla_slot_isa *kernel, const smla_topk_slots_params *p,
+                           int64_t token)
 {
     const int32_t *in = p->topk_indices + token * p->topk_indices_stride_token;
     int32_t *out = p->out + token * p->out_stride_token;
@@ -168,7 +170,7 @@ smla_cpu_write_global_topk(const smla_topk_slots_params *p, int64_t token)
     if (is_valid_token(p->is_valid, p->is_valid_stride, token)) {
         const smla_page_row row =
             smla_page_row_of(&p->pages, p->req_id_per_token[token * p->req_id_stride]);
-        count = smla_find_slots(&row, in, p->topk, out);
+        count = kernel->find_slots(&row, in, p->topk, out);
         if (count < p->topk) {
             close_holes(out, p->topk);
         }
@@ -180,29 +182,20 @@ smla_cpu_write_global_topk(const smla_topk_slots_params *p, int64_t token)
 smla_status
 smla_cpu_compute_global_topk_indices_and_lens(const smla_topk_slots_params *p, smla_error *error)
 {
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
     SMLA_TRY(smla_cpu_check_global_topk(p, error));
 #pragma omp parallel for schedule(static) if (p->num_tokens * p->topk >= MIN_PARALLEL_ENTRIES)
     for (int64_t token = 0; token < p->num_tokens; token++) {
-        smla_cpu_write_global_topk(p, token);
+        smla_cpu_write_global_topk(isa->slots, p, token);
     }
     return SMLA_OK;
 }
 
 /* ---- Workspace rows of a prefill chunk ----------------------------------------------------- */
 
-/* Copies indices and adds `base`. Negative indices, and sums that int32 cannot hold, become -1. */
 static void
-add_base(int32_t *out, const int32_t *in, int64_t count, int64_t base)
-{
-    const int32_t most = base > INT32_MAX ? -1 : (int32_t)(INT32_MAX - base);
-    const int32_t start = base > INT32_MAX ? 0 : (int32_t)base;
-    for (int64_t i = 0; i < count; i++) {
-        out[i] = in[i] < 0 || in[i] > most ? -1 : in[i] + start;
-    }
-}
-
-static void
-write_combined(const smla_combine_topk_swa_params *p, int64_t token)
+write_combined(const smla_slot_isa *kernel, const smla_combine_topk_swa_params *p, int64_t token)
 {
     int32_t *out = p->out + token * p->out_stride_token;
     const int64_t query = token + read_start(&p->batch, 0);
@@ -214,7 +207,8 @@ write_combined(const smla_combine_topk_swa_params *p, int64_t token)
         const int64_t seq_len = p->batch.seq_lens[req * p->batch.seq_lens_stride];
         const int64_t gather_start = seq_len - p->gather_lens[req * p->gather_lens_stride];
         const int64_t first = sight.position - sight.window_len + 1;
-        add_base(out, p->topk_indices + token * p->topk_indices_stride_token, sight.topk_len, base);
+        kernel->add_base(p->topk_indices + token * p->topk_indices_stride_token, sight.topk_len,
+                         base, out);
         smla_write_run(out + sight.topk_len, base + p->window_start + first - gather_start,
                        sight.window_len);
         len = sight.topk_len + sight.window_len;
@@ -226,10 +220,12 @@ write_combined(const smla_combine_topk_swa_params *p, int64_t token)
 smla_status
 smla_cpu_combine_topk_swa_indices(const smla_combine_topk_swa_params *p, smla_error *error)
 {
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa("combine_topk_swa_indices", &isa, error));
     SMLA_TRY(smla_cpu_check_combine_topk_swa(p, error));
 #pragma omp parallel for schedule(static) if (p->num_tokens * p->width >= MIN_PARALLEL_ENTRIES)
     for (int64_t token = 0; token < p->num_tokens; token++) {
-        write_combined(p, token);
+        write_combined(isa->slots, p, token);
     }
     return SMLA_OK;
 }
@@ -248,7 +244,8 @@ count_positions(const int32_t *entries, int64_t count)
 
 /* The compressed columns of a decode token. Returns their length. */
 static int64_t
-write_decode_indices(const smla_mixed_indices_params *p, int64_t token, int32_t *out)
+write_decode_indices(const smla_slot_isa *kernel, const smla_mixed_indices_params *p, int64_t token,
+                     int32_t *out)
 {
     if (p->decode_topk == 0) {
         return 0;
@@ -266,24 +263,25 @@ write_decode_indices(const smla_mixed_indices_params *p, int64_t token, int32_t 
     }
     const smla_page_row row =
         smla_page_row_of(&p->compressed_pages, p->req_id_per_token[token * p->req_id_stride]);
-    (void)smla_find_slots(&row, in, p->decode_topk, out);
+    (void)kernel->find_slots(&row, in, p->decode_topk, out);
     return count_positions(in, p->decode_topk);
 }
 
 static void
-write_decode(const smla_mixed_indices_params *p, int64_t token)
+write_decode(const smla_slot_isa *kernel, const smla_mixed_indices_params *p, int64_t token)
 {
     int32_t *out = p->out + token * p->out_stride_token;
     memcpy(out, p->decode_swa_indices + token * p->decode_swa_stride_token,
            (size_t)p->window * sizeof *out);
-    const int64_t len = write_decode_indices(p, token, out + p->window);
+    const int64_t len = write_decode_indices(kernel, p, token, out + p->window);
     smla_clear_columns(out, p->window + p->decode_topk, p->width);
     p->lens[token * p->lens_stride] = (int32_t)(p->window + len);
 }
 
 /* The compressed columns of a prefill token. */
 static void
-write_prefill_topk(const smla_mixed_indices_params *p, int64_t token, int64_t count, int32_t *out)
+write_prefill_topk(const smla_slot_isa *kernel, const smla_mixed_indices_params *p, int64_t token,
+                   int64_t count, int32_t *out)
 {
     if (count == 0) {
         return;
@@ -292,11 +290,11 @@ write_prefill_topk(const smla_mixed_indices_params *p, int64_t token, int64_t co
     const int32_t *in = p->prefill_indices + prefill_token * p->prefill_indices_stride_token;
     const smla_page_row row =
         smla_page_row_of(&p->compressed_pages, p->req_id_per_token[token * p->req_id_stride]);
-    (void)smla_find_slots(&row, in, count, out);
+    (void)kernel->find_slots(&row, in, count, out);
 }
 
 static void
-write_prefill(const smla_mixed_indices_params *p, int64_t token)
+write_prefill(const smla_slot_isa *kernel, const smla_mixed_indices_params *p, int64_t token)
 {
     int32_t *out = p->out + token * p->out_stride_token;
     token_sight sight = {.window_len = 0};
@@ -305,7 +303,7 @@ write_prefill(const smla_mixed_indices_params *p, int64_t token)
         const smla_page_row swa = smla_page_row_of(&p->swa_pages, req);
         sight = find_sight(&p->batch, req, token, p->window, p->ratio, p->topk);
         smla_write_slots(out, &swa, sight.position - sight.window_len + 1, sight.window_len);
-        write_prefill_topk(p, token, sight.topk_len, out + p->window);
+        write_prefill_topk(kernel, p, token, sight.topk_len, out + p->window);
     }
     smla_clear_columns(out, sight.window_len, p->window);
     smla_clear_columns(out, p->window + sight.topk_len, p->width);
@@ -315,13 +313,15 @@ write_prefill(const smla_mixed_indices_params *p, int64_t token)
 smla_status
 smla_cpu_build_mixed_sparse_indices(const smla_mixed_indices_params *p, smla_error *error)
 {
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa("build_mixed_sparse_indices", &isa, error));
     SMLA_TRY(smla_cpu_check_mixed_indices(p, error));
 #pragma omp parallel for schedule(static) if (p->num_tokens * p->width >= MIN_PARALLEL_ENTRIES)
     for (int64_t token = 0; token < p->num_tokens; token++) {
         if (token < p->num_decode_tokens) {
-            write_decode(p, token);
+            write_decode(isa->slots, p, token);
         } else {
-            write_prefill(p, token);
+            write_prefill(isa->slots, p, token);
         }
     }
     return SMLA_OK;

@@ -37,10 +37,21 @@ smla_find_slot(const smla_page_row *row, int64_t position)
     return page < 0 || slot > INT32_MAX ? -1 : slot;
 }
 
-/* smla_find_slot of each position of a list. Returns how many have a slot. The page size must fit
- * int32. */
-int64_t smla_find_slots(const smla_page_row *row, const int32_t *positions, int64_t count,
-                        int32_t *slots);
+/* The kernel of one instruction set; slot_kernel.h. */
+typedef struct smla_slot_isa {
+    /* smla_find_slot of each position of a list. Returns how many have a slot. The page size must
+     * fit int32. */
+    int64_t (*find_slots)(const smla_page_row *row, const int32_t *positions, int64_t count,
+                          int32_t *slots);
+    /* out = index + base. Negative indices, and sums that int32 cannot hold, become -1. */
+    void (*add_base)(const int32_t *indices, int64_t count, int64_t base, int32_t *out);
+} smla_slot_isa;
+
+extern const smla_slot_isa smla_slots_base;
+#if defined(SMLA_HAVE_X86_ISA)
+extern const smla_slot_isa smla_slots_avx2;
+extern const smla_slot_isa smla_slots_avx512;
+#endif
 
 /* ---- Columns of a list --------------------------------------------------------------------- */
 
@@ -48,6 +59,7 @@ int64_t smla_find_slots(const smla_page_row *row, const int32_t *positions, int6
 static inline void
 smla_clear_columns(int32_t *out, int64_t begin, int64_t end)
 {
+#pragma omp simd
     for (int64_t i = begin; i < end; i++) {
         out[i] = -1;
     }
@@ -57,6 +69,13 @@ smla_clear_columns(int32_t *out, int64_t begin, int64_t end)
 static inline void
 smla_write_run(int32_t *out, int64_t first, int64_t count)
 {
+    if (first >= 0 && first <= INT32_MAX - count) {
+#pragma omp simd
+        for (int32_t i = 0; i < (int32_t)count; i++) {
+            out[i] = (int32_t)first + i;
+        }
+        return;
+    }
     for (int64_t i = 0; i < count; i++) {
         const int64_t index = first + i;
         out[i] = index < 0 || index > INT32_MAX ? -1 : (int32_t)index;

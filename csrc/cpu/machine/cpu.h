@@ -10,6 +10,8 @@
 #include "core/backend.h"
 #include "core/numeric.h"
 
+struct smla_slot_isa;
+
 #define SMLA_DECLARE_CPU_OPERATOR(name, args_type, params_type) \
     smla_status smla_cpu_##name(const params_type *params, smla_error *error);
 
@@ -34,7 +36,8 @@ smla_status smla_cpu_check_mixed_indices(const smla_mixed_indices_params *params
                                          smla_error *error);
 
 /* The slots and the length of one token; index_lists.c. */
-void smla_cpu_write_global_topk(const smla_topk_slots_params *params, int64_t token);
+void smla_cpu_write_global_topk(const struct smla_slot_isa *kernel,
+                                const smla_topk_slots_params *params, int64_t token);
 
 /* indexer_logits and top_k_per_row behind their checks, which lightning_indexer makes once for all
  * chunks; logits.c and top_k.c. */

@@ -10,6 +10,7 @@
 #include "cpu/absorption/projection.h"
 #include "cpu/attention/attention.h"
 #include "cpu/cache/cache.h"
+#include "cpu/index/slot.h"
 #include "cpu/indexer/logits.h"
 #include "cpu/norm/norm.h"
 #include "cpu/select/select.h"
@@ -108,7 +109,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .cache = &smla_cache_avx512,
      .norm = &smla_norm_avx512,
      .select = &smla_select_avx512,
-     .logits = &smla_logits_avx512},
+     .logits = &smla_logits_avx512,
+     .slots = &smla_slots_avx512},
     {.name = "avx512bf16",
      .is_supported = support_avx512bf16,
      .is_slow = is_intel,
@@ -118,7 +120,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .cache = &smla_cache_avx512,
      .norm = &smla_norm_avx512,
      .select = &smla_select_avx512,
-     .logits = &smla_logits_avx512},
+     .logits = &smla_logits_avx512,
+     .slots = &smla_slots_avx512},
     {.name = "avx512",
      .is_supported = support_avx512,
      .attention = &smla_attention_avx512,
@@ -127,7 +130,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .cache = &smla_cache_avx512,
      .norm = &smla_norm_avx512,
      .select = &smla_select_avx512,
-     .logits = &smla_logits_avx512},
+     .logits = &smla_logits_avx512,
+     .slots = &smla_slots_avx512},
     {.name = "avx2",
      .is_supported = support_avx2,
      .attention = &smla_attention_avx2,
@@ -136,7 +140,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .cache = &smla_cache_avx2,
      .norm = &smla_norm_avx2,
      .select = &smla_select_avx2,
-     .logits = &smla_logits_avx2},
+     .logits = &smla_logits_avx2,
+     .slots = &smla_slots_avx2},
 #elif defined(SMLA_HAVE_ARM_ISA)
     {.name = "neonbf16",
      .is_supported = support_neonbf16,
@@ -146,7 +151,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .cache = &smla_cache_base,
      .norm = &smla_norm_base,
      .select = &smla_select_base,
-     .logits = &smla_logits_base},
+     .logits = &smla_logits_base,
+     .slots = &smla_slots_base},
     {.name = "neon",
      .is_supported = support_neon,
      .attention = &smla_attention_neon,
@@ -155,7 +161,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .cache = &smla_cache_base,
      .norm = &smla_norm_base,
      .select = &smla_select_base,
-     .logits = &smla_logits_base},
+     .logits = &smla_logits_base,
+     .slots = &smla_slots_base},
 #endif
     {.name = "base",
      .is_supported = support_base,
@@ -165,7 +172,8 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .cache = &smla_cache_base,
      .norm = &smla_norm_base,
      .select = &smla_select_base,
-     .logits = &smla_logits_base},
+     .logits = &smla_logits_base,
+     .slots = &smla_slots_base},
 };
 
 const int smla_cpu_num_isas = sizeof smla_cpu_isas / sizeof smla_cpu_isas[0];

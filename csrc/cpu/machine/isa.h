@@ -13,6 +13,7 @@ struct smla_norm_isa;
 struct smla_projection_isa;
 struct smla_logits_isa;
 struct smla_select_isa;
+struct smla_slot_isa;
 
 typedef struct smla_cpu_isa {
     const char *name;
@@ -25,6 +26,7 @@ typedef struct smla_cpu_isa {
     const struct smla_norm_isa *norm;
     const struct smla_select_isa *select;
     const struct smla_logits_isa *logits;
+    const struct smla_slot_isa *slots;
 } smla_cpu_isa;
 
 /* The table, fastest entry first. */

@@ -225,18 +225,17 @@ write_values(const row *r, const int32_t *columns, void *values)
 }
 
 static void
-write_row(const smla_top_k_params *p, int64_t token, bool shares_columns,
-          const smla_select_isa *isa)
+write_row(const smla_top_k_params *p, int64_t token, bool shares_columns, const smla_cpu_isa *isa)
 {
     row r = open_row(p, token, shares_columns);
     int32_t *const out = p->out + token * p->out_stride_token;
-    choose_columns(&r, isa, out);
+    choose_columns(&r, isa->select, out);
     if (p->values != NULL) {
         const int64_t first = token * p->values_stride_token * (p->is_bf16 ? 2 : 4);
         write_values(&r, out, (uint8_t *)p->values + first);
     }
     if (p->slots.out != NULL) {
-        smla_cpu_write_global_topk(&p->slots, token);
+        smla_cpu_write_global_topk(isa->slots, &p->slots, token);
     }
 }
 
@@ -253,12 +252,12 @@ smla_cpu_choose_keys(const smla_top_k_params *p, smla_error *error)
     const int64_t num_rows = p->num_tokens - num_serial;
     smla_interrupt *const interrupt = smla_find_interrupt();
     for (int64_t token = 0; token < num_serial && !smla_is_ended(interrupt); token++) {
-        write_row(p, token, shares_columns, isa->select);
+        write_row(p, token, shares_columns, isa);
     }
 #pragma omp parallel for schedule(dynamic, 1) if (num_rows * p->num_columns >= MIN_PARALLEL_LOGITS)
     for (int64_t token = 0; token < num_rows; token++) {
         if (!smla_is_ended(interrupt)) {
-            write_row(p, token, false, isa->select);
+            write_row(p, token, false, isa);
         }
     }
     return smla_check_ended(p->op, interrupt, error);

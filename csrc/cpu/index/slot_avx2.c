@@ -1,0 +1,4 @@
+/* slot_avx2.c: the slots of positions on AVX2. */
+#define SMLA_SLOTS smla_slots_avx2
+
+#include "cpu/index/slot_kernel.h"
