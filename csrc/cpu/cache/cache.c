@@ -11,7 +11,7 @@
 
 enum {
     CACHE_LINE = 64,
-    PREFETCHED_TOKENS = 4, /* how far ahead rows are fetched */
+    FETCHED_TOKENS = 4, /* how far ahead rows are fetched */
 };
 
 /* ---- Write --------------------------------------------------------------------------------- */
@@ -33,15 +33,15 @@ smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
     return SMLA_OK;
 }
 
-/* Starts to fetch the cache lines that a token's row will be written to. Rows lie anywhere, so that
- * the processor does not foresee them. GCC 12 would remove a call of such a function as one without
- * effects. */
-static inline __attribute__((always_inline)) void
-prefetch_row(const smla_cache_write_params *p, int64_t token, int share, int num_shares)
+/* Finds the cache row that a token is written to, and starts to fetch its cache lines: rows lie
+ * anywhere, so that the processor does not foresee them. The row is NULL if this share has none to
+ * write. GCC 12 would remove a call of such a function as one without effects. */
+static inline __attribute__((always_inline)) smla_kv_token
+find_row(const smla_cache_write_params *p, int64_t token, int share, int num_shares)
 {
     const int64_t slot = token < p->num_tokens ? read_slot(p, token) : -1;
     if (!is_in_share(slot, share, num_shares)) {
-        return;
+        return (smla_kv_token){NULL, NULL};
     }
     const smla_kv_token to = smla_kv_slot(&p->kv, slot);
     for (int64_t at = 0; at < p->kv.format->data_bytes; at += CACHE_LINE) {
@@ -50,6 +50,7 @@ prefetch_row(const smla_cache_write_params *p, int64_t token, int share, int num
     if (p->kv.format->scale_bytes != 0) {
         __builtin_prefetch(to.scales, 1);
     }
+    return to;
 }
 
 /* Writes the tokens of one share in order. */
@@ -58,13 +59,17 @@ write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int s
             int num_shares)
 {
     const float kv_scale = smla_read_scale(&p->kv_scale);
+    smla_kv_token rows[FETCHED_TOKENS];
+    for (int64_t token = 0; token < FETCHED_TOKENS; token++) {
+        rows[token] = find_row(p, token, share, num_shares);
+    }
     for (int64_t token = 0; token < p->num_tokens; token++) {
-        const int64_t slot = read_slot(p, token);
-        prefetch_row(p, token + PREFETCHED_TOKENS, share, num_shares);
-        if (is_in_share(slot, share, num_shares)) {
+        smla_kv_token *const row = &rows[token % FETCHED_TOKENS];
+        const smla_kv_token to = *row;
+        *row = find_row(p, token + FETCHED_TOKENS, share, num_shares);
+        if (to.row != NULL) {
             cache->write_row(p->kv.format, p->input_type, p->kv_c, token * p->kv_c_stride_token,
-                             p->k_pe, token * p->k_pe_stride_token, kv_scale,
-                             smla_kv_slot(&p->kv, slot));
+                             p->k_pe, token * p->k_pe_stride_token, kv_scale, to);
         }
     }
 }

@@ -36,6 +36,43 @@ load_row_scales(const smla_kv_format_info *format, const uint8_t *from, float *s
     }
 }
 
+#if defined(SMLA_HAVE_BYTES)
+/* Reads the NoPE part of a row of e4m3 as bf16. Returns false, and what it wrote is wrong, if the
+ * row has a NaN, or a scale that is one, or that is out of the ordinary. */
+SMLA_INLINE bool
+decode_ordinary_nope(const smla_kv_format_info *format, const uint8_t *row, const float *scales,
+                     int num_scales, uint8_t *out)
+{
+    const bool is_exact = format->scale_type == SMLA_SCALE_UE8M0;
+    vuint largest = {0};
+    for (int t = 0; t < num_scales; t++) {
+        if (!(fabsf(scales[t]) < SMLA_ORDINARY_MAX) ||
+            (is_exact && scales[t] < SMLA_ORDINARY_LEAST)) {
+            return false;
+        }
+    }
+    for (int i = 0; i < format->nope_dim / QUAD; i++) {
+        const int tile = num_scales == 1 ? 0 : i * QUAD / format->scale_tile;
+        const float scale = scales[tile] * 0x1p8f;
+        const duos x = load_scaled_e4m3(row + i * QUAD);
+        uint8_t *const halves = out + 2 * i * QUAD;
+        const vfloat values[4] = {x.first.even * scale, x.first.odd * scale, x.second.even * scale,
+                                  x.second.odd * scale};
+        largest = note_codes(largest, row + i * QUAD);
+        if (is_exact) { /* four bits of mantissa */
+            store_words(join_upper_halves((vuint)values[0], (vuint)values[1]), halves, 0);
+            store_words(join_upper_halves((vuint)values[2], (vuint)values[3]), halves, 1);
+        } else {
+            store_words(join_upper_halves(round_finite(values[0]), round_finite(values[1])), halves,
+                        0);
+            store_words(join_upper_halves(round_finite(values[2]), round_finite(values[3])), halves,
+                        1);
+        }
+    }
+    return !has_nan_code(largest);
+}
+#endif
+
 /* Reads the NoPE part of a row that is quantised. */
 SMLA_INLINE void
 decode_nope(const smla_kv_format_info *format, smla_kv_token from, float kv_scale,
@@ -44,6 +81,15 @@ decode_nope(const smla_kv_format_info *format, smla_kv_token from, float kv_scal
     float scales[SMLA_MAX_ROW_SCALES];
     float lanes[ROW_LANES] __attribute__((aligned(64)));
     load_row_scales(format, from.scales, scales);
+#if defined(SMLA_HAVE_BYTES)
+    if (type == SMLA_FLOAT_BF16 && format->nope_type == SMLA_NOPE_E4M3) {
+        const bool has_scales = format->num_scales != 0;
+        if (decode_ordinary_nope(format, from.row, has_scales ? scales : &kv_scale,
+                                 has_scales ? format->num_scales : 1, out)) {
+            return;
+        }
+    }
+#endif
     spread_tiles(scales, format->num_scales, format->scale_tile / 4, lanes);
     for (int i = 0; i < format->nope_dim / QUAD; i++) {
         const vfloat scale =

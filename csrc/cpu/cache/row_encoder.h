@@ -21,6 +21,7 @@
 
 #include "core/backend.h"
 #include "core/numeric.h"
+#include "cpu/machine/bytes_avx2.h"
 #include "cpu/machine/quads.h"
 
 enum {
@@ -153,12 +154,73 @@ scale_quad(quad x, vfloat factor, bool divides)
     return x;
 }
 
+#if defined(SMLA_HAVE_BYTES)
+/* Writes the NoPE part of a row whose scales are for 32 values or more, from bf16. Returns false,
+ * and has written nothing, if a value is NaN, infinite, very large, or very small where that
+ * matters. */
+SMLA_INLINE bool
+encode_ordinary_nope(const smla_kv_format_info *format, const uint8_t *values, smla_kv_token to)
+{
+    const int num_quads = format->nope_dim / QUAD;
+    const int tile_quads = format->scale_tile / QUAD;
+    const bool divides = format->least_amax == 0;
+    vfloat best[ROW_QUADS];
+    vuint largest = {0};
+    float factors[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
+    float inverses[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
+    for (int t = 0; t < format->num_scales; t++) {
+        vuint tile = {0};
+        for (int i = t * tile_quads; i < (t + 1) * tile_quads; i++) {
+            tile = max_words(tile, find_magnitudes(values + i * QUAD * 2));
+        }
+        best[t] = (vfloat)tile;
+        largest = max_words(largest, tile);
+    }
+    if (has_lane(~((vfloat)largest < SMLA_ORDINARY_MAX))) { /* or NaN */
+        return false;
+    }
+    fold_tiles(best, format->num_scales, WIDTH);
+    for (int t = 0; divides && t < format->num_scales; t += WIDTH) {
+        const vfloat amax = best[t / WIDTH];
+        if (has_lane((amax < SMLA_ORDINARY_LEAST) & (amax != 0.0f))) {
+            return false;
+        }
+    }
+    choose_scales(format, best, factors, to.scales);
+    for (int t = 0; t < format->num_scales; t += WIDTH) {
+        vfloat *const factor = (vfloat *)(factors + t);
+        if (divides) {
+            *factor *= 0x1p8f;
+            *(vfloat *)(inverses + t) = 1.0f / *factor;
+        } else {
+            *factor *= SMLA_EXACT_FACTOR;
+        }
+    }
+    for (int i = 0; i < num_quads; i++) {
+        const int tile = i / tile_quads;
+        const uint8_t *const x = values + i * QUAD * 2;
+        if (divides) {
+            store_quotients_e4m3(x, factors[tile], inverses[tile], to.row + i * QUAD);
+        } else {
+            store_exact_e4m3(x, factors[tile], to.row + i * QUAD);
+        }
+    }
+    return true;
+}
+#endif
+
 /* Writes the NoPE part of a row that is quantised. Computes all maxima first, because the way from
  * a maximum to its scale is a long chain. */
 SMLA_INLINE void
 encode_nope(const smla_kv_format_info *format, smla_float_type type, const uint8_t *values,
             float kv_scale, smla_kv_token to)
 {
+#if defined(SMLA_HAVE_BYTES)
+    if (type == SMLA_FLOAT_BF16 && format->nope_type == SMLA_NOPE_E4M3 &&
+        format->scale_tile >= QUAD && encode_ordinary_nope(format, values, to)) {
+        return;
+    }
+#endif
     const int num_quads = format->nope_dim / QUAD;
     const int tile_lanes = format->scale_tile / 4;
     const bool divides = format->least_amax == 0 && format->num_scales != 0;

@@ -30,5 +30,5 @@ count_shares(const smla_cache_write_params *p)
 static inline bool
 is_in_share(int64_t slot, int share, int num_shares)
 {
-    return slot >= 0 && slot / SLOT_NEIGHBOURS % num_shares == share;
+    return slot >= 0 && (num_shares == 1 || slot / SLOT_NEIGHBOURS % num_shares == share);
 }

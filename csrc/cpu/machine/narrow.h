@@ -114,6 +114,46 @@ round_to_e2m1(vfloat x)
     return code | ((vuint)x >> 28 & 8u & (vuint)(x == x));
 }
 
+/* ---- Duos ---------------------------------------------------------------------------------- */
+
+/* 2 WIDTH values in a row, the even ones in one vector and the odd ones in another: bf16 values
+ * become a duo, and a duo becomes bf16, without moving between lanes. */
+enum { DUO = 2 * WIDTH };
+
+typedef struct duo {
+    vfloat even;
+    vfloat odd;
+} duo;
+
+SMLA_INLINE duo
+load_bf16_duo(const void *halves)
+{
+    const vuint x = load_words(halves, 0);
+    return (duo){(vfloat)(x << 16), bf16_to_float(x)};
+}
+
+SMLA_INLINE duo
+load_half_duo(const void *halves)
+{
+    const vuint x = load_words(halves, 0);
+    return (duo){half_to_float(x << 16), half_to_float(x)};
+}
+
+SMLA_INLINE duo
+load_float_duo(const void *floats)
+{
+    const vuint first = load_words(floats, 0);
+    const vuint second = load_words(floats, 1);
+    return (duo){(vfloat)even_lanes(first, second), (vfloat)odd_lanes(first, second)};
+}
+
+SMLA_INLINE void
+store_float_duo(duo x, void *floats)
+{
+    store_words(interleave_first((vuint)x.even, (vuint)x.odd), floats, 0);
+    store_words(interleave_second((vuint)x.even, (vuint)x.odd), floats, 1);
+}
+
 /* ---- Quads --------------------------------------------------------------------------------- */
 
 SMLA_INLINE quad
@@ -138,6 +178,16 @@ load_e2m1_by(const void *bytes, vfloat scale)
                    e2m1_to_float(x << 20) * scale, e2m1_to_float(x << 16) * scale}};
 }
 
+/* The values of two duos in a row. */
+SMLA_INLINE quad
+join_duos(duo first, duo second)
+{
+    const vuint even[2] = {(vuint)first.even, (vuint)second.even};
+    const vuint odd[2] = {(vuint)first.odd, (vuint)second.odd};
+    return (quad){{(vfloat)even_lanes(even[0], even[1]), (vfloat)even_lanes(odd[0], odd[1]),
+                   (vfloat)odd_lanes(even[0], even[1]), (vfloat)odd_lanes(odd[0], odd[1])}};
+}
+
 SMLA_INLINE quad
 load_half(const void *halves)
 {
@@ -159,12 +209,8 @@ load_bf16(const void *halves)
 SMLA_INLINE quad
 load_float(const void *floats)
 {
-    const vuint even[2] = {even_lanes(load_words(floats, 0), load_words(floats, 1)),
-                           even_lanes(load_words(floats, 2), load_words(floats, 3))};
-    const vuint odd[2] = {odd_lanes(load_words(floats, 0), load_words(floats, 1)),
-                          odd_lanes(load_words(floats, 2), load_words(floats, 3))};
-    return (quad){{(vfloat)even_lanes(even[0], even[1]), (vfloat)even_lanes(odd[0], odd[1]),
-                   (vfloat)odd_lanes(even[0], even[1]), (vfloat)odd_lanes(odd[0], odd[1])}};
+    return join_duos(load_float_duo(floats),
+                     load_float_duo((const uint8_t *)floats + DUO * sizeof(float)));
 }
 
 SMLA_INLINE void
@@ -186,8 +232,9 @@ store_e2m1(quad x, void *bytes)
 SMLA_INLINE void
 store_bf16(quad x, void *halves)
 {
-    const vuint first = round_upper_half(x.v[0]) >> 16 | round_upper_half(x.v[1]);
-    const vuint second = round_upper_half(x.v[2]) >> 16 | round_upper_half(x.v[3]);
+    const vuint first = join_upper_halves(round_to_upper_half(x.v[0]), round_to_upper_half(x.v[1]));
+    const vuint second =
+        join_upper_halves(round_to_upper_half(x.v[2]), round_to_upper_half(x.v[3]));
     store_words(interleave_first(first, second), halves, 0);
     store_words(interleave_second(first, second), halves, 1);
 }

@@ -1,5 +1,5 @@
-/* quads.h: quads of bf16, fp16 and fp32 arrays, and the largest magnitude of quads. Kernels that
- * quantise include it.
+/* quads.h: duos and quads of bf16, fp16 and fp32 arrays, and the largest magnitude of quads.
+ * Kernels that quantise include it.
  */
 #pragma once
 
@@ -9,7 +9,7 @@
 #include "core/numeric.h"
 #include "cpu/machine/narrow.h"
 
-/* ---- Quads of any type --------------------------------------------------------------------- */
+/* ---- Duos and quads of any type ------------------------------------------------------------ */
 
 SMLA_INLINE int64_t
 element_bytes(smla_float_type type)
@@ -31,6 +31,25 @@ load_quad(const void *values, smla_float_type type)
     case SMLA_FLOAT_FP16: return load_half(values);
     default: return load_float(values);
     }
+}
+
+SMLA_INLINE duo
+load_duo(const void *values, smla_float_type type)
+{
+    switch (type) {
+    case SMLA_FLOAT_BF16: return load_bf16_duo(values);
+    case SMLA_FLOAT_FP16: return load_half_duo(values);
+    default: return load_float_duo(values);
+    }
+}
+
+/* Loads a duo of which `count` values exist. The others are zeros. */
+SMLA_INLINE duo
+load_part_of_duo(const void *values, smla_float_type type, int64_t count)
+{
+    uint8_t padded[DUO * sizeof(float)] = {0};
+    memcpy(padded, values, (size_t)(count * element_bytes(type)));
+    return load_duo(padded, type);
 }
 
 /* Loads a quad of which `count` values exist. The others are zeros. */

@@ -6,6 +6,7 @@
  */
 #pragma once
 
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -41,11 +42,31 @@ splat_bits(uint32_t x)
     return x + (vuint){0};
 }
 
-/* mask ? a : b, for a mask of all ones or all zeros per lane, as comparisons give. */
+/* mask ? a : b, for a mask of all ones or all zeros per lane, as comparisons give. AVX2 has one
+ * instruction for it, which GCC does not see in three. */
 SMLA_INLINE vfloat
 select_lanes(vint mask, vfloat a, vfloat b)
 {
+#if defined(__AVX2__) && SMLA_SIMD_WIDTH == 8
+    return (vfloat)_mm256_blendv_ps((__m256)b, (__m256)a, (__m256)mask);
+#else
     return (vfloat)((mask & (vint)a) | (~mask & (vint)b));
+#endif
+}
+
+/* Whether the mask of a comparison has a lane that is true. */
+SMLA_INLINE bool
+has_lane(vint mask)
+{
+#if defined(__AVX2__) && SMLA_SIMD_WIDTH == 8
+    return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+    int32_t any = 0;
+    for (int i = 0; i < WIDTH; i++) {
+        any |= mask[i];
+    }
+    return any != 0;
+#endif
 }
 
 /* The larger value per lane; a NaN in `x` is ignored. x86 has an instruction for just this, which
@@ -114,15 +135,35 @@ ceil_lanes(vfloat x)
 
 typedef uint16_t vhalf __attribute__((vector_size(2 * SMLA_SIMD_WIDTH), may_alias, aligned(2)));
 
-/* smla_float_to_bf16 of every lane, in its upper half; the lower half is 0. */
+/* smla_float_to_bf16 of every lane that is not NaN, in its upper half; the lower half is
+ * anything. */
+SMLA_INLINE vuint
+round_finite(vfloat x)
+{
+    const vuint bits = (vuint)x;
+    return bits + 0x7FFFu + (bits >> 16 & 1u);
+}
+
+/* smla_float_to_bf16 of every lane, in its upper half; the lower half is anything. */
+SMLA_INLINE vuint
+round_to_upper_half(vfloat x)
+{
+    const vuint quiet_nan = ((vuint)x & 0x80000000u) | 0x7FC00000u;
+    return (vuint)select_lanes(x == x, (vfloat)round_finite(x), (vfloat)quiet_nan);
+}
+
+/* The same with zeros in the lower half. */
 SMLA_INLINE vuint
 round_upper_half(vfloat x)
 {
-    const vuint bits = (vuint)x;
-    const vuint is_nan = (vuint)(x != x);
-    const vuint rounded = bits + 0x7FFFu + (bits >> 16 & 1u);
-    const vuint quiet_nan = (bits & 0x80000000u) | 0x7FC00000u;
-    return ((rounded & ~is_nan) | (quiet_nan & is_nan)) & 0xFFFF0000u;
+    return round_to_upper_half(x) & 0xFFFF0000u;
+}
+
+/* The upper halves of `odd` beside those of `even`: the bf16 values even[0], odd[0], even[1] ... */
+SMLA_INLINE vuint
+join_upper_halves(vuint even, vuint odd)
+{
+    return even >> 16 | (odd & 0xFFFF0000u);
 }
 
 SMLA_INLINE vhalf

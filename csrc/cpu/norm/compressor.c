@@ -196,13 +196,9 @@ close_group(const smla_cpu_isa *isa, const smla_compress_params *p, int64_t toke
     const smla_pool_norm by = {p->norm_weight, p->weight_type, p->eps};
     const int64_t num_rows = p->states.width / p->dim * p->states.ratio;
     smla_pool pool;
-    memset(&pool, 0, sizeof pool);
-    for (int64_t i = 0; i < SMLA_POOL_SLICES * SMLA_V4_HEAD_DIM; i++) {
-        (&pool.largest[0][0])[i] = -INFINITY;
-    }
     for (int64_t first = 0; first < num_rows; first += SMLA_POOL_ROWS) {
         const smla_pool_rows rows = find_rows(p, token, first, absent);
-        norm->pool_states(&pool, &rows, p->dim);
+        norm->pool_states(&pool, &rows, p->dim, first == 0);
     }
     uint16_t key[SMLA_V4_HEAD_DIM];
     const int64_t group = read_position(&p->rope, token) / p->states.ratio;

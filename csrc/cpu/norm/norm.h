@@ -45,8 +45,8 @@ typedef struct smla_norm_isa {
     /* A state row: values of kv, then score + ape, `width` of each. */
     void (*save_state)(const void *kv, const void *score, smla_float_type type, const float *ape,
                        int64_t width, float *row);
-    /* Adds states to a pool, whose largest scores begin as -inf and whose sums begin as 0. */
-    void (*pool_states)(smla_pool *pool, const smla_pool_rows *rows, int64_t dim);
+    /* Begins a pool with its first states, or adds states to it. */
+    void (*pool_states)(smla_pool *pool, const smla_pool_rows *rows, int64_t dim, bool is_first);
     /* The pooled values, normalised with a weight, their last 64 turned, as bf16. */
     void (*finish_pool)(const smla_pool *pool, int64_t dim, const smla_pool_norm *norm,
                         const float *cos_sin, uint16_t *key);

@@ -1,0 +1,195 @@
+/* bytes_avx2.h: converts rows of e4m3 from and to fp32 with the fp16 conversions of machines that
+ * have AVX2 (F16C), 32 values at a time. The callers leave other values than ordinary ones to
+ * narrow.h.
+ *
+ * An e4m3 value times 2^-8 is an fp16 value whose bits are those of the e4m3 code, apart:
+ *
+ *   e4m3   s eeee mmm           fp16   s 0 eeee mmm 0000000
+ *
+ * That holds for subnormal codes, too, because both exponents then end at the same place. So the
+ * processor's conversion does what narrow.h computes with ten instructions.
+ */
+#pragma once
+
+#include <stdbool.h>
+
+#include "cpu/machine/narrow.h"
+
+#if defined(__F16C__) && SMLA_SIMD_WIDTH == 8
+#define SMLA_HAVE_BYTES 1
+
+/* Powers of two between which the numbers of a row must be to be ordinary. Then no product of them
+ * overflows, and none that matters is subnormal. */
+#define SMLA_ORDINARY_MAX   0x1p100f
+#define SMLA_ORDINARY_LEAST 0x1p-50f
+
+SMLA_INLINE vuint
+max_words(vuint a, vuint b)
+{
+    return (vuint)_mm256_max_epu32((__m256i)a, (__m256i)b);
+}
+
+/* ---- fp32 to e4m3 -------------------------------------------------------------------------- */
+
+/* The larger magnitude per lane, as bits of fp32, of 32 bf16 values in a row. A NaN is larger than
+ * anything. */
+SMLA_INLINE vuint
+find_magnitudes(const void *halves)
+{
+    const __m256i magnitude = _mm256_set1_epi16(0x7FFF);
+    const __m256i first = _mm256_and_si256((__m256i)load_words(halves, 0), magnitude);
+    const __m256i second = _mm256_and_si256((__m256i)load_words(halves, 1), magnitude);
+    const vuint larger = (vuint)_mm256_max_epi16(first, second);
+    return max_words(larger << 16, larger & 0xFFFF0000u);
+}
+
+SMLA_INLINE __m256i
+narrow_to_fp16(vfloat first, vfloat second)
+{
+    return _mm256_set_m128i(_mm256_cvtps_ph((__m256)second, _MM_FROUND_TO_NEAREST_INT),
+                            _mm256_cvtps_ph((__m256)first, _MM_FROUND_TO_NEAREST_INT));
+}
+
+/* The fp16 values of even and odd lanes -> the bytes of their codes, in order. The bits of a code's
+ * magnitude move left by one when they are added to themselves. */
+SMLA_INLINE void
+store_codes(__m256i even, __m256i odd, void *bytes)
+{
+    const __m256i magnitude = _mm256_set1_epi16(0x7F80);
+    even = _mm256_add_epi16(even, _mm256_and_si256(even, magnitude));
+    odd = _mm256_add_epi16(odd, _mm256_and_si256(odd, magnitude));
+    const __m256i is_odd = _mm256_set1_epi16((short)0xFF00);
+    const __m256i codes = _mm256_blendv_epi8(_mm256_srli_epi16(even, 8), odd, is_odd);
+    _mm256_storeu_si256(bytes, codes);
+}
+
+/* Rounds fp16 values to the three bits of mantissa that e4m3 has. Values below 2^-17 are multiples
+ * of the smallest fp16, and so of e4m3's units. */
+SMLA_INLINE __m256i
+round_fp16(__m256i x)
+{
+    const __m256i one = _mm256_set1_epi16(1);
+    const __m256i is_odd = _mm256_and_si256(_mm256_srli_epi16(x, 7), one);
+    return _mm256_add_epi16(x, _mm256_add_epi16(is_odd, _mm256_set1_epi16(0x3F)));
+}
+
+/* A factor 2^n becomes that of store_exact_e4m3. A bf16 value times 2^(n - 8) has 8 bits of
+ * mantissa, which fp16 holds, but for values of less than half of e4m3's smallest number, and their
+ * doubles. The 2^-12 makes those that lie behind the middle of two numbers be rounded up. It never
+ * changes how another value is rounded, because it is less than half of fp16's last bit. */
+#define SMLA_EXACT_FACTOR (0x1p-8f * (1.0f + 0x1p-12f))
+
+/* 32 bf16 values times a power of two, at most 448, as e4m3. */
+SMLA_INLINE void
+store_exact_e4m3(const void *halves, float exact_factor, void *bytes)
+{
+    const duo first = load_bf16_duo(halves);
+    const duo second = load_bf16_duo((const uint8_t *)halves + sizeof(vuint));
+    const __m256i even = narrow_to_fp16(first.even * exact_factor, second.even * exact_factor);
+    const __m256i odd = narrow_to_fp16(first.odd * exact_factor, second.odd * exact_factor);
+    store_codes(round_fp16(even), round_fp16(odd), bytes);
+}
+
+/* Rounds x >= 0 to an e4m3 value times 2^-8. The ulp of the sum is the distance of the e4m3 values
+ * near x. */
+SMLA_INLINE vfloat
+round_magnitude_scaled(vfloat x)
+{
+    const vuint exponent = max_words((vuint)x & 0x7F800000u, splat_bits((127u - 14u) << 23));
+    const vfloat magic = (vfloat)(exponent + (20u << 23));
+    return (x + magic) - magic;
+}
+
+SMLA_INLINE vfloat
+round_scaled(vfloat x)
+{
+    const vuint sign = (vuint)x & 0x80000000u;
+    return (vfloat)((vuint)round_magnitude_scaled((vfloat)((vuint)x ^ sign)) | sign);
+}
+
+/* 32 values times 2^-8, at most 448 before that, as e4m3. */
+SMLA_INLINE void
+store_scaled_e4m3(duo first, duo second, void *bytes)
+{
+    store_codes(narrow_to_fp16(round_scaled(first.even), round_scaled(second.even)),
+                narrow_to_fp16(round_scaled(first.odd), round_scaled(second.odd)), bytes);
+}
+
+/* x / divisor, rounded once, from `inverse`, the rounded 1 / divisor. The second step corrects the
+ * first. For x of bf16 that gives the rounded quotient of all significands, which was tried. A
+ * division takes four times as long. A zero is positive. */
+SMLA_INLINE vfloat
+divide_by(vfloat x, float divisor, float inverse)
+{
+    const __m256 by = _mm256_set1_ps(inverse);
+    const __m256 quotient = (__m256)(x * inverse);
+    const __m256 rest = _mm256_fnmadd_ps(quotient, _mm256_set1_ps(divisor), (__m256)x);
+    return (vfloat)_mm256_fmadd_ps(rest, by, quotient);
+}
+
+/* 32 bf16 values, divided by `divisor`, as e4m3. The quotients are 2^-8 times numbers of at most
+ * 448. */
+SMLA_INLINE void
+store_quotients_e4m3(const void *halves, float divisor, float inverse, void *bytes)
+{
+    const vuint words[2] = {load_words(halves, 0), load_words(halves, 1)};
+    vfloat even[2];
+    vfloat odd[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        const vuint magnitude = words[i] & 0x7FFF7FFFu;
+        even[i] = divide_by((vfloat)(magnitude << 16), divisor, inverse);
+        odd[i] = divide_by((vfloat)(magnitude & 0xFFFF0000u), divisor, inverse);
+        even[i] = round_magnitude_scaled(even[i]);
+        odd[i] = round_magnitude_scaled(odd[i]);
+    }
+    /* Saturation keeps the signs of the 16-bit words, in another order. */
+    const __m256i packed = _mm256_packs_epi16((__m256i)words[0], (__m256i)words[1]);
+    const vuint signs = (vuint)_mm256_permute4x64_epi64(packed, 0xD8) & 0x80808080u;
+    const __m256i even_codes = _mm256_srli_epi16(narrow_to_fp16(even[0], even[1]), 7);
+    const __m256i odd_codes = _mm256_slli_epi16(narrow_to_fp16(odd[0], odd[1]), 1);
+    store_words((vuint)_mm256_or_si256(even_codes, odd_codes) | signs, bytes, 0);
+}
+
+/* ---- e4m3 to fp32 -------------------------------------------------------------------------- */
+
+typedef struct duos {
+    duo first;
+    duo second;
+} duos;
+
+SMLA_INLINE vfloat
+widen_fp16(__m128i x)
+{
+    return (vfloat)_mm256_cvtph_ps(x);
+}
+
+/* 32 e4m3 values times 2^-8. The codes of NaN give numbers. */
+SMLA_INLINE duos
+load_scaled_e4m3(const void *bytes)
+{
+    const __m256i codes = _mm256_set1_epi16((short)0xBF80);
+    const __m256i x = _mm256_loadu_si256(bytes);
+    const __m256i even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 1), codes);
+    const __m256i odd = _mm256_and_si256(_mm256_srai_epi16(x, 1), codes);
+    return (
+        duos){{widen_fp16(_mm256_castsi256_si128(even)), widen_fp16(_mm256_castsi256_si128(odd))},
+              {widen_fp16(_mm256_extracti128_si256(even, 1)),
+               widen_fp16(_mm256_extracti128_si256(odd, 1))}};
+}
+
+/* Adds the codes of 32 bytes to the largest ones so far. */
+SMLA_INLINE vuint
+note_codes(vuint largest, const void *bytes)
+{
+    const __m256i codes = (__m256i)(load_words(bytes, 0) & 0x7F7F7F7Fu);
+    return (vuint)_mm256_max_epu8((__m256i)largest, codes);
+}
+
+SMLA_INLINE bool
+has_nan_code(vuint largest)
+{
+    const __m256i nan = _mm256_set1_epi8(0x7F);
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi8((__m256i)largest, nan)) != 0;
+}
+#endif
