@@ -155,54 +155,79 @@ scale_quad(quad x, vfloat factor, bool divides)
 }
 
 #if defined(SMLA_HAVE_BYTES)
-/* Writes the NoPE part of a row whose scales are for 32 values or more, from bf16. Returns false,
- * and has written nothing, if a value is NaN, infinite, very large, or very small where that
- * matters. */
+/* The magnitudes of tile `t`, a vector of them: the largest one is among its lanes. */
+SMLA_INLINE vuint
+find_tile_magnitudes(const uint8_t *values, int scale_tile, int t)
+{
+    vuint magnitudes = {0};
+    if (scale_tile == DUO) {
+        return find_magnitudes(load_words(values, t));
+    }
+    for (int i = t * scale_tile; i < (t + 1) * scale_tile; i += QUAD) {
+        magnitudes = max_words(magnitudes, find_quad_magnitudes(values + 2 * i));
+    }
+    return magnitudes;
+}
+
+/* Turns the numbers that choose_scales gave into what the values of each tile are multiplied with.
+ * A true division takes the divisors, too. */
+SMLA_INLINE void
+choose_factors(const smla_kv_format_info *format, float *factors, float *inverses)
+{
+    for (int t = 0; t < format->num_scales; t += WIDTH) {
+        vfloat *const factor = (vfloat *)(factors + t);
+        vfloat *const inverse = (vfloat *)(inverses + t);
+        if (format->nope_type == SMLA_NOPE_E2M1) {
+            *inverse =
+                format->least_amax != 0 ? *factor * SMLA_E2M1_FACTOR : SMLA_E2M1_FACTOR / *factor;
+        } else if (format->least_amax != 0) {
+            *inverse = *factor * SMLA_EXACT_FACTOR;
+        } else {
+            *factor *= 0x1p8f;
+            *inverse = 1.0f / *factor;
+        }
+    }
+}
+
+/* Writes the NoPE part of a row that has scales, from bf16. Returns false, and has written nothing,
+ * if a value is NaN, infinite, very large, or very small where that matters. */
 SMLA_INLINE bool
 encode_ordinary_nope(const smla_kv_format_info *format, const uint8_t *values, smla_kv_token to)
 {
-    const int num_quads = format->nope_dim / QUAD;
-    const int tile_quads = format->scale_tile / QUAD;
+    const int tile_size = format->scale_tile;
+    const bool is_e2m1 = format->nope_type == SMLA_NOPE_E2M1;
     const bool divides = format->least_amax == 0;
-    vfloat best[ROW_QUADS];
+    const float most =
+        format->scale_type == SMLA_SCALE_E4M3 ? SMLA_E2M1_MAX * SMLA_E4M3_MAX : SMLA_ORDINARY_MAX;
+    vfloat best[SMLA_MAX_ROW_SCALES];
     vuint largest = {0};
     float factors[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
     float inverses[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
     for (int t = 0; t < format->num_scales; t++) {
-        vuint tile = {0};
-        for (int i = t * tile_quads; i < (t + 1) * tile_quads; i++) {
-            tile = max_words(tile, find_magnitudes(values + i * QUAD * 2));
-        }
-        best[t] = (vfloat)tile;
-        largest = max_words(largest, tile);
+        best[t] = (vfloat)find_tile_magnitudes(values, tile_size, t);
+        largest = max_words(largest, (vuint)best[t]);
     }
-    if (has_lane(~((vfloat)largest < SMLA_ORDINARY_MAX))) { /* or NaN */
+    if (has_lane(~((vfloat)largest < most))) { /* or NaN */
         return false;
     }
     fold_tiles(best, format->num_scales, WIDTH);
-    for (int t = 0; divides && t < format->num_scales; t += WIDTH) {
+    for (int t = 0; divides && !is_e2m1 && t < format->num_scales; t += WIDTH) {
         const vfloat amax = best[t / WIDTH];
         if (has_lane((amax < SMLA_ORDINARY_LEAST) & (amax != 0.0f))) {
             return false;
         }
     }
     choose_scales(format, best, factors, to.scales);
-    for (int t = 0; t < format->num_scales; t += WIDTH) {
-        vfloat *const factor = (vfloat *)(factors + t);
-        if (divides) {
-            *factor *= 0x1p8f;
-            *(vfloat *)(inverses + t) = 1.0f / *factor;
+    choose_factors(format, factors, inverses);
+    for (int i = 0; i < format->nope_dim; i += QUAD) {
+        const int t = i / tile_size;
+        const uint8_t *const x = values + 2 * i;
+        if (is_e2m1) {
+            store_e2m1_by(x, inverses[t], inverses[(i + DUO) / tile_size], to.row + i / 2);
+        } else if (divides) {
+            store_quotients_e4m3(x, factors[t], inverses[t], to.row + i);
         } else {
-            *factor *= SMLA_EXACT_FACTOR;
-        }
-    }
-    for (int i = 0; i < num_quads; i++) {
-        const int tile = i / tile_quads;
-        const uint8_t *const x = values + i * QUAD * 2;
-        if (divides) {
-            store_quotients_e4m3(x, factors[tile], inverses[tile], to.row + i * QUAD);
-        } else {
-            store_exact_e4m3(x, factors[tile], to.row + i * QUAD);
+            store_exact_e4m3(x, inverses[t], to.row + i);
         }
     }
     return true;
@@ -216,8 +241,8 @@ encode_nope(const smla_kv_format_info *format, smla_float_type type, const uint8
             float kv_scale, smla_kv_token to)
 {
 #if defined(SMLA_HAVE_BYTES)
-    if (type == SMLA_FLOAT_BF16 && format->nope_type == SMLA_NOPE_E4M3 &&
-        format->scale_tile >= QUAD && encode_ordinary_nope(format, values, to)) {
+    if (type == SMLA_FLOAT_BF16 && format->num_scales != 0 &&
+        encode_ordinary_nope(format, values, to)) {
         return;
     }
 #endif

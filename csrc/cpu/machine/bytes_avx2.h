@@ -31,16 +31,22 @@ max_words(vuint a, vuint b)
 
 /* ---- fp32 to e4m3 -------------------------------------------------------------------------- */
 
-/* The larger magnitude per lane, as bits of fp32, of 32 bf16 values in a row. A NaN is larger than
+/* The larger magnitude of the two bf16 values in each lane, as bits of fp32. A NaN is larger than
  * anything. */
 SMLA_INLINE vuint
-find_magnitudes(const void *halves)
+find_magnitudes(vuint halves)
 {
-    const __m256i magnitude = _mm256_set1_epi16(0x7FFF);
-    const __m256i first = _mm256_and_si256((__m256i)load_words(halves, 0), magnitude);
-    const __m256i second = _mm256_and_si256((__m256i)load_words(halves, 1), magnitude);
-    const vuint larger = (vuint)_mm256_max_epi16(first, second);
-    return max_words(larger << 16, larger & 0xFFFF0000u);
+    const vuint magnitudes = halves & 0x7FFF7FFFu;
+    return max_words(magnitudes << 16, magnitudes & 0xFFFF0000u);
+}
+
+/* The largest magnitudes per lane of 32 bf16 values in a row. */
+SMLA_INLINE vuint
+find_quad_magnitudes(const void *halves)
+{
+    const vuint first = load_words(halves, 0) & 0x7FFF7FFFu;
+    const vuint second = load_words(halves, 1) & 0x7FFF7FFFu;
+    return find_magnitudes((vuint)_mm256_max_epi16((__m256i)first, (__m256i)second));
 }
 
 SMLA_INLINE __m256i
@@ -149,6 +155,44 @@ store_quotients_e4m3(const void *halves, float divisor, float inverse, void *byt
     const __m256i even_codes = _mm256_srli_epi16(narrow_to_fp16(even[0], even[1]), 7);
     const __m256i odd_codes = _mm256_slli_epi16(narrow_to_fp16(odd[0], odd[1]), 1);
     store_words((vuint)_mm256_or_si256(even_codes, odd_codes) | signs, bytes, 0);
+}
+
+/* ---- fp32 to e2m1 -------------------------------------------------------------------------- */
+
+/* An e2m1 value times 2^-14 is an fp16 value, too: e2m1 s ee m, fp16 s 000 ee m 000000000. Factors
+ * of store_e2m1_by have this power of two. */
+#define SMLA_E2M1_FACTOR 0x1p-14f
+
+/* The lower bits of each word: the code of an fp16 value, rounded and saturated. */
+SMLA_INLINE __m256i
+round_to_e2m1_code(__m256i x)
+{
+    const __m256i most = _mm256_set1_epi16(0x0E00); /* 6 */
+    const __m256i magnitude = _mm256_and_si256(x, _mm256_set1_epi16(0x7FFF));
+    const __m256i clamped = _mm256_min_epi16(magnitude, most);
+    const __m256i is_odd = _mm256_and_si256(_mm256_srli_epi16(clamped, 9), _mm256_set1_epi16(1));
+    const __m256i sum = _mm256_add_epi16(clamped, _mm256_set1_epi16(0xFF));
+    const __m256i code = _mm256_srli_epi16(_mm256_add_epi16(sum, is_odd), 9);
+    const __m256i sign = _mm256_and_si256(_mm256_srli_epi16(x, 12), _mm256_set1_epi16(8));
+    return _mm256_or_si256(code, sign);
+}
+
+/* 32 bf16 values as e2m1, the first 16 times one factor and the others times another. A product
+ * is a quotient by a number of four bits, and may be off by one ulp. fp16 rounds that away, because
+ * the middle of two e2m1 values has three bits: a quotient that is not the middle is further from
+ * it than 2^-8 of its size. */
+SMLA_INLINE void
+store_e2m1_by(const void *halves, float first_factor, float second_factor, void *bytes)
+{
+    const duo first = load_bf16_duo(halves);
+    const duo second = load_bf16_duo((const uint8_t *)halves + sizeof(vuint));
+    const __m256i even = narrow_to_fp16(first.even * first_factor, second.even * second_factor);
+    const __m256i odd = narrow_to_fp16(first.odd * first_factor, second.odd * second_factor);
+    const __m256i codes =
+        _mm256_or_si256(round_to_e2m1_code(even), _mm256_slli_epi16(round_to_e2m1_code(odd), 4));
+    const __m128i packed =
+        _mm_packus_epi16(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+    _mm_storeu_si128(bytes, packed);
 }
 
 /* ---- e4m3 to fp32 -------------------------------------------------------------------------- */

@@ -198,7 +198,7 @@ turn_back_ordinary(const uint16_t *x, const float *cos_sin, uint8_t *out,
     vfloat largest = {0};
     for (int i = 0; i < NOPE_DIM; i += QUAD) {
         vfloat *const tile = &best.v[i / SMLA_OUTPUT_TILE];
-        *tile = (vfloat)max_words((vuint)*tile, find_magnitudes(x + i));
+        *tile = (vfloat)max_words((vuint)*tile, find_quad_magnitudes(x + i));
     }
     for (int i = 0; i < ROPE_DUOS; i++) {
         const int at = NOPE_DIM + i * DUO;
