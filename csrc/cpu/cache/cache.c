@@ -11,7 +11,7 @@
 
 enum {
     CACHE_LINE = 64,
-    FETCHED_TOKENS = 4, /* how far ahead rows are fetched */
+    FETCHED_TOKENS = 8, /* how far ahead rows are fetched */
 };
 
 /* ---- Write --------------------------------------------------------------------------------- */

@@ -199,7 +199,7 @@ encode_ordinary_nope(const smla_kv_format_info *format, const uint8_t *values, s
     const bool divides = format->least_amax == 0;
     const float most =
         format->scale_type == SMLA_SCALE_E4M3 ? SMLA_E2M1_MAX * SMLA_E4M3_MAX : SMLA_ORDINARY_MAX;
-    vfloat best[SMLA_MAX_ROW_SCALES];
+    vfloat best[SMLA_MAX_ROW_SCALES]; /* becomes one lane per tile */
     vuint largest = {0};
     float factors[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
     float inverses[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
@@ -210,7 +210,12 @@ encode_ordinary_nope(const smla_kv_format_info *format, const uint8_t *values, s
     if (has_lane(~((vfloat)largest < most))) { /* or NaN */
         return false;
     }
-    fold_tiles(best, format->num_scales, WIDTH);
+    for (int t = format->num_scales; t % WIDTH != 0; t++) {
+        best[t] = (vfloat){0};
+    }
+    for (int t = 0; t < format->num_scales; t += WIDTH) {
+        best[t / WIDTH] = fold_eight(best + t);
+    }
     for (int t = 0; divides && !is_e2m1 && t < format->num_scales; t += WIDTH) {
         const vfloat amax = best[t / WIDTH];
         if (has_lane((amax < SMLA_ORDINARY_LEAST) & (amax != 0.0f))) {

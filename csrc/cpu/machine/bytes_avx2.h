@@ -157,6 +157,30 @@ store_quotients_e4m3(const void *halves, float divisor, float inverse, void *byt
     store_words((vuint)_mm256_or_si256(even_codes, odd_codes) | signs, bytes, 0);
 }
 
+/* The largest lane of each of four vectors without NaN. */
+SMLA_INLINE __m128
+fold_four(const vfloat *x)
+{
+    __m128 half[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        half[i] = _mm_max_ps(_mm256_castps256_ps128((__m256)x[i]),
+                             _mm256_extractf128_ps((__m256)x[i], 1));
+    }
+    const __m128 first = _mm_max_ps(_mm_unpacklo_ps(half[0], half[1]), /* 0 1 0 1 */
+                                    _mm_unpackhi_ps(half[0], half[1]));
+    const __m128 second = _mm_max_ps(_mm_unpacklo_ps(half[2], half[3]), /* 2 3 2 3 */
+                                     _mm_unpackhi_ps(half[2], half[3]));
+    return _mm_max_ps(_mm_movelh_ps(first, second), _mm_movehl_ps(second, first));
+}
+
+/* The largest lane of each of eight vectors without NaN, in order. */
+SMLA_INLINE vfloat
+fold_eight(const vfloat *x)
+{
+    return (vfloat)_mm256_set_m128(fold_four(x + 4), fold_four(x));
+}
+
 /* ---- fp32 to e2m1 -------------------------------------------------------------------------- */
 
 /* An e2m1 value times 2^-14 is an fp16 value, too: e2m1 s ee m, fp16 s 000 ee m 000000000. Factors

@@ -9,7 +9,11 @@
 #include "cpu/machine/isa.h"
 #include "cpu/machine/threads.h"
 
-enum { PARALLEL_ROWS = 64 }; /* fewer rows run on one thread */
+enum {
+    PARALLEL_ROWS = 64, /* fewer rows run on one thread */
+    CACHE_LINE = 64,
+    FETCHED_ROWS = 3, /* how far ahead heads are fetched */
+};
 
 /* ---- Positions ----------------------------------------------------------------------------- */
 
@@ -76,6 +80,26 @@ store_scales(const smla_inverse_rope_params *p, int64_t token, int64_t group, in
     }
 }
 
+/* Starts to fetch the cache lines that a head's bytes and scales will be written to, and those of a
+ * later head's values. Without it, a head took a quarter longer (Zen 3). GCC 12 would remove a call
+ * of such a function as one without effects. */
+static inline __attribute__((always_inline)) void
+fetch_lines(const smla_inverse_rope_params *p, const uint16_t *x, const uint8_t *out,
+            int64_t first_scale)
+{
+    const uint8_t *const later = (const uint8_t *)(x + FETCHED_ROWS * p->o_stride_head);
+    for (int64_t at = 0; at < SMLA_V4_HEAD_DIM * (int64_t)sizeof *x; at += CACHE_LINE) {
+        __builtin_prefetch(later + at);
+    }
+    for (int64_t at = 0; at < SMLA_V4_HEAD_DIM; at += CACHE_LINE) {
+        __builtin_prefetch(out + at, 1);
+    }
+    for (int64_t i = 0; i < (p->scales_are_packed ? 1 : SMLA_OUTPUT_SCALES); i++) {
+        const int64_t at = first_scale + i * p->scale_stride_column;
+        __builtin_prefetch((const uint32_t *)p->out_scale + at, 1);
+    }
+}
+
 static void
 turn_back(const smla_norm_isa *norm, const smla_inverse_rope_params *p, int64_t token,
           int64_t group, int64_t head)
@@ -90,6 +114,8 @@ turn_back(const smla_norm_isa *norm, const smla_inverse_rope_params *p, int64_t 
         return;
     }
     float scales[SMLA_OUTPUT_SCALES];
+    const int64_t column = head * (p->scales_are_packed ? 1 : SMLA_OUTPUT_SCALES);
+    fetch_lines(p, x, (uint8_t *)p->out + out, place_of_scale(p, token, group, column));
     norm->turn_back_to_e4m3(x, cos_sin, (uint8_t *)p->out + out, scales);
     store_scales(p, token, group, head, scales);
 }

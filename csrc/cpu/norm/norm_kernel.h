@@ -214,7 +214,7 @@ turn_back_ordinary(const uint16_t *x, const float *cos_sin, uint8_t *out,
     if (has_lane(~(largest < SMLA_ORDINARY_MAX))) { /* or NaN */
         return false;
     }
-    finish_max(best, scales);
+    _mm_storeu_ps(scales, fold_four(best.v));
     for (int t = 0; t < SMLA_OUTPUT_SCALES; t++) {
         scales[t] = smla_power_of_two_scale(scales[t], SMLA_E4M3_MAX, SMLA_OUTPUT_FLOOR);
         inverse[t] = 1.0f / scales[t];
