@@ -12,6 +12,8 @@
 #include "cpu/machine/threads.h"
 #include "cpu/norm/norm.h"
 
+enum { FLOATS_PER_LINE = 16 }; /* a cache line has 64 bytes */
+
 static int64_t
 read_position_of(const smla_partial_states_params *p, int64_t token)
 {
@@ -188,6 +190,21 @@ find_rows(const smla_compress_params *p, int64_t token, int64_t first, const abs
     return rows;
 }
 
+/* Starts to fetch the states `first` and those after it, into the second cache. GCC 12 would remove
+ * a call of such a function as one without effects. */
+static inline __attribute__((always_inline)) void
+fetch_states(const smla_compress_params *p, int64_t token, int64_t first,
+             const absent_state *absent)
+{
+    const smla_pool_rows rows = find_rows(p, token, first, absent);
+    for (int i = 0; i < SMLA_POOL_ROWS; i++) {
+        for (int64_t channel = 0; channel < p->dim; channel += FLOATS_PER_LINE) {
+            __builtin_prefetch(rows.values[i] + channel, 0, 2);
+            __builtin_prefetch(rows.scores[i] + channel, 0, 2);
+        }
+    }
+}
+
 static void
 close_group(const smla_cpu_isa *isa, const smla_compress_params *p, int64_t token, float kv_scale,
             const absent_state *absent)
@@ -198,6 +215,9 @@ close_group(const smla_cpu_isa *isa, const smla_compress_params *p, int64_t toke
     smla_pool pool;
     for (int64_t first = 0; first < num_rows; first += SMLA_POOL_ROWS) {
         const smla_pool_rows rows = find_rows(p, token, first, absent);
+        if (first + SMLA_POOL_ROWS < num_rows) {
+            fetch_states(p, token, first + SMLA_POOL_ROWS, absent);
+        }
         norm->pool_states(&pool, &rows, p->dim, first == 0);
     }
     uint16_t key[SMLA_V4_HEAD_DIM];
@@ -210,17 +230,26 @@ close_group(const smla_cpu_isa *isa, const smla_compress_params *p, int64_t toke
                           smla_kv_slot(&p->insert.kv, read_slot(&p->insert, token)));
 }
 
-/* Closes the groups whose rows are in one share, in order. */
+/* Closes the groups whose rows are in one share, in order. While a group is pooled, the first states
+ * of the next one are fetched. */
 static void
 close_share(const smla_cpu_isa *isa, const smla_compress_params *p, const absent_state *absent,
             int share, int num_shares)
 {
     const float kv_scale = smla_read_scale(&p->insert.kv_scale);
+    int64_t former = -1;
     for (int64_t token = 0; token < p->insert.num_tokens; token++) {
         if (is_in_share(read_slot(&p->insert, token), share, num_shares) &&
             closes_group(p, token)) {
-            close_group(isa, p, token, kv_scale, absent);
+            fetch_states(p, token, 0, absent);
+            if (former >= 0) {
+                close_group(isa, p, former, kv_scale, absent);
+            }
+            former = token;
         }
+    }
+    if (former >= 0) {
+        close_group(isa, p, former, kv_scale, absent);
     }
 }
 
