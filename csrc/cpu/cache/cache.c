@@ -11,7 +11,8 @@
 
 enum {
     CACHE_LINE = 64,
-    FETCHED_TOKENS = 8, /* how far ahead rows are fetched */
+    FETCHED_TOKENS = 8,  /* how far ahead rows are fetched */
+    LISTED_TOKENS = 512, /* tokens that a share looks at together */
 };
 
 /* ---- Write --------------------------------------------------------------------------------- */
@@ -33,22 +34,50 @@ smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
     return SMLA_OK;
 }
 
-/* Finds the cache row that a token is written to, and starts to fetch its cache lines: rows lie
- * anywhere, so that the processor does not foresee them. The row is NULL if this share has none to
- * write. GCC 12 would remove a call of such a function as one without effects. */
-static inline __attribute__((always_inline)) smla_kv_token
-find_row(const smla_cache_write_params *p, int64_t token, int share, int num_shares)
+/* Lists the tokens from `first` to `end` - 1 that a share writes. Returns how many there are. Slots
+ * are random to the processor, so it would foresee half of the branches of a loop that wrote. */
+static int
+list_tokens(const smla_cache_write_params *p, int64_t first, int64_t end, int share, int num_shares,
+            int64_t *tokens)
 {
-    const int64_t slot = token < p->num_tokens ? read_slot(p, token) : -1;
-    if (!is_in_share(slot, share, num_shares)) {
-        return (smla_kv_token){NULL, NULL};
+    int count = 0;
+    for (int64_t token = first; token < end; token++) {
+        tokens[count] = token;
+        count += is_in_share(read_slot(p, token), share, num_shares);
     }
-    const smla_kv_token to = smla_kv_slot(&p->kv, slot);
-    for (int64_t at = 0; at < p->kv.format->data_bytes; at += CACHE_LINE) {
+    return count;
+}
+
+/* Starts to fetch the cache lines of `size` bytes. GCC 12 would remove a call of such a function as
+ * one without effects. */
+static inline __attribute__((always_inline)) void
+fetch_values(const void *values, int64_t size)
+{
+    for (int64_t at = 0; at < size; at += CACHE_LINE) {
+        __builtin_prefetch((const uint8_t *)values + at);
+    }
+}
+
+/* Finds a token's row, and starts to fetch its cache lines. Rows lie anywhere, so that the processor
+ * does not foresee them. Nor does it foresee the values of one share among several, which leaves
+ * tokens out. */
+static inline __attribute__((always_inline)) smla_kv_token
+fetch_token(const smla_cache_write_params *p, int64_t token, int num_shares)
+{
+    const smla_kv_format_info *const format = p->kv.format;
+    const smla_kv_token to = smla_kv_slot(&p->kv, read_slot(p, token));
+    for (int64_t at = 0; at < format->data_bytes; at += CACHE_LINE) {
         __builtin_prefetch(to.row + at, 1);
     }
-    if (p->kv.format->scale_bytes != 0) {
+    if (format->scale_bytes != 0) {
         __builtin_prefetch(to.scales, 1);
+    }
+    if (num_shares > 1) {
+        const int64_t size = p->input_type == SMLA_FLOAT_FP32 ? 4 : 2;
+        fetch_values((const uint8_t *)p->kv_c + token * p->kv_c_stride_token * size,
+                     format->nope_dim * size);
+        fetch_values((const uint8_t *)p->k_pe + token * p->k_pe_stride_token * size,
+                     format->rope_dim * size);
     }
     return to;
 }
@@ -59,17 +88,23 @@ write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int s
             int num_shares)
 {
     const float kv_scale = smla_read_scale(&p->kv_scale);
+    int64_t tokens[LISTED_TOKENS];
     smla_kv_token rows[FETCHED_TOKENS];
-    for (int64_t token = 0; token < FETCHED_TOKENS; token++) {
-        rows[token] = find_row(p, token, share, num_shares);
-    }
-    for (int64_t token = 0; token < p->num_tokens; token++) {
-        smla_kv_token *const row = &rows[token % FETCHED_TOKENS];
-        const smla_kv_token to = *row;
-        *row = find_row(p, token + FETCHED_TOKENS, share, num_shares);
-        if (to.row != NULL) {
-            cache->write_row(p->kv.format, p->input_type, p->kv_c, token * p->kv_c_stride_token,
-                             p->k_pe, token * p->k_pe_stride_token, kv_scale, to);
+    for (int64_t first = 0; first < p->num_tokens; first += LISTED_TOKENS) {
+        const int64_t left = p->num_tokens - first;
+        const int64_t end = first + (left < LISTED_TOKENS ? left : LISTED_TOKENS);
+        const int count = list_tokens(p, first, end, share, num_shares, tokens);
+        for (int i = 0; i < count && i < FETCHED_TOKENS; i++) {
+            rows[i] = fetch_token(p, tokens[i], num_shares);
+        }
+        for (int i = 0; i < count; i++) {
+            smla_kv_token *const row = &rows[i % FETCHED_TOKENS];
+            const smla_kv_token to = *row;
+            if (i + FETCHED_TOKENS < count) {
+                *row = fetch_token(p, tokens[i + FETCHED_TOKENS], num_shares);
+            }
+            cache->write_row(p->kv.format, p->input_type, p->kv_c, tokens[i] * p->kv_c_stride_token,
+                             p->k_pe, tokens[i] * p->k_pe_stride_token, kv_scale, to);
         }
     }
 }

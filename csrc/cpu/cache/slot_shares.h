@@ -30,5 +30,6 @@ count_shares(const smla_cache_write_params *p)
 static inline bool
 is_in_share(int64_t slot, int share, int num_shares)
 {
-    return slot >= 0 && (num_shares == 1 || slot / SLOT_NEIGHBOURS % num_shares == share);
+    const uint32_t group = (uint32_t)((uint64_t)slot / SLOT_NEIGHBOURS);
+    return (slot >= 0) & (group % (uint32_t)num_shares == (uint32_t)share); /* no branch */
 }
