@@ -18,9 +18,9 @@
  *                fp4_v41     204 -> 160, 216 -> 181, 485 -> 361
  *              Since 2026-11-24 AVX2 converts e4m3 by way of fp16 (bytes_avx2.h): ns per row on a
  *              Zen 3, written from bf16 and read to it, before and after:
- *                fp8_ds_mla  252 -> 156, 175 -> 83
- *                fp8_v4      213 -> 89, 168 -> 53
- *                fp8_index   79 -> 36, 47 -> 22
+ *                fp8_ds_mla  252 -> 154, 175 -> 82
+ *                fp8_v4      213 -> 81, 168 -> 53
+ *                fp8_index   79 -> 30, 47 -> 22
  *              Tried: byte vectors of GCC 12, which converts them byte by byte, halve reads and
  *              AVX2. A write tile after tile waits for maximum, scale and broadcast: -30 %.
  * Numerics     Every byte is what the functions of numeric.h give, for every input: true divisions,

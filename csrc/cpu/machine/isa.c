@@ -32,6 +32,7 @@ support_base(void)
 }
 
 #if defined(SMLA_HAVE_X86_ISA)
+/* Every processor with AVX2 has F16C, too. */
 static bool
 support_avx2(void)
 {

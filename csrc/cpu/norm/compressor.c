@@ -230,8 +230,8 @@ close_group(const smla_cpu_isa *isa, const smla_compress_params *p, int64_t toke
                           smla_kv_slot(&p->insert.kv, read_slot(&p->insert, token)));
 }
 
-/* Closes the groups whose rows are in one share, in order. While a group is pooled, the first states
- * of the next one are fetched. */
+/* Closes the groups whose rows are in one share, in order. While a group is pooled, the first
+ * states of the next one are fetched. */
 static void
 close_share(const smla_cpu_isa *isa, const smla_compress_params *p, const absent_state *absent,
             int share, int num_shares)
