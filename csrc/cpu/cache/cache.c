@@ -59,8 +59,8 @@ fetch_values(const void *values, int64_t size)
 }
 
 /* Finds a token's row, and starts to fetch its cache lines. Rows lie anywhere, so that the
- * processor does not foresee them. Nor does it foresee the values of one share among several, which leaves
- * tokens out. */
+ * processor does not foresee them. One share among several leaves tokens out, so that it does not
+ * foresee the values, either. */
 static inline __attribute__((always_inline)) smla_kv_token
 fetch_token(const smla_cache_write_params *p, int64_t token, int num_shares)
 {
