@@ -208,7 +208,8 @@ lib: $(VENV)/build.txt toolkit ## build/lib and build/include: the C library, it
 
 install-lib: lib ## copy what lib builds to PREFIX=/usr/local
 	install -d $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib
-	cp -R build/include/sparse_mla.h build/include/dlpack $(DESTDIR)$(PREFIX)/include
+	cp -R build/include/sparse_mla.h build/include/sparse_mla build/include/dlpack \
+	    $(DESTDIR)$(PREFIX)/include
 	cp -RP build/lib/libsparse_mla.* build/lib/pkgconfig build/lib/cmake $(DESTDIR)$(PREFIX)/lib
 
 wheel: $(VENV)/test.txt ## build an sdist, and an abi3 wheel from it in isolation, in dist/

@@ -157,9 +157,10 @@ def alias_of_multiarch():
 
 def public_headers():
     """Installed name → source of the headers that callers include."""
-    dlpack = Path("dlpack/dlpack.h")
+    csrc, dlpack = Path("csrc"), Path("dlpack/dlpack.h")
+    ours = [csrc / "sparse_mla.h", *sorted(csrc.glob("sparse_mla/*.h"))]
     return {
-        Path("sparse_mla.h"): Path("csrc/sparse_mla.h"),
+        **{path.relative_to(csrc): path for path in ours},
         dlpack: package_include("tvm_ffi", "include") / dlpack,
     }
 
@@ -238,10 +239,10 @@ def find_cuda():
 
 
 def check_header_version(version):
-    header = Path("csrc/sparse_mla.h").read_text()
-    parts = dict(re.findall(r"^#define SMLA_VERSION_(\w+) (\d+)$", header, re.MULTILINE))
-    if (found := "{MAJOR}.{MINOR}.{PATCH}".format(**parts)) != version:
-        sys.exit(f"error: version {found} in csrc/sparse_mla.h, {version} in pyproject.toml")
+    header = Path("csrc/sparse_mla/status.h")
+    defines = re.findall(r"^#define SMLA_VERSION_(\w+) (\d+)$", header.read_text(), re.MULTILINE)
+    if (found := "{MAJOR}.{MINOR}.{PATCH}".format(**dict(defines))) != version:
+        sys.exit(f"error: version {found} in {header}, {version} in pyproject.toml")
 
 
 def module_flags(cc, version, cuda_facts):

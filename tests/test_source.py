@@ -16,6 +16,8 @@ import sparse_mla
 ROOT = Path(__file__).parents[1]
 SOURCES = (".c", ".h", ".cu", ".cuh", ".py", ".pyi", ".md")
 CSRC = sorted(path for path in (ROOT / "csrc").rglob("*.[ch]*") if path.is_file())
+UMBRELLA = ROOT / "csrc" / "sparse_mla.h"
+PUBLIC = [UMBRELLA, *sorted((ROOT / "csrc" / "sparse_mla").iterdir())]
 
 
 def included_by(path: Path) -> set[Path]:
@@ -114,8 +116,17 @@ def test_no_file_is_long():
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in SOURCES]
     ours = [path for path in files if "include" not in path.relative_to(ROOT).parts]
     assert len(ours) > 150
-    long = [path.name for path in ours if len(path.read_text().splitlines()) > 600]
-    assert set(long) <= {"sparse_mla.h"}, "the public API is one header"
+    assert [path.name for path in ours if len(path.read_text().splitlines()) > 600] == []
+
+
+def test_the_public_header_includes_and_lists_its_rooms():
+    assert included_by(UMBRELLA) == set(PUBLIC) - {UMBRELLA}
+    listed = re.findall(r"^ \*   (\w+\.h) ", UMBRELLA.read_text(), re.M)
+    assert sorted(listed) == [path.name for path in PUBLIC[1:]]
+
+
+def test_public_headers_include_no_others():
+    assert set().union(*map(included_by, PUBLIC)) <= set(PUBLIC)
 
 
 def test_file_names_are_unique():
@@ -152,8 +163,12 @@ def test_assembly_stands_where_instructions_are_wrapped():
 
 def test_headers_are_included_once():
     headers = [path for path in CSRC if path.suffix in (".h", ".cuh")]
-    public = [path.name for path in headers if "#pragma once\n" not in path.read_text()]
-    assert public == ["sparse_mla.h"], "which has a guard that every compiler knows"
+    assert {path for path in headers if "#pragma once\n" not in path.read_text()} == set(PUBLIC)
+    for path in PUBLIC:  # a guard that every compiler knows
+        guard = re.sub(r"\W", "_", str(path.relative_to(ROOT / "csrc"))).upper()
+        lines = [line for line in path.read_text().splitlines() if line.startswith("#")]
+        assert lines[:2] == [f"#ifndef {guard}", f"#define {guard}"]
+        assert lines[-1] == f"#endif /* {guard} */"
 
 
 # A trailing comment that reads on from its identifier has no noun: `int size; /* of a page */`.

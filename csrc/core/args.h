@@ -1,7 +1,7 @@
 /* args.h: reads an args struct of any version. */
 #pragma once
 
-#include "sparse_mla.h"
+#include "sparse_mla/status.h"
 
 /* Copies the caller's struct, which begins with its own size, into `known`. Fields that an older
  * caller does not have become zero. Extra fields of a newer caller must be zero. */

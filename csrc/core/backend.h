@@ -4,6 +4,7 @@
 #include "core/error.h"
 #include "core/params_compressor.h"
 #include "core/params_lightning.h"
+#include "sparse_mla/sparse_attention.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,7 +1,7 @@
 /* error.h: how functions of the core fail. Compiles as C and as CUDA. */
 #pragma once
 
-#include "sparse_mla.h"
+#include "sparse_mla/status.h"
 
 #ifdef __cplusplus
 extern "C" {

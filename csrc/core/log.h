@@ -7,7 +7,7 @@
 
 #include <stdbool.h>
 
-#include "sparse_mla.h"
+#include "sparse_mla/status.h"
 
 enum { SMLA_LOG_TEXT_BYTES = 2048 };
 

@@ -11,7 +11,6 @@
 #include "core/dltensor.h"
 #include "core/kv_format.h"
 #include "core/numeric.h"
-#include "sparse_mla.h"
 
 /* Where an operator runs: the device of its arrays, and the caller's stream on it. */
 typedef struct smla_stream {

@@ -3,6 +3,7 @@
 
 #include "core/backend.h"
 #include "core/rule.h"
+#include "sparse_mla.h"
 
 /* Each checks the args of its operator, fills `params`, and finds the backend for the call. */
 #define SMLA_DECLARE_CHECK(name, args_type, params_type)                      \

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/backend.h"
+#include "sparse_mla.h"
 
 /* sparse_attention whose indices are positions, which `map` turns into slots. If the map has no
  * block table, the indices are slots already. Args must have the size of this version. */

@@ -11,6 +11,7 @@
 #include <stdbool.h>
 
 #include "core/backend.h"
+#include "sparse_mla.h"
 
 enum { SMLA_PY_MAX_RANK = 8 };
 

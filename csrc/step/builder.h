@@ -4,6 +4,7 @@
 
 #include "core/backend.h"
 #include "core/dltensor.h"
+#include "sparse_mla/step.h"
 
 /* The metadata of a step: arrays that follow each other in the mirror. A build fills them on the
  * host, and they have the same offsets on the device. The arrays for prefills exist on path

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/backend.h"
+#include "sparse_mla/step.h"
 
 /* Checks that it starts with 0, never falls, and ends with at most num_actual_tokens. */
 smla_status smla_check_query_start_loc(const char *op, const int32_t *query_start_loc,

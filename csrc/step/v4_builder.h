@@ -9,6 +9,7 @@
 
 #include "core/backend.h"
 #include "core/dltensor.h"
+#include "sparse_mla/step.h"
 #include "step/batch.h"
 
 enum {

@@ -55,7 +55,7 @@ def build_info() -> dict[str, Any]:
 
 
 def get_include() -> str:
-    """The folder of sparse_mla.h and dlpack/dlpack.h, for C code that calls the core.
+    """The folder of sparse_mla.h, sparse_mla/ and dlpack/dlpack.h, for C code that calls the core.
 
     Returns
     -------

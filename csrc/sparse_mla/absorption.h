@@ -1,0 +1,79 @@
+/* absorption.h: kv_b_proj as two matrices, the projections by them, and per-tensor quantisation.
+ * The conventions are in sparse_mla.h. */
+#ifndef SPARSE_MLA_ABSORPTION_H
+#define SPARSE_MLA_ABSORPTION_H
+
+#include "sparse_mla/status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* kv_b_proj [512, H * (Pn + Pv)] or else its transpose -> W_UK [512, H, Pn], W_UV [512, H, Pv]. */
+typedef struct smla_split_kv_b_proj_args {
+    size_t struct_size;
+    const DLTensor *weight;           /* bf16 | fp32 | fp16; e4m3 | uint8 with weight_scale_inv */
+    const DLTensor *weight_scale_inv; /* fp32, one scale per 128 x 128 block of weight, optional */
+    const DLTensor *w_uk;             /* out [512, H, Pn] bf16 */
+    const DLTensor *w_uv;             /* out [512, H, Pv] bf16 */
+    void *stream;
+} smla_split_kv_b_proj_args;
+
+SMLA_API smla_status smla_split_kv_b_proj(const smla_split_kv_b_proj_args *args, smla_error *error);
+
+/* out[t,h,l] = sum_p q_nope[t,h,p] * w_uk[l,h,p], summed in fp32 */
+typedef struct smla_k_up_proj_args {
+    size_t struct_size;
+    const DLTensor *q_nope; /* [T, H, Pn] bf16 */
+    const DLTensor *w_uk;   /* [512, H, Pn] bf16 */
+    const DLTensor *out;    /* out [T, H, 512] bf16 */
+    void *stream;
+} smla_k_up_proj_args;
+
+SMLA_API smla_status smla_k_up_proj(const smla_k_up_proj_args *args, smla_error *error);
+
+/* out[t,h,v] = sum_l x[t,h,l] * w_uv[l,h,v], summed in fp32 */
+typedef struct smla_v_up_proj_args {
+    size_t struct_size;
+    const DLTensor *x;    /* [T, H, 512] bf16 */
+    const DLTensor *w_uv; /* [512, H, Pv] bf16 */
+    const DLTensor *out;  /* out [T, H, Pv] bf16 */
+    void *stream;
+} smla_v_up_proj_args;
+
+SMLA_API smla_status smla_v_up_proj(const smla_v_up_proj_args *args, smla_error *error);
+
+/* out[t,g,n] = sum_r o[t,g,r] * weight[g,n,r], rounded once. Either o and weight are bf16 and there
+ * are no scales, or both are e4m3 with scales, R is a multiple of 128 (512 for int32 scales), and
+ * every 128 values of r are summed before they are scaled, in fp32. */
+typedef struct smla_grouped_output_projection_args {
+    size_t struct_size;
+    const DLTensor *o;            /* [T, G, R] bf16 | e4m3 | uint8 */
+    const DLTensor *o_scale;      /* [>= T, G, R / 128] fp32 | [>= T, G, R / 512] int32 of four
+                                   * exponents, as fused_inv_rope_fp8_quant writes them; or NULL */
+    const DLTensor *weight;       /* [G, N, R], bf16 or e4m3 as o */
+    const DLTensor *weight_scale; /* [G, ceil(N / 128), R / 128] fp32; or NULL */
+    const DLTensor *out;          /* out [T, G, N] bf16 */
+    void *stream;
+} smla_grouped_output_projection_args;
+
+SMLA_API smla_status smla_grouped_output_projection(const smla_grouped_output_projection_args *args,
+                                                    smla_error *error);
+
+/* One scale for the whole array: max(amax, 1e-10) / 448. out = e4m3(x / scale), saturating. */
+typedef struct smla_dynamic_per_tensor_quant_args {
+    size_t struct_size;
+    const DLTensor *x;     /* any rank up to 8, bf16 | fp16 | fp32; amax leaves out NaN */
+    const DLTensor *out;   /* out, the shape of x, e4m3 | uint8 */
+    const DLTensor *scale; /* out, one fp32 of any rank */
+    void *stream;
+} smla_dynamic_per_tensor_quant_args;
+
+SMLA_API smla_status smla_dynamic_per_tensor_quant(const smla_dynamic_per_tensor_quant_args *args,
+                                                   smla_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* SPARSE_MLA_ABSORPTION_H */

@@ -1,0 +1,119 @@
+/* sparse_attention.h: attention over the rows that a list of slots names, the merge of two results,
+ * and which kernels there are. The conventions are in sparse_mla.h. */
+#ifndef SPARSE_MLA_SPARSE_ATTENTION_H
+#define SPARSE_MLA_SPARSE_ATTENTION_H
+
+#include "sparse_mla/kv_cache.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* out = softmax(softmax_scale * q k^T) v over the cache rows that `indices` names, where v is the
+ * first 512 values of k. A duplicate counts twice. A row without keys has out 0 and lse -inf. */
+typedef struct smla_sparse_attention_args {
+    size_t struct_size;
+    const DLTensor *q;                 /* [T, H, D] bf16, [T, H, 512] with q_pe; e4m3 if D is 512 */
+    const DLTensor *q_pe;              /* [T, H, 64] bf16, optional */
+    const DLTensor *kv;                /* cache [pages, block_size, row], or flat [S, row] */
+    const DLTensor *indices;           /* [T, K] int32 slots; negative or out of range = none */
+    const DLTensor *topk_length;       /* [T] int32, optional: columns in use, clamped to [0, K] */
+    const DLTensor *attn_sink;         /* [>= H] fp32, optional: out *= 1 / (1 + exp(sink - lse)) */
+    const DLTensor *extra_kv;          /* a second cache in the same softmax, optional */
+    const DLTensor *extra_indices;     /* [T, K'] int32, with extra_kv */
+    const DLTensor *extra_topk_length; /* [T] int32, optional */
+    const DLTensor *out;               /* out [T, >= H, 512] bf16; further heads stay as they are */
+    const DLTensor *lse;               /* out [T, H] fp32: natural log of the softmax sum */
+    const DLTensor *max_logits;        /* out [T, H] fp32, optional: the largest scaled logit */
+    const DLTensor *workspace;         /* [size below] uint8, not shared with concurrent calls */
+    double softmax_scale;
+    int32_t num_splits; /* 0 = the plan chooses; 1...64 fix the order of all sums */
+    int32_t kv_format;
+    int32_t extra_kv_format;
+    int32_t lse_empty_is_plus_inf; /* 1: lse of a row without keys is +inf, as in FlashMLA */
+    void *stream;
+    smla_scale_arg q_scale;        /* an e4m3 query only: it multiplies logits */
+    smla_scale_arg kv_scale;       /* fp8_e4m3 only */
+    smla_scale_arg extra_kv_scale; /* fp8_e4m3 only */
+    int64_t block_size;            /* tokens per page of a kv [pages, page bytes], else 0 */
+    int64_t extra_block_size;
+} smla_sparse_attention_args;
+
+SMLA_API smla_status smla_sparse_attention(const smla_sparse_attention_args *args,
+                                           smla_error *error);
+
+/* sparse_attention of a DeepSeek V4 layer, with one table of indices for both caches: the first
+ * `window` columns are slots of swa_kv_cache, the others of compressed_kv_cache. A length counts
+ * both parts. Caches are bfloat16, fp8_v4 or fp8_e4m3. The workspace is that of attention, whose
+ * lists have window and K' columns. */
+typedef struct smla_sparse_mla_dsv4_args {
+    size_t struct_size;
+    const DLTensor *query;            /* [T, H, 512] bf16 | e4m3 */
+    const DLTensor *swa_kv_cache;     /* [pages, block_size, row] */
+    const DLTensor *workspace_buffer; /* [attention_workspace_size] uint8, with any contents */
+    const DLTensor *sparse_indices;   /* [T, window + K'] int32; negative or past the end = none */
+    const DLTensor *compressed_kv_cache; /* as swa_kv_cache; where K' is 0, it may be the same */
+    const DLTensor *sparse_topk_lens;    /* [T] int32: columns in use */
+    const DLTensor *seq_lens;            /* [R] int32, optional, not read */
+    smla_scale_arg bmm1_scale;           /* softmax_scale * q_scale * kv_scale; required */
+    smla_scale_arg bmm2_scale;           /* kv_scale; fp8_e4m3 only */
+    const DLTensor *sinks;               /* [>= H] fp32, optional */
+    int64_t window;
+    const DLTensor *cum_seq_lens_q; /* [R + 1] int32, optional, not read */
+    int64_t max_q_len;              /* not read */
+    const DLTensor *out;            /* out [T, >= H, 512] bf16 */
+    void *stream;
+} smla_sparse_mla_dsv4_args;
+
+SMLA_API smla_status smla_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error);
+
+/* The bytes of workspace that smla_sparse_attention needs. They never fall if T, H or K grows. */
+typedef struct smla_attention_workspace_args {
+    size_t struct_size;
+    int64_t num_tokens;
+    int64_t num_heads;
+    int64_t topk;
+    int64_t extra_topk; /* 0 without extra_indices */
+    int32_t num_splits; /* as in the call of attention */
+    DLDevice device;
+} smla_attention_workspace_args;
+
+SMLA_API smla_status smla_attention_workspace_size(const smla_attention_workspace_args *args,
+                                                   int64_t *bytes, smla_error *error);
+
+/* Merges two partial results over disjoint keys by softmax weight. An lse +inf counts as -inf. The
+ * parts have been computed without the sink, which is no part of lse either. */
+typedef struct smla_merge_attn_states_args {
+    size_t struct_size;
+    const DLTensor *out_a; /* [T, H, V] bf16 | fp32 */
+    const DLTensor *lse_a; /* [T, H] fp32, natural log */
+    const DLTensor *out_b; /* the shape and dtype of out_a */
+    const DLTensor *lse_b; /* [T, H] fp32, natural log */
+    const DLTensor *out;   /* out, the shape and dtype of out_a */
+    const DLTensor *lse;   /* out [T, H] fp32 */
+    void *stream;
+    const DLTensor *attn_sink; /* [>= H] fp32, optional: out *= 1 / (1 + exp(sink - lse)) */
+} smla_merge_attn_states_args;
+
+SMLA_API smla_status smla_merge_attn_states(const smla_merge_attn_states_args *args,
+                                            smla_error *error);
+
+/* One entry of the dispatch table: which kernel serves which arguments. */
+typedef struct smla_kernel_info {
+    const char *device;    /* "cpu" or "cuda" */
+    const char *arch;      /* instruction set or compute capability that the kernel needs */
+    const char *kv_format; /* "fp8_ds_mla, bfloat16" */
+    const char *heads;     /* "1...128" */
+    const char *name;      /* source file of the kernel */
+    int available;         /* 1 when this machine can run it */
+    int selected;          /* 1 when attention calls take it */
+} smla_kernel_info;
+
+/* Fills at most `capacity` entries of `rows`, and returns how many the table has. */
+SMLA_API int64_t smla_kernels(smla_kernel_info *rows, int64_t capacity);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* SPARSE_MLA_SPARSE_ATTENTION_H */

@@ -1,0 +1,143 @@
+/* step.h: a step of an engine: its plan, its metadata, and the forward pass of one layer. The
+ * conventions are in sparse_mla.h. */
+#ifndef SPARSE_MLA_STEP_H
+#define SPARSE_MLA_STEP_H
+
+#include "sparse_mla/kv_cache.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct smla_batch_split {
+    int64_t num_decodes;
+    int64_t num_prefills;
+    int64_t num_decode_tokens;
+    int64_t num_prefill_tokens;
+} smla_batch_split;
+
+/* Leading requests whose query length is at most decode_threshold (>= 1) are decodes; with
+ * require_uniform, only those as long as the first. query_start_loc [num_reqs + 1] is in host
+ * memory. Tokens past its last entry, up to num_actual_tokens, are padding. */
+SMLA_API smla_status smla_split_decodes_and_prefills(const int32_t *query_start_loc,
+                                                     int64_t num_reqs, int64_t num_actual_tokens,
+                                                     int64_t decode_threshold, int require_uniform,
+                                                     smla_batch_split *split, smla_error *error);
+
+/* Packs requests in order into chunks that fit the workspace; a longer request is an error. `ends`
+ * has room for num_reqs entries. Chunk c is [ends[c - 1], ends[c]), and chunk 0 starts at 0. */
+SMLA_API smla_status smla_split_prefill_chunks(const int32_t *seq_lens, int64_t num_reqs,
+                                               int64_t workspace_tokens, int64_t *ends,
+                                               int64_t *num_chunks, smla_error *error);
+
+/* The default number of tokens in the prefill workspace: 5 * max_model_len. */
+SMLA_API int64_t smla_prefill_workspace_size(int64_t max_model_len);
+
+/* How a step runs: which attention calls it makes, and over which rows. */
+typedef enum smla_path {
+    SMLA_PATH_AUTO = 0,     /* cache format and heads decide; a SEPARATE step may run as DIRECT */
+    SMLA_PATH_MIXED = 1,    /* FP8 cache, all tokens in one attention call */
+    SMLA_PATH_SEPARATE = 2, /* FP8 decodes; prefills through upconvert-gather and bf16 attention */
+    SMLA_PATH_BF16 = 3,     /* bf16 cache, all tokens in one attention call */
+    SMLA_PATH_DIRECT = 4,   /* FP8 decodes; prefills on the FP8 cache, without a workspace */
+} smla_path;
+
+/* The path's name, such as "mixed"; NULL for a value that is no path. */
+SMLA_API const char *smla_path_name(smla_path path);
+
+typedef struct smla_builder_config {
+    size_t struct_size;
+    int64_t num_heads;
+    int64_t block_size;   /* tokens per page */
+    int64_t topk_tokens;  /* K */
+    int64_t max_num_seqs; /* largest R */
+    int64_t max_num_batched_tokens;
+    int64_t max_model_len;
+    int64_t decode_threshold;           /* 1 + speculative tokens; 0 = 1 */
+    int64_t min_heads_for_bf16_prefill; /* below it AUTO is MIXED on FP8; 0 = 32 */
+    int64_t prefill_workspace_tokens;   /* 0 = those of `workspace`, or 5 * max_model_len */
+    int32_t kv_format;                  /* SMLA_KV_BFLOAT16 or SMLA_KV_FP8_DS_MLA */
+    int32_t path;                       /* smla_path; SMLA_PATH_AUTO = the builder chooses */
+    DLDevice device;
+    const DLTensor *workspace; /* [tokens, 576] bf16, outlives the builder; NULL = its own */
+} smla_builder_config;
+
+/* One step's batch, as in vLLM's CommonAttentionMetadata. The host arrays are read during the call.
+ * block_table is only referenced, and must stay alive until the next build. */
+typedef struct smla_build_args {
+    size_t struct_size;
+    const int32_t *query_start_loc_cpu; /* [R + 1] */
+    const int32_t *seq_lens_cpu;        /* [R] */
+    const DLTensor *block_table;        /* [>= R, W] int32 */
+    int64_t num_reqs;
+    int64_t num_actual_tokens;
+    void *stream;
+} smla_build_args;
+
+/* A chunk of prefill requests that fits the workspace. Request 0 is the first prefill. */
+typedef struct smla_prefill_chunk {
+    int64_t req_start;
+    int64_t req_end;
+    int64_t token_start;
+    int64_t token_end;
+    int64_t tot_seqlen; /* workspace rows in use */
+} smla_prefill_chunk;
+
+/* A build's result, in the builder's persistent buffers: valid until the next build or destroy. */
+typedef struct smla_metadata {
+    smla_path path;
+    int64_t num_reqs;
+    int64_t num_actual_tokens;
+    smla_batch_split split;
+    int64_t decode_query_len;        /* query tokens per decode; 0 without a decode part */
+    int64_t decode_num_splits;       /* number of split-KV ranges in the decode attention */
+    const int32_t *req_id_per_token; /* device [num_actual_tokens] */
+    /* The fields below describe the prefills of path "separate". They are NULL or 0 otherwise. */
+    const int32_t *prefill_seq_lens;         /* device [num_prefills] */
+    const int32_t *prefill_request_ids;      /* device [num_actual_tokens], -1 for decode tokens */
+    const int32_t *prefill_workspace_starts; /* device [num_prefills], from 0 in every chunk */
+    const smla_prefill_chunk *chunks;        /* host [num_chunks] */
+    int64_t num_chunks;
+} smla_metadata;
+
+typedef struct smla_builder smla_builder;
+
+/* Makes a builder with all memory that steps within the limits of `config` need. *builder is set
+ * only on success; smla_builder_destroy frees it. */
+SMLA_API smla_status smla_builder_create(const smla_builder_config *config, smla_builder **builder,
+                                         smla_error *error);
+
+/* Plans a step. `metadata` may be NULL; *metadata becomes a struct of the builder, which the next
+ * build overwrites. If an argument is refused, the last step stays valid. If the device fails while
+ * the step is sent, no step is left. Only one build or forward may run on a builder at a time. */
+SMLA_API smla_status smla_builder_build(smla_builder *builder, const smla_build_args *args,
+                                        const smla_metadata **metadata, smla_error *error);
+
+/* Frees the builder, and may wait for the device. NULL is allowed. No build or forward may run. */
+SMLA_API void smla_builder_destroy(smla_builder *builder);
+
+/* The bytes of the bf16 prefill workspace; 0 on paths without one. */
+SMLA_API int64_t smla_builder_workspace_bytes(const smla_builder *builder);
+
+/* Runs one layer of the last built step. Writes the first T = num_actual_tokens rows of outputs. */
+typedef struct smla_forward_args {
+    size_t struct_size;
+    smla_builder *builder;
+    const DLTensor *q;            /* [>= T, H, 576] bf16, or [>= T, H, 512] when q_pe is given */
+    const DLTensor *q_pe;         /* [>= T, H, 64] bf16, optional */
+    const DLTensor *kv_cache;     /* [pages, block_size, row] */
+    const DLTensor *topk_indices; /* [>= T, K] int32 positions inside each request, -1 = none */
+    const DLTensor *attn_sink;    /* [H] fp32, optional */
+    const DLTensor *out;          /* out [>= T, H, 512] bf16 */
+    const DLTensor *lse;          /* out [>= T, H] fp32 */
+    double softmax_scale;
+    void *stream;
+} smla_forward_args;
+
+SMLA_API smla_status smla_forward(const smla_forward_args *args, smla_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* SPARSE_MLA_STEP_H */
