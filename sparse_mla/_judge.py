@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from sparse_mla._rows import FP8_ROW_BYTES, KV_LORA_RANK, ROPE_BYTES
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
-KV_LORA_RANK = 512
-FP8_ROW_BYTES = 656
 SCALE_TILE = 128
 NUM_TILES = KV_LORA_RANK // SCALE_TILE
 
@@ -26,8 +26,8 @@ def split_fp8_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
     """[n, 656] bytes -> e4m3 values [n, 4, 128] fp32, scales [n, 4, 1] fp32, RoPE [n, 64] bf16."""
     rows = np.ascontiguousarray(rows.view(np.uint8))
     values = E4M3_VALUES[rows[:, :KV_LORA_RANK]].reshape(len(rows), NUM_TILES, SCALE_TILE)
-    scales = rows[:, KV_LORA_RANK:528].copy().view(np.float32)[..., None]
-    return values, scales, rows[:, 528:].copy().view(BF16)
+    scales = rows[:, KV_LORA_RANK:-ROPE_BYTES].copy().view(np.float32)[..., None]
+    return values, scales, rows[:, -ROPE_BYTES:].copy().view(BF16)
 
 
 def exact_rows(rows: np.ndarray) -> np.ndarray:

@@ -17,6 +17,8 @@ from sparse_mla import _C
 # Last dimension of a cache -> number of values in each of its keys.
 HEAD_SIZES = {row: size for rows in _C.KV_FORMATS.values() for row, size in rows.items()}
 
+KV_LORA_RANK = 512  # values that attention gives each head
+
 # Shape and dtype; and strides where a new result is not contiguous.
 Result = tuple[tuple[Any, ...], str] | tuple[tuple[Any, ...], str, tuple[Any, ...]]
 
@@ -142,11 +144,11 @@ def mixed(given: Given) -> tuple[Result, ...]:
 def attended(given: Given) -> tuple[Result, ...]:
     """(out, lse, max_logits)."""
     heads = given.sizes("q", 3)[:2]
-    return ((*heads, 512), "bfloat16"), (heads, "float32"), (heads, "float32")
+    return ((*heads, KV_LORA_RANK), "bfloat16"), (heads, "float32"), (heads, "float32")
 
 
 def attended_dsv4(given: Given) -> tuple[Result, ...]:
-    return (((*given.sizes("query", 3)[:2], 512), "bfloat16"),)
+    return (((*given.sizes("query", 3)[:2], KV_LORA_RANK), "bfloat16"),)
 
 
 def merged(given: Given) -> tuple[Result, ...]:
@@ -156,7 +158,7 @@ def merged(given: Given) -> tuple[Result, ...]:
 
 
 def latents(given: Given) -> tuple[Result, ...]:
-    return (((*given.sizes("q_nope", 3)[:2], 512), "bfloat16"),)
+    return (((*given.sizes("q_nope", 3)[:2], KV_LORA_RANK), "bfloat16"),)
 
 
 def projected_values(given: Given) -> tuple[Result, ...]:
@@ -197,7 +199,7 @@ def turned_back(given: Given) -> tuple[Result, ...]:
     if layout not in ("fp32", "ue8m0x4"):
         raise ValueError(f'{given.op}: `scale_layout` must be "fp32" or "ue8m0x4", got {layout!r}')
     quantizes = given.values["quantize"] or given.values.get("out_scale") is not None
-    values = heads // groups * 512
+    values = heads // groups * KV_LORA_RANK
     columns = heads // groups * (4 if layout == "fp32" else 1)
     rows = (tokens + 3) // 4 * 4
     return (

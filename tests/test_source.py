@@ -6,8 +6,10 @@ import json
 import re
 import shlex
 import subprocess
+import tokenize
 from collections import Counter
 from pathlib import Path
+from token import NUMBER
 
 import pytest
 
@@ -146,6 +148,26 @@ def code_of(path: Path) -> str:
 
 def files_with(pattern: str) -> set[str]:
     return {path.name for path in CSRC if re.search(pattern, code_of(path))}
+
+
+ROW_FACTS = {"656", "528", "576", "584", "1152"}
+
+
+def test_sizes_of_rows_stand_in_the_table():
+    """Python takes them from the table, too. `align` of V4's pages is FlashMLA's number, not a
+    row's."""
+    numbers = "|".join(ROW_FACTS)
+    assert files_with(rf"\b({numbers})\b") == {"kv_format.h"}
+    folders = [ROOT / name for name in ("sparse_mla", "shim", "buildtools")]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    assert len(files) > 60
+    with_numbers = set()
+    for path in files:
+        with path.open("rb") as file:
+            tokens = [x.string for x in tokenize.tokenize(file.readline) if x.type == NUMBER]
+        if ROW_FACTS & set(tokens):
+            with_numbers.add(str(path.relative_to(ROOT)))
+    assert with_numbers == {"sparse_mla/_bench/cuda_v4.py", "sparse_mla/v4/facts.py"}
 
 
 def test_the_library_prints_nothing_but_its_log_and_never_exits():

@@ -13,7 +13,8 @@ import numpy as np
 
 import sparse_mla
 from sparse_mla._bench.timing import Effort, Table, interleave
-from sparse_mla._judge import BF16, KV_LORA_RANK, Fractions, exact_rows, judge_row
+from sparse_mla._judge import BF16, Fractions, exact_rows, judge_row
+from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK
 
 if TYPE_CHECKING:
     from sparse_mla._bench.composition import Composition
@@ -31,7 +32,9 @@ def make_cache(rng: np.random.Generator, kv_format: str) -> np.ndarray:
     kv_c = rng.standard_normal((NUM_SLOTS, KV_LORA_RANK), np.float32)
     k_pe = rng.standard_normal((NUM_SLOTS, 64), np.float32)
     is_fp8 = kv_format == "fp8_ds_mla"
-    kv_cache = np.zeros((NUM_SLOTS, 656 if is_fp8 else 576), np.uint8 if is_fp8 else BF16)
+    kv_cache = np.zeros(
+        (NUM_SLOTS, FP8_ROW_BYTES if is_fp8 else KEY_DIM), np.uint8 if is_fp8 else BF16
+    )
     return sparse_mla.concat_and_cache_mla(kv_c, k_pe, kv_cache, np.arange(NUM_SLOTS))
 
 
@@ -68,12 +71,12 @@ def measure(effort: Effort, num_threads: int) -> Table:
         kv = make_cache(rng, kv_format)
         for num_heads in head_counts:
             for num_tokens in token_counts:
-                q = rng.standard_normal((num_tokens, num_heads, 576), np.float32).astype(BF16)
+                q = rng.standard_normal((num_tokens, num_heads, KEY_DIM), np.float32).astype(BF16)
                 indices = rng.integers(NUM_SLOTS, size=(num_tokens, TOPK), dtype=np.int32)
                 peer = None
                 if dtype is not None:
                     peer = Composition(q, kv, indices, SOFTMAX_SCALE, dtype)
-                flop = 2 * num_tokens * num_heads * TOPK * (576 + KV_LORA_RANK)
+                flop = 2 * num_tokens * num_heads * TOPK * (KEY_DIM + KV_LORA_RANK)
                 measure_row(
                     table,
                     {"kv_format": kv_format, "H": num_heads, "T": num_tokens},

@@ -12,6 +12,7 @@ import numpy as np
 import sparse_mla
 from sparse_mla._bench.timing import Effort, Table, interleave
 from sparse_mla._judge import BF16
+from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK
 
 # Converts a NumPy array, an input or an output, into a framework's own.
 Convert = Callable[[np.ndarray], Any]
@@ -47,9 +48,9 @@ def find_frameworks() -> dict[str, tuple[Convert, Convert]]:
 
 def make_write(given: Convert, written: Convert) -> Callable[[], object]:
     """Four arrays; the only slot is -1, so nothing is written."""
-    kv_c = given(np.zeros((1, 512), BF16))
+    kv_c = given(np.zeros((1, KV_LORA_RANK), BF16))
     k_pe = given(np.zeros((1, 64), BF16))
-    kv_cache = written(np.zeros((1, 64, 656), np.uint8))
+    kv_cache = written(np.zeros((1, 64, FP8_ROW_BYTES), np.uint8))
     slot_mapping = given(np.full(1, -1, np.int32))
     return lambda: sparse_mla.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping)
 
@@ -58,11 +59,11 @@ def make_attention(
     given: Convert, written: Convert, device: str = "cpu", num_heads: int = 1
 ) -> Callable[[], object]:
     """Six arrays; one token, one key."""
-    q = given(np.zeros((1, num_heads, 576), BF16))
-    kv = given(np.zeros((1, 64, 656), np.uint8))
+    q = given(np.zeros((1, num_heads, KEY_DIM), BF16))
+    kv = given(np.zeros((1, 64, FP8_ROW_BYTES), np.uint8))
     indices = given(np.zeros((1, 1), np.int32))
     size = sparse_mla.attention_workspace_size(1, num_heads, 1, device=device)
-    out = written(np.zeros((1, num_heads, 512), BF16))
+    out = written(np.zeros((1, num_heads, KV_LORA_RANK), BF16))
     lse = written(np.zeros((1, num_heads), np.float32))
     workspace = written(np.zeros(size, np.uint8))
 

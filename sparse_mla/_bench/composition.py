@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from sparse_mla._rows import KEY_DIM, KV_LORA_RANK, ROPE_BYTES, V4_DATA_BYTES
+
 torch: Any = import_module("torch") if find_spec("torch") is not None else None
 TorchTensor = Any
 
@@ -62,7 +64,7 @@ class Composition:
         rows = self.kv.index_select(0, indices.clamp(min=0).reshape(-1))
         is_bf16 = rows.dtype == torch.bfloat16
         rows = rows.to(self.dtype) if is_bf16 else dequantise(rows, self.dtype)
-        return rows.view(*indices.shape, 576)
+        return rows.view(*indices.shape, KEY_DIM)
 
     def numpy(self) -> tuple[np.ndarray, np.ndarray]:
         """out and lse as fp64 arrays."""
@@ -104,7 +106,7 @@ def find_fast_dtype() -> Any:
     processors without bf16 instructions, bf16 is thirty times slower."""
 
     def seconds(dtype: Any) -> float:
-        a, b = torch.ones(64, 576, dtype=dtype), torch.ones(576, 2048, dtype=dtype)
+        a, b = torch.ones(64, KEY_DIM, dtype=dtype), torch.ones(KEY_DIM, 2048, dtype=dtype)
         torch.matmul(a, b)
         start = time.perf_counter()
         torch.matmul(a, b)
@@ -115,11 +117,11 @@ def find_fast_dtype() -> Any:
 
 def dequantise(rows: TorchTensor, dtype: Any) -> TorchTensor:
     """[n, 656] bytes of fp8_ds_mla -> [n, 576], the product in fp32."""
-    keys = torch.empty(len(rows), 576, dtype=dtype)
-    values = rows[:, :512].view(torch.float8_e4m3fn).float().view(-1, 4, 128)
-    values *= rows[:, 512:528].view(torch.float32)[..., None]
-    keys[:, :512] = values.view(-1, 512)
-    keys[:, 512:] = rows[:, 528:].view(torch.bfloat16)
+    keys = torch.empty(len(rows), KEY_DIM, dtype=dtype)
+    values = rows[:, :KV_LORA_RANK].view(torch.float8_e4m3fn).float().view(-1, 4, 128)
+    values *= rows[:, KV_LORA_RANK:-ROPE_BYTES].view(torch.float32)[..., None]
+    keys[:, :KV_LORA_RANK] = values.view(-1, KV_LORA_RANK)
+    keys[:, KV_LORA_RANK:] = rows[:, -ROPE_BYTES:].view(torch.bfloat16)
     return keys
 
 
@@ -127,8 +129,10 @@ def gather_v4(cache: TorchTensor, indices: TorchTensor, dtype: Any) -> TorchTens
     """Rows of split pages of fp8_v4, [T, K] -> [T, K, 512]. In a page, data of 576 bytes per token
     come before 8 bytes of scales per token."""
     num_pages, block_size, _ = cache.shape
-    data = cache.as_strided((num_pages, block_size, 576), (cache.stride(0), 576, 1))
-    at = block_size * 576
+    data = cache.as_strided(
+        (num_pages, block_size, V4_DATA_BYTES), (cache.stride(0), V4_DATA_BYTES, 1)
+    )
+    at = block_size * V4_DATA_BYTES
     scales = cache.as_strided((num_pages, block_size, 8), (cache.stride(0), 8, 1), at)
     slots = indices.clamp(min=0).reshape(-1)
     place = slots // block_size, slots % block_size

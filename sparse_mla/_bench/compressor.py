@@ -10,8 +10,9 @@ import numpy as np
 
 import sparse_mla
 from sparse_mla._bench.moves import Move
+from sparse_mla._rows import KV_LORA_RANK, V4_ROW_BYTES
 
-DIM, ROW_BYTES, BLOCK_SIZE = 512, 584, 64
+DIM, ROW_BYTES, BLOCK_SIZE = KV_LORA_RANK, V4_ROW_BYTES, 64
 NOPE = 448  # values that RoPE leaves alone
 STATE_BLOCK_SIZES = {4: 4, 128: 8}
 SAMPLED = slice(None, None, 61)

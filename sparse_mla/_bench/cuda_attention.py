@@ -41,6 +41,7 @@ from sparse_mla._bench.cuda_timing import (
 )
 from sparse_mla._bench.peer import Peer
 from sparse_mla._bench.timing import Table
+from sparse_mla._rows import KEY_DIM, KV_LORA_RANK
 
 MAX_INPUT_SETS = 128
 MIN_CALLS = 12  # calls per replay, to share the cost of its start; large batches need fewer
@@ -83,12 +84,14 @@ class Work:
 
     @property
     def flop(self) -> float:
-        return 2 * self.num_tokens * self.num_heads * self.topk * (576 + 512)
+        return 2 * self.num_tokens * self.num_heads * self.topk * (KEY_DIM + KV_LORA_RANK)
 
     @property
     def num_bytes(self) -> float:
         rows = min(self.num_tokens * self.topk, self.num_keys)
-        return rows * ROW_BYTES[self.kv_format] + self.num_tokens * self.num_heads * 2 * (576 + 512)
+        return rows * ROW_BYTES[self.kv_format] + self.num_tokens * self.num_heads * 2 * (
+            KEY_DIM + KV_LORA_RANK
+        )
 
 
 def add_row(table: Table, work: Work, ours: Side, peer: Side | None) -> None:
@@ -223,7 +226,7 @@ def add_prefills(
     effort: CudaEffort,
 ) -> None:
     num_keys = len(workspace)
-    q = torch.randn(PREFILL_TOKENS, num_heads, 576, device=DEVICE).bfloat16()
+    q = torch.randn(PREFILL_TOKENS, num_heads, KEY_DIM, device=DEVICE).bfloat16()
     starts = torch.zeros(PREFILL_TOKENS, dtype=torch.long, device=DEVICE)
     indices = draw_slots(starts, starts + num_keys, PREFILL_TOPK)
     direct = Inputs(q, cache, indices, sink=torch.randn(num_heads, device=DEVICE))

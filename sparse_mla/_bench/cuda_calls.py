@@ -25,6 +25,7 @@ from sparse_mla._bench.cuda_timing import (
 from sparse_mla._bench.noise import spread_of
 from sparse_mla._bench.timing import Table
 from sparse_mla._judge import BF16
+from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK
 
 NUM_HEADS = 16  # of operators that have heads
 NUM_REQUESTS = 256
@@ -146,20 +147,20 @@ def make_conversion(given: Convert, written: Convert) -> Call:
 
 def make_gather(given: Convert, written: Convert) -> Call:
     """Five arrays; one token."""
-    cache = given(np.zeros((1, BLOCK_SIZE, 656), np.uint8))
+    cache = given(np.zeros((1, BLOCK_SIZE, FP8_ROW_BYTES), np.uint8))
     table, one, zero = (
         given(array)
         for array in (np.zeros((1, 1), np.int32), np.ones(1, np.int32), np.zeros(1, np.int32))
     )
-    out = written(np.zeros((1, 576), BF16))
+    out = written(np.zeros((1, KEY_DIM), BF16))
     return lambda: sparse_mla.gather_kv_cache(cache, table, one, zero, out=out)
 
 
 def make_merge(given: Convert, written: Convert) -> Call:
     """Six arrays; one token."""
-    shape = (1, NUM_HEADS)
-    state, lse = given(np.zeros((*shape, 512), BF16)), given(np.zeros(shape, np.float32))
-    out, merged_lse = written(np.zeros((*shape, 512), BF16)), written(np.zeros(shape, np.float32))
+    shape, lse_shape = (1, NUM_HEADS, KV_LORA_RANK), (1, NUM_HEADS)
+    state, lse = given(np.zeros(shape, BF16)), given(np.zeros(lse_shape, np.float32))
+    out, merged_lse = written(np.zeros(shape, BF16)), written(np.zeros(lse_shape, np.float32))
     return lambda: sparse_mla.merge_attn_states(state, lse, state, lse, out=out, lse=merged_lse)
 
 
@@ -236,10 +237,10 @@ def make_forward(num_heads: int) -> Call:
     config = make_config(num_heads, topk)
     builder, layer = sparse_mla.MetadataBuilder(config), sparse_mla.SparseMLA(config)
     metadata = builder.build(make_common(num_reqs, 0)())
-    q = torch.zeros(num_reqs, num_heads, 576, dtype=torch.bfloat16, device=DEVICE)
-    cache = torch.zeros(1, BLOCK_SIZE, 656, dtype=torch.uint8, device=DEVICE)
+    q = torch.zeros(num_reqs, num_heads, KEY_DIM, dtype=torch.bfloat16, device=DEVICE)
+    cache = torch.zeros(1, BLOCK_SIZE, FP8_ROW_BYTES, dtype=torch.uint8, device=DEVICE)
     topk_indices = torch.zeros(num_reqs, topk, dtype=torch.int32, device=DEVICE)
-    out = torch.zeros(num_reqs, num_heads, 512, dtype=torch.bfloat16, device=DEVICE)
+    out = torch.zeros(num_reqs, num_heads, KV_LORA_RANK, dtype=torch.bfloat16, device=DEVICE)
     lse = torch.zeros(num_reqs, num_heads, device=DEVICE)
     return lambda: layer.forward(q, cache, topk_indices, metadata, out=out, lse=lse)
 

@@ -6,10 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sparse_mla._bench.cuda_timing import DEVICE, Array, memory_bytes, torch
+from sparse_mla._rows import BF16_ROW_BYTES, FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK, ROPE_BYTES
 
 BLOCK_SIZE = 64
-FP8_ROW_BYTES = 656
-ROW_BYTES = {"fp8_ds_mla": FP8_ROW_BYTES, "bfloat16": 1152, "bfloat16_512": 1024}
+ROW_BYTES = {
+    "fp8_ds_mla": FP8_ROW_BYTES,
+    "bfloat16": BF16_ROW_BYTES,
+    "bfloat16_512": 2 * KV_LORA_RANK,
+}
 CHUNK_TOKENS = 1 << 18
 FLT_MIN = 2.0**-126
 SOFTMAX_SCALE = (128 + 64) ** -0.5
@@ -62,7 +66,7 @@ class Requests:
         requests = (torch.arange(num_reqs, device=DEVICE) + first) % len(self.starts)
         requests = requests.repeat_interleave(query_len)
         row = self.kv.shape[-1]
-        head_dim = 576 if row == FP8_ROW_BYTES else row
+        head_dim = KEY_DIM if row == FP8_ROW_BYTES else row
         q = torch.randn(len(requests), num_heads, head_dim, device=DEVICE).bfloat16()
         indices = draw_slots(self.starts[requests], self.lengths[requests], topk)
         return Inputs(q, self.kv, indices, num_reqs=num_reqs, spare=self.spare)
@@ -87,7 +91,7 @@ def make_cache(num_tokens: int, kv_format: str) -> Array:
     shape = (num_tokens // BLOCK_SIZE, BLOCK_SIZE, ROW_BYTES[kv_format] // dtype.itemsize)
     cache = torch.empty(shape, dtype=dtype, device=DEVICE)
     for rows in cache.view(-1, shape[-1]).split(CHUNK_TOKENS):
-        head_dim = 576 if is_fp8 else shape[-1]
+        head_dim = KEY_DIM if is_fp8 else shape[-1]
         rows.copy_(encode_keys(torch.randn(len(rows), head_dim, device=DEVICE), is_fp8))
     return cache
 
@@ -102,29 +106,29 @@ def decode_rows(rows: Array) -> Array:
     if rows.shape[1] != FP8_ROW_BYTES:
         return rows.float()
     values, scales, rope = split_rows(rows)
-    return torch.cat([(values.float() * scales).view(-1, 512), rope.float()], dim=1)
+    return torch.cat([(values.float() * scales).view(-1, KV_LORA_RANK), rope.float()], dim=1)
 
 
 def quantise(keys: Array) -> Array:
     """[n, 576] fp32 -> [n, 656] bytes of fp8_ds_mla."""
-    tiles = keys[:, :512].view(-1, 4, 128)
+    tiles = keys[:, :KV_LORA_RANK].view(-1, 4, 128)
     scale = (tiles.abs().amax(-1) / 448).clamp_min(FLT_MIN)
     values = (tiles / scale[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    parts = (values.view(-1, 512), scale, keys[:, 512:].bfloat16())
+    parts = (values.view(-1, KV_LORA_RANK), scale, keys[:, KV_LORA_RANK:].bfloat16())
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
 
 def split_rows(rows: Array) -> tuple[Array, Array, Array]:
     """[n, 656] bytes -> e4m3 values [n, 4, 128], scales [n, 4, 1] fp32, RoPE [n, 64] bf16."""
-    values = rows[:, :512].contiguous().view(torch.float8_e4m3fn).view(-1, 4, 128)
-    scales = rows[:, 512:528].contiguous().view(torch.float32)[..., None]
-    return values, scales, rows[:, 528:].contiguous().view(torch.bfloat16)
+    values = rows[:, :KV_LORA_RANK].contiguous().view(torch.float8_e4m3fn).view(-1, 4, 128)
+    scales = rows[:, KV_LORA_RANK:-ROPE_BYTES].contiguous().view(torch.float32)[..., None]
+    return values, scales, rows[:, -ROPE_BYTES:].contiguous().view(torch.bfloat16)
 
 
 def upconvert(cache: Array) -> Array:
     """A paged FP8 cache -> the bf16 workspace [tokens, 576] that prefill gathers from it."""
     rows = cache.view(-1, FP8_ROW_BYTES)
-    workspace = torch.empty(len(rows), 576, dtype=torch.bfloat16, device=rows.device)
+    workspace = torch.empty(len(rows), KEY_DIM, dtype=torch.bfloat16, device=rows.device)
     for source, target in zip(rows.split(CHUNK_TOKENS), workspace.split(CHUNK_TOKENS), strict=True):
         target.copy_(decode_rows(source))
     return workspace

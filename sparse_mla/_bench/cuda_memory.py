@@ -24,6 +24,15 @@ from sparse_mla._bench.cuda_timing import (
 from sparse_mla._bench.index_lists import make_moves
 from sparse_mla._bench.moves import Move
 from sparse_mla._bench.timing import Table
+from sparse_mla._rows import (
+    BF16_ROW_BYTES,
+    FP8_ROW_BYTES,
+    KEY_DIM,
+    KV_LORA_RANK,
+    V4_DATA_BYTES,
+    V4_ROW_BYTES,
+    row_of,
+)
 
 NUM_TOKENS = 1 << 20
 NUM_REQUESTS = 32
@@ -112,10 +121,10 @@ def move_writes() -> Iterator[Move]:
     in_pages = (pages[:, None] + torch.arange(BLOCK_SIZE, device=DEVICE)).flatten()
     at_random = torch.randperm(NUM_TOKENS, device=DEVICE)
     for name, dtype, width, slots in (
-        ("fp8_ds_mla", torch.uint8, 656, in_pages),
-        ("fp8_ds_mla, random slots", torch.uint8, 656, at_random),
-        ("bfloat16", torch.bfloat16, 576, in_pages),
-        ("bfloat16, random slots", torch.bfloat16, 576, at_random),
+        ("fp8_ds_mla", torch.uint8, FP8_ROW_BYTES, in_pages),
+        ("fp8_ds_mla, random slots", torch.uint8, FP8_ROW_BYTES, at_random),
+        ("bfloat16", torch.bfloat16, KEY_DIM, in_pages),
+        ("bfloat16, random slots", torch.bfloat16, KEY_DIM, at_random),
     ):
         shape = (NUM_TOKENS // BLOCK_SIZE, BLOCK_SIZE, width)
         cache = torch.zeros(shape, dtype=dtype, device=DEVICE)
@@ -147,14 +156,14 @@ def move_inserts() -> Iterator[Move]:
     slots = (pages[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=DEVICE)).flatten()
     table = pages.int().view(NUM_REQUESTS, -1)
     lengths = torch.full((NUM_REQUESTS,), NUM_TOKENS // NUM_REQUESTS, device=DEVICE).int()
-    for name, width, data_bytes, row, op in (
-        ("fp8_v4", 512, 576, 584, sparse_mla.quantize_and_insert_k_cache),
-        ("fp8_v41_split", 512, 512, 528, sparse_mla.quantize_and_insert_k_cache),
-        ("fp4_v41_split", 512, 256, 288, sparse_mla.quantize_and_insert_k_cache),
-        ("fp8_index", 128, 128, 132, sparse_mla.indexer_k_quant_and_cache),
+    for name, width, data_bytes, op in (
+        ("fp8_v4", KV_LORA_RANK, V4_DATA_BYTES, sparse_mla.quantize_and_insert_k_cache),
+        ("fp8_v41_split", KV_LORA_RANK, KV_LORA_RANK, sparse_mla.quantize_and_insert_k_cache),
+        ("fp4_v41_split", KV_LORA_RANK, KV_LORA_RANK // 2, sparse_mla.quantize_and_insert_k_cache),
+        ("fp8_index", 128, 128, sparse_mla.indexer_k_quant_and_cache),
     ):
         k = torch.randn(NUM_TOKENS, width, device=DEVICE).bfloat16()
-        shape = (NUM_TOKENS // BLOCK_SIZE, BLOCK_SIZE, row)
+        shape = (NUM_TOKENS // BLOCK_SIZE, BLOCK_SIZE, row_of(name))
         cache = torch.zeros(shape, dtype=torch.uint8, device=DEVICE)
         out = k.new_zeros(NUM_REQUESTS, NUM_TOKENS // NUM_REQUESTS, width)
 
@@ -190,7 +199,7 @@ def move_gathers() -> Iterator[Move]:
     table = torch.randperm(num_pages, device=DEVICE).int().view(NUM_REQUESTS, -1)
     lengths = torch.full((NUM_REQUESTS,), NUM_TOKENS // NUM_REQUESTS, device=DEVICE).int()
     starts = lengths * torch.arange(NUM_REQUESTS, device=DEVICE).int()
-    out = torch.zeros(NUM_TOKENS, 576, dtype=torch.bfloat16, device=DEVICE)
+    out = torch.zeros(NUM_TOKENS, KEY_DIM, dtype=torch.bfloat16, device=DEVICE)
     for name in ("fp8_ds_mla", "bfloat16"):
         cache = make_cache(NUM_TOKENS, name)
 
@@ -215,7 +224,7 @@ def move_dequantised() -> Iterator[Move]:
         rows = sample(NUM_TOKENS)
         return same_bytes(call().flatten(0, 1)[rows], upconvert_on_cpu(cache.flatten(0, 1)[rows]))
 
-    num_bytes = cache.nbytes + NUM_TOKENS * 1152
+    num_bytes = cache.nbytes + NUM_TOKENS * BF16_ROW_BYTES
     yield Move("dequantize_kv_cache, fp8_ds_mla → bf16", call, num_bytes, is_right)
 
 
@@ -223,7 +232,7 @@ def upconvert_on_cpu(rows: Array) -> Array:
     """Cache rows [n, row] -> [n, 576] bf16, by the CPU backend."""
     count = torch.tensor([len(rows)], dtype=torch.int32)
     zero = torch.zeros(1, dtype=torch.int32)
-    out = torch.zeros(len(rows), 576, dtype=torch.bfloat16)
+    out = torch.zeros(len(rows), KEY_DIM, dtype=torch.bfloat16)
     return sparse_mla.gather_kv_cache(rows.cpu()[None], zero[None], count, zero, out=out)
 
 
@@ -389,7 +398,7 @@ def move_queries() -> Iterator[Move]:
         q = torch.randn(num_tokens, num_heads, 512, device=DEVICE).bfloat16()
         kv = torch.randn(num_tokens, 512, device=DEVICE).bfloat16()
         positions = torch.arange(num_tokens, device=DEVICE)
-        shape = (num_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, 584)
+        shape = (num_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, V4_ROW_BYTES)
         cache = torch.zeros(shape, dtype=torch.uint8, device=DEVICE)
         inputs, q_out = (q, kv, positions, table, cache, positions), torch.empty_like(q)
 
@@ -399,15 +408,15 @@ def move_queries() -> Iterator[Move]:
         def is_right(inputs: tuple[Array, ...] = inputs, q_out: Array = q_out) -> bool:
             tokens = sample(len(q_out))
             q, kv, positions = (x[tokens].cpu() for x in inputs[:3])
-            rows = inputs[4].new_zeros((len(tokens), 1, 584), device="cpu")
+            rows = inputs[4].new_zeros((len(tokens), 1, V4_ROW_BYTES), device="cpu")
             slots = torch.arange(len(tokens))
             want = sparse_mla.fused_qnorm_rope_kv_insert(
                 q, kv, positions, inputs[3].cpu(), rows, slots, eps=1e-6
             )
-            written = split_parts(inputs[4], 576)[tokens]
+            written = split_parts(inputs[4], V4_DATA_BYTES)[tokens]
             return same_bytes(q_out[tokens], want[0]) and same_bytes(written, rows[:, 0])
 
-        num_bytes = 2 * q.nbytes + kv.nbytes + num_tokens * 584
+        num_bytes = 2 * q.nbytes + kv.nbytes + num_tokens * V4_ROW_BYTES
         name = f"fused_qnorm_rope_kv_insert, H {num_heads}, T {num_tokens}"
         yield Move(name, call, num_bytes, is_right)
 

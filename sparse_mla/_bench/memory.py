@@ -15,7 +15,16 @@ from sparse_mla._bench.attention import TOPK
 from sparse_mla._bench.index_lists import make_moves
 from sparse_mla._bench.moves import Move
 from sparse_mla._bench.timing import Effort, Table, interleave
-from sparse_mla._judge import BF16, KV_LORA_RANK, SCALE_TILE, upconvert_rows
+from sparse_mla._judge import BF16, SCALE_TILE, upconvert_rows
+from sparse_mla._rows import (
+    BF16_ROW_BYTES,
+    FP8_ROW_BYTES,
+    KEY_DIM,
+    KV_LORA_RANK,
+    V4_DATA_BYTES,
+    V4_ROW_BYTES,
+    row_of,
+)
 
 BLOCK_SIZE = 64
 NUM_SLOTS = 65536  # more than processors' caches hold
@@ -26,17 +35,19 @@ NUM_OUTPUTS = 1024
 NUM_LIST_TOKENS = 8192
 NUM_STATES = 4096
 SAMPLED = slice(None, None, 509)
-V4_DATA, V4_ROW = 576, 584  # bytes per token of an fp8_v4 cache
-INDEX_DATA, INDEX_ROW = 128, 132  # of an fp8_index cache
+INDEX_DATA, INDEX_ROW = 128, row_of("fp8_index")  # bytes per token
 
 
 def measure(effort: Effort, num_threads: int) -> Table:
     rng = np.random.default_rng(0)
     moves = []
-    for name, dtype, width in (("fp8_ds_mla", np.uint8, 656), ("bfloat16", BF16, 576)):
+    for name, dtype, width in (
+        ("fp8_ds_mla", np.uint8, FP8_ROW_BYTES),
+        ("bfloat16", BF16, KEY_DIM),
+    ):
         kv_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, width), dtype)
         moves += [make_write(rng, kv_cache, name), make_gather(rng, kv_cache, name)]
-    v4_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, V4_ROW), np.uint8)
+    v4_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, V4_ROW_BYTES), np.uint8)
     moves += [make_insert(rng, v4_cache), make_last_gather(rng, v4_cache)]
     moves += [make_index_insert(rng)]
     moves += [make_conversion(rng), make_norm(rng), make_inverse(rng), make_queries(rng)]
@@ -62,7 +73,7 @@ def measure(effort: Effort, num_threads: int) -> Table:
 
 
 def make_copy(num_threads: int) -> tuple[Callable[[], object], int]:
-    source = np.ones((num_threads, NUM_SLOTS * 1152 // num_threads), np.uint8)
+    source = np.ones((num_threads, NUM_SLOTS * BF16_ROW_BYTES // num_threads), np.uint8)
     target = np.empty_like(source)
     pool = ThreadPoolExecutor(num_threads)
     return lambda: list(pool.map(np.copyto, target, source)), 2 * source.nbytes
@@ -100,7 +111,7 @@ def make_gather(rng: np.random.Generator, kv_cache: np.ndarray, name: str) -> Mo
     block_table = rng.permutation(NUM_PAGES).astype(np.int32).reshape(4, -1)
     seq_lens = np.full(4, NUM_SLOTS // 4, np.int32)
     starts = np.arange(4, dtype=np.int32) * seq_lens
-    out = np.zeros((NUM_SLOTS, 576), BF16)
+    out = np.zeros((NUM_SLOTS, KEY_DIM), BF16)
 
     def gather() -> object:
         return sparse_mla.gather_kv_cache(kv_cache, block_table, seq_lens, starts, out=out)
@@ -151,7 +162,9 @@ def make_index_insert(rng: np.random.Generator) -> Move:
     return Move("indexer_k_quant_and_cache, bf16 → fp8_index", insert, num_bytes, is_right)
 
 
-def split_pages(k_cache: np.ndarray, data_bytes: int = V4_DATA) -> tuple[np.ndarray, np.ndarray]:
+def split_pages(
+    k_cache: np.ndarray, data_bytes: int = V4_DATA_BYTES
+) -> tuple[np.ndarray, np.ndarray]:
     """The data and the scales of all tokens of a cache of split pages."""
     pages = k_cache.reshape(len(k_cache), -1)
     data, scales = np.split(pages, [BLOCK_SIZE * data_bytes], axis=1)
@@ -276,7 +289,7 @@ def make_queries(rng: np.random.Generator) -> Move:
     q = rng.standard_normal((NUM_OUTPUTS, 64, 512), np.float32).astype(BF16)
     kv = rng.standard_normal((NUM_OUTPUTS, 512), np.float32).astype(BF16)
     positions, table = np.arange(NUM_OUTPUTS), sparse_mla.rope_table(NUM_OUTPUTS)
-    cache = np.zeros((NUM_OUTPUTS // BLOCK_SIZE + 1, BLOCK_SIZE, V4_ROW), np.uint8)
+    cache = np.zeros((NUM_OUTPUTS // BLOCK_SIZE + 1, BLOCK_SIZE, V4_ROW_BYTES), np.uint8)
     q_out = np.zeros(q.shape, BF16)
 
     def insert() -> object:
@@ -292,9 +305,9 @@ def make_queries(rng: np.random.Generator) -> Move:
         wide = q[SAMPLED].astype(np.float64)
         want = (wide / np.sqrt((wide * wide).mean(2, keepdims=True) + 1e-6))[..., :448]
         error = np.abs(q_out[SAMPLED][..., :448].astype(np.float64) - want)
-        return np.array_equal(written, np.delete(rows, np.s_[448:V4_DATA], axis=1)) and bool(
+        return np.array_equal(written, np.delete(rows, np.s_[448:V4_DATA_BYTES], axis=1)) and bool(
             (error <= 1.02 * 2.0**-8 * np.abs(want)).all()
         )
 
-    num_bytes = q.nbytes + q_out.nbytes + kv.nbytes + NUM_OUTPUTS * V4_ROW
+    num_bytes = q.nbytes + q_out.nbytes + kv.nbytes + NUM_OUTPUTS * V4_ROW_BYTES
     return Move("fused_qnorm_rope_kv_insert, 64 heads", insert, num_bytes, is_right)

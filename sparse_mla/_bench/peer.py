@@ -8,6 +8,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 from sparse_mla._bench.cuda_timing import Array, describe_error
+from sparse_mla._rows import KEY_DIM
 
 
 class Peer:
@@ -29,7 +30,7 @@ class Peer:
         Calls of the same shape share one `plan` of get_plan(); the first of them fills it."""
         num_tokens = len(q)
         arguments = {
-            "q": pad_heads(q).view(num_reqs, num_tokens // num_reqs, -1, 576),
+            "q": pad_heads(q).view(num_reqs, num_tokens // num_reqs, -1, KEY_DIM),
             "k_cache": kv_cache.unsqueeze(2),
             "indices": indices.view(num_reqs, num_tokens // num_reqs, -1),
             "block_table": None,

@@ -12,8 +12,9 @@ import sparse_mla
 from sparse_mla._bench.attention import NUM_JUDGED_TOKENS, make_table, measure_row
 from sparse_mla._bench.timing import Effort, Table
 from sparse_mla._judge import BF16, Fractions, judge_row
+from sparse_mla._rows import KV_LORA_RANK, V4_ROW_BYTES
 
-DIM, ROW_BYTES, BLOCK_SIZE = 512, 584, 64
+DIM, ROW_BYTES, BLOCK_SIZE = KV_LORA_RANK, V4_ROW_BYTES, 64
 NUM_SLOTS = 16384  # of each cache
 WINDOW = 128
 MODELS = ((64, 512), (128, 1024))  # heads, chosen rows: V4-Flash and V4-Pro

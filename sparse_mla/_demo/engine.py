@@ -17,9 +17,8 @@ import sparse_mla
 from sparse_mla._demo.memory import Memory
 from sparse_mla._demo.model import INDEX_DIM, ToyModel
 from sparse_mla._demo.scheduler import Batch
-from sparse_mla._judge import BF16, KV_LORA_RANK
-
-KEY_DIM = 576  # values of a cached key: kv_lora_rank + qk_rope_head_dim
+from sparse_mla._judge import BF16
+from sparse_mla._rows import KEY_DIM, KV_LORA_RANK
 
 
 @dataclass

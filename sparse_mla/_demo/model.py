@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparse_mla._judge import BF16, KV_LORA_RANK
+from sparse_mla._judge import BF16
+from sparse_mla._rows import KV_LORA_RANK
 
 ROPE_DIM = 64
 HEAD_DIM = 128  # qk_nope_head_dim and v_head_dim

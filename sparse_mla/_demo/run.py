@@ -16,8 +16,7 @@ from sparse_mla._demo.engine import Engine, StepResult
 from sparse_mla._demo.memory import find_memory
 from sparse_mla._demo.model import SOFTMAX_SCALE, ToyModel
 from sparse_mla._demo.scheduler import Batch, Request, Scheduler
-
-BF16_ROW_BYTES = 1152
+from sparse_mla._rows import BF16_ROW_BYTES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
