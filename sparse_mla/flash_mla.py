@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sparse_mla import _C, ops
+from sparse_mla._compiled import names_integration
 from sparse_mla._types import Array as Given
 from sparse_mla._types import FlashFormat, KvFormat, Like, Result, overload
 
@@ -204,6 +205,7 @@ def has_legacy() -> bool:
 # --- attention -----------------------------------------------------------------------------------
 
 
+@names_integration("sparse_attention")
 def flash_mla_with_kvcache(
     q: Like[Result],
     k_cache: Given,
@@ -370,6 +372,7 @@ def flash_mla_sparse_fwd(
     use_legacy: bool = False,
     return_log2_lse: bool | None = None,
 ) -> tuple[Result, Result | None, Result | None]: ...
+@names_integration("sparse_attention")
 def flash_mla_sparse_fwd(
     q: Like[Result],
     kv: Given,

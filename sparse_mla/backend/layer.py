@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparse_mla import ops
+from sparse_mla._compiled import names_integration
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
 from sparse_mla.backend._words import show, wrong_type
@@ -73,6 +74,7 @@ class SparseMLA:
     def __repr__(self) -> str:
         return f"SparseMLA({self.config!r}, W_UK={show(self.W_UK)}, W_UV={show(self.W_UV)})"
 
+    @names_integration()
     def forward(
         self,
         q: Like[Result] | tuple[Like[Result], Given],

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparse_mla import _C
+from sparse_mla._compiled import names_integration
 from sparse_mla.backend._words import ShortRepr, wrong_type
 from sparse_mla.backend.batch import CommonAttentionMetadata
 from sparse_mla.backend.builder import check_common, make_metadata
@@ -310,6 +311,7 @@ class MetadataBuilder:
     def __repr__(self) -> str:
         return f"MetadataBuilder({self.config!r}, workspace_bytes={self.workspace_bytes})"
 
+    @names_integration()
     def build(
         self,
         common: CommonAttentionMetadata,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparse_mla import _C
+from sparse_mla._compiled import names_integration
 from sparse_mla._types import Array as Given
 from sparse_mla._types import Like, Result
 from sparse_mla.backend._words import ShortRepr, check_int, wrong_type
@@ -143,6 +144,7 @@ class SparseMLA:
     def __repr__(self) -> str:
         return f"SparseMLA({self.config!r}, {self.compress_ratio}, {self.weights!r})"
 
+    @names_integration()
     def attend(
         self,
         q: Like[Result],

@@ -6,6 +6,7 @@
  * call leaves out: a dozen for attention. A call that does not fit is passed to the declaration, so
  * that the interpreter raises its own error.
  */
+#include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
 
@@ -33,6 +34,7 @@ typedef struct operator_object {
     PyObject *declaration;
     PyObject *dict; /* an operator has a dict and weak references, as functions do */
     PyObject *weak_references;
+    bool is_known_to_dynamo;
     int num_params;
     int num_positional;
     int num_required;
@@ -312,6 +314,39 @@ operator_repr(PyObject *self)
                                 ((const operator_object *)self)->in_c->name);
 }
 
+/* Calls sparse_mla.integrations._dynamo.mark(op). If this PyTorch knows no such marks, its compiler
+ * goes without them, and its own error is all that a user sees. */
+static void
+mark_for_dynamo(PyObject *op)
+{
+    PyObject *module = PyImport_ImportModule("sparse_mla.integrations._dynamo");
+    PyObject *const none = module == NULL ? NULL : PyObject_CallMethod(module, "mark", "O", op);
+    Py_XDECREF(none);
+    Py_XDECREF(module);
+    PyErr_Clear();
+}
+
+/* The address, as of any object. PyTorch's compiler hashes a callable before it looks whether the
+ * callable is marked as one that it cannot trace. */
+static Py_hash_t
+operator_hash(PyObject *self)
+{
+    operator_object *const op = (operator_object *)self;
+    if (!op->is_known_to_dynamo) {
+        PyObject *name = PyUnicode_FromString("torch._dynamo.trace_rules");
+        PyObject *const rules = name == NULL ? NULL : PyImport_GetModule(name);
+        Py_XDECREF(name);
+        PyErr_Clear();
+        if (rules != NULL) {
+            op->is_known_to_dynamo = true; /* before the mark, which hashes the operator, too */
+            mark_for_dynamo(self);
+            Py_DECREF(rules);
+        }
+    }
+    const Py_hash_t hash = (Py_hash_t)((uintptr_t)self >> 4);
+    return hash == -1 ? -2 : hash;
+}
+
 /* __get__ makes help() and inspect see a routine. It makes no bound method of an operator. */
 static PyObject *
 operator_get(PyObject *self, PyObject *Py_UNUSED(object), PyObject *Py_UNUSED(type))
@@ -398,12 +433,19 @@ static PyGetSetDef operator_getset[] = {
 };
 
 static PyType_Slot operator_slots[] = {
-    {Py_tp_doc, (void *)operator_doc}, {Py_tp_new, operator_new},
-    {Py_tp_dealloc, operator_dealloc}, {Py_tp_traverse, operator_traverse},
-    {Py_tp_clear, operator_clear},     {Py_tp_call, PyObject_Call},
-    {Py_tp_repr, operator_repr},       {Py_tp_descr_get, operator_get},
-    {Py_tp_methods, operator_methods}, {Py_tp_members, operator_members},
-    {Py_tp_getset, operator_getset},   {0, NULL},
+    {Py_tp_doc, (void *)operator_doc},
+    {Py_tp_new, operator_new},
+    {Py_tp_dealloc, operator_dealloc},
+    {Py_tp_traverse, operator_traverse},
+    {Py_tp_clear, operator_clear},
+    {Py_tp_call, PyObject_Call},
+    {Py_tp_repr, operator_repr},
+    {Py_tp_descr_get, operator_get},
+    {Py_tp_hash, operator_hash},
+    {Py_tp_methods, operator_methods},
+    {Py_tp_members, operator_members},
+    {Py_tp_getset, operator_getset},
+    {0, NULL},
 };
 
 PyType_Spec smla_py_operator_spec = {
