@@ -1,13 +1,18 @@
 """vLLM's plugin: vLLM's own classes, of the released wheel, with our backend behind them."""
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.metadata
 import inspect
+import sys
 import tomllib
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
+import cases
 import device
 import engine
 import helpers
@@ -33,6 +38,7 @@ def vllm():
         backend=device.import_quietly("vllm.v1.attention.backend"),
         registry=device.import_quietly("vllm.v1.attention.backends.registry"),
         config=device.import_quietly("vllm.config"),
+        forward_context=device.import_quietly("vllm.forward_context"),
         spec=device.import_quietly("vllm.v1.kv_cache_interface"),
         workspace=device.import_quietly("vllm.v1.worker.workspace"),
         ours=device.import_quietly("sparse_mla.integrations.vllm"),
@@ -299,6 +305,153 @@ def test_forward_is_sparse_mla_s(vllm, num_heads, fp8, path, as_pair):
     assert_same_bits(vllm.get(out), want[0])
     assert_same_bits(vllm.get(lse), want[1])
     assert np.abs(vllm.get(out).astype(np.float32)).max() > 0
+
+
+# ---- A layer of vLLM's own -----------------------------------------------------------------------
+
+# The layer imports these for disaggregated serving and for images. Nothing here runs them, and they
+# would need thirty more packages.
+LEFT_OUT = ("vllm.distributed.kv_transfer", "vllm.multimodal")
+
+
+class EmptyModule(ModuleType):
+    """Every public name in it is an empty class."""
+
+    __path__: ClassVar = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class LeftOut(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(LEFT_OUT):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return EmptyModule(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+@pytest.fixture(scope="module")
+def mla_attention(vllm):
+    """vLLM's module of its MLA layer."""
+    finder = LeftOut()
+    sys.meta_path.insert(0, finder)
+    try:
+        return device.import_quietly("vllm.model_executor.layers.attention.mla_attention")
+    finally:
+        sys.meta_path.remove(finder)
+
+
+def exact_projection(rng, num_heads):
+    """kv_b_proj.weight [H * (128 + 128), 512]: each row has one power of two, so that any order of
+    summation gives the same bits."""
+    weight = np.zeros((num_heads, 256, 512), np.float32)
+    for head in weight:
+        columns = np.concatenate([rng.permutation(512)[:128] for _ in range(2)])
+        head[np.arange(256), columns] = 2.0 ** rng.integers(-1, 2, 256)
+    return weight.reshape(-1, 512).astype(ref.BF16)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "fp8", "path"), [(16, True, "mixed"), (33, True, "separate"), (16, False, "bf16")]
+)
+def test_a_layer_of_vllm_s_own_is_sparse_mla_s(vllm, mla_attention, num_heads, fp8, path):
+    """vLLM's MLAAttention writes the step's keys, absorbs the queries, attends by our
+    implementation, and multiplies the results by W_UV, as SparseMLA's functions do."""
+    torch, rng = vllm.torch, np.random.default_rng(1)
+    step = engine.make_step(engine.engine_batch(), num_heads, topk=TOPK)
+    num_tokens = len(step.q)
+    cache = step.fp8_cache.copy() if fp8 else step.bf16_cache(sparse_mla)
+    kv_c, k_pe = (cases.random_bf16(rng, num_tokens, n) for n in (512, 64))
+    q = cases.random_bf16(rng, num_tokens, num_heads, 192)
+    weight = exact_projection(rng, num_heads)
+    indices = vllm.put(step.topk_indices)
+
+    with layer_configs(vllm, mla_attention) as configs:
+        layer = mla_attention.MLAAttention(
+            num_heads,
+            engine.SCALE,
+            128,
+            64,
+            128,
+            q_lora_rank=1536,
+            kv_lora_rank=512,
+            kv_b_proj=SimpleNamespace(weight=vllm.put(weight), quant_method=None),
+            cache_config=SimpleNamespace(
+                cache_dtype="fp8_ds_mla" if fp8 else "auto",
+                kv_cache_dtype_skip_layers=[],
+                enable_prefix_caching=False,
+            ),
+            prefix=PREFIX,
+            use_sparse=True,
+            topk_indices_buffer=indices,
+        )
+        layer.process_weights_after_loading(torch.bfloat16)
+        assert type(layer.impl) is vllm.ours.SparseMLAImpl
+        layer.bind_kv_cache(vllm.put(cache.copy())[:, None])
+        spec = SimpleNamespace(block_size=64)
+        builder = vllm.ours.SparseMLAMetadataBuilder(spec, [PREFIX], configs, torch.device("cpu"))
+        metadata = builder.build(0, common_of(vllm, step.batch))
+        assert metadata.step.path == path
+        slots = vllm.put(step.batch.slot_mapping)
+        forward = vllm.forward_context
+        context = forward.ForwardContext({PREFIX: layer}, {PREFIX: metadata}, {PREFIX: slots})
+        with forward.override_forward_context(context):
+            shape = torch.Size((num_tokens, num_heads * 128))
+            got = layer(vllm.put(q), vllm.put(kv_c), vllm.put(k_pe)[:, None], output_shape=shape)
+
+    options = engine.config(
+        sparse_mla,
+        num_heads=num_heads,
+        fp8=fp8,
+        max_num_batched_tokens=512,
+        prefill_workspace_tokens=None,
+    )
+    ours = sparse_mla.SparseMLA(options, kv_b_proj=weight)
+    sparse_mla.concat_and_cache_mla(kv_c, k_pe, cache, step.batch.slot_mapping)
+    plan = sparse_mla.MetadataBuilder(options).build(step.batch.common(sparse_mla))
+    absorbed = ours.k_up_proj(np.ascontiguousarray(q[..., :128]))
+    pair = absorbed, np.ascontiguousarray(q[..., 128:])
+    out, _ = ours.forward(pair, cache, step.topk_indices, plan)
+    want = ours.v_up_proj(out).reshape(num_tokens, -1)
+    assert np.abs(want.astype(np.float32)).max() > 0
+    assert_same_bits(vllm.get(got), want)
+    assert_same_bits(vllm.get(layer.kv_cache), cache)
+
+
+@contextmanager
+def layer_configs(vllm, mla_attention):
+    """vLLM's current config with our backend chosen as a user chooses it, by the name CUSTOM."""
+    from sparse_mla.integrations._vllm_plugin import register
+
+    register()
+    custom = vllm.registry.AttentionBackendEnum.CUSTOM
+    with engine_of(vllm, num_heads=16, fp8=True) as (_, builder):
+        configs = builder.vllm_config
+    configs.compilation_config = vllm.config.CompilationConfig(custom_ops=["none"])
+    configs.attention_config = vllm.config.AttentionConfig(backend=custom)
+    configs.kernel_config = SimpleNamespace(enable_jit_warmup=False)
+    configs.parallel_config = SimpleNamespace(
+        decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
+        pcp_shard_decode_requests=False,
+    )
+    context = importlib.import_module("vllm.config.vllm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context, "_current_vllm_config", configs)
+        # A machine without a GPU has no platform that would ask the enum's member for its class.
+        patch.setattr(mla_attention, "get_attn_backend", lambda *_, **__: custom.get_class())
+        yield configs
+
+
+# ---- The rest of the layer's protocol ------------------------------------------------------------
 
 
 def test_an_upper_bound_of_the_lengths_changes_no_result(vllm):
