@@ -251,10 +251,8 @@ def test_build_info_names_the_cuda_toolkit_or_says_how_to_get_one():
 def test_kernels_are_the_dispatch_rows():
     rows = sparse_mla.kernels()
     assert len(rows) >= 2
-    text = str(rows)
-    assert "cpu" in text
-    assert "fp8_ds_mla" in text
-    assert "bfloat16" in text
+    served = {row["kv_format"] for row in rows if row["device"] == "cpu"}
+    assert served == {"fp8_ds_mla, bfloat16, any of 512 values"}
 
 
 ROOMS = """

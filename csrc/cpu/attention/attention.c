@@ -28,7 +28,7 @@ smla_cpu_kernels(smla_kernel_info *rows, int64_t capacity)
         rows[i] = (smla_kernel_info){
             .device = "cpu",
             .arch = isa->name,
-            .kv_format = "fp8_ds_mla, bfloat16",
+            .kv_format = "fp8_ds_mla, bfloat16, any of 512 values",
             .heads = "1...128",
             .name = isa->attention_source,
             .available = isa->is_supported(),
