@@ -4,9 +4,9 @@
 
 Each argument is a value of SPARSE_MLA_CUDA, see toolkit.py, or `aarch64`: without CUDA, by a cross
 compiler, and run under qemu where that is installed. The version gets what the wheel has of
-CUDA: 0.1.0+cpu, 0.1.0+cu130. GCC compiles and ziglang links, because its stubs of glibc keep the
-symbols old enough for manylinux_2_28. With the linker of Debian 12, pthread_create and semaphores
-would bind the wheel to manylinux_2_34.
+CUDA: 0.1.0+cpu, 0.1.0+cu130. The wheel of shim/ is added. GCC compiles and ziglang links, because
+its stubs of glibc keep the symbols old enough for manylinux_2_28. With the linker of Debian 12,
+pthread_create and semaphores would bind the wheel to manylinux_2_34.
 """
 
 import os
@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import toolkit
@@ -70,6 +71,15 @@ def run_under_qemu(wheel):
     subprocess.run([*QEMU, program], check=True)
 
 
+def build_shim(target):
+    """The wheel of the second distribution, shim/, which is Python alone."""
+    with tempfile.TemporaryDirectory() as folder:  # setuptools leaves files beside the sources
+        source = shutil.copytree("shim", Path(folder, "shim"))
+        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+        command += ["--disable-pip-version-check", "--no-build-isolation", "-w", str(target)]
+        subprocess.run([*command, str(source)], check=True)
+
+
 def main():
     shutil.rmtree(BUILT, ignore_errors=True)
     for mode in sys.argv[1:] or ["off"]:
@@ -83,6 +93,7 @@ def main():
         subprocess.run([*audit, "show", str(wheel)], check=True)
         if not wheel.stem.endswith(platform.machine()) and shutil.which(QEMU[0]):
             run_under_qemu(wheel)
+    build_shim(FINISHED)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,17 @@ def test_a_release_s_wheel_is_for_the_promised_glibc(release):
     for tag in ("manylinux_2_34_aarch64", "linux_aarch64"):
         with pytest.raises(SystemExit, match=rf"-{tag}\.whl is not for glibc 2\.28"):
             release.require_platform(Path(f"dist/a-1+cpu-cp311-abi3-{tag}.whl"))
+
+
+def test_a_release_has_the_shim(release, tmp_path, monkeypatch):
+    """Its .pth file lies where an installation puts it beside the package."""
+    pytest.importorskip("setuptools")
+    monkeypatch.chdir(BUILDTOOLS.parent)
+    release.build_shim(tmp_path)
+    (wheel,) = tmp_path.glob("sparse_mla_flash_mla-*-py3-none-any.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert "sparse_mla_flash_mla.pth" in names
+    assert {f"sparse_mla_flash_mla/{x}" for x in ("__init__.py", "flash_mla/__init__.py")} <= names
 
 
 def test_auditwheel_names_the_platform_of_another_machine_s_wheel(release, monkeypatch):
