@@ -4,12 +4,13 @@ call, against fp64. Rows that no index selects are random bytes."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 import reference as ref
 from cases import AttentionInputs, make_indices, make_sink, make_topk_length, random_bf16
+from device import BOUNDS
 from helpers import NO_NAN, Guarded, assert_same_bits, assert_within_bounds, guarded_attention
 from library import sparse_mla
 from row_formats import KEY_FORMATS, Pages, layouts_of
@@ -30,6 +31,15 @@ class Keys:
     prefix: str
 
     @property
+    def num_slots(self) -> int:
+        return self.pages.pages * self.pages.block_size
+
+    def rows(self, part) -> Keys:
+        """The lists of some tokens."""
+        length = None if self.topk_length is None else self.topk_length[part]
+        return replace(self, indices=self.indices[part], topk_length=length)
+
+    @property
     def kv_scale(self) -> float:
         return KV_SCALES[self.prefix] if self.pages.format.scales == "cache" else 1.0
 
@@ -45,7 +55,7 @@ class Keys:
     def chosen(self, t: int) -> np.ndarray:
         """float64 keys of token t."""
         row = self.indices[t].astype(np.int64)
-        keep = (row >= 0) & (row < self.pages.pages * self.pages.block_size)
+        keep = (row >= 0) & (row < self.num_slots)
         if self.topk_length is not None:
             keep &= np.arange(len(row)) < self.topk_length[t]
         return self.pages.values(row[keep]).astype(np.float64) * float(np.float32(self.kv_scale))
@@ -54,6 +64,9 @@ class Keys:
 @dataclass
 class V4Inputs(AttentionInputs):
     lists: list[Keys] = field(default_factory=list)
+
+    def rows(self, part) -> V4Inputs:
+        return replace(super().rows(part), lists=[keys.rows(part) for keys in self.lists])
 
     def reference(self) -> ref.Attention:
         query = (
@@ -235,6 +248,41 @@ def test_splits_make_tokens_independent(fmt, num_splits):
         got = guarded_attention(attend, inputs.rows(part))
         for name in whole:
             assert_same_bits(got[name], whole[name][part], name)
+
+
+@pytest.mark.parametrize("num_shards", range(2, 9))
+@pytest.mark.parametrize("pair", [("fp8_v4", "fp8_v4"), ("bfloat16", "fp4_v41")], ids=str)
+def test_shards_merged_with_a_sink(pair, num_shards):
+    """Every shard has some of the keys, and no sink. The first have none of the second list, the
+    last none of the first. Their states in fp32, merged with the sink, are attention over all."""
+    case = V4Case(H=40, K=130, fmt=pair[0], extra=pair[1], extra_K=200, sink=True, lengths=True)
+    inputs = case.make()
+    want = inputs.reference()
+    sink = inputs.options.pop("attn_sink")
+    states = []
+    for columns in np.array_split(np.arange(330), num_shards):
+        options = dict(inputs.options)
+        part = []
+        for keys, some in zip(
+            inputs.lists, (columns[columns < 130], columns[columns >= 130] - 130), strict=True
+        ):
+            part.append(np.ascontiguousarray(keys.indices[:, some]))
+            first = some[0] if len(some) else 0
+            length = np.clip(keys.topk_length.astype(np.int64) - first, 0, len(some))
+            options[f"{keys.prefix}topk_length"] = length.astype(np.int32)
+        options["extra_indices"] = part[1]
+        out, lse = attend(inputs.q, inputs.kv, part[0], **options)
+        states.append((ref.to_f32(np.asarray(out)), np.asarray(lse)))
+    merged = states[0]
+    for i, state in enumerate(states[1:], 2):
+        last = {"attn_sink": sink} if i == num_shards else {}
+        merged = sparse_mla.merge_attn_states(*merged, *state, **last)
+    # The weights of the shards are off by their errors of lse, and each shard's out by its bound,
+    # whose |out| may add up to the sum of p |v|.
+    tolerance = 2 * want.out_tolerance(**BOUNDS) + 1e-6
+    assert ref.worst_ratio(merged[0], want.out, tolerance) <= 1
+    tolerance = want.lse_tolerance(**BOUNDS) + num_shards * ref.merge_lse_tolerance(want.lse)
+    assert ref.worst_ratio(merged[1], want.lse, tolerance) <= 1
 
 
 @pytest.mark.parametrize("fmt", KEY_FORMATS)
