@@ -15,8 +15,8 @@ from library import sparse_mla
 F32 = np.float32
 HISTORIES = int(os.environ.get("SMLA_DRAFT_HISTORIES", "1200"))  # 10000 take a minute
 BATCH = 100  # histories that run side by side, as requests of one batch
-DIM = 128
 CBS = 4  # rows per page of the cache
+CACHES = {128: "fp8_index", 512: "fp8_v4"}  # of the keys of the indexer and of attention
 
 
 def angles(count: int) -> np.ndarray:
@@ -24,17 +24,29 @@ def angles(count: int) -> np.ndarray:
     return np.concatenate([np.cos(turn), np.sin(turn)], 1).astype(F32)
 
 
+def first_needed(length: int, ratio: int) -> int:
+    """The first position whose state is needed after `length` accepted tokens."""
+    return max(0, ratio * (length // ratio - compressor.overlap(ratio) + 1))
+
+
+def test_first_needed_by_hand():
+    assert [first_needed(length, 4) for length in (7, 8, 11, 12)] == [0, 4, 4, 8]
+    assert first_needed(300, 128) == 256
+
+
 class Engine:
     """Requests with tokens of random values, their states and their compressed rows."""
 
-    def __init__(self, num_requests: int, length: int, ratio: int, sbs: int, ring=0, seed=0):
+    def __init__(
+        self, num_requests: int, length: int, ratio: int, sbs: int, ring=0, seed=0, dim=128
+    ):
         rng = np.random.default_rng([seed, ratio])
         self.ratio, self.sbs, self.ring, self.length = ratio, sbs, ring, length
         self.c = compressor.overlap(ratio)
-        width = self.c * DIM
+        width = self.c * dim
         self.kv, self.score = rng.normal(0, 2, (2, num_requests, length, width)).astype(F32)
         self.ape = rng.normal(0, 1, (ratio, width)).astype(F32)
-        self.weight = rng.normal(1, 0.3, DIM).astype(F32)
+        self.weight = rng.normal(1, 0.3, dim).astype(F32)
         blocks = -(-length // sbs)
         used = ring or blocks
         numbers = rng.permutation(num_requests * used).reshape(num_requests, used)
@@ -42,7 +54,8 @@ class Engine:
         self.state = np.full((num_requests * used, sbs, 2 * width), np.nan, F32)
         kv_blocks = -(-(length // ratio) // CBS) + 1
         self.kv_table = rng.permutation(num_requests * kv_blocks).reshape(num_requests, -1)
-        self.cache = np.zeros((num_requests * kv_blocks, CBS, 132), np.uint8)
+        self.format = rows.FORMATS[CACHES[dim]]
+        self.cache = np.zeros((num_requests * kv_blocks, CBS, self.format.row_bytes), np.uint8)
         self.cos_sin = angles(length)
 
     def state_slots(self, requests, positions) -> np.ndarray:
@@ -54,7 +67,7 @@ class Engine:
     def step(self, requests, positions, kv, score, fused: bool) -> None:
         """Runs tokens: `requests` and `positions` [T], neighbours in order."""
         closes = (positions + 1) % self.ratio == 0
-        rows = np.where(closes, self.row_slots(requests, positions // self.ratio), -1)
+        row_slots = np.where(closes, self.row_slots(requests, positions // self.ratio), -1)
         slots = self.state_slots(requests, positions)
         assert len(np.unique(slots)) == len(slots)
         step = {"kv": kv, "score": score, "ape": self.ape}
@@ -68,7 +81,7 @@ class Engine:
             positions,
             slots,
             self.cache,
-            rows,
+            row_slots,
             self.weight,
             self.cos_sin,
             eps=1e-6,
@@ -94,13 +107,12 @@ class Engine:
         slots = self.row_slots(requests[:, None], np.arange(count))
         flat = self.cache.reshape(len(self.cache), -1)
         pages, offsets = np.divmod(slots, CBS)
-        data = flat[:, : CBS * 128].reshape(-1, CBS, 128)[pages, offsets]
-        return data, flat[:, CBS * 128 :].reshape(-1, CBS, 4)[pages, offsets]
+        data, scales = np.split(flat, [CBS * self.format.data_bytes], axis=1)
+        return tuple(x.reshape(len(x), CBS, -1)[pages, offsets] for x in (data, scales))
 
     def free_pages(self, request: int, length: int) -> None:
         """Frees the pages that nothing needs any more after `length` accepted tokens."""
-        keep = max(0, self.ratio * (length // self.ratio - self.c + 1))
-        for block in range(keep // self.sbs):
+        for block in range(first_needed(length, self.ratio) // self.sbs):
             if self.table[request, block] >= 0:
                 self.state[self.table[request, block]] = np.nan
                 self.table[request, block] = -1
@@ -115,12 +127,13 @@ def one_by_one(engine: Engine) -> None:
         engine.run(requests, p * ones, ones, ones, rng, fused=False)
 
 
+@pytest.mark.parametrize("dim", CACHES)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("ratio", [1, 2, 4, 7, 128])
-def test_chunks(ratio, fused):
+def test_chunks(ratio, fused, dim):
     """One prefill, random chunks, token by token: the same states and the same rows."""
     length = 300 if ratio == 128 else 70
-    engines = [Engine(3, length, ratio, sbs=4) for _ in range(3)]
+    engines = [Engine(3, length, ratio, sbs=4, dim=dim) for _ in range(3)]
     one_by_one(engines[0])
     requests = np.array([2, 0, 1])
     rng = np.random.default_rng(ratio)
@@ -143,13 +156,13 @@ def least_ring(ratio: int, most: int, sbs: int) -> int:
     return -(-(compressor.overlap(ratio) * ratio + most - 1) // sbs)
 
 
-def draft(ratio: int, sbs: int, ring: bool, seed: int, most=5, batch=BATCH) -> None:
+def draft(ratio: int, sbs: int, ring: bool, seed: int, most=5, batch=BATCH, dim=128) -> None:
     """Random histories, against the same requests token by token."""
     length = 4 * ratio + 9
     rng = np.random.default_rng(seed)
     pages = least_ring(ratio, most, sbs) if ring else 0
-    plain = Engine(batch, length, ratio, sbs, seed=seed)
-    drafted = Engine(batch, length, ratio, sbs, ring=pages, seed=seed)
+    plain = Engine(batch, length, ratio, sbs, seed=seed, dim=dim)
+    drafted = Engine(batch, length, ratio, sbs, ring=pages, seed=seed, dim=dim)
     one_by_one(plain)
     done = np.zeros(batch, np.int64)
     want = plain.rows_of(np.arange(batch), length // ratio)
@@ -170,7 +183,7 @@ def draft(ratio: int, sbs: int, ring: bool, seed: int, most=5, batch=BATCH) -> N
         if not ring:
             for request in left[::7]:
                 drafted.free_pages(request, done[request])
-    keep = np.maximum(0, ratio * (length // ratio - drafted.c + 1))
+    keep = first_needed(length, ratio)
     requests, positions = np.divmod(np.arange(batch * (length - keep)), length - keep)
     positions = positions + keep
     states = [
@@ -191,8 +204,15 @@ def test_drafts_leave_no_trace(ratio, sbs, ring):
 
 
 @pytest.mark.parametrize("ring", [False, True])
-def test_drafts_at_128(ring):
-    draft(128, 8, ring, seed=0, batch=5)
+@pytest.mark.parametrize(("ratio", "sbs"), [(4, 4), (2, 3)])
+def test_drafts_of_attention_s_keys(ratio, sbs, ring):
+    draft(ratio, sbs, ring, seed=1, dim=512)
+
+
+@pytest.mark.parametrize("dim", CACHES)
+@pytest.mark.parametrize("ring", [False, True])
+def test_drafts_at_128(ring, dim):
+    draft(128, 8, ring, seed=0, batch=5, dim=dim)
 
 
 def test_the_ring_is_the_least():

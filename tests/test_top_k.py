@@ -167,7 +167,9 @@ def test_no_rows_and_no_columns(dtype):
 # --- long rows -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["random", "few distinct", "constant", "equal in 22 bits"])
+@pytest.mark.parametrize(
+    "kind", ["random", "few distinct", "constant", "equal in 22 bits", "special"]
+)
 @pytest.mark.parametrize(("columns", "k"), [(779_425, 2048), (2_000_000, 512), (262_144, 4096)])
 def test_long_rows(columns, k, kind):
     """Their columns are shared: by threads on a CPU, by the CTAs of a cluster on Hopper."""
