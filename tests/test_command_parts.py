@@ -351,6 +351,7 @@ def cuda_tables(monkeypatch):
     from sparse_mla._bench import (
         cuda_attention,
         cuda_calls,
+        cuda_helpers,
         cuda_lightning,
         cuda_logits,
         cuda_memory,
@@ -393,6 +394,7 @@ def cuda_tables(monkeypatch):
     monkeypatch.setattr(cuda_logits, "measure_logits", maker("logits", {"us": 2.0}))
     choices = maker("lightning", {"us": 2.0})
     monkeypatch.setattr(cuda_lightning, "measure_lightning", choices)
+    monkeypatch.setattr(cuda_helpers, "measure_helpers", maker("helpers", {"us_1": 2.0}))
     monkeypatch.setattr(cuda_calls, "measure_calls", maker("calls", {"us": 2.0}))
     monkeypatch.setattr(bench, "what_cuda_lacks", lambda: "")
     return measured
@@ -404,7 +406,7 @@ def test_bench_measures_every_table_of_a_gpu(cuda_tables, tmp_path, capsys):
     paths = [str(tmp_path / name) for name in ("results.json", "plot.svg")]
     assert bench.run(options("--json", paths[0], "--plot", paths[1])) == 1
     wanted = ["decode", "prefill", "inputs", "v4", "bytes", "projection"]
-    wanted += ["logits", "top_k", "lightning", "calls"]
+    wanted += ["logits", "top_k", "lightning", "helpers", "calls"]
     assert cuda_tables == wanted
     printed = capsys.readouterr()
     assert printed.err.endswith("\n2 FAILED\n")

@@ -1,5 +1,5 @@
-"""indexer_logits on a CUDA device: causal prefills of flat keys and decodes of pages, beside
-DeepGEMM where its wheel can be imported (`sgl-deep-gemm`)."""
+"""indexer_logits on a CUDA device: causal prefills of flat keys and decodes of pages, with FP8 or
+MXFP4 keys, beside DeepGEMM where its wheel can be imported (`sgl-deep-gemm`)."""
 
 from __future__ import annotations
 
@@ -23,43 +23,48 @@ from sparse_mla._bench.cuda_timing import (
 from sparse_mla._bench.timing import Table
 
 BLOCK_SIZE, DIM = 64, 128
+FP8_ROW, FP4_ROW = DIM + 4, DIM // 2 + 4  # bytes of a key
 PEAK_FP8 = 2 * PEAK_FLOPS
 COARSE, FINE = 2.0**-8, 2.0**-18  # docs/choosing_keys.md
 SAMPLED = 8  # tokens that are judged
 PREFILLS = ((2048, 8192), (4096, 32768), (4096, 131072))
 DECODES = ((1, 32768), (1, 131072), (64, 32768), (128, 32768), (64, 131072))
+MORE_TOKENS = (2, 3, 4)  # per request, of 64 x 32768
 QUICK = 1  # rows of each kind
 
 
 @dataclass
 class Work:
-    """A call with its inputs. `source[t]` and `lens[t]` are the keys that token t sees."""
+    """A call with its inputs. Token t sees lens[t] keys from first[t] on."""
 
     name: str
-    q: Array
+    q: Array  # [T, H, 128] e4m3, or the bf16 values of MXFP4 queries
     weights: Array
-    keys: Array  # [S, 128] e4m3
+    keys: Array  # [S, 128] e4m3, or the bf16 values of MXFP4 keys
     scales: Array  # [S] fp32
     lens: Array
     first: Array  # [T]: the token's key 0
     call: Callable[[], Array]
     peer: Callable[[Any], Callable[[], object]] | None
+    row_bytes: int = FP8_ROW
+
+    def is_coarse(self) -> bool:
+        """Whether FP8 tensor cores multiply, which Hopper has for 32 and 64 heads."""
+        return self.q.dtype == torch.float8_e4m3fn and self.q.shape[1] in (32, 64)
 
     def count(self) -> int:
         return int(self.lens.sum())
 
     def floor(self) -> float:
-        heads = self.q.shape[1]
-        bf16 = 1 if self.q.dtype == torch.float8_e4m3fn and heads in (32, 64) else 2
         read = {int(n) for n in self.first.tolist()}
         rows = sum(int(self.lens[self.first == n].max()) for n in read)
-        flop = 2 * DIM * heads * self.count() * bf16
-        return max(flop / PEAK_FP8, (rows * (DIM + 4) + 4 * self.count()) / PEAK_BYTES)
+        flop = 2 * DIM * self.q.shape[1] * self.count() * (1 if self.is_coarse() else 2)
+        return max(flop / PEAK_FP8, (rows * self.row_bytes + 4 * self.count()) / PEAK_BYTES)
 
     def judge(self, out: Array) -> float:
         """The worst error of some tokens, as a part of the bound."""
-        heads = self.q.shape[1]
-        bound = COARSE if heads in (32, 64) and torch.cuda.get_device_capability()[0] == 9 else FINE
+        is_hopper = torch.cuda.get_device_capability()[0] == 9
+        bound = COARSE if self.is_coarse() and is_hopper else FINE
         worst = 0.0
         for t in range(0, len(self.q), max(1, len(self.q) // SAMPLED)):
             n, first = int(self.lens[t]), int(self.first[t])
@@ -147,6 +152,55 @@ def make_decode(num_reqs: int, context: int, heads: int, next_n: int = 1) -> Wor
     return Work(name, q, weights, keys, scales, lens, req.long() * context, call, kept)
 
 
+def quantise_fp4(x: Array) -> tuple[Array, Array, Array]:
+    """bf16 [n, 128] -> the bytes of e2m1 [n, 64], of scales [n, 4], and their values in bf16."""
+    rows = torch.zeros(len(x), 1, FP4_ROW, dtype=torch.uint8, device=DEVICE)
+    slots = torch.arange(len(x), device=DEVICE)
+    sparse_mla.indexer_k_quant_and_cache(x, rows, slots, kv_format="mxfp4_index")
+    values = sparse_mla.dequantize_kv_cache(rows, kv_format="mxfp4_index", dtype="bfloat16")
+    codes, scales = rows[:, 0].split([DIM // 2, 4], 1)
+    return codes.contiguous(), scales.contiguous(), values[:, 0]
+
+
+def make_fp4_decode(num_reqs: int, context: int, heads: int) -> Work:
+    """The queries are MXFP4, too."""
+    blocks, num_pages = context // BLOCK_SIZE, num_reqs * context // BLOCK_SIZE
+    count = num_pages * BLOCK_SIZE
+    queries = torch.randn(num_reqs * heads, DIM, device=DEVICE).bfloat16()
+    codes, scales, q = quantise_fp4(queries)
+    weights = torch.randn(num_reqs, heads, device=DEVICE)
+    keys = torch.randn(count, DIM, device=DEVICE).bfloat16()
+    cache = torch.zeros(num_pages, BLOCK_SIZE, FP4_ROW, dtype=torch.uint8, device=DEVICE)
+    slots = torch.arange(count, device=DEVICE)
+    sparse_mla.indexer_k_quant_and_cache(keys, cache, slots, kv_format="mxfp4_index")
+    values = sparse_mla.dequantize_kv_cache(cache, kv_format="mxfp4_index", dtype="bfloat16")
+    given = {
+        "q_scale": scales.view(num_reqs, heads, 4),
+        "block_table": torch.arange(num_pages, device=DEVICE).int().view(num_reqs, blocks),
+        "req_id_per_token": torch.arange(num_reqs, device=DEVICE).int(),
+        "kv_format": "mxfp4_index",
+        "out": torch.empty(num_reqs, context, device=DEVICE),
+    }
+    codes = codes.view(num_reqs, heads, DIM // 2)
+    lens = torch.full((num_reqs,), context, device=DEVICE).int()
+
+    def call() -> Array:
+        return sparse_mla.indexer_logits(codes, weights, cache, lens, **given)
+
+    return Work(
+        f"decode {num_reqs} x {context}, MXFP4",
+        q.view(num_reqs, heads, DIM),
+        weights,
+        values.view(count, DIM),
+        torch.ones(count, device=DEVICE),
+        lens,
+        torch.arange(num_reqs, device=DEVICE) * context,
+        call,
+        None,
+        FP4_ROW,
+    )
+
+
 def find_deep_gemm() -> Any:
     """The module, or None."""
     try:
@@ -160,12 +214,15 @@ def make_works(quick: bool) -> list[partial[Work]]:
     works = [partial(make_prefill, *shape, heads) for heads in (64, 32) for shape in prefills]
     works += [partial(make_decode, *shape, 64) for shape in decodes]
     works.append(partial(make_decode, 64, 32768, 65))  # a head more: the precise class
-    return works + [partial(make_decode, 64, 32768, 64, n) for n in ((2,) if quick else (2, 4))]
+    works.append(partial(make_fp4_decode, 64, 32768, 64))
+    return works + [
+        partial(make_decode, 64, 32768, 64, n) for n in MORE_TOKENS[: QUICK if quick else None]
+    ]
 
 
 def measure_logits(effort: CudaEffort) -> Table:
     columns = ["work", "heads", "error/bound", "µs", "TFLOP/s", "floor µs", "DeepGEMM µs", "ratio"]
-    table = Table("Logits of the indexer, FP8, cold", columns, [], [])
+    table = Table("Logits of the indexer, cold", columns, [], [])
     module = find_deep_gemm()
     for make in make_works(effort.quick):
         work = make()

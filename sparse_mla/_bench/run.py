@@ -39,6 +39,7 @@ CUDA_TABLES = (
     "logits",
     "top_k",
     "lightning",
+    "helpers",
     "calls",
 )
 CUDA_GROUPS = {"attention": ("decode", "prefill", "inputs")}
@@ -230,6 +231,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
     from sparse_mla._bench import (
         cuda_attention,
         cuda_calls,
+        cuda_helpers,
         cuda_lightning,
         cuda_logits,
         cuda_memory,
@@ -254,6 +256,7 @@ def measure_cuda(options: argparse.Namespace, rows: Any) -> Iterator[Table]:
         "top_k": lambda: cuda_top_k.measure_top_k(effort),
         "logits": lambda: cuda_logits.measure_logits(effort),
         "lightning": lambda: cuda_lightning.measure_lightning(effort),
+        "helpers": lambda: cuda_helpers.measure_helpers(effort),
         "calls": lambda: cuda_calls.measure_calls(effort),
     }
     only = CUDA_GROUPS.get(options.only, (options.only,))
