@@ -1,5 +1,6 @@
 """The operators around attention on a CUDA device, in a step of few tokens: their time is that of a
-launch, and of what a kernel waits for. Their results are judged elsewhere, at larger sizes."""
+launch, and of what a kernel waits for. Calls in a row are measured, and a first call whose inputs
+and code are not in the caches. Results are judged elsewhere, at larger sizes."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from sparse_mla._bench.cuda_timing import (
     CudaEffort,
     describe_error,
     interleave,
+    interleave_flushed,
     torch,
 )
 from sparse_mla._bench.timing import Table
 
-TOKENS = (1, 16, 128)
+TOKENS = (1, 17, 128)
 CALLS_PER_REPLAY = 20
 HEADS, INDEX_HEADS, Q_LORA, TOPK, WINDOW = 64, 64, 1024, 512, 128  # V4-Flash
 BLOCK_SIZE, PAGES = 64, 64  # per request
@@ -28,11 +30,12 @@ Named = Iterator[tuple[str, Callable[[], object]]]
 
 
 def measure_helpers(effort: CudaEffort) -> Table:
-    columns = ["operator", *(f"T {n}, µs" for n in TOKENS)]
-    title = f"Operators of a decode, {CALLS_PER_REPLAY} calls per graph, warm"
+    columns = ["operator", *(f"T {n}, µs" for n in TOKENS), f"T {TOKENS[0]}, flushed, µs"]
+    title = f"Operators of a decode, {CALLS_PER_REPLAY} calls per graph; flushed: one call"
     table = Table(title, columns, [], [])
     one = torch.zeros(1, device=DEVICE)
     times: dict[str, list[float]] = {}
+    flushed: dict[str, float] = {}
     for num_tokens in TOKENS:
         for make in (make_launch(one), *HELPERS):
             try:
@@ -40,13 +43,15 @@ def measure_helpers(effort: CudaEffort) -> Table:
                     call()
                     sides = {"ours": [call] * CALLS_PER_REPLAY}
                     times.setdefault(name, []).append(interleave(sides, effort)["ours"])
+                    if num_tokens == TOKENS[0]:
+                        flushed[name] = interleave_flushed(sides, effort)["ours"]
             except Exception as error:  # the other operators go on
                 table.failures.append(f"{make.__name__}, T {num_tokens}: {describe_error(error)}")
     for name, seconds in times.items():
         row = [f"{1e6 * x:.2f}" for x in seconds] + ["-"] * (len(TOKENS) - len(seconds))
-        record: dict[str, object] = {"operator": name}
+        record: dict[str, object] = {"operator": name, "us_flushed": 1e6 * flushed[name]}
         record |= {f"us_{n}": 1e6 * x for n, x in zip(TOKENS, seconds, strict=False)}
-        table.add([name, *row], record)
+        table.add([name, *row, f"{1e6 * flushed[name]:.2f}"], record)
     return table
 
 
@@ -72,7 +77,7 @@ def angles() -> Array:
 
 
 def last_positions(num_tokens: int) -> Array:
-    """Each token closes a group of its request."""
+    """Each token closes a group of its request, of any ratio."""
     return torch.full((num_tokens,), CONTEXT - 1, device=DEVICE)
 
 
@@ -115,15 +120,24 @@ def inserts(num_tokens: int) -> Named:
 
 
 def compressors(num_tokens: int) -> Named:
-    for ratio, dim, row in ((4, 512, 584), (128, 512, 584), (4, 128, 132)):
+    for ratio, dim, row, closes in (
+        (4, 512, 584, True),
+        (4, 512, 584, False),
+        (128, 512, 584, True),
+        (128, 512, 584, False),
+        (4, 128, 132, True),
+    ):
         block_size, width = STATE_BLOCK_SIZES[ratio], dim * (2 if ratio == 4 else 1)
         table, last = make_tables(num_tokens, CONTEXT // block_size)
         state = torch.randn(table.numel(), block_size, 2 * width, device=DEVICE)
         requests = torch.arange(num_tokens, device=DEVICE).int()
-        slots = last * block_size + block_size - 1
         cache = zeros(num_tokens, BLOCK_SIZE, row)
         rows = torch.arange(num_tokens, device=DEVICE) * BLOCK_SIZE
-        before = (state, table, requests, last_positions(num_tokens), slots, cache, rows)
+        positions = last_positions(num_tokens)
+        if not closes:
+            rows, positions = torch.full_like(rows, -1), positions - 1
+        slots = last * block_size + positions % block_size
+        before = (state, table, requests, positions, slots, cache, rows)
         arrays = (*before, torch.ones(dim, device=DEVICE), angles())
         kv, score = torch.randn(2, num_tokens, width, device=DEVICE)
         step = {"kv": kv, "score": score, "ape": torch.randn(ratio, width, device=DEVICE)}
@@ -131,7 +145,8 @@ def compressors(num_tokens: int) -> Named:
         def compress(arrays: Any = arrays, ratio: int = ratio, step: Any = step) -> object:
             return sparse_mla.compress_norm_rope_store(*arrays, eps=1e-6, ratio=ratio, **step)
 
-        yield f"compress_norm_rope_store with save, C{ratio}, D {dim}", compress
+        what = "" if closes else ", no group ends"
+        yield f"compress_norm_rope_store with save, C{ratio}, D {dim}{what}", compress
 
 
 def index_queries(num_tokens: int) -> Named:
