@@ -18,6 +18,7 @@ GRIDS = [
     (1, 1_048_576, 2048), (1, 131_072, 2048), (4, 128_000, 2048), (8, 65_536, 512),
     (64, 32_768, 512), (64, 32_768, 2048), (64, 131_072, 2048), (300, 32_768, 2048),
     (500, 16_384, 512), (3000, 2048, 100), (130, 40_000, 4096), (33, 33_333, 333),
+    (40, 250_000, 2048), (3, 500_000, 1000),
 ]  # fmt: skip
 
 
@@ -46,7 +47,10 @@ def test_grids(rows, columns, k, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "columns", "k"), [(64, 32_768, 2048), (2, 200_000, 2048)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "k"),
+    [(64, 32_768, 2048), (140, 30_000, 500), (64, 100_000, 2048), (2, 200_000, 2048)],
+)
 def test_distributions_of_long_rows(rows, columns, k, kind):
     few = make(kind, np.float32, 2, columns)
     logits = np.tile(few, (rows // 2, 1))

@@ -108,6 +108,12 @@ KINDS = {
     "special": lambda rng, *shape: rng.choice(
         [np.nan, -np.inf, np.inf, 0.0, -0.0, 1e-45, -1e-45, 3e38], shape
     ),
+    "nearly all 0": lambda rng, *shape: np.where(
+        rng.random(shape) < 0.98, 0, rng.normal(size=shape)
+    ),
+    "nearly all -inf": lambda rng, *shape: np.where(
+        rng.random(shape) < 0.98, -np.inf, rng.normal(size=shape)
+    ),
     "nearly all NaN": lambda rng, *shape: np.where(rng.random(shape) < 0.98, np.nan, -np.inf),
     "NaN bits": lambda rng, *shape: bits(rng.integers(0x7F800000, 1 << 31, shape)),
     "equal in 11 bits": lambda rng, *shape: bits(0x3F800000 + rng.integers(0, 1 << 21, shape)),

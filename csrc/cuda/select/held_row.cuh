@@ -1,4 +1,4 @@
-/* held_row.cuh: a row of logits that a cluster holds in its registers, on Hopper.
+/* held_row.cuh: a row of logits that a cluster holds in its registers and shared memory, on Hopper.
  *
  * A logit x has a key: the bits of the float 0 - x. So large logits have small floats, both zeros
  * have the same key, and every NaN has the key 0x7FFFFFFF, which comes last. It takes one sum to
@@ -9,10 +9,12 @@
  *     place      0x007FFFFF ... 0x7FFFFFFE  0x80000000 ...      0xFFFFFFFF
  *
  * The row is cut into vectors of 16 bytes, aligned in memory, so its first and last vector may be
- * partial. Every thread of the cluster has a run of 1, 2, 4 or 8 neighbouring vectors, and runs are
- * in the order of threads. A bulk copy brings the vectors of a CTA to shared memory, in their
- * order. From there a thread takes its vectors in turn, but lanes begin at different ones, so that
- * the lanes of one load touch all banks:
+ * partial. A row has one part or two halves. Every thread of the cluster has a run of 1, 2, 4 or 8
+ * neighbouring vectors of each part, and runs are in the order of threads: of two halves, the first
+ * thread's second run comes behind the last thread's first one. A warp has its own place in shared
+ * memory, to which bulk copies bring its vectors of one part in their order. A thread takes its
+ * vectors in turn, but lanes begin at different ones, so that the lanes of one load touch all
+ * banks:
  *
  *     bank (4 words each)     0    1    2    3    4    5    6    7       a run of 8 vectors
  *     lane 0                 v0   v1   v2   v3   v4   v5   v6   v7       takes v0 first
@@ -29,7 +31,7 @@
 namespace {
 
 enum {
-    MOST_KEYS = 32, /* per thread */
+    MOST_KEYS = 32, /* per thread and part */
     VECTOR_BYTES = 16,
 };
 
@@ -66,8 +68,8 @@ template <bool IS_BF16> struct logit_type {
 
 /* ---- Rows ---------------------------------------------------------------------------------- */
 
-/* The part of a row that a CTA has, as one thread works it out for all. Elements and vectors are
- * counted from the row's first vector on. */
+/* A row, as one thread works it out for all. Elements and vectors are counted from the row's first
+ * vector on. */
 typedef struct held_row {
     const uint8_t *vectors; /* the row's first vector */
     result_row result;
@@ -79,21 +81,17 @@ typedef struct held_row {
     uint32_t first_whole; /* the first vector that lies in the row of the tensor as a whole */
     uint32_t end_whole;   /* one past the last such vector */
     uint32_t num_vectors;
-    uint32_t steps;       /* vectors per thread: 1, 2, 4 or 8 */
+    uint32_t steps;       /* vectors of a run: 1, 2, 4 or 8 */
     bool has_ragged_ends; /* the first or last vector has more than logits of the row */
     uint32_t repeat;      /* times this, a mask with a bit per element of a run fills a word */
-    uint32_t copied;      /* the first vector that the bulk copy brings */
-    uint32_t copy_bytes;
-    uint32_t parity; /* the barriers' phases of this row */
 } held_row;
 
 /* Works out where the logits of a token are in the row of the tensor, which has N columns. */
-template <bool IS_BF16, int CTAS, int THREADS>
+template <bool IS_BF16, int NUM_RUNS>
 __device__ __forceinline__ void
 open_row(held_row *row, const uint8_t *logits, const token_columns &columns, uint32_t num_columns)
 {
     using type = logit_type<IS_BF16>;
-    constexpr uint32_t NUM_THREADS = CTAS * THREADS;
     const uint32_t extra_bytes = (uint32_t)(uintptr_t)logits % VECTOR_BYTES;
     const uint32_t begin = extra_bytes / type::BYTES;
     const uint32_t end = begin + columns.count;
@@ -105,14 +103,11 @@ open_row(held_row *row, const uint8_t *logits, const token_columns &columns, uin
     uint32_t repeat = IS_BF16 ? 0x01010101u : 0x11111111u;
 #pragma unroll
     for (uint32_t most = 1; most < type::MOST_STEPS; most *= 2) {
-        if (end > most * type::PER_VECTOR * NUM_THREADS) {
+        if (end > most * type::PER_VECTOR * NUM_RUNS) {
             steps = 2 * most;
             repeat = (uint32_t)(0xFFFFFFFFu / ((1ull << 2 * most * type::PER_VECTOR) - 1));
         }
     }
-    const uint32_t first = cluster_rank<CTAS>() * THREADS * steps;
-    const uint32_t from = max(first, first_whole);
-    const uint32_t to = min(first + THREADS * steps, end_whole);
     row->vectors = logits - extra_bytes;
     row->count = columns.count;
     row->begin = begin;
@@ -123,24 +118,48 @@ open_row(held_row *row, const uint8_t *logits, const token_columns &columns, uin
     row->has_ragged_ends = begin != 0 || end % type::PER_VECTOR != 0;
     row->steps = steps;
     row->repeat = repeat;
-    row->copied = from;
-    row->copy_bytes = from < to ? (to - from) * VECTOR_BYTES : 0;
+}
+
+/* The vectors of 32 runs, which a warp has: `first_run` is the first lane's. */
+typedef struct warp_vectors {
+    uint32_t first;
+    uint32_t count;
+} warp_vectors;
+
+__device__ __forceinline__ warp_vectors
+find_vectors(const held_row &row, uint32_t first_run)
+{
+    return {first_run * row.steps, SMLA_WARP_LANES * row.steps};
+}
+
+/* Begins to bring a warp's vectors to its place in shared memory, which nobody reads any more. Lane
+ * 0 calls this. */
+__device__ __forceinline__ void
+copy_vectors(const held_row &row, const warp_vectors &vectors, uint32_t memory, uint32_t barrier)
+{
+    const uint32_t from = max(vectors.first, row.first_whole);
+    const uint32_t to = min(vectors.first + vectors.count, row.end_whole);
+    const uint32_t bytes = from < to ? (to - from) * VECTOR_BYTES : 0;
+    ptx_mbarrier_arrive_expect(barrier, bytes);
+    if (bytes != 0) {
+        ptx_bulk_copy(memory + (from - vectors.first) * VECTOR_BYTES,
+                      row.vectors + (uint64_t)from * VECTOR_BYTES, bytes, barrier);
+    }
 }
 
 /* Makes a vector in shared memory one of logits of the row and NaN, if the warp has it. No bulk
  * copy brings vectors that are not whole: their logits come from here, an element per lane. */
 template <bool IS_BF16>
 __device__ __forceinline__ void
-mend_vector(const held_row &row, uint32_t vector, uint32_t warp, uint32_t memory)
+mend_vector(const held_row &row, uint32_t vector, const warp_vectors &vectors, uint32_t memory)
 {
     using type = logit_type<IS_BF16>;
     const uint32_t lane = threadIdx.x % SMLA_WARP_LANES;
-    const uint32_t place = vector - warp * SMLA_WARP_LANES * row.steps;
+    const uint32_t place = vector - vectors.first;
     const uint32_t at = vector * type::PER_VECTOR + lane;
     const bool is_logit = at >= row.begin && at < row.end;
     const bool is_copied = vector >= row.first_whole && vector < row.end_whole;
-    if (place < SMLA_WARP_LANES * row.steps && lane < type::PER_VECTOR &&
-        !(is_logit && is_copied)) {
+    if (place < vectors.count && lane < type::PER_VECTOR && !(is_logit && is_copied)) {
         const uint32_t to = memory + place * VECTOR_BYTES + lane * type::BYTES;
         const uint8_t *const from = row.vectors + (uint64_t)at * type::BYTES;
         if constexpr (IS_BF16) {
@@ -151,23 +170,25 @@ mend_vector(const held_row &row, uint32_t vector, uint32_t warp, uint32_t memory
     }
 }
 
-/* Mends the first and the last vector of the row, if they need it. `memory` is the warp's. */
+/* Mends the first and the last vector of the row, if they need it. */
 template <bool IS_BF16>
 __device__ __forceinline__ void
-mend_ends(const held_row &row, uint32_t warp, uint32_t memory)
+mend_ends(const held_row &row, const warp_vectors &vectors, uint32_t memory)
 {
     if (!row.has_ragged_ends) {
         return;
     }
-    mend_vector<IS_BF16>(row, 0, warp, memory);
-    mend_vector<IS_BF16>(row, row.num_vectors - 1, warp, memory);
+#pragma unroll 1
+    for (uint32_t end = 0; end < 2; end++) {
+        mend_vector<IS_BF16>(row, end == 0 ? 0 : row.num_vectors - 1, vectors, memory);
+    }
     ptx_fence_async_shared(); /* the next bulk copy comes later */
     __syncwarp();             /* all lanes see the logits */
 }
 
 /* ---- Runs ---------------------------------------------------------------------------------- */
 
-/* The run of a thread. */
+/* A run of a thread. */
 typedef struct held_run {
     uint32_t first;  /* its first element */
     uint32_t width;  /* its elements */
@@ -175,19 +196,26 @@ typedef struct held_run {
     uint32_t repeat; /* the row's */
 } held_run;
 
-/* The run of thread number `thread` of the cluster. */
+/* Run number `run` of the row. */
 template <bool IS_BF16>
 __device__ __forceinline__ held_run
-open_run(const held_row &row, uint32_t thread)
+open_run(const held_row &row, uint32_t run)
 {
     using type = logit_type<IS_BF16>;
     const uint32_t steps = row.steps;
-    const uint32_t lane = thread % SMLA_WARP_LANES;
-    return {thread * steps * type::PER_VECTOR, steps * type::PER_VECTOR,
+    const uint32_t lane = run % SMLA_WARP_LANES;
+    return {run * steps * type::PER_VECTOR, steps * type::PER_VECTOR,
             (lane * steps / 8 & (steps - 1)) * type::PER_VECTOR, row.repeat};
 }
 
-/* A mask with a bit per register as one with a bit per element of the run. */
+/* A mask with a bit per register, the first one highest, as one with the first one lowest. */
+__device__ __forceinline__ uint32_t
+in_order(const held_run &run, uint32_t mask)
+{
+    return __brev(mask << (32 - run.width));
+}
+
+/* Such a mask as one with a bit per element of the run. */
 __device__ __forceinline__ uint32_t
 to_columns(const held_run &run, uint32_t mask)
 {
@@ -204,24 +232,29 @@ find_logits(const held_row &row, const held_run &run)
     return high <= low ? 0 : (0xFFFFFFFFu >> (32 - high)) & (0xFFFFFFFFu << low);
 }
 
-/* The keys of a thread, in registers. */
+/* The keys of a run, in registers. */
 template <bool IS_BF16> struct held_keys {
     using type = logit_type<IS_BF16>;
 
-    uint32_t steps; /* vectors of the run; 0 if the warp has no logit of the row */
+    uint32_t *warp_steps; /* vectors of the runs of each warp of the CTA, in shared memory; 0 if the
+                           * warp has no logit of the row */
     uint32_t keys[MOST_KEYS];
 
-    /* Takes the keys of the run from the CTA's logits in shared memory. Vectors that are none of
+    /* Takes the keys of the run from the warp's place in shared memory. Vectors that are none of
      * the row's have the last key. */
     __device__ __forceinline__ void load(const held_row &row, const held_run &run,
-                                         uint32_t cta_memory)
+                                         uint32_t warp_memory)
     {
         const uint32_t lane = threadIdx.x % SMLA_WARP_LANES;
         const uint32_t turn = run.turn / type::PER_VECTOR;
         const uint32_t first = run.first / type::PER_VECTOR;
         const uint32_t num_vectors = row.num_vectors < first ? 0 : row.num_vectors - first;
-        const uint32_t memory = cta_memory + threadIdx.x * row.steps * VECTOR_BYTES;
-        steps = row.steps;
+        const uint32_t memory = warp_memory + lane * row.steps * VECTOR_BYTES;
+        const uint32_t steps = row.steps;
+        if (lane == 0) {
+            warp_steps[threadIdx.x / SMLA_WARP_LANES] = first < row.num_vectors ? steps : 0;
+        }
+        __syncwarp();
         if (__all_sync(ALL_LANES, steps == type::MOST_STEPS && steps <= num_vectors)) {
 #pragma unroll
             for (uint32_t step = 0; step < type::MOST_STEPS; step++) {
@@ -241,14 +274,12 @@ template <bool IS_BF16> struct held_keys {
             }
             type::decode(words, keys + step * type::PER_VECTOR);
         }
-        if (first - lane * steps >= row.num_vectors) {
-            steps = 0;
-        }
     }
 
     /* Calls use(i, key) for all keys. */
     template <typename Use> __device__ __forceinline__ void visit(const Use &use) const
     {
+        const uint32_t steps = warp_steps[ptx_thread() / SMLA_WARP_LANES];
 #pragma unroll
         for (uint32_t step = 0; step < type::MOST_STEPS; step++) {
             if (step >= steps) {
@@ -257,6 +288,59 @@ template <bool IS_BF16> struct held_keys {
 #pragma unroll
             for (uint32_t i = step * type::PER_VECTOR; i < (step + 1) * type::PER_VECTOR; i++) {
                 use(i, keys[i]);
+            }
+        }
+    }
+};
+
+/* The keys of a run that stays in shared memory. */
+template <bool IS_BF16> struct parked_keys {
+    using type = logit_type<IS_BF16>;
+
+    uint32_t *warp_steps; /* as above */
+    uint32_t memory;      /* the place of the first warp of the CTA */
+
+    /* Makes vectors that are none of the row's NaN. */
+    __device__ __forceinline__ void load(const held_row &row, const held_run &run,
+                                         uint32_t warp_memory)
+    {
+        const uint32_t lane = threadIdx.x % SMLA_WARP_LANES;
+        const uint32_t first = run.first / type::PER_VECTOR;
+        const uint32_t num_vectors = row.num_vectors < first ? 0 : row.num_vectors - first;
+        const bool is_empty = first - lane * row.steps >= row.num_vectors;
+        if (lane == 0) {
+            warp_steps[threadIdx.x / SMLA_WARP_LANES] = is_empty ? 0 : row.steps;
+        }
+        __syncwarp();
+        if (!is_empty && __any_sync(ALL_LANES, num_vectors < row.steps)) {
+            const uint32_t words[4] = {NO_LOGIT, NO_LOGIT, NO_LOGIT, NO_LOGIT};
+#pragma unroll 1
+            for (uint32_t place = num_vectors; place < row.steps; place++) {
+                ptx_store_shared_16(warp_memory + (lane * row.steps + place) * VECTOR_BYTES, words);
+            }
+            ptx_fence_async_shared(); /* the next bulk copy comes later */
+            __syncwarp();
+        }
+    }
+
+    template <typename Use> __device__ __forceinline__ void visit(const Use &use) const
+    {
+        const uint32_t warp = ptx_thread() / SMLA_WARP_LANES;
+        const uint32_t lane = ptx_thread() % SMLA_WARP_LANES;
+        const uint32_t steps = warp_steps[warp];
+        const uint32_t run =
+            memory + (warp * SMLA_WARP_LANES * type::MOST_STEPS + lane * steps) * VECTOR_BYTES;
+        const uint32_t turn = lane * steps / 8;
+#pragma unroll 1
+        for (uint32_t step = 0; step < steps; step++) {
+            const uint32_t place = (step + turn) & (steps - 1);
+            uint32_t words[4];
+            uint32_t keys[type::PER_VECTOR];
+            ptx_load_shared_16(run + place * VECTOR_BYTES, words);
+            type::decode(words, keys);
+#pragma unroll
+            for (uint32_t i = 0; i < type::PER_VECTOR; i++) {
+                use(step * type::PER_VECTOR + i, keys[i]);
             }
         }
     }

@@ -37,10 +37,31 @@ choose_ctas(const smla_top_k_params *p, const smla_cuda_device *device)
     return ctas;
 }
 
-/* The CTAs of a cluster that holds a row in its registers; 0 if none can, or if there are so few
- * short rows that the time is that of barriers, of which the other kernel has less. */
+/* The CTAs that hold a row in `parts`, of 1024 threads; more than there can be if none do. */
 int
-choose_held_ctas(const smla_top_k_params *p, const smla_cuda_device *device)
+count_held_ctas(int64_t keys, int parts)
+{
+    int ctas = 1;
+    while (ctas <= SMLA_MAX_ROW_CTAS && keys > (int64_t)SMLA_HELD_KEYS * 1024 * parts * ctas) {
+        ctas *= 2;
+    }
+    return ctas;
+}
+
+/* Whether all rows run at once. The SMs of a cluster are neighbours, so some SMs have no cluster of
+ * more than 2: 12 of an H200's 132. */
+bool
+are_resident(int64_t rows, int ctas, int num_sms)
+{
+    return rows * ctas <= (ctas > 2 ? num_sms - num_sms / 11 : num_sms);
+}
+
+/* How clusters hold rows, if they can. Rows that all run at once have an SM to each CTA, and as
+ * many CTAs as are of use. Of more rows that are short, two CTAs share an SM: one works while the
+ * other waits. Others have twice as many keys per thread. None are held if there are so few short
+ * rows that the time is that of barriers, of which the other kernel has less. */
+bool
+choose_held_plan(const smla_top_k_params *p, const smla_cuda_device *device, smla_held_plan *plan)
 {
     enum {
         LEAST_KEYS = 16 << 10, /* a CTA's, where a row could have fewer CTAs */
@@ -50,16 +71,20 @@ choose_held_ctas(const smla_top_k_params *p, const smla_cuda_device *device)
     };
     const int64_t keys = count_row_keys(p);
     const int64_t rows = p->num_tokens;
-    int ctas = 1;
-    while (ctas < SMLA_MAX_ROW_CTAS && keys > (int64_t)SMLA_HELD_KEYS * ctas) {
-        ctas *= 2;
-    }
+    int ctas = count_held_ctas(keys, 1);
     while (ctas < SMLA_MAX_ROW_CTAS && rows * ctas * 2 <= device->num_sms &&
            keys / (2 * ctas) >= LEAST_KEYS) {
         ctas *= 2;
     }
-    const bool are_few = rows < FEW_ROWS && keys <= SHORT_ROW;
-    return keys > (int64_t)SMLA_HELD_KEYS * ctas || rows > MOST_ROWS || are_few ? 0 : ctas;
+    if (ctas <= SMLA_MAX_ROW_CTAS && are_resident(rows, ctas, device->num_sms)) {
+        *plan = (smla_held_plan){ctas, 1024, 1};
+    } else if (keys <= SMLA_HELD_KEYS * 1024) {
+        *plan = (smla_held_plan){1, 512, keys <= SMLA_HELD_KEYS * 512 ? 1 : 2};
+    } else {
+        *plan = (smla_held_plan){count_held_ctas(keys, 2), 1024, 2};
+    }
+    return plan->ctas <= SMLA_MAX_ROW_CTAS && rows <= MOST_ROWS &&
+           (rows >= FEW_ROWS || keys > SHORT_ROW);
 }
 
 } // namespace
@@ -70,10 +95,10 @@ smla_cuda_launch_top_k_per_row(const smla_top_k_params *p)
     static uint64_t allowed[2];
     const smla_cuda_device *const device = smla_cuda_find_device(p->stream.device_id);
     const bool is_hopper = device->compute_capability == 90;
-    const int held_ctas = is_hopper ? choose_held_ctas(p, device) : 0;
     const int ctas = is_hopper ? choose_ctas(p, device) : 1;
-    if (held_ctas > 0) {
-        return smla_cuda_launch_top_k_held(p, held_ctas);
+    smla_held_plan plan;
+    if (is_hopper && choose_held_plan(p, device, &plan)) {
+        return smla_cuda_launch_top_k_held(p, plan);
     }
     if (ctas > 1) {
         return smla_cuda_launch_top_k_clusters(p, ctas);

@@ -12,10 +12,18 @@ enum { SMLA_MAX_ROW_CTAS = 8 }; /* the largest cluster that every Hopper GPU can
 /* Runs rows on clusters of 2, 4 or 8 CTAs. */
 cudaError_t smla_cuda_launch_top_k_clusters(const smla_top_k_params *params, int ctas);
 
-enum { SMLA_HELD_KEYS = 32 << 10 }; /* what the registers of one CTA hold */
+enum { SMLA_HELD_KEYS = 32 }; /* what a thread holds of one part of a row */
 
-/* Runs rows of at most SMLA_HELD_KEYS per CTA on clusters of 1, 2, 4 or 8 CTAs. */
-cudaError_t smla_cuda_launch_top_k_held(const smla_top_k_params *params, int ctas);
+/* How a row is held: by a cluster of 1, 2, 4 or 8 CTAs of 1024 threads, or by one CTA of 512, in one
+ * or two parts. */
+typedef struct smla_held_plan {
+    int ctas;
+    int threads;
+    int parts;
+} smla_held_plan;
+
+/* Runs rows of at most SMLA_HELD_KEYS per thread and part. */
+cudaError_t smla_cuda_launch_top_k_held(const smla_top_k_params *params, smla_held_plan plan);
 
 #ifdef __cplusplus
 }

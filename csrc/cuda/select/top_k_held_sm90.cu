@@ -7,12 +7,12 @@
 namespace {
 
 /* The compiler knows the size of the clusters, so the launch needs no attribute for it. */
-template <bool IS_BF16, int CTAS, int THREADS>
+template <bool IS_BF16, int CTAS, int THREADS, int PARTS>
 __global__ void
 __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1024 / THREADS)
     top_k_held_kernel(const __grid_constant__ top_k_args args)
 {
-    select_held_rows<IS_BF16, CTAS, THREADS>(args);
+    select_held_rows<IS_BF16, CTAS, THREADS, PARTS>(args);
 }
 
 /* How many clusters run at once. The SMs of a cluster are neighbours, of which some may be missing,
@@ -27,7 +27,7 @@ count_clusters(const void *kernel, int ctas, int threads, int bytes, int *cluste
     return cudaOccupancyMaxActiveClusters(clusters, kernel, &config);
 }
 
-template <bool IS_BF16, int CTAS, int THREADS>
+template <bool IS_BF16, int CTAS, int THREADS, int PARTS>
 cudaError_t
 launch_held(const smla_top_k_params *p)
 {
@@ -35,7 +35,7 @@ launch_held(const smla_top_k_params *p)
     static int most_clusters; /* the first device's; others are alike */
     const int bytes =
         (int)sizeof(held_memory) + THREADS * MOST_KEYS * (int)logit_type<IS_BF16>::BYTES;
-    void (*const kernel)(top_k_args) = top_k_held_kernel<IS_BF16, CTAS, THREADS>;
+    void (*const kernel)(top_k_args) = top_k_held_kernel<IS_BF16, CTAS, THREADS, PARTS>;
     cudaError_t code =
         allow_shared_bytes((const void *)kernel, bytes, p->stream.device_id, &allowed);
     int clusters = __atomic_load_n(&most_clusters, __ATOMIC_RELAXED);
@@ -56,25 +56,32 @@ launch_held(const smla_top_k_params *p)
                        p->stream, CTAS > 1);
 }
 
+template <bool IS_BF16, int PARTS>
+cudaError_t
+launch_ctas(const smla_top_k_params *p, const smla_held_plan &plan)
+{
+    if (plan.threads == 512) {
+        return launch_held<IS_BF16, 1, 512, PARTS>(p);
+    }
+    switch (plan.ctas) {
+    case 1: return launch_held<IS_BF16, 1, 1024, PARTS>(p);
+    case 2: return launch_held<IS_BF16, 2, 1024, PARTS>(p);
+    case 4: return launch_held<IS_BF16, 4, 1024, PARTS>(p);
+    default: return launch_held<IS_BF16, 8, 1024, PARTS>(p);
+    }
+}
+
 template <bool IS_BF16>
 cudaError_t
-launch_ctas(const smla_top_k_params *p, int ctas)
+launch_parts(const smla_top_k_params *p, const smla_held_plan &plan)
 {
-    switch (ctas) {
-    case 1: /* two CTAs on an SM, if rows are short: one works while the other waits */
-        return p->num_columns <= SMLA_HELD_KEYS / 2 - VECTOR_BYTES
-                   ? launch_held<IS_BF16, 1, 512>(p)
-                   : launch_held<IS_BF16, 1, 1024>(p);
-    case 2: return launch_held<IS_BF16, 2, 1024>(p);
-    case 4: return launch_held<IS_BF16, 4, 1024>(p);
-    default: return launch_held<IS_BF16, 8, 1024>(p);
-    }
+    return plan.parts == 1 ? launch_ctas<IS_BF16, 1>(p, plan) : launch_ctas<IS_BF16, 2>(p, plan);
 }
 
 } // namespace
 
 cudaError_t
-smla_cuda_launch_top_k_held(const smla_top_k_params *p, int ctas)
+smla_cuda_launch_top_k_held(const smla_top_k_params *p, smla_held_plan plan)
 {
-    return p->is_bf16 ? launch_ctas<true>(p, ctas) : launch_ctas<false>(p, ctas);
+    return p->is_bf16 ? launch_parts<true>(p, plan) : launch_parts<false>(p, plan);
 }
