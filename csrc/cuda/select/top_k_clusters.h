@@ -14,8 +14,8 @@ cudaError_t smla_cuda_launch_top_k_clusters(const smla_top_k_params *params, int
 
 enum { SMLA_HELD_KEYS = 32 }; /* what a thread holds of one part of a row */
 
-/* How a row is held: by a cluster of 1, 2, 4 or 8 CTAs of 1024 threads, or by one CTA of 512, in one
- * or two parts. */
+/* How a row is held: by a cluster of 1, 2, 4 or 8 CTAs of 1024 threads, or by one CTA of 512, in
+ * one or two parts. */
 typedef struct smla_held_plan {
     int ctas;
     int threads;
