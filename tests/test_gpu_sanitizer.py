@@ -102,9 +102,9 @@ def test_attention_over_v4_rows(num_heads, num_splits):
 @pytest.mark.parametrize("num_heads", [64, 128])
 def test_attention_of_middle_batches(num_heads):
     """The schedule takes Hopper's kernel for few columns with 64 heads (test_gpu_small.py)."""
-    num_tokens = 34 * 64 // num_heads
-    check(AttentionCase(num_tokens, num_heads, 512, pages=6, topk_length=True))
-    check_v4(V4Case(num_tokens, num_heads, 128, extra="fp8_v4", extra_K=384, extra_block_size=4))
+    tokens = 128 // num_heads
+    check(AttentionCase(10 * tokens, num_heads, 1024, pages=6, topk_length=True))
+    check_v4(V4Case(12 * tokens, num_heads, 128, extra="fp8_v4", extra_K=512, extra_block_size=4))
 
 
 ODD = {

@@ -17,6 +17,7 @@ from sparse_mla._bench.cuda_timing import (
     interleave_flushed,
     torch,
 )
+from sparse_mla._bench.cuda_v4 import ROW_BYTES
 from sparse_mla._bench.timing import Table
 
 TOKENS = (1, 17, 128)
@@ -100,7 +101,7 @@ def norms(num_tokens: int) -> Named:
 def inserts(num_tokens: int) -> Named:
     q, kv, table = bf16(num_tokens, HEADS, 512), bf16(num_tokens, 512), angles()
     positions = last_positions(num_tokens)
-    cache = zeros(num_tokens, BLOCK_SIZE, 584)
+    cache = zeros(num_tokens, BLOCK_SIZE, ROW_BYTES)
     slots = torch.randperm(num_tokens, device=DEVICE) * BLOCK_SIZE
     fused = (q, kv, positions, table, cache, slots)
     out = torch.empty_like(q)
@@ -121,10 +122,10 @@ def inserts(num_tokens: int) -> Named:
 
 def compressors(num_tokens: int) -> Named:
     for ratio, dim, row, closes in (
-        (4, 512, 584, True),
-        (4, 512, 584, False),
-        (128, 512, 584, True),
-        (128, 512, 584, False),
+        (4, 512, ROW_BYTES, True),
+        (4, 512, ROW_BYTES, False),
+        (128, 512, ROW_BYTES, True),
+        (128, 512, ROW_BYTES, False),
         (4, 128, 132, True),
     ):
         block_size, width = STATE_BLOCK_SIZES[ratio], dim * (2 if ratio == 4 else 1)

@@ -108,6 +108,7 @@ test_table(void)
         EXPECT_EQ(kernel->leaves_halves,
                   is_hopper && (rows[i].formats & ~(SMLA_ROWS_FP8 | SMLA_ROWS_V4)) == 0);
         EXPECT_EQ(kernel->leaves_room, rows[i].max_columns != 0 && rows[i].heads_per_cta < 64);
+        EXPECT_EQ(kernel->saves_waves, rows[i].max_columns != 0 && rows[i].heads_per_cta == 64);
     }
 }
 
@@ -415,6 +416,19 @@ model_fits(const split_problem *p, const smla_attention_kernel *row, int splits)
            row->shared_bytes <= p->device->max_shared_bytes && (row->max_columns == 0 || is_small);
 }
 
+/* Whether one CTA per SM, of at most 32 heads and 256 columns, is enough for the batch. */
+static bool
+model_is_small(const split_problem *p, int64_t tokens)
+{
+    const int64_t tiles = ceil_of(p->num_heads, p->num_heads <= 16 ? 16 : 32);
+    for (int splits = 2; splits <= 64; splits++) {
+        if (model_columns(p, splits) <= 256) {
+            return tokens * tiles * splits <= p->device->num_sms;
+        }
+    }
+    return false;
+}
+
 /* The row with the lowest cost for a number of splits; the first where several have it. */
 static run_plan
 model_run(const split_problem *p, int64_t tokens, int splits)
@@ -422,7 +436,9 @@ model_run(const split_problem *p, int64_t tokens, int splits)
     run_plan best = {.num_splits = splits};
     for (int i = 0; i < NUM_KERNELS; i++) {
         const smla_attention_kernel *const row = &smla_attention_kernels[i];
-        const int64_t cost = model_fits(p, row, splits) ? model_cost(p, row, tokens, splits) : 0;
+        const bool is_left_out = row->saves_waves && model_is_small(p, tokens);
+        const int64_t cost =
+            model_fits(p, row, splits) && !is_left_out ? model_cost(p, row, tokens, splits) : 0;
         if (cost != 0 && (best.kernel == NULL || cost < best.cost)) {
             best.kernel = row;
             best.cost = cost;
@@ -650,7 +666,7 @@ test_tuned_plans(void)
         {SMLA_ROWS_FP8, 1, 128, 2048, 0, "sm90_small_16", 16, 1, 68},
         {SMLA_ROWS_FP8, 2, 128, 2048, 0, "sm90_small_32", 16, 2, 76},
         {SMLA_ROWS_FP8, 4, 128, 2048, 0, "sm90_small_32", 8, 4, 94},
-        {SMLA_ROWS_FP8, 8, 128, 2048, 0, "sm90_small_64", 8, 8, 116},
+        {SMLA_ROWS_FP8, 8, 128, 2048, 0, "sm90_small_64", 8, 8, 108},
         {SMLA_ROWS_FP8, 16, 128, 2048, 0, "sm90_fp8_64", 4, 16, 152},
         {SMLA_ROWS_FP8, 32, 128, 2048, 0, "sm90_fp8_32", 1, 32, 216},
         {SMLA_ROWS_FP8, 33, 128, 2048, 0, "sm90_fp8_32", 1, 33, 216},
@@ -662,9 +678,18 @@ test_tuned_plans(void)
         {SMLA_ROWS_FP8, 192, 128, 2048, 0, "sm90_fp8_64", 1, 192, 918},
         {SMLA_ROWS_FP8, 1, 64, 2048, 0, "sm90_small_16", 32, 1, 65},
         {SMLA_ROWS_FP8, 8, 64, 2048, 0, "sm90_small_32", 8, 8, 94},
-        {SMLA_ROWS_FP8, 12, 64, 2048, 0, "sm90_small_64", 11, 12, 106},
-        {SMLA_ROWS_FP8, 16, 64, 2048, 0, "sm90_small_64", 8, 16, 116},
+        {SMLA_ROWS_FP8, 12, 64, 2048, 0, "sm90_small_64", 11, 12, 99},
+        {SMLA_ROWS_FP8, 16, 64, 2048, 0, "sm90_small_64", 8, 16, 108},
         {SMLA_ROWS_FP8, 20, 64, 2048, 0, "sm90_fp8_64", 6, 20, 135},
+        {SMLA_ROWS_FP8, 9, 64, 2048, 0, "sm90_small_64", 11, 9, 95},
+        {SMLA_ROWS_FP8, 9, 40, 2048, 0, "sm90_small_64", 11, 9, 90},
+        {SMLA_ROWS_FP8, 20, 64, 1024, 0, "sm90_small_64", 6, 20, 98},
+        {SMLA_ROWS_FP8, 10, 100, 1024, 0, "sm90_small_64", 6, 10, 94},
+        {SMLA_ROWS_FP8, 20, 64, 256, 768, "sm90_small_64", 6, 20, 98},
+        {SMLA_ROWS_FP8, 10, 128, 256, 768, "sm90_small_64", 6, 10, 98},
+        {SMLA_ROWS_V4, 24, 50, 128, 512, "sm90_small_v4_64", 4, 24, 92},
+        {SMLA_ROWS_V4, 12, 128, 128, 512, "sm90_small_v4_64", 4, 12, 95},
+        {SMLA_ROWS_V4, 9, 100, 128, 1024, "sm90_small_v4_64", 6, 9, 102},
         {SMLA_ROWS_FP8, 32, 64, 2048, 0, "sm90_fp8_64", 4, 32, 152},
         {SMLA_ROWS_FP8, 1, 16, 2048, 0, "sm90_small_16", 32, 1, 62},
         {SMLA_ROWS_FP8, 64, 16, 2048, 0, "sm90_fp8_16", 2, 64, 148},
@@ -676,6 +701,11 @@ test_tuned_plans(void)
         {SMLA_ROWS_FP8, 8, 128, 2048, 512, "sm90_fp8_32", 4, 8, 132},
         {SMLA_ROWS_FP8, 5, 17, 256, 0, "sm90_small_16", 4, 5, 55},
         {SMLA_ROWS_FP8, 20, 24, 1024, 0, "sm90_small_32", 6, 20, 82},
+        {SMLA_ROWS_V4, 16, 64, 128, 512, "sm90_small_v4_32", 4, 16, 91},
+        {SMLA_ROWS_V4, 24, 64, 128, 512, "sm90_small_v4_64", 4, 24, 95},
+        {SMLA_ROWS_V4, 4, 128, 128, 1024, "sm90_small_v4_32", 8, 4, 85},
+        {SMLA_ROWS_V4, 8, 128, 128, 1024, "sm90_small_v4_64", 8, 8, 99},
+        {SMLA_ROWS_V4, 11, 128, 128, 1024, "sm90_small_v4_64", 6, 11, 108},
         {SMLA_ROWS_BF16, 1, 128, 2048, 0, "sm90_bf16_64", 16, 1, 100},
         {SMLA_ROWS_BF16, 8, 64, 2048, 0, "sm90_bf16_64", 8, 8, 116},
         {SMLA_ROWS_BF16, 16, 64, 1024, 0, "sm90_bf16_64", 4, 16, 112},

@@ -36,11 +36,11 @@
          .leaves_halves = true, .leaves_room = true)
 
 /* The same kernel with 64 heads. A CTA takes longer, but a token has half as many CTAs, which may
- * then fit the device at once. */
+ * then fit the device at once where those of 32 heads do not. */
 #define SM90_SMALL_64(rows, stem)                                                            \
     SM90("attention_small_sm90.cu", stem, rows, 33, 64, .max_columns = SMLA_SM90_SMALL_KEYS, \
-         .block_columns = SMLA_SPLIT_ALIGN, .block_cost = 10, .cta_cost = 36,                \
-         .leaves_halves = true)
+         .block_columns = SMLA_SPLIT_ALIGN, .block_cost = 9, .cta_cost = 32,                 \
+         .leaves_halves = true, .saves_waves = true)
 
 #define SM90_BF16(rows, stem)                                                          \
     SM90("attention_bf16_sm90.cu", stem, rows, 1, 64, .block_columns = SMLA_SM90_KEYS, \

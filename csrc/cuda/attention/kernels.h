@@ -46,6 +46,7 @@ typedef struct smla_attention_kernel {
     int32_t cta_cost;      /* time to start and end a CTA, in the same unit */
     bool leaves_halves;    /* its partial rows are f16 */
     bool leaves_room;      /* an SM has room for CTAs of the combine kernel beside its CTA */
+    bool saves_waves;      /* schedule.c takes it only where a smaller kernel needs several waves */
     int32_t ctas_per_sm;   /* at most; the split schedule uses it */
     int32_t shared_bytes;  /* bytes per CTA */
     const char *name;      /* source file and variant */

@@ -142,15 +142,36 @@ estimate_cost(const split_problem *problem, const smla_attention_kernel *kernel,
            find_late_cost(problem, kernel, num_tokens, num_splits, ctas, places);
 }
 
-/* The kernel with the shortest estimated time for this many splits; of equals, the first row. */
+/* Whether one wave of CTAs can run the batch on the first kernel for few columns. Kernels with more
+ * heads per CTA take longer then, and the estimates do not tell by how much. */
+static bool
+fits_one_wave(const split_problem *problem, int64_t num_tokens)
+{
+    int splits = 2;
+    while (count_columns(problem, splits) > SMLA_SM90_SMALL_KEYS) {
+        if (++splits > SMLA_MAX_SPLITS) {
+            return false;
+        }
+    }
+    const smla_attention_kernel *const kernel =
+        smla_find_kernel(problem->device, problem->whole->formats, problem->num_heads, splits,
+                         count_columns(problem, splits));
+    return kernel != NULL && kernel->max_columns != 0 &&
+           num_tokens * count_tiles(problem, kernel) * splits <=
+               count_places(problem->device, kernel);
+}
+
+/* The kernel with the shortest estimated time for this many splits; of equals, the first row.
+ * `is_small` is what fits_one_wave tells. */
 static run_plan
-choose_kernel(const split_problem *problem, int64_t num_tokens, int num_splits)
+choose_kernel(const split_problem *problem, int64_t num_tokens, int num_splits, bool is_small)
 {
     const int64_t columns = count_columns(problem, num_splits);
     run_plan best = {.num_splits = num_splits, .cost = INT64_MAX};
     for (const smla_attention_kernel *kernel = smla_attention_kernels; kernel->launch != NULL;
          kernel++) {
         if (kernel->arch != problem->whole->arch || kernel->formats != problem->whole->formats ||
+            (kernel->saves_waves && is_small) ||
             !smla_fits_kernel(kernel, problem->device, problem->whole->formats, problem->num_heads,
                               num_splits, columns)) {
             continue;
@@ -169,7 +190,7 @@ static batch_plan plan_batch(const split_problem *problem, int64_t num_tokens);
 static batch_plan
 plan_whole(const split_problem *problem, int64_t num_tokens)
 {
-    batch_plan plan = {.run = choose_kernel(problem, num_tokens, 1), .rest = num_tokens};
+    batch_plan plan = {.run = choose_kernel(problem, num_tokens, 1, false), .rest = num_tokens};
     const int64_t tiles = count_tiles(problem, problem->whole);
     const int64_t places = count_places(problem->device, problem->whole);
     const int64_t full = num_tokens * tiles / places * places / tiles;
@@ -194,6 +215,7 @@ plan_batch(const split_problem *problem, int64_t num_tokens)
     const int64_t useful = max_useful_splits(problem);
     const int64_t most = num_tokens == 0 ? 1 : min_int64(useful, max_parts(problem) / num_tokens);
     batch_plan best = plan_whole(problem, num_tokens);
+    const bool is_small = fits_one_wave(problem, num_tokens);
     int64_t columns = count_columns(problem, 1);
     for (int splits = 2; splits <= most; splits++) {
         const int64_t fewer = count_columns(problem, splits);
@@ -201,7 +223,7 @@ plan_batch(const split_problem *problem, int64_t num_tokens)
             continue; /* there are more CTAs, but none of them is shorter */
         }
         columns = fewer;
-        const run_plan run = choose_kernel(problem, num_tokens, splits);
+        const run_plan run = choose_kernel(problem, num_tokens, splits, is_small);
         if (run.cost < best.run.cost) {
             best = (batch_plan){.run = run, .rest = num_tokens};
         }
