@@ -17,8 +17,8 @@ from sparse_mla._bench.cuda_timing import (
     interleave_flushed,
     torch,
 )
-from sparse_mla._bench.cuda_v4 import ROW_BYTES
 from sparse_mla._bench.timing import Table
+from sparse_mla._rows import V4_ROW_BYTES
 
 TOKENS = (1, 17, 128)
 CALLS_PER_REPLAY = 20
@@ -101,7 +101,7 @@ def norms(num_tokens: int) -> Named:
 def inserts(num_tokens: int) -> Named:
     q, kv, table = bf16(num_tokens, HEADS, 512), bf16(num_tokens, 512), angles()
     positions = last_positions(num_tokens)
-    cache = zeros(num_tokens, BLOCK_SIZE, ROW_BYTES)
+    cache = zeros(num_tokens, BLOCK_SIZE, V4_ROW_BYTES)
     slots = torch.randperm(num_tokens, device=DEVICE) * BLOCK_SIZE
     fused = (q, kv, positions, table, cache, slots)
     out = torch.empty_like(q)
@@ -122,10 +122,10 @@ def inserts(num_tokens: int) -> Named:
 
 def compressors(num_tokens: int) -> Named:
     for ratio, dim, row, closes in (
-        (4, 512, ROW_BYTES, True),
-        (4, 512, ROW_BYTES, False),
-        (128, 512, ROW_BYTES, True),
-        (128, 512, ROW_BYTES, False),
+        (4, 512, V4_ROW_BYTES, True),
+        (4, 512, V4_ROW_BYTES, False),
+        (128, 512, V4_ROW_BYTES, True),
+        (128, 512, V4_ROW_BYTES, False),
         (4, 128, 132, True),
     ):
         block_size, width = STATE_BLOCK_SIZES[ratio], dim * (2 if ratio == 4 else 1)
