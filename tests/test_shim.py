@@ -1,12 +1,16 @@
 """shim/: `import flash_mla` finds the drop-in, and FlashMLA itself where it is installed."""
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from helpers import find_framework, printed_by_python, run_python
 
 SHIM = Path(__file__).parents[1] / "shim"
+without_flash_mla = pytest.mark.skipif(
+    find_spec("flash_mla") is not None, reason="FlashMLA is installed here, and comes first"
+)
 
 # The imports of SGLang 0.5.23 (sglang/kernels/ops/attention/flash_mla_interface.py), then the names
 # that it calls for DeepSeek-V3.2; last a call as its wrapper makes it, with `use_legacy`.
@@ -67,11 +71,13 @@ def as_installed(folder: Path) -> str:
     return f"import site; site.addsitedir({str(folder)!r})\n"
 
 
+@without_flash_mla
 def test_code_for_flash_mla_runs_unchanged(tmp_path):
     printed = printed_by_python("-c", as_installed(tmp_path) + USER)
     assert "fused_norm_rope_attn_rope_cast.decode: sparse_mla has no fused" in printed
 
 
+@without_flash_mla
 @pytest.mark.torch
 def test_a_schedule_may_be_tensors(tmp_path):
     find_framework("torch")
@@ -80,6 +86,7 @@ def test_a_schedule_may_be_tensors(tmp_path):
     assert lines[1].startswith("get_mla_decoding_metadata: `topk` must be given")
 
 
+@without_flash_mla
 def test_it_is_there_on_request_too():
     path = f"import sys; sys.path.insert(0, {str(SHIM)!r})\n"
     assert "sparse_mla has no fused" in printed_by_python("-c", path + 2 * BY_NAME + USER)
@@ -90,6 +97,7 @@ def test_starting_python_imports_nothing_of_sparse_mla(tmp_path):
     assert printed_by_python("-c", as_installed(tmp_path) + script) == "False False\n"
 
 
+@without_flash_mla
 def test_the_real_package_comes_first(tmp_path):
     (tmp_path / "flash_mla.py").write_text("name = 'the real one'\n")
     script = "import flash_mla; print(flash_mla.name)"
