@@ -443,8 +443,9 @@ def test_a_dynamo_without_marks_is_left_alone(torch, monkeypatch):
 
 
 @pytest.mark.torch
+@pytest.mark.usefixtures("torch")
 def test_no_mark_before_dynamo():
-    """An operator that is hashed imports nothing, with PyTorch or without."""
+    """Hashing an operator imports nothing where PyTorch has not loaded Dynamo."""
     code = (
         "import sys, torch, sparse_mla; {sparse_mla.sparse_attention: 1}; "
         "print([x for x in sys.modules if 'integrations' in x or x == 'torch._dynamo'])"
