@@ -1,7 +1,9 @@
 """What an installed sparse_mla consists of: names, signatures, stubs, headers, imports."""
 
+import functools
 import inspect
 import operator
+import os
 import re
 import shutil
 import subprocess
@@ -317,15 +319,23 @@ def test_import_brings_nothing_but_numpy_ml_dtypes_and_dataclasses():
     assert set(done.stdout.split()) == {f"sparse_mla{name}" for name in ours}
 
 
-def test_import_costs_little_beyond_numpy():
-    """The import took 9 ms when it was measured, on top of 175 ms for NumPy and ml_dtypes. CPU time
-    leaves out what other programs take."""
+def test_import_costs_little_beyond_numpy(tmp_path):
+    """The import took a fifth of the CPU time of NumPy and ml_dtypes when it was measured. Both are
+    timed in one process, and every process finds bytecode that an earlier one wrote, as a user's
+    second import does: Python's compiler would take longer than all the rest."""
     code = (
-        FIRST + "start = time.process_time(); import sparse_mla; print(time.process_time() - start)"
+        "import time; start = time.process_time(); import dataclasses, numpy, ml_dtypes; "
+        "between = time.process_time(); import sparse_mla; end = time.process_time(); "
+        "print((end - between) / (between - start))"
     )
     command = [sys.executable, "-c", code]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(5)]
-    assert min(float(done.stdout) for done in runs) < 0.05
+    env = dict(os.environ, PYTHONPYCACHEPREFIX=str(tmp_path))
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    run = functools.partial(
+        subprocess.run, command, env=env, capture_output=True, text=True, check=True
+    )
+    run()
+    assert min(float(run().stdout) for _ in range(5)) < 0.4
 
 
 def test_a_call_with_numpy_arrays_loads_no_framework():
