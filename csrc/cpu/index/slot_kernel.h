@@ -4,9 +4,9 @@
  *              row has no page, or where int32 cannot hold the slot
  * Shapes       positions [count], slots [count] int32; a row of a block table with any stride
  * Roofline     Instructions bind: eight bytes per entry. ns per entry on one core of a Zen 3, in
- *              memory, 2026-11-24, where a copy of the bytes takes 0.5 to 0.6: 1.9 with the stride
- *              as a variable, 0.78 with a constant. Gathers by AVX2 take 0.69, but they are slow on
- *              many processors of Intel.
+ *              memory, where a copy of the bytes takes 0.5: 1.9 with the stride as a variable, 0.77
+ *              with a constant, 0.63 with one comparison less per loop (2026-11-25). Before the
+ *              last, gathers by AVX2 took 0.69, but they are slow on many processors of Intel.
  * Numerics     integers
  * Source       ours
  *
@@ -31,26 +31,27 @@ find_chunk(const smla_page_row *row, const int32_t *positions, int count, int32_
     const uint32_t block_size = (uint32_t)row->block_size;
     const uint32_t max_page = INT32_MAX / block_size;
     const uint32_t num_blocks =
-        row->num_blocks < INT32_MAX ? (uint32_t)row->num_blocks : (uint32_t)INT32_MAX + 1;
-    int32_t blocks[CHUNK] __attribute__((aligned(64))); /* -1 where the row has none */
+        row->num_blocks <= INT32_MAX ? (uint32_t)row->num_blocks : (uint32_t)INT32_MAX + 1;
+    uint32_t blocks[CHUNK] __attribute__((aligned(64))); /* 0 where the row has none */
     uint32_t pages[CHUNK] __attribute__((aligned(64)));
     int32_t num_slots = 0;
 #pragma omp simd
     for (int i = 0; i < count; i++) {
         const uint32_t position = (uint32_t)positions[i];
         const uint32_t block = shift >= 0 ? position >> shift : position / block_size;
-        const bool is_inside = (positions[i] >= 0) & (block < num_blocks);
-        blocks[i] = is_inside ? (int32_t)block : -1;
+        blocks[i] = block < num_blocks ? block : 0;
     }
     for (int i = 0; i < count; i++) {
-        const int64_t block = blocks[i] < 0 ? 0 : blocks[i];
-        pages[i] = (uint32_t)row->pages[block * stride];
+        pages[i] = (uint32_t)row->pages[(int64_t)blocks[i] * stride];
     }
+    /* A position that has no block lies behind the page of the block 0, or is negative. */
 #pragma omp simd reduction(+ : num_slots)
     for (int i = 0; i < count; i++) {
-        const uint32_t offset = (uint32_t)positions[i] - (uint32_t)blocks[i] * block_size;
+        const uint32_t position = (uint32_t)positions[i];
+        const uint32_t offset = position - blocks[i] * block_size;
         const uint32_t slot = pages[i] * block_size + offset;
-        const bool is_slot = (blocks[i] >= 0) & (pages[i] <= max_page) & ((int32_t)slot >= 0);
+        const bool fits = ((int32_t)(position | slot) >= 0) & (pages[i] <= max_page);
+        const bool is_slot = fits & (offset < block_size);
         slots[i] = is_slot ? (int32_t)slot : -1;
         num_slots += is_slot;
     }
