@@ -155,20 +155,6 @@ scale_quad(quad x, vfloat factor, bool divides)
 }
 
 #if defined(SMLA_HAVE_BYTES)
-/* The magnitudes of tile `t`, a vector of them: the largest one is among its lanes. */
-SMLA_INLINE vuint
-find_tile_magnitudes(const uint8_t *values, int scale_tile, int t)
-{
-    vuint magnitudes = {0};
-    if (scale_tile == DUO) {
-        return find_magnitudes(load_words(values, t));
-    }
-    for (int i = t * scale_tile; i < (t + 1) * scale_tile; i += QUAD) {
-        magnitudes = max_words(magnitudes, find_quad_magnitudes(values + 2 * i));
-    }
-    return magnitudes;
-}
-
 /* Turns the numbers that choose_scales gave into what the values of each tile are multiplied with.
  * A true division takes the divisors, too. */
 SMLA_INLINE void
@@ -180,8 +166,6 @@ choose_factors(const smla_kv_format_info *format, float *factors, float *inverse
         if (format->nope_type == SMLA_NOPE_E2M1) {
             *inverse =
                 format->least_amax != 0 ? *factor * SMLA_E2M1_FACTOR : SMLA_E2M1_FACTOR / *factor;
-        } else if (format->least_amax != 0) {
-            *inverse = *factor * SMLA_EXACT_FACTOR;
         } else {
             *factor *= 0x1p8f;
             *inverse = 1.0f / *factor;
@@ -204,7 +188,7 @@ encode_ordinary_nope(const smla_kv_format_info *format, const uint8_t *values, s
     float factors[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
     float inverses[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
     for (int t = 0; t < format->num_scales; t++) {
-        best[t] = (vfloat)find_tile_magnitudes(values, tile_size, t);
+        best[t] = (vfloat)find_largest_magnitudes(values + 2 * t * tile_size, tile_size);
         largest = max_words(largest, (vuint)best[t]);
     }
     if (has_lane(~((vfloat)largest < most))) { /* or NaN */
@@ -223,16 +207,21 @@ encode_ordinary_nope(const smla_kv_format_info *format, const uint8_t *values, s
         }
     }
     choose_scales(format, best, factors, to.scales);
+    if (!divides && !is_e2m1) {
+        for (int t = 0; t < format->num_scales; t++) {
+            store_products_e4m3(values + 2 * t * tile_size, tile_size, factors[t],
+                                to.row + t * tile_size);
+        }
+        return true;
+    }
     choose_factors(format, factors, inverses);
     for (int i = 0; i < format->nope_dim; i += QUAD) {
         const int t = i / tile_size;
         const uint8_t *const x = values + 2 * i;
         if (is_e2m1) {
             store_e2m1_by(x, inverses[t], inverses[(i + DUO) / tile_size], to.row + i / 2);
-        } else if (divides) {
-            store_quotients_e4m3(x, factors[t], inverses[t], to.row + i);
         } else {
-            store_exact_e4m3(x, inverses[t], to.row + i);
+            store_quotients_e4m3(x, factors[t], inverses[t], to.row + i);
         }
     }
     return true;

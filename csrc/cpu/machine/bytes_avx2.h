@@ -40,13 +40,23 @@ find_magnitudes(vuint halves)
     return max_words(magnitudes << 16, magnitudes & 0xFFFF0000u);
 }
 
-/* The largest magnitudes per lane of 32 bf16 values in a row. */
-SMLA_INLINE vuint
-find_quad_magnitudes(const void *halves)
+/* The magnitudes of 16 bf16 values. */
+SMLA_INLINE __m256i
+load_magnitudes(const void *halves, int i)
 {
-    const vuint first = load_words(halves, 0) & 0x7FFF7FFFu;
-    const vuint second = load_words(halves, 1) & 0x7FFF7FFFu;
-    return find_magnitudes((vuint)_mm256_max_epi16((__m256i)first, (__m256i)second));
+    return (__m256i)(load_words(halves, i) & 0x7FFF7FFFu);
+}
+
+/* The largest magnitudes per lane of `count` bf16 values in a row. */
+SMLA_INLINE vuint
+find_largest_magnitudes(const void *halves, int count)
+{
+    __m256i largest = load_magnitudes(halves, 0);
+#pragma GCC unroll 8
+    for (int i = 1; i < count / DUO; i++) {
+        largest = _mm256_max_epi16(largest, load_magnitudes(halves, i));
+    }
+    return find_magnitudes((vuint)largest);
 }
 
 SMLA_INLINE __m256i
@@ -94,6 +104,67 @@ store_exact_e4m3(const void *halves, float exact_factor, void *bytes)
     const __m256i even = narrow_to_fp16(first.even * exact_factor, second.even * exact_factor);
     const __m256i odd = narrow_to_fp16(first.odd * exact_factor, second.odd * exact_factor);
     store_codes(round_fp16(even), round_fp16(odd), bytes);
+}
+
+/* The codes of 16 bf16 values times a power of two, one in each 16-bit word, without signs. A bf16
+ * value and the code of a normal e4m3 value have the same form: an exponent, and bits of mantissa
+ * behind it. So four bits are rounded away, and the exponents' difference is subtracted. */
+SMLA_INLINE __m256i
+round_to_normal_codes(__m256i magnitude, __m256i difference)
+{
+    const __m256i one = _mm256_set1_epi16(1);
+    const __m256i is_odd = _mm256_and_si256(_mm256_srli_epi16(magnitude, 4), one);
+    const __m256i most = _mm256_add_epi16(magnitude, _mm256_set1_epi16(7));
+    const __m256i rounded = _mm256_srli_epi16(_mm256_add_epi16(most, is_odd), 4);
+    return _mm256_subs_epu16(rounded, difference); /* 0 stays 0 */
+}
+
+/* `count` bf16 values times 2^exponent, at most 448, as e4m3. Returns false, and has written
+ * nothing, unless each is zero or a normal number of e4m3: 2^-6 or more. */
+SMLA_INLINE bool
+store_normal_e4m3(const void *halves, int count, int exponent, void *bytes)
+{
+    const int bias = 120 - exponent; /* 127 of bf16, 7 of e4m3 */
+    const __m256i least = _mm256_set1_epi16((short)(((bias + 1) << 7) - 1));
+    const __m256i difference = _mm256_set1_epi16((short)(bias << 3));
+    __m256i smallest = _mm256_set1_epi16(-1); /* less one, so that zero is the largest */
+#pragma GCC unroll 8
+    for (int i = 0; i < count / DUO; i++) {
+        const __m256i less = _mm256_add_epi16(load_magnitudes(halves, i), _mm256_set1_epi16(-1));
+        smallest = _mm256_min_epu16(smallest, less);
+    }
+    const __m256i is_normal = _mm256_cmpeq_epi16(_mm256_min_epu16(smallest, least), least);
+    if (_mm256_movemask_epi8(is_normal) != -1) {
+        return false;
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < count / QUAD; i++) {
+        const __m256i first = round_to_normal_codes(load_magnitudes(halves, 2 * i), difference);
+        const __m256i second =
+            round_to_normal_codes(load_magnitudes(halves, 2 * i + 1), difference);
+        /* Saturation keeps the signs. */
+        const __m256i signs = _mm256_packs_epi16((__m256i)load_words(halves, 2 * i),
+                                                 (__m256i)load_words(halves, 2 * i + 1));
+        const __m256i codes =
+            _mm256_or_si256(_mm256_packus_epi16(first, second),
+                            _mm256_and_si256(signs, _mm256_set1_epi8((char)0x80)));
+        store_words((vuint)_mm256_permute4x64_epi64(codes, 0xD8), bytes, i);
+    }
+    return true;
+}
+
+/* `count` bf16 values times a power of two, at most 448, as e4m3. */
+SMLA_INLINE void
+store_products_e4m3(const void *halves, int count, float power, void *bytes)
+{
+    const int exponent = (int)(smla_float_bits(power) >> 23) - 127;
+    if (store_normal_e4m3(halves, count, exponent, bytes)) {
+        return;
+    }
+    for (int i = 0; i < count; i += QUAD) {
+        store_exact_e4m3((const uint16_t *)halves + i, power * SMLA_EXACT_FACTOR,
+                         (uint8_t *)bytes + i);
+    }
 }
 
 /* Rounds x >= 0 to an e4m3 value times 2^-8. The ulp of the sum is the distance of the e4m3 values

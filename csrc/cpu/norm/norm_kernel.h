@@ -12,7 +12,8 @@
  * Roofline     Memory binds where rows come from memory, else conversion does. ns per row in L1 on
  *              one core of a Zen 3 with AVX2 (2026-11-24), before and after values were taken as
  *              duos: normalize 512 values 339 -> 146, normalize_head 292 -> 130,
- *              turn_to_bf16 48 -> 30, turn_back_to_e4m3 225 -> 110 (by bytes_avx2.h). About 80 of
+ *              turn_to_bf16 48 -> 30, turn_back_to_e4m3 225 -> 110 (by bytes_avx2.h; a call takes
+ *              129 -> 109 per head since 2026-11-25, 136 where values are not normal). About 80 of
  *              normalize's wait for the chain from the sum to the factor.
  * Numerics     fp32. params.h has the order of a row's sum, which is that of every backend. Each
  *              operation is rounded: there is no FMA. A product with a power of two stands for the
@@ -187,6 +188,14 @@ max_of_duo(vfloat best, duo x)
 }
 
 #if defined(SMLA_HAVE_BYTES)
+/* How many values of tile `t` RoPE leaves alone. */
+SMLA_INLINE int
+count_nope(int t)
+{
+    const int left = NOPE_DIM - t * SMLA_OUTPUT_TILE;
+    return left < SMLA_OUTPUT_TILE ? left : SMLA_OUTPUT_TILE;
+}
+
 /* turn_back_to_e4m3 of a head whose values are all ordinary. Returns false for others. */
 SMLA_INLINE bool
 turn_back_ordinary(const uint16_t *x, const float *cos_sin, uint8_t *out,
@@ -194,11 +203,11 @@ turn_back_ordinary(const uint16_t *x, const float *cos_sin, uint8_t *out,
 {
     duo turned[ROPE_DUOS];
     float inverse[SMLA_OUTPUT_SCALES];
-    quad best = {{{0}}};
+    quad best;
     vfloat largest = {0};
-    for (int i = 0; i < NOPE_DIM; i += QUAD) {
-        vfloat *const tile = &best.v[i / SMLA_OUTPUT_TILE];
-        *tile = (vfloat)max_words((vuint)*tile, find_quad_magnitudes(x + i));
+#pragma GCC unroll 4
+    for (int t = 0; t < SMLA_OUTPUT_SCALES; t++) {
+        best.v[t] = (vfloat)find_largest_magnitudes(x + t * SMLA_OUTPUT_TILE, count_nope(t));
     }
     for (int i = 0; i < ROPE_DUOS; i++) {
         const int at = NOPE_DIM + i * DUO;
@@ -219,8 +228,10 @@ turn_back_ordinary(const uint16_t *x, const float *cos_sin, uint8_t *out,
         scales[t] = smla_power_of_two_scale(scales[t], SMLA_E4M3_MAX, SMLA_OUTPUT_FLOOR);
         inverse[t] = 1.0f / scales[t];
     }
-    for (int i = 0; i < NOPE_DIM; i += QUAD) {
-        store_exact_e4m3(x + i, inverse[i / SMLA_OUTPUT_TILE] * SMLA_EXACT_FACTOR, out + i);
+#pragma GCC unroll 4
+    for (int t = 0; t < SMLA_OUTPUT_SCALES; t++) {
+        const int at = t * SMLA_OUTPUT_TILE;
+        store_products_e4m3(x + at, count_nope(t), inverse[t], out + at);
     }
     const float factor = inverse[3] * 0x1p-8f;
     for (int i = 0; i < ROPE_DUOS; i += 2) {
