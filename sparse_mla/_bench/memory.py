@@ -35,6 +35,7 @@ NUM_OUTPUTS = 1024
 NUM_LIST_TOKENS = 8192
 NUM_STATES = 4096
 SAMPLED = slice(None, None, 509)
+SLOT_ORDERS = {"page by page": BLOCK_SIZE, "slots at random": 1}  # how many slots are in order
 INDEX_DATA, INDEX_ROW = 128, row_of("fp8_index")  # bytes per token
 
 
@@ -46,10 +47,12 @@ def measure(effort: Effort, num_threads: int) -> Table:
         ("bfloat16", BF16, KEY_DIM),
     ):
         kv_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, width), dtype)
-        moves += [make_write(rng, kv_cache, name), make_gather(rng, kv_cache, name)]
+        moves += [make_write(rng, kv_cache, name, order) for order in SLOT_ORDERS]
+        moves += [make_gather(rng, kv_cache, name)]
     v4_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, V4_ROW_BYTES), np.uint8)
-    moves += [make_insert(rng, v4_cache), make_last_gather(rng, v4_cache)]
-    moves += [make_index_insert(rng)]
+    moves += [make_insert(rng, v4_cache, order) for order in SLOT_ORDERS]
+    moves += [make_last_gather(rng, v4_cache)]
+    moves += [make_index_insert(rng, order) for order in SLOT_ORDERS]
     moves += [make_conversion(rng), make_norm(rng), make_inverse(rng), make_queries(rng)]
     moves += compressor.make_moves(NUM_STATES, lambda x: x, lambda x: x)
     moves += make_moves(NUM_LIST_TOKENS, lambda x: x, lambda x: x)
@@ -79,10 +82,17 @@ def make_copy(num_threads: int) -> tuple[Callable[[], object], int]:
     return lambda: list(pool.map(np.copyto, target, source)), 2 * source.nbytes
 
 
-def make_write(rng: np.random.Generator, kv_cache: np.ndarray, name: str) -> Move:
+def make_slots(rng: np.random.Generator, order: str) -> np.ndarray:
+    """A prefill fills pages, which lie anywhere. Slots at random are the worst that can be sent."""
+    run = SLOT_ORDERS[order]
+    slots: np.ndarray = rng.permutation(NUM_SLOTS // run)[:, None] * run + np.arange(run)
+    return slots.reshape(-1)
+
+
+def make_write(rng: np.random.Generator, kv_cache: np.ndarray, name: str, order: str) -> Move:
     kv_c = rng.standard_normal((NUM_SLOTS, KV_LORA_RANK), np.float32).astype(BF16)
     k_pe = rng.standard_normal((NUM_SLOTS, 64), np.float32).astype(BF16)
-    slot_mapping = rng.permutation(NUM_SLOTS)
+    slot_mapping = make_slots(rng, order)
     rows = kv_cache.reshape(NUM_SLOTS, -1)
 
     def write() -> object:
@@ -93,7 +103,7 @@ def make_write(rng: np.random.Generator, kv_cache: np.ndarray, name: str) -> Mov
         return np.array_equal(rows[slot_mapping[SAMPLED]].view(np.uint8), want.view(np.uint8))
 
     num_bytes = kv_c.nbytes + k_pe.nbytes + kv_cache.nbytes
-    return Move(f"concat_and_cache_mla, bf16 → {name}", write, num_bytes, is_right)
+    return Move(f"concat_and_cache_mla, bf16 → {name}, {order}", write, num_bytes, is_right)
 
 
 def make_rows(kv_c: np.ndarray, k_pe: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -125,9 +135,9 @@ def make_gather(rng: np.random.Generator, kv_cache: np.ndarray, name: str) -> Mo
     return Move(f"gather_kv_cache, {name} → bf16", gather, num_bytes, is_right)
 
 
-def make_insert(rng: np.random.Generator, k_cache: np.ndarray) -> Move:
+def make_insert(rng: np.random.Generator, k_cache: np.ndarray, order: str) -> Move:
     k = rng.standard_normal((NUM_SLOTS, KV_LORA_RANK), np.float32).astype(BF16)
-    slot_mapping = rng.permutation(NUM_SLOTS)
+    slot_mapping = make_slots(rng, order)
 
     def insert() -> object:
         return sparse_mla.quantize_and_insert_k_cache(k, k_cache, slot_mapping)
@@ -139,12 +149,12 @@ def make_insert(rng: np.random.Generator, k_cache: np.ndarray) -> Move:
         return np.array_equal(np.concatenate([data[slots], scales[slots]], axis=1), want)
 
     num_bytes = k.nbytes + k_cache.nbytes
-    return Move("quantize_and_insert_k_cache, bf16 → fp8_v4", insert, num_bytes, is_right)
+    return Move(f"quantize_and_insert_k_cache, bf16 → fp8_v4, {order}", insert, num_bytes, is_right)
 
 
-def make_index_insert(rng: np.random.Generator) -> Move:
+def make_index_insert(rng: np.random.Generator, order: str) -> Move:
     k = rng.standard_normal((NUM_SLOTS, INDEX_DATA), np.float32).astype(BF16)
-    slot_mapping = rng.permutation(NUM_SLOTS)
+    slot_mapping = make_slots(rng, order)
     k_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, INDEX_ROW), np.uint8)
 
     def insert() -> object:
@@ -159,7 +169,7 @@ def make_index_insert(rng: np.random.Generator) -> Move:
         )
 
     num_bytes = k.nbytes + k_cache.nbytes
-    return Move("indexer_k_quant_and_cache, bf16 → fp8_index", insert, num_bytes, is_right)
+    return Move(f"indexer_k_quant_and_cache, bf16 → fp8_index, {order}", insert, num_bytes, is_right)
 
 
 def split_pages(
