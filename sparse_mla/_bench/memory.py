@@ -53,7 +53,8 @@ def measure(effort: Effort, num_threads: int) -> Table:
     moves += [make_insert(rng, v4_cache, order) for order in SLOT_ORDERS]
     moves += [make_last_gather(rng, v4_cache)]
     moves += [make_index_insert(rng, order) for order in SLOT_ORDERS]
-    moves += [make_conversion(rng), make_norm(rng), make_inverse(rng), make_queries(rng)]
+    moves += [make_conversion(rng, is_prefill) for is_prefill in (False, True)]
+    moves += [make_norm(rng), make_inverse(rng), make_queries(rng)]
     moves += compressor.make_moves(NUM_STATES, lambda x: x, lambda x: x)
     moves += make_moves(NUM_LIST_TOKENS, lambda x: x, lambda x: x)
 
@@ -169,7 +170,9 @@ def make_index_insert(rng: np.random.Generator, order: str) -> Move:
         )
 
     num_bytes = k.nbytes + k_cache.nbytes
-    return Move(f"indexer_k_quant_and_cache, bf16 → fp8_index, {order}", insert, num_bytes, is_right)
+    return Move(
+        f"indexer_k_quant_and_cache, bf16 → fp8_index, {order}", insert, num_bytes, is_right
+    )
 
 
 def split_pages(
@@ -223,25 +226,35 @@ def make_last_gather(rng: np.random.Generator, k_cache: np.ndarray) -> Move:
     return Move("dequantize_and_gather_k_cache, fp8_v4 → bf16", gather, num_bytes, is_right)
 
 
-def make_conversion(rng: np.random.Generator) -> Move:
+def make_conversion(rng: np.random.Generator, is_prefill: bool) -> Move:
+    """Positions become slots of the cache, or a prefill's rows of its workspace."""
     req_ids = np.sort(rng.integers(4, size=NUM_QUERIES, dtype=np.int32))
     block_table = rng.permutation(NUM_PAGES).astype(np.int32).reshape(4, -1)
     topk_indices = rng.integers(-1, NUM_SLOTS // 4, (NUM_QUERIES, TOPK), np.int32)
+    starts = np.arange(4, dtype=np.int32) * (NUM_SLOTS // 4)
     out = np.zeros_like(topk_indices)
 
     def convert() -> object:
         return sparse_mla.convert_req_index_to_global_index(
-            req_ids, block_table, topk_indices, block_size=BLOCK_SIZE, out=out
+            req_ids,
+            block_table,
+            topk_indices,
+            block_size=BLOCK_SIZE,
+            prefill_request_ids=req_ids if is_prefill else None,
+            prefill_workspace_starts=starts if is_prefill else None,
+            out=out,
         )
 
     def is_right() -> bool:
-        positions = topk_indices[SAMPLED]
-        pages = block_table[req_ids[SAMPLED, None], positions // BLOCK_SIZE]
+        positions, requests = topk_indices[SAMPLED], req_ids[SAMPLED, None]
+        pages = block_table[requests, positions // BLOCK_SIZE]
         slots = pages * BLOCK_SIZE + positions % BLOCK_SIZE
-        return np.array_equal(out[SAMPLED], np.where(positions < 0, -1, slots))
+        wanted = starts[requests] + positions if is_prefill else slots
+        return np.array_equal(out[SAMPLED], np.where(positions < 0, -1, wanted))
 
     num_bytes = topk_indices.nbytes + out.nbytes
-    return Move("convert_req_index_to_global_index", convert, num_bytes, is_right)
+    to = "rows of a prefill" if is_prefill else "slots"
+    return Move(f"convert_req_index_to_global_index, {to}", convert, num_bytes, is_right)
 
 
 def make_norm(rng: np.random.Generator) -> Move:

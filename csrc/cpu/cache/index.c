@@ -43,21 +43,6 @@ smla_cpu_check_convert(const smla_convert_params *p, smla_error *error)
     return SMLA_OK;
 }
 
-/* The rows of the prefill workspace. Returns how many there are. */
-static int64_t
-find_rows(const smla_page_row *row, int64_t workspace_start, const int32_t *positions,
-          int64_t count, int32_t *rows)
-{
-    int64_t num_rows = 0;
-    for (int64_t k = 0; k < count; k++) {
-        const int64_t index = workspace_start + positions[k];
-        const bool is_row = smla_find_page(row, positions[k]) >= 0 && index <= INT32_MAX;
-        rows[k] = is_row ? (int32_t)index : -1;
-        num_rows += is_row;
-    }
-    return num_rows;
-}
-
 static void
 convert_token(const smla_slot_isa *kernel, const smla_convert_params *p, int64_t token)
 {
@@ -66,7 +51,7 @@ convert_token(const smla_slot_isa *kernel, const smla_convert_params *p, int64_t
                                p->block_table_stride_block, p->num_blocks, p->block_size};
     const int32_t *in = p->topk_indices + token * p->topk_indices_stride_token;
     int32_t *out = p->out + token * p->out_stride_token;
-    int64_t workspace_start = -1; /* negative: slots of the cache */
+    int32_t workspace_start = -1; /* negative: slots of the cache */
     if (p->prefill_request_ids != NULL) {
         const int64_t prefill = p->prefill_request_ids[token * p->prefill_request_ids_stride];
         if (prefill >= 0) {
@@ -74,8 +59,9 @@ convert_token(const smla_slot_isa *kernel, const smla_convert_params *p, int64_t
                 p->prefill_workspace_starts[prefill * p->prefill_workspace_starts_stride];
         }
     }
-    const int64_t count = workspace_start < 0 ? kernel->find_slots(&row, in, p->topk, out)
-                                              : find_rows(&row, workspace_start, in, p->topk, out);
+    const int64_t count = workspace_start < 0
+                              ? kernel->find_slots(&row, in, p->topk, out)
+                              : kernel->find_rows(&row, workspace_start, in, p->topk, out);
     if (p->counts != NULL) {
         p->counts[token * p->counts_stride] = (int32_t)count;
     }

@@ -43,6 +43,9 @@ typedef struct smla_slot_isa {
      * fit int32. */
     int64_t (*find_slots)(const smla_page_row *row, const int32_t *positions, int64_t count,
                           int32_t *slots);
+    /* start + position of each position that has a page, for start >= 0. Returns how many have. */
+    int64_t (*find_rows)(const smla_page_row *row, int32_t start, const int32_t *positions,
+                         int64_t count, int32_t *rows);
     /* out = index + base. Negative indices, and sums that int32 cannot hold, become -1. */
     void (*add_base)(const int32_t *indices, int64_t count, int64_t base, int32_t *out);
 } smla_slot_isa;

@@ -1,8 +1,10 @@
-/* slot_kernel.h: the slots of a list of positions, for one instruction set.
+/* slot_kernel.h: the slots of a list of positions, or their rows of a prefill's workspace, for one
+ * instruction set.
  *
- * Computes     page = pages[position / block_size], slot = page * block_size + offset; -1 where the
- *              row has no page, or where int32 cannot hold the slot
- * Shapes       positions [count], slots [count] int32; a row of a block table with any stride
+ * Computes     page = pages[position / block_size], slot = page * block_size + offset, or
+ *              row = start + position; -1 where there is no page, or where int32 cannot hold it
+ * Shapes       positions [count], slots or rows [count] int32; a row of a block table with any
+ *              stride
  * Roofline     Instructions bind: eight bytes per entry. ns per entry on one core of a Zen 3, in
  *              memory, where a copy of the bytes takes 0.5: 1.9 with the stride as a variable, 0.77
  *              with a constant, 0.63 with one comparison less per loop (2026-11-25). Before the
@@ -22,69 +24,92 @@
 
 enum { CHUNK = 64 };
 
-/* The slots of up to CHUNK positions. A page size that is a power of two has a shift; others have
- * shift < 0, and cost a division. Returns how many positions have a slot. */
+/* What a list of positions becomes. */
+typedef struct goal {
+    bool is_row;    /* a row of the workspace, else a slot of the cache */
+    uint32_t start; /* the row of position 0 */
+    int shift;      /* a page size as a power of two; negative: none, and a division each */
+    int64_t stride; /* entries from one page of a block table's row to the next */
+} goal;
+
+/* Returns how many of up to CHUNK positions have a slot or a row. */
 static inline __attribute__((always_inline)) int32_t
-find_chunk(const smla_page_row *row, const int32_t *positions, int count, int32_t *slots, int shift,
-           int64_t stride)
+find_chunk(const smla_page_row *row, goal to, const int32_t *positions, int count, int32_t *out)
 {
     const uint32_t block_size = (uint32_t)row->block_size;
-    const uint32_t max_page = INT32_MAX / block_size;
+    const uint32_t max_page = to.is_row ? INT32_MAX : INT32_MAX / block_size;
     const uint32_t num_blocks =
         row->num_blocks <= INT32_MAX ? (uint32_t)row->num_blocks : (uint32_t)INT32_MAX + 1;
     uint32_t blocks[CHUNK] __attribute__((aligned(64))); /* 0 where the row has none */
     uint32_t pages[CHUNK] __attribute__((aligned(64)));
-    int32_t num_slots = 0;
+    int32_t num_found = 0;
 #pragma omp simd
     for (int i = 0; i < count; i++) {
         const uint32_t position = (uint32_t)positions[i];
-        const uint32_t block = shift >= 0 ? position >> shift : position / block_size;
+        const uint32_t block = to.shift >= 0 ? position >> to.shift : position / block_size;
         blocks[i] = block < num_blocks ? block : 0;
     }
     for (int i = 0; i < count; i++) {
-        pages[i] = (uint32_t)row->pages[(int64_t)blocks[i] * stride];
+        pages[i] = (uint32_t)row->pages[(int64_t)blocks[i] * to.stride];
     }
     /* A position that has no block lies behind the page of the block 0, or is negative. */
-#pragma omp simd reduction(+ : num_slots)
+#pragma omp simd reduction(+ : num_found)
     for (int i = 0; i < count; i++) {
         const uint32_t position = (uint32_t)positions[i];
         const uint32_t offset = position - blocks[i] * block_size;
-        const uint32_t slot = pages[i] * block_size + offset;
-        const bool fits = ((int32_t)(position | slot) >= 0) & (pages[i] <= max_page);
-        const bool is_slot = fits & (offset < block_size);
-        slots[i] = is_slot ? (int32_t)slot : -1;
-        num_slots += is_slot;
+        const uint32_t index = to.is_row ? to.start + position : pages[i] * block_size + offset;
+        const bool fits = ((int32_t)(position | index) >= 0) & (pages[i] <= max_page);
+        const bool is_found = fits & (offset < block_size);
+        out[i] = is_found ? (int32_t)index : -1;
+        num_found += is_found;
     }
-    return num_slots;
+    return num_found;
 }
 
 static inline __attribute__((always_inline)) int64_t
-find_slots_with(const smla_page_row *row, const int32_t *positions, int64_t count, int32_t *slots,
-                int shift, int64_t stride)
+find_list(const smla_page_row *row, goal to, const int32_t *positions, int64_t count, int32_t *out)
 {
-    int64_t num_slots = 0;
+    int64_t num_found = 0;
     int64_t i = 0;
     for (; i + CHUNK <= count; i += CHUNK) {
-        num_slots += find_chunk(row, positions + i, CHUNK, slots + i, shift, stride);
+        num_found += find_chunk(row, to, positions + i, CHUNK, out + i);
     }
-    return num_slots + find_chunk(row, positions + i, (int)(count - i), slots + i, shift, stride);
+    return num_found + find_chunk(row, to, positions + i, (int)(count - i), out + i);
+}
+
+static inline __attribute__((always_inline)) int64_t
+find(const smla_page_row *row, goal to, const int32_t *positions, int64_t count, int32_t *out)
+{
+    const uint32_t block_size = (uint32_t)row->block_size;
+    const bool is_power = (block_size & (block_size - 1)) == 0;
+    if (row->num_blocks == 0) {
+        smla_clear_columns(out, 0, count);
+        return 0;
+    }
+    to.stride = row->stride;
+    if (!is_power) {
+        to.shift = -1; /* a constant, like the stride of 1 below: each has a loop of its own */
+        return find_list(row, to, positions, count, out);
+    }
+    to.shift = __builtin_ctz(block_size);
+    if (row->stride == 1) {
+        to.stride = 1;
+        return find_list(row, to, positions, count, out);
+    }
+    return find_list(row, to, positions, count, out);
 }
 
 static int64_t
 find_slots(const smla_page_row *row, const int32_t *positions, int64_t count, int32_t *slots)
 {
-    const uint32_t block_size = (uint32_t)row->block_size;
-    const bool is_power = (block_size & (block_size - 1)) == 0;
-    if (row->num_blocks == 0) {
-        smla_clear_columns(slots, 0, count);
-        return 0;
-    }
-    if (!is_power) {
-        return find_slots_with(row, positions, count, slots, -1, row->stride);
-    }
-    const int shift = __builtin_ctz(block_size);
-    return row->stride == 1 ? find_slots_with(row, positions, count, slots, shift, 1)
-                            : find_slots_with(row, positions, count, slots, shift, row->stride);
+    return find(row, (goal){.is_row = false}, positions, count, slots);
+}
+
+static int64_t
+find_rows(const smla_page_row *row, int32_t start, const int32_t *positions, int64_t count,
+          int32_t *rows)
+{
+    return find(row, (goal){.is_row = true, .start = (uint32_t)start}, positions, count, rows);
 }
 
 static void
@@ -102,5 +127,6 @@ add_base(const int32_t *indices, int64_t count, int64_t base, int32_t *out)
 
 const smla_slot_isa SMLA_SLOTS = {
     .find_slots = find_slots,
+    .find_rows = find_rows,
     .add_base = add_base,
 };
