@@ -54,7 +54,8 @@ def measure(effort: Effort, num_threads: int) -> Table:
     moves += [make_last_gather(rng, v4_cache)]
     moves += [make_index_insert(rng, order) for order in SLOT_ORDERS]
     moves += [make_conversion(rng, is_prefill) for is_prefill in (False, True)]
-    moves += [make_norm(rng), make_inverse(rng), make_queries(rng)]
+    moves += [make_merge(rng), make_norm(rng), make_inverse(rng)]
+    moves += [make_queries(rng), make_index_queries(rng)]
     moves += compressor.make_moves(NUM_STATES, lambda x: x, lambda x: x)
     moves += make_moves(NUM_LIST_TOKENS, lambda x: x, lambda x: x)
 
@@ -257,6 +258,28 @@ def make_conversion(rng: np.random.Generator, is_prefill: bool) -> Move:
     return Move(f"convert_req_index_to_global_index, {to}", convert, num_bytes, is_right)
 
 
+def make_merge(rng: np.random.Generator) -> Move:
+    a, b = rng.standard_normal((2, NUM_OUTPUTS, 64, KV_LORA_RANK), np.float32).astype(BF16)
+    lse_a, lse_b = rng.standard_normal((2, NUM_OUTPUTS, 64), np.float32)
+    out, lse = np.zeros(a.shape, BF16), np.zeros_like(lse_a)
+
+    def merge() -> object:
+        return sparse_mla.merge_attn_states(a, lse_a, b, lse_b, out=out, lse=lse)
+
+    def is_right() -> bool:
+        wanted = np.logaddexp(lse_a[SAMPLED].astype(np.float64), lse_b[SAMPLED])
+        parts = [
+            x[SAMPLED].astype(np.float64) * np.exp(part[SAMPLED] - wanted)[..., None]
+            for x, part in ((a, lse_a), (b, lse_b))
+        ]
+        error = np.abs(out[SAMPLED].astype(np.float64) - parts[0] - parts[1])
+        bound = 2.0**-8 * (np.abs(parts[0]) + np.abs(parts[1])) + 1e-6
+        return bool((error <= bound).all()) and np.allclose(lse[SAMPLED], wanted, 1e-6, 1e-6)
+
+    num_bytes = a.nbytes + b.nbytes + out.nbytes + 3 * lse.nbytes
+    return Move("merge_attn_states, bf16, 64 heads", merge, num_bytes, is_right)
+
+
 def make_norm(rng: np.random.Generator) -> Move:
     """DeepSeek V4-Flash's: q of 1024 and kv of 512 values are columns of one buffer."""
     buffer = rng.standard_normal((NUM_NORMS, 1536), np.float32).astype(BF16)
@@ -334,3 +357,40 @@ def make_queries(rng: np.random.Generator) -> Move:
 
     num_bytes = q.nbytes + q_out.nbytes + kv.nbytes + NUM_OUTPUTS * V4_ROW_BYTES
     return Move("fused_qnorm_rope_kv_insert, 64 heads", insert, num_bytes, is_right)
+
+
+def make_index_queries(rng: np.random.Generator) -> Move:
+    heads = 64
+    q = rng.standard_normal((NUM_QUERIES, heads, INDEX_DATA), np.float32).astype(BF16)
+    weights = rng.standard_normal((NUM_QUERIES, heads), np.float32)
+    positions, table = np.arange(NUM_QUERIES), sparse_mla.rope_table(NUM_QUERIES)
+    out, out_weights = np.zeros(q.shape, np.uint8), np.zeros_like(weights)
+
+    def quantise_queries() -> object:
+        return sparse_mla.fused_indexer_q_rope_quant(
+            q,
+            weights,
+            positions,
+            table,
+            softmax_scale=INDEX_DATA**-0.5,
+            head_scale=heads**-0.5,
+            out=out,
+            out_weights=out_weights,
+        )
+
+    def is_right() -> bool:
+        x = q[SAMPLED].astype(np.float32)
+        cos, sin = np.split(table[SAMPLED, None], 2, axis=2)
+        even, odd = x[..., 64::2], x[..., 65::2]
+        turned = np.stack([even * cos - odd * sin, odd * cos + even * sin], 3)
+        x[..., 64:] = turned.reshape(*x.shape[:2], 64).astype(BF16)
+        values, exponent = quantise(x.reshape(-1, 1, INDEX_DATA))
+        scale = np.float32(INDEX_DATA**-0.5 * heads**-0.5)
+        wanted = np.ldexp(weights[SAMPLED] * scale, exponent.reshape(-1, heads))
+        got = out[SAMPLED].reshape(-1, INDEX_DATA)
+        return np.array_equal(got, values[:, 0].view(np.uint8)) and np.array_equal(
+            out_weights[SAMPLED], wanted
+        )
+
+    num_bytes = q.nbytes + out.nbytes + 2 * weights.nbytes
+    return Move("fused_indexer_q_rope_quant, 64 heads", quantise_queries, num_bytes, is_right)

@@ -6,9 +6,10 @@
  */
 #include <math.h>
 
-#include "core/numeric.h"
 #include "cpu/machine/cpu.h"
+#include "cpu/machine/isa.h"
 #include "cpu/machine/threads.h"
+#include "cpu/norm/norm.h"
 
 /* An empty side has lse -inf; some kernels write +inf instead. */
 static double
@@ -29,37 +30,31 @@ find_factor(const smla_merge_params *p, int64_t head, double lse)
     return 1.0 / (1.0 + exp(p->attn_sink[head * p->attn_sink_stride] - lse));
 }
 
-static void
-store_value(const smla_merge_params *p, int64_t at, float value)
+static const uint8_t *
+row_in(const smla_merge_params *p, int side, int64_t token, int64_t head, int64_t bytes)
 {
-    if (p->type == SMLA_FLOAT_BF16) {
-        ((uint16_t *)p->out)[at] = smla_float_to_bf16(value);
-    } else {
-        ((float *)p->out)[at] = value;
-    }
+    return (const uint8_t *)p->out_in[side] +
+           (token * p->out_in_stride_token[side] + head * p->out_in_stride_head[side]) * bytes;
 }
 
 static void
-merge_row(const smla_merge_params *p, int64_t token, int64_t head)
+merge_row(const smla_norm_isa *norm, const smla_merge_params *p, int64_t token, int64_t head)
 {
+    const int64_t bytes = p->type == SMLA_FLOAT_BF16 ? 2 : 4;
     const double lse[2] = {read_lse(p, 0, token, head), read_lse(p, 1, token, head)};
-    const int64_t row = token * p->out_stride_token + head * p->out_stride_head;
-    const int64_t rows_in[2] = {
-        token * p->out_in_stride_token[0] + head * p->out_in_stride_head[0],
-        token * p->out_in_stride_token[1] + head * p->out_in_stride_head[1],
-    };
+    const uint8_t *const rows[2] = {row_in(p, 0, token, head, bytes),
+                                    row_in(p, 1, token, head, bytes)};
+    uint8_t *const out =
+        (uint8_t *)p->out + (token * p->out_stride_token + head * p->out_stride_head) * bytes;
     float *merged = p->lse + token * p->lse_stride_token + head * p->lse_stride_head;
     /* An empty side is ignored, whatever its rows hold. If both sides are empty, side 0 is copied,
      * whatever the sink is. */
     if (isinf(lse[0]) || isinf(lse[1])) {
         const int side = isinf(lse[1]) ? 0 : 1;
-        const bool is_scaled = p->attn_sink != NULL && !isinf(lse[side]);
-        const float factor = is_scaled ? (float)find_factor(p, head, lse[side]) : 1.0f;
+        const float weights[2] = {isinf(lse[side]) ? 1.0f : (float)find_factor(p, head, lse[side]),
+                                  0.0f};
         *merged = (float)lse[side];
-        for (int64_t i = 0; i < p->value_dim; i++) {
-            const float value = smla_cpu_load_float(p->out_in[side], p->type, rows_in[side] + i);
-            store_value(p, row + i, is_scaled ? factor * value : value);
-        }
+        norm->add_weighted(rows[side], NULL, weights, p->type, p->value_dim, out);
         return;
     }
     const double top = fmax(lse[0], lse[1]);
@@ -69,21 +64,18 @@ merge_row(const smla_merge_params *p, int64_t token, int64_t head)
     const float weights[2] = {(float)(exp(lse[0] - top) * factor),
                               (float)(exp(lse[1] - top) * factor)};
     *merged = (float)total;
-    for (int64_t i = 0; i < p->value_dim; i++) {
-        const float a = smla_cpu_load_float(p->out_in[0], p->type, rows_in[0] + i);
-        const float b = smla_cpu_load_float(p->out_in[1], p->type, rows_in[1] + i);
-        store_value(p, row + i, weights[0] * a + weights[1] * b);
-    }
+    norm->add_weighted(rows[0], rows[1], weights, p->type, p->value_dim, out);
 }
 
 smla_status
 smla_cpu_merge_attn_states(const smla_merge_params *p, smla_error *error)
 {
-    (void)error;
+    const smla_cpu_isa *isa = NULL;
+    SMLA_TRY(smla_cpu_choose_isa("merge_attn_states", &isa, error));
     const int64_t num_rows = p->num_tokens * p->num_heads;
 #pragma omp parallel for schedule(static) if (num_rows >= 64)
     for (int64_t row = 0; row < num_rows; row++) {
-        merge_row(p, row / p->num_heads, row % p->num_heads);
+        merge_row(isa->norm, p, row / p->num_heads, row % p->num_heads);
     }
     return SMLA_OK;
 }

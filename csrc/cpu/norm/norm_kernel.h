@@ -336,6 +336,7 @@ normalize_head_to_e4m3(const uint16_t *x, const float *cos_sin, float eps, float
     }
 }
 
+#include "cpu/norm/merge_kernel.h"
 #include "cpu/norm/pool_kernel.h"
 
 const smla_norm_isa SMLA_NORM = {
@@ -348,4 +349,5 @@ const smla_norm_isa SMLA_NORM = {
     .turn_index_head = turn_index_head,
     .normalize_head = normalize_head,
     .normalize_head_to_e4m3 = normalize_head_to_e4m3,
+    .add_weighted = add_weighted,
 };

@@ -1,0 +1,78 @@
+/* merge_kernel.h: weighted sums of rows, for one instruction set. norm_kernel.h includes it.
+ *
+ * Computes     add_weighted       out = weights[0] * a + weights[1] * b; without b, weights[0] * a
+ * Shapes       a, b, out [count] of bf16 or fp32, contiguous, of any alignment; out may be a or b
+ * Roofline     Memory binds.
+ * Numerics     fp32, each operation rounded. A result that is NaN keeps its sign as bf16.
+ * Source       merge_attn_states of vLLM, for the formula.
+ */
+#pragma once
+
+SMLA_INLINE duo
+weigh_duo(const void *values, smla_float_type type, float weight)
+{
+    const duo x = load_duo(values, type);
+    return (duo){weight * x.even, weight * x.odd};
+}
+
+/* Stores a duo of bf16 or fp32. */
+SMLA_INLINE void
+store_duo(duo x, smla_float_type type, void *out)
+{
+    if (type == SMLA_FLOAT_BF16) {
+        store_words(join_upper_halves(round_to_upper_half(x.even), round_to_upper_half(x.odd)), out,
+                    0);
+    } else {
+        store_float_duo(x, out);
+    }
+}
+
+SMLA_INLINE void
+add_weighted_duo(const void *a, const void *b, const float weights[2], smla_float_type type,
+                 void *out)
+{
+    duo sum = weigh_duo(a, type, weights[0]);
+    if (b != NULL) {
+        const duo other = weigh_duo(b, type, weights[1]);
+        sum = (duo){sum.even + other.even, sum.odd + other.odd};
+    }
+    store_duo(sum, type, out);
+}
+
+SMLA_INLINE void
+add_weighted_of(const uint8_t *a, const uint8_t *b, const float weights[2], smla_float_type type,
+                int64_t count, uint8_t *out)
+{
+    const int64_t bytes = element_bytes(type);
+    int64_t i = 0;
+    for (; i + DUO <= count; i += DUO) {
+        add_weighted_duo(a + i * bytes, b == NULL ? NULL : b + i * bytes, weights, type,
+                         out + i * bytes);
+    }
+    if (i < count) {
+        uint8_t last[3][DUO * sizeof(float)] = {{0}};
+        const size_t left = (size_t)((count - i) * bytes);
+        memcpy(last[0], a + i * bytes, left);
+        if (b != NULL) {
+            memcpy(last[1], b + i * bytes, left);
+        }
+        add_weighted_duo(last[0], b == NULL ? NULL : last[1], weights, type, last[2]);
+        memcpy(out + i * bytes, last[2], left);
+    }
+}
+
+/* Each type, with and without b, has a loop of its own. */
+static void
+add_weighted(const void *a, const void *b, const float weights[2], smla_float_type type,
+             int64_t count, void *out)
+{
+    if (type == SMLA_FLOAT_BF16 && b != NULL) {
+        add_weighted_of(a, b, weights, SMLA_FLOAT_BF16, count, out);
+    } else if (type == SMLA_FLOAT_BF16) {
+        add_weighted_of(a, NULL, weights, SMLA_FLOAT_BF16, count, out);
+    } else if (b != NULL) {
+        add_weighted_of(a, b, weights, SMLA_FLOAT_FP32, count, out);
+    } else {
+        add_weighted_of(a, NULL, weights, SMLA_FLOAT_FP32, count, out);
+    }
+}
