@@ -7,7 +7,8 @@
  *   e4m3   s eeee mmm           fp16   s 0 eeee mmm 0000000
  *
  * That holds for subnormal codes, too, because both exponents then end at the same place. So the
- * processor's conversion does what narrow.h computes with ten instructions.
+ * processor's conversion does what narrow.h computes with ten instructions. Normal e4m3 values
+ * that are bf16 values times a power of two need no conversion (store_normal_e4m3).
  */
 #pragma once
 
