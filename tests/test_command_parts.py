@@ -600,23 +600,27 @@ def test_bench_tells_wrong_results(monkeypatch):
     monkeypatch.setattr(memory, "make_copy", lambda _: (lambda: None, 1))
     right = memory.make_conversion
     monkeypatch.setattr(
-        memory, "make_conversion", lambda rng: memory.Move("c", lambda: 0, 1, lambda: False)
+        memory, "make_conversion", lambda *_: memory.Move("c", lambda: 0, 1, lambda: False)
     )
-    rights = memory.make_norm, memory.make_inverse, memory.make_queries, memory.make_index_insert
+    judged = memory.make_norm, memory.make_merge, memory.make_index_queries
+    others = memory.make_inverse, memory.make_queries
+    insert = memory.make_index_insert
     makers = "write", "gather", "insert", "last_gather", "index_insert"
-    makers += "norm", "inverse", "queries"
+    makers += "merge", "norm", "inverse", "queries", "index_queries"
     for name in (f"make_{maker}" for maker in makers):
         monkeypatch.setattr(memory, name, lambda *_: memory.Move("m", lambda: 0, 2, lambda: True))
     monkeypatch.setattr(memory, "make_moves", lambda *_: [])
     monkeypatch.setattr(memory.compressor, "make_moves", lambda *_: [])
     table = memory.measure(timing.Effort.of(True, False), 1)
-    assert table.failures == ["c: wrong values"]
-    assert [row["right"] for row in table.records] == [True] * 7 + [False] + [True] * 3
-    assert right(np.random.default_rng(0)).is_right
+    assert table.failures == ["c: wrong values"] * 2
+    assert [row["right"] for row in table.records] == [True] * 11 + [False] * 2 + [True] * 5
     monkeypatch.setattr(memory, "NUM_NORMS", 600)
     monkeypatch.setattr(memory, "NUM_OUTPUTS", 3)
-    for make in rights:
-        move = make(np.random.default_rng(0))
+    rng = np.random.default_rng(0)
+    moves = [make(rng) for make in judged] + [make() for make in others]
+    moves += [insert(rng, order) for order in memory.SLOT_ORDERS]
+    moves += [right(rng, is_prefill) for is_prefill in (False, True)]
+    for move in moves:
         assert not move.is_right(), "nothing is computed before the call"
         move.call()
         assert move.is_right()
