@@ -21,9 +21,12 @@
  *                fp8_ds_mla  252 -> 154, 175 -> 82
  *                fp8_v4      213 -> 81, 168 -> 53
  *                fp8_index   79 -> 30, 47 -> 22
- *              Since 2026-11-25 normal values by powers of two are rounded as 16-bit integers; ns
- *              per row of a call on one core of a Zen 3, its cache in L2, before and after:
- *                fp8_v4      97 -> 83, fp8_index 37 -> 29
+ *              Since 2026-11-25 normal values by powers of two are rounded as 16-bit integers, e2m1
+ *              is read by shuffles of bytes, and fp32 and fp16 are rounded to bf16 first; ns per
+ *              row of a call on one core of a Zen 3, its cache in L2, before and after:
+ *                write, bf16  fp8_v4 97 -> 83, fp8_index 37 -> 29, fp8_e4m3 177 -> 88
+ *                write, fp32  fp8_v4 371 -> 152, fp4_v41 417 -> 231, bfloat16 293 -> 98
+ *                read         fp4_v41 223 -> 85
  *              Tried: byte vectors of GCC 12, which converts them byte by byte, halve reads and
  *              AVX2. A write tile after tile waits for maximum, scale and broadcast: -30 %.
  * Numerics     Every byte is what the functions of numeric.h give, for every input: true divisions,

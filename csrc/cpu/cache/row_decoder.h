@@ -30,6 +30,14 @@ load_row_scales(const smla_kv_format_info *format, const uint8_t *from, float *s
         memcpy(scales, from, (size_t)format->num_scales * sizeof *scales);
         return;
     }
+#if defined(SMLA_HAVE_BYTES)
+    if (format->scale_type == SMLA_SCALE_E4M3 && format->num_scales % WIDTH == 0) {
+        for (int t = 0; t < format->num_scales; t += WIDTH) {
+            store_words((vuint)load_eight_e4m3(from + t), scales + t, 0);
+        }
+        return;
+    }
+#endif
     for (int t = 0; t < format->num_scales; t++) {
         scales[t] = format->scale_type == SMLA_SCALE_UE8M0 ? smla_ue8m0_to_float(from[t])
                                                            : smla_e4m3_to_float(from[t]);
@@ -71,6 +79,24 @@ decode_ordinary_nope(const smla_kv_format_info *format, const uint8_t *row, cons
     }
     return !has_nan_code(largest);
 }
+
+/* Reads the NoPE part of a row of e2m1 as bf16. Returns false, and has written nothing, if a scale
+ * is NaN. */
+SMLA_INLINE bool
+decode_e2m1_nope(const smla_kv_format_info *format, const uint8_t *row, const float *scales,
+                 uint8_t *out)
+{
+    bool has_nan = false;
+    for (int t = 0; t < format->num_scales; t++) {
+        has_nan |= scales[t] != scales[t];
+    }
+    for (int i = 0; !has_nan && i < format->nope_dim; i += QUAD) {
+        const __m256i tables = make_e2m1_tables(scales[i / format->scale_tile],
+                                                scales[(i + DUO) / format->scale_tile]);
+        write_e2m1_products(row + i / 2, tables, out + 2 * i);
+    }
+    return !has_nan;
+}
 #endif
 
 /* Reads the NoPE part of a row that is quantised. */
@@ -78,7 +104,7 @@ SMLA_INLINE void
 decode_nope(const smla_kv_format_info *format, smla_kv_token from, float kv_scale,
             smla_float_type type, uint8_t *out)
 {
-    float scales[SMLA_MAX_ROW_SCALES];
+    float scales[SMLA_MAX_ROW_SCALES] __attribute__((aligned(64)));
     float lanes[ROW_LANES] __attribute__((aligned(64)));
     load_row_scales(format, from.scales, scales);
 #if defined(SMLA_HAVE_BYTES)
@@ -88,6 +114,10 @@ decode_nope(const smla_kv_format_info *format, smla_kv_token from, float kv_scal
                                  has_scales ? format->num_scales : 1, out)) {
             return;
         }
+    }
+    if (type == SMLA_FLOAT_BF16 && format->nope_type == SMLA_NOPE_E2M1 &&
+        decode_e2m1_nope(format, from.row, scales, out)) {
+        return;
     }
 #endif
     spread_tiles(scales, format->num_scales, format->scale_tile / 4, lanes);

@@ -56,9 +56,19 @@ write_bf16(const uint8_t *values, smla_float_type type, int count, uint8_t *out)
         memcpy(out, values, (size_t)count * sizeof(uint16_t));
         return;
     }
+#if defined(SMLA_HAVE_BYTES)
+    for (int i = 0; i < count; i += DUO) {
+        const uint8_t *const x = element_at(values, type, i);
+        const uint8_t *const y = element_at(x, type, WIDTH);
+        const bool is_half = type == SMLA_FLOAT_FP16;
+        store_sixteen_bf16(is_half ? load_eight_fp16(x) : (vfloat)load_words(x, 0),
+                           is_half ? load_eight_fp16(y) : (vfloat)load_words(y, 0), out + 2 * i);
+    }
+#else
     for (int i = 0; i < count; i += QUAD) {
         store_bf16(load_quad(element_at(values, type, i), type), out + i * (int)sizeof(uint16_t));
     }
+#endif
 }
 
 /* ---- Scales -------------------------------------------------------------------------------- */
@@ -226,6 +236,32 @@ encode_ordinary_nope(const smla_kv_format_info *format, const uint8_t *values, s
     }
     return true;
 }
+
+/* Writes the NoPE part of a row of e4m3 whose values are multiplied with one number, from bf16.
+ * Returns false, and has written nothing, if a product is NaN or above 448, or the number is out of
+ * the ordinary. */
+SMLA_INLINE bool
+encode_by_cache_scale(const smla_kv_format_info *format, const uint8_t *values, float factor,
+                      uint8_t *row)
+{
+    const bool is_ordinary = factor < SMLA_ORDINARY_MAX && factor > 1.0f / SMLA_ORDINARY_MAX;
+    const vfloat largest = (vfloat)find_largest_magnitudes(values, format->nope_dim);
+    if (!is_ordinary || has_lane(~(largest * factor <= SMLA_E4M3_MAX))) {
+        return false;
+    }
+    const bool is_power = (smla_float_bits(factor) & 0x7FFFFFu) == 0;
+    for (int i = 0; is_power && i < format->nope_dim; i += QUAD) {
+        store_exact_e4m3(values + 2 * i, factor * SMLA_EXACT_FACTOR, row + i);
+    }
+    for (int i = 0; !is_power && i < format->nope_dim; i += QUAD) {
+        const float scaled = factor * 0x1p-8f;
+        const duo first = load_bf16_duo(values + 2 * i);
+        const duo second = load_bf16_duo(values + 2 * (i + DUO));
+        store_scaled_e4m3((duo){first.even * scaled, first.odd * scaled},
+                          (duo){second.even * scaled, second.odd * scaled}, row + i);
+    }
+    return true;
+}
 #endif
 
 /* Writes the NoPE part of a row that is quantised. Computes all maxima first, because the way from
@@ -234,9 +270,16 @@ SMLA_INLINE void
 encode_nope(const smla_kv_format_info *format, smla_float_type type, const uint8_t *values,
             float kv_scale, smla_kv_token to)
 {
+    const float inverse = 1.0f / kv_scale; /* the factor of formats that have no scales in a row */
 #if defined(SMLA_HAVE_BYTES)
-    if (type == SMLA_FLOAT_BF16 && format->num_scales != 0 &&
-        encode_ordinary_nope(format, values, to)) {
+    uint8_t rounded[SMLA_KV_LORA_RANK * sizeof(uint16_t)];
+    const uint8_t *halves = values;
+    if (type != SMLA_FLOAT_BF16) {
+        write_bf16(values, type, format->nope_dim, rounded);
+        halves = rounded;
+    }
+    if (format->num_scales != 0 ? encode_ordinary_nope(format, halves, to)
+                                : encode_by_cache_scale(format, halves, inverse, to.row)) {
         return;
     }
 #endif
@@ -256,7 +299,6 @@ encode_nope(const smla_kv_format_info *format, smla_float_type type, const uint8
         choose_scales(format, best, factors, to.scales);
         spread_tiles(factors, format->num_scales, tile_lanes, lanes);
     }
-    const float inverse = 1.0f / kv_scale;
     for (int i = 0; i < num_quads; i++) {
         const vfloat factor =
             format->num_scales != 0 ? *as_vectors(lanes + i * WIDTH) : splat(inverse);

@@ -291,18 +291,79 @@ store_e2m1_by(const void *halves, float first_factor, float second_factor, void 
     _mm_storeu_si128(bytes, packed);
 }
 
-/* ---- e4m3 to fp32 -------------------------------------------------------------------------- */
+/* ---- fp32 and fp16 to bf16 ----------------------------------------------------------------- */
 
-typedef struct duos {
-    duo first;
-    duo second;
-} duos;
+/* 16 values as bf16. */
+SMLA_INLINE void
+store_sixteen_bf16(vfloat first, vfloat second, void *halves)
+{
+    const __m256i words = _mm256_packus_epi32((__m256i)(round_to_upper_half(first) >> 16),
+                                              (__m256i)(round_to_upper_half(second) >> 16));
+    store_words((vuint)_mm256_permute4x64_epi64(words, 0xD8), halves, 0);
+}
 
 SMLA_INLINE vfloat
 widen_fp16(__m128i x)
 {
     return (vfloat)_mm256_cvtph_ps(x);
 }
+
+SMLA_INLINE vfloat
+load_eight_fp16(const void *halves)
+{
+    return widen_fp16(_mm_loadu_si128(halves));
+}
+
+/* ---- e2m1 to bf16 -------------------------------------------------------------------------- */
+
+/* The products of two scales and the magnitudes of e2m1, for write_e2m1_products: in each half, the
+ * lower bytes of eight bf16 values, and then their upper bytes. A product of two or four bits of
+ * mantissa with two is exact. */
+SMLA_INLINE __m256i
+make_e2m1_tables(float first, float second)
+{
+    const vfloat magnitudes = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+    const __m256i words = _mm256_packus_epi32((__m256i)((vuint)(magnitudes * first) >> 16),
+                                              (__m256i)((vuint)(magnitudes * second) >> 16));
+    const __m256i bytes_apart =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, /* the lower bytes */
+                                                  1, 3, 5, 7, 9, 11, 13, 15));
+    return _mm256_shuffle_epi8(_mm256_permute4x64_epi64(words, 0xD8), bytes_apart);
+}
+
+/* 32 e2m1 values times their scales, 16 of each, as bf16. */
+SMLA_INLINE void
+write_e2m1_products(const void *bytes, __m256i tables, void *halves)
+{
+    const __m128i codes = _mm_loadu_si128(bytes);
+    const __m128i even = _mm_and_si128(codes, _mm_set1_epi8(0x0F));
+    const __m128i odd = _mm_and_si128(_mm_srli_epi16(codes, 4), _mm_set1_epi8(0x0F));
+    const __m256i x = _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
+    const __m256i magnitude = _mm256_and_si256(x, _mm256_set1_epi8(7));
+    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi8(8)), 4);
+    const __m256i lower = _mm256_shuffle_epi8(tables, magnitude);
+    const __m256i upper = _mm256_xor_si256(
+        _mm256_shuffle_epi8(tables, _mm256_or_si256(magnitude, _mm256_set1_epi8(8))), sign);
+    const __m256i first = _mm256_unpacklo_epi8(lower, upper);  /* values 0-7, 16-23 */
+    const __m256i second = _mm256_unpackhi_epi8(lower, upper); /* values 8-15, 24-31 */
+    store_words((vuint)_mm256_permute2x128_si256(first, second, 0x20), halves, 0);
+    store_words((vuint)_mm256_permute2x128_si256(first, second, 0x31), halves, 1);
+}
+
+/* Eight e4m3 values. */
+SMLA_INLINE vfloat
+load_eight_e4m3(const uint8_t *bytes)
+{
+    const vuint codes = (vuint)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
+    return e4m3_to_float(codes << 24, splat(1.0f));
+}
+
+/* ---- e4m3 to fp32 -------------------------------------------------------------------------- */
+
+typedef struct duos {
+    duo first;
+    duo second;
+} duos;
 
 /* 32 e4m3 values times 2^-8. The codes of NaN give numbers. */
 SMLA_INLINE duos
