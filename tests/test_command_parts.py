@@ -610,6 +610,8 @@ def test_bench_tells_wrong_results(monkeypatch):
     for name in (f"make_{maker}" for maker in makers):
         monkeypatch.setattr(memory, name, lambda *_: memory.Move("m", lambda: 0, 2, lambda: True))
     monkeypatch.setattr(memory, "make_moves", lambda *_: [])
+    formats = memory.make_format_moves
+    monkeypatch.setattr(memory, "make_format_moves", lambda *_: [])
     monkeypatch.setattr(memory.compressor, "make_moves", lambda *_: [])
     table = memory.measure(timing.Effort.of(True, False), 1)
     assert table.failures == ["c: wrong values"] * 2
@@ -620,6 +622,7 @@ def test_bench_tells_wrong_results(monkeypatch):
     moves = [make(rng) for make in judged] + [make() for make in others]
     moves += [insert(rng, order) for order in memory.SLOT_ORDERS]
     moves += [right(rng, is_prefill) for is_prefill in (False, True)]
+    moves += [formats(rng, name)[0] for name in memory.OTHER_FORMATS]
     for move in moves:
         assert not move.is_right(), "nothing is computed before the call"
         move.call()

@@ -26,6 +26,7 @@ from sparse_mla._rows import (
     V4_ROW_BYTES,
     row_of,
 )
+from sparse_mla._types import KvFormat
 
 BLOCK_SIZE = 64
 NUM_SLOTS = 65536  # more than processors' caches hold
@@ -37,6 +38,11 @@ NUM_LIST_TOKENS = 8192
 NUM_STATES = 4096
 SAMPLED = slice(None, None, 509)
 SLOT_ORDERS = {"page by page": BLOCK_SIZE, "slots at random": 1}  # how many slots are in order
+# V4's other rows, and what a value may be off by, as parts of itself and of its row's largest
+OTHER_FORMATS: dict[KvFormat, tuple[float, float]] = {
+    "fp8_e4m3": (2.0**-4, 2.0**-10),
+    "fp4_v41": (0.0, 0.25),
+}
 INDEX_DATA, INDEX_ROW = 128, row_of("fp8_index")  # bytes per token
 
 
@@ -53,6 +59,8 @@ def measure(effort: Effort, num_threads: int) -> Table:
     v4_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, V4_ROW_BYTES), np.uint8)
     moves += [make_insert(rng, v4_cache, order) for order in SLOT_ORDERS]
     moves += [make_last_gather(rng, v4_cache)]
+    for name in OTHER_FORMATS:
+        moves += make_format_moves(rng, name)
     moves += [make_index_insert(rng, order) for order in SLOT_ORDERS]
     moves += [make_conversion(rng, is_prefill) for is_prefill in (False, True)]
     moves += [make_merge(rng), make_norm(rng), make_inverse(), make_queries()]
@@ -233,6 +241,45 @@ def make_last_gather(rng: np.random.Generator, k_cache: np.ndarray) -> Move:
 
     num_bytes = k_cache.nbytes + out.nbytes
     return Move("dequantize_and_gather_k_cache, fp8_v4 → bf16", gather, num_bytes, is_right)
+
+
+def make_format_moves(rng: np.random.Generator, name: KvFormat) -> list[Move]:
+    """Rows written page by page, and gathered again."""
+    k, slots = draw(NUM_SLOTS, KV_LORA_RANK), make_slots(rng, "page by page")
+    k_cache = np.zeros((NUM_PAGES, BLOCK_SIZE, row_of(name)), np.uint8)
+    block_table = (slots[::BLOCK_SIZE] // BLOCK_SIZE).astype(np.int32)[None]
+    seq_lens = np.full(1, NUM_SLOTS, np.int32)
+    out = np.zeros((1, NUM_SLOTS, KV_LORA_RANK), BF16)
+
+    def insert() -> object:
+        return sparse_mla.quantize_and_insert_k_cache(k, k_cache, slots, kv_format=name)
+
+    def gather() -> object:
+        return sparse_mla.dequantize_and_gather_k_cache(
+            out, k_cache, seq_lens, None, block_table, BLOCK_SIZE, 0, kv_format=name
+        )
+
+    def is_right() -> bool:
+        gather()
+        x, got = k[SAMPLED].astype(np.float32), out[0, SAMPLED].astype(np.float32)
+        of_value, of_row = OTHER_FORMATS[name]
+        bound = of_value * np.abs(x) + of_row * np.abs(x).max(1, keepdims=True)
+        return bool((np.abs(got - x) <= bound).all())
+
+    return [
+        Move(
+            f"quantize_and_insert_k_cache, bf16 → {name}, page by page",
+            insert,
+            k.nbytes + k_cache.nbytes,
+            is_right,
+        ),
+        Move(
+            f"dequantize_and_gather_k_cache, {name} → bf16",
+            gather,
+            k_cache.nbytes + out.nbytes,
+            is_right,
+        ),
+    ]
 
 
 def make_conversion(rng: np.random.Generator, is_prefill: bool) -> Move:
