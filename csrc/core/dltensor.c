@@ -81,31 +81,52 @@ count_strided_bytes(const DLTensor *tensor, int64_t element_bytes, int64_t *belo
     return true;
 }
 
-bool
-smla_find_byte_range(const DLTensor *tensor, smla_byte_range *range)
+/* Fills `range` with the bytes around the first element. False if no memory has such addresses. */
+static inline bool
+place_bytes(const DLTensor *tensor, int64_t below, int64_t above, bool is_compact,
+            smla_byte_range *range)
 {
     const uint64_t most = UINT64_C(1) << MOST_BYTES_LOG2;
-    const int64_t element_bytes = smla_element_bytes(tensor);
-    const int64_t compact = count_compact_bytes(tensor, element_bytes);
-    int64_t below = 0;
-    int64_t above = compact;
-    if (compact == 0 && !count_strided_bytes(tensor, element_bytes, &below, &above)) {
-        return false;
-    }
     const uint64_t data = (uint64_t)(uintptr_t)tensor->data;
     const uint64_t first = data + tensor->byte_offset;
-    if ((uint64_t)above > most ||
-        (data != 0 && (tensor->byte_offset > most || first < data || first < (uint64_t)below ||
-                       UINTPTR_MAX - first < (uint64_t)above))) {
+    range->low = NULL;
+    range->high = NULL;
+    range->is_compact = is_compact;
+    if ((uint64_t)above > most) {
         return false;
     }
-    *range = (smla_byte_range){.is_compact = compact != 0};
-    if (tensor->data != NULL && (compact != 0 || !smla_is_empty(tensor))) {
-        const uint8_t *const from = smla_data(tensor);
+    if (data == 0) {
+        return true;
+    }
+    if (tensor->byte_offset > most || first < data || first < (uint64_t)below ||
+        UINTPTR_MAX - first < (uint64_t)above) {
+        return false;
+    }
+    if (is_compact || !smla_is_empty(tensor)) {
+        const uint8_t *const from = (const uint8_t *)tensor->data + tensor->byte_offset;
         range->low = from - below;
         range->high = from + above;
     }
     return true;
+}
+
+/* Not inlined, because the registers that it takes cost a compact array as much as its bytes. */
+__attribute__((noinline)) static bool
+find_strided_range(const DLTensor *tensor, int64_t element_bytes, smla_byte_range *range)
+{
+    int64_t below = 0;
+    int64_t above = 0;
+    return count_strided_bytes(tensor, element_bytes, &below, &above) &&
+           place_bytes(tensor, below, above, false, range);
+}
+
+bool
+smla_find_byte_range(const DLTensor *tensor, smla_byte_range *range)
+{
+    const int64_t element_bytes = smla_element_bytes(tensor);
+    const int64_t compact = count_compact_bytes(tensor, element_bytes);
+    return compact != 0 ? place_bytes(tensor, 0, compact, true, range)
+                        : find_strided_range(tensor, element_bytes, range);
 }
 
 /* The dimensions that have more than one element, smallest stride first. */

@@ -59,7 +59,8 @@ static smla_kv_set
 find_rows(int32_t kv_format, unsigned dtype, int64_t row_elements)
 {
     smla_kv_set rows = 0;
-    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
+#pragma GCC unroll 12
+    for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) { /* unrolled, it reads no table */
         const smla_kv_format_info *const row = &smla_kv_formats[i];
         const bool is_one = (kv_format == SMLA_KV_INFER || (int32_t)row->format == kv_format) &
                             ((row->dtypes & dtype) != 0) &
