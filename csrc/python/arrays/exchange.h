@@ -9,6 +9,8 @@
 
 enum { SMLA_PY_EXCHANGES = 4 };
 
+typedef struct smla_py_exchange smla_py_exchange; /* a type and its exchange API */
+
 /* The state that changes after the import, one struct per module object. */
 struct smla_py_shared {
     pthread_mutex_t lock;        /* the holder neither runs Python code nor waits for anything */
@@ -16,7 +18,7 @@ struct smla_py_shared {
     struct smla_py_batch **end;  /* where the next batch is linked */
     atomic_int num_batches;      /* read without the lock */
     _Atomic(struct smla_py_cupy *) cupy; /* NULL until the first CuPy array comes */
-    _Atomic(struct smla_py_exchange *) exchanges[SMLA_PY_EXCHANGES]; /* exchange_api.c */
+    _Atomic(smla_py_exchange *) exchanges[SMLA_PY_EXCHANGES]; /* exchange_api.c */
 };
 
 enum { SMLA_PY_NOT_THIS = 1 }; /* a reader's third result: it cannot read this type */
@@ -56,9 +58,12 @@ void smla_py_forget_cupy(smla_py_shared *shared);
 void smla_py_forget_exchanges(smla_py_shared *shared);
 
 /* exchange_api.c */
-bool smla_py_is_exchanged(const smla_py_state *state, PyObject *object); /* type was met before */
+
+/* What is known of the object's type; NULL for a type that was not met before. */
+const smla_py_exchange *smla_py_recall_exchange(const smla_py_shared *shared, PyObject *object);
+bool smla_py_is_exchanged(const smla_py_exchange *known);
 int smla_py_read_exchange_api(const smla_py_state *state, const char *op, smla_py_role role,
-                              smla_py_array *array);
+                              const smla_py_exchange *known, smla_py_array *array);
 
 /* dlpack.c */
 int smla_py_read_dlpack(const smla_py_state *state, const char *op, smla_py_role role,
