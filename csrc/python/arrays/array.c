@@ -120,7 +120,7 @@ read_any(const smla_py_state *state, const char *op, smla_py_role role, smla_py_
     PyObject *const object = array->object;
     const smla_py_exchange *const known = smla_py_recall_exchange(state->shared, object);
     int status = SMLA_PY_NOT_THIS;
-    if (!smla_py_is_exchanged(known)) {
+    if (known == NULL || known->api == NULL) {
         status = read_by_type(state, op, array);
     }
     if (status == SMLA_PY_NOT_THIS) {

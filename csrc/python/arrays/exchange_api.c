@@ -8,16 +8,6 @@
 
 /* ---- The exchange API ---------------------------------------------------------------------- */
 
-/* A type and its exchange API, which is NULL for JAX's array type: that one has none. The first
- * types that come are remembered in smla_py_shared.exchanges, which is filled from the front. */
-struct smla_py_exchange {
-    PyTypeObject *type;
-    const DLPackExchangeAPI *api;
-    bool is_always_writable; /* true of PyTorch's tensors */
-    PyObject *requires_grad; /* the type's descriptor if it decides for all objects, else NULL */
-    descrgetfunc ask;        /* __get__ of that descriptor */
-};
-
 void
 smla_py_forget_exchanges(smla_py_shared *shared)
 {
@@ -29,26 +19,6 @@ smla_py_forget_exchanges(smla_py_shared *shared)
             free(known);
         }
     }
-}
-
-const smla_py_exchange *
-smla_py_recall_exchange(const smla_py_shared *shared, PyObject *object)
-{
-    PyTypeObject *const type = Py_TYPE(object);
-    for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
-        const smla_py_exchange *known =
-            atomic_load_explicit(&shared->exchanges[i], memory_order_acquire);
-        if (known == NULL || known->type == type) {
-            return known;
-        }
-    }
-    return NULL;
-}
-
-bool
-smla_py_is_exchanged(const smla_py_exchange *known)
-{
-    return known != NULL && known->api != NULL;
 }
 
 /* A descriptor with a setter takes precedence over an attribute of the object itself. Calling its
