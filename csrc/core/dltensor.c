@@ -1,5 +1,5 @@
 /* dltensor.c: implements dltensor.h. It is integer arithmetic on shapes and strides only. */
-#include "core/dltensor.h"
+#include "core/byte_range.h"
 
 const smla_dtype_info smla_dtypes[] = {
     {SMLA_DTYPE_BF16, kDLBfloat, 16, "bfloat16"},
@@ -33,28 +33,11 @@ smla_dtype(const DLTensor *tensor)
 
 /* ---- Memory -------------------------------------------------------------------------------- */
 
-enum { MOST_BYTES_LOG2 = 57 }; /* no machine has 2^57 bytes */
-
-/* The bytes of a non-empty compact array, the usual kind; 0 for every other array. */
-static int64_t
-count_compact_bytes(const DLTensor *tensor, int64_t element_bytes)
-{
-    int64_t count = 1;
-    for (int i = tensor->ndim - 1; i >= 0; i--) {
-        const int64_t size = tensor->shape[i];
-        const bool is_next = size == 1 || tensor->strides == NULL || tensor->strides[i] == count;
-        if (size < 1 || !is_next || __builtin_mul_overflow(count, size, &count)) {
-            return 0;
-        }
-    }
-    return __builtin_mul_overflow(count, element_bytes, &count) ? 0 : count;
-}
-
 /* Counts bytes below the first element's address, and from it on. False if they exceed memory. */
 static bool
 count_strided_bytes(const DLTensor *tensor, int64_t element_bytes, int64_t *below, int64_t *above)
 {
-    const int64_t most = INT64_C(1) << MOST_BYTES_LOG2;
+    const int64_t most = INT64_C(1) << SMLA_MOST_BYTES_LOG2;
     const bool empty = smla_is_empty(tensor);
     int64_t total = element_bytes;
     *below = 0;
@@ -81,52 +64,23 @@ count_strided_bytes(const DLTensor *tensor, int64_t element_bytes, int64_t *belo
     return true;
 }
 
-/* Fills `range` with the bytes around the first element. False if no memory has such addresses. */
-static inline bool
-place_bytes(const DLTensor *tensor, int64_t below, int64_t above, bool is_compact,
-            smla_byte_range *range)
-{
-    const uint64_t most = UINT64_C(1) << MOST_BYTES_LOG2;
-    const uint64_t data = (uint64_t)(uintptr_t)tensor->data;
-    const uint64_t first = data + tensor->byte_offset;
-    range->low = NULL;
-    range->high = NULL;
-    range->is_compact = is_compact;
-    if ((uint64_t)above > most) {
-        return false;
-    }
-    if (data == 0) {
-        return true;
-    }
-    if (tensor->byte_offset > most || first < data || first < (uint64_t)below ||
-        UINTPTR_MAX - first < (uint64_t)above) {
-        return false;
-    }
-    if (is_compact || !smla_is_empty(tensor)) {
-        const uint8_t *const from = (const uint8_t *)tensor->data + tensor->byte_offset;
-        range->low = from - below;
-        range->high = from + above;
-    }
-    return true;
-}
-
 /* Not inlined, because the registers that it takes cost a compact array as much as its bytes. */
 __attribute__((noinline)) static bool
-find_strided_range(const DLTensor *tensor, int64_t element_bytes, smla_byte_range *range)
+find_strided_range(const DLTensor *tensor, smla_byte_range *range)
 {
+    const int64_t element_bytes = smla_element_bytes(tensor);
     int64_t below = 0;
     int64_t above = 0;
     return count_strided_bytes(tensor, element_bytes, &below, &above) &&
-           place_bytes(tensor, below, above, false, range);
+           smla_place_bytes(tensor, below, above, false, range);
 }
 
 bool
 smla_find_byte_range(const DLTensor *tensor, smla_byte_range *range)
 {
-    const int64_t element_bytes = smla_element_bytes(tensor);
-    const int64_t compact = count_compact_bytes(tensor, element_bytes);
-    return compact != 0 ? place_bytes(tensor, 0, compact, true, range)
-                        : find_strided_range(tensor, element_bytes, range);
+    const int64_t compact = smla_compact_bytes(tensor);
+    return compact != 0 ? smla_place_bytes(tensor, 0, compact, true, range)
+                        : find_strided_range(tensor, range);
 }
 
 /* The dimensions that have more than one element, smallest stride first. */

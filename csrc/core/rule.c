@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/byte_range.h"
 #include "core/log.h"
 
 void
@@ -214,15 +215,23 @@ require_sane(const smla_checker *c, const char *name, const DLTensor *tensor,
     return SMLA_OK;
 }
 
+/* Whether an array is compact and in memory, as most are; then `range` is filled. */
+static inline bool
+is_usual(const DLTensor *tensor, smla_byte_range *range)
+{
+    if (tensor->ndim < 1 || tensor->ndim > SMLA_MAX_RANK || tensor->shape == NULL ||
+        tensor->data == NULL) {
+        return false;
+    }
+    const int64_t bytes = smla_compact_bytes(tensor);
+    return bytes != 0 && smla_place_bytes(tensor, 0, bytes, true, range);
+}
+
 smla_status
 smla_require_sane(const smla_checker *c, const char *name, const DLTensor *tensor,
                   smla_byte_range *range)
 {
-    const bool is_usual = tensor->ndim >= 1 && tensor->ndim <= SMLA_MAX_RANK &&
-                          tensor->shape != NULL && tensor->data != NULL;
-    return is_usual && smla_find_byte_range(tensor, range) && range->is_compact
-               ? SMLA_OK
-               : require_sane(c, name, tensor, range);
+    return is_usual(tensor, range) ? SMLA_OK : require_sane(c, name, tensor, range);
 }
 
 static inline bool
@@ -332,14 +341,14 @@ check_output(const smla_checker *c, const char *name, const DLTensor *tensor)
     return SMLA_OK;
 }
 
-smla_status
-smla_remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range range,
-              unsigned flags)
+static inline smla_status
+remember(smla_checker *c, const char *name, const DLTensor *tensor, const smla_byte_range *range,
+         unsigned flags, const DLTensor *may_be)
 {
     if (c->num_arrays == 0 || !is_same_device(tensor->device, c->device)) {
         SMLA_TRY(settle_device(c, name, tensor));
     }
-    if (!range.is_compact && (flags & SMLA_RULE_OUTPUT)) {
+    if (!range->is_compact && (flags & SMLA_RULE_OUTPUT)) {
         SMLA_TRY(check_output(c, name, tensor));
     }
     if (c->num_arrays == SMLA_MAX_ARRAYS) { /* only if an operator's check is wrong */
@@ -348,11 +357,18 @@ smla_remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_by
     }
     c->arrays[c->num_arrays].name = name;
     c->arrays[c->num_arrays].tensor = tensor;
-    c->arrays[c->num_arrays].range = range;
+    c->arrays[c->num_arrays].range = *range;
     c->arrays[c->num_arrays].is_output = (flags & SMLA_RULE_OUTPUT) != 0;
-    c->arrays[c->num_arrays].may_be = NULL;
+    c->arrays[c->num_arrays].may_be = may_be;
     c->num_arrays++;
     return SMLA_OK;
+}
+
+smla_status
+smla_remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range range,
+              unsigned flags)
+{
+    return remember(c, name, tensor, &range, flags, NULL);
 }
 
 smla_status
@@ -364,7 +380,9 @@ smla_require(smla_checker *c, const smla_rule *rule)
                    : smla_require_pointer(c->op, rule->name, NULL, c->error);
     }
     smla_byte_range range;
-    SMLA_TRY(smla_require_sane(c, rule->name, rule->tensor, &range));
+    if (!is_usual(rule->tensor, &range)) {
+        SMLA_TRY(require_sane(c, rule->name, rule->tensor, &range));
+    }
     if ((smla_dtype(rule->tensor) & rule->dtypes) == 0) {
         return fail_dtype(c, rule);
     }
@@ -378,9 +396,7 @@ smla_require(smla_checker *c, const smla_rule *rule)
     if (count_bytes_off(rule->tensor, alignment) != 0) {
         SMLA_TRY(smla_require_alignment(c, rule->name, rule->tensor, alignment));
     }
-    SMLA_TRY(smla_remember(c, rule->name, rule->tensor, range, rule->flags));
-    c->arrays[c->num_arrays - 1].may_be = rule->may_be;
-    return SMLA_OK;
+    return remember(c, rule->name, rule->tensor, &range, rule->flags, rule->may_be);
 }
 
 /* ---- Disjoint ------------------------------------------------------------------------------ */
