@@ -1,5 +1,5 @@
 /* dltensor.c: implements dltensor.h. It is integer arithmetic on shapes and strides only. */
-#include "core/dltensor.h"
+#include "core/byte_range.h"
 
 const smla_dtype_info smla_dtypes[] = {
     {SMLA_DTYPE_BF16, kDLBfloat, 16, "bfloat16"},
@@ -33,28 +33,11 @@ smla_dtype(const DLTensor *tensor)
 
 /* ---- Memory -------------------------------------------------------------------------------- */
 
-enum { MOST_BYTES_LOG2 = 57 }; /* no machine has 2^57 bytes */
-
-/* The bytes of a non-empty compact array, the usual kind; 0 for every other array. */
-static int64_t
-count_compact_bytes(const DLTensor *tensor, int64_t element_bytes)
-{
-    int64_t count = 1;
-    for (int i = tensor->ndim - 1; i >= 0; i--) {
-        const int64_t size = tensor->shape[i];
-        const bool is_next = size == 1 || tensor->strides == NULL || tensor->strides[i] == count;
-        if (size < 1 || !is_next || __builtin_mul_overflow(count, size, &count)) {
-            return 0;
-        }
-    }
-    return __builtin_mul_overflow(count, element_bytes, &count) ? 0 : count;
-}
-
 /* Counts bytes below the first element's address, and from it on. False if they exceed memory. */
 static bool
 count_strided_bytes(const DLTensor *tensor, int64_t element_bytes, int64_t *below, int64_t *above)
 {
-    const int64_t most = INT64_C(1) << MOST_BYTES_LOG2;
+    const int64_t most = INT64_C(1) << SMLA_MOST_BYTES_LOG2;
     const bool empty = smla_is_empty(tensor);
     int64_t total = element_bytes;
     *below = 0;
@@ -81,31 +64,23 @@ count_strided_bytes(const DLTensor *tensor, int64_t element_bytes, int64_t *belo
     return true;
 }
 
+/* Not inlined, because the registers that it takes cost a compact array as much as its bytes. */
+__attribute__((noinline)) static bool
+find_strided_range(const DLTensor *tensor, smla_byte_range *range)
+{
+    const int64_t element_bytes = smla_element_bytes(tensor);
+    int64_t below = 0;
+    int64_t above = 0;
+    return count_strided_bytes(tensor, element_bytes, &below, &above) &&
+           smla_place_bytes(tensor, below, above, false, range);
+}
+
 bool
 smla_find_byte_range(const DLTensor *tensor, smla_byte_range *range)
 {
-    const uint64_t most = UINT64_C(1) << MOST_BYTES_LOG2;
-    const int64_t element_bytes = smla_element_bytes(tensor);
-    const int64_t compact = count_compact_bytes(tensor, element_bytes);
-    int64_t below = 0;
-    int64_t above = compact;
-    if (compact == 0 && !count_strided_bytes(tensor, element_bytes, &below, &above)) {
-        return false;
-    }
-    const uint64_t data = (uint64_t)(uintptr_t)tensor->data;
-    const uint64_t first = data + tensor->byte_offset;
-    if ((uint64_t)above > most ||
-        (data != 0 && (tensor->byte_offset > most || first < data || first < (uint64_t)below ||
-                       UINTPTR_MAX - first < (uint64_t)above))) {
-        return false;
-    }
-    *range = (smla_byte_range){.is_compact = compact != 0};
-    if (tensor->data != NULL && (compact != 0 || !smla_is_empty(tensor))) {
-        const uint8_t *const from = smla_data(tensor);
-        range->low = from - below;
-        range->high = from + above;
-    }
-    return true;
+    const int64_t compact = smla_compact_bytes(tensor);
+    return compact != 0 ? smla_place_bytes(tensor, 0, compact, true, range)
+                        : find_strided_range(tensor, range);
 }
 
 /* The dimensions that have more than one element, smallest stride first. */

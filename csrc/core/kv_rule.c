@@ -59,12 +59,14 @@ static smla_kv_set
 find_rows(int32_t kv_format, unsigned dtype, int64_t row_elements)
 {
     smla_kv_set rows = 0;
+#pragma GCC unroll 12 /* so that the table's numbers are in the code */
     for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
         const smla_kv_format_info *const row = &smla_kv_formats[i];
-        const bool is_one = (kv_format == SMLA_KV_INFER || (int32_t)row->format == kv_format) &
-                            ((row->dtypes & dtype) != 0) &
-                            (row_elements == 0 || row->row_elements == row_elements);
-        rows |= (smla_kv_set)is_one << i;
+        if ((row_elements == row->row_elements || row_elements == 0) &&
+            (row->dtypes & dtype) != 0 &&
+            (kv_format == SMLA_KV_INFER || (int32_t)row->format == kv_format)) {
+            rows |= SMLA_KV_SET(i);
+        }
     }
     return rows;
 }

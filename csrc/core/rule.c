@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/byte_range.h"
 #include "core/log.h"
 
 void
@@ -172,19 +173,17 @@ dtype_hint(const smla_rule *rule)
 }
 
 static smla_status
-check_dtype(const smla_checker *c, const smla_rule *rule)
+fail_dtype(const smla_checker *c, const smla_rule *rule)
 {
-    if (smla_dtype(rule->tensor) & rule->dtypes) {
-        return SMLA_OK;
-    }
     return smla_fail(c->error, SMLA_ERROR_TYPE, "%s: `%s` must be %s, got %s%s", c->op, rule->name,
                      smla_describe_dtypes(rule->dtypes).text,
                      smla_describe_dtype(rule->tensor).text, dtype_hint(rule));
 }
 
-smla_status
-smla_require_sane(const smla_checker *c, const char *name, const DLTensor *tensor,
-                  smla_byte_range *range)
+/* smla_require_sane for all arrays but the usual ones. */
+static smla_status
+require_sane(const smla_checker *c, const char *name, const DLTensor *tensor,
+             smla_byte_range *range)
 {
     *range = (smla_byte_range){.is_compact = false};
     if (tensor->ndim < 0 || tensor->ndim > SMLA_MAX_RANK) {
@@ -197,9 +196,6 @@ smla_require_sane(const smla_checker *c, const char *name, const DLTensor *tenso
                          "%s: `%s` must have a shape, got a null pointer", c->op, name);
     }
     const bool fits = smla_find_byte_range(tensor, range);
-    if (fits && range->is_compact && tensor->data != NULL) {
-        return SMLA_OK; /* most arrays return here */
-    }
     for (int i = 0; i < tensor->ndim; i++) {
         if (tensor->shape[i] < 0) {
             return smla_fail(c->error, SMLA_ERROR_VALUE,
@@ -219,25 +215,46 @@ smla_require_sane(const smla_checker *c, const char *name, const DLTensor *tenso
     return SMLA_OK;
 }
 
-static smla_status
-check_shape(const smla_checker *c, const smla_rule *rule)
+/* Whether an array is compact and in memory, as most are; then `range` is filled. */
+static inline bool
+is_usual(const DLTensor *tensor, smla_byte_range *range)
+{
+    if (tensor->ndim < 1 || tensor->ndim > SMLA_MAX_RANK || tensor->shape == NULL ||
+        tensor->data == NULL) {
+        return false;
+    }
+    const int64_t bytes = smla_compact_bytes(tensor);
+    return bytes != 0 && smla_place_bytes(tensor, 0, bytes, true, range);
+}
+
+smla_status
+smla_require_sane(const smla_checker *c, const char *name, const DLTensor *tensor,
+                  smla_byte_range *range)
+{
+    return is_usual(tensor, range) ? SMLA_OK : require_sane(c, name, tensor, range);
+}
+
+static inline bool
+has_shape(const smla_rule *rule)
 {
     const DLTensor *tensor = rule->tensor;
     if (rule->ndim == SMLA_ANY) {
-        return SMLA_OK;
+        return true;
     }
     assert(rule->ndim <= (int)(sizeof rule->shape / sizeof rule->shape[0]));
     bool good = tensor->ndim == rule->ndim;
     for (int i = 0; good && i < rule->ndim; i++) {
-        if (rule->shape[i] == SMLA_ANY) {
-            continue;
-        }
-        good = is_minimum(rule, i) ? tensor->shape[i] >= rule->shape[i]
-                                   : tensor->shape[i] == rule->shape[i];
+        const int64_t wanted = rule->shape[i];
+        good = wanted == SMLA_ANY || tensor->shape[i] == wanted ||
+               (tensor->shape[i] > wanted && is_minimum(rule, i));
     }
-    if (good) {
-        return SMLA_OK;
-    }
+    return good;
+}
+
+static smla_status
+fail_shape(const smla_checker *c, const smla_rule *rule)
+{
+    const DLTensor *tensor = rule->tensor;
     const bool has_hint = rule->hint != NULL;
     return smla_fail(c->error, SMLA_ERROR_VALUE, "%s: `%s` must have shape %s, got %s%s%s", c->op,
                      rule->name, describe_rule_shape(rule).text, smla_describe_shape(tensor).text,
@@ -258,11 +275,17 @@ smla_require_last_stride(const smla_checker *c, const char *name, const DLTensor
     return SMLA_OK;
 }
 
+static inline uintptr_t
+count_bytes_off(const DLTensor *tensor, int64_t alignment)
+{
+    return (uintptr_t)smla_data(tensor) & ((uintptr_t)alignment - 1);
+}
+
 smla_status
 smla_require_alignment(const smla_checker *c, const char *name, const DLTensor *tensor,
                        int64_t alignment)
 {
-    const uintptr_t offset = (uintptr_t)smla_data(tensor) & ((uintptr_t)alignment - 1);
+    const uintptr_t offset = count_bytes_off(tensor, alignment);
     if (offset != 0 && !smla_is_empty(tensor)) {
         return smla_fail(
             c->error, SMLA_ERROR_VALUE,
@@ -278,12 +301,10 @@ is_same_device(DLDevice a, DLDevice b)
     return a.device_type == b.device_type && a.device_id == b.device_id;
 }
 
+/* For the first array, and for one whose device is not literally the first array's. */
 static smla_status
-check_device(smla_checker *c, const char *name, const DLTensor *tensor)
+settle_device(smla_checker *c, const char *name, const DLTensor *tensor)
 {
-    if (c->num_arrays != 0 && is_same_device(tensor->device, c->device)) {
-        return SMLA_OK;
-    }
     const DLDevice device = smla_normal_device(tensor->device);
     if (c->num_arrays == 0) {
         c->device = device;
@@ -320,12 +341,14 @@ check_output(const smla_checker *c, const char *name, const DLTensor *tensor)
     return SMLA_OK;
 }
 
-smla_status
-smla_remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range range,
-              unsigned flags)
+static inline smla_status
+remember(smla_checker *c, const char *name, const DLTensor *tensor, const smla_byte_range *range,
+         unsigned flags, const DLTensor *may_be)
 {
-    SMLA_TRY(check_device(c, name, tensor));
-    if (!range.is_compact && (flags & SMLA_RULE_OUTPUT)) {
+    if (c->num_arrays == 0 || !is_same_device(tensor->device, c->device)) {
+        SMLA_TRY(settle_device(c, name, tensor));
+    }
+    if (!range->is_compact && (flags & SMLA_RULE_OUTPUT)) {
         SMLA_TRY(check_output(c, name, tensor));
     }
     if (c->num_arrays == SMLA_MAX_ARRAYS) { /* only if an operator's check is wrong */
@@ -334,11 +357,18 @@ smla_remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_by
     }
     c->arrays[c->num_arrays].name = name;
     c->arrays[c->num_arrays].tensor = tensor;
-    c->arrays[c->num_arrays].range = range;
+    c->arrays[c->num_arrays].range = *range;
     c->arrays[c->num_arrays].is_output = (flags & SMLA_RULE_OUTPUT) != 0;
-    c->arrays[c->num_arrays].may_be = NULL;
+    c->arrays[c->num_arrays].may_be = may_be;
     c->num_arrays++;
     return SMLA_OK;
+}
+
+smla_status
+smla_remember(smla_checker *c, const char *name, const DLTensor *tensor, smla_byte_range range,
+              unsigned flags)
+{
+    return remember(c, name, tensor, &range, flags, NULL);
 }
 
 smla_status
@@ -350,16 +380,23 @@ smla_require(smla_checker *c, const smla_rule *rule)
                    : smla_require_pointer(c->op, rule->name, NULL, c->error);
     }
     smla_byte_range range;
-    SMLA_TRY(smla_require_sane(c, rule->name, rule->tensor, &range));
-    SMLA_TRY(check_dtype(c, rule));
-    SMLA_TRY(check_shape(c, rule));
+    if (!is_usual(rule->tensor, &range)) {
+        SMLA_TRY(require_sane(c, rule->name, rule->tensor, &range));
+    }
+    if ((smla_dtype(rule->tensor) & rule->dtypes) == 0) {
+        return fail_dtype(c, rule);
+    }
+    if (!has_shape(rule)) {
+        return fail_shape(c, rule);
+    }
     if (!range.is_compact && !(rule->flags & SMLA_RULE_ANY_LAST_STRIDE)) {
         SMLA_TRY(smla_require_last_stride(c, rule->name, rule->tensor));
     }
-    SMLA_TRY(smla_require_alignment(c, rule->name, rule->tensor, smla_element_bytes(rule->tensor)));
-    SMLA_TRY(smla_remember(c, rule->name, rule->tensor, range, rule->flags));
-    c->arrays[c->num_arrays - 1].may_be = rule->may_be;
-    return SMLA_OK;
+    const int64_t alignment = smla_element_bytes(rule->tensor);
+    if (count_bytes_off(rule->tensor, alignment) != 0) {
+        SMLA_TRY(smla_require_alignment(c, rule->name, rule->tensor, alignment));
+    }
+    return remember(c, rule->name, rule->tensor, &range, rule->flags, rule->may_be);
 }
 
 /* ---- Disjoint ------------------------------------------------------------------------------ */

@@ -194,6 +194,17 @@ extra_list_of(const smla_attention_rules *rules, const smla_sparse_attention_arg
                        .kv_scale = &args->extra_kv_scale};
 }
 
+/* Fills all of a list but its cache. */
+static void
+fill_list(const DLTensor *indices, const DLTensor *topk_length, smla_key_list *list)
+{
+    list->indices = smla_data(indices);
+    list->indices_stride_token = smla_stride(indices, 0);
+    list->topk = smla_size(indices, 1);
+    list->end = smla_data(topk_length);
+    list->end_stride = smla_stride(topk_length, 0);
+}
+
 /* Checks a cache with its index list. */
 static smla_status
 require_key_list(smla_checker *c, const list_args *args, int64_t num_tokens, smla_key_list *list,
@@ -208,11 +219,7 @@ require_key_list(smla_checker *c, const list_args *args, int64_t num_tokens, sml
                                           .hint = "a row per token of the query"}));
     SMLA_TRY(smla_require_vector(c, args->rules->topk_length, args->topk_length, num_tokens,
                                  SMLA_RULE_OPTIONAL, "a length per token of the query"));
-    list->indices = smla_data(args->indices);
-    list->indices_stride_token = smla_stride(args->indices, 0);
-    list->topk = smla_size(args->indices, 1);
-    list->end = smla_data(args->topk_length);
-    list->end_stride = smla_stride(args->topk_length, 0);
+    fill_list(args->indices, args->topk_length, list);
     return smla_require_kv_scale(c, args->rules->kv_scale, args->kv_scale, list->kv.format,
                                  kv_scale);
 }
@@ -318,23 +325,84 @@ require_workspace(smla_checker *c, const char *name, const DLTensor *workspace,
                                         .shape = {SMLA_ANY}});
 }
 
+static const smla_attention_rules attention_rules = {
+    .op = "sparse_attention",
+    .q = "q",
+    .q_scale = "q_scale",
+    .lists = {{"kv", "indices", "topk_length", "kv_scale", SMLA_KV_ATTENTION},
+              {"extra_kv", "extra_indices", "extra_topk_length", "extra_kv_scale", SMLA_KV_EXTRA}},
+    .softmax_scale = "softmax_scale",
+    .attn_sink = "attn_sink",
+    .workspace = "workspace",
+};
+
+/* Plans a call whose lists are in `params`. */
+static void
+plan_attention(const smla_sparse_attention_args *args, const smla_attention_params *params,
+               const smla_backend *backend, int32_t device_id, smla_attention_plan *plan)
+{
+    const bool has_extra = params->num_lists == 2;
+    const smla_attention_shape shape = {
+        .num_tokens = smla_size(args->q, 0),
+        .num_heads = smla_size(args->q, 1),
+        .topk = params->lists[0].topk,
+        .extra_topk = has_extra ? params->lists[1].topk : 0,
+        .num_splits = args->num_splits,
+        .device_id = device_id,
+        .formats = {params->lists[0].kv.format, has_extra ? params->lists[1].kv.format : NULL},
+        .has_query_scale = smla_dtype(args->q) == SMLA_DTYPE_E4M3 || args->q_scale.tensor != NULL,
+    };
+    backend->plan_attention(&shape, plan);
+}
+
+/* Fills all of `params` but the lists and the scales. */
+static void
+fill_attention(const smla_attention_rules *rules, const smla_sparse_attention_args *args,
+               smla_stream stream, const smla_attention_plan *plan, smla_attention_params *params)
+{
+    const bool is_e4m3 = smla_dtype(args->q) == SMLA_DTYPE_E4M3;
+    const bool is_pair = args->q_pe != NULL;
+    const DLTensor *q_pe = is_pair ? args->q_pe : args->q;
+    params->num_tokens = smla_size(args->q, 0);
+    params->num_heads = smla_size(args->q, 1);
+    params->q_nope = is_e4m3 ? NULL : smla_data(args->q);
+    params->q_e4m3 = is_e4m3 ? smla_data(args->q) : NULL;
+    params->q_nope_stride_token = smla_stride(args->q, 0);
+    params->q_nope_stride_head = smla_stride(args->q, 1);
+    params->q_pe = is_e4m3 ? NULL : smla_data(q_pe);
+    if (!is_pair && params->q_pe != NULL) {
+        params->q_pe += SMLA_KV_LORA_RANK;
+    }
+    params->q_pe_stride_token = smla_stride(q_pe, 0);
+    params->q_pe_stride_head = smla_stride(q_pe, 1);
+    params->attn_sink = smla_data(args->attn_sink);
+    params->attn_sink_stride = smla_stride(args->attn_sink, 0);
+    params->softmax_scale = (float)args->softmax_scale;
+    params->logit_divisor = (smla_given_scale){.value = 1.0f};
+    params->out = smla_data(args->out);
+    params->out_stride_token = smla_stride(args->out, 0);
+    params->out_stride_head = smla_stride(args->out, 1);
+    params->lse = smla_data(args->lse);
+    params->lse_stride_token = smla_stride(args->lse, 0);
+    params->lse_stride_head = smla_stride(args->lse, 1);
+    params->max_logits = smla_data(args->max_logits);
+    params->max_logits_stride_token = smla_stride(args->max_logits, 0);
+    params->max_logits_stride_head = smla_stride(args->max_logits, 1);
+    params->empty_lse_is_plus_inf = args->lse_empty_is_plus_inf != 0;
+    params->num_splits = plan->runs[0].num_splits;
+    params->workspace = smla_data(args->workspace);
+    params->workspace_bytes = args->workspace == NULL ? 0 : smla_size(args->workspace, 0);
+    params->op = rules->op;
+    params->workspace_name = rules->workspace;
+    params->stream = stream;
+}
+
 smla_status
 smla_check_attention(const smla_sparse_attention_args *args, smla_attention_params *params,
                      smla_attention_plan *plan, const smla_backend **backend, smla_error *error)
 {
-    static const smla_attention_rules rules = {
-        .op = "sparse_attention",
-        .q = "q",
-        .q_scale = "q_scale",
-        .lists = {{"kv", "indices", "topk_length", "kv_scale", SMLA_KV_ATTENTION},
-                  {"extra_kv", "extra_indices", "extra_topk_length", "extra_kv_scale",
-                   SMLA_KV_EXTRA}},
-        .softmax_scale = "softmax_scale",
-        .attn_sink = "attn_sink",
-        .workspace = "workspace",
-    };
     static const DLTensor *const unread[2] = {NULL, NULL};
-    return smla_check_attention_by(&rules, args, unread, params, plan, backend, error);
+    return smla_check_attention_by(&attention_rules, args, unread, params, plan, backend, error);
 }
 
 smla_status
@@ -390,57 +458,25 @@ smla_check_attention_by(const smla_attention_rules *rules, const smla_sparse_att
     SMLA_TRY(smla_require_state(&c, "max_logits", args->max_logits, num_tokens, num_heads,
                                 SMLA_RULE_OUTPUT | SMLA_RULE_OPTIONAL));
     SMLA_TRY(smla_find_backend(c.op, c.device, backend, error));
-    const bool has_extra = params->num_lists == 2;
-    const bool is_e4m3 = smla_dtype(args->q) == SMLA_DTYPE_E4M3;
-    const smla_attention_shape shape = {
-        .num_tokens = num_tokens,
-        .num_heads = num_heads,
-        .topk = params->lists[0].topk,
-        .extra_topk = has_extra ? params->lists[1].topk : 0,
-        .num_splits = args->num_splits,
-        .device_id = c.device.device_id,
-        .formats = {params->lists[0].kv.format, has_extra ? params->lists[1].kv.format : NULL},
-        .has_query_scale = is_e4m3 || args->q_scale.tensor != NULL,
-    };
-    (*backend)->plan_attention(&shape, plan);
+    plan_attention(args, params, *backend, c.device.device_id, plan);
     SMLA_TRY(require_workspace(&c, rules->workspace, args->workspace, plan->workspace_bytes));
     SMLA_TRY(smla_require_disjoint(&c));
-
-    const bool is_pair = args->q_pe != NULL;
-    const DLTensor *q_pe = is_pair ? args->q_pe : args->q;
-    params->num_tokens = num_tokens;
-    params->num_heads = num_heads;
-    params->q_nope = is_e4m3 ? NULL : smla_data(args->q);
-    params->q_e4m3 = is_e4m3 ? smla_data(args->q) : NULL;
-    params->q_nope_stride_token = smla_stride(args->q, 0);
-    params->q_nope_stride_head = smla_stride(args->q, 1);
-    params->q_pe = is_e4m3 ? NULL : smla_data(q_pe);
-    if (!is_pair && params->q_pe != NULL) {
-        params->q_pe += SMLA_KV_LORA_RANK;
-    }
-    params->q_pe_stride_token = smla_stride(q_pe, 0);
-    params->q_pe_stride_head = smla_stride(q_pe, 1);
-    params->attn_sink = smla_data(args->attn_sink);
-    params->attn_sink_stride = smla_stride(args->attn_sink, 0);
-    params->softmax_scale = (float)args->softmax_scale;
-    params->logit_divisor = (smla_given_scale){.value = 1.0f};
-    params->out = smla_data(args->out);
-    params->out_stride_token = smla_stride(args->out, 0);
-    params->out_stride_head = smla_stride(args->out, 1);
-    params->lse = smla_data(args->lse);
-    params->lse_stride_token = smla_stride(args->lse, 0);
-    params->lse_stride_head = smla_stride(args->lse, 1);
-    params->max_logits = smla_data(args->max_logits);
-    params->max_logits_stride_token = smla_stride(args->max_logits, 0);
-    params->max_logits_stride_head = smla_stride(args->max_logits, 1);
-    params->empty_lse_is_plus_inf = args->lse_empty_is_plus_inf != 0;
-    params->num_splits = plan->runs[0].num_splits;
-    params->workspace = smla_data(args->workspace);
-    params->workspace_bytes = args->workspace == NULL ? 0 : smla_size(args->workspace, 0);
-    params->op = rules->op;
-    params->workspace_name = rules->workspace;
-    params->stream = smla_stream_of(&c, args->stream);
+    fill_attention(rules, args, smla_stream_of(&c, args->stream), plan, params);
     return SMLA_OK;
+}
+
+void
+smla_fill_attention(const smla_sparse_attention_args *args, const smla_kv_view *kv,
+                    smla_stream stream, const smla_backend *backend, smla_attention_params *params,
+                    smla_attention_plan *plan)
+{
+    *params = (smla_attention_params){.num_lists = 1,
+                                      .lists[0].kv = *kv,
+                                      .kv_scale[0].value = 1.0f,
+                                      .q_scale.value = 1.0f};
+    fill_list(args->indices, args->topk_length, &params->lists[0]);
+    plan_attention(args, params, backend, stream.device_id, plan);
+    fill_attention(&attention_rules, args, stream, plan, params);
 }
 
 smla_status

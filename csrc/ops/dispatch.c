@@ -102,6 +102,23 @@ smla_attend_positions(const smla_sparse_attention_args *args, const smla_index_m
     return smla_end_log(&call, attend_positions(args, map, error));
 }
 
+/* A line of the log lists the arrays that a check has seen. */
+smla_status
+smla_attend_checked(const smla_sparse_attention_args *args, const smla_kv_view *kv,
+                    const smla_index_map *map, int32_t device_id, const smla_backend *backend,
+                    smla_error *error)
+{
+    smla_attention_params params;
+    smla_attention_plan plan;
+    if (smla_is_logging) {
+        return smla_attend_positions(args, map, error);
+    }
+    const smla_stream stream = {.device_id = device_id, .handle = args->stream};
+    smla_fill_attention(args, kv, stream, backend, &params, &plan);
+    params.lists[0].map = *map;
+    return backend->sparse_attention(&params, &plan, error);
+}
+
 static smla_status
 run_sparse_mla_dsv4(const smla_sparse_mla_dsv4_args *args, smla_error *error)
 {

@@ -11,6 +11,12 @@
 smla_status smla_attend_positions(const smla_sparse_attention_args *args, const smla_index_map *map,
                                   smla_error *error);
 
+/* The same for arrays that the caller has checked by the same rules. `kv` is the view of args->kv
+ * that its check filled. */
+smla_status smla_attend_checked(const smla_sparse_attention_args *args, const smla_kv_view *kv,
+                                const smla_index_map *map, int32_t device_id,
+                                const smla_backend *backend, smla_error *error);
+
 /* How sparse_attention would run calls of this shape on cache rows of `format`. */
 smla_status smla_find_attention_plan(const smla_attention_workspace_args *args,
                                      const smla_kv_format_info *format, smla_attention_plan *plan,

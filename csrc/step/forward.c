@@ -24,40 +24,41 @@ typedef struct forward_call {
     const smla_forward_args *args;
     const smla_builder *builder;
     const smla_metadata *metadata;
-    smla_index_map map;  /* no block table: `indices` are slots */
-    smla_view indices;   /* [T, K]: slots, or positions if `map` has a block table */
-    smla_view workspace; /* attention scratch */
+    smla_kv_view cache;
+    smla_index_map map;      /* no block table: `indices` are slots */
+    const DLTensor *indices; /* [>= T, K]: slots, or positions if `map` has a block table */
+    smla_view slots;         /* what `indices` is after a conversion */
+    smla_view workspace;     /* attention scratch */
     smla_error *error;
 } forward_call;
 
 /* ---- Checks -------------------------------------------------------------------------------- */
 
 static smla_status
-check_cache(smla_checker *c, const smla_forward_args *args, const smla_builder *b)
+check_cache(smla_checker *c, const smla_forward_args *args, const smla_builder *b, smla_kv_view *kv)
 {
-    smla_kv_view kv;
     SMLA_TRY(smla_require_kv(c,
                              &(smla_cache_rule){.name = "kv_cache",
                                                 .tensor = args->kv_cache,
                                                 .kv_format = b->config.kv_format,
                                                 .formats = SMLA_KV_ALL},
-                             &kv));
+                             kv));
     const smla_kv_format_info *const format = smla_find_kv_format(b->config.kv_format);
-    if (kv.format->number != format->number) {
+    if (kv->format->number != format->number) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `kv_cache` must have a last dimension of %d, got %d", op,
-                         format->row_elements, kv.format->row_elements);
+                         format->row_elements, kv->format->row_elements);
     }
-    if (kv.block_size != b->config.block_size) {
+    if (kv->block_size != b->config.block_size) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `kv_cache` must have pages of block_size = %lld tokens, got %lld", op,
-                         (long long)b->config.block_size, (long long)kv.block_size);
+                         (long long)b->config.block_size, (long long)kv->block_size);
     }
     return SMLA_OK;
 }
 
 static smla_status
-check_forward(const smla_forward_args *args, smla_error *error)
+check_forward(const smla_forward_args *args, smla_kv_view *cache, smla_error *error)
 {
     smla_checker c;
     smla_open_checker(&c, op, error);
@@ -71,7 +72,7 @@ check_forward(const smla_forward_args *args, smla_error *error)
     const smla_kv_format_info *const format = smla_find_kv_format(b->config.kv_format);
     SMLA_TRY(smla_require_query(&c, "q", format, args->q, args->q_pe, num_tokens, num_heads,
                                 SMLA_RULE_MORE_ROWS));
-    SMLA_TRY(check_cache(&c, args, b));
+    SMLA_TRY(check_cache(&c, args, b, cache));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "topk_indices",
                                            .tensor = args->topk_indices,
                                            .dtypes = SMLA_DTYPE_INT32,
@@ -136,8 +137,8 @@ convert_indices(forward_call *f)
     const int64_t num_tokens = m->num_actual_tokens;
     const int64_t shape[2] = {num_tokens, smla_size(f->args->topk_indices, 1)};
     smla_view req_ids, topk_indices, prefill_ids, starts;
-    smla_make_view(&f->indices, f->builder->indices, int32_type, f->builder->config.device, 2,
-                   shape);
+    smla_make_view(&f->slots, f->builder->indices, int32_type, f->builder->config.device, 2, shape);
+    f->indices = &f->slots.tensor;
     const smla_convert_req_index_args args = {
         .struct_size = sizeof args,
         .req_id_per_token = view_int32(f, &req_ids, m->req_id_per_token, num_tokens),
@@ -146,7 +147,7 @@ convert_indices(forward_call *f)
         .prefill_request_ids = view_int32(f, &prefill_ids, m->prefill_request_ids, num_tokens),
         .prefill_workspace_starts =
             view_int32(f, &starts, m->prefill_workspace_starts, m->split.num_prefills),
-        .out = &f->indices.tensor,
+        .out = f->indices,
         .block_size = f->builder->config.block_size,
         .stream = f->args->stream,
     };
@@ -172,12 +173,21 @@ prepare_indices(forward_call *f)
         .num_blocks = smla_size(block_table, 1),
         .req_id_per_token = f->metadata->req_id_per_token,
     };
-    smla_slice_rows(&f->indices, f->args->topk_indices, 0, f->metadata->num_actual_tokens);
+    f->indices = f->args->topk_indices;
     return SMLA_OK;
 }
 
-/* Runs attention of tokens [start, end) over `kv`: the cache, or the workspace rows in use. The
- * backend plans the call; the plan of the decodes has decode_num_splits of the metadata. */
+/* Rows [start, end) of a tensor: `view`, or the tensor itself if that is all it has. */
+static const DLTensor *
+take_rows(smla_view *view, const DLTensor *tensor, int64_t start, int64_t end)
+{
+    return start == 0 && end == smla_size(tensor, 0) ? tensor
+                                                     : smla_slice_rows(view, tensor, start, end);
+}
+
+/* Runs attention of tokens [start, end) over `kv`: the cache, which is checked, or the workspace
+ * rows in use. The backend plans the call; the plan of the decodes has decode_num_splits of the
+ * metadata. */
 static smla_status
 attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end)
 {
@@ -188,13 +198,13 @@ attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end)
     const smla_forward_args *a = f->args;
     const smla_sparse_attention_args args = {
         .struct_size = sizeof args,
-        .q = smla_slice_rows(&q, a->q, start, end),
-        .q_pe = a->q_pe == NULL ? NULL : smla_slice_rows(&q_pe, a->q_pe, start, end),
+        .q = take_rows(&q, a->q, start, end),
+        .q_pe = a->q_pe == NULL ? NULL : take_rows(&q_pe, a->q_pe, start, end),
         .kv = kv,
-        .indices = smla_slice_rows(&indices, &f->indices.tensor, start, end),
+        .indices = take_rows(&indices, f->indices, start, end),
         .attn_sink = a->attn_sink,
-        .out = smla_slice_rows(&out, a->out, start, end),
-        .lse = smla_slice_rows(&lse, a->lse, start, end),
+        .out = take_rows(&out, a->out, start, end),
+        .lse = take_rows(&lse, a->lse, start, end),
         .workspace = &f->workspace.tensor,
         .softmax_scale = a->softmax_scale,
         .stream = a->stream,
@@ -203,7 +213,10 @@ attend(const forward_call *f, const DLTensor *kv, int64_t start, int64_t end)
     if (map.block_table != NULL) {
         map.req_id_per_token += start;
     }
-    return smla_attend_positions(&args, &map, f->error);
+    return kv == a->kv_cache
+               ? smla_attend_checked(&args, &f->cache, &map, f->builder->config.device.device_id,
+                                     f->builder->backend, f->error)
+               : smla_attend_positions(&args, &map, f->error);
 }
 
 /* The arguments of one chunk's gather. They point to arrays in `views`. */
@@ -277,11 +290,9 @@ run_forward(const smla_forward_args *args, smla_error *error)
 {
     smla_forward_args known;
     SMLA_TRY(smla_read_args(op, &known, sizeof known, args, error));
-    SMLA_TRY(check_forward(&known, error));
-    forward_call f = {.args = &known,
-                      .builder = known.builder,
-                      .metadata = &known.builder->metadata,
-                      .error = error};
+    forward_call f = {.args = &known, .builder = known.builder, .error = error};
+    SMLA_TRY(check_forward(&known, &f.cache, error));
+    f.metadata = &known.builder->metadata;
     const DLDataType bytes = {.code = kDLUInt, .bits = 8, .lanes = 1};
     smla_make_view(&f.workspace, f.builder->scratch, bytes, f.builder->config.device, 1,
                    &f.builder->scratch_bytes);

@@ -430,8 +430,7 @@ test_order(void)
     EXPECT_CALLS("cuCtxPushCurrent cudaStreamIsCapturing@1 cudaStreamGetId@1 cuCtxPopCurrent@1 ");
     EXPECT(m->newest == m->last->sent);
     EXPECT_OK(smla_cuda_end_use(op, mirror, stream_at(0), &error));
-    EXPECT_CALLS("cuCtxPushCurrent cudaStreamIsCapturing@1 cudaStreamGetId@1 cudaEventRecord@1 "
-                 "cuCtxPopCurrent@1 ");
+    EXPECT_CALLS("cuCtxPushCurrent cudaEventRecord@1 cuCtxPopCurrent@1 ");
     EXPECT(m->newest == m->used && m->used->stream == &streams[0]);
     (void)write_all(mirror, 0, 2);
     EXPECT_EQ(count_calls("cudaStreamWaitEvent"), 0);
@@ -477,8 +476,7 @@ test_captured_use(void)
     forget_calls();
     EXPECT_OK(smla_cuda_begin_use(op, mirror, stream_at(1), &error));
     EXPECT_OK(smla_cuda_end_use(op, mirror, stream_at(1), &error));
-    EXPECT_CALLS("cuCtxPushCurrent cudaStreamIsCapturing@1 cuCtxPopCurrent@1 "
-                 "cuCtxPushCurrent cudaStreamIsCapturing@1 cuCtxPopCurrent@1 ");
+    EXPECT_CALLS("cuCtxPushCurrent cudaStreamIsCapturing@1 cuCtxPopCurrent@1 ");
     EXPECT(((const cuda_mirror *)mirror)->newest == upload);
     destroy_all(mirror);
 }
@@ -495,8 +493,6 @@ test_use_fails(void)
         {false, "cudaStreamGetId", "cudaStreamGetId failed: a text (code 400): is `stream` a"},
         {false, "cudaStreamWaitEvent", "cudaStreamWaitEvent failed"},
         {true, "cuCtxPushCurrent", "cuCtxPushCurrent failed"},
-        {true, "cudaStreamIsCapturing", "cudaStreamIsCapturing failed"},
-        {true, "cudaStreamGetId", "cudaStreamGetId failed"},
         {true, "cudaEventRecord", "cudaEventRecord failed"},
     };
     begin();
@@ -505,6 +501,9 @@ test_use_fails(void)
     const cuda_mirror *const m = (const cuda_mirror *)mirror;
     const cuda_mirror before = *m;
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        if (cases[i].is_over) {
+            EXPECT_OK(smla_cuda_begin_use("sparse_attention", mirror, stream_at(1), &error));
+        }
         fail_call(cases[i].call, 0, cudaErrorInvalidResourceHandle);
         EXPECT_FAIL(cases[i].is_over
                         ? smla_cuda_end_use("sparse_attention", mirror, stream_at(1), &error)

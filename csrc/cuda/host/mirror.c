@@ -12,7 +12,7 @@
  * which are never given out twice. No stream handle is kept past the call that brought it.
  *
  * Captures. A use that is being captured is part of a graph. It runs when the graph is replayed, in
- * the order of the stream that replays it, so order_use does nothing in a capture. The caller must
+ * the order of the stream that replays it, so a use does nothing in a capture. The caller must
  * replay on the stream of the builds, or order the replay by an event. A build cannot be captured,
  * because its staging buffer would hold another build's data by the time of the replay.
  *
@@ -78,6 +78,9 @@ typedef struct cuda_mirror {
     cudaEvent_t used;   /* recorded behind the last use */
     cudaEvent_t newest; /* event of the last upload or use; NULL before the first */
     unsigned long long newest_stream; /* the id of its stream */
+    /* What begin_use found, for end_use */
+    bool use_is_captured;
+    unsigned long long use_stream;
 } cuda_mirror;
 
 enum { FIRST_BUFFERS = 3 }; /* one being filled, one on its way, one to spare */
@@ -333,38 +336,37 @@ smla_cuda_end_write(const char *op, smla_mirror *mirror, smla_stream stream, sml
 /* ---- Use ----------------------------------------------------------------------------------- */
 
 static smla_status
-order_use(const char *op, cuda_mirror *m, smla_stream stream, bool is_over, smla_error *error)
+begin_use(const char *op, cuda_mirror *m, smla_stream stream, smla_error *error)
 {
-    bool is_capturing = false;
-    unsigned long long id = 0;
-    SMLA_TRY(smla_cuda_is_capturing(op, stream, &is_capturing, error));
-    if (is_capturing) {
+    SMLA_TRY(smla_cuda_is_capturing(op, stream, &m->use_is_captured, error));
+    if (m->use_is_captured) {
         return SMLA_OK;
     }
-    SMLA_TRY(find_id(op, stream, &id, error));
-    return is_over ? record_newest(op, m, stream, id, m->used, error)
-                   : wait_for_newest(op, m, stream, id, error);
-}
-
-static smla_status
-guard_use(const char *op, smla_mirror *mirror, smla_stream stream, bool is_over, smla_error *error)
-{
-    cuda_mirror *m = (cuda_mirror *)mirror;
-    smla_cuda_guard guard;
-    SMLA_TRY(smla_cuda_enter(op, m->device_id, &guard, error));
-    const smla_status status = order_use(op, m, stream, is_over, error);
-    smla_cuda_leave(&guard);
-    return status;
+    SMLA_TRY(find_id(op, stream, &m->use_stream, error));
+    return wait_for_newest(op, m, stream, m->use_stream, error);
 }
 
 smla_status
 smla_cuda_begin_use(const char *op, smla_mirror *mirror, smla_stream stream, smla_error *error)
 {
-    return guard_use(op, mirror, stream, false, error);
+    cuda_mirror *m = (cuda_mirror *)mirror;
+    smla_cuda_guard guard;
+    SMLA_TRY(smla_cuda_enter(op, m->device_id, &guard, error));
+    const smla_status status = begin_use(op, m, stream, error);
+    smla_cuda_leave(&guard);
+    return status;
 }
 
 smla_status
 smla_cuda_end_use(const char *op, smla_mirror *mirror, smla_stream stream, smla_error *error)
 {
-    return guard_use(op, mirror, stream, true, error);
+    cuda_mirror *m = (cuda_mirror *)mirror;
+    smla_cuda_guard guard;
+    if (m->use_is_captured) {
+        return SMLA_OK;
+    }
+    SMLA_TRY(smla_cuda_enter(op, m->device_id, &guard, error));
+    const smla_status status = record_newest(op, m, stream, m->use_stream, m->used, error);
+    smla_cuda_leave(&guard);
+    return status;
 }

@@ -118,12 +118,13 @@ static int
 read_any(const smla_py_state *state, const char *op, smla_py_role role, smla_py_array *array)
 {
     PyObject *const object = array->object;
+    const smla_py_exchange *const known = smla_py_recall_exchange(state->shared, object);
     int status = SMLA_PY_NOT_THIS;
-    if (!smla_py_is_exchanged(state, object)) {
+    if (known == NULL || known->api == NULL) {
         status = read_by_type(state, op, array);
     }
     if (status == SMLA_PY_NOT_THIS) {
-        status = smla_py_read_exchange_api(state, op, role, array);
+        status = smla_py_read_exchange_api(state, op, role, known, array);
     }
     if (status == SMLA_PY_NOT_THIS) {
         status = smla_py_meet_cupy(state, object);

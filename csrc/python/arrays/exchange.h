@@ -9,6 +9,15 @@
 
 enum { SMLA_PY_EXCHANGES = 4 };
 
+/* A type and its exchange API, which is NULL for JAX's array type: that one has none. */
+typedef struct smla_py_exchange {
+    PyTypeObject *type;
+    const DLPackExchangeAPI *api;
+    bool is_always_writable; /* true of PyTorch's tensors */
+    PyObject *requires_grad; /* the type's descriptor if it decides for all objects, else NULL */
+    descrgetfunc ask;        /* __get__ of that descriptor */
+} smla_py_exchange;
+
 /* The state that changes after the import, one struct per module object. */
 struct smla_py_shared {
     pthread_mutex_t lock;        /* the holder neither runs Python code nor waits for anything */
@@ -16,7 +25,8 @@ struct smla_py_shared {
     struct smla_py_batch **end;  /* where the next batch is linked */
     atomic_int num_batches;      /* read without the lock */
     _Atomic(struct smla_py_cupy *) cupy; /* NULL until the first CuPy array comes */
-    _Atomic(struct smla_py_exchange *) exchanges[SMLA_PY_EXCHANGES]; /* exchange_api.c */
+    /* The first types that came, filled from the front: exchange_api.c */
+    _Atomic(smla_py_exchange *) exchanges[SMLA_PY_EXCHANGES];
 };
 
 enum { SMLA_PY_NOT_THIS = 1 }; /* a reader's third result: it cannot read this type */
@@ -55,10 +65,24 @@ int smla_py_cupy_stream(const smla_py_state *state, int32_t device_id, void **ha
 void smla_py_forget_cupy(smla_py_shared *shared);
 void smla_py_forget_exchanges(smla_py_shared *shared);
 
-/* exchange_api.c */
-bool smla_py_is_exchanged(const smla_py_state *state, PyObject *object); /* type was met before */
+/* What is known of the object's type; NULL for a type that was not met before. */
+static inline const smla_py_exchange *
+smla_py_recall_exchange(const smla_py_shared *shared, PyObject *object)
+{
+    PyTypeObject *const type = Py_TYPE(object);
+    for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
+        const smla_py_exchange *known =
+            atomic_load_explicit(&shared->exchanges[i], memory_order_acquire);
+        if (known == NULL || known->type == type) {
+            return known;
+        }
+    }
+    return NULL;
+}
+
+/* exchange_api.c: `known` is what smla_py_recall_exchange returns for the array's object. */
 int smla_py_read_exchange_api(const smla_py_state *state, const char *op, smla_py_role role,
-                              smla_py_array *array);
+                              const smla_py_exchange *known, smla_py_array *array);
 
 /* dlpack.c */
 int smla_py_read_dlpack(const smla_py_state *state, const char *op, smla_py_role role,

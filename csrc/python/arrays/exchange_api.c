@@ -8,16 +8,6 @@
 
 /* ---- The exchange API ---------------------------------------------------------------------- */
 
-/* A type and its exchange API, which is NULL for JAX's array type: that one has none. The first
- * types that come are remembered in smla_py_shared.exchanges, which is filled from the front. */
-typedef struct smla_py_exchange {
-    PyTypeObject *type;
-    const DLPackExchangeAPI *api;
-    bool is_always_writable; /* true of PyTorch's tensors */
-    PyObject *requires_grad; /* the type's descriptor if it decides for all objects, else NULL */
-    descrgetfunc ask;        /* __get__ of that descriptor */
-} smla_py_exchange;
-
 void
 smla_py_forget_exchanges(smla_py_shared *shared)
 {
@@ -29,26 +19,6 @@ smla_py_forget_exchanges(smla_py_shared *shared)
             free(known);
         }
     }
-}
-
-static const smla_py_exchange *
-recall_exchange(smla_py_shared *shared, PyTypeObject *type)
-{
-    for (int i = 0; i < SMLA_PY_EXCHANGES; i++) {
-        const smla_py_exchange *known =
-            atomic_load_explicit(&shared->exchanges[i], memory_order_acquire);
-        if (known == NULL || known->type == type) {
-            return known;
-        }
-    }
-    return NULL;
-}
-
-bool
-smla_py_is_exchanged(const smla_py_state *state, PyObject *object)
-{
-    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
-    return known != NULL && known->api != NULL;
 }
 
 /* A descriptor with a setter takes precedence over an attribute of the object itself. Calling its
@@ -71,9 +41,8 @@ find_requires_grad(const smla_py_state *state, smla_py_exchange *met)
 }
 
 static PyObject *
-ask_requires_grad(const smla_py_state *state, PyObject *object)
+ask_requires_grad(const smla_py_state *state, const smla_py_exchange *known, PyObject *object)
 {
-    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
     return known != NULL && known->ask != NULL
                ? known->ask(known->requires_grad, object, (PyObject *)known->type)
                : PyObject_GetAttr(object, state->str_requires_grad);
@@ -114,7 +83,7 @@ remember_exchange(const smla_py_state *state, PyObject *object, const DLPackExch
     free(met);
 }
 
-/* The exchange API of the object's type, in the major version that we know. NULL without an
+/* The exchange API of a type that is not known yet, in the major version that we know. NULL without an
  * exception if there is none, NULL with an exception if the look-up failed. Types that stand for
  * tensors without values are refused before their export, because PyTorch would print a warning
  * about it. They are never remembered. */
@@ -122,10 +91,6 @@ static const DLPackExchangeAPI *
 find_exchange_api(const smla_py_state *state, const char *op, const smla_py_array *array)
 {
     PyObject *const object = array->object;
-    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
-    if (known != NULL) {
-        return known->api;
-    }
     if (smla_py_is_type_in_package(state, object, "torch._subclasses") ||
         smla_py_is_type_in_package(state, object, "torch.fx")) {
         refuse_traced(op, array);
@@ -169,13 +134,13 @@ may_be_imaginary(const DLTensor *view)
 /* Refuses tensors that __dlpack__ refuses but the exchange API passes. Integers have neither
  * gradients nor a negative bit. */
 static int
-check_plain(const smla_py_state *state, const char *op, const smla_py_array *array,
-            const DLTensor *view)
+check_plain(const smla_py_state *state, const char *op, const smla_py_exchange *known,
+            const smla_py_array *array, const DLTensor *view)
 {
     if (view->dtype.code == kDLInt || view->dtype.code == kDLUInt) {
         return 0;
     }
-    PyObject *flag = ask_requires_grad(state, array->object);
+    PyObject *flag = ask_requires_grad(state, known, array->object);
     if (flag == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
             return -1;
@@ -209,7 +174,8 @@ check_plain(const smla_py_state *state, const char *op, const smla_py_array *arr
 
 /* Whether it is enough to borrow the tensor for this call, without a share of its memory. */
 static bool
-may_lend(const smla_py_state *state, smla_py_role role, PyObject *object)
+may_lend(const smla_py_state *state, smla_py_role role, const smla_py_exchange *known,
+         PyObject *object)
 {
     if (role == SMLA_PY_RETAINED || role == SMLA_PY_RETAINED_OUTPUT) {
         return false;
@@ -217,7 +183,6 @@ may_lend(const smla_py_state *state, smla_py_role role, PyObject *object)
     if (role != SMLA_PY_OUTPUT && role != SMLA_PY_INOUT) {
         return true;
     }
-    const smla_py_exchange *known = recall_exchange(state->shared, Py_TYPE(object));
     return known != NULL ? known->is_always_writable
                          : smla_py_is_type_in_package(state, object, "torch");
 }
@@ -225,10 +190,11 @@ may_lend(const smla_py_state *state, smla_py_role role, PyObject *object)
 /* Borrows the tensor for this call. Takes a share of its memory instead if the tensor is kept for
  * longer, or is written and may be read-only, because a borrowed DLTensor has no such flag. */
 static int
-borrow(const smla_py_state *state, const DLPackExchangeAPI *api, smla_py_role role, DLTensor *view,
-       smla_py_array *array)
+borrow(const smla_py_state *state, const DLPackExchangeAPI *api, smla_py_role role,
+       const smla_py_exchange *known, DLTensor *view, smla_py_array *array)
 {
-    if (may_lend(state, role, array->object) && api->dltensor_from_py_object_no_sync != NULL) {
+    if (may_lend(state, role, known, array->object) &&
+        api->dltensor_from_py_object_no_sync != NULL) {
         return api->dltensor_from_py_object_no_sync(array->object, view);
     }
     DLManagedTensorVersioned *managed = NULL;
@@ -254,14 +220,14 @@ has_elements(const DLTensor *view)
 
 int
 smla_py_read_exchange_api(const smla_py_state *state, const char *op, smla_py_role role,
-                          smla_py_array *array)
+                          const smla_py_exchange *known, smla_py_array *array)
 {
-    const DLPackExchangeAPI *api = find_exchange_api(state, op, array);
+    const DLPackExchangeAPI *api = known != NULL ? known->api : find_exchange_api(state, op, array);
     if (api == NULL) {
         return PyErr_Occurred() == NULL ? SMLA_PY_NOT_THIS : -1;
     }
     DLTensor view;
-    if (borrow(state, api, role, &view, array) != 0) {
+    if (borrow(state, api, role, known, &view, array) != 0) {
         PyErr_Clear(); /* __dlpack__ words the error better */
         return SMLA_PY_NOT_THIS;
     }
@@ -272,7 +238,7 @@ smla_py_read_exchange_api(const smla_py_state *state, const char *op, smla_py_ro
         refuse_traced(op, array); /* a wrapper of torch.func */
         return -1;
     }
-    if (check_plain(state, op, array, &view) < 0) {
+    if (check_plain(state, op, known, array, &view) < 0) {
         return -1;
     }
     return smla_py_copy_view(op, &view, array);

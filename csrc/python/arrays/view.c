@@ -51,10 +51,17 @@ smla_py_copy_view(const char *op, const DLTensor *source, smla_py_array *array)
     array->view = *source;
     array->view.shape = array->shape;
     array->view.strides = array->strides;
+    if (source->strides != NULL) {
+        for (int i = 0; i < source->ndim; i++) {
+            array->shape[i] = source->shape[i];
+            array->strides[i] = source->strides[i];
+        }
+        return 0;
+    }
     int64_t compact = 1;
     for (int i = source->ndim - 1; i >= 0; i--) {
         array->shape[i] = source->shape[i];
-        array->strides[i] = source->strides == NULL ? compact : source->strides[i];
+        array->strides[i] = compact;
         compact *= source->shape[i];
     }
     return 0;
