@@ -1,4 +1,4 @@
-/* byte_range.h: the bytes of compact arrays, inline, because the check of every array asks for them.
+/* byte_range.h: the bytes of compact arrays, inline: the check of every array asks for them.
  * dltensor.c has the other arrays (smla_find_byte_range).
  */
 #pragma once

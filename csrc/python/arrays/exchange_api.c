@@ -83,8 +83,8 @@ remember_exchange(const smla_py_state *state, PyObject *object, const DLPackExch
     free(met);
 }
 
-/* The exchange API of a type that is not known yet, in the major version that we know. NULL without an
- * exception if there is none, NULL with an exception if the look-up failed. Types that stand for
+/* The exchange API of a type that is not known yet, in the major version that we know. NULL without
+ * an exception if there is none, NULL with an exception if the look-up failed. Types that stand for
  * tensors without values are refused before their export, because PyTorch would print a warning
  * about it. They are never remembered. */
 static const DLPackExchangeAPI *
