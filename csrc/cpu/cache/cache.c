@@ -37,13 +37,13 @@ smla_cpu_check_cache_write(const smla_cache_write_params *p, smla_error *error)
 /* Lists the tokens from `first` to `end` - 1 that a share writes. Returns how many there are. Slots
  * are random to the processor, so it would foresee half of the branches of a loop that wrote. */
 static int
-list_tokens(const smla_cache_write_params *p, int64_t first, int64_t end, int share, int num_shares,
-            int64_t *tokens)
+list_tokens(const smla_cache_write_params *p, int64_t first, int64_t end, int share,
+            slot_shares shares, int64_t *tokens)
 {
     int count = 0;
     for (int64_t token = first; token < end; token++) {
         tokens[count] = token;
-        count += is_in_share(read_slot(p, token), share, num_shares);
+        count += is_in_share(read_slot(p, token), share, shares);
     }
     return count;
 }
@@ -62,7 +62,7 @@ fetch_values(const void *values, int64_t size)
  * processor does not foresee them. One share among several leaves tokens out, so that it does not
  * foresee the values, either. */
 static inline __attribute__((always_inline)) smla_kv_token
-fetch_token(const smla_cache_write_params *p, int64_t token, int num_shares)
+fetch_token(const smla_cache_write_params *p, int64_t token, slot_shares shares)
 {
     const smla_kv_format_info *const format = p->kv.format;
     const smla_kv_token to = smla_kv_slot(&p->kv, read_slot(p, token));
@@ -72,7 +72,7 @@ fetch_token(const smla_cache_write_params *p, int64_t token, int num_shares)
     if (format->scale_bytes != 0) {
         __builtin_prefetch(to.scales, 1);
     }
-    if (num_shares > 1) {
+    if (shares.count > 1) {
         const int64_t size = p->input_type == SMLA_FLOAT_FP32 ? 4 : 2;
         fetch_values((const uint8_t *)p->kv_c + token * p->kv_c_stride_token * size,
                      format->nope_dim * size);
@@ -85,7 +85,7 @@ fetch_token(const smla_cache_write_params *p, int64_t token, int num_shares)
 /* Writes the tokens of one share in order. */
 static void
 write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int share,
-            int num_shares)
+            slot_shares shares)
 {
     const float kv_scale = smla_read_scale(&p->kv_scale);
     int64_t tokens[LISTED_TOKENS];
@@ -93,15 +93,15 @@ write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int s
     for (int64_t first = 0; first < p->num_tokens; first += LISTED_TOKENS) {
         const int64_t left = p->num_tokens - first;
         const int64_t end = first + (left < LISTED_TOKENS ? left : LISTED_TOKENS);
-        const int count = list_tokens(p, first, end, share, num_shares, tokens);
+        const int count = list_tokens(p, first, end, share, shares, tokens);
         for (int i = 0; i < count && i < FETCHED_TOKENS; i++) {
-            rows[i] = fetch_token(p, tokens[i], num_shares);
+            rows[i] = fetch_token(p, tokens[i], shares);
         }
         for (int i = 0; i < count; i++) {
             smla_kv_token *const row = &rows[i % FETCHED_TOKENS];
             const smla_kv_token to = *row;
             if (i + FETCHED_TOKENS < count) {
-                *row = fetch_token(p, tokens[i + FETCHED_TOKENS], num_shares);
+                *row = fetch_token(p, tokens[i + FETCHED_TOKENS], shares);
             }
             cache->write_row(p->kv.format, p->input_type, p->kv_c, tokens[i] * p->kv_c_stride_token,
                              p->k_pe, tokens[i] * p->k_pe_stride_token, kv_scale, to);
@@ -115,14 +115,14 @@ write_tokens(const smla_cache_write_params *p, smla_error *error)
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
     SMLA_TRY(smla_cpu_check_cache_write(p, error));
-    const int num_shares = count_shares(p);
-    if (num_shares == 1) { /* a parallel region of one thread costs as much as a token */
-        write_share(isa->cache, p, 0, 1);
+    const slot_shares shares = divide_slots(p, p->num_tokens);
+    if (shares.count == 1) { /* a parallel region of one thread costs as much as a token */
+        write_share(isa->cache, p, 0, shares);
         return SMLA_OK;
     }
 #pragma omp parallel for schedule(static)
-    for (int share = 0; share < num_shares; share++) {
-        write_share(isa->cache, p, share, num_shares);
+    for (int share = 0; share < shares.count; share++) {
+        write_share(isa->cache, p, share, shares);
     }
     return SMLA_OK;
 }

@@ -41,13 +41,13 @@ smla_cpu_check_partial_states(const smla_partial_states_params *p, smla_error *e
 /* Saves the tokens of one share in order. */
 static void
 save_share(const smla_norm_isa *norm, const smla_partial_states_params *p, int share,
-           int num_shares)
+           slot_shares shares)
 {
     const smla_cache_write_params *const rows = &p->rows;
     const int64_t bytes = rows->input_type == SMLA_FLOAT_BF16 ? 2 : 4;
     for (int64_t token = 0; token < rows->num_tokens; token++) {
         const int64_t slot = read_slot(rows, token);
-        if (is_in_share(slot, share, num_shares)) {
+        if (is_in_share(slot, share, shares)) {
             const int64_t place = read_position_of(p, token) % p->ratio;
             norm->save_state((const uint8_t *)rows->kv_c + token * rows->kv_c_stride_token * bytes,
                              (const uint8_t *)rows->k_pe + token * rows->k_pe_stride_token * bytes,
@@ -60,10 +60,10 @@ save_share(const smla_norm_isa *norm, const smla_partial_states_params *p, int s
 static void
 save_states(const smla_norm_isa *norm, const smla_partial_states_params *p)
 {
-    const int num_shares = count_shares(&p->rows);
-#pragma omp parallel for schedule(static) if (num_shares > 1)
-    for (int share = 0; share < num_shares; share++) {
-        save_share(norm, p, share, num_shares);
+    const slot_shares shares = divide_slots(&p->rows, p->rows.num_tokens);
+#pragma omp parallel for schedule(static) if (shares.count > 1)
+    for (int share = 0; share < shares.count; share++) {
+        save_share(norm, p, share, shares);
     }
 }
 
@@ -234,13 +234,12 @@ close_group(const smla_cpu_isa *isa, const smla_compress_params *p, int64_t toke
  * states of the next one are fetched. */
 static void
 close_share(const smla_cpu_isa *isa, const smla_compress_params *p, const absent_state *absent,
-            int share, int num_shares)
+            int share, slot_shares shares)
 {
     const float kv_scale = smla_read_scale(&p->insert.kv_scale);
     int64_t former = -1;
     for (int64_t token = 0; token < p->insert.num_tokens; token++) {
-        if (is_in_share(read_slot(&p->insert, token), share, num_shares) &&
-            closes_group(p, token)) {
+        if (is_in_share(read_slot(&p->insert, token), share, shares) && closes_group(p, token)) {
             fetch_states(p, token, 0, absent);
             if (former >= 0) {
                 close_group(isa, p, former, kv_scale, absent);
@@ -266,10 +265,10 @@ smla_cpu_compress_norm_rope_store(const smla_compress_params *p, smla_error *err
     for (int i = 0; i < SMLA_V4_HEAD_DIM; i++) {
         absent.scores[i] = -INFINITY;
     }
-    const int num_shares = count_shares(&p->insert);
-#pragma omp parallel for schedule(static) if (num_shares > 1)
-    for (int share = 0; share < num_shares; share++) {
-        close_share(isa, p, &absent, share, num_shares);
+    const slot_shares shares = divide_slots(&p->insert, p->insert.num_tokens / p->states.ratio);
+#pragma omp parallel for schedule(static) if (shares.count > 1)
+    for (int share = 0; share < shares.count; share++) {
+        close_share(isa, p, &absent, share, shares);
     }
     return SMLA_OK;
 }

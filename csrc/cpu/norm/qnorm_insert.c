@@ -35,14 +35,15 @@ write_head(const smla_norm_isa *norm, const smla_qnorm_insert_params *p, int64_t
 
 /* Turns the keys of one share, and writes them in order. */
 static void
-insert_share(const smla_cpu_isa *isa, const smla_qnorm_insert_params *p, int share, int num_shares)
+insert_share(const smla_cpu_isa *isa, const smla_qnorm_insert_params *p, int share,
+             slot_shares shares)
 {
     const smla_cache_write_params *const insert = &p->insert;
     const uint16_t *const kv = insert->kv_c;
     const float kv_scale = smla_read_scale(&insert->kv_scale);
     for (int64_t token = 0; token < insert->num_tokens; token++) {
         const int64_t slot = read_slot(insert, token);
-        if (is_in_share(slot, share, num_shares)) {
+        if (is_in_share(slot, share, shares)) {
             uint16_t key[SMLA_V4_HEAD_DIM];
             isa->norm->turn_to_bf16(kv + token * insert->kv_c_stride_token,
                                     find_angles(&p->rope, token), false, key);
@@ -67,10 +68,10 @@ smla_cpu_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *p, smla_erro
     for (int64_t i = 0; i < num_heads; i++) {
         write_head(isa->norm, p, i / p->out_heads, i % p->out_heads, q_scale_inv);
     }
-    const int num_shares = count_shares(&p->insert);
-#pragma omp parallel for schedule(static) if (num_shares > 1)
-    for (int share = 0; share < num_shares; share++) {
-        insert_share(isa, p, share, num_shares);
+    const slot_shares shares = divide_slots(&p->insert, p->insert.num_tokens);
+#pragma omp parallel for schedule(static) if (shares.count > 1)
+    for (int share = 0; share < shares.count; share++) {
+        insert_share(isa, p, share, shares);
     }
     return SMLA_OK;
 }
