@@ -148,24 +148,39 @@ test_write_keeps_padding(void)
     EXPECT(is_poison(slice(buffer, 0, 1, 4, 2)));
 }
 
-/* The last token of a slot wins, on any number of threads. 200 tokens are enough for several. */
+enum { MOST_SLOTS = 200 };
+
+/* The last token of a slot wins, on any number of threads. */
 static void
-test_write_duplicates(void)
+expect_last_tokens(int64_t num_tokens, int64_t num_slots)
 {
-    const array *cache = ARRAY(uint8, 2, 8, FP8_ROW);
-    const array *kv_c = make_input(0, 200, NOPE);
-    const array *k_pe = make_input(0, 200, ROPE);
-    array *slots = ARRAY(int32, 200);
-    int64_t last[16];
-    for (int64_t token = 0; token < 200; token++) {
-        const int64_t slot = random_int(16);
+    const array *cache = ARRAY(uint8, num_slots / 8, 8, FP8_ROW);
+    const array *kv_c = make_input(0, num_tokens, NOPE);
+    const array *k_pe = make_input(0, num_tokens, ROPE);
+    array *slots = ARRAY(int32, num_tokens);
+    int64_t last[MOST_SLOTS];
+    for (int64_t slot = 0; slot < num_slots; slot++) {
+        last[slot] = -1;
+    }
+    for (int64_t token = 0; token < num_tokens; token++) {
+        const int64_t slot = random_int(num_slots);
         SET(slots, (double)slot, token);
         last[slot] = token;
     }
     EXPECT_OK(write_cache(kv_c, k_pe, cache, slots));
-    for (int64_t slot = 0; slot < 16; slot++) {
-        expect_token(kv_c, k_pe, last[slot], cache, slot);
+    for (int64_t slot = 0; slot < num_slots; slot++) {
+        if (last[slot] >= 0) {
+            expect_token(kv_c, k_pe, last[slot], cache, slot);
+        }
     }
+}
+
+/* 200 tokens are enough for several threads, and 4096 for two that each write whole pages. */
+static void
+test_write_duplicates(void)
+{
+    expect_last_tokens(200, 16);
+    expect_last_tokens(4096, MOST_SLOTS);
 }
 
 static void
