@@ -8,6 +8,8 @@
  */
 #pragma once
 
+#include <math.h>
+
 #include "cpu/cache/row_encoder.h"
 
 /* Reads bf16 values, exactly. */
@@ -88,7 +90,7 @@ decode_e2m1_nope(const smla_kv_format_info *format, const uint8_t *row, const fl
 {
     bool has_nan = false;
     for (int t = 0; t < format->num_scales; t++) {
-        has_nan |= scales[t] != scales[t];
+        has_nan |= isnan(scales[t]);
     }
     for (int i = 0; !has_nan && i < format->nope_dim; i += QUAD) {
         const __m256i tables = make_e2m1_tables(scales[i / format->scale_tile],
