@@ -75,16 +75,8 @@ find_slot(int32_t device_id)
 }
 
 static cudaError_t
-find_facts(int32_t device_id, const smla_cuda_device **facts)
+learn_facts(int32_t device_id, device_slot *slot)
 {
-    device_slot *slot = find_slot(device_id);
-    if (slot == NULL) {
-        return cudaErrorInvalidDevice;
-    }
-    *facts = &slot->facts;
-    if (atomic_load_explicit(&slot->is_known, memory_order_acquire)) {
-        return cudaSuccess;
-    }
     pthread_mutex_lock(&slots_lock);
     cudaError_t code = cudaSuccess;
     if (!atomic_load_explicit(&slot->is_known, memory_order_relaxed)) {
@@ -95,21 +87,25 @@ find_facts(int32_t device_id, const smla_cuda_device **facts)
     return code;
 }
 
-/* Facts that are known; NULL: find_facts must find them. Every call asks a dozen times. */
-static inline const smla_cuda_device *
-recall_facts(int32_t device_id)
+/* Inline, because every call asks a dozen times for facts that are known. */
+static inline cudaError_t
+find_facts(int32_t device_id, const smla_cuda_device **facts)
 {
-    const device_slot *const slot = find_slot(device_id);
-    return slot != NULL && atomic_load_explicit(&slot->is_known, memory_order_acquire)
-               ? &slot->facts
-               : NULL;
+    device_slot *const slot = find_slot(device_id);
+    if (slot == NULL) {
+        return cudaErrorInvalidDevice;
+    }
+    *facts = &slot->facts;
+    return atomic_load_explicit(&slot->is_known, memory_order_acquire)
+               ? cudaSuccess
+               : learn_facts(device_id, slot);
 }
 
 const smla_cuda_device *
 smla_cuda_find_device(int32_t device_id)
 {
-    const smla_cuda_device *device = recall_facts(device_id);
-    return device != NULL || find_facts(device_id, &device) == cudaSuccess ? device : NULL;
+    const smla_cuda_device *device = NULL;
+    return find_facts(device_id, &device) == cudaSuccess ? device : NULL;
 }
 
 /* Reports why the driver shows no device at all. */
@@ -167,12 +163,10 @@ report_device(const char *op, int32_t device_id, cudaError_t code, smla_error *e
 smla_status
 smla_cuda_check_device(const char *op, int32_t device_id, smla_error *error)
 {
-    const smla_cuda_device *device = recall_facts(device_id);
-    if (device == NULL) {
-        const cudaError_t code = find_facts(device_id, &device);
-        if (code != cudaSuccess) {
-            return report_device(op, device_id, code, error);
-        }
+    const smla_cuda_device *device = NULL;
+    const cudaError_t code = find_facts(device_id, &device);
+    if (code != cudaSuccess) {
+        return report_device(op, device_id, code, error);
     }
     if (device->compute_capability < MIN_COMPUTE_CAPABILITY) {
         return smla_fail(error, SMLA_ERROR_RUNTIME,
