@@ -106,7 +106,7 @@ SMLA_INLINE void
 decode_nope(const smla_kv_format_info *format, smla_kv_token from, float kv_scale,
             smla_float_type type, uint8_t *out)
 {
-    float scales[SMLA_MAX_ROW_SCALES] __attribute__((aligned(64)));
+    float scales[SMLA_MAX_ROW_SCALES];
     float lanes[ROW_LANES] __attribute__((aligned(64)));
     load_row_scales(format, from.scales, scales);
 #if defined(SMLA_HAVE_BYTES)

@@ -249,12 +249,12 @@ encode_by_cache_scale(const smla_kv_format_info *format, const uint8_t *values, 
     if (!is_ordinary || has_lane(~(largest * factor <= SMLA_E4M3_MAX))) {
         return false;
     }
-    const bool is_power = (smla_float_bits(factor) & 0x7FFFFFu) == 0;
-    for (int i = 0; is_power && i < format->nope_dim; i += QUAD) {
-        store_exact_e4m3(values + 2 * i, factor * SMLA_EXACT_FACTOR, row + i);
+    if ((smla_float_bits(factor) & 0x7FFFFFu) == 0) { /* a power of two */
+        store_all_exact_e4m3(values, format->nope_dim, factor, row);
+        return true;
     }
-    for (int i = 0; !is_power && i < format->nope_dim; i += QUAD) {
-        const float scaled = factor * 0x1p-8f;
+    const float scaled = factor * 0x1p-8f;
+    for (int i = 0; i < format->nope_dim; i += QUAD) {
         const duo first = load_bf16_duo(values + 2 * i);
         const duo second = load_bf16_duo(values + 2 * (i + DUO));
         store_scaled_e4m3((duo){first.even * scaled, first.odd * scaled},

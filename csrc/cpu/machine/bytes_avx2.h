@@ -156,15 +156,21 @@ store_normal_e4m3(const void *halves, int count, int exponent, void *bytes)
 
 /* `count` bf16 values times a power of two, at most 448, as e4m3. */
 SMLA_INLINE void
-store_products_e4m3(const void *halves, int count, float power, void *bytes)
+store_all_exact_e4m3(const void *halves, int count, float power, void *bytes)
 {
-    const int exponent = (int)(smla_float_bits(power) >> 23) - 127;
-    if (store_normal_e4m3(halves, count, exponent, bytes)) {
-        return;
-    }
     for (int i = 0; i < count; i += QUAD) {
         store_exact_e4m3((const uint16_t *)halves + i, power * SMLA_EXACT_FACTOR,
                          (uint8_t *)bytes + i);
+    }
+}
+
+/* The same for values of which most are normal. */
+SMLA_INLINE void
+store_products_e4m3(const void *halves, int count, float power, void *bytes)
+{
+    const int exponent = (int)(smla_float_bits(power) >> 23) - 127;
+    if (!store_normal_e4m3(halves, count, exponent, bytes)) {
+        store_all_exact_e4m3(halves, count, power, bytes);
     }
 }
 
