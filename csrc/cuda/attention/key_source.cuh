@@ -185,7 +185,18 @@ map_index(const smla_index_map &map, const smla_divisor &block_size, int32_t tok
     return page < 0 || slot > INT32_MAX ? -1 : slot;
 }
 
-/* The slot that an index of a list names; negative if it names none. */
+/* map_index as a called function. It reads the kernel's arguments more slowly. */
+static __device__ __noinline__ int64_t
+map_index_apart(const smla_index_map &map, const smla_divisor &block_size, int32_t token,
+                int32_t index)
+{
+    return map_index(map, block_size, token, index);
+}
+
+/* The slot that an index of a list names; negative if it names none. APART: lists without a block
+ * table do not jump over the code for block tables, because what lies behind a jump comes late from
+ * memory. */
+template <bool APART = false>
 static __device__ __forceinline__ int32_t
 slot_of_index(const attention_launch &launch, int list, int32_t token, int32_t index)
 {
@@ -194,8 +205,9 @@ slot_of_index(const attention_launch &launch, int list, int32_t token, int32_t i
     if (index < 0) {
         return -1;
     }
-    const int64_t slot =
-        map.block_table == NULL ? index : map_index(map, facts.block_size, token, index);
+    const int64_t slot = map.block_table == NULL ? index
+                         : APART ? map_index_apart(map, facts.block_size, token, index)
+                                 : map_index(map, facts.block_size, token, index);
     return slot < facts.num_slots ? (int32_t)slot : -1;
 }
 

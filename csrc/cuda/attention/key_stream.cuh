@@ -199,8 +199,16 @@ find_nth_bit(uint32_t bits, int n)
     return place;
 }
 
+/* find_nth_bit as a called function. */
+static __device__ __noinline__ int
+find_nth_bit_apart(uint32_t bits, int n)
+{
+    return find_nth_bit(bits, n);
+}
+
 /* Takes the keys among the lanes' next indices, behind those that are held. The following indices
  * are loaded last, into the same register, because a move from another one would wait for them. */
+template <bool APART>
 static __device__ __forceinline__ void
 take_keys(key_stream *stream, uint32_t limit, int lane)
 {
@@ -210,7 +218,8 @@ take_keys(key_stream *stream, uint32_t limit, int lane)
         stream->num_held = SMLA_WARP_LANES;
     } else {
         const int rank = (lane - stream->num_held) & (SMLA_WARP_LANES - 1);
-        const uint32_t moved = __shfl_sync(0xFFFFFFFFu, stream->next, find_nth_bit(is_key, rank));
+        const int place = APART ? find_nth_bit_apart(is_key, rank) : find_nth_bit(is_key, rank);
+        const uint32_t moved = __shfl_sync(0xFFFFFFFFu, stream->next, place);
         if (rank < __popc(is_key)) {
             if (lane >= stream->num_held) {
                 stream->held = moved;
@@ -226,13 +235,16 @@ take_keys(key_stream *stream, uint32_t limit, int lane)
     load_next(stream);
 }
 
-/* Takes the keys of the warp's next step, one per lane. A lane without a key gets NO_INDEX. */
+/* Takes the keys of the warp's next step, one per lane. A lane without a key gets NO_INDEX. APART:
+ * lists without holes do not jump over the code for holes, because what lies behind a jump comes
+ * late from memory. */
+template <bool APART = false>
 static __device__ __forceinline__ uint32_t
 take_step(key_stream *stream, uint32_t limit, int lane)
 {
 #pragma unroll 1
     while (stream->num_held < SMLA_WARP_LANES && stream->to_come > 0) {
-        take_keys(stream, limit, lane);
+        take_keys<APART>(stream, limit, lane);
     }
     const uint32_t index = lane < stream->num_held ? stream->held : NO_INDEX;
     stream->held = stream->over;

@@ -295,6 +295,13 @@ ptx_barrier(int id, int num_threads)
     asm volatile("barrier.sync.aligned %0, %1;" : : "r"(id), "r"(num_threads) : "memory");
 }
 
+/* Arrives at such a barrier, and does not wait. */
+static __device__ __forceinline__ void
+ptx_barrier_arrive(int id, int num_threads)
+{
+    asm volatile("barrier.arrive.aligned %0, %1;" : : "r"(id), "r"(num_threads) : "memory");
+}
+
 /* ptx_barrier, which returns whether `is_set` holds in any thread. */
 static __device__ __forceinline__ bool
 ptx_barrier_or(int id, int num_threads, bool is_set)

@@ -46,7 +46,7 @@
  *              scored               128 threads of group 0, which have scored its block | the same
  *                                   threads, before weights replace the block's RoPE tile
  *              barriers         CONSUMERS 256 threads, where a work ends; GATHER 128 threads, where
- *                               its keys are counted
+ *                               its keys are counted, and for the first work all threads
  *              A group learns from the other's weights that the other's block has come, and its
  *              references (hopper_bf16_products.cuh). A block that is full again was freed by both
  *              groups, so no thread still reads the weights that group 1 replaces.
@@ -222,39 +222,13 @@ consume_steps(const bf16_launch &launch, bf16_phase *phase, bf16_memory *shared,
     phase->work ^= 1;
 }
 
-template <typename Keys, bool MAXIMA, bool ALIGNED>
-static __device__ __forceinline__ void
-consume(const bf16_launch &launch, bf16_memory *shared)
-{
-    bf16_phase phase = {};
-    const int follower = (int)threadIdx.x - GROUP_THREADS; /* a thread of group 1 */
-    if (follower >= 0) {
-        const cta_work first = find_numbered_work(launch.base, (int)blockIdx.x, TILE_HEADS);
-        copy_query<Keys::ROPE, ALIGNED>(launch.base.params, first, ptx_shared_address(shared),
-                                        follower / SMLA_WARP_LANES);
-    }
-    order_works(launch, BARRIER_CONSUMERS, shared);
-#pragma unroll 1
-    for (int n = 0;; n++) {
-        const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, n);
-        if (idx < 0) {
-            break;
-        }
-        bf16_consumer state;
-        clear_sums(&state);
-        consume_steps<Keys, MAXIMA>(launch, &phase, shared, &state);
-        finish_work<Keys, MAXIMA>(launch, idx, n & 1, shared, state);
-    }
-}
-
-/* ---- Kernel -------------------------------------------------------------------------------- */
-
+/* Initialises the mbarriers, in a thread of the consumers, which have the time. The gather warps
+ * learn of it when their first keys are counted. */
 template <typename Keys>
 static __device__ __forceinline__ void
 start(const bf16_launch &launch, bf16_memory *shared)
 {
-    const int thread = (int)threadIdx.x;
-    if (thread == CONSUMER_THREADS) {
+    if (threadIdx.x == 0) {
         for (int block = 0; block < 2; block++) {
             for (int piece = 0; piece < PIECES; piece++) {
                 const bool has_keys = piece == nth_piece<Keys>(block, KEY_PIECE);
@@ -272,8 +246,36 @@ start(const bf16_launch &launch, bf16_memory *shared)
         start_order(launch.base, &shared->order);
         ptx_fence_mbarrier_init();
     }
-    __syncthreads();
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
+    ptx_barrier_arrive(BARRIER_GATHER, Keys::THREADS);
 }
+
+template <typename Keys, bool MAXIMA, bool ALIGNED>
+static __device__ __forceinline__ void
+consume(const bf16_launch &launch, bf16_memory *shared)
+{
+    bf16_phase phase = {};
+    start<Keys>(launch, shared);
+    ptx_wait_for_grids();
+    const int follower = (int)threadIdx.x - GROUP_THREADS; /* a thread of group 1 */
+    if (follower >= 0) {
+        const cta_work first = find_numbered_work(launch.base, (int)blockIdx.x, TILE_HEADS);
+        copy_query<Keys::ROPE, ALIGNED>(find_query(launch.base.params, first),
+                                        ptx_shared_address(shared), follower / SMLA_WARP_LANES);
+    }
+    order_works(launch, BARRIER_CONSUMERS, shared);
+    int idx = (int)blockIdx.x; /* work 0, whatever the order */
+#pragma unroll 1
+    for (int n = 0; idx >= 0;) {
+        bf16_consumer state;
+        clear_sums(&state);
+        consume_steps<Keys, MAXIMA>(launch, &phase, shared, &state);
+        finish_work<Keys, MAXIMA>(launch, idx, n & 1, shared, state);
+        idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, ++n);
+    }
+}
+
+/* ---- Kernel -------------------------------------------------------------------------------- */
 
 /* Keys: key_kind. MAXIMA: max_logits are wanted. ALIGNED: all rows of q and all cache rows begin at
  * multiples of 16 bytes. */
@@ -283,14 +285,12 @@ __launch_bounds__(Keys::THREADS, 1) attend_bf16(const __grid_constant__ bf16_lau
 {
     extern __shared__ __align__(1024) uint8_t memory[];
     bf16_memory *const shared = (bf16_memory *)memory;
-    start<Keys>(launch, shared);
-    ptx_wait_for_grids();
-    if (threadIdx.x >= CONSUMER_THREADS) {
-        ptx_release_registers<Keys::GATHER_REGISTERS>();
-        gather<Keys, ALIGNED>(launch, shared);
-    } else {
+    if (threadIdx.x < CONSUMER_THREADS) {
         ptx_claim_registers<Keys::CONSUMER_REGISTERS>();
         consume<Keys, MAXIMA, ALIGNED>(launch, shared);
+    } else {
+        ptx_release_registers<Keys::GATHER_REGISTERS>();
+        gather<Keys, ALIGNED>(launch, shared);
     }
 }
 

@@ -108,29 +108,54 @@ announce_copies(uint32_t barrier)
 
 /* ---- Query --------------------------------------------------------------------------------- */
 
+/* Where a work's query lies. */
+typedef struct query_place {
+    const uint16_t *nope;
+    const uint16_t *rope;
+    int64_t nope_stride; /* elements from a head to the next */
+    int64_t rope_stride;
+    int32_t num_heads;
+} query_place;
+
+static __device__ __forceinline__ query_place
+find_query(const smla_attention_params &params, const cta_work &work)
+{
+    return query_place{params.q_nope + work.token * params.q_nope_stride_token +
+                           work.first_head * params.q_nope_stride_head,
+                       params.q_pe + work.token * params.q_pe_stride_token +
+                           work.first_head * params.q_pe_stride_head,
+                       params.q_nope_stride_head, params.q_pe_stride_head, work.num_heads};
+}
+
 /* Copies the query of a work; `warp` is the number of the calling warp among four. Group 1 brings
  * the CTA's first query, because it is idle while the gather warps read the first indices. The
  * gather warps bring the others. */
 template <bool ROPE, bool ALIGNED>
 static __device__ __forceinline__ void
-copy_query(const smla_attention_params &params, const cta_work &work, uint32_t base, int warp)
+copy_query(const query_place &query, uint32_t base, int warp)
 {
 #pragma unroll 1
     for (int flight = 0; flight < ROW_FLIGHTS; flight++) {
         const int head = warp * WARP_ROWS + flight * FLIGHT_ROWS + gather_lane() / 8;
-        const uint16_t *const nope = params.q_nope + work.token * params.q_nope_stride_token +
-                                     (work.first_head + head) * params.q_nope_stride_head;
-        const uint16_t *const rope = params.q_pe + work.token * params.q_pe_stride_token +
-                                     (work.first_head + head) * params.q_pe_stride_head;
+        const uint16_t *const nope = query.nope + head * query.nope_stride;
+        const uint16_t *const rope = query.rope + head * query.rope_stride;
         const uint32_t to = BF16_AT(base, query) + chunk_in_tile(first_chunk_in_tile(warp), flight);
 #pragma unroll
         for (int tile = 0; tile < (ROPE ? QUERY_TILES : ROPE_TILE); tile++) {
             const uint16_t *const from = tile == ROPE_TILE ? rope : nope + tile * 64;
             copy_chunk<ALIGNED>(to + tile * TILE_BYTES, from + gather_lane() % 8 * 8,
-                                head < work.num_heads);
+                                head < query.num_heads);
         }
     }
     announce_copies<ALIGNED>(BF16_AT(base, query_full));
+}
+
+/* copy_query as a called function, which first steps without a query do not jump over. */
+template <bool ROPE, bool ALIGNED>
+static __device__ __noinline__ void
+copy_query_apart(query_place query, uint32_t base, int warp)
+{
+    copy_query<ROPE, ALIGNED>(query, base, warp);
 }
 
 /* ---- Keys ---------------------------------------------------------------------------------- */

@@ -29,8 +29,9 @@ begin_count(int32_t num_steps, uint32_t turn, bf16_memory *shared)
 
 /* ---- Works --------------------------------------------------------------------------------- */
 
-/* Asks for the indices of work number idx to be in L2; -1 is no work. */
-static __device__ __forceinline__ void
+/* Asks for the indices of work number idx to be in L2; -1 is no work. Not inlined, because a CTA's
+ * last work jumps over it. */
+static __device__ __noinline__ void
 prefetch_work(const bf16_launch &launch, int idx)
 {
     if (idx >= 0) {
@@ -44,6 +45,7 @@ prefetch_work(const bf16_launch &launch, int idx)
 
 /* What a step of a list needs besides its keys. */
 typedef struct step_context {
+    cta_work work;
     int n;             /* the work's number among the CTA's */
     bool is_first;     /* the step is the work's first */
     int32_t num_steps; /* the work's */
@@ -63,14 +65,8 @@ pass_middle(const bf16_launch &launch, const step_context &context, uint32_t are
         begin_count(context.num_steps, state.phase.work, shared);
         if (context.n != 0) {
             ptx_mbarrier_wait(BF16_AT(state.base, query_empty), state.phase.work ^ 1);
-            /* Found again, because ptxas would keep it, or the query's address, over all steps. */
-            const cta_work same =
-                find_numbered_work(launch.base,
-                                   ptx_forget(nth_work(launch.is_ordered, launch.num_works,
-                                                       &shared->order, context.n)),
-                                   TILE_HEADS);
-            copy_query<Keys::ROPE, ALIGNED>(launch.base.params, same, state.base,
-                                            gather_warp_again());
+            copy_query_apart<Keys::ROPE, ALIGNED>(find_query(launch.base.params, context.work),
+                                                  state.base, gather_warp_again());
         }
     }
     count_step(are_keys, key.slot >= 0, key, state.phase.work, gather_warp_again, shared);
@@ -127,9 +123,9 @@ gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
 #pragma unroll 1
     for (int32_t left = list == 0 ? steps.main : steps.extra; left > 0; left--) {
         const uint32_t limit = launch.base.lists[list].index_limit;
-        const uint32_t index = take_step(stream, limit, gather_lane());
-        const int32_t slot = slot_of_index(launch.base, list, work.token, (int32_t)index);
-        gather_step<Keys, ALIGNED>(launch, step_context{n, *is_first_step, num_steps},
+        const uint32_t index = take_step<true>(stream, limit, gather_lane());
+        const int32_t slot = slot_of_index<true>(launch.base, list, work.token, (int32_t)index);
+        gather_step<Keys, ALIGNED>(launch, step_context{work, n, *is_first_step, num_steps},
                                    listed_key{slot, list}, is_last_list && left == 1 ? IS_LAST : 0,
                                    shared, stream, *state);
         if (*is_first_step) {
@@ -153,37 +149,43 @@ gather(const bf16_launch &launch, bf16_memory *shared)
     state.base = ptx_shared_address(shared);
     state.to =
         first_chunk_in_tile(gather_warp()) + gather_twin<Keys>() * (WARP_ROWS / Keys::TWINS * 128);
+    ptx_wait_for_grids();
+    int idx = (int)blockIdx.x; /* work 0, whatever the order */
 #pragma unroll 1
-    for (int n = 0;; n++) {
-        const int idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, n);
-        if (idx < 0) {
-            break;
-        }
+    for (int n = 0; idx >= 0;) {
         const cta_work work = find_numbered_work(launch.base, idx, TILE_HEADS);
-        key_stream stream =
-            open_stream(launch.base, work, 0, gather_warp_again(), gather_lane(), 0);
-        load_next(&stream); /* comes together with the indices that are counted */
         key_counts *const counts = &shared->num_keys[state.phase.work];
-        if (gather_twin<Keys>() == 0) {
-            count_work<BF16_COUNT_LOADS>(launch.base, work, stream, gather_warp_again(),
-                                         gather_lane(), BARRIER_GATHER, Keys::GATHER_THREADS,
-                                         counts);
-        } else {
-            ptx_barrier(BARRIER_GATHER, Keys::GATHER_THREADS);
+        key_stream stream = {};
+#pragma unroll 1
+        for (int list = 0; list < launch.base.params.num_lists; list++) {
+            key_stream opened =
+                open_stream(launch.base, work, list, gather_warp_again(), gather_lane(), 0);
+            if (list == 0) { /* its next index comes together with those that are counted */
+                stream = opened;
+                load_next(&stream);
+            }
+            if (gather_twin<Keys>() == 0) {
+                (*counts)[list][gather_warp_again()] =
+                    count_keys<BF16_COUNT_LOADS>(opened, launch.base.lists[list].index_limit);
+            }
         }
+        /* the first time also for all consumers, which have initialised the mbarriers (start) */
+        ptx_barrier(BARRIER_GATHER, n == 0 ? Keys::THREADS : Keys::GATHER_THREADS);
         const list_steps steps = find_steps(launch.base, counts);
         stream.to_come = find_count(counts, 0, gather_warp_again());
         bool is_first_step = true;
 #pragma unroll 1
         for (int list = 0; list < launch.base.params.num_lists; list++) {
-            if (list == 1) {
-                stream = open_stream(launch.base, work, 1, gather_warp_again(), gather_lane(),
-                                     find_count(counts, 1, gather_warp_again()));
-                load_next(&stream);
-            }
             gather_list<Keys, ALIGNED>(launch, work, n, list, steps, shared, &stream,
                                        &is_first_step, &state);
+            if (list + 1 < launch.base.params.num_lists) {
+                stream =
+                    open_stream(launch.base, work, list + 1, gather_warp_again(), gather_lane(),
+                                find_count(counts, list + 1, gather_warp_again()));
+                load_next(&stream);
+            }
         }
         state.phase.work ^= 1;
+        idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, ++n);
     }
 }
