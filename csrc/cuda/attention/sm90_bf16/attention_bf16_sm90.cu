@@ -270,15 +270,15 @@ consume(const bf16_launch &launch, bf16_memory *shared)
         bf16_consumer state;
         clear_sums(&state);
         consume_steps<Keys, MAXIMA>(launch, &phase, shared, &state);
-        finish_work<Keys, MAXIMA>(launch, idx, n & 1, shared, state);
+        finish_work<Keys, MAXIMA, ALIGNED>(launch, idx, n & 1, shared, state);
         idx = nth_work(launch.is_ordered, launch.num_works, &shared->order, ++n);
     }
 }
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
-/* Keys: key_kind. MAXIMA: max_logits are wanted. ALIGNED: all rows of q and all cache rows begin at
- * multiples of 16 bytes. */
+/* Keys: key_kind. MAXIMA: max_logits are wanted. ALIGNED: all rows of q and out and all cache
+ * rows begin at multiples of 16 bytes. */
 template <typename Keys, bool MAXIMA, bool ALIGNED>
 __global__ void
 __launch_bounds__(Keys::THREADS, 1) attend_bf16(const __grid_constant__ bf16_launch launch)
@@ -311,19 +311,19 @@ launch_bf16(const smla_attention_params *params)
     bf16_launch launch = {};
     launch.base = make_launch<TILE_HEADS>(params);
     launch.num_works = (int32_t)count_works(launch.base);
-    launch.out_is_aligned =
-        smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 16);
     const int64_t num_ctas = count_ctas(launch.base, launch.num_works);
     launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
     return smla_launch(attend_bf16<Keys, MAXIMA, ALIGNED>, launch, num_ctas, Keys::THREADS,
                        SHARED_BYTES, params->stream);
 }
 
-/* Whether all rows of q and all cache rows begin at multiples of 16 bytes. */
+/* Whether all rows of q and out and all cache rows begin at multiples of 16 bytes. */
 static bool
 are_rows_aligned(const smla_attention_params *params)
 {
-    return is_query_aligned(params) && are_lists_aligned(params);
+    return is_query_aligned(params) && are_lists_aligned(params) &&
+           smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head,
+                                 16);
 }
 
 template <typename Keys, bool ALIGNED>

@@ -85,8 +85,7 @@ enum : uint32_t { ALL_KEYS = 0xFFFF, IS_LAST = 0x10000 };
 typedef struct bf16_launch {
     attention_launch base;
     int32_t num_works;
-    bool out_is_aligned; /* every row is aligned to 16 bytes */
-    bool is_ordered;     /* CTAs take works in the order of work_order.cuh */
+    bool is_ordered; /* CTAs take works in the order of work_order.cuh */
 } bf16_launch;
 
 /* What a consumer thread keeps during a work, for heads `row` and row + 8 of its warp. */

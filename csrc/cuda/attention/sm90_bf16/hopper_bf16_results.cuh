@@ -64,7 +64,8 @@ turn_words(int column, uint32_t words[4])
     }
 }
 
-/* Writes out * factor, rounded once. A lane has 2 values of every 8, and writes 8 of every 32. */
+/* Writes out * factor, rounded once. A lane has 2 values of every 8, and writes 8 of every 32. The
+ * stores have no branch each, because ptxas would compute their addresses again behind it. */
 template <bool ALIGNED>
 static __device__ __forceinline__ void
 write_out_rows(const smla_attention_params &params, const cta_work &work, const lane_place &me,
@@ -86,8 +87,10 @@ write_out_rows(const smla_attention_params &params, const cta_work &work, const 
                 words[i] = smla_cvt_bf16x2(pair[0] * factor, pair[1] * factor);
             }
             turn_words(me.column, words);
-            if (head < work.num_heads) {
-                smla_store_words<16, ALIGNED>(to + 8 * j, words);
+            if constexpr (ALIGNED) {
+                smla_store_vector_4_if(to + 8 * j, words, head < work.num_heads);
+            } else if (head < work.num_heads) {
+                smla_store_words<16, false>(to + 8 * j, words);
             }
         }
     }
@@ -118,7 +121,7 @@ write_partial_rows(const bf16_launch &launch, const cta_work &work, const lane_p
 /* Writes the work's results. Lanes of even columns end head `row` of their warp, lanes of odd
  * columns head row + 8. `turn` alternates between 0 and 1: the sums of a work are read after the
  * barrier, when the other group may already store those of the next work. */
-template <typename Keys, bool MAXIMA>
+template <typename Keys, bool MAXIMA, bool ALIGNED>
 static __device__ __forceinline__ void
 finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
             const bf16_consumer &state)
@@ -141,9 +144,7 @@ finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
                               __shfl_sync(0xFFFFFFFFu, factor, me.lane & 28 | 1)};
     if (work.first_row != NOT_PARTIAL) {
         write_partial_rows(launch, work, me, factors, state);
-    } else if (launch.out_is_aligned) {
-        write_out_rows<true>(launch.base.params, work, me, factors, state);
     } else {
-        write_out_rows<false>(launch.base.params, work, me, factors, state);
+        write_out_rows<ALIGNED>(launch.base.params, work, me, factors, state);
     }
 }
