@@ -63,7 +63,7 @@ def test_captures_hold_the_kernels():
 
 
 @pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="no kernel for Hopper")
-def test_clusters_are_launched():
+def test_clusters_have_graphs_of_their_own():
     """A graph that has once held a kernel with clusters would start later kernels in clusters too,
     and lose the last of an odd number of blocks."""
     q = torch.randn(1, 64, 576, device="cuda").bfloat16()
@@ -73,7 +73,8 @@ def test_clusters_are_launched():
     def attend():
         sparse_mla.sparse_attention(q, cache, indices, softmax_scale=1.0)
 
-    assert find_starts(attend) == {LAUNCH, GRAPH}, "attention, and the kernel that combines splits"
+    run_all(make_calls(1))  # so that the stream has a graph
+    assert find_starts(attend) == {GRAPH}, "attention, and the kernel that combines splits"
     calls = make_calls(30)
     want = [outcome(call) for call in calls]
     results = []

@@ -357,18 +357,57 @@ test_captures(void)
     expect_launch(&grid);
 }
 
+/* A kernel with clusters has a graph of its own, or it is launched. */
 static void
 test_clusters(void)
 {
     begin();
     smla_cuda_grid grid = make_grid(&streams[0]);
-    grid.has_clusters = true;
-    expect_launch(&grid);
-    EXPECT_CALLS("cudaLaunchKernelExC ");
-    grid.starts_early = true;
-    expect_launch(&grid);
-    grid.has_clusters = false;
+    smla_cuda_grid clusters = make_grid(&streams[0]);
+    clusters.has_clusters = true;
+    clusters.kernel = &kernels[16];
+    for (int early = 0; early < 2; early++) { /* no graph may begin with it */
+        forget_calls();
+        clusters.starts_early = early;
+        expect_launch(&clusters);
+        EXPECT_CALLS(ASKED "cudaLaunchKernelExC ");
+    }
     expect_graph(&grid);
+    expect_graph(&clusters);
+    forget_calls();
+    expect_graph(&clusters);
+    EXPECT_CALLS(STARTED);
+    const stream_graph *const stream = atomic_load(&graphs_of[0].first);
+    const cudaGraphExec_t own = stream->known[1].exec;
+    for (int i = 2; i < 2 * KNOWN_KERNELS; i++) {
+        grid.kernel = &kernels[i * 16];
+        expect_graph(&grid);
+    }
+    for (int i = 0; i < KNOWN_KERNELS; i++) {
+        EXPECT_EQ(stream->known[i].exec == own, i == 1);
+    }
+    /* There is no place and no graph left. The last place may have a graph of its own, too. */
+    clusters.kernel = &kernels[15];
+    expect_launch(&clusters);
+    stream_graph *const writable = atomic_load(&graphs_of[0].first);
+    writable->known[KNOWN_KERNELS - 1].exec = graphs_of[0].execs[0];
+    expect_launch(&clusters);
+    expect_graph(&grid);
+    /* A place, but no graph. */
+    grid = make_grid(&streams[1]);
+    expect_graph(&grid);
+    clusters.stream = grid.stream;
+    expect_launch(&clusters);
+    expect_launch(&clusters);
+    /* The stream's first place, which has no kernel after a failure. */
+    begin();
+    grid = make_grid(&streams[0]);
+    fail_call("cudaGetFuncBySymbol", 0, cudaErrorInvalidValue);
+    expect_launch(&grid);
+    clusters.stream = grid.stream;
+    expect_graph(&clusters);
+    EXPECT(atomic_load(&graphs_of[0].first)->known[0].exec !=
+           atomic_load(&graphs_of[0].first)->exec);
 }
 
 /* Variables of the environment, and drivers that lack a function. */

@@ -10,8 +10,9 @@
  *
  * Where a graph would not do the same as a launch, the kernel is launched: in a capture, which is
  * to hold the kernel itself; on streams with a priority, an access policy, a memory domain or
- * reserved SMs, which a graph ignores; where a kernel has clusters, because the graph would launch
- * later kernels in clusters, too; and where a tool or the user watches single launches.
+ * reserved SMs, which a graph ignores; where a kernel has clusters and no graph of its own, because
+ * the graph would launch other kernels in clusters, too; and where a tool or the user watches single
+ * launches.
  */
 #include <cudaTypedefs.h>
 #include <pthread.h>
@@ -233,14 +234,15 @@ find_graph(const smla_cuda_grid *grid)
     CUstreamCaptureStatus capture;
     unsigned long long stream_id;
     (void)pthread_once(&once, prepare_graphs);
-    if (driver.set_params == NULL || grid->has_clusters ||
+    if (driver.set_params == NULL ||
         driver.is_capturing(grid->stream.handle, &capture) != CUDA_SUCCESS ||
         capture != CU_STREAM_CAPTURE_STATUS_NONE ||
         driver.get_id(grid->stream.handle, &stream_id) != CUDA_SUCCESS) {
         return NULL;
     }
     stream_graph *found = find_stream(grid->stream.device_id, stream_id);
-    if (found == NULL) {
+    if (found == NULL &&
+        !grid->has_clusters) { /* graphs begin with the kernel that adds a stream */
         pthread_mutex_lock(&streams_lock);
         found = add_stream(grid, stream_id);
         pthread_mutex_unlock(&streams_lock);
@@ -260,6 +262,16 @@ find_place(stream_graph *graph, const void *kernel)
     return &graph->known[place];
 }
 
+/* Whether the kernel may start from this place. A graph that has held a kernel with clusters starts
+ * every kernel in clusters. So such a kernel needs a graph that no other kernel will have: neither
+ * the stream's, nor that of the last place, where kernels take turns. */
+static bool
+may_start(const stream_graph *graph, const struct known_kernel *known, const smla_cuda_grid *grid)
+{
+    return !grid->has_clusters ||
+           (known->exec != graph->exec && known != &graph->known[KNOWN_KERNELS - 1]);
+}
+
 /* The caller holds the graph's lock. NULL where the kernel must be launched. */
 static const struct known_kernel *
 find_known(stream_graph *graph, const smla_cuda_grid *grid)
@@ -276,10 +288,11 @@ find_known(stream_graph *graph, const smla_cuda_grid *grid)
         known->kernel = grid->kernel;
         known->function = function;
         if (known->exec == NULL) {
-            known->exec = known == graph->known ? graph->exec : take_kernel_graph(grid, graph);
+            const bool is_first = known == graph->known && !grid->has_clusters;
+            known->exec = is_first ? graph->exec : take_kernel_graph(grid, graph);
         }
     }
-    return known;
+    return may_start(graph, known, grid) ? known : NULL;
 }
 
 static bool
