@@ -2,38 +2,40 @@
  * and 64 heads. logits.cu serves all others, more exactly.
  *
  * Computes     out[t,n] = |scale_n| sum_h weights[t,h] * relu(+-q[t,h] . key n) for n below the
- *              token's context, -inf from there on and for keys that do not exist
+ *              token's context, -inf from there on and for keys that do not exist. Twice a relu is
+ *              d + |d|, so that the sum is half of mix . key + sum_h weights[t,h] |q[t,h] . key|
+ *              with mix = sum_h weights[t,h] q[t,h] (logits_queries.cuh)
  * Shapes       q [T, H, 128] e4m3 and keys of 128 e4m3, all at multiples of 16 bytes; scales fp32;
  *              weights [T, H] fp32; out [T, N] fp32 or bf16
- * Shared mem   keys [STAGES][64][128] and two items' queries [tokens * H][128], swizzled by 128
- *              bytes (wgmma.cuh); scales, weights, items, mbarriers; up to 170 KiB
- * Roles        A CTA per SM, which takes works i, i + grid... A run of a work's tokens is an item.
- *              4 copy warps     bring a tile of 64 keys each in turn, with cp.async, and look up
- *                               its page a tile ahead; where pages hold whole tiles, or keys are
- *                               flat, that is one address per tile. They also bring the items'
- *                               queries, and fill columns without keys
+ * Shared mem   keys [STAGES][64][128] and two items' queries and mixes [columns][128], swizzled by
+ *              128 bytes (wgmma.cuh); scales, weights, items, mbarriers; up to 180 KiB
+ * Roles        A CTA per SM, which walks through works. A run of a work's tokens is an item.
+ *              2 query warps    bring the items' queries and work out their mixes, an item ahead
+ *              2 key warps      take tiles of 64 keys in turn. A tile in one page, or of flat keys,
+ *                               comes by tensor maps, else by cp.async. Then they fill columns
+ *                               without keys
  *              3 warpgroups     GROUPS 3: each has other tokens and goes through all tiles
  *                               GROUPS 1: each has the same tokens and every third tile
  *              mbarriers        arrivals | waiting threads
- *              full[stage]      32 lanes' copies, and lane 0 | consumers
- *              empty[stage]     4 warps per warpgroup that reads the tile | the copy warp
- *              q_full[slot]     128 threads' copies, and the first thread | consumers
- *              q_empty[slot]    12 warps | copy warps
- * Roofline     256 FLOP per token, head and key. 64 keys x 128 columns take 256 cycles of tensor
- *              cores; adding them up takes a warp 2 instructions per column, 128 for a tile, which
- *              the other warpgroups' products hide. While products write their sums to registers,
- *              additions run at half their rate, so that 340 cycles per tile are the least; it
- *              takes 420. A decode streams 132 bytes per key.
+ *              full[stage]      the lane that asks, and the bytes; or 32 lanes' copies, and lane 0
+ *                               | consumers
+ *              empty[stage]     4 warps per warpgroup that reads the tile | a key warp
+ *              q_full[slot]     64 threads | consumers
+ *              q_empty[slot]    12 warps | query warps
+ * Roofline     256 FLOP per token, head and key. 64 keys x 136 columns, 8 of them for mixes, take
+ *              272 cycles of tensor cores; adding them up takes a warp 1 instruction per column, 64
+ *              for a tile, and about 100 others. A decode streams 132 bytes per key.
  * Numerics     The tensor cores add a dot product with about 14 bits, so that errors are below 2^-8
- *              of the sum of magnitudes. d + |d| is 2 relu(d), exactly, and passes NaN on. A lane
- *              adds heads 8 j + 2 c and 8 j + 2 c + 1 in order, then four lanes are added: the
- *              order is the same in all shapes. A negative scale of a key negates its products.
+ *              of the sum of magnitudes. A mix has 16 bits; a token whose mix is worse adds d + |d|
+ *              per head. NaN passes on. A lane adds heads 8 j + 2 c and 8 j + 2 c + 1 in order,
+ *              then four lanes are added, then the mix: the order is the same in all shapes. A
+ *              negative scale of a key negates its products.
  * Source       DeepGEMM's sm90_fp8_mqa_logits, for keys as A and queries as B. Three token groups
- *              per key tile, which read keys from L2 a third as often, and keys without tensor maps
- *              are ours.
+ *              per key tile, which read keys from L2 a third as often, and mixes are ours.
  */
-#include "cuda/indexer/logits_copiers.cuh"
-#include "cuda/ptx/wgmma.cuh"
+#include "cuda/indexer/logits_keys.cuh"
+#include "cuda/indexer/logits_queries.cuh"
+#include "cuda/ptx/wgmma_e4m3.cuh"
 
 namespace {
 
@@ -49,17 +51,31 @@ double_relu(float x)
 /* What a warpgroup keeps for an item. Lane (g, c) of a warp ends with the logits of key
  * g + 8 (c % 2) of the warp's 16, for tokens 2 u + c / 2. */
 template <typename Shape> struct token_results {
-    enum { COUNT = (Shape::TOKENS + 1) / 2 };
-    uint8_t *at[COUNT];  /* the logit of the lane's key in the first tile */
-    int32_t left[COUNT]; /* columns from there to the end of the token's keys */
+    uint8_t *at[Shape::PAIRS];  /* the logit of the lane's key in the first tile */
+    int32_t left[Shape::PAIRS]; /* columns from there to the end of the token's keys */
+    float units[Shape::PAIRS];  /* what the token's mix counts in, 0 if it has none */
+    uint32_t shift;             /* scales in front of a tile; the same in all lanes */
+    uint32_t plain;             /* a bit per token of the warpgroup, the same in all lanes */
 };
 
-/* sums[row][token] += weight * 2 relu(d) for the columns of each token, or 2 relu(-d) in rows that
- * are `negative`. */
-template <typename Shape, bool HAS_SIGNS>
+/* Puts 2 relu(d) for d in the columns of plain tokens (a bit of `plain` each), or 2 relu(-d) in
+ * rows that are `negative`. */
+template <typename Shape>
 __device__ __forceinline__ void
-add_columns(const float (&d)[Shape::COLUMNS / 2], const float4 (&weights)[Shape::COLUMNS / 16],
-            const bool negative[2], float sums[Shape::TOKENS][2])
+clip_plain(uint32_t plain, const bool negative[2], float (&d)[Shape::GROUP_ROWS / 2])
+{
+#pragma unroll
+    for (int i = 0; i < Shape::COLUMNS / 2; i++) {
+        const float x = negative[i / 2 % 2] ? -d[i] : d[i];
+        d[i] = (plain >> i / (Shape::HEADS / 2) & 1) != 0 ? double_relu(x) : d[i];
+    }
+}
+
+/* sums[token][row] = weight * |d|, added up over the token's columns. */
+template <typename Shape>
+__device__ __forceinline__ void
+add_columns(const float (&d)[Shape::GROUP_ROWS / 2], const float4 (&weights)[Shape::COLUMNS / 16],
+            float sums[Shape::TOKENS][2])
 {
     constexpr int TOKEN_STEPS = Shape::HEADS / 16;
     constexpr int STEPS = Shape::COLUMNS / 16;
@@ -69,8 +85,7 @@ add_columns(const float (&d)[Shape::COLUMNS / 2], const float4 (&weights)[Shape:
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             float *const sum = &sums[s / TOKEN_STEPS][i / 2 % 2];
-            const float x = d[8 * s + i];
-            const float term = double_relu(HAS_SIGNS && negative[i / 2 % 2] ? -x : x);
+            const float term = fabsf(d[8 * s + i]);
             *sum = s % TOKEN_STEPS == 0 && i < 4 && i % 2 == 0
                        ? w[0] * term
                        : fmaf(w[i / 4 * 2 + i % 2], term, *sum);
@@ -78,10 +93,28 @@ add_columns(const float (&d)[Shape::COLUMNS / 2], const float4 (&weights)[Shape:
     }
 }
 
+/* The mixes' dot products with the lane's key, for its tokens. Lanes (g, c) and (g, c + 1) have two
+ * rows of a token's mix each, and both keys. */
+template <typename Shape>
+__device__ __forceinline__ void
+add_mixes(const float (&d)[Shape::GROUP_ROWS / 2], float results[Shape::PAIRS])
+{
+    const bool is_odd = threadIdx.x % 2 != 0;
+    const float unit = is_odd ? 1.0f / (MIX_STEP * MIX_STEP) : 1.0f;
+#pragma unroll
+    for (int u = 0; u < Shape::PAIRS; u++) {
+        const float *const own = &d[Shape::COLUMNS / 2 + 4 * u];
+        const float first = fmaf(own[1], unit / MIX_STEP, own[0] * unit);
+        const float second = fmaf(own[3], unit / MIX_STEP, own[2] * unit);
+        const float give = is_odd ? first : second;
+        results[u] = (is_odd ? second : first) + __shfl_xor_sync(ALL_LANES, give, 1);
+    }
+}
+
 /* Adds the sums of four lanes. A lane keeps its row, then its tokens. */
 template <typename Shape>
 __device__ __forceinline__ void
-fold_lanes(const float sums[Shape::TOKENS][2], float results[token_results<Shape>::COUNT])
+fold_lanes(const float sums[Shape::TOKENS][2], float results[Shape::PAIRS])
 {
     const int c = (int)threadIdx.x % 4;
     float rows[Shape::TOKENS];
@@ -122,15 +155,17 @@ template <typename Shape>
 __device__ __forceinline__ void
 score_tile(uint32_t stage, uint64_t keys, uint64_t queries,
            const float4 (&weights)[Shape::COLUMNS / 16], const token_results<Shape> &to,
-           uint32_t tile, uint32_t value_bytes, logits_memory<Shape> *shared)
+           uint32_t tile, uint32_t value_bytes, bool has_maps, logits_memory<Shape> *shared)
 {
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const int warp_row = (int)threadIdx.x % GROUP_THREADS / SMLA_WARP_LANES * 16;
     const int row = warp_row + lane / 4 + lane % 2 * 8;
-    const float scale = shared->scales[stage][row];
+    const float scale = shared->scales[stage][to.shift + row];
     const uint32_t found = ((const uint32_t *)&shared->found[stage])[row / 32];
-    float d[Shape::COLUMNS / 2];
-    ptx_fence_async_shared(); /* what cp.async wrote is visible to wgmma */
+    float d[Shape::GROUP_ROWS / 2];
+    if (!has_maps) {
+        ptx_fence_async_shared(); /* what cp.async wrote is visible to wgmma */
+    }
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < K_STEPS; k++) {
@@ -142,20 +177,24 @@ score_tile(uint32_t stage, uint64_t keys, uint64_t queries,
     __syncwarp();
     ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[stage]), lane == 0);
     float sums[Shape::TOKENS][2];
-    float results[token_results<Shape>::COUNT];
-    add_columns<Shape, false>(d, weights, NULL, sums);
-    const uint32_t negative = __ballot_sync(ALL_LANES, scale < 0.0f);
-    if (negative != 0) { /* lane (g, 0) has key g, lane (g, 1) has key g + 8 */
+    float results[Shape::PAIRS];
+    float mixes[Shape::PAIRS];
+    if (to.plain != 0) { /* lane (g, 0) has key g, lane (g, 1) has key g + 8 */
+        const uint32_t negative = __ballot_sync(ALL_LANES, scale < 0.0f);
         const bool rows[2] = {(negative >> (lane & ~3) & 1) != 0,
                               (negative >> (lane & ~3) & 2) != 0};
-        add_columns<Shape, true>(d, weights, rows, sums);
+        clip_plain<Shape>(to.plain, rows, d);
     }
+    add_columns<Shape>(d, weights, sums);
     fold_lanes<Shape>(sums, results);
+    add_mixes<Shape>(d, mixes);
     const float factor = 0.5f * fabsf(scale);
+    const uint32_t sign = smla_float_bits(scale) & 0x80000000u;
     const bool exists = found >> row % 32 & 1;
 #pragma unroll
-    for (int u = 0; u < token_results<Shape>::COUNT; u++) {
-        const float logit = exists ? results[u] * factor : -INFINITY;
+    for (int u = 0; u < Shape::PAIRS; u++) {
+        const float mix = smla_bits_float(smla_float_bits(mixes[u] * to.units[u]) ^ sign);
+        const float logit = exists ? (results[u] + mix) * factor : -INFINITY;
         uint8_t *const at = to.at[u] + tile * (TILE_KEYS * value_bytes);
         if ((int)(tile * TILE_KEYS) >= to.left[u]) {
             continue;
@@ -184,7 +223,7 @@ load_item(const smla_logits_params &p, const logits_memory<Shape> *shared, int s
         weights[s] = fours[4 * s];
     }
 #pragma unroll
-    for (int u = 0; u < token_results<Shape>::COUNT; u++) {
+    for (int u = 0; u < Shape::PAIRS; u++) {
         /* With one token per warpgroup two lanes have each logit, and one of them stores it. */
         const bool is_stored = Shape::TOKENS > 1 || c < 2;
         const int token = group * Shape::TOKENS + (Shape::TOKENS > 1 ? 2 * u + c / 2 : 0);
@@ -192,12 +231,15 @@ load_item(const smla_logits_params &p, const logits_memory<Shape> *shared, int s
         to->at[u] = (uint8_t *)p.out +
                     ((item.first_token + token) * p.out_stride_token + own) * value_bytes;
         to->left[u] = exists ? item.contexts[token] - own : 0;
+        to->units[u] = exists && (item.plain >> token & 1) == 0 ? item.units[token] : 0.0f;
     }
+    to->shift = same_in_warp((uint32_t)item.shift);
+    to->plain = same_in_warp(item.plain) >> group * Shape::TOKENS & ((1 << Shape::TOKENS) - 1);
 }
 
 template <typename Shape>
 __device__ __forceinline__ void
-consume_items(const smla_logits_params &p, logits_memory<Shape> *shared)
+consume_items(const smla_logits_params &p, bool has_maps, logits_memory<Shape> *shared)
 {
     const uint32_t warpgroup = same_in_warp(threadIdx.x / GROUP_THREADS);
     const int group = Shape::GROUPS == 1 ? 0 : (int)warpgroup;
@@ -205,8 +247,11 @@ consume_items(const smla_logits_params &p, logits_memory<Shape> *shared)
     const uint64_t keys =
         wgmma_descriptor(ptx_shared_address(shared->keys[0]), 8 * ROW_BYTES, WGMMA_SWIZZLE_128);
     const uint64_t all_queries =
-        wgmma_descriptor(ptx_shared_address(shared->queries[0][group * Shape::COLUMNS]),
+        wgmma_descriptor(ptx_shared_address(shared->queries[0][group * Shape::GROUP_ROWS]),
                          8 * ROW_BYTES, WGMMA_SWIZZLE_128);
+    static_assert(Shape::STAGES % Shape::PARTS == 0, "a stage belongs to one warpgroup");
+    uint32_t stage = Shape::PARTS == 1 ? 0 : warpgroup; /* the next tile is there */
+    uint32_t parity = 0;
     uint32_t tiles = 0; /* tiles in the items before */
     for (uint32_t number = 0;; number++) {
         const int slot = (int)(number % SLOTS);
@@ -226,15 +271,19 @@ consume_items(const smla_logits_params &p, logits_memory<Shape> *shared)
             Shape::PARTS == 1 ? 0 : (warpgroup + WARPGROUPS - tiles % WARPGROUPS) % WARPGROUPS;
 #pragma unroll 1
         for (uint32_t i = skipped; i < num_tiles; i += Shape::PARTS) {
-            const uint32_t count = tiles + i;
-            const uint32_t stage = count % Shape::STAGES;
-            ptx_mbarrier_wait(ptx_shared_address(&shared->full[stage]), count / Shape::STAGES % 2);
+            ptx_mbarrier_wait(ptx_shared_address(&shared->full[stage]), parity);
             if (has_tokens) {
-                score_tile<Shape>(stage, keys, queries, weights, to, i, value_bytes, shared);
+                score_tile<Shape>(stage, keys, queries, weights, to, i, value_bytes, has_maps,
+                                  shared);
             } else {
                 __syncwarp();
                 ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[stage]),
                                     threadIdx.x % SMLA_WARP_LANES == 0);
+            }
+            stage += Shape::PARTS;
+            if (stage >= Shape::STAGES) {
+                stage -= Shape::STAGES;
+                parity ^= 1;
             }
         }
         tiles += num_tiles;
@@ -248,30 +297,66 @@ consume_items(const smla_logits_params &p, logits_memory<Shape> *shared)
 
 template <typename Shape>
 __global__ void
-__launch_bounds__(CONSUMERS + COPIERS, 1) logits_sm90(const __grid_constant__ logits_args args)
+__launch_bounds__(CONSUMERS + COPIERS, 1) logits_sm90(const __grid_constant__ sm90_args all)
 {
     extern __shared__ __align__(1024) uint8_t memory[];
     logits_memory<Shape> *const shared = (logits_memory<Shape> *)memory;
+    if (threadIdx.x == CONSUMERS + QUERY_THREADS && all.has_maps) {
+        ptx_prefetch_map(&all.keys);
+        ptx_prefetch_map(&all.scales);
+    }
     if (threadIdx.x == 0) {
         for (int i = 0; i < Shape::STAGES; i++) {
-            ptx_mbarrier_init(ptx_shared_address(&shared->full[i]), SMLA_WARP_LANES + 1);
+            ptx_mbarrier_init(ptx_shared_address(&shared->full[i]),
+                              all.has_maps ? 1 : SMLA_WARP_LANES + 1);
             ptx_mbarrier_init(ptx_shared_address(&shared->empty[i]), 4 * Shape::GROUPS);
         }
         for (int i = 0; i < SLOTS; i++) {
-            ptx_mbarrier_init(ptx_shared_address(&shared->q_full[i]), COPIERS + 1);
+            ptx_mbarrier_init(ptx_shared_address(&shared->q_full[i]), QUERY_THREADS);
             ptx_mbarrier_init(ptx_shared_address(&shared->q_empty[i]), 4 * WARPGROUPS);
         }
+        ptx_fence_mbarrier_init();
     }
     __syncthreads();
     ptx_wait_for_grids();
-    if (threadIdx.x >= CONSUMERS) {
-        ptx_release_registers<COPY_REGISTERS>();
-        copy_works<Shape>(args, shared);
-    } else {
+    if (threadIdx.x < CONSUMERS) {
         ptx_claim_registers<CONSUMER_REGISTERS>();
-        consume_items<Shape>(args.p, shared);
+        consume_items<Shape>(all.args.p, all.has_maps, shared);
+    } else {
+        ptx_release_registers<COPY_REGISTERS>();
+        if (threadIdx.x < CONSUMERS + QUERY_THREADS) {
+            copy_queries<Shape>(all, shared);
+        } else {
+            copy_keys<Shape>(all, shared);
+        }
     }
 }
+
+/* Makes the tensor maps of the keys. False: they cannot be had, and cp.async brings the keys. Tiles
+ * lie in one page, or keys are flat. */
+bool
+make_maps(const smla_logits_params *p, sm90_args *all)
+{
+    const smla_kv_view *const kv = &p->kv;
+    const uint64_t page_bytes =
+        p->has_pages ? (uint64_t)kv->page_stride_bytes : (uint64_t)kv->token_stride_bytes;
+    const smla_cuda_array keys = {kv->base,
+                                  1,
+                                  3,
+                                  {ROW_BYTES, (uint64_t)kv->block_size, (uint64_t)kv->num_pages},
+                                  {(uint64_t)kv->token_stride_bytes, page_bytes},
+                                  {ROW_BYTES, TILE_KEYS, 1}};
+    const smla_cuda_array scales = {
+        kv->scales,   4,          2, {(uint64_t)kv->block_size, (uint64_t)kv->num_pages},
+        {page_bytes}, {SCALES, 1}};
+    return kv->scale_token_stride_bytes == 4 && kv->block_size <= INT32_MAX - TILE_KEYS &&
+           kv->num_pages <= INT32_MAX && smla_cuda_make_tensor_map(&keys, true, &all->keys) &&
+           smla_cuda_make_tensor_map(&scales, false, &all->scales);
+}
+
+/* Equal shares cost the CTAs a sum over all blocks before they begin; so many tiles per SM are
+ * worth it. */
+enum { LEAST_EVEN_TILES = 64 };
 
 template <typename Shape>
 cudaError_t
@@ -283,18 +368,27 @@ launch_shape(const smla_logits_params *p)
         allow_shared_bytes((const void *)logits_sm90<Shape>, bytes, p->stream.device_id, &allowed);
     const int64_t num_sms = smla_cuda_find_device(p->stream.device_id)->num_sms;
     const int64_t token_blocks = smla_count_parts(p->num_tokens, Shape::BLOCK_TOKENS);
-    logits_args args = {};
-    args.p = *p;
-    args.page_keys = smla_make_divisor(p->has_pages ? p->pages.block_size : 1);
-    args.has_runs = !p->has_pages || p->pages.block_size % TILE_KEYS == 0;
-    args.token_blocks = smla_make_divisor(token_blocks);
-    args.chunk_columns = choose_chunk(p->num_columns, token_blocks, Shape::WORKS_PER_SM * num_sms,
-                                      Shape::LEAST_CHUNK, Shape::LARGEST_CHUNK);
-    args.num_works = token_blocks * smla_count_parts(p->num_columns, args.chunk_columns);
-    return code != cudaSuccess ? code
-                               : smla_launch(logits_sm90<Shape>, args,
-                                             args.num_works < num_sms ? args.num_works : num_sms,
-                                             CONSUMERS + COPIERS, bytes, p->stream);
+    sm90_args all = {};
+    logits_args *const args = &all.args;
+    args->p = *p;
+    args->page_keys = smla_make_divisor(p->has_pages ? p->pages.block_size : 1);
+    args->has_runs = !p->has_pages || p->pages.block_size % TILE_KEYS == 0;
+    args->token_blocks = smla_make_divisor(token_blocks);
+    args->chunk_columns = choose_chunk(p->num_columns, token_blocks, Shape::WORKS_PER_SM * num_sms,
+                                       Shape::LEAST_CHUNK, Shape::LARGEST_CHUNK);
+    args->num_works = token_blocks * smla_count_parts(p->num_columns, args->chunk_columns);
+    const int64_t all_tiles = token_blocks * smla_count_parts(p->num_columns, TILE_KEYS);
+    all.is_even = Shape::GROUPS == 1 && token_blocks <= MOST_EVEN_BLOCKS &&
+                  all_tiles >= LEAST_EVEN_TILES * num_sms && all_tiles <= INT32_MAX;
+    all.req_tokens = smla_make_divisor(
+        p->has_pages && p->num_reqs > 0 && p->num_tokens > p->num_reqs ? p->num_tokens / p->num_reqs
+                                                                       : 1);
+    all.has_maps = args->has_runs && make_maps(p, &all);
+    return code != cudaSuccess
+               ? code
+               : smla_launch(logits_sm90<Shape>, all,
+                             args->num_works < num_sms && !all.is_even ? args->num_works : num_sms,
+                             CONSUMERS + COPIERS, bytes, p->stream);
 }
 
 /* Few tokens per request share tiles among the warpgroups; many tokens share a tile. Flat keys

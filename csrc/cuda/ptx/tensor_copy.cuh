@@ -1,0 +1,36 @@
+/* tensor_copy.cuh: copies of boxes of arrays, which Hopper's copy engine makes from a tensor map
+ * (cuda/host/tensor_map.h).
+ */
+#pragma once
+
+#include <stdint.h>
+
+/* Brings a CUtensorMap of the kernel's parameters near, for copies to come. */
+static __device__ __forceinline__ void
+ptx_prefetch_map(const void *map)
+{
+    asm volatile("prefetch.tensormap [%0];" : : "l"(map) : "memory");
+}
+
+/* Copies a box of an array to shared memory, as `map` (a CUtensorMap in the kernel's parameters)
+ * says. The box begins at the given indices, the fastest first. What is outside the array becomes
+ * zeros, and counts as bytes that have come. */
+static __device__ __forceinline__ void
+ptx_tensor_copy_2d(uint32_t to_shared, const void *map, int i, int j, uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3}], [%4];"
+                 :
+                 : "r"(to_shared), "l"(map), "r"(i), "r"(j), "r"(barrier)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void
+ptx_tensor_copy_3d(uint32_t to_shared, const void *map, int i, int j, int k, uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4}], [%5];"
+                 :
+                 : "r"(to_shared), "l"(map), "r"(i), "r"(j), "r"(k), "r"(barrier)
+                 : "memory");
+}
