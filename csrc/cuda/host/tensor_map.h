@@ -4,7 +4,7 @@
  */
 #pragma once
 
-#include <cuda.h>
+#include <cudaTypedefs.h>
 #include <stdbool.h>
 #include <stdint.h>
 

@@ -56,7 +56,8 @@ ask_for_tile(const sm90_args &all, const tile_place &place, uint32_t count,
 
 /* Brings a key warp's tiles of an item, those with its parity in the CTA. Each lane finds
  * the place of one of 32 tiles, then they ask in turn, since this leaves little to do between two
- * tiles. `page` is the page of the lane's first tile. */
+ * tiles. The first lanes ask at once where they need not wait for a stage. `page` is the page of the
+ * lane's first tile. */
 template <typename Shape>
 __device__ __forceinline__ void
 ask_for_item(const sm90_args &all, int64_t source, int64_t first_column, int num_tiles,
@@ -64,20 +65,27 @@ ask_for_item(const sm90_args &all, int64_t source, int64_t first_column, int num
 {
     const logits_args &args = all.args;
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+    const int64_t step = step_of<Shape>(all) * TILE_KEYS; /* columns */
 #pragma unroll 1
-    for (int tile = own_tile; tile - KEY_WARPS * lane < num_tiles;
-         tile += KEY_WARPS * SMLA_WARP_LANES) {
-        const int64_t column = first_column + (int64_t)tile * TILE_KEYS;
+    for (int tile = own_tile; tile - Shape::KEY_WARPS * lane < num_tiles;
+         tile += Shape::KEY_WARPS * SMLA_WARP_LANES) {
+        const int64_t column = first_column + tile * step;
         const tile_place place = place_tile(args, source, column, page);
-        page = find_page(args, source, column + KEY_WARPS * SMLA_WARP_LANES * TILE_KEYS);
-        const int first = tile - KEY_WARPS * lane;
-        const int count = (num_tiles - first + KEY_WARPS - 1) / KEY_WARPS;
+        const int first = tile - Shape::KEY_WARPS * lane;
+        const int count = (num_tiles - first + Shape::KEY_WARPS - 1) / Shape::KEY_WARPS;
+        const int end = count < SMLA_WARP_LANES ? count : SMLA_WARP_LANES;
+        int width = LOGITS_BURST && tiles == 0 && first < Shape::KEY_WARPS
+                        ? Shape::STAGES / Shape::KEY_WARPS
+                        : 1;
 #pragma unroll 1
-        for (int i = 0; i < (count < SMLA_WARP_LANES ? count : SMLA_WARP_LANES); i++) {
-            if (lane == i) {
+        for (int i = 0; i < end; i += width, width = 1) {
+            if (lane >= i && lane < i + width && lane < end) {
                 ask_for_tile(all, place, tiles + (uint32_t)tile, shared);
             }
             __syncwarp();
+        }
+        if (count > SMLA_WARP_LANES) { /* stages that were asked for hide the wait */
+            page = find_page(args, source, column + Shape::KEY_WARPS * SMLA_WARP_LANES * step);
         }
     }
 }
@@ -186,16 +194,19 @@ bring_keys(const logits_args &args, int64_t source, int64_t first, const int32_t
  * asked for only when its page is known. `tiles` counts those of the items before. */
 template <typename Shape>
 __device__ __forceinline__ void
-bring_item(const logits_args &args, int64_t source, int64_t first_column, int num_tiles,
+bring_item(const sm90_args &all, int64_t source, int64_t first_column, int num_tiles,
            uint32_t tiles, logits_memory<Shape> *shared)
 {
-    const uint32_t warp = (threadIdx.x - CONSUMERS - QUERY_THREADS) / SMLA_WARP_LANES;
-    uint32_t i = (warp - tiles) % KEY_WARPS;
-    int64_t first = first_column + (int64_t)i * TILE_KEYS;
+    const logits_args &args = all.args;
+    const uint32_t warp = (threadIdx.x - CONSUMERS - Shape::QUERY_THREADS) / SMLA_WARP_LANES;
+    const int64_t step = step_of<Shape>(all) * TILE_KEYS; /* columns */
+    uint32_t i = (warp - tiles) % Shape::KEY_WARPS;
+    int64_t first = first_column + i * step;
     int32_t pages[2] = {find_page(args, source, first + own_column(args, 0)),
                         find_page(args, source, first + own_column(args, 1))};
-    for (; i < (uint32_t)num_tiles; i += KEY_WARPS) {
-        const int64_t ahead = first + KEY_WARPS * TILE_KEYS;
+#pragma unroll 1
+    for (; i < (uint32_t)num_tiles; i += Shape::KEY_WARPS) {
+        const int64_t ahead = first + Shape::KEY_WARPS * step;
         const int32_t next[2] = {find_page(args, source, ahead + own_column(args, 0)),
                                  find_page(args, source, ahead + own_column(args, 1))};
         bring_keys(args, source, first, pages, tiles + i, shared);
@@ -207,34 +218,43 @@ bring_item(const logits_args &args, int64_t source, int64_t first_column, int nu
 
 /* ---- Key warps ----------------------------------------------------------------------------- */
 
-/* The key warps where there are tensor maps. The request of a work's first token is guessed, so
+/* The key warps where there are tensor maps. The request of a part's first token is guessed, so
  * that its pages are asked for together with the request and not behind it. */
 template <typename Shape>
 __device__ __forceinline__ void
 ask_for_works(const sm90_args &all, logits_memory<Shape> *shared)
 {
     const logits_args &args = all.args;
-    const uint32_t warp = (threadIdx.x - CONSUMERS - QUERY_THREADS) / SMLA_WARP_LANES;
+    const uint32_t warp = (threadIdx.x - CONSUMERS - Shape::QUERY_THREADS) / SMLA_WARP_LANES;
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
-    uint32_t tiles = 0; /* tiles in the items before */
-    logits_walk walk = start_walk<Shape>(all);
-    logits_work work;
-    while (next_work<Shape>(all, &walk, &work)) {
-        const int64_t guess = smla_divide(work.first_token, all.req_tokens);
-        int own = (int)((warp - tiles) % KEY_WARPS) + KEY_WARPS * lane;
-        const int32_t guessed = find_page(args, guess, work.first + own * TILE_KEYS);
-        int64_t token = work.first_token;
-        while (token < work.end_token) {
-            const logits_run run = find_run<Shape>(args.p, work, token);
-            const int32_t page = run.source == guess && token == work.first_token
-                                     ? guessed
-                                     : find_page(args, run.source, work.first + own * TILE_KEYS);
-            ask_for_item(all, run.source, work.first, run.num_tiles, tiles, own, page, shared);
+    const int64_t step = step_of<Shape>(all) * TILE_KEYS; /* columns */
+    uint32_t tiles = 0;                                   /* tiles in the items before */
+    bool is_started = false;
+    logits_walk walk = start_walk<Shape>(shared);
+    logits_part part;
+    while (next_part<Shape>(all, &walk, &part)) {
+        const int64_t guess =
+            Shape::BLOCK_TOKENS == 1
+                ? part.first_token
+                : (int64_t)smla_divide_uint32((uint32_t)part.first_token, all.guess_tokens);
+        const int64_t first = (int64_t)part.tile * TILE_KEYS;
+        int own = (int)((warp - tiles) % Shape::KEY_WARPS) + Shape::KEY_WARPS * lane;
+        int32_t page = find_page(args, guess, first + own * step);
+        await_start<Shape>(&is_started); /* others wait for this warp, too, so not behind loads */
+        int32_t token = part.first_token;
+#pragma unroll 1
+        while (token < part.end_token) {
+            const logits_run run = find_run<Shape>(all, part, token);
+            if (run.source != guess || token != part.first_token) {
+                page = find_page(args, run.source, first + own * step);
+            }
+            ask_for_item(all, run.source, first, run.num_tiles, tiles, own, page, shared);
             tiles += (uint32_t)run.num_tiles;
-            own = (int)((warp - tiles) % KEY_WARPS) + KEY_WARPS * lane;
-            token = run.end_token;
+            own = (int)((warp - tiles) % Shape::KEY_WARPS) + Shape::KEY_WARPS * lane;
+            token += run.num_tokens;
         }
     }
+    await_start<Shape>(&is_started);
 }
 
 /* The key warps where there are none. */
@@ -243,26 +263,18 @@ __device__ __forceinline__ void
 bring_works(const sm90_args &all, logits_memory<Shape> *shared)
 {
     uint32_t tiles = 0; /* tiles in the items before */
-    logits_walk walk = start_walk<Shape>(all);
-    logits_work work;
-    while (next_work<Shape>(all, &walk, &work)) {
-        int64_t token = work.first_token;
-        while (token < work.end_token) {
-            const logits_run run = find_run<Shape>(all.args.p, work, token);
-            bring_item(all.args, run.source, work.first, run.num_tiles, tiles, shared);
+    logits_walk walk = start_walk<Shape>(shared);
+    logits_part part;
+    while (next_part<Shape>(all, &walk, &part)) {
+        int32_t token = part.first_token;
+#pragma unroll 1
+        while (token < part.end_token) {
+            const logits_run run = find_run<Shape>(all, part, token);
+            bring_item(all, run.source, (int64_t)part.tile * TILE_KEYS, run.num_tiles, tiles,
+                       shared);
             tiles += (uint32_t)run.num_tiles;
-            token = run.end_token;
+            token += run.num_tokens;
         }
-    }
-}
-
-/* Fills the columns that have no keys, whoever has the keys before them. */
-template <typename Shape>
-__device__ __forceinline__ void
-fill_works(const logits_args &args, int thread, int num_threads)
-{
-    for (int64_t number = blockIdx.x; number < args.num_works; number += gridDim.x) {
-        fill_rest(args.p, find_work(args, number, Shape::BLOCK_TOKENS), thread, num_threads);
     }
 }
 
@@ -270,13 +282,13 @@ template <typename Shape>
 __device__ __forceinline__ void
 copy_keys(const sm90_args &all, logits_memory<Shape> *shared)
 {
-    if (all.has_maps) {
+    if constexpr (Shape::HAS_MAPS) {
         ask_for_works(all, shared);
     } else {
+        bool is_started = false;
+        await_start<Shape>(&is_started);
         bring_works(all, shared);
     }
-    fill_works<Shape>(all.args, (int)threadIdx.x - CONSUMERS - QUERY_THREADS,
-                      KEY_WARPS * SMLA_WARP_LANES);
 }
 
 } // namespace

@@ -16,7 +16,7 @@
 namespace {
 
 enum {
-    BARRIER_QUERIES = 1,
+    BARRIER_QUERIES = 1,         /* all query threads */
     MIX_STEP = 16,               /* ratio of two rows' units */
     MOST_MIX = (127 + 80) << 23, /* bits of 2^80: larger mixes make plain tokens */
     MOST_WEIGHT = (127 + 64) << 23,
@@ -51,7 +51,8 @@ bring_queries(const smla_logits_params &p, int64_t first_token, int num_tokens, 
     const int num_heads = num_tokens * Shape::HEADS;
     const uint32_t to = ptx_shared_address(shared->queries[slot]);
 #pragma unroll 2
-    for (int head = thread / ROW_CHUNKS; head < num_heads; head += QUERY_THREADS / ROW_CHUNKS) {
+    for (int head = thread / ROW_CHUNKS; head < num_heads;
+         head += Shape::QUERY_THREADS / ROW_CHUNKS) {
         const uint8_t *const from = p.q + (first_token + head / Shape::HEADS) * p.q_stride_token +
                                     head % Shape::HEADS * p.q_stride_head + chunk * CHUNK_BYTES;
         ptx_cp_async_16_or_zero(to + head_row<Shape>(head) * ROW_BYTES +
@@ -59,7 +60,7 @@ bring_queries(const smla_logits_params &p, int64_t first_token, int num_tokens, 
                                 from, true);
     }
 #pragma unroll 1
-    for (int head = thread; head < num_heads; head += QUERY_THREADS) {
+    for (int head = thread; head < num_heads; head += Shape::QUERY_THREADS) {
         ptx_cp_async_4_or_zero(ptx_shared_address(&shared->weights[slot][weight_place(head)]),
                                p.weights +
                                    (first_token + head / Shape::HEADS) * p.weights_stride_token +
@@ -68,35 +69,54 @@ bring_queries(const smla_logits_params &p, int64_t first_token, int num_tokens, 
     }
 }
 
-/* The thread's two values of the mixes of tokens that follow each other. Loads of 16 heads are
- * under way at a time. */
+/* The place of a query thread among those that work on the same mix. */
+template <typename Shape>
+__device__ __forceinline__ int
+mix_thread(void)
+{
+    return ((int)threadIdx.x - CONSUMERS) % Shape::MIX_THREADS;
+}
+
+/* Where a thread's values of a row are that is `row` below a multiple of eight rows. */
+template <typename Shape>
+__device__ __forceinline__ uint32_t
+place_of_values(int row)
+{
+    const int first = mix_thread<Shape>() * Shape::MIX_VALUES;
+    return (uint32_t)(row * ROW_BYTES + (first / CHUNK_BYTES ^ (row & 7)) * CHUNK_BYTES +
+                      first % CHUNK_BYTES);
+}
+
+/* The thread's values of the mixes of tokens that follow each other. Loads of 16 heads are under
+ * way at a time. */
 template <typename Shape>
 __device__ __forceinline__ void
 mix_heads(int slot, int token, const logits_memory<Shape> *shared,
-          float (&mixes)[Shape::MIXED_AT_ONCE][2])
+          float (&mixes)[Shape::MIXED_AT_ONCE][Shape::MIX_VALUES])
 {
     enum { STEP = 16 };
-    const int thread = (int)threadIdx.x - CONSUMERS;
     const int first = token * Shape::HEADS;
-    const uint32_t from = ptx_shared_address(shared->queries[slot][head_row<Shape>(first)]) +
-                          thread % (CHUNK_BYTES / 2) * 2;
+    const uint32_t from = ptx_shared_address(shared->queries[slot][head_row<Shape>(first)]);
     const float4 *const fours = (const float4 *)&shared->weights[slot][first];
 #pragma unroll
     for (int t = 0; t < Shape::MIXED_AT_ONCE; t++) {
-        mixes[t][0] = mixes[t][1] = 0.0f;
+#pragma unroll
+        for (int v = 0; v < Shape::MIX_VALUES; v++) {
+            mixes[t][v] = 0.0f;
+        }
     }
 #pragma unroll 1
     for (int base = 0; base < Shape::HEADS; base += STEP) {
-        uint32_t pairs[Shape::MIXED_AT_ONCE][STEP];
+        uint32_t values[Shape::MIXED_AT_ONCE][STEP];
         float4 weights[Shape::MIXED_AT_ONCE][STEP / 4];
 #pragma unroll
         for (int t = 0; t < Shape::MIXED_AT_ONCE; t++) {
             const int head = t * Shape::HEADS + base;
 #pragma unroll
             for (int i = 0; i < STEP; i++) {
-                pairs[t][i] =
-                    ptx_load_shared_2(from + (head + i) * ROW_BYTES +
-                                      (thread / (CHUNK_BYTES / 2) ^ (i & 7)) * CHUNK_BYTES);
+                const uint32_t at = from + (uint32_t)(head * ROW_BYTES) + place_of_values<Shape>(i);
+                values[t][i] =
+                    Shape::MIX_VALUES == 2 ? ptx_load_shared_2(at) : ptx_load_shared_4(at);
             }
 #pragma unroll
             for (int i = 0; i < STEP / 4; i++) {
@@ -113,10 +133,13 @@ mix_heads(int slot, int token, const logits_memory<Shape> *shared,
                                      : place % 4 == 1 ? four.y
                                      : place % 4 == 2 ? four.z
                                                       : four.w;
-                float q[2];
-                ptx_cvt_f32x2_e4m3x2(pairs[t][i], q);
-                mixes[t][0] = fmaf(weight, q[0], mixes[t][0]);
-                mixes[t][1] = fmaf(weight, q[1], mixes[t][1]);
+#pragma unroll
+                for (int v = 0; v < Shape::MIX_VALUES; v += 2) {
+                    float q[2];
+                    ptx_cvt_f32x2_e4m3x2(values[t][i] >> 8 * v, q);
+                    mixes[t][v] = fmaf(weight, q[0], mixes[t][v]);
+                    mixes[t][v + 1] = fmaf(weight, q[1], mixes[t][v + 1]);
+                }
             }
         }
     }
@@ -126,76 +149,109 @@ mix_heads(int slot, int token, const logits_memory<Shape> *shared,
  * within 2^-12, by value. */
 template <typename Shape>
 __device__ __forceinline__ bool
-write_mix(const float mix[2], float inverse, uint32_t rows)
+write_mix(const float mix[Shape::MIX_VALUES], float inverse, uint8_t *rows)
 {
-    const int thread = (int)threadIdx.x - CONSUMERS;
-    float rest[2] = {mix[0] * inverse, mix[1] * inverse};
-    const float limits[2] = {16.0f * fabsf(rest[0]), 16.0f * fabsf(rest[1])};
+    float rest[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float limits[Shape::MIX_VALUES];
+#pragma unroll
+    for (int v = 0; v < Shape::MIX_VALUES; v++) {
+        rest[v] = mix[v] * inverse;
+        limits[v] = 16.0f * fabsf(rest[v]);
+    }
+    /* A pair of tokens has eight rows. */
+    const uint32_t to = ptx_shared_address(rows) & ~(8u * ROW_BYTES - 1);
+    const int first_row = (int)(ptx_shared_address(rows) / ROW_BYTES % 8);
 #pragma unroll
     for (int i = 0; i < MIX_ROWS; i++) {
-        const float values[4] = {rest[0], rest[1], 0.0f, 0.0f};
-        const uint32_t pair = smla_floats_to_e4m3x4(values);
-        float kept[2];
-        ptx_cvt_f32x2_e4m3x2(pair, kept);
-        rest[0] = (rest[0] - kept[0]) * MIX_STEP;
-        rest[1] = (rest[1] - kept[1]) * MIX_STEP;
-        const uint32_t row = rows / ROW_BYTES + i;
-        ptx_store_shared_2(rows + i * ROW_BYTES +
-                               (thread / (CHUNK_BYTES / 2) ^ (row & 7)) * CHUNK_BYTES +
-                               thread % (CHUNK_BYTES / 2) * 2,
-                           (uint16_t)pair);
+        const uint32_t kept = smla_floats_to_e4m3x4(rest);
+#pragma unroll
+        for (int v = 0; v < Shape::MIX_VALUES; v += 2) {
+            float pair[2];
+            ptx_cvt_f32x2_e4m3x2(kept >> 8 * v, pair);
+            rest[v] = (rest[v] - pair[0]) * MIX_STEP;
+            rest[v + 1] = (rest[v + 1] - pair[1]) * MIX_STEP;
+        }
+        const uint32_t at = to + place_of_values<Shape>(first_row + i);
+        if constexpr (Shape::MIX_VALUES == 2) {
+            ptx_store_shared_2(at, (uint16_t)kept);
+        } else {
+            ptx_store_shared_4(at, kept);
+        }
     }
-    return fabsf(rest[0]) <= limits[0] && fabsf(rest[1]) <= limits[1];
+    bool is_good = true;
+#pragma unroll
+    for (int v = 0; v < Shape::MIX_VALUES; v++) {
+        is_good = is_good && fabsf(rest[v]) <= limits[v];
+    }
+    return is_good;
 }
 
-/* The largest of the bits of two values; NaN and infinity are above all others. */
+/* The largest of the bits of a warp's values; NaN and infinity are above all others. */
+template <int COUNT>
 __device__ __forceinline__ uint32_t
-largest_bits(const float values[2])
+largest_bits(const float (&values)[COUNT])
 {
-    return __reduce_max_sync(ALL_LANES, max(smla_float_bits(fabsf(values[0])),
-                                            smla_float_bits(fabsf(values[1]))));
+    uint32_t largest = 0;
+#pragma unroll
+    for (int v = 0; v < COUNT; v++) {
+        largest = max(largest, smla_float_bits(fabsf(values[v])));
+    }
+    return __reduce_max_sync(ALL_LANES, largest);
 }
 
-/* Works out the mixes of tokens of the block that follow each other, by all query threads. */
+/* Works out the mixes of tokens of the block that follow each other, by the threads of a mixer.
+ * Only those of tokens below `num_tokens` count. */
 template <typename Shape>
 __device__ __forceinline__ void
 add_mixes_of(int slot, int token, int num_tokens, logits_memory<Shape> *shared)
 {
     constexpr int COUNT = Shape::MIXED_AT_ONCE;
-    const int thread = (int)threadIdx.x - CONSUMERS;
+    constexpr bool IS_WARP = Shape::MIX_THREADS == SMLA_WARP_LANES;
+    const int thread = mix_thread<Shape>();
     logits_item<Shape> *const item = &shared->items[slot];
     uint32_t (*const largest)[2] = shared->largest[token / COUNT % 2];
-    float mixes[COUNT][2];
+    float mixes[COUNT][Shape::MIX_VALUES];
+    uint32_t bits[COUNT];
     mix_heads<Shape>(slot, token, shared, mixes);
 #pragma unroll
     for (int t = 0; t < COUNT; t++) {
-        const float weight = thread < Shape::HEADS
-                                 ? shared->weights[slot][(token + t) * Shape::HEADS + thread]
-                                 : 0.0f;
-        const bool is_huge = !(fabsf(weight) <= __int_as_float(MOST_WEIGHT));
-        const uint32_t bits = largest_bits(mixes[t]);
-        const bool any_is_huge = __any_sync(ALL_LANES, is_huge);
-        if (thread % SMLA_WARP_LANES == 0) {
-            largest[t][thread / SMLA_WARP_LANES] = any_is_huge ? 0xFFFFFFFFu : bits;
+        bool is_huge = false;
+#pragma unroll
+        for (int head = 0; head < Shape::HEADS; head += Shape::MIX_THREADS) {
+            const float weight =
+                head + thread < Shape::HEADS
+                    ? shared->weights[slot][(token + t) * Shape::HEADS + head + thread]
+                    : 0.0f;
+            is_huge = is_huge || !(fabsf(weight) <= __int_as_float(MOST_WEIGHT));
+        }
+        bits[t] = largest_bits(mixes[t]);
+        bits[t] = __any_sync(ALL_LANES, is_huge) ? 0xFFFFFFFFu : bits[t];
+        if (!IS_WARP && thread % SMLA_WARP_LANES == 0) {
+            largest[t][thread / SMLA_WARP_LANES] = bits[t];
         }
     }
-    ptx_barrier(BARRIER_QUERIES, QUERY_THREADS); /* all have `largest` */
+    if constexpr (!IS_WARP) {
+        ptx_barrier(BARRIER_QUERIES, Shape::QUERY_THREADS); /* all have `largest` */
+    }
 #pragma unroll
     for (int t = 0; t < COUNT; t++) {
         const int at = token + t;
-        const uint32_t bits = max(largest[t][0], largest[t][1]);
-        const bool is_plain = bits > (uint32_t)MOST_MIX;
-        const int exponent = max((int)(bits >> 23) - UNIT_STEP, (int)LEAST_UNIT);
+        bits[t] = IS_WARP ? bits[t] : max(largest[t][0], largest[t][1]);
+        const bool is_plain = bits[t] > (uint32_t)MOST_MIX;
+        const int exponent = max((int)(bits[t] >> 23) - UNIT_STEP, (int)LEAST_UNIT);
         const int row =
             at / Shape::TOKENS * Shape::GROUP_ROWS + Shape::COLUMNS + at % Shape::TOKENS * MIX_ROWS;
         const float inverse = is_plain ? 0.0f : __int_as_float((254 - exponent) << 23);
-        const float given[2] = {is_plain ? 0.0f : mixes[t][0], is_plain ? 0.0f : mixes[t][1]};
-        const bool is_good =
-            write_mix<Shape>(given, inverse, ptx_shared_address(shared->queries[slot][row]));
+        float given[Shape::MIX_VALUES];
+#pragma unroll
+        for (int v = 0; v < Shape::MIX_VALUES; v++) {
+            given[v] = is_plain ? 0.0f : mixes[t][v];
+        }
+        const bool is_good = write_mix<Shape>(given, inverse, shared->queries[slot][row]);
         if ((is_plain || !is_good) && at < num_tokens) {
             atomicOr(&item->plain, 1u << at);
         }
-        if (thread == 0) {
+        if (thread == 0 && at < num_tokens) {
             item->units[at] = is_plain ? 0.0f : __int_as_float(exponent << 23);
         }
     }
@@ -213,69 +269,112 @@ ask_for_queries(const logits_args &args, int64_t first_token, int num_tokens, ui
     bring_queries(args.p, first_token, num_tokens, slot, shared);
 }
 
-/* Hands an item with `num_tokens` tokens over, whose queries were asked for; without tokens it is
- * the end. */
+/* Hands an item over, whose queries were asked for; without tokens it is the end.
+ *
+ * If it is not `is_real`, it is a rehearsal of the mixes in the other slot, which nobody uses yet.
+ * So their code is fetched while the queries are under way. Nobody sees its results. */
 template <typename Shape>
 __device__ __forceinline__ void
-hand_over(const logits_args &args, const logits_work &work, const logits_run &run, int scale_shift,
-          uint32_t item, logits_memory<Shape> *shared)
+hand_over(const logits_part &part, const logits_run &run, int scale_shift, uint32_t item,
+          bool is_real, logits_memory<Shape> *shared)
 {
-    const int num_tokens = (int)(run.end_token - run.first_token);
     const int slot = (int)(item % SLOTS);
-    if (threadIdx.x == CONSUMERS) {
+    const int thread = (int)threadIdx.x - CONSUMERS;
+    const int mixer = thread / Shape::MIX_THREADS;
+    int count = 1;
+    if (is_real) {
         logits_item<Shape> *const to = &shared->items[slot];
-        to->first_token = run.first_token;
-        to->num_tokens = num_tokens;
-        to->num_tiles = run.num_tiles;
-        to->first = (int32_t)work.first;
-        to->shift = scale_shift;
-        to->plain = 0;
-        for (int i = 0; i < num_tokens; i++) {
-            to->contexts[i] =
-                (int32_t)smaller_of(context_of(args.p, run.first_token + i), work.end);
+        if (thread == 0) {
+            to->first_token = run.first_token;
+            to->num_tokens = run.num_tokens;
+            to->num_tiles = run.num_tiles;
+            to->first = part.tile * TILE_KEYS;
+            to->shift = scale_shift;
+            to->plain = 0;
         }
+        if (thread < run.num_tokens) {
+            to->contexts[thread] = run.context;
+        }
+        count = run.num_tokens;
+        ptx_cp_async_wait_all();
+        /* Then all queries and weights are there. */
+        ptx_barrier(BARRIER_QUERIES, Shape::QUERY_THREADS);
     }
-    ptx_cp_async_wait_all();
-    ptx_barrier(BARRIER_QUERIES, QUERY_THREADS); /* all queries and weights are there */
 #pragma unroll 1
-    for (int token = 0; token < num_tokens; token += Shape::MIXED_AT_ONCE) {
-        add_mixes_of<Shape>(slot, token, num_tokens, shared);
+    for (int token = mixer * Shape::MIXED_AT_ONCE; token < count;
+         token += Shape::MIXERS * Shape::MIXED_AT_ONCE) {
+        add_mixes_of<Shape>(is_real ? slot : slot ^ 1, token, is_real ? count : 0, shared);
     }
-    ptx_fence_async_shared(); /* the thread's copies and mixes are visible to wgmma */
-    ptx_mbarrier_arrive(ptx_shared_address(&shared->q_full[slot]), true);
+    if (is_real) {
+        ptx_fence_async_shared(); /* the thread's copies and mixes are visible to wgmma */
+        ptx_mbarrier_arrive(ptx_shared_address(&shared->q_full[slot]), true);
+    }
+}
+
+/* Fills the columns that have no keys, whoever has the keys before them. */
+template <typename Shape>
+__device__ __forceinline__ void
+fill_works(const sm90_args &all)
+{
+    const logits_args &args = all.args;
+#pragma unroll 1
+    for (int64_t number = blockIdx.x; number < args.num_works; number += gridDim.x) {
+        const int64_t chunk = smla_divide(number, all.blocks);
+        const logits_part part =
+            part_of_block<Shape>(all, (int32_t)(number - chunk * all.plan.token_blocks));
+        const int64_t first = chunk * args.chunk_columns;
+        fill_rest(args.p,
+                  logits_work{part.first_token, part.end_token, first,
+                              smaller_of(first + args.chunk_columns, args.p.num_columns)},
+                  (int)threadIdx.x - CONSUMERS, Shape::QUERY_THREADS);
+    }
 }
 
 template <typename Shape>
 __device__ __forceinline__ void
 copy_queries(const sm90_args &all, logits_memory<Shape> *shared)
 {
-    /* Then a work is a run, and its queries need not wait until its request is known. */
-    constexpr bool IS_EARLY = Shape::BLOCK_TOKENS == 1;
     const logits_args &args = all.args;
-    const bool has_shifts = all.has_maps && !args.p.has_pages;
+    const bool has_shifts = Shape::HAS_MAPS && !args.p.has_pages;
+    bool is_real = !Shape::REHEARSES;
+    bool is_asked = false;
+    bool is_started = false;
     uint32_t items = 0;
-    logits_walk walk = start_walk<Shape>(all);
-    logits_work work = {};
-    while (next_work<Shape>(all, &walk, &work)) {
-        int64_t token = work.first_token;
-        while (token < work.end_token) {
-            if (IS_EARLY) {
-                ask_for_queries(args, token, 1, items, shared);
+    logits_walk walk = start_walk<Shape>(shared);
+    logits_part part = {};
+    /* The last item is the end. It goes through the same code, so that no more is fetched. */
+    for (bool is_end = false; !is_end;) {
+        is_end = !next_part<Shape>(all, &walk, &part);
+        int32_t token = part.first_token;
+        bool goes_on;
+#pragma unroll 1
+        do {
+            logits_run run = {};
+            if (!is_asked) {
+                await_start<Shape>(&is_started);
+                /* Queries need not wait until it is known which tokens have the same keys. */
+                ask_for_queries(args, token, is_end ? 0 : part.end_token - token, items, shared);
+                is_asked = true;
             }
-            const logits_run run = find_run<Shape>(args.p, work, token);
-            if (run.num_tiles > 0) {
-                if (!IS_EARLY) {
-                    ask_for_queries(args, token, (int)(run.end_token - token), items, shared);
-                }
-                hand_over(args, work, run, has_shifts ? (int)run.source & (SCALE_ALIGN - 1) : 0,
-                          items, shared);
-                items++;
+            if (is_real && !is_end) {
+                run = find_run<Shape>(all, part, token);
             }
-            token = run.end_token;
-        }
+            if (!is_real || run.num_tiles > 0 || is_end) {
+                hand_over(part, run, has_shifts ? run.source & (SCALE_ALIGN - 1) : 0, items,
+                          is_real, shared);
+            }
+            if (is_real) {
+                items += run.num_tiles > 0;
+                token += run.num_tokens;
+                is_asked = false;
+            }
+            goes_on = !is_real || (!is_end && token < part.end_token);
+            is_real = true;
+        } while (goes_on);
     }
-    ask_for_queries(args, 0, 0, items, shared);
-    hand_over(args, work, logits_run{}, 0, items, shared);
+    if (!args.p.leaves_rest) {
+        fill_works<Shape>(all);
+    }
 }
 
 } // namespace

@@ -9,18 +9,20 @@
  *              weights [T, H] fp32; out [T, N] fp32 or bf16
  * Shared mem   keys [STAGES][64][128] and two items' queries and mixes [columns][128], swizzled by
  *              128 bytes (wgmma.cuh); scales, weights, items, mbarriers; up to 180 KiB
- * Roles        A CTA per SM, which walks through works. A run of a work's tokens is an item.
- *              2 query warps    bring the items' queries and work out their mixes, an item ahead
- *              2 key warps      take tiles of 64 keys in turn. A tile in one page, or of flat keys,
- *                               comes by tensor maps, else by cp.async. Then they fill columns
- *                               without keys
+ * Roles        A CTA per SM, which walks through works (logits_plan.h). A run of a work's tokens
+ *              is an item.
+ *              2 or 3 query warps
+ *                               bring the items' queries and work out their mixes, an item ahead.
+ *                               Then they fill columns without keys
+ *              2 or 1 key warps take tiles of 64 keys in turn. A tile in one page, or of flat keys,
+ *                               comes by tensor maps, else by cp.async
  *              3 warpgroups     GROUPS 3: each has other tokens and goes through all tiles
  *                               GROUPS 1: each has the same tokens and every third tile
  *              mbarriers        arrivals | waiting threads
  *              full[stage]      the lane that asks, and the bytes; or 32 lanes' copies, and lane 0
  *                               | consumers
  *              empty[stage]     4 warps per warpgroup that reads the tile | a key warp
- *              q_full[slot]     64 threads | consumers
+ *              q_full[slot]     the query threads | consumers
  *              q_empty[slot]    12 warps | query warps
  * Roofline     256 FLOP per token, head and key. 64 keys x 136 columns, 8 of them for mixes, take
  *              272 cycles of tensor cores; adding them up takes a warp 1 instruction per column, 64
@@ -150,12 +152,13 @@ moved(uint64_t descriptor, uint32_t n)
     return (descriptor & 0xFFFFFFFF00000000) | (uint32_t)((uint32_t)descriptor + n);
 }
 
-/* Multiplies the tile of a stage, and stores its logits. `tile` counts from the item's first. */
+/* Multiplies the tile of a stage, and stores its logits. `tile` counts from the item's first. The
+ * thread that `frees` lets a key warp have the stage for its warp. */
 template <typename Shape>
 __device__ __forceinline__ void
 score_tile(uint32_t stage, uint64_t keys, uint64_t queries,
            const float4 (&weights)[Shape::COLUMNS / 16], const token_results<Shape> &to,
-           uint32_t tile, uint32_t value_bytes, bool has_maps, logits_memory<Shape> *shared)
+           uint32_t tile, uint32_t value_bytes, bool frees, logits_memory<Shape> *shared)
 {
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const int warp_row = (int)threadIdx.x % GROUP_THREADS / SMLA_WARP_LANES * 16;
@@ -163,7 +166,7 @@ score_tile(uint32_t stage, uint64_t keys, uint64_t queries,
     const float scale = shared->scales[stage][to.shift + row];
     const uint32_t found = ((const uint32_t *)&shared->found[stage])[row / 32];
     float d[Shape::GROUP_ROWS / 2];
-    if (!has_maps) {
+    if (!Shape::HAS_MAPS) {
         ptx_fence_async_shared(); /* what cp.async wrote is visible to wgmma */
     }
     wgmma_fence();
@@ -175,7 +178,7 @@ score_tile(uint32_t stage, uint64_t keys, uint64_t queries,
     wgmma_commit();
     wgmma_wait<0>();
     __syncwarp();
-    ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[stage]), lane == 0);
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[stage]), frees);
     float sums[Shape::TOKENS][2];
     float results[Shape::PAIRS];
     float mixes[Shape::PAIRS];
@@ -210,7 +213,8 @@ score_tile(uint32_t stage, uint64_t keys, uint64_t queries,
 template <typename Shape>
 __device__ __forceinline__ void
 load_item(const smla_logits_params &p, const logits_memory<Shape> *shared, int slot, int group,
-          uint32_t value_bytes, float4 (&weights)[Shape::COLUMNS / 16], token_results<Shape> *to)
+          uint32_t value_bytes, bool is_real, float4 (&weights)[Shape::COLUMNS / 16],
+          token_results<Shape> *to)
 {
     const logits_item<Shape> &item = shared->items[slot];
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
@@ -227,20 +231,25 @@ load_item(const smla_logits_params &p, const logits_memory<Shape> *shared, int s
         /* With one token per warpgroup two lanes have each logit, and one of them stores it. */
         const bool is_stored = Shape::TOKENS > 1 || c < 2;
         const int token = group * Shape::TOKENS + (Shape::TOKENS > 1 ? 2 * u + c / 2 : 0);
-        const bool exists = is_stored && token < item.num_tokens;
+        const bool exists = is_real && is_stored && token < item.num_tokens;
         to->at[u] = (uint8_t *)p.out +
-                    ((item.first_token + token) * p.out_stride_token + own) * value_bytes;
+                    ((int64_t)(item.first_token + token) * p.out_stride_token + own) * value_bytes;
         to->left[u] = exists ? item.contexts[token] - own : 0;
         to->units[u] = exists && (item.plain >> token & 1) == 0 ? item.units[token] : 0.0f;
     }
-    to->shift = same_in_warp((uint32_t)item.shift);
-    to->plain = same_in_warp(item.plain) >> group * Shape::TOKENS & ((1 << Shape::TOKENS) - 1);
+    to->shift = is_real ? same_in_warp((uint32_t)item.shift) : 0;
+    to->plain = is_real
+                    ? same_in_warp(item.plain) >> group * Shape::TOKENS & ((1 << Shape::TOKENS) - 1)
+                    : 0;
 }
 
+/* Before the first item comes a rehearsal: a tile is multiplied that nobody has brought, and
+ * nothing is stored. So the code is fetched while queries and keys are under way. */
 template <typename Shape>
 __device__ __forceinline__ void
-consume_items(const smla_logits_params &p, bool has_maps, logits_memory<Shape> *shared)
+consume_items(const sm90_args &all, logits_memory<Shape> *shared)
 {
+    const smla_logits_params &p = all.args.p;
     const uint32_t warpgroup = same_in_warp(threadIdx.x / GROUP_THREADS);
     const int group = Shape::GROUPS == 1 ? 0 : (int)warpgroup;
     const uint32_t value_bytes = same_in_warp(p.out_type == SMLA_FLOAT_BF16 ? 2 : 4);
@@ -250,35 +259,45 @@ consume_items(const smla_logits_params &p, bool has_maps, logits_memory<Shape> *
         wgmma_descriptor(ptx_shared_address(shared->queries[0][group * Shape::GROUP_ROWS]),
                          8 * ROW_BYTES, WGMMA_SWIZZLE_128);
     static_assert(Shape::STAGES % Shape::PARTS == 0, "a stage belongs to one warpgroup");
-    uint32_t stage = Shape::PARTS == 1 ? 0 : warpgroup; /* the next tile is there */
+    const uint32_t first_stage = Shape::PARTS == 1 ? 0 : warpgroup;
+    const uint32_t step = step_of<Shape>(all);
+    uint32_t stage = first_stage; /* the next tile is there */
     uint32_t parity = 0;
     uint32_t tiles = 0; /* tiles in the items before */
-    for (uint32_t number = 0;; number++) {
+    bool is_real = !Shape::REHEARSES;
+    for (uint32_t number = is_real ? 0 : (uint32_t)-1;; number++) {
         const int slot = (int)(number % SLOTS);
-        ptx_mbarrier_wait(ptx_shared_address(&shared->q_full[slot]), number / SLOTS % 2);
-        const uint32_t num_tiles = same_in_warp((uint32_t)shared->items[slot].num_tiles);
+        uint32_t num_tiles = Shape::PARTS;
+        bool has_tokens = true;
+        if (is_real) {
+            ptx_wait_for_grids();
+            ptx_mbarrier_wait(ptx_shared_address(&shared->q_full[slot]), number / SLOTS % 2);
+            num_tiles = same_in_warp((uint32_t)shared->items[slot].num_tiles);
+            has_tokens =
+                (int)same_in_warp((uint32_t)shared->items[slot].num_tokens) > group * Shape::TOKENS;
+        }
         if (num_tiles == 0) {
             break;
         }
-        const bool has_tokens =
-            (int)same_in_warp((uint32_t)shared->items[slot].num_tokens) > group * Shape::TOKENS;
         const uint64_t queries =
             moved(all_queries, (uint32_t)(slot * (Shape::BLOCK_ROWS * ROW_BYTES >> 4)));
         float4 weights[Shape::COLUMNS / 16];
         token_results<Shape> to;
-        load_item<Shape>(p, shared, slot, group, value_bytes, weights, &to);
+        load_item<Shape>(p, shared, slot, group, value_bytes, is_real, weights, &to);
         const uint32_t skipped =
             Shape::PARTS == 1 ? 0 : (warpgroup + WARPGROUPS - tiles % WARPGROUPS) % WARPGROUPS;
+        const bool frees = is_real && threadIdx.x % SMLA_WARP_LANES == 0;
 #pragma unroll 1
         for (uint32_t i = skipped; i < num_tiles; i += Shape::PARTS) {
-            ptx_mbarrier_wait(ptx_shared_address(&shared->full[stage]), parity);
+            if (is_real) {
+                ptx_mbarrier_wait(ptx_shared_address(&shared->full[stage]), parity);
+            }
             if (has_tokens) {
-                score_tile<Shape>(stage, keys, queries, weights, to, i, value_bytes, has_maps,
+                score_tile<Shape>(stage, keys, queries, weights, to, i * step, value_bytes, frees,
                                   shared);
             } else {
                 __syncwarp();
-                ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[stage]),
-                                    threadIdx.x % SMLA_WARP_LANES == 0);
+                ptx_mbarrier_arrive(ptx_shared_address(&shared->empty[stage]), frees);
             }
             stage += Shape::PARTS;
             if (stage >= Shape::STAGES) {
@@ -286,14 +305,45 @@ consume_items(const smla_logits_params &p, bool has_maps, logits_memory<Shape> *
                 parity ^= 1;
             }
         }
-        tiles += num_tiles;
         __syncwarp();
-        ptx_mbarrier_arrive(ptx_shared_address(&shared->q_empty[slot]),
-                            threadIdx.x % SMLA_WARP_LANES == 0);
+        ptx_mbarrier_arrive(ptx_shared_address(&shared->q_empty[slot]), frees);
+        if (is_real) {
+            tiles += num_tiles;
+        } else {
+            is_real = true;
+            stage = first_stage;
+            parity = 0;
+        }
     }
 }
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
+
+/* Initialises the barriers. A launch's arguments are in no cache, so every warp asks for one line
+ * of them: the lines arrive together, and not one after the other where they are needed. */
+template <typename Shape>
+__device__ __forceinline__ void
+start(const sm90_args &all, logits_memory<Shape> *shared)
+{
+    enum { LINE_WORDS = 16, NUM_LINES = sizeof(sm90_args) / sizeof(uint32_t) / LINE_WORDS };
+    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    const uint32_t argument = ((const uint32_t *)&all)[warp % NUM_LINES * LINE_WORDS];
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < Shape::STAGES; i++) {
+            ptx_mbarrier_init(ptx_shared_address(&shared->full[i]),
+                              Shape::HAS_MAPS ? 1 : SMLA_WARP_LANES + 1);
+            ptx_mbarrier_init(ptx_shared_address(&shared->empty[i]), 4 * Shape::GROUPS);
+        }
+#pragma unroll
+        for (int i = 0; i < SLOTS; i++) {
+            ptx_mbarrier_init(ptx_shared_address(&shared->q_full[i]), Shape::QUERY_THREADS);
+            ptx_mbarrier_init(ptx_shared_address(&shared->q_empty[i]), 4 * WARPGROUPS);
+        }
+        ptx_fence_mbarrier_init();
+    }
+    shared->sums[warp] = (int32_t)argument; /* nobody reads it, but it keeps the load alive */
+}
 
 template <typename Shape>
 __global__ void
@@ -301,30 +351,25 @@ __launch_bounds__(CONSUMERS + COPIERS, 1) logits_sm90(const __grid_constant__ sm
 {
     extern __shared__ __align__(1024) uint8_t memory[];
     logits_memory<Shape> *const shared = (logits_memory<Shape> *)memory;
-    if (threadIdx.x == CONSUMERS + QUERY_THREADS && all.has_maps) {
+    if (Shape::HAS_MAPS && threadIdx.x == CONSUMERS + Shape::QUERY_THREADS) {
         ptx_prefetch_map(&all.keys);
         ptx_prefetch_map(&all.scales);
     }
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < Shape::STAGES; i++) {
-            ptx_mbarrier_init(ptx_shared_address(&shared->full[i]),
-                              all.has_maps ? 1 : SMLA_WARP_LANES + 1);
-            ptx_mbarrier_init(ptx_shared_address(&shared->empty[i]), 4 * Shape::GROUPS);
-        }
-        for (int i = 0; i < SLOTS; i++) {
-            ptx_mbarrier_init(ptx_shared_address(&shared->q_full[i]), QUERY_THREADS);
-            ptx_mbarrier_init(ptx_shared_address(&shared->q_empty[i]), 4 * WARPGROUPS);
-        }
-        ptx_fence_mbarrier_init();
+    start<Shape>(all, shared);
+    if (Shape::IS_EVEN) {
+        ptx_wait_for_grids();
+        find_share<Shape>(all, shared);
+        __syncthreads(); /* all have the barriers and their share */
     }
-    __syncthreads();
-    ptx_wait_for_grids();
     if (threadIdx.x < CONSUMERS) {
+        bool is_started = false;
+        await_start<Shape>(&is_started);
         ptx_claim_registers<CONSUMER_REGISTERS>();
-        consume_items<Shape>(all.args.p, all.has_maps, shared);
+        consume_items<Shape>(all, shared);
     } else {
         ptx_release_registers<COPY_REGISTERS>();
-        if (threadIdx.x < CONSUMERS + QUERY_THREADS) {
+        ptx_wait_for_grids();
+        if (threadIdx.x < CONSUMERS + Shape::QUERY_THREADS) {
             copy_queries<Shape>(all, shared);
         } else {
             copy_keys<Shape>(all, shared);
@@ -354,58 +399,82 @@ make_maps(const smla_logits_params *p, sm90_args *all)
            smla_cuda_make_tensor_map(&scales, false, &all->scales);
 }
 
-/* Equal shares cost the CTAs a sum over all blocks before they begin; so many tiles per SM are
- * worth it. */
-enum { LEAST_EVEN_TILES = 64 };
+enum { MOST_COLUMNS = 1 << 29, FILL_COLUMNS = 512, MOST_FILL_COLUMNS = 4096 };
 
 template <typename Shape>
 cudaError_t
-launch_shape(const smla_logits_params *p)
+launch_shape(const smla_logits_params *p, const smla_logits_plan *plan, int64_t num_sms,
+             sm90_args *all)
 {
     static uint64_t allowed;
     const int bytes = (int)sizeof(logits_memory<Shape>);
     const cudaError_t code =
         allow_shared_bytes((const void *)logits_sm90<Shape>, bytes, p->stream.device_id, &allowed);
+    return code != cudaSuccess
+               ? code
+               : smla_launch(logits_sm90<Shape>, *all,
+                             plan->num_works < num_sms && !plan->is_even ? plan->num_works
+                                                                         : num_sms,
+                             CONSUMERS + COPIERS, bytes, p->stream);
+}
+
+template <int HEADS, int TOKENS, int GROUPS>
+cudaError_t
+launch_groups(const smla_logits_params *p, const smla_logits_plan *plan, int64_t num_sms,
+              bool has_maps, sm90_args *all)
+{
+    return !has_maps ? launch_shape<logits_shape<HEADS, TOKENS, GROUPS, false, false>>(p, plan,
+                                                                                       num_sms, all)
+           : plan->is_even
+               ? launch_shape<logits_shape<HEADS, TOKENS, GROUPS, true, true>>(p, plan, num_sms,
+                                                                               all)
+               : launch_shape<logits_shape<HEADS, TOKENS, GROUPS, true, false>>(p, plan, num_sms,
+                                                                                all);
+}
+
+template <int HEADS>
+cudaError_t
+launch_heads(const smla_logits_params *p)
+{
+    enum { TOKENS = 128 / HEADS };
     const int64_t num_sms = smla_cuda_find_device(p->stream.device_id)->num_sms;
-    const int64_t token_blocks = smla_count_parts(p->num_tokens, Shape::BLOCK_TOKENS);
     sm90_args all = {};
     logits_args *const args = &all.args;
     args->p = *p;
     args->page_keys = smla_make_divisor(p->has_pages ? p->pages.block_size : 1);
     args->has_runs = !p->has_pages || p->pages.block_size % TILE_KEYS == 0;
-    args->token_blocks = smla_make_divisor(token_blocks);
-    args->chunk_columns = choose_chunk(p->num_columns, token_blocks, Shape::WORKS_PER_SM * num_sms,
-                                       Shape::LEAST_CHUNK, Shape::LARGEST_CHUNK);
-    args->num_works = token_blocks * smla_count_parts(p->num_columns, args->chunk_columns);
-    const int64_t all_tiles = token_blocks * smla_count_parts(p->num_columns, TILE_KEYS);
-    all.is_even = Shape::GROUPS == 1 && token_blocks <= MOST_EVEN_BLOCKS &&
-                  all_tiles >= LEAST_EVEN_TILES * num_sms && all_tiles <= INT32_MAX;
-    all.req_tokens = smla_make_divisor(
-        p->has_pages && p->num_reqs > 0 && p->num_tokens > p->num_reqs ? p->num_tokens / p->num_reqs
-                                                                       : 1);
-    all.has_maps = args->has_runs && make_maps(p, &all);
-    return code != cudaSuccess
-               ? code
-               : smla_launch(logits_sm90<Shape>, all,
-                             args->num_works < num_sms && !all.is_even ? args->num_works : num_sms,
-                             CONSUMERS + COPIERS, bytes, p->stream);
-}
-
-/* Few tokens per request share tiles among the warpgroups; many tokens share a tile. Flat keys
- * count as one request. */
-template <int HEADS>
-cudaError_t
-launch_heads(const smla_logits_params *p)
-{
-    enum { FEW = 8 };
+    const bool has_maps = args->has_runs && make_maps(p, &all);
     const int64_t num_reqs = p->has_pages ? p->num_reqs : 1;
-    if (p->num_tokens <= num_reqs) {
-        return launch_shape<logits_shape<HEADS, 1, 1>>(p);
+    smla_logits_plan plan =
+        smla_plan_logits(HEADS, p->num_tokens, num_reqs, p->num_columns, num_sms, has_maps);
+    if (!LOGITS_EVEN_PREFILLS && plan.num_groups * plan.group_tokens > 3) {
+        plan = smla_plan_logits(HEADS, p->num_tokens, num_reqs, p->num_columns, num_sms, false);
     }
-    if (p->num_tokens <= FEW * num_reqs) {
-        return launch_shape<logits_shape<HEADS, 128 / HEADS, 1>>(p);
+    if (plan.num_works == 0) {
+        return cudaSuccess;
     }
-    return launch_shape<logits_shape<HEADS, 128 / HEADS, 3>>(p);
+    args->chunk_columns = choose_chunk(p->num_columns, plan.token_blocks, 4 * num_sms, FILL_COLUMNS,
+                                       MOST_FILL_COLUMNS);
+    args->num_works = plan.token_blocks * smla_count_parts(p->num_columns, args->chunk_columns);
+    all.plan = plan;
+    const bool is_regular = num_reqs > 0 && p->num_tokens % num_reqs == 0;
+    all.guess_tokens = smla_make_divisor(is_regular ? plan.req_tokens : 1);
+    all.req_blocks = smla_make_divisor(plan.req_blocks);
+    all.blocks = smla_make_divisor(plan.token_blocks);
+    all.step = smla_make_divisor(plan.step);
+    all.column_tiles = (int32_t)smla_count_parts(p->num_columns, TILE_KEYS);
+    all.thread_blocks = (int32_t)smla_count_parts(plan.token_blocks, CONSUMERS + COPIERS);
+    if (plan.num_groups == 1) {
+        return plan.group_tokens == 1
+                   ? launch_groups<HEADS, 1, 1>(p, &plan, num_sms, has_maps, &all)
+                   : launch_groups<HEADS, TOKENS, 1>(p, &plan, num_sms, has_maps, &all);
+    }
+    if constexpr (HEADS == 64) {
+        if (plan.group_tokens == 1) {
+            return launch_groups<HEADS, 1, 3>(p, &plan, num_sms, has_maps, &all);
+        }
+    }
+    return launch_groups<HEADS, TOKENS, 3>(p, &plan, num_sms, has_maps, &all);
 }
 
 } // namespace
@@ -417,7 +486,8 @@ smla_cuda_serves_logits_sm90(const smla_logits_params *p)
 {
     return smla_cuda_find_device(p->stream.device_id)->compute_capability == 90 &&
            (p->num_heads == 32 || p->num_heads == 64) && p->q_scale == NULL &&
-           p->kv.format->number == SMLA_ROW_FP8_INDEX && p->num_columns < INT32_MAX - MOST_CHUNK &&
+           p->kv.format->number == SMLA_ROW_FP8_INDEX && p->num_columns < MOST_COLUMNS &&
+           p->num_tokens < MOST_COLUMNS &&
            smla_is_multiple(p->q, p->q_stride_token | p->q_stride_head, CHUNK_BYTES) &&
            smla_is_multiple(p->kv.base, p->kv.page_stride_bytes | p->kv.token_stride_bytes,
                             CHUNK_BYTES);

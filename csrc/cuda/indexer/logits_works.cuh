@@ -6,6 +6,22 @@
 
 #include "cuda/host/tensor_map.h"
 #include "cuda/indexer/logits.cuh"
+#include "cuda/indexer/logits_plan.h"
+
+/* Switches for measurements: 1 is on. */
+#ifndef LOGITS_REHEARSE /* code runs once before there is data: 1 in decodes, 2 always */
+#define LOGITS_REHEARSE 1
+#endif
+#ifndef LOGITS_WARP_MIXES /* prefills: a warp works out a token's mix, of three; else two do */
+#define LOGITS_WARP_MIXES 1
+#endif
+
+#ifndef LOGITS_BURST /* key warps ask for the first tiles at once */
+#define LOGITS_BURST 1
+#endif
+#ifndef LOGITS_EVEN_PREFILLS /* equal shares in prefills, too */
+#define LOGITS_EVEN_PREFILLS 1
+#endif
 
 namespace {
 
@@ -14,11 +30,10 @@ enum {
     GROUP_THREADS = 128,
     CONSUMERS = WARPGROUPS * GROUP_THREADS,
     COPIERS = 128,
-    QUERY_THREADS = 64, /* the first two copy warps */
-    KEY_WARPS = 2,      /* the others */
+    CTA_WARPS = (CONSUMERS + COPIERS) / SMLA_WARP_LANES,
     COPY_REGISTERS = 104,
     CONSUMER_REGISTERS = 136,
-    TILE_KEYS = 64,
+    TILE_KEYS = SMLA_LOGITS_TILE_KEYS,
     ROW_BYTES = SMLA_INDEX_HEAD_DIM,
     CHUNK_BYTES = 16,
     ROW_CHUNKS = ROW_BYTES / CHUNK_BYTES,
@@ -29,56 +44,84 @@ enum {
     ROWS_PER_COPY = SMLA_WARP_LANES / ROW_CHUNKS,
     K_STEPS = ROW_BYTES / 32,
     SLOTS = 2,
-    MOST_CHUNK = 8192,
-    MOST_EVEN_BLOCKS = 256,
     MIX_ROWS = 4, /* rows that hold a token's mix (logits_queries.cuh) */
 };
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
 /* How warpgroups share the work. */
-template <int HEADS_, int TOKENS_, int GROUPS_> struct logits_shape {
+template <int HEADS_, int TOKENS_, int GROUPS_, bool HAS_MAPS_, bool IS_EVEN_> struct logits_shape {
     static constexpr int HEADS = HEADS_;
     static constexpr int TOKENS = TOKENS_;             /* per warpgroup */
     static constexpr int GROUPS = GROUPS_;             /* token groups: 3, or 1 */
+    static constexpr bool HAS_MAPS = HAS_MAPS_;        /* else keys come by cp.async */
+    static constexpr bool IS_EVEN = IS_EVEN_;          /* CTAs have equal shares of the tiles */
     static constexpr int PARTS = WARPGROUPS / GROUPS_; /* warpgroups that take tiles in turn */
     static constexpr int COLUMNS = HEADS * TOKENS;     /* columns of heads per product */
     static constexpr int PAIRS =
         (TOKENS + 1) / 2; /* pairs of tokens; each has 8 columns of mixes */
     static constexpr int GROUP_ROWS = COLUMNS + PAIRS * 2 * MIX_ROWS;
     static constexpr int BLOCK_TOKENS = TOKENS * GROUPS;
-    static constexpr int MIXED_AT_ONCE = TOKENS == 1 ? 1 : 2; /* tokens */
+    /* The first copy warps bring queries, the others keys. In a prefill a tile of keys takes the
+     * tensor cores long, and a block's mixes take the query warps long. */
+    static constexpr bool IS_LONG = LOGITS_WARP_MIXES && HAS_MAPS && GROUPS == 3 && TOKENS > 1;
+    static constexpr int QUERY_THREADS = (IS_LONG ? 3 : 2) * SMLA_WARP_LANES;
+    static constexpr int KEY_WARPS = (COPIERS - QUERY_THREADS) / SMLA_WARP_LANES;
+    static constexpr int MIX_THREADS =
+        LOGITS_WARP_MIXES && GROUPS == 3 ? SMLA_WARP_LANES : QUERY_THREADS; /* per token */
+    static constexpr int MIXERS = QUERY_THREADS / MIX_THREADS;
+    static constexpr int MIX_VALUES = SMLA_INDEX_HEAD_DIM / MIX_THREADS;        /* per thread */
+    static constexpr int MIXED_AT_ONCE = TOKENS == 1 || MIX_VALUES > 2 ? 1 : 2; /* tokens */
+    /* The rehearsal has a price, about ten instructions per tile. */
+    static constexpr bool REHEARSES = LOGITS_REHEARSE + (BLOCK_TOKENS <= 4) >= 2;
     static constexpr int BLOCK_HEADS = BLOCK_TOKENS * HEADS;
     static constexpr int BLOCK_ROWS = GROUP_ROWS * GROUPS;
     /* A multiple of PARTS, so that a stage belongs to one warpgroup. Tiles come out of order, and
      * another one could take the barrier's phase before for its own. */
-    static constexpr int STAGES = GROUPS == 1 ? 15 : 8;
-    static constexpr int LEAST_CHUNK = GROUPS == 1 ? 4 * TILE_KEYS : 8 * TILE_KEYS;
-    /* A decode's work costs a chain of loads, so it has few and long ones. */
-    static constexpr int LARGEST_CHUNK = GROUPS == 1 ? MOST_CHUNK : 4096;
-    static constexpr int WORKS_PER_SM = GROUPS == 1 ? 8 : 12;
+    static constexpr int STAGES = TOKENS * GROUPS > 3 ? (GROUPS == 1 ? 15 : 8) : 15;
 };
 
 /* The argument of the kernel. */
 struct sm90_args {
-    CUtensorMap keys;        /* 128 bytes, keys of a page, pages */
-    CUtensorMap scales;      /* keys of a page, pages */
-    bool has_maps;           /* else keys come by cp.async */
-    bool is_even;            /* CTAs have equal shares of the tiles */
-    smla_divisor req_tokens; /* tokens per request, if each has as many */
-    logits_args args;
+    CUtensorMap keys;          /* 128 bytes, keys of a page, pages */
+    CUtensorMap scales;        /* keys of a page, pages */
+    logits_args args;          /* its works are those of fill_works */
+    smla_divisor guess_tokens; /* tokens per request, if each has as many; else 1 */
+    smla_divisor req_blocks;
+    smla_divisor blocks;
+    smla_divisor step;
+    smla_logits_plan plan;
+    int32_t column_tiles;
+    int32_t thread_blocks; /* even: blocks whose tiles a thread counts */
 };
 
-/* A run of tokens and a chunk of their columns. */
+/* A block of tokens, and tiles `tile`, `tile` + step... below `end_tile`. */
+struct logits_part {
+    int32_t first_token;
+    int32_t end_token;
+    int32_t tile;
+    int32_t end_tile;
+};
+
+/* A run of tokens, and the part of their columns. */
 template <typename Shape> struct logits_item {
-    int64_t first_token;
+    int32_t first_token;
     int32_t num_tokens;
     int32_t num_tiles;                     /* 0: there are no more items */
     int32_t first;                         /* column */
     int32_t shift;                         /* scales in front of a tile's first one */
     uint32_t plain;                        /* a bit per token without a mix */
-    int32_t contexts[Shape::BLOCK_TOKENS]; /* at most the chunk's end */
+    int32_t contexts[Shape::BLOCK_TOKENS]; /* columns of the token's keys */
     float units[Shape::BLOCK_TOKENS];      /* what a mix counts in */
+};
+
+/* A CTA's works, one after the other. They are works i, i + grid...; or, where IS_EVEN, an equal
+ * share of all tiles, which follow each other by block of tokens. A warp walks as one. */
+struct logits_walk {
+    uint32_t number; /* the next work */
+    int32_t block;   /* even: where the next work begins */
+    int32_t tile;
+    int32_t left; /* even: tiles that the CTA has left */
 };
 
 template <typename Shape> struct logits_memory {
@@ -89,6 +132,8 @@ template <typename Shape> struct logits_memory {
     alignas(8) uint64_t found[Shape::STAGES]; /* a bit per key that exists */
     logits_item<Shape> items[SLOTS];
     uint32_t largest[2][2][2]; /* two sets of tokens, by token and query warp */
+    logits_walk walk;          /* even: where the CTA begins */
+    int32_t sums[CTA_WARPS];
     alignas(8) uint64_t full[Shape::STAGES];
     uint64_t empty[Shape::STAGES];
     uint64_t q_full[SLOTS];
@@ -97,143 +142,208 @@ template <typename Shape> struct logits_memory {
 
 /* ---- Works ---------------------------------------------------------------------------------- */
 
-/* A CTA's works, one after the other. They are works i, i + grid...; or, where `is_even`, an equal
- * share of all tiles, which follow each other by block of tokens. A warp walks as one. */
-struct logits_walk {
-    int64_t number; /* the next work */
-    int32_t block;  /* even: where the next work begins */
-    int32_t tile;
-    int32_t left; /* even: tiles that the CTA has left */
-};
+/* The tokens of a block; the rest of the part stays open. */
+template <typename Shape>
+__device__ __forceinline__ logits_part
+part_of_block(const sm90_args &all, int32_t block)
+{
+    if (Shape::BLOCK_TOKENS == 1) {
+        return logits_part{block, block + 1, 0, 0};
+    }
+    const int32_t req = (int32_t)smla_divide_uint32((uint32_t)block, all.req_blocks);
+    const int32_t index = block - req * all.plan.req_blocks;
+    const int32_t first = req * all.plan.req_tokens + index * Shape::BLOCK_TOKENS;
+    return logits_part{first, min(first + Shape::BLOCK_TOKENS, (req + 1) * all.plan.req_tokens), 0,
+                       0};
+}
 
-/* Tiles of the longest token of a block. */
+/* Tiles of the longest token of a block; none behind the last block. */
 template <typename Shape>
 __device__ __forceinline__ int32_t
-count_tiles(const smla_logits_params &p, int64_t block)
+count_tiles(const sm90_args &all, int32_t block)
 {
-    int64_t longest = 0;
+    const logits_part part = part_of_block<Shape>(all, block);
+    int32_t longest = 0;
 #pragma unroll
     for (int i = 0; i < Shape::BLOCK_TOKENS; i++) {
-        const int64_t token = block * Shape::BLOCK_TOKENS + i;
-        const int64_t context = token < p.num_tokens ? context_of(p, token) : 0;
-        longest = context > longest ? context : longest;
+        const int32_t token = part.first_token + i;
+        const bool exists = block < all.plan.token_blocks && token < part.end_token;
+        longest = max(longest, exists ? (int32_t)context_of(all.args.p, token) : 0);
     }
-    return (int32_t)((longest + TILE_KEYS - 1) / TILE_KEYS);
+    return (longest + TILE_KEYS - 1) / TILE_KEYS;
 }
 
-/* Finds the CTA's share; lane i counts the tiles of blocks i, i + 32... */
+/* The same for a warp, whose lanes look at a token each. */
 template <typename Shape>
-__device__ __forceinline__ logits_walk
-start_even_walk(const sm90_args &all)
+__device__ __forceinline__ int32_t
+count_tiles_as_warp(const sm90_args &all, int32_t block)
+{
+    const logits_part part = part_of_block<Shape>(all, block);
+    const int32_t token = part.first_token + (int)threadIdx.x % SMLA_WARP_LANES;
+    const bool exists = block < all.plan.token_blocks && token < part.end_token;
+    const uint32_t own = exists ? (uint32_t)context_of(all.args.p, token) : 0;
+    return (int32_t)((__reduce_max_sync(ALL_LANES, own) + TILE_KEYS - 1) / TILE_KEYS);
+}
+
+/* Finds the CTA's share of all tiles. All threads call it; `walk` is set behind the barrier that
+ * follows. */
+template <typename Shape>
+__device__ __forceinline__ void
+find_share(const sm90_args &all, logits_memory<Shape> *shared)
 {
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
-    const int num_blocks = (int)all.args.token_blocks.divisor;
-    int32_t own[MOST_EVEN_BLOCKS / SMLA_WARP_LANES];
-    int32_t total = 0;
-#pragma unroll
-    for (int i = 0; i < MOST_EVEN_BLOCKS / SMLA_WARP_LANES; i++) {
-        const int block = i * SMLA_WARP_LANES + lane;
-        own[i] = block < num_blocks ? count_tiles<Shape>(all.args.p, block) : 0;
+    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    int32_t block = (int32_t)threadIdx.x * all.thread_blocks;
+    int32_t own = 0;
+#pragma unroll 1
+    for (int i = 0; i < all.thread_blocks; i++) {
+        own += count_tiles<Shape>(all, block + i);
     }
+    int32_t end = own;
 #pragma unroll
-    for (int i = 0; i < MOST_EVEN_BLOCKS / SMLA_WARP_LANES; i++) {
-        total += own[i];
+    for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
+        const int32_t other = __shfl_up_sync(ALL_LANES, end, step);
+        end += lane >= step ? other : 0;
     }
-    total = __reduce_add_sync(ALL_LANES, total);
+    if (lane == SMLA_WARP_LANES - 1) {
+        shared->sums[warp] = end;
+    }
+    if (threadIdx.x == 0) {
+        shared->walk = logits_walk{};
+    }
+    __syncthreads(); /* all have `sums`, which the warps set */
+    const int32_t sum = lane < CTA_WARPS ? shared->sums[lane] : 0;
+    const int32_t total = __reduce_add_sync(ALL_LANES, sum);
+    end += __reduce_add_sync(ALL_LANES, lane < warp ? sum : 0);
     const int32_t share = (total + (int32_t)gridDim.x - 1) / (int32_t)gridDim.x;
     const int32_t start = (int32_t)blockIdx.x * share;
-    logits_walk walk = {0, 0, 0, total - start < share ? total - start : share};
-    int32_t before = 0; /* tiles of the blocks before */
-#pragma unroll
-    for (int i = 0; i < MOST_EVEN_BLOCKS / SMLA_WARP_LANES; i++) {
-        int32_t end = own[i];
-#pragma unroll
-        for (int step = 1; step < SMLA_WARP_LANES; step *= 2) {
-            const int32_t other = __shfl_up_sync(ALL_LANES, end, step);
-            end += lane >= step ? other : 0;
+    if (end - own <= start && start < end) { /* one thread */
+        int32_t tile = start - (end - own);
+#pragma unroll 1
+        for (;;) {
+            const int32_t here = count_tiles<Shape>(all, block);
+            if (tile < here || block >= all.plan.token_blocks) {
+                break;
+            }
+            tile -= here;
+            block++;
         }
-        end += before;
-        const uint32_t is_here = __ballot_sync(ALL_LANES, end - own[i] <= start && start < end);
-        if (is_here != 0) {
-            const int found = __ffs((int)is_here) - 1;
-            walk.block = i * SMLA_WARP_LANES + found;
-            walk.tile = start - __shfl_sync(ALL_LANES, end - own[i], found);
-        }
-        before = __shfl_sync(ALL_LANES, end, SMLA_WARP_LANES - 1);
-        if (before > start) {
-            break;
-        }
+        shared->walk = logits_walk{0, block, tile, min(total - start, share)};
     }
-    return walk;
+}
+
+/* The second half of the kernel's start: all barriers are initialised behind it. Each warp calls it
+ * once; a walk calls it where the warp first needs them, so that its first loads do not wait. Even
+ * walks begin behind it. */
+template <typename Shape>
+__device__ __forceinline__ void
+await_start(bool *is_started)
+{
+    if (!Shape::IS_EVEN && !*is_started) {
+        __syncthreads();
+    }
+    *is_started = true;
 }
 
 template <typename Shape>
 __device__ __forceinline__ logits_walk
-start_walk(const sm90_args &all)
+start_walk(const logits_memory<Shape> *shared)
 {
-    if (Shape::GROUPS == 1 && all.is_even) {
-        return start_even_walk<Shape>(all);
-    }
-    return logits_walk{blockIdx.x, 0, 0, 0};
+    return Shape::IS_EVEN ? shared->walk : logits_walk{blockIdx.x, 0, 0, 0};
 }
 
-/* The next work of a walk; false: there is none. */
+/* The next part of a walk; false: there is none. */
 template <typename Shape>
 __device__ __forceinline__ bool
-next_work(const sm90_args &all, logits_walk *walk, logits_work *work)
+next_part(const sm90_args &all, logits_walk *walk, logits_part *part)
 {
-    const smla_logits_params &p = all.args.p;
-    if (Shape::GROUPS != 1 || !all.is_even) {
-        if (walk->number >= all.args.num_works) {
+    if constexpr (!Shape::IS_EVEN) {
+        if (walk->number >= (uint32_t)all.plan.num_works) {
             return false;
         }
-        *work = find_work(all.args, walk->number, Shape::BLOCK_TOKENS);
+        const uint32_t tile = smla_divide_uint32(walk->number, all.blocks);
+        *part = part_of_block<Shape>(all, (int32_t)(walk->number -
+                                                    tile * (uint32_t)all.plan.token_blocks));
+        part->tile = (int32_t)tile;
+        part->end_tile = all.column_tiles;
         walk->number += gridDim.x;
         return true;
     }
     if (walk->left <= 0) {
         return false;
     }
-    int32_t here = count_tiles<Shape>(p, walk->block) - walk->tile;
-    while (here <= 0) {
-        if (walk->block >= all.args.token_blocks.divisor) {
+    int32_t here;
+#pragma unroll 1
+    for (;;) {
+        here = count_tiles_as_warp<Shape>(all, walk->block) - walk->tile;
+        if (here > 0) {
+            break;
+        }
+        if (walk->block >= all.plan.token_blocks) {
             return false; /* somebody has changed the contexts meanwhile */
         }
         walk->block++;
         walk->tile = 0;
-        here = count_tiles<Shape>(p, walk->block);
     }
-    here = here < walk->left ? here : walk->left;
-    const int64_t token = (int64_t)walk->block * Shape::BLOCK_TOKENS;
-    *work = logits_work{token, smaller_of(token + Shape::BLOCK_TOKENS, p.num_tokens),
-                        (int64_t)walk->tile * TILE_KEYS,
-                        smaller_of((int64_t)(walk->tile + here) * TILE_KEYS, p.num_columns)};
+    here = min(here, walk->left);
+    *part = part_of_block<Shape>(all, walk->block);
+    part->tile = walk->tile;
+    part->end_tile = walk->tile + here;
     walk->tile += here;
     walk->left -= here;
     return true;
 }
 
-/* A run of a work's tokens, as the copy warps go through them. */
+/* The tiles between two of a part's. */
+template <typename Shape>
+__device__ __forceinline__ int32_t
+step_of(const sm90_args &all)
+{
+    return Shape::IS_EVEN ? 1 : all.plan.step;
+}
+
+/* A run of a part's tokens, as the copy warps go through them. */
 struct logits_run {
-    int64_t first_token;
-    int64_t end_token;
-    int64_t source;
+    int32_t first_token;
+    int32_t num_tokens;
+    int32_t source;
     int32_t num_tiles; /* 0: its tokens have no keys here */
+    int32_t context;   /* the context of token `lane` of the run */
 };
 
+/* The run from `token` on. Each lane loads what is to be known of one token. */
 template <typename Shape>
 __device__ __forceinline__ logits_run
-find_run(const smla_logits_params &p, const logits_work &work, int64_t token)
+find_run(const sm90_args &all, const logits_part &part, int32_t token)
 {
-    const int64_t next = end_of_run(p, token, work.end_token);
-    int64_t longest = 0;
-    for (int64_t t = token; t < next; t++) {
-        const int64_t context = context_of(p, t);
-        longest = context > longest ? context : longest;
+    const smla_logits_params &p = all.args.p;
+    logits_run run = {token, 1, 0, 0, 0};
+    int32_t longest;
+    if constexpr (Shape::BLOCK_TOKENS == 1) {
+        run.source = (int32_t)source_of(p, token);
+        run.context = (int32_t)context_of(p, token);
+        longest = run.context;
+    } else {
+        const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+        const bool exists = token + lane < part.end_token;
+        const int32_t own = exists ? token + lane : token;
+        const int32_t source = (int32_t)source_of(p, own);
+        run.context = (int32_t)context_of(p, own);
+        run.source = __shfl_sync(ALL_LANES, source, 0);
+        const uint32_t others = ~__ballot_sync(ALL_LANES, exists && source == run.source);
+        run.num_tokens = __ffs((int)others) - 1; /* blocks have less than 32 tokens */
+        longest = (int32_t)__reduce_max_sync(ALL_LANES,
+                                             lane < run.num_tokens ? (uint32_t)run.context : 0);
     }
-    longest = smaller_of(longest, work.end) - work.first;
-    return logits_run{token, next, source_of(p, token),
-                      longest > 0 ? (int32_t)((longest + TILE_KEYS - 1) / TILE_KEYS) : 0};
+    const int32_t end = min((longest + TILE_KEYS - 1) / TILE_KEYS, part.end_tile);
+    const int32_t tiles = end - part.tile;
+    if (tiles > 0) {
+        run.num_tiles =
+            Shape::IS_EVEN
+                ? tiles
+                : (int32_t)smla_divide_uint32((uint32_t)(tiles + all.plan.step - 1), all.step);
+    }
+    return run;
 }
 
 } // namespace
