@@ -69,3 +69,38 @@ def test_more_than_4_gib_of_logits(heads):
     assert torch.equal(out[-3:, :300], want)
     assert torch.isneginf(out[-1, 300:]).all()
     assert np.isneginf(gpu.get(out[0, -5:].float())).all()
+
+
+@pytest.mark.parametrize("heads", [64, 32])
+@pytest.mark.parametrize(
+    ("counts", "N"),
+    [
+        ([1, 2, 6], 4096),  # as many tokens as three each
+        ([3] * 5, 1000),
+        ([5] * 4, 3000),
+        ([7] * 3, 2000),
+        ([0, 4, 1, 1], 2000),  # not equally many
+        ([1, 3] * 16, 20_000),  # shared evenly
+    ],
+)
+def test_tokens_per_request(counts, N, heads):
+    """Blocks of tokens follow the mean count of tokens per request, and bits do not."""
+    R, T, blocks = len(counts), sum(counts), N // bench.BLOCK_SIZE + 1
+    q, weights = bench.make_queries(T, heads)
+    slots = R * blocks * bench.BLOCK_SIZE
+    keys = torch.randn(slots, bench.DIM, device="cuda").to(torch.float8_e4m3fn)
+    scales = torch.rand(slots, device="cuda") + 0.5
+    parts = [x.view(torch.uint8).view(R * blocks, -1) for x in (keys, scales)]
+    cache = torch.cat(parts, 1).view(R * blocks, bench.BLOCK_SIZE, bench.FP8_ROW)
+    table = torch.randperm(R * blocks, device="cuda").int().view(R, blocks)
+    req = torch.arange(R, device="cuda").int().repeat_interleave(torch.tensor(counts).cuda())
+    lens = torch.randint(0, N + 1, (T,), device="cuda").int()
+
+    def score(some):
+        given = {"block_table": table, "req_id_per_token": req[some]}
+        return sparse_mla.indexer_logits(q[some], weights[some], cache, lens[some], **given)
+
+    whole = score(slice(None))
+    for t in range(T):
+        alone = score(slice(t, t + 1))
+        assert torch.equal(whole[t].view(torch.int32), alone[0].view(torch.int32))
