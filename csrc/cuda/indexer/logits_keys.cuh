@@ -56,8 +56,7 @@ ask_for_tile(const sm90_args &all, const tile_place &place, uint32_t count,
 
 /* Brings a key warp's tiles of an item, those with its parity in the CTA. Each lane finds
  * the place of one of 32 tiles, then they ask in turn, since this leaves little to do between two
- * tiles. The first lanes ask at once where they need not wait for a stage. `page` is the page of the
- * lane's first tile. */
+ * tiles. `page` is the page of the lane's first tile. */
 template <typename Shape>
 __device__ __forceinline__ void
 ask_for_item(const sm90_args &all, int64_t source, int64_t first_column, int num_tiles,
@@ -74,12 +73,9 @@ ask_for_item(const sm90_args &all, int64_t source, int64_t first_column, int num
         const int first = tile - Shape::KEY_WARPS * lane;
         const int count = (num_tiles - first + Shape::KEY_WARPS - 1) / Shape::KEY_WARPS;
         const int end = count < SMLA_WARP_LANES ? count : SMLA_WARP_LANES;
-        int width = LOGITS_BURST && tiles == 0 && first < Shape::KEY_WARPS
-                        ? Shape::STAGES / Shape::KEY_WARPS
-                        : 1;
 #pragma unroll 1
-        for (int i = 0; i < end; i += width, width = 1) {
-            if (lane >= i && lane < i + width && lane < end) {
+        for (int i = 0; i < end; i++) {
+            if (lane == i) {
                 ask_for_tile(all, place, tiles + (uint32_t)tile, shared);
             }
             __syncwarp();

@@ -68,8 +68,9 @@ smla_plan_logits(int64_t num_heads, int64_t num_tokens, int64_t num_reqs, int64_
     plan.token_blocks = (int32_t)(reqs * plan.req_blocks);
     const int64_t column_tiles = count_parts(num_columns, SMLA_LOGITS_TILE_KEYS);
     const int64_t tiles = plan.token_blocks * column_tiles;
-    plan.is_even = can_be_even && plan.token_blocks <= MOST_EVEN_BLOCKS &&
-                   tiles >= LEAST_EVEN_TILES * num_sms && tiles <= INT32_MAX / 2;
+    plan.is_even = can_be_even && block_tokens <= SMLA_LOGITS_MOST_EVEN_TOKENS &&
+                   plan.token_blocks <= MOST_EVEN_BLOCKS && tiles >= LEAST_EVEN_TILES * num_sms &&
+                   tiles <= INT32_MAX / 2;
     plan.step = plan.is_even ? 1 : choose_step(plan.token_blocks, column_tiles, num_sms);
     plan.num_works = plan.token_blocks * plan.step;
     return plan;

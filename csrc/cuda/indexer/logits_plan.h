@@ -10,7 +10,10 @@
 extern "C" {
 #endif
 
-enum { SMLA_LOGITS_TILE_KEYS = 64 };
+enum {
+    SMLA_LOGITS_TILE_KEYS = 64,
+    SMLA_LOGITS_MOST_EVEN_TOKENS = 4, /* of a block, where CTAs have equal shares */
+};
 
 /* A block is what a CTA takes of the tokens: `group_tokens` for each of `num_groups` groups. Blocks
  * cut the tokens of each request apart, so that the tokens of a block have the same keys where
@@ -18,7 +21,8 @@ enum { SMLA_LOGITS_TILE_KEYS = 64 };
  * them begins at its token j group_tokens num_groups.
  *
  * A work is a block and every `step`-th tile of its keys. Where `is_even`, the CTAs have equal
- * shares of all blocks' tiles, which they count themselves, and `step` is 1. */
+ * shares of all blocks' tiles, which they count themselves, and `step` is 1. Requests of a decode
+ * differ in length, so their blocks do. In a prefill there are many works, which do not. */
 typedef struct smla_logits_plan {
     int32_t group_tokens;
     int32_t num_groups;

@@ -269,46 +269,36 @@ ask_for_queries(const logits_args &args, int64_t first_token, int num_tokens, ui
     bring_queries(args.p, first_token, num_tokens, slot, shared);
 }
 
-/* Hands an item over, whose queries were asked for; without tokens it is the end.
- *
- * If it is not `is_real`, it is a rehearsal of the mixes in the other slot, which nobody uses yet.
- * So their code is fetched while the queries are under way. Nobody sees its results. */
+/* Hands an item over, whose queries were asked for; without tokens it is the end. */
 template <typename Shape>
 __device__ __forceinline__ void
 hand_over(const logits_part &part, const logits_run &run, int scale_shift, uint32_t item,
-          bool is_real, logits_memory<Shape> *shared)
+          logits_memory<Shape> *shared)
 {
     const int slot = (int)(item % SLOTS);
     const int thread = (int)threadIdx.x - CONSUMERS;
     const int mixer = thread / Shape::MIX_THREADS;
-    int count = 1;
-    if (is_real) {
-        logits_item<Shape> *const to = &shared->items[slot];
-        if (thread == 0) {
-            to->first_token = run.first_token;
-            to->num_tokens = run.num_tokens;
-            to->num_tiles = run.num_tiles;
-            to->first = part.tile * TILE_KEYS;
-            to->shift = scale_shift;
-            to->plain = 0;
-        }
-        if (thread < run.num_tokens) {
-            to->contexts[thread] = run.context;
-        }
-        count = run.num_tokens;
-        ptx_cp_async_wait_all();
-        /* Then all queries and weights are there. */
-        ptx_barrier(BARRIER_QUERIES, Shape::QUERY_THREADS);
+    logits_item<Shape> *const to = &shared->items[slot];
+    if (thread == 0) {
+        to->first_token = run.first_token;
+        to->num_tokens = run.num_tokens;
+        to->num_tiles = run.num_tiles;
+        to->first = part.tile * TILE_KEYS;
+        to->shift = scale_shift;
+        to->plain = 0;
     }
+    if (thread < run.num_tokens) {
+        to->contexts[thread] = run.context;
+    }
+    ptx_cp_async_wait_all();
+    ptx_barrier(BARRIER_QUERIES, Shape::QUERY_THREADS); /* all queries and weights are there */
 #pragma unroll 1
-    for (int token = mixer * Shape::MIXED_AT_ONCE; token < count;
+    for (int token = mixer * Shape::MIXED_AT_ONCE; token < run.num_tokens;
          token += Shape::MIXERS * Shape::MIXED_AT_ONCE) {
-        add_mixes_of<Shape>(is_real ? slot : slot ^ 1, token, is_real ? count : 0, shared);
+        add_mixes_of<Shape>(slot, token, run.num_tokens, shared);
     }
-    if (is_real) {
-        ptx_fence_async_shared(); /* the thread's copies and mixes are visible to wgmma */
-        ptx_mbarrier_arrive(ptx_shared_address(&shared->q_full[slot]), true);
-    }
+    ptx_fence_async_shared(); /* the thread's copies and mixes are visible to wgmma */
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->q_full[slot]), true);
 }
 
 /* Fills the columns that have no keys, whoever has the keys before them. */
@@ -336,8 +326,6 @@ copy_queries(const sm90_args &all, logits_memory<Shape> *shared)
 {
     const logits_args &args = all.args;
     const bool has_shifts = Shape::HAS_MAPS && !args.p.has_pages;
-    bool is_real = !Shape::REHEARSES;
-    bool is_asked = false;
     bool is_started = false;
     uint32_t items = 0;
     logits_walk walk = start_walk<Shape>(shared);
@@ -346,31 +334,22 @@ copy_queries(const sm90_args &all, logits_memory<Shape> *shared)
     for (bool is_end = false; !is_end;) {
         is_end = !next_part<Shape>(all, &walk, &part);
         int32_t token = part.first_token;
-        bool goes_on;
 #pragma unroll 1
         do {
             logits_run run = {};
-            if (!is_asked) {
-                await_start<Shape>(&is_started);
-                /* Queries need not wait until it is known which tokens have the same keys. */
-                ask_for_queries(args, token, is_end ? 0 : part.end_token - token, items, shared);
-                is_asked = true;
-            }
-            if (is_real && !is_end) {
+            await_start<Shape>(&is_started);
+            /* Queries need not wait until it is known which tokens have the same keys. */
+            ask_for_queries(args, token, is_end ? 0 : part.end_token - token, items, shared);
+            if (!is_end) {
                 run = find_run<Shape>(all, part, token);
             }
-            if (!is_real || run.num_tiles > 0 || is_end) {
+            if (run.num_tiles > 0 || is_end) {
                 hand_over(part, run, has_shifts ? run.source & (SCALE_ALIGN - 1) : 0, items,
-                          is_real, shared);
+                          shared);
+                items++;
             }
-            if (is_real) {
-                items += run.num_tiles > 0;
-                token += run.num_tokens;
-                is_asked = false;
-            }
-            goes_on = !is_real || (!is_end && token < part.end_token);
-            is_real = true;
-        } while (goes_on);
+            token += run.num_tokens;
+        } while (!is_end && token < part.end_token);
     }
     if (!args.p.leaves_rest) {
         fill_works<Shape>(all);

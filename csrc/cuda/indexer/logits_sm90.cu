@@ -213,8 +213,7 @@ score_tile(uint32_t stage, uint64_t keys, uint64_t queries,
 template <typename Shape>
 __device__ __forceinline__ void
 load_item(const smla_logits_params &p, const logits_memory<Shape> *shared, int slot, int group,
-          uint32_t value_bytes, bool is_real, float4 (&weights)[Shape::COLUMNS / 16],
-          token_results<Shape> *to)
+          uint32_t value_bytes, float4 (&weights)[Shape::COLUMNS / 16], token_results<Shape> *to)
 {
     const logits_item<Shape> &item = shared->items[slot];
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
@@ -231,20 +230,16 @@ load_item(const smla_logits_params &p, const logits_memory<Shape> *shared, int s
         /* With one token per warpgroup two lanes have each logit, and one of them stores it. */
         const bool is_stored = Shape::TOKENS > 1 || c < 2;
         const int token = group * Shape::TOKENS + (Shape::TOKENS > 1 ? 2 * u + c / 2 : 0);
-        const bool exists = is_real && is_stored && token < item.num_tokens;
+        const bool exists = is_stored && token < item.num_tokens;
         to->at[u] = (uint8_t *)p.out +
                     ((int64_t)(item.first_token + token) * p.out_stride_token + own) * value_bytes;
         to->left[u] = exists ? item.contexts[token] - own : 0;
         to->units[u] = exists && (item.plain >> token & 1) == 0 ? item.units[token] : 0.0f;
     }
-    to->shift = is_real ? same_in_warp((uint32_t)item.shift) : 0;
-    to->plain = is_real
-                    ? same_in_warp(item.plain) >> group * Shape::TOKENS & ((1 << Shape::TOKENS) - 1)
-                    : 0;
+    to->shift = same_in_warp((uint32_t)item.shift);
+    to->plain = same_in_warp(item.plain) >> group * Shape::TOKENS & ((1 << Shape::TOKENS) - 1);
 }
 
-/* Before the first item comes a rehearsal: a tile is multiplied that nobody has brought, and
- * nothing is stored. So the code is fetched while queries and keys are under way. */
 template <typename Shape>
 __device__ __forceinline__ void
 consume_items(const sm90_args &all, logits_memory<Shape> *shared)
@@ -259,39 +254,31 @@ consume_items(const sm90_args &all, logits_memory<Shape> *shared)
         wgmma_descriptor(ptx_shared_address(shared->queries[0][group * Shape::GROUP_ROWS]),
                          8 * ROW_BYTES, WGMMA_SWIZZLE_128);
     static_assert(Shape::STAGES % Shape::PARTS == 0, "a stage belongs to one warpgroup");
-    const uint32_t first_stage = Shape::PARTS == 1 ? 0 : warpgroup;
     const uint32_t step = step_of<Shape>(all);
-    uint32_t stage = first_stage; /* the next tile is there */
+    const bool frees = threadIdx.x % SMLA_WARP_LANES == 0;
+    uint32_t stage = Shape::PARTS == 1 ? 0 : warpgroup; /* the next tile is there */
     uint32_t parity = 0;
     uint32_t tiles = 0; /* tiles in the items before */
-    bool is_real = !Shape::REHEARSES;
-    for (uint32_t number = is_real ? 0 : (uint32_t)-1;; number++) {
+    ptx_wait_for_grids();
+    for (uint32_t number = 0;; number++) {
         const int slot = (int)(number % SLOTS);
-        uint32_t num_tiles = Shape::PARTS;
-        bool has_tokens = true;
-        if (is_real) {
-            ptx_wait_for_grids();
-            ptx_mbarrier_wait(ptx_shared_address(&shared->q_full[slot]), number / SLOTS % 2);
-            num_tiles = same_in_warp((uint32_t)shared->items[slot].num_tiles);
-            has_tokens =
-                (int)same_in_warp((uint32_t)shared->items[slot].num_tokens) > group * Shape::TOKENS;
-        }
+        ptx_mbarrier_wait(ptx_shared_address(&shared->q_full[slot]), number / SLOTS % 2);
+        const uint32_t num_tiles = same_in_warp((uint32_t)shared->items[slot].num_tiles);
         if (num_tiles == 0) {
             break;
         }
+        const bool has_tokens =
+            (int)same_in_warp((uint32_t)shared->items[slot].num_tokens) > group * Shape::TOKENS;
         const uint64_t queries =
             moved(all_queries, (uint32_t)(slot * (Shape::BLOCK_ROWS * ROW_BYTES >> 4)));
         float4 weights[Shape::COLUMNS / 16];
         token_results<Shape> to;
-        load_item<Shape>(p, shared, slot, group, value_bytes, is_real, weights, &to);
+        load_item<Shape>(p, shared, slot, group, value_bytes, weights, &to);
         const uint32_t skipped =
             Shape::PARTS == 1 ? 0 : (warpgroup + WARPGROUPS - tiles % WARPGROUPS) % WARPGROUPS;
-        const bool frees = is_real && threadIdx.x % SMLA_WARP_LANES == 0;
 #pragma unroll 1
         for (uint32_t i = skipped; i < num_tiles; i += Shape::PARTS) {
-            if (is_real) {
-                ptx_mbarrier_wait(ptx_shared_address(&shared->full[stage]), parity);
-            }
+            ptx_mbarrier_wait(ptx_shared_address(&shared->full[stage]), parity);
             if (has_tokens) {
                 score_tile<Shape>(stage, keys, queries, weights, to, i * step, value_bytes, frees,
                                   shared);
@@ -307,13 +294,7 @@ consume_items(const sm90_args &all, logits_memory<Shape> *shared)
         }
         __syncwarp();
         ptx_mbarrier_arrive(ptx_shared_address(&shared->q_empty[slot]), frees);
-        if (is_real) {
-            tiles += num_tiles;
-        } else {
-            is_real = true;
-            stage = first_stage;
-            parity = 0;
-        }
+        tiles += num_tiles;
     }
 }
 
@@ -423,13 +404,17 @@ cudaError_t
 launch_groups(const smla_logits_params *p, const smla_logits_plan *plan, int64_t num_sms,
               bool has_maps, sm90_args *all)
 {
-    return !has_maps ? launch_shape<logits_shape<HEADS, TOKENS, GROUPS, false, false>>(p, plan,
-                                                                                       num_sms, all)
-           : plan->is_even
-               ? launch_shape<logits_shape<HEADS, TOKENS, GROUPS, true, true>>(p, plan, num_sms,
-                                                                               all)
-               : launch_shape<logits_shape<HEADS, TOKENS, GROUPS, true, false>>(p, plan, num_sms,
-                                                                                all);
+    if (!has_maps) {
+        return launch_shape<logits_shape<HEADS, TOKENS, GROUPS, false, false>>(p, plan, num_sms,
+                                                                               all);
+    }
+    if constexpr (TOKENS * GROUPS <= SMLA_LOGITS_MOST_EVEN_TOKENS) {
+        if (plan->is_even) {
+            return launch_shape<logits_shape<HEADS, TOKENS, GROUPS, true, true>>(p, plan, num_sms,
+                                                                                 all);
+        }
+    }
+    return launch_shape<logits_shape<HEADS, TOKENS, GROUPS, true, false>>(p, plan, num_sms, all);
 }
 
 template <int HEADS>
@@ -445,11 +430,8 @@ launch_heads(const smla_logits_params *p)
     args->has_runs = !p->has_pages || p->pages.block_size % TILE_KEYS == 0;
     const bool has_maps = args->has_runs && make_maps(p, &all);
     const int64_t num_reqs = p->has_pages ? p->num_reqs : 1;
-    smla_logits_plan plan =
+    const smla_logits_plan plan =
         smla_plan_logits(HEADS, p->num_tokens, num_reqs, p->num_columns, num_sms, has_maps);
-    if (!LOGITS_EVEN_PREFILLS && plan.num_groups * plan.group_tokens > 3) {
-        plan = smla_plan_logits(HEADS, p->num_tokens, num_reqs, p->num_columns, num_sms, false);
-    }
     if (plan.num_works == 0) {
         return cudaSuccess;
     }

@@ -8,21 +8,6 @@
 #include "cuda/indexer/logits.cuh"
 #include "cuda/indexer/logits_plan.h"
 
-/* Switches for measurements: 1 is on. */
-#ifndef LOGITS_REHEARSE /* code runs once before there is data: 1 in decodes, 2 always */
-#define LOGITS_REHEARSE 1
-#endif
-#ifndef LOGITS_WARP_MIXES /* prefills: a warp works out a token's mix, of three; else two do */
-#define LOGITS_WARP_MIXES 1
-#endif
-
-#ifndef LOGITS_BURST /* key warps ask for the first tiles at once */
-#define LOGITS_BURST 1
-#endif
-#ifndef LOGITS_EVEN_PREFILLS /* equal shares in prefills, too */
-#define LOGITS_EVEN_PREFILLS 1
-#endif
-
 namespace {
 
 enum {
@@ -64,16 +49,14 @@ template <int HEADS_, int TOKENS_, int GROUPS_, bool HAS_MAPS_, bool IS_EVEN_> s
     static constexpr int BLOCK_TOKENS = TOKENS * GROUPS;
     /* The first copy warps bring queries, the others keys. In a prefill a tile of keys takes the
      * tensor cores long, and a block's mixes take the query warps long. */
-    static constexpr bool IS_LONG = LOGITS_WARP_MIXES && HAS_MAPS && GROUPS == 3 && TOKENS > 1;
+    static constexpr bool IS_LONG = HAS_MAPS && GROUPS == 3 && TOKENS > 1;
     static constexpr int QUERY_THREADS = (IS_LONG ? 3 : 2) * SMLA_WARP_LANES;
     static constexpr int KEY_WARPS = (COPIERS - QUERY_THREADS) / SMLA_WARP_LANES;
     static constexpr int MIX_THREADS =
-        LOGITS_WARP_MIXES && GROUPS == 3 ? SMLA_WARP_LANES : QUERY_THREADS; /* per token */
+        GROUPS == 3 ? SMLA_WARP_LANES : QUERY_THREADS; /* per token */
     static constexpr int MIXERS = QUERY_THREADS / MIX_THREADS;
     static constexpr int MIX_VALUES = SMLA_INDEX_HEAD_DIM / MIX_THREADS;        /* per thread */
     static constexpr int MIXED_AT_ONCE = TOKENS == 1 || MIX_VALUES > 2 ? 1 : 2; /* tokens */
-    /* The rehearsal has a price, about ten instructions per tile. */
-    static constexpr bool REHEARSES = LOGITS_REHEARSE + (BLOCK_TOKENS <= 4) >= 2;
     static constexpr int BLOCK_HEADS = BLOCK_TOKENS * HEADS;
     static constexpr int BLOCK_ROWS = GROUP_ROWS * GROUPS;
     /* A multiple of PARTS, so that a stage belongs to one warpgroup. Tiles come out of order, and
