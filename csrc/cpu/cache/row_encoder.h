@@ -123,9 +123,14 @@ choose_scales(const smla_kv_format_info *format, const vfloat *largest, float *f
             factor = (vfloat)((254u - word) << 23);
             word = format->scale_type == SMLA_SCALE_FP32 ? word << 23 : word;
         } else if (format->scale_type == SMLA_SCALE_E4M3) {
-            factor = max_lanes(factor, splat(0x1p-9f));
-            word = round_to_e4m3(factor); /* saturates */
-            factor = e4m3_to_float(word << 24, splat(1.0f));
+            if (has_lane(factor < 0x1p-6f)) { /* e4m3's smallest normal number */
+                factor = max_lanes(factor, splat(0x1p-9f));
+                word = round_to_e4m3(factor); /* saturates */
+                factor = e4m3_to_float(word << 24, splat(1.0f));
+            } else {
+                word = round_normal_to_e4m3(min_lanes(factor, splat(SMLA_E4M3_MAX)));
+                factor = (vfloat)((word << 20) + (120u << 23));
+            }
         } else {
             factor = max_lanes(factor, splat(FLT_MIN));
             word = (vuint)factor;
@@ -193,28 +198,26 @@ encode_ordinary_nope(const smla_kv_format_info *format, const uint8_t *values, s
     const bool divides = format->least_amax == 0;
     const float most =
         format->scale_type == SMLA_SCALE_E4M3 ? SMLA_E2M1_MAX * SMLA_E4M3_MAX : SMLA_ORDINARY_MAX;
-    vfloat best[SMLA_MAX_ROW_SCALES]; /* becomes one lane per tile */
-    vuint largest = {0};
+    __m256i largest[SMLA_MAX_ROW_SCALES + WIDTH]; /* per tile */
+    vfloat best[SMLA_MAX_ROW_SCALES / WIDTH + 1]; /* a lane per tile */
     float factors[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
     float inverses[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
     for (int t = 0; t < format->num_scales; t++) {
-        best[t] = (vfloat)find_largest_magnitudes(values + 2 * t * tile_size, tile_size);
-        largest = max_words(largest, (vuint)best[t]);
+        largest[t] = find_largest_halves(values + 2 * t * tile_size, tile_size);
     }
-    if (has_lane(~((vfloat)largest < most))) { /* or NaN */
-        return false;
-    }
-    for (int t = format->num_scales; t % WIDTH != 0; t++) {
-        best[t] = (vfloat){0};
+    for (int t = format->num_scales; format->num_scales > 1 && t % WIDTH != 0; t++) {
+        largest[t] = _mm256_setzero_si256();
     }
     for (int t = 0; t < format->num_scales; t += WIDTH) {
-        best[t / WIDTH] = fold_eight(best + t);
-    }
-    for (int t = 0; divides && !is_e2m1 && t < format->num_scales; t += WIDTH) {
-        const vfloat amax = best[t / WIDTH];
-        if (has_lane((amax < SMLA_ORDINARY_LEAST) & (amax != 0.0f))) {
+        const vfloat amax =
+            format->num_scales == 1 ? fold_one_half(largest[0]) : fold_eight_halves(largest + t);
+        if (has_lane(~(amax < most))) { /* or NaN */
             return false;
         }
+        if (divides && !is_e2m1 && has_lane((amax < SMLA_ORDINARY_LEAST) & (amax != 0.0f))) {
+            return false;
+        }
+        best[t / WIDTH] = amax;
     }
     choose_scales(format, best, factors, to.scales);
     if (!divides && !is_e2m1) {

@@ -48,16 +48,57 @@ load_magnitudes(const void *halves, int i)
     return (__m256i)(load_words(halves, i) & 0x7FFF7FFFu);
 }
 
-/* The largest magnitudes per lane of `count` bf16 values in a row. */
-SMLA_INLINE vuint
-find_largest_magnitudes(const void *halves, int count)
+/* The largest magnitudes among `count` bf16 values in a row: of each 16th one. */
+SMLA_INLINE __m256i
+find_largest_halves(const void *halves, int count)
 {
     __m256i largest = load_magnitudes(halves, 0);
 #pragma GCC unroll 8
     for (int i = 1; i < count / DUO; i++) {
         largest = _mm256_max_epi16(largest, load_magnitudes(halves, i));
     }
-    return find_magnitudes((vuint)largest);
+    return largest;
+}
+
+/* The same per lane, as bits of fp32. */
+SMLA_INLINE vuint
+find_largest_magnitudes(const void *halves, int count)
+{
+    return find_magnitudes((vuint)find_largest_halves(halves, count));
+}
+
+/* The larger ones of neighbours in each vector, those of `a` and of `b` in turn. */
+SMLA_INLINE __m256i
+fold_halves(__m256i a, __m256i b)
+{
+    return _mm256_max_epi16(_mm256_unpacklo_epi16(a, b), _mm256_unpackhi_epi16(a, b));
+}
+
+/* The largest of 16 magnitudes of bf16, in each of eight vectors, as fp32 in order. */
+SMLA_INLINE vfloat
+fold_eight_halves(const __m256i *x)
+{
+    __m256i pairs[4]; /* pair i has the results of vectors i and i + 4 */
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        pairs[i] = fold_halves(x[i], x[i + 4]);
+    }
+    const __m256i all =
+        fold_halves(fold_halves(pairs[0], pairs[2]), fold_halves(pairs[1], pairs[3]));
+    const __m128i largest =
+        _mm_max_epi16(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    return (vfloat)((vuint)_mm256_cvtepu16_epi32(largest) << 16);
+}
+
+/* The largest of 16 magnitudes of bf16, as fp32 in lane 0; the others are zero. */
+SMLA_INLINE vfloat
+fold_one_half(__m256i x)
+{
+    const __m128i largest =
+        _mm_max_epi16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    const __m128i rest = _mm_minpos_epu16(_mm_xor_si128(largest, _mm_set1_epi16(-1)));
+    const uint32_t bits = ~(uint32_t)_mm_cvtsi128_si32(rest) << 16;
+    return (vfloat)_mm256_zextsi128_si256(_mm_cvtsi32_si128((int)bits));
 }
 
 SMLA_INLINE __m256i
@@ -250,13 +291,6 @@ fold_four(const vfloat *x)
     const __m128 second = _mm_max_ps(_mm_unpacklo_ps(half[2], half[3]), /* 2 3 2 3 */
                                      _mm_unpackhi_ps(half[2], half[3]));
     return _mm_max_ps(_mm_movelh_ps(first, second), _mm_movehl_ps(second, first));
-}
-
-/* The largest lane of each of eight vectors without NaN, in order. */
-SMLA_INLINE vfloat
-fold_eight(const vfloat *x)
-{
-    return (vfloat)_mm256_set_m128(fold_four(x + 4), fold_four(x));
 }
 
 /* ---- fp32 to e2m1 -------------------------------------------------------------------------- */

@@ -106,6 +106,14 @@ round_to_e4m3(vfloat x)
     return (code - is_nan) | ((vuint)x >> 24 & 0x80u); /* NaN has the code behind that of 448 */
 }
 
+/* The codes of numbers from 2^-6 to 448. fp32 has 20 bits of mantissa more, and another bias. */
+SMLA_INLINE vuint
+round_normal_to_e4m3(vfloat x)
+{
+    const vuint is_odd = (vuint)x >> 20 & 1u;
+    return (((vuint)x + 0x7FFFFu + is_odd) >> 20) - (120u << 3);
+}
+
 /* The result is the lowest four bits of each lane. A NaN has the code of 6, whatever its sign. */
 SMLA_INLINE vuint
 round_to_e2m1(vfloat x)

@@ -15,7 +15,7 @@ static void
 turn_head(const smla_cpu_isa *isa, const smla_index_query_params *p, int64_t token, int64_t head,
           uint16_t *turned)
 {
-    isa->norm->turn_index_head(p->q + token * p->q_stride_token + head * p->q_stride_head,
+    isa->turn->turn_index_head(p->q + token * p->q_stride_token + head * p->q_stride_head,
                                find_angles(&p->rope, token), turned);
 }
 

@@ -1,4 +1,4 @@
-/* norm_avx2.c: norms and RoPE on AVX2. */
+/* norm_avx2.c: norms on AVX2. */
 #define SMLA_NORM       smla_norm_avx2
 #define SMLA_SIMD_WIDTH 8
 

@@ -1,4 +1,4 @@
-/* norm_avx512.c: norms and RoPE on AVX-512. */
+/* norm_avx512.c: norms on AVX-512. */
 #define SMLA_NORM       smla_norm_avx512
 #define SMLA_SIMD_WIDTH 16
 

@@ -45,7 +45,7 @@ insert_share(const smla_cpu_isa *isa, const smla_qnorm_insert_params *p, int sha
         const int64_t slot = read_slot(insert, token);
         if (is_in_share(slot, share, shares)) {
             uint16_t key[SMLA_V4_HEAD_DIM];
-            isa->norm->turn_to_bf16(kv + token * insert->kv_c_stride_token,
+            isa->turn->turn_to_bf16(kv + token * insert->kv_c_stride_token,
                                     find_angles(&p->rope, token), false, key);
             isa->cache->write_row(insert->kv.format, SMLA_FLOAT_BF16, key, 0, key,
                                   insert->kv.format->nope_dim, kv_scale,

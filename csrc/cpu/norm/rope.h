@@ -1,4 +1,4 @@
-/* rope.h: RoPE on duos of floats, interleaved pairs (2i, 2i + 1).
+/* rope.h: RoPE on duos of floats, interleaved pairs (2i, 2i + 1), and rounding of what may be NaN.
  *
  * Each product is rounded, then the sum. So the files that include this one are compiled without
  * contraction to FMA: buildtools/graph.py does that for this folder. A turned value that is NaN has
@@ -8,12 +8,28 @@
 
 #include <stdbool.h>
 
+#include "core/params.h"
 #include "cpu/machine/narrow.h"
+
+enum { NOPE_DIM = SMLA_V4_HEAD_DIM - SMLA_QK_ROPE_HEAD_DIM }; /* values that RoPE leaves alone */
 
 SMLA_INLINE vfloat
 unify_nan(vfloat x)
 {
     return select_lanes(x == x, x, (vfloat)splat_bits(0x7FC00000u));
+}
+
+/* bf16 of a lane, in its upper half, with one NaN; the lower half is anything. */
+SMLA_INLINE vuint
+round_unified(vfloat x)
+{
+    return (vuint)select_lanes(x == x, (vfloat)round_finite(x), (vfloat)splat_bits(0x7FC00000u));
+}
+
+SMLA_INLINE void
+store_unified(duo x, uint16_t *out)
+{
+    store_words(join_upper_halves(round_unified(x.even), round_unified(x.odd)), out, 0);
 }
 
 /* Turns the pairs of a duo, or turns them back. Its first pair is number `pair` of the head's. A
@@ -25,4 +41,11 @@ turn_duo(duo x, const float *cos_sin, int pair, bool is_inverse)
     const vfloat angle_sin = (vfloat)load_words(cos_sin + SMLA_QK_ROPE_HEAD_DIM / 2 + pair, 0);
     const vfloat sin = is_inverse ? -angle_sin : angle_sin;
     return (duo){unify_nan(x.even * cos - x.odd * sin), unify_nan(x.odd * cos + x.even * sin)};
+}
+
+/* Turns a head's values from number `at` on, which belong to RoPE, or turns them back. */
+SMLA_INLINE duo
+turn_part(duo values, const float *cos_sin, bool is_inverse, int at)
+{
+    return turn_duo(values, cos_sin, (at - NOPE_DIM) / 2, is_inverse);
 }

@@ -12,7 +12,7 @@ extern "C" {
 
 enum {
     SMLA_LOGITS_TILE_KEYS = 64,
-    SMLA_LOGITS_MOST_EVEN_TOKENS = 4, /* of a block, where CTAs have equal shares */
+    SMLA_LOGITS_MOST_EVEN_TOKENS = 4, /* tokens of a block, where CTAs share equally */
 };
 
 /* A block is what a CTA takes of the tokens: `group_tokens` for each of `num_groups` groups. Blocks
