@@ -131,22 +131,28 @@ test_steps(void)
     }
     const smla_logits_plan one = smla_plan_logits(64, 1, 1, 32768, H200_SMS, true);
     EXPECT_EQ(one.step, 132); /* three or four tiles for each CTA */
+    const smla_logits_plan prefill = smla_plan_logits(64, 4096, 1, 32768, H200_SMS, true);
+    EXPECT_EQ(prefill.step, 4); /* 683 blocks: 6 waves, or 21 of works a quarter as long */
     const smla_logits_plan longer = smla_plan_logits(64, 1, 1, 131072, H200_SMS, true);
     EXPECT_EQ(longer.step, 132);
 }
 
-/* Equal shares need many tiles per SM, and blocks that a CTA can count. */
+/* Equal shares need the blocks of a decode, many tiles per SM, and blocks that a CTA can count. */
 static void
 test_even(void)
 {
     EXPECT(smla_plan_logits(64, 64, 64, 32768, H200_SMS, true).is_even);
-    EXPECT(smla_plan_logits(64, 2048, 1, 8192, H200_SMS, true).is_even);
+    EXPECT(smla_plan_logits(64, 192, 64, 32768, H200_SMS, true).is_even);  /* 3 tokens per block */
+    EXPECT(smla_plan_logits(32, 128, 64, 32768, H200_SMS, true).is_even);  /* 4 */
+    EXPECT(!smla_plan_logits(64, 320, 64, 32768, H200_SMS, true).is_even); /* 6 */
+    EXPECT(!smla_plan_logits(64, 2048, 1, 8192, H200_SMS, true).is_even);
     EXPECT(!smla_plan_logits(64, 64, 64, 32768, H200_SMS, false).is_even);
     EXPECT(!smla_plan_logits(64, 1, 1, 131072, H200_SMS, true).is_even);
     EXPECT(!smla_plan_logits(64, 3, 3, 131072, H200_SMS, true).is_even);
-    EXPECT(smla_plan_logits(64, 6 * MOST_EVEN_BLOCKS, 1, 8192, H200_SMS, true).is_even);
-    EXPECT(!smla_plan_logits(64, 6 * MOST_EVEN_BLOCKS + 1, 1, 8192, H200_SMS, true).is_even);
-    EXPECT(!smla_plan_logits(64, 24000, 1, 1 << 29, H200_SMS, true).is_even); /* 2^31 tiles */
+    const int64_t most = MOST_EVEN_BLOCKS;
+    EXPECT(smla_plan_logits(64, most, most, 8192, H200_SMS, true).is_even);
+    EXPECT(!smla_plan_logits(64, most + 1, most + 1, 8192, H200_SMS, true).is_even);
+    EXPECT(!smla_plan_logits(64, 256, 256, 1 << 29, H200_SMS, true).is_even); /* 2^31 tiles */
     EXPECT_EQ(smla_plan_logits(64, 64, 64, 32768, H200_SMS, true).step, 1);
 }
 

@@ -8,7 +8,7 @@ enum {
     LEAST_EVEN_TILES = 64,   /* per SM: equal shares cost a sum over all blocks */
     MOST_EVEN_BLOCKS = 4096, /* a CTA counts the tiles of all */
     WORK_COST = 3,           /* a work's start, in tiles */
-    MOST_WAVES = 8,
+    MOST_WAVES = 32,
 };
 
 static int64_t
@@ -31,13 +31,15 @@ choose_shape(int64_t num_heads, int64_t count, smla_logits_plan *plan)
     plan->num_groups = is_wide || is_three ? NUM_GROUPS : 1;
 }
 
-/* The tiles between two of a work's: the waves of works with the shortest time. */
+/* The tiles between two of a work's: the waves of works with the shortest time. A step that more
+ * waves allow and fewer do not fills all of them, which costs at least `least` and their starts. */
 static int32_t
 choose_step(int64_t token_blocks, int64_t column_tiles, int64_t num_sms)
 {
     int64_t best_step = 1;
     int64_t best_cost = INT64_MAX;
-    for (int64_t wave = 1; wave <= MOST_WAVES; wave++) {
+    const int64_t least = token_blocks * column_tiles / num_sms; /* tiles of a CTA */
+    for (int64_t wave = 1; wave <= MOST_WAVES && least + wave * WORK_COST < best_cost; wave++) {
         const int64_t most = wave * num_sms / token_blocks;
         const int64_t step = most < 1 ? 1 : most < column_tiles ? most : column_tiles;
         const int64_t waves = count_parts(token_blocks * step, num_sms);
