@@ -27,7 +27,7 @@
  *                write, bf16  fp8_v4 97 -> 83, fp8_index 37 -> 29, fp8_e4m3 177 -> 88
  *                write, fp32  fp8_v4 371 -> 152, fp4_v41 417 -> 231, bfloat16 293 -> 98
  *                read         fp4_v41 223 -> 85
- *              Maxima of tiles are folded as 16-bit words since then, and scales of e4m3 are rounded
+ *              Maxima of tiles are folded as 16-bit words since then, and e4m3 scales are rounded
  *              as integers: fp4_v41 163 -> 147, fp8_index 40 -> 31. A tensor of bf16 is quantised
  *              that way, too, maximum included: 6.6 -> 11.5 GB/s.
  *              A Sapphire Rapids with AVX-512 takes the AVX2 kernel as well, which is 1.2 to 1.8

@@ -11,8 +11,8 @@
  * Where a graph would not do the same as a launch, the kernel is launched: in a capture, which is
  * to hold the kernel itself; on streams with a priority, an access policy, a memory domain or
  * reserved SMs, which a graph ignores; where a kernel has clusters and no graph of its own, because
- * the graph would launch other kernels in clusters, too; and where a tool or the user watches single
- * launches.
+ * the graph would launch other kernels in clusters, too; and where a tool or the user watches
+ * single launches.
  */
 #include <cudaTypedefs.h>
 #include <pthread.h>
