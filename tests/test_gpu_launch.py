@@ -6,7 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import gpu
 import pytest
-from gpu import CALLS, assert_same_values, come_late, is_busy, moved, outcome, torch, turned
+from gpu import (
+    CALLS,
+    assert_same_values,
+    come_late,
+    is_busy,
+    moved,
+    outcome,
+    split_attention,
+    torch,
+    turned,
+)
 from helpers import BESIDE_TESTS, printed_by_python
 
 import sparse_mla
@@ -35,15 +45,19 @@ def assert_all_same(results, want) -> None:
         assert_same_values(gpu.values(got), expected)
 
 
-def find_starts(run) -> set:
-    """The calls of CUDA by which `run` starts kernels."""
+def list_starts(run) -> list[str]:
+    """The calls of CUDA by which `run` starts kernels, in its second run."""
     run()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         run()
         torch.cuda.synchronize()
-    return {event.name for event in profile.events()} & {GRAPH, LAUNCH}
+    return [event.name for event in profile.events() if event.name in (GRAPH, LAUNCH)]
+
+
+def find_starts(run) -> set:
+    return set(list_starts(run))
 
 
 def test_streams_with_a_priority_have_none():
@@ -198,15 +212,42 @@ def run_alone(body: str, **environment) -> str:
 
 
 def run_on_ordinary_streams() -> None:
-    (call,) = make_calls(1)
-    assert find_starts(lambda: call.run(sparse_mla)) == {GRAPH}
-    call.kwargs["stream"] = torch.cuda.Stream()
-    assert find_starts(lambda: call.run(sparse_mla)) == {GRAPH}
+    """One start for a kernel, and one for the two kernels of a split call."""
+    call, _, split = make_calls(3)
+    want = outcome(split)
+    for stream in (None, torch.cuda.Stream()):
+        for each in (call, split):
+            each.kwargs["stream"] = stream
+            assert list_starts(functools.partial(each.run, sparse_mla)) == [GRAPH]
+        assert_all_same(run_all([split]), [want])
 
 
-def test_ordinary_streams_have_a_graph():
-    """Runs in a new process, because other tests may have used up the device's forty graphs."""
+def test_ordinary_streams_have_graphs():
+    """Runs in a new process, because other tests may have used up the device's graphs."""
     run_alone("tests.run_on_ordinary_streams()")
+
+
+def run_many_pairs() -> None:
+    """More pairs of kernels than there are graphs for them: the third stream has none."""
+    calls = []
+    for heads in (8, 24):  # other kernels for each, like the numbers of splits
+        for num_splits in (2, 9, 17, 33):
+            for wish in (False, True):
+                call = split_attention()
+                call.set("q", call.args["q"][:, :heads])
+                call.kwargs.update(num_splits=num_splits, return_max_logits=wish)
+                calls.append(moved(turned(call, len(calls))))
+    want = [outcome(call) for call in calls]
+    for _ in range(2):
+        for stream in (None, torch.cuda.Stream(), torch.cuda.Stream()):
+            for call in calls:
+                call.kwargs["stream"] = stream
+            assert_all_same(run_all(calls), want)
+
+
+def test_more_pairs_than_there_are_graphs():
+    """Runs in a new process, where the pairs meet graphs that nobody has taken yet."""
+    run_alone("tests.run_many_pairs()")
 
 
 @pytest.mark.parametrize("in_thread", [False, True])

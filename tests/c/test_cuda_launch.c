@@ -83,6 +83,7 @@ make_grid(struct CUstream_st *stream)
 {
     return (smla_cuda_grid){.kernel = kernel_at(0),
                             .args = &value,
+                            .args_bytes = sizeof value,
                             .num_blocks = 7,
                             .block_threads = 96,
                             .shared_bytes = 1234,
@@ -114,25 +115,32 @@ begin(void)
     forget_calls();
 }
 
+/* Expects that a kernel was started as the grid says, with this argument. */
+static void
+expect_start(const fake_start *start, const smla_cuda_grid *grid, int argument)
+{
+    EXPECT(start->kernel == grid->kernel);
+    EXPECT_EQ(start->value, argument);
+    EXPECT_EQ(start->num_blocks, grid->num_blocks);
+    EXPECT_EQ(start->block_threads, grid->block_threads);
+    EXPECT_EQ(start->shared_bytes, grid->shared_bytes);
+    EXPECT(start->stream == find_fake_stream(grid->stream.handle));
+}
+
 /* Launches the grid, and expects that its kernel was started once, as the grid says. */
 static void
 expect_started(const smla_cuda_grid *grid, bool is_graph)
 {
     const int former = fake.num_starts;
     value++;
-    EXPECT_EQ((int)smla_cuda_launch(grid), (int)cudaSuccess);
+    EXPECT_EQ((int)smla_cuda_launch(grid, NULL), (int)cudaSuccess);
     EXPECT_EQ(fake.num_starts, former + 1);
     if (fake.num_starts != former + 1) {
         return;
     }
     const fake_start *const start = &fake.starts[former];
+    expect_start(start, grid, value);
     EXPECT_EQ(start->is_graph, is_graph);
-    EXPECT(start->kernel == grid->kernel);
-    EXPECT_EQ(start->value, value);
-    EXPECT_EQ(start->num_blocks, grid->num_blocks);
-    EXPECT_EQ(start->block_threads, grid->block_threads);
-    EXPECT_EQ(start->shared_bytes, grid->shared_bytes);
-    EXPECT(start->stream == find_fake_stream(grid->stream.handle));
     EXPECT_EQ(start->starts_early, !is_graph && grid->starts_early);
 }
 
@@ -162,7 +170,7 @@ test_first_and_next(void)
     begin();
     smla_cuda_grid grid = make_grid(&streams[0]);
     expect_graph(&grid);
-    EXPECT_EQ(count_calls("cudaGraphInstantiate"), MAX_GRAPHS);
+    EXPECT_EQ(count_calls("cudaGraphInstantiate"), MAX_GRAPHS + MAX_PAIR_GRAPHS);
     EXPECT_EQ(count_calls("cudaGetLastError"), 0); /* an error there may be somebody else's */
     EXPECT(strncmp(fake.calls, first_asked, sizeof first_asked - 1) == 0);
     const char *const end = strstr(fake.calls, "cudaGetFuncBySymbol");
@@ -226,7 +234,7 @@ test_many_streams(void)
             const smla_cuda_grid grid = make_grid(&streams[i]);
             expect_started(&grid, i < MAX_GRAPHS);
         }
-        EXPECT_EQ(count_calls("cudaGraphCreate"), round == 0);
+        EXPECT_EQ(count_calls("cudaGraphCreate"), round == 0 ? 2 : 0);
         /* Streams past the limit are not remembered, and nothing is asked about them. */
         EXPECT_EQ(count_calls("cudaStreamGetPriority"), round == 0 ? 200 : 0);
         forget_calls();
@@ -266,7 +274,7 @@ test_devices(void)
     grid.stream.device_id = SMLA_CUDA_MAX_DEVICES - 1;
     streams[1].context = &fake_contexts[3];
     expect_graph(&grid);
-    EXPECT_EQ(count_calls("cudaGraphCreate"), 2);
+    EXPECT_EQ(count_calls("cudaGraphCreate"), 4);
     EXPECT_EQ(graphs_of[0].num_left, MAX_GRAPHS - 1);
     EXPECT_EQ(graphs_of[SMLA_CUDA_MAX_DEVICES - 1].num_left, MAX_GRAPHS - 1);
     /* A stream of another context than that of the device's first stream. */
@@ -275,7 +283,7 @@ test_devices(void)
     expect_launch(&grid);
     grid = make_grid(&streams[3]);
     expect_graph(&grid);
-    EXPECT_EQ(count_calls("cudaGraphCreate"), 2);
+    EXPECT_EQ(count_calls("cudaGraphCreate"), 4);
 }
 
 /* ---- Launches ------------------------------------------------------------------------------ */
@@ -410,6 +418,138 @@ test_clusters(void)
            atomic_load(&graphs_of[0].first)->exec);
 }
 
+/* ---- Pairs --------------------------------------------------------------------------------- */
+
+/* Launches both grids as a pair, and expects that each kernel was started once, with the argument
+ * that it had then. The second one starts early if pairs do. */
+static void
+expect_pair(const smla_cuda_grid *first, const smla_cuda_grid *second, bool is_pair)
+{
+    const int former = fake.num_starts;
+    smla_cuda_held held;
+    smla_cuda_begin_held(&held);
+    const int argument = ++value;
+    EXPECT_EQ((int)smla_cuda_launch(first, &held), (int)cudaSuccess);
+    EXPECT_EQ(fake.num_starts, former);
+    value++;
+    EXPECT_EQ((int)smla_cuda_launch(second, &held), (int)cudaSuccess);
+    EXPECT_EQ(fake.num_starts, former + 2);
+    if (fake.num_starts != former + 2) {
+        return;
+    }
+    const fake_start *const starts = &fake.starts[former];
+    expect_start(&starts[0], first, argument);
+    expect_start(&starts[1], second, value);
+    EXPECT_EQ(starts[1].is_graph && starts[1].starts_early, is_pair && second->starts_early);
+}
+
+#define PAIRED \
+    ASKED "cuGraphExecKernelNodeSetParams cuGraphExecKernelNodeSetParams cudaGraphLaunch "
+
+static void
+test_pairs(void)
+{
+    for (int early = 0; early < 2; early++) {
+        begin();
+        smla_cuda_grid first = make_grid(&streams[0]);
+        smla_cuda_grid second = make_grid(&streams[0]);
+        first.starts_early = second.starts_early = early;
+        second.kernel = kernel_at(1);
+        second.num_blocks = 33;
+        expect_pair(&first, &second, true); /* the stream's first call */
+        EXPECT_EQ(count_calls("cudaGetFuncBySymbol"), 2);
+        EXPECT_EQ(count_calls("cudaGetLastError"), 0);
+        forget_calls();
+        first.has_clusters = true; /* nothing else ever starts through this graph */
+        expect_pair(&first, &second, true);
+        EXPECT_CALLS(PAIRED);
+        expect_pair(&second, &first, true); /* another pair */
+        EXPECT_EQ(count_calls("cudaGetFuncBySymbol"), 2);
+        EXPECT_EQ(graphs_of[0].num_pairs_left, MAX_PAIR_GRAPHS - 2);
+        first.has_clusters = false;
+        expect_graph(&first);
+        expect_graph(&second);
+    }
+}
+
+/* Pairs without a place, or without a graph, start one by one. */
+static void
+test_many_pairs(void)
+{
+    begin();
+    for (int s = 0; s < 4; s++) {
+        for (int i = 0; i < 2 * KNOWN_PAIRS; i++) {
+            smla_cuda_grid first = make_grid(&streams[s]);
+            smla_cuda_grid second = make_grid(&streams[s]);
+            first.kernel = &kernels[i * 16];
+            second.kernel = &kernels[(i + 100) * 16];
+            second.starts_early = true;
+            const bool is_pair = i < KNOWN_PAIRS && s < MAX_PAIR_GRAPHS / KNOWN_PAIRS;
+            forget_calls();
+            expect_pair(&first, &second, is_pair);
+            EXPECT_EQ(count_calls("cudaGraphLaunch"), is_pair ? 1 : 2);
+            EXPECT_EQ(count_calls("cudaLaunchKernelExC"), 0);
+        }
+    }
+    EXPECT_EQ(graphs_of[0].num_pairs_left, 0);
+}
+
+/* In a capture, and on streams without graphs, each kernel is launched. */
+static void
+test_pairs_launched(void)
+{
+    begin();
+    const smla_cuda_grid grid = make_grid(&streams[0]);
+    streams[0].is_capturing = true;
+    expect_pair(&grid, &grid, false);
+    EXPECT_EQ(count_calls("cudaLaunchKernelExC"), 2);
+    streams[0].is_capturing = false;
+    streams[0].priority = 1;
+    expect_pair(&grid, &grid, false);
+    EXPECT_EQ(count_calls("cudaLaunchKernelExC"), 4);
+    begin();
+    fake.lacks = "cuGraphAddDependencies"; /* a driver of CUDA 12.2 or earlier */
+    expect_pair(&grid, &grid, false);
+    EXPECT_EQ(count_calls("cudaGraphLaunch"), 2);
+    EXPECT_EQ(graphs_of[0].num_pairs_left, 0);
+}
+
+/* Where a graph refuses a pair, each kernel still starts once. */
+static void
+test_refused_pairs(void)
+{
+    static const struct {
+        const char *call;
+        int num_good;
+    } cases[] = {{"cudaGetFuncBySymbol", 0},
+                 {"cudaGetFuncBySymbol", 1},
+                 {"cuGraphExecKernelNodeSetParams", 0},
+                 {"cuGraphExecKernelNodeSetParams", 1},
+                 {"cudaGraphLaunch", 0}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        begin();
+        const smla_cuda_grid first = make_grid(&streams[0]);
+        smla_cuda_grid second = make_grid(&streams[0]);
+        second.kernel = kernel_at(1);
+        fail_call(cases[i].call, cases[i].num_good, cudaErrorInvalidValue);
+        expect_pair(&first, &second, false);
+        EXPECT_EQ(count_calls("cudaGetLastError"), 1);
+        forget_calls();
+        expect_pair(&first, &second, true); /* the next call tries again */
+        EXPECT_EQ(count_calls("cudaGraphLaunch"), 1);
+    }
+    /* The error of the first launch is returned, and the second kernel is not started. */
+    begin();
+    const smla_cuda_grid grid = make_grid(&streams[0]);
+    smla_cuda_held held;
+    smla_cuda_begin_held(&held);
+    streams[0].is_capturing = true;
+    fail_call("cudaLaunchKernelExC", 0, cudaErrorLaunchFailure);
+    EXPECT_EQ((int)smla_cuda_launch(&grid, &held), (int)cudaSuccess);
+    EXPECT_EQ((int)smla_cuda_launch(&grid, &held), (int)cudaErrorLaunchFailure);
+    EXPECT_EQ(fake.num_starts, 0);
+}
+
 /* Variables of the environment, and drivers that lack a function. */
 static void
 test_prepare(void)
@@ -477,7 +617,7 @@ test_refused_graphs(void)
     fail_call("cudaLaunchKernelExC", 0, cudaErrorLaunchFailure);
     fake.lacks = "all";
     streams[0].is_capturing = true;
-    EXPECT_EQ((int)smla_cuda_launch(&grid), (int)cudaErrorLaunchFailure);
+    EXPECT_EQ((int)smla_cuda_launch(&grid, NULL), (int)cudaErrorLaunchFailure);
     EXPECT_EQ(fake.num_starts, former);
 }
 
@@ -494,6 +634,7 @@ test_few_graphs(void)
         {"cudaGraphInstantiate", 0, 0},
         {"cudaGraphInstantiate", 1, 1},
         {"cudaGraphInstantiate", MAX_GRAPHS - 1, MAX_GRAPHS - 1},
+        {"cudaGraphInstantiate", MAX_GRAPHS + 1, MAX_GRAPHS},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         begin();
@@ -551,7 +692,7 @@ launch_many(void *arg)
         smla_cuda_grid grid = make_grid(&streams[(me + i) % NUM_SHARED_STREAMS]);
         grid.args = &argument;
         grid.kernel = kernel_at(argument % 3);
-        if (smla_cuda_launch(&grid) != cudaSuccess) {
+        if (smla_cuda_launch(&grid, NULL) != cudaSuccess) {
             return arg;
         }
     }
@@ -609,9 +750,9 @@ test_first_call(void)
     reset_fake();
     const smla_cuda_grid grid = make_grid(NULL);
     expect_graph(&grid);
-    EXPECT_EQ(count_calls("cudaGetDriverEntryPointByVersion"), 5);
+    EXPECT_EQ(count_calls("cudaGetDriverEntryPointByVersion"), 6);
     expect_graph(&grid);
-    EXPECT_EQ(count_calls("cudaGetDriverEntryPointByVersion"), 5);
+    EXPECT_EQ(count_calls("cudaGetDriverEntryPointByVersion"), 6);
 }
 
 int
@@ -627,6 +768,10 @@ main(void)
     RUN(test_questions_that_fail);
     RUN(test_captures);
     RUN(test_clusters);
+    RUN(test_pairs);
+    RUN(test_many_pairs);
+    RUN(test_pairs_launched);
+    RUN(test_refused_pairs);
     RUN(test_prepare);
     RUN(test_refused_graphs);
     RUN(test_few_graphs);

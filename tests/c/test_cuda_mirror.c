@@ -464,6 +464,47 @@ test_order(void)
     destroy_all(mirror);
 }
 
+/* A use on the legacy stream records its event only when another stream has to wait for it, because
+ * that stream never goes away. */
+static void
+test_legacy_stream(void)
+{
+    const smla_stream legacy = {.device_id = 1, .handle = NULL};
+    begin();
+    smla_mirror *const mirror = create(BYTES);
+    const cuda_mirror *const m = (const cuda_mirror *)mirror;
+    EXPECT_OK(smla_cuda_begin_use(op, mirror, legacy, &error));
+    EXPECT_CALLS("cuCtxPushCurrent cudaStreamGetId@1 cuCtxPopCurrent@1 ");
+    EXPECT_OK(smla_cuda_end_use(op, mirror, legacy, &error));
+    EXPECT_CALLS("");
+    EXPECT_OK(smla_cuda_begin_use(op, mirror, legacy, &error));
+    EXPECT_OK(smla_cuda_end_use(op, mirror, legacy, &error));
+    EXPECT_EQ(count_calls("cudaEventRecord") + count_calls("cudaStreamWaitEvent"), 0);
+    forget_calls();
+    /* A record that fails is tried again. */
+    fail_call("cudaEventRecord", 0, cudaErrorInvalidResourceHandle);
+    EXPECT_FAIL(smla_cuda_begin_use(op, mirror, stream_at(0), &error), SMLA_ERROR_RUNTIME,
+                "cudaEventRecord failed");
+    EXPECT_EQ(count_calls("cudaStreamWaitEvent"), 0);
+    forget_calls();
+    EXPECT_OK(smla_cuda_begin_use(op, mirror, stream_at(0), &error));
+    EXPECT_CALLS("cuCtxPushCurrent cudaStreamIsCapturing@1 cudaStreamGetId@1 cudaEventRecord@1 "
+                 "cudaStreamWaitEvent@1 cuCtxPopCurrent@1 ");
+    EXPECT(streams[0].waits_for == m->used && m->used->stream == &fake_default_stream);
+    EXPECT_OK(smla_cuda_begin_use(op, mirror, stream_at(1), &error)); /* it is recorded now */
+    EXPECT_EQ(count_calls("cudaEventRecord"), 0);
+    EXPECT(streams[1].waits_for == m->used);
+    /* A build waits for a use on the legacy stream, too. */
+    EXPECT_OK(smla_cuda_begin_use(op, mirror, legacy, &error));
+    EXPECT_OK(smla_cuda_end_use(op, mirror, legacy, &error));
+    forget_calls();
+    (void)write_all(mirror, 2, 5);
+    EXPECT(streams[2].waits_for == m->used && streams[2].follows == &fake_default_stream);
+    const char *const wait = strstr(fake.calls, "cudaEventRecord@1 cudaStreamWaitEvent@1 ");
+    EXPECT(wait != NULL && strstr(wait, "copy to device@1 ") != NULL);
+    destroy_all(mirror);
+}
+
 /* A use that is captured neither waits nor is waited for. */
 static void
 test_captured_use(void)
@@ -616,6 +657,7 @@ main(void)
     RUN(test_write_fails);
     RUN(test_refused_streams);
     RUN(test_order);
+    RUN(test_legacy_stream);
     RUN(test_captured_use);
     RUN(test_use_fails);
     RUN(test_events);

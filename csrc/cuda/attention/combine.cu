@@ -320,7 +320,8 @@ find_shared_bytes(const smla_attention_params *params, const smla_attention_kern
 
 template <bool HALF, int SPLITS>
 static cudaError_t
-launch_combine(const combine_launch &launch, int shared_bytes, smla_stream stream)
+launch_combine(const combine_launch &launch, int shared_bytes, smla_stream stream,
+               smla_cuda_held *held)
 {
     typedef combination<HALF, SPLITS> Shape;
     static_assert(!HALF || Shape::THREADS == SMLA_COMBINE_THREADS(SPLITS),
@@ -336,22 +337,25 @@ launch_combine(const combine_launch &launch, int shared_bytes, smla_stream strea
         }
     }
     return smla_launch(combine<Shape>, launch, launch.num_rows, Shape::THREADS, shared_bytes,
-                       stream);
+                       stream, false, held);
 }
 
 template <bool HALF>
 static cudaError_t
-launch_combine(const combine_launch &launch, int shared_bytes, smla_stream stream)
+launch_combine(const combine_launch &launch, int shared_bytes, smla_stream stream,
+               smla_cuda_held *held)
 {
     const int num_splits = launch.num_splits;
-    return num_splits <= 8    ? launch_combine<HALF, 8>(launch, shared_bytes, stream)
-           : num_splits <= 16 ? launch_combine<HALF, 16>(launch, shared_bytes, stream)
-           : num_splits <= 32 ? launch_combine<HALF, 32>(launch, shared_bytes, stream)
-                              : launch_combine<HALF, SMLA_MAX_SPLITS>(launch, shared_bytes, stream);
+    return num_splits <= 8    ? launch_combine<HALF, 8>(launch, shared_bytes, stream, held)
+           : num_splits <= 16 ? launch_combine<HALF, 16>(launch, shared_bytes, stream, held)
+           : num_splits <= 32
+               ? launch_combine<HALF, 32>(launch, shared_bytes, stream, held)
+               : launch_combine<HALF, SMLA_MAX_SPLITS>(launch, shared_bytes, stream, held);
 }
 
 cudaError_t
-smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel)
+smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel,
+                         smla_cuda_held *held)
 {
     const smla_cuda_device *const device = smla_cuda_find_device(params->stream.device_id);
     const int shared_bytes = find_shared_bytes(params, kernel, device);
@@ -374,6 +378,7 @@ smla_cuda_launch_combine(const smla_attention_params *params, const smla_attenti
     launch.attn_sink_stride = params->attn_sink_stride;
     launch.max_logits_stride_token = params->max_logits_stride_token;
     launch.max_logits_stride_head = params->max_logits_stride_head;
-    return kernel->leaves_halves ? launch_combine<true>(launch, shared_bytes, params->stream)
-                                 : launch_combine<false>(launch, shared_bytes, params->stream);
+    return kernel->leaves_halves
+               ? launch_combine<true>(launch, shared_bytes, params->stream, held)
+               : launch_combine<false>(launch, shared_bytes, params->stream, held);
 }

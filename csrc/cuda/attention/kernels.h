@@ -30,8 +30,14 @@ enum {
     SMLA_ROWS_E4M3_QUERY = SMLA_KV_SET(SMLA_NUM_KV_FORMATS + 1),
 };
 
-/* `cut_bytes` is as in smla_attention_run. Most kernels cut no works. */
-typedef cudaError_t smla_attention_launcher(const smla_attention_params *params, int64_t cut_bytes);
+/* What a launcher is told besides the call's params. */
+typedef struct smla_attention_start {
+    int64_t cut_bytes;    /* as in smla_attention_run; most kernels cut no works */
+    smla_cuda_held *held; /* where the launch waits for the combine kernel's; NULL: for nothing */
+} smla_attention_start;
+
+typedef cudaError_t smla_attention_launcher(const smla_attention_params *params,
+                                            const smla_attention_start *start);
 
 enum { SMLA_PORTABLE_ARCH = 80 }; /* its kernels run on newer devices, too */
 
@@ -182,9 +188,10 @@ smla_attention_launcher smla_attend_sm80_512_64;
 smla_attention_launcher smla_attend_sm80_512_32;
 smla_attention_launcher smla_attend_sm80_512_16;
 
-/* combine.cu: folds the partial rows that the kernel left in the call's workspace. */
+/* combine.cu: folds the partial rows that the kernel left in the call's workspace. Its launch takes
+ * the kernel's along, if that is held. */
 cudaError_t smla_cuda_launch_combine(const smla_attention_params *params,
-                                     const smla_attention_kernel *kernel);
+                                     const smla_attention_kernel *kernel, smla_cuda_held *held);
 
 /* ---- Partial rows -------------------------------------------------------------------------- */
 

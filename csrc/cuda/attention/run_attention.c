@@ -74,12 +74,19 @@ run_kernel(const smla_attention_run *run, const smla_attention_params *params, s
 {
     const char *const op = params->op;
     static const char call[] = "cudaLaunchKernelExC";
+    smla_cuda_held held;
+    const bool is_split = params->num_splits > 1;
+    const smla_attention_start start = {run->cut_bytes, is_split ? &held : NULL};
     SMLA_TRY(require_workspace(params, error));
-    SMLA_TRY(smla_cuda_status(op, call, run->kernel->launch(params, run->cut_bytes), error));
-    if (params->num_splits == 1) {
+    smla_cuda_begin_held(&held);
+    SMLA_TRY(smla_cuda_status(op, call, run->kernel->launch(params, &start), error));
+    if (!is_split) {
         return SMLA_OK;
     }
-    return smla_cuda_status(op, call, smla_cuda_launch_combine(params, run->kernel), error);
+    return smla_cuda_status(op, call,
+                            smla_cuda_launch_combine(params, run->kernel,
+                                                     held.is_full ? &held : NULL),
+                            error);
 }
 
 smla_status

@@ -349,6 +349,10 @@ smla_status
 smla_cuda_is_capturing(const char *op, smla_stream stream, bool *is_capturing, smla_error *error)
 {
     enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    if (stream.handle == NULL) { /* the legacy stream never is */
+        *is_capturing = false;
+        return SMLA_OK;
+    }
     const cudaError_t code = cudaStreamIsCapturing((cudaStream_t)stream.handle, &capture);
     *is_capturing = capture != cudaStreamCaptureStatusNone;
     return smla_cuda_status(op, "cudaStreamIsCapturing", code, error);

@@ -8,6 +8,10 @@
  * would save 1 us, and a graph takes 100 KiB of device memory. Taking memory may need an idle
  * device, so the first call on a device makes all graphs.
  *
+ * Two kernels that one call starts are a pair. Pairs have graphs of two kernels, of their own: one
+ * start takes 1.2 us less than two, and the second kernel starts early, which saves the device
+ * 1.6 us. Where no such graph is left, each kernel starts by itself.
+ *
  * Where a graph would not do the same as a launch, the kernel is launched: in a capture, which is
  * to hold the kernel itself; on streams with a priority, an access policy, a memory domain or
  * reserved SMs, which a graph ignores; where a kernel has clusters and no graph of its own, because
@@ -22,24 +26,32 @@
 
 #include "cuda/host/cuda.h"
 
-enum { KNOWN_KERNELS = 32 };
+enum { KNOWN_KERNELS = 32, KNOWN_PAIRS = 8 };
+
+typedef struct known_pair {
+    const void *kernels[2]; /* NULL: the place is free */
+    cudaFunction_t functions[2];
+    cudaGraphExec_t exec;
+} known_pair;
 
 typedef struct stream_graph {
     struct stream_graph *next;
     unsigned long long stream_id; /* ids are never used again, unlike handles */
     cudaGraphNode_t node;
     cudaGraphExec_t exec; /* NULL: kernels on this stream are launched */
-    pthread_mutex_t lock; /* held from new parameters to the start; guards `known` */
+    pthread_mutex_t lock; /* held from new parameters to the start; guards `known` and `pairs` */
     struct known_kernel {
         const void *kernel;
         cudaFunction_t function; /* the kernel in the stream's context */
         cudaGraphExec_t exec;    /* the kernel's graph, or the stream's */
     } known[KNOWN_KERNELS];
+    known_pair pairs[KNOWN_PAIRS];
 } stream_graph;
 
 enum {
     MAX_GRAPHS = 64,        /* per device; PyTorch has 32 streams and reuses them */
     MAX_KERNEL_GRAPHS = 24, /* part of MAX_GRAPHS, for kernels that are not a stream's first */
+    MAX_PAIR_GRAPHS = 16,   /* more than MAX_GRAPHS, for pairs */
     MAX_STREAMS = 200,      /* remembered per device; on others kernels are launched */
 };
 
@@ -51,6 +63,9 @@ static struct device_graphs {
     cudaGraphExec_t execs[MAX_GRAPHS];
     int num_left;         /* graphs that nobody has taken yet */
     int num_kernels_left; /* kernels that may still take one */
+    cudaGraphNode_t pair_nodes[2];
+    cudaGraphExec_t pair_execs[MAX_PAIR_GRAPHS];
+    int num_pairs_left;
 } graphs_of[SMLA_CUDA_MAX_DEVICES];
 
 static pthread_mutex_t streams_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -133,25 +148,59 @@ is_ordinary(cudaStream_t stream)
            domain.memSyncDomain == cudaLaunchMemSyncDomainDefault && !has_own_sms(stream);
 }
 
-/* Makes all graphs, in the current context. They begin with the caller's kernel, but any would do.
- * The template `graph` is kept, because its node names the kernel in the executable graphs. */
-static void
-make_graphs(const smla_cuda_grid *grid, struct device_graphs *made)
+/* Adds a node with the caller's kernel to a graph. */
+static bool
+add_node(const smla_cuda_grid *grid, cudaGraph_t graph, cudaGraphNode_t *node)
 {
-    cudaGraph_t graph = NULL;
     const struct cudaKernelNodeParams params = {.func = (void *)grid->kernel,
                                                 .gridDim = {grid->num_blocks, 1, 1},
                                                 .blockDim = {grid->block_threads, 1, 1},
                                                 .sharedMemBytes = grid->shared_bytes,
                                                 .kernelParams = (void *[]){grid->args}};
-    bool is_good = cudaGraphCreate(&graph, 0) == cudaSuccess &&
-                   cudaGraphAddKernelNode(&made->node, graph, NULL, 0, &params) == cudaSuccess;
-    made->num_kernels_left = MAX_KERNEL_GRAPHS;
-    while (is_good && made->num_left < MAX_GRAPHS) {
-        is_good = cudaGraphInstantiate(&made->execs[made->num_left], graph, 0) == cudaSuccess;
-        made->num_left += is_good;
+    return cudaGraphAddKernelNode(node, graph, NULL, 0, &params) == cudaSuccess;
+}
+
+/* Makes the second node follow the first. It starts early if kernels here can: each waits itself. */
+static bool
+order_nodes(const smla_cuda_grid *grid, cudaGraph_t graph, const cudaGraphNode_t nodes[2])
+{
+    PFN_cuGraphAddDependencies_v12030 add = NULL;
+    const smla_cuda_symbol call = {"cuGraphAddDependencies", (void *)&add};
+    const CUgraphEdgeData early = {.from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC,
+                                   .type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC};
+    const CUgraphEdgeData late = {.type = CU_GRAPH_DEPENDENCY_TYPE_DEFAULT};
+    return smla_cuda_find_driver_calls(&call, 1, 12030) == cudaSuccess &&
+           add(graph, &nodes[0], &nodes[1], grid->starts_early ? &early : &late, 1) == CUDA_SUCCESS;
+}
+
+/* Instantiates `count` graphs, or fewer where that fails, and returns how many. */
+static int
+instantiate(cudaGraph_t graph, cudaGraphExec_t *execs, int count)
+{
+    int made = 0;
+    while (made < count && cudaGraphInstantiate(&execs[made], graph, 0) == cudaSuccess) {
+        made++;
     }
-    if (!is_good) {
+    return made;
+}
+
+/* Makes all graphs, in the current context. They begin with the caller's kernel, but any would do.
+ * The templates are kept, because their nodes name the kernels in the executable graphs. */
+static void
+make_graphs(const smla_cuda_grid *grid, struct device_graphs *made)
+{
+    cudaGraph_t graph = NULL;
+    cudaGraph_t pair = NULL;
+    made->num_kernels_left = MAX_KERNEL_GRAPHS;
+    if (cudaGraphCreate(&graph, 0) == cudaSuccess && add_node(grid, graph, &made->node)) {
+        made->num_left = instantiate(graph, made->execs, MAX_GRAPHS);
+    }
+    if (made->num_left == MAX_GRAPHS && cudaGraphCreate(&pair, 0) == cudaSuccess &&
+        add_node(grid, pair, &made->pair_nodes[0]) && add_node(grid, pair, &made->pair_nodes[1]) &&
+        order_nodes(grid, pair, made->pair_nodes)) {
+        made->num_pairs_left = instantiate(pair, made->pair_execs, MAX_PAIR_GRAPHS);
+    }
+    if (made->num_pairs_left < MAX_PAIR_GRAPHS) {
         (void)cudaGetLastError();
     }
 }
@@ -226,17 +275,23 @@ add_stream(const smla_cuda_grid *grid, unsigned long long stream_id)
     return added;
 }
 
+/* Whether nothing captures the stream's work. The legacy stream is never captured. */
+static bool
+is_free(CUstream stream)
+{
+    CUstreamCaptureStatus capture;
+    return stream == NULL || (driver.is_capturing(stream, &capture) == CUDA_SUCCESS &&
+                              capture == CU_STREAM_CAPTURE_STATUS_NONE);
+}
+
 /* The graph of the grid's stream; NULL where the kernel must be launched. */
 static stream_graph *
 find_graph(const smla_cuda_grid *grid)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    CUstreamCaptureStatus capture;
     unsigned long long stream_id;
     (void)pthread_once(&once, prepare_graphs);
-    if (driver.set_params == NULL ||
-        driver.is_capturing(grid->stream.handle, &capture) != CUDA_SUCCESS ||
-        capture != CU_STREAM_CAPTURE_STATUS_NONE ||
+    if (driver.set_params == NULL || !is_free(grid->stream.handle) ||
         driver.get_id(grid->stream.handle, &stream_id) != CUDA_SUCCESS) {
         return NULL;
     }
@@ -272,17 +327,25 @@ may_start(const stream_graph *graph, const struct known_kernel *known, const sml
            (known->exec != graph->exec && known != &graph->known[KNOWN_KERNELS - 1]);
 }
 
+/* The kernel in the current context; NULL after an error. */
+static cudaFunction_t
+find_function(const void *kernel)
+{
+    cudaFunction_t function = NULL;
+    const enum cudaStreamCaptureMode former = smla_cuda_relax_captures(); /* code may load */
+    const cudaError_t code = cudaGetFuncBySymbol(&function, kernel);
+    smla_cuda_restore_captures(former);
+    return code == cudaSuccess ? function : NULL;
+}
+
 /* The caller holds the graph's lock. NULL where the kernel must be launched. */
 static const struct known_kernel *
 find_known(stream_graph *graph, const smla_cuda_grid *grid)
 {
     struct known_kernel *const known = find_place(graph, grid->kernel);
     if (known->kernel != grid->kernel) {
-        cudaFunction_t function = NULL;
-        const enum cudaStreamCaptureMode former = smla_cuda_relax_captures(); /* code may load */
-        const cudaError_t code = cudaGetFuncBySymbol(&function, grid->kernel);
-        smla_cuda_restore_captures(former);
-        if (code != cudaSuccess) {
+        const cudaFunction_t function = find_function(grid->kernel);
+        if (function == NULL) {
             return NULL;
         }
         known->kernel = grid->kernel;
@@ -296,10 +359,10 @@ find_known(stream_graph *graph, const smla_cuda_grid *grid)
 }
 
 static bool
-start_graph(const smla_cuda_grid *grid, stream_graph *graph)
+set_params(cudaGraphExec_t exec, cudaGraphNode_t node, cudaFunction_t function,
+           const smla_cuda_grid *grid)
 {
-    const struct known_kernel *const known = find_known(graph, grid);
-    const CUDA_KERNEL_NODE_PARAMS params = {.func = known == NULL ? NULL : known->function,
+    const CUDA_KERNEL_NODE_PARAMS params = {.func = function,
                                             .gridDimX = grid->num_blocks,
                                             .gridDimY = 1,
                                             .gridDimZ = 1,
@@ -308,14 +371,20 @@ start_graph(const smla_cuda_grid *grid, stream_graph *graph)
                                             .blockDimZ = 1,
                                             .sharedMemBytes = grid->shared_bytes,
                                             .kernelParams = (void *[]){grid->args}};
-    return params.func != NULL &&
-           driver.set_params(known->exec, graph->node, &params) == CUDA_SUCCESS &&
+    return driver.set_params(exec, node, &params) == CUDA_SUCCESS;
+}
+
+static bool
+start_graph(const smla_cuda_grid *grid, stream_graph *graph)
+{
+    const struct known_kernel *const known = find_known(graph, grid);
+    return known != NULL && set_params(known->exec, graph->node, known->function, grid) &&
            cudaGraphLaunch(known->exec, grid->stream.handle) == cudaSuccess;
 }
 
 /* If the graph refuses the kernel, a launch starts it or returns the error. */
-cudaError_t
-smla_cuda_launch(const smla_cuda_grid *grid)
+static cudaError_t
+start(const smla_cuda_grid *grid)
 {
     stream_graph *const graph = find_graph(grid);
     if (graph != NULL) {
@@ -328,4 +397,86 @@ smla_cuda_launch(const smla_cuda_grid *grid)
         (void)cudaGetLastError();
     }
     return launch(grid);
+}
+
+/* ---- Pairs --------------------------------------------------------------------------------- */
+
+/* The place of a pair: its own, or a free one. NULL where others have all places. */
+static known_pair *
+find_pair_place(stream_graph *graph, const smla_cuda_grid *first, const smla_cuda_grid *second)
+{
+    for (int i = 0; i < KNOWN_PAIRS; i++) {
+        known_pair *const pair = &graph->pairs[i];
+        if (pair->kernels[0] == NULL ||
+            (pair->kernels[0] == first->kernel && pair->kernels[1] == second->kernel)) {
+            return pair;
+        }
+    }
+    return NULL;
+}
+
+/* Takes one of the device's graphs for a pair that is met for the first time. */
+static bool
+take_pair_graph(const smla_cuda_grid *first, const smla_cuda_grid *second, known_pair *taker)
+{
+    struct device_graphs *const graphs = &graphs_of[second->stream.device_id];
+    const cudaFunction_t functions[2] = {find_function(first->kernel),
+                                         find_function(second->kernel)};
+    if (functions[0] == NULL || functions[1] == NULL) {
+        return false;
+    }
+    pthread_mutex_lock(&streams_lock);
+    if (graphs->num_pairs_left > 0) {
+        *taker = (known_pair){{first->kernel, second->kernel},
+                              {functions[0], functions[1]},
+                              graphs->pair_execs[--graphs->num_pairs_left]};
+    }
+    pthread_mutex_unlock(&streams_lock);
+    return taker->kernels[0] != NULL;
+}
+
+/* The caller holds the graph's lock. */
+static bool
+start_pair_graph(const smla_cuda_grid *first, const smla_cuda_grid *second, stream_graph *graph)
+{
+    known_pair *const pair = find_pair_place(graph, first, second);
+    const cudaGraphNode_t *const nodes = graphs_of[second->stream.device_id].pair_nodes;
+    return pair != NULL && (pair->kernels[0] != NULL || take_pair_graph(first, second, pair)) &&
+           set_params(pair->exec, nodes[0], pair->functions[0], first) &&
+           set_params(pair->exec, nodes[1], pair->functions[1], second) &&
+           cudaGraphLaunch(pair->exec, second->stream.handle) == cudaSuccess;
+}
+
+/* Starts both by one graph, or each by itself. */
+static cudaError_t
+start_pair(const smla_cuda_grid *first, const smla_cuda_grid *second)
+{
+    stream_graph *const graph = find_graph(second);
+    if (graph != NULL) {
+        pthread_mutex_lock(&graph->lock);
+        const bool is_started = start_pair_graph(first, second, graph);
+        pthread_mutex_unlock(&graph->lock);
+        if (is_started) {
+            return cudaSuccess;
+        }
+        (void)cudaGetLastError();
+    }
+    const cudaError_t code = start(first);
+    return code == cudaSuccess ? start(second) : code;
+}
+
+cudaError_t
+smla_cuda_launch(const smla_cuda_grid *grid, smla_cuda_held *held)
+{
+    if (held == NULL) {
+        return start(grid);
+    }
+    if (held->is_full) {
+        return start_pair(&held->grid, grid);
+    }
+    held->is_full = true;
+    held->grid = *grid;
+    held->grid.args = held->args;
+    memcpy(held->args, grid->args, grid->args_bytes);
+    return cudaSuccess;
 }

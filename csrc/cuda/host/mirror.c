@@ -9,7 +9,9 @@
  * this holds by itself. Another stream is told to wait for the event of the upload or use before.
  * So events complete in the order of the ring, the oldest buffer is the first to be free, and the
  * newest event stands for all uploads and uses before it. Streams are told apart by their ids,
- * which are never given out twice. No stream handle is kept past the call that brought it.
+ * which are never given out twice. No stream handle is kept past the call that brought it. Recording
+ * an event costs the host 1 us. The legacy stream never goes away, so the event behind a use on it
+ * is recorded only when another stream has to wait.
  *
  * Captures. A use that is being captured is part of a graph. It runs when the graph is replayed, in
  * the order of the stream that replays it, so a use does nothing in a capture. The caller must
@@ -77,6 +79,7 @@ typedef struct cuda_mirror {
     staging *last;      /* the buffer sent last; the next build fills the one after it */
     cudaEvent_t used;   /* recorded behind the last use */
     cudaEvent_t newest; /* event of the last upload or use; NULL before the first */
+    bool is_recorded;   /* whether `newest` is; else it is to be, on the legacy stream */
     unsigned long long newest_stream; /* the id of its stream */
     /* What begin_use found, for end_use */
     bool use_is_captured;
@@ -229,11 +232,15 @@ find_id(const char *op, smla_stream stream, unsigned long long *id, smla_error *
 
 /* Makes later work on the stream wait for the newest upload or use. */
 static smla_status
-wait_for_newest(const char *op, const cuda_mirror *m, smla_stream stream, unsigned long long id,
+wait_for_newest(const char *op, cuda_mirror *m, smla_stream stream, unsigned long long id,
                 smla_error *error)
 {
     if (m->newest == NULL || m->newest_stream == id) {
         return SMLA_OK;
+    }
+    if (!m->is_recorded) {
+        SMLA_TRY(smla_cuda_status(op, "cudaEventRecord", cudaEventRecord(m->newest, NULL), error));
+        m->is_recorded = true;
     }
     return smla_cuda_status(op, "cudaStreamWaitEvent",
                             cudaStreamWaitEvent((cudaStream_t)stream.handle, m->newest,
@@ -248,6 +255,7 @@ record_newest(const char *op, cuda_mirror *m, smla_stream stream, unsigned long 
     SMLA_TRY(smla_cuda_status(op, "cudaEventRecord",
                               cudaEventRecord(event, (cudaStream_t)stream.handle), error));
     m->newest = event;
+    m->is_recorded = true;
     m->newest_stream = id;
     return SMLA_OK;
 }
@@ -363,6 +371,12 @@ smla_cuda_end_use(const char *op, smla_mirror *mirror, smla_stream stream, smla_
     cuda_mirror *m = (cuda_mirror *)mirror;
     smla_cuda_guard guard;
     if (m->use_is_captured) {
+        return SMLA_OK;
+    }
+    if (stream.handle == NULL) { /* the legacy stream exists for ever, so this can wait */
+        m->newest = m->used;
+        m->is_recorded = false;
+        m->newest_stream = m->use_stream;
         return SMLA_OK;
     }
     SMLA_TRY(smla_cuda_enter(op, m->device_id, &guard, error));

@@ -25,7 +25,8 @@ can_start_early(int32_t compute_capability)
 }
 
 /* Starts a kernel that takes one struct by value. The grid has at most as many blocks as the
- * hardware can number; kernels loop over the others. With no blocks nothing is launched.
+ * hardware can number; kernels loop over the others. With no blocks nothing is launched. `held` is
+ * as in smla_cuda_launch.
  *
  * Where the device can, the grid starts before the one in front of it in the stream is done. So
  * every thread of every kernel must pass ptx_wait_for_grids before it reads what other grids wrote,
@@ -33,14 +34,17 @@ can_start_early(int32_t compute_capability)
 template <typename Args>
 static cudaError_t
 smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int block_threads,
-            int shared_bytes, smla_stream stream, bool has_clusters = false)
+            int shared_bytes, smla_stream stream, bool has_clusters = false,
+            smla_cuda_held *held = NULL)
 {
+    static_assert(sizeof args <= SMLA_CUDA_MAX_ARGS, "held launches keep them");
     if (num_blocks <= 0) {
         return cudaSuccess;
     }
     smla_cuda_grid grid = {};
     grid.kernel = (const void *)kernel;
     grid.args = const_cast<Args *>(&args);
+    grid.args_bytes = sizeof args;
     grid.num_blocks = (unsigned)(num_blocks < INT32_MAX ? num_blocks : INT32_MAX);
     grid.block_threads = (unsigned)block_threads;
     grid.shared_bytes = (unsigned)shared_bytes;
@@ -48,7 +52,7 @@ smla_launch(void (*kernel)(Args), const Args &args, int64_t num_blocks, int bloc
     grid.starts_early =
         can_start_early(smla_cuda_find_device(stream.device_id)->compute_capability);
     grid.stream = stream;
-    return smla_cuda_launch(&grid);
+    return smla_cuda_launch(&grid, held);
 }
 
 /* Asks for more than 48 KiB of shared memory, once per kernel and device: `allowed` has a bit per

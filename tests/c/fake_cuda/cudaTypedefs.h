@@ -21,6 +21,7 @@ typedef struct CUctx_st *CUcontext;
 typedef struct CUgreenCtx_st *CUgreenCtx;
 typedef struct CUstream_st *CUstream;
 typedef struct CUfunc_st *CUfunction;
+typedef struct CUgraph_st *CUgraph;
 typedef struct CUgraphNode_st *CUgraphNode;
 typedef struct CUgraphExec_st *CUgraphExec;
 
@@ -37,6 +38,16 @@ typedef struct CUDA_KERNEL_NODE_PARAMS {
     void **extra;
 } CUDA_KERNEL_NODE_PARAMS;
 
+enum { CU_GRAPH_KERNEL_NODE_PORT_DEFAULT = 0, CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC = 1 };
+enum { CU_GRAPH_DEPENDENCY_TYPE_DEFAULT = 0, CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC = 1 };
+
+typedef struct CUgraphEdgeData {
+    unsigned char from_port;
+    unsigned char to_port;
+    unsigned char type;
+    unsigned char reserved[5];
+} CUgraphEdgeData;
+
 typedef CUresult (*PFN_cuDeviceGet_v2000)(CUdevice *device, int ordinal);
 typedef CUresult (*PFN_cuDevicePrimaryCtxRetain_v7000)(CUcontext *context, CUdevice device);
 typedef CUresult (*PFN_cuCtxPushCurrent_v4000)(CUcontext context);
@@ -47,6 +58,9 @@ typedef CUresult (*PFN_cuStreamGetCtx_v9020)(CUstream stream, CUcontext *context
 typedef CUresult (*PFN_cuStreamGetGreenCtx_v12040)(CUstream stream, CUgreenCtx *context);
 typedef CUresult (*PFN_cuGraphExecKernelNodeSetParams_v12000)(
     CUgraphExec exec, CUgraphNode node, const CUDA_KERNEL_NODE_PARAMS *params);
+typedef CUresult (*PFN_cuGraphAddDependencies_v12030)(CUgraph graph, const CUgraphNode *from,
+                                                      const CUgraphNode *to,
+                                                      const CUgraphEdgeData *edges, size_t count);
 
 typedef uint32_t cuuint32_t;
 typedef uint64_t cuuint64_t;

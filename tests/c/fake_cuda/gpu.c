@@ -237,11 +237,12 @@ attend(const smla_attention_params *params, smla_attention_launcher *launcher)
     return cudaSuccess;
 }
 
-#define LAUNCHER(name)                                                                     \
-    cudaError_t smla_attend_##name(const smla_attention_params *params, int64_t cut_bytes) \
-    {                                                                                      \
-        (void)cut_bytes;                                                                   \
-        return attend(params, smla_attend_##name);                                         \
+#define LAUNCHER(name)                                                  \
+    cudaError_t smla_attend_##name(const smla_attention_params *params, \
+                                   const smla_attention_start *start)   \
+    {                                                                   \
+        (void)start;                                                    \
+        return attend(params, smla_attend_##name);                      \
     }
 
 LAUNCHER(sm90_small_32)
@@ -274,10 +275,12 @@ LAUNCHER(sm80_512_32)
 LAUNCHER(sm80_512_16)
 
 cudaError_t
-smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel)
+smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel,
+                         smla_cuda_held *held)
 {
     (void)params;
     (void)kernel;
+    EXPECT(held == NULL); /* the kernel above started at once */
     return cudaSuccess;
 }
 

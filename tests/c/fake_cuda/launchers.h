@@ -31,10 +31,24 @@ write_launch(const char *launcher, const smla_attention_params *params,
     return fails ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
-#define LAUNCHER(name)                                                                     \
-    cudaError_t smla_attend_##name(const smla_attention_params *params, int64_t cut_bytes) \
-    {                                                                                      \
-        return write_launch(#name, params, NULL, cut_bytes);                               \
+/* Only launches that the combine kernel follows are held for it. */
+static inline cudaError_t
+hold_launch(const char *launcher, const smla_attention_params *params,
+            const smla_attention_start *start)
+{
+    EXPECT_EQ(start->held != NULL, params->num_splits > 1);
+    if (start->held != NULL) {
+        EXPECT(!start->held->is_full);
+        start->held->is_full = true;
+    }
+    return write_launch(launcher, params, NULL, start->cut_bytes);
+}
+
+#define LAUNCHER(name)                                                  \
+    cudaError_t smla_attend_##name(const smla_attention_params *params, \
+                                   const smla_attention_start *start)   \
+    {                                                                   \
+        return hold_launch(#name, params, start);                       \
     }
 
 LAUNCHER(sm90_small_32)
@@ -67,8 +81,10 @@ LAUNCHER(sm80_512_32)
 LAUNCHER(sm80_512_16)
 
 cudaError_t
-smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel)
+smla_cuda_launch_combine(const smla_attention_params *params, const smla_attention_kernel *kernel,
+                         smla_cuda_held *held)
 {
+    EXPECT(held != NULL && held->is_full);
     return write_launch("combine", params, kernel, 0);
 }
 
@@ -80,7 +96,7 @@ launcher_of(const smla_attention_kernel *kernel)
     const attention_launch first = launches[0];
     const int former = num_launches;
     num_launches = 0;
-    EXPECT_EQ((int)kernel->launch(&params, 0), (int)cudaSuccess);
+    EXPECT_EQ((int)kernel->launch(&params, &(smla_attention_start){0}), (int)cudaSuccess);
     const char *const launcher = launches[0].launcher;
     launches[0] = first;
     num_launches = former;

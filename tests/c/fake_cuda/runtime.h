@@ -14,7 +14,14 @@
 
 #include "../testing.h"
 
-enum { FAKE_DEVICES = 4, FAKE_EVENTS = 512, FAKE_EXECS = 512, FAKE_STARTS = 8192 };
+enum {
+    FAKE_DEVICES = 4,
+    FAKE_EVENTS = 512,
+    FAKE_EXECS = 512,
+    FAKE_GRAPHS = 64,
+    FAKE_NODES = 2,
+    FAKE_STARTS = 8192
+};
 
 struct CUctx_st {
     int device_id;
@@ -50,8 +57,21 @@ typedef struct fake_start {
     bool starts_early;
 } fake_start;
 
+/* A node is its number in the graph, which is a chain. */
+struct CUgraphNode_st {
+    int number;
+};
+
+struct CUgraph_st {
+    struct CUgraphNode_st nodes[FAKE_NODES];
+    int num_nodes;
+    bool is_chain;     /* the second node follows the first */
+    bool starts_early; /* before the first is done */
+};
+
 struct CUgraphExec_st {
-    fake_start start;
+    const struct CUgraph_st *graph;
+    fake_start starts[FAKE_NODES];
 };
 
 static struct {
@@ -74,6 +94,8 @@ static struct {
     struct CUevent_st *events[FAKE_EVENTS];            /* alive */
     unsigned long long num_ids;                        /* ids given to streams so far */
 
+    struct CUgraph_st graphs[FAKE_GRAPHS];
+    int num_graphs;
     struct CUgraphExec_st execs[FAKE_EXECS];
     int num_execs;
     fake_start starts[FAKE_STARTS];
@@ -601,8 +623,9 @@ cudaGetFuncBySymbol(cudaFunction_t *function, const void *kernel)
 cudaError_t
 cudaGraphCreate(cudaGraph_t *graph, unsigned flags)
 {
-    *graph = (cudaGraph_t)&fake.num_execs;
     EXPECT_EQ(flags, 0u);
+    EXPECT(fake.num_graphs < FAKE_GRAPHS);
+    *graph = &fake.graphs[fake.num_graphs++];
     return answer("cudaGraphCreate");
 }
 
@@ -611,24 +634,40 @@ cudaGraphAddKernelNode(cudaGraphNode_t *node, cudaGraph_t graph,
                        const cudaGraphNode_t *dependencies, size_t num_dependencies,
                        const struct cudaKernelNodeParams *params)
 {
-    EXPECT(graph == (cudaGraph_t)&fake.num_execs && dependencies == NULL && num_dependencies == 0);
+    EXPECT(graph->num_nodes < FAKE_NODES && dependencies == NULL && num_dependencies == 0);
     EXPECT(params->func != NULL && params->gridDim.x > 0 && params->blockDim.x > 0);
     EXPECT(params->gridDim.y == 1 && params->gridDim.z == 1);
     EXPECT(params->blockDim.y == 1 && params->blockDim.z == 1);
     EXPECT(params->kernelParams[0] != NULL);
-    *node = (cudaGraphNode_t)&fake.starts;
+    *node = &graph->nodes[graph->num_nodes];
+    (*node)->number = graph->num_nodes++;
     return answer("cudaGraphAddKernelNode");
+}
+
+static inline CUresult
+fake_add_dependencies(CUgraph graph, const CUgraphNode *from, const CUgraphNode *to,
+                      const CUgraphEdgeData *edges, size_t count)
+{
+    const bool is_early = edges->type == CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
+    EXPECT(count == 1 && *from == &graph->nodes[0] && *to == &graph->nodes[1]);
+    EXPECT_EQ(edges->from_port, is_early ? CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+                                         : CU_GRAPH_KERNEL_NODE_PORT_DEFAULT);
+    EXPECT_EQ(edges->to_port, 0);
+    graph->is_chain = true;
+    graph->starts_early = is_early;
+    return (CUresult)answer("cuGraphAddDependencies");
 }
 
 cudaError_t
 cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags)
 {
     const cudaError_t code = answer("cudaGraphInstantiate");
-    EXPECT(graph == (cudaGraph_t)&fake.num_execs && flags == 0);
+    EXPECT(graph->is_chain == (graph->num_nodes == 2) && flags == 0);
     if (code != cudaSuccess || fake.num_execs == FAKE_EXECS) {
         return code == cudaSuccess ? cudaErrorMemoryAllocation : code;
     }
     *exec = &fake.execs[fake.num_execs++];
+    (*exec)->graph = graph;
     return cudaSuccess;
 }
 
@@ -636,16 +675,18 @@ static inline CUresult
 fake_set_params(CUgraphExec exec, CUgraphNode node, const CUDA_KERNEL_NODE_PARAMS *params)
 {
     const CUresult result = (CUresult)answer("cuGraphExecKernelNodeSetParams");
-    EXPECT(node == (CUgraphNode)&fake.starts);
+    EXPECT(node == &exec->graph->nodes[node->number]);
     EXPECT(params->gridDimY == 1 && params->gridDimZ == 1);
     EXPECT(params->blockDimY == 1 && params->blockDimZ == 1 && params->extra == NULL);
     if (result == CUDA_SUCCESS) {
-        exec->start = (fake_start){.is_graph = true,
-                                   .kernel = (const void *)((uintptr_t)params->func - 1),
-                                   .value = *(const int *)params->kernelParams[0],
-                                   .num_blocks = params->gridDimX,
-                                   .block_threads = params->blockDimX,
-                                   .shared_bytes = params->sharedMemBytes};
+        exec->starts[node->number] =
+            (fake_start){.is_graph = true,
+                         .kernel = (const void *)((uintptr_t)params->func - 1),
+                         .value = *(const int *)params->kernelParams[0],
+                         .num_blocks = params->gridDimX,
+                         .block_threads = params->blockDimX,
+                         .shared_bytes = params->sharedMemBytes,
+                         .starts_early = node->number > 0 && exec->graph->starts_early};
         sched_yield(); /* lets another thread come in between */
     }
     return result;
@@ -655,8 +696,8 @@ cudaError_t
 cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
 {
     const cudaError_t code = answer("cudaGraphLaunch");
-    if (code == cudaSuccess) {
-        fake_start start = exec->start;
+    for (int i = 0; i < exec->graph->num_nodes && code == cudaSuccess; i++) {
+        fake_start start = exec->starts[i];
         start.stream = find_fake_stream(stream);
         write_start(&start);
     }
@@ -684,6 +725,7 @@ cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned ver
         {"cuStreamGetCtx", 9020, (void *)fake_get_context},
         {"cuGraphExecKernelNodeSetParams", 12000, (void *)fake_set_params},
         {"cuStreamGetGreenCtx", 12040, (void *)fake_get_own_sms},
+        {"cuGraphAddDependencies", 12030, (void *)fake_add_dependencies},
     };
     const cudaError_t code = answer("cudaGetDriverEntryPointByVersion");
     *result = cudaDriverEntryPointSymbolNotFound;

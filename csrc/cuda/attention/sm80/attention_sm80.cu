@@ -81,7 +81,7 @@ __launch_bounds__(CTA_THREADS, min_ctas_per_sm<Tile>())
 
 template <int HEADS, int FORMATS>
 static cudaError_t
-launch_attend(const smla_attention_params *params)
+launch_attend(const smla_attention_params *params, const smla_attention_start *start)
 {
     typedef tile<HEADS, FORMATS, true> Tile;
     constexpr int SHARED_BYTES = (int)sizeof(shared_memory<Tile>);
@@ -94,13 +94,13 @@ launch_attend(const smla_attention_params *params)
     }
     const attention_launch launch = make_launch<HEADS>(params);
     return smla_launch(attend<Tile>, launch, count_works(launch), CTA_THREADS, SHARED_BYTES,
-                       params->stream);
+                       params->stream, false, start->held);
 }
 
-#define LAUNCHER(name, heads, rows)                                \
-    cudaError_t name(const smla_attention_params *params, int64_t) \
-    {                                                              \
-        return launch_attend<heads, rows>(params);                 \
+#define LAUNCHER(name, heads, rows)                                                          \
+    cudaError_t name(const smla_attention_params *params, const smla_attention_start *start) \
+    {                                                                                        \
+        return launch_attend<heads, rows>(params, start);                                    \
     }
 
 LAUNCHER(smla_attend_sm80_fp8_64, 64, SMLA_ROWS_FP8)

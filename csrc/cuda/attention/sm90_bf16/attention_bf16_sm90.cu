@@ -298,7 +298,7 @@ __launch_bounds__(Keys::THREADS, 1) attend_bf16(const __grid_constant__ bf16_lau
 
 template <typename Keys, bool MAXIMA, bool ALIGNED>
 static cudaError_t
-launch_bf16(const smla_attention_params *params)
+launch_bf16(const smla_attention_params *params, const smla_attention_start *start)
 {
     constexpr int SHARED_BYTES = (int)sizeof(bf16_memory);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
@@ -314,7 +314,7 @@ launch_bf16(const smla_attention_params *params)
     const int64_t num_ctas = count_ctas(launch.base, launch.num_works);
     launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
     return smla_launch(attend_bf16<Keys, MAXIMA, ALIGNED>, launch, num_ctas, Keys::THREADS,
-                       SHARED_BYTES, params->stream);
+                       SHARED_BYTES, params->stream, false, start->held);
 }
 
 /* Whether all rows of q and out and all cache rows begin at multiples of 16 bytes. */
@@ -328,43 +328,43 @@ are_rows_aligned(const smla_attention_params *params)
 
 template <typename Keys, bool ALIGNED>
 static cudaError_t
-launch_any(const smla_attention_params *params)
+launch_any(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return params->max_logits == NULL ? launch_bf16<Keys, false, ALIGNED>(params)
-                                      : launch_bf16<Keys, true, ALIGNED>(params);
+    return params->max_logits == NULL ? launch_bf16<Keys, false, ALIGNED>(params, start)
+                                      : launch_bf16<Keys, true, ALIGNED>(params, start);
 }
 
 /* Launches the one of four kernels that suits the call. */
 template <bool ROPE>
 static cudaError_t
-launch_bf16_rows(const smla_attention_params *params)
+launch_bf16_rows(const smla_attention_params *params, const smla_attention_start *start)
 {
     typedef key_kind<ROPE, false> Keys;
-    return are_rows_aligned(params) ? launch_any<Keys, true>(params)
-                                    : launch_any<Keys, false>(params);
+    return are_rows_aligned(params) ? launch_any<Keys, true>(params, start)
+                                    : launch_any<Keys, false>(params, start);
 }
 
 cudaError_t
-smla_attend_sm90_bf16_64(const smla_attention_params *params, int64_t)
+smla_attend_sm90_bf16_64(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return launch_bf16_rows<true>(params);
+    return launch_bf16_rows<true>(params, start);
 }
 
 cudaError_t
-smla_attend_sm90_bf16_512_64(const smla_attention_params *params, int64_t)
+smla_attend_sm90_bf16_512_64(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return launch_bf16_rows<false>(params);
+    return launch_bf16_rows<false>(params, start);
 }
 
 /* Rows that are not aligned are rare, and gather warps that load them need more registers than
  * there are. So the portable kernel serves them. */
 cudaError_t
-smla_attend_sm90_512_64(const smla_attention_params *params, int64_t cut_bytes)
+smla_attend_sm90_512_64(const smla_attention_params *params, const smla_attention_start *start)
 {
     if (are_rows_aligned(params)) {
-        return launch_any<key_kind<false, true>, true>(params);
+        return launch_any<key_kind<false, true>, true>(params, start);
     }
-    return params->num_heads > 32   ? smla_attend_sm80_512_64(params, cut_bytes)
-           : params->num_heads > 16 ? smla_attend_sm80_512_32(params, cut_bytes)
-                                    : smla_attend_sm80_512_16(params, cut_bytes);
+    return params->num_heads > 32   ? smla_attend_sm80_512_64(params, start)
+           : params->num_heads > 16 ? smla_attend_sm80_512_32(params, start)
+                                    : smla_attend_sm80_512_16(params, start);
 }

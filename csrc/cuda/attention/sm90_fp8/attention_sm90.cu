@@ -369,7 +369,8 @@ is_pair_dense(const smla_attention_params *params)
 
 template <int ROW, int HEADS, bool MAXIMA>
 static cudaError_t
-launch_hopper(const smla_attention_params *params, int64_t cut_bytes, const row_span spans[2])
+launch_hopper(const smla_attention_params *params, const smla_attention_start *start,
+              const row_span spans[2])
 {
     typedef hopper<ROW, HEADS, MAXIMA> Shape;
     constexpr int SHARED_BYTES = (int)sizeof(hopper_memory<Shape>);
@@ -393,32 +394,32 @@ launch_hopper(const smla_attention_params *params, int64_t cut_bytes, const row_
     launch.fetches_query = launch.base.q_is_aligned && launch.out_is_aligned;
     launch.query_is_dense = params->q_nope_stride_head == Shape::Row::INFO.head_dim &&
                             (Shape::Row::ROPE_IS_VALUE || is_pair_dense(params));
-    allow_cuts<HEADS>(params, cut_bytes, launch.num_works, &launch.base);
+    allow_cuts<HEADS>(params, start->cut_bytes, launch.num_works, &launch.base);
     const int64_t num_ctas = count_hopper_ctas(launch.base, launch.num_works);
     launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);
     return smla_launch(attend_hopper<Shape>, launch, num_ctas, HOPPER_THREADS, SHARED_BYTES,
-                       params->stream);
+                       params->stream, false, start->held);
 }
 
 /* The portable kernel for calls whose rows no bulk copy brings. */
 template <int ROW, int HEADS>
 static cudaError_t
-launch_portable(const smla_attention_params *params)
+launch_portable(const smla_attention_params *params, const smla_attention_start *start)
 {
     if constexpr (ring_row<ROW>::ROPE_IS_VALUE) {
-        return HEADS == 64   ? smla_attend_sm80_512_64(params, 0)
-               : HEADS == 32 ? smla_attend_sm80_512_32(params, 0)
-                             : smla_attend_sm80_512_16(params, 0);
+        return HEADS == 64   ? smla_attend_sm80_512_64(params, start)
+               : HEADS == 32 ? smla_attend_sm80_512_32(params, start)
+                             : smla_attend_sm80_512_16(params, start);
     } else {
-        return HEADS == 64   ? smla_attend_sm80_fp8_64(params, 0)
-               : HEADS == 32 ? smla_attend_sm80_fp8_32(params, 0)
-                             : smla_attend_sm80_fp8_16(params, 0);
+        return HEADS == 64   ? smla_attend_sm80_fp8_64(params, start)
+               : HEADS == 32 ? smla_attend_sm80_fp8_32(params, start)
+                             : smla_attend_sm80_fp8_16(params, start);
     }
 }
 
 template <int ROW, int HEADS>
 static cudaError_t
-launch_tile(const smla_attention_params *params, int64_t cut_bytes)
+launch_tile(const smla_attention_params *params, const smla_attention_start *start)
 {
     row_span spans[2];
     bool fits = are_lists_aligned(params);
@@ -426,44 +427,44 @@ launch_tile(const smla_attention_params *params, int64_t cut_bytes)
         fits = fits && find_span(&params->lists[i].kv, &spans[i]);
     }
     if (!fits) {
-        return launch_portable<ROW, HEADS>(params);
+        return launch_portable<ROW, HEADS>(params, start);
     }
-    return params->max_logits == NULL ? launch_hopper<ROW, HEADS, false>(params, cut_bytes, spans)
-                                      : launch_hopper<ROW, HEADS, true>(params, cut_bytes, spans);
+    return params->max_logits == NULL ? launch_hopper<ROW, HEADS, false>(params, start, spans)
+                                      : launch_hopper<ROW, HEADS, true>(params, start, spans);
 }
 
 cudaError_t
-smla_attend_sm90_fp8_64(const smla_attention_params *params, int64_t cut_bytes)
+smla_attend_sm90_fp8_64(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return launch_tile<SMLA_ROW_FP8_DS_MLA, 64>(params, cut_bytes);
+    return launch_tile<SMLA_ROW_FP8_DS_MLA, 64>(params, start);
 }
 
 cudaError_t
-smla_attend_sm90_fp8_32(const smla_attention_params *params, int64_t cut_bytes)
+smla_attend_sm90_fp8_32(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return launch_tile<SMLA_ROW_FP8_DS_MLA, 32>(params, cut_bytes);
+    return launch_tile<SMLA_ROW_FP8_DS_MLA, 32>(params, start);
 }
 
 cudaError_t
-smla_attend_sm90_fp8_16(const smla_attention_params *params, int64_t cut_bytes)
+smla_attend_sm90_fp8_16(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return launch_tile<SMLA_ROW_FP8_DS_MLA, 16>(params, cut_bytes);
+    return launch_tile<SMLA_ROW_FP8_DS_MLA, 16>(params, start);
 }
 
 cudaError_t
-smla_attend_sm90_v4_64(const smla_attention_params *params, int64_t cut_bytes)
+smla_attend_sm90_v4_64(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return launch_tile<SMLA_ROW_FP8_V4, 64>(params, cut_bytes);
+    return launch_tile<SMLA_ROW_FP8_V4, 64>(params, start);
 }
 
 cudaError_t
-smla_attend_sm90_v4_32(const smla_attention_params *params, int64_t cut_bytes)
+smla_attend_sm90_v4_32(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return launch_tile<SMLA_ROW_FP8_V4, 32>(params, cut_bytes);
+    return launch_tile<SMLA_ROW_FP8_V4, 32>(params, start);
 }
 
 cudaError_t
-smla_attend_sm90_v4_16(const smla_attention_params *params, int64_t cut_bytes)
+smla_attend_sm90_v4_16(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return launch_tile<SMLA_ROW_FP8_V4, 16>(params, cut_bytes);
+    return launch_tile<SMLA_ROW_FP8_V4, 16>(params, start);
 }

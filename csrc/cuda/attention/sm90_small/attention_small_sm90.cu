@@ -272,7 +272,7 @@ count_small_ctas(const attention_launch &launch, int partners)
 
 template <int ROW, int HEADS, int PARTNERS>
 static cudaError_t
-launch_shape(const smla_attention_params *params)
+launch_shape(const smla_attention_params *params, const smla_attention_start *start)
 {
     typedef small<ROW, HEADS, PARTNERS> Shape;
     constexpr int SHARED_BYTES = (int)sizeof(small_memory<Shape>);
@@ -293,55 +293,55 @@ launch_shape(const smla_attention_params *params)
     const int64_t num_ctas =
         Shape::IS_FULL ? count_works(launch) : count_small_ctas(launch, PARTNERS);
     return smla_launch(attend_small<Shape>, launch, num_ctas, SMALL_THREADS, SHARED_BYTES,
-                       params->stream, PARTNERS > 1);
+                       params->stream, PARTNERS > 1, start->held);
 }
 
 /* Two head tiles of a token and split, which need the same rows, are a cluster. */
 template <int ROW, int HEADS>
 static cudaError_t
-launch_small(const smla_attention_params *params)
+launch_small(const smla_attention_params *params, const smla_attention_start *start)
 {
     return smla_count_parts(params->num_heads, HEADS) % 2 == 0
-               ? launch_shape<ROW, HEADS, 2>(params)
-               : launch_shape<ROW, HEADS, 1>(params);
+               ? launch_shape<ROW, HEADS, 2>(params, start)
+               : launch_shape<ROW, HEADS, 1>(params, start);
 }
 
 cudaError_t
-smla_attend_sm90_small_64(const smla_attention_params *params, int64_t)
+smla_attend_sm90_small_64(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return launch_small<SMLA_ROW_FP8_DS_MLA, 64>(params);
+    return launch_small<SMLA_ROW_FP8_DS_MLA, 64>(params, start);
 }
 
 cudaError_t
-smla_attend_sm90_small_32(const smla_attention_params *params, int64_t)
+smla_attend_sm90_small_32(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return launch_small<SMLA_ROW_FP8_DS_MLA, 32>(params);
+    return launch_small<SMLA_ROW_FP8_DS_MLA, 32>(params, start);
 }
 
 cudaError_t
-smla_attend_sm90_small_16(const smla_attention_params *params, int64_t)
+smla_attend_sm90_small_16(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return launch_small<SMLA_ROW_FP8_DS_MLA, 16>(params);
+    return launch_small<SMLA_ROW_FP8_DS_MLA, 16>(params, start);
 }
 
 /* Bulk copies bring aligned rows only. Those of fp8_ds_mla always are. */
 cudaError_t
-smla_attend_sm90_small_v4_64(const smla_attention_params *params, int64_t)
+smla_attend_sm90_small_v4_64(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return are_lists_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 64>(params)
-                                     : smla_attend_sm80_512_64(params, 0);
+    return are_lists_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 64>(params, start)
+                                     : smla_attend_sm80_512_64(params, start);
 }
 
 cudaError_t
-smla_attend_sm90_small_v4_32(const smla_attention_params *params, int64_t)
+smla_attend_sm90_small_v4_32(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return are_lists_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 32>(params)
-                                     : smla_attend_sm80_512_32(params, 0);
+    return are_lists_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 32>(params, start)
+                                     : smla_attend_sm80_512_32(params, start);
 }
 
 cudaError_t
-smla_attend_sm90_small_v4_16(const smla_attention_params *params, int64_t)
+smla_attend_sm90_small_v4_16(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return are_lists_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 16>(params)
-                                     : smla_attend_sm80_512_16(params, 0);
+    return are_lists_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 16>(params, start)
+                                     : smla_attend_sm80_512_16(params, start);
 }
