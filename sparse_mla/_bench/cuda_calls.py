@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -186,11 +187,11 @@ def make_launch() -> Call:
     return lambda: torch.cuda._sleep(0)
 
 
-def make_config(num_heads: int, topk: int) -> sparse_mla.Config:
+def make_config(num_heads: int, topk: int, kv_cache_dtype: str = "fp8_ds_mla") -> sparse_mla.Config:
     return sparse_mla.Config(
         num_heads,
         softmax_scale=0.1,
-        kv_cache_dtype="fp8_ds_mla",
+        kv_cache_dtype=kv_cache_dtype,
         topk_tokens=topk,
         max_num_seqs=NUM_REQUESTS,
         max_num_batched_tokens=4096,
@@ -245,6 +246,31 @@ def make_forward(num_heads: int) -> Call:
     return lambda: layer.forward(q, cache, topk_indices, metadata, out=out, lse=lse)
 
 
+def make_layer(num_heads: int, kv_cache_dtype: str) -> Call:
+    """What a layer of a small decode calls: the cache's write, and forward, which allocates lse."""
+    num_reqs, topk = 4, 2048
+    config = make_config(num_heads, topk, kv_cache_dtype)
+    builder, layer = sparse_mla.MetadataBuilder(config), sparse_mla.SparseMLA(config)
+    metadata = builder.build(make_common(num_reqs, 0)())
+    row, dtype = (
+        (FP8_ROW_BYTES, torch.uint8)
+        if kv_cache_dtype == "fp8_ds_mla"
+        else (KEY_DIM, torch.bfloat16)
+    )
+    cache = torch.zeros(1, BLOCK_SIZE, row, dtype=dtype, device=DEVICE)
+    q = torch.zeros(num_reqs, num_heads, KEY_DIM, dtype=torch.bfloat16, device=DEVICE)
+    kv_c, k_pe = q[:, 0, :KV_LORA_RANK].clone(), q[:, 0, KV_LORA_RANK:].clone()
+    slots = torch.arange(num_reqs, device=DEVICE)
+    topk_indices = torch.zeros(num_reqs, topk, dtype=torch.int32, device=DEVICE)
+    out = torch.zeros(num_reqs, num_heads, KV_LORA_RANK, dtype=torch.bfloat16, device=DEVICE)
+
+    def call() -> None:
+        sparse_mla.concat_and_cache_mla(kv_c, k_pe, cache, slots, kv_format=kv_cache_dtype)
+        layer.forward(q, cache, topk_indices, metadata, out=out)
+
+    return call
+
+
 ENGINE_CALLS: tuple[tuple[str, Callable[[], Call], int], ...] = (
     ("torch.add(out=), for comparison", make_yardstick, BATCH_CALLS),
     (f"build, {NUM_REQUESTS} decodes", lambda: make_build(NUM_REQUESTS, 0), BUILDS),
@@ -260,4 +286,13 @@ ENGINE_CALLS: tuple[tuple[str, Callable[[], Call], int], ...] = (
     ),
     ("forward, 4 decodes, H 16", lambda: make_forward(16), BATCH_CALLS),
     ("forward, 4 decodes, H 64", lambda: make_forward(64), BATCH_CALLS),
+    *(
+        (
+            f"a layer: write and forward, 4 decodes, H {heads}, K 2048, {dtype}",
+            partial(make_layer, heads, dtype),
+            BATCH_CALLS,
+        )
+        for dtype in ("fp8_ds_mla", "bfloat16")
+        for heads in (16, 64, 128)
+    ),
 )
