@@ -20,6 +20,7 @@
  *
  * A mirror is used by one thread at a time, as its builder is.
  */
+#include <limits.h>
 #include <stdlib.h>
 
 #include "cuda/host/cuda.h"
@@ -223,9 +224,15 @@ smla_cuda_destroy_mirror(smla_mirror *mirror)
 
 /* ---- Order --------------------------------------------------------------------------------- */
 
+#define LEGACY_ID ULLONG_MAX /* CUDA counts ids up */
+
 static smla_status
 find_id(const char *op, smla_stream stream, unsigned long long *id, smla_error *error)
 {
+    if (stream.handle == NULL) { /* the block's context has one legacy stream */
+        *id = LEGACY_ID;
+        return SMLA_OK;
+    }
     return smla_cuda_status(op, "cudaStreamGetId", cudaStreamGetId((cudaStream_t)stream.handle, id),
                             error);
 }
