@@ -295,40 +295,58 @@ fold_four(const vfloat *x)
 
 /* ---- fp32 to e2m1 -------------------------------------------------------------------------- */
 
-/* An e2m1 value times 2^-14 is an fp16 value, too: e2m1 s ee m, fp16 s 000 ee m 000000000. Factors
- * of store_e2m1_by have this power of two. */
-#define SMLA_E2M1_FACTOR 0x1p-14f
+/* Factors of store_e2m1_by have this number in them, which makes rounding to even a comparison.
+ * The middles of neighbouring e2m1 values have the mantissas 1, 1.25, 1.5 and 1.75. A quotient in
+ * the middle goes down at 1 and 1.25, and up at 1.5 and 1.75. When it has grown by 0.0057 of its
+ * size, its mantissa is less than 1/128 above the first two, and more than 1/128 above the others.
+ * A quotient of a bf16 value by a number of four bits that is not the middle is further from it
+ * than 2^-8 of its size, so it stays on its side of that limit. From 0.0053 to 0.0062 all of this
+ * holds, which leaves room for the rounding of factors and products. */
+#define SMLA_E2M1_FACTOR 1.0057f
 
-/* The lower bits of each word: the code of an fp16 value, rounded and saturated. */
+/* The bins of 16 bf16 values times a factor, in 16-bit words. Bin 0 is what rounds to zero, from
+ * 1/4 down; each bin after it is a quarter of a power of two: 1 to 4 up to 1/2, 5 to 8 up to 1. */
 SMLA_INLINE __m256i
-round_to_e2m1_code(__m256i x)
+find_e2m1_bins(const void *halves, int i, float factor)
 {
-    const __m256i most = _mm256_set1_epi16(0x0E00); /* 6 */
-    const __m256i magnitude = _mm256_and_si256(x, _mm256_set1_epi16(0x7FFF));
-    const __m256i clamped = _mm256_min_epi16(magnitude, most);
-    const __m256i is_odd = _mm256_and_si256(_mm256_srli_epi16(clamped, 9), _mm256_set1_epi16(1));
-    const __m256i sum = _mm256_add_epi16(clamped, _mm256_set1_epi16(0xFF));
-    const __m256i code = _mm256_srli_epi16(_mm256_add_epi16(sum, is_odd), 9);
-    const __m256i sign = _mm256_and_si256(_mm256_srli_epi16(x, 12), _mm256_set1_epi16(8));
-    return _mm256_or_si256(code, sign);
+    const vuint magnitudes = load_words(halves, i) & 0x7FFF7FFFu;
+    const vuint even = (vuint)((vfloat)(magnitudes << 16) * factor) >> 16;
+    const vuint odd = (vuint)((vfloat)(magnitudes & 0xFFFF0000u) * factor);
+    const __m256i products = _mm256_blend_epi16((__m256i)even, (__m256i)odd, 0xAA);
+    /* Bin 1 begins at the next bf16 after 1/4, which is 0x3E80, and a bin has 0x20 of them. */
+    const __m256i least = _mm256_set1_epi16(0x3E81 - 0x20);
+    return _mm256_srli_epi16(_mm256_subs_epu16(products, least), 5);
 }
 
-/* 32 bf16 values as e2m1, the first 16 times one factor and the others times another. A product
- * is a quotient by a number of four bits, and may be off by one ulp. fp16 rounds that away, because
- * the middle of two e2m1 values has three bits: a quotient that is not the middle is further from
- * it than 2^-8 of its size. */
+/* The codes of the magnitudes in 32 bins. Bins 1 to 6 have code 1, bins from 18 on code 7. The
+ * table begins with bin 3. */
+SMLA_INLINE __m256i
+find_e2m1_codes(__m256i bins)
+{
+    const __m256i codes =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7));
+    const __m256i place =
+        _mm256_min_epu8(_mm256_subs_epu8(bins, _mm256_set1_epi8(3)), _mm256_set1_epi8(15));
+    const __m256i is_code = _mm256_min_epu8(bins, _mm256_set1_epi8(1));
+    return _mm256_max_epu8(_mm256_shuffle_epi8(codes, place), is_code);
+}
+
+/* 32 bf16 values as e2m1, the first 16 times one factor and the others times another. */
 SMLA_INLINE void
 store_e2m1_by(const void *halves, float first_factor, float second_factor, void *bytes)
 {
-    const duo first = load_bf16_duo(halves);
-    const duo second = load_bf16_duo((const uint8_t *)halves + sizeof(vuint));
-    const __m256i even = narrow_to_fp16(first.even * first_factor, second.even * second_factor);
-    const __m256i odd = narrow_to_fp16(first.odd * first_factor, second.odd * second_factor);
-    const __m256i codes =
-        _mm256_or_si256(round_to_e2m1_code(even), _mm256_slli_epi16(round_to_e2m1_code(odd), 4));
-    const __m128i packed =
-        _mm_packus_epi16(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
-    _mm_storeu_si128(bytes, packed);
+    const __m256i bins = _mm256_packus_epi16(find_e2m1_bins(halves, 0, first_factor),
+                                             find_e2m1_bins(halves, 1, second_factor));
+    /* Saturation keeps the signs. */
+    const __m256i packed =
+        _mm256_packs_epi16((__m256i)load_words(halves, 0), (__m256i)load_words(halves, 1));
+    const __m256i signs = _mm256_and_si256(_mm256_srli_epi16(packed, 4), _mm256_set1_epi8(8));
+    const __m256i codes = _mm256_or_si256(find_e2m1_codes(bins), signs);
+    /* The weights of a pair of codes are 1 and 16. */
+    const __m256i pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi16(0x1001));
+    const __m128i joined =
+        _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    _mm_storeu_si128(bytes, _mm_shuffle_epi32(joined, 0xD8));
 }
 
 /* ---- fp32 and fp16 to bf16 ----------------------------------------------------------------- */
