@@ -9,6 +9,9 @@
  *              memory, where a copy of the bytes takes 0.5: 1.9 with the stride as a variable, 0.77
  *              with a constant, 0.63 with one comparison less per loop (2026-11-25). Before the
  *              last, gathers by AVX2 took 0.69, but they are slow on many processors of Intel.
+ *              On a Zen 4 with AVX-512, chunks of 64, 128 and 256 take 0.49, 0.44 and 0.43 in L2,
+ *              0.52, 0.48 and 0.46 in memory: a vector of pages waits until the single stores
+ *              before it are in the cache, once per chunk. Shifts for products change nothing.
  * Numerics     integers
  * Source       ours
  *
@@ -22,7 +25,7 @@
 
 #include "cpu/index/slot.h"
 
-enum { CHUNK = 64 };
+enum { CHUNK = 256 };
 
 /* What a list of positions becomes. */
 typedef struct goal {
