@@ -11,7 +11,9 @@
  *              last, gathers by AVX2 took 0.69, but they are slow on many processors of Intel.
  *              On a Zen 4 with AVX-512, chunks of 64, 128 and 256 take 0.49, 0.44 and 0.43 in L2,
  *              0.52, 0.48 and 0.46 in memory: a vector of pages waits until the single stores
- *              before it are in the cache, once per chunk. Shifts for products change nothing.
+ *              before it are in the cache, once per chunk. Without the test of signs for powers of
+ *              two 256 take 0.39 in L2, of which the loads of pages are 0.21. Shifts for products,
+ *              and pages loaded or stored in pairs, change nothing.
  * Numerics     integers
  * Source       ours
  *
@@ -41,8 +43,12 @@ find_chunk(const smla_page_row *row, goal to, const int32_t *positions, int coun
 {
     const uint32_t block_size = (uint32_t)row->block_size;
     const uint32_t max_page = to.is_row ? INT32_MAX : INT32_MAX / block_size;
+    const int64_t most_blocks = INT32_MAX / block_size + (int64_t)1; /* blocks that int32 reaches */
     const uint32_t num_blocks =
-        row->num_blocks <= INT32_MAX ? (uint32_t)row->num_blocks : (uint32_t)INT32_MAX + 1;
+        (uint32_t)(row->num_blocks < most_blocks ? row->num_blocks : most_blocks);
+    /* If pages have a power of two of slots, all slots up to the end of max_page fit int32, and no
+     * negative position lies in one of `num_blocks`. */
+    const bool needs_signs = to.is_row || to.shift < 0;
     uint32_t blocks[CHUNK] __attribute__((aligned(64))); /* 0 where the row has none */
     uint32_t pages[CHUNK] __attribute__((aligned(64)));
     int32_t num_found = 0;
@@ -61,7 +67,8 @@ find_chunk(const smla_page_row *row, goal to, const int32_t *positions, int coun
         const uint32_t position = (uint32_t)positions[i];
         const uint32_t offset = position - blocks[i] * block_size;
         const uint32_t index = to.is_row ? to.start + position : pages[i] * block_size + offset;
-        const bool fits = ((int32_t)(position | index) >= 0) & (pages[i] <= max_page);
+        const bool is_positive = !needs_signs || (int32_t)(position | index) >= 0;
+        const bool fits = is_positive & (pages[i] <= max_page);
         const bool is_found = fits & (offset < block_size);
         out[i] = is_found ? (int32_t)index : -1;
         num_found += is_found;
