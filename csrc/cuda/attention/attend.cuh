@@ -23,9 +23,11 @@ static_assert((int)GROUPS == (int)SMLA_NUM_SCALE_TILES,
 static_assert(SMLA_SCALE_TILE % WARP_VALUES == 0, "a warp's values have one scale per key");
 
 /* Everything that depends on the number of heads per CTA and on the formats. RANGED: lists may have
- * dense columns and a `begin`. */
-template <int HEADS_, int FORMATS_, bool RANGED_ = false> struct tile {
+ * dense columns and a `begin`. IS_CALLED: attend_cta stands in a called function, and calls no
+ * other, for which it would need local memory. */
+template <int HEADS_, int FORMATS_, bool RANGED_ = false, bool IS_CALLED_ = false> struct tile {
     static constexpr bool RANGED = RANGED_;
+    static constexpr bool IS_CALLED = IS_CALLED_;
     static constexpr int HEADS = HEADS_;
     static constexpr int FORMATS = FORMATS_;
     static constexpr bool CODED = key_types<FORMATS_>::CODED;
@@ -535,7 +537,12 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
     key = find_slot(launch, work, plan, 0, (int)threadIdx.x, key);
     listed_key only;
     if (find_only_key<Tile>(launch, work, plan, ptx_forget((int)threadIdx.x), key, shared, &only)) {
-        attend_only_key<Tile::HAS_ROPE, Tile::CODED>(launch, work, only, (int)threadIdx.x);
+        if constexpr (Tile::IS_CALLED) {
+            attend_one_key<Tile::HAS_ROPE, Tile::CODED>(launch, work, only.list, only.slot,
+                                                        (int)threadIdx.x, CTA_THREADS);
+        } else {
+            attend_only_key<Tile::HAS_ROPE, Tile::CODED>(launch, work, only, (int)threadIdx.x);
+        }
         ptx_cp_async_wait_all();     /* the query, which is not needed */
         ptx_barrier(0, CTA_THREADS); /* no thread copies or reads any more */
         return;

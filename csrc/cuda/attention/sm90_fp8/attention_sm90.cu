@@ -401,22 +401,6 @@ launch_hopper(const smla_attention_params *params, const smla_attention_start *s
                        params->stream, false, start->held);
 }
 
-/* The portable kernel for calls whose rows no bulk copy brings. */
-template <int ROW, int HEADS>
-static cudaError_t
-launch_portable(const smla_attention_params *params, const smla_attention_start *start)
-{
-    if constexpr (ring_row<ROW>::ROPE_IS_VALUE) {
-        return HEADS == 64   ? smla_attend_sm80_512_64(params, start)
-               : HEADS == 32 ? smla_attend_sm80_512_32(params, start)
-                             : smla_attend_sm80_512_16(params, start);
-    } else {
-        return HEADS == 64   ? smla_attend_sm80_fp8_64(params, start)
-               : HEADS == 32 ? smla_attend_sm80_fp8_32(params, start)
-                             : smla_attend_sm80_fp8_16(params, start);
-    }
-}
-
 template <int ROW, int HEADS>
 static cudaError_t
 launch_tile(const smla_attention_params *params, const smla_attention_start *start)

@@ -563,3 +563,22 @@ redo_works(const hopper_launch &hopper, int num_parts, const uint32_t *redo,
         }
     }
 }
+
+/* ---- Launchers ----------------------------------------------------------------------------- */
+
+/* The portable kernel for calls whose rows no bulk copy brings, and for others that a kernel for
+ * Hopper does not serve. */
+template <int ROW, int HEADS>
+static cudaError_t
+launch_portable(const smla_attention_params *params, const smla_attention_start *start)
+{
+    if constexpr (ring_row<ROW>::ROPE_IS_VALUE) {
+        return HEADS == 64   ? smla_attend_sm80_512_64(params, start)
+               : HEADS == 32 ? smla_attend_sm80_512_32(params, start)
+                             : smla_attend_sm80_512_16(params, start);
+    } else {
+        return HEADS == 64   ? smla_attend_sm80_fp8_64(params, start)
+               : HEADS == 32 ? smla_attend_sm80_fp8_32(params, start)
+                             : smla_attend_sm80_fp8_16(params, start);
+    }
+}

@@ -151,6 +151,14 @@ redo_small_row(const attention_launch &launch, const cta_work &work, void *memor
     }
 }
 
+/* redo_small_row as a called function, which other launches do not jump over. */
+template <typename Shape>
+static __device__ __noinline__ void
+redo_small_row_apart(const attention_launch &launch, cta_work work, void *memory)
+{
+    redo_small_row<Shape>(launch, work, memory);
+}
+
 /* ---- Kernel -------------------------------------------------------------------------------- */
 
 /* Scores the warp's keys, if it has any. Stores the scores' maxima and the keys' exponent. */
@@ -176,6 +184,35 @@ score_row(const attention_launch &launch, int num_granules, small_memory<Shape> 
     const bool has_keys =
         __any_sync(0xFFFFFFFFu, (state->is_key.first | state->is_key.second) != 0);
     shared->key_exponent[warp] = has_keys ? state->key_exponent : (int)NO_EXPONENT;
+}
+
+/* Adds the values and writes results, unless there is no key. */
+template <typename Shape>
+static __device__ __forceinline__ void
+finish_small_row(const attention_launch &launch, const cta_work &work, int num_granules,
+                 const lane_place &me, small_memory<Shape> *shared, const small_state<Shape> &state)
+{
+    const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
+    if (state.key_exponent == NO_EXPONENT) {
+        const float none[Shape::HEAD_SETS] = {};
+        leave_states(launch, work, warp, me.lane, state, none);
+        return;
+    }
+    small_output<Shape> output;
+    add_small_values(shared, num_granules, me, &output);
+    float sums[Shape::HEAD_SETS];
+#pragma unroll
+    for (int set = 0; set < Shape::HEAD_SETS; set++) {
+        sums[set] = find_sum(shared, head_of_lane<Shape>(me.lane, set));
+    }
+    leave_states(launch, work, warp, me.lane, state, sums);
+    float inverse[Shape::HEAD_SETS];
+#pragma unroll
+    for (int set = 0; set < Shape::HEAD_SETS; set++) {
+        inverse[set] = sums[set] == 0.0f ? 0.0f : smla_rcp(sums[set]);
+    }
+    wgmma_wait<0>();
+    write_small_row<Shape>(launch, work, me, inverse, output.out);
 }
 
 /* For a CTA without work, in a cluster of such CTAs: occupies its SM until the combine kernel has
@@ -229,30 +266,13 @@ __cluster_dims__(Shape::PARTNERS, 1, 1)
     find_small_reference(shared, num_granules, me.lane, &state);
     weigh_keys(shared, warp, me, &state, scores);
     ptx_fence_async_shared();
-    if (__syncthreads_or(state.is_lost)) { /* barrier 4 */
+    if (!__syncthreads_or(state.is_lost)) { /* barrier 4 */
+        finish_small_row<Shape>(launch, work, num_granules, me, shared, state);
+    } else if constexpr (Shape::CALLS_RARE) {
+        redo_small_row_apart<Shape>(launch, work, memory);
+    } else {
         redo_small_row<Shape>(launch, work, memory);
-        return;
     }
-    if (state.key_exponent == NO_EXPONENT) {
-        const float none[Shape::HEAD_SETS] = {};
-        leave_states(launch, work, warp, me.lane, state, none);
-        return; /* no key, so no partial row */
-    }
-    small_output<Shape> output;
-    add_small_values(shared, num_granules, me, &output);
-    float sums[Shape::HEAD_SETS];
-#pragma unroll
-    for (int set = 0; set < Shape::HEAD_SETS; set++) {
-        sums[set] = find_sum(shared, head_of_lane<Shape>(me.lane, set));
-    }
-    leave_states(launch, work, warp, me.lane, state, sums);
-    float inverse[Shape::HEAD_SETS];
-#pragma unroll
-    for (int set = 0; set < Shape::HEAD_SETS; set++) {
-        inverse[set] = sums[set] == 0.0f ? 0.0f : smla_rcp(sums[set]);
-    }
-    wgmma_wait<0>();
-    write_small_row<Shape>(launch, work, me, inverse, output.out);
 }
 
 /* ---- Launchers ----------------------------------------------------------------------------- */
@@ -296,12 +316,15 @@ launch_shape(const smla_attention_params *params, const smla_attention_start *st
                        params->stream, PARTNERS > 1, start->held);
 }
 
-/* Two head tiles of a token and split, which need the same rows, are a cluster. */
+/* Two head tiles of a token and split, which need the same rows, are a cluster. Queries that are
+ * not aligned are rare, so the kernel has no code for them. */
 template <int ROW, int HEADS>
 static cudaError_t
 launch_small(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return smla_count_parts(params->num_heads, HEADS) % 2 == 0
+    return !is_query_aligned(params) || !are_lists_aligned(params)
+               ? launch_portable<ROW, HEADS>(params, start)
+           : smla_count_parts(params->num_heads, HEADS) % 2 == 0
                ? launch_shape<ROW, HEADS, 2>(params, start)
                : launch_shape<ROW, HEADS, 1>(params, start);
 }
@@ -324,24 +347,20 @@ smla_attend_sm90_small_16(const smla_attention_params *params, const smla_attent
     return launch_small<SMLA_ROW_FP8_DS_MLA, 16>(params, start);
 }
 
-/* Bulk copies bring aligned rows only. Those of fp8_ds_mla always are. */
 cudaError_t
 smla_attend_sm90_small_v4_64(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return are_lists_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 64>(params, start)
-                                     : smla_attend_sm80_512_64(params, start);
+    return launch_small<SMLA_ROW_FP8_V4, 64>(params, start);
 }
 
 cudaError_t
 smla_attend_sm90_small_v4_32(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return are_lists_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 32>(params, start)
-                                     : smla_attend_sm80_512_32(params, start);
+    return launch_small<SMLA_ROW_FP8_V4, 32>(params, start);
 }
 
 cudaError_t
 smla_attend_sm90_small_v4_16(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return are_lists_aligned(params) ? launch_small<SMLA_ROW_FP8_V4, 16>(params, start)
-                                     : smla_attend_sm80_512_16(params, start);
+    return launch_small<SMLA_ROW_FP8_V4, 16>(params, start);
 }

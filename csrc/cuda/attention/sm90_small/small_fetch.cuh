@@ -65,6 +65,7 @@ load_index(const key_place &place)
 }
 
 /* The row of a key and its scales, by its index. The row is NULL if there is no key. */
+template <typename Shape>
 static __device__ __forceinline__ smla_kv_token
 find_key_row(const attention_launch &launch, const cta_work &work, const key_place &place,
              uint32_t index)
@@ -75,8 +76,9 @@ find_key_row(const attention_launch &launch, const cta_work &work, const key_pla
         length = read_length(keys, work.token);
     }
     return place_of_slot(launch, place.list,
-                         slot_of_index(launch, place.list, work.token,
-                                       place.column < length ? (int32_t)index : -1));
+                         slot_of_index<Shape::CALLS_RARE>(launch, place.list, work.token,
+                                                          place.column < length ? (int32_t)index
+                                                                                : -1));
 }
 
 /* Whether the RoPE parts of a granule's rows are copied apart, to small_memory::ropes. */
@@ -166,7 +168,7 @@ fetch_rope(const attention_launch &launch, const cta_work &work, int warp,
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const uint8_t *const row = find_key_row(launch, work, place[i], index[i]).row;
+        const uint8_t *const row = find_key_row<Shape>(launch, work, place[i], index[i]).row;
         const uint8_t *const from = row + Shape::Row::ROPE_OFFSET + 32 * me.column;
         ptx_load_16(from, row != NULL, &state->rope[i][0]);
         ptx_load_16(from + 16, row != NULL, &state->rope[i][4]);
@@ -213,6 +215,47 @@ wait_for_others(void)
     ptx_let_next_grid_start();
 }
 
+/* The warps of the query ask for it and store it. */
+template <typename Shape>
+static __device__ __forceinline__ void
+fetch_query(const attention_launch &launch, const cta_work &work, int warp, int lane,
+            small_memory<Shape> *shared, small_state<Shape> *state)
+{
+    const query_lane at = find_query_lane(warp, lane);
+    const query_place place = find_query(launch.params, work, at);
+    if (Shape::HEADS > 16) { /* a shorter query is there before the rows are */
+        prefetch_query<Shape>(launch.params, work, place, at);
+    }
+    wait_for_others();
+    small_query<Shape> query = {};
+    load_query<Shape>(launch.params, place, at, work.num_heads, &query);
+    __syncwarp();
+    ptx_cluster_wait();
+    store_query(shared, query, at, lane, state);
+    ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
+}
+
+/* The other warps ask for rows, and wait for the query. */
+template <typename Shape>
+static __device__ __forceinline__ void
+fetch_keys(const attention_launch &launch, const cta_work &work, int warp, int lane,
+           int num_granules, small_memory<Shape> *shared, small_state<Shape> *state)
+{
+    const fetch_place fetch = find_fetch(warp, lane);
+    const key_place at = find_key(launch, work, fetch.granule * GRANULE_KEYS + fetch.key);
+    ptx_prefetch_l2(at.index, at.is_on);
+    wait_for_others();
+    const smla_kv_token key = find_key_row<Shape>(launch, work, at, load_index(at));
+    __syncwarp();
+    ptx_cluster_wait();
+    copy_rows(key, num_granules, warp, lane, shared);
+    if constexpr (Shape::HAS_SHORT_ROWS) {
+        fetch_rope(launch, work, warp, state);
+    }
+    ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
+    find_query_exponent(shared, lane, state);
+}
+
 /* Half of the warps ask for rows, which takes as long as rows take to come. Meanwhile the others
  * ask for the query and store it. Afterwards the query is there, and rows are on their way. The two
  * halves ask for different parameters, so neither waits for those of the other. */
@@ -223,36 +266,9 @@ fetch_row(const attention_launch &launch, const cta_work &work, int num_granules
 {
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const int warp = (int)threadIdx.x / SMLA_WARP_LANES;
-    if (warp >= QUERY_WARPS) {
-        const fetch_place fetch = find_fetch(warp, lane);
-        const key_place at = find_key(launch, work, fetch.granule * GRANULE_KEYS + fetch.key);
-        ptx_prefetch_l2(at.index, at.is_on);
-        wait_for_others();
-        const smla_kv_token key = find_key_row(launch, work, at, load_index(at));
-        __syncwarp();
-        ptx_cluster_wait();
-        copy_rows(key, num_granules, warp, lane, shared);
-        if constexpr (Shape::HAS_SHORT_ROWS) {
-            fetch_rope(launch, work, warp, state);
-        }
-        ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
-        find_query_exponent(shared, lane, state);
-        return;
-    }
-    const query_lane at = find_query_lane(warp, lane);
-    const query_place place = find_query(launch.params, work, at);
-    if (Shape::HEADS > 16) { /* a shorter query is there before the rows are */
-        prefetch_query<Shape>(launch.params, work, place, at);
-    }
-    wait_for_others();
-    small_query<Shape> query = {};
-    if (__builtin_expect(launch.q_is_aligned, true)) {
-        load_query<Shape, true>(launch.params, place, at, work.num_heads, &query);
+    if (warp < QUERY_WARPS) {
+        fetch_query(launch, work, warp, lane, shared, state);
     } else {
-        load_query<Shape, false>(launch.params, place, at, work.num_heads, &query);
+        fetch_keys(launch, work, warp, lane, num_granules, shared, state);
     }
-    __syncwarp();
-    ptx_cluster_wait();
-    store_query(shared, query, at, lane, state);
-    ptx_mbarrier_wait(ptx_shared_address(&shared->stored), 0);
 }

@@ -59,8 +59,12 @@ template <int ROW, int HEADS_, int PARTNERS_> struct small {
     static constexpr int PROBS_SWIZZLE = HEADS == 64   ? WGMMA_SWIZZLE_128
                                          : HEADS == 32 ? WGMMA_SWIZZLE_64
                                                        : WGMMA_SWIZZLE_32;
+    /* Whether code that hardly any launch needs is called, so that others do not jump over it. The
+     * registers suffice for that, except in one kernel. */
+    static constexpr bool CALLS_RARE = HEADS != 32 || ring_row<ROW>::ROPE_IS_VALUE;
     /* does works again, with 16 heads because of its registers */
-    typedef tile<16, Row::ROPE_IS_VALUE ? SMLA_ROWS_512 : SMLA_ROWS_FP8> Portable;
+    typedef tile<16, Row::ROPE_IS_VALUE ? SMLA_ROWS_512 : SMLA_ROWS_FP8, false, CALLS_RARE>
+        Portable;
     static constexpr int REDO_TILES = HEADS / Portable::HEADS;
 };
 
