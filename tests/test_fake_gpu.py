@@ -654,13 +654,24 @@ def test_consumers_whose_wait_fails(package, gpu, call):
     out, lse = make_tensors(package, gpu, gpu.new_stream())
     gpu.fail(call)
     with pytest.raises(RuntimeError, match=rf"^__dlpack__: {call} failed"):
-        out.__dlpack__()
-    gpu.fail(call)
-    with pytest.raises(RuntimeError, match=rf"^__cuda_array_interface__: {call} failed"):
-        _ = out.__cuda_array_interface__
+        out.__dlpack__(stream=gpu.new_stream())
     gpu.fail(call)
     with pytest.raises(RuntimeError, match=rf"^merge_attn_states: {call} failed"):
         package.merge_attn_states(out, lse, out, lse, stream=gpu.new_stream())
+
+
+def test_the_legacy_stream_waits_and_is_never_captured(package, gpu):
+    """It need not be asked, and CUDA forbids to ask it during a capture."""
+    out, _ = make_tensors(package, gpu, gpu.new_stream())
+    gpu.fail("cudaStreamWaitEvent")
+    with pytest.raises(RuntimeError, match=r"^__dlpack__: cudaStreamWaitEvent failed"):
+        out.__dlpack__()
+    gpu.fail("cudaStreamWaitEvent")
+    with pytest.raises(RuntimeError, match=r"^__cuda_array_interface__: cudaStreamWaitEvent fa"):
+        _ = out.__cuda_array_interface__
+    gpu.calls()
+    out.__dlpack__()
+    assert "cudaStreamIsCapturing" not in gpu.calls()
 
 
 def test_the_cuda_array_interface(package, gpu):

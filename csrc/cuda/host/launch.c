@@ -160,7 +160,8 @@ add_node(const smla_cuda_grid *grid, cudaGraph_t graph, cudaGraphNode_t *node)
     return cudaGraphAddKernelNode(node, graph, NULL, 0, &params) == cudaSuccess;
 }
 
-/* Makes the second node follow the first. It starts early if kernels here can: each waits itself. */
+/* Makes the second node follow the first. It starts early if kernels here can: each waits by
+ * itself. */
 static bool
 order_nodes(const smla_cuda_grid *grid, cudaGraph_t graph, const cudaGraphNode_t nodes[2])
 {

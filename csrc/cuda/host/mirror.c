@@ -9,9 +9,9 @@
  * this holds by itself. Another stream is told to wait for the event of the upload or use before.
  * So events complete in the order of the ring, the oldest buffer is the first to be free, and the
  * newest event stands for all uploads and uses before it. Streams are told apart by their ids,
- * which are never given out twice. No stream handle is kept past the call that brought it. Recording
- * an event costs the host 1 us. The legacy stream never goes away, so the event behind a use on it
- * is recorded only when another stream has to wait.
+ * which are never given out twice. No stream handle is kept past the call that brought it.
+ * Recording an event costs the host 1 us. The legacy stream never goes away, so the event behind a
+ * use on it is recorded only when another stream has to wait.
  *
  * Captures. A use that is being captured is part of a graph. It runs when the graph is replayed, in
  * the order of the stream that replays it, so a use does nothing in a capture. The caller must
