@@ -569,7 +569,8 @@ cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind ki
     const cudaError_t code =
         answer(kind == cudaMemcpyHostToDevice ? "copy to device" : "copy to host");
     (void)stream;
-    if (code == cudaSuccess) {
+    EXPECT(to != NULL && from != NULL);
+    if (code == cudaSuccess && from != NULL) {
         memcpy(to, from, bytes);
     }
     return code;
@@ -696,7 +697,8 @@ cudaError_t
 cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
 {
     const cudaError_t code = answer("cudaGraphLaunch");
-    for (int i = 0; i < exec->graph->num_nodes && code == cudaSuccess; i++) {
+    const int num_nodes = code == cudaSuccess ? exec->graph->num_nodes : 0;
+    for (int i = 0; i < FAKE_NODES && i < num_nodes; i++) {
         fake_start start = exec->starts[i];
         start.stream = find_fake_stream(stream);
         write_start(&start);
