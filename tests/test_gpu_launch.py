@@ -76,10 +76,7 @@ def test_captures_hold_the_kernels():
     assert find_starts(lambda: gpu.capture(lambda: call.run(sparse_mla))) == {GRAPH, LAUNCH}
 
 
-@pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="no kernel for Hopper")
-def test_clusters_have_graphs_of_their_own():
-    """A graph that has once held a kernel with clusters would start later kernels in clusters too,
-    and lose the last of an odd number of blocks."""
+def run_clusters() -> None:
     q = torch.randn(1, 64, 576, device="cuda").bfloat16()
     cache = torch.zeros(32, 64, 656, dtype=torch.uint8, device="cuda")
     indices = torch.arange(2048, dtype=torch.int32, device="cuda")[None]
@@ -96,6 +93,14 @@ def test_clusters_have_graphs_of_their_own():
         attend()
         results += run_all([call])
     assert_all_same(results, want)
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="no kernel for Hopper")
+def test_clusters_have_graphs_of_their_own():
+    """A graph that has once held a kernel with clusters would start later kernels in clusters too,
+    and lose the last of an odd number of blocks. Runs in a new process, because other tests may
+    have used up the device's graphs."""
+    run_alone("tests.run_clusters()")
 
 
 def test_every_call_of_a_long_queue_has_its_own_arguments():

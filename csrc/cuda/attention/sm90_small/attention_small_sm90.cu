@@ -316,14 +316,13 @@ launch_shape(const smla_attention_params *params, const smla_attention_start *st
                        params->stream, PARTNERS > 1, start->held);
 }
 
-/* Two head tiles of a token and split, which need the same rows, are a cluster. Queries that are
- * not aligned are rare, so the kernel has no code for them. */
+/* Two head tiles of a token and split, which need the same rows, are a cluster. Bulk copies bring
+ * aligned rows only. Those of fp8_ds_mla always are. */
 template <int ROW, int HEADS>
 static cudaError_t
 launch_small(const smla_attention_params *params, const smla_attention_start *start)
 {
-    return !is_query_aligned(params) || !are_lists_aligned(params)
-               ? launch_portable<ROW, HEADS>(params, start)
+    return !are_lists_aligned(params) ? launch_portable<ROW, HEADS>(params, start)
            : smla_count_parts(params->num_heads, HEADS) % 2 == 0
                ? launch_shape<ROW, HEADS, 2>(params, start)
                : launch_shape<ROW, HEADS, 1>(params, start);

@@ -78,7 +78,7 @@ prefetch_query(const smla_attention_params &params, const cta_work &work, const 
     }
 }
 
-template <typename Shape>
+template <typename Shape, bool ALIGNED>
 static __device__ __forceinline__ void
 load_query(const smla_attention_params &params, const query_place &place, const query_lane &at,
            int num_heads, small_query<Shape> *query)
@@ -88,16 +88,16 @@ load_query(const smla_attention_params &params, const query_place &place, const 
         const int further = PART_HEADS * part;
         if (at.head + further < num_heads) {
             const uint16_t *const nope = place.nope + further * params.q_nope_stride_head;
-            smla_load_words<16, true>(nope, query->nope[part][0]);
-            smla_load_words<16, true>(nope + 16, query->nope[part][1]);
+            smla_load_words<16, ALIGNED>(nope, query->nope[part][0]);
+            smla_load_words<16, ALIGNED>(nope + 16, query->nope[part][1]);
         }
     }
 #pragma unroll
     for (int set = 0; set < Shape::HEAD_SETS; set++) {
         const int further = SMLA_WARP_LANES * set;
         if (!Shape::Row::ROPE_IS_VALUE && at.rope_head + further < num_heads) {
-            smla_load_words<16, true>(place.rope + further * params.q_pe_stride_head,
-                                      query->rope[set]);
+            smla_load_words<16, ALIGNED>(place.rope + further * params.q_pe_stride_head,
+                                         query->rope[set]);
         }
     }
 }
