@@ -27,6 +27,7 @@ from sparse_mla._bench.noise import spread_of
 from sparse_mla._bench.timing import Table
 from sparse_mla._judge import BF16
 from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK
+from sparse_mla._types import ConcatFormat
 
 NUM_HEADS = 16  # of operators that have heads
 NUM_REQUESTS = 256
@@ -36,6 +37,7 @@ PREFILL_TOKENS = 100
 WARM_UP_CALLS = 100
 BATCH_CALLS = 32  # calls between two waits for the device
 BUILDS = 4  # builds between two waits: each one copies from a ring of staging buffers
+LAYER_FORMATS: tuple[ConcatFormat, ...] = ("fp8_ds_mla", "bfloat16")
 PYTORCH = "PyTorch"
 LAUNCH = "torch.cuda._sleep(0)"  # measured in turn with each row, because hosts change speed
 Call = Callable[[], object]
@@ -187,7 +189,9 @@ def make_launch() -> Call:
     return lambda: torch.cuda._sleep(0)
 
 
-def make_config(num_heads: int, topk: int, kv_cache_dtype: str = "fp8_ds_mla") -> sparse_mla.Config:
+def make_config(
+    num_heads: int, topk: int, kv_cache_dtype: ConcatFormat = "fp8_ds_mla"
+) -> sparse_mla.Config:
     return sparse_mla.Config(
         num_heads,
         softmax_scale=0.1,
@@ -246,7 +250,7 @@ def make_forward(num_heads: int) -> Call:
     return lambda: layer.forward(q, cache, topk_indices, metadata, out=out, lse=lse)
 
 
-def make_layer(num_heads: int, kv_cache_dtype: str) -> Call:
+def make_layer(num_heads: int, kv_cache_dtype: ConcatFormat) -> Call:
     """What a layer of a small decode calls: the cache's write, and forward, which allocates lse."""
     num_reqs, topk = 4, 2048
     config = make_config(num_heads, topk, kv_cache_dtype)
@@ -292,7 +296,7 @@ ENGINE_CALLS: tuple[tuple[str, Callable[[], Call], int], ...] = (
             partial(make_layer, heads, dtype),
             BATCH_CALLS,
         )
-        for dtype in ("fp8_ds_mla", "bfloat16")
+        for dtype in LAYER_FORMATS
         for heads in (16, 64, 128)
     ),
 )

@@ -290,11 +290,11 @@ count_small_ctas(const attention_launch &launch, int partners)
                : num_works;
 }
 
-template <int ROW, int HEADS, int PARTNERS>
+template <int ROW, int HEADS, int PARTNERS, bool ALIGNED>
 static cudaError_t
 launch_shape(const smla_attention_params *params, const smla_attention_start *start)
 {
-    typedef small<ROW, HEADS, PARTNERS> Shape;
+    typedef small<ROW, HEADS, PARTNERS, ALIGNED> Shape;
     constexpr int SHARED_BYTES = (int)sizeof(small_memory<Shape>);
     static_assert(SHARED_BYTES <= SMLA_SM90_SHARED_BYTES, "what an SM has");
     static_assert(sizeof(shared_memory<typename Shape::Portable>) <=
@@ -316,16 +316,24 @@ launch_shape(const smla_attention_params *params, const smla_attention_start *st
                        params->stream, PARTNERS > 1, start->held);
 }
 
-/* Two head tiles of a token and split, which need the same rows, are a cluster. Bulk copies bring
- * aligned rows only. Those of fp8_ds_mla always are. */
+/* Two head tiles of a token and split, which need the same rows, are a cluster. */
+template <int ROW, int HEADS, bool ALIGNED>
+static cudaError_t
+launch_any(const smla_attention_params *params, const smla_attention_start *start)
+{
+    return smla_count_parts(params->num_heads, HEADS) % 2 == 0
+               ? launch_shape<ROW, HEADS, 2, ALIGNED>(params, start)
+               : launch_shape<ROW, HEADS, 1, ALIGNED>(params, start);
+}
+
+/* Bulk copies bring aligned rows only. Those of fp8_ds_mla always are. */
 template <int ROW, int HEADS>
 static cudaError_t
 launch_small(const smla_attention_params *params, const smla_attention_start *start)
 {
     return !are_lists_aligned(params) ? launch_portable<ROW, HEADS>(params, start)
-           : smla_count_parts(params->num_heads, HEADS) % 2 == 0
-               ? launch_shape<ROW, HEADS, 2>(params, start)
-               : launch_shape<ROW, HEADS, 1>(params, start);
+           : is_query_aligned(params) ? launch_any<ROW, HEADS, true>(params, start)
+                                      : launch_any<ROW, HEADS, false>(params, start);
 }
 
 cudaError_t

@@ -228,7 +228,7 @@ fetch_query(const attention_launch &launch, const cta_work &work, int warp, int 
     }
     wait_for_others();
     small_query<Shape> query = {};
-    if (__builtin_expect(launch.q_is_aligned, true)) {
+    if (Shape::ALIGNED || launch.q_is_aligned) {
         load_query<Shape, true>(launch.params, place, at, work.num_heads, &query);
     } else {
         load_query<Shape, false>(launch.params, place, at, work.num_heads, &query);

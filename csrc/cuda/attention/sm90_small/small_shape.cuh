@@ -43,9 +43,12 @@ template <int NUMBER> struct small_row<true, NUMBER> {
     typedef short_row<NUMBER> type;
 };
 
-template <int ROW, int HEADS_, int PARTNERS_> struct small {
+/* ALIGNED: all rows of the query begin at multiples of 16 bytes, as they usually do. Other queries
+ * have kernels of their own, so that launches without them do not jump over their code. */
+template <int ROW, int HEADS_, int PARTNERS_, bool ALIGNED_> struct small {
     static constexpr int HEADS = HEADS_;
     static constexpr int PARTNERS = PARTNERS_; /* CTAs per cluster */
+    static constexpr bool ALIGNED = ALIGNED_;
     /* With 64 heads, rows and query fill shared memory, so weights take the place of the query. If
      * RoPE parts are no values, half of them lie in `ropes`. The others go to the registers of the
      * warps that score these keys. */
@@ -61,7 +64,7 @@ template <int ROW, int HEADS_, int PARTNERS_> struct small {
                                                        : WGMMA_SWIZZLE_32;
     /* Whether code that hardly any launch needs is called, so that others do not jump over it. The
      * registers suffice for that, except in one kernel. */
-    static constexpr bool CALLS_RARE = HEADS != 32 || ring_row<ROW>::ROPE_IS_VALUE;
+    static constexpr bool CALLS_RARE = ALIGNED && (HEADS != 32 || ring_row<ROW>::ROPE_IS_VALUE);
     /* does works again, with 16 heads because of its registers */
     typedef tile<16, Row::ROPE_IS_VALUE ? SMLA_ROWS_512 : SMLA_ROWS_FP8, false, CALLS_RARE>
         Portable;
