@@ -421,16 +421,15 @@ static bool
 take_pair_graph(const smla_cuda_grid *first, const smla_cuda_grid *second, known_pair *taker)
 {
     struct device_graphs *const graphs = &graphs_of[second->stream.device_id];
-    const cudaFunction_t functions[2] = {find_function(first->kernel),
-                                         find_function(second->kernel)};
-    if (functions[0] == NULL || functions[1] == NULL) {
-        return false;
-    }
     pthread_mutex_lock(&streams_lock);
     if (graphs->num_pairs_left > 0) {
-        *taker = (known_pair){{first->kernel, second->kernel},
-                              {functions[0], functions[1]},
-                              graphs->pair_execs[--graphs->num_pairs_left]};
+        const cudaFunction_t functions[2] = {find_function(first->kernel),
+                                             find_function(second->kernel)};
+        if (functions[0] != NULL && functions[1] != NULL) {
+            *taker = (known_pair){{first->kernel, second->kernel},
+                                  {functions[0], functions[1]},
+                                  graphs->pair_execs[--graphs->num_pairs_left]};
+        }
     }
     pthread_mutex_unlock(&streams_lock);
     return taker->kernels[0] != NULL;

@@ -228,11 +228,7 @@ fetch_query(const attention_launch &launch, const cta_work &work, int warp, int 
     }
     wait_for_others();
     small_query<Shape> query = {};
-    if (Shape::ALIGNED || launch.q_is_aligned) {
-        load_query<Shape, true>(launch.params, place, at, work.num_heads, &query);
-    } else {
-        load_query<Shape, false>(launch.params, place, at, work.num_heads, &query);
-    }
+    load_query<Shape, Shape::ALIGNED>(launch.params, place, at, work.num_heads, &query);
     __syncwarp();
     ptx_cluster_wait();
     store_query(shared, query, at, lane, state);
