@@ -148,39 +148,71 @@ test_write_keeps_padding(void)
     EXPECT(is_poison(slice(buffer, 0, 1, 4, 2)));
 }
 
-enum { MOST_SLOTS = 200 };
+enum { MOST_SLOTS = 4999 };
 
-/* The last token of a slot wins, on any number of threads. */
+/* The last token of a slot wins, on any number of threads. Negative slots are not written. */
 static void
-expect_last_tokens(int64_t num_tokens, int64_t num_slots)
+expect_last_tokens(const array *slots, int64_t num_slots)
 {
-    const array *cache = ARRAY(uint8, num_slots / 8, 8, FP8_ROW);
+    const int64_t num_tokens = slots->shape[0];
+    const array *cache = ARRAY(uint8, num_slots, 1, FP8_ROW);
     const array *kv_c = make_input(0, num_tokens, NOPE);
     const array *k_pe = make_input(0, num_tokens, ROPE);
-    array *slots = ARRAY(int32, num_tokens);
     int64_t last[MOST_SLOTS];
     for (int64_t slot = 0; slot < num_slots; slot++) {
         last[slot] = -1;
     }
     for (int64_t token = 0; token < num_tokens; token++) {
-        const int64_t slot = random_int(num_slots);
-        SET(slots, (double)slot, token);
-        last[slot] = token;
+        if (GET(slots, token) >= 0) {
+            last[(int64_t)GET(slots, token)] = token;
+        }
     }
     EXPECT_OK(write_cache(kv_c, k_pe, cache, slots));
     for (int64_t slot = 0; slot < num_slots; slot++) {
         if (last[slot] >= 0) {
             expect_token(kv_c, k_pe, last[slot], cache, slot);
+        } else {
+            expect_untouched(cache, slot);
         }
     }
+    free_arrays("expect_last_tokens");
 }
 
-/* 200 tokens are enough for several threads, and 4096 for two that each write whole pages. */
+static const array *
+draw_slots(int64_t num_tokens, int64_t num_slots)
+{
+    array *slots = ARRAY(int32, num_tokens);
+    for (int64_t token = 0; token < num_tokens; token++) {
+        SET(slots, (double)random_int(num_slots), token);
+    }
+    return slots;
+}
+
+/* A slot of its own for each token but every fifth, which has none. */
+static array *
+make_own_slots(int64_t num_tokens)
+{
+    array *slots = ARRAY(int32, num_tokens);
+    for (int64_t token = 0; token < num_tokens; token++) {
+        SET(slots, token % 5 == 4 ? -1.0 : (double)(token * 7 % MOST_SLOTS), token);
+    }
+    return slots;
+}
+
+/* 200 tokens are enough for several threads, and 4096 for two that each write many. */
 static void
 test_write_duplicates(void)
 {
-    expect_last_tokens(200, 16);
-    expect_last_tokens(4096, MOST_SLOTS);
+    enum { TOKENS = 4096 };
+    expect_last_tokens(draw_slots(200, 16), 16);
+    expect_last_tokens(draw_slots(TOKENS, 200), 200);
+    expect_last_tokens(make_own_slots(TOKENS), MOST_SLOTS);
+    static const int64_t pairs[][2] = {{0, TOKENS - 1}, {TOKENS / 2 - 1, TOKENS / 2}, {7, 8}};
+    for (int i = 0; i < 3; i++) { /* tokens of two threads, far apart and not, then of one */
+        array *slots = make_own_slots(TOKENS);
+        SET(slots, GET(slots, pairs[i][0]), pairs[i][1]);
+        expect_last_tokens(slots, MOST_SLOTS);
+    }
 }
 
 static void

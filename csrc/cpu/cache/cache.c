@@ -90,8 +90,9 @@ write_share(const smla_cache_isa *cache, const smla_cache_write_params *p, int s
     const float kv_scale = smla_read_scale(&p->kv_scale);
     int64_t tokens[LISTED_TOKENS];
     smla_kv_token rows[FETCHED_TOKENS];
-    for (int64_t first = 0; first < p->num_tokens; first += LISTED_TOKENS) {
-        const int64_t left = p->num_tokens - first;
+    const token_range range = range_of_share(p, share, shares);
+    for (int64_t first = range.first; first < range.end; first += LISTED_TOKENS) {
+        const int64_t left = range.end - first;
         const int64_t end = first + (left < LISTED_TOKENS ? left : LISTED_TOKENS);
         const int count = list_tokens(p, first, end, share, shares, tokens);
         for (int i = 0; i < count && i < FETCHED_TOKENS; i++) {
@@ -115,7 +116,7 @@ write_tokens(const smla_cache_write_params *p, smla_error *error)
     const smla_cpu_isa *isa = NULL;
     SMLA_TRY(smla_cpu_choose_isa(p->op, &isa, error));
     SMLA_TRY(smla_cpu_check_cache_write(p, error));
-    const slot_shares shares = divide_slots(p, p->num_tokens);
+    const slot_shares shares = smla_cpu_divide_tokens(p);
     if (shares.count == 1) { /* a parallel region of one thread costs as much as a token */
         write_share(isa->cache, p, 0, shares);
         return SMLA_OK;

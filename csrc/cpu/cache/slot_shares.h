@@ -6,14 +6,23 @@
 
 enum {
     PARALLEL_WRITE_TOKENS = 64, /* fewer tokens are one share */
-    LONG_WRITE_ROWS = 1024,     /* so many rows per share are divided page by page */
+    LONG_WRITE_ROWS = 1024,     /* a write of so many rows per share is worth looking at */
 };
 
-/* How slots are divided. A share is written by one thread, its tokens in order. */
+/* How the tokens of a write are divided. A share is written by one thread, its tokens in order, and
+ * all tokens of a slot are in the same share. So the last token of a slot wins, for any number of
+ * shares. */
 typedef struct slot_shares {
     int count;
-    int log2_neighbours; /* 2^this slots in a row are always in one share */
+    bool are_ranges;     /* a share is a range of tokens, else the tokens of some slots */
+    int log2_neighbours; /* 2^this slots in a row are always in one share of slots */
 } slot_shares;
+
+/* The tokens among which a share's are. */
+typedef struct token_range {
+    int64_t first;
+    int64_t end;
+} token_range;
 
 static inline int64_t
 read_slot(const smla_cache_write_params *p, int64_t token)
@@ -23,9 +32,10 @@ read_slot(const smla_cache_write_params *p, int64_t token)
                               : ((const int32_t *)p->slot_mapping)[at];
 }
 
-/* `num_rows` is how many of the tokens have a row, about. Neighbouring slots are in one share,
- * because they have cache lines in common. Where there are many, the 64 slots of a usual page are:
- * threads that each write a page took 0.7 of the time of threads that share it (Zen 3). */
+/* Divides the slots. `num_rows` is how many of the tokens have a row, about. Neighbouring slots are
+ * in one share, because they have cache lines in common. Where there are many, the 64 slots of a
+ * usual page are: threads that each write a page took 0.7 of the time of threads that share it
+ * (Zen 3). */
 static inline slot_shares
 divide_slots(const smla_cache_write_params *p, int64_t num_rows)
 {
@@ -34,11 +44,25 @@ divide_slots(const smla_cache_write_params *p, int64_t num_rows)
                          .log2_neighbours = num_rows / count >= LONG_WRITE_ROWS ? 6 : 3};
 }
 
-/* Whether a token of this slot is written, and by this share. All tokens of a slot are in the same
- * share, so the last token of a slot wins, for any number of shares. */
+/* Divides the tokens of a long write into ranges if no two ranges have a slot in common, else the
+ * slots. slot_shares.c */
+slot_shares smla_cpu_divide_tokens(const smla_cache_write_params *params);
+
+static inline token_range
+range_of_share(const smla_cache_write_params *p, int share, slot_shares shares)
+{
+    if (!shares.are_ranges) {
+        return (token_range){0, p->num_tokens};
+    }
+    return (token_range){p->num_tokens * share / shares.count,
+                         p->num_tokens * (share + 1) / shares.count};
+}
+
+/* Whether a token of this slot is written, and by this share, which has the token in its range. */
 static inline bool
 is_in_share(int64_t slot, int share, slot_shares shares)
 {
     const uint32_t group = (uint32_t)((uint64_t)slot >> shares.log2_neighbours);
-    return (slot >= 0) & (group % (uint32_t)shares.count == (uint32_t)share); /* no branch */
+    const bool is_own = group % (uint32_t)shares.count == (uint32_t)share;
+    return (slot >= 0) & (shares.are_ranges | is_own); /* no branch */
 }

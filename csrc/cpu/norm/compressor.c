@@ -45,7 +45,8 @@ save_share(const smla_norm_isa *norm, const smla_partial_states_params *p, int s
 {
     const smla_cache_write_params *const rows = &p->rows;
     const int64_t bytes = rows->input_type == SMLA_FLOAT_BF16 ? 2 : 4;
-    for (int64_t token = 0; token < rows->num_tokens; token++) {
+    const token_range range = range_of_share(rows, share, shares);
+    for (int64_t token = range.first; token < range.end; token++) {
         const int64_t slot = read_slot(rows, token);
         if (is_in_share(slot, share, shares)) {
             const int64_t place = read_position_of(p, token) % p->ratio;
@@ -60,7 +61,7 @@ save_share(const smla_norm_isa *norm, const smla_partial_states_params *p, int s
 static void
 save_states(const smla_norm_isa *norm, const smla_partial_states_params *p)
 {
-    const slot_shares shares = divide_slots(&p->rows, p->rows.num_tokens);
+    const slot_shares shares = smla_cpu_divide_tokens(&p->rows);
 #pragma omp parallel for schedule(static) if (shares.count > 1)
     for (int share = 0; share < shares.count; share++) {
         save_share(norm, p, share, shares);

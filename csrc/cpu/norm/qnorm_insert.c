@@ -41,7 +41,8 @@ insert_share(const smla_cpu_isa *isa, const smla_qnorm_insert_params *p, int sha
     const smla_cache_write_params *const insert = &p->insert;
     const uint16_t *const kv = insert->kv_c;
     const float kv_scale = smla_read_scale(&insert->kv_scale);
-    for (int64_t token = 0; token < insert->num_tokens; token++) {
+    const token_range range = range_of_share(insert, share, shares);
+    for (int64_t token = range.first; token < range.end; token++) {
         const int64_t slot = read_slot(insert, token);
         if (is_in_share(slot, share, shares)) {
             uint16_t key[SMLA_V4_HEAD_DIM];
@@ -68,7 +69,7 @@ smla_cpu_fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *p, smla_erro
     for (int64_t i = 0; i < num_heads; i++) {
         write_head(isa->norm, p, i / p->out_heads, i % p->out_heads, q_scale_inv);
     }
-    const slot_shares shares = divide_slots(&p->insert, p->insert.num_tokens);
+    const slot_shares shares = smla_cpu_divide_tokens(&p->insert);
 #pragma omp parallel for schedule(static) if (shares.count > 1)
     for (int share = 0; share < shares.count; share++) {
         insert_share(isa, p, share, shares);
