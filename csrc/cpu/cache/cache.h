@@ -5,6 +5,8 @@
 
 #include "core/backend.h"
 
+enum { INDEX_KEYS = 8 }; /* keys of the indexer that are best written together */
+
 /* The kernel of one instruction set. An array comes with its type and its first element. */
 typedef struct smla_cache_isa {
     /* NoPE and RoPE values of bf16, fp16 or fp32 -> a cache row. `kv_scale` is read where the
@@ -12,6 +14,9 @@ typedef struct smla_cache_isa {
     void (*write_row)(const smla_kv_format_info *format, smla_float_type type, const void *nope,
                       int64_t nope_start, const void *rope, int64_t rope_start, float kv_scale,
                       smla_kv_token to);
+    /* The same for `count` keys of the indexer. */
+    void (*write_index_keys)(const smla_kv_format_info *format, smla_float_type type,
+                             const uint8_t *const *keys, const smla_kv_token *to, int count);
     /* A cache row -> its values as bf16 or fp32. */
     void (*read_row)(const smla_kv_format_info *format, smla_kv_token from, float kv_scale,
                      smla_float_type type, void *out, int64_t out_start);

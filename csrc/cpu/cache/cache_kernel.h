@@ -158,6 +158,13 @@ write_row(const smla_kv_format_info *format, smla_float_type type, const void *n
 }
 
 static void
+write_index_keys(const smla_kv_format_info *format, smla_float_type type,
+                 const uint8_t *const *keys, const smla_kv_token *to, int count)
+{
+    encode_keys(format, type, keys, to, count);
+}
+
+static void
 read_row(const smla_kv_format_info *format, smla_kv_token from, float kv_scale,
          smla_float_type type, void *array, int64_t start)
 {
@@ -166,6 +173,7 @@ read_row(const smla_kv_format_info *format, smla_kv_token from, float kv_scale,
 
 const smla_cache_isa SMLA_CACHE = {
     .write_row = write_row,
+    .write_index_keys = write_index_keys,
     .read_row = read_row,
     .find_amax = find_amax,
     .quantize = quantize,

@@ -101,16 +101,14 @@ store_low_bytes(const uint32_t *words, int count, uint8_t *bytes)
     }
 }
 
-/* Turns the maxima of a row's tiles into its scales, which are written, and into the numbers
- * `factors` that its values are divided by, or multiplied with if scales are powers of two. */
+/* Turns the maxima of `count` tiles into their scales, one word each, and into the numbers `factors`
+ * that values are divided by, or multiplied with if scales are powers of two. */
 SMLA_INLINE void
-choose_scales(const smla_kv_format_info *format, const vfloat *largest, float *factors,
-              uint8_t *scales)
+choose_scales(const smla_kv_format_info *format, int count, const vfloat *largest, float *factors,
+              uint32_t *words)
 {
-    const int count = format->num_scales;
     const bool is_power = format->least_amax != 0;
     const float top = format->nope_type == SMLA_NOPE_E4M3 ? SMLA_E4M3_MAX : SMLA_E2M1_MAX;
-    uint32_t words[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
     for (int t = 0; t < count; t += WIDTH) {
         const vfloat amax = largest[t / WIDTH];
         vfloat factor = amax / top;
@@ -138,6 +136,13 @@ choose_scales(const smla_kv_format_info *format, const vfloat *largest, float *f
         *(vuint *)(words + t) = word;
         *(vfloat *)(factors + t) = factor;
     }
+}
+
+/* Writes the scales of a row. */
+SMLA_INLINE void
+write_scales(const smla_kv_format_info *format, const uint32_t *words, uint8_t *scales)
+{
+    const int count = format->num_scales;
     if (format->scale_type == SMLA_SCALE_FP32) {
         memcpy(scales, words, (size_t)count * sizeof *words);
         return;
@@ -173,9 +178,9 @@ scale_quad(quad x, vfloat factor, bool divides)
 /* Turns the numbers that choose_scales gave into what the values of each tile are multiplied with.
  * A true division takes the divisors, too. */
 SMLA_INLINE void
-choose_factors(const smla_kv_format_info *format, float *factors, float *inverses)
+choose_factors(const smla_kv_format_info *format, int count, float *factors, float *inverses)
 {
-    for (int t = 0; t < format->num_scales; t += WIDTH) {
+    for (int t = 0; t < count; t += WIDTH) {
         vfloat *const factor = (vfloat *)(factors + t);
         vfloat *const inverse = (vfloat *)(inverses + t);
         if (format->nope_type == SMLA_NOPE_E2M1) {
@@ -188,11 +193,40 @@ choose_factors(const smla_kv_format_info *format, float *factors, float *inverse
     }
 }
 
-/* Writes the NoPE part of a row that has scales, from bf16. Returns false, and has written nothing,
- * if a value is NaN, infinite, very large, or very small where that matters. */
-SMLA_INLINE bool
-encode_ordinary_nope(const smla_kv_format_info *format, const uint8_t *values, smla_kv_token to)
+/* Writes the NoPE part of a row from bf16, by the numbers of its tiles. */
+SMLA_INLINE void
+store_ordinary_nope(const smla_kv_format_info *format, const uint8_t *values, const float *factors,
+                    const float *inverses, uint8_t *row)
 {
+    const int tile_size = format->scale_tile;
+    const bool is_e2m1 = format->nope_type == SMLA_NOPE_E2M1;
+    if (format->least_amax != 0 && !is_e2m1) {
+        for (int t = 0; t < format->num_scales; t++) {
+            store_products_e4m3(values + 2 * t * tile_size, tile_size, factors[t],
+                                row + t * tile_size);
+        }
+        return;
+    }
+    for (int i = 0; i < format->nope_dim; i += QUAD) {
+        const int t = i / tile_size;
+        const uint8_t *const x = values + 2 * i;
+        if (is_e2m1) {
+            store_e2m1_by(x, inverses[t], inverses[(i + DUO) / tile_size], row + i / 2);
+        } else {
+            store_quotients_e4m3(x, factors[t], inverses[t], row + i);
+        }
+    }
+}
+
+/* Writes the NoPE parts of `num_rows` rows that have scales, from bf16. The way from a tile's
+ * maximum to its scale is a long chain, so all tiles take it together. Returns false, and has
+ * written nothing, if a value is NaN, infinite, very large, or very small where that matters. */
+SMLA_INLINE bool
+encode_ordinary_nope(const smla_kv_format_info *format, int num_rows, const uint8_t *const *values,
+                     const smla_kv_token *to)
+{
+    const int row_tiles = format->num_scales;
+    const int count = num_rows * row_tiles;
     const int tile_size = format->scale_tile;
     const bool is_e2m1 = format->nope_type == SMLA_NOPE_E2M1;
     const bool divides = format->least_amax == 0;
@@ -202,15 +236,16 @@ encode_ordinary_nope(const smla_kv_format_info *format, const uint8_t *values, s
     vfloat best[SMLA_MAX_ROW_SCALES / WIDTH + 1]; /* a lane per tile */
     float factors[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
     float inverses[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
-    for (int t = 0; t < format->num_scales; t++) {
-        largest[t] = find_largest_halves(values + 2 * t * tile_size, tile_size);
+    uint32_t words[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
+    for (int t = 0; t < count; t++) {
+        largest[t] = find_largest_halves(values[t / row_tiles] + 2 * (t % row_tiles) * tile_size,
+                                         tile_size);
     }
-    for (int t = format->num_scales; format->num_scales > 1 && t % WIDTH != 0; t++) {
+    for (int t = count; count > 1 && t % WIDTH != 0; t++) {
         largest[t] = _mm256_setzero_si256();
     }
-    for (int t = 0; t < format->num_scales; t += WIDTH) {
-        const vfloat amax =
-            format->num_scales == 1 ? fold_one_half(largest[0]) : fold_eight_halves(largest + t);
+    for (int t = 0; t < count; t += WIDTH) {
+        const vfloat amax = count == 1 ? fold_one_half(largest[0]) : fold_eight_halves(largest + t);
         if (has_lane(~(amax < most))) { /* or NaN */
             return false;
         }
@@ -219,23 +254,14 @@ encode_ordinary_nope(const smla_kv_format_info *format, const uint8_t *values, s
         }
         best[t / WIDTH] = amax;
     }
-    choose_scales(format, best, factors, to.scales);
-    if (!divides && !is_e2m1) {
-        for (int t = 0; t < format->num_scales; t++) {
-            store_products_e4m3(values + 2 * t * tile_size, tile_size, factors[t],
-                                to.row + t * tile_size);
-        }
-        return true;
+    choose_scales(format, count, best, factors, words);
+    if (divides || is_e2m1) {
+        choose_factors(format, count, factors, inverses);
     }
-    choose_factors(format, factors, inverses);
-    for (int i = 0; i < format->nope_dim; i += QUAD) {
-        const int t = i / tile_size;
-        const uint8_t *const x = values + 2 * i;
-        if (is_e2m1) {
-            store_e2m1_by(x, inverses[t], inverses[(i + DUO) / tile_size], to.row + i / 2);
-        } else {
-            store_quotients_e4m3(x, factors[t], inverses[t], to.row + i);
-        }
+    for (int i = 0; i < num_rows; i++) {
+        write_scales(format, words + i * row_tiles, to[i].scales);
+        store_ordinary_nope(format, values[i], factors + i * row_tiles, inverses + i * row_tiles,
+                            to[i].row);
     }
     return true;
 }
@@ -281,7 +307,7 @@ encode_nope(const smla_kv_format_info *format, smla_float_type type, const uint8
         write_bf16(values, type, format->nope_dim, rounded);
         halves = rounded;
     }
-    if (format->num_scales != 0 ? encode_ordinary_nope(format, halves, to)
+    if (format->num_scales != 0 ? encode_ordinary_nope(format, 1, &halves, &to)
                                 : encode_by_cache_scale(format, halves, inverse, to.row)) {
         return;
     }
@@ -292,6 +318,7 @@ encode_nope(const smla_kv_format_info *format, smla_float_type type, const uint8
     quad x[ROW_QUADS];
     vfloat best[ROW_QUADS];
     float factors[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
+    uint32_t words[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
     float lanes[ROW_LANES] __attribute__((aligned(64)));
     for (int i = 0; i < num_quads; i++) {
         x[i] = load_rounded(values, type, (int64_t)i * QUAD);
@@ -299,7 +326,8 @@ encode_nope(const smla_kv_format_info *format, smla_float_type type, const uint8
     }
     if (format->num_scales != 0) {
         fold_tiles(best, num_quads, tile_lanes);
-        choose_scales(format, best, factors, to.scales);
+        choose_scales(format, format->num_scales, best, factors, words);
+        write_scales(format, words, to.scales);
         spread_tiles(factors, format->num_scales, tile_lanes, lanes);
     }
     for (int i = 0; i < num_quads; i++) {
@@ -352,4 +380,35 @@ encode_row(const smla_kv_format_info *format, smla_float_type type, const uint8_
     default: break;
     }
 #undef ENCODE
+}
+
+/* Writes keys of the indexer of a constant format. A row has few tiles, so rows look for their
+ * scales together. */
+SMLA_INLINE void
+encode_constant_keys(const smla_kv_format_info *format, smla_float_type type,
+                     const uint8_t *const *keys, const smla_kv_token *to, int count)
+{
+    int i = 0;
+#if defined(SMLA_HAVE_BYTES)
+    const int together = WIDTH / format->num_scales;
+    while (type == SMLA_FLOAT_BF16 && i + together <= count &&
+           encode_ordinary_nope(format, together, keys + i, to + i)) {
+        i += together;
+    }
+#endif
+    for (; i < count; i++) {
+        encode_constant_format(format, type, keys[i], keys[i], 1.0f, to[i]);
+    }
+}
+
+/* Writes keys of the indexer of either format. */
+SMLA_INLINE void
+encode_keys(const smla_kv_format_info *format, smla_float_type type, const uint8_t *const *keys,
+            const smla_kv_token *to, int count)
+{
+    if (format->number == SMLA_ROW_FP8_INDEX) {
+        encode_constant_keys(&smla_kv_formats[SMLA_ROW_FP8_INDEX], type, keys, to, count);
+    } else {
+        encode_constant_keys(&smla_kv_formats[SMLA_ROW_MXFP4_INDEX], type, keys, to, count);
+    }
 }
