@@ -101,8 +101,8 @@ store_low_bytes(const uint32_t *words, int count, uint8_t *bytes)
     }
 }
 
-/* Turns the maxima of `count` tiles into their scales, one word each, and into the numbers `factors`
- * that values are divided by, or multiplied with if scales are powers of two. */
+/* Turns the maxima of `count` tiles into their scales, one word each, and into the numbers
+ * `factors` that values are divided by, or multiplied with if scales are powers of two. */
 SMLA_INLINE void
 choose_scales(const smla_kv_format_info *format, int count, const vfloat *largest, float *factors,
               uint32_t *words)
@@ -238,8 +238,8 @@ encode_ordinary_nope(const smla_kv_format_info *format, int num_rows, const uint
     float inverses[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
     uint32_t words[SMLA_MAX_ROW_SCALES + WIDTH] __attribute__((aligned(64)));
     for (int t = 0; t < count; t++) {
-        largest[t] = find_largest_halves(values[t / row_tiles] + 2 * (t % row_tiles) * tile_size,
-                                         tile_size);
+        largest[t] =
+            find_largest_halves(values[t / row_tiles] + 2 * (t % row_tiles) * tile_size, tile_size);
     }
     for (int t = count; count > 1 && t % WIDTH != 0; t++) {
         largest[t] = _mm256_setzero_si256();
