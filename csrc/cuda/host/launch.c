@@ -328,6 +328,17 @@ may_start(const stream_graph *graph, const struct known_kernel *known, const sml
            (known->exec != graph->exec && known != &graph->known[KNOWN_KERNELS - 1]);
 }
 
+/* Whether a call of the runtime succeeded. Its error is answered by a launch, so it is not left for
+ * whoever asks cudaGetLastError next. Other errors there may be somebody else's, and stay. */
+static bool
+has_succeeded(cudaError_t code)
+{
+    if (code != cudaSuccess) {
+        (void)cudaGetLastError();
+    }
+    return code == cudaSuccess;
+}
+
 /* The kernel in the current context; NULL after an error. */
 static cudaFunction_t
 find_function(const void *kernel)
@@ -336,7 +347,7 @@ find_function(const void *kernel)
     const enum cudaStreamCaptureMode former = smla_cuda_relax_captures(); /* code may load */
     const cudaError_t code = cudaGetFuncBySymbol(&function, kernel);
     smla_cuda_restore_captures(former);
-    return code == cudaSuccess ? function : NULL;
+    return has_succeeded(code) ? function : NULL;
 }
 
 /* The caller holds the graph's lock. NULL where the kernel must be launched. */
@@ -380,7 +391,7 @@ start_graph(const smla_cuda_grid *grid, stream_graph *graph)
 {
     const struct known_kernel *const known = find_known(graph, grid);
     return known != NULL && set_params(known->exec, graph->node, known->function, grid) &&
-           cudaGraphLaunch(known->exec, grid->stream.handle) == cudaSuccess;
+           has_succeeded(cudaGraphLaunch(known->exec, grid->stream.handle));
 }
 
 /* If the graph refuses the kernel, a launch starts it or returns the error. */
@@ -395,7 +406,6 @@ start(const smla_cuda_grid *grid)
         if (is_started) {
             return cudaSuccess;
         }
-        (void)cudaGetLastError();
     }
     return launch(grid);
 }
@@ -444,7 +454,7 @@ start_pair_graph(const smla_cuda_grid *first, const smla_cuda_grid *second, stre
     return pair != NULL && (pair->kernels[0] != NULL || take_pair_graph(first, second, pair)) &&
            set_params(pair->exec, nodes[0], pair->functions[0], first) &&
            set_params(pair->exec, nodes[1], pair->functions[1], second) &&
-           cudaGraphLaunch(pair->exec, second->stream.handle) == cudaSuccess;
+           has_succeeded(cudaGraphLaunch(pair->exec, second->stream.handle));
 }
 
 /* Starts both by one graph, or each by itself. */
@@ -459,7 +469,6 @@ start_pair(const smla_cuda_grid *first, const smla_cuda_grid *second)
         if (is_started) {
             return cudaSuccess;
         }
-        (void)cudaGetLastError();
     }
     const cudaError_t code = start(first);
     return code == cudaSuccess ? start(second) : code;
