@@ -4,7 +4,7 @@
  * Shapes       a, b, out [count] of bf16 or fp32, contiguous, of any alignment; out may be a or b
  * Roofline     Memory binds.
  * Numerics     fp32, each operation rounded. A result that is NaN keeps its sign as bf16.
- * Source       merge_attn_states of vLLM, for the formula.
+ * Source       vLLM, for the formula.
  */
 #pragma once
 
