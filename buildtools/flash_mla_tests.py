@@ -52,26 +52,26 @@ def run_share(options: argparse.Namespace) -> int:
     cases = take_cases(options.tests)
     large = [case for case in cases if case[1].s_q >= MANY_TOKENS]
     others = [case for case in cases if case[1].s_q < MANY_TOKENS]
-    mine = (large if options.share == 0 else []) + others[options.share :: options.processes]
+    waiting = (large if options.share == 0 else []) + others[options.share :: options.processes]
+    num_cases = len(waiting)
     counts: collections.Counter[str] = collections.Counter()
-    again = []  # without memory, because other processes had it
-    for turn in (mine, again):
-        for name, case in turn:
-            if time.monotonic() - start > options.seconds:
-                counts["left"] += 1
-                continue
-            try:
-                log, is_right = run_case(name, case)
-            except torch.cuda.OutOfMemoryError:
-                gc.collect()
-                torch.cuda.empty_cache()
-                counts["out of memory"] += turn is again
-                if turn is mine:
-                    again.append((name, case))
-                continue
-            counts[f"{'passed' if is_right else 'FAILED'}: {name}, d_qk {case.d_qk}"] += 1
-            if not is_right:
-                print(log, flush=True)
+    for number, (name, case) in enumerate(waiting):
+        if time.monotonic() - start > options.seconds:
+            counts["left"] += 1
+            continue
+        try:
+            log, is_right = run_case(name, case)
+        except torch.cuda.OutOfMemoryError:  # other processes have it, so once more at the end
+            gc.collect()
+            torch.cuda.empty_cache()
+            if number < num_cases:
+                waiting.append((name, case))
+            else:
+                counts["out of memory"] += 1
+            continue
+        counts[f"{'passed' if is_right else 'FAILED'}: {name}, d_qk {case.d_qk}"] += 1
+        if not is_right:
+            print(log, flush=True)
     print(f"share {options.share}:", dict(sorted(counts.items())), flush=True)
     return 0 if all(key.startswith("passed") for key in counts) else 1
 

@@ -516,6 +516,13 @@ test_pairs_launched(void)
     EXPECT_EQ(graphs_of[0].num_pairs_left, 0);
 }
 
+/* The driver's calls leave cudaGetLastError as it is. */
+static bool
+is_of_runtime(const char *call)
+{
+    return strncmp(call, "cuda", 4) == 0;
+}
+
 /* Where a graph refuses a pair, each kernel still starts once. */
 static void
 test_refused_pairs(void)
@@ -535,7 +542,7 @@ test_refused_pairs(void)
         second.kernel = kernel_at(1);
         fail_call(cases[i].call, cases[i].num_good, cudaErrorInvalidValue);
         expect_pair(&first, &second, false);
-        EXPECT_EQ(count_calls("cudaGetLastError"), cases[i].call[2] == 'd'); /* the runtime's */
+        EXPECT_EQ(count_calls("cudaGetLastError"), is_of_runtime(cases[i].call));
         forget_calls();
         expect_pair(&first, &second, true); /* the next call tries again */
         EXPECT_EQ(count_calls("cudaGraphLaunch"), 1);
@@ -605,7 +612,7 @@ test_refused_graphs(void)
         forget_calls();
         fail_call(calls[i], 0, cudaErrorInvalidValue);
         expect_launch(&grid);
-        EXPECT_EQ(count_calls("cudaGetLastError"), calls[i][2] == 'd'); /* the runtime's */
+        EXPECT_EQ(count_calls("cudaGetLastError"), is_of_runtime(calls[i]));
         expect_graph(&grid);
         expect_graph(&other);
     }

@@ -59,8 +59,9 @@ fetch_values(const void *values, int64_t size)
 }
 
 /* Finds a token's row, and starts to fetch its cache lines. Rows lie anywhere, so that the
- * processor does not foresee them. One share among several leaves tokens out, so that it does not
- * foresee the values, either. */
+ * processor does not foresee them. A share of slots leaves tokens out, so that it does not foresee
+ * the values, either. In ranges of tokens it does, but to fetch them gave fp4_v41 10 to 20 % on a
+ * Sapphire Rapids, where it took 3 to 8 % on a Zen 4. */
 static inline __attribute__((always_inline)) smla_kv_token
 fetch_token(const smla_cache_write_params *p, int64_t token, slot_shares shares)
 {
