@@ -75,7 +75,7 @@ smla_cpu_divide_tokens(const smla_cache_write_params *p)
     if (shares.count == 1 || shares.count > UINT16_MAX || !is_long || !is_dense) {
         return shares;
     }
-    shares.are_ranges = true; /* for the look whether they may be */
+    shares.are_ranges = true; /* the ranges that have_own_slots looks at */
     shares.are_ranges = have_own_slots(p, shares);
     return shares;
 }
