@@ -18,7 +18,8 @@ GRIDS = [
     (1, 1_048_576, 2048), (1, 131_072, 2048), (4, 128_000, 2048), (8, 65_536, 512),
     (64, 32_768, 512), (64, 32_768, 2048), (64, 131_072, 2048), (300, 32_768, 2048),
     (500, 16_384, 512), (3000, 2048, 100), (130, 40_000, 4096), (33, 33_333, 333),
-    (40, 250_000, 2048), (3, 500_000, 1000),
+    (40, 250_000, 2048), (3, 500_000, 1000), (1, 524_288, 2048), (1, 524_290, 2048),
+    (20, 600_000, 2048), (1, 1_500_000, 200_000), (2, 2_000_000, 512),
 ]  # fmt: skip
 
 
@@ -49,7 +50,14 @@ def test_grids(rows, columns, k, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("rows", "columns", "k"),
-    [(64, 32_768, 2048), (140, 30_000, 500), (64, 100_000, 2048), (2, 200_000, 2048)],
+    [
+        (64, 32_768, 2048),
+        (140, 30_000, 500),
+        (64, 100_000, 2048),
+        (2, 200_000, 2048),
+        (2, 700_001, 4096),
+        (2, 1_048_576, 1_000_000),
+    ],
 )
 def test_distributions_of_long_rows(rows, columns, k, kind):
     few = make(kind, np.float32, 2, columns)
@@ -59,26 +67,29 @@ def test_distributions_of_long_rows(rows, columns, k, kind):
     assert_same_bits(got.cpu().numpy(), np.tile(want, (rows // 2, 1)), "out")
 
 
-@pytest.mark.parametrize("shift", range(5))
+@pytest.mark.parametrize("columns", [70_000, 600_000])
+@pytest.mark.parametrize("shift", range(9))
 @pytest.mark.parametrize("dtype", [np.float32, ref.BF16])
-def test_rows_anywhere_in_memory(dtype, shift):
+def test_rows_anywhere_in_memory(dtype, shift, columns):
     """Long rows that begin and end inside a vector."""
-    wide = make("random", dtype, 3, 70_009, seed=shift)
-    placed = on_gpu(wide)[:, shift : 70_000 + 2 * shift]
-    logits = wide[:, shift : 70_000 + 2 * shift]
+    wide = make("random", dtype, 3, columns + 17, seed=shift)
+    placed = on_gpu(wide)[:, shift : columns + 2 * shift]
+    logits = wide[:, shift : columns + 2 * shift]
     want, _ = expect(logits, *whole(logits), 1000)
     got = package.top_k_per_row(placed, *(on_gpu(x) for x in whole(logits)), k=1000)
     assert_same_bits(got.cpu().numpy(), want, "out")
 
 
-def test_lengths_that_differ():
+@pytest.mark.parametrize(("rows", "columns"), [(150, 50_000), (40, 700_000)])
+def test_lengths_that_differ(rows, columns):
     """Neighbouring rows that are empty, shorter than k, and long, with slots."""
     rng = np.random.default_rng(1)
-    rows, columns, k = 150, 50_000, 512
+    k = 512
     logits = make("random", np.float32, rows, columns)
-    ends = rng.choice([0, 1, 100, 511, 512, 513, 3000, 49_999, 50_000], rows).astype(np.int32)
+    lengths = [0, 1, 100, 511, 512, 513, 3000, columns // 4 * 3, columns - 1, columns]
+    ends = rng.choice(lengths, rows).astype(np.int32)
     starts = np.zeros(rows, np.int32)
-    table = rng.integers(-1, 2000, (4, 700)).astype(np.int32)
+    table = rng.integers(-1, 2000, (4, columns // 64)).astype(np.int32)
     options = {
         "slots_block_table": table,
         "slots_block_size": 64,

@@ -19,10 +19,16 @@ enum {
     NUM_GROUPS = NUM_VALUES / GROUP_VALUES,
     MOST_CTAS = 8,
     MOST_WARPS = 32,
-    MOST_PARTS = 2,
+    HELD_PARTS = 2,
     NUM_ROWS =
         4, /* the row, two that follow, and the one before, which slow warps may still read */
 };
+
+/* Vectors of the streamed part. */
+typedef struct vector_range {
+    uint32_t first;
+    uint32_t end;
+} vector_range;
 
 struct held_memory {
     uint32_t counts[2][NUM_VALUES + 4]; /* this CTA's counts, and others; digits take turns */
@@ -30,7 +36,10 @@ struct held_memory {
     uint32_t found_counts[MOST_CTAS][GROUP_VALUES]; /* the group that has the digit */
     /* What each warp of the cluster has of each part: keys that are surely taken, and in the upper
      * half keys that equal the threshold where not all of those are taken. */
-    uint32_t taken[MOST_PARTS * MOST_CTAS * MOST_WARPS];
+    uint32_t taken[HELD_PARTS * MOST_CTAS * MOST_WARPS];
+    /* What each warp takes of its share of the streamed part; then the keys that equal the
+     * threshold, as above. */
+    uint32_t streamed[2 * MOST_CTAS * MOST_WARPS];
     uint32_t first[MOST_CTAS * MOST_WARPS]; /* the first place of a range that each warp has */
     held_row rows[NUM_ROWS];
     uint32_t half;        /* the half of the counts whose turn it is */
@@ -42,7 +51,8 @@ struct held_memory {
     uint64_t found_barrier;
     uint64_t taken_barrier;
     uint64_t first_barrier;
-    uint32_t warp_steps[MOST_PARTS][MOST_WARPS]; /* vectors of each warp's runs */
+    uint32_t warp_steps[HELD_PARTS][MOST_WARPS]; /* vectors of each warp's runs */
+    vector_range shares[MOST_WARPS];             /* vectors that each warp streams */
     int32_t slot_counts[2][SLOT_COUNTS];
     __align__(128) uint8_t logits[];
 };

@@ -66,9 +66,9 @@ are_worth_halves(int64_t rows, int num_sms)
     return double_rounds * 2 * 11 <= rounds * 12;
 }
 
-/* How clusters hold rows, if they can. Rows that all run at once have an SM to each CTA, and as
- * many CTAs as are of use. Of short rows two CTAs share an SM. Of others, threads have twice as
- * many keys. None are held if there are so few short rows that the time is that of barriers, of
+/* How clusters hold rows. Rows that all run at once have an SM to each CTA, and as many CTAs as are
+ * of use. Of short rows two CTAs share an SM. Of others, threads have twice as many keys, and read
+ * what is left. None are held if there are so few short rows that the time is that of barriers, of
  * which the other kernel has less. */
 bool
 choose_held_plan(const smla_top_k_params *p, const smla_cuda_device *device, smla_held_plan *plan)
@@ -76,7 +76,7 @@ choose_held_plan(const smla_top_k_params *p, const smla_cuda_device *device, sml
     enum {
         LEAST_KEYS = 16 << 10, /* a CTA's, where a row could have fewer CTAs */
         FEW_ROWS = 16,
-        SHORT_ROW = 64 << 10,
+        SHORT_ROW = 60 << 10,
         MOST_ROWS = 1 << 30, /* the kernel counts rows by 32 bits */
     };
     const int64_t keys = count_row_keys(p);
@@ -95,10 +95,11 @@ choose_held_plan(const smla_top_k_params *p, const smla_cuda_device *device, sml
         const bool have_halves = are_worth_halves(rows, device->num_sms);
         *plan = have_halves ? (smla_held_plan){1, 512, 2} : (smla_held_plan){1, 1024, 1};
     } else {
-        *plan = (smla_held_plan){count_held_ctas(keys, 2), 1024, 2};
+        const int most = count_held_ctas(keys, 2);
+        *plan = most <= SMLA_MAX_ROW_CTAS ? (smla_held_plan){most, 1024, 2}
+                                          : (smla_held_plan){SMLA_MAX_ROW_CTAS, 1024, 3};
     }
-    return plan->ctas <= SMLA_MAX_ROW_CTAS && rows <= MOST_ROWS &&
-           (rows >= FEW_ROWS || keys > SHORT_ROW);
+    return rows <= MOST_ROWS && (rows >= FEW_ROWS || keys > SHORT_ROW);
 }
 
 } // namespace

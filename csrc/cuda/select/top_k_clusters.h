@@ -15,14 +15,14 @@ cudaError_t smla_cuda_launch_top_k_clusters(const smla_top_k_params *params, int
 enum { SMLA_HELD_KEYS = 32 }; /* what a thread holds of one part of a row */
 
 /* How a row is held: by a cluster of 1, 2, 4 or 8 CTAs of 1024 threads, or by one CTA of 512, in
- * one or two parts. */
+ * one or two parts. Three parts: 8 CTAs hold two, and read the third again and again. */
 typedef struct smla_held_plan {
     int ctas;
     int threads;
     int parts;
 } smla_held_plan;
 
-/* Runs rows of at most SMLA_HELD_KEYS per thread and part. */
+/* Runs rows of at most SMLA_HELD_KEYS per thread and part, or of any length in three parts. */
 cudaError_t smla_cuda_launch_top_k_held(const smla_top_k_params *params, smla_held_plan plan);
 
 #ifdef __cplusplus

@@ -1,5 +1,5 @@
-/* top_k_held_sm90.cu: top_k_per_row on Hopper, of rows whose keys fit in the registers of a
- * cluster. The kernel and its seven headings are in held_select.cuh.
+/* top_k_held_sm90.cu: top_k_per_row on Hopper, of rows whose keys a cluster holds in registers. The
+ * kernel and its seven headings are in held_select.cuh.
  */
 #include "cuda/select/held_select.cuh"
 #include "cuda/select/top_k_clusters.h"
@@ -75,7 +75,9 @@ template <bool IS_BF16>
 cudaError_t
 launch_parts(const smla_top_k_params *p, const smla_held_plan &plan)
 {
-    return plan.parts == 1 ? launch_ctas<IS_BF16, 1>(p, plan) : launch_ctas<IS_BF16, 2>(p, plan);
+    return plan.parts == 1   ? launch_ctas<IS_BF16, 1>(p, plan)
+           : plan.parts == 2 ? launch_ctas<IS_BF16, 2>(p, plan)
+                             : launch_held<IS_BF16, SMLA_MAX_ROW_CTAS, 1024, 3>(p);
 }
 
 } // namespace
