@@ -69,13 +69,13 @@ have_own_slots(const smla_cache_write_params *p, slot_shares shares)
 slot_shares
 smla_cpu_divide_tokens(const smla_cache_write_params *p)
 {
-    slot_shares shares = divide_slots(p, p->num_tokens);
+    const slot_shares shares = divide_slots(p, p->num_tokens);
     const bool is_long = p->num_tokens / shares.count >= LONG_WRITE_ROWS;
     const bool is_dense = smla_kv_num_slots(&p->kv) / SLOTS_PER_TOKEN <= p->num_tokens;
     if (shares.count == 1 || shares.count > UINT16_MAX || !is_long || !is_dense) {
         return shares;
     }
-    shares.are_ranges = true; /* the ranges that have_own_slots looks at */
-    shares.are_ranges = have_own_slots(p, shares);
-    return shares;
+    slot_shares ranges = shares;
+    ranges.are_ranges = true;
+    return have_own_slots(p, ranges) ? ranges : shares;
 }
