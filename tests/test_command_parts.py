@@ -541,6 +541,36 @@ def test_a_spread_is_the_middle_half_of_the_repeats():
     assert len(table.notes) == 1
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
+def test_bench_visits_every_core():
+    before = os.sched_getaffinity(0)
+    rounds = 2 * len(before) + 1
+    visited = []
+    with noise.visiting_cores(rounds) as go:
+        for index in range(rounds):
+            go(index)
+            visited += os.sched_getaffinity(0)
+    assert visited == sorted(visited) and len(visited) == rounds  # one core in each round
+    assert set(visited) == before == os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_bench_times_the_host(best, monkeypatch):
+    """Each side's rounds; the fastest one is looked for on every core."""
+    from sparse_mla._bench import cuda_calls, cuda_timing
+
+    moves, calls = [], []
+    if hasattr(os, "sched_setaffinity"):
+        monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: moves.append(cores))
+    monkeypatch.setattr(cuda_calls, "synchronize", lambda: None)
+    effort = cuda_timing.CudaEffort.of(quick=True, best=best)
+    seconds = cuda_calls.host_seconds({"side": lambda: calls.append(1)}, 4, effort)
+    assert seconds["side"] > 0
+    assert len(calls) == cuda_calls.WARM_UP_CALLS + 4 * 4 * effort.rounds
+    visits = 4 * effort.rounds + 1 if best and hasattr(os, "sched_setaffinity") else 0
+    assert len(moves) == visits  # the last one goes back
+
+
 def test_repeats_have_their_spread_noted():
     effort = timing.Effort(repeats=3, call_seconds=0.0)
     timing.interleave({"a": lambda: None, "b": lambda: None}, effort)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ from sparse_mla._bench.cuda_timing import (
     synchronize,
     torch,
 )
-from sparse_mla._bench.noise import spread_of
+from sparse_mla._bench.noise import spread_of, stay, visiting_cores
 from sparse_mla._bench.timing import Table
 from sparse_mla._judge import BF16
 from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK
@@ -75,14 +76,18 @@ def add_row(
 
 
 def host_seconds(sides: dict[str, Call], batch: int, effort: CudaEffort) -> dict[str, float]:
-    """Seconds per call. The sides are measured in turn; the device is idle before each starts."""
+    """Seconds per call. The sides are measured in turn; the device is idle before each starts. The
+    fastest round is looked for on every core."""
     for side in sides.values():
         for _ in range(WARM_UP_CALLS // batch):
             seconds_per_call(side, batch)
     samples: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(4 * effort.rounds):
-        for name, side in sides.items():
-            samples[name].append(seconds_per_call(side, batch))
+    rounds = 4 * effort.rounds
+    with visiting_cores(rounds) if effort.pick is min else nullcontext(stay) as go:
+        for index in range(rounds):
+            go(index)
+            for name, side in sides.items():
+                samples[name].append(seconds_per_call(side, batch))
     effort.spreads += map(spread_of, samples.values())
     return {name: effort.pick(values) for name, values in samples.items()}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -30,6 +31,28 @@ def describe_spreads(summary: dict[str, float]) -> str:
         f"spread: the middle half of a time's repeats covers {summary['median']:.1%} of the time, "
         f"at most {summary['worst']:.1%}"
     )
+
+
+def stay(_: int) -> None:
+    """What visiting_cores gives, for a thread that stays where it is."""
+
+
+@contextmanager
+def visiting_cores(rounds: int) -> Iterator[Callable[[int], None]]:
+    """Gives a function that moves this thread to the next core in time for round i of `rounds`, so
+    that each core has its share of neighbouring rounds. A virtual machine's cores differ by a half
+    from moment to moment, with what others do beside them, and the fastest round tells of a core
+    that was left alone. Afterwards the thread is where it was; where cores cannot be chosen, it
+    stays there."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield stay
+        return
+    before = os.sched_getaffinity(0)
+    cores = sorted(before)
+    try:
+        yield lambda index: os.sched_setaffinity(0, {cores[index * len(cores) // rounds]})
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def count_busy_cores(seconds: float = LOOK_SECONDS) -> float | None:
