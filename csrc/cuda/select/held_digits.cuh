@@ -19,7 +19,7 @@ enum {
     NUM_GROUPS = NUM_VALUES / GROUP_VALUES,
     MOST_CTAS = 8,
     MOST_WARPS = 32,
-    HELD_PARTS = 2,
+    HELD_PARTS = 2, /* parts of a row that are held at most; the third is streamed */
     NUM_ROWS =
         4, /* the row, two that follow, and the one before, which slow warps may still read */
 };

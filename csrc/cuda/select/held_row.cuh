@@ -9,9 +9,9 @@
  *     place      0x007FFFFF ... 0x7FFFFFFE  0x80000000 ...      0xFFFFFFFF
  *
  * The row is cut into vectors of 16 bytes, aligned in memory, so its first and last vector may be
- * partial. A row has one part or two halves. Every thread of the cluster has a run of 1, 2, 4 or 8
- * neighbouring vectors of each part, and runs are in the order of threads: of two halves, the first
- * thread's second run comes behind the last thread's first one. A warp has its own place in shared
+ * partial. One or two parts of it are held (held_stream.cuh has the third). Every thread of the
+ * cluster has a run of 1, 2, 4 or 8 neighbouring vectors of each, in the order of threads: the
+ * first thread's second run comes behind the last one's first. A warp has its own place in shared
  * memory, to which bulk copies bring its vectors of one part in their order. A thread takes its
  * vectors in turn, but lanes begin at different ones, so that the lanes of one load touch all
  * banks:
