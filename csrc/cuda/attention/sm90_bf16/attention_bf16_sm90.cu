@@ -110,11 +110,22 @@ find_base(const bf16_memory *shared)
     return (uint32_t)ptx_forget((int)ptx_shared_address(shared));
 }
 
-/* What both groups do after the first half of their own block's weights. */
+/* Starts the products of the group's own block with its weights, of which the first half is stored
+ * and not published yet. No product that adds to `out` is under way. Where `out` must be multiplied
+ * by the factors, the other group has the weights before. */
 template <typename Keys>
 static __device__ __forceinline__ void
-take_second_half(uint32_t base, const lane_place &me, bf16_consumer *state)
+add_own_block(uint32_t base, const lane_place &me, bool scales_out, const float factors[2],
+              bf16_consumer *state)
 {
+    if (scales_out) {
+        publish_half(base, me, 0);
+        scale_out(factors, state);
+    }
+    add_own_half<Keys>(base, me, 0, state);
+    if (!scales_out) {
+        publish_half(base, me, 0);
+    }
     weigh_half(1, state);
     store_half(base, me, 1, *state);
     add_own_half<Keys>(base, me, 1, state);
@@ -143,13 +154,13 @@ lead_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf16_
     wgmma_wait<0>();
     ptx_mbarrier_arrive(BF16_AT(base, scored), true);
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
-    find_exponents<Keys, MAXIMA, true>(launch.base, me, block_bits, shared, state);
+    float factors[2] = {1.0f, 1.0f};
+    const bool scales_out =
+        find_exponents<Keys, MAXIMA>(launch.base, me, block_bits, shared, state, factors);
     weigh_half(0, state);
     ptx_mbarrier_wait(BF16_AT(base, scored), parity); /* the weights replace a tile of keys */
     store_half(base, me, 0, *state);
-    add_own_half<Keys>(base, me, 0, state);
-    publish_half(base, me, 0);
-    take_second_half<Keys>(base, me, state);
+    add_own_block<Keys>(base, me, scales_out, factors, state);
     wait_for_weights(base, me, parity, 0);
     follow_other_group<false>(me, shared, state);
     add_other_half<Keys>(base, me, 0, state);
@@ -183,18 +194,14 @@ follow_step(const bf16_launch &launch, uint32_t parity, bf16_memory *shared, bf1
     }
     wgmma_wait<2>(); /* the scores are done */
     ptx_mbarrier_arrive(BF16_AT(base, query_empty), is_last);
-    const bool has_moved =
-        find_exponents<Keys, MAXIMA, false>(launch.base, me, block_bits, shared, state);
+    float factors[2] = {1.0f, 1.0f};
+    const bool scales_out =
+        find_exponents<Keys, MAXIMA>(launch.base, me, block_bits, shared, state, factors);
     weigh_half(0, state);
     store_half(base, me, 0, *state);
     wgmma_wait<0>();
     free_values(base, 0, 1);
-    if (has_moved) {
-        follow_references<false>(me, shared, state);
-    }
-    add_own_half<Keys>(base, me, 0, state);
-    publish_half(base, me, 0);
-    take_second_half<Keys>(base, me, state);
+    add_own_block<Keys>(base, me, scales_out, factors, state);
     return is_last;
 }
 

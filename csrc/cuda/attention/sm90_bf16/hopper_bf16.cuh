@@ -115,6 +115,19 @@ max_of_lanes(float x)
     return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
 }
 
+/* The same for both heads of the lanes. The shuffles of one do not wait for those of the other. */
+static __device__ __forceinline__ void
+max_of_lanes(float (&x)[2])
+{
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+        const float others[2] = {__shfl_xor_sync(0xFFFFFFFFu, x[0], distance),
+                                 __shfl_xor_sync(0xFFFFFFFFu, x[1], distance)};
+        x[0] = fmaxf(x[0], others[0]);
+        x[1] = fmaxf(x[1], others[1]);
+    }
+}
+
 /* The address of a member of bf16_memory, which begins at `base`. */
 #define BF16_AT(base, member) ((base) + (uint32_t)offsetof(bf16_memory, member))
 

@@ -103,19 +103,20 @@ find_top(const float (&scores)[BLOCK_KEYS / 2], int piece)
  * block before, and ends when it publishes its own first weights. It has looked at all exponents of
  * its 64 keys by then. So no thread writes references while others read them:
  *
- *   group 0: wait for B(n-1) | read, follow, add B(n-1) | move, follow, weigh An | publish An
- *   group 1:                              wait for An | read, follow, add An | move, weigh Bn | ...
+ *   group 0: wait for B(n-1) | read, follow, add B(n-1) | move, weigh, publish An | follow, add An
+ *   group 1: wait for An | read, follow, add An | move, weigh, publish Bn | follow, add Bn | ...
  *
  * Warp w of either group has the same 16 heads, and a head has four lanes of the warp. So each warp
  * does all of this alone: a maximum takes two shuffles, and branches are the warp's.
  *
  * Each group remembers the references that its own out, sums and maxima are relative to. To follow
- * is to compare these with the references in shared memory, and to multiply by 2^(older - newer)
- * where they differ. There is no flag that could be lost or found twice. Group 1 moves references
- * while it adds values of An; it follows when they are added, before it adds its own values. A work
- * begins without references in registers. Its first block always writes those in shared memory, so
- * no reference of the work before is used. When the work ends, group 0 has followed group 1's last
- * block, and both groups remember the same references.
+ * is to multiply by 2^(older - newer) where references have changed. A group finds the other's
+ * changes when it compares what it remembers with the references in shared memory: there is no flag
+ * that could be lost or found twice. It knows its own changes, and `out` follows them last, from
+ * registers: the other group waits for the weights, and may move references again when it has them.
+ * A work begins without references in registers. Its first block always writes those in shared
+ * memory, so no reference of the work before is used. When the work ends, group 0 has followed
+ * group 1's last block, and both groups remember the same references.
  *
  * A reference may lie below the maximum, but by MAX_EXPONENT at most. So references seldom move,
  * and a block that moves none costs only a look at its exponents and at the references.
@@ -150,82 +151,88 @@ find_highest(const float (&exponents)[BLOCK_KEYS / 2], int32_t highest[2])
     }
 }
 
-/* Moves references to the block's maxima where exponents are too large or a head has had no key,
- * and makes the exponents relative to them. Returns whether any reference has moved. What was added
- * up does not follow yet. */
+/* Makes what the thread has added up follow newer references, but for `out`: it shall be multiplied
+ * by the factors. Returns whether it must be, because some lane of the warp has added to it. */
 static __device__ __forceinline__ bool
-move_references(const lane_place &me, const int32_t highest[2], bf16_memory *shared,
-                bf16_consumer *state)
+adopt_references(const float newer[2], bf16_consumer *state, float factors[2])
 {
-    const bool any_late = __any_sync(0xFFFFFFFFu, state->is_late != 0);
-    bool any_moves = false;
-    __syncwarp(); /* all lanes have read the references, which one lane of four writes */
+    const bool had_keys = has_reference(state->reference[0]) || has_reference(state->reference[1]);
 #pragma unroll
     for (int piece = 0; piece < 2; piece++) {
-        const float top = max_of_lanes(any_late ? find_top(state->scores, piece)
-                                                : __int_as_float(highest[piece]));
+        const float shift = state->reference[piece] - newer[piece];
+        factors[piece] = ptx_exp2(fminf(shift, 0.0f)); /* shift > 0: no reference, no sum */
+        state->sum[piece] *= factors[piece];
+        state->excess[piece] *= factors[piece];
+        state->top[piece] += shift;
+        state->reference[piece] = newer[piece];
+    }
+    const bool has_both = has_reference(newer[0]) && has_reference(newer[1]);
+    state->is_late = has_both ? 0 : INT32_MAX;
+    return __any_sync(0xFFFFFFFFu, had_keys);
+}
+
+/* Multiplies `out` by factors of its heads. No product that adds to it is under way. */
+static __device__ __forceinline__ void
+scale_out(const float factors[2], bf16_consumer *state)
+{
+#pragma unroll
+    for (int i = 0; i < HALF_VALUES / 2; i++) {
+        state->out[i] *= factors[i / 2 % 2];
+    }
+}
+
+/* Moves references to the block's maxima where exponents are too large or a head has had no key,
+ * and makes the exponents relative to them. Returns whether `out` must be multiplied by the
+ * factors; all else has followed. */
+static __device__ __forceinline__ bool
+move_references(const lane_place &me, const int32_t highest[2], bf16_memory *shared,
+                bf16_consumer *state, float factors[2])
+{
+    float tops[2] = {__int_as_float(highest[0]), __int_as_float(highest[1])};
+    if (__any_sync(0xFFFFFFFFu, state->is_late != 0)) {
+        tops[0] = find_top(state->scores, 0);
+        tops[1] = find_top(state->scores, 1);
+    }
+    max_of_lanes(tops);
+    float newer[2];
+    bool any_moves = false;
+#pragma unroll
+    for (int piece = 0; piece < 2; piece++) {
         const float older = state->reference[piece];
-        const bool moves = top > (has_reference(older) ? MAX_EXPONENT : -INFINITY);
-        const float rise = moves ? top : 0.0f;
+        const bool moves = tops[piece] > (has_reference(older) ? MAX_EXPONENT : -INFINITY);
+        const float rise = moves ? tops[piece] : 0.0f;
 #pragma unroll
         for (int i = 0; i < BLOCK_KEYS / 2; i += 4) {
             state->scores[i + 2 * piece] -= rise;
             state->scores[i + 2 * piece + 1] -= rise;
         }
-        if (me.column == 0) { /* + 0 turns -0, which is NO_REFERENCE, into 0 */
-            find_references(shared, me)[8 * piece] = moves ? older + rise + 0.0f : older;
-        }
+        /* + 0 turns -0, which is NO_REFERENCE, into 0 */
+        newer[piece] = moves ? older + rise + 0.0f : older;
         any_moves |= moves;
     }
-    __syncwarp();
-    return __any_sync(0xFFFFFFFFu, any_moves);
+    __syncwarp(); /* all lanes have read the references, which one lane of four writes */
+    if (me.column == 0) {
+        find_references(shared, me)[0] = newer[0];
+        find_references(shared, me)[8] = newer[1];
+    }
+    return __any_sync(0xFFFFFFFFu, any_moves) && adopt_references(newer, state, factors);
 }
 
-/* Makes all that the thread has added up follow the references in shared memory. No product that
- * adds to out is under way. WAITS: products of scores are, and ptxas accepts no change of out
- * before a wait for them. */
-template <bool WAITS>
-static __device__ __forceinline__ void
-follow_references(const lane_place &me, bf16_memory *shared, bf16_consumer *state)
-{
-    const bool had_keys = has_reference(state->reference[0]) || has_reference(state->reference[1]);
-    float factors[2];
-#pragma unroll
-    for (int piece = 0; piece < 2; piece++) {
-        const float newer = find_references(shared, me)[8 * piece];
-        const float shift = state->reference[piece] - newer;
-        factors[piece] = ptx_exp2(fminf(shift, 0.0f)); /* shift > 0: no reference, no sum */
-        state->sum[piece] *= factors[piece];
-        state->excess[piece] *= factors[piece];
-        state->top[piece] += shift;
-        state->reference[piece] = newer;
-    }
-    const bool has_both = has_reference(state->reference[0]) && has_reference(state->reference[1]);
-    state->is_late = has_both ? 0 : INT32_MAX;
-    if (__any_sync(0xFFFFFFFFu, had_keys)) {
-        if constexpr (WAITS) {
-            wgmma_wait<0>();
-        }
-#pragma unroll
-        for (int i = 0; i < HALF_VALUES / 2; i++) {
-            state->out[i] *= factors[i / 2 % 2];
-        }
-    }
-}
-
-/* Follows the references if the other group has moved any. */
+/* Follows the references if the other group has moved any. WAITS: products of scores are under way,
+ * and ptxas accepts no change of out before a wait for them. */
 template <bool WAITS>
 static __device__ __forceinline__ void
 follow_other_group(const lane_place &me, bf16_memory *shared, bf16_consumer *state)
 {
-    bool has_moved = false;
-#pragma unroll
-    for (int piece = 0; piece < 2; piece++) {
-        has_moved |= smla_float_bits(find_references(shared, me)[8 * piece]) !=
-                     smla_float_bits(state->reference[piece]);
-    }
-    if (__any_sync(0xFFFFFFFFu, has_moved)) {
-        follow_references<WAITS>(me, shared, state);
+    const float newer[2] = {find_references(shared, me)[0], find_references(shared, me)[8]};
+    const bool has_moved = smla_float_bits(newer[0]) != smla_float_bits(state->reference[0]) ||
+                           smla_float_bits(newer[1]) != smla_float_bits(state->reference[1]);
+    float factors[2];
+    if (__any_sync(0xFFFFFFFFu, has_moved) && adopt_references(newer, state, factors)) {
+        if constexpr (WAITS) {
+            wgmma_wait<0>();
+        }
+        scale_out(factors, state);
     }
 }
 
@@ -239,12 +246,12 @@ begin_exponents(float score_scale, bf16_consumer *state)
     }
 }
 
-/* Scores -> exponents of weights, after begin_exponents. Returns whether references have moved; a
- * group that FOLLOWS has followed them already. block_bits: load_block_bits. */
-template <typename Keys, bool MAXIMA, bool FOLLOWS>
+/* Scores -> exponents of weights, after begin_exponents. Returns whether references have moved, so
+ * that `out` must be multiplied by the factors. block_bits: load_block_bits. */
+template <typename Keys, bool MAXIMA>
 static __device__ __forceinline__ bool
 find_exponents(const attention_launch &launch, const lane_place &me, uint32_t block_bits,
-               bf16_memory *shared, bf16_consumer *state)
+               bf16_memory *shared, bf16_consumer *state, float factors[2])
 {
 #pragma unroll
     for (int i = 0; i < BLOCK_KEYS / 2; i++) {
@@ -264,14 +271,7 @@ find_exponents(const attention_launch &launch, const lane_place &me, uint32_t bl
     find_highest(state->scores, highest);
     const bool is_rare =
         __vimax3_s32(highest[0], highest[1], state->is_late) > __float_as_int(MAX_EXPONENT);
-    if (!__any_sync(0xFFFFFFFFu, is_rare)) {
-        return false;
-    }
-    const bool has_moved = move_references(me, highest, shared, state);
-    if (FOLLOWS && has_moved) {
-        follow_references<false>(me, shared, state);
-    }
-    return has_moved;
+    return __any_sync(0xFFFFFFFFu, is_rare) && move_references(me, highest, shared, state, factors);
 }
 
 /* ---- Weights ------------------------------------------------------------------------------- */
