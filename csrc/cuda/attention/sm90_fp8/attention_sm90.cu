@@ -32,6 +32,8 @@
  *                               threads' scales) | consumers
  *              empty[granule]   256 consumers, which have converted the values | gather warps
  *              weighed[group]   128 threads of the group: weights and scales | the other group
+ *              moved            128 threads of the group whose weights exceed f16 | the other group
+ *              weighed_again    the same threads, when the weights fit | the other group
  *              added[group]     128 threads of the other group | the group, before new weights
  *              query_free       256 consumers, after a work's last scores | gather warps
  *              query_full       a thread of each gather warp, and its bytes | consumers
@@ -237,6 +239,8 @@ start(const hopper_launch &launch, hopper_memory<Shape> *shared)
         ptx_mbarrier_init(ptx_shared_address(&shared->query_full), GATHER_WARPS);
         ptx_mbarrier_init(ptx_shared_address(&shared->query_free), CONSUMER_THREADS);
         ptx_mbarrier_init(ptx_shared_address(&shared->counted), 1);
+        ptx_mbarrier_init(ptx_shared_address(&shared->moved), GROUP_THREADS);
+        ptx_mbarrier_init(ptx_shared_address(&shared->weighed_again), GROUP_THREADS);
         start_order(launch.base, &shared->order);
         for (int i = 0; i < 2; i++) {
             ptx_mbarrier_init(ptx_shared_address(&shared->weighed[i]), GROUP_THREADS);
@@ -271,6 +275,8 @@ end_barriers(hopper_memory<Shape> *shared)
         ptx_mbarrier_end(ptx_shared_address(&shared->query_full));
         ptx_mbarrier_end(ptx_shared_address(&shared->query_free));
         ptx_mbarrier_end(ptx_shared_address(&shared->counted));
+        ptx_mbarrier_end(ptx_shared_address(&shared->moved));
+        ptx_mbarrier_end(ptx_shared_address(&shared->weighed_again));
     }
     if (thread < 2) {
         ptx_mbarrier_end(ptx_shared_address(&shared->weighed[thread]));

@@ -99,6 +99,8 @@ template <typename Shape> struct hopper_memory {
     uint32_t scale_max[CONSUMER_WARPS];
     alignas(8) uint64_t weighed[2];
     uint64_t added[2];
+    uint64_t moved; /* this and the next: hopper_growth.cuh */
+    uint64_t weighed_again;
     uint64_t query_full;
     uint64_t query_free;
     uint64_t counted;
@@ -258,10 +260,12 @@ template <typename Shape> struct consumer {
     uint32_t a[2][16]; /* the same values as operand A of wgmma */
     uint32_t key_bits; /* is_key of the warp's granule in the group's block */
     int own;           /* where the group's block begins in the ring, in bytes */
-    uint32_t phase;    /* parities of `full` barriers, block and query; above them, steps to go */
+    uint32_t phase;    /* parities, as *_PARITY; above them, steps to go */
 };
 
-enum { RING_PARITY = 1, BLOCK_PARITY = 2, QUERY_PARITY = 4, ONE_STEP = 8 };
+/* Bits of consumer.phase: the parities of `full` barriers; of `weighed` and `added`; of barriers of
+ * works; of `moved` and `weighed_again`. */
+enum { RING_PARITY = 1, BLOCK_PARITY = 2, QUERY_PARITY = 4, GROWTH_PARITY = 8, ONE_STEP = 16 };
 
 template <typename Shape>
 static __device__ __forceinline__ void

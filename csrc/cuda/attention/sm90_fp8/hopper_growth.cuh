@@ -3,13 +3,17 @@
  * Both groups add blocks of keys in one order: 0, 1, 2, 3, ... Group g weighs blocks g, g + 2, ...,
  * and tells the other group (`weighed`) before either of them multiplies the weights. So a
  * reference may move between two blocks, if everything that was added before is scaled:
- *   - The group that finds too large weights in its block raises the references by whole numbers
- *     (`shift`), scales the sums of both groups and its own part of `out`, which is exact, and
- *     weighs the block again. Only then it arrives at `weighed`. The other group does not touch the
- *     sums meanwhile: it has weighed its last block, and waits for this one before its next.
- *   - The other group finds has_grown set when it has waited for the block. It scales its part of
- *     `out` and clears has_grown. The first group may set has_grown again with its next block, but
- *     before that it waits (`added`) until the other group has added this block.
+ *   - The group that finds too large weights in its block sets has_grown before it arrives at
+ *     `weighed`. It raises the references by whole numbers (`shift`) and arrives at `moved`, weighs
+ *     the block again and arrives at `weighed_again`. It scales the sums of both groups and its own
+ *     part of `out`, which is exact. The other group does not touch the sums meanwhile: it has
+ *     weighed its last block, and waits for this one before its next.
+ *   - The other group finds has_grown set when it has waited for the block. As soon as references
+ *     have moved, it scales its part of `out`, while the first group still weighs. It clears
+ *     has_grown. The first group may set has_grown again with its next block, but before that it
+ *     waits (`added`) until the other group has added this block.
+ * References move in one group at a time, so both groups use the same two mbarriers, and know from
+ * the times that references have moved which phase comes next (GROWTH_PARITY).
  */
 #pragma once
 
@@ -63,7 +67,8 @@ scale_out(const float *shift, const lane_place &me, consumer<Shape> *state)
 }
 
 /* Raises the references to where find_references would place them for the maxima of this block, and
- * stores in `shift` by how much. */
+ * stores in `shift` by how much. Absent keys have exponents of 0, which raise none. Scales the sums
+ * of all warps by 2^-shift, and moves their maxima. */
 template <typename Shape>
 static __device__ __forceinline__ void
 move_references(const hopper_launch &launch, const lane_place &me, hopper_memory<Shape> *shared,
@@ -71,32 +76,24 @@ move_references(const hopper_launch &launch, const lane_place &me, hopper_memory
 {
     float (*const tops)[Shape::HEADS] = (float (*)[Shape::HEADS])shared->probs[me.group];
     float *const mine = tops[me.warp];
-    const int head = SMLA_WARP_LANES * me.warp + me.lane;
-    leave_tops(state.scores, 1.0f, find_key_masks(me, state.key_bits), me,
-               [=](int at, float top) { mine[at] = top; });
+    const key_masks all = {1, 1};
+    leave_tops(state.scores, 1.0f, all, me, [=](int at, float top) { mine[at] = top; });
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
-    if (head < Shape::HEADS) {
-        const float top =
-            fmaxf(fmaxf(tops[0][head], tops[1][head]), fmaxf(tops[2][head], tops[3][head]));
-        const float shift = fmaxf(ceilf(top) + find_row_headroom(launch, state), 0.0f);
+    const int thread = SMLA_WARP_LANES * me.warp + me.lane;
+    const int head = thread & (Shape::HEADS - 1);
+    const float top =
+        fmaxf(fmaxf(tops[0][head], tops[1][head]), fmaxf(tops[2][head], tops[3][head]));
+    const float shift = fmaxf(ceilf(top) + find_row_headroom(launch, state), 0.0f);
+    if (thread < Shape::HEADS) {
         const float reference = shift < INFINITY ? shared->reference[head] + shift : NAN;
         mark_for_redo(shared, fabsf(reference) >= MAX_SCORE);
         shared->reference[head] = reference;
         shared->shift[me.group][head] = shift;
-        shared->has_grown[me.group] = 1;
     }
-    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
-}
-
-/* One group scales the sums of all warps by 2^-shift, and moves their maxima. */
-template <typename Shape>
-static __device__ __forceinline__ void
-scale_sums(const lane_place &me, hopper_memory<Shape> *shared)
-{
-#pragma unroll 1
-    for (int i = SMLA_WARP_LANES * me.warp + me.lane; i < CONSUMER_WARPS * Shape::SLOTS;
-         i += GROUP_THREADS) {
-        const float shift = shared->shift[me.group][i % Shape::HEADS];
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->moved), true);
+    static_assert(GROUP_THREADS % Shape::HEADS == 0, "all sums of a thread are those of `head`");
+#pragma unroll 2 /* there are no registers for more */
+    for (int i = thread; i < CONSUMER_WARPS * Shape::SLOTS; i += GROUP_THREADS) {
         shared->sums[0][i] *= scale_of_shift(shift);
         if constexpr (Shape::MAXIMA) {
             shared->tops[0][i] -= shift;
@@ -106,7 +103,8 @@ scale_sums(const lane_place &me, hopper_memory<Shape> *shared)
 }
 
 /* Does weigh_chunk again for both chunks of a pair, with exponents smaller by `shift`. Adds the sum
- * only where weigh_chunk has left it out. */
+ * only where weigh_chunk has left it out. The chunks take each step together, because nothing else
+ * hides latencies here. */
 template <typename Shape>
 static __device__ __forceinline__ void
 weigh_pair_again(uint32_t probs, const lane_place &me, int pair, hopper_memory<Shape> *shared,
@@ -114,12 +112,11 @@ weigh_pair_again(uint32_t probs, const lane_place &me, int pair, hopper_memory<S
 {
     constexpr int COUNT = Shape::CHUNKS == 1 ? 1 : 2; /* chunks per pair */
     const key_masks is_key = find_key_masks(me, state->key_bits);
-    float half[COUNT];
+    float e[COUNT][8], sums[COUNT][4], half[COUNT];
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         const int chunk = COUNT * pair + i;
         float *const x = &state->scores[8 * chunk];
-        float e[8], sums[4];
 #pragma unroll
         for (int j = 0; j < 8; j += 4) {
             const float2 shift =
@@ -129,9 +126,18 @@ weigh_pair_again(uint32_t probs, const lane_place &me, int pair, hopper_memory<S
             ptx_fma_if(&x[j + 2], 1.0f, -shift.x, is_key.second);
             ptx_fma_if(&x[j + 3], 1.0f, -shift.y, is_key.second);
         }
-        exp_chunk(x, e, sums);
-        half[i] = reduce_half<false>(sums, me.lane);
-        store_weights<Shape>(probs, me, chunk, e);
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        exp_chunk(&state->scores[8 * (COUNT * pair + i)], e[i], sums[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        store_weights<Shape>(probs, me, COUNT * pair + i, e[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        half[i] = reduce_half<false>(sums[i], me.lane);
     }
     const float added = fold_pair<false, Shape>(half[0], half[COUNT - 1], me) -
                         count_absent<Shape>(me, state->key_bits);
@@ -140,33 +146,43 @@ weigh_pair_again(uint32_t probs, const lane_place &me, int pair, hopper_memory<S
     }
 }
 
-/* Raises the references for a group with too large weights, and then tells the other group that the
- * block is weighed. No products into the group's `out` may be under way. */
+/* Raises the references for a group with too large weights, and weighs its block again. No products
+ * into the group's `out` may be under way. */
 template <typename Shape>
 static __device__ __forceinline__ void
 raise_references(const hopper_launch &launch, const hopper_addresses &at, const lane_place &me,
                  hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
     move_references(launch, me, shared, *state);
-    scale_sums(me, shared);
 #pragma unroll
     for (int pair = 0; pair < (Shape::CHUNKS + 1) / 2; pair++) {
         weigh_pair_again(at.probs, me, pair, shared, state);
     }
     ptx_fence_async_shared();
+    ptx_mbarrier_arrive(ptx_shared_address(&shared->weighed_again), true);
     ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
-    ptx_mbarrier_arrive(at.weighed + 8 * me.group, true);
+    state->phase ^= GROWTH_PARITY;
     scale_out(shared->shift[me.group], me, state);
 }
 
-/* Lets the other group follow, when it has waited for such a block. */
-template <typename Shape>
+/* Lets the other group follow, when it has waited for such a block. WAITS: products of scores are
+ * under way, and ptxas accepts no change of out before a wait for them. */
+template <bool WAITS, typename Shape>
 static __device__ __forceinline__ void
 follow_references(const lane_place &me, hopper_memory<Shape> *shared, consumer<Shape> *state)
 {
-    scale_out(shared->shift[me.group ^ 1], me, state);
-    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS); /* all have read has_grown */
-    if (SMLA_WARP_LANES * me.warp + me.lane == 0) {
-        shared->has_grown[me.group ^ 1] = 0;
+    const int other = me.group ^ 1;
+    const int thread = SMLA_WARP_LANES * me.warp + me.lane;
+    const uint32_t parity = (state->phase & GROWTH_PARITY) != 0;
+    ptx_mbarrier_wait(ptx_shared_address(&shared->moved), parity);
+    if constexpr (WAITS) {
+        wgmma_wait<0>();
     }
+    scale_out(shared->shift[other], me, state);
+    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS); /* all have read has_grown */
+    if (thread == 0) {
+        shared->has_grown[other] = 0;
+    }
+    ptx_mbarrier_wait(ptx_shared_address(&shared->weighed_again), parity);
+    state->phase ^= GROWTH_PARITY;
 }

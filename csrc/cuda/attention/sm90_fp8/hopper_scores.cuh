@@ -203,9 +203,11 @@ template <typename Shape>
 static __device__ __forceinline__ float
 find_row_headroom(const hopper_launch &launch, const consumer<Shape> &state)
 {
-    const float of_row = !has_steps_left(state, 2)                 ? ONE_STEP_HEADROOM
-                         : !has_steps_left(state, SHORT_STEPS + 1) ? SHORT_HEADROOM
-                                                                   : 0.0f;
+    /* computed anew: ptxas would keep a comparison of meet_other_block, and has no register */
+    const int steps = ptx_forget((int)(state.phase / ONE_STEP));
+    const float of_row = steps < 2              ? ONE_STEP_HEADROOM
+                         : steps <= SHORT_STEPS ? SHORT_HEADROOM
+                                                : 0.0f;
     return fminf(launch.headroom, of_row);
 }
 

@@ -172,8 +172,7 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
     load_values(place, find_granule<Shape>(other, 0), 0, state);
     load_values(place, find_granule<Shape>(other, 1), 1, state);
     if (is_any(has_grown)) {
-        wgmma_wait<0>(); /* waits for scores, too: ptxas wants nothing under way */
-        follow_references(find_place_again(), shared, state);
+        follow_references<true>(find_place_again(), shared, state);
     }
     convert_values(place, find_granule<Shape>(other, 0), 0, state);
 #pragma unroll
@@ -185,11 +184,12 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
     return other;
 }
 
-/* Makes the group's weights visible to wgmma of both groups, unless some are too large for f16.
- * Returns whether some are. */
+/* Makes the group's weights visible to wgmma of both groups. Tells the other group, and returns,
+ * whether some are too large for f16. */
 template <typename Shape>
 static __device__ __forceinline__ bool
-publish_weights(const hopper_addresses &at, const lane_place &me, const consumer<Shape> &state)
+publish_weights(const hopper_addresses &at, const lane_place &me, const consumer<Shape> &state,
+                hopper_memory<Shape> *shared)
 {
     bool has_grown = false;
 #pragma unroll
@@ -198,7 +198,9 @@ publish_weights(const hopper_addresses &at, const lane_place &me, const consumer
     }
     ptx_fence_async_shared();
     has_grown = ptx_barrier_or(BARRIER_GROUP + me.group, GROUP_THREADS, has_grown);
-    ptx_mbarrier_arrive(at.weighed + 8 * me.group, !has_grown);
+    ptx_store_shared_1_if(ptx_shared_address(&shared->has_grown[me.group]), 1,
+                          has_grown && SMLA_WARP_LANES * me.warp + me.lane == 0);
+    ptx_mbarrier_arrive(at.weighed + 8 * me.group, true);
     return has_grown;
 }
 
@@ -262,7 +264,7 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
             }
         }
         if (batch == 3) {
-            has_grown = publish_weights(at, me, *state);
+            has_grown = publish_weights(at, me, *state, shared);
             /* the own block: behind the group's barrier, all of its granules have arrived */
             load_values(place, find_granule<Shape>(own, 0), 0, state);
         }
@@ -364,7 +366,7 @@ add_last_block(const hopper_launch &launch, hopper_memory<Shape> *shared,
     const int other = make_uniform(find_other<Shape>(*state, true));
     ptx_mbarrier_wait(at.weighed + 8, state->phase >> 1 & 1);
     if (is_any(load_has_grown(shared, 1))) {
-        follow_references(me, shared, state);
+        follow_references<false>(find_place_again(), shared, state);
     }
     load_values(place, find_granule<Shape>(other, 0), 0, state);
 #pragma unroll
