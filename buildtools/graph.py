@@ -92,7 +92,7 @@ MACHINE = "aarch64" if VARIANT == "aarch64" else platform.machine()
 # kernels with instrumentation.
 OPTIMISED = {"release": " -O3", "aarch64": " -O3", "fuzz": " -fno-sanitize=all"}
 KERNEL = "-ffp-contract=fast" + OPTIMISED.get(VARIANT, "")
-AVX512 = f"{KERNEL} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma"
+AVX512 = f"{KERNEL} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c"
 AVX512BF16 = f"{AVX512} -mavx512vbmi -mavx512bf16"
 FLAGS_BY_MACHINE = {
     "x86_64": {

@@ -30,4 +30,5 @@ typedef struct smla_cache_isa {
 extern const smla_cache_isa smla_cache_base;
 #if defined(SMLA_HAVE_X86_ISA)
 extern const smla_cache_isa smla_cache_avx2;
+extern const smla_cache_isa smla_cache_avx512;
 #endif

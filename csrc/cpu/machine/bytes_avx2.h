@@ -1,6 +1,6 @@
 /* bytes_avx2.h: converts rows of e4m3 from and to fp32 with the fp16 conversions of machines that
- * have AVX2 (F16C), 32 values at a time. The callers leave other values than ordinary ones to
- * narrow.h.
+ * have AVX2 (F16C), and rows of e2m1, 32 values at a time. The callers leave other values than
+ * ordinary ones to narrow.h.
  *
  * An e4m3 value times 2^-8 is an fp16 value whose bits are those of the e4m3 code, apart:
  *
@@ -304,8 +304,39 @@ fold_four(const vfloat *x)
  * holds, which leaves room for the rounding of factors and products. */
 #define SMLA_E2M1_FACTOR 1.0057f
 
-/* The bins of 16 bf16 values times a factor, in 16-bit words. Bin 0 is what rounds to zero, from
- * 1/4 down; each bin after it is a quarter of a power of two: 1 to 4 up to 1/2, 5 to 8 up to 1. */
+/* Products of values and factors fall into bins by the upper half of their bits. Bin 0 is what
+ * rounds to zero, from 1/4 down; each bin after it is a quarter of a power of two: 1 to 4 up to
+ * 1/2, 5 to 8 up to 1. Bin 1 begins at the next bf16 after 1/4, which is 0x3E80, and a bin has 0x20
+ * of them. Bins 1 to 6 have code 1, bins from 18 on code 7. Products are below 10, so no bin is
+ * above 31. */
+enum { E2M1_BIN_0 = 0x3E81 - 0x20 };
+
+#if defined(__AVX512BW__)
+/* 32 bf16 values as e2m1, the first 16 times one factor and the others times another. */
+SMLA_INLINE void
+store_e2m1_by(const void *halves, float first_factor, float second_factor, void *bytes)
+{
+    const __m512i words = _mm512_loadu_si512(halves);
+    const __m512 factors =
+        _mm512_mask_broadcastss_ps(_mm512_set1_ps(first_factor), 0xFF00, _mm_set_ss(second_factor));
+    const __m512i magnitudes = _mm512_and_si512(words, _mm512_set1_epi32(0x7FFF7FFF));
+    const __m512i odd_bits = _mm512_and_si512(words, _mm512_set1_epi32(0x7FFF0000));
+    const __m512 even = _mm512_mul_ps((__m512)_mm512_slli_epi32(magnitudes, 16), factors);
+    const __m512 odd = _mm512_mul_ps((__m512)odd_bits, factors);
+    const __m512i products =
+        _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32((__m512i)even, 16), (__m512i)odd);
+    const __m512i bins =
+        _mm512_srli_epi16(_mm512_subs_epu16(products, _mm512_set1_epi16(E2M1_BIN_0)), 5);
+    const __m512i code_of_bin =
+        _mm512_set_epi16(7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 6, 6, /* bins 31 to 16 */
+                         5, 5, 4, 4, 3, 3, 2, 2, 2, 1, 1, 1, 1, 1, 1, 0);
+    const __m512i signs = _mm512_and_si512(_mm512_srli_epi16(words, 12), _mm512_set1_epi16(8));
+    const __m512i codes = _mm512_or_si512(_mm512_permutexvar_epi16(bins, code_of_bin), signs);
+    const __m512i pairs = _mm512_or_si512(codes, _mm512_srli_epi32(codes, 12));
+    _mm_storeu_si128(bytes, _mm512_cvtepi32_epi8(pairs));
+}
+#else
+/* The bins of 16 bf16 values times a factor, in 16-bit words. */
 SMLA_INLINE __m256i
 find_e2m1_bins(const void *halves, int i, float factor)
 {
@@ -313,13 +344,10 @@ find_e2m1_bins(const void *halves, int i, float factor)
     const vuint even = (vuint)((vfloat)(magnitudes << 16) * factor) >> 16;
     const vuint odd = (vuint)((vfloat)(magnitudes & 0xFFFF0000u) * factor);
     const __m256i products = _mm256_blend_epi16((__m256i)even, (__m256i)odd, 0xAA);
-    /* Bin 1 begins at the next bf16 after 1/4, which is 0x3E80, and a bin has 0x20 of them. */
-    const __m256i least = _mm256_set1_epi16(0x3E81 - 0x20);
-    return _mm256_srli_epi16(_mm256_subs_epu16(products, least), 5);
+    return _mm256_srli_epi16(_mm256_subs_epu16(products, _mm256_set1_epi16(E2M1_BIN_0)), 5);
 }
 
-/* The codes of the magnitudes in 32 bins. Bins 1 to 6 have code 1, bins from 18 on code 7. The
- * table begins with bin 3. */
+/* The codes of the magnitudes in 32 bins. The table begins with bin 3. */
 SMLA_INLINE __m256i
 find_e2m1_codes(__m256i bins)
 {
@@ -348,6 +376,7 @@ store_e2m1_by(const void *halves, float first_factor, float second_factor, void 
         _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
     _mm_storeu_si128(bytes, _mm_shuffle_epi32(joined, 0xD8));
 }
+#endif
 
 /* ---- fp32 and fp16 to bf16 ----------------------------------------------------------------- */
 

@@ -100,8 +100,8 @@ support_neonbf16(void)
 }
 #endif
 
-/* Rows are converted with AVX2 on machines with AVX-512, too, because that has no conversions of
- * bytes (bytes_avx2.h); it is 1.2 to 1.8 times as fast on a Sapphire Rapids (RESULTS.md). */
+/* On machines with AVX-512 rows are converted in vectors of AVX2, too, because bytes_avx2.h has no
+ * conversions of 16 lanes; they are 1.2 to 1.8 times as fast on a Sapphire Rapids (RESULTS.md). */
 const smla_cpu_isa smla_cpu_isas[] = {
 #if defined(SMLA_HAVE_X86_ISA)
     {.name = "amx",
@@ -109,7 +109,7 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .attention = &smla_attention_amx,
      .attention_source = "attention_amx.c",
      .projection = &smla_projection_avx512bf16,
-     .cache = &smla_cache_avx2,
+     .cache = &smla_cache_avx512,
      .norm = &smla_norm_avx512,
      .turn = &smla_turn_avx2,
      .select = &smla_select_avx512,
@@ -121,7 +121,7 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .attention = &smla_attention_avx512bf16,
      .attention_source = "attention_avx512bf16.c",
      .projection = &smla_projection_avx512bf16,
-     .cache = &smla_cache_avx2,
+     .cache = &smla_cache_avx512,
      .norm = &smla_norm_avx512,
      .turn = &smla_turn_avx2,
      .select = &smla_select_avx512,
@@ -132,7 +132,7 @@ const smla_cpu_isa smla_cpu_isas[] = {
      .attention = &smla_attention_avx512,
      .attention_source = "attention_avx512.c",
      .projection = &smla_projection_avx512,
-     .cache = &smla_cache_avx2,
+     .cache = &smla_cache_avx512,
      .norm = &smla_norm_avx512,
      .turn = &smla_turn_avx2,
      .select = &smla_select_avx512,
