@@ -4,9 +4,10 @@
     python buildtools/flash_mla_tests.py FlashMLA/tests
 
 FlashMLA's scripts run case by case, and one of them stops at the first failure. This one takes the
-cases out of them, those for measurements too, and gives each process a share in random order. All
-5365 cases of commit 9241ae3 take 142 s in nine processes on an H200, of whose memory they need a
-good part; with less, ask for fewer --processes. It needs PyTorch with Triton.
+cases out of them, those for measurements too, and gives each process a share in random order.
+Cases for which there was no memory beside the others run alone at the end. All 5365 cases of commit
+9241ae3 take 142 s in nine processes on an H200, and about 160 s in seven on an H100, which has less
+memory. It needs PyTorch with Triton.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import types
@@ -36,43 +38,63 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=600, help="no case begins after these")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--left", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--alone", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.share is not None:
-        return run_share(options)
-    command = [sys.executable, *sys.argv, "--share"]
-    shares = [subprocess.Popen([*command, str(i)]) for i in range(options.processes)]
-    return max([share.wait() for share in shares])
+    if options.share is not None or options.alone is not None:
+        return run_cases(options)
+    command = [sys.executable, *sys.argv]
+    with tempfile.TemporaryDirectory() as folder:
+        left = Path(folder, "left")
+        left.touch()
+        shares = [
+            subprocess.Popen([*command, f"--left={left}", f"--share={i}"])
+            for i in range(options.processes)
+        ]
+        status = max([share.wait() for share in shares])
+        if left.read_text():
+            status = max(status, subprocess.run([*command, f"--alone={left}"]).returncode)
+    return status
 
 
-def run_share(options: argparse.Namespace) -> int:
+def run_cases(options: argparse.Namespace) -> int:
+    """Runs a share of the cases, or those that the shares have left, whose seeds are in a file."""
     start = time.monotonic()
     load(options.tests)
     import torch
 
     cases = take_cases(options.tests)
-    large = [case for case in cases if case[1].s_q >= MANY_TOKENS]
-    others = [case for case in cases if case[1].s_q < MANY_TOKENS]
-    waiting = (large if options.share == 0 else []) + others[options.share :: options.processes]
+    if options.alone is not None:
+        seeds = set(map(int, options.alone.read_text().split()))
+        waiting = [case for case in cases if case[1].seed in seeds]
+    else:
+        large = [case for case in cases if case[1].s_q >= MANY_TOKENS]
+        others = [case for case in cases if case[1].s_q < MANY_TOKENS]
+        waiting = (large if options.share == 0 else []) + others[options.share :: options.processes]
     num_cases = len(waiting)
     counts: collections.Counter[str] = collections.Counter()
     for number, (name, case) in enumerate(waiting):
         if time.monotonic() - start > options.seconds:
-            counts["left"] += 1
+            counts["not begun"] += 1
             continue
         try:
             log, is_right = run_case(name, case)
-        except torch.cuda.OutOfMemoryError:  # other processes have it, so once more at the end
+        except torch.cuda.OutOfMemoryError:  # other processes have it, so twice more, later
             gc.collect()
             torch.cuda.empty_cache()
             if number < num_cases:
                 waiting.append((name, case))
+            elif options.left is not None:
+                with options.left.open("a") as file:
+                    file.write(f"{case.seed}\n")
             else:
                 counts["out of memory"] += 1
             continue
         counts[f"{'passed' if is_right else 'FAILED'}: {name}, d_qk {case.d_qk}"] += 1
         if not is_right:
             print(log, flush=True)
-    print(f"share {options.share}:", dict(sorted(counts.items())), flush=True)
+    title = "alone" if options.share is None else f"share {options.share}"
+    print(f"{title}:", dict(sorted(counts.items())), flush=True)
     return 0 if all(key.startswith("passed") for key in counts) else 1
 
 
