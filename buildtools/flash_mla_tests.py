@@ -6,8 +6,8 @@
 FlashMLA's scripts run case by case, and one of them stops at the first failure. This one takes the
 cases out of them, those for measurements too, and gives each process a share in random order.
 Cases for which there was no memory beside the others run alone at the end. All 5365 cases of commit
-9241ae3 take 142 s in nine processes on an H200, and about 160 s in seven on an H100, which has less
-memory. It needs PyTorch with Triton.
+9241ae3 take 142 s in nine processes on an H200; on an H100, which has less memory, 155 s in seven
+and what then runs alone. It needs PyTorch with Triton.
 """
 
 import argparse
@@ -36,64 +36,61 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tests", type=Path, help="the folder tests of FlashMLA's repository")
     parser.add_argument("--processes", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=600, help="no case begins after these")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="a process begins no case after these"
+    )
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--left", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--alone", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.share is not None or options.alone is not None:
+    if options.left is not None:
         return run_cases(options)
-    command = [sys.executable, *sys.argv]
     with tempfile.TemporaryDirectory() as folder:
         left = Path(folder, "left")
         left.touch()
-        shares = [
-            subprocess.Popen([*command, f"--left={left}", f"--share={i}"])
-            for i in range(options.processes)
-        ]
+        command = [sys.executable, *sys.argv, f"--left={left}"]
+        shares = [subprocess.Popen([*command, f"--share={i}"]) for i in range(options.processes)]
         status = max([share.wait() for share in shares])
         if left.read_text():
-            status = max(status, subprocess.run([*command, f"--alone={left}"]).returncode)
+            status = max(status, subprocess.run(command).returncode)
     return status
 
 
 def run_cases(options: argparse.Namespace) -> int:
-    """Runs a share of the cases, or those that the shares have left, whose seeds are in a file."""
+    """Runs a share of the cases, or alone those that the shares have left: their seeds are in the
+    file `left`."""
     start = time.monotonic()
     load(options.tests)
     import torch
 
     cases = take_cases(options.tests)
-    if options.alone is not None:
-        seeds = set(map(int, options.alone.read_text().split()))
+    is_alone = options.share is None
+    if is_alone:
+        seeds = set(map(int, options.left.read_text().split()))
         waiting = [case for case in cases if case[1].seed in seeds]
     else:
         large = [case for case in cases if case[1].s_q >= MANY_TOKENS]
         others = [case for case in cases if case[1].s_q < MANY_TOKENS]
         waiting = (large if options.share == 0 else []) + others[options.share :: options.processes]
-    num_cases = len(waiting)
     counts: collections.Counter[str] = collections.Counter()
-    for number, (name, case) in enumerate(waiting):
+    for name, case in waiting:
         if time.monotonic() - start > options.seconds:
             counts["not begun"] += 1
             continue
         try:
             log, is_right = run_case(name, case)
-        except torch.cuda.OutOfMemoryError:  # other processes have it, so twice more, later
+        except torch.cuda.OutOfMemoryError:
             gc.collect()
             torch.cuda.empty_cache()
-            if number < num_cases:
-                waiting.append((name, case))
-            elif options.left is not None:
+            if is_alone:
+                counts["out of memory"] += 1
+            else:  # other processes have the memory
                 with options.left.open("a") as file:
                     file.write(f"{case.seed}\n")
-            else:
-                counts["out of memory"] += 1
             continue
         counts[f"{'passed' if is_right else 'FAILED'}: {name}, d_qk {case.d_qk}"] += 1
         if not is_right:
             print(log, flush=True)
-    title = "alone" if options.share is None else f"share {options.share}"
+    title = "alone" if is_alone else f"share {options.share}"
     print(f"{title}:", dict(sorted(counts.items())), flush=True)
     return 0 if all(key.startswith("passed") for key in counts) else 1
 

@@ -4,7 +4,7 @@
     python buildtools/sanitizers.py                all three at once, on the extension as it is
     python buildtools/sanitizers.py racecheck --processes 2 -k top_k
 
-Each tool gets --processes processes, which share its tests; what else is given goes to pytest. A
+Each tool gets --processes processes, which share its tests; pytest's options choose the tests. A
 tool slows a test down by ten times and more, mostly on the host, so processes help as long as there
 are cores. With six each on 16 cores and an H100, memcheck took 48 s and racecheck 140 s, at once.
 COMPUTE_SANITIZER names another program than the one in the PATH.

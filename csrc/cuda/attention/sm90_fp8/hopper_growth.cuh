@@ -92,7 +92,7 @@ move_references(const hopper_launch &launch, const lane_place &me, hopper_memory
     }
     ptx_mbarrier_arrive(ptx_shared_address(&shared->moved), true);
     static_assert(GROUP_THREADS % Shape::HEADS == 0, "all sums of a thread are those of `head`");
-#pragma unroll 2 /* there are no registers for more */
+#pragma unroll 2 /* there are no registers for more, nor to keep the factor */
     for (int i = thread; i < CONSUMER_WARPS * Shape::SLOTS; i += GROUP_THREADS) {
         shared->sums[0][i] *= scale_of_shift(shift);
         if constexpr (Shape::MAXIMA) {
