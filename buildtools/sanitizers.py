@@ -6,7 +6,8 @@
 
 Each tool gets --processes processes, which share its tests; pytest's options choose the tests. A
 tool slows a test down by ten times and more, mostly on the host, so processes help as long as there
-are cores. With six each on 16 cores and an H100, memcheck took 48 s and racecheck 140 s, at once.
+are cores. With six each on 16 cores and an H100, memcheck took 45 s, synccheck 65 s and racecheck
+110 s, all at once.
 COMPUTE_SANITIZER names another program than the one in the PATH.
 """
 
