@@ -104,22 +104,27 @@ typedef enum smla_page_layout {
     SMLA_PAGE_SPLIT = 1, /* the scales of all tokens of a page lie behind their data */
 } smla_page_layout;
 
-/* The entries of the table, in order. */
+/* The entries of the table, in order, each as X(number). Code that is compiled once for every
+ * format names them through this list. */
+#define SMLA_EACH_KV_ROW(X)   \
+    X(SMLA_ROW_BFLOAT16)      \
+    X(SMLA_ROW_BFLOAT16_512)  \
+    X(SMLA_ROW_FP8_DS_MLA)    \
+    X(SMLA_ROW_FP8_V4)        \
+    X(SMLA_ROW_FP8_E4M3)      \
+    X(SMLA_ROW_FP8_INDEX)     \
+    X(SMLA_ROW_MXFP4_INDEX)   \
+    X(SMLA_ROW_FP8_V41)       \
+    X(SMLA_ROW_FP8_V41_SPLIT) \
+    X(SMLA_ROW_FP4_V41)       \
+    X(SMLA_ROW_FP4_V41_SPLIT) \
+    X(SMLA_ROW_FP8_NOPE)
+
+#define SMLA_NAME_KV_ROW(number) number,
 typedef enum smla_kv_row_number {
-    SMLA_ROW_BFLOAT16,
-    SMLA_ROW_BFLOAT16_512,
-    SMLA_ROW_FP8_DS_MLA,
-    SMLA_ROW_FP8_V4,
-    SMLA_ROW_FP8_E4M3,
-    SMLA_ROW_FP8_INDEX,
-    SMLA_ROW_MXFP4_INDEX,
-    SMLA_ROW_FP8_V41,
-    SMLA_ROW_FP8_V41_SPLIT,
-    SMLA_ROW_FP4_V41,
-    SMLA_ROW_FP4_V41_SPLIT,
-    SMLA_ROW_FP8_NOPE,
-    SMLA_NUM_KV_FORMATS,
+    SMLA_EACH_KV_ROW(SMLA_NAME_KV_ROW) SMLA_NUM_KV_FORMATS
 } smla_kv_row_number;
+#undef SMLA_NAME_KV_ROW
 
 /* A set of table entries: one bit per entry. */
 typedef uint32_t smla_kv_set;
@@ -134,13 +139,17 @@ typedef uint32_t smla_kv_set;
     (SMLA_KV_SET(SMLA_ROW_BFLOAT16) | SMLA_KV_SET(SMLA_ROW_BFLOAT16_512) | \
      SMLA_KV_SET(SMLA_ROW_FP8_DS_MLA))
 
+/* Entries that attention serves in the main list. A new format is in no set of its own accord: its
+ * author adds it where the kernels can read it. */
+#define SMLA_KV_ATTENTION                                                  \
+    (SMLA_KV_SET(SMLA_ROW_BFLOAT16) | SMLA_KV_SET(SMLA_ROW_BFLOAT16_512) | \
+     SMLA_KV_SET(SMLA_ROW_FP8_DS_MLA) | SMLA_KV_SET(SMLA_ROW_FP8_V4) |     \
+     SMLA_KV_SET(SMLA_ROW_FP8_E4M3) | SMLA_KV_SET(SMLA_ROW_FP8_V41) |      \
+     SMLA_KV_SET(SMLA_ROW_FP8_V41_SPLIT) | SMLA_KV_SET(SMLA_ROW_FP8_NOPE))
+
 /* Entries that attention serves in the extra list: all but keys of the indexer. */
 #define SMLA_KV_EXTRA \
-    (SMLA_KV_ALL & ~(SMLA_KV_SET(SMLA_ROW_FP8_INDEX) | SMLA_KV_SET(SMLA_ROW_MXFP4_INDEX)))
-
-/* Entries that attention serves in the main list. */
-#define SMLA_KV_ATTENTION \
-    (SMLA_KV_EXTRA & ~(SMLA_KV_SET(SMLA_ROW_FP4_V41) | SMLA_KV_SET(SMLA_ROW_FP4_V41_SPLIT)))
+    (SMLA_KV_ATTENTION | SMLA_KV_SET(SMLA_ROW_FP4_V41) | SMLA_KV_SET(SMLA_ROW_FP4_V41_SPLIT))
 
 typedef struct smla_kv_format_info {
     smla_kv_row_number number; /* index of the table entry */

@@ -500,6 +500,10 @@ test_format_table(void)
         EXPECT(row->least_amax == 0 || row->scale_type != SMLA_SCALE_E4M3);
         EXPECT_EQ(row->row_bytes, row->row_elements * element_bytes);
         EXPECT_EQ(row->row_bytes % row->alignment, 0);
+        /* the sets: attention reads all rows that are values, in the main list none of e2m1 */
+        const bool is_value = row->value_dim != 0;
+        EXPECT_EQ(SMLA_KV_EXTRA >> i & 1, is_value);
+        EXPECT_EQ(SMLA_KV_ATTENTION >> i & 1, is_value && row->nope_type != SMLA_NOPE_E2M1);
     }
     EXPECT(smla_find_kv_format(SMLA_KV_INFER) == NULL && smla_find_kv_format(99) == NULL);
 }

@@ -189,7 +189,7 @@ static void
 test_formats(void)
 {
     smla_attention_params params = make_params(9, 64, 2048, 2);
-    params.lists[1].kv.format = find_format(false); /* of a list that is absent */
+    params.lists[1].kv.format = find_format(false); /* the format of a list that is absent */
     EXPECT_OK(run_call(&params));
     expect_launch(0, "sm90_fp8_64", 9, 2);
     params = make_params(9, 64, 2048, 2);
@@ -248,7 +248,9 @@ test_no_kernel(void)
         params.num_splits = planned ? 0 : 2;
         EXPECT_FAIL(run_call(&params), SMLA_ERROR_RUNTIME,
                     "sparse_attention: no kernel for sm_75, 65536 bytes of shared memory, "
-                    "fp8_ds_mla and 64 heads; there are: sm_90 fp8_ds_mla, heads 17...128; ");
+                    "fp8_ds_mla and 64 heads; there are, for 1 to 128 heads: sm_80+ fp8_ds_mla; ");
+        const char *const last = "; sm_90 of 512 values, exact as bfloat16"; /* nothing is cut */
+        EXPECT(strcmp(error.text + strlen(error.text) - strlen(last), last) == 0);
     }
     EXPECT_EQ(num_launches, 0);
 }

@@ -664,7 +664,7 @@ test_guard(void)
     EXPECT_OK(smla_cuda_enter(op, 1, &guard, &error)); /* retained once */
     smla_cuda_leave(&guard);
     EXPECT_CALLS("cuCtxPushCurrent cuCtxPopCurrent@1 ");
-    fake.current = 1; /* from another device to device 0, and back */
+    fake.current = 1; /* the way from another device to device 0, and back */
     EXPECT_OK(smla_cuda_enter(op, 0, &guard, &error));
     EXPECT_EQ(fake.current, 0);
     smla_cuda_leave(&guard);
@@ -959,6 +959,40 @@ test_operators(void)
     forget_calls();
     EXPECT_OK(smla_cuda_backend.check_gather(&gather, &error));
     EXPECT_CALLS("");
+}
+
+/* A launcher whose table has no kernel for what the check lets through: a format that its author
+ * has not added there. */
+static void
+test_tables_without_a_kernel(void)
+{
+    const smla_stream stream = {.device_id = 1, .handle = &streams[1]};
+    const smla_kv_view kv = {.num_pages = 1,
+                             .block_size = 1,
+                             .format = &smla_kv_formats[SMLA_ROW_BFLOAT16_512]};
+    const smla_cache_write_params write = {.op = "concat_and_cache_mla",
+                                           .num_tokens = 1,
+                                           .kv = kv,
+                                           .stream = stream};
+    const smla_gather_params gather = {.op = "gather_kv_cache",
+                                       .num_reqs = 1,
+                                       .kv = kv,
+                                       .stream = stream};
+    const smla_dequantize_params dequantize = {.kv = kv, .stream = stream};
+    const smla_merge_params merge = {.num_tokens = 1, .num_heads = 1, .stream = stream};
+    begin();
+    launch_code = SMLA_NO_KERNEL;
+    EXPECT_FAIL(smla_cuda_backend.concat_and_cache_mla(&write, &error), SMLA_ERROR_RUNTIME,
+                "concat_and_cache_mla: no CUDA kernel serves caches of bfloat16 with 512 elements "
+                "a token");
+    EXPECT_FAIL(smla_cuda_backend.gather_kv_cache(&gather, &error), SMLA_ERROR_RUNTIME,
+                "gather_kv_cache: no CUDA kernel serves caches of bfloat16 with 512 elements");
+    EXPECT_FAIL(smla_cuda_backend.dequantize_kv_cache(&dequantize, &error), SMLA_ERROR_RUNTIME,
+                "dequantize_kv_cache: no CUDA kernel serves caches of bfloat16 with 512 elements");
+    EXPECT_FAIL(smla_cuda_backend.merge_attn_states(&merge, &error), SMLA_ERROR_RUNTIME,
+                "merge_attn_states: no CUDA kernel serves these arrays");
+    EXPECT_EQ(fake.current, 0);
+    launch_code = cudaSuccess;
 }
 
 /* Both launches for each chunk of tokens; the first one that fails is the last. */
@@ -1265,6 +1299,7 @@ main(void)
     RUN(test_status);
     RUN(test_captures);
     RUN(test_operators);
+    RUN(test_tables_without_a_kernel);
     RUN(test_chunks_of_lightning_indexer);
     RUN(test_old_device);
     RUN(test_backend_table);

@@ -331,7 +331,7 @@ test_ended_calls(void)
                 "top_k_per_row: the call was interrupted");
     EXPECT_FAIL(choose(&c, some, NULL, 512), SMLA_ERROR_RUNTIME,
                 "lightning_indexer: the call was interrupted");
-    EXPECT_FAIL(choose(&c, all, NULL, 512), SMLA_ERROR_RUNTIME, /* which scores nothing */
+    EXPECT_FAIL(choose(&c, all, NULL, 512), SMLA_ERROR_RUNTIME, /* a choice without scores */
                 "lightning_indexer: the call was interrupted");
     EXPECT(smla_set_interrupt(NULL) == &interrupt);
 }

@@ -19,18 +19,17 @@ is_decoded(const smla_kv_format_info *format)
 SMLA_INLINE void
 decode_key(const smla_kv_format_info *format, smla_kv_token token, smla_float_type type, void *key)
 {
+#define DECODE(number)                                                                \
+    case number:                                                                      \
+        if (is_decoded(&smla_kv_formats[number])) {                                   \
+            decode_constant_format(&smla_kv_formats[number], token, 1.0f, type, key); \
+        }                                                                             \
+        break;
     switch (format->number) {
-    case SMLA_ROW_FP8_V4:
-        decode_constant_format(&smla_kv_formats[SMLA_ROW_FP8_V4], token, 1.0f, type, key);
-        break;
-    case SMLA_ROW_FP8_V41:
-    case SMLA_ROW_FP8_V41_SPLIT: /* the bytes of the other format, in another place */
-        decode_constant_format(&smla_kv_formats[SMLA_ROW_FP8_V41], token, 1.0f, type, key);
-        break;
-    default:
-        decode_constant_format(&smla_kv_formats[SMLA_ROW_FP4_V41], token, 1.0f, type, key);
-        break;
+        SMLA_EACH_KV_ROW(DECODE)
+    case SMLA_NUM_KV_FORMATS: break;
     }
+#undef DECODE
 }
 
 /* Whether a scale is so small that products with codes may be subnormal: e4m3 codes are at least

@@ -156,21 +156,10 @@ decode_row(const smla_kv_format_info *format, smla_kv_token from, float kv_scale
            smla_float_type type, uint8_t *out)
 {
 #define DECODE(number) \
-    case number: decode_constant_format(&smla_kv_formats[number], from, kv_scale, type, out); break
+    case number: decode_constant_format(&smla_kv_formats[number], from, kv_scale, type, out); break;
     switch (format->number) {
-        DECODE(SMLA_ROW_BFLOAT16);
-        DECODE(SMLA_ROW_BFLOAT16_512);
-        DECODE(SMLA_ROW_FP8_DS_MLA);
-        DECODE(SMLA_ROW_FP8_V4);
-        DECODE(SMLA_ROW_FP8_E4M3);
-        DECODE(SMLA_ROW_FP8_INDEX);
-        DECODE(SMLA_ROW_MXFP4_INDEX);
-        DECODE(SMLA_ROW_FP8_V41);
-        DECODE(SMLA_ROW_FP8_V41_SPLIT);
-        DECODE(SMLA_ROW_FP4_V41);
-        DECODE(SMLA_ROW_FP4_V41_SPLIT);
-        DECODE(SMLA_ROW_FP8_NOPE);
-    default: break;
+        SMLA_EACH_KV_ROW(DECODE)
+    case SMLA_NUM_KV_FORMATS: break;
     }
 #undef DECODE
 }

@@ -363,21 +363,10 @@ encode_row(const smla_kv_format_info *format, smla_float_type type, const uint8_
 #define ENCODE(number)                                                                    \
     case number:                                                                          \
         encode_constant_format(&smla_kv_formats[number], type, nope, rope, kv_scale, to); \
-        break
+        break;
     switch (format->number) {
-        ENCODE(SMLA_ROW_BFLOAT16);
-        ENCODE(SMLA_ROW_BFLOAT16_512);
-        ENCODE(SMLA_ROW_FP8_DS_MLA);
-        ENCODE(SMLA_ROW_FP8_V4);
-        ENCODE(SMLA_ROW_FP8_E4M3);
-        ENCODE(SMLA_ROW_FP8_INDEX);
-        ENCODE(SMLA_ROW_MXFP4_INDEX);
-        ENCODE(SMLA_ROW_FP8_V41);
-        ENCODE(SMLA_ROW_FP8_V41_SPLIT);
-        ENCODE(SMLA_ROW_FP4_V41);
-        ENCODE(SMLA_ROW_FP4_V41_SPLIT);
-        ENCODE(SMLA_ROW_FP8_NOPE);
-    default: break;
+        SMLA_EACH_KV_ROW(ENCODE)
+    case SMLA_NUM_KV_FORMATS: break;
     }
 #undef ENCODE
 }
@@ -401,14 +390,20 @@ encode_constant_keys(const smla_kv_format_info *format, smla_float_type type,
     }
 }
 
-/* Writes keys of the indexer of either format. */
+/* Writes keys of the indexer of any of its formats, whose rows are no values. */
 SMLA_INLINE void
 encode_keys(const smla_kv_format_info *format, smla_float_type type, const uint8_t *const *keys,
             const smla_kv_token *to, int count)
 {
-    if (format->number == SMLA_ROW_FP8_INDEX) {
-        encode_constant_keys(&smla_kv_formats[SMLA_ROW_FP8_INDEX], type, keys, to, count);
-    } else {
-        encode_constant_keys(&smla_kv_formats[SMLA_ROW_MXFP4_INDEX], type, keys, to, count);
+#define ENCODE(number)                                                             \
+    case number:                                                                   \
+        if (smla_kv_formats[number].value_dim == 0) {                              \
+            encode_constant_keys(&smla_kv_formats[number], type, keys, to, count); \
+        }                                                                          \
+        break;
+    switch (format->number) {
+        SMLA_EACH_KV_ROW(ENCODE)
+    case SMLA_NUM_KV_FORMATS: break;
     }
+#undef ENCODE
 }

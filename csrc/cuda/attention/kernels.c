@@ -87,6 +87,9 @@ const smla_attention_kernel smla_attention_kernels[] = {
 
 enum { NUM_KERNELS = sizeof smla_attention_kernels / sizeof smla_attention_kernels[0] - 1 };
 
+_Static_assert((int)SMLA_NUM_KV_FORMATS + 2 < 32,
+               "a set has a bit for every format, and two for what else a kernel serves");
+
 /* What kernels() reports of a table entry. The texts live as long as the library. */
 typedef struct row_text {
     const char *arch;
@@ -208,15 +211,36 @@ smla_cuda_kernels(smla_kernel_info *rows, int64_t capacity)
     return NUM_KERNELS;
 }
 
+/* Whether an entry before this one has its architecture and formats, for other heads or splits. */
+static bool
+is_repeated(int number)
+{
+    const smla_attention_kernel *const kernel = &smla_attention_kernels[number];
+    for (int i = 0; i < number; i++) {
+        if (smla_attention_kernels[i].arch == kernel->arch &&
+            smla_attention_kernels[i].formats == kernel->formats) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Portable kernels come first: they are what a device without kernels of its own needs. */
 void
-smla_describe_kernels(char *text, size_t size)
+smla_describe_kernels(char text[SMLA_KERNELS_TEXT])
 {
     size_t length = 0;
     text[0] = '\0';
-    for (int i = 0; i < NUM_KERNELS && length < size; i++) {
-        const row_text row = text_of(&smla_attention_kernels[i]);
-        const int written = snprintf(text + length, size - length, "%s%s %s, heads %s",
-                                     i == 0 ? "" : "; ", row.arch, row.formats, row.heads);
-        length += written < 0 ? 0 : (size_t)written;
+    for (int is_special = 0; is_special < 2; is_special++) {
+        for (int i = 0; i < NUM_KERNELS && length < SMLA_KERNELS_TEXT; i++) {
+            if ((smla_attention_kernels[i].arch != SMLA_PORTABLE_ARCH) != is_special ||
+                is_repeated(i)) {
+                continue;
+            }
+            const row_text row = text_of(&smla_attention_kernels[i]);
+            const int written = snprintf(text + length, SMLA_KERNELS_TEXT - length, "%s%s %s",
+                                         length == 0 ? "" : "; ", row.arch, row.formats);
+            length += written < 0 ? 0 : (size_t)written;
+        }
     }
 }

@@ -19,11 +19,13 @@ enum {
     SMLA_ROWS_BF16 = SMLA_KV_SET(SMLA_ROW_BFLOAT16),
     SMLA_ROWS_BF16_512 = SMLA_KV_SET(SMLA_ROW_BFLOAT16_512),
     SMLA_ROWS_MIXED = SMLA_ROWS_FP8 | SMLA_ROWS_BF16, /* one list of each format */
+    /* keys of 512 values that are exact as bf16: no scale is an fp32 */
+    SMLA_ROWS_EXACT_512 = SMLA_ROWS_BF16_512 | SMLA_ROWS_V4 | SMLA_KV_SET(SMLA_ROW_FP8_V41) |
+        SMLA_KV_SET(SMLA_ROW_FP8_V41_SPLIT) | SMLA_KV_SET(SMLA_ROW_FP4_V41) |
+        SMLA_KV_SET(SMLA_ROW_FP4_V41_SPLIT),
     /* keys of 512 values in any format */
-    SMLA_ROWS_512 = SMLA_KV_EXTRA & ~(SMLA_ROWS_FP8 | SMLA_ROWS_BF16),
-    /* those of them that are exact as bf16: no scale is an fp32 */
-    SMLA_ROWS_EXACT_512 = SMLA_ROWS_512 &
-        ~(SMLA_KV_SET(SMLA_ROW_FP8_E4M3) | SMLA_KV_SET(SMLA_ROW_FP8_NOPE)),
+    SMLA_ROWS_512 = SMLA_ROWS_EXACT_512 | SMLA_KV_SET(SMLA_ROW_FP8_E4M3) |
+        SMLA_KV_SET(SMLA_ROW_FP8_NOPE),
     /* Not formats: lists with dense columns or a `begin` (smla_has_ranges), and e4m3 queries. The
      * kernels that serve e4m3 queries read q_scale and logit_divisor, for bf16 queries too. */
     SMLA_ROWS_RANGED = SMLA_KV_SET(SMLA_NUM_KV_FORMATS),
@@ -86,8 +88,11 @@ enum { SMLA_FORMATS_TEXT = 64 };
 /* Writes the names of the formats, such as "fp8_ds_mla with bfloat16". */
 void smla_describe_formats(smla_kv_set formats, char text[SMLA_FORMATS_TEXT]);
 
-/* Describes the table, for the error when no kernel fits. Text beyond `size` is cut off. */
-void smla_describe_kernels(char *text, size_t size);
+enum { SMLA_KERNELS_TEXT = 320 }; /* it leaves room for the rest of the error's text */
+
+/* Describes the table, for the error when no kernel fits: "sm_80+ fp8_ds_mla; ...". Text beyond
+ * SMLA_KERNELS_TEXT is cut off. */
+void smla_describe_kernels(char text[SMLA_KERNELS_TEXT]);
 
 enum { SMLA_RESERVED_SHARED_BYTES = 1024 }; /* reserved by the driver in every CTA */
 
@@ -100,7 +105,7 @@ enum {
 /* Threads per CTA of the combine kernel, which folds one row of halves. */
 #define SMLA_COMBINE_THREADS(splits) ((splits) <= 8 ? 64 : (splits) <= 16 ? 128 : 256)
 
-/* CTAs of the combine kernel that so many registers are enough for. */
+/* How many CTAs of the combine kernel fit in that many registers. */
 #define SMLA_COMBINE_CTAS(registers, splits) \
     ((registers) / SMLA_COMBINE_REGISTERS / SMLA_COMBINE_THREADS(splits))
 

@@ -268,5 +268,5 @@ smla_cuda_launch_merge_attn_states(const smla_merge_params *p)
             return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream);
         }
     }
-    return cudaErrorInvalidDeviceFunction;
+    return SMLA_NO_KERNEL;
 }

@@ -9,14 +9,14 @@ fail_without_kernel(const smla_attention_params *params, const smla_cuda_device 
                     smla_error *error)
 {
     char formats[SMLA_FORMATS_TEXT];
-    char rows[2048];
+    char rows[SMLA_KERNELS_TEXT];
     const smla_kv_format_info *const extra =
         params->num_lists == 2 ? params->lists[1].kv.format : NULL;
     smla_describe_formats(smla_join_formats(params->lists[0].kv.format, extra), formats);
-    smla_describe_kernels(rows, sizeof rows);
+    smla_describe_kernels(rows);
     return smla_fail(error, SMLA_ERROR_RUNTIME,
                      "%s: no kernel for sm_%d, %d bytes of shared memory, %s and %lld heads; there "
-                     "are: %s",
+                     "are, for 1 to 128 heads: %s",
                      params->op, device->compute_capability, device->max_shared_bytes, formats,
                      (long long)params->num_heads, rows);
 }

@@ -120,5 +120,5 @@ smla_cuda_launch_dequantize_kv_cache(const smla_dequantize_params *p)
                                0, p->stream);
         }
     }
-    return cudaErrorInvalidDeviceFunction;
+    return SMLA_NO_KERNEL;
 }

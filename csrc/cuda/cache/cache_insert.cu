@@ -173,5 +173,5 @@ smla_cuda_launch_insert_k_cache(const smla_cache_write_params *p)
             return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream);
         }
     }
-    return cudaErrorInvalidDeviceFunction;
+    return SMLA_NO_KERNEL;
 }

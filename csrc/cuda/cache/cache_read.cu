@@ -261,5 +261,5 @@ smla_cuda_launch_gather_kv_cache(const smla_gather_params *p, const smla_cuda_de
             return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream);
         }
     }
-    return cudaErrorInvalidDeviceFunction;
+    return SMLA_NO_KERNEL;
 }

@@ -314,5 +314,5 @@ smla_cuda_launch_concat_and_cache_mla(const smla_cache_write_params *p)
             return smla_launch(row.kernel, args, num_blocks, BLOCK_THREADS, 0, p->stream);
         }
     }
-    return cudaErrorInvalidDeviceFunction;
+    return SMLA_NO_KERNEL;
 }

@@ -266,5 +266,5 @@ smla_cuda_launch_convert_req_index_to_global_index(const smla_convert_params *p)
                                p->stream);
         }
     }
-    return cudaErrorInvalidDeviceFunction;
+    return SMLA_NO_KERNEL;
 }

@@ -9,6 +9,7 @@
 typedef struct cuda_call {
     const char *op;
     smla_stream stream;
+    const smla_kv_format_info *format; /* the format of the cache; NULL: there is no cache */
     const smla_cuda_device *device;
     bool is_checked;
     smla_cuda_guard guard;
@@ -42,10 +43,26 @@ end_call(const cuda_call *call, smla_status status, smla_error *error)
     return status;
 }
 
+/* The error where a launcher has no kernel for what the operator's check lets through. A new format
+ * needs a row in the table of every such launcher (docs/kernels.md). */
+static smla_status
+fail_without_kernel(const cuda_call *call, smla_error *error)
+{
+    return call->format == NULL
+               ? smla_fail(error, SMLA_ERROR_RUNTIME, "%s: no CUDA kernel serves these arrays",
+                           call->op)
+               : smla_fail(error, SMLA_ERROR_RUNTIME,
+                           "%s: no CUDA kernel serves caches of %s with %d elements a token",
+                           call->op, call->format->name, call->format->row_elements);
+}
+
 /* Ends the call of an operator that consists of one launch. */
 static smla_status
 end_launch(const cuda_call *call, cudaError_t code, smla_error *error)
 {
+    if (code == SMLA_NO_KERNEL) {
+        return end_call(call, fail_without_kernel(call, error), error);
+    }
     return end_call(call, smla_cuda_status(call->op, "cudaLaunchKernelExC", code, error), error);
 }
 
@@ -55,7 +72,7 @@ static smla_status
 write_tokens(const smla_cache_write_params *p,
              cudaError_t (*launch)(const smla_cache_write_params *params), smla_error *error)
 {
-    cuda_call call = {.op = p->op, .stream = p->stream};
+    cuda_call call = {.op = p->op, .stream = p->stream, .format = p->kv.format};
     if (p->num_tokens == 0) {
         return SMLA_OK;
     }
@@ -94,7 +111,7 @@ check_gather(const smla_gather_params *p, smla_error *error)
 static smla_status
 gather_kv_cache(const smla_gather_params *p, smla_error *error)
 {
-    cuda_call call = {.op = p->op, .stream = p->stream};
+    cuda_call call = {.op = p->op, .stream = p->stream, .format = p->kv.format};
     if (p->num_reqs == 0) {
         return SMLA_OK;
     }
@@ -114,7 +131,7 @@ dequantize_and_gather_k_cache(const smla_gather_params *p, smla_error *error)
 static smla_status
 dequantize_kv_cache(const smla_dequantize_params *p, smla_error *error)
 {
-    cuda_call call = {.op = "dequantize_kv_cache", .stream = p->stream};
+    cuda_call call = {.op = "dequantize_kv_cache", .stream = p->stream, .format = p->kv.format};
     if (smla_kv_num_slots(&p->kv) == 0) {
         return SMLA_OK;
     }
@@ -288,7 +305,9 @@ check_insert_values(const smla_qnorm_insert_params *p, smla_error *error)
 static smla_status
 fused_qnorm_rope_kv_insert(const smla_qnorm_insert_params *p, smla_error *error)
 {
-    cuda_call call = {.op = p->insert.op, .stream = p->insert.stream};
+    cuda_call call = {.op = p->insert.op,
+                      .stream = p->insert.stream,
+                      .format = p->insert.kv.format};
     if (p->num_tokens == 0) {
         return SMLA_OK;
     }
@@ -315,7 +334,9 @@ save_partial_states(const smla_partial_states_params *p, smla_error *error)
 static smla_status
 compress_norm_rope_store(const smla_compress_params *p, smla_error *error)
 {
-    cuda_call call = {.op = p->insert.op, .stream = p->insert.stream};
+    cuda_call call = {.op = p->insert.op,
+                      .stream = p->insert.stream,
+                      .format = p->insert.kv.format};
     if (p->insert.num_tokens == 0) {
         return SMLA_OK;
     }

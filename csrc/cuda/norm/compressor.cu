@@ -80,5 +80,5 @@ smla_cuda_launch_compress_norm_rope_store(const smla_compress_params *params,
                                    params, device, num_threads, 1);
         }
     }
-    return cudaErrorInvalidDeviceFunction;
+    return SMLA_NO_KERNEL;
 }

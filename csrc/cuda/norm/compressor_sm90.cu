@@ -54,5 +54,5 @@ smla_cuda_launch_compress_in_parts(const smla_compress_params *params,
                                    device, num_threads, PARTS);
         }
     }
-    return cudaErrorInvalidDeviceFunction;
+    return SMLA_NO_KERNEL;
 }

@@ -77,7 +77,7 @@ struct CUgraphExec_st {
 static struct {
     int num_devices;
     int current;    /* the current device */
-    int capability; /* of every device, like the facts below */
+    int capability; /* facts of every device: this and those below */
     int num_sms;
     int shared_bytes;
     int driver_version;
