@@ -25,13 +25,14 @@
  *   - Every argument is checked before anything is written. No call exits. A call prints only if
  *     SPARSE_MLA_LOG=1 is in the environment: one line on stderr.
  *   - On CUDA a call enqueues its work on `stream`, a cudaStream_t. The CPU ignores `stream`.
- *   - Any thread may call. CUDA calls share launch graphs per stream, a cuBLAS handle per device.
+ *   - Any thread may call. Calls share the CPU's threads, and on CUDA launch graphs per stream,
+ *     a cuBLAS handle per device and a table of the latest plans.
  *
  * Shapes use T query tokens, H heads (1...128), K index columns, R requests, W block table columns,
  * D = 576 = 512 (kv_lora_rank) + 64 (qk_rope_head_dim), or D = 512 for rows without RoPE, whose
  * k_pe is [T, 0]. A cache is [pages, block_size, row], [pages, block_size, 1, row] or flat [S, row]
  * (docs/formats.md). A cache in split pages may also be [pages, page bytes], with `block_size` and
- * `kv_format`. The docstrings of sparse_mla/ops/ tell every operator's edge cases.
+ * `kv_format`. Edge cases of an operator stand at its args struct.
  */
 #ifndef SPARSE_MLA_H
 #define SPARSE_MLA_H

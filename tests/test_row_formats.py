@@ -21,7 +21,7 @@ from library import ISAS, sparse_mla
 FORMATS = list(rows.FORMATS)
 SPLIT = [name for name in FORMATS if rows.FORMATS[name].split]
 LAYOUTS = [(name, layout) for name in FORMATS for layout in rows.layouts_of(name)]
-KV_SCALE = 0.37  # of caches that have one
+KV_SCALE = 0.37  # scale of caches that have one
 RANDOM_ROWS = int(os.environ.get("SMLA_RANDOM_ROWS", 1_000_000 if device.ON_CUDA else 10_000))
 
 
@@ -593,9 +593,11 @@ def test_split_pages_need_their_size_and_name():
         insert(k, pages, slots, kv_format="fp8_v4")
     with refuses("`k_cache` must have a last dimension of 512 for format"):
         insert(k, pages.view(ref.BF16), slots, block_size=4)
+    with refuses("`k_cache` must come with kv_format= as [pages, bytes], got none for shape [2, "):
+        insert(k, pages, slots, block_size=4)
     rule = "a last dimension of 584 for format fp8_v4 or 512 for format fp8_e4m3"
     with refuses(f"`k_cache` must have {rule}"):
-        insert(k, pages, slots, block_size=4)
+        insert(k, pages, slots)
     shapes = "[pages, block_size, 584], [pages, block_size, 1, 584] or [pages, bytes]"
     rule = f"{shapes} with block_size= and kv_format= (tokens of 584 bytes), got [2, 584]"
     with refuses(f"`k_cache` must have shape {rule}"):
@@ -623,13 +625,17 @@ def test_formats_that_an_operator_does_not_take():
     for row, dtype, name in ((656, "u1", "fp8_ds_mla"), (132, "u1", "fp8_index")):
         with refuses(f"{who} {TAKES} ({KEYS} or fp8_nope), got {name}"):
             insert(k, np.zeros((2, 4, row), dtype), slots)
-    with refuses(f"{who} {TAKES} ({KEYS} or fp8_nope), got bfloat16"):  # of 576 values
+    with refuses(f"{who} {TAKES} ({KEYS} or fp8_nope), got bfloat16"):  # rows of 576 values
         insert(k, np.zeros((2, 4, 576), ref.BF16), slots)
     v4 = np.zeros((2, 4, 584), np.uint8)
     with refuses(f"indexer_k_quant_and_cache: `k_cache` {TAKES} (fp8_index or mxfp4_index)"):
         sparse_mla.indexer_k_quant_and_cache(k[:, :128], v4, slots)
-    with refuses(f"concat_and_cache_mla: `kv_cache` {TAKES} (bfloat16 or fp8_ds_mla), got fp8_v4"):
+    who = "concat_and_cache_mla: `kv_cache`"
+    with refuses(f"{who} {TAKES} (bfloat16 or fp8_ds_mla), got fp8_v4"):
         sparse_mla.concat_and_cache_mla(k, k[:, :64], v4, slots)
+    several = "fp8_v41 or fp8_v41_split or fp8_nope"  # their rows have one size
+    with refuses(f"{who} {TAKES} (bfloat16 or fp8_ds_mla), got {several}"):
+        sparse_mla.concat_and_cache_mla(k, k[:, :64], np.zeros((2, 4, 528), np.uint8), slots)
 
 
 @pytest.mark.parametrize("name", rows.INDEX_FORMATS)

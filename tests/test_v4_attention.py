@@ -223,6 +223,17 @@ def test_e4m3_query(fmt):
     check(V4Case(fmt=fmt, e4m3=True, extra="fp8_e4m3", sink=True))
 
 
+@pytest.mark.parametrize("extra", [None, "fp8_e4m3"])
+def test_e4m3_query_as_bytes(extra):
+    """A framework without float8_e4m3fn passes uint8, and gets the same bits."""
+    inputs = V4Case(e4m3=True, H=17, extra=extra).make()
+    want = guarded_attention(attend, inputs)
+    inputs.q = inputs.q.view(np.uint8)
+    got = guarded_attention(attend, inputs)
+    for name in want:
+        assert_same_bits(got[name], want[name], name)
+
+
 def test_scales_in_arrays():
     """A scale in an array of one fp32 is the same as a number."""
     inputs = V4Case(fmt="fp8_e4m3", extra="fp8_e4m3", e4m3=True).make()
@@ -459,6 +470,20 @@ ERRORS = {
         },
         ValueError,
         r"`extra_kv_scale` must be left out for format fp8_v4, .*, got an array",
+    ),
+    "a scale of an extra cache that is absent": (
+        lambda i: {"extra_kv_scale": 2.0}, ValueError, r"`extra_kv` must ",
+    ),
+    "a format of an extra cache that is absent": (
+        lambda i: {"extra_kv_format": "fp8_v41"}, ValueError, r"`extra_kv` must ",
+    ),
+    "pages of an extra cache that is absent": (
+        lambda i: {"extra_block_size": 64}, ValueError, r"`extra_kv` must ",
+    ),
+    "a query of 576 values as bytes": (
+        lambda i: {"q": np.zeros((3, 4, 576), np.uint8), "kv": np.zeros((2, 64, 656), np.uint8)},
+        TypeError,
+        r"`q` must be bfloat16, got uint8",
     ),
     "a scale of zero": (
         lambda i: {"q": np.zeros((3, 4, 512), E4M3), "q_scale": 0.0},

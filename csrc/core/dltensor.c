@@ -22,7 +22,7 @@ smla_dtype(const DLTensor *tensor)
     if (dtype.lanes != 1) {
         return 0;
     }
-#pragma GCC unroll 9
+#pragma GCC unroll 32
     for (int i = 0; i < SMLA_NUM_DTYPES; i++) {
         if (dtype.code == smla_dtypes[i].code && dtype.bits == smla_dtypes[i].bits) {
             return smla_dtypes[i].dtype;

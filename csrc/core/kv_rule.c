@@ -59,7 +59,7 @@ static smla_kv_set
 find_rows(int32_t kv_format, unsigned dtype, int64_t row_elements)
 {
     smla_kv_set rows = 0;
-#pragma GCC unroll 12 /* so that the table's numbers are in the code */
+#pragma GCC unroll 32 /* so that the table's numbers are in the code */
     for (int i = 0; i < SMLA_NUM_KV_FORMATS; i++) {
         const smla_kv_format_info *const row = &smla_kv_formats[i];
         if ((row_elements == row->row_elements || row_elements == 0) &&
@@ -170,6 +170,14 @@ fail_format(const smla_checker *c, const smla_cache_rule *rule)
     if (rows == 0) {
         return fail_dtype(c, rule);
     }
+    const bool may_be_pages = rule->tensor->ndim == 2 && rule->block_size != 0 &&
+                              (smla_dtype(rule->tensor) & SMLA_DTYPE_BYTES) != 0;
+    if (rule->kv_format == SMLA_KV_INFER && may_be_pages) {
+        return smla_fail(c->error, SMLA_ERROR_VALUE,
+                         "%s: `%s` must come with kv_format= as [pages, bytes], got none for shape "
+                         "%s",
+                         c->op, rule->name, smla_describe_shape(rule->tensor).text);
+    }
     return fail_size(c, rule, rows & rule->formats ? rows & rule->formats : rows);
 }
 
@@ -179,7 +187,8 @@ fail_unserved(const smla_checker *c, const smla_cache_rule *rule, smla_kv_set ro
 {
     return smla_fail(c->error, SMLA_ERROR_VALUE,
                      "%s: `%s` must be of a format that this operator takes (%s), got %s", c->op,
-                     rule->name, describe_names(rule->formats, "").text, first_row(rows)->name);
+                     rule->name, describe_names(rule->formats, "").text,
+                     describe_names(rows, "").text);
 }
 
 smla_status

@@ -17,6 +17,9 @@ enum {
     SMLA_RULE_MORE_HEADS = 1 << 4,      /* the rule's shape[1] is a minimum */
 };
 
+/* The element types of e4m3 values. A framework without this type passes their bytes. */
+enum { SMLA_DTYPE_E4M3_OR_BYTES = SMLA_DTYPE_E4M3 | SMLA_DTYPE_UINT8 };
+
 typedef struct smla_rule {
     const char *name;
     const DLTensor *tensor;

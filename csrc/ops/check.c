@@ -194,6 +194,17 @@ extra_list_of(const smla_attention_rules *rules, const smla_sparse_attention_arg
                        .kv_scale = &args->extra_kv_scale};
 }
 
+/* Whether an argument of the extra list is given: then its cache and indices must be, too. */
+static bool
+has_extra_args(const smla_sparse_attention_args *args)
+{
+    const smla_scale_arg *const scale = &args->extra_kv_scale;
+    return args->extra_kv != NULL || args->extra_indices != NULL ||
+           args->extra_topk_length != NULL || args->extra_kv_format != SMLA_KV_INFER ||
+           args->extra_block_size != 0 || scale->tensor != NULL ||
+           (scale->value != 0 && scale->value != 1);
+}
+
 /* Fills all of a list but its cache. */
 static void
 fill_list(const DLTensor *indices, const DLTensor *topk_length, smla_key_list *list)
@@ -239,7 +250,7 @@ smla_require_query(smla_checker *c, const char *name, const smla_kv_format_info 
     }
     smla_rule rule = {.name = is_pair ? "q[0]" : name,
                       .tensor = q,
-                      .dtypes = SMLA_DTYPE_BF16 | (rope_dim == 0 ? SMLA_DTYPE_E4M3 : 0),
+                      .dtypes = SMLA_DTYPE_BF16 | (rope_dim == 0 ? SMLA_DTYPE_E4M3_OR_BYTES : 0),
                       .flags = flags,
                       .ndim = 3,
                       .shape = {num_tokens, num_heads,
@@ -277,7 +288,7 @@ require_query_scale(smla_checker *c, const smla_attention_rules *rules, const DL
                     const smla_scale_arg *given, smla_given_scale *scale)
 {
     *scale = (smla_given_scale){.value = 1.0f};
-    if (smla_dtype(q) == SMLA_DTYPE_E4M3 || rules->any_query_has_scale) {
+    if (smla_is_e4m3_query(q) || rules->any_query_has_scale) {
         return smla_require_scale(c, rules->q_scale, given, scale);
     }
     if (given->tensor != NULL) {
@@ -350,7 +361,7 @@ plan_attention(const smla_sparse_attention_args *args, const smla_attention_para
         .num_splits = args->num_splits,
         .device_id = device_id,
         .formats = {params->lists[0].kv.format, has_extra ? params->lists[1].kv.format : NULL},
-        .has_query_scale = smla_dtype(args->q) == SMLA_DTYPE_E4M3 || args->q_scale.tensor != NULL,
+        .has_query_scale = smla_is_e4m3_query(args->q) || args->q_scale.tensor != NULL,
     };
     backend->plan_attention(&shape, plan);
 }
@@ -360,7 +371,7 @@ static void
 fill_attention(const smla_attention_rules *rules, const smla_sparse_attention_args *args,
                smla_stream stream, const smla_attention_plan *plan, smla_attention_params *params)
 {
-    const bool is_e4m3 = smla_dtype(args->q) == SMLA_DTYPE_E4M3;
+    const bool is_e4m3 = smla_is_e4m3_query(args->q);
     const bool is_pair = args->q_pe != NULL;
     const DLTensor *q_pe = is_pair ? args->q_pe : args->q;
     params->num_tokens = smla_size(args->q, 0);
@@ -433,7 +444,7 @@ smla_check_attention_by(const smla_attention_rules *rules, const smla_sparse_att
                                            .ndim = 1,
                                            .shape = {num_heads},
                                            .hint = "a value per head of the query"}));
-    if (args->extra_kv != NULL || args->extra_indices != NULL || args->extra_topk_length != NULL) {
+    if (has_extra_args(args)) {
         SMLA_TRY(require_key_list(&c, &extra, num_tokens, &params->lists[1], &params->kv_scale[1]));
         SMLA_TRY(require_same_head_size(&c, rules, params));
         params->num_lists = params->lists[1].topk == 0 ? 1 : 2; /* no columns: no list */

@@ -5,6 +5,13 @@
 #include "core/rule.h"
 #include "sparse_mla.h"
 
+/* Whether a query of 512 values is e4m3, not bf16. */
+static inline bool
+smla_is_e4m3_query(const DLTensor *q)
+{
+    return (smla_dtype(q) & SMLA_DTYPE_E4M3_OR_BYTES) != 0;
+}
+
 /* Each checks the args of its operator, fills `params`, and finds the backend for the call. */
 #define SMLA_DECLARE_CHECK(name, args_type, params_type)                      \
     smla_status smla_check_##name(const args_type *args, params_type *params, \

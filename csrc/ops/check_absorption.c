@@ -221,7 +221,7 @@ smla_check_grouped_output_projection(const smla_grouped_output_projection_args *
                                      smla_projection_params *params, const smla_backend **backend,
                                      smla_error *error)
 {
-    const unsigned e4m3 = SMLA_DTYPE_E4M3 | SMLA_DTYPE_UINT8;
+    const unsigned e4m3 = SMLA_DTYPE_E4M3_OR_BYTES;
     smla_checker c;
     smla_open_checker(&c, "grouped_output_projection", error);
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "o",
@@ -298,7 +298,7 @@ smla_check_dynamic_per_tensor_quant(const smla_dynamic_per_tensor_quant_args *ar
                                            .ndim = SMLA_ANY}));
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "out",
                                            .tensor = args->out,
-                                           .dtypes = SMLA_DTYPE_E4M3 | SMLA_DTYPE_UINT8,
+                                           .dtypes = SMLA_DTYPE_E4M3_OR_BYTES,
                                            .flags = SMLA_RULE_OUTPUT | SMLA_RULE_ANY_LAST_STRIDE,
                                            .ndim = SMLA_ANY}));
     smla_quant_params p = {.ndim = args->x->ndim};

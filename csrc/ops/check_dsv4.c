@@ -31,7 +31,7 @@ require_lists(const smla_sparse_mla_dsv4_args *args, smla_error *error)
     smla_open_checker(&c, attention_rules.op, error);
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "query",
                                            .tensor = args->query,
-                                           .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_E4M3,
+                                           .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_E4M3_OR_BYTES,
                                            .ndim = 3,
                                            .shape = {SMLA_ANY, SMLA_ANY, SMLA_V4_HEAD_DIM},
                                            .hint = "tokens, heads, values of a key"}));

@@ -58,7 +58,7 @@ smla_check_fused_indexer_q_rope_quant(const smla_index_query_args *args,
     SMLA_TRY(smla_require(
         &c, &(smla_rule){.name = "out",
                          .tensor = args->out,
-                         .dtypes = is_fp4 ? SMLA_DTYPE_UINT8 : SMLA_DTYPE_E4M3 | SMLA_DTYPE_UINT8,
+                         .dtypes = is_fp4 ? SMLA_DTYPE_UINT8 : SMLA_DTYPE_E4M3_OR_BYTES,
                          .flags = SMLA_RULE_OUTPUT,
                          .ndim = 3,
                          .shape = {num_tokens, num_heads, num_bytes},
@@ -114,7 +114,7 @@ require_queries(smla_checker *c, const smla_indexer_logits_args *args)
     SMLA_TRY(smla_require(
         c, &(smla_rule){.name = "q",
                         .tensor = args->q,
-                        .dtypes = is_fp4 ? SMLA_DTYPE_UINT8 : SMLA_DTYPE_E4M3 | SMLA_DTYPE_UINT8,
+                        .dtypes = is_fp4 ? SMLA_DTYPE_UINT8 : SMLA_DTYPE_E4M3_OR_BYTES,
                         .ndim = 3,
                         .shape = {SMLA_ANY, SMLA_ANY,
                                   is_fp4 ? SMLA_INDEX_HEAD_DIM / 2 : SMLA_INDEX_HEAD_DIM},
@@ -155,7 +155,7 @@ require_flat_keys(smla_checker *c, const smla_indexer_logits_args *args, smla_kv
     const DLTensor *const keys = args->k_cache;
     SMLA_TRY(smla_require(c, &(smla_rule){.name = "k_cache[0]",
                                           .tensor = keys,
-                                          .dtypes = SMLA_DTYPE_E4M3 | SMLA_DTYPE_UINT8,
+                                          .dtypes = SMLA_DTYPE_E4M3_OR_BYTES,
                                           .ndim = 2,
                                           .shape = {SMLA_ANY, SMLA_ANY}}));
     const bool is_fp4 = smla_size(keys, 1) == SMLA_INDEX_HEAD_DIM / 2;

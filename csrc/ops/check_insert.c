@@ -21,15 +21,15 @@ require_queries(smla_checker *c, const smla_qnorm_insert_args *args, bool quanti
         return SMLA_OK;
     }
     SMLA_TRY(
-        smla_require(c, &(smla_rule){.name = "q_out",
-                                     .tensor = args->q_out,
-                                     .dtypes = quantizes ? SMLA_DTYPE_E4M3 | SMLA_DTYPE_UINT8
-                                                         : SMLA_DTYPE_BF16,
-                                     .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_HEADS,
-                                     .ndim = 3,
-                                     .shape = {SMLA_ANY, num_heads, SMLA_V4_HEAD_DIM},
-                                     .hint = "tokens, the heads of `q` or more, values of a head",
-                                     .may_be = args->q}));
+        smla_require(c,
+                     &(smla_rule){.name = "q_out",
+                                  .tensor = args->q_out,
+                                  .dtypes = quantizes ? SMLA_DTYPE_E4M3_OR_BYTES : SMLA_DTYPE_BF16,
+                                  .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_HEADS,
+                                  .ndim = 3,
+                                  .shape = {SMLA_ANY, num_heads, SMLA_V4_HEAD_DIM},
+                                  .hint = "tokens, the heads of `q` or more, values of a head",
+                                  .may_be = args->q}));
     if (smla_size(args->q_out, 0) > smla_size(args->q, 0)) {
         return smla_fail(c->error, SMLA_ERROR_VALUE,
                          "%s: `q_out` must have at most as many tokens as `q` (%lld), got %lld",

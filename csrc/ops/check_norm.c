@@ -168,7 +168,7 @@ smla_check_fused_inv_rope_fp8_quant(const smla_fused_inv_rope_fp8_quant_args *ar
     SMLA_TRY(smla_require(
         &c, &(smla_rule){.name = "out",
                          .tensor = args->out,
-                         .dtypes = quantizes ? SMLA_DTYPE_E4M3 | SMLA_DTYPE_UINT8 : SMLA_DTYPE_BF16,
+                         .dtypes = quantizes ? SMLA_DTYPE_E4M3_OR_BYTES : SMLA_DTYPE_BF16,
                          .flags = SMLA_RULE_OUTPUT,
                          .ndim = 3,
                          .shape = {num_tokens, args->groups, group_heads * SMLA_V4_HEAD_DIM},

@@ -38,7 +38,7 @@ check_warm_up(const smla_py_call *call, int64_t num_heads, smla_error *error)
     const DLTensor *const q = smla_py_view(&call->arrays[WARM_Q]);
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "q",
                                            .tensor = q,
-                                           .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_E4M3,
+                                           .dtypes = SMLA_DTYPE_BF16 | SMLA_DTYPE_E4M3_OR_BYTES,
                                            .ndim = 3,
                                            .shape = {SMLA_ANY, num_heads, SMLA_V4_HEAD_DIM}}));
     SMLA_TRY(

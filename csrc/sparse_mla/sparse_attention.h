@@ -10,7 +10,11 @@ extern "C" {
 #endif
 
 /* out = softmax(softmax_scale * q k^T) v over the cache rows that `indices` names, where v is the
- * first 512 values of k. A duplicate counts twice. A row without keys has out 0 and lse -inf. */
+ * first 512 values of k. A duplicate counts twice. A row without keys has out 0 and lse -inf. Keys
+ * that `indices` does not name are not read.
+ *
+ * `kv` is of any format but those of the indexer and fp4_v41, which can only be `extra_kv`. Both
+ * caches have keys of as many values, D. What belongs to `extra_kv` is an error without it. */
 typedef struct smla_sparse_attention_args {
     size_t struct_size;
     const DLTensor *q;                 /* [T, H, D] bf16, [T, H, 512] with q_pe; e4m3 if D is 512 */

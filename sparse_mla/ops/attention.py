@@ -237,7 +237,8 @@ def sparse_attention(
     Parameters
     ----------
     q : [T, H, 576] bf16, or a pair ([T, H, 512], [T, H, 64]); [T, H, 512] for keys of 512
-        The pair (ql_nope, q_pe) is read in place. A query of 512 values may be e4m3.
+        The pair (ql_nope, q_pe) is read in place. A query of 512 values may be e4m3, as
+        float8_e4m3fn or as its bytes, uint8.
     kv : [pages, block_size, row]
         A paged cache (also with a head axis), or flat rows [tokens, row]. Keys have 576 values in
         rows of 576 bf16 or 656 bytes, and 512 in the formats of DeepSeek V4 and in rows of 512
@@ -256,8 +257,9 @@ def sparse_attention(
         values as those of `kv`; formats and page sizes are free.
     q_scale : float, or an array of one fp32
         The scale of an e4m3 query; 1 for a bf16 one. An array has the shape of a number, or [1].
+        Only what needs a scale takes an array, because its value is not read on a device.
     kv_scale, extra_kv_scale : float, or an array of one fp32
-        The scale of an "fp8_e4m3" cache; 1 for every other format.
+        The scale of an "fp8_e4m3" cache; 1, as a float, for every other format.
     num_splits : int
         0 lets the plan choose, which may cut long lists among short ones by the lengths of all
         lists. 1 to 64 cuts the K columns into that many ranges and so fixes the order of the sum:

@@ -232,7 +232,8 @@ def fused_qnorm_rope_kv_insert(
 
     Every head of q is divided by sqrt(mean(x**2) + eps), without a weight, then turned, in fp32,
     and rounded once to bf16: in place, or into `q_out`. With `q_scale_inv` it becomes
-    e4m3(value * q_scale_inv) instead, saturating, without a rounding to bf16 before.
+    e4m3(value * q_scale_inv) instead, saturating, without a rounding to bf16 before. Where the sum
+    of a head's squares exceeds fp32, its values become 0.
 
     The row of token t, turned and rounded to bf16, goes to slot_mapping[t] of the cache, with the
     bytes of `quantize_and_insert_k_cache`. All devices give the same bytes. A value that the
