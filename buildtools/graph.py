@@ -58,7 +58,7 @@ CUDA_VARIANTS = {  # the other variants are CPU-only; kernels are optimised in b
 }
 SHARED = ["-shared", "-Wl,-z,nodelete"]  # the threads of pool.c stay, so its code has to
 TEST_SHARED = [*SHARED, "-Wl,--exclude-libs,ALL"]  # do not export symbols of archives
-CONFIG_FILES = (  # of the C library, relative to its lib/
+CONFIG_FILES = (  # files of the C library, relative to its lib/
     "pkgconfig/sparse_mla.pc",
     "cmake/sparse_mla/sparse_mla-config.cmake",
     "cmake/sparse_mla/sparse_mla-config-version.cmake",
@@ -81,7 +81,7 @@ def chosen_variant():
 
 VARIANT = chosen_variant()
 BUILD = Path("build", VARIANT)
-PREFIX = Path("build") if VARIANT == "release" else BUILD  # with the C library's include/ and lib/
+PREFIX = Path("build") if VARIANT == "release" else BUILD  # has the C library's include/ and lib/
 LIB = PREFIX / "lib"
 EXTENSION = BUILD / "_C.abi3.so"
 
@@ -364,7 +364,7 @@ def write_graph(version):
         glue = add_extension(graph, archive, version)
         add_library(graph, core, archive, version)
         libraries = []
-        if VARIANT != "aarch64":  # with a cross compiler there is no Python that could load them
+        if VARIANT != "aarch64":  # a cross compiler has no Python that could load them
             libraries = [add_fake_gpu(graph, glue), add_ranges(graph, archive)]
         add_programs(graph, archive, libraries)
     return path

@@ -45,7 +45,7 @@ class Driver:
         for name in ("new_stream", "followed", "launch_stream"):
             getattr(self.library, f"fake_gpu_{name}").restype = ctypes.c_void_p
         self.library.fake_gpu_calls.restype = ctypes.c_char_p
-        self.names: list[bytes] = []  # of calls that fail; C points to them
+        self.names: list[bytes] = []  # names of calls that fail; C points to them
 
     def ask(self, name: str, *arguments):
         return getattr(self.library, f"fake_gpu_{name}")(*arguments)

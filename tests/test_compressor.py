@@ -16,7 +16,7 @@ from library import sparse_mla
 
 F32 = np.float32
 EPS = 1e-6
-KV_SCALE = 0.37  # of caches that have one
+KV_SCALE = 0.37  # scale of caches that have one
 MAX_POS = 800
 RATIOS = [1, 2, 3, 4, 5, 16, 128]
 STEP = ("kv", "score", "ape")

@@ -16,7 +16,7 @@ F32 = np.float32
 HISTORIES = int(os.environ.get("SMLA_DRAFT_HISTORIES", "1200"))  # 10000 take a minute
 BATCH = 100  # histories that run side by side, as requests of one batch
 CBS = 4  # rows per page of the cache
-CACHES = {128: "fp8_index", 512: "fp8_v4"}  # of the keys of the indexer and of attention
+CACHES = {128: "fp8_index", 512: "fp8_v4"}  # caches of the indexer's keys and of attention's
 
 
 def angles(count: int) -> np.ndarray:

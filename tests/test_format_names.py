@@ -40,7 +40,7 @@ def test_each_operator_with_a_format_knows_both_names(operator, name):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             operator(*[None] * 30, **{name: None})
         return
-    with pytest.raises(TypeError) as error:  # of the arrays, or of what is missing
+    with pytest.raises(TypeError) as error:  # a TypeError of the arrays, or of what is missing
         operator(**{name: "auto"})
     assert "unexpected" not in str(error.value)
 

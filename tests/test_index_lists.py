@@ -128,7 +128,7 @@ class Batch:
     seq_lens: np.ndarray
     req_ids: np.ndarray
     num_decode_tokens: int
-    num_tokens: int  # with padding behind the last request
+    num_tokens: int  # tokens, padding behind the last request included
 
     def table(self, rng, rows_per_token: int, block_size: int, width: int | None = None):
         """Pages of each request: some missing, some beyond any cache, and some past its end."""

@@ -53,7 +53,7 @@ class Paged:
     """Requests with keys in pages; `lens` are the query tokens of each request."""
 
     lens: tuple[int, ...]
-    contexts: tuple[int, ...]  # of the last token of each request
+    contexts: tuple[int, ...]  # context of each request's last token
     H: int = 64
     q_kind: str = "fp8"
     kind: str = "fp8"

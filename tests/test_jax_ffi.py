@@ -52,7 +52,7 @@ def moved(op: str, place) -> cases.Call:
     call = plain(op)
     for name, x in call.arrays().items():
         call.set(name, place.put(x))
-    call.args.pop("workspace_buffer", None)  # which JAX's functions do not take
+    call.args.pop("workspace_buffer", None)  # JAX's functions do not take it
     return call
 
 

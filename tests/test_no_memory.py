@@ -36,7 +36,7 @@ def fail_each_allocation(call, *expected) -> int:
     num_failed, num_good = 0, 0
     outcome = None
     n = 0
-    tracer = sys.gettrace()  # that of coverage, which would crash without memory
+    tracer = sys.gettrace()  # coverage's would crash without memory
     while num_good < ENOUGH:
         assert n < 5000, "it never ends"
         outcome = None

@@ -17,7 +17,7 @@ from library import sparse_mla
 
 F32 = np.float32
 EPS = 1e-6
-KV_SCALE = 0.37  # of caches that have one
+KV_SCALE = 0.37  # scale of caches that have one
 MAX_POS = 50
 
 

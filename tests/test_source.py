@@ -18,6 +18,7 @@ import sparse_mla
 ROOT = Path(__file__).parents[1]
 SOURCES = (".c", ".h", ".cu", ".cuh", ".py", ".pyi", ".md")
 CSRC = sorted(path for path in (ROOT / "csrc").rglob("*.[ch]*") if path.is_file())
+PYTHON = ("sparse_mla", "tests", "buildtools", "examples")
 UMBRELLA = ROOT / "csrc" / "sparse_mla.h"
 PUBLIC = [UMBRELLA, *sorted((ROOT / "csrc" / "sparse_mla").iterdir())]
 
@@ -195,10 +196,14 @@ def test_headers_are_included_once():
 
 # A trailing comment that reads on from its identifier has no noun: `int size; /* of a page */`.
 NO_NOUN = r"[;,{] +/\* (of|that|which|whose|from|by|with|behind|beside|for) "
+NO_NOUN_IN_PYTHON = r"[^ \n]  # (of|that|which|whose|by|with|behind|beside) "
 
 
 def test_trailing_comments_name_their_noun():
-    assert [p.name for p in CSRC if re.search(NO_NOUN, p.read_text())] == []
+    c = [*CSRC, *(ROOT / "tests" / "c").rglob("*.[ch]")]
+    python = [p for folder in PYTHON for p in (ROOT / folder).rglob("*.py")]
+    assert [p.name for p in c if re.search(NO_NOUN, p.read_text())] == []
+    assert [p.name for p in python if re.search(NO_NOUN_IN_PYTHON, p.read_text())] == []
 
 
 # --- limits --------------------------------------------------------------------------------------

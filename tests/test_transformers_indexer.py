@@ -27,7 +27,7 @@ pytestmark = pytest.mark.transformers
 
 F32, F64 = np.float32, np.float64
 FORMATS = rows.INDEX_FORMATS
-ROUNDING = 2.0**-18  # of u: sums of a few hundred products in fp32
+ROUNDING = 2.0**-18  # error of u: sums of a few hundred products in fp32
 CLEAR = {"fp8_index": 0.5, "mxfp4_index": 0.15}  # least share of chosen keys that step 3 judges
 
 
@@ -137,7 +137,7 @@ def serve(model, index_cache_dtype: str, monkeypatch) -> dict[tuple[int, str], S
         block_size=16,
         index_cache_dtype=index_cache_dtype,
     )
-    parts = defaultdict(list)  # of a step, by layer and name
+    parts = defaultdict(list)  # parts of a step, by layer and name
     hooks = []
 
     def keep(layer: int, name: str, x) -> None:

@@ -975,7 +975,7 @@ WITHOUT_ARRAYS = {
 def array_parameters(op) -> set[str]:
     parameters = inspect.signature(op).parameters.values()
     host = ("query_start_loc", "seq_lens")
-    words = ("Array", "Like[", "Written")  # of sparse_mla/_types.py
+    words = ("Array", "Like[", "Written")  # types of sparse_mla/_types.py
     return {p.name for p in parameters if any(w in p.annotation for w in words) or p.name in host}
 
 

@@ -112,17 +112,28 @@ get_prefill_workspace_size(PyObject *Py_UNUSED(module), PyObject *max_model_len)
 
 /* ---- Introspection ------------------------------------------------------------------------- */
 
-enum { MAX_KERNELS = 64 };
+/* What smla_kernels reports, in memory that the caller frees; NULL with an exception set. */
+static smla_kernel_info *
+read_kernels(int64_t *num_rows)
+{
+    *num_rows = smla_kernels(NULL, 0);
+    smla_kernel_info *const rows = PyMem_Calloc((size_t)*num_rows, sizeof *rows);
+    if (rows == NULL) {
+        (void)PyErr_NoMemory();
+        return NULL;
+    }
+    (void)smla_kernels(rows, *num_rows);
+    return rows;
+}
 
 PyDoc_STRVAR(kernels_doc, "kernels($module, /)\n--\n\nSee sparse_mla.kernels.");
 
 static PyObject *
 kernels(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    smla_kernel_info rows[MAX_KERNELS];
-    int64_t num_rows = smla_kernels(rows, MAX_KERNELS);
-    num_rows = num_rows < MAX_KERNELS ? num_rows : MAX_KERNELS;
-    PyObject *list = PyList_New((Py_ssize_t)num_rows);
+    int64_t num_rows = 0;
+    smla_kernel_info *const rows = read_kernels(&num_rows);
+    PyObject *list = rows == NULL ? NULL : PyList_New((Py_ssize_t)num_rows);
     for (int64_t i = 0; list != NULL && i < num_rows; i++) {
         const smla_kernel_info *row = &rows[i];
         PyObject *item =
@@ -134,6 +145,7 @@ kernels(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
             Py_CLEAR(list);
         }
     }
+    PyMem_Free(rows);
     return list;
 }
 
@@ -141,10 +153,9 @@ kernels(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 static PyObject *
 list_cpu_features(void)
 {
-    smla_kernel_info rows[MAX_KERNELS];
-    int64_t num_rows = smla_kernels(rows, MAX_KERNELS);
-    num_rows = num_rows < MAX_KERNELS ? num_rows : MAX_KERNELS;
-    PyObject *features = PyList_New(0);
+    int64_t num_rows = 0;
+    smla_kernel_info *const rows = read_kernels(&num_rows);
+    PyObject *features = rows == NULL ? NULL : PyList_New(0);
     for (int64_t i = 0; features != NULL && i < num_rows; i++) {
         if (!rows[i].available || strcmp(rows[i].device, "cpu") != 0) {
             continue;
@@ -156,6 +167,7 @@ list_cpu_features(void)
         }
         Py_XDECREF(name);
     }
+    PyMem_Free(rows);
     return features;
 }
 

@@ -76,7 +76,8 @@ typedef struct smla_v4_build_args {
     int64_t max_seq_len;          /* at least the longest seq_len */
     const DLTensor *slot_mapping; /* [>= T] int64 | int32 */
     const DLTensor *block_table;  /* [>= R, W] int32, of the sliding window's cache */
-    /* Of ratio i, then of the indexer: NULL = absent, or as the tables of the indexed ratio. */
+    /* The tables of ratio i; behind the last ratio, the indexer's. NULL: absent, or for the indexer
+     * the same as those of the ratio that it chooses from. */
     const DLTensor *compressed_tables[SMLA_MAX_STEP_GROUPS];
     const DLTensor *state_tables[SMLA_MAX_STEP_GROUPS];
     void *stream;

@@ -30,7 +30,7 @@ from sparse_mla._judge import BF16
 from sparse_mla._rows import FP8_ROW_BYTES, KEY_DIM, KV_LORA_RANK
 from sparse_mla._types import ConcatFormat
 
-NUM_HEADS = 16  # of operators that have heads
+NUM_HEADS = 16  # heads in a call of an operator that has heads
 NUM_REQUESTS = 256
 CONTEXT = 2000
 BLOCK_SIZE = 64

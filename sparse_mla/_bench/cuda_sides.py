@@ -31,10 +31,10 @@ class Side:
 
     calls: Sequence[Callable[[], tuple]]
     read: Callable[[tuple], tuple[Array, Array]]  # what a call returned -> out [T, H, 512], lse
-    inputs: Inputs  # of the first call
+    inputs: Inputs  # the first call's
     owned: tuple[Array, ...] = ()  # the arrays given to the first call to write, if any
     error: float = math.nan  # as a fraction of its bound
-    seconds: float = math.nan  # with rotating inputs
+    seconds: float = math.nan  # time of a call with rotating inputs
     flushed_seconds: float = math.nan
     failure: str = ""
 

@@ -40,7 +40,7 @@ class CudaEffort:
     rounds: int = 50
     row_seconds: float = 4.0  # all rounds together, about; at least MIN_ROUNDS are run
     pick: Callable[[list[float]], float] = median
-    spreads: list[float] = field(default_factory=list)  # of the times of the current table
+    spreads: list[float] = field(default_factory=list)  # spreads of the current table's times
 
     @classmethod
     def of(cls, quick: bool, best: bool) -> CudaEffort:

@@ -25,7 +25,7 @@ from sparse_mla._rows import KV_LORA_RANK, V4_ROW_BYTES
 
 WINDOW, BLOCK_SIZE, ROW_BYTES, DIM = 128, 64, V4_ROW_BYTES, KV_LORA_RANK
 PAGE_UNIT = 576  # FlashMLA wants pages of a multiple of it
-PAGES = (2048, 4096)  # of the window's cache and of the compressed one
+PAGES = (2048, 4096)  # pages of the window's cache and of the compressed one
 DECODE = ((64, 512), (128, 1024))  # heads, chosen rows: V4-Flash and V4-Pro
 BATCHES = ((2, 1), (16, 1), (64, 1), (64, 2), (128, 1), (128, 2))
 PREFILL_TOKENS = 4096

@@ -17,7 +17,7 @@ GROUPS, INNER, OUTER = 8, 4096, 1024
 TOKENS, QUICK_TOKENS = (1, 16, 256), (1, 16)
 KINDS = "e4m3", "bfloat16"
 NUM_JUDGED_TOKENS = 3
-FINE, COARSE = 2.0**-16, 2.0**-8  # of the sum of magnitudes; COARSE: FP8 tensor cores
+FINE, COARSE = 2.0**-16, 2.0**-8  # shares of the sum of magnitudes; COARSE: FP8 tensor cores
 NUM_CODES = 0x78  # positive codes up to 256
 
 Put = Callable[[np.ndarray], Any]

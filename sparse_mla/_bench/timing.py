@@ -23,7 +23,7 @@ class Effort:
     row_seconds: float = 8.0  # all repeats together, about, unless min_repeats take longer
     pick: Callable[[list[float]], float] = median
     call_seconds: float = 0.02  # one repeat, at least
-    spreads: list[float] = field(default_factory=list)  # of the times of the current table
+    spreads: list[float] = field(default_factory=list)  # spreads of the current table's times
 
     @classmethod
     def of(cls, quick: bool, best: bool) -> Effort:

@@ -15,7 +15,7 @@ from sparse_mla._judge import BF16, Fractions, judge_row
 from sparse_mla._rows import KV_LORA_RANK, V4_ROW_BYTES
 
 DIM, ROW_BYTES, BLOCK_SIZE = KV_LORA_RANK, V4_ROW_BYTES, 64
-NUM_SLOTS = 16384  # of each cache
+NUM_SLOTS = 16384  # slots of each cache
 WINDOW = 128
 MODELS = ((64, 512), (128, 1024))  # heads, chosen rows: V4-Flash and V4-Pro
 SOFTMAX_SCALE = DIM**-0.5

@@ -64,7 +64,7 @@ class Cupy(Memory):
         self.module = module
 
     def put(self, x: np.ndarray) -> Any:
-        if x.dtype == BF16:  # which CuPy does not copy
+        if x.dtype == BF16:  # CuPy does not copy bf16
             return self.put(x.view(np.uint16)).view(BF16)
         return self.module.asarray(x)
 

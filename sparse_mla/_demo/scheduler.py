@@ -105,7 +105,8 @@ class Scheduler:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_prefill_tokens = -(-max_num_batched_tokens // 2)  # of one request in one step
+        # most tokens of one request in a step
+        self.max_prefill_tokens = -(-max_num_batched_tokens // 2)
         self.max_pages = max(self.pages_for(len(r.text)) for r in requests)
 
     def pages_for(self, num_tokens: int) -> int:

@@ -11,7 +11,7 @@ from sparse_mla._types import ConcatFormat, Path
 from sparse_mla.backend._words import as_device, check_float, check_int
 
 PATHS = ("mixed", "separate", "bf16", "direct")
-HEAD_SIZE = max(_C.KV_FORMATS["bfloat16"].values())  # with its RoPE part
+HEAD_SIZE = max(_C.KV_FORMATS["bfloat16"].values())  # values of a key, its RoPE part included
 # "auto" is bfloat16.
 KV_CACHE_DTYPES = (
     "auto", *(name for name, rows in _C.KV_FORMATS.items() if HEAD_SIZE in rows.values())

@@ -78,7 +78,7 @@ class ModelIndexer:
                 tuple(map(group.take, position_embeddings)),
                 group.is_visible,
                 None,
-                _IndexKeys(self.keys, group),  # by place: 5.24 gave this argument another name
+                _IndexKeys(self.keys, group),  # unnamed: 5.24 gave this argument another name
             )  # [B, S, <= K] positions; where fewer are visible, invisible ones fill the rest
             chosen = chosen.masked_fill(chosen > group.positions, -1)
             step.topk_indices[group.rows, : chosen.shape[2]] = chosen.flatten(0, 1)

@@ -240,7 +240,7 @@ class ModelRunner:
         self._check_eval()
         self.config = sparse_mla.Config(
             sizes.num_attention_heads,
-            softmax_scale=model.model.layers[0].self_attn.scaling,  # with YaRN's factor
+            softmax_scale=model.model.layers[0].self_attn.scaling,  # it includes YaRN's factor
             kv_lora_rank=sizes.kv_lora_rank,
             qk_nope_head_dim=sizes.qk_nope_head_dim,
             qk_rope_head_dim=sizes.qk_rope_head_dim,
@@ -319,7 +319,7 @@ class ModelRunner:
         ids = {request: self._check_ids(request, new) for request, new in tokens.items()}
         self._check_limits(ids)
         self._allocate(ids)
-        rows: dict[Hashable, range] = {}  # of the step; the builder needs decodes first
+        rows: dict[Hashable, range] = {}  # the step's rows; the builder needs decodes first
         num_tokens = 0
         for request in sorted(ids, key=lambda request: len(ids[request]) > 1):
             rows[request] = range(num_tokens, num_tokens + len(ids[request]))

@@ -12,7 +12,7 @@ from sparse_mla._types import Stream as Stream
 
 Declaration = TypeVar("Declaration", bound=Callable[..., Any])
 
-OPERATORS: dict[str, Any] = {}  # by name: the operators that integrations take over
+OPERATORS: dict[str, Any] = {}  # name -> operator, for the integrations
 
 
 def operator(results: _results.Rule | None = None) -> Callable[[Declaration], Declaration]:

@@ -1,32 +1,26 @@
-/* quant.cu: dynamic per-tensor quantisation to e4m3, and the split of kv_b_proj into W_UK and W_UV.
+/* quant.cu: dynamic per-tensor quantisation to e4m3.
  *
- * Computes     quant   scale = max(amax, 1e-10) / 448,  out = e4m3(x / scale)
- *              split   w_uk[l,h,i] = bf16(weight[l, h (Pn + Pv) + i] * scale of its block),
- *                      w_uv[l,h,i] the same for column h (Pn + Pv) + Pn + i
+ * Computes     scale = max(amax, 1e-10) / 448,  out = e4m3(x / scale)
  * Shapes       x, out of any rank up to 8, any strides: bf16, fp16 or fp32 -> bytes; scale, one
- *              fp32. weight, element (l, o) of [512, H (Pn + Pv)] in either storage order: bf16,
- *              fp16, fp32 or e4m3; its scales one fp32 per 128 x 128 block, any strides; w_uk
- *              [512, H, Pn], w_uv [512, H, Pv] bf16, the last dimension contiguous
- * Shared mem   amax: 32 bytes, the maxima of warps. split: 4224 bytes, a tile of 32 x 32 words,
- *              with rows 33 words apart so that columns are read without bank conflicts
+ *              fp32
+ * Shared mem   amax: 32 bytes, the maxima of warps
  * Roles        amax: the grid fills the device once. A thread reads 16 bytes at a time, 4 loads
  *              ahead; a block's maximum goes into scale by atomicMax. quantize: a thread has 2
  *              vectors. The last blocks of x come first, because L2 still has what amax read last.
- *              split: a block per tile, read along the shorter stride, written along the columns.
- *              Barriers (__syncthreads): maxima written; tile written | tile read.
- * Roofline     quant: memory, x twice and out once: 5 bytes per element of bf16, 9 of fp32, 1.2 and
+ *              Barriers (__syncthreads): maxima written.
+ * Roofline     memory, x twice and out once: 5 bytes per element of bf16, 9 of fp32, 1.2 and
  *              2.1 ps at 4.3 TB/s, less what L2 (60 MB) keeps. quantize alone moves 3 and 5 bytes;
  *              in that time 132 SMs of 128 lanes at 1.75 GHz run 20 and 34 instructions; it has
  *              about 12 and 15 (sm_90a). amax and quantize reach 93 % of 4.3 TB/s on an H200, 2^28
  *              bf16 values (2026-11-20, this operator of `python -m sparse_mla bench --device cuda
- *              --only bytes`, replayed without the copy). split runs once a model.
+ *              --only bytes`, replayed without the copy).
  * Numerics     Every byte is what the CPU gives. NaN is left out of amax, and an infinity counts as
  *              FLT_MAX. A quotient by 448 never falls when amax grows, so the largest scale is the
  *              scale of the largest value. A maximum does not depend on the order, so the bits are
- *              the same on every run. An empty x has scale 1e-10 / 448. split: products are fp32
- *              and are rounded once; the NaN of inf * 0 has the sign that the device gives.
+ *              the same on every run. An empty x has scale 1e-10 / 448.
  * Source       dynamic_per_batched_tensor_quant of vLLM, for the formula.
  */
+#include "cuda/absorption/load_value.cuh"
 #include "cuda/host/cuda.h"
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/numeric.cuh"
@@ -40,8 +34,6 @@ enum {
     AMAX_BLOCKS_PER_SM = 4,
     AMAX_UNROLL = 4,
     QUANTIZE_UNROLL = 2,
-    TILE_SIDE = 32,
-    TILE_ROWS = 8, /* rows of threads */
 };
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
@@ -80,17 +72,6 @@ find_unit(const quant_args &args, int64_t unit)
         unit = outer;
     }
     return {place.x + unit * args.x_strides[0], place.out + unit * args.out_strides[0]};
-}
-
-__device__ __forceinline__ float
-load_value(const void *x, smla_float_type type, int64_t index)
-{
-    switch (type) {
-    case SMLA_FLOAT_BF16: return smla_bf16_to_float(__ldg((const uint16_t *)x + index));
-    case SMLA_FLOAT_FP16: return smla_half_to_float(__ldg((const uint16_t *)x + index));
-    case SMLA_FLOAT_E4M3: return smla_e4m3_to_float(__ldg((const uint8_t *)x + index));
-    default: return __ldg((const float *)x + index);
-    }
 }
 
 /* The bits of COUNT elements, as they are. */
@@ -297,76 +278,9 @@ make_quant_args(const smla_quant_params *p, int32_t count)
     return args;
 }
 
-/* ---- split --------------------------------------------------------------------------------- */
-
-struct split_args {
-    smla_split_kv_b_proj_params p;
-    int64_t num_columns;
-    smla_divisor head_columns; /* Pn + Pv */
-};
-
-__device__ __forceinline__ uint16_t
-read_weight(const smla_split_kv_b_proj_params &p, int64_t latent, int64_t column)
-{
-    const int64_t at = latent * p.stride_in + column * p.stride_out;
-    if (p.type == SMLA_FLOAT_BF16 && p.scale == nullptr) {
-        return __ldg((const uint16_t *)p.weight + at);
-    }
-    const float value = load_value(p.weight, p.type, at);
-    if (p.scale == nullptr) {
-        return smla_float_to_bf16(value);
-    }
-    const float scale = __ldg(p.scale + latent / SMLA_SCALE_TILE * p.scale_stride_in +
-                              column / SMLA_SCALE_TILE * p.scale_stride_out);
-    return smla_float_to_bf16(smla_scale_value(value, scale));
-}
-
-__device__ __forceinline__ void
-write_weight(const split_args &args, int64_t latent, int64_t column, uint16_t value)
-{
-    const smla_split_kv_b_proj_params &p = args.p;
-    const int64_t head = smla_divide(column, args.head_columns);
-    const int64_t i = column - head * args.head_columns.divisor;
-    if (i < p.nope_dim) {
-        p.w_uk[latent * p.w_uk_stride_in + head * p.w_uk_stride_head + i] = value;
-    } else {
-        p.w_uv[latent * p.w_uv_stride_in + head * p.w_uv_stride_head + i - p.nope_dim] = value;
-    }
-}
-
-__global__ void
-__launch_bounds__(TILE_SIDE *TILE_ROWS) split_kernel(const __grid_constant__ split_args args)
-{
-    ptx_wait_for_grids();
-    __shared__ uint32_t tile[TILE_SIDE][TILE_SIDE + 1]; /* [latent][column] */
-    constexpr int LATENT_TILES = SMLA_KV_LORA_RANK / TILE_SIDE;
-    const int x = (int)threadIdx.x % TILE_SIDE;
-    const int y = (int)threadIdx.x / TILE_SIDE;
-    const bool is_transposed = llabs(args.p.stride_in) < llabs(args.p.stride_out);
-    const int64_t num_tiles = (args.num_columns + TILE_SIDE - 1) / TILE_SIDE * LATENT_TILES;
-    for (int64_t index = blockIdx.x; index < num_tiles; index += gridDim.x) {
-        const int64_t latent = index % LATENT_TILES * TILE_SIDE;
-        const int64_t column = index / LATENT_TILES * TILE_SIDE;
-        for (int i = y; i < TILE_SIDE; i += TILE_ROWS) {
-            const int row = is_transposed ? x : i;
-            const int col = is_transposed ? i : x;
-            if (column + col < args.num_columns) {
-                tile[row][col] = read_weight(args.p, latent + row, column + col);
-            }
-        }
-        __syncthreads(); /* tile written */
-        for (int i = y; i < TILE_SIDE; i += TILE_ROWS) {
-            if (column + x < args.num_columns) {
-                write_weight(args, latent + i, column + x, (uint16_t)tile[i][x]);
-            }
-        }
-        __syncthreads(); /* tile read */
-    }
-}
-
 } /* namespace */
 
-/* ---- Launchers ----------------------------------------------------------------------------- */
+/* ---- Launcher ------------------------------------------------------------------------------ */
 
 cudaError_t
 smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
@@ -406,18 +320,5 @@ smla_cuda_launch_dynamic_per_tensor_quant(const smla_quant_params *params,
                    : smla_launch(row.quantize, args, num_blocks < 1 ? 1 : num_blocks, BLOCK_THREADS,
                                  0, params->stream, false, &held);
     }
-    return cudaErrorInvalidDeviceFunction;
-}
-
-cudaError_t
-smla_cuda_launch_split_kv_b_proj(const smla_split_kv_b_proj_params *p)
-{
-    const int64_t head_columns = p->nope_dim + p->value_dim;
-    if (head_columns == 0) {
-        return cudaSuccess;
-    }
-    const split_args args = {*p, p->num_heads * head_columns, smla_make_divisor(head_columns)};
-    const int64_t num_tiles =
-        smla_count_parts(args.num_columns, TILE_SIDE) * (SMLA_KV_LORA_RANK / TILE_SIDE);
-    return smla_launch(split_kernel, args, num_tiles, TILE_SIDE * TILE_ROWS, 0, p->stream);
+    return SMLA_NO_KERNEL;
 }

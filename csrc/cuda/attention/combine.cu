@@ -60,7 +60,8 @@ static_assert(offsetof(combine_launch, num_heads) == 48 &&
                   offsetof(combine_launch, attn_sink_stride) == 112,
               "the lines are as they seem");
 
-/* A kernel for up to SPLITS splits. Lane s % FLIGHT has split s as its number s / FLIGHT. */
+/* A kernel for up to SPLITS splits. Lane s % FLIGHT handles split s, as
+ * that lane's split number s / FLIGHT. */
 template <bool HALF_, int SPLITS> struct combination {
     static constexpr bool HALF = HALF_;
     static constexpr int FLIGHT = SPLITS < SMLA_WARP_LANES ? SPLITS : SMLA_WARP_LANES;

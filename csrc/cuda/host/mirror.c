@@ -80,7 +80,7 @@ typedef struct cuda_mirror {
     staging *last;      /* the buffer sent last; the next build fills the one after it */
     cudaEvent_t used;   /* recorded behind the last use */
     cudaEvent_t newest; /* event of the last upload or use; NULL before the first */
-    bool is_recorded;   /* whether `newest` is; else it is to be, on the legacy stream */
+    bool is_recorded;   /* whether `newest` is recorded; else it must be, on the legacy stream */
     unsigned long long newest_stream; /* the id of its stream */
     /* What begin_use found, for end_use */
     bool use_is_captured;

@@ -303,7 +303,7 @@ write_pass(const page_table &pages, int64_t req, Team &columns, int64_t first, i
     return num_positions;
 }
 
-/* The same for all passes of a row, whose entries are in columns up to `num_given`. */
+/* Writes the slots of a whole row, pass by pass. Its entries are in columns up to `num_given`. */
 template <class Team>
 __device__ __forceinline__ int32_t
 write_slots(const page_table &pages, int64_t req, Team &columns, const int32_t *in,

@@ -249,7 +249,7 @@ pointer_of_lane(const uint8_t *pointer, int lane)
 /* Loads rows g, g + 8, g + 16 and g + 24; rows that do not exist are zeros. */
 template <bool IS_FP4, int ALIGNMENT>
 __device__ __forceinline__ void
-load_keys(const key_place &place, raw_row<IS_FP4> raw[4], float *scale)
+load_keys(const smla_kv_token &place, raw_row<IS_FP4> raw[4], float *scale)
 {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -352,7 +352,7 @@ score_run(const logits_args &args, const logits_work &work, int64_t first_token,
         work.first + threadIdx.x / SMLA_WARP_LANES * WARP_KEYS + key_of_lane(); /* the column */
     raw_row<IS_FP4> raw[4];
     float next_scale;
-    key_place place = find_key(args, source, own);
+    smla_kv_token place = find_key(args, source, own);
     bool next_exists = place.row != NULL;
     load_keys<IS_FP4, ALIGNMENT>(place, raw, &next_scale);
     place = find_key(args, source, own + TILE_KEYS);

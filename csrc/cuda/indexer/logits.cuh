@@ -83,12 +83,6 @@ end_of_run(const smla_logits_params &p, int64_t token, int64_t end)
     return next;
 }
 
-/* Where the key of a column and its scales are; NULL if it does not exist. */
-typedef struct key_place {
-    const uint8_t *row;
-    const uint8_t *scales;
-} key_place;
-
 /* The page that the block table names for a column; -1 where it has no entry. */
 static __device__ __forceinline__ int32_t
 find_page(const logits_args &args, int64_t source, int64_t column)
@@ -104,8 +98,8 @@ find_page(const logits_args &args, int64_t source, int64_t column)
                : -1;
 }
 
-/* The key of a column in the page that find_page gave. */
-static __device__ __forceinline__ key_place
+/* The key of a column in the page that find_page gave. Its row is NULL if it does not exist. */
+static __device__ __forceinline__ smla_kv_token
 place_key(const logits_args &args, int64_t source, int64_t column, int32_t page)
 {
     const smla_logits_params &p = args.p;
@@ -115,14 +109,12 @@ place_key(const logits_args &args, int64_t source, int64_t column, int32_t page)
                                         (uint32_t)args.page_keys.divisor;
     }
     if (page < 0 || page >= p.kv.num_pages || offset < 0 || offset >= p.kv.block_size) {
-        return key_place{NULL, NULL};
+        return smla_kv_token{NULL, NULL};
     }
-    const int64_t start = page * p.kv.page_stride_bytes;
-    return key_place{p.kv.base + start + offset * p.kv.token_stride_bytes,
-                     p.kv.scales + start + offset * p.kv.scale_token_stride_bytes};
+    return smla_kv_token_at(&p.kv, page, offset);
 }
 
-static __device__ __forceinline__ key_place
+static __device__ __forceinline__ smla_kv_token
 find_key(const logits_args &args, int64_t source, int64_t column)
 {
     return place_key(args, source, column, find_page(args, source, column));

@@ -91,7 +91,8 @@ ask_for_item(const sm90_args &all, int64_t source, int64_t first_column, int num
 /* Copies 64 keys that follow each other. */
 template <typename Shape>
 __device__ __forceinline__ void
-copy_run(const logits_args &args, const key_place &first, int stage, logits_memory<Shape> *shared)
+copy_run(const logits_args &args, const smla_kv_token &first, int stage,
+         logits_memory<Shape> *shared)
 {
     const smla_kv_view &kv = args.p.kv;
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
@@ -117,7 +118,7 @@ copy_run(const logits_args &args, const key_place &first, int stage, logits_memo
  * exist become zeros. */
 template <typename Shape>
 __device__ __forceinline__ void
-copy_places(const key_place places[2], int stage, logits_memory<Shape> *shared)
+copy_places(const smla_kv_token places[2], int stage, logits_memory<Shape> *shared)
 {
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const int chunk = lane % ROW_CHUNKS;
@@ -158,7 +159,7 @@ bring_keys(const logits_args &args, int64_t source, int64_t first, const int32_t
 {
     const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
     const int stage = (int)(count % Shape::STAGES);
-    key_place places[2];
+    smla_kv_token places[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         places[half] = place_key(args, source, first + own_column(args, half), pages[half]);

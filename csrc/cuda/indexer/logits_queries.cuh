@@ -269,7 +269,8 @@ ask_for_queries(const logits_args &args, int64_t first_token, int num_tokens, ui
     bring_queries(args.p, first_token, num_tokens, slot, shared);
 }
 
-/* Hands an item over, whose queries were asked for; without tokens it is the end. */
+/* Gives an item to the consumers, while its queries are being copied. An item without tokens tells
+ * them to stop. */
 template <typename Shape>
 __device__ __forceinline__ void
 hand_over(const logits_part &part, const logits_run &run, int scale_shift, uint32_t item,

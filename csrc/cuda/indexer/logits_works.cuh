@@ -23,8 +23,8 @@ enum {
     CHUNK_BYTES = 16,
     ROW_CHUNKS = ROW_BYTES / CHUNK_BYTES,
     TILE_BYTES = TILE_KEYS * ROW_BYTES,
-    SCALE_ALIGN = 4,                  /* a copy of scales begins at such a multiple */
-    SCALES = TILE_KEYS + SCALE_ALIGN, /* so that it brings a few more */
+    SCALE_ALIGN = 4,                  /* a copy of scales begins at such a multiple, */
+    SCALES = TILE_KEYS + SCALE_ALIGN, /* so it may bring a few scales too many */
     SCALES_STRIDE = TILE_KEYS + 32,
     ROWS_PER_COPY = SMLA_WARP_LANES / ROW_CHUNKS,
     K_STEPS = ROW_BYTES / 32,

@@ -92,8 +92,8 @@ has_closer(const compress_args &args, int64_t token, const token_facts &facts)
 
 /* What there is to do for up to 32 tokens: bit i is for token first + i. */
 struct token_marks {
-    uint32_t closing; /* close a group */
-    uint32_t lonely;  /* save its state outside of a group */
+    uint32_t closing; /* tokens that close a group */
+    uint32_t lonely;  /* tokens that save a state but lie in no group */
 };
 
 template <bool SAVES>

@@ -300,7 +300,7 @@ template <bool IS_BF16> struct parked_keys {
     uint32_t *warp_steps; /* as above */
     uint32_t memory;      /* the place of the first warp of the CTA */
 
-    /* Makes vectors that are none of the row's NaN. */
+    /* Fills vectors that do not belong to the row with NaN. */
     __device__ __forceinline__ void load(const held_row &row, const held_run &run,
                                          uint32_t warp_memory)
     {

@@ -17,7 +17,7 @@ typedef struct key_threshold {
     uint32_t num_equal;
 } key_threshold;
 
-/* How many keys are before the threshold, and how many are in its place. */
+/* How many keys are before the threshold, and how many are equal to it. */
 typedef struct key_counts {
     uint32_t before;
     uint32_t equal;
@@ -109,7 +109,7 @@ template <bool IS_BF16> struct streamed_keys {
         }
     }
 
-    /* Calls use(i, key) for all keys; i says nothing here. */
+    /* Calls use(i, key) for all keys; the index i has no meaning for streamed keys. */
     template <typename Use> __device__ __forceinline__ void visit(const Use &use) const
     {
         visit_vectors([&](uint32_t, const uint32_t *keys) {

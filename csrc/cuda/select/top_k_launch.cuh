@@ -27,8 +27,9 @@ count_steps(const smla_top_k_params *p, int ctas)
     return smla_count_parts(num_vectors, (int64_t)ctas * BLOCK_THREADS);
 }
 
-/* How many steps of keys a CTA keeps: all, if two CTAs then fit on an SM, else what fits beside a
- * second CTA, or without one where the grid leaves SMs to each. */
+/* How many steps of keys a CTA keeps. If two CTAs with all of their keys fit on an SM, it keeps
+ * all. Else it keeps what leaves room for a second CTA. Where each CTA has an SM of its own, it
+ * keeps what fits there. */
 static inline int64_t
 choose_memory_steps(const smla_top_k_params *p, const smla_cuda_device *device, int ctas)
 {

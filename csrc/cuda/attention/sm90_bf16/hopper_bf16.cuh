@@ -15,7 +15,7 @@ enum {
     HALF_TILES = HALF_VALUES / 64,
     ROPE_TILE = QUERY_TILES - 1,
     PIECES = 4,        /* pieces of a block, each with an mbarrier */
-    KEY_PIECE = 2,     /* is_key comes with this piece, in order of time */
+    KEY_PIECE = 2,     /* is_key arrives with the piece that is copied as number 2 */
     WEIGHED_KEYS = 32, /* keys whose weights are published at once */
 };
 

@@ -80,7 +80,7 @@ gather_step(const bf16_launch &launch, const step_context &context, const listed
 {
     const uint32_t are_keys = __ballot_sync(0xFFFFFFFFu, key.slot >= 0);
     const int list = key.list;
-    /* ptx_forget, because what it computes shall not be kept from before */
+    /* ptx_forget stops the compiler from computing this earlier and keeping it in registers. */
     const auto between = [&](int32_t slot) {
         pass_middle<Keys, ALIGNED>(launch, context, (uint32_t)ptx_forget((int)are_keys),
                                    listed_key{slot, list}, shared, state);

@@ -240,10 +240,14 @@ static __device__ __forceinline__ void
 prefetch_row(const uint8_t *row)
 {
 #pragma unroll
-    for (int at = 0; at < (E2M1 ? 256 : 512); at += 128) {
+    for (int at = 0; at < SMLA_KV_LORA_RANK / (E2M1 ? 2 : 1); at += 128) {
         ptx_prefetch_l2(row + at, row != NULL);
     }
-    ptx_prefetch_l2(row + (E2M1 ? 255 : ROPE ? 575 : 511), row != NULL);
+    constexpr int DATA_BYTES = (E2M1   ? smla_row<SMLA_ROW_FP4_V41>::INFO
+                                : ROPE ? smla_row<SMLA_ROW_FP8_V4>::INFO
+                                       : smla_row<SMLA_ROW_FP8_V41>::INFO)
+                                   .data_bytes;
+    ptx_prefetch_l2(row + DATA_BYTES - 1, row != NULL);
 }
 
 /* Stores the scales of the lane's key. Returns whether a scale of the warp's keys is not usual. */

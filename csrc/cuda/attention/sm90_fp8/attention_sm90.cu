@@ -312,8 +312,10 @@ __launch_bounds__(HOPPER_THREADS, 1) attend_hopper(const __grid_constant__ hoppe
 /* ---- Launchers ----------------------------------------------------------------------------- */
 
 #define LARGEST_HALF      65504.0f
-#define SMALLEST_HEADROOM (-14.0f) /* where no key comes later */
-#define LARGEST_HEADROOM  (-2.0f)  /* sums gain and lose 1 per absent key: less than the maximum */
+#define SMALLEST_HEADROOM (-14.0f) /* the headroom of a work in which no key comes later */
+/* An absent key adds 1 to the sum, which is subtracted again: the maximum's weight, 4 or more, must
+ * not be smaller than that. */
+#define LARGEST_HEADROOM (-2.0f)
 
 /* The first step's maximum has weight 2^-headroom, and every other weight may be off by 2^-25 in
  * f16: together, by no more than 2^-10 of the sum. Light keys matter where heavy keys have values

@@ -443,7 +443,7 @@ max_of_keys(key_masks is_key, float a, float b)
     return fmaxf(is_key.first ? a : -INFINITY, is_key.second ? b : -INFINITY);
 }
 
-/* leave_rows for the maxima of a warp's scores times `scale`, over rows that have a key. */
+/* Calls leave_rows with the maxima of a warp's scores times `scale`, over rows that have a key. */
 template <int SCORES, typename Leave>
 static __device__ __forceinline__ void
 leave_tops(const float (&scores)[SCORES], float scale, key_masks is_key, const lane_place &me,

@@ -111,7 +111,8 @@ copy_rows(const smla_kv_view &kv, const gather_state &state, const uint8_t *from
 {
     typedef hopper_memory<Shape> memory;
     typedef typename Shape::Row Row;
-    const uint32_t slot = __shfl_sync(0xFFFFFFFFu, state.slot, 0); /* now known to be uniform */
+    /* All lanes have the same slot; the shuffle tells the compiler so. */
+    const uint32_t slot = __shfl_sync(0xFFFFFFFFu, state.slot, 0);
     const uint32_t granule =
         state.base + (uint32_t)offsetof(memory, ring) + slot * Shape::GRANULE_BYTES;
     const uint32_t to = state.rows + slot * Shape::GRANULE_BYTES;

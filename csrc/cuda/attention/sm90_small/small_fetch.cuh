@@ -35,7 +35,8 @@ typedef struct fetch_place {
 static __device__ __forceinline__ fetch_place
 find_fetch(int warp, int lane)
 {
-    const int first = (warp - QUERY_WARPS) * FETCH_KEYS; /* first one of each warpgroup's keys */
+    /* the first key that this warp fetches for each warpgroup */
+    const int first = (warp - QUERY_WARPS) * FETCH_KEYS;
     fetch_place place;
     place.granule = lane / FETCH_KEYS * GROUP_GRANULES + first / GRANULE_KEYS;
     place.key = first % GRANULE_KEYS + lane % FETCH_KEYS;
