@@ -341,6 +341,10 @@ def test_the_caller_s_workspace():
     assert (ref.to_f32(wide[rows:]) == 3).all()
     if not device.ON_CUDA:
         assert (ref.to_f32(wide[:, :512]) != 3).any()
+    by_request = np.full((3, rows // 3, 512), 3, ref.BF16)
+    got = case.run(v4.MetadataBuilder(case.config, workspace=by_request))
+    for name in want:
+        assert_same_bits(got[name][: case.batch.num_tokens], want[name], name)
 
 
 def test_a_step_without_requests():
@@ -376,7 +380,7 @@ def test_bad_warm_ups():
     case = make_case(4, None)
     for q, error, rule in (
         (case.q[:, :2], ValueError, r"`q` must have shape \[any, 3, 512\], got \[44, 2, 512\]"),
-        (case.q.astype(np.float32), TypeError, "`q` must be bfloat16 or float8_e4m3fn, got float3"),
+        (case.q.astype(np.float32), TypeError, "`q` must be bfloat16, uint8 or float8"),
     ):
         with pytest.raises(error, match=f"^attend: {rule}"):
             case.layer.attend(q, case.caches, None)
@@ -398,7 +402,7 @@ def bad_calls(case: Case) -> dict:
     return {
         "short q": ({"q": case.q[: tokens - 1]}, r"`q` must have shape \[>= 43, 3, 512\]"),
         "heads": ({"q": case.q[:, :2]}, "`q` must have shape"),
-        "q dtype": ({"q": case.q.astype(np.float32)}, "`q` must be bfloat16 or float8_e4m3fn"),
+        "q dtype": ({"q": case.q.astype(np.float32)}, "`q` must be bfloat16, uint8 or float8"),
         "pages": (
             {"caches": v4.Caches(wrong_pages, extra)},
             r"`caches.swa` must have pages of",

@@ -55,7 +55,8 @@ def assert_step(got, sizes: plan.Sizes, batch: plan.V4Batch) -> None:
     counts = plan.split(sizes, batch)
     names = ("num_decodes", "num_prefills", "num_decode_tokens", "num_prefill_tokens")
     assert tuple(getattr(got, name) for name in names) == counts
-    assert got.decode_query_len == max(batch.query_lens[: counts[0]], default=0)
+    longest = max(batch.query_lens[: counts[0]], default=0)
+    assert (got.decode.decode_query_len if got.decode else 0) == longest
     assert (got.num_reqs, got.num_actual_tokens) == (len(batch.query_lens), batch.num_tokens)
     assert (got.max_seq_len, got.block_size) == (batch.max_seq_len, sizes.swa_block_size)
     for name in VECTORS:
@@ -484,6 +485,9 @@ def test_workspaces():
     for shape, rule in (((rows - 1, 512), rf"shape \[>= {rows}, 512\]"), ((rows, 576), "shape")):
         with pytest.raises(ValueError, match=f"^MetadataBuilder: `workspace` must have {rule}"):
             v4.MetadataBuilder(config, workspace=np.zeros(shape, ref.BF16))
+    apart = np.zeros((3, rows // 3 + 1, 512), ref.BF16)[:, :-1]
+    with pytest.raises(ValueError, match=r"`workspace` must have shape \[>= 2373, 512\], got"):
+        v4.MetadataBuilder(config, workspace=apart)
     with pytest.raises(TypeError, match="`workspace` must be bfloat16, got float32"):
         v4.MetadataBuilder(config, workspace=np.zeros((rows, 512), np.float32))
     huge = make_config(sizes, path="separate", max_model_len=2**29, prefill_chunk_size=2**10)

@@ -149,6 +149,22 @@ find_scratch_bytes(const smla_v4_builder *b)
     return most;
 }
 
+/* [requests, M, 512], whose rows all lie the same distance apart, as [rows, 512]. Other arrays stay
+ * as they are. */
+static const DLTensor *
+flatten_rows(smla_view *view, const DLTensor *tensor)
+{
+    if (tensor->ndim != 3 || tensor->shape == NULL ||
+        smla_stride(tensor, 0) != tensor->shape[1] * smla_stride(tensor, 1)) {
+        return tensor;
+    }
+    const int64_t shape[2] = {tensor->shape[0] * tensor->shape[1], tensor->shape[2]};
+    smla_make_view(view, smla_data(tensor), tensor->dtype, tensor->device, 2, shape);
+    view->strides[0] = smla_stride(tensor, 1);
+    view->strides[1] = smla_stride(tensor, 2);
+    return &view->tensor;
+}
+
 /* Takes the caller's workspace, or makes one. */
 static smla_status
 find_workspace(smla_v4_builder *b, smla_error *error)
@@ -174,9 +190,11 @@ find_workspace(smla_v4_builder *b, smla_error *error)
         return SMLA_OK;
     }
     smla_checker c;
+    smla_view flat;
+    const DLTensor *const workspace = flatten_rows(&flat, given);
     smla_open_checker(&c, create_op, error);
     SMLA_TRY(smla_require(&c, &(smla_rule){.name = "workspace",
-                                           .tensor = given,
+                                           .tensor = workspace,
                                            .dtypes = SMLA_DTYPE_BF16,
                                            .flags = SMLA_RULE_OUTPUT | SMLA_RULE_MORE_ROWS,
                                            .ndim = 2,
@@ -189,7 +207,7 @@ find_workspace(smla_v4_builder *b, smla_error *error)
                          "%s: `workspace` must be on the device of the config, got another one",
                          create_op);
     }
-    smla_slice_rows(&b->workspace, given, 0, shape[0]);
+    smla_slice_rows(&b->workspace, workspace, 0, shape[0]);
     return SMLA_OK;
 }
 

@@ -33,7 +33,7 @@ usually max_model_len: the lists of layers without an indexer are as wide as it 
 """
 
 from sparse_mla.backend.batch import CommonAttentionMetadata
-from sparse_mla.v4.builder import Chunk, LayerMetadata, Metadata, MetadataBuilder, Prefill
+from sparse_mla.v4.builder import Chunk, Decode, LayerMetadata, Metadata, MetadataBuilder, Prefill
 from sparse_mla.v4.config import Config
 from sparse_mla.v4.facts import Backend
 from sparse_mla.v4.layer import Caches, SparseMLA, Weights
@@ -44,6 +44,7 @@ __all__ = [
     "Chunk",
     "CommonAttentionMetadata",
     "Config",
+    "Decode",
     "LayerMetadata",
     "Metadata",
     "MetadataBuilder",

@@ -69,6 +69,27 @@ class LayerMetadata(ShortRepr):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class Decode(ShortRepr):
+    """The decode part of a step. `MetadataBuilder.build` makes it.
+
+    Attributes
+    ----------
+    decode_query_len : int
+        Query tokens of the longest decode; speculative batches may be ragged.
+
+    Source: vLLM's metadata of DeepSeek V4's decodes.
+
+    Examples
+    --------
+    >>> import sparse_mla
+    >>> sparse_mla.v4.Decode(decode_query_len=2)
+    Decode(decode_query_len=2)
+    """
+
+    decode_query_len: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Chunk(ShortRepr):
     """Prefill requests that share the workspace. `MetadataBuilder.build` makes it.
 
@@ -149,8 +170,6 @@ class Metadata(ShortRepr):
         Numbers of requests; decodes come first.
     num_decode_tokens, num_prefill_tokens : int
         Td and Tp: query tokens of the decodes and of the prefills.
-    decode_query_len : int
-        Query tokens of the longest decode; 0 without decodes.
     block_size, topk_tokens : int
         Tokens per page of the sliding window's cache, and K, from the config.
     query_start_loc : [R + 1] int32
@@ -174,6 +193,8 @@ class Metadata(ShortRepr):
         By compress ratio, for the ratios whose block tables `build` got.
     index : LayerMetadata or None
         The caches of the indexer's keys, whose layers have ratio 4.
+    decode : Decode or None
+        The decode part; None without decodes.
     prefill : Prefill or None
         The prefill part; None without prefills.
 
@@ -203,7 +224,6 @@ class Metadata(ShortRepr):
     num_prefills: int
     num_decode_tokens: int
     num_prefill_tokens: int
-    decode_query_len: int
     block_size: int
     topk_tokens: int
     query_start_loc: Array
@@ -216,13 +236,14 @@ class Metadata(ShortRepr):
     swa_lens: Array
     layers: dict[int, LayerMetadata]
     index: LayerMetadata | None
+    decode: Decode | None
     prefill: Prefill | None
     _builder: _C.V4Builder = field(repr=False)
     _generation: int = field(repr=False)
 
 
 # Fields that a build hands over as they are, beside those of every builder.
-_STEP_FIELDS = ("decode_query_len", "positions", "is_valid", "swa_indices", "swa_lens")
+_STEP_FIELDS = ("positions", "is_valid", "swa_indices", "swa_lens")
 
 
 def _make_prefill(step: dict[str, Any], block_table: Array) -> Prefill:
@@ -249,11 +270,11 @@ class MetadataBuilder:
     Parameters
     ----------
     config : Config
-    workspace : [rows, 512] bf16, optional
+    workspace : [rows, 512] or [prefill_chunk_size, M, 512] bf16, optional
         The prefill workspace of path "separate", which all layers share. It has
-        `prefill_chunk_size * M` rows or more, where M is ceil(max_model_len / the smallest ratio) +
-        window + max_num_batched_tokens. When left out, the builder makes its own. The builder keeps
-        it alive as long as it lives itself.
+        `prefill_chunk_size * M` rows or more, all the same distance apart, where M is
+        ceil(max_model_len / the smallest ratio) + window + max_num_batched_tokens. When left out,
+        the builder makes its own. The builder keeps it alive as long as it lives itself.
 
     Attributes
     ----------
@@ -406,7 +427,7 @@ class MetadataBuilder:
             pages = compressed.get(INDEXED_RATIO) if index is None else index
             state = states.get(INDEXED_RATIO) if index_states is None else index_states
             index_layer = self._make_layer(INDEXED_RATIO, step["groups"][-1], pages, state)
-        has_prefills = step["num_prefills"] > 0
+        has_decodes, has_prefills = step["num_decodes"] > 0, step["num_prefills"] > 0
         return make_metadata(
             Metadata,
             common,
@@ -417,6 +438,7 @@ class MetadataBuilder:
             topk_tokens=self.config.topk_tokens,
             layers=layers,
             index=index_layer,
+            decode=Decode(step["decode_query_len"]) if has_decodes else None,
             prefill=_make_prefill(step, common.block_table) if has_prefills else None,
         )
 
