@@ -145,7 +145,7 @@ def dtypes_of(row: Row, name: str) -> tuple[str, ...]:
     if name in ("lse", "lse_a", "lse_b", "attn_sink", "max_logits", "weight_scale_inv", *SCALES):
         return ("float32",)
     if name == "query" or (name == "q" and "q_scale" in row.rules):
-        return ("bfloat16", "float8_e4m3fn")
+        return ("bfloat16", "uint8", "float8_e4m3fn")
     if name == "q_out" and "q_scale_inv" in row.rules:
         return ("uint8", "float8_e4m3fn")
     ops = ("sparse_attention", "_attention_plus_inf", "lightning_indexer")
