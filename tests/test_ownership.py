@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import os
 import sys
 import threading
@@ -293,7 +294,9 @@ MEMORY = pytest.mark.skipif(
 
 
 def resident() -> int:
-    """Resident memory in bytes, after malloc has returned its free memory to the system."""
+    """Resident memory in bytes, after malloc has returned its free memory to the system. Garbage of
+    earlier tests is collected here, not while the memory of a test is measured."""
+    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
