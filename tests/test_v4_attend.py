@@ -376,11 +376,14 @@ def test_warm_up_gives_zeros():
             assert (got[1].shape, got[1].dtype) == ((len(case.q), 3), np.float32)
 
 
+Q_TYPES = "`q` must be bfloat16, uint8 or float8_e4m3fn"
+
+
 def test_bad_warm_ups():
     case = make_case(4, None)
     for q, error, rule in (
         (case.q[:, :2], ValueError, r"`q` must have shape \[any, 3, 512\], got \[44, 2, 512\]"),
-        (case.q.astype(np.float32), TypeError, "`q` must be bfloat16, uint8 or float8"),
+        (case.q.astype(np.float32), TypeError, f"{Q_TYPES}, got float3"),
     ):
         with pytest.raises(error, match=f"^attend: {rule}"):
             case.layer.attend(q, case.caches, None)
@@ -402,7 +405,7 @@ def bad_calls(case: Case) -> dict:
     return {
         "short q": ({"q": case.q[: tokens - 1]}, r"`q` must have shape \[>= 43, 3, 512\]"),
         "heads": ({"q": case.q[:, :2]}, "`q` must have shape"),
-        "q dtype": ({"q": case.q.astype(np.float32)}, "`q` must be bfloat16, uint8 or float8"),
+        "q dtype": ({"q": case.q.astype(np.float32)}, Q_TYPES),
         "pages": (
             {"caches": v4.Caches(wrong_pages, extra)},
             r"`caches.swa` must have pages of",

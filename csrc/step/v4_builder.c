@@ -154,11 +154,16 @@ find_scratch_bytes(const smla_v4_builder *b)
 static const DLTensor *
 flatten_rows(smla_view *view, const DLTensor *tensor)
 {
+    int64_t
+        distance; /* what leads from a request to the next one if their rows follow each other */
+    int64_t num_rows;
     if (tensor->ndim != 3 || tensor->shape == NULL ||
-        smla_stride(tensor, 0) != tensor->shape[1] * smla_stride(tensor, 1)) {
+        __builtin_mul_overflow(tensor->shape[1], smla_stride(tensor, 1), &distance) ||
+        __builtin_mul_overflow(tensor->shape[0], tensor->shape[1], &num_rows) ||
+        smla_stride(tensor, 0) != distance) {
         return tensor;
     }
-    const int64_t shape[2] = {tensor->shape[0] * tensor->shape[1], tensor->shape[2]};
+    const int64_t shape[2] = {num_rows, tensor->shape[2]};
     smla_make_view(view, smla_data(tensor), tensor->dtype, tensor->device, 2, shape);
     view->strides[0] = smla_stride(tensor, 1);
     view->strides[1] = smla_stride(tensor, 2);

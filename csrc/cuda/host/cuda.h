@@ -34,8 +34,9 @@ const smla_cuda_device *smla_cuda_find_device(int32_t device_id);
 /* SMLA_OK, or the error that says why this device cannot be used. */
 smla_status smla_cuda_check_device(const char *op, int32_t device_id, smla_error *error);
 
-/* What a launcher returns if its table of kernels has none for the call. */
-#define SMLA_NO_KERNEL cudaErrorNotSupported
+/* What a launcher returns if its table of kernels has none for the call: a code that CUDA itself
+ * does not return any more. */
+#define SMLA_NO_KERNEL cudaErrorMissingConfiguration
 
 /* SMLA_OK if `code` is success. Else fills `error` with "op: call failed: text (name)", and with a
  * hint where the code has a usual cause. */
