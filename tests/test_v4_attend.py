@@ -383,7 +383,7 @@ def test_bad_warm_ups():
     case = make_case(4, None)
     for q, error, rule in (
         (case.q[:, :2], ValueError, r"`q` must have shape \[any, 3, 512\], got \[44, 2, 512\]"),
-        (case.q.astype(np.float32), TypeError, f"{Q_TYPES}, got float3"),
+        (case.q.astype(np.float32), TypeError, f"{Q_TYPES}, got float32"),
     ):
         with pytest.raises(error, match=f"^attend: {rule}"):
             case.layer.attend(q, case.caches, None)

@@ -486,7 +486,7 @@ def test_workspaces():
         with pytest.raises(ValueError, match=f"^MetadataBuilder: `workspace` must have {rule}"):
             v4.MetadataBuilder(config, workspace=np.zeros(shape, ref.BF16))
     apart = np.zeros((3, rows // 3 + 1, 512), ref.BF16)[:, :-1]
-    with pytest.raises(ValueError, match=rf"`workspace` must have shape \[>= {rows}, 512\]"):
+    with pytest.raises(ValueError, match=rf"`workspace` must have shape \[>= {rows}, 512\], got"):
         v4.MetadataBuilder(config, workspace=apart)
     with pytest.raises(TypeError, match="`workspace` must be bfloat16, got float32"):
         v4.MetadataBuilder(config, workspace=np.zeros((rows, 512), np.float32))

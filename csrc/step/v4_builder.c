@@ -154,9 +154,8 @@ find_scratch_bytes(const smla_v4_builder *b)
 static const DLTensor *
 flatten_rows(smla_view *view, const DLTensor *tensor)
 {
-    int64_t
-        distance; /* what leads from a request to the next one if their rows follow each other */
     int64_t num_rows;
+    int64_t distance; /* the stride of requests whose rows follow each other */
     if (tensor->ndim != 3 || tensor->shape == NULL ||
         __builtin_mul_overflow(tensor->shape[1], smla_stride(tensor, 1), &distance) ||
         __builtin_mul_overflow(tensor->shape[0], tensor->shape[1], &num_rows) ||
