@@ -274,8 +274,9 @@ def place_keys_among_bad_pages(rng, tokens: int, topk: int, end: int):
 @pytest.mark.parametrize("path", ["mixed", "direct", "bf16"])
 def test_one_key_among_bad_pages(path, tokens, topk, num_heads):
     """Of the pages in the block table only the first exists. Positions on the others change no bit
-    of any result, except where a launch cuts long lists of FP8 rows. Such a launch counts them as
-    keys, and rounds the value of a part in fp32, so out may be rounded the other way."""
+    of out, except where a launch for many tokens shares a list of FP8 rows among CTAs: the value of
+    a part is rounded in fp32, so out may be rounded the other way. Everywhere they make a row
+    longer, so lse may be rounded the other way."""
     rng = np.random.default_rng([tokens, num_heads])
     layer = Layer(path, num_heads, topk_tokens=topk, max_num_batched_tokens=512, max_model_len=2048)
     batch = cases.make_batch([tokens], [1100], seed=1)
@@ -293,9 +294,12 @@ def test_one_key_among_bad_pages(path, tokens, topk, num_heads):
     good = np.where(bad < 64, bad, -1)
     got = layer.eager(common, (q, kv, gpu.put(bad)))
     want = layer.eager(common, (q, kv, gpu.put(good)))
-    is_cut = path != "bf16" and tokens * num_heads > 450 * 32  # the last wave of CTAs is not full
-    exact = slice(1 if is_cut else 0, None)
-    assert_same_values(got[exact], want[exact], "without bad positions")
+    if path == "bf16" or tokens < 450:
+        assert_same_values(got[:1], want[:1], "without bad positions")
+    slots = np.where(keys < 0, -1, 64 * first + keys)[:, None]
+    reference = ref.attention(step.q, cache, slots, softmax_scale=engine.SCALE)
+    for x in (got, want):
+        assert_within_bounds(reference, {"out": x[0], "lse": x[1]})
     out, lse = (x[keys < 0] for x in got)
     assert (ref.bits16(out) == 0).all()
     assert (lse == -np.inf).all()

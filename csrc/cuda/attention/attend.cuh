@@ -475,12 +475,6 @@ write_results(const attention_launch &launch, const cta_work &work, int thread,
 
 /* ---- One key ------------------------------------------------------------------------------- */
 
-/* A key of a work, by its slot. */
-typedef struct listed_key {
-    int32_t slot;
-    int32_t list;
-} listed_key;
-
 /* Whether the work has exactly one key, which is then in `only` in all threads. `slot` is the
  * thread's slot of window 0. Usually this window has more than one key, and no other window is
  * read. The key goes through is_key, which nobody reads yet. */
@@ -516,7 +510,7 @@ template <bool ROPE, bool CODED = false>
 static __device__ __noinline__ void
 attend_only_key(const attention_launch &launch, cta_work work, listed_key only, int thread)
 {
-    attend_one_key<ROPE, CODED>(launch, work, only.list, only.slot, thread, CTA_THREADS);
+    attend_one_key<ROPE, CODED>(launch, work, only, thread, CTA_THREADS);
 }
 
 /* ---- All of it ----------------------------------------------------------------------------- */
@@ -538,8 +532,8 @@ attend_cta(const attention_launch &launch, uint32_t num_tiles, int cta, int part
     listed_key only;
     if (find_only_key<Tile>(launch, work, plan, ptx_forget((int)threadIdx.x), key, shared, &only)) {
         if constexpr (Tile::IS_CALLED) {
-            attend_one_key<Tile::HAS_ROPE, Tile::CODED>(launch, work, only.list, only.slot,
-                                                        (int)threadIdx.x, CTA_THREADS);
+            attend_one_key<Tile::HAS_ROPE, Tile::CODED>(launch, work, only, (int)threadIdx.x,
+                                                        CTA_THREADS);
         } else {
             attend_only_key<Tile::HAS_ROPE, Tile::CODED>(launch, work, only, (int)threadIdx.x);
         }

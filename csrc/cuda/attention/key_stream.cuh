@@ -9,7 +9,7 @@
  *
  * The count takes an entry for a key if its index is not negative and below index_limit. An index
  * that names no slot for another reason (a bad page in the block table) takes a key's place in a
- * step, and is masked there. A work with exactly one key is computed by one_key.cuh. So the warps
+ * step, and is masked there. A work with one key gets that key's value (one_key.cuh). So the warps
  * also add up the places without a key, and with the last step the consumers know the sums.
  */
 #pragma once
@@ -318,20 +318,23 @@ find_listed_key(const attention_launch &launch, const cta_work &work, const list
     return listed_key{slot_of_index(launch, key.list, work.token, key.index), key.list};
 }
 
-/* Writes the results of a work with exactly one key: all consumers run the code of one_key.cuh.
- * Tensor cores would change the key's value. They add bf16 values to 0, so -0 loses its sign, and
- * FP8 values lose bits of their scale. Returns false for other works, and does nothing then. */
-template <bool ROPE, bool CODED, typename Memory>
+/* Whether a work has exactly one key. Tensor cores would change the key's value: they add bf16
+ * values to 0, so -0 loses its sign, and FP8 values lose bits of their scale. So the value is
+ * loaded once more, and takes the place of the products (write_value). */
+template <typename Memory>
 static __device__ __forceinline__ bool
-leave_only_key(const attention_launch &launch, const cta_work &work, int turn, const Memory *shared)
+has_only_key(int turn, const Memory *shared)
 {
     const int warp = warp_of_only_key(shared->num_absent[turn], &shared->num_steps[turn]);
-    if (!__any_sync(0xFFFFFFFFu, warp >= 0)) { /* tells ptxas that all lanes agree */
-        return false;
-    }
-    attend_only_key<ROPE, CODED>(launch, work,
-                                 find_listed_key(launch, work, shared->only[turn][warp]),
-                                 ptx_forget((int)threadIdx.x));
-    __syncwarp(); /* without it, ptxas believes that lanes diverge in the loops */
-    return true;
+    return __any_sync(0xFFFFFFFFu, warp >= 0); /* tells ptxas that all lanes agree */
+}
+
+/* The key of such a work. */
+template <typename Memory>
+static __device__ __forceinline__ listed_key
+only_key_of_work(const attention_launch &launch, const cta_work &work, int turn,
+                 const Memory *shared)
+{
+    const int warp = warp_of_only_key(shared->num_absent[turn], &shared->num_steps[turn]);
+    return find_listed_key(launch, work, shared->only[turn][warp]);
 }

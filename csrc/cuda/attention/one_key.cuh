@@ -1,4 +1,4 @@
-/* one_key.cuh: a work with exactly one key, without tensor cores, for every attention kernel.
+/* one_key.cuh: rows of out of a work with exactly one key, for every attention kernel.
  *
  * The kernels round weights to bf16 or f16; with FP8 rows they multiply them by the scale first.
  * Where a single key has all of the weight, its value would be off by a step. Here the value is
@@ -8,6 +8,9 @@
  * Roles        Warps take the work's heads in turn. Lanes share the dimensions: lane l has values
  *              8 l to 8 l + 7 of each half of the NoPE part, and 2 l, 2 l + 1 of the RoPE part. It
  *              needs no shared memory and no barrier, so any warps of a CTA can run it.
+ *              The portable code has no scores yet, and attend_one_key does all of the work without
+ *              tensor cores: 1.3 us for each head of a warp. Hopper's kernels have scores, from
+ *              which they know the weights, and need the key's value only (write_value).
  * Numerics     A lane's part of a score is 8 + 8 + 2 products deep; 5 sums over lanes follow. The
  *              unfinished row is like the kernels': max_log2, sum = 2^(max_log2 - reference), out =
  *              sum * value in fp32. out / sum is the value to 2^-22, here and in the combine
@@ -153,6 +156,37 @@ load_query_part(const attention_launch &launch, int32_t token, int32_t head, int
     }
 }
 
+/* A key of a work, by its slot (slot_of_index). */
+typedef struct listed_key {
+    int32_t slot;
+    int32_t list;
+} listed_key;
+
+/* The lane's part of a work's only key. CODED: the key has 512 values in any format. */
+template <bool ROPE, bool CODED>
+static __device__ __forceinline__ void
+load_only_key(const attention_launch &launch, const listed_key &only, int lane, lane_part *key,
+              float scales[2])
+{
+    if constexpr (CODED) {
+        load_coded_part(launch, only.list, only.slot, lane, key, scales);
+    } else {
+        load_key_part<ROPE>(launch.lists[only.list], row_of_slot(launch, only.list, only.slot),
+                            lane, key, scales);
+    }
+}
+
+/* Multiplies the NoPE part with its scales. */
+static __device__ __forceinline__ void
+scale_part(const lane_part &key, const float scales[2], lane_part *value)
+{
+#pragma unroll
+    for (int i = 0; i < 2 * LANE_VALUES; i++) {
+        const int half = i / LANE_VALUES;
+        value->nope[half][i % LANE_VALUES] = key.nope[half][i % LANE_VALUES] * scales[half];
+    }
+}
+
 /* Returns q . k, in all lanes. */
 static __device__ __forceinline__ float
 multiply_parts(const lane_part &query, const lane_part &key, const float scales[2])
@@ -174,12 +208,11 @@ multiply_parts(const lane_part &query, const lane_part &key, const float scales[
     return sum;
 }
 
-/* Writes value * weight in fp32, for the combine kernel. */
+/* Stores the lane's part of a row of 512 floats, times a weight. */
 static __device__ __forceinline__ void
-write_partial_part(const attention_launch &launch, int64_t row, int lane, const lane_part &value,
-                   float weight)
+store_part(float *row, int lane, const lane_part &value, float weight)
 {
-    float *const to = launch.partials.out + row * SMLA_KV_LORA_RANK + LANE_VALUES * lane;
+    float *const to = row + LANE_VALUES * lane;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
@@ -216,12 +249,25 @@ write_out_part(const smla_attention_params &params, int32_t token, int32_t head,
     }
 }
 
-/* Writes all results of a work whose only key is `slot` of list `list` (slot_of_index). It takes
- * `num_threads` threads, whole warps of a CTA; this is number `thread`. The caller must know that
- * the key is the only one in the work's columns. CODED: the key has 512 values in any format. */
+/* Writes a head's value * weight: its row of out, or its partial row unless the weight is 0. */
+static __device__ __forceinline__ void
+write_value(const attention_launch &launch, const cta_work &work, int head, int lane,
+            const lane_part &value, float weight)
+{
+    if (work.first_row == NOT_PARTIAL) {
+        write_out_part(launch.params, work.token, work.first_head + head, lane, value, weight);
+    } else if (weight != 0.0f) {
+        store_part(launch.partials.out + ((int64_t)work.first_row + head) * SMLA_KV_LORA_RANK, lane,
+                   value, weight);
+    }
+}
+
+/* Writes all results of a work with one key. It takes `num_threads` threads, whole warps of a CTA;
+ * this is number `thread`. The caller must know that the key is the only one in the work's columns.
+ * CODED: the key has 512 values in any format. */
 template <bool ROPE, bool CODED>
 static __device__ __forceinline__ void
-attend_one_key(const attention_launch &launch, const cta_work &work, int list, int32_t slot,
+attend_one_key(const attention_launch &launch, const cta_work &work, const listed_key &only,
                int thread, int num_threads)
 {
     const smla_attention_params &params = launch.params;
@@ -229,19 +275,9 @@ attend_one_key(const attention_launch &launch, const cta_work &work, int list, i
     lane_part key;
     lane_part value;
     float scales[2];
-    float scale_log2 = launch.scale_log2;
-    if constexpr (CODED) {
-        load_coded_part(launch, list, slot, lane, &key, scales);
-        scale_log2 = find_scale_log2(launch);
-    } else {
-        load_key_part<ROPE>(launch.lists[list], row_of_slot(launch, list, slot), lane, &key,
-                            scales);
-    }
-#pragma unroll
-    for (int i = 0; i < 2 * LANE_VALUES; i++) {
-        value.nope[i / LANE_VALUES][i % LANE_VALUES] =
-            key.nope[i / LANE_VALUES][i % LANE_VALUES] * scales[i / LANE_VALUES];
-    }
+    load_only_key<ROPE, CODED>(launch, only, lane, &key, scales);
+    const float scale_log2 = CODED ? find_scale_log2(launch) : launch.scale_log2;
+    scale_part(key, scales, &value);
 #pragma unroll 1
     for (int head = thread / SMLA_WARP_LANES; head < work.num_heads;
          head += num_threads / SMLA_WARP_LANES) {
@@ -250,19 +286,15 @@ attend_one_key(const attention_launch &launch, const cta_work &work, int list, i
         const float score = multiply_parts(query, key, scales) * scale_log2;
         const float max_log2 = fmaxf(-INFINITY, score); /* a NaN never is the maximum */
         const float sum = ptx_exp2(score - softmax_reference(max_log2));
+        float weight = sum;
         if (work.first_row == NOT_PARTIAL) {
             const float sink = softmax_sink(params, work.first_head + head);
-            const float factor = softmax_finish(params, work.token, work.first_head + head,
-                                                max_log2, sum, sink, lane == 0);
-            write_out_part(params, work.token, work.first_head + head, lane, value, sum * factor);
-            continue;
+            weight *= softmax_finish(params, work.token, work.first_head + head, max_log2, sum,
+                                     sink, lane == 0);
+        } else if (lane == 0) {
+            *(float2 *)(launch.partials.state + 2 * ((int64_t)work.first_row + head)) =
+                make_float2(max_log2, sum);
         }
-        const int64_t row = work.first_row + head;
-        if (lane == 0) {
-            *(float2 *)(launch.partials.state + 2 * row) = make_float2(max_log2, sum);
-        }
-        if (sum != 0.0f) {
-            write_partial_part(launch, row, lane, value, sum);
-        }
+        write_value(launch, work, head, lane, value, weight);
     }
 }

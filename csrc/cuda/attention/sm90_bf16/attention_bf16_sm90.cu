@@ -70,8 +70,8 @@
  *              Where a later block has an exponent above 40, its maximum is the head's ref from
  *              there on, and what was added up is multiplied by 2^(older ref - newer ref). Values
  *              up to 2^76 may meet weights of 2^40. Keys lighter than the heaviest by 2^126 may not
- *              count. A work with one key gets its results from one_key.cuh when it ends, because a
- *              value of -0 that is added to 0 would lose its sign.
+ *              count. A work with one key gets that key's value when it ends (write_only_rows),
+ *              because a value of -0 that is added to 0 would lose its sign.
  *              A logit of NaN or +inf makes out and lse of its head NaN; a logit of -inf has weight
  *              0. The bits of other heads do not change. Masked cache rows are zeros and have
  *              weight 0. A row's bits depend on its query, keys, num_splits, H and the device, not

@@ -118,6 +118,31 @@ write_partial_rows(const bf16_launch &launch, const cta_work &work, const lane_p
     }
 }
 
+/* Writes the rows of a work with one key: the key's value times its weight. Of a warp's heads, each
+ * group writes eight. `factor` is the lane's in finish_work. Not inlined, so that other works do
+ * not jump over it. */
+template <bool CODED>
+static __device__ __noinline__ void
+write_only_rows(const attention_launch &launch, cta_work work, int turn, float factor,
+                const bf16_memory *shared)
+{
+    const lane_place me = find_place_again();
+    const int first = 16 * me.warp + 8 * me.group;
+    const int head = first + me.lane % 8;
+    const float sum = shared->sums[turn][0][head] + shared->sums[turn][1][head];
+    const float weight = sum * __shfl_sync(0xFFFFFFFFu, factor, 4 * (me.lane % 8) + me.group);
+    lane_part key;
+    lane_part value;
+    float scales[2];
+    load_only_key<false, CODED>(launch, only_key_of_work(launch, work, turn, shared), me.lane, &key,
+                                scales);
+    scale_part(key, scales, &value);
+#pragma unroll 1
+    for (int i = 0; first + i < min(work.num_heads, first + 8); i++) {
+        write_value(launch, work, first + i, me.lane, value, __shfl_sync(0xFFFFFFFFu, weight, i));
+    }
+}
+
 /* Writes the work's results. Lanes of even columns end head `row` of their warp, lanes of odd
  * columns head row + 8. `turn` alternates between 0 and 1: the sums of a work are read after the
  * barrier, when the other group may already store those of the next work. */
@@ -131,9 +156,6 @@ finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
     const int head = 16 * me.warp + 8 * (me.column & 1) + me.row;
     store_sums<MAXIMA>(me, turn, state, shared);
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS);
-    if (leave_only_key<Keys::ROPE, Keys::CODED>(launch.base, work, turn, shared)) {
-        return;
-    }
     float factor = 0.0f;
     if (head < work.num_heads) {
         const float reference = me.column & 1 ? state.reference[1] : state.reference[0];
@@ -142,7 +164,10 @@ finish_work(const bf16_launch &launch, int idx, int turn, bf16_memory *shared,
     }
     const float factors[2] = {__shfl_sync(0xFFFFFFFFu, factor, me.lane & 28),
                               __shfl_sync(0xFFFFFFFFu, factor, me.lane & 28 | 1)};
-    if (work.first_row != NOT_PARTIAL) {
+    if (has_only_key(turn, shared)) {
+        write_only_rows<Keys::CODED>(launch.base, work, turn, factor, shared);
+        __syncwarp(); /* without it, ptxas believes that lanes diverge in the loops */
+    } else if (work.first_row != NOT_PARTIAL) {
         write_partial_rows(launch, work, me, factors, state);
     } else {
         write_out_rows<ALIGNED>(launch.base.params, work, me, factors, state);

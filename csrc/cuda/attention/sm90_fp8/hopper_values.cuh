@@ -492,15 +492,57 @@ is_marked_for_redo(const hopper_memory<Shape> *shared)
     return (flags[0] | flags[1]) != 0;
 }
 
+/* ---- Consumers: a work with one key -------------------------------------------------------- */
+
+/* Writes the results of a work with one key: its value times its weight, which is in the place of
+ * the head's factor. Each warp has every eighth head. Not inlined, so that other works do not
+ * jump over it. */
+template <typename Shape>
+static __device__ __noinline__ void
+finish_only_key(const attention_launch &launch, hopper_memory<Shape> *shared)
+{
+    const cta_work work = shared->place;
+    const int thread = ptx_forget((int)threadIdx.x);
+    const int warp = thread / SMLA_WARP_LANES;
+    const int lane = thread % SMLA_WARP_LANES;
+    if (is_marked_for_redo(shared)) {
+        mark_work(shared->work, thread, shared->redo);
+        return;
+    }
+    if (thread < work.num_heads) {
+        const float reference = shared->reference[thread];
+        float sum, top;
+        add_up_head(shared, thread, &sum, &top);
+        top = Shape::MAXIMA ? top + reference : reference;
+        const float factor = leave_head(launch, work, thread, reference, top, sum, true);
+        /* the only key has all of the weight, but for a sink's share; NaN stays NaN */
+        const bool is_all = work.first_row == NOT_PARTIAL && launch.params.attn_sink == NULL;
+        shared->factor[0][thread] = is_all && sum > 0.0f ? 1.0f : sum * factor;
+    }
+    lane_part key;
+    lane_part value;
+    float scales[2];
+    load_only_key<false, Shape::Row::ROPE_IS_VALUE>(
+        launch, only_key_of_work(launch, work, shared->work & 1, shared), lane, &key, scales);
+    scale_part(key, scales, &value);
+    ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* the weights are there */
+#pragma unroll 1
+    for (int head = warp; head < work.num_heads; head += CONSUMER_WARPS) {
+        write_value(launch, work, head, lane, value, shared->factor[0][head]);
+    }
+}
+
+/* ---- Consumers: the end of a work ---------------------------------------------------------- */
+
 /* Writes the results of a work, or marks it to be done again if it is lost. */
 template <typename Shape>
 static __device__ __forceinline__ void
 finish_row(const hopper_launch &launch, hopper_memory<Shape> *shared, const consumer<Shape> &state)
 {
     const cta_work work = shared->place;
-    if (leave_only_key<!Shape::Row::ROPE_IS_VALUE, Shape::Row::ROPE_IS_VALUE>(launch.base, work,
-                                                                              shared->work & 1,
-                                                                              shared)) {
+    if (has_only_key(shared->work & 1, shared)) {
+        finish_only_key(launch.base, shared);
+        __syncwarp(); /* without it, ptxas believes that lanes diverge in the loops */
         return;
     }
     if (is_marked_for_redo(shared)) { /* may be a work without heads, which redo_works leaves out */

@@ -47,8 +47,7 @@
  *              scales or bytes makes its score NaN, and so all results. Partial rows are means of
  *              values in f16, relative to the largest scale. They are off by 2^-11, or where they
  *              are small by 2^-25 of the unit. RoPE values of fp8_v4 become f16 in this unit once
- *              it is known (keep_small_rope). A work with one key is lost, too, because the
- *              portable code gives its value as it is.
+ *              it is known (keep_small_rope). A work with one key leaves that key's value in fp32.
  *              A row's bits depend on its query, keys, num_splits, H and the device, not on T.
  * Source       as attention_sm90.cu; split-KV decoding (Flash-Decoding)
  */
@@ -128,6 +127,39 @@ write_small_row(const attention_launch &launch, const cta_work &work, const lane
     }
 }
 
+/* Writes the partial rows of a work with one key, of whose value halves would lose bits. `tops` has
+ * the scores, which are finite. Each warp has every 16th head. */
+template <typename Shape>
+static __device__ __forceinline__ void
+leave_only_row(const attention_launch &launch, const cta_work &work,
+               const small_memory<Shape> *shared)
+{
+    const int lane = (int)threadIdx.x % SMLA_WARP_LANES;
+    const uint32_t is_key = lane < count_granules(launch) ? shared->is_key[lane] : 0;
+    const int granule = __ffs((int)__ballot_sync(0xFFFFFFFFu, is_key != 0)) - 1;
+    const int number = __ffs((int)__shfl_sync(0xFFFFFFFFu, is_key, granule)) - 1;
+    const key_place place = find_key(launch, work, GRANULE_KEYS * granule + number);
+    const listed_key only = {slot_of_index(launch, place.list, work.token,
+                                           (int32_t)load_index(place)),
+                             place.list};
+    lane_part key;
+    lane_part value;
+    float scales[2];
+    load_only_key<false, Shape::Row::ROPE_IS_VALUE>(launch, only, lane, &key, scales);
+    scale_part(key, scales, &value);
+#pragma unroll 1
+    for (int head = (int)threadIdx.x / SMLA_WARP_LANES; head < work.num_heads;
+         head += SMALL_WARPS) {
+        const int64_t row = work.first_row + head;
+        const float top = float_of_order(shared->tops[head]);
+        const float sum = ptx_exp2(top - softmax_reference(top));
+        if (lane == 0) {
+            *(float2 *)(launch.partials.state + 2 * row) = make_float2(top, sum);
+        }
+        store_part(launch.partials.out + row * SMLA_KV_LORA_RANK, lane, value, sum);
+    }
+}
+
 /* Does a lost work again: half of the threads run the portable code with the others' registers. */
 template <typename Shape>
 static __device__ __forceinline__ void
@@ -151,12 +183,35 @@ redo_small_row(const attention_launch &launch, const cta_work &work, void *memor
     }
 }
 
-/* redo_small_row as a called function, which other launches do not jump over. */
+/* leave_only_row as a called function. */
 template <typename Shape>
 static __device__ __noinline__ void
-redo_small_row_apart(const attention_launch &launch, cta_work work, void *memory)
+leave_only_row_apart(const attention_launch &launch, cta_work work,
+                     const small_memory<Shape> *shared)
 {
-    redo_small_row<Shape>(launch, work, memory);
+    leave_only_row(launch, work, shared);
+}
+
+/* Ends a work that has one key or is lost. */
+template <typename Shape>
+static __device__ __forceinline__ void
+finish_rare_row(const attention_launch &launch, const cta_work &work, bool is_lost, void *memory)
+{
+    if (!Shape::LEAVES_ONLY || __syncthreads_or(is_lost)) {
+        redo_small_row<Shape>(launch, work, memory);
+    } else if constexpr (Shape::CALLS_RARE) { /* is called itself */
+        leave_only_row(launch, work, (const small_memory<Shape> *)memory);
+    } else {
+        leave_only_row_apart(launch, work, (const small_memory<Shape> *)memory);
+    }
+}
+
+/* finish_rare_row as a called function, which other launches do not jump over. */
+template <typename Shape>
+static __device__ __noinline__ void
+finish_rare_row_apart(const attention_launch &launch, cta_work work, bool is_lost, void *memory)
+{
+    finish_rare_row<Shape>(launch, work, is_lost, memory);
 }
 
 /* ---- Kernel -------------------------------------------------------------------------------- */
@@ -266,12 +321,12 @@ __cluster_dims__(Shape::PARTNERS, 1, 1)
     find_small_reference(shared, num_granules, me.lane, &state);
     weigh_keys(shared, warp, me, &state, scores);
     ptx_fence_async_shared();
-    if (!__syncthreads_or(state.is_lost)) { /* barrier 4 */
+    if (!__syncthreads_or(state.is_lost | state.has_only)) { /* barrier 4 */
         finish_small_row<Shape>(launch, work, num_granules, me, shared, state);
     } else if constexpr (Shape::CALLS_RARE) {
-        redo_small_row_apart<Shape>(launch, work, memory);
+        finish_rare_row_apart<Shape>(launch, work, state.is_lost, memory);
     } else {
-        redo_small_row<Shape>(launch, work, memory);
+        finish_rare_row<Shape>(launch, work, state.is_lost, memory);
     }
 }
 

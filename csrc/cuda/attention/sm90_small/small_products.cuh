@@ -202,6 +202,7 @@ static __device__ __forceinline__ void
 find_small_reference(const small_memory<Shape> *shared, int num_granules, int lane,
                      small_state<Shape> *state)
 {
+    bool are_finite = true;
 #pragma unroll
     for (int set = 0; set < Shape::HEAD_SETS; set++) {
         const float top = float_of_order(shared->tops[head_of_lane<Shape>(lane, set)]);
@@ -210,13 +211,15 @@ find_small_reference(const small_memory<Shape> *shared, int num_granules, int la
         state->is_lost |= !is_bad && is_finite && fabsf(top) >= MAX_SCORE;
         state->reference[set] = is_bad ? NAN : softmax_reference(top) - (float)WEIGHT_EXPONENT;
         state->top[set] = top;
+        are_finite &= is_finite && !is_bad;
     }
     state->key_exponent =
         __reduce_max_sync(0xFFFFFFFFu, shared->key_exponent[lane % SMALL_GRANULES]);
     state->is_lost |= state->key_exponent > MAX_UNIT_EXPONENT;
-    /* a work with one key is left to the portable code, which gives its value as it is */
     const uint32_t is_key = lane < num_granules ? shared->is_key[lane] : 0;
-    state->is_lost |= __reduce_add_sync(0xFFFFFFFFu, __popc(is_key)) == 1;
+    state->has_only = __reduce_add_sync(0xFFFFFFFFu, __popc(is_key)) == 1;
+    /* leave_only_row trusts `tops` */
+    state->is_lost |= state->has_only && !(Shape::LEAVES_ONLY && are_finite);
 }
 
 /* Replaces RoPE values of the warp's keys, which are values, too, by f16 relative to 2^exponent. */

@@ -65,6 +65,9 @@ template <int ROW, int HEADS_, int PARTNERS_, bool ALIGNED_> struct small {
     /* Whether code that hardly any launch needs is called, so that others do not jump over it. The
      * registers suffice for that, except in one kernel. */
     static constexpr bool CALLS_RARE = ALIGNED && (HEADS != 32 || ring_row<ROW>::ROPE_IS_VALUE);
+    /* Whether a work with one key leaves that key's value (leave_only_row). The other kernels have
+     * no registers for it, and do the work again as if it were lost. */
+    static constexpr bool LEAVES_ONLY = ALIGNED;
     /* does works again, with 16 heads because of its registers */
     typedef tile<16, Row::ROPE_IS_VALUE ? SMLA_ROWS_512 : SMLA_ROWS_FP8, false, CALLS_RARE>
         Portable;
@@ -125,4 +128,5 @@ template <typename Shape> struct small_state {
     int key_exponent;              /* first for the warp's keys, later for all keys */
     bool is_bad[Shape::HEAD_SETS]; /* these heads have a query that is not finite */
     bool is_lost;
+    bool has_only; /* the work has one key, whose value takes the place of products */
 };
