@@ -393,6 +393,9 @@ typedef struct smla_attention_run {
     /* Bytes of workspace for the partial rows of a launch that cuts long works by itself. Every
      * caller that asked for the workspace size has them. 0: the launch cuts no works. */
     int64_t cut_bytes;
+    /* Splits take chunks of columns in turn, so a short list gives all of them as much. Where the
+     * caller says how many splits there are, each has a range of columns. */
+    bool interleaves;
 } smla_attention_run;
 
 /* How a backend runs attention of a shape. The check asks the backend for the plan once per call,

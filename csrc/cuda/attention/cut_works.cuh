@@ -514,6 +514,7 @@ allow_cuts(const smla_attention_params *params, int64_t cut_bytes, int64_t num_w
     uint8_t *const memory = (uint8_t *)params->workspace + smla_partial_padding(params->workspace);
     launch->num_segments = NUM_SEGMENTS;
     launch->split_columns[0] = (int32_t)columns;
+    launch->split_step[0] = (int32_t)columns;
     launch->cut_cost = (int32_t)smla_count_parts(CUT_COST, columns);
     launch->max_pieces = (int32_t)num_pieces;
     launch->slot_heads = (int32_t)heads;

@@ -36,6 +36,7 @@ enum {
 typedef struct smla_attention_start {
     int64_t cut_bytes;    /* as in smla_attention_run; most kernels cut no works */
     smla_cuda_held *held; /* where the launch waits for the combine kernel's; NULL: for nothing */
+    bool interleaves;     /* as in smla_attention_run; kernels for few columns never do */
 } smla_attention_start;
 
 typedef cudaError_t smla_attention_launcher(const smla_attention_params *params,

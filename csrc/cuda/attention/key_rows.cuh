@@ -17,6 +17,7 @@
 
 enum {
     KEYS = SMLA_SM80_KEYS,
+    CHUNK_BLOCKS = CHUNK_COLUMNS / KEYS,
     CTA_WARPS = 8,
     WARP_KEYS = KEYS / CTA_WARPS,
     WINDOW = SMLA_WARP_LANES / WARP_KEYS, /* blocks whose indices a warp reads at once */
@@ -48,10 +49,17 @@ typedef struct block_plan {
     int32_t num_blocks;
 } block_plan;
 
+/* The blocks of a list, of which the last ones may be empty. */
 static __device__ __forceinline__ int32_t
-count_blocks(column_range columns)
+count_blocks(const attention_launch &launch, column_range columns)
 {
-    return (columns.end - columns.begin + KEYS - 1) / KEYS;
+    const int32_t span = columns.end - columns.begin;
+    if (launch.column_stride == CHUNK_COLUMNS) {
+        return (span + KEYS - 1) / KEYS;
+    }
+    const uint32_t chunks = (uint32_t)(span + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS;
+    return CHUNK_BLOCKS *
+           (int32_t)smla_divide_uint32(chunks + launch.params.num_splits - 1, launch.num_splits);
 }
 
 template <bool RANGED>
@@ -59,10 +67,10 @@ static __device__ __forceinline__ block_plan
 plan_blocks(const attention_launch &launch, const cta_work &work)
 {
     block_plan plan;
-    plan.num_main = count_blocks(find_columns<RANGED>(launch, work, 0));
+    plan.num_main = count_blocks(launch, find_columns<RANGED>(launch, work, 0));
     plan.num_blocks = plan.num_main;
     if (launch.params.num_lists == 2) {
-        plan.num_blocks += count_blocks(find_columns<RANGED>(launch, work, 1));
+        plan.num_blocks += count_blocks(launch, find_columns<RANGED>(launch, work, 1));
     }
     return plan;
 }
@@ -93,8 +101,10 @@ read_index(const attention_launch &launch, const cta_work &work, const block_pla
     const int list = list_of(plan, block);
     const smla_key_list &keys = launch.params.lists[list];
     const column_range columns = find_columns<RANGED>(launch, work, list);
-    const int32_t column = columns.begin + (block - list * plan.num_main) * KEYS +
-                           thread / SMLA_WARP_LANES * WARP_KEYS + thread % WARP_KEYS;
+    const int32_t number = block - list * plan.num_main;
+    const int32_t column = columns.begin + number / CHUNK_BLOCKS * launch.column_stride +
+                           number % CHUNK_BLOCKS * KEYS + thread / SMLA_WARP_LANES * WARP_KEYS +
+                           thread % WARP_KEYS;
     return column < columns.end ? read_column<RANGED>(keys, work.token, column) : -1;
 }
 

@@ -7,6 +7,9 @@
 #include "cuda/ptx/launch.cuh"
 #include "cuda/ptx/ptx_sm90.cuh"
 
+/* Columns that a split takes at once where splits take them in turn. */
+enum { CHUNK_COLUMNS = 128 };
+
 /* The index that stands for an absent entry of a list. It is not below any index_limit. */
 enum : uint32_t { NO_INDEX = 0xFFFFFFFFu };
 
@@ -40,6 +43,9 @@ typedef struct attention_launch {
     smla_divisor head_tiles; /* works per token and split */
     smla_divisor num_splits;
     int32_t split_columns[2]; /* per list: columns per split, or per segment if works may be cut */
+    int32_t split_step[2];    /* columns from the begin of a split (segment) to the next one's */
+    int32_t column_stride;    /* columns from a chunk of a split to its next (interleave_splits) */
+    int32_t extra_turn;       /* number of the split that begins the extra list */
     int32_t num_segments;     /* segments per work where works may be cut (cut_works.cuh), else 1 */
     bool q_is_aligned;        /* every row of q_nope and q_pe is aligned to 16 bytes */
     bool out_is_paired;       /* every row of out is aligned to 4 bytes */
@@ -123,7 +129,8 @@ find_scale_log2(const attention_launch &launch)
 
 /* ---- Columns ------------------------------------------------------------------------------- */
 
-/* The columns of a work in one list: [begin, end). */
+/* The columns of a work in one list: chunks of CHUNK_COLUMNS, column_stride apart, from `begin` on
+ * and up to `end`. Usually these are all columns in between. */
 typedef struct column_range {
     int32_t begin;
     int32_t end;
@@ -147,9 +154,11 @@ find_columns(const attention_launch &launch, const cta_work &work, int list)
     if (keys.end != NULL) {
         length = min(length, (uint32_t)max(read_length(keys, work.token), 0));
     }
-    const uint32_t columns = (uint32_t)launch.split_columns[list];
-    uint32_t begin = work.split * columns;
-    const uint32_t last = min(begin + work.num_segments * columns, length);
+    int32_t turn = work.split - (list == 0 ? 0 : launch.extra_turn);
+    turn += turn < 0 ? launch.params.num_splits : 0;
+    uint32_t begin = (uint32_t)turn * (uint32_t)launch.split_step[list];
+    const uint32_t last =
+        min(begin + work.num_segments * (uint32_t)launch.split_columns[list], length);
     if (RANGED && keys.begin != NULL) {
         begin = max(begin, (uint32_t)max(keys.begin[work.token * keys.begin_stride], 0));
     }

@@ -21,6 +21,8 @@ enum {
     STREAM_COLUMNS = GATHER_WARPS * SMLA_WARP_LANES, /* columns that the warps read at once */
 };
 
+static_assert((int)STREAM_COLUMNS == (int)CHUNK_COLUMNS, "a chunk is read at once");
+
 /* The lane's column among STREAM_COLUMNS columns. */
 static __device__ __forceinline__ int
 find_stream_column(int warp, int lane)
@@ -74,30 +76,51 @@ load_first(const attention_launch &launch, const cta_work &work, int list, int w
     return index;
 }
 
-/* Counts the warp's keys in a list whose stream was just opened. A lane loads LOADS indices at
- * once, and they stay in L1 for take_step. */
+/* Counts the warp's keys in a list from a lane's first index on, `left` columns before the list's
+ * end. Chunks are `stride` apart. A lane loads LOADS indices at once, and they stay in L1. */
 template <int LOADS>
 static __device__ __forceinline__ uint32_t
-count_keys(const key_stream &stream, uint32_t limit)
+count_strided_keys(const int32_t *at, int32_t left, uint32_t limit, int32_t stride)
 {
-    const int32_t *at = stream.at;
     uint32_t count = 0;
 #pragma unroll 1
-    for (int32_t left = stream.left; __any_sync(0xFFFFFFFFu, left > 0);
-         left -= LOADS * STREAM_COLUMNS) {
+    for (; __any_sync(0xFFFFFFFFu, left > 0); left -= LOADS * stride) {
         uint32_t indices[LOADS];
 #pragma unroll
         for (int i = 0; i < LOADS; i++) {
-            ptx_load_4_cached(at + i * STREAM_COLUMNS, left > i * STREAM_COLUMNS, NO_INDEX,
-                              &indices[i]);
+            ptx_load_4_cached(at + i * stride, left > i * stride, NO_INDEX, &indices[i]);
         }
 #pragma unroll
         for (int i = 0; i < LOADS; i++) {
             count += indices[i] < limit;
         }
-        at += LOADS * STREAM_COLUMNS;
+        at += LOADS * stride;
     }
     return __reduce_add_sync(0xFFFFFFFFu, count);
+}
+
+template <int LOADS>
+static __device__ __noinline__ uint32_t
+count_keys_apart(const int32_t *at, int32_t left, uint32_t limit, int32_t stride)
+{
+    return count_strided_keys<LOADS>(at, left, limit, stride);
+}
+
+/* The same for a list whose stream was just opened; take_step will load the indices again. APART:
+ * where splits take chunks in turn, a function is called. Its code is long, and other launches
+ * would jump over it. */
+template <int LOADS, bool APART>
+static __device__ __forceinline__ uint32_t
+count_keys(const attention_launch &launch, int list, const key_stream &stream)
+{
+    const uint32_t limit = launch.lists[list].index_limit;
+    const int32_t stride = launch.column_stride;
+    if (!APART) {
+        return count_strided_keys<LOADS>(stream.at, stream.left, limit, stride);
+    }
+    return stride == CHUNK_COLUMNS
+               ? count_strided_keys<LOADS>(stream.at, stream.left, limit, CHUNK_COLUMNS)
+               : count_keys_apart<LOADS>(stream.at, stream.left, limit, stride);
 }
 
 /* ---- Steps of a work ------------------------------------------------------------------------ */
@@ -141,7 +164,7 @@ typedef uint32_t key_counts[2][GATHER_WARPS];
 /* Counts the keys of a work, whose main list has the stream `main`. Each of GATHER_WARPS warps
  * counts its quarter, and all meet at a barrier. Works use two `counts` in turn: those of one work
  * are read when it begins, and at that time those of the next work may be written. */
-template <int LOADS>
+template <int LOADS, bool APART>
 static __device__ __forceinline__ void
 count_work(const attention_launch &launch, const cta_work &work, const key_stream &main, int warp,
            int lane, int barrier, int num_threads, key_counts *counts)
@@ -150,7 +173,7 @@ count_work(const attention_launch &launch, const cta_work &work, const key_strea
     int list = 0;
 #pragma unroll 1
     for (;;) {
-        (*counts)[list][warp] = count_keys<LOADS>(stream, launch.lists[list].index_limit);
+        (*counts)[list][warp] = count_keys<LOADS, APART>(launch, list, stream);
         if (++list == launch.params.num_lists) {
             break;
         }
@@ -210,7 +233,7 @@ find_nth_bit_apart(uint32_t bits, int n)
  * are loaded last, into the same register, because a move from another one would wait for them. */
 template <bool APART>
 static __device__ __forceinline__ void
-take_keys(key_stream *stream, uint32_t limit, int lane)
+take_keys(key_stream *stream, uint32_t limit, int32_t column_stride, int lane)
 {
     const uint32_t is_key = __ballot_sync(0xFFFFFFFFu, stream->next < limit);
     if (is_key == 0xFFFFFFFFu && stream->num_held == 0) {
@@ -230,8 +253,8 @@ take_keys(key_stream *stream, uint32_t limit, int lane)
         stream->num_held += __popc(is_key);
     }
     stream->to_come -= __popc(is_key);
-    stream->left -= STREAM_COLUMNS;
-    stream->at += STREAM_COLUMNS;
+    stream->left -= column_stride;
+    stream->at += column_stride;
     load_next(stream);
 }
 
@@ -240,11 +263,11 @@ take_keys(key_stream *stream, uint32_t limit, int lane)
  * late from memory. */
 template <bool APART = false>
 static __device__ __forceinline__ uint32_t
-take_step(key_stream *stream, uint32_t limit, int lane)
+take_step(const attention_launch &launch, int list, key_stream *stream, int lane)
 {
 #pragma unroll 1
     while (stream->num_held < SMLA_WARP_LANES && stream->to_come > 0) {
-        take_keys<APART>(stream, limit, lane);
+        take_keys<APART>(stream, launch.lists[list].index_limit, launch.column_stride, lane);
     }
     const uint32_t index = lane < stream->num_held ? stream->held : NO_INDEX;
     stream->held = stream->over;

@@ -76,7 +76,7 @@ run_kernel(const smla_attention_run *run, const smla_attention_params *params, s
     static const char call[] = "cudaLaunchKernelExC";
     smla_cuda_held held;
     const bool is_split = params->num_splits > 1;
-    const smla_attention_start start = {run->cut_bytes, is_split ? &held : NULL};
+    const smla_attention_start start = {run->cut_bytes, is_split ? &held : NULL, run->interleaves};
     SMLA_TRY(require_workspace(params, error));
     smla_cuda_begin_held(&held);
     SMLA_TRY(smla_cuda_status(op, call, run->kernel->launch(params, &start), error));

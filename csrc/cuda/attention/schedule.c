@@ -345,13 +345,23 @@ smla_cuda_attention_workspace_size(const smla_attention_shape *shape)
 
 /* ---- Plans of calls -------------------------------------------------------------------------- */
 
+/* Whether splits take chunks of columns in turn. Where they have few columns, each has a range, so
+ * that none is left without. */
+static bool
+interleaves(const split_problem *problem, const smla_attention_kernel *kernel, int num_splits)
+{
+    return num_splits > 1 && kernel->arch == 90 && kernel->max_columns == 0 &&
+           count_columns(problem, num_splits) >= 2 * SMLA_SM90_KEYS;
+}
+
 static smla_attention_run
 make_run(const split_problem *problem, const smla_attention_kernel *kernel, int64_t num_tokens,
          int num_splits)
 {
     const int64_t cut_bytes =
         num_splits > 1 ? 0 : parts_bytes(most_parts(problem, num_tokens), problem->num_heads);
-    return (smla_attention_run){kernel, num_tokens, num_splits, cut_bytes};
+    return (smla_attention_run){kernel, num_tokens, num_splits, cut_bytes,
+                                interleaves(problem, kernel, num_splits)};
 }
 
 /* Fills in the runs of a plan: tokens in full waves of CTAs, then the rest, which may be split. */

@@ -184,7 +184,9 @@ make_launch(const smla_attention_params *params)
         launch.lists[i] = list_facts_of(&params->lists[i]);
         launch.split_columns[i] =
             (int32_t)smla_split_columns(params->lists[i].topk, params->num_splits);
+        launch.split_step[i] = launch.split_columns[i];
     }
+    launch.column_stride = CHUNK_COLUMNS;
     launch.num_segments = 1;
     launch.head_tiles = smla_make_divisor(smla_count_parts(params->num_heads, HEADS));
     launch.num_splits = smla_make_divisor(params->num_splits);
@@ -194,6 +196,20 @@ make_launch(const smla_attention_params *params)
     launch.out_is_paired =
         smla_are_rows_aligned(params->out, params->out_stride_token, params->out_stride_head, 4);
     return launch;
+}
+
+/* Lets splits take chunks of columns in turn, those of the extra list behind the main list's. */
+static inline void
+interleave_splits(attention_launch *launch)
+{
+    const smla_attention_params &params = launch->params;
+    launch->column_stride = params.num_splits * CHUNK_COLUMNS;
+    launch->extra_turn =
+        (int32_t)(smla_count_parts(params.lists[0].topk, CHUNK_COLUMNS) % params.num_splits);
+    for (int i = 0; i < params.num_lists; i++) {
+        launch->split_columns[i] = (int32_t)params.lists[i].topk; /* up to the end */
+        launch->split_step[i] = CHUNK_COLUMNS;
+    }
 }
 
 static int64_t

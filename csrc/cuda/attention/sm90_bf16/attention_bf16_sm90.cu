@@ -317,6 +317,9 @@ launch_bf16(const smla_attention_params *params, const smla_attention_start *sta
     }
     bf16_launch launch = {};
     launch.base = make_launch<TILE_HEADS>(params);
+    if (start->interleaves) {
+        interleave_splits(&launch.base);
+    }
     launch.num_works = (int32_t)count_works(launch.base);
     const int64_t num_ctas = count_ctas(launch.base, launch.num_works);
     launch.is_ordered = has_order(launch.base, launch.num_works, num_ctas);

@@ -122,8 +122,7 @@ gather_list(const bf16_launch &launch, const cta_work &work, int n, int list,
     const int32_t num_steps = steps.main + steps.extra;
 #pragma unroll 1
     for (int32_t left = list == 0 ? steps.main : steps.extra; left > 0; left--) {
-        const uint32_t limit = launch.base.lists[list].index_limit;
-        const uint32_t index = take_step<true>(stream, limit, gather_lane());
+        const uint32_t index = take_step<true>(launch.base, list, stream, gather_lane());
         const int32_t slot = slot_of_index<true>(launch.base, list, work.token, (int32_t)index);
         gather_step<Keys, ALIGNED>(launch, step_context{work, n, *is_first_step, num_steps},
                                    listed_key{slot, list}, is_last_list && left == 1 ? IS_LAST : 0,
@@ -166,7 +165,7 @@ gather(const bf16_launch &launch, bf16_memory *shared)
             }
             if (gather_twin<Keys>() == 0) {
                 (*counts)[list][gather_warp_again()] =
-                    count_keys<BF16_COUNT_LOADS>(opened, launch.base.lists[list].index_limit);
+                    count_keys<BF16_COUNT_LOADS, true>(launch.base, list, opened);
             }
         }
         /* the first time also for all consumers, which have initialised the mbarriers (start) */

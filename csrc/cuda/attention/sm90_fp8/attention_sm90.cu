@@ -169,8 +169,9 @@ begin_works(const hopper_launch &launch, hopper_memory<Shape> *shared)
     if (me.group == 0) {
         const cta_work work = find_numbered_work(launch.base, (int)blockIdx.x, Shape::HEADS);
         const key_stream stream = open_stream(launch.base, work, 0, me.warp, me.lane, 0);
-        count_work<FIRST_COUNT_LOADS>(launch.base, work, stream, me.warp, me.lane, BARRIER_GROUP,
-                                      GROUP_THREADS, &shared->num_keys[0]);
+        count_work<FIRST_COUNT_LOADS, Shape::COUNTS_APART>(launch.base, work, stream, me.warp,
+                                                           me.lane, BARRIER_GROUP, GROUP_THREADS,
+                                                           &shared->num_keys[0]);
     } else {
         ptx_barrier(BARRIER_GROUP + 1, GROUP_THREADS);
         if (may_be_cut) {
@@ -391,6 +392,9 @@ launch_hopper(const smla_attention_params *params, const smla_attention_start *s
     }
     hopper_launch launch = {};
     launch.base = make_launch<HEADS>(params);
+    if (start->interleaves) {
+        interleave_splits(&launch.base);
+    }
     launch.num_works = (int32_t)count_works(launch.base);
     for (int i = 0; i < params->num_lists; i++) {
         launch.lists[i] = spans[i];

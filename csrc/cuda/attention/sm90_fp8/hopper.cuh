@@ -30,8 +30,7 @@ enum {
     HOPPER_THREADS = CONSUMER_THREADS + GATHER_WARPS * SMLA_WARP_LANES,
     CONSUMER_REGISTERS = 240,
     GATHER_REGISTERS = 24,
-    FP8_COUNT_LOADS = 8,    /* indices per lane that gather warps load at once to count keys */
-    FIRST_COUNT_LOADS = 16, /* the same for consumers, who count a launch's first work */
+    FIRST_COUNT_LOADS = 16, /* indices per lane that consumers load at once to count keys */
     MAX_WORKS = 512,        /* works per CTA: one redo bit each */
     CONSTANT_LINE = 64,     /* bytes: kernel arguments arrive in such lines */
     /* named barriers */
@@ -71,6 +70,9 @@ template <int ROW, int HEADS_, bool MAXIMA_> struct hopper {
     static constexpr int GRANULES =
         HEADS < 64 ? 16 : (Row::ROPE_IS_VALUE ? 15 : 13) - (MAXIMA ? 1 : 0);
     static constexpr int GRANULE_BYTES = (int)sizeof(Granule);
+    /* The same for gather warps; with fewer heads, ptxas has no registers for eight. */
+    static constexpr int COUNT_LOADS = HEADS == 64 ? 8 : 6;
+    static constexpr bool COUNTS_APART = !MAXIMA; /* there ptxas has no register for the call */
     static constexpr int CHUNKS = HEADS / 16;
     static constexpr int SLOTS = HEADS < 32 ? 32 : HEADS; /* sums per warp: 1 or 2 per lane */
     static constexpr int PROB_BYTES = HEADS * 2;          /* weights of one key */

@@ -171,8 +171,9 @@ count_keys_of(const hopper_launch &launch, const cta_work &work, uint32_t turn,
 {
     const key_stream stream =
         open_stream(launch.base, work, 0, find_gather_warp(), find_gather_lane(), 0);
-    count_work<FP8_COUNT_LOADS>(launch.base, work, stream, find_gather_warp(), find_gather_lane(),
-                                BARRIER_GATHER, GROUP_THREADS, &shared->num_keys[turn]);
+    count_work<Shape::COUNT_LOADS, false>(launch.base, work, stream, find_gather_warp(),
+                                          find_gather_lane(), BARRIER_GATHER, GROUP_THREADS,
+                                          &shared->num_keys[turn]);
 }
 
 /* Counts the keys of the CTA's parts of works: of its first work, if that is cut, and of the piece
@@ -231,8 +232,7 @@ gather_list(const hopper_launch &launch, const cta_work &work, int list, int32_t
     load_next(&stream);
 #pragma unroll 1
     for (int32_t step = 0; step < end; step++) {
-        const uint32_t index =
-            take_step(&stream, launch.base.lists[list].index_limit, find_gather_lane());
+        const uint32_t index = take_step(launch.base, list, &stream, find_gather_lane());
         if (step >= begin) {
             gather_step(launch, work, list, index, turn, shared, state);
         }

@@ -1,0 +1,144 @@
+"""Splits that take columns in turn, on Hopper.
+
+Where the plan splits long lists, each split takes every n-th chunk of 128 columns, so that lists
+with few keys, which engines fill from the front, give all splits as much to do. Where a call says
+how many splits there are, a split has a range of columns.
+"""
+
+import cases
+import numpy as np
+import pytest
+import reference as ref
+from cases import AttentionInputs
+from helpers import NO_NAN, assert_same_bits, assert_within_bounds, guarded_attention
+from library import sparse_mla as library
+
+attend = library.sparse_attention
+
+NUM_SLOTS = 4096
+
+every_format = pytest.mark.parametrize("fmt", ["fp8", "bf16"])
+# Tokens, heads: the plan gives them two splits or four. The lists' last chunks are not full.
+every_batch = pytest.mark.parametrize(("num_tokens", "num_heads"), [(24, 64), (48, 60), (16, 128)])
+WIDTH = 2000
+
+LENGTHS = [0, 1, 100, 127, 128, 129, 300, 1000, 1024, 1500, 1999, WIDTH]
+
+
+def make(fmt, num_tokens, num_heads, *, by_length=False) -> AttentionInputs:
+    """Lists that have keys up to a length, which is their topk_length or has -1 behind it."""
+    rng = np.random.default_rng([num_tokens, num_heads])
+    length = np.resize(LENGTHS, num_tokens).astype(np.int32)
+    rows = cases.make_rows(rng, NUM_SLOTS, fmt)
+    indices = rng.integers(0, NUM_SLOTS, (num_tokens, WIDTH)).astype(np.int32)
+    options = {"softmax_scale": ref.HEAD_DIM**-0.5, "attn_sink": cases.make_sink(rng, num_heads)}
+    if by_length:
+        options["topk_length"] = length
+    else:
+        indices[np.arange(WIDTH) >= length[:, None]] = -1
+    return AttentionInputs(
+        q=cases.random_bf16(rng, num_tokens, num_heads, ref.HEAD_DIM),
+        kv=rows.reshape(-1, 64, rows.shape[-1]),
+        indices=indices,
+        options=options,
+    )
+
+
+def assert_right(case: AttentionInputs, got: dict, tokens) -> None:
+    assert_within_bounds(case.rows(tokens).reference(), {n: x[tokens] for n, x in got.items()})
+
+
+@every_format
+@every_batch
+def test_short_and_long_lists(num_tokens, num_heads, fmt):
+    """Every run gives the same bits, and so do lists that end with their topk_length."""
+    case = make(fmt, num_tokens, num_heads)
+    got = guarded_attention(attend, case)
+    assert_right(case, got, np.arange(len(LENGTHS)))
+    by_length = make(fmt, num_tokens, num_heads, by_length=True)
+    for again in (case, case, by_length):
+        for name, x in guarded_attention(attend, again).items():
+            assert_same_bits(x, got[name], name)
+
+
+@every_format
+@every_batch
+def test_given_splits_have_ranges(num_tokens, num_heads, fmt):
+    """No number of splits that a call may give has the bits of the plan's splits."""
+    case = make(fmt, num_tokens, num_heads)
+    got = guarded_attention(attend, case)
+    full = np.resize(LENGTHS, num_tokens) == WIDTH
+    for num_splits in range(1, 17):
+        given = guarded_attention(attend, case, num_splits=num_splits)
+        assert (given["out"][full] != got["out"][full]).any(), num_splits
+
+
+@every_format
+@pytest.mark.parametrize("keys", ["half of them", "those of one warp", "few", "the last"])
+def test_holes(keys, fmt):
+    case = make(fmt, 24, 64)
+    rng = np.random.default_rng(3)
+    case.indices[::3] = cases.make_indices_with_holes(rng, 8, WIDTH, NUM_SLOTS, keys)
+    assert_right(case, guarded_attention(attend, case), np.arange(0, 24, 3))
+
+
+@every_format
+def test_one_key_in_any_chunk(fmt):
+    """out is the key's value, whichever split has it."""
+    case = make(fmt, 24, 64)
+    del case.options["attn_sink"]
+    slots = np.arange(24) * 7
+    case.indices[:] = -1
+    case.indices[np.arange(24), np.arange(24) * 83] = slots
+    got = guarded_attention(attend, case)
+    assert_right(case, got, np.arange(24))
+    rows = case.kv.reshape(NUM_SLOTS, -1)
+    if fmt == "bf16":
+        want = np.broadcast_to(ref.bits16(rows[slots, None, :512]), got["out"].shape)
+        assert_same_bits(got["out"].view(np.uint16), want, "value")
+    value = ref.decode_rows(rows, slots)[:, None, :512]
+    error = np.abs(ref.to_f32(got["out"]).astype(np.float64) - value)
+    assert (error <= (2.0**-8 + 2.0**-20) * np.abs(value) + 2.0**-133).all()
+
+
+@every_format
+@pytest.mark.parametrize("value", [np.nan, 1e30, 0.0])
+def test_rows_whose_numbers_do_not_fit(value, fmt):
+    """Splits with a key whose numbers do not fit Hopper's kernel for FP8 rows are done again by
+    portable code, from the same columns. A NaN reaches the results of its own token alone."""
+    case = make(fmt, 24, 64)
+    rows = case.kv.reshape(NUM_SLOTS, -1)
+    if fmt == "fp8":
+        rows[:32, 512:528].view(np.float32)[:] = value
+    else:
+        rows[:32, :512] = min(value, 1e4)
+    is_key = case.indices >= 0
+    case.indices[is_key] = np.maximum(case.indices[is_key], 32)
+    long = np.flatnonzero(is_key.sum(1) >= 1000)
+    touched = long[::2]
+    case.indices[touched[0], [5, 130]] = 3, 4
+    case.indices[touched[1], 999] = 5
+    case.indices[touched[2:], 300:800:150] = 6
+    got = guarded_attention(attend, case, poison=NO_NAN)
+    if np.isnan(value):
+        assert np.isnan(got["out"][touched].astype(np.float32)).all()
+        assert np.isnan(got["lse"][touched]).all()
+    else:
+        assert_right(case, got, touched)
+    assert_right(case, got, np.setdiff1d(np.arange(24), touched))
+
+
+@pytest.mark.parametrize(("fmt", "extra"), [("fp8", "fp8"), ("bf16", "bf16"), ("fp8", "bf16")])
+def test_two_lists(fmt, extra):
+    """The chunks of the extra list go on where those of the main list end."""
+    case = make(fmt, 24, 64)
+    rng = np.random.default_rng(9)
+    width = 700
+    rows = cases.make_rows(rng, 640, extra)
+    indices = rng.integers(0, 640, (24, width)).astype(np.int32)
+    indices[np.arange(width) >= np.resize([0, 1, 130, 700], 24)[:, None]] = -1
+    case.options |= {"extra_kv": rows.reshape(10, 64, -1), "extra_indices": indices}
+    got = guarded_attention(attend, case)
+    assert_right(case, got, np.arange(24))
+    for name, x in guarded_attention(attend, case).items():
+        assert_same_bits(x, got[name], name)
