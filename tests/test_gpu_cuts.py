@@ -9,7 +9,6 @@ import cases
 import gpu
 import numpy as np
 import pytest
-import reference as ref
 from cases import AttentionInputs
 from gpu import capture, torch
 from helpers import NO_NAN, assert_same_bits, assert_within_bounds, guarded_attention
@@ -38,20 +37,7 @@ def make(fmt, lengths, num_tokens, num_heads, *, by_length=False, seed=0) -> Att
     """Lists that have keys up to a length, which is their topk_length or has -1 behind it."""
     rng = np.random.default_rng([num_tokens, num_heads, seed])
     length = LENGTHS[lengths](rng, num_tokens).astype(np.int32)
-    rows = cases.make_rows(rng, NUM_SLOTS, fmt)
-    indices = rng.integers(0, NUM_SLOTS, (num_tokens, WIDTH)).astype(np.int32)
-    options = {"softmax_scale": ref.HEAD_DIM**-0.5, "attn_sink": cases.make_sink(rng, num_heads)}
-    if by_length:
-        options["topk_length"] = length
-    else:
-        indices[np.arange(WIDTH) >= length[:, None]] = -1
-    return AttentionInputs(
-        q=cases.random_bf16(rng, num_tokens, num_heads, ref.HEAD_DIM),
-        kv=rows.reshape(-1, 64, rows.shape[-1]),
-        indices=indices,
-        options=options,
-        num_splits=0,
-    )
+    return cases.make_ragged(rng, fmt, length, num_heads, WIDTH, NUM_SLOTS, by_length=by_length)
 
 
 def cut_rows(got: dict, whole: dict) -> np.ndarray:
@@ -136,13 +122,7 @@ def test_rows_whose_numbers_do_not_fit(value, fmt):
     """Parts with a key whose numbers do not fit Hopper's kernel for FP8 rows are done again by
     portable code. A NaN reaches the results of its own token alone."""
     case = make(fmt, "any", 128, 64)
-    rows = case.kv.reshape(NUM_SLOTS, -1)
-    if fmt == "fp8":
-        rows[:32, 512:528].view(np.float32)[:] = value
-    else:
-        rows[:32, :512] = min(value, 1e4)
-    is_key = case.indices >= 0
-    case.indices[is_key] = np.maximum(case.indices[is_key], 32)
+    is_key = cases.spoil_rows(case, fmt, value)
     touched = np.arange(0, 128, 5)
     case.indices[touched, 0] = 3
     far = touched[is_key[touched].sum(1) > 1500]

@@ -8,10 +8,10 @@ how many splits there are, a split has a range of columns.
 import cases
 import numpy as np
 import pytest
-import reference as ref
 from cases import AttentionInputs
 from helpers import NO_NAN, assert_same_bits, assert_within_bounds, guarded_attention
 from library import sparse_mla as library
+from test_attention import assert_is_the_value
 
 attend = library.sparse_attention
 
@@ -29,19 +29,7 @@ def make(fmt, num_tokens, num_heads, *, by_length=False) -> AttentionInputs:
     """Lists that have keys up to a length, which is their topk_length or has -1 behind it."""
     rng = np.random.default_rng([num_tokens, num_heads])
     length = np.resize(LENGTHS, num_tokens).astype(np.int32)
-    rows = cases.make_rows(rng, NUM_SLOTS, fmt)
-    indices = rng.integers(0, NUM_SLOTS, (num_tokens, WIDTH)).astype(np.int32)
-    options = {"softmax_scale": ref.HEAD_DIM**-0.5, "attn_sink": cases.make_sink(rng, num_heads)}
-    if by_length:
-        options["topk_length"] = length
-    else:
-        indices[np.arange(WIDTH) >= length[:, None]] = -1
-    return AttentionInputs(
-        q=cases.random_bf16(rng, num_tokens, num_heads, ref.HEAD_DIM),
-        kv=rows.reshape(-1, 64, rows.shape[-1]),
-        indices=indices,
-        options=options,
-    )
+    return cases.make_ragged(rng, fmt, length, num_heads, WIDTH, NUM_SLOTS, by_length=by_length)
 
 
 def assert_right(case: AttentionInputs, got: dict, tokens) -> None:
@@ -92,13 +80,7 @@ def test_one_key_in_any_chunk(fmt):
     case.indices[np.arange(24), np.arange(24) * 83] = slots
     got = guarded_attention(attend, case)
     assert_right(case, got, np.arange(24))
-    rows = case.kv.reshape(NUM_SLOTS, -1)
-    if fmt == "bf16":
-        want = np.broadcast_to(ref.bits16(rows[slots, None, :512]), got["out"].shape)
-        assert_same_bits(got["out"].view(np.uint16), want, "value")
-    value = ref.decode_rows(rows, slots)[:, None, :512]
-    error = np.abs(ref.to_f32(got["out"]).astype(np.float64) - value)
-    assert (error <= (2.0**-8 + 2.0**-20) * np.abs(value) + 2.0**-133).all()
+    assert_is_the_value(case, case.kv, slots, got)
 
 
 @every_format
@@ -107,13 +89,7 @@ def test_rows_whose_numbers_do_not_fit(value, fmt):
     """Splits with a key whose numbers do not fit Hopper's kernel for FP8 rows are done again by
     portable code, from the same columns. A NaN reaches the results of its own token alone."""
     case = make(fmt, 24, 64)
-    rows = case.kv.reshape(NUM_SLOTS, -1)
-    if fmt == "fp8":
-        rows[:32, 512:528].view(np.float32)[:] = value
-    else:
-        rows[:32, :512] = min(value, 1e4)
-    is_key = case.indices >= 0
-    case.indices[is_key] = np.maximum(case.indices[is_key], 32)
+    is_key = cases.spoil_rows(case, fmt, value)
     long = np.flatnonzero(is_key.sum(1) >= 1000)
     touched = long[::2]
     case.indices[touched[0], [5, 130]] = 3, 4

@@ -187,6 +187,19 @@ scale_part(const lane_part &key, const float scales[2], lane_part *value)
     }
 }
 
+/* The lane's part of the value of a work's only key. */
+template <bool CODED>
+static __device__ __forceinline__ lane_part
+load_only_value(const attention_launch &launch, const listed_key &only, int lane)
+{
+    lane_part key;
+    lane_part value;
+    float scales[2];
+    load_only_key<false, CODED>(launch, only, lane, &key, scales);
+    scale_part(key, scales, &value);
+    return value;
+}
+
 /* Returns q . k, in all lanes. */
 static __device__ __forceinline__ float
 multiply_parts(const lane_part &query, const lane_part &key, const float scales[2])

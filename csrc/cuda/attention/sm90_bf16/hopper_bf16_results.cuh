@@ -131,12 +131,8 @@ write_only_rows(const attention_launch &launch, cta_work work, int turn, float f
     const int head = first + me.lane % 8;
     const float sum = shared->sums[turn][0][head] + shared->sums[turn][1][head];
     const float weight = sum * __shfl_sync(0xFFFFFFFFu, factor, 4 * (me.lane % 8) + me.group);
-    lane_part key;
-    lane_part value;
-    float scales[2];
-    load_only_key<false, CODED>(launch, only_key_of_work(launch, work, turn, shared), me.lane, &key,
-                                scales);
-    scale_part(key, scales, &value);
+    const lane_part value =
+        load_only_value<CODED>(launch, only_key_of_work(launch, work, turn, shared), me.lane);
 #pragma unroll 1
     for (int i = 0; first + i < min(work.num_heads, first + 8); i++) {
         write_value(launch, work, first + i, me.lane, value, __shfl_sync(0xFFFFFFFFu, weight, i));

@@ -519,12 +519,8 @@ finish_only_key(const attention_launch &launch, hopper_memory<Shape> *shared)
         const bool is_all = work.first_row == NOT_PARTIAL && launch.params.attn_sink == NULL;
         shared->factor[0][thread] = is_all && sum > 0.0f ? 1.0f : sum * factor;
     }
-    lane_part key;
-    lane_part value;
-    float scales[2];
-    load_only_key<false, Shape::Row::ROPE_IS_VALUE>(
-        launch, only_key_of_work(launch, work, shared->work & 1, shared), lane, &key, scales);
-    scale_part(key, scales, &value);
+    const lane_part value = load_only_value<Shape::Row::ROPE_IS_VALUE>(
+        launch, only_key_of_work(launch, work, shared->work & 1, shared), lane);
     ptx_barrier(BARRIER_CONSUMERS, CONSUMER_THREADS); /* the weights are there */
 #pragma unroll 1
     for (int head = warp; head < work.num_heads; head += CONSUMER_WARPS) {
