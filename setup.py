@@ -27,12 +27,13 @@ def public_version(distribution):
 
 def run_ninja(distribution, *targets):
     """Builds targets, and writes compile_commands.json for clang-tidy and editors."""
-    path = graph.write_graph(public_version(distribution))
-    ninja = [sys.executable, "-m", "ninja", "-f", path]
-    database = subprocess.run([*ninja, "-t", "compdb", "cc"], stdout=subprocess.PIPE, check=True)
-    Path("compile_commands.json").write_bytes(database.stdout)
-    if status := subprocess.run([*ninja, *targets]).returncode:
-        sys.exit(status)
+    with graph.alone_in(Path("build")):
+        path = graph.write_graph(public_version(distribution))
+        ninja = [sys.executable, "-m", "ninja", "-f", path]
+        database = subprocess.check_output([*ninja, "-t", "compdb", "cc"])
+        Path("compile_commands.json").write_bytes(database)
+        if status := subprocess.run([*ninja, *targets]).returncode:
+            sys.exit(status)
 
 
 class BuildExtension(build_ext):

@@ -11,6 +11,8 @@ compiles for. SPARSE_MLA_GLIBC=2.28 links for that version of glibc, with ziglan
 lets kernels use local memory.
 """
 
+import contextlib
+import fcntl
 import importlib.util
 import os
 import platform
@@ -341,6 +343,17 @@ class Graph:
 
     def name(self, target, outputs):
         self.writer.build(target, "phony", [str(path) for path in outputs])
+
+
+@contextlib.contextmanager
+def alone_in(folder):
+    """Waits until no other process is in this context with the same folder. Where two ninjas
+    compile a file at once, one of them forgets which headers it includes, without a word, and an
+    edit of those headers no longer compiles it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        yield
 
 
 def write_graph(version):

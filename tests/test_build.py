@@ -142,6 +142,25 @@ def test_a_compiler_that_was_named_is_taken_or_is_an_error(graph, monkeypatch, t
     assert graph.c_compiler() == "sh -c"
 
 
+def test_builds_in_one_folder_wait_for_each_other(graph, tmp_path, monkeypatch):
+    """Before, `make lint` beside `make build` left objects whose headers ninja had forgotten."""
+    monkeypatch.setenv("PYTHONPATH", str(BUILDTOOLS))
+    code = """if True:
+        import graph, pathlib, sys
+        print("here", flush=True)
+        with graph.alone_in(pathlib.Path(sys.argv[1])):
+            print("alone")
+    """
+    command = [sys.executable, "-c", code, str(tmp_path / "build")]
+    with graph.alone_in(tmp_path / "build"):
+        other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert other.stdout.readline() == "here\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(timeout=0.5)
+    assert other.communicate(timeout=60) == ("alone\n", None)
+    assert other.returncode == 0
+
+
 @pytest.mark.parametrize("empty", ["", " "])
 def test_no_name_is_the_first_compiler_there_is(graph, monkeypatch, empty):
     monkeypatch.setenv("CC", empty)
