@@ -274,7 +274,8 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
     state->own += (STEP_GRANULES - (wraps ? Shape::GRANULES : 0)) * Shape::GRANULE_BYTES;
 }
 
-/* Adds up a head's weights, and finds its maximum where max_logits are wanted. */
+/* Adds up a head's weights, and finds how far its maximum lies above the reference, where
+ * max_logits are wanted. */
 template <typename Shape>
 static __device__ __forceinline__ void
 add_up_head(const hopper_memory<Shape> *shared, int head, float *sum, float *top)
@@ -335,6 +336,17 @@ find_factors(const hopper_launch &launch, int group, hopper_memory<Shape> *share
     ptx_barrier(BARRIER_GROUP + group, GROUP_THREADS);
 }
 
+/* A head's reference, sum and maximum, as leave_head takes them. */
+template <typename Shape>
+static __device__ __forceinline__ void
+find_head_state(const hopper_memory<Shape> *shared, int head, float *reference, float *sum,
+                float *top)
+{
+    *reference = shared->reference[head];
+    add_up_head(shared, head, sum, top);
+    *top = Shape::MAXIMA ? *top + *reference : *reference;
+}
+
 /* Writes lse and max_logits of the heads, or the states of their partial rows. The threads of group
  * 0 do this, because that group is the first to have written its results. */
 template <typename Shape>
@@ -343,10 +355,8 @@ leave_heads(const hopper_launch &launch, const cta_work &work, const hopper_memo
 {
     const int head = ptx_forget((int)threadIdx.x);
     if (head < work.num_heads) {
-        const float reference = shared->reference[head];
-        float sum, top;
-        add_up_head(shared, head, &sum, &top);
-        top = Shape::MAXIMA ? top + reference : reference;
+        float reference, sum, top;
+        find_head_state(shared, head, &reference, &sum, &top);
         if (work.first_row == NOT_PARTIAL) {
             leave_head(launch.base, work, head, reference, top, sum, true);
         } else {
@@ -510,10 +520,8 @@ finish_only_key(const attention_launch &launch, hopper_memory<Shape> *shared)
         return;
     }
     if (thread < work.num_heads) {
-        const float reference = shared->reference[thread];
-        float sum, top;
-        add_up_head(shared, thread, &sum, &top);
-        top = Shape::MAXIMA ? top + reference : reference;
+        float reference, sum, top;
+        find_head_state(shared, thread, &reference, &sum, &top);
         const float factor = leave_head(launch, work, thread, reference, top, sum, true);
         /* the only key has all of the weight, but for a sink's share; NaN stays NaN */
         const bool is_all = work.first_row == NOT_PARTIAL && launch.params.attn_sink == NULL;
