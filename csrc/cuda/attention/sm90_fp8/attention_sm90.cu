@@ -119,6 +119,8 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     bool has_other = me.group == 1;
     const weight_tiles weights = {find_weights(shared, me.group),
                                   find_weights(shared, me.group ^ 1)};
+    const uint64_t query =
+        wgmma_descriptor(ptx_shared_address(shared->query), 1024, WGMMA_SWIZZLE_128);
 #pragma unroll
     for (int i = 0; i < Shape::HEADS / 2; i++) {
         state->scores[i] = 0.0f; /* else the last work's scores keep registers until here */
@@ -126,8 +128,10 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
     clear_out(state);
 #pragma unroll 1
     for (;;) {
-        score_block(shared, at, find_place(), state);
-        if (!has_steps_left(*state)) {
+        /* here, because behind a wait the reduction's latency would be in the open */
+        const int other = make_uniform(find_other<Shape>(*state, has_other));
+        score_block(shared, at, find_place(), query, state);
+        if (!are_steps_left(*state)) {
             wgmma_wait<0>();
             take_steps(shared, state);
             find_references(launch, find_place_again(), shared, state);
@@ -136,10 +140,10 @@ consume_steps(const hopper_launch &launch, hopper_memory<Shape> *shared, consume
                 leave_sinks(launch.base.params, find_place_again(), shared);
             }
         }
-        const int other = meet_other_block(shared, at, find_place(), has_other, state);
+        meet_other_block(shared, at, find_place(), other, state);
         add_blocks(launch, shared, at, find_place(), weights, other, has_other, state);
         finish_step(state);
-        if (!has_steps_left(*state)) {
+        if (!are_steps_left(*state)) {
             break;
         }
         has_other = true;

@@ -110,9 +110,8 @@ template <typename Shape> struct hopper_memory {
     alignas(16) uint32_t num_absent[2][GATHER_WARPS]; /* places without a key (add_absent) */
     listed_index only[2][GATHER_WARPS];               /* a gather warp's key, if it has only one */
     alignas(16) key_counts num_keys[2];
-    /* Per group: by how much it has raised the references, and whether its weights exceed f16. */
-    alignas(8) float shift[2][Shape::HEADS];
-    alignas(4) uint8_t has_grown[4];
+    alignas(8) float shift[2][Shape::HEADS]; /* by how much a group has raised the references */
+    uint32_t has_grown[2]; /* per group; byte w: not 0 where weights of its warp w exceed f16 */
     alignas(8) uint8_t is_lost[CONSUMER_WARPS]; /* a number of the work did not fit */
     uint32_t redo[MAX_WORKS / 32];
     work_order order;
@@ -282,6 +281,15 @@ static __device__ __forceinline__ bool
 has_steps_left(const consumer<Shape> &state, uint32_t count = 1)
 {
     return state.phase >= count * ONE_STEP;
+}
+
+/* The same for branches around products: the vote tells ptxas that all lanes agree, so it checks
+ * nowhere in the loop whether lanes have diverged. */
+template <typename Shape>
+static __device__ __forceinline__ bool
+are_steps_left(const consumer<Shape> &state)
+{
+    return __any_sync(0xFFFFFFFFu, has_steps_left(state));
 }
 
 /* Where the other group's older block begins in the ring. In group 0's first step there is no such

@@ -30,15 +30,15 @@ scale_of_shift(float shift)
 /* Not 0 where a group's weights exceed f16. All threads read the same value; is_any tells the
  * compiler so. */
 template <typename Shape>
-static __device__ __forceinline__ uint8_t
+static __device__ __forceinline__ uint32_t
 load_has_grown(const hopper_memory<Shape> *shared, int group)
 {
-    const volatile uint8_t *const has_grown = shared->has_grown;
+    const volatile uint32_t *const has_grown = shared->has_grown;
     return has_grown[group];
 }
 
 static __device__ __forceinline__ bool
-is_any(uint8_t has_grown)
+is_any(uint32_t has_grown)
 {
     return __any_sync(0xFFFFFFFFu, has_grown != 0);
 }

@@ -84,12 +84,12 @@ multiply_scores(uint64_t query, int tile, int step, uint32_t a[16],
     wgmma_commit();
 }
 
-/* Starts scores = q . k / units for the group's block: 64 keys, a granule per warp. The last
- * products are still under way on return. */
+/* Starts scores = q . k / units for the group's block: 64 keys, a granule per warp. `query` is the
+ * descriptor of the query's tiles. The last products are still under way on return. */
 template <typename Shape>
 static __device__ __forceinline__ void
 score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
-            consumer<Shape> *state)
+            uint64_t query, consumer<Shape> *state)
 {
     typedef typename Shape::Row Row;
     const uint32_t granule = wait_for_rows(at, me, *state);
@@ -97,8 +97,6 @@ score_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane
     const uint32_t nope = granule + here.row * Row::PITCH + 32 * here.column;
     const uint32_t rope = nope + Row::ROPE_OFFSET;
     uint32_t words[3][8];
-    const uint64_t query =
-        wgmma_descriptor(ptx_shared_address(shared->query), 1024, WGMMA_SWIZZLE_128);
     load_nope_words<Row>(nope, 0, words[0]);
     load_nope_words<Row>(nope, 1, words[1]);
     state->key_bits = load_key_bits<Shape>(granule);

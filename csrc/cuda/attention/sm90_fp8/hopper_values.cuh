@@ -158,17 +158,16 @@ add_values(uint64_t weights, int granule, int buffer, consumer<Shape> *state)
 }
 
 /* Waits for the weights of the other group's older block, and converts that block's first values.
- * If the other group has raised the references, this group follows. After a work's last scores the
- * query's place is free for the next query. Returns where the other group's block begins. */
+ * The block begins at `other`. If the other group has raised the references, this group follows.
+ * After a work's last scores the query's place is free for the next query. */
 template <typename Shape>
-static __device__ __forceinline__ int
+static __device__ __forceinline__ void
 meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const lane_place &me,
-                 bool has_other, consumer<Shape> *state)
+                 int other, consumer<Shape> *state)
 {
     const value_place place = find_values<Shape>(at, me);
-    const int other = make_uniform(find_other<Shape>(*state, has_other));
     ptx_mbarrier_wait(at.weighed + 8 * (me.group ^ 1), (state->phase >> 1 ^ me.group ^ 1) & 1);
-    const uint8_t has_grown = load_has_grown(shared, me.group ^ 1); /* loaded with the values */
+    const uint32_t has_grown = load_has_grown(shared, me.group ^ 1); /* loaded with the values */
     load_values(place, find_granule<Shape>(other, 0), 0, state);
     load_values(place, find_granule<Shape>(other, 1), 1, state);
     if (is_any(has_grown)) {
@@ -181,13 +180,13 @@ meet_other_block(hopper_memory<Shape> *shared, const hopper_addresses &at, const
     }
     wgmma_wait<0>(); /* the scores are complete */
     ptx_mbarrier_arrive(ptx_shared_address(&shared->query_free), !has_steps_left(*state, 2));
-    return other;
 }
 
 /* Makes the group's weights visible to wgmma of both groups. Tells the other group, and returns,
- * whether some are too large for f16. */
+ * whether some are too large for f16. That is read before the thread arrives, so that no warp of
+ * the group can mark its next block meanwhile. */
 template <typename Shape>
-static __device__ __forceinline__ bool
+static __device__ __forceinline__ uint32_t
 publish_weights(const hopper_addresses &at, const lane_place &me, const consumer<Shape> &state,
                 hopper_memory<Shape> *shared)
 {
@@ -197,11 +196,12 @@ publish_weights(const hopper_addresses &at, const lane_place &me, const consumer
         has_grown |= state.has_grown[pair];
     }
     ptx_fence_async_shared();
-    has_grown = ptx_barrier_or(BARRIER_GROUP + me.group, GROUP_THREADS, has_grown);
-    ptx_store_shared_1_if(ptx_shared_address(&shared->has_grown[me.group]), 1,
-                          has_grown && SMLA_WARP_LANES * me.warp + me.lane == 0);
+    const uint32_t warp = (uint32_t)ptx_forget((int)threadIdx.x) / SMLA_WARP_LANES;
+    ptx_store_shared_1_if(ptx_shared_address(shared->has_grown) + warp, 1, has_grown);
+    ptx_barrier(BARRIER_GROUP + me.group, GROUP_THREADS);
+    const uint32_t has_any_grown = load_has_grown(shared, me.group);
     ptx_mbarrier_arrive(at.weighed + 8 * me.group, true);
-    return has_grown;
+    return has_any_grown;
 }
 
 /* During which batch of values (one per granule of a step) a chunk of 16 heads gets its weights.
@@ -209,7 +209,7 @@ publish_weights(const hopper_addresses &at, const lane_place &me, const consumer
 static constexpr __device__ __forceinline__ int
 batch_of_chunk(int chunk)
 {
-    return chunk < 2 ? 0 : 2;
+    return chunk < 2 ? 0 : chunk - 1;
 }
 
 /* Adds the other group's older block, at `other`, then the own block, and turns own scores into
@@ -224,7 +224,7 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
     const int own = make_uniform(state->own);
     /* not uniform: else ptxas computes each barrier's address apart from that of its granule */
     const uint32_t empty = (uint32_t)ptx_forget((int)at.empty);
-    bool has_grown = false;
+    uint32_t has_grown = 0;
 #pragma unroll
     for (int batch = 0; batch < STEP_GRANULES; batch++) {
         const int first = batch < BLOCK_GRANULES ? other : own;
@@ -234,7 +234,7 @@ add_blocks(const hopper_launch &launch, hopper_memory<Shape> *shared, const hopp
         }
         if (batch > 0) {
             wgmma_wait<0>();
-            if (batch == BLOCK_GRANULES && has_grown) {
+            if (batch == BLOCK_GRANULES && is_any(has_grown)) {
                 raise_references(launch, find_addresses(shared, find_place_again().group),
                                  find_place_again(), shared, state);
             }
