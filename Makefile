@@ -42,7 +42,7 @@ C_TESTS := $(filter-out fuzz_%,$(notdir $(basename $(wildcard tests/c/*.c))))
 C_EXAMPLES := $(notdir $(basename $(wildcard examples/c/*.c)))
 
 .DEFAULT_GOAL := help
-.NOTPARALLEL: # ninja itself is parallel, and two ninjas would write to one folder
+.NOTPARALLEL: # ninja itself is parallel, and two builds of one folder wait for each other
 .PHONY: help environment toolkit build demo bench test test-c test-c-aarch64 examples-c test-gpu \
     memcheck racecheck synccheck sanitize coverage measure mutants fuzz fuzz-corpus lint format \
     frameworks vllm lib install-lib wheel release check-install clean
